@@ -245,8 +245,8 @@ mod tests {
     fn class_names_and_broken_files_are_as_long_as_may_be_and_no_longer() {
         let name = |bytes: usize| "n".repeat(bytes);
         assert_eq!(class_names_mistake(&[name(CLASS_NAME_BYTES)]), None);
-        let said = class_names_mistake(&["a".into(), name(CLASS_NAME_BYTES + 1)]).unwrap();
-        assert!(said.contains("256 bytes (nnnn") && said.len() < 200, "{said}");
+        let message = class_names_mistake(&["a".into(), name(CLASS_NAME_BYTES + 1)]).unwrap();
+        assert!(message.contains("256 bytes (nnnn") && message.len() < 200, "{message}");
         let mut all = vec![name(128); CLASS_NAMES_BYTES / 128];
         assert_eq!(class_names_mistake(&all), None);
         all.push(name(1));

@@ -757,13 +757,13 @@ mod tests {
         let one = SlotWait { slots_needed: 4, slots_free: 1, slots_on, ..wait() };
         let two = SlotWait { agent: None, machines: Some(2), ..one.clone() };
         let machines = "; free on each machine: 1 of 2 on \"a\", 0 of 2 on \"b\"";
-        for (kind, said) in [
+        for (kind, message) in [
             (WaitingForSlots(two.clone()), "waits for 4 slots: 1 of 4 on 2 machines free"),
             (WaitingForSlots(one.clone()), "waits for 4 slots: 1 of 4 on \"a\" free"),
             (TooFewSlots(two.clone()), "needs 4 slots; 2 online machines have 4 in all, 1 of them free"),
             (TooFewSlots(one), "needs 4 slots; the largest online machine, \"a\", has 4"),
         ] {
-            assert_eq!(kind.to_string(), format!("{said}{machines}"));
+            assert_eq!(kind.to_string(), format!("{message}{machines}"));
         }
         let slots_on = (0..20).map(|n| on(&format!("m{n}"), 0, 1)).collect();
         let many = WaitingForSlots(SlotWait { slots_on, ..two }).to_string();

@@ -123,8 +123,8 @@ mod tests {
             (5 * PART_BYTES - around, 5),
             (5 * PART_BYTES - around + 1, 6),
         ] {
-            let said = TestMessage::Text { text: "x".repeat(length) };
-            let frames = frames(&said, &mut number, TestMessage::Part).unwrap();
+            let sent = TestMessage::Text { text: "x".repeat(length) };
+            let frames = frames(&sent, &mut number, TestMessage::Part).unwrap();
             assert_eq!(frames.len(), count);
             assert!(frames.iter().all(|f| f.len() < PART_BYTES + 100));
             let mut unfinished = Unfinished::default();
@@ -136,7 +136,7 @@ mod tests {
                     short => Some(short),
                 };
             }
-            assert_eq!(whole, Some(said));
+            assert_eq!(whole, Some(sent));
             assert_eq!(unfinished.bytes, 0);
         }
     }

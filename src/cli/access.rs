@@ -208,8 +208,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let found =
             |given: Option<&str>| AccessArgs { token_file: None, data_dir: dir.path().into() }.server(given);
-        // What is recorded, and what a command takes.
-        for (recorded, taken) in [
+        // The recorded address, and the address that a command uses.
+        for (recorded, used) in [
             (None, DEFAULT_SERVER),
             (Some("http://127.0.0.1:43211"), "http://127.0.0.1:43211"),
             (Some("http://[::1]:43211"), "http://[::1]:43211"),
@@ -219,10 +219,10 @@ mod tests {
         ] {
             forget_address(dir.path());
             recorded.map_or(Ok(()), |url| record_address(dir.path(), url)).unwrap();
-            assert_eq!(found(None), taken);
+            assert_eq!(found(None), used);
             assert_eq!(found(Some("http://other:1")), "http://other:1");
         }
-        // A link could lead to the file of somebody else.
+        // A link may lead to another account's file.
         forget_address(dir.path());
         fs::write(dir.path().join("elsewhere"), "http://127.0.0.1:1").unwrap();
         std::os::unix::fs::symlink("elsewhere", dir.path().join(ADDRESS)).unwrap();

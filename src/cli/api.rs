@@ -1,7 +1,7 @@
 //! A client for the server's REST interface and its streams.
 
-mod away;
 mod named;
+mod outage;
 mod requests;
 mod stream;
 
@@ -10,9 +10,9 @@ use super::{
     output, usage_error,
 };
 use anyhow::{Context, anyhow};
-pub(crate) use away::Away;
 use lockstep_protocol::{Job, JobState, sweep::Sweep};
 use lockstep_worker::tls;
+pub(crate) use outage::Outage;
 use reqwest::{
     Client, Method, Response, StatusCode,
     header::{AUTHORIZATION, HeaderValue},
@@ -231,7 +231,7 @@ impl Api {
     }
 
     /// Whether the server responds within 5 s.
-    pub(crate) async fn answers(&self) -> bool {
+    pub(crate) async fn is_reachable(&self) -> bool {
         let asked = self.client.get(format!("{}/healthz", self.base)).timeout(Duration::from_secs(5));
         asked.send().await.is_ok()
     }
@@ -270,8 +270,8 @@ impl Api {
         if let Some(body) = body {
             request = request.json(body);
         }
-        let answer = request.send().await.map_err(|error| self.unreachable(&error))?;
-        if answer.status().is_success() { Ok(answer) } else { Err(problem(answer).await) }
+        let response = request.send().await.map_err(|error| self.unreachable(&error))?;
+        if response.status().is_success() { Ok(response) } else { Err(problem(response).await) }
     }
 
     /// Returns the mistakes that the server finds in a job, as pointers and details. `launched`: agents for the job are about to be
@@ -279,11 +279,11 @@ impl Api {
     pub(crate) async fn mistakes(&self, document: &Value, launched: bool) -> Vec<(String, String)> {
         let url = format!("{}/api/v1/jobs/validate?launched={launched}", self.base);
         let asked = self.client.post(url).json(document).send().await;
-        let Ok(answer) = asked else { return Vec::new() };
-        if answer.status() != StatusCode::UNPROCESSABLE_ENTITY {
+        let Ok(response) = asked else { return Vec::new() };
+        if response.status() != StatusCode::UNPROCESSABLE_ENTITY {
             return Vec::new();
         }
-        let body: Value = answer.json().await.unwrap_or_default();
+        let body: Value = response.json().await.unwrap_or_default();
         let errors = body.get("errors").and_then(Value::as_array).into_iter().flatten();
         let part =
             |error: &Value, key: &str| error.get(key).and_then(Value::as_str).unwrap_or_default().to_owned();
@@ -301,16 +301,16 @@ impl Api {
     ) -> anyhow::Result<T> {
         let request = self.client.post(format!("{}/api/v1{path}", self.base));
         let request = request.header("content-type", "application/octet-stream").body(bytes);
-        let answer = request.send().await.map_err(|error| self.unreachable(&error))?;
-        if answer.status().is_success() { self.read(answer).await } else { Err(problem(answer).await) }
+        let response = request.send().await.map_err(|error| self.unreachable(&error))?;
+        if response.status().is_success() { self.read(response).await } else { Err(problem(response).await) }
     }
 
     /// Parses the body of a response.
     ///
     /// # Errors
     /// The connection broke, or the response does not come from a Lockstep server.
-    pub(crate) async fn read<T: DeserializeOwned>(&self, answer: Response) -> anyhow::Result<T> {
-        let bytes = answer.bytes().await.map_err(|error| self.unreachable(&error))?;
+    pub(crate) async fn read<T: DeserializeOwned>(&self, response: Response) -> anyhow::Result<T> {
+        let bytes = response.bytes().await.map_err(|error| self.unreachable(&error))?;
         // A response without a body reads as null.
         let text: &[u8] = if bytes.is_empty() { b"null" } else { &bytes };
         serde_json::from_slice(text)
@@ -358,8 +358,8 @@ pub(crate) fn given<const N: usize>(
 ///
 /// # Errors
 /// The response has no such list.
-pub(crate) fn list<T: DeserializeOwned>(answer: &Value, key: &str) -> anyhow::Result<Vec<T>> {
-    let elements = if answer.is_array() { answer } else { answer.get(key).unwrap_or(&Value::Null) };
+pub(crate) fn list<T: DeserializeOwned>(response: &Value, key: &str) -> anyhow::Result<Vec<T>> {
+    let elements = if response.is_array() { response } else { response.get(key).unwrap_or(&Value::Null) };
     let elements = elements.as_array().with_context(|| format!("the server has no list of {key}"))?;
     let read = |element: &Value| {
         let name = element.get("id").or(element.get("name")).unwrap_or(&Value::Null);
@@ -383,9 +383,9 @@ pub(crate) fn with_query(path: &str, pairs: &[(&str, String)]) -> anyhow::Result
 }
 
 /// Formats a problem (RFC 9457): its title or detail, then each mistake on a line of its own.
-async fn problem(answer: Response) -> anyhow::Error {
-    let status = answer.status();
-    let body: Value = answer.json().await.unwrap_or_default();
+async fn problem(response: Response) -> anyhow::Error {
+    let status = response.status();
+    let body: Value = response.json().await.unwrap_or_default();
     let text = |key: &str| body.get(key).and_then(Value::as_str).filter(|t| !t.is_empty());
     let mut message = text("detail")
         .or(text("title"))

@@ -29,10 +29,10 @@ pub(crate) fn confirmed(yes: bool, question: impl Display, kept: impl Display) -
 }
 
 /// Reads whether a person answers yes. An empty or missing answer counts as no.
-fn says_yes(answers: &mut impl BufRead) -> io::Result<bool> {
-    let mut answer = String::new();
-    answers.read_line(&mut answer)?;
-    Ok(matches!(answer.trim().to_lowercase().as_str(), "y" | "yes"))
+fn says_yes(input: &mut impl BufRead) -> io::Result<bool> {
+    let mut reply = String::new();
+    input.read_line(&mut reply)?;
+    Ok(matches!(reply.trim().to_lowercase().as_str(), "y" | "yes"))
 }
 
 #[cfg(test)]
@@ -40,8 +40,8 @@ mod tests {
     use super::says_yes;
 
     #[test]
-    fn only_yes_is_yes() {
-        for (answer, expected) in [
+    fn only_yes_confirms() {
+        for (reply, expected) in [
             ("y\n", true),
             ("YES\n", true),
             ("", false),
@@ -49,7 +49,7 @@ mod tests {
             ("no\n", false),
             ("yesterday\n", false),
         ] {
-            assert_eq!(says_yes(&mut answer.as_bytes()).unwrap(), expected, "{answer:?}");
+            assert_eq!(says_yes(&mut reply.as_bytes()).unwrap(), expected, "{reply:?}");
         }
     }
 }

@@ -153,9 +153,9 @@ fn prepared(
             path.display()
         ))
     })?;
-    let made = prepare::copy(path, &to, settings)?;
+    let copied = prepare::copy(path, &to, settings)?;
     if !quiet {
-        prepare::report(&to, &made)?;
+        prepare::report(&to, &copied)?;
     }
     Ok(lockstep_data::canonical(&to)?)
 }
@@ -215,20 +215,20 @@ pub(super) async fn register_as(
 
 /// Returns the registered dataset with this path.
 pub(super) async fn at(api: &Api, path: &Path) -> anyhow::Result<Option<Dataset>> {
-    let answer: Value = api.get("/datasets").await?;
-    Ok(list::<Dataset>(&answer, "datasets")?.into_iter().find(|d| Path::new(&d.path) == path))
+    let response: Value = api.get("/datasets").await?;
+    Ok(list::<Dataset>(&response, "datasets")?.into_iter().find(|d| Path::new(&d.path) == path))
 }
 
 /// Registers a dataset, and polls until the server has inspected the files, which takes minutes if there are many.
 async fn register(api: &Api, new: &Value) -> anyhow::Result<Dataset> {
     let bar = inspection_bar();
     loop {
-        let answer = api.request(Method::POST, "/datasets?wait_secs=1", Some(new)).await?;
-        if answer.status() != StatusCode::ACCEPTED {
+        let response = api.request(Method::POST, "/datasets?wait_secs=1", Some(new)).await?;
+        if response.status() != StatusCode::ACCEPTED {
             bar.finish_and_clear();
-            return api.read(answer).await;
+            return api.read(response).await;
         }
-        let under_way: Value = api.read(answer).await?;
+        let under_way: Value = api.read(response).await?;
         let number = |key: &str| under_way.get(key).and_then(Value::as_u64);
         show(&bar, number("inspected").zip(number("total")));
     }

@@ -85,9 +85,9 @@ async fn wait(api: &Api, path: &str) -> anyhow::Result<Value> {
         ProgressStyle::with_template("{msg} {elapsed}").unwrap_or_else(|_| ProgressStyle::default_bar()),
     );
     loop {
-        let answer = api.request(Method::GET, path, None::<&()>).await?;
-        let ready = answer.status() != StatusCode::ACCEPTED;
-        let reply: Value = api.read(answer).await?;
+        let response = api.request(Method::GET, path, None::<&()>).await?;
+        let ready = response.status() != StatusCode::ACCEPTED;
+        let reply: Value = api.read(response).await?;
         if ready {
             bar.finish_and_clear();
             return Ok(reply);

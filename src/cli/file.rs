@@ -88,11 +88,11 @@ mod tests {
     }
 
     #[test]
-    fn a_pipe_or_a_device_is_refused_at_once_and_a_file_is_as_large_as_may_be() {
+    fn pipes_and_devices_are_refused_at_once_and_files_have_a_maximum_size() {
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name);
-        let made = std::process::Command::new("mkfifo").arg(at("pipe")).status();
-        assert!(made.unwrap().success());
+        let status = std::process::Command::new("mkfifo").arg(at("pipe")).status();
+        assert!(status.unwrap().success());
         fs::write(at("file"), "four").unwrap();
         fs::write(at("larger"), "fives").unwrap();
         assert_eq!(at_once(at("file")), Ok(b"four".to_vec()));
@@ -104,8 +104,8 @@ mod tests {
             (at("larger"), "is larger than 4 bytes"),
             (at("none"), "No such file"),
         ] {
-            let said = at_once(path.clone()).unwrap_err();
-            assert!(said.contains(words), "{words:?} in {said}, of {}", path.display());
+            let message = at_once(path.clone()).unwrap_err();
+            assert!(message.contains(words), "{words:?} in {message}, of {}", path.display());
         }
         std::os::unix::fs::symlink(at("pipe"), at("link")).unwrap();
         for path in [at("pipe"), at("link"), "/dev/null".into(), dir.path().into()] {

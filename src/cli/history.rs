@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_of_the_server_is_a_point_whatever_its_name() {
+    fn csv_lines_are_parsed_with_any_metric_name() {
         assert_eq!(
             parse("2,1,loss,41,0.5"),
             Some(("loss".into(), Point { attempt: 2, step: 41, value: 0.5 }))

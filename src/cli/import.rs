@@ -119,7 +119,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             for run in runs {
                 match send(&api, run, source.project.as_deref()).await {
                     Ok(report) if source.server.json => reports.push(report),
-                    Ok(report) => output::line(report.in_words())?,
+                    Ok(report) => output::line(report.describe())?,
                     Err(error) => {
                         output::warn(format_args!("{name}: {}", describe_error(&error)));
                         failed += 1;
@@ -264,7 +264,7 @@ struct Report {
 }
 
 impl Report {
-    fn in_words(&self) -> String {
+    fn describe(&self) -> String {
         let Self { job, name, metrics, points, new_points, left_out } = self;
         let (points, metrics) = (plural(*points, "point"), plural(*metrics as u64, "metric"));
         let left_out: Vec<_> = left_out.iter().map(|(what, count)| format!("{what} ({count})")).collect();
@@ -341,8 +341,8 @@ async fn send(api: &Api, mut run: Run, project: Option<&str>) -> anyhow::Result<
     let news = json!({
         "config": run.config, "summary": run.summary, "state": state, "reason": reason, "ended_at": run.ended_at,
     });
-    let answer = api.request(Method::PATCH, &path, Some(&news)).await?;
-    let job: Value = api.read(answer).await?;
+    let response = api.request(Method::PATCH, &path, Some(&news)).await?;
+    let job: Value = api.read(response).await?;
     let text = |key: &str| job.get(key).and_then(Value::as_str).unwrap_or_default().to_owned();
     Ok(Report {
         job: text("id"),
@@ -361,8 +361,8 @@ async fn send(api: &Api, mut run: Run, project: Option<&str>) -> anyhow::Result<
 /// The points differ.
 async fn check_stored(api: &Api, path: &str, run: &Run, acknowledged: u64) -> anyhow::Result<()> {
     // The response to an update without a change is the job.
-    let answer = api.request(Method::PATCH, path, Some(&json!({}))).await?;
-    let job: Value = api.read(answer).await?;
+    let response = api.request(Method::PATCH, path, Some(&json!({}))).await?;
+    let job: Value = api.read(response).await?;
     let id = job.get("id").and_then(Value::as_str).unwrap_or_default();
     let csv = api.request(Method::GET, &format!("/jobs/{id}/metrics.csv"), None::<&()>).await?.text().await?;
     let mut points = HashMap::new();
@@ -429,7 +429,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn points_of_one_step_are_one_record_and_what_the_server_refuses_is_left_out() {
+    fn points_of_a_step_are_one_record_and_invalid_points_are_left_out() {
         let mut run = Run::default();
         for (step, name, value) in [
             (0, "loss", 1.0),
@@ -451,7 +451,7 @@ mod tests {
     }
 
     #[test]
-    fn nested_values_are_named_by_their_path_and_media_are_no_numbers() {
+    fn nested_values_are_named_by_their_path_and_media_are_left_out() {
         let mut found = Vec::new();
         let value = json!({"b": 1, "c": {"d": 2.5, "e": "text"}, "f": {"_type": "image-file", "size": 3}});
         assert_eq!(numbers("a", &value, &mut found), 2);

@@ -105,11 +105,11 @@ fn format_estimate(secs: f64, choice: &Suggestion, quick: Option<&Suggestion>) -
         ..7200.0 => format!("{:.0} min", secs / 60.0),
         _ => format!("{:.1} h", secs / 3600.0),
     };
-    let mut said = format!("about {} on this machine", words(whole(choice)));
+    let mut message = format!("about {} on this machine", words(whole(choice)));
     if let Some(quick) = quick {
-        let _ = write!(said, "; `lockstep init --quick` suggests a run of about {}", words(whole(quick)));
+        let _ = write!(message, "; `lockstep init --quick` suggests a run of about {}", words(whole(quick)));
     }
-    said
+    message
 }
 
 /// Trains the job in this file for a few steps and returns the training time per picture, in seconds.
@@ -119,8 +119,8 @@ fn format_estimate(secs: f64, choice: &Suggestion, quick: Option<&Suggestion>) -
 fn secs_per_picture(file: &Path, batch: u64) -> Result<f64, String> {
     let folder = tempfile::tempdir().map_err(|e| e.to_string())?;
     let batch = batch.min(MAX_BATCH);
-    let said = folder.path().join("stderr");
-    let stderr = File::create(&said).map_err(|e| e.to_string())?;
+    let stderr_path = folder.path().join("stderr");
+    let stderr = File::create(&stderr_path).map_err(|e| e.to_string())?;
     let out = folder.path().join("run");
     let mut command = Command::new(own_program().map_err(|e| e.to_string())?);
     command.arg("train").arg(file).arg("--out").arg(&out);
@@ -135,13 +135,13 @@ fn secs_per_picture(file: &Path, batch: u64) -> Result<f64, String> {
     }
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(stderr);
     let mut child = command.spawn().map_err(|e| e.to_string())?;
-    let status = ended(&mut child).map_err(|e| e.to_string())?;
+    let status = wait_for_exit(&mut child).map_err(|e| e.to_string())?;
     let Some(status) = status else {
         return Err(format!("{STEPS} steps take longer than {} s", MEASURE_TIMEOUT.as_secs()));
     };
     if !status.success() {
-        let said = fs::read_to_string(&said).unwrap_or_default();
-        return Err(said.lines().last().unwrap_or("training failed").to_owned());
+        let text = fs::read_to_string(&stderr_path).unwrap_or_default();
+        return Err(text.lines().last().unwrap_or("training failed").to_owned());
     }
     let mut times = Vec::new();
     let mut tail = Tail::open(&events_path(&out.join("attempts").join("1"), 0), 0);
@@ -161,7 +161,7 @@ fn secs_per_picture(file: &Path, batch: u64) -> Result<f64, String> {
 }
 
 /// Waits for the process to exit. Returns `None` if the time limit ended it.
-fn ended(child: &mut Child) -> std::io::Result<Option<ExitStatus>> {
+fn wait_for_exit(child: &mut Child) -> std::io::Result<Option<ExitStatus>> {
     let began = Instant::now();
     let mut is_late = false;
     loop {
@@ -270,7 +270,7 @@ mod tests {
             trained,
             validated,
         };
-        for (secs, choice, quick, said) in [
+        for (secs, choice, quick, message) in [
             (0.01, of(224, 600_000, 0), None, "about 100 min on this machine"),
             (0.1, of(224, 600_000, 0), None, "about 16.7 h on this machine"),
             (0.01, of(28, 2_700, 900), None, "about 30 s on this machine"),
@@ -281,7 +281,7 @@ mod tests {
                 "about 100 min on this machine; `lockstep init --quick` suggests a run of about 5 min",
             ),
         ] {
-            assert_eq!(format_estimate(secs, &choice, quick.as_ref()), said);
+            assert_eq!(format_estimate(secs, &choice, quick.as_ref()), message);
         }
     }
 }

@@ -92,8 +92,8 @@ fn request(selector: &JobSelector, wish: &str, done: impl Fn(&Job) -> bool) -> a
         }
         let (mut asked, mut errors) = (Vec::<Job>::new(), Vec::<anyhow::Error>::new());
         for job in &found {
-            let answer = api.post(&format!("/jobs/{}/{wish}", job.id), &serde_json::json!({})).await;
-            answer.map_or_else(|error| errors.push(error), |job| asked.push(job));
+            let response = api.post(&format!("/jobs/{}/{wish}", job.id), &serde_json::json!({})).await;
+            response.map_or_else(|error| errors.push(error), |job| asked.push(job));
         }
         let mut ended = Vec::new();
         for job in asked {

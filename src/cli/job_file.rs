@@ -102,7 +102,7 @@ pub(super) fn find_weights(document: &mut Value) -> anyhow::Result<()> {
 pub(super) fn check(path: &Path, document: &Value) -> anyhow::Result<JobSpec> {
     read(document).map_err(|mistakes| {
         let lines: Vec<_> = mistakes.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
-        usage_error(mistaken(path, &lines))
+        usage_error(format_mistakes(path, &lines))
     })
 }
 
@@ -118,7 +118,7 @@ pub(super) fn read(document: &Value) -> Result<JobSpec, Vec<SpecError>> {
 }
 
 /// Formats the mistakes in a job file, one per line.
-pub(super) fn mistaken(path: &Path, lines: &[String]) -> String {
+pub(super) fn format_mistakes(path: &Path, lines: &[String]) -> String {
     format!("{} has {}:\n  {}", path.display(), count(lines.len(), "mistake"), lines.join("\n  "))
 }
 

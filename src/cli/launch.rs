@@ -378,12 +378,12 @@ fn show(
 ) -> anyhow::Result<()> {
     match args.with {
         LauncherKind::Ssh => {
-            hosts.iter().try_for_each(|host| output::line(in_words(&ssh::command(args, host))))
+            hosts.iter().try_for_each(|host| output::line(format_command(&ssh::command(args, host))))
         }
-        LauncherKind::Mpirun => output::line(in_words(&mpirun::command(args, hosts))),
+        LauncherKind::Mpirun => output::line(format_command(&mpirun::command(args, hosts))),
         LauncherKind::Slurm => {
             let folder = node::home().join(&args.dir).join(job);
-            output::line(in_words(&slurm::command(args)))?;
+            output::line(format_command(&slurm::command(args)))?;
             output::line(slurm::Batch::of_job(job).script(args, hosts, spec.parallel.device, &folder)?)
         }
         LauncherKind::Kubernetes => {
@@ -393,7 +393,7 @@ fn show(
 }
 
 /// Formats a command, quoted for a shell.
-fn in_words(command: &Command) -> String {
+fn format_command(command: &Command) -> String {
     let words = std::iter::once(command.get_program()).chain(command.get_args());
     words.map(|word| quoted(&word.to_string_lossy())).collect::<Vec<_>>().join(" ")
 }
@@ -415,7 +415,7 @@ mod tests {
     use std::collections::BTreeMap;
 
     #[test]
-    fn the_machines_of_a_job_have_the_names_of_the_list() {
+    fn machines_of_a_job_are_named_as_in_the_list() {
         let node = |name: &str, host: &str| bundle::Node {
             name: name.into(),
             host: host.into(),
@@ -427,13 +427,13 @@ mod tests {
             env: BTreeMap::new(),
         };
         let nodes = [node("launch-0", "gpu-a"), node("launch-1", "gpu-b"), node("launch-2", "")];
-        for (agents, said) in [
+        for (agents, message) in [
             (&["launch-1"][..], "gpu-b (agent launch-1)"),
             (&["launch-0", "launch-1"], "gpu-a (agent launch-0), gpu-b (agent launch-1)"),
             (&["launch-2", "other"], "launch-2, other"),
         ] {
             let agents: Vec<String> = agents.iter().map(|agent| (*agent).to_owned()).collect();
-            assert_eq!(machines_of(&agents, &nodes), said);
+            assert_eq!(machines_of(&agents, &nodes), message);
         }
     }
 }

@@ -1,7 +1,7 @@
 //! `lockstep logs`: prints the log of a job's ranks.
 
 use super::{
-    api::{Api, Away, SERVER_TIMEOUT, ServerArgs, list},
+    api::{Api, Outage, SERVER_TIMEOUT, ServerArgs, list},
     block_on, output,
 };
 use lockstep_protocol::{
@@ -56,14 +56,14 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         let mut since = job.last_seq;
         print_history(&api, &job, &mut printer).await?;
         let mut over = !args.follow || job.state.is_final();
-        let mut away_since = None;
-        let mut away = Away::default();
+        let mut outage_since = None;
+        let mut outage = Outage::default();
         let say = |text: &str| output::warn(text);
         while !over {
             if let Ok(mut stream) = api.stream(&job, since).await {
                 while let Ok(Some(frame)) = stream.next().await {
-                    away_since = None;
-                    away.note_answer(say);
+                    outage_since = None;
+                    outage.report_restored(say);
                     let (seq, body) = match frame {
                         Frame::Event(Event { seq, body, .. }) => (seq, body),
                         Frame::Hello { last_seq, .. } if last_seq < since => {
@@ -91,16 +91,16 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 tokio::time::sleep(Duration::from_millis(500)).await;
                 over = match api.get::<Job>(&format!("/jobs/{}", job.id)).await {
                     Ok(now) => {
-                        away_since = None;
-                        away.note_answer(say);
+                        outage_since = None;
+                        outage.report_restored(say);
                         now.state.is_final() && now.last_seq <= since
                     }
                     // The server may be restarting: connect again.
                     Err(error)
                         if !error.is::<super::WrongRequest>()
-                            && away_since.get_or_insert_with(Instant::now).elapsed() < SERVER_TIMEOUT =>
+                            && outage_since.get_or_insert_with(Instant::now).elapsed() < SERVER_TIMEOUT =>
                     {
-                        away.note_silence(say);
+                        outage.report_lost(say);
                         false
                     }
                     Err(error) => return Err(error),

@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_is_found_by_a_name_or_an_id_that_no_other_has() {
+    fn a_machine_is_found_by_a_unique_name_or_id() {
         let all = || {
             vec![
                 machine("1", "a", &[]),
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn an_id_is_no_other_address() {
+    fn an_id_cannot_lead_to_another_path() {
         assert_eq!(path(&machine("0af3-id_a", "a", &[])).unwrap(), "/agents/0af3-id_a");
         for id in ["", ".", "..", "../people/ada", "a/b", "a?b", "a#b", "a%2Fb", "ä"] {
             assert!(path(&machine(id, "a", &[])).is_err(), "{id}");
@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_counts_what_is_busy_and_names_the_slots() {
+    fn a_row_counts_busy_slots_and_names_their_kinds() {
         let mut machine = machine("1", "a", &[Some(0), None]);
         machine.slots.push(Slot { name: "4 cores".into(), rank: None });
         machine.draining = true;

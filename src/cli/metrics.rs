@@ -39,12 +39,12 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             }
             return Ok(out.flush()?);
         }
-        let answer: Value = api.get(&format!("/jobs/{}/metrics?points=10000&{name}", job.id)).await?;
+        let response: Value = api.get(&format!("/jobs/{}/metrics?points=10000&{name}", job.id)).await?;
         if args.server.json {
-            return output::json(&answer);
+            return output::json(&response);
         }
         let empty = Vec::new();
-        let rows: Vec<_> = answer["series"].as_array().unwrap_or(&empty).iter().map(row).collect();
+        let rows: Vec<_> = response["series"].as_array().unwrap_or(&empty).iter().map(row).collect();
         output::table(["METRIC", "ATTEMPT", "RANK", "STEPS", "LAST", "MIN", "MAX"], &rows)
     })
 }

@@ -135,16 +135,16 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             )?;
             match version.filter(|_| !remove) {
                 Some(version) => {
-                    let said = format!("{SCHEME}{model}@{alias} is version {version}");
-                    send(&server, Method::PUT, &at, Some(json!({ "version": version })), &said)
+                    let message = format!("{SCHEME}{model}@{alias} is version {version}");
+                    send(&server, Method::PUT, &at, Some(json!({ "version": version })), &message)
                 }
                 None => send(&server, Method::DELETE, &at, None, &format!("{SCHEME}{model}@{alias} removed")),
             }
         }
         Action::Remove { model, version, server } => {
             let at = path(&model, &format!("/versions/{version}"))?;
-            let said = format!("{SCHEME}{model}/{version} removed; its checkpoint stays with the job");
-            send(&server, Method::DELETE, &at, None, &said)
+            let message = format!("{SCHEME}{model}/{version} removed; its checkpoint stays with the job");
+            send(&server, Method::DELETE, &at, None, &message)
         }
     }
 }
@@ -160,17 +160,18 @@ fn path(model: &str, rest: &str) -> anyhow::Result<String> {
     }
 }
 
-/// Sends a change. Prints `said`, or the response as JSON.
+/// Sends a change. Prints `message`, or the response as JSON.
 fn send(
     server: &ServerArgs,
     method: Method,
     path: &str,
     body: Option<Value>,
-    said: &str,
+    message: &str,
 ) -> anyhow::Result<()> {
     let api = server.api()?;
-    let answer: Value = block_on(async { api.read(api.request(method, path, body.as_ref()).await?).await })?;
-    if server.json { output::json(&answer) } else { output::line(said) }
+    let response: Value =
+        block_on(async { api.read(api.request(method, path, body.as_ref()).await?).await })?;
+    if server.json { output::json(&response) } else { output::line(message) }
 }
 
 fn row_of_model(model: &Model) -> [String; 5] {

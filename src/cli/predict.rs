@@ -94,8 +94,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
     let (answering, mut predictions) = match &args.model {
         Some(model) => {
-            let answer = if args.embed { inspect::embed } else { inspect::predict };
-            (None, answer(model, pictures).map_err(usage_error)?)
+            let infer = if args.embed { inspect::embed } else { inspect::predict };
+            (None, infer(model, pictures).map_err(usage_error)?)
         }
         None => {
             let (answering, predictions) = block_on(ask(&args, pictures))?;
@@ -182,8 +182,8 @@ async fn ask(args: &Args, pictures: Vec<(String, Vec<u8>)>) -> anyhow::Result<(M
     let path = format!("/checkpoints/{}/predict?weights={weights}&embed={}", checkpoint.id, args.embed);
     let mut predictions = Vec::new();
     for (name, bytes) in pictures {
-        let answer: serde_json::Value = api.send_bytes(&path, bytes).await?;
-        let mut found: Vec<Prediction> = super::api::list(&answer, "predictions")?;
+        let response: serde_json::Value = api.send_bytes(&path, bytes).await?;
+        let mut found: Vec<Prediction> = super::api::list(&response, "predictions")?;
         found.iter_mut().for_each(|p| p.name.clone_from(&name));
         predictions.extend(found);
     }
@@ -197,7 +197,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_class_name_cannot_command_a_terminal() {
+    fn class_names_are_escaped() {
         let class = "\u{1b}]0;title\u{7}cat\nfake.png: dog 99.0 %".to_owned();
         let prediction = Prediction {
             name: "a.png".into(),

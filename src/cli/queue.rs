@@ -96,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_private_job_has_a_place_and_what_is_kept_is_a_sentence() {
+    fn private_jobs_have_a_place_and_reservations_are_sentences() {
         let private = QueuedJob { place: 3, ..QueuedJob::default() };
         assert_eq!(row(&private)[..3], ["3".to_owned(), String::new(), "(private)".to_owned()]);
         let mut kept = Reservation {

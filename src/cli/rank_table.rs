@@ -196,8 +196,8 @@ fn check_count(of: &Value, key: &str, at: &str, list: &str, found: usize) -> Res
     if of.get(key).is_none() {
         return Ok(());
     }
-    let said = number(of, key, at.rsplit_once('.').map_or("the table", |(parent, _)| parent))?;
-    if said as usize == found { Ok(()) } else { Err(format!("{at}: says {said}, and {list} has {found}")) }
+    let count = number(of, key, at.rsplit_once('.').map_or("the table", |(parent, _)| parent))?;
+    if count as usize == found { Ok(()) } else { Err(format!("{at}: says {count}, and {list} has {found}")) }
 }
 
 fn address(of: &Value, at: &str) -> Result<String, String> {

@@ -27,11 +27,11 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args, program: clap::Command) -> anyhow::Result<()> {
     let failed = |path: &Path, e: std::io::Error| usage_error(format!("{}: {e}", path.display()));
     fs::create_dir_all(&args.out).map_err(|e| failed(&args.out, e))?;
-    let rest = serde_json::to_value(lockstep_server::openapi())?;
+    let api = serde_json::to_value(lockstep_server::openapi())?;
     for (name, text) in [
         ("job-file.md", job_file::markdown()),
         ("command-line.md", command_line::markdown(program)),
-        ("rest.md", rest::markdown(&rest)),
+        ("rest.md", rest::markdown(&api)),
     ] {
         let path = args.out.join(name);
         fs::write(&path, text).map_err(|e| failed(&path, e))?;
@@ -41,7 +41,7 @@ pub(crate) fn run(args: &Args, program: clap::Command) -> anyhow::Result<()> {
 }
 
 /// Returns the first line of a page that is generated from `source`.
-fn made_from(source: &str) -> String {
+fn generated_from(source: &str) -> String {
     format!("<!-- Made from {source} by `cargo run -- reference`. Do not edit. -->\n")
 }
 

@@ -32,9 +32,9 @@ pub(crate) struct Args {
 /// Exit status 2 if the job does not exist.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
-    let (job, answer, checkpoints, plan) = block_on(async {
+    let (job, response, checkpoints, plan) = block_on(async {
         let job = api.find_job(&args.job).await?;
-        let answer: Value = api.get(&format!("/jobs/{}/attempts", job.id)).await?;
+        let response: Value = api.get(&format!("/jobs/{}/attempts", job.id)).await?;
         let checkpoints = match args.server.json {
             true => Vec::new(),
             false => api.all(&format!("/jobs/{}/checkpoints", job.id), "checkpoints", &[], None).await?,
@@ -43,14 +43,14 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             true => None,
             false => api.get::<NetworkDescription>(&format!("/jobs/{}/network", job.id)).await?.plan,
         };
-        anyhow::Ok((job, answer, checkpoints, plan))
+        anyhow::Ok((job, response, checkpoints, plan))
     })?;
     if args.server.json {
         // Prints the attempts as the server sent them, including fields of a newer server.
-        let attempts = answer.get("attempts").cloned().unwrap_or_else(|| Value::Array(Vec::new()));
+        let attempts = response.get("attempts").cloned().unwrap_or_else(|| Value::Array(Vec::new()));
         return output::json(&JobWithAttempts { job, attempts });
     }
-    let attempts: Vec<AttemptRow> = list(&answer, "attempts")?;
+    let attempts: Vec<AttemptRow> = list(&response, "attempts")?;
     let checkpoints: Vec<CheckpointInfo> = list(&Value::Array(checkpoints), "checkpoints")?;
     let plan = plan.map(|plan| ("plan".to_owned(), planned(&plan)));
     for (key, value) in lines(&job, &checkpoints).into_iter().chain(plan).chain(attempts.iter().map(line)) {
@@ -186,13 +186,13 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn an_attempt_of_a_newer_server_is_shown_with_its_own_word_and_so_are_the_others() {
-        let answer = json!({"attempts": [
+    fn unknown_states_of_attempts_are_shown_as_sent() {
+        let response = json!({"attempts": [
             {"attempt": 1, "state": "hibernating", "reason": null, "checkpoint": null, "step": 41, "moons": 2},
             {"attempt": "two"},
             {"attempt": 3, "state": "failed", "reason": {"code": "eclipse", "words": "too dark"}, "checkpoint": "j-1-40"},
         ]});
-        let attempts: Vec<AttemptRow> = list(&answer, "attempts").unwrap();
+        let attempts: Vec<AttemptRow> = list(&response, "attempts").unwrap();
         let lines: Vec<_> = attempts.iter().map(line).map(|(key, text)| format!("{key}: {text}")).collect();
         assert_eq!(
             lines,

@@ -3,7 +3,7 @@
 use super::{
     api::{Api, ServerArgs, mistake},
     block_on,
-    job_file::{check, document, mistaken, name_dataset},
+    job_file::{check, document, format_mistakes, name_dataset},
     output, sweep, sweeps, usage_error, watch,
 };
 use lockstep_protocol::{
@@ -151,5 +151,5 @@ async fn all_mistakes(api: &Api, path: &Path, document: &Value, local: &[SpecErr
             lines.push(line);
         }
     }
-    usage_error(mistaken(path, &lines))
+    usage_error(format_mistakes(path, &lines))
 }

@@ -20,7 +20,7 @@ pub(crate) fn check(path: &Path, document: &Value) -> anyhow::Result<Option<usiz
         return Ok(Some(trials));
     }
     let lines: Vec<_> = mistakes.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
-    Err(usage_error(job_file::mistaken(path, &lines)))
+    Err(usage_error(job_file::format_mistakes(path, &lines)))
 }
 
 /// Returns the number of trials of a job file with a section `sweep`, and each distinct mistake. `None` for a file without this section.
@@ -178,8 +178,8 @@ mod tests {
         ] {
             let path = Path::new("job.toml");
             let found = grid(job, arguments, None).and_then(|document| check(path, &document));
-            let said = found.expect_err("it is refused").to_string();
-            assert!(said.contains(words), "{arguments:?}: {said}");
+            let message = found.expect_err("it is refused").to_string();
+            assert!(message.contains(words), "{arguments:?}: {message}");
         }
     }
 }

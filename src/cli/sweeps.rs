@@ -3,7 +3,7 @@
 use super::{
     WrongRequest,
     age::age,
-    api::{Api, Away, SERVER_TIMEOUT, ServerArgs, list},
+    api::{Api, Outage, SERVER_TIMEOUT, ServerArgs, list},
     block_on,
     confirm::confirmed,
     output,
@@ -87,7 +87,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             if server.json {
                 return output::json(&found);
             }
-            output::line(head(&found))?;
+            output::line(title(&found))?;
             let rows: Vec<_> = found.trials.iter().map(|trial| row_of_trial(&found, trial)).collect();
             let metric = found.metric.to_uppercase();
             output::table_of_names(
@@ -95,7 +95,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 &["SETTING"],
                 &rows,
             )?;
-            output::line(in_words(&found))?;
+            output::line(describe(&found))?;
             found.paused_in_words().map_or(Ok(()), output::line)
         }
         Action::Pause(one) => change(&one, "pause"),
@@ -143,7 +143,7 @@ pub(crate) async fn to_the_end(api: &Api, mut sweep: Sweep, as_json: bool) -> an
         sweep.id
     ));
     let path = format!("/sweeps/{}", sweep.id);
-    let (mut printed, mut away, mut answered) = (BTreeSet::new(), Away::default(), Instant::now());
+    let (mut printed, mut outage, mut answered) = (BTreeSet::new(), Outage::default(), Instant::now());
     while sweep.finished_at.is_none() {
         tokio::time::sleep(POLL_INTERVAL).await;
         let before = sweep.state;
@@ -153,14 +153,14 @@ pub(crate) async fn to_the_end(api: &Api, mut sweep: Sweep, as_json: bool) -> an
                 return Err(error);
             }
             Err(_) => {
-                away.note_silence(|text| output::warn(text));
+                outage.report_lost(|text| output::warn(text));
                 continue;
             }
         }
-        away.note_answer(|text| output::warn(text));
+        outage.report_restored(|text| output::warn(text));
         answered = Instant::now();
         if sweep.state != before && sweep.finished_at.is_none() {
-            output::warn(in_words(&sweep));
+            output::warn(describe(&sweep));
         }
         let has_ended = |trial: &&Trial| trial.state.is_some_and(JobState::is_final);
         for trial in sweep.trials.iter().filter(has_ended) {
@@ -172,7 +172,7 @@ pub(crate) async fn to_the_end(api: &Api, mut sweep: Sweep, as_json: bool) -> an
     if as_json {
         output::json(&sweep)?;
     } else {
-        output::line(in_words(&sweep))?;
+        output::line(describe(&sweep))?;
         if let Some(best) = &sweep.best {
             output::line(format_args!("best: {}", trial_in_words(&sweep, best)))?;
         }
@@ -202,11 +202,11 @@ fn change(SweepArgs { sweep, server }: &SweepArgs, action: &str) -> anyhow::Resu
         let Sweep { id, .. } = api.find_sweep(sweep, true).await?;
         api.post(&format!("/sweeps/{id}/{action}"), &json!({})).await
     })?;
-    if server.json { output::json(&changed) } else { output::line(in_words(&changed)) }
+    if server.json { output::json(&changed) } else { output::line(describe(&changed)) }
 }
 
 /// `cifar-lr: asha, compared by val_accuracy after epochs 1, 3, 9, 27`
-fn head(sweep: &Sweep) -> String {
+fn title(sweep: &Sweep) -> String {
     let method = sweep.spec.pointer("/sweep/method").and_then(Value::as_str).unwrap_or_default();
     let rungs: Vec<_> = sweep.rungs.iter().map(u32::to_string).collect();
     let epochs = if rungs.len() == 1 { "epoch" } else { "epochs" };
@@ -214,7 +214,7 @@ fn head(sweep: &Sweep) -> String {
 }
 
 /// `sweep-1a2b3c4d5e6f is running: 3 of 27 trials have ended, 400 steps`
-fn in_words(sweep: &Sweep) -> String {
+fn describe(sweep: &Sweep) -> String {
     let Sweep { id, state, ended, trial_count, steps, .. } = sweep;
     let why = sweep.reason.as_ref().map(|why| format!(" ({why})")).unwrap_or_default();
     format!("{id} is {}{why}: {ended} of {trial_count} trials have ended, {steps} steps", state.as_str())

@@ -87,15 +87,15 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 if let Some(path) = out {
                     return write_new(&api, &body, &path, server.json).await;
                 }
-                let made: Value = api.post("/tokens", &body).await?;
+                let created: Value = api.post("/tokens", &body).await?;
                 if server.json {
-                    return output::json(&made);
+                    return output::json(&created);
                 }
                 // Standard output contains only the token, so that it can be redirected to a file.
                 output::warn(format_args!(
                     "this token is shown once; store it where only its user can read it"
                 ));
-                output::line(made.get("secret").and_then(Value::as_str).unwrap_or_default())
+                output::line(created.get("secret").and_then(Value::as_str).unwrap_or_default())
             }
             Command::List { server } => {
                 let all = Value::Array(server.api()?.all("/tokens", "tokens", &[], None).await?);
@@ -140,9 +140,9 @@ async fn write_new(api: &Api, body: &Value, path: &Path, as_json: bool) -> anyho
     let failed = |error: io::Error| usage_error(format!("{}: {error}", path.display()));
     // The file is created first. If creating it failed after the request, the new token would be lost.
     let mut file = File::options().write(true).create_new(true).mode(0o600).open(path).map_err(failed)?;
-    let made = api.post::<Value>("/tokens", body).await.inspect_err(|_| drop(fs::remove_file(path)));
-    let mut made = made?;
-    let text = |key: &str| made.get(key).and_then(Value::as_str).unwrap_or_default();
+    let created = api.post::<Value>("/tokens", body).await.inspect_err(|_| drop(fs::remove_file(path)));
+    let mut created = created?;
+    let text = |key: &str| created.get(key).and_then(Value::as_str).unwrap_or_default();
     if let Err(error) = writeln!(file, "{}", text("secret")).and_then(|()| file.sync_all()) {
         let _ = fs::remove_file(path);
         // The token could not be written, so it is revoked.
@@ -151,8 +151,8 @@ async fn write_new(api: &Api, body: &Value, path: &Path, as_json: bool) -> anyho
     }
     if as_json {
         // The file contains the secret, so the output does not.
-        made.as_object_mut().and_then(|fields| fields.remove("secret"));
-        return output::json(&made);
+        created.as_object_mut().and_then(|fields| fields.remove("secret"));
+        return output::json(&created);
     }
     Ok(())
 }
@@ -185,11 +185,11 @@ fn line(token: &Token) -> String {
 /// The server refuses the request.
 pub(crate) fn login_link(args: LinkArgs) -> anyhow::Result<()> {
     block_on(async {
-        let answer: Value = args.server.api()?.post("/login-links", &json!({})).await?;
+        let response: Value = args.server.api()?.post("/login-links", &json!({})).await?;
         if args.server.json {
-            return output::json(&answer);
+            return output::json(&response);
         }
-        output::line(answer.get("url").and_then(Value::as_str).unwrap_or_default())
+        output::line(response.get("url").and_then(Value::as_str).unwrap_or_default())
     })
 }
 

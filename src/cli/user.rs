@@ -95,8 +95,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                     Some(subject) => json!({ "name": name, "role": role, "subject": subject }),
                     None => json!({ "name": name, "role": role, "password": password()? }),
                 };
-                let made: Value = server.api()?.post("/people", &body).await?;
-                show(&server, &made)
+                let person: Value = server.api()?.post("/people", &body).await?;
+                show(&server, &person)
             }
             Command::Link { name, subject, server } => {
                 if let Some(detail) = subject_mistake(&subject) {
@@ -108,11 +108,11 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 change(&server, &name, &json!({ "subject": "" })).await
             }
             Command::List { server } => {
-                let answer: Value = server.api()?.get("/people").await?;
+                let response: Value = server.api()?.get("/people").await?;
                 if server.json {
-                    return output::json(&answer);
+                    return output::json(&response);
                 }
-                for person in api::list::<Person>(&answer, "people")? {
+                for person in api::list::<Person>(&response, "people")? {
                     output::line(line(&person))?;
                 }
                 Ok(())
@@ -149,11 +149,11 @@ fn path(name: &str) -> anyhow::Result<String> {
     }
 }
 
-fn show(server: &ServerArgs, answer: &Value) -> anyhow::Result<()> {
+fn show(server: &ServerArgs, response: &Value) -> anyhow::Result<()> {
     if server.json {
-        return output::json(answer);
+        return output::json(response);
     }
-    let person: Person = serde_json::from_value(answer.clone()).context("the server's answer")?;
+    let person: Person = serde_json::from_value(response.clone()).context("the server's answer")?;
     output::line(line(&person))
 }
 
@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_is_no_other_address() {
+    fn a_name_cannot_lead_to_another_path() {
         assert_eq!(path("ada").unwrap(), "/people/ada");
         for name in ["", "../tokens", "a/b", "a?b", "Ada"] {
             assert!(path(name).is_err(), "{name}");

@@ -65,7 +65,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         dataset.is_some_and(|dataset| dataset.contains(std::path::is_separator))
     };
     let asks_server =
-        args.server.is_some() || !is_path(&document) && block_on(async { Ok(api.answers().await) })?;
+        args.server.is_some() || !is_path(&document) && block_on(async { Ok(api.is_reachable().await) })?;
     if asks_server {
         block_on(job_file::name_dataset(&api, &mut document, false))?;
     }
@@ -91,12 +91,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         return output::line(format_args!("{} has no mistake", args.job.display()));
     }
     // The server's error lists the mistakes in the file too, so it comes first.
-    let answer: Value = block_on(api.post("/jobs/validate", &document))?;
+    let response: Value = block_on(api.post("/jobs/validate", &document))?;
     checked?;
-    let plan: Plan = serde_json::from_value(answer.clone())?;
+    let plan: Plan = serde_json::from_value(response.clone())?;
     plan.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
     if args.json {
-        return output::json(&answer);
+        return output::json(&response);
     }
     output::line(format_args!(
         "{} has no mistake: {}{}, {} a step, {} an epoch, {}",
@@ -123,5 +123,5 @@ fn check_files(job: &Path, spec: &JobSpec) -> anyhow::Result<()> {
             files.and_then(|files| files.iter().try_for_each(|file| checkpoint::shapes(file).map(drop)));
         mistakes.extend(read.err().map(|detail| format!("model.pretrained: {detail}")));
     }
-    if mistakes.is_empty() { Ok(()) } else { Err(usage_error(job_file::mistaken(job, &mistakes))) }
+    if mistakes.is_empty() { Ok(()) } else { Err(usage_error(job_file::format_mistakes(job, &mistakes))) }
 }

@@ -3,7 +3,7 @@
 mod progress;
 
 use super::{
-    api::{Api, Away, SERVER_TIMEOUT, ServerArgs, list},
+    api::{Api, Outage, SERVER_TIMEOUT, ServerArgs, list},
     block_on, describe_error, output, usage_error,
 };
 use lockstep_protocol::{
@@ -126,8 +126,8 @@ async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<
     let mut since = job.last_seq;
     let mut over = job.state.is_final();
     let mut backoff = RETRY;
-    let mut away_since: Option<Instant> = None;
-    let mut away = Away::default();
+    let mut outage_since: Option<Instant> = None;
+    let mut outage = Outage::default();
     while !over {
         let lost = match api.stream(&job, since).await {
             Err(error) => Some(error),
@@ -149,8 +149,8 @@ async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<
                     Err(error) => break Some(error),
                     Ok(None) => break None,
                     Ok(Some(frame)) => {
-                        away_since = None;
-                        away.note_answer(|text| progress.aside(text));
+                        outage_since = None;
+                        outage.report_restored(|text| progress.warn(text));
                         backoff = RETRY;
                         if let Frame::Hello { last_seq, .. } = &frame
                             && *last_seq < since
@@ -174,7 +174,7 @@ async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<
             },
         };
         if !over {
-            let since_when = *away_since.get_or_insert_with(Instant::now);
+            let since_when = *outage_since.get_or_insert_with(Instant::now);
             if since_when.elapsed() > SERVER_TIMEOUT {
                 let why = lost.map_or_else(|| "the stream was closed".to_owned(), |e| describe_error(&e));
                 anyhow::bail!(
@@ -188,7 +188,7 @@ async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<
                 Err(error) if error.is::<super::WrongRequest>() => {
                     return Err(usage_error(format!("{}: {error}", job.id)));
                 }
-                Err(_) => away.note_silence(|text| progress.aside(text)),
+                Err(_) => outage.report_lost(|text| progress.warn(text)),
             }
             tokio::time::sleep(backoff.pause()).await;
         }
@@ -232,7 +232,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_a_checkpoint_that_is_there_is_named() {
+    fn only_an_existing_checkpoint_is_named() {
         let best = Some(Measured { value: 0.417, loss: None, step: 336, epoch: 28 });
         let checkpoint = |epoch: u32, accuracy| CheckpointInfo {
             epoch,

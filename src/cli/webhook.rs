@@ -58,12 +58,12 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             Command::Add { url, form, project, event, server } => {
                 let events = Some(event).filter(|events| !events.is_empty());
                 let body = json!({ "url": url, "form": form, "project": project, "events": events });
-                let made: Value = server.api()?.post("/webhooks", &body).await?;
+                let webhook: Value = server.api()?.post("/webhooks", &body).await?;
                 if server.json {
-                    return output::json(&made);
+                    return output::json(&webhook);
                 }
-                output::warn(format_args!("webhook {}; its secret is shown once", text(&made, "id")));
-                output::line(text(&made, "secret"))
+                output::warn(format_args!("webhook {}; its secret is shown once", text(&webhook, "id")));
+                output::line(text(&webhook, "secret"))
             }
             Command::List { server } => {
                 let all = server.api()?.all("/webhooks", "webhooks", &[], None).await?;

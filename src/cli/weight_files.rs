@@ -66,8 +66,8 @@ pub(super) async fn fetch(
     let partial = file::partial(place);
     let mut to = File::create(&partial).map_err(|e| usage_error(format!("{}: {e}", partial.display())))?;
     let result = async {
-        let answer = api.request(Method::GET, &path, None::<&()>).await?;
-        let mut body = answer.bytes_stream();
+        let response = api.request(Method::GET, &path, None::<&()>).await?;
+        let mut body = response.bytes_stream();
         let mut hash = Sha256::new();
         let mut size_bytes = 0;
         while let Some(chunk) = body.next().await {

@@ -127,8 +127,8 @@ fn check(place: &Path) -> anyhow::Result<()> {
 /// The URL cannot be reached, or its content is not a pointer.
 async fn pointer(client: &Client, url: &str) -> Result<Remote, Failure> {
     let lost = |error: reqwest::Error| Failure::Unreachable(chain(&error));
-    let mut answer = client.get(url).send().await.map_err(lost)?;
-    match answer.status() {
+    let mut response = client.get(url).send().await.map_err(lost)?;
+    match response.status() {
         StatusCode::OK => {}
         status if status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS => {
             return Err(Failure::Unreachable(format!("{url} answers {status}")));
@@ -136,7 +136,7 @@ async fn pointer(client: &Client, url: &str) -> Result<Remote, Failure> {
         status => return Err(Failure::Refused(format!("{url} answers {status}"))),
     }
     let mut text = Vec::new();
-    while let Some(bytes) = answer.chunk().await.map_err(lost)? {
+    while let Some(bytes) = response.chunk().await.map_err(lost)? {
         text.extend_from_slice(&bytes);
         if text.len() > POINTER_BYTES {
             break;
@@ -162,12 +162,12 @@ mod tests {
     use super::*;
     use crate::cli::{
         WrongRequest,
-        dataset::get::tests::{Manners, Mirror, good},
+        dataset::get::tests::{Behaviour, Mirror, serve_files},
     };
     use sha2::{Digest as _, Sha256};
 
-    const AT: &str = "timm/resnet18.a1_in1k/resolve/main/model.safetensors";
-    const POINTER_AT: &str = "timm/resnet18.a1_in1k/raw/main/model.safetensors";
+    const WEIGHTS_PATH: &str = "timm/resnet18.a1_in1k/resolve/main/model.safetensors";
+    const POINTER_PATH: &str = "timm/resnet18.a1_in1k/raw/main/model.safetensors";
 
     /// A safetensors file with one tensor.
     fn weights() -> Vec<u8> {
@@ -188,37 +188,37 @@ mod tests {
         format!("version https://git-lfs.github.com/spec/v1\noid sha256:{sum}\nsize {size}\n").into_bytes()
     }
 
-    fn serving(pointer: Vec<u8>, content: Vec<u8>) -> Manners {
-        good(vec![(POINTER_AT, pointer), (AT, content)])
+    fn serving(pointer: Vec<u8>, content: Vec<u8>) -> Behaviour {
+        serve_files(vec![(POINTER_PATH, pointer), (WEIGHTS_PATH, content)])
     }
 
     #[test]
-    fn weights_are_continued_checked_and_fetched_once() {
+    fn downloads_of_weights_are_continued_checked_and_not_repeated() {
         let folder = tempfile::tempdir().unwrap();
         let place = folder.path().join("weights/resnet18.safetensors");
         let content = weights();
         let cuts = vec![usize::MAX, 60_000, 20_000];
-        let mirror = Mirror::start(Manners { cuts, ..serving(pointer_to(&content), content.clone()) });
+        let mirror = Mirror::start(Behaviour { cuts, ..serving(pointer_to(&content), content.clone()) });
         fetch("resnet18", &mirror.base, &place).unwrap();
         assert_eq!(fs::read(&place).unwrap(), content);
         assert_eq!(mirror.ranges(), [None, None, Some(60_000), Some(80_000)]);
-        // No temporary file is left, and the second time nobody is asked.
+        // No temporary file is left, and the second call sends no request.
         assert_eq!(fs::read_dir(place.parent().unwrap()).unwrap().count(), 1);
         fetch("resnet18", &mirror.base, &place).unwrap();
         assert_eq!(mirror.ranges().len(), 4);
-        // A file that was put there by hand is checked, too.
+        // A file that the user has put there is checked, too.
         fs::write(&place, "<html>").unwrap();
-        let said = fetch("resnet18", "http://nobody.invalid", &place).unwrap_err().to_string();
-        assert!(said.contains("remove ") && said.contains("run the command again"), "{said}");
+        let message = fetch("resnet18", "http://nobody.invalid", &place).unwrap_err().to_string();
+        assert!(message.contains("remove ") && message.contains("run the command again"), "{message}");
     }
 
     #[test]
-    fn what_is_not_the_file_is_refused_with_the_way_on() {
+    fn wrong_content_is_refused_with_advice() {
         let content = weights();
         let other: Vec<u8> = content.iter().map(|byte| byte ^ 1).collect();
-        let gone = Manners { status: Some("404 Not Found"), ..good(Vec::new()) };
-        let busy = Manners { status: Some("503 Service Unavailable"), ..good(Vec::new()) };
-        for (manners, is_wrong, words) in [
+        let gone = Behaviour { status: Some("404 Not Found"), ..serve_files(Vec::new()) };
+        let busy = Behaviour { status: Some("503 Service Unavailable"), ..serve_files(Vec::new()) };
+        for (behaviour, is_wrong, words) in [
             (serving(pointer_to(&content), other), true, "its SHA-256 is"),
             (serving(pointer_to(&content), content[1..].to_vec()), true, "bytes, but model.safetensors has"),
             (serving(content.clone(), content.clone()), true, "is not a Git LFS pointer"),
@@ -228,14 +228,14 @@ mod tests {
         ] {
             let folder = tempfile::tempdir().unwrap();
             let place = folder.path().join("resnet18.safetensors");
-            let mirror = Mirror::start(manners);
+            let mirror = Mirror::start(behaviour);
             let error = fetch("resnet18", &mirror.base, &place).unwrap_err();
-            let said = format!("{error:#}");
-            let file = format!("{}/{AT}", mirror.base);
+            let message = format!("{error:#}");
+            let file = format!("{}/{WEIGHTS_PATH}", mirror.base);
             for words in [words, &file, place.to_str().unwrap(), "Without a network", "--from URL"] {
-                assert!(said.contains(words), "{words:?} in {said}");
+                assert!(message.contains(words), "{words:?} in {message}");
             }
-            assert_eq!(error.is::<WrongRequest>(), is_wrong, "{said}");
+            assert_eq!(error.is::<WrongRequest>(), is_wrong, "{message}");
             assert!(!place.exists());
         }
         let error = fetch("resnet18", "nowhere", Path::new("/nowhere/x")).unwrap_err().to_string();

@@ -12,10 +12,10 @@ const VISIBLE_STATES = {
 };
 
 /**
- * Whether a job's priority has an effect: the job waits, or can be preempted by jobs of higher priority. The same as `is_ranked` in
+ * Whether a job's priority has an effect: the job waits, or can be preempted by jobs of higher priority. The same as `has_priority` in
  * web/src/job.rs.
  */
-const isRanked = (job) => waits(job) || (job.spec.preemptible === true && ["starting", "running", "pausing"].includes(job.state));
+const hasPriority = (job) => waits(job) || (job.spec.preemptible === true && ["starting", "running", "pausing"].includes(job.state));
 
 export class Actions {
   /** Fields of the panel Notes in which the reader has unsaved text. */
@@ -46,7 +46,7 @@ export class Actions {
     if (cause?.code === "paused_by_sweep") byId("resume").hidden = true;
     byId("fork").hidden = !this.page.checkpoints.size;
     const priority = byId("priority"), now = String(this.page.job().spec.priority);
-    if (priority) byId("waits").hidden = !isRanked(this.page.job());
+    if (priority) byId("waits").hidden = !hasPriority(this.page.job());
     if (priority && document.activeElement !== priority && priority.value !== now) priority.value = now;
     this.#keepFocus();
   }

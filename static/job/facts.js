@@ -92,7 +92,7 @@ export class Facts {
       setFact("left", left === null ? "–" : clock(left), left > 60 ? `until ${timeAfter(now, left)}` : "");
     }
     const speed = job.images_per_second;
-    setFact("speed", speed ? rate(speed) : "–", speed && this.#ranksNow > 1 ? `${rate(speed / this.#ranksNow)} a rank` : "");
+    setFact("speed", speed ? rate(speed) : "–", speed && this.#ranksNow > 1 ? `${rate(speed / this.#ranksNow)} per rank` : "");
     const last = loss && Number.isFinite(loss.lastValue) ? loss.lastValue : job.last.loss;
     setFact("loss", last == null ? "–" : value(last), "");
     byId("loss").title = last == null ? "" : String(last);

@@ -66,7 +66,7 @@ describe("a job", () => {
     const current = await until("the server has all steps", async () => { const j = await server.job(job.id); return j.step === 320 && Math.abs(j.images_per_second - speed) < 0.5 && j; });
     assert.ok(Math.abs(current.eta_secs - left) < 0.05, `${current.eta_secs} s left instead of ${left}`);
     await shows(page, "#speed", words);
-    await shows(page, "#speed-more", `${Math.round(speed / 2)} a rank`);
+    await shows(page, "#speed-more", `${Math.round(speed / 2)} per rank`);
     await shows(page, "#ranks-note", `${words} images/s`);
     await shows(page, "#speed-note", `${words} in all`);
     await shows(list, `tr[data-id="${job.id}"] [data-f=speed]`, words);

@@ -1,12 +1,13 @@
-//! Every crash point inside writing a checkpoint and inside the database's transactions, one after the other, by
-//! `LOCKSTEP_FAULT`; and a disk that is full at each of them.
+//! Crashes, and errors as of a full disk, at every point of writing a checkpoint and of the database's transactions.
+//! `LOCKSTEP_FAULT` injects them one after the other.
 
 use crate::{
     judge::{
-        EVERY, Row, SLOW_STEPS, STEPS, judge, runs_past, spec, trained, undisturbed, variables, with_pictures,
+        EVERY, Row, SLOW_STEPS, STEPS, judge, register_pictures, spec, trained_weights, undisturbed_weights,
+        variables, wait_for_step,
     },
     postgres,
-    server::{Agents, Server, number, signal, turn},
+    server::{Agents, Server, number, signal, training_permit},
     socket::stored,
     specs,
 };
@@ -17,13 +18,13 @@ use std::time::Duration;
 
 const LOCAL: Agents = Agents::Local { cpu_slots: 2 };
 
-/// Faults that strike once each, with their marks in `folder`; `nth` says how often a point is passed before.
+/// Faults that strike once each, at the `nth` pass of their points. Each fault leaves a mark in `folder`.
 fn faults(folder: &std::path::Path, points: &[&str], action: &str, nth: u32) -> Vec<(String, String)> {
     let each = |point: &&str| format!("{point}:{action}@{nth}:{}", folder.join(point).display());
     vec![("LOCKSTEP_FAULT".into(), points.iter().map(each).collect::<Vec<_>>().join(","))]
 }
 
-/// The same, in ranks whose steps take at least 20 ms.
+/// Adds steps of at least 20 ms to the faults.
 fn with_slow_steps(mut environment: Vec<(String, String)>) -> Vec<(String, String)> {
     environment[0].1 += &format!(",{}", SLOW_STEPS.1);
     environment
@@ -31,19 +32,19 @@ fn with_slow_steps(mut environment: Vec<(String, String)>) -> Vec<(String, Strin
 
 #[tokio::test]
 async fn a_rank_may_die_at_every_step_of_writing_a_checkpoint() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let marks = tempfile::tempdir().expect("a folder");
-    let model = undisturbed(STEPS).await;
-    // Three deaths a job: a fourth restart would wait for a long backoff.
+    let model = undisturbed_weights(STEPS).await;
+    // Three crashes per job, as a fourth restart would wait for a long backoff.
     for points in CHECKPOINT_POINTS.chunks(3) {
-        // The second time in an attempt, so that there is a checkpoint to go back to.
+        // At the second checkpoint of an attempt, so that an earlier checkpoint exists.
         let environment = faults(marks.path(), points, "kill", 2);
-        let server = with_pictures(Server::start_on(LOCAL, None, environment).await).await;
+        let server = register_pictures(Server::start_on(LOCAL, None, environment).await).await;
         let id = server.submit(&spec("disturbed", STEPS)).await;
         let row = Row::begin(&format!("kill -9 at {}", points.join(", ")));
         judge(&server, &id, STEPS, &model, &[]).await;
         let attempts = number(&server.job(&id).await["attempt"]);
-        assert_eq!(attempts, 1 + points.len() as u64, "it was struck once at each of {points:?}");
+        assert_eq!(attempts, 1 + points.len() as u64, "one crash at each of {points:?}");
         for point in points {
             assert!(marks.path().join(point).exists(), "{point} was reached");
         }
@@ -53,7 +54,7 @@ async fn a_rank_may_die_at_every_step_of_writing_a_checkpoint() {
             .map(|e| e.file_name().to_string_lossy().into_owned())
             .filter(|name| name.starts_with(".tmp"))
             .collect();
-        assert!(left.is_empty(), "what a dead writer left is removed: {left:?}");
+        assert!(left.is_empty(), "temporary files of a dead writer are removed: {left:?}");
         row.passed("same weights, nothing half done left");
         server.stop().await;
     }
@@ -61,27 +62,27 @@ async fn a_rank_may_die_at_every_step_of_writing_a_checkpoint() {
 
 #[tokio::test]
 async fn the_disk_may_be_full_at_every_step_of_writing_a_checkpoint() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let marks = tempfile::tempdir().expect("a folder");
-    let often = specs::with(spec("disturbed", STEPS), json!({"checkpoint": {"every_steps": EVERY / 2}}));
-    let model = trained(&often).await;
+    let frequent = specs::with(spec("disturbed", STEPS), json!({"checkpoint": {"every_steps": EVERY / 2}}));
+    let model = trained_weights(&frequent).await;
     let points = &CHECKPOINT_POINTS[..8];
-    // A checkpoint that fails at a point does not get to those after it: so one after the other, each at another one.
+    // A checkpoint that fails at one point does not reach later points, so each fault strikes another checkpoint.
     let environment = faults(marks.path(), points, "error", 2);
-    let server = with_pictures(Server::start_on(LOCAL, None, environment).await).await;
-    let id = server.submit(&often).await;
+    let server = register_pictures(Server::start_on(LOCAL, None, environment).await).await;
+    let id = server.submit(&frequent).await;
     let row = Row::begin(&format!("disk full at each of {} points of writing a checkpoint", points.len()));
     judge(&server, &id, STEPS, &model, &[]).await;
     assert_eq!(number(&server.job(&id).await["attempt"]), 1, "training continued");
     let logged = server.cli(&["logs", &id, "--rank", "0"]);
     for point in points {
         assert!(marks.path().join(point).exists(), "{point} was reached");
-        let response = logged.ok().lines().any(|line| {
+        let is_logged = logged.ok().lines().any(|line| {
             line.contains("could not be written")
                 && line.contains(point)
                 && line.contains("the previous checkpoint is kept")
         });
-        assert!(response, "{point}: {}", logged.stdout);
+        assert!(is_logged, "{point}: {}", logged.stdout);
     }
     row.passed("training continued, the log says so each time");
     server.stop().await;
@@ -89,67 +90,67 @@ async fn the_disk_may_be_full_at_every_step_of_writing_a_checkpoint() {
 
 #[tokio::test]
 async fn a_checkpoint_in_progress_when_another_rank_dies_is_used() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let marks = tempfile::tempdir().expect("a folder");
-    let model = undisturbed(STEPS).await;
+    let model = undisturbed_weights(STEPS).await;
     let environment = with_slow_steps(faults(marks.path(), &["checkpoint.synced"], "hold", 2));
-    let server = with_pictures(Server::start_on(LOCAL, None, environment).await).await;
+    let server = register_pictures(Server::start_on(LOCAL, None, environment).await).await;
     let id = server.submit(&spec("disturbed", STEPS)).await;
     let mark = marks.path().join("checkpoint.synced");
     server.until("the second checkpoint is being written", async |_: &Server| mark.exists()).await;
-    runs_past(&server, &id, 2 * EVERY + 10).await;
+    wait_for_step(&server, &id, 2 * EVERY + 10).await;
     let (_, rank) = server.ranks(&id).remove(1);
     let mut row = Row::begin("kill -9 of the last rank while rank 0 writes a checkpoint");
     signal(rank.pid, Signal::KILL);
     server
-        .until("the rank is gone", async |s: &Server| s.ranks(&id).iter().all(|(rank, _)| *rank != 1))
+        .until("the rank has ended", async |s: &Server| s.ranks(&id).iter().all(|(rank, _)| *rank != 1))
         .await;
     std::fs::write(&mark, "go on").expect("its mark");
-    row.until_mended(&server, &id, 1).await;
+    row.wait_until_recovered(&server, &id, 1).await;
     judge(&server, &id, STEPS, &model, &[]).await;
     let events = stored(&server, &id).await;
     let plan = events.iter().rfind(|e| e["type"] == "plan").expect("the second attempt's plan");
-    // Training may have got to the next one meanwhile, which is then written, too.
+    // Training may have reached the next checkpoint meanwhile.
     assert!(number(&plan["start_step"]) >= 2 * EVERY, "{plan}");
     assert_eq!(number(&server.job(&id).await["attempt"]), 2);
-    row.passed("it is finished, told of and gone on from");
+    row.passed("it is completed and reported, and training continues from it");
     server.stop().await;
 }
 
 #[tokio::test]
 async fn the_last_checkpoint_waits_for_disk_space() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let marks = tempfile::tempdir().expect("a folder");
     let environment = faults(marks.path(), &["checkpoint.model"], "error", 1);
-    let server = with_pictures(Server::start_on(LOCAL, None, environment).await).await;
+    let server = register_pictures(Server::start_on(LOCAL, None, environment).await).await;
     let only_last = json!({"checkpoint": {"every_steps": null, "every_epochs": 0}});
     let id = server.submit(&specs::with(spec("last", 40), only_last)).await;
-    let row = Row::begin("disk full at the last checkpoint, then room");
-    server.succeeded(&id).await;
+    let row = Row::begin("disk full at the last checkpoint, then space again");
+    server.wait_for_success(&id).await;
     assert_eq!(number(&server.checkpoints(&id).await[0]["step"]), 40);
-    row.passed("waited for and written");
+    row.passed("written once there was space");
     server.stop().await;
 }
 
 async fn server_dies_at_every_point(database: fn() -> Option<String>, kind: &str) {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let marks = tempfile::tempdir().expect("a folder");
 
-    // While reports are stored: one job, during which the server dies at one point after the other.
+    // While reports are stored: the server dies at one point after the other during one job.
     let steps = 2 * STEPS;
-    let model = undisturbed(steps).await;
+    let model = undisturbed_weights(steps).await;
     let dies_at = |point: &str| with_slow_steps(faults(marks.path(), &[point], "kill", 2));
     let mut server =
-        with_pictures(Server::start_on(LOCAL, database(), dies_at(INGEST_POINTS[0])).await).await;
+        register_pictures(Server::start_on(LOCAL, database(), dies_at(INGEST_POINTS[0])).await).await;
     let id = server.submit(&spec("disturbed", steps)).await;
     let mut rows = Vec::new();
     for (index, point) in INGEST_POINTS.iter().enumerate() {
         let mut row = Row::begin(&format!("server killed at {point} ({kind})"));
-        assert!(server.serve_died(Duration::from_secs(30)).await, "{point} was not reached");
+        assert!(server.serve_ends_within(Duration::from_secs(30)).await, "{point} was not reached");
         let next = INGEST_POINTS.get(index + 1);
         server.environment = next.map_or_else(|| variables([SLOW_STEPS]), |next| dies_at(next));
-        server.serve_again().await;
-        row.mended_now();
+        server.start_serve().await;
+        row.recovered_now();
         rows.push(row);
     }
     judge(&server, &id, steps, &model, &[]).await;
@@ -157,11 +158,12 @@ async fn server_dies_at_every_point(database: fn() -> Option<String>, kind: &str
     rows.into_iter().for_each(|row| row.passed("same attempt"));
     server.stop().await;
 
-    // While a job is made and given out. A server that starts again gives the job of the point before out: so the second claim.
-    let model = undisturbed(EVERY).await;
+    // While a job is created and claimed. A restarted server first claims the job of the previous point, hence the second claim.
+    let model = undisturbed_weights(EVERY).await;
     let dies_at =
         |point: &str| faults(marks.path(), &[point], "kill", if point.starts_with("claim") { 2 } else { 1 });
-    let mut server = with_pictures(Server::start_on(LOCAL, database(), dies_at(JOB_POINTS[0])).await).await;
+    let mut server =
+        register_pictures(Server::start_on(LOCAL, database(), dies_at(JOB_POINTS[0])).await).await;
     let mut jobs = 0;
     for (index, point) in JOB_POINTS.iter().enumerate() {
         let key = if point.starts_with("create") { "create" } else { *point };
@@ -171,17 +173,17 @@ async fn server_dies_at_every_point(database: fn() -> Option<String>, kind: &str
         };
         let row = Row::begin(&format!("server killed at {point} ({kind})"));
         let first = send(&server).await;
-        assert!(server.serve_died(Duration::from_secs(30)).await, "{point} was not reached");
+        assert!(server.serve_ends_within(Duration::from_secs(30)).await, "{point} was not reached");
         let next = JOB_POINTS.get(index + 1);
         server.environment = next.map_or_else(Vec::new, |next| dies_at(next));
-        server.serve_again().await;
-        // The client does what clients do that had no answer: it asks again with its key. While jobs are made, it is then that the
-        // server dies at the next point.
+        server.start_serve().await;
+        // Without a response, the client repeats the request with its key. While jobs are created, the server dies at the next point
+        // during this repetition.
         if !next.is_some_and(|next| next.starts_with("create")) {
-            let again = send(&server).await.expect("an answer");
-            let id = again["id"].as_str().expect("an id");
+            let repeated = send(&server).await.expect("a response");
+            let id = repeated["id"].as_str().expect("an id");
             if let Ok(first) = first {
-                assert_eq!(first["id"], *id, "what was acknowledged is there");
+                assert_eq!(first["id"], *id, "the acknowledged job is stored");
             }
             judge(&server, id, EVERY, &model, &[]).await;
             jobs += 1;
@@ -198,29 +200,29 @@ async fn the_server_may_die_at_every_point_of_writing_to_sqlite() {
 }
 
 #[tokio::test]
-#[ignore = "slow: the same once more"]
+#[ignore = "slow: the test of SQLite, on Postgres"]
 async fn slow_the_server_may_die_at_every_point_of_writing_to_postgres() {
     server_dies_at_every_point(|| Some(postgres::database()), "Postgres").await;
 }
 
 #[tokio::test]
 async fn the_database_s_disk_may_be_full_for_a_while() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let marks = tempfile::tempdir().expect("a folder");
-    let model = undisturbed(STEPS).await;
+    let model = undisturbed_weights(STEPS).await;
     let points = ["ingest.begin", "ingest.event", "ingest.commit"];
     let struck = |point: &str, time: u32| marks.path().join(format!("{point}.{time}"));
     let fault = |point: &str, time: u32| format!("{point}:error@{time}:{}", struck(point, time).display());
     let times: Vec<_> = points.iter().flat_map(|point| (2..5).map(move |time| (*point, time))).collect();
     let all: Vec<_> = times.iter().map(|(point, time)| fault(point, *time)).collect();
     let environment = with_slow_steps(vec![("LOCKSTEP_FAULT".into(), all.join(","))]);
-    let server = with_pictures(Server::start_on(LOCAL, None, environment).await).await;
+    let server = register_pictures(Server::start_on(LOCAL, None, environment).await).await;
     let id = server.submit(&spec("disturbed", STEPS)).await;
     let row = Row::begin(&format!("the database's disk is full at each of {points:?}"));
     judge(&server, &id, STEPS, &model, &[]).await;
     assert_eq!(number(&server.job(&id).await["attempt"]), 1);
     for (point, time) in times {
-        assert!(struck(point, time).exists(), "{point} was reached the time {time}");
+        assert!(struck(point, time).exists(), "{point} was reached {time} times");
     }
     row.passed("reports waited, training continued");
     server.stop().await;
@@ -228,19 +230,19 @@ async fn the_database_s_disk_may_be_full_for_a_while() {
 
 #[tokio::test]
 async fn a_claim_committed_but_reported_as_failed_starts_its_job_once() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let marks = tempfile::tempdir().expect("a folder");
-    let model = undisturbed(EVERY).await;
+    let model = undisturbed_weights(EVERY).await;
     let points = ["claim.begin", "claim.commit", "claim.committed"];
     let environment = faults(marks.path(), &points, "error", 1);
-    let server = with_pictures(Server::start_on(LOCAL, None, environment).await).await;
+    let server = register_pictures(Server::start_on(LOCAL, None, environment).await).await;
     let id = server.submit(&spec("disturbed", EVERY)).await;
     let row = Row::begin(&format!("a claim fails at each of {points:?}"));
     judge(&server, &id, EVERY, &model, &[]).await;
     for point in points {
         assert!(marks.path().join(point).exists(), "{point} was reached");
     }
-    // Of a claim that was carried out the attempt is the one that runs: no lease had to run out first.
+    // The attempt of the committed claim runs: no lease had to expire first.
     assert_eq!(number(&server.job(&id).await["attempt"]), 1);
     row.passed("the first attempt, no restart");
     server.stop().await;

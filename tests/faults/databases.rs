@@ -1,9 +1,12 @@
-//! Databases that go away, and `kill -9` of the server and of both databases under load.
+//! Unreachable and busy databases, and `kill -9` of the server and of Postgres under load.
 
 use crate::{
-    judge::{EVERY, Row, SLOW_STEPS, STEPS, judge, runs_past, spec, undisturbed, variables, with_pictures},
+    judge::{
+        EVERY, Row, SLOW_STEPS, STEPS, judge, register_pictures, spec, undisturbed_weights, variables,
+        wait_for_step,
+    },
     postgres::Cluster,
-    server::{Agents, Server, number, turn},
+    server::{Agents, Server, number, training_permit},
 };
 use sqlx::{ConnectOptions, sqlite::SqliteConnectOptions};
 use std::{
@@ -14,16 +17,16 @@ use std::{
 const LOCAL: Agents = Agents::Local { cpu_slots: 2 };
 
 #[tokio::test]
-#[ignore = "slow: 15 s away"]
+#[ignore = "slow: 15 s without a database"]
 async fn slow_postgres_may_be_away_for_15_s() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let (secs, steps) = (15, 6 * STEPS);
     let mut cluster = Cluster::new(true);
     let url = cluster.database("away");
-    let server = with_pictures(Server::start_on(LOCAL, Some(url), variables([SLOW_STEPS])).await).await;
-    let model = undisturbed(steps).await;
+    let server = register_pictures(Server::start_on(LOCAL, Some(url), variables([SLOW_STEPS])).await).await;
+    let model = undisturbed_weights(steps).await;
     let id = server.submit(&spec("disturbed", steps)).await;
-    runs_past(&server, &id, EVERY + 10).await;
+    wait_for_step(&server, &id, EVERY + 10).await;
     let log = server.attempt_dir(&id, 1).join("rank.1.log");
     let length = || fs::metadata(&log).map_or(0, |m| m.len());
     let mut row = Row::begin(&format!("Postgres away for {secs} s"));
@@ -31,31 +34,31 @@ async fn slow_postgres_may_be_away_for_15_s() {
     let before = length();
     let began = Instant::now();
     let meanwhile = spec("meanwhile", 5);
-    let (answer, refused) =
+    let (response, refused) =
         tokio::join!(server.request(reqwest::Method::GET, "/jobs", None), server.post("/jobs", &meanwhile));
-    let response = answer.problem(503)["detail"].to_string();
-    assert!(response.contains("database"), "{response}");
+    let detail = response.problem(503)["detail"].to_string();
+    assert!(detail.contains("database"), "{detail}");
     refused.problem(503);
     while began.elapsed() < Duration::from_secs(secs) {
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
-    assert!(length() > before, "the ranks trained on");
+    assert!(length() > before, "the ranks continued to train");
     cluster.start();
-    row.mended_now();
+    row.recovered_now();
     judge(&server, &id, steps, &model, &[]).await;
     assert_eq!(number(&server.job(&id).await["attempt"]), 1);
     row.passed("503 with a reason, ranks trained on, same attempt");
     server.stop().await;
 }
 
-/// A person with `sqlite3`, a program that copies files: somebody else is writing to the database and does not end.
+/// Another process holds the database's write lock, as a person with `sqlite3` or a backup program may.
 #[tokio::test]
 async fn sqlite_may_be_busy_for_longer_than_a_request_waits() {
-    let _turn = turn().await;
-    let server = with_pictures(Server::start_on(LOCAL, None, variables([SLOW_STEPS])).await).await;
-    let model = undisturbed(STEPS).await;
+    let _permit = training_permit().await;
+    let server = register_pictures(Server::start_on(LOCAL, None, variables([SLOW_STEPS])).await).await;
+    let model = undisturbed_weights(STEPS).await;
     let id = server.submit(&spec("disturbed", STEPS)).await;
-    runs_past(&server, &id, EVERY + 10).await;
+    wait_for_step(&server, &id, EVERY + 10).await;
     let log = server.attempt_dir(&id, 1).join("rank.1.log");
     let length = || fs::metadata(&log).map_or(0, |m| m.len());
     let file = server.data_dir().join("lockstep.db");
@@ -64,30 +67,30 @@ async fn sqlite_may_be_busy_for_longer_than_a_request_waits() {
     sqlx::query("BEGIN IMMEDIATE").execute(&mut other).await.expect("the write lock");
     let before = length();
     let refused = server.post("/jobs", &spec("meanwhile", 5)).await;
-    let response = refused.problem(503)["detail"].to_string();
-    assert!(response.contains("database"), "{response}");
-    assert_eq!(server.job(&id).await["state"], "running", "what is stored can be read");
-    assert!(length() > before, "the ranks trained on");
-    sqlx::query("ROLLBACK").execute(&mut other).await.expect("the write lock is free");
-    row.mended_now();
+    let detail = refused.problem(503)["detail"].to_string();
+    assert!(detail.contains("database"), "{detail}");
+    assert_eq!(server.job(&id).await["state"], "running", "stored events can be read");
+    assert!(length() > before, "the ranks continued to train");
+    sqlx::query("ROLLBACK").execute(&mut other).await.expect("the write lock is released");
+    row.recovered_now();
     judge(&server, &id, STEPS, &model, &[]).await;
     assert_eq!(number(&server.job(&id).await["attempt"]), 1);
     assert_eq!(
         server.get("/jobs").await["jobs"].as_array().map(Vec::len),
         Some(1),
-        "the refused job is not there"
+        "the refused job is not stored"
     );
     row.passed("503 with a reason, pages are shown, ranks trained on, same attempt");
     server.stop().await;
 }
 
-/// Jobs one after the other; every second or so what `kill` kills.
-async fn kill_again_and_again(name: &str, mut server: Server, mut kill: impl AsyncFnMut(&mut Server)) {
+/// Runs jobs one after the other and calls `kill` about every second, 50 times in all.
+async fn kill_50_times(name: &str, mut server: Server, mut kill: impl AsyncFnMut(&mut Server)) {
     let steps = 2 * STEPS;
-    let model = undisturbed(steps).await;
+    let model = undisturbed_weights(steps).await;
     let mut row = Row::begin(&format!("{name} under load, 50 times"));
     let mut killed = 0;
-    let mut longest = Duration::ZERO;
+    let mut longest_outage = Duration::ZERO;
     let mut jobs = 0;
     while killed < 50 {
         let id = server.submit(&spec("disturbed", steps)).await;
@@ -97,28 +100,28 @@ async fn kill_again_and_again(name: &str, mut server: Server, mut kill: impl Asy
             if killed == 50 || crate::server::state_of(&job).is_final() {
                 break;
             }
-            runs_past(&server, &id, step).await;
+            wait_for_step(&server, &id, step).await;
             let began = Instant::now();
             kill(&mut server).await;
-            longest = longest.max(began.elapsed());
+            longest_outage = longest_outage.max(began.elapsed());
             killed += 1;
         }
         judge(&server, &id, steps, &model, &[]).await;
         assert_eq!(number(&server.job(&id).await["attempt"]), 1, "no attempt was lost");
     }
-    row.mended_now();
-    row.passed(&format!("{killed} kills in {jobs} jobs, back within {:.1} s", longest.as_secs_f64()));
+    row.recovered_now();
+    row.passed(&format!("{killed} kills in {jobs} jobs, back within {:.1} s", longest_outage.as_secs_f64()));
     server.stop().await;
 }
 
 #[tokio::test]
 #[ignore = "takes minutes"]
 async fn kill_50_times_the_server_on_sqlite() {
-    let _turn = turn().await;
-    let server = with_pictures(Server::start_on(LOCAL, None, Vec::new()).await).await;
-    kill_again_and_again("kill -9 of the server and its SQLite", server, async |server: &mut Server| {
+    let _permit = training_permit().await;
+    let server = register_pictures(Server::start_on(LOCAL, None, Vec::new()).await).await;
+    kill_50_times("kill -9 of the server and its SQLite", server, async |server: &mut Server| {
         server.kill_serve();
-        server.serve_again().await;
+        server.start_serve().await;
     })
     .await;
 }
@@ -126,13 +129,13 @@ async fn kill_50_times_the_server_on_sqlite() {
 #[tokio::test]
 #[ignore = "takes minutes"]
 async fn kill_50_times_the_server_on_postgres() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let cluster = Cluster::new(true);
     let url = cluster.database("again");
-    let server = with_pictures(Server::start_on(LOCAL, Some(url), Vec::new()).await).await;
-    kill_again_and_again("kill -9 of the server on Postgres", server, async |server: &mut Server| {
+    let server = register_pictures(Server::start_on(LOCAL, Some(url), Vec::new()).await).await;
+    kill_50_times("kill -9 of the server on Postgres", server, async |server: &mut Server| {
         server.kill_serve();
-        server.serve_again().await;
+        server.start_serve().await;
     })
     .await;
 }
@@ -140,11 +143,11 @@ async fn kill_50_times_the_server_on_postgres() {
 #[tokio::test]
 #[ignore = "takes minutes"]
 async fn kill_50_times_postgres() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let mut cluster = Cluster::new(true);
     let url = cluster.database("again");
-    let server = with_pictures(Server::start_on(LOCAL, Some(url), Vec::new()).await).await;
-    kill_again_and_again("kill -9 of Postgres", server, async |server: &mut Server| {
+    let server = register_pictures(Server::start_on(LOCAL, Some(url), Vec::new()).await).await;
+    kill_50_times("kill -9 of Postgres", server, async |server: &mut Server| {
         cluster.kill();
         cluster.start();
         let ready = async |s: &Server| {

@@ -18,27 +18,27 @@ use std::{
 };
 use tokio::sync::Mutex;
 
-/// Steps of a disturbed job, and between two checkpoints: 40 steps are an epoch. With [`SLOW_STEPS`] there are enough of
-/// them that a job has not ended before it is disturbed.
+/// Steps of a disturbed job (an epoch has 40), and steps between two checkpoints. With [`SLOW_STEPS`] a job lasts until it
+/// is disturbed.
 pub(crate) const STEPS: u64 = 160;
 pub(crate) const EVERY: u64 = 20;
-/// A lease of 10 s, of ranks that end 6 s after the last word from the server.
+/// A lease of 10 s: ranks end 6 s after the last message from the server.
 pub(crate) const SHORT_LEASE: (&str, &str) = ("LOCKSTEP_LEASE", "10");
 /// Ranks whose steps take at least 20 ms, so that a job of [`STEPS`] takes 3.2 s on the fastest machine.
 pub(crate) const SLOW_STEPS: (&str, &str) = ("LOCKSTEP_FAULT", "step:slow");
 
-/// Variables of an environment.
+/// Environment variables.
 pub(crate) fn variables<const N: usize>(these: [(&str, &str); N]) -> Vec<(String, String)> {
     these.map(|(name, value)| (name.into(), value.into())).into()
 }
 
-/// A job of two ranks, with augmentation and a learning rate that changes, so that a step done twice or left out shows
-/// in the weights.
+/// A job of two ranks. Augmentation and a changing learning rate make a repeated or skipped step visible in the
+/// weights.
 pub(crate) fn spec(name: &str, steps: u64) -> Value {
     specs::with(
         specs::short(name, "fashion", 2, steps),
         json!({
-            // As small as it goes: what is tested does not depend on it.
+            // The minimum, as the tests do not depend on the size.
             "data": {"image_size": 8, "crop_padding": 2, "horizontal_flip": true},
             "train": {"schedule": "cosine"},
             "checkpoint": {"every_epochs": null, "every_steps": EVERY, "keep": 2},
@@ -47,19 +47,19 @@ pub(crate) fn spec(name: &str, steps: u64) -> Value {
     )
 }
 
-pub(crate) async fn with_pictures(server: Server) -> Server {
+pub(crate) async fn register_pictures(server: Server) -> Server {
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
     server
 }
 
-/// The weights of the tests' job of so many steps when nothing disturbs it.
-pub(crate) async fn undisturbed(steps: u64) -> Vec<u8> {
-    trained(&spec("disturbed", steps)).await
+/// The weights of an undisturbed [`spec`] of this number of steps.
+pub(crate) async fn undisturbed_weights(steps: u64) -> Vec<u8> {
+    trained_weights(&spec("disturbed", steps)).await
 }
 
-/// The weights of a job that nothing disturbs, with its specification as `model.safetensors` has it:
-/// trained once for all tests, as they depend on nothing else.
-pub(crate) async fn trained(spec: &Value) -> Vec<u8> {
+/// The `model.safetensors` of an undisturbed job. Each specification is trained once for all tests, as the file depends
+/// on nothing else.
+pub(crate) async fn trained_weights(spec: &Value) -> Vec<u8> {
     static TRAINED: Mutex<BTreeMap<String, Vec<u8>>> = Mutex::const_new(BTreeMap::new());
     let mut trained = TRAINED.lock().await;
     if let Some(model) = trained.get(&spec.to_string()) {
@@ -67,16 +67,16 @@ pub(crate) async fn trained(spec: &Value) -> Vec<u8> {
     }
     let at_full_speed = variables([("LOCKSTEP_FAULT", "")]);
     let server = Server::start_on(Agents::Local { cpu_slots: 2 }, None, at_full_speed).await;
-    let server = with_pictures(server).await;
+    let server = register_pictures(server).await;
     let id = server.submit(spec).await;
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     let model = server.last_model(&id).await;
     server.stop().await;
     trained.insert(spec.to_string(), model.clone());
     model
 }
 
-/// What a rank wrote down itself: its points and the numbers of its lines.
+/// What a rank has recorded: points, numbers of log lines, and steps of checkpoints.
 #[derive(Debug, Default, PartialEq)]
 struct Record {
     /// (name, step) and the value's bits.
@@ -102,8 +102,8 @@ impl Record {
     }
 }
 
-/// Every event of a file of records.
-fn all_of(path: &Path) -> Vec<AttemptEvent> {
+/// All events of a file of records.
+fn read_records(path: &Path) -> Vec<AttemptEvent> {
     let mut tail = Tail::open(path, 0);
     let mut all = Vec::new();
     loop {
@@ -115,11 +115,11 @@ fn all_of(path: &Path) -> Vec<AttemptEvent> {
     }
 }
 
-/// From the rank's own file; checkpoints that it had no time to report, from its agent's.
+/// The record in the rank's own file, and checkpoints that the rank could not report, from the agent's file.
 fn recorded(server: &Server, id: &str, attempt: u64, rank: u32) -> Record {
     let dir = server.attempt_dir(id, attempt);
     let mut record = Record::default();
-    for event in all_of(&events_path(&dir, rank)) {
+    for event in read_records(&events_path(&dir, rank)) {
         match event {
             AttemptEvent::Metrics { columns, .. } => {
                 for column in columns {
@@ -135,18 +135,18 @@ fn recorded(server: &Server, id: &str, attempt: u64, rank: u32) -> Record {
             _ => {}
         }
     }
-    for event in all_of(&dir.join("agent.events")) {
+    for event in read_records(&dir.join("agent.events")) {
         if let AttemptEvent::Checkpoint(info) = event
             && rank == 0
         {
-            assert!(record.checkpoints.insert(info.step), "checkpoint {} told twice", info.step);
+            assert!(record.checkpoints.insert(info.step), "checkpoint {} reported twice", info.step);
         }
     }
     record
 }
 
-/// From the server's events, by attempt and rank; lines that the agent added are those above the rank's own.
-fn response(events: &[Value]) -> BTreeMap<(u64, u32), Record> {
+/// The records in the server's events, by attempt and rank. Lines that the agent has added have higher numbers than the rank's.
+fn stored_records(events: &[Value]) -> BTreeMap<(u64, u32), Record> {
     let mut records: BTreeMap<(u64, u32), Record> = BTreeMap::new();
     for event in events {
         let rank = event["rank"].as_u64().unwrap_or(0) as u32;
@@ -161,7 +161,7 @@ fn response(events: &[Value]) -> BTreeMap<(u64, u32), Record> {
                 }
             }
             Some("log") => {
-                // Line 0 is the server's own.
+                // The server writes line 0.
                 for line in event["lines"].as_array().expect("lines").iter().filter(|l| l["number"] != 0) {
                     records.entry(key).or_default().line(number(&line["number"]));
                 }
@@ -175,29 +175,29 @@ fn response(events: &[Value]) -> BTreeMap<(u64, u32), Record> {
     records
 }
 
-/// The pass conditions: the job has succeeded, its events are numbered without a gap, every record of every rank is
-/// stored exactly once (of attempts in `fenced` only what came before the fence), every step was trained, and
-/// the weights are those of the undisturbed run, bit for bit.
+/// Asserts that the job has succeeded, its events are numbered without a gap, every record of every rank is
+/// stored exactly once (of attempts in `fenced` only records from before the fence), every step was trained, and
+/// the weights are bit for bit those of the undisturbed run.
 pub(crate) async fn judge(server: &Server, id: &str, steps: u64, model: &[u8], fenced: &[u64]) {
-    let job = server.succeeded(id).await;
+    let job = server.wait_for_success(id).await;
     let events = stored(server, id).await;
     let attempts = number(&job["attempt"]);
-    let response = response(&events);
+    let stored_records = stored_records(&events);
     let empty = Record::default();
     for attempt in 1..=attempts {
         for rank in 0..2 {
             let own = recorded(server, id, attempt, rank);
-            let stored = response.get(&(attempt, rank)).unwrap_or(&empty);
+            let stored = stored_records.get(&(attempt, rank)).unwrap_or(&empty);
             if fenced.contains(&attempt) {
                 assert!(
                     stored.is_part_of(&own),
-                    "attempt {attempt}, rank {rank}: something that it never said"
+                    "attempt {attempt}, rank {rank}: a record that the rank has not written"
                 );
                 continue;
             }
             assert_eq!(stored.points, own.points, "points of attempt {attempt}, rank {rank}");
             assert_eq!(stored.checkpoints, own.checkpoints, "checkpoints of attempt {attempt}, rank {rank}");
-            // Its agent may have added what it printed before it died.
+            // The agent may have added lines that the rank printed before it died.
             let added: Vec<_> = stored.lines.difference(&own.lines).collect();
             assert!(own.lines.is_subset(&stored.lines), "lines of attempt {attempt}, rank {rank}");
             assert!(added.iter().all(|n| own.lines.last().is_none_or(|last| *n > last)), "{added:?}");
@@ -207,9 +207,12 @@ pub(crate) async fn judge(server: &Server, id: &str, steps: u64, model: &[u8], f
         let losses = |record: &Record| -> BTreeSet<u64> {
             record.points.keys().filter(|(name, _)| name == "loss").map(|(_, step)| *step).collect()
         };
-        let mut done: BTreeSet<_> =
-            response.iter().filter(|((_, r), _)| *r == rank).flat_map(|(_, record)| losses(record)).collect();
-        // A checkpoint that a fenced attempt could not report any more was continued from: its last steps are in the weights alone.
+        let mut done: BTreeSet<_> = stored_records
+            .iter()
+            .filter(|((_, r), _)| *r == rank)
+            .flat_map(|(_, record)| losses(record))
+            .collect();
+        // Training may continue from a checkpoint that a fenced attempt could not report: its last steps are only in the weights.
         for attempt in fenced {
             let next = events.iter().find(|e| e["type"] == "plan" && e["attempt"] == attempt + 1);
             let from = next.map_or(0, |plan| number(&plan["start_step"]));
@@ -220,7 +223,7 @@ pub(crate) async fn judge(server: &Server, id: &str, steps: u64, model: &[u8], f
         assert_eq!(done, (1..=steps).collect(), "steps of rank {rank}");
     }
     assert!(server.last_model(id).await == model, "the weights are not those of the undisturbed run");
-    // What is listed as a checkpoint is one.
+    // Every listed checkpoint is valid.
     for checkpoint in server.checkpoints(id).await {
         let folder = format!("checkpoints/{}-{}", number(&checkpoint["epoch"]), number(&checkpoint["step"]));
         let folder = server.job_dir(id).join(folder);
@@ -230,26 +233,26 @@ pub(crate) async fn judge(server: &Server, id: &str, steps: u64, model: &[u8], f
     assert!(server.ranks(id).is_empty(), "no rank is left");
 }
 
-/// A row of the matrix as it went.
+/// The result of a row of the fault matrix.
 pub(crate) struct Row {
     fault: String,
     began: Instant,
     noticed: Option<Duration>,
-    mended: Option<Duration>,
+    recovered: Option<Duration>,
 }
 
 impl Row {
     /// Records the time of the fault.
     pub(crate) fn begin(fault: &str) -> Self {
-        Self { fault: fault.into(), began: Instant::now(), noticed: None, mended: None }
+        Self { fault: fault.into(), began: Instant::now(), noticed: None, recovered: None }
     }
 
-    /// Waits for the job to say that something is wrong, and then for it to train again.
-    pub(crate) async fn until_mended(&mut self, server: &Server, id: &str, attempt: u64) {
+    /// Waits until the server has noticed the fault, and then until the job trains again.
+    pub(crate) async fn wait_until_recovered(&mut self, server: &Server, id: &str, attempt: u64) {
         let deadline = Instant::now() + Duration::from_secs(100);
         loop {
-            if let Ok(answer) = server.http.get(server.api(&format!("/jobs/{id}"))).send().await
-                && let Ok(job) = answer.json::<Value>().await
+            if let Ok(response) = server.http.get(server.api(&format!("/jobs/{id}"))).send().await
+                && let Ok(job) = response.json::<Value>().await
             {
                 let now = job["attempt"].as_u64().unwrap_or(0);
                 let state = job["state"].as_str().unwrap_or_default();
@@ -257,30 +260,31 @@ impl Row {
                     self.noticed = Some(self.began.elapsed());
                 }
                 if now > attempt && matches!(state, "running" | "succeeded") {
-                    self.mended = Some(self.began.elapsed());
+                    self.recovered = Some(self.began.elapsed());
                     return;
                 }
                 assert_ne!(state, "succeeded", "{}: the job had ended before it was disturbed", self.fault);
             }
-            assert!(Instant::now() < deadline, "{}: not mended", self.fault);
+            assert!(Instant::now() < deadline, "{}: not recovered", self.fault);
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     }
 
-    pub(crate) fn mended_now(&mut self) {
-        self.mended = Some(self.began.elapsed());
+    pub(crate) fn recovered_now(&mut self) {
+        self.recovered = Some(self.began.elapsed());
     }
 
-    pub(crate) fn mended(&self) -> Duration {
-        self.mended.expect("it was mended")
+    pub(crate) fn recovery_time(&self) -> Duration {
+        self.recovered.expect("the job has recovered")
     }
 
-    /// Every condition held.
+    /// Prints the row: all conditions hold.
     pub(crate) fn passed(self, note: &str) {
         let secs = |d: Option<Duration>| d.map(|d| (d.as_secs_f64() * 100.0).round() / 100.0);
-        let (noticed, mended) = (secs(self.noticed), secs(self.mended));
-        let line = json!({"fault": self.fault, "noticed_secs": noticed, "mended_secs": mended, "note": note});
-        #[allow(clippy::print_stdout)] // The table that the run is for.
+        let (noticed, recovered) = (secs(self.noticed), secs(self.recovered));
+        let line =
+            json!({"fault": self.fault, "noticed_secs": noticed, "mended_secs": recovered, "note": note});
+        #[allow(clippy::print_stdout)] // The table is the purpose of the run.
         {
             println!("{line}");
         }
@@ -292,8 +296,8 @@ impl Row {
     }
 }
 
-/// Waits until both ranks have done `step` steps and a checkpoint is there.
-pub(crate) async fn runs_past(server: &Server, id: &str, step: u64) {
+/// Waits until the job has reached `step` and rank 0 has written to its log.
+pub(crate) async fn wait_for_step(server: &Server, id: &str, step: u64) {
     let log = |rank: u32, attempt: u64| {
         let path = server.attempt_dir(id, attempt).join(format!("rank.{rank}.log"));
         fs::read_to_string(path).unwrap_or_default()
@@ -304,7 +308,7 @@ pub(crate) async fn runs_past(server: &Server, id: &str, step: u64) {
         if number(&job["step"]) >= step && !log(0, number(&job["attempt"])).is_empty() {
             return;
         }
-        assert!(Instant::now() < deadline, "the job does not get to step {step}: {job:#}");
+        assert!(Instant::now() < deadline, "the job does not reach step {step}: {job:#}");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
 }

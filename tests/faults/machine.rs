@@ -1,16 +1,18 @@
 //! Faults of a machine: no memory, a full disk, a changed clock, a process that does not end.
 //!
-//! Some of these can only be had as root: a disk that is really full is a small tmpfs, a process that the kernel
-//! does not let go is one in a frozen control group, and the kernel's OOM killer is called by a control
-//! group's limit. They have names that begin with `root`:
+//! Tests whose names begin with `root` need root: a full disk is a small tmpfs, a process that cannot be killed is in a
+//! frozen control group, and a control group's limit starts the kernel's OOM killer.
 //!
 //! ```sh
 //! cargo test --workspace --test faults -- --ignored root
 //! ```
 
 use crate::{
-    judge::{EVERY, Row, SLOW_STEPS, STEPS, judge, runs_past, spec, undisturbed, variables, with_pictures},
-    server::{Agents, Process, Server, number, turn},
+    judge::{
+        EVERY, Row, SLOW_STEPS, STEPS, judge, register_pictures, spec, undisturbed_weights, variables,
+        wait_for_step,
+    },
+    server::{Agents, Process, Server, number, training_permit},
     socket::stored,
     specs,
 };
@@ -34,8 +36,8 @@ fn large() -> Value {
     )
 }
 
-async fn failed_for_memory(server: &Server, id: &str) {
-    let job = server.ended(id).await;
+async fn assert_failed_for_memory(server: &Server, id: &str) {
+    let job = server.wait_for_end(id).await;
     let reason = job["reason"].as_str().expect("a reason");
     assert!(
         job["state"] == "failed" && reason.contains("out of memory") && reason.contains("batch_size"),
@@ -47,25 +49,26 @@ async fn failed_for_memory(server: &Server, id: &str) {
 
 #[tokio::test]
 async fn a_rank_without_enough_memory_fails_with_that_reason() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     // Address space for a server, its agent and small jobs.
     let limit = ["prlimit", "--as=3221225472"];
-    let server = with_pictures(Server::start_by(LOCAL, None, Vec::new(), &limit, |_| {}).await).await;
+    let server =
+        register_pictures(Server::start_wrapped(LOCAL, None, Vec::new(), &limit, |_| {}).await).await;
     let row = Row::begin("no more memory for a rank (RLIMIT_AS)");
     let id = server.submit(&large()).await;
-    failed_for_memory(&server, &id).await;
-    // The next one has what it needs.
+    assert_failed_for_memory(&server, &id).await;
+    // The next job has enough memory.
     let id = server.submit(&spec("small", 5)).await;
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     row.passed("failed as out of memory, not restarted; the next job runs");
     server.stop().await;
 }
 
-/// A control group of our own, removed in the end.
+/// A control group, which is removed when it is dropped.
 struct Group(PathBuf);
 
 impl Group {
-    /// Of a controller as Linux has had them since 2.6.24, mounted below /sys/fs/cgroup.
+    /// A group of a cgroup v1 controller, which is mounted below /sys/fs/cgroup.
     fn new(controller: &str) -> Self {
         let path =
             PathBuf::from(format!("/sys/fs/cgroup/{controller}/lockstep-faults-{}", std::process::id()));
@@ -95,45 +98,46 @@ impl Drop for Group {
 #[tokio::test]
 #[ignore = "needs root and cgroup v1"]
 async fn root_the_kernel_s_oom_killer_ends_a_rank() {
-    let _turn = turn().await;
-    let server = with_pictures(Server::start_on(LOCAL, None, Vec::new()).await).await;
+    let _permit = training_permit().await;
+    let server = register_pictures(Server::start_on(LOCAL, None, Vec::new()).await).await;
     let group = Group::new("memory");
     group.set("memory.limit_in_bytes", 1u64 << 30);
-    // The agent, and so its ranks.
+    // The agent's ranks inherit the group.
     group.add(server.processes().iter().find(|p| p.command() == "agent").expect("the agent"));
     let row = Row::begin("the kernel's OOM killer ends a rank (memory cgroup of 1 GiB)");
     let id = server.submit(&large()).await;
-    failed_for_memory(&server, &id).await;
+    assert_failed_for_memory(&server, &id).await;
     row.passed("killed: out of memory; not restarted");
     server.stop().await;
 }
 
-async fn does_not_end(server: &Server, id: &str, rank: &Process) -> String {
+/// Cancels a job whose rank cannot be killed, and returns the reason, which names the rank's process.
+async fn cancel_unkillable(server: &Server, id: &str, rank: &Process) -> String {
     server.cli(&["cancel", id]).ok();
-    let job = server.job_when(id, "the job is over", |job| job["state"] == "cancelled").await;
+    let job = server.wait_for_job(id, "the job is cancelled", |job| job["state"] == "cancelled").await;
     let reason = job["reason"].as_str().expect("a reason").to_owned();
     let named = format!("(process {}, state", rank.pid);
     assert!(reason.contains(&named) && reason.contains("has not ended after SIGKILL"), "{reason}");
-    // On the page, for people.
+    // The page names the process, too.
     let page = server.http.get(format!("{}/jobs/{id}", server.url)).send().await.expect("a page");
     let page = page.text().await.expect("its text");
-    assert!(page.contains(&format!("process {}", rank.pid)), "the page names it");
+    assert!(page.contains(&format!("process {}", rank.pid)), "the page names the process");
     reason
 }
 
 #[tokio::test]
-#[ignore = "slow: half a minute of patience with it"]
+#[ignore = "slow: the agent waits half a minute"]
 async fn slow_a_rank_that_cannot_be_killed_is_named() {
-    let _turn = turn().await;
-    // Every signal to a rank is lost from the first on.
+    let _permit = training_permit().await;
+    // No signal reaches a rank.
     let environment = vec![("LOCKSTEP_FAULT".into(), "rank.signal:error*".into())];
-    let server = with_pictures(Server::start_on(LOCAL, None, environment).await).await;
+    let server = register_pictures(Server::start_on(LOCAL, None, environment).await).await;
     let id = server.submit(&spec("immortal", 100_000)).await;
-    runs_past(&server, &id, EVERY).await;
+    wait_for_step(&server, &id, EVERY).await;
     let (_, rank) = server.ranks(&id).remove(0);
     let mut row = Row::begin("a rank survives every SIGKILL");
-    does_not_end(&server, &id, &rank).await;
-    row.mended_now();
+    cancel_unkillable(&server, &id, &rank).await;
+    row.recovered_now();
     row.passed("cancelled; process, state and machine named on the page");
     for (_, rank) in server.ranks(&id) {
         crate::server::signal(rank.pid, rustix::process::Signal::KILL);
@@ -144,24 +148,24 @@ async fn slow_a_rank_that_cannot_be_killed_is_named() {
 #[tokio::test]
 #[ignore = "needs root and cgroup v1"]
 async fn root_a_rank_frozen_by_the_kernel_is_named() {
-    let _turn = turn().await;
-    let server = with_pictures(Server::start_on(LOCAL, None, Vec::new()).await).await;
+    let _permit = training_permit().await;
+    let server = register_pictures(Server::start_on(LOCAL, None, Vec::new()).await).await;
     let group = Group::new("freezer");
     let id = server.submit(&spec("immortal", 100_000)).await;
-    runs_past(&server, &id, EVERY).await;
+    wait_for_step(&server, &id, EVERY).await;
     let (_, rank) = server.ranks(&id).remove(0);
     group.add(&rank);
     let mut row = Row::begin("a rank in state D (a frozen control group)");
     group.set("freezer.state", "FROZEN");
-    let reason = does_not_end(&server, &id, &rank).await;
+    let reason = cancel_unkillable(&server, &id, &rank).await;
     group.set("freezer.state", "THAWED");
     assert!(reason.contains("state D, blocked in the kernel"), "{reason}");
-    row.mended_now();
+    row.recovered_now();
     row.passed("cancelled; the process is named as blocked in the kernel");
     server.stop().await;
 }
 
-/// Where Debian's package puts the library that changes a program's clock.
+/// The path of libfaketime, which changes a program's clock, in Debian's package.
 fn faketime() -> PathBuf {
     let found = fs::read_dir("/usr/lib")
         .expect("/usr/lib")
@@ -175,9 +179,9 @@ fn faketime() -> PathBuf {
 
 #[tokio::test]
 async fn the_clock_may_be_set_forward_and_back() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let steps = 2 * STEPS;
-    let model = undisturbed(steps).await;
+    let model = undisturbed_weights(steps).await;
     let folder = tempfile::tempdir().expect("a folder");
     let clock = folder.path().join("clock");
     let set = |offset: &str| {
@@ -189,29 +193,29 @@ async fn the_clock_may_be_set_forward_and_back() {
         ("LD_PRELOAD", faketime()),
         ("FAKETIME_TIMESTAMP_FILE", clock.clone()),
         ("FAKETIME_NO_CACHE", "1".into()),
-        // Time of day only: as when somebody sets the clock.
+        // Only the time of day changes, as when somebody sets the clock.
         ("FAKETIME_DONT_FAKE_MONOTONIC", "1".into()),
         ("DONT_FAKE_MONOTONIC", "1".into()),
     ];
     let clocked = environment.map(|(name, value)| (name.into(), value.display().to_string()));
     let environment = [variables([SLOW_STEPS]), clocked.into()].concat();
-    let server = with_pictures(Server::start_on(LOCAL, None, environment).await).await;
+    let server = register_pictures(Server::start_on(LOCAL, None, environment).await).await;
     let mut row = Row::begin("the clock is set an hour forward, then two hours back");
     let id = server.submit(&spec("disturbed", steps)).await;
-    runs_past(&server, &id, EVERY).await;
+    wait_for_step(&server, &id, EVERY).await;
     set("+3600");
     until_events_leap(&server, &id, 3000).await;
     set("-3600");
     until_events_leap(&server, &id, -6000).await;
-    row.mended_now();
+    row.recovered_now();
     judge(&server, &id, steps, &model, &[]).await;
     assert_eq!(number(&server.job(&id).await["attempt"]), 1, "no lease ended");
     row.passed("same attempt, nothing lost");
     server.stop().await;
 }
 
-/// Waits until one stored event is at least so many seconds (before, if negative) after the one before it: the server's
-/// clock, and so everybody's, was set.
+/// Waits until the times of two consecutive stored events differ by at least `seconds` (backwards if negative): the
+/// server has used the changed clock.
 async fn until_events_leap(server: &Server, id: &str, seconds: i64) {
     let at =
         |event: &Value| event["at"].as_str().and_then(|at| at.parse::<Timestamp>().ok()).expect("a time");
@@ -232,7 +236,7 @@ async fn until_events_leap(server: &Server, id: &str, seconds: i64) {
     }
 }
 
-/// A file system of so many bytes at a folder, gone in the end.
+/// A small file system, which is unmounted when it is dropped.
 struct Disk(PathBuf);
 
 impl Disk {
@@ -244,7 +248,7 @@ impl Disk {
         Self(at.into())
     }
 
-    /// Fills the disk; the file that does it.
+    /// Fills the disk and returns the file with which it is full.
     fn fill(&self) -> PathBuf {
         let path = self.0.join("filler");
         let mut file = fs::File::create(&path).expect("a file");
@@ -267,26 +271,26 @@ impl Drop for Disk {
 #[tokio::test]
 #[ignore = "needs root"]
 async fn root_the_disk_may_be_full_for_a_while() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     // Longer than the disk is full.
     let steps = 6 * STEPS;
-    let model = undisturbed(steps).await;
+    let model = undisturbed_weights(steps).await;
     let mut disk = None;
     let prepare = |data: &Path| disk = Some(Disk::mount(data, 64));
-    let server = with_pictures(Server::start_by(LOCAL, None, Vec::new(), &[], prepare).await).await;
+    let server = register_pictures(Server::start_wrapped(LOCAL, None, Vec::new(), &[], prepare).await).await;
     let disk = disk.expect("a disk");
     let id = server.submit(&spec("disturbed", steps)).await;
-    runs_past(&server, &id, EVERY + 10).await;
+    wait_for_step(&server, &id, EVERY + 10).await;
     let mut row = Row::begin("the disk of database, logs and checkpoints is full for 5 s");
     let filler = disk.fill();
-    // Whatever it is asked meanwhile, it answers.
+    // The server still responds.
     let refused = server.post("/jobs", &spec("meanwhile", 5)).await;
-    let response = refused.problem(503)["detail"].to_string();
-    assert!(response.contains("No space left") || response.contains("database"), "{response}");
+    let detail = refused.problem(503)["detail"].to_string();
+    assert!(detail.contains("No space left") || detail.contains("database"), "{detail}");
     tokio::time::sleep(Duration::from_secs(5)).await;
-    assert_eq!(server.ranks(&id).len(), 2, "its ranks are alive");
-    fs::remove_file(filler).expect("room again");
-    row.mended_now();
+    assert_eq!(server.ranks(&id).len(), 2, "the ranks are alive");
+    fs::remove_file(filler).expect("free space");
+    row.recovered_now();
     judge(&server, &id, steps, &model, &[]).await;
     assert_eq!(number(&server.job(&id).await["attempt"]), 1);
     row.passed("503 with a reason, same attempt, nothing lost");

@@ -1,10 +1,10 @@
-//! How long it takes from `kill -9` of ranks until the job trains again, as a person sees it, and what checkpoints cost:
-//! default settings, the bundled pictures, five times each.
+//! The time from `kill -9` of ranks until the job trains again, as the REST interface shows it, and the cost of checkpoints:
+//! default settings, the bundled pictures, several runs.
 
 use crate::{
     judge::Row,
     pictures,
-    server::{Agents, Server, number, signal, turn},
+    server::{Agents, Server, number, signal, training_permit},
     socket::stored,
 };
 use jiff::Timestamp;
@@ -12,12 +12,13 @@ use rustix::process::Signal;
 use serde_json::json;
 use std::time::{Duration, Instant};
 
-const TIMES: usize = 5;
-/// What must hold on any machine that is not overloaded.
-const GOAL: Duration = Duration::from_secs(5);
+const KILLS: usize = 5;
+/// Maximum time until the job trains again, on a machine that is not overloaded.
+const MAX_RECOVERY: Duration = Duration::from_secs(5);
 
-/// Seconds until the job said so, until the next attempt ran, and until its first step was stored.
-async fn once(server: &Server, hit: &[u32]) -> [f64; 3] {
+/// Kills the ranks `hit` and returns the seconds until the job's state showed it, until the next attempt ran, and until its
+/// first step was stored.
+async fn measure_recovery(server: &Server, hit: &[u32]) -> [f64; 3] {
     let spec = json!({
         "name": "measured",
         "model": {"arch": "resnet20"},
@@ -28,7 +29,7 @@ async fn once(server: &Server, hit: &[u32]) -> [f64; 3] {
     let id = server.submit(&spec).await;
     let trains = |job: &serde_json::Value| number(&job["step"]) > number(&job["steps_per_epoch"]) + 20;
     server
-        .job_when(&id, "it is in its second epoch", |job| number(&job["attempt"]) == 1 && trains(job))
+        .wait_for_job(&id, "it is in its second epoch", |job| number(&job["attempt"]) == 1 && trains(job))
         .await;
     let kept = server.checkpoints(&id).await;
     let from = kept.iter().map(|c| number(&c["step"])).max().expect("a checkpoint of the first epoch");
@@ -39,11 +40,11 @@ async fn once(server: &Server, hit: &[u32]) -> [f64; 3] {
     let mut seen = [None; 3];
     while seen[2].is_none() {
         let job = server.job(&id).await;
-        let again = number(&job["attempt"]) == 2;
+        let restarted = number(&job["attempt"]) == 2;
         let now = [
-            again || job["state"] == "restarting",
-            again && job["state"] == "running",
-            again && job["state"] == "running" && number(&job["step"]) > from,
+            restarted || job["state"] == "restarting",
+            restarted && job["state"] == "running",
+            restarted && job["state"] == "running" && number(&job["step"]) > from,
         ];
         for (seen, now) in seen.iter_mut().zip(now) {
             if now {
@@ -54,30 +55,30 @@ async fn once(server: &Server, hit: &[u32]) -> [f64; 3] {
         tokio::time::sleep(Duration::from_millis(2)).await;
     }
     server.cli(&["cancel", &id]).ok();
-    server.ended(&id).await;
+    server.wait_for_end(&id).await;
     seen.map(|at| at.expect("a time"))
 }
 
 #[tokio::test]
 #[ignore = "takes minutes"]
 async fn measure_from_a_kill_to_training_again() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start_on(Agents::Local { cpu_slots: 2 }, None, Vec::new()).await;
     server.register("fashion", &pictures::bundled()).await;
     for (what, hit) in [("rank 0", &[0][..]), ("the last rank", &[1]), ("all ranks", &[0, 1])] {
-        let row = Row::begin(&format!("kill -9 of {what}, default settings, n = {TIMES}"));
+        let row = Row::begin(&format!("kill -9 of {what}, default settings, n = {KILLS}"));
         let mut times = Vec::new();
-        for _ in 0..TIMES {
-            times.push(once(&server, hit).await);
+        for _ in 0..KILLS {
+            times.push(measure_recovery(&server, hit).await);
         }
-        let of = |at: usize| {
+        let median = |at: usize| {
             let mut sorted: Vec<f64> = times.iter().map(|t| t[at]).collect();
             sorted.sort_by(f64::total_cmp);
-            format!("{:.2} (to {:.2})", sorted[TIMES / 2], sorted[TIMES - 1])
+            format!("{:.2} (to {:.2})", sorted[KILLS / 2], sorted[KILLS - 1])
         };
         let longest = times.iter().map(|t| t[2]).fold(0.0, f64::max);
-        assert!(longest < GOAL.as_secs_f64(), "training again after {longest:.2} s");
-        let (noticed, running, step) = (of(0), of(1), of(2));
+        assert!(longest < MAX_RECOVERY.as_secs_f64(), "training again after {longest:.2} s");
+        let (noticed, running, step) = (median(0), median(1), median(2));
         row.passed(&format!(
             "median (longest), s: noticed {noticed}, next attempt {running}, first step {step}"
         ));
@@ -85,58 +86,58 @@ async fn measure_from_a_kill_to_training_again() {
     server.stop().await;
 }
 
-/// Steps between two checkpoints, and of a job, whose cost is measured.
-const BETWEEN: u64 = 10;
-const LENGTH: u64 = 60;
+/// Steps between two checkpoints, and steps of a job.
+const EVERY: u64 = 10;
+const STEPS: u64 = 60;
 const ROUNDS: usize = 3;
 
-/// Milliseconds from the first to the last step of a ResNet-18 (90 MB a checkpoint) on all cores.
-async fn steps_of(server: &Server, every: Option<u64>) -> f64 {
+/// Milliseconds from the first to the last step of a ResNet-18 (90 MB per checkpoint) on all cores.
+async fn measure_steps(server: &Server, every: Option<u64>) -> f64 {
     let spec = json!({
         "name": "measured",
         "model": {"arch": "resnet18"},
         "data": {"dataset": "fashion", "image_size": 32},
-        "train": {"steps": LENGTH, "batch_size": 32},
+        "train": {"steps": STEPS, "batch_size": 32},
         "parallel": {"ranks": 1, "device": "cpu"},
         "checkpoint": {"every_epochs": every.is_none().then_some(0), "every_steps": every},
         "evaluate": {"every_epochs": 0},
     });
     let id = server.submit(&spec).await;
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     let events = stored(server, &id).await;
-    let response = |step: u64| {
-        let of = |e: &&serde_json::Value| {
+    let stored_at = |step: u64| {
+        let has_step = |e: &&serde_json::Value| {
             let steps = e["steps"].as_array();
             e["name"] == "loss" && steps.is_some_and(|s| s.iter().any(|s| number(s) == step))
         };
-        let at = events.iter().find(of).and_then(|e| e["at"].as_str()?.parse::<Timestamp>().ok());
+        let at = events.iter().find(has_step).and_then(|e| e["at"].as_str()?.parse::<Timestamp>().ok());
         at.expect("the step's loss").as_millisecond()
     };
-    (response(LENGTH) - response(1)) as f64
+    (stored_at(STEPS) - stored_at(1)) as f64
 }
 
 #[tokio::test]
-#[ignore = "takes minutes, and a machine that does nothing else"]
-async fn measure_what_a_checkpoint_costs() {
-    let _turn = turn().await;
+#[ignore = "takes minutes, and needs an idle machine"]
+async fn measure_the_cost_of_checkpoints() {
+    let _permit = training_permit().await;
     let server = Server::start_on(Agents::Local { cpu_slots: 1 }, None, Vec::new()).await;
     server.register("fashion", &pictures::bundled()).await;
     let mut without = Vec::new();
     let mut with = Vec::new();
-    // In turn, so that whatever else the machine does falls on both.
+    // Alternately, so that other load of the machine affects both.
     for _ in 0..ROUNDS {
-        without.push(steps_of(&server, None).await);
-        with.push(steps_of(&server, Some(BETWEEN)).await);
+        without.push(measure_steps(&server, None).await);
+        with.push(measure_steps(&server, Some(EVERY)).await);
     }
     without.sort_by(f64::total_cmp);
     with.sort_by(f64::total_cmp);
     let (without, with) = (without[ROUNDS / 2], with[ROUNDS / 2]);
-    let written = ((LENGTH - 1) / BETWEEN) as f64;
-    let row = Row::begin(&format!("a checkpoint of ResNet-18 every {BETWEEN} steps, n = {ROUNDS}"));
+    let written = ((STEPS - 1) / EVERY) as f64;
+    let row = Row::begin(&format!("a checkpoint of ResNet-18 every {EVERY} steps, n = {ROUNDS}"));
     row.passed(&format!(
         "medians: a step {:.1} ms without and {:.1} ms with ({:+.1} %); {:.1} ms a checkpoint",
-        without / (LENGTH - 1) as f64,
-        with / (LENGTH - 1) as f64,
+        without / (STEPS - 1) as f64,
+        with / (STEPS - 1) as f64,
         (with / without - 1.0) * 100.0,
         (with - without) / written
     ));

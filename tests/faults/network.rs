@@ -1,11 +1,11 @@
-//! An agent that reaches its server through a tunnel (`ssh -L`), and what happens when that is cut.
+//! An agent that reaches its server through a tunnel (`ssh -L`): the tunnel is cut, or the agent's spool fills up.
 
 use crate::{
     judge::{
-        EVERY, Row, SHORT_LEASE, SLOW_STEPS, STEPS, judge, runs_past, spec, undisturbed, variables,
-        with_pictures,
+        EVERY, Row, SHORT_LEASE, SLOW_STEPS, STEPS, judge, register_pictures, spec, undisturbed_weights,
+        variables, wait_for_step,
     },
-    server::{Agents, Server, free_port, number, turn},
+    server::{Agents, Server, free_port, number, training_permit},
 };
 use std::time::{Duration, Instant};
 use tokio::{
@@ -18,10 +18,11 @@ use tokio::{
     task::JoinHandle,
 };
 
-/// A tunnel to `to` on a port of its own.
+/// A tunnel from its own port to the address `to`.
 struct Tunnel {
     port: u16,
     to: String,
+    /// While this is false, bytes wait.
     passes: watch::Sender<bool>,
     listening: Option<JoinHandle<()>>,
 }
@@ -51,18 +52,18 @@ impl Tunnel {
         let listener = TcpListener::bind(("127.0.0.1", self.port)).await.expect("the tunnel's port");
         let (to, passes) = (self.to.clone(), self.passes.subscribe());
         self.listening = Some(tokio::spawn(async move {
-            // Its connections end with it.
-            let mut ways = tokio::task::JoinSet::new();
+            // When this task is aborted, its connections close.
+            let mut directions = tokio::task::JoinSet::new();
             while let Ok((near, _)) = listener.accept().await {
                 let Ok(far) = TcpStream::connect(&to).await else { continue };
                 let ((near_in, near_out), (far_in, far_out)) = (near.into_split(), far.into_split());
-                ways.spawn(one_way(near_in, far_out, passes.clone()));
-                ways.spawn(one_way(far_in, near_out, passes.clone()));
+                directions.spawn(one_way(near_in, far_out, passes.clone()));
+                directions.spawn(one_way(far_in, near_out, passes.clone()));
             }
         }));
     }
 
-    /// As when `ssh` ends: connections are closed, new ones refused.
+    /// Closes all connections and refuses new ones, as when `ssh` ends.
     async fn close(&mut self) {
         let listening = self.listening.take().expect("an open tunnel");
         listening.abort();
@@ -73,47 +74,45 @@ impl Tunnel {
 #[tokio::test]
 #[ignore = "slow: leases run out"]
 async fn slow_the_network_between_agent_and_server_may_be_cut() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let steps = 4 * STEPS;
-    let model = undisturbed(steps).await;
+    let model = undisturbed_weights(steps).await;
     let environment = variables([SHORT_LEASE, SLOW_STEPS]);
     let mut server = Server::start_on(Agents::None, None, environment).await;
     let mut tunnel = Tunnel::open(&server).await;
-    server.start_agent_at(&tunnel.url(), 2, &[]);
+    server.start_agent_with(&tunnel.url(), 2, &[]);
     server.until("the agent is online", async |s: &Server| s.slots().await > 0).await;
-    let server = with_pictures(server).await;
+    let server = register_pictures(server).await;
 
-    // Nothing comes through, for less than the lease.
+    // No bytes pass, for less than the lease.
     let id = server.submit(&spec("disturbed", steps)).await;
-    runs_past(&server, &id, EVERY + 10).await;
+    wait_for_step(&server, &id, EVERY + 10).await;
     let mut row = Row::begin("the network between agent and server is cut for 3 s");
     tunnel.passes.send_replace(false);
     tokio::time::sleep(Duration::from_secs(3)).await;
     tunnel.passes.send_replace(true);
-    row.mended_now();
+    row.recovered_now();
     judge(&server, &id, steps, &model, &[]).await;
     assert_eq!(number(&server.job(&id).await["attempt"]), 1);
     row.passed("same attempt, nothing lost");
 
-    // The tunnel is gone: the agent's machine says "connection refused", and the server lives.
+    // The tunnel is closed: the agent's connections are refused while the server runs.
     let id = server.submit(&spec("disturbed", steps)).await;
-    runs_past(&server, &id, EVERY + 10).await;
-    let mut row = Row::begin("the SSH tunnel between agent and server is gone for 16 s");
+    wait_for_step(&server, &id, EVERY + 10).await;
+    let mut row = Row::begin("the SSH tunnel between agent and server is closed for 16 s");
     tunnel.close().await;
     let began = Instant::now();
     let ended = async |s: &Server| s.ranks(&id).is_empty();
-    server.until("its ranks end by themselves", ended).await;
+    server.until("the ranks end by themselves", ended).await;
     let ranks_gone = began.elapsed();
     assert!(ranks_gone < Duration::from_secs(12), "ranks ended {ranks_gone:?} after the cut");
     server
-        .until("the server gives the job to others", async |s: &Server| {
-            s.job(&id).await["state"] == "restarting"
-        })
+        .until("the server restarts the job", async |s: &Server| s.job(&id).await["state"] == "restarting")
         .await;
-    assert!(server.ranks(&id).is_empty(), "not before its ranks had ended");
+    assert!(server.ranks(&id).is_empty(), "no restart before the ranks have ended");
     tokio::time::sleep(Duration::from_secs(16).saturating_sub(began.elapsed())).await;
     tunnel.listen().await;
-    row.until_mended(&server, &id, 1).await;
+    row.wait_until_recovered(&server, &id, 1).await;
     judge(&server, &id, steps, &model, &[1]).await;
     assert_eq!(number(&server.job(&id).await["attempt"]), 2);
     row.passed(&format!("ranks ended themselves after {:.1} s, within the lease", ranks_gone.as_secs_f64()));
@@ -121,29 +120,29 @@ async fn slow_the_network_between_agent_and_server_may_be_cut() {
 }
 
 #[tokio::test]
-#[ignore = "slow: a spool fills"]
+#[ignore = "slow: a spool fills up"]
 async fn slow_the_spool_may_be_full() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let steps = 8 * STEPS;
-    let model = undisturbed(steps).await;
+    let model = undisturbed_weights(steps).await;
     let mut server = Server::start_with(Agents::None).await;
     let url = server.url.clone();
-    server.start_agent_at(&url, 2, &["--spool-mib", "0.05"]);
+    server.start_agent_with(&url, 2, &["--spool-mib", "0.05"]);
     server.until("the agent is online", async |s: &Server| s.slots().await > 0).await;
-    let mut server = with_pictures(server).await;
+    let mut server = register_pictures(server).await;
     let id = server.submit(&spec("disturbed", steps)).await;
-    runs_past(&server, &id, EVERY + 10).await;
-    let mut row = Row::begin("the server is away until the agent's spool (--spool-mib 0.05) is full");
+    wait_for_step(&server, &id, EVERY + 10).await;
+    let mut row = Row::begin("the server is down until the agent's spool (--spool-mib 0.05) is full");
     server.kill_serve();
     let ended = async |s: &Server| s.ranks(&id).is_empty();
-    server.until("its ranks keep a checkpoint and end", ended).await;
-    server.serve_again().await;
-    row.until_mended(&server, &id, 1).await;
+    server.until("the ranks write a checkpoint and end", ended).await;
+    server.start_serve().await;
+    row.wait_until_recovered(&server, &id, 1).await;
     judge(&server, &id, steps, &model, &[]).await;
     let events = crate::socket::stored(&server, &id).await;
     let reason = events.iter().find_map(|e| (e["state"] == "restarting").then(|| e["reason"].to_string()));
     let reason = reason.expect("a restart");
     assert!(reason.contains("the spool of agent") && reason.contains("--spool-mib"), "{reason}");
-    row.passed("ranks kept a checkpoint and ended, the reason says so; continues from it");
+    row.passed("ranks wrote a checkpoint and ended, the reason says so; training continues from it");
     server.stop().await;
 }

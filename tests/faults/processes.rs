@@ -2,10 +2,10 @@
 
 use crate::{
     judge::{
-        EVERY, Row, SHORT_LEASE, SLOW_STEPS, STEPS, judge, runs_past, spec, undisturbed, variables,
-        with_pictures,
+        EVERY, Row, SHORT_LEASE, SLOW_STEPS, STEPS, judge, register_pictures, spec, undisturbed_weights,
+        variables, wait_for_step,
     },
-    server::{Agents, Server, number, signal, turn},
+    server::{Agents, Server, number, signal, training_permit},
     socket::stored,
     specs,
 };
@@ -16,13 +16,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// With ranks whose steps are slow, so that their job lasts until it is disturbed.
+/// A server whose ranks have slow steps, so that a job lasts until it is disturbed.
 async fn server() -> Server {
     let local = Agents::Local { cpu_slots: 2 };
-    with_pictures(Server::start_on(local, None, variables([SLOW_STEPS])).await).await
+    register_pictures(Server::start_on(local, None, variables([SLOW_STEPS])).await).await
 }
 
-/// The step from which an attempt has continued.
+/// The step from which an attempt continued.
 fn start_step(events: &[Value], attempt: u64) -> u64 {
     let plan = events.iter().rfind(|e| e["type"] == "plan" && e["attempt"] == attempt);
     number(&plan.expect("the attempt's plan")["start_step"])
@@ -30,10 +30,10 @@ fn start_step(events: &[Value], attempt: u64) -> u64 {
 
 #[tokio::test]
 async fn ranks_may_be_killed_or_crash() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
-    let model = undisturbed(STEPS).await;
-    // Two faults a job: a third restart would wait for its backoff.
+    let model = undisturbed_weights(STEPS).await;
+    // Two faults per job, as a third restart would wait for its backoff.
     let jobs: [[(&str, &[u32], Signal); 2]; 2] = [
         [("kill -9 of rank 0", &[0], Signal::KILL), ("kill -9 of the last rank", &[1], Signal::KILL)],
         [("SIGSEGV of a rank", &[1], Signal::SEGV), ("kill -9 of all ranks", &[0, 1], Signal::KILL)],
@@ -43,20 +43,20 @@ async fn ranks_may_be_killed_or_crash() {
         let mut past = EVERY + 10;
         let mut rows = Vec::new();
         for (attempt, (fault, hit, with)) in (1..).zip(faults) {
-            runs_past(&server, &id, past).await;
+            wait_for_step(&server, &id, past).await;
             let ranks = server.ranks(&id);
             let mut row = Row::begin(fault);
             for (_, process) in ranks.iter().filter(|(rank, _)| hit.contains(rank)) {
                 signal(process.pid, with);
                 if with == Signal::SEGV {
-                    // The first one only takes away Rust's own handler, which expects a real fault to strike again.
+                    // The first signal only removes Rust's handler, which expects a real fault to occur again.
                     tokio::time::sleep(Duration::from_millis(20)).await;
                     signal(process.pid, with);
                 }
             }
-            row.until_mended(&server, &id, attempt).await;
-            let mended = row.mended();
-            assert!(mended < Duration::from_secs(30), "{fault}: training again after {mended:?}");
+            row.wait_until_recovered(&server, &id, attempt).await;
+            let recovered = row.recovery_time();
+            assert!(recovered < Duration::from_secs(30), "{fault}: training again after {recovered:?}");
             past = number(&server.job(&id).await["step"]) + 10;
             rows.push((row, with));
         }
@@ -78,20 +78,20 @@ async fn ranks_may_be_killed_or_crash() {
 }
 
 #[tokio::test]
-async fn a_rank_that_hangs() {
-    let own_turn = turn().await;
+async fn a_rank_that_hangs_is_restarted() {
+    let permit = training_permit().await;
     let server = server().await;
-    let model = undisturbed(STEPS).await;
+    let model = undisturbed_weights(STEPS).await;
     let id = server
         .submit(&specs::with(spec("disturbed", STEPS), json!({"recovery": {"stall_timeout_secs": 10}})))
         .await;
-    runs_past(&server, &id, EVERY + 10).await;
+    wait_for_step(&server, &id, EVERY + 10).await;
     let (_, rank) = server.ranks(&id).remove(1);
     let mut row = Row::begin("SIGSTOP of a rank (stall_timeout_secs = 10)");
     signal(rank.pid, Signal::STOP);
-    // While its job stands still, others can have the machine.
-    drop(own_turn);
-    row.until_mended(&server, &id, 1).await;
+    // While the job hangs, other tests may train.
+    drop(permit);
+    row.wait_until_recovered(&server, &id, 1).await;
     judge(&server, &id, STEPS, &model, &[]).await;
     let events = stored(&server, &id).await;
     let reason = events.iter().find(|e| e["state"] == "restarting").expect("a restart")["reason"].to_string();
@@ -105,48 +105,48 @@ async fn a_rank_that_hangs() {
 
 #[tokio::test]
 async fn an_agent_that_is_killed_comes_back_before_the_lease_ends() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
-    let model = undisturbed(STEPS).await;
+    let model = undisturbed_weights(STEPS).await;
     let id = server.submit(&spec("disturbed", STEPS)).await;
-    runs_past(&server, &id, EVERY + 10).await;
+    wait_for_step(&server, &id, EVERY + 10).await;
     let agent = server.processes().into_iter().find(|p| p.command() == "agent").expect("the agent");
-    let mut row = Row::begin("kill -9 of the agent, back within the lease");
+    let mut row = Row::begin("kill -9 of the agent, which returns within the lease");
     signal(agent.pid, Signal::KILL);
     let back = async |s: &Server| s.processes().iter().any(|p| p.command() == "agent" && p.pid != agent.pid);
     server.until("the agent is started again", back).await;
-    row.mended_now();
+    row.recovered_now();
     judge(&server, &id, STEPS, &model, &[]).await;
-    assert_eq!(number(&server.job(&id).await["attempt"]), 1, "its ranks were taken over");
+    assert_eq!(number(&server.job(&id).await["attempt"]), 1, "the new agent took over the ranks");
     row.passed("same attempt");
-    // The machine takes the next job.
+    // The machine accepts the next job.
     let next = server.submit(&spec("afterwards", 5)).await;
-    server.succeeded(&next).await;
+    server.wait_for_success(&next).await;
     server.stop().await;
 }
 
 #[tokio::test]
 async fn a_stopped_server_keeps_a_checkpoint_and_continues_from_it() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let mut server = server().await;
-    let model = undisturbed(STEPS).await;
+    let model = undisturbed_weights(STEPS).await;
     let id = server.submit(&spec("disturbed", STEPS)).await;
     let mut stops = Vec::new();
     for (attempt, past, fault, with) in [
         (1, EVERY + 10, "Ctrl-C of serve", Signal::INT),
         (2, 3 * EVERY + 10, "SIGTERM of serve", Signal::TERM),
     ] {
-        runs_past(&server, &id, past).await;
+        wait_for_step(&server, &id, past).await;
         let mut row = Row::begin(fault);
-        assert_eq!(server.end_serve(with).await.code(), Some(0));
-        assert!(server.processes().is_empty(), "nothing is left: {:?}", server.processes());
-        // A checkpoint of the very step at which it stopped.
+        assert_eq!(server.stop_serve(with).await.code(), Some(0));
+        assert!(server.processes().is_empty(), "no process is left: {:?}", server.processes());
+        // The checkpoint is of the step at which training stopped.
         let kept =
             lockstep_worker::checkpoint::list(&server.job_dir(&id).join("checkpoints")).expect("checkpoints");
         let at = kept.last().expect("a checkpoint").1;
         assert!(at >= past, "{kept:?}");
-        server.serve_again().await;
-        row.until_mended(&server, &id, attempt).await;
+        server.start_serve().await;
+        row.wait_until_recovered(&server, &id, attempt).await;
         stops.push((row, at));
     }
     judge(&server, &id, STEPS, &model, &[]).await;
@@ -160,21 +160,21 @@ async fn a_stopped_server_keeps_a_checkpoint_and_continues_from_it() {
         assert_eq!(start_step(&events, attempt), at);
         row.passed("queued with a checkpoint of its last step");
     }
-    assert!(!events.iter().any(|e| e["state"] == "restarting"), "it is no restart");
+    assert!(!events.iter().any(|e| e["state"] == "restarting"), "a stop is not a restart");
     server.stop().await;
 }
 
 #[tokio::test]
 async fn the_newest_checkpoint_may_be_truncated() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
-    let model = undisturbed(STEPS).await;
+    let model = undisturbed_weights(STEPS).await;
     let id = server.submit(&spec("disturbed", STEPS)).await;
     let mut past = 2 * EVERY + 10;
-    let mut harmed = Vec::new();
-    for (fault, harm) in [
+    let mut damaged = Vec::new();
+    for (fault, damage) in [
         (
-            "the newest checkpoint is torn",
+            "the newest checkpoint is truncated",
             (|bytes: &mut Vec<u8>| bytes.truncate(bytes.len() / 2)) as fn(&mut Vec<u8>),
         ),
         ("the newest checkpoint is corrupted", |bytes: &mut Vec<u8>| {
@@ -182,29 +182,29 @@ async fn the_newest_checkpoint_may_be_truncated() {
             bytes[middle] ^= 1;
         }),
     ] {
-        runs_past(&server, &id, past).await;
+        wait_for_step(&server, &id, past).await;
         server.cli(&["pause", &id]).ok();
         let all = server.checkpoints(&id).await;
         let (newest, before) = (number(&all[0]["step"]), number(&all[1]["step"]));
         let name = format!("checkpoints/{}-{newest}/model.safetensors", number(&all[0]["epoch"]));
         let file = server.job_dir(&id).join(name);
         let mut bytes = fs::read(&file).expect("the newest checkpoint");
-        harm(&mut bytes);
-        fs::remove_file(&file).and_then(|()| fs::write(&file, bytes)).expect("harm");
-        harmed.push((Row::begin(fault), newest, before));
+        damage(&mut bytes);
+        fs::remove_file(&file).and_then(|()| fs::write(&file, bytes)).expect("damage");
+        damaged.push((Row::begin(fault), newest, before));
         server.cli(&["resume", &id]).ok();
-        // Wait for a checkpoint after the harmed checkpoint.
+        // The next damage waits for a checkpoint after the damaged one.
         past = newest + EVERY;
     }
     judge(&server, &id, STEPS, &model, &[]).await;
     let events = stored(&server, &id).await;
     let logged = server.cli(&["logs", &id, "--rank", "0"]).ok().to_owned();
-    for (attempt, (row, newest, before)) in (2..).zip(harmed) {
+    for (attempt, (row, newest, before)) in (2..).zip(damaged) {
         assert_eq!(start_step(&events, attempt), before);
         let words = format!("-{newest} is damaged");
-        let said =
+        let is_logged =
             logged.lines().any(|l| l.contains(&words) && l.contains("the previous checkpoint is used"));
-        assert!(said, "{words}: {logged}");
+        assert!(is_logged, "{words}: {logged}");
         row.passed("the previous checkpoint is used, the log says so");
     }
     server.stop().await;
@@ -212,18 +212,18 @@ async fn the_newest_checkpoint_may_be_truncated() {
 
 #[tokio::test]
 async fn a_dataset_that_vanished_or_changed_ends_the_job_with_a_reason() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
-    let model = undisturbed(STEPS).await;
+    let model = undisturbed_weights(STEPS).await;
     let id = server.submit(&spec("disturbed", STEPS)).await;
-    runs_past(&server, &id, EVERY + 10).await;
+    wait_for_step(&server, &id, EVERY + 10).await;
     server.cli(&["pause", &id]).ok();
-    let place = server.get("/datasets/fashion").await["path"].as_str().expect("a path").to_owned();
-    let aside = format!("{place}.aside");
+    let path = server.get("/datasets/fashion").await["path"].as_str().expect("a path").to_owned();
+    let aside = format!("{path}.aside");
     let row = Row::begin("the dataset vanished");
-    fs::rename(&place, &aside).expect("moved away");
+    fs::rename(&path, &aside).expect("moved away");
     server.cli(&["resume", &id]).ok();
-    let job = server.ended(&id).await;
+    let job = server.wait_for_end(&id).await;
     let reason = job["reason"].as_str().expect("a reason");
     assert!(
         job["state"] == "failed" && reason.contains("cannot be read") && reason.contains("retry"),
@@ -232,19 +232,19 @@ async fn a_dataset_that_vanished_or_changed_ends_the_job_with_a_reason() {
     row.passed("failed, not restarted; retried when it was back");
 
     let row = Row::begin("the dataset changed");
-    fs::create_dir(&place).expect("another one");
+    fs::create_dir(&path).expect("another folder");
     for entry in fs::read_dir(&aside).expect("files").flatten() {
         let mut bytes = fs::read(entry.path()).expect("a file");
         if let Some(last) = bytes.last_mut() {
             *last ^= 1;
         }
-        fs::write(std::path::Path::new(&place).join(entry.file_name()), bytes).expect("a file");
+        fs::write(std::path::Path::new(&path).join(entry.file_name()), bytes).expect("a file");
     }
     server.cli(&["retry", &id]).ok();
-    let job = server.ended(&id).await;
+    let job = server.wait_for_end(&id).await;
     let reason = job["reason"].as_str().expect("a reason");
     assert!(job["state"] == "failed" && reason.contains("is not what the job began with"), "{reason}");
-    fs::remove_dir_all(&place).and_then(|()| fs::rename(&aside, &place)).expect("back again");
+    fs::remove_dir_all(&path).and_then(|()| fs::rename(&aside, &path)).expect("the dataset is back");
     server.cli(&["retry", &id]).ok();
     judge(&server, &id, STEPS, &model, &[]).await;
     row.passed("failed with the reason; retried when it was back");
@@ -254,49 +254,45 @@ async fn a_dataset_that_vanished_or_changed_ends_the_job_with_a_reason() {
 #[tokio::test]
 #[ignore = "slow: leases run out"]
 async fn slow_an_agent_that_does_not_return_in_time_is_fenced() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let steps = 4 * STEPS;
     let environment = variables([SHORT_LEASE, SLOW_STEPS]);
     let server = Server::start_on(Agents::Separate { cpu_slots: 2 }, None, environment).await;
-    let mut server = with_pictures(server).await;
-    let model = undisturbed(steps).await;
+    let mut server = register_pictures(server).await;
+    let model = undisturbed_weights(steps).await;
 
-    // Killed: its ranks end by themselves before the server gives the job to another.
+    // Killed: the ranks end by themselves before the server starts another attempt.
     let id = server.submit(&spec("disturbed", steps)).await;
-    runs_past(&server, &id, EVERY + 10).await;
+    wait_for_step(&server, &id, EVERY + 10).await;
     let ranks = server.ranks(&id);
     assert_eq!(ranks.len(), 2);
     let mut row = Row::begin("kill -9 of an agent that comes back after the lease");
     server.kill_agent();
     let before = number(&server.job(&id).await["step"]);
-    server
-        .until("the job is no longer this attempt's", async |s: &Server| {
-            s.job(&id).await["state"] != "running"
-        })
-        .await;
-    assert!(server.ranks(&id).is_empty(), "its ranks ended within the lease");
+    server.until("the attempt has ended", async |s: &Server| s.job(&id).await["state"] != "running").await;
+    assert!(server.ranks(&id).is_empty(), "the ranks ended within the lease");
     assert!(number(&server.job(&id).await["step"]) >= before);
     server.start_agent(2).await;
-    row.until_mended(&server, &id, 1).await;
+    row.wait_until_recovered(&server, &id, 1).await;
     judge(&server, &id, steps, &model, &[1]).await;
     row.passed("ranks ended themselves within the lease, attempt fenced");
 
-    // Cut off for longer than the lease, then back as a zombie.
+    // Suspended, for less and for more than the lease.
     for (fault, secs, same_attempt) in [
         ("the agent is cut off (SIGSTOP) for 3 s", 3, true),
         ("the agent is cut off (SIGSTOP) for 16 s, then returns", 16, false),
     ] {
         let id = server.submit(&spec("disturbed", steps)).await;
-        runs_past(&server, &id, EVERY + 10).await;
-        let agent = server.agent_beside().expect("the agent");
+        wait_for_step(&server, &id, EVERY + 10).await;
+        let agent = server.agent_pid().expect("the agent");
         let mut row = Row::begin(fault);
         signal(agent, Signal::STOP);
         tokio::time::sleep(Duration::from_secs(secs)).await;
         signal(agent, Signal::CONT);
         if same_attempt {
-            row.mended_now();
+            row.recovered_now();
         } else {
-            row.until_mended(&server, &id, 1).await;
+            row.wait_until_recovered(&server, &id, 1).await;
         }
         judge(&server, &id, steps, &model, if same_attempt { &[] } else { &[1] }).await;
         assert_eq!(number(&server.job(&id).await["attempt"]) == 1, same_attempt);
@@ -306,32 +302,32 @@ async fn slow_an_agent_that_does_not_return_in_time_is_fenced() {
 }
 
 #[tokio::test]
-#[ignore = "slow: the server is away for 20 s"]
-async fn slow_a_server_may_be_away_for_longer() {
-    let _turn = turn().await;
-    let away = Duration::from_secs(20);
+#[ignore = "slow: the server is down for 20 s"]
+async fn slow_the_server_may_be_down_for_20_s() {
+    let _permit = training_permit().await;
+    let outage = Duration::from_secs(20);
     let steps = 8 * STEPS;
-    let model = undisturbed(steps).await;
+    let model = undisturbed_weights(steps).await;
     let mut server = Server::start_on(Agents::Local { cpu_slots: 2 }, None, variables([SLOW_STEPS])).await;
-    server = with_pictures(server).await;
+    server = register_pictures(server).await;
     let id = server.submit(&spec("disturbed", steps)).await;
-    runs_past(&server, &id, EVERY + 10).await;
-    let mut row = Row::begin(&format!("kill -9 of the server, away for {} s", away.as_secs()));
+    wait_for_step(&server, &id, EVERY + 10).await;
+    let mut row = Row::begin(&format!("kill -9 of the server, down for {} s", outage.as_secs()));
     server.kill_serve();
     let began = Instant::now();
     let log = server.attempt_dir(&id, 1).join("rank.1.log");
     let length = || fs::metadata(&log).map_or(0, |m| m.len());
     let mut trained_on = 0;
     let mut last = length();
-    while began.elapsed() < away {
+    while began.elapsed() < outage {
         tokio::time::sleep(Duration::from_secs(1)).await;
         trained_on += u64::from(length() > last);
         last = length();
     }
-    server.serve_again().await;
-    row.mended_now();
+    server.start_serve().await;
+    row.recovered_now();
     judge(&server, &id, steps, &model, &[]).await;
-    assert_eq!(number(&server.job(&id).await["attempt"]), 1, "the same ranks all along");
-    row.passed(&format!("same attempt; ranks trained on in {trained_on} of {} s", away.as_secs()));
+    assert_eq!(number(&server.job(&id).await["attempt"]), 1, "the same ranks continued");
+    row.passed(&format!("same attempt; ranks trained in {trained_on} of {} s", outage.as_secs()));
     server.stop().await;
 }

@@ -1,8 +1,8 @@
 //! Many jobs and a random fault every few seconds.
 
 use crate::{
-    judge::{Row, judge, spec, trained, with_pictures},
-    server::{Agents, Server, number, signal, state_of, turn},
+    judge::{Row, judge, register_pictures, spec, trained_weights},
+    server::{Agents, Server, number, signal, state_of, training_permit},
     socket::stored,
     specs,
 };
@@ -14,14 +14,15 @@ use std::{
 };
 
 const JOBS: usize = 200;
-const WAITING: usize = 20;
+/// Minimum number of unfinished jobs, so that there is always a job to disturb.
+const MIN_UNFINISHED: usize = 20;
 const STEPS: u64 = 80;
-const FOR: u64 = 600;
+const SECS: u64 = 600;
 
-/// Xorshift: the same faults for the same seed.
-struct Chance(u64);
+/// Xorshift random numbers: the same seed gives the same faults.
+struct Random(u64);
 
-impl Chance {
+impl Random {
     fn below(&mut self, n: u64) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
@@ -33,17 +34,17 @@ impl Chance {
 #[tokio::test]
 #[ignore = "takes ten minutes and more"]
 async fn soak_200_jobs_with_a_random_fault_every_few_seconds() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let seed = std::env::var("LOCKSTEP_SOAK_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(20_260_721);
-    let mut chance = Chance(seed);
-    // A shorter one, with fewer jobs, to try the soak itself.
-    let secs = std::env::var("LOCKSTEP_SOAK_SECS").ok().and_then(|s| s.parse().ok()).unwrap_or(FOR);
+    let mut random = Random(seed);
+    // A shorter soak with fewer jobs, to test this test.
+    let secs = std::env::var("LOCKSTEP_SOAK_SECS").ok().and_then(|s| s.parse().ok()).unwrap_or(SECS);
     let duration = Duration::from_secs(secs);
-    let jobs = JOBS * secs as usize / FOR as usize;
-    let mut server = with_pictures(Server::start_with(Agents::Local { cpu_slots: 4 }).await).await;
+    let jobs = JOBS * secs as usize / SECS as usize;
+    let mut server = register_pictures(Server::start_with(Agents::Local { cpu_slots: 4 }).await).await;
     let mut row =
         Row::begin(&format!("soak: {jobs} jobs and more, a random fault every 2 to 5 s for {} s", secs));
-    let soaked = |name: &str| {
+    let soak_spec = |name: &str| {
         specs::with(
             spec(name, STEPS),
             json!({
@@ -52,11 +53,11 @@ async fn soak_200_jobs_with_a_random_fault_every_few_seconds() {
             }),
         )
     };
-    let model = trained(&soaked("disturbed")).await;
+    let model = trained_weights(&soak_spec("disturbed")).await;
     let mut ids = Vec::new();
     for _ in 0..jobs {
-        // The name is in no weights: all are the same job.
-        ids.push(server.submit(&soaked("disturbed")).await);
+        // All jobs are the same, so that their weights are comparable.
+        ids.push(server.submit(&soak_spec("disturbed")).await);
     }
     let began = Instant::now();
     let mut faults: BTreeMap<&str, u32> = BTreeMap::new();
@@ -67,9 +68,9 @@ async fn soak_200_jobs_with_a_random_fault_every_few_seconds() {
         if left == 0 && began.elapsed() > duration {
             break;
         }
-        // A fast machine gets more than so many, so that faults always find something to hit.
-        while left < WAITING && began.elapsed() < duration {
-            ids.push(server.submit(&soaked("disturbed")).await);
+        // A fast machine gets more jobs, so that each fault has a target.
+        while left < MIN_UNFINISHED && began.elapsed() < duration {
+            ids.push(server.submit(&soak_spec("disturbed")).await);
             left += 1;
         }
         assert!(
@@ -77,27 +78,27 @@ async fn soak_200_jobs_with_a_random_fault_every_few_seconds() {
             "{left} jobs are left after {:?}; {faults:?}",
             began.elapsed()
         );
-        tokio::time::sleep(Duration::from_millis(2000 + chance.below(3000))).await;
+        tokio::time::sleep(Duration::from_millis(2000 + random.below(3000))).await;
         if began.elapsed() > duration {
             continue;
         }
         let processes = server.processes();
         let ranks: Vec<_> = processes.iter().filter(|p| p.command() == "rank").collect();
-        let fault = match chance.below(10) {
+        let fault = match random.below(10) {
             0..=3 if !ranks.is_empty() => {
-                signal(ranks[chance.below(ranks.len() as u64) as usize].pid, Signal::KILL);
+                signal(ranks[random.below(ranks.len() as u64) as usize].pid, Signal::KILL);
                 "kill -9 of a rank"
             }
             4 if !ranks.is_empty() => {
-                let pid = ranks[chance.below(ranks.len() as u64) as usize].pid;
-                // Once for Rust's handler, once for the process.
+                let pid = ranks[random.below(ranks.len() as u64) as usize].pid;
+                // The first signal removes Rust's handler, the second ends the process.
                 signal(pid, Signal::SEGV);
                 tokio::time::sleep(Duration::from_millis(20)).await;
                 signal(pid, Signal::SEGV);
                 "SIGSEGV of a rank"
             }
             5 if !ranks.is_empty() => {
-                signal(ranks[chance.below(ranks.len() as u64) as usize].pid, Signal::STOP);
+                signal(ranks[random.below(ranks.len() as u64) as usize].pid, Signal::STOP);
                 "SIGSTOP of a rank"
             }
             6 | 7 => {
@@ -107,24 +108,24 @@ async fn soak_200_jobs_with_a_random_fault_every_few_seconds() {
             }
             8 => {
                 server.kill_serve();
-                server.serve_again().await;
+                server.start_serve().await;
                 "kill -9 of the server"
             }
             9 => {
-                assert_eq!(server.end_serve(Signal::INT).await.code(), Some(0));
-                server.serve_again().await;
+                assert_eq!(server.stop_serve(Signal::INT).await.code(), Some(0));
+                server.start_serve().await;
                 "Ctrl-C of the server"
             }
             _ => continue,
         };
         *faults.entry(fault).or_default() += 1;
     }
-    row.mended_now();
+    row.recovered_now();
     let mut attempts = 0;
     let mut fenced = 0;
     for id in &ids {
-        server.succeeded(id).await;
-        // An agent that is killed again during its start may be away for longer than the lease.
+        server.wait_for_success(id).await;
+        // An agent that is killed again during its start may be absent for longer than the lease.
         let events = stored(&server, id).await;
         let lost: Vec<_> =
             events.iter().filter(|e| e["state"] == "lost").map(|e| number(&e["attempt"])).collect();

@@ -1,8 +1,8 @@
-//! Tokens of the real program: commands on the same machine find them, and other accounts cannot.
+//! Tokens: commands on the server's machine find them, and other accounts of the machine cannot read them.
 
 use crate::{
     pictures,
-    server::{Agents, Finished, Folder, SOON, Server, client, free_port, lockstep, turn},
+    server::{Agents, Finished, Folder, Server, TIMEOUT, client, free_port, lockstep, training_permit},
     specs,
 };
 use reqwest::StatusCode;
@@ -27,16 +27,15 @@ async fn commands_find_the_token_of_a_server_on_the_same_machine() {
             .env("LOCKSTEP_SERVER", &server.url);
         Finished::of(command.envs(variables.iter().copied()))
     };
-    let reported = list(&[], &[]);
-    reported.wrong(&["access token", "--token-file", "LOCKSTEP_TOKEN", "--data-dir"]);
+    list(&[], &[]).assert_usage_error(&["access token", "--token-file", "LOCKSTEP_TOKEN", "--data-dir"]);
     list(&["--data-dir", "data"], &[]).ok();
     list(&["--token-file", "data/token"], &[]).ok();
     list(&[], &[("LOCKSTEP_TOKEN", &server.token())]).ok();
-    list(&[], &[("LOCKSTEP_TOKEN", "lockstep_of-another")]).wrong(&["does not know that token"]);
-    list(&["--token-file", "none"], &[]).wrong(&["none", "No such file"]);
+    list(&[], &[("LOCKSTEP_TOKEN", "lockstep_of-another")]).assert_usage_error(&["does not know that token"]);
+    list(&["--token-file", "none"], &[]).assert_usage_error(&["none", "No such file"]);
     let empty = server.folder().write("empty", "\n");
-    list(&["--token-file", &empty.display().to_string()], &[]).wrong(&["empty"]);
-    // The default address of `serve`.
+    list(&["--token-file", &empty.display().to_string()], &[]).assert_usage_error(&["empty"]);
+    // The default data directory of `serve`.
     symlink(server.data_dir(), server.folder().path().join("lockstep-data")).expect("a link");
     list(&[], &[]).ok();
     server.stop().await;
@@ -45,75 +44,77 @@ async fn commands_find_the_token_of_a_server_on_the_same_machine() {
 #[tokio::test]
 async fn tokens_are_created_listed_and_revoked_by_command() {
     let server = Server::start_with(Agents::None).await;
-    let made = server.cli(&["token", "create", "--scope", "read", "--name", "board", "--expires", "30d"]);
-    let token = made.ok().trim().to_owned();
+    let created = server.cli(&["token", "create", "--scope", "read", "--name", "board", "--expires", "30d"]);
+    let token = created.ok().trim().to_owned();
     assert!(token.starts_with("lockstep_") && !token.contains(char::is_whitespace), "{token}");
-    assert!(made.stderr.contains("shown once"), "{}", made.stderr);
-    assert_eq!(client(&token).get(server.api("/jobs")).send().await.expect("an answer").status(), 200);
-    let refused = client(&token).delete(server.api("/datasets/x")).send().await.expect("an answer");
+    assert!(created.stderr.contains("shown once"), "{}", created.stderr);
+    assert_eq!(client(&token).get(server.api("/jobs")).send().await.expect("a response").status(), 200);
+    let refused = client(&token).delete(server.api("/datasets/x")).send().await.expect("a response");
     assert_eq!(refused.status(), StatusCode::FORBIDDEN);
     let listed = server.cli(&["token", "list"]);
     let line = listed.ok().lines().find(|line| line.contains("board")).expect("a line").to_owned();
     assert!(line.contains("read") && line.contains("expires 20") && line.contains("last used 20"), "{line}");
     assert!(!listed.stdout.contains(&token));
     server.cli(&["token", "revoke", "board"]).ok();
-    let refused = client(&token).get(server.api("/jobs")).send().await.expect("an answer");
+    let refused = client(&token).get(server.api("/jobs")).send().await.expect("a response");
     assert_eq!(refused.status(), StatusCode::UNAUTHORIZED);
-    server.cli(&["token", "revoke", "board"]).wrong(&["no token is called board"]);
-    server.cli(&["token", "create", "--scope", "agent"]).wrong(&["agent"]);
-    server.cli(&["token", "create", "--scope", "root"]).wrong(&["read, submit, admin and agent"]);
-    server.cli(&["token", "create", "--expires", "soon"]).wrong(&["30d"]);
+    server.cli(&["token", "revoke", "board"]).assert_usage_error(&["no token is called board"]);
+    server.cli(&["token", "create", "--scope", "agent"]).assert_usage_error(&["agent"]);
+    server
+        .cli(&["token", "create", "--scope", "root"])
+        .assert_usage_error(&["read, submit, admin and agent"]);
+    server.cli(&["token", "create", "--expires", "soon"]).assert_usage_error(&["30d"]);
 
     let link = server.cli(&["login-link"]).ok().trim().to_owned();
     assert!(link.starts_with(&format!("{}/login?code=", server.url)), "{link}");
     let browser = reqwest::Client::builder().redirect(reqwest::redirect::Policy::none());
-    let answer = browser.build().expect("a client").get(&link).send().await.expect("an answer");
-    assert!(answer.status() == StatusCode::SEE_OTHER && answer.headers().contains_key("set-cookie"));
+    let response = browser.build().expect("a client").get(&link).send().await.expect("a response");
+    assert!(response.status() == StatusCode::SEE_OTHER && response.headers().contains_key("set-cookie"));
     server.stop().await;
 }
 
-/// Everything that any account may read of a process, and what its children inherit.
-fn words_of(pid: i32) -> String {
+/// The arguments of a process, which any account may read, and its environment, which its children inherit.
+fn arguments_and_environment(pid: i32) -> String {
     let part = |name: &str| fs::read(format!("/proc/{pid}/{name}")).unwrap_or_default();
     String::from_utf8_lossy(&[part("cmdline"), part("environ")].concat()).into_owned()
 }
 
 #[tokio::test]
 async fn arguments_and_environments_of_ranks_contain_no_token() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let secret = "lockstep_a-token-of-the-person-who-started-this";
-    // Of a server on Postgres the database's address is a secret as well.
+    // With Postgres the database's URL is a secret, too.
     let environment = vec![("LOCKSTEP_TOKEN".to_owned(), secret.to_owned())];
     let database = crate::postgres::wanted().then(crate::postgres::database);
     let server = Server::start_on(Agents::Local { cpu_slots: 2 }, database, environment).await;
     let agent_token = server.data_dir().join("agent/token");
     assert_eq!(fs::symlink_metadata(&agent_token).expect("a token").mode() & 0o7777, 0o600);
     let agent_token = fs::read_to_string(agent_token).expect("a token").trim().to_owned();
-    assert_ne!(agent_token, server.token(), "the agent has one of its own");
-    let as_agent = client(&agent_token).get(server.api("/jobs")).send().await.expect("an answer");
-    assert_eq!(as_agent.status(), StatusCode::FORBIDDEN, "which opens nothing else");
+    assert_ne!(agent_token, server.token(), "the agent has its own token");
+    let as_agent = client(&agent_token).get(server.api("/jobs")).send().await.expect("a response");
+    assert_eq!(as_agent.status(), StatusCode::FORBIDDEN, "the agent's token allows nothing else");
 
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
     let id = server.submit(&specs::short("long", "fashion", 2, 100_000)).await;
     server.until("both ranks run", async |s: &Server| s.ranks(&id).len() == 2).await;
-    let mut looked_at = Vec::new();
+    let mut checked = Vec::new();
     for process in server.processes() {
-        let words = words_of(process.pid);
+        let words = arguments_and_environment(process.pid);
         let command = process.command().to_owned();
-        // A person has given the server's process its variable; nobody else has it.
+        // Only the server's process has the variable that it was started with.
         let forbidden = [server.token(), agent_token.clone(), secret.to_owned()];
         let forbidden = forbidden.iter().filter(|text| command != "serve" || *text != secret);
         for text in forbidden {
             assert!(!words.contains(text.as_str()), "{command} (process {})", process.pid);
         }
         assert!(!process.args.iter().any(|a| a.contains("lockstep_")), "{:?}", process.args);
-        looked_at.push(command);
+        checked.push(command);
     }
-    looked_at.sort();
-    assert_eq!(looked_at, ["agent", "rank", "rank", "serve"]);
-    let answer = server.post(&format!("/jobs/{id}/cancel"), &Value::Null).await;
-    assert_eq!(answer.status, StatusCode::ACCEPTED);
-    server.ended(&id).await;
+    checked.sort();
+    assert_eq!(checked, ["agent", "rank", "rank", "serve"]);
+    let response = server.post(&format!("/jobs/{id}/cancel"), &Value::Null).await;
+    assert_eq!(response.status, StatusCode::ACCEPTED);
+    server.wait_for_end(&id).await;
     server.stop().await;
 }
 
@@ -128,20 +129,20 @@ async fn without_authentication_commands_and_agents_need_no_token() {
     let http = reqwest::Client::new();
     let since = Instant::now();
     loop {
-        let answer = http.get(format!("{url}/api/v1/agents")).send().await;
-        let agents: Value = match answer {
-            Ok(answer) => answer.json().await.expect("JSON"),
+        let response = http.get(format!("{url}/api/v1/agents")).send().await;
+        let agents: Value = match response {
+            Ok(response) => response.json().await.expect("JSON"),
             Err(_) => Value::Null,
         };
         if agents["agents"][0]["online"] == true {
             break;
         }
-        assert!(since.elapsed() < SOON, "the local agent does not join: {agents}");
+        assert!(since.elapsed() < TIMEOUT, "the local agent does not join: {agents}");
         tokio::time::sleep(std::time::Duration::from_millis(20)).await;
     }
     Finished::of(lockstep().arg("list").current_dir(folder.path()).env("LOCKSTEP_SERVER", &url)).ok();
     assert!(!folder.path().join("data/token").exists());
     assert_eq!(http.get(format!("{url}/jobs")).send().await.expect("a page").status(), 200);
     crate::server::signal(serve.id() as i32, rustix::process::Signal::TERM);
-    assert!(crate::server::ended(&mut serve).await.success());
+    assert!(crate::server::exit_status(&mut serve).await.success());
 }

@@ -1,5 +1,5 @@
-//! The server, agents and ranks fetch no addresses: an address instead of a path of a dataset, weights or a folder is
-//! refused without a connection.
+//! The server, agents and ranks fetch no URLs: a URL instead of the path of a dataset, weights or a folder is refused
+//! without a connection.
 
 use crate::{pictures, server::Server, specs};
 use serde_json::json;
@@ -9,7 +9,7 @@ use std::{
 };
 
 #[tokio::test]
-async fn an_address_instead_of_a_path_is_refused_without_a_connection() {
+async fn a_url_instead_of_a_path_is_refused_without_a_connection() {
     let server = Server::start().await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 16)).await;
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
@@ -24,18 +24,18 @@ async fn an_address_instead_of_a_path_is_refused_without_a_connection() {
     for scheme in ["http", "https", "ftp", "HTTP"] {
         let url = format!("{scheme}://{at}/pictures");
         let absolute = [("/path", &["absolute path"][..])];
-        server.post("/datasets", &json!({"name": "x", "path": url})).await.mistakes(&absolute);
-        server.post("/datasets/inspect", &json!({"path": url})).await.mistakes(&absolute);
+        server.post("/datasets", &json!({"name": "x", "path": url})).await.assert_invalid(&absolute);
+        server.post("/datasets/inspect", &json!({"path": url})).await.assert_invalid(&absolute);
         let unknown = [("/data/dataset", &["no dataset is called"][..])];
         let job = specs::short("data", &url, 1, 1);
-        server.post("/jobs", &job).await.mistakes(&unknown);
-        server.post("/jobs/validate", &job).await.mistakes(&unknown);
+        server.post("/jobs", &job).await.assert_invalid(&unknown);
+        server.post("/jobs/validate", &job).await.assert_invalid(&unknown);
         let file = format!("{url}/model.safetensors");
         let address = [("/model/pretrained", &["is a URL"][..])];
-        server.post("/jobs", &weights(&file)).await.mistakes(&address);
-        server.post("/jobs/validate", &weights(&file)).await.mistakes(&address);
+        server.post("/jobs", &weights(&file)).await.assert_invalid(&address);
+        server.post("/jobs/validate", &weights(&file)).await.assert_invalid(&address);
 
-        // The command line, with a server and without.
+        // Commands with and without a server.
         let toml = format!(
             "[model]\narch = \"resnet20\"\n[data]\ndataset = \"{url}\"\n[train]\nsteps = 1\nbatch_size = 8\n"
         );
@@ -59,12 +59,12 @@ async fn an_address_instead_of_a_path_is_refused_without_a_connection() {
             assert!(done.status != 0 && !done.stderr.contains("panicked"), "{args:?}: {}", done.stderr);
         }
     }
-    // The first connection that it sees is this one.
-    let mine = TcpStream::connect(at).expect("a connection").local_addr().expect("its address");
+    // The listener's first connection is the test's own.
+    let own = TcpStream::connect(at).expect("a connection").local_addr().expect("its address");
     let (_, first) = listener.accept().expect("a connection");
-    assert_eq!(first, mine, "somebody else has asked before");
+    assert_eq!(first, own, "a URL was fetched before");
     listener.set_nonblocking(true).expect("no waiting");
-    assert_eq!(listener.accept().expect_err("nobody else").kind(), ErrorKind::WouldBlock);
-    assert_eq!(server.get("/jobs?count=true").await["total"], 0, "no job came of it");
+    assert_eq!(listener.accept().expect_err("no other connection").kind(), ErrorKind::WouldBlock);
+    assert_eq!(server.get("/jobs?count=true").await["total"], 0, "no job was stored");
     server.stop().await;
 }

@@ -1,12 +1,14 @@
-//! Checkpoints in an object store (`serve --artifacts`): a directory, and a real S3 server. They are uploaded while
-//! training continues, and read back if the server's disk has lost them.
+//! Checkpoints in an object store (`serve --artifacts`): a directory, or a real S3 server. Checkpoints are uploaded
+//! while training continues, and fetched if they are missing from the server's disk.
 
 pub(crate) mod bucket;
 mod restored;
 
 use crate::{
     pictures, postgres,
-    server::{Agents, Finished, Folder, SOON, Server, free_port, lockstep, number, signal, turn},
+    server::{
+        Agents, Finished, Folder, Server, TIMEOUT, free_port, lockstep, number, signal, training_permit,
+    },
     specs,
 };
 use bucket::{Bucket, Buckets, environment, files_below};
@@ -15,7 +17,7 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use std::fs;
 
-/// A server whose database outlives its data directory.
+/// A server whose database is outside its data directory.
 async fn start(environment: Vec<(String, String)>, kept: &Folder) -> Server {
     let database = match postgres::wanted() {
         true => postgres::database(),
@@ -39,10 +41,11 @@ fn spec(name: &str, steps: u64) -> Value {
     )
 }
 
-async fn all_stored(server: &Server, id: &str) {
-    // Two jobs may send a hundred megabytes each to a store that is one process of Python.
+/// Waits until all checkpoints of a job are in the object store.
+async fn wait_until_stored(server: &Server, id: &str) {
+    // The store is one Python process, to which two jobs may send 100 MB each.
     server
-        .until_within(4 * SOON, "every checkpoint is in the object store", async |s: &Server| {
+        .until_within(4 * TIMEOUT, "every checkpoint is in the object store", async |s: &Server| {
             let all = s.checkpoints(id).await;
             !all.is_empty() && all.iter().all(|checkpoint| checkpoint["stored"] == "stored")
         })
@@ -53,25 +56,25 @@ fn newest(checkpoints: &[Value]) -> String {
     checkpoints[0]["id"].as_str().expect("an id").to_owned()
 }
 
-/// The machine with the data directory is gone, with everything that ran there.
+/// Kills all processes of the server's machine and deletes its data directory.
 async fn lose_the_machine(server: &mut Server) {
     server.kill_serve();
     for process in server.processes() {
         signal(process.pid, Signal::KILL);
     }
-    server.until("everything there has ended", async |s: &Server| s.processes().is_empty()).await;
+    server.until("all processes have ended", async |s: &Server| s.processes().is_empty()).await;
     fs::remove_dir_all(server.data_dir()).expect("the data directory");
 }
 
 #[tokio::test]
 async fn jobs_continue_on_a_new_machine_with_the_same_database_and_store() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let (kept, bucket) = (Folder::new(), Bucket::new().await);
     let mut server = start(bucket.environment(), &kept).await;
-    let over = server.submit(&spec("over", 20)).await;
-    server.succeeded(&over).await;
-    all_stored(&server, &over).await;
-    let (checkpoints, model) = (server.checkpoints(&over).await, server.last_model(&over).await);
+    let finished = server.submit(&spec("finished", 20)).await;
+    server.wait_for_success(&finished).await;
+    wait_until_stored(&server, &finished).await;
+    let (checkpoints, model) = (server.checkpoints(&finished).await, server.last_model(&finished).await);
     let running = server.submit(&spec("running", 3000)).await;
     server
         .until("two of its checkpoints are stored", async |s: &Server| {
@@ -82,62 +85,64 @@ async fn jobs_continue_on_a_new_machine_with_the_same_database_and_store() {
     let stored: Vec<_> = server.checkpoints(&running).await;
     let oldest = stored.iter().filter(|c| c["stored"] == "stored").map(|c| number(&c["step"])).min();
     lose_the_machine(&mut server).await;
-    server.serve_again().await;
+    server.start_serve().await;
 
-    // Every checkpoint of the finished job, its model included, and what is done with them.
-    assert_eq!(server.checkpoints(&over).await, checkpoints);
-    assert_eq!(server.last_model(&over).await, model);
+    // Every checkpoint of the finished job is listed and can be downloaded.
+    assert_eq!(server.checkpoints(&finished).await, checkpoints);
+    assert_eq!(server.last_model(&finished).await, model);
     for checkpoint in &checkpoints {
         let id = checkpoint["id"].as_str().expect("an id");
         server.bytes(&format!("/checkpoints/{id}/optimizer.safetensors")).await;
     }
     server.until("the agent of the new machine is online", async |s: &Server| s.slots().await == 2).await;
 
-    // The running job continues from its stored checkpoint instead of its beginning.
+    // The running job continues from its stored checkpoint, not from the beginning.
     let job = server
-        .job_when(&running, "it runs again", |job| number(&job["attempt"]) == 2 && job["state"] == "running")
+        .wait_for_job(&running, "it runs again", |job| {
+            number(&job["attempt"]) == 2 && job["state"] == "running"
+        })
         .await;
     let attempts = server.get(&format!("/jobs/{running}/attempts")).await;
     let from = attempts["attempts"][1]["checkpoint"].as_str().unwrap_or_else(|| panic!("{attempts}"));
     let step: u64 = from.rsplit('-').next().and_then(|step| step.parse().ok()).expect("a step");
     assert!(Some(step) >= oldest, "{from}, at least {oldest:?}: {job}");
     assert_eq!(server.post(&format!("/jobs/{running}/cancel"), &Value::Null).await.status, 202);
-    server.ended(&running).await;
+    server.wait_for_end(&running).await;
     server.stop().await;
 }
 
 #[tokio::test]
 async fn checkpoints_only_in_the_store_can_be_forked_evaluated_and_used() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let kept = Folder::new();
     let server = with_directory(&kept).await;
-    let id = server.submit(&spec("over", 20)).await;
-    server.succeeded(&id).await;
-    all_stored(&server, &id).await;
+    let id = server.submit(&spec("finished", 20)).await;
+    server.wait_for_success(&id).await;
+    wait_until_stored(&server, &id).await;
     let (best, model) = (newest(&server.checkpoints(&id).await), server.last_model(&id).await);
-    let gone = || fs::remove_dir_all(server.job_dir(&id)).expect("the job's folder");
-    gone();
+    let delete_folder = || fs::remove_dir_all(server.job_dir(&id)).expect("the job's folder");
+    delete_folder();
     assert_eq!(server.last_model(&id).await, model);
-    gone();
+    delete_folder();
     let files = files_below(&pictures::image_folder(kept.path(), 1));
     let picture = fs::read(&files[0]).expect("a picture");
-    let answer = server.http.post(server.api(&format!("/checkpoints/{best}/predict"))).body(picture);
-    let answer = answer.send().await.expect("an answer");
-    assert!(answer.status().is_success(), "{}", answer.text().await.unwrap_or_default());
-    gone();
+    let response = server.http.post(server.api(&format!("/checkpoints/{best}/predict"))).body(picture);
+    let response = response.send().await.expect("a response");
+    assert!(response.status().is_success(), "{}", response.text().await.unwrap_or_default());
+    delete_folder();
     let evaluation = server.evaluation(&id, &format!("?checkpoint={best}")).await;
     assert!(evaluation["accuracy"].is_number(), "{evaluation}");
-    gone();
+    delete_folder();
     let fork = server.post(&format!("/jobs/{id}/fork"), &json!({"set": {"train.steps": 30}})).await;
     assert_eq!(fork.status, 201, "{}", fork.text);
     let fork = fork.json()["id"].as_str().expect("an id").to_owned();
-    server.succeeded(&fork).await;
-    all_stored(&server, &fork).await;
+    server.wait_for_success(&fork).await;
+    wait_until_stored(&server, &fork).await;
 
-    // The fork has its own objects, which stay when those of the other job are deleted.
+    // The fork has its own objects, which stay when the original job's objects are deleted.
     let directory = kept.path().join("artifacts/jobs");
     server.cli(&["delete", &id, "--yes"]).ok();
-    server.until("its objects are gone", async |_: &Server| !directory.join(&id).exists()).await;
+    server.until("the job's objects are deleted", async |_: &Server| !directory.join(&id).exists()).await;
     fs::remove_dir_all(server.job_dir(&fork)).expect("the fork's folder");
     assert!(server.last_model(&fork).await.len() > 1000);
     server.cli(&["delete", &fork, "--yes"]).ok();
@@ -145,47 +150,50 @@ async fn checkpoints_only_in_the_store_can_be_forked_evaluated_and_used() {
     server.stop().await;
 }
 
-/// Bytes of the parts of an upload.
-const PART: u64 = 8 << 20;
+/// Size of one part of an upload.
+const PART_BYTES: u64 = 8 << 20;
 
 #[tokio::test]
 async fn an_upload_after_a_broken_connection_sends_only_the_missing_parts() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let (kept, bucket) = (Folder::new(), Bucket::new().await);
     let server = start(bucket.environment(), &kept).await;
     let large = specs::with(
         specs::short("large", "fashion", 1, 2),
         json!({"data": {"image_size": 16}, "model": {"arch": "resnet18"}}),
     );
-    // The connection breaks in the third part of the first of its files.
-    bucket.gate.pass_only(2 * PART + PART / 2);
+    // The connection breaks in the third part of the first file.
+    bucket.gate.pass_only(2 * PART_BYTES + PART_BYTES / 2);
     let id = server.submit(&large).await;
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     server.until("the upload is in its third part", async |_: &Server| bucket.gate.is_waiting()).await;
     assert_eq!((bucket.objects().await, bucket.open_uploads().await), (Vec::new(), 1));
     bucket.gate.cut();
-    all_stored(&server, &id).await;
+    wait_until_stored(&server, &id).await;
     let passed = bucket.gate.passed();
     let sizes = bucket.objects().await.iter().map(|object| object.size).sum::<u64>();
-    assert!(sizes > 8 * PART, "{sizes}");
-    assert!(passed < sizes - PART, "{passed} of {sizes} bytes after it broke: two parts were there");
-    assert_eq!(bucket.open_uploads().await, 0, "no part is left behind");
+    assert!(sizes > 8 * PART_BYTES, "{sizes}");
+    assert!(
+        passed < sizes - PART_BYTES,
+        "{passed} of {sizes} bytes sent after the break, though two parts were stored"
+    );
+    assert_eq!(bucket.open_uploads().await, 0, "no unfinished upload is left");
     server.stop().await;
 }
 
 #[tokio::test]
 async fn a_killed_upload_continues() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let (kept, bucket) = (Folder::new(), Bucket::new().await);
     let mut server = start(bucket.environment(), &kept).await;
-    // Its weights and its optimizer's state are 45 MB each: several parts.
+    // The weights and the optimizer's state have 45 MB each: several parts.
     let large = specs::with(
         specs::short("large", "fashion", 1, 2),
         json!({"data": {"image_size": 16}, "model": {"arch": "resnet18"}}),
     );
     bucket.gate.pass_only(70 << 20);
     let id = server.submit(&large).await;
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     server.until("the upload is in its second file", async |_: &Server| bucket.gate.is_waiting()).await;
     let before = bucket.objects().await;
     assert_eq!(before.len(), 1, "{before:?}");
@@ -193,20 +201,20 @@ async fn a_killed_upload_continues() {
     assert_eq!(server.checkpoints(&id).await[0]["stored"], "uploading");
     server.kill_serve();
     bucket.gate.open();
-    server.serve_again().await;
-    all_stored(&server, &id).await;
+    server.start_serve().await;
+    wait_until_stored(&server, &id).await;
 
     let (after, checkpoint) = (bucket.objects().await, newest(&server.checkpoints(&id).await));
-    assert!(after.contains(&before[0]), "the file that was there is not sent again: {before:?} {after:?}");
-    assert_eq!(bucket.open_uploads().await, 0, "no part is left behind");
+    assert!(after.contains(&before[0]), "a stored file is not uploaded again: {before:?} {after:?}");
+    assert_eq!(bucket.open_uploads().await, 0, "no unfinished upload is left");
     let manifest = server.get(&format!("/checkpoints/{checkpoint}/MANIFEST.json")).await;
-    let place =
+    let prefix =
         format!("team/runs/jobs/{id}/{}", checkpoint.strip_prefix(&format!("{id}-")).expect("its name"));
     let files = manifest["files"].as_object().expect("files");
     assert_eq!(after.len(), files.len() + 1, "{after:?}");
     for (name, file) in files {
         let sum = file["sha256"].as_str().expect("a sum");
-        let bytes = bucket.read(&format!("{place}/{sum}/{name}")).await;
+        let bytes = bucket.read(&format!("{prefix}/{sum}/{name}")).await;
         assert_eq!(hex::encode(Sha256::digest(&bytes)), sum, "{name}");
     }
     server.stop().await;
@@ -214,18 +222,18 @@ async fn a_killed_upload_continues() {
 
 #[tokio::test]
 async fn jobs_run_while_the_store_is_unreachable() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let (kept, bucket) = (Folder::new(), Bucket::new().await);
     let mut server = start(bucket.environment(), &kept).await;
     let before = server.submit(&spec("before", 10)).await;
-    server.succeeded(&before).await;
-    all_stored(&server, &before).await;
-    bucket.gate.shut();
-    // A server that starts meanwhile starts, and jobs run.
+    server.wait_for_success(&before).await;
+    wait_until_stored(&server, &before).await;
+    bucket.gate.close();
+    // Meanwhile a server can start, and jobs run.
     server.kill_serve();
-    server.serve_again().await;
+    server.start_serve().await;
     let id = server.submit(&spec("while", 30)).await;
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     let all = server.checkpoints(&id).await;
     assert!(all.iter().all(|checkpoint| checkpoint["stored"] == "uploading"), "{all:?}");
     // Checkpoints that are only in the store are reported as unavailable.
@@ -234,17 +242,17 @@ async fn jobs_run_while_the_store_is_unreachable() {
     let path = format!("/checkpoints/{checkpoint}/model.safetensors");
     let problem = server.request(reqwest::Method::GET, &path, None).await.problem(503);
     assert!(problem["detail"].as_str().is_some_and(|d| d.contains("object store")), "{problem}");
-    // A job that is deleted meanwhile, and a server that is killed then.
+    // A job is deleted meanwhile, and then the server is killed.
     server.cli(&["delete", &before, "--yes"]).ok();
     let log = || fs::read_to_string(server.folder().path().join("serve.2.log")).expect("a log");
-    server.until("it is said", async |_: &Server| log().contains("object store cannot be used")).await;
-    assert_eq!(log().matches("object store cannot be used").count(), 1, "once");
+    server.until("the log says so", async |_: &Server| log().contains("object store cannot be used")).await;
+    assert_eq!(log().matches("object store cannot be used").count(), 1, "logged once");
     server.kill_serve();
     bucket.gate.open();
-    server.serve_again().await;
-    all_stored(&server, &id).await;
+    server.start_serve().await;
+    wait_until_stored(&server, &id).await;
     server
-        .until("the objects of the deleted job are gone", async |_: &Server| {
+        .until("the objects of the deleted job are deleted", async |_: &Server| {
             bucket.objects().await.iter().all(|object| object.key.contains(&id))
         })
         .await;
@@ -255,19 +263,20 @@ async fn jobs_run_while_the_store_is_unreachable() {
 
 #[tokio::test]
 async fn after_a_damaged_object_the_job_continues_from_the_previous_checkpoint() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let (kept, bucket) = (Folder::new(), Bucket::new().await);
     let server = start(bucket.environment(), &kept).await;
     let id = server.submit(&spec("damaged", 3000)).await;
-    server.until("it has two checkpoints", async |s: &Server| s.checkpoints(&id).await.len() >= 2).await;
+    server.until("the job has two checkpoints", async |s: &Server| s.checkpoints(&id).await.len() >= 2).await;
     assert_eq!(server.post(&format!("/jobs/{id}/pause"), &json!({})).await.status, 202);
-    server.job_when(&id, "it is paused", |job| job["state"] == "paused").await;
-    all_stored(&server, &id).await;
+    server.wait_for_job(&id, "it is paused", |job| job["state"] == "paused").await;
+    wait_until_stored(&server, &id).await;
     let all = server.checkpoints(&id).await;
-    let (last, one_before) = (newest(&all), all[1]["id"].as_str().expect("an id").to_owned());
-    let place = format!("/{}/", last.strip_prefix(&format!("{id}-")).expect("its name"));
+    let (last, previous) = (newest(&all), all[1]["id"].as_str().expect("an id").to_owned());
+    let part_of_key = format!("/{}/", last.strip_prefix(&format!("{id}-")).expect("its name"));
     let objects = bucket.objects().await;
-    let weights = objects.iter().find(|o| o.key.contains(&place) && o.key.ends_with("/model.safetensors"));
+    let weights =
+        objects.iter().find(|o| o.key.contains(&part_of_key) && o.key.ends_with("/model.safetensors"));
     let key = &weights.expect("weights").key;
     let mut bytes = bucket.read(key).await;
     let middle = bytes.len() / 2;
@@ -278,23 +287,23 @@ async fn after_a_damaged_object_the_job_continues_from_the_previous_checkpoint()
     let path = format!("/checkpoints/{last}/model.safetensors");
     let problem = server.request(reqwest::Method::GET, &path, None).await.problem(422);
     assert!(problem["detail"].as_str().is_some_and(|d| d.contains("its model.safetensors")), "{problem}");
-    assert!(!server.job_dir(&id).join("checkpoints").exists(), "nothing of it counts as a checkpoint");
+    assert!(!server.job_dir(&id).join("checkpoints").exists(), "no part of it is listed as a checkpoint");
     let fork = json!({"checkpoint": last, "set": {"train.steps": 4000}});
     server.post(&format!("/jobs/{id}/fork"), &fork).await.problem(422);
 
     assert_eq!(server.post(&format!("/jobs/{id}/resume"), &json!({})).await.status, 202);
-    server.job_when(&id, "it runs again", |job| job["state"] == "running").await;
+    server.wait_for_job(&id, "it runs again", |job| job["state"] == "running").await;
     let attempts = server.get(&format!("/jobs/{id}/attempts")).await;
-    assert_eq!(attempts["attempts"][1]["checkpoint"], one_before, "{attempts}");
+    assert_eq!(attempts["attempts"][1]["checkpoint"], previous, "{attempts}");
     let log = server.cli(&["logs", &id]);
     assert!(log.ok().contains("is damaged there (the bytes of its model.safetensors"), "{}", log.stdout);
     server
-        .until("its objects are gone", async |_: &Server| {
-            bucket.objects().await.iter().all(|object| !object.key.contains(&place))
+        .until("the damaged checkpoint's objects are deleted", async |_: &Server| {
+            bucket.objects().await.iter().all(|object| !object.key.contains(&part_of_key))
         })
         .await;
     assert_eq!(server.post(&format!("/jobs/{id}/cancel"), &Value::Null).await.status, 202);
-    server.ended(&id).await;
+    server.wait_for_end(&id).await;
     server.stop().await;
 }
 
@@ -312,30 +321,33 @@ async fn an_unusable_store_prevents_the_server_s_start() {
         });
         Finished::of(&mut command)
     };
-    let there = "s3://weights/a";
+    let url_in_bucket = "s3://weights/a";
     let url = buckets.url();
-    serve(environment(there, &url, "AKIANOBODY", &secret), &[]).wrong(&[
+    serve(environment(url_in_bucket, &url, "AKIANOBODY", &secret), &[]).assert_usage_error(&[
         "--artifacts s3://weights/a",
         "does not know these credentials (InvalidAccessKeyId)",
         "AWS_ACCESS_KEY_ID",
     ]);
-    serve(environment(there, &url, &key, "wrong"), &[])
-        .wrong(&["SignatureDoesNotMatch", "AWS_SECRET_ACCESS_KEY"]);
-    serve(environment("s3://none/a", &url, &key, &secret), &[]).wrong(&["no such bucket"]);
-    serve(environment(there, &url, &key, &secret), &["AWS_ALLOW_HTTP"]).wrong(&["AWS_ALLOW_HTTP=true"]);
-    serve(environment(there, &url, &key, &secret), &["AWS_SECRET_ACCESS_KEY"])
-        .wrong(&["AWS_SECRET_ACCESS_KEY is not"]);
-    serve(environment(there, "nowhere", &key, &secret), &[])
-        .wrong(&["AWS_ENDPOINT_URL is nowhere", "https://"]);
+    serve(environment(url_in_bucket, &url, &key, "wrong"), &[])
+        .assert_usage_error(&["SignatureDoesNotMatch", "AWS_SECRET_ACCESS_KEY"]);
+    serve(environment("s3://none/a", &url, &key, &secret), &[]).assert_usage_error(&["no such bucket"]);
+    serve(environment(url_in_bucket, &url, &key, &secret), &["AWS_ALLOW_HTTP"])
+        .assert_usage_error(&["AWS_ALLOW_HTTP=true"]);
+    serve(environment(url_in_bucket, &url, &key, &secret), &["AWS_SECRET_ACCESS_KEY"])
+        .assert_usage_error(&["AWS_SECRET_ACCESS_KEY is not"]);
+    serve(environment(url_in_bucket, "nowhere", &key, &secret), &[])
+        .assert_usage_error(&["AWS_ENDPOINT_URL is nowhere", "https://"]);
     let directory = |path: String| vec![("LOCKSTEP_ARTIFACTS".to_owned(), path)];
-    serve(directory("gs://weights/a".into()), &[]).wrong(&["gs://", "s3://BUCKET/PREFIX"]);
-    serve(directory(file.join("x").display().to_string()), &[]).wrong(&["cannot be made", "choose another"]);
+    serve(directory("gs://weights/a".into()), &[]).assert_usage_error(&["gs://", "s3://BUCKET/PREFIX"]);
+    serve(directory(file.join("x").display().to_string()), &[])
+        .assert_usage_error(&["cannot be made", "choose another"]);
     let inside = folder.path().join("data/artifacts");
-    serve(directory(inside.display().to_string()), &[]).wrong(&["it is in the data directory"]);
-    // The other way round, also before there is a data directory.
-    fs::remove_dir_all(folder.path().join("data")).expect("the folder for objects alone");
+    serve(directory(inside.display().to_string()), &[]).assert_usage_error(&["it is in the data directory"]);
+    // A data directory inside the store's directory is refused, too, even before it exists.
+    fs::remove_dir_all(folder.path().join("data")).expect("the data directory is deleted");
     let above = folder.path().join("link");
     std::os::unix::fs::symlink(folder.path(), &above).expect("a link");
-    serve(directory(above.display().to_string()), &[]).wrong(&["the data directory is in it", "choose"]);
-    assert!(!folder.path().join("data").exists(), "nothing is half done");
+    serve(directory(above.display().to_string()), &[])
+        .assert_usage_error(&["the data directory is in it", "choose"]);
+    assert!(!folder.path().join("data").exists(), "no data directory is created");
 }

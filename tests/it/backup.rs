@@ -2,7 +2,7 @@
 
 use crate::{
     pictures,
-    server::{Agents, Server, number, turn},
+    server::{Agents, Server, number, training_permit},
     socket::stored,
     specs,
 };
@@ -10,102 +10,105 @@ use serde_json::{Value, json};
 
 #[tokio::test]
 async fn a_backup_of_a_running_server_is_restored_to_another() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 16)).await;
     let id = server.submit(&specs::short("kept", "fashion", 2, 8)).await;
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     let file = server.folder().path().join("backup");
     let file = file.to_str().expect("UTF-8");
     let data = server.data_dir();
-    let mut which = vec!["--data-dir", data.to_str().expect("UTF-8")];
+    let mut options = vec!["--data-dir", data.to_str().expect("UTF-8")];
     if let Some(url) = &server.database {
-        which.extend(["--database", url]);
+        options.extend(["--database", url]);
     }
-    let response = server.cli(&[&["backup", "-o", file], &which[..]].concat());
-    assert!(response.ok().contains("backed up 1 job"), "{}", response.stdout);
-    // An older backup is replaced by whoever says so.
-    let again = |more: &[&str]| server.cli(&[&["backup", "-o", file], more, &which[..]].concat());
+    let output = server.cli(&[&["backup", "-o", file], &options[..]].concat());
+    assert!(output.ok().contains("backed up 1 job"), "{}", output.stdout);
+    // An existing backup is replaced only with --force.
+    let repeat = |more: &[&str]| server.cli(&[&["backup", "-o", file], more, &options[..]].concat());
     let kept = std::fs::read(file).expect("a backup");
-    again(&[]).wrong(&[file, "exists already", "--force"]);
+    repeat(&[]).assert_usage_error(&[file, "exists already", "--force"]);
     assert_eq!(std::fs::read(file).expect("a backup"), kept);
-    again(&["--force"]).ok();
+    repeat(&["--force"]).ok();
     if server.database.is_none() {
         std::os::unix::fs::symlink(data.join("lockstep.db"), server.folder().path().join("link"))
             .expect("a link");
-        for place in
+        for path in
             [data.join("lockstep.db"), data.join("lockstep.db-journal"), server.folder().path().join("link")]
         {
-            let place = place.to_str().expect("UTF-8");
+            let path = path.to_str().expect("UTF-8");
             server
-                .cli(&[&["backup", "-o", place], &which[..]].concat())
-                .wrong(&["is the database", "name another file"]);
+                .cli(&[&["backup", "-o", path], &options[..]].concat())
+                .assert_usage_error(&["is the database", "name another file"]);
         }
     }
     server
-        .cli(&[&["backup", "-o", "/dev/null"], &which[..]].concat())
-        .wrong(&["/dev/null", "name another file"]);
-    // The server has the database: commands that would change it are refused.
-    server.cli(&[&["migrate"], &which[..]].concat()).wrong(&["in use"]);
-    server.cli(&[&["restore", file], &which[..]].concat()).wrong(&["in use"]);
+        .cli(&[&["backup", "-o", "/dev/null"], &options[..]].concat())
+        .assert_usage_error(&["/dev/null", "name another file"]);
+    // While the server uses the database, commands that would change it are refused.
+    server.cli(&[&["migrate"], &options[..]].concat()).assert_usage_error(&["in use"]);
+    server.cli(&[&["restore", file], &options[..]].concat()).assert_usage_error(&["in use"]);
 
     let mut other = Server::start_with(Agents::None).await;
-    assert_eq!(other.end_serve(rustix::process::Signal::TERM).await.code(), Some(0));
+    assert_eq!(other.stop_serve(rustix::process::Signal::TERM).await.code(), Some(0));
     let elsewhere = other.data_dir().join("restored.db");
     let url = format!("sqlite://{}", elsewhere.display());
-    let response: Value = other.cli(&["restore", file, "--database", &url, "--json"]).json();
-    assert!(response["tables"].as_array().is_some_and(|t| t.iter().any(|t| t[0] == "events")), "{response}");
-    other.cli(&["restore", file, "--database", &url]).wrong(&["is not empty"]);
+    let restored: Value = other.cli(&["restore", file, "--database", &url, "--json"]).json();
+    assert!(restored["tables"].as_array().is_some_and(|t| t.iter().any(|t| t[0] == "events")), "{restored}");
+    other.cli(&["restore", file, "--database", &url]).assert_usage_error(&["is not empty"]);
     other.cli(&["migrate", "--database", &url]).ok();
-    other.cli(&["backup", "-o", "x", "--database", "sqlite:///nowhere/x.db"]).wrong(&["/nowhere/x.db"]);
+    other
+        .cli(&["backup", "-o", "x", "--database", "sqlite:///nowhere/x.db"])
+        .assert_usage_error(&["/nowhere/x.db"]);
     std::fs::rename(data.join("jobs"), other.data_dir().join("jobs.new")).expect("the folders of jobs");
-    std::fs::remove_dir_all(other.data_dir().join("jobs")).expect("none");
-    std::fs::rename(other.data_dir().join("jobs.new"), other.data_dir().join("jobs")).expect("restored");
+    std::fs::remove_dir_all(other.data_dir().join("jobs")).expect("the empty folder is deleted");
+    std::fs::rename(other.data_dir().join("jobs.new"), other.data_dir().join("jobs"))
+        .expect("the folders of jobs");
     other.database = Some(url);
     let events = stored(&server, &id).await;
-    other.serve_again().await;
+    other.start_serve().await;
     assert_eq!(stored(&other, &id).await, events);
     assert_eq!(other.get("/jobs").await, server.get("/jobs").await);
-    assert!(other.last_model(&id).await.len() > 1000, "with its checkpoints");
+    assert!(other.last_model(&id).await.len() > 1000, "the checkpoints are there");
     other.stop().await;
     server.stop().await;
 }
 
-/// An older database gives numbers of attempts out again whose folders, records and checkpoints are still there.
+/// A restored database reuses numbers of attempts whose folders, records and checkpoints still exist.
 #[tokio::test]
 async fn after_a_restore_an_attempt_with_a_reused_number_is_new() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let mut server = Server::start().await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
     let checkpoints = json!({"checkpoint": {"every_epochs": null, "every_steps": 20}});
     let id = server.submit(&specs::with(specs::short("again", "fashion", 2, 120), checkpoints)).await;
-    server.job_when(&id, "it trains", |job| number(&job["step"]) > 20).await;
+    server.wait_for_job(&id, "the job trains", |job| number(&job["step"]) > 20).await;
     assert_eq!(server.post(&format!("/jobs/{id}/pause"), &Value::Null).await.status, 202);
-    server.job_when(&id, "it is paused", |job| job["state"] == "paused").await;
+    server.wait_for_job(&id, "the job is paused", |job| job["state"] == "paused").await;
     let data = server.data_dir();
-    let mut which = vec!["--data-dir", data.to_str().expect("UTF-8")];
+    let mut options = vec!["--data-dir", data.to_str().expect("UTF-8")];
     if let Some(url) = &server.database {
-        which.extend(["--database", url]);
+        options.extend(["--database", url]);
     }
-    server.cli(&[&["backup", "-o", "older"], &which[..]].concat()).ok();
+    server.cli(&[&["backup", "-o", "older"], &options[..]].concat()).ok();
     assert_eq!(server.post(&format!("/jobs/{id}/resume"), &Value::Null).await.status, 202);
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     let model = server.last_model(&id).await;
 
-    assert_eq!(server.end_serve(rustix::process::Signal::TERM).await.code(), Some(0));
+    assert_eq!(server.stop_serve(rustix::process::Signal::TERM).await.code(), Some(0));
     let url = format!("sqlite://{}", data.join("restored.db").display());
     server.cli(&["restore", "older", "--database", &url]).ok();
     server.database = Some(url);
-    server.serve_again().await;
+    server.start_serve().await;
     assert_eq!(server.job(&id).await["state"], "paused");
     assert_eq!(server.post(&format!("/jobs/{id}/resume"), &Value::Null).await.status, 202);
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     let attempts = server.get(&format!("/jobs/{id}/attempts")).await;
     let states: Vec<_> =
         attempts["attempts"].as_array().expect("attempts").iter().map(|a| &a["state"]).collect();
     assert_eq!(states, ["paused", "succeeded"], "{attempts:#}");
     let folders = std::fs::read_dir(server.job_dir(&id).join("attempts")).expect("a folder");
-    assert_eq!(folders.count(), 3, "each attempt has a folder of its own");
+    assert_eq!(folders.count(), 3, "each attempt has its own folder");
     assert!(server.last_model(&id).await == model, "the same weights");
     server.stop().await;
 }

@@ -1,8 +1,8 @@
-//! Missing and broken datasets: errors name the file, before or while a job trains.
+//! Missing and broken datasets: errors name the file, both before and during training.
 
 use crate::{
     pictures,
-    server::{Server, turn},
+    server::{Server, training_permit},
     specs,
 };
 use reqwest::StatusCode;
@@ -13,33 +13,39 @@ use std::{fs, path::Path};
 async fn folders_without_a_dataset_are_not_registered() {
     let server = Server::start().await;
     let folder = server.folder().path();
-    let refused = async |path: &Path, words: &[&str]| {
-        let answer = server.post("/datasets", &json!({"name": "broken", "path": path})).await;
-        assert_eq!(answer.status, StatusCode::UNPROCESSABLE_ENTITY, "{}: {}", path.display(), answer.text);
-        answer.problem(422);
+    let assert_refused = async |path: &Path, words: &[&str]| {
+        let response = server.post("/datasets", &json!({"name": "broken", "path": path})).await;
+        assert_eq!(
+            response.status,
+            StatusCode::UNPROCESSABLE_ENTITY,
+            "{}: {}",
+            path.display(),
+            response.text
+        );
+        response.problem(422);
         for word in words {
-            assert!(answer.text.contains(word), "{} lacks {word:?}: {}", path.display(), answer.text);
+            assert!(response.text.contains(word), "{} lacks {word:?}: {}", path.display(), response.text);
         }
-        // The command says the same.
+        // The command reports the same error.
         let path = path.to_str().expect("UTF-8");
-        server.cli(&["dataset", "add", "broken", path]).wrong(words);
-        // And so does inspecting it without a server.
-        server.cli(&["dataset", "inspect", path]).wrong(words);
+        server.cli(&["dataset", "add", "broken", path]).assert_usage_error(words);
+        // So does the inspection, which needs no server.
+        server.cli(&["dataset", "inspect", path]).assert_usage_error(words);
     };
     fs::create_dir(folder.join("empty")).expect("a folder");
-    refused(&folder.join("empty"), &["CIFAR", "IDX"]).await;
+    assert_refused(&folder.join("empty"), &["CIFAR", "IDX"]).await;
     let images = pictures::image_folder(folder, 4);
     fs::create_dir(images.join("train/sandal")).expect("a folder");
-    refused(&images, &["sandal"]).await;
+    assert_refused(&images, &["sandal"]).await;
 
     let idx = pictures::idx_dataset(folder, 40, 10);
     let file = idx.join("train-images-idx3-ubyte");
-    let whole = fs::read(&file).expect("the file");
-    fs::write(&file, &whole[..whole.len() - 100]).expect("the file");
-    refused(&idx, &["train-images-idx3-ubyte"]).await;
+    let intact = fs::read(&file).expect("the file");
+    fs::write(&file, &intact[..intact.len() - 100]).expect("the file");
+    assert_refused(&idx, &["train-images-idx3-ubyte"]).await;
     fs::write(&file, b"not IDX at all").expect("the file");
-    refused(&idx, &["train-images-idx3-ubyte"]).await;
-    fs::write(&file, &whole).expect("the file");
+    assert_refused(&idx, &["train-images-idx3-ubyte"]).await;
+    fs::write(&file, &intact).expect("the file");
 
     let missing = server.post("/datasets", &json!({"name": "broken", "path": folder.join("nowhere")})).await;
     missing.problem(422);
@@ -49,19 +55,19 @@ async fn folders_without_a_dataset_are_not_registered() {
     server.post("/datasets", &json!({"name": "broken", "pth": &idx})).await.problem(400);
     assert_eq!(server.get("/datasets").await["datasets"], json!([]), "nothing is registered");
 
-    // The same folder, mended.
-    server.register("mended", &idx).await;
-    server.post("/datasets", &json!({"name": "mended", "path": &idx})).await.problem(409);
+    // The repaired folder is registered.
+    server.register("repaired", &idx).await;
+    server.post("/datasets", &json!({"name": "repaired", "path": &idx})).await.problem(409);
     server.stop().await;
 }
 
 #[tokio::test]
 async fn a_truncated_cifar_file_is_named_and_fatal_or_skipped_as_configured() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     let path = pictures::truncated_cifar10(server.folder().path());
     let path = path.to_str().expect("UTF-8");
-    // The other four batches are whole: it is registered, with a word about the one that is not.
+    // The other batches are intact: the dataset is registered with a warning about the truncated batch.
     assert!(server.cli(&["dataset", "add", "cifar10", path]).ok().contains("1 broken file"));
     for dataset in [path, "cifar10"] {
         let inspected = server.cli(&["dataset", "inspect", dataset]);
@@ -73,18 +79,18 @@ async fn a_truncated_cifar_file_is_named_and_fatal_or_skipped_as_configured() {
         specs::with(spec, json!({"data": {"broken_files": policy}}))
     };
     let fatal = server.submit(&spec("fail")).await;
-    let job = server.ended(&fatal).await;
+    let job = server.wait_for_end(&fatal).await;
     assert_eq!(job["state"], "failed", "{job:#}");
     assert!(job["reason"].as_str().is_some_and(|r| r.contains("data_batch_2.bin")), "{job:#}");
-    assert_eq!(job["attempt"], 1, "no restart mends a file: {job:#}");
+    assert_eq!(job["attempt"], 1, "a restart cannot repair a file: {job:#}");
     let skipping = server.submit(&spec("skip")).await;
-    server.succeeded(&skipping).await;
+    server.wait_for_success(&skipping).await;
     server.stop().await;
 }
 
 #[tokio::test]
 async fn a_text_file_named_jpg_is_fatal_or_skipped_as_configured() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     let images = pictures::image_folder(server.folder().path(), 20);
     fs::write(images.join("train/boot/readme.jpg"), "this is text\n").expect("a file");
@@ -99,20 +105,20 @@ async fn a_text_file_named_jpg_is_fatal_or_skipped_as_configured() {
             specs::short(policy, "folder", 2, 6),
             json!({
                 "data": {"validation": "val", "broken_files": policy},
-                // Every file is read in the epoch that these steps are.
+                // Two epochs, in which every file is read.
                 "train": {"steps": null, "epochs": 2, "batch_size": 4},
             }),
         )
     };
     let fatal = server.submit(&spec("fail")).await;
-    let job = server.ended(&fatal).await;
+    let job = server.wait_for_end(&fatal).await;
     assert_eq!(job["state"], "failed", "{job:#}");
     let reason = job["reason"].as_str().expect("a reason");
     assert!(reason.contains("readme.jpg"), "{reason}");
-    assert_eq!(job["attempt"], 1, "no restart mends a file: {job:#}");
+    assert_eq!(job["attempt"], 1, "a restart cannot repair a file: {job:#}");
 
     let skipping = server.submit(&spec("skip")).await;
-    server.succeeded(&skipping).await;
+    server.wait_for_success(&skipping).await;
     let logs = server.get(&format!("/jobs/{skipping}/logs")).await;
     let named = |l: &Value| l["text"].as_str().is_some_and(|t| t.contains("readme.jpg"));
     assert!(logs["lines"].as_array().expect("lines").iter().any(named), "{logs:#}");
@@ -121,7 +127,7 @@ async fn a_text_file_named_jpg_is_fatal_or_skipped_as_configured() {
 
 #[tokio::test]
 async fn unreadable_files_are_named_at_registration_and_fatal_or_skipped_as_configured() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     let images = pictures::image_folder(server.folder().path(), 20);
     let boot = images.join("train/boot");
@@ -133,7 +139,7 @@ async fn unreadable_files_are_named_at_registration_and_fatal_or_skipped_as_conf
     std::os::unix::fs::symlink("..", boot.join("up")).expect("a link");
     // A regular file that even root cannot read.
     std::os::unix::fs::symlink("/proc/self/mem", boot.join("unreadable.png")).expect("a link");
-    let odd = [
+    let broken = [
         ("pipe.jpg", "named pipe"),
         ("looping.png", "leads back to itself"),
         ("dangling.png", "nowhere.png, which does not exist"),
@@ -144,9 +150,9 @@ async fn unreadable_files_are_named_at_registration_and_fatal_or_skipped_as_conf
     let added = server.cli(&["dataset", "add", "folder", path]);
     assert!(added.ok().contains("40 train, 40 val, 5 broken files"), "{}", added.stdout);
     let inspected = server.cli(&["dataset", "inspect", "folder"]);
-    for (name, why) in odd {
-        for said in [added.ok(), inspected.ok()] {
-            assert!(said.lines().any(|l| l.contains(name) && l.contains(why)), "{name} {why}: {said}");
+    for (name, why) in broken {
+        for output in [added.ok(), inspected.ok()] {
+            assert!(output.lines().any(|l| l.contains(name) && l.contains(why)), "{name} {why}: {output}");
         }
     }
     let spec = |policy: &str| {
@@ -156,21 +162,21 @@ async fn unreadable_files_are_named_at_registration_and_fatal_or_skipped_as_conf
         )
     };
     let fatal = server.submit(&spec("fail")).await;
-    let job = server.ended(&fatal).await;
+    let job = server.wait_for_end(&fatal).await;
     assert_eq!((&job["state"], &job["attempt"]), (&json!("failed"), &json!(1)), "{job:#}");
     let reason = job["reason"].as_str().expect("a reason");
     assert!(reason.contains("5 broken files"), "{reason}");
-    for (name, why) in odd {
+    for (name, why) in broken {
         assert!(reason.contains(name) && reason.contains(why), "{name} {why}: {reason}");
     }
     let skipping = server.submit(&spec("skip")).await;
-    server.succeeded(&skipping).await;
+    server.wait_for_success(&skipping).await;
     server.stop().await;
 }
 
 #[tokio::test]
 async fn shards_are_registered_shown_trained_on_and_identified() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/shards/numbers");
     let folder = server.folder().path().join("shards");
@@ -201,21 +207,21 @@ async fn shards_are_registered_shown_trained_on_and_identified() {
         )
     };
     let job = server.submit(&spec("folder", "fail")).await;
-    server.succeeded(&job).await;
-    // A shard that is not there is a broken file.
-    let job = server.ended(&server.submit(&spec("pattern", "fail")).await).await;
+    server.wait_for_success(&job).await;
+    // A missing shard is a broken file.
+    let job = server.wait_for_end(&server.submit(&spec("pattern", "fail")).await).await;
     assert!(job["reason"].as_str().is_some_and(|r| r.contains("val-000001.tar")), "{job:#}");
     let skipping = server.submit(&spec("pattern", "skip")).await;
-    server.succeeded(&skipping).await;
-    // Other pictures under the same names are another dataset.
+    server.wait_for_success(&skipping).await;
+    // Other pictures in the same files are another dataset.
     let long = specs::with(spec("folder", "fail"), json!({"train": {"steps": 100_000}}));
     let id = server.submit(&long).await;
-    server.until("it trains", async |server| server.job(&id).await["state"] == "running").await;
-    // Waits until it is paused.
+    server.until("the job trains", async |server| server.job(&id).await["state"] == "running").await;
+    // The command waits until the job is paused.
     server.cli(&["pause", &id]).ok();
     fs::copy(folder.join("train-000001.tar"), folder.join("train-000000.tar")).expect("copies");
     server.cli(&["resume", &id]).ok();
-    let job = server.ended(&id).await;
+    let job = server.wait_for_end(&id).await;
     let reason = job["reason"].as_str().expect("a reason");
     assert!(job["state"] == "failed" && reason.contains("is not what the job began with"), "{reason}");
     server.stop().await;
@@ -223,20 +229,20 @@ async fn shards_are_registered_shown_trained_on_and_identified() {
 
 #[tokio::test]
 async fn parquet_files_and_a_prepared_copy_of_them_are_registered_and_trained_on() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     let hub = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/parquet/hub");
     let copy = server.folder().path().join("copy");
     let (hub, copy) = (hub.to_str().expect("UTF-8"), copy.to_str().expect("UTF-8"));
     let prepare = ["dataset", "prepare", hub, "--to", copy, "--quality", "95"];
-    let made = server.cli(&prepare);
-    assert!(made.ok().contains("9 train, 3 validation pictures in 2 shards"), "{}", made.stdout);
-    let again = server.cli(&prepare);
-    assert!(again.ok().contains("2 of them from an earlier run"), "{}", again.stdout);
+    let first = server.cli(&prepare);
+    assert!(first.ok().contains("9 train, 3 validation pictures in 2 shards"), "{}", first.stdout);
+    let second = server.cli(&prepare);
+    assert!(second.ok().contains("2 of them from an earlier run"), "{}", second.stdout);
     server
         .cli(&["dataset", "prepare", hub, "--to", copy, "--quality", "90"])
-        .wrong(&["contains a copy with a quality of 95, not 90"]);
-    server.cli(&["dataset", "prepare", hub, "--to", copy, "--short-side", "15"]).wrong(&["15"]);
+        .assert_usage_error(&["contains a copy with a quality of 95, not 90"]);
+    server.cli(&["dataset", "prepare", hub, "--to", copy, "--short-side", "15"]).assert_usage_error(&["15"]);
     for (name, path, format) in [("hub", hub, "parquet"), ("copy", copy, "webdataset")] {
         let added = server.cli(&["dataset", "add", name, path]);
         let sentence = format!("{format}, 3 classes, pictures of 12 x 8 pixels");
@@ -250,7 +256,7 @@ async fn parquet_files_and_a_prepared_copy_of_them_are_registered_and_trained_on
             json!({"data": data, "train": {"batch_size": 4}, "evaluate": {"every_epochs": 1}}),
         );
         let job = server.submit(&spec).await;
-        server.succeeded(&job).await;
+        server.wait_for_success(&job).await;
     }
     server.stop().await;
 }

@@ -1,8 +1,8 @@
-//! Impossible commands: exit status 2 and a sentence that says what to change.
+//! Invalid commands: exit status 2 and a message that says what to change.
 
 use crate::{
     pictures,
-    server::{Agents, Finished, Folder, Server, free_port, lockstep, number, turn},
+    server::{Agents, Finished, Folder, Server, free_port, lockstep, number, training_permit},
     specs,
 };
 use sqlx::{Connection, SqliteConnection};
@@ -23,29 +23,35 @@ fn a_server_that_cannot_start_says_why_and_leaves_no_files() {
 
     let taken = TcpListener::bind("127.0.0.1:0").expect("a port");
     let address = taken.local_addr().expect("its address").to_string();
-    serve(&address, &data).wrong(&[&address, "taken", "--listen"]);
+    serve(&address, &data).assert_usage_error(&[&address, "taken", "--listen"]);
 
     for address in ["0.0.0.0:7070", "[::]:7070", "192.0.2.1:7070"] {
-        serve(address, &data).wrong(&["refus", "without TLS", "--tls-own-ca", "--insecure-http"]);
+        serve(address, &data).assert_usage_error(&[
+            "refus",
+            "without TLS",
+            "--tls-own-ca",
+            "--insecure-http",
+        ]);
         for tls in ["--tls-own-ca", "--insecure-http"] {
             let mut command = lockstep();
             command.args(["serve", "--no-auth", tls, "--listen", address, "--data-dir"]).arg(&data);
-            Finished::of(&mut command).wrong(&["refus", "--no-auth", "127.0.0.1"]);
+            Finished::of(&mut command).assert_usage_error(&["refus", "--no-auth", "127.0.0.1"]);
         }
     }
-    serve("nonsense", &data).wrong(&["nonsense", "127.0.0.1:7070"]);
-    assert!(!data.exists(), "nothing is half done");
+    serve("nonsense", &data).assert_usage_error(&["nonsense", "127.0.0.1:7070"]);
+    assert!(!data.exists(), "no data directory is created");
 
-    // Tests may run as root, whom no permission stops; nobody makes a folder under a file.
+    // Root ignores permissions, so the test puts a file where the folder would be.
     let file = folder.write("file", "");
-    serve(&format!("127.0.0.1:{}", free_port()), &file.join("data")).wrong(&["data", "--data-dir"]);
+    serve(&format!("127.0.0.1:{}", free_port()), &file.join("data"))
+        .assert_usage_error(&["data", "--data-dir"]);
 
     let listen = format!("127.0.0.1:{}", free_port());
     let mut command = lockstep();
     command
         .args(["serve", "--listen", &listen, "--database", "mysql://localhost/x", "--data-dir"])
         .arg(&data);
-    Finished::of(&mut command).wrong(&["mysql://localhost/x"]);
+    Finished::of(&mut command).assert_usage_error(&["mysql://localhost/x"]);
 }
 
 #[tokio::test]
@@ -54,7 +60,7 @@ async fn a_database_of_a_newer_version_is_not_changed() {
     let copy = Folder::new();
     let data = copy.path().join("data");
     let second = serve(&format!("127.0.0.1:{}", free_port()), &server.data_dir());
-    second.wrong(&["in use", "--data-dir"]);
+    second.assert_usage_error(&["in use", "--data-dir"]);
 
     let database = server.data_dir().join("lockstep.db");
     let original = server.stop_and_keep().await;
@@ -72,8 +78,9 @@ async fn a_database_of_a_newer_version_is_not_changed() {
     .expect("a migration");
     connection.close().await.expect("closed");
     let before = fs::read(data.join("lockstep.db")).expect("the database");
-    serve(&format!("127.0.0.1:{}", free_port()), &data).wrong(&["newer version", "99990101000000"]);
-    assert!(before == fs::read(data.join("lockstep.db")).expect("the database"), "it is as it was");
+    serve(&format!("127.0.0.1:{}", free_port()), &data)
+        .assert_usage_error(&["newer version", "99990101000000"]);
+    assert!(before == fs::read(data.join("lockstep.db")).expect("the database"), "the database is unchanged");
 }
 
 #[tokio::test]
@@ -84,18 +91,18 @@ async fn a_job_file_is_checked_without_submission_with_and_without_a_server() {
     let good =
         "[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\n[train]\nepochs = 3\nbatch_size = 8\n";
     let path = file(good);
-    let said = server.cli(&["validate", &path]);
+    let output = server.cli(&["validate", &path]);
     assert!(
-        said.ok().ends_with(
+        output.ok().ends_with(
             "job.toml has no mistake: 64 training pictures, 8 a step, 8 steps an epoch, 24 steps\n"
         ),
         "{}",
-        said.stdout
+        output.stdout
     );
     assert_eq!(server.cli(&["validate", &path, "--json"]).json()["total_steps"], 24);
-    // The document's mistakes and those that only a server knows, at once.
+    // Errors of the document and errors that only the server can find are reported together.
     let sets = ["--set", "train.lrr=1", "--set", "data.dataset=fashoin", "--set", "train.epochs=0"];
-    server.cli(&[&["validate", &path][..], &sets].concat()).wrong(&[
+    server.cli(&[&["validate", &path][..], &sets].concat()).assert_usage_error(&[
         "3 mistakes",
         "train.lrr",
         "did you mean \"fashion\"?",
@@ -103,24 +110,29 @@ async fn a_job_file_is_checked_without_submission_with_and_without_a_server() {
     ]);
     assert_eq!(server.cli(&["list", "--json"]).json(), serde_json::json!([]), "nothing is stored");
 
-    // A server that is named must answer; where none is, the file is checked alone, and that is said.
-    let nobody = format!("http://127.0.0.1:{}", free_port());
-    server.cli(&["validate", &path, "--server", &nobody]).fails(1, &["no server answers"]);
+    // A named server must respond. Without a server, only the file is checked, and a note says so.
+    let unused_url = format!("http://127.0.0.1:{}", free_port());
+    server.cli(&["validate", &path, "--server", &unused_url]).assert_fails(1, &["no server answers"]);
     let weights = server.folder().write("broken.safetensors", "not any");
     let pretrained = format!("model.pretrained={}", weights.display());
     let dataset = server.folder().path().display().to_string();
-    let alone = |sets: &[&str]| {
+    let validate_offline = |sets: &[&str]| {
         let mut command = lockstep();
         command.arg("validate").arg(&path).env_remove("LOCKSTEP_SERVER");
         command.args(["--set", &format!("data.dataset={dataset}")]);
         Finished::of(command.args(sets.iter().flat_map(|set| ["--set", *set])))
     };
-    let said = alone(&[]);
-    assert!(said.ok().contains("has no mistake"), "{}", said.stdout);
-    assert!(said.stderr.contains("no server was asked"), "{}", said.stderr);
-    alone(&["train.lrr=1", "model.arch=resnet21"]).wrong(&["2 mistakes", "train.lrr", "model.arch"]);
-    alone(&[&pretrained]).wrong(&["model.pretrained", "broken.safetensors: not a whole safetensors file"]);
-    alone(&["data.dataset=/no/where"]).wrong(&["data.dataset", "/no/where"]);
+    let output = validate_offline(&[]);
+    assert!(output.ok().contains("has no mistake"), "{}", output.stdout);
+    assert!(output.stderr.contains("no server was asked"), "{}", output.stderr);
+    validate_offline(&["train.lrr=1", "model.arch=resnet21"]).assert_usage_error(&[
+        "2 mistakes",
+        "train.lrr",
+        "model.arch",
+    ]);
+    validate_offline(&[&pretrained])
+        .assert_usage_error(&["model.pretrained", "broken.safetensors: not a whole safetensors file"]);
+    validate_offline(&["data.dataset=/no/where"]).assert_usage_error(&["data.dataset", "/no/where"]);
     server.stop().await;
 }
 
@@ -131,40 +143,46 @@ async fn commands_report_all_errors_and_store_nothing() {
     let file = |text: &str| server.folder().write("job.toml", text).to_str().expect("UTF-8").to_owned();
 
     let broken = file("[train]\nlr = 0.1\nbatch_size = = 3\n");
-    server.cli(&["submit", &broken]).wrong(&["job.toml", "line 3"]);
+    server.cli(&["submit", &broken]).assert_usage_error(&["job.toml", "line 3"]);
     let mistaken = file("nam = \"x\"\n[train]\nlr = \"fast\"\n[data]\ndataset = \"fashion\"\n");
-    server.cli(&["submit", &mistaken]).wrong(&["nam", "name", "train.lr", "number"]);
+    server.cli(&["submit", &mistaken]).assert_usage_error(&["nam", "name", "train.lr", "number"]);
     let good = file("[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\n[train]\nsteps = 3\n");
-    server.cli(&["submit", &good, "--set", "train.lr"]).wrong(&["train.lr"]);
-    server.cli(&["submit", &good, "--set", "train.sedd=3"]).wrong(&["train.sedd", "seed"]);
-    // What only the server knows.
-    server.cli(&["submit", &good, "--set", "parallel.ranks=100"]).wrong(&["parallel.ranks", "100"]);
-    server.cli(&["submit", &good, "--set", "data.dataset=fashoin"]).wrong(&["data.dataset", "fashion"]);
-    server.cli(&["submit", "/dev/zero"]).wrong(&["/dev/zero", "is a device, not a regular file"]);
-    server.cli(&["submit", "/dev"]).wrong(&["/dev", "is a folder"]);
-    server.cli(&["submit", "nowhere.toml"]).wrong(&["nowhere.toml"]);
+    server.cli(&["submit", &good, "--set", "train.lr"]).assert_usage_error(&["train.lr"]);
+    server.cli(&["submit", &good, "--set", "train.sedd=3"]).assert_usage_error(&["train.sedd", "seed"]);
+    // Errors that only the server can find.
+    server
+        .cli(&["submit", &good, "--set", "parallel.ranks=100"])
+        .assert_usage_error(&["parallel.ranks", "100"]);
+    server
+        .cli(&["submit", &good, "--set", "data.dataset=fashoin"])
+        .assert_usage_error(&["data.dataset", "fashion"]);
+    server
+        .cli(&["submit", "/dev/zero"])
+        .assert_usage_error(&["/dev/zero", "is a device, not a regular file"]);
+    server.cli(&["submit", "/dev"]).assert_usage_error(&["/dev", "is a folder"]);
+    server.cli(&["submit", "nowhere.toml"]).assert_usage_error(&["nowhere.toml"]);
     assert_eq!(server.cli(&["list", "--json"]).json(), serde_json::json!([]));
 
     for command in ["show", "watch", "logs", "cancel", "delete"] {
-        server.cli(&[command, "nobody"]).wrong(&["nobody"]);
-        server.cli(&[command, "j00000000000000000000000000"]).wrong(&["job"]);
+        server.cli(&[command, "nobody"]).assert_usage_error(&["nobody"]);
+        server.cli(&[command, "j00000000000000000000000000"]).assert_usage_error(&["job"]);
     }
-    server.cli(&["download", "nobody", "-o", "model.safetensors"]).wrong(&["nobody"]);
-    server.cli(&["dataset", "add", "x", "nowhere"]).wrong(&["nowhere"]);
-    server.cli(&["dataset", "inspect", "nobody"]).wrong(&["nobody"]);
-    server.cli(&["sumbit", &good]).wrong(&["submit"]);
-    server.cli(&["submit", &good, "--wach"]).wrong(&["--watch"]);
+    server.cli(&["download", "nobody", "-o", "model.safetensors"]).assert_usage_error(&["nobody"]);
+    server.cli(&["dataset", "add", "x", "nowhere"]).assert_usage_error(&["nowhere"]);
+    server.cli(&["dataset", "inspect", "nobody"]).assert_usage_error(&["nobody"]);
+    server.cli(&["sumbit", &good]).assert_usage_error(&["submit"]);
+    server.cli(&["submit", &good, "--wach"]).assert_usage_error(&["--watch"]);
 
-    // Nobody there: not the request's fault.
+    // No server responds: not a usage error.
     let mut command = lockstep();
     command.args(["list"]).env("LOCKSTEP_SERVER", format!("http://127.0.0.1:{}", free_port()));
-    Finished::of(&mut command).fails(1, &["lockstep serve", "LOCKSTEP_SERVER"]);
+    Finished::of(&mut command).assert_fails(1, &["lockstep serve", "LOCKSTEP_SERVER"]);
     server.stop().await;
 }
 
 #[tokio::test]
 async fn an_agent_with_a_full_folder_takes_no_jobs_and_keeps_its_ranks() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start_with(Agents::None).await;
     let token = server.cli(&["token", "create", "--scope", "agent", "--agent", "full"]);
     let token = server.folder().write("full.token", token.ok());
@@ -177,23 +195,27 @@ async fn an_agent_with_a_full_folder_takes_no_jobs_and_keeps_its_ranks() {
         command.stdout(log.try_clone().expect("a log")).stderr(log).spawn().expect("lockstep agent starts")
     };
     let mut first = start();
-    server.until("it is online", async |s: &Server| s.slots().await == 2).await;
+    server.until("the agent is online", async |s: &Server| s.slots().await == 2).await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 16)).await;
-    // Longer than the test, if nobody ends it.
+    // A job that lasts until the test cancels it.
     let healthy = server.submit(&specs::short("healthy", "fashion", 1, 100_000)).await;
-    server.job_when(&healthy, "it trains", |job| number(&job["step"]) > 0).await;
-    // Tests may run as root, whom no permission stops; nobody writes a file under a file.
-    let (notes, moved) = (folder.join("attempts"), folder.join("attempts.moved"));
-    fs::rename(&notes, &moved).expect("a folder");
-    fs::write(&notes, "").expect("a file");
+    server.wait_for_job(&healthy, "the job trains", |job| number(&job["step"]) > 0).await;
+    // Root ignores permissions, so the test puts a file in place of the folder.
+    let (attempts, moved) = (folder.join("attempts"), folder.join("attempts.moved"));
+    fs::rename(&attempts, &moved).expect("a folder");
+    fs::write(&attempts, "").expect("a file");
 
     let id = server.submit(&specs::short("declined", "fashion", 1, 20)).await;
     let events = format!("/jobs/{id}/events?type=state");
     let is_declined =
         async |s: &Server| s.get(&events).await.to_string().contains("did not start the job: its folder");
-    server.until("it is declined", is_declined).await;
+    server.until("the job is declined", is_declined).await;
     let job = server.job(&id).await;
-    assert_eq!((&job["state"], &job["attempt"]), (&"queued".into(), &1.into()), "and tried once: {job}");
+    assert_eq!(
+        (&job["state"], &job["attempt"]),
+        (&"queued".into(), &1.into()),
+        "one declined attempt: {job}"
+    );
     let shown = server.get("/agents").await;
     let warning = shown["agents"][0]["warnings"][0]["text"].as_str().unwrap_or_default();
     assert!(
@@ -201,33 +223,36 @@ async fn an_agent_with_a_full_folder_takes_no_jobs_and_keeps_its_ranks() {
         "{shown:#}"
     );
     let trained = number(&server.job(&healthy).await["step"]);
-    server.job_when(&healthy, "it goes on", |job| number(&job["step"]) > trained + 5).await;
+    server.wait_for_job(&healthy, "the job continues", |job| number(&job["step"]) > trained + 5).await;
 
-    // Another agent on the folder takes over what runs, which it reads, and takes no work before there is room.
+    // A new agent with the same folder takes over the running job, but accepts no jobs before it can write there.
     let jobs = folder.join("jobs");
     fs::remove_dir(&jobs).expect("no jobs");
     fs::write(&jobs, "").expect("a file");
-    fs::remove_file(&notes).expect("the file");
-    fs::rename(&moved, &notes).expect("a folder");
+    fs::remove_file(&attempts).expect("the file");
+    fs::rename(&moved, &attempts).expect("a folder");
     first.kill().expect("SIGKILL");
     first.wait().expect("its status");
     let mut second = start();
-    let said = || fs::read_to_string(&log).expect("its log");
+    let agent_log = || fs::read_to_string(&log).expect("the agent's log");
     server
-        .until("it has said so again", async |_: &Server| said().matches("accepts no jobs").count() == 2)
+        .until("the second agent also accepts no jobs", async |_: &Server| {
+            agent_log().matches("accepts no jobs").count() == 2
+        })
         .await;
     let trained = number(&server.job(&healthy).await["step"]);
-    let job = server.job_when(&healthy, "it goes on", |job| number(&job["step"]) > trained + 5).await;
+    let job =
+        server.wait_for_job(&healthy, "the job continues", |job| number(&job["step"]) > trained + 5).await;
     assert_eq!(job["attempt"], 1, "{job}");
     assert_eq!(server.job(&id).await["state"], "queued");
 
     fs::remove_file(&jobs).expect("the file");
-    let done = server.ended(&id).await;
+    let done = server.wait_for_end(&id).await;
     assert_eq!((&done["state"], &done["attempt"]), (&"succeeded".into(), &2.into()), "{done}");
-    assert!(said().contains("accepts jobs"), "{}", said());
+    assert!(agent_log().contains("accepts jobs"), "{}", agent_log());
     assert_eq!(server.job(&healthy).await["attempt"], 1);
     server.cli(&["cancel", &healthy]).ok();
-    server.ended(&healthy).await;
+    server.wait_for_end(&healthy).await;
     second.kill().expect("SIGKILL");
     second.wait().expect("its status");
     server.stop().await;

@@ -1,8 +1,8 @@
-//! The command line, as a person in a shell uses it.
+//! The command line, as a person uses it in a shell.
 
 use crate::{
     pictures,
-    server::{Finished, Folder, SOON, Server, ended, lockstep, signal, turn},
+    server::{Finished, Folder, Server, TIMEOUT, exit_status, lockstep, signal, training_permit},
 };
 use rustix::process::Signal;
 use serde_json::Value;
@@ -33,7 +33,7 @@ every_steps = 1
 
 #[tokio::test]
 async fn a_job_is_run_from_a_shell_from_dataset_to_download() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     let dataset = pictures::idx_dataset(server.folder().path(), 320, 40);
     assert!(server.cli(&["dataset", "list"]).ok().contains("dataset add"), "an empty list says what to do");
@@ -43,9 +43,9 @@ async fn a_job_is_run_from_a_shell_from_dataset_to_download() {
     }
     assert!(server.cli(&["dataset", "list"]).ok().contains("320 train"));
     let mut info = server.cli(&["dataset", "inspect", "fashion", "--json"]).json();
-    // What was registered is recognised again by it; a folder that is only looked at has none.
+    // A registered dataset has a fingerprint; an inspected folder has none.
     let fingerprint = info.as_object_mut().expect("an object").remove("fingerprint");
-    assert!(fingerprint.is_some_and(|of| of["sha256"].is_string()));
+    assert!(fingerprint.is_some_and(|fingerprint| fingerprint["sha256"].is_string()));
     assert_eq!(info["classes"].as_array().map(Vec::len), Some(10));
     assert_eq!(info, server.cli(&["dataset", "inspect", dataset.to_str().expect("UTF-8"), "--json"]).json());
     assert!(server.cli(&["list"]).ok().contains("submit"), "an empty list says what to do");
@@ -70,10 +70,10 @@ async fn a_job_is_run_from_a_shell_from_dataset_to_download() {
     let job = server.cli(&["show", "watched", "--json"]).json();
     assert_eq!((&job["state"], &job["step"]), (&"succeeded".into(), &12.into()));
     let id = job["id"].as_str().expect("an id");
-    let mut of_rest = server.job(id).await;
+    let mut expected = server.job(id).await;
     let attempts = server.get(&format!("/jobs/{id}/attempts")).await;
-    of_rest["attempts"] = attempts["attempts"].clone();
-    assert_eq!(job, of_rest, "the same as over REST");
+    expected["attempts"] = attempts["attempts"].clone();
+    assert_eq!(job, expected, "the same as over REST");
     assert!(server.cli(&["show", id]).ok().contains("succeeded"));
 
     for rank in ["0", "1"] {
@@ -84,7 +84,8 @@ async fn a_job_is_run_from_a_shell_from_dataset_to_download() {
     let followed = server.cli(&["logs", id, "-f"]);
     assert!(followed.ok().lines().any(|l| l.starts_with("[rank 1] epoch: 1 step: 12, loss is ")));
 
-    // What the job measured itself, but for a picture between two classes, and the same pictures under another name.
+    // An evaluation gives the job's own accuracy, except for a picture on the border of two classes; so do the same pictures
+    // under another name.
     server.cli(&["dataset", "add", "again", dataset.to_str().expect("UTF-8")]).ok();
     let evaluated = server.cli(&["evaluate", "watched"]);
     assert!(evaluated.ok().starts_with("checkpoint 1-12: accuracy "), "{}", evaluated.stdout);
@@ -96,9 +97,11 @@ async fn a_job_is_run_from_a_shell_from_dataset_to_download() {
     let measured =
         own["accuracy"].as_f64().expect("a number") - job["last"]["val_accuracy"].as_f64().expect("one");
     assert!(measured.abs() < 1.5 / 40.0, "{own:#}");
-    server.cli(&["evaluate", id, "--dataset", "none&weights=ema"]).wrong(&["no dataset is called"]);
-    server.cli(&["evaluate", id, "--checkpoint", "7"]).wrong(&["no checkpoint 7", "12"]);
-    server.cli(&["evaluate", id, "--weights", "ema"]).wrong(&["averag"]);
+    server
+        .cli(&["evaluate", id, "--dataset", "none&weights=ema"])
+        .assert_usage_error(&["no dataset is called"]);
+    server.cli(&["evaluate", id, "--checkpoint", "7"]).assert_usage_error(&["no checkpoint 7", "12"]);
+    server.cli(&["evaluate", id, "--weights", "ema"]).assert_usage_error(&["averag"]);
 
     let model = server.folder().path().join("model.safetensors");
     for which in ["latest", "best", "12", "1-12"] {
@@ -106,47 +109,52 @@ async fn a_job_is_run_from_a_shell_from_dataset_to_download() {
         assert!(fs::read(&model).expect("the model") == server.last_model(id).await, "{which}");
     }
     for which in ["11", "2-12"] {
-        server.cli(&["download", id, "--checkpoint", which, "-o", "x"]).wrong(&[which, "it has 1-12"]);
+        server
+            .cli(&["download", id, "--checkpoint", which, "-o", "x"])
+            .assert_usage_error(&[which, "it has 1-12"]);
     }
     server
         .cli(&["download", id, "--checkpoint", "newest", "-o", "x"])
-        .wrong(&["best, latest", "such as 2-54"]);
+        .assert_usage_error(&["best, latest", "such as 2-54"]);
 
-    // One that is left behind, and cancelled.
+    // A job that nobody watches is cancelled.
     let submitted =
-        server.cli(&["submit", file, "--set", "name=left", "--set", "train.steps=1000000", "--json"]);
-    let left = submitted.json()["id"].as_str().expect("an id").to_owned();
-    server.job_when(&left, "it trains", |job| job["step"].as_u64() > Some(3)).await;
-    server.cli(&["delete", "--yes", &left]).wrong(&["running"]);
-    server.cli(&["delete", &left]).wrong(&[&left, "no terminal", "--yes"]);
-    // A script whose variable is not set names no job, and a letter or two name none either.
-    server.cli(&["delete", ""]).wrong(&["the name is empty"]);
-    server.cli(&["delete", &left[..3]]).wrong(&["no job is called"]);
-    assert!(server.cli(&["cancel", &left]).ok().contains("cancelled"));
-    server.cli(&["cancel", &left]).wrong(&["cancelled"]);
-    let watched = server.cli(&["watch", &left]);
-    watched.fails(1, &[]);
+        server.cli(&["submit", file, "--set", "name=unwatched", "--set", "train.steps=1000000", "--json"]);
+    let unwatched = submitted.json()["id"].as_str().expect("an id").to_owned();
+    server.wait_for_job(&unwatched, "the job trains", |job| job["step"].as_u64() > Some(3)).await;
+    server.cli(&["delete", "--yes", &unwatched]).assert_usage_error(&["running"]);
+    server.cli(&["delete", &unwatched]).assert_usage_error(&[&unwatched, "no terminal", "--yes"]);
+    // An empty name (an unset variable of a script) matches no job, nor does a very short one.
+    server.cli(&["delete", ""]).assert_usage_error(&["the name is empty"]);
+    server.cli(&["delete", &unwatched[..3]]).assert_usage_error(&["no job is called"]);
+    assert!(server.cli(&["cancel", &unwatched]).ok().contains("cancelled"));
+    server.cli(&["cancel", &unwatched]).assert_usage_error(&["cancelled"]);
+    let watched = server.cli(&["watch", &unwatched]);
+    watched.assert_fails(1, &[]);
     assert!(watched.stdout.starts_with("cancelled after "), "{}", watched.stdout);
     assert!(watched.stdout.trim_end().ends_with(" s: cancelled on request"), "{}", watched.stdout);
-    // A terminal is asked, and takes no answer for an answer; a script says yes itself.
-    for (answer, status, words) in [("\n", 2, "stays as it is"), ("no\n", 2, "stays as it is")] {
-        let (code, said) = on_a_terminal(&server, &["delete", &left], answer);
-        assert_eq!(code, status, "{said}");
-        assert!(said.contains("Delete left (") && said.contains("[y/N]") && said.contains(words), "{said}");
+    // On a terminal the command asks, and an empty reply means no. A script passes --yes.
+    for (reply, status, words) in [("\n", 2, "stays as it is"), ("no\n", 2, "stays as it is")] {
+        let (code, shown) = run_on_terminal(&server, &["delete", &unwatched], reply);
+        assert_eq!(code, status, "{shown}");
+        assert!(
+            shown.contains("Delete unwatched (") && shown.contains("[y/N]") && shown.contains(words),
+            "{shown}"
+        );
     }
-    server.cli(&["show", &left]).ok();
-    let (code, said) = on_a_terminal(&server, &["delete", &left], "y\n");
-    assert!(code == 0 && said.contains(&format!("{left} deleted")), "{code}: {said}");
-    server.cli(&["show", &left]).wrong(&["job"]);
-    let (code, said) = on_a_terminal(&server, &["delete", "--yes", "watched"], "");
-    assert!(code == 0 && !said.contains("[y/N]"), "{code}: {said}");
+    server.cli(&["show", &unwatched]).ok();
+    let (code, shown) = run_on_terminal(&server, &["delete", &unwatched], "y\n");
+    assert!(code == 0 && shown.contains(&format!("{unwatched} deleted")), "{code}: {shown}");
+    server.cli(&["show", &unwatched]).assert_usage_error(&["job"]);
+    let (code, shown) = run_on_terminal(&server, &["delete", "--yes", "watched"], "");
+    assert!(code == 0 && !shown.contains("[y/N]"), "{code}: {shown}");
     let again = server.cli(&["submit", file, "--set", "priority=-9", "--set", "name=again", "--json"]).json();
     let again = again["id"].as_str().expect("an id");
     server.cli(&["cancel", again]).ok();
-    server.cli(&["delete", "again", "--json"]).wrong(&["--yes"]);
+    server.cli(&["delete", "again", "--json"]).assert_usage_error(&["--yes"]);
     server.cli(&["show", again]).ok();
-    assert!(server.cli(&["delete", "again", "--yes"]).ok().contains(again), "as scripts do it");
-    // The log is for people: words, and no structures of the program.
+    assert!(server.cli(&["delete", "again", "--yes"]).ok().contains(again), "without a terminal");
+    // The log has sentences, and no debug output of Rust structs.
     let logs = fs::read_dir(server.folder().path()).expect("a folder").flatten();
     let logs = logs.filter(|entry| entry.file_name().to_string_lossy().starts_with("serve."));
     let log: String = logs.map(|entry| fs::read_to_string(entry.path()).expect("a log")).collect();
@@ -159,9 +167,9 @@ async fn a_job_is_run_from_a_shell_from_dataset_to_download() {
     server.stop().await;
 }
 
-/// A command whose standard streams are a terminal that somebody types `typed` into; its exit status, and all it shows.
-pub(crate) fn on_a_terminal(server: &Server, args: &[&str], typed: &str) -> (i32, String) {
-    // Types once a question is there, as the terminal drops nothing but a person would not answer before it either.
+/// Runs a command on a terminal into which `typed` is typed. Returns the exit status and the terminal's text.
+pub(crate) fn run_on_terminal(server: &Server, args: &[&str], typed: &str) -> (i32, String) {
+    // Types only after the question, as a person does.
     const TERMINAL: &str = "import os, pty, sys\n\
         typed, seen, pid_fd = sys.argv[1].encode(), b'', pty.fork()\n\
         if pid_fd[0] == 0: os.execv(sys.argv[2], sys.argv[2:])\n\
@@ -175,16 +183,16 @@ pub(crate) fn on_a_terminal(server: &Server, args: &[&str], typed: &str) -> (i32
         sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid_fd[0], 0)[1]))";
     let mut command = std::process::Command::new("python3");
     command.args(["-c", TERMINAL, typed, crate::server::LOCKSTEP]).args(args);
-    command.envs(server.for_clients());
+    command.envs(server.client_variables());
     let done = Finished::of(command.args(["--server", &server.url]).stdin(Stdio::null()));
     (done.status, done.stdout + &done.stderr)
 }
 
 #[tokio::test]
-async fn doctor_gathers_from_real_ranks() {
-    let _turn = turn().await;
-    let found = Finished::of(lockstep().args(["doctor", "--ranks", "2"]));
-    assert!(found.ok().contains("[[0.], [1.]]"), "{}", found.stdout);
+async fn doctor_gathers_a_tensor_from_each_rank() {
+    let _permit = training_permit().await;
+    let two = Finished::of(lockstep().args(["doctor", "--ranks", "2"]));
+    assert!(two.ok().contains("[[0.], [1.]]"), "{}", two.stdout);
     let four = Finished::of(lockstep().args(["doctor", "--ranks", "4"]));
     assert!(four.ok().contains("[[0.], [1.], [2.], [3.]]"), "{}", four.stdout);
     let json = Finished::of(lockstep().args(["doctor", "--ranks", "2", "--json"])).json();
@@ -194,25 +202,28 @@ async fn doctor_gathers_from_real_ranks() {
 #[tokio::test]
 async fn commands_that_need_a_gpu_say_so_without_one() {
     let folder = Folder::new();
-    let without = |args: &[&str]| {
-        // Nor where there is one: it is hidden.
+    let run_without_gpu = |args: &[&str]| {
+        // A machine's GPUs are hidden.
         Finished::of(lockstep().args(args).env("CUDA_VISIBLE_DEVICES", "").current_dir(folder.path()))
     };
-    without(&["agent", "--gpus", "0"]).wrong(&["--gpus 0", "there is no GPU"]);
+    run_without_gpu(&["agent", "--gpus", "0"]).assert_usage_error(&["--gpus 0", "there is no GPU"]);
     for command in ["agent", "serve"] {
         for count in ["0", "1025"] {
-            without(&[command, "--cpu-slots", count]).wrong(&["--cpu-slots", "1..=1024"]);
+            run_without_gpu(&[command, "--cpu-slots", count])
+                .assert_usage_error(&["--cpu-slots", "1..=1024"]);
         }
     }
-    without(&["agent", "--gpus", "0", "--cpu-slots", "1"]).wrong(&["--gpus", "--cpu-slots"]);
-    without(&["bench", "--device", "cuda"]).wrong(&["no GPU"]);
-    without(&["bench", "--device", "cpu", "--precision", "fp16"]).wrong(&["fp32 or bf16"]);
-    without(&["bench", "--precision", "fp16"]).wrong(&["no GPU"]);
+    run_without_gpu(&["agent", "--gpus", "0", "--cpu-slots", "1"])
+        .assert_usage_error(&["--gpus", "--cpu-slots"]);
+    run_without_gpu(&["bench", "--device", "cuda"]).assert_usage_error(&["no GPU"]);
+    run_without_gpu(&["bench", "--device", "cpu", "--precision", "fp16"])
+        .assert_usage_error(&["fp32 or bf16"]);
+    run_without_gpu(&["bench", "--precision", "fp16"]).assert_usage_error(&["no GPU"]);
 }
 
 #[tokio::test]
 async fn train_needs_no_server() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let folder = Folder::new();
     let dataset = pictures::idx_dataset(folder.path(), 320, 40);
     let text = JOB.replace("\"fashion\"", &format!("{:?}", dataset.to_str().expect("UTF-8")));
@@ -226,29 +237,29 @@ async fn train_needs_no_server() {
     let (finished, out) = train("whole", 12, &[]);
     assert!(finished.ok().contains("epoch: 1 step: 12, loss is "), "{}", finished.stdout);
     // The job's loss is the mean over its ranks.
-    let loss = |said: &str| -> f32 {
-        let line = said.lines().find_map(|line| line.strip_prefix("epoch: 1 step: 12, loss is "));
-        line.and_then(|loss| loss.parse().ok()).unwrap_or_else(|| panic!("{said}"))
+    let loss = |output: &str| -> f32 {
+        let line = output.lines().find_map(|line| line.strip_prefix("epoch: 1 step: 12, loss is "));
+        line.and_then(|loss| loss.parse().ok()).unwrap_or_else(|| panic!("{output}"))
     };
-    let of_rank = |rank: u32| {
+    let loss_of_rank = |rank: u32| {
         let log = fs::read_to_string(out.join(format!("attempts/1/rank.{rank}.log"))).expect("a log");
         loss(&log)
     };
-    assert!(of_rank(0) != of_rank(1));
-    let mean = (of_rank(0) + of_rank(1)) / 2.0;
+    assert!(loss_of_rank(0) != loss_of_rank(1));
+    let mean = (loss_of_rank(0) + loss_of_rank(1)) / 2.0;
     assert!((loss(finished.ok()) - mean).abs() < 1e-6, "{mean}: {}", finished.stdout);
     assert!(finished.stdout.contains("; the best is 1-12 with "), "{}", finished.stdout);
     let model = fs::read(out.join("checkpoints/1-12/model.safetensors")).expect("a model");
     for rank in 0..2 {
         assert!(out.join(format!("attempts/1/rank.{rank}.log")).exists());
     }
-    // Half of it, and the other half from there.
+    // Half of the steps, then the other half from the checkpoint.
     let (_, out) = train("halves", 6, &[]);
     assert!(out.join("checkpoints/1-6/model.safetensors").exists());
     let (resumed, out) = train("halves", 12, &["--resume", "latest"]);
     resumed.ok();
     let continued = fs::read(out.join("checkpoints/1-12/model.safetensors")).expect("a model");
-    assert!(tensors(&model) == tensors(&continued), "the same weights as in one go");
+    assert!(tensors(&model) == tensors(&continued), "the same weights as without an interruption");
 
     // Not every processor has the instructions for bf16.
     let (finished, out) =
@@ -264,7 +275,7 @@ async fn train_needs_no_server() {
 
     let bad = folder.write("bad.toml", "[train]\nlr = -1\n");
     Finished::of(lockstep().arg("train").arg(bad).current_dir(folder.path()))
-        .wrong(&["train.lr", "data.dataset"]);
+        .assert_usage_error(&["train.lr", "data.dataset"]);
 }
 
 /// Names and bytes of all tensors of a safetensors file.
@@ -279,9 +290,8 @@ fn tensors(file: &[u8]) -> Vec<(String, Vec<u8>)> {
     all
 }
 
-/// What `--json` prints for programs is JSON, whatever the command.
 #[tokio::test]
-async fn json_is_json() {
+async fn json_output_of_empty_and_filled_lists_is_valid() {
     let server = Server::start().await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 16)).await;
     for args in [&["list", "--json"][..], &["dataset", "list", "--json"]] {
@@ -290,8 +300,8 @@ async fn json_is_json() {
     server.stop().await;
 }
 
-/// `lockstep demo --exit-when-done` in this folder.
-fn demo(folder: &Folder) -> Child {
+/// Starts `lockstep demo --exit-when-done` with its data in this folder.
+fn start_demo(folder: &Folder) -> Child {
     lockstep()
         .args(["demo", "--exit-when-done", "--data-dir"])
         .arg(folder.path().join("demo"))
@@ -304,41 +314,41 @@ fn demo(folder: &Folder) -> Child {
 
 #[tokio::test]
 async fn the_demo_prints_a_link_that_signs_in_once() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let folder = Folder::new();
     let began = Instant::now();
-    let mut child = demo(&folder);
+    let mut child = start_demo(&folder);
     let mut lines = BufReader::new(child.stdout.take().expect("standard output")).lines();
     let first = lines.next().expect("a first line").expect("UTF-8");
-    assert!(began.elapsed() < SOON, "the link comes first, and soon");
+    assert!(began.elapsed() < TIMEOUT, "the link is printed in time");
     let address = first.strip_prefix("dashboard: ").unwrap_or_else(|| panic!("{first}")).to_owned();
-    // The link signs in once, and leads to a page for whoever has the cookie.
+    // The link signs in once and redirects to a page that needs the cookie.
     let browser = reqwest::Client::builder().redirect(reqwest::redirect::Policy::none());
     let browser = browser.build().expect("a client");
-    let signed_in = browser.get(&address).send().await.expect("an answer");
+    let signed_in = browser.get(&address).send().await.expect("a response");
     let cookie = signed_in.headers()["set-cookie"].to_str().expect("a cookie").to_owned();
     let (cookie, attributes) = cookie.split_once(';').expect("attributes");
     assert!(attributes.contains("HttpOnly") && attributes.contains("SameSite=Lax"), "{attributes}");
     let page = signed_in.headers()["location"].to_str().expect("a page");
-    assert!(page.starts_with("/jobs/j"), "it leads to the job: {page}");
-    let again = browser.get(&address).send().await.expect("an answer");
-    assert!(again.headers().get("set-cookie").is_none() && again.status() == 401, "once");
+    assert!(page.starts_with("/jobs/j"), "the link leads to the job: {page}");
+    let second = browser.get(&address).send().await.expect("a response");
+    assert!(second.headers().get("set-cookie").is_none() && second.status() == 401, "the link works once");
     let server = address.split("/login").next().expect("an address");
     let page = browser.get(format!("{server}/jobs")).header("cookie", cookie);
     let page = page.send().await.expect("the dashboard");
     assert_eq!(page.status(), reqwest::StatusCode::OK);
     assert!(page.text().await.expect("HTML").contains("<html"), "a page");
-    // Commands find address and token in its data directory, as long as it runs.
+    // While the demo runs, commands find its URL and token in its data directory.
     let list = |more: &[&str]| {
         let mut command = lockstep();
         command.args(["list", "--data-dir", "demo"]).args(more).current_dir(folder.path());
         Finished::of(&mut command)
     };
     assert!(list(&[]).ok().contains("demo"));
-    assert_eq!(list(&["--server", "http://127.0.0.1:9"]).status, 1, "what is given comes first");
+    assert_eq!(list(&["--server", "http://127.0.0.1:9"]).status, 1, "--server takes precedence");
     assert!(folder.path().join("demo/address").exists());
     signal(child.id() as i32, Signal::INT);
-    ended(&mut child).await;
+    exit_status(&mut child).await;
     assert!(!folder.path().join("demo/address").exists());
     let left = crate::server::processes_of(folder.path());
     assert!(left.is_empty(), "{left:?}");

@@ -1,9 +1,9 @@
-//! Machines that have neither the server's disk nor the dataset: they copy it from the server, once, and keep it up to a limit.
+//! Machines without the server's disk and without the dataset copy the dataset from the server once, and keep copies up to a size limit.
 
 use crate::{
-    elsewhere::{Machine, log, online, server, stored},
     pictures,
-    server::{Agents, Server, signal, turn},
+    separate_disks::{Machine, log, online, server, stored},
+    server::{Agents, Server, signal, training_permit},
     specs,
 };
 use rustix::process::Signal;
@@ -16,8 +16,9 @@ use std::{
     time::{Duration, Instant},
 };
 
+/// Log text of a copy.
 const COPIES: &str = "copies the dataset fashion";
-/// Enough to be stopped meanwhile.
+/// Large enough that a copy can be interrupted.
 const FILLER_BYTES: u64 = 256 << 20;
 
 const STEPS: u64 = 20;
@@ -29,7 +30,7 @@ fn spec(name: &str) -> Value {
     )
 }
 
-/// Where the dataset of [`server`] is.
+/// The path of the dataset of [`server`].
 fn dataset(server: &Server) -> PathBuf {
     server.folder().path().join("fashion-640-64")
 }
@@ -41,74 +42,75 @@ fn size(folder: &Path) -> u64 {
         .sum()
 }
 
-/// The copies of a machine.
+/// The folders of a machine's copies.
 fn copies(machine: &Machine, server: &Server) -> Vec<PathBuf> {
     let all = fs::read_dir(machine.dir(server).join("datasets")).into_iter().flatten().flatten();
     let all = all.filter(|entry| !entry.file_name().to_string_lossy().starts_with('.'));
     all.map(|entry| entry.path()).collect()
 }
 
-async fn refused(server: &Server, spec: &Value) -> String {
-    let job = server.ended(&server.submit(spec).await).await;
+/// Runs a job, which must fail, and returns the reason.
+async fn failure_reason(server: &Server, spec: &Value) -> String {
+    let job = server.wait_for_end(&server.submit(spec).await).await;
     assert_eq!(job["state"], "failed", "{job:#}");
     job["reason"].as_str().expect("a reason").to_owned()
 }
 
-/// The last weights, once they are on the server.
+/// Waits until the last checkpoint is on the server and returns its weights.
 async fn weights(server: &Server, id: &str) -> Vec<u8> {
-    server.succeeded(id).await;
-    server.until("it is uploaded", async |s: &Server| stored(s, id).await == STEPS).await;
+    server.wait_for_success(id).await;
+    server.until("the checkpoint is uploaded", async |s: &Server| stored(s, id).await == STEPS).await;
     server.last_model(id).await
 }
 
 #[tokio::test]
 async fn a_machine_without_the_files_copies_them_once_and_trains_to_the_same_weights() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let data = dataset(&server);
-    // A folder of its own that has nothing in it is part of a dataset, too.
+    // An empty folder is part of a dataset, too.
     fs::create_dir(data.join("empty")).expect("a folder");
     let mut a = Machine::start_without(&server, "machine-a", 2, &[], &[]);
     online(&server, 3).await;
-    let id = server.submit(&spec("there")).await;
+    let id = server.submit(&spec("shared disk")).await;
     let expected = weights(&server, &id).await;
-    assert!(!log(&server, &id).await.contains(COPIES), "its files are there");
+    assert!(!log(&server, &id).await.contains(COPIES), "the machine has the files");
     a.kill();
     online(&server, 1).await;
 
     let mut b = Machine::start_without(&server, "machine-b", 4, &[&data], &[]);
     online(&server, 5).await;
-    // Two jobs want it at once: one of them copies.
+    // Two jobs need the dataset at the same time: only one copies it.
     let (first, second) = (server.submit(&spec("first")).await, server.submit(&spec("second")).await);
-    assert_eq!(weights(&server, &first).await, expected, "the same bytes");
-    assert_eq!(weights(&server, &second).await, expected, "the same bytes");
+    assert_eq!(weights(&server, &first).await, expected, "the same weights");
+    assert_eq!(weights(&server, &second).await, expected, "the same weights");
     let logs = [log(&server, &first).await, log(&server, &second).await];
     let copied = logs.iter().filter(|log| log.contains(&format!("machine-b {COPIES}"))).count();
     assert_eq!(copied, 1, "{logs:?}");
     let kept = copies(&b, &server);
     let [copy] = kept.as_slice() else { panic!("{kept:?}") };
     assert!(copy.join("data/empty").is_dir());
-    // Nor does a later one, also of the next agent there.
+    // A later job does not copy it again, even with a restarted agent.
     b.kill();
-    b.again(&server);
+    b.start_agent(&server);
     online(&server, 5).await;
     let id = server.submit(&spec("later")).await;
-    assert_eq!(weights(&server, &id).await, expected, "the same bytes");
+    assert_eq!(weights(&server, &id).await, expected, "the same weights");
     assert!(!log(&server, &id).await.contains(COPIES));
-    // A file that is gone from the copy comes again.
+    // A missing file of the copy is copied again.
     let labels = copy.join("data/train-labels-idx1-ubyte");
     fs::remove_file(&labels).expect("a file of the copy");
-    let id = server.submit(&spec("mended")).await;
-    assert_eq!(weights(&server, &id).await, expected, "the same bytes");
+    let id = server.submit(&spec("repaired")).await;
+    assert_eq!(weights(&server, &id).await, expected, "the same weights");
     assert!(log(&server, &id).await.contains("% of the dataset fashion") && labels.exists());
-    // The dataset changes on the server: it is copied anew, and what it was before goes.
+    // The dataset changes on the server: it is copied again, and the old copy is deleted.
     let labels = data.join("train-labels-idx1-ubyte");
     let mut changed = fs::read(&labels).expect("labels");
     let last = changed.len() - 1;
     changed[last] = (changed[last] + 1) % 10;
     fs::write(&labels, &changed).expect("other labels");
     let id = server.submit(&spec("changed")).await;
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     assert!(log(&server, &id).await.contains(COPIES));
     let now = copies(&b, &server);
     assert!(now.len() == 1 && now != kept, "{now:?}");
@@ -117,7 +119,7 @@ async fn a_machine_without_the_files_copies_them_once_and_trains_to_the_same_wei
 
 #[tokio::test]
 async fn a_copy_continues_after_its_agent_and_its_server_were_killed() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let mut server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
     let data = pictures::idx_dataset(server.folder().path(), 640, 64);
     let filler = fs::File::create(data.join("filler")).expect("a file");
@@ -125,41 +127,41 @@ async fn a_copy_continues_after_its_agent_and_its_server_were_killed() {
     server.register("fashion", &data).await;
     let mut a = Machine::start_without(&server, "machine-a", 2, &[&data], &[]);
     online(&server, 3).await;
-    // No restart is allowed: an agent that ends before it has started a rank costs none.
+    // No restart is allowed: the end of an agent that has not started a rank does not count as one.
     let spec = specs::with(spec("interrupted"), json!({"recovery": {"max_restarts": 0}}));
     let id = server.submit(&spec).await;
-    let begun = more_than(&a, &server, 0);
-    // Nothing more leaves the server until its agent is gone.
+    let begun = wait_for_filler(&a, &server, 0);
+    // The suspended server sends nothing until the agent is killed.
     signal(server.serve_pid(), Signal::STOP);
     a.kill();
-    let part = unfinished(&begun);
+    let part = assert_unfinished(&begun);
     signal(server.serve_pid(), Signal::CONT);
-    a.again(&server);
-    // The server next.
-    let continued = more_than(&a, &server, part.len());
+    a.start_agent(&server);
+    // Then the server is killed.
+    let continued = wait_for_filler(&a, &server, part.len());
     signal(server.serve_pid(), Signal::STOP);
     server.kill_serve();
-    let later = unfinished(&continued);
+    let later = assert_unfinished(&continued);
     assert!(later.len() > part.len(), "{} and then {}", part.len(), later.len());
-    server.serve_again().await;
-    server.succeeded(&id).await;
+    server.start_serve().await;
+    server.wait_for_success(&id).await;
     let kept = copies(&a, &server);
     let [copy] = kept.as_slice() else { panic!("{kept:?}") };
-    let whole = fs::metadata(copy.join("data/filler")).expect("all of it");
+    let whole = fs::metadata(copy.join("data/filler")).expect("the whole file");
     assert_eq!((whole.ino(), whole.len()), (part.ino(), FILLER_BYTES), "the same file, continued");
 }
 
-/// The filler of a copy that is not whole, neither by its name nor by what is there.
-fn unfinished(filler: &Path) -> fs::Metadata {
+/// Asserts that a copy is unfinished, by its folder's name and by the filler's length, and returns the filler's metadata.
+fn assert_unfinished(filler: &Path) -> fs::Metadata {
     let copy = filler.parent().and_then(Path::parent).expect("a copy");
-    assert!(filler.starts_with(copy.join("part")) && !copy.join("data").exists(), "it was killed meanwhile");
+    assert!(filler.starts_with(copy.join("part")) && !copy.join("data").exists(), "the copy is unfinished");
     let found = fs::metadata(filler).expect("a part");
     assert!((1..FILLER_BYTES).contains(&found.len()), "{}", found.len());
     found
 }
 
-/// The filler in a machine's copy, once more of it is there than so many bytes.
-fn more_than(machine: &Machine, server: &Server, bytes: u64) -> PathBuf {
+/// Waits until a machine's copy has more than `bytes` of the filler and returns the filler's path.
+fn wait_for_filler(machine: &Machine, server: &Server, bytes: u64) -> PathBuf {
     let began = Instant::now();
     loop {
         for copy in copies(machine, server) {
@@ -170,55 +172,55 @@ fn more_than(machine: &Machine, server: &Server, bytes: u64) -> PathBuf {
                 }
             }
         }
-        assert!(began.elapsed() < Duration::from_secs(60), "nothing of the filler has come");
+        assert!(began.elapsed() < Duration::from_secs(60), "the filler is not copied");
         thread::sleep(Duration::from_millis(1));
     }
 }
 
 #[tokio::test]
 async fn datasets_are_copied_up_to_the_limit_and_only_from_their_folder() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let data = dataset(&server);
     let (limit, less) = (size(&data).to_string(), (size(&data) - 1).to_string());
     let start = |name, limit: &str| {
         Machine::start_without(&server, name, 2, &[&data], &["--dataset-cache-limit", limit])
     };
-    // One byte less than it has.
+    // A limit of one byte less than the dataset.
     let mut a = start("machine-a", &less);
     online(&server, 3).await;
-    let why = refused(&server, &spec("too large")).await;
+    let why = failure_reason(&server, &spec("too large")).await;
     assert!(why.contains("machine-a") && why.contains("--dataset-cache-limit"), "{why}");
     assert!(copies(&a, &server).is_empty());
     a.kill();
     online(&server, 1).await;
-    // Without copies it is as ever.
+    // With a limit of 0 nothing is copied.
     let mut b = start("machine-b", "0");
     online(&server, 3).await;
-    let why = refused(&server, &spec("missing")).await;
+    let why = failure_reason(&server, &spec("missing")).await;
     assert!(why.contains("machine-b") && why.contains("--dataset NAME=PATH"), "{why}");
     b.kill();
     online(&server, 1).await;
-    // A mapping that leads nowhere is a mistake, and no reason to copy.
+    // A mapping to a missing path is an error; the dataset is not copied.
     let nowhere = format!("fashion={}", server.folder().path().join("nowhere").display());
     let mut c = Machine::start_without(&server, "machine-c", 2, &[&data], &["--dataset", &nowhere]);
     online(&server, 3).await;
-    let why = refused(&server, &spec("mapped")).await;
+    let why = failure_reason(&server, &spec("mapped")).await;
     assert!(why.contains("machine-c") && why.contains("nowhere"), "{why}");
     assert!(copies(&c, &server).is_empty());
     c.kill();
     online(&server, 1).await;
-    // Exactly what it has; but first there is a link out of it.
+    // A limit of exactly the dataset's size; but first the dataset contains a link to a file outside.
     let d = start("machine-d", &limit);
     online(&server, 3).await;
     let secret = server.folder().write("secret", "not for others");
     symlink(secret, data.join("link")).expect("a link");
-    let why = refused(&server, &spec("leads out")).await;
+    let why = failure_reason(&server, &spec("leads out")).await;
     assert!(why.contains("link is a link that leads out of the dataset's folder"), "{why}");
     assert!(copies(&d, &server).is_empty());
-    fs::remove_file(data.join("link")).expect("no link");
+    fs::remove_file(data.join("link")).expect("the link is removed");
     let id = server.submit(&spec("fits")).await;
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     assert!(log(&server, &id).await.contains(&format!("machine-d {COPIES}")));
     assert_eq!(copies(&d, &server).len(), 1);
 }
@@ -228,21 +230,21 @@ mod full {
     use super::*;
 
     #[tokio::test]
-    async fn a_dataset_that_changes_while_it_is_copied_is_copied_anew_and_the_log_says_so() {
-        let _turn = turn().await;
+    async fn a_dataset_that_changes_during_a_copy_is_copied_again_and_logged() {
+        let _permit = training_permit().await;
         let server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
         let data = pictures::idx_dataset(server.folder().path(), 640, 64);
         let filler = fs::File::create(data.join("filler")).expect("a file");
         filler.set_len(FILLER_BYTES).expect("a sparse file");
-        // The first that is copied: it changes when it has been, which only a look at the whole list shows.
+        // The first file that is copied. It changes afterwards, which only a check of the whole list detects.
         fs::write(data.join("a-note"), "before").expect("a note");
         server.register("fashion", &data).await;
         let a = Machine::start_without(&server, "machine-a", 2, &[&data], &[]);
         online(&server, 3).await;
         let id = server.submit(&spec("changing")).await;
-        more_than(&a, &server, 0);
+        wait_for_filler(&a, &server, 0);
         fs::write(data.join("a-note"), "afterwards").expect("another note");
-        server.succeeded(&id).await;
+        server.wait_for_success(&id).await;
         let log = log(&server, &id).await;
         assert!(log.contains("the dataset fashion changed while machine-a copied it"), "{log}");
         let kept = copies(&a, &server);

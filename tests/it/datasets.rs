@@ -1,14 +1,14 @@
 //! Datasets from a shell: prepared and registered in one command, and removed.
 
 use crate::{
-    server::{Finished, Folder, Server, lockstep, turn},
+    server::{Finished, Folder, Server, lockstep, training_permit},
     specs,
 };
 use serde_json::{Value, json};
 use std::{fs, path::Path};
 
-/// The Parquet files of a repository of the hub, in a folder of their own, as a copy is written next to it.
-fn hub_in(folder: &Path) -> String {
+/// Copies the Parquet files of a Hugging Face repository into a folder, as prepared copies are written next to them.
+fn copy_hub(folder: &Path) -> String {
     let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/parquet/hub/data");
     let to = folder.join("hub");
     fs::create_dir_all(to.join("data")).expect("a folder");
@@ -20,9 +20,9 @@ fn hub_in(folder: &Path) -> String {
 
 #[tokio::test]
 async fn a_dataset_is_prepared_and_registered_by_one_command() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
-    let hub = hub_in(server.folder().path());
+    let hub = copy_hub(server.folder().path());
     let here = |name: &str| server.folder().path().canonicalize().expect("a folder").join(name);
     let paths = || {
         let listed = server.cli(&["dataset", "list", "--json"]).json();
@@ -40,21 +40,25 @@ async fn a_dataset_is_prepared_and_registered_by_one_command() {
 
     // A name that is taken is reported before hours of work, not after.
     let taken = server.cli(&["dataset", "add", "pets", &hub, "--prepare", "17"]);
-    taken.wrong(&["already called pets", "hub-16"]);
+    taken.assert_usage_error(&["already called pets", "hub-16"]);
     assert!(!here("hub-17").exists());
-    server.cli(&["dataset", "add", "x", &hub, "--prepare", "15"]).wrong(&["--prepare", "15", "16..=4096"]);
-    server.cli(&["dataset", "add", "x", &hub, "--to", "y"]).wrong(&["--prepare"]);
+    server.cli(&["dataset", "add", "x", &hub, "--prepare", "15"]).assert_usage_error(&[
+        "--prepare",
+        "15",
+        "16..=4096",
+    ]);
+    server.cli(&["dataset", "add", "x", &hub, "--to", "y"]).assert_usage_error(&["--prepare"]);
     let pattern = format!("{}/train-{{000000..000000}}.tar", here("hub-16").display());
-    server.cli(&["dataset", "add", "x", &pattern, "--prepare", "16"]).wrong(&["--to DIR"]);
+    server.cli(&["dataset", "add", "x", &pattern, "--prepare", "16"]).assert_usage_error(&["--to DIR"]);
     server.stop().await;
 }
 
 #[tokio::test]
 async fn training_without_a_server_uses_the_available_validation_split() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let folder = Folder::new();
-    let hub = hub_in(folder.path());
-    // It has train and validation, and the job does not say.
+    let hub = copy_hub(folder.path());
+    // The dataset has the splits train and validation; the job names none.
     let job = format!(
         "[model]\narch = \"resnet20\"\n[data]\ndataset = {hub:?}\nimage_size = 16\n[train]\nsteps = 2\nbatch_size = 4\n\
          [parallel]\ndevice = \"cpu\"\n"
@@ -72,38 +76,45 @@ async fn training_without_a_server_uses_the_available_validation_split() {
 
 #[tokio::test]
 async fn a_dataset_is_removed_when_no_job_needs_it() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
-    let hub = hub_in(server.folder().path());
+    let hub = copy_hub(server.folder().path());
     server.cli(&["dataset", "add", "pets", &hub]).ok();
     let long = specs::with(
         specs::short("long", "pets", 1, 100_000),
         json!({"data": {"validation": "validation", "crop_padding": 2}, "train": {"batch_size": 4}}),
     );
     let id = server.submit(&long).await;
-    server.until("it trains", async |server| server.job(&id).await["state"] == "running").await;
-    server.cli(&["dataset", "remove", "pets", "--yes"]).wrong(&[&id, "long", "running", "cancel it first"]);
+    server.until("the job trains", async |server| server.job(&id).await["state"] == "running").await;
+    server.cli(&["dataset", "remove", "pets", "--yes"]).assert_usage_error(&[
+        &id,
+        "long",
+        "running",
+        "cancel it first",
+    ]);
     server.cli(&["cancel", &id]).ok();
-    assert_eq!(server.ended(&id).await["state"], "cancelled");
+    assert_eq!(server.wait_for_end(&id).await["state"], "cancelled");
 
-    // What is no name is none, whatever it would mean in an address.
+    // An unregistered name is an error, even if it would have a meaning in a URL.
     for name in ["pet", "", "pets/", &format!("../jobs/{id}")] {
-        server.cli(&["dataset", "remove", name]).wrong(&["no dataset is called", "dataset list"]);
+        server
+            .cli(&["dataset", "remove", name])
+            .assert_usage_error(&["no dataset is called", "dataset list"]);
     }
-    server.cli(&["dataset", "remove", "pets"]).wrong(&["pets stays as it is", "--yes"]);
+    server.cli(&["dataset", "remove", "pets"]).assert_usage_error(&["pets stays as it is", "--yes"]);
     let removed = server.cli(&["dataset", "remove", "pets", "--yes"]);
     assert!(removed.ok().contains("pets removed; its files stay at ") && removed.stdout.contains("hub"));
     assert!(Path::new(&hub).join("data").is_dir());
     assert!(server.cli(&["dataset", "list"]).ok().contains("no datasets"));
 
-    // Its job still says what it trained on, and continues when the name is there again.
+    // The job still shows its dataset, and continues once the name is registered again.
     assert!(server.cli(&["show", &id]).ok().contains("dataset = \"pets\""));
-    server.cli(&["retry", &id]).wrong(&["\"pets\" is no longer registered"]);
+    server.cli(&["retry", &id]).assert_usage_error(&["\"pets\" is no longer registered"]);
     server.cli(&["dataset", "add", "pets", &hub]).ok();
     server.cli(&["retry", &id]).ok();
     server.cli(&["cancel", &id]).ok();
-    server.ended(&id).await;
-    let gone = server.cli(&["dataset", "remove", "pets", "-y", "--json"]).json();
-    assert_eq!(gone["removed"], "pets");
+    server.wait_for_end(&id).await;
+    let removed = server.cli(&["dataset", "remove", "pets", "-y", "--json"]).json();
+    assert_eq!(removed["removed"], "pets");
     server.stop().await;
 }

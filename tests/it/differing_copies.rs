@@ -1,16 +1,16 @@
-//! Copies of one dataset that differ: the machine is named whose copy is not what was registered, before a rank starts.
+//! Copies of a dataset that differ: before a rank starts, an error names the machine whose copy differs from the registered dataset.
 
 use crate::{
-    elsewhere::{self, Machine},
     full::hosts::Site,
     pictures,
-    server::{Agents, Folder, Server, turn},
+    separate_disks::{self, Machine},
+    server::{Agents, Folder, Server, training_permit},
     specs,
 };
 use serde_json::json;
 use std::{fs, path::Path};
 
-/// Makes the second half of the training pictures black: as many files of as many bytes.
+/// Makes the second half of the training pictures black, with the same number and sizes of files.
 fn damage(dataset: &Path) {
     let images = dataset.join("train-images-idx3-ubyte");
     let mut bytes = fs::read(&images).expect("the pictures");
@@ -21,7 +21,7 @@ fn damage(dataset: &Path) {
 
 #[tokio::test]
 async fn the_machine_with_a_damaged_copy_is_named_at_the_first_start() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let (mut site, _) = Site::measured(3).await;
     let damaged = Folder::new();
     let copy = pictures::idx_dataset(damaged.path(), 160, 16);
@@ -31,9 +31,9 @@ async fn the_machine_with_a_damaged_copy_is_named_at_the_first_start() {
     site.join_with(2, "h2", 2, &[], &["--dataset", &option]);
     site.join(3, "h3", 1);
     site.online(&["h1", "h2", "h3"]).await;
-    let refused = async |site: &Site, ranks: u32| {
+    let failure = async |site: &Site, ranks: u32| {
         let id = site.submit_ranks(ranks, 20).await;
-        site.until("it has failed", async || {
+        site.until("the job has failed", async || {
             let now = site.get(&format!("/jobs/{id}")).await;
             assert_ne!(now["state"], "succeeded", "{now:#}");
             now["state"] == "failed"
@@ -43,25 +43,25 @@ async fn the_machine_with_a_damaged_copy_is_named_at_the_first_start() {
         (job["reason"].as_str().expect("a reason").to_owned(), job)
     };
     for _ in 0..3 {
-        let (why, job) = refused(&site, 4).await;
+        let (why, job) = failure(&site, 4).await;
         assert_eq!(job["agents"].as_array().map(Vec::len), Some(3), "{job:#}");
         assert!(why.contains("on the machine h2: the dataset"), "{why}");
         assert!(why.contains("is not the one that was registered as \"pictures\""), "{why}");
         assert!(!why.contains("h1") && !why.contains("h3"), "{why}");
     }
-    // Alone, too: nobody else has a copy to compare with.
+    // Also with a single machine, when there is no other copy to compare with.
     site.leave("h1");
     site.leave("h3");
     site.online(&["h2"]).await;
-    let (why, job) = refused(&site, 2).await;
+    let (why, job) = failure(&site, 2).await;
     assert_eq!(job["agents"], json!(["h2"]));
     assert!(why.contains("on the machine h2") && why.contains("was registered"), "{why}");
 }
 
-/// The server's own files may change after they were registered. Then nobody knows which of two machines is right.
+/// The server's own files may change after their registration. Then it is unknown which of two machines has the right copy.
 #[tokio::test]
 async fn both_machines_are_named_if_the_right_copy_is_unknown() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
     let here = server.folder().path().join("here");
     fs::create_dir_all(&here).expect("a folder");
@@ -72,20 +72,20 @@ async fn both_machines_are_named_if_the_right_copy_is_unknown() {
     damage(&dataset);
     let option = format!("fashion={}", copy.display());
     let _other = Machine::start_without(&server, "machine-b", 1, &[], &["--dataset", &option]);
-    elsewhere::online(&server, 2).await;
+    separate_disks::online(&server, 2).await;
     let agents = server.get("/agents").await;
     let agents = agents["agents"].as_array().expect("agents").clone();
     let own = agents.iter().filter_map(|agent| agent["name"].as_str()).find(|name| *name != "machine-b");
-    let own = own.expect("the server's own");
+    let own = own.expect("the server's own agent");
     for _ in 0..3 {
         let id = server.submit(&specs::short("both", "fashion", 2, 20)).await;
-        let job = server.ended(&id).await;
+        let job = server.wait_for_end(&id).await;
         let why = job["reason"].as_str().expect("a reason");
         assert_eq!(job["state"], "failed", "{job:#}");
         assert!(why.contains("Lockstep cannot tell which of the two is correct"), "{why}");
         assert!(why.contains(own) && why.contains("machine-b"), "{why}");
     }
-    // What the server has counts for its own machine.
+    // A job on only the server's own machine uses the server's files.
     let job = server.submit(&specs::short("own", "fashion", 1, 20)).await;
-    server.succeeded(&job).await;
+    server.wait_for_success(&job).await;
 }

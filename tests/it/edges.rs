@@ -1,9 +1,9 @@
-//! Extreme input and environments: very long and deeply nested values, empty files, terminals, other accounts of the
-//! machine, and few file descriptors.
+//! Extreme input and environments: long and deeply nested values, empty files, control characters, permissions of files, and few
+//! file descriptors.
 
 use crate::{
     pictures,
-    server::{Agents, Answer, Finished, Folder, Server, client, lockstep, turn},
+    server::{Agents, Finished, Folder, Response, Server, client, lockstep, training_permit},
     specs,
 };
 use reqwest::Method;
@@ -26,15 +26,15 @@ fn keys_on_the_command_line_have_a_maximum_depth() {
         for parts in [9, 20_000] {
             let mut lockstep = lockstep();
             lockstep.args(command).args(["--set", &set(parts)]).current_dir(folder.path());
-            Finished::of(&mut lockstep).wrong(&["--set", "at most 8 parts"]);
+            Finished::of(&mut lockstep).assert_usage_error(&["--set", "at most 8 parts"]);
         }
     }
     let mut lockstep = lockstep();
-    Finished::of(lockstep.args(["submit", job, "--set", &set(8)])).wrong(&["no key is called"]);
+    Finished::of(lockstep.args(["submit", job, "--set", &set(8)])).assert_usage_error(&["no key is called"]);
 }
 
-/// A PNG file of so many bytes: a real picture with a chunk that no decoder knows.
-fn padded(picture: &[u8], bytes: usize) -> Vec<u8> {
+/// Pads a PNG file to this size with a chunk that decoders ignore.
+fn pad_png(picture: &[u8], bytes: usize) -> Vec<u8> {
     // Before the last chunk, IEND, of 12 bytes.
     let (head, end) = picture.split_at(picture.len() - 12);
     let length = bytes - picture.len() - 12;
@@ -47,22 +47,22 @@ fn padded(picture: &[u8], bytes: usize) -> Vec<u8> {
 
 #[tokio::test]
 async fn averaged_weights_are_evaluated_used_and_downloaded_by_name() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     let folder = server.folder().path();
     server.register("fashion", &pictures::idx_dataset(folder, 64, 16)).await;
     let averaged = json!({"train": {"lr": 0.02, "ema_decay": 0.5, "ema_steps": 1, "mixup": 0.2}});
     let id = server.submit(&specs::with(specs::short("averaged", "fashion", 1, 4), averaged)).await;
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     assert_eq!(server.points(&id, "val_ema_loss").await.len(), 1);
     let checkpoint = server.checkpoints(&id).await[0]["id"].as_str().expect("an id").to_owned();
     let file = async |name: &str| server.bytes(&format!("/checkpoints/{checkpoint}/{name}")).await;
     let (model, average) = (file("model.safetensors").await, file("ema.safetensors").await);
     assert!(model.len() == average.len() && model != average);
-    let place = folder.join("average");
-    let place = place.to_str().expect("UTF-8");
-    server.cli(&["download", &id, "--weights", "ema", "-o", place]).ok();
-    assert!(fs::read(place).expect("it is there") == average);
+    let path = folder.join("average");
+    let path = path.to_str().expect("UTF-8");
+    server.cli(&["download", &id, "--weights", "ema", "-o", path]).ok();
+    assert!(fs::read(path).expect("the average") == average);
 
     let loss = async |weights: &str| server.evaluation(&id, weights).await["loss"].as_f64().expect("a loss");
     let all = [loss("").await, loss("?weights=model").await, loss("?weights=ema").await];
@@ -71,21 +71,21 @@ async fn averaged_weights_are_evaluated_used_and_downloaded_by_name() {
     let pictures = pictures::image_folder(folder, 1).join("train/boot");
     let picture =
         fs::read_dir(pictures).expect("a folder").next().expect("a picture").expect("a picture").path();
-    let ask = |weights: &str| {
+    let predict = |weights: &str| {
         let picture = picture.to_str().expect("UTF-8");
         server.cli(&["predict", &id, picture, "--weights", weights, "--json"]).json()
     };
-    assert!(ask("model")[0]["classes"] != ask("ema")[0]["classes"]);
+    assert!(predict("model")[0]["classes"] != predict("ema")[0]["classes"]);
 }
 
 #[tokio::test]
 async fn pictures_up_to_24_mib_are_classified_and_files_are_private() {
     const LIMIT: usize = 24 << 20;
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 16)).await;
     let id = server.submit(&specs::short("classifier", "fashion", 1, 4)).await;
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     let list = server.get(&format!("/jobs/{id}/checkpoints")).await;
     let checkpoint = list["checkpoints"][0]["id"].as_str().expect("an id").to_owned();
     let png = fs::read(
@@ -98,50 +98,51 @@ async fn pictures_up_to_24_mib_are_classified_and_files_are_private() {
     )
     .expect("a picture");
     let url = server.api(&format!("/checkpoints/{checkpoint}/predict"));
-    let send =
-        async |request: reqwest::RequestBuilder| Answer::read(request.send().await.expect("an answer")).await;
-    let whole = async |bytes: usize| {
-        let kind = ("content-type", "image/png");
-        send(server.http.post(&url).header(kind.0, kind.1).body(padded(&png, bytes))).await
+    let send = async |request: reqwest::RequestBuilder| {
+        Response::read(request.send().await.expect("a response")).await
     };
-    let right = |answer: &Value| {
-        let found = answer["predictions"].as_array().expect("predictions").clone();
-        assert!(found.iter().all(|p| p["classes"].as_array().is_some_and(|c| c.len() == 10)), "{answer}");
+    let send_png = async |bytes: usize| {
+        let kind = ("content-type", "image/png");
+        send(server.http.post(&url).header(kind.0, kind.1).body(pad_png(&png, bytes))).await
+    };
+    let count_valid = |response: &Value| {
+        let found = response["predictions"].as_array().expect("predictions").clone();
+        assert!(found.iter().all(|p| p["classes"].as_array().is_some_and(|c| c.len() == 10)), "{response}");
         found.len()
     };
-    // The whole way: browser or program, server, agent, process, and back.
-    let answer = whole(LIMIT).await;
-    assert_eq!((answer.status.as_u16(), right(&answer.json())), (200, 1), "{}", answer.text);
-    whole(LIMIT + 1).await.problem(413);
+    // A picture passes from the client through server and agent to a process, and the result returns.
+    let response = send_png(LIMIT).await;
+    assert_eq!((response.status.as_u16(), count_valid(&response.json())), (200, 1), "{}", response.text);
+    send_png(LIMIT + 1).await.problem(413);
     let form = |sizes: &[usize]| {
         let mut body = Vec::new();
         for size in sizes {
             body.extend(b"--B\r\ncontent-disposition: form-data; name=\"p\"; filename=\"x.png\"\r\n\r\n");
-            body.extend(padded(&png, *size));
+            body.extend(pad_png(&png, *size));
             body.extend(b"\r\n");
         }
         body.extend(b"--B--\r\n");
         server.http.post(&url).header("content-type", "multipart/form-data; boundary=B").body(body)
     };
-    let answer = send(form(&[LIMIT / 4; 4])).await;
-    assert_eq!((answer.status.as_u16(), right(&answer.json())), (200, 4), "{}", answer.text);
+    let response = send(form(&[LIMIT / 4; 4])).await;
+    assert_eq!((response.status.as_u16(), count_valid(&response.json())), (200, 4), "{}", response.text);
     send(form(&[LIMIT / 4, LIMIT / 4, LIMIT / 4, LIMIT / 4 + 1])).await.problem(413);
-    // The agent was there all the time.
+    // The agent stayed connected.
     let log = fs::read_to_string(server.folder().path().join("serve.1.log")).expect("a log");
     assert!(!log.contains("connection ends"), "{log}");
 
-    // An empty file is called that.
+    // The error of an empty file says so.
     let empty = server.folder().write("empty.png", "");
     let empty = empty.to_str().expect("UTF-8");
-    server.cli(&["predict", &id, empty]).wrong(&["empty.png", "is empty"]);
-    // Whose model it was is said with what it says.
+    server.cli(&["predict", &id, empty]).assert_usage_error(&["empty.png", "is empty"]);
+    // The result names the job and the checkpoint.
     let picture = server.folder().path().join("boot.png");
     fs::write(&picture, &png).expect("a picture");
-    let said = server.cli(&["predict", &id, picture.to_str().expect("UTF-8"), "--json"]).json();
+    let output = server.cli(&["predict", &id, picture.to_str().expect("UTF-8"), "--json"]).json();
     let listed = &list["checkpoints"][0];
     let newest = format!("{}-{}", listed["epoch"], listed["step"]);
     assert_eq!(
-        (said[0]["job"].as_str(), said[0]["checkpoint"].as_str()),
+        (output[0]["job"].as_str(), output[0]["checkpoint"].as_str()),
         (Some("classifier"), Some(&newest[..]))
     );
     let problem = send(server.http.post(&url).header("content-type", "image/png")).await.problem(400);
@@ -152,41 +153,43 @@ async fn pictures_up_to_24_mib_are_classified_and_files_are_private() {
         server.http.post(&url).header("content-type", "multipart/form-data; boundary=B").body(nothing);
     assert_eq!(send(request).await.json()["predictions"][0]["error"], "is empty");
 
-    // Its weights were not averaged.
+    // The job has no averaged weights.
     for path in
         [format!("/checkpoints/{checkpoint}/ema.safetensors"), format!("/jobs/{id}/evaluation?weights=ema")]
     {
         let problem = server.request(Method::GET, &path, None).await.problem(404);
         assert!(problem["detail"].as_str().is_some_and(|d| d.contains("no averaged weights")), "{problem}");
     }
-    server.cli(&["download", &id, "--weights", "ema", "-o", "nowhere"]).wrong(&["no averaged weights"]);
+    server
+        .cli(&["download", &id, "--weights", "ema", "-o", "nowhere"])
+        .assert_usage_error(&["no averaged weights"]);
 
-    // Database, logs, weights, the agent's files: all of it.
-    let mut seen = 0;
+    // Database, logs, weights and the agent's files are private.
+    let mut count = 0;
     let mut unvisited = vec![server.data_dir()];
     while let Some(path) = unvisited.pop() {
-        let about = fs::symlink_metadata(&path).expect("it is there");
-        let wanted = if about.is_dir() { 0o700 } else { 0o600 };
-        assert_eq!(about.permissions().mode() & 0o777 & !wanted, 0, "{}", path.display());
-        if about.is_dir() {
+        let metadata = fs::symlink_metadata(&path).expect("metadata");
+        let max_mode = if metadata.is_dir() { 0o700 } else { 0o600 };
+        assert_eq!(metadata.permissions().mode() & 0o777 & !max_mode, 0, "{}", path.display());
+        if metadata.is_dir() {
             unvisited.extend(fs::read_dir(&path).expect("a folder").map(|e| e.expect("an entry").path()));
         }
-        seen += 1;
+        count += 1;
     }
-    assert!(seen > 15, "{seen} files and folders");
+    assert!(count > 15, "{count} files and folders");
     let weights = server.job_dir(&id).join("checkpoints");
     assert!(fs::read_dir(weights).expect("checkpoints").next().is_some());
     server.stop().await;
 }
 
-/// Runs a command on a terminal of its own (util-linux's `script`) and returns what the terminal got.
-fn on_a_terminal(command: &str, folder: &Path) -> String {
+/// Runs a command on a new terminal (util-linux's `script`) and returns its output.
+fn run_on_terminal(command: &str, folder: &Path) -> String {
     let typescript = folder.join("typescript");
     let mut script = Command::new("script");
     script.args(["-qec", command]).arg(&typescript);
     script.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = script.spawn().expect("script runs");
-    // An end of its input would be a key pressed on the terminal, which shows it.
+    // Keeps the input open: the terminal would echo its end as a key.
     let keyboard = child.stdin.take();
     let done = child.wait_with_output().expect("script runs");
     drop(keyboard);
@@ -203,34 +206,33 @@ fn names_of_files_cannot_control_a_terminal() {
         fs::rename(data.join(split).join("boot"), data.join(split).join(evil)).expect("a name");
     }
     let inspect = format!("{} dataset inspect {}", crate::server::LOCKSTEP, data.display());
-    let shown = on_a_terminal(&inspect, folder.path());
+    let shown = run_on_terminal(&inspect, folder.path());
     let escaped = "boot\\u001b]0;owned\\u0007\\u009b31m    9  cat";
     assert!(shown.contains(escaped), "{shown:?}");
     assert!(!shown.contains(|c: char| c.is_control() && c != '\n' && c != '\r'), "{shown:?}");
-    // JSON stays JSON.
-    let json = on_a_terminal(&format!("{inspect} --json"), folder.path());
+    // JSON output is unchanged.
+    let json = run_on_terminal(&format!("{inspect} --json"), folder.path());
     let json: Value = serde_json::from_str(&json).expect("JSON");
     assert!(json["classes"].as_array().expect("classes").iter().any(|class| class == evil), "{json}");
-    // Behind a pipe there may be a terminal.
+    // Output into a pipe is escaped, too, as it may end on a terminal.
     let mut piped = lockstep();
     let piped = Finished::of(piped.args(["dataset", "inspect"]).arg(&data));
     assert!(piped.ok().contains(escaped));
 }
 
 #[tokio::test]
-async fn the_server_responds_with_few_file_descriptors() {
+async fn the_server_responds_when_few_file_descriptors_are_left() {
     let by = ["prlimit", "--nofile=64:64"];
-    let server = Server::start_by(Agents::None, None, Vec::new(), &by, |_| {}).await;
+    let server = Server::start_wrapped(Agents::None, None, Vec::new(), &by, |_| {}).await;
     let address = server.url.trim_start_matches("http://").to_owned();
-    let silent: Vec<TcpStream> =
-        (0..80).map(|_| TcpStream::connect(&address).expect("a connection")).collect();
-    // What these leave is enough for requests that open files, too.
+    let idle: Vec<TcpStream> = (0..80).map(|_| TcpStream::connect(&address).expect("a connection")).collect();
+    // The remaining descriptors suffice, even for requests that open files.
     for path in ["/healthz", "/readyz", "/api/v1/jobs", "/metrics"] {
         let fresh = client(&server.token());
-        let answer = fresh.get(format!("{}{path}", server.url)).send().await.expect("an answer");
-        assert_eq!(answer.status().as_u16(), 200, "{path}");
+        let response = fresh.get(format!("{}{path}", server.url)).send().await.expect("a response");
+        assert_eq!(response.status().as_u16(), 200, "{path}");
     }
-    drop(silent);
+    drop(idle);
     server.stop().await;
 }
 
@@ -257,6 +259,6 @@ async fn a_newer_database_is_not_backed_up() {
     .await
     .expect("a migration");
     sqlx::Connection::close(db).await.expect("closed");
-    backup().wrong(&["newer version", "99990101000000"]);
-    assert!(!file.exists(), "nothing is left");
+    backup().assert_usage_error(&["newer version", "99990101000000"]);
+    assert!(!file.exists(), "no file is left");
 }

@@ -2,7 +2,7 @@
 
 use crate::{
     pictures,
-    server::{Server, turn},
+    server::{Server, training_permit},
     specs,
 };
 use reqwest::Method;
@@ -11,12 +11,12 @@ use std::fs;
 
 #[tokio::test]
 async fn embeddings_and_nearest_neighbours_are_computed_from_a_checkpoint() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     let folder = server.folder().path();
     server.register("fashion", &pictures::idx_dataset(folder, 64, 16)).await;
     let id = server.submit(&specs::short("embedding", "fashion", 1, 4)).await;
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     let files: Vec<_> = fs::read_dir(pictures::image_folder(folder, 2).join("train/boot"))
         .expect("a folder")
         .map(|entry| entry.expect("a picture").path())
@@ -33,7 +33,7 @@ async fn embeddings_and_nearest_neighbours_are_computed_from_a_checkpoint() {
     assert_eq!((lines.len(), embedding(&lines[0]).len(), &lines[0]["classes"]), (2, 64, &json!([])));
     assert_eq!((lines[0]["name"].as_str(), lines[1]["name"].as_str()), (Some(first), Some(second)));
 
-    // The same from the checkpoint's folder, in a file.
+    // The checkpoint's folder gives the same embeddings, written to a file.
     let list = server.get(&format!("/jobs/{id}/checkpoints")).await;
     let checkpoint = &list["checkpoints"][0];
     let model = format!("{}-{}", checkpoint["epoch"], checkpoint["step"]);
@@ -52,7 +52,7 @@ async fn embeddings_and_nearest_neighbours_are_computed_from_a_checkpoint() {
     let values: Vec<f32> =
         tensor.data().chunks_exact(4).map(|v| f32::from_le_bytes([v[0], v[1], v[2], v[3]])).collect();
     assert_eq!(values, [embedding(&lines[0]), embedding(&lines[1])].concat());
-    server.cli(&["predict", first, "-o", "classes"]).wrong(&["--embed"]);
+    server.cli(&["predict", first, "-o", "classes"]).assert_usage_error(&["--embed"]);
 
     let found = server.cli(&["evaluate", &id, "--knn", "5", "--json"]).json();
     assert_eq!([&found["k"], &found["gallery"], &found["samples"]], [&json!(5), &json!(64), &json!(16)]);

@@ -3,7 +3,7 @@
 use crate::{
     pages,
     pictures::{self, Pictures, SIDE},
-    server::{Server, turn},
+    server::{Server, training_permit},
     specs,
 };
 use crc::{CRC_32_ISCSI, Crc};
@@ -23,13 +23,14 @@ use std::{
 /// Python with the packages that `tests/run` has installed in this folder of `target`.
 pub(crate) fn python(packages: &str) -> Command {
     let packages = Path::new(env!("CARGO_MANIFEST_DIR")).join("target").join(packages);
-    assert!(packages.exists(), "{} is missing: tests/run makes it", packages.display());
+    assert!(packages.exists(), "{} is missing: tests/run installs it", packages.display());
     let mut command = Command::new("python3");
     command.env("PYTHONPATH", packages).env("PYTHONDONTWRITEBYTECODE", "1");
     command
 }
 
-pub(crate) fn printed(mut command: Command) -> String {
+/// Runs a command, which must succeed, and returns its output.
+pub(crate) fn output_of(mut command: Command) -> String {
     let output = command.output().expect("Python");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).expect("UTF-8")
@@ -37,15 +38,15 @@ pub(crate) fn printed(mut command: Command) -> String {
 
 #[tokio::test]
 async fn onnxruntime_s_predictions_match_lockstep_s() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     let folder = server.folder().path();
     server.register("fashion", &pictures::idx_dataset(folder, 320, 40)).await;
     let spec = specs::short("exported", "fashion", 1, 12);
     let id = server.submit(&specs::with(spec, json!({"data": {"image_size": SIDE}}))).await;
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
 
-    // The same from the server (a folder may be called as the job is), from the checkpoint's folder, and from the file with its weights.
+    // The same file from the server (though a folder has the job's name), from the checkpoint's folder, and from its weights' file.
     fs::create_dir(folder.join("exported")).expect("a folder");
     let written = server.cli(&["export", "onnx", "exported", "-o", "model.onnx", "--json"]).json();
     let network = fs::read(folder.join("model.onnx")).expect("a network");
@@ -73,34 +74,34 @@ async fn onnxruntime_s_predictions_match_lockstep_s() {
     let best =
         predicted.as_array().expect("predictions").iter().map(|one| one["classes"][0]["class"].clone());
 
-    // The example of the page, with pictures that have the network's size.
+    // The page's example, with pictures of the network's size.
     let example = pages::blocks("docs/exports.md", "python").remove(0);
     let pixels =
         format!("import numpy; pixels = numpy.fromfile('pixels', 'u1').reshape(-1, 1, {SIDE}, {SIDE})");
     let mut command = python("onnx");
     command.current_dir(folder).args(["-c", &format!("{pixels}\n{example}")]);
-    let printed: Value = serde_json::from_str(&printed(command)).expect("JSON");
+    let printed: Value = serde_json::from_str(&output_of(command)).expect("JSON");
     assert_eq!(printed, Value::from_iter(best));
 
-    let refused = |arguments: &[&str], words: &str| {
-        server.cli(&[&["export", "onnx", "-o", "x"][..], arguments].concat()).wrong(&[words]);
+    let assert_refused = |arguments: &[&str], words: &str| {
+        server.cli(&[&["export", "onnx", "-o", "x"][..], arguments].concat()).assert_usage_error(&[words]);
     };
-    refused(&[&id, "--weights", "ema"], "averag");
-    refused(&[checkpoint.to_str().expect("UTF-8"), "--weights", "ema"], "ema.safetensors");
-    refused(&["no/folder"], "no/folder: there is no such file or folder");
-    refused(&["nobody"], "no job is called nobody");
-    server.cli(&["export", "onnx", &id]).wrong(&["--output"]);
-    server.cli(&["export"]).wrong(&["FOLDER"]);
+    assert_refused(&[&id, "--weights", "ema"], "averag");
+    assert_refused(&[checkpoint.to_str().expect("UTF-8"), "--weights", "ema"], "ema.safetensors");
+    assert_refused(&["no/folder"], "no/folder: there is no such file or folder");
+    assert_refused(&["nobody"], "no job is called nobody");
+    server.cli(&["export", "onnx", &id]).assert_usage_error(&["--output"]);
+    server.cli(&["export"]).assert_usage_error(&["FOLDER"]);
     assert!(!folder.join("x").exists());
     server.stop().await;
 }
 
-/// A job of two ranks, and the files that `export tensorboard` has made of it: its folder, and `rank-1` in it.
-async fn exported_to_tensorboard(server: &Server) -> (String, PathBuf) {
+/// Trains a job of two ranks and runs `export tensorboard`. Returns the job's id and the folder of rank 0, which contains `rank-1`.
+async fn export_to_tensorboard(server: &Server) -> (String, PathBuf) {
     let folder = server.folder().path();
     server.register("fashion", &pictures::idx_dataset(folder, 320, 40)).await;
     let id = server.submit(&specs::short("a/name of two ranks", "fashion", 2, 12)).await;
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     let written = server.cli(&["export", "tensorboard", &id, "-o", "runs", "--json"]).json();
     let run = folder.join(written[0]["folder"].as_str().expect("a folder"));
     let name = run.strip_prefix(folder.join("runs")).expect("it is in the folder").to_str().expect("UTF-8");
@@ -115,7 +116,7 @@ fn points(server: &Server, id: &str) -> BTreeSet<String> {
     csv.ok().lines().skip(1).map(|line| line.strip_prefix("1,").expect("attempt 1").to_owned()).collect()
 }
 
-/// The messages of an event file, of which every checksum is right.
+/// Checks the checksums of an event file and returns its messages.
 fn records(file: &Path) -> Vec<Vec<u8>> {
     let crc = Crc::<u32>::new(&CRC_32_ISCSI);
     let masked = |bytes: &[u8]| {
@@ -148,15 +149,15 @@ fn event_file(run: &Path) -> PathBuf {
 
 #[tokio::test]
 async fn event_files_and_parquet_contain_every_point_of_every_rank() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
-    let (id, run) = exported_to_tensorboard(&server).await;
+    let (id, run) = export_to_tensorboard(&server).await;
     let points = points(&server, &id);
     for (rank, run) in [("0", run.clone()), ("1", run.join("rank-1"))] {
         let of_rank = points.iter().filter_map(|point| point.split_once(',').filter(|(of, _)| *of == rank));
         let steps: BTreeSet<_> = of_rank.filter_map(|(_, point)| point.split(',').nth(1)).collect();
         let records = records(&event_file(&run));
-        // Besides these, the file's version, and of rank 0 the settings and the end.
+        // Further records are the file's version and, for rank 0, the settings and the end.
         assert_eq!(records.len(), steps.len() + if rank == "0" { 3 } else { 1 });
         assert!(records[0].windows(13).any(|part| part == b"brain.Event:2"));
         assert_eq!(records[1].windows(8).any(|part| part == b"train.lr"), rank == "0");
@@ -172,10 +173,10 @@ async fn event_files_and_parquet_contain_every_point_of_every_rank() {
     });
     assert_eq!(rows.collect::<BTreeSet<_>>(), points);
 
-    // Again, to the same place.
+    // A second export replaces the first.
     server.cli(&["export", "tensorboard", "a/name of two ranks", "-o", "runs"]).ok();
     event_file(&run);
-    server.cli(&["export", "tensorboard", "-o", "runs"]).wrong(&["JOB"]);
+    server.cli(&["export", "tensorboard", "-o", "runs"]).assert_usage_error(&["JOB"]);
     server.stop().await;
 }
 
@@ -206,15 +207,15 @@ print(start.hparams["train.steps"].number_value, start.hparams["model.arch"].str
 
     #[tokio::test]
     async fn tensorboard_reads_every_point_and_the_settings() {
-        let _turn = turn().await;
+        let _permit = training_permit().await;
         let server = Server::start().await;
-        let (id, run) = exported_to_tensorboard(&server).await;
+        let (id, run) = export_to_tensorboard(&server).await;
         let mut command = python("tensorboard");
         command.args(["-c", SCRIPT]).arg(&run);
-        let printed = printed(command);
+        let printed = output_of(command);
         let mut lines: Vec<&str> = printed.lines().collect();
         assert_eq!(lines.pop(), Some("12.0 resnet20 1"));
-        // Numbers are compared as such: their shortest text is not the same in all languages.
+        // Values are compared as numbers, as languages print them differently.
         let parse = |line: &str| {
             let (name, value) = line.rsplit_once(',').expect("a value");
             (name.to_owned(), value.parse::<f32>().expect("a number").to_bits())

@@ -2,7 +2,7 @@
 
 use crate::{
     pictures,
-    server::{Server, number, signal, state_of, turn},
+    server::{Server, number, signal, state_of, training_permit},
     socket::{Socket, assert_unbroken, is_end, is_metric, last_step, stored},
     specs,
 };
@@ -13,7 +13,7 @@ use std::{collections::BTreeSet, fs};
 const STEPS: u64 = 160;
 const EVERY: u64 = 20;
 
-/// A job with checkpoints on its way, long enough to be hit.
+/// A job with checkpoints that lasts until it is disturbed.
 fn spec(name: &str, max_restarts: u32) -> Value {
     specs::with(
         specs::short(name, "fashion", 2, STEPS),
@@ -26,13 +26,13 @@ fn spec(name: &str, max_restarts: u32) -> Value {
 
 async fn server() -> Server {
     let server = Server::start().await;
-    // 40 steps an epoch, so that restarts happen in the middle of one too.
+    // 40 steps per epoch, so that restarts also happen within an epoch.
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
     server
 }
 
-/// A stream that has seen `steps` steps of both ranks and a checkpoint.
-async fn in_the_middle(server: &Server, id: &str, steps: u64) -> Socket {
+/// Returns a stream that has read `steps` steps of both ranks and a checkpoint.
+async fn read_until_step(server: &Server, id: &str, steps: u64) -> Socket {
     let mut socket = Socket::of_job(server, id, 0).await;
     socket.until(|f| f["type"] == "checkpoint").await;
     for rank in 0..2 {
@@ -51,8 +51,8 @@ fn states(events: &[Value]) -> Vec<String> {
     states
 }
 
-/// Every rank has reported every step, in one attempt or another, and none twice in one attempt.
-async fn every_step_is_there(server: &Server, id: &str) {
+/// Asserts that every rank has reported every step in some attempt, and no step twice in one attempt.
+async fn assert_every_step(server: &Server, id: &str) {
     let points = server.points(id, "loss").await;
     let places: BTreeSet<_> = points.iter().map(|p| (p.0, p.1, p.2)).collect();
     assert_eq!(places.len(), points.len(), "a step of a rank twice in one attempt");
@@ -64,24 +64,24 @@ async fn every_step_is_there(server: &Server, id: &str) {
 
 #[tokio::test]
 async fn a_killed_rank_restarts_its_job_from_the_newest_checkpoint_or_fails_it() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let undisturbed = server.submit(&spec("disturbed", 3)).await;
-    server.succeeded(&undisturbed).await;
+    server.wait_for_success(&undisturbed).await;
 
     let id = server.submit(&spec("disturbed", 3)).await;
-    let mut socket = in_the_middle(&server, &id, 70).await;
+    let mut socket = read_until_step(&server, &id, 70).await;
     let (_, rank) = server.ranks(&id).into_iter().find(|(rank, _)| *rank == 1).expect("rank 1 is alive");
     signal(rank.pid, Signal::KILL);
     socket.read_to_end().await;
-    let job = server.succeeded(&id).await;
+    let job = server.wait_for_success(&id).await;
     assert_eq!(number(&job["attempt"]), 2);
 
     let events = stored(&server, &id).await;
-    let response = states(&events);
-    let (first, rest) = response.split_at(4);
+    let states = states(&events);
+    let (first, rest) = states.split_at(4);
     assert_eq!(first, ["queued", "starting", "running", "restarting"]);
-    assert_eq!(rest.last().map(String::as_str), Some("succeeded"), "{response:?}");
+    assert_eq!(rest.last().map(String::as_str), Some("succeeded"), "{states:?}");
     let restarting = events.iter().find(|e| e["state"] == "restarting").expect("a restart");
     let reason = restarting["reason"].as_str().expect("a reason");
     for words in ["rank 1 was killed by signal 9 at step", "attempt 2 starts from step"] {
@@ -94,12 +94,12 @@ async fn a_killed_rank_restarts_its_job_from_the_newest_checkpoint_or_fails_it()
     let points = server.points(&id, "loss").await;
     let steps_of_second: Vec<_> = points.iter().filter(|p| (p.0, p.1) == (2, 0)).map(|p| p.2).collect();
     assert_eq!(steps_of_second, (from + 1..=STEPS).collect::<Vec<_>>());
-    every_step_is_there(&server, &id).await;
+    assert_every_step(&server, &id).await;
     assert!(
         server.last_model(&id).await == server.last_model(&undisturbed).await,
-        "continuing from a checkpoint gives the weights of never having stopped, bit for bit"
+        "a restart from a checkpoint does not change a bit of the weights"
     );
-    // Why the first attempt ended is kept, for programs and people, now that the second has succeeded.
+    // The reason why the first attempt ended is kept after the second has succeeded.
     let attempts = server.get(&format!("/jobs/{id}/attempts")).await;
     let [first, second] = &attempts["attempts"].as_array().expect("attempts")[..] else {
         panic!("{attempts:#}")
@@ -123,28 +123,28 @@ async fn a_killed_rank_restarts_its_job_from_the_newest_checkpoint_or_fails_it()
         assert!(kept, "attempt {attempt}");
     }
 
-    // Without restarts its job fails.
+    // Without restarts the job fails.
     let id = server.submit(&spec("no-second-chance", 0)).await;
-    in_the_middle(&server, &id, 45).await;
+    read_until_step(&server, &id, 45).await;
     let ranks = server.ranks(&id);
     assert_eq!(ranks.len(), 2, "{ranks:?}");
     signal(ranks[0].1.pid, Signal::KILL);
-    let job = server.ended(&id).await;
+    let job = server.wait_for_end(&id).await;
     assert_eq!(job["state"], "failed", "{job:#}");
     let reason = job["reason"].as_str().expect("a reason");
     assert!(reason.contains("rank 0 was killed by signal 9 at step"), "{reason}");
     assert!(reason.contains("max_restarts"), "{reason}");
-    server.until("the other rank is gone too", async |s: &Server| s.ranks(&id).is_empty()).await;
-    assert!(!server.checkpoints(&id).await.is_empty(), "its checkpoints stay");
+    server.until("the other rank has ended, too", async |s: &Server| s.ranks(&id).is_empty()).await;
+    assert!(!server.checkpoints(&id).await.is_empty(), "the checkpoints are kept");
     server.stop().await;
 }
 
 #[tokio::test]
-async fn a_restarted_server_finds_its_job_still_running() {
-    let _turn = turn().await;
+async fn a_job_continues_while_its_server_restarts() {
+    let _permit = training_permit().await;
     let mut server = server().await;
     let id = server.submit(&spec("orphaned", 3)).await;
-    let seen = in_the_middle(&server, &id, 60).await.drop_connection();
+    let seen = read_until_step(&server, &id, 60).await.drop_connection();
     let ranks = server.ranks(&id);
     server.kill_serve();
 
@@ -152,24 +152,23 @@ async fn a_restarted_server_finds_its_job_still_running() {
     let log = server.attempt_dir(&id, 1).join("rank.1.log");
     let length = || std::fs::metadata(&log).map_or(0, |m| m.len());
     let at_death = length();
-    server.until("a rank trains on without a server", async |_: &Server| length() > at_death).await;
-    server.serve_again().await;
+    server.until("a rank trains without a server", async |_: &Server| length() > at_death).await;
+    server.start_serve().await;
 
     let since = seen.last().map_or(0, |e| number(&e["seq"]));
     let mut socket = Socket::of_job(&server, &id, since).await;
     socket.read_to_end().await;
-    let job = server.succeeded(&id).await;
+    let job = server.wait_for_success(&id).await;
     assert_eq!(number(&job["attempt"]), 1, "the same attempt, taken over: {job:#}");
     assert!(ranks.len() == 2, "{ranks:?}");
 
-    // What was sent before the end of the server is stored, word for word; what came after continues
-    // from there.
+    // All events that the stream sent before and after the restart are stored, without gaps.
     let all = stored(&server, &id).await;
     assert_unbroken(&all, 0);
-    let mut response = seen;
-    response.extend(socket.events());
+    let mut received = seen;
+    received.extend(socket.events());
     let end = all.iter().position(is_end).expect("an end") + 1;
-    assert_eq!(response, all[..end]);
-    every_step_is_there(&server, &id).await;
+    assert_eq!(received, all[..end]);
+    assert_every_step(&server, &id).await;
     server.stop().await;
 }

@@ -1,9 +1,9 @@
-//! The README's fine-tuning: a folder of classes, weights in torchvision's form, and three commands, from the page itself. Pictures are
-//! small and few of them, some files are broken; classes are many.
+//! The fine-tuning of docs/training.md, with the page's three commands: a folder of many classes with few small pictures and some broken
+//! files, and weights in torchvision's format.
 
 use crate::{
     pages,
-    server::{Finished, Server, turn},
+    server::{Finished, Server, training_permit},
 };
 use image::{Rgb, RgbImage};
 use lockstep_engine::net::{init, resnet};
@@ -14,14 +14,14 @@ use std::{fs, path::Path};
 const CLASSES: usize = 131;
 const PICTURES: usize = 3;
 
-/// What two cores can do.
+/// Settings that make the job small enough for two cores.
 const SIZES: &str = " --set data.image_size=32 --set model.stem=imagenet --set train.epochs=1";
 
 fn class_name(class: usize) -> String {
     format!("flower {class:03}")
 }
 
-/// Each class has a colour; sizes and shapes differ.
+/// Writes a picture in the colour of its class. Sizes and shapes differ.
 fn write_picture(path: &Path, class: usize, number: usize) {
     let (width, height) = (20 + 7 * number as u32, 28 - 3 * number as u32);
     let colour = |x: u32, y: u32, channel: usize| {
@@ -40,11 +40,11 @@ fn write_folder(folder: &Path) {
     let train = folder.join("train");
     fs::write(train.join("flower 003/notes.jpg"), "which flower was this?").expect("a file");
     fs::write(train.join("flower 007/empty.jpg"), "").expect("a file");
-    let whole = fs::read(train.join("flower 011/0.jpg")).expect("a picture");
-    fs::write(train.join("flower 011/cut.jpg"), &whole[..whole.len() / 2]).expect("a file");
+    let intact = fs::read(train.join("flower 011/0.jpg")).expect("a picture");
+    fs::write(train.join("flower 011/cut.jpg"), &intact[..intact.len() / 2]).expect("a file");
 }
 
-/// A file as `safetensors.torch.save_file(torchvision.models.resnet18().state_dict(), ...)` leaves it.
+/// Writes a file in the format of `safetensors.torch.save_file(torchvision.models.resnet18().state_dict(), ...)`.
 fn write_weights(path: &Path) {
     let model = ModelSpec { arch: Arch::ResNet18, stem: Stem::Imagenet, ..ModelSpec::default() };
     let network = resnet::build(&model, 224, 3, 1000).expect("a network");
@@ -71,7 +71,7 @@ fn values(file: &[u8], tensor: &str) -> Vec<f32> {
 
 #[tokio::test]
 async fn fine_tuning_takes_three_commands_from_a_folder_to_a_prediction() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     let here = server.folder().path();
     let folder = here.join("home/pictures/flowers");
@@ -81,16 +81,16 @@ async fn fine_tuning_takes_three_commands_from_a_folder_to_a_prediction() {
     let file = pages::files("docs/training.md").into_iter().find(|(name, _)| name == "finetune.toml");
     server.folder().write("finetune.toml", file.expect("the job").1);
     fs::copy(folder.join("train/flower 042/1.jpg"), here.join("new.jpg")).expect("a picture");
-    let typed = |line: &str| {
+    let run_line = |line: &str| {
         let mut shell = pages::shell(line);
-        Finished::of(shell.current_dir(here).envs(server.for_clients()).env("HOME", here.join("home")))
+        Finished::of(shell.current_dir(here).envs(server.client_variables()).env("HOME", here.join("home")))
     };
 
-    let added = typed(&pages::line("docs/training.md", "lockstep dataset add flowers "));
+    let added = run_line(&pages::line("docs/training.md", "lockstep dataset add flowers "));
     assert!(added.ok().contains("131") && added.stdout.contains("3 broken files"), "{}", added.stdout);
     server.cli(&["validate", "finetune.toml"]).ok();
     let submit = pages::line("docs/training.md", "lockstep submit finetune.toml");
-    // Weights of another network, of no file and of no weights at all are refused now, not when slots are free.
+    // Weights of another network, a missing file and a file without weights are refused at submission.
     for (set, words) in [
         (
             "model.arch=\"resnet34\"",
@@ -100,13 +100,13 @@ async fn fine_tuning_takes_three_commands_from_a_folder_to_a_prediction() {
         ("model.pretrained=\"/no/weights.safetensors\"", &["model.pretrained", "/no/weights.safetensors"]),
         ("model.pretrained=\"finetune.toml\"", &["model.pretrained", "not a whole safetensors file"]),
     ] {
-        typed(&format!("{submit}{SIZES} --set '{set}'")).wrong(words);
+        run_line(&format!("{submit}{SIZES} --set '{set}'")).assert_usage_error(words);
     }
-    let watched = typed(&(submit + SIZES));
+    let watched = run_line(&(submit + SIZES));
     let last = watched.ok().lines().last().expect("a last line");
     assert!(last.starts_with("succeeded after ") && last.contains(" s: validation accuracy "), "{last}");
-    let answer = typed(&pages::line("docs/training.md", "lockstep predict flowers new.jpg"));
-    let (_, classes) = answer.ok().split_once("new.jpg: ").expect("the picture's name");
+    let response = run_line(&pages::line("docs/training.md", "lockstep predict flowers new.jpg"));
+    let (_, classes) = response.ok().split_once("new.jpg: ").expect("the picture's name");
     let named = classes.trim().split(", ").map(|of| of.rsplit_once(' ').expect("a share").0.to_owned());
     let names: Vec<String> = (0..CLASSES).map(class_name).collect();
     assert_eq!(named.clone().count(), 5, "{classes}");
@@ -119,7 +119,7 @@ async fn fine_tuning_takes_three_commands_from_a_folder_to_a_prediction() {
     let id = shown["id"].as_str().expect("an id");
     let train = &shown["spec"]["train"];
     assert_eq!((train["lr"].as_f64(), train["schedule"].as_str()), (Some(0.00125), Some("cosine")));
-    // What was left out is named, and a tenth of the rest was held out.
+    // Broken files are named, and a tenth of the pictures is used for validation.
     let log = server.cli(&["logs", id]);
     for words in [
         "3 broken files are left out",
@@ -138,13 +138,13 @@ async fn fine_tuning_takes_three_commands_from_a_folder_to_a_prediction() {
     assert!(training + held_out == 393 && (20..60).contains(&held_out), "{counts}");
     assert!(log.stdout.contains("[1000, 512], this job's is [131, 512]"), "{}", log.stdout);
 
-    // It began from these weights: one epoch at a small rate has not led far.
+    // Training began with these weights: one epoch at a small learning rate changes them little.
     let model = server.last_model(id).await;
     let given = fs::read(&weights).expect("the weights");
     let (before, after) = (values(&given, "layer3.0.conv1.weight"), values(&model, "layer3.0.conv1.weight"));
     let norm =
         |values: &mut dyn Iterator<Item = f32>| values.map(|v| f64::from(v).powi(2)).sum::<f64>().sqrt();
-    let way = norm(&mut before.iter().zip(&after).map(|(a, b)| a - b)) / norm(&mut before.iter().copied());
-    assert!(way > 0.0 && way < 0.2, "{way}");
+    let change = norm(&mut before.iter().zip(&after).map(|(a, b)| a - b)) / norm(&mut before.iter().copied());
+    assert!(change > 0.0 && change < 0.2, "{change}");
     server.stop().await;
 }

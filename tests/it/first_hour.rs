@@ -1,9 +1,9 @@
-//! The first hour of somebody who has pictures and an empty machine: the commands of README.md, as they stand there.
+//! The commands of README.md, as written, on an empty machine with a folder of pictures.
 
 use crate::{
     pages,
     pictures::{Pictures, SIDE},
-    server::{Finished, Folder, SOON, lockstep, signal, turn},
+    server::{Finished, Folder, TIMEOUT, lockstep, signal, training_permit},
 };
 use rustix::process::Signal;
 use std::{
@@ -43,12 +43,12 @@ impl Drop for Serve {
 
 #[tokio::test]
 async fn the_readme_s_eight_commands_classify_a_picture_on_an_empty_machine() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let blocks = pages::blocks("README.md", "sh");
     let block = blocks.iter().find(|block| block.contains("lockstep init ~/photos")).expect("the commands");
     let lines: Vec<_> = block.lines().collect();
     assert!(lines.len() <= 8, "{block}");
-    // The first four make the program. Serving has a free port here.
+    // The first four lines build the program. The test starts `serve` on a free port.
     assert!(lines[4].starts_with("lockstep serve "), "{block}");
     let init = pages::line("README.md", "lockstep init ~/photos");
     let submit = pages::line("README.md", "lockstep submit lockstep.toml --watch");
@@ -64,8 +64,8 @@ async fn the_readme_s_eight_commands_classify_a_picture_on_an_empty_machine() {
         .current_dir(folder.path());
     let log = fs::File::create(folder.path().join("serve.log")).expect("a log");
     let serve = Serve(serve.stdout(Stdio::null()).stderr(log).spawn().expect("lockstep serve"));
-    // Nothing but the folder tells the commands where the server is.
-    let typed = |line: &str| {
+    // The commands find the server only by the folder.
+    let run_line = |line: &str| {
         let mut shell = pages::shell(line);
         for name in ["LOCKSTEP_SERVER", "LOCKSTEP_TOKEN", "LOCKSTEP_TOKEN_FILE"] {
             shell.env_remove(name);
@@ -74,19 +74,23 @@ async fn the_readme_s_eight_commands_classify_a_picture_on_an_empty_machine() {
         Finished::of(shell.current_dir(folder.path()))
     };
     let since = Instant::now();
-    while !typed("lockstep machine list").stdout.contains("online") {
-        assert!(since.elapsed() < SOON, "no machine: {:?}", typed("lockstep machine list"));
+    while !run_line("lockstep machine list").stdout.contains("online") {
+        assert!(since.elapsed() < TIMEOUT, "no machine: {:?}", run_line("lockstep machine list"));
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
-    let made = typed(&init);
-    assert!(made.ok().contains("80 train") && made.stdout.contains(" on this machine"), "{}", made.stdout);
+    let created = run_line(&init);
+    assert!(
+        created.ok().contains("80 train") && created.stdout.contains(" on this machine"),
+        "{}",
+        created.stdout
+    );
     let text = fs::read_to_string(folder.path().join("lockstep.toml")).expect("a job file");
     assert!(text.contains("validation = 0.1"), "{text}");
     let (command, _) = submit.split_once('#').expect("a comment");
-    let trained = typed(&format!("{command} --set train.epochs=5"));
+    let trained = run_line(&format!("{command} --set train.epochs=5"));
     let last = trained.ok().lines().last().expect("a last line");
     assert!(last.contains("validation accuracy "), "{last}");
-    let classified = typed(&predict);
+    let classified = run_line(&predict);
     assert!(classified.ok().starts_with("new.jpg: "), "{}", classified.stdout);
     assert!(
         ["boot ", "trouser "].iter().all(|class| classified.stdout.contains(class)),
@@ -94,8 +98,8 @@ async fn the_readme_s_eight_commands_classify_a_picture_on_an_empty_machine() {
         classified.stdout
     );
     assert!(classified.stderr.starts_with("photos (j"), "{}", classified.stderr);
-    // Few pictures measure this job.
-    let shown = typed("lockstep show photos");
+    // The job has few validation pictures.
+    let shown = run_line("lockstep show photos");
     let diagnosis = shown.ok().lines().find(|line| line.starts_with("diagnosis")).unwrap_or_default();
     assert!(diagnosis.contains("Too few validation pictures to tell"), "{}", shown.stdout);
     drop(serve);

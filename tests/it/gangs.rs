@@ -1,8 +1,8 @@
-//! One job over several machines: real agents, each with its own name, folder and slots, that share this machine.
+//! A job over several machines: real agents on this machine, each with its own name, folder and slots.
 
 use crate::{
     pictures,
-    server::{Agents, LOCKSTEP, Server, ended, lockstep, number, signal, turn},
+    server::{Agents, LOCKSTEP, Server, exit_status, lockstep, number, signal, training_permit},
     specs,
 };
 use reqwest::{Method, StatusCode};
@@ -27,7 +27,7 @@ impl Machines {
         Self::start_with(agents, &[]).await
     }
 
-    /// With variables of the agents' environments.
+    /// As [`Machines::start`], with environment variables of the agents.
     async fn start_with(agents: &[(&str, u32)], variables: &[(&str, &str)]) -> Self {
         let server = Server::start_with(Agents::None).await;
         let mut this = Self { server, agents: Vec::new() };
@@ -44,13 +44,13 @@ impl Machines {
         self.server.until("all agents are online", async |s: &Server| s.slots().await == slots).await;
     }
 
-    /// Starts an agent, again on the same folder where there was one of this name.
+    /// Starts an agent. A second agent with the same name uses the first one's folder.
     fn join(&mut self, name: &str, slots: u32, variables: &[(&str, &str)]) {
         let folder = self.server.folder().path();
         let token = folder.join(format!("{name}.token"));
         if !token.exists() {
-            let made = self.server.cli(&["token", "create", "--scope", "agent", "--agent", name]);
-            fs::write(&token, made.ok()).expect("a token");
+            let created = self.server.cli(&["token", "create", "--scope", "agent", "--agent", name]);
+            fs::write(&token, created.ok()).expect("a token");
         }
         let log = File::options().create(true).append(true).open(folder.join(format!("{name}.log")));
         let log = log.expect("a log");
@@ -67,7 +67,7 @@ impl Machines {
         found.expect("an agent of this name").1.id() as i32
     }
 
-    /// As a power cut would: agent and ranks.
+    /// Kills an agent, and its ranks of a job, as a power failure does.
     fn kill(&mut self, name: &str, with_ranks_of: Option<&str>) {
         let n = self.agents.iter().position(|(of, _)| of == name).expect("an agent of this name");
         let (_, mut agent) = self.agents.remove(n);
@@ -84,7 +84,7 @@ impl Machines {
         let n = self.agents.iter().position(|(of, _)| of == name).expect("an agent of this name");
         let (_, mut agent) = self.agents.remove(n);
         signal(agent.id() as i32, Signal::TERM);
-        assert_eq!(ended(&mut agent).await.code(), Some(0));
+        assert_eq!(exit_status(&mut agent).await.code(), Some(0));
     }
 
     async fn stop(mut self) {
@@ -96,17 +96,18 @@ impl Machines {
     }
 
     async fn order(&self, id: &str, order: &str) {
-        let answer = self.server.request(Method::POST, &format!("/jobs/{id}/{order}"), None).await;
-        assert_eq!(answer.status, StatusCode::ACCEPTED, "{}", answer.text);
+        let response = self.server.request(Method::POST, &format!("/jobs/{id}/{order}"), None).await;
+        assert_eq!(response.status, StatusCode::ACCEPTED, "{}", response.text);
     }
 
+    /// Waits until a job trains.
     async fn trains(&self, id: &str) -> Value {
-        self.server.job_when(id, "it trains", |job| number(&job["step"]) >= 3).await
+        self.server.wait_for_job(id, "the job trains", |job| number(&job["step"]) >= 3).await
     }
 
     async fn attempts(&self, id: &str) -> Vec<Value> {
-        let answer = self.server.get(&format!("/jobs/{id}/attempts")).await;
-        answer["attempts"].as_array().expect("attempts").clone()
+        let response = self.server.get(&format!("/jobs/{id}/attempts")).await;
+        response["attempts"].as_array().expect("attempts").clone()
     }
 }
 
@@ -116,7 +117,7 @@ fn parent(pid: i32) -> Option<u32> {
     status.lines().find_map(|line| line.strip_prefix("PPid:")?.trim().parse().ok())
 }
 
-/// A job with a checkpoint every ten steps; what it comes to depends on its seed alone.
+/// A job with a checkpoint every ten steps. Its weights depend only on its seed.
 fn job(ranks: u32, steps: u64) -> Value {
     specs::with(
         specs::short("gang", "fashion", ranks, steps),
@@ -126,24 +127,24 @@ fn job(ranks: u32, steps: u64) -> Value {
 
 #[tokio::test]
 async fn a_job_over_two_agents_has_the_weights_of_a_single_agent() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let mut machines = Machines::start(&[("whole", 4)]).await;
     let mut models = Vec::new();
     for ranks in [2, 4] {
         let id = machines.server.submit(&job(ranks, STEPS)).await;
-        assert_eq!(machines.server.succeeded(&id).await["agents"], json!(["whole"]));
+        assert_eq!(machines.server.wait_for_success(&id).await["agents"], json!(["whole"]));
         models.push(machines.server.last_model(&id).await);
     }
     machines.end("whole").await;
-    // The ranks of one machine share memory; those of several do not.
-    let apart = [("LOCKSTEP_SHARED_MEMORY", "0")];
-    for (n, slots, variables) in [(0, 1, &[][..]), (1, 2, &apart[..])] {
+    // First one rank per machine, then two per machine without shared memory.
+    let no_shared_memory = [("LOCKSTEP_SHARED_MEMORY", "0")];
+    for (n, slots, variables) in [(0, 1, &[][..]), (1, 2, &no_shared_memory[..])] {
         let (a, b) = (format!("a{n}"), format!("b{n}"));
         machines.join(&a, slots, variables);
         machines.join(&b, slots, variables);
         machines.online(2 * slots as usize).await;
         let id = machines.server.submit(&job(2 * slots, STEPS)).await;
-        let job = machines.server.succeeded(&id).await;
+        let job = machines.server.wait_for_success(&id).await;
         assert_eq!((&job["agents"], number(&job["attempt"])), (&json!([a, b]), 1), "{job:#}");
         let ranks: Vec<_> = machines.server.points(&id, "loss").await.into_iter().map(|p| p.1).collect();
         let all = (0..u64::from(2 * slots)).flat_map(|rank| vec![rank; STEPS as usize]);
@@ -157,29 +158,29 @@ async fn a_job_over_two_agents_has_the_weights_of_a_single_agent() {
 
 #[tokio::test]
 async fn a_rank_killed_on_the_second_agent_restarts_the_job_to_the_same_bits() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let slow_steps = [("LOCKSTEP_FAULT", "step:slow")];
     let machines = Machines::start_with(&[("a", 1), ("b", 1)], &slow_steps).await;
     let steps = 100;
-    // Of optimizer state that the ranks divide, the killed rank's part is in the newest checkpoint alone.
-    for divides in [false, true] {
-        let spec = specs::with(job(2, steps), json!({"parallel": {"optimizer_sharding": divides}}));
+    // With optimizer sharding, only the newest checkpoint has the killed rank's part of the state.
+    for is_sharded in [false, true] {
+        let spec = specs::with(job(2, steps), json!({"parallel": {"optimizer_sharding": is_sharded}}));
         let undisturbed = machines.server.submit(&spec).await;
-        machines.server.succeeded(&undisturbed).await;
+        machines.server.wait_for_success(&undisturbed).await;
         let id = machines.server.submit(&spec).await;
-        machines.server.job_when(&id, "it trains", |job| number(&job["step"]) >= 25).await;
+        machines.server.wait_for_job(&id, "the job trains", |job| number(&job["step"]) >= 25).await;
         let ranks = machines.server.ranks(&id);
         let (_, second) = ranks.iter().find(|(rank, _)| *rank == 1).expect("rank 1");
-        assert_eq!(parent(second.pid), Some(machines.pid("b") as u32), "rank 1 is the second machine's");
+        assert_eq!(parent(second.pid), Some(machines.pid("b") as u32), "rank 1 is on the second machine");
         signal(second.pid, Signal::KILL);
-        let job = machines.server.succeeded(&id).await;
+        let job = machines.server.wait_for_success(&id).await;
         assert_eq!(number(&job["attempt"]), 2, "{job:#}");
         let attempts = machines.attempts(&id).await;
         let reason = attempts[0]["reason"]["words"].as_str().unwrap_or_default();
         assert!(reason.contains("rank 1 was killed by signal 9"), "{attempts:#?}");
         assert!(attempts.iter().all(|attempt| attempt["agents"] == json!(["a", "b"])), "{attempts:#?}");
         let from = attempts[1]["checkpoint"].as_str().unwrap_or_default();
-        assert!(!divides || from.ends_with('0'), "every tenth step has a checkpoint: {attempts:#?}");
+        assert!(!is_sharded || from.ends_with('0'), "every tenth step has a checkpoint: {attempts:#?}");
         assert!(
             machines.server.last_model(&id).await == machines.server.last_model(&undisturbed).await,
             "the same weights"
@@ -189,108 +190,108 @@ async fn a_rank_killed_on_the_second_agent_restarts_the_job_to_the_same_bits() {
 }
 
 #[tokio::test]
-async fn an_agent_silent_beyond_its_lease_is_named_and_the_job_continues_when_it_is_back_or_on_a_spare() {
-    let own_turn = turn().await;
+async fn after_an_agent_s_lease_expires_the_job_continues_there_or_on_a_spare() {
+    let permit = training_permit().await;
     let mut machines = Machines::start(&[("a", 1), ("b", 1)]).await;
     let id = machines.server.submit(&job(2, 1_000_000)).await;
     machines.trains(&id).await;
-    // A machine that hangs: its rank ends itself with the lease.
+    // A machine hangs: its rank ends itself when the lease expires.
     signal(machines.pid("b"), Signal::STOP);
-    // While its job waits for leases, others can have the machine.
-    drop(own_turn);
+    // While the job waits for the lease, other tests may train.
+    drop(permit);
     let lost =
         |attempt: u64| move |job: &Value| job["state"] == "restarting" && number(&job["attempt"]) == attempt;
-    machines.server.job_when(&id, "its lease runs out", lost(1)).await;
+    machines.server.wait_for_job(&id, "the lease expires", lost(1)).await;
     let reason = machines.attempts(&id).await[0]["reason"]["words"].clone();
     assert!(reason.as_str().is_some_and(|r| r.contains("agent \"b\" was silent")), "{reason}");
-    assert!(machines.server.ranks(&id).is_empty(), "no rank is left when the next attempt may start");
+    assert!(machines.server.ranks(&id).is_empty(), "no rank is left before the next attempt");
     signal(machines.pid("b"), Signal::CONT);
-    let again = |job: &Value| number(&job["attempt"]) == 2 && job["state"] == "running";
-    machines.server.job_when(&id, "it continues there", again).await;
-    // A machine that is gone for good, and a spare.
+    let is_second = |job: &Value| number(&job["attempt"]) == 2 && job["state"] == "running";
+    machines.server.wait_for_job(&id, "the job continues there", is_second).await;
+    // A machine is lost, and a spare joins.
     machines.kill("b", Some(&id));
     machines.join("spare", 1, &[]);
-    let again = |job: &Value| number(&job["attempt"]) == 3 && job["state"] == "running";
-    let job = machines.server.job_when(&id, "it continues on the spare", again).await;
+    let is_third = |job: &Value| number(&job["attempt"]) == 3 && job["state"] == "running";
+    let job = machines.server.wait_for_job(&id, "the job continues on the spare", is_third).await;
     assert_eq!(job["agents"], json!(["a", "spare"]));
     let reason = machines.attempts(&id).await[1]["reason"]["words"].clone();
     assert!(reason.as_str().is_some_and(|r| r.contains("agent \"b\" was silent")), "{reason}");
     machines.order(&id, "cancel").await;
-    assert_eq!(machines.server.ended(&id).await["state"], "cancelled");
+    assert_eq!(machines.server.wait_for_end(&id).await["state"], "cancelled");
     machines.stop().await;
 }
 
 #[tokio::test]
 async fn cancel_pause_and_shutdown_reach_all_machines() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let mut machines = Machines::start(&[("a", 1), ("b", 1)]).await;
     let id = machines.server.submit(&job(2, 1_000_000)).await;
     machines.trains(&id).await;
     machines.order(&id, "pause").await;
     let paused = |job: &Value| job["state"] == "paused";
-    let job = machines.server.job_when(&id, "it is paused", paused).await;
-    assert!(machines.server.ranks(&id).is_empty(), "its slots are free");
+    let job = machines.server.wait_for_job(&id, "the job is paused", paused).await;
+    assert!(machines.server.ranks(&id).is_empty(), "no rank is left");
     let step = number(&job["step"]);
     let newest = machines.server.checkpoints(&id).await.iter().filter_map(|c| c["step"].as_u64()).max();
     assert_eq!(newest, Some(step), "a checkpoint of the last step");
     machines.order(&id, "resume").await;
-    machines.server.job_when(&id, "it continues", |job| number(&job["step"]) > step + 3).await;
+    machines.server.wait_for_job(&id, "the job continues", |job| number(&job["step"]) > step + 3).await;
 
-    // One of the machines is taken down: the job loses no step, and it is no restart.
+    // One machine is shut down: the job loses no step, and this does not count as a restart.
     machines.end("b").await;
     let queued = |job: &Value| job["state"] == "queued";
-    let job = machines.server.job_when(&id, "it is back in the queue", queued).await;
+    let job = machines.server.wait_for_job(&id, "the job is queued again", queued).await;
     let reason = job["reason"].as_str().unwrap_or_default();
     assert!(reason.contains("agent \"b\" was shut down"), "{job:#}");
     let step = number(&job["step"]);
     assert!(reason.contains(&format!("continues from step {step}")), "{job:#}");
     machines.join("b", 1, &[]);
-    machines.server.job_when(&id, "it continues", |job| number(&job["step"]) > step + 3).await;
+    machines.server.wait_for_job(&id, "the job continues", |job| number(&job["step"]) > step + 3).await;
 
     machines.order(&id, "cancel").await;
-    assert_eq!(machines.server.ended(&id).await["state"], "cancelled");
-    assert!(machines.server.ranks(&id).is_empty(), "on no machine");
+    assert_eq!(machines.server.wait_for_end(&id).await["state"], "cancelled");
+    assert!(machines.server.ranks(&id).is_empty(), "no rank is left on any machine");
     machines.stop().await;
 }
 
 #[tokio::test]
 async fn restarted_servers_and_agents_find_their_parts_of_a_job() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let mut machines = Machines::start(&[("a", 1), ("b", 1)]).await;
     let id = machines.server.submit(&job(2, 1_000_000)).await;
-    let it_continues = async |machines: &Machines| {
+    let assert_continues = async |machines: &Machines| {
         let step = number(&machines.server.job(&id).await["step"]);
         let more = |job: &Value| number(&job["step"]) > step + 20;
-        let job = machines.server.job_when(&id, "it continues", more).await;
+        let job = machines.server.wait_for_job(&id, "the job continues", more).await;
         assert_eq!((&job["state"], number(&job["attempt"])), (&json!("running"), 1), "{job:#}");
     };
     machines.trains(&id).await;
     machines.server.kill_serve();
-    machines.server.serve_again().await;
-    it_continues(&machines).await;
+    machines.server.start_serve().await;
+    assert_continues(&machines).await;
     for name in ["b", "a"] {
         machines.kill(name, None);
         machines.join(name, 1, &[]);
-        it_continues(&machines).await;
+        assert_continues(&machines).await;
     }
     machines.order(&id, "cancel").await;
-    assert_eq!(machines.server.ended(&id).await["state"], "cancelled");
+    assert_eq!(machines.server.wait_for_end(&id).await["state"], "cancelled");
     machines.stop().await;
 }
 
 #[tokio::test]
 async fn large_jobs_wait_for_all_slots_in_order_and_are_not_overtaken() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let machines = Machines::start(&[("a", 2), ("b", 2)]).await;
     let server = &machines.server;
-    let answer = server.post("/jobs", &job(5, 10)).await;
-    assert_eq!(answer.status, StatusCode::UNPROCESSABLE_ENTITY, "{}", answer.text);
+    let response = server.post("/jobs", &job(5, 10)).await;
+    assert_eq!(response.status, StatusCode::UNPROCESSABLE_ENTITY, "{}", response.text);
     assert!(
-        answer.text.contains("the 2 machines online that can share a job have 4 slots in all"),
+        response.text.contains("the 2 machines online that can share a job have 4 slots in all"),
         "{}",
-        answer.text
+        response.text
     );
-    // Both slots of one machine and one of the other's.
+    // Occupy both slots of one machine and one slot of the other.
     let mut holders = Vec::new();
     for _ in 0..3 {
         holders.push(server.submit(&specs::short("holder", "fashion", 1, 1_000_000)).await);
@@ -304,24 +305,45 @@ async fn large_jobs_wait_for_all_slots_in_order_and_are_not_overtaken() {
     }
     let says =
         |words: &'static str| move |job: &Value| job["reason"].as_str().is_some_and(|r| r.contains(words));
-    server.job_when(&waiting[0], "it says why", says("waits for 4 slots: 1 of 4 on 2 machines free")).await;
-    server.job_when(&waiting[1], "it says why", says("waits for 3 slots: 1 of 4 on 2 machines free")).await;
-    server.job_when(&waiting[0], "it names both", says("; free on each machine: 1 of 2 on \"")).await;
+    server
+        .wait_for_job(
+            &waiting[0],
+            "the job names the reason",
+            says("waits for 4 slots: 1 of 4 on 2 machines free"),
+        )
+        .await;
+    server
+        .wait_for_job(
+            &waiting[1],
+            "the job names the reason",
+            says("waits for 3 slots: 1 of 4 on 2 machines free"),
+        )
+        .await;
+    server
+        .wait_for_job(
+            &waiting[0],
+            "the reason names both machines",
+            says("; free on each machine: 1 of 2 on \""),
+        )
+        .await;
     for holder in &holders {
         machines.order(holder, "cancel").await;
-        server.ended(holder).await;
+        server.wait_for_end(holder).await;
     }
     let mut started = Vec::new();
     for id in &waiting {
-        let job = server.succeeded(id).await;
+        let job = server.wait_for_success(id).await;
         started.push(job["started_at"].as_str().expect("a time").parse::<jiff::Timestamp>().expect("a time"));
         let events = server.get(&format!("/jobs/{id}/events?type=state")).await;
         let waits = events["events"].as_array().expect("events").iter().filter(|e| e["state"] == "queued");
-        assert!(waits.count() <= 2, "a slot that becomes free is no event: {events:#}");
+        assert!(waits.count() <= 2, "no event for each slot that becomes free: {events:#}");
     }
-    // The last one may have the slot that the second leaves, even before the machine that the second waits for is free.
+    // The small job may start before the second job, on a slot that the second does not need.
     assert!(started[0] <= started[1], "in the order of the queue: {started:?}");
-    assert!(started[0] <= started[2], "one free slot is kept for the first, which needs all: {started:?}");
+    assert!(
+        started[0] <= started[2],
+        "the free slot is reserved for the first job, which needs all: {started:?}"
+    );
     machines.stop().await;
 }
 

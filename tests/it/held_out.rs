@@ -1,14 +1,14 @@
-//! Pictures that are held out of training for validation, when their dataset changes.
+//! Validation pictures that are held out of the training set, and a dataset that changes.
 
 use crate::{
     pictures,
-    server::{Server, turn},
+    server::{Server, training_permit},
     specs,
 };
 use serde_json::{Value, json};
 use std::{fs, path::Path};
 
-/// The files below `from`, in the folder of the same class below `to`.
+/// Moves the files of each class from `from` to `to`.
 fn move_pictures(from: &Path, to: &Path) {
     for class in ["boot", "trouser"] {
         fs::create_dir_all(to.join(class)).expect("a folder");
@@ -21,7 +21,7 @@ fn move_pictures(from: &Path, to: &Path) {
 
 #[tokio::test]
 async fn an_evaluation_reports_its_pictures_and_how_many_were_trained_on() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     let images = pictures::image_folder(server.folder().path(), 60);
     let later = server.folder().path().join("later");
@@ -29,18 +29,18 @@ async fn an_evaluation_reports_its_pictures_and_how_many_were_trained_on() {
     server.register("folder", &images).await;
     let spec = specs::with(specs::short("one", "folder", 1, 6), json!({"data": {"validation": 0.2}}));
     let id = server.submit(&spec).await;
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     let checkpoints = server.get(&format!("/jobs/{id}/checkpoints")).await;
     let checkpoint = &checkpoints["checkpoints"][0];
     let held_out = checkpoint["validation"]["pictures"].as_u64().expect("a count");
     assert!((10..40).contains(&held_out), "{checkpoint:#}");
 
     let own = server.evaluation(&id, "").await;
-    let facts = |of: &Value| (of["accuracy"].clone(), of["validation"].clone());
+    let facts = |result: &Value| (result["accuracy"].clone(), result["validation"].clone());
     assert_eq!(facts(&own), (checkpoint["val_accuracy"].clone(), checkpoint["validation"].clone()));
     assert_eq!((&own["trained_on"], &own["note"]), (&json!(0), &Value::Null), "{own:#}");
 
-    // Twice as many pictures: none that was trained on measures the network.
+    // With twice as many pictures, the validation set still contains no training picture.
     let added: Vec<_> = ["boot", "trouser"]
         .into_iter()
         .flat_map(|class| {
@@ -56,27 +56,27 @@ async fn an_evaluation_reports_its_pictures_and_how_many_were_trained_on() {
     assert_eq!(grown["trained_on"], 0);
     let note = format!("the checkpoint's run was validated with another set of {held_out} pictures");
     assert_eq!(grown["note"], note);
-    let said = server.cli(&["evaluate", &id]);
+    let output = server.cli(&["evaluate", &id]);
     assert!(
-        said.ok().contains(&format!(" of {pictures} pictures, loss ")) && said.stdout.contains(&note),
+        output.ok().contains(&format!(" of {pictures} pictures, loss ")) && output.stdout.contains(&note),
         "{}",
-        said.stdout
+        output.stdout
     );
     let is_certain = grown["accuracy"] == 0.0 || grown["accuracy"] == 1.0;
-    assert!(is_certain || said.stdout.contains(" ± "), "{}", said.stdout);
+    assert!(is_certain || output.stdout.contains(" ± "), "{}", output.stdout);
 
-    // Without them it is what it was.
+    // Without the added pictures, the result is the first one again.
     for (class, name) in added {
         fs::remove_file(images.join("train").join(class).join(name)).expect("removes");
     }
     assert_eq!(facts(&server.evaluation(&id, "").await), facts(&own));
 
-    // A fork that holds out others is measured by what its parent trained on, and says so.
+    // A fork that holds out other pictures is evaluated on pictures that its parent trained on, and says so.
     let set = json!({"set": {"data.validation_seed": 1, "train.steps": 8}});
     let fork = server.post(&format!("/jobs/{id}/fork"), &set).await.json();
     assert!(fork["warnings"][0].as_str().is_some_and(|w| w.contains("the parent trained on")), "{fork:#}");
     let fork = fork["id"].as_str().expect("an id");
-    server.succeeded(fork).await;
+    server.wait_for_success(fork).await;
     let foreign = server.evaluation(fork, "?checkpoint=latest").await;
     let trained_on = foreign["trained_on"].as_u64().expect("a count");
     assert!(trained_on > 0 && trained_on <= foreign["samples"].as_u64().expect("a count"), "{foreign:#}");

@@ -1,14 +1,14 @@
-//! `lockstep import`: runs of other programs. Every value is compared with what was logged.
+//! `lockstep import`: runs of other programs. Every imported value is compared with the logged value.
 
 use crate::{
-    exports::{printed, python},
+    exports::{output_of, python},
     server::{Agents, Finished, Server, lockstep},
 };
 use crc::{CRC_32_ISO_HDLC, Crc};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 
-/// Metric, step and value of every point of a job, in single precision, as bits.
+/// Metric, step and value (the bits of a float32) of every point of a job.
 fn points(server: &Server, id: &str) -> BTreeSet<(String, String, u32)> {
     let csv = server.cli(&["metrics", id, "--csv"]);
     let point = |line: &str| {
@@ -20,14 +20,14 @@ fn points(server: &Server, id: &str) -> BTreeSet<(String, String, u32)> {
     csv.ok().lines().skip(1).map(point).collect()
 }
 
-/// Imports twice: the second time, nothing is new. What the first time said of each run.
-fn imported(server: &Server, arguments: &[&str]) -> Vec<Value> {
+/// Imports twice, asserts that the second import adds nothing, and returns the report of the first.
+fn import_twice(server: &Server, arguments: &[&str]) -> Vec<Value> {
     let import = || server.cli(&[&["import"], arguments, &["--json"]].concat()).json();
     let first = import();
     let first = first.as_array().expect("runs").clone();
-    let again = import();
-    for (first, again) in first.iter().zip(again.as_array().expect("runs")) {
-        assert_eq!((&again["job"], &again["new_points"]), (&first["job"], &json!(0)));
+    let second = import();
+    for (first, second) in first.iter().zip(second.as_array().expect("runs")) {
+        assert_eq!((&second["job"], &second["new_points"]), (&first["job"], &json!(0)));
     }
     first
 }
@@ -63,7 +63,7 @@ async fn exported_jobs_are_imported_with_every_value() {
     server.folder().write("metrics.csv", csv.ok());
     for arguments in [["tensorboard", "runs"], ["parquet", "metrics.parquet"], ["csv", "metrics.csv"]] {
         let [kind, path] = arguments;
-        let runs = imported(&server, &[kind, path, "--project", kind]);
+        let runs = import_twice(&server, &[kind, path, "--project", kind]);
         assert_eq!(runs.len(), 1, "{runs:?}");
         let job = text(&runs[0], "job");
         assert_eq!((&runs[0]["points"], &runs[0]["new_points"]), (&json!(4001), &json!(4001)), "{kind}");
@@ -79,47 +79,49 @@ async fn exported_jobs_are_imported_with_every_value() {
     std::fs::rename(server.folder().path().join("runs"), moved.join("runs")).expect("moved");
     server.cli(&["import", "tensorboard", "elsewhere"]).ok();
     let jobs = server.get("/jobs?limit=100").await;
-    assert_eq!(jobs["jobs"].as_array().expect("jobs").len(), before, "the same run from another place");
+    assert_eq!(jobs["jobs"].as_array().expect("jobs").len(), before, "the same run at another path");
 
-    // The path of a table identifies its run, or --id does.
+    // A table's run is identified by its path or by --id.
     let import = |arguments: &[&str]| server.cli(&[&["import", "csv", "--json"], arguments].concat());
-    let one = |arguments: &[&str]| {
+    let import_one = |arguments: &[&str]| {
         let runs = import(arguments).json();
         (text(&runs[0], "job").to_owned(), runs[0]["new_points"].as_u64())
     };
     let rows = "step,loss,time\n0,1.5,2023-11-14T22:13:20Z\n1,0.5,2023-11-14T22:13:21Z\n";
     server.folder().write("a/metrics.csv", rows);
     server.folder().write("b/metrics.csv", "step,loss\n0,1.5\n1,0.25\n2,0.125\n");
-    let (a, new) = one(&["a/metrics.csv"]);
+    let (a, new) = import_one(&["a/metrics.csv"]);
     assert_eq!(new, Some(2));
     assert!(text(&server.job(&a).await, "created_at").starts_with("2023-11-14T22:13:20"));
-    let (b, new) = one(&["b/metrics.csv"]);
+    let (b, new) = import_one(&["b/metrics.csv"]);
     assert!(a != b && new == Some(3), "another file with the same name and first row");
     server
         .cli(&["download", &a, "-o", "w"])
-        .wrong(&["from elsewhere and has no checkpoints; the run has no files"]);
+        .assert_usage_error(&["from elsewhere and has no checkpoints; the run has no files"]);
     server.folder().write("a/metrics.csv", format!("{rows}2,inf,\n"));
-    assert_eq!(one(&["a/metrics.csv"]), (a.clone(), Some(1)), "a longer file");
-    assert_eq!(one(&["a/metrics.csv"]), (a.clone(), Some(0)));
+    assert_eq!(import_one(&["a/metrics.csv"]), (a.clone(), Some(1)), "a longer file");
+    assert_eq!(import_one(&["a/metrics.csv"]), (a.clone(), Some(0)));
     server.folder().write("a/metrics.csv", "step,loss\n0,3\n1,2\n2,1\n3,0\n");
-    import(&["a/metrics.csv"]).fails(1, &["does not begin with the rows", &a, "--id"]);
+    import(&["a/metrics.csv"]).assert_fails(1, &["does not begin with the rows", &a, "--id"]);
     assert_eq!(points(&server, &a).len(), 3);
-    let (again, new) = one(&["a/metrics.csv", "--id", "second"]);
-    assert!(again != a && new == Some(4));
-    assert_eq!(one(&["b/../a/metrics.csv", "--id", "second"]), (again, Some(0)));
+    let (second, new) = import_one(&["a/metrics.csv", "--id", "second"]);
+    assert!(second != a && new == Some(4));
+    assert_eq!(import_one(&["b/../a/metrics.csv", "--id", "second"]), (second, Some(0)));
     for (content, words) in [
         ("step,loss\n", "no rows below"),
         ("step;loss\n0;1,5\n", "no number was found below the columns [\"step;loss\"] in 1 row"),
         ("step,note\n0,fine\n", "no number was found"),
     ] {
         server.folder().write("nothing.csv", content);
-        import(&["nothing.csv"]).fails(1, &[words]);
+        import(&["nothing.csv"]).assert_fails(1, &[words]);
     }
 
-    server.cli(&["import", "tensorboard", "elsewhere/nothing"]).wrong(&["no such folder"]);
-    server.cli(&["import", "wandb", "elsewhere"]).wrong(&["no runs of W&B"]);
-    server.cli(&["import", "mlflow", "elsewhere"]).wrong(&["no runs of MLflow"]);
-    server.cli(&["import", "csv", "metrics.csv", "--project", "a/b"]).wrong(&["--project must have"]);
+    server.cli(&["import", "tensorboard", "elsewhere/nothing"]).assert_usage_error(&["no such folder"]);
+    server.cli(&["import", "wandb", "elsewhere"]).assert_usage_error(&["no runs of W&B"]);
+    server.cli(&["import", "mlflow", "elsewhere"]).assert_usage_error(&["no runs of MLflow"]);
+    server
+        .cli(&["import", "csv", "metrics.csv", "--project", "a/b"])
+        .assert_usage_error(&["--project must have"]);
     server.stop().await;
 }
 
@@ -147,8 +149,8 @@ async fn mlflow_s_runs_are_imported() {
     let server = Server::start_with(Agents::None).await;
     let mut writes = python("mlflow");
     writes.current_dir(server.folder().path()).env("MLFLOW_ALLOW_FILE_STORE", "true").args(["-c", MLFLOW]);
-    printed(writes);
-    let mut runs = imported(&server, &["mlflow", "."]);
+    output_of(writes);
+    let mut runs = import_twice(&server, &["mlflow", "."]);
     runs.sort_by_key(|run| text(run, "name").to_owned());
     let [broken, sole] = &runs[..] else { panic!("{runs:?}") };
     assert_eq!(
@@ -172,10 +174,10 @@ async fn mlflow_s_runs_are_imported() {
     assert_eq!(job["external"]["summary"], json!({"colour": "blue"}));
     assert_eq!(text(&server.job(text(broken, "job")).await, "state"), "failed");
 
-    // The same from a server of MLflow's, as which this one serves. It does not tell of a metric that never was a number.
+    // The same from an MLflow server, whose interface this server has. It does not list a metric without any finite value.
     let mut command = lockstep();
     command.args(["import", "mlflow", server.url.as_str(), "--project", "copies", "--json"]);
-    command.envs(server.for_clients()).env("MLFLOW_TRACKING_TOKEN", server.token());
+    command.envs(server.client_variables()).env("MLFLOW_TRACKING_TOKEN", server.token());
     let copies = Finished::of(&mut command).json();
     let copies = copies.as_array().expect("runs");
     assert_eq!(copies.len(), 2, "{copies:?}");
@@ -190,7 +192,7 @@ async fn mlflow_s_runs_are_imported() {
     server.stop().await;
 }
 
-/// A message of protocol buffers with fields of bytes.
+/// A protobuf message with fields of bytes.
 fn message(fields: &[(u32, &[u8])]) -> Vec<u8> {
     let mut out = Vec::new();
     for (tag, content) in fields {
@@ -206,7 +208,7 @@ fn item(name: &str, value: &str) -> Vec<u8> {
     message(&[(2, name.as_bytes()), (16, value.as_bytes())])
 }
 
-/// A log of W&B's with these records, each of which fits into one block.
+/// A W&B log with these records, each of which fits into one block.
 fn wandb_log(records: &[Vec<u8>]) -> Vec<u8> {
     const BLOCK: usize = 32 << 10;
     let crc = Crc::<u32>::new(&CRC_32_ISO_HDLC);
@@ -271,18 +273,18 @@ async fn w_and_b_s_runs_are_imported_up_to_the_last_complete_record() {
     let exit = message(&[(18, &[][..])]);
     records.push(exit);
     let whole = wandb_log(&records);
-    let place = "wandb/offline-run-20231114_221320-abc123/run-abc123.wandb";
+    let path = "wandb/offline-run-20231114_221320-abc123/run-abc123.wandb";
 
-    // While the program runs, a record may be half written.
-    server.folder().write(place, &unfinished[..unfinished.len() - 3]);
+    // While the program runs, the last record may be incomplete.
+    server.folder().write(path, &unfinished[..unfinished.len() - 3]);
     let runs = server.cli(&["import", "wandb", "wandb", "--json"]).json();
     let [part] = runs.as_array().expect("runs").as_slice() else { panic!("{runs}") };
     let job = server.job(text(part, "job")).await;
-    assert_eq!((text(&job, "state"), &part["points"]), ("failed", &json!(2002)), "the newest may get more");
+    assert_eq!((text(&job, "state"), &part["points"]), ("failed", &json!(2002)), "all complete records");
     assert!(text(&job, "reason").contains("no recorded end"), "{job}");
 
-    server.folder().write(place, &whole);
-    let runs = imported(&server, &["wandb", "."]);
+    server.folder().write(path, &whole);
+    let runs = import_twice(&server, &["wandb", "."]);
     let [run] = &runs[..] else { panic!("{runs:?}") };
     assert_eq!((&run["job"], &run["new_points"]), (&part["job"], &json!(1)), "the same run");
     assert_eq!(run["left_out"], json!({"lines of output": 1, "logged values that are not numbers": 1}));
@@ -328,10 +330,10 @@ run.summary["best"] = 0.25
 run.finish()
 "#;
 
-    fn written(server: &Server, package: &str, script: &str) {
+    fn run_script(server: &Server, package: &str, script: &str) {
         let mut writes = python(package);
         writes.current_dir(server.folder().path()).args(["-c", script]);
-        printed(writes);
+        output_of(writes);
     }
 
     fn check(server: &Server, job: &str) {
@@ -349,13 +351,13 @@ run.finish()
     #[tokio::test]
     async fn files_written_by_tensorboard_and_w_and_b_are_imported() {
         let server = Server::start_with(Agents::None).await;
-        written(&server, "tensorboard", TENSORBOARD);
-        let runs = imported(&server, &["tensorboard", "logs"]);
+        run_script(&server, "tensorboard", TENSORBOARD);
+        let runs = import_twice(&server, &["tensorboard", "logs"]);
         assert_eq!((runs.len(), text(&runs[0], "name")), (1, "first"));
         check(&server, text(&runs[0], "job"));
-        written(&server, "wandb", WANDB);
+        run_script(&server, "wandb", WANDB);
         assert!(server.folder().path().join("wandb").is_dir());
-        let runs = imported(&server, &["wandb", "wandb"]);
+        let runs = import_twice(&server, &["wandb", "wandb"]);
         assert_eq!(runs.len(), 1, "{runs:?}");
         check(&server, text(&runs[0], "job"));
         let job = server.job(text(&runs[0], "job")).await;

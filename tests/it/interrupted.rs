@@ -1,8 +1,8 @@
-//! Ctrl-C while a job is shown.
+//! Ctrl-C during `submit --watch` and `watch`.
 
 use crate::{
     pictures,
-    server::{SOON, Server, lockstep_that_can_be_interrupted, signal, turn},
+    server::{Server, TIMEOUT, interruptible_lockstep, signal, training_permit},
 };
 use rustix::process::Signal;
 use std::{
@@ -16,25 +16,25 @@ use std::{
 fn until(what: &str, holds: impl Fn() -> bool) {
     let start = Instant::now();
     while !holds() {
-        assert!(start.elapsed() < SOON, "{what}");
+        assert!(start.elapsed() < TIMEOUT, "{what}");
         std::thread::sleep(std::time::Duration::from_millis(20));
     }
 }
 
-/// Starts a display and interrupts it once it shows the job's steps; the job's id and all that was said.
-fn interrupted(command: &mut Command, folder: &Path) -> (Child, String) {
+/// Starts a command and interrupts it once it shows the job's steps. Returns the process and its output.
+fn interrupt(command: &mut Command, folder: &Path) -> (Child, String) {
     let log = File::create(folder.join("shown.log")).expect("a log");
     command.stdout(log.try_clone().expect("a log")).stderr(log).current_dir(folder);
     let child = command.spawn().expect("a display");
-    let said = || fs::read_to_string(folder.join("shown.log")).unwrap_or_default();
-    until("steps are shown", || said().contains(", step "));
+    let shown = || fs::read_to_string(folder.join("shown.log")).unwrap_or_default();
+    until("steps are shown", || shown().contains(", step "));
     signal(child.id() as i32, Signal::INT);
-    (child, said())
+    (child, shown())
 }
 
 #[tokio::test]
 async fn ctrl_c_ends_only_the_display() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     let folder = server.folder().path();
     let dataset = pictures::idx_dataset(folder, 64, 16);
@@ -42,39 +42,39 @@ async fn ctrl_c_ends_only_the_display() {
     let toml = "name = \"long\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 16\n[train]\n\
                 steps = 1000000\nbatch_size = 8\n[parallel]\nranks = 1\ndevice = \"cpu\"\n";
     server.folder().write("long.toml", toml);
-    let mut submit = lockstep_that_can_be_interrupted();
-    let (mut display, said) =
-        interrupted(submit.args(["submit", "long.toml", "--watch"]).envs(server.for_clients()), folder);
-    // As for every program that Ctrl-C ends, a shell shows 130 and scripts stop.
+    let mut submit = interruptible_lockstep();
+    let (mut display, shown) =
+        interrupt(submit.args(["submit", "long.toml", "--watch"]).envs(server.client_variables()), folder);
+    // The process ends by the signal, so that a shell reports 130 and scripts stop.
     let status = display.wait().expect("its status");
-    assert_eq!((status.code(), status.signal()), (None, Some(2)), "{said}");
-    let id = said.split_whitespace().find(|word| word.starts_with('j') && word.len() == 27);
+    assert_eq!((status.code(), status.signal()), (None, Some(2)), "{shown}");
+    let id = shown.split_whitespace().find(|word| word.starts_with('j') && word.len() == 27);
     let id = id.expect("an id").to_owned();
     for words in [
         "Ctrl-C ends this display and not the job".to_owned(),
         format!("`lockstep watch {id}` shows it again"),
         format!("`lockstep cancel {id}` stops it"),
     ] {
-        assert!(said.contains(&words), "{words}: {said}");
+        assert!(shown.contains(&words), "{words}: {shown}");
     }
 
     let step = async || server.job(&id).await["step"].as_u64().unwrap_or(0);
-    let then = step().await;
-    server.until("it trains on", async |_: &Server| step().await > then + 5).await;
+    let before = step().await;
+    server.until("the job continues", async |_: &Server| step().await > before + 5).await;
     assert_eq!(server.job(&id).await["state"], "running");
-    let mut watch = lockstep_that_can_be_interrupted();
-    let (mut display, said) = interrupted(watch.args(["watch", &id]).envs(server.for_clients()), folder);
-    assert_eq!(display.wait().expect("its status").signal(), Some(2), "{said}");
+    let mut watch = interruptible_lockstep();
+    let (mut display, shown) = interrupt(watch.args(["watch", &id]).envs(server.client_variables()), folder);
+    assert_eq!(display.wait().expect("its status").signal(), Some(2), "{shown}");
     assert_eq!(server.job(&id).await["state"], "running");
     server.cli(&["cancel", &id]).ok();
-    let ended = server.ended(&id).await;
+    let ended = server.wait_for_end(&id).await;
     assert_eq!(ended["state"], "cancelled");
     server.stop().await;
 }
 
 #[tokio::test]
 async fn ctrl_c_cancels_a_sweep_that_slurm_has_not_taken() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     let folder = server.folder().path();
     server.register("fashion", &pictures::idx_dataset(folder, 64, 16)).await;
@@ -89,21 +89,21 @@ async fn ctrl_c_cancels_a_sweep_that_slurm_has_not_taken() {
     }
     let path = std::env::var("PATH").unwrap_or_default();
     let log = File::create(folder.join("launch.log")).expect("a log");
-    let mut launch = lockstep_that_can_be_interrupted();
+    let mut launch = interruptible_lockstep();
     launch
         .args(["launch", "job.toml", "--with", "slurm", "--sweep", "train.seed=1,2", "--dir"])
         .arg(folder.join("launch"))
-        .envs(server.for_clients())
+        .envs(server.client_variables())
         .env("PATH", format!("{}:{path}", folder.join("bin").display()))
         .current_dir(folder)
         .stdout(log.try_clone().expect("a log"))
         .stderr(log);
     let mut launch = launch.spawn().expect("a launch");
-    let said = || fs::read_to_string(folder.join("launch.log")).unwrap_or_default();
-    until("the sweep is named", || said().contains("2 trials of swept"));
+    let output = || fs::read_to_string(folder.join("launch.log")).unwrap_or_default();
+    until("the sweep is named", || output().contains("2 trials of swept"));
     signal(launch.id() as i32, Signal::INT);
-    assert_eq!(launch.wait().expect("its status").code(), Some(1), "{}", said());
-    assert!(said().contains("is cancelled, as its agents were not started"), "{}", said());
+    assert_eq!(launch.wait().expect("its status").code(), Some(1), "{}", output());
+    assert!(output().contains("is cancelled, as its agents were not started"), "{}", output());
     assert_eq!(server.get("/sweeps").await["sweeps"][0]["state"], "cancelled");
     let are_cancelled = async |server: &Server| {
         let jobs = server.get("/jobs").await["jobs"].as_array().cloned().unwrap_or_default();

@@ -1,7 +1,7 @@
-//! The commands of the page Machines, typed as they stand there: on the server's machine, and in another folder that has only the
+//! The commands of the page Machines, run as written: on the server's machine, and in another folder that contains only the
 //! files that the page names.
 
-use crate::server::{Folder, LOCKSTEP, SOON, free_port, lockstep, signal};
+use crate::server::{Folder, LOCKSTEP, TIMEOUT, free_port, lockstep, signal};
 use rustix::process::Signal;
 use std::{
     fs,
@@ -10,17 +10,17 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Ended with the test.
-struct Ended(Child);
+/// A process that is ended when it is dropped.
+struct Terminated(Child);
 
-impl Drop for Ended {
+impl Drop for Terminated {
     fn drop(&mut self) {
         signal(self.0.id() as i32, Signal::TERM);
         let _ = self.0.wait();
     }
 }
 
-/// A shell that has `lockstep` on its path and nothing of another server's in its variables.
+/// A shell that has `lockstep` on its path and no variables of another server.
 fn shell(line: &str, folder: &Path) -> Command {
     let program = Path::new(LOCKSTEP);
     let path = format!(
@@ -37,16 +37,16 @@ fn shell(line: &str, folder: &Path) -> Command {
     command
 }
 
-/// What the page has to copy.
+/// The commands that the page offers to copy.
 fn commands(page: &str) -> Vec<String> {
     let parts = page.split("data-copy=\"").skip(1).filter_map(|rest| rest.split_once('"'));
     parts.map(|(text, _)| text.replace("&#62;", ">").replace("&#39;", "'").replace("&#38;", "&")).collect()
 }
 
 async fn text(client: &reqwest::Client, url: &str) -> String {
-    let asked = client.get(url).header("accept", "text/html").send().await;
-    match asked {
-        Ok(answer) => answer.text().await.unwrap_or_default(),
+    let result = client.get(url).header("accept", "text/html").send().await;
+    match result {
+        Ok(response) => response.text().await.unwrap_or_default(),
         Err(_) => String::new(),
     }
 }
@@ -58,14 +58,14 @@ async fn the_page_s_commands_add_a_machine_over_tls_with_a_token() {
     let listen = format!("0.0.0.0:{port}");
     serve.args(["serve", "--listen", &listen, "--data-dir", "the data", "--tls-own-ca", "--no-local-agent"]);
     serve.current_dir(here.path()).stdout(Stdio::null()).stderr(Stdio::null());
-    let _serve = Ended(serve.spawn().expect("lockstep serve"));
+    let _serve = Terminated(serve.spawn().expect("lockstep serve"));
     let (ca, token) = (here.path().join("the data/ca/ca.crt"), here.path().join("the data/token"));
     let start = Instant::now();
     while !(ca.exists() && token.exists()) {
-        assert!(start.elapsed() < SOON, "the server does not start");
+        assert!(start.elapsed() < TIMEOUT, "the server does not start");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    let tls = lockstep_worker::tls::client_config(Some(&ca)).expect("its authority");
+    let tls = lockstep_worker::tls::client_config(Some(&ca)).expect("the CA certificate");
     let bearer = format!("Bearer {}", fs::read_to_string(&token).expect("its token").trim());
     let headers = [("authorization".parse().expect("a name"), bearer.parse().expect("a value"))];
     let client = reqwest::Client::builder().tls_backend_preconfigured((*tls).clone());
@@ -76,30 +76,30 @@ async fn the_page_s_commands_add_a_machine_over_tls_with_a_token() {
         if page.contains("Join a machine") {
             break page;
         }
-        assert!(start.elapsed() < SOON, "no page: {page}");
+        assert!(start.elapsed() < TIMEOUT, "the page is not ready: {page}");
         tokio::time::sleep(Duration::from_millis(50)).await;
     };
     let found = commands(&page);
-    assert_eq!(found.len(), 3, "authority, token, agent: {found:?}");
-    assert!(!found[2].contains("127.0.0.1"), "an address that other machines reach: {found:?}");
+    assert_eq!(found.len(), 3, "commands for CA, token and agent: {found:?}");
+    assert!(!found[2].contains("127.0.0.1"), "not a loopback address: {found:?}");
     for line in &found[..2] {
         let done = shell(line, here.path()).output().expect("a shell");
         assert!(done.status.success(), "{line}: {}", String::from_utf8_lossy(&done.stderr));
     }
     for file in ["lockstep-ca.crt", "node-1.token"] {
-        assert!(page.contains(file), "{file} is to be copied");
+        assert!(page.contains(file), "the page names {file}");
         fs::copy(here.path().join(file), there.path().join(file)).expect("a copy");
     }
     let log = fs::File::create(there.path().join("agent.log")).expect("a log");
     let agent = shell(&found[2], there.path()).stdout(Stdio::null()).stderr(log).spawn();
-    let _agent = Ended(agent.expect("an agent"));
+    let _agent = Terminated(agent.expect("an agent"));
     loop {
         let page = text(&client, &url).await;
         if page.contains("<h2>node-1</h2>") && page.contains("online") {
             break;
         }
         let log = fs::read_to_string(there.path().join("agent.log")).unwrap_or_default();
-        assert!(start.elapsed() < 2 * SOON, "{}: {log}", found[2]);
+        assert!(start.elapsed() < 2 * TIMEOUT, "{}: {log}", found[2]);
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
 }

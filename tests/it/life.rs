@@ -1,8 +1,8 @@
-//! One job from its submission to its files, over REST alone.
+//! A job from its submission to its files, over REST.
 
 use crate::{
     pages, pictures,
-    server::{Finished, Server, number, state_of, turn},
+    server::{Finished, Server, number, state_of, training_permit},
     socket::{Socket, stored},
     specs,
 };
@@ -19,9 +19,9 @@ const VALIDATED: u64 = 100;
 
 #[tokio::test]
 async fn a_job_trains_and_leaves_all_documented_results() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
-    // 260 pictures: 16 steps of 16 an epoch, and 4 that `drop_remainder` leaves out.
+    // 260 pictures: 16 steps of 16 per epoch; `drop_remainder` skips 4.
     let dataset = pictures::idx_dataset(server.folder().path(), 260, VALIDATED as usize);
     server.register("fashion", &dataset).await;
 
@@ -33,46 +33,46 @@ async fn a_job_trains_and_leaves_all_documented_results() {
             "evaluate": {"every_epochs": 1},
         }),
     );
-    let answer = server.post("/jobs", &spec).await;
-    assert_eq!(answer.status, StatusCode::CREATED, "{}", answer.text);
-    let submitted = answer.json();
+    let response = server.post("/jobs", &spec).await;
+    assert_eq!(response.status, StatusCode::CREATED, "{}", response.text);
+    let submitted = response.json();
     let id = submitted["id"].as_str().expect("an id").to_owned();
-    assert_eq!(answer.header("location"), format!("/api/v1/jobs/{id}"));
+    assert_eq!(response.header("location"), format!("/api/v1/jobs/{id}"));
     assert_eq!(submitted["spec"]["train"]["lr"], 0.01, "defaults are filled in");
     let listed = server.get("/jobs").await;
     assert!(listed["jobs"].as_array().expect("jobs").iter().any(|j| j["id"] == *id), "{listed:#}");
 
     let mut socket = Socket::of_job(&server, &id, 0).await;
     socket.read_to_end().await;
-    let job = server.succeeded(&id).await;
+    let job = server.wait_for_success(&id).await;
     let events = stored(&server, &id).await;
 
-    states_are_legal(&events);
-    the_job_is_complete(&job);
-    every_point_is_there(&server, &id).await;
+    assert_valid_states(&events);
+    assert_complete(&job);
+    assert_every_point(&server, &id).await;
     let evaluations = evaluations(&events);
     let best = evaluations.iter().map(|e| e.1).fold(0.0, f64::max);
     assert_eq!(job["best"]["value"].as_f64(), Some(best), "{job:#}");
     assert_eq!(job["last"]["val_accuracy"].as_f64(), Some(evaluations[1].1), "{job:#}");
-    checkpoints_are_whole(&server, &id, &evaluations).await;
-    logs_are_kept(&server, &id).await;
+    assert_checkpoints(&server, &id, &evaluations).await;
+    assert_logs(&server, &id).await;
     let spec_on_disk: Value =
         serde_json::from_slice(&fs::read(server.job_dir(&id).join("spec.json")).expect("spec.json"))
             .expect("JSON");
     assert_eq!(spec_on_disk, job["spec"]);
 
-    // Gone with all its files, and nobody else's.
+    // The job is deleted with all its files.
     let deleted = server.request(Method::DELETE, &format!("/jobs/{id}"), None).await;
     assert!(deleted.status.is_success(), "{}", deleted.text);
     server.request(Method::GET, &format!("/jobs/{id}"), None).await.problem(404);
-    server.until("the job's folder is gone", async |s: &Server| !s.job_dir(&id).exists()).await;
+    server.until("the job's folder is deleted", async |s: &Server| !s.job_dir(&id).exists()).await;
     server.stop().await;
 }
 
-/// The example of docs/api.md, as it stands there.
+/// The example of docs/api.md, as written.
 #[tokio::test]
 async fn the_python_example_submits_waits_evaluates_and_downloads() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     server.register("fashion-mnist", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
     let examples = pages::blocks("docs/api.md", "python");
@@ -81,16 +81,16 @@ async fn the_python_example_submits_waits_evaluates_and_downloads() {
     python.arg("-c").arg(example).current_dir(server.folder().path());
     python.env("LOCKSTEP_SERVER", &server.url).env("TOKEN", server.token());
     let done = tokio::task::spawn_blocking(move || Finished::of(&mut python)).await.expect("it runs");
-    let said = done.ok();
-    assert!(said.contains("succeeded step 10 of 10\naccuracy 0."), "{said}");
+    let output = done.ok();
+    assert!(output.contains("succeeded step 10 of 10\naccuracy 0."), "{output}");
     let model = fs::read(server.folder().path().join("model.safetensors")).expect("a model");
     safetensors::SafeTensors::deserialize(&model).expect("tensors");
     server.stop().await;
 }
 
-fn states_are_legal(events: &[Value]) {
+fn assert_valid_states(events: &[Value]) {
     let mut states: Vec<_> = events.iter().filter(|e| e["type"] == "state").map(state_of).collect();
-    // Further events of the same state say why it waits.
+    // Repeated states have reasons of a wait.
     states.dedup();
     use JobState::*;
     assert_eq!(states, [Queued, Starting, Running, Succeeded]);
@@ -98,7 +98,7 @@ fn states_are_legal(events: &[Value]) {
     assert!(moves, "{states:?}");
 }
 
-fn the_job_is_complete(job: &Value) {
+fn assert_complete(job: &Value) {
     for (key, value) in [("step", STEPS), ("total_steps", STEPS), ("steps_per_epoch", STEPS_PER_EPOCH)] {
         assert_eq!(number(&job[key]), value, "{key} of {job:#}");
     }
@@ -108,8 +108,8 @@ fn the_job_is_complete(job: &Value) {
     assert!(time("created_at") <= time("started_at") && time("started_at") < time("finished_at"), "{job:#}");
 }
 
-/// Every step of every rank, in the query and in the CSV file, and the same values in both.
-async fn every_point_is_there(server: &Server, id: &str) {
+/// Asserts that the query and the CSV file have every step of every rank, with equal values.
+async fn assert_every_point(server: &Server, id: &str) {
     let csv = server.bytes(&format!("/jobs/{id}/metrics.csv")).await;
     let csv = String::from_utf8(csv).expect("UTF-8");
     let header: Vec<_> = csv.lines().next().expect("a header").split(',').collect();
@@ -141,7 +141,7 @@ async fn every_point_is_there(server: &Server, id: &str) {
             })
             .collect();
         in_csv.sort_by_key(|p| (p.0, p.1, p.2));
-        // The CSV may hold fewer digits than a 64-bit JSON number, but the same float32.
+        // The CSV may have fewer digits than the JSON, but the float32 is the same.
         let bits = |points: &[(u64, u64, u64, f64)]| -> Vec<_> {
             points.iter().map(|p| (p.0, p.1, p.2, (p.3 as f32).to_bits())).collect()
         };
@@ -149,7 +149,7 @@ async fn every_point_is_there(server: &Server, id: &str) {
     }
     assert!(server.points(id, "lr").await.iter().all(|p| (p.3 - 0.01).abs() < 1e-9), "a constant rate");
 
-    // A coarser view keeps the extremes.
+    // With fewer points, the extremes are kept.
     let points = server.points(id, "loss").await;
     let coarse = server.get(&format!("/jobs/{id}/metrics?name=loss&ranks=1&points=4")).await;
     assert_eq!(coarse["exact"], false, "{coarse:#}");
@@ -179,7 +179,7 @@ fn evaluations(events: &[Value]) -> Vec<(u64, f64)> {
     found
 }
 
-async fn checkpoints_are_whole(server: &Server, id: &str, evaluations: &[(u64, f64)]) {
+async fn assert_checkpoints(server: &Server, id: &str, evaluations: &[(u64, f64)]) {
     let mut checkpoints = server.checkpoints(id).await;
     checkpoints.sort_by_key(|c| number(&c["step"]));
     let steps: Vec<_> = checkpoints.iter().map(|c| number(&c["step"])).collect();
@@ -210,12 +210,12 @@ async fn checkpoints_are_whole(server: &Server, id: &str, evaluations: &[(u64, f
             serde_json::from_slice(&fs::read(folder.join("state.json")).expect("state.json")).expect("JSON");
         assert_eq!((number(&state["epoch"]), number(&state["step"])), (epoch, step), "{state:#}");
         assert_eq!(number(&state["world_size"]), RANKS, "{state:#}");
-        model_is_torchvisions(&server.bytes(&format!("{from}/model.safetensors")).await);
+        assert_torchvision_format(&server.bytes(&format!("{from}/model.safetensors")).await);
     }
     let all = fs::read_dir(server.job_dir(id).join("checkpoints")).expect("checkpoints");
     assert_eq!(all.count(), 2, "no temporary folder is left behind");
 
-    // Part of a file, as a download that continues asks for it.
+    // A range of a file, as a resumed download requests it.
     let last = checkpoints[1]["id"].as_str().expect("an id");
     let whole = server.bytes(&format!("/checkpoints/{last}/model.safetensors")).await;
     let part = server
@@ -224,7 +224,7 @@ async fn checkpoints_are_whole(server: &Server, id: &str, evaluations: &[(u64, f
         .header("range", "bytes=1000-1999")
         .send()
         .await
-        .expect("an answer");
+        .expect("a response");
     assert_eq!(part.status(), StatusCode::PARTIAL_CONTENT);
     assert_eq!(part.bytes().await.expect("a body")[..], whole[1000..2000]);
     for name in ["nothing.bin", "..%2f..%2fspec.json"] {
@@ -232,7 +232,7 @@ async fn checkpoints_are_whole(server: &Server, id: &str, evaluations: &[(u64, f
     }
 }
 
-fn model_is_torchvisions(bytes: &[u8]) {
+fn assert_torchvision_format(bytes: &[u8]) {
     let (_, metadata) = safetensors::SafeTensors::read_metadata(bytes).expect("safetensors");
     let extra = metadata.metadata().clone().expect("metadata");
     let text = format!("{extra:?}");
@@ -254,7 +254,7 @@ fn model_is_torchvisions(bytes: &[u8]) {
     }
 }
 
-async fn logs_are_kept(server: &Server, id: &str) {
+async fn assert_logs(server: &Server, id: &str) {
     for rank in 0..RANKS {
         let file = server.attempt_dir(id, 1).join(format!("rank.{rank}.log"));
         let on_disk = fs::read_to_string(&file).expect("the rank's log");
@@ -264,7 +264,7 @@ async fn logs_are_kept(server: &Server, id: &str) {
             .header("accept", "text/plain")
             .send()
             .await
-            .expect("an answer");
+            .expect("a response");
         assert_eq!(raw.text().await.expect("text"), on_disk, "the raw file of rank {rank}");
 
         let losses: Vec<_> = on_disk.lines().filter_map(loss_line).collect();
@@ -276,8 +276,8 @@ async fn logs_are_kept(server: &Server, id: &str) {
             assert!((loss.2 - point.3).abs() < 1e-5, "{loss:?} in the log, {point:?} in the store");
         }
 
-        let answer = server.get(&format!("/jobs/{id}/logs?rank={rank}")).await;
-        let lines = answer["lines"].as_array().unwrap_or_else(|| panic!("{answer:#}"));
+        let response = server.get(&format!("/jobs/{id}/logs?rank={rank}")).await;
+        let lines = response["lines"].as_array().unwrap_or_else(|| panic!("{response:#}"));
         let texts: Vec<_> = lines.iter().map(|l| l["text"].as_str().expect("text")).collect();
         assert_eq!(texts, on_disk.lines().collect::<Vec<_>>(), "stored lines of rank {rank}");
         let numbers: Vec<_> = lines.iter().map(|l| number(&l["number"])).collect();

@@ -1,9 +1,9 @@
-//! The main job, end to end: these tests start the real `lockstep` binary and use it as people and
-//! programs do, over REST, websockets and the command line, on real pictures.
+//! End-to-end tests: they start the real `lockstep` binary and use it over REST, websockets and the command line,
+//! with real pictures.
 //!
-//! `server.rs`, `socket.rs`, `pages.rs`, `pictures.rs` and `specs.rs` are what the tests share; every other file
-//! is one theme. Tests that train take turns (`server::turn`), so that none is starved of cores and
-//! a deadline means what it says. With `LOCKSTEP_TEST_DATABASE=postgres` every server keeps what it knows in Postgres.
+//! All tests share `server.rs`, `socket.rs`, `pages.rs`, `pictures.rs` and `specs.rs`; every other file tests one feature.
+//! A semaphore (`server::training_permit`) limits how many tests train at the same time, so that each has enough cores
+//! to keep its deadlines. With `LOCKSTEP_TEST_DATABASE=postgres` every server uses a Postgres database.
 
 #![allow(unreachable_pub)] // A module is shared with the server's tests.
 
@@ -12,7 +12,7 @@ mod pages;
 mod pictures;
 #[path = "../../server/tests/it/postgres.rs"]
 mod postgres;
-// Some of what it can do is for the fault matrix alone.
+// Only the fault matrix uses some of its functions.
 #[allow(dead_code)]
 mod server;
 mod socket;
@@ -25,12 +25,13 @@ mod backup;
 mod bad_datasets;
 mod bad_requests;
 mod bad_starts;
+mod browser;
+mod cli_messages;
 mod commands;
 mod dataset_copies;
 mod datasets;
 mod differing_copies;
 mod edges;
-mod elsewhere;
 mod embeddings;
 mod exports;
 mod faults;
@@ -43,11 +44,9 @@ mod imports;
 mod interrupted;
 mod join;
 mod life;
-mod manners;
 mod models;
 mod mutual_tls;
 mod network;
-mod opens;
 mod pause;
 mod people;
 mod plan;
@@ -57,6 +56,7 @@ mod queue;
 mod recipes;
 mod reference;
 mod second_account;
+mod separate_disks;
 mod sharded;
 mod spare;
 mod streams;

@@ -2,7 +2,7 @@
 
 use crate::{
     pages, pictures,
-    server::{Finished, Server, turn},
+    server::{Finished, Server, training_permit},
     specs,
 };
 use reqwest::Method;
@@ -11,39 +11,41 @@ use std::fs;
 
 #[tokio::test]
 async fn a_registered_checkpoint_is_used_by_its_alias() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     let folder = server.folder().path();
     server.register("clothes", &pictures::idx_dataset(folder, 64, 16)).await;
     let job = |name: &str| specs::short(name, "clothes", 1, 4);
     let first = server.submit(&job("fashion")).await;
-    server.succeeded(&first).await;
+    server.wait_for_success(&first).await;
     let boots = pictures::image_folder(folder, 2).join("train/boot");
     let boot = fs::read_dir(boots).expect("a folder").flatten().next().expect("a picture").path();
     image::open(&boot).expect("a picture").save(folder.join("shoe.png")).expect("a picture");
-    let typed = |line: &str| {
+    let run_line = |line: &str| {
         let mut shell = pages::shell(line);
-        Finished::of(shell.current_dir(folder).envs(server.for_clients()).env("HOME", folder.join("home")))
+        Finished::of(
+            shell.current_dir(folder).envs(server.client_variables()).env("HOME", folder.join("home")),
+        )
     };
 
-    // The lines of the page.
-    let registered = typed(&pages::line("docs/models.md", "lockstep model register "));
+    // The command lines of the page.
+    let registered = run_line(&pages::line("docs/models.md", "lockstep model register "));
     assert!(registered.ok().starts_with("models:/shoes/1: checkpoint 1-4 of fashion"), "{registered:?}");
-    let moved = typed(&pages::line("docs/models.md", "lockstep model alias "));
+    let moved = run_line(&pages::line("docs/models.md", "lockstep model alias "));
     assert_eq!(moved.ok(), "models:/shoes@champion is version 1\n");
-    let shown = typed(&pages::line("docs/models.md", "lockstep model show "));
+    let shown = run_line(&pages::line("docs/models.md", "lockstep model show "));
     assert!(shown.ok().contains("champion") && shown.stdout.contains("clothes"), "{shown:?}");
-    let listed = typed(&pages::line("docs/models.md", "lockstep model list"));
+    let listed = run_line(&pages::line("docs/models.md", "lockstep model list"));
     assert!(listed.ok().contains("shoes") && listed.stdout.contains("champion: 1"), "{listed:?}");
-    let predicted = typed(&pages::line("docs/models.md", "lockstep predict "));
+    let predicted = run_line(&pages::line("docs/models.md", "lockstep predict "));
     assert!(predicted.ok().starts_with("shoe.png: "), "{predicted:?}");
     assert!(predicted.stderr.contains(&format!("fashion ({first}), checkpoint 1-4")), "{predicted:?}");
-    let evaluated = typed(&pages::line("docs/models.md", "lockstep evaluate "));
+    let evaluated = run_line(&pages::line("docs/models.md", "lockstep evaluate "));
     assert!(evaluated.ok().starts_with("checkpoint 1-4: accuracy "), "{evaluated:?}");
-    typed(&pages::line("docs/models.md", "lockstep download ")).ok();
+    run_line(&pages::line("docs/models.md", "lockstep download ")).ok();
     assert_eq!(fs::read(folder.join("shoes.safetensors")).expect("weights"), server.last_model(&first).await);
 
-    // The version knows where it comes from.
+    // The version records its dataset and program.
     let version = server.get("/models/shoes/versions/1").await;
     let dataset = server.get("/datasets/clothes").await;
     assert_eq!(
@@ -54,22 +56,28 @@ async fn a_registered_checkpoint_is_used_by_its_alias() {
         version["dataset_fingerprint"]["sha256"].is_string() && version["programs"]["lockstep"].is_string()
     );
 
-    // Another job begins with these weights, and keeps them when the alias moves.
+    // Another job starts from these weights. When the alias moves, the job's specification does not change.
     let tuned = specs::with(job("tuned"), json!({"model": {"pretrained": "models:/shoes@champion"}}));
     let second = server.submit(&tuned).await;
-    server.succeeded(&second).await;
+    server.wait_for_success(&second).await;
     server.cli(&["model", "register", "shoes", "tuned"]).ok();
     server.cli(&["model", "alias", "shoes", "champion", "2"]).ok();
     assert_eq!(server.job(&second).await["spec"]["model"]["pretrained"], version["checkpoint"]);
-    let answer = server.cli(&["predict", "models:/shoes@champion", "shoe.png", "--json"]).json();
-    assert_eq!(answer[0]["job"], "tuned", "{answer}");
+    let response = server.cli(&["predict", "models:/shoes@champion", "shoe.png", "--json"]).json();
+    assert_eq!(response[0]["job"], "tuned", "{response}");
 
-    // Names that name nothing, and a job that has a version.
-    server.cli(&["evaluate", "models:/shoes@nobody"]).wrong(&["has no alias \"nobody\""]);
-    server.cli(&["download", "models:/shoes", "-o", "x"]).wrong(&["is not the name of a model's version"]);
-    server.cli(&["evaluate", "models:/shoes/1", "--checkpoint", "latest"]).wrong(&["leave --checkpoint out"]);
-    server.cli(&["model", "show", "../jobs"]).wrong(&["the model's name must have"]);
-    server.cli(&["model", "remove", "shoes", "2"]).wrong(&["the version has the alias champion"]);
+    // Unknown names, and a job whose checkpoint is registered.
+    server.cli(&["evaluate", "models:/shoes@nobody"]).assert_usage_error(&["has no alias \"nobody\""]);
+    server
+        .cli(&["download", "models:/shoes", "-o", "x"])
+        .assert_usage_error(&["is not the name of a model's version"]);
+    server
+        .cli(&["evaluate", "models:/shoes/1", "--checkpoint", "latest"])
+        .assert_usage_error(&["leave --checkpoint out"]);
+    server.cli(&["model", "show", "../jobs"]).assert_usage_error(&["the model's name must have"]);
+    server
+        .cli(&["model", "remove", "shoes", "2"])
+        .assert_usage_error(&["the version has the alias champion"]);
     let path = format!("/jobs/{first}");
     let kept: Value = server.request(Method::DELETE, &path, None).await.problem(409);
     assert!(kept["detail"].as_str().is_some_and(|why| why.contains("models:/shoes/1")), "{kept}");

@@ -1,14 +1,13 @@
-//! Agents that authenticate by certificates: the real server and agents, with certificates of `lockstep ca` and of
-//! openssl.
+//! Agents that authenticate with certificates, created by `lockstep ca` and by openssl.
 
 mod files;
 mod options;
 
 use crate::{
     pictures,
-    server::{Finished, Folder, SOON, lockstep, signal, turn},
+    server::{Finished, Folder, TIMEOUT, lockstep, signal, training_permit},
     specs,
-    tls::serve::{Serve, listens, trusting},
+    tls::serve::{Serve, client_config_for, listens},
 };
 use rustix::process::Signal;
 use serde_json::Value;
@@ -20,14 +19,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// `lockstep agent`, ended with the test.
+/// A `lockstep agent` process, which is ended when it is dropped.
 struct Agent {
     process: Child,
     log: PathBuf,
 }
 
 impl Agent {
-    /// In the server's folder, with a state directory and a log of this name.
+    /// Starts an agent in the server's folder, with a data directory and a log of this name.
     fn start(serve: &Serve, dir: &str, options: &[&str]) -> Self {
         let log = serve.folder.path().join(format!("{dir}.log"));
         let mut command = lockstep();
@@ -37,22 +36,22 @@ impl Agent {
         Self { process: command.spawn().expect("an agent"), log }
     }
 
-    fn said(&self) -> String {
+    fn output(&self) -> String {
         fs::read_to_string(&self.log).unwrap_or_default()
     }
 
-    /// Waits until it has said this.
-    async fn says(&self, words: &str) {
-        soon(words, || self.said().contains(words), || self.said()).await;
+    /// Waits until the agent's log has these words.
+    async fn wait_for_log(&self, words: &str) {
+        wait_until(words, || self.output().contains(words), || self.output()).await;
     }
 
-    async fn ends(&mut self) -> ExitStatus {
+    async fn exit_status(&mut self) -> ExitStatus {
         let start = Instant::now();
         loop {
             if let Some(status) = self.process.try_wait().expect("its status") {
                 return status;
             }
-            assert!(start.elapsed() < SOON, "it does not end: {}", self.said());
+            assert!(start.elapsed() < TIMEOUT, "the agent does not end: {}", self.output());
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     }
@@ -65,10 +64,11 @@ impl Drop for Agent {
     }
 }
 
-async fn soon(what: &str, is_so: impl Fn() -> bool, otherwise: impl Fn() -> String) {
+/// Waits for a condition. `otherwise` is the message of the failure.
+async fn wait_until(what: &str, is_so: impl Fn() -> bool, otherwise: impl Fn() -> String) {
     let start = Instant::now();
     while !is_so() {
-        assert!(start.elapsed() < SOON, "{what}: {}", otherwise());
+        assert!(start.elapsed() < TIMEOUT, "{what}: {}", otherwise());
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
@@ -82,7 +82,7 @@ fn ca(folder: &Path, args: &[&str]) -> Finished {
     Finished::of(command.arg("ca").args(args).current_dir(folder))
 }
 
-/// A certificate of the server's authority, in its folder; other arguments of `ca issue` come after the name.
+/// Issues an agent's certificate by the server's CA, with more arguments of `ca issue`.
 fn issue(serve: &Serve, name: &str, more: &[&str]) {
     let args = [&["issue", name, "--agent", "--data-dir", "data"], more].concat();
     ca(serve.folder.path(), &args).ok();
@@ -94,13 +94,14 @@ fn refusals(serve: &Serve) -> Vec<String> {
 }
 
 async fn agents(serve: &Serve) -> Vec<Value> {
-    let client = reqwest::Client::builder().tls_backend_preconfigured((*trusting(&serve.ca())).clone());
+    let client =
+        reqwest::Client::builder().tls_backend_preconfigured((*client_config_for(&serve.ca())).clone());
     let client = client.default_headers(serve.bearer()).build().expect("a client");
-    let answer = client.get(format!("{}/api/v1/agents", https(serve))).send().await.expect("an answer");
-    answer.json::<Value>().await.expect("JSON")["agents"].as_array().expect("agents").clone()
+    let response = client.get(format!("{}/api/v1/agents", https(serve))).send().await.expect("a response");
+    response.json::<Value>().await.expect("JSON")["agents"].as_array().expect("agents").clone()
 }
 
-/// The agent of this name, once it is as it should be.
+/// Waits until the agent of this name fulfils a condition, and returns it.
 async fn agent(serve: &Serve, name: &str, is_so: impl Fn(&Value) -> bool) -> Value {
     let start = Instant::now();
     loop {
@@ -108,7 +109,7 @@ async fn agent(serve: &Serve, name: &str, is_so: impl Fn(&Value) -> bool) -> Val
         if let Some(found) = all.iter().find(|agent| agent["name"] == name && is_so(agent)) {
             return found.clone();
         }
-        assert!(start.elapsed() < SOON, "{name}: {all:#?} {}", serve.log());
+        assert!(start.elapsed() < TIMEOUT, "{name}: {all:#?} {}", serve.log());
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
 }
@@ -124,7 +125,7 @@ fn files(name: &str) -> [String; 4] {
 
 #[tokio::test]
 async fn an_agent_with_a_certificate_trains_until_the_certificate_is_revoked() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let serve =
         Serve::start(&["--tls-own-ca", "--no-local-agent", "--agent-auth", "certificate"], listens).await;
     issue(&serve, "node-a", &["--days", "120"]);
@@ -139,54 +140,59 @@ async fn an_agent_with_a_certificate_trains_until_the_certificate_is_revoked() {
     let here = |args: &[&str]| serve.cli(&https(&serve), Some(&serve.ca()), args);
     here(&["dataset", "add", "pictures", dataset.to_str().expect("UTF-8")]).ok();
     let spec = serve.folder.write("job.json", specs::short("by-certificate", "pictures", 1, 20).to_string());
-    let client = reqwest::Client::builder().tls_backend_preconfigured((*trusting(&serve.ca())).clone());
+    let client =
+        reqwest::Client::builder().tls_backend_preconfigured((*client_config_for(&serve.ca())).clone());
     let client = client.default_headers(serve.bearer()).build().expect("a client");
     let body = fs::read_to_string(spec).expect("a job");
     let submitted = client.post(format!("{}/api/v1/jobs", https(&serve)));
     let submitted =
-        submitted.header("content-type", "application/json").body(body).send().await.expect("an answer");
+        submitted.header("content-type", "application/json").body(body).send().await.expect("a response");
     let job: Value = submitted.json().await.expect("JSON");
     let watched = here(&["watch", job["id"].as_str().expect("an id")]);
     assert!(watched.ok().contains("succeeded"), "{}", watched.stdout);
 
-    // The name is this agent's: another with the same certificate is told so, and ends.
+    // The name is bound to this agent: another agent with the same certificate is refused, and ends.
     let mut second = Agent::start(&serve, "two", &certificate);
-    assert_eq!(second.ends().await.code(), Some(1), "{}", second.said());
-    assert!(second.said().contains("is bound to another agent"), "{}", second.said());
+    assert_eq!(second.exit_status().await.code(), Some(1), "{}", second.output());
+    assert!(second.output().contains("is bound to another agent"), "{}", second.output());
     let bound = refusals(&serve);
     assert!(
         bound.len() == 1 && bound[0].contains("node-a") && bound[0].contains("bound to another"),
         "{bound:?}"
     );
 
-    // A browser has none, and is asked for a token as ever; an agent's token alone is not enough.
+    // Browsers need no certificate. For an agent, a token alone is not enough.
     let page = client.get(format!("{}/jobs", https(&serve))).send().await.expect("a page");
     assert!(page.status().is_success());
     let token = here(&["token", "create", "--scope", "agent", "--agent", "node-t"]);
     serve.folder.write("node-t.token", token.ok());
     let by_token = Agent::start(&serve, "three", &["--name", "node-t", "--token-file", "node-t.token"]);
-    by_token.says("presents no certificate").await;
-    assert!(by_token.said().contains("--cert-file"), "{}", by_token.said());
+    by_token.wait_for_log("presents no certificate").await;
+    assert!(by_token.output().contains("--cert-file"), "{}", by_token.output());
     let missing = refusals(&serve);
     assert!(missing.len() == 2 && missing[1].contains("presents no certificate"), "{missing:?}");
     drop(by_token);
 
-    // Revoked: an open connection ends within seconds, and none begins; one line says so however often it tries.
+    // After the revocation, the open connection ends within seconds and new ones are refused. Repeated attempts are logged once.
     let listed = ca(serve.folder.path(), &["list", "--data-dir", "data"]);
     assert!(listed.ok().contains("node-a") && listed.stdout.contains("valid"), "{}", listed.stdout);
     let revoked = Instant::now();
     ca(serve.folder.path(), &["revoke", "node-a", "--data-dir", "data"]).ok();
     agent(&serve, "node-a", |agent| !is_online(agent)).await;
     assert!(revoked.elapsed() < Duration::from_secs(30), "{:?}", revoked.elapsed());
-    first.says("which was revoked there").await;
-    soon("it tries again", || first.said().matches("revoked").count() >= 2, || first.said()).await;
+    first.wait_for_log("which was revoked there").await;
+    wait_until("the agent tries again", || first.output().matches("revoked").count() >= 2, || first.output())
+        .await;
     let of_revoked: Vec<_> =
         refusals(&serve).into_iter().filter(|line| line.contains("certificate was revoked")).collect();
-    assert!((1..=2).contains(&of_revoked.len()), "the end, and the first new try: {of_revoked:?}");
+    assert!(
+        (1..=2).contains(&of_revoked.len()),
+        "the end of the connection, and the first new attempt: {of_revoked:?}"
+    );
     assert!(of_revoked.iter().all(|line| line.contains("node-a")), "{of_revoked:?}");
-    assert!(first.process.try_wait().expect("its status").is_none(), "it tries on");
+    assert!(first.process.try_wait().expect("its status").is_none(), "the agent still tries");
 
-    // A new certificate in place of the files: the same agent is back without a new start.
+    // With new certificate files, the running agent connects again.
     for ending in ["crt", "key"] {
         fs::remove_file(serve.folder.path().join(format!("node-a.{ending}"))).expect("a file");
     }
@@ -198,35 +204,37 @@ async fn an_agent_with_a_certificate_trains_until_the_certificate_is_revoked() {
 #[tokio::test]
 async fn expiring_certificates_are_reported_to_agents_admins_and_logs() {
     let serve = Serve::start(&["--tls-own-ca", "--no-local-agent"], listens).await;
-    // An hour less than 89 days is left of 400: the clock of the one who issues it is set. (311 days and an hour.)
+    // Issued 311 days and an hour ago for 400 days, so 88 days and 23 hours are left.
     issue_at(&serve, "node-a", "-7465h", "400");
     let certificate = files("node-a");
     let certificate: Vec<_> = certificate.iter().map(String::as_str).collect();
     let _agent = Agent::start(&serve, "one", &certificate);
     let warned = |agent: &Value| agent["warnings"].to_string().contains("Its certificate expires in 88 days");
     agent(&serve, "node-a", |agent| is_online(agent) && warned(agent)).await;
-    soon("the log", || serve.log().contains("its certificate expires in 88 days"), || serve.log()).await;
+    wait_until("the log", || serve.log().contains("its certificate expires in 88 days"), || serve.log())
+        .await;
     let mut doctor = lockstep();
     doctor.args(["doctor", "--quick", "--tls-cert", "node-a.crt"]).current_dir(serve.folder.path());
     let found = Finished::of(&mut doctor).stdout;
     assert!(found.contains("node-a.crt: 88 days left"), "{found}");
     let ready = serve.bearer();
-    let client = reqwest::Client::builder().tls_backend_preconfigured((*trusting(&serve.ca())).clone());
+    let client =
+        reqwest::Client::builder().tls_backend_preconfigured((*client_config_for(&serve.ca())).clone());
     let client = client.default_headers(ready).build().expect("a client");
-    let ready = client.get(format!("{}/readyz", https(&serve))).send().await.expect("an answer");
+    let ready = client.get(format!("{}/readyz", https(&serve))).send().await.expect("a response");
     let ready = ready.text().await.expect("text");
     assert!(ready.contains("note: the certificate of the agent node-a expires in 88 days"), "{ready}");
 }
 
-/// As [`issue`], by a clock that differs.
+/// As [`issue`], with a shifted clock.
 fn issue_at(serve: &Serve, name: &str, clock: &str, days: &str) {
     let mut command = lockstep();
     command.args(["ca", "issue", name, "--agent", "--days", days, "--data-dir", "data"]);
-    Finished::of(by_clock(command.current_dir(serve.folder.path()), clock)).ok();
+    Finished::of(with_clock(command.current_dir(serve.folder.path()), clock)).ok();
 }
 
-/// A command whose clock differs.
-fn by_clock<'a>(command: &'a mut Command, clock: &str) -> &'a mut Command {
+/// Shifts a command's clock.
+fn with_clock<'a>(command: &'a mut Command, clock: &str) -> &'a mut Command {
     let found = fs::read_dir("/usr/lib").expect("/usr/lib").flatten();
     let library =
         found.map(|entry| entry.path().join("faketime/libfaketime.so.1")).find(|path| path.exists());
@@ -247,7 +255,7 @@ async fn expired_foreign_and_missing_certificates_are_refused_with_a_reason() {
         let to = serve.folder.path().join(&name);
         fs::copy(foreign.path().join(&name), &to).expect("a copy");
     }
-    // A server's certificate of the right authority is none of an agent's.
+    // A server's certificate of the right CA is not valid for an agent.
     ca(serve.folder.path(), &["issue", "proxy.example", "--data-dir", "data"]).ok();
     for (name, why, reported) in [
         ("node-old", "certificate expired at", "it has expired"),
@@ -257,36 +265,36 @@ async fn expired_foreign_and_missing_certificates_are_refused_with_a_reason() {
         let certificate = files(name);
         let certificate: Vec<_> = certificate.iter().map(String::as_str).collect();
         let agent = Agent::start(&serve, name, &certificate);
-        agent.says(reported).await;
-        assert!(agent.said().contains("lockstep ca issue NAME --agent"), "{}", agent.said());
-        // The server's line comes once the agent has read why and closed.
+        agent.wait_for_log(reported).await;
+        assert!(agent.output().contains("lockstep ca issue NAME --agent"), "{}", agent.output());
+        // The server logs the refusal after the agent has read the reason and closed the connection.
         let lines = || refusals(&serve).into_iter().filter(|line| line.contains(name)).collect::<Vec<_>>();
-        soon("the server says so, too", || !lines().is_empty(), || serve.log()).await;
-        let said = lines();
+        wait_until("the server says so, too", || !lines().is_empty(), || serve.log()).await;
+        let lines = lines();
         assert!(
-            said.len() == 1 && said[0].contains(why) && said[0].contains("127.0.0.1"),
-            "{name}: {said:?}"
+            lines.len() == 1 && lines[0].contains(why) && lines[0].contains("127.0.0.1"),
+            "{name}: {lines:?}"
         );
     }
     // Neither certificate nor token.
     let nobody = Agent::start(&serve, "nobody", &[]);
-    nobody.says("neither a certificate nor a token").await;
-    let said: Vec<_> = refusals(&serve).into_iter().filter(|line| line.contains("neither")).collect();
-    assert_eq!(said.len(), 1, "{said:?}");
+    nobody.wait_for_log("neither a certificate nor a token").await;
+    let lines: Vec<_> = refusals(&serve).into_iter().filter(|line| line.contains("neither")).collect();
+    assert_eq!(lines.len(), 1, "{lines:?}");
     assert!(agents(&serve).await.is_empty());
-    // Another name than the certificate's.
+    // A name that differs from the certificate's.
     issue(&serve, "node-b", &[]);
     let certificate = files("node-b");
     let mut other: Vec<_> = certificate.iter().map(String::as_str).collect();
     other.extend(["--name", "node-c"]);
     let mut other = Agent::start(&serve, "other", &other);
-    assert_eq!(other.ends().await.code(), Some(1), "{}", other.said());
-    assert!(other.said().contains("start it with --name node-b"), "{}", other.said());
+    assert_eq!(other.exit_status().await.code(), Some(1), "{}", other.output());
+    assert!(other.output().contains("start it with --name node-b"), "{}", other.output());
 }
 
 #[tokio::test]
 async fn pkcs12_files_and_other_authorities_are_accepted() {
-    // Made by openssl alone, as another authority would.
+    // Certificates of another CA, created only with openssl.
     let folder = Folder::new();
     let openssl = |line: &str| {
         let done = Command::new("openssl")
@@ -320,13 +328,13 @@ async fn pkcs12_files_and_other_authorities_are_accepted() {
             .await;
     let packed = |password: &'static str| ["--pkcs12-file", "node-p.p12", "--pkcs12-password-file", password];
     let mut wrong = Agent::start(&serve, "wrong-password", &packed("wrong"));
-    assert_eq!(wrong.ends().await.code(), Some(2), "{}", wrong.said());
-    assert!(wrong.said().contains("--pkcs12-password-file"), "{}", wrong.said());
+    assert_eq!(wrong.exit_status().await.code(), Some(2), "{}", wrong.output());
+    assert!(wrong.output().contains("--pkcs12-password-file"), "{}", wrong.output());
     let right = Agent::start(&serve, "right-password", &packed("right"));
     agent(&serve, "node-p", is_online).await;
     drop(right);
 
-    // Files that others can read are refused before anything is sent.
+    // Key files that other accounts can read are refused before a connection.
     let mode = |name: &str, mode: u32| {
         fs::set_permissions(serve.folder.path().join(name), fs::Permissions::from_mode(mode))
             .expect("its mode");
@@ -338,18 +346,18 @@ async fn pkcs12_files_and_other_authorities_are_accepted() {
     ] {
         mode(name, 0o644);
         let mut open = Agent::start(&serve, "open", &options);
-        assert_eq!(open.ends().await.code(), Some(2), "{}", open.said());
-        assert!(open.said().contains(&format!("chmod 600 {name}")), "{}", open.said());
+        assert_eq!(open.exit_status().await.code(), Some(2), "{}", open.output());
+        assert!(open.output().contains(&format!("chmod 600 {name}")), "{}", open.output());
         mode(name, 0o600);
     }
-    // The server's own authority does not count here: --agent-ca names another.
+    // With --agent-ca, certificates of the server's own CA are refused.
     issue(&serve, "node-a", &[]);
     let certificate = files("node-a");
     let certificate: Vec<_> = certificate.iter().map(String::as_str).collect();
     let own = Agent::start(&serve, "own", &certificate);
-    own.says("that it does not know").await;
+    own.wait_for_log("that it does not know").await;
 
-    // `ca issue` packs, too, and openssl reads it.
+    // openssl can read the PKCS #12 files of `ca issue`.
     issue(&serve, "node-q", &["--pkcs12", "--pkcs12-password-file", "right"]);
     let mut read = Command::new("openssl");
     read.args(["pkcs12", "-in", "node-q.p12", "-passin", "pass:sesame", "-nodes"]);
@@ -371,23 +379,28 @@ async fn a_revocation_list_is_reloaded_and_a_truncated_one_is_ignored() {
     let options =
         ["--tls-own-ca", "--no-local-agent", "--agent-ca", "lab/ca/ca.crt", "--agent-crl", "lab/ca/ca.crl"];
     let serve = Serve::start_in(folder, &options, listens).await;
-    let come = |name: &str| {
+    let start_agent = |name: &str| {
         let certificate = files(name);
         Agent::start(&serve, name, &certificate.iter().map(String::as_str).collect::<Vec<_>>())
     };
-    let revoked = come("node-1");
-    revoked.says("which was revoked there").await;
-    let still_valid = come("node-2");
+    let revoked = start_agent("node-1");
+    revoked.wait_for_log("which was revoked there").await;
+    let still_valid = start_agent("node-2");
     agent(&serve, "node-2", is_online).await;
 
-    // Half a list revokes nobody and lets nobody in.
+    // A truncated list is ignored: the revoked agent stays refused, the other stays connected.
     let list = path.join("lab/ca/ca.crl");
     let whole = fs::read(&list).expect("a list");
     fs::write(&list, &whole[..whole.len() / 2]).expect("half of it");
-    soon("it is noticed", || serve.log().contains("the old ones stay"), || serve.log()).await;
-    assert!(is_online(&agent(&serve, "node-2", |_| true).await), "{}", still_valid.said());
+    wait_until(
+        "the truncated list is reported",
+        || serve.log().contains("the old ones stay"),
+        || serve.log(),
+    )
+    .await;
+    assert!(is_online(&agent(&serve, "node-2", |_| true).await), "{}", still_valid.output());
     assert!(agents(&serve).await.iter().all(|agent| agent["name"] != "node-1"));
-    fs::write(&list, &whole).expect("all of it");
+    fs::write(&list, &whole).expect("the whole list");
     ca(&path, &["revoke", "node-2", "--data-dir", "lab"]).ok();
     agent(&serve, "node-2", |agent| !is_online(agent)).await;
 }

@@ -1,4 +1,4 @@
-//! Network namespaces with addresses of their own on a bridge. Making them takes root, which tests of CI have.
+//! Hosts as network namespaces on a bridge, each with its own addresses. Creating them needs root, which CI has.
 
 use crate::server::signal;
 use rustix::process::Signal;
@@ -21,32 +21,32 @@ fn ip(args: &str) {
     assert!(run("ip", args), "ip {args}");
 }
 
-/// The command line or the environment of a process; nothing where it has ended.
-pub(crate) fn words(pid: i32, file: &str) -> Vec<String> {
+/// The strings of `/proc/PID/cmdline` or `/proc/PID/environ`; empty if the process has ended.
+pub(crate) fn read_proc(pid: i32, file: &str) -> Vec<String> {
     let bytes = fs::read(format!("/proc/{pid}/{file}")).unwrap_or_default();
     String::from_utf8_lossy(&bytes).split('\0').map(str::to_owned).collect()
 }
 
-/// The variable of a process, if it has it.
+/// The value of an environment variable of a process.
 pub(crate) fn variable(pid: i32, name: &str) -> Option<String> {
-    let mut words = words(pid, "environ").into_iter();
-    words.find_map(|word| Some(word.strip_prefix(name)?.strip_prefix('=')?.to_owned()))
+    let mut strings = read_proc(pid, "environ").into_iter();
+    strings.find_map(|string| Some(string.strip_prefix(name)?.strip_prefix('=')?.to_owned()))
 }
 
-/// A bridge, and hosts with a cable to it. The server is at the bridge.
+/// A bridge, and hosts connected to it by cables (veth pairs). The server listens at the bridge.
 pub(crate) struct Network {
     number: u32,
     hosts: Vec<u32>,
-    /// Those that have a second interface.
-    seconds: Vec<u32>,
+    /// Hosts with a second interface.
+    with_second: Vec<u32>,
 }
 
 impl Network {
     pub(crate) fn new() -> Self {
-        // Names of their own: the kernel removes an earlier network's cables when its processes have ended.
-        static MADE: AtomicU32 = AtomicU32::new(0);
-        let number = (std::process::id() + 1009 * MADE.fetch_add(1, Ordering::Relaxed)) % 60_000;
-        let this = Self { number, hosts: Vec::new(), seconds: Vec::new() };
+        // Unique names, as the kernel removes an earlier network's cables only after its processes have ended.
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        let number = (std::process::id() + 1009 * COUNT.fetch_add(1, Ordering::Relaxed)) % 60_000;
+        let this = Self { number, hosts: Vec::new(), with_second: Vec::new() };
         ip(&format!("link add {} type bridge", this.bridge()));
         ip(&format!("addr add {}/24 dev {}", this.address(254), this.bridge()));
         ip(&format!("link set {} up", this.bridge()));
@@ -61,7 +61,7 @@ impl Network {
         format!("lk{}-{host}", self.number)
     }
 
-    /// The end of a host's cable at the bridge.
+    /// The interface of a host's cable at the bridge.
     fn cable(&self, host: u32) -> String {
         format!("lkv{}-{host}", self.number)
     }
@@ -85,27 +85,27 @@ impl Network {
         ip(&format!("-n {space} link set lo up"));
     }
 
-    /// What [`Network::add_second`] gives a host.
+    /// The address of a host's second interface.
     pub(crate) fn second_address(&self, host: u32) -> String {
         format!("10.78.{}.{host}", self.number % 250)
     }
 
-    /// Gives a host a second interface, `eth1`, in a network of its own.
+    /// Gives a host a second interface, `eth1`, in another network.
     pub(crate) fn add_second(&mut self, host: u32) {
         let (space, cable) = (self.namespace(host), self.second_cable(host));
-        self.seconds.push(host);
+        self.with_second.push(host);
         ip(&format!("link add {cable} type veth peer name eth1 netns {space}"));
         ip(&format!("link set {cable} master {} up", self.bridge()));
         ip(&format!("-n {space} addr add {}/24 dev eth1", self.second_address(host)));
         ip(&format!("-n {space} link set eth1 up"));
     }
 
-    /// What `ip netns exec` puts in the place of files of /etc.
+    /// The folder whose files replace those of /etc under `ip netns exec`.
     fn etc(&self, host: u32) -> PathBuf {
         Path::new("/etc/netns").join(self.namespace(host))
     }
 
-    /// Has hosts know each other by names: host N as `nodeN`.
+    /// Gives hosts names that resolve on all hosts: host N is `nodeN`.
     pub(crate) fn name_hosts(&self) {
         let line = |host: &u32| format!("{} node{host}\n", self.address(*host));
         let hosts =
@@ -116,20 +116,20 @@ impl Network {
         }
     }
 
-    /// A command on a host that is called `nodeN`.
+    /// Wraps a command to run on a host, whose host name is `nodeN`.
     pub(crate) fn on(&self, host: u32, command: &Command) -> Command {
-        let mut there = Command::new("ip");
-        there.args(["netns", "exec", &self.namespace(host), "unshare", "--uts", "sh", "-c"]);
-        there.args(["hostname \"$0\" && exec \"$@\"", &format!("node{host}")]);
-        there.arg(command.get_program()).args(command.get_args());
-        there.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        let mut wrapped = Command::new("ip");
+        wrapped.args(["netns", "exec", &self.namespace(host), "unshare", "--uts", "sh", "-c"]);
+        wrapped.args(["hostname \"$0\" && exec \"$@\"", &format!("node{host}")]);
+        wrapped.arg(command.get_program()).args(command.get_args());
+        wrapped.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
         if let Some(folder) = command.get_current_dir() {
-            there.current_dir(folder);
+            wrapped.current_dir(folder);
         }
-        there
+        wrapped
     }
 
-    /// Bytes that a host has sent by one of its interfaces.
+    /// Bytes that a host has sent over an interface.
     pub(crate) fn sent_bytes(&self, host: u32, interface: &str) -> u64 {
         let file = format!("/sys/class/net/{interface}/statistics/tx_bytes");
         let found = Command::new("ip").args(["netns", "exec", &self.namespace(host), "cat", &file]).output();
@@ -142,27 +142,27 @@ impl Network {
         String::from_utf8_lossy(&found.stdout).lines().filter_map(|pid| pid.trim().parse().ok()).collect()
     }
 
-    /// A variable of each rank on a host that has it.
+    /// The values of a variable in the ranks on a host.
     pub(crate) fn variable_of_ranks(&self, host: u32, name: &str) -> Vec<String> {
-        let is_rank = |pid: &i32| words(*pid, "cmdline").get(1).is_some_and(|word| word == "rank");
+        let is_rank = |pid: &i32| read_proc(*pid, "cmdline").get(1).is_some_and(|word| word == "rank");
         self.processes(host).into_iter().filter(is_rank).filter_map(|pid| variable(pid, name)).collect()
     }
 
-    /// Ends a host: every process is killed, and the cable carries nothing any more.
+    /// Kills all processes of a host and disconnects its cable.
     pub(crate) fn kill(&self, host: u32) {
         self.processes(host).into_iter().for_each(|pid| signal(pid, Signal::KILL));
         self.plug(host, false);
     }
 
-    /// Pulls a host's cable out, or puts it back.
-    pub(crate) fn plug(&self, host: u32, is_in: bool) {
-        ip(&format!("link set {} {}", self.cable(host), if is_in { "up" } else { "down" }));
+    /// Connects or disconnects a host's cable.
+    pub(crate) fn plug(&self, host: u32, is_connected: bool) {
+        ip(&format!("link set {} {}", self.cable(host), if is_connected { "up" } else { "down" }));
     }
 }
 
 impl Drop for Network {
     fn drop(&mut self) {
-        for host in &self.seconds {
+        for host in &self.with_second {
             run("ip", &format!("link del {}", self.second_cable(*host)));
         }
         for host in &self.hosts {

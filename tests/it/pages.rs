@@ -1,4 +1,4 @@
-//! README.md and the pages of docs/: their blocks of code, and lines of them that tests run.
+//! README.md and the pages of docs/: their code blocks, and the command lines that tests run.
 
 use crate::server::LOCKSTEP;
 use std::{
@@ -11,7 +11,7 @@ pub(crate) fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// README.md and the pages that people have written, by their paths below the root.
+/// The paths of README.md and of the hand-written pages, relative to the root.
 pub(crate) fn all() -> Vec<String> {
     let docs = fs::read_dir(root().join("docs")).expect("docs").flatten().map(|entry| entry.path());
     let docs = docs.filter(|path| path.extension().is_some_and(|e| e == "md"));
@@ -26,7 +26,7 @@ pub(crate) fn text(page: &str) -> String {
     fs::read_to_string(root().join(page)).expect("a page")
 }
 
-/// The blocks of a page in a language.
+/// The code blocks of a page in a language.
 pub(crate) fn blocks(page: &str, language: &str) -> Vec<String> {
     let begin = format!("```{language}\n");
     let text = text(page);
@@ -34,7 +34,7 @@ pub(crate) fn blocks(page: &str, language: &str) -> Vec<String> {
     parts.map(|rest| rest.split("```").next().expect("the end of a block").to_owned()).collect()
 }
 
-/// The files that a page shows: blocks in TOML whose first line is a comment with the file's name.
+/// The files on a page, as (name, text): TOML blocks whose first line is a comment with the file's name.
 pub(crate) fn files(page: &str) -> Vec<(String, String)> {
     let named = |block: String| {
         let name = block.lines().next()?.strip_prefix("# ")?.to_owned();
@@ -43,17 +43,17 @@ pub(crate) fn files(page: &str) -> Vec<(String, String)> {
     blocks(page, "toml").into_iter().filter_map(named).collect()
 }
 
-/// The one line of a page's commands with this beginning, for a test that runs it. `examples.rs` finds the call in the test's source, so both
-/// words are written there, and leaves the line to that test.
+/// The only command line of a page that starts with `begins`, for a test that runs the line. `examples.rs` finds such calls in the tests'
+/// sources and skips their lines, so both arguments must be literals.
 pub(crate) fn line(page: &str, begins: &str) -> String {
     let blocks = blocks(page, "sh").concat();
     let found: Vec<_> = blocks.lines().filter(|line| line.starts_with(begins)).collect();
-    assert_eq!(found.len(), 1, "{page} has one line that begins with {begins:?}, no more: {found:#?}");
+    assert_eq!(found.len(), 1, "{page} must have exactly one line that starts with {begins:?}: {found:#?}");
     found[0].to_owned()
 }
 
-/// The lines that tests take by [`line`]: pages and beginnings.
-pub(crate) fn taken() -> Vec<(String, String)> {
+/// The arguments of all calls of [`line`]: pages and starts of lines.
+pub(crate) fn lines_run_by_tests() -> Vec<(String, String)> {
     let mut all = Vec::new();
     let mut folders = vec![root().join("tests/it")];
     while let Some(folder) = folders.pop() {
@@ -73,7 +73,7 @@ pub(crate) fn taken() -> Vec<(String, String)> {
     all
 }
 
-/// A shell for commands of a page, in which `lockstep` is the program under test.
+/// A shell that runs commands of a page; `lockstep` is the program under test.
 pub(crate) fn shell(commands: &str) -> Command {
     let mut command = Command::new("bash");
     command.args(["--norc", "-c", commands]).stdin(Stdio::null()).env("PATH", path());

@@ -1,8 +1,8 @@
-//! Pause, resume, fork: a job continues as if it had not been interrupted.
+//! Pause, resume and fork: a job continues as if it had not been interrupted.
 
 use crate::{
     pictures,
-    server::{Server, number, turn},
+    server::{Server, number, training_permit},
     socket::{Socket, is_metric, last_step, stored},
     specs,
 };
@@ -11,7 +11,7 @@ use std::fs;
 
 const STEPS: u64 = 120;
 
-/// In the middle of an epoch of 40 steps, of three.
+/// A job of three epochs of 40 steps, with checkpoints in the middle of epochs.
 fn spec(name: &str) -> Value {
     specs::with(
         specs::short(name, "fashion", 2, STEPS),
@@ -29,41 +29,42 @@ async fn server() -> Server {
     server
 }
 
-async fn runs_past(server: &Server, id: &str, step: u64) {
+/// Waits until a job has passed a step.
+async fn wait_for_step(server: &Server, id: &str, step: u64) {
     let mut socket = Socket::of_job(server, id, 0).await;
     socket.until(|f| is_metric(f, "loss") && last_step(f) >= step).await;
 }
 
 #[tokio::test]
 async fn a_paused_job_frees_its_slots_and_continues_to_the_same_weights() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let undisturbed = server.submit(&spec("paused")).await;
-    server.succeeded(&undisturbed).await;
+    server.wait_for_success(&undisturbed).await;
 
     let id = server.submit(&spec("paused")).await;
-    runs_past(&server, &id, 30).await;
-    let response = server.cli(&["pause", &id]);
-    assert!(response.ok().contains("paused: paused on request; continues from step"), "{}", response.stdout);
+    wait_for_step(&server, &id, 30).await;
+    let output = server.cli(&["pause", &id]);
+    assert!(output.ok().contains("paused: paused on request; continues from step"), "{}", output.stdout);
     let job = server.job(&id).await;
     let at = number(&job["step"]);
     assert!((30..STEPS).contains(&at), "{job:#}");
-    // A checkpoint of that very step, and nobody left.
+    // There is a checkpoint of this step, and no rank is left.
     assert_eq!(number(&server.checkpoints(&id).await[0]["step"]), at);
     assert!(server.ranks(&id).is_empty());
     let other = server.submit(&specs::short("meanwhile", "fashion", 2, 5)).await;
-    server.succeeded(&other).await;
+    server.wait_for_success(&other).await;
     assert_eq!(server.job(&id).await["state"], "paused");
 
     let resumed = server.cli(&["resume", "paused"]);
     resumed.ok();
     let note = format!("2 jobs are called paused; the newest is taken: {id}, paused, ");
     assert!(resumed.stderr.contains(&note), "{}", resumed.stderr);
-    let job = server.succeeded(&id).await;
+    let job = server.wait_for_success(&id).await;
     assert_eq!(number(&job["attempt"]), 2);
     assert!(
         server.last_model(&id).await == server.last_model(&undisturbed).await,
-        "continuing gives the weights of never having stopped, bit for bit"
+        "a pause does not change a bit of the weights"
     );
     let events = stored(&server, &id).await;
     let mut states: Vec<_> = events.iter().filter_map(|e| e["state"].as_str()).collect();
@@ -72,23 +73,23 @@ async fn a_paused_job_frees_its_slots_and_continues_to_the_same_weights() {
         states,
         ["queued", "starting", "running", "pausing", "paused", "queued", "starting", "running", "succeeded"]
     );
-    // Every step once: the second attempt begins where the first one ended.
+    // The second attempt starts at the step where the first ended: no step is repeated.
     let points = server.points(&id, "loss").await;
     let steps: Vec<_> = points.iter().filter(|p| p.1 == 0).map(|p| p.2).collect();
     assert_eq!(steps, (1..=STEPS).collect::<Vec<_>>());
-    server.cli(&["pause", &id]).wrong(&["the job is succeeded"]);
-    server.cli(&["resume", &id]).wrong(&["the job is succeeded", "fork it"]);
+    server.cli(&["pause", &id]).assert_usage_error(&["the job is succeeded"]);
+    server.cli(&["resume", &id]).assert_usage_error(&["the job is succeeded", "fork it"]);
     server.stop().await;
 }
 
 #[tokio::test]
 async fn a_waiting_job_is_paused_immediately() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let first = server.submit(&specs::short("first", "fashion", 2, 1_000_000)).await;
     let second = specs::short("second", "fashion", 2, 5);
     let (second, third) = (server.submit(&second).await, server.submit(&second).await);
-    runs_past(&server, &first, 1).await;
+    wait_for_step(&server, &first, 1).await;
     let pause = async |id: &str| {
         let paused = server.post(&format!("/jobs/{id}/pause"), &json!({})).await;
         assert_eq!((paused.status.as_u16(), paused.json()["state"].as_str()), (202, Some("paused")));
@@ -96,15 +97,15 @@ async fn a_waiting_job_is_paused_immediately() {
     pause(&second).await;
     pause(&third).await;
     server.cli(&["cancel", &first]).ok();
-    // Of two jobs with a name none is cancelled before it is said which, and one that is over is not meant.
-    server.cli(&["cancel", "second"]).wrong(&["several jobs are called second"]);
+    // `cancel` refuses a name of several jobs; `pause` uses the newest of them.
+    server.cli(&["cancel", "second"]).assert_usage_error(&["several jobs are called second"]);
     server.cli(&["cancel", &third]).ok();
     assert!(
         server.cli(&["pause", "second"]).stderr.contains(&format!("the newest is taken: {third}, cancelled"))
     );
     assert_eq!(server.job(&second).await["state"], "paused");
     assert_eq!(server.post(&format!("/jobs/{second}/resume"), &json!({})).await.status.as_u16(), 202);
-    server.succeeded(&second).await;
+    server.wait_for_success(&second).await;
     assert_eq!(
         server.post(&format!("/jobs/{second}/resume"), &json!({})).await.problem(409)["state"],
         "succeeded"
@@ -114,13 +115,13 @@ async fn a_waiting_job_is_paused_immediately() {
 
 #[tokio::test]
 async fn a_fork_continues_from_any_checkpoint_with_other_settings_and_ranks() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let id = server.submit(&spec("origin")).await;
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     let model = server.last_model(&id).await;
 
-    // The same settings again: the same weights at the end, whatever the number of ranks.
+    // With unchanged settings, the final weights are the same at any number of ranks.
     let same = server.cli(&["fork", &id, "--checkpoint", "50", "--json"]).json();
     let one_rank = server
         .cli(&[
@@ -140,7 +141,7 @@ async fn a_fork_continues_from_any_checkpoint_with_other_settings_and_ranks() {
     assert_eq!(colder.status.as_u16(), 201, "{}", colder.text);
     for (fork, from) in [(&same, 50), (&one_rank, 75), (&colder.json(), 50)] {
         let fork_id = fork["id"].as_str().expect("an id");
-        let reason = fork["reason"].as_str().expect("where it comes from");
+        let reason = fork["reason"].as_str().expect("the reason");
         assert!(reason.contains("origin") && reason.contains(&format!("step {from}")), "{reason}");
         let parent = &fork["parent"];
         assert_eq!(parent["job"], id.as_str());
@@ -150,7 +151,7 @@ async fn a_fork_continues_from_any_checkpoint_with_other_settings_and_ranks() {
                 .contains(&format!("job {id}, checkpoint {}", parent["checkpoint"].as_str().expect("an id"))),
             "{shown}"
         );
-        let done = server.succeeded(fork_id).await;
+        let done = server.wait_for_success(fork_id).await;
         assert_eq!(done["spec"]["data"], server.job(&id).await["spec"]["data"]);
         let points = server.points(fork_id, "loss").await;
         let steps: Vec<_> = points.iter().filter(|p| p.1 == 0).map(|p| p.2).collect();
@@ -159,13 +160,16 @@ async fn a_fork_continues_from_any_checkpoint_with_other_settings_and_ranks() {
     let tensors = |file: &[u8]| {
         file[8 + u64::from_le_bytes(file[..8].try_into().expect("8 bytes")) as usize..].to_vec()
     };
-    let of = async |job: &Value| server.last_model(job["id"].as_str().expect("an id")).await;
-    assert!(of(&same).await == model, "nothing changed, so nothing differs");
-    assert!(tensors(&of(&one_rank).await) == tensors(&model), "the same weights at another number of ranks");
-    assert!(tensors(&of(&colder.json()).await) != tensors(&model));
+    let model_of = async |job: &Value| server.last_model(job["id"].as_str().expect("an id")).await;
+    assert!(model_of(&same).await == model, "unchanged settings give the same model");
+    assert!(
+        tensors(&model_of(&one_rank).await) == tensors(&model),
+        "the same weights at another number of ranks"
+    );
+    assert!(tensors(&model_of(&colder.json()).await) != tensors(&model));
     assert_eq!(colder.json()["name"], "colder");
 
-    // The fork keeps its checkpoint when the origin goes.
+    // The fork keeps its checkpoint after the origin is deleted.
     let kept = server.job_dir(same["id"].as_str().expect("an id")).join("checkpoints/2-50/MANIFEST.json");
     server.cli(&["delete", &id, "--yes"]).ok();
     assert!(fs::metadata(kept).is_ok());
@@ -182,20 +186,20 @@ async fn a_fork_continues_from_any_checkpoint_with_other_settings_and_ranks() {
     );
     fork(json!({"checkpoint": 75, "set": {"model.arch": "resnet32"}}))
         .await
-        .mistakes(&[("/model/arch", &["resnet20", "another network"])]);
-    fork(json!({"checkpoint": 75, "set": {"train.lr": -1}})).await.mistakes(&[("/train/lr", &[])]);
-    fork(json!({})).await.mistakes(&[("/train/steps", &["no steps are left"])]);
+        .assert_invalid(&[("/model/arch", &["resnet20", "another network"])]);
+    fork(json!({"checkpoint": 75, "set": {"train.lr": -1}})).await.assert_invalid(&[("/train/lr", &[])]);
+    fork(json!({})).await.assert_invalid(&[("/train/steps", &["no steps are left"])]);
     let further = fork(json!({"set": {"train.steps": STEPS + 10}})).await;
     assert_eq!(further.status.as_u16(), 201, "{}", further.text);
     assert_eq!(
-        number(&server.succeeded(further.json()["id"].as_str().expect("an id")).await["step"]),
+        number(&server.wait_for_success(further.json()["id"].as_str().expect("an id")).await["step"]),
         STEPS + 10
     );
-    // With twice as many pictures a step, step 100 is step 50: the middle of the third epoch, too.
+    // With twice the batch size, step 100 becomes step 50, which is also in the middle of the third epoch.
     let larger = fork(json!({"checkpoint": 100, "set": {"train": {"batch_size": 16, "steps": 52}}})).await;
     assert_eq!(larger.status.as_u16(), 201, "{}", larger.text);
     let larger = larger.json()["id"].as_str().expect("an id").to_owned();
-    server.succeeded(&larger).await;
+    server.wait_for_success(&larger).await;
     let points = server.points(&larger, "loss").await;
     let steps: Vec<_> = points.iter().filter(|p| p.1 == 0).map(|p| p.2).collect();
     assert_eq!(steps, [51, 52]);
@@ -208,12 +212,12 @@ async fn a_fork_continues_from_any_checkpoint_with_other_settings_and_ranks() {
 
     // A checkpoint can also be another job's pretrained weights.
     let teacher = server.checkpoints(&same_id).await[0]["id"].as_str().expect("an id").to_owned();
-    let untaught = specs::short("untaught", "fashion", 2, 5);
-    let taught = specs::with(untaught.clone(), json!({"name": "taught", "model": {"pretrained": teacher}}));
-    let (with, without) = (server.submit(&taught).await, server.submit(&untaught).await);
-    server.succeeded(&with).await;
-    server.succeeded(&without).await;
+    let fresh = specs::short("fresh", "fashion", 2, 5);
+    let tuned = specs::with(fresh.clone(), json!({"name": "tuned", "model": {"pretrained": teacher}}));
+    let (with, without) = (server.submit(&tuned).await, server.submit(&fresh).await);
+    server.wait_for_success(&with).await;
+    server.wait_for_success(&without).await;
     let first = async |id: &str| server.points(id, "loss").await[0].3;
-    assert!(first(&with).await < first(&without).await - 0.3, "it knows something already");
+    assert!(first(&with).await < first(&without).await - 0.3, "the loss starts lower");
     server.stop().await;
 }

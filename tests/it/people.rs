@@ -1,50 +1,52 @@
-//! `lockstep user` and `--private` of the real program.
+//! `lockstep user`.
 
 use crate::server::{Agents, Finished, Server, lockstep};
 use std::fs::File;
 
 /// Runs a command with a password on its standard input.
-fn with_password(server: &Server, args: &[&str], input: &str) -> Finished {
+fn run_with_password(server: &Server, args: &[&str], input: &str) -> Finished {
     let file = server.folder().write("password", input);
     let mut command = lockstep();
-    command.args(args).current_dir(server.folder().path()).envs(server.for_clients());
+    command.args(args).current_dir(server.folder().path()).envs(server.client_variables());
     Finished::of(command.stdin(File::open(file).expect("the password")))
 }
 
 #[tokio::test]
 async fn users_are_managed_by_command_with_passwords_from_standard_input() {
     let server = Server::start_with(Agents::None).await;
-    let added = with_password(&server, &["user", "add", "ada", "--role", "admin"], "correct horse\n");
+    let added = run_with_password(&server, &["user", "add", "ada", "--role", "admin"], "correct horse\n");
     assert!(added.ok().starts_with("ada") && added.stdout.contains("admin"), "{}", added.stdout);
-    with_password(&server, &["user", "add", "bob"], "correct horse").ok();
-    with_password(&server, &["user", "add", "bob"], "correct horse").wrong(&["\"bob\" is taken"]);
-    with_password(&server, &["user", "add", "Bob"], "correct horse").wrong(&["lower-case"]);
-    with_password(&server, &["user", "add", "eve"], "short\n").wrong(&["10 to 1024 characters"]);
-    server.cli(&["user", "add", "eve"]).wrong(&["10 to 1024 characters"]);
-    server.cli(&["user", "add", "eve", "--password", "correct horse"]).wrong(&["--password"]);
+    run_with_password(&server, &["user", "add", "bob"], "correct horse").ok();
+    run_with_password(&server, &["user", "add", "bob"], "correct horse")
+        .assert_usage_error(&["\"bob\" is taken"]);
+    run_with_password(&server, &["user", "add", "Bob"], "correct horse").assert_usage_error(&["lower-case"]);
+    run_with_password(&server, &["user", "add", "eve"], "short\n")
+        .assert_usage_error(&["10 to 1024 characters"]);
+    server.cli(&["user", "add", "eve"]).assert_usage_error(&["10 to 1024 characters"]);
+    server.cli(&["user", "add", "eve", "--password", "correct horse"]).assert_usage_error(&["--password"]);
     let listed = server.cli(&["user", "list"]);
     let lines: Vec<_> =
         listed.ok().lines().map(|line| line.split_whitespace().take(2).collect::<Vec<_>>()).collect();
     assert_eq!(lines, [["ada", "admin"], ["bob", "member"]]);
     assert!(server.cli(&["user", "role", "bob", "viewer"]).ok().contains("viewer"));
-    server.cli(&["user", "role", "bob", "root"]).wrong(&["viewer, member and admin"]);
-    server.cli(&["user", "role", "eve", "viewer"]).wrong(&["nobody has this name"]);
+    server.cli(&["user", "role", "bob", "root"]).assert_usage_error(&["viewer, member and admin"]);
+    server.cli(&["user", "role", "eve", "viewer"]).assert_usage_error(&["nobody has this name"]);
     let sign_in = async |password: &str| {
         let http =
             reqwest::Client::builder().redirect(reqwest::redirect::Policy::none()).build().expect("a client");
         let request =
             http.post(format!("{}/login", server.url)).body(format!("name=bob&password={password}"));
         let request = request.header("content-type", "application/x-www-form-urlencoded");
-        request.send().await.expect("an answer").status().as_u16()
+        request.send().await.expect("a response").status().as_u16()
     };
     assert_eq!(sign_in("correct horse").await, 303);
-    with_password(&server, &["user", "password", "bob"], "another password\n").ok();
+    run_with_password(&server, &["user", "password", "bob"], "another password\n").ok();
     assert_eq!((sign_in("correct horse").await, sign_in("another password").await), (401, 303));
     assert!(server.cli(&["user", "disable", "bob"]).ok().contains("disabled"));
     assert_eq!(sign_in("another password").await, 401);
     server.cli(&["user", "enable", "bob", "--json"]).json();
     assert_eq!(sign_in("another password").await, 303);
     server.cli(&["user", "remove", "bob"]).ok();
-    server.cli(&["user", "remove", "bob"]).wrong(&["nobody has this name"]);
+    server.cli(&["user", "remove", "bob"]).assert_usage_error(&["nobody has this name"]);
     server.stop().await;
 }

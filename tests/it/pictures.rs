@@ -1,5 +1,5 @@
-//! Datasets for tests: subsets of the bundled Fashion-MNIST, so that a test trains on real pictures
-//! for a second or two, and files that are broken on purpose.
+//! Datasets for tests: subsets of the bundled Fashion-MNIST, small enough to train on in a second or two, and a
+//! truncated dataset.
 
 use flate2::read::GzDecoder;
 use std::{
@@ -16,7 +16,7 @@ pub(crate) fn bundled() -> PathBuf {
 
 /// Pictures of one split with their labels.
 pub(crate) struct Pictures {
-    /// Of `SIDE * SIDE` bytes each.
+    /// `SIDE * SIDE` bytes per picture.
     pixels: Vec<u8>,
     labels: Vec<u8>,
 }
@@ -51,7 +51,7 @@ impl Pictures {
         self.labels[index]
     }
 
-    /// Writes the first `count` as IDX files of a split.
+    /// Writes the first `count` pictures as IDX files of a split.
     fn write_idx(&self, folder: &Path, split: &str, count: usize) {
         assert!(count <= self.labels.len(), "{split} has {} pictures only", self.labels.len());
         let word = |n: usize| (n as u32).to_be_bytes();
@@ -66,7 +66,7 @@ impl Pictures {
     }
 }
 
-/// Writes an IDX dataset of so many training and test pictures; its folder.
+/// Writes an IDX dataset with these numbers of training and test pictures, and returns its folder.
 pub(crate) fn idx_dataset(folder: &Path, train: usize, test: usize) -> PathBuf {
     let path = folder.join(format!("fashion-{train}-{test}"));
     fs::create_dir_all(&path).expect("a folder");
@@ -75,8 +75,8 @@ pub(crate) fn idx_dataset(folder: &Path, train: usize, test: usize) -> PathBuf {
     path
 }
 
-/// Writes an image folder with the splits `train` and `val`, two classes, and so many PNG files of
-/// each class in each split; its path.
+/// Writes an image folder with the splits `train` and `val`, two classes, and `per_class` PNG files of
+/// each class in each split, and returns its path.
 pub(crate) fn image_folder(folder: &Path, per_class: usize) -> PathBuf {
     let root = folder.join("folder");
     let pictures = Pictures::bundled("train");
@@ -95,8 +95,8 @@ pub(crate) fn image_folder(folder: &Path, per_class: usize) -> PathBuf {
     root
 }
 
-/// Writes the binary CIFAR-10 layout with pseudo-random pictures, of which the second training file
-/// ends in the middle of a record; its path.
+/// Writes the binary CIFAR-10 layout with pseudo-random pictures and returns its path. The second training file
+/// ends in the middle of a record.
 pub(crate) fn truncated_cifar10(folder: &Path) -> PathBuf {
     let root = folder.join("cifar-10-batches-bin");
     fs::create_dir_all(&root).expect("a folder");

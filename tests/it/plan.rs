@@ -1,13 +1,13 @@
-//! `lockstep plan`: what a job's plan costs, from figures of this machine and of others, without training.
+//! `lockstep plan`: the cost of a job's plans, from measurements of this machine or of another, without training.
 
 use crate::{
     pages, pictures,
-    server::{Finished, lockstep, turn},
+    server::{Finished, lockstep, training_permit},
 };
 use serde_json::{Value, json};
 use std::{fs, path::Path};
 
-/// CPU ranks that compute fast, on fast links.
+/// Measurements of a fast machine with fast links.
 fn machine() -> Value {
     let link = json!({"latency_us": 3.0, "bytes_per_second": 2e11});
     json!({
@@ -26,8 +26,8 @@ fn machine() -> Value {
     })
 }
 
-/// A job of a ResNet-50 whose dataset is on no machine.
-fn job(folder: &Path, parallel: &str) {
+/// Writes a job file of a ResNet-50 whose dataset does not exist, and the file of [`machine`].
+fn write_job(folder: &Path, parallel: &str) {
     let job = format!(
         "[model]\narch = \"resnet50\"\n[data]\ndataset = \"faces\"\nimage_size = 224\n[train]\nbatch_size = 64\n[parallel]\n{parallel}\n"
     );
@@ -52,16 +52,16 @@ const AUTO: &str = "ranks = 4\ndevice = \"cpu\"\nmode = \"auto\"";
 fn the_chosen_plan_depends_on_classes_and_memory() {
     let folder = tempfile::tempdir().expect("a folder");
     let folder = folder.path();
-    job(folder, AUTO);
-    let of =
+    write_job(folder, AUTO);
+    let plan_on_machine =
         |arguments: &[&str]| plan(folder, &[&["--machine", "machine.json", "--json"], arguments].concat());
 
-    // An ordinary ResNet: with figures that say so.
-    let found = of(&["--classes", "1000"]).json();
-    let plan_of = |found: &Value| found["plans"][0]["plan"].clone();
-    let ordinary = plan_of(&found);
+    // An ordinary ResNet is trained data parallel.
+    let found = plan_on_machine(&["--classes", "1000"]).json();
+    let first_plan = |found: &Value| found["plans"][0]["plan"].clone();
+    let ordinary = first_plan(&found);
     assert_eq!(ordinary["words"], "data parallel on 4 ranks");
-    let why = ordinary["why"].as_str().expect("why");
+    let why = ordinary["why"].as_str().expect("a reason");
     assert!(
         why.starts_with("no other plan is 2 % faster; the next best is ") && why.contains("ms per step"),
         "{why}"
@@ -72,16 +72,16 @@ fn the_chosen_plan_depends_on_classes_and_memory() {
     let step = ordinary["step_ms"].as_f64().expect("a time");
     assert!(ms > 0.0 && ms <= step, "{ms} of {step}");
 
-    // Eight million classes: 16 G weights do not fit with what the optimizer keeps.
-    let wide = plan_of(&of(&["--classes", "8000000"]).json());
+    // With eight million classes, 16 G weights and the optimizer's state do not fit into the memory.
+    let wide = first_plan(&plan_on_machine(&["--classes", "8000000"]).json());
     assert_eq!(
         (&wide["limited_by"], &wide["shard"]),
         (&json!("memory"), &json!([{"match": "fc", "split": "out"}]))
     );
     assert!(wide["why"].as_str().is_some_and(|why| why.starts_with("data parallel needs ")), "{wide}");
 
-    // What --json has printed is a machine, too.
-    fs::write(folder.join("printed.json"), of(&["--classes", "1000"]).ok()).expect("figures");
+    // --machine also accepts the output of --json.
+    fs::write(folder.join("printed.json"), plan_on_machine(&["--classes", "1000"]).ok()).expect("figures");
     let several = plan(folder, &["--machine", "printed.json", "--classes", "8000000", "--ranks", "4,8"]);
     let table = several.ok();
     for words in ["RANKS", "4      256", "8      512", "fc split by out", "memory"] {
@@ -100,9 +100,10 @@ fn the_chosen_plan_depends_on_classes_and_memory() {
         assert!(text.contains(words), "{words}: {text}");
     }
 
-    // A job that is told otherwise learns it.
-    let pinned = of(&["--classes", "1000", "--set", "parallel.mode=hybrid", "--set", "parallel.model=2"]);
-    let why = plan_of(&pinned.json())["why"].clone();
+    // If the job requests another plan, the reason says so.
+    let pinned =
+        plan_on_machine(&["--classes", "1000", "--set", "parallel.mode=hybrid", "--set", "parallel.model=2"]);
+    let why = first_plan(&pinned.json())["why"].clone();
     let better = "the job asks for it; parallel.mode = \"auto\" would choose data parallel on 4 ranks";
     assert!(why.as_str().is_some_and(|why| why.starts_with(better)), "{why}");
 }
@@ -112,38 +113,40 @@ fn jobs_that_cannot_be_planned_are_refused_with_a_reason() {
     let folder = tempfile::tempdir().expect("a folder");
     let folder = folder.path();
     let wrong = "[[parallel.shard]]\nmatch = \"layer9.*\"\nsplit = \"out\"";
-    job(folder, &format!("{AUTO}\n{wrong}"));
-    let told = |arguments: &[&str]| {
+    write_job(folder, &format!("{AUTO}\n{wrong}"));
+    let refusal = |arguments: &[&str]| {
         let ended = plan(folder, arguments);
         assert_eq!(ended.status, 2, "{}", ended.stderr);
         ended.stderr
     };
-    let said = told(&["--classes", "1000"]);
-    assert_eq!(said.matches("layer1.0.conv1").count(), 1, "{said}");
-    assert!(said.contains("and 44 more (lockstep plan lists them)"), "{said}");
-    job(folder, AUTO);
-    assert!(told(&[]).contains("faces does not exist on this machine: give --classes N and data.image_size"));
-    let said = told(&["--classes", "9", "--set", "data.image_size="]);
-    assert!(said.contains("--set data.image_size=224"), "{said}");
-    let mut alone = machine();
-    alone.as_object_mut().expect("a table").remove("within");
-    fs::write(folder.join("machine.json"), alone.to_string()).expect("figures");
-    let said = told(&["--classes", "9", "--machine", "machine.json"]);
-    assert!(said.contains("the links of 4 ranks are not known"), "{said}");
-    alone["rates"]["memory_bytes_per_second"] = json!(0);
-    fs::write(folder.join("machine.json"), alone.to_string()).expect("figures");
-    let said = told(&["--classes", "9", "--machine", "machine.json"]);
-    assert!(said.contains("memory_bytes_per_second is 0 and must be a number above 0"), "{said}");
+    let message = refusal(&["--classes", "1000"]);
+    assert_eq!(message.matches("layer1.0.conv1").count(), 1, "{message}");
+    assert!(message.contains("and 44 more (lockstep plan lists them)"), "{message}");
+    write_job(folder, AUTO);
+    assert!(
+        refusal(&[]).contains("faces does not exist on this machine: give --classes N and data.image_size")
+    );
+    let message = refusal(&["--classes", "9", "--set", "data.image_size="]);
+    assert!(message.contains("--set data.image_size=224"), "{message}");
+    let mut incomplete = machine();
+    incomplete.as_object_mut().expect("a table").remove("within");
+    fs::write(folder.join("machine.json"), incomplete.to_string()).expect("figures");
+    let message = refusal(&["--classes", "9", "--machine", "machine.json"]);
+    assert!(message.contains("the links of 4 ranks are not known"), "{message}");
+    incomplete["rates"]["memory_bytes_per_second"] = json!(0);
+    fs::write(folder.join("machine.json"), incomplete.to_string()).expect("figures");
+    let message = refusal(&["--classes", "9", "--machine", "machine.json"]);
+    assert!(message.contains("memory_bytes_per_second is 0 and must be a number above 0"), "{message}");
 }
 
-/// The page's commands, of which two measure.
+/// The page's commands, which measure this machine.
 mod full {
     use super::*;
 
-    /// The commands of docs/parallel.md: this machine is measured once, and its file is that of a machine.
+    /// The commands of docs/parallel.md. This machine is measured once, and the file is then used with --machine.
     #[tokio::test]
     async fn this_machine_is_measured_once() {
-        let _turn = turn().await;
+        let _permit = training_permit().await;
         let folder = tempfile::tempdir().expect("a folder");
         for (name, text) in pages::files("docs/parallel.md") {
             fs::write(folder.path().join(name), text).expect("a job file");
@@ -165,7 +168,7 @@ mod full {
         let kept = figures();
         assert!(kept["machine"]["device"].as_str().is_some_and(|device| device.starts_with("CPU, ")));
         assert!(kept["machine"]["within"]["bytes_per_second"].as_f64() > Some(0.0), "{kept}");
-        // The figures are kept.
+        // The measurements are kept.
         let again = run(&first);
         assert_eq!(again.stderr, "");
         assert_eq!(figures(), kept);
@@ -174,7 +177,7 @@ mod full {
         let others = others.ok();
         assert!(others.contains("RANKS") && others.contains("\n64 "), "{others}");
 
-        // With a dataset, its classes and pictures are known.
+        // With a dataset, its number of classes and the picture size are known.
         let dataset = pictures::idx_dataset(folder.path(), 64, 16);
         let set = format!("data.dataset={}", dataset.display());
         let mut command = lockstep();
@@ -187,7 +190,7 @@ mod full {
             "machine.json",
         ]);
         let planned = Finished::of(&mut command);
-        let said = planned.ok();
-        assert!(said.contains("10 classes, 32 x 32 pixels"), "{said}");
+        let message = planned.ok();
+        assert!(message.contains("10 classes, 32 x 32 pixels"), "{message}");
     }
 }

@@ -1,13 +1,13 @@
-//! Progressive resizing, start to end: sizes change with epochs, wherever a run was interrupted and on however many ranks.
+//! Progressive resizing: picture sizes change with epochs, after any interruption and with any number of ranks.
 
 use crate::{
     pictures,
-    server::{Finished, Folder, Server, lockstep, turn},
+    server::{Finished, Folder, Server, lockstep, training_permit},
 };
 use serde_json::{Value, json};
 use std::{fs, path::Path};
 
-/// 12 steps an epoch: 8 pixels in the first, 12 in the second and third; measured at 16.
+/// 12 steps per epoch, with 8 pixels in the first epoch and 12 in the second and third; evaluated at 16.
 const JOB: &str = r#"
 name = "larger and larger"
 [model]
@@ -42,7 +42,7 @@ fn model(out: &Path, checkpoint: &str) -> Vec<u8> {
     fs::read(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
 
-/// The weights alone: what a file says of its job has the number of ranks in it.
+/// The weights without the file's header, which has the number of ranks.
 fn weights(out: &Path, checkpoint: &str) -> Vec<u8> {
     let file = model(out, checkpoint);
     let header = u64::from_le_bytes(file[..8].try_into().expect("8 bytes")) as usize;
@@ -51,38 +51,41 @@ fn weights(out: &Path, checkpoint: &str) -> Vec<u8> {
 
 #[tokio::test]
 async fn sizes_change_with_epochs_at_any_number_of_ranks_and_after_any_restart() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let folder = Folder::new();
     let dataset = pictures::idx_dataset(folder.path(), 400, 100);
     let job = folder.write("job.toml", JOB.replace("DATASET", dataset.to_str().expect("UTF-8")));
     let out = |name: &str| folder.path().join(name);
-    let said = train(&job, &out("two"), &[]);
-    assert!(said.contains("pictures are 8x8 from epoch 1, 12x12 from epoch 2; measured at 16x16"), "{said}");
+    let output = train(&job, &out("two"), &[]);
+    assert!(
+        output.contains("pictures are 8x8 from epoch 1, 12x12 from epoch 2; measured at 16x16"),
+        "{output}"
+    );
     let last = model(&out("two"), "3-36");
 
     train(&job, &out("one"), &["--ranks", "1"]);
     assert!(weights(&out("one"), "3-36") == weights(&out("two"), "3-36"), "one rank");
-    // In the middle of the first epoch, of the second and of the third.
+    // Continue from the middle of the first, second and third epoch.
     for from in ["1-5", "2-20", "3-35"] {
         let resume = out("two").join("checkpoints").join(from);
-        let again = out(&format!("from {from}"));
-        let said = train(&job, &again, &["--resume", resume.to_str().expect("UTF-8")]);
-        assert!(said.contains(&format!("continuing from checkpoint {from}")), "{said}");
-        assert!(model(&again, "3-36") == last, "from {from}");
+        let continued = out(&format!("from {from}"));
+        let output = train(&job, &continued, &["--resume", resume.to_str().expect("UTF-8")]);
+        assert!(output.contains(&format!("continuing from checkpoint {from}")), "{output}");
+        assert!(model(&continued, "3-36") == last, "from {from}");
     }
 
-    // It is the sizes that make the difference, and only from the second epoch on.
+    // A fixed size gives other weights from the second epoch on.
     train(&job, &out("fixed"), &["--set", "data.image_size=8"]);
     assert!(weights(&out("fixed"), "1-10") == weights(&out("two"), "1-10"));
     assert!(weights(&out("fixed"), "2-15") != weights(&out("two"), "2-15"));
 
     let late = Finished::of(lockstep().arg("train").arg(&job).args(["--set", "train.epochs=1"]));
-    late.wrong(&["data.image_size", "12 pixels begin in epoch 2", "ends with epoch 1"]);
+    late.assert_usage_error(&["data.image_size", "12 pixels begin in epoch 2", "ends with epoch 1"]);
 }
 
 #[tokio::test]
 async fn a_model_of_several_sizes_is_used_at_its_evaluation_size() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     let dataset = pictures::idx_dataset(server.folder().path(), 128, 64);
     server.register("fashion", &dataset).await;
@@ -93,27 +96,27 @@ async fn a_model_of_several_sizes_is_used_at_its_evaluation_size() {
         "train": {"epochs": 2, "batch_size": 16}, "parallel": {"ranks": 2, "device": "cpu"},
     });
     let id = server.submit(&job).await;
-    let done = server.succeeded(&id).await;
+    let done = server.wait_for_success(&id).await;
     assert_eq!(done["spec"]["data"]["image_size"], job["data"]["image_size"]);
     let shown = server.cli(&["show", &id]);
     assert!(shown.ok().contains("validation_size = 16"), "{}", shown.stdout);
     let (_, file) = shown.stdout.split_once("\n\n").expect("a blank line before the job");
-    let again = server.folder().write("again.toml", file);
-    let again = server.cli(&["submit", again.to_str().expect("UTF-8"), "--json"]).json();
-    assert_eq!(again["spec"], done["spec"]);
+    let copy = server.folder().write("copy.toml", file);
+    let copy = server.cli(&["submit", copy.to_str().expect("UTF-8"), "--json"]).json();
+    assert_eq!(copy["spec"], done["spec"]);
 
-    // Evaluating the checkpoint gives what training measured.
+    // An evaluation of the checkpoint gives the result of training.
     let checkpoint = &server.checkpoints(&id).await[0];
     let name = checkpoint["id"].as_str().expect("an id").to_owned();
-    let looked: Value = server.evaluation(&id, &format!("?checkpoint={name}")).await;
-    let response = |value: &Value| value.as_f64().expect("a number");
-    assert_eq!(response(&looked["accuracy"]), response(&checkpoint["val_accuracy"]), "{looked:#}");
-    assert!((response(&looked["loss"]) - response(&checkpoint["val_loss"])).abs() < 1e-5, "{looked:#}");
+    let evaluated: Value = server.evaluation(&id, &format!("?checkpoint={name}")).await;
+    let to_f64 = |value: &Value| value.as_f64().expect("a number");
+    assert_eq!(to_f64(&evaluated["accuracy"]), to_f64(&checkpoint["val_accuracy"]), "{evaluated:#}");
+    assert!((to_f64(&evaluated["loss"]) - to_f64(&checkpoint["val_loss"])).abs() < 1e-5, "{evaluated:#}");
 
-    // It continues at one size.
+    // A fork continues at a fixed size.
     let fork = json!({"set": {"data.image_size": 12, "train.epochs": 3}});
     let fork = server.post(&format!("/jobs/{id}/fork"), &fork).await;
     assert_eq!(fork.status, 201, "{}", fork.text);
-    server.succeeded(fork.json()["id"].as_str().expect("an id")).await;
+    server.wait_for_success(fork.json()["id"].as_str().expect("an id")).await;
     server.stop().await;
 }

@@ -2,7 +2,7 @@
 
 use crate::{
     pictures,
-    server::{Agents, Server, turn},
+    server::{Agents, Server, training_permit},
     specs,
 };
 use serde_json::{Value, json};
@@ -13,24 +13,29 @@ fn names(list: &Value) -> Vec<&str> {
 
 #[tokio::test]
 async fn jobs_have_projects_and_are_listed_by_project() {
-    let _turn = turn().await;
-    // One job has the only slot, so that the others wait.
+    let _permit = training_permit().await;
+    // One job occupies the only slot, so that the others wait.
     let server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 160, 16)).await;
     let holder = server.submit(&specs::short("holder", "fashion", 1, 1_000_000)).await;
-    server.job_when(&holder, "it runs", |job| job["state"] == "running").await;
+    server.wait_for_job(&holder, "the job runs", |job| job["state"] == "running").await;
     let file = server.folder().write(
         "job.toml",
         "name = \"b\"\ntags = [\"file\"]\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\n",
     );
     let file = file.to_str().expect("UTF-8");
     let labels = ["--project", "vision", "--tag", "one", "--tag", "two", "--notes", "why", "--json"];
-    let made = server.cli(&[&["submit", file][..], &labels[..]].concat()).json();
-    assert_eq!((&made["project"], &made["tags"]), (&json!("vision"), &json!(["file", "one", "two"])));
-    assert_eq!(made["notes"], "why");
+    let submitted = server.cli(&[&["submit", file][..], &labels[..]].concat()).json();
+    assert_eq!(
+        (&submitted["project"], &submitted["tags"]),
+        (&json!("vision"), &json!(["file", "one", "two"]))
+    );
+    assert_eq!(submitted["notes"], "why");
     server.cli(&["submit", file, "--set", "name=a", "--set", "project=vision", "--set", "train.lr=0.5"]).ok();
-    server.cli(&["submit", file, "--project", "no spaces"]).wrong(&["project", "1 to 100 characters"]);
-    server.cli(&["submit", file, "--tag", "a,b"]).wrong(&["tags", "without commas"]);
+    server
+        .cli(&["submit", file, "--project", "no spaces"])
+        .assert_usage_error(&["project", "1 to 100 characters"]);
+    server.cli(&["submit", file, "--tag", "a,b"]).assert_usage_error(&["tags", "without commas"]);
 
     let listed = |arguments: &[&str]| server.cli(&[&["list", "--json"][..], arguments].concat()).json();
     let cases: [(&[&str], &[&str]); 9] = [
@@ -50,10 +55,10 @@ async fn jobs_have_projects_and_are_listed_by_project() {
     let shown = server.cli(&["show", "b"]);
     assert!(shown.ok().contains("vision") && shown.stdout.contains("file, one, two"), "{}", shown.stdout);
     assert!(server.cli(&["list", "--project", "other"]).ok().contains("no job matches"));
-    server.cli(&["list", "--sort", "nam"]).wrong(&["did you mean \"name\"?"]);
-    server.cli(&["list", "--state", "running,done"]).wrong(&["done"]);
+    server.cli(&["list", "--sort", "nam"]).assert_usage_error(&["did you mean \"name\"?"]);
+    server.cli(&["list", "--state", "running,done"]).assert_usage_error(&["done"]);
 
-    // The page shows them, and filters.
+    // The list page shows and filters projects.
     let page = server.http.get(format!("{}/jobs?project=vision", server.url)).send().await.expect("a page");
     let page = page.text().await.expect("HTML");
     assert!(page.contains("data-state=\"queued\"") && page.contains("· vision"), "{page}");

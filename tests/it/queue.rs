@@ -2,7 +2,7 @@
 
 use crate::{
     pictures,
-    server::{Agents, Server, number, turn},
+    server::{Agents, Server, number, training_permit},
     socket::{Socket, is_metric, last_step, stored},
     specs,
 };
@@ -21,46 +21,50 @@ async fn server() -> Server {
 }
 
 async fn cancel(server: &Server, id: &str) {
-    let answer = server.request(Method::POST, &format!("/jobs/{id}/cancel"), None).await;
-    assert_eq!(answer.status, StatusCode::ACCEPTED, "{}", answer.text);
+    let response = server.request(Method::POST, &format!("/jobs/{id}/cancel"), None).await;
+    assert_eq!(response.status, StatusCode::ACCEPTED, "{}", response.text);
 }
 
 fn started_at(job: &Value) -> jiff::Timestamp {
-    job["started_at"].as_str().expect("it has started").parse().expect("a time")
+    job["started_at"].as_str().expect("the start").parse().expect("a time")
 }
 
 #[tokio::test]
 async fn gangs_wait_for_all_their_slots_and_higher_priorities_run_first() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let holder = server.submit(&endless("holder", 1)).await;
-    server.job_when(&holder, "it runs", |job| job["state"] == "running").await;
+    server.wait_for_job(&holder, "the job runs", |job| job["state"] == "running").await;
 
-    // One slot is free; these need two, so none of their ranks starts.
+    // One slot is free; these jobs need two, so none of their ranks starts.
     let low = server.submit(&specs::short("low", "fashion", 2, 5)).await;
     let high = specs::with(specs::short("high", "fashion", 2, 5), json!({"priority": 5}));
     let high = server.submit(&high).await;
     let last = server.submit(&specs::short("last", "fashion", 2, 5)).await;
-    // The holder does twenty more steps meanwhile: time enough to start one wrongly.
+    // During twenty more steps of the holder, a faulty scheduler would start one of the jobs.
     let step = number(&server.job(&holder).await["step"]);
-    server.job_when(&holder, "it continues", |job| number(&job["step"]) > step + 20).await;
+    server.wait_for_job(&holder, "the job continues", |job| number(&job["step"]) > step + 20).await;
     for id in [&low, &high, &last] {
         let job = server.job(id).await;
         assert_eq!((&job["state"], number(&job["attempt"])), (&json!("queued"), 0), "{job:#}");
         assert!(server.ranks(id).is_empty());
         let reason = job["reason"].as_str().unwrap_or("");
-        assert!(reason.contains("slot"), "it says what it waits for: {job:#}");
+        assert!(reason.contains("slot"), "the reason names the slots: {job:#}");
     }
-    // The queue says so: in which order, and for whom the free slot is kept.
+    // The queue shows the order, and for which job the free slot is reserved.
     let queue = server.cli(&["queue", "--json"]).json();
     let names: Vec<_> = queue["jobs"].as_array().expect("jobs").iter().map(|job| &job["name"]).collect();
     assert_eq!(names, ["high", "low", "last"], "{queue:#}");
     let reason = &server.job(&high).await["reason"];
-    assert_eq!(&queue["jobs"][0]["reason"]["words"], reason, "in the words of the job's page");
-    let kept = &queue["reservations"][0];
-    assert_eq!((&kept["name"], &kept["whole_machine"]), (&json!("high"), &json!(true)), "{queue:#}");
+    assert_eq!(&queue["jobs"][0]["reason"]["words"], reason, "the same reason as the job's");
+    let reservation = &queue["reservations"][0];
     assert_eq!(
-        (kept["free"].as_array().map(Vec::len), &queue["jobs"][0]["kept_slots"]),
+        (&reservation["name"], &reservation["whole_machine"]),
+        (&json!("high"), &json!(true)),
+        "{queue:#}"
+    );
+    assert_eq!(
+        (reservation["free"].as_array().map(Vec::len), &queue["jobs"][0]["kept_slots"]),
         (Some(1), &json!(1))
     );
     let printed = server.cli(&["queue", "--limit", "1"]);
@@ -71,30 +75,30 @@ async fn gangs_wait_for_all_their_slots_and_higher_priorities_run_first() {
     cancel(&server, &holder).await;
     let mut times = Vec::new();
     for id in [&high, &low, &last] {
-        times.push(started_at(&server.succeeded(id).await));
+        times.push(started_at(&server.wait_for_success(id).await));
     }
     assert!(times.is_sorted(), "high, low, last: {times:?}");
     server.stop().await;
 }
 
-/// Waits until dispatch has found that nobody takes a job.
-async fn is_taken_by_nobody(server: &Server, id: &str) {
-    let says = |job: &Value| {
+/// Waits until the job's reason says that no agent accepts it.
+async fn until_no_agent_accepts(server: &Server, id: &str) {
+    let has_reason = |job: &Value| {
         let reason = job["reason"].as_str().unwrap_or_default();
         reason.starts_with("no online agent takes this job; drained")
     };
-    let job = server.job_when(id, "it says that nobody takes it", says).await;
+    let job = server.wait_for_job(id, "the reason says that no agent accepts it", has_reason).await;
     assert_eq!((&job["state"], number(&job["attempt"])), (&json!("queued"), 0), "{job:#}");
 }
 
 #[tokio::test]
 async fn a_drained_agent_finishes_its_jobs_and_starts_none() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let agent = server.get("/agents").await["agents"][0].clone();
     let [id, name] = ["id", "name"].map(|key| agent[key].as_str().expect("a text").to_owned());
     let list = || server.cli(&["machine", "list"]);
-    let state = |state: &str, busy: u32| {
+    let assert_state = |state: &str, busy: u32| {
         let printed = list();
         let found = printed.ok().lines().any(|line| {
             line.starts_with(&format!("{name}  {id}  {state}")) && line.contains(&format!("{busy} of 2"))
@@ -102,39 +106,43 @@ async fn a_drained_agent_finishes_its_jobs_and_starts_none() {
         assert!(found, "{}", printed.stdout);
     };
     let running = server.submit(&specs::short("running", "fashion", 1, 400)).await;
-    server.job_when(&running, "it trains", |job| number(&job["step"]) >= 3).await;
+    server.wait_for_job(&running, "the job trains", |job| number(&job["step"]) >= 3).await;
     let drained = server.cli(&["machine", "drain", &name]);
     assert!(drained.ok().contains("takes no new work; the rank that runs there runs to its end"));
-    state("online, drained  ", 1);
-    // There is a slot for it.
+    assert_state("online, drained  ", 1);
+    // A slot is free for this job.
     let first = server.submit(&specs::short("first", "fashion", 1, 5)).await;
-    is_taken_by_nobody(&server, &first).await;
+    until_no_agent_accepts(&server, &first).await;
     assert_eq!(server.job(&running).await["state"], "running");
-    let job = server.succeeded(&running).await;
-    assert_eq!((number(&job["attempt"]), number(&job["step"])), (1, 400), "it was left alone: {job:#}");
-    // Dispatch looks at this one when all slots are free.
+    let job = server.wait_for_success(&running).await;
+    assert_eq!(
+        (number(&job["attempt"]), number(&job["step"])),
+        (1, 400),
+        "the drain did not disturb the job: {job:#}"
+    );
+    // The scheduler considers this job when all slots are free.
     let second = server.submit(&specs::short("second", "fashion", 2, 5)).await;
-    is_taken_by_nobody(&server, &second).await;
-    is_taken_by_nobody(&server, &first).await;
+    until_no_agent_accepts(&server, &second).await;
+    until_no_agent_accepts(&server, &first).await;
     let nobody = server.cli(&["machine", "undrain", "nobody"]);
     assert!(nobody.status == 2 && nobody.stderr.contains("no machine is called nobody"), "{}", nobody.stderr);
-    // It holds nothing, and its agent is there.
+    // The machine is idle, but its agent is online.
     let online = server.cli(&["machine", "remove", &name, "--yes"]);
     assert!(online.status == 2 && online.stderr.contains("is online"), "{}", online.stderr);
     let undrained = server.cli(&["machine", "undrain", &id, "--json"]).json();
     assert_eq!(undrained, json!({"id": id, "name": name, "draining": false}));
     for id in [&first, &second] {
-        server.succeeded(id).await;
+        server.wait_for_success(id).await;
     }
     server.stop().await;
 }
 
 #[tokio::test]
 async fn the_priority_of_a_waiting_job_is_changed_by_command() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let holder = server.submit(&endless("holder", 2)).await;
-    server.job_when(&holder, "it runs", |job| job["state"] == "running").await;
+    server.wait_for_job(&holder, "the job runs", |job| job["state"] == "running").await;
     for name in ["first", "second"] {
         server.submit(&specs::short(name, "fashion", 1, 5)).await;
     }
@@ -157,7 +165,7 @@ async fn the_priority_of_a_waiting_job_is_changed_by_command() {
         (&["edit", "first", "--priority", "2000"], "must be from -1000 to 1000"),
         (&["edit", "nobody", "--priority", "1"], "no job is called nobody"),
     ] {
-        server.cli(args).wrong(&[words]);
+        server.cli(args).assert_usage_error(&[words]);
     }
     cancel(&server, &holder).await;
     server.stop().await;
@@ -165,56 +173,56 @@ async fn the_priority_of_a_waiting_job_is_changed_by_command() {
 
 #[tokio::test]
 async fn two_jobs_train_concurrently_if_slots_are_free() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let (a, b) = (server.submit(&endless("a", 1)).await, server.submit(&endless("b", 1)).await);
     for id in [&a, &b] {
-        server.job_when(id, "it trains", |job| number(&job["step"]) >= 3).await;
+        server.wait_for_job(id, "the job trains", |job| number(&job["step"]) >= 3).await;
     }
     for id in [&a, &b] {
         assert_eq!(server.job(id).await["state"], "running");
         assert_eq!(server.ranks(id).len(), 1);
     }
     cancel(&server, &a).await;
-    assert_eq!(server.ended(&a).await["state"], "cancelled");
-    // The other does not notice.
+    assert_eq!(server.wait_for_end(&a).await["state"], "cancelled");
+    // The other job is not disturbed.
     let step = number(&server.job(&b).await["step"]);
-    server.job_when(&b, "it trains on", |job| number(&job["step"]) > step + 5).await;
+    server.wait_for_job(&b, "the job continues", |job| number(&job["step"]) > step + 5).await;
     cancel(&server, &b).await;
-    server.ended(&b).await;
+    server.wait_for_end(&b).await;
     server.stop().await;
 }
 
 #[tokio::test]
 async fn a_job_can_be_cancelled_in_any_state() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let running = server.submit(&endless("running", 2)).await;
-    server.job_when(&running, "it trains", |job| number(&job["step"]) >= 5).await;
+    server.wait_for_job(&running, "the job trains", |job| number(&job["step"]) >= 5).await;
     let queued = server.submit(&specs::short("queued", "fashion", 2, 5)).await;
     cancel(&server, &queued).await;
-    let job = server.ended(&queued).await;
+    let job = server.wait_for_end(&queued).await;
     assert_eq!((&job["state"], number(&job["attempt"])), (&json!("cancelled"), 0), "{job:#}");
-    assert!(!server.job_dir(&queued).join("attempts").exists(), "it has never started");
+    assert!(!server.job_dir(&queued).join("attempts").exists(), "the job has never started");
 
     cancel(&server, &running).await;
-    let job = server.ended(&running).await;
+    let job = server.wait_for_end(&running).await;
     assert_eq!(job["state"], "cancelled", "{job:#}");
-    server.until("its ranks are gone", async |s: &Server| s.ranks(&running).is_empty()).await;
+    server.until("the job's ranks have ended", async |s: &Server| s.ranks(&running).is_empty()).await;
     let events = stored(&server, &running).await;
     let ends: Vec<_> = events.iter().filter(|e| e["state"] == "cancelled").collect();
     assert_eq!(ends.len(), 1, "{ends:?}");
 
-    // Its slots are free again, and a job that is cancelled while its ranks start ends as well.
+    // The slots are free again. A job that is cancelled while its ranks start also ends.
     let early = server.submit(&endless("early", 2)).await;
-    server.job_when(&early, "it starts", |job| job["state"] != "queued").await;
+    server.wait_for_job(&early, "the job starts", |job| job["state"] != "queued").await;
     cancel(&server, &early).await;
-    assert_eq!(server.ended(&early).await["state"], "cancelled");
-    server.until("its ranks are gone", async |s: &Server| s.ranks(&early).is_empty()).await;
+    assert_eq!(server.wait_for_end(&early).await["state"], "cancelled");
+    server.until("the job's ranks have ended", async |s: &Server| s.ranks(&early).is_empty()).await;
     let next = server.submit(&specs::short("next", "fashion", 2, 5)).await;
-    server.succeeded(&next).await;
+    server.wait_for_success(&next).await;
 
-    // Several by one command: a name of no job changes nothing, and a job that is over does not hold up the others.
+    // Several jobs in one command: with an unknown name nothing is cancelled; a job that has ended does not prevent the others.
     let long = server.submit(&endless("long", 2)).await;
     let behind = server.submit(&specs::short("behind", "fashion", 2, 5)).await;
     let refused = server.cli(&["cancel", &long, "no-such-job"]);
@@ -228,13 +236,13 @@ async fn a_job_can_be_cancelled_in_any_state() {
 }
 
 #[tokio::test]
-async fn a_preempted_job_has_the_weights_of_an_undisturbed_one() {
-    let _turn = turn().await;
+async fn a_preempted_job_has_the_weights_of_an_undisturbed_job() {
+    let _permit = training_permit().await;
     let server = Server::start_slow(Agents::Local { cpu_slots: 2 }).await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
-    // Seconds of steps are left when the other job comes.
+    // Enough steps that seconds of training remain when the other job is submitted.
     let last = 160;
-    // 40 steps an epoch, and no checkpoint by itself before the end: only the one that it is asked for.
+    // 40 steps per epoch, and no regular checkpoint before the end: only the checkpoint of the preemption.
     let low = specs::with(
         specs::short("low", "fashion", 2, last),
         json!({
@@ -246,17 +254,17 @@ async fn a_preempted_job_has_the_weights_of_an_undisturbed_one() {
         }),
     );
     let undisturbed = server.submit(&low).await;
-    server.succeeded(&undisturbed).await;
+    server.wait_for_success(&undisturbed).await;
 
     let id = server.submit(&low).await;
     let mut socket = Socket::of_job(&server, &id, 0).await;
     socket.until(|f| is_metric(f, "loss") && last_step(f) >= 30).await;
     let high = specs::with(specs::short("high", "fashion", 2, 5), json!({"priority": 5}));
     let high = server.submit(&high).await;
-    let done = server.succeeded(&high).await;
+    let done = server.wait_for_success(&high).await;
     assert_eq!(number(&done["attempt"]), 1, "{done:#}");
-    let job = server.succeeded(&id).await;
-    assert_eq!(number(&job["attempt"]), 2, "it was preempted once: {job:#}");
+    let job = server.wait_for_success(&id).await;
+    assert_eq!(number(&job["attempt"]), 2, "one preemption: {job:#}");
     let events = stored(&server, &id).await;
     let mut states: Vec<_> = events.iter().filter_map(|e| e["state"].as_str()).collect();
     states.dedup();
@@ -264,14 +272,14 @@ async fn a_preempted_job_has_the_weights_of_an_undisturbed_one() {
         states,
         ["queued", "starting", "running", "pausing", "queued", "starting", "running", "succeeded"]
     );
-    assert!(started_at(&done) < job["finished_at"].as_str().expect("it has ended").parse().expect("a time"));
+    assert!(started_at(&done) < job["finished_at"].as_str().expect("the end").parse().expect("a time"));
     let points = server.points(&id, "loss").await;
     let steps: Vec<_> = points.iter().filter(|p| p.1 == 0).map(|p| p.2).collect();
-    assert_eq!(steps, (1..=last).collect::<Vec<_>>(), "every step once");
-    assert!(points.iter().any(|p| p.0 == 2), "some of them in the second attempt");
+    assert_eq!(steps, (1..=last).collect::<Vec<_>>(), "no step is missing or repeated");
+    assert!(points.iter().any(|p| p.0 == 2), "some steps are in the second attempt");
     assert!(
         server.last_model(&id).await == server.last_model(&undisturbed).await,
-        "giving way gives the weights of never having been disturbed, bit for bit"
+        "a preemption does not change a bit of the weights"
     );
     server.stop().await;
 }

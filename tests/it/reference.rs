@@ -7,12 +7,12 @@ fn program(args: &[&str]) -> Finished {
     Finished::of(lockstep().args(args))
 }
 
-/// Names of the program's commands, as its help lists them.
+/// The names of all commands in the program's help.
 fn commands() -> Vec<String> {
     let help = program(&["--help"]);
     let lines = help.ok().lines().skip_while(|line| *line != "Commands:").skip(1);
     let lines = lines.take_while(|line| !line.is_empty());
-    // Longer texts continue on lines that are further to the right.
+    // Longer descriptions continue on lines with a deeper indentation.
     let names = lines.filter(|line| line.starts_with("  ") && !line.starts_with("   "));
     let names: Vec<_> =
         names.map(|line| line.split_whitespace().next().expect("a name").to_owned()).collect();
@@ -26,13 +26,16 @@ fn the_reference_in_the_repository_is_up_to_date() {
     program(&["reference", "--out", folder.path().to_str().expect("UTF-8")]).ok();
     let tree = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/reference");
     for name in ["job-file.md", "command-line.md", "rest.md"] {
-        let made = fs::read_to_string(folder.path().join(name)).expect("a page");
-        let kept = fs::read_to_string(tree.join(name)).unwrap_or_default();
-        let line = made.lines().zip(kept.lines()).position(|(made, kept)| made != kept);
+        let generated = fs::read_to_string(folder.path().join(name)).expect("a page");
+        let committed = fs::read_to_string(tree.join(name)).unwrap_or_default();
+        let line = generated
+            .lines()
+            .zip(committed.lines())
+            .position(|(generated, committed)| generated != committed);
         assert!(
-            made == kept,
-            "docs/reference/{name} is not what the program makes (line {:?} is the first that differs): run \
-             `cargo run -- reference` and commit what it writes",
+            generated == committed,
+            "docs/reference/{name} differs from the generated page (first in line {:?}): run `cargo run -- reference` \
+             and commit the pages",
             line.map(|line| line + 1)
         );
     }
@@ -51,7 +54,7 @@ fn the_reference_has_all_commands_except_hidden_ones() {
     for option in ["`--set <KEY.PATH=VALUE>`", "`LOCKSTEP_SERVER`", "### lockstep dataset add"] {
         assert!(page.contains(option), "{option}");
     }
-    // Nothing of the machine that it was made on.
+    // The page contains no path of the machine that generated it.
     let home = std::env::var("HOME").unwrap_or_default();
     assert!(home.len() < 2 || !page.contains(&home), "{home}");
 }
@@ -68,18 +71,18 @@ fn help_explains_commands_and_the_job_file() {
     }
     let key = program(&["help", "job", "train.lr"]);
     assert!(key.ok().starts_with("  train.lr = ") && key.stdout.lines().count() < 6, "{}", key.stdout);
-    program(&["help", "job", "train.lrr"]).wrong(&["no section or key", "train.lr"]);
-    program(&["help", "submitt"]).wrong(&["no command", "did you mean \"submit\""]);
-    program(&["help", "rank"]).wrong(&["no command"]);
-    program(&["help", "dataset", "ad"]).wrong(&["did you mean \"add\""]);
+    program(&["help", "job", "train.lrr"]).assert_usage_error(&["no section or key", "train.lr"]);
+    program(&["help", "submitt"]).assert_usage_error(&["no command", "did you mean \"submit\""]);
+    program(&["help", "rank"]).assert_usage_error(&["no command"]);
+    program(&["help", "dataset", "ad"]).assert_usage_error(&["did you mean \"add\""]);
 }
 
 #[tokio::test]
 async fn the_documentation_is_served_without_a_network() {
     let server = Server::start_with(Agents::None).await;
     let page = async |path: &str| {
-        let answer = server.http.get(format!("{}{path}", server.url)).send().await.expect("an answer");
-        (answer.status().as_u16(), answer.text().await.expect("a page"))
+        let response = server.http.get(format!("{}{path}", server.url)).send().await.expect("a response");
+        (response.status().as_u16(), response.text().await.expect("a page"))
     };
     let (status, index) = page("/docs").await;
     assert_eq!(status, 200, "{index}");
@@ -93,24 +96,27 @@ async fn the_documentation_is_served_without_a_network() {
         assert!(path.ends_with(".md") || index.contains(&format!("href=\"{path}\"")), "{path}");
         let (status, text) = page(path).await;
         assert!(status == 200 && text.contains(words), "{path}: {status}: {text}");
-        // Every link within the documentation leads to a page, and to a heading of it.
+        // Every link within the documentation leads to an existing page and heading.
         let links = text.split("href=\"").skip(1).filter_map(|rest| rest.split('"').next());
         for link in links.filter(|link| link.starts_with("#") || link.starts_with("/docs/")) {
             let (to, anchor) = link.split_once('#').unwrap_or((link, ""));
             let target = if to.is_empty() { text.clone() } else { page(to).await.1 };
             let id = format!("id=\"{anchor}\"");
-            assert!(anchor.is_empty() || target.contains(&id), "{path} links to {link}, which there is not");
+            assert!(
+                anchor.is_empty() || target.contains(&id),
+                "{path} links to {link}, which does not exist"
+            );
         }
     }
     assert_eq!(page("/docs/nothing").await.0, 404);
     assert_eq!(page("/docs/../../../etc/passwd").await.0, 404);
     let (_, jobs) = page("/jobs").await;
-    assert!(jobs.contains("href=\"/docs\""), "the dashboard links to it");
+    assert!(jobs.contains("href=\"/docs\""), "the dashboard links to the documentation");
     server.stop().await;
 }
 
-/// What bash offers where the cursor is after these words.
-fn completed(script: &Path, words: &[&str]) -> Vec<String> {
+/// The completions that bash offers after these words.
+fn completions(script: &Path, words: &[&str]) -> Vec<String> {
     let last = words.last().expect("a word");
     let previous = words[words.len() - 2];
     let line = words.iter().map(|word| format!("'{word}'")).collect::<Vec<_>>().join(" ");
@@ -128,19 +134,19 @@ fn completed(script: &Path, words: &[&str]) -> Vec<String> {
 fn bash_completes_commands_and_options() {
     let folder = Folder::new();
     let script = folder.write("lockstep.bash", program(&["completions", "bash"]).ok());
-    let offered = completed(&script, &["lockstep", ""]);
+    let offered = completions(&script, &["lockstep", ""]);
     for command in commands() {
         assert!(offered.contains(&command), "{command} is not in {offered:?}");
     }
-    assert_eq!(completed(&script, &["lockstep", "subm"]), ["submit"]);
-    assert_eq!(completed(&script, &["lockstep", "dataset", "ad"]), ["add"]);
-    assert_eq!(completed(&script, &["lockstep", "submit", "--wa"]), ["--watch"]);
-    assert_eq!(completed(&script, &["lockstep", "predict", "--weights", "e"]), ["ema"]);
+    assert_eq!(completions(&script, &["lockstep", "subm"]), ["submit"]);
+    assert_eq!(completions(&script, &["lockstep", "dataset", "ad"]), ["add"]);
+    assert_eq!(completions(&script, &["lockstep", "submit", "--wa"]), ["--watch"]);
+    assert_eq!(completions(&script, &["lockstep", "predict", "--weights", "e"]), ["ema"]);
     for (shell, words) in [("zsh", "#compdef lockstep"), ("fish", "complete -c lockstep")] {
-        let made = program(&["completions", shell]);
-        assert!(made.ok().contains(words), "{shell}: {}", made.stdout);
+        let script = program(&["completions", shell]);
+        assert!(script.ok().contains(words), "{shell}: {}", script.stdout);
     }
-    program(&["completions", "tcsh"]).wrong(&["tcsh", "bash, zsh, fish"]);
+    program(&["completions", "tcsh"]).assert_usage_error(&["tcsh", "bash, zsh, fish"]);
 }
 
 #[test]
@@ -154,7 +160,7 @@ fn there_is_a_man_page_for_each_command() {
         let page = out.join(&name);
         let text = fs::read_to_string(&page).unwrap_or_else(|e| panic!("{name}: {e}"));
         assert!(text.contains(".TH ") && text.contains(".SH SYNOPSIS"), "{name}: {text}");
-        // Whichever reader there is, it has nothing to complain about.
+        // The installed readers of man pages report no warnings.
         for reader in [
             &["mandoc", "-T", "lint", "-W", "error"][..],
             &["man", "--warnings", "--encoding=utf8", "--local-file"],
@@ -166,7 +172,7 @@ fn there_is_a_man_page_for_each_command() {
                 .env("MANPAGER", "cat")
                 .env("MANROFFOPT", "-ww")
                 .output();
-            // Not every machine has both.
+            // Not every machine has both readers.
             let Ok(ran) = ran else { continue };
             assert!(ran.status.success() && ran.stderr.is_empty(), "{reader} {name}: {ran:?}");
         }
@@ -174,7 +180,7 @@ fn there_is_a_man_page_for_each_command() {
     let helps = fs::read_dir(&out).expect("pages").filter(|page| {
         page.as_ref().is_ok_and(|page| page.file_name().to_string_lossy().ends_with("-help.1"))
     });
-    assert_eq!(helps.count(), 1, "`help` of the program, and none of each command that has commands");
+    assert_eq!(helps.count(), 1, "only a page of the program's own `help`");
     let taken = folder.write("taken", "");
-    program(&["man", "--out", taken.to_str().expect("UTF-8")]).wrong(&["--out", "taken"]);
+    program(&["man", "--out", taken.to_str().expect("UTF-8")]).assert_usage_error(&["--out", "taken"]);
 }

@@ -1,8 +1,8 @@
-//! Another account of the same machine, as on a login node that many share: what it can read, do, and fill.
+//! Another account of the same machine, as on a shared login node, cannot read data, act as an agent, or fill the disk.
 
 use crate::{
     pictures,
-    server::{Agents, Finished, Server, lockstep, number, turn},
+    server::{Agents, Finished, Server, lockstep, number, training_permit},
     specs,
 };
 use reqwest::StatusCode;
@@ -15,18 +15,18 @@ use std::{
 };
 use tokio_tungstenite::tungstenite;
 
-/// `nobody`, in no group of ours.
-const OTHER: &str = "65534";
+/// The user id of `nobody`, which shares no group with this account.
+const OTHER_UID: &str = "65534";
 
-/// A shell command of another account. Only root may be somebody else: everybody's `sudo` is asked otherwise.
-fn as_other(script: &str) -> Output {
+/// Runs a shell command as another account: as root by `setpriv`, otherwise by `sudo`.
+fn run_as_other(script: &str) -> Output {
     let mut command = if rustix::process::getuid().is_root() {
         let mut command = Command::new("setpriv");
-        command.args(["--reuid", OTHER, "--regid", OTHER, "--clear-groups", "sh", "-c", script]);
+        command.args(["--reuid", OTHER_UID, "--regid", OTHER_UID, "--clear-groups", "sh", "-c", script]);
         command
     } else {
         let mut command = Command::new("sudo");
-        command.args(["-n", "-u", &format!("#{OTHER}"), "sh", "-c", script]);
+        command.args(["-n", "-u", &format!("#{OTHER_UID}"), "sh", "-c", script]);
         command
     };
     let output =
@@ -37,28 +37,28 @@ fn as_other(script: &str) -> Output {
     output
 }
 
-fn words(output: &Output) -> String {
+fn text_of(output: &Output) -> String {
     String::from_utf8_lossy(&[&output.stdout[..], &output.stderr].concat()).into_owned()
 }
 
-/// Files and folders below `path` that others than their owner may use in any way.
-fn open_to_others(path: &Path, found: &mut Vec<String>) {
-    let about = fs::symlink_metadata(path).expect("it is there");
-    if about.mode() & 0o077 != 0 && !about.is_symlink() {
-        found.push(format!("{} {:o}", path.display(), about.mode() & 0o7777));
+/// Collects files and folders below `path` that other accounts have any permission for.
+fn find_open(path: &Path, found: &mut Vec<String>) {
+    let metadata = fs::symlink_metadata(path).expect("metadata");
+    if metadata.mode() & 0o077 != 0 && !metadata.is_symlink() {
+        found.push(format!("{} {:o}", path.display(), metadata.mode() & 0o7777));
     }
-    if about.is_dir() {
+    if metadata.is_dir() {
         for entry in fs::read_dir(path).expect("a folder").flatten() {
-            open_to_others(&entry.path(), found);
+            find_open(&entry.path(), found);
         }
     }
 }
 
-/// All files of the server's own, by name.
-fn texts(path: &Path, wanted: &dyn Fn(&Path) -> bool, found: &mut Vec<PathBuf>) {
+/// Collects the files below a folder that `wanted` accepts.
+fn find_files(path: &Path, wanted: &dyn Fn(&Path) -> bool, found: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(path).expect("a folder").flatten() {
         match entry.path() {
-            inner if inner.is_dir() => texts(&inner, wanted, found),
+            inner if inner.is_dir() => find_files(&inner, wanted, found),
             file if wanted(&file) => found.push(file),
             _ => {}
         }
@@ -67,9 +67,9 @@ fn texts(path: &Path, wanted: &dyn Fn(&Path) -> bool, found: &mut Vec<PathBuf>) 
 
 #[tokio::test]
 async fn other_accounts_cannot_read_data_or_act_as_an_agent() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
-    // Nothing above the data directory keeps anybody out, so that its own permissions are what is tested.
+    // The folder above the data directory is open, so that only the data directory's permissions protect it.
     fs::set_permissions(server.folder().path(), PermissionsExt::from_mode(0o755)).expect("open to all");
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
     let spec = specs::with(
@@ -77,11 +77,11 @@ async fn other_accounts_cannot_read_data_or_act_as_an_agent() {
         json!({"checkpoint": {"every_epochs": null, "every_steps": 20}}),
     );
     let id = server.submit(&spec).await;
-    server.until("a checkpoint is there", async |s: &Server| !s.checkpoints(&id).await.is_empty()).await;
+    server.until("a checkpoint exists", async |s: &Server| !s.checkpoints(&id).await.is_empty()).await;
 
-    // Files: while everything runs, and locks, spools and half-written files are there.
+    // Files, including locks, spools and unfinished files of a running job.
     let mut open = Vec::new();
-    open_to_others(&server.data_dir(), &mut open);
+    find_open(&server.data_dir(), &mut open);
     assert!(open.is_empty(), "{open:?}");
     let data = server.data_dir().display().to_string();
     for script in [
@@ -93,31 +93,34 @@ async fn other_accounts_cannot_read_data_or_act_as_an_agent() {
         format!("echo x > {data}/x"),
         format!("cat {}", server.attempt_dir(&id, 1).join("rank.0.log").display()),
     ] {
-        let tried = as_other(&script);
-        assert!(!tried.status.success() && words(&tried).contains("ermission denied"), "{script}: {tried:?}");
+        let tried = run_as_other(&script);
+        assert!(
+            !tried.status.success() && text_of(&tried).contains("ermission denied"),
+            "{script}: {tried:?}"
+        );
     }
-    // What ranks of one machine share.
+    // Shared memory of the ranks.
     for entry in fs::read_dir("/dev/shm").expect("a folder").flatten() {
-        let Ok(about) = entry.metadata() else { continue };
-        let ours = entry.file_name().to_string_lossy().contains("lockstep");
-        assert!(!ours || about.mode() & 0o077 == 0, "{} {:o}", entry.path().display(), about.mode());
+        let Ok(metadata) = entry.metadata() else { continue };
+        let is_ours = entry.file_name().to_string_lossy().contains("lockstep");
+        assert!(!is_ours || metadata.mode() & 0o077 == 0, "{} {:o}", entry.path().display(), metadata.mode());
     }
 
-    // Processes: arguments are for everybody, environments and memory for nobody else.
+    // Processes: every account can read arguments, but not environments and memory.
     let secrets = secrets(&server);
     for process in server.processes() {
-        let seen = words(&as_other(&format!("cat /proc/{}/cmdline", process.pid)));
+        let seen = text_of(&run_as_other(&format!("cat /proc/{}/cmdline", process.pid)));
         assert!(seen.contains(process.command()), "{seen}");
         assert!(!secrets.iter().any(|secret| seen.contains(secret)), "{seen}");
         for read in ["head -c 1 environ", "head -c 1 mem", "head -c 1 maps", "ls cwd/", "ls fd/"] {
-            let tried = as_other(&format!("cd /proc/{} && {read}", process.pid));
+            let tried = run_as_other(&format!("cd /proc/{} && {read}", process.pid));
             assert!(!tried.status.success(), "{}: {read}: {tried:?}", process.command());
         }
-        let killed = as_other(&format!("kill -9 {}", process.pid));
+        let killed = run_as_other(&format!("kill -9 {}", process.pid));
         assert!(!killed.status.success());
     }
 
-    // The interface: every account reaches the port, and gets nothing.
+    // The REST interface: every account can connect, but gets no data.
     let api = server.api("");
     for (method, path) in [
         ("GET", "/jobs"),
@@ -128,13 +131,14 @@ async fn other_accounts_cannot_read_data_or_act_as_an_agent() {
         ("POST", "/jobs"),
         ("DELETE", "/datasets/fashion"),
     ] {
-        let reported = as_other(&format!("curl -s -o /dev/null -w '%{{http_code}}' -X {method} {api}{path}"));
-        assert_eq!(words(&reported), "401", "{method} {path}");
+        let reported =
+            run_as_other(&format!("curl -s -o /dev/null -w '%{{http_code}}' -X {method} {api}{path}"));
+        assert_eq!(text_of(&reported), "401", "{method} {path}");
     }
-    let reported = words(&as_other(&format!("curl -s {api}/jobs/{id}")));
+    let reported = text_of(&run_as_other(&format!("curl -s {api}/jobs/{id}")));
     assert!(!reported.contains("private work") && !reported.contains("fashion"), "{reported}");
 
-    // An agent's id says nothing: with it, its name and a valid hello nobody takes its place.
+    // An agent's id is no secret: knowing it does not allow a connection as this agent.
     let agents = server.get("/agents").await;
     let agent = agents["agents"][0]["id"].as_str().expect("an id").to_owned();
     for token in [None, Some("lockstep_guessed"), Some(agent.as_str())] {
@@ -146,39 +150,41 @@ async fn other_accounts_cannot_read_data_or_act_as_an_agent() {
             request.headers_mut().insert("authorization", value);
         }
         match tokio_tungstenite::connect_async(request).await {
-            Err(tungstenite::Error::Http(answer)) => assert_eq!(answer.status(), StatusCode::UNAUTHORIZED),
+            Err(tungstenite::Error::Http(response)) => {
+                assert_eq!(response.status(), StatusCode::UNAUTHORIZED)
+            }
             other => panic!("{token:?}: {other:?}"),
         }
     }
     let spare = tempfile::Builder::new().prefix("lockstep-other-").tempdir().expect("a folder");
     fs::set_permissions(spare.path(), PermissionsExt::from_mode(0o777)).expect("open to all");
     let program = spare.path().join("lockstep");
-    fs::copy(env!("CARGO_BIN_EXE_lockstep"), &program).expect("the program, where everybody may read");
+    fs::copy(env!("CARGO_BIN_EXE_lockstep"), &program).expect("a copy of the program");
     fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).expect("its permissions");
-    let joined = as_other(&format!(
+    let joined = run_as_other(&format!(
         "HOME={0} timeout 5 {1} agent --server {2} --name local --cpu-slots 1 --data-dir {0}/agent",
         spare.path().display(),
         program.display(),
         server.url
     ));
-    assert!(words(&joined).contains("token"), "{}", words(&joined));
+    assert!(text_of(&joined).contains("token"), "{}", text_of(&joined));
     let agents = server.get("/agents").await;
     assert_eq!(agents["agents"].as_array().expect("agents").len(), 1, "{agents}");
     assert_eq!(agents["agents"][0]["online"], true);
 
-    // None of it has disturbed the job, and its logs tell nobody's secrets.
+    // The job is undisturbed, and no log contains a secret.
     let job = server.job(&id).await;
     assert_eq!((job["state"].as_str(), number(&job["attempt"])), (Some("running"), 1), "{job}");
-    let answer = server.post(&format!("/jobs/{id}/cancel"), &Value::Null).await;
-    assert_eq!(answer.status, StatusCode::ACCEPTED);
-    server.ended(&id).await;
+    let response = server.post(&format!("/jobs/{id}/cancel"), &Value::Null).await;
+    assert_eq!(response.status, StatusCode::ACCEPTED);
+    server.wait_for_end(&id).await;
     let is_log = |file: &Path| file.extension().is_some_and(|e| e == "log" || e == "stderr");
     let mut logs = Vec::new();
-    texts(server.folder().path(), &is_log, &mut logs);
+    find_files(server.folder().path(), &is_log, &mut logs);
     assert!(logs.len() >= 3, "{logs:?}");
     for log in logs {
         let text = fs::read_to_string(&log).expect("a log");
-        // The one-time link is for the terminal of whoever started the server, and is used up or over soon.
+        // Sign-in links are not checked: they are printed for the person at the terminal, work once and expire soon.
         assert!(!secrets.iter().any(|secret| text.contains(secret)), "{}", log.display());
     }
     server.stop().await;
@@ -189,7 +195,7 @@ fn secrets(server: &Server) -> Vec<String> {
     let agent = fs::read_to_string(server.data_dir().join("agent/token")).expect("the agent's token");
     let mut secrets = vec![server.token(), agent.trim().to_owned()];
     let mut attempts = Vec::new();
-    texts(&server.data_dir(), &|file| file.extension().is_some_and(|e| e == "json"), &mut attempts);
+    find_files(&server.data_dir(), &|file| file.extension().is_some_and(|e| e == "json"), &mut attempts);
     for file in attempts {
         let text = fs::read_to_string(&file).expect("a file");
         let Ok(value) = serde_json::from_str::<Value>(&text) else { continue };
@@ -217,7 +223,7 @@ fn secrets(server: &Server) -> Vec<String> {
     secrets
 }
 
-/// Accepts connections on a port for twenty seconds and prints what it is sent.
+/// Accepts connections on a port for twenty seconds and prints the received bytes.
 const LISTEN: &str = r#"
 import socket, sys, time
 server = socket.create_server(("127.0.0.1", int(sys.argv[1]))); end = time.time() + 20
@@ -236,32 +242,32 @@ async fn no_token_is_sent_to_another_account_on_the_server_s_port() {
     let mut server = Server::start_with(Agents::Separate { cpu_slots: 1 }).await;
     let port: u16 = server.url.rsplit(':').next().and_then(|port| port.parse().ok()).expect("a port");
     server.kill_serve();
-    let listening = std::thread::spawn(move || as_other(&format!("python3 -c '{LISTEN}' {port}")));
-    let other: u32 = OTHER.parse().expect("a number");
-    let is_there = || {
+    let listening = std::thread::spawn(move || run_as_other(&format!("python3 -c '{LISTEN}' {port}")));
+    let other: u32 = OTHER_UID.parse().expect("a number");
+    let other_listens = || {
         let owners = lockstep_host::listener_owners([127, 0, 0, 1].into(), port);
         owners == [other]
     };
-    server.until("the other account listens", async |_: &Server| is_there()).await;
+    server.until("the other account listens", async |_: &Server| other_listens()).await;
     let mut command = lockstep();
     command.args(["list", "--data-dir", "data"]).current_dir(server.folder().path());
-    Finished::of(command.env("LOCKSTEP_SERVER", &server.url)).wrong(&[
+    Finished::of(command.env("LOCKSTEP_SERVER", &server.url)).assert_usage_error(&[
         "another account",
-        &format!("user id {OTHER}"),
+        &format!("user id {OTHER_UID}"),
         "--token-file",
     ]);
-    // The agent that is left tries to find its server again.
+    // The running agent tries to connect to its server again.
     let log = server.folder().path().join("agent.2.log");
     let reported = async |_: &Server| {
         let log = fs::read_to_string(&log).expect("a log");
-        log.contains("another account") && log.contains(OTHER)
+        log.contains("another account") && log.contains(OTHER_UID)
     };
-    server.until("the agent says why it waits", reported).await;
-    let heard = words(&listening.join().expect("it listened"));
-    assert!(!heard.contains("lockstep_") && !heard.to_lowercase().contains("bearer"), "{heard}");
-    // Its own server comes back, and the agent to it.
-    server.serve_again().await;
-    server.until("the agent is back", async |s: &Server| s.slots().await > 0).await;
+    server.until("the agent logs the reason", reported).await;
+    let received = text_of(&listening.join().expect("it listened"));
+    assert!(!received.contains("lockstep_") && !received.to_lowercase().contains("bearer"), "{received}");
+    // The server returns, and the agent connects.
+    server.start_serve().await;
+    server.until("the agent is online again", async |s: &Server| s.slots().await > 0).await;
     server.stop().await;
 }
 
@@ -270,25 +276,25 @@ async fn other_accounts_cannot_fill_the_disk() {
     let server = Server::start_with(Agents::None).await;
     let size = |server: &Server| -> u64 {
         let mut files = Vec::new();
-        texts(&server.data_dir(), &|_| true, &mut files);
+        find_files(&server.data_dir(), &|_| true, &mut files);
         files.iter().filter_map(|file| Some(fs::metadata(file).ok()?.len())).sum()
     };
     let before = size(&server);
     let api = server.api("");
-    // 64 MiB without a length, as a picture, as a job, as notes; then many small ones.
+    // Requests of 64 MiB without a length, and then many small requests.
     for path in ["/jobs", "/jobs/j01/predict", "/datasets", "/tokens", "/session"] {
         let script = format!(
             "head -c 67108864 /dev/zero | curl -s -o /dev/null -w '%{{http_code}}' -T - -X POST {api}{path}"
         );
-        let reported = words(&as_other(&script));
+        let reported = text_of(&run_as_other(&script));
         assert!(["401", "404", "405", "413"].contains(&reported.as_str()), "{path}: {reported}");
     }
     let many = format!(
         "for i in $(seq 40); do curl -s -o /dev/null -X POST -H 'content-type: application/json' -d '{{}}' \
          {api}/jobs {api}/datasets {api}/tokens {api}/agents {api}/jobs/$i/fork; done"
     );
-    assert!(as_other(&many).status.success());
-    server.until("the server still answers", async |s: &Server| s.get("/jobs").await.is_object()).await;
+    assert!(run_as_other(&many).status.success());
+    server.until("the server still responds", async |s: &Server| s.get("/jobs").await.is_object()).await;
     let grown = size(&server).saturating_sub(before);
     assert!(grown < 1 << 20, "{grown} bytes");
     let audit = server.get("/audit").await.to_string();

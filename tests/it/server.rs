@@ -1,5 +1,5 @@
-//! A real server on a free port with a data directory of its own, gone with all its processes when
-//! the test ends; its logs are shown when the test fails.
+//! A real server on a free port with its own data directory. At the end of the test, the directory is deleted and all processes
+//! are killed. If the test fails, the logs are shown.
 
 use lockstep_protocol::JobState;
 use reqwest::StatusCode;
@@ -14,52 +14,52 @@ use std::{
 };
 use tokio::sync::{Semaphore, SemaphorePermit};
 
-// Named in full, as `tests/faults` takes this file from its own folder.
-#[path = "server/answers.rs"]
-mod answers;
-#[path = "server/endings.rs"]
-mod endings;
+// Explicit paths, as `tests/faults` includes this file from another folder.
 #[path = "server/processes.rs"]
 mod processes;
 #[path = "server/rest.rs"]
 mod rest;
+#[path = "server/results.rs"]
+mod results;
+#[path = "server/shutdown.rs"]
+mod shutdown;
 
-pub(crate) use answers::{Answer, Finished};
 pub(crate) use processes::{Folder, Process, processes_of, signal};
+pub(crate) use results::{Finished, Response};
 
 /// The program under test.
 pub(crate) const LOCKSTEP: &str = env!("CARGO_BIN_EXE_lockstep");
 
-/// Longest wait for anything that should take a moment. Generous: a busy machine is no bug.
-pub(crate) const SOON: Duration = Duration::from_secs(30);
-/// Longest wait for a job of these tests to end.
+/// Time limit for anything that should be quick; long enough for a busy machine.
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(30);
+/// Time limit for a job to end.
 pub(crate) const JOB_END: Duration = Duration::from_secs(120);
 
-/// The pause before a test that has waited since `began` looks again, at most `longest`: a look costs the server and the test some of the
-/// processor that the job under test needs.
+/// The pause before the next poll of a test that has waited since `began`, at most `longest`. Pauses grow, as polling uses processor time
+/// that the job under test needs.
 pub(crate) fn poll_pause(began: Instant, longest: Duration) -> Duration {
     (began.elapsed() / 10).clamp(Duration::from_millis(10), longest)
 }
 
-/// The longest pause between two looks at what may pass.
-const BRIEF: Duration = Duration::from_millis(50);
+/// Longest pause between two polls for a state that may be short.
+const MAX_POLL_PAUSE: Duration = Duration::from_millis(50);
 
-/// Tests that train at the same time.
-const TURNS: u32 = 3;
+/// Maximum number of tests that train at the same time.
+const MAX_TRAINING_TESTS: u32 = 3;
 
-static TURN: Semaphore = Semaphore::const_new(TURNS as usize);
+static TRAINING: Semaphore = Semaphore::const_new(MAX_TRAINING_TESTS as usize);
 
-/// Held by a test that trains.
-pub(crate) async fn turn() -> SemaphorePermit<'static> {
-    TURN.acquire().await.expect("turns are never closed")
+/// A test that trains holds this permit.
+pub(crate) async fn training_permit() -> SemaphorePermit<'static> {
+    TRAINING.acquire().await.expect("the semaphore is never closed")
 }
 
-/// Held by a test that trains and measures time: no other trains beside it.
-pub(crate) async fn turn_alone() -> SemaphorePermit<'static> {
-    TURN.acquire_many(TURNS).await.expect("turns are never closed")
+/// A test that measures the time of training holds this permit: no other test trains meanwhile.
+pub(crate) async fn exclusive_permit() -> SemaphorePermit<'static> {
+    TRAINING.acquire_many(MAX_TRAINING_TESTS).await.expect("the semaphore is never closed")
 }
 
-/// A port that nothing listens on, outside the range from which the system gives ports to clients.
+/// A port on which no process listens, outside the system's range of ports for clients.
 pub(crate) fn free_port() -> u16 {
     static NEXT: AtomicU16 = AtomicU16::new(0);
     let first = 21_000 + (std::process::id() % 10_000) as u16;
@@ -69,18 +69,18 @@ pub(crate) fn free_port() -> u16 {
         .expect("one of 10 000 ports is free")
 }
 
-/// Clients of the tests that are given no TLS settings take these.
+/// Sets the default TLS provider for the tests' clients.
 pub(crate) fn cryptography() {
     // Only the first call of a process has an effect.
     let _ = rustls::crypto::ring::default_provider().install_default();
 }
 
-/// A client without authorities of TLS: to read the system's takes longer than a request.
+/// A client without CA certificates, as reading the system's certificates takes longer than a request.
 fn plain_client() -> reqwest::ClientBuilder {
-    reqwest::Client::builder().timeout(SOON).tls_certs_only(std::iter::empty())
+    reqwest::Client::builder().timeout(TIMEOUT).tls_certs_only(std::iter::empty())
 }
 
-/// A client that shows a token. The server ends connections that are silent for half a minute: the client does so before.
+/// A client that sends a token. The client closes idle connections before the server does, which is after 30 s.
 pub(crate) fn client(token: &str) -> reqwest::Client {
     cryptography();
     let mut headers = reqwest::header::HeaderMap::new();
@@ -92,20 +92,20 @@ pub(crate) fn client(token: &str) -> reqwest::Client {
         .expect("an HTTP client")
 }
 
-/// The program, on nobody's terminal, with no environment of the person who runs the tests.
+/// The program under test, without a terminal and without the variables of the person who runs the tests.
 pub(crate) fn lockstep() -> Command {
-    by_itself(Command::new(LOCKSTEP))
+    without_variables(Command::new(LOCKSTEP))
 }
 
-/// As [`lockstep`], as a shell at a terminal starts it: what runs in a background that ignores Ctrl-C passes that on to all it starts.
-pub(crate) fn lockstep_that_can_be_interrupted() -> Command {
+/// As [`lockstep`], but Ctrl-C is never ignored. A test run in the background ignores SIGINT, and child processes inherit that.
+pub(crate) fn interruptible_lockstep() -> Command {
     let mut command = Command::new("env");
     command.args(["--default-signal=INT", LOCKSTEP]);
-    by_itself(command)
+    without_variables(command)
 }
 
-/// Without what the environment of the tests says.
-fn by_itself(mut command: Command) -> Command {
+/// Removes variables that would change the program's behaviour.
+fn without_variables(mut command: Command) -> Command {
     cryptography();
     command.stdin(Stdio::null());
     for name in [
@@ -125,19 +125,19 @@ fn by_itself(mut command: Command) -> Command {
     ] {
         command.env_remove(name);
     }
-    // A job that is to last until the test ends it, or while something happens beside it, does not take a processor all the while.
+    // Slows the steps of long jobs, so that they leave the processor to other tests.
     command.env("LOCKSTEP_FAULT", "step:slow@100");
     command
 }
 
-/// Who runs the jobs of a server.
+/// Which agents run a server's jobs.
 #[derive(Clone, Copy)]
 pub(crate) enum Agents {
-    /// The machine's own agent, which `serve` starts.
+    /// The local agent, which `serve` starts.
     Local { cpu_slots: u32 },
-    /// `serve --no-local-agent`, and an agent somebody else starts.
+    /// `serve --no-local-agent`, and an agent that the test starts.
     Separate { cpu_slots: u32 },
-    /// `serve --no-local-agent` and nobody.
+    /// `serve --no-local-agent` without any agent.
     None,
 }
 
@@ -145,25 +145,25 @@ pub(crate) enum Agents {
 pub(crate) struct Server {
     /// `http://127.0.0.1:PORT`.
     pub(crate) url: String,
-    /// Shows the server's own token once the server has made one.
+    /// Sends the server's admin token once the server has created it.
     pub(crate) http: reqwest::Client,
     port: u16,
     agents: Agents,
-    /// `--database`, when it is not the data directory's own file.
+    /// `--database`; `None`: the file in the data directory.
     pub(crate) database: Option<String>,
-    /// Variables of the server's environment, and of its agents' and their ranks'.
+    /// Environment variables of the server, its agents and their ranks.
     pub(crate) environment: Vec<(String, String)>,
-    /// Program and arguments that `lockstep serve` is started by (`prlimit`), when it is not started directly.
-    by: Vec<String>,
+    /// Program and arguments that start `lockstep serve`, such as `prlimit`; empty: it is started directly.
+    wrapper: Vec<String>,
     serve: Option<Child>,
     agent: Option<Child>,
     starts: u32,
-    // Last: dropped after the children above.
+    // The last field, so that it is dropped after the child processes.
     folder: Folder,
 }
 
 impl Server {
-    /// A server with the machine's own agent and two slots, whatever the number of cores.
+    /// A server with a local agent of two slots, for any number of cores.
     pub(crate) async fn start() -> Self {
         Self::start_with(Agents::Local { cpu_slots: 2 }).await
     }
@@ -173,8 +173,7 @@ impl Server {
         Self::start_on(agents, database, Vec::new()).await
     }
 
-    /// As [`Server::start_with`], with ranks whose steps take at least 20 ms from the first on: a job of few steps lasts until the test
-    /// disturbs it.
+    /// As [`Server::start_with`], but each step takes at least 20 ms, so that a short job lasts until the test disturbs it.
     pub(crate) async fn start_slow(agents: Agents) -> Self {
         let database = crate::postgres::wanted().then(crate::postgres::database);
         Self::start_on(agents, database, vec![("LOCKSTEP_FAULT".into(), "step:slow".into())]).await
@@ -185,15 +184,15 @@ impl Server {
         database: Option<String>,
         environment: Vec<(String, String)>,
     ) -> Self {
-        Self::start_by(agents, database, environment, &[], |_| {}).await
+        Self::start_wrapped(agents, database, environment, &[], |_| {}).await
     }
 
-    /// As [`Server::start_on`], through another program; `prepare` is given the data directory before it is used.
-    pub(crate) async fn start_by(
+    /// As [`Server::start_on`], but the program `wrapper` starts `serve`. `prepare` receives the data directory before its first use.
+    pub(crate) async fn start_wrapped(
         agents: Agents,
         database: Option<String>,
         environment: Vec<(String, String)>,
-        by: &[&str],
+        wrapper: &[&str],
         prepare: impl FnOnce(&Path),
     ) -> Self {
         cryptography();
@@ -205,14 +204,14 @@ impl Server {
             agents,
             database,
             environment,
-            by: by.iter().map(ToString::to_string).collect(),
+            wrapper: wrapper.iter().map(ToString::to_string).collect(),
             serve: None,
             agent: None,
             starts: 0,
             folder: Folder::new(),
         };
         prepare(&server.data_dir());
-        server.serve_again().await;
+        server.start_serve().await;
         if let Agents::Separate { cpu_slots } = agents {
             server.start_agent(cpu_slots).await;
         }
@@ -223,11 +222,11 @@ impl Server {
     }
 
     /// Starts `serve` on the same port and data directory, and waits until it is ready.
-    pub(crate) async fn serve_again(&mut self) {
+    pub(crate) async fn start_serve(&mut self) {
         self.starts += 1;
         let log = File::create(self.folder.path().join(format!("serve.{}.log", self.starts))).expect("a log");
         let mut command = lockstep();
-        if let [program, arguments @ ..] = &self.by[..] {
+        if let [program, arguments @ ..] = &self.wrapper[..] {
             let direct = std::mem::replace(&mut command, Command::new(program));
             command.args(arguments).arg(direct.get_program()).stdin(Stdio::null());
             for (name, value) in direct.get_envs() {
@@ -249,22 +248,22 @@ impl Server {
         };
         command.stdout(log.try_clone().expect("a log")).stderr(log);
         self.serve = Some(command.spawn().expect("lockstep serve starts"));
-        let deadline = Instant::now() + SOON;
+        let deadline = Instant::now() + TIMEOUT;
         loop {
-            if let Ok(answer) = self.http.get(format!("{}/readyz", self.url)).send().await
-                && answer.status() == StatusCode::OK
+            if let Ok(response) = self.http.get(format!("{}/readyz", self.url)).send().await
+                && response.status() == StatusCode::OK
             {
                 self.http = client(&self.token());
                 return;
             }
             let ended = self.serve.as_mut().and_then(|c| c.try_wait().ok().flatten());
             assert!(ended.is_none(), "serve ended before it was ready: {ended:?}");
-            assert!(Instant::now() < deadline, "/readyz did not answer 200 within {SOON:?}");
+            assert!(Instant::now() < deadline, "/readyz did not answer 200 within {TIMEOUT:?}");
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     }
 
-    /// The admin's token, of the file that the server has made.
+    /// The admin token, from the file that the server has written.
     pub(crate) fn token(&self) -> String {
         let text = std::fs::read_to_string(self.token_file()).expect("the server's token");
         text.trim().to_owned()
@@ -274,24 +273,24 @@ impl Server {
         self.data_dir().join("token")
     }
 
-    /// A file with a token for the agent next to the server, made the first time.
+    /// A file with a token for the test's agent. The first call creates the token.
     fn agent_token_file(&self) -> PathBuf {
         let path = self.folder.path().join("agent-beside.token");
         if !path.exists() {
-            let made = self.cli(&["token", "create", "--scope", "agent", "--agent", "beside"]);
-            std::fs::write(&path, made.ok()).expect("a token");
+            let created = self.cli(&["token", "create", "--scope", "agent", "--agent", "beside"]);
+            std::fs::write(&path, created.ok()).expect("a token");
         }
         path
     }
 
-    /// Starts an agent next to the server, with its own folder.
+    /// Starts an agent on the server's machine, with its own folder.
     pub(crate) async fn start_agent(&mut self, cpu_slots: u32) {
         let url = self.url.clone();
-        self.start_agent_at(&url, cpu_slots, &[]);
+        self.start_agent_with(&url, cpu_slots, &[]);
     }
 
-    /// As [`Server::start_agent`], by another address of the server and with more options.
-    pub(crate) fn start_agent_at(&mut self, url: &str, cpu_slots: u32, options: &[&str]) {
+    /// As [`Server::start_agent`], with another URL of the server and more options.
+    pub(crate) fn start_agent_with(&mut self, url: &str, cpu_slots: u32, options: &[&str]) {
         self.starts += 1;
         let log = File::create(self.folder.path().join(format!("agent.{}.log", self.starts))).expect("a log");
         let mut command = lockstep();
@@ -316,15 +315,15 @@ impl Server {
         self.data_dir().join("jobs").join(id)
     }
 
-    /// The folder of an attempt in a job's folder: its name begins with the attempt's number.
+    /// The folder of an attempt in a job's folder; the name begins with the attempt's number.
     pub(crate) fn attempt_dir(&self, id: &str, attempt: u64) -> PathBuf {
         attempt_dir(&self.job_dir(id), attempt)
     }
 
     /// Slots of all machines that are online.
     pub(crate) async fn slots(&self) -> usize {
-        let answer = self.get("/agents").await;
-        let agents = answer["agents"].as_array().expect("agents");
+        let response = self.get("/agents").await;
+        let agents = response["agents"].as_array().expect("agents");
         agents
             .iter()
             .filter(|a| a["online"].as_bool().unwrap_or(true))
@@ -334,7 +333,7 @@ impl Server {
 
     /// Waits for a condition, polling often.
     pub(crate) async fn until(&self, what: &str, condition: impl AsyncFn(&Server) -> bool) {
-        self.until_within(SOON, what, condition).await;
+        self.until_within(TIMEOUT, what, condition).await;
     }
 
     pub(crate) async fn until_within(
@@ -346,7 +345,7 @@ impl Server {
         let began = Instant::now();
         while !condition(self).await {
             assert!(began.elapsed() < limit, "not within {limit:?}: {what}");
-            tokio::time::sleep(poll_pause(began, BRIEF)).await;
+            tokio::time::sleep(poll_pause(began, MAX_POLL_PAUSE)).await;
         }
     }
 
@@ -355,12 +354,12 @@ impl Server {
     /// Runs a client command against this server, to its end.
     pub(crate) fn cli(&self, args: &[&str]) -> Finished {
         let mut command = lockstep();
-        command.args(args).current_dir(self.folder.path()).envs(self.for_clients());
+        command.args(args).current_dir(self.folder.path()).envs(self.client_variables());
         Finished::of(&mut command)
     }
 
-    /// Variables that lead a client command to this server.
-    pub(crate) fn for_clients(&self) -> [(&'static str, std::ffi::OsString); 2] {
+    /// Environment variables by which a client command finds this server.
+    pub(crate) fn client_variables(&self) -> [(&'static str, std::ffi::OsString); 2] {
         [("LOCKSTEP_SERVER", self.url.clone().into()), ("LOCKSTEP_TOKEN_FILE", self.token_file().into())]
     }
 
@@ -393,30 +392,30 @@ impl Drop for Server {
     }
 }
 
-/// The folder of an attempt; one that does not exist before the attempt begins.
+/// The folder of an attempt. Before the attempt begins, the folder does not exist.
 pub(crate) fn attempt_dir(job_dir: &Path, attempt: u64) -> PathBuf {
     let entries = std::fs::read_dir(job_dir.join("attempts")).into_iter().flatten().flatten();
-    let is_its = |path: &PathBuf| {
+    let is_attempt = |path: &PathBuf| {
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         name.starts_with(&format!("{attempt}-"))
     };
-    let found = entries.map(|entry| entry.path()).find(is_its);
+    let found = entries.map(|entry| entry.path()).find(is_attempt);
     found.unwrap_or_else(|| job_dir.join("attempts").join(format!("{attempt}-")))
 }
 
-/// The exit status of a child that ends soon.
-pub(crate) async fn ended(child: &mut Child) -> ExitStatus {
-    let deadline = Instant::now() + SOON;
+/// Waits for a child process to end and returns its exit status.
+pub(crate) async fn exit_status(child: &mut Child) -> ExitStatus {
+    let deadline = Instant::now() + TIMEOUT;
     loop {
         if let Some(status) = child.try_wait().expect("a status") {
             return status;
         }
-        assert!(Instant::now() < deadline, "process {} did not end within {SOON:?}", child.id());
+        assert!(Instant::now() < deadline, "process {} did not end within {TIMEOUT:?}", child.id());
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
 }
 
-/// The state that a job or a state event names.
+/// The state of a job or a state event.
 pub(crate) fn state_of(value: &Value) -> JobState {
     value["state"].as_str().and_then(|s| s.parse().ok()).unwrap_or_else(|| panic!("no state in {value:#}"))
 }

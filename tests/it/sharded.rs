@@ -1,9 +1,9 @@
-//! Jobs of a server whose ranks write checkpoints together (`checkpoint.sharded`).
+//! Jobs whose ranks each write a part of a checkpoint (`checkpoint.sharded`).
 
 use crate::{
-    elsewhere::{Machine, online, stored},
     pictures,
-    server::{Agents, Folder, Server, number, turn},
+    separate_disks::{Machine, online, stored},
+    server::{Agents, Folder, Server, number, training_permit},
     socket::{Socket, is_metric, last_step},
     specs,
 };
@@ -19,8 +19,8 @@ fn spec(name: &str, ranks: u32, sharded: bool) -> Value {
     )
 }
 
-/// A checkpoint's weights as `lockstep download` writes them, without the header, which has the job's specification.
-async fn downloaded(server: &Server, id: &str) -> Vec<u8> {
+/// Downloads a job's last weights with `lockstep download`, without the file's header, which has the job's specification.
+async fn download(server: &Server, id: &str) -> Vec<u8> {
     let file = server.folder().path().join("downloaded.safetensors");
     let file = file.to_str().expect("a path");
     server.cli(&["download", id, "--checkpoint", "latest", "-o", file]).ok();
@@ -36,12 +36,12 @@ async fn files(server: &Server, checkpoint: &Value) -> BTreeSet<String> {
 
 #[tokio::test]
 async fn a_sharded_job_is_paused_continued_forked_and_evaluated_like_others() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
     let whole = server.submit(&spec("whole", 2, false)).await;
-    server.succeeded(&whole).await;
-    let expected = downloaded(&server, &whole).await;
+    server.wait_for_success(&whole).await;
+    let expected = download(&server, &whole).await;
 
     let id = server.submit(&spec("sharded", 2, true)).await;
     let mut socket = Socket::of_job(&server, &id, 0).await;
@@ -56,32 +56,35 @@ async fn a_sharded_job_is_paused_continued_forked_and_evaluated_like_others() {
     let names = parts.into_iter().flatten().chain(indexes).chain(["state.json".into()]);
     assert_eq!(files(&server, newest).await, names.collect());
     server.cli(&["resume", &id]).ok();
-    assert_eq!(number(&server.succeeded(&id).await["attempt"]), 2);
+    assert_eq!(number(&server.wait_for_success(&id).await["attempt"]), 2);
     assert!(
-        downloaded(&server, &id).await == expected,
-        "as a job that was never paused and writes whole files"
+        download(&server, &id).await == expected,
+        "the weights of a job that was never paused and writes single files"
     );
     let network = |source: &str| {
         server.cli(&["export", "onnx", source, "--checkpoint", "latest", "-o", "network.onnx"]).ok();
         fs::read(server.folder().path().join("network.onnx")).expect("a network")
     };
-    assert!(network(&id) == network("downloaded.safetensors"), "from its parts as from one file");
+    assert!(
+        network(&id) == network("downloaded.safetensors"),
+        "the same network from parts and from one file"
+    );
 
-    // Files have the names that the manifest has.
+    // Files are downloaded by their names in the manifest.
     let last = server.checkpoints(&id).await[0]["id"].as_str().expect("an id").to_owned();
-    let ask =
+    let get =
         async |file: &str| server.http.get(server.api(&format!("/checkpoints/{last}/{file}"))).send().await;
-    let missing = ask("model.safetensors").await.expect("an answer");
+    let missing = get("model.safetensors").await.expect("a response");
     assert_eq!(missing.status().as_u16(), 404);
     assert!(missing.text().await.expect("a problem").contains("`lockstep download` makes one file"));
-    let part = ask("model-00002-of-00002.safetensors").await.expect("an answer");
+    let part = get("model-00002-of-00002.safetensors").await.expect("a response");
     assert!(part.status().is_success() && part.headers().contains_key("x-checksum-sha256"));
 
     let set = json!({"checkpoint": 75, "set": {"parallel.ranks": 1, "train.batch_size": 16, "checkpoint.sharded": false}});
     let fork = server.post(&format!("/jobs/{id}/fork"), &set).await;
     let fork = fork.json()["id"].as_str().unwrap_or_else(|| panic!("{}", fork.text)).to_owned();
-    server.succeeded(&fork).await;
-    assert!(downloaded(&server, &fork).await == expected);
+    server.wait_for_success(&fork).await;
+    assert!(download(&server, &fork).await == expected);
     let of_fork = &server.checkpoints(&fork).await[0];
     assert!(files(&server, of_fork).await.contains("model.safetensors"));
 
@@ -89,39 +92,39 @@ async fn a_sharded_job_is_paused_continued_forked_and_evaluated_like_others() {
     assert_eq!(accuracy(&id).await, accuracy(&whole).await);
     let tuned = specs::short("tuned", "fashion", 1, 5);
     let tuned = server.submit(&specs::with(tuned, json!({"model": {"pretrained": last}}))).await;
-    server.succeeded(&tuned).await;
+    server.wait_for_success(&tuned).await;
     server.cli(&["delete", &id, "--yes"]).ok();
-    server.until("its files are gone", async |s: &Server| !s.job_dir(&id).exists()).await;
+    server.until("the job's files are deleted", async |s: &Server| !s.job_dir(&id).exists()).await;
     server.stop().await;
 }
 
 #[tokio::test]
 async fn sharded_checkpoints_of_another_machine_reach_the_server_and_the_store() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let kept = Folder::new();
     let store = vec![("LOCKSTEP_ARTIFACTS".into(), kept.path().join("artifacts").display().to_string())];
     let server = Server::start_on(Agents::None, None, store).await;
     let _machines = ["machine-a", "machine-b"].map(|name| Machine::start_without(&server, name, 2, &[], &[]));
     online(&server, 4).await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
-    let arrived = async |id: &str| {
-        server.succeeded(id).await;
-        server.until("it is uploaded", async |s: &Server| stored(s, id).await == STEPS).await;
-        downloaded(&server, id).await
+    let uploaded_weights = async |id: &str| {
+        server.wait_for_success(id).await;
+        server.until("the checkpoint is uploaded", async |s: &Server| stored(s, id).await == STEPS).await;
+        download(&server, id).await
     };
     let whole = server.submit(&spec("whole", 4, false)).await;
-    let expected = arrived(&whole).await;
+    let expected = uploaded_weights(&whole).await;
     let id = server.submit(&spec("sharded", 4, true)).await;
-    assert!(arrived(&id).await == expected);
+    assert!(uploaded_weights(&id).await == expected);
     // Two of the four ranks are on rank 0's machine.
     let newest = server.checkpoints(&id).await[0].clone();
     assert!(files(&server, &newest).await.contains("model-00002-of-00002.safetensors"));
     let is_kept = async |s: &Server| s.checkpoints(&id).await[0]["stored"] == "stored";
-    server.until("it is in the object store", is_kept).await;
+    server.until("the checkpoint is in the object store", is_kept).await;
     fs::remove_dir_all(server.job_dir(&id)).expect("the job's folder");
-    assert!(downloaded(&server, &id).await == expected, "from the object store");
-    // On fewer ranks, on a machine that fetches it.
+    assert!(download(&server, &id).await == expected, "from the object store");
+    // A fork on fewer ranks, on a machine that fetches the checkpoint.
     let set = json!({"set": {"parallel.ranks": 2, "train.batch_size": 16, "train.steps": STEPS + 5}});
     let fork = server.post(&format!("/jobs/{id}/fork"), &set).await;
-    server.succeeded(fork.json()["id"].as_str().unwrap_or_else(|| panic!("{}", fork.text))).await;
+    server.wait_for_success(fork.json()["id"].as_str().unwrap_or_else(|| panic!("{}", fork.text))).await;
 }

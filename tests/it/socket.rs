@@ -1,6 +1,6 @@
 //! A plain websocket client of the streams.
 
-use crate::server::{SOON, Server, number};
+use crate::server::{Server, TIMEOUT, number};
 use futures_util::StreamExt;
 use serde_json::Value;
 use tokio::net::TcpStream;
@@ -14,7 +14,7 @@ pub(crate) struct Socket {
     socket: WebSocketStream<MaybeTlsStream<TcpStream>>,
     /// The first frame.
     pub(crate) hello: Value,
-    /// Frames after it, in the order they came.
+    /// The frames after `hello`, in the order of arrival.
     pub(crate) frames: Vec<Value>,
 }
 
@@ -44,7 +44,7 @@ impl Socket {
         Self { socket, hello, frames: Vec::new() }
     }
 
-    /// The stream of the list page; it has no `hello`.
+    /// The stream of the list page, which sends no `hello`.
     pub(crate) async fn of_list(server: &Server) -> Self {
         let socket = Self::connect(server, "/stream", None).await.expect("the list's stream");
         Self { socket, hello: Value::Null, frames: Vec::new() }
@@ -67,7 +67,7 @@ impl Socket {
         }
     }
 
-    /// Reads to the job's end.
+    /// Reads until the job has ended.
     pub(crate) async fn read_to_end(&mut self) -> Value {
         self.until(is_end).await
     }
@@ -82,17 +82,17 @@ impl Socket {
         self.events().last().map_or(since, |e| number(&e["seq"]))
     }
 
-    /// Leaves without a word, as a laptop that is shut does.
+    /// Drops the connection without closing it, and returns the events read so far.
     pub(crate) fn drop_connection(self) -> Vec<Value> {
         self.events()
     }
 }
 
-/// The next text frame, or why there is none within the deadline.
+/// The next text frame, or the reason why none arrived in time.
 async fn frame(socket: &mut WebSocketStream<MaybeTlsStream<TcpStream>>) -> Result<Value, String> {
     loop {
-        let message = tokio::time::timeout(SOON, socket.next()).await;
-        match message.map_err(|_| format!("no frame within {SOON:?}"))? {
+        let message = tokio::time::timeout(TIMEOUT, socket.next()).await;
+        match message.map_err(|_| format!("no frame within {TIMEOUT:?}"))? {
             Some(Ok(Message::Text(text))) => {
                 return serde_json::from_str(&text).map_err(|e| format!("{e}: {text}"));
             }
@@ -107,22 +107,22 @@ pub(crate) fn is_event(frame: &Value) -> bool {
     frame.get("seq").is_some() && frame["type"] != "live"
 }
 
-/// Whether a frame says that the job is over.
+/// Whether a frame is the final state of the job.
 pub(crate) fn is_end(frame: &Value) -> bool {
     frame["type"] == "state" && crate::server::state_of(frame).is_final()
 }
 
-/// Whether a frame is metrics of this name.
+/// Whether a frame has points of this metric.
 pub(crate) fn is_metric(frame: &Value, name: &str) -> bool {
     frame["type"] == "metrics" && frame["name"] == name
 }
 
-/// Highest step of a frame of metrics.
+/// Highest step of a metrics frame.
 pub(crate) fn last_step(frame: &Value) -> u64 {
     frame["steps"].as_array().and_then(|s| s.last()).map_or(0, number)
 }
 
-/// Everything stored of a job, read in one go by a client that comes late.
+/// All stored events of a job.
 pub(crate) async fn stored(server: &Server, id: &str) -> Vec<Value> {
     let mut socket = Socket::of_job(server, id, 0).await;
     let last = number(&socket.hello["last_seq"]);
@@ -133,9 +133,9 @@ pub(crate) async fn stored(server: &Server, id: &str) -> Vec<Value> {
     events
 }
 
-/// Asserts that sequence numbers go up by one from `since + 1`.
+/// Asserts that the sequence numbers are `since + 1`, `since + 2` and so on.
 pub(crate) fn assert_unbroken(events: &[Value], since: u64) {
     for (expected, event) in (since + 1..).zip(events) {
-        assert_eq!(number(&event["seq"]), expected, "a gap or a double: {event}");
+        assert_eq!(number(&event["seq"]), expected, "a missing or repeated number: {event}");
     }
 }

@@ -1,7 +1,7 @@
-//! `lockstep rank --spare`: a process that has opened a GPU and becomes a rank. Here without the GPU: the rank is started
-//! again in the same process, which must train as any other.
+//! `lockstep rank --spare`: a process that opens a GPU and later becomes a rank. Here there is no GPU, so the process executes
+//! the program again, and must then train as any other rank.
 
-use crate::{pictures, server::turn};
+use crate::{pictures, server::training_permit};
 use lockstep_host::gpu::RankGpu;
 use lockstep_protocol::{
     agent::StartAttempt,
@@ -21,7 +21,7 @@ use std::{
 
 const STEPS: u64 = 2;
 
-fn spare(gpu: &RankGpu) -> Child {
+fn start_spare(gpu: &RankGpu) -> Child {
     Command::new(env!("CARGO_BIN_EXE_lockstep"))
         .args(["rank", "--spare", &serde_json::to_string(gpu).expect("JSON")])
         .env("CUDA_VISIBLE_DEVICES", gpu.visible.join(","))
@@ -34,12 +34,12 @@ fn spare(gpu: &RankGpu) -> Child {
 
 #[tokio::test]
 async fn a_spare_becomes_the_requested_rank_and_ends_with_its_agent() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let folder = tempfile::tempdir().expect("a folder");
     let gpu = RankGpu { ordinal: 0, visible: vec!["GPU-none".into()] };
-    let mut left = spare(&gpu);
-    drop(left.stdin.take());
-    assert_eq!(left.wait().expect("its status").code(), Some(0));
+    let mut unused = start_spare(&gpu);
+    drop(unused.stdin.take());
+    assert_eq!(unused.wait().expect("its status").code(), Some(0));
 
     let mut spec = JobSpec::default();
     spec.model.arch = Arch::ResNet20;
@@ -64,10 +64,14 @@ async fn a_spare_becomes_the_requested_rank_and_ends_with_its_agent() {
     let file = |extension| rank_file(&config.attempt_dir(), 0, extension);
     fs::write(file("json"), serde_json::to_vec(&config).expect("JSON")).expect("the configuration");
     File::create(file("stderr")).expect("the output");
-    let mut told = spare(&gpu);
+    let mut used = start_spare(&gpu);
     let path = file("json");
-    told.stdin.take().expect("a pipe").write_all(path.as_os_str().as_bytes()).expect("it reads");
-    let status = told.wait().expect("its status");
+    used.stdin
+        .take()
+        .expect("a pipe")
+        .write_all(path.as_os_str().as_bytes())
+        .expect("the file's path is written");
+    let status = used.wait().expect("its status");
     let printed = fs::read_to_string(file("stderr")).expect("its output");
     assert_eq!(status.code(), Some(EXIT_FINISHED), "{printed}");
     let kept = checkpoint::list(&config.checkpoints_dir()).expect("checkpoints");

@@ -2,8 +2,8 @@
 
 use serde_json::{Value, json};
 
-/// A job of about `steps` x 10 ms: ResNet-20 on pictures of 16 x 16, 8 a rank, no randomness but the
-/// seed's.
+/// A job of about `steps` x 10 ms: ResNet-20 on pictures of 8 x 8, 8 per rank, with no randomness except
+/// the seed.
 pub(crate) fn short(name: &str, dataset: &str, ranks: u32, steps: u64) -> Value {
     json!({
         "name": name,

@@ -1,8 +1,8 @@
-//! Streams: a reader that connects at any time, and continues from any place, reads the stored events exactly.
+//! Streams: a client that connects at any time, from any event number, reads exactly the stored events.
 
 use crate::{
     pictures,
-    server::{Server, number, turn},
+    server::{Server, number, training_permit},
     socket::{Socket, assert_unbroken, is_end, is_metric, last_step, stored},
     specs,
 };
@@ -12,24 +12,24 @@ use tokio_tungstenite::tungstenite;
 
 #[tokio::test]
 async fn clients_that_connect_at_any_time_read_every_event_once() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
     let id = server.submit(&specs::short("streamed", "fashion", 2, 120)).await;
 
-    // One that is there from before the start, to whose pace the others come.
+    // A client that reads from the start. Its progress decides when the others connect.
     let mut first = Socket::of_job(&server, &id, 0).await;
     let mut others = Vec::new();
     for step in [1, 25, 50, 75, 100] {
         first.until(|f| is_metric(f, "loss") && last_step(f) >= step).await;
         let seen = first.last_seq(0);
-        // From the start, from the middle, from the last that the first has seen, and from the
-        // future, whose events are then not yet stored.
+        // From the start, from the middle, from the first client's last event, and from a future
+        // event that is not stored yet.
         for since in [0, seen / 2, seen, seen + 7] {
             others.push((since, Socket::of_job(&server, &id, since).await));
         }
     }
-    // One that leaves again and again without a word and reconnects with its last number.
+    // A client whose connection drops several times, and which reconnects with its last event number.
     let mut pieces = Vec::new();
     let mut since = 0;
     for frames in [3, 40, 1, 17] {
@@ -50,11 +50,11 @@ async fn clients_that_connect_at_any_time_read_every_event_once() {
     }
 
     first.read_to_end().await;
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     let all = stored(&server, &id).await;
     let upto_end = all.iter().position(is_end).expect("an end") + 1;
-    assert_eq!(first.events(), all[..upto_end], "the one that was there from the start");
-    assert_eq!(pieces, all[..upto_end], "the one that came and went");
+    assert_eq!(first.events(), all[..upto_end], "the client that read from the start");
+    assert_eq!(pieces, all[..upto_end], "the client that reconnected");
     for (since, mut socket) in others {
         assert_eq!(socket.hello["first_seq"], 1);
         if !socket.frames.iter().any(is_end) {
@@ -64,32 +64,29 @@ async fn clients_that_connect_at_any_time_read_every_event_once() {
         if !socket.frames.iter().any(|f| f["type"] == "live") {
             socket.until(|f| f["type"] == "live").await;
         }
-        // One from the future is sent what is new to the server.
+        // A client that asked for a future event gets all events after the stored ones.
         let since = since.min(number(&socket.hello["last_seq"]));
         assert_unbroken(&socket.events(), since);
-        assert_eq!(socket.events(), all[since as usize..upto_end], "the one that asked for since={since}");
+        assert_eq!(socket.events(), all[since as usize..upto_end], "the client with since={since}");
         let lives: Vec<_> = socket.frames.iter().filter(|f| f["type"] == "live").collect();
-        assert_eq!(lives.len(), 1, "one `live` a connection, since={since}");
+        assert_eq!(lives.len(), 1, "one `live` per connection, since={since}");
         let at = number(&lives[0]["seq"]);
         let before = socket.frames.iter().take_while(|f| f["type"] != "live").count() as u64;
-        assert!(
-            before == at.saturating_sub(since),
-            "`live` {at} comes after the {before} events it tells of"
-        );
+        assert!(before == at.saturating_sub(since), "`live` {at} follows {before} events");
     }
 
-    // After the end, from everywhere.
+    // After the job's end, from many event numbers.
     for since in (0..all.len() as u64).step_by(13).chain([all.len() as u64]) {
         let mut late = Socket::of_job(&server, &id, since).await;
         late.until(|f| f["type"] == "live").await;
         assert_eq!(late.events(), all[since as usize..], "since={since} after the end");
     }
-    the_stream_and_the_store_agree(&server, &id, &all).await;
+    assert_stream_equals_rest(&server, &id, &all).await;
     server.stop().await;
 }
 
-/// What the events say of losses and log lines is what REST says of them.
-async fn the_stream_and_the_store_agree(server: &Server, id: &str, events: &[Value]) {
+/// Asserts that the losses and log lines of the events are those of the REST interface.
+async fn assert_stream_equals_rest(server: &Server, id: &str, events: &[Value]) {
     let mut streamed = Vec::new();
     for event in events.iter().filter(|e| is_metric(e, "loss")) {
         let list = |key: &str| event[key].as_array().expect("a list").clone();
@@ -108,18 +105,18 @@ async fn the_stream_and_the_store_agree(server: &Server, id: &str, events: &[Val
             .filter(|e| e["type"] == "log" && e["rank"] == rank)
             .flat_map(|e| e["lines"].as_array().expect("lines").clone())
             .collect();
-        let answer = server.get(&format!("/jobs/{id}/logs?rank={rank}")).await;
+        let response = server.get(&format!("/jobs/{id}/logs?rank={rank}")).await;
         let texts = |lines: &[Value]| -> Vec<_> {
             lines.iter().map(|l| (number(&l["number"]), l["text"].clone())).collect()
         };
-        assert_eq!(texts(&lines), texts(answer["lines"].as_array().expect("lines")), "rank {rank}");
+        assert_eq!(texts(&lines), texts(response["lines"].as_array().expect("lines")), "rank {rank}");
         assert!(lines.len() >= 120, "{} lines", lines.len());
     }
 }
 
 #[tokio::test]
 async fn two_clients_and_the_list_receive_the_same_events() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 320, 64)).await;
     let mut list = Socket::of_list(&server).await;
@@ -131,35 +128,35 @@ async fn two_clients_and_the_list_receive_the_same_events() {
     // The list's stream has the new job, its progress and its end.
     let of_job = |f: &Value| f["type"] == "job" && f["job"]["id"] == *id;
     list.until(|f| of_job(f) && f["job"]["state"] == "succeeded").await;
-    let response: Vec<_> = list.frames.iter().filter(|f| of_job(f)).collect();
-    assert!(response.iter().any(|f| f["job"]["state"] == "running"), "{} frames", response.len());
+    let frames: Vec<_> = list.frames.iter().filter(|f| of_job(f)).collect();
+    assert!(frames.iter().any(|f| f["job"]["state"] == "running"), "{} frames", frames.len());
     let deleted = server.request(reqwest::Method::DELETE, &format!("/jobs/{id}"), None).await;
     assert!(deleted.status.is_success(), "{}", deleted.text);
-    let gone = list.until(|f| f["type"] == "job_deleted").await;
-    assert_eq!(gone["id"], *id);
+    let frame = list.until(|f| f["type"] == "job_deleted").await;
+    assert_eq!(frame["id"], *id);
     server.stop().await;
 }
 
 #[tokio::test]
 async fn streams_refuse_pages_of_other_sites() {
     let server = Server::start_with(crate::server::Agents::None).await;
-    let refused = |result: Result<_, tungstenite::Error>, status: StatusCode| match result {
-        Err(tungstenite::Error::Http(answer)) => assert_eq!(answer.status().as_u16(), status.as_u16()),
+    let assert_refused = |result: Result<_, tungstenite::Error>, status: StatusCode| match result {
+        Err(tungstenite::Error::Http(response)) => assert_eq!(response.status().as_u16(), status.as_u16()),
         Err(other) => panic!("{other}"),
         Ok(_) => panic!("the stream was opened"),
     };
     for origin in ["https://evil.example", "null", "http://127.0.0.1.evil.example", "http://127.0.0.1:1"] {
         let result = Socket::connect(&server, "/stream", Some(origin)).await;
-        refused(result, StatusCode::FORBIDDEN);
+        assert_refused(result, StatusCode::FORBIDDEN);
         let post = server.http.post(server.api("/jobs")).header("origin", origin).body("{}");
-        assert_eq!(post.send().await.expect("an answer").status(), StatusCode::FORBIDDEN, "{origin}");
+        assert_eq!(post.send().await.expect("a response").status(), StatusCode::FORBIDDEN, "{origin}");
     }
     Socket::connect(&server, "/stream", Some(&server.url)).await.expect("the server's own page");
-    // A name that somebody else's DNS points here.
+    // Another host name that resolves to this server.
     let rebound = server.http.get(server.api("/jobs")).header("host", "evil.example").send().await;
-    assert!(rebound.expect("an answer").status().is_client_error(), "DNS rebinding");
+    assert!(rebound.expect("a response").status().is_client_error(), "DNS rebinding");
 
     let unknown = "/jobs/j00000000000000000000000000/stream";
-    refused(Socket::connect(&server, unknown, None).await, StatusCode::NOT_FOUND);
+    assert_refused(Socket::connect(&server, unknown, None).await, StatusCode::NOT_FOUND);
     server.stop().await;
 }

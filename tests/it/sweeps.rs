@@ -1,8 +1,8 @@
-//! Sweeps: those of a server, which compares trials at rungs, and those of the command line over a network that loses answers.
+//! Sweeps: trials that are compared at rungs, and submissions over a network that loses responses.
 
 use crate::{
     pictures,
-    server::{Agents, Finished, Server, lockstep, number, turn},
+    server::{Agents, Finished, Server, lockstep, number, training_permit},
 };
 use serde_json::{Value, json};
 use std::{
@@ -16,16 +16,17 @@ use std::{
     time::Duration,
 };
 
-/// What a request that submits a sweep begins with.
-const SUBMITS: &[u8] = b"POST /api/v1/sweeps HTTP/1.1";
+/// The start of a request that submits a sweep.
+const SUBMISSION: &[u8] = b"POST /api/v1/sweeps HTTP/1.1";
 
-/// Passes everything on to a server, but for the answers to some requests that submit a sweep: those are lost on the way.
-struct Lossy {
+/// A proxy that loses the responses to some submissions of sweeps.
+struct LossyProxy {
     url: String,
+    /// Number of responses still to lose.
     left: Arc<AtomicUsize>,
 }
 
-impl Lossy {
+impl LossyProxy {
     fn start(server: &Server, lost: usize) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let url = format!("http://{}", listener.local_addr().expect("an address"));
@@ -35,22 +36,22 @@ impl Lossy {
         thread::spawn(move || {
             for client in listener.incoming().flatten() {
                 let (to, left) = (to.clone(), counted.clone());
-                thread::spawn(move || pass_on(client, &to, &left));
+                thread::spawn(move || forward(client, &to, &left));
             }
         });
         Self { url, left }
     }
 }
 
-fn pass_on(mut client: TcpStream, to: &str, left: &AtomicUsize) -> io::Result<()> {
+fn forward(mut client: TcpStream, to: &str, left: &AtomicUsize) -> io::Result<()> {
     let mut server = TcpStream::connect(to)?;
-    let (mut answers, mut back) = (server.try_clone()?, client.try_clone()?);
+    let (mut responses, mut back) = (server.try_clone()?, client.try_clone()?);
     let is_lost = Arc::new(AtomicUsize::new(0));
     let loses = is_lost.clone();
     thread::spawn(move || -> io::Result<()> {
         let mut bytes = [0; 16384];
         loop {
-            let read = answers.read(&mut bytes)?;
+            let read = responses.read(&mut bytes)?;
             if read == 0 || loses.load(Ordering::Relaxed) > 0 {
                 return back.shutdown(Shutdown::Both);
             }
@@ -64,7 +65,7 @@ fn pass_on(mut client: TcpStream, to: &str, left: &AtomicUsize) -> io::Result<()
             return server.shutdown(Shutdown::Both);
         }
         let one_less = |left: usize| left.checked_sub(1);
-        if bytes[..read].starts_with(SUBMITS)
+        if bytes[..read].starts_with(SUBMISSION)
             && left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_less).is_ok()
         {
             is_lost.store(1, Ordering::Relaxed);
@@ -74,8 +75,8 @@ fn pass_on(mut client: TcpStream, to: &str, left: &AtomicUsize) -> io::Result<()
 }
 
 #[tokio::test]
-async fn swept_paths_are_registered_and_a_lost_answer_makes_no_second_sweep() {
-    let _turn = turn().await;
+async fn paths_of_a_sweep_are_registered_and_a_lost_response_makes_no_second_sweep() {
+    let _permit = training_permit().await;
     let server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
     for (name, pictures) in [("one", 64), ("two", 96)] {
         let path = pictures::idx_dataset(server.folder().path(), pictures, 32);
@@ -84,14 +85,14 @@ async fn swept_paths_are_registered_and_a_lost_answer_makes_no_second_sweep() {
     let toml = "name = \"swept\"\n[model]\narch = \"resnet20\"\n[data]\nimage_size = 16\n[train]\nsteps = 2\nbatch_size = 8\n\
                 [parallel]\nranks = 1\ndevice = \"cpu\"\n";
     server.folder().write("job.toml", toml);
-    let network = Lossy::start(&server, 2);
+    let network = LossyProxy::start(&server, 2);
     let mut command = lockstep();
     command
         .current_dir(server.folder().path())
-        .envs(server.for_clients())
+        .envs(server.client_variables())
         .env("LOCKSTEP_SERVER", &network.url);
-    // Nothing is registered for a trial with a mistake.
-    let sweep = |command: &mut std::process::Command, seeds: &str| {
+    // If a trial has an error, no dataset is registered.
+    let add_arguments = |command: &mut std::process::Command, seeds: &str| {
         command.args([
             "submit",
             "job.toml",
@@ -103,22 +104,26 @@ async fn swept_paths_are_registered_and_a_lost_answer_makes_no_second_sweep() {
         ]);
     };
     let mut mistaken = lockstep();
-    mistaken.current_dir(server.folder().path()).envs(server.for_clients());
-    sweep(&mut mistaken, "train.seed=1,-1");
-    Finished::of(&mut mistaken).wrong(&["train.seed"]);
+    mistaken.current_dir(server.folder().path()).envs(server.client_variables());
+    add_arguments(&mut mistaken, "train.seed=1,-1");
+    Finished::of(&mut mistaken).assert_usage_error(&["train.seed"]);
     assert_eq!(server.get("/datasets").await["datasets"].as_array().map(Vec::len), Some(0));
-    sweep(&mut command, "train.seed=1,2");
-    let said = Finished::of(&mut command).json();
-    assert_eq!(network.left.load(Ordering::Relaxed), 0, "two answers were lost");
-    assert_eq!(server.get("/sweeps").await["sweeps"].as_array().map(Vec::len), Some(1), "one is there");
-    let sweep = sweep_over(&server, said["id"].as_str().expect("an id")).await;
+    add_arguments(&mut command, "train.seed=1,2");
+    let submitted = Finished::of(&mut command).json();
+    assert_eq!(network.left.load(Ordering::Relaxed), 0, "two responses were lost");
+    assert_eq!(
+        server.get("/sweeps").await["sweeps"].as_array().map(Vec::len),
+        Some(1),
+        "one sweep is stored"
+    );
+    let sweep = sweep_ended(&server, submitted["id"].as_str().expect("an id")).await;
     assert_eq!((&sweep["state"], trials(&sweep).len()), (&json!("finished"), 4), "{sweep:#}");
     assert!(trials(&sweep).iter().all(|trial| trial["state"] == "succeeded"), "{sweep:#}");
     let mut datasets: Vec<_> = trials(&sweep).iter().map(|trial| &trial["setting"]["data.dataset"]).collect();
     datasets.sort_by_key(|name| name.to_string());
     assert_eq!(datasets, ["one", "one", "two", "two"]);
 
-    // Folds are a sweep whose group has mean and standard deviation.
+    // --folds submits a sweep; its result is a mean with a standard deviation.
     let folds = ["submit", "job.toml", "--set", "data.dataset=one", "--folds", "2", "--watch"];
     let folds = server.cli(&folds);
     let id = folds.ok().split_whitespace().next().expect("an id").to_owned();
@@ -134,14 +139,16 @@ async fn swept_paths_are_registered_and_a_lost_answer_makes_no_second_sweep() {
     }
     server.folder().write("sweep.toml", sweep_file(1, "[sweep.parameters]\ntrain.lr = { values = [0.1] }\n"));
     for options in [["--folds", "2"], ["--sweep", "train.seed=1,2"]] {
-        server.cli(&[&["submit", "sweep.toml"], &options[..]].concat()).wrong(&["cannot be combined with"]);
+        server
+            .cli(&[&["submit", "sweep.toml"], &options[..]].concat())
+            .assert_usage_error(&["cannot be combined with"]);
     }
     let has_spread = |line: &str| line.starts_with(&*id) && line.contains('±');
     let groups = server.cli(&["list", "--tag", &id, "--group-by", "tag"]);
     assert!(groups.ok().lines().any(has_spread), "{}", groups.stdout);
-    // The jobs of a deleted sweep stay.
+    // The jobs of a deleted sweep are kept.
     server.cli(&["sweep", "delete", &id, "--yes"]).ok();
-    server.cli(&["sweep", "show", &id]).wrong(&["no sweep has this id"]);
+    server.cli(&["sweep", "show", &id]).assert_usage_error(&["no sweep has this id"]);
     let jobs = server.get(&format!("/jobs?tag={id}")).await;
     let trials: Vec<_> = jobs["jobs"].as_array().expect("jobs").iter().map(|job| &job["trial"]).collect();
     assert_eq!(trials, [&Value::Null, &Value::Null]);
@@ -157,18 +164,18 @@ fn sweep_file(epochs: u32, section: &str) -> String {
     )
 }
 
-/// Submits a file with `lockstep submit`; the sweep's id.
+/// Submits a file with `lockstep submit` and returns the sweep's id.
 pub(crate) fn submit_sweep(server: &Server, toml: &str) -> String {
     server.folder().write("sweep.toml", toml);
-    let made = server.cli(&["submit", "sweep.toml", "--json"]).json();
-    made["id"].as_str().expect("an id").to_owned()
+    let sweep = server.cli(&["submit", "sweep.toml", "--json"]).json();
+    sweep["id"].as_str().expect("an id").to_owned()
 }
 
-/// A sweep once it is over.
-pub(crate) async fn sweep_over(server: &Server, id: &str) -> Value {
+/// Waits for the end of a sweep and returns the sweep.
+pub(crate) async fn sweep_ended(server: &Server, id: &str) -> Value {
     let path = format!("/sweeps/{id}");
-    let is_over = async |server: &Server| !server.get(&path).await["finished_at"].is_null();
-    server.until_within(Duration::from_secs(600), "the sweep is over", is_over).await;
+    let has_ended = async |server: &Server| !server.get(&path).await["finished_at"].is_null();
+    server.until_within(Duration::from_secs(600), "the sweep has ended", has_ended).await;
     server.get(&path).await
 }
 
@@ -178,7 +185,7 @@ fn trials(sweep: &Value) -> &Vec<Value> {
 
 #[tokio::test]
 async fn a_sweep_has_the_same_result_after_its_server_was_killed() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let mut server = Server::start().await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 64)).await;
     let section = "method = \"asha\"\n[sweep.parameters]\n\
@@ -188,39 +195,40 @@ async fn a_sweep_has_the_same_result_after_its_server_was_killed() {
         let id = submit_sweep(&server, &sweep_file(3, section));
         if is_killed {
             let path = format!("/sweeps/{id}");
-            let has_compared = async |server: &Server| {
+            let reached_rung = async |server: &Server| {
                 trials(&server.get(&path).await).iter().any(|trial| number(&trial["rung"]) > 0)
             };
-            server.until("a trial is at its rung", has_compared).await;
+            server.until("a trial has reached its rung", reached_rung).await;
             server.kill_serve();
-            server.serve_again().await;
+            server.start_serve().await;
         }
-        let sweep = sweep_over(&server, &id).await;
+        let sweep = sweep_ended(&server, &id).await;
         assert_eq!(sweep["state"], "finished", "{sweep:#}");
         assert_eq!(sweep["rungs"], json!([1, 3]));
-        let of = |trial: &Value| {
+        let facts = |trial: &Value| {
             let known =
                 ["number", "setting", "state", "rung", "metric", "step"].map(|key| trial[key].clone());
             Value::from(known.to_vec())
         };
-        ends.push(trials(&sweep).iter().map(of).collect::<Vec<_>>());
-        // Four of six trained one epoch of three, and none began again.
+        ends.push(trials(&sweep).iter().map(facts).collect::<Vec<_>>());
+        // Four of six trials trained one epoch of three, and none was restarted.
         assert_eq!(number(&sweep["steps"]), 4 * 4 + 2 * 12, "{sweep:#}");
         let finished: Vec<_> = trials(&sweep).iter().filter(|trial| trial["state"] == "succeeded").collect();
         assert_eq!(finished.len(), 2, "{sweep:#}");
         if is_killed {
             continue;
         }
-        // A trial that paused has the weights of a job that did not.
+        // A trial that paused has the weights of a job that did not pause.
         let job = server.job(finished[0]["job"].as_str().expect("an id")).await;
         assert_eq!((number(&job["attempt"]), &job["trial"]["sweep"]), (2, &json!(id)));
-        let mut alone = job["spec"].clone();
-        alone["name"] = json!("alone");
-        let alone = server.submit(&alone).await;
-        server.succeeded(&alone).await;
+        let mut undisturbed = job["spec"].clone();
+        undisturbed["name"] = json!("undisturbed");
+        let undisturbed = server.submit(&undisturbed).await;
+        server.wait_for_success(&undisturbed).await;
         assert!(
-            server.last_model(&alone).await == server.last_model(job["id"].as_str().expect("an id")).await,
-            "bit for bit"
+            server.last_model(&undisturbed).await
+                == server.last_model(job["id"].as_str().expect("an id")).await,
+            "the same weights, bit for bit"
         );
         assert!(server.cli(&["sweep", "show", &id]).ok().contains("6 of 6 trials have ended"));
     }
@@ -230,11 +238,11 @@ async fn a_sweep_has_the_same_result_after_its_server_was_killed() {
 
 #[tokio::test]
 async fn pausing_and_cancelling_a_sweep_applies_to_its_trials() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 64)).await;
     let agent = server.get("/agents").await["agents"][0]["id"].as_str().expect("an id").to_owned();
-    // Trials wait.
+    // The agent is drained, so that trials wait.
     assert_eq!(server.post(&format!("/agents/{agent}/drain"), &json!({})).await.status.as_u16(), 204);
     let section =
         "method = \"grid\"\nmax_concurrent = 2\n[sweep.parameters]\ntrain.seed = { values = [1, 2, 3] }\n";
@@ -246,19 +254,19 @@ async fn pausing_and_cancelling_a_sweep_applies_to_its_trials() {
     };
     server.until("two trials wait", async |server: &Server| started(server).await == 2).await;
     assert!(server.cli(&["sweep", "pause", &id]).ok().contains("is paused: 0 of 3"));
-    server.cli(&["sweep", "pause", &id]).wrong(&["the sweep is paused"]);
+    server.cli(&["sweep", "pause", &id]).assert_usage_error(&["the sweep is paused"]);
     let first = trials(&server.get(&path).await)[0]["job"].as_str().expect("an id").to_owned();
     server.cli(&["cancel", &first]).ok();
-    server.cli(&["delete", &first, "--yes"]).wrong(&["the job is trial 1 of sweep-"]);
-    server.cli(&["sweep", "delete", &id, "--yes"]).wrong(&["the sweep has not ended"]);
+    server.cli(&["delete", &first, "--yes"]).assert_usage_error(&["the job is trial 1 of sweep-"]);
+    server.cli(&["sweep", "delete", &id, "--yes"]).assert_usage_error(&["the sweep has not ended"]);
     server.cli(&["sweep", "cancel", "swept"]).ok();
-    let sweep = sweep_over(&server, &id).await;
+    let sweep = sweep_ended(&server, &id).await;
     assert_eq!((&sweep["state"], &sweep["ended"]), (&json!("cancelled"), &json!(2)), "{sweep:#}");
     assert!(trials(&sweep)[2]["job"].is_null());
     server.cli(&["delete", &first, "--yes"]).ok();
     let after = server.get(&path).await;
     assert_eq!((&after["ended"], &trials(&after)[0]["deleted"]), (&json!(2), &json!(true)), "{after:#}");
     server.folder().write("wrong.toml", sweep_file(1, "method = \"asha\"\nrun_cap = 2\n"));
-    server.cli(&["submit", "wrong.toml"]).wrong(&["sweep.run_cap: no key is called"]);
+    server.cli(&["submit", "wrong.toml"]).assert_usage_error(&["sweep.run_cap: no key is called"]);
     server.stop().await;
 }

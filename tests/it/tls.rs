@@ -1,4 +1,4 @@
-//! The real program over TLS: its own certificates, agents and commands over https, and a server behind nginx.
+//! TLS: the server's own certificates, agents and commands over HTTPS, and a server behind nginx.
 
 mod nginx;
 pub(crate) mod serve;
@@ -6,13 +6,13 @@ mod ways;
 
 use crate::{
     pictures,
-    server::{Finished, Folder, SOON, free_port, lockstep, turn},
+    server::{Finished, Folder, TIMEOUT, free_port, lockstep, training_permit},
     specs,
 };
 use nginx::Nginx;
 use reqwest::StatusCode;
 use serde_json::{Value, json};
-use serve::{Serve, listens, trusting};
+use serve::{Serve, client_config_for, listens};
 use std::{
     fs,
     io::{self, Read as _, Write as _},
@@ -27,18 +27,18 @@ use tokio_tungstenite::{Connector, tungstenite};
 
 #[tokio::test]
 async fn a_job_is_trained_over_tls_with_the_servers_own_certificates() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let serve =
         Serve::start(&["--tls-own-ca", "--cpu-slots", "1", "--access-log", "access.log"], listens).await;
     let (https, ca) = (format!("https://localhost:{}", serve.port), serve.ca());
     let start = Instant::now();
     while serve.cli(&https, Some(&ca), &["list"]).status != 0 {
-        assert!(start.elapsed() < SOON, "{}", serve.log());
+        assert!(start.elapsed() < TIMEOUT, "{}", serve.log());
     }
     let link = serve.cli(&https, Some(&ca), &["login-link"]);
     assert!(link.ok().starts_with(&format!("{https}/login?code=")), "{}", link.stdout);
     assert!(serve.log().contains(&format!("sign in: https://127.0.0.1:{}/login?code=", serve.port)));
-    // This machine's own agent came by itself; another comes over TLS.
+    // The local agent starts with the server; another agent joins over TLS.
     let token = serve.cli(&https, Some(&ca), &["token", "create", "--scope", "agent", "--agent", "beside"]);
     let token = serve.folder.write("beside.token", token.ok());
     let beside = serve.folder.path().join("beside");
@@ -52,50 +52,50 @@ async fn a_job_is_trained_over_tls_with_the_servers_own_certificates() {
         .current_dir(serve.folder.path())
         .stderr(Stdio::null());
     let mut agent = command.spawn().expect("an agent");
-    let client = reqwest::Client::builder().tls_backend_preconfigured((*trusting(&ca)).clone());
-    let client = client.default_headers(serve.bearer()).build().expect("one");
+    let client = reqwest::Client::builder().tls_backend_preconfigured((*client_config_for(&ca)).clone());
+    let client = client.default_headers(serve.bearer()).build().expect("a client");
     let online = async || -> Vec<String> {
-        let answer = client.get(format!("{https}/api/v1/agents")).send().await.expect("an answer");
-        let answer: Value = answer.json().await.expect("JSON");
-        let agents = answer["agents"].as_array().expect("agents").clone();
+        let response = client.get(format!("{https}/api/v1/agents")).send().await.expect("a response");
+        let response: Value = response.json().await.expect("JSON");
+        let agents = response["agents"].as_array().expect("agents").clone();
         let online = agents.iter().filter(|agent| agent["online"] == true);
         online.map(|agent| agent["name"].as_str().expect("a name").to_owned()).collect()
     };
     while online().await.len() < 2 {
-        assert!(start.elapsed() < SOON, "{:?} {}", online().await, serve.log());
+        assert!(start.elapsed() < TIMEOUT, "{:?} {}", online().await, serve.log());
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
-    // Two ranks on two agents: one of them speaks TLS with the server.
+    // A job on each of the two agents; one agent uses TLS.
     let dataset = pictures::idx_dataset(serve.folder.path(), 40, 20);
     serve.cli(&https, Some(&ca), &["dataset", "add", "pictures", dataset.to_str().expect("UTF-8")]).ok();
     let job = specs::short("over-tls", "pictures", 1, 20);
     for wanted in ["local", "beside"] {
-        let agents = client.get(format!("{https}/api/v1/agents")).send().await.expect("an answer");
+        let agents = client.get(format!("{https}/api/v1/agents")).send().await.expect("a response");
         let agents: Value = agents.json().await.expect("JSON");
         let others =
             agents["agents"].as_array().expect("agents").iter().filter(|agent| agent["name"] != wanted);
         for other in others {
             let id = other["id"].as_str().expect("an id");
             let drained =
-                client.post(format!("{https}/api/v1/agents/{id}/drain")).send().await.expect("an answer");
+                client.post(format!("{https}/api/v1/agents/{id}/drain")).send().await.expect("a response");
             assert!(drained.status().is_success());
         }
         let spec = specs::with(job.clone(), json!({"name": wanted}));
         let submitted =
-            client.post(format!("{https}/api/v1/jobs")).json(&spec).send().await.expect("an answer");
+            client.post(format!("{https}/api/v1/jobs")).json(&spec).send().await.expect("a response");
         assert_eq!(submitted.status(), StatusCode::CREATED);
         let id = submitted.json::<Value>().await.expect("JSON")["id"].as_str().expect("an id").to_owned();
         let watched = serve.cli(&https, Some(&ca), &["watch", &id]);
         assert!(watched.ok().contains("succeeded"), "{}", watched.stdout);
         for agent in agents["agents"].as_array().expect("agents") {
             let id = agent["id"].as_str().expect("an id");
-            client.post(format!("{https}/api/v1/agents/{id}/undrain")).send().await.expect("an answer");
+            client.post(format!("{https}/api/v1/agents/{id}/undrain")).send().await.expect("a response");
         }
     }
     crate::server::signal(agent.id() as i32, rustix::process::Signal::TERM);
     agent.wait().expect("its status");
 
-    // What `ca show` prints is what clients trust; its SHA-256 is openssl's.
+    // `ca show` prints the certificate that clients trust, with the SHA-256 that openssl computes.
     let mut show = lockstep();
     show.args(["ca", "show", "--data-dir", "data"]).current_dir(serve.folder.path());
     let shown = Finished::of(&mut show);
@@ -116,7 +116,7 @@ async fn a_job_is_trained_over_tls_with_the_servers_own_certificates() {
     assert!(log.contains(" GET /api/v1/jobs/") && log.contains("/stream?since 101 "), "{log}");
 }
 
-/// A proxy that connects whoever asks, whatever host it names, to a port of this machine; the hosts that it was asked for.
+/// A proxy that connects every request, for any host, to a port of this machine. Also returns the request lines.
 fn connect_proxy(port: u16) -> (String, mpsc::Receiver<String>) {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let (asked, hosts) = mpsc::channel();
@@ -132,7 +132,7 @@ fn connect_proxy(port: u16) -> (String, mpsc::Receiver<String>) {
             let head = String::from_utf8(head).expect("text");
             let _ = asked.send(head.lines().next().unwrap_or_default().to_owned());
             let server = TcpStream::connect(("127.0.0.1", port)).expect("the server");
-            client.write_all(b"HTTP/1.1 200 OK\r\n\r\n").expect("an answer");
+            client.write_all(b"HTTP/1.1 200 OK\r\n\r\n").expect("a response");
             for (mut from, mut to) in [(&client, &server), (&server, &client)]
                 .map(|(from, to)| (from.try_clone().expect("a handle"), to.try_clone().expect("a handle")))
             {
@@ -148,7 +148,7 @@ fn connect_proxy(port: u16) -> (String, mpsc::Receiver<String>) {
 
 #[tokio::test]
 async fn commands_reach_a_remote_server_through_the_proxy_of_the_environment() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let folder = Folder::new();
     for args in [&["init"][..], &["issue", "lockstep.example.org"]] {
         Finished::of(lockstep().arg("ca").args(args).current_dir(folder.path())).ok();
@@ -158,7 +158,7 @@ async fn commands_reach_a_remote_server_through_the_proxy_of_the_environment() {
     let serve = Serve::start_in(folder, &[&certificate[..], &["--cpu-slots", "1"]].concat(), listens).await;
     let (proxy, hosts) = connect_proxy(serve.port);
     let server = format!("https://lockstep.example.org:{}", serve.port);
-    let by = |server: &str, variables: &[(&str, &str)], args: &[&str]| {
+    let run = |server: &str, variables: &[(&str, &str)], args: &[&str]| {
         let mut command = lockstep();
         command.args(args).env("LOCKSTEP_SERVER", server).env("LOCKSTEP_CA_FILE", &ca);
         command.env("LOCKSTEP_TOKEN_FILE", serve.folder.path().join("data/token"));
@@ -168,44 +168,46 @@ async fn commands_reach_a_remote_server_through_the_proxy_of_the_environment() {
         Finished::of(command.envs(variables.iter().copied()).current_dir(serve.folder.path()))
     };
     let start = Instant::now();
-    while !by(&server, &[("HTTPS_PROXY", &proxy)], &["machine", "list"]).stdout.contains("online") {
-        assert!(start.elapsed() < SOON, "{}", serve.log());
+    while !run(&server, &[("HTTPS_PROXY", &proxy)], &["machine", "list"]).stdout.contains("online") {
+        assert!(start.elapsed() < TIMEOUT, "{}", serve.log());
     }
     let dataset = pictures::idx_dataset(serve.folder.path(), 40, 20);
     let dataset = dataset.to_str().expect("UTF-8");
-    by(&server, &[("HTTPS_PROXY", &proxy)], &["dataset", "add", "pictures", dataset]).ok();
+    run(&server, &[("HTTPS_PROXY", &proxy)], &["dataset", "add", "pictures", dataset]).ok();
     let spec = toml::to_string(&specs::short("by-proxy", "pictures", 1, 3)).expect("a job");
     let job = serve.folder.write("job.toml", spec);
-    // Its stream takes the same way.
+    // The job's stream uses the proxy, too.
     let job = job.to_str().expect("UTF-8");
-    let watched = by(&server, &[("https_proxy", &proxy)], &["submit", job, "--watch"]);
+    let watched = run(&server, &[("https_proxy", &proxy)], &["submit", job, "--watch"]);
     assert!(watched.ok().contains("succeeded"), "{}", watched.stdout);
     let hosts: Vec<_> = hosts.try_iter().collect();
     let line = format!("CONNECT lockstep.example.org:{} HTTP/1.1", serve.port);
     assert!(hosts.len() > 3 && hosts.iter().all(|asked| *asked == line), "{hosts:?}");
 
     let without = [("HTTPS_PROXY", proxy.as_str()), ("NO_PROXY", "lockstep.example.org")];
-    by(&server, &without, &["list"]).fails(1, &["no server answers", "HTTPS_PROXY is set", "NO_PROXY"]);
-    // What listens on this machine is reached directly.
+    run(&server, &without, &["list"])
+        .assert_fails(1, &["no server answers", "HTTPS_PROXY is set", "NO_PROXY"]);
+    // A server on this machine is reached without the proxy.
     let plain = Serve::start(&["--no-local-agent"], listens).await;
-    let mut here = lockstep();
-    here.args(["list", "--server", &format!("http://127.0.0.1:{}", plain.port)])
+    let mut local = lockstep();
+    local
+        .args(["list", "--server", &format!("http://127.0.0.1:{}", plain.port)])
         .env("HTTP_PROXY", "http://127.0.0.1:1");
-    here.env("LOCKSTEP_TOKEN_FILE", plain.folder.path().join("data/token"));
-    Finished::of(&mut here).ok();
+    local.env("LOCKSTEP_TOKEN_FILE", plain.folder.path().join("data/token"));
+    Finished::of(&mut local).ok();
 }
 
 #[tokio::test]
 async fn tls_errors_of_clients_are_explained() {
     let serve = Serve::start(&["--tls-own-ca", "--no-local-agent"], listens).await;
     let plain = Serve::start(&["--no-local-agent"], listens).await;
-    let at = |scheme: &str, host: &str, port: u16| format!("{scheme}://{host}:{port}");
-    let https = at("https", "localhost", serve.port);
+    let url = |scheme: &str, host: &str, port: u16| format!("{scheme}://{host}:{port}");
+    let https = url("https", "localhost", serve.port);
     serve.cli(&https, Some(&serve.ca()), &["list"]).ok();
     serve
         .cli(&https, None, &["list"])
-        .fails(1, &["does not know the authority", "lockstep ca show", "--ca-file"]);
-    // Another server with a certificate of the same authority, which is for another name.
+        .assert_fails(1, &["does not know the authority", "lockstep ca show", "--ca-file"]);
+    // Another server has a certificate of the same CA for another name.
     let mut issue = lockstep();
     issue.args(["ca", "issue", "other.example", "--data-dir", "data"]).current_dir(serve.folder.path());
     Finished::of(&mut issue).ok();
@@ -213,21 +215,25 @@ async fn tls_errors_of_clients_are_explained() {
         |ending: &str| serve.folder.path().join(format!("other.example.{ending}")).display().to_string();
     let options = ["--no-local-agent", "--tls-cert", &file("crt"), "--tls-key", &file("key")];
     let named = Serve::start(&options, listens).await;
-    let other = at("https", "localhost", named.port);
-    serve.cli(&other, Some(&serve.ca()), &["list"]).fails(1, &["not for localhost", "other.example"]);
-    serve.cli(&at("http", "localhost", serve.port), None, &["list"]).wrong(&["HTTPS", "https://"]);
-    serve.cli(&at("https", "localhost", plain.port), None, &["list"]).fails(1, &["plain HTTP", "http://"]);
+    let other = url("https", "localhost", named.port);
+    serve.cli(&other, Some(&serve.ca()), &["list"]).assert_fails(1, &["not for localhost", "other.example"]);
+    serve
+        .cli(&url("http", "localhost", serve.port), None, &["list"])
+        .assert_usage_error(&["HTTPS", "https://"]);
+    serve
+        .cli(&url("https", "localhost", plain.port), None, &["list"])
+        .assert_fails(1, &["plain HTTP", "http://"]);
     let no_file = serve.cli(&https, Some(Path::new("none.crt")), &["list"]);
-    no_file.wrong(&["CA file none.crt"]);
-    plain.cli(&at("http", "localhost", plain.port), Some(Path::new("none.crt")), &["list"]).ok();
+    no_file.assert_usage_error(&["CA file none.crt"]);
+    plain.cli(&url("http", "localhost", plain.port), Some(Path::new("none.crt")), &["list"]).ok();
     let no_pem = serve.folder.write("no.crt", "nothing");
-    serve.cli(&https, Some(&no_pem), &["list"]).wrong(&["no certificate"]);
+    serve.cli(&https, Some(&no_pem), &["list"]).assert_usage_error(&["no certificate"]);
 
-    // An agent says the same, and tries on.
+    // An agent reports the same errors, and tries again.
     for (server, ca, words) in [
         (https.clone(), None, "does not know the authority"),
-        (at("http", "localhost", serve.port), None, "https://"),
-        (at("https", "localhost", plain.port), None, "plain HTTP"),
+        (url("http", "localhost", serve.port), None, "https://"),
+        (url("https", "localhost", plain.port), None, "plain HTTP"),
         (other, Some(serve.ca()), "not for localhost"),
     ] {
         let log = serve.folder.path().join("agent.log");
@@ -239,27 +245,28 @@ async fn tls_errors_of_clients_are_explained() {
         command.current_dir(serve.folder.path()).stderr(fs::File::create(&log).expect("a log"));
         let mut agent = command.spawn().expect("an agent");
         let start = Instant::now();
-        let said = loop {
-            let said = fs::read_to_string(&log).expect("the log");
-            if said.contains("no connection") || start.elapsed() > SOON {
-                break said;
+        let log = loop {
+            let text = fs::read_to_string(&log).expect("the log");
+            if text.contains("no connection") || start.elapsed() > TIMEOUT {
+                break text;
             }
             tokio::time::sleep(Duration::from_millis(20)).await;
         };
         crate::server::signal(agent.id() as i32, rustix::process::Signal::TERM);
         agent.wait().expect("its status");
-        assert!(said.contains(words), "{server}: {said}");
+        assert!(log.contains(words), "{server}: {log}");
     }
 }
 
-/// What openssl makes of it, which is not the library that both ends use here.
+/// With openssl as the client, as the program's own client uses the server's TLS library.
 #[tokio::test]
 async fn old_versions_of_tls_are_refused_by_the_server() {
     let serve = Serve::start(&["--tls-own-ca", "--no-local-agent"], listens).await;
     let connect = format!("127.0.0.1:{}", serve.port);
-    for (version, taken) in [("-tls1", false), ("-tls1_1", false), ("-tls1_2", true), ("-tls1_3", true)] {
+    for (version, is_accepted) in [("-tls1", false), ("-tls1_1", false), ("-tls1_2", true), ("-tls1_3", true)]
+    {
         let mut openssl = Command::new("openssl");
-        // openssl itself would not speak the old versions otherwise.
+        // At its default security level, openssl refuses old versions itself.
         openssl.args([
             "s_client",
             "-connect",
@@ -271,9 +278,12 @@ async fn old_versions_of_tls_are_refused_by_the_server() {
         ]);
         openssl.args([version, "-brief", "-verify_return_error", "-verify_hostname", "localhost", "-CAfile"]);
         let output = openssl.arg(serve.ca()).stdin(Stdio::null()).output().expect("openssl");
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!(said.contains("CONNECTION ESTABLISHED"), taken, "{version}: {said}");
-        assert!(taken || said.contains("SSL alert number"), "the server says so: {version}: {said}");
+        let report = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(report.contains("CONNECTION ESTABLISHED"), is_accepted, "{version}: {report}");
+        assert!(
+            is_accepted || report.contains("SSL alert number"),
+            "the server sends an alert: {version}: {report}"
+        );
     }
 }
 
@@ -284,14 +294,14 @@ fn certificates_are_issued_for_other_servers() {
         let mut command = lockstep();
         Finished::of(command.arg("ca").args(args).current_dir(folder.path()))
     };
-    ca(&["show"]).wrong(&["lockstep ca init"]);
-    let made = ca(&["init"]);
-    assert!(made.ok().starts_with("-----BEGIN CERTIFICATE-----") && made.stderr.contains("SHA-256"));
-    ca(&["init"]).wrong(&["exists already"]);
+    ca(&["show"]).assert_usage_error(&["lockstep ca init"]);
+    let created = ca(&["init"]);
+    assert!(created.ok().starts_with("-----BEGIN CERTIFICATE-----") && created.stderr.contains("SHA-256"));
+    ca(&["init"]).assert_usage_error(&["exists already"]);
     ca(&["issue", "proxy.example", "10.0.0.7", "--days", "30"]).ok();
-    ca(&["issue", "proxy.example"]).wrong(&["proxy.example.crt", "exists already"]);
-    ca(&["issue", "not a name"]).wrong(&["neither a DNS name"]);
-    ca(&["issue", "a", "--days", "826"]).wrong(&["826"]);
+    ca(&["issue", "proxy.example"]).assert_usage_error(&["proxy.example.crt", "exists already"]);
+    ca(&["issue", "not a name"]).assert_usage_error(&["neither a DNS name"]);
+    ca(&["issue", "a", "--days", "826"]).assert_usage_error(&["826"]);
     let verify = |name: &str| {
         let mut openssl = Command::new("openssl");
         openssl.args([
@@ -336,10 +346,10 @@ async fn the_server_works_behind_nginx_with_tls() {
     };
     ca(&["init"]).ok();
     ca(&["issue", "lockstep.example.org"]).ok();
-    // What nginx adds for a client that is not on this machine.
+    // The header that nginx adds for a client on another machine.
     let add = ("$proxy_add_x_forwarded_for", "'$http_x_forwarded_for, 198.51.100.7'");
     let _nginx = Nginx::start(folder.path(), "lockstep.example.org", port, serve.port, &[add]).await;
-    let trusted = trusting(&folder.path().join("lockstep-data/ca/ca.crt"));
+    let trusted = client_config_for(&folder.path().join("lockstep-data/ca/ca.crt"));
     let url = |path: &str| format!("{public}{path}");
     let client = reqwest::Client::builder()
         .tls_backend_preconfigured((*trusted).clone())
@@ -350,7 +360,7 @@ async fn the_server_works_behind_nginx_with_tls() {
     let page = client.get(url("/jobs")).send().await.expect("a page");
     assert_eq!(page.status(), StatusCode::OK);
     assert_eq!(page.headers()["strict-transport-security"], "max-age=31536000");
-    // A form of our own page, and one of somebody else's.
+    // A form of the server's own page is accepted, a form of another site refused.
     for (origin, status) in [(public.as_str(), 422), ("https://evil.example", 403)] {
         let spec = specs::short("x", "none", 1, 1);
         let post = client
@@ -359,11 +369,11 @@ async fn the_server_works_behind_nginx_with_tls() {
             .json(&spec)
             .send()
             .await
-            .expect("an answer");
+            .expect("a response");
         assert_eq!(post.status().as_u16(), status, "{origin}");
     }
     // The dashboard's websocket, through TLS and nginx.
-    for (origin, fine) in [(public.as_str(), true), ("https://evil.example", false)] {
+    for (origin, is_allowed) in [(public.as_str(), true), ("https://evil.example", false)] {
         let mut request = tungstenite::client::IntoClientRequest::into_client_request(format!(
             "wss://127.0.0.1:{port}/api/v1/stream"
         ))
@@ -377,40 +387,40 @@ async fn the_server_works_behind_nginx_with_tls() {
         let connector = Some(Connector::Rustls(trusted.clone()));
         match tokio_tungstenite::client_async_tls_with_config(request, stream, None, connector).await {
             Ok((mut socket, _)) => {
-                assert!(fine, "{origin}");
-                let frame = tokio::time::timeout(SOON, futures_util::StreamExt::next(&mut socket)).await;
-                let frame = frame.expect("in time").expect("a frame").expect("sound");
+                assert!(is_allowed, "{origin}");
+                let frame = tokio::time::timeout(TIMEOUT, futures_util::StreamExt::next(&mut socket)).await;
+                let frame = frame.expect("in time").expect("a frame").expect("a valid frame");
                 assert!(frame.is_text(), "{frame:?}");
             }
-            Err(tungstenite::Error::Http(answer)) => {
-                assert!(!fine && answer.status() == 403, "{origin} {answer:?}")
+            Err(tungstenite::Error::Http(response)) => {
+                assert!(!is_allowed && response.status() == 403, "{origin} {response:?}")
             }
             Err(error) => panic!("{origin}: {error}"),
         }
     }
-    // What a client says of itself is not believed: all these are one client's, whom nginx names at the right.
-    let mut answers = Vec::new();
-    while answers.last() != Some(&StatusCode::TOO_MANY_REQUESTS) {
-        let n = answers.len();
-        assert!(n < 1000, "there is a limit: {answers:?}");
+    // A client's own forwarded address is ignored: all requests count for the rightmost address, which nginx adds.
+    let mut statuses = Vec::new();
+    while statuses.last() != Some(&StatusCode::TOO_MANY_REQUESTS) {
+        let n = statuses.len();
+        assert!(n < 1000, "there is a limit: {statuses:?}");
         let forwarded = format!("203.0.{}.{}", n / 256, n % 256);
-        let answer = client.get(url("/healthz")).header("x-forwarded-for", forwarded).send().await;
-        answers.push(answer.expect("an answer").status());
+        let response = client.get(url("/healthz")).header("x-forwarded-for", forwarded).send().await;
+        statuses.push(response.expect("a response").status());
     }
     assert!(
-        answers.len() > 10 && answers[..10].iter().all(|status| *status == StatusCode::OK),
-        "{answers:?}"
+        statuses.len() > 10 && statuses[..10].iter().all(|status| *status == StatusCode::OK),
+        "{statuses:?}"
     );
-    // An answer is sent before its line is written.
+    // The server writes the log line after it has sent the response.
     let since = Instant::now();
     let log = loop {
         let log = fs::read_to_string(serve.folder.path().join("access.log")).expect("the access log");
-        if log.lines().filter(|line| line.contains("/healthz")).count() >= answers.len()
+        if log.lines().filter(|line| line.contains("/healthz")).count() >= statuses.len()
             && log.ends_with('\n')
         {
             break log;
         }
-        assert!(since.elapsed() < SOON, "{log}");
+        assert!(since.elapsed() < TIMEOUT, "{log}");
         tokio::time::sleep(Duration::from_millis(20)).await;
     };
     let mut probes = log.lines().filter(|line| line.contains("/healthz"));

@@ -1,4 +1,4 @@
-//! `lockstep train`: training without a server. Here: the same bytes from the same job, however ranks are started.
+//! `lockstep train`, which needs no server. In this file: the same job gives the same bytes, however its ranks are started.
 
 mod auto;
 mod average;
@@ -12,7 +12,7 @@ mod stops;
 
 use crate::{
     pages, pictures,
-    server::{free_port, turn},
+    server::{free_port, training_permit},
 };
 use std::{
     fs,
@@ -20,7 +20,7 @@ use std::{
     process::{Command, Output, Stdio},
 };
 
-/// A folder with pictures and a job of 24 steps, 12 an epoch, on 2 ranks.
+/// A folder with pictures and a job of 24 steps, 12 per epoch, on 2 ranks.
 pub(crate) struct Bench {
     pub(crate) folder: tempfile::TempDir,
 }
@@ -50,7 +50,7 @@ impl Bench {
         command
     }
 
-    /// A line of docs/launchers.md, with this job in the folder where it is typed, and a folder of the test's to write to.
+    /// A command line of docs/launchers.md, run in the job's folder, with the test's output folder.
     pub(crate) fn line(&self, line: &str, out: &str) -> Command {
         assert!(line.contains(" job.toml ") && line.contains(" --out /shared/run"), "{line}");
         let out = self.out(out).display().to_string();
@@ -69,7 +69,8 @@ impl Bench {
     }
 }
 
-pub(crate) fn succeeded(output: &Output) -> String {
+/// Asserts success and returns the standard output.
+pub(crate) fn assert_success(output: &Output) -> String {
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     assert!(output.status.success(), "{}{}", text(&output.stdout), text(&output.stderr));
     text(&output.stdout)
@@ -77,79 +78,81 @@ pub(crate) fn succeeded(output: &Output) -> String {
 
 #[tokio::test]
 async fn repeated_and_continued_runs_have_the_same_bytes() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
-    let said = succeeded(&bench.train("one", &[]).output().expect("it runs"));
-    assert!(said.contains("epoch: 1 step: 1, loss is "), "{said}");
-    assert!(said.lines().last().is_some_and(|l| l.starts_with("succeeded: validation accuracy ")), "{said}");
-    succeeded(&bench.train("two", &[]).output().expect("it runs"));
+    let text = assert_success(&bench.train("one", &[]).output().expect("it runs"));
+    assert!(text.contains("epoch: 1 step: 1, loss is "), "{text}");
+    assert!(text.lines().last().is_some_and(|l| l.starts_with("succeeded: validation accuracy ")), "{text}");
+    assert_success(&bench.train("two", &[]).output().expect("it runs"));
     let last = bench.model("one", "2-24");
     assert!(last == bench.model("two", "2-24"), "the same job gives the same bytes");
-    assert!(last != bench.model("one", "1-7"), "and it is steps that make them");
+    assert!(last != bench.model("one", "1-7"), "other steps give other bytes");
 
-    assert!(said.contains("ranks share memory"), "{said}");
-    let apart = bench.train("apart", &[]).env("LOCKSTEP_SHARED_MEMORY", "0").output().expect("it runs");
-    let said = succeeded(&apart);
-    assert!(said.contains("over TCP (rank 0: LOCKSTEP_SHARED_MEMORY is 0)"), "{said}");
-    assert!(last == bench.model("apart", "2-24"), "whichever way gradients go");
+    assert!(text.contains("ranks share memory"), "{text}");
+    let over_tcp = bench.train("over-tcp", &[]).env("LOCKSTEP_SHARED_MEMORY", "0").output().expect("it runs");
+    let text = assert_success(&over_tcp);
+    assert!(text.contains("over TCP (rank 0: LOCKSTEP_SHARED_MEMORY is 0)"), "{text}");
+    assert!(last == bench.model("over-tcp", "2-24"), "with TCP as with shared memory");
 
     // Steps 7 and 14 are in the middle of epochs 1 and 2.
     for from in ["1-7", "2-14"] {
         let checkpoint = bench.out("one").join("checkpoints").join(from);
         let out = format!("from-{from}");
         let resume = checkpoint.to_str().expect("a path");
-        let said = succeeded(&bench.train(&out, &["--resume", resume]).output().expect("it runs"));
-        assert!(said.contains(&format!("continuing from checkpoint {from}")), "{said}");
+        let text = assert_success(&bench.train(&out, &["--resume", resume]).output().expect("it runs"));
+        assert!(text.contains(&format!("continuing from checkpoint {from}")), "{text}");
         for later in ["2-21", "2-24"] {
             assert!(bench.model(&out, later) == bench.model("one", later), "{later} from {from}");
         }
     }
 
-    let again = bench.train("one", &[]).output().expect("it runs");
-    assert_eq!(again.status.code(), Some(2), "a finished run is not written over");
-    assert!(String::from_utf8_lossy(&again.stderr).contains("--resume latest"));
+    let second = bench.train("one", &[]).output().expect("it runs");
+    assert_eq!(second.status.code(), Some(2), "a finished run is not overwritten");
+    assert!(String::from_utf8_lossy(&second.stderr).contains("--resume latest"));
 }
 
 #[tokio::test]
 async fn a_continued_run_reports_changes_of_the_dataset() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     let held_out = ["--set", "data.validation=0.2", "--set", "train.schedule=\"one_cycle\""];
-    succeeded(&bench.train("held-out", &held_out).output().expect("it runs"));
+    assert_success(&bench.train("held-out", &held_out).output().expect("it runs"));
     let longer = ["--resume", "latest", "--set", "train.epochs=3"];
-    let said =
-        succeeded(&bench.train("held-out", &[&held_out[..], &longer].concat()).output().expect("it runs"));
-    assert!(
-        said.contains("the learning rate changes where the run continues: it was 0 at the last step"),
-        "{said}"
+    let text = assert_success(
+        &bench.train("held-out", &[&held_out[..], &longer].concat()).output().expect("it runs"),
     );
-    assert!(!said.contains("is validated with other pictures") && !said.contains("counts as"), "{said}");
+    assert!(
+        text.contains("the learning rate changes where the run continues: it was 0 at the last step"),
+        "{text}"
+    );
+    assert!(!text.contains("is validated with other pictures") && !text.contains("counts as"), "{text}");
     let other = ["--resume", "latest", "--set", "train.epochs=4", "--set", "data.validation_seed=1"];
-    let said =
-        succeeded(&bench.train("held-out", &[&held_out[..], &other].concat()).output().expect("it runs"));
+    let text = assert_success(
+        &bench.train("held-out", &[&held_out[..], &other].concat()).output().expect("it runs"),
+    );
     for words in
         ["this run is validated with other pictures than the checkpoint", "were training pictures of the run"]
     {
-        assert!(said.contains(words), "{words} in {said}");
+        assert!(text.contains(words), "{words} in {text}");
     }
 
-    // The dataset has grown by a quarter.
-    succeeded(&bench.train("grows", &[]).output().expect("it runs"));
+    // The dataset grows by a quarter.
+    assert_success(&bench.train("grows", &[]).output().expect("it runs"));
     let grown = format!("data.dataset={:?}", pictures::idx_dataset(bench.folder.path(), 500, 100));
     let longer = ["--resume", "latest", "--set", "train.epochs=3", "--set", &grown];
-    let said = succeeded(&bench.train("grows", &longer).output().expect("it runs"));
+    let text = assert_success(&bench.train("grows", &longer).output().expect("it runs"));
     let words = "an epoch has 15 steps now and had 12: step 24 counts as 30, the same position in epoch 2";
-    assert!(said.contains(words) && !said.contains("a step uses"), "{said}");
+    assert!(text.contains(words) && !text.contains("a step uses"), "{text}");
     // The test split is the same.
-    assert!(!said.contains("is validated with other pictures"), "{said}");
+    assert!(!text.contains("is validated with other pictures"), "{text}");
 }
 
 #[tokio::test]
 async fn a_continued_run_keeps_its_normalisation() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
-    succeeded(&bench.train("before", &[]).output().expect("it runs"));
-    // Half of the pixels become white, as if other pictures could be read, or were read otherwise.
+    assert_success(&bench.train("before", &[]).output().expect("it runs"));
+    // Half of the pixels become white, which changes the dataset's mean.
     let images = bench.folder.path().join("fashion-400-100/train-images-idx3-ubyte");
     let mut bytes = fs::read(&images).expect("the pictures");
     let half = bytes.len() / 2;
@@ -157,8 +160,8 @@ async fn a_continued_run_keeps_its_normalisation() {
     fs::write(&images, bytes).expect("the pictures");
     let checkpoint = bench.out("before/checkpoints/1-7");
     let resume = ["--resume", checkpoint.to_str().expect("a path")];
-    succeeded(&bench.train("resumed", &resume).output().expect("it runs"));
-    succeeded(&bench.train("anew", &[]).output().expect("it runs"));
+    assert_success(&bench.train("resumed", &resume).output().expect("it runs"));
+    assert_success(&bench.train("new", &[]).output().expect("it runs"));
     let mean = |out: &str| {
         let bytes = bench.model(out, "2-24");
         let text = String::from_utf8_lossy(&bytes[..4096]).into_owned();
@@ -166,48 +169,49 @@ async fn a_continued_run_keeps_its_normalisation() {
         value.split(']').next().expect("an end").parse::<f32>().expect("one number")
     };
     assert_eq!(mean("resumed"), mean("before"));
-    assert!(mean("anew") > mean("before") + 0.1, "{} and {}", mean("anew"), mean("before"));
+    assert!(mean("new") > mean("before") + 0.1, "{} and {}", mean("new"), mean("before"));
 }
 
 #[tokio::test]
 async fn adamw_and_lamb_continue_to_the_same_bytes_and_other_optimizers_restart() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     let optimizer = |out: &str| {
         fs::read(bench.out(out).join("checkpoints/2-24/optimizer.safetensors")).expect("a checkpoint")
     };
     for kind in ["adamw", "lamb"] {
-        let of_kind = format!("train.optimizer={kind}");
+        let set_kind = format!("train.optimizer={kind}");
         let sets = [
-            of_kind.as_str(),
+            set_kind.as_str(),
             "train.lr=0.003",
             "train.weight_decay=0.05",
             "train.decay_norm_and_bias=false",
         ];
         let sets: Vec<_> = sets.iter().flat_map(|set| ["--set", *set]).collect();
-        succeeded(&bench.train(kind, &sets).output().expect("it runs"));
+        assert_success(&bench.train(kind, &sets).output().expect("it runs"));
         let checkpoint = bench.out(kind).join("checkpoints/1-7");
         let resume = ["--resume", checkpoint.to_str().expect("a path")];
-        let again = format!("{kind}-again");
-        let said = succeeded(&bench.train(&again, &[&sets[..], &resume].concat()).output().expect("it runs"));
+        let resumed = format!("{kind}-resumed");
+        let text =
+            assert_success(&bench.train(&resumed, &[&sets[..], &resume].concat()).output().expect("it runs"));
         assert!(
-            said.contains("continuing from checkpoint 1-7") && !said.contains("starts again at zero"),
-            "{said}"
+            text.contains("continuing from checkpoint 1-7") && !text.contains("starts again at zero"),
+            "{text}"
         );
-        assert!(bench.model(&again, "2-24") == bench.model(kind, "2-24"), "{kind}");
-        assert!(optimizer(&again) == optimizer(kind), "{kind}");
+        assert!(bench.model(&resumed, "2-24") == bench.model(kind, "2-24"), "{kind}");
+        assert!(optimizer(&resumed) == optimizer(kind), "{kind}");
 
         let other = bench.train(&format!("{kind}-then-momentum"), &resume).output().expect("it runs");
-        let said = succeeded(&other);
+        let text = assert_success(&other);
         let line = format!("train.optimizer is momentum and was {kind}, whose state is different");
-        assert!(said.contains(&line), "{said}");
+        assert!(text.contains(&line), "{text}");
     }
 }
 
-/// Two processes with torchrun's variables, as torchrun starts them.
+/// Two processes with the variables that torchrun sets.
 #[tokio::test]
 async fn under_torchrun_each_process_is_a_rank() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     let port = free_port();
     let start = |rank: &str| {
@@ -224,20 +228,21 @@ async fn under_torchrun_each_process_is_a_rank() {
     };
     let (zero, one) = (start("0"), start("1"));
     let (zero, one) = (zero.wait_with_output().expect("it ends"), one.wait_with_output().expect("it ends"));
-    assert!(succeeded(&zero).contains("succeeded: validation accuracy"));
-    assert_eq!(succeeded(&one), "", "rank 0 speaks for all");
-    succeeded(&bench.train("alone", &[]).output().expect("it runs"));
-    assert!(bench.model("out", "2-24") == bench.model("alone", "2-24"), "whoever starts the ranks");
+    assert!(assert_success(&zero).contains("succeeded: validation accuracy"));
+    assert_eq!(assert_success(&one), "", "only rank 0 reports");
+    assert_success(&bench.train("alone", &[]).output().expect("it runs"));
+    assert!(bench.model("out", "2-24") == bench.model("alone", "2-24"), "the same bytes as without torchrun");
 }
 
 #[test]
-fn doctor_gathers_over_real_processes() {
+fn doctor_gathers_over_three_processes() {
     let doctor = |more: &[&str]| {
         Command::new(env!("CARGO_BIN_EXE_lockstep")).arg("doctor").args(more).output().expect("it runs")
     };
-    let said = succeeded(&doctor(&["--ranks", "3"]));
-    assert!(said.contains("[[0.], [1.], [2.]]"), "{said}");
-    let report: serde_json::Value = serde_json::from_str(&succeeded(&doctor(&["--json"]))).expect("JSON");
+    let text = assert_success(&doctor(&["--ranks", "3"]));
+    assert!(text.contains("[[0.], [1.], [2.]]"), "{text}");
+    let report: serde_json::Value =
+        serde_json::from_str(&assert_success(&doctor(&["--json"]))).expect("JSON");
     assert_eq!(report["all_gather"]["values"], serde_json::json!([0.0, 1.0]));
     assert!(report["findings"].as_array().is_some_and(|f| f.iter().any(|f| f["what"] == "GPUs")));
 }

@@ -1,8 +1,8 @@
-//! `lockstep watch` and `queue` at a terminal and in a pipe, of jobs that wait, and the time in which a job ran.
+//! `lockstep watch` and `queue` on a terminal and in a pipe: waiting jobs, widths, and a server that is restarted.
 
 use crate::{
     pictures,
-    server::{Agents, Folder, LOCKSTEP, Server, lockstep, turn},
+    server::{Agents, Folder, LOCKSTEP, Server, lockstep, training_permit},
     specs,
 };
 use reqwest::{Method, StatusCode};
@@ -14,12 +14,12 @@ use std::{
     time::Duration,
 };
 
-async fn post(server: &Server, id: &str, what: &str) {
-    let answer = server.request(Method::POST, &format!("/jobs/{id}/{what}"), None).await;
-    assert_eq!(answer.status, StatusCode::ACCEPTED, "{}", answer.text);
+async fn request_action(server: &Server, id: &str, action: &str) {
+    let response = server.request(Method::POST, &format!("/jobs/{id}/{action}"), None).await;
+    assert_eq!(response.status, StatusCode::ACCEPTED, "{}", response.text);
 }
 
-/// Ended with the test.
+/// A process that is killed when it is dropped.
 struct Watching(Child);
 
 impl Drop for Watching {
@@ -29,73 +29,73 @@ impl Drop for Watching {
     }
 }
 
-/// What a file holds, once it has these words behind each other.
-async fn printed(file: &Path, words: &[&str]) -> String {
+/// Waits until a file has these texts in this order, and returns its content.
+async fn wait_for_text(file: &Path, words: &[&str]) -> String {
     let start = std::time::Instant::now();
     loop {
         let text = fs::read_to_string(file).unwrap_or_default();
         let mut rest = text.as_str();
-        if words.iter().all(|word| rest.split_once(word).map(|(_, behind)| rest = behind).is_some()) {
+        if words.iter().all(|word| rest.split_once(word).map(|(_, after)| rest = after).is_some()) {
             return text;
         }
-        assert!(start.elapsed() < crate::server::SOON, "{words:?}: {text:?}");
+        assert!(start.elapsed() < crate::server::TIMEOUT, "{words:?}: {text:?}");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
 }
 
 #[tokio::test]
 async fn a_waiting_job_shows_its_place_and_reason_and_their_changes() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start_with(Agents::Local { cpu_slots: 2 }).await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 160, 16)).await;
     let holder = server.submit(&specs::short("holder", "fashion", 2, 1_000_000)).await;
-    server.job_when(&holder, "it runs", |job| job["state"] == "running").await;
+    server.wait_for_job(&holder, "the job runs", |job| job["state"] == "running").await;
     let id = server.submit(&specs::short("waits", "fashion", 2, 5)).await;
-    server.job_when(&id, "it has a place", |job| job["queue"]["place"] == 1).await;
+    server.wait_for_job(&id, "the job has a place", |job| job["queue"]["place"] == 1).await;
 
     let folder = Folder::new();
     let (out, terminal) = (folder.path().join("out"), folder.path().join("terminal"));
     let mut piped = lockstep();
-    piped.args(["watch", &id]).envs(server.for_clients()).stderr(Stdio::null());
+    piped.args(["watch", &id]).envs(server.client_variables()).stderr(Stdio::null());
     let _piped = Watching(piped.stdout(fs::File::create(&out).expect("a file")).spawn().expect("lockstep"));
-    // The same at a terminal, where there would be a bar.
+    // The same on a terminal, where running jobs have a progress bar.
     let mut script = Command::new("script");
-    script.args(["-qfec", &format!("{LOCKSTEP} watch {id}")]).arg(&terminal).envs(server.for_clients());
+    script.args(["-qfec", &format!("{LOCKSTEP} watch {id}")]).arg(&terminal).envs(server.client_variables());
     script.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
     let _script = Watching(script.spawn().expect("script runs"));
     let waits = "queued, place 1 in the queue: waits for 2 slots: 0 of 2 on";
-    printed(&out, &[waits]).await;
-    let shown = printed(&terminal, &[waits]).await;
+    wait_for_text(&out, &[waits]).await;
+    let shown = wait_for_text(&terminal, &[waits]).await;
     assert!(!shown.contains("0/0") && !shown.contains('\u{2588}'), "no bar without a total: {shown:?}");
 
     let urgent = specs::with(specs::short("urgent", "fashion", 2, 5), json!({"priority": 5}));
     let urgent = server.submit(&urgent).await;
-    printed(&out, &[waits, "queued, place 2 in the queue: waits for 2 slots"]).await;
-    post(&server, &urgent, "cancel").await;
-    printed(&out, &[waits, "place 2 in the queue", "queued, place 1 in the queue"]).await;
-    post(&server, &id, "pause").await;
-    printed(&out, &["paused: paused on request"]).await;
-    // Whoever comes later is told at once.
+    wait_for_text(&out, &[waits, "queued, place 2 in the queue: waits for 2 slots"]).await;
+    request_action(&server, &urgent, "cancel").await;
+    wait_for_text(&out, &[waits, "place 2 in the queue", "queued, place 1 in the queue"]).await;
+    request_action(&server, &id, "pause").await;
+    wait_for_text(&out, &["paused: paused on request"]).await;
+    // A later `watch` shows the state at once.
     let late = folder.path().join("late");
     let mut paused = lockstep();
-    paused.args(["watch", &id]).envs(server.for_clients()).stderr(Stdio::null());
+    paused.args(["watch", &id]).envs(server.client_variables()).stderr(Stdio::null());
     let _paused =
         Watching(paused.stdout(fs::File::create(&late).expect("a file")).spawn().expect("lockstep"));
-    printed(&late, &["paused: paused on request"]).await;
-    post(&server, &id, "cancel").await;
-    let lines = printed(&out, &["paused on request", ": cancelled on request"]).await;
+    wait_for_text(&late, &["paused: paused on request"]).await;
+    request_action(&server, &id, "cancel").await;
+    let lines = wait_for_text(&out, &["paused on request", ": cancelled on request"]).await;
     let mut all: Vec<_> = lines.lines().collect();
     let count = all.len();
     all.dedup();
-    assert_eq!(all.len(), count, "nothing twice in a row: {lines}");
-    post(&server, &holder, "cancel").await;
-    server.ended(&holder).await;
+    assert_eq!(all.len(), count, "no line is repeated: {lines}");
+    request_action(&server, &holder, "cancel").await;
+    server.wait_for_end(&holder).await;
     server.stop().await;
 }
 
 #[tokio::test]
 async fn alerts_of_a_run_from_elsewhere_are_lines() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start_with(Agents::None).await;
     let run =
         server.request(Method::POST, "/runs", Some(&json!({"id": "alerting", "name": "alerting"}))).await;
@@ -103,88 +103,88 @@ async fn alerts_of_a_run_from_elsewhere_are_lines() {
     let folder = Folder::new();
     let (out, err) = (folder.path().join("out"), folder.path().join("err"));
     let mut watch = lockstep();
-    watch.args(["watch", "alerting"]).envs(server.for_clients());
+    watch.args(["watch", "alerting"]).envs(server.client_variables());
     watch.stdout(fs::File::create(&out).expect("a file")).stderr(fs::File::create(&err).expect("a file"));
     let _watch = Watching(watch.spawn().expect("lockstep"));
-    printed(&err, &["Ctrl-C ends this display"]).await;
+    wait_for_text(&err, &["Ctrl-C ends this display"]).await;
     let alerts = json!([{"title": "loss", "text": "is\ninf", "level": "WARN"}, {"title": "half done"}]);
     for change in [json!({"summary": {"alerts": alerts}}), json!({"state": "succeeded"})] {
-        let answer = server.request(Method::PATCH, "/runs/alerting", Some(&change)).await;
-        assert_eq!(answer.status, StatusCode::OK, "{}", answer.text);
+        let response = server.request(Method::PATCH, "/runs/alerting", Some(&change)).await;
+        assert_eq!(response.status, StatusCode::OK, "{}", response.text);
     }
-    printed(&out, &["warning: loss: is inf\n", "alert: half done\n", "succeeded"]).await;
+    wait_for_text(&out, &["warning: loss: is inf\n", "alert: half done\n", "succeeded"]).await;
     server.stop().await;
 }
 
 #[tokio::test]
 async fn the_queue_shortens_names_on_a_terminal_and_not_in_a_pipe() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 160, 16)).await;
     let holder = server.submit(&specs::short("holder", "fashion", 1, 1_000_000)).await;
-    server.job_when(&holder, "it runs", |job| job["state"] == "running").await;
+    server.wait_for_job(&holder, "the job runs", |job| job["state"] == "running").await;
     let long = format!("resnet-{}-seed-7", "with-a-long-name-".repeat(8));
     for name in [long.as_str(), "short"] {
         let id = server.submit(&specs::short(name, "fashion", 1, 5)).await;
-        server.job_when(&id, "it has a place", |job| job["queue"]["place"].is_u64()).await;
+        server.wait_for_job(&id, "the job has a place", |job| job["queue"]["place"].is_u64()).await;
     }
-    assert!(server.cli(&["queue"]).ok().contains(&long), "a program may look for the name");
+    assert!(server.cli(&["queue"]).ok().contains(&long), "full names in a pipe");
     let folder = Folder::new();
     let shown = |columns: u32| {
         let mut script = Command::new("script");
         let typed = format!("stty cols {columns}; {LOCKSTEP} queue");
-        script.args(["-qec", &typed]).arg(folder.path().join("typescript")).envs(server.for_clients());
+        script.args(["-qec", &typed]).arg(folder.path().join("typescript")).envs(server.client_variables());
         let done = script.stdin(Stdio::null()).output().expect("script runs");
         String::from_utf8(done.stdout).expect("UTF-8")
     };
     let row = |columns| {
         let shown = shown(columns);
-        let row = shown.lines().find(|line| line.starts_with("1 ")).expect("its row").trim_end().to_owned();
+        let row = shown.lines().find(|line| line.starts_with("1 ")).expect("the row").trim_end().to_owned();
         assert!(row.contains("…") && row.contains("seed-7") && !row.contains(&long), "{shown}");
         (row.chars().count(), shown)
     };
-    // Names have what is left of the terminal's width, and what a job waits for stands below its row where it has no room in it.
+    // Names are shortened to the terminal's width. A reason that does not fit into the row is on the next line.
     let (wide, shown_wide) = row(150);
     assert!((140..=150).contains(&wide), "{wide} of 150 columns: {shown_wide}");
     let (narrower, shown_narrower) = row(120);
     assert!((110..=120).contains(&narrower), "{narrower} of 120 columns: {shown_narrower}");
     assert!(shown_narrower.lines().any(|line| line.starts_with("  waits for 1 slot")), "{shown_narrower}");
-    assert!(row(20).0 < narrower, "the narrowest");
-    assert!(shown(400).contains(&long), "there is room for it");
-    post(&server, &holder, "cancel").await;
+    assert!(row(20).0 < narrower, "the minimum width");
+    assert!(shown(400).contains(&long), "the full name fits");
+    request_action(&server, &holder, "cancel").await;
     server.stop().await;
 }
 
 #[tokio::test]
 async fn an_unreachable_server_and_its_return_are_reported_once() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let mut server = Server::start_with(Agents::Separate { cpu_slots: 1 }).await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 160, 16)).await;
     let id = server.submit(&specs::short("long", "fashion", 1, 1_000_000)).await;
-    server.job_when(&id, "it trains", |job| job["step"].as_u64() > Some(0)).await;
+    server.wait_for_job(&id, "the job trains", |job| job["step"].as_u64() > Some(0)).await;
     let folder = Folder::new();
     let follow = |name: &str, args: &[&str]| {
         let file = folder.path().join(name);
         let mut command = lockstep();
-        command.args(args).envs(server.for_clients());
+        command.args(args).envs(server.client_variables());
         command.stdout(fs::File::create(folder.path().join(format!("{name}.out"))).expect("a file"));
         let child = command.stderr(fs::File::create(&file).expect("a file")).spawn().expect("lockstep");
         (file, folder.path().join(format!("{name}.out")), Watching(child))
     };
     let all = [follow("watch", &["watch", &id]), follow("logs", &["logs", "-f", &id])];
     for (_, out, _) in &all {
-        printed(out, &["loss"]).await;
+        wait_for_text(out, &["loss"]).await;
     }
     server.kill_serve();
-    for (said, ..) in &all {
-        printed(said, &["no connection to the server; trying again"]).await;
+    for (file, ..) in &all {
+        wait_for_text(file, &["no connection to the server; trying again"]).await;
     }
-    server.serve_again().await;
-    for (said, ..) in &all {
-        let said = printed(said, &["trying again", "the server answers again"]).await;
-        assert_eq!(said.matches("no connection").count(), 1, "{said}");
+    server.start_serve().await;
+    for (file, ..) in &all {
+        let text = wait_for_text(file, &["trying again", "the server answers again"]).await;
+        assert_eq!(text.matches("no connection").count(), 1, "{text}");
     }
-    post(&server, &id, "cancel").await;
-    server.ended(&id).await;
+    request_action(&server, &id, "cancel").await;
+    server.wait_for_end(&id).await;
     server.stop().await;
 }

@@ -1,4 +1,4 @@
-//! `lockstep webhook` of the real program.
+//! `lockstep webhook`.
 
 use crate::server::{Agents, Server};
 
@@ -8,16 +8,18 @@ async fn webhooks_are_added_tested_and_removed_by_command() {
     let url = "http://localhost:1/hook";
     let secret = server.cli(&["webhook", "add", url, "--form", "slack", "--event", "job.failed"]);
     assert!(secret.ok().starts_with("whsec_"), "{}", secret.stdout);
-    server.cli(&["webhook", "add", "nothing"]).wrong(&["url: must be a URL"]);
-    server.cli(&["webhook", "add", url, "--event", "job.exploded"]).wrong(&["job.exploded"]);
-    server.cli(&["webhook", "add", "mailto:ada@example.org", "--form", "email"]).wrong(&["LOCKSTEP_SMTP"]);
+    server.cli(&["webhook", "add", "nothing"]).assert_usage_error(&["url: must be a URL"]);
+    server.cli(&["webhook", "add", url, "--event", "job.exploded"]).assert_usage_error(&["job.exploded"]);
+    server
+        .cli(&["webhook", "add", "mailto:ada@example.org", "--form", "email"])
+        .assert_usage_error(&["LOCKSTEP_SMTP"]);
     let listed = server.cli(&["webhook", "list"]);
     let words: Vec<_> = listed.ok().split_whitespace().collect();
     assert_eq!(words[1..], ["enabled", "slack", url]);
     let tested = server.cli(&["webhook", "test", words[0]]);
     assert!(tested.stderr.contains("--webhooks-allow-private"), "{}", tested.stderr);
     server.cli(&["webhook", "remove", words[0]]).ok();
-    server.cli(&["webhook", "remove", words[0]]).wrong(&["no webhook has this id"]);
-    server.cli(&["webhook", "remove", "../people"]).wrong(&["no webhook has this id"]);
+    server.cli(&["webhook", "remove", words[0]]).assert_usage_error(&["no webhook has this id"]);
+    server.cli(&["webhook", "remove", "../people"]).assert_usage_error(&["no webhook has this id"]);
     server.stop().await;
 }

@@ -1,8 +1,8 @@
-//! The same job gives the same result at any number of ranks, and the same bits at the same number.
+//! A job gives the same result with any number of ranks, and the same bits with the same number of ranks.
 
 use crate::{
     pictures,
-    server::{Agents, Server, turn},
+    server::{Agents, Server, training_permit},
     specs,
 };
 use serde_json::json;
@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 
 const STEPS: u64 = 30;
 
-/// Names and bytes of all tensors; the rest of the file describes the job, with its number of ranks.
+/// Names and bytes of all tensors, without the file's metadata, which has the number of ranks.
 pub(crate) fn weights(model: &[u8]) -> BTreeMap<String, Vec<u8>> {
     let tensors = safetensors::SafeTensors::deserialize(model).expect("safetensors");
     tensors.tensors().into_iter().map(|(name, tensor)| (name, tensor.data().to_vec())).collect()
@@ -18,12 +18,12 @@ pub(crate) fn weights(model: &[u8]) -> BTreeMap<String, Vec<u8>> {
 
 #[tokio::test]
 async fn losses_do_not_depend_on_the_number_of_ranks() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start_with(Agents::Separate { cpu_slots: 4 }).await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 1600, 400)).await;
 
     let mut runs = Vec::new();
-    // Twice on 2 ranks: those two must agree to the bit.
+    // Two runs on 2 ranks, which must have the same bits.
     for ranks in [1, 2, 4, 2] {
         let spec = specs::with(
             specs::short(&format!("on-{ranks}-ranks"), "fashion", ranks, STEPS),
@@ -34,12 +34,12 @@ async fn losses_do_not_depend_on_the_number_of_ranks() {
             }),
         );
         let id = server.submit(&spec).await;
-        let job = server.succeeded(&id).await;
+        let job = server.wait_for_success(&id).await;
         let mut losses = BTreeMap::<u64, Vec<f64>>::new();
         for (_, _, step, loss) in server.points(&id, "loss").await {
             losses.entry(step).or_default().push(loss);
         }
-        assert!(losses.values().all(|of_step| of_step.len() == ranks as usize), "a loss of every rank");
+        assert!(losses.values().all(|of_step| of_step.len() == ranks as usize), "a loss from every rank");
         let mean: Vec<_> = losses.values().map(|l| l.iter().sum::<f64>() / l.len() as f64).collect();
         assert_eq!(mean.len() as u64, STEPS);
         let accuracy = job["last"]["val_accuracy"].as_f64().expect("a validation accuracy");
@@ -47,9 +47,9 @@ async fn losses_do_not_depend_on_the_number_of_ranks() {
     }
 
     let (_, reference, accuracy, _) = &runs[0];
-    assert!(reference[STEPS as usize - 1] < 0.8 * reference[0], "it learns: {reference:?}");
+    assert!(reference[STEPS as usize - 1] < 0.8 * reference[0], "the loss falls: {reference:?}");
     for (ranks, mean, other_accuracy, _) in &runs[1..] {
-        let furthest = reference
+        let largest = reference
             .iter()
             .zip(mean)
             .map(|(a, b)| (a - b).abs() / a.abs())
@@ -58,10 +58,10 @@ async fn losses_do_not_depend_on_the_number_of_ranks() {
             .expect("steps");
         eprintln!(
             "1 rank and {ranks}: losses differ by at most {:.1e} relative (step {}), accuracy {accuracy:.4} and {other_accuracy:.4}",
-            furthest.1,
-            furthest.0 + 1,
+            largest.1,
+            largest.0 + 1,
         );
-        assert!(furthest.1 < 1e-4, "on {ranks} ranks, step {}: {:.2e}", furthest.0 + 1, furthest.1);
+        assert!(largest.1 < 1e-4, "on {ranks} ranks, step {}: {:.2e}", largest.0 + 1, largest.1);
         assert!((accuracy - other_accuracy).abs() <= 0.005, "{accuracy} and {other_accuracy}");
     }
     for (ranks, _, _, model) in &runs[1..3] {

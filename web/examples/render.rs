@@ -145,7 +145,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let page = job::JobPage {
         job: list[0].clone(),
         ranks: (0..4)
-            .map(|rank| job::RankSeat { rank, agent: "h200-a".into(), report: Some(report(rank)) })
+            .map(|rank| job::RankPlace { rank, agent: "h200-a".into(), report: Some(report(rank)) })
             .collect(),
         checkpoints: vec![
             checkpoint(6, 0.889, true),

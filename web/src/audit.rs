@@ -167,7 +167,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn requests_are_sentences_with_the_names_of_jobs() {
+    fn requests_are_described_with_the_names_of_jobs() {
         let line = |action: &str, object: &str, job_name: &str| AuditLine {
             at: Timestamp::UNIX_EPOCH,
             who: "ada".into(),

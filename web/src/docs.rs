@@ -78,7 +78,7 @@ impl DocsPage {
     }
 
     fn nav(&self) -> Bar<'_> {
-        Nav::Elsewhere.seen_by(&self.viewer)
+        Nav::None.seen_by(&self.viewer)
     }
 }
 
@@ -98,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_page_is_listed_and_its_text_escaped() {
+    fn pages_are_listed_and_their_text_is_escaped() {
         let entry = |path: &str, title: &str| DocsEntry { path: path.into(), title: title.into() };
         let pages = [entry("team", "A team & its server"), entry("reference/rest", "REST")];
         let html =

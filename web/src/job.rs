@@ -38,7 +38,7 @@ pub struct Checkpoint {
 
 /// The agent of a rank, and the rank's newest report if there is any.
 #[derive(Debug, Clone, Serialize)]
-pub struct RankSeat {
+pub struct RankPlace {
     /// The rank's number, from 0.
     pub rank: u32,
     /// Name of the rank's agent; empty if unknown.
@@ -62,7 +62,7 @@ pub struct JobPage {
     /// The job's current state.
     pub job: Job,
     /// Ranks of the newest attempt, in order. If empty, the script shows ranks from the stream.
-    pub ranks: Vec<RankSeat>,
+    pub ranks: Vec<RankPlace>,
     /// Newest first.
     pub checkpoints: Vec<Checkpoint>,
     /// Attempts in order.
@@ -96,7 +96,7 @@ impl JobPage {
         #[derive(Serialize)]
         struct Data<'a> {
             job: &'a Job,
-            ranks: &'a [RankSeat],
+            ranks: &'a [RankPlace],
             checkpoints: &'a [Checkpoint],
             panels: &'a Panels,
             may_change: bool,
@@ -128,7 +128,7 @@ impl JobTemplate<'_> {
         Nav::Jobs.seen_by(&self.page.viewer)
     }
 
-    /// Describes the newest attempt: `attempt 2 · 4 ranks on h200-a · bf16`. The script adds the start time in the reader's time zone.
+    /// Describes the newest attempt: `attempt 2 · 4 ranks on h200-a · resnet50 on pets`. The script adds the start time in the reader's time zone.
     fn about(&self) -> String {
         let job = self.job;
         if job.external.is_some() {
@@ -151,7 +151,7 @@ impl JobTemplate<'_> {
         parts.join(" · ")
     }
 
-    /// Returns the specification as TOML, including its defaults.
+    /// Returns the specification as TOML with its defaults, or the configuration of a run from elsewhere as JSON.
     fn spec(&self) -> String {
         if let Some(external) = &self.job.external {
             return serde_json::to_string_pretty(&external.config).unwrap_or_default();
@@ -177,17 +177,13 @@ impl JobTemplate<'_> {
         own_settings::flat(summary).into_iter().chain(values).collect()
     }
 
-    /// Address, path and size of each file of a run from elsewhere.
+    /// Returns URL, path and size of each file of a run from elsewhere.
     fn files(&self) -> Vec<(String, &str, String)> {
-        let address = |file: &RunFile| {
+        let url = |file: &RunFile| {
             let path = utf8_percent_encode(&file.path, NON_ALPHANUMERIC);
             format!("/api/v1/runs/{}/file?path={path}", self.job.id)
         };
-        self.page
-            .files
-            .iter()
-            .map(|file| (address(file), file.path.as_str(), bytes(file.size_bytes)))
-            .collect()
+        self.page.files.iter().map(|file| (url(file), file.path.as_str(), bytes(file.size_bytes))).collect()
     }
 
     /// Whether there is nothing to chart: the job has not trained yet, or ended before its first step. The same as `isBare` in
@@ -205,7 +201,7 @@ impl JobTemplate<'_> {
 
     /// Whether the job's priority has an effect: the job waits, or can be preempted by jobs of higher priority. The same as `isRanked` in
     /// `static/job/actions.js`.
-    fn is_ranked(&self) -> bool {
+    fn has_priority(&self) -> bool {
         let state = self.job.state;
         state.is_waiting() || (state.is_active() && self.job.spec.preemptible)
     }
@@ -213,7 +209,7 @@ impl JobTemplate<'_> {
     /// Returns the title and the sentence of the banner, if the job has a problem.
     fn banner(&self) -> Option<(String, Shown)> {
         let reason = self.job.reason.clone().unwrap_or_default();
-        // Checked before the state, for which another version may have another name.
+        // Checked before the state, because an unknown state of another version counts as failed.
         if let Some(flaw) = &self.job.unreadable {
             return Some((
                 "Not all of this job can be read.".to_owned(),
@@ -300,7 +296,7 @@ fn unreadable(flaw: &str, job: &Job, reason: &str) -> String {
         "Another version of lockstep stored this job, and this version does not understand: {flaw}. The page shows what it can \
          read, with defaults for the rest."
     );
-    // A state of another version counts as failed, but has no end.
+    // Unknown states count as failed, without `finished_at`.
     let waits = matches!(job.state, JobState::Queued | JobState::Restarting | JobState::Paused)
         || (job.state == JobState::Failed && job.finished_at.is_none());
     match job.state {
@@ -320,7 +316,7 @@ struct CheckpointRow {
     /// Whether the checkpoint is still being uploaded to the object store.
     is_uploading: bool,
     accuracy: String,
-    /// Whether the job's ranks write parts under their own names.
+    /// Whether each rank writes its part of a checkpoint.
     sharded: bool,
     /// Whether the job keeps a moving average of the weights.
     averaged: bool,
@@ -338,8 +334,8 @@ struct Facts {
     total_steps: u64,
     epoch: (String, String),
     steps: (String, String),
-    left_label: &'static str,
-    left: (String, String),
+    time_label: &'static str,
+    time_left: (String, String),
     speed: (String, String),
     loss: (String, String),
     accuracy: (String, String),
@@ -349,7 +345,7 @@ impl Facts {
     fn new(page: &JobPage) -> Self {
         let job = &page.job;
         let dash = || "–".to_owned();
-        let none = String::new;
+        let empty = String::new;
         let known = job.total_steps > 0;
         let epochs = job.total_steps.div_ceil(job.steps_per_epoch.max(1));
         let ran = job.ran_secs.filter(|_| job.state.is_final()).map(clock);
@@ -359,30 +355,31 @@ impl Facts {
             epoch: if known {
                 (count(job.epoch.into()), format!("of {}", count(epochs)))
             } else {
-                (dash(), none())
+                (dash(), empty())
             },
             steps: if known {
                 (count(job.step), format!("of {}", count(job.total_steps)))
             } else {
-                (dash(), none())
+                (dash(), empty())
             },
-            left_label: if ran.is_some() { "Ran for" } else { "Left" },
-            left: match (ran, job.eta_secs) {
-                (Some(ran), _) => (ran, none()),
-                (None, Some(left)) => (clock(left), none()),
-                (None, None) => (dash(), none()),
+            time_label: if ran.is_some() { "Ran for" } else { "Left" },
+            time_left: match (ran, job.eta_secs) {
+                (Some(ran), _) => (ran, empty()),
+                (None, Some(time_left)) => (clock(time_left), empty()),
+                (None, None) => (dash(), empty()),
             },
             speed: job.images_per_second.map_or_else(
-                || (dash(), none()),
-                |all| (rate(all), format!("{} a rank", rate(all / f64::from(job.ranks_now().max(1))))),
+                || (dash(), empty()),
+                |all| (rate(all), format!("{} per rank", rate(all / f64::from(job.ranks_now().max(1))))),
             ),
-            loss: (job.last.loss.map_or_else(dash, value), none()),
+            loss: (job.last.loss.map_or_else(dash, value), empty()),
             accuracy: (
                 job.last.val_accuracy.map_or_else(dash, |accuracy| {
                     let error = job.last.val_pictures.map(|pictures| standard_error(accuracy, pictures));
                     percent(accuracy) + &error.unwrap_or_default()
                 }),
-                job.best.map_or_else(none, |best| best_words(best, page.checkpoints.iter().map(|c| &c.info))),
+                job.best
+                    .map_or_else(empty, |best| best_words(best, page.checkpoints.iter().map(|c| &c.info))),
             ),
         }
     }

@@ -303,7 +303,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_sparkline_runs_from_high_to_low_and_skips_what_is_not_finite() {
+    fn sparklines_are_scaled_and_skip_values_that_are_not_finite() {
         assert_eq!(sparkline(&[2.0, 1.0, 0.0]), "1.0,2.0 60.0,14.0 119.0,26.0");
         assert_eq!(sparkline(&[2.0, f32::NAN, 0.0]), "1.0,2.0 119.0,26.0");
         assert_eq!(sparkline(&[1.0]), "");
@@ -311,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_list_says_what_to_do_next() {
+    fn an_empty_list_shows_how_to_submit_a_job() {
         let page = JobsPage {
             jobs: vec![],
             filter: JobFilter::default(),
@@ -323,7 +323,7 @@ mod tests {
         };
         let html = page.render().expect("renders");
         assert!(html.contains("lockstep submit"), "a command to copy");
-        assert!(html.contains("/jobs/new"), "and the form");
+        assert!(html.contains("/jobs/new"), "a link to the form");
 
         let filtered = JobsPage {
             any: true,

@@ -41,7 +41,7 @@ pub enum Nav {
     /// `/audit`, for admins.
     Audit,
     /// A page without a navigation entry, such as an error.
-    Elsewhere,
+    None,
     /// The sign-in form, which has no navigation: other pages would lead back to the form.
     SignIn,
 }
@@ -161,7 +161,7 @@ impl MessagePage {
     }
 
     fn nav(&self) -> Bar<'_> {
-        Nav::Elsewhere.seen_by(&self.viewer)
+        Nav::None.seen_by(&self.viewer)
     }
 }
 
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn people_and_the_audit_log_are_linked_for_admins_alone() {
+    fn only_admins_see_links_to_people_and_the_audit_log() {
         let shown = |is_admin| {
             let viewer = Viewer { is_admin, is_person: true, ..Viewer::NOBODY };
             Nav::Jobs.seen_by(&viewer).entries()
@@ -204,6 +204,6 @@ mod tests {
             html.contains("Sign out") && html.contains("/account") && html.contains("View only"),
             "{html}"
         );
-        assert!(html.contains(">ada</a>"), "the bar says who is signed in: {html}");
+        assert!(html.contains(">ada</a>"), "the bar shows the signed-in person: {html}");
     }
 }

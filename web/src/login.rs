@@ -43,7 +43,7 @@ impl LoginPage {
     fn nav(&self) -> Bar<'static> {
         static NOBODY: Viewer = Viewer::NOBODY;
         // The viewer who adds the first admin is already signed in with a token.
-        let nav = if self.setup { Nav::Elsewhere } else { Nav::SignIn };
+        let nav = if self.setup { Nav::None } else { Nav::SignIn };
         nav.seen_by(&NOBODY)
     }
 }

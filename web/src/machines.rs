@@ -196,7 +196,7 @@ mod tests {
     use lockstep_protocol::agent::GpuSample;
 
     #[test]
-    fn a_slot_has_its_gpu_s_numbers_and_a_private_job_no_name() {
+    fn slots_show_their_gpu_and_hide_names_of_private_jobs() {
         let gpu = GpuSample {
             slot: 0,
             utilization: Some(0.97),
@@ -275,7 +275,7 @@ mod tests {
         assert!(!other.contains(">free<"), "{other}");
         assert!(
             !other.contains("97 %") && other.contains("<b>–</b>"),
-            "of another GPU nothing is known: {other}"
+            "the second GPU has no measurements: {other}"
         );
     }
 }

@@ -71,7 +71,7 @@ impl ModelPage {
         Nav::Models.seen_by(&self.viewer)
     }
 
-    fn changes(&self) -> bool {
+    fn may_change(&self) -> bool {
         self.may_change && !self.viewer.reads_only
     }
 
@@ -105,7 +105,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn texts_of_people_are_escaped_and_only_owners_see_buttons() {
+    fn texts_are_escaped_and_only_owners_see_buttons() {
         let version = ModelVersion {
             model: "shoes".into(),
             version: 2,

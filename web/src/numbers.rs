@@ -98,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_are_written_for_people() {
+    fn numbers_are_formatted() {
         assert_eq!(count(0), "0");
         assert_eq!(count(999), "999");
         assert_eq!(count(1_234_567), "1,234,567");
@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn ages_grow_coarser() {
+    fn old_ages_are_rounded() {
         let at = |s| Timestamp::from_second(s).expect("in range");
         assert_eq!(age(at(100), at(103)), "just now");
         assert_eq!(age(at(100), at(159)), "59 s ago");

@@ -80,6 +80,6 @@ impl AccountPage {
     }
 
     fn nav(&self) -> Bar<'_> {
-        Nav::Elsewhere.seen_by(&self.viewer)
+        Nav::None.seen_by(&self.viewer)
     }
 }

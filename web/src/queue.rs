@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn a_place_and_no_name_is_shown_of_a_private_job_and_texts_are_escaped() {
+    fn private_jobs_show_only_their_place_and_texts_are_escaped() {
         let id = JobId::generate();
         let job = QueuedJob {
             place: 2,
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_queue_says_so() {
+    fn an_empty_queue_has_a_message() {
         let html = page().render().expect("renders");
         assert!(html.contains("Nothing waits") && html.contains("0 jobs wait"), "{html}");
         let html = QueuePage { owner: "ada".into(), ..page() }.render().expect("renders");

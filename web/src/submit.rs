@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn a_job_on_photographs_without_a_validation_split_begins_with_what_init_suggests() {
+    fn the_form_suggests_settings_for_the_dataset() {
         let photographs = Dataset {
             name: "flowers".into(),
             path: "/data/flowers".into(),
@@ -341,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn a_form_becomes_the_specification_it_came_from() {
+    fn a_form_is_converted_back_to_its_specification() {
         let mut spec = JobSpec { name: "x".into(), ..JobSpec::default() };
         spec.data.dataset = "cifar10".into();
         spec.data.mean = Some(vec![0.4914, 0.4822, 0.4465]);
@@ -372,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn a_posted_form_turns_unticked_boxes_off_and_keeps_wrong_text_for_the_check() {
+    fn posted_forms_keep_invalid_text_and_boxes_that_are_off() {
         let pairs = [("train.lr", "fast"), ("name", "x"), ("data.horizontal_flip", "true"), ("evil", "1")];
         let form = Form::from_pairs(pairs.map(|(k, v)| (k.to_owned(), v.to_owned())));
         let document = form.document();
@@ -383,7 +383,7 @@ mod tests {
     }
 
     #[test]
-    fn a_recipe_chosen_without_a_script_takes_the_place_of_what_nobody_touched() {
+    fn a_recipe_replaces_only_unchanged_fields() {
         let mut form = DEFAULTS.clone();
         form.set("data.dataset", "flowers");
         form.set("train.gamma", "0.2");
@@ -392,7 +392,7 @@ mod tests {
         assert_eq!((spec.train.epochs, spec.train.gamma), (Some(90), 0.2));
         assert_eq!((spec.train.lr, spec.data.random_resized_crop), (0.1 * 32.0 / 256.0, true));
 
-        // Another recipe is chosen: the values of the first go away with it.
+        // Another recipe replaces the values of the first.
         let mut form = Form::from_spec(&spec);
         form.set("train.lr", "");
         form.set("model.pretrained", "x.safetensors");
@@ -417,17 +417,17 @@ mod tests {
     }
 
     #[test]
-    fn a_mistake_stands_beside_its_field() {
+    fn errors_are_shown_next_to_their_field() {
         let html = page(vec![SpecError { pointer: "/train/lr".into(), detail: "must be above 0".into() }])
             .render()
             .expect("renders");
-        let at = html.find("id=\"f-train-lr-error\"").expect("the place for its mistakes");
+        let at = html.find("id=\"f-train-lr-error\"").expect("the element for errors of the field");
         let place: String = html[at..].chars().take(120).collect();
         assert!(place.contains("must be above 0"), "{place}");
     }
 
     #[test]
-    fn a_mistake_behind_more_settings_opens_them_and_one_of_no_field_is_shown_above() {
+    fn errors_in_more_settings_open_them_and_other_errors_are_shown_above() {
         let html = page(vec![
             SpecError { pointer: "/train/seed".into(), detail: "must be a whole number".into() },
             SpecError { pointer: "/train".into(), detail: "give epochs or steps, not both".into() },
@@ -439,7 +439,7 @@ mod tests {
     }
 
     #[test]
-    fn presets_are_specifications() {
+    fn presets_are_valid_specifications() {
         for preset in &PRESETS {
             let document = preset_form(preset, 8, &[]).document();
             let spec: Result<JobSpec, _> = serde_json::from_value(document);

@@ -66,7 +66,7 @@ impl SweepPage {
         Nav::Jobs.seen_by(&self.viewer)
     }
 
-    fn changes(&self) -> bool {
+    fn may_change(&self) -> bool {
         self.may_change && !self.viewer.reads_only
     }
 
@@ -135,7 +135,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn a_sweep_shows_its_trials_its_best_and_buttons_only_to_those_who_may() {
+    fn sweeps_show_their_trials_and_buttons_only_to_owners() {
         let trial = |number: u32, metric: Option<f64>| Trial {
             number,
             setting: [("train.lr".into(), json!("<b>0.1"))].into(),

@@ -10,7 +10,7 @@ pub struct WebhookLine {
     pub id: String,
     pub url: String,
     /// Format of the messages: `standard`, `slack`, ...
-    pub form: &'static str,
+    pub format: &'static str,
     /// Project of the jobs. Empty for all projects.
     pub project: String,
     /// Names of events, such as `succeeded, failed`.
@@ -43,10 +43,10 @@ pub struct WebhooksPage {
     /// Webhooks, the oldest first.
     pub webhooks: Vec<WebhookLine>,
     /// The formats of messages to choose from.
-    pub forms: Vec<&'static str>,
+    pub formats: Vec<&'static str>,
     /// The events to choose from, and whether each is chosen by default.
     pub events: Vec<(&'static str, bool)>,
-    /// The URL in the form.
+    /// The URL to fill in.
     pub url: String,
     /// Why the last change failed. Empty if no change failed.
     pub error: String,
@@ -66,6 +66,6 @@ impl WebhooksPage {
     }
 
     fn nav(&self) -> Bar<'_> {
-        Nav::Elsewhere.seen_by(&self.viewer)
+        Nav::None.seen_by(&self.viewer)
     }
 }

@@ -142,18 +142,18 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn reports_wait_for_space_but_not_for_ever() {
+    async fn reports_wait_for_space_for_a_limited_time() {
         let (inbox, _queue) = Inbox::new();
         let first = inbox.reserve(QUEUE_BYTES - PERMIT_BYTES, RESERVE_TIMEOUT).await.unwrap();
         let second =
             inbox.reserve(PERMIT_BYTES, RESERVE_TIMEOUT).await.expect("there is space for the last kibibyte");
-        assert!(inbox.reserve(1, Duration::from_millis(1)).await.is_none(), "and for nothing more");
+        assert!(inbox.reserve(1, Duration::from_millis(1)).await.is_none(), "there is no more space");
         let (third, ()) = tokio::join!(inbox.reserve(PERMIT_BYTES, RESERVE_TIMEOUT), async { drop(second) });
-        assert!(third.is_some(), "it waits until what is before it is stored");
+        assert!(third.is_some(), "it waits until earlier reports are stored");
         drop((first, third));
         assert!(
             inbox.reserve(usize::MAX, RESERVE_TIMEOUT).await.is_some(),
-            "the largest message fits once it is alone"
+            "the largest message fits once the queue is empty"
         );
     }
 }

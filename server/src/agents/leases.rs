@@ -346,8 +346,8 @@ impl Leases {
         let now = Instant::now();
         let expired = |lease: &Lease| -> Vec<Expired> {
             // Without holds the attempt has ended, although the store may not have all ends yet.
-            let nobody = lease.held().next().is_none();
-            let counts = |hold: &&AgentHold| nobody || hold.state == Ranks::There;
+            let has_no_holds = lease.held().next().is_none();
+            let counts = |hold: &&AgentHold| has_no_holds || hold.state == Ranks::There;
             let holds = lease.holds.iter().filter(counts).filter(|hold| hold.until <= now);
             holds.map(|hold| lease.expired_at(hold)).collect()
         };

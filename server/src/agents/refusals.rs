@@ -73,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_is_logged_once_a_minute_with_how_often_it_came() {
+    fn a_refusal_is_logged_once_a_minute_with_the_number_of_repeats() {
         let (refusals, now) = (Refusals::default(), Instant::now());
         assert_eq!(refusals.is_due(key(1), now), Some(0));
         for second in 1..60 {
@@ -85,12 +85,12 @@ mod tests {
     }
 
     #[test]
-    fn many_that_differ_take_no_more_memory_and_no_more_lines() {
+    fn memory_and_lines_for_different_refusals_are_limited() {
         let (refusals, now) = (Refusals::default(), Instant::now());
         for n in 0..MAX_DISTINCT as u32 {
             assert_eq!(refusals.is_due(key(n), now), Some(0));
         }
-        assert_eq!(refusals.is_due(key(5000), now), Some(0), "one for all that are more");
+        assert_eq!(refusals.is_due(key(5000), now), Some(0), "one line for all above the limit");
         assert_eq!(refusals.is_due(key(5001), now), None);
         assert!(refusals.0.lock().unwrap().len() <= MAX_DISTINCT + 1);
         assert_eq!(refusals.is_due(key(5001), now + REPEAT_INTERVAL), Some(0), "the old ones are forgotten");

@@ -89,12 +89,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_page_s_modules_go_into_one_file() {
+    fn the_modules_of_each_page_go_into_one_file() {
         for page in ["keys", "jobs", "job", "submit", "compare", "datasets", "machines", "queue"] {
             let text = content(&format!("all/{page}.js")).unwrap_or_else(|| panic!("{page}"));
             let text = std::str::from_utf8(&text).unwrap();
             let left = text.lines().find(|l| l.starts_with("import") || l.starts_with("export"));
-            assert_eq!(left, None, "{page}: written in another way than the others");
+            assert_eq!(left, None, "{page}: an import or export was not replaced");
         }
         assert!(content("all/nothing.js").is_none() && content("all/../job.js").is_none());
     }
@@ -105,10 +105,10 @@ mod tests {
         let text = std::str::from_utf8(&text).unwrap();
         assert!(!text.contains("@import"), "a browser would ask for another file");
         let parts: Vec<_> = Assets::iter().filter(|path| path.starts_with("styles/")).collect();
-        assert!(!parts.is_empty(), "they are in a folder of their own");
+        assert!(!parts.is_empty(), "the folder styles/ is empty");
         for path in parts {
             let part = Assets::get(&path).unwrap().data;
-            assert!(text.contains(std::str::from_utf8(&part).unwrap()), "{path} is imported by none");
+            assert!(text.contains(std::str::from_utf8(&part).unwrap()), "{path} is not included");
         }
     }
 }

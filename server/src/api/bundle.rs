@@ -102,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn modules_come_before_their_users_and_once() {
+    fn each_module_occurs_once_before_modules_that_use_it() {
         let source = |path: &str| {
             Some(match path {
                 "keys.js" => "import { one } from \"./a/one.js\";\nexport const keys = one;\n".to_owned(),
@@ -125,6 +125,6 @@ mod tests {
         assert!(text.contains("\nasync function go() {}\nreturn { go };"), "{text}");
         assert!(page("nowhere", &source).is_none());
         let listed = |_: &str| Some("const a = 1;\nexport { a };\n".to_owned());
-        assert!(page("page", &listed).is_none(), "it would lose every name but the first");
+        assert!(page("page", &listed).is_none(), "export lists are not supported");
     }
 }

@@ -68,7 +68,7 @@ async fn ready(store: &dyn Store, config: &ServeConfig, ingress: &Ingress) -> Re
     store.ready().await.map_err(|error| Error::Unavailable(error.to_string()))?;
     let mut folders = vec![config.data_dir.join("jobs")];
     // The database's file may be on another disk.
-    folders.extend(Location::of(config).ok().and_then(|location| location.folder_outside(&config.data_dir)));
+    folders.extend(Location::of(config).ok().and_then(|location| location.other_folder(&config.data_dir)));
     let folders = folders.into_iter().map(|folder| tokio::task::spawn_blocking(move || probe(&folder)));
     for probed in folders.collect::<Vec<_>>() {
         probed.await.map_err(|e| Error::Internal(e.to_string()))??;

@@ -21,7 +21,7 @@ const PERMIT_TIMEOUT: Duration = Duration::from_secs(30);
 ///
 /// # Errors
 /// 503: other requests hold the permits for too long.
-pub(super) async fn turn(limit: u32) -> Result<Option<SemaphorePermit<'static>>> {
+pub(super) async fn permit(limit: u32) -> Result<Option<SemaphorePermit<'static>>> {
     if limit <= SMALL_PAGE {
         return Ok(None);
     }

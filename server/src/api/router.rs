@@ -266,6 +266,7 @@ async fn wrong_method() -> Error {
 }
 
 fn panicked(panic: Box<dyn Any + Send + 'static>) -> Response {
-    let said = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
-    Error::Internal(format!("a handler panicked: {}", said.unwrap_or("?"))).into_response()
+    let message =
+        panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
+    Error::Internal(format!("a handler panicked: {}", message.unwrap_or("?"))).into_response()
 }

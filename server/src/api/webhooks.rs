@@ -3,7 +3,7 @@
 use super::{
     html::{Page as HtmlPage, html, viewer},
     list::{Elements, List, ListParams, list_of},
-    people::pages::in_words,
+    people::pages::form_error,
 };
 use crate::{
     auth::access::Caller,
@@ -365,7 +365,7 @@ async fn page(webhooks: &Webhooks, caller: &Caller, notice: Notice) -> HtmlPage 
         lines.push(views::WebhookLine {
             events: events.collect::<Vec<_>>().join(", "),
             deliveries: deliveries.into_iter().map(line).collect(),
-            form: webhook.form.as_str(),
+            format: webhook.form.as_str(),
             project: webhook.project.unwrap_or_default(),
             enabled: webhook.enabled,
             id: webhook.id,
@@ -376,7 +376,7 @@ async fn page(webhooks: &Webhooks, caller: &Caller, notice: Notice) -> HtmlPage 
     html(
         views::WebhooksPage {
             webhooks: lines,
-            forms: WebhookForm::ALL.map(WebhookForm::as_str).into(),
+            formats: WebhookForm::ALL.map(WebhookForm::as_str).into(),
             events: WebhookEvent::ALL
                 .map(|event| (event.as_str(), WebhookEvent::DEFAULTS.contains(&event)))
                 .into(),
@@ -441,7 +441,7 @@ pub(crate) async fn submit(
         }
         Ok(None) => Ok((subject(&id), Redirect::to("/webhooks")).into_response()),
         Err(error) => {
-            let (status, error) = in_words(error)?;
+            let (status, error) = form_error(error)?;
             let notice = Notice { url: field("url"), error, ..Notice::default() };
             Ok((status, subject(&id), page(&webhooks, &caller, notice).await?).into_response())
         }

@@ -63,7 +63,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_has_an_end_and_keeps_what_is_asked_for() {
+    fn the_cache_is_limited_and_keeps_recently_used_jobs() {
         let owners = JobOwners::default();
         let owned = |owner: &str| Owned { owner: Some(owner.into()), private: true };
         let len = || {
@@ -77,7 +77,7 @@ mod tests {
         assert_eq!(len(), 2 * GENERATION_SIZE);
         assert_eq!(owners.get(&jobs[GENERATION_SIZE]), Some(owned(&GENERATION_SIZE.to_string())));
         assert_eq!(owners.get(&jobs[2 * GENERATION_SIZE]), None);
-        // One more than the limit: the older generation goes, the newer one stays.
+        // Above the limit, the older generation is removed.
         owners.put(&jobs[2 * GENERATION_SIZE], owned("last"));
         assert_eq!(len(), GENERATION_SIZE + 1);
         assert_eq!(owners.get(&jobs[0]), None);

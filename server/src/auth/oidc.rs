@@ -135,8 +135,8 @@ impl Oidc {
             _ => {}
         }
         if let Some(error) = &answer.error {
-            let said = in_words(error, answer.description.as_deref());
-            return Err(OidcError::Declined(format!("{} did not sign you in: {said}", self.name())));
+            let text = in_words(error, answer.description.as_deref());
+            return Err(OidcError::Declined(format!("{} did not sign you in: {text}", self.name())));
         }
         let Some(code) = &answer.code else {
             return refused(format!("{} sent neither a code nor an error.", self.name()));
@@ -218,10 +218,10 @@ fn in_words(error: &str, description: Option<&str>) -> String {
         }
         _ => "",
     };
-    let said = |text: &str| text.chars().filter(|c| !c.is_control()).take(200).collect::<String>();
-    let description = description.map(|text| format!(": {}", said(text))).unwrap_or_default();
+    let cleaned = |text: &str| text.chars().filter(|c| !c.is_control()).take(200).collect::<String>();
+    let description = description.map(|text| format!(": {}", cleaned(text))).unwrap_or_default();
     match known {
-        "" => format!("{}{description}", said(error)),
-        known => format!("{known} ({}{description})", said(error)),
+        "" => format!("{}{description}", cleaned(error)),
+        known => format!("{known} ({}{description})", cleaned(error)),
     }
 }

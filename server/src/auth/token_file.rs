@@ -79,7 +79,7 @@ mod tests {
     use std::os::unix::fs::{PermissionsExt, symlink};
 
     #[test]
-    fn a_token_is_read_from_nothing_but_a_private_file() {
+    fn tokens_are_only_read_from_private_files() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("token");
         assert_eq!(read(&path).unwrap(), None);
@@ -93,14 +93,14 @@ mod tests {
         fs::set_permissions(&path, PermissionsExt::from_mode(0o640)).unwrap();
         assert_eq!(read(&path).unwrap(), None, "a group could read it");
         write(&path, "hunter2").unwrap();
-        assert_eq!(read(&path).unwrap(), None, "a person made it up");
+        assert_eq!(read(&path).unwrap(), None, "it does not have the format of a token");
 
         let elsewhere = dir.path().join("elsewhere");
         write(&elsewhere, &token).unwrap();
         fs::remove_file(&path).unwrap();
         symlink(&elsewhere, &path).unwrap();
-        let said = read(&path).unwrap_err().to_string();
-        assert!(said.contains("symbolic link"), "{said}");
+        let error = read(&path).unwrap_err().to_string();
+        assert!(error.contains("symbolic link"), "{error}");
         fs::remove_file(&path).unwrap();
         fs::create_dir(&path).unwrap();
         assert!(read(&path).unwrap_err().to_string().contains("is not a file"));

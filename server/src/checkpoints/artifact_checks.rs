@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn a_damaged_one_is_set_aside_and_a_whole_one_stays() {
+    fn damaged_checkpoints_are_set_aside() {
         let dir = tempfile::tempdir().unwrap();
         let (folder, aside) = (dir.path().join("1-10"), dir.path().join("damaged-1-10"));
         checkpoint(&folder);
@@ -117,7 +117,7 @@ mod tests {
             ("its state.json is missing", false, |folder| {
                 fs::remove_file(folder.join("state.json")).unwrap()
             }),
-            // As with a bad sector, the kernel answers EIO.
+            // Reading fails with EIO, like for a bad sector.
             ("its state.json cannot be read (Input/output error", false, |folder| {
                 fs::remove_file(folder.join("state.json")).unwrap();
                 std::os::unix::fs::symlink("/proc/self/mem", folder.join("state.json")).unwrap();
@@ -127,12 +127,12 @@ mod tests {
                 fs::write(folder.join(MANIFEST), b"{").unwrap();
             }),
         ];
-        for (how, looks, damage) in damages {
+        for (detail, still_looks_whole, damage) in damages {
             checkpoint(&folder);
             damage(&folder);
-            assert_eq!(looks_whole(&folder), looks, "{how}");
-            let said = set_aside(&folder).unwrap().expect("it is damaged");
-            assert!(said.starts_with(how), "{said}");
+            assert_eq!(looks_whole(&folder), still_looks_whole, "{detail}");
+            let found = set_aside(&folder).unwrap().expect("it is damaged");
+            assert!(found.starts_with(detail), "{found}");
             assert!(!folder.exists() && aside.exists());
         }
     }

@@ -98,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_disk_has_lost_is_damage_and_what_may_pass_is_not() {
+    fn only_errors_of_the_disk_are_media_errors() {
         for (number, is_lost) in [
             // EIO, ENODATA, EBADMSG, EUCLEAN.
             (5, true),

@@ -81,7 +81,7 @@ mod tests {
     use std::fs;
 
     #[tokio::test]
-    async fn a_file_of_other_bytes_is_found_at_any_time() {
+    async fn changed_files_are_always_found() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("model.safetensors");
         fs::write(&path, b"weights").unwrap();
@@ -95,11 +95,11 @@ mod tests {
             Ok(()) => true,
         };
         assert!(is_whole().await && is_whole().await);
-        // In place, by a program that sets the time back.
+        // The content changes but not the modification time.
         let before = fs::metadata(&path).unwrap().modified().unwrap();
         fs::write(&path, b"wEights").unwrap();
         fs::File::options().write(true).open(&path).unwrap().set_modified(before).unwrap();
-        assert!(!is_whole().await && !is_whole().await, "what is damaged is not remembered as whole");
+        assert!(!is_whole().await && !is_whole().await, "damaged files are checked again");
         fs::write(&path, b"weights").unwrap();
         assert!(is_whole().await);
         fs::write(&path, b"weight").unwrap();

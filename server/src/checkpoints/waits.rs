@@ -59,22 +59,26 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_wait_that_is_over_does_not_begin_anew_before_the_job_starts() {
+    fn a_wait_that_has_ended_is_not_repeated_before_the_job_starts() {
         let (waits, job, none) = (CheckpointWaits::default(), JobId::generate(), Duration::ZERO);
         let long = Duration::from_secs(600);
         let newest = ["1-30".to_owned(), "1-20".to_owned()];
         assert_eq!(waits.awaited(&job, &[], long), None);
         assert_eq!(waits.awaited(&job, &newest, long), Some(0));
-        assert_eq!(waits.awaited(&job, &newest, none), None, "for the older one no second wait");
+        assert_eq!(
+            waits.awaited(&job, &newest, none),
+            None,
+            "there is no second wait for the older checkpoint"
+        );
         // The wait continues when the job is checked again, also if its agent was offline meanwhile.
         assert_eq!(waits.awaited(&job, &[], none), None);
         waits.keep(std::slice::from_ref(&job));
         let first = waits.lock()[&job]["1-30"];
         assert_eq!(waits.awaited(&job, &newest, none), None);
         assert_eq!(waits.lock()[&job]["1-30"], first);
-        // What comes of a later attempt is another one.
+        // A checkpoint of a later attempt is waited for again.
         assert_eq!(waits.awaited(&job, &["2-40".to_owned()], long), Some(0));
         waits.keep(&[]);
-        assert!(waits.lock().is_empty(), "what was cancelled is not kept");
+        assert!(waits.lock().is_empty(), "waits of cancelled jobs are removed");
     }
 }

@@ -171,7 +171,7 @@ mod tests {
         assert!(inside("10.0.0.0/8", "10.255.0.1") && !inside("10.0.0.0/8", "11.0.0.1"));
         assert!(inside("10.1.2.3", "10.1.2.3") && !inside("10.1.2.3", "10.1.2.4"));
         assert!(inside("10.1.2.3/31", "10.1.2.2") && inside("128.0.0.0/1", "255.0.0.1"));
-        assert!(inside("10.0.0.0/8", "::ffff:10.0.0.1"), "as a socket of both families reports it");
+        assert!(inside("10.0.0.0/8", "::ffff:10.0.0.1"), "as a dual-stack socket reports it");
         assert!(inside("2001:db8::/32", "2001:db8:1::1") && !inside("2001:db8::/32", "2001:db9::1"));
         assert!(!inside("10.0.0.0/8", "2001:db8::1") && !inside("::1", "127.0.0.1"));
         for text in ["", "10.0.0.0/33", "10.0.0.0/x", "::/129", "0.0.0.0/0", "::/0", "10.0.0/8", "a"] {

@@ -186,7 +186,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_issuer_is_https_or_on_this_machine() {
+    fn issuers_need_https_except_on_this_machine() {
         for good in [
             "https://a.example",
             "https://a.example/realms/x/",
@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn endpoints_of_a_provider_elsewhere_are_https() {
+    fn endpoints_need_https_except_on_this_machine() {
         let allows =
             |issuer: &str, url: &str| issuer.parse::<Issuer>().unwrap().allows(&url.parse().unwrap());
         assert!(allows("https://a.example", "https://b.example/token"));
@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn a_secret_has_a_longest_and_is_not_shown() {
+    fn a_secret_has_a_size_limit_and_is_not_shown() {
         let longest = "a".repeat(MAX_SECRET_BYTES);
         assert_eq!(format!(" {longest}\n").parse::<ClientSecret>().unwrap().expose(), longest);
         assert!(

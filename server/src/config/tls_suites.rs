@@ -146,7 +146,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_suite_is_known_by_each_of_its_names() {
+    fn suites_may_be_given_by_each_of_their_names() {
         for name in [
             "TLS_AES_128_GCM_SHA256",
             "TLS13_AES_128_GCM_SHA256",
@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_suite_is_refused_with_those_that_are_known() {
+    fn unknown_suites_are_refused_with_a_list_of_known_ones() {
         let refused = "TLS_AES_128_GCM_SHA256,RC4-MD5".parse::<TlsSuites>().unwrap_err();
         assert!(refused.contains("RC4-MD5") && refused.contains("TLS_AES_256_GCM_SHA384"), "{refused}");
         assert!(" , ".parse::<TlsSuites>().is_err());

@@ -20,7 +20,8 @@ pub(crate) struct CopyProgress(Mutex<HashMap<(JobId, u32, String), Announced>>);
 struct Announced {
     /// Highest number of tenths that was logged. `None` before the first line.
     tenths: Option<u64>,
-    anew: u32,
+    /// Number of logged restarts.
+    restarts: u32,
 }
 
 /// A line to log.
@@ -29,17 +30,17 @@ pub(crate) enum CopyNotice {
     /// The number of tenths that are copied, 0 to 10.
     Tenths(u64),
     /// The copy starts again.
-    Anew,
+    Restarted,
 }
 
 impl CopyProgress {
     /// The line to log for an agent that has copied `copied` of `total` bytes. `None` if there is no progress. Fewer bytes than before are
-    /// logged only if the agent reports that the copy starts again (`anew`).
-    pub(crate) fn news(
+    /// logged only if the agent reports that the copy starts again (`restarted`).
+    pub(crate) fn notice(
         &self,
         (job, attempt, agent): (&JobId, u32, &str),
         (copied, total): (u64, u64),
-        anew: bool,
+        restarted: bool,
     ) -> Option<CopyNotice> {
         let tenths = copied.saturating_mul(10).checked_div(total).unwrap_or(10).min(10);
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -47,16 +48,16 @@ impl CopyProgress {
         if all.len() >= MAX_REMEMBERED && !all.contains_key(&key) {
             all.clear();
         }
-        let said = all.entry(key).or_default();
-        if anew && said.anew < MAX_RESTARTS_LOGGED {
-            *said = Announced { tenths: Some(tenths), anew: said.anew + 1 };
-            return Some(CopyNotice::Anew);
+        let announced = all.entry(key).or_default();
+        if restarted && announced.restarts < MAX_RESTARTS_LOGGED {
+            *announced = Announced { tenths: Some(tenths), restarts: announced.restarts + 1 };
+            return Some(CopyNotice::Restarted);
         }
-        let is_news = said.tenths.is_none_or(|before| before < tenths);
-        if is_news {
-            said.tenths = Some(tenths);
+        let is_new = announced.tenths.is_none_or(|before| before < tenths);
+        if is_new {
+            announced.tenths = Some(tenths);
         }
-        is_news.then_some(CopyNotice::Tenths(tenths))
+        is_new.then_some(CopyNotice::Tenths(tenths))
     }
 }
 
@@ -65,42 +66,42 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_tenth_is_said_once_by_each_machine() {
+    fn each_tenth_is_reported_once_per_machine() {
         let (progress, job) = (CopyProgress::default(), JobId::generate());
-        let news = |agent: &str, copied| progress.news((&job, 1, agent), (copied, 100), false);
-        assert_eq!(news("a", 0), Some(CopyNotice::Tenths(0)));
-        assert_eq!(news("a", 9), None);
-        assert_eq!(news("b", 9), Some(CopyNotice::Tenths(0)));
-        assert_eq!(news("a", 30), Some(CopyNotice::Tenths(3)));
-        assert_eq!(news("a", 39), None);
-        assert_eq!(news("a", 20), None, "it does not go back");
-        assert_eq!(news("a", 39), None);
-        assert_eq!(news("a", 200), Some(CopyNotice::Tenths(10)));
-        let empty = progress.news((&job, 2, "a"), (0, 0), false);
+        let notice = |agent: &str, copied| progress.notice((&job, 1, agent), (copied, 100), false);
+        assert_eq!(notice("a", 0), Some(CopyNotice::Tenths(0)));
+        assert_eq!(notice("a", 9), None);
+        assert_eq!(notice("b", 9), Some(CopyNotice::Tenths(0)));
+        assert_eq!(notice("a", 30), Some(CopyNotice::Tenths(3)));
+        assert_eq!(notice("a", 39), None);
+        assert_eq!(notice("a", 20), None, "progress does not go back");
+        assert_eq!(notice("a", 39), None);
+        assert_eq!(notice("a", 200), Some(CopyNotice::Tenths(10)));
+        let empty = progress.notice((&job, 2, "a"), (0, 0), false);
         assert_eq!(empty, Some(CopyNotice::Tenths(10)), "a dataset without bytes");
     }
 
     #[test]
-    fn so_many_copies_are_remembered_and_then_all_are_forgotten() {
+    fn all_copies_are_forgotten_above_the_limit() {
         let (progress, job) = (CopyProgress::default(), JobId::generate());
-        let news = |agent: usize| progress.news((&job, 1, &agent.to_string()), (10, 100), false);
+        let notice = |agent: usize| progress.notice((&job, 1, &agent.to_string()), (10, 100), false);
         for agent in 0..MAX_REMEMBERED {
-            assert_eq!(news(agent), Some(CopyNotice::Tenths(1)));
+            assert_eq!(notice(agent), Some(CopyNotice::Tenths(1)));
         }
-        assert_eq!(news(0), None, "it was said");
-        assert_eq!(news(MAX_REMEMBERED), Some(CopyNotice::Tenths(1)), "one more");
+        assert_eq!(notice(0), None, "it was reported");
+        assert_eq!(notice(MAX_REMEMBERED), Some(CopyNotice::Tenths(1)), "above the limit");
         assert_eq!(progress.0.lock().unwrap().len(), 1);
     }
 
     #[test]
-    fn a_copy_that_begins_anew_is_said_a_limited_number_of_times() {
+    fn restarts_of_a_copy_are_reported_a_limited_number_of_times() {
         let (progress, job) = (CopyProgress::default(), JobId::generate());
-        let news = |copied, anew| progress.news((&job, 1, "a"), (copied, 100), anew);
-        assert_eq!(news(70, false), Some(CopyNotice::Tenths(7)));
+        let notice = |copied, restarted| progress.notice((&job, 1, "a"), (copied, 100), restarted);
+        assert_eq!(notice(70, false), Some(CopyNotice::Tenths(7)));
         for _ in 0..MAX_RESTARTS_LOGGED {
-            assert_eq!(news(0, true), Some(CopyNotice::Anew));
-            assert_eq!(news(10, false), Some(CopyNotice::Tenths(1)));
+            assert_eq!(notice(0, true), Some(CopyNotice::Restarted));
+            assert_eq!(notice(10, false), Some(CopyNotice::Tenths(1)));
         }
-        assert_eq!(news(0, true), None, "one more");
+        assert_eq!(notice(0, true), None, "above the limit");
     }
 }

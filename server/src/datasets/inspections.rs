@@ -72,7 +72,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_inspection_that_broke_off_is_forgotten_and_one_that_continues_is_not() {
+    fn only_inspections_that_were_interrupted_are_forgotten() {
         let inspections = Inspections::default();
         let (sender, outcome) = watch::channel(None);
         let inspection = Inspection { number: 1, agent: Arc::default(), outcome };

@@ -86,7 +86,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn a_torn_note_is_replaced_and_a_whole_one_refuses_other_data() {
+    fn damaged_notes_are_replaced_and_valid_ones_refuse_other_data() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join(NOTE);
         let print = |pictures: u64| json!({"pictures": pictures, "picture_bytes": 100, "sha256": "ab"});
@@ -103,9 +103,9 @@ mod tests {
         assert_eq!(other.as_deref(), Some("a has 4 pictures of 0 MB, or other content"));
     }
 
-    /// A disk that is full is the target of a link here.
+    /// The note is written to /dev/full, like to a full disk.
     #[test]
-    fn a_note_that_cannot_be_written_leaves_nothing_behind() {
+    fn a_note_that_cannot_be_written_leaves_no_files() {
         let dir = tempfile::tempdir().unwrap();
         std::os::unix::fs::symlink("/dev/full", dir.path().join("dataset.new")).unwrap();
         let error = keep_dataset_note(dir.path(), json!({"files": 4}), "a").unwrap_err();

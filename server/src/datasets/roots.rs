@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_in_braces_leads_nowhere_else() {
+    async fn patterns_with_parent_folders_are_refused() {
         let roots = roots(&[Path::new("/data")], "0.0.0.0:7070");
         for path in ["/data/{a/b,.}/../../secret/x.tar", "/data/{a,b}/../../secret/x.tar"] {
             assert!(roots.check_asked(path, &Caller::anybody()).await.unwrap_err().contains(".."), "{path}");
@@ -301,12 +301,12 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn links_are_followed_as_far_as_the_system_follows_them() {
+    async fn as_many_links_are_followed_as_the_system_follows() {
         let dir = tempfile::tempdir().unwrap();
         let at = |name: String| dir.path().join(name);
         std::fs::create_dir_all(at("root".into())).unwrap();
         std::fs::create_dir_all(at("outside".into())).unwrap();
-        // From `n` it takes so many links to `outside`.
+        // `n` leads to `outside` through `n` links.
         symlink(at("outside".into()), at("root/1".into())).unwrap();
         for n in 2..=MAX_LINKS + 1 {
             symlink(at(format!("root/{}", n - 1)), at(format!("root/{n}"))).unwrap();
@@ -318,7 +318,7 @@ mod tests {
         let why = may(MAX_LINKS).await.expect_err("it leads outside");
         assert!(why.contains("--dataset-root"), "{why}");
         assert!(std::fs::read_dir(at(format!("root/{MAX_LINKS}"))).is_ok());
-        // One more is not followed here, and nobody can open it.
+        // A path with one more link is not followed here, and the system cannot open it.
         assert!(
             may(MAX_LINKS + 1).await.is_ok()
                 && std::fs::read_dir(at(format!("root/{}", MAX_LINKS + 1))).is_err()
@@ -326,7 +326,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_path_is_below_a_root_by_whole_names_and_after_its_links() {
+    async fn paths_are_compared_with_roots_after_resolving_links() {
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name);
         for folder in ["root/set", "root-other/set", "outside", "real"] {
@@ -361,14 +361,14 @@ mod tests {
             assert!(why.contains(at("root").to_str().unwrap()) && why.contains("--dataset-root"), "{why}");
         }
         assert!(may("/".into()).await.is_err() && may("/etc".into()).await.is_err());
-        // What the machine with the files says, of which this one knows nothing.
+        // Paths reported by the machine with the files, which may not exist on this one.
         assert_eq!(some.check_found(at("real/x").to_str().unwrap()), Ok(()));
         assert!(some.check_found(at("outside").to_str().unwrap()).is_err());
         assert!(some.check_found(at("root/../outside").to_str().unwrap()).is_err());
     }
 
     #[tokio::test]
-    async fn a_refusal_does_not_tell_what_there_is_outside_the_roots() {
+    async fn refusals_do_not_reveal_which_files_exist_outside_the_roots() {
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
         std::fs::create_dir_all(at("root")).unwrap();
@@ -390,7 +390,7 @@ mod tests {
             assert_eq!(folder.map_err(same), some.check_asked(&at("missing"), &anybody).await);
         }
         assert!(some.check_weights(&at("root/link"), &anybody).await.is_err(), "it leads outside");
-        // A link below a root is refused in the same words, whether there is something at its end or not.
+        // A link below a root is refused with the same message, whether its target exists or not.
         symlink(at("missing"), at("root/dangling")).unwrap();
         let link = some.check_asked(&at("root/link"), &anybody).await.unwrap_err();
         let dangling = some.check_asked(&at("root/dangling"), &anybody).await.unwrap_err();
@@ -398,7 +398,7 @@ mod tests {
         let link = some.check_weights(&at("root/link"), &anybody).await.unwrap_err();
         let dangling = some.check_weights(&at("root/dangling"), &anybody).await.unwrap_err();
         assert_eq!(link.replace(&at("root/link"), &at("root/dangling")), dangling);
-        // One that leads to itself ends, too.
+        // A link to itself does not cause an endless loop.
         symlink(at("root/loop"), at("root/loop")).unwrap();
         assert_eq!(resolved(Path::new(&at("root/loop"))), resolved(Path::new(&at("root"))).join("loop"));
         assert_eq!(some.check_weights(&at("root/w.safetensors"), &anybody).await, Ok(()));

@@ -392,10 +392,10 @@ mod tests {
         let (first, rest) = bytes.split_at(bytes.len() / 2);
         upload.write(0, first).unwrap();
         upload.write(first.len() as u64, rest).unwrap();
-        // A piece whose answer was lost.
+        // A part that is sent again because its response was lost.
         upload.write(first.len() as u64, rest).unwrap();
         assert!(
-            matches!(upload.write(1 << 20, rest), Err(Refused::Offset(there)) if there == bytes.len() as u64)
+            matches!(upload.write(1 << 20, rest), Err(Refused::Offset(received)) if received == bytes.len() as u64)
         );
         upload
     }
@@ -405,7 +405,7 @@ mod tests {
     }
 
     #[test]
-    fn classes_are_unpacked_without_a_folder_around_them_and_without_additions() {
+    fn enclosing_folders_and_system_files_are_not_unpacked() {
         for (names, expected) in [
             (&["a/1.png", "b/2.png"][..], ["a/1.png", "b/2.png"]),
             (&["x/y/a/1.png", "__MACOSX/x/._1.png", "x/.DS_Store", "x/y/b/2.png"], ["a/1.png", "b/2.png"]),
@@ -416,7 +416,7 @@ mod tests {
             let upload = upload(dir.path(), names);
             let now = Instant::now();
             let unpack = || upload.unpack(now).map(|unpacked| (unpacked.files, unpacked.total)).unwrap();
-            assert_eq!(unpack(), (1, 2), "one at least");
+            assert_eq!(unpack(), (1, 2), "at least one file in each call");
             assert_eq!(unpack(), (2, 2));
             let pictures = upload.pictures().unwrap();
             for file in expected {
@@ -428,8 +428,8 @@ mod tests {
     }
 
     #[test]
-    fn what_leads_out_or_is_no_file_is_refused() {
-        for (names, words) in [
+    fn unsafe_paths_and_links_are_refused() {
+        for (names, expected) in [
             (&["a/1.png", "../b/2.png"][..], "leads out"),
             (&["/etc/x"], "leads out"),
             (&["."], "leads out"),
@@ -446,13 +446,16 @@ mod tests {
             let dir = tempfile::tempdir().unwrap();
             let upload = upload(dir.path(), names);
             let refused = upload.unpack(later()).unwrap_err();
-            assert!(matches!(&refused, Refused::Wrong(why) if why.contains(words)), "{names:?}: {refused:?}");
-            assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "nothing lies beside it");
+            assert!(
+                matches!(&refused, Refused::Wrong(why) if why.contains(expected)),
+                "{names:?}: {refused:?}"
+            );
+            assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "no other files are left");
         }
     }
 
     #[test]
-    fn a_damaged_file_is_refused_and_not_kept() {
+    fn damaged_files_are_refused_and_removed() {
         let dir = tempfile::tempdir().unwrap();
         let upload = upload(dir.path(), &["a/1.png", "b/2.png"]);
         let archive = upload.0.join(ARCHIVE);
@@ -469,19 +472,19 @@ mod tests {
     }
 
     #[test]
-    fn an_upload_that_nobody_continues_is_removed_unless_it_is_a_dataset() {
+    fn unfinished_uploads_are_removed_but_datasets_stay() {
         let dir = tempfile::tempdir().unwrap();
         let upload = upload(dir.path(), &["a/1.png"]);
         sweep(dir.path(), &[]);
-        assert!(upload.0.exists(), "it is new");
+        assert!(upload.0.exists(), "it is recent");
         let age = |file: File| file.set_modified(std::time::SystemTime::now() - 2 * UNFINISHED_LIFE).unwrap();
         age(File::options().write(true).open(upload.0.join(ARCHIVE)).unwrap());
         let path = upload.pictures().unwrap().to_string_lossy().into_owned();
         sweep(dir.path(), &[path]);
-        assert!(upload.pictures().is_ok() && !upload.0.join(ARCHIVE).exists(), "its pictures are enough");
+        assert!(upload.pictures().is_ok() && !upload.0.join(ARCHIVE).exists(), "only the archive is removed");
         // The dataset was removed.
         sweep(dir.path(), &[]);
-        assert!(upload.0.exists(), "it was changed just now");
+        assert!(upload.0.exists(), "it has just changed");
         age(File::open(&upload.0).unwrap());
         sweep(dir.path(), &[]);
         assert!(!upload.0.exists());

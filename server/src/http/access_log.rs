@@ -196,7 +196,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     #[test]
-    fn values_of_a_query_are_not_logged() {
+    fn values_of_query_parameters_are_not_logged() {
         for (uri, logged) in [
             ("/api/v1/jobs", "/api/v1/jobs"),
             ("/api/v1/jobs?limit=20&token=secret&", "/api/v1/jobs?limit&token"),
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_file_becomes_the_older_one_and_is_nobody_elses() {
+    fn a_full_file_is_renamed_and_files_are_private() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("access.log");
         fs::write(&path, "").unwrap();
@@ -221,7 +221,7 @@ mod tests {
         }
         out.flush().unwrap();
         let read = |path: &Path| fs::read_to_string(path).unwrap();
-        // At the limit it is full, one byte past it there is a new one.
+        // A file is full at the limit; the next line goes to a new file.
         assert_eq!((read(&older(&path)), read(&path)), ("first line\nsecond\n".into(), "third\n".into()));
         for path in [&path, &older(&path)] {
             assert_eq!(path.metadata().unwrap().permissions().mode() & 0o777, 0o600);

@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn one_range_of_bytes_counts_and_anything_else_is_ignored() {
+    fn only_a_single_byte_range_is_used() {
         let huge = "9".repeat(23);
         for (value, kept) in [
             ("bytes=0-1", Some("bytes=0-1")),

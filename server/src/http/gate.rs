@@ -331,7 +331,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_cookie_is_found_among_others_by_its_whole_name() {
+    fn cookies_are_found_by_their_whole_name() {
         let mut headers = HeaderMap::new();
         headers.append("cookie", "a=1; lockstep_70=no; lockstep_7070=yes; b=2".parse().unwrap());
         headers.append("cookie", "xlockstep_7071=no;lockstep_7071=too".parse().unwrap());
@@ -341,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn the_way_back_is_one_parameter() {
+    fn the_return_path_is_encoded_as_one_parameter() {
         assert_eq!(login_address("/"), "/login");
         assert_eq!(login_address("/jobs?name=a&b"), "/login?next=/jobs%3Fname%3Da%26b");
     }

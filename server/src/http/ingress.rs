@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn only_names_of_this_machine_are_hosts() {
+    fn only_names_of_this_machine_are_accepted_as_hosts() {
         let ingress = ingress(|_| {});
         let peer = peer(&ingress, "127.0.0.1", &[]);
         for host in
@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_names_what_the_server_answers_to() {
+    fn refusals_list_the_accepted_names() {
         let plain = ingress(|_| {});
         let reached = peer(&plain, "203.0.113.9", &[]);
         assert_eq!(plain.names_in_words(&reached), "192.0.2.1, 127.0.0.1, [::1] and localhost");
@@ -293,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn the_public_urls_host_is_one_with_any_port_and_its_origin_exactly() {
+    fn the_host_of_the_public_url_may_have_any_port_but_origins_must_match() {
         let ingress = ingress(|c| c.public_url = Some("https://lockstep.example.org".parse().unwrap()));
         let peer = peer(&ingress, "127.0.0.1", &[("x-forwarded-proto", "https")]);
         assert!(
@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn the_right_most_address_that_is_no_proxy_is_the_client() {
+    fn the_last_address_that_is_not_a_proxy_is_the_client() {
         let ingress = ingress(|_| {});
         let client = |from: &str, lines: &[&str]| {
             let headers: Vec<_> = lines.iter().map(|line| ("x-forwarded-for", *line)).collect();
@@ -325,7 +325,7 @@ mod tests {
         assert_eq!(client("10.0.0.1", &["1.1.1.1, nonsense, 10.2.2.2"]), "10.2.2.2");
         assert_eq!(client("10.0.0.1", &["10.3.3.3, 10.2.2.2"]), "10.3.3.3");
         assert_eq!(client("10.0.0.1", &[]), "10.0.0.1");
-        // Nobody else is believed.
+        // Headers of other addresses are ignored.
         assert_eq!(client("203.0.113.9", &["127.0.0.1"]), "203.0.113.9");
         let stranger = peer(
             &ingress,
@@ -336,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_in_clear_come_by_the_proxy_where_one_terminates_tls() {
+    fn unencrypted_requests_must_come_from_the_proxy() {
         let listens = |c: &mut ServeConfig| c.listen = "0.0.0.0:7070".parse().unwrap();
         let behind = ingress(listens);
         assert!(behind.bypassed_proxy(&peer(&behind, "203.0.113.9", &[])));

@@ -379,7 +379,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn descriptors_are_shared_with_the_rest_of_the_server() {
+    fn connections_use_only_a_part_of_the_descriptors() {
         for (descriptors, connections) in
             [(Some(0), 8), (Some(64), 10), (Some(1024), 490), (Some(1 << 20), 8192), (None, 8192)]
         {

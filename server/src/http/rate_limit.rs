@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn a_burst_then_the_rate_and_others_are_not_touched() {
+    fn each_client_may_send_a_burst_and_then_at_the_rate() {
         let clock = FakeRelativeClock::default();
         let limit = RateLimiter::<IpAddr, _>::with_clock(2, clock.clone());
         for n in 0..20 {
@@ -96,7 +96,7 @@ mod tests {
         assert_eq!(limit.take(&v4(1)), Err(1));
         clock.advance(Duration::from_millis(2));
         assert_eq!(limit.take(&v4(1)), Ok(()));
-        // However long it was silent, it has one burst.
+        // Also after a long pause, only one burst is allowed.
         clock.advance(Duration::from_secs(3600));
         assert_eq!((0..30).filter(|_| limit.take(&v4(1)).is_ok()).count(), 20);
         let none = RateLimiter::<IpAddr>::new(0);
@@ -104,16 +104,16 @@ mod tests {
     }
 
     #[test]
-    fn the_client_that_was_silent_longest_makes_room_for_one_more() {
+    fn the_client_with_the_oldest_request_is_forgotten_first() {
         let limit = RateLimiter::<String, _>::with_clock(1, FakeRelativeClock::default());
         let takes = |key: &str| (0..20).filter(|_| limit.take(key).is_ok()).count();
         assert_eq!((takes("first"), takes("second")), (10, 10));
         for n in 2..MAX_KEYS {
             assert_eq!(limit.take(n.to_string().as_str()), Ok(()));
         }
-        assert_eq!(limit.take("first"), Err(1), "as many as there may be are known");
+        assert_eq!(limit.take("first"), Err(1), "it is remembered at the limit");
         assert_eq!(limit.take("one more"), Ok(()));
         assert_eq!(limit.buckets.lock().unwrap().len(), MAX_KEYS);
-        assert_eq!((takes("first"), takes("second")), (0, 10), "the second was silent longest");
+        assert_eq!((takes("first"), takes("second")), (0, 10), "the second was forgotten");
     }
 }

@@ -90,7 +90,7 @@ mod tests {
     use std::{io, sync::atomic::AtomicUsize};
 
     #[tokio::test]
-    async fn of_a_body_that_is_too_large_256_mib_are_read_and_one_part_more() {
+    async fn reading_a_body_that_is_too_large_stops_after_256_mib() {
         let read = async |bytes: usize| {
             let taken = Arc::new(AtomicUsize::new(0));
             let part = Bytes::from_static(&[0; 1 << 20]);

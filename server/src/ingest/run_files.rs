@@ -256,7 +256,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn paths_of_files_stay_in_the_folder_of_the_run() {
+    fn paths_out_of_the_folder_of_the_run_are_refused() {
         let files = RunFiles::of("/jobs/j1".into());
         for path in ["a", "a/b.c", "a b/ü.json", "..a/b..", ".hidden"] {
             assert_eq!(files.place(path).unwrap(), Path::new("/jobs/j1/files").join(path));
@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_not_whole_does_not_replace_another() {
+    fn incomplete_files_do_not_replace_others() {
         let dir = tempfile::tempdir().unwrap();
         let files = RunFiles::of(dir.path().join("j1"));
         let put = |content: &str, size_bytes| {
@@ -282,7 +282,7 @@ mod tests {
         put("whole", 5).unwrap();
         assert!(matches!(put("who", 5), Err(Refused::Io(_))));
         assert_eq!(fs::read_to_string(files.place("a").unwrap()).unwrap(), "whole");
-        // As after a crash.
+        // A crash left an incomplete file.
         let left = dir.path().join("j1").join(INCOMING);
         fs::write(left.join("part"), "x").unwrap();
         clear_incoming(dir.path());

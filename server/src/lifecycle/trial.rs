@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn a_person_resumes_a_trial_between_rungs_and_only_the_sweep_at_a_rung() {
+    fn users_resume_trials_between_rungs_and_only_the_sweep_at_a_rung() {
         let (mut row, at) = (trial(), Timestamp::UNIX_EPOCH);
         row.progress.pause_after = Some(1);
         pause(&mut row, at).unwrap();
@@ -96,8 +96,8 @@ mod tests {
         row.job.state = JobState::Running;
         reached(&mut row, at).unwrap();
         let waiting = row.clone();
-        let said = resume(&mut row, at).unwrap_err().detail;
-        assert!(said.contains("`lockstep sweep resume sweep-1`"), "{said}");
+        let detail = resume(&mut row, at).unwrap_err().detail;
+        assert!(detail.contains("`lockstep sweep resume sweep-1`"), "{detail}");
         assert_eq!(row, waiting);
         promote(&mut row, Some(3), at).unwrap();
         assert_eq!((row.job.state, row.progress.pause_after), (JobState::Queued, Some(3)));

@@ -167,7 +167,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_plan_reads_few_buckets_and_gives_no_more_than_asked_for() {
+    fn a_plan_reads_few_buckets_and_returns_at_most_the_requested_points() {
         for (first, last, points) in [
             (1, 9, 9),
             (1, 1_000_000, 1000),

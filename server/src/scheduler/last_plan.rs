@@ -109,7 +109,7 @@ mod tests {
         replace(&[kept("a", 1)]);
         replace(&[kept("a", 2), kept("b", 2)]);
         assert_eq!(last.reservations(), [kept("a", 1), kept("b", 2)]);
-        // It was away for one plan.
+        // One plan does not have it.
         replace(&[kept("b", 3)]);
         replace(&[kept("a", 4)]);
         assert_eq!(last.reservations(), [kept("a", 4)]);

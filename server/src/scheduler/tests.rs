@@ -14,7 +14,7 @@ use std::{cmp::Reverse, sync::LazyLock};
 
 const CASES: u64 = 500;
 
-/// Random numbers that follow from a seed (SplitMix64).
+/// A random number generator with a seed (SplitMix64).
 struct Random(u64);
 
 impl Random {
@@ -40,7 +40,7 @@ fn at(second: u32) -> Timestamp {
     Timestamp::from_second(second.into()).unwrap()
 }
 
-/// Reading one from JSON takes longer than most plans.
+/// A job that tests copy, since parsing one from JSON takes longer than making most plans.
 static JOB: LazyLock<JobRow> = LazyLock::new(|| {
     let job = json!({"id": JobId::generate(), "name": "a job", "state": "queued", "spec": JobSpec::default(), "attempt": 0,
         "ranks": 1, "agents": [], "step": 0, "epoch": 0, "total_steps": 0, "steps_per_epoch": 0, "created_at": at(0), "last": {},
@@ -140,7 +140,7 @@ fn random_agent(random: &mut Random, name: &str, waiting: &[JobRow]) -> AgentSta
     agent
 }
 
-/// A random snapshot, and its plan once everything is known about checkpoints.
+/// A random snapshot, and its plan after every question about checkpoints has been answered.
 fn random_case(seed: u64) -> (Snapshot, Plan) {
     let mut random = Random(seed);
     let mut waiting: Vec<_> = (0..random.below(12)).map(|_| random_job(&mut random)).collect();
@@ -157,7 +157,7 @@ fn random_case(seed: u64) -> (Snapshot, Plan) {
             Yielding { by, ends, slots: Vec::new() }
         })
         .collect();
-    yielding.sort_by_key(|of| of.by.priority);
+    yielding.sort_by_key(|yielding| yielding.by.priority);
     for agent in &mut agents {
         for slot in &agent.row.slots {
             if random.is_in(50) {
@@ -186,7 +186,7 @@ fn random_case(seed: u64) -> (Snapshot, Plan) {
             let wait =
                 random.is_in(40).then(|| Wait { why: Reason::from(why).into(), is_kept: random.is_in(50) });
             let known = snapshot.checkpoints.insert((row.job.id.clone(), reader), wait);
-            assert!(known.is_none(), "seed {seed}: what is known is not asked again");
+            assert!(known.is_none(), "seed {seed}: nothing is asked twice");
         }
     }
 }
@@ -196,7 +196,7 @@ fn slots_of(start: &Start) -> impl Iterator<Item = (&AgentState, u32)> {
 }
 
 #[test]
-fn no_slot_is_given_twice_and_each_job_starts_whole() {
+fn no_slot_is_used_twice_and_each_job_gets_all_its_slots() {
     for seed in 0..CASES {
         let (snapshot, plan) = random_case(seed);
         let mut given = HashSet::new();
@@ -249,21 +249,21 @@ fn no_slot_is_given_twice_and_each_job_starts_whole() {
 }
 
 #[test]
-fn only_lower_preemptible_jobs_end_and_each_of_them_for_one_job() {
+fn only_preemptible_jobs_of_lower_priority_are_stopped_each_for_one_job() {
     let mut preempted = 0;
     for seed in 0..CASES {
         let (snapshot, plan) = random_case(seed);
         let mut victims = HashSet::new();
         for Preemption { row, victims: of_job, .. } in &plan.preemptions {
             for victim in of_job {
-                let running = snapshot.yielding.iter().find(|of| of.by.job == *victim).unwrap();
+                let running = snapshot.yielding.iter().find(|yielding| yielding.by.job == *victim).unwrap();
                 assert!(running.by.preemptible && !running.ends, "seed {seed}");
                 assert!(running.by.priority < row.job.spec.priority, "seed {seed}");
                 assert!(victims.insert(victim), "seed {seed}");
             }
             let kept = plan.reservations.iter().filter(|kept| kept.job == row.job.id);
             let kept: usize = kept.map(|kept| kept.free.len() + kept.ending.len()).sum();
-            assert_eq!(kept, row.job.ranks as usize, "seed {seed}: as many as it waits for");
+            assert_eq!(kept, row.job.ranks as usize, "seed {seed}: a slot for each rank");
         }
         preempted += victims.len();
     }
@@ -271,8 +271,8 @@ fn only_lower_preemptible_jobs_end_and_each_of_them_for_one_job() {
 }
 
 #[test]
-fn jobs_of_lower_priority_change_nothing_for_those_above() {
-    let shown = |plan: &Plan, least: i32| {
+fn jobs_of_lower_priority_do_not_change_the_plan_of_higher_ones() {
+    let part = |plan: &Plan, least: i32| {
         let starts = plan.starts.iter().filter(|start| start.row.job.spec.priority >= least);
         let slots =
             |start: &Start| slots_of(start).map(|(a, slot)| (a.row.id.clone(), slot)).collect::<Vec<_>>();
@@ -287,7 +287,7 @@ fn jobs_of_lower_priority_change_nothing_for_those_above() {
         let (mut snapshot, whole) = random_case(seed);
         for least in [1, 2] {
             snapshot.waiting.retain(|row| row.job.spec.priority >= least);
-            assert_eq!(shown(&plan(&snapshot), least), shown(&whole, least), "seed {seed}");
+            assert_eq!(part(&plan(&snapshot), least), part(&whole, least), "seed {seed}");
         }
     }
 }
@@ -309,7 +309,7 @@ fn the_share_with_the_fewest_slots_gets_the_next_one() {
         for start in &plan.starts {
             let of = |share: &str| in_use[share];
             let fewest = left.iter().map(|row| of(&row.job.project)).min().unwrap();
-            // The oldest of those with the fewest slots.
+            // The oldest job of the shares with the fewest slots.
             let next = left.iter().position(|row| of(&row.job.project) == fewest).unwrap();
             let next = left.remove(next);
             assert_eq!(start.row.job.id, next.job.id, "seed {seed}");
@@ -319,7 +319,7 @@ fn the_share_with_the_fewest_slots_gets_the_next_one() {
     }
 }
 
-/// Whether a job would start if nothing else waited and these were the agents.
+/// Whether a job would start on these agents if no other job waited.
 fn would_start(row: &JobRow, agents: Vec<AgentState>) -> bool {
     let mut row = row.clone();
     (row.job.state, row.job.attempt) = (JobState::Queued, 0);
@@ -343,7 +343,7 @@ fn every_job_that_waits_has_a_true_reason() {
                 row,
                 agents().map(|agent| AgentState { in_use: HashSet::new(), ..agent }).collect(),
             );
-            // What the plan leaves to this job.
+            // The agents with the slots that the plan leaves to this job.
             let left = agents().map(|mut agent| {
                 let id = agent.row.id.clone();
                 let given = plan.starts.iter().flat_map(slots_of).filter(|(of, _)| of.row.id == id);
@@ -387,8 +387,9 @@ fn no_job_starves_while_smaller_ones_keep_coming() {
         let mut random = Random(seed);
         let mut agents: Vec<_> = ["a", "b", "c"].map(|name| agent(name, &["cpu"; 4], |_| {})).into();
         let mut waiting: Vec<JobRow> = Vec::new();
-        // When each job was submitted; when running jobs end, with their slots.
+        // The time when each job was submitted.
         let mut submitted = HashMap::new();
+        // The slots of running jobs: end of the job, agent, slot.
         let mut running: Vec<(u32, String, u32)> = Vec::new();
         for now in 0..400 {
             running.retain(|(end, ..)| *end > now);
@@ -411,7 +412,7 @@ fn no_job_starves_while_smaller_ones_keep_coming() {
             }
             for row in &waiting {
                 let waited = now - submitted[&row.job.id];
-                // The seven jobs before it and itself, each at the head of the queue for as long as the longest job runs.
+                // It and the seven jobs before it are each first in the queue for at most as long as the longest job runs.
                 assert!(waited <= 8 * 8, "seed {seed}: {} ranks have waited for {waited}", row.job.ranks);
             }
         }
@@ -426,9 +427,9 @@ fn every_job_that_fits_the_cluster_starts_once_running_jobs_end() {
         waiting.sort_by_key(|row| Reverse(row.job.spec.priority));
         let idle = ["a", "b", "c"].map(|name| random_agent(&mut random, name, &waiting));
         let mut snapshot = snapshot(Vec::new(), waiting);
-        // When running jobs end, with their slots.
+        // The slots of running jobs: end of the job, agent, slot.
         let mut running: Vec<(u32, String, u32)> = Vec::new();
-        // At most 11 jobs, each for at most two plans, and as many again to spare.
+        // At most 11 jobs, each running for at most two rounds, and the same number of rounds to spare.
         for now in 0..44 {
             running.retain(|(end, ..)| *end > now);
             snapshot.now = at(2000 + 60 * now);

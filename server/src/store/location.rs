@@ -44,8 +44,8 @@ impl Location {
         }
     }
 
-    /// The folder of the database's file, if it is outside the data directory.
-    pub(crate) fn folder_outside(&self, data_dir: &Path) -> Option<PathBuf> {
+    /// The folder of the database's file, if it is not the data directory.
+    pub(crate) fn other_folder(&self, data_dir: &Path) -> Option<PathBuf> {
         let Self::Sqlite(path) = self else { return None };
         let folder = path.canonicalize().ok()?.parent()?.to_owned();
         (folder != data_dir).then_some(folder)

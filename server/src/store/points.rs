@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read_again_and_a_point_takes_five_bytes() {
+    fn points_are_decoded_and_take_about_five_bytes() {
         let columns = [
             column("loss", &[1, 2, 300]),
             column("accuracy", &[1, 2, 300]),
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn a_metric_keeps_its_place() {
+    fn the_numbers_of_metrics_do_not_change() {
         // Rows name metrics by these numbers: new ones go to the end.
         assert_eq!(
             &NAMES[..25],

@@ -81,7 +81,7 @@ pub(super) fn to_u32(value: i64) -> u32 {
 
 /// Removes NUL characters, which Postgres does not accept in text. With NUL, a request would fail with an error of the database, and a
 /// report would be retried forever.
-pub(super) fn plain(text: &str) -> Cow<'_, str> {
+pub(super) fn strip_nul(text: &str) -> Cow<'_, str> {
     if text.contains('\0') { text.replace('\0', "").into() } else { text.into() }
 }
 

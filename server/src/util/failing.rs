@@ -39,6 +39,6 @@ mod tests {
             ["full", "full", "full", "away", "full"].map(|error| failing.is_new(&error)).into();
         assert_eq!(logged, [true, false, false, true, true]);
         assert_eq!((failing.ended(), failing.ended()), (Some(5), None));
-        assert!(failing.is_new(&"full"), "it is back");
+        assert!(failing.is_new(&"full"), "a new failure is logged again");
     }
 }

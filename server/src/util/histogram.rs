@@ -51,7 +51,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_bucket_has_all_that_is_at_or_below_its_bound() {
+    fn a_bucket_counts_values_up_to_its_bound() {
         let histogram = Histogram::default();
         for millis in [0, 1, 2, 60_000, 60_001] {
             histogram.observe(Duration::from_millis(millis));

@@ -130,7 +130,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_other_accounts_can_change_is_named() {
+    fn files_that_other_accounts_can_change_are_reported() {
         for (mode, owner, wanted) in [
             (0o700, 1000, &[][..]),
             (0o755, 0, &[]),

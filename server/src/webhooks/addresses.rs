@@ -95,7 +95,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_addresses_of_the_internet_are_public() {
+    fn private_and_reserved_addresses_are_not_public() {
         for address in ["1.1.1.1", "100.63.0.1", "172.32.0.1", "2606:4700::1111", "::ffff:8.8.8.8"] {
             assert!(is_public(address.parse().unwrap()), "{address}");
         }
@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_of_any_spelling_are_addresses() {
+    fn private_addresses_in_unusual_forms_are_refused() {
         for url in [
             "http://127.0.0.1:7070/x",
             "http://127.1/",
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_name_of_this_machine_is_not_resolved() {
+    async fn names_of_this_machine_are_not_resolved() {
         let refused = PublicResolver.resolve("localhost".parse().unwrap()).await.err().unwrap();
         assert!(refused.to_string().contains("localhost belongs to this machine"), "{refused}");
     }

@@ -172,7 +172,7 @@ fn email(text: Text) -> Body {
 mod tests {
     use super::*;
 
-    fn made(form: WebhookForm, name: &str, reason: Value, url: &str) -> (Value, String) {
+    fn message(form: WebhookForm, name: &str, reason: Value, url: &str) -> (Value, String) {
         let payload = json!({"type": "job.failed", "data": {"name": name, "reason": reason, "url": "https://l.example/jobs/j1"}});
         let mut url = Url::parse(url).unwrap();
         let body: Value = match body(form, payload, &mut url) {
@@ -183,9 +183,9 @@ mod tests {
     }
 
     #[test]
-    fn names_are_no_markup_in_any_form() {
+    fn names_are_escaped_in_all_formats() {
         let name = "<!everyone> [a](http://evil.example) *b* @everyone";
-        let of = |form| made(form, name, json!("rank 1 was killed"), "https://chat.example/hook").0;
+        let of = |form| message(form, name, json!("rank 1 was killed"), "https://chat.example/hook").0;
         let slack = of(WebhookForm::Slack);
         assert_eq!(slack["text"], format!("{} has failed", name.replace('<', "&lt;").replace('>', "&gt;")));
         assert_eq!(
@@ -211,21 +211,22 @@ mod tests {
     #[test]
     fn ntfy_s_topic_is_the_last_part_of_the_address() {
         let (body, url) =
-            made(WebhookForm::Ntfy, "shoes", json!("diverged"), "https://ntfy.example/sub/topic?auth=x");
+            message(WebhookForm::Ntfy, "shoes", json!("diverged"), "https://ntfy.example/sub/topic?auth=x");
         assert_eq!(url, "https://ntfy.example/sub?auth=x");
         assert_eq!((&body["topic"], &body["title"]), (&json!("topic"), &json!("shoes has failed")));
         assert_eq!(
             (&body["message"], &body["click"]),
             (&json!("diverged"), &json!("https://l.example/jobs/j1"))
         );
-        let (body, url) = made(WebhookForm::Ntfy, "shoes", Value::Null, "https://ntfy.sh/topic");
+        let (body, url) = message(WebhookForm::Ntfy, "shoes", Value::Null, "https://ntfy.sh/topic");
         assert_eq!((url.as_str(), &body["message"]), ("https://ntfy.sh/", &json!("shoes has failed")));
     }
 
     #[test]
-    fn texts_fit_into_what_services_take() {
+    fn texts_are_shortened_to_the_limits_of_services() {
         for form in WebhookForm::ALL {
-            let (body, _) = made(form, &"*".repeat(10_000), json!("ü".repeat(10_000)), "https://a.example/b");
+            let (body, _) =
+                message(form, &"*".repeat(10_000), json!("ü".repeat(10_000)), "https://a.example/b");
             if form == WebhookForm::Discord {
                 assert!(body["content"].as_str().unwrap().chars().count() < 2000);
             } else if form != WebhookForm::Standard {

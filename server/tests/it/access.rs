@@ -1,4 +1,4 @@
-//! Who may do what, on every route; tokens, sessions, agents' identities, and the audit log.
+//! Access control on every route: tokens, sessions, identities of agents, and the audit log.
 
 mod agents;
 mod audit;
@@ -18,7 +18,7 @@ mod tokens;
 use crate::test_server::TestServer;
 use reqwest::Client;
 
-/// Clients of people, each signed in with what the role allows.
+/// Clients of people, each with a token of the greatest scope that the role allows.
 struct People {
     vera: Client,
     mona: Client,
@@ -26,8 +26,8 @@ struct People {
     ada: Client,
 }
 
-/// A viewer, two members and an admin.
-async fn people(server: &TestServer) -> People {
+/// Adds a viewer, two members and an admin.
+async fn add_people(server: &TestServer) -> People {
     for (name, role) in [("vera", "viewer"), ("mona", "member"), ("otto", "member"), ("ada", "admin")] {
         server.add_person(name, role).await;
     }

@@ -1,6 +1,6 @@
 //! An agent that speaks the protocol over a real websocket and trains nothing.
 
-use crate::test_server::{DEADLINE, TestServer};
+use crate::test_server::{TIMEOUT, TestServer};
 use futures_util::{SinkExt, StreamExt};
 use lockstep_protocol::{
     agent::{
@@ -17,11 +17,11 @@ use tokio_tungstenite::{MaybeTlsStream, WebSocketStream, connect_async, tungsten
 
 pub struct Agent {
     socket: WebSocketStream<MaybeTlsStream<tokio::net::TcpStream>>,
-    /// The answer to Hello.
+    /// From the server's `Welcome`: acknowledged records and revoked attempts.
     pub welcome: (Vec<Acknowledged>, Vec<AttemptRef>),
-    /// Answers to heartbeats are passed over, and counted.
+    /// Number of heartbeats that the server has acknowledged.
     pub heartbeats: usize,
-    /// The last order to stop: the server may say the same one twice, and an agent ignores the second.
+    /// The last `Stop`. The server may repeat a `Stop`, and agents ignore the repetition.
     stopped: Option<ToAgent>,
 }
 
@@ -55,10 +55,10 @@ pub fn hello(name: &str, slots: u32, attempts: Vec<AttemptRef>) -> FromAgent {
     }
 }
 
-/// As [`hello`], from a machine with so many GPUs.
+/// Same as [`hello`], from a machine with GPUs.
 pub fn hello_gpus(name: &str, gpus: u32) -> FromAgent {
-    let mut said = hello(name, 0, Vec::new());
-    if let FromAgent::Hello { slots, .. } = &mut said {
+    let mut hello = hello(name, 0, Vec::new());
+    if let FromAgent::Hello { slots, .. } = &mut hello {
         *slots = (0..gpus)
             .map(|index| Slot {
                 index,
@@ -69,17 +69,17 @@ pub fn hello_gpus(name: &str, gpus: u32) -> FromAgent {
             })
             .collect();
     }
-    said
+    hello
 }
 
-/// A new token for the agent that says this.
-async fn token_of(server: &TestServer, hello: &FromAgent) -> String {
+/// Creates a token for the agent that sends this `Hello`.
+async fn make_token_for(server: &TestServer, hello: &FromAgent) -> String {
     let FromAgent::Hello { agent_id, name, .. } = hello else { return server.agent_token("a").await };
     let (_, known) = server.get("/agents").await;
     let is_known = known["agents"].as_array().unwrap().iter().any(|agent| agent["id"] == **agent_id);
-    // A name or id that no agent can have is refused for that, not for its token.
-    let is_plain = |text: &str| !text.trim().is_empty() && text.len() <= 100 && text.is_ascii();
-    match (is_known, is_plain(name) && is_plain(agent_id)) {
+    // The server refuses an invalid name or id before it compares the token's agent.
+    let is_valid = |text: &str| !text.trim().is_empty() && text.len() <= 100 && text.is_ascii();
+    match (is_known, is_valid(name) && is_valid(agent_id)) {
         (true, true) => server.agent_token(agent_id).await,
         (false, true) => server.agent_token(name).await,
         (_, false) => server.agent_token("a").await,
@@ -87,16 +87,20 @@ async fn token_of(server: &TestServer, hello: &FromAgent) -> String {
 }
 
 impl Agent {
-    /// Connects and says `hello`; the answer is the first message.
-    pub async fn greet(server: &TestServer, hello: FromAgent) -> Result<Self, String> {
-        let token = token_of(server, &hello).await;
-        Self::greet_with(server, &token, hello).await
+    /// Connects and sends `hello`. Returns the reason if the server refuses the agent.
+    pub async fn connect(server: &TestServer, hello: FromAgent) -> Result<Self, String> {
+        let token = make_token_for(server, &hello).await;
+        Self::connect_with_token(server, &token, hello).await
     }
 
-    /// As [`Agent::greet`], with this token.
-    pub async fn greet_with(server: &TestServer, token: &str, hello: FromAgent) -> Result<Self, String> {
-        let request = server.socket("/agent/socket", token);
-        let (socket, _) = timeout(DEADLINE, connect_async(request)).await.unwrap().unwrap();
+    /// Same as [`Agent::connect`], with this token.
+    pub async fn connect_with_token(
+        server: &TestServer,
+        token: &str,
+        hello: FromAgent,
+    ) -> Result<Self, String> {
+        let request = server.socket_request("/agent/socket", token);
+        let (socket, _) = timeout(TIMEOUT, connect_async(request)).await.unwrap().unwrap();
         let mut agent = Self { socket, welcome: (Vec::new(), Vec::new()), heartbeats: 0, stopped: None };
         agent.send(hello).await;
         match agent.next().await {
@@ -109,12 +113,13 @@ impl Agent {
         }
     }
 
+    /// Connects as the agent `a`.
     pub async fn join(server: &TestServer, slots: u32) -> Self {
-        Self::greet(server, hello("a", slots, Vec::new())).await.unwrap()
+        Self::connect(server, hello("a", slots, Vec::new())).await.unwrap()
     }
 
     /// Joins, and registers the dataset that [`crate::test_server::spec`] names.
-    pub async fn with_pictures(server: &TestServer, slots: u32) -> Self {
+    pub async fn join_with_dataset(server: &TestServer, slots: u32) -> Self {
         let mut agent = Self::join(server, slots).await;
         agent.register(server).await;
         agent
@@ -124,16 +129,16 @@ impl Agent {
     pub async fn register(&mut self, server: &TestServer) {
         let new = json!({"name": "pictures", "path": "/some/pictures"});
         let add = server.post("/datasets", &new);
-        let ((status, body), ()) = tokio::join!(add, self.answer(Ok(info())));
+        let ((status, body), ()) = tokio::join!(add, self.answer_inspection(Ok(dataset_info())));
         assert_eq!(status, 201, "{body}");
     }
 
-    /// Answers the next question.
-    pub async fn answer(&mut self, info: Result<DatasetInfo, String>) {
+    /// Answers the next request, which must be to inspect a dataset.
+    pub async fn answer_inspection(&mut self, info: Result<DatasetInfo, String>) {
         let Some(ToAgent::Request { id, request: AgentRequest::InspectDataset { path, .. } }) =
             self.next().await
         else {
-            panic!("no question")
+            panic!("the agent gets no request to inspect a dataset")
         };
         let reply = info.map(|info| AgentReply::Dataset { path, info });
         self.send(FromAgent::Reply { id, reply }).await;
@@ -144,10 +149,10 @@ impl Agent {
         self.socket.send(Message::Binary(bytes.into())).await.unwrap();
     }
 
-    /// The next message but heartbeats' answers and repeated orders to stop; none when the server has closed.
+    /// Returns the next message except acknowledged heartbeats and repeated `Stop`s; `None` if the server has closed the connection.
     pub async fn next(&mut self) -> Option<ToAgent> {
         loop {
-            match timeout(DEADLINE, self.socket.next()).await.expect("the server says something") {
+            match timeout(TIMEOUT, self.socket.next()).await.expect("a message of the server") {
                 Some(Ok(Message::Binary(bytes))) => match rmp_serde::from_slice(&bytes).unwrap() {
                     ToAgent::HeartbeatAck => self.heartbeats += 1,
                     stop @ ToAgent::Stop { .. } if self.stopped.as_ref() == Some(&stop) => {}
@@ -164,14 +169,15 @@ impl Agent {
         }
     }
 
-    pub async fn started(&mut self) -> StartAttempt {
+    /// Waits for the next message, which must be `Start`.
+    pub async fn expect_start(&mut self) -> StartAttempt {
         match self.next().await {
             Some(ToAgent::Start(start)) => *start,
             other => panic!("{other:?}"),
         }
     }
 
-    /// Reports and waits until it is stored; the number acknowledged.
+    /// Sends a report and waits until the server has stored it. Returns the number of acknowledged records.
     pub async fn report(
         &mut self,
         attempt: &AttemptRef,
@@ -190,15 +196,16 @@ impl Agent {
         assert_eq!(self.report(attempt, Source::Agent, 0, vec![AttemptEvent::Ended(ending)]).await, 1);
     }
 
-    /// Goes without a word.
-    pub fn vanish(self) {}
+    /// Drops the connection without a close frame.
+    pub fn disconnect(self) {}
 
     pub async fn heartbeat(&mut self, attempts: &[AttemptRef]) {
         self.send(FromAgent::Heartbeat { attempts: attempts.to_vec(), no_work: None }).await;
     }
 }
 
-pub fn info() -> DatasetInfo {
+/// A dataset of two classes with 1000 training pictures and 200 test pictures.
+pub fn dataset_info() -> DatasetInfo {
     let split = |name: &str, samples: u64| SplitInfo {
         name: name.into(),
         samples,
@@ -239,6 +246,7 @@ pub fn line(rank: u32, number: u64, text: &str) -> AttemptEvent {
     AttemptEvent::Log { rank, lines: vec![LogLine { number, at, text: text.into() }] }
 }
 
-pub fn stranger() -> AttemptRef {
+/// An attempt that the server does not know.
+pub fn unknown_attempt() -> AttemptRef {
     AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() }
 }

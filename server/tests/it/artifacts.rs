@@ -1,11 +1,10 @@
-//! Checkpoints that agents upload to a server with an object store: a directory here. With a bucket, the tests of the whole program have
-//! them.
+//! Checkpoints that agents upload to a server with an object store, here a directory. `tests/it` has the tests with a bucket.
 
 use crate::{
     agent::{Agent, hello, running},
-    gangs::killed,
-    test_server::{DEADLINE, TestServer, client, config, database_of},
-    uploads::{Asks, FILES, checkpoint, manifest, sum},
+    gangs::rank_killed,
+    test_server::{TIMEOUT, TestServer, client, config, database_of},
+    uploads::{AttemptApi, FILES, checkpoint, manifest, sum},
 };
 use lockstep_protocol::agent::{AttemptEvent, Ending, Source};
 use lockstep_server::{ServeConfig, serve};
@@ -29,21 +28,21 @@ pub(crate) fn files_below(directory: &Path) -> Vec<PathBuf> {
     found
 }
 
-pub(crate) async fn until(what: &str, condition: impl AsyncFn() -> bool) {
-    let deadline = Instant::now() + DEADLINE;
+pub(crate) async fn wait_until(what: &str, condition: impl AsyncFn() -> bool) {
+    let deadline = Instant::now() + TIMEOUT;
     while !condition().await {
-        assert!(Instant::now() < deadline, "not within {DEADLINE:?}: {what}");
+        assert!(Instant::now() < deadline, "not within {TIMEOUT:?}: {what}");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
 }
 
-pub(crate) async fn states(server: &TestServer, job: &str) -> Vec<Value> {
+pub(crate) async fn stored_states(server: &TestServer, job: &str) -> Vec<Value> {
     let (_, listed) = server.get(&format!("/jobs/{job}/checkpoints")).await;
     listed["checkpoints"].as_array().unwrap().iter().map(|checkpoint| checkpoint["stored"].clone()).collect()
 }
 
-/// A checkpoint as a rank on the server's disk writes it, in the job's folder.
-pub(crate) fn on_disk(job_dir: impl AsRef<Path>, step: u64) -> PathBuf {
+/// Writes a checkpoint into the job's folder, as a rank on the server's disk does.
+pub(crate) fn write_checkpoint(job_dir: impl AsRef<Path>, step: u64) -> PathBuf {
     let folder = job_dir.as_ref().join("checkpoints").join(format!("1-{step}"));
     fs::create_dir_all(&folder).unwrap();
     for (name, bytes) in FILES {
@@ -54,82 +53,85 @@ pub(crate) fn on_disk(job_dir: impl AsRef<Path>, step: u64) -> PathBuf {
 }
 
 /// A job on an agent with its own disk, which has uploaded the checkpoint of step 10.
-async fn uploaded(server: &TestServer) -> (Agent, String, Asks<'_>) {
+async fn uploaded(server: &TestServer) -> (Agent, String, AttemptApi<'_>) {
     let token = server.agent_token("a").await;
-    let mut agent = Agent::greet_with(server, &token, hello("a", 2, Vec::new())).await.unwrap();
+    let mut agent = Agent::connect_with_token(server, &token, hello("a", 2, Vec::new())).await.unwrap();
     agent.register(server).await;
     let id = server.submit(|spec| spec["checkpoint"] = json!({"keep": 2})).await.id.to_string();
-    let attempt = agent.started().await.attempt;
-    let asks = Asks { server, http: client(&token), agent_id: "id-a".into(), attempt };
-    agent.report(&asks.attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
-    assert_eq!(asks.ask("POST", "", vec![]).await.0, 204);
-    agent.report(&asks.attempt, Source::Rank(0), 1, vec![checkpoint(10)]).await;
-    assert_eq!(asks.upload("1-10", manifest(1, 10)).await.0, 204);
-    (agent, id, asks)
+    let attempt = agent.expect_start().await.attempt;
+    let api = AttemptApi { server, http: client(&token), agent_id: "id-a".into(), attempt };
+    agent.report(&api.attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
+    assert_eq!(api.request("POST", "", vec![]).await.0, 204);
+    agent.report(&api.attempt, Source::Rank(0), 1, vec![checkpoint(10)]).await;
+    assert_eq!(api.upload("1-10", manifest(1, 10)).await.0, 204);
+    (agent, id, api)
 }
 
 #[tokio::test]
 async fn uploads_are_stored_replaced_and_deleted_with_their_job() {
-    let kept = tempfile::tempdir().unwrap();
-    let directory = kept.path().to_str().unwrap().to_owned();
+    let store = tempfile::tempdir().unwrap();
+    let directory = store.path().to_str().unwrap().to_owned();
     let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
-    let (mut agent, id, asks) = uploaded(&server).await;
+    let (mut agent, id, api) = uploaded(&server).await;
     until("it is stored", async || states(&server, &id).await == ["stored"]).await;
     let place = kept.path().join("jobs").join(&id).join("1-10");
     let mut expected: Vec<_> = FILES.iter().map(|(name, bytes)| place.join(sum(bytes)).join(name)).collect();
     expected.push(place.join("MANIFEST.json"));
-    expected.push(kept.path().join("LOCKSTEP.json"));
+    expected.push(store.path().join("LOCKSTEP.json"));
     expected.sort();
     assert_eq!(
-        files_below(kept.path()),
+        files_below(store.path()),
         expected,
-        "and nothing else, such as what the check at start has written"
+        "the store has only these files, and no file of the check at start"
     );
 
-    // Its evaluation comes later: another state beside the same weights, which are not written again.
-    let written = |path: &Path| path.metadata().unwrap().modified().unwrap();
+    // A later evaluation changes the state. The unchanged weights are not written again.
+    let modified_at = |path: &Path| path.metadata().unwrap().modified().unwrap();
     let weights = place.join(sum(b"weights")).join("model.safetensors");
-    let before = written(&weights);
+    let before = modified_at(&weights);
     let state = br#"{"evaluated":true}"#.to_vec();
     let mut second: Value = serde_json::from_slice(&manifest(1, 10)).unwrap();
     second["files"]["state.json"] = json!({"size_bytes": state.len(), "sha256": sum(&state)});
     let second = serde_json::to_vec(&second).unwrap();
-    assert_eq!(asks.ask("PUT", "/uploads/1-10/MANIFEST.json", second.clone()).await.0, 204);
+    assert_eq!(api.request("PUT", "/uploads/1-10/MANIFEST.json", second.clone()).await.0, 204);
     for (file, bytes) in FILES {
         let bytes = if file == "state.json" { state.clone() } else { bytes.to_vec() };
-        assert_eq!(asks.ask("PUT", &format!("/uploads/1-10/{file}?offset=0"), bytes).await.0, 204);
+        assert_eq!(api.request("PUT", &format!("/uploads/1-10/{file}?offset=0"), bytes).await.0, 204);
     }
-    assert_eq!(asks.ask("POST", "/uploads/1-10", vec![]).await.0, 204);
-    until("the new one is stored", async || {
+    assert_eq!(api.request("POST", "/uploads/1-10", vec![]).await.0, 204);
+    wait_until("the new state is stored", async || {
         fs::read(place.join("MANIFEST.json")).ok().as_ref() == Some(&second)
-            && states(&server, &id).await == ["stored"]
+            && stored_states(&server, &id).await == ["stored"]
     })
     .await;
-    assert!(!place.join(sum(b"{}")).join("state.json").exists(), "what it replaces is gone");
-    assert_eq!(written(&weights), before);
+    assert!(!place.join(sum(b"{}")).join("state.json").exists(), "the replaced state is deleted");
+    assert_eq!(modified_at(&weights), before);
 
-    // The disk has it no more: it is no upload that is still awaited, and its files come from the store.
+    // Without the files on disk, the checkpoint is not shown as being uploaded, and its files are read from the store.
     fs::remove_dir_all(server.dir.path().join("jobs").join(&id).join("checkpoints")).unwrap();
     let (_, listed) = server.get(&format!("/jobs/{id}/checkpoints")).await;
     assert_eq!(listed["checkpoints"][0].get("uploading_from"), None, "{listed}");
     let file = format!("/checkpoints/{id}-1-10/state.json");
     assert_eq!(server.get(&file).await, (200, json!({"evaluated": true})));
 
-    // More than the job keeps: the oldest goes, there too.
+    // Checkpoints that the job does not keep are also deleted in the store.
     for (n, step) in [20, 30, 40].into_iter().enumerate() {
-        agent.report(&asks.attempt, Source::Rank(0), 2 + n as u64, vec![checkpoint(step)]).await;
-        assert_eq!(asks.upload(&format!("1-{step}"), manifest(1, step)).await.0, 204);
+        agent.report(&api.attempt, Source::Rank(0), 2 + n as u64, vec![checkpoint(step)]).await;
+        assert_eq!(api.upload(&format!("1-{step}"), manifest(1, step)).await.0, 204);
     }
-    until("the two newest are stored", async || states(&server, &id).await == ["stored", "stored"]).await;
-    until("the objects of the others are gone", async || {
-        let folders = fs::read_dir(kept.path().join("jobs").join(&id)).unwrap();
+    wait_until("the two newest are stored", async || {
+        stored_states(&server, &id).await == ["stored", "stored"]
+    })
+    .await;
+    wait_until("the objects of the others are deleted", async || {
+        let folders = fs::read_dir(store.path().join("jobs").join(&id)).unwrap();
         let mut names: Vec<_> =
             folders.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
         names.sort();
         names == ["1-30", "1-40"]
     })
     .await;
-    agent.end(&asks.attempt, Ending::Succeeded { step: 100 }).await;
+    agent.end(&api.attempt, Ending::Succeeded { step: 100 }).await;
     until("the job is over", async || server.delete(&format!("/jobs/{id}")).await.0 == 204).await;
     let marker = [kept.path().join("LOCKSTEP.json")];
     until("no object is left but what the store is known by", async || files_below(kept.path()) == marker)
@@ -139,56 +141,62 @@ async fn uploads_are_stored_replaced_and_deleted_with_their_job() {
 
 #[tokio::test]
 async fn the_next_server_completes_the_object_store() {
-    let kept = tempfile::tempdir().unwrap();
-    let directory = kept.path().to_str().unwrap().to_owned();
-    // A server without a store, as all were.
+    let store = tempfile::tempdir().unwrap();
+    let directory = store.path().to_str().unwrap().to_owned();
+    // The first server has no store.
     let server = TestServer::new().await;
-    let (mut agent, id, asks) = uploaded(&server).await;
+    let (mut agent, id, api) = uploaded(&server).await;
     assert_eq!(states(&server, &id).await, [Value::Null], "nothing is said where there is no store");
-    agent.end(&asks.attempt, Ending::Succeeded { step: 100 }).await;
+    agent.end(&api.attempt, Ending::Succeeded { step: 100 }).await;
     drop(agent);
     let dir = server.stop().await;
     let server = TestServer::open(dir, |config| config.artifacts = Some(directory.clone())).await;
-    until("it is stored", async || states(&server, &id).await == ["stored"]).await;
-    assert!(kept.path().join("jobs").join(&id).join("1-10/MANIFEST.json").exists());
+    wait_until("the checkpoint is stored", async || stored_states(&server, &id).await == ["stored"]).await;
+    assert!(store.path().join("jobs").join(&id).join("1-10/MANIFEST.json").exists());
     server.stop().await;
 }
 
 #[tokio::test]
 async fn a_checkpoint_damaged_on_disk_is_not_pending_and_is_logged() {
-    let kept = tempfile::tempdir().unwrap();
-    let directory = kept.path().to_str().unwrap().to_owned();
+    let store = tempfile::tempdir().unwrap();
+    let directory = store.path().to_str().unwrap().to_owned();
     let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
     let token = server.agent_token("a").await;
-    let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
+    let mut agent = Agent::connect_with_token(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
     agent.register(&server).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let start = agent.started().await;
-    let folder = |step: u64| on_disk(start.job_dir.as_deref().unwrap(), step);
+    let start = agent.expect_start().await;
+    let folder = |step: u64| write_checkpoint(start.job_dir.as_deref().unwrap(), step);
     for step in [10, 20] {
         fs::write(folder(step).join("state.json"), b"[]").unwrap();
     }
     let events = vec![running(100, 0), checkpoint(10), checkpoint(20)];
     agent.report(&start.attempt, Source::Rank(0), 0, events).await;
-    until("neither is on its way", async || states(&server, &id).await == [Value::Null, Value::Null]).await;
+    wait_until("neither checkpoint is pending", async || {
+        stored_states(&server, &id).await == [Value::Null, Value::Null]
+    })
+    .await;
     let logs = async || server.get(&format!("/jobs/{id}/logs")).await.1.to_string();
-    until("the log tells of both", async || {
+    wait_until("the log reports both checkpoints", async || {
         let logs = logs().await;
         [10, 20].iter().all(|step| {
             logs.matches(&format!("checkpoint 1-{step} on the server's disk is damaged")).count() == 1
         })
     })
     .await;
-    // Written anew.
-    on_disk(start.job_dir.as_deref().unwrap(), 20);
+    // The second checkpoint is written again.
+    write_checkpoint(start.job_dir.as_deref().unwrap(), 20);
     agent.report(&start.attempt, Source::Rank(0), 3, vec![checkpoint(20)]).await;
     let expected = [json!("stored"), Value::Null];
-    until("it is stored", async || states(&server, &id).await == expected).await;
-    // The next server knows of it, and the log tells it once.
+    wait_until("the checkpoint is stored", async || stored_states(&server, &id).await == expected).await;
+    // The next server remembers the damaged checkpoint, and does not log it again.
     drop(agent);
     let dir = server.stop().await;
     let server = TestServer::open(dir, |config| config.artifacts = Some(directory.clone())).await;
-    until("the other is not on its way", async || states(&server, &id).await == expected).await;
+    wait_until("the damaged checkpoint is not pending", async || {
+        stored_states(&server, &id).await == expected
+    })
+    .await;
     let logs = server.get(&format!("/jobs/{id}/logs")).await.1.to_string();
     assert_eq!(logs.matches("checkpoint 1-10 on the server's disk is damaged").count(), 1, "{logs}");
     server.stop().await;
@@ -196,23 +204,23 @@ async fn a_checkpoint_damaged_on_disk_is_not_pending_and_is_logged() {
 
 #[tokio::test]
 async fn a_damaged_copy_on_disk_is_replaced_from_the_store() {
-    let kept = tempfile::tempdir().unwrap();
-    let directory = kept.path().to_str().unwrap().to_owned();
+    let store = tempfile::tempdir().unwrap();
+    let directory = store.path().to_str().unwrap().to_owned();
     let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|spec| spec["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
-    let start = agent.started().await;
+    let start = agent.expect_start().await;
     let job_dir = PathBuf::from(start.job_dir.as_deref().unwrap());
-    let folder = on_disk(&job_dir, 10);
+    let folder = write_checkpoint(&job_dir, 10);
     agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
-    until("it is stored", async || states(&server, &id).await == ["stored"]).await;
+    wait_until("the checkpoint is stored", async || stored_states(&server, &id).await == ["stored"]).await;
     let file = |name: &str| fs::read(folder.join(name)).unwrap_or_default();
 
-    // For a download: a file is missing.
+    // A download restores a missing file.
     fs::remove_file(folder.join("state.json")).unwrap();
     assert_eq!(server.get(&format!("/checkpoints/{id}-1-10/state.json")).await, (200, json!({})));
     assert_eq!(file("state.json"), b"{}");
-    // For a fork: bytes are others.
+    // A fork gets the undamaged file.
     fs::write(folder.join("model.safetensors"), b"WEIGHTS").unwrap();
     let (status, fork) = server.post(&format!("/jobs/{id}/fork"), &json!({"set": {"priority": -1}})).await;
     assert_eq!(status, 201, "{fork}");
@@ -220,18 +228,18 @@ async fn a_damaged_copy_on_disk_is_replaced_from_the_store() {
     assert_eq!(fs::read(forked.join("model.safetensors")).unwrap(), b"weights");
     server.post(&format!("/jobs/{}/cancel", fork["id"].as_str().unwrap()), &json!({})).await;
 
-    // A rank on this disk that finds it damaged sets it aside: the store has it yet.
+    // A rank sets a damaged checkpoint aside. The copy in the store stays.
     fs::rename(&folder, folder.with_file_name("aside")).unwrap();
     let removed = AttemptEvent::CheckpointRemoved { epoch: 1, step: 10 };
     agent.report(&start.attempt, Source::Rank(0), 2, vec![removed]).await;
-    assert_eq!(states(&server, &id).await, ["stored"]);
-    assert!(kept.path().join("jobs").join(&id).join("1-10/MANIFEST.json").exists());
+    assert_eq!(stored_states(&server, &id).await, ["stored"]);
+    assert!(store.path().join("jobs").join(&id).join("1-10/MANIFEST.json").exists());
     fs::rename(folder.with_file_name("aside"), &folder).unwrap();
 
-    // For the next attempt.
+    // The next attempt gets the undamaged file.
     fs::write(folder.join("model.safetensors"), b"WEIGHTS").unwrap();
-    agent.end(&start.attempt, killed(0)).await;
-    agent.started().await;
+    agent.end(&start.attempt, rank_killed(0)).await;
+    agent.expect_start().await;
     assert_eq!(file("model.safetensors"), b"weights");
     assert_eq!(fs::read(job_dir.join("checkpoints/damaged-1-10/model.safetensors")).unwrap(), b"WEIGHTS");
     let logs = server.get(&format!("/jobs/{id}/logs")).await.1.to_string();
@@ -241,52 +249,56 @@ async fn a_damaged_copy_on_disk_is_replaced_from_the_store() {
 
 #[tokio::test]
 async fn a_job_without_any_of_its_checkpoints_fails_instead_of_restarting() {
-    let kept = tempfile::tempdir().unwrap();
-    let directory = kept.path().to_str().unwrap().to_owned();
+    let store = tempfile::tempdir().unwrap();
+    let directory = store.path().to_str().unwrap().to_owned();
     let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|spec| spec["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
-    let start = agent.started().await;
+    let start = agent.expect_start().await;
     let job_dir = PathBuf::from(start.job_dir.as_deref().unwrap());
-    let folders = [on_disk(&job_dir, 10), on_disk(&job_dir, 20)];
+    let folders = [write_checkpoint(&job_dir, 10), write_checkpoint(&job_dir, 20)];
     let events = vec![running(100, 0), checkpoint(10), checkpoint(20)];
     agent.report(&start.attempt, Source::Rank(0), 0, events).await;
-    until("both are stored", async || states(&server, &id).await == ["stored", "stored"]).await;
-    // Everywhere: on the disk, and in the store.
+    wait_until("both are stored", async || stored_states(&server, &id).await == ["stored", "stored"]).await;
+    // Deletes both copies: on the disk and in the store.
     for folder in folders {
         fs::remove_dir_all(folder).unwrap();
     }
-    fs::remove_dir_all(kept.path().join("jobs").join(&id)).unwrap();
-    agent.end(&start.attempt, killed(0)).await;
-    let job = server.until(&id, lockstep_protocol::JobState::Failed).await;
+    fs::remove_dir_all(store.path().join("jobs").join(&id)).unwrap();
+    agent.end(&start.attempt, rank_killed(0)).await;
+    let job = server.wait_for_state(&id, lockstep_protocol::JobState::Failed).await;
     let why = job.reason.unwrap_or_default();
     assert!(why.contains("no valid checkpoint is left to continue from"), "{why}");
-    assert_eq!(job.attempt, 1, "none was started");
+    assert_eq!(job.attempt, 1, "no second attempt was started");
     server.stop().await;
 }
 
 #[tokio::test]
 async fn an_undeletable_object_does_not_delay_others() {
-    let kept = tempfile::tempdir().unwrap();
-    let directory = kept.path().to_str().unwrap().to_owned();
+    let store = tempfile::tempdir().unwrap();
+    let directory = store.path().to_str().unwrap().to_owned();
     let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
-    let (mut agent, id, asks) = uploaded(&server).await;
+    let (mut agent, id, api) = uploaded(&server).await;
     until("it is stored", async || states(&server, &id).await == ["stored"]).await;
     // A file where its folder was: nothing below can be deleted.
     let place = kept.path().join("jobs").join(&id);
     fs::remove_dir_all(place.join("1-10")).unwrap();
     fs::write(place.join("1-10"), "in the way").unwrap();
     for (n, step) in [20, 30, 40].into_iter().enumerate() {
-        agent.report(&asks.attempt, Source::Rank(0), 2 + n as u64, vec![checkpoint(step)]).await;
-        assert_eq!(asks.upload(&format!("1-{step}"), manifest(1, step)).await.0, 204);
+        agent.report(&api.attempt, Source::Rank(0), 2 + n as u64, vec![checkpoint(step)]).await;
+        assert_eq!(api.upload(&format!("1-{step}"), manifest(1, step)).await.0, 204);
     }
-    until("the two newest are stored", async || states(&server, &id).await == ["stored", "stored"]).await;
-    until("the next one is deleted", async || !place.join("1-20").exists()).await;
+    wait_until("the two newest are stored", async || {
+        stored_states(&server, &id).await == ["stored", "stored"]
+    })
+    .await;
+    wait_until("the next checkpoint is deleted", async || !place.join("1-20").exists()).await;
     assert!(place.join("1-10").exists());
-    // Once it can be, it is.
+    // The deletion succeeds once the file is removed.
     fs::remove_file(place.join("1-10")).unwrap();
-    until("nothing is left to delete", async || {
-        server.number("SELECT count(*) FROM checkpoint_copies WHERE location NOT LIKE 'agent:%'").await == 2
+    wait_until("nothing is left to delete", async || {
+        server.query_number("SELECT count(*) FROM checkpoint_copies WHERE location NOT LIKE 'agent:%'").await
+            == 2
     })
     .await;
     server.stop().await;
@@ -298,33 +310,34 @@ async fn an_empty_folder_is_not_mistaken_for_the_store() {
     let (directory, elsewhere) = (mount.path().join("artifacts"), mount.path().join("elsewhere"));
     let set = |config: &mut ServeConfig| config.artifacts = Some(directory.to_str().unwrap().to_owned());
     let server = TestServer::with(set).await;
-    let (mut agent, id, asks) = uploaded(&server).await;
+    let (mut agent, id, api) = uploaded(&server).await;
     until("it is stored", async || states(&server, &id).await == ["stored"]).await;
-    agent.end(&asks.attempt, Ending::Succeeded { step: 100 }).await;
+    agent.end(&api.attempt, Ending::Succeeded { step: 100 }).await;
 
-    // The disk is away while the server runs: what is not there is not lost.
+    // The store's disk is unmounted while the server runs. The checkpoints are not lost.
     fs::rename(&directory, &elsewhere).unwrap();
     fs::create_dir(&directory).unwrap();
     fs::remove_dir_all(server.dir.path().join("jobs").join(&id).join("checkpoints")).unwrap();
     let file = format!("/checkpoints/{id}-1-10/state.json");
     let (status, problem) = server.get(&file).await;
     assert_eq!(status, 503, "{problem}");
-    assert_eq!(states(&server, &id).await, ["stored"]);
+    assert_eq!(stored_states(&server, &id).await, ["stored"]);
     let database = server.database.clone();
     let dir = server.stop().await;
 
-    // Nor does a server start on it.
+    // A server does not start with the empty folder.
     let mut config = config(&dir);
     config.database = Some(database);
     set(&mut config);
-    let error = serve(config, |_| panic!("it must not start"), std::future::pending()).await.unwrap_err();
+    let error =
+        serve(config, |_| panic!("the server must not start"), std::future::pending()).await.unwrap_err();
     let message = error.to_string();
     assert!(
         message.contains("LOCKSTEP.json is missing") && message.contains("is the disk mounted?"),
         "{message}"
     );
 
-    // The same store at another address is known again.
+    // The server recognises the same store at another path.
     let moved = elsewhere.to_str().unwrap().to_owned();
     let server = TestServer::open(dir, |config| config.artifacts = Some(moved)).await;
     assert_eq!(server.get(&file).await, (200, json!({})));
@@ -333,16 +346,16 @@ async fn an_empty_folder_is_not_mistaken_for_the_store() {
 
 #[tokio::test]
 async fn a_store_of_another_server_is_adopted_only_on_request() {
-    let kept = tempfile::tempdir().unwrap();
-    let url = kept.path().to_str().unwrap().to_owned();
+    let store = tempfile::tempdir().unwrap();
+    let url = store.path().to_str().unwrap().to_owned();
     let dir = TestServer::with(|config| config.artifacts = Some(url.clone())).await.stop().await;
-    let marker = || fs::read_to_string(kept.path().join("LOCKSTEP.json")).unwrap();
+    let marker = || fs::read_to_string(store.path().join("LOCKSTEP.json")).unwrap();
     let before = marker();
     let start = |dir: &tempfile::TempDir| {
         let mut config = config(dir);
         config.database = database_of(dir);
         config.artifacts = Some(url.clone());
-        serve(config, |_| panic!("it must not start"), std::future::pending())
+        serve(config, |_| panic!("the server must not start"), std::future::pending())
     };
     let other = tempfile::tempdir().unwrap();
     let refused = start(&other).await.unwrap_err().to_string();
@@ -350,12 +363,12 @@ async fn a_store_of_another_server_is_adopted_only_on_request() {
         refused.contains("belongs to another server") && refused.contains("--artifacts-adopt"),
         "{refused}"
     );
-    assert_eq!(marker(), before, "nothing was changed");
-    let adopting = |config: &mut ServeConfig| {
+    assert_eq!(marker(), before, "a refused start changes nothing");
+    let adopt = |config: &mut ServeConfig| {
         config.artifacts = Some(url.clone());
         config.artifacts_adopt = true;
     };
-    let other = TestServer::open(other, adopting).await.stop().await;
+    let other = TestServer::open(other, adopt).await.stop().await;
     TestServer::open(other, |config| config.artifacts = Some(url.clone())).await.stop().await;
     let refused = start(&dir).await.unwrap_err().to_string();
     assert!(refused.contains("is not the store that has this database's checkpoints"), "{refused}");

@@ -1,6 +1,6 @@
-//! The copies of checkpoints, as both databases store them.
+//! Records of checkpoint copies in both databases.
 
-use crate::agent::{info, running};
+use crate::agent::{dataset_info, running};
 use jiff::Timestamp;
 use lockstep_protocol::{
     agent::{AttemptEvent, AttemptRef, CheckpointInfo, Ending, Source},
@@ -22,11 +22,11 @@ fn at() -> Timestamp {
     "2026-01-02T03:04:05.678Z".parse().unwrap()
 }
 
-async fn submitted(store: &dyn Store) -> JobId {
+async fn submit_job(store: &dyn Store) -> JobId {
     let dataset = Dataset {
         name: "p".into(),
         path: "/p".into(),
-        info: info(),
+        info: dataset_info(),
         added_at: at(),
         owner: None,
         private: false,
@@ -41,7 +41,7 @@ async fn submitted(store: &dyn Store) -> JobId {
 }
 
 /// Starts the job's next attempt, with a rank on each of these agents.
-async fn started(store: &dyn Store, job: &JobId, after_attempt: u32, agents: &[&str]) -> AttemptRef {
+async fn start_attempt(store: &dyn Store, job: &JobId, after_attempt: u32, agents: &[&str]) -> AttemptRef {
     let place = |(rank, id): (u32, &&str)| Place {
         agent_id: format!("id-{id}"),
         agent: (*id).to_owned(),
@@ -68,68 +68,71 @@ fn checkpoint(step: u64) -> AttemptEvent {
     AttemptEvent::Checkpoint(CheckpointInfo { epoch: 1, step, size_bytes: 9, ..CheckpointInfo::default() })
 }
 
-async fn agents_that_have_a_checkpoint(store: &dyn Store) {
-    let id = submitted(store).await;
-    let attempt = started(store, &id, 0, &["a", "b", "c"]).await;
+async fn test_holders(store: &dyn Store) {
+    let id = submit_job(store).await;
+    let attempt = start_attempt(store, &id, 0, &["a", "b", "c"]).await;
     let holders = async |step: u64| -> Vec<String> {
         let mut copies = store.copies(&id, "").await.unwrap();
         let copies = copies.remove(&format!("{id}-1-{step}")).unwrap_or_default();
         copies.holders.into_iter().map(|holder| holder.agent).collect()
     };
     let (a, b, c) = (("a", Source::Rank(0)), ("b", Source::Rank(1)), ("c", Source::Rank(2)));
-    let tell = async |attempt: &AttemptRef, from: (&str, Source), first, event| {
+    let ingest = async |attempt: &AttemptRef, from: (&str, Source), first, event| {
         store.ingest(&[report(attempt, from, first, event)]).await.unwrap();
     };
 
-    // What an agent was given, and what it has said.
-    let given = async |agent: &str, attempt: &AttemptRef| store.given_place(attempt, agent).await.unwrap();
+    // The assigned place of an agent, and whether the agent has its own disk.
+    let place_of = async |agent: &str, attempt: &AttemptRef| store.given_place(attempt, agent).await.unwrap();
     let place = |has_rank_0, has_own_disk| Some(GivenPlace { has_rank_0, has_own_disk });
     assert_eq!(
-        (given("id-a", &attempt).await, given("id-b", &attempt).await),
+        (place_of("id-a", &attempt).await, place_of("id-b", &attempt).await),
         (place(true, false), place(false, false))
     );
     for agent in ["id-a", "id-b", "id-b"] {
         store.note_own_disk(&attempt, agent).await.unwrap();
     }
     assert_eq!(
-        (given("id-a", &attempt).await, given("id-b", &attempt).await),
+        (place_of("id-a", &attempt).await, place_of("id-b", &attempt).await),
         (place(true, true), place(false, true))
     );
-    assert_eq!((given("id-c", &attempt).await, given("id-d", &attempt).await), (place(false, false), None));
+    assert_eq!(
+        (place_of("id-c", &attempt).await, place_of("id-d", &attempt).await),
+        (place(false, false), None)
+    );
     let mut guessed = attempt.clone();
     guessed.fencing_token.secret += 1;
-    assert_eq!(given("id-a", &guessed).await, None);
+    assert_eq!(place_of("id-a", &guessed).await, None);
 
-    // Each that reports it has it; the agent of rank 0 is the first, and the server's disk is nobody's own.
-    tell(&attempt, a, 0, running(100, 0)).await;
-    tell(&attempt, a, 1, checkpoint(10)).await;
+    // Each agent with its own disk that reports a checkpoint holds it; the agent of rank 0 is first. The agent c uses the server's disk.
+    ingest(&attempt, a, 0, running(100, 0)).await;
+    ingest(&attempt, a, 1, checkpoint(10)).await;
     for (from, first) in [(c, 0), (b, 0), (a, 2)] {
-        tell(&attempt, from, first, checkpoint(17)).await;
+        ingest(&attempt, from, first, checkpoint(17)).await;
     }
     assert_eq!(
         (holders(10).await, holders(17).await),
         (vec!["a".to_owned()], vec!["a".to_owned(), "b".to_owned()])
     );
-    // Again, as after its validation.
-    tell(&attempt, a, 3, checkpoint(10)).await;
+    // The same checkpoint is reported again after its validation.
+    ingest(&attempt, a, 3, checkpoint(10)).await;
     assert_eq!(holders(10).await, ["a"]);
 
-    // Removed, nobody has it.
-    tell(&attempt, a, 4, AttemptEvent::CheckpointRemoved { epoch: 1, step: 10 }).await;
-    tell(&attempt, b, 1, checkpoint(10)).await;
+    // After a removal no agent holds the checkpoint, until an agent reports it again.
+    ingest(&attempt, a, 4, AttemptEvent::CheckpointRemoved { epoch: 1, step: 10 }).await;
+    ingest(&attempt, b, 1, checkpoint(10)).await;
     assert_eq!(holders(10).await, ["b"]);
 
-    // Written anew by another attempt, only that one's agents have it; what that one did not write stays.
+    // If another attempt writes a checkpoint again, only agents of this attempt hold it. Other checkpoints keep their holders.
     for agent in [a, b, c] {
-        let ending = AttemptEvent::Ended(Ending::Failed { reason: "it was to".into(), retriable: false });
-        tell(&attempt, (agent.0, Source::Agent), 0, ending).await;
+        let ending = AttemptEvent::Ended(Ending::Failed { reason: "by the test".into(), retriable: false });
+        ingest(&attempt, (agent.0, Source::Agent), 0, ending).await;
     }
     store.change_job(&id, Box::new(|row| lifecycle::retry(row, at()))).await.unwrap();
-    let attempt = started(store, &id, 1, &["b", "c"]).await;
+    let attempt = start_attempt(store, &id, 1, &["b", "c"]).await;
     store.note_own_disk(&attempt, "id-b").await.unwrap();
-    tell(&attempt, ("b", Source::Rank(0)), 0, running(100, 10)).await;
+    ingest(&attempt, ("b", Source::Rank(0)), 0, running(100, 10)).await;
     assert_eq!(holders(17).await, ["a", "b"]);
-    tell(&attempt, ("b", Source::Rank(0)), 1, checkpoint(17)).await;
+    ingest(&attempt, ("b", Source::Rank(0)), 1, checkpoint(17)).await;
     assert_eq!((holders(17).await, holders(10).await), (vec!["b".to_owned()], vec!["b".to_owned()]));
     store.close().await;
 }
@@ -137,12 +140,12 @@ async fn agents_that_have_a_checkpoint(store: &dyn Store) {
 #[tokio::test]
 async fn sqlite_records_which_agents_have_a_checkpoint() {
     let dir = tempfile::tempdir().unwrap();
-    agents_that_have_a_checkpoint(&SqliteStore::open(&dir.path().join("test.db")).await.unwrap()).await;
+    test_holders(&SqliteStore::open(&dir.path().join("test.db")).await.unwrap()).await;
 }
 
 #[tokio::test]
 async fn postgres_records_which_agents_have_a_checkpoint() {
-    agents_that_have_a_checkpoint(&PostgresStore::open(&crate::postgres::database()).await.unwrap()).await;
+    test_holders(&PostgresStore::open(&crate::postgres::database()).await.unwrap()).await;
 }
 
 #[tokio::test]
@@ -150,13 +153,13 @@ async fn the_copies_of_a_thousand_agents_are_read_in_two_seconds() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("test.db");
     let store = SqliteStore::open(&path).await.unwrap();
-    let id = submitted(&store).await;
+    let id = submit_job(&store).await;
     let names: Vec<String> = (0..1000).map(|n| format!("a{n}")).collect();
-    let attempt = started(&store, &id, 0, &names.iter().map(String::as_str).collect::<Vec<_>>()).await;
+    let attempt = start_attempt(&store, &id, 0, &names.iter().map(String::as_str).collect::<Vec<_>>()).await;
     for (first, event) in [(0, running(100, 0)), (1, checkpoint(10)), (2, checkpoint(20))] {
         store.ingest(&[report(&attempt, ("a0", Source::Rank(0)), first, event)]).await.unwrap();
     }
-    // As if each of them had said that it has both on its own disk.
+    // Every agent holds both checkpoints on its own disk.
     let ids: Vec<String> = names.iter().map(|name| format!("id-{name}")).collect();
     let ids = serde_json::to_string(&ids).unwrap();
     let mut db = sqlx::SqliteConnection::connect(&format!("sqlite://{}", path.display())).await.unwrap();
@@ -169,25 +172,22 @@ async fn the_copies_of_a_thousand_agents_are_read_in_two_seconds() {
     .execute(&mut db)
     .await
     .unwrap();
-    let began = Instant::now();
+    let start = Instant::now();
     let copies = store.copies(&id, "").await.unwrap();
-    let took = began.elapsed();
+    let took = start.elapsed();
     for step in [10, 20] {
         let holders = copies[&format!("{id}-1-{step}")].holders.iter();
-        assert!(holders.map(|holder| &holder.agent).eq(&names), "in the order of their places");
+        assert!(holders.map(|holder| &holder.agent).eq(&names), "holders are in the order of places");
     }
-    assert!(
-        took < Duration::from_secs(2),
-        "{took:?}: the time grows with the agents, and not with their square"
-    );
+    assert!(took < Duration::from_secs(2), "{took:?}: is the time quadratic in the number of agents?");
     store.close().await;
 }
 
-/// A copy in an object store from its first object to its end, and what changes it.
-async fn copies_in_an_object_store(store: &dyn Store) {
+/// Follows the state of a copy in an object store.
+async fn test_object_store_copies(store: &dyn Store) {
     const URL: &str = "s3://bucket";
-    let id = submitted(store).await;
-    let attempt = started(store, &id, 0, &["a"]).await;
+    let id = submit_job(store).await;
+    let attempt = start_attempt(store, &id, 0, &["a"]).await;
     let from = ("a", Source::Rank(0));
     for (first, event) in [(0, running(100, 0)), (1, checkpoint(10))] {
         store.ingest(&[report(&attempt, from, first, event)]).await.unwrap();
@@ -202,31 +202,31 @@ async fn copies_in_an_object_store(store: &dyn Store) {
             StoredCheckpoint { id: name.clone(), manifest: manifest.map(str::to_owned), parts: None };
         store.put_stored_checkpoint(URL, &record).await.unwrap()
     };
-    let damaged = async |location: &str| store.mark_damaged(location, &name).await.unwrap();
+    let mark_damaged = async |location: &str| store.mark_damaged(location, &name).await.unwrap();
     let (copying, complete) = (Some(CopyState::Copying), Some(CopyState::Complete));
     assert_eq!(found(URL).await, (None, false));
     assert!(upload(None).await);
     assert_eq!(found(URL).await, (copying, false));
-    // The copy on the server's disk is found damaged, which is news once, and is whole when it has been sent.
-    assert!(damaged("server").await && !damaged("server").await);
+    // The copy on the server's disk is marked as damaged once. A complete upload clears the mark.
+    assert!(mark_damaged("server").await && !mark_damaged("server").await);
     assert_eq!(found(URL).await, (copying, true));
     assert!(upload(Some("sum")).await);
     assert_eq!((found(URL).await, found("s3://other").await), ((complete, false), (None, false)));
-    // Nor is it the damaged one when an attempt has written it anew.
-    assert!(damaged("server").await);
+    // A checkpoint that an attempt writes again clears the mark, too.
+    assert!(mark_damaged("server").await);
     store.ingest(&[report(&attempt, from, 2, checkpoint(10))]).await.unwrap();
     assert_eq!(found(URL).await, (complete, false));
-    // One that is damaged in the store may have been mended when a server starts, and is when it is sent again.
-    assert!(damaged(URL).await && !damaged(URL).await);
+    // A damaged copy in the store is checked again when a server starts, and is replaced by an upload.
+    assert!(mark_damaged(URL).await && !mark_damaged(URL).await);
     assert_eq!(found(URL).await.0, Some(CopyState::Damaged));
-    store.forget_damaged(URL).await.unwrap();
+    store.forget_mark_damaged(URL).await.unwrap();
     assert_eq!(found(URL).await.0, complete);
-    assert!(damaged(URL).await && upload(None).await);
+    assert!(mark_damaged(URL).await && upload(None).await);
     assert_eq!(found(URL).await.0, copying);
-    // Without a checkpoint the record stays until its objects are deleted, and nothing more is recorded.
+    // If the checkpoint is removed, its record stays until the objects are deleted, and does not change any more.
     let removed = AttemptEvent::CheckpointRemoved { epoch: 1, step: 10 };
     store.ingest(&[report(&attempt, from, 3, removed)]).await.unwrap();
-    assert!(!damaged("server").await && !upload(Some("sum")).await);
+    assert!(!mark_damaged("server").await && !upload(Some("sum")).await);
     assert_eq!(store.abandoned_checkpoints(URL, "", 10).await.unwrap(), std::slice::from_ref(&name));
     store.forget_stored_checkpoint(URL, &name).await.unwrap();
     assert!(store.stored_checkpoint(URL, &name).await.unwrap().is_none());
@@ -236,12 +236,12 @@ async fn copies_in_an_object_store(store: &dyn Store) {
 #[tokio::test]
 async fn sqlite_records_objects_of_a_store() {
     let dir = tempfile::tempdir().unwrap();
-    copies_in_an_object_store(&SqliteStore::open(&dir.path().join("test.db")).await.unwrap()).await;
+    test_object_store_copies(&SqliteStore::open(&dir.path().join("test.db")).await.unwrap()).await;
 }
 
 #[tokio::test]
 async fn postgres_records_objects_of_a_store() {
-    copies_in_an_object_store(&PostgresStore::open(&crate::postgres::database()).await.unwrap()).await;
+    test_object_store_copies(&PostgresStore::open(&crate::postgres::database()).await.unwrap()).await;
 }
 
 #[tokio::test]
@@ -249,8 +249,8 @@ async fn a_checkpoint_and_its_agent_are_stored_together() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("test.db");
     let store = SqliteStore::open(&path).await.unwrap();
-    let id = submitted(&store).await;
-    let attempt = started(&store, &id, 0, &["a"]).await;
+    let id = submit_job(&store).await;
+    let attempt = start_attempt(&store, &id, 0, &["a"]).await;
     store.note_own_disk(&attempt, "id-a").await.unwrap();
     let from = ("a", Source::Rank(0));
     store.ingest(&[report(&attempt, from, 0, running(100, 0))]).await.unwrap();
@@ -258,7 +258,11 @@ async fn a_checkpoint_and_its_agent_are_stored_together() {
     sqlx::query("ALTER TABLE checkpoint_copies RENAME TO elsewhere").execute(&mut db).await.unwrap();
     store.ingest(&[report(&attempt, from, 1, checkpoint(10))]).await.unwrap_err();
     assert!(store.checkpoints(&id).await.unwrap().is_empty());
-    assert_eq!(store.acknowledged(&attempt, "id-a").await.unwrap()[0].records, 1, "its agent tells it again");
+    assert_eq!(
+        store.acknowledged(&attempt, "id-a").await.unwrap()[0].records,
+        1,
+        "the agent will report the checkpoint again"
+    );
     sqlx::query("ALTER TABLE elsewhere RENAME TO checkpoint_copies").execute(&mut db).await.unwrap();
     store.ingest(&[report(&attempt, from, 1, checkpoint(10))]).await.unwrap();
     assert_eq!(store.copies(&id, "").await.unwrap()[&format!("{id}-1-10")].holders[0].agent, "a");

@@ -2,8 +2,8 @@
 
 use crate::{
     agent::{Agent, running},
-    artifacts::{on_disk, states, until},
-    gangs::killed,
+    artifacts::{stored_states, wait_until, write_checkpoint},
+    gangs::rank_killed,
     test_server::TestServer,
     uploads::checkpoint,
 };
@@ -16,10 +16,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Bytes that nobody reads to their end here; the disk does not hold them.
+/// Length of a sparse file that no reader finishes during the test.
 const ENDLESS: u64 = 1 << 40;
 
-/// Files that are endless for as long as the test runs: their readers end with it, also where it fails.
+/// Files that are extended until this value is dropped. Then their readers end, also if the test fails.
 struct Endless(Vec<PathBuf>);
 
 impl Endless {
@@ -40,22 +40,22 @@ impl Drop for Endless {
     }
 }
 
-/// Those of these files that are open, and the others.
-fn open(files: &[PathBuf]) -> (Vec<&PathBuf>, Vec<&PathBuf>) {
+/// Divides the files into open files and others.
+fn partition_open(files: &[PathBuf]) -> (Vec<&PathBuf>, Vec<&PathBuf>) {
     let open: Vec<_> = fs::read_dir("/proc/self/fd").unwrap().flatten().collect();
     let open: HashSet<_> = open.iter().filter_map(|fd| fs::read_link(fd.path()).ok()).collect();
     files.iter().partition(|file| open.contains(*file))
 }
 
-/// Writes a checkpoint's weights and its manifest anew, so that whoever is reading them finds files of two moments.
-fn write_anew(weights: &Path) {
+/// Replaces a checkpoint's weights and manifest, so that a concurrent reader sees that the files have changed.
+fn rewrite(weights: &Path) {
     let manifest = weights.with_file_name("MANIFEST.json");
     let text = fs::read_to_string(&manifest).unwrap();
     fs::write(manifest, text + "\n").unwrap();
     fs::write(weights, b"weights").unwrap();
 }
 
-/// What a job waits for.
+/// Whether a job waits for this reason.
 async fn waits_for(server: &TestServer, id: &JobId, code: &str) -> bool {
     let queue = server.job(id.as_str()).await.queue;
     queue.and_then(|queue| queue.reason).is_some_and(|reason| reason.code() == code)
@@ -63,10 +63,10 @@ async fn waits_for(server: &TestServer, id: &JobId, code: &str) -> bool {
 
 #[tokio::test]
 async fn jobs_whose_checkpoints_are_checked_two_at_a_time_keep_their_slots() {
-    let kept = tempfile::tempdir().unwrap();
-    let directory = kept.path().to_str().unwrap().to_owned();
+    let store = tempfile::tempdir().unwrap();
+    let directory = store.path().to_str().unwrap().to_owned();
     let server = TestServer::with(|config| config.artifacts = Some(directory)).await;
-    let mut agent = Agent::with_pictures(&server, 6).await;
+    let mut agent = Agent::join_with_dataset(&server, 6).await;
     let (mut attempts, mut files) = (Vec::new(), Vec::new());
     for _ in 0..3 {
         let change = |spec: &mut Value| {
@@ -74,33 +74,39 @@ async fn jobs_whose_checkpoints_are_checked_two_at_a_time_keep_their_slots() {
             spec["recovery"] = json!({"max_restarts": 1});
         };
         let id = server.submit(change).await.id;
-        let start = agent.started().await;
-        let folder = on_disk(Path::new(start.job_dir.as_deref().unwrap()), 10);
+        let start = agent.expect_start().await;
+        let folder = write_checkpoint(Path::new(start.job_dir.as_deref().unwrap()), 10);
         agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
-        until("it is stored", async || states(&server, id.as_str()).await == ["stored"]).await;
+        wait_until("the checkpoint is stored", async || {
+            stored_states(&server, id.as_str()).await == ["stored"]
+        })
+        .await;
         files.push(folder.join("model.safetensors").canonicalize().unwrap());
         attempts.push(start.attempt);
     }
     let _endless = Endless::make(&files);
     for attempt in &attempts {
-        agent.end(attempt, killed(0)).await;
+        agent.end(attempt, rank_killed(0)).await;
     }
     for attempt in &attempts {
-        until("its checkpoint is checked", async || {
+        wait_until("the checkpoint is checked", async || {
             waits_for(&server, &attempt.job, "waiting_for_checkpoint").await
         })
         .await;
     }
     let low = server.submit(|_| {}).await.id;
-    until("the slots are not its", async || waits_for(&server, &low, "waiting_for_slots").await).await;
-    until("two are being read", async || open(&files).0.len() >= 2).await;
-    let (read, waits) = open(&files);
-    assert_eq!((read.len(), waits.len()), (2, 1), "the third waits for its turn");
-    // First the one that nobody reads.
-    waits.into_iter().chain(read).for_each(|weights| write_anew(weights));
+    wait_until("the job of low priority gets no slots", async || {
+        waits_for(&server, &low, "waiting_for_slots").await
+    })
+    .await;
+    wait_until("two checkpoints are being read", async || partition_open(&files).0.len() >= 2).await;
+    let (reading, waiting) = partition_open(&files);
+    assert_eq!((reading.len(), waiting.len()), (2, 1), "the third check waits");
+    // Begins with the waiting checkpoint, so that its check reads the new files.
+    waiting.into_iter().chain(reading).for_each(|weights| rewrite(weights));
     let mut started = HashSet::new();
     for _ in 0..3 {
-        let start = agent.started().await;
+        let start = agent.expect_start().await;
         assert_eq!((start.attempt.attempt, start.resume.as_deref()), (2, Some("1-10")));
         started.insert(start.attempt.job);
     }

@@ -1,4 +1,4 @@
-//! A cursor is good for the list, the job or dataset, and the order that it came with, and for nothing else.
+//! A cursor is valid only for its list, its job or dataset, and its order.
 
 use crate::{
     agent::{Agent, checkpoint, info, line, losses, running},
@@ -8,36 +8,36 @@ use crate::{
 use lockstep_protocol::agent::{Ending, Source};
 use serde_json::json;
 
-/// Of the first page of a list.
-async fn cursor(server: &TestServer, path: &str) -> String {
+/// Returns the cursor of the first page of a list.
+async fn first_cursor(server: &TestServer, path: &str) -> String {
     let joint = if path.contains('?') { '&' } else { '?' };
     let (status, page) = server.get(&format!("{path}{joint}limit=1")).await;
     assert_eq!(status, 200, "{path}: {page}");
     page["next_cursor"].as_str().unwrap_or_else(|| panic!("{path}: {page}")).to_owned()
 }
 
-/// Asks for the next page with a cursor of another one.
-async fn refused(server: &TestServer, path: &str, cursor: &str, words: &str) {
+/// Asserts that the server refuses this cursor with this message.
+async fn assert_refused(server: &TestServer, path: &str, cursor: &str, message: &str) {
     let joint = if path.contains('?') { '&' } else { '?' };
     let (status, problem) = server.get(&format!("{path}{joint}cursor={cursor}")).await;
     assert_eq!((status, &problem["code"]), (400, &json!("wrong_cursor")), "{path}: {problem}");
     assert_eq!(problem["type"], "urn:lockstep:problem:wrong_cursor");
     let detail = problem["detail"].as_str().unwrap();
-    assert!(detail.contains(words) && detail.contains("leave it out"), "{path}: {problem}");
+    assert!(detail.contains(message) && detail.contains("leave it out"), "{path}: {problem}");
 }
 
 /// A job of two attempts, with log lines, events and two checkpoints.
-async fn job(server: &TestServer, agent: &mut Agent) -> String {
+async fn create_job(server: &TestServer, agent: &mut Agent) -> String {
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     let events = vec![running(100, 0), losses(0, 1..=5), checkpoint(3), checkpoint(5)];
     let mut records = agent.report(&attempt, Source::Rank(0), 0, events).await;
     for n in 1..=3 {
-        // A report each, and so an event each.
+        // One report per line, and so one event per line.
         records = agent.report(&attempt, Source::Rank(0), records, vec![line(0, n, "a line")]).await;
     }
-    agent.end(&attempt, Ending::Failed { reason: "it was to".into(), retriable: true }).await;
-    let attempt = agent.started().await.attempt;
+    agent.end(&attempt, Ending::Failed { reason: "by the test".into(), retriable: true }).await;
+    let attempt = agent.expect_start().await.attempt;
     agent.end(&attempt, Ending::Failed { reason: "the end".into(), retriable: false }).await;
     id
 }
@@ -45,26 +45,26 @@ async fn job(server: &TestServer, agent: &mut Agent) -> String {
 #[tokio::test]
 async fn a_cursor_of_another_job_list_or_order_is_refused() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
-    let (mine, other) = (job(&server, &mut agent).await, job(&server, &mut agent).await);
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (mine, other) = (create_job(&server, &mut agent).await, create_job(&server, &mut agent).await);
     let lists = ["logs", "events", "history", "attempts", "checkpoints"];
     for list in lists {
         let path = |job: &str| format!("/jobs/{job}/{list}");
-        let own = cursor(&server, &path(&mine)).await;
+        let own = first_cursor(&server, &path(&mine)).await;
         let (status, page) = server.get(&format!("{}?cursor={own}", path(&mine))).await;
         assert_eq!(status, 200, "{page}");
-        refused(&server, &path(&other), &own, &format!("of the {list} of another job")).await;
+        assert_refused(&server, &path(&other), &own, &format!("of the {list} of another job")).await;
         for another in lists.iter().filter(|another| **another != list) {
-            refused(&server, &format!("/jobs/{mine}/{another}"), &own, "of another list").await;
+            assert_refused(&server, &format!("/jobs/{mine}/{another}"), &own, "of another list").await;
         }
         for none in ["x", "e30", &"A".repeat(5000), &own[..own.len() - 4]] {
-            refused(&server, &path(&mine), none, "not valid for this list").await;
+            assert_refused(&server, &path(&mine), none, "not valid for this list").await;
         }
     }
     for (list, sort) in [("logs", "-seq"), ("attempts", "-attempt"), ("checkpoints", "created")] {
         let path = format!("/jobs/{mine}/{list}");
-        let own = cursor(&server, &path).await;
-        refused(&server, &format!("{path}?sort={sort}"), &own, "of another sort").await;
+        let own = first_cursor(&server, &path).await;
+        assert_refused(&server, &format!("{path}?sort={sort}"), &own, "of another query").await;
     }
     server.stop().await;
 }
@@ -72,52 +72,53 @@ async fn a_cursor_of_another_job_list_or_order_is_refused() {
 #[tokio::test]
 async fn cursors_are_valid_only_for_their_own_list() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     for name in ["a", "b"] {
         let id = server.submit(|spec| spec["name"] = json!(name)).await.id;
         let note = server.http.patch(server.url(&format!("/api/v1/jobs/{id}")));
         assert_eq!(server.send(note.json(&json!({"notes": "x"}))).await.0, 200);
         server.make_token(&json!({"name": name, "scope": "read"})).await;
     }
-    agent.started().await;
+    agent.expect_start().await;
     let groups = "/jobs/groups?by=name";
     let lists = ["/jobs", groups, "/annotations", "/tokens", "/audit"];
     for list in lists {
-        let own = cursor(&server, list).await;
+        let own = first_cursor(&server, list).await;
         for another in lists.iter().chain(&["/queue", "/datasets", "/projects"]).filter(|one| **one != list) {
-            refused(&server, another, &own, "of another list").await;
+            assert_refused(&server, another, &own, "of another list").await;
         }
     }
-    let own = cursor(&server, "/jobs").await;
-    refused(&server, "/jobs?sort=name", &own, "of another sort").await;
-    let own = cursor(&server, groups).await;
-    refused(&server, "/jobs/groups?by=state", &own, "of the groups of another grouping").await;
+    let own = first_cursor(&server, "/jobs").await;
+    assert_refused(&server, "/jobs?sort=name", &own, "of another query").await;
+    let own = first_cursor(&server, groups).await;
+    assert_refused(&server, "/jobs/groups?by=state", &own, "of the groups of another grouping").await;
     server.stop().await;
 }
 
 #[tokio::test]
 async fn a_cursor_of_another_dataset_s_pictures_is_refused() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let register = async |agent: &mut Agent, name: &str| {
         let new = json!({"name": name, "path": "/other/pictures"});
-        let (added, ()) = tokio::join!(server.post("/datasets", &new), agent.answer(Ok(info())));
+        let (added, ()) =
+            tokio::join!(server.post("/datasets", &new), agent.answer_inspection(Ok(dataset_info())));
         assert_eq!(added.0, 201, "{}", added.1);
     };
     register(&mut agent, "others").await;
-    let answering = tokio::spawn(show_pictures(agent));
-    let own = cursor(&server, "/datasets/pictures/samples").await;
+    let answering = tokio::spawn(answer_samples(agent));
+    let own = first_cursor(&server, "/datasets/pictures/samples").await;
     let (_, page) = server.get(&format!("/datasets/pictures/samples?cursor={own}")).await;
     assert_eq!(page["samples"][0]["index"], json!(1), "{page}");
-    refused(&server, "/datasets/others/samples", &own, "of the samples of another dataset").await;
-    // Another one that has its name by now.
+    assert_refused(&server, "/datasets/others/samples", &own, "of the samples of another dataset").await;
+    // A new dataset with the same name.
     answering.abort();
     let _ = answering.await;
     assert_eq!(server.delete("/datasets/pictures").await.0, 204);
     let mut agent = Agent::join(&server, 2).await;
     agent.register(&server).await;
-    let answering = tokio::spawn(show_pictures(agent));
-    refused(&server, "/datasets/pictures/samples", &own, "of the samples of another dataset").await;
+    let answering = tokio::spawn(answer_samples(agent));
+    assert_refused(&server, "/datasets/pictures/samples", &own, "of the samples of another dataset").await;
     assert_eq!(server.get("/datasets/pictures/samples").await.0, 200);
     answering.abort();
     server.stop().await;

@@ -1,12 +1,11 @@
-//! Checkpoints' files on the server's disk that have as many bytes as were written, and not the same ones, or whose bytes the disk cannot
-//! read any more.
+//! Damaged files of checkpoints on the server's disk: changed bytes of the same length, and read errors.
 
 use crate::{
     agent::{Agent, hello, running},
     artifacts::{on_disk, states, until},
     gangs::killed,
     test_server::{TestServer, client},
-    uploads::{Asks, checkpoint, manifest},
+    uploads::{AttemptApi, checkpoint, manifest},
 };
 use lockstep_protocol::agent::{AttemptRef, Ending, Source};
 use serde_json::json;
@@ -19,16 +18,16 @@ use std::{
 #[tokio::test]
 async fn damaged_bytes_are_not_sent() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let start = agent.started().await;
-    let folder = on_disk(start.job_dir.as_deref().unwrap(), 10);
+    let start = agent.expect_start().await;
+    let folder = write_checkpoint(start.job_dir.as_deref().unwrap(), 10);
     agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
     let weights = format!("/api/v1/checkpoints/{id}-1-10/model.safetensors");
-    assert_eq!(server.text(&weights).await, (200, "weights".into()));
+    assert_eq!(server.get_text(&weights).await, (200, "weights".into()));
 
     fs::write(folder.join("model.safetensors"), b"wEights").unwrap();
-    let refused = async |request: reqwest::RequestBuilder| {
+    let assert_refused = async |request: reqwest::RequestBuilder| {
         let (status, problem) = server.send(request).await;
         let detail = problem["detail"].as_str().unwrap_or_default();
         assert_eq!((status, &problem["code"]), (422, &json!("checkpoint_damaged")), "{problem}");
@@ -38,38 +37,38 @@ async fn damaged_bytes_are_not_sent() {
         );
     };
     let get = || server.http.get(server.url(&weights));
-    refused(get()).await;
-    // A part of it may be as it was, and is not known to be.
-    refused(get().header("range", "bytes=0-0")).await;
-    // The other files are what they were.
+    assert_refused(get()).await;
+    // A part of a damaged file is not sent either, because the part's bytes cannot be verified.
+    assert_refused(get().header("range", "bytes=0-0")).await;
+    // Other files of the checkpoint are sent.
     assert_eq!(server.get(&format!("/checkpoints/{id}-1-10/state.json")).await, (200, json!({})));
 
     fs::write(folder.join("model.safetensors"), b"weights").unwrap();
-    assert_eq!(server.text(&weights).await, (200, "weights".into()));
+    assert_eq!(server.get_text(&weights).await, (200, "weights".into()));
     server.stop().await;
 }
 
 #[tokio::test]
 async fn bytes_lost_on_disk_are_read_from_the_object_store_if_intact() {
-    let kept = tempfile::tempdir().unwrap();
-    let directory = kept.path().to_str().unwrap().to_owned();
+    let store = tempfile::tempdir().unwrap();
+    let directory = store.path().to_str().unwrap().to_owned();
     let server = TestServer::with(|config| config.artifacts = Some(directory)).await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let start = agent.started().await;
+    let start = agent.expect_start().await;
     let job_dir = PathBuf::from(start.job_dir.as_deref().unwrap());
-    let folder = on_disk(&job_dir, 10);
+    let folder = write_checkpoint(&job_dir, 10);
     agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
-    until("it is stored", async || states(&server, &id).await == ["stored"]).await;
+    wait_until("the checkpoint is stored", async || stored_states(&server, &id).await == ["stored"]).await;
 
     let weights = format!("/api/v1/checkpoints/{id}-1-10/model.safetensors");
     fs::write(folder.join("model.safetensors"), b"wEights").unwrap();
-    assert_eq!(server.text(&weights).await, (200, "weights".into()));
+    assert_eq!(server.get_text(&weights).await, (200, "weights".into()));
     assert_eq!(fs::read(folder.join("model.safetensors")).unwrap(), b"weights");
     assert_eq!(fs::read(job_dir.join("checkpoints/damaged-1-10/model.safetensors")).unwrap(), b"wEights");
 
-    // In the store, too.
-    let place = kept.path().join("jobs").join(&id).join("1-10");
+    // Then the copy in the store is damaged, too.
+    let place = store.path().join("jobs").join(&id).join("1-10");
     let object = crate::artifacts::files_below(&place).into_iter().find(|o| o.ends_with("model.safetensors"));
     fs::write(object.unwrap(), b"weIghts").unwrap();
     fs::write(folder.join("model.safetensors"), b"wEights").unwrap();
@@ -84,33 +83,33 @@ async fn bytes_lost_on_disk_are_read_from_the_object_store_if_intact() {
     server.stop().await;
 }
 
-/// Reading it fails with EIO, as that of a file with a bad sector does.
-fn unreadable(path: &Path) {
+/// Replaces a file so that reads fail with EIO, as for a bad sector.
+fn make_unreadable(path: &Path) {
     fs::remove_file(path).unwrap();
     symlink("/proc/self/mem", path).unwrap();
 }
 
 #[tokio::test]
 async fn unreadable_files_are_read_from_the_object_store() {
-    let kept = tempfile::tempdir().unwrap();
-    let directory = kept.path().to_str().unwrap().to_owned();
+    let store = tempfile::tempdir().unwrap();
+    let directory = store.path().to_str().unwrap().to_owned();
     let server = TestServer::with(|config| config.artifacts = Some(directory)).await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|spec| spec["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
-    let start = agent.started().await;
+    let start = agent.expect_start().await;
     let job_dir = PathBuf::from(start.job_dir.as_deref().unwrap());
-    let weights = on_disk(&job_dir, 10).join("model.safetensors");
+    let weights = write_checkpoint(&job_dir, 10).join("model.safetensors");
     agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
-    until("it is stored", async || states(&server, &id).await == ["stored"]).await;
+    wait_until("the checkpoint is stored", async || stored_states(&server, &id).await == ["stored"]).await;
 
-    // For a download.
-    unreadable(&weights);
+    // A download gets the file of the store.
+    make_unreadable(&weights);
     let file = format!("/api/v1/checkpoints/{id}-1-10/model.safetensors");
-    assert_eq!(server.text(&file).await, (200, "weights".into()));
-    // For the next attempt.
-    unreadable(&weights);
-    agent.end(&start.attempt, killed(0)).await;
-    agent.started().await;
+    assert_eq!(server.get_text(&file).await, (200, "weights".into()));
+    // So does the next attempt.
+    make_unreadable(&weights);
+    agent.end(&start.attempt, rank_killed(0)).await;
+    agent.expect_start().await;
     assert_eq!(fs::read(&weights).unwrap(), b"weights");
     let logs = server.get(&format!("/jobs/{id}/logs")).await.1.to_string();
     assert!(logs.contains("is damaged (its model.safetensors cannot be read (Input/output error"), "{logs}");
@@ -122,32 +121,32 @@ async fn unreadable_files_are_read_from_the_object_store() {
 async fn a_machine_with_its_own_disk_continues_from_the_previous_checkpoint() {
     let server = TestServer::new().await;
     let token = server.agent_token("a").await;
-    let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
+    let mut agent = Agent::connect_with_token(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
     agent.register(&server).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
-    let asks = |attempt: &AttemptRef| Asks {
+    let attempt = agent.expect_start().await.attempt;
+    let api = |attempt: &AttemptRef| AttemptApi {
         server: &server,
         http: client(&token),
         agent_id: "id-a".into(),
         attempt: attempt.clone(),
     };
-    assert_eq!(asks(&attempt).ask("POST", "", vec![]).await.0, 204);
+    assert_eq!(api(&attempt).request("POST", "", vec![]).await.0, 204);
     let events = vec![running(100, 0), checkpoint(10), checkpoint(20)];
     agent.report(&attempt, Source::Rank(0), 0, events).await;
     for step in [10, 20] {
-        assert_eq!(asks(&attempt).upload(&format!("1-{step}"), manifest(1, step)).await.0, 204);
+        assert_eq!(api(&attempt).upload(&format!("1-{step}"), manifest(1, step)).await.0, 204);
     }
     agent.end(&attempt, killed(0)).await;
 
     // The machine has lost its disk, and the server's copies are damaged one after the other.
     let folder = server.dir.path().join("jobs").join(&id).join("checkpoints");
     for (step, status, code) in [(20, 422, "checkpoint_damaged"), (10, 409, "conflict")] {
-        let start = agent.started().await;
+        let start = agent.expect_start().await;
         assert_eq!(start.resume, Some(format!("1-{step}")));
         fs::write(folder.join(format!("1-{step}/model.safetensors")), b"wEights").unwrap();
         let file = format!("/checkpoints/{id}-1-{step}/model.safetensors");
-        let (answered, problem) = asks(&start.attempt).ask("GET", &file, vec![]).await;
+        let (answered, problem) = api(&start.attempt).request("GET", &file, vec![]).await;
         assert_eq!((answered, &problem["code"]), (status, &json!(code)), "{problem}");
         let retriable = status == 422;
         agent.end(&start.attempt, Ending::Failed { reason: "damaged".to_owned().into(), retriable }).await;
@@ -164,12 +163,12 @@ async fn a_machine_with_its_own_disk_continues_from_the_previous_checkpoint() {
 #[tokio::test]
 async fn unreadable_files_without_another_copy_are_damaged() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let start = agent.started().await;
-    let folder = on_disk(start.job_dir.as_deref().unwrap(), 10);
+    let start = agent.expect_start().await;
+    let folder = write_checkpoint(start.job_dir.as_deref().unwrap(), 10);
     agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
-    unreadable(&folder.join("model.safetensors"));
+    make_unreadable(&folder.join("model.safetensors"));
     let (status, problem) = server.get(&format!("/checkpoints/{id}-1-10/model.safetensors")).await;
     assert_eq!((status, &problem["code"]), (422, &json!("checkpoint_damaged")), "{problem}");
     let detail = problem["detail"].as_str().unwrap_or_default();

@@ -1,9 +1,9 @@
-//! What holds for a database whichever it is: one server at a time, backups, and being away for a while.
+//! Properties of both databases: one server at a time, backups, and temporary failures.
 
 use crate::{
     agent::{Agent, hello, losses, running},
     postgres::{self, Cluster},
-    test_server::{DEADLINE, Stream, TestServer, config},
+    test_server::{Stream, TIMEOUT, TestServer, config},
 };
 use lockstep_protocol::agent::{AttemptEvent, CheckpointInfo, Ending, FromAgent, Source, ToAgent};
 use lockstep_server::{
@@ -17,9 +17,10 @@ use serde_json::Value;
 use sqlx::{Connection, PgConnection};
 use std::time::Duration;
 
-async fn refused(config: ServeConfig) -> ServeError {
-    let ready = |_| panic!("it must not start");
-    let error = tokio::time::timeout(DEADLINE, serve(config, ready, std::future::pending()))
+/// Returns the error of a server that must not start.
+async fn start_error(config: ServeConfig) -> ServeError {
+    let ready = |_| panic!("the server must not start");
+    let error = tokio::time::timeout(TIMEOUT, serve(config, ready, std::future::pending()))
         .await
         .unwrap()
         .unwrap_err();
@@ -36,14 +37,14 @@ async fn a_second_server_on_the_same_database_is_refused() {
         let dir = tempfile::tempdir().unwrap();
         let mut second = config(&dir);
         second.database = Some(url.clone());
-        let error = refused(second).await;
+        let error = start_error(second).await;
         assert!(matches!(error, ServeError::DatabaseInUse { .. }), "{error}");
-        let response = error.to_string();
+        let message = error.to_string();
         assert!(
-            response.contains("in use by another lockstep server (") && response.contains("--database"),
-            "{response}"
+            message.contains("in use by another lockstep server (") && message.contains("--database"),
+            "{message}"
         );
-        // The first continues, and lets go when it ends.
+        // The first server continues, and releases the database when it stops.
         assert_eq!(server.get("/jobs").await.0, 200);
         server.stop().await;
         TestServer::with(|c| c.database = Some(url)).await.stop().await;
@@ -56,8 +57,8 @@ async fn errors_of_postgres_do_not_contain_the_password() {
     let dir = tempfile::tempdir().unwrap();
     let mut nowhere = config(&dir);
     nowhere.database = Some(url.replace("lockstep@", "lockstep:secret@").replace("/test", "/missing"));
-    let response = refused(nowhere).await.to_string();
-    assert!(response.contains("does not exist") && !response.contains("secret"), "{response}");
+    let message = start_error(nowhere).await.to_string();
+    assert!(message.contains("does not exist") && !message.contains("secret"), "{message}");
 
     let dir = TestServer::with(|c| c.database = Some(url.clone())).await.stop().await;
     let mut db = PgConnection::connect(&url).await.unwrap();
@@ -67,18 +68,18 @@ async fn errors_of_postgres_do_not_contain_the_password() {
         .unwrap();
     let mut newer = config(&dir);
     newer.database = Some(url);
-    let error = refused(newer).await;
+    let error = start_error(newer).await;
     assert!(matches!(error, ServeError::DatabaseTooNew { found: 99999, .. }), "{error}");
 }
 
-/// What a person sees of a server's first job.
-async fn seen(server: &TestServer, id: &str) -> Vec<Value> {
-    let mut seen = server.stored(id).await;
+/// Returns the data of a job, and the datasets, as clients read them.
+async fn read_all(server: &TestServer, id: &str) -> Vec<Value> {
+    let mut all = server.stored_events(id).await;
     for path in ["", "/metrics?name=loss", "/logs", "/checkpoints"] {
-        seen.push(server.get(&format!("/jobs/{id}{path}")).await.1);
+        all.push(server.get(&format!("/jobs/{id}{path}")).await.1);
     }
-    seen.push(server.get("/datasets").await.1);
-    seen
+    all.push(server.get("/datasets").await.1);
+    all
 }
 
 #[tokio::test]
@@ -87,11 +88,11 @@ async fn a_backup_of_a_running_server_is_restored_into_either_database() {
     let sqlite = |name: &str| format!("sqlite://{}", files.path().join(name).display());
     for url in [sqlite("one.db"), postgres::database()] {
         let server = TestServer::with(|c| c.database = Some(url.clone())).await;
-        let mut agent = Agent::with_pictures(&server, 2).await;
+        let mut agent = Agent::join_with_dataset(&server, 2).await;
         let id = server.submit(|spec| spec["name"] = "ä \u{1f600} \"'".into()).await.id.to_string();
-        let attempt = agent.started().await.attempt;
+        let attempt = agent.expect_start().await.attempt;
         let mut records = vec![running(100, 0), losses(0, 1..=70)];
-        // 0.1 as a 64-bit number has no short decimal: the bits have to stay the same.
+        // 0.1 + 0.2 needs all digits: the restored number must have the same bits.
         records.push(AttemptEvent::Checkpoint(CheckpointInfo {
             epoch: 1,
             step: 50,
@@ -101,7 +102,7 @@ async fn a_backup_of_a_running_server_is_restored_into_either_database() {
             ..CheckpointInfo::default()
         }));
         agent.report(&attempt, Source::Rank(0), 0, records).await;
-        let before = seen(&server, &id).await;
+        let before = read_all(&server, &id).await;
         let file = files.path().join("backup");
         let done = backup(&Location::parse(&url).unwrap(), &file).await.unwrap();
         assert!(done.tables.iter().any(|(name, rows)| name == "events" && *rows > 3), "{done:?}");
@@ -113,33 +114,33 @@ async fn a_backup_of_a_running_server_is_restored_into_either_database() {
         {
             let place = Location::parse(&target).unwrap();
             assert_eq!(restore(&place, &file).await.unwrap().tables, done.tables);
-            // Only into a database that has nothing.
+            // A backup is restored only into an empty database.
             let again = loop {
                 match restore(&place, &file).await.unwrap_err() {
-                    // A process that another test is starting has this one's open files, and with them the lock, for a moment.
+                    // A child process that another test has just forked may still hold the lock.
                     BackupError::Open(ServeError::DatabaseInUse { .. }) => tokio::task::yield_now().await,
                     other => break other,
                 }
             };
             assert!(matches!(again, BackupError::NotEmpty(_)), "{again}");
             let server = TestServer::with(|c| c.database = Some(target)).await;
-            assert_eq!(seen(&server, &id).await, before, "restored into {number}");
-            // The attempt that ran is still the one that may write, and the next one's token is above its.
-            let mut agent = Agent::greet(&server, hello("a", 2, vec![attempt.clone()])).await.unwrap();
+            assert_eq!(read_all(&server, &id).await, before, "restored into {number}");
+            // The running attempt may still write. The fencing token of the next attempt is greater.
+            let mut agent = Agent::connect(&server, hello("a", 2, vec![attempt.clone()])).await.unwrap();
             assert!(agent.welcome.1.is_empty() && agent.welcome.0[0].records == 3, "{:?}", agent.welcome);
             agent.report(&attempt, Source::Rank(0), 3, vec![losses(0, 71..=80)]).await;
             assert_eq!(server.post(&format!("/jobs/{id}/cancel"), &Value::Null).await.0, 202);
             assert!(matches!(agent.next().await, Some(ToAgent::Stop { .. })));
             agent.end(&attempt, Ending::Stopped).await;
             assert_eq!(server.post(&format!("/jobs/{id}/retry"), &Value::Null).await.0, 202);
-            let next = agent.started().await;
+            let next = agent.expect_start().await;
             assert!(next.attempt.fencing_token > attempt.fencing_token, "{next:?}");
             assert_eq!(next.resume.as_deref(), Some("1-50"));
             server.stop().await;
             std::fs::remove_file(files.path().join(format!("{}.db", url.len()))).ok();
         }
 
-        // Torn or changed, nothing of it is restored.
+        // Nothing is restored from a truncated or changed file.
         let whole = std::fs::read(&file).unwrap();
         let empty = Location::parse(&sqlite("empty.db")).unwrap();
         let middle = whole.len() / 2;
@@ -155,7 +156,7 @@ async fn a_backup_of_a_running_server_is_restored_into_either_database() {
 }
 
 #[tokio::test]
-async fn requests_fail_while_postgres_is_away_and_nothing_is_lost() {
+async fn requests_fail_while_postgres_is_down_and_nothing_is_lost() {
     let mut cluster = Cluster::new(false);
     let url = cluster.database("away");
     let server = TestServer::with(|c| {
@@ -164,9 +165,9 @@ async fn requests_fail_while_postgres_is_away_and_nothing_is_lost() {
         c.lease = Duration::from_secs(300);
     })
     .await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=10)]).await;
     for kill in [false, true] {
         let from = if kill { 21 } else { 11 };
@@ -180,23 +181,23 @@ async fn requests_fail_while_postgres_is_away_and_nothing_is_lost() {
         let (status, body) = server.get("/jobs").await;
         assert_eq!(status, 503, "{body}");
         assert!(body["detail"].as_str().unwrap().contains("database"), "{body}");
-        assert_eq!(server.text("/readyz").await.0, 503);
-        assert_eq!(server.text("/healthz").await.0, 200, "the process itself is well");
+        assert_eq!(server.get_text("/readyz").await.0, 503);
+        assert_eq!(server.get_text("/healthz").await.0, 200, "the process is healthy");
         let first = from / 10 + 1;
         let events = vec![losses(0, from..=from + 9)];
         agent
             .send(FromAgent::Report { attempt: attempt.clone(), source: Source::Rank(0), first, events })
             .await;
         cluster.start();
-        // Stored by itself as soon as it can be, published to readers, acknowledged.
+        // The server stores the report as soon as the database responds, then publishes and acknowledges it.
         watching
             .until(|frame| frame["steps"].as_array().is_some_and(|s| s.contains(&(from + 9).into())))
             .await;
         let response = agent.next().await;
         assert!(matches!(&response, Some(ToAgent::Ack(ack)) if ack.records == first + 1), "{response:?}");
-        assert_eq!(server.text("/readyz").await.0, 200);
+        assert_eq!(server.get_text("/readyz").await.0, 200);
     }
-    let events = server.stored(&id).await;
+    let events = server.stored_events(&id).await;
     let numbers: Vec<_> = events.iter().map(|e| e["seq"].as_u64().unwrap()).collect();
     assert_eq!(numbers, (1..=numbers.len() as u64).collect::<Vec<_>>());
     let (_, metrics) = server.get(&format!("/jobs/{id}/metrics?name=loss&ranks=0")).await;

@@ -1,7 +1,7 @@
-//! The routes by which an agent copies the dataset of an attempt that it holds: what is sent, to whom, and how much at once.
+//! The routes by which an agent copies the dataset of its attempt: content, rights and limits.
 
 use crate::{
-    agent::{Agent, hello, info, running},
+    agent::{Agent, dataset_info, hello, running},
     test_server::{TestServer, client},
 };
 use lockstep_protocol::{
@@ -14,56 +14,57 @@ use lockstep_protocol::{
 use serde_json::{Value, json};
 use std::{fs, os::unix::fs::symlink, path::Path};
 
-/// An agent that asks for the files of its attempt's dataset.
-struct Asks<'a> {
+/// Client of the routes for the dataset of an attempt.
+struct AttemptApi<'a> {
     server: &'a TestServer,
     http: reqwest::Client,
     agent_id: &'a str,
     attempt: AttemptRef,
 }
 
-impl Asks<'_> {
-    async fn ask(&self, method: &str, body: &Value) -> (u16, Vec<u8>) {
+impl AttemptApi<'_> {
+    async fn request(&self, method: &str, body: &Value) -> (u16, Vec<u8>) {
         let AttemptRef { job, attempt, fencing_token } = &self.attempt;
         let url = self.server.url(&format!("/api/v1/agent/attempts/{job}/{attempt}/dataset/files"));
         let request = self.http.request(method.parse().unwrap(), url).body(body.to_string());
         let request = request.header("x-lockstep-agent", self.agent_id);
-        let answer =
+        let response =
             request.header("x-lockstep-fencing-token", String::from(*fencing_token)).send().await.unwrap();
-        (answer.status().as_u16(), answer.bytes().await.unwrap().to_vec())
+        (response.status().as_u16(), response.bytes().await.unwrap().to_vec())
     }
 
     async fn list(&self) -> Vec<DatasetEntry> {
-        let (status, text) = self.ask("GET", &Value::Null).await;
+        let (status, text) = self.request("GET", &Value::Null).await;
         let text = String::from_utf8(text).unwrap();
         assert_eq!(status, 200, "{text}");
         text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
     }
 
     async fn parts(&self, parts: &[DatasetPart], copied: u64) -> (u16, Vec<u8>) {
-        self.ask("POST", &json!({"parts": parts, "copied_bytes": copied, "total_bytes": 10})).await
+        self.request("POST", &json!({"parts": parts, "copied_bytes": copied, "total_bytes": 10})).await
     }
 
     async fn logs(&self) -> String {
         self.server.get(&format!("/jobs/{}/logs", self.attempt.job)).await.1.to_string()
     }
 
-    /// The status and the sentence of a refusal.
-    async fn refused(&self, method: &str, body: &Value) -> (u16, String) {
-        let (status, text) = self.ask(method, body).await;
+    /// Returns status and detail of an error.
+    async fn request_error(&self, method: &str, body: &Value) -> (u16, String) {
+        let (status, text) = self.request(method, body).await;
         let problem: Value = serde_json::from_slice(&text).unwrap_or_default();
         (status, problem["detail"].as_str().unwrap_or_default().to_owned())
     }
 }
 
-/// An agent with an attempt on the dataset at `path`.
-async fn starts(server: &TestServer, token: &str, path: &Path) -> (Agent, AttemptRef) {
-    let mut agent = Agent::greet_with(server, token, hello("a", 2, Vec::new())).await.unwrap();
+/// Connects an agent and starts an attempt on the dataset at `path`.
+async fn start_attempt(server: &TestServer, token: &str, path: &Path) -> (Agent, AttemptRef) {
+    let mut agent = Agent::connect_with_token(server, token, hello("a", 2, Vec::new())).await.unwrap();
     let new = json!({"name": "pictures", "path": path});
-    let ((status, body), ()) = tokio::join!(server.post("/datasets", &new), agent.answer(Ok(info())));
+    let ((status, body), ()) =
+        tokio::join!(server.post("/datasets", &new), agent.answer_inspection(Ok(dataset_info())));
     assert_eq!(status, 201, "{body}");
     server.submit(|_| {}).await;
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     (agent, attempt)
 }
 
@@ -76,16 +77,16 @@ async fn an_attempt_s_agent_can_read_only_the_files_of_its_dataset() {
     fs::write(path.join("train/1"), "0123456789").unwrap();
     fs::write(data.path().join("secret"), "secret").unwrap();
     let token = server.agent_token("a").await;
-    let (mut agent, attempt) = starts(&server, &token, &path).await;
+    let (mut agent, attempt) = start_attempt(&server, &token, &path).await;
     let other = server.agent_token("b").await;
-    let _other = Agent::greet_with(&server, &other, hello("b", 1, Vec::new())).await.unwrap();
-    let asks = |token: &str, agent_id: &'static str| Asks {
+    let _other = Agent::connect_with_token(&server, &other, hello("b", 1, Vec::new())).await.unwrap();
+    let api = |token: &str, agent_id: &'static str| AttemptApi {
         server: &server,
         http: client(token),
         agent_id,
         attempt: attempt.clone(),
     };
-    let own = asks(&token, "id-a");
+    let own = api(&token, "id-a");
     let list = own.list().await;
     let DatasetEntry::File(name, 10, changed_ns) = &list[2] else { panic!("{list:?}") };
     assert_eq!(name, "train/1");
@@ -98,40 +99,38 @@ async fn an_attempt_s_agent_can_read_only_the_files_of_its_dataset() {
         offset,
         length,
     };
-    // From any byte on.
-    let (status, answer) = own.parts(&[part("train/1", 0, 10), part("train/1", 4, 3)], 0).await;
-    assert_eq!((status, answer.len()), (200, 1 + 10 + 32 + 1 + 3 + 32));
-    assert_eq!((&answer[1..11], &answer[44..47]), (&b"0123456789"[..], &b"456"[..]));
+    // A part may begin at any byte.
+    let (status, response) = own.parts(&[part("train/1", 0, 10), part("train/1", 4, 3)], 0).await;
+    assert_eq!((status, response.len()), (200, 1 + 10 + 32 + 1 + 3 + 32));
+    assert_eq!((&response[1..11], &response[44..47]), (&b"0123456789"[..], &b"456"[..]));
     for outside in ["../secret", "/etc/passwd", "train/../../secret"] {
-        let (status, answer) = own.parts(&[part(outside, 0, 1)], 0).await;
-        assert_eq!((status, answer[0]), (200, PART_REFUSED));
-        assert!(String::from_utf8_lossy(&answer).contains("is not a file of the dataset"));
+        let (status, response) = own.parts(&[part(outside, 0, 1)], 0).await;
+        assert_eq!((status, response[0]), (200, PART_REFUSED));
+        assert!(String::from_utf8_lossy(&response).contains("is not a file of the dataset"));
     }
     symlink(data.path().join("secret"), path.join("train/2")).unwrap();
     let refused = own.list().await;
     assert!(
         matches!(refused.last(), Some(DatasetEntry::Failed(why)) if why.contains("leads out of the dataset's folder"))
     );
-    let (_, answer) = own.parts(&[part("train/2", 0, 1)], 0).await;
-    assert!(String::from_utf8_lossy(&answer).contains("leads out of the dataset's folder"));
+    let (_, response) = own.parts(&[part("train/2", 0, 1)], 0).await;
+    assert!(String::from_utf8_lossy(&response).contains("leads out of the dataset's folder"));
 
-    // Others: an agent without the attempt, by its own name and by this one's, and another kind of token.
-    for wrong in
-        [asks(&other, "id-b"), asks(&other, "id-a"), asks(&token, "id-b"), asks(&server.token, "id-a")]
-    {
+    // Refused: an agent without the attempt, with its own id or this agent's id, and an admin's token.
+    for wrong in [api(&other, "id-b"), api(&other, "id-a"), api(&token, "id-b"), api(&server.token, "id-a")] {
         for method in ["GET", "POST"] {
             assert_eq!(
-                wrong.refused(method, &json!({"parts": []})).await.0,
+                wrong.request_error(method, &json!({"parts": []})).await.0,
                 403,
                 "{method} {}",
                 wrong.agent_id
             );
         }
     }
-    // When the attempt is over, its agent neither.
+    // After the end of the attempt, its agent is refused, too.
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
-    assert_eq!(own.refused("GET", &Value::Null).await.0, 403);
+    assert_eq!(own.request_error("GET", &Value::Null).await.0, 403);
     assert_eq!(own.parts(&[part("train/1", 0, 10)], 0).await.0, 403);
     server.stop().await;
 }
@@ -142,8 +141,9 @@ async fn requests_for_parts_are_limited_and_progress_is_logged() {
     let data = tempfile::tempdir().unwrap();
     fs::write(data.path().join("x"), "0123456789").unwrap();
     let token = server.agent_token("a").await;
-    let (_agent, attempt) = starts(&server, &token, data.path()).await;
-    let own = Asks { server: &server, http: client(&token), agent_id: "id-a", attempt: attempt.clone() };
+    let (_agent, attempt) = start_attempt(&server, &token, data.path()).await;
+    let own =
+        AttemptApi { server: &server, http: client(&token), agent_id: "id-a", attempt: attempt.clone() };
     let part = |length| DatasetPart { path: "x".into(), size_bytes: 10, changed_ns: 1, offset: 0, length };
     let full = usize::try_from(DATASET_PARTS_BYTES / DATASET_PART_BYTES).unwrap();
     for (parts, status) in [
@@ -157,7 +157,7 @@ async fn requests_for_parts_are_limited_and_progress_is_logged() {
     ] {
         assert_eq!(own.parts(&parts, 0).await.0, status, "{} parts", parts.len());
     }
-    assert_eq!(own.refused("POST", &json!("x")).await.0, 400);
+    assert_eq!(own.request_error("POST", &json!("x")).await.0, 400);
     for copied in [0, 4, 5, 5, 9] {
         own.parts(&[part(1)], copied).await;
     }
@@ -171,9 +171,9 @@ async fn requests_for_parts_are_limited_and_progress_is_logged() {
     ] {
         assert_eq!(logs.matches(line).count(), times, "{line}: {logs}");
     }
-    // The server's machine has it no more: the agent says what is missing, as before.
+    // The file is deleted on the server's machine.
     fs::remove_file(data.path().join("x")).unwrap();
-    let (status, why) = own.refused("GET", &Value::Null).await;
+    let (status, why) = own.request_error("GET", &Value::Null).await;
     assert!(status == 404 && why.contains("the server's machine has no files at"), "{status} {why}");
     assert_eq!(own.parts(&[part(1)], 0).await.0, 404);
     server.stop().await;
@@ -185,51 +185,51 @@ async fn reported_progress_of_a_copy_is_bounded_and_monotonic() {
     let data = tempfile::tempdir().unwrap();
     fs::write(data.path().join("x"), "0123456789").unwrap();
     let token = server.agent_token("a").await;
-    let (_agent, attempt) = starts(&server, &token, data.path()).await;
-    let own = Asks { server: &server, http: client(&token), agent_id: "id-a", attempt };
+    let (_agent, attempt) = start_attempt(&server, &token, data.path()).await;
+    let own = AttemptApi { server: &server, http: client(&token), agent_id: "id-a", attempt };
     let part = json!({"path": "x", "size_bytes": 10, "changed_ns": 1, "offset": 0, "length": 1});
-    let said =
+    let progress =
         |copied: u64, total: u64| json!({"parts": [part], "copied_bytes": copied, "total_bytes": total});
-    for (copied, total, words) in [
+    for (copied, total, message) in [
         (11, 10, "copied_bytes (11) is more than total_bytes (10)"),
         (u64::MAX, 10, "is more than total_bytes"),
         (0, 9, "total_bytes is less than the size of \"x\""),
     ] {
-        let (status, why) = own.refused("POST", &said(copied, total)).await;
-        assert!(status == 422 && why.contains(words), "{status} {why}");
+        let (status, why) = own.request_error("POST", &progress(copied, total)).await;
+        assert!(status == 422 && why.contains(message), "{status} {why}");
     }
     for copied in [10, 3, 10] {
-        assert_eq!(own.ask("POST", &said(copied, 10)).await.0, 200, "{copied}");
+        assert_eq!(own.request("POST", &progress(copied, 10)).await.0, 200, "{copied}");
     }
     let logs = own.logs().await;
     assert!(logs.contains("has copied 100 %") && !logs.contains("30 %"), "{logs}");
 
-    // The dataset has changed: it is told, and begins anew.
-    let anew = |why: &str| json!({"parts": [part], "copied_bytes": 2, "total_bytes": 20, "anew": why});
-    assert_eq!(own.ask("POST", &anew("x has changed since it was listed")).await.0, 200);
-    assert_eq!(own.ask("POST", &said(10, 20)).await.0, 200);
+    // The dataset changes: the log says so, and the copy begins again.
+    let restarted = |why: &str| json!({"parts": [part], "copied_bytes": 2, "total_bytes": 20, "anew": why});
+    assert_eq!(own.request("POST", &restarted("x has changed since it was listed")).await.0, 200);
+    assert_eq!(own.request("POST", &progress(10, 20)).await.0, 200);
     let logs = own.logs().await;
     assert!(
         logs.contains("the dataset pictures changed while a copied it (x has changed since it was listed)"),
         "{logs}"
     );
     assert!(logs.contains("a has copied 50 % of the dataset pictures"), "{logs}");
-    assert_eq!(own.ask("POST", &anew(&"x".repeat(ANEW_BYTES))).await.0, 200);
-    assert_eq!(own.refused("POST", &anew(&"x".repeat(ANEW_BYTES + 1))).await.0, 422);
+    assert_eq!(own.request("POST", &restarted(&"x".repeat(ANEW_BYTES))).await.0, 200);
+    assert_eq!(own.request_error("POST", &restarted(&"x".repeat(ANEW_BYTES + 1))).await.0, 422);
     server.stop().await;
 }
 
 #[tokio::test]
-async fn a_copying_machine_is_named_after_a_restart_of_the_server() {
+async fn the_log_names_a_copying_machine_after_a_restart_of_the_server() {
     let server = TestServer::new().await;
     let data = tempfile::tempdir().unwrap();
     fs::write(data.path().join("x"), "0123456789").unwrap();
     let token = server.agent_token("a").await;
-    let (agent, attempt) = starts(&server, &token, data.path()).await;
-    agent.vanish();
+    let (agent, attempt) = start_attempt(&server, &token, data.path()).await;
+    agent.disconnect();
     let server = TestServer::open(server.stop().await, |_| {}).await;
-    // It asks for files before it has greeted the new server.
-    let own = Asks { server: &server, http: client(&token), agent_id: "id-a", attempt };
+    // The agent requests files before it connects to the new server.
+    let own = AttemptApi { server: &server, http: client(&token), agent_id: "id-a", attempt };
     let part = DatasetPart { path: "x".into(), size_bytes: 10, changed_ns: 1, offset: 0, length: 1 };
     assert_eq!(own.parts(&[part], 9).await.0, 200);
     let logs = own.logs().await;
@@ -240,26 +240,26 @@ async fn a_copying_machine_is_named_after_a_restart_of_the_server() {
 #[tokio::test]
 async fn an_agent_that_ended_before_starting_ranks_costs_no_restart() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|spec| spec["recovery"] = json!({"max_restarts": 0})).await.id.to_string();
     let reason = Reason::from(ReasonKind::AgentRestarted { agent: "a".into() });
     for number in 1..=5 {
-        let attempt = agent.started().await.attempt;
+        let attempt = agent.expect_start().await.attempt;
         assert_eq!(attempt.attempt, number);
         agent.end(&attempt, Ending::Failed { reason: reason.clone(), retriable: true }).await;
     }
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     let (_, list) = server.get(&format!("/jobs/{id}/attempts")).await;
     assert_eq!(list["attempts"][2]["reason"]["code"], "agent_restarted", "{list}");
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
     assert_eq!(server.job(&id).await.state, lockstep_protocol::JobState::Succeeded);
-    // One that ends so again and again is no accident.
+    // A job whose attempts end in this way again and again fails.
     let id = server.submit(|spec| spec["recovery"] = json!({"max_restarts": 0})).await.id.to_string();
     for _ in 1..=6 {
-        let attempt = agent.started().await.attempt;
+        let attempt = agent.expect_start().await.attempt;
         agent.end(&attempt, Ending::Failed { reason: reason.clone(), retriable: true }).await;
     }
-    server.until(&id, lockstep_protocol::JobState::Failed).await;
+    server.wait_for_state(&id, lockstep_protocol::JobState::Failed).await;
     server.stop().await;
 }

@@ -1,7 +1,7 @@
-//! `serve --dataset-root`: which folders may be registered, by whom.
+//! `serve --dataset-root`: the folders that callers may register.
 
 use crate::{
-    agent::{Agent, info},
+    agent::{Agent, dataset_info},
     test_server::{TestServer, client, spec},
 };
 use lockstep_protocol::{
@@ -34,7 +34,10 @@ async fn only_folders_below_a_root_are_registered_after_resolving_links() {
         ] {
             let (status, problem) = server.post(call, &body).await;
             assert_eq!(status, 422, "{path:?}: {problem}");
-            assert!(detail(&problem).contains(root.to_str().unwrap()), "it names the roots: {problem}");
+            assert!(
+                detail(&problem).contains(root.to_str().unwrap()),
+                "the error names the roots: {problem}"
+            );
         }
     }
     let page = server.http.post(server.url("/datasets")).body("name=d&path=/etc");
@@ -42,19 +45,20 @@ async fn only_folders_below_a_root_are_registered_after_resolving_links() {
     let page = page.send().await.unwrap();
     assert_eq!(page.status(), 422);
     assert!(page.text().await.unwrap().contains("--dataset-root"));
-    // Nothing of these has come to the agent: the next that it is asked is this.
+    // The agent got no request for these paths: its next request is for the following path.
     let good = json!({"name": "good", "path": root.join("good")});
-    let ((status, made), ()) = tokio::join!(server.post("/datasets", &good), agent.answer(Ok(info())));
-    assert_eq!(status, 201, "{made}");
+    let ((status, dataset), ()) =
+        tokio::join!(server.post("/datasets", &good), agent.answer_inspection(Ok(dataset_info())));
+    assert_eq!(status, 201, "{dataset}");
 
     // On the machine that has the files, the path is a link to another place.
     let far = json!({"name": "far", "path": root.join("only-there")});
     let answering = async {
         let Some(ToAgent::Request { id, request: AgentRequest::InspectDataset { .. } }) = agent.next().await
         else {
-            panic!("no question")
+            panic!("no such request")
         };
-        let reply = AgentReply::Dataset { path: "/mnt/elsewhere".into(), info: info() };
+        let reply = AgentReply::Dataset { path: "/mnt/elsewhere".into(), info: dataset_info() };
         agent.send(FromAgent::Reply { id, reply: Ok(reply) }).await;
     };
     let ((status, problem), ()) = tokio::join!(server.post("/datasets", &far), answering);
@@ -72,7 +76,7 @@ async fn weights_must_be_below_the_roots_and_refusals_reveal_nothing() {
         std::fs::write(folder.join("there.safetensors"), "weights").unwrap();
     }
     let server = TestServer::with(|c| c.dataset_roots = vec![root.clone(), "/some".into()]).await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let (_, member) = server.make_token(&json!({"name": "member", "scope": "submit"})).await;
     let data = server.dir.path().to_owned();
     std::fs::write(data.join("jobs/there.safetensors"), "weights").unwrap();
@@ -82,7 +86,7 @@ async fn weights_must_be_below_the_roots_and_refusals_reveal_nothing() {
         let request = client(&member).post(server.url("/api/v1/jobs")).json(&spec);
         server.send(request).await
     };
-    let reported = async |path: &std::path::Path| {
+    let mistake = async |path: &std::path::Path| {
         let (status, problem) = ask(path).await;
         assert_eq!(
             (status, &problem["errors"][0]["pointer"]),
@@ -91,32 +95,32 @@ async fn weights_must_be_below_the_roots_and_refusals_reveal_nothing() {
         );
         detail(&problem).replace(path.to_str().unwrap(), "PATH")
     };
-    // Without asking an agent, which would say whether it has the file.
+    // The server refuses these paths without a request to the agent, which would reveal whether the file exists.
     for folder in [&outside, &data.join("jobs")] {
-        let (there, missing) = (folder.join("there.safetensors"), folder.join("missing.safetensors"));
-        let why = reported(&there).await;
-        assert_eq!(why, reported(&missing).await, "{folder:?}");
+        let (existing, missing) = (folder.join("there.safetensors"), folder.join("missing.safetensors"));
+        let why = mistake(&existing).await;
+        assert_eq!(why, mistake(&missing).await, "{folder:?}");
         assert!(why.contains("checkpoint's id"), "{why}");
     }
-    assert!(reported(&outside.join("w.safetensors")).await.contains("--dataset-root"));
-    // Below a root, the next that the agent is asked is this.
+    assert!(mistake(&outside.join("w.safetensors")).await.contains("--dataset-root"));
+    // The agent gets a request for a path below a root.
     let good = root.join("there.safetensors");
     let answering = async {
-        let Some(ToAgent::Request { id, request: AgentRequest::FitWeights(asked) }) = agent.next().await
+        let Some(ToAgent::Request { id, request: AgentRequest::FitWeights(request) }) = agent.next().await
         else {
-            panic!("no question")
+            panic!("no such request")
         };
         let reply = AgentReply::Weights { mistake: None };
         agent.send(FromAgent::Reply { id, reply: Ok(reply) }).await;
-        asked.weights
+        request.weights
     };
-    let ((status, made), weights) = tokio::join!(ask(&good), answering);
-    assert_eq!((status, weights.as_str()), (201, good.to_str().unwrap()), "{made}");
+    let ((status, job), weights) = tokio::join!(ask(&good), answering);
+    assert_eq!((status, weights.as_str()), (201, good.to_str().unwrap()), "{job}");
     server.stop().await;
 }
 
-/// Replaces a file by a link.
-fn swap(path: &std::path::Path, target: &std::path::Path) {
+/// Replaces a file with a link.
+fn replace_with_link(path: &std::path::Path, target: &std::path::Path) {
     std::fs::remove_file(path).unwrap();
     symlink(target, path).unwrap();
 }
@@ -134,43 +138,45 @@ async fn weights_replaced_by_a_link_while_the_job_waited_are_refused() {
         TestServer::with(|c| c.dataset_roots = vec![root.clone(), "/some".into(), c.data_dir.clone()]).await;
     let private = server.dir.path().join("jobs/w.safetensors");
     std::fs::write(&private, "weights").unwrap();
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let (_, member) = server.make_token(&json!({"name": "member", "scope": "submit"})).await;
     let weights = root.join("w.safetensors");
     let mut spec = spec();
     spec["model"]["pretrained"] = json!(weights);
-    for (target, words) in [(&private, "data directory"), (&outside.join("w.safetensors"), "--dataset-root")]
+    for (target, message) in
+        [(&private, "data directory"), (&outside.join("w.safetensors"), "--dataset-root")]
     {
         server.submit(|_| {}).await;
-        let first = agent.started().await;
+        let first = agent.expect_start().await;
         let submit = server.send(client(&member).post(server.url("/api/v1/jobs")).json(&spec));
         let answering = async {
-            let Some(ToAgent::Request { id, request: AgentRequest::FitWeights(asked) }) = agent.next().await
+            let Some(ToAgent::Request { id, request: AgentRequest::FitWeights(request) }) =
+                agent.next().await
             else {
-                panic!("no question")
+                panic!("no such request")
             };
             let reply = AgentReply::Weights { mistake: None };
             agent.send(FromAgent::Reply { id, reply: Ok(reply) }).await;
-            asked.allowed.unwrap()
+            request.allowed.unwrap()
         };
         let ((status, job), allowed) = tokio::join!(submit, answering);
         assert_eq!(status, 201, "{job}");
         let id = job["id"].as_str().unwrap();
         assert_eq!(allowed.below[0], root.to_str().unwrap());
         assert_eq!(allowed.except, [server.dir.path().to_str().unwrap()]);
-        swap(&weights, target);
+        replace_with_link(&weights, target);
         let ending = Ending::Failed { reason: "over".into(), retriable: false };
         agent.end(&first.attempt, ending.clone()).await;
-        let failed = server.until(id, JobState::Failed).await;
+        let failed = server.wait_for_state(id, JobState::Failed).await;
         let why = failed.reason.unwrap();
-        assert!(why.starts_with("model.pretrained: ") && why.contains(words), "{why}");
-        assert_eq!(failed.attempt, 0, "it was not started");
+        assert!(why.starts_with("model.pretrained: ") && why.contains(message), "{why}");
+        assert_eq!(failed.attempt, 0, "no attempt was started");
 
-        // The agent looks once more, on its machine.
+        // The agent gets the roots with the start, and checks the path on its machine.
         std::fs::remove_file(&weights).unwrap();
         std::fs::write(&weights, "weights").unwrap();
         assert_eq!(server.post(&format!("/jobs/{id}/retry"), &Value::Null).await.0, 202);
-        let start = agent.started().await;
+        let start = agent.expect_start().await;
         assert_eq!(start.files.weights_in, Some(allowed.clone()));
         assert_eq!(start.files.dataset_in.unwrap().below, allowed.below);
         agent.end(&start.attempt, ending).await;
@@ -189,14 +195,15 @@ async fn a_registered_folder_replaced_by_a_link_is_not_used() {
     let server = TestServer::with(|c| c.dataset_roots = vec![root.clone()]).await;
     let mut agent = Agent::join(&server, 2).await;
     let good = json!({"name": "pictures", "path": root.join("good")});
-    let ((status, made), ()) = tokio::join!(server.post("/datasets", &good), agent.answer(Ok(info())));
-    assert_eq!(status, 201, "{made}");
-    let shown = async |agent: &mut Agent| {
+    let ((status, dataset), ()) =
+        tokio::join!(server.post("/datasets", &good), agent.answer_inspection(Ok(dataset_info())));
+    assert_eq!(status, 201, "{dataset}");
+    let read_samples = async |agent: &mut Agent| {
         let answering = async {
             let Some(ToAgent::Request { id, request: AgentRequest::Samples { allowed, .. } }) =
                 agent.next().await
             else {
-                panic!("no question")
+                panic!("no such request")
             };
             assert_eq!(allowed.unwrap().below, [root.to_str().unwrap()]);
             let none = Samples { total: 0, classes: Vec::new(), samples: Vec::new() };
@@ -204,20 +211,20 @@ async fn a_registered_folder_replaced_by_a_link_is_not_used() {
         };
         tokio::join!(server.get("/datasets/pictures/samples"), answering).0.0
     };
-    assert_eq!(shown(&mut agent).await, 200);
+    assert_eq!(read_samples(&mut agent).await, 200);
     std::fs::remove_dir(root.join("good")).unwrap();
     symlink(root.join("other"), root.join("good")).unwrap();
-    assert_eq!(shown(&mut agent).await, 200, "it leads elsewhere below the root");
-    swap(&root.join("good"), &outside);
+    assert_eq!(read_samples(&mut agent).await, 200, "the link leads to another folder below the root");
+    replace_with_link(&root.join("good"), &outside);
     let (status, problem) = server.get("/datasets/pictures/samples").await;
     assert_eq!(status, 422, "{problem}");
     assert!(detail(&problem).contains("--dataset-root"), "{problem}");
     assert!(
         !detail(&problem).contains(outside.to_str().unwrap()),
-        "it does not say where it leads: {problem}"
+        "the error does not reveal the target: {problem}"
     );
     let job = server.submit(|_| {}).await;
-    let failed = server.until(job.id.as_str(), JobState::Failed).await;
+    let failed = server.wait_for_state(job.id.as_str(), JobState::Failed).await;
     let why = failed.reason.unwrap();
     assert!(why.starts_with("data.dataset: ") && why.contains("--dataset-root"), "{why}");
     server.stop().await;
@@ -230,7 +237,7 @@ async fn without_a_root_members_cannot_register_datasets_on_loopback() {
     let server = TestServer::new().await;
     let (_, member) = server.make_token(&json!({"name": "member", "scope": "submit"})).await;
     let member = client(&member);
-    let mut answers = Vec::new();
+    let mut responses = Vec::new();
     for name in ["", "missing", "dangling"] {
         let path = dir.path().join(name);
         for (call, body) in
@@ -239,12 +246,15 @@ async fn without_a_root_members_cannot_register_datasets_on_loopback() {
             let request = member.post(server.url(&format!("/api/v1/{call}"))).json(&body);
             let (status, problem) = server.send(request).await;
             assert_eq!(status, 422, "{path:?}: {problem}");
-            answers.push(detail(&problem).to_owned());
+            responses.push(detail(&problem).to_owned());
         }
     }
-    assert!(answers[0].contains("--dataset-root"), "{answers:?}");
-    assert!(answers.iter().all(|answer| *answer == answers[0]), "the same for every path: {answers:?}");
-    // The first token, an admin's, gets as far as asking for a machine that has it.
+    assert!(responses[0].contains("--dataset-root"), "{responses:?}");
+    assert!(
+        responses.iter().all(|response| *response == responses[0]),
+        "the error is the same for every path: {responses:?}"
+    );
+    // For an admin, the server passes this check and looks for an agent with the files.
     let (status, problem) = server.post("/datasets", &json!({"name": "d", "path": dir.path()})).await;
     assert_eq!(status, 503, "{problem}");
     server.stop().await;
@@ -267,7 +277,7 @@ async fn without_a_root_only_admins_register_datasets_on_a_reachable_server() {
     let body = json!({"name": "d", "path": "/x"});
     let (status, problem) = server.send(client(&token).post(format!("{url}/datasets")).json(&body)).await;
     assert!(status == 422 && detail(&problem).contains("--dataset-root"), "{problem}");
-    // An admin's gets as far as asking for a machine that has it.
+    // For an admin, the server passes this check and looks for an agent with the files.
     let (status, problem) = server.send(server.http.post(format!("{url}/datasets")).json(&body)).await;
     assert_eq!(status, 503, "{problem}");
     server.stop().await;

@@ -1,7 +1,7 @@
-//! A dataset's name is taken away: not while jobs need it, and what is left of it then.
+//! Datasets: removal, repeated inspection, names.
 
 use crate::{
-    agent::{Agent, info, running},
+    agent::{Agent, dataset_info, running},
     test_server::{TestServer, spec},
 };
 use lockstep_protocol::{
@@ -13,13 +13,13 @@ use serde_json::{Value, json};
 #[tokio::test]
 async fn an_unused_dataset_is_removed_and_its_jobs_remain() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let first = server.submit(|s| s["name"] = json!("first")).await.id.to_string();
     let second = server.submit(|s| s["name"] = json!("second")).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
 
-    let refused = async |all: &[(&str, &str, &str)], others: &[&str]| {
+    let assert_refused = async |all: &[(&str, &str, &str)], others: &[&str]| {
         let (status, body) = server.delete("/datasets/pictures").await;
         let detail = body["detail"].as_str().unwrap_or_default();
         assert_eq!(status, 409, "{body}");
@@ -28,29 +28,29 @@ async fn an_unused_dataset_is_removed_and_its_jobs_remain() {
         }
         assert!(!others.iter().any(|id| detail.contains(id)), "{detail}");
     };
-    refused(&[(&first, "first", "running"), (&second, "second", "queued")], &[]).await;
+    assert_refused(&[(&first, "first", "running"), (&second, "second", "queued")], &[]).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
-    let attempt = agent.started().await.attempt;
-    refused(&[(&second, "second", "starting")], &[&first]).await;
-    assert_eq!(server.get("/datasets/pictures").await.0, 200, "it is still there");
-    // A database may read a name up to its NUL.
+    let attempt = agent.expect_start().await.attempt;
+    assert_refused(&[(&second, "second", "starting")], &[&first]).await;
+    assert_eq!(server.get("/datasets/pictures").await.0, 200, "the dataset still exists");
+    // A NUL in a name is refused, because a database may cut the name at the NUL.
     for path in ["/datasets/pictures%00", "/datasets/%00", "/jobs?q=%00"] {
         let (status, body) = server.get(path).await;
         assert!(status == 400 && body["detail"].as_str().unwrap().contains("%00"), "{path}: {body}");
     }
     assert_eq!(server.delete("/datasets/pictures%00").await.0, 400);
-    assert_eq!(server.get("/datasets/pictures").await.0, 200, "it is still there");
+    assert_eq!(server.get("/datasets/pictures").await.0, 200, "the dataset still exists");
     let (status, body) = server.post("/datasets", &json!({ "name": "inspect", "path": "/" })).await;
     assert!(status == 422 && body["errors"][0]["pointer"] == "/name", "{body}");
-    agent.end(&attempt, Ending::Failed { reason: "it was to".into(), retriable: false }).await;
-    server.until(&second, JobState::Failed).await;
+    agent.end(&attempt, Ending::Failed { reason: "by the test".into(), retriable: false }).await;
+    server.wait_for_state(&second, JobState::Failed).await;
 
     assert_eq!(server.delete("/datasets/pictures").await.0, 204);
     assert_eq!(server.delete("/datasets/pictures").await.0, 404);
     assert_eq!(server.get("/datasets/pictures").await.0, 404);
-    assert_eq!(server.number("SELECT count(*) FROM datasets").await, 0);
+    assert_eq!(server.query_number("SELECT count(*) FROM datasets").await, 0);
 
-    // What trained on it keeps its name, and says why it cannot be run again.
+    // Jobs keep the name of their dataset. A retry is refused with a reason.
     for id in [&first, &second] {
         assert_eq!(server.job(id).await.spec.data.dataset, "pictures");
     }
@@ -58,8 +58,8 @@ async fn an_unused_dataset_is_removed_and_its_jobs_remain() {
     assert_eq!((status, &body["errors"][0]["pointer"]), (422, &json!("/data/dataset")), "{body}");
     let detail = body["errors"][0]["detail"].as_str().unwrap();
     assert!(detail.contains("\"pictures\" is no longer registered"), "{detail}");
-    assert_eq!(server.job(&second).await.state, JobState::Failed, "it was not queued");
-    // A state that forbids it is said first.
+    assert_eq!(server.job(&second).await.state, JobState::Failed, "the job is not queued");
+    // The check of the state comes before the check of the dataset.
     assert_eq!(server.post(&format!("/jobs/{first}/retry"), &Value::Null).await.0, 409);
     let (status, body) = server.post("/jobs", &spec()).await;
     assert!(status == 422 && body["detail"].as_str().unwrap().contains("no dataset is registered"), "{body}");
@@ -67,20 +67,27 @@ async fn an_unused_dataset_is_removed_and_its_jobs_remain() {
 }
 
 #[tokio::test]
-async fn a_dataset_is_counted_again_while_a_job_trains_on_it() {
+async fn a_dataset_can_be_inspected_again_while_a_job_trains_on_it() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     server.submit(|_| {}).await;
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     let (_, before) = server.get("/datasets/pictures").await;
-    let mut more = info();
+    let mut more = dataset_info();
     more.splits[0].samples = 1200;
-    let (answer, ()) =
-        tokio::join!(server.post("/datasets/pictures/inspect", &Value::Null), agent.answer(Ok(more)));
-    assert_eq!((answer.0, &answer.1["info"]["splits"][0]["samples"]), (200, &json!(1200)), "{}", answer.1);
+    let (response, ()) = tokio::join!(
+        server.post("/datasets/pictures/inspect", &Value::Null),
+        agent.answer_inspection(Ok(more))
+    );
+    assert_eq!(
+        (response.0, &response.1["info"]["splits"][0]["samples"]),
+        (200, &json!(1200)),
+        "{}",
+        response.1
+    );
     let (_, after) = server.get("/datasets/pictures").await;
-    assert_eq!(after, answer.1);
+    assert_eq!(after, response.1);
     assert_eq!((&after["path"], &after["added_at"]), (&before["path"], &before["added_at"]));
     assert_eq!(server.post("/datasets/none/inspect", &Value::Null).await.0, 404);
     server.stop().await;
@@ -89,13 +96,13 @@ async fn a_dataset_is_counted_again_while_a_job_trains_on_it() {
 #[tokio::test]
 async fn submitting_a_job_and_removing_its_dataset_concurrently_fails_for_one() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let (mut submitted, mut removed) = (0, 0);
     for round in 0..40 {
         let spec = spec();
         let submit = server.post("/jobs", &spec);
         let remove = async {
-            // The later it comes, the further the submission is.
+            // Each round removes the dataset at a later point of the submission.
             for _ in 0..round {
                 tokio::task::yield_now().await;
             }
@@ -107,15 +114,15 @@ async fn submitting_a_job_and_removing_its_dataset_concurrently_fails_for_one() 
                 submitted += 1;
                 let id = job["id"].as_str().unwrap();
                 assert!(response["detail"].as_str().unwrap().contains(id), "{response}");
-                let started = agent.started().await.attempt;
-                agent.end(&started, Ending::Failed { reason: "it was to".into(), retriable: false }).await;
+                let started = agent.expect_start().await.attempt;
+                agent.end(&started, Ending::Failed { reason: "by the test".into(), retriable: false }).await;
             }
             (422, 204) => {
                 removed += 1;
                 assert_eq!(job["errors"][0]["pointer"], "/data/dataset", "{job}");
                 let new = json!({"name": "pictures", "path": "/some/pictures"});
                 let ((status, body), ()) =
-                    tokio::join!(server.post("/datasets", &new), agent.answer(Ok(info())));
+                    tokio::join!(server.post("/datasets", &new), agent.answer_inspection(Ok(dataset_info())));
                 assert_eq!(status, 201, "{body}");
             }
             other => panic!("round {round}: {other:?} {job} {response}"),
@@ -128,8 +135,8 @@ async fn submitting_a_job_and_removing_its_dataset_concurrently_fails_for_one() 
 #[tokio::test]
 async fn an_invalid_name_is_refused_with_the_rules() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 1).await;
-    for (name, said) in [
+    let _agent = Agent::join_with_dataset(&server, 1).await;
+    for (name, message) in [
         (String::new(), "this one is empty".to_owned()),
         ("my pictures".into(), "this one has ' '".into()),
         ("blumen-\u{e4}".into(), "this one has '\u{e4}'".into()),
@@ -140,8 +147,8 @@ async fn an_invalid_name_is_refused_with_the_rules() {
             server.post("/datasets", &json!({"name": name, "path": "/some/where"})).await;
         let detail = response["errors"][0]["detail"].as_str().unwrap();
         assert_eq!((status, &response["errors"][0]["pointer"]), (422, &json!("/name")), "{response}");
-        for words in ["1 to 100 characters", "a letter (a to z, A to Z), a digit, '-', '_' or '.'", &said] {
-            assert!(detail.contains(words), "{words:?} in {detail:?}");
+        for part in ["1 to 100 characters", "a letter (a to z, A to Z), a digit, '-', '_' or '.'", &message] {
+            assert!(detail.contains(part), "{part:?} in {detail:?}");
         }
     }
     server.stop().await;
@@ -150,15 +157,15 @@ async fn an_invalid_name_is_refused_with_the_rules() {
 #[tokio::test]
 async fn a_refusal_names_ten_jobs_and_counts_the_others() {
     let server = TestServer::new().await;
-    Agent::with_pictures(&server, 2).await.vanish();
+    Agent::join_with_dataset(&server, 2).await.disconnect();
     let mut ids = Vec::new();
-    for (jobs, words) in [(1, "a job trains"), (10, "10 jobs train"), (11, "11 jobs train")] {
+    for (jobs, start) in [(1, "a job trains"), (10, "10 jobs train"), (11, "11 jobs train")] {
         while ids.len() < jobs {
             ids.push(server.submit(|_| {}).await.id.to_string());
         }
         let (status, body) = server.delete("/datasets/pictures").await;
         let detail = body["detail"].as_str().unwrap();
-        assert!(status == 409 && detail.starts_with(words), "{body}");
+        assert!(status == 409 && detail.starts_with(start), "{body}");
         assert_eq!(ids.iter().filter(|id| detail.contains(*id)).count(), jobs.min(10), "{detail}");
         assert_eq!(detail.contains("and 1 more"), jobs == 11, "{detail}");
     }

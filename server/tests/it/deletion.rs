@@ -1,9 +1,9 @@
-//! A large job is deleted: it is gone at once, its rows go bit by bit, and nobody waits for that.
+//! Deletion of a large job: the job disappears at once, and its rows are deleted in steps without delaying other requests.
 
 use crate::{
     agent::{Agent, losses, running},
     postgres,
-    test_server::{DEADLINE, TestServer},
+    test_server::{TIMEOUT, TestServer},
 };
 use lockstep_protocol::agent::{Ending, Source};
 use serde_json::{Value, json};
@@ -13,10 +13,10 @@ use std::time::{Duration, Instant};
 /// Events of the large job.
 const EVENTS: u32 = 120_000;
 
-async fn scenario(server: TestServer) {
-    let mut agent = Agent::with_pictures(&server, 2).await;
+async fn test_large_deletion(server: TestServer) {
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let large = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
     let body = format!("'{{\"type\":\"rank\",\"filling\":\"{}\"}}'", "x".repeat(500));
@@ -34,30 +34,30 @@ async fn scenario(server: TestServer) {
         ))
         .await;
     let small = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
 
-    let asked = Instant::now();
+    let start = Instant::now();
     assert_eq!(server.delete(&format!("/jobs/{large}")).await.0, 204);
-    let answered = asked.elapsed();
-    // Nobody finds it any more, and it cannot be deleted twice.
+    let responded_after = start.elapsed();
+    // The job cannot be read or deleted any more.
     for path in ["", "/attempts", "/metrics?name=loss", "/logs", "/checkpoints"] {
         assert_eq!(server.get(&format!("/jobs/{large}{path}")).await.0, 404, "{path}");
     }
     assert_eq!(server.delete(&format!("/jobs/{large}")).await.0, 404);
     assert_eq!(server.get("/jobs").await.1["jobs"].as_array().unwrap().len(), 1);
 
-    // Meanwhile others write: a report every few milliseconds, each stored and acknowledged.
+    // Meanwhile another job's reports are stored and acknowledged every few milliseconds.
     let rows = format!(
         "SELECT (SELECT count(*) FROM events WHERE job_id = '{large}') + (SELECT count(*) FROM jobs WHERE id = '{large}')"
     );
     let (mut slowest, mut steps, mut during) = (Duration::ZERO, 0, 0);
     loop {
-        let left = server.number(&rows).await;
+        let left = server.query_number(&rows).await;
         if left == 0 {
             break;
         }
-        assert!(asked.elapsed() < 3 * DEADLINE, "{left} rows are left");
+        assert!(start.elapsed() < 3 * TIMEOUT, "{left} rows are left");
         let sent = Instant::now();
         steps += 1;
         agent.report(&attempt, Source::Rank(0), steps, vec![losses(0, steps..=steps)]).await;
@@ -65,12 +65,12 @@ async fn scenario(server: TestServer) {
         during += u32::from(left > 1);
     }
     eprintln!(
-        "deleted {EVENTS} events in {:?} (answered in {answered:?}); the slowest of {steps} reports meanwhile {slowest:?}",
-        asked.elapsed()
+        "deleted {EVENTS} events in {:?} (response after {responded_after:?}); the slowest of {steps} reports meanwhile {slowest:?}",
+        start.elapsed()
     );
-    assert!(during >= 3, "the deletion was in one piece: {during} reports came between");
+    assert!(during >= 3, "the deletion was a single step: {during} reports were stored during it");
     let chunks = format!("SELECT count(*) FROM metric_chunks WHERE job_id = '{large}'");
-    assert_eq!(server.number(&chunks).await, 0);
+    assert_eq!(server.query_number(&chunks).await, 0);
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
     assert_eq!(server.job(&small).await.last.loss, Some(f64::from(1.0 / steps as f32)));
     server.stop().await;
@@ -78,15 +78,15 @@ async fn scenario(server: TestServer) {
 
 #[tokio::test]
 async fn a_large_job_is_deleted_in_steps() {
-    scenario(TestServer::new().await).await;
+    test_large_deletion(TestServer::new().await).await;
 }
 
 #[tokio::test]
 async fn a_large_job_is_deleted_in_steps_from_postgres() {
-    scenario(TestServer::with(|c| c.database = Some(postgres::database())).await).await;
+    test_large_deletion(TestServer::with(|c| c.database = Some(postgres::database())).await).await;
 }
 
-/// Both take longer than the database's limit of a statement, which holds for all else.
+/// Deletion and migration take longer than the database's limit for statements, which applies to other statements.
 #[tokio::test]
 async fn long_deletions_and_migrations_in_postgres_do_not_time_out() {
     let url = postgres::database();
@@ -102,8 +102,8 @@ async fn long_deletions_and_migrations_in_postgres_do_not_time_out() {
     .unwrap();
     let limited = format!("{url}?options=-c%20statement_timeout=2s");
     let server = TestServer::with(|c| c.database = Some(limited)).await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
-    // It does hold: a request that waits for a table is answered so, and not after a minute.
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    // The limit applies to a request that waits for a locked table.
     let mut lock = db.begin().await.unwrap();
     sqlx::query("LOCK TABLE datasets IN ACCESS EXCLUSIVE MODE").execute(&mut *lock).await.unwrap();
     let (status, response) = server.get("/datasets").await;
@@ -113,9 +113,9 @@ async fn long_deletions_and_migrations_in_postgres_do_not_time_out() {
     );
     lock.rollback().await.unwrap();
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
-    // A millisecond for every tenth row: four seconds all of them, a fraction of one a bit.
+    // Every tenth row takes a millisecond: all rows take four seconds, and one step takes a fraction of a second.
     sqlx::raw_sql(AssertSqlSafe(format!(
         "INSERT INTO events (job_id, seq, at, kind, attempt, body) \
          SELECT '{id}', n, 0, 'rank', 1, '{{}}' FROM generate_series(100, 40000) n; \
@@ -126,43 +126,43 @@ async fn long_deletions_and_migrations_in_postgres_do_not_time_out() {
     .execute(&mut db)
     .await
     .unwrap();
-    let began = Instant::now();
+    let start = Instant::now();
     assert_eq!(server.delete(&format!("/jobs/{id}")).await.0, 204);
     let rows = format!("SELECT count(*) FROM jobs WHERE id = '{id}'");
-    while server.number(&rows).await > 0 {
-        assert!(began.elapsed() < 3 * DEADLINE, "it does not end");
+    while server.query_number(&rows).await > 0 {
+        assert!(start.elapsed() < 3 * TIMEOUT, "the deletion does not end");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    assert!(began.elapsed() > Duration::from_secs(3), "the rows were too quick to prove anything");
-    assert_eq!(server.number("SELECT count(*) FROM events").await, 0);
+    assert!(start.elapsed() > Duration::from_secs(3), "the deletion was too fast to test the limit");
+    assert_eq!(server.query_number("SELECT count(*) FROM events").await, 0);
     server.stop().await;
 }
 
 #[tokio::test]
 async fn the_next_server_completes_deletions() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
-    // As if it had been stopped between the two.
+    // The state after a server that was stopped during the deletion.
     server.execute(&format!("UPDATE jobs SET deleted_at = 1 WHERE id = '{id}'")).await;
     assert_eq!(server.get(&format!("/jobs/{id}")).await.0, 404);
     let server = TestServer::open(server.stop().await, |_| {}).await;
-    let began = Instant::now();
-    while server.number("SELECT count(*) FROM jobs").await > 0 {
-        assert!(began.elapsed() < DEADLINE);
+    let start = Instant::now();
+    while server.query_number("SELECT count(*) FROM jobs").await > 0 {
+        assert!(start.elapsed() < TIMEOUT);
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    assert_eq!(server.number("SELECT count(*) FROM events").await, 0);
+    assert_eq!(server.query_number("SELECT count(*) FROM events").await, 0);
     server.stop().await;
 }
 
 #[tokio::test]
 async fn a_cursor_remains_valid_after_its_job_was_deleted() {
     let server = TestServer::new().await;
-    Agent::with_pictures(&server, 2).await.vanish();
+    Agent::join_with_dataset(&server, 2).await.disconnect();
     let mut ids = Vec::new();
     for _ in 0..5 {
         ids.push(server.submit(|_| {}).await.id.to_string());
@@ -170,17 +170,17 @@ async fn a_cursor_remains_valid_after_its_job_was_deleted() {
     ids.reverse();
     let (_, page) = server.get("/jobs?limit=2").await;
     let cursor = page["next_cursor"].as_str().unwrap().to_owned();
-    // The last one of the page, whose place the cursor is, and the first one.
+    // Deletes both jobs of the page, including the job at the cursor.
     for id in &ids[..2] {
         assert_eq!(server.post(&format!("/jobs/{id}/cancel"), &Value::Null).await.0, 202);
         assert_eq!(server.delete(&format!("/jobs/{id}")).await.0, 204);
     }
     let (status, page) = server.get(&format!("/jobs?limit=2&cursor={cursor}")).await;
     assert_eq!(status, 200);
-    let response: Vec<_> = page["jobs"].as_array().unwrap().iter().map(|j| j["id"].clone()).collect();
-    assert_eq!(response, [json!(ids[2]), json!(ids[3])]);
-    // The page of a browser without scripts, too.
-    let (_, page) = server.text(&format!("/jobs?cursor={cursor}")).await;
+    let found: Vec<_> = page["jobs"].as_array().unwrap().iter().map(|j| j["id"].clone()).collect();
+    assert_eq!(found, [json!(ids[2]), json!(ids[3])]);
+    // The cursor is also valid for the HTML page.
+    let (_, page) = server.get_text(&format!("/jobs?cursor={cursor}")).await;
     assert!(ids[2..].iter().all(|id| page.contains(id)), "{page}");
     server.stop().await;
 }

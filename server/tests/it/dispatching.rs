@@ -1,8 +1,8 @@
-//! Slots, order, leases and restarts.
+//! Dispatch: slots, order of the queue, leases, restarts.
 
 use crate::{
     agent::{Agent, hello, hello_gpus, line, losses, running},
-    test_server::{DEADLINE, TestServer},
+    test_server::{TIMEOUT, TestServer},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, CheckpointInfo, Ending, FromAgent, Source, ToAgent},
@@ -16,20 +16,20 @@ fn failed(reason: &str, retriable: bool) -> Ending {
 }
 
 #[tokio::test]
-async fn a_failed_attempt_is_followed_by_the_next_from_the_newest_checkpoint_until_none_is_left() {
+async fn a_failed_job_restarts_from_its_newest_checkpoint_up_to_max_restarts() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|s| s["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
-    let first = agent.started().await;
+    let first = agent.expect_start().await;
     assert_eq!(first.resume, None);
     let checkpoint = CheckpointInfo { epoch: 1, step: 50, size_bytes: 1, ..CheckpointInfo::default() };
     let events = vec![running(100, 0), losses(0, 1..=60), AttemptEvent::Checkpoint(checkpoint)];
     agent.report(&first.attempt, Source::Rank(0), 0, events).await;
     agent.end(&first.attempt, failed("rank 1 was killed by signal 9 at step 60", true)).await;
 
-    let second = agent.started().await;
+    let second = agent.expect_start().await;
     assert_eq!((second.attempt.attempt, second.resume.as_deref()), (2, Some("1-50")));
-    let states = server.stored(&id).await;
+    let states = server.stored_events(&id).await;
     let reason = states.iter().find(|e| e["state"] == "restarting").unwrap()["reason"].as_str().unwrap();
     assert_eq!(reason, "rank 1 was killed by signal 9 at step 60; attempt 2 starts from step 50");
     agent.report(&second.attempt, Source::Rank(0), 0, vec![running(100, 50)]).await;
@@ -38,14 +38,14 @@ async fn a_failed_attempt_is_followed_by_the_next_from_the_newest_checkpoint_unt
     let job = server.job(&id).await;
     assert_eq!(job.state, JobState::Failed);
     assert!(job.reason.unwrap().contains("restarted once, as often as recovery.max_restarts allows"));
-    // A retry has all its restarts again.
+    // A retry resets the number of restarts.
     let (status, _) = server.post(&format!("/jobs/{id}/retry"), &Value::Null).await;
     assert_eq!(status, 202);
-    let third = agent.started().await;
+    let third = agent.expect_start().await;
     assert_eq!(third.resume.as_deref(), Some("1-50"));
     agent.end(&third.attempt, failed("rank 1 was killed by signal 9", true)).await;
-    let fourth = agent.started().await;
-    // A reason that no restart mends.
+    let fourth = agent.expect_start().await;
+    // A restart cannot solve this reason.
     agent.end(&fourth.attempt, failed("/some/pictures is gone", false)).await;
     let job = server.job(&id).await;
     assert_eq!((job.state, job.reason.as_deref()), (JobState::Failed, Some("/some/pictures is gone")));
@@ -59,23 +59,23 @@ async fn a_silent_agent_loses_its_job_and_is_fenced() {
         c.heartbeat = Duration::from_millis(100);
     })
     .await;
-    let mut silent = Agent::with_pictures(&server, 2).await;
+    let mut silent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let first = silent.started().await.attempt;
+    let first = silent.expect_start().await.attempt;
     silent.report(&first, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
-    silent.vanish();
+    silent.disconnect();
 
-    server.until(&id, JobState::Lost).await;
-    let stored = server.stored(&id).await;
+    server.wait_for_state(&id, JobState::Lost).await;
+    let stored = server.stored_events(&id).await;
     let lost = stored.iter().find(|e| e["state"] == "lost").unwrap();
     assert_eq!(lost["reason"], "agent \"a\" was silent for 2 s at step 3");
 
-    let mut other = Agent::greet(&server, hello("b", 2, Vec::new())).await.unwrap();
-    let second = other.started().await.attempt;
+    let mut other = Agent::connect(&server, hello("b", 2, Vec::new())).await.unwrap();
+    let second = other.expect_start().await.attempt;
     assert_eq!(second.attempt, 2);
     other.heartbeat(std::slice::from_ref(&second)).await;
-    // The first one returns: it is ordered to end its ranks, and what they write is refused.
-    let mut back = Agent::greet(&server, hello("a", 2, vec![first.clone()])).await.unwrap();
+    // When the first agent returns, the server orders it to end its ranks, and refuses their records.
+    let mut back = Agent::connect(&server, hello("a", 2, vec![first.clone()])).await.unwrap();
     assert_eq!(back.welcome.1, std::slice::from_ref(&first));
     let zombie = FromAgent::Report {
         attempt: first.clone(),
@@ -86,11 +86,11 @@ async fn a_silent_agent_loses_its_job_and_is_fenced() {
     back.send(zombie).await;
     assert!(matches!(back.next().await, Some(ToAgent::Stop { attempt, .. }) if attempt == first));
 
-    // A second that beats keeps its job for longer than a lease.
-    let begun = tokio::time::Instant::now();
-    let mut beats = tokio::time::interval(Duration::from_millis(100));
-    while begun.elapsed() < Duration::from_secs(3) {
-        beats.tick().await;
+    // The second agent sends heartbeats, and so keeps its job longer than a lease.
+    let start = tokio::time::Instant::now();
+    let mut heartbeats = tokio::time::interval(Duration::from_millis(100));
+    while start.elapsed() < Duration::from_secs(3) {
+        heartbeats.tick().await;
         other.heartbeat(std::slice::from_ref(&second)).await;
     }
     other.report(&second, Source::Rank(0), 0, vec![running(100, 0)]).await;
@@ -103,13 +103,13 @@ async fn a_silent_agent_loses_its_job_and_is_fenced() {
 #[tokio::test]
 async fn after_a_server_restart_agents_have_one_lease_to_return() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|s| s["recovery"] = json!({"max_restarts": 0})).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     let dir = server.stop().await;
     let server = TestServer::open(dir, |c| c.lease = Duration::from_millis(500)).await;
-    let job = server.until(&id, JobState::Failed).await;
+    let job = server.wait_for_state(&id, JobState::Failed).await;
     assert!(job.reason.unwrap().contains("was silent"));
     server.stop().await;
 }
@@ -117,42 +117,42 @@ async fn after_a_server_restart_agents_have_one_lease_to_return() {
 #[tokio::test]
 async fn an_agent_stopped_in_order_puts_its_job_back_into_the_queue() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let one = server.submit(|s| s["parallel"]["ranks"] = json!(1)).await.id.to_string();
     let two = server.submit(|s| s["parallel"]["ranks"] = json!(1)).await.id.to_string();
-    let first = agent.started().await.attempt;
-    let second = agent.started().await.attempt;
+    let first = agent.expect_start().await.attempt;
+    let second = agent.expect_start().await.attempt;
     for attempt in [&first, &second] {
         agent.report(attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     }
     agent.send(FromAgent::Leaving { reason: "the agent was stopped".into() }).await;
-    // One attempt says how it ended, the other does not get to it.
+    // Only one attempt reports its end before the agent disconnects.
     agent.end(&first, Ending::Stopped).await;
-    agent.vanish();
+    agent.disconnect();
     for id in [&one, &two] {
         let mut stream = server.stream(id, 0).await;
-        // Not its first wait, which has no reason or another one.
-        let put_back = |e: &Value| {
+        // The first event with the state queued has another reason, or none.
+        let is_requeued = |e: &Value| {
             e["state"] == "queued" && e["reason"].as_str().is_some_and(|r| r.contains("continues"))
         };
-        let frames = stream.until(put_back).await;
-        let back = frames.last().unwrap();
+        let frames = stream.until(is_requeued).await;
+        let requeued = frames.last().unwrap();
         assert_eq!(
-            back["reason"],
+            requeued["reason"],
             "agent \"a\" was shut down (the agent was stopped); continues from the start"
         );
     }
-    // The next agent takes both up, and it is no restart.
-    let mut agent = Agent::greet(&server, hello("b", 2, Vec::new())).await.unwrap();
-    assert_eq!(agent.started().await.attempt.attempt, 2);
-    assert_eq!(agent.started().await.attempt.attempt, 2);
+    // The next agent continues both jobs. This does not count as a restart.
+    let mut agent = Agent::connect(&server, hello("b", 2, Vec::new())).await.unwrap();
+    assert_eq!(agent.expect_start().await.attempt.attempt, 2);
+    assert_eq!(agent.expect_start().await.attempt.attempt, 2);
     server.stop().await;
 }
 
 #[tokio::test]
 async fn the_queue_is_ordered_by_priority_and_age_and_large_jobs_are_not_overtaken() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let ranks = |n: u32, priority: i32| {
         move |s: &mut Value| {
             s["parallel"]["ranks"] = json!(n);
@@ -160,25 +160,25 @@ async fn the_queue_is_ordered_by_priority_and_age_and_large_jobs_are_not_overtak
         }
     };
     let running_job = server.submit(ranks(1, 0)).await;
-    let first = agent.started().await;
+    let first = agent.expect_start().await;
     assert_eq!((first.attempt.job.clone(), first.ranks), (running_job.id, vec![(0, 0)]));
     let large = server.submit(ranks(2, 0)).await;
     let small = server.submit(ranks(1, 0)).await;
     let urgent = server.submit(ranks(1, 5)).await;
-    // The urgent one fits next to the first. The small one would, but the large one is before it.
-    let second = agent.started().await;
+    // The urgent job starts in the free slot. The small job would fit, too, but must not overtake the large job.
+    let second = agent.expect_start().await;
     assert_eq!((second.attempt.job.clone(), second.ranks), (urgent.id, vec![(0, 1)]));
     agent.end(&second.attempt, Ending::Succeeded { step: 1 }).await;
     let mut stream = server.stream(large.id.as_str(), 0).await;
     stream.until(|f| f["reason"].as_str().is_some_and(|r| r.contains("waits for 2 slots: 1 of 2"))).await;
     agent.end(&first.attempt, Ending::Succeeded { step: 1 }).await;
-    let third = agent.started().await;
+    let third = agent.expect_start().await;
     assert_eq!((third.attempt.job.clone(), third.ranks), (large.id, vec![(0, 0), (1, 1)]));
     let on_cpu = server.submit(|s| s["parallel"] = json!({"ranks": 1, "device": "cpu"})).await;
     agent.end(&third.attempt, Ending::Succeeded { step: 1 }).await;
-    // Both start in one round, on a slot each, though only one of them names its device.
+    // Both jobs start in one round, although only one of them names its device.
     for (slot, job) in [small.id, on_cpu.id].into_iter().enumerate() {
-        let start = agent.started().await;
+        let start = agent.expect_start().await;
         assert_eq!((start.attempt.job, start.ranks), (job, vec![(0, slot as u32)]));
     }
     server.stop().await;
@@ -187,9 +187,9 @@ async fn the_queue_is_ordered_by_priority_and_age_and_large_jobs_are_not_overtak
 #[tokio::test]
 async fn without_an_agent_a_job_waits_with_a_reason() {
     let server = TestServer::new().await;
-    let agent = Agent::with_pictures(&server, 2).await;
-    agent.vanish();
-    let deadline = tokio::time::Instant::now() + crate::test_server::DEADLINE;
+    let agent = Agent::join_with_dataset(&server, 2).await;
+    agent.disconnect();
+    let deadline = tokio::time::Instant::now() + crate::test_server::TIMEOUT;
     while server.get("/agents").await.1["agents"][0]["online"] == true {
         assert!(tokio::time::Instant::now() < deadline);
     }
@@ -205,7 +205,7 @@ async fn without_an_agent_a_job_waits_with_a_reason() {
 
 #[tokio::test]
 async fn an_incompatible_agent_is_refused_with_a_reason() {
-    // With tokens, an agent under another's name is refused for that already.
+    // Without tokens, because a token's check would refuse a foreign name earlier.
     let server = TestServer::with(|c| c.no_auth = true).await;
     let _agent = Agent::join(&server, 1).await;
     let mut same_name = hello("a", 1, Vec::new());
@@ -226,29 +226,29 @@ async fn an_incompatible_agent_is_refused_with_a_reason() {
         (no_name, "--name"),
         (FromAgent::Heartbeat { attempts: Vec::new(), no_work: None }, "must be Hello"),
     ] {
-        let refused = Agent::greet(&server, hello).await.err().expect("refused");
+        let refused = Agent::connect(&server, hello).await.err().expect("refused");
         assert!(refused.contains(why), "{refused}");
     }
-    // The same agent, connected anew, is welcome: its old connection is over.
-    assert!(Agent::greet(&server, hello("a", 1, Vec::new())).await.is_ok());
+    // The same agent may connect again. Its old connection ends.
+    assert!(Agent::connect(&server, hello("a", 1, Vec::new())).await.is_ok());
     server.stop().await;
 }
 
 #[tokio::test]
-async fn a_job_cancelled_while_its_agent_is_away_ends_and_the_agent_learns_of_it() {
+async fn a_job_cancelled_while_its_agent_is_offline_ends_and_the_agent_is_told_later() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(10, 0), line(0, 1, "x")]).await;
-    agent.vanish();
-    let deadline = tokio::time::Instant::now() + crate::test_server::DEADLINE;
+    agent.disconnect();
+    let deadline = tokio::time::Instant::now() + crate::test_server::TIMEOUT;
     while server.get("/agents").await.1["agents"][0]["online"] == true {
         assert!(tokio::time::Instant::now() < deadline);
     }
     let (_, body) = server.post(&format!("/jobs/{id}/cancel"), &Value::Null).await;
     assert_eq!(body["state"], "cancelled");
-    let agent = Agent::greet(&server, hello("a", 2, vec![attempt.clone()])).await.unwrap();
+    let agent = Agent::connect(&server, hello("a", 2, vec![attempt.clone()])).await.unwrap();
     assert_eq!(agent.welcome.1, [attempt]);
     server.stop().await;
 }
@@ -256,15 +256,15 @@ async fn a_job_cancelled_while_its_agent_is_away_ends_and_the_agent_learns_of_it
 #[tokio::test]
 async fn jobs_run_on_agents_with_their_device() {
     let server = TestServer::new().await;
-    let mut cpu = Agent::with_pictures(&server, 4).await;
+    let mut cpu = Agent::join_with_dataset(&server, 4).await;
     let wants = |device: &'static str, precision: &'static str| {
         move |spec: &mut Value| {
             spec["parallel"] = json!({"ranks": 2, "device": device});
             spec["train"]["precision"] = json!(precision);
         }
     };
-    // Nobody has a GPU: said at once, with what would do.
-    let refused = async |change: &dyn Fn(&mut Value), pointer: &str, hint: &str| {
+    // No machine has a GPU: the submission is refused with a hint.
+    let assert_refused = async |change: &dyn Fn(&mut Value), pointer: &str, hint: &str| {
         let mut spec = crate::test_server::spec();
         change(&mut spec);
         let (status, body) = server.post("/jobs", &spec).await;
@@ -273,10 +273,10 @@ async fn jobs_run_on_agents_with_their_device() {
         assert_eq!(error["pointer"], pointer, "{body}");
         assert!(error["detail"].as_str().unwrap().contains(hint), "{body}");
     };
-    refused(&wants("cuda", "auto"), "/parallel/device", "no machine online has a GPU").await;
-    refused(&wants("auto", "bf16"), "/train/precision", "fp32").await;
+    assert_refused(&wants("cuda", "auto"), "/parallel/device", "no machine online has a GPU").await;
+    assert_refused(&wants("auto", "bf16"), "/train/precision", "fp32").await;
 
-    let mut gpu = Agent::greet(&server, hello_gpus("gpus", 4)).await.unwrap();
+    let mut gpu = Agent::connect(&server, hello_gpus("gpus", 4)).await.unwrap();
     let (_, list) = server.get("/agents").await;
     let machine = list["agents"].as_array().unwrap().iter().find(|a| a["name"] == "gpus").unwrap();
     let slot = &machine["slots"][2];
@@ -285,13 +285,13 @@ async fn jobs_run_on_agents_with_their_device() {
     assert_eq!(slot["memory_bytes"], json!(150_754_820_096u64));
 
     server.submit(wants("cpu", "auto")).await;
-    cpu.started().await;
+    cpu.expect_start().await;
     server.submit(wants("cuda", "fp16")).await;
-    gpu.started().await;
-    // Half precision is for GPUs, also where the device is left open.
+    gpu.expect_start().await;
+    // Half precision needs a GPU, also with the device "auto".
     server.submit(wants("auto", "bf16")).await;
-    gpu.started().await;
-    // All four are taken: the next one waits, and says for what.
+    gpu.expect_start().await;
+    // All four GPUs are in use: the next job waits, with a reason.
     let waiting = server.submit(wants("cuda", "auto")).await.id.to_string();
     let mut stream = server.stream(&waiting, 0).await;
     let frames = stream.until(|f| f["reason"].as_str().is_some_and(|r| r.starts_with("waits for"))).await;
@@ -305,18 +305,18 @@ async fn jobs_run_on_agents_with_their_device() {
         ),
     ] {
         let wants = |spec: &mut Value| spec["parallel"] = json!({"ranks": 8, "device": device});
-        refused(&wants, "/parallel/ranks", hint).await;
+        assert_refused(&wants, "/parallel/ranks", hint).await;
     }
     server.stop().await;
 }
 
 #[tokio::test]
-async fn a_machine_of_gpus_trains_on_its_cpu_when_asked() {
+async fn a_machine_with_gpus_runs_cpu_jobs_on_request() {
     let server = TestServer::new().await;
-    let _pictures = Agent::with_pictures(&server, 1).await;
-    let mut gpu = Agent::greet(&server, hello_gpus("gpus", 2)).await.unwrap();
+    let _pictures = Agent::join_with_dataset(&server, 1).await;
+    let mut gpu = Agent::connect(&server, hello_gpus("gpus", 2)).await.unwrap();
     server.submit(|spec| spec["parallel"] = json!({"ranks": 2, "device": "cpu"})).await;
-    let start = gpu.started().await;
+    let start = gpu.expect_start().await;
     assert_eq!(start.ranks, [(0, 0), (1, 1)]);
     server.stop().await;
 }
@@ -328,10 +328,10 @@ async fn a_lost_machine_counts_as_a_restart_only_without_progress() {
         c.heartbeat = Duration::from_millis(100);
     })
     .await;
-    let mut next = Some(Agent::with_pictures(&server, 2).await);
+    let mut next = Some(Agent::join_with_dataset(&server, 2).await);
     let id = server.submit(|s| s["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
     let lose = async |mut agent: Agent, number: u64, checkpoint: bool| {
-        let start = agent.started().await;
+        let start = agent.expect_start().await;
         assert_eq!(u64::from(start.attempt.attempt), number);
         let mut events =
             vec![running(1000, (number - 1) * 10), losses(0, (number - 1) * 10 + 1..=number * 10)];
@@ -339,24 +339,24 @@ async fn a_lost_machine_counts_as_a_restart_only_without_progress() {
         let info = CheckpointInfo { epoch: 1, step, size_bytes: 1, ..CheckpointInfo::default() };
         events.extend(checkpoint.then_some(AttemptEvent::Checkpoint(info)));
         agent.report(&start.attempt, Source::Rank(0), 0, events).await;
-        agent.vanish();
+        agent.disconnect();
         let since = std::time::Instant::now();
-        while server.stored(&id).await.iter().filter(|event| event["state"] == "lost").count()
+        while server.stored_events(&id).await.iter().filter(|event| event["state"] == "lost").count()
             < number as usize
         {
-            assert!(since.elapsed() < DEADLINE, "attempt {number} is not lost");
+            assert!(since.elapsed() < TIMEOUT, "attempt {number} is not lost");
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     };
-    // More often than restarts are allowed, and each time with a newer checkpoint; then twice without one.
+    // Attempts with a newer checkpoint do not count as restarts. Five such attempts are lost, then two without a checkpoint.
     for number in 1..=7 {
         let agent = match next.take() {
             Some(agent) => agent,
-            None => Agent::greet(&server, hello(&format!("a{number}"), 2, Vec::new())).await.unwrap(),
+            None => Agent::connect(&server, hello(&format!("a{number}"), 2, Vec::new())).await.unwrap(),
         };
         lose(agent, number, number <= 5).await;
     }
-    let job = server.until(&id, JobState::Failed).await;
+    let job = server.wait_for_state(&id, JobState::Failed).await;
     assert!(job.reason.unwrap().contains("restarted once, as often as recovery.max_restarts allows"));
     server.stop().await;
 }
@@ -364,77 +364,77 @@ async fn a_lost_machine_counts_as_a_restart_only_without_progress() {
 #[tokio::test]
 async fn too_large_jobs_name_drained_machines_that_would_suffice() {
     let server = TestServer::new().await;
-    let _small = Agent::with_pictures(&server, 2).await;
-    let mut large = Agent::greet(&server, hello("b", 4, Vec::new())).await.unwrap();
+    let _small = Agent::join_with_dataset(&server, 2).await;
+    let mut large = Agent::connect(&server, hello("b", 4, Vec::new())).await.unwrap();
     server.submit(|s| s["parallel"]["ranks"] = json!(3)).await;
-    large.started().await;
+    large.expect_start().await;
     let waits = server.submit(|s| s["parallel"]["ranks"] = json!(4)).await.id.to_string();
-    let says = async |words: &str| {
+    let wait_for_reason = async |end: &str| {
         let since = std::time::Instant::now();
         loop {
             let reason = server.job(&waits).await.reason.unwrap_or_default();
-            if reason.ends_with(words) {
+            if reason.ends_with(end) {
                 return;
             }
-            assert!(since.elapsed() < DEADLINE, "{reason}");
+            assert!(since.elapsed() < TIMEOUT, "{reason}");
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     };
     assert_eq!(server.post("/agents/id-b/drain", &json!({})).await.0, 204);
-    says("the largest online machine, \"a\", has 2; drained: b (`lockstep machine undrain` or the page Machines gives them work again)").await;
+    wait_for_reason("the largest online machine, \"a\", has 2; drained: b (`lockstep machine undrain` or the page Machines gives them work again)").await;
     assert_eq!(server.post("/agents/id-a/drain", &json!({})).await.0, 204);
-    says("no online agent takes this job; drained: a, b (`lockstep machine undrain` or the page Machines gives them work again)").await;
+    wait_for_reason("no online agent takes this job; drained: a, b (`lockstep machine undrain` or the page Machines gives them work again)").await;
     assert_eq!(server.post("/agents/id-b/undrain", &json!({})).await.0, 204);
-    says("1 of 4 on \"b\" free").await;
+    wait_for_reason("1 of 4 on \"b\" free").await;
     server.stop().await;
 }
 
 #[tokio::test]
-async fn joining_and_leaving_machines_are_no_events_of_waiting_jobs() {
+async fn machines_that_join_or_leave_cause_no_events_of_waiting_jobs() {
     let server = TestServer::new().await;
-    // They were submitted while a machine was there that is large enough.
-    let mut large = Agent::with_pictures(&server, 100).await;
+    // The jobs are submitted while a large enough machine is online.
+    let mut large = Agent::join_with_dataset(&server, 100).await;
     let running = server.submit(|s| s["parallel"]["ranks"] = json!(100)).await.id.to_string();
-    large.started().await;
+    large.expect_start().await;
     let mut last = String::new();
     for _ in 0..20 {
         last = server.submit(|s| s["parallel"]["ranks"] = json!(100)).await.id.to_string();
     }
-    large.vanish();
-    let mut first = Agent::greet(&server, hello("b0", 2, Vec::new())).await.unwrap();
-    let known = async |slots: usize| {
+    large.disconnect();
+    let mut first = Agent::connect(&server, hello("b0", 2, Vec::new())).await.unwrap();
+    let wait_for_total = async |slots: usize| {
         let since = std::time::Instant::now();
         loop {
             let (_, queue) = server.get("/queue?limit=100").await;
-            let words =
+            let job =
                 queue["jobs"].as_array().unwrap().iter().find(|j| j["id"] == *last).unwrap().to_string();
-            if words.contains(&format!("\"slots_total\":{slots},")) {
+            if job.contains(&format!("\"slots_total\":{slots},")) {
                 return;
             }
-            assert!(since.elapsed() < DEADLINE, "{slots}: {words}");
+            assert!(since.elapsed() < TIMEOUT, "{slots}: {job}");
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     };
-    known(2).await;
-    // That it is too small now is an event of each job, which is stored a moment later.
+    wait_for_total(2).await;
+    // Each job gets an event with the reason that no machine is large enough. Waits until all are stored.
     let since = std::time::Instant::now();
     let changed = "SELECT count(*) FROM jobs WHERE reason LIKE '%the largest online machine%'";
-    while server.number(changed).await != 20 {
-        assert!(since.elapsed() < DEADLINE, "not all jobs say that no machine is large enough");
+    while server.query_number(changed).await != 20 {
+        assert!(since.elapsed() < TIMEOUT, "not all jobs say that no machine is large enough");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     let events = format!("SELECT CAST(sum(last_seq) AS BIGINT) FROM jobs WHERE id <> '{running}'");
-    let before = server.number(&events).await;
+    let before = server.query_number(&events).await;
     let mut others = Vec::new();
     for n in 1..=6 {
-        others.push(Agent::greet(&server, hello(&format!("b{n}"), n + 2, Vec::new())).await.unwrap());
-        known(n as usize + 2).await;
+        others.push(Agent::connect(&server, hello(&format!("b{n}"), n + 2, Vec::new())).await.unwrap());
+        wait_for_total(n as usize + 2).await;
     }
     while let Some(other) = others.pop() {
-        other.vanish();
+        other.disconnect();
     }
-    known(2).await;
+    wait_for_total(2).await;
     first.heartbeat(&[]).await;
-    assert_eq!(server.number(&events).await, before);
+    assert_eq!(server.query_number(&events).await, before);
     server.stop().await;
 }

@@ -1,53 +1,57 @@
-//! Uploads of checkpoints of an attempt by the agent that has them, when it has been given a later attempt of the job.
+//! Uploads of checkpoints of earlier attempts, by an agent that has a later attempt of the job.
 
 use crate::{
     agent::{Agent, hello, running},
-    gangs::{killed, stopped},
+    gangs::{expect_stop, rank_killed},
     test_server::{TestServer, client},
-    uploads::{Asks, checkpoint, manifest},
+    uploads::{AttemptApi, checkpoint, manifest},
 };
 use lockstep_protocol::agent::{AttemptRef, Ending, FencingToken, Source};
 use serde_json::{Value, json};
 
 #[tokio::test]
 async fn a_stop_before_the_dataset_was_copied_does_not_lose_the_last_checkpoint() {
-    for wish in ["pause", "cancel"] {
+    for action in ["pause", "cancel"] {
         let server = TestServer::new().await;
         let token = server.agent_token("a").await;
-        let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
+        let mut agent = Agent::connect_with_token(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
         agent.register(&server).await;
         let id = server.submit(|spec| spec["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
-        let start = agent.started().await;
-        let asks = |token: &str, agent_id: &str, attempt: &AttemptRef| Asks {
+        let start = agent.expect_start().await;
+        let api = |token: &str, agent_id: &str, attempt: &AttemptRef| AttemptApi {
             server: &server,
             http: client(token),
             agent_id: agent_id.into(),
             attempt: attempt.clone(),
         };
-        let first = asks(&token, "id-a", &start.attempt);
-        assert_eq!(first.ask("POST", "", vec![]).await.0, 204);
+        let first = api(&token, "id-a", &start.attempt);
+        assert_eq!(first.request("POST", "", vec![]).await.0, 204);
         agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
-        agent.end(&start.attempt, killed(0)).await;
-        let start = agent.started().await;
-        assert_eq!(start.resume.as_deref(), Some("1-10"), "on the machine that has it");
+        agent.end(&start.attempt, rank_killed(0)).await;
+        let start = agent.expect_start().await;
+        assert_eq!(
+            start.resume.as_deref(),
+            Some("1-10"),
+            "the job continues on the machine that has the checkpoint"
+        );
 
-        // It waits for its dataset, and has not said yet that its disk is its own.
-        let next = asks(&token, "id-a", &start.attempt);
-        assert_eq!(next.ask("GET", "/uploads/1-10", vec![]).await.0, 200);
-        assert_eq!(next.ask("GET", "/uploads/1-20", vec![]).await.0, 403, "there is no such checkpoint");
-        // Nobody else may: not by a token that was guessed, nor another agent.
+        // The agent copies the dataset, and has not reported its own disk yet.
+        let next = api(&token, "id-a", &start.attempt);
+        assert_eq!(next.request("GET", "/uploads/1-10", vec![]).await.0, 200);
+        assert_eq!(next.request("GET", "/uploads/1-20", vec![]).await.0, 403, "there is no such checkpoint");
+        // Refused: a wrong fencing token, and another agent.
         let secret = FencingToken { secret: 1, ..start.attempt.fencing_token };
         let guessed = AttemptRef { fencing_token: secret, ..start.attempt.clone() };
-        assert_eq!(asks(&token, "id-a", &guessed).ask("GET", "/uploads/1-10", vec![]).await.0, 403);
+        assert_eq!(api(&token, "id-a", &guessed).request("GET", "/uploads/1-10", vec![]).await.0, 403);
         let other = server.agent_token("b").await;
-        let _other = Agent::greet_with(&server, &other, hello("b", 1, Vec::new())).await.unwrap();
-        let other = asks(&other, "id-b", &start.attempt);
-        assert_eq!(other.ask("GET", "/uploads/1-10", vec![]).await.0, 403);
+        let _other = Agent::connect_with_token(&server, &other, hello("b", 1, Vec::new())).await.unwrap();
+        let other = api(&other, "id-b", &start.attempt);
+        assert_eq!(other.request("GET", "/uploads/1-10", vec![]).await.0, 403);
 
-        assert_eq!(server.post(&format!("/jobs/{id}/{wish}"), &Value::Null).await.0, 202, "{wish}");
-        stopped(&mut agent).await;
+        assert_eq!(server.post(&format!("/jobs/{id}/{action}"), &Value::Null).await.0, 202, "{action}");
+        expect_stop(&mut agent).await;
         agent.end(&start.attempt, Ending::Stopped).await;
-        assert_eq!(next.upload("1-10", manifest(1, 10)).await.0, 204, "{wish}");
+        assert_eq!(next.upload("1-10", manifest(1, 10)).await.0, 204, "{action}");
         let (status, shown) = server.get(&format!("/checkpoints/{id}-1-10")).await;
         assert_eq!((status, shown.get("uploading_from")), (200, None), "{shown}");
         server.stop().await;
@@ -58,30 +62,30 @@ async fn a_stop_before_the_dataset_was_copied_does_not_lose_the_last_checkpoint(
 async fn agents_upload_checkpoints_of_earlier_attempts_after_rank_0_moved() {
     let server = TestServer::new().await;
     let token = server.agent_token("a").await;
-    let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
+    let mut agent = Agent::connect_with_token(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
     agent.register(&server).await;
     let id = server.submit(|spec| spec["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
-    let start = agent.started().await;
-    let asks = |attempt: &AttemptRef| Asks {
+    let start = agent.expect_start().await;
+    let api = |attempt: &AttemptRef| AttemptApi {
         server: &server,
         http: client(&token),
         agent_id: "id-a".into(),
         attempt: attempt.clone(),
     };
-    assert_eq!(asks(&start.attempt).ask("POST", "", vec![]).await.0, 204);
+    assert_eq!(api(&start.attempt).request("POST", "", vec![]).await.0, 204);
     let events = vec![running(100, 0), checkpoint(10), checkpoint(20)];
     agent.report(&start.attempt, Source::Rank(0), 0, events).await;
-    assert_eq!(asks(&start.attempt).upload("1-10", manifest(1, 10)).await.0, 204);
-    agent.end(&start.attempt, killed(0)).await;
-    let start = agent.started().await;
-    let next = asks(&start.attempt);
-    assert_eq!(next.ask("POST", "", vec![]).await.0, 204);
-    // As if the other ranks' machine had the first one.
+    assert_eq!(api(&start.attempt).upload("1-10", manifest(1, 10)).await.0, 204);
+    agent.end(&start.attempt, rank_killed(0)).await;
+    let start = agent.expect_start().await;
+    let next = api(&start.attempt);
+    assert_eq!(next.request("POST", "", vec![]).await.0, 204);
+    // Changes the attempt so that another agent has rank 0.
     let places = r#"[{"agent_id":"id-b","agent":"b","ranks":[[0,0]]},{"agent_id":"id-a","agent":"a","ranks":[[1,0]]}]"#;
     let query = format!("UPDATE attempts SET places = '{places}' WHERE job_id = '{id}' AND attempt = 2");
     assert_eq!(server.execute(&query).await, 1);
-    let (status, state) = next.ask("GET", "/uploads/1-10", vec![]).await;
-    assert_eq!((status, state["stored"].is_string()), (200, true), "it has come: {state}");
+    let (status, state) = next.request("GET", "/uploads/1-10", vec![]).await;
+    assert_eq!((status, state["stored"].is_string()), (200, true), "the first upload is stored: {state}");
     assert_eq!(next.upload("1-20", manifest(1, 20)).await.0, 204);
     server.stop().await;
 }

@@ -1,8 +1,8 @@
-//! Fair share: whose jobs come first when several wait, and that all that wait are looked at.
+//! Fair share between projects or owners. All waiting jobs are considered.
 
 use crate::{
     agent::Agent,
-    test_server::{DEADLINE, TestServer, client, spec},
+    test_server::{TIMEOUT, TestServer, client, spec},
 };
 use lockstep_protocol::{
     agent::{AttemptRef, Ending},
@@ -23,8 +23,8 @@ async fn submit(server: &TestServer, project: &str, priority: i32) -> Job {
 }
 
 /// Waits until these jobs have the first places of the queue, in this order.
-async fn queued_in_order(server: &TestServer, jobs: &[&Job]) {
-    let deadline = Instant::now() + DEADLINE;
+async fn wait_for_order(server: &TestServer, jobs: &[&Job]) {
+    let deadline = Instant::now() + TIMEOUT;
     loop {
         let mut places = Vec::new();
         for job in jobs {
@@ -38,30 +38,31 @@ async fn queued_in_order(server: &TestServer, jobs: &[&Job]) {
     }
 }
 
-async fn ends(agent: &mut Agent, attempt: &AttemptRef) -> JobId {
+/// Ends an attempt, and returns the job that starts next.
+async fn end_and_start_next(agent: &mut Agent, attempt: &AttemptRef) -> JobId {
     agent.end(attempt, Ending::Succeeded { step: 1 }).await;
-    agent.started().await.attempt.job
+    agent.expect_start().await.attempt.job
 }
 
 #[tokio::test]
 async fn within_a_priority_the_project_with_the_fewest_slots_is_first() {
     let server = TestServer::with(|c| c.fair_share = FairShare::Project).await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let mut running = Vec::new();
     for _ in 0..2 {
         submit(&server, "vision", 0).await;
-        running.push(agent.started().await.attempt);
+        running.push(agent.expect_start().await.attempt);
     }
     let older = submit(&server, "vision", 0).await;
     let old = submit(&server, "vision", 0).await;
     let other = submit(&server, "audio", 0).await;
     let urgent = submit(&server, "vision", 1).await;
-    queued_in_order(&server, &[&urgent, &other, &older, &old]).await;
-    assert_eq!(ends(&mut agent, &running[0]).await, urgent.id);
-    assert_eq!(ends(&mut agent, &running[1]).await, other.id);
-    // One each: the oldest.
+    wait_for_order(&server, &[&urgent, &other, &older, &old]).await;
+    assert_eq!(end_and_start_next(&mut agent, &running[0]).await, urgent.id);
+    assert_eq!(end_and_start_next(&mut agent, &running[1]).await, other.id);
+    // Each project has one slot: the oldest job is first.
     let last = submit(&server, "audio", 0).await;
-    queued_in_order(&server, &[&older, &last, &old]).await;
+    wait_for_order(&server, &[&older, &last, &old]).await;
     server.stop().await;
 }
 
@@ -69,27 +70,27 @@ async fn within_a_priority_the_project_with_the_fewest_slots_is_first() {
 async fn owners_alternate_with_fair_share_and_otherwise_age_decides() {
     for (by, first) in [(FairShare::Owner, 1), (FairShare::Off, 0)] {
         let server = TestServer::with(|c| c.fair_share = by).await;
-        let mut agent = Agent::with_pictures(&server, 2).await;
+        let mut agent = Agent::join_with_dataset(&server, 2).await;
         let mut clients = Vec::new();
         for name in ["nightly", "weekly"] {
             let (_, token) = server.make_token(&json!({"name": name, "scope": "submit"})).await;
             clients.push(client(&token));
         }
-        let submit = async |of: usize| {
+        let submit_as = async |owner: usize| {
             let mut spec = spec();
             spec["parallel"]["ranks"] = json!(1);
-            let request = clients[of].post(server.url("/api/v1/jobs")).json(&spec);
+            let request = clients[owner].post(server.url("/api/v1/jobs")).json(&spec);
             let (status, body) = server.send(request).await;
             assert_eq!(status, 201, "{body}");
             serde_json::from_value::<Job>(body).unwrap()
         };
-        submit(0).await;
-        let attempt = agent.started().await.attempt;
-        submit(0).await;
-        agent.started().await;
-        let waiting = [submit(0).await, submit(1).await];
-        queued_in_order(&server, &[&waiting[first], &waiting[1 - first]]).await;
-        assert_eq!(ends(&mut agent, &attempt).await, waiting[first].id);
+        submit_as(0).await;
+        let attempt = agent.expect_start().await.attempt;
+        submit_as(0).await;
+        agent.expect_start().await;
+        let waiting = [submit_as(0).await, submit_as(1).await];
+        wait_for_order(&server, &[&waiting[first], &waiting[1 - first]]).await;
+        assert_eq!(end_and_start_next(&mut agent, &attempt).await, waiting[first].id);
         server.stop().await;
     }
 }
@@ -97,7 +98,7 @@ async fn owners_alternate_with_fair_share_and_otherwise_age_decides() {
 #[tokio::test]
 async fn a_job_behind_more_than_a_thousand_others_is_considered() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let mut large = spec();
     large["parallel"]["ranks"] = json!(4);
     let (status, body) = server.post("/jobs?launched=true", &large).await;
@@ -114,6 +115,6 @@ async fn a_job_behind_more_than_a_thousand_others_is_considered() {
     );
     assert_eq!(server.execute(&copies).await, 1200);
     let small = submit(&server, "default", 0).await;
-    assert_eq!(agent.started().await.attempt.job, small.id);
+    assert_eq!(agent.expect_start().await.attempt.job, small.id);
     server.stop().await;
 }

@@ -1,8 +1,8 @@
-//! Jobs that continue with fewer ranks when machines are lost, as the messages to their agents make it.
+//! Jobs that continue with fewer ranks after machines are lost.
 
 use crate::{
     agent::{Agent, losses, running},
-    gangs::{again, hello_at, killed, loses_contact, machines, stopped},
+    gangs::{connect_machines, expect_stop, hello_at, next_attempt, rank_killed, report_lost_contact},
     test_server::{TestServer, spec},
 };
 use lockstep_protocol::{
@@ -12,7 +12,7 @@ use lockstep_protocol::{
 use serde_json::{Value, json};
 use std::time::Duration;
 
-/// No message in so long, which is many rounds of dispatch.
+/// Time without a message. It covers many rounds of dispatch.
 const QUIET: Duration = Duration::from_millis(1500);
 
 async fn server() -> TestServer {
@@ -23,22 +23,22 @@ async fn server() -> TestServer {
     .await
 }
 
-/// Heartbeats of an agent, as it waits to be told something for up to `limit`.
-async fn quiet(agent: &mut Agent, limit: Duration) {
-    let mut beats = tokio::time::interval(Duration::from_millis(200));
+/// Sends heartbeats for `limit`, and fails if the agent gets a message.
+async fn expect_no_message(agent: &mut Agent, limit: Duration) {
+    let mut heartbeats = tokio::time::interval(Duration::from_millis(200));
     let end = tokio::time::sleep(limit);
     tokio::pin!(end);
     loop {
         tokio::select! {
-            _ = beats.tick() => agent.heartbeat(&[]).await,
-            said = agent.next() => panic!("{said:?}"),
+            _ = heartbeats.tick() => agent.heartbeat(&[]).await,
+            message = agent.next() => panic!("{message:?}"),
             () = &mut end => return,
         }
     }
 }
 
-/// Four ranks that two machines have started.
-async fn started(
+/// Starts a job of four ranks on two machines.
+async fn start_gang(
     server: &TestServer,
     a: &mut Agent,
     b: &mut Agent,
@@ -49,56 +49,61 @@ async fn started(
         change(s);
     };
     let id = server.submit(four).await.id.to_string();
-    let attempt = again(a, b).await;
+    let attempt = next_attempt(a, b).await;
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     (id, attempt)
 }
 
-/// Four ranks on two machines train; the second machine is lost for good.
-async fn lost(server: &TestServer, a: &mut Agent, mut b: Agent, recovery: Value) -> (String, AttemptRef) {
-    let (id, attempt) = started(server, a, &mut b, |s| s["recovery"] = recovery).await;
-    b.vanish();
-    loses_contact(a, &attempt, 1, vec![2]).await;
-    server.until(&id, JobState::Restarting).await;
+/// Starts a job of four ranks on two machines. Then the second machine is lost.
+async fn start_and_lose_machine(
+    server: &TestServer,
+    a: &mut Agent,
+    mut b: Agent,
+    recovery: Value,
+) -> (String, AttemptRef) {
+    let (id, attempt) = start_gang(server, a, &mut b, |s| s["recovery"] = recovery).await;
+    b.disconnect();
+    report_lost_contact(a, &attempt, 1, vec![2]).await;
+    server.wait_for_state(&id, JobState::Restarting).await;
     (id, attempt)
 }
 
 #[tokio::test]
-async fn a_job_that_lost_a_machine_continues_with_fewer_ranks_and_with_all_after_the_next_attempt() {
+async fn a_job_that_lost_a_machine_runs_one_attempt_with_fewer_ranks() {
     let server = server().await;
-    let (mut a, b) = machines(&server).await;
+    let (mut a, b) = connect_machines(&server).await;
     let recovery = json!({"min_ranks": 1, "wait_seconds": 1});
-    let began = tokio::time::Instant::now();
-    let (id, _) = lost(&server, &mut a, b, recovery).await;
-    let start = a.started().await;
-    assert!(began.elapsed() >= Duration::from_secs(1), "it waits for all ranks first");
-    // The most that are free, and the same pictures a step.
+    let start_time = tokio::time::Instant::now();
+    let (id, _) = start_and_lose_machine(&server, &mut a, b, recovery).await;
+    let start = a.expect_start().await;
+    assert!(start_time.elapsed() >= Duration::from_secs(1), "the job waits for all ranks first");
+    // The job uses all free slots, with the same global batch size.
     assert_eq!((start.attempt.attempt, start.world_size, &start.ranks), (2, 2, &vec![(0, 0), (1, 1)]));
     assert_eq!((start.spec.parallel.ranks, start.spec.train.accumulate), (2, 1));
     assert_eq!((start.spec.micro_batch_size(), start.spec.global_batch_size()), (20, 40));
-    assert!(start.network.is_none(), "its ranks are on one machine");
-    let words = "trains with 2 of 4 ranks, because for 1 s there were not enough free slots for all; the last attempt: agent \"b\" was silent";
+    assert!(start.network.is_none(), "all ranks are on one machine");
+    let expected = "trains with 2 of 4 ranks, because for 1 s there were not enough free slots for all; the last attempt: agent \"b\" was silent";
     let job = server.job(&id).await;
     assert_eq!((job.state, job.ranks, job.ranks_now()), (JobState::Starting, 4, 2));
-    assert!(job.reason.unwrap().starts_with(words));
+    assert!(job.reason.unwrap().starts_with(expected));
     a.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 3), losses(0, 4..=5)]).await;
     let job = server.job(&id).await;
     assert_eq!((job.state, job.ranks_now(), job.step), (JobState::Running, 2, 5));
     let reason = job.reason.unwrap();
-    assert!(reason.starts_with(words) && !reason.contains("starts from"), "{reason}");
+    assert!(reason.starts_with(expected) && !reason.contains("starts from"), "{reason}");
     let (_, history) = server.get(&format!("/jobs/{id}/history")).await;
-    let begun = history["entries"].as_array().unwrap().iter().filter(|entry| entry["what"] == "started");
-    let begun: Vec<_> = begun.map(|entry| entry["reason"].clone()).collect();
-    assert_eq!((begun.len(), &begun[0]), (2, &Value::Null), "{history:#}");
-    assert_eq!((&begun[1]["code"], &begun[1]["ranks"]), (&json!("fewer_ranks"), &json!(2)), "{history:#}");
-    assert_eq!(begun[1]["words"], json!(reason));
+    let starts = history["entries"].as_array().unwrap().iter().filter(|entry| entry["what"] == "started");
+    let starts: Vec<_> = starts.map(|entry| entry["reason"].clone()).collect();
+    assert_eq!((starts.len(), &starts[0]), (2, &Value::Null), "{history:#}");
+    assert_eq!((&starts[1]["code"], &starts[1]["ranks"]), (&json!("fewer_ranks"), &json!(2)), "{history:#}");
+    assert_eq!(starts[1]["words"], json!(reason));
 
-    // It does not grow by itself. Its next attempt has all ranks again.
-    let mut b = Agent::greet(&server, hello_at("b", 2, Vec::new(), "10.0.0.2")).await.unwrap();
-    quiet(&mut b, QUIET).await;
+    // A new machine does not change the running attempt. The next attempt has all ranks.
+    let mut b = Agent::connect(&server, hello_at("b", 2, Vec::new(), "10.0.0.2")).await.unwrap();
+    expect_no_message(&mut b, QUIET).await;
     assert_eq!(server.job(&id).await.state, JobState::Running);
-    a.end(&start.attempt, killed(1)).await;
-    let attempt = again(&mut a, &mut b).await;
+    a.end(&start.attempt, rank_killed(1)).await;
+    let attempt = next_attempt(&mut a, &mut b).await;
     assert_eq!(attempt.attempt, 3);
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 5)]).await;
     let job = server.job(&id).await;
@@ -108,25 +113,25 @@ async fn a_job_that_lost_a_machine_continues_with_fewer_ranks_and_with_all_after
 
 #[tokio::test]
 async fn a_job_without_min_ranks_or_with_too_few_slots_for_it_waits() {
-    for (recovery, says) in [
+    for (recovery, note) in [
         (json!({"wait_seconds": 0}), ""),
         (json!({"min_ranks": 4, "wait_seconds": 0}), ""),
-        // The machine that is left has two slots.
+        // The remaining machine has two slots.
         (json!({"min_ranks": 3, "wait_seconds": 0}), "after 0 s it starts on fewer ranks, at least 3"),
     ] {
         let server = server().await;
-        let (mut a, mut b) = machines(&server).await;
-        let (id, attempt) = started(&server, &mut a, &mut b, |s| {
+        let (mut a, mut b) = connect_machines(&server).await;
+        let (id, attempt) = start_gang(&server, &mut a, &mut b, |s| {
             (s["recovery"], s["train"]["batch_size"]) = (recovery.clone(), json!(12));
         })
         .await;
-        b.vanish();
-        loses_contact(&mut a, &attempt, 1, vec![2]).await;
-        server.until(&id, JobState::Restarting).await;
-        quiet(&mut a, QUIET).await;
+        b.disconnect();
+        report_lost_contact(&mut a, &attempt, 1, vec![2]).await;
+        server.wait_for_state(&id, JobState::Restarting).await;
+        expect_no_message(&mut a, QUIET).await;
         let (_, queue) = server.get("/queue").await;
         let waits = queue["jobs"][0]["reason"]["words"].as_str().unwrap_or_default();
-        assert!(waits.contains("needs 4 slots") && waits.contains(says), "{recovery}: {queue:#}");
+        assert!(waits.contains("needs 4 slots") && waits.contains(note), "{recovery}: {queue:#}");
         server.stop().await;
     }
 }
@@ -134,31 +139,31 @@ async fn a_job_without_min_ranks_or_with_too_few_slots_for_it_waits() {
 #[tokio::test]
 async fn a_machine_that_shuts_down_counts_as_lost_and_a_pause_does_not() {
     let server = server().await;
-    let (mut a, mut b) = machines(&server).await;
+    let (mut a, mut b) = connect_machines(&server).await;
     let recovery = json!({"min_ranks": 2, "wait_seconds": 1});
-    let (id, attempt) = started(&server, &mut a, &mut b, |s| s["recovery"] = recovery.clone()).await;
+    let (id, attempt) = start_gang(&server, &mut a, &mut b, |s| s["recovery"] = recovery.clone()).await;
     b.send(FromAgent::Leaving { reason: "the agent was stopped".into() }).await;
-    assert!(stopped(&mut a).await, "with a checkpoint");
+    assert!(expect_stop(&mut a).await, "with a checkpoint");
     b.end(&attempt, Ending::Stopped).await;
     a.end(&attempt, Ending::Stopped).await;
-    b.vanish();
-    let start = a.started().await;
+    b.disconnect();
+    let start = a.expect_start().await;
     assert_eq!((start.attempt.attempt, start.world_size), (2, 2));
     a.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     assert!(server.job(&id).await.reason.unwrap().contains("agent \"b\" was shut down"));
 
     server.post(&format!("/jobs/{id}/pause"), &json!({})).await;
-    assert!(stopped(&mut a).await);
+    assert!(expect_stop(&mut a).await);
     a.end(&start.attempt, Ending::Stopped).await;
-    server.until(&id, JobState::Paused).await;
+    server.wait_for_state(&id, JobState::Paused).await;
     server.post(&format!("/jobs/{id}/resume"), &json!({})).await;
-    quiet(&mut a, QUIET).await;
-    assert_eq!(server.job(&id).await.state, JobState::Queued, "who resumes it wants all its ranks");
+    expect_no_message(&mut a, QUIET).await;
+    assert_eq!(server.job(&id).await.state, JobState::Queued, "a resumed job waits for all ranks");
     server.stop().await;
 }
 
 #[tokio::test]
-async fn a_job_that_could_never_have_fewer_ranks_is_refused() {
+async fn min_ranks_above_parallel_ranks_is_refused() {
     let server = server().await;
     let mut job = spec();
     job["recovery"] = json!({"min_ranks": 3});

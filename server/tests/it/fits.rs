@@ -1,4 +1,4 @@
-//! Whether a checkpoint fits what it is to be trained on: checked when that is requested, not by ranks that fail.
+//! The server refuses datasets and settings that do not fit a checkpoint, before any rank starts.
 
 use crate::{
     agent::{Agent, checkpoint, info, running},
@@ -12,22 +12,23 @@ use lockstep_protocol::{
 use serde_json::{Value, json};
 use std::path::Path;
 
-fn words(names: &[&str]) -> Vec<String> {
+fn strings(names: &[&str]) -> Vec<String> {
     names.iter().map(ToString::to_string).collect()
 }
 
 async fn register(server: &TestServer, agent: &mut Agent, name: &str, info: DatasetInfo) {
     let new = json!({"name": name, "path": format!("/some/{name}")});
-    let ((status, body), ()) = tokio::join!(server.post("/datasets", &new), agent.answer(Ok(info)));
+    let ((status, body), ()) =
+        tokio::join!(server.post("/datasets", &new), agent.answer_inspection(Ok(info)));
     assert_eq!(status, 201, "{body}");
 }
 
-/// A checkpoint as ranks leave it, without tensors: of pictures of 28 x 28 in grey, cats and dogs.
+/// Writes a checkpoint without tensors, for grey pictures of 28 x 28 pixels and the classes cat and dog.
 fn write_checkpoint(job_dir: &Path) {
     let folder = job_dir.join("checkpoints/1-50");
     std::fs::create_dir_all(&folder).unwrap();
-    let about = json!({"classes": json!(["cat", "dog"]).to_string(), "channels": "1", "image_size": "28"});
-    let header = json!({ "__metadata__": about }).to_string();
+    let metadata = json!({"classes": json!(["cat", "dog"]).to_string(), "channels": "1", "image_size": "28"});
+    let header = json!({ "__metadata__": metadata }).to_string();
     let file = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat();
     std::fs::write(folder.join("model.safetensors"), file).unwrap();
     std::fs::write(folder.join("MANIFEST.json"), "{}").unwrap();
@@ -36,27 +37,27 @@ fn write_checkpoint(job_dir: &Path) {
 /// A job that failed after its checkpoint of step 50.
 async fn failed_job(server: &TestServer, agent: &mut Agent) -> String {
     let job = server.submit(|_| {}).await;
-    let start = agent.started().await;
+    let start = agent.expect_start().await;
     write_checkpoint(Path::new(start.job_dir.as_deref().unwrap()));
     let events = vec![running(100, 0), checkpoint(50)];
     agent.report(&start.attempt, Source::Rank(0), 0, events).await;
-    agent.end(&start.attempt, Ending::Failed { reason: "it was to".into(), retriable: false }).await;
-    server.until(job.id.as_str(), JobState::Failed).await;
+    agent.end(&start.attempt, Ending::Failed { reason: "by the test".into(), retriable: false }).await;
+    server.wait_for_state(job.id.as_str(), JobState::Failed).await;
     job.id.to_string()
 }
 
 #[tokio::test]
 async fn a_fork_that_does_not_fit_its_checkpoint_is_refused_at_submission() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = failed_job(&server, &mut agent).await;
-    let like = |classes: &[&str]| DatasetInfo { classes: words(classes), ..info() };
+    let like = |classes: &[&str]| DatasetInfo { classes: strings(classes), ..dataset_info() };
     register(&server, &mut agent, "more", like(&["cat", "dog", "fox"])).await;
     register(&server, &mut agent, "others", like(&["cat", "fox"])).await;
-    register(&server, &mut agent, "turned", like(&["dog", "cat"])).await;
-    register(&server, &mut agent, "colour", DatasetInfo { channels: 3, ..info() }).await;
-    register(&server, &mut agent, "larger", DatasetInfo { height: 96, width: 96, ..info() }).await;
-    register(&server, &mut agent, "again", info()).await;
+    register(&server, &mut agent, "reordered", like(&["dog", "cat"])).await;
+    register(&server, &mut agent, "colour", DatasetInfo { channels: 3, ..dataset_info() }).await;
+    register(&server, &mut agent, "larger", DatasetInfo { height: 96, width: 96, ..dataset_info() }).await;
+    register(&server, &mut agent, "again", dataset_info()).await;
 
     let path = format!("/jobs/{id}/fork");
     let fork = async |set: Value| server.post(&path, &json!({ "set": set })).await;
@@ -68,7 +69,7 @@ async fn a_fork_that_does_not_fit_its_checkpoint_is_refused_at_submission() {
         ),
         (json!({"data.dataset": "others"}), "/data/dataset", "the dataset lacks the model's \"dog\""),
         (
-            json!({"data.dataset": "turned"}),
+            json!({"data.dataset": "reordered"}),
             "/data/dataset",
             "class 0 is \"cat\" for the model and \"dog\" in the dataset",
         ),
@@ -91,16 +92,16 @@ async fn a_fork_that_does_not_fit_its_checkpoint_is_refused_at_submission() {
         let text = errors[0]["detail"].as_str().unwrap();
         assert!(text.contains("does not fit the checkpoint") && text.contains(detail), "{set}: {text}");
         let instead = if pointer == "/model/arch" { "begin a new job" } else { "model.pretrained" };
-        assert!(text.contains(instead), "what to do instead: {text}");
+        assert!(text.contains(instead), "the error advises: {text}");
     }
-    // What would be stored and shown, and not used.
+    // A fork cannot have model.pretrained, because it begins with its checkpoint.
     let (status, body) = fork(json!({"model.pretrained": "other.safetensors"})).await;
     assert_eq!((status, &body["errors"][0]["pointer"]), (422, &json!("/model/pretrained")), "{body}");
     assert!(body.to_string().contains("begins with its checkpoint's weights"), "{body}");
     let (_, jobs) = server.get("/jobs").await;
-    assert_eq!(jobs["jobs"].as_array().unwrap().len(), 1, "none of these made a job");
+    assert_eq!(jobs["jobs"].as_array().unwrap().len(), 1, "no job was created");
 
-    // The same classes at another size, or under another name of the same stem, fit.
+    // Another size with the same classes fits, and so does an explicit stem that equals the chosen one.
     for set in [
         json!({"data.dataset": "again"}),
         json!({"data.dataset": "larger"}),
@@ -115,13 +116,19 @@ async fn a_fork_that_does_not_fit_its_checkpoint_is_refused_at_submission() {
 #[tokio::test]
 async fn evaluating_on_an_unsuitable_dataset_is_refused_with_a_reason() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = failed_job(&server, &mut agent).await;
     let only_train = vec![SplitInfo { name: "train".into(), samples: 9, per_class: vec![4, 5] }];
-    register(&server, &mut agent, "untested", DatasetInfo { splits: only_train, ..info() }).await;
-    register(&server, &mut agent, "others", DatasetInfo { classes: words(&["cat", "fox"]), ..info() }).await;
-    register(&server, &mut agent, "colour", DatasetInfo { channels: 3, ..info() }).await;
-    for (name, said) in [
+    register(&server, &mut agent, "untested", DatasetInfo { splits: only_train, ..dataset_info() }).await;
+    register(
+        &server,
+        &mut agent,
+        "others",
+        DatasetInfo { classes: strings(&["cat", "fox"]), ..dataset_info() },
+    )
+    .await;
+    register(&server, &mut agent, "colour", DatasetInfo { channels: 3, ..dataset_info() }).await;
+    for (name, messages) in [
         (
             "untested",
             &["untested has no split for an evaluation: it has train", "a split called test, val"][..],
@@ -131,26 +138,26 @@ async fn evaluating_on_an_unsuitable_dataset_is_refused_with_a_reason() {
         ("color", &["no dataset is called \"color\"; did you mean \"colour\"?"]),
         ("cifar10", &["no dataset is called \"cifar10\"", "`lockstep dataset get cifar10` fetches it"]),
     ] {
-        // Nobody is asked: the agent answers nothing.
+        // The server needs no agent for these errors: the agent answers no request.
         let (status, body) = server.get(&format!("/jobs/{id}/evaluation?dataset={name}")).await;
         assert_eq!(status, 422, "{name}: {body}");
-        for words in said {
-            assert!(body["detail"].as_str().unwrap().contains(words), "{words} in {body}");
+        for message in messages {
+            assert!(body["detail"].as_str().unwrap().contains(message), "{message} in {body}");
         }
     }
     server.stop().await;
 }
 
 #[tokio::test]
-async fn a_fork_on_another_dataset_uses_its_split_unless_one_was_given() {
+async fn a_fork_on_another_dataset_uses_its_split_unless_validation_is_set() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     for (name, splits) in
         [("val", &["train", "val"][..]), ("test", &["train", "test"]), ("both", &["train", "test", "val"])]
     {
         let split =
             |name: &&str| SplitInfo { name: (*name).into(), samples: 1000, per_class: vec![500, 500] };
-        let info = DatasetInfo { splits: splits.iter().map(split).collect(), ..info() };
+        let info = DatasetInfo { splits: splits.iter().map(split).collect(), ..dataset_info() };
         register(&server, &mut agent, name, info).await;
     }
     let mut parent = async |dataset: &str, validation: Option<Value>| {
@@ -160,12 +167,12 @@ async fn a_fork_on_another_dataset_uses_its_split_unless_one_was_given() {
                 spec["data"]["validation"] = validation.unwrap_or_default();
             })
             .await;
-        let start = agent.started().await;
+        let start = agent.expect_start().await;
         write_checkpoint(Path::new(start.job_dir.as_deref().unwrap()));
         let events = vec![running(100, 0), checkpoint(50)];
         agent.report(&start.attempt, Source::Rank(0), 0, events).await;
-        agent.end(&start.attempt, Ending::Failed { reason: "it was to".into(), retriable: false }).await;
-        server.until(job.id.as_str(), JobState::Failed).await;
+        agent.end(&start.attempt, Ending::Failed { reason: "by the test".into(), retriable: false }).await;
+        server.wait_for_state(job.id.as_str(), JobState::Failed).await;
         job.id.to_string()
     };
     let (chosen, given) = (parent("val", None).await, parent("both", Some(json!("val"))).await);
@@ -183,7 +190,7 @@ async fn a_fork_on_another_dataset_uses_its_split_unless_one_was_given() {
         let id = body["id"].as_str().unwrap();
         server.post(&format!("/jobs/{id}/cancel"), &json!({})).await;
     }
-    // One that was given stays what it was, and is refused where there is none.
+    // A split that the parent set stays set, so a dataset without this split is refused.
     let (status, body) =
         server.post(&format!("/jobs/{given}/fork"), &json!({"set": {"data.dataset": "test"}})).await;
     assert_eq!((status, &body["errors"][0]["pointer"]), (422, &json!("/data/validation")), "{body}");
@@ -191,9 +198,9 @@ async fn a_fork_on_another_dataset_uses_its_split_unless_one_was_given() {
 }
 
 #[tokio::test]
-async fn a_fork_inherits_tags_unless_others_are_given_or_they_are_private() {
+async fn a_fork_inherits_tags_unless_it_sets_tags_or_would_publish_private_tags() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     for private in [false, true] {
         let job = server
             .submit(|spec| {
@@ -201,11 +208,11 @@ async fn a_fork_inherits_tags_unless_others_are_given_or_they_are_private() {
                 spec["private"] = json!(private);
             })
             .await;
-        let start = agent.started().await;
+        let start = agent.expect_start().await;
         write_checkpoint(Path::new(start.job_dir.as_deref().unwrap()));
         let events = vec![running(100, 0), checkpoint(50)];
         agent.report(&start.attempt, Source::Rank(0), 0, events).await;
-        // As they are now, and not as they were submitted.
+        // The fork inherits the current tags, not the submitted tags.
         let path = format!("/jobs/{}", job.id);
         let change = server.http.patch(server.url(&format!("/api/v1{path}")));
         let (status, body) = server.send(change.json(&json!({"tags": ["sweep", "seed-2"]}))).await;
@@ -221,8 +228,8 @@ async fn a_fork_inherits_tags_unless_others_are_given_or_they_are_private() {
             let fork = body["id"].as_str().unwrap();
             server.post(&format!("/jobs/{fork}/cancel"), &json!({})).await;
         }
-        agent.end(&start.attempt, Ending::Failed { reason: "it was to".into(), retriable: false }).await;
-        server.until(job.id.as_str(), JobState::Failed).await;
+        agent.end(&start.attempt, Ending::Failed { reason: "by the test".into(), retriable: false }).await;
+        server.wait_for_state(job.id.as_str(), JobState::Failed).await;
     }
     server.stop().await;
 }
@@ -230,9 +237,9 @@ async fn a_fork_inherits_tags_unless_others_are_given_or_they_are_private() {
 #[tokio::test]
 async fn an_image_size_that_changes_the_network_is_refused_with_advice() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let job = server.submit(|spec| spec["model"]["arch"] = json!("resnet18")).await;
-    let start = agent.started().await;
+    let start = agent.expect_start().await;
     write_checkpoint(Path::new(start.job_dir.as_deref().unwrap()));
     let events = vec![running(100, 0), checkpoint(50)];
     agent.report(&start.attempt, Source::Rank(0), 0, events).await;
@@ -250,16 +257,16 @@ async fn an_image_size_that_changes_the_network_is_refused_with_advice() {
 #[tokio::test]
 async fn a_retry_on_a_changed_dataset_is_refused_until_it_fits() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = failed_job(&server, &mut agent).await;
     assert_eq!(server.delete("/datasets/pictures").await.0, 204);
-    let other = DatasetInfo { classes: words(&["cat", "fox"]), ..info() };
+    let other = DatasetInfo { classes: strings(&["cat", "fox"]), ..dataset_info() };
     register(&server, &mut agent, "pictures", other).await;
     let (status, body) = server.post(&format!("/jobs/{id}/retry"), &json!({})).await;
     assert_eq!((status, &body["errors"][0]["pointer"]), (422, &json!("/data/dataset")), "{body}");
     assert_eq!(server.job(&id).await.state, JobState::Failed);
     assert_eq!(server.delete("/datasets/pictures").await.0, 204);
-    register(&server, &mut agent, "pictures", info()).await;
+    register(&server, &mut agent, "pictures", dataset_info()).await;
     assert_eq!(server.post(&format!("/jobs/{id}/retry"), &json!({})).await.0, 202);
     assert!(matches!(agent.next().await, Some(ToAgent::Start(_))));
     server.stop().await;
@@ -268,9 +275,9 @@ async fn a_retry_on_a_changed_dataset_is_refused_until_it_fits() {
 #[tokio::test]
 async fn a_non_finite_evaluation_is_never_best_and_keeps_the_stream_valid() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     let evaluation = |step, accuracy, loss| {
         AttemptEvent::Evaluation(Evaluation { epoch: 1, step, samples: 200, accuracy, loss, secs: 0.1 })
     };
@@ -287,7 +294,7 @@ async fn a_non_finite_evaluation_is_never_best_and_keeps_the_stream_valid() {
     assert_eq!((job.last.val_loss, job.last.val_accuracy), (None, None));
     agent.report(&attempt, Source::Rank(0), 5, vec![evaluation(50, 0.6, 0.9)]).await;
     assert_eq!(server.job(&id).await.best.unwrap().step, 50);
-    // Of equal accuracies the one with the lower loss is the best.
+    // If accuracies are equal, the lower loss is best.
     let equal = vec![evaluation(60, 0.6, 0.8), evaluation(70, 0.6, 0.85)];
     agent.report(&attempt, Source::Rank(0), 6, equal).await;
     let job = server.job(&id).await;
@@ -295,7 +302,7 @@ async fn a_non_finite_evaluation_is_never_best_and_keeps_the_stream_valid() {
         (job.best.unwrap().step, job.best.unwrap().loss, job.last.val_pictures),
         (60, Some(0.8), Some(200))
     );
-    let stored = server.stored(&id).await;
+    let stored = server.stored_events(&id).await;
     let losses: Vec<_> =
         stored.iter().filter(|e| e["type"] == "evaluation").map(|e| e["loss"].clone()).collect();
     assert_eq!(losses, [1.0, 0.9, 0.8, 0.85].map(|loss| json!(loss)), "{stored:#?}");
@@ -305,7 +312,7 @@ async fn a_non_finite_evaluation_is_never_best_and_keeps_the_stream_valid() {
 #[tokio::test]
 async fn a_fork_reports_its_learning_rate_and_overlap_with_training_pictures() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let job = server
         .submit(|spec| {
             spec["data"]["validation"] = json!(0.1);
@@ -313,7 +320,7 @@ async fn a_fork_reports_its_learning_rate_and_overlap_with_training_pictures() {
             spec["train"]["epochs"] = json!(2);
         })
         .await;
-    let start = agent.started().await;
+    let start = agent.expect_start().await;
     write_checkpoint(Path::new(start.job_dir.as_deref().unwrap()));
     // 37 steps an epoch, which does not follow from the dataset: the ranks have counted.
     let events = vec![
@@ -336,13 +343,17 @@ async fn a_fork_reports_its_learning_rate_and_overlap_with_training_pictures() {
         let (_, before) = server.get("/jobs?count=true").await;
         let (status, plan) = server.post(&format!("{path}/check"), &json!({ "set": set })).await;
         assert_eq!(status, 200, "{plan}");
-        assert_eq!(server.get("/jobs?count=true").await.1["total"], before["total"], "nothing is made");
+        assert_eq!(
+            server.get("/jobs?count=true").await.1["total"],
+            before["total"],
+            "a check creates no job"
+        );
         let (status, fork) = server.post(&path, &json!({ "set": set })).await;
-        let warnings = |of: &Value| of["warnings"].as_array().cloned().unwrap_or_default();
+        let warnings = |body: &Value| body["warnings"].as_array().cloned().unwrap_or_default();
         assert_eq!((status, warnings(&fork)), (201, warnings(&plan)), "{fork}");
         assert_eq!(warnings(&plan).len(), usize::from(!expected.is_empty()), "{plan}");
-        for words in expected {
-            assert!(plan["warnings"][0].as_str().unwrap().contains(words), "{words} in {plan}");
+        for text in expected {
+            assert!(plan["warnings"][0].as_str().unwrap().contains(text), "{text} in {plan}");
         }
     }
     let (status, body) = server.post(&format!("{path}/check"), &json!({"set": {"train.epochs": 1}})).await;

@@ -1,4 +1,4 @@
-//! Attempts over several agents, as their messages make them: starts, ends and their causes.
+//! Attempts on several agents: starts, ends, and causes of ends.
 
 use crate::{
     agent::{Agent, hello, line, losses, running},
@@ -12,68 +12,70 @@ use lockstep_protocol::{
 use serde_json::{Value, json};
 use std::time::Duration;
 
-/// As [`hello`], from a machine at this address.
+/// Same as [`hello`], from a machine at this address.
 pub fn hello_at(name: &str, slots: u32, attempts: Vec<AttemptRef>, address: &str) -> FromAgent {
-    let mut said = hello(name, slots, attempts);
-    if let FromAgent::Hello { machine, .. } = &mut said {
+    let mut hello = hello(name, slots, attempts);
+    if let FromAgent::Hello { machine, .. } = &mut hello {
         machine.address = Some(address.into());
         machine.interface = Some(format!("if-{name}"));
         machine.network_id = Some(format!("network of {name}"));
     }
-    said
+    hello
 }
 
-/// The dataset of the tests, and no agent.
-pub async fn pictures(server: &TestServer) {
-    Agent::with_pictures(server, 2).await.vanish();
-    let deadline = tokio::time::Instant::now() + crate::test_server::DEADLINE;
+/// Registers the dataset of the tests. Afterwards no agent is online.
+pub async fn register_dataset(server: &TestServer) {
+    Agent::join_with_dataset(server, 2).await.disconnect();
+    let deadline = tokio::time::Instant::now() + crate::test_server::TIMEOUT;
     while server.get("/agents").await.1["agents"][0]["online"] == true {
         assert!(tokio::time::Instant::now() < deadline);
     }
 }
 
-/// Two machines of two slots that reach each other.
-pub async fn machines(server: &TestServer) -> (Agent, Agent) {
-    pictures(server).await;
-    let a = Agent::greet(server, hello_at("a", 2, Vec::new(), "10.0.0.1")).await.unwrap();
-    let b = Agent::greet(server, hello_at("b", 2, Vec::new(), "10.0.0.2")).await.unwrap();
+/// Connects two machines of two slots that can reach each other.
+pub async fn connect_machines(server: &TestServer) -> (Agent, Agent) {
+    register_dataset(server).await;
+    let a = Agent::connect(server, hello_at("a", 2, Vec::new(), "10.0.0.1")).await.unwrap();
+    let b = Agent::connect(server, hello_at("b", 2, Vec::new(), "10.0.0.2")).await.unwrap();
     (a, b)
 }
 
-async fn ready(agent: &mut Agent, start: &StartAttempt, port: Option<u16>) {
+async fn send_ready(agent: &mut Agent, start: &StartAttempt, port: Option<u16>) {
     agent.send(FromAgent::Ready { attempt: start.attempt.clone(), port }).await;
 }
 
-async fn launched(agent: &mut Agent) -> u16 {
+async fn expect_launch(agent: &mut Agent) -> u16 {
     match agent.next().await {
         Some(ToAgent::Launch { master_port, .. }) => master_port,
         other => panic!("{other:?}"),
     }
 }
 
-pub async fn stopped(agent: &mut Agent) -> bool {
+/// Waits for `Stop`, and returns whether the ranks should write a checkpoint first.
+pub async fn expect_stop(agent: &mut Agent) -> bool {
     match agent.next().await {
         Some(ToAgent::Stop { patient, .. }) => patient,
         other => panic!("{other:?}"),
     }
 }
 
-/// A job of four ranks that both have started.
-pub async fn started(server: &TestServer, a: &mut Agent, b: &mut Agent) -> (String, AttemptRef) {
+/// Starts a job of four ranks on both machines.
+pub async fn start_gang(server: &TestServer, a: &mut Agent, b: &mut Agent) -> (String, AttemptRef) {
     let id = server.submit(|s| s["parallel"]["ranks"] = json!(4)).await.id.to_string();
-    let attempt = again(a, b).await;
+    let attempt = next_attempt(a, b).await;
     (id, attempt)
 }
 
-pub async fn again(a: &mut Agent, b: &mut Agent) -> AttemptRef {
-    let (first, second) = (a.started().await, b.started().await);
-    ready(b, &second, None).await;
-    ready(a, &first, Some(4321)).await;
-    assert_eq!((launched(a).await, launched(b).await), (4321, 4321));
+/// Starts the next attempt on both machines.
+pub async fn next_attempt(a: &mut Agent, b: &mut Agent) -> AttemptRef {
+    let (first, second) = (a.expect_start().await, b.expect_start().await);
+    send_ready(b, &second, None).await;
+    send_ready(a, &first, Some(4321)).await;
+    assert_eq!((expect_launch(a).await, expect_launch(b).await), (4321, 4321));
     first.attempt
 }
 
-pub fn killed(rank: u32) -> Ending {
+pub fn rank_killed(rank: u32) -> Ending {
     Ending::Failed { reason: ReasonKind::RankKilled { rank, step: 3, signal: 9 }.into(), retriable: true }
 }
 
@@ -84,16 +86,16 @@ pub fn lost_contact(rank: u32) -> Ending {
 
 pub const LONG_LEASE: Duration = Duration::from_secs(30);
 
-/// Two machines whose leases are long and whose heartbeats are short.
-async fn of_long_lease() -> (TestServer, Agent, Agent) {
+/// A server with long leases and frequent heartbeats, and two machines.
+async fn with_long_lease() -> (TestServer, Agent, Agent) {
     let config = (LONG_LEASE, Duration::from_millis(100));
     let server = TestServer::with(|c| (c.lease, c.heartbeat) = config).await;
-    let (a, b) = machines(&server).await;
+    let (a, b) = connect_machines(&server).await;
     (server, a, b)
 }
 
-/// Rank 0, which has reported `first` records, has lost others, of which the machines of some do not answer.
-pub async fn loses_contact(agent: &mut Agent, attempt: &AttemptRef, first: u64, unreachable: Vec<u32>) {
+/// Reports that rank 0, which has reported `first` records, has lost other ranks. The machines of the ranks `unreachable` do not respond.
+pub async fn report_lost_contact(agent: &mut Agent, attempt: &AttemptRef, first: u64, unreachable: Vec<u32>) {
     let reason = "lost the connection".to_owned();
     let (code, retriable, secondary) = (FailureCode::Other, true, true);
     let failed =
@@ -107,7 +109,7 @@ pub async fn loses_contact(agent: &mut Agent, attempt: &AttemptRef, first: u64, 
     while stored < 2 {
         match agent.next().await {
             Some(ToAgent::Ack(_)) => stored += 1,
-            // The other machine was given up in between.
+            // The server may stop the attempt in between.
             Some(ToAgent::Stop { .. }) => {}
             other => panic!("{other:?}"),
         }
@@ -117,9 +119,9 @@ pub async fn loses_contact(agent: &mut Agent, attempt: &AttemptRef, first: u64, 
 #[tokio::test]
 async fn machines_learn_rank_0_s_address_and_start_once_all_are_ready() {
     let server = TestServer::new().await;
-    let (mut a, mut b) = machines(&server).await;
+    let (mut a, mut b) = connect_machines(&server).await;
     let id = server.submit(|s| s["parallel"]["ranks"] = json!(4)).await.id.to_string();
-    let (first, second) = (a.started().await, b.started().await);
+    let (first, second) = (a.expect_start().await, b.expect_start().await);
     assert_eq!((&first.ranks, &second.ranks), (&vec![(0, 0), (1, 1)], &vec![(2, 0), (3, 1)]));
     assert_eq!(
         (first.attempt.clone(), first.secret.clone()),
@@ -130,21 +132,21 @@ async fn machines_learn_rank_0_s_address_and_start_once_all_are_ready() {
     }
     let network = second.network.as_ref().unwrap();
     assert_eq!((network.address.as_str(), network.interface.as_deref()), ("10.0.0.2", Some("if-b")));
-    // What the second machine says of the port is not rank 0's word.
-    ready(&mut b, &second, Some(1)).await;
-    ready(&mut a, &first, Some(4321)).await;
-    assert_eq!((launched(&mut a).await, launched(&mut b).await), (4321, 4321));
-    // One that missed it is told again on its next connection.
-    b.vanish();
+    // Only the port of rank 0's machine counts.
+    send_ready(&mut b, &second, Some(1)).await;
+    send_ready(&mut a, &first, Some(4321)).await;
+    assert_eq!((expect_launch(&mut a).await, expect_launch(&mut b).await), (4321, 4321));
+    // An agent that missed Launch gets it again after it reconnects.
+    b.disconnect();
     let mut b =
-        Agent::greet(&server, hello_at("b", 2, vec![second.attempt.clone()], "10.0.0.2")).await.unwrap();
+        Agent::connect(&server, hello_at("b", 2, vec![second.attempt.clone()], "10.0.0.2")).await.unwrap();
     assert_eq!(b.welcome.1, []);
-    ready(&mut b, &second, None).await;
-    assert_eq!((launched(&mut a).await, launched(&mut b).await), (4321, 4321));
+    send_ready(&mut b, &second, None).await;
+    assert_eq!((expect_launch(&mut a).await, expect_launch(&mut b).await), (4321, 4321));
 
     a.report(&first.attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
     b.report(&first.attempt, Source::Rank(2), 0, vec![losses(2, 1..=3)]).await;
-    // Each agent has records of its own in addition to those of its ranks.
+    // Each agent reports own records in addition to the records of its ranks.
     b.end(&first.attempt, Ending::Succeeded { step: 100 }).await;
     assert_eq!(server.job(&id).await.state, JobState::Running, "rank 0 still writes its checkpoint");
     let (_, machines) = server.get("/agents").await;
@@ -162,29 +164,29 @@ async fn machines_learn_rank_0_s_address_and_start_once_all_are_ready() {
 #[tokio::test]
 async fn the_first_cause_explains_the_end_and_the_next_attempt_waits_for_all() {
     let server = TestServer::new().await;
-    let (mut a, mut b) = machines(&server).await;
-    let (id, attempt) = started(&server, &mut a, &mut b).await;
+    let (mut a, mut b) = connect_machines(&server).await;
+    let (id, attempt) = start_gang(&server, &mut a, &mut b).await;
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
-    // The ranks of the first machine notice first, and know least.
+    // The first machine reports first, but only that it has lost other ranks.
     a.end(&attempt, lost_contact(0)).await;
-    assert!(!stopped(&mut b).await, "a machine that does not know is told to end its ranks");
-    assert_eq!(server.job(&id).await.state, JobState::Running, "a rank may still hold memory there");
-    b.end(&attempt, killed(2)).await;
-    let next = again(&mut a, &mut b).await;
-    let states = server.stored(&id).await;
+    assert!(!expect_stop(&mut b).await, "the other machine is told to end its ranks at once");
+    assert_eq!(server.job(&id).await.state, JobState::Running, "the other machine's ranks may still run");
+    b.end(&attempt, rank_killed(2)).await;
+    let next = next_attempt(&mut a, &mut b).await;
+    let states = server.stored_events(&id).await;
     let restart = states.iter().find(|e| e["state"] == "restarting").unwrap();
     assert_eq!(restart["reason"], "rank 2 was killed by signal 9 at step 3; attempt 2 starts from the start");
 
-    // A server that is started again knows who has ended, and tells the other one.
-    a.end(&next, killed(1)).await;
+    // A restarted server knows which machine has ended, and tells the other machine.
+    a.end(&next, rank_killed(1)).await;
     let dir = server.stop().await;
     let server = TestServer::open(dir, |_| {}).await;
-    let mut b = Agent::greet(&server, hello_at("b", 2, vec![next.clone()], "10.0.0.2")).await.unwrap();
-    assert_eq!(b.welcome.1, [], "its ranks may still say what they have to");
-    assert!(!stopped(&mut b).await);
+    let mut b = Agent::connect(&server, hello_at("b", 2, vec![next.clone()], "10.0.0.2")).await.unwrap();
+    assert_eq!(b.welcome.1, [], "the records of its ranks are still accepted");
+    assert!(!expect_stop(&mut b).await);
     b.report(&next, Source::Rank(2), 0, vec![losses(2, 1..=3)]).await;
     b.end(&next, Ending::Stopped).await;
-    let job = server.until(&id, JobState::Restarting).await;
+    let job = server.wait_for_state(&id, JobState::Restarting).await;
     assert!(job.reason.unwrap().contains("rank 1 was killed"));
     server.stop().await;
 }
@@ -192,14 +194,14 @@ async fn the_first_cause_explains_the_end_and_the_next_attempt_waits_for_all() {
 #[tokio::test]
 async fn a_failed_check_on_one_machine_prevents_ranks_on_all() {
     let server = TestServer::new().await;
-    let (mut a, mut b) = machines(&server).await;
+    let (mut a, mut b) = connect_machines(&server).await;
     let id = server.submit(|s| s["parallel"]["ranks"] = json!(4)).await.id.to_string();
-    let (first, second) = (a.started().await, b.started().await);
-    ready(&mut a, &first, Some(4321)).await;
+    let (first, second) = (a.expect_start().await, b.expect_start().await);
+    send_ready(&mut a, &first, Some(4321)).await;
     let detail = "/some/pictures is not there".into();
     let reason = ReasonKind::DatasetUnusable { rank: None, step: None, detail }.into();
     b.end(&second.attempt, Ending::Failed { reason, retriable: false }).await;
-    assert!(!stopped(&mut a).await);
+    assert!(!expect_stop(&mut a).await);
     a.end(&first.attempt, Ending::Stopped).await;
     let job = server.job(&id).await;
     let reason = job.reason.as_deref();
@@ -211,45 +213,45 @@ async fn a_failed_check_on_one_machine_prevents_ranks_on_all() {
 }
 
 #[tokio::test]
-async fn leaving_machines_trigger_a_checkpoint_and_silent_ones_are_named() {
+async fn a_leaving_machine_causes_a_checkpoint_and_a_silent_machine_is_named() {
     let server = TestServer::with(|c| {
         c.lease = Duration::from_secs(4);
         c.heartbeat = Duration::from_millis(100);
     })
     .await;
-    let (mut a, mut b) = machines(&server).await;
-    let (id, attempt) = started(&server, &mut a, &mut b).await;
+    let (mut a, mut b) = connect_machines(&server).await;
+    let (id, attempt) = start_gang(&server, &mut a, &mut b).await;
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     b.send(FromAgent::Leaving { reason: "the agent was stopped".into() }).await;
-    assert!(stopped(&mut a).await, "with a checkpoint");
+    assert!(expect_stop(&mut a).await, "with a checkpoint");
     b.end(&attempt, Ending::Stopped).await;
     a.end(&attempt, Ending::Stopped).await;
-    b.vanish();
-    let job = server.until(&id, JobState::Queued).await;
+    b.disconnect();
+    let job = server.wait_for_state(&id, JobState::Queued).await;
     assert!(job.reason.unwrap().contains("agent \"b\" was shut down (the agent was stopped)"));
 
-    let mut b = Agent::greet(&server, hello_at("b", 2, Vec::new(), "10.0.0.2")).await.unwrap();
-    let attempt = again(&mut a, &mut b).await;
+    let mut b = Agent::connect(&server, hello_at("b", 2, Vec::new(), "10.0.0.2")).await.unwrap();
+    let attempt = next_attempt(&mut a, &mut b).await;
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
-    b.vanish();
-    // The first machine is there and beats; its ranks have nobody to talk to.
-    let mut beats = tokio::time::interval(Duration::from_millis(100));
+    b.disconnect();
+    // The first machine still sends heartbeats; its ranks have lost the other ranks.
+    let mut heartbeats = tokio::time::interval(Duration::from_millis(100));
     loop {
         tokio::select! {
-            _ = beats.tick() => a.heartbeat(std::slice::from_ref(&attempt)).await,
-            patient = stopped(&mut a) => {
+            _ = heartbeats.tick() => a.heartbeat(std::slice::from_ref(&attempt)).await,
+            patient = expect_stop(&mut a) => {
                 assert!(!patient);
                 break;
             }
         }
     }
     a.end(&attempt, lost_contact(0)).await;
-    let job = server.until(&id, JobState::Restarting).await;
+    let job = server.wait_for_state(&id, JobState::Restarting).await;
     assert!(job.reason.unwrap().starts_with("agent \"b\" was silent for 4 s"));
-    // It comes back with ranks that nobody waits for.
-    let mut b = Agent::greet(&server, hello_at("b", 2, vec![attempt.clone()], "10.0.0.2")).await.unwrap();
+    // The second machine returns with ranks of the ended attempt.
+    let mut b = Agent::connect(&server, hello_at("b", 2, vec![attempt.clone()], "10.0.0.2")).await.unwrap();
     assert_eq!(b.welcome.1, std::slice::from_ref(&attempt));
-    let late = vec![AttemptEvent::Ended(killed(2))];
+    let late = vec![AttemptEvent::Ended(rank_killed(2))];
     b.send(FromAgent::Report { attempt: attempt.clone(), source: Source::Agent, first: 0, events: late })
         .await;
     let mut messages = vec![b.next().await.unwrap(), b.next().await.unwrap()];
@@ -260,26 +262,30 @@ async fn leaving_machines_trigger_a_checkpoint_and_silent_ones_are_named() {
 }
 
 #[tokio::test]
-async fn silent_machines_of_failed_attempts_are_not_waited_for_or_given_work() {
-    let (server, mut a, mut b) = of_long_lease().await;
-    let (id, attempt) = started(&server, &mut a, &mut b).await;
+async fn a_silent_machine_neither_delays_the_end_nor_gets_work() {
+    let (server, mut a, mut b) = with_long_lease().await;
+    let (id, attempt) = start_gang(&server, &mut a, &mut b).await;
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
-    // Its cable is out: the connection is there, and nothing comes. The ranks of the other machine have lost its own.
-    let began = tokio::time::Instant::now();
-    loses_contact(&mut a, &attempt, 1, vec![2]).await;
-    let job = server.until(&id, JobState::Restarting).await;
-    assert!(began.elapsed() < LONG_LEASE / 2, "long before its lease ends: {:?}", began.elapsed());
+    // The second machine's cable is unplugged: the connection is open, but no message arrives. The other machine has lost its ranks.
+    let start = tokio::time::Instant::now();
+    report_lost_contact(&mut a, &attempt, 1, vec![2]).await;
+    let job = server.wait_for_state(&id, JobState::Restarting).await;
+    assert!(
+        start.elapsed() < LONG_LEASE / 2,
+        "the attempt ends long before the lease: {:?}",
+        start.elapsed()
+    );
     let reason = job.reason.unwrap();
     assert!(reason.starts_with("agent \"b\" was silent for "), "{reason}");
     assert!(reason.contains("the ranks of other machines have lost those on it"), "{reason}");
-    // Several rounds of dispatch: the machine looks free, and its ranks may still be there.
+    // Waits several rounds of dispatch. The machine seems free, but its ranks may still run.
     let early = tokio::time::timeout(Duration::from_millis(1500), a.next()).await;
     assert!(early.is_err(), "{early:?}");
     b.heartbeat(std::slice::from_ref(&attempt)).await;
     let early = tokio::time::timeout(Duration::from_millis(1500), a.next()).await;
-    assert!(early.is_err(), "it still has ranks of the attempt: {early:?}");
+    assert!(early.is_err(), "the machine still has ranks of the attempt: {early:?}");
     b.heartbeat(&[]).await;
-    let first = a.started().await;
+    let first = a.expect_start().await;
     assert_eq!(first.attempt.attempt, 2);
     let second = loop {
         match b.next().await {
@@ -293,44 +299,52 @@ async fn silent_machines_of_failed_attempts_are_not_waited_for_or_given_work() {
 }
 
 #[tokio::test]
-async fn slow_machines_are_waited_for_and_disconnected_ones_are_not() {
-    let (server, mut a, mut b) = of_long_lease().await;
-    let (id, attempt) = started(&server, &mut a, &mut b).await;
+async fn the_end_waits_for_slow_machines_but_not_for_disconnected_machines() {
+    let (server, mut a, mut b) = with_long_lease().await;
+    let (id, attempt) = start_gang(&server, &mut a, &mut b).await;
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
-    // A rank of the first machine has lost another one, and no rank says that the second machine does not answer.
-    loses_contact(&mut a, &attempt, 1, Vec::new()).await;
-    assert!(!stopped(&mut b).await);
-    // Silent for many heartbeats.
+    // A rank of the first machine has lost another rank, but no rank reports that the second machine is unreachable.
+    report_lost_contact(&mut a, &attempt, 1, Vec::new()).await;
+    assert!(!expect_stop(&mut b).await);
+    // The second machine is silent for many heartbeats.
     let early = tokio::time::timeout(Duration::from_millis(2500), a.next()).await;
     assert!(early.is_err(), "{early:?}");
     assert_eq!(server.job(&id).await.state, JobState::Running);
-    assert_eq!(b.report(&attempt, Source::Rank(2), 0, vec![line(2, 1, "kept")]).await, 1, "its word counts");
+    assert_eq!(
+        b.report(&attempt, Source::Rank(2), 0, vec![line(2, 1, "kept")]).await,
+        1,
+        "its report is stored"
+    );
     b.end(&attempt, lost_contact(2)).await;
-    let attempt = again(&mut a, &mut b).await;
+    let attempt = next_attempt(&mut a, &mut b).await;
     assert_eq!(attempt.attempt, 2);
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
 
-    let began = tokio::time::Instant::now();
-    b.vanish();
-    loses_contact(&mut a, &attempt, 1, Vec::new()).await;
+    let start = tokio::time::Instant::now();
+    b.disconnect();
+    report_lost_contact(&mut a, &attempt, 1, Vec::new()).await;
     let is_reported = |frame: &Value| {
         let reason = frame["reason"].as_str().unwrap_or_default();
         frame["type"] == "state" && reason.starts_with("agent \"b\" was silent for ")
     };
     server.stream(&id, 0).await.until(is_reported).await;
-    assert!(began.elapsed() < LONG_LEASE / 2, "long before its lease ends: {:?}", began.elapsed());
+    assert!(
+        start.elapsed() < LONG_LEASE / 2,
+        "the attempt ends long before the lease: {:?}",
+        start.elapsed()
+    );
     server.stop().await;
 }
 
 #[tokio::test]
 async fn machines_that_cannot_reach_each_other_share_no_job_with_a_reason() {
     let server = TestServer::new().await;
-    pictures(&server).await;
+    register_dataset(&server).await;
     let mut four = spec();
     four["parallel"]["ranks"] = json!(4);
     let id = server.submit(|s| *s = four.clone()).await.id.to_string();
-    let _a = Agent::greet(&server, hello_at("a", 2, Vec::new(), "127.0.0.1")).await.unwrap();
-    let _b = Agent::greet(&server, hello_at("b", 2, Vec::new(), "10.0.0.2")).await.unwrap();
+    let _a = Agent::connect(&server, hello_at("a", 2, Vec::new(), "127.0.0.1")).await.unwrap();
+    let _b = Agent::connect(&server, hello_at("b", 2, Vec::new(), "10.0.0.2")).await.unwrap();
     let mut stream = server.stream(&id, 0).await;
     stream
         .until(|f| {
@@ -348,14 +362,14 @@ async fn machines_that_cannot_reach_each_other_share_no_job_with_a_reason() {
 #[tokio::test]
 async fn an_agent_cannot_report_ranks_of_another_machine() {
     let server = TestServer::new().await;
-    let (mut a, mut b) = machines(&server).await;
-    let (id, attempt) = started(&server, &mut a, &mut b).await;
+    let (mut a, mut b) = connect_machines(&server).await;
+    let (id, attempt) = start_gang(&server, &mut a, &mut b).await;
     let (source, first, events) = (Source::Rank(0), 0, vec![running(100, 0), losses(0, 2..=2)]);
     b.send(FromAgent::Report { attempt: attempt.clone(), source, first, events }).await;
-    while let Some(said) = b.next().await {
-        assert!(!matches!(said, ToAgent::Ack(_)), "{said:?}");
+    while let Some(message) = b.next().await {
+        assert!(!matches!(message, ToAgent::Ack(_)), "{message:?}");
     }
-    // What rank 0's own agent says counts.
+    // The report of rank 0's agent is stored.
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=1)]).await;
     let (_, found) = server.get(&format!("/jobs/{id}/metrics?name=loss&points=10")).await;
     assert_eq!(found["series"][0]["steps"], json!([1]), "{found}");

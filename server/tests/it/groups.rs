@@ -1,8 +1,8 @@
-//! Groups of jobs: over all that match, in both databases, for each reader, in any order and page by page.
+//! Groups of jobs: in both databases, with filters, for different readers, in every order, in pages.
 
 use crate::{
-    agent::{Agent, info},
-    lists::jobs,
+    agent::{Agent, dataset_info},
+    lists::submit_jobs,
     test_server::TestServer,
 };
 use lockstep_protocol::{
@@ -21,9 +21,9 @@ const PRIVATE: GroupBy = GroupBy::Setting { table: "", key: "private", holds: Se
 const PRETRAINED: GroupBy = GroupBy::Setting { table: "model", key: "pretrained", holds: SettingKind::Text };
 const PRIORITY: SortBy = SortBy::Setting { table: "", key: "priority", is_number: true };
 
-/// Name, tags, learning rate, priority, owner, whether it is private.
-type Made = (&'static str, &'static [&'static str], f32, i32, Option<&'static str>, bool);
-const JOBS: [Made; 6] = [
+/// Name, tags, learning rate, priority, owner, and whether the job is private.
+type JobValues = (&'static str, &'static [&'static str], f32, i32, Option<&'static str>, bool);
+const JOBS: [JobValues; 6] = [
     ("a", &["base", "x,y"], 0.1, 2, Some("mona"), false),
     ("b", &["base"], 0.1, 4, Some("mona"), true),
     ("c", &[], 0.1, 9, Some("otto"), false),
@@ -34,8 +34,14 @@ const JOBS: [Made; 6] = [
 
 async fn fill(store: &dyn Store) {
     let added_at = "2026-01-02T03:04:05Z".parse().unwrap();
-    let dataset =
-        Dataset { name: "p".into(), path: "/p".into(), info: info(), added_at, owner: None, private: false };
+    let dataset = Dataset {
+        name: "p".into(),
+        path: "/p".into(),
+        info: dataset_info(),
+        added_at,
+        owner: None,
+        private: false,
+    };
     store.add_dataset(&dataset).await.unwrap();
     for (n, (name, tags, lr, priority, owner, private)) in JOBS.into_iter().enumerate() {
         let mut spec = JobSpec { name: name.into(), priority, private, ..JobSpec::default() };
@@ -54,8 +60,8 @@ async fn fill(store: &dyn Store) {
     }
 }
 
-/// Each group's values as JSON, and the names of its jobs, which a list of that group has.
-async fn groups(store: &dyn Store, filter: &JobFilter, by: &[GroupBy]) -> Vec<(String, String)> {
+/// Returns the values of each group as JSON, and the names of its jobs. Checks that the list of the group's jobs agrees.
+async fn read_groups(store: &dyn Store, filter: &JobFilter, by: &[GroupBy]) -> Vec<(String, String)> {
     let mut found = Vec::new();
     for group in store.job_groups(filter, by, &[], 100).await.unwrap().unwrap() {
         let sort = JobSort { by: SortBy::Name, descending: false };
@@ -71,11 +77,11 @@ async fn groups(store: &dyn Store, filter: &JobFilter, by: &[GroupBy]) -> Vec<(S
     found
 }
 
-async fn scenario(store: &dyn Store) {
+async fn test_groups(store: &dyn Store) {
     fill(store).await;
     let all = JobFilter::default();
     let otto = JobFilter { seen_by: Some("otto".into()), ..JobFilter::default() };
-    let fast = JobFilter { name: Some("d".into()), ..JobFilter::default() };
+    let named_d = JobFilter { name: Some("d".into()), ..JobFilter::default() };
     let by_owner = [(r#"["mona"]"#, "ab"), (r#"["null"]"#, "f"), (r#"["otto"]"#, "c"), ("[null]", "de")];
     let by_tag = [
         (r#"["\"base\""]"#, "e"),
@@ -84,7 +90,7 @@ async fn scenario(store: &dyn Store) {
         (r#"["x,y"]"#, "ad"),
         ("[null]", "c"),
     ];
-    let seen_tags = [(r#"["bas"]"#, "f"), (r#"["base"]"#, "a"), (r#"["x,y"]"#, "ad"), ("[null]", "c")];
+    let visible_tags = [(r#"["bas"]"#, "f"), (r#"["base"]"#, "a"), (r#"["x,y"]"#, "ad"), ("[null]", "c")];
     let lr_and_tag = [
         (r#"[0.1,"base"]"#, "a"),
         (r#"[0.1,"x,y"]"#, "a"),
@@ -99,13 +105,13 @@ async fn scenario(store: &dyn Store) {
         (&all, &[LR], &[("[0.1]", "abc"), ("[0.2]", "f"), ("[0.4]", "de")]),
         (&all, &[GroupBy::State, PRIVATE], &[(r#"["queued",false]"#, "acdf"), (r#"["queued",true]"#, "be")]),
         (&all, &[PRETRAINED], &[("[null]", "abcdef")]),
-        (&otto, &[GroupBy::Tag], &seen_tags),
+        (&otto, &[GroupBy::Tag], &visible_tags),
         (&otto, &[LR, GroupBy::Tag], &lr_and_tag),
-        (&fast, &[LR, GroupBy::Name], &[(r#"[0.4,"d"]"#, "d")]),
+        (&named_d, &[LR, GroupBy::Name], &[(r#"[0.4,"d"]"#, "d")]),
     ];
     for (filter, by, expected) in cases {
         let expected: Vec<_> = expected.iter().map(|(a, b)| ((*a).to_owned(), (*b).to_owned())).collect();
-        assert_eq!(groups(store, filter, by).await, expected, "{by:?}");
+        assert_eq!(read_groups(store, filter, by).await, expected, "{by:?}");
     }
     let metrics = [PRIORITY, SortBy::Best, SortBy::Step];
     let found = store.job_groups(&all, &[LR], &metrics, 3).await.unwrap().unwrap();
@@ -120,7 +126,7 @@ async fn scenario(store: &dyn Store) {
     assert!((priority.std().unwrap() - 13.0_f64.sqrt()).abs() < 1e-12);
     assert_eq!((best.n, best.mean(), best.std()), (0, None, None));
     assert_eq!((step.n, step.mean(), step.std()), (3, Some(0.0), Some(0.0)));
-    // As many groups as are allowed, and one more.
+    // There is one group more than the limit.
     assert!(store.job_groups(&all, &[LR], &[], 2).await.unwrap().is_none());
     store.close().await;
 }
@@ -128,16 +134,16 @@ async fn scenario(store: &dyn Store) {
 #[tokio::test]
 async fn sqlite_groups_jobs() {
     let dir = tempfile::tempdir().unwrap();
-    scenario(&SqliteStore::open(&dir.path().join("test.db")).await.unwrap()).await;
+    test_groups(&SqliteStore::open(&dir.path().join("test.db")).await.unwrap()).await;
 }
 
 #[tokio::test]
 async fn postgres_groups_jobs() {
-    scenario(&PostgresStore::open(&crate::postgres::database()).await.unwrap()).await;
+    test_groups(&PostgresStore::open(&crate::postgres::database()).await.unwrap()).await;
 }
 
-/// The values of all groups, page by page.
-async fn walked(server: &TestServer, query: &str, limit: usize) -> Vec<Value> {
+/// Reads all pages, and returns the values of all groups.
+async fn read_all(server: &TestServer, query: &str, limit: usize) -> Vec<Value> {
     let (mut found, mut cursor) = (Vec::new(), String::new());
     loop {
         let (status, page) =
@@ -159,10 +165,10 @@ async fn walked(server: &TestServer, query: &str, limit: usize) -> Vec<Value> {
 #[tokio::test]
 async fn groups_are_listed_in_every_order_with_any_page_size() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
     let specs =
         [("b", 0.1, "vision"), ("a", 0.4, ""), ("c", 0.2, "vision"), ("d", 10.0, "x"), ("e", 2.0, "x")];
-    let ids = jobs(&server, &specs).await;
+    let ids = submit_jobs(&server, &specs).await;
     for (id, best) in ids.iter().zip(["0.5", "0.9", "0.7", "", "0.2"]) {
         if !best.is_empty() {
             let sql = format!("UPDATE jobs SET best = '{{\"value\":{best},\"epoch\":1}}' WHERE id = '{id}'");
@@ -178,9 +184,9 @@ async fn groups_are_listed_in_every_order_with_any_page_size() {
             ("by=project&sort=-spec.train.lr&metrics=spec.train.lr", json!([["x"], ["default"], ["vision"]])),
             ("by=project&sort=jobs", json!([["default"], ["vision"], ["x"]])),
             ("by=project&sort=-newest", json!([["x"], ["vision"], ["default"]])),
-            // No job has one: by what they have in common.
+            // No job has a loss, so the groups are ordered by their values.
             ("by=project&sort=-loss&metrics=loss", json!([["x"], ["vision"], ["default"]])),
-            // Numbers by their size, also behind another key.
+            // Numbers are ordered numerically, also as the second key.
             ("by=train.lr", json!([[0.1], [0.2], [0.4], [2.0], [10.0]])),
             (
                 "by=project,train.lr",
@@ -189,7 +195,7 @@ async fn groups_are_listed_in_every_order_with_any_page_size() {
             ("by=project&where=train.lr%3E1", json!([["x"]])),
             ("by=project&q=nothing", json!([])),
         ] {
-            assert_eq!(json!(walked(&server, query, limit).await), expected, "{query} by {limit}");
+            assert_eq!(json!(read_all(&server, query, limit).await), expected, "{query} by {limit}");
         }
     }
     let (_, page) = server.get("/jobs/groups?by=project&metrics=best&project=vision").await;
@@ -206,20 +212,20 @@ async fn groups_are_listed_in_every_order_with_any_page_size() {
     let (_, page) = server.get("/jobs?by=project,train.lr&group=%5B%22vision%22,0.2%5D").await;
     assert_eq!(page["jobs"][0]["name"], "c");
     assert_eq!(page["jobs"].as_array().unwrap().len(), 1);
-    // A job that is stored in a way that nobody can read is in a group of its own, and hides none.
+    // An unreadable job is in the group null, and hides no other job.
     assert_eq!(server.execute("UPDATE jobs SET spec = '{', best = 'x' WHERE name = 'd'").await, 1);
     assert_eq!(
-        json!(walked(&server, "by=train.lr&metrics=best", 2).await),
+        json!(read_all(&server, "by=train.lr&metrics=best", 2).await),
         json!([[0.1], [0.2], [0.4], [2.0], [null]])
     );
     server.stop().await;
 }
 
 #[tokio::test]
-async fn invalid_groups_are_refused_with_the_valid_ones() {
+async fn errors_of_groups_name_valid_values() {
     let server = TestServer::new().await;
     let names = |n: usize| vec!["loss,best,step"; n].join(",");
-    for (query, words) in [
+    for (query, message) in [
         ("".to_owned(), "1 to 3"),
         ("by=".into(), "1 to 3"),
         ("by=lrr".into(), "not a setting"),
@@ -236,9 +242,9 @@ async fn invalid_groups_are_refused_with_the_valid_ones() {
     ] {
         let (status, problem) = server.get(&format!("/jobs/groups?{query}")).await;
         assert_eq!(status, 400, "{query}: {problem}");
-        assert!(problem["detail"].as_str().unwrap().contains(words), "{query}: {problem}");
+        assert!(problem["detail"].as_str().unwrap().contains(message), "{query}: {problem}");
     }
-    // The same name again is no further one; sixteen are taken, and one more is not.
+    // Repeated names count once. Sixteen names are allowed.
     assert_eq!(server.get(&format!("/jobs/groups?by=project&metrics={}", names(9))).await.0, 200);
     let all = "loss,best,step,epoch,attempt,ranks,speed,accuracy,val_loss,val_accuracy,lr,priority,spec.train.lr,spec.train.epochs,spec.train.seed,spec.train.batch_size";
     assert_eq!(all.split(',').count(), 16);
@@ -250,14 +256,14 @@ async fn invalid_groups_are_refused_with_the_valid_ones() {
         (400, true),
         "{problem}"
     );
-    for (query, words) in [
+    for (query, message) in [
         ("by=project", "belong together"),
         ("group=%5B1%5D", "belong together"),
         ("by=project&group=%5B1%5D", "one for each of by"),
     ] {
         let (status, problem) = server.get(&format!("/jobs?{query}")).await;
         assert_eq!(status, 400, "{query}: {problem}");
-        assert!(problem["detail"].as_str().unwrap().contains(words), "{query}: {problem}");
+        assert!(problem["detail"].as_str().unwrap().contains(message), "{query}: {problem}");
     }
     server.stop().await;
 }
@@ -273,8 +279,8 @@ async fn ten_thousand_groups_are_listed_and_more_are_refused() {
         )
     };
     assert_eq!(server.execute(&fill(1, 10_000)).await, 10_000);
-    let (status, answer) = server.get("/jobs/groups?by=name&count=true&limit=1").await;
-    assert_eq!((status, &answer["total"]), (200, &json!(10_000)), "{answer}");
+    let (status, response) = server.get("/jobs/groups?by=name&count=true&limit=1").await;
+    assert_eq!((status, &response["total"]), (200, &json!(10_000)), "{response}");
     server.execute(&fill(10_001, 10_001)).await;
     let (status, problem) = server.get("/jobs/groups?by=name&count=true&limit=1").await;
     assert_eq!(status, 400, "{problem}");

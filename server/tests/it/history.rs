@@ -1,8 +1,8 @@
-//! A job's history, read afterwards, and its speed, streamed while it runs.
+//! The history and the speed of jobs.
 
 use crate::{
     agent::{Agent, checkpoint, hello, info, losses, running},
-    test_server::{DEADLINE, TestServer, client, spec},
+    test_server::{TIMEOUT, TestServer, client, spec},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, Ending, Source, ToAgent},
@@ -19,8 +19,8 @@ async fn history(server: &TestServer, id: &str) -> Value {
     history
 }
 
-/// What each entry is, in order.
-fn in_short(history: &Value) -> Vec<String> {
+/// Returns event and attempt of each entry. Checks that the times ascend.
+fn summarize(history: &Value) -> Vec<String> {
     let entries = history["entries"].as_array().unwrap();
     let times: Vec<jiff::Timestamp> =
         entries.iter().map(|e| e["at"].as_str().unwrap().parse().unwrap()).collect();
@@ -30,35 +30,35 @@ fn in_short(history: &Value) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn the_history_shows_attempts_requests_and_forks_with_users_to_permitted_readers() {
+async fn the_history_shows_who_requested_changes_only_to_permitted_readers() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|s| s["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
-    let first = agent.started().await;
+    let first = agent.expect_start().await;
     agent
         .report(&first.attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=60), checkpoint(50)])
         .await;
     let reason = ReasonKind::RankKilled { rank: 1, step: 60, signal: 9 }.into();
     agent.end(&first.attempt, Ending::Failed { reason, retriable: true }).await;
 
-    let second = agent.started().await;
+    let second = agent.expect_start().await;
     agent.report(&second.attempt, Source::Rank(0), 0, vec![running(100, 50), checkpoint(70)]).await;
     let (_, submitter) = server.make_token(&json!({"name": "eva", "scope": "submit"})).await;
     let eva = client(&submitter);
-    let ask = async |what: &str| {
-        let asked = eva.post(server.url(&format!("/api/v1/jobs/{id}/{what}"))).send().await.unwrap();
-        assert_eq!(asked.status().as_u16(), 202, "{}", asked.text().await.unwrap());
+    let request = async |action: &str| {
+        let response = eva.post(server.url(&format!("/api/v1/jobs/{id}/{action}"))).send().await.unwrap();
+        assert_eq!(response.status().as_u16(), 202, "{}", response.text().await.unwrap());
     };
-    ask("pause").await;
+    request("pause").await;
     assert!(matches!(agent.next().await, Some(ToAgent::Stop { .. })));
     agent.end(&second.attempt, Ending::Stopped).await;
     assert_eq!(server.job(&id).await.state, JobState::Paused);
-    ask("resume").await;
-    let third = agent.started().await;
+    request("resume").await;
+    let third = agent.expect_start().await;
     agent.report(&third.attempt, Source::Rank(0), 0, vec![running(100, 70)]).await;
     agent.end(&third.attempt, Ending::Succeeded { step: 100 }).await;
 
-    let reported = history(&server, &id).await;
+    let reported = read_history(&server, &id).await;
     let expected = [
         "submitted",
         "started 1",
@@ -70,9 +70,9 @@ async fn the_history_shows_attempts_requests_and_forks_with_users_to_permitted_r
         "started 3",
         "ended 3",
     ];
-    assert_eq!(in_short(&reported), expected, "{reported:#}");
+    assert_eq!(summarize(&reported), expected, "{reported:#}");
     assert_eq!((&reported["next_cursor"], reported.get("total")), (&Value::Null, None), "{reported:#}");
-    // The same in pages of any size; parent, forks and queue are in each.
+    // Pages of every size contain the same entries. Each page has parent, forks and queue.
     for limit in [1, 4, expected.len(), 1000] {
         let (mut entries, mut cursor) = (Vec::new(), String::new());
         loop {
@@ -115,39 +115,36 @@ async fn the_history_shows_attempts_requests_and_forks_with_users_to_permitted_r
         (&Value::Null, &Value::Null, &json!([]))
     );
 
-    // Who asked is in the audit log, which is for admins.
+    // Other callers than owner and admins do not see who requested changes.
     let seen = eva.get(server.url(&format!("/api/v1/jobs/{id}/history"))).send().await.unwrap();
     let seen: Value = seen.json().await.unwrap();
-    assert_eq!(in_short(&seen), expected);
+    assert_eq!(summarize(&seen), expected);
     let (submitted, rest) = seen["entries"].as_array().unwrap().split_first().unwrap();
     let owner = server.job(&id).await.owner;
     assert!(owner.is_some());
-    assert_eq!(
-        (&submitted["who"], &entry(0)["who"]),
-        (&json!(owner), &json!(owner)),
-        "its owner is no secret"
-    );
+    assert_eq!((&submitted["who"], &entry(0)["who"]), (&json!(owner), &json!(owner)), "the owner is visible");
     assert!(rest.iter().all(|e| e.get("who").is_none()), "{seen:#}");
 
-    // Another job's history is its own. It is cancelled before it could start.
+    // A job that is cancelled before it starts has its own history.
     assert_eq!(server.post("/agents/id-a/drain", &json!({})).await.0, 204);
     let other = server.submit(|s| s["parallel"]["ranks"] = json!(1)).await.id.to_string();
     assert_eq!(server.post(&format!("/jobs/{other}/cancel"), &Value::Null).await.0, 202);
-    let cancelled = in_short(&history(&server, &other).await);
+    let cancelled = summarize(&read_history(&server, &other).await);
     assert!(cancelled.first().is_some_and(|what| what == "submitted"), "{cancelled:?}");
     assert!(cancelled.iter().any(|what| what.starts_with("cancel")), "{cancelled:?}");
-    assert_eq!(in_short(&history(&server, &id).await), expected);
+    assert_eq!(summarize(&read_history(&server, &id).await), expected);
 
-    // Whose job it is sees who asked for what.
-    let made = eva.post(server.url("/api/v1/jobs")).json(&spec()).send().await.unwrap();
-    let made: Value = made.json().await.unwrap();
-    let her_job = made["id"].as_str().unwrap();
+    // The owner sees who requested changes.
+    let job = eva.post(server.url("/api/v1/jobs")).json(&spec()).send().await.unwrap();
+    let job: Value = job.json().await.unwrap();
+    let her_job = job["id"].as_str().unwrap();
     assert_eq!(server.post(&format!("/jobs/{her_job}/cancel"), &Value::Null).await.0, 202);
     let seen = eva.get(server.url(&format!("/api/v1/jobs/{her_job}/history"))).send().await.unwrap();
     let seen: Value = seen.json().await.unwrap();
-    let whose: Vec<_> = seen["entries"].as_array().unwrap().iter().map(|e| (&e["what"], &e["who"])).collect();
+    let callers: Vec<_> =
+        seen["entries"].as_array().unwrap().iter().map(|e| (&e["what"], &e["who"])).collect();
     assert_eq!(
-        whose,
+        callers,
         [(&json!("submitted"), &json!("eva")), (&json!("cancelled"), &json!(owner))],
         "{seen:#}"
     );
@@ -155,99 +152,100 @@ async fn the_history_shows_attempts_requests_and_forks_with_users_to_permitted_r
     server.stop().await;
 }
 
-/// Waits until a job says that it waits for this now, in memory or stored.
-async fn waits_for(server: &TestServer, id: &str, code: &str) -> Value {
+/// Waits until this is the current reason of a job's wait. Returns the job's place in the queue and the reason.
+async fn wait_for_reason(server: &TestServer, id: &str, code: &str) -> Value {
     for _ in 0..200 {
-        let queue = history(server, id).await["queue"].clone();
+        let queue = read_history(server, id).await["queue"].clone();
         if queue["reason"]["code"] == code {
             return queue;
         }
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
-    panic!("{id} does not wait for {code}: {:#}", history(server, id).await["queue"])
+    panic!("{id} does not wait for {code}: {:#}", read_history(server, id).await["queue"])
 }
 
 #[tokio::test]
 async fn a_waiting_job_shows_its_place_and_current_reason() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let runs = server.submit(|_| {}).await.id.to_string();
-    let start = agent.started().await;
+    let start = agent.expect_start().await;
     agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
     let waits = server.submit(|_| {}).await.id.to_string();
     let urgent = server.submit(|s| s["priority"] = json!(5)).await.id.to_string();
-    let reason = async |id: &str, code: &str| waits_for(&server, id, code).await;
+    let reason = async |id: &str, code: &str| wait_for_reason(&server, id, code).await;
     assert_eq!(reason(&urgent, "waiting_for_slots").await["place"], 1);
     assert_eq!(reason(&waits, "waiting_for_slots").await["place"], 2);
-    assert_eq!(history(&server, &runs).await["queue"], Value::Null);
+    assert_eq!(read_history(&server, &runs).await["queue"], Value::Null);
 
-    // A resumed job keeps the words about its last attempt, and its history what it waits for today.
+    // A resumed job keeps the reason of its last attempt, and its history has the current reason of the wait.
     assert_eq!(server.post(&format!("/jobs/{runs}/pause"), &Value::Null).await.0, 202);
     assert!(matches!(agent.next().await, Some(ToAgent::Stop { .. })));
     agent.end(&start.attempt, Ending::Stopped).await;
-    let next = agent.started().await;
+    let next = agent.expect_start().await;
     assert_eq!(next.attempt.job.as_str(), urgent);
     agent.report(&next.attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     assert_eq!(server.post(&format!("/jobs/{runs}/resume"), &Value::Null).await.0, 202);
     let queue = reason(&runs, "waiting_for_slots").await;
-    assert_eq!(queue["place"], 1, "it is older than the other");
+    assert_eq!(queue["place"], 1, "the resumed job is older");
     assert!(server.job(&runs).await.reason.unwrap().contains("continues from step 10"));
-    // The machine goes: nobody waits for its slots any more.
-    agent.vanish();
+    // Without the machine, jobs do not wait for its slots any more.
+    agent.disconnect();
     reason(&runs, "no_agent_online").await;
     server.stop().await;
 }
 
-async fn until_stored(server: &TestServer, count: &str) {
+/// Waits until a query counts at least one row.
+async fn wait_until_stored(server: &TestServer, count: &str) {
     let since = Instant::now();
-    while server.number(count).await == 0 {
-        assert!(since.elapsed() < DEADLINE, "{count}");
+    while server.query_number(count).await == 0 {
+        assert!(since.elapsed() < TIMEOUT, "{count}");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
 
 #[tokio::test]
-async fn a_restart_of_the_server_is_no_event_of_waiting_jobs() {
+async fn a_restart_of_the_server_causes_no_events_of_waiting_jobs() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     server.submit(|_| {}).await;
-    let start = agent.started().await;
+    let start = agent.expect_start().await;
     let waits = server.submit(|_| {}).await.id.to_string();
     let events = format!("SELECT last_seq FROM jobs WHERE id = '{waits}'");
     let stored = format!("SELECT count(*) FROM jobs WHERE id = '{waits}' AND reason IS NOT NULL");
-    until_stored(&server, &stored).await;
-    let before = server.number(&events).await;
+    wait_until_stored(&server, &stored).await;
+    let before = server.query_number(&events).await;
 
-    agent.vanish();
+    agent.disconnect();
     let dir = server.stop().await;
-    let began = Instant::now();
+    let start_time = Instant::now();
     let server = TestServer::open(dir, |_| {}).await;
-    // It is shown what it waits for now, which its machine may change within the next moment.
-    waits_for(&server, &waits, "no_agent_online").await;
+    // The shown reason is the current one, although the machine may reconnect at any moment.
+    wait_for_reason(&server, &waits, "no_agent_online").await;
     let later = server.submit(|s| s["parallel"]["ranks"] = json!(1)).await.id.to_string();
-    let _agent = Agent::greet(&server, hello("a", 2, vec![start.attempt])).await.unwrap();
-    waits_for(&server, &waits, "waiting_for_slots").await;
-    // The reason of a job that was submitted since is stored, behind those that came before it.
+    let _agent = Agent::connect(&server, hello("a", 2, vec![start.attempt])).await.unwrap();
+    wait_for_reason(&server, &waits, "waiting_for_slots").await;
+    // Reasons are stored in order. So when the reason of a later job is stored, no reason of an earlier job is pending.
     let stored =
         format!("SELECT count(*) FROM jobs WHERE id = '{later}' AND cause LIKE '%waiting_for_slots%'");
-    until_stored(&server, &stored).await;
-    // On a machine that needed longer, the server has given up on its machine.
-    let in_time = began.elapsed() < Duration::from_secs(4);
-    assert!(server.number(&events).await == before || !in_time, "more than {before} events");
+    wait_until_stored(&server, &stored).await;
+    // On a slow computer, the server may store the reason before the machine reconnects.
+    let in_time = start_time.elapsed() < Duration::from_secs(4);
+    assert!(server.query_number(&events).await == before || !in_time, "more than {before} events");
     server.stop().await;
 }
 
 #[tokio::test]
 async fn lineage_is_shown_at_parent_and_fork() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let parent = server.submit(|s| s["name"] = json!("origin")).await.id.to_string();
-    let start = agent.started().await;
+    let start = agent.expect_start().await;
     let folder = std::path::PathBuf::from(start.job_dir.clone().unwrap()).join("checkpoints/1-10");
     std::fs::create_dir_all(&folder).unwrap();
     agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
     agent.end(&start.attempt, Ending::Succeeded { step: 100 }).await;
-    // As a fork is stored; which files it takes along is another test's.
+    // Changes the database as a fork does. Other tests check a fork's files.
     let child = server.submit(|s| s["name"] = json!("child")).await.id.to_string();
     let from = format!("{parent}-1-10");
     let query =
@@ -255,33 +253,33 @@ async fn lineage_is_shown_at_parent_and_fork() {
     assert_eq!(server.execute(&query).await, 1);
 
     let origin = server.job(&parent).await;
-    let of_child = history(&server, &child).await;
+    let of_child = read_history(&server, &child).await;
     assert_eq!(
         of_child["parent"],
         json!({"job": parent, "name": "origin", "state": "succeeded", "checkpoint": from,
             "who": origin.owner, "at": origin.created_at})
     );
     assert!(origin.owner.is_some());
-    let made = server.job(&child).await;
+    let fork_job = server.job(&child).await;
     assert_eq!(
         (&of_child["entries"][0]["who"], &of_child["entries"][0]["at"]),
-        (&json!(made.owner), &json!(made.created_at))
+        (&json!(fork_job.owner), &json!(fork_job.created_at))
     );
     assert_eq!(
         (&of_child["entries"][0]["what"], &of_child["entries"][0]["checkpoint"]),
         (&json!("forked"), &json!(from))
     );
-    let of_parent = history(&server, &parent).await;
+    let of_parent = read_history(&server, &parent).await;
     let fork = &of_parent["forks"][0];
     assert_eq!(
         (&fork["job"], &fork["name"], &fork["checkpoint"]),
         (&json!(child), &json!("child"), &json!(from))
     );
-    assert_eq!((&fork["who"], &fork["at"]), (&json!(made.owner), &json!(made.created_at)));
+    assert_eq!((&fork["who"], &fork["at"]), (&json!(fork_job.owner), &json!(fork_job.created_at)));
     assert_eq!(of_parent["forks"].as_array().unwrap().len(), 1);
-    // The origin may be deleted; its fork still says where it came from.
+    // A fork still names a deleted parent.
     assert_eq!(server.delete(&format!("/jobs/{parent}")).await.0, 204);
-    let orphan = history(&server, &child).await;
+    let orphan = read_history(&server, &child).await;
     assert_eq!(orphan["parent"], json!({"job": parent, "name": null, "state": null, "checkpoint": from}));
     server.stop().await;
 }
@@ -293,17 +291,17 @@ fn step_ms(rank: u32, steps: std::ops::RangeInclusive<u64>, ms: f32) -> AttemptE
 }
 
 #[tokio::test]
-async fn the_speed_is_pictures_per_second_also_in_the_stream() {
+async fn speed_counts_pictures_per_second_and_is_streamed() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
-    assert_eq!(info().splits[0].samples, 1000);
-    // Steps of 2 x 16 pictures: 31 whole ones an epoch, and one of 8.
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    assert_eq!(dataset_info().splits[0].samples, 1000);
+    // Steps of 2 x 16 pictures: each epoch has 31 complete steps and one step of 8 pictures.
     let job = server.submit(|s| {
         s["train"]["batch_size"] = json!(16);
         s["data"]["drop_remainder"] = json!(false);
     });
     let id = job.await.id.to_string();
-    let start = agent.started().await;
+    let start = agent.expect_start().await;
     let mut stream = server.stream(&id, 0).await;
     stream.until(|frame| frame["type"] == "live").await;
     let begin =
@@ -311,7 +309,7 @@ async fn the_speed_is_pictures_per_second_also_in_the_stream() {
     agent
         .report(&start.attempt, Source::Rank(0), 0, vec![begin, losses(0, 1..=32), step_ms(0, 1..=32, 100.0)])
         .await;
-    // The other rank's steps are the same steps.
+    // Steps of the other rank are not counted again.
     agent.report(&start.attempt, Source::Rank(1), 0, vec![losses(1, 1..=32), step_ms(1, 1..=32, 90.0)]).await;
     let job = server.job(&id).await;
     let speed = job.images_per_second.unwrap();
@@ -327,24 +325,24 @@ async fn the_speed_is_pictures_per_second_also_in_the_stream() {
         (reported["images_per_second"].as_f64(), reported["eta_secs"].as_f64()),
         (Some(speed), job.eta_secs)
     );
-    assert!(reported.get("seq").is_none(), "it is no event");
+    assert!(reported.get("seq").is_none(), "progress is not an event");
 
-    // It stays when the job is over, and the next attempt begins with its own steps.
+    // The speed stays after the end. The next attempt measures its own steps.
     let reason = ReasonKind::RankKilled { rank: 0, step: 32, signal: 9 }.into();
     agent.end(&start.attempt, Ending::Failed { reason, retriable: true }).await;
-    let next = agent.started().await;
+    let next = agent.expect_start().await;
     assert_eq!(server.job(&id).await.images_per_second, Some(speed));
-    let again =
+    let restart =
         AttemptEvent::Running { total_steps: 64, steps_per_epoch: 32, start_step: 0, train_samples: 1000 };
-    agent.report(&next.attempt, Source::Rank(0), 0, vec![again]).await;
-    assert_eq!(server.job(&id).await.images_per_second, Some(speed), "until its first step");
+    agent.report(&next.attempt, Source::Rank(0), 0, vec![restart]).await;
+    assert_eq!(server.job(&id).await.images_per_second, Some(speed), "the speed stays until the first step");
     agent.report(&next.attempt, Source::Rank(0), 1, vec![losses(0, 1..=2), step_ms(0, 1..=2, 50.0)]).await;
     agent.end(&next.attempt, Ending::Succeeded { step: 64 }).await;
     let done = server.job(&id).await;
     assert!((done.images_per_second.unwrap() - 64.0 / 0.1).abs() < 1e-3, "{done:?}");
     assert_eq!(done.eta_secs, None);
 
-    // What it measured estimates a job of the same kind, and no other.
+    // The measured speed is used to estimate jobs of the same network only.
     for (arch, expected) in [("resnet20", Some(2000.0 / 640.0)), ("resnet32", None)] {
         let mut spec = serde_json::to_value(&done.spec).unwrap();
         spec["model"]["arch"] = json!(arch);

@@ -1,7 +1,7 @@
-//! Reports that come twice, too late, or with a hole before them.
+//! Reports that are repeated, late, out of order, or invalid.
 
 use crate::{
-    agent::{Agent, hello, losses, running, stranger},
+    agent::{Agent, hello, losses, running, unknown_attempt},
     test_server::TestServer,
 };
 use lockstep_protocol::agent::{AttemptEvent, Ending, Evaluation, FromAgent, Source, ToAgent};
@@ -10,31 +10,31 @@ use serde_json::{Value, json};
 #[tokio::test]
 async fn overlapping_reports_are_stored_once() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     let all: Vec<AttemptEvent> =
         [running(10, 0)].into_iter().chain((1..=5).map(|s| losses(0, s..=s))).collect();
     assert_eq!(agent.report(&attempt, Source::Rank(0), 0, all[..4].to_vec()).await, 4);
     assert_eq!(agent.report(&attempt, Source::Rank(0), 2, all[2..].to_vec()).await, 6);
     assert_eq!(agent.report(&attempt, Source::Rank(0), 0, all.clone()).await, 6);
-    // queued, starting, running, plan, and the losses that each report was the first to bring.
-    let stored = server.stored(&id).await;
+    // queued, starting, running, plan, and the new losses of two reports.
+    let stored = server.stored_events(&id).await;
     assert_eq!(stored.len(), 4 + 2);
     assert_eq!((&stored[4]["steps"], &stored[5]["steps"]), (&json!([1, 2, 3]), &json!([4, 5])));
-    // Also when the attempt is over: the acknowledgement was lost, not the report.
+    // The end of an attempt can also be repeated, in case its acknowledgement was lost.
     agent.end(&attempt, Ending::Succeeded { step: 5 }).await;
     agent.end(&attempt, Ending::Succeeded { step: 5 }).await;
-    assert_eq!(server.stored(&id).await.len(), 4 + 2 + 1);
+    assert_eq!(server.stored_events(&id).await.len(), 4 + 2 + 1);
     server.stop().await;
 }
 
 #[tokio::test]
-async fn records_after_a_gap_are_not_stored_and_the_agent_resends() {
+async fn records_after_a_gap_are_not_stored_and_the_agent_retries() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(10, 0)]).await;
     let late = FromAgent::Report {
         attempt: attempt.clone(),
@@ -43,27 +43,27 @@ async fn records_after_a_gap_are_not_stored_and_the_agent_resends() {
         events: vec![losses(0, 3..=3)],
     };
     agent.send(late).await;
-    assert_eq!(agent.next().await, None, "the connection is closed");
-    let mut agent = Agent::greet(&server, hello("a", 2, vec![attempt.clone()])).await.unwrap();
+    assert_eq!(agent.next().await, None, "the server closes the connection");
+    let mut agent = Agent::connect(&server, hello("a", 2, vec![attempt.clone()])).await.unwrap();
     assert_eq!(agent.welcome.0[0].records, 1);
     assert_eq!(agent.report(&attempt, Source::Rank(0), 1, vec![losses(0, 1..=3)]).await, 2);
-    assert_eq!(server.stored(&id).await.len(), 4 + 1);
+    assert_eq!(server.stored_events(&id).await.len(), 4 + 1);
     server.stop().await;
 }
 
 #[tokio::test]
 async fn reports_without_permission_store_nothing() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
-    let stored = server.stored(&id).await.len();
+    let attempt = agent.expect_start().await.attempt;
+    let stored = server.stored_events(&id).await.len();
 
     let mut old = attempt.clone();
     old.fencing_token.number -= 1;
     let mut next = attempt.clone();
     next.attempt += 1;
-    for stale in [old, next, stranger()] {
+    for stale in [old, next, unknown_attempt()] {
         let report = FromAgent::Report {
             attempt: stale.clone(),
             source: Source::Rank(0),
@@ -73,10 +73,10 @@ async fn reports_without_permission_store_nothing() {
         agent.send(report).await;
         assert!(matches!(agent.next().await, Some(ToAgent::Stop { attempt, .. }) if attempt == stale));
     }
-    assert_eq!(server.stored(&id).await.len(), stored);
+    assert_eq!(server.stored_events(&id).await.len(), stored);
 
-    // Records that no rank writes become nothing.
-    let odd = vec![
+    // Invalid records are skipped.
+    let invalid = vec![
         running(10, 0),
         losses(7, 1..=2),
         AttemptEvent::Metrics {
@@ -96,17 +96,17 @@ async fn reports_without_permission_store_nothing() {
             }],
         },
     ];
-    agent.report(&attempt, Source::Rank(0), 0, odd).await;
-    assert_eq!(server.stored(&id).await.len(), stored + 2, "running and plan");
+    agent.report(&attempt, Source::Rank(0), 0, invalid).await;
+    assert_eq!(server.stored_events(&id).await.len(), stored + 2, "running and plan");
     server.stop().await;
 }
 
 #[tokio::test]
 async fn a_loss_that_is_not_a_number_is_null() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     let column = lockstep_protocol::metric::MetricColumn {
         name: "loss".into(),
         steps: vec![1, 2],
@@ -114,7 +114,7 @@ async fn a_loss_that_is_not_a_number_is_null() {
     };
     let metrics = AttemptEvent::Metrics { rank: 0, columns: vec![column] };
     agent.report(&attempt, Source::Rank(0), 0, vec![running(10, 0), metrics]).await;
-    let stored = server.stored(&id).await;
+    let stored = server.stored_events(&id).await;
     assert_eq!(stored.last().unwrap()["values"], serde_json::json!([1.5, null]));
     let (_, metrics) = server.get(&format!("/jobs/{id}/metrics?name=loss")).await;
     assert_eq!(metrics["series"][0]["mean"], serde_json::json!([1.5, null]));
@@ -125,15 +125,15 @@ async fn a_loss_that_is_not_a_number_is_null() {
 
 #[tokio::test]
 async fn invalid_rank_numbers_are_skipped() {
-    const MOST: u64 = (1 << 53) - 1;
+    const MAX: u64 = (1 << 53) - 1;
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
-    let before = server.stored(&id).await.len();
-    let odd = [running(10, 11), running(10, u64::MAX), running(MOST + 1, 0), running(u64::MAX, u64::MAX)];
-    agent.report(&attempt, Source::Rank(0), 0, odd.into()).await;
-    assert_eq!(server.stored(&id).await.len(), before, "more steps than there are");
+    let attempt = agent.expect_start().await.attempt;
+    let before = server.stored_events(&id).await.len();
+    let invalid = [running(10, 11), running(10, u64::MAX), running(MAX + 1, 0), running(u64::MAX, u64::MAX)];
+    agent.report(&attempt, Source::Rank(0), 0, invalid.into()).await;
+    assert_eq!(server.stored_events(&id).await.len(), before, "invalid step numbers are skipped");
     let evaluation = |accuracy| {
         AttemptEvent::Evaluation(Evaluation {
             epoch: 1,
@@ -144,13 +144,13 @@ async fn invalid_rank_numbers_are_skipped() {
             secs: 0.1,
         })
     };
-    let shares = [-0.1, 1.000_001, 1e308].map(evaluation);
-    agent.report(&attempt, Source::Rank(0), 4, shares.into()).await;
+    let accuracies = [-0.1, 1.000_001, 1e308].map(evaluation);
+    agent.report(&attempt, Source::Rank(0), 4, accuracies.into()).await;
     let (_, job) = server.get(&format!("/jobs/{id}")).await;
     assert_eq!((&job["best"], &job["last"]["val_accuracy"]), (&Value::Null, &Value::Null));
-    // What is at the limits counts.
-    agent.report(&attempt, Source::Rank(0), 7, vec![running(MOST, MOST), evaluation(1.0)]).await;
+    // Values at the limits are valid.
+    agent.report(&attempt, Source::Rank(0), 7, vec![running(MAX, MAX), evaluation(1.0)]).await;
     let (_, job) = server.get(&format!("/jobs/{id}")).await;
-    assert_eq!((job["step"].as_u64(), &job["best"]["value"]), (Some(MOST), &json!(1.0)), "{job}");
+    assert_eq!((job["step"].as_u64(), &job["best"]["value"]), (Some(MAX), &json!(1.0)), "{job}");
     server.stop().await;
 }

@@ -1,4 +1,4 @@
-//! Pages of long elements: each ends after 4 MiB, and every element is on one of them.
+//! Pages of long elements: each page ends after 4 MiB, and every element is on one page.
 
 use crate::{
     agent::{Agent, running},
@@ -8,18 +8,18 @@ use lockstep_protocol::agent::{AttemptEvent, LogLine, Source};
 use serde_json::{Value, json};
 use std::collections::HashSet;
 
-/// Elements that are longer than a page together.
+/// Number of elements. Together they are longer than a page.
 const ELEMENTS: usize = 40;
 
-/// The pages of a list: how many elements each has, and all elements as `name` names them.
-async fn pages(
+/// Reads all pages of a list. Returns the number of elements of each page, and the names of all elements.
+async fn read_pages(
     server: &TestServer,
     path: &str,
     name: impl Fn(&Value) -> Vec<String>,
 ) -> (Vec<usize>, Vec<String>) {
     let (mut sizes, mut names, mut cursor) = (Vec::new(), Vec::new(), String::new());
     loop {
-        let (status, text) = server.text(&format!("/api/v1{path}{cursor}")).await;
+        let (status, text) = server.get_text(&format!("/api/v1{path}{cursor}")).await;
         assert!(status == 200 && text.len() < 5 << 20, "{path}{cursor}: {status}, {} bytes", text.len());
         let page: Value = serde_json::from_str(&text).unwrap();
         let found = name(&page);
@@ -39,9 +39,9 @@ fn texts(page: &Value, list: &str, key: &str) -> Vec<String> {
 #[tokio::test]
 async fn a_page_ends_after_4_mib_and_each_element_is_listed_once() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     for part in 0..ELEMENTS as u64 {
         let line = |n| LogLine {
@@ -75,13 +75,13 @@ async fn a_page_ends_after_4_mib_and_each_element_is_listed_once() {
         (format!("/jobs/{id}/logs?limit=10000"), lines, &|page| texts(page, "lines", "number")),
         (format!("/jobs/{id}/logs?limit=10000&sort=-seq"), lines, &|page| texts(page, "lines", "number")),
     ] {
-        let (sizes, names) = pages(&server, &path, name).await;
+        let (sizes, names) = read_pages(&server, &path, name).await;
         assert!(sizes.len() > 1 && sizes.iter().all(|size| *size > 0), "{path}: {sizes:?}");
-        let different: HashSet<_> = names.iter().collect();
-        assert_eq!((names.len(), different.len()), (number, number), "{path}: {sizes:?}");
+        let distinct: HashSet<_> = names.iter().collect();
+        assert_eq!((names.len(), distinct.len()), (number, number), "{path}: {sizes:?}");
     }
-    // Notes that are not asked for do not count.
-    let (sizes, _) = pages(&server, "/jobs?limit=1000", |page| texts(page, "jobs", "id")).await;
+    // Fields that are not requested do not count towards the limit.
+    let (sizes, _) = read_pages(&server, "/jobs?limit=1000", |page| texts(page, "jobs", "id")).await;
     assert_eq!(sizes, [ELEMENTS]);
     server.stop().await;
 }

@@ -1,9 +1,9 @@
-//! Histograms of layers and descriptions of networks, from a rank's report to the answers about them.
+//! Histograms of layers and descriptions of networks: reports, storage, requests.
 
 use crate::{
     agent::{Agent, losses, running},
     postgres,
-    test_server::{DEADLINE, TestServer},
+    test_server::{TIMEOUT, TestServer},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, AttemptRef, Ending, Source},
@@ -65,15 +65,15 @@ fn network(parameters: u64) -> AttemptEvent {
     AttemptEvent::Network(NetworkDescription { layers, plan: Some(plan) })
 }
 
-async fn ask(server: &TestServer, id: &str, query: &str) -> Value {
+async fn read_histograms(server: &TestServer, id: &str, query: &str) -> Value {
     let (status, body) = server.get(&format!("/jobs/{id}/histograms{query}")).await;
     assert_eq!(status, 200, "{body}");
     body
 }
 
-/// Steps and attempts of the histograms of a layer.
-async fn of_layer(server: &TestServer, id: &str) -> Vec<(u64, u64)> {
-    let body = ask(server, id, "?layer=a.b.weight&kind=weight").await;
+/// Returns step and attempt of each histogram of a layer.
+async fn steps_of_layer(server: &TestServer, id: &str) -> Vec<(u64, u64)> {
+    let body = read_histograms(server, id, "?layer=a.b.weight&kind=weight").await;
     let pair = |h: &Value| (h["step"].as_u64().unwrap(), h["attempt"].as_u64().unwrap());
     body["histograms"].as_array().unwrap().iter().map(pair).collect()
 }
@@ -83,21 +83,21 @@ async fn report(agent: &mut Agent, attempt: &AttemptRef, first: u64, events: Vec
     assert_eq!(agent.report(attempt, Source::Rank(0), first, events).await, end);
 }
 
-async fn scenario(server: TestServer) {
-    let mut agent = Agent::with_pictures(&server, 2).await;
+async fn test_layers(server: TestServer) {
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let first = agent.started().await.attempt;
-    assert_eq!(ask(&server, &id, "").await, json!({"steps": [], "layers": [], "histograms": []}));
+    let first = agent.expect_start().await.attempt;
+    assert_eq!(read_histograms(&server, &id, "").await, json!({"steps": [], "layers": [], "histograms": []}));
     assert_eq!(server.get(&format!("/jobs/{id}/network")).await, (200, json!({"layers": []})));
-    let page = server.text(&format!("/jobs/{id}")).await.1;
+    let page = server.get_text(&format!("/jobs/{id}")).await.1;
     assert!(page.contains(r#"aria-controls="histograms-panel" aria-selected="false" tabindex="-1" hidden"#));
 
     let events =
         vec![running(1000, 0), network(1), histograms(10, 0.5), losses(0, 1..=3), histograms(20, 0.25)];
     report(&mut agent, &first, 0, events).await;
-    // Reported twice, as after a lost acknowledgement: each is stored once.
+    // A repeated report is stored once.
     report(&mut agent, &first, 4, vec![histograms(20, 0.25)]).await;
-    let index = ask(&server, &id, "").await;
+    let index = read_histograms(&server, &id, "").await;
     assert_eq!(index["steps"], json!([10, 20]));
     let names: Vec<_> =
         index["layers"].as_array().unwrap().iter().map(|l| (&l["name"], &l["kind"])).collect();
@@ -106,63 +106,66 @@ async fn scenario(server: TestServer) {
     assert_eq!(
         names,
         expected.iter().map(|(name, kind)| (name, kind)).collect::<Vec<_>>(),
-        "the network's order"
+        "layers are in the network's order"
     );
-    assert_eq!(index["histograms"], json!([]), "all of them would be many");
-    let of_step = ask(&server, &id, "?step=20&kind=gradient").await;
+    assert_eq!(index["histograms"], json!([]), "without a filter, no histograms are returned");
+    let of_step = read_histograms(&server, &id, "?step=20&kind=gradient").await;
     assert_eq!(of_step["layers"], json!([{"name": "conv1.weight", "kind": "gradient"}]));
     let counts: Vec<u32> = (0..HISTOGRAM_BINS as u32).map(|n| n * 1000).collect();
     let expected = json!([{"step": 20, "attempt": 1, "layer": "conv1.weight", "kind": "gradient", "min": -0.5, "max": 0.025,
         "counts": counts}]);
     assert_eq!(of_step["histograms"], expected);
-    assert_eq!(ask(&server, &id, "?step=20").await["histograms"].as_array().unwrap().len(), 3);
-    assert_eq!(ask(&server, &id, "?layer=none").await["histograms"], json!([]));
-    assert_eq!(ask(&server, &id, "?step=18446744073709551615").await["histograms"], json!([]));
+    assert_eq!(read_histograms(&server, &id, "?step=20").await["histograms"].as_array().unwrap().len(), 3);
+    assert_eq!(read_histograms(&server, &id, "?layer=none").await["histograms"], json!([]));
+    assert_eq!(read_histograms(&server, &id, "?step=18446744073709551615").await["histograms"], json!([]));
     assert_eq!(server.get(&format!("/jobs/{id}/histograms?kind=bias")).await.0, 400);
     let (_, known) = server.get(&format!("/jobs/{id}/network")).await;
     assert_eq!(known["layers"][0]["time_us"], 12.5);
     assert!(known["layers"][1].get("time_us").is_none() && known["layers"][1]["parameters"] == 1, "{known}");
-    // What was predicted, beside what was measured.
+    // The description has predicted and measured times.
     assert_eq!(known["plan"]["shard"], json!([{"match": "fc", "split": "out"}]));
     assert_eq!([&known["plan"]["predicted"]["step_ms"], &known["plan"]["measured_step_ms"]], [24.5, 25.5]);
     assert_eq!(known["layers"][0]["plan"]["placement"], "own pictures");
-    let page = server.text(&format!("/jobs/{id}")).await.1;
+    let page = server.get_text(&format!("/jobs/{id}")).await.1;
     assert!(!page.contains(r#"aria-controls="histograms-panel" aria-selected="false" tabindex="-1" hidden"#));
-    // Readers of the stream hear of it.
-    let events = server.stored(&id).await;
+    // The stream has events for histograms and networks.
+    let events = server.stored_events(&id).await;
     let reported: Vec<_> =
         events.iter().filter(|e| e["type"] == "histograms").map(|e| e["step"].clone()).collect();
     assert_eq!(reported, [10, 20]);
     assert_eq!(events.iter().filter(|e| e["type"] == "network").count(), 1);
 
-    // Another attempt begins again after step 10: what the first did after that is no part of the run any more.
+    // Another attempt continues after step 10. It replaces later histograms of the first attempt.
     agent.end(&first, Ending::Failed { reason: "killed".into(), retriable: true }).await;
-    let second = agent.started().await.attempt;
+    let second = agent.expect_start().await.attempt;
     report(&mut agent, &second, 0, vec![running(1000, 10), network(2), histograms(15, 0.5)]).await;
-    assert_eq!(of_layer(&server, &id).await, [(10, 1), (15, 2)]);
+    assert_eq!(steps_of_layer(&server, &id).await, [(10, 1), (15, 2)]);
     assert_eq!(server.get(&format!("/jobs/{id}/network")).await.1["layers"][1]["parameters"], 2);
 
-    // What is too much, and what another rank says, is not kept, and does not hold up what comes after it.
+    // Histograms with too many layers or of another rank are skipped. Later events are still stored.
     let many = |count: usize| {
         let layers = (0..count).map(|n| layer(&format!("l{n}"), HistogramKind::Weight, 0.5)).collect();
         AttemptEvent::Histograms(LayerHistograms { step: 30, layers })
     };
-    let wrong = vec![
+    let invalid = vec![
         many(HISTOGRAM_LAYERS + 1),
         AttemptEvent::Histograms(LayerHistograms { step: 0, layers: Vec::new() }),
         losses(0, 11..=12),
     ];
-    report(&mut agent, &second, 3, wrong).await;
+    report(&mut agent, &second, 3, invalid).await;
     assert_eq!(agent.report(&second, Source::Rank(1), 0, vec![histograms(40, 1.0)]).await, 1);
-    assert_eq!(ask(&server, &id, "").await["steps"], json!([10, 15]));
+    assert_eq!(read_histograms(&server, &id, "").await["steps"], json!([10, 15]));
     assert_eq!(server.job(&id).await.step, 12);
     report(&mut agent, &second, 6, vec![many(HISTOGRAM_LAYERS)]).await;
-    assert_eq!(ask(&server, &id, "?step=30").await["histograms"].as_array().unwrap().len(), HISTOGRAM_LAYERS);
+    assert_eq!(
+        read_histograms(&server, &id, "?step=30").await["histograms"].as_array().unwrap().len(),
+        HISTOGRAM_LAYERS
+    );
 
-    // More steps than are kept: both ends stay, and the rest is thinned.
+    // Beyond the limit of steps, the first and last step stay, and steps between them are removed.
     let last = 31 + HISTOGRAM_STEPS as u64;
     report(&mut agent, &second, 7, (31..=last).map(|step| histograms(step, 0.5)).collect()).await;
-    let steps = ask(&server, &id, "").await["steps"].as_array().unwrap().clone();
+    let steps = read_histograms(&server, &id, "").await["steps"].as_array().unwrap().clone();
     assert_eq!(
         (steps.len(), &steps[0], &steps[HISTOGRAM_STEPS - 1]),
         (HISTOGRAM_STEPS, &json!(10), &json!(last))
@@ -174,18 +177,18 @@ async fn scenario(server: TestServer) {
     assert_eq!(server.get(&format!("/jobs/{id}/network")).await.0, 404);
     let rows = "SELECT (SELECT count(*) FROM histograms) + (SELECT count(*) FROM networks)";
     let since = Instant::now();
-    while server.number(rows).await > 0 {
-        assert!(since.elapsed() < DEADLINE, "they stay");
+    while server.query_number(rows).await > 0 {
+        assert!(since.elapsed() < TIMEOUT, "rows stay");
     }
     server.stop().await;
 }
 
 #[tokio::test]
 async fn descriptions_of_layers_are_stored() {
-    scenario(TestServer::new().await).await;
+    test_layers(TestServer::new().await).await;
 }
 
 #[tokio::test]
 async fn descriptions_of_layers_are_stored_in_postgres() {
-    scenario(TestServer::with(|c| c.database = Some(postgres::database())).await).await;
+    test_layers(TestServer::with(|c| c.database = Some(postgres::database())).await).await;
 }

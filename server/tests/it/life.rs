@@ -1,8 +1,8 @@
-//! A job's way from the form to its end.
+//! Jobs from submission to deletion; pages and the form.
 
 use crate::{
     agent::{Agent, line, losses, running},
-    test_server::{DEADLINE, TestServer, client_without_redirects},
+    test_server::{TIMEOUT, TestServer, client_without_redirects},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, CheckpointInfo, Ending, Evaluation, RankReport, Source, ToAgent},
@@ -24,14 +24,14 @@ fn checkpoint(step: u64, best: bool) -> AttemptEvent {
 }
 
 #[tokio::test]
-async fn a_job_runs_to_its_end_and_everything_of_it_can_be_read() {
+async fn a_job_succeeds_and_its_data_can_be_read_and_deleted() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let job = server.submit(|_| {}).await;
     let id = job.id.to_string();
     assert_eq!((job.state, job.attempt, job.ranks), (JobState::Queued, 0, 2));
 
-    let start = agent.started().await;
+    let start = agent.expect_start().await;
     assert_eq!((start.world_size, start.ranks.len(), start.attempt.attempt), (2, 2, 1));
     assert_eq!(start.dataset_path, "/some/pictures");
     let folder = std::path::PathBuf::from(start.job_dir.clone().unwrap());
@@ -76,7 +76,7 @@ async fn a_job_runs_to_its_end_and_everything_of_it_can_be_read() {
     assert_eq!(done.best.unwrap().value, 0.84);
     assert!(done.finished_at.is_some() && done.eta_secs.is_none());
 
-    // Metrics: every point, once; coarse when asked for; as CSV.
+    // Metrics: every point once, with lower resolution, and as CSV.
     let (_, exact) = server.get(&format!("/jobs/{id}/metrics?name=loss&ranks=0")).await;
     assert_eq!(exact["exact"], true);
     let steps: Vec<u64> = serde_json::from_value(exact["series"][0]["steps"].clone()).unwrap();
@@ -85,8 +85,8 @@ async fn a_job_runs_to_its_end_and_everything_of_it_can_be_read() {
     assert_eq!(coarse["exact"], false);
     assert_eq!(coarse["series"][0]["steps"].as_array().unwrap().len(), 10);
     assert_eq!(coarse["as_of_seq"], done.last_seq);
-    let (_, csv) = server.text(&format!("/api/v1/jobs/{id}/metrics.csv")).await;
-    assert_eq!(csv.lines().count(), 1 + 100 + 50, "a heading and every point");
+    let (_, csv) = server.get_text(&format!("/api/v1/jobs/{id}/metrics.csv")).await;
+    assert_eq!(csv.lines().count(), 1 + 100 + 50, "a header and every point");
     assert!(csv.contains("\n1,1,loss,50,0.02\n"), "{csv}");
 
     // Logs.
@@ -127,11 +127,11 @@ async fn a_job_runs_to_its_end_and_everything_of_it_can_be_read() {
         assert_eq!(status, 404, "{path}");
     }
 
-    // Deleting takes the folder with it.
+    // Deleting the job deletes its folder.
     assert_eq!(server.delete(&format!("/jobs/{id}")).await.0, 204);
-    let asked = Instant::now();
+    let start = Instant::now();
     while folder.exists() {
-        assert!(asked.elapsed() < DEADLINE, "{} is still there", folder.display());
+        assert!(start.elapsed() < TIMEOUT, "{} still exists", folder.display());
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     assert_eq!(server.get(&format!("/jobs/{id}")).await.0, 404);
@@ -139,12 +139,12 @@ async fn a_job_runs_to_its_end_and_everything_of_it_can_be_read() {
 }
 
 #[tokio::test]
-async fn cancel_ends_queued_jobs_immediately_and_running_ones_after_their_ranks() {
+async fn cancel_ends_queued_jobs_at_once_and_running_jobs_after_their_ranks() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let running_job = server.submit(|_| {}).await.id.to_string();
     let queued = server.submit(|_| {}).await.id.to_string();
-    let start = agent.started().await;
+    let start = agent.expect_start().await;
     assert_eq!(start.attempt.job.as_str(), running_job);
     agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
 
@@ -154,7 +154,7 @@ async fn cancel_ends_queued_jobs_immediately_and_running_ones_after_their_ranks(
     assert_eq!((status, &body["state"]), (409, &json!("running")), "a running job is not deleted");
 
     let (status, body) = server.post(&format!("/jobs/{running_job}/cancel"), &Value::Null).await;
-    assert_eq!((status, &body["state"]), (202, &json!("running")), "its ranks are still there");
+    assert_eq!((status, &body["state"]), (202, &json!("running")), "its ranks still run");
     assert!(body["reason"].as_str().unwrap().contains("cancel"));
     assert!(matches!(agent.next().await, Some(ToAgent::Stop { attempt, .. }) if attempt == start.attempt));
     agent.end(&start.attempt, Ending::Stopped).await;
@@ -163,10 +163,10 @@ async fn cancel_ends_queued_jobs_immediately_and_running_ones_after_their_ranks(
     let (status, body) = server.post(&format!("/jobs/{running_job}/cancel"), &Value::Null).await;
     assert_eq!((status, &body["state"]), (409, &json!("cancelled")));
 
-    // Retried, it continues as its next attempt.
+    // A retry starts the next attempt.
     let (status, _) = server.post(&format!("/jobs/{running_job}/retry"), &Value::Null).await;
     assert_eq!(status, 202);
-    let again = agent.started().await;
+    let again = agent.expect_start().await;
     assert_eq!((again.attempt.attempt, again.resume), (2, None));
     assert!(again.attempt.fencing_token > start.attempt.fencing_token);
     server.stop().await;
@@ -175,9 +175,9 @@ async fn cancel_ends_queued_jobs_immediately_and_running_ones_after_their_ranks(
 #[tokio::test]
 async fn pages_show_stored_values() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|spec| spec["name"] = json!("<b>bold</b>")).await.id.to_string();
-    agent.started().await;
+    agent.expect_start().await;
     for path in [
         "/jobs",
         "/jobs/new",
@@ -186,19 +186,19 @@ async fn pages_show_stored_values() {
         &format!("/jobs/{id}"),
         &format!("/jobs/new?from={id}"),
     ] {
-        let (status, html) = server.text(path).await;
+        let (status, html) = server.get_text(path).await;
         assert_eq!(status, 200, "{path} {html}");
         assert!(html.contains("<!doctype html>") || html.contains("<!DOCTYPE html>"), "{path}");
         assert!(!html.contains("<b>bold</b>"), "{path} escapes names");
     }
-    assert!(server.text(&format!("/jobs/{id}")).await.1.contains("&#60;b&#62;bold"));
-    assert!(server.text("/machines").await.1.contains(&id), "a slot links to the job that holds it");
-    assert_eq!(server.text("/jobs/j00").await.0, 404);
-    let (status, script) = server.text("/static/stream.js").await;
+    assert!(server.get_text(&format!("/jobs/{id}")).await.1.contains("&#60;b&#62;bold"));
+    assert!(server.get_text("/machines").await.1.contains(&id), "a slot links to its job");
+    assert_eq!(server.get_text("/jobs/j00").await.0, 404);
+    let (status, script) = server.get_text("/static/stream.js").await;
     assert!(status == 200 && script.contains("WebSocket"));
-    assert_eq!(server.text("/static/../Cargo.toml").await.0, 404);
+    assert_eq!(server.get_text("/static/../Cargo.toml").await.0, 404);
 
-    // The form without scripts: mistakes are shown next to the fields, with what was typed.
+    // The form without scripts: mistakes are shown next to the fields, and the input stays.
     let client = client_without_redirects(&server.token);
     let form = |lr: &str, dataset: &str| {
         let body =
@@ -206,21 +206,21 @@ async fn pages_show_stored_values() {
         let request = client.post(server.url("/jobs/new")).body(body);
         request.header("content-type", "application/x-www-form-urlencoded").send()
     };
-    let answer = form("fast", "pictures").await.unwrap();
-    assert_eq!(answer.status().as_u16(), 422);
-    let html = answer.text().await.unwrap();
-    assert!(html.contains("from a form") && html.contains("value=\"fast\""), "input is kept");
-    let answer = form("0.1", "pictures").await.unwrap();
-    assert_eq!(answer.status().as_u16(), 303);
-    let place = answer.headers()["location"].to_str().unwrap().to_owned();
-    assert_eq!(server.text(&place).await.0, 200);
+    let response = form("fast", "pictures").await.unwrap();
+    assert_eq!(response.status().as_u16(), 422);
+    let html = response.text().await.unwrap();
+    assert!(html.contains("from a form") && html.contains("value=\"fast\""), "the input stays");
+    let response = form("0.1", "pictures").await.unwrap();
+    assert_eq!(response.status().as_u16(), 303);
+    let place = response.headers()["location"].to_str().unwrap().to_owned();
+    assert_eq!(server.get_text(&place).await.0, 200);
     server.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn concurrent_changes_of_a_note_and_of_tags_are_both_kept() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
     let change =
         |body: Value| server.send(server.http.patch(server.url(&format!("/api/v1/jobs/{id}"))).json(&body));

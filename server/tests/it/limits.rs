@@ -1,11 +1,11 @@
-//! How deep, how long and how many: what a request, a message or a connection may drive, at the limit and one past it.
+//! Limits of requests, messages and connections: depth, length and count, at the limit and one above it.
 
 mod connections;
 mod requests;
 
 use crate::{
-    agent::{Agent, hello, info, running, stranger},
-    test_server::{DEADLINE, Stream, TestServer, spec},
+    agent::{Agent, dataset_info, hello, running, unknown_attempt},
+    test_server::{Stream, TIMEOUT, TestServer, spec},
 };
 use futures_util::{SinkExt, StreamExt};
 use lockstep_protocol::{
@@ -31,10 +31,10 @@ fn nested(depth: usize) -> String {
     format!("{}{}", "[".repeat(depth), "]".repeat(depth))
 }
 
-/// A job with a checkpoint; its id and the checkpoint's.
-async fn with_checkpoint(server: &TestServer, agent: &mut Agent) -> (String, String) {
+/// Creates a job with a checkpoint, and returns both ids.
+async fn create_checkpoint(server: &TestServer, agent: &mut Agent) -> (String, String) {
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     let info = CheckpointInfo {
         epoch: 1,
         step: 5,
@@ -52,13 +52,13 @@ async fn with_checkpoint(server: &TestServer, agent: &mut Agent) -> (String, Str
 }
 
 #[tokio::test]
-async fn a_fork_s_keys_are_deep_and_long_up_to_a_limit() {
+async fn depth_and_length_of_a_fork_s_keys_are_limited() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
-    let (id, _) = with_checkpoint(&server, &mut agent).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (id, _) = create_checkpoint(&server, &mut agent).await;
     let fork = async |set: Value| server.post(&format!("/jobs/{id}/fork"), &json!({"set": set})).await;
     let mistakes = |body: &Value| body["errors"].to_string();
-    // Within the limits a key is checked, and it is unknown.
+    // A key within the limits is refused only because it is unknown.
     for key in [path(KEY_PARTS), "k".repeat(KEY_BYTES)] {
         let (status, body) = fork(json!({ key: 1 })).await;
         assert!(status == 422 && mistakes(&body).contains("no key is called"), "{body}");
@@ -66,49 +66,50 @@ async fn a_fork_s_keys_are_deep_and_long_up_to_a_limit() {
     for key in [path(KEY_PARTS + 1), path(20_000), path(500_000), "k".repeat(KEY_BYTES + 1)] {
         let (status, body) = fork(json!({ key: 1 })).await;
         assert!(status == 422 && mistakes(&body).contains("at most 8 parts"), "{body}");
-        assert!(body.to_string().len() < 1000, "what was sent is not sent back");
+        assert!(body.to_string().len() < 1000, "the error does not repeat the key");
     }
-    // Tables in tables are the same path.
+    // Nested tables count like a dotted key.
     let mut tables = json!(1);
     for _ in 0..JSON_NESTING - 3 {
         tables = json!({ "a": tables });
     }
     let (status, body) = fork(json!({ "x": tables })).await;
     assert!(status == 422 && mistakes(&body).contains("at most 8 parts"), "{body}");
-    assert_eq!(server.text("/healthz").await.0, 200);
+    assert_eq!(server.get_text("/healthz").await.0, 200);
     server.stop().await;
 }
 
 #[tokio::test]
 async fn senders_of_too_large_bodies_receive_the_reason() {
     let server = TestServer::new().await;
-    // More than the buffers of a connection hold, so that the sender is still at it when the limit is passed.
-    for (path, kind, words) in [
+    // The body is larger than the buffers of a connection, so the client is still sending when the server refuses it.
+    for (path, kind, fragment) in [
         ("/jobs", "application/json", "the body is larger than 1 MiB"),
         ("/jobs", "application/toml", "the body is larger than 1 MiB"),
         ("/datasets", "application/json", "the body is larger than 1 MiB"),
     ] {
         let sent = server.http.post(server.url(&format!("/api/v1{path}"))).body(vec![b' '; 64 << 20]);
-        let answer = sent.header("content-type", kind).send().await.expect("an answer, and no broken pipe");
-        assert_eq!(answer.status(), 413, "{path}");
-        let response: Value = serde_json::from_slice(&answer.bytes().await.unwrap()).unwrap();
-        assert_eq!(response["detail"], words);
+        let response =
+            sent.header("content-type", kind).send().await.expect("a response instead of a broken pipe");
+        assert_eq!(response.status(), 413, "{path}");
+        let problem: Value = serde_json::from_slice(&response.bytes().await.unwrap()).unwrap();
+        assert_eq!(problem["detail"], fragment);
     }
     server.stop().await;
 }
 
 #[tokio::test]
-async fn a_body_has_each_key_once_and_is_nested_up_to_a_limit() {
+async fn repeated_keys_and_too_deep_bodies_are_refused() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
     let send = async |kind: &str, body: String| {
         let url = server.url("/api/v1/jobs/validate");
         server.send(server.http.post(url).header("content-type", kind).body(body)).await
     };
     let json = "application/json";
-    // The object around it is one level.
+    // The outer object is one level.
     let (status, body) = send(json, format!("{{\"x\": {}}}", nested(JSON_NESTING - 1))).await;
-    assert_eq!(status, 422, "read, and its key unknown: {body}");
+    assert_eq!(status, 422, "the body is read, but its key is unknown: {body}");
     for depth in [JSON_NESTING, 100_000] {
         let (status, body) = send(json, format!("{{\"x\": {}}}", nested(depth))).await;
         assert!(status == 400 && body["detail"].as_str().unwrap().contains("more than 32 deep"), "{body}");
@@ -118,7 +119,7 @@ async fn a_body_has_each_key_once_and_is_nested_up_to_a_limit() {
     assert!(status == 400 && body["detail"].as_str().unwrap().contains("\"name\" is there twice"), "{body}");
     let inner = spec().to_string().replacen("\"epochs\"", "\"epochs\":3,\"epochs\"", 1);
     assert_eq!(send(json, inner).await.0, 400);
-    // A list's elements are no fields.
+    // An array is not accepted in place of an object.
     assert_eq!(server.post("/datasets/inspect", &json!(["/x"])).await.0, 400);
 
     let toml = "application/toml";
@@ -132,14 +133,14 @@ async fn a_body_has_each_key_once_and_is_nested_up_to_a_limit() {
     for kind in [json, toml] {
         assert_eq!(send(kind, large.clone()).await.0, 413, "{kind}");
     }
-    assert_eq!(send(toml, "#".repeat(1 << 20)).await.0, 422, "read, and it names no dataset");
+    assert_eq!(send(toml, "#".repeat(1 << 20)).await.0, 422, "the body is read, but names no dataset");
     server.stop().await;
 }
 
 #[tokio::test]
 async fn the_length_of_a_search_is_limited() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id;
     for (path, key) in [("/jobs".to_owned(), "name"), (format!("/jobs/{id}/logs"), "q")] {
         for letter in ["x", "ß"] {
@@ -161,7 +162,7 @@ async fn the_length_of_a_search_is_limited() {
         let (status, body) = server.get(&path).await;
         assert_eq!(status, 200, "{body}");
     }
-    // The longest head that is read at all.
+    // A request's head may have about 64 KiB.
     let long = server.http.get(server.url(&format!("/healthz?{}", "x".repeat(60_000)))).send().await.unwrap();
     assert_eq!(long.status().as_u16(), 200);
     let longer = server.http.get(server.url(&format!("/healthz?{}", "x".repeat(70_000)))).send().await;
@@ -172,7 +173,7 @@ async fn the_length_of_a_search_is_limited() {
 #[tokio::test]
 async fn the_length_of_notes_and_tags_is_limited() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id;
     let change = async |body: Value| {
         let request = server.http.patch(server.url(&format!("/api/v1/jobs/{id}"))).json(&body);
@@ -190,10 +191,10 @@ async fn the_length_of_notes_and_tags_is_limited() {
     server.stop().await;
 }
 
-/// Everything that an agent receives, parts put together.
-async fn response(agent: &mut Agent, unfinished: &mut Unfinished) -> ToAgent {
+/// Returns the next message to an agent, joined from its parts.
+async fn next_message(agent: &mut Agent, unfinished: &mut Unfinished) -> ToAgent {
     loop {
-        match agent.next().await.expect("the connection stays") {
+        match agent.next().await.expect("the connection is open") {
             ToAgent::Part(part) => {
                 assert!(part.bytes.len() <= PART_BYTES);
                 if let Some(whole) = unfinished.add(part).unwrap() {
@@ -208,8 +209,8 @@ async fn response(agent: &mut Agent, unfinished: &mut Unfinished) -> ToAgent {
 #[tokio::test]
 async fn pictures_up_to_24_mib_reach_the_agent() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
-    let (_, checkpoint) = with_checkpoint(&server, &mut agent).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (_, checkpoint) = create_checkpoint(&server, &mut agent).await;
     let url = server.url(&format!("/api/v1/checkpoints/{checkpoint}/predict"));
     const LIMIT: usize = 24 << 20;
     let post = |bytes: usize| {
@@ -231,13 +232,13 @@ async fn pictures_up_to_24_mib_reach_the_agent() {
     };
     let mut unfinished = Unfinished::default();
     for count in [1, 3] {
-        let answering = async {
+        let predict = async {
             let ToAgent::Request { id, request: AgentRequest::Predict { pictures, .. } } =
-                response(&mut agent, &mut unfinished).await
+                next_message(&mut agent, &mut unfinished).await
             else {
-                panic!("another question")
+                panic!("another request")
             };
-            // Each four characters are three bytes.
+            // In base64, four characters are three bytes.
             let bytes: usize = pictures.iter().map(|p| p.content.len() / 4 * 3).sum();
             assert!(bytes.abs_diff(LIMIT) < 10 && pictures.len() == count, "{bytes} in {}", pictures.len());
             let predictions = pictures
@@ -246,37 +247,36 @@ async fn pictures_up_to_24_mib_reach_the_agent() {
                     name: p.name,
                     classes: Vec::new(),
                     embedding: None,
-                    error: Some("is none".into()),
+                    error: Some("not a picture".into()),
                 })
                 .collect();
-            let answer = FromAgent::Reply { id, reply: Ok(AgentReply::Predictions { predictions }) };
-            agent.send(answer).await;
+            agent.send(FromAgent::Reply { id, reply: Ok(AgentReply::Predictions { predictions }) }).await;
         };
-        let asking = async {
+        let upload = async {
             match count {
                 1 => post(LIMIT).await,
                 _ => form(&[LIMIT / 3; 3]).await,
             }
         };
-        let ((status, body), ()) = tokio::join!(asking, answering);
+        let ((status, body), ()) = tokio::join!(upload, predict);
         assert_eq!((status, body["predictions"].as_array().map(Vec::len)), (200, Some(count)), "{body}");
     }
     assert_eq!(post(LIMIT + 1).await.0, 413);
     assert_eq!(form(&[LIMIT / 2, LIMIT / 2, 1]).await.0, 413);
     assert_eq!(form(&[1; 101]).await.0, 400);
-    // The connection lived through it all.
+    // The agent's connection is still open.
     agent.heartbeat(&[]).await;
-    let again = json!({"name": "more", "path": "/more"});
-    let add = server.post("/datasets", &again);
-    assert_eq!(tokio::join!(add, agent.answer(Ok(info()))).0.0, 201);
+    let more = json!({"name": "more", "path": "/more"});
+    let add = server.post("/datasets", &more);
+    assert_eq!(tokio::join!(add, agent.answer_inspection(Ok(dataset_info()))).0.0, 201);
     server.stop().await;
 }
 
 #[tokio::test]
 async fn a_damaged_checkpoint_is_reported_and_pipes_do_not_block() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
-    let (id, checkpoint) = with_checkpoint(&server, &mut agent).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (id, checkpoint) = create_checkpoint(&server, &mut agent).await;
     let folder = server.dir.path().join(format!("jobs/{id}/checkpoints/1-5"));
     let pipe = |name: &str| {
         let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
@@ -284,32 +284,35 @@ async fn a_damaged_checkpoint_is_reported_and_pipes_do_not_block() {
         rustix::fs::mknodat(rustix::fs::CWD, &path, rustix::fs::FileType::Fifo, mode, 0).unwrap();
         path
     };
-    let refused = async |path: String, words: &str| {
+    let assert_refused = async |path: String, fragment: &str| {
         let (status, body) = server.get(&path).await;
-        assert!(status == 422 && body["detail"].as_str().unwrap().contains(words), "{path} {status} {body}");
+        assert!(
+            status == 422 && body["detail"].as_str().unwrap().contains(fragment),
+            "{path} {status} {body}"
+        );
     };
-    let of = |name: &str| format!("/checkpoints/{checkpoint}{name}");
+    let path_of = |name: &str| format!("/checkpoints/{checkpoint}{name}");
     let manifest = pipe("MANIFEST.json");
-    for path in [of(""), of("/state.json")] {
-        refused(path, "MANIFEST.json is not a regular file").await;
+    for path in [path_of(""), path_of("/state.json")] {
+        assert_refused(path, "MANIFEST.json is not a regular file").await;
     }
     std::fs::remove_file(&manifest).unwrap();
     std::fs::write(&manifest, "{\"files\": ").unwrap();
-    for path in [of(""), of("/state.json")] {
-        refused(path, "MANIFEST.json is not JSON").await;
+    for path in [path_of(""), path_of("/state.json")] {
+        assert_refused(path, "MANIFEST.json is not JSON").await;
     }
     std::fs::write(&manifest, "{}").unwrap();
     for name in ["state.json", "model.safetensors"] {
         pipe(name);
-        refused(of(&format!("/{name}")), "is not a regular file").await;
+        assert_refused(path_of(&format!("/{name}")), "is not a regular file").await;
     }
-    refused(format!("/jobs/{id}/evaluation"), "model.safetensors is not a regular file").await;
-    let predict = server.http.post(server.url(&format!("/api/v1{}", of("/predict")))).body("a picture");
+    assert_refused(format!("/jobs/{id}/evaluation"), "model.safetensors is not a regular file").await;
+    let predict = server.http.post(server.url(&format!("/api/v1{}", path_of("/predict")))).body("a picture");
     assert_eq!(server.send(predict).await.0, 422);
-    // What it was trained on stands in that file: a fork is refused, and waits for nobody.
+    // A fork must read this file: the fork is refused without waiting for the pipe.
     let (status, body) = server.post(&format!("/jobs/{id}/fork"), &json!({})).await;
     assert!(status == 503 && body["detail"].as_str().unwrap().contains("not a regular file"), "{body}");
-    // So is one whose files are not those of its manifest, and nothing of it is kept.
+    // A fork is also refused if files differ from the manifest, and leaves no files.
     for name in ["state.json", "model.safetensors"] {
         std::fs::remove_file(folder.join(name)).unwrap();
     }
@@ -318,7 +321,7 @@ async fn a_damaged_checkpoint_is_reported_and_pipes_do_not_block() {
     std::fs::write(&manifest, json!({ "files": files }).to_string()).unwrap();
     let jobs = || std::fs::read_dir(server.dir.path().join("jobs")).unwrap().count();
     let before = jobs();
-    for (content, words) in [
+    for (content, fragment) in [
         (None, "state.json is missing"),
         (Some("worl"), "has 4 bytes and was written with 5"),
         (Some("worlt"), "are not those"),
@@ -327,7 +330,7 @@ async fn a_damaged_checkpoint_is_reported_and_pipes_do_not_block() {
             std::fs::write(folder.join("state.json"), content).unwrap();
         }
         let (status, body) = server.post(&format!("/jobs/{id}/fork"), &json!({})).await;
-        assert!(status == 422 && body["detail"].as_str().unwrap().contains(words), "{status} {body}");
+        assert!(status == 422 && body["detail"].as_str().unwrap().contains(fragment), "{status} {body}");
     }
     assert_eq!(jobs(), before);
     std::fs::write(folder.join("state.json"), "world").unwrap();

@@ -1,8 +1,8 @@
-//! Links between slots and machines, and which of them a job gets.
+//! Links between slots and machines. Jobs get the fastest links.
 
 use crate::{
     agent::Agent,
-    gangs::{hello_at, pictures},
+    gangs::{hello_at, register_dataset},
     test_server::TestServer,
 };
 use lockstep_protocol::agent::FromAgent;
@@ -11,20 +11,20 @@ use serde_json::json;
 #[tokio::test]
 async fn a_job_over_several_machines_gets_the_fastest_links() {
     let server = TestServer::new().await;
-    pictures(&server).await;
+    register_dataset(&server).await;
     let linked = |name: &str, address: &str, mbits: Option<u32>| {
-        let mut said = hello_at(name, 2, Vec::new(), address);
-        if let FromAgent::Hello { machine, .. } = &mut said {
+        let mut hello = hello_at(name, 2, Vec::new(), address);
+        if let FromAgent::Hello { machine, .. } = &mut hello {
             machine.interface_mbits = mbits;
-            // A slot named twice, and one that is not there.
+            // The groups have a repeated slot and a missing slot.
             machine.nvlink_groups = if name == "b" { vec![vec![0, 1, 1, 7], vec![0]] } else { Vec::new() };
         }
-        said
+        hello
     };
-    let _slow = Agent::greet(&server, linked("a", "10.0.0.1", Some(1000))).await.unwrap();
-    let mut fast = Agent::greet(&server, linked("b", "10.0.0.2", Some(100_000))).await.unwrap();
-    let _unknown = Agent::greet(&server, linked("c", "10.0.0.3", None)).await.unwrap();
-    let mut also_fast = Agent::greet(&server, linked("d", "10.0.0.4", Some(25_000))).await.unwrap();
+    let _slow = Agent::connect(&server, linked("a", "10.0.0.1", Some(1000))).await.unwrap();
+    let mut fast = Agent::connect(&server, linked("b", "10.0.0.2", Some(100_000))).await.unwrap();
+    let _unknown = Agent::connect(&server, linked("c", "10.0.0.3", None)).await.unwrap();
+    let mut also_fast = Agent::connect(&server, linked("d", "10.0.0.4", Some(25_000))).await.unwrap();
     let (_, machines) = server.get("/agents").await;
     let links = |name: &str| {
         let mut machines = machines["agents"].as_array().unwrap().iter();
@@ -34,7 +34,7 @@ async fn a_job_over_several_machines_gets_the_fastest_links() {
     assert_eq!(links("b"), "network 100 Gbit/s · NVLink joins slots 0 1");
     assert!(links("c").is_null(), "{machines:#}");
     let job = server.submit(|s| s["parallel"]["ranks"] = json!(4)).await;
-    let (one, other) = (fast.started().await, also_fast.started().await);
+    let (one, other) = (fast.expect_start().await, also_fast.expect_start().await);
     assert_eq!((one.attempt.job, other.attempt.job), (job.id.clone(), job.id.clone()));
     let (_, job) = server.get(&format!("/jobs/{}", job.id)).await;
     assert_eq!(job["agents"], json!(["b", "d"]), "{job:#}");
@@ -43,19 +43,23 @@ async fn a_job_over_several_machines_gets_the_fastest_links() {
 #[tokio::test]
 async fn a_job_on_one_machine_gets_slots_connected_by_nvlink() {
     let server = TestServer::new().await;
-    pictures(&server).await;
-    let mut full = Agent::greet(&server, hello_at("a", 2, Vec::new(), "10.0.0.1")).await.unwrap();
+    register_dataset(&server).await;
+    let mut full = Agent::connect(&server, hello_at("a", 2, Vec::new(), "10.0.0.1")).await.unwrap();
     let mut joined = hello_at("b", 4, Vec::new(), "10.0.0.2");
     if let FromAgent::Hello { machine, .. } = &mut joined {
         machine.nvlink_groups = vec![vec![1, 3]];
     }
-    let mut joined = Agent::greet(&server, joined).await.unwrap();
+    let mut joined = Agent::connect(&server, joined).await.unwrap();
     server.submit(|s| s["parallel"]["ranks"] = json!(2)).await;
-    assert_eq!(joined.started().await.ranks, [(0, 1), (1, 3)], "before the machine that it would fill");
-    // Its slots that are left are joined no better than those of the other.
+    assert_eq!(
+        joined.expect_start().await.ranks,
+        [(0, 1), (1, 3)],
+        "NVLink counts more than filling a machine"
+    );
+    // The remaining slots of this machine have no NVLink, so filling the other machine is better.
     server.submit(|s| s["parallel"]["ranks"] = json!(2)).await;
-    assert_eq!(full.started().await.ranks, [(0, 0), (1, 1)]);
+    assert_eq!(full.expect_start().await.ranks, [(0, 0), (1, 1)]);
     server.submit(|s| s["parallel"]["ranks"] = json!(2)).await;
-    assert_eq!(joined.started().await.ranks, [(0, 0), (1, 2)]);
+    assert_eq!(joined.expect_start().await.ranks, [(0, 0), (1, 2)]);
     server.stop().await;
 }

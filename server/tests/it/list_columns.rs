@@ -1,8 +1,8 @@
-//! What the list shows and sorts by besides a job's own fields: metrics, tags, settings with several values, places in the queue.
+//! Columns and sort keys of the list that are not fields of jobs: metrics, tags, settings with several values, places in the queue.
 
 use crate::{
     agent::{Agent, running},
-    lists::walked,
+    lists::read_names,
     test_server::TestServer,
 };
 use lockstep_protocol::{
@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 #[tokio::test]
 async fn jobs_are_sorted_by_tags_lists_and_metrics_and_show_requested_metrics() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     // Two ranks report different step times; a third job has none.
     for (name, tags, milestones, step_ms) in [
         ("a", json!(["x and more"]), json!([3]), Some([4.0, 8.0])),
@@ -33,7 +33,7 @@ async fn jobs_are_sorted_by_tags_lists_and_metrics_and_show_requested_metrics() 
             })
             .await
             .id;
-        let attempt = agent.started().await.attempt;
+        let attempt = agent.expect_start().await.attempt;
         let column = |rank: u32, value: f32| AttemptEvent::Metrics {
             rank,
             columns: vec![MetricColumn { name: "step_ms".into(), steps: vec![1], values: vec![value] }],
@@ -44,7 +44,7 @@ async fn jobs_are_sorted_by_tags_lists_and_metrics_and_show_requested_metrics() 
             agent.report(&attempt, Source::Rank(1), 0, vec![column(1, second)]).await;
         }
         agent.end(&attempt, Ending::Failed { reason: "the end".into(), retriable: false }).await;
-        server.until(id.as_str(), JobState::Failed).await;
+        server.wait_for_state(id.as_str(), JobState::Failed).await;
     }
     for limit in [1, 2, 3] {
         for (query, expected) in [
@@ -57,7 +57,7 @@ async fn jobs_are_sorted_by_tags_lists_and_metrics_and_show_requested_metrics() 
             ("sort=-step_ms", "abc"),
             ("sort=images_per_second&fields=name", "abc"),
         ] {
-            assert_eq!(walked(&server, query, limit).await.concat(), expected, "{query} by {limit}");
+            assert_eq!(read_names(&server, query, limit).await.concat(), expected, "{query} by {limit}");
         }
     }
     let (_, page) = server.get("/jobs?sort=name&metrics=step_ms,grad_norm").await;
@@ -72,8 +72,8 @@ async fn jobs_are_sorted_by_tags_lists_and_metrics_and_show_requested_metrics() 
 #[tokio::test]
 async fn a_waiting_job_in_a_list_shows_its_place_and_reason() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
-    let hold = async |name: &str, ranks: u32| {
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let submit = async |name: &str, ranks: u32| {
         server
             .submit(|spec| {
                 spec["name"] = json!(name);
@@ -82,43 +82,43 @@ async fn a_waiting_job_in_a_list_shows_its_place_and_reason() {
             .await
             .id
     };
-    hold("one", 1).await;
-    let first = agent.started().await.attempt;
-    hold("two", 1).await;
-    agent.started().await;
-    let waiting = hold("both", 2).await;
-    let reported = async |words: &str| {
+    submit("one", 1).await;
+    let first = agent.expect_start().await.attempt;
+    submit("two", 1).await;
+    agent.expect_start().await;
+    let waiting = submit("both", 2).await;
+    let find_reason = async |message: &str| {
         let (_, job) = server.get(&format!("/jobs/{waiting}")).await;
         let (_, list) = server.get("/jobs?state=queued&fields=reason,queue").await;
         let reason = job["reason"].as_str().unwrap_or_default();
         let same =
             list["jobs"][0]["reason"] == job["reason"] && job["queue"]["reason"]["words"] == job["reason"];
-        (reason.contains(words) && job["queue"]["place"] == 1 && same).then_some(job["last_seq"].clone())
+        (reason.contains(message) && job["queue"]["place"] == 1 && same).then_some(job["last_seq"].clone())
     };
-    let until_reason = async |words: &str| {
+    let wait_for_reason = async |message: &str| {
         for _ in 0..400 {
-            if let Some(seq) = reported(words).await {
+            if let Some(seq) = find_reason(message).await {
                 return seq;
             }
             tokio::time::sleep(std::time::Duration::from_millis(50)).await;
         }
-        panic!("it never says {words}: {:#}", server.get(&format!("/jobs/{waiting}")).await.1)
+        panic!("the reason never contains {message}: {:#}", server.get(&format!("/jobs/{waiting}")).await.1)
     };
-    until_reason("0 of 2").await;
-    // The job says it from memory at once; the event of it is stored behind dispatch's back.
+    wait_for_reason("0 of 2").await;
+    // The reason is shown from memory at once. Its event is stored later.
     let mut stored = 0;
     for _ in 0..400 {
-        stored = server.stored(waiting.as_str()).await.len();
+        stored = server.stored_events(waiting.as_str()).await.len();
         if stored > 1 {
             break;
         }
         tokio::time::sleep(std::time::Duration::from_millis(50)).await;
     }
-    assert_eq!(stored, 2, "that it was submitted, and why it waits");
-    let busy = until_reason("0 of 2").await;
+    assert_eq!(stored, 2, "one event for the submission and one for the reason");
+    let busy = wait_for_reason("0 of 2").await;
     agent.report(&first, Source::Rank(0), 0, vec![running(100, 0)]).await;
     agent.end(&first, Ending::Failed { reason: "the end".into(), retriable: false }).await;
-    // The same event as before is the newest: only the reason's text has changed.
-    assert_eq!(until_reason("1 of 2").await, busy);
+    // No new event is stored, because only the reason's text has changed.
+    assert_eq!(wait_for_reason("1 of 2").await, busy);
     server.stop().await;
 }

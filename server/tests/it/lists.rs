@@ -7,8 +7,8 @@ use crate::{
 use lockstep_protocol::agent::{Ending, Source};
 use serde_json::{Value, json};
 
-/// Submits one after another, drained: none starts.
-pub async fn jobs(server: &TestServer, specs: &[(&str, f64, &str)]) -> Vec<String> {
+/// Submits jobs one after another. The agent is drained, so that no job starts.
+pub async fn submit_jobs(server: &TestServer, specs: &[(&str, f64, &str)]) -> Vec<String> {
     assert_eq!(server.post("/agents/id-a/drain", &json!({})).await.0, 204);
     let mut ids = Vec::new();
     for (name, lr, project) in specs {
@@ -21,7 +21,7 @@ pub async fn jobs(server: &TestServer, specs: &[(&str, f64, &str)]) -> Vec<Strin
         });
         ids.push(job.await.id.to_string());
     }
-    // Nothing of them changes any more once it is said what they wait for.
+    // Waits for the reason of each job's wait. After that the jobs do not change any more.
     for id in &ids {
         server
             .stream(id, 0)
@@ -32,8 +32,8 @@ pub async fn jobs(server: &TestServer, specs: &[(&str, f64, &str)]) -> Vec<Strin
     ids
 }
 
-/// The names of a whole list, page by page.
-pub async fn walked(server: &TestServer, query: &str, limit: usize) -> Vec<String> {
+/// Reads all pages of a list, and returns the names of the jobs.
+pub async fn read_names(server: &TestServer, query: &str, limit: usize) -> Vec<String> {
     let (mut names, mut cursor) = (Vec::new(), String::new());
     loop {
         let (status, page) = server.get(&format!("/jobs?limit={limit}&{query}{cursor}")).await;
@@ -51,9 +51,9 @@ pub async fn walked(server: &TestServer, query: &str, limit: usize) -> Vec<Strin
 #[tokio::test]
 async fn jobs_are_listed_in_every_order_with_any_page_size() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
     let specs = [("b", 0.1, "vision"), ("a", 0.4, ""), ("c", 0.1, "vision"), ("d", 0.2, "x")];
-    jobs(&server, &specs).await;
+    submit_jobs(&server, &specs).await;
     for limit in 1..=5 {
         for (query, expected) in [
             ("", "dcab"),
@@ -63,7 +63,7 @@ async fn jobs_are_listed_in_every_order_with_any_page_size() {
             ("sort=spec.train.lr", "bcda"),
             ("sort=-spec.train.lr", "adcb"),
             ("sort=project", "abcd"),
-            // None has one: by id, which is by time.
+            // No job has a value, so the order is by id, and so by time.
             ("sort=loss", "bacd"),
             ("sort=-loss", "dcab"),
             ("sort=started", "bacd"),
@@ -85,15 +85,15 @@ async fn jobs_are_listed_in_every_order_with_any_page_size() {
             ("created_after=2020-01-01T00:00:00Z", "dcab"),
             ("created_before=2020-01-01T00:00:00Z", ""),
         ] {
-            assert_eq!(walked(&server, query, limit).await.concat(), expected, "{query} by {limit}");
+            assert_eq!(read_names(&server, query, limit).await.concat(), expected, "{query} by {limit}");
         }
     }
-    // A job that is stored in a way that nobody can read ends no order.
+    // An unreadable job does not break the order.
     assert_eq!(server.execute("UPDATE jobs SET spec = '{', last = 'x' WHERE name = 'b'").await, 1);
     for limit in [1, 4] {
-        assert_eq!(walked(&server, "sort=spec.train.lr", limit).await.concat(), "cdab");
-        assert_eq!(walked(&server, "sort=-spec.train.lr", limit).await.concat(), "adcb");
-        assert_eq!(walked(&server, "sort=loss", limit).await.concat(), "bacd");
+        assert_eq!(read_names(&server, "sort=spec.train.lr", limit).await.concat(), "cdab");
+        assert_eq!(read_names(&server, "sort=-spec.train.lr", limit).await.concat(), "adcb");
+        assert_eq!(read_names(&server, "sort=loss", limit).await.concat(), "bacd");
     }
     server.stop().await;
 }
@@ -101,11 +101,11 @@ async fn jobs_are_listed_in_every_order_with_any_page_size() {
 #[tokio::test]
 async fn a_list_stays_complete_if_jobs_change_between_pages() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let mut ids = Vec::new();
     for name in ["a", "b", "c"] {
         let id = server.submit(|spec| spec["name"] = json!(name)).await.id.to_string();
-        let attempt = agent.started().await.attempt;
+        let attempt = agent.expect_start().await.attempt;
         let last = match name {
             "a" => 1..=3,
             "b" => 1..=9,
@@ -120,19 +120,19 @@ async fn a_list_stays_complete_if_jobs_change_between_pages() {
         page["jobs"].as_array().unwrap().iter().map(|job| job["last"]["loss"].as_f64().unwrap()).collect()
     };
     assert!(losses.is_sorted() && losses[0] < losses[2], "{losses:?}");
-    let by_loss = walked(&server, "sort=loss", 1).await;
-    assert_eq!(walked(&server, "sort=loss", 3).await, by_loss);
+    let by_loss = read_names(&server, "sort=loss", 1).await;
+    assert_eq!(read_names(&server, "sort=loss", 3).await, by_loss);
     let reversed: Vec<_> = by_loss.iter().rev().cloned().collect();
-    assert_eq!(walked(&server, "sort=-loss", 1).await, reversed);
+    assert_eq!(read_names(&server, "sort=-loss", 1).await, reversed);
 
-    // The job that a cursor was taken from is deleted: the list continues behind its place.
+    // The cursor's job is deleted: the list continues after its position.
     let (_, page) = server.get("/jobs?limit=1&sort=name").await;
     assert_eq!(server.delete(&format!("/jobs/{}", ids[0])).await.0, 204);
     let next = page["next_cursor"].as_str().unwrap();
     let (_, page) = server.get(&format!("/jobs?limit=1&sort=name&cursor={next}")).await;
     assert_eq!(page["jobs"][0]["name"], "b");
 
-    // Why one failed, in fields.
+    // The reason of a failure is also available as fields.
     let (_, job) = server.get(&format!("/jobs/{}", ids[1])).await;
     assert_eq!((&job["failure"]["words"], &job["failure"]["code"]), (&job["reason"], &job["cause"]["code"]));
     assert!(job["failure"].get("rank").is_some() && job["failure"].get("step").is_some(), "{job}");
@@ -142,9 +142,9 @@ async fn a_list_stays_complete_if_jobs_change_between_pages() {
 #[tokio::test]
 async fn unknown_fields_of_lists_are_refused_by_name() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
-    jobs(&server, &[("a", 0.1, ""), ("b", 0.1, "")]).await;
-    for (path, words) in [
+    let _agent = Agent::join_with_dataset(&server, 2).await;
+    submit_jobs(&server, &[("a", 0.1, ""), ("b", 0.1, "")]).await;
+    for (path, message) in [
         ("/jobs?sort=nam".to_owned(), "did you mean \"name\"?"),
         ("/jobs?sort=spec.tags".into(), "tag:NAME"),
         ("/jobs?sort=tag:".into(), "tag"),
@@ -169,7 +169,7 @@ async fn unknown_fields_of_lists_are_refused_by_name() {
         let (status, problem) = server.get(&path).await;
         assert_eq!((status, &problem["code"]), (400, &json!("bad_request")), "{path}");
         assert_eq!(problem["type"], "urn:lockstep:problem:bad_request");
-        assert!(problem["detail"].as_str().unwrap().contains(words), "{path}: {problem}");
+        assert!(problem["detail"].as_str().unwrap().contains(message), "{path}: {problem}");
     }
     server.stop().await;
 }
@@ -177,8 +177,8 @@ async fn unknown_fields_of_lists_are_refused_by_name() {
 #[tokio::test]
 async fn every_list_has_pages_fields_and_a_count() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
-    let ids = jobs(&server, &[("a", 0.1, "vision"), ("b", 0.1, "")]).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
+    let ids = submit_jobs(&server, &[("a", 0.1, "vision"), ("b", 0.1, "")]).await;
     for name in ["one", "two"] {
         server.make_token(&json!({"name": name, "scope": "read"})).await;
         let person = json!({"name": name, "role": "viewer", "password": "correct horse"});
@@ -187,10 +187,10 @@ async fn every_list_has_pages_fields_and_a_count() {
     }
     let mut webhooks = Vec::new();
     for name in ["one", "two"] {
-        let (status, made) =
+        let (status, webhook) =
             server.post("/webhooks", &json!({"url": format!("http://localhost:1/{name}")})).await;
-        assert_eq!(status, 201, "{made}");
-        webhooks.push(made["id"].as_str().unwrap().to_owned());
+        assert_eq!(status, 201, "{webhook}");
+        webhooks.push(webhook["id"].as_str().unwrap().to_owned());
     }
     assert_eq!(server.post(&format!("/webhooks/{}/test", webhooks[0]), &json!({})).await.0, 200);
     let messages = format!("/webhooks/{}/deliveries", webhooks[0]);
@@ -215,18 +215,18 @@ async fn every_list_has_pages_fields_and_a_count() {
         let names: Vec<_> = items[0].as_object().unwrap().keys().map(String::as_str).collect();
         assert_eq!((items.len(), names), (1, fields.split(',').collect()), "{path}");
         assert!(page.as_object().unwrap().contains_key("next_cursor"), "{path}");
-        // Whatever an element has can be asked for.
+        // Every field of an element can be requested.
         let (_, whole) = server.get(&format!("{path}?limit=1")).await;
         let every: Vec<_> = whole[list][0].as_object().unwrap().keys().map(String::as_str).collect();
         let (status, same) = server.get(&format!("{path}?limit=1&fields={}", every.join(","))).await;
         assert_eq!(status, 200, "{path}: {same}");
-        let there: Vec<_> = same[list][0].as_object().unwrap().keys().map(String::as_str).collect();
-        assert_eq!(there, every, "{path}");
+        let found: Vec<_> = same[list][0].as_object().unwrap().keys().map(String::as_str).collect();
+        assert_eq!(found, every, "{path}");
         if total > 0 {
             assert!(page["total"].as_u64().unwrap() >= total, "{path}: {page}");
         }
     }
-    // The audit log by time: what was just done, and nothing of the future or the past.
+    // The audit log can be filtered by time.
     let (_, page) = server.get("/audit?created_after=2020-01-01T00:00:00Z&limit=1").await;
     assert!(page["next_cursor"].is_string() && page["entries"].as_array().unwrap().len() == 1, "{page}");
     for query in ["created_after=2100-01-01T00:00:00Z", "created_before=2020-01-01T00:00:00Z"] {
@@ -237,10 +237,10 @@ async fn every_list_has_pages_fields_and_a_count() {
 }
 
 #[tokio::test]
-async fn projects_tags_and_notes_come_with_a_job_and_can_be_changed() {
+async fn projects_tags_and_notes_are_submitted_with_a_job_and_can_be_changed() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
-    jobs(&server, &[("a", 0.1, "")]).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
+    submit_jobs(&server, &[("a", 0.1, "")]).await;
     let labelled = server
         .submit(|spec| {
             spec["project"] = json!("vision");
@@ -278,7 +278,7 @@ async fn projects_tags_and_notes_come_with_a_job_and_can_be_changed() {
     let queued = json!({"queued": 1});
     assert_eq!(projects().await, [("default".into(), queued.clone()), ("vision".into(), queued.clone())]);
 
-    // To another project, with the stored specification.
+    // The change of the project also changes the stored specification.
     let change =
         |body: Value| server.send(server.http.patch(server.url(&format!("/api/v1/jobs/{id}"))).json(&body));
     assert_eq!(change(json!({"project": "audio", "tags": [], "notes": "n"})).await.0, 200);
@@ -312,10 +312,10 @@ async fn projects_tags_and_notes_come_with_a_job_and_can_be_changed() {
 #[tokio::test]
 async fn unchanged_responses_are_not_sent_again() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
-    let ids = jobs(&server, &[("a", 0.1, "")]).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
+    let ids = submit_jobs(&server, &[("a", 0.1, "")]).await;
     let job = format!("/jobs/{}", ids[0]);
-    // Over, nothing but a request changes it.
+    // A cancelled job changes only by requests.
     assert_eq!(server.post(&format!("{job}/cancel"), &json!({})).await.0, 202);
     for path in [&job, "/datasets", "/datasets/pictures", &format!("{job}/checkpoints")] {
         let url = server.url(&format!("/api/v1{path}"));
@@ -337,8 +337,8 @@ async fn unchanged_responses_are_not_sent_again() {
 #[tokio::test]
 async fn a_search_reads_names_tags_and_notes_up_to_200_characters() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
-    jobs(&server, &[("plain", 0.1, "")]).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
+    submit_jobs(&server, &[("plain", 0.1, "")]).await;
     let labelled = server.submit(|spec| {
         spec["name"] = json!("labelled");
         spec["tags"] = json!(["50% more", "x"]);

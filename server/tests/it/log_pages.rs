@@ -1,4 +1,4 @@
-//! Logs, events and pictures are read in pages, as other lists are.
+//! Pages of logs, events and pictures.
 
 use crate::{
     agent::{Agent, line, losses, running},
@@ -10,8 +10,8 @@ use lockstep_protocol::{
 };
 use serde_json::Value;
 
-/// Texts of all pages, and how many pages there were.
-async fn walked(server: &TestServer, path: &str) -> (Vec<String>, usize) {
+/// Reads all pages, and returns the texts of the lines and the number of pages.
+async fn read_all(server: &TestServer, path: &str) -> (Vec<String>, usize) {
     let (mut texts, mut cursor, mut pages) = (Vec::new(), String::new(), 0);
     loop {
         let (status, page) = server.get(&format!("{path}{cursor}")).await;
@@ -26,14 +26,14 @@ async fn walked(server: &TestServer, path: &str) -> (Vec<String>, usize) {
 }
 
 #[tokio::test]
-async fn a_log_is_read_in_pages_from_either_end() {
+async fn pages_of_a_log_start_at_either_end() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id;
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     for n in 1..=7 {
-        // A report each, and so an event each.
+        // One report per line, and so one event per line.
         let text = format!("line {n}");
         agent.report(&attempt, Source::Rank(0), n, vec![line(0, n, &text)]).await;
     }
@@ -42,37 +42,41 @@ async fn a_log_is_read_in_pages_from_either_end() {
     let logs = format!("/jobs/{id}/logs");
     for limit in [1, 3, 7, 8] {
         for q in ["", "&q=line"] {
-            let (texts, pages) = walked(&server, &format!("{logs}?limit={limit}&sort=seq{q}")).await;
+            let (texts, pages) = read_all(&server, &format!("{logs}?limit={limit}&sort=seq{q}")).await;
             assert_eq!(texts, expected, "{limit}{q}");
             assert!(pages >= 7_usize.div_ceil(limit), "{pages} pages of {limit}{q}");
-            assert_eq!(walked(&server, &format!("{logs}?limit={limit}{q}")).await.0, expected, "{limit}{q}");
-            let newest = walked(&server, &format!("{logs}?limit={limit}&sort=-seq{q}")).await;
+            assert_eq!(
+                read_all(&server, &format!("{logs}?limit={limit}{q}")).await.0,
+                expected,
+                "{limit}{q}"
+            );
+            let newest = read_all(&server, &format!("{logs}?limit={limit}&sort=-seq{q}")).await;
             assert_eq!(newest.0, reversed, "{limit}{q}");
         }
     }
-    // Filters hold on every page.
+    // Filters apply to every page.
     let (_, all) = server.get(&logs).await;
     let seq = |n: usize| all["lines"][n]["seq"].as_u64().unwrap();
     let between = format!("after={}&before={}", seq(1), seq(5));
     for (sort, expected) in [("seq", &expected[2..5]), ("-seq", &reversed[2..5])] {
-        assert_eq!(walked(&server, &format!("{logs}?limit=1&sort={sort}&{between}")).await.0, expected);
+        assert_eq!(read_all(&server, &format!("{logs}?limit=1&sort={sort}&{between}")).await.0, expected);
     }
     for (attempt, lines) in [(1, 7), (2, 0)] {
-        let (_, file) = server.text(&format!("/api/v1{logs}?format=text&attempt={attempt}")).await;
+        let (_, file) = server.get_text(&format!("/api/v1{logs}?format=text&attempt={attempt}")).await;
         assert_eq!(file.lines().count(), lines, "{file}");
     }
-    // What a log does not have.
+    // Invalid queries.
     let (_, first) = server.get(&format!("{logs}?limit=2")).await;
     let cursor = first["next_cursor"].as_str().unwrap();
-    for (query, words) in [
+    for (query, message) in [
         ("sort=sec".to_owned(), "did you mean \"seq\"?"),
-        (format!("sort=-seq&cursor={cursor}"), "the cursor is of another sort"),
+        (format!("sort=-seq&cursor={cursor}"), "the cursor is of another query"),
         ("cursor=x".to_owned(), "the cursor is not valid for this list"),
         (format!("format=text&cursor={cursor}"), "leave sort and cursor out"),
     ] {
         let (status, body) = server.get(&format!("{logs}?{query}")).await;
         assert_eq!(status, 400, "{query}: {body}");
-        assert!(body["detail"].as_str().unwrap().contains(words), "{query}: {body}");
+        assert!(body["detail"].as_str().unwrap().contains(message), "{query}: {body}");
     }
     server.stop().await;
 }
@@ -80,9 +84,9 @@ async fn a_log_is_read_in_pages_from_either_end() {
 #[tokio::test]
 async fn a_page_of_a_log_has_the_requested_lines_in_complete_reports() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id;
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     // Four reports of three lines.
     for report in 0..4 {
@@ -103,7 +107,7 @@ async fn a_page_of_a_log_has_the_requested_lines_in_complete_reports() {
                 let (_, page) = server.get(&path).await;
                 assert_eq!(page["lines"].as_array().unwrap().len(), lines, "{path}");
                 assert_eq!(page["next_cursor"].is_null(), lines == 12, "{path}");
-                assert_eq!(&walked(&server, &path).await.0, all, "{path}");
+                assert_eq!(&read_all(&server, &path).await.0, all, "{path}");
             }
         }
     }
@@ -114,14 +118,14 @@ async fn a_page_of_a_log_has_the_requested_lines_in_complete_reports() {
 }
 
 #[tokio::test]
-async fn events_are_read_in_pages_by_their_types() {
+async fn pages_of_events_are_filtered_by_type() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=5)]).await;
     agent.end(&attempt, Ending::Failed { reason: "the end".into(), retriable: false }).await;
-    let stored = server.stored(&id).await;
+    let stored = server.stored_events(&id).await;
     for limit in [1, 2, 100] {
         let (mut events, mut cursor) = (Vec::new(), String::new());
         loop {
@@ -133,7 +137,7 @@ async fn events_are_read_in_pages_by_their_types() {
                 None => break,
             }
         }
-        assert_eq!(events, stored, "by {limit}");
+        assert_eq!(events, stored, "limit {limit}");
     }
     let (_, page) = server.get(&format!("/jobs/{id}/events?type=state,metrics&fields=type")).await;
     let wanted: Vec<_> =
@@ -145,8 +149,8 @@ async fn events_are_read_in_pages_by_their_types() {
     server.stop().await;
 }
 
-/// Answers requests for pictures as an agent does whose dataset has five.
-pub async fn show_pictures(mut agent: Agent) {
+/// Answers requests for pictures like an agent whose dataset has five pictures.
+pub async fn answer_samples(mut agent: Agent) {
     while let Some(message) = agent.next().await {
         let ToAgent::Request { id, request: AgentRequest::Samples { pick, .. } } = message else { continue };
         let places: Vec<u64> = match pick {
@@ -161,9 +165,9 @@ pub async fn show_pictures(mut agent: Agent) {
 }
 
 #[tokio::test]
-async fn a_dataset_s_pictures_are_read_in_pages() {
+async fn pages_of_a_dataset_have_all_its_pictures() {
     let server = TestServer::new().await;
-    let agent = tokio::spawn(show_pictures(Agent::with_pictures(&server, 2).await));
+    let agent = tokio::spawn(answer_samples(Agent::join_with_dataset(&server, 2).await));
     let path = "/datasets/pictures/samples?limit=2";
     let mut indices: Vec<Value> = Vec::new();
     let mut cursors = vec![String::new()];
@@ -177,14 +181,14 @@ async fn a_dataset_s_pictures_are_read_in_pages() {
         }
     }
     assert_eq!((Value::from(indices), cursors.len()), (serde_json::json!([0, 1, 2, 3, 4]), 3));
-    for (more, words) in [
+    for (more, message) in [
         ("&offset=2", "leave one of them out"),
-        ("&split=val", "the cursor is of another sort"),
-        ("&shuffle=1", "the cursor is of another sort"),
+        ("&split=val", "the cursor is of another query"),
+        ("&shuffle=1", "the cursor is of another query"),
     ] {
         let (status, body) = server.get(&format!("{path}{}{more}", cursors[1])).await;
         assert_eq!(status, 400, "{more}: {body}");
-        assert!(body["detail"].as_str().unwrap().contains(words), "{more}: {body}");
+        assert!(body["detail"].as_str().unwrap().contains(message), "{more}: {body}");
     }
     agent.abort();
     server.stop().await;

@@ -1,8 +1,8 @@
-//! A server that is started again while the machines of an attempt have lost each other goes on as the one before it would have.
+//! A restart of the server while the machines of an attempt have lost contact to each other.
 
 use crate::{
     agent::{Agent, running},
-    gangs::{LONG_LEASE, hello_at, loses_contact, machines, started},
+    gangs::{LONG_LEASE, connect_machines, hello_at, report_lost_contact, start_gang},
     test_server::TestServer,
 };
 use lockstep_protocol::{
@@ -19,47 +19,51 @@ fn long_lease(config: &mut ServeConfig) {
 #[tokio::test]
 async fn unresponsive_machines_are_not_waited_for_after_a_server_restart() {
     let server = TestServer::with(long_lease).await;
-    let (mut a, mut b) = machines(&server).await;
-    let (id, attempt) = started(&server, &mut a, &mut b).await;
+    let (mut a, mut b) = connect_machines(&server).await;
+    let (id, attempt) = start_gang(&server, &mut a, &mut b).await;
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
-    // Its word, so that it is not given up before the server ends.
+    // A heartbeat, so that the server does not end the attempt before its restart.
     b.heartbeat(std::slice::from_ref(&attempt)).await;
-    loses_contact(&mut a, &attempt, 1, vec![2]).await;
+    report_lost_contact(&mut a, &attempt, 1, vec![2]).await;
     let server = TestServer::open(server.stop().await, long_lease).await;
-    let began = tokio::time::Instant::now();
-    let mut a = Agent::greet(&server, hello_at("a", 2, Vec::new(), "10.0.0.1")).await.unwrap();
-    let job = server.until(&id, JobState::Restarting).await;
-    assert!(began.elapsed() < LONG_LEASE / 2, "long before its lease ends: {:?}", began.elapsed());
+    let start = tokio::time::Instant::now();
+    let mut a = Agent::connect(&server, hello_at("a", 2, Vec::new(), "10.0.0.1")).await.unwrap();
+    let job = server.wait_for_state(&id, JobState::Restarting).await;
+    assert!(
+        start.elapsed() < LONG_LEASE / 2,
+        "the attempt ends long before the lease: {:?}",
+        start.elapsed()
+    );
     let reason = job.reason.unwrap();
     assert!(
         reason.contains("agent \"b\" was silent") && reason.contains("have lost those on it"),
         "{reason}"
     );
 
-    // It is back, with ranks that still hold the memory of its slots: none of the next attempt starts there.
+    // The lost machine returns. Its old ranks still use memory, so no rank of the next attempt starts there.
     let server = TestServer::open(server.stop().await, long_lease).await;
     let back = hello_at("a", 2, Vec::new(), "10.0.0.1");
     drop(a);
-    a = Agent::greet(&server, back).await.unwrap();
-    let mut b = Agent::greet(&server, hello_at("b", 2, vec![attempt.clone()], "10.0.0.2")).await.unwrap();
-    assert_eq!(b.welcome.1, std::slice::from_ref(&attempt), "it is told to end them");
+    a = Agent::connect(&server, back).await.unwrap();
+    let mut b = Agent::connect(&server, hello_at("b", 2, vec![attempt.clone()], "10.0.0.2")).await.unwrap();
+    assert_eq!(b.welcome.1, std::slice::from_ref(&attempt), "the server revokes the old attempt");
     let early = tokio::time::timeout(Duration::from_millis(1500), a.next()).await;
     assert!(early.is_err(), "{early:?}");
     b.heartbeat(&[]).await;
-    assert_eq!(a.started().await.attempt.attempt, 2);
+    assert_eq!(a.expect_start().await.attempt.attempt, 2);
     server.stop().await;
 }
 
 #[tokio::test]
 async fn a_machine_gets_work_again_after_reporting_the_end_of_old_ranks() {
     let server = TestServer::with(long_lease).await;
-    let (mut a, mut b) = machines(&server).await;
-    let (id, attempt) = started(&server, &mut a, &mut b).await;
+    let (mut a, mut b) = connect_machines(&server).await;
+    let (id, attempt) = start_gang(&server, &mut a, &mut b).await;
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
-    b.vanish();
-    loses_contact(&mut a, &attempt, 1, vec![2]).await;
-    server.until(&id, JobState::Restarting).await;
-    let mut b = Agent::greet(&server, hello_at("b", 2, vec![attempt.clone()], "10.0.0.2")).await.unwrap();
+    b.disconnect();
+    report_lost_contact(&mut a, &attempt, 1, vec![2]).await;
+    server.wait_for_state(&id, JobState::Restarting).await;
+    let mut b = Agent::connect(&server, hello_at("b", 2, vec![attempt.clone()], "10.0.0.2")).await.unwrap();
     let early = tokio::time::timeout(Duration::from_millis(1000), a.next()).await;
     assert!(early.is_err(), "{early:?}");
     let events = vec![AttemptEvent::Ended(Ending::Stopped)];

@@ -1,8 +1,8 @@
-//! Machine samples: received, stored, shown to those who may see them, and left out where no machine has the value.
+//! Samples, warnings and removal of machines.
 
 use crate::{
     agent::{Agent, hello, hello_gpus},
-    test_server::{DEADLINE, TestServer, client},
+    test_server::{TIMEOUT, TestServer, client},
 };
 use lockstep_protocol::{
     agent::{FromAgent, GpuSample, MachineSample, MachineWarning},
@@ -42,8 +42,13 @@ async fn machine(server: &TestServer) -> Value {
     server.get("/agents").await.1["agents"][0].clone()
 }
 
-/// Sends a sample until the server shows one that fits: one that follows another too soon is ignored.
-async fn sent(server: &TestServer, agent: &mut Agent, sample: &MachineSample, fits: impl Fn(&Value) -> bool) {
+/// Sends a sample until the server shows a sample that fits. The server ignores samples that follow too quickly.
+async fn send_until_shown(
+    server: &TestServer,
+    agent: &mut Agent,
+    sample: &MachineSample,
+    fits: impl Fn(&Value) -> bool,
+) {
     let since = Instant::now();
     loop {
         let fresh = MachineSample { at: jiff::Timestamp::now(), ..sample.clone() };
@@ -53,21 +58,25 @@ async fn sent(server: &TestServer, agent: &mut Agent, sample: &MachineSample, fi
         if fits(&shown["sample"]) {
             return;
         }
-        assert!(since.elapsed() < DEADLINE, "{shown}");
+        assert!(since.elapsed() < TIMEOUT, "{shown}");
     }
 }
 
 #[tokio::test]
 async fn measurements_of_agents_are_shown_and_survive_a_restart() {
     let server = TestServer::new().await;
-    let mut agent = Agent::greet(&server, hello_gpus("a", 2)).await.unwrap();
+    let mut agent = Agent::connect(&server, hello_gpus("a", 2)).await.unwrap();
     let before = machine(&server).await;
     assert_eq!((&before["sample"], before["connected_at"].is_string()), (&Value::Null, true), "{before}");
-    sent(&server, &mut agent, &sample(0.25, 2), |s| s["cpu_utilization"] == 0.25).await;
-    sent(&server, &mut agent, &sample(0.75, 2), |s| s["cpu_utilization"] == 0.75).await;
+    send_until_shown(&server, &mut agent, &sample(0.25, 2), |s| s["cpu_utilization"] == 0.25).await;
+    send_until_shown(&server, &mut agent, &sample(0.75, 2), |s| s["cpu_utilization"] == 0.75).await;
     let shown = machine(&server).await;
     assert!(shown["sample_age_secs"].as_f64().unwrap() < 20.0, "{shown}");
-    assert_eq!(shown["sample"]["gpus"][1]["power_watts"], Value::Null, "it is not finite: {shown}");
+    assert_eq!(
+        shown["sample"]["gpus"][1]["power_watts"],
+        Value::Null,
+        "a value that is not finite is null: {shown}"
+    );
     let (status, found) = server.get("/agents/id-a/metrics").await;
     assert_eq!((status, &found["machine"]["cpu_utilization"]), (200, &json!([0.25, 0.75])), "{found}");
     assert_eq!(found["machine"]["disk_written_bytes_per_second"], json!([null, null]));
@@ -85,33 +94,33 @@ async fn measurements_of_agents_are_shown_and_survive_a_restart() {
         assert_eq!(server.get(&format!("/agents/id-a/metrics?{wrong}")).await.0, 400, "{wrong}");
     }
     assert_eq!(server.get("/agents/nobody/metrics").await.0, 404);
-    // The minute that was under way is stored, and one of long ago is removed at the start.
-    agent.vanish();
+    // The current minute is stored at shutdown, and an old minute is removed at the next start.
+    agent.disconnect();
     let server = TestServer::open(server.stop().await, |_| {}).await;
     let (_, found) = server.get("/agents/id-a/metrics").await;
     let busy: Vec<f64> = serde_json::from_value(found["machine"]["cpu_utilization"].clone()).unwrap();
     assert!(busy.iter().all(|b| (0.2..0.8).contains(b)) && (1..=2).contains(&busy.len()), "{found}");
     assert_eq!(machine(&server).await["connected_at"], Value::Null);
-    let rows = server.number("SELECT count(*) FROM machine_minutes").await;
-    // Of one row: there are two where the minute ended between the samples.
+    let rows = server.query_number("SELECT count(*) FROM machine_minutes").await;
+    // LIMIT 1, because there may be two minutes.
     server.execute("INSERT INTO machine_minutes SELECT agent_id, 5, data FROM machine_minutes LIMIT 1").await;
     let server = TestServer::open(server.stop().await, |_| {}).await;
     let since = Instant::now();
-    while server.number("SELECT count(*) FROM machine_minutes").await != rows {
-        assert!(since.elapsed() < DEADLINE, "it is never removed");
+    while server.query_number("SELECT count(*) FROM machine_minutes").await != rows {
+        assert!(since.elapsed() < TIMEOUT, "the old minute is never removed");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     server.stop().await;
 }
 
 #[tokio::test]
-async fn impossible_values_of_machines_are_omitted_and_the_agent_stays() {
+async fn invalid_values_of_machines_are_omitted_and_the_agent_stays_connected() {
     let server = TestServer::new().await;
-    let mut agent = Agent::greet(&server, hello_gpus("a", MEASURED_GPUS as u32 + 1)).await.unwrap();
-    let mut odd = sample(7.0, MEASURED_GPUS as u32 + 1);
-    odd.gpus[0].slot = 5000;
-    odd.network_sent_bytes_per_second = Some(u64::MAX);
-    sent(&server, &mut agent, &odd, |s| s["load"] == 1.5).await;
+    let mut agent = Agent::connect(&server, hello_gpus("a", MEASURED_GPUS as u32 + 1)).await.unwrap();
+    let mut invalid = sample(7.0, MEASURED_GPUS as u32 + 1);
+    invalid.gpus[0].slot = 5000;
+    invalid.network_sent_bytes_per_second = Some(u64::MAX);
+    send_until_shown(&server, &mut agent, &invalid, |s| s["load"] == 1.5).await;
     let shown = machine(&server).await;
     assert_eq!(shown["sample"]["cpu_utilization"], Value::Null, "{shown}");
     assert_eq!(shown["sample"]["gpus"].as_array().unwrap().len(), MEASURED_GPUS);
@@ -126,99 +135,99 @@ async fn impossible_values_of_machines_are_omitted_and_the_agent_stays() {
         if !long.is_empty() {
             break long;
         }
-        assert!(since.elapsed() < DEADLINE, "no finding comes");
+        assert!(since.elapsed() < TIMEOUT, "no finding is shown");
         tokio::time::sleep(Duration::from_millis(20)).await;
     };
     assert_eq!((long.len(), long[0]["text"].as_str().unwrap().len()), (FINDINGS, FINDING_CHARS));
     // The test agent's version is 0.
-    let (_, page) = server.text("/machines").await;
+    let (_, page) = server.get_text("/machines").await;
     assert!(page.contains("It runs version 0 and the server"), "{page}");
     server.stop().await;
 }
 
 #[tokio::test]
-async fn viewers_see_machines_and_agents_without_metrics_work() {
+async fn viewers_see_machines_and_machines_may_have_no_metrics() {
     let server = TestServer::new().await;
     let _agent = Agent::join(&server, 1).await;
     let (_, reader) = server.make_token(&json!({"name": "r", "scope": "read"})).await;
     let others = [(reader, 200), (server.agent_token("a2").await, 403), (String::new(), 401)];
     for (token, expected) in others {
-        let answer = client(&token).get(server.url("/api/v1/agents/id-a/metrics")).send().await.unwrap();
-        assert_eq!(answer.status(), expected);
+        let response = client(&token).get(server.url("/api/v1/agents/id-a/metrics")).send().await.unwrap();
+        assert_eq!(response.status(), expected);
     }
     let (_, found) = server.get("/agents/id-a/metrics").await;
     assert_eq!((&found["at_ms"], &found["gpus"]), (&json!([]), &json!([])));
-    let (_, page) = server.text("/machines").await;
+    let (_, page) = server.get_text("/machines").await;
     assert!(page.contains("online"), "{page}");
     server.stop().await;
 }
 
-/// What the server answers to the removal of a machine, once it is no longer refused because its connection is still there.
-async fn removed(server: &TestServer, id: &str) -> (u16, Value) {
+/// Removes a machine as soon as the server considers it offline. Returns the response.
+async fn remove_when_offline(server: &TestServer, id: &str) -> (u16, Value) {
     let since = Instant::now();
     loop {
         let (status, body) = server.delete(&format!("/agents/{id}")).await;
         if !body["detail"].as_str().is_some_and(|detail| detail.contains("is online")) {
             return (status, body);
         }
-        assert!(since.elapsed() < DEADLINE, "{body}");
+        assert!(since.elapsed() < TIMEOUT, "{body}");
     }
 }
 
 #[tokio::test]
 async fn an_agent_of_one_job_leaves_the_list_when_it_ends_with_its_job() {
     let server = TestServer::new().await;
-    let mut pictures = Agent::with_pictures(&server, 2).await;
+    let mut pictures = Agent::join_with_dataset(&server, 2).await;
     server.submit(|spec| spec["parallel"]["ranks"] = json!(1)).await;
-    pictures.started().await;
-    // It waits for both slots.
+    pictures.expect_start().await;
+    // The job waits for both slots.
     let job = server.submit(|spec| spec["parallel"]["ranks"] = json!(2)).await.id;
-    let known = async || {
+    let listed = async || {
         let (_, list) = server.get("/agents").await;
         let all = list["agents"].as_array().unwrap().iter();
         let mut all: Vec<_> = all.map(|agent| (agent["name"].clone(), agent["online"].clone())).collect();
         all.retain(|(name, _)| name == "own");
         all
     };
-    let mut said = hello("own", 1, Vec::new());
-    if let FromAgent::Hello { only_job, .. } = &mut said {
+    let mut hello = hello("own", 1, Vec::new());
+    if let FromAgent::Hello { only_job, .. } = &mut hello {
         *only_job = Some(job.clone());
     }
-    let own = Agent::greet(&server, said.clone()).await.unwrap();
-    own.vanish();
+    let own = Agent::connect(&server, hello.clone()).await.unwrap();
+    own.disconnect();
     let since = Instant::now();
-    while known().await != [(json!("own"), json!(false))] {
-        assert!(since.elapsed() < DEADLINE, "while its job may have another attempt, it stays");
+    while listed().await != [(json!("own"), json!(false))] {
+        assert!(since.elapsed() < TIMEOUT, "the agent stays listed while its job may have another attempt");
     }
-    let own = Agent::greet(&server, said).await.unwrap();
+    let own = Agent::connect(&server, hello).await.unwrap();
     assert_eq!(server.post(&format!("/jobs/{job}/cancel"), &json!({})).await.0, 202);
-    server.until(job.as_str(), lockstep_protocol::JobState::Cancelled).await;
-    own.vanish();
+    server.wait_for_state(job.as_str(), lockstep_protocol::JobState::Cancelled).await;
+    own.disconnect();
     let since = Instant::now();
-    while !known().await.is_empty() {
-        assert!(since.elapsed() < DEADLINE, "{:?}", known().await);
+    while !listed().await.is_empty() {
+        assert!(since.elapsed() < TIMEOUT, "{:?}", listed().await);
     }
     server.stop().await;
 }
 
 #[tokio::test]
-async fn an_absent_machine_without_jobs_is_removed() {
+async fn an_offline_machine_without_jobs_can_be_removed() {
     let server = TestServer::with(|c| c.lease = Duration::from_secs(4)).await;
     let token = server.agent_token("a").await;
-    let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
+    let mut agent = Agent::connect_with_token(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
     agent.register(&server).await;
     let id = server.submit(|_| {}).await.id;
-    agent.started().await;
+    agent.expect_start().await;
     let (status, body) = server.delete("/agents/id-a").await;
-    let said = body["detail"].as_str().unwrap();
-    assert!(status == 409 && said.contains("\"a\" is online: stop its agent first"), "{body}");
-    agent.vanish();
-    let (status, body) = removed(&server, "id-a").await;
-    let said = body["detail"].as_str().unwrap();
-    assert!(status == 409 && said.contains(&format!("may still have ranks of job {id}")), "{body}");
+    let detail = body["detail"].as_str().unwrap();
+    assert!(status == 409 && detail.contains("\"a\" is online: stop its agent first"), "{body}");
+    agent.disconnect();
+    let (status, body) = remove_when_offline(&server, "id-a").await;
+    let detail = body["detail"].as_str().unwrap();
+    assert!(status == 409 && detail.contains(&format!("may still have ranks of job {id}")), "{body}");
     assert_eq!(server.get("/agents").await.1["agents"].as_array().unwrap().len(), 1);
-    // Once its lease has ended, nobody waits for it any more.
-    server.until(id.as_str(), lockstep_protocol::JobState::Restarting).await;
+    // The machine can be removed once its lease has expired.
+    server.wait_for_state(id.as_str(), lockstep_protocol::JobState::Restarting).await;
     assert_eq!(server.delete("/agents/id-a").await.0, 204);
     assert_eq!(server.get("/agents").await.1["agents"], json!([]));
     assert_eq!(server.delete("/agents/id-a").await.0, 404);
@@ -230,25 +239,25 @@ async fn an_absent_machine_without_jobs_is_removed() {
         (&json!("DELETE /api/v1/agents/{id}"), &json!("/api/v1/agents/id-a")),
         "{entry}"
     );
-    // It is welcome again, with the token that it has.
-    let _agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
+    // The machine can connect again with its token.
+    let _agent = Agent::connect_with_token(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
     assert_eq!(machine(&server).await["online"], true);
     server.stop().await;
 }
 
 #[tokio::test]
-async fn the_page_gives_only_addresses_valid_elsewhere_and_advice() {
+async fn the_page_shows_only_addresses_that_other_machines_can_use() {
     let server = TestServer::new().await;
     let port = server.address.port();
     for host in ["127.0.0.1", "localhost", "0.0.0.0"] {
-        let asked = server.http.get(server.url("/machines")).header("host", format!("{host}:{port}"));
-        let answer = asked.send().await.unwrap();
-        if host == "0.0.0.0" && answer.status() != 200 {
-            // It is none of this server's names.
-            assert_eq!(answer.status(), 421);
+        let request = server.http.get(server.url("/machines")).header("host", format!("{host}:{port}"));
+        let response = request.send().await.unwrap();
+        if host == "0.0.0.0" && response.status() != 200 {
+            // The server does not accept this name.
+            assert_eq!(response.status(), 421);
             continue;
         }
-        let html = answer.text().await.unwrap();
+        let html = response.text().await.unwrap();
         assert!(html.contains("no other machine reaches it"), "{host}: {html}");
         assert!(
             html.contains(&format!("lockstep serve --listen 0.0.0.0:{port} --tls-own-ca")),
@@ -265,20 +274,20 @@ async fn the_page_gives_only_addresses_valid_elsewhere_and_advice() {
 
 #[tokio::test]
 async fn a_new_machine_with_an_old_name_is_distinguished() {
-    // Where agents have no tokens, which keep names apart.
+    // Without tokens, because tokens prevent two agents of one name.
     let server = TestServer::with(|config| config.no_auth = true).await;
-    Agent::greet_with(&server, "", hello("a", 2, Vec::new())).await.unwrap().vanish();
+    Agent::connect_with_token(&server, "", hello("a", 2, Vec::new())).await.unwrap().disconnect();
     let since = Instant::now();
     while machine(&server).await["online"] == true {
-        assert!(since.elapsed() < DEADLINE);
+        assert!(since.elapsed() < TIMEOUT);
     }
-    assert!(!server.text("/machines").await.1.contains(">id id-a<"), "one alone needs no id");
-    let mut anew = hello("b", 2, Vec::new());
-    if let FromAgent::Hello { name, .. } = &mut anew {
+    assert!(!server.get_text("/machines").await.1.contains(">id id-a<"), "a unique name needs no id");
+    let mut new = hello("b", 2, Vec::new());
+    if let FromAgent::Hello { name, .. } = &mut new {
         *name = "a".into();
     }
-    let _agent = Agent::greet_with(&server, "", anew).await.unwrap();
-    let (_, html) = server.text("/machines").await;
+    let _agent = Agent::connect_with_token(&server, "", new).await.unwrap();
+    let (_, html) = server.get_text("/machines").await;
     for id in ["id-a", "id-b"] {
         assert!(
             html.contains(&format!("<h2>a</h2><span class=\"small\" title=\"{id}\">id {id}</span>")),

@@ -1,6 +1,6 @@
-//! The server as its users meet it: a real port, a real SQLite file, real websockets, and an agent that speaks
-//! the protocol but trains nothing. With `LOCKSTEP_TEST_DATABASE=postgres` everything is on a real Postgres.
-#![allow(unreachable_pub)] // Everything here is for the tests of this one binary.
+//! Tests of the whole server: a real port, a real SQLite file, real websockets, and an agent that speaks
+//! the protocol but trains nothing. With `LOCKSTEP_TEST_DATABASE=postgres` the tests use a real Postgres.
+#![allow(unreachable_pub)] // The items are used only by the tests of this binary.
 
 mod agent;
 mod agent_requests;

@@ -1,9 +1,9 @@
-//! Charts of long runs: what rollups say is what the points are, at every zoom, compacted or not.
+//! Metrics of long runs: rollups agree with the points at every resolution, before and after compaction.
 
 use crate::{
     agent::{Agent, running},
     postgres,
-    test_server::{DEADLINE, TestServer},
+    test_server::{TIMEOUT, TestServer},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, Ending, Source},
@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 const STEPS: u64 = 20_000;
 
-/// A spike at one step, a hole that is not finite, and noise that depends on the step alone.
+/// The value of a step: a spike at one step, NaN in one range, and otherwise noise that depends only on the step.
 fn value(rank: u32, step: u64) -> f32 {
     match step {
         7_777 => 99.0,
@@ -37,114 +37,117 @@ fn points(rank: u32, from: u64, to: u64) -> AttemptEvent {
     AttemptEvent::Metrics { rank, columns }
 }
 
-/// Every bucket of an answer against the points themselves.
-fn check(answer: &Value, from: u64, to: u64, most: usize) {
-    let wide = answer["bucket_steps"].as_u64().unwrap();
-    assert_eq!(answer["series"].as_array().unwrap().len(), 2);
-    for series in answer["series"].as_array().unwrap() {
+/// Compares every bucket of a response with the points.
+fn check_buckets(response: &Value, from: u64, to: u64, max: usize) {
+    let width = response["bucket_steps"].as_u64().unwrap();
+    assert_eq!(response["series"].as_array().unwrap().len(), 2);
+    for series in response["series"].as_array().unwrap() {
         let rank = series["rank"].as_u64().unwrap() as u32;
         let steps: Vec<u64> =
             series["steps"].as_array().unwrap().iter().map(|s| s.as_u64().unwrap()).collect();
-        assert!(steps.len() <= most && steps.len() * 20 > most, "{} buckets of at most {most}", steps.len());
-        assert!(steps[0] <= from && *steps.last().unwrap() + wide > to, "from end to end");
+        assert!(steps.len() <= max && steps.len() * 20 > max, "{} buckets of at most {max}", steps.len());
+        assert!(
+            steps[0] <= from && *steps.last().unwrap() + width > to,
+            "the buckets do not cover the range"
+        );
         for (i, first) in steps.iter().enumerate() {
-            let end = steps.get(i + 1).copied().unwrap_or_else(|| (first + wide).min(to + 1).min(STEPS + 1));
+            let end = steps.get(i + 1).copied().unwrap_or_else(|| (first + width).min(to + 1).min(STEPS + 1));
             let finite: Vec<f32> = (*first..end).map(|s| value(rank, s)).filter(|v| v.is_finite()).collect();
-            let response = |key: &str| series[key][i].as_f64().map(|v| v as f32);
+            let stat = |key: &str| series[key][i].as_f64().map(|v| v as f32);
             if finite.is_empty() {
-                assert_eq!((response("min"), response("mean")), (None, None), "a hole at {first}");
+                assert_eq!((stat("min"), stat("mean")), (None, None), "no finite value at {first}");
                 continue;
             }
             // The bucket at the end is returned whole, so it may contain later points.
             if i + 1 == steps.len() && to < STEPS {
                 continue;
             }
-            assert_eq!(response("min"), finite.iter().copied().reduce(f32::min), "rank {rank}, step {first}");
-            assert_eq!(response("max"), finite.iter().copied().reduce(f32::max), "rank {rank}, step {first}");
+            assert_eq!(stat("min"), finite.iter().copied().reduce(f32::min), "rank {rank}, step {first}");
+            assert_eq!(stat("max"), finite.iter().copied().reduce(f32::max), "rank {rank}, step {first}");
             let mean = finite.iter().map(|v| f64::from(*v)).sum::<f64>() / finite.len() as f64;
-            assert!((f64::from(response("mean").unwrap()) - mean).abs() < 1e-4);
+            assert!((f64::from(stat("mean").unwrap()) - mean).abs() < 1e-4);
         }
     }
 }
 
 #[tokio::test]
-async fn a_long_run_s_metrics_are_right_at_every_zoom() {
+async fn a_long_run_s_metrics_are_correct_at_every_resolution() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
-    let mut response = agent.report(&attempt, Source::Rank(0), 0, vec![running(STEPS, 0)]).await;
-    let mut other = 0;
+    let attempt = agent.expect_start().await.attempt;
+    let mut records = agent.report(&attempt, Source::Rank(0), 0, vec![running(STEPS, 0)]).await;
+    let mut other_records = 0;
     for first in (1..=STEPS).step_by(1000) {
         for rank in 0..2 {
             let batch: Vec<_> =
                 (first..first + 1000).step_by(4).map(|from| points(rank, from, from + 3)).collect();
-            let sent = if rank == 0 { &mut response } else { &mut other };
+            let sent = if rank == 0 { &mut records } else { &mut other_records };
             *sent = agent.report(&attempt, Source::Rank(rank), *sent, batch).await;
         }
     }
     let get = async |query: &str| {
-        let (status, answer) = server.get(&format!("/jobs/{id}/metrics?name=loss&{query}")).await;
-        assert_eq!(status, 200, "{answer}");
-        answer
+        let (status, response) = server.get(&format!("/jobs/{id}/metrics?name=loss&{query}")).await;
+        assert_eq!(status, 200, "{response}");
+        response
     };
-    let asked = [
+    let queries = [
         ("points=100", 1, STEPS, 100),
         ("points=1000", 1, STEPS, 1000),
         // The range ends in the first half of its last bucket.
         ("points=300&from=7001&to=12984", 7001, 12_984, 300),
     ];
     let mut before = Vec::new();
-    for (query, from, to, most) in asked {
-        let answer = get(query).await;
-        assert_eq!(answer["exact"], false);
-        check(&answer, from, to, most);
-        before.push(answer["series"].clone());
+    for (query, from, to, max) in queries {
+        let response = get(query).await;
+        assert_eq!(response["exact"], false);
+        check_buckets(&response, from, to, max);
+        before.push(response["series"].clone());
     }
-    assert!(before[0].to_string().contains("99.0"), "the spike is never lost");
+    assert!(before[0].to_string().contains("99.0"), "the spike is lost");
 
-    // Near enough, every point is there, and it is said.
-    let near = get("points=200&from=7700&to=7850").await;
-    assert_eq!((near["exact"].as_bool(), near["bucket_steps"].as_u64()), (Some(true), Some(1)));
-    assert_eq!(near["series"][0]["steps"].as_array().unwrap().len(), 151);
-    assert_eq!(near["series"][0]["min"], near["series"][0]["max"]);
-    // A few points far apart are exact however far apart they are.
+    // A short range is exact: it has every point.
+    let short = get("points=200&from=7700&to=7850").await;
+    assert_eq!((short["exact"].as_bool(), short["bucket_steps"].as_u64()), (Some(true), Some(1)));
+    assert_eq!(short["series"][0]["steps"].as_array().unwrap().len(), 151);
+    assert_eq!(short["series"][0]["min"], short["series"][0]["max"]);
+    // A few points are exact, also over a long range.
     let (_, sparse) = server.get(&format!("/jobs/{id}/metrics?name=val_loss&points=50")).await;
     assert_eq!(sparse["exact"], true);
     assert_eq!(sparse["series"][0]["steps"].as_array().unwrap().len(), 20);
 
-    // The database itself says how far events have become chunks.
+    // Waits until the events are compacted into chunks.
     let start = Instant::now();
     let (first, last) = loop {
         let (watermark, extent) = server.watermark(&id).await;
-        // Two events a row.
+        // Each row has two events.
         if watermark > 50 {
             break extent;
         }
-        assert!(start.elapsed() < DEADLINE, "events become chunks: {watermark}");
+        assert!(start.elapsed() < TIMEOUT, "events are not compacted: {watermark}");
         tokio::time::sleep(Duration::from_millis(10)).await;
     };
     assert!(first == 1 && last >= 12_000, "{first} to {last}");
     agent.end(&attempt, Ending::Succeeded { step: STEPS }).await;
     let dir = server.stop().await;
     let server = TestServer::open(dir, |_| {}).await;
-    for ((query, ..), before) in asked.iter().zip(before) {
-        let (_, answer) = server.get(&format!("/jobs/{id}/metrics?name=loss&{query}")).await;
-        assert_eq!(answer["series"], before, "{query}");
+    for ((query, ..), before) in queries.iter().zip(before) {
+        let (_, response) = server.get(&format!("/jobs/{id}/metrics?name=loss&{query}")).await;
+        assert_eq!(response["series"], before, "{query}");
     }
     server.stop().await;
 }
 
-/// The lines of a job's CSV file, sorted: name by name or event by event, they are the same.
-async fn csv(server: &TestServer, id: &str) -> Vec<String> {
-    let (status, text) = server.text(&format!("/api/v1/jobs/{id}/metrics.csv")).await;
+/// Returns the lines of a job's CSV file, sorted, because their order depends on the compaction.
+async fn read_csv(server: &TestServer, id: &str) -> Vec<String> {
+    let (status, text) = server.get_text(&format!("/api/v1/jobs/{id}/metrics.csv")).await;
     assert_eq!(status, 200);
     let mut lines: Vec<_> = text.lines().map(str::to_owned).collect();
     lines.sort_unstable();
     lines
 }
 
-async fn points_leave_the_events(database: Option<String>) {
+async fn test_removal_of_points(database: Option<String>) {
     let open = |keep| {
         let database = database.clone();
         move |config: &mut ServeConfig| {
@@ -153,9 +156,9 @@ async fn points_leave_the_events(database: Option<String>) {
         }
     };
     let server = TestServer::with(open(Duration::from_secs(3600))).await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(300, 0)]).await;
     for rank in 0..2 {
         let first = u64::from(rank == 0);
@@ -165,32 +168,32 @@ async fn points_leave_the_events(database: Option<String>) {
     let seq = server.job(&id).await.last_seq;
     agent.end(&attempt, Ending::Succeeded { step: 300 }).await;
     let rows = format!("SELECT count(*) FROM events WHERE kind = 'metrics' AND job_id = '{id}'");
-    assert_eq!(server.number(&rows).await, 2, "a row a report");
-    let response = async |server: &TestServer| {
-        let mut response = Vec::new();
+    assert_eq!(server.query_number(&rows).await, 2, "one row per report");
+    let read_metrics = async |server: &TestServer| {
+        let mut responses = Vec::new();
         for query in ["", "?name=loss&points=20", "?name=accuracy", "?ranks=1&from=10&to=50"] {
-            let (status, mut answer) = server.get(&format!("/jobs/{id}/metrics{query}")).await;
+            let (status, mut response) = server.get(&format!("/jobs/{id}/metrics{query}")).await;
             assert_eq!(status, 200);
-            answer["as_of_seq"].take();
-            response.push(answer);
+            response["as_of_seq"].take();
+            responses.push(response);
         }
-        response
+        responses
     };
-    let (before, lines) = (response(&server).await, csv(&server, &id).await);
+    let (before, lines) = (read_metrics(&server).await, read_csv(&server, &id).await);
     assert_eq!(lines.len(), 1 + 2 * 300);
-    let events = server.stored(&id).await;
+    let events = server.stored_events(&id).await;
     assert_eq!(events.iter().filter(|e| e["type"] == "metrics").count(), 2);
     let dir = server.stop().await;
 
     let server = TestServer::open(dir, open(Duration::from_millis(200))).await;
     let start = Instant::now();
-    while server.number(&rows).await > 0 {
-        assert!(start.elapsed() < DEADLINE, "points leave the events");
+    while server.query_number(&rows).await > 0 {
+        assert!(start.elapsed() < TIMEOUT, "points are not removed from events");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
-    assert_eq!(response(&server).await, before);
-    assert_eq!(csv(&server, &id).await, lines);
-    // Its stream begins after them, wherever it is asked to, and its logs and the rest stay.
+    assert_eq!(read_metrics(&server).await, before);
+    assert_eq!(read_csv(&server, &id).await, lines);
+    // The stream begins after the removed points for every `since`. Other events stay.
     for since in [0, 3, seq] {
         let frames = server.stream(&id, since).await.until(|f| f["type"] == "live").await;
         assert_eq!((&frames[0]["first_seq"], &frames[0]["last_seq"]), (&json!(seq + 1), &json!(seq + 1)));
@@ -202,10 +205,10 @@ async fn points_leave_the_events(database: Option<String>) {
 
 #[tokio::test]
 async fn points_of_finished_jobs_move_from_events_to_metrics() {
-    points_leave_the_events(None).await;
+    test_removal_of_points(None).await;
 }
 
 #[tokio::test]
-async fn points_of_finished_jobs_leave_events_in_postgres() {
-    points_leave_the_events(Some(postgres::database())).await;
+async fn points_of_finished_jobs_move_from_events_to_metrics_in_postgres() {
+    test_removal_of_points(Some(postgres::database())).await;
 }

@@ -8,13 +8,13 @@ use lockstep_protocol::agent::{Ending, Source};
 use serde_json::json;
 
 #[tokio::test]
-async fn one_request_answers_a_metric_of_several_jobs() {
+async fn one_request_returns_a_metric_of_several_jobs() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let mut ids = Vec::new();
     for steps in [3, 40] {
         let id = server.submit(|_| {}).await.id.to_string();
-        let attempt = agent.started().await.attempt;
+        let attempt = agent.expect_start().await.attempt;
         agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=steps)]).await;
         agent.end(&attempt, Ending::Failed { reason: "the end".into(), retriable: false }).await;
         ids.push(id);
@@ -31,20 +31,20 @@ async fn one_request_answers_a_metric_of_several_jobs() {
         }
     }
     let many = |count: usize| vec!["j00000000000000000000000000"; count].join(",");
-    let different = |count: usize| (0..count).map(|n| format!("j{n:026}")).collect::<Vec<_>>().join(",");
-    for (path, expected, words) in [
+    let distinct = |count: usize| (0..count).map(|n| format!("j{n:026}")).collect::<Vec<_>>().join(",");
+    for (path, expected, message) in [
         (query("name=losss"), 400, "no metric is called"),
         (query("name=loss&points=10001"), 400, "1 to 10000"),
         ("/metrics/query?jobs=&name=loss".to_owned(), 400, "1 to 50"),
-        // The same one often is one.
+        // Repeated ids count once.
         (format!("/metrics/query?jobs={}&name=loss", many(60)), 404, "no job has the id"),
-        (format!("/metrics/query?jobs={}&name=loss&points=2000", different(50)), 404, "no job has the id"),
-        (format!("/metrics/query?jobs={}&name=loss&points=2001", different(50)), 400, "at most 2000"),
-        (format!("/metrics/query?jobs={}&name=loss", different(51)), 400, "1 to 50"),
+        (format!("/metrics/query?jobs={}&name=loss&points=2000", distinct(50)), 404, "no job has the id"),
+        (format!("/metrics/query?jobs={}&name=loss&points=2001", distinct(50)), 400, "at most 2000"),
+        (format!("/metrics/query?jobs={}&name=loss", distinct(51)), 400, "1 to 50"),
     ] {
         let (status, problem) = server.get(&path).await;
         assert_eq!(status, expected, "{path}: {problem}");
-        assert!(problem["detail"].as_str().unwrap().contains(words), "{path}: {problem}");
+        assert!(problem["detail"].as_str().unwrap().contains(message), "{path}: {problem}");
     }
     server.stop().await;
 }

@@ -1,11 +1,11 @@
-//! Registered models: versions never change, aliases move, and what versions name is kept.
+//! Registered models: versions never change, aliases move, and checkpoints of versions are kept.
 
 use crate::{
     agent::{Agent, running},
-    document::a_job,
+    document::create_failed_job,
     postgres,
     test_server::{TestServer, client, spec},
-    uploads::{Asks, checkpoint, manifest},
+    uploads::{AttemptApi, checkpoint, manifest},
 };
 use lockstep_protocol::agent::{
     AgentReply, AttemptEvent, CheckpointInfo, Ending, FromAgent, Source, ToAgent,
@@ -14,31 +14,32 @@ use reqwest::Method;
 use serde_json::{Value, json};
 
 impl TestServer {
-    async fn change(&self, method: Method, path: &str, body: Value) -> (u16, Value) {
+    async fn request(&self, method: Method, path: &str, body: Value) -> (u16, Value) {
         let request = self.http.request(method, self.url(&format!("/api/v1{path}")));
         self.send(if body.is_null() { request } else { request.json(&body) }).await
     }
 }
 
-/// Asserts a refusal and words of it.
-fn refused((status, problem): (u16, Value), expected: u16, words: &[&str]) {
+/// Asserts that a request was refused with this status, and that the error contains `parts`.
+fn assert_refused((status, problem): (u16, Value), expected: u16, parts: &[&str]) {
     let text = problem.to_string();
     assert!(
-        status == expected && words.iter().all(|word| text.contains(word)),
-        "{words:?}: {status} {problem}"
+        status == expected && parts.iter().all(|part| text.contains(part)),
+        "{parts:?}: {status} {problem}"
     );
 }
 
-async fn scenario(server: TestServer) {
-    let mut agent = Agent::with_pictures(&server, 2).await;
-    let (job, checkpoint) = a_job(&server, &mut agent, |spec| spec["name"] = json!("trained")).await;
+async fn test_models(server: TestServer) {
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (job, checkpoint) =
+        create_failed_job(&server, &mut agent, |spec| spec["name"] = json!("trained")).await;
     let folder = server.dir.path().join("jobs").join(&job);
     let state = json!({"versions": {"lockstep": "0.1.0"}}).to_string();
     std::fs::write(folder.join("checkpoints/1-5/state.json"), state).unwrap();
     let fingerprint = json!({"pictures": 4, "picture_bytes": 100, "sha256": "ab"});
     std::fs::write(folder.join("dataset.json"), fingerprint.to_string()).unwrap();
 
-    // The first version makes the model.
+    // The first version creates the model.
     assert_eq!(server.get("/models").await.1["models"], json!([]));
     let first = json!({"name": "shoes", "job": job, "description": "a first one"});
     let (status, version) = server.post("/models", &first).await;
@@ -69,22 +70,22 @@ async fn scenario(server: TestServer) {
         (json!({"name": "shoes", "job": job, "checkpoint": checkpoint}), "either checkpoint or job"),
         (json!({"name": "shoes", "job": job, "description": "x".repeat(20_001)}), "/description"),
     ] {
-        refused(server.post("/models", &body).await, 422, &[pointer]);
+        assert_refused(server.post("/models", &body).await, 422, &[pointer]);
     }
     for (key, value) in [("checkpoint", format!("{job}-1-6")), ("job", "x".into())] {
-        refused(server.post("/models", &json!({"name": "shoes", key: value})).await, 404, &[key]);
+        assert_refused(server.post("/models", &json!({"name": "shoes", key: value})).await, 404, &[key]);
     }
 
-    // Aliases move; a version without one can be removed, and its number is not given again.
+    // An alias can move to another version. A version without an alias can be removed, and its number is not used again.
     let champion = "/models/shoes/aliases/champion";
     let put = async |alias: &str, version: u32| {
         server
-            .change(Method::PUT, &format!("/models/shoes/aliases/{alias}"), json!({"version": version}))
+            .request(Method::PUT, &format!("/models/shoes/aliases/{alias}"), json!({"version": version}))
             .await
     };
-    refused(put("7", 1).await, 422, &["/alias", "number"]);
-    refused(put("champion", 9).await, 404, &["no version 9"]);
-    refused(server.get(champion).await, 404, &["no alias"]);
+    assert_refused(put("7", 1).await, 422, &["/alias", "number"]);
+    assert_refused(put("champion", 9).await, 404, &["no version 9"]);
+    assert_refused(server.get(champion).await, 404, &["no alias"]);
     for version in [1, 2] {
         let (status, put) = put("champion", version).await;
         assert_eq!((status, &put["version"], &put["aliases"]), (200, &json!(version), &json!(["champion"])));
@@ -94,7 +95,7 @@ async fn scenario(server: TestServer) {
     let (_, list) = server.get("/models?count=true&fields=name,aliases,version_count").await;
     let expected = json!([{"name": "shoes", "aliases": {"champion": 2}, "version_count": 2}]);
     assert_eq!((&list["models"], &list["total"]), (&expected, &json!(1)));
-    refused(server.delete("/models/shoes/versions/2").await, 409, &["champion"]);
+    assert_refused(server.delete("/models/shoes/versions/2").await, 409, &["champion"]);
     assert_eq!(server.delete(champion).await.0, 204);
     assert_eq!(server.delete(champion).await.0, 404);
     assert_eq!(server.delete("/models/shoes/versions/2").await.0, 204);
@@ -106,26 +107,26 @@ async fn scenario(server: TestServer) {
     assert_eq!(numbers, [3, 1], "newest first");
 
     // Pages.
-    assert!(server.text("/models").await.1.contains("href=\"/models/shoes\""));
-    let (status, page) = server.text("/models/shoes").await;
+    assert!(server.get_text("/models").await.1.contains("href=\"/models/shoes\""));
+    let (status, page) = server.get_text("/models/shoes").await;
     assert!(status == 200 && page.contains("models:/shoes/3") && page.contains("a first one"), "{page}");
-    assert_eq!(server.text("/models/boots").await.0, 404);
+    assert_eq!(server.get_text("/models/boots").await.0, 404);
 
-    // A job that is not over may still remove and replace its checkpoints.
+    // An active job may still remove and replace its checkpoints, so they cannot be registered.
     let live = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     let info = CheckpointInfo { epoch: 1, step: 5, size_bytes: 1, ..CheckpointInfo::default() };
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), AttemptEvent::Checkpoint(info)]).await;
     std::fs::create_dir_all(server.dir.path().join(format!("jobs/{live}/checkpoints/1-5"))).unwrap();
-    refused(
+    assert_refused(
         server.post("/models", &json!({"name": "shoes", "job": live})).await,
         409,
         &["after the job's end"],
     );
 
-    // A job begins with the checkpoint that the alias is at, and keeps it.
+    // A job stores the checkpoint of the alias at submission.
     assert_eq!(put("champion", 1).await.0, 200);
-    for (given, words) in [
+    for (given, message) in [
         ("models:/shoes@nobody", "no version is called models:/shoes@nobody"),
         ("models:/shoes/2", "no version is called models:/shoes/2"),
         ("models:/shoes", "such as models:/shoes/3"),
@@ -135,22 +136,26 @@ async fn scenario(server: TestServer) {
         let (status, problem) = server.post("/jobs", &document).await;
         let errors = problem["errors"].as_array().unwrap();
         assert_eq!((status, errors.len(), &errors[0]["pointer"]), (422, 1, &json!("/model/pretrained")));
-        assert!(errors[0]["detail"].as_str().unwrap().contains(words), "{problem}");
+        assert!(errors[0]["detail"].as_str().unwrap().contains(message), "{problem}");
     }
     let mut document = spec();
     document["model"]["pretrained"] = json!("models:/shoes@champion");
-    let fits = async {
-        let Some(ToAgent::Request { id, .. }) = agent.next().await else { panic!("no question") };
+    let answer_weights = async {
+        let Some(ToAgent::Request { id, .. }) = agent.next().await else { panic!("no such request") };
         agent.send(FromAgent::Reply { id, reply: Ok(AgentReply::Weights { mistake: None }) }).await;
     };
-    let ((status, begun), ()) = tokio::join!(server.post("/jobs", &document), fits);
-    assert_eq!((status, &begun["spec"]["model"]["pretrained"]), (201, &json!(checkpoint)), "{begun}");
+    let ((status, submitted), ()) = tokio::join!(server.post("/jobs", &document), answer_weights);
+    assert_eq!((status, &submitted["spec"]["model"]["pretrained"]), (201, &json!(checkpoint)), "{submitted}");
     assert_eq!(server.delete(champion).await.0, 204);
 
-    // What is registered neither goes nor changes.
-    let named = ["models:/shoes/1", "models:/shoes/3"];
-    refused(server.delete(&format!("/jobs/{job}")).await, 409, &named);
-    refused(server.change(Method::POST, &format!("/jobs/{job}/retry"), Value::Null).await, 409, &named);
+    // A job with registered checkpoints can be neither deleted nor retried.
+    let versions = ["models:/shoes/1", "models:/shoes/3"];
+    assert_refused(server.delete(&format!("/jobs/{job}")).await, 409, &versions);
+    assert_refused(
+        server.request(Method::POST, &format!("/jobs/{job}/retry"), Value::Null).await,
+        409,
+        &versions,
+    );
     for version in [1, 3] {
         assert_eq!(server.delete(&format!("/models/shoes/versions/{version}")).await.0, 204);
     }
@@ -161,12 +166,12 @@ async fn scenario(server: TestServer) {
 
 #[tokio::test]
 async fn versions_stay_and_aliases_move() {
-    scenario(TestServer::new().await).await;
+    test_models(TestServer::new().await).await;
 }
 
 #[tokio::test]
 async fn versions_stay_and_aliases_move_in_postgres() {
-    scenario(TestServer::with(|c| c.database = Some(postgres::database())).await).await;
+    test_models(TestServer::with(|c| c.database = Some(postgres::database())).await).await;
 }
 
 #[tokio::test]
@@ -174,22 +179,26 @@ async fn a_registered_checkpoint_is_kept_when_newer_ones_replace_others() {
     let server = TestServer::new().await;
     let token = server.agent_token("a").await;
     let mut agent =
-        Agent::greet_with(&server, &token, crate::agent::hello("a", 2, Vec::new())).await.unwrap();
+        Agent::connect_with_token(&server, &token, crate::agent::hello("a", 2, Vec::new())).await.unwrap();
     agent.register(&server).await;
     let id = server.submit(|spec| spec["checkpoint"] = json!({"keep": 2})).await.id.to_string();
-    let attempt = agent.started().await.attempt;
-    let own =
-        Asks { server: &server, http: client(&token), agent_id: "id-a".into(), attempt: attempt.clone() };
-    assert_eq!(own.ask("POST", "", vec![]).await.0, 204);
+    let attempt = agent.expect_start().await.attempt;
+    let own = AttemptApi {
+        server: &server,
+        http: client(&token),
+        agent_id: "id-a".into(),
+        attempt: attempt.clone(),
+    };
+    assert_eq!(own.request("POST", "", vec![]).await.0, 204);
     let mut events = vec![running(100, 0)];
     events.extend([10, 20, 30, 40].map(checkpoint));
     agent.report(&attempt, Source::Rank(0), 0, events).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
-    // Its last checkpoints come after the job's end.
+    // The checkpoints are uploaded after the job's end.
     let register = async |step: u64| {
         server.post("/models", &json!({"name": "shoes", "checkpoint": format!("{id}-1-{step}")})).await
     };
-    refused(register(10).await, 409, &["still being uploaded from a"]);
+    assert_refused(register(10).await, 409, &["still being uploaded from a"]);
     for step in [10, 20, 30, 40] {
         assert_eq!(own.upload(&format!("1-{step}"), manifest(1, step)).await.0, 204);
         if step == 10 {
@@ -198,7 +207,7 @@ async fn a_registered_checkpoint_is_kept_when_newer_ones_replace_others() {
     }
     let (_, list) = server.get(&format!("/jobs/{id}/checkpoints")).await;
     let steps: Vec<_> = list["checkpoints"].as_array().unwrap().iter().map(|c| c["step"].clone()).collect();
-    assert_eq!(steps, [40, 30, 10], "the newest two, and the registered one");
+    assert_eq!(steps, [40, 30, 10], "the newest two checkpoints and the registered checkpoint");
     assert_eq!(server.get(&format!("/checkpoints/{id}-1-10/state.json")).await.0, 200);
     server.stop().await;
 }

@@ -13,12 +13,12 @@ use std::collections::BTreeSet;
 
 const DASHBOARD: &str = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy/grafana.json"));
 
-/// Of a server with a job that has trained three steps, and on which a job was asked for that does not exist.
-async fn metrics() -> String {
+/// Returns the metrics of a server with a job that has trained three steps, after a request for a missing job.
+async fn read_metrics() -> String {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     let times = |rank| {
         let column = MetricColumn { name: "step_ms".into(), steps: vec![1, 2, 3], values: vec![5.0; 3] };
         AttemptEvent::Metrics { rank, columns: vec![column] }
@@ -28,8 +28,8 @@ async fn metrics() -> String {
     agent.report(&attempt, Source::Rank(1), 0, vec![times(1)]).await;
     server.job(&id).await;
     assert_eq!(server.get("/jobs/j00000000000000000000000000").await.0, 404);
-    assert_eq!(server.text("/nowhere").await.0, 404);
-    let (status, text) = server.text("/metrics").await;
+    assert_eq!(server.get_text("/nowhere").await.0, 404);
+    let (status, text) = server.get_text("/metrics").await;
     assert_eq!(status, 200);
     server.stop().await;
     text
@@ -54,8 +54,8 @@ fn queries(json: &Value) -> Vec<&str> {
 }
 
 #[tokio::test]
-async fn monitoring_sees_jobs_machines_requests_and_lag() {
-    let text = metrics().await;
+async fn metrics_cover_jobs_machines_requests_and_lag() {
+    let text = read_metrics().await;
     let of_job = "{route=\"/api/v1/jobs/{id}\",status=";
     let requests = |labels: &str| format!("lockstep_http_request_duration_seconds_count{labels}");
     let (found, missing) = (format!("{of_job}\"2xx\"}}"), format!("{of_job}\"4xx\"}}"));
@@ -65,12 +65,12 @@ async fn monitoring_sees_jobs_machines_requests_and_lag() {
         ("lockstep_agents_online", 1.0),
         ("lockstep_slots", 2.0),
         ("lockstep_slots_busy", 2.0),
-        // A step of all ranks is one step.
+        // A step counts once, not once per rank.
         ("lockstep_steps_total", 3.0),
-        // The line is months old.
+        // The log line is months old.
         ("lockstep_ingest_lag_seconds_bucket{le=\"60\"}", 0.0),
         ("lockstep_ingest_lag_seconds_count{}", 1.0),
-        // Ids in addresses make no new samples.
+        // Paths with different ids have the same labels.
         (requests(&found).as_str(), 1.0),
         (requests(&missing).as_str(), 1.0),
         (requests("{route=\"none\",status=\"4xx\"}").as_str(), 1.0),
@@ -79,12 +79,12 @@ async fn monitoring_sees_jobs_machines_requests_and_lag() {
     }
     assert!(value(&text, "lockstep_database_bytes") > Some(4096.0), "{text}");
 
-    // A dashboard's query for what does not exist is an empty panel.
+    // Every metric of the dashboard exists, and every metric is on the dashboard.
     let dashboard: Value = serde_json::from_str(DASHBOARD).expect("JSON");
     let queries = queries(&dashboard);
-    let words =
+    let names =
         queries.iter().flat_map(|query| query.split(|c: char| !c.is_ascii_alphanumeric() && c != '_'));
-    let queried: BTreeSet<_> = words.filter(|word| word.starts_with("lockstep_")).collect();
+    let queried: BTreeSet<_> = names.filter(|word| word.starts_with("lockstep_")).collect();
     for name in &queried {
         let is_sample = |line: &str| line.strip_prefix(name).is_some_and(|rest| rest.starts_with([' ', '{']));
         assert!(text.lines().any(is_sample), "{name}\n{text}");
@@ -95,23 +95,23 @@ async fn monitoring_sees_jobs_machines_requests_and_lag() {
 }
 
 mod full {
-    use super::metrics;
+    use super::read_metrics;
     use std::{
         io::Write,
         process::{Command, Stdio},
     };
 
-    /// Names, units, types and help texts are as Prometheus wants them.
+    /// promtool checks names, units, types and help texts.
     #[tokio::test]
     async fn promtool_accepts_the_metrics() {
-        let text = metrics().await;
+        let text = read_metrics().await;
         let mut command = Command::new("promtool");
         command.args(["check", "metrics"]).stdin(Stdio::piped()).stderr(Stdio::piped());
         let mut promtool = command.spawn().expect("promtool, of the package prometheus");
         let mut input = promtool.stdin.take().expect("its standard input");
         input.write_all(text.as_bytes()).expect("promtool reads");
         drop(input);
-        let ended = promtool.wait_with_output().expect("promtool ends");
-        assert!(ended.status.success(), "{}\n{text}", String::from_utf8_lossy(&ended.stderr));
+        let output = promtool.wait_with_output().expect("promtool ends");
+        assert!(output.status.success(), "{}\n{text}", String::from_utf8_lossy(&output.stderr));
     }
 }

@@ -9,7 +9,7 @@ use serde_json::json;
 #[tokio::test]
 async fn notes_and_tags_of_all_jobs_are_paged() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
     let mut ids = Vec::new();
     for n in 0..5 {
         let job = server.submit(|spec| {
@@ -20,13 +20,13 @@ async fn notes_and_tags_of_all_jobs_are_paged() {
     }
     server.submit(|_| {}).await;
     let (_, token) = server.make_token(&json!({"name": "other", "scope": "read"})).await;
-    for (who, seen) in [(server.token.as_str(), vec![0, 1, 2, 3, 4]), (&token, vec![0, 1, 3, 4])] {
+    for (token, visible) in [(server.token.as_str(), vec![0, 1, 2, 3, 4]), (&token, vec![0, 1, 3, 4])] {
         for limit in 1..=6 {
             let (mut found, mut cursor) = (Vec::new(), String::new());
             loop {
                 let path = format!("/api/v1/annotations?fields=notes&count=true&limit={limit}{cursor}");
-                let (status, page) = server.send(client(who).get(server.url(&path))).await;
-                assert_eq!((status, &page["total"]), (200, &json!(seen.len())), "{page}");
+                let (status, page) = server.send(client(token).get(server.url(&path))).await;
+                assert_eq!((status, &page["total"]), (200, &json!(visible.len())), "{page}");
                 let jobs = page["jobs"].as_object().unwrap();
                 assert!(jobs.len() <= limit && jobs.values().all(|job| job.get("tags").is_none()), "{page}");
                 found.extend(jobs.iter().map(|(id, job)| (id.clone(), job["notes"].clone())));
@@ -34,7 +34,7 @@ async fn notes_and_tags_of_all_jobs_are_paged() {
                 cursor = format!("&cursor={next}");
             }
             let expected: Vec<_> =
-                seen.iter().map(|n| (ids[*n].clone(), json!(format!("note {n}")))).collect();
+                visible.iter().map(|n| (ids[*n].clone(), json!(format!("note {n}")))).collect();
             assert_eq!(found, expected, "{limit}");
         }
     }

@@ -1,4 +1,4 @@
-//! Signing in with an OpenID provider: who gets in, as whom, and everything that is not believed.
+//! Sign-in with an OpenID provider: valid sign-ins and refused responses.
 
 mod names;
 mod provider;
@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use std::time::Duration;
 
 #[tokio::test]
-async fn added_users_sign_in_and_out() {
+async fn added_people_sign_in_and_out() {
     let provider = Provider::start().await;
     let server = provider.server(|c| c.name = Some("Team & Co".into())).await;
     let (status, person) =
@@ -22,16 +22,16 @@ async fn added_users_sign_in_and_out() {
     let mut browser = Browser::new(&server);
     let form = browser.get("/login?next=/jobs%3Fstate%3Drunning").await.text().await.unwrap();
     assert!(form.contains("Sign in with Team &#38; Co"), "{form}");
-    let way =
+    let query =
         form.split("href=\"/login/oidc?").nth(1).and_then(|rest| rest.split('"').next()).expect("the button");
 
-    let asked = browser.begin(&provider, way).await;
-    assert_eq!(asked["scope"], "openid profile email");
-    let code = provider.code(&asked);
-    let answer = browser.back(&[("state", &asked["state"]), ("code", &code)]).await;
-    assert_eq!((answer.status().as_u16(), location(&answer)), (303, "/jobs?state=running"));
-    assert_eq!(browser.cookies.len(), 1, "the session's alone");
-    assert!(browser.is_in().await);
+    let params = browser.begin(&provider, query).await;
+    assert_eq!(params["scope"], "openid profile email");
+    let code = provider.issue_code(&params);
+    let response = browser.call_back(&[("state", &params["state"]), ("code", &code)]).await;
+    assert_eq!((response.status().as_u16(), location(&response)), (303, "/jobs?state=running"));
+    assert_eq!(browser.cookies.len(), 1, "only the session's cookie is left");
+    assert!(browser.is_signed_in().await);
     let page = browser.get("/account").await.text().await.unwrap();
     assert!(
         page.contains("ada") && page.contains(&provider.issuer()) && !page.contains("own-password"),
@@ -40,13 +40,13 @@ async fn added_users_sign_in_and_out() {
 
     let (_, log) = server.get("/audit").await;
     let entries = log["entries"].as_array().unwrap();
-    let entry = entries.iter().find(|e| e["who"] == "ada").expect("it is written down");
+    let entry = entries.iter().find(|e| e["who"] == "ada").expect("the sign-in is logged");
     let expected = json!(["sign in", "/login/oidc/callback", "person:ada", 303]);
     assert_eq!(json!([entry["action"], entry["object"], entry["token_id"], entry["status"]]), expected);
-    assert!(!log.to_string().contains("code0") && !log.to_string().contains(&asked["state"]));
+    assert!(!log.to_string().contains("code0") && !log.to_string().contains(&params["state"]));
 
     let session: Vec<_> = browser.cookies.iter().map(|(name, value)| format!("{name}={value}")).collect();
-    // A link that this session makes is no way to stay for longer than it.
+    // A login link that this session creates gives a session that does not last longer.
     let link =
         client_without_redirects("").post(server.url("/api/v1/login-links")).header("cookie", &session[0]);
     let link: Value = link.send().await.unwrap().json().await.unwrap();
@@ -56,11 +56,11 @@ async fn added_users_sign_in_and_out() {
     let life = cookie.split("Max-Age=").nth(1).and_then(|rest| rest.split(';').next()).expect("a life");
     let life: u64 = life.parse().unwrap();
     assert!((1..=24 * 3600).contains(&life), "{cookie}");
-    let out = client_without_redirects("").post(server.url("/logout")).header("cookie", &session[0]);
-    assert_eq!(out.send().await.unwrap().status(), 303);
-    assert!(!browser.is_in().await, "the session is over");
+    let sign_out = client_without_redirects("").post(server.url("/logout")).header("cookie", &session[0]);
+    assert_eq!(sign_out.send().await.unwrap().status(), 303);
+    assert!(!browser.is_signed_in().await, "the session has ended");
 
-    // ES256, and a server that was started again.
+    // ES256, after a restart of the server.
     let key = Signer::ec();
     provider.change(|b| (b.keys, b.header, b.signer) = (vec![key.public("ec")], json!({"kid": null}), key));
     let dir = server.stop().await;
@@ -68,7 +68,7 @@ async fn added_users_sign_in_and_out() {
     let server = TestServer::open(dir, |c| c.oidc = Some(oidc)).await;
     let mut browser = Browser::new(&server);
     assert_eq!(browser.sign_in(&provider).await.status(), 303);
-    assert!(browser.is_in().await);
+    assert!(browser.is_signed_in().await);
     server.stop().await;
 }
 
@@ -79,8 +79,8 @@ async fn invalid_id_tokens_are_refused() {
     let public = |b: &Behaviour| URL_SAFE_NO_PAD.decode(b.keys[0]["n"].as_str().unwrap()).unwrap();
     let now = jiff::Timestamp::now().as_second();
     type Change = Box<dyn FnOnce(&mut Behaviour)>;
-    let claims = |over: Value| -> Change { Box::new(move |b| b.claims = over) };
-    let header = |over: Value| -> Change { Box::new(move |b| b.header = over) };
+    let claims = |changes: Value| -> Change { Box::new(move |b| b.claims = changes) };
+    let header = |changes: Value| -> Change { Box::new(move |b| b.header = changes) };
     let cases: Vec<(&str, Change)> = vec![
         ("another sign-in", claims(json!({"nonce": "another"}))),
         ("another sign-in", claims(json!({"nonce": null}))),
@@ -103,7 +103,7 @@ async fn invalid_id_tokens_are_refused() {
         ("signed with &#34;None&#34;", header(json!({"kid": "first", "alg": "None"}))),
         ("signed with &#34;HS256&#34;", Box::new(|b| b.signer = Signer::Hmac(SECRET.into()))),
         ("signed with &#34;HS256&#34;", Box::new(move |b| b.signer = Signer::Hmac(public(b)))),
-        // The same with the key published as a secret.
+        // The client secret as the key, published by the provider.
         (
             "signed with &#34;HS256&#34;",
             Box::new(|b| {
@@ -121,29 +121,29 @@ async fn invalid_id_tokens_are_refused() {
         ("extensions", header(json!({"kid": "first", "crit": ["x"]}))),
         (
             "signature is wrong",
-            Box::new(|b| b.spoil = |token| token[..token.len() - 8].to_owned() + "AAAAAAAA"),
+            Box::new(|b| b.corrupt = |token| token[..token.len() - 8].to_owned() + "AAAAAAAA"),
         ),
-        ("signature is wrong", Box::new(|b| b.spoil = |token| token.replacen(".e", ".eyJ4IjoxfQ", 1))),
-        ("not a signed token", Box::new(|b| b.spoil = |token| token + ".x")),
-        ("not a signed token", Box::new(|b| b.spoil = |_| "x".into())),
-        ("too long", Box::new(|b| b.spoil = |token| token + &"a".repeat(64 << 10))),
+        ("signature is wrong", Box::new(|b| b.corrupt = |token| token.replacen(".e", ".eyJ4IjoxfQ", 1))),
+        ("not a signed token", Box::new(|b| b.corrupt = |token| token + ".x")),
+        ("not a signed token", Box::new(|b| b.corrupt = |_| "x".into())),
+        ("too long", Box::new(|b| b.corrupt = |token| token + &"a".repeat(64 << 10))),
     ];
-    let as_it_should_be = || {
+    let reset = || {
         provider.change(|b| {
             b.signer = Signer::rsa();
             b.keys = vec![b.signer.public("first")];
-            (b.header, b.claims, b.spoil) = (json!({"kid": "first"}), json!({}), |token| token);
+            (b.header, b.claims, b.corrupt) = (json!({"kid": "first"}), json!({}), |token| token);
         });
     };
-    for (n, (words, change)) in cases.into_iter().enumerate() {
-        as_it_should_be();
+    for (n, (fragment, change)) in cases.into_iter().enumerate() {
+        reset();
         provider.change(change);
-        let page = Browser::from(&server, [127, 0, 8, n as u8 + 1]).refused(&provider, 401).await;
-        assert!(page.contains(words), "{n}: {words}: {page}");
+        let page = Browser::from(&server, [127, 0, 8, n as u8 + 1]).sign_in_error(&provider, 401).await;
+        assert!(page.contains(fragment), "{n}: {fragment}: {page}");
     }
     assert_eq!(server.get("/people").await.1["people"], json!([]));
-    // Within what clocks may differ; and the same server, which has refused for no other reason.
-    as_it_should_be();
+    // Times within the tolerance for clocks are valid. This sign-in also shows that the server has refused the others for their token.
+    reset();
     provider.change(|b| b.claims = json!({"exp": now - 30, "iat": now + 30, "aud": [CLIENT], "azp": CLIENT}));
     assert_eq!(Browser::new(&server).sign_in(&provider).await.status(), 303);
     server.stop().await;
@@ -153,38 +153,38 @@ async fn invalid_id_tokens_are_refused() {
 async fn a_state_is_valid_once_and_only_in_its_browser() {
     let provider = Provider::start().await;
     let server = provider.server(|c| c.role = Some(Role::Viewer)).await;
-    let begun = "begun in another browser";
+    let message = "begun in another browser";
     let mut mine = Browser::from(&server, [127, 0, 5, 1]);
-    let asked = mine.begin(&provider, "").await;
-    let code = provider.code(&asked);
-    let fields = [("state", asked["state"].as_str()), ("code", code.as_str())];
+    let params = mine.begin(&provider, "").await;
+    let code = provider.issue_code(&params);
+    let fields = [("state", params["state"].as_str()), ("code", code.as_str())];
 
-    // The address alone is worth nothing: not without the cookie, not with another's.
+    // The state in the URL is not valid without the cookie, or with the cookie of another browser.
     let mut other = Browser::from(&server, [127, 0, 5, 2]);
-    let refused = other.back(&fields).await;
-    assert_eq!(refused.status(), 400);
-    assert!(refused.text().await.unwrap().contains(begun));
+    let response = other.call_back(&fields).await;
+    assert_eq!(response.status(), 400);
+    assert!(response.text().await.unwrap().contains(message));
     other.begin(&provider, "").await;
-    assert_eq!(other.back(&fields).await.status(), 400, "another browser's cookie");
+    assert_eq!(other.call_back(&fields).await.status(), 400, "another browser's cookie");
     let cookie = mine.cookies.clone();
     for wrong in [&[][..], &[("code", "x")], &[("state", "wrong"), ("code", &code)]] {
-        assert_eq!(mine.back(wrong).await.status(), 400, "{wrong:?}");
+        assert_eq!(mine.call_back(wrong).await.status(), 400, "{wrong:?}");
         mine.cookies = cookie.clone();
     }
-    assert_eq!(provider.ask(|b| b.tokens_asked), 0, "the provider was not asked");
-    assert_eq!(mine.back(&fields).await.status(), 303, "and nobody has used it up");
+    assert_eq!(provider.read(|b| b.token_requests), 0, "the server sends no token request");
+    assert_eq!(mine.call_back(&fields).await.status(), 303, "failed attempts do not invalidate the state");
     mine.cookies.extend(cookie);
-    assert_eq!(mine.back(&fields).await.status(), 400, "once");
-    assert_eq!(provider.ask(|b| b.tokens_asked), 1);
+    assert_eq!(mine.call_back(&fields).await.status(), 400, "a state is valid once");
+    assert_eq!(provider.read(|b| b.token_requests), 1);
 
-    // A code that the provider has given to another sign-in, or for the second time.
+    // The provider refuses a used code, and a code of another sign-in.
     let mut browser = Browser::from(&server, [127, 0, 5, 3]);
-    let theirs = Browser::from(&server, [127, 0, 5, 4]).begin(&provider, "").await;
-    for code in [code.clone(), provider.code(&theirs)] {
-        let asked = browser.begin(&provider, "").await;
-        let answer = browser.back(&[("state", &asked["state"]), ("code", &code)]).await;
-        assert_eq!(answer.status(), 401);
-        let page = answer.text().await.unwrap();
+    let other = Browser::from(&server, [127, 0, 5, 4]).begin(&provider, "").await;
+    for code in [code.clone(), provider.issue_code(&other)] {
+        let params = browser.begin(&provider, "").await;
+        let response = browser.call_back(&[("state", &params["state"]), ("code", &code)]).await;
+        assert_eq!(response.status(), 401);
+        let page = response.text().await.unwrap();
         assert!(page.contains("the code was used already") && page.contains("no &#60;b&#62;"), "{page}");
     }
     server.stop().await;
@@ -195,52 +195,52 @@ async fn errors_of_the_provider_are_explained() {
     let provider = Provider::start().await;
     let server = provider.server(|c| c.role = Some(Role::Viewer)).await;
     let mut n = 0;
-    let mut answer = async |more: &[(&str, &str)]| {
+    let mut call_back = async |more: &[(&str, &str)]| {
         n += 1;
         let mut browser = Browser::from(&server, [127, 0, 6, n]);
-        let asked = browser.begin(&provider, "").await;
-        let answer = browser.back(&[&[("state", asked["state"].as_str())], more].concat()).await;
+        let params = browser.begin(&provider, "").await;
+        let response = browser.call_back(&[&[("state", params["state"].as_str())], more].concat()).await;
         assert!(browser.cookies.is_empty());
-        (answer.status().as_u16(), answer.text().await.unwrap())
+        (response.status().as_u16(), response.text().await.unwrap())
     };
     let (status, page) =
-        answer(&[("error", "access_denied"), ("error_description", "<script>alert(1)</script>")]).await;
+        call_back(&[("error", "access_denied"), ("error_description", "<script>alert(1)</script>")]).await;
     assert!(
         status == 400 && page.contains("cancelled there") && page.contains("&#60;script&#62;alert"),
         "{page}"
     );
     assert!(!page.contains("<script>alert"));
-    let (status, page) = answer(&[("error", "<b>odd")]).await;
+    let (status, page) = call_back(&[("error", "<b>odd")]).await;
     assert!(status == 400 && page.contains("did not sign you in: &#60;b&#62;odd"), "{page}");
     let long = "a".repeat(300);
-    let (_, page) = answer(&[("error", &long)]).await;
+    let (_, page) = call_back(&[("error", &long)]).await;
     assert!(page.contains(&long[..200]) && !page.contains(&long[..201]));
-    assert!(answer(&[]).await.1.contains("neither a code nor an error"));
-    let (status, page) = answer(&[("code", "x"), ("iss", "https://evil.example")]).await;
+    assert!(call_back(&[]).await.1.contains("neither a code nor an error"));
+    let (status, page) = call_back(&[("code", "x"), ("iss", "https://evil.example")]).await;
     assert!(status == 401 && page.contains("does not come from the provider"), "{page}");
-    assert_eq!(provider.ask(|b| b.tokens_asked), 0);
+    assert_eq!(provider.read(|b| b.token_requests), 0);
     provider.change(|b| b.refusal = Some(json!({"error": "invalid_client"})));
-    let (status, page) = answer(&[("code", "x")]).await;
+    let (status, page) = call_back(&[("code", "x")]).await;
     assert!(status == 401 && page.contains("client id and secret"), "{page}");
     server.stop().await;
 
-    // One that always says who it is has to.
+    // A provider that promises the parameter iss must send it.
     provider.change(|b| {
         b.refusal = None;
         b.description = json!({"authorization_response_iss_parameter_supported": true});
     });
     let server = provider.server(|c| c.role = Some(Role::Viewer)).await;
-    assert!(Browser::new(&server).refused(&provider, 401).await.contains("does not name its provider"));
+    assert!(Browser::new(&server).sign_in_error(&provider, 401).await.contains("does not name its provider"));
     let mut browser = Browser::new(&server);
-    let asked = browser.begin(&provider, "").await;
-    let (code, iss) = (provider.code(&asked), provider.issuer());
-    let answer = browser.back(&[("state", &asked["state"]), ("code", &code), ("iss", &iss)]).await;
-    assert_eq!(answer.status(), 303);
+    let params = browser.begin(&provider, "").await;
+    let (code, iss) = (provider.issue_code(&params), provider.issuer());
+    let response = browser.call_back(&[("state", &params["state"]), ("code", &code), ("iss", &iss)]).await;
+    assert_eq!(response.status(), 303);
     server.stop().await;
 }
 
 #[tokio::test]
-async fn the_way_back_stays_on_this_server() {
+async fn the_redirect_after_sign_in_stays_on_this_server() {
     let provider = Provider::start().await;
     let server = provider.server(|c| c.role = Some(Role::Viewer)).await;
     for (next, to) in [
@@ -253,11 +253,12 @@ async fn the_way_back_stays_on_this_server() {
         ("next=", "/jobs"),
     ] {
         let mut browser = Browser::new(&server);
-        let asked = browser.begin(&provider, next).await;
-        let code = provider.code(&asked);
-        let answer =
-            browser.back(&[("state", &asked["state"]), ("code", &code), ("next", "//evil.example")]).await;
-        assert_eq!((answer.status().as_u16(), location(&answer)), (303, to), "{next}");
+        let params = browser.begin(&provider, next).await;
+        let code = provider.issue_code(&params);
+        let response = browser
+            .call_back(&[("state", &params["state"]), ("code", &code), ("next", "//evil.example")])
+            .await;
+        assert_eq!((response.status().as_u16(), location(&response)), (303, to), "{next}");
     }
     server.stop().await;
 }
@@ -267,20 +268,23 @@ async fn failed_sign_ins_are_limited_and_logged() {
     let provider = Provider::start().await;
     let server = provider.server(|_| {}).await;
     let from = [127, 0, 7, 1];
-    // There is nothing to guess with what nobody has begun, so a page elsewhere that sends browsers here keeps nobody out.
+    // Callbacks with an unknown state do not count as failed sign-ins. Otherwise a web page could block people by redirects.
     for _ in 0..12 {
-        assert_eq!(Browser::from(&server, from).back(&[("state", "x"), ("code", "x")]).await.status(), 400);
+        assert_eq!(
+            Browser::from(&server, from).call_back(&[("state", "x"), ("code", "x")]).await.status(),
+            400
+        );
     }
     for n in 0..10 {
-        let page = Browser::from(&server, from).refused(&provider, 403).await;
+        let page = Browser::from(&server, from).sign_in_error(&provider, 403).await;
         assert!(page.contains("lockstep user add ada --subject sub-1"), "{n}: {page}");
     }
-    let asked = provider.ask(|b| b.tokens_asked);
+    let requests = provider.read(|b| b.token_requests);
     let mut browser = Browser::from(&server, from);
-    let answer = browser.sign_in(&provider).await;
-    assert_eq!(answer.status(), 429);
-    assert!(answer.headers().contains_key("retry-after"));
-    assert_eq!(provider.ask(|b| b.tokens_asked), asked, "the provider is not asked any more");
+    let response = browser.sign_in(&provider).await;
+    assert_eq!(response.status(), 429);
+    assert!(response.headers().contains_key("retry-after"));
+    assert_eq!(provider.read(|b| b.token_requests), requests, "the server sends no token request");
     let (_, log) = server.get("/audit").await;
     let refused = log["entries"].as_array().unwrap().iter().filter(|e| {
         e["status"] == 403
@@ -288,19 +292,23 @@ async fn failed_sign_ins_are_limited_and_logged() {
             && e["object"] == "/login/oidc/callback: subject \"sub-1\""
     });
     assert_eq!(refused.count(), 10, "{log}");
-    assert_eq!(Browser::from(&server, [127, 0, 7, 2]).sign_in(&provider).await.status(), 403, "elsewhere");
+    assert_eq!(
+        Browser::from(&server, [127, 0, 7, 2]).sign_in(&provider).await.status(),
+        403,
+        "another address is not limited"
+    );
     server.stop().await;
 }
 
 #[tokio::test]
 async fn incomplete_oidc_settings_are_named_and_routes_need_a_provider() {
     let provider = Provider::start().await;
-    let refused = async |change: &dyn Fn(&mut lockstep_server::ServeConfig)| {
+    let start_error = async |change: &dyn Fn(&mut lockstep_server::ServeConfig)| {
         let dir = tempfile::tempdir().unwrap();
         let mut config = config(&dir);
         config.oidc = Some(provider.config());
         change(&mut config);
-        match serve(config, |_| panic!("it starts"), std::future::pending()).await {
+        match serve(config, |_| panic!("the server must not start"), std::future::pending()).await {
             Err(error @ ServeError::Oidc(_)) => error.to_string(),
             other => panic!("{other:?}"),
         }
@@ -308,11 +316,11 @@ async fn incomplete_oidc_settings_are_named_and_routes_need_a_provider() {
     let open = |c: &mut lockstep_server::ServeConfig| {
         (c.listen, c.insecure_http) = ("0.0.0.0:0".parse().unwrap(), true);
     };
-    assert!(refused(&open).await.contains("--public-url"));
-    assert!(refused(&|c| c.no_auth = true).await.contains("--no-auth"));
+    assert!(start_error(&open).await.contains("--public-url"));
+    assert!(start_error(&|c| c.no_auth = true).await.contains("--no-auth"));
     let no_ca =
         |c: &mut lockstep_server::ServeConfig| c.oidc.as_mut().unwrap().ca_file = Some("/nowhere".into());
-    assert!(refused(&no_ca).await.contains("/nowhere"));
+    assert!(start_error(&no_ca).await.contains("/nowhere"));
 
     let server = TestServer::new().await;
     let mut browser = Browser::new(&server);

@@ -1,6 +1,6 @@
-//! A Postgres of the tests' own: a cluster in a temporary folder, on a free port of 127.0.0.1, that ends and is
-//! removed with the process that started it, however that ends.
-#![allow(dead_code)] // Each test binary uses its part.
+//! A Postgres cluster for tests, in a temporary folder, on a free port of 127.0.0.1. The cluster is stopped and removed
+//! when the process that started it ends in any way.
+#![allow(dead_code)] // Each test binary uses some of the items.
 
 use std::{
     fs,
@@ -12,12 +12,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Runs `postgres` until a line comes or standard input ends; without a line the folder goes, too.
+/// Runs `postgres` until it reads a line or standard input is closed. Without a line, it also removes the folder.
 const KEEPER: &str = r#"
 trap '' INT TERM HUP
 "$@" >>"$DIR/log" 2>&1 & P=$!
-read -r how
-case "$how" in
+read -r mode
+case "$mode" in
     fast) kill -INT $P ;;
     kill) kill -KILL $P ;;
     *) kill -QUIT $P; wait $P; rm -rf "$DIR"; exit ;;
@@ -29,13 +29,13 @@ pub struct Cluster {
     dir: PathBuf,
     port: u16,
     bin: PathBuf,
-    /// Whether commits reach the disk: only where a machine's crash is at stake.
+    /// Whether commits are synced to disk, for tests of a machine's crash.
     durable: bool,
     keeper: Option<Child>,
 }
 
-/// Where Debian's packages put the programs that are not on the path.
-fn programs() -> PathBuf {
+/// Returns the folder of Postgres' programs in Debian's packages, which is not on the path.
+fn find_programs() -> PathBuf {
     let mut found: Vec<_> = fs::read_dir("/usr/lib/postgresql")
         .map(|entries| entries.flatten().map(|e| e.path().join("bin")).collect())
         .unwrap_or_default();
@@ -46,7 +46,7 @@ fn programs() -> PathBuf {
     })
 }
 
-/// Postgres refuses to run as root.
+/// A command that does not run as root, because Postgres refuses to.
 fn unprivileged(program: &Path) -> Command {
     let root = fs::metadata("/proc/self").is_ok_and(|m| std::os::unix::fs::MetadataExt::uid(&m) == 0);
     if !root {
@@ -59,28 +59,28 @@ fn unprivileged(program: &Path) -> Command {
 
 impl Cluster {
     pub fn new(durable: bool) -> Self {
-        let bin = programs();
-        let made = unprivileged(Path::new("mktemp"))
+        let bin = find_programs();
+        let output = unprivileged(Path::new("mktemp"))
             .args(["-d", "/tmp/lockstep-pg-XXXXXXXX"])
             .output()
             .expect("mktemp runs");
-        let dir = PathBuf::from(String::from_utf8_lossy(&made.stdout).trim());
-        let made = unprivileged(&bin.join("initdb"))
+        let dir = PathBuf::from(String::from_utf8_lossy(&output.stdout).trim());
+        let output = unprivileged(&bin.join("initdb"))
             .args(["-U", "lockstep", "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync", "-D"])
             .arg(dir.join("data"))
             .current_dir("/tmp")
             .output()
             .expect("initdb runs");
-        assert!(made.status.success(), "initdb: {}", String::from_utf8_lossy(&made.stderr));
+        assert!(output.status.success(), "initdb: {}", String::from_utf8_lossy(&output.stderr));
         let port = TcpListener::bind("127.0.0.1:0").and_then(|l| l.local_addr()).expect("a free port").port();
         let mut cluster = Self { dir, port, bin, durable, keeper: None };
         cluster.start();
         cluster
     }
 
-    /// Starts it again, on the same port and data.
+    /// Starts Postgres again, with the same port and data.
     pub fn start(&mut self) {
-        let until = Instant::now() + Duration::from_secs(60);
+        let deadline = Instant::now() + Duration::from_secs(60);
         loop {
             let before = self.log().len();
             let mut keeper = unprivileged(Path::new("sh"));
@@ -98,20 +98,20 @@ impl Cluster {
                     self.keeper = Some(keeper);
                     return;
                 }
-                assert!(Instant::now() < until, "postgres does not start: {}", self.log());
+                assert!(Instant::now() < deadline, "postgres does not start: {}", self.log());
                 std::thread::sleep(Duration::from_millis(20));
-                // Processes of one that was killed may still hold its memory: then it refuses to start. Its messages to clients that connect too
-                // early, and those of processes that are ending, do not matter here.
-                let to_a_client = |line: &str| {
-                    ["database system is", "terminating connection"].iter().any(|words| line.contains(words))
+                // Postgres refuses to start while processes of a killed cluster still use the shared memory. Messages to clients that connect too
+                // early, and of processes that end, are ignored.
+                let is_ignored = |line: &str| {
+                    ["database system is", "terminating connection"].iter().any(|text| line.contains(text))
                 };
                 let new = self.log().split_off(before);
-                if new.lines().any(|l| l.contains("FATAL") && !to_a_client(l)) {
+                if new.lines().any(|l| l.contains("FATAL") && !is_ignored(l)) {
                     break;
                 }
             }
             self.keeper = Some(keeper);
-            // Should it run all the same, it may not listen to anything milder yet.
+            // If the process still runs, it may not handle milder signals yet.
             self.kill();
             std::thread::sleep(Duration::from_millis(100));
         }
@@ -134,27 +134,27 @@ impl Cluster {
         self.end("fast\n");
     }
 
-    /// `kill -9` of the main process; the others end by themselves.
+    /// Sends SIGKILL to the main process. The other processes end by themselves.
     pub fn kill(&mut self) {
         self.end("kill\n");
     }
 
-    fn end(&mut self, how: &str) {
+    fn end(&mut self, mode: &str) {
         if let Some(mut keeper) = self.keeper.take() {
             if let Some(stdin) = &mut keeper.stdin {
-                let _ = stdin.write_all(how.as_bytes());
+                let _ = stdin.write_all(mode.as_bytes());
             }
             let _ = keeper.wait();
         }
     }
 
-    /// A new, empty database; its URL.
+    /// Creates an empty database, and returns its URL.
     pub fn database(&self, name: &str) -> String {
-        let made = Command::new(self.bin.join("createdb"))
+        let output = Command::new(self.bin.join("createdb"))
             .args(["-h", "127.0.0.1", "-p", &self.port.to_string(), "-U", "lockstep", name])
             .output()
             .expect("createdb runs");
-        assert!(made.status.success(), "createdb: {}", String::from_utf8_lossy(&made.stderr));
+        assert!(output.status.success(), "createdb: {}", String::from_utf8_lossy(&output.stderr));
         self.url(name)
     }
 
@@ -165,7 +165,7 @@ impl Cluster {
 
 impl Drop for Cluster {
     fn drop(&mut self) {
-        // Standard input ends: the keeper ends it and removes the folder.
+        // Closes standard input, so that the keeper stops Postgres and removes the folder.
         if let Some(mut keeper) = self.keeper.take() {
             drop(keeper.stdin.take());
             let _ = keeper.wait();
@@ -173,24 +173,24 @@ impl Drop for Cluster {
     }
 }
 
-/// The cluster that this process's tests share.
+/// The cluster that all tests of this process share.
 pub fn shared() -> &'static Cluster {
     static SHARED: OnceLock<Cluster> = OnceLock::new();
     SHARED.get_or_init(|| Cluster::new(false))
 }
 
-/// A new database in the shared cluster; its URL.
+/// Creates a database in the shared cluster, and returns its URL.
 pub fn database() -> String {
     static NEXT: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
     let number = NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
     shared().database(&format!("test{number}"))
 }
 
-/// Whether the tests are to run on Postgres: `LOCKSTEP_TEST_DATABASE=postgres`.
+/// Whether the tests use Postgres: `LOCKSTEP_TEST_DATABASE=postgres`.
 pub fn wanted() -> bool {
     match std::env::var("LOCKSTEP_TEST_DATABASE").as_deref() {
         Ok("postgres") => true,
         Ok("sqlite" | "") | Err(_) => false,
-        Ok(other) => panic!("LOCKSTEP_TEST_DATABASE={other}: it is sqlite or postgres"),
+        Ok(other) => panic!("LOCKSTEP_TEST_DATABASE={other}: must be sqlite or postgres"),
     }
 }

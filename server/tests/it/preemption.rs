@@ -1,4 +1,4 @@
-//! Preemption by checkpoint: a job of higher priority takes the slots of running ones that allow it.
+//! Preemption: a job of higher priority gets the slots of running preemptible jobs, which write a checkpoint first.
 
 use crate::{
     agent::{Agent, checkpoint, hello, losses, running},
@@ -22,8 +22,8 @@ async fn submit(server: &TestServer, ranks: u32, priority: i32, preemptible: boo
         .await
 }
 
-/// The next message is the order to write a checkpoint and end; for which attempt.
-async fn told_to_stop(agent: &mut Agent) -> AttemptRef {
+/// Expects the order to write a checkpoint and end. Returns its attempt.
+async fn expect_preemption(agent: &mut Agent) -> AttemptRef {
     match agent.next().await {
         Some(ToAgent::Stop { attempt, reason, patient: true }) => {
             assert!(reason.contains("being preempted by job"), "{reason}");
@@ -36,15 +36,15 @@ async fn told_to_stop(agent: &mut Agent) -> AttemptRef {
 #[tokio::test]
 async fn a_preempted_job_writes_a_checkpoint_and_continues_automatically() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let low = submit(&server, 2, 0, true).await;
-    let first = agent.started().await.attempt;
+    let first = agent.expect_start().await.attempt;
     agent.report(&first, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=7)]).await;
-    // Of its own priority, nobody.
+    // A job of equal priority preempts no job.
     let equal = submit(&server, 2, 0, true).await;
     let high = submit(&server, 1, 5, true).await;
-    assert_eq!(told_to_stop(&mut agent).await, first);
-    let job = server.until(low.id.as_str(), JobState::Pausing).await;
+    assert_eq!(expect_preemption(&mut agent).await, first);
+    let job = server.wait_for_state(low.id.as_str(), JobState::Pausing).await;
     assert_eq!(
         job.reason.unwrap(),
         format!(
@@ -60,8 +60,8 @@ async fn a_preempted_job_writes_a_checkpoint_and_continues_automatically() {
     server.stream(high.id.as_str(), 0).await.until(waits).await;
     agent.report(&first, Source::Rank(0), 2, vec![checkpoint(8)]).await;
     agent.end(&first, Ending::Stopped).await;
-    // Before the one that it gave way for has its slots, nobody else gets them.
-    let start = agent.started().await;
+    // The freed slots go to the preempting job.
+    let start = agent.expect_start().await;
     assert_eq!((start.attempt.job.clone(), start.ranks), (high.id.clone(), vec![(0, 0)]));
     let job = server.job(low.id.as_str()).await;
     let reason = format!("preempted by job {} of priority 5; continues from step 8", high.id);
@@ -72,11 +72,11 @@ async fn a_preempted_job_writes_a_checkpoint_and_continues_automatically() {
     let ended = entries.iter().find(|e| e["what"] == "ended").unwrap();
     assert_eq!((&ended["state"], &ended["reason"]["code"]), (&json!("stopped"), &json!("preempted")));
     assert_eq!((&ended["reason"]["job"], &ended["reason"]["priority"]), (&json!(high.id), &json!(5)));
-    // It waits, however preemptible the other one is, and continues where it was: it is no restart, of which it has none.
-    let after_it = start.attempt.clone();
-    agent.report(&after_it, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=1)]).await;
-    agent.end(&after_it, Ending::Succeeded { step: 100 }).await;
-    let second = agent.started().await;
+    // The preempted job waits for the end of the other job, and then continues from its checkpoint. This does not count as a restart.
+    let attempt = start.attempt.clone();
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=1)]).await;
+    agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
+    let second = agent.expect_start().await;
     assert_eq!((second.attempt.job.clone(), second.attempt.attempt), (low.id.clone(), 2));
     assert_eq!(second.resume.as_deref(), Some("1-8"));
     assert_eq!(server.job(equal.id.as_str()).await.attempt, 0);
@@ -86,35 +86,35 @@ async fn a_preempted_job_writes_a_checkpoint_and_continues_automatically() {
 #[tokio::test]
 async fn only_preemptible_jobs_are_preempted_and_only_if_that_suffices() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 4).await;
+    let mut agent = Agent::join_with_dataset(&server, 4).await;
     let mut attempts = Vec::new();
     for (priority, preemptible) in [(0, false), (2, true), (1, true), (1, true)] {
         submit(&server, 1, priority, preemptible).await;
-        attempts.push(agent.started().await.attempt);
+        attempts.push(agent.expect_start().await.attempt);
     }
     let too_large = submit(&server, 4, 9, false).await;
     let waits = |f: &Value| f["reason"].as_str().is_some_and(|r| r.starts_with("waits for 4 slots: 0 of 4"));
     server.stream(too_large.id.as_str(), 0).await.until(waits).await;
     let (status, _) = server.post(&format!("/jobs/{}/cancel", too_large.id), &Value::Null).await;
     assert_eq!(status, 202);
-    // The first order is for this one: the newest of the lowest priority that allows it.
+    // The newest preemptible job of the lowest priority is preempted.
     submit(&server, 1, 3, false).await;
-    assert_eq!(told_to_stop(&mut agent).await, attempts[3]);
+    assert_eq!(expect_preemption(&mut agent).await, attempts[3]);
     server.stop().await;
 }
 
 #[tokio::test]
 async fn a_job_paused_or_cancelled_during_preemption_ends_as_requested() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 3).await;
+    let mut agent = Agent::join_with_dataset(&server, 3).await;
     let mut jobs = Vec::new();
     for _ in 0..3 {
         let job = submit(&server, 1, 0, true).await;
-        jobs.push((job, agent.started().await.attempt));
+        jobs.push((job, agent.expect_start().await.attempt));
     }
     let high = submit(&server, 3, 1, false).await;
     for _ in 0..3 {
-        told_to_stop(&mut agent).await;
+        expect_preemption(&mut agent).await;
     }
     let act = async |job: &Job, action: &str| {
         let (status, body) = server.post(&format!("/jobs/{}/{action}", job.id), &Value::Null).await;
@@ -122,14 +122,14 @@ async fn a_job_paused_or_cancelled_during_preemption_ends_as_requested() {
     };
     act(&jobs[0].0, "pause").await;
     act(&jobs[1].0, "cancel").await;
-    // Each is told again, now for this.
+    // Both agents get another order, for the pause and the cancellation.
     assert!(matches!(agent.next().await, Some(ToAgent::Stop { patient: true, .. })));
     assert!(matches!(agent.next().await, Some(ToAgent::Stop { patient: false, .. })));
     agent.end(&jobs[0].1, Ending::Stopped).await;
     agent.end(&jobs[1].1, Ending::Stopped).await;
     let reason = "rank 0 was killed by signal 9".into();
     agent.end(&jobs[2].1, Ending::Failed { reason, retriable: true }).await;
-    assert_eq!(agent.started().await.attempt.job, high.id);
+    assert_eq!(agent.expect_start().await.attempt.job, high.id);
     let states = [JobState::Paused, JobState::Cancelled, JobState::Queued];
     for ((job, _), state) in jobs.iter().zip(states) {
         assert_eq!(server.job(job.id.as_str()).await.state, state);
@@ -146,25 +146,25 @@ async fn a_job_paused_or_cancelled_during_preemption_ends_as_requested() {
 #[tokio::test]
 async fn a_restarted_server_keeps_freed_slots_for_the_preempting_job() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 1).await;
+    let mut agent = Agent::join_with_dataset(&server, 1).await;
     let low = submit(&server, 1, 0, true).await;
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     let high = submit(&server, 1, 1, false).await;
-    told_to_stop(&mut agent).await;
+    expect_preemption(&mut agent).await;
     drop(agent);
     let server = TestServer::open(server.stop().await, |_| {}).await;
-    let mut agent = Agent::greet(&server, hello("a", 1, vec![attempt.clone()])).await.unwrap();
-    // In the same words as before.
-    assert_eq!(told_to_stop(&mut agent).await, attempt);
+    let mut agent = Agent::connect(&server, hello("a", 1, vec![attempt.clone()])).await.unwrap();
+    // The restarted server repeats the order.
+    assert_eq!(expect_preemption(&mut agent).await, attempt);
     agent.end(&attempt, Ending::Stopped).await;
-    assert_eq!(agent.started().await.attempt.job, high.id);
+    assert_eq!(agent.expect_start().await.attempt.job, high.id);
     let reason = server.job(low.id.as_str()).await.reason.unwrap();
     assert!(reason.starts_with("preempted by job"), "{reason}");
     server.stop().await;
 }
 
-/// Waits until a job says that it waits, and that nobody is preempted for it.
-async fn waits_for_a_slot(server: &TestServer, job: &Job) {
+/// Waits until a job waits for a slot, and asserts that no job is preempted for it.
+async fn expect_wait_without_preemption(server: &TestServer, job: &Job) {
     let waits = |f: &Value| f["reason"].as_str().is_some_and(|r| r.starts_with("waits for 1 slot: 0 of"));
     let frames = server.stream(job.id.as_str(), 0).await.until(waits).await;
     let reason = frames.last().unwrap()["reason"].as_str().unwrap();
@@ -172,21 +172,21 @@ async fn waits_for_a_slot(server: &TestServer, job: &Job) {
 }
 
 #[tokio::test]
-async fn slots_of_jobs_that_end_anyway_are_enough() {
+async fn no_job_is_preempted_if_slots_of_ending_jobs_suffice() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     submit(&server, 1, 0, true).await;
-    agent.started().await;
+    agent.expect_start().await;
     let equal = submit(&server, 1, 3, false).await;
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     let (status, _) = server.post(&format!("/jobs/{}/pause", equal.id), &Value::Null).await;
     assert_eq!(status, 202);
     assert!(matches!(agent.next().await, Some(ToAgent::Stop { patient: true, .. })));
     let high = submit(&server, 1, 3, false).await;
-    waits_for_a_slot(&server, &high).await;
-    // No order for the lower one has come between.
+    expect_wait_without_preemption(&server, &high).await;
+    // No order for the job of lower priority arrives in between.
     agent.end(&attempt, Ending::Stopped).await;
-    let start = agent.started().await;
+    let start = agent.expect_start().await;
     assert_eq!((start.attempt.job, start.ranks), (high.id, vec![(0, 1)]));
     assert_eq!(server.job(equal.id.as_str()).await.state, JobState::Paused);
     server.stop().await;
@@ -196,30 +196,30 @@ async fn slots_of_jobs_that_end_anyway_are_enough() {
 async fn preemption_waits_for_ended_jobs_that_still_have_slots() {
     let lease = Duration::from_secs(4);
     let server = TestServer::with(|c| c.lease = lease).await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
-    let stays = submit(&server, 1, 0, true).await;
-    let stays_on = agent.started().await.attempt;
-    let gone = submit(&server, 1, 0, true).await;
-    agent.started().await;
-    // Its end is stored; the server's own word for it comes with the end of the lease.
-    let over = format!("UPDATE jobs SET state = 'succeeded', fencing_token = NULL WHERE id = '{}'", gone.id);
-    assert_eq!(server.execute(&over).await, 1);
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let other = submit(&server, 1, 0, true).await;
+    let other_attempt = agent.expect_start().await.attempt;
+    let ended = submit(&server, 1, 0, true).await;
+    agent.expect_start().await;
+    // Stores the end of the job in the database. Its slots become free when the lease expires.
+    let end = format!("UPDATE jobs SET state = 'succeeded', fencing_token = NULL WHERE id = '{}'", ended.id);
+    assert_eq!(server.execute(&end).await, 1);
     let high = submit(&server, 1, 5, false).await;
-    let mut beats = tokio::time::interval(lease / 8);
+    let mut heartbeats = tokio::time::interval(lease / 8);
     let message = loop {
         tokio::select! {
             message = agent.next() => break message,
-            _ = beats.tick() => agent.heartbeat(std::slice::from_ref(&stays_on)).await,
+            _ = heartbeats.tick() => agent.heartbeat(std::slice::from_ref(&other_attempt)).await,
         }
     };
-    // First the word about the lease, perhaps; never one about the other job.
+    // The agent may be told to stop the ended job, but never the other job.
     let mut messages = vec![message];
     if matches!(messages[0], Some(ToAgent::Stop { .. })) {
         messages.push(agent.next().await);
     }
     for message in &messages {
         assert!(
-            !matches!(message, Some(ToAgent::Stop { attempt, .. }) if attempt.job == stays.id),
+            !matches!(message, Some(ToAgent::Stop { attempt, .. }) if attempt.job == other.id),
             "{messages:?}"
         );
     }
@@ -229,12 +229,12 @@ async fn preemption_waits_for_ended_jobs_that_still_have_slots() {
 }
 
 #[tokio::test]
-async fn a_lost_preemption_order_is_sent_again() {
+async fn a_lost_preemption_order_is_repeated() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 1).await;
+    let mut agent = Agent::join_with_dataset(&server, 1).await;
     let low = submit(&server, 1, 0, true).await;
-    let attempt = agent.started().await.attempt;
-    // As when the database fails right after it has stored the change.
+    let attempt = agent.expect_start().await.attempt;
+    // Simulates a failure of the database right after it has stored the change.
     let cause =
         json!({"code": "preempting", "priority": 5, "words": "being preempted by job x of priority 5"});
     let stored = format!("UPDATE jobs SET state = 'pausing', cause = '{cause}' WHERE id = '{}'", low.id);
@@ -244,39 +244,43 @@ async fn a_lost_preemption_order_is_sent_again() {
         panic!("no order")
     };
     assert_eq!(reported, attempt);
-    // Once is enough.
+    // The order is sent only once.
     let waits = |f: &Value| f["reason"].as_str().is_some_and(|r| r.contains("are being preempted"));
     server.stream(high.id.as_str(), 0).await.until(waits).await;
     agent.end(&attempt, Ending::Stopped).await;
-    assert_eq!(agent.started().await.attempt.job, high.id);
+    assert_eq!(agent.expect_start().await.attempt.job, high.id);
     server.stop().await;
 }
 
 #[tokio::test]
 async fn jobs_with_unknown_states_are_not_preempted() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let low = submit(&server, 1, 0, true).await;
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     let unknown = submit(&server, 1, 0, true).await;
-    agent.started().await;
+    agent.expect_start().await;
     let stored = format!("UPDATE jobs SET state = 'dreaming' WHERE id = '{}'", unknown.id);
     assert_eq!(server.execute(&stored).await, 1);
     submit(&server, 1, 5, false).await;
-    assert_eq!(told_to_stop(&mut agent).await, attempt, "the newest of the lowest is the unknown one");
+    assert_eq!(
+        expect_preemption(&mut agent).await,
+        attempt,
+        "the newest job of the lowest priority has an unknown state"
+    );
     let second = submit(&server, 1, 5, false).await;
-    waits_for_a_slot(&server, &second).await;
+    expect_wait_without_preemption(&server, &second).await;
     assert_eq!(server.job(low.id.as_str()).await.state, JobState::Pausing);
-    assert_eq!(server.number("SELECT COUNT(*) FROM jobs WHERE state = 'dreaming'").await, 1);
+    assert_eq!(server.query_number("SELECT COUNT(*) FROM jobs WHERE state = 'dreaming'").await, 1);
     server.stop().await;
 }
 
 #[tokio::test]
 async fn a_private_preempting_job_is_not_named() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 1).await;
+    let mut agent = Agent::join_with_dataset(&server, 1).await;
     let low = submit(&server, 1, 0, true).await;
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     let high = server
         .submit(|s| {
             s["parallel"]["ranks"] = json!(1);
@@ -287,31 +291,33 @@ async fn a_private_preempting_job_is_not_named() {
     let Some(ToAgent::Stop { reason, .. }) = agent.next().await else { panic!("no order") };
     assert!(reason.starts_with("being preempted by a job of priority 5: "), "{reason}");
     agent.end(&attempt, Ending::Stopped).await;
-    agent.started().await;
+    agent.expect_start().await;
     let reason = server.job(low.id.as_str()).await.reason.unwrap();
     assert_eq!(reason, "preempted by a job of priority 5; continues from the start");
     for path in ["", "/history"] {
         let (_, reported) = server.get(&format!("/jobs/{}{path}", low.id)).await;
         assert!(!reported.to_string().contains(high.id.as_str()), "{reported}");
     }
-    assert!(server.stored(low.id.as_str()).await.iter().all(|e| !e.to_string().contains(high.id.as_str())));
+    assert!(
+        server.stored_events(low.id.as_str()).await.iter().all(|e| !e.to_string().contains(high.id.as_str()))
+    );
     server.stop().await;
 }
 
 #[tokio::test]
 async fn no_job_is_preempted_for_a_job_that_cannot_start() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 1).await;
+    let mut agent = Agent::join_with_dataset(&server, 1).await;
     let first = submit(&server, 1, 0, false).await;
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(8)]).await;
     agent.end(&attempt, Ending::Succeeded { step: 8 }).await;
     let low = submit(&server, 1, 0, true).await;
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     assert_eq!(server.post("/agents/id-a/drain", &json!({})).await.0, 204);
-    let answer = async {
+    let answer_weights = async {
         let Some(ToAgent::Request { id, request: AgentRequest::FitWeights(_) }) = agent.next().await else {
-            panic!("no question")
+            panic!("no such request")
         };
         agent.send(FromAgent::Reply { id, reply: Ok(AgentReply::Weights { mistake: None }) }).await;
     };
@@ -320,13 +326,13 @@ async fn no_job_is_preempted_for_a_job_that_cannot_start() {
         s["priority"] = json!(5);
         s["model"]["pretrained"] = json!(format!("{}-1-8", first.id));
     });
-    let (high, ()) = tokio::join!(submitted, answer);
+    let (high, ()) = tokio::join!(submitted, answer_weights);
     assert_eq!(server.delete(&format!("/jobs/{}", first.id)).await.0, 204);
     assert_eq!(server.post("/agents/id-a/undrain", &json!({})).await.0, 204);
-    let high = server.until(high.id.as_str(), JobState::Failed).await;
+    let high = server.wait_for_state(high.id.as_str(), JobState::Failed).await;
     assert!(high.reason.as_ref().unwrap().contains("no longer exists"), "{high:?}");
     assert_eq!(server.job(low.id.as_str()).await.state, JobState::Starting);
-    // The next word is about its report.
+    // The next message is the acknowledgement, not an order to stop.
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     server.stop().await;
 }

@@ -1,13 +1,13 @@
-//! Problems: each has the code that programs decide by.
+//! Error responses: each has a code for programs.
 
-use crate::{agent::Agent, lists::jobs, test_server::TestServer};
+use crate::{agent::Agent, lists::submit_jobs, test_server::TestServer};
 use serde_json::{Value, json};
 
 #[tokio::test]
 async fn problems_have_codes() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
-    let ids = jobs(&server, &[("a", 0.1, "")]).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
+    let ids = submit_jobs(&server, &[("a", 0.1, "")]).await;
     let body = json!({"name": "pictures", "path": "/x"});
     for ((status, problem), expected) in [
         (server.get("/nothing").await, (404, "not_found")),

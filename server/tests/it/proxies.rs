@@ -1,4 +1,4 @@
-//! Behind a proxy: for whom it speaks, which names are the server's, how much an address may ask, and the access log.
+//! The server behind a proxy: forwarded headers, host names and origins, rate limits, and the access log.
 
 use crate::test_server::{TestServer, client, client_without_redirects};
 use lockstep_server::AccessLogTo;
@@ -12,7 +12,8 @@ use tokio_tungstenite::{connect_async, tungstenite};
 
 const PUBLIC: &str = "https://lockstep.example.org";
 
-async fn behind(change: impl FnOnce(&mut lockstep_server::ServeConfig)) -> TestServer {
+/// Starts a server behind a proxy at 127.0.0.1.
+async fn behind_proxy(change: impl FnOnce(&mut lockstep_server::ServeConfig)) -> TestServer {
     TestServer::with(|c| {
         c.trusted_proxies = vec!["127.0.0.1".parse().unwrap()];
         c.public_url = Some(PUBLIC.parse().unwrap());
@@ -22,8 +23,8 @@ async fn behind(change: impl FnOnce(&mut lockstep_server::ServeConfig)) -> TestS
 }
 
 #[tokio::test]
-async fn names_and_origins_are_those_of_the_public_url() {
-    let server = behind(|_| {}).await;
+async fn host_names_and_origins_must_be_those_of_the_public_url() {
+    let server = behind_proxy(|_| {}).await;
     let get = |host: &str, forwarded: &[(&str, &str)]| {
         let mut request = server.http.get(server.url("/healthz")).header("host", host);
         for (name, value) in forwarded {
@@ -43,14 +44,14 @@ async fn names_and_origins_are_those_of_the_public_url() {
         ("lockstep.example.org.evil.example", None, 421),
     ] {
         let headers: Vec<_> = forwarded.map(|host| ("x-forwarded-host", host)).into_iter().collect();
-        let answer = get(host, &headers).await;
-        assert_eq!(answer.status().as_u16(), status, "{host} {forwarded:?}");
-        assert!(!answer.headers().contains_key("strict-transport-security"), "in clear nothing is strict");
+        let response = get(host, &headers).await;
+        assert_eq!(response.status().as_u16(), status, "{host} {forwarded:?}");
+        assert!(!response.headers().contains_key("strict-transport-security"), "no HSTS over HTTP");
     }
-    // Strict for the public name under https, and for no other name of the machine.
+    // HSTS is set for the public name over HTTPS, and for no other name of the machine.
     let https = ("x-forwarded-proto", "https");
-    let strict = get("lockstep.example.org", &[https]).await;
-    assert_eq!(strict.headers()["strict-transport-security"], "max-age=31536000");
+    let response = get("lockstep.example.org", &[https]).await;
+    assert_eq!(response.headers()["strict-transport-security"], "max-age=31536000");
     assert!(!get("localhost", &[https]).await.headers().contains_key("strict-transport-security"));
 
     let post = async |origin: &str, proto: &str| {
@@ -58,7 +59,7 @@ async fn names_and_origins_are_those_of_the_public_url() {
         let request = request.header("origin", origin).header("x-forwarded-proto", proto);
         server.send(request.json(&crate::test_server::spec())).await.0
     };
-    // 422: the request is looked at; there is no dataset.
+    // 422: the origin is accepted, but there is no dataset.
     for (origin, proto, status) in [
         (PUBLIC, "https", 422),
         (PUBLIC, "http", 422),
@@ -69,14 +70,14 @@ async fn names_and_origins_are_those_of_the_public_url() {
     ] {
         assert_eq!(post(origin, proto).await, status, "{origin} {proto}");
     }
-    for (origin, fine) in [(PUBLIC, true), ("https://evil.example", false)] {
-        let mut request = server.socket("/stream", &server.token);
+    for (origin, is_accepted) in [(PUBLIC, true), ("https://evil.example", false)] {
+        let mut request = server.socket_request("/stream", &server.token);
         request.headers_mut().insert("origin", origin.parse().unwrap());
         request.headers_mut().insert("host", "lockstep.example.org".parse().unwrap());
         match connect_async(request).await {
-            Ok(_) => assert!(fine, "{origin}"),
-            Err(tungstenite::Error::Http(answer)) => {
-                assert!(!fine && answer.status().as_u16() == 403, "{origin} {}", answer.status());
+            Ok(_) => assert!(is_accepted, "{origin}"),
+            Err(tungstenite::Error::Http(response)) => {
+                assert!(!is_accepted && response.status().as_u16() == 403, "{origin} {}", response.status());
             }
             Err(error) => panic!("{origin}: {error}"),
         }
@@ -86,19 +87,19 @@ async fn names_and_origins_are_those_of_the_public_url() {
 
 #[tokio::test]
 async fn a_browser_signs_in_through_the_proxy_with_its_own_address() {
-    let server = behind(|_| {}).await;
+    let server = behind_proxy(|_| {}).await;
     let (status, link) = server.post("/login-links", &serde_json::json!({})).await;
     assert_eq!(status, 201, "{link}");
     let url = link["url"].as_str().unwrap();
     let path = url.strip_prefix(PUBLIC).unwrap_or_else(|| panic!("{url}"));
     let request = client_without_redirects("").get(server.url(path)).header("x-forwarded-proto", "https");
-    let answer = request.header("x-forwarded-for", "203.0.113.7").send().await.unwrap();
-    let cookie = answer.headers()["set-cookie"].to_str().unwrap();
+    let response = request.header("x-forwarded-for", "203.0.113.7").send().await.unwrap();
+    let cookie = response.headers()["set-cookie"].to_str().unwrap();
     assert!(cookie.contains("; Secure"), "{cookie}");
     let (_, audit) = server.get("/audit").await;
     let entry = &audit["entries"][0];
     assert_eq!((&entry["action"], &entry["address"]), (&"sign in".into(), &"203.0.113.7".into()), "{audit}");
-    // Ten failures of one client are answered; they are not another's behind the same proxy.
+    // Failed attempts count per client, not per proxy.
     let guess = async |from: &str| {
         let request = client_without_redirects("").post(server.url("/login")).header("x-forwarded-for", from);
         let request = request.header("content-type", "application/x-www-form-urlencoded").body("token=x");
@@ -123,30 +124,30 @@ async fn forwarded_headers_are_trusted_only_from_the_proxy() {
     let request = request.header("host", "evil.example").header("x-forwarded-proto", "https");
     assert_eq!(request.send().await.unwrap().status().as_u16(), 421);
     let request = server.http.get(server.url("/healthz")).header("x-forwarded-proto", "https");
-    let answer = request.header("host", "lockstep.example.org").send().await.unwrap();
-    assert!(!answer.headers().contains_key("strict-transport-security"));
+    let response = request.header("host", "lockstep.example.org").send().await.unwrap();
+    assert!(!response.headers().contains_key("strict-transport-security"));
     server.stop().await;
 }
 
 #[tokio::test]
-async fn many_agents_behind_one_address_reconnect() {
-    let server = behind(|c| c.requests_per_second = 1).await;
+async fn the_rate_limit_of_an_address_does_not_apply_to_agents() {
+    let server = behind_proxy(|c| c.requests_per_second = 1).await;
     let token = server.agent_token("a").await;
-    let (own, made_up, admin) = (client(&token), client(&"x".repeat(43)), client(&server.token));
+    let (own, unknown, admin) = (client(&token), client(&"x".repeat(43)), client(&server.token));
     let ask = async |by: &reqwest::Client| {
         let request = by.get(server.url("/api/v1/agent/socket")).header("x-forwarded-for", "203.0.113.7");
         request.send().await.unwrap().status().as_u16()
     };
-    // Without the upgrade an agent is told that this is a websocket: it was let in.
+    // 426: the agent is authenticated, but the request is not a websocket.
     for n in 0..30 {
         assert_eq!(ask(&own).await, 426, "{n}");
     }
-    // Nobody else at this address has a request left but the one of each second, whatever token is made up.
-    for by in [&made_up, &admin] {
-        let mut answers = Vec::new();
-        while answers.last() != Some(&429) {
-            answers.push(ask(by).await);
-            assert!(answers.len() < 20, "{answers:?}");
+    // Other clients with this address are limited to one request per second, with any token.
+    for by in [&unknown, &admin] {
+        let mut responses = Vec::new();
+        while responses.last() != Some(&429) {
+            responses.push(ask(by).await);
+            assert!(responses.len() < 20, "{responses:?}");
         }
     }
     server.stop().await;
@@ -154,41 +155,41 @@ async fn many_agents_behind_one_address_reconnect() {
 
 #[tokio::test]
 async fn rate_limited_addresses_are_told_when_to_retry() {
-    let server = behind(|c| c.requests_per_second = 5).await;
+    let server = behind_proxy(|c| c.requests_per_second = 5).await;
     let ask = async |forwarded: &str| {
         let request = server.http.get(server.url("/api/v1/jobs")).header("x-forwarded-for", forwarded);
         request.send().await.unwrap()
     };
-    let began = Instant::now();
-    let mut answered = 0;
-    // What the client itself sends stands left of what the proxy adds: it buys nothing.
+    let start = Instant::now();
+    let mut accepted = 0;
+    // The proxy appends the client's address. Addresses before it come from the client and are ignored.
     let refused = loop {
-        let answer = ask(&format!("10.9.{}.{}, 203.0.113.7", answered / 256, answered % 256)).await;
-        if answer.status().as_u16() == 429 {
-            break answer;
+        let response = ask(&format!("10.9.{}.{}, 203.0.113.7", accepted / 256, accepted % 256)).await;
+        if response.status().as_u16() == 429 {
+            break response;
         }
-        assert_eq!(answer.status().as_u16(), 200);
-        answered += 1;
-        assert!(answered < 1000, "there is a limit");
+        assert_eq!(response.status().as_u16(), 200);
+        accepted += 1;
+        assert!(accepted < 1000, "no limit is reached");
     };
-    let most = 50 + (began.elapsed().as_secs_f64() * 5.0).ceil() as u64;
-    assert!((50..=most).contains(&answered), "{answered} of {most}");
+    let max = 50 + (start.elapsed().as_secs_f64() * 5.0).ceil() as u64;
+    assert!((50..=max).contains(&accepted), "{accepted} of {max}");
     assert_eq!(refused.headers()["retry-after"], "1");
     assert_eq!(refused.headers()["content-type"], "application/problem+json");
     assert!(refused.headers().contains_key("content-security-policy"));
     let text = refused.text().await.unwrap();
     assert!(text.contains("429") && text.contains("--requests-per-second"), "{text}");
-    assert_eq!(ask("203.0.113.8").await.status().as_u16(), 200, "others are not touched");
+    assert_eq!(ask("203.0.113.8").await.status().as_u16(), 200, "other addresses are not limited");
     let own = server.http.get(server.url("/api/v1/jobs")).send().await.unwrap();
-    assert_eq!(own.status().as_u16(), 200, "nor is this machine");
+    assert_eq!(own.status().as_u16(), 200, "local requests are not limited");
     tokio::time::sleep(Duration::from_millis(1100)).await;
-    assert_eq!(ask("203.0.113.7").await.status().as_u16(), 200, "and it may again");
+    assert_eq!(ask("203.0.113.7").await.status().as_u16(), 200, "the limit has ended");
     server.stop().await;
 }
 
 #[tokio::test]
 async fn rate_limits_of_tokens_apply_at_every_address() {
-    let server = behind(|c| c.token_requests_per_second = 5).await;
+    let server = behind_proxy(|c| c.token_requests_per_second = 5).await;
     let (_, one) = server.make_token(&json!({"name": "one", "scope": "read"})).await;
     let (_, two) = server.make_token(&json!({"name": "two", "scope": "read"})).await;
     let agent = server.agent_token("a").await;
@@ -197,32 +198,32 @@ async fn rate_limits_of_tokens_apply_at_every_address() {
         let request = from.iter().fold(request, |request, from| request.header("x-forwarded-for", *from));
         request.send().await.unwrap()
     };
-    let froms = [Some("203.0.113.7"), Some("203.0.113.8"), None];
-    let began = Instant::now();
-    let mut answered = 0;
+    let addresses = [Some("203.0.113.7"), Some("203.0.113.8"), None];
+    let start = Instant::now();
+    let mut accepted = 0;
     let refused = loop {
-        let answer = ask(&one, "/api/v1/jobs", froms[answered % 3]).await;
-        if answer.status().as_u16() == 429 {
-            break answer;
+        let response = ask(&one, "/api/v1/jobs", addresses[accepted % 3]).await;
+        if response.status().as_u16() == 429 {
+            break response;
         }
-        assert_eq!(answer.status().as_u16(), 200);
-        answered += 1;
-        assert!(answered < 1000, "there is a limit");
+        assert_eq!(response.status().as_u16(), 200);
+        accepted += 1;
+        assert!(accepted < 1000, "no limit is reached");
     };
-    let most = 50 + (began.elapsed().as_secs_f64() * 5.0).ceil() as usize;
-    assert!((50..=most).contains(&answered), "{answered} of {most}");
+    let max = 50 + (start.elapsed().as_secs_f64() * 5.0).ceil() as usize;
+    assert!((50..=max).contains(&accepted), "{accepted} of {max}");
     assert_eq!(refused.headers()["retry-after"], "1");
     assert_eq!(refused.headers()["content-type"], "application/problem+json");
     let text = refused.text().await.unwrap();
     assert!(text.contains("--token-requests-per-second") && !text.contains(&one), "{text}");
-    for from in froms {
-        let answer = ask(&two, "/api/v1/jobs", from).await;
-        assert_eq!(answer.status().as_u16(), 200, "another token is not touched ({from:?})");
+    for from in addresses {
+        let response = ask(&two, "/api/v1/jobs", from).await;
+        assert_eq!(response.status().as_u16(), 200, "another token is not limited ({from:?})");
     }
-    // What an agent sends is limited otherwise: twice what another token may.
+    // Agents have a higher limit: twice the limit of other tokens.
     for _ in 0..100 {
-        let answer = ask(&agent, "/api/v1/agent/attempts/nothing/1", None).await;
-        assert_ne!(answer.status().as_u16(), 429);
+        let response = ask(&agent, "/api/v1/agent/attempts/nothing/1", None).await;
+        assert_ne!(response.status().as_u16(), 429);
     }
     server.stop().await;
 }
@@ -232,13 +233,13 @@ async fn the_access_log_has_a_line_per_request() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("access.log");
     let to = path.clone();
-    let server = behind(|c| c.access_log = Some(AccessLogTo::File(to))).await;
+    let server = behind_proxy(|c| c.access_log = Some(AccessLogTo::File(to))).await;
     let request = server.http.get(server.url("/api/v1/jobs?limit=7&name=hush"));
-    let answer = request.header("x-forwarded-for", "203.0.113.7").send().await.unwrap();
-    let length = answer.bytes().await.unwrap().len();
+    let response = request.header("x-forwarded-for", "203.0.113.7").send().await.unwrap();
+    let length = response.bytes().await.unwrap().len();
     server.http.get(server.url("/nothing")).header("host", "evil.example").send().await.unwrap();
-    drop(connect_async(server.socket("/stream", &server.token)).await.unwrap());
-    let began = Instant::now();
+    drop(connect_async(server.socket_request("/stream", &server.token)).await.unwrap());
+    let start = Instant::now();
     let lines = loop {
         let text = fs::read_to_string(&path).unwrap();
         let lines: Vec<_> =
@@ -246,7 +247,7 @@ async fn the_access_log_has_a_line_per_request() {
         if lines.len() >= 3 {
             break lines;
         }
-        assert!(began.elapsed() < crate::test_server::DEADLINE, "{text}");
+        assert!(start.elapsed() < crate::test_server::TIMEOUT, "{text}");
         tokio::time::sleep(Duration::from_millis(10)).await;
     };
     assert!(lines.iter().all(|line| line.len() == 8), "{lines:?}");
@@ -262,8 +263,9 @@ async fn the_access_log_has_a_line_per_request() {
     let mut config = lockstep_server::ServeConfig::new(folder.path());
     config.listen.set_port(0);
     config.access_log = Some(AccessLogTo::File(folder.path().to_owned()));
-    let error = lockstep_server::serve(config, |_| panic!("it must not start"), std::future::pending())
-        .await
-        .unwrap_err();
+    let error =
+        lockstep_server::serve(config, |_| panic!("the server must not start"), std::future::pending())
+            .await
+            .unwrap_err();
     assert!(error.exit_code() == 2 && error.to_string().contains("--access-log"), "{error}");
 }

@@ -1,4 +1,4 @@
-//! One stored row, or one record, that cannot be read or stored: everything else continues.
+//! Unreadable rows and records that cannot be stored do not affect others.
 
 use crate::{
     agent::{Agent, checkpoint, line, losses, running},
@@ -20,31 +20,31 @@ async fn set(server: &TestServer, table: &str, column: &str, value: &str, condit
 #[tokio::test]
 async fn jobs_of_other_versions_wait_and_do_not_affect_others() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
-    // One that runs, so that the others wait.
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    // A running job, so that the others wait.
     let runs = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
     let newer = server.submit(|s| s["priority"] = json!(9)).await;
     let broken = server.submit(|s| s["priority"] = json!(8)).await;
     let archived = server.submit(|s| s["priority"] = json!(7)).await;
-    let sound = server.submit(|_| {}).await.id.to_string();
-    let of = |id: &dyn std::fmt::Display| format!("id = '{id}'");
+    let readable = server.submit(|_| {}).await.id.to_string();
+    let with_id = |id: &dyn std::fmt::Display| format!("id = '{id}'");
 
     let mut spec = serde_json::to_value(&newer.spec).unwrap();
     spec["train"]["optimizer"] = json!("of another age");
     spec["train"]["lr"] = json!(0.25);
     spec["moon"] = json!({"phase": 3});
-    set(&server, "jobs", "spec", &spec.to_string(), &of(&newer.id)).await;
-    set(&server, "jobs", "spec", "no JSON at all", &of(&broken.id)).await;
-    set(&server, "jobs", "state", "archived", &of(&archived.id)).await;
-    // The one that runs has a specification of a newer version, too, and more that cannot be read.
-    set(&server, "jobs", "spec", &spec.to_string(), &of(&runs)).await;
+    set(&server, "jobs", "spec", &spec.to_string(), &with_id(&newer.id)).await;
+    set(&server, "jobs", "spec", "no JSON at all", &with_id(&broken.id)).await;
+    set(&server, "jobs", "state", "archived", &with_id(&archived.id)).await;
+    // The running job also has a specification of a newer version, and other unreadable columns.
+    set(&server, "jobs", "spec", &spec.to_string(), &with_id(&runs)).await;
     for column in ["progress", "agents", "last", "best", "cause"] {
-        set(&server, "jobs", column, "{\"torn\": ", &of(&runs)).await;
+        set(&server, "jobs", column, "{\"torn\": ", &with_id(&runs)).await;
     }
 
-    // The list has all of them, with what can be read.
+    // The list contains all jobs, with their readable parts.
     let (status, list) = server.get("/jobs").await;
     assert_eq!(status, 200, "{list}");
     assert_eq!(list["jobs"].as_array().unwrap().len(), 5);
@@ -57,7 +57,7 @@ async fn jobs_of_other_versions_wait_and_do_not_affect_others() {
     let (status, response) = server.post(&format!("/jobs/{}/retry", archived.id), &Value::Null).await;
     assert!(status == 409 && response["detail"].as_str().unwrap().contains("archived"), "{response}");
     for path in ["/jobs", "/machines", &format!("/jobs/{}", broken.id)] {
-        assert_eq!(server.text(path).await.0, 200, "{path}");
+        assert_eq!(server.get_text(path).await.0, 200, "{path}");
     }
 
     // The page of each says what cannot be read and what to do.
@@ -67,31 +67,31 @@ async fn jobs_of_other_versions_wait_and_do_not_affect_others() {
         (archived.id.as_str(), "its state &#34;archived&#34;"),
         (&runs, "/train/optimizer"),
     ] {
-        let (_, page) = server.text(&format!("/jobs/{id}")).await;
+        let (_, page) = server.get_text(&format!("/jobs/{id}")).await;
         let (_, banner) = page.split_once("id=\"banner\"").unwrap();
         let (banner, _) = banner.split_once("</section>").unwrap();
         assert!(!banner.split_once('>').unwrap().0.contains("hidden"), "{banner}");
-        for words in ["Not all of this job can be read.", what] {
-            assert!(banner.contains(words), "{words:?} in {banner}");
+        for text in ["Not all of this job can be read.", what] {
+            assert!(banner.contains(text), "{text:?} in {banner}");
         }
-        // A running one is not said to be stopped.
+        // The banner of the running job does not say that the job cannot start.
         assert_eq!(banner.contains("use the version that stored it"), id != runs, "{banner}");
         assert!(!banner.contains("The job failed"), "{banner}");
     }
 
-    // What the running one reports is stored, and it ends.
+    // Reports of the running job are stored, and the job ends.
     agent.report(&attempt, Source::Rank(0), 2, vec![losses(0, 4..=5), line(0, 1, "still here")]).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
     assert_eq!(server.job(&runs).await.state, JobState::Succeeded);
-    // An attempt whose state this version does not know is listed all the same.
+    // An attempt with an unknown state is listed.
     set(&server, "attempts", "state", "hibernating", &format!("job_id = '{runs}'")).await;
     let (status, response) = server.get(&format!("/jobs/{runs}/attempts")).await;
     assert_eq!((status, &response["attempts"][0]["state"]), (200, &json!("unknown")), "{response}");
     assert_eq!(response["attempts"][0]["step"], 100, "{response}");
 
-    // The slots go past those with more priority, to the one that can be read.
-    let next = agent.started().await.attempt;
-    assert_eq!(next.job.to_string(), sound);
+    // The slots go to the readable job, although unreadable jobs have higher priorities.
+    let next = agent.expect_start().await.attempt;
+    assert_eq!(next.job.to_string(), readable);
     for id in [&newer.id, &broken.id] {
         let mut stream = server.stream(id.as_str(), 0).await;
         stream.until(|f| f["cause"]["code"] == "unreadable_spec").await;
@@ -99,22 +99,22 @@ async fn jobs_of_other_versions_wait_and_do_not_affect_others() {
         assert_eq!(job.state, JobState::Queued);
         assert!(job.reason.unwrap().contains("another version of lockstep"));
     }
-    // A change of priority leaves what is stored as it is.
+    // A change of the priority keeps the unreadable parts of the specification.
     let patch = server.http.patch(server.url(&format!("/api/v1/jobs/{}", newer.id)));
     assert_eq!(server.send(patch.json(&json!({"priority": 3}))).await.0, 200);
     let kept = "SELECT count(*) FROM jobs WHERE spec LIKE '%another age%' AND spec LIKE '%\"priority\":3%'";
-    assert_eq!(server.number(kept).await, 1);
-    // Reading overwrites nothing.
-    assert_eq!(server.number("SELECT count(*) FROM jobs WHERE state = 'archived'").await, 1);
+    assert_eq!(server.query_number(kept).await, 1);
+    // Reading a row does not change it.
+    assert_eq!(server.query_number("SELECT count(*) FROM jobs WHERE state = 'archived'").await, 1);
     let (status, response) = server.post(&format!("/jobs/{}/fork", newer.id), &json!({})).await;
     assert_eq!(status, 409, "{response}");
 
-    // After a restart the same; the version that can read them starts them.
-    agent.vanish();
+    // A restart changes nothing. A version that can read the jobs starts them.
+    agent.disconnect();
     let server = TestServer::open(server.stop().await, |_| {}).await;
     assert_eq!(server.get("/jobs").await.1["jobs"].as_array().unwrap().len(), 5);
     let spec = serde_json::to_string(&newer.spec).unwrap();
-    set(&server, "jobs", "spec", &spec, &of(&newer.id)).await;
+    set(&server, "jobs", "spec", &spec, &with_id(&newer.id)).await;
     assert_eq!(server.get(&format!("/jobs/{}", newer.id)).await.1.get("unreadable"), None);
     assert_eq!(server.post(&format!("/jobs/{}/cancel", broken.id), &Value::Null).await.0, 202);
     for id in [&broken.id, &archived.id] {
@@ -126,14 +126,14 @@ async fn jobs_of_other_versions_wait_and_do_not_affect_others() {
 #[tokio::test]
 async fn unreadable_records_are_skipped() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent
         .report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3), line(0, 1, "one")])
         .await;
     agent.report(&attempt, Source::Rank(0), 3, vec![losses(0, 4..=6), line(0, 2, "two")]).await;
-    // A registered dataset, an agent of long ago, notes, and one event of each kind.
+    // Damages a dataset, an agent, notes, and one event of each kind.
     let copy = |table: &str, columns: &str, values: &str| {
         format!("INSERT INTO {table} ({columns}) SELECT {values} FROM {table}")
     };
@@ -164,21 +164,21 @@ async fn unreadable_records_are_skipped() {
     assert_eq!((status, &response["series"][0]["steps"]), (200, &json!([4, 5, 6])), "{response}");
     let (status, response) = server.get(&format!("/jobs/{id}/logs")).await;
     assert_eq!((status, &response["lines"][0]["text"]), (200, &json!("two")), "{response}");
-    // Jobs are still submitted, and end.
+    // Jobs can still be submitted, and end.
     server.submit(|_| {}).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
-    agent.started().await;
+    agent.expect_start().await;
     server.stop().await;
 }
 
 #[tokio::test]
 async fn a_record_refused_by_the_database_delays_no_others() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let mut attempts = Vec::new();
     for _ in 0..2 {
         server.submit(|s| s["parallel"] = json!({"ranks": 1})).await;
-        attempts.push(agent.started().await.attempt);
+        attempts.push(agent.expect_start().await.attempt);
     }
     // Two checkpoints of steps that no database can distinguish, as 64 bits with a sign do not hold them.
     let events = vec![
@@ -201,14 +201,15 @@ async fn a_record_refused_by_the_database_delays_no_others() {
         }
     }
     acknowledged.sort_by_key(|a| a.2);
-    assert_eq!((acknowledged[0].2, acknowledged[1].2), (2, 5), "all of it is acknowledged");
-    // What came before and after the one that was refused is there, and was numbered without a gap.
+    assert_eq!((acknowledged[0].2, acknowledged[1].2), (2, 5), "all records are acknowledged");
+    // Records before and after the refused record are stored, and numbered without a gap.
     let id = attempts[0].job.to_string();
     let (_, response) = server.get(&format!("/jobs/{id}/metrics?name=loss")).await;
     assert_eq!(response["series"][0]["steps"], json!([1, 2, 3, 4, 5, 6]));
     let (_, response) = server.get(&format!("/jobs/{id}/checkpoints")).await;
     assert_eq!(response["checkpoints"].as_array().unwrap().len(), 1);
-    let numbers: Vec<_> = server.stored(&id).await.iter().map(|e| e["seq"].as_u64().unwrap()).collect();
+    let numbers: Vec<_> =
+        server.stored_events(&id).await.iter().map(|e| e["seq"].as_u64().unwrap()).collect();
     assert_eq!(numbers, (1..=numbers.len() as u64).collect::<Vec<_>>());
     for attempt in &attempts {
         agent.end(attempt, Ending::Succeeded { step: 100 }).await;
@@ -218,15 +219,15 @@ async fn a_record_refused_by_the_database_delays_no_others() {
 }
 
 #[tokio::test]
-async fn a_nan_evaluation_is_no_result_and_other_records_are_read() {
+async fn a_nan_evaluation_is_skipped_and_events_stay_readable() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     let evaluation = Evaluation { epoch: 1, step: 3, samples: 20, accuracy: 0.1, loss: f64::NAN, secs: 0.5 };
     let records = vec![running(100, 0), AttemptEvent::Evaluation(evaluation)];
     agent.report(&attempt, Source::Rank(0), 0, records).await;
-    let frames = server.stored(&id).await;
+    let frames = server.stored_events(&id).await;
     assert!(!frames.iter().any(|f| f["type"] == "evaluation"), "{frames:?}");
     for frame in frames {
         serde_json::from_value::<Frame>(frame.clone()).unwrap_or_else(|error| panic!("{error}: {frame}"));

@@ -1,8 +1,8 @@
-//! The queue as it is listed: order, reasons, and what is kept for whom.
+//! The list of the queue: order, reasons, reservations.
 
 use crate::{
     agent::Agent,
-    test_server::{DEADLINE, TestServer},
+    test_server::{TIMEOUT, TestServer},
 };
 use lockstep_protocol::{
     agent::{Ending, ToAgent},
@@ -25,9 +25,9 @@ async fn submit(server: &TestServer, name: &str, ranks: u32, change: Value) -> J
         .await
 }
 
-/// The queue, once it is so: dispatch looks at it twice a second.
-async fn queue_when(server: &TestServer, what: &str, fits: impl Fn(&Value) -> bool) -> Value {
-    let deadline = Instant::now() + DEADLINE;
+/// Waits until the queue fits, and returns the queue. Dispatch plans twice a second.
+async fn wait_for_queue(server: &TestServer, what: &str, fits: impl Fn(&Value) -> bool) -> Value {
+    let deadline = Instant::now() + TIMEOUT;
     loop {
         let (status, queue) = server.get("/queue").await;
         assert_eq!(status, 200, "{queue}");
@@ -43,35 +43,35 @@ fn names(queue: &Value) -> Vec<&str> {
     queue["jobs"].as_array().unwrap().iter().map(|job| job["name"].as_str().unwrap_or("")).collect()
 }
 
-/// Whether exactly these wait, in this order, and each has been looked at.
-fn are(queue: &Value, expected: &[&str]) -> bool {
+/// Whether exactly these jobs wait, in this order, each with a reason.
+fn has_jobs(queue: &Value, expected: &[&str]) -> bool {
     names(queue) == expected && queue["jobs"].as_array().unwrap().iter().all(|job| !job["reason"].is_null())
 }
 
 #[tokio::test]
 async fn slots_are_assigned_in_listed_order_and_jobs_have_reasons() {
     let server = TestServer::with(|c| c.fair_share = FairShare::Project).await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     assert_eq!(server.get("/queue").await.1, json!({"jobs": [], "reservations": [], "next_cursor": null}));
     let vision = || json!({"project": "vision"});
     let mut running = Vec::new();
     for name in ["first", "second"] {
         submit(&server, name, 1, vision()).await;
-        running.push(agent.started().await.attempt);
+        running.push(agent.expect_start().await.attempt);
     }
     let older = submit(&server, "older", 1, vision()).await;
     submit(&server, "old", 1, vision()).await;
     submit(&server, "audio", 1, json!({"project": "audio"})).await;
     submit(&server, "urgent", 1, json!({"project": "vision", "priority": 1})).await;
     let order = ["urgent", "audio", "older", "old"];
-    let queue = queue_when(&server, "by priority, share and age", |queue| are(queue, &order)).await;
+    let queue = wait_for_queue(&server, "by priority, share and age", |queue| has_jobs(queue, &order)).await;
     let jobs = queue["jobs"].as_array().unwrap();
     for (job, place) in jobs.iter().zip(1..) {
         assert_eq!(
             (&job["place"], &job["ranks"], &job["state"]),
             (&json!(place), &json!(1), &json!("queued"))
         );
-        // In the words of the job's own page.
+        // The job's own history has the same place and reason.
         let (_, history) = server.get(&format!("/jobs/{}/history", job["id"].as_str().unwrap())).await;
         assert_eq!(
             (&history["queue"]["place"], &history["queue"]["reason"]),
@@ -84,7 +84,7 @@ async fn slots_are_assigned_in_listed_order_and_jobs_have_reasons() {
     let since: jiff::Timestamp = third["waiting_since"].as_str().unwrap().parse().unwrap();
     assert_eq!(since, older.created_at);
     assert!(third["owner"].is_string(), "{third}");
-    // What becomes free goes to the first of them, and to no other.
+    // Freed slots are reserved for the first job.
     let reserved = json!({"agent_id": "id-a", "agent": "a", "job": urgent["id"], "name": "urgent", "free": [], "ending": [],
         "whole_machine": true, "since": queue["reservations"][0]["since"]});
     assert_eq!(queue["reservations"], json!([reserved]));
@@ -96,42 +96,43 @@ async fn slots_are_assigned_in_listed_order_and_jobs_have_reasons() {
     assert_eq!(names(&server.get(&format!("/queue?owner={owner}")).await.1), order);
     assert_eq!(names(&server.get("/queue?owner=nobody").await.1), [""; 0]);
 
-    // As they are listed.
+    // Jobs start in the listed order.
     for (attempt, expected) in running.iter().zip(&order) {
         agent.end(attempt, Ending::Succeeded { step: 1 }).await;
-        assert_eq!(server.job(agent.started().await.attempt.job.as_str()).await.name, *expected);
+        assert_eq!(server.job(agent.expect_start().await.attempt.job.as_str()).await.name, *expected);
     }
-    queue_when(&server, "the others wait on", |queue| are(queue, &order[2..])).await;
+    wait_for_queue(&server, "the other jobs still wait", |queue| has_jobs(queue, &order[2..])).await;
     server.stop().await;
 }
 
 #[tokio::test]
 async fn the_queue_is_paged_and_refuses_unknown_parameters() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
     assert_eq!(server.post("/agents/id-a/drain", &json!({})).await.0, 204);
     let mut ids = Vec::new();
     for name in ["a", "b", "c", "d", "e"] {
         ids.push(submit(&server, name, 1, json!({})).await.id);
     }
-    let queue = queue_when(&server, "all wait", |queue| are(queue, &["a", "b", "c", "d", "e"])).await;
+    let queue =
+        wait_for_queue(&server, "all jobs wait", |queue| has_jobs(queue, &["a", "b", "c", "d", "e"])).await;
     assert_eq!(queue["jobs"][0]["reason"]["code"], "no_agent_accepts");
-    assert_eq!(queue["reservations"], json!([]), "nothing is kept on a drained machine");
+    assert_eq!(queue["reservations"], json!([]), "a drained machine has no reservations");
     for limit in 1..=6 {
-        let (mut walked, mut cursor) = (Vec::new(), String::new());
+        let (mut found, mut cursor) = (Vec::new(), String::new());
         loop {
             let (status, page) = server.get(&format!("/queue?limit={limit}&count=true{cursor}")).await;
             assert_eq!((status, &page["total"]), (200, &json!(5)), "{page}");
             assert!(page["jobs"].as_array().unwrap().len() <= limit);
-            walked.extend(names(&page).into_iter().map(str::to_owned));
+            found.extend(names(&page).into_iter().map(str::to_owned));
             match page["next_cursor"].as_str() {
                 Some(next) => cursor = format!("&cursor={next}"),
                 None => break,
             }
         }
-        assert_eq!(walked.concat(), "abcde", "{limit}");
+        assert_eq!(found.concat(), "abcde", "{limit}");
     }
-    // One that was on the first page leaves the queue: the second one leaves nobody out.
+    // A job of the first page leaves the queue: the second page still has all other jobs.
     let (_, first) = server.get("/queue?limit=2").await;
     assert_eq!(server.post(&format!("/jobs/{}/cancel", ids[1]), &json!({})).await.0, 202);
     let (_, next) = server.get(&format!("/queue?cursor={}", first["next_cursor"].as_str().unwrap())).await;
@@ -140,12 +141,12 @@ async fn the_queue_is_paged_and_refuses_unknown_parameters() {
     let (_, list) = server.get("/jobs?limit=1").await;
     let of_jobs = format!("cursor={}", list["next_cursor"].as_str().unwrap());
     assert_eq!(server.get("/queue?limit=1000").await.0, 200);
-    // The longest owner that is looked for, and one more.
+    // An owner may have at most 200 characters.
     for (letters, expected) in [(200, 200), (201, 422)] {
-        let (status, answer) = server.get(&format!("/queue?owner={}", "a".repeat(letters))).await;
-        assert_eq!(status, expected, "{answer}");
+        let (status, response) = server.get(&format!("/queue?owner={}", "a".repeat(letters))).await;
+        assert_eq!(status, expected, "{response}");
     }
-    for (query, words) in [
+    for (query, message) in [
         ("limit=0", "1 to 1000"),
         ("limit=1001", "1 to 1000"),
         ("fields=place,nam", "did you mean \\\"name\\\""),
@@ -155,101 +156,102 @@ async fn the_queue_is_paged_and_refuses_unknown_parameters() {
         (of_jobs.as_str(), "another list"),
     ] {
         let (status, problem) = server.get(&format!("/queue?{query}")).await;
-        assert!(status == 400 && problem.to_string().contains(words), "{query}: {status} {problem}");
+        assert!(status == 400 && problem.to_string().contains(message), "{query}: {status} {problem}");
     }
     server.stop().await;
 }
 
 #[tokio::test]
-async fn a_machine_is_reserved_for_a_large_job_and_shown_as_such() {
+async fn a_machine_is_reserved_for_a_large_job() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     submit(&server, "running", 1, json!({})).await;
-    let running = agent.started().await.attempt;
+    let running = agent.expect_start().await.attempt;
     let large = submit(&server, "the large", 2, json!({})).await;
     let small = submit(&server, "small", 1, json!({})).await;
     let is_kept = |queue: &Value| {
         let is_reserved = queue["reservations"][0]["job"] == json!(large.id);
-        are(queue, &["the large", "small"]) && is_reserved && !queue["jobs"][1]["reason"].is_null()
+        has_jobs(queue, &["the large", "small"]) && is_reserved && !queue["jobs"][1]["reason"].is_null()
     };
-    let queue = queue_when(&server, "both wait", is_kept).await;
+    let queue = wait_for_queue(&server, "both jobs wait", is_kept).await;
     let kept = &queue["reservations"][0];
     let expected = json!({"agent_id": "id-a", "agent": "a", "job": large.id, "name": "the large", "free": [1], "ending": [],
         "whole_machine": true, "since": kept["since"]});
     assert_eq!(queue["reservations"], json!([expected]));
     assert_eq!((&queue["jobs"][0]["kept_slots"], &queue["jobs"][1]["kept_slots"]), (&json!(1), &json!(0)));
-    let words = |place: usize| &queue["jobs"][place]["reason"]["words"];
-    assert_eq!(words(0), "waits for 2 slots: 1 of 2 on \"a\" free");
-    assert_eq!(words(1), "waits for 1 slot: 1 of 2 on \"a\" free, kept for \"the large\"");
+    let message = |place: usize| &queue["jobs"][place]["reason"]["words"];
+    assert_eq!(message(0), "waits for 2 slots: 1 of 2 on \"a\" free");
+    assert_eq!(message(1), "waits for 1 slot: 1 of 2 on \"a\" free, kept for \"the large\"");
     // The machine's slots, and the pages.
     let (_, agents) = server.get("/agents").await;
     let slots = agents["agents"][0]["slots"].as_array().unwrap();
     assert_eq!((&slots[0]["job"], &slots[0]["kept_for"]), (&json!(running.job), &Value::Null));
     let kept_for = json!({"job": large.id, "since": kept["since"]});
     assert_eq!((&slots[1]["job"], &slots[1]["kept_for"]), (&Value::Null, &kept_for));
-    let (_, machines) = server.text("/machines").await;
+    let (_, machines) = server.get_text("/machines").await;
     assert!(
         machines.contains(&format!("kept for <a href=\"/jobs/{}\">the large</a>", large.id)),
         "{machines}"
     );
-    let (status, page) = server.text("/queue").await;
+    let (status, page) = server.get_text("/queue").await;
     assert!(status == 200 && page.contains("2 jobs wait · 1 slot kept"), "{page}");
     assert!(page.contains("slot 1, and what else becomes free"), "{page}");
     assert!(page.find("the large</a>") < page.find("small</a>"), "{page}");
-    for (query, words) in [("?project=none", "No waiting job matches"), ("?owner=", "2 jobs wait")] {
-        assert!(server.text(&format!("/queue{query}")).await.1.contains(words), "{query}");
+    for (query, message) in [("?project=none", "No waiting job matches"), ("?owner=", "2 jobs wait")] {
+        assert!(server.get_text(&format!("/queue{query}")).await.1.contains(message), "{query}");
     }
-    // The same from round to round: nobody has overtaken it.
-    let again = server.get("/queue").await.1;
-    assert_eq!(again["reservations"], queue["reservations"]);
+    // The reservation stays in later rounds of dispatch.
+    let later = server.get("/queue").await.1;
+    assert_eq!(later["reservations"], queue["reservations"]);
     agent.end(&running, Ending::Succeeded { step: 1 }).await;
-    let started = agent.started().await;
+    let started = agent.expect_start().await;
     assert_eq!((&started.attempt.job, started.ranks.len()), (&large.id, 2));
     let is_next =
-        |queue: &Value| are(queue, &["small"]) && queue["reservations"][0]["job"] == json!(small.id);
-    let queue = queue_when(&server, "the other is next", is_next).await;
+        |queue: &Value| has_jobs(queue, &["small"]) && queue["reservations"][0]["job"] == json!(small.id);
+    let queue = wait_for_queue(&server, "the small job is next", is_next).await;
     assert_eq!((&queue["reservations"][0]["free"], &queue["jobs"][0]["kept_slots"]), (&json!([]), &json!(0)));
     agent.end(&started.attempt, Ending::Succeeded { step: 1 }).await;
-    assert_eq!(agent.started().await.attempt.job, small.id);
-    let queue = queue_when(&server, "nothing waits", |queue| are(queue, &[])).await;
+    assert_eq!(agent.expect_start().await.attempt.job, small.id);
+    let queue = wait_for_queue(&server, "nothing waits", |queue| has_jobs(queue, &[])).await;
     assert_eq!(queue["reservations"], json!([]));
-    assert!(server.text("/queue").await.1.contains("Nothing waits"));
+    assert!(server.get_text("/queue").await.1.contains("Nothing waits"));
     server.stop().await;
 }
 
 #[tokio::test]
 async fn preempted_jobs_keep_slots_while_writing_checkpoints() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let low = submit(&server, "low", 2, json!({"preemptible": true})).await;
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     let high = submit(&server, "high", 1, json!({"priority": 5})).await;
     match agent.next().await {
         Some(ToAgent::Stop { patient: true, .. }) => {}
         other => panic!("{other:?}"),
     }
-    let is_kept = |queue: &Value| are(queue, &["high"]) && queue["reservations"][0]["ending"] == json!([0]);
-    let queue = queue_when(&server, "its slot is kept", is_kept).await;
+    let is_kept =
+        |queue: &Value| has_jobs(queue, &["high"]) && queue["reservations"][0]["ending"] == json!([0]);
+    let queue = wait_for_queue(&server, "a slot is reserved", is_kept).await;
     let kept = &queue["reservations"][0];
     assert_eq!(
         (&kept["job"], &kept["free"], &kept["whole_machine"]),
         (&json!(high.id), &json!([]), &json!(false))
     );
     assert_eq!(queue["jobs"][0]["kept_slots"], 1);
-    let words = queue["jobs"][0]["reason"]["words"].as_str().unwrap();
-    assert!(words.ends_with("jobs of lower priority are being preempted"), "{words}");
-    // The one that gives way has it still.
+    let message = queue["jobs"][0]["reason"]["words"].as_str().unwrap();
+    assert!(message.ends_with("jobs of lower priority are being preempted"), "{message}");
+    // The preempted job still has its slots.
     let (_, agents) = server.get("/agents").await;
     let slots = agents["agents"][0]["slots"].as_array().unwrap();
-    let of = |n: usize| (slots[n]["job"].clone(), slots[n]["kept_for"]["job"].clone());
-    assert_eq!((of(0), of(1)), ((json!(low.id), json!(high.id)), (json!(low.id), Value::Null)));
-    assert!(server.text("/queue").await.1.contains("slot 0 whose job is ending"));
+    let slot = |n: usize| (slots[n]["job"].clone(), slots[n]["kept_for"]["job"].clone());
+    assert_eq!((slot(0), slot(1)), ((json!(low.id), json!(high.id)), (json!(low.id), Value::Null)));
+    assert!(server.get_text("/queue").await.1.contains("slot 0 whose job is ending"));
 
     agent.end(&attempt, Ending::Stopped).await;
-    assert_eq!(agent.started().await.attempt.job, high.id);
-    // It waits since it went back to the queue, and not since it was submitted.
-    let is_back = |queue: &Value| are(queue, &["low"]) && queue["reservations"][0]["free"] == json!([1]);
-    let queue = queue_when(&server, "the other waits again", is_back).await;
+    assert_eq!(agent.expect_start().await.attempt.job, high.id);
+    // The preempted job waits since it was queued again, not since its submission.
+    let is_back = |queue: &Value| has_jobs(queue, &["low"]) && queue["reservations"][0]["free"] == json!([1]);
+    let queue = wait_for_queue(&server, "the preempted job waits again", is_back).await;
     let since: jiff::Timestamp = queue["jobs"][0]["waiting_since"].as_str().unwrap().parse().unwrap();
     let (_, attempts) = server.get(&format!("/jobs/{}/attempts", low.id)).await;
     let ended: jiff::Timestamp = attempts["attempts"][0]["ended_at"].as_str().unwrap().parse().unwrap();

@@ -1,4 +1,4 @@
-//! Why jobs and attempts ended: as codes and words, and kept for ever. And what a fork began from.
+//! Reasons of ends of jobs and attempts; parents of forks; idempotency keys; limits.
 
 use crate::{
     agent::{Agent, hello, losses, running},
@@ -11,12 +11,12 @@ use lockstep_protocol::{
 };
 use serde_json::{Value, json};
 
-fn killed(rank: u32, step: u64) -> Ending {
+fn rank_killed(rank: u32, step: u64) -> Ending {
     Ending::Failed { reason: ReasonKind::RankKilled { rank, step, signal: 9 }.into(), retriable: true }
 }
 
-/// The files of checkpoint 1-50, as far as a fork checks them.
-fn checkpoint_folder(server: &TestServer, id: &str) {
+/// Creates the files of checkpoint 1-50 that a fork checks.
+fn create_checkpoint_folder(server: &TestServer, id: &str) {
     let folder = server.dir.path().join(format!("jobs/{id}/checkpoints/1-50"));
     std::fs::create_dir_all(&folder).unwrap();
     std::fs::write(folder.join("MANIFEST.json"), "{}").unwrap();
@@ -35,11 +35,11 @@ fn checkpoint(step: u64) -> AttemptEvent {
 #[tokio::test]
 async fn attempts_record_why_they_ended_and_where_they_began() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
     let attempts = format!("/jobs/{id}/attempts");
 
-    let first = agent.started().await.attempt;
+    let first = agent.expect_start().await.attempt;
     let records = vec![running(100, 0), losses(0, 1..=41), checkpoint(40)];
     agent.report(&first, Source::Rank(0), 0, records).await;
     let (_, response) = server.get(&attempts).await;
@@ -47,11 +47,12 @@ async fn attempts_record_why_they_ended_and_where_they_began() {
         (&response["attempts"][0]["state"], &response["attempts"][0]["ended_at"]),
         (&json!("running"), &Value::Null)
     );
-    agent.end(&first, killed(1, 41)).await;
-    let second = agent.started().await.attempt;
+    agent.end(&first, rank_killed(1, 41)).await;
+    let second = agent.expect_start().await.attempt;
     let job = server.job(&id).await;
-    assert_eq!((job.reason, job.cause), (None, None), "the job itself has moved on");
-    let restarting = server.stored(&id).await.into_iter().find(|e| e["state"] == "restarting").unwrap();
+    assert_eq!((job.reason, job.cause), (None, None), "a started job has no reason");
+    let restarting =
+        server.stored_events(&id).await.into_iter().find(|e| e["state"] == "restarting").unwrap();
     assert_eq!(
         restarting["reason"],
         "rank 1 was killed by signal 9 at step 41; attempt 2 starts from step 40"
@@ -60,18 +61,18 @@ async fn attempts_record_why_they_ended_and_where_they_began() {
         (&restarting["cause"]["code"], &restarting["cause"]["next"]),
         (&json!("rank_killed"), &json!({"does": "restart", "attempt": 2, "from_step": 40}))
     );
-    // A pause, a cancellation and an end as it should be.
+    // Then a pause, a cancellation and a success.
     agent.report(&second, Source::Rank(0), 0, vec![running(100, 40)]).await;
     assert_eq!(server.post(&format!("/jobs/{id}/pause"), &Value::Null).await.0, 202);
     agent.next().await;
     agent.end(&second, Ending::Stopped).await;
     assert_eq!(server.post(&format!("/jobs/{id}/resume"), &Value::Null).await.0, 202);
-    let third = agent.started().await.attempt;
+    let third = agent.expect_start().await.attempt;
     assert_eq!(server.post(&format!("/jobs/{id}/cancel"), &Value::Null).await.0, 202);
     agent.next().await;
     agent.end(&third, Ending::Stopped).await;
     assert_eq!(server.post(&format!("/jobs/{id}/retry"), &Value::Null).await.0, 202);
-    let fourth = agent.started().await.attempt;
+    let fourth = agent.expect_start().await.attempt;
     agent.report(&fourth, Source::Rank(0), 0, vec![running(100, 40)]).await;
     agent.end(&fourth, Ending::Succeeded { step: 100 }).await;
 
@@ -80,7 +81,7 @@ async fn attempts_record_why_they_ended_and_where_they_began() {
     let expected = [
         ("failed", json!("rank_killed"), Value::Null, json!(41)),
         ("paused", json!("paused_by_user"), from.clone(), json!(40)),
-        // It was cancelled before it trained: no step is its own.
+        // The attempt was cancelled before its first step.
         ("cancelled", json!("cancelled_by_user"), from.clone(), Value::Null),
         ("succeeded", Value::Null, from, json!(100)),
     ];
@@ -98,14 +99,14 @@ async fn attempts_record_why_they_ended_and_where_they_began() {
     let why = &response["attempts"][0]["reason"];
     assert_eq!((&why["rank"], &why["step"], &why["signal"]), (&json!(1), &json!(41), &json!(9)));
     assert_eq!(why["words"], "rank 1 was killed by signal 9 at step 41");
-    let (_, page) = server.text(&format!("/jobs/{id}")).await;
+    let (_, page) = server.get_text(&format!("/jobs/{id}")).await;
     assert!(page.contains("data-code=\"rank_killed\"") && page.contains("rank 1 was killed by signal 9"));
 
-    // Also after the server has started again.
+    // A restart of the server changes nothing.
     let server = TestServer::open(server.stop().await, |_| {}).await;
     assert_eq!(server.get(&attempts).await.1, response);
     assert_eq!(server.get("/jobs/j00000000000000000000000000/attempts").await.0, 404);
-    // Nobody is there to begin one.
+    // A job without an attempt has an empty list.
     let waiting = server.submit(|_| {}).await.id;
     let none = json!({"attempts": [], "next_cursor": null});
     assert_eq!(server.get(&format!("/jobs/{waiting}/attempts")).await, (200, none));
@@ -113,29 +114,29 @@ async fn attempts_record_why_they_ended_and_where_they_began() {
 }
 
 #[tokio::test]
-async fn a_job_that_stops_early_succeeds_and_says_why() {
+async fn a_job_that_stops_early_succeeds_with_a_reason() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|spec| spec["stop"] = json!({"patience": 2})).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     let why = "validation accuracy has not improved on the 91.2 % of epoch 1 in 2 validations";
     let early = AttemptEvent::StoppedEarly { step: 50, why: why.into() };
     let records = vec![running(100, 0), losses(0, 1..=50), checkpoint(50), early];
     agent.report(&attempt, Source::Rank(0), 0, records).await;
     agent.end(&attempt, Ending::Succeeded { step: 50 }).await;
     let job = server.job(&id).await;
-    let words = format!("stopped early: {why}");
-    assert_eq!((job.state, job.step, job.reason.as_deref()), (JobState::Succeeded, 50, Some(&*words)));
+    let message = format!("stopped early: {why}");
+    assert_eq!((job.state, job.step, job.reason.as_deref()), (JobState::Succeeded, 50, Some(&*message)));
     let (_, attempts) = server.get(&format!("/jobs/{id}/attempts")).await;
     let attempt = &attempts["attempts"][0];
     assert_eq!(
         (&attempt["state"], &attempt["reason"]["code"]),
         (&json!("succeeded"), &json!("stopped_early"))
     );
-    let (_, page) = server.text(&format!("/jobs/{id}")).await;
+    let (_, page) = server.get_text(&format!("/jobs/{id}")).await;
     assert!(page.contains("Stopped early:") && page.contains(why), "{page}");
     // A fork with the same patience would stop before its first step.
-    checkpoint_folder(&server, &id);
+    create_checkpoint_folder(&server, &id);
     let fork = async |set: Value| server.post(&format!("/jobs/{id}/fork"), &json!({ "set": set })).await;
     let (status, refused) = fork(json!({})).await;
     assert_eq!((status, &refused["errors"][0]["pointer"]), (422, &json!("/stop/patience")), "{refused}");
@@ -148,44 +149,44 @@ async fn a_job_that_stops_early_succeeds_and_says_why() {
 #[tokio::test]
 async fn a_change_of_precision_is_reported_while_the_job_runs() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     let change =
         AttemptEvent::PrecisionFallback { step: 41, what: "the gradients of 5 steps in a row".into() };
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=41), change]).await;
-    let words = "float16 could not hold the gradients of 5 steps in a row: training continues in bfloat16 after step 41";
+    let message = "float16 could not hold the gradients of 5 steps in a row: training continues in bfloat16 after step 41";
     let job = server.job(&id).await;
-    assert_eq!((job.state, job.reason.as_deref()), (JobState::Running, Some(words)));
-    let response = server.stored(&id).await.into_iter().rfind(|e| e["type"] == "state").unwrap();
+    assert_eq!((job.state, job.reason.as_deref()), (JobState::Running, Some(message)));
+    let response = server.stored_events(&id).await.into_iter().rfind(|e| e["type"] == "state").unwrap();
     assert_eq!(
         (&response["state"], &response["cause"]["code"]),
         (&json!("running"), &json!("precision_fallback"))
     );
-    let (_, page) = server.text(&format!("/jobs/{id}")).await;
-    assert!(page.contains(words));
+    let (_, page) = server.get_text(&format!("/jobs/{id}")).await;
+    assert!(page.contains(message));
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
     assert_eq!(server.job(&id).await.reason, None, "a job that has succeeded has no reason");
     server.stop().await;
 }
 
 #[tokio::test]
-async fn agents_of_other_versions_are_informed_and_their_reasons_understood() {
+async fn agents_of_other_versions_are_refused_and_unknown_reasons_are_stored() {
     let server = TestServer::new().await;
-    Agent::with_pictures(&server, 1).await.vanish();
-    // One that could not read the jobs that it is given.
+    Agent::join_with_dataset(&server, 1).await.disconnect();
+    // An agent of an older version, which could not read jobs.
     let mut earlier = hello("b", 2, Vec::new());
     if let FromAgent::Hello { protocol, .. } = &mut earlier {
         *protocol = PROTOCOL_VERSION - 1;
     }
-    let response = Agent::greet(&server, earlier).await.err().unwrap();
+    let response = Agent::connect(&server, earlier).await.err().unwrap();
     assert!(response.contains("run the same version of lockstep on both"), "{response}");
-    let mut agent = Agent::greet(&server, hello("b", 2, Vec::new())).await.unwrap();
-    // A code and facts of a version to come.
+    let mut agent = Agent::connect(&server, hello("b", 2, Vec::new())).await.unwrap();
+    // A reason with a code and facts of a later version.
     let reason =
         json!({"code": "eclipse", "moons": 2, "words": "too dark", "next": {"does": "wait", "nights": 1}});
     let id = server.submit(|s| s["recovery"] = json!({"max_restarts": 0})).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     let event = json!({"type": "ended", "how": "failed", "reason": reason, "retriable": true});
     let unknown = json!({"type": "weather", "wind": 7});
     agent
@@ -193,8 +194,8 @@ async fn agents_of_other_versions_are_informed_and_their_reasons_understood() {
         .await;
     agent.next().await;
     let job = server.job(&id).await;
-    let whole = "too dark; no restart is allowed (recovery.max_restarts = 0)";
-    assert_eq!((job.state, job.reason.as_deref()), (JobState::Failed, Some(whole)));
+    let full_reason = "too dark; no restart is allowed (recovery.max_restarts = 0)";
+    assert_eq!((job.state, job.reason.as_deref()), (JobState::Failed, Some(full_reason)));
     let (_, response) = server.get(&format!("/jobs/{id}/attempts")).await;
     assert_eq!(response["attempts"][0]["reason"]["code"], "eclipse", "{response}");
     assert_eq!(response["attempts"][0]["reason"]["words"], "too dark", "{response}");
@@ -202,7 +203,7 @@ async fn agents_of_other_versions_are_informed_and_their_reasons_understood() {
     if let FromAgent::Hello { protocol, .. } = &mut later {
         *protocol += 1;
     }
-    let response = Agent::greet(&server, later).await.err().unwrap();
+    let response = Agent::connect(&server, later).await.err().unwrap();
     assert!(response.contains("run the same version of lockstep on both"), "{response}");
     server.stop().await;
 }
@@ -210,39 +211,39 @@ async fn agents_of_other_versions_are_informed_and_their_reasons_understood() {
 #[tokio::test]
 async fn a_fork_names_its_parent_even_after_deletion() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(50)]).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
-    checkpoint_folder(&server, &id);
+    create_checkpoint_folder(&server, &id);
     let (status, fork) = server.post(&format!("/jobs/{id}/fork"), &json!({})).await;
     assert_eq!(status, 201, "{fork}");
     let parent = json!({"job": id, "checkpoint": format!("{id}-1-50")});
     assert_eq!(fork["parent"], parent);
     assert_eq!((&fork["cause"]["code"], &fork["cause"]["step"]), (&json!("forked"), &json!(50)));
     let forked = fork["id"].as_str().unwrap();
-    agent.started().await;
+    agent.expect_start().await;
     assert_eq!(server.delete(&format!("/jobs/{id}")).await.0, 204);
     assert_eq!(server.get(&format!("/jobs/{forked}")).await.1["parent"], parent);
     let (_, response) = server.get(&format!("/jobs/{forked}/attempts")).await;
     assert_eq!(response["attempts"][0]["checkpoint"], format!("{forked}-1-50"));
-    let (_, page) = server.text(&format!("/jobs/{forked}")).await;
-    assert!(page.contains(&format!("href=\"/jobs/{id}\"")), "the page links to it");
+    let (_, page) = server.get_text(&format!("/jobs/{forked}")).await;
+    assert!(page.contains(&format!("href=\"/jobs/{id}\"")), "the page links to the parent");
     server.stop().await;
 }
 
 #[tokio::test]
 async fn idempotency_keys_belong_to_one_path() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let mut checkpoints = Vec::new();
     for _ in 0..2 {
         let id = server.submit(|_| {}).await.id.to_string();
-        let attempt = agent.started().await.attempt;
+        let attempt = agent.expect_start().await.attempt;
         agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(50)]).await;
         agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
-        checkpoint_folder(&server, &id);
+        create_checkpoint_folder(&server, &id);
         checkpoints.push(id);
     }
     let fork = |id: &str| {
@@ -253,7 +254,7 @@ async fn idempotency_keys_belong_to_one_path() {
     assert_eq!(status, 201, "{one}");
     let (status, same) = fork(&checkpoints[0]).await;
     assert_eq!((status, &same["id"]), (200, &one["id"]));
-    // The same body and key, of another job: not answered with the first one's fork.
+    // The same key and body on another path is refused.
     assert_eq!(fork(&checkpoints[1]).await.0, 409);
     server.stop().await;
 }
@@ -261,9 +262,9 @@ async fn idempotency_keys_belong_to_one_path() {
 #[tokio::test]
 async fn a_list_has_the_documented_maximum_of_jobs() {
     let server = TestServer::new().await;
-    Agent::with_pictures(&server, 2).await.vanish();
+    Agent::join_with_dataset(&server, 2).await.disconnect();
     let one = server.submit(|_| {}).await;
-    // As many more as make 1,001: only their number matters.
+    // Inserts 1,000 more jobs.
     let stored = spec().to_string().replace('\'', "''");
     server
         .execute(&format!(
@@ -295,7 +296,7 @@ async fn too_large_bodies_are_refused_in_every_format() {
     let server = TestServer::new().await;
     for kind in ["application/json", "application/toml"] {
         for (bytes, expected) in [(1 << 20, 422), ((1 << 20) + 1, 413)] {
-            // Sound in both formats but for its size: an empty table, and a comment.
+            // Valid in both formats except for the size: an empty object, and a comment.
             let mut body = if kind.ends_with("json") { "{}".to_owned() } else { "#".to_owned() };
             body += &" ".repeat(bytes - body.len());
             let request =

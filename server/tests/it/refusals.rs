@@ -1,7 +1,7 @@
-//! Requests that cannot be done: each is a problem that says what to change, and nothing is half done.
+//! Invalid requests: each error says what to change, and no change is made.
 
 use crate::{
-    agent::{Agent, info},
+    agent::{Agent, dataset_info},
     test_server::{TestServer, spec},
 };
 use lockstep_protocol::dataset::DatasetInfo;
@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 #[tokio::test]
 async fn all_errors_of_a_specification_are_named_with_pointers() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
     let cases: Vec<(&str, Value, &str)> = vec![
         ("/train", json!({"epoch": 3}), "epochs"),
         ("/train", json!({"lr": "fast"}), ""),
@@ -36,15 +36,15 @@ async fn all_errors_of_a_specification_are_named_with_pointers() {
     }
     let both = json!({"nmae": "x", "data": {"dataset": "nothing"}, "train": {"lr": -1.0}});
     let (_, body) = server.post("/jobs", &both).await;
-    assert!(body["errors"].as_array().unwrap().len() >= 3, "all at once: {body}");
+    assert!(body["errors"].as_array().unwrap().len() >= 3, "all mistakes are reported at once: {body}");
     let mut ranks = spec();
     ranks["parallel"] = json!({"ranks": 8, "mode": "pipeline"});
     let (_, body) = server.post("/jobs/validate", &ranks).await;
     let pointers: Vec<_> = body["errors"].as_array().unwrap().iter().map(|e| e["pointer"].clone()).collect();
     assert_eq!(pointers, ["/parallel/mode", "/parallel/ranks"], "{body}");
     let (_, list) = server.get("/jobs").await;
-    assert_eq!(list["jobs"], json!([]), "nothing was made");
-    assert_eq!(std::fs::read_dir(server.dir.path().join("jobs")).unwrap().count(), 0, "no folder either");
+    assert_eq!(list["jobs"], json!([]), "no job is created");
+    assert_eq!(std::fs::read_dir(server.dir.path().join("jobs")).unwrap().count(), 0, "no folder is created");
 
     let (status, plan) = server.post("/jobs/validate", &spec()).await;
     assert_eq!(status, 200, "{plan}");
@@ -58,7 +58,7 @@ async fn all_errors_of_a_specification_are_named_with_pointers() {
 #[tokio::test]
 async fn a_repeated_request_creates_one_job() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
     let send = |body: Value| {
         let request =
             server.http.post(server.url("/api/v1/jobs")).header("idempotency-key", "k1").json(&body);
@@ -76,7 +76,7 @@ async fn a_repeated_request_creates_one_job() {
 }
 
 #[tokio::test]
-async fn malformed_requests_are_problems_too() {
+async fn malformed_requests_get_problem_responses() {
     let server = TestServer::new().await;
     let jobs = server.url("/api/v1/jobs");
     let json =
@@ -115,7 +115,7 @@ async fn malformed_requests_are_problems_too() {
 #[tokio::test]
 async fn an_agent_inspects_a_dataset_before_registration() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     for (new, place) in [
         (json!({"name": "", "path": "/x"}), "/name"),
         (json!({"name": "../up", "path": "/x"}), "/name"),
@@ -129,33 +129,33 @@ async fn an_agent_inspects_a_dataset_before_registration() {
     let broken = json!({"name": "broken", "path": "/broken"});
     let why = "/broken/data_batch_1.bin: truncated after 17 of 10000 pictures";
     let add = server.post("/datasets", &broken);
-    let ((status, body), ()) = tokio::join!(add, agent.answer(Err(why.into())));
+    let ((status, body), ()) = tokio::join!(add, agent.answer_inspection(Err(why.into())));
     assert_eq!((status, body["errors"][0]["detail"].as_str()), (422, Some(why)));
 
     assert_eq!(server.post("/datasets", &json!({"name": "pictures", "path": "/x"})).await.0, 409);
     let more = json!({"name": "more", "path": "/more"});
     let add = server.post("/datasets", &more);
-    let ((status, _), ()) = tokio::join!(add, agent.answer(Ok(info())));
+    let ((status, _), ()) = tokio::join!(add, agent.answer_inspection(Ok(dataset_info())));
     assert_eq!(status, 201);
     let id = server.submit(|s| s["data"]["dataset"] = json!("more")).await.id;
-    agent.started().await;
+    agent.expect_start().await;
     let (status, body) = server.delete("/datasets/more").await;
     assert!(status == 409 && body["detail"].as_str().unwrap().contains(id.as_str()), "{body}");
     assert_eq!(server.delete("/datasets/pictures").await.0, 204);
     let (_, list) = server.get("/datasets").await;
     assert_eq!(list["datasets"].as_array().unwrap().len(), 1);
-    // An agent that goes away while it is asked.
+    // The agent disconnects during the request.
     let third = json!({"name": "third", "path": "/third"});
     let add = server.post("/datasets", &third);
-    let ((status, _), ()) = tokio::join!(add, async { agent.vanish() });
+    let ((status, _), ()) = tokio::join!(add, async { agent.disconnect() });
     assert_eq!(status, 503);
     server.stop().await;
 }
 
 #[tokio::test]
-async fn the_list_is_narrowed_and_paged() {
+async fn the_list_has_filters_and_pages() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
     let mut ids = Vec::new();
     for i in 0..5 {
         ids.push(server.submit(|s| s["name"] = json!(format!("Run {i}"))).await.id.to_string());
@@ -171,7 +171,7 @@ async fn the_list_is_narrowed_and_paged() {
             None => break,
         }
     }
-    assert_eq!(seen, ids, "newest first, each once");
+    assert_eq!(seen, ids, "newest first, without duplicates");
     let (_, one) = server.get("/jobs?name=run%203").await;
     assert_eq!(one["jobs"].as_array().unwrap().len(), 1);
     let (_, none) = server.get("/jobs?state=succeeded").await;
@@ -182,18 +182,19 @@ async fn the_list_is_narrowed_and_paged() {
 #[tokio::test]
 async fn impossible_inspection_results_are_not_stored() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
-    for (found, words) in [
-        (DatasetInfo { classes: Vec::new(), ..info() }, "no classes"),
-        (DatasetInfo { channels: 4, ..info() }, "4 channels"),
-        (DatasetInfo { mean: vec![f32::NAN], ..info() }, "mean"),
-        (DatasetInfo { std: vec![f32::INFINITY], ..info() }, "standard deviation"),
-        (DatasetInfo { std: vec![0.0], ..info() }, "standard deviation"),
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    for (found, message) in [
+        (DatasetInfo { classes: Vec::new(), ..dataset_info() }, "no classes"),
+        (DatasetInfo { channels: 4, ..dataset_info() }, "4 channels"),
+        (DatasetInfo { mean: vec![f32::NAN], ..dataset_info() }, "mean"),
+        (DatasetInfo { std: vec![f32::INFINITY], ..dataset_info() }, "standard deviation"),
+        (DatasetInfo { std: vec![0.0], ..dataset_info() }, "standard deviation"),
     ] {
         let new = json!({"name": "odd", "path": "/some/odd"});
-        let ((status, body), ()) = tokio::join!(server.post("/datasets", &new), agent.answer(Ok(found)));
+        let ((status, body), ()) =
+            tokio::join!(server.post("/datasets", &new), agent.answer_inspection(Ok(found)));
         assert_eq!((status, &body["errors"][0]["pointer"]), (422, &json!("/path")), "{body}");
-        assert!(body["detail"].as_str().unwrap().contains(words), "{body}");
+        assert!(body["detail"].as_str().unwrap().contains(message), "{body}");
     }
     assert_eq!(server.get("/datasets/odd").await.0, 404);
     server.stop().await;
@@ -202,10 +203,10 @@ async fn impossible_inspection_results_are_not_stored() {
 #[tokio::test]
 async fn an_unknown_query_parameter_is_refused_with_the_nearest_name() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
     let of_job = |rest: &str| format!("/jobs/{id}/{rest}");
-    for (path, words) in [
+    for (path, message) in [
         (
             "/jobs?bogus=1".to_owned(),
             "\"bogus\" here; the parameters are state, name, q, where, owner, project, tag, by, group, created_after",
@@ -218,17 +219,17 @@ async fn an_unknown_query_parameter_is_refused_with_the_nearest_name() {
         (of_job("samples?indices=1&trian=true"), "did you mean \"train\"?"),
         ("/datasets/pictures/samples?ofset=1".to_owned(), "did you mean \"offset\"?"),
         (of_job("metrics.csv?points=0"), "points"),
-        (of_job("logs?format=csv"), "format is text or absent, is \"csv\""),
+        (of_job("logs?format=csv"), "format is text or absent, not \"csv\""),
     ] {
         let (status, body) = server.get(&path).await;
         assert_eq!(status, 400, "{path}: {body}");
-        assert!(body["detail"].as_str().unwrap().contains(words), "{path}: {body}");
+        assert!(body["detail"].as_str().unwrap().contains(message), "{path}: {body}");
     }
     let long = format!("/jobs?{}=1", "k".repeat(10_000));
     let (status, body) = server.get(&long).await;
-    assert!(status == 400 && body.to_string().len() < 1000, "what was sent is not sent back: {body}");
-    // A page's scripts keep what they show in its address.
-    let (status, page) = server.text("/jobs?bogus=1").await;
+    assert!(status == 400 && body.to_string().len() < 1000, "the error does not repeat the name: {body}");
+    // HTML pages accept unknown parameters, because their scripts store the view in the URL.
+    let (status, page) = server.get_text("/jobs?bogus=1").await;
     assert_eq!(status, 200, "{page}");
     server.stop().await;
 }
@@ -236,24 +237,24 @@ async fn an_unknown_query_parameter_is_refused_with_the_nearest_name() {
 #[tokio::test]
 async fn counts_are_accepted_up_to_their_limits() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    for (path, most) in [
+    for (path, max) in [
         ("/jobs?limit=".to_owned(), 1000),
         (format!("/jobs/{id}/logs?limit="), 10_000),
         (format!("/jobs/{id}/metrics?points="), 10_000),
     ] {
-        for count in [1, most] {
+        for count in [1, max] {
             assert_eq!(server.get(&format!("{path}{count}")).await.0, 200, "{path}{count}");
         }
-        for count in [0, most + 1] {
+        for count in [0, max + 1] {
             let (status, body) = server.get(&format!("{path}{count}")).await;
             assert_eq!(status, 400, "{path}{count}: {body}");
-            let words = format!("must be 1 to {most}, is {count}");
-            assert!(body["detail"].as_str().unwrap().ends_with(&words), "{body}");
+            let message = format!("must be 1 to {max}, is {count}");
+            assert!(body["detail"].as_str().unwrap().ends_with(&message), "{body}");
         }
     }
-    // A place beyond the end of the log is the end, also while searching.
+    // A position after the end of the log is the end, also in a search.
     let (status, body) = server.get(&format!("/jobs/{id}/logs?q=x&after={}", u64::MAX)).await;
     assert_eq!((status, &body["next_cursor"]), (200, &Value::Null), "{body}");
     let indices = |n: usize| vec!["1"; n].join(",");

@@ -1,8 +1,8 @@
-//! Runs from elsewhere: by REST, and by MLflow's wire.
+//! Runs from elsewhere: by REST, and by MLflow's protocol.
 
 mod mlflow;
 
-use crate::test_server::{DEADLINE, TestServer};
+use crate::test_server::{TIMEOUT, TestServer};
 use lockstep_protocol::job::{Job, JobState};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
@@ -12,23 +12,23 @@ impl TestServer {
         self.send(self.http.patch(self.url(&format!("/api/v1{path}"))).json(body)).await
     }
 
-    /// Logs records that must be stored; answers how many are.
-    async fn log(&self, run: &str, first: u64, records: &Value) -> u64 {
+    /// Sends records, which the server must accept. Returns the number of stored records.
+    async fn log_records(&self, run: &str, first: u64, records: &Value) -> u64 {
         let body = json!({"first": first, "records": records});
-        let (status, answer) = self.post(&format!("/runs/{run}/records"), &body).await;
-        assert_eq!(status, 200, "{answer}");
-        answer["acknowledged"].as_u64().unwrap()
+        let (status, response) = self.post(&format!("/runs/{run}/records"), &body).await;
+        assert_eq!(status, 200, "{response}");
+        response["acknowledged"].as_u64().unwrap()
     }
 
     /// Starts a run.
-    async fn run(&self, body: &Value) -> Job {
+    async fn start_run(&self, body: &Value) -> Job {
         let (status, job) = self.post("/runs", body).await;
         assert_eq!(status, 201, "{job}");
         serde_json::from_value(job).unwrap()
     }
 
-    async fn csv(&self, run: &str, query: &str) -> Vec<String> {
-        let (status, text) = self.text(&format!("/api/v1/jobs/{run}/metrics.csv{query}")).await;
+    async fn metrics_csv(&self, run: &str, query: &str) -> Vec<String> {
+        let (status, text) = self.get_text(&format!("/api/v1/jobs/{run}/metrics.csv{query}")).await;
         assert_eq!(status, 200, "{text}");
         text.lines().skip(1).map(str::to_owned).collect()
     }
@@ -39,7 +39,7 @@ fn step(step: u64, values: Value) -> Value {
 }
 
 #[tokio::test]
-async fn settings_of_runs_are_compared_under_the_names_of_keys() {
+async fn settings_of_runs_are_filtered_and_grouped_like_keys_of_jobs() {
     let server = TestServer::new().await;
     for (id, lr) in [
         ("a", json!(0.3)),
@@ -50,7 +50,7 @@ async fn settings_of_runs_are_compared_under_the_names_of_keys() {
         ("f", json!("-")),
         ("g", json!(true)),
     ] {
-        server.run(&json!({"id": id, "name": id, "config": {"lr": lr, "dataset": "own"}})).await;
+        server.start_run(&json!({"id": id, "name": id, "config": {"lr": lr, "dataset": "own"}})).await;
     }
     for (condition, expected) in [
         ("train.lr>0.2", &["a"][..]),
@@ -73,7 +73,7 @@ async fn a_run_can_be_started_ended_and_deleted() {
     let server = TestServer::new().await;
     let new = json!({"id": "my-run_1", "name": "mine", "project": "vision", "config": {"lr": 0.1, "net": {"depth": 3}},
         "tags": ["a", "b"], "notes": "why"});
-    let run = server.run(&new).await;
+    let run = server.start_run(&new).await;
     assert_eq!((run.state, run.attempt, run.ranks), (JobState::Running, 1, 1));
     assert_eq!(
         (run.project.as_str(), run.tags.as_slice()),
@@ -83,44 +83,51 @@ async fn a_run_can_be_started_ended_and_deleted() {
     assert_eq!((external.id.as_deref(), &external.config["net"]["depth"]), (Some("my-run_1"), &json!(3)));
     let id = run.id.to_string();
 
-    // By its own id and by the one that its program chose.
+    // A run is found by its own id and by the id that its program chose.
     let mut stream = server.stream(&id, 0).await;
     assert_eq!(
-        server.log("my-run_1", 1, &json!([step(1, json!({"loss": 2.5, "train/acc 1": 0.1}))])).await,
+        server.log_records("my-run_1", 1, &json!([step(1, json!({"loss": 2.5, "train/acc 1": 0.1}))])).await,
         1
     );
-    assert_eq!(server.log(&id, 2, &json!([step(2, json!({"loss": 1.5})), step(9, json!({}))])).await, 3);
+    assert_eq!(
+        server.log_records(&id, 2, &json!([step(2, json!({"loss": 1.5})), step(9, json!({}))])).await,
+        3
+    );
     stream.until(|frame| frame["name"] == "train/acc 1" && frame["values"] == json!([0.1])).await;
-    let news = json!({"config": {"lr": 0.2}, "summary": {"best": 1}});
-    let (status, changed) = server.patch("/runs/my-run_1", &news).await;
+    let update = json!({"config": {"lr": 0.2}, "summary": {"best": 1}});
+    let (status, changed) = server.patch("/runs/my-run_1", &update).await;
     assert_eq!(status, 200, "{changed}");
     assert_eq!(
         changed["external"]["config"],
         json!({"lr": 0.2, "net": {"depth": 3}}),
-        "merged by their names"
+        "settings are merged by name"
     );
     assert_eq!(changed["external"]["summary"], json!({"best": 1}));
     let job = server.job(&id).await;
     assert_eq!((job.last.loss, job.last.others["train/acc 1"], job.step), (Some(1.5), 0.1, 2));
     assert_eq!(job.sparkline.len(), 2);
 
-    // What only ranks of this server can do.
-    for what in ["pause", "resume", "retry"] {
-        let (status, problem) = server.post(&format!("/jobs/{id}/{what}"), &json!({})).await;
+    // Actions that need ranks of this server are refused.
+    for action in ["pause", "resume", "retry"] {
+        let (status, problem) = server.post(&format!("/jobs/{id}/{action}"), &json!({})).await;
         let detail = problem["detail"].as_str().unwrap();
-        assert!(status == 409 && detail.contains("a run from elsewhere"), "{what}: {problem}");
+        assert!(status == 409 && detail.contains("a run from elsewhere"), "{action}: {problem}");
     }
-    let (_, page) = server.text(&format!("/jobs/{id}")).await;
-    for words in ["data-external", "run from elsewhere", "net.depth", "<dt>best</dt>"] {
-        assert!(page.contains(words), "{words}");
+    let (_, page) = server.get_text(&format!("/jobs/{id}")).await;
+    for text in ["data-external", "run from elsewhere", "net.depth", "<dt>best</dt>"] {
+        assert!(page.contains(text), "{text}");
     }
-    let (_, page) = server.text("/jobs").await;
+    let (_, page) = server.get_text("/jobs").await;
     assert!(page.contains("run from elsewhere"));
 
-    // It ends, continues and fails.
-    let (_, over) = server.patch(&format!("/runs/{id}"), &json!({"state": "succeeded"})).await;
-    assert_eq!((&over["state"], over["finished_at"].is_null()), (&json!("succeeded"), false));
-    assert_eq!(server.log(&id, 4, &json!([step(3, json!({"loss": 1.0}))])).await, 4, "late records are kept");
+    // The run ends, continues and fails.
+    let (_, ended) = server.patch(&format!("/runs/{id}"), &json!({"state": "succeeded"})).await;
+    assert_eq!((&ended["state"], ended["finished_at"].is_null()), (&json!("succeeded"), false));
+    assert_eq!(
+        server.log_records(&id, 4, &json!([step(3, json!({"loss": 1.0}))])).await,
+        4,
+        "late records are stored"
+    );
     assert_eq!(server.job(&id).await.state, JobState::Succeeded);
     let (status, again) =
         server.post("/runs", &json!({"id": "my-run_1", "name": "other", "config": {"x": null}})).await;
@@ -129,7 +136,7 @@ async fn a_run_can_be_started_ended_and_deleted() {
         (200, &json!(id), &json!("running"), &json!("mine"))
     );
     assert_eq!(again["external"]["config"]["x"], Value::Null);
-    assert_eq!(server.delete(&format!("/jobs/{id}")).await.0, 409, "it runs");
+    assert_eq!(server.delete(&format!("/jobs/{id}")).await.0, 409, "a running run cannot be deleted");
     let (_, failed) =
         server.patch(&format!("/runs/{id}"), &json!({"state": "failed", "reason": "out of luck"})).await;
     assert_eq!((&failed["state"], &failed["reason"]), (&json!("failed"), &json!("out of luck")));
@@ -139,47 +146,51 @@ async fn a_run_can_be_started_ended_and_deleted() {
     assert_eq!(server.post("/runs/my-run_1/records", &json!({"first": 5, "records": []})).await.0, 404);
     let start = Instant::now();
     while server.post("/runs", &new).await.0 != 201 {
-        assert!(start.elapsed() < DEADLINE, "the run is deleted");
+        assert!(start.elapsed() < TIMEOUT, "the run is not deleted");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
-    assert_eq!(server.log("my-run_1", 1, &json!([step(1, json!({"loss": 1}))])).await, 1, "it is a new one");
+    assert_eq!(
+        server.log_records("my-run_1", 1, &json!([step(1, json!({"loss": 1}))])).await,
+        1,
+        "the new run begins with record 1"
+    );
     server.stop().await;
 }
 
 #[tokio::test]
 async fn records_are_stored_once_and_without_a_gap() {
     let server = TestServer::new().await;
-    let id = server.run(&json!({"name": "numbered"})).await.id.to_string();
+    let id = server.start_run(&json!({"name": "numbered"})).await.id.to_string();
     let records =
         |from: u64, to: u64| json!((from..=to).map(|n| step(n, json!({"loss": n}))).collect::<Vec<_>>());
-    assert_eq!(server.log(&id, 1, &records(1, 3)).await, 3);
-    assert_eq!(server.log(&id, 1, &records(1, 3)).await, 3, "the same request");
-    assert_eq!(server.log(&id, 2, &records(2, 5)).await, 5, "some of it is new");
-    assert_eq!(server.log(&id, 1, &json!([])).await, 5);
+    assert_eq!(server.log_records(&id, 1, &records(1, 3)).await, 3);
+    assert_eq!(server.log_records(&id, 1, &records(1, 3)).await, 3, "the same request");
+    assert_eq!(server.log_records(&id, 2, &records(2, 5)).await, 5, "only new records are stored");
+    assert_eq!(server.log_records(&id, 1, &json!([])).await, 5);
     let gap = json!({"first": 7, "records": records(7, 7)});
     let (status, problem) = server.post(&format!("/runs/{id}/records"), &gap).await;
     assert_eq!((status, &problem["expected"]), (409, &json!(6)), "{problem}");
     let lines: Vec<String> = (1..=5).map(|n| format!("1,0,loss,{n},{n}")).collect();
-    assert_eq!(server.csv(&id, "").await, lines);
+    assert_eq!(server.metrics_csv(&id, "").await, lines);
 
     let path = format!("/runs/{id}/records");
-    let of = |values: Value| json!({"first": 6, "records": [{"step": 1, "values": values}]});
+    let with_values = |values: Value| json!({"first": 6, "records": [{"step": 1, "values": values}]});
     let many: serde_json::Map<_, _> = (0..1001).map(|n| (format!("m{n}"), json!(n))).collect();
     let much: Vec<_> = (0..11).map(|n| step(n, Value::Object(many.clone()))).collect();
-    for (body, expected, words) in [
-        (of(json!({"a": "1"})), 400, "must be a number"),
-        (of(json!({"a": null})), 400, "must be a number"),
-        (of(json!({"": 1})), 422, "1 to 250 characters"),
-        (of(json!({"a\nb": 1})), 422, "control"),
-        (of(json!({"x".repeat(251): 1})), 422, "1 to 250 characters"),
+    for (body, expected, message) in [
+        (with_values(json!({"a": "1"})), 400, "must be a number"),
+        (with_values(json!({"a": null})), 400, "must be a number"),
+        (with_values(json!({"": 1})), 422, "1 to 250 characters"),
+        (with_values(json!({"a\nb": 1})), 422, "control"),
+        (with_values(json!({"x".repeat(251): 1})), 422, "1 to 250 characters"),
         (json!({"first": 0, "records": []}), 422, "must be 1"),
         (json!({"first": 6, "records": [{"step": 1u64 << 53, "values": {}}]}), 422, "at most"),
         (json!({"first": 6, "records": much}), 422, "at most 10000"),
-        (of(Value::Object(many)), 409, "more than 1000 metrics"),
+        (with_values(Value::Object(many)), 409, "more than 1000 metrics"),
     ] {
         let (status, problem) = server.post(&path, &body).await;
         assert_eq!(status, expected, "{problem}");
-        assert!(problem["detail"].as_str().unwrap().contains(words), "{words}: {problem}");
+        assert!(problem["detail"].as_str().unwrap().contains(message), "{message}: {problem}");
     }
     for (body, expected) in [
         (json!({"name": ""}), 422),
@@ -194,17 +205,17 @@ async fn records_are_stored_once_and_without_a_gap() {
     }
     let long = json!({"summary": {"x": "y".repeat(66_000)}});
     assert_eq!(server.patch(&format!("/runs/{id}"), &long).await.0, 409);
-    // Nothing of all that was stored.
-    assert_eq!(server.csv(&id, "").await, lines);
+    // No refused record is stored.
+    assert_eq!(server.metrics_csv(&id, "").await, lines);
     server.stop().await;
 }
 
-/// Whatever a metric is called, it is in charts, comparisons, panels and the CSV file; and the last value of a step is the one that counts,
-/// before and after compaction and once the points have left the events.
+/// Charts, comparisons, panels and the CSV file show metrics of any name. If a step has several values, the last value counts: before and
+/// after compaction, and after points are removed from events.
 #[tokio::test]
 async fn metrics_of_any_name_and_steps_in_any_order_are_shown() {
     let server = TestServer::with(|config| config.keep_points = Duration::from_millis(100)).await;
-    let id = server.run(&json!({"name": "named"})).await.id.to_string();
+    let id = server.start_run(&json!({"name": "named"})).await.id.to_string();
     let name = "train/Ünicode loss, \"top 1\"";
     let encoded = "train%2F%C3%9Cnicode%20loss%2C%20%22top%201%22";
     let records = json!([
@@ -213,11 +224,11 @@ async fn metrics_of_any_name_and_steps_in_any_order_are_shown() {
         step(1, json!({name: 3.5})),
         step(2, json!({name: 4}))
     ]);
-    assert_eq!(server.log(&id, 1, &records).await, 4);
+    assert_eq!(server.log_records(&id, 1, &records).await, 4);
     let chart = async |query: &str| {
-        let (status, answer) = server.get(&format!("/jobs/{id}/metrics?name={encoded}{query}")).await;
-        assert_eq!(status, 200, "{answer}");
-        let series = &answer["series"][0];
+        let (status, response) = server.get(&format!("/jobs/{id}/metrics?name={encoded}{query}")).await;
+        assert_eq!(status, 200, "{response}");
+        let series = &response["series"][0];
         (series["steps"].clone(), series["mean"].clone())
     };
     assert_eq!(chart("").await, (json!([0, 1, 2]), json!([1.0, 3.5, 4.0])));
@@ -230,76 +241,80 @@ async fn metrics_of_any_name_and_steps_in_any_order_are_shown() {
     let quoted = "\"train/Ünicode loss, \"\"top 1\"\"\"";
     let line = |step: u64, value: &str| format!("1,0,{quoted},{step},{value}");
     let first = [line(0, "1"), line(2, "2"), line(1, "3.5"), line(2, "4")];
-    assert_eq!(server.csv(&id, &format!("?name={encoded}")).await, first, "every point as it came");
+    assert_eq!(
+        server.metrics_csv(&id, &format!("?name={encoded}")).await,
+        first,
+        "all points in the order of arrival"
+    );
     let (_, other) = server.get(&format!("/jobs/{id}/metrics?name=b")).await;
-    assert_eq!(other["series"][0]["mean"], json!([null, null]), "what is not finite");
+    assert_eq!(other["series"][0]["mean"], json!([null, null]), "values that are not finite are null");
 
-    // Enough to be compacted; then steps that are in chunks come again.
+    // Sends enough points for compaction. Then compacted steps get new values.
     let rows = format!("SELECT count(*) FROM events WHERE kind = 'metrics' AND job_id = '{id}'");
     for n in 0..30u64 {
         let many: Vec<_> =
             (n * 1000..(n + 1) * 1000).map(|at| step(10 + at, json!({name: at % 7}))).collect();
-        server.log(&id, 5 + n * 1000, &json!(many)).await;
+        server.log_records(&id, 5 + n * 1000, &json!(many)).await;
     }
     let watermark =
         format!("SELECT COALESCE(max(watermark), 0) FROM metric_compaction WHERE job_id = '{id}'");
     let start = Instant::now();
-    while server.number(&watermark).await == 0 {
-        assert!(start.elapsed() < DEADLINE, "compaction");
+    while server.query_number(&watermark).await == 0 {
+        assert!(start.elapsed() < TIMEOUT, "no compaction");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
-    let again = json!([step(12, json!({name: 100})), step(5, json!({name: -1}))]);
-    assert_eq!(server.log(&id, 30_005, &again).await, 30_006);
+    let new_values = json!([step(12, json!({name: 100})), step(5, json!({name: -1}))]);
+    assert_eq!(server.log_records(&id, 30_005, &new_values).await, 30_006);
     let expected = (json!([5, 10, 11, 12, 13]), json!([-1.0, 0.0, 1.0, 100.0, 3.0]));
     assert_eq!(chart("&from=3&to=13").await, expected);
     assert_eq!(server.patch(&format!("/runs/{id}"), &json!({"state": "succeeded"})).await.0, 200);
     let start = Instant::now();
-    while server.number(&rows).await > 0 {
-        assert!(start.elapsed() < DEADLINE, "points leave the events");
+    while server.query_number(&rows).await > 0 {
+        assert!(start.elapsed() < TIMEOUT, "points are not removed from events");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     assert_eq!(chart("&from=3&to=13").await, expected);
     assert_eq!(chart("&points=10").await.0.as_array().unwrap().len(), 10);
-    let lines = server.csv(&id, &format!("?name={encoded}&to=12")).await;
+    let lines = server.metrics_csv(&id, &format!("?name={encoded}&to=12")).await;
     let kept = [(0, "1"), (1, "3.5"), (2, "4"), (5, "-1"), (10, "0"), (11, "1"), (12, "100")];
     assert_eq!(lines, kept.map(|(at, value)| line(at, value)));
 
-    // It goes on after that, backwards.
+    // The run continues with an earlier step.
     assert_eq!(server.patch(&format!("/runs/{id}"), &json!({"state": "running"})).await.0, 200);
-    server.log(&id, 30_007, &json!([step(11, json!({name: 50}))])).await;
+    server.log_records(&id, 30_007, &json!([step(11, json!({name: 50}))])).await;
     assert_eq!(chart("&from=10&to=12").await, (json!([10, 11, 12]), json!([0.0, 50.0, 100.0])));
-    assert_eq!(server.csv(&id, &format!("?name={encoded}")).await.last(), Some(&line(11, "50")));
+    assert_eq!(server.metrics_csv(&id, &format!("?name={encoded}")).await.last(), Some(&line(11, "50")));
     server.stop().await;
 }
 
 #[tokio::test]
 async fn a_silent_run_fails_and_continues_with_its_next_message() {
     let server = TestServer::with(|config| config.run_silence = Duration::from_millis(500)).await;
-    let id = server.run(&json!({"name": "quiet"})).await.id.to_string();
+    let id = server.start_run(&json!({"name": "quiet"})).await.id.to_string();
     let path = format!("/runs/{id}");
     let is_silent = async || {
-        let job = server.until(&id, JobState::Failed).await;
+        let job = server.wait_for_state(&id, JobState::Failed).await;
         let cause = job.cause.unwrap();
         assert_eq!(cause.code(), "run_silent");
         assert!(cause.words().contains("sent nothing"), "{cause}");
         job.last_seq
     };
-    // A heartbeat, and records.
+    // An empty update and records continue the run.
     let seq = is_silent().await;
     assert_eq!(server.patch(&path, &json!({})).await.1["state"], "running");
     let mut stream = server.stream(&id, seq).await;
     stream.until(|frame| frame["type"] == "state" && frame["state"] == "failed").await;
-    assert_eq!(server.log(&id, 1, &json!([step(1, json!({"loss": 1}))])).await, 1);
+    assert_eq!(server.log_records(&id, 1, &json!([step(1, json!({"loss": 1}))])).await, 1);
     assert_eq!(server.job(&id).await.state, JobState::Running);
-    // One that ended, or that somebody cancelled, stays so, however long it is silent and whatever comes late.
+    // A cancelled or ended run keeps its state, in spite of silence and late records.
     assert_eq!(server.post(&format!("/jobs/{id}/cancel"), &json!({})).await.0, 202);
-    assert_eq!(server.log(&id, 2, &json!([step(2, json!({"loss": 1}))])).await, 2);
+    assert_eq!(server.log_records(&id, 2, &json!([step(2, json!({"loss": 1}))])).await, 2);
     assert_eq!(server.patch(&path, &json!({})).await.1["state"], "cancelled");
     server.stop().await;
 }
 
 #[tokio::test]
-async fn runs_belong_to_owners_and_private_ones_are_hidden() {
+async fn runs_have_owners_and_private_runs_are_hidden() {
     let server = TestServer::new().await;
     for name in ["mona", "otto"] {
         server.add_person(name, "member").await;
@@ -307,23 +322,23 @@ async fn runs_belong_to_owners_and_private_ones_are_hidden() {
     let (mona, _) = server.client_of("mona", "submit").await;
     let (otto, _) = server.client_of("otto", "submit").await;
     let new = |private: bool, id: &str| Some(json!({"id": id, "name": "r", "private": private}));
-    let (status, secret) = server.as_who(&mona, "POST", "/runs", new(true, "same")).await;
+    let (status, secret) = server.send_as(&mona, "POST", "/runs", new(true, "same")).await;
     assert_eq!(status, 201, "{secret}");
-    let (_, open) = server.as_who(&mona, "POST", "/runs", new(false, "open")).await;
-    // Ids are everybody's own.
-    let (status, other) = server.as_who(&otto, "POST", "/runs", new(false, "same")).await;
+    let (_, open) = server.send_as(&mona, "POST", "/runs", new(false, "open")).await;
+    // Two people may choose the same id.
+    let (status, other) = server.send_as(&otto, "POST", "/runs", new(false, "same")).await;
     assert_eq!(status, 201, "{other}");
     assert_ne!(other["id"], secret["id"]);
     let records = Some(json!({"first": 1, "records": [step(1, json!({"loss": 1}))]}));
     for (run, expected) in [(&secret, 404), (&open, 403), (&other, 200)] {
         let id = run["id"].as_str().unwrap();
         let path = format!("/runs/{id}/records");
-        assert_eq!(server.as_who(&otto, "POST", &path, records.clone()).await.0, expected);
+        assert_eq!(server.send_as(&otto, "POST", &path, records.clone()).await.0, expected);
         let path = format!("/runs/{id}");
-        assert_eq!(server.as_who(&otto, "PATCH", &path, Some(json!({}))).await.0, expected);
-        let resumed = server.as_who(&otto, "POST", "/runs", new(false, id)).await.0;
-        assert_eq!(resumed, expected, "by the job's own id");
-        // As MLflow's clients see it.
+        assert_eq!(server.send_as(&otto, "PATCH", &path, Some(json!({}))).await.0, expected);
+        let resumed = server.send_as(&otto, "POST", "/runs", new(false, id)).await.0;
+        assert_eq!(resumed, expected, "a run can be resumed by the job's id");
+        // MLflow's protocol has the same rights.
         let log = otto.post(server.url("/api/2.0/mlflow/runs/log-metric"));
         let log = log.json(&json!({"run_id": id, "key": "a", "value": 1, "timestamp": 0}));
         assert_eq!(log.send().await.unwrap().status().as_u16(), expected);
@@ -334,14 +349,14 @@ async fn runs_belong_to_owners_and_private_ones_are_hidden() {
             assert_eq!(put.status().as_u16(), expected, "{path}");
         }
     }
-    assert_eq!(server.as_who(&mona, "POST", "/runs/same/records", records).await.0, 200);
+    assert_eq!(server.send_as(&mona, "POST", "/runs/same/records", records).await.0, 200);
     server.stop().await;
 }
 
 #[tokio::test]
 async fn files_of_a_run_are_kept_until_it_is_deleted() {
     let server = TestServer::new().await;
-    let id = server.run(&json!({"id": "has-files", "name": "files"})).await.id.to_string();
+    let id = server.start_run(&json!({"id": "has-files", "name": "files"})).await.id.to_string();
     let put = async |query: &str, body: &'static str| {
         let url = server.url(&format!("/api/v1/runs/has-files/file?{query}"));
         server.send(server.http.put(url).body(body)).await
@@ -354,21 +369,21 @@ async fn files_of_a_run_are_kept_until_it_is_deleted() {
     assert_eq!(put("path=a%20picture.png", "old").await.0, 200);
     assert_eq!(put("path=a%20picture.png", "newer").await.0, 200, "replaced");
     let list = async || -> Vec<(String, u64)> {
-        let (status, answer) = server.get(&format!("/runs/{id}/files")).await;
-        assert_eq!(status, 200, "{answer}");
-        let files = answer["files"].as_array().unwrap().iter();
+        let (status, response) = server.get(&format!("/runs/{id}/files")).await;
+        assert_eq!(status, 200, "{response}");
+        let files = response["files"].as_array().unwrap().iter();
         files.map(|f| (f["path"].as_str().unwrap().into(), f["size_bytes"].as_u64().unwrap())).collect()
     };
     let entry = |path: &str, size: u64| (path.to_owned(), size);
     assert_eq!(list().await, [entry("a picture.png", 5), entry("weights/model.safetensors", 10)]);
-    let (_, page) = server.text(&format!("/jobs/{id}")).await;
+    let (_, page) = server.get_text(&format!("/jobs/{id}")).await;
     assert!(page.contains(&format!("/api/v1/runs/{id}/file?path=weights%2Fmodel%2Esafetensors")));
     let url = server.url("/api/v1/runs/has-files/file?path=a%20picture.png");
-    let answer = server.http.get(url).send().await.unwrap();
-    // Nothing that somebody uploads is a page of this server.
-    assert_eq!(answer.headers()["content-type"], "application/octet-stream");
-    assert_eq!(answer.headers()["content-disposition"], "attachment; filename*=UTF-8''a%20picture%2Epng");
-    assert_eq!(answer.text().await.unwrap(), "newer");
+    let response = server.http.get(url).send().await.unwrap();
+    // Uploaded files are never served as HTML.
+    assert_eq!(response.headers()["content-type"], "application/octet-stream");
+    assert_eq!(response.headers()["content-disposition"], "attachment; filename*=UTF-8''a%20picture%2Epng");
+    assert_eq!(response.text().await.unwrap(), "newer");
     for (query, expected) in [
         ("path=../a", 400),
         ("path=/a", 400),
@@ -383,8 +398,11 @@ async fn files_of_a_run_are_kept_until_it_is_deleted() {
 
     // The same files as artifacts of MLflow.
     let artifact = |path: &str| server.url(&format!("/api/2.0/mlflow-artifacts/artifacts{path}"));
-    let of = |path: &str| artifact(&format!("/{id}/{path}"));
-    assert_eq!(server.send(server.http.put(of("weights/MLmodel")).body("y")).await, (200, json!({})));
+    let artifact_of_run = |path: &str| artifact(&format!("/{id}/{path}"));
+    assert_eq!(
+        server.send(server.http.put(artifact_of_run("weights/MLmodel")).body("y")).await,
+        (200, json!({}))
+    );
     let (_, found) = server.send(server.http.get(artifact(&format!("?path={id}/weights")))).await;
     let expected = json!([{"path": "MLmodel", "is_dir": false, "file_size": 1},
         {"path": "model.safetensors", "is_dir": false, "file_size": 10}]);
@@ -393,23 +411,24 @@ async fn files_of_a_run_are_kept_until_it_is_deleted() {
     let (_, found) = server.send(server.http.get(listed)).await;
     let expected = json!([{"path": "a picture.png", "is_dir": false, "file_size": 5}, {"path": "weights", "is_dir": true}]);
     assert_eq!((&found["root_uri"], &found["files"]), (&json!(format!("mlflow-artifacts:/{id}")), &expected));
-    let text = server.http.get(of("weights/MLmodel")).send().await.unwrap().text().await.unwrap();
+    let text =
+        server.http.get(artifact_of_run("weights/MLmodel")).send().await.unwrap().text().await.unwrap();
     assert_eq!(text, "y");
-    let missing = server.http.get(of("nothing")).send().await.unwrap();
+    let missing = server.http.get(artifact_of_run("nothing")).send().await.unwrap();
     assert_eq!(missing.json::<Value>().await.unwrap()["error_code"], "RESOURCE_DOES_NOT_EXIST");
-    assert_eq!(server.send(server.http.delete(of("weights/MLmodel"))).await.0, 200);
+    assert_eq!(server.send(server.http.delete(artifact_of_run("weights/MLmodel"))).await.0, 200);
 
     assert_eq!(server.delete(&format!("/runs/{id}/file?path=weights")).await.0, 204, "a folder");
     assert_eq!(server.delete(&format!("/runs/{id}/file?path=weights")).await.0, 404);
     assert_eq!(list().await, [entry("a picture.png", 5)]);
 
-    // Limits: as if so many and so large files had been uploaded.
+    // Limits: creates large and many files in the run's folder.
     let folder = server.dir.path().join("jobs").join(&id).join("files");
     let large = std::fs::File::create(folder.join("large")).unwrap();
     large.set_len((64 << 30) - 5).unwrap();
     let (status, problem) = put("path=more", "x").await;
     assert!(status == 413 && problem["detail"].as_str().unwrap().contains("0 are left"), "{problem}");
-    assert_eq!(put("path=large", "x").await.0, 200, "it takes the place of the large file");
+    assert_eq!(put("path=large", "x").await.0, 200, "the new file replaces the large file");
     for n in 0..998 {
         std::fs::write(folder.join(n.to_string()), "").unwrap();
     }
@@ -420,7 +439,7 @@ async fn files_of_a_run_are_kept_until_it_is_deleted() {
     assert_eq!(server.delete(&format!("/jobs/{id}")).await.0, 204);
     let start = Instant::now();
     while folder.exists() {
-        assert!(start.elapsed() < DEADLINE, "the files are removed with the run");
+        assert!(start.elapsed() < TIMEOUT, "the files are not removed with the run");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     server.stop().await;

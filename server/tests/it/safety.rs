@@ -1,6 +1,6 @@
-//! What a page of somebody else's may not do, and that the document of the API is complete.
+//! Protection from other web pages, security headers, and completeness of the OpenAPI document.
 
-use crate::{agent::Agent, document::a_job, test_server::TestServer};
+use crate::{agent::Agent, document::create_failed_job, test_server::TestServer};
 use lockstep_server::openapi;
 use std::collections::BTreeSet;
 use tokio::{
@@ -10,9 +10,9 @@ use tokio::{
 use tokio_tungstenite::{connect_async, tungstenite};
 
 #[tokio::test]
-async fn only_our_own_pages_change_anything_or_open_sockets() {
+async fn only_pages_of_this_server_may_change_data_or_open_websockets() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 1).await;
+    let _agent = Agent::join_with_dataset(&server, 1).await;
     let own = format!("http://{}", server.address);
     let refused = ["http://evil.example", "null", "http://127.0.0.1:1", "https://localhost.evil.example", ""];
     let url = server.url("/api/v1/jobs");
@@ -22,11 +22,11 @@ async fn only_our_own_pages_change_anything_or_open_sockets() {
         let request = server.http.delete(server.url("/api/v1/datasets/pictures")).header("origin", origin);
         assert_eq!(server.send(request).await.0, 403, "{origin}");
         for path in ["/stream", "/agent/socket", "/jobs/j00000000000000000000000000/stream"] {
-            let mut request = server.socket(path, &server.token);
+            let mut request = server.socket_request(path, &server.token);
             request.headers_mut().insert("origin", origin.parse().unwrap());
             match connect_async(request).await {
-                Err(tungstenite::Error::Http(answer)) => {
-                    assert_eq!(answer.status().as_u16(), 403, "{origin} {path}")
+                Err(tungstenite::Error::Http(response)) => {
+                    assert_eq!(response.status().as_u16(), 403, "{origin} {path}")
                 }
                 other => panic!("{origin} {path}: {other:?}"),
             }
@@ -34,12 +34,12 @@ async fn only_our_own_pages_change_anything_or_open_sockets() {
     }
     let request =
         server.http.post(&url).header("sec-fetch-site", "cross-site").json(&crate::test_server::spec());
-    assert_eq!(server.send(request).await.0, 403, "a browser that hides its origin");
+    assert_eq!(server.send(request).await.0, 403, "a cross-site request without an origin");
     let mut spec = crate::test_server::spec();
     spec["parallel"]["ranks"] = 1.into();
     let request = server.http.post(&url).header("origin", &own).json(&spec);
-    assert_eq!(server.send(request).await.0, 201, "our own page");
-    let mut request = server.socket("/stream", &server.token);
+    assert_eq!(server.send(request).await.0, 201, "a page of this server");
+    let mut request = server.socket_request("/stream", &server.token);
     request.headers_mut().insert("origin", own.parse().unwrap());
     assert!(connect_async(request).await.is_ok());
     server.stop().await;
@@ -50,20 +50,20 @@ async fn requests_with_unknown_host_names_are_refused() {
     let server = TestServer::new().await;
     for host in ["evil.example", "evil.example:7070", "127.0.0.1.evil.example", "0.0.0.0"] {
         for path in ["/", "/api/v1/jobs", "/healthz", "/static/app.css"] {
-            let answer = server.http.get(server.url(path)).header("host", host).send().await.unwrap();
-            assert_eq!(answer.status().as_u16(), 421, "{host} {path}");
-            let said = answer.text().await.unwrap();
+            let response = server.http.get(server.url(path)).header("host", host).send().await.unwrap();
+            assert_eq!(response.status().as_u16(), 421, "{host} {path}");
+            let text = response.text().await.unwrap();
             assert!(
-                said.contains("answers only to 127.0.0.1, [::1] and localhost; use one of these"),
-                "{said}"
+                text.contains("answers only to 127.0.0.1, [::1] and localhost; use one of these"),
+                "{text}"
             );
         }
     }
     for host in ["localhost", "localhost:1", "[::1]:7070"] {
-        let answer = server.http.get(server.url("/healthz")).header("host", host).send().await.unwrap();
-        assert_eq!(answer.status().as_u16(), 200, "{host}");
+        let response = server.http.get(server.url("/healthz")).header("host", host).send().await.unwrap();
+        assert_eq!(response.status().as_u16(), 200, "{host}");
     }
-    // The host of an absolute address counts, too, and there is one Host.
+    // The host of an absolute URL is checked, too, and a request has one Host header.
     let own = server.url("");
     let own = own.trim_start_matches("http://");
     for (target, hosts, status) in [
@@ -78,9 +78,9 @@ async fn requests_with_unknown_host_names_are_refused() {
         let mut socket = TcpStream::connect(own).await.unwrap();
         let request = format!("GET {target} HTTP/1.1\r\n{lines}Connection: close\r\n\r\n");
         socket.write_all(request.as_bytes()).await.unwrap();
-        let mut answer = String::new();
-        socket.read_to_string(&mut answer).await.unwrap();
-        assert_eq!(answer.split(' ').nth(1), Some(status), "{target} {hosts:?}: {answer}");
+        let mut response = String::new();
+        socket.read_to_string(&mut response).await.unwrap();
+        assert_eq!(response.split(' ').nth(1), Some(status), "{target} {hosts:?}: {response}");
     }
     server.stop().await;
 }
@@ -88,11 +88,11 @@ async fn requests_with_unknown_host_names_are_refused() {
 #[tokio::test]
 async fn every_response_has_security_headers() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
-    let (job, checkpoint) = a_job(&server, &mut agent, |_| {}).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (job, checkpoint) = create_failed_job(&server, &mut agent, |_| {}).await;
     let pages = ["/jobs", "/api/v1/jobs", "/api/v1/nothing", "/nothing", "/static/app.css", "/healthz"];
     let mut paths: Vec<_> = pages.iter().map(|path| (path.to_string(), None)).collect();
-    // What jobs have written is somebody's text, and a browser must not take it for a page.
+    // Browsers must not interpret files and logs of jobs as HTML.
     for (path, kind) in [
         (format!("/api/v1/checkpoints/{checkpoint}/model.safetensors"), "application/octet-stream"),
         (format!("/api/v1/checkpoints/{checkpoint}/state.json"), "application/json"),
@@ -102,12 +102,12 @@ async fn every_response_has_security_headers() {
         paths.push((path, Some(kind)));
     }
     for (path, kind) in &paths {
-        let answer = server.http.get(server.url(path)).send().await.unwrap();
-        let headers = answer.headers();
+        let response = server.http.get(server.url(path)).send().await.unwrap();
+        let headers = response.headers();
         if let Some(kind) = kind {
-            assert_eq!(answer.status(), 200, "{path}");
-            let is = headers["content-type"].to_str().unwrap();
-            assert_eq!(is.split(';').next(), Some(*kind), "{path}");
+            assert_eq!(response.status(), 200, "{path}");
+            let found = headers["content-type"].to_str().unwrap();
+            assert_eq!(found.split(';').next(), Some(*kind), "{path}");
         }
         let csp = headers["content-security-policy"].to_str().unwrap();
         assert!(csp.contains("default-src 'none'") && csp.contains("frame-ancestors 'none'"), "{path}");
@@ -124,15 +124,15 @@ async fn the_document_and_the_routes_agree() {
     let (status, served) = server.get("/openapi.json").await;
     assert_eq!(status, 200);
     assert_eq!(served, serde_json::to_value(openapi()).unwrap());
-    let mut named = BTreeSet::new();
+    let mut documented = BTreeSet::new();
     for (path, item) in served["paths"].as_object().unwrap() {
         for method in item.as_object().unwrap().keys().filter(|m| *m != "parameters") {
-            named.insert(format!("{method} {path}"));
+            documented.insert(format!("{method} {path}"));
             let url = server.url(&path.replace(['{', '}'], ""));
             let request = server.http.request(method.to_uppercase().parse().unwrap(), url);
-            let answer = request.send().await.unwrap();
-            let status = answer.status().as_u16();
-            let text = answer.text().await.unwrap();
+            let response = request.send().await.unwrap();
+            let status = response.status().as_u16();
+            let text = response.text().await.unwrap();
             assert!(status != 405 && !text.contains("no such call"), "{method} {path}: {status} {text}");
         }
     }
@@ -247,9 +247,9 @@ async fn the_document_and_the_routes_agree() {
     .into_iter()
     .chain(["get /healthz", "get /readyz", "get /metrics"].map(str::to_owned))
     .collect();
-    assert_eq!(named, expected);
+    assert_eq!(documented, expected);
     for path in ["/healthz", "/readyz", "/metrics"] {
-        assert_eq!(server.text(path).await.0, 200);
+        assert_eq!(server.get_text(path).await.0, 200);
     }
     server.stop().await;
 }

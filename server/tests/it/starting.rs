@@ -1,6 +1,6 @@
-//! A server that cannot start says what to change, with exit status 2, and touches nothing.
+//! A server that cannot start: its error says what to change, its exit status is 2, and it changes no file.
 
-use crate::test_server::{DEADLINE, TestServer, config};
+use crate::test_server::{TIMEOUT, TestServer, config};
 use lockstep_server::{ServeConfig, ServeError, serve};
 use sqlx::{Connection, SqliteConnection};
 use std::{
@@ -9,9 +9,10 @@ use std::{
     path::Path,
 };
 
-async fn refused(config: ServeConfig) -> ServeError {
-    let ready = |_| panic!("it must not start");
-    let error = tokio::time::timeout(DEADLINE, serve(config, ready, std::future::pending()))
+/// Returns the error of a server that must not start.
+async fn start_error(config: ServeConfig) -> ServeError {
+    let ready = |_| panic!("the server must not start");
+    let error = tokio::time::timeout(TIMEOUT, serve(config, ready, std::future::pending()))
         .await
         .unwrap()
         .unwrap_err();
@@ -26,23 +27,23 @@ async fn an_exposed_address_is_refused_without_options() {
         let mut config = config(&dir);
         config.listen = address.parse().unwrap();
         config.no_auth = true;
-        let error = refused(config).await.to_string();
+        let error = start_error(config).await.to_string();
         assert!(error.contains("127.0.0.1") && error.contains("token"), "{error}");
     }
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
 }
 
 #[tokio::test]
-async fn a_port_and_a_directory_belong_to_one_server() {
+async fn a_port_and_a_data_directory_have_one_server() {
     let server = TestServer::new().await;
     let dir = tempfile::tempdir().unwrap();
     let mut taken = config(&dir);
     taken.listen = server.address;
-    let error = refused(taken).await.to_string();
+    let error = start_error(taken).await.to_string();
     assert!(error.contains("is taken by another program") && error.contains("--listen"), "{error}");
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
 
-    let error = refused(config(&server.dir)).await.to_string();
+    let error = start_error(config(&server.dir)).await.to_string();
     assert!(error.contains(&format!("process {}", std::process::id())), "{error}");
     let dir = server.stop().await;
     TestServer::open(dir, |_| {}).await.stop().await;
@@ -55,7 +56,7 @@ async fn an_unusable_directory_is_named() {
     std::fs::write(&file, "x").unwrap();
     let mut config = ServeConfig::new(&file);
     config.listen.set_port(0);
-    let error = refused(config).await.to_string();
+    let error = start_error(config).await.to_string();
     assert!(error.contains("file") && error.contains("--data-dir"), "{error}");
 }
 
@@ -70,7 +71,7 @@ async fn a_database_of_a_newer_version_is_not_changed() {
         .unwrap();
     db.close().await.unwrap();
     let before = std::fs::read(&path).unwrap();
-    let error = refused(config(&dir)).await;
+    let error = start_error(config(&dir)).await;
     assert!(matches!(error, ServeError::DatabaseTooNew { found: 99999, .. }), "{error}");
     assert!(error.to_string().contains("newer version"), "{error}");
     assert!(std::fs::read(&path).unwrap() == before);
@@ -81,24 +82,24 @@ async fn an_invalid_database_file_is_named() {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(
         dir.path().join("lockstep.db"),
-        "no database at all, but long enough to be looked at".repeat(30),
+        "not a database, but as long as the header of a database".repeat(30),
     )
     .unwrap();
-    let error = refused(config(&dir)).await.to_string();
+    let error = start_error(config(&dir)).await.to_string();
     assert!(error.contains("lockstep.db"), "{error}");
     for url in ["mysql://x", "sqlite://", "postgres://localhost:port/lockstep"] {
         let mut config = config(&dir);
         config.database = Some(url.into());
-        assert!(matches!(refused(config).await, ServeError::DatabaseUrl(..)), "{url}");
+        assert!(matches!(start_error(config).await, ServeError::DatabaseUrl(..)), "{url}");
     }
 }
 
 #[tokio::test]
-async fn a_database_has_one_server_whatever_its_name() {
+async fn a_database_has_one_server_for_all_its_paths() {
     let server = TestServer::with(|c| c.database = None).await;
     let file = server.dir.path().join("lockstep.db");
     let other = tempfile::tempdir().unwrap();
-    // A link to the file, one to a link, one to its folder, and a path with detours.
+    // A link to the file, a link to a link, a link to its folder, and a path with `..`.
     symlink(&file, other.path().join("link.db")).unwrap();
     symlink("link.db", other.path().join("twice.db")).unwrap();
     symlink(server.dir.path(), other.path().join("folder")).unwrap();
@@ -106,19 +107,19 @@ async fn a_database_has_one_server_whatever_its_name() {
         let dir = tempfile::tempdir().unwrap();
         let mut config = config(&dir);
         config.database = Some(format!("sqlite://{}", other.path().join(name).display()));
-        let error = refused(config).await;
+        let error = start_error(config).await;
         assert!(matches!(error, ServeError::DatabaseInUse { .. }), "{name}: {error}");
     }
-    // A hard link is the file itself under another name, and has another lock next to it.
+    // A hard link to the file has another lock file next to it.
     let hard = server.dir.path().join("hard.db");
     fs::hard_link(&file, &hard).unwrap();
     let dir = tempfile::tempdir().unwrap();
     let mut second = config(&dir);
     second.database = Some(format!("sqlite://{}", hard.display()));
-    let error = refused(second).await;
+    let error = start_error(second).await;
     assert!(matches!(error, ServeError::DatabaseInUse { .. }), "{error}");
     server.stop().await;
-    // A link to nothing: the file is made where it points, with its lock next to it.
+    // A dangling link: the server creates the database and its lock at the target.
     let target = other.path().join("real.db");
     symlink(&target, other.path().join("dangling.db")).unwrap();
     let url = format!("sqlite://{}", other.path().join("dangling.db").display());
@@ -127,23 +128,23 @@ async fn a_database_has_one_server_whatever_its_name() {
     let dir = tempfile::tempdir().unwrap();
     let mut second = config(&dir);
     second.database = Some(format!("sqlite://{}", target.display()));
-    assert!(matches!(refused(second).await, ServeError::DatabaseInUse { .. }));
+    assert!(matches!(start_error(second).await, ServeError::DatabaseInUse { .. }));
     server.stop().await;
 }
 
 #[tokio::test]
-async fn locks_are_not_taken_through_links() {
+async fn lock_files_must_not_be_links() {
     let elsewhere = tempfile::tempdir().unwrap();
     let victim = elsewhere.path().join("victim");
-    fs::write(&victim, "what somebody else wrote").unwrap();
+    fs::write(&victim, "another file").unwrap();
     for name in ["server.lock", "lockstep.db.lock"] {
         let dir = tempfile::tempdir().unwrap();
         symlink(&victim, dir.path().join(name)).unwrap();
         let mut config = config(&dir);
         config.database = None;
-        let error = refused(config).await.to_string();
+        let error = start_error(config).await.to_string();
         assert!(error.contains("symbolic link") && error.contains(name), "{error}");
-        assert_eq!(fs::read_to_string(&victim).unwrap(), "what somebody else wrote");
+        assert_eq!(fs::read_to_string(&victim).unwrap(), "another file");
     }
 }
 
@@ -160,18 +161,18 @@ async fn permissions_of_data_directories_are_restricted_and_of_others_kept() {
     let path = |name: &str| dir.path().join(name);
     assert_eq!((mode(dir.path()), mode(&path("jobs"))), (0o700, 0o700));
     assert_eq!((mode(&path("lockstep.db")), mode(&path("server.lock"))), (0o600, 0o600));
-    // One that an older version made.
+    // A directory with the permissions of an older version.
     open(dir.path());
     fs::set_permissions(path("lockstep.db"), fs::Permissions::from_mode(0o644)).unwrap();
     let dir = TestServer::open(dir, |c| c.database = None).await.stop().await;
     assert_eq!((mode(dir.path()), mode(&dir.path().join("lockstep.db"))), (0o700, 0o600));
 
-    // A folder with something else in it: only what is the server's is closed.
+    // In a folder with other files, the server restricts only its own files.
     let shared = tempfile::tempdir().unwrap();
     open(shared.path());
-    fs::write(shared.path().join("of somebody"), "").unwrap();
+    fs::write(shared.path().join("other file"), "").unwrap();
     let shared = TestServer::open(shared, |c| c.database = None).await.stop().await;
-    // Also the second time.
+    // A second start has the same result.
     let shared = TestServer::open(shared, |c| c.database = None).await.stop().await;
     assert_eq!((mode(shared.path()), mode(&shared.path().join("jobs"))), (0o755, 0o700));
     assert_eq!(mode(&shared.path().join("lockstep.db")), 0o600);
@@ -180,34 +181,34 @@ async fn permissions_of_data_directories_are_restricted_and_of_others_kept() {
 #[tokio::test]
 async fn readiness_requires_a_writable_store() {
     let server = TestServer::with(|c| c.database = None).await;
-    assert_eq!(server.text("/readyz").await, (200, "ready\n".into()));
+    assert_eq!(server.get_text("/readyz").await, (200, "ready\n".into()));
     let jobs = server.dir.path().join("jobs");
-    assert_eq!(fs::read_dir(&jobs).unwrap().count(), 0, "what was written to see is gone");
+    assert_eq!(fs::read_dir(&jobs).unwrap().count(), 0, "the probe file is removed");
 
-    // These tests may run as root, whom no permission stops: a folder that does not exist stops everybody.
+    // Root ignores permissions, so the test removes the folder instead.
     fs::rename(&jobs, server.dir.path().join("away")).unwrap();
-    let (status, body) = server.text("/readyz").await;
+    let (status, body) = server.get_text("/readyz").await;
     assert!(status == 503 && body.contains("jobs"), "{status} {body}");
     fs::rename(server.dir.path().join("away"), &jobs).unwrap();
-    assert_eq!(server.text("/readyz").await.0, 200);
+    assert_eq!(server.get_text("/readyz").await.0, 200);
 
-    // A table that takes no row, as a database does that is full or read-only.
+    // A table that refuses inserts, like a full or read-only database.
     let url = format!("sqlite://{}", server.dir.path().join("lockstep.db").display());
     let mut db = SqliteConnection::connect(&url).await.unwrap();
     let full = "CREATE TRIGGER full BEFORE INSERT ON draining BEGIN SELECT RAISE(ABORT, 'database or disk is full'); END";
     sqlx::query(full).execute(&mut db).await.unwrap();
-    let (status, body) = server.text("/readyz").await;
+    let (status, body) = server.get_text("/readyz").await;
     assert!(status == 503 && body.contains("is full"), "{status} {body}");
-    assert_eq!(server.text("/healthz").await.0, 200, "it is alive all the same");
+    assert_eq!(server.get_text("/healthz").await.0, 200, "the process is healthy");
     sqlx::query("DROP TRIGGER full").execute(&mut db).await.unwrap();
-    assert_eq!(server.text("/readyz").await.0, 200);
+    assert_eq!(server.get_text("/readyz").await.0, 200);
     db.close().await.unwrap();
     server.stop().await;
 }
 
 #[tokio::test]
 async fn partly_migrated_or_foreign_databases_are_refused_with_advice() {
-    for (change, words) in [
+    for (change, fragments) in [
         (
             "UPDATE _sqlx_migrations SET success = FALSE WHERE version = 100",
             ["never finished", "lockstep restore"],
@@ -223,7 +224,7 @@ async fn partly_migrated_or_foreign_databases_are_refused_with_advice() {
         db.close().await.unwrap();
         let mut config = config(&dir);
         config.database = None;
-        let error = refused(config).await.to_string();
-        assert!(words.iter().all(|word| error.contains(word)), "{error}");
+        let error = start_error(config).await.to_string();
+        assert!(fragments.iter().all(|fragment| error.contains(fragment)), "{error}");
     }
 }

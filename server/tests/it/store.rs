@@ -1,6 +1,6 @@
-//! One scenario of the store, for every database that implements it.
+//! The same tests of the store for SQLite and Postgres.
 
-use crate::agent::{hello, info, losses, running};
+use crate::agent::{dataset_info, hello, losses, running};
 use lockstep_protocol::{
     agent::{AttemptEvent, CheckpointInfo, Ending, FromAgent, Machine, Source},
     dataset::Dataset,
@@ -24,25 +24,32 @@ fn spec(name: &str) -> JobSpec {
 }
 
 fn dataset(added_at: jiff::Timestamp) -> Dataset {
-    Dataset { name: "p".into(), path: "/p".into(), info: info(), added_at, owner: None, private: false }
+    Dataset {
+        name: "p".into(),
+        path: "/p".into(),
+        info: dataset_info(),
+        added_at,
+        owner: None,
+        private: false,
+    }
 }
 
-async fn scenario(store: &dyn Store) {
+async fn test_records(store: &dyn Store) {
     let at = "2026-01-02T03:04:05.678Z".parse().unwrap();
     let id = JobId::generate();
     let new = |key: &str, request: &str| NewJob {
         idempotency: Some((key.into(), request.into())),
         ..NewJob::of(id.clone(), spec("stored"), at)
     };
-    // Of a job and the removal of its dataset only one is done.
+    // A job needs its dataset, and a dataset in use cannot be removed.
     assert!(
         matches!(store.create_job(new("key", "one")).await, Err(StoreError::NoDataset(name)) if name == "p")
     );
     store.add_dataset(&dataset(at)).await.unwrap();
-    let Created::New(made) = store.create_job(new("key", "one")).await.unwrap() else {
-        panic!("made before")
+    let Created::New(created) = store.create_job(new("key", "one")).await.unwrap() else {
+        panic!("the job exists already")
     };
-    assert_eq!((made.job.last_seq, made.events[0].seq, made.job.created_at), (1, 1, at));
+    assert_eq!((created.job.last_seq, created.events[0].seq, created.job.created_at), (1, 1, at));
     assert!(matches!(store.create_job(new("key", "one")).await, Ok(Created::Before(job)) if job.id == id));
     assert!(matches!(store.create_job(new("key", "two")).await, Err(StoreError::KeyReused)));
 
@@ -51,13 +58,13 @@ async fn scenario(store: &dyn Store) {
     let minute = |minute, data: &[u8]| MinuteRow { agent_id: "a".into(), minute, data: data.into() };
     let other = MinuteRow { agent_id: "b".into(), ..minute(7, b"other") };
     store.add_machine_minutes(&[minute(6, b"x"), minute(7, b"y"), minute(8, b"z"), other]).await.unwrap();
-    store.add_machine_minutes(&[minute(8, b"anew")]).await.unwrap();
-    assert_eq!(store.machine_minutes("a", 7).await.unwrap(), [minute(7, b"y"), minute(8, b"anew")]);
+    store.add_machine_minutes(&[minute(8, b"new")]).await.unwrap();
+    assert_eq!(store.machine_minutes("a", 7).await.unwrap(), [minute(7, b"y"), minute(8, b"new")]);
     store.purge_machine_minutes(8).await.unwrap();
-    assert_eq!(store.machine_minutes("a", 0).await.unwrap(), [minute(8, b"anew")]);
+    assert_eq!(store.machine_minutes("a", 0).await.unwrap(), [minute(8, b"new")]);
     assert_eq!(store.machine_minutes("b", 0).await.unwrap(), []);
 
-    // Of two claims one makes an attempt.
+    // Only one of two claims creates an attempt.
     let claim = || Claim {
         job: id.clone(),
         after_attempt: 0,
@@ -72,7 +79,7 @@ async fn scenario(store: &dyn Store) {
     assert_eq!(claimed[0].changed.job.state, JobState::Starting);
     assert_eq!(store.live_attempts().await.unwrap()[0].places[0].ranks, [(0, 3)]);
 
-    // Reports of one transaction: stored, known already, with a hole, and of nobody.
+    // Reports of one transaction: new, repeated, after a gap, and with an invalid token.
     let report = |source, first, events: Vec<AttemptEvent>| Report {
         agent_id: "a".into(),
         attempt: attempt.clone(),
@@ -91,25 +98,25 @@ async fn scenario(store: &dyn Store) {
             ..CheckpointInfo::default()
         })
     };
-    let mut nobody = report(Source::Rank(0), 0, vec![running(10, 0)]);
-    nobody.attempt.fencing_token.number += 1;
-    let answers = store
+    let mut invalid = report(Source::Rank(0), 0, vec![running(10, 0)]);
+    invalid.attempt.fencing_token.number += 1;
+    let responses = store
         .ingest(&[
             report(Source::Rank(0), 0, vec![running(10, 0), losses(0, 1..=2), checkpoint(2), checkpoint(4)]),
             report(Source::Rank(0), 1, vec![losses(0, 1..=2)]),
             report(Source::Rank(0), 9, vec![losses(0, 1..=2)]),
-            nobody,
+            invalid,
         ])
         .await
         .unwrap();
     assert!(
-        matches!(&answers[0], Ingested::Stored { acknowledged, changed: Some(c) } if acknowledged.records == 4 && c.events.len() == 5)
+        matches!(&responses[0], Ingested::Stored { acknowledged, changed: Some(c) } if acknowledged.records == 4 && c.events.len() == 5)
     );
     assert!(
-        matches!(&answers[1], Ingested::Stored { acknowledged, changed: None } if acknowledged.records == 4)
+        matches!(&responses[1], Ingested::Stored { acknowledged, changed: None } if acknowledged.records == 4)
     );
-    assert!(matches!(answers[2], Ingested::Gap { stored: 4 }));
-    assert!(matches!(answers[3], Ingested::Stale));
+    assert!(matches!(responses[2], Ingested::Gap { stored: 4 }));
+    assert!(matches!(responses[3], Ingested::Stale));
     let acknowledged = store.acknowledged(&attempt, "a").await.unwrap();
     assert_eq!((acknowledged.len(), acknowledged[0].records), (1, 4));
 
@@ -125,7 +132,7 @@ async fn scenario(store: &dyn Store) {
     );
     assert_eq!(store.checkpoint(&checkpoints[0].id).await.unwrap().unwrap(), checkpoints[0]);
 
-    // A change that is refused changes nothing.
+    // A refused change changes nothing.
     let refused = store.change_job(&id, Box::new(move |row| lifecycle::retry(row, at))).await;
     assert!(matches!(refused, Err(StoreError::Refused(_))));
     assert!(matches!(store.delete_job(&id).await, Err(StoreError::Refused(_))));
@@ -142,7 +149,7 @@ async fn scenario(store: &dyn Store) {
     let late = store.ingest(&[report(Source::Rank(0), 4, vec![losses(0, 3..=3)])]).await.unwrap();
     assert!(matches!(late[0], Ingested::Stale));
 
-    // Over, it needs its dataset no more, and to be tried again it does.
+    // A finished job does not need its dataset, but a retry does.
     store.remove_dataset("p").await.unwrap();
     assert!(matches!(store.remove_dataset("p").await, Err(StoreError::NotFound("dataset"))));
     let retried = store.change_job(&id, Box::new(move |row| lifecycle::retry(row, at))).await;
@@ -152,12 +159,12 @@ async fn scenario(store: &dyn Store) {
 
     // The next attempt continues from the newest checkpoint, with a higher token.
     store.change_job(&id, Box::new(move |row| lifecycle::retry(row, at))).await.unwrap();
-    let again = store.claim(Claim { after_attempt: 1, ..claim() }).await.unwrap().unwrap();
-    assert_eq!((again.resume.as_deref(), again.attempt.attempt), (Some("1-4"), 2));
-    assert!(again.attempt.fencing_token > attempt.fencing_token);
-    // One checkpoint of the job is the best, whichever attempt wrote it.
+    let second = store.claim(Claim { after_attempt: 1, ..claim() }).await.unwrap().unwrap();
+    assert_eq!((second.resume.as_deref(), second.attempt.attempt), (Some("1-4"), 2));
+    assert!(second.attempt.fencing_token > attempt.fencing_token);
+    // A job has one best checkpoint over all attempts.
     let better =
-        Report { attempt: again.attempt, ..report(Source::Rank(0), 0, vec![running(10, 4), checkpoint(6)]) };
+        Report { attempt: second.attempt, ..report(Source::Rank(0), 0, vec![running(10, 4), checkpoint(6)]) };
     store.ingest(&[better]).await.unwrap();
     let checkpoints = store.checkpoints(&id).await.unwrap();
     assert_eq!(
@@ -177,7 +184,7 @@ async fn scenario(store: &dyn Store) {
     );
     assert!(store.counts().await.unwrap().jobs.is_empty());
     assert!(store.jobs(&JobFilter::default()).await.unwrap().jobs.is_empty());
-    // The rest goes bit by bit.
+    // The other rows are deleted in steps.
     while let Some(id) = store.oldest_deleted().await.unwrap() {
         store.purge_deleted(&id).await.unwrap();
     }
@@ -187,8 +194,8 @@ async fn scenario(store: &dyn Store) {
     store.close().await;
 }
 
-/// A sweep, whose trials are jobs with numbers that come once.
-async fn a_sweep(store: &dyn Store) {
+/// A sweep and its trials, whose numbers are unique.
+async fn test_sweeps(store: &dyn Store) {
     let at = "2026-01-02T03:04:05.678Z".parse().unwrap();
     store.add_dataset(&dataset(at)).await.unwrap();
     let row = SweepRow {
@@ -205,8 +212,8 @@ async fn a_sweep(store: &dyn Store) {
         finished_at: None,
     };
     assert!(store.add_sweep(&row, &[spec("lr lr=0.1")]).await.unwrap());
-    let again = SweepRow { name: "other".into(), ..row.clone() };
-    assert!(!store.add_sweep(&again, &[]).await.unwrap(), "it is there");
+    let same_id = SweepRow { name: "other".into(), ..row.clone() };
+    assert!(!store.add_sweep(&same_id, &[]).await.unwrap(), "the sweep exists already");
     assert_eq!(store.sweep("sweep-1").await.unwrap(), Some(row.clone()));
     assert_eq!(store.sweep("sweep-2").await.unwrap(), None);
     assert_eq!(store.sweep_specs("sweep-1").await.unwrap(), [spec("lr lr=0.1")]);
@@ -220,8 +227,8 @@ async fn a_sweep(store: &dyn Store) {
     }
     assert!(matches!(store.create_job(trial(2)).await, Err(StoreError::Rejected(_))));
     let trials = store.trials("sweep-1").await.unwrap();
-    let of = |row: &JobRow| (row.job.trial.as_ref().unwrap().number, row.progress.pause_after);
-    assert_eq!(trials.iter().map(of).collect::<Vec<_>>(), [(1, Some(1)), (2, Some(1))]);
+    let number_and_pause = |row: &JobRow| (row.job.trial.as_ref().unwrap().number, row.progress.pause_after);
+    assert_eq!(trials.iter().map(number_and_pause).collect::<Vec<_>>(), [(1, Some(1)), (2, Some(1))]);
     let id = trials[0].job.id.clone();
     store.change_job(&id, Box::new(move |row| lifecycle::cancel(row, false, at))).await.unwrap();
     assert!(matches!(store.delete_job(&id).await, Err(StoreError::Refused(_))));
@@ -231,13 +238,13 @@ async fn a_sweep(store: &dyn Store) {
     assert!(store.set_sweep_state("sweep-1", SweepState::Cancelled, None, None).await.unwrap());
     assert!(
         !store.set_sweep_state("sweep-1", SweepState::Running, None, None).await.unwrap(),
-        "it is cancelled"
+        "a cancelled sweep cannot run"
     );
-    assert!(!store.delete_sweep("sweep-1").await.unwrap(), "it is not over");
+    assert!(!store.delete_sweep("sweep-1").await.unwrap(), "the sweep has not ended");
     assert!(store.set_sweep_state("sweep-1", SweepState::Cancelled, None, Some(at)).await.unwrap());
     assert!(
         !store.set_sweep_state("sweep-1", SweepState::Cancelled, None, Some(at)).await.unwrap(),
-        "it is over"
+        "the sweep has ended"
     );
     assert!(store.unfinished_sweeps().await.unwrap().is_empty());
     store.delete_job(&id).await.unwrap();
@@ -247,8 +254,8 @@ async fn a_sweep(store: &dyn Store) {
     assert_eq!(other.job.trial, None);
 }
 
-/// What comes from many at once: claims of one transaction, rows of agents, and what has changed of a queue.
-async fn many_at_once(store: &dyn Store) {
+/// Concurrent changes: claims of one transaction, rows of agents, and versions of waiting jobs.
+async fn test_concurrent_changes(store: &dyn Store) {
     let at = "2026-01-02T03:04:05.678Z".parse().unwrap();
     store.add_dataset(&dataset(at)).await.unwrap();
     let mut jobs = Vec::new();
@@ -269,7 +276,7 @@ async fn many_at_once(store: &dyn Store) {
     assert_eq!(after[&jobs[1]].project, "another");
     assert_eq!(before[&jobs[2]], after[&jobs[2]]);
 
-    // Of claims of one transaction those count whose job waits; tokens are in their order.
+    // Claims of jobs that do not wait are ignored. Tokens ascend in the order of the claims.
     let claim = |job: &JobId, after_attempt| Claim {
         job: job.clone(),
         after_attempt,
@@ -288,8 +295,9 @@ async fn many_at_once(store: &dyn Store) {
     store.change_job(&jobs[1], Box::new(move |row| lifecycle::cancel(row, false, at))).await.unwrap();
     assert!(store.waiting_versions().await.unwrap().is_empty());
 
-    // Those that may be preempted, and those that end.
-    let yielding = async || store.yielding().await.unwrap().into_iter().map(|of| of.job).collect::<Vec<_>>();
+    // Jobs that may be preempted, and jobs that end.
+    let yielding =
+        async || store.yielding().await.unwrap().into_iter().map(|row| row.job).collect::<Vec<_>>();
     assert_eq!(yielding().await, [jobs[2].clone()]);
     store.change_job(&jobs[0], Box::new(move |row| lifecycle::pause(row, at))).await.unwrap();
     assert_eq!(yielding().await, [jobs[2].clone(), jobs[0].clone()], "the lowest priority first");
@@ -316,8 +324,8 @@ fn machine() -> Machine {
     machine
 }
 
-/// More jobs than a statement has rows: each is claimed, reported on and edited as if it were alone.
-async fn more_than_a_statement_takes(store: &dyn Store) {
+/// Claims, reports and edits of more jobs than one statement can contain.
+async fn test_many_rows(store: &dyn Store) {
     const JOBS: usize = 64 + 32 + 5;
     let at = "2026-01-02T03:04:05.678Z".parse().unwrap();
     store.add_dataset(&dataset(at)).await.unwrap();
@@ -328,10 +336,10 @@ async fn more_than_a_statement_takes(store: &dyn Store) {
         store.create_job(NewJob::of(id.clone(), spec, at)).await.unwrap();
         jobs.push(id);
     }
-    // Twice the same job: the second edit finds what the first one left.
-    let waits = |job: &JobId, words: &str| -> (JobId, Change) {
-        let why = words.into();
-        (job.clone(), Box::new(move |row| lifecycle::waits(row, &why)))
+    // Two edits of the same job: the second edit sees the result of the first.
+    let waits = |job: &JobId, reason: &str| -> (JobId, Change) {
+        let reason = reason.into();
+        (job.clone(), Box::new(move |row| lifecycle::waits(row, &reason)))
     };
     let mut changes: Vec<_> = jobs.iter().map(|job| waits(job, "no slots")).collect();
     changes.push(waits(&jobs[3], "no slots at all"));
@@ -357,7 +365,7 @@ async fn more_than_a_statement_takes(store: &dyn Store) {
     assert!(attempts.is_sorted_by(|one, next| one.fencing_token < next.fencing_token));
     assert!(attempts.iter().map(|attempt| &attempt.job).eq(&jobs));
 
-    // All but one run, half of them to their end; one is reported on by an agent that is not its own.
+    // All jobs but one run, and half of them end. One report comes from another agent than the job's.
     let report = |n: usize, source, events| Report {
         agent_id: format!("id {}", if n == 7 { 8 } else { n }),
         attempt: attempts[n].clone(),
@@ -372,9 +380,9 @@ async fn more_than_a_statement_takes(store: &dyn Store) {
     let end = AttemptEvent::Ended(Ending::Succeeded { step: 2 });
     let ends = (1..JOBS).filter(|n| n % 2 == 0).map(|n| report(n, Source::Agent, vec![end.clone()]));
     reports.extend(ends);
-    let answers = store.ingest(&reports).await.unwrap();
+    let responses = store.ingest(&reports).await.unwrap();
     let stale: Vec<_> =
-        answers.iter().enumerate().filter(|(_, answer)| matches!(answer, Ingested::Stale)).collect();
+        responses.iter().enumerate().filter(|(_, response)| matches!(response, Ingested::Stale)).collect();
     assert_eq!((stale.len(), stale[0].0), (1, 6), "{stale:?}");
     for (n, attempt) in attempts.iter().enumerate() {
         let job = store.job(&attempt.job).await.unwrap().unwrap().job;
@@ -401,43 +409,43 @@ async fn more_than_a_statement_takes(store: &dyn Store) {
 #[tokio::test]
 async fn sqlite_stores_more_than_fits_in_a_statement() {
     let dir = tempfile::tempdir().unwrap();
-    more_than_a_statement_takes(&SqliteStore::open(&dir.path().join("test.db")).await.unwrap()).await;
+    test_many_rows(&SqliteStore::open(&dir.path().join("test.db")).await.unwrap()).await;
 }
 
 #[tokio::test]
 async fn postgres_stores_more_than_fits_in_a_statement() {
-    more_than_a_statement_takes(&PostgresStore::open(&crate::postgres::database()).await.unwrap()).await;
+    test_many_rows(&PostgresStore::open(&crate::postgres::database()).await.unwrap()).await;
 }
 
 #[tokio::test]
-async fn sqlite_stores_concurrent_reports() {
+async fn sqlite_stores_concurrent_changes() {
     let dir = tempfile::tempdir().unwrap();
-    many_at_once(&SqliteStore::open(&dir.path().join("test.db")).await.unwrap()).await;
+    test_concurrent_changes(&SqliteStore::open(&dir.path().join("test.db")).await.unwrap()).await;
 }
 
 #[tokio::test]
-async fn postgres_stores_concurrent_reports() {
-    many_at_once(&PostgresStore::open(&crate::postgres::database()).await.unwrap()).await;
+async fn postgres_stores_concurrent_changes() {
+    test_concurrent_changes(&PostgresStore::open(&crate::postgres::database()).await.unwrap()).await;
 }
 
 #[tokio::test]
 async fn sqlite_stores_sweeps() {
     let dir = tempfile::tempdir().unwrap();
-    a_sweep(&SqliteStore::open(&dir.path().join("test.db")).await.unwrap()).await;
+    test_sweeps(&SqliteStore::open(&dir.path().join("test.db")).await.unwrap()).await;
 }
 
 #[tokio::test]
 async fn postgres_stores_sweeps() {
-    a_sweep(&PostgresStore::open(&crate::postgres::database()).await.unwrap()).await;
+    test_sweeps(&PostgresStore::open(&crate::postgres::database()).await.unwrap()).await;
 }
 
 #[tokio::test]
 async fn sqlite_stores_and_returns_all_records() {
     let dir = tempfile::tempdir().unwrap();
-    scenario(&SqliteStore::open(&dir.path().join("test.db")).await.unwrap()).await;
+    test_records(&SqliteStore::open(&dir.path().join("test.db")).await.unwrap()).await;
 }
 
 #[tokio::test]
 async fn postgres_stores_and_returns_all_records() {
-    scenario(&PostgresStore::open(&crate::postgres::database()).await.unwrap()).await;
+    test_records(&PostgresStore::open(&crate::postgres::database()).await.unwrap()).await;
 }

@@ -1,6 +1,6 @@
-//! The list of jobs in every database: each order page by page, for each reader, with counts and projects.
+//! The list of jobs in both databases: every order, every page size, different readers, counts and projects.
 
-use crate::agent::info;
+use crate::agent::dataset_info;
 use lockstep_protocol::{
     dataset::Dataset,
     job::{JobId, JobState},
@@ -35,11 +35,11 @@ const SORTS: [SortBy; 24] = [
     SortBy::Setting { table: "train", key: "optimizer", is_number: false },
     SortBy::Setting { table: "", key: "priority", is_number: true },
     SortBy::Metric("grad_norm"),
-    // A tag that nobody has.
+    // A tag that no job has.
     SortBy::Tag(String::new()),
 ];
 
-/// Name, project, learning rate, owner, whether it is private.
+/// Name, project, learning rate, owner, and whether the job is private.
 const JOBS: [(&str, &str, f32, Option<&str>, bool); 4] = [
     ("b", "vision", 0.1, Some("mona"), true),
     ("a", "vision", 0.4, Some("otto"), false),
@@ -49,8 +49,14 @@ const JOBS: [(&str, &str, f32, Option<&str>, bool); 4] = [
 
 async fn fill(store: &dyn Store) {
     let added_at = "2026-01-02T03:04:05.678Z".parse().unwrap();
-    let dataset =
-        Dataset { name: "p".into(), path: "/p".into(), info: info(), added_at, owner: None, private: false };
+    let dataset = Dataset {
+        name: "p".into(),
+        path: "/p".into(),
+        info: dataset_info(),
+        added_at,
+        owner: None,
+        private: false,
+    };
     store.add_dataset(&dataset).await.unwrap();
     for (n, (name, project, lr, owner, private)) in JOBS.into_iter().enumerate() {
         let mut spec = JobSpec { name: name.into(), project: project.into(), private, ..JobSpec::default() };
@@ -67,7 +73,8 @@ async fn fill(store: &dyn Store) {
     }
 }
 
-async fn walked(store: &dyn Store, filter: &JobFilter, limit: u32) -> Vec<String> {
+/// Reads all pages, and returns the names of the jobs.
+async fn read_names(store: &dyn Store, filter: &JobFilter, limit: u32) -> Vec<String> {
     let (mut names, mut filter) = (Vec::new(), JobFilter { limit, ..filter.clone() });
     loop {
         let page = store.jobs(&filter).await.unwrap();
@@ -80,9 +87,9 @@ async fn walked(store: &dyn Store, filter: &JobFilter, limit: u32) -> Vec<String
     }
 }
 
-async fn scenario(store: &dyn Store) {
+async fn test_lists(store: &dyn Store) {
     fill(store).await;
-    // Nobody's private job is an admin's alone to see.
+    // Only admins (no reader) see a private job without an owner.
     for (reader, expected) in
         [(None, "abcd"), (Some("mona"), "abd"), (Some("otto"), "a"), (Some("eve"), "a"), (Some(""), "a")]
     {
@@ -93,18 +100,22 @@ async fn scenario(store: &dyn Store) {
                 let sort = JobSort { by: by.clone(), descending };
                 let filter =
                     JobFilter { seen_by: seen_by.clone(), sort: sort.clone(), ..JobFilter::default() };
-                let whole = walked(store, &filter, 10).await;
+                let whole = read_names(store, &filter, 10).await;
                 let mut sorted = whole.clone();
                 sorted.sort();
                 assert_eq!(sorted.concat(), expected, "{reader:?}: {sort:?}");
                 for limit in 1..=3 {
-                    assert_eq!(walked(store, &filter, limit).await, whole, "{reader:?}: {sort:?} by {limit}");
+                    assert_eq!(
+                        read_names(store, &filter, limit).await,
+                        whole,
+                        "{reader:?}: {sort:?} by {limit}"
+                    );
                 }
                 assert_eq!(store.jobs_counted(&filter).await.unwrap(), expected.len() as u64);
                 both.push(whole);
             }
             if by == SortBy::Owner && reader.is_none() {
-                // One is nobody's, and comes last either way.
+                // The job without an owner comes last in both directions.
                 assert_eq!([both[0].concat(), both[1].concat()], ["bdac", "adbc"]);
                 continue;
             }
@@ -128,7 +139,7 @@ async fn scenario(store: &dyn Store) {
         let sort = JobSort { by, descending: false };
         for limit in [1, 2] {
             let filter = JobFilter { sort: sort.clone(), ..JobFilter::default() };
-            assert_eq!(walked(store, &filter, limit).await.concat(), expected, "{sort:?}");
+            assert_eq!(read_names(store, &filter, limit).await.concat(), expected, "{sort:?}");
         }
     }
     let by_name = JobSort { by: SortBy::Name, descending: true };
@@ -155,12 +166,12 @@ async fn scenario(store: &dyn Store) {
         ),
     ] {
         let filter = JobFilter { sort: by_name.clone(), ..filter };
-        assert_eq!(walked(store, &filter, 1).await.concat(), expected, "{filter:?}");
+        assert_eq!(read_names(store, &filter, 1).await.concat(), expected, "{filter:?}");
         assert_eq!(store.jobs_counted(&filter).await.unwrap(), expected.len() as u64, "{filter:?}");
     }
-    conditions(store).await;
-    texts(store).await;
-    // Notes are read where they are asked for, and tags always.
+    test_conditions(store).await;
+    test_texts(store).await;
+    // Lists have notes only on request, and always have tags.
     for (with_notes, notes) in [(false, None), (true, Some("notes of a"))] {
         let filter = JobFilter { with_notes, name: Some("A".into()), ..JobFilter::default() };
         let job = store.jobs(&filter).await.unwrap().jobs.swap_remove(0);
@@ -171,15 +182,15 @@ async fn scenario(store: &dyn Store) {
     store.close().await;
 }
 
-/// Names of what matches, by name, and that as many are counted.
-async fn found(store: &dyn Store, filter: JobFilter) -> String {
+/// Returns the sorted names of matching jobs, and checks their count.
+async fn matching_names(store: &dyn Store, filter: JobFilter) -> String {
     let filter = JobFilter { sort: JobSort { by: SortBy::Name, descending: false }, ..filter };
-    let names = walked(store, &filter, 2).await.concat();
+    let names = read_names(store, &filter, 2).await.concat();
     assert_eq!(store.jobs_counted(&filter).await.unwrap(), names.len() as u64, "{filter:?}");
     names
 }
 
-async fn conditions(store: &dyn Store) {
+async fn test_conditions(store: &dyn Store) {
     use Comparison::{Equal, Greater, GreaterOrEqual, Less, LessOrEqual, NotEqual};
     let number = SettingValue::Number;
     let text = |text: &str| SettingValue::Text(text.into());
@@ -197,23 +208,23 @@ async fn conditions(store: &dyn Store) {
         ("", "private", Equal, SettingValue::Bool(true), "bcd"),
         ("", "private", NotEqual, SettingValue::Bool(true), "a"),
         ("", "private", Equal, SettingValue::Bool(false), "a"),
-        // It has none.
+        // No job has this setting.
         ("model", "pretrained", Equal, text("x"), ""),
         ("model", "pretrained", NotEqual, text("x"), "abcd"),
     ] {
         let conditions = vec![Condition { table, key, comparison, value }];
         let filter = JobFilter { conditions, ..JobFilter::default() };
-        assert_eq!(found(store, filter.clone()).await, expected, "{filter:?}");
+        assert_eq!(matching_names(store, filter.clone()).await, expected, "{filter:?}");
         let seen_by = Some("otto".to_owned());
         let expected: String = expected.chars().filter(|name| *name == 'a').collect();
-        assert_eq!(found(store, JobFilter { seen_by, ..filter }).await, expected);
+        assert_eq!(matching_names(store, JobFilter { seen_by, ..filter }).await, expected);
     }
     let lr = |comparison, value| Condition { table: "train", key: "lr", comparison, value: number(value) };
     let both = vec![lr(Greater, 0.1), lr(Less, 0.4)];
-    assert_eq!(found(store, JobFilter { conditions: both, ..JobFilter::default() }).await, "c");
+    assert_eq!(matching_names(store, JobFilter { conditions: both, ..JobFilter::default() }).await, "c");
 }
 
-async fn texts(store: &dyn Store) {
+async fn test_texts(store: &dyn Store) {
     for (text, expected) in [
         ("b", "b"),
         ("NOTES OF", "abcd"),
@@ -231,19 +242,22 @@ async fn texts(store: &dyn Store) {
         ("\0", "abcd"),
     ] {
         let filter = JobFilter { text: Some(text.into()), ..JobFilter::default() };
-        assert_eq!(found(store, filter.clone()).await, expected, "{text:?}");
+        assert_eq!(matching_names(store, filter.clone()).await, expected, "{text:?}");
         let expected: String = expected.chars().filter(|name| *name == 'a').collect();
-        assert_eq!(found(store, JobFilter { seen_by: Some("eve".into()), ..filter }).await, expected);
+        assert_eq!(
+            matching_names(store, JobFilter { seen_by: Some("eve".into()), ..filter }).await,
+            expected
+        );
     }
 }
 
 #[tokio::test]
 async fn sqlite_lists_jobs_for_each_reader() {
     let dir = tempfile::tempdir().unwrap();
-    scenario(&SqliteStore::open(&dir.path().join("test.db")).await.unwrap()).await;
+    test_lists(&SqliteStore::open(&dir.path().join("test.db")).await.unwrap()).await;
 }
 
 #[tokio::test]
 async fn postgres_lists_jobs_for_each_reader() {
-    scenario(&PostgresStore::open(&crate::postgres::database()).await.unwrap()).await;
+    test_lists(&PostgresStore::open(&crate::postgres::database()).await.unwrap()).await;
 }

@@ -1,8 +1,8 @@
-//! Streams: no gap and nothing twice, whenever and with whatever number a reader connects.
+//! Streams: readers get each event once, from any number on.
 
 use crate::{
     agent::{Agent, line, losses, running},
-    test_server::{DEADLINE, Stream, TestServer, socket},
+    test_server::{Stream, TIMEOUT, TestServer, socket_request},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, Ending, FromAgent, Source, ToAgent},
@@ -12,17 +12,17 @@ use lockstep_protocol::{
 use serde_json::{Value, json};
 use std::{net::SocketAddr, time::Duration};
 
-/// A step's loss and accuracy.
-fn both(rank: u32, step: u64) -> AttemptEvent {
+/// Loss and accuracy of a step.
+fn loss_and_accuracy(rank: u32, step: u64) -> AttemptEvent {
     let column =
         |name: &str, value| MetricColumn { name: name.into(), steps: vec![step], values: vec![value] };
     AttemptEvent::Metrics { rank, columns: vec![column("loss", 1.0 / step as f32), column("accuracy", 0.5)] }
 }
 
-/// Numbers that look random and are the same every time (SplitMix64).
-struct Numbers(u64);
+/// A pseudorandom generator with a fixed seed (SplitMix64).
+struct Random(u64);
 
-impl Numbers {
+impl Random {
     fn below(&mut self, limit: u64) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
@@ -32,16 +32,21 @@ impl Numbers {
     }
 }
 
-/// Reads from `since` until the job is over, going away and coming back with the last number as `seed` says.
-async fn read(path: String, (address, token): (SocketAddr, String), since: u64, seed: u64) -> Vec<Value> {
-    let mut numbers = Numbers(seed);
+/// Reads events after `since` until the end of the job. Reconnects at random times with the last number.
+async fn read_with_reconnects(
+    path: String,
+    (address, token): (SocketAddr, String),
+    since: u64,
+    seed: u64,
+) -> Vec<Value> {
+    let mut random = Random(seed);
     let mut events = Vec::new();
     let mut last = since;
     loop {
-        let mut stream = Stream::open(socket(address, &format!("{path}?since={last}"), &token)).await;
+        let mut stream = Stream::open(socket_request(address, &format!("{path}?since={last}"), &token)).await;
         let hello = stream.next().await.unwrap();
         assert_eq!(hello["type"], "hello");
-        let stay = 1 + numbers.below(80);
+        let stay = 1 + random.below(80);
         for _ in 0..stay {
             let frame = stream.next().await.unwrap();
             if frame["type"] == "live" {
@@ -49,9 +54,9 @@ async fn read(path: String, (address, token): (SocketAddr, String), since: u64, 
                 continue;
             }
             last = frame["seq"].as_u64().unwrap();
-            let over = frame["state"] == "succeeded";
+            let is_last = frame["state"] == "succeeded";
             events.push(frame);
-            if over {
+            if is_last {
                 return events;
             }
         }
@@ -61,34 +66,33 @@ async fn read(path: String, (address, token): (SocketAddr, String), since: u64, 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn readers_receive_all_stored_events_whenever_they_connect() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(2000, 0)]).await;
 
     let path = format!("/jobs/{id}/stream");
     let mut readers = Vec::new();
-    let mut numbers = Numbers(7);
+    let mut random = Random(7);
     let mut acknowledged = 0;
     for burst in 0..100_u64 {
         if burst % 5 == 0 {
-            // Of what is stored by now, nothing, some or all: a report that is acknowledged is two events at least. A number
-            // above the last event would be one of another database.
-            let since = numbers.below(acknowledged * 2 + 1);
+            // A random number that does not exceed the last stored event: each acknowledged report has at least two events.
+            let since = random.below(acknowledged * 2 + 1);
             readers.push((
                 since,
-                tokio::spawn(read(
+                tokio::spawn(read_with_reconnects(
                     path.clone(),
                     (server.address, server.token.clone()),
                     since,
-                    numbers.below(u64::MAX),
+                    random.below(u64::MAX),
                 )),
             ));
         }
         let mut number = burst * 13;
         for rank in 0..2 {
             let steps = burst * 13 + 1..=burst * 13 + 13;
-            let mut events: Vec<_> = steps.map(|s| both(rank, s)).collect();
+            let mut events: Vec<_> = steps.map(|s| loss_and_accuracy(rank, s)).collect();
             if rank == 0 {
                 events[0] = line(0, burst, "a line");
                 number += 1; // After `Running`.
@@ -110,10 +114,10 @@ async fn readers_receive_all_stored_events_whenever_they_connect() {
     }
     agent.end(&attempt, Ending::Succeeded { step: 1300 }).await;
 
-    let stored = server.stored(&id).await;
+    let stored = server.stored_events(&id).await;
     let seqs: Vec<u64> = stored.iter().map(|e| e["seq"].as_u64().unwrap()).collect();
     assert_eq!(seqs, (1..=stored.len() as u64).collect::<Vec<_>>(), "numbered from 1 without a gap");
-    // A line and of each rank two metrics a burst; nobody's points are lost.
+    // Each burst has a log line and two metrics of each rank. No point is lost.
     assert_eq!(stored.len(), 4 + 100 * 5 + 1);
     for rank in 0..2 {
         let of_rank = stored.iter().filter(|e| e["name"] == "accuracy" && e["rank"] == rank);
@@ -122,9 +126,9 @@ async fn readers_receive_all_stored_events_whenever_they_connect() {
         assert_eq!(steps.collect::<Vec<_>>(), all);
     }
     for (since, reader) in readers {
-        let read = tokio::time::timeout(DEADLINE, reader).await.unwrap().unwrap();
+        let read = tokio::time::timeout(TIMEOUT, reader).await.unwrap().unwrap();
         assert_eq!(read.len(), stored.len() - since as usize);
-        assert!(read == stored[since as usize..], "since {since}: the same events, word for word");
+        assert!(read == stored[since as usize..], "since {since}: the events are the same");
     }
     server.stop().await;
 }
@@ -132,22 +136,22 @@ async fn readers_receive_all_stored_events_whenever_they_connect() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_stalled_reader_is_disconnected_and_loses_nothing() {
     let server = TestServer::with(|c| c.stream_patience = Duration::from_millis(300)).await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     let mut slow = server.stream(&id, 0).await;
     slow.until(|f| f["type"] == "live").await;
 
-    // More than the sockets between them hold.
+    // The log is larger than the buffers of the sockets.
     let long = "x".repeat(4000);
     for report in 0..40_u64 {
         let lines = (0..200).map(|i| line(0, report * 200 + i + 1, &long)).collect();
         agent.report(&attempt, Source::Rank(0), report * 200, lines).await;
     }
-    // Only the server's clock shows that it has waited; the number of open streams shows that it did.
-    let deadline = tokio::time::Instant::now() + DEADLINE;
-    while !server.text("/metrics").await.1.contains("lockstep_stream_clients 0") {
-        assert!(tokio::time::Instant::now() < deadline, "the slow reader is closed");
+    // The number of open streams shows when the server has disconnected the reader.
+    let deadline = tokio::time::Instant::now() + TIMEOUT;
+    while !server.get_text("/metrics").await.1.contains("lockstep_stream_clients 0") {
+        assert!(tokio::time::Instant::now() < deadline, "the slow reader is not disconnected");
         tokio::task::yield_now().await;
     }
     let mut last = 0;
@@ -163,33 +167,33 @@ async fn a_stalled_reader_is_disconnected_and_loses_nothing() {
             Some(Ok(_)) => {}
         }
     };
-    // It comes after all that was sent before, whenever that is read.
+    // The close frame follows the sent events.
     let closed = closed.expect("a close frame");
     assert_eq!(u16::from(closed.code), 4008);
     assert_eq!(closed.reason.parse::<u64>().unwrap(), last);
     let stored = server.job(&id).await.last_seq;
-    assert!(last < stored, "it was closed before it had all");
+    assert!(last < stored, "the reader was disconnected before the last event");
     let rest = server.stream(&id, last).await.until(|f| f["type"] == "live").await;
     assert_eq!(rest[1]["seq"], last + 1);
-    assert_eq!(rest.len() as u64, stored - last + 2, "coming back gives the rest");
+    assert_eq!(rest.len() as u64, stored - last + 2, "the next connection gets the rest");
     server.stop().await;
 }
 
 #[tokio::test]
 async fn a_number_above_the_last_event_counts_as_the_last() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
-    let seen = server.job(&id).await.last_seq;
+    let last_seq = server.job(&id).await.last_seq;
 
     let mut readers = Vec::new();
-    for since in [seen, seen + 3, u64::MAX] {
+    for since in [last_seq, last_seq + 3, u64::MAX] {
         let mut ahead = server.stream(&id, since).await;
         let frames = ahead.until(|f| f["type"] == "live").await;
-        assert_eq!(frames[0]["last_seq"], seen, "the hello says that the reader is ahead");
-        assert_eq!((frames.len(), &frames[1]["seq"]), (2, &json!(seen)), "{frames:?}");
+        assert_eq!(frames[0]["last_seq"], last_seq, "hello has the last number");
+        assert_eq!((frames.len(), &frames[1]["seq"]), (2, &json!(last_seq)), "{frames:?}");
         readers.push(ahead);
     }
     // One row of five events.
@@ -198,31 +202,31 @@ async fn a_number_above_the_last_event_counts_as_the_last() {
     let metrics = AttemptEvent::Metrics { rank: 0, columns: columns.into() };
     agent.report(&attempt, Source::Rank(0), 1, vec![metrics]).await;
     for mut reader in readers {
-        for seq in seen + 1..=seen + 5 {
+        for seq in last_seq + 1..=last_seq + 5 {
             assert_eq!(reader.next().await.unwrap()["seq"], seq);
         }
     }
     // A reader that has three of the row's five events gets the other two.
-    let rest = server.stream(&id, seen + 3).await.until(|f| f["type"] == "live").await;
+    let rest = server.stream(&id, last_seq + 3).await.until(|f| f["type"] == "live").await;
     let seqs: Vec<_> = rest[1..3].iter().map(|f| f["seq"].as_u64().unwrap()).collect();
-    assert_eq!((rest.len(), seqs), (4, vec![seen + 4, seen + 5]), "{rest:?}");
+    assert_eq!((rest.len(), seqs), (4, vec![last_seq + 4, last_seq + 5]), "{rest:?}");
     server.stop().await;
 }
 
 #[tokio::test]
-async fn a_stream_ends_with_its_job_unless_it_is_kept_open() {
+async fn a_stream_ends_with_its_job_unless_keep_open_is_set() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(10, 0), losses(0, 1..=10)]).await;
     let kept = format!("/jobs/{id}/stream?since=0&keep_open=true");
-    let mut kept = Stream::open(server.socket(&kept, &server.token)).await;
-    let mut there = server.stream(&id, 0).await;
-    there.until(|f| f["type"] == "live").await;
+    let mut kept = Stream::open(server.socket_request(&kept, &server.token)).await;
+    let mut reader = server.stream(&id, 0).await;
+    reader.until(|f| f["type"] == "live").await;
     agent.end(&attempt, Ending::Succeeded { step: 10 }).await;
-    // One that was there, and one that comes after the end.
-    for mut reader in [there, server.stream(&id, 0).await] {
+    // The end is sent to an earlier reader and to a reader that connects after the end.
+    for mut reader in [reader, server.stream(&id, 0).await] {
         let frames = reader.until(|f| f["type"] == "end").await;
         let [.., before, end] = &frames[..] else { panic!("{frames:?}") };
         assert_eq!(*end, json!({"type": "end", "state": "succeeded"}));
@@ -239,9 +243,9 @@ async fn a_stream_ends_with_its_job_unless_it_is_kept_open() {
 #[tokio::test]
 async fn a_request_for_a_job_waits_for_its_end() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(10, 0)]).await;
     let (status, job) = server.get(&format!("/jobs/{id}?wait=1")).await;
     assert_eq!((status, &job["state"]), (200, &json!("running")), "{job}");
@@ -254,18 +258,18 @@ async fn a_request_for_a_job_waits_for_its_end() {
         agent.end(&attempt, Ending::Succeeded { step: 10 }).await;
     });
     assert_eq!((status, &job["state"]), (200, &json!("succeeded")), "{job}");
-    assert_eq!(server.get(&path).await.1["state"], "succeeded", "at once");
+    assert_eq!(server.get(&path).await.1["state"], "succeeded", "an ended job is returned at once");
     server.stop().await;
 }
 
 #[tokio::test]
 async fn the_list_s_stream_has_every_change_and_deletion() {
     let server = TestServer::new().await;
-    let mut list = Stream::open(server.socket("/stream", &server.token)).await;
+    let mut list = Stream::open(server.socket_request("/stream", &server.token)).await;
     assert_eq!(list.next().await.unwrap()["type"], "live");
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     list.until(|f| f["type"] == "job" && f["job"]["state"] == "starting").await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(10, 0)]).await;
     agent.end(&attempt, Ending::Succeeded { step: 10 }).await;
@@ -279,27 +283,31 @@ async fn the_list_s_stream_has_every_change_and_deletion() {
 #[tokio::test]
 async fn acknowledged_events_and_running_jobs_survive_a_restart() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=10)]).await;
-    let before = server.stored(&id).await;
+    let before = server.stored_events(&id).await;
     let dir = server.stop().await;
-    agent.vanish();
+    agent.disconnect();
 
     let server = TestServer::open(dir, |_| {}).await;
-    assert_eq!(server.stored(&id).await, before);
-    assert_eq!(server.job(&id).await.state, JobState::Running, "its agent has a lease to come back");
+    assert_eq!(server.stored_events(&id).await, before);
+    assert_eq!(
+        server.job(&id).await.state,
+        JobState::Running,
+        "the agent may return until its lease expires"
+    );
     let back = crate::agent::hello("a", 2, vec![attempt.clone()]);
-    let mut agent = Agent::greet(&server, back).await.unwrap();
+    let mut agent = Agent::connect(&server, back).await.unwrap();
     let (acknowledged, revoked) = agent.welcome.clone();
     assert_eq!((acknowledged[0].records, acknowledged[0].source, revoked.len()), (2, Source::Rank(0), 0));
-    // It sends what it is not sure of once more, and continues.
-    let again = vec![losses(0, 1..=10), losses(0, 11..=20)];
-    assert_eq!(agent.report(&attempt, Source::Rank(0), 1, again).await, 3);
+    // The agent repeats records without acknowledgement, and continues.
+    let repeated = vec![losses(0, 1..=10), losses(0, 11..=20)];
+    assert_eq!(agent.report(&attempt, Source::Rank(0), 1, repeated).await, 3);
     agent.end(&attempt, Ending::Succeeded { step: 20 }).await;
-    let after = server.stored(&id).await;
+    let after = server.stored_events(&id).await;
     assert_eq!(after[..before.len()], before[..]);
-    assert_eq!(after.len(), before.len() + 2, "the new column and the end, nothing twice");
+    assert_eq!(after.len(), before.len() + 2, "one event for the new points and one for the end");
     server.stop().await;
 }

@@ -1,8 +1,7 @@
-//! What the answer to a submission says of a job: what follows from defaults and from its dataset, and warnings that matter before
-//! it runs.
+//! Responses to submissions: values that follow from defaults and from the dataset, and warnings.
 
 use crate::{
-    agent::{Agent, info},
+    agent::{Agent, dataset_info},
     test_server::{TestServer, spec},
 };
 use lockstep_protocol::{
@@ -14,19 +13,20 @@ use serde_json::{Value, json};
 
 async fn register(server: &TestServer, agent: &mut Agent, name: &str, info: DatasetInfo) {
     let new = json!({"name": name, "path": format!("/some/{name}")});
-    let ((status, body), ()) = tokio::join!(server.post("/datasets", &new), agent.answer(Ok(info)));
+    let ((status, body), ()) =
+        tokio::join!(server.post("/datasets", &new), agent.answer_inspection(Ok(info)));
     assert_eq!(status, 201, "{body}");
 }
 
 fn with_splits(names: &[&str]) -> DatasetInfo {
     let split = |name: &&str| SplitInfo { name: (*name).into(), samples: 100, per_class: vec![50, 50] };
-    DatasetInfo { splits: names.iter().map(split).collect(), channels: 3, ..info() }
+    DatasetInfo { splits: names.iter().map(split).collect(), channels: 3, ..dataset_info() }
 }
 
 #[tokio::test]
-async fn pictures_per_step_are_shown_with_defaults() {
+async fn batch_sizes_are_shown_with_defaults() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 4).await;
+    let _agent = Agent::join_with_dataset(&server, 4).await;
     for (train, ranks, batch) in [
         (
             json!({}),
@@ -44,15 +44,15 @@ async fn pictures_per_step_are_shown_with_defaults() {
             json!({"batch_size": 8, "accumulate": 2, "global_batch_size": 48, "epoch_samples": 0}),
         ),
     ] {
-        let mut submitted = spec();
-        submitted["train"] = train;
-        submitted["parallel"]["ranks"] = json!(ranks);
-        let (status, job) = server.post("/jobs", &submitted).await;
+        let mut document = spec();
+        document["train"] = train;
+        document["parallel"]["ranks"] = json!(ranks);
+        let (status, job) = server.post("/jobs", &document).await;
         assert_eq!((status, &job["batch"]), (201, &batch), "{job}");
         let (_, shown) = server.get(&format!("/jobs/{}", job["id"].as_str().unwrap())).await;
         assert_eq!(shown["batch"], batch);
-        // What was given stays what it was: a fork may give another size of batch in another way.
-        assert_eq!(shown["spec"]["train"]["batch_size"], submitted["train"]["batch_size"]);
+        // The specification keeps the submitted values, because a fork may set the batch size by other keys.
+        assert_eq!(shown["spec"]["train"]["batch_size"], document["train"]["batch_size"]);
     }
     server.stop().await;
 }
@@ -60,8 +60,8 @@ async fn pictures_per_step_are_shown_with_defaults() {
 #[tokio::test]
 async fn jobs_use_the_available_validation_split_by_default() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
-    let given = |validation: Option<Value>, recipe: Option<&str>| {
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let document_with = |validation: Option<Value>, recipe: Option<&str>| {
         let mut spec = spec();
         if let Some(validation) = validation {
             spec["data"]["validation"] = validation;
@@ -82,7 +82,7 @@ async fn jobs_use_the_available_validation_split_by_default() {
         register(&server, &mut agent, name, with_splits(splits)).await;
         for (recipe, expected) in [(None, usual), (Some("imagenet"), of_recipe)] {
             for validation in [None, Some(Value::Null)] {
-                let mut document = given(validation, recipe);
+                let mut document = document_with(validation, recipe);
                 document["data"]["dataset"] = json!(name);
                 let (status, plan) = server.post("/jobs/validate", &document).await;
                 let split = &plan["spec"]["data"]["validation"];
@@ -90,18 +90,18 @@ async fn jobs_use_the_available_validation_split_by_default() {
             }
         }
     }
-    // Of training pictures a tenth is held out, unless somebody asks for a split.
+    // Without a split, a tenth of the training pictures is held out, unless the job sets data.validation.
     register(&server, &mut agent, "plain", with_splits(&["train"])).await;
     for (validation, expected) in [(None, json!(0.1)), (Some(json!("none")), json!("none"))] {
-        let mut document = given(validation, None);
+        let mut document = document_with(validation, None);
         document["data"]["dataset"] = json!("plain");
         let (status, plan) = server.post("/jobs/validate", &document).await;
         assert_eq!((status, &plan["spec"]["data"]["validation"]), (200, &expected), "{plan}");
     }
-    // What somebody asks for is not replaced, nor is what has no such name.
+    // An explicit value is not replaced. The default is refused if the dataset has splits of other names.
     register(&server, &mut agent, "odd", with_splits(&["train", "holdout"])).await;
     for (name, validation) in [("like-imagenet", Some(json!("test"))), ("odd", None)] {
-        let mut document = given(validation, None);
+        let mut document = document_with(validation, None);
         document["data"]["dataset"] = json!(name);
         let (status, response) = server.post("/jobs", &document).await;
         assert_eq!(
@@ -112,40 +112,41 @@ async fn jobs_use_the_available_validation_split_by_default() {
         assert!(response["detail"].as_str().unwrap().contains("no split \"test\""), "{response}");
     }
     for validation in [json!("none"), json!(0.25)] {
-        let mut document = given(Some(validation.clone()), None);
+        let mut document = document_with(Some(validation.clone()), None);
         document["data"]["dataset"] = json!("like-imagenet");
         assert_eq!(
             server.post("/jobs/validate", &document).await.1["spec"]["data"]["validation"],
             validation
         );
     }
-    // The form without a script, as it stands there untouched, sends what a file would say.
+    // The unchanged form without scripts has the same effect as a job file.
     let fields = "name=x&data.dataset=like-imagenet&data.validation=test&model.arch=resnet20";
-    let sent = server.http.post(server.url("/jobs/new")).body(fields);
-    let sent = sent.header("content-type", "application/x-www-form-urlencoded").send().await.unwrap();
-    assert_eq!(sent.status(), 200, "{}", sent.text().await.unwrap());
+    let request = server.http.post(server.url("/jobs/new")).body(fields);
+    let request = request.header("content-type", "application/x-www-form-urlencoded");
+    let response = request.send().await.unwrap();
+    assert_eq!(response.status(), 200, "{}", response.text().await.unwrap());
     let (_, jobs) = server.get("/jobs").await;
     assert_eq!(jobs["jobs"][0]["spec"]["data"]["validation"], "val");
     server.stop().await;
 }
 
 #[tokio::test]
-async fn fatal_broken_files_are_reported_at_submission() {
+async fn broken_files_that_fail_a_job_cause_a_warning() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let broken = |n: usize| DatasetInfo {
         broken: (0..n).map(|i| BrokenFile { file: format!("{i}.jpg"), detail: "is empty".into() }).collect(),
         broken_count: n as u64,
-        ..info()
+        ..dataset_info()
     };
     register(&server, &mut agent, "one", broken(1)).await;
     register(&server, &mut agent, "five", broken(5)).await;
-    let on = |name: &str, what: &str| {
+    let on = |name: &str, broken_files: &str| {
         let mut spec = spec();
-        spec["data"] = json!({"dataset": name, "broken_files": what});
+        spec["data"] = json!({"dataset": name, "broken_files": broken_files});
         spec
     };
-    for (name, said) in [
+    for (name, parts) in [
         ("one", &["1 file of one", "(0.jpg is empty)"][..]),
         ("five", &["5 files of five", "2.jpg is empty; and 2 more)"]),
     ] {
@@ -153,14 +154,14 @@ async fn fatal_broken_files_are_reported_at_submission() {
             let (status, response) = server.post(path, &on(name, "fail")).await;
             assert!(status == 200 || status == 201, "{response}");
             let warning = response["warnings"][0].as_str().unwrap();
-            for words in said.iter().chain(&["data.broken_files = \"skip\""]) {
-                assert!(warning.contains(words), "{words} in {warning}");
+            for part in parts.iter().chain(&["data.broken_files = \"skip\""]) {
+                assert!(warning.contains(part), "{part} in {warning}");
             }
             assert_eq!(response["warnings"].as_array().unwrap().len(), 1);
         }
     }
-    // The best network is kept where checkpoints are written when it is validated.
-    for (every, validation, is_said) in [(3, None, true), (5, None, false), (3, Some("none"), false)] {
+    // A warning says that the best network may be lost if validations and checkpoints fall on different steps.
+    for (every, validation, is_expected) in [(3, None, true), (5, None, false), (3, Some("none"), false)] {
         let mut spec = spec();
         if let Some(validation) = validation {
             spec["data"]["validation"] = json!(validation);
@@ -169,17 +170,18 @@ async fn fatal_broken_files_are_reported_at_submission() {
         spec["train"] = json!({"epochs": 2, "batch_size": 100});
         let (_, response) = server.post("/jobs/validate", &spec).await;
         assert_eq!(response["steps_per_epoch"], 5, "{response}");
-        let said = response["warnings"].to_string().contains("validated every 5 steps and saved every 3");
-        assert_eq!(said, is_said, "{response}");
+        let is_warned =
+            response["warnings"].to_string().contains("validated every 5 steps and saved every 3");
+        assert_eq!(is_warned, is_expected, "{response}");
     }
-    // Where they are left out, or there is none, nothing is said; nor is a job a warning for ever.
-    for (name, what) in [("five", "skip"), ("pictures", "fail")] {
-        let (status, response) = server.post("/jobs", &on(name, what)).await;
+    // Without broken files, or with "skip", there is no warning. Jobs do not store warnings.
+    for (name, broken_files) in [("five", "skip"), ("pictures", "fail")] {
+        let (status, response) = server.post("/jobs", &on(name, broken_files)).await;
         assert_eq!((status, response.get("warnings")), (201, None), "{response}");
     }
     let (_, jobs) = server.get("/jobs").await;
     assert!(jobs["jobs"].as_array().unwrap().iter().all(|job| job.get("warnings").is_none()), "{jobs}");
-    let (_, page) = server.text("/jobs/new").await;
+    let (_, page) = server.get_text("/jobs/new").await;
     assert!(
         page.contains("2 classes, 5 broken files") && page.contains("2 classes, 1 broken file<"),
         "{page}"
@@ -187,11 +189,11 @@ async fn fatal_broken_files_are_reported_at_submission() {
     server.stop().await;
 }
 
-/// Replies to the next request, which is about weights, and returns it.
-async fn weigh(agent: &mut Agent, answer: AgentReply) -> FitWeights {
+/// Answers the next request, which must be `FitWeights`, and returns the request.
+async fn answer_fit_weights(agent: &mut Agent, reply: AgentReply) -> FitWeights {
     match agent.next().await {
         Some(ToAgent::Request { id, request: AgentRequest::FitWeights(request) }) => {
-            agent.send(FromAgent::Reply { id, reply: Ok(answer) }).await;
+            agent.send(FromAgent::Reply { id, reply: Ok(reply) }).await;
             request
         }
         other => panic!("{other:?}"),
@@ -201,82 +203,88 @@ async fn weigh(agent: &mut Agent, answer: AgentReply) -> FitWeights {
 #[tokio::test]
 async fn weights_that_do_not_fit_are_refused_at_submission() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
-    let with = |pretrained: &str| {
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let spec_with = |pretrained: &str| {
         let mut spec = spec();
         spec["model"]["pretrained"] = json!(pretrained);
         spec["data"]["image_size"] = json!(64);
         spec
     };
-    // Its agent has read the file, and the agent's message stands at the key.
+    // An agent reads the file. Its message is the mistake of this key.
     for path in ["/jobs", "/jobs/validate"] {
         let no = AgentReply::Weights { mistake: Some("/w.safetensors does not hold a resnet20".into()) };
-        let spec = with("/w.safetensors");
-        let ((status, response), asked) = tokio::join!(server.post(path, &spec), weigh(&mut agent, no));
+        let spec = spec_with("/w.safetensors");
+        let ((status, response), request) =
+            tokio::join!(server.post(path, &spec), answer_fit_weights(&mut agent, no));
         let detail = "/w.safetensors does not hold a resnet20";
         let errors = json!([{"pointer": "/model/pretrained", "detail": detail}]);
         assert_eq!((status, &response["errors"]), (422, &errors), "{response}");
         assert_eq!(
-            (&*asked.weights, asked.image_size, asked.channels, asked.classes),
+            (&*request.weights, request.image_size, request.channels, request.classes),
             ("/w.safetensors", 64, 1, 2)
         );
-        assert_eq!(asked.model.arch.name(), "resnet20");
+        assert_eq!(request.model.arch.name(), "resnet20");
     }
-    // What this server knows by itself it does not ask an agent, and it is listed with the other mistakes.
+    // The server finds some mistakes without an agent, and reports them with the other mistakes.
     let id = format!("{}-1-40", lockstep_protocol::JobId::generate());
-    for (pretrained, words) in
+    for (pretrained, fragment) in
         [(&*id, "no checkpoint has the id"), ("https://host/w.safetensors", "download the file")]
     {
-        let mut spec = with(pretrained);
+        let mut spec = spec_with(pretrained);
         spec["data"]["validation"] = json!("holdout");
         let (status, response) = server.post("/jobs", &spec).await;
         let at = |pointer: &str| {
             let errors = response["errors"].as_array().unwrap();
             errors.iter().find(|e| e["pointer"] == pointer).map(|e| e["detail"].as_str().unwrap().to_owned())
         };
-        assert!(status == 422 && at("/model/pretrained").unwrap().contains(words), "{response}");
+        assert!(status == 422 && at("/model/pretrained").unwrap().contains(fragment), "{response}");
         assert!(at("/data/validation").is_some(), "{response}");
     }
-    // Weights that fit, and an agent that replies something else: the job is taken, and its ranks check once more.
-    let answers = [AgentReply::Weights { mistake: None }, AgentReply::Files { there: vec![true] }];
-    for (number, answer) in answers.into_iter().enumerate() {
-        let spec = with("/w.safetensors");
-        let ((status, response), _) = tokio::join!(server.post("/jobs", &spec), weigh(&mut agent, answer));
+    // The job is accepted if the weights fit, and also if an agent gives another reply. Then the job's ranks check the weights.
+    let replies = [AgentReply::Weights { mistake: None }, AgentReply::Files { there: vec![true] }];
+    for (number, reply) in replies.into_iter().enumerate() {
+        let spec = spec_with("/w.safetensors");
+        let ((status, response), _) =
+            tokio::join!(server.post("/jobs", &spec), answer_fit_weights(&mut agent, reply));
         assert_eq!(status, 201, "{response}");
-        let warned = response["warnings"][0].as_str().unwrap_or_default();
+        let warning = response["warnings"][0].as_str().unwrap_or_default();
         assert_eq!(
-            warned.contains("was not checked (an agent gave an unexpected reply)"),
+            warning.contains("was not checked (an agent gave an unexpected reply)"),
             number > 0,
             "{response}"
         );
         if server.get("/jobs").await.1["jobs"].as_array().unwrap().len() == 1 {
-            agent.started().await;
+            agent.expect_start().await;
         }
     }
-    // Nobody online: nobody can know, and the answer says so.
-    agent.vanish();
+    // Without an online agent, the weights are not checked, and a warning says so.
+    agent.disconnect();
     let server = TestServer::open(server.stop().await, |_| {}).await;
     for (path, accepted) in [("/jobs/validate", 200), ("/jobs", 201)] {
-        let (status, response) = server.post(path, &with("/w.safetensors")).await;
+        let (status, response) = server.post(path, &spec_with("/w.safetensors")).await;
         assert_eq!(status, accepted, "{response}");
         let warning = response["warnings"][0].as_str().unwrap();
-        for words in ["\"/w.safetensors\" was not checked (no agent is online)", "fails when it starts"] {
-            assert!(warning.contains(words), "{words} in {warning}");
+        for fragment in ["\"/w.safetensors\" was not checked (no agent is online)", "fails when it starts"] {
+            assert!(warning.contains(fragment), "{fragment} in {warning}");
         }
     }
-    // What is called like a pickle is not taken on trust.
-    let (status, response) = server.post("/jobs", &with("/w/resnet18.pth")).await;
+    // Names of pickles are refused without an agent.
+    let (status, response) = server.post("/jobs", &spec_with("/w/resnet18.pth")).await;
     assert!(status == 422 && response.to_string().contains("/w/resnet18.pth: is a pickle"), "{response}");
-    assert_eq!(server.post("/jobs", &spec()).await.1.get("warnings"), None, "it brings no weights");
+    assert_eq!(
+        server.post("/jobs", &spec()).await.1.get("warnings"),
+        None,
+        "a job without weights has no warning"
+    );
     server.stop().await;
 }
 
 #[tokio::test]
 async fn a_dataset_of_one_class_is_refused_wherever_it_is_named() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
-    // An agent refuses to register it; one of another version may have.
-    register(&server, &mut agent, "one", DatasetInfo { classes: vec!["cat".into()], ..info() }).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    // Current agents refuse such a dataset, but an agent of another version may have accepted the dataset.
+    register(&server, &mut agent, "one", DatasetInfo { classes: vec!["cat".into()], ..dataset_info() }).await;
     let mut spec = spec();
     spec["data"] = json!({"dataset": "one"});
     for path in ["/jobs/validate", "/jobs"] {

@@ -1,4 +1,4 @@
-//! A server on a free port with a data directory of its own, and a client.
+//! A server on a free port with a new data directory, and a client.
 
 use crate::postgres;
 use futures_util::StreamExt;
@@ -18,8 +18,8 @@ use tokio_tungstenite::{
     tungstenite::{Message, client::IntoClientRequest, handshake::client::Request},
 };
 
-/// Nothing here takes longer unless it hangs.
-pub const DEADLINE: Duration = Duration::from_secs(20);
+/// Time limit of each wait. Only a server that hangs reaches it.
+pub const TIMEOUT: Duration = Duration::from_secs(20);
 
 pub struct TestServer {
     pub dir: TempDir,
@@ -27,14 +27,14 @@ pub struct TestServer {
     pub http: reqwest::Client,
     /// The admin's token, which [`TestServer::http`] sends.
     pub token: String,
-    /// As a URL.
+    /// URL of the database.
     pub database: String,
     stop: oneshot::Sender<()>,
     task: JoinHandle<Result<(), ServeError>>,
 }
 
-/// The request that opens a websocket, as whoever has the token.
-pub fn socket(address: SocketAddr, path: &str, token: &str) -> Request {
+/// The request that opens a websocket with this token; without a token if `token` is empty.
+pub fn socket_request(address: SocketAddr, path: &str, token: &str) -> Request {
     let mut request = format!("ws://{address}/api/v1{path}").into_client_request().unwrap();
     if !token.is_empty() {
         request.headers_mut().insert("authorization", format!("Bearer {token}").parse().unwrap());
@@ -42,18 +42,19 @@ pub fn socket(address: SocketAddr, path: &str, token: &str) -> Request {
     request
 }
 
-/// A client that shows a token.
+/// A client that sends this token.
 pub fn client(token: &str) -> reqwest::Client {
-    builder(token).build().unwrap()
+    client_builder(token).build().unwrap()
 }
 
-/// As [`client`], for looking at redirects.
+/// Same as [`client`], but returns redirects and does not follow them.
 pub fn client_without_redirects(token: &str) -> reqwest::Client {
-    builder(token).redirect(reqwest::redirect::Policy::none()).build().unwrap()
+    client_builder(token).redirect(reqwest::redirect::Policy::none()).build().unwrap()
 }
 
-/// The builder of [`client`], for tests that set more than a token. It trusts no CA certificates: reading the system's takes longer than a request.
-pub fn builder(token: &str) -> reqwest::ClientBuilder {
+/// The builder of [`client`], for tests that set more than a token. The client trusts no CA certificates, because reading the system's
+/// CA certificates takes longer than a request.
+pub fn client_builder(token: &str) -> reqwest::ClientBuilder {
     let mut headers = reqwest::header::HeaderMap::new();
     if !token.is_empty() {
         headers.insert("authorization", format!("Bearer {token}").parse().unwrap());
@@ -64,18 +65,18 @@ pub fn builder(token: &str) -> reqwest::ClientBuilder {
 pub fn config(dir: &TempDir) -> ServeConfig {
     let mut config = ServeConfig::new(dir.path());
     config.listen.set_port(0);
-    // Agents of tests send no heartbeats by themselves.
+    // Agents of tests send heartbeats only when a test calls `heartbeat`.
     config.lease = Duration::from_secs(600);
     config
 }
 
-/// The database of a data directory, where tests run on Postgres: made the first time, the same afterwards. Nothing of it
-/// lies in the directory, whose content tests compare.
+/// The URL of the Postgres database that belongs to a data directory; `None` if tests use SQLite. The first call creates the database.
+/// No file in the directory has the URL, because tests compare the directory's content.
 pub fn database_of(dir: &TempDir) -> Option<String> {
-    static MADE: Mutex<BTreeMap<PathBuf, String>> = Mutex::new(BTreeMap::new());
+    static CREATED: Mutex<BTreeMap<PathBuf, String>> = Mutex::new(BTreeMap::new());
     postgres::wanted().then(|| {
-        let mut made = MADE.lock().unwrap();
-        made.entry(dir.path().to_owned()).or_insert_with(postgres::database).clone()
+        let mut created = CREATED.lock().unwrap();
+        created.entry(dir.path().to_owned()).or_insert_with(postgres::database).clone()
     })
 }
 
@@ -89,7 +90,7 @@ impl TestServer {
     }
 
     pub async fn open(dir: TempDir, change: impl FnOnce(&mut ServeConfig)) -> Self {
-        // Clients that are given no TLS settings take these.
+        // Clients without TLS settings use this provider.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let mut config = config(&dir);
         config.database = database_of(&dir);
@@ -107,7 +108,7 @@ impl TestServer {
                 let _ = stopped.await;
             },
         ));
-        let Ok(address) = timeout(DEADLINE, address).await.unwrap() else {
+        let Ok(address) = timeout(TIMEOUT, address).await.unwrap() else {
             panic!("the server does not start: {:?}", task.await);
         };
         let token = std::fs::read_to_string(dir.path().join("token")).map(|text| text.trim().to_owned());
@@ -115,32 +116,32 @@ impl TestServer {
         Self { dir, address, http: client(&token), token, database, stop, task }
     }
 
-    /// The request that opens a websocket, as whoever has the token.
-    pub fn socket(&self, path: &str, token: &str) -> Request {
-        socket(self.address, path, token)
+    /// The request that opens a websocket of this server with this token.
+    pub fn socket_request(&self, path: &str, token: &str) -> Request {
+        socket_request(self.address, path, token)
     }
 
-    /// Makes a token; its id and secret.
+    /// Creates a token and returns its id and secret.
     pub async fn make_token(&self, body: &Value) -> (String, String) {
-        let (status, made) = self.post("/tokens", body).await;
-        assert_eq!(status, 201, "{made}");
-        (made["id"].as_str().unwrap().to_owned(), made["secret"].as_str().unwrap().to_owned())
+        let (status, token) = self.post("/tokens", body).await;
+        assert_eq!(status, 201, "{token}");
+        (token["id"].as_str().unwrap().to_owned(), token["secret"].as_str().unwrap().to_owned())
     }
 
-    /// A token for an agent, by its name or id.
+    /// Creates a token for the agent with this name or id.
     pub async fn agent_token(&self, agent: &str) -> String {
         self.make_token(&json!({"name": agent, "scope": "agent", "agent": agent})).await.1
     }
 
-    /// Stops in order; the directory stays.
+    /// Stops the server in order, and returns its directory.
     pub async fn stop(self) -> TempDir {
         let _ = self.stop.send(());
-        timeout(DEADLINE, self.task).await.expect("stops in time").unwrap().unwrap();
-        // A process that another test has just forked holds all that is open here, until it has become its own program.
+        timeout(TIMEOUT, self.task).await.expect("stops in time").unwrap().unwrap();
+        // A child process that another test has just forked holds copies of all open files until its `exec`, including the lock.
         if let Ok(lock) = std::fs::File::open(self.dir.path().join("lockstep.db.lock")) {
-            let deadline = Instant::now() + DEADLINE;
+            let deadline = Instant::now() + TIMEOUT;
             while lock.try_lock().is_err() {
-                assert!(Instant::now() < deadline, "nobody has its lock any more");
+                assert!(Instant::now() < deadline, "the lock of the database is not released");
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
         }
@@ -164,22 +165,22 @@ impl TestServer {
     }
 
     pub async fn send(&self, request: reqwest::RequestBuilder) -> (u16, Value) {
-        let answer = timeout(DEADLINE, request.send()).await.unwrap().unwrap();
-        let status = answer.status().as_u16();
-        let kind = answer.headers().get("content-type").map(|v| v.to_str().unwrap().to_owned());
-        let text = answer.text().await.unwrap();
+        let response = timeout(TIMEOUT, request.send()).await.unwrap().unwrap();
+        let status = response.status().as_u16();
+        let kind = response.headers().get("content-type").map(|v| v.to_str().unwrap().to_owned());
+        let text = response.text().await.unwrap();
         if status >= 400 {
             assert_eq!(kind.as_deref(), Some("application/problem+json"), "{status} {text}");
         }
         (status, serde_json::from_str(&text).unwrap_or(Value::Null))
     }
 
-    pub async fn text(&self, path: &str) -> (u16, String) {
-        let answer = self.http.get(self.url(path)).send().await.unwrap();
-        (answer.status().as_u16(), answer.text().await.unwrap())
+    pub async fn get_text(&self, path: &str) -> (u16, String) {
+        let response = self.http.get(self.url(path)).send().await.unwrap();
+        (response.status().as_u16(), response.text().await.unwrap())
     }
 
-    /// Submits a job that the server takes.
+    /// Submits [`spec`] with these changes. The server must accept the job.
     pub async fn submit(&self, change: impl FnOnce(&mut Value)) -> Job {
         let mut spec = spec();
         change(&mut spec);
@@ -194,8 +195,8 @@ impl TestServer {
         serde_json::from_value(body).unwrap()
     }
 
-    /// Waits for a state, through the job's own stream.
-    pub async fn until(&self, id: &str, state: JobState) -> Job {
+    /// Waits on the job's stream until the job has this state.
+    pub async fn wait_for_state(&self, id: &str, state: JobState) -> Job {
         let mut stream = self.stream(id, 0).await;
         let wanted = json!(state);
         stream.until(|frame| frame["type"] == "state" && frame["state"] == wanted).await;
@@ -203,10 +204,10 @@ impl TestServer {
     }
 
     pub async fn stream(&self, id: &str, since: u64) -> Stream {
-        Stream::open(self.socket(&format!("/jobs/{id}/stream?since={since}"), &self.token)).await
+        Stream::open(self.socket_request(&format!("/jobs/{id}/stream?since={since}"), &self.token)).await
     }
 
-    /// Writes into the database behind the server's back, as another version of it would; the number of rows.
+    /// Changes the database without the server, and returns the number of changed rows.
     pub async fn execute(&self, query: &str) -> u64 {
         if self.database.starts_with("postgres") {
             let mut db = sqlx::PgConnection::connect(&self.database).await.unwrap();
@@ -217,8 +218,8 @@ impl TestServer {
         }
     }
 
-    /// The one number that a query answers.
-    pub async fn number(&self, query: &str) -> i64 {
+    /// Returns the number that a query selects.
+    pub async fn query_number(&self, query: &str) -> i64 {
         if self.database.starts_with("postgres") {
             let mut db = sqlx::PgConnection::connect(&self.database).await.unwrap();
             sqlx::query_scalar(AssertSqlSafe(query)).fetch_one(&mut db).await.unwrap()
@@ -228,7 +229,7 @@ impl TestServer {
         }
     }
 
-    /// Up to which event a job's metrics are in chunks, and the first and last step of its losses there.
+    /// Returns the watermark of a job (the event up to which its metrics are in chunks), and the first and last step of the losses in chunks.
     pub async fn watermark(&self, id: &str) -> (i64, (i64, i64)) {
         const QUERY: &str = "SELECT (SELECT watermark FROM metric_compaction WHERE job_id = $1), min(first_step), max(last_step) \
             FROM metric_chunks WHERE job_id = $1 AND name = 'loss'";
@@ -247,8 +248,8 @@ impl TestServer {
         (watermark.unwrap_or(0), (first.unwrap_or(0), last.unwrap_or(0)))
     }
 
-    /// What the database holds of a job's events, as frames.
-    pub async fn stored(&self, id: &str) -> Vec<Value> {
+    /// Returns the stored events of a job, as frames of its stream.
+    pub async fn stored_events(&self, id: &str) -> Vec<Value> {
         let mut stream = self.stream(id, 0).await;
         let mut events = stream.until(|frame| frame["type"] == "live").await;
         events.retain(|frame| frame.get("at").is_some());
@@ -272,10 +273,10 @@ pub struct Stream(
 
 impl Stream {
     pub async fn open(request: Request) -> Self {
-        Self(timeout(DEADLINE, connect_async(request)).await.unwrap().unwrap().0)
+        Self(timeout(TIMEOUT, connect_async(request)).await.unwrap().unwrap().0)
     }
 
-    /// The next frame but those that are no part of the record (`progress`); `Err` with code and reason when the server closes.
+    /// Returns the next frame except `progress`, which is not stored; `Err` with code and reason if the server closes the stream.
     pub async fn next(&mut self) -> Result<Value, (u16, String)> {
         loop {
             let frame = self.frame().await?;
@@ -285,10 +286,10 @@ impl Stream {
         }
     }
 
-    /// The next frame of any kind.
+    /// Returns the next frame of any type.
     pub async fn frame(&mut self) -> Result<Value, (u16, String)> {
         loop {
-            match timeout(DEADLINE, self.0.next()).await.expect("the stream continues") {
+            match timeout(TIMEOUT, self.0.next()).await.expect("the stream continues") {
                 Some(Ok(Message::Text(text))) => return Ok(serde_json::from_str(&text).unwrap()),
                 Some(Ok(Message::Close(Some(frame)))) => {
                     return Err((frame.code.into(), frame.reason.to_string()));
@@ -299,7 +300,7 @@ impl Stream {
         }
     }
 
-    /// All frames up to one that fits, included.
+    /// Returns all frames up to and including the first frame that `fits`.
     pub async fn until(&mut self, fits: impl Fn(&Value) -> bool) -> Vec<Value> {
         let mut frames = Vec::new();
         let start = Instant::now();
@@ -310,7 +311,7 @@ impl Stream {
             if last {
                 return frames;
             }
-            assert!(start.elapsed() < DEADLINE, "no such frame among {}", frames.len());
+            assert!(start.elapsed() < TIMEOUT, "none of {} frames fits", frames.len());
         }
     }
 }

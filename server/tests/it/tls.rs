@@ -1,6 +1,6 @@
-//! Certificates of the server: from files that are renewed, of its own, and those that it refuses.
+//! Certificates of the server: from renewed files, from its own CA, and invalid certificates.
 
-use crate::test_server::{DEADLINE, TestServer, builder, config};
+use crate::test_server::{TIMEOUT, TestServer, client_builder, config};
 use futures_util::{SinkExt, StreamExt};
 use lockstep_server::{
     ServeConfig, ServeError, TlsConfig, serve,
@@ -28,7 +28,7 @@ use tokio::{
 use tokio_rustls::TlsConnector;
 use tokio_tungstenite::{Connector, connect_async_tls_with_config, tungstenite::Message};
 
-/// An authority that is not the server's, and files that it issued.
+/// A CA that is not the server's, and a folder with certificates that it has issued.
 pub struct Files {
     pub dir: TempDir,
     pub ca: CertifiedIssuer<'static, KeyPair>,
@@ -38,7 +38,7 @@ impl Files {
     pub fn new() -> Self {
         let mut params = CertificateParams::default();
         params.is_ca = IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
-        params.distinguished_name.push(rcgen::DnType::CommonName, "an authority");
+        params.distinguished_name.push(rcgen::DnType::CommonName, "a test CA");
         let ca = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
         Self { dir: tempfile::tempdir().unwrap(), ca }
     }
@@ -60,10 +60,11 @@ impl Files {
         TlsConfig::Files { certificate: files.0, key: files.1 }
     }
 
-    /// Puts the files called `name` in the place of those called `of`, as a renewal does: one after the other.
-    fn replace(&self, of: &str, name: &str) {
+    /// Replaces the files of `target` with the files of `name`, one after the other, as a renewal does.
+    fn replace(&self, target: &str, name: &str) {
         for ending in ["crt", "key"] {
-            fs::rename(self.path(&format!("{name}.{ending}")), self.path(&format!("{of}.{ending}"))).unwrap();
+            fs::rename(self.path(&format!("{name}.{ending}")), self.path(&format!("{target}.{ending}")))
+                .unwrap();
         }
     }
 
@@ -72,7 +73,7 @@ impl Files {
     }
 }
 
-/// A client that trusts one authority.
+/// A client that trusts one CA.
 fn trusting(pem: &[u8]) -> Arc<ClientConfig> {
     let mut roots = RootCertStore::empty();
     roots.add(CertificateDer::from_pem_slice(pem).unwrap()).unwrap();
@@ -80,11 +81,11 @@ fn trusting(pem: &[u8]) -> Arc<ClientConfig> {
 }
 
 pub fn http(config: &Arc<ClientConfig>, token: &str) -> reqwest::Client {
-    builder(token).tls_backend_preconfigured((**config).clone()).timeout(DEADLINE).build().unwrap()
+    client_builder(token).tls_backend_preconfigured((**config).clone()).timeout(TIMEOUT).build().unwrap()
 }
 
-/// What the server shows a new connection.
-async fn served(address: SocketAddr, config: &Arc<ClientConfig>) -> Facts {
+/// Returns the certificate that the server sends to a new connection.
+async fn served_certificate(address: SocketAddr, config: &Arc<ClientConfig>) -> Facts {
     let stream = TcpStream::connect(address).await.unwrap();
     let name = ServerName::try_from("localhost").unwrap();
     let stream = TlsConnector::from(config.clone()).connect(name, stream).await.unwrap();
@@ -93,17 +94,17 @@ async fn served(address: SocketAddr, config: &Arc<ClientConfig>) -> Facts {
     Facts::read(&session.peer_certificates().unwrap()[0]).unwrap()
 }
 
-pub async fn text(client: &reqwest::Client, server: &TestServer, path: &str) -> (u16, String) {
+pub async fn get_text(client: &reqwest::Client, server: &TestServer, path: &str) -> (u16, String) {
     let url = format!("https://localhost:{}{path}", server.address.port());
-    let answer = client.get(url).send().await.unwrap();
-    (answer.status().as_u16(), answer.text().await.unwrap())
+    let response = client.get(url).send().await.unwrap();
+    (response.status().as_u16(), response.text().await.unwrap())
 }
 
-/// Asks until the answer is as wanted.
-async fn until(what: &str, mut done: impl AsyncFnMut() -> bool) {
+/// Waits until the condition is true.
+async fn wait_until(what: &str, mut condition: impl AsyncFnMut() -> bool) {
     let start = Instant::now();
-    while !done().await {
-        assert!(start.elapsed() < DEADLINE, "not in time: {what}");
+    while !condition().await {
+        assert!(start.elapsed() < TIMEOUT, "not in time: {what}");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
@@ -118,13 +119,13 @@ pub async fn with_tls(tls: TlsConfig, change: impl FnOnce(&mut ServeConfig)) -> 
 }
 
 #[tokio::test]
-async fn renewed_certificates_are_used_without_closing_connections() {
+async fn renewed_certificates_are_served_without_closing_connections() {
     let files = Files::new();
     let server = with_tls(files.issue("server", |_| {}), |_| {}).await;
     let (config, port) = (files.client(), server.address.port());
     let client = http(&config, &server.token);
-    assert_eq!(text(&client, &server, "/readyz").await, (200, "ready\n".into()));
-    let mut request = server.socket("/stream", &server.token);
+    assert_eq!(get_text(&client, &server, "/readyz").await, (200, "ready\n".into()));
+    let mut request = server.socket_request("/stream", &server.token);
     *request.uri_mut() = format!("wss://localhost:{port}/api/v1/stream").parse().unwrap();
     let connector = Some(Connector::Rustls(config.clone()));
     let (mut socket, _) = connect_async_tls_with_config(request, None, false, connector).await.unwrap();
@@ -133,22 +134,30 @@ async fn renewed_certificates_are_used_without_closing_connections() {
     files.issue("next", |p| p.not_after = day);
     files.replace("server", "next");
     let renewed = "2093-07-01T00:00:00Z".parse().unwrap();
-    until("the new certificate", async || served(server.address, &config).await.not_after == renewed).await;
+    wait_until("the new certificate", async || {
+        served_certificate(server.address, &config).await.not_after == renewed
+    })
+    .await;
 
-    // A certificate whose key is another's, then no certificate at all: the last good one stays, and `/readyz` reports it.
+    // A certificate that does not belong to the key, and then no certificate: the last valid certificate stays, and `/readyz` reports the problem.
     files.issue("other", |_| {});
     fs::rename(files.path("other.crt"), files.path("server.crt")).unwrap();
-    let reported = async |part: &str| text(&client, &server, "/readyz").await.1.contains(part);
-    until("it is told", async || reported("not served").await && reported("server.key").await).await;
+    let reported = async |part: &str| get_text(&client, &server, "/readyz").await.1.contains(part);
+    wait_until("the problem is reported", async || {
+        reported("not served").await && reported("server.key").await
+    })
+    .await;
     fs::write(files.path("server.crt"), "broken").unwrap();
-    until("it is told", async || reported("has no certificate").await).await;
-    assert_eq!(served(server.address, &config).await.not_after, renewed);
+    wait_until("the problem is reported", async || reported("has no certificate").await).await;
+    assert_eq!(served_certificate(server.address, &config).await.not_after, renewed);
     files.issue("soon", |p| p.not_after = time::OffsetDateTime::now_utc() + time::Duration::days(80));
     files.replace("server", "soon");
-    until("80 days are few", async || reported("expires in 79 days").await && !reported("not served").await)
-        .await;
+    wait_until("the expiry is reported", async || {
+        reported("expires in 79 days").await && !reported("not served").await
+    })
+    .await;
 
-    // What was connected before all this still is.
+    // The first connection is still open.
     socket.send(Message::Ping("still".into())).await.unwrap();
     let pong = async {
         loop {
@@ -157,12 +166,12 @@ async fn renewed_certificates_are_used_without_closing_connections() {
             }
         }
     };
-    assert_eq!(timeout(DEADLINE, pong).await.unwrap(), "still");
+    assert_eq!(timeout(TIMEOUT, pong).await.unwrap(), "still");
     server.stop().await;
 }
 
 #[tokio::test]
-async fn a_server_creates_its_authority_and_renews_its_certificate() {
+async fn a_server_creates_its_ca_and_renews_its_certificate() {
     let server = with_tls(TlsConfig::OwnCa, |_| {}).await;
     let folder = server.dir.path().join("ca");
     let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
@@ -177,79 +186,82 @@ async fn a_server_creates_its_authority_and_renews_its_certificate() {
         let url = format!("https://{host}:{}/readyz", server.address.port());
         assert_eq!(client.get(url).send().await.unwrap().text().await.unwrap(), "ready\n", "{host}");
     }
-    let first = served(server.address, &config).await;
+    let first = served_certificate(server.address, &config).await;
     assert!((395..=397).contains(&first.days_left(jiff::Timestamp::now())), "{first:?}");
     let host = rustix::system::uname().nodename().to_string_lossy().to_lowercase();
     assert!(first.names.iter().any(|name| name.matches(&host)), "{first:?}");
 
-    // One that ends in 120 days is left as it is, one that ends in 119 is renewed.
+    // A certificate that is valid for 120 more days is kept; with 119 days it is renewed.
     let names: Vec<_> = first.names.iter().map(ToString::to_string).collect();
     for (days, renewed) in [(121, false), (120, true)] {
         let issued = authority.issue(&names, days).unwrap();
-        // As the server itself does it, which looks at any moment.
+        // A rename, because the server may read the file at any time.
         fs::write(folder.join("new"), format!("{}{}", issued.chain, issued.key)).unwrap();
         fs::set_permissions(folder.join("new"), fs::Permissions::from_mode(0o600)).unwrap();
         fs::rename(folder.join("new"), folder.join("server.pem")).unwrap();
-        until("a certificate that lasts", async || {
-            let left = served(server.address, &config).await.days_left(jiff::Timestamp::now());
+        wait_until("the expected certificate", async || {
+            let left = served_certificate(server.address, &config).await.days_left(jiff::Timestamp::now());
             if renewed { left > 300 } else { left == 120 }
         })
         .await;
     }
-    // The authority stays, and a new name of the server is in a new certificate.
+    // After a restart with another public URL, the same CA issues a certificate with the new name.
     let dir = server.stop().await;
     let server = TestServer::open(dir, |c| {
         c.tls = Some(TlsConfig::OwnCa);
         c.public_url = Some("https://lockstep.example.org/".parse().unwrap());
     })
     .await;
-    let again = served(server.address, &config).await;
-    assert!(again.names_in_words().contains("lockstep.example.org"), "{again:?}");
+    let renewed = served_certificate(server.address, &config).await;
+    assert!(renewed.names_in_words().contains("lockstep.example.org"), "{renewed:?}");
     server.stop().await;
 }
 
 #[tokio::test]
-async fn a_plain_request_is_answered_after_16_kib() {
+async fn an_http_request_to_a_tls_port_gets_an_error_after_16_kib() {
     let server = with_tls(TlsConfig::OwnCa, |_| {}).await;
     let mut socket = TcpStream::connect(server.address).await.unwrap();
     let head = "GET / HTTP/1.1\r\nx: ";
     let rest = "x".repeat((16 << 10) - head.len() - 1);
     socket.write_all(format!("{head}{rest}").as_bytes()).await.unwrap();
-    let mut answer = Vec::new();
-    let early = timeout(Duration::from_millis(200), socket.read_buf(&mut answer)).await;
-    assert!(early.is_err(), "the end of its head may still come");
+    let mut response = Vec::new();
+    let early = timeout(Duration::from_millis(200), socket.read_buf(&mut response)).await;
+    assert!(early.is_err(), "the end of the head may still arrive");
     socket.write_all(b"x").await.unwrap();
-    timeout(DEADLINE, socket.read_to_end(&mut answer)).await.expect("an answer").unwrap();
-    let answer = String::from_utf8_lossy(&answer);
-    assert!(answer.starts_with("HTTP/1.1 400") && answer.contains("write https:// instead"), "{answer}");
+    timeout(TIMEOUT, socket.read_to_end(&mut response)).await.expect("a response").unwrap();
+    let response = String::from_utf8_lossy(&response);
+    assert!(
+        response.starts_with("HTTP/1.1 400") && response.contains("write https:// instead"),
+        "{response}"
+    );
     server.stop().await;
 }
 
 #[test]
-fn an_authority_is_created_once_and_issues_certificates() {
+fn a_ca_is_created_once_and_issues_certificates() {
     let dir = tempfile::tempdir().unwrap();
     assert!(Authority::open(dir.path()).unwrap_err().contains("lockstep ca init"));
-    let made = Authority::init(dir.path()).unwrap();
-    assert_eq!(made.fingerprint().len(), 32 * 3 - 1);
-    let again = Authority::init(dir.path()).unwrap_err();
-    assert!(again.contains("exists already") && again.contains("ca show"), "{again}");
-    assert_eq!(Authority::open(dir.path()).unwrap().fingerprint(), made.fingerprint());
+    let authority = Authority::init(dir.path()).unwrap();
+    assert_eq!(authority.fingerprint().len(), 32 * 3 - 1);
+    let error = Authority::init(dir.path()).unwrap_err();
+    assert!(error.contains("exists already") && error.contains("ca show"), "{error}");
+    assert_eq!(Authority::open(dir.path()).unwrap().fingerprint(), authority.fingerprint());
     let names = |names: &[&str]| names.iter().map(ToString::to_string).collect::<Vec<_>>();
     for wrong in [names(&[]), names(&["a b"]), names(&["https://a"]), names(&["a", ""])] {
-        assert!(made.issue(&wrong, 30).is_err(), "{wrong:?}");
+        assert!(authority.issue(&wrong, 30).is_err(), "{wrong:?}");
     }
-    for (days, fine) in [(0, false), (1, true), (825, true), (826, false)] {
+    for (days, is_valid) in [(0, false), (1, true), (825, true), (826, false)] {
         assert_eq!(
-            made.issue(&names(&["proxy.example", "*.lab.example", "10.0.0.7"]), days).is_ok(),
-            fine,
+            authority.issue(&names(&["proxy.example", "*.lab.example", "10.0.0.7"]), days).is_ok(),
+            is_valid,
             "{days}"
         );
     }
-    let agent = |chars: usize| made.issue_agent(&"a".repeat(chars), 30);
+    let agent = |chars: usize| authority.issue_agent(&"a".repeat(chars), 30);
     assert!(agent(64).is_ok());
-    let long = agent(65).expect_err("a common name has 64 characters at most (X.520)");
-    assert!(long.contains("1 to 64 letters"), "{long}");
-    // A key that others can read signs nothing.
+    let error = agent(65).expect_err("a common name has 64 characters at most (X.520)");
+    assert!(error.contains("1 to 64 letters"), "{error}");
+    // A key that others can read is refused.
     let key = dir.path().join("ca/ca.key");
     fs::set_permissions(&key, fs::Permissions::from_mode(0o604)).unwrap();
     assert!(Authority::open(dir.path()).unwrap_err().contains("chmod 600"));
@@ -260,10 +272,11 @@ fn an_authority_is_created_once_and_issues_certificates() {
     assert!(Authority::open(dir.path()).unwrap_err().contains("does not belong"));
 }
 
-pub async fn refused(config: ServeConfig) -> String {
-    let ready = |_| panic!("it must not start");
-    let started = timeout(DEADLINE, serve(config, ready, std::future::pending())).await.unwrap();
-    let error = started.unwrap_err();
+/// Returns the error of a server that must not start.
+pub async fn start_error(config: ServeConfig) -> String {
+    let ready = |_| panic!("the server must not start");
+    let result = timeout(TIMEOUT, serve(config, ready, std::future::pending())).await.unwrap();
+    let error = result.unwrap_err();
     assert_eq!(error.exit_code(), 2, "{error}");
     error.to_string()
 }
@@ -278,28 +291,29 @@ async fn unusable_certificates_are_refused_at_the_start() {
         config
     };
     let expired = files.issue("expired", |p| p.not_after = date_time_ymd(2020, 1, 2));
-    let text = refused(with(expired)).await;
-    assert!(text.contains("expired at 2020-01-02") && text.contains("renew"), "{text}");
-    let early = refused(with(files.issue("early", |p| p.not_before = date_time_ymd(2090, 1, 1)))).await;
+    let error = start_error(with(expired)).await;
+    assert!(error.contains("expired at 2020-01-02") && error.contains("renew"), "{error}");
+    let early = start_error(with(files.issue("early", |p| p.not_before = date_time_ymd(2090, 1, 1)))).await;
     assert!(early.contains("not valid before 2090-01-01"), "{early}");
-    let nameless = refused(with(files.issue("nameless", |p| p.subject_alt_names.clear()))).await;
+    let nameless = start_error(with(files.issue("nameless", |p| p.subject_alt_names.clear()))).await;
     assert!(nameless.contains("no subject alternative name"), "{nameless}");
     let (a, b) = (files.issue("a", |_| {}), files.issue("b", |_| {}));
     let (TlsConfig::Files { certificate, .. }, TlsConfig::Files { key, .. }) = (a, b) else { unreachable!() };
-    let mixed = refused(with(TlsConfig::Files { certificate: certificate.clone(), key: key.clone() })).await;
+    let mixed =
+        start_error(with(TlsConfig::Files { certificate: certificate.clone(), key: key.clone() })).await;
     assert!(mixed.contains("does not belong to the certificate"), "{mixed}");
     for (mode, reported) in [(0o604, "0604"), (0o660, "0660")] {
         fs::set_permissions(files.path("a.key"), fs::Permissions::from_mode(mode)).unwrap();
         let tls = TlsConfig::Files { certificate: certificate.clone(), key: files.path("a.key") };
-        let open = refused(with(tls)).await;
+        let open = start_error(with(tls)).await;
         assert!(open.contains(reported) && open.contains("chmod 600"), "{open}");
     }
     for path in ["none.crt", "a.key"] {
         let tls = TlsConfig::Files { certificate: files.path(path), key: key.clone() };
-        let missing = refused(with(tls)).await;
+        let missing = start_error(with(tls)).await;
         assert!(missing.contains(path), "{missing}");
     }
-    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0, "nothing is touched");
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0, "a refused start writes no file");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Checkpoints on the server's disk of which no agent has told.
+//! Checkpoints on the server's disk that no agent has reported.
 
 use crate::{
     agent::{Agent, losses, running},
@@ -8,84 +8,86 @@ use crate::{
 use lockstep_protocol::agent::{Ending, Source};
 use std::{fs, path::Path};
 
-fn write(checkpoints: &Path, step: u64, is_whole: bool) {
+/// Writes a checkpoint, complete or without its first file.
+fn write_checkpoint(checkpoints: &Path, step: u64, is_complete: bool) {
     let folder = checkpoints.join(format!("1-{step}"));
     fs::create_dir_all(&folder).unwrap();
-    for (name, bytes) in FILES.iter().skip(usize::from(!is_whole)) {
+    for (name, bytes) in FILES.iter().skip(usize::from(!is_complete)) {
         fs::write(folder.join(name), bytes).unwrap();
     }
     fs::write(folder.join("MANIFEST.json"), manifest(1, step)).unwrap();
 }
 
-/// Ranks never remove the best one: where the newest that is known is gone, a newer one than what is left is as good as where all are gone.
+/// Ranks never remove the best checkpoint, which may be old. So if the newest reported checkpoint is deleted, a newer unreported checkpoint is
+/// used although the best checkpoint is left.
 #[tokio::test]
 async fn an_unreported_newer_checkpoint_is_used_if_only_an_old_one_is_left() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let first = agent.started().await.attempt;
+    let first = agent.expect_start().await.attempt;
     let known = [checkpoint(20), checkpoint(30)];
     agent.report(&first, Source::Rank(0), 0, [running(100, 0)].into_iter().chain(known).collect()).await;
     let checkpoints = server.dir.path().join("jobs").join(&id).join("checkpoints");
     for step in [10, 20] {
-        write(&checkpoints, step, true);
+        write_checkpoint(&checkpoints, step, true);
     }
-    let failed = || Ending::Failed { reason: "it was to".into(), retriable: true };
+    let failed = || Ending::Failed { reason: "by the test".into(), retriable: true };
     let listed = async || {
         let (_, listed) = server.get(&format!("/jobs/{id}/checkpoints")).await;
         let all = listed["checkpoints"].as_array().unwrap().iter();
         all.map(|one| one["step"].as_u64().unwrap()).collect::<Vec<_>>()
     };
     agent.end(&first, failed()).await;
-    let second = agent.started().await;
+    let second = agent.expect_start().await;
     assert_eq!(
         second.resume.as_deref(),
         Some("1-20"),
-        "an older one that nobody has told of is none to continue from"
+        "unreported checkpoints before the newest reported one are not used"
     );
     assert_eq!(listed().await, [20]);
     agent.report(&second.attempt, Source::Rank(0), 0, vec![running(100, 20), checkpoint(30)]).await;
-    write(&checkpoints, 60, true);
+    write_checkpoint(&checkpoints, 60, true);
     agent.end(&second.attempt, failed()).await;
-    assert_eq!(agent.started().await.resume.as_deref(), Some("1-60"));
+    assert_eq!(agent.expect_start().await.resume.as_deref(), Some("1-60"));
     assert_eq!(listed().await, [60, 20]);
     server.stop().await;
 }
 
-/// The ranks of a server or an agent that is away go on, and remove old checkpoints.
+/// While the server or the agent is down, ranks continue, and remove old checkpoints.
 #[tokio::test]
 async fn an_unreported_checkpoint_is_used_and_a_restart_is_logged() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    let first = agent.started().await.attempt;
+    let first = agent.expect_start().await.attempt;
     agent.report(&first, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3), checkpoint(20)]).await;
     let checkpoints = server.dir.path().join("jobs").join(&id).join("checkpoints");
     for (step, is_whole) in [(40, true), (60, true), (80, false)] {
-        write(&checkpoints, step, is_whole);
+        write_checkpoint(&checkpoints, step, is_whole);
     }
     fs::write(checkpoints.join("1-9x"), "no checkpoint").unwrap();
-    let failed = || Ending::Failed { reason: "it was to".into(), retriable: true };
+    let failed = || Ending::Failed { reason: "by the test".into(), retriable: true };
     agent.end(&first, failed()).await;
-    let second = agent.started().await;
+    let second = agent.expect_start().await;
     assert_eq!(second.resume.as_deref(), Some("1-60"));
-    let said = async |words: &str| {
+    let is_logged = async |text: &str| {
         let (_, log) = server.get(&format!("/jobs/{id}/logs?limit=1000")).await;
-        log.to_string().contains(words)
+        log.to_string().contains(text)
     };
-    assert!(said("checkpoint 1-60 was written and never reported").await);
-    assert!(said("there are no points of steps 4 to 60").await);
+    assert!(is_logged("checkpoint 1-60 was written and never reported").await);
+    assert!(is_logged("there are no points of steps 4 to 60").await);
     let (_, listed) = server.get(&format!("/jobs/{id}/checkpoints")).await;
     let steps: Vec<_> = listed["checkpoints"].as_array().unwrap().iter().map(|c| c["step"].clone()).collect();
-    assert_eq!(steps, [60], "the one before is gone");
+    assert_eq!(steps, [60], "the deleted checkpoint is not listed");
 
-    let words = "the known checkpoints are no longer on the server's disk";
-    assert!(!said(words).await);
+    let message = "the known checkpoints are no longer on the server's disk";
+    assert!(!is_logged(message).await);
     for step in [40, 60, 80] {
         fs::remove_dir_all(checkpoints.join(format!("1-{step}"))).unwrap();
     }
     agent.end(&second.attempt, failed()).await;
-    assert_eq!(agent.started().await.resume, None);
-    assert!(said(words).await);
+    assert_eq!(agent.expect_start().await.resume, None);
+    assert!(is_logged(message).await);
     server.stop().await;
 }

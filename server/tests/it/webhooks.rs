@@ -1,8 +1,8 @@
-//! Webhooks against a receiver on a real port: what comes, signed and in which form; what is tried again; what is not sent at all.
+//! Webhooks with a receiver on a real port: messages, signatures, formats, retries, and refused addresses.
 
 use crate::{
     agent::{Agent, running},
-    test_server::{DEADLINE, TestServer},
+    test_server::{TIMEOUT, TestServer},
 };
 use axum::{
     Router,
@@ -31,7 +31,7 @@ use tokio::{
     time::timeout,
 };
 
-/// A request that came.
+/// A received request.
 struct Message {
     path: String,
     headers: HeaderMap,
@@ -49,26 +49,26 @@ impl Message {
 }
 
 #[derive(Clone)]
-struct Answers {
+struct ReceiverState {
     to: mpsc::UnboundedSender<Message>,
     is_failing: Arc<AtomicBool>,
 }
 
-/// Takes what is posted to it. Paths decide how it answers.
+/// Receives messages. The path determines the response.
 struct Receiver {
     address: SocketAddr,
     messages: mpsc::UnboundedReceiver<Message>,
     is_failing: Arc<AtomicBool>,
 }
 
-async fn answer(State(answers): State<Answers>, uri: Uri, headers: HeaderMap, body: Bytes) -> Response {
+async fn respond(State(state): State<ReceiverState>, uri: Uri, headers: HeaderMap, body: Bytes) -> Response {
     let path = uri.path().to_owned();
-    let _ = answers.to.send(Message { path: path.clone(), headers, body });
+    let _ = state.to.send(Message { path: path.clone(), headers, body });
     match path.as_str() {
         "/gone" => StatusCode::GONE.into_response(),
         "/moved" => (StatusCode::TEMPORARY_REDIRECT, [(header::LOCATION, "/elsewhere")]).into_response(),
         "/slow" => std::future::pending().await,
-        _ if answers.is_failing.load(Ordering::Relaxed) => StatusCode::INTERNAL_SERVER_ERROR.into_response(),
+        _ if state.is_failing.load(Ordering::Relaxed) => StatusCode::INTERNAL_SERVER_ERROR.into_response(),
         _ => StatusCode::NO_CONTENT.into_response(),
     }
 }
@@ -80,7 +80,7 @@ impl Receiver {
         let is_failing = Arc::new(AtomicBool::new(false));
         let address = listener.local_addr().unwrap();
         let router =
-            Router::new().fallback(answer).with_state(Answers { to, is_failing: is_failing.clone() });
+            Router::new().fallback(respond).with_state(ReceiverState { to, is_failing: is_failing.clone() });
         tokio::spawn(async move { axum::serve(listener, router).await.unwrap() });
         Self { address, messages, is_failing }
     }
@@ -90,19 +90,19 @@ impl Receiver {
     }
 
     async fn next(&mut self) -> Message {
-        timeout(DEADLINE, self.messages.recv()).await.expect("a message").unwrap()
+        timeout(TIMEOUT, self.messages.recv()).await.expect("a message").unwrap()
     }
 
-    /// Nothing more has come.
+    /// Whether there is no further message.
     fn is_empty(&mut self) -> bool {
         self.messages.try_recv().is_err()
     }
 }
 
-/// A mail server, which refuses the recipient `refused`.
+/// A mail server that refuses the recipient `refused`.
 struct MailServer {
     address: SocketAddr,
-    /// Each e-mail, with the commands that came before it.
+    /// Each e-mail, with the commands before it.
     mails: mpsc::UnboundedReceiver<String>,
 }
 
@@ -113,22 +113,22 @@ impl MailServer {
         let address = listener.local_addr().unwrap();
         tokio::spawn(async move {
             while let Ok((stream, _)) = listener.accept().await {
-                tokio::spawn(take_mail(stream, to.clone()));
+                tokio::spawn(receive_mail(stream, to.clone()));
             }
         });
         Self { address, mails }
     }
 
-    /// The next e-mail, which must have all these words.
-    async fn next(&mut self, words: &[&str]) {
-        let mail = timeout(DEADLINE, self.mails.recv()).await.expect("an e-mail").unwrap();
-        for part in words {
+    /// Waits for the next e-mail, which must contain all these parts.
+    async fn next(&mut self, parts: &[&str]) {
+        let mail = timeout(TIMEOUT, self.mails.recv()).await.expect("an e-mail").unwrap();
+        for part in parts {
             assert!(mail.contains(part), "{part} is not in:\n{mail}");
         }
     }
 }
 
-async fn take_mail(mut stream: TcpStream, to: mpsc::UnboundedSender<String>) -> io::Result<()> {
+async fn receive_mail(mut stream: TcpStream, to: mpsc::UnboundedSender<String>) -> io::Result<()> {
     let (read, mut write) = stream.split();
     let mut lines = BufReader::new(read).lines();
     let (mut mail, mut is_data) = (String::new(), false);
@@ -140,14 +140,14 @@ async fn take_mail(mut stream: TcpStream, to: mpsc::UnboundedSender<String>) -> 
             (true, ".") => {
                 is_data = false;
                 let _ = to.send(std::mem::take(&mut mail));
-                "250 taken"
+                "250 accepted"
             }
             (true, _) => continue,
             (false, "DATA") => {
                 is_data = true;
                 "354 go on"
             }
-            (false, command) if command.contains("<refused@") => "550 nobody has this name",
+            (false, command) if command.contains("<refused@") => "550 unknown recipient",
             (false, _) => "250 mail.example",
         };
         write.write_all(format!("{reply}\r\n").as_bytes()).await?;
@@ -155,40 +155,40 @@ async fn take_mail(mut stream: TcpStream, to: mpsc::UnboundedSender<String>) -> 
     Ok(())
 }
 
-fn private(config: &mut ServeConfig) {
+fn allow_private(config: &mut ServeConfig) {
     config.webhooks_allow_private = true;
     config.webhook_retries = vec![Duration::from_millis(200); 6];
 }
 
 impl TestServer {
-    /// Adds a webhook; its id and secret.
+    /// Adds a webhook, and returns its id and secret.
     async fn add_webhook(&self, body: &Value) -> (String, String) {
-        let (status, made) = self.post("/webhooks", body).await;
-        assert_eq!(status, 201, "{made}");
-        (made["id"].as_str().unwrap().to_owned(), made["secret"].as_str().unwrap().to_owned())
+        let (status, webhook) = self.post("/webhooks", body).await;
+        assert_eq!(status, 201, "{webhook}");
+        (webhook["id"].as_str().unwrap().to_owned(), webhook["secret"].as_str().unwrap().to_owned())
     }
 
     async fn change_webhook(&self, id: &str, change: &Value) -> (u16, Value) {
         self.send(self.http.patch(self.url(&format!("/api/v1/webhooks/{id}"))).json(change)).await
     }
 
-    /// The messages of a webhook, newest first, once they are as wanted.
-    async fn deliveries(&self, id: &str, wanted: impl Fn(&[Value]) -> bool) -> Vec<Value> {
+    /// Waits until the messages of a webhook fit, and returns them, newest first.
+    async fn deliveries(&self, id: &str, fits: impl Fn(&[Value]) -> bool) -> Vec<Value> {
         let since = Instant::now();
         loop {
             let (status, page) = self.get(&format!("/webhooks/{id}/deliveries")).await;
             assert_eq!(status, 200, "{page}");
             let deliveries = page["deliveries"].as_array().unwrap();
-            if wanted(deliveries) {
+            if fits(deliveries) {
                 return deliveries.clone();
             }
-            assert!(since.elapsed() < DEADLINE, "{page}");
+            assert!(since.elapsed() < TIMEOUT, "{page}");
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     }
 
-    /// Submits a job that no machine starts, as the only one is drained, and cancels it. The one called `other` is of that project.
-    async fn cancelled_job(&self, name: &str) -> String {
+    /// Submits a job that cannot start, because the only machine is drained, and cancels the job. A job called `other` has the project `other`.
+    async fn create_cancelled_job(&self, name: &str) -> String {
         assert_eq!(self.post("/agents/id-a/drain", &Value::Null).await.0, 204);
         let submitted = self.submit(|spec| {
             spec["name"] = json!(name);
@@ -200,11 +200,11 @@ impl TestServer {
     }
 }
 
-/// Verifies a message as receivers do.
+/// Verifies the signature of a message.
 fn assert_signed(message: &Message, secret: &str) {
     let verifier = Webhook::new(secret).unwrap();
     verifier.verify(&message.body, &message.headers).unwrap();
-    // That takes the beginning of a signature, too.
+    // `verify` also accepts a prefix of a signature, so the whole signature is compared.
     let header = |name: &str| message.headers[name].to_str().unwrap();
     let at = header("webhook-timestamp").parse().unwrap();
     let signed = verifier.sign(message.id(), at, &message.body).unwrap();
@@ -215,22 +215,22 @@ fn attempts(delivery: &Value) -> &Vec<Value> {
     delivery["attempts"].as_array().unwrap()
 }
 
-/// A server with a dataset, and no machine.
+/// Starts a server with a dataset, but without an online machine.
 async fn server_without_machines() -> TestServer {
-    let server = TestServer::with(private).await;
-    Agent::with_pictures(&server, 2).await.vanish();
+    let server = TestServer::with(allow_private).await;
+    Agent::join_with_dataset(&server, 2).await.disconnect();
     server
 }
 
 #[tokio::test]
 async fn each_state_change_is_sent_once_and_signed() {
     let server = TestServer::with(|config| {
-        private(config);
+        allow_private(config);
         config.public_url = Some("http://lockstep.example:7070".parse().unwrap());
     })
     .await;
     let mut receiver = Receiver::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let events = json!([
         "job.started",
         "job.preempted",
@@ -243,16 +243,16 @@ async fn each_state_change_is_sent_once_and_signed() {
     let (all, secret) = server.add_webhook(&json!({"url": receiver.url("/all"), "events": events})).await;
     let (other, _) = server.add_webhook(&json!({"url": receiver.url("/other"), "project": "other"})).await;
 
-    // A private job is nobody's business.
+    // A private job causes no messages.
     let hidden = server.submit(|spec| spec["private"] = json!(true)).await.id.to_string();
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
-    // Succeeded, and cancelled while it runs: that it is being cancelled is no start.
+    // A job that succeeds, and a job that is cancelled while it runs. The request to cancel causes no second job.started.
     let mut jobs = Vec::new();
     for is_cancelled in [false, true] {
         let id = server.submit(|spec| spec["name"] = json!("shoes")).await.id.to_string();
-        let attempt = agent.started().await.attempt;
+        let attempt = agent.expect_start().await.attempt;
         agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
         if is_cancelled {
             assert_eq!(server.post(&format!("/jobs/{id}/cancel"), &Value::Null).await.0, 202);
@@ -292,33 +292,33 @@ async fn each_state_change_is_sent_once_and_signed() {
     assert_eq!(deliveries.len(), 4, "{deliveries:?}");
     assert!(deliveries.iter().all(|d| attempts(d)[0]["status"] == 204 && d["job"] != hidden.as_str()));
     assert_eq!(server.deliveries(&other, |_| true).await, Vec::<Value>::new());
-    // Of another project, the webhook of that project is told, too.
-    let job = server.cancelled_job("other").await;
+    // A job of the project `other` causes a message to the webhook of this project.
+    let job = server.create_cancelled_job("other").await;
     server.deliveries(&other, |all| all.len() == 1 && all[0]["job"] == job.as_str()).await;
     server.stop().await;
 }
 
 #[tokio::test]
-async fn messages_are_retried_with_the_same_id_also_by_the_next_server() {
+async fn messages_are_retried_with_the_same_id_also_after_a_restart() {
     let mut receiver = Receiver::new().await;
     receiver.is_failing.store(true, Ordering::Relaxed);
     let server = server_without_machines().await;
     let (id, secret) = server.add_webhook(&json!({"url": receiver.url("/")})).await;
-    let job = server.cancelled_job("shoes").await;
+    let job = server.create_cancelled_job("shoes").await;
     let first = receiver.next().await;
     server.deliveries(&id, |all| all.len() == 1 && !attempts(&all[0]).is_empty()).await;
     let dir = server.stop().await;
     receiver.is_failing.store(false, Ordering::Relaxed);
-    let server = TestServer::open(dir, private).await;
+    let server = TestServer::open(dir, allow_private).await;
     let delivery = server.deliveries(&id, |all| all[0]["next_at"].is_null()).await.remove(0);
     assert_eq!((&delivery["id"], &delivery["job"]), (&json!(first.id()), &json!(job)));
     let (last, failed) = attempts(&delivery).split_last().unwrap();
     assert!(last["status"] == 204 && last["error"].is_null(), "{delivery}");
     assert!(!failed.is_empty() && failed.iter().all(|attempt| attempt["status"] == 500), "{delivery}");
     assert_eq!(failed[0]["error"], "the receiver answered 500 Internal Server Error");
-    let again = receiver.next().await;
-    assert_eq!((again.id(), &again.body), (first.id(), &first.body));
-    assert_signed(&again, &secret);
+    let retry = receiver.next().await;
+    assert_eq!((retry.id(), &retry.body), (first.id(), &first.body));
+    assert_signed(&retry, &secret);
     server.stop().await;
 }
 
@@ -327,28 +327,28 @@ async fn messages_are_dropped_after_the_last_attempt_or_with_their_job() {
     let receiver = Receiver::new().await;
     receiver.is_failing.store(true, Ordering::Relaxed);
     let server = TestServer::with(|config| {
-        private(config);
+        allow_private(config);
         config.webhook_retries = vec![Duration::from_millis(20), Duration::from_millis(20)];
     })
     .await;
-    Agent::with_pictures(&server, 2).await.vanish();
+    Agent::join_with_dataset(&server, 2).await.disconnect();
     let (id, _) = server.add_webhook(&json!({"url": receiver.url("/")})).await;
-    server.cancelled_job("given up").await;
+    server.create_cancelled_job("given up").await;
     let given_up = server.deliveries(&id, |all| all.len() == 1 && all[0]["next_at"].is_null()).await;
     assert_eq!(attempts(&given_up[0]).len(), 3, "{given_up:?}");
     let dir = server.stop().await;
 
     let server = TestServer::open(dir, |config| {
-        private(config);
+        allow_private(config);
         config.webhook_retries = vec![Duration::from_secs(3600)];
     })
     .await;
-    let job = server.cancelled_job("deleted").await;
+    let job = server.create_cancelled_job("deleted").await;
     server.deliveries(&id, |all| all.len() == 2 && all[0]["next_at"].is_string()).await;
     assert_eq!(server.delete(&format!("/jobs/{job}")).await.0, 204);
     assert_eq!(server.deliveries(&id, |_| true).await.len(), 1);
     assert_eq!(server.delete(&format!("/webhooks/{id}")).await.0, 204);
-    assert_eq!(server.number("SELECT count(*) FROM webhook_deliveries").await, 0);
+    assert_eq!(server.query_number("SELECT count(*) FROM webhook_deliveries").await, 0);
     server.stop().await;
 }
 
@@ -356,37 +356,39 @@ async fn messages_are_dropped_after_the_last_attempt_or_with_their_job() {
 async fn redirects_are_not_followed_and_gone_disables() {
     let mut receiver = Receiver::new().await;
     let server = server_without_machines().await;
-    for (path, status, words) in [("/moved", 307, "redirects are not followed"), ("/gone", 410, "410 Gone")] {
+    for (path, status, fragment) in
+        [("/moved", 307, "redirects are not followed"), ("/gone", 410, "410 Gone")]
+    {
         let (id, _) = server.add_webhook(&json!({"url": receiver.url(path)})).await;
         let (code, sent) = server.post(&format!("/webhooks/{id}/test"), &json!({})).await;
         assert_eq!((code, attempts(&sent)[0]["status"].as_u64()), (200, Some(status)), "{sent}");
-        assert!(attempts(&sent)[0]["error"].as_str().unwrap().contains(words), "{sent}");
+        assert!(attempts(&sent)[0]["error"].as_str().unwrap().contains(fragment), "{sent}");
         assert_eq!(receiver.next().await.path, path);
-        assert!(receiver.is_empty(), "only the first address is asked");
+        assert!(receiver.is_empty(), "the redirect is not followed");
     }
     let (_, page) = server.get("/webhooks").await;
     let [moved, gone] = &page["webhooks"].as_array().unwrap()[..] else { panic!("{page}") };
     assert!(moved["enabled"] == true && gone["enabled"] == false, "{page}");
-    // Nothing is queued for it until it is enabled again.
+    // No message is queued for a disabled webhook.
     let (moved, gone) = (moved["id"].as_str().unwrap(), gone["id"].as_str().unwrap());
     assert_eq!(server.delete(&format!("/webhooks/{moved}")).await.0, 204);
-    server.cancelled_job("quiet").await;
+    server.create_cancelled_job("quiet").await;
     assert_eq!(server.deliveries(gone, |_| true).await.len(), 1);
     let (status, changed) =
         server.change_webhook(gone, &json!({"enabled": true, "url": receiver.url("/")})).await;
     assert!(status == 200 && changed["enabled"] == true, "{changed}");
-    server.cancelled_job("told").await;
+    server.create_cancelled_job("told").await;
     assert_eq!(receiver.next().await.json()["data"]["name"], "told");
     server.stop().await;
 }
 
 #[tokio::test]
-async fn private_addresses_are_refused_by_number_and_by_name() {
+async fn private_addresses_are_refused_as_numbers_and_by_name() {
     let mut receiver = Receiver::new().await;
     let server = TestServer::with(|config| config.webhooks_allow_private = true).await;
     let (by_number, _) = server.add_webhook(&json!({"url": receiver.url("/")})).await;
     let dir = server.stop().await;
-    // What was added while it was allowed is not sent, either.
+    // A webhook that was added with the option gets no messages without it.
     let server = TestServer::open(dir, |_| {}).await;
     let url = format!("http://localhost:{}/", receiver.address.port());
     let (by_name, _) = server.add_webhook(&json!({"url": url})).await;
@@ -409,7 +411,7 @@ async fn private_addresses_are_refused_by_number_and_by_name() {
 }
 
 #[tokio::test]
-async fn a_slow_receiver_delays_nobody_else() {
+async fn a_slow_receiver_does_not_delay_others() {
     let mut receiver = Receiver::new().await;
     let server = server_without_machines().await;
     for path in ["/slow", "/quick"] {
@@ -418,13 +420,16 @@ async fn a_slow_receiver_delays_nobody_else() {
     let since = Instant::now();
     let mut slow = 0;
     for name in ["a", "b", "c"] {
-        server.cancelled_job(name).await;
+        server.create_cancelled_job(name).await;
         while receiver.next().await.path == "/slow" {
             slow += 1;
         }
     }
-    assert!(since.elapsed() < Duration::from_secs(14), "before the slow one's time is over");
-    assert!(slow <= 1, "one message at a time, and {slow} came");
+    assert!(
+        since.elapsed() < Duration::from_secs(14),
+        "the messages arrive before the slow request times out"
+    );
+    assert!(slow <= 1, "a webhook gets one message at a time, but got {slow}");
     server.stop().await;
 }
 
@@ -433,26 +438,26 @@ async fn each_format_matches_its_service() {
     let mut receiver = Receiver::new().await;
     let server = server_without_machines().await;
     let test = "Lockstep: a test of this webhook";
-    for (form, path, pointer, expected) in [
+    for (format, path, pointer, expected) in [
         ("standard", "/hook", "/type", "webhook.test"),
         ("slack", "/hook", "/text", test),
         ("discord", "/hook", "/content", "**Lockstep\\: a test of this webhook**"),
         ("teams", "/hook", "/attachments/0/content/body/0/inlines/0/text", test),
         ("ntfy", "/", "/topic", "hook"),
     ] {
-        let (id, secret) = server.add_webhook(&json!({"url": receiver.url("/hook"), "form": form})).await;
+        let (id, secret) = server.add_webhook(&json!({"url": receiver.url("/hook"), "form": format})).await;
         assert_eq!(server.post(&format!("/webhooks/{id}/test"), &json!({})).await.0, 200);
         let message = receiver.next().await;
-        assert_eq!(message.path, path, "{form}");
+        assert_eq!(message.path, path, "{format}");
         let body = message.json();
-        assert_eq!(body.pointer(pointer), Some(&json!(expected)), "{form}: {body}");
+        assert_eq!(body.pointer(pointer), Some(&json!(expected)), "{format}: {body}");
         assert_signed(&message, &secret);
     }
     server.stop().await;
 }
 
 #[tokio::test]
-async fn jobs_and_alerts_are_told_by_e_mail() {
+async fn ends_of_jobs_and_alerts_are_sent_by_e_mail() {
     let mut mails = MailServer::new().await;
     let smtp = |url: &str| SmtpConfig::new(url, "Lockstep <lockstep@example.org>");
     for url in ["mail.example", "http://mail.example"] {
@@ -462,21 +467,21 @@ async fn jobs_and_alerts_are_told_by_e_mail() {
         SmtpConfig::new("smtp://mail.example", "nobody").unwrap_err().starts_with("--smtp-from \"nobody\"")
     );
     let smtp = smtp(&format!("smtp://{}", mails.address)).unwrap();
-    // The rule about private addresses is not about the mail server.
+    // The mail server may have a private address.
     let server = TestServer::with(|config| {
         config.smtp = Some(smtp);
         config.public_url = Some("http://lockstep.example:7070".parse().unwrap());
     })
     .await;
-    Agent::with_pictures(&server, 2).await.vanish();
-    for (url, form) in [
+    Agent::join_with_dataset(&server, 2).await.disconnect();
+    for (url, format) in [
         ("mailto:ada@example.org", "slack"),
         ("https://hooks.example/a", "email"),
         ("mailto:nobody", "email"),
         ("mailto:ada@example.org,", "email"),
         ("mailto:ada@example.org?cc=ben@example.org", "email"),
     ] {
-        let (status, problem) = server.post("/webhooks", &json!({"url": url, "form": form})).await;
+        let (status, problem) = server.post("/webhooks", &json!({"url": url, "form": format})).await;
         assert_eq!((status, &problem["errors"][0]["pointer"]), (422, &json!("/url")), "{url}: {problem}");
     }
     let url = "mailto:ada@example.org, ben@example.org";
@@ -488,11 +493,11 @@ async fn jobs_and_alerts_are_told_by_e_mail() {
     let (from, to) =
         ("MAIL FROM:<lockstep@example.org>", "RCPT TO:<ada@example.org>\nRCPT TO:<ben@example.org>");
     mails.next(&[from, to, "From: Lockstep <lockstep@example.org>", &message_id, test]).await;
-    let job = server.cancelled_job("shoes").await;
+    let job = server.create_cancelled_job("shoes").await;
     let link = format!("\nhttp://lockstep.example:7070/jobs/{job}\n");
     mails.next(&["Subject: shoes was cancelled\n", &link]).await;
 
-    // A program sends its list of alerts again with each new one.
+    // Each update of the summary repeats all alerts. Only new alerts are sent.
     let (_, run) = server.post("/runs", &json!({"name": "elsewhere"})).await;
     let run = run["id"].as_str().unwrap();
     let alerts = [
@@ -517,14 +522,14 @@ async fn jobs_and_alerts_are_told_by_e_mail() {
 
     let change = json!({"url": "mailto:refused@example.org"});
     assert_eq!(server.change_webhook(&id, &change).await.0, 200);
-    let test_fails = async |server: &TestServer, words: &str| {
+    let assert_test_fails = async |server: &TestServer, fragment: &str| {
         let (_, sent) = server.post(&format!("/webhooks/{id}/test"), &json!({})).await;
         let error = attempts(&sent)[0]["error"].as_str().unwrap();
-        assert!(error.contains(words), "{error}");
+        assert!(error.contains(fragment), "{error}");
     };
-    test_fails(&server, "(550): nobody has this name").await;
+    assert_test_fails(&server, "(550): unknown recipient").await;
     let server = TestServer::open(server.stop().await, |_| {}).await;
-    test_fails(&server, "--smtp URL").await;
+    assert_test_fails(&server, "--smtp URL").await;
     let (status, problem) = server.post("/webhooks", &json!({"url": url, "form": "email"})).await;
     assert_eq!((status, &problem["errors"][0]["pointer"]), (422, &json!("/form")), "{problem}");
     assert!(problem["detail"].as_str().unwrap().contains("--smtp URL"), "{problem}");
@@ -532,7 +537,7 @@ async fn jobs_and_alerts_are_told_by_e_mail() {
 }
 
 #[tokio::test]
-async fn old_messages_go_and_the_newest_hundred_stay() {
+async fn messages_older_than_a_week_or_beyond_100_are_deleted() {
     let receiver = Receiver::new().await;
     let server = server_without_machines().await;
     let (id, _) = server.add_webhook(&json!({"url": receiver.url("/")})).await;
@@ -548,8 +553,8 @@ async fn old_messages_go_and_the_newest_hundred_stay() {
     // A week and a minute ago.
     let old = now - (7 * 24 * 3600 + 60) * 1000;
     server.execute(&format!("UPDATE webhook_deliveries SET created_at = {old} WHERE id LIKE 'm1%'")).await;
-    let left = server.number("SELECT count(*) FROM webhook_deliveries WHERE id NOT LIKE 'm1%'").await;
-    let server = TestServer::open(server.stop().await, private).await;
+    let left = server.query_number("SELECT count(*) FROM webhook_deliveries WHERE id NOT LIKE 'm1%'").await;
+    let server = TestServer::open(server.stop().await, allow_private).await;
     server.deliveries(&id, |all| all.len() as i64 == left).await;
     server.stop().await;
 }
@@ -561,7 +566,7 @@ fn milliseconds_now() -> i64 {
 
 #[tokio::test]
 async fn errors_in_a_webhook_are_named() {
-    let server = TestServer::with(private).await;
+    let server = TestServer::with(allow_private).await;
     let (id, secret) = server.add_webhook(&json!({"url": "https://hooks.example/a"})).await;
     assert!(secret.starts_with("whsec_") && secret.len() == 50, "{secret}");
     for (change, pointer) in [
@@ -595,9 +600,9 @@ async fn errors_in_a_webhook_are_named() {
         (&json!("slack"), &json!("vision"), &json!(["job.failed"]))
     );
     let (_, page) = server.get("/webhooks").await;
-    assert_eq!(page["webhooks"], json!([changed]), "and no secret");
+    assert_eq!(page["webhooks"], json!([changed]), "the list has no secret");
     assert_eq!(server.change_webhook(&id, &json!({"project": ""})).await.1["project"], Value::Null);
-    // As many as there may be.
+    // Adds webhooks up to the limit.
     for n in 1..50 {
         server.add_webhook(&json!({"url": format!("https://hooks.example/{n}")})).await;
     }
@@ -612,8 +617,8 @@ async fn the_page_adds_tests_and_removes_webhooks() {
     let post = async |body: String| {
         let form = server.http.post(server.url("/webhooks"));
         let form = form.header("content-type", "application/x-www-form-urlencoded").body(body);
-        let answer = form.send().await.unwrap();
-        (answer.status().as_u16(), answer.text().await.unwrap())
+        let response = form.send().await.unwrap();
+        (response.status().as_u16(), response.text().await.unwrap())
     };
     let url = receiver.url("/hook").replace(':', "%3A");
     let add = format!("action=add&url={url}&form=slack&project=&event=job.failed&event=job.started");
@@ -621,21 +626,21 @@ async fn the_page_adds_tests_and_removes_webhooks() {
     assert!(status == 200 && page.contains("whsec_") && page.contains("started, failed"), "{page}");
     let (_, list) = server.get("/webhooks").await;
     let id = list["webhooks"][0]["id"].as_str().unwrap().to_owned();
-    // It follows the redirect to the page.
+    // The client follows the redirect to the page.
     let (status, page) = post(format!("action=test&id={id}")).await;
     assert!(status == 200 && page.contains("webhook.test") && page.contains("delivered"), "{page}");
-    assert!(!page.contains("whsec_"), "it is shown once");
+    assert!(!page.contains("whsec_"), "the secret is shown once");
     assert_eq!(receiver.next().await.path, "/hook");
     let (_, page) = post(format!("action=disable&id={id}")).await;
     assert!(page.contains("disabled"), "{page}");
-    for (body, status, words) in [
+    for (body, status, fragment) in [
         ("action=add&url=nothing&form=slack&event=job.failed", 422, "must be a URL"),
         ("action=add&url=https://a.example/&form=slack&project=", 422, "must name an event"),
         ("action=test&id=nothing", 404, "no webhook has this id"),
         ("action=launch&id=nothing", 422, "is not an action of this page"),
     ] {
         let (code, page) = post(body.into()).await;
-        assert!(code == status && page.contains(words), "{body}: {code} {page}");
+        assert!(code == status && page.contains(fragment), "{body}: {code} {page}");
     }
     let (_, page) = post(format!("action=remove&id={id}")).await;
     assert!(page.contains("No webhooks."), "{page}");

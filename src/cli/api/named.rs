@@ -55,14 +55,14 @@ fn describe(job: &Value) -> String {
 /// Returns the message for several ids that begin with `name`. It describes each job, so that the user can choose.
 fn ambiguous(jobs: &[&Value], name: &str) -> String {
     let count = jobs.len();
-    let mut said = format!("{count} ids begin with {name}; give a longer part of the id:");
+    let mut message = format!("{count} ids begin with {name}; give a longer part of the id:");
     for job in jobs.iter().take(MAX_LISTED) {
-        let _ = write!(said, "\n  {}  {}", describe(job), one_line(text(job, "name")));
+        let _ = write!(message, "\n  {}  {}", describe(job), one_line(text(job, "name")));
     }
     if count > MAX_LISTED {
-        let _ = write!(said, "\n  and {} more", count - MAX_LISTED);
+        let _ = write!(message, "\n  and {} more", count - MAX_LISTED);
     }
-    said
+    message
 }
 
 #[cfg(test)]
@@ -71,7 +71,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn jobs_that_share_a_name_are_told_apart() {
+    fn jobs_with_the_same_name_are_distinguished() {
         let now = jiff::Timestamp::now();
         let job = |id: &str, name: &str, state: &str, hours: i64| {
             let at = (now - jiff::SignedDuration::from_hours(hours)).to_string();
@@ -82,8 +82,8 @@ mod tests {
             job("j0001", "pics", "failed", 72),
             job("j0010", "j000", "queued", 80),
         ];
-        // What is named, the job that is taken, and what is said.
-        for (name, taken, said) in [
+        // The name, the chosen job, and the note or the error.
+        for (name, chosen, note_or_error) in [
             ("pics", Some("j0002"), "2 jobs are called pics; the newest is taken: j0002, running, 1 h ago"),
             ("j0001", Some("j0001"), ""),
             ("j001", Some("j0010"), ""),
@@ -98,14 +98,17 @@ mod tests {
         ] {
             match choose(JOB, &jobs, name) {
                 Ok((job, note)) => {
-                    assert_eq!((Some(text(job, "id")), note.unwrap_or_default().as_str()), (taken, said));
+                    assert_eq!(
+                        (Some(text(job, "id")), note.unwrap_or_default().as_str()),
+                        (chosen, note_or_error)
+                    );
                 }
-                Err(why) => assert!(taken.is_none() && why.contains(said), "{name}: {why}"),
+                Err(why) => assert!(chosen.is_none() && why.contains(note_or_error), "{name}: {why}"),
             }
         }
-        let said = choose(JOB, &jobs[..2], "j000").unwrap_err();
+        let error = choose(JOB, &jobs[..2], "j000").unwrap_err();
         let listed = "2 ids begin with j000; give a longer part of the id:\n  j0002, running, 1 h ago  pics\n  j0001, failed, 3 d ago  pics";
-        assert_eq!(said, listed);
+        assert_eq!(error, listed);
         let many: Vec<_> = (0..12).map(|n| job(&format!("j000{n}"), "x", "succeeded", n)).collect();
         assert!(choose(JOB, &many, "j000").unwrap_err().ends_with("\n  and 2 more"));
     }

@@ -22,19 +22,19 @@ impl Api {
     /// See [`Api::get`].
     pub(crate) async fn find<T: DeserializeOwned>(&self, path: &str) -> anyhow::Result<Option<T>> {
         let request = self.client.get(format!("{}/api/v1{path}", self.base)).timeout(RESPONSE_TIMEOUT);
-        let answer = request.send().await.map_err(|error| self.unreachable(&error))?;
-        match answer.status() {
+        let response = request.send().await.map_err(|error| self.unreachable(&error))?;
+        match response.status() {
             StatusCode::NOT_FOUND => {
-                let said: Value = answer.json().await.unwrap_or_default();
+                let body: Value = response.json().await.unwrap_or_default();
                 anyhow::ensure!(
-                    said["code"] == "not_found",
+                    body["code"] == "not_found",
                     "{}: the response does not come from a Lockstep server",
                     self.base
                 );
                 Ok(None)
             }
-            status if status.is_success() => self.read(answer).await.map(Some),
-            _ => Err(problem(answer).await),
+            status if status.is_success() => self.read(response).await.map(Some),
+            _ => Err(problem(response).await),
         }
     }
 
@@ -53,18 +53,18 @@ impl Api {
         loop {
             let request = self.client.post(format!("{}/api/v1{path}", self.base)).timeout(RESPONSE_TIMEOUT);
             let sent = request.header("idempotency-key", &key).json(body).send().await;
-            let answer = match sent {
-                Ok(answer) if answer.status().is_success() => self.read(answer).await,
-                Ok(answer) => Err(problem(answer).await),
+            let response = match sent {
+                Ok(response) if response.status().is_success() => self.read(response).await,
+                Ok(response) => Err(problem(response).await),
                 Err(error) => Err(self.unreachable(&error)),
             };
-            match answer {
+            match response {
                 Err(error) if !error.is::<WrongRequest>() && began.elapsed() < SERVER_TIMEOUT => {
                     if backoff == RETRY {
                         output::warn("the server does not answer; trying again");
                     }
                 }
-                answer => return answer,
+                response => return response,
             }
             tokio::time::sleep(backoff.pause()).await;
         }

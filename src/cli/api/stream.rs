@@ -55,11 +55,11 @@ impl Api {
         let request = self.client.get(url).header(CONNECTION, "upgrade").header(UPGRADE, "websocket");
         let request = request.header(SEC_WEBSOCKET_VERSION, "13").header(SEC_WEBSOCKET_KEY, generate_key());
         let opening = async {
-            let answer = request.send().await.map_err(|error| self.unreachable(&error))?;
-            if answer.status() != StatusCode::SWITCHING_PROTOCOLS {
-                return Err(problem(answer).await);
+            let response = request.send().await.map_err(|error| self.unreachable(&error))?;
+            if response.status() != StatusCode::SWITCHING_PROTOCOLS {
+                return Err(problem(response).await);
             }
-            let connection = answer.upgrade().await?;
+            let connection = response.upgrade().await?;
             Ok(Stream(WebSocketStream::from_raw_socket(connection, Role::Client, None).await))
         };
         match tokio::time::timeout(Duration::from_secs(10), opening).await {

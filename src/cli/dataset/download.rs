@@ -150,9 +150,9 @@ async fn once(
         request = request.header(RANGE, format!("bytes={have}-"));
     }
     let lost = |error: reqwest::Error| Failure::Unreachable(chain(&error));
-    let answer = request.send().await.map_err(lost)?;
-    let mut at = match answer.status() {
-        StatusCode::PARTIAL_CONTENT if begins_at(&answer, have, remote.bytes) => have,
+    let response = request.send().await.map_err(lost)?;
+    let mut at = match response.status() {
+        StatusCode::PARTIAL_CONTENT if begins_at(&response, have, remote.bytes) => have,
         // The length or the offset is wrong: start from the beginning.
         StatusCode::PARTIAL_CONTENT | StatusCode::RANGE_NOT_SATISFIABLE if have > 0 => {
             file.set_len(0)?;
@@ -167,14 +167,14 @@ async fn once(
     let other = |bytes: u64| {
         Failure::Refused(format!("{url} has {bytes} bytes, but {} has {}", remote.name, remote.bytes))
     };
-    if let Some(length) = answer.content_length()
+    if let Some(length) = response.content_length()
         && at + length != remote.bytes
     {
         return Err(other(at + length));
     }
     file.set_len(at)?;
     file.seek(SeekFrom::Start(at))?;
-    let mut body = answer.bytes_stream();
+    let mut body = response.bytes_stream();
     while let Some(bytes) = body.next().await {
         let bytes = bytes.map_err(lost)?;
         at += bytes.len() as u64;
@@ -189,8 +189,8 @@ async fn once(
 }
 
 /// Whether a partial response starts after `have` bytes of a file of `bytes` bytes.
-fn begins_at(answer: &Response, have: u64, bytes: u64) -> bool {
-    let range = answer.headers().get(CONTENT_RANGE).and_then(|value| value.to_str().ok());
+fn begins_at(response: &Response, have: u64, bytes: u64) -> bool {
+    let range = response.headers().get(CONTENT_RANGE).and_then(|value| value.to_str().ok());
     let range = range.and_then(|range| range.strip_prefix("bytes "));
     range.is_some_and(|range| {
         range.starts_with(&format!("{have}-"))
@@ -217,9 +217,9 @@ pub(crate) fn chain(error: &reqwest::Error) -> String {
     let mut text = error.to_string();
     let mut cause = std::error::Error::source(error);
     while let Some(inner) = cause {
-        let said = inner.to_string();
-        if !text.contains(&said) {
-            let _ = write!(text, ": {said}");
+        let message = inner.to_string();
+        if !text.contains(&message) {
+            let _ = write!(text, ": {message}");
         }
         cause = inner.source();
     }

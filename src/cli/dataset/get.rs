@@ -57,7 +57,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     say(format!("{} is in {}", known.name, path.display()))?;
     let api = args.server.api()?;
     let manually = format!("lockstep dataset add {} {}", known.name, path.display());
-    if args.no_register || !block_on(async { Ok(api.answers().await) })? {
+    if args.no_register || !block_on(async { Ok(api.is_reachable().await) })? {
         if args.server.json {
             return output::json(
                 &serde_json::json!({ "name": known.name, "path": path, "registered": false }),

@@ -65,8 +65,8 @@ enum Policy {
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let path = lockstep_data::canonical(&args.path)
         .map_err(|e| usage_error(format!("{}: {e}", args.path.display())))?;
-    let made = copy(&path, &args.to, &args.pictures.settings(args.short_side))?;
-    report(&args.to, &made)
+    let prepared = copy(&path, &args.to, &args.pictures.settings(args.short_side))?;
+    report(&args.to, &prepared)
 }
 
 /// Returns the default folder for a copy in `dataset add --prepare`: `/data/imagenet-256` next to `/data/imagenet`. `None` if the path is
@@ -87,28 +87,31 @@ pub(super) fn copy(path: &Path, to: &Path, settings: &PrepareSettings) -> anyhow
     let per_second = (1000 / UPDATE_INTERVAL.as_millis()) as u8;
     let bar = ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::stderr_with_hz(per_second));
     bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
-    let made = lockstep_data::prepare(path, to, settings, |progress| {
+    let prepared = lockstep_data::prepare(path, to, settings, |progress| {
         bar.set_length(progress.total);
         bar.set_position(progress.done);
     });
     bar.finish_and_clear();
-    made.map_err(|e| usage_error(e.to_string()))
+    prepared.map_err(|e| usage_error(e.to_string()))
 }
 
 /// Prints what the copy contains.
-pub(super) fn report(to: &Path, made: &Prepared) -> anyhow::Result<()> {
-    let splits: Vec<_> =
-        made.splits.iter().map(|(name, pictures)| format!("{pictures} {}", output::one_line(name))).collect();
-    let kept = match made.kept_shards {
+pub(super) fn report(to: &Path, prepared: &Prepared) -> anyhow::Result<()> {
+    let splits: Vec<_> = prepared
+        .splits
+        .iter()
+        .map(|(name, pictures)| format!("{pictures} {}", output::one_line(name)))
+        .collect();
+    let kept = match prepared.kept_shards {
         0 => String::new(),
         kept => format!(", {kept} of them from an earlier run"),
     };
-    let (folder, mb) = (to.display(), made.bytes.div_ceil(1_000_000));
-    let shards = plural(made.shards, "shard");
+    let (folder, mb) = (to.display(), prepared.bytes.div_ceil(1_000_000));
+    let shards = plural(prepared.shards, "shard");
     output::line(format_args!("{folder}: {} pictures in {shards}{kept}; {mb} MB", splits.join(", ")))?;
-    for broken in made.broken.iter().take(MAX_BROKEN_FILES) {
+    for broken in prepared.broken.iter().take(MAX_BROKEN_FILES) {
         let [file, detail] = [&broken.file, &broken.detail].map(|text| output::one_line(text));
         output::line(format_args!("left out: {file}: {detail}"))?;
     }
-    unnamed(made.broken.len().saturating_sub(MAX_BROKEN_FILES) as u64)
+    unnamed(prepared.broken.len().saturating_sub(MAX_BROKEN_FILES) as u64)
 }

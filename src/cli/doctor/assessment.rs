@@ -150,7 +150,7 @@ pub(super) fn of_pair(pair: &Pair, fastest: f64) -> Vec<Finding> {
         }
     }
     if let (Ok(there), Ok(back)) = (&pair.to_b, &pair.to_a) {
-        findings.extend(pace(pair, there, back, fastest));
+        findings.extend(speed_findings(pair, there, back, fastest));
     }
     findings.extend(clock(pair));
     if let Some(Err(why)) = &pair.nccl {
@@ -188,7 +188,12 @@ fn unreachable(from: &str, to: &str, why: &str) -> String {
     )
 }
 
-fn pace(pair: &Pair, there: &LinkMeasurement, back: &LinkMeasurement, fastest: f64) -> Vec<Finding> {
+fn speed_findings(
+    pair: &Pair,
+    there: &LinkMeasurement,
+    back: &LinkMeasurement,
+    fastest: f64,
+) -> Vec<Finding> {
     let mut findings = Vec::new();
     // `to_b` measures data that `b` sends.
     let (least, slow_from, slow_to) = if there.bytes_per_second < back.bytes_per_second {

@@ -173,7 +173,7 @@ fn pair((a, at_a): (&str, &Connected), (b, at_b): (&str, &Connected)) -> Pair {
     let both_have_gpus = [at_a, at_b].iter().all(|machine| !machine.greeting.facts.gpus.is_empty());
     let nccl = (both_have_gpus && to_b.is_ok() && to_a.is_ok()).then(|| {
         let at = (at_a.greeting.facts.address.to_string(), at_a.greeting.meeting_port);
-        meet((a, &mut *by_a), (b, &mut *by_b), at)
+        run_all_reduces((a, &mut *by_a), (b, &mut *by_b), at)
     });
     Pair {
         a: a.into(),
@@ -189,7 +189,7 @@ fn pair((a, at_a): (&str, &Connected), (b, at_b): (&str, &Connected)) -> Pair {
 }
 
 /// Runs all-reduces between two machines as a group of two ranks. The first machine is rank 0, to which the other connects.
-fn meet(
+fn run_all_reduces(
     (a, by_a): (&str, &mut Remote),
     (b, by_b): (&str, &mut Remote),
     (addr, port): (String, u16),
@@ -198,10 +198,10 @@ fn meet(
     // Rank 0 still waits for rank 1. Its late response would be taken for the response to the next order, so its connection is closed.
     by_b.order(&Order::Meet { rank: 1, addr, port }).inspect_err(|_| by_a.close())?;
     let patience = ALL_REDUCE_TIMEOUT + Duration::from_secs(20);
-    let said = [by_a.answer(patience), by_b.answer(patience)];
+    let responses = [by_a.wait_for_response(patience), by_b.wait_for_response(patience)];
     let mut found = None;
-    for (name, said) in [a, b].iter().zip(said) {
-        match said {
+    for (name, response) in [a, b].iter().zip(responses) {
+        match response {
             Ok(PeerMessage::Met(Ok(gathered))) => found = found.or(gathered),
             Ok(PeerMessage::Met(Err(why))) | Err(why) => return Err(format!("on {name}: {why}")),
             Ok(other) => return Err(format!("{name} answers {other:?}")),
@@ -226,7 +226,7 @@ fn measure_link(by: &mut Remote, to: SocketAddr) -> Result<LinkMeasurement, Stri
 
 fn call(by: &mut Remote, to: SocketAddr) -> Result<LinkMeasurement, String> {
     by.order(&Order::Probe { to })?;
-    match by.answer(PROBE_TIMEOUT)? {
+    match by.wait_for_response(PROBE_TIMEOUT)? {
         PeerMessage::Link(link) => link,
         other => Err(format!("the machine gave an unexpected answer: {other:?}")),
     }
@@ -301,7 +301,7 @@ fn about(host: &ExaminedMachine) -> String {
 }
 
 fn between(pair: &Pair) -> String {
-    let mut said = match (&pair.to_b, &pair.to_a) {
+    let mut message = match (&pair.to_b, &pair.to_a) {
         (Ok(there), Ok(back)) => format!(
             "round trip {}, {} there and {} back",
             assessment::duration(there.round_trip_ms.min(back.round_trip_ms)),
@@ -311,20 +311,20 @@ fn between(pair: &Pair) -> String {
         _ => "one or both do not reach the other".into(),
     };
     if let (Some(ahead), Some(within)) = (pair.clock_ahead_ms, pair.clock_within_ms) {
-        said += &format!(
+        message += &format!(
             ", clocks {} apart, ± {}",
             assessment::duration(ahead.abs()),
             assessment::duration(within)
         );
     }
     if let Some(Ok(gathered)) = &pair.nccl {
-        said += &format!(
+        message += &format!(
             "; NCCL: 1 KiB in {:.0} us, 16 MiB at {:.2} GB/s",
             gathered.short_us,
             gathered.bytes_per_second / 1e9
         );
     }
-    said
+    message
 }
 
 #[cfg(test)]
@@ -333,7 +333,7 @@ mod tests {
     use std::{collections::BTreeSet, process::Command};
 
     #[test]
-    fn all_meet_once_and_nobody_twice_in_a_round() {
+    fn each_pair_is_measured_once_and_rounds_are_disjoint() {
         for n in [0, 1, 2, 3, 4, 5, 8, 255, 256] {
             let rounds = rounds(n);
             let mut met = BTreeSet::new();
@@ -348,15 +348,15 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_whose_rank_1_was_not_told_is_not_asked_again() {
-        // This machine answers every order; the other machine's connection has ended.
+    fn after_a_failed_order_to_rank_1_rank_0_gets_no_more_orders() {
+        // The first machine responds to every order; the connection to the second is closed.
         let mut a = Remote::run(Command::new("cat")).expect("cat");
         let mut b = Remote::run(Command::new("cat")).expect("cat");
         b.close();
         let at = ("10.0.0.1".to_owned(), 4);
-        let why = meet(("a", &mut a), ("b", &mut b), at).expect_err("nobody is rank 1");
+        let why = run_all_reduces(("a", &mut a), ("b", &mut b), at).expect_err("no rank 1");
         assert!(why.contains("the connection is closed"), "{why}");
-        // A rest of the answer to the first order must not count as the answer to this order.
+        // A late response to the first order must not count as the response to this order.
         let to = ([10, 0, 0, 2], 5).into();
         assert!(call(&mut a, to).expect_err("it is closed").contains("the connection is closed"));
     }

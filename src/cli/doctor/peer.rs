@@ -67,10 +67,10 @@ pub(super) fn run() -> anyhow::Result<()> {
     let Ok(secret) = std::env::var(SECRET) else { return Err(start_with_environment()) };
     let (facts, port) = match begin(&secret) {
         Ok(begun) => begun,
-        Err(why) => return say(&PeerMessage::Failed(why)),
+        Err(why) => return send(&PeerMessage::Failed(why)),
     };
     let meeting_port = lockstep_comm::rendezvous::free_port(&facts.address.to_string())?;
-    say(&PeerMessage::Hello { facts: facts.clone(), port, meeting_port })?;
+    send(&PeerMessage::Hello { facts: facts.clone(), port, meeting_port })?;
     let mut lines = BufReader::new(io::stdin());
     loop {
         let mut line = Vec::new();
@@ -79,9 +79,11 @@ pub(super) fn run() -> anyhow::Result<()> {
             return Ok(());
         }
         let order = serde_json::from_slice(&line).map_err(|e| usage_error(format!("standard input: {e}")))?;
-        say(&match order {
+        send(&match order {
             Order::Probe { to } => PeerMessage::Link(probe(to, secret.as_bytes())),
-            Order::Meet { rank, addr, port } => PeerMessage::Met(meet(&facts, &secret, rank, addr, port)),
+            Order::Meet { rank, addr, port } => {
+                PeerMessage::Met(run_all_reduces(&facts, &secret, rank, addr, port))
+            }
         })?;
     }
 }
@@ -119,15 +121,21 @@ fn start_with_environment() -> anyhow::Error {
     }
 }
 
-fn say(said: &PeerMessage) -> anyhow::Result<()> {
+fn send(message: &PeerMessage) -> anyhow::Result<()> {
     let mut out = io::stdout().lock();
-    serde_json::to_writer(&mut out, said)?;
+    serde_json::to_writer(&mut out, message)?;
     out.write_all(b"\n")?;
     Ok(out.flush()?)
 }
 
 /// Runs the all-reduces in a separate process, which is killed if NCCL hangs. Returns rank 0's result.
-fn meet(facts: &Facts, secret: &str, rank: u32, addr: String, port: u16) -> Result<Option<Gathered>, String> {
+fn run_all_reduces(
+    facts: &Facts,
+    secret: &str,
+    rank: u32,
+    addr: String,
+    port: u16,
+) -> Result<Option<Gathered>, String> {
     let gpus = devices::usable(None)?.gpus;
     let gpu =
         local_group::members(1, &gpus[..gpus.len().min(1)]).map_err(|e| e.to_string())?.swap_remove(0).gpu;

@@ -67,7 +67,7 @@ impl Remote {
         };
         let silent =
             |why: String, advice: String| NoGreeting { lockstep: Some(version.clone()), why, advice };
-        match remote.said(GREETING_TIMEOUT) {
+        match remote.receive(GREETING_TIMEOUT) {
             Ok(PeerMessage::Hello { facts, port, meeting_port }) => {
                 Ok((remote, version, Greeting { facts, port, meeting_port }))
             }
@@ -77,7 +77,7 @@ impl Remote {
             }
             Ok(_) | Err(_) => {
                 let why =
-                    format!("Lockstep {version} there cannot examine the machine: {}", remote.last_words());
+                    format!("Lockstep {version} there cannot examine the machine: {}", remote.last_line());
                 Err(silent(why, format!("Install Lockstep {} there.", env!("CARGO_PKG_VERSION"))))
             }
         }
@@ -139,23 +139,23 @@ impl Remote {
         })
     }
 
-    fn said(&self, patience: Duration) -> Result<PeerMessage, String> {
+    fn receive(&self, patience: Duration) -> Result<PeerMessage, String> {
         let line = self.line(patience)?;
         serde_json::from_str(&line).map_err(|e| format!("unexpected output ({e})"))
     }
 
-    /// Sends an order. [`Self::answer`] waits for the response.
+    /// Sends an order. [`Self::wait_for_response`] waits for the response.
     pub(super) fn order(&mut self, order: &Order) -> Result<(), String> {
         self.write(order)
     }
 
-    pub(super) fn answer(&mut self, patience: Duration) -> Result<PeerMessage, String> {
-        let said = self.said(patience);
-        if said.is_err() {
+    pub(super) fn wait_for_response(&mut self, patience: Duration) -> Result<PeerMessage, String> {
+        let response = self.receive(patience);
+        if response.is_err() {
             // A late response would be taken for the response to the next order.
             self.close();
         }
-        said
+        response
     }
 
     /// Closes the machine's standard input, after which it accepts no orders.
@@ -166,7 +166,7 @@ impl Remote {
     /// Explains a missing response from the way in which ssh ended.
     fn explain(&mut self, name: &str, why: &str) -> (String, String) {
         let status = self.end(EXIT_TIMEOUT);
-        let last = self.last_words();
+        let last = self.last_line();
         match status.and_then(|status| ssh::no_start(name, status, &last)) {
             Some(explained) => explained,
             None if last.is_empty() => {
@@ -177,7 +177,7 @@ impl Remote {
     }
 
     /// Returns the last line that ssh or the machine's program wrote to standard error.
-    fn last_words(&mut self) -> String {
+    fn last_line(&mut self) -> String {
         self.end(EXIT_TIMEOUT);
         let words = self.words.take().and_then(|thread| thread.join().ok()).unwrap_or_default();
         words.lines().rev().map(str::trim).find(|line| !line.is_empty()).unwrap_or_default().to_owned()

@@ -13,7 +13,7 @@ use std::{
 };
 
 /// File that every run and every experiment has.
-const ABOUT: &str = "meta.yaml";
+const META_FILE: &str = "meta.yaml";
 
 /// The runs of a store, in the order of their folders. Deleted runs are left out.
 pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
@@ -29,8 +29,8 @@ pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
         if !root.is_dir() {
             continue;
         }
-        for experiment in entries(&root)?.into_iter().filter(|path| path.join(ABOUT).is_file()) {
-            for run in entries(&experiment)?.into_iter().filter(|path| path.join(ABOUT).is_file()) {
+        for experiment in entries(&root)?.into_iter().filter(|path| path.join(META_FILE).is_file()) {
+            for run in entries(&experiment)?.into_iter().filter(|path| path.join(META_FILE).is_file()) {
                 let (shown, experiment) = (run.display().to_string(), experiment.clone());
                 let read: Read = Box::new(move || Ok(read(&experiment, &run)?.into_iter().collect()));
                 found.push((shown, read));
@@ -39,7 +39,7 @@ pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
     }
     if found.is_empty() {
         return Err(usage_error(format!(
-            "{} has no runs of MLflow: no folder EXPERIMENT/RUN in it has a {ABOUT}. For a database, start `mlflow server` with the database and \
+            "{} has no runs of MLflow: no folder EXPERIMENT/RUN in it has a {META_FILE}. For a database, start `mlflow server` with the database and \
              give the server's address",
             root.display()
         )));
@@ -47,19 +47,19 @@ pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
     Ok(found)
 }
 
-fn about(folder: &Path) -> anyhow::Result<Value> {
-    let path = folder.join(ABOUT);
+fn read_meta(folder: &Path) -> anyhow::Result<Value> {
+    let path = folder.join(META_FILE);
     let bytes = fs::read(&path).with_context(|| path.display().to_string())?;
     serde_saphyr::from_slice(&bytes).map_err(|e| anyhow::anyhow!("{}: {e}", path.display()))
 }
 
 /// A run, unless it was deleted.
 fn read(experiment: &Path, folder: &Path) -> anyhow::Result<Option<Run>> {
-    let meta = about(folder)?;
+    let meta = read_meta(folder)?;
     if text(&meta, "lifecycle_stage") == "deleted" {
         return Ok(None);
     }
-    let mut run = run_of(&file_name(folder), &text(&about(experiment)?, "name"), &meta);
+    let mut run = run_of(&file_name(folder), &text(&read_meta(experiment)?, "name"), &meta);
     let (params, tags) = (texts(&folder.join("params"))?, texts(&folder.join("tags"))?);
     settings(&mut run, params, tags);
     let mut points = Vec::new();
@@ -168,7 +168,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_run_logs_later_comes_after_what_was_imported() {
+    fn later_points_follow_imported_points() {
         let point = |at: i64, name: &str, step: i64| (at, name.to_owned(), step, 0.5);
         let before = vec![point(1, "loss", 0), point(2, "loss", 1)];
         let later = vec![point(2, "acc", 1), point(3, "acc", 2), point(1, "loss", 0), point(2, "loss", 1)];

@@ -334,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn records_are_joined_over_blocks_and_a_torn_end_is_noticed() {
+    fn records_may_span_blocks_and_a_truncated_end_is_detected() {
         let all: Vec<Vec<u8>> = [1, 40_000, 0, 100_000, 5, 32_000, 700]
             .iter()
             .enumerate()

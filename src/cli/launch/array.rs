@@ -5,9 +5,9 @@ use super::{
         api::{Api, SERVER_TIMEOUT, list},
         job_file, output, sweep, sweeps, usage_error, watch,
     },
-    Args, Launch,
+    Args, Launch, format_command,
     hosts::Host,
-    in_words, machines, node, private_folder, slurm,
+    machines, node, private_folder, slurm,
     uploads::{UPLOAD_TIMEOUT, UploadStatus},
 };
 use lockstep_protocol::{
@@ -146,7 +146,7 @@ fn show(args: &Args, hosts: &[Host], device: Device, documents: &[Value]) -> any
         output::line(format_args!("# task {task}: {name}"))?;
     }
     let folder = node::home().join(&args.dir).join("SWEEP");
-    output::line(in_words(&slurm::command(args)))?;
+    output::line(format_command(&slurm::command(args)))?;
     let batch = slurm::Batch::of_sweep("SWEEP", documents.len(), args.at_once);
     output::line(batch.script(args, hosts, device, &folder)?)
 }
@@ -179,7 +179,7 @@ impl Array {
     async fn follow(&self, args: &Args, api: &Api, id: &str) -> anyhow::Result<()> {
         output::warn("Ctrl-C ends this display and not the jobs");
         let mut left: BTreeMap<usize, &Launch> = self.launches.iter().enumerate().collect();
-        let (mut said, mut alone) = (HashMap::new(), HashSet::new());
+        let (mut reported, mut alone) = (HashMap::new(), HashSet::new());
         // For each task: the time since which its job is over, and since which its checkpoints are known to be on the server.
         let (mut over, mut complete) = (HashMap::new(), HashMap::new());
         let mut succeeded = 0;
@@ -210,7 +210,7 @@ impl Array {
                     over.remove(&task);
                     complete.remove(&task);
                 }
-                if said.insert(task, job.state) != Some(job.state) {
+                if reported.insert(task, job.state) != Some(job.state) {
                     tell(args, &job)?;
                     succeeded += usize::from(job.state == JobState::Succeeded);
                 }

@@ -3,7 +3,7 @@
 use super::{
     super::{
         WrongRequest,
-        api::{Api, Away, SERVER_TIMEOUT},
+        api::{Api, Outage, SERVER_TIMEOUT},
         output, usage_error, watch,
     },
     Launch, LaunchDetached,
@@ -161,16 +161,16 @@ async fn first_failure(launch: &Launch, launched: &mut [Launched], explain: Expl
 /// Waits until all agents are online, or the job has left the queue. A short outage of the server, such as a restart, does not mean that
 /// the agents have failed.
 async fn until_online(launch: &Launch, launched: &mut [Launched], explain: Explain) -> anyhow::Result<()> {
-    let (mut away, mut answered) = (Away::default(), Instant::now());
+    let (mut outage, mut answered) = (Outage::default(), Instant::now());
     loop {
         match online(launch, launched, explain).await {
             Ok(Some(done)) => return done,
             Ok(None) => {
-                away.note_answer(|text| output::warn(text));
+                outage.report_restored(|text| output::warn(text));
                 answered = Instant::now();
             }
             Err(error) if error.is::<WrongRequest>() => return Err(error),
-            Err(_) if answered.elapsed() < SERVER_TIMEOUT => away.note_silence(|text| output::warn(text)),
+            Err(_) if answered.elapsed() < SERVER_TIMEOUT => outage.report_lost(|text| output::warn(text)),
             Err(error) => {
                 let id = &launch.job.id;
                 let text = format!(

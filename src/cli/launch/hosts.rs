@@ -211,8 +211,8 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_have_their_line() {
-        for (text, said) in [
+    fn mistakes_name_their_line() {
+        for (text, message) in [
             ("", "names no machine"),
             ("a:x", "must be 1 to 1024"),
             ("a:4 slots=4", "line 1: a has its slots twice: leave slots=4 out"),
@@ -229,7 +229,7 @@ mod tests {
             ("a;b", "not a machine's name"),
         ] {
             let error = parse(text).unwrap_err();
-            assert!(error.contains(said), "{text}: {error}");
+            assert!(error.contains(message), "{text}: {error}");
         }
     }
 
@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_of_the_command_line() {
+    fn a_list_on_the_command_line_is_parsed() {
         for (list, expected) in [
             ("a:4,b", ["a Some(4)", "b None"]),
             ("[fd00::1]:2,[fd00::2]", ["[fd00::1] Some(2)", "[fd00::2] None"]),

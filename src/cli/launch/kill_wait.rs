@@ -16,11 +16,11 @@ pub(super) fn of_slurm() -> Option<u32> {
     let mut asked = Command::new("scontrol");
     asked.args(["show", "config"]).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
     let mut child = asked.spawn().ok()?;
-    let mut said = child.stdout.take()?;
+    let mut stdout = child.stdout.take()?;
     // The output is longer than the buffer of a pipe, so it is read while the program runs.
     let reading = thread::spawn(move || {
         let mut text = String::new();
-        said.read_to_string(&mut text).map(|_| text)
+        stdout.read_to_string(&mut text).map(|_| text)
     });
     let began = Instant::now();
     while child.try_wait().ok()?.is_none() {
@@ -47,7 +47,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_time_is_read_from_what_slurm_prints() {
+    fn kill_wait_is_parsed_from_slurm_s_output() {
         let config = "KeepAliveTime           = SYSTEM_DEFAULT\nKillOnBadExit           = 0\nKillWait                = 75 sec\nLaunchParameters        = (null)\n";
         assert_eq!(seconds(config), Some(75));
         assert_eq!(seconds("KillWait=1 sec"), Some(1));

@@ -1,8 +1,8 @@
 //! Agents in the pods of an Indexed Job of Kubernetes, which places pods and replaces lost pods. In messages, `Kubernetes' Job` differs
 //! from Lockstep's `job`.
 
+mod cleanup;
 mod cluster;
-mod farewell;
 mod objects;
 mod observe;
 mod steer;
@@ -10,8 +10,8 @@ mod template;
 mod words;
 
 use super::{super::output, Args, Launch, LaunchDetached, follow::until_over, hosts::Host, tokens};
+use cleanup::Cleanup;
 use cluster::{Cluster, Created, Kind};
-use farewell::Farewell;
 use lockstep_protocol::{Job, JobSpec};
 use objects::{JOB_LABEL, LAUNCH, Plan, TOKENS};
 use serde_json::{Value, json};
@@ -57,11 +57,11 @@ pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::R
         // These tokens are revoked when the job is over.
         launch.tokens = tokens_of(launch, &job).await;
     } else {
-        let made = match launch.introduce().await {
+        let result = match launch.introduce().await {
             Ok(()) => create(&cluster, launch, &name, template).await,
             not => not,
         };
-        if let Err(error) = made {
+        if let Err(error) = result {
             // No agent has received these tokens.
             launch.revoke().await;
             return Err(error);
@@ -87,13 +87,13 @@ pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::R
             }
         };
     }
-    match farewell::farewell(&cluster, launch, &name).await {
-        Ok(Farewell::Ended) => {
+    match cleanup::clean_up(&cluster, launch, &name).await {
+        Ok(Cleanup::Ended) => {
             // Done even if a checkpoint has not reached the server: no agent is left that could upload it.
             launch.revoke().await;
             done
         }
-        Ok(Farewell::QueuedAgain) => Err(LaunchDetached(format!(
+        Ok(Cleanup::QueuedAgain) => Err(LaunchDetached(format!(
             "the job was queued again, and Kubernetes' Job {name} continues; `lockstep launch {} --with kubernetes` follows it",
             launch.job.id
         ))
@@ -165,7 +165,7 @@ async fn create(
     let plan = Plan {
         name: name.to_owned(),
         job: launch.job.id.as_str(),
-        launch: objects::launch_word(),
+        launch: objects::new_launch_id(),
         program: &launch.args.program,
         hosts: &launch.hosts,
         spec: &launch.job.spec,

@@ -64,7 +64,7 @@ mod tests {
     use super::super::bundle::tests::takes_up_to;
 
     #[test]
-    fn an_environment_takes_120_kib() {
+    fn a_bundle_has_up_to_120_kib() {
         takes_up_to(120 << 10, super::text, &["mpirun can pass at most 120 KiB", "or use --with ssh"]);
     }
 }

@@ -20,7 +20,7 @@ use std::{
 /// Environment variable with the bundle, for a launcher that passes on environments (mpirun).
 pub(super) const VARIABLE: &str = "LOCKSTEP_LAUNCH";
 /// Environment variables with the index of this process. The first variable that is set is used.
-const NUMBERS: [&str; 5] =
+const INDEX_VARIABLES: [&str; 5] =
     ["OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID", "JOB_COMPLETION_INDEX"];
 /// Environment variable with the name that Slurm gives this machine.
 const SLURM_NODE: &str = "SLURMD_NODENAME";
@@ -103,11 +103,11 @@ fn index(bundle: &Bundle, variable: impl Fn(&str) -> Option<String>) -> Result<u
     {
         return Ok(index);
     }
-    let found = NUMBERS.iter().find_map(|name| Some((*name, variable(name)?)));
+    let found = INDEX_VARIABLES.iter().find_map(|name| Some((*name, variable(name)?)));
     let Some((name, value)) = found else {
         return Err(format!(
             "the launch has {nodes} agents, and no environment variable selects the agent of this process: set one of {}",
-            NUMBERS.join(", ")
+            INDEX_VARIABLES.join(", ")
         ));
     };
     let index = value.trim().parse().ok().filter(|index| *index < nodes);
@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_knows_its_number() {
+    fn a_process_finds_its_node() {
         let with = |name: &'static str, value: &'static str| {
             index(&bundle(3), move |asked| (asked == name).then(|| value.to_owned()))
         };
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn the_token_is_in_a_file_of_its_owner_s() {
+    fn the_token_is_in_a_private_file() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("agent");
         let bundle = bundle(1);
@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn a_description_has_a_limit() {
+    fn a_bundle_has_a_maximum_size() {
         takes_up_to(1 << 20, super::text, &["an agent accepts at most 1 MiB", "fewer machines"]);
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("bundle.json");

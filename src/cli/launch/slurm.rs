@@ -6,8 +6,9 @@ use super::{
     Args, Launch, LaunchDetached, MAX_SLOTS,
     bundle::Bundle,
     follow::until_over,
+    format_command,
     hosts::Host,
-    in_words, node, quoted,
+    node, quoted,
 };
 use lockstep_host::write_private;
 use lockstep_protocol::{Job, spec::Device};
@@ -209,13 +210,13 @@ pub(super) fn submit(args: &Args, script: &str) -> anyhow::Result<String> {
     if let Some(mut to) = child.stdin.take() {
         let _ = to.write_all(script.as_bytes());
     }
-    let said = child.wait_with_output()?;
-    if !said.status.success() {
-        let why = String::from_utf8_lossy(&said.stderr).trim().to_owned();
-        return Err(usage_error(format!("Slurm refuses the job: {why} ({})", in_words(&command))));
+    let printed = child.wait_with_output()?;
+    if !printed.status.success() {
+        let why = String::from_utf8_lossy(&printed.stderr).trim().to_owned();
+        return Err(usage_error(format!("Slurm refuses the job: {why} ({})", format_command(&command))));
     }
     // sbatch prints `12` or `12;cluster`.
-    let text = String::from_utf8_lossy(&said.stdout).into_owned();
+    let text = String::from_utf8_lossy(&printed.stdout).into_owned();
     let id = text.trim().split(';').next().unwrap_or_default().to_owned();
     if id.is_empty() || !id.bytes().all(|b| b.is_ascii_digit()) {
         anyhow::bail!("sbatch printed {text:?} instead of a job's number");
@@ -230,13 +231,14 @@ pub(super) fn cancel(id: &str) {
 
 /// Returns the state and reason of Slurm's job from `squeue`, or `None` if Slurm's job has ended.
 fn state(id: &str) -> Option<String> {
-    let said = Command::new("squeue").args(["-h", "-t", "all", "-o", "%T (%r)", "-j", id]).output().ok()?;
-    if !said.status.success() {
-        let why = String::from_utf8_lossy(&said.stderr).into_owned();
+    let printed =
+        Command::new("squeue").args(["-h", "-t", "all", "-o", "%T (%r)", "-j", id]).output().ok()?;
+    if !printed.status.success() {
+        let why = String::from_utf8_lossy(&printed.stderr).into_owned();
         // Without a response of the controller, the job counts as existing.
         return if why.contains("Invalid job id") { None } else { Some("UNKNOWN".into()) };
     }
-    let text = String::from_utf8_lossy(&said.stdout).trim().to_owned();
+    let text = String::from_utf8_lossy(&printed.stdout).trim().to_owned();
     if text.is_empty() || is_over(&text) { None } else { Some(text) }
 }
 
@@ -260,13 +262,13 @@ fn is_over(state: &str) -> bool {
 
 /// Returns the states and reasons of an array's unfinished tasks by number, or `None` if the controller does not respond.
 pub(super) fn tasks(id: &str) -> Option<BTreeMap<usize, String>> {
-    let said =
+    let printed =
         Command::new("squeue").args(["-h", "-r", "-t", "all", "-o", "%K %T (%r)", "-j", id]).output().ok()?;
-    if !said.status.success() {
-        let why = String::from_utf8_lossy(&said.stderr).into_owned();
+    if !printed.status.success() {
+        let why = String::from_utf8_lossy(&printed.stderr).into_owned();
         return why.contains("Invalid job id").then(BTreeMap::new);
     }
-    let text = String::from_utf8_lossy(&said.stdout).into_owned();
+    let text = String::from_utf8_lossy(&printed.stdout).into_owned();
     let task = |line: &str| {
         let (number, state) = line.trim().split_once(' ')?;
         Some((number.parse().ok()?, state.to_owned()))
@@ -307,14 +309,15 @@ async fn until_gone(launch: &Launch, id: &str) -> anyhow::Error {
 /// Describes how Slurm's job ended, from Slurm's accounting, or without accounting from the controller.
 pub(super) fn how_it_ended(id: &str) -> String {
     let sacct = Command::new("sacct").args(["-n", "-X", "-P", "-o", "State,ExitCode", "-j", id]).output();
-    if let Ok(said) = sacct
-        && said.status.success()
-        && let Some(line) = String::from_utf8_lossy(&said.stdout).lines().last()
+    if let Ok(printed) = sacct
+        && printed.status.success()
+        && let Some(line) = String::from_utf8_lossy(&printed.stdout).lines().last()
     {
         return line.replace('|', ", exit code ");
     }
-    let said = Command::new("scontrol").args(["-o", "show", "job", id]).output();
-    let text = said.map(|said| String::from_utf8_lossy(&said.stdout).into_owned()).unwrap_or_default();
+    let printed = Command::new("scontrol").args(["-o", "show", "job", id]).output();
+    let text =
+        printed.map(|printed| String::from_utf8_lossy(&printed.stdout).into_owned()).unwrap_or_default();
     let field = |name: &str| text.split_whitespace().find_map(|word| word.strip_prefix(name));
     match (field("JobState="), field("Reason=")) {
         (Some(state), Some(reason)) => format!("{state}, {reason}"),

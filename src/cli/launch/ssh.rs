@@ -77,7 +77,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ssh_takes_addresses_without_brackets_with_a_user_or_without() {
+    fn ssh_gets_addresses_without_brackets() {
         let named = [
             ("[fd00::1]", "fd00::1"),
             ("me@[fd00::1]", "me@fd00::1"),

@@ -28,12 +28,13 @@ impl Launch {
             let body = json!({
                 "name": name, "scope": Scope::Agent, "agent": agent_id, "expires_in_secs": TOKEN_SECS,
             });
-            let made: Value = self
+            let created: Value = self
                 .api
                 .post("/tokens", &body)
                 .await
                 .context("cannot make a token for an agent, which needs the scope admin")?;
-            let text = |pointer| made.pointer(pointer).and_then(Value::as_str).unwrap_or_default().to_owned();
+            let text =
+                |pointer| created.pointer(pointer).and_then(Value::as_str).unwrap_or_default().to_owned();
             self.tokens.push(text("/id"));
             self.bundle.nodes.push(Node {
                 name,
@@ -115,7 +116,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_id_is_what_a_server_gives_and_no_path() {
+    fn ids_of_tokens_are_accepted_and_paths_are_not() {
         assert!(is_id("01890a5dac96774bbcceb302099a8057"));
         let others = [
             "",

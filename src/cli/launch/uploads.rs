@@ -51,13 +51,13 @@ impl Launch {
     /// Waits until the checkpoints of a finished job are on the server, even while the server does not respond. Returns true if the
     /// checkpoints are there and the job has not been queued again, or if the job is deleted.
     pub(super) async fn wait_for_uploads(&self) -> bool {
-        let mut said = false;
+        let mut is_announced = false;
         let began = Instant::now();
         while began.elapsed() < UPLOAD_TIMEOUT {
             match self.upload_status().await {
                 Ok(UploadStatus::Deleted) => return true,
                 Ok(UploadStatus::Complete(job)) => return job.state.is_final(),
-                Ok(UploadStatus::Uploading) => say_once(&mut said),
+                Ok(UploadStatus::Uploading) => say_once(&mut is_announced),
                 Err(error) if error.is::<WrongRequest>() => return false,
                 Err(_) => {}
             }
@@ -77,8 +77,8 @@ fn is_awaited(checkpoints: &[Value]) -> bool {
 }
 
 /// Prints once that the command waits for an upload.
-pub(super) fn say_once(said: &mut bool) {
-    if !std::mem::replace(said, true) {
+pub(super) fn say_once(is_announced: &mut bool) {
+    if !std::mem::replace(is_announced, true) {
         output::warn("the job's last checkpoint is still being uploaded to the server");
     }
 }
@@ -89,7 +89,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn what_is_replaced_is_not_waited_for() {
+    fn replaced_checkpoints_are_not_awaited() {
         let here = |attempt: u64| json!({"attempt": attempt});
         let coming = |attempt: u64| json!({"attempt": attempt, "uploading_from": "node1"});
         assert!(!is_awaited(&[]));

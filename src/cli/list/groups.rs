@@ -94,7 +94,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn a_group_is_a_line_with_its_means_and_how_many_jobs_they_are_of() {
+    fn a_group_is_a_row_with_means_and_counts() {
         let group: Group = serde_json::from_value(json!({
             "values": ["resnet20", 0.1, null], "jobs": 3,
             "metrics": {

@@ -27,7 +27,7 @@ fn parse(table: &Value) -> Result<RankTable, String> {
 }
 
 #[test]
-fn tables_of_2_8_and_16_devices_are_read_in_both_forms() {
+fn tables_of_2_8_and_16_devices_are_read_in_both_formats() {
     for (machines, devices) in [(1, 2), (2, 1), (1, 8), (2, 8)] {
         let table = parse(&servers(machines, devices)).unwrap();
         assert_eq!(table.world_size(), machines * devices);
@@ -40,8 +40,8 @@ fn tables_of_2_8_and_16_devices_are_read_in_both_forms() {
 }
 
 #[test]
-fn ranks_are_where_the_table_puts_them() {
-    // Backwards on each machine, and in turns over two.
+fn ranks_are_placed_by_the_table() {
+    // In reverse order on each machine, alternating between two machines.
     let mut table = servers(2, 2);
     for (s, d, rank) in [(0, 0, 2), (0, 1, 0), (1, 0, 3), (1, 1, 1)] {
         table["server_list"][s]["device"][d]["rank_id"] = json!(rank);
@@ -56,13 +56,13 @@ fn ranks_are_where_the_table_puts_them() {
 }
 
 #[test]
-fn mistakes_are_named_by_their_field() {
+fn errors_name_the_field() {
     let changed = |pointer: &str, value: Value| {
         let mut table = servers(2, 2);
         *table.pointer_mut(pointer).unwrap() = value;
         parse(&table).unwrap_err()
     };
-    for (pointer, value, said) in [
+    for (pointer, value, message) in [
         ("/status", json!("initializing"), "status: is \"initializing\""),
         ("/server_count", json!("3"), "server_count: says 3, and server_list has 2"),
         ("/server_count", json!("two"), "server_count: is \"two\""),
@@ -90,7 +90,7 @@ fn mistakes_are_named_by_their_field() {
         ("/server_list/1/device/1/rank_id", json!(9), "rank 3 is missing"),
     ] {
         let error = changed(pointer, value);
-        assert!(error.contains(said), "{pointer}: {error}");
+        assert!(error.contains(message), "{pointer}: {error}");
     }
     assert!(parse(&json!({})).unwrap_err().contains("neither server_list nor group_list"));
     assert!(parse(&json!({ "server_list": [] })).unwrap_err().contains("no device"));
@@ -103,7 +103,7 @@ fn mistakes_are_named_by_their_field() {
 }
 
 #[test]
-fn a_table_has_a_limit() {
+fn a_table_has_a_maximum_size() {
     let most = MAX_DEVICES as u32;
     assert_eq!(parse(&servers(2, most / 2)).unwrap().world_size(), most);
     assert!(parse(&servers(1, most + 1)).unwrap_err().contains("at most 4096 devices"));

@@ -1,13 +1,13 @@
 //! Every command with its arguments, from clap's definitions.
 
-use super::{made_from, prose, table};
+use super::{generated_from, prose, table};
 use clap::{Arg, Command};
 use std::fmt::Write as _;
 
 /// Returns the page.
 pub(super) fn markdown(mut program: Command) -> String {
     program.build();
-    let mut text = made_from("the definitions of the commands");
+    let mut text = generated_from("the definitions of the commands");
     text += "# Commands\n\n";
     let _ = writeln!(text, "{}\n", prose(&about(&program)));
     text += "`lockstep help COMMAND` prints the usage of a command. `lockstep completions bash|zsh|fish` prints completions for a shell, and \

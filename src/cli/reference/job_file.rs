@@ -1,6 +1,6 @@
 //! Documents every key of a job file: a page, and text for a terminal.
 
-use super::{made_from, prose, table};
+use super::{generated_from, prose, table};
 use lockstep_protocol::spec::{KeyReference, SectionReference, nearest, recipes, reference, sweep_reference};
 use std::fmt::Write as _;
 
@@ -11,7 +11,7 @@ const INDENT: usize = 6;
 
 /// Returns the page.
 pub(super) fn markdown() -> String {
-    let mut text = made_from("the specification's types and limits");
+    let mut text = generated_from("the specification's types and limits");
     text += "# Keys of a job file\n\n\
         A job is a TOML file, or JSON of the same shape. Every key except `data.dataset` has a default. Unknown keys and values out of range \
         are refused, all at once, with the nearest right name. `lockstep help job` prints this page, and `lockstep help job train.lr` one \
@@ -123,7 +123,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_section_or_a_key_is_shown_alone() {
+    fn only_the_requested_section_or_key_is_shown() {
         let all = text(None).unwrap();
         for section in reference() {
             for key in section.keys {
@@ -141,8 +141,8 @@ mod tests {
         );
         let section = text(Some("recovery")).unwrap();
         assert!(section.contains("recovery.max_restarts") && !section.contains("train."), "{section}");
-        let said = text(Some("train.lrs")).unwrap_err();
-        assert!(said.contains("train.lr"), "{said}");
+        let message = text(Some("train.lrs")).unwrap_err();
+        assert!(message.contains("train.lr"), "{message}");
         assert!(text(Some("")).is_err() && text(Some("zzz")).unwrap_err().contains("lists all"));
     }
 }

@@ -1,6 +1,6 @@
 //! Documents every call of the REST interface, from the OpenAPI document.
 
-use super::{made_from, prose, table};
+use super::{generated_from, prose, table};
 use serde_json::Value;
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -9,7 +9,7 @@ use std::{
 
 /// Returns the page.
 pub(super) fn markdown(document: &Value) -> String {
-    let mut text = made_from("the OpenAPI document");
+    let mut text = generated_from("the OpenAPI document");
     text += "# REST interface\n\n";
     let _ = writeln!(text, "{}\n", prose(one_line(&document["info"]["description"]).as_str()));
     text += "`GET /api/v1/openapi.json` returns the OpenAPI document, for programs that generate clients. Requests carry a token \
@@ -50,10 +50,10 @@ const SHARED_FROM: usize = 5;
 fn shared<'a>(calls: impl Iterator<Item = &'a Value>) -> BTreeSet<(String, String)> {
     let mut counts: BTreeMap<(String, String), usize> = BTreeMap::new();
     for call in calls {
-        for (status, answer) in
+        for (status, response) in
             call["responses"].as_object().into_iter().flatten().filter(|(s, _)| s.as_str() >= "400")
         {
-            *counts.entry((status.clone(), one_line(&answer["description"]))).or_default() += 1;
+            *counts.entry((status.clone(), one_line(&response["description"]))).or_default() += 1;
         }
     }
     counts
@@ -100,9 +100,11 @@ fn operation(text: &mut String, method: &str, path: &str, call: &Value, shared: 
         .as_object()
         .into_iter()
         .flatten()
-        .filter(|(status, answer)| !shared.contains(&((*status).clone(), one_line(&answer["description"]))))
-        .map(|(status, answer)| {
-            [format!("`{status}`"), contents(answer), prose(&one_line(&answer["description"]))]
+        .filter(|(status, response)| {
+            !shared.contains(&((*status).clone(), one_line(&response["description"])))
+        })
+        .map(|(status, response)| {
+            [format!("`{status}`"), contents(response), prose(&one_line(&response["description"]))]
         })
         .collect();
     let _ = write!(text, "\n{}", table(["status", "body", "meaning"], &answers));

@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn torchrun_is_recognised_and_its_own_port_left_alone() {
+    fn torchrun_is_detected_and_its_own_port_is_not_used() {
         let variables = [
             ("RANK", "5"),
             ("WORLD_SIZE", "8"),
@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn slurm_on_several_machines_needs_one() {
+    fn slurm_on_several_machines_needs_an_address() {
         let step = [
             ("SLURM_PROCID", "3"),
             ("SLURM_NTASKS", "4"),
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_master_addr_is_named_at_once() {
+    fn an_empty_master_addr_is_an_error() {
         let torchrun =
             [("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"), ("MASTER_PORT", "4000")];
         for empty in ["", " "] {
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_named() {
+    fn invalid_values_are_named() {
         assert_eq!(with(&[]).unwrap(), None);
         assert!(with(&[("RANK", "x"), ("WORLD_SIZE", "2")]).unwrap_err().contains("RANK"));
         assert!(with(&[("RANK", "2"), ("WORLD_SIZE", "2")]).unwrap_err().contains("rank 2 of 2"));

@@ -193,8 +193,8 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Ended> {
                 break;
             }
             for event in &events {
-                if let AttemptEvent::RankFailed { reason: said, .. } = event {
-                    reason = Some(said.clone());
+                if let AttemptEvent::RankFailed { reason: message, .. } = event {
+                    reason = Some(message.clone());
                 }
             }
             show.see(events);
@@ -222,12 +222,12 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Ended> {
             // Exit handlers free resources that aborts still use.
             let are_over = registry::may_run_exit_handlers(EXIT_TIMEOUT / 2);
             let reason = reason.unwrap_or_else(|| "it printed nothing".into());
-            let said = format!("rank {} failed at step {}: {reason}", config.rank, show.step);
+            let message = format!("rank {} failed at step {}: {reason}", config.rank, show.step);
             if !are_over {
-                output::warn(&said);
+                output::warn(&message);
                 registry::exit(1, Duration::ZERO);
             }
-            Ended::Failed(said)
+            Ended::Failed(message)
         }
     })
 }

@@ -25,7 +25,7 @@ pub(super) struct Progress {
     bar: Option<ProgressBar>,
     state: JobState,
     /// The last printed text about the job's place in the queue.
-    said: String,
+    last_place: String,
     steps_per_epoch: u64,
     total_steps: u64,
     step: u64,
@@ -46,7 +46,7 @@ impl Progress {
             json,
             bar: None,
             state: job.state,
-            said: String::new(),
+            last_place: String::new(),
             steps_per_epoch: 0,
             total_steps: 0,
             step: job.step,
@@ -112,11 +112,11 @@ impl Progress {
     }
 
     fn say_once(&mut self, text: String) -> anyhow::Result<()> {
-        if self.said == text {
+        if self.last_place == text {
             return Ok(());
         }
         self.say(text.clone())?;
-        self.said = text;
+        self.last_place = text;
         Ok(())
     }
 
@@ -168,7 +168,7 @@ impl Progress {
                 let losses = steps.iter().zip(values).map(|(step, loss)| (*step, loss.unwrap_or(f32::NAN)));
                 if let Some((step, _)) = self.loss.add(losses).last() {
                     self.step = self.step.max(*step);
-                    self.moved()?;
+                    self.update_steps()?;
                 }
             }
             EventBody::Evaluation { evaluation, .. } => {
@@ -206,14 +206,14 @@ impl Progress {
     }
 
     /// Prints a line to standard error.
-    pub(super) fn aside(&self, text: &str) {
+    pub(super) fn warn(&self, text: &str) {
         match &self.bar {
             Some(bar) => bar.suspend(|| output::warn(text)),
             None => output::warn(text),
         }
     }
 
-    fn moved(&mut self) -> anyhow::Result<()> {
+    fn update_steps(&mut self) -> anyhow::Result<()> {
         if let Some(bar) = &self.bar {
             bar.set_position(self.step);
             bar.set_message(self.words());
@@ -248,7 +248,7 @@ mod tests {
             json: false,
             bar: None,
             state: JobState::Running,
-            said: String::new(),
+            last_place: String::new(),
             steps_per_epoch: 10,
             total_steps: 100,
             step: 1,

@@ -1,6 +1,6 @@
-//! A real S3 server (moto, of the Python registry; `tests/run` installs it), and a gate on the way to it that can be shut.
+//! A real S3 server (moto, a Python package that `tests/run` installs), and a proxy before it that can stop or cut connections.
 
-use crate::server::{SOON, cryptography, free_port};
+use crate::server::{TIMEOUT, cryptography, free_port};
 use std::{
     io::{Read, Write},
     net::{Shutdown, TcpListener, TcpStream},
@@ -14,10 +14,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Runs a program until standard input ends, which it does with the tests however they end.
+/// A shell script that runs a program until standard input is closed, as it is when the test process ends for any reason.
 const KEEPER: &str = r#""$@" >"$LOG" 2>&1 & P=$!; read -r _; kill -KILL $P"#;
 
-/// A server of buckets.
+/// An S3 server.
 pub(super) struct Buckets {
     port: u16,
     _keeper: Child,
@@ -32,8 +32,8 @@ fn python() -> Command {
 }
 
 impl Buckets {
-    /// `checks_keys`: after so many requests the server wants keys that it has made.
-    fn start(checks_keys: Option<u32>) -> Self {
+    /// Starts a server. After `unchecked` requests it accepts only keys that it has created; `None`: it accepts any key.
+    fn start(unchecked: Option<u32>) -> Self {
         let port = free_port();
         let log = std::env::temp_dir().join(format!("lockstep-moto-{port}.log"));
         let with_packages = python();
@@ -41,13 +41,13 @@ impl Buckets {
         for (name, value) in with_packages.get_envs() {
             command.env(name, value.unwrap_or_default());
         }
-        if let Some(count) = checks_keys {
+        if let Some(count) = unchecked {
             command.env("INITIAL_NO_AUTH_ACTION_COUNT", count.to_string());
         }
         command.args(["-c", KEEPER, "sh", "python3", "-m", "moto.server", "-H", "127.0.0.1", "-p"]);
         let keeper = command.arg(port.to_string()).env("LOG", &log).stdin(Stdio::piped()).spawn();
         let buckets = Self { port, _keeper: keeper.expect("sh") };
-        let deadline = Instant::now() + SOON;
+        let deadline = Instant::now() + TIMEOUT;
         while TcpStream::connect(("127.0.0.1", port)).is_err() {
             let output = std::fs::read_to_string(&log).unwrap_or_default();
             assert!(Instant::now() < deadline, "moto does not start: {output}");
@@ -57,13 +57,13 @@ impl Buckets {
         buckets
     }
 
-    /// The one that all tests share.
+    /// The server that most tests share.
     fn shared() -> &'static Self {
         static SHARED: OnceLock<Buckets> = OnceLock::new();
         SHARED.get_or_init(|| Self::start(None))
     }
 
-    /// One that knows the keys that it has made and no others; with a key and its secret.
+    /// Starts a server that accepts only keys that it has created. Returns the server, a key and the key's secret.
     pub(super) fn strict(bucket: &str) -> (Self, String, String) {
         let buckets = Self::start(Some(4));
         let script = "import boto3, sys\n\
@@ -74,12 +74,12 @@ impl Buckets {
             iam.put_user_policy(UserName='u', PolicyName='p', PolicyDocument='{\"Version\":\"2012-10-17\",\"Statement\":[{\"Effect\":\"Allow\",\"Action\":\"s3:*\",\"Resource\":\"*\"}]}')\n\
             key = iam.create_access_key(UserName='u')['AccessKey']\n\
             print(key['AccessKeyId'], key['SecretAccessKey'])";
-        let made = python().args(["-c", script, &buckets.url(), bucket]).output().expect("python3");
-        let output = String::from_utf8_lossy(&made.stdout).into_owned();
+        let created = python().args(["-c", script, &buckets.url(), bucket]).output().expect("python3");
+        let output = String::from_utf8_lossy(&created.stdout).into_owned();
         let (key, secret) = output
             .trim()
             .split_once(' ')
-            .unwrap_or_else(|| panic!("{}", String::from_utf8_lossy(&made.stderr)));
+            .unwrap_or_else(|| panic!("{}", String::from_utf8_lossy(&created.stderr)));
         (buckets, key.to_owned(), secret.to_owned())
     }
 
@@ -88,7 +88,7 @@ impl Buckets {
     }
 }
 
-/// A bucket of a test's own, behind a gate.
+/// A test's own bucket, behind a [`Gate`].
 pub(crate) struct Bucket {
     name: String,
     pub(super) gate: Gate,
@@ -100,7 +100,7 @@ pub(crate) struct Bucket {
 pub(super) struct Object {
     pub(super) key: String,
     pub(super) size: u64,
-    /// When it was written.
+    /// The time of the last write.
     pub(super) at: String,
 }
 
@@ -109,34 +109,33 @@ impl Bucket {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let name = format!("bucket-{}", COUNT.fetch_add(1, Ordering::Relaxed));
         cryptography();
-        let http = reqwest::Client::builder().timeout(SOON).build().expect("a client");
+        let http = reqwest::Client::builder().timeout(TIMEOUT).build().expect("a client");
         let bucket = Self { name, gate: Gate::before(Buckets::shared().port), http };
-        assert!(bucket.ask("PUT", "", Vec::new()).await.0, "a bucket");
+        assert!(bucket.request("PUT", "", Vec::new()).await.0, "a bucket");
         bucket
     }
 
-    /// What a server is started with.
-    /// What leads `serve` to it; `LOCKSTEP_ARTIFACTS` among it.
+    /// Environment variables with which `serve` uses the bucket.
     pub(crate) fn environment(&self) -> Vec<(String, String)> {
         environment(&format!("s3://{}/team/runs", self.name), &self.gate.url(), "key", "secret")
     }
 
-    /// Not through the gate; whether it was done, and the answer.
-    async fn ask(&self, method: &str, path: &str, body: Vec<u8>) -> (bool, Vec<u8>) {
+    /// Sends a request that bypasses the gate. Returns whether it succeeded, and the body.
+    async fn request(&self, method: &str, path: &str, body: Vec<u8>) -> (bool, Vec<u8>) {
         let url = format!("{}/{}{path}", Buckets::shared().url(), self.name);
-        // Moto believes everybody, but asks for a signature.
+        // Moto needs a signature but does not check it.
         let signed = "AWS4-HMAC-SHA256 Credential=a/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=b";
         let request =
             self.http.request(method.parse().expect("a method"), url).header("authorization", signed);
-        let answer = request.body(body).send().await.expect("an answer");
-        (answer.status().is_success(), answer.bytes().await.expect("a body").to_vec())
+        let response = request.body(body).send().await.expect("a response");
+        (response.status().is_success(), response.bytes().await.expect("a body").to_vec())
     }
 
-    /// All objects but the one that the store is known by.
+    /// All objects except the marker that identifies the store.
     pub(super) async fn objects(&self) -> Vec<Object> {
-        let (_, text) = self.ask("GET", "?list-type=2", Vec::new()).await;
+        let (_, text) = self.request("GET", "?list-type=2", Vec::new()).await;
         let text = String::from_utf8(text).expect("UTF-8");
-        let of = |entry: &str, tag: &str| {
+        let field = |entry: &str, tag: &str| {
             let (_, rest) =
                 entry.split_once(&format!("<{tag}>")).unwrap_or_else(|| panic!("{tag} in {entry}"));
             rest.split_once("</").expect("an end").0.to_owned()
@@ -144,9 +143,9 @@ impl Bucket {
         let entries = text.split("<Contents>").skip(1);
         let mut all: Vec<_> = entries
             .map(|entry| Object {
-                key: of(entry, "Key"),
-                size: of(entry, "Size").parse().expect("a size"),
-                at: of(entry, "LastModified"),
+                key: field(entry, "Key"),
+                size: field(entry, "Size").parse().expect("a size"),
+                at: field(entry, "LastModified"),
             })
             .collect();
         all.retain(|object| !object.key.ends_with("/LOCKSTEP.json"));
@@ -154,25 +153,25 @@ impl Bucket {
         all
     }
 
-    /// How many uploads in parts were begun and are not over.
+    /// Number of unfinished multipart uploads.
     pub(super) async fn open_uploads(&self) -> usize {
-        let (done, text) = self.ask("GET", "?uploads", Vec::new()).await;
+        let (done, text) = self.request("GET", "?uploads", Vec::new()).await;
         assert!(done);
         String::from_utf8_lossy(&text).matches("<UploadId>").count()
     }
 
     pub(super) async fn read(&self, key: &str) -> Vec<u8> {
-        let (done, bytes) = self.ask("GET", &format!("/{key}"), Vec::new()).await;
+        let (done, bytes) = self.request("GET", &format!("/{key}"), Vec::new()).await;
         assert!(done, "{key}");
         bytes
     }
 
     pub(super) async fn write(&self, key: &str, bytes: Vec<u8>) {
-        assert!(self.ask("PUT", &format!("/{key}"), bytes).await.0, "{key}");
+        assert!(self.request("PUT", &format!("/{key}"), bytes).await.0, "{key}");
     }
 }
 
-/// What a server with a bucket is started with.
+/// Environment variables of a server with an object store.
 pub(super) fn environment(artifacts: &str, endpoint: &str, key: &str, secret: &str) -> Vec<(String, String)> {
     [
         ("LOCKSTEP_ARTIFACTS", artifacts),
@@ -186,23 +185,23 @@ pub(super) fn environment(artifacts: &str, endpoint: &str, key: &str, secret: &s
     .into()
 }
 
-/// Passes connections on, as long as it is open.
+/// A proxy that can be shut, cut connections, and hold bytes back.
 pub(super) struct Gate {
     port: u16,
     is_open: Arc<AtomicBool>,
-    /// How often all connections were cut.
+    /// Number of times that all connections were cut.
     cuts: Arc<AtomicU32>,
-    /// Bytes that may still pass towards the server; below 0 they wait.
+    /// Bytes that may still pass to the server; at 0 or below, further bytes wait.
     left: Arc<AtomicI64>,
 }
 
-const ALL: i64 = i64::MAX / 2;
+const UNLIMITED: i64 = i64::MAX / 2;
 
 impl Gate {
     fn before(server: u16) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let port = listener.local_addr().expect("its address").port();
-        let (is_open, left) = (Arc::new(AtomicBool::new(true)), Arc::new(AtomicI64::new(ALL)));
+        let (is_open, left) = (Arc::new(AtomicBool::new(true)), Arc::new(AtomicI64::new(UNLIMITED)));
         let gate = Self { port, is_open, cuts: Arc::default(), left };
         let (is_open, cuts, left) = (gate.is_open.clone(), gate.cuts.clone(), gate.left.clone());
         thread::spawn(move || {
@@ -215,9 +214,9 @@ impl Gate {
                 for (from, to, counts) in [(&client, &server, true), (&server, &client, false)] {
                     let (from, to) = (from.try_clone().expect("a socket"), to.try_clone().expect("a socket"));
                     let (is_open, cuts, left) = (is_open.clone(), cuts.clone(), left.clone());
-                    let is_on =
+                    let is_connected =
                         move || is_open.load(Ordering::SeqCst) && cuts.load(Ordering::SeqCst) == so_far;
-                    thread::spawn(move || pass(&from, &to, is_on, counts.then_some(&*left)));
+                    thread::spawn(move || pass(&from, &to, is_connected, counts.then_some(&*left)));
                 }
             }
         });
@@ -228,28 +227,28 @@ impl Gate {
         format!("http://127.0.0.1:{}", self.port)
     }
 
-    /// Nobody comes through any more.
-    pub(super) fn shut(&self) {
+    /// Ends all connections and accepts no new ones.
+    pub(super) fn close(&self) {
         self.is_open.store(false, Ordering::SeqCst);
     }
 
     pub(super) fn open(&self) {
-        self.left.store(ALL, Ordering::SeqCst);
+        self.left.store(UNLIMITED, Ordering::SeqCst);
         self.is_open.store(true, Ordering::SeqCst);
     }
 
-    /// Cuts the connections that there are; new ones are let through, with all that they bring.
+    /// Cuts existing connections. New connections pass without a limit.
     pub(super) fn cut(&self) {
         self.cuts.fetch_add(1, Ordering::SeqCst);
         self.open();
     }
 
-    /// Bytes that have passed towards the server since it was opened last.
+    /// Bytes that have passed to the server since the gate was last opened.
     pub(super) fn passed(&self) -> u64 {
-        (ALL - self.left.load(Ordering::SeqCst)).unsigned_abs()
+        (UNLIMITED - self.left.load(Ordering::SeqCst)).unsigned_abs()
     }
 
-    /// What comes after so many bytes waits.
+    /// Holds everything back after this number of bytes.
     pub(super) fn pass_only(&self, bytes: u64) {
         self.left.store(bytes as i64, Ordering::SeqCst);
     }
@@ -259,10 +258,10 @@ impl Gate {
     }
 }
 
-fn pass(mut from: &TcpStream, mut to: &TcpStream, is_on: impl Fn() -> bool, left: Option<&AtomicI64>) {
+fn pass(mut from: &TcpStream, mut to: &TcpStream, is_connected: impl Fn() -> bool, left: Option<&AtomicI64>) {
     let mut block = vec![0; 1 << 16];
     from.set_read_timeout(Some(Duration::from_millis(50))).expect("a timeout");
-    while is_on() {
+    while is_connected() {
         if left.is_some_and(|left| left.load(Ordering::SeqCst) <= 0) {
             thread::sleep(Duration::from_millis(5));
             continue;
@@ -285,7 +284,7 @@ fn pass(mut from: &TcpStream, mut to: &TcpStream, is_on: impl Fn() -> bool, left
     let _ = (from.shutdown(Shutdown::Both), to.shutdown(Shutdown::Both));
 }
 
-/// Where a directory of artifacts has its files.
+/// Paths of all files below a directory.
 pub(super) fn files_below(directory: &Path) -> Vec<PathBuf> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir(directory).into_iter().flatten().flatten() {

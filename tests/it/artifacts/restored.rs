@@ -1,35 +1,39 @@
-//! Two servers with copies of one database, of which one has the object store.
+//! Two servers with copies of one database and one object store.
 
 use super::{all_stored, bucket::files_below, newest, spec, with_directory};
-use crate::server::{Agents, Finished, Folder, Server, free_port, lockstep, turn};
+use crate::server::{Agents, Finished, Folder, Server, free_port, lockstep, training_permit};
 use std::fs;
 
 #[tokio::test]
 async fn a_restored_database_uses_the_store_only_after_adopting_it() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let kept = Folder::new();
     let server = with_directory(&kept).await;
-    let id = server.submit(&spec("both know it", 20)).await;
-    server.succeeded(&id).await;
+    let id = server.submit(&spec("in both databases", 20)).await;
+    server.wait_for_success(&id).await;
     all_stored(&server, &id).await;
     let checkpoint = newest(&server.checkpoints(&id).await);
     let weights = server.last_model(&id).await;
 
     let backup = kept.path().join("backup").display().to_string();
-    let database = server.database.as_deref().expect("one that outlives the data directory");
+    let database = server.database.as_deref().expect("a database outside the data directory");
     server.cli(&["backup", "-o", &backup, "--database", database]).ok();
     let copy = format!("sqlite://{}", kept.path().join("copy.db").display());
     server.cli(&["restore", &backup, "--database", &copy]).ok();
     let artifacts = kept.path().join("artifacts");
     let before = files_below(&artifacts);
-    let refused = || {
+    let serve_copy = || {
         let mut command = lockstep();
         command.args(["serve", "--no-local-agent", "--listen", &format!("127.0.0.1:{}", free_port())]);
         command.args(["--database", &copy, "--artifacts"]).arg(&artifacts).arg("--data-dir");
         Finished::of(command.arg(kept.path().join("copy")))
     };
-    refused().wrong(&["restored from a backup", "--artifacts-adopt", &artifacts.display().to_string()]);
-    // A copy of the copy is no other.
+    serve_copy().assert_usage_error(&[
+        "restored from a backup",
+        "--artifacts-adopt",
+        &artifacts.display().to_string(),
+    ]);
+    // A second copy, made from the first.
     let second = format!("sqlite://{}", kept.path().join("second.db").display());
     server.cli(&["backup", "-o", &format!("{backup}2"), "--database", &copy]).ok();
     server.cli(&["restore", &format!("{backup}2"), "--database", &second]).ok();
@@ -41,35 +45,37 @@ async fn a_restored_database_uses_the_store_only_after_adopting_it() {
         vec![store, adopt]
     };
     let mut other = Server::start_on(Agents::None, Some(copy.clone()), environment(true)).await;
-    // From the store: it has none of the first server's folders.
+    // From the store, as the second server has none of the first server's folders.
     assert_eq!(other.bytes(&format!("/checkpoints/{checkpoint}/model.safetensors")).await, weights);
-    // Once.
+    // Later starts need no `--artifacts-adopt`.
     other.kill_serve();
     other.environment = environment(false);
-    other.serve_again().await;
+    other.start_serve().await;
 
-    // What the first server deletes, the other one has yet.
+    // The second server keeps objects of jobs that the first server deletes.
     server.cli(&["delete", &id, "--yes"]).ok();
     let log = || fs::read_to_string(server.folder().path().join("serve.1.log")).expect("a log");
     server
-        .until("it says why", async |_: &Server| log().contains("is not the store that has this database's"))
+        .until("the log says why", async |_: &Server| {
+            log().contains("is not the store that has this database's")
+        })
         .await;
     assert_eq!(files_below(&artifacts).len(), before.len());
-    fs::remove_dir_all(other.job_dir(&id)).expect("what was fetched");
+    fs::remove_dir_all(other.job_dir(&id)).expect("fetched files");
     assert_eq!(other.bytes(&format!("/checkpoints/{checkpoint}/model.safetensors")).await, weights);
-    // The store's own server deletes there.
+    // The server that has adopted the store deletes objects.
     other.cli(&["delete", &id, "--yes"]).ok();
     other
-        .until("nothing is left but what the store is known by", async |_: &Server| {
+        .until("only the store's marker is left", async |_: &Server| {
             files_below(&artifacts) == [artifacts.join("LOCKSTEP.json")]
         })
         .await;
-    // That is another one now: the copy of the copy does not know it.
+    // The second copy's database does not know the adopted store's new identity.
     let mut command = lockstep();
     command.args(["serve", "--no-local-agent", "--artifacts-adopt", "--database", &second, "--artifacts"]);
     command.arg(&artifacts).args(["--listen", &format!("127.0.0.1:{}", free_port()), "--data-dir"]);
     Finished::of(command.arg(kept.path().join("second")))
-        .wrong(&["is not the store that has this database's checkpoints", "may have adopted"]);
+        .assert_usage_error(&["is not the store that has this database's checkpoints", "may have adopted"]);
     other.stop().await;
     server.stop().await;
 }

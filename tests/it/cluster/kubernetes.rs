@@ -1,9 +1,9 @@
-//! An API server like Kubernetes', with a controller of Jobs and pods that are processes in namespaces of their own (`kubernetes/api.py`).
+//! A simulated Kubernetes API server and Job controller (`kubernetes/api.py`). Pods are processes in their own namespaces.
 
 use super::program;
 use crate::{
     pages,
-    server::{Finished, SOON, Server, free_port, lockstep, signal},
+    server::{Finished, Server, TIMEOUT, free_port, lockstep, signal},
 };
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -23,11 +23,11 @@ pub(crate) struct Kubernetes {
     process: Child,
 }
 
-/// A pod that can run here: the image is not looked at.
+/// A pod template. The simulation ignores the image.
 pub(crate) const POD: &str = "kind: Pod\nmetadata:\n  labels: {team: vision}\nspec:\n  terminationGracePeriodSeconds: 40\n  containers:\n  - {name: agent, image: 'lockstep:latest'}\n";
 
 impl Kubernetes {
-    /// A cluster in whose pods the server's data directory is not there. Whoever launches may do what `launch-role.yaml` says.
+    /// Starts a cluster whose pods cannot see the server's data directory. Launches have the rights of `launch-role.yaml`.
     pub(crate) async fn start(server: &Server) -> Self {
         Self::start_with(server, &rules()).await
     }
@@ -37,8 +37,8 @@ impl Kubernetes {
         fs::create_dir_all(&folder).expect("a folder");
         fs::write(folder.join("role.json"), rules.to_string()).expect("a role");
         let port = free_port();
-        // The person signs in by a program, as on most clusters.
-        let says = json!({
+        // The user signs in with a credential program, as on most clusters.
+        let credential = json!({
             "apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential", "status": {"token": TOKEN},
         });
         let config = json!({
@@ -48,7 +48,7 @@ impl Kubernetes {
                 {"name": "nowhere", "cluster": {"server": "http://127.0.0.1:1"}},
             ],
             "users": [{"name": "me", "user": {"exec": {
-                "apiVersion": "client.authentication.k8s.io/v1", "command": "echo", "args": [says.to_string()],
+                "apiVersion": "client.authentication.k8s.io/v1", "command": "echo", "args": [credential.to_string()],
                 "interactiveMode": "Never",
             }}}],
             "contexts": [
@@ -65,9 +65,9 @@ impl Kubernetes {
         command.arg(server.data_dir()).arg(&folder).stdin(Stdio::null());
         let process = command.stdout(log.try_clone().expect("a log")).stderr(log).spawn().expect("python3");
         let cluster = Self { folder, port, process };
-        let until = Instant::now() + SOON;
+        let until = Instant::now() + TIMEOUT;
         while cluster.try_act("objects", &json!({})).await.is_none() {
-            assert!(Instant::now() < until, "the API server does not answer");
+            assert!(Instant::now() < until, "the API server does not respond");
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
         cluster
@@ -76,7 +76,7 @@ impl Kubernetes {
     /// `lockstep launch JOB --with kubernetes`, with the template `pod.yaml` unless the arguments name another.
     pub(crate) fn launch(&self, server: &Server, job: &str, args: &[&str]) -> Command {
         let mut command = lockstep();
-        command.current_dir(server.folder().path()).envs(server.for_clients());
+        command.current_dir(server.folder().path()).envs(server.client_variables());
         command.env("KUBECONFIG", self.folder.join("config"));
         command.args(["launch", job, "--with", "kubernetes", "--program"]);
         command.arg(crate::server::LOCKSTEP).args(args);
@@ -89,8 +89,8 @@ impl Kubernetes {
         command
     }
 
-    /// A command of a page in the tree's folder, typed by somebody whose kubectl knows this cluster alone.
-    pub(crate) fn typed(&self, line: &str) -> Finished {
+    /// Runs a command line of a page in the repository's root, with a kubectl that is configured only for this cluster.
+    pub(crate) fn run_line(&self, line: &str) -> Finished {
         let cluster =
             json!({"name": "test", "cluster": {"server": format!("http://127.0.0.1:{}", self.port)}});
         let context = json!({"name": "test", "context": {"cluster": "test", "user": ""}});
@@ -103,14 +103,14 @@ impl Kubernetes {
 
     async fn try_act(&self, action: &str, body: &Value) -> Option<Value> {
         let url = format!("http://127.0.0.1:{}/test/{action}", self.port);
-        let answer = crate::server::client("").post(url).json(body).send().await.ok()?;
-        answer.json().await.ok()
+        let response = crate::server::client("").post(url).json(body).send().await.ok()?;
+        response.json().await.ok()
     }
 
-    /// Does something to the cluster.
+    /// Runs a test action of the API server (`ACTIONS` in `api.py`).
     pub(crate) async fn act(&self, action: &str, body: Value) -> Value {
-        let answer = self.try_act(action, &body).await;
-        answer.unwrap_or_else(|| panic!("{action} does not work; see {}/api.log", self.folder.display()))
+        let response = self.try_act(action, &body).await;
+        response.unwrap_or_else(|| panic!("{action} does not work; see {}/api.log", self.folder.display()))
     }
 
     pub(crate) async fn objects(&self, kind: &str) -> Vec<Value> {
@@ -120,21 +120,21 @@ impl Kubernetes {
     }
 
     pub(crate) async fn until(&self, what: &str, is_so: impl Fn(&[Value]) -> bool) {
-        let until = Instant::now() + 2 * SOON;
+        let until = Instant::now() + 2 * TIMEOUT;
         loop {
-            // It may be away just now.
+            // The API server may be down.
             let all = self.try_act("objects", &json!({})).await.unwrap_or_default();
             let all = all["items"].as_array().cloned().unwrap_or_default();
             if !all.is_empty() && is_so(&all) || all.is_empty() && what.contains("gone") && is_so(&all) {
                 return;
             }
-            assert!(Instant::now() < until, "not so: {what}; {all:#?}");
+            assert!(Instant::now() < until, "not in time: {what}; {all:#?}");
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     }
 }
 
-/// What the role of a launch allows.
+/// The rules of the role for launches.
 pub(crate) fn rules() -> Value {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy/kubernetes/launch-role.yaml");
     let text = fs::read_to_string(path).expect("a role");
@@ -147,7 +147,7 @@ impl Drop for Kubernetes {
         if std::thread::panicking() {
             eprintln!("{}", fs::read_to_string(self.folder.join("api.log")).unwrap_or_default());
         }
-        // It ends its pods.
+        // The API server ends its pods.
         signal(self.process.id().cast_signed(), Signal::TERM);
         let _ = self.process.wait();
     }

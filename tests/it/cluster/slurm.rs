@@ -1,9 +1,9 @@
-//! Slurm on this machine: munged, slurmctld, and a slurmd for each of its nodes, as Debian has them.
+//! A Slurm cluster on this machine, of Debian's packages: munged, slurmctld, and a slurmd for each node.
 
-use super::{done, end, program};
+use super::{program, run_ok, terminate};
 use crate::{
-    network::words,
-    server::{SOON, free_port},
+    network::read_proc,
+    server::{TIMEOUT, free_port},
 };
 use std::{
     fs,
@@ -24,11 +24,11 @@ impl Slurm {
         Self::start_with(folder, nodes, 2, 30)
     }
 
-    /// One that kills so many seconds after it has asked a process to end. Its nodes say that they have so many cores.
+    /// A cluster with this number of cores per node, which sends SIGKILL `kill_wait_secs` after SIGTERM.
     pub(crate) fn start_with(folder: &Path, nodes: u16, cores: u16, kill_wait_secs: u64) -> Self {
         let folder = folder.join("slurm");
         fs::create_dir_all(folder.join("state")).expect("a folder");
-        // munged looks whether others can write above its socket.
+        // munged refuses a socket in a folder to which others can write.
         for path in [folder.parent().expect("a parent"), &folder] {
             fs::set_permissions(path, fs::Permissions::from_mode(0o755)).expect("a mode");
         }
@@ -44,8 +44,8 @@ impl Slurm {
             option("pid-file", "munged.pid"),
         ]);
         munged.args([option("log-file", "munged.log"), option("seed-file", "munge.seed"), "--force".into()]);
-        done(&mut munged);
-        let host = done(&mut Command::new("hostname"));
+        run_ok(&mut munged);
+        let host = run_ok(&mut Command::new("hostname"));
         let host = host.trim();
         let ports: Vec<_> = (0..nodes).map(|_| free_port()).collect();
         let mut config = format!(
@@ -66,19 +66,19 @@ impl Slurm {
         fs::write(folder.join("slurm.conf"), config).expect("a configuration");
         let nodes: Vec<_> = (0..nodes).map(|node| format!("n{node}")).collect();
         let slurm = Self { folder, nodes };
-        done(&mut slurm.command("slurmctld", "slurmctld"));
+        run_ok(&mut slurm.command("slurmctld", "slurmctld"));
         for node in &slurm.nodes {
             fs::create_dir_all(slurm.folder.join(format!("spool.{node}"))).expect("a folder");
-            done(slurm.command("slurmd", "slurmd").args(["-N", node]));
+            run_ok(slurm.command("slurmd", "slurmd").args(["-N", node]));
         }
         slurm.until("all nodes are idle", |slurm| {
-            // It fails until the controller answers.
-            let said = slurm
+            // sinfo fails until the controller responds.
+            let output = slurm
                 .command("sinfo", "slurm-client")
                 .args(["-h", "-N", "-o", "%T"])
                 .output()
                 .expect("sinfo");
-            let states = String::from_utf8_lossy(&said.stdout).into_owned();
+            let states = String::from_utf8_lossy(&output.stdout).into_owned();
             states.lines().count() == slurm.nodes.len() && states.lines().all(|state| state == "idle")
         });
         slurm
@@ -95,25 +95,25 @@ impl Slurm {
         self.folder.join("slurm.conf")
     }
 
-    /// What one of Slurm's commands prints.
-    pub(crate) fn say(&self, name: &str, args: &[&str]) -> String {
-        done(self.command(name, "slurm-client").args(args))
+    /// Runs a command of Slurm and returns its output.
+    pub(crate) fn run(&self, name: &str, args: &[&str]) -> String {
+        run_ok(self.command(name, "slurm-client").args(args))
     }
 
-    /// A field of a job, as `squeue` has it; empty once it has forgotten the job.
+    /// A field of a job from `squeue`; empty once Slurm has forgotten the job.
     pub(crate) fn field(&self, job: &str, field: &str) -> String {
-        let said =
+        let output =
             self.command("squeue", "slurm-client").args(["-h", "-t", "all", "-j", job, "-o", field]).output();
-        String::from_utf8_lossy(&said.expect("squeue").stdout).trim().to_owned()
+        String::from_utf8_lossy(&output.expect("squeue").stdout).trim().to_owned()
     }
 
     /// The number of the only job.
     pub(crate) fn job(&self) -> String {
-        self.until("there is a job", |slurm| !slurm.say("squeue", &["-h", "-o", "%i"]).trim().is_empty());
-        self.say("squeue", &["-h", "-o", "%i"]).trim().to_owned()
+        self.until("there is a job", |slurm| !slurm.run("squeue", &["-h", "-o", "%i"]).trim().is_empty());
+        self.run("squeue", &["-h", "-o", "%i"]).trim().to_owned()
     }
 
-    /// As a power cut: its daemon and all that it has started.
+    /// Kills a node's daemon and all processes that the daemon has started, as a power failure does.
     pub(crate) fn kill_node(&self, node: &str) {
         let step = format!("slurmstepd: [{}.", self.job());
         let daemon =
@@ -123,26 +123,26 @@ impl Slurm {
             .expect("processes")
             .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
             .collect();
-        // Of this test's cluster is what has its configuration in the environment. Steps' daemons hide theirs, and all nodes' are called the
-        // same: those of a node have started what is on it.
+        // Processes of this cluster have its configuration in their environment. slurmstepd hides its environment, and has the same name on all
+        // nodes, so the parents of a node's processes are killed, too.
         let on_node: Vec<_> = pids.iter().copied().filter(|pid| self.is_on(*pid, node)).collect();
         let parents: Vec<_> = on_node.iter().filter_map(|pid| parent(*pid)).collect();
-        let is_step = |pid: &&i32| parents.contains(pid) && words(**pid, "cmdline")[0].starts_with(&step);
+        let is_step = |pid: &&i32| parents.contains(pid) && read_proc(**pid, "cmdline")[0].starts_with(&step);
         pids.iter().filter(is_step).chain(&on_node).for_each(|pid| kill(*pid));
     }
 
-    /// Whether a process is on a node of this cluster, by its environment.
+    /// Whether a process runs on a node of this cluster, according to its environment.
     fn is_on(&self, pid: i32, node: &str) -> bool {
         let folder = self.folder.to_string_lossy();
-        let environment = words(pid, "environ");
+        let environment = read_proc(pid, "environ");
         environment.iter().any(|word| *word == format!("SLURMD_NODENAME={node}"))
             && environment.iter().any(|word| word.contains(&*folder))
     }
 
-    /// Starts a requeued job, which Slurm lets wait for two minutes, as soon as it can be.
+    /// Starts a requeued job as soon as possible; Slurm would delay it by two minutes.
     pub(crate) fn start_now(&self, job: &str) {
         self.until("Slurm's job is queued again", |slurm| slurm.field(job, "%T") == "PENDING");
-        // slurmd compares whole seconds: what starts in the one in which the last run was killed it calls killed, too.
+        // slurmd compares whole seconds: a run that starts in the second in which the last run was killed counts as killed, too.
         std::thread::sleep(Duration::from_secs(2));
         self.until("Slurm's job runs again", |slurm| {
             let update = ["update", &format!("JobId={job}"), "StartTime=now"];
@@ -154,12 +154,12 @@ impl Slurm {
 
     /// Starts a node's daemon again.
     pub(crate) fn start_node(&self, node: &str) {
-        done(self.command("slurmd", "slurmd").args(["-N", node]));
+        run_ok(self.command("slurmd", "slurmd").args(["-N", node]));
     }
 
-    /// Waits until something holds.
+    /// Waits for a condition.
     pub(crate) fn until(&self, what: &str, holds: impl Fn(&Self) -> bool) {
-        let until = Instant::now() + 2 * SOON;
+        let until = Instant::now() + 2 * TIMEOUT;
         while !holds(self) {
             if Instant::now() > until {
                 let queue =
@@ -184,9 +184,9 @@ impl Drop for Slurm {
     fn drop(&mut self) {
         let _ = self.command("scancel", "slurm-client").args(["--quiet", "--user=root"]).output();
         for node in &self.nodes {
-            end(&self.folder.join(format!("slurmd.{node}.pid")));
+            terminate(&self.folder.join(format!("slurmd.{node}.pid")));
         }
-        end(&self.folder.join("slurmctld.pid"));
-        end(&self.folder.join("munged.pid"));
+        terminate(&self.folder.join("slurmctld.pid"));
+        terminate(&self.folder.join("munged.pid"));
     }
 }

@@ -1,7 +1,7 @@
-//! OpenSSH's server on loopback, with keys of its own.
+//! OpenSSH servers with their own keys.
 
-use super::{done, program};
-use crate::server::{SOON, free_port, signal};
+use super::{program, run_ok};
+use crate::server::{TIMEOUT, free_port, signal};
 use rustix::process::Signal;
 use std::{
     fs::{self, File},
@@ -18,9 +18,9 @@ pub(crate) struct Sshd {
 }
 
 impl Sshd {
-    /// Starts one that lets this user in by a key in `folder`.
+    /// Starts a server on loopback. This user can sign in with a key in `folder`.
     pub(crate) fn start(folder: &Path) -> Self {
-        Self::start_by(
+        Self::start_command(
             folder,
             "sshd_config",
             Command::new(program("sshd", "openssh-server")),
@@ -29,35 +29,41 @@ impl Sshd {
         )
     }
 
-    /// Starts one in a network namespace, at SSH's own port. Those of a folder share its keys.
+    /// Starts a server in a network namespace, on port 22. All servers with the same `folder` share its keys.
     pub(crate) fn start_in(folder: &Path, namespace: &str, address: &str) -> Self {
         let mut command = Command::new("ip");
         command.args(["netns", "exec", namespace]).arg(program("sshd", "openssh-server"));
-        Self::start_by(folder, namespace, command, address, 22)
+        Self::start_command(folder, namespace, command, address, 22)
     }
 
-    /// As [`Sshd::start_in`], where whoever signs in has these variables (`NAME=VALUE`).
+    /// As [`Sshd::start_in`]; sessions have these environment variables (`NAME=VALUE`).
     pub(crate) fn start_with(folder: &Path, namespace: &str, address: &str, variables: &[&str]) -> Self {
         let mut command = Command::new("ip");
         command.args(["netns", "exec", namespace]).arg(program("sshd", "openssh-server"));
         command.args(["-o", &format!("SetEnv={}", variables.join(" "))]);
-        Self::start_by(folder, namespace, command, address, 22)
+        Self::start_command(folder, namespace, command, address, 22)
     }
 
-    /// As [`Sshd::start_in`], where the server's data directory is not to be seen, as on another machine.
-    pub(crate) fn start_apart(folder: &Path, namespace: &str, address: &str, data: &Path) -> Self {
+    /// As [`Sshd::start_in`]; an empty file system hides the server's data directory, as on another machine.
+    pub(crate) fn start_without(folder: &Path, namespace: &str, address: &str, data: &Path) -> Self {
         let mut command = Command::new("ip");
         command.args(["netns", "exec", namespace, "sh", "-c", "mount -t tmpfs none \"$0\" && exec \"$@\""]);
         command.arg(data).arg(program("sshd", "openssh-server"));
-        Self::start_by(folder, namespace, command, address, 22)
+        Self::start_command(folder, namespace, command, address, 22)
     }
 
-    /// Its process, which listens.
+    /// The process id of the listener.
     pub(crate) fn pid(&self) -> i32 {
         self.server.id() as i32
     }
 
-    fn start_by(folder: &Path, config_name: &str, mut command: Command, address: &str, port: u16) -> Self {
+    fn start_command(
+        folder: &Path,
+        config_name: &str,
+        mut command: Command,
+        address: &str,
+        port: u16,
+    ) -> Self {
         let folder = folder.join("ssh");
         fs::create_dir_all(&folder).expect("a folder");
         let key = |name: &str| {
@@ -65,7 +71,7 @@ impl Sshd {
             if path.exists() {
                 return path;
             }
-            done(
+            run_ok(
                 Command::new(program("ssh-keygen", "openssh-client"))
                     .args(["-q", "-t", "ed25519", "-N", "", "-f"])
                     .arg(&path),
@@ -82,13 +88,13 @@ impl Sshd {
             keys.display()
         );
         fs::write(folder.join(config_name), config).expect("a configuration");
-        // Where it puts the processes that have no rights; Debian's service makes it.
+        // sshd confines unprivileged processes to this folder, which Debian's service creates.
         let _ = fs::create_dir("/run/sshd");
         let log = File::create(folder.join("sshd.log")).expect("a log");
         command.args(["-D", "-e", "-f"]).arg(folder.join(config_name));
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
         let mut server = command.spawn().expect("sshd");
-        let until = Instant::now() + SOON;
+        let until = Instant::now() + TIMEOUT;
         while TcpStream::connect((address, port)).is_err() {
             assert!(server.try_wait().ok().flatten().is_none(), "sshd ended");
             assert!(Instant::now() < until, "sshd does not listen");
@@ -97,7 +103,7 @@ impl Sshd {
         Self { port, folder, server }
     }
 
-    /// Options by which `ssh` reaches it.
+    /// Options with which `ssh` connects to the server.
     pub(crate) fn options(&self, port: u16) -> Vec<String> {
         let known = format!("UserKnownHostsFile={}", self.folder.join("known_hosts").display());
         let key = self.folder.join("user_key").display().to_string();

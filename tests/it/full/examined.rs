@@ -1,23 +1,23 @@
-//! `lockstep doctor --hosts`: three hosts as network namespaces, each with a real sshd. One is behind a slow link, one has another version,
-//! and a firewall is put between two of them.
+//! `lockstep doctor --hosts`: three hosts, each a network namespace with a real sshd. One host has a slow link, one has another version,
+//! and a firewall separates two hosts.
 
 use crate::{
     cluster::Sshd,
     network::Network,
-    server::{Finished, Folder, LOCKSTEP, lockstep, turn},
+    server::{Finished, Folder, LOCKSTEP, lockstep, training_permit},
 };
 use serde_json::Value;
 use std::{fs, os::unix::fs::PermissionsExt as _, process::Command};
 
-/// Hosts, and a hostfile of them.
-struct Room {
-    /// Before the namespaces that they are in.
+/// Three hosts.
+struct Hosts {
+    // Dropped before the namespaces that they are in.
     sshds: Vec<Sshd>,
     network: Network,
     folder: Folder,
 }
 
-impl Room {
+impl Hosts {
     fn new() -> Self {
         let folder = Folder::new();
         let mut network = Network::new();
@@ -29,7 +29,7 @@ impl Room {
         Self { sshds, network, folder }
     }
 
-    /// `lockstep doctor` over hosts, with the programs that they have.
+    /// Runs `lockstep doctor` on hosts that have this program.
     fn doctor(&self, hosts: &[&str], program: &str) -> Finished {
         let mut command = lockstep();
         command.current_dir(self.folder.path()).args(["doctor", "--json", "--hosts", &hosts.join(",")]);
@@ -52,13 +52,13 @@ fn pair<'a>(report: &'a Value, a: &str, b: &str) -> &'a Value {
         .unwrap_or_else(|| panic!("{a} {b}: {report:#}"))
 }
 
-/// What is found of one kind, with its grade.
-fn findings<'a>(of: &'a Value, what: &str) -> Vec<(&'a str, &'a str)> {
-    let findings = of["findings"].as_array().expect("findings").iter().filter(|one| one["what"] == what);
+/// The findings of one kind: (grade, text).
+fn findings<'a>(report: &'a Value, what: &str) -> Vec<(&'a str, &'a str)> {
+    let findings = report["findings"].as_array().expect("findings").iter().filter(|one| one["what"] == what);
     let text = |one: &'a Value, key: &str| one[key].as_str().unwrap_or_default();
     findings
         .map(|one| {
-            assert!(text(one, "advice").len() > 20, "what to do about {one:#}");
+            assert!(text(one, "advice").len() > 20, "advice for {one:#}");
             (text(one, "grade"), text(one, "found"))
         })
         .collect()
@@ -66,11 +66,11 @@ fn findings<'a>(of: &'a Value, what: &str) -> Vec<(&'a str, &'a str)> {
 
 #[tokio::test]
 async fn each_pair_of_hosts_is_measured_and_problems_name_the_pair() {
-    let _turn = turn().await;
-    let room = Room::new();
+    let _permit = training_permit().await;
+    let room = Hosts::new();
     let names = [1, 2, 3].map(|host| room.network.address(host));
     let [one, two, three] = names.each_ref().map(String::as_str);
-    // One that says that it is older, as a machine that nobody has updated.
+    // The second host reports an older version, as a machine that was not updated.
     let old = room.folder.path().join("lockstep");
     let script = format!(
         "#!/bin/sh\n[ \"$1\" = --version ] && case \"$SSH_CONNECTION\" in *' {two} 22') echo lockstep 0.0.1; exit;; esac\n\
@@ -79,8 +79,8 @@ async fn each_pair_of_hosts_is_measured_and_problems_name_the_pair() {
     fs::write(&old, script).expect("a program");
     fs::set_permissions(&old, fs::Permissions::from_mode(0o755)).expect("its mode");
     let program = old.to_str().expect("a path");
-    // The third is behind a slow link, and a firewall keeps what it sends from the first.
-    // So slow that no busy machine makes the others' links seem as slow.
+    // The third host has a slow link, much slower than the others even on a busy machine, and a firewall drops its packets to the
+    // first host.
     room.in_host(3, "tc", "qdisc add dev eth0 root tbf rate 4mbit burst 32kb latency 100ms");
     room.in_host(3, "ip", &format!("rule add to {one} prohibit priority 20"));
 
@@ -94,7 +94,7 @@ async fn each_pair_of_hosts_is_measured_and_problems_name_the_pair() {
         (&"0.0.1".into(), &two.into(), &"eth0".into())
     );
 
-    // Nothing but the version is wrong here.
+    // The first two hosts differ only in the version.
     let good = pair(&report, one, two);
     let version = findings(good, "Lockstep");
     assert!(version.len() == 1 && version[0].0 == "problem" && version[0].1.contains("0.0.1 on"), "{good:#}");
@@ -107,7 +107,7 @@ async fn each_pair_of_hosts_is_measured_and_problems_name_the_pair() {
     assert!(clocks[0].abs() <= clocks[1] + 1.0, "one clock: {good:#}");
     assert_eq!(good["nccl"], Value::Null);
 
-    // The third cannot answer the first on its ports, and is not answered.
+    // The first and the third host cannot reach each other.
     let blocked = pair(&report, one, three);
     let reach = findings(blocked, "reach");
     assert_eq!(reach.len(), 2, "{blocked:#}");
@@ -117,7 +117,7 @@ async fn each_pair_of_hosts_is_measured_and_problems_name_the_pair() {
     );
     assert!(reach[0].1.starts_with(one) && reach[1].1.starts_with(three), "{reach:?}");
 
-    // What comes from the third is slow, what goes to it is not.
+    // Traffic from the third host is slow, traffic to it is not.
     let slow = pair(&report, two, three);
     let speed = findings(slow, "speed");
     assert_eq!(speed.len(), 1, "{slow:#}");
@@ -128,22 +128,25 @@ async fn each_pair_of_hosts_is_measured_and_problems_name_the_pair() {
         assert!(way["bytes_per_second"].as_f64().is_some_and(|speed| speed > 4.0 * from_third), "{report:#}");
     }
 
-    // Without what is wrong there is nothing to say.
+    // Without these faults no problem is reported.
     room.in_host(3, "tc", "qdisc del dev eth0 root");
     room.in_host(3, "ip", "rule del priority 20");
     let hosts = room.folder.write("hosts", format!("{one} slots=1\n{three} env:NCCL_SOCKET_IFNAME=eth0\n"));
     let mut command = lockstep();
     command.current_dir(room.folder.path()).args(["doctor", "--hostfile"]).arg(hosts);
     let done = Finished::of(command.args(["--program", LOCKSTEP, "--"]).args(room.sshds[0].options(22)));
-    let said = done.ok();
-    assert!(said.contains(&format!("{one} - {three}  round trip ")) && said.contains(" apart, ± "), "{said}");
-    assert!(!said.contains("PROBLEM"), "{said}");
+    let output = done.ok();
+    assert!(
+        output.contains(&format!("{one} - {three}  round trip ")) && output.contains(" apart, ± "),
+        "{output}"
+    );
+    assert!(!output.contains("PROBLEM"), "{output}");
 }
 
 #[tokio::test]
 async fn other_hosts_are_measured_if_one_does_not_respond() {
-    let _turn = turn().await;
-    let mut room = Room::new();
+    let _permit = training_permit().await;
+    let mut room = Hosts::new();
     let [one, two, three] = [1, 2, 3].map(|host| room.network.address(host));
     drop(room.sshds.remove(1));
     let done = room.doctor(&[&one, &two, &three], LOCKSTEP);
@@ -165,7 +168,7 @@ async fn other_hosts_are_measured_if_one_does_not_respond() {
         "{}",
         done.stdout
     );
-    // A version from before there was this.
+    // A version without this command.
     let old = room.folder.path().join("old");
     fs::write(&old, "#!/bin/sh\n[ \"$1\" = --version ] && echo lockstep 0.0.1 && exit\necho \"error: unexpected argument '--peer' found\" >&2\nexit 2\n")
         .expect("a program");
@@ -177,13 +180,13 @@ async fn other_hosts_are_measured_if_one_does_not_respond() {
         done.stdout
     );
 
-    for (args, said) in [
+    for (args, message) in [
         (&["--hosts", "a,a"][..], "a is named twice"),
         (&["--hosts", ""], "not a machine's name"),
         (&["--hosts", "a", "--ranks", "2"], "cannot be used with"),
         (&["--quick", "--", "-v"], "give --hosts"),
     ] {
         let done = Finished::of(lockstep().arg("doctor").args(args));
-        assert!(done.status == 2 && done.stderr.contains(said), "{args:?}: {}", done.stderr);
+        assert!(done.status == 2 && done.stderr.contains(message), "{args:?}: {}", done.stderr);
     }
 }

@@ -1,9 +1,9 @@
-//! The job files in `examples/`: each is right, and that for eight GPUs trains on eight CPU ranks with a smaller network. Those for CPU
-//! ranks train as they are; `train/hybrid.rs` and `train/auto.rs` train the others.
+//! The job files in `examples/`: all are valid, and the job for eight GPUs trains on eight CPU ranks with a smaller network. Jobs for CPU
+//! ranks train unchanged; `train/hybrid.rs` and `train/auto.rs` train the others.
 
 use crate::{
     pictures::{Pictures, SIDE, idx_dataset},
-    server::turn,
+    server::training_permit,
 };
 use std::{
     fs,
@@ -19,8 +19,8 @@ fn examples() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("examples")
 }
 
-/// The bundled pictures as files of CIFAR-10's binary version: grey as three channels, in the middle of 32x32 pixels.
-fn as_cifar10(folder: &Path, pictures_a_file: usize) {
+/// Writes the bundled pictures in CIFAR-10's binary format: grey as three channels, in the middle of 32x32 pixels.
+fn write_cifar10(folder: &Path, pictures_per_file: usize) {
     fs::create_dir(folder).expect("a folder");
     let names = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"];
     fs::write(folder.join("batches.meta.txt"), names.join("\n")).expect("names");
@@ -33,11 +33,11 @@ fn as_cifar10(folder: &Path, pictures_a_file: usize) {
         [vec![pictures.label_of(index)], plane.repeat(3)].concat()
     };
     let write = |name: &str, pictures: &Pictures, first: usize| {
-        let records: Vec<u8> = (first..first + pictures_a_file).flat_map(|i| record(pictures, i)).collect();
+        let records: Vec<u8> = (first..first + pictures_per_file).flat_map(|i| record(pictures, i)).collect();
         fs::write(folder.join(name), records).expect("a batch");
     };
     for file in 0..5 {
-        write(&format!("data_batch_{}.bin", file + 1), training, file * pictures_a_file);
+        write(&format!("data_batch_{}.bin", file + 1), training, file * pictures_per_file);
     }
     write("test_batch.bin", test, 0);
 }
@@ -59,10 +59,10 @@ fn each_example_is_a_valid_job() {
 
 #[tokio::test]
 async fn the_job_for_eight_gpus_trains_on_eight_cpu_ranks() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let folder = tempfile::tempdir().expect("a folder");
     let dataset = folder.path().join("cifar10");
-    as_cifar10(&dataset, 410);
+    write_cifar10(&dataset, 410);
     let job = examples().join("cifar10-resnet50.toml").display().to_string();
     let out = folder.path().join("out");
     let dataset = format!("data.dataset={}", dataset.display());
@@ -84,10 +84,10 @@ async fn the_job_for_eight_gpus_trains_on_eight_cpu_ranks() {
     ]);
     let printed = String::from_utf8_lossy(&reported.stdout);
     assert!(reported.status.success(), "{printed}{}", String::from_utf8_lossy(&reported.stderr));
-    for said in ["8 ranks (CPU", "x batch 32 x accumulate 1 = 256 pictures per step"] {
-        assert!(printed.contains(said), "{said}: {printed}");
+    for text in ["8 ranks (CPU", "x batch 32 x accumulate 1 = 256 pictures per step"] {
+        assert!(printed.contains(text), "{text}: {printed}");
     }
-    // 2,050 pictures are eight whole steps an epoch. Every rank has reported the loss of its own 32 pictures in each.
+    // 2,050 pictures give eight full steps per epoch. In each, every rank has reported the loss of its own 32 pictures.
     for rank in 0..8 {
         let log = fs::read_to_string(out.join(format!("attempts/1/rank.{rank}.log"))).expect("its log");
         let steps: Vec<_> = log.lines().filter(|line| line.contains("step: ")).collect();
@@ -101,10 +101,10 @@ async fn the_job_for_eight_gpus_trains_on_eight_cpu_ranks() {
     }
 }
 
-/// In their order; the last one continues on two ranks from what four have saved.
+/// The last example also continues on two ranks from a checkpoint of four.
 #[tokio::test]
 async fn the_examples_for_cpu_ranks_train() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let folder = tempfile::tempdir().expect("a folder");
     let dataset = format!("data.dataset={}", idx_dataset(folder.path(), 256, 64).display());
     let run = |example: &str, more: &[&str]| {
@@ -122,14 +122,14 @@ async fn the_examples_for_cpu_ranks_train() {
         ("accumulate", "2 ranks (CPU, "),
         ("sharded", "2 (data) x 1 (height) x 2 (model)"),
     ] {
-        let said = run(example, &["--set", "train.epochs=1"]);
+        let output = run(example, &["--set", "train.epochs=1"]);
         for words in [words, "= 128 pictures per step", "validation accuracy is "] {
-            assert!(said.contains(words), "{example}: {words} in {said}");
+            assert!(output.contains(words), "{example}: {words} in {output}");
         }
     }
-    let said =
+    let output =
         run("sharded", &["--resume", "latest", "--set", "train.epochs=2", "--set", "parallel.ranks=2"]);
     for words in ["1 (data) x 1 (height) x 2 (model)", "validation accuracy is "] {
-        assert!(said.contains(words), "{words} in {said}");
+        assert!(output.contains(words), "{words} in {output}");
     }
 }

@@ -1,38 +1,37 @@
-//! The commands that README.md and docs/ show, run as they stand there: blocks of code that are marked `sh`. Lines that need a cluster or
-//! weights are run by other tests, which take them from the page (`pages::line`). Servers get free ports (`serving.rs`), a launch is shown
-//! (`--dry-run`), and jobs are small.
+//! Runs the commands of README.md and docs/ as written: code blocks marked `sh`. Other tests run lines that need a cluster or weights
+//! (`pages::line`). Servers get free ports (`serving.rs`), launches get `--dry-run`, and jobs are made small.
 
 mod serving;
 
 use crate::{
     pages, pictures,
-    server::{Finished, Server, lockstep, turn},
+    server::{Finished, Server, lockstep, training_permit},
     specs,
 };
 use serde_json::json;
 use serving::Serving;
 use std::{fs, path::Path, process::Command};
 
-/// Beginnings of commands that do not run in any test, and why. One that no page has any more fails the test.
-const NOT_HERE: &[(&str, &str)] = &[
+/// Starts of command lines that no test runs, and why. Each must occur on a page.
+const EXCLUDED: &[(&str, &str)] = &[
     ("sudo apt-get ", "the machine has a compiler"),
     ("curl -sSf https://sh.rustup.rs", "the machine has Rust"),
     ("cargo ", "the program has been built to run this test"),
     ("bash tests/run", "it would run this test again"),
-    ("pip install ./python", "python/tests takes the package where it lies"),
+    ("pip install ./python", "python/tests imports the package from its folder"),
     ("python -m lockstep sync", "python/tests syncs folders of runs"),
     ("lockstep submit sweep.toml", "sweep.rs trains a sweep"),
-    ("lockstep sweep show", "tests/it/sweeps.rs shows one"),
+    ("lockstep sweep show", "tests/it/sweeps.rs shows a sweep"),
     ("lockstep import mlflow", "tests/it/imports.rs has MLflow write the files"),
     ("lockstep import wandb", "tests/it/imports.rs has W&B write the files"),
 ];
 
-/// Two ranks of this machine, as the README's job has.
+/// A rank table with two ranks of this machine.
 const RANK_TABLE: &str = r#"{"version": "1.0", "server_count": "1", "status": "completed", "server_list": [{"server_id": "127.0.0.1",
     "device": [{"device_id": "0", "rank_id": "0"}, {"device_id": "1", "rank_id": "1"}]}]}"#;
 
-/// Files that the examples name, in a folder and in its `home`.
-fn stage(folder: &Path) {
+/// Writes the files that the examples need into a folder and its `home`.
+fn write_files(folder: &Path) {
     for (name, text) in pages::all().iter().flat_map(|page| pages::files(page)) {
         fs::write(folder.join(name), text).expect("a job file");
     }
@@ -49,27 +48,27 @@ fn stage(folder: &Path) {
         fs::write(cifar.join(name), (0..60).flat_map(record).collect::<Vec<_>>()).expect("a batch");
     }
     let home = folder.join("home");
-    let made = pictures::image_folder(folder, 4);
+    let images = pictures::image_folder(folder, 4);
     fs::create_dir_all(&home).expect("a folder");
     let copied =
-        Command::new("cp").arg("-r").arg(&made).arg(home.join("imagenet")).status().expect("cp runs");
+        Command::new("cp").arg("-r").arg(&images).arg(home.join("imagenet")).status().expect("cp runs");
     assert!(copied.success());
     let zip = folder.join("pets.zip");
     let zipped = Command::new("python3")
         .args(["-m", "zipfile", "-c"])
         .arg(&zip)
         .args(["train", "val"])
-        .current_dir(&made)
+        .current_dir(&images)
         .status();
     assert!(zipped.expect("python3 runs").success());
-    let shoe = fs::read_dir(made.join("val/boot")).expect("pictures").flatten().next().expect("one").path();
+    let shoe = fs::read_dir(images.join("val/boot")).expect("pictures").flatten().next().expect("one").path();
     for name in ["shoe.png", "bag.jpg"] {
         image::open(&shoe).expect("a picture").save(folder.join(name)).expect("a picture");
     }
 }
 
-/// A launch that shows what it would start; its words after `--` are another program's.
-fn shown(line: &str) -> String {
+/// Adds `--dry-run` to a launch, before the arguments after `--`, which are another program's.
+fn add_dry_run(line: &str) -> String {
     let (command, comment) = line.split_once(" # ").unwrap_or((line, ""));
     match command.split_once(" -- ") {
         Some((own, theirs)) => format!("{own} --dry-run -- {theirs}"),
@@ -77,17 +76,17 @@ fn shown(line: &str) -> String {
     }
 }
 
-/// A submission at a terminal, which shows the job's progress to its end, and sizes that two cores can do.
-fn watched(line: &str) -> String {
+/// Runs a submission on a terminal, where it follows the job to its end, with sizes for two cores.
+fn shrink_and_watch(line: &str) -> String {
     let (command, comment) = line.split_once(" # ").unwrap_or((line, ""));
     let sizes = "--set train.epochs=1 --set data.image_size=16";
     format!("script --quiet --return --command '{} {sizes}' /dev/null # {comment}", command.trim_end())
 }
 
-/// Runs what a block has.
+/// Runs the lines of a block.
 async fn run((server, serving): (&Server, &mut Serving), folder: &Path, page: &str, block: &str) {
     let mut script = String::new();
-    // Of the server that an example has started, if lines are for that one.
+    // The token of the server that an example has started, if lines use that server.
     let mut token = None;
     for line in block.lines() {
         if Serving::runs(line) {
@@ -95,17 +94,17 @@ async fn run((server, serving): (&Server, &mut Serving), folder: &Path, page: &s
             serving.run(line).await;
             continue;
         }
-        // The other way to do what the lines before have done.
+        // The next lines are an alternative to the previous lines, which are undone.
         if line.starts_with("# the same") {
             script += "lockstep dataset remove --yes imagenet\nrm -r ~/imagenet-256\n";
         }
-        let line = match serving.here(line).await {
+        let line = match serving.localize(line).await {
             Some(line) => {
                 token = Some(serving.token_file());
                 line
             }
-            None if line.starts_with("lockstep launch") => shown(line),
-            None if line.starts_with("lockstep submit") => watched(line),
+            None if line.starts_with("lockstep launch") => add_dry_run(line),
+            None if line.starts_with("lockstep submit") => shrink_and_watch(line),
             None => line.to_owned(),
         };
         script += &line;
@@ -121,7 +120,7 @@ fn run_script(server: &Server, token: Option<&Path>, folder: &Path, page: &str, 
          JOB=$(lockstep list --json | grep -o -m 1 'j[0-9a-z]\\{{26\\}}' | head -n 1 || true)\n{lines}"
     );
     let mut command = pages::shell(&script);
-    command.current_dir(folder).envs(server.for_clients());
+    command.current_dir(folder).envs(server.client_variables());
     command.env("HOME", folder.join("home")).env("TOKEN", server.token());
     if let Some(token) = token {
         command.env("LOCKSTEP_TOKEN_FILE", token);
@@ -130,20 +129,20 @@ fn run_script(server: &Server, token: Option<&Path>, folder: &Path, page: &str, 
     let ended = Finished::of(&mut command);
     assert_eq!(
         ended.status, 0,
-        "{page}: an example does not do what it says. Mend it, have a test take it with pages::line, or list its \
-         first words in tests/it/full/examples.rs with the reason why no test can run it.\n{lines}\nstdout:\n{}\nstderr:\n{}",
+        "{page}: an example fails. Repair it, run it in another test with pages::line, or add the start of its line to \
+         EXCLUDED with the reason why no test can run it.\n{lines}\nstdout:\n{}\nstderr:\n{}",
         ended.stdout, ended.stderr
     );
 }
 
 #[tokio::test]
 async fn documented_commands_run_as_written() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     let folder = server.folder().path().join("examples");
     fs::create_dir(&folder).expect("a folder");
-    stage(&folder);
-    // What the pages take for granted: a trained job, its weights, other pictures to measure it with, and a CA.
+    write_files(&folder);
+    // The pages assume a trained job, its weights, other pictures for its evaluation, and a CA.
     let pictures = pictures::idx_dataset(server.folder().path(), 64, 16);
     server.register("clothes", &pictures).await;
     server.register("other-shoes", &pictures).await;
@@ -153,26 +152,26 @@ async fn documented_commands_run_as_written() {
             json!({"evaluate": {"every_epochs": 1}}),
         ))
         .await;
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     fs::write(folder.join("model.safetensors"), server.last_model(&id).await).expect("weights");
     let ca = Finished::of(lockstep().args(["ca", "init"]).current_dir(&folder));
-    fs::write(folder.join("lockstep-ca.crt"), ca.ok()).expect("the authority");
+    fs::write(folder.join("lockstep-ca.crt"), ca.ok()).expect("the CA certificate");
     fs::write(folder.join("table.json"), RANK_TABLE).expect("a table");
     std::os::unix::fs::symlink(pages::root().join("deploy"), folder.join("deploy"))
         .expect("the tree's manifests");
     let mut serving = Serving::new(&folder);
 
-    let taken = pages::taken();
-    let is_left = |page: &str, line: &str| {
-        NOT_HERE.iter().any(|(begins, _)| line.starts_with(begins))
-            || taken.iter().any(|(of, begins)| of == page && line.starts_with(begins))
+    let tested_elsewhere = pages::lines_run_by_tests();
+    let is_skipped = |page: &str, line: &str| {
+        EXCLUDED.iter().any(|(begins, _)| line.starts_with(begins))
+            || tested_elsewhere.iter().any(|(of, begins)| of == page && line.starts_with(begins))
     };
     for page in pages::all() {
         for block in pages::blocks(&page, "sh") {
-            let lines = block.lines().filter(|line| !is_left(&page, line));
+            let lines = block.lines().filter(|line| !is_skipped(&page, line));
             let block: String = lines.flat_map(|line| [line, "\n"]).collect();
             run((&server, &mut serving), &folder, &page, &block).await;
-            // Nothing that a block has left runs while the next one does.
+            // Jobs of a block are cancelled before the next block.
             for job in server.get("/jobs?limit=100").await["jobs"].as_array().expect("jobs") {
                 if !crate::server::state_of(job).is_final() {
                     let id = job["id"].as_str().expect("an id");
@@ -188,19 +187,18 @@ async fn documented_commands_run_as_written() {
 #[test]
 fn commands_excluded_from_tests_are_in_a_page() {
     let all: Vec<_> = pages::all().iter().flat_map(|page| pages::blocks(page, "sh")).collect();
-    for (begins, _) in NOT_HERE {
-        let is_there = all.iter().any(|block| block.lines().any(|line| line.starts_with(begins)));
-        assert!(is_there, "no page has {begins:?} any more: take it off the list");
+    for (begins, _) in EXCLUDED {
+        let occurs = all.iter().any(|block| block.lines().any(|line| line.starts_with(begins)));
+        assert!(occurs, "no page has {begins:?}: remove it from EXCLUDED");
     }
 }
 
-/// A command that is named in a sentence is one that there is.
 #[test]
 fn commands_named_in_sentences_exist() {
     for page in pages::all() {
         let text = pages::text(&page);
         for named in text.split("`lockstep ").skip(1) {
-            // What follows `--` is for another program.
+            // Arguments after `--` are another program's.
             let own = named.split('`').next().expect("words").split(" -- ").next().expect("words");
             let words: Vec<&str> = own.split_whitespace().collect();
             let Some(word) =
@@ -210,7 +208,7 @@ fn commands_named_in_sentences_exist() {
             };
             let help = Finished::of(lockstep().args([word, "--help"]));
             assert!(help.status == 0, "{page}: lockstep {word}: {}", help.stderr);
-            // Its options, too.
+            // The options must exist, too.
             for option in
                 words.iter().filter_map(|word| word.split('=').next()).filter(|word| word.starts_with("--"))
             {

@@ -1,35 +1,35 @@
-//! Hosts with two network interfaces: the one that NCCL's variable names is the one by which ranks reach each other.
+//! Hosts with two network interfaces: ranks connect over the interface of --interface or of NCCL_SOCKET_IFNAME.
 
-use crate::{full::hosts::Site, pictures, server::turn};
+use crate::{full::hosts::Site, pictures, server::training_permit};
 use serde_json::json;
 
-/// In the steps of a job each host sends more than so many bytes of gradients to its neighbour.
-const GRADIENTS: u64 = 1 << 20;
+/// During a job each host sends more bytes of gradients than this to its neighbour.
+const MIN_GRADIENT_BYTES: u64 = 1 << 20;
 
 #[tokio::test]
 async fn nccl_s_variable_also_moves_the_ring_and_an_option_overrides_it() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let (mut site, model) = Site::measured(2).await;
     for host in [1, 2] {
         site.network.add_second(host);
     }
-    // Exactly, and by what its name begins with.
+    // By its exact name, and by the start of its name.
     site.join_with(1, "h1", 2, &[("NCCL_SOCKET_IFNAME", "=eth1")], &[]);
     site.join_with(2, "h2", 2, &[("NCCL_SOCKET_IFNAME", "wlan,eth1")], &[]);
     site.online(&["h1", "h2"]).await;
     let before = [1, 2].map(|host| site.network.sent_bytes(host, "eth1"));
     let id = site.submit().await;
-    let (job, same) = site.succeeded(&id).await;
+    let (job, same) = site.wait_for_success(&id).await;
     assert_eq!(job["agents"], json!(["h1", "h2"]));
     assert!(same == model, "the same weights");
     for (host, before) in [1, 2].into_iter().zip(before) {
         let sent = site.network.sent_bytes(host, "eth1") - before;
-        assert!(sent > GRADIENTS, "host {host} has sent {sent} bytes by eth1");
+        assert!(sent > MIN_GRADIENT_BYTES, "host {host} has sent {sent} bytes by eth1");
         let address = site.network.second_address(host);
         let words = format!("listen at {address} (eth1), named by NCCL_SOCKET_IFNAME");
-        assert_eq!(site.logs().matches(&format!("ranks {words}")).count(), 1, "once: {}", site.logs());
+        assert_eq!(site.logs().matches(&format!("ranks {words}")).count(), 1, "logged once: {}", site.logs());
         let ranks = ["0, 1", "2, 3"][host as usize - 1];
-        assert_eq!(site.says(&id, &format!("ranks {ranks} {words}")), 1, "in the job's log");
+        assert_eq!(site.count_in_log(&id, &format!("ranks {ranks} {words}")), 1, "in the job's log");
     }
     for name in ["h1", "h2"] {
         site.leave(name);
@@ -46,14 +46,14 @@ async fn nccl_s_variable_also_moves_the_ring_and_an_option_overrides_it() {
 
 #[tokio::test]
 async fn ranks_pass_the_agent_s_interface_to_nccl_unless_the_user_set_one() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let mut site = Site::new().await;
     for host in [1, 2] {
         site.network.add(host);
         site.network.add_second(host);
     }
     site.join_with(1, "h1", 2, &[], &["--interface", "eth1"]);
-    // NCCL may use both of these; ranks are reached by the one that an option names.
+    // The user allows NCCL both interfaces; ranks listen at the interface of the option.
     site.join_with(2, "h2", 2, &[("NCCL_SOCKET_IFNAME", "eth")], &["--interface", "eth1"]);
     site.online(&["h1", "h2"]).await;
     let dataset = pictures::idx_dataset(site.serve.folder.path(), 160, 16);
@@ -62,7 +62,7 @@ async fn ranks_pass_the_agent_s_interface_to_nccl_unless_the_user_set_one() {
     let id = site.submit_ranks(4, 1_000_000).await;
     site.at_step(&id, 5).await;
     let [first, second] = [1, 2].map(|host| site.network.variable_of_ranks(host, "NCCL_SOCKET_IFNAME"));
-    assert_eq!(first, ["=eth1", "=eth1"], "this one, and none whose name begins so");
+    assert_eq!(first, ["=eth1", "=eth1"], "exactly this name, no prefix");
     assert_eq!(second, ["eth", "eth"]);
     site.serve.cli(&site.url, Some(&site.ca), &["cancel", &id]).ok();
 }

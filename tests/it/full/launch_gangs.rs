@@ -1,9 +1,9 @@
-//! One job over several launched agents: none of them has slots for all of its ranks.
+//! A job over several launched agents, none of which has slots for all ranks.
 
 use crate::{
     cluster::Slurm,
     full::launch::{launch, server, submit},
-    server::{Finished, turn},
+    server::{Finished, training_permit},
     specs,
 };
 use serde_json::{Value, json};
@@ -17,14 +17,14 @@ fn spec(name: &str, ranks: u32) -> Value {
 
 #[tokio::test]
 async fn two_nodes_of_slurm_share_a_job_s_ranks() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 2);
     let id = submit(&server, &spec("two-nodes", 4)).await;
     let mut command = launch(&server, &[&id, "--with", "slurm", "--nodes", "2"], &[]);
     Finished::of(command.env("SLURM_CONF", slurm.config())).ok();
-    server.succeeded(&id).await;
-    // Its folder is in the server's.
+    server.wait_for_success(&id).await;
+    // Slurm's folder is in the server's folder.
     drop(slurm);
     server.stop().await;
 }

@@ -1,40 +1,40 @@
-//! Launches over two hosts: network namespaces with addresses of their own, in each of which a real sshd starts what it is asked to: agents,
-//! or Open MPI's daemons. Neither host has the server's disk.
+//! Launches over two hosts, which are network namespaces. On each host a real sshd starts agents or Open MPI's daemons. Neither host has
+//! the server's disk.
 
 use crate::{
     cluster::{Slurm, Sshd},
     full::hosts::Site,
-    network::{variable, words},
+    network::{read_proc, variable},
     pictures,
-    server::{Finished, Folder, LOCKSTEP, lockstep, turn},
+    server::{Finished, Folder, LOCKSTEP, lockstep, training_permit},
 };
 use serde_json::{Value, json};
 use std::{fs, path::PathBuf};
 
 const STEPS: u64 = 200;
-/// For jobs that are ended while they train.
+/// Steps of jobs that the test cancels.
 const ENDLESS: u64 = 1_000_000;
 
-/// What starts the agents.
+/// The launchers that start the agents.
 const LAUNCHERS: [&str; 2] = ["ssh", "mpirun"];
 
 struct Cluster {
-    /// Before the namespaces that they are in.
+    // Dropped before the namespaces that they are in.
     sshds: Vec<Sshd>,
     site: Site,
 }
 
 impl Cluster {
-    /// Two hosts, a dataset, and the weights of a job of two ranks on a third one.
+    /// Starts two hosts, and returns the weights of a job of two ranks on a third host.
     async fn measured() -> (Self, Vec<u8>) {
         let mut this = Self::new().await;
         let id = this.site.submit_ranks(2, STEPS).await;
-        let (_, model) = this.site.succeeded(&id).await;
+        let (_, model) = this.site.wait_for_success(&id).await;
         this.site.leave("whole");
         (this, model)
     }
 
-    /// Two hosts, and a third one that has looked at a dataset.
+    /// Starts two hosts, and a third host whose agent has inspected a dataset.
     async fn new() -> Self {
         let mut site = Site::new().await;
         (1..=3).for_each(|host| site.network.add(host));
@@ -56,7 +56,7 @@ impl Cluster {
 
     fn sshd(&self, host: u32) -> Sshd {
         let (folder, network) = (self.folder().path(), &self.site.network);
-        Sshd::start_apart(folder, &network.namespace(host), &network.address(host), &folder.join("data"))
+        Sshd::start_without(folder, &network.namespace(host), &network.address(host), &folder.join("data"))
     }
 
     /// A hostfile with the second host first.
@@ -86,14 +86,14 @@ impl Cluster {
         self.site.serve.cli(&self.site.url, Some(&self.site.ca), &args)
     }
 
-    /// Waits until nothing but its sshd is left on a host.
-    async fn is_empty(&self, host: u32) {
+    /// Waits until sshd is the only process on a host.
+    async fn until_empty(&self, host: u32) {
         let listener = self.sshds[host as usize - 1].pid();
-        let what = format!("nothing is left on host {host}");
+        let what = format!("only sshd is left on host {host}");
         self.site.until(&what, async || self.site.network.processes(host) == [listener]).await;
     }
 
-    /// Whether the agents of a job are these hosts', in this order.
+    /// Whether the agents of a job are on these hosts, in this order.
     fn are_on(&self, job: &Value, hosts: &[u32]) -> bool {
         let agents = job["agents"].as_array().expect("agents");
         let is_on = |(agent, host): (&Value, &u32)| {
@@ -107,7 +107,7 @@ impl Cluster {
 
 #[tokio::test]
 async fn two_hosts_train_to_one_host_s_weights_and_cancelled_jobs_leave_no_process() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let (cluster, model) = Cluster::measured().await;
     let site = &cluster.site;
     let hosts = cluster.hostfile();
@@ -115,11 +115,11 @@ async fn two_hosts_train_to_one_host_s_weights_and_cancelled_jobs_leave_no_proce
     for with in LAUNCHERS {
         let id = site.submit_ranks(2, STEPS).await;
         cluster.launch(&id, with, &hosts, &[]).ok();
-        let (job, same) = site.succeeded(&id).await;
+        let (job, same) = site.wait_for_success(&id).await;
         assert!(cluster.are_on(&job, &[2, 1]), "{with}: in the hostfile's order: {job:#}");
         assert!(same == model, "{with}: the same weights");
         for host in [1, 2] {
-            cluster.is_empty(host).await;
+            cluster.until_empty(host).await;
         }
 
         let id = site.submit_ranks(2, ENDLESS).await;
@@ -132,9 +132,9 @@ async fn two_hosts_train_to_one_host_s_weights_and_cancelled_jobs_leave_no_proce
         );
         site.serve.cli(&site.url, Some(&site.ca), &["cancel", &id]).ok();
         for host in [1, 2] {
-            cluster.is_empty(host).await;
+            cluster.until_empty(host).await;
         }
-        // An agent that is ended before it could say so is told by its lease.
+        // If an agent ended before it could report, the job is cancelled when its lease expires.
         site.until("the job is cancelled", async || {
             site.get(&format!("/jobs/{id}")).await["state"] == "cancelled"
         })
@@ -144,7 +144,7 @@ async fn two_hosts_train_to_one_host_s_weights_and_cancelled_jobs_leave_no_proce
 
 #[tokio::test]
 async fn a_host_that_dies_is_named_and_a_second_launch_continues_without_it() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let (mut cluster, model) = Cluster::measured().await;
     for with in LAUNCHERS {
         let site = &cluster.site;
@@ -155,24 +155,24 @@ async fn a_host_that_dies_is_named_and_a_second_launch_continues_without_it() {
         site.network.kill(1);
         let attempts = format!("/jobs/{id}/attempts");
         let dead = site.network.address(1);
-        site.until("the host's death is told", async || {
+        site.until("the dead host is reported", async || {
             let all = site.get(&attempts).await;
             let first =
                 all["attempts"].as_array().expect("attempts").iter().find(|one| one["attempt"] == 1).cloned();
             let reason = first.map(|first| first["reason"].to_string()).unwrap_or_default();
-            // mpirun ends the other agent in order once it knows, which may be before the dead one's lease has ended.
+            // mpirun ends the other agent, perhaps before the dead agent's lease expires.
             reason.contains(&dead) || with == "mpirun" && reason.contains("was shut down")
         })
         .await;
         let job = site.get(&format!("/jobs/{id}")).await;
         assert!(["queued", "restarting"].iter().any(|state| job["state"] == *state), "{with}: {job:#}");
-        // The other host has room for both ranks.
+        // The other host gets slots for both ranks.
         let rest = format!("{}:2", site.network.address(2));
         cluster.launch(&id, with, &["-H", &rest], &[]).ok();
-        let (job, same) = site.succeeded(&id).await;
+        let (job, same) = site.wait_for_success(&id).await;
         assert!(cluster.are_on(&job, &[2]) && job["attempt"] == json!(2), "{with}: {job:#}");
         assert!(same == model, "{with}: the same weights after a host was lost");
-        cluster.is_empty(2).await;
+        cluster.until_empty(2).await;
         cluster.site.network.plug(1, true);
         cluster.sshds[0] = cluster.sshd(1);
     }
@@ -180,32 +180,32 @@ async fn a_host_that_dies_is_named_and_a_second_launch_continues_without_it() {
 
 #[tokio::test]
 async fn a_rank_table_decides_which_host_has_rank_0() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let (cluster, model) = Cluster::measured().await;
     let site = &cluster.site;
     let server = |host: u32, rank: u32| {
         let device = json!({"device_id": "0", "device_ip": "192.168.0.1", "rank_id": rank.to_string()});
         json!({"server_id": site.network.address(host), "device": [device], "host_nic_ip": "reserve"})
     };
-    // As others write it: machines by their addresses, ranks not.
+    // As other tools write a table: servers sorted by address, not by rank.
     let list = json!([server(1, 1), server(2, 0)]);
     let table = json!({"version": "1.0", "server_count": "2", "server_list": list, "status": "completed"});
     let table = cluster.folder().write("table.json", table.to_string());
     let table = ["--rank-table", table.to_str().expect("UTF-8")];
     let id = site.submit_ranks(2, STEPS).await;
     cluster.launch(&id, "ssh", &table, &[]).ok();
-    let (job, same) = site.succeeded(&id).await;
-    assert!(cluster.are_on(&job, &[2, 1]), "in the order of its ranks: {job:#}");
+    let (job, same) = site.wait_for_success(&id).await;
+    assert!(cluster.are_on(&job, &[2, 1]), "in the order of the ranks: {job:#}");
     assert!(same == model, "the same weights");
     for host in [1, 2] {
-        cluster.is_empty(host).await;
+        cluster.until_empty(host).await;
     }
 }
 
-/// Slurm sorts a list of machines by rules of its own.
+/// Slurm sorts lists of machines by its own rules.
 #[tokio::test]
-async fn machines_of_a_hostfile_keep_their_lines_and_their_order_under_slurm() {
-    let _turn = turn().await;
+async fn machines_of_a_hostfile_keep_their_slots_and_order_under_slurm() {
+    let _permit = training_permit().await;
     let mut cluster = Cluster::new().await;
     cluster.site.leave("whole");
     let site = &cluster.site;
@@ -230,13 +230,13 @@ async fn machines_of_a_hostfile_keep_their_lines_and_their_order_under_slurm() {
     let pids: Vec<i32> = pids.collect();
     for (agent, node) in agents.iter().zip(["n1", "n0"]) {
         let is_agent = |pid: &&i32| {
-            words(**pid, "cmdline").windows(2).any(|pair| pair[0] == "--name" && pair[1] == *agent)
+            read_proc(**pid, "cmdline").windows(2).any(|pair| pair[0] == "--name" && pair[1] == *agent)
         };
         let pid = pids.iter().find(is_agent).expect("its process");
         assert_eq!(variable(*pid, "SLURMD_NODENAME").as_deref(), Some(node), "{agent}");
     }
     site.serve.cli(&site.url, Some(&site.ca), &["cancel", &id]).ok();
-    slurm.until("Slurm's job is over", |slurm| slurm.say("squeue", &["-h"]).trim().is_empty());
-    // Its folder is in the server's.
+    slurm.until("Slurm's job has ended", |slurm| slurm.run("squeue", &["-h"]).trim().is_empty());
+    // Slurm's folder is in the server's folder.
     drop(slurm);
 }

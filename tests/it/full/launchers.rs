@@ -1,12 +1,12 @@
-//! Ranks that torchrun, Open MPI, Slurm and MindSpore's variables start, or a rank table places: the same weights as on one machine. The
-//! lines are those of docs/launchers.md, but for the folder of the run.
+//! Ranks started by torchrun, Open MPI, Slurm or with MindSpore's variables, or placed by a rank table, give the same weights as on one
+//! machine. The command lines are those of docs/launchers.md, except for the output folder.
 
 use crate::{
     cluster::{Slurm, Sshd},
     network::Network,
     pages,
-    server::{free_port, turn},
-    train::{Bench, succeeded},
+    server::{free_port, training_permit},
+    train::{Bench, assert_success},
     world_size::weights,
 };
 use serde_json::json;
@@ -18,13 +18,14 @@ use std::{
     sync::LazyLock,
 };
 
-/// In 24 steps each node sends more than so many bytes of gradients to the other.
-const GRADIENTS: u64 = 1 << 20;
+/// In 24 steps each node sends more bytes of gradients than this to the other.
+const MIN_GRADIENT_BYTES: u64 = 1 << 20;
 
-/// In the place of MindSpore's msrun, which comes with 800 MB and is not installed here.
+/// Simulates MindSpore's msrun, whose package has 800 MB.
 const MSRUN: &str = include_str!("msrun.py");
 
-fn together(commands: Vec<Command>) -> Vec<Output> {
+/// Runs commands at the same time and returns their outputs.
+fn run_together(commands: Vec<Command>) -> Vec<Output> {
     let start = |mut command: Command| {
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts")
     };
@@ -32,7 +33,7 @@ fn together(commands: Vec<Command>) -> Vec<Output> {
     running.into_iter().map(|child| child.wait_with_output().expect("it ends")).collect()
 }
 
-/// Two nodes, which are called node1 and node2: network namespaces. These do not keep ranks from each other's memory, so tests switch that off.
+/// Two nodes, node1 and node2, which are network namespaces. Tests switch shared memory off, which namespaces do not separate.
 fn nodes() -> Network {
     let mut network = Network::new();
     [1, 2].into_iter().for_each(|host| network.add(host));
@@ -40,67 +41,67 @@ fn nodes() -> Network {
     network
 }
 
-/// The page's lines start four ranks on each of two nodes. Whether a run of them has the weights of eight ranks on one machine, which
-/// train once for all tests.
-fn is_as_alone(bench: &Bench, out: &str) -> bool {
+/// Whether a run of four ranks on each of two nodes has the weights of eight ranks on one machine, which are trained once for all
+/// tests.
+fn has_expected_weights(bench: &Bench, out: &str) -> bool {
     static ALONE: LazyLock<BTreeMap<String, Vec<u8>>> = LazyLock::new(|| {
         let bench = Bench::new();
-        succeeded(&bench.train("alone", &["--ranks", "8"]).output().expect("it runs"));
+        assert_success(&bench.train("alone", &["--ranks", "8"]).output().expect("it runs"));
         weights(&bench.model("alone", "2-24"))
     });
     weights(&bench.model(out, "2-24")) == *ALONE
 }
 
-/// Of what the ranks say, rank 0 says that all have trained, over the network.
-fn assert_rank_0_reported_all(said: &str) {
-    assert_eq!(said.matches("succeeded: validation accuracy").count(), 1, "rank 0 speaks for all: {said}");
-    assert!(said.contains("over TCP"), "{said}");
+/// Asserts that only rank 0 reported the result, and that the ranks used TCP.
+fn assert_rank_0_reported_all(output: &str) {
+    assert_eq!(output.matches("succeeded: validation accuracy").count(), 1, "only rank 0 reports: {output}");
+    assert!(output.contains("over TCP"), "{output}");
 }
 
-fn gradients_went_over(network: &Network) {
+fn assert_gradients_sent(network: &Network) {
     for host in [1, 2] {
         let sent = network.sent_bytes(host, "eth0");
-        assert!(sent > GRADIENTS, "node {host} has sent {sent} bytes");
+        assert!(sent > MIN_GRADIENT_BYTES, "node {host} has sent {sent} bytes");
     }
 }
 
 #[tokio::test]
 async fn srun_starts_four_ranks_on_each_of_two_nodes() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     let slurm = Slurm::start_with(bench.folder.path(), 2, 4, 30);
     let mut srun = bench.line(&pages::line("docs/launchers.md", "srun "), "srun");
-    // Its nodes have names that no resolver knows.
+    // The nodes' names do not resolve.
     srun.envs([("MASTER_ADDR", "127.0.0.1"), ("LOCKSTEP_SHARED_MEMORY", "0")]);
-    assert_rank_0_reported_all(&succeeded(
+    assert_rank_0_reported_all(&assert_success(
         &srun.env("SLURM_CONF", slurm.config()).output().expect("it runs"),
     ));
-    assert!(is_as_alone(&bench, "srun"));
+    assert!(has_expected_weights(&bench, "srun"));
 }
 
-/// torchrun itself is at work on both nodes.
+/// torchrun runs on both nodes.
 #[tokio::test]
 async fn torchrun_starts_four_ranks_on_each_of_two_nodes() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     let network = nodes();
     let on = |host: u32| {
         let mut torchrun = bench.line(&pages::line("docs/launchers.md", "torchrun "), "torchrun");
         torchrun.env("LOCKSTEP_SHARED_MEMORY", "0");
-        // Its options for a rank that is not here: Debian's PyTorch 1.13 takes its own defaults for nothing under Python 3.11.
+        // Options for a missing rank: Debian's PyTorch 1.13 rejects its own defaults under Python 3.11.
         torchrun.envs([("PET_REDIRECTS", "9:1"), ("PET_TEE", "9:1")]);
         network.on(host, &torchrun)
     };
-    let said: String = together(vec![on(1), on(2)]).iter().map(succeeded).collect();
-    assert_rank_0_reported_all(&said);
-    gradients_went_over(&network);
-    assert!(is_as_alone(&bench, "torchrun"));
+    let output: String = run_together(vec![on(1), on(2)]).iter().map(assert_success).collect();
+    assert_rank_0_reported_all(&output);
+    assert_gradients_sent(&network);
+    assert!(has_expected_weights(&bench, "torchrun"));
 }
 
-/// mpirun starts its daemon on the second node by the sshd there.
+/// mpirun starts its daemon on the second node through the node's sshd.
 #[tokio::test]
 async fn mpirun_starts_four_ranks_on_each_of_two_nodes() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     let network = nodes();
     let mut mpirun = bench.line(&pages::line("docs/launchers.md", "mpirun "), "mpirun");
@@ -109,17 +110,17 @@ async fn mpirun_starts_four_ranks_on_each_of_two_nodes() {
     mpirun
         .env("LOCKSTEP_SHARED_MEMORY", "0")
         .env("OMPI_MCA_plm_rsh_agent", format!("ssh {}", sshd.options(22).join(" ")));
-    // The tests' account is root's, and their machine may have fewer cores than ranks.
+    // Tests run as root, and the machine may have fewer cores than ranks.
     mpirun.envs(["OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"].map(|name| (name, "1")));
     mpirun.envs([("OMPI_MCA_rmaps_base_oversubscribe", "1"), ("OMPI_MCA_hwloc_base_binding_policy", "none")]);
-    assert_rank_0_reported_all(&succeeded(&network.on(1, &mpirun).output().expect("it runs")));
-    gradients_went_over(&network);
-    assert!(is_as_alone(&bench, "mpirun"));
+    assert_rank_0_reported_all(&assert_success(&network.on(1, &mpirun).output().expect("it runs")));
+    assert_gradients_sent(&network);
+    assert!(has_expected_weights(&bench, "mpirun"));
 }
 
 #[tokio::test]
 async fn msrun_starts_four_ranks_on_each_of_two_nodes() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     let network = nodes();
     let bin = bench.out("bin");
@@ -133,21 +134,21 @@ async fn msrun_starts_four_ranks_on_each_of_two_nodes() {
         msrun.env("PATH", format!("{}:{}", bin.display(), pages::path())).env("LOCKSTEP_SHARED_MEMORY", "0");
         network.on(host, &msrun)
     };
-    together(vec![on(1), on(2)]).iter().for_each(|output| drop(succeeded(output)));
+    run_together(vec![on(1), on(2)]).iter().for_each(|output| drop(assert_success(output)));
     let log = |name: &str| fs::read_to_string(bench.out(name)).expect("a log");
     assert_rank_0_reported_all(&log("worker_0.log"));
     (1..8).for_each(|rank| assert_eq!(log(&format!("worker_{rank}.log")), ""));
     assert!(log("scheduler.log").contains("nothing to do"));
-    gradients_went_over(&network);
-    assert!(is_as_alone(&bench, "msrun"));
+    assert_gradients_sent(&network);
+    assert!(has_expected_weights(&bench, "msrun"));
 }
 
 #[tokio::test]
 async fn with_mindspore_s_variables_workers_train_and_the_scheduler_idles() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     let port = free_port().to_string();
-    let of = |role: &str, id: &str| {
+    let process = |role: &str, id: &str| {
         let mut command = bench.train("mindspore", &[]);
         command.envs([
             ("MS_ROLE", role),
@@ -158,22 +159,24 @@ async fn with_mindspore_s_variables_workers_train_and_the_scheduler_idles() {
         command.env("MS_NODE_ID", id);
         command
     };
-    let scheduler = succeeded(&of("MS_SCHED", "sched").output().expect("it runs"));
+    let scheduler = assert_success(&process("MS_SCHED", "sched").output().expect("it runs"));
     assert!(scheduler.contains("nothing to do"), "{scheduler}");
     assert!(!bench.out("mindspore").exists());
-    let said: Vec<_> =
-        together(vec![of("MS_WORKER", "0"), of("MS_WORKER", "1")]).iter().map(succeeded).collect();
-    assert!(said[0].contains("succeeded: validation accuracy") && said[1].is_empty(), "{said:?}");
-    succeeded(&bench.train("alone", &[]).output().expect("it runs"));
+    let outputs: Vec<_> = run_together(vec![process("MS_WORKER", "0"), process("MS_WORKER", "1")])
+        .iter()
+        .map(assert_success)
+        .collect();
+    assert!(outputs[0].contains("succeeded: validation accuracy") && outputs[1].is_empty(), "{outputs:?}");
+    assert_success(&bench.train("alone", &[]).output().expect("it runs"));
     assert!(bench.model("mindspore", "2-24") == bench.model("alone", "2-24"));
-    let refused = of("MS_PSERVER", "0").output().expect("it runs");
+    let refused = process("MS_PSERVER", "0").output().expect("it runs");
     assert_eq!(refused.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&refused.stderr).contains("no parameter servers"));
 }
 
 #[tokio::test]
 async fn a_rank_table_places_ranks_on_machines() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     // Two addresses of this machine, and rank 0 on the second.
     let device = |rank: u32| json!({"device_id": (rank % 2).to_string(), "device_ip": "192.1.27.6", "rank_id": rank.to_string()});
@@ -185,24 +188,24 @@ async fn a_rank_table_places_ranks_on_machines() {
     fs::write(&path, table.to_string()).expect("a table");
     let path = path.to_str().expect("a path");
     let port = free_port().to_string();
-    let with = |line: &str, written: &str, here: String, out: &str| {
-        assert!(line.contains(written), "{line}");
-        let mut command = bench.line(&line.replace(written, &here), out);
+    let replaced = |line: &str, from: &str, to: String, out: &str| {
+        assert!(line.contains(from), "{line}");
+        let mut command = bench.line(&line.replace(from, &to), out);
         command.env("MASTER_PORT", &port);
         command
     };
     let line = pages::line("docs/launchers.md", "lockstep train job.toml --rank-table");
-    let node = |node: u32| with(&line, "--node 0", format!("--node {node}"), "nodes");
-    let said: Vec<_> = together(vec![node(0), node(1)]).iter().map(succeeded).collect();
-    assert!(said[1].contains("succeeded: validation accuracy") && said[0].is_empty(), "{said:?}");
+    let node = |node: u32| replaced(&line, "--node 0", format!("--node {node}"), "nodes");
+    let outputs: Vec<_> = run_together(vec![node(0), node(1)]).iter().map(assert_success).collect();
+    assert!(outputs[1].contains("succeeded: validation accuracy") && outputs[0].is_empty(), "{outputs:?}");
     let line = pages::line("docs/launchers.md", "RANK_ID=3 lockstep train job.toml --rank-table");
-    let rank = |rank: u32| with(&line, "RANK_ID=3 ", format!("RANK_ID={rank} "), "ranks");
-    together((0..4).map(rank).collect()).iter().for_each(|output| drop(succeeded(output)));
-    succeeded(&bench.train("alone", &["--ranks", "4"]).output().expect("it runs"));
+    let rank = |rank: u32| replaced(&line, "RANK_ID=3 ", format!("RANK_ID={rank} "), "ranks");
+    run_together((0..4).map(rank).collect()).iter().for_each(|output| drop(assert_success(output)));
+    assert_success(&bench.train("alone", &["--ranks", "4"]).output().expect("it runs"));
     for out in ["nodes", "ranks"] {
         assert!(bench.model(out, "2-24") == bench.model("alone", "2-24"), "{out}");
     }
-    for (more, said) in [
+    for (more, message) in [
         (&["--rank-table", path][..], "say which one this is with --node"),
         (&["--rank-table", path, "--node", "2"], "has 2 machines"),
         (&["--node", "0"], "--rank-table"),
@@ -211,6 +214,6 @@ async fn a_rank_table_places_ranks_on_machines() {
         let refused = bench.train("refused", more).output().expect("it runs");
         assert_eq!(refused.status.code(), Some(2), "{more:?}");
         let error = String::from_utf8_lossy(&refused.stderr).into_owned();
-        assert!(error.contains(said), "{more:?}: {error}");
+        assert!(error.contains(message), "{more:?}: {error}");
     }
 }

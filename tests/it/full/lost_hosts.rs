@@ -1,15 +1,15 @@
 //! Lost hosts: one or two at a time are killed, and one is disconnected for longer than its lease.
 
 use crate::{
-    full::hosts::{MENDED, STEPS, Site},
-    server::{number, signal, turn},
+    full::hosts::{MAX_RECOVERY, STEPS, Site},
+    server::{number, signal, training_permit},
     world_size::weights,
 };
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
-/// More than a lease, which is 15 s.
+/// Longer than a lease (15 s).
 const BEYOND_LEASE: Duration = Duration::from_secs(20);
 
 fn host(name: &Value) -> u32 {
@@ -19,14 +19,14 @@ fn host(name: &Value) -> u32 {
 /// How a host is lost.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Lost {
-    /// Every process on it is killed.
+    /// Every process on the host is killed.
     Killed,
-    /// Its cable is out.
+    /// The host is disconnected.
     CutOff,
 }
 
-/// A job loses the machines of these ranks while it trains, and continues on others. Returns those that were lost.
-async fn loses(site: &Site, ranks: &[usize], how: Lost, model: &[u8]) -> Vec<u32> {
+/// Trains a job that loses the machines of these ranks and continues on others. Returns the lost machines.
+async fn lose_machines(site: &Site, ranks: &[usize], how: Lost, model: &[u8]) -> Vec<u32> {
     let id = site.submit().await;
     site.at_step(&id, 45).await;
     let job = site.get(&format!("/jobs/{id}")).await;
@@ -41,14 +41,14 @@ async fn loses(site: &Site, ranks: &[usize], how: Lost, model: &[u8]) -> Vec<u32
         }
     }
     let (stepped, from) = site.next_step(&id, 2).await;
-    let mended = stepped - began;
+    let recovery = stepped - began;
     eprintln!(
-        "{} of 4 machines lost ({how:?}): the next step is stored {mended:.2?} later, from step {from}",
+        "{} of 4 machines lost ({how:?}): the next step is stored {recovery:.2?} later, from step {from}",
         ranks.len()
     );
-    assert!(mended < MENDED, "{mended:?}: {}", site.logs());
-    assert!(site.last_step(&id, 1).await <= from + 1, "at most one step is done twice");
-    let (job, same) = site.succeeded(&id).await;
+    assert!(recovery < MAX_RECOVERY, "{recovery:?}: {}", site.logs());
+    assert!(site.last_step(&id, 1).await <= from + 1, "at most one step is repeated");
+    let (job, same) = site.wait_for_success(&id).await;
     assert!(same == model, "the same weights after {} machines were lost", ranks.len());
     assert_eq!(job["attempt"], json!(2));
     let agents = job["agents"].as_array().expect("agents");
@@ -57,11 +57,11 @@ async fn loses(site: &Site, ranks: &[usize], how: Lost, model: &[u8]) -> Vec<u32
 }
 
 #[tokio::test]
-async fn a_job_continues_from_the_last_step_when_hosts_are_killed_or_cut_off_for_longer_than_their_lease() {
-    let _turn = turn().await;
+async fn a_job_continues_from_the_last_step_after_hosts_are_killed_or_disconnected() {
+    let _permit = training_permit().await;
     let (mut site, model) = Site::measured(7).await;
     let mut hosts: Vec<u32> = Vec::new();
-    // Of the two each has the same two neighbours, which have to name both.
+    // The two hosts have the same two neighbours, which must report both.
     for (joining, ranks, how) in [(1..=5, vec![2], Lost::Killed), (6..=7, vec![1, 3], Lost::CutOff)] {
         for host in joining {
             site.join(host, &format!("h{host}"), 1);
@@ -69,7 +69,7 @@ async fn a_job_continues_from_the_last_step_when_hosts_are_killed_or_cut_off_for
         }
         let names: Vec<_> = hosts.iter().map(|host| format!("h{host}")).collect();
         site.online(&names.iter().map(String::as_str).collect::<Vec<_>>()).await;
-        let lost = loses(&site, &ranks, how, &model).await;
+        let lost = lose_machines(&site, &ranks, how, &model).await;
         hosts.retain(|host| !lost.contains(host));
         for host in lost.into_iter().filter(|_| how == Lost::CutOff) {
             site.network.plug(host, true);
@@ -77,7 +77,7 @@ async fn a_job_continues_from_the_last_step_when_hosts_are_killed_or_cut_off_for
         }
     }
 
-    // Four are left, and there is no spare.
+    // Four hosts are left, without a spare.
     let id = site.submit().await;
     site.at_step(&id, 25).await;
     let job = site.get(&format!("/jobs/{id}")).await;
@@ -85,18 +85,18 @@ async fn a_job_continues_from_the_last_step_when_hosts_are_killed_or_cut_off_for
     site.network.plug(cut_off, false);
     tokio::time::sleep(BEYOND_LEASE).await;
     let job = site.get(&format!("/jobs/{id}")).await;
-    assert_eq!(job["attempt"], json!(1), "it waits for a fourth machine: {job:#}");
+    assert_eq!(job["attempt"], json!(1), "the job waits for a fourth machine: {job:#}");
     site.network.plug(cut_off, true);
     let (_, from) = site.next_step(&id, 2).await;
-    assert!(site.last_step(&id, 1).await <= from + 1, "at most one step is done twice");
-    let (job, same) = site.succeeded(&id).await;
+    assert!(site.last_step(&id, 1).await <= from + 1, "at most one step is repeated");
+    let (job, same) = site.wait_for_success(&id).await;
     assert_eq!((&job["attempt"], job["agents"].as_array().map(Vec::len)), (&json!(2), Some(4)));
-    assert!(same == model, "the same weights after it was cut off for longer than its lease");
+    assert!(same == model, "the same weights after an outage longer than the lease");
 }
 
 #[tokio::test]
-async fn a_job_that_lost_a_host_for_good_ends_on_fewer_ranks_with_the_same_weights() {
-    let _turn = turn().await;
+async fn a_job_without_one_host_ends_on_fewer_ranks_with_the_same_weights() {
+    let _permit = training_permit().await;
     let (mut site, model) = Site::measured(2).await;
     site.join(1, "h1", 2);
     site.join(2, "h2", 2);
@@ -108,14 +108,14 @@ async fn a_job_that_lost_a_host_for_good_ends_on_fewer_ranks_with_the_same_weigh
     assert_eq!(job["agents"], json!(["h1", "h2"]));
     site.network.kill(2);
     let (_, from) = site.next_step(&id, 2).await;
-    assert!(site.last_step(&id, 1).await <= from + 1, "at most one step is done twice");
-    let (job, same) = site.succeeded(&id).await;
+    assert!(site.last_step(&id, 1).await <= from + 1, "at most one step is repeated");
+    let (job, same) = site.wait_for_success(&id).await;
     assert_eq!((&job["attempt"], &job["agents"]), (&json!(2), &json!(["h1"])));
     let history = site.get(&format!("/jobs/{id}/history")).await;
     let entries = history["entries"].as_array().expect("entries");
     let second = entries.iter().find(|entry| entry["what"] == "started" && entry["attempt"] == 2);
     let why = &second.expect("the second attempt")["reason"];
     assert_eq!((&why["code"], number(&why["ranks"])), (&json!("fewer_ranks"), 2), "{history:#}");
-    // The file also describes the job, with its number of ranks.
+    // Only the weights are compared, as the file's metadata has the number of ranks.
     assert!(weights(&same) == weights(&model), "two ranks end with the weights of four");
 }

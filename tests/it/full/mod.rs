@@ -1,6 +1,6 @@
-//! What only `bash tests/run full` runs, apart from what other tests use of it: the commands of README.md and docs/, the example jobs, speed,
-//! launchers with the real programs that launch (Slurm, Open MPI, OpenSSH's server, torchrun) and an API server like Kubernetes', networks in PyTorch, and
-//! jobs over several hosts, which are network namespaces of this machine.
+//! Tests that only `bash tests/run full` runs: the commands of README.md and docs/, the example jobs, speed, launchers with real programs (Slurm,
+//! Open MPI, OpenSSH's server, torchrun) and a simulated Kubernetes API server, networks in PyTorch, and jobs over several hosts, which are
+//! network namespaces of this machine. Quick tests use some of the helpers.
 
 mod examined;
 mod example_job;

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""What MindSpore's msrun does with a command, for tests: its variables, a scheduler on the first machine, and each process's output in a file.
+"""Simulates MindSpore's msrun for tests: its variables, a scheduler on the first machine, and a log file for each process.
 
-As the real one (tried with 2.10), it runs what is no Python by `python`, so that a program needs `python3 -c`.
+Like the real msrun (2.10), it runs any command but Python by `python`, so that a program needs `python3 -c`.
 """
 
 import argparse

@@ -1,15 +1,15 @@
-//! A sweep of 27 settings: the one that a grid finds is found with a part of its steps.
+//! ASHA over 27 settings finds the best setting of a grid with fewer steps.
 
 use crate::{
     pictures,
-    server::{Agents, Server, number, turn},
-    sweeps::{submit_sweep, sweep_over},
+    server::{Agents, Server, number, training_permit},
+    sweeps::{submit_sweep, sweep_ended},
 };
 
 #[tokio::test]
 async fn asha_finds_the_best_setting_of_a_grid_with_less_than_half_of_the_steps() {
-    let _turn = turn().await;
-    // Steps take no longer than they need.
+    let _permit = training_permit().await;
+    // Steps are not slowed.
     let environment = vec![("LOCKSTEP_FAULT".to_owned(), "step:slow@1000000".to_owned())];
     let database = crate::postgres::wanted().then(crate::postgres::database);
     let server = Server::start_on(Agents::Local { cpu_slots: 2 }, database, environment).await;
@@ -23,12 +23,13 @@ async fn asha_finds_the_best_setting_of_a_grid_with_less_than_half_of_the_steps(
              train.weight_decay = {{ values = [0.0, 0.8, 1.0] }}\n"
         )
     };
-    let grid = sweep_over(&server, &submit_sweep(&server, &file("grid", ""))).await;
-    let asha = sweep_over(&server, &submit_sweep(&server, &file("asha", "reduction = 2\nrungs = 4\n"))).await;
+    let grid = sweep_ended(&server, &submit_sweep(&server, &file("grid", ""))).await;
+    let asha =
+        sweep_ended(&server, &submit_sweep(&server, &file("asha", "reduction = 2\nrungs = 4\n"))).await;
     assert_eq!(asha["best"]["setting"], grid["best"]["setting"], "{grid:#} {asha:#}");
     assert_eq!(
         asha["best"]["metric"], grid["best"]["metric"],
-        "a trial that paused ends as one that did not"
+        "a trial that paused ends with the same metric"
     );
     let (steps, all) = (number(&asha["steps"]), number(&grid["steps"]));
     assert_eq!(all, 27 * 9 * 40);

@@ -1,8 +1,8 @@
-//! The speed of a job is pictures per training time, and the same number everywhere.
+//! The speed of a job is pictures per training time. All interfaces show the same number.
 
 use crate::{
     pictures,
-    server::{Server, number, signal, turn_alone},
+    server::{Server, exclusive_permit, number, signal},
     socket::{Socket, is_metric, last_step},
     specs,
 };
@@ -10,7 +10,7 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 use std::{collections::BTreeMap, time::Duration};
 
-/// 19 steps of 16 pictures an epoch, the last of 12.
+/// 19 steps per epoch: 18 with 16 pictures and the last with 12.
 const PICTURES: u64 = 300;
 const STEPS_PER_EPOCH: u64 = 19;
 const STEPS: u64 = 3 * STEPS_PER_EPOCH;
@@ -21,20 +21,21 @@ fn spec(name: &str, ranks: u32) -> Value {
         json!({
             "data": {"drop_remainder": false},
             "train": {"batch_size": 16 / ranks},
-            // Evaluations and checkpoints between epochs: no training time.
+            // Evaluations and checkpoints between epochs are not training time.
             "evaluate": {"every_epochs": 1},
             "checkpoint": {"every_epochs": 1, "keep": 10},
         }),
     )
 }
 
-async fn past(server: &Server, id: &str, step: u64) {
+/// Waits until a job has passed a step.
+async fn wait_for_step(server: &Server, id: &str, step: u64) {
     let mut socket = Socket::of_job(server, id, 0).await;
     socket.until(|f| is_metric(f, "loss") && last_step(f) >= step).await;
 }
 
-/// Pictures of the newest attempt over the time of its steps, from the points of its first rank.
-async fn expected(server: &Server, id: &str, attempt: u64) -> f64 {
+/// Pictures per second of an attempt, from the points of rank 0.
+async fn expected_speed(server: &Server, id: &str, attempt: u64) -> f64 {
     let points = server.points(id, "step_ms").await;
     let own: Vec<_> = points.iter().filter(|p| p.0 == attempt && p.1 == 0).collect();
     assert!(own.len() >= 10, "attempt {attempt} of {id} has {} steps", own.len());
@@ -43,18 +44,18 @@ async fn expected(server: &Server, id: &str, attempt: u64) -> f64 {
     pictures as f64 / own.iter().map(|p| p.3 / 1e3).sum::<f64>()
 }
 
-/// The step that a line of the log is about, and when it was written; none of other lines.
-fn line(line: &Value) -> Option<(u64, jiff::Timestamp)> {
+/// The step and the time of a log line with a loss; `None` for other lines.
+fn loss_line(line: &Value) -> Option<(u64, jiff::Timestamp)> {
     let (_, rest) = line["text"].as_str().expect("text").split_once(" step: ")?;
     let (step, _) = rest.split_once(", loss")?;
     Some((step.parse().ok()?, line["at"].as_str().expect("a time").parse().expect("a time")))
 }
 
-/// Seconds between the first and the last loss line of each epoch of an attempt, by the clock, and what its steps say of that time.
-async fn by_the_clock(server: &Server, id: &str, attempt: u64) -> (f64, f64) {
-    let answer = server.get(&format!("/jobs/{id}/logs?rank=0&attempt={attempt}&limit=10000")).await;
+/// Seconds between the first and the last loss line of each epoch of an attempt, in total: by the log's times, and by the `step_ms`.
+async fn training_secs(server: &Server, id: &str, attempt: u64) -> (f64, f64) {
+    let response = server.get(&format!("/jobs/{id}/logs?rank=0&attempt={attempt}&limit=10000")).await;
     let mut epochs: BTreeMap<u64, Vec<(u64, jiff::Timestamp)>> = BTreeMap::new();
-    for (step, at) in answer["lines"].as_array().expect("lines").iter().filter_map(line) {
+    for (step, at) in response["lines"].as_array().expect("lines").iter().filter_map(loss_line) {
         epochs.entry((step - 1) / STEPS_PER_EPOCH).or_default().push((step, at));
     }
     let points = server.points(id, "step_ms").await;
@@ -68,11 +69,11 @@ async fn by_the_clock(server: &Server, id: &str, attempt: u64) -> (f64, f64) {
     (clock, steps)
 }
 
-/// The first step of an epoch takes as long as others, although an evaluation lies between it and the one before.
-async fn assert_without_evaluations(server: &Server, id: &str) {
-    let answer = server.get(&format!("/jobs/{id}/logs?rank=0&limit=10000")).await;
+/// Asserts that the time of an epoch's first step excludes the evaluation before it.
+async fn assert_evaluations_excluded(server: &Server, id: &str) {
+    let response = server.get(&format!("/jobs/{id}/logs?rank=0&limit=10000")).await;
     let lines: Vec<(u64, jiff::Timestamp)> =
-        answer["lines"].as_array().expect("lines").iter().filter_map(line).collect();
+        response["lines"].as_array().expect("lines").iter().filter_map(loss_line).collect();
     let points = server.points(id, "step_ms").await;
     let mut seen = 0;
     for pair in lines.windows(2) {
@@ -85,13 +86,13 @@ async fn assert_without_evaluations(server: &Server, id: &str) {
         let (.., took) = points.iter().find(|p| p.1 == 0 && p.2 == step).expect("its time");
         assert!(
             *took < between / 2.0,
-            "step {step} took {took} ms of the {between} ms since the last one of its epoch"
+            "step {step} took {took} ms of the {between} ms since the previous step"
         );
     }
     assert!(seen > 0, "no epoch's first step: {lines:?}");
 }
 
-/// The words of a cell of the list's page, as it comes without scripts.
+/// The text of a cell of the list page, as the server renders it.
 fn cell(page: &str, id: &str, name: &str) -> String {
     let row = page.split("data-id=\"").find(|row| row.starts_with(id)).expect("a row of the job");
     let (_, rest) = row.split_once(&format!("data-f=\"{name}\"")).expect("a cell");
@@ -101,39 +102,42 @@ fn cell(page: &str, id: &str, name: &str) -> String {
 
 #[tokio::test]
 async fn the_speed_of_a_job_is_the_same_wherever_it_is_shown() {
-    let _turn = turn_alone().await;
+    let _permit = exclusive_permit().await;
     let server = Server::start().await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), PICTURES as usize, 400)).await;
 
     let plain = server.submit(&spec("plain", 1)).await;
-    server.succeeded(&plain).await;
-    assert_without_evaluations(&server, &plain).await;
+    server.wait_for_success(&plain).await;
+    assert_evaluations_excluded(&server, &plain).await;
 
     let from = json!({"checkpoint": 2 * STEPS_PER_EPOCH, "set": {"name": "forked"}});
     let fork = server.post(&format!("/jobs/{plain}/fork"), &from).await.json();
     let forked = fork["id"].as_str().expect("an id").to_owned();
-    assert_eq!(fork["images_per_second"], Value::Null, "it has trained nothing of its own");
-    server.succeeded(&forked).await;
+    assert_eq!(fork["images_per_second"], Value::Null, "the fork has not trained yet");
+    server.wait_for_success(&forked).await;
 
     let paused = server.submit(&spec("paused", 1)).await;
-    past(&server, &paused, 20).await;
+    wait_for_step(&server, &paused, 20).await;
     server.cli(&["pause", &paused]).ok();
     let resting = server.job(&paused).await;
-    assert!(resting["images_per_second"].as_f64().is_some_and(|v| v > 0.0), "it stays: {resting:#}");
+    assert!(
+        resting["images_per_second"].as_f64().is_some_and(|v| v > 0.0),
+        "a paused job keeps its speed: {resting:#}"
+    );
     assert_eq!(resting["eta_secs"], Value::Null);
     // A pause that would halve the speed if it counted.
     tokio::time::sleep(Duration::from_secs(1)).await;
     server.cli(&["resume", &paused]).ok();
-    server.succeeded(&paused).await;
+    server.wait_for_success(&paused).await;
 
     let killed = server.submit(&spec("killed", 2)).await;
-    past(&server, &killed, STEPS_PER_EPOCH + 3).await;
+    wait_for_step(&server, &killed, STEPS_PER_EPOCH + 3).await;
     let (_, rank) = server.ranks(&killed).into_iter().find(|(rank, _)| *rank == 1).expect("rank 1 is alive");
     signal(rank.pid, Signal::KILL);
-    server.succeeded(&killed).await;
+    server.wait_for_success(&killed).await;
 
     let uneven = server.submit(&spec("uneven", 2)).await;
-    past(&server, &uneven, 5).await;
+    wait_for_step(&server, &uneven, 5).await;
     let (_, slow) = server.ranks(&uneven).into_iter().find(|(rank, _)| *rank == 1).expect("rank 1 is alive");
     for _ in 0..5 {
         signal(slow.pid, Signal::STOP);
@@ -141,11 +145,11 @@ async fn the_speed_of_a_job_is_the_same_wherever_it_is_shown() {
         signal(slow.pid, Signal::CONT);
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    server.succeeded(&uneven).await;
+    server.wait_for_success(&uneven).await;
 
     let listed = server.get("/jobs").await;
     let page = server.http.get(format!("{}/jobs", server.url)).header("accept", "text/html").send().await;
-    let page = page.expect("an answer").text().await.expect("a page");
+    let page = page.expect("a response").text().await.expect("a page");
     let table = server.cli(&["list"]).ok().to_owned();
     for (name, id, attempt) in [
         ("plain", &plain, 1),
@@ -156,10 +160,13 @@ async fn the_speed_of_a_job_is_the_same_wherever_it_is_shown() {
     ] {
         let job = server.job(id).await;
         assert_eq!(number(&job["attempt"]), attempt, "{name}");
-        let said = job["images_per_second"].as_f64().unwrap_or_else(|| panic!("{name}: {job:#}"));
-        let wanted = expected(&server, id, attempt).await;
-        assert!((said / wanted - 1.0).abs() < 0.01, "{name}: {said} images/s, and {wanted} by its steps");
-        let (clock, steps) = by_the_clock(&server, id, attempt).await;
+        let shown_speed = job["images_per_second"].as_f64().unwrap_or_else(|| panic!("{name}: {job:#}"));
+        let wanted = expected_speed(&server, id, attempt).await;
+        assert!(
+            (shown_speed / wanted - 1.0).abs() < 0.01,
+            "{name}: {shown_speed} images/s, and {wanted} by its steps"
+        );
+        let (clock, steps) = training_secs(&server, id, attempt).await;
         assert!((steps / clock - 1.0).abs() < 0.05, "{name}: {steps} s of steps in {clock} s of training");
 
         let in_list =
@@ -168,7 +175,8 @@ async fn the_speed_of_a_job_is_the_same_wherever_it_is_shown() {
         assert_eq!(server.cli(&["show", id, "--json"]).json()["images_per_second"], job["images_per_second"]);
         let shown = server.cli(&["show", id]);
         let line = shown.ok().lines().find(|l| l.starts_with("images a second")).expect("a line");
-        let words = if said >= 99.95 { format!("{said:.0}") } else { format!("{said:.1}") };
+        let words =
+            if shown_speed >= 99.95 { format!("{shown_speed:.0}") } else { format!("{shown_speed:.1}") };
         assert_eq!(line.split_whitespace().last(), Some(words.as_str()), "{name}");
         let row = table.lines().find(|l| l.starts_with(id.as_str())).expect("a row");
         assert!(row.split_whitespace().any(|cell| cell == words), "{words} in {row}");

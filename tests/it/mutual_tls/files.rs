@@ -1,4 +1,4 @@
-//! Files that go out of date, and files that others can read.
+//! Outdated revocation lists, and token files that other accounts can read.
 
 use super::*;
 
@@ -8,13 +8,14 @@ async fn an_outdated_revocation_list_is_used_and_reported() {
     for name in ["node-1", "node-2", "node-3", "node-4"] {
         issue(&serve, name, &[]);
     }
-    let client = reqwest::Client::builder().tls_backend_preconfigured((*trusting(&serve.ca())).clone());
+    let client =
+        reqwest::Client::builder().tls_backend_preconfigured((*client_config_for(&serve.ca())).clone());
     let client = client.default_headers(serve.bearer()).build().expect("a client");
     let ready = async || {
-        let answer = client.get(format!("{}/readyz", https(&serve))).send().await.expect("an answer");
-        answer.text().await.expect("text")
+        let response = client.get(format!("{}/readyz", https(&serve))).send().await.expect("a response");
+        response.text().await.expect("text")
     };
-    let come = |name: &str| {
+    let start_agent = |name: &str| {
         let certificate = files(name);
         Agent::start(&serve, name, &certificate.iter().map(String::as_str).collect::<Vec<_>>())
     };
@@ -22,28 +23,28 @@ async fn an_outdated_revocation_list_is_used_and_reported() {
     let reads = "verified with new CA certificates or a new revocation list";
     let outdated = "is out of date: the next one was due at";
 
-    // Before its date.
+    // A list that is up to date.
     ca(serve.folder.path(), &revoke("node-1")).ok();
-    soon("it is read", || serve.log().contains(reads), || serve.log()).await;
-    let revoked = come("node-1");
-    revoked.says("which was revoked there").await;
+    wait_until("the list is read", || serve.log().contains(reads), || serve.log()).await;
+    let revoked = start_agent("node-1");
+    revoked.wait_for_log("which was revoked there").await;
     assert!(!ready().await.contains(outdated) && !serve.log().contains(outdated), "{}", serve.log());
 
-    // After it: a list of ten years ago and a day, by the clock of the one who makes it. It still refuses and lets in as it did.
+    // An outdated list, written ten years and a day ago according to the clock of `ca revoke`. It is still enforced.
     let mut late = lockstep();
     late.arg("ca").args(revoke("node-3")).current_dir(serve.folder.path());
-    Finished::of(by_clock(&mut late, "-3651d")).ok();
-    soon("it is told", || serve.log().contains(outdated), || serve.log()).await;
+    Finished::of(with_clock(&mut late, "-3651d")).ok();
+    wait_until("the outdated list is reported", || serve.log().contains(outdated), || serve.log()).await;
     let noted = ready().await;
     assert!(noted.contains("note: the revocation list") && noted.contains(outdated), "{noted}");
-    let _still_valid = come("node-2");
+    let _still_valid = start_agent("node-2");
     agent(&serve, "node-2", is_online).await;
     assert!(agents(&serve).await.iter().all(|agent| agent["name"] != "node-1"));
-    assert_eq!(serve.log().matches(outdated).count(), 1, "once: {}", serve.log());
+    assert_eq!(serve.log().matches(outdated).count(), 1, "logged once: {}", serve.log());
 
-    // With a newer one nobody has to be told any more.
+    // With a newer list, the note disappears.
     ca(serve.folder.path(), &revoke("node-4")).ok();
-    soon("it is read", || serve.log().matches(reads).count() >= 3, || serve.log()).await;
+    wait_until("the list is read", || serve.log().matches(reads).count() >= 3, || serve.log()).await;
     assert!(!ready().await.contains(outdated));
 }
 
@@ -52,18 +53,18 @@ async fn a_token_file_readable_by_others_is_used_with_a_warning() {
     let serve = Serve::start(&["--tls-own-ca", "--no-local-agent"], listens).await;
     let token = |name: &str, mode: u32| {
         serve.folder.write(name, "no token of this server");
-        let of = fs::Permissions::from_mode(mode);
-        fs::set_permissions(serve.folder.path().join(name), of).expect("its mode");
+        let permissions = fs::Permissions::from_mode(mode);
+        fs::set_permissions(serve.folder.path().join(name), permissions).expect("its mode");
     };
     token("open", 0o644);
     token("closed", 0o600);
-    // As Kubernetes mounts a secret.
+    // A link, as Kubernetes mounts secrets.
     std::os::unix::fs::symlink("open", serve.folder.path().join("linked")).expect("a link");
     for (name, warns) in [("open", true), ("linked", true), ("closed", false)] {
         let agent = Agent::start(&serve, &format!("of-{name}"), &["--token-file", name]);
-        agent.says("token").await;
-        agent.says("no connection to the server; retrying").await;
-        let said = agent.said();
-        assert_eq!(said.contains(&format!("close it with `chmod 600 {name}`")), warns, "{said}");
+        agent.wait_for_log("token").await;
+        agent.wait_for_log("no connection to the server; retrying").await;
+        let output = agent.output();
+        assert_eq!(output.contains(&format!("close it with `chmod 600 {name}`")), warns, "{output}");
     }
 }

@@ -1,4 +1,4 @@
-//! Which suites a server speaks, and options that contradict each other.
+//! The cipher suites of a server, and contradictory options.
 
 use super::{ca, https};
 use crate::{
@@ -8,7 +8,7 @@ use crate::{
 use std::process::{Command, Stdio};
 
 #[tokio::test]
-async fn cipher_suites_and_the_lowest_version_are_obeyed() {
+async fn only_the_configured_suites_and_versions_are_accepted() {
     let offered = "TLS_AES_128_GCM_SHA256,ECDHE-ECDSA-AES256-GCM-SHA384";
     let serve = Serve::start(&["--tls-own-ca", "--no-local-agent", "--tls-suites", offered], listens).await;
     let newest = ["--tls-own-ca", "--no-local-agent", "--tls-min-version", "1.3"];
@@ -29,14 +29,14 @@ async fn cipher_suites_and_the_lowest_version_are_obeyed() {
             "-brief",
         ]);
         openssl.args(["-verify_return_error", "-CAfile"]).arg(serve.ca());
-        let said = openssl.stdin(Stdio::null()).output().expect("openssl");
-        let said = String::from_utf8_lossy(&said.stderr).into_owned();
-        let connected = said.contains("CONNECTION ESTABLISHED");
+        let output = openssl.stdin(Stdio::null()).output().expect("openssl");
+        let report = String::from_utf8_lossy(&output.stderr).into_owned();
+        let connected = report.contains("CONNECTION ESTABLISHED");
         assert!(
-            connected || said.contains("SSL alert number"),
-            "the server refuses it: {version} {suite}: {said}"
+            connected || report.contains("SSL alert number"),
+            "the server sends an alert: {version} {suite}: {report}"
         );
-        assert!(!connected || said.contains(suite), "{said}");
+        assert!(!connected || report.contains(suite), "{report}");
         connected
     };
     for (version, suite, of_list, of_newest) in [
@@ -48,9 +48,9 @@ async fn cipher_suites_and_the_lowest_version_are_obeyed() {
         ("-tls1_2", "ECDHE-ECDSA-CHACHA20-POLY1305", false, false),
     ] {
         assert_eq!(connects(&serve, version, suite), of_list, "{version} {suite}");
-        assert_eq!(connects(&newest, version, suite), of_newest, "1.3 alone: {version} {suite}");
+        assert_eq!(connects(&newest, version, suite), of_newest, "only TLS 1.3: {version} {suite}");
     }
-    // Programs of ours speak what is left.
+    // The program's own client can connect to both servers.
     serve.cli(&https(&serve), Some(&serve.ca()), &["list"]).ok();
     newest.cli(&https(&newest), Some(&newest.ca()), &["list"]).ok();
 }
@@ -63,35 +63,37 @@ fn contradictory_options_are_refused_with_advice() {
         command.args(["serve", "--listen", "127.0.0.1:0", "--no-local-agent"]).args(args);
         Finished::of(command.current_dir(folder.path()))
     };
-    start(&["--tls-own-ca", "--tls-suites", "RC4-MD5"]).wrong(&["RC4-MD5", "TLS_AES_256_GCM_SHA384"]);
-    start(&["--tls-own-ca", "--tls-min-version", "1.1"]).wrong(&["1.2 and 1.3"]);
+    start(&["--tls-own-ca", "--tls-suites", "RC4-MD5"])
+        .assert_usage_error(&["RC4-MD5", "TLS_AES_256_GCM_SHA384"]);
+    start(&["--tls-own-ca", "--tls-min-version", "1.1"]).assert_usage_error(&["1.2 and 1.3"]);
     let old = ["--tls-own-ca", "--tls-min-version", "1.3", "--tls-suites", "ECDHE-ECDSA-AES256-GCM-SHA384"];
-    start(&old).wrong(&["--tls-suites", "TLS 1.3"]);
-    start(&["--tls-own-ca", "--tls-suites", "ECDHE-RSA-AES256-GCM-SHA384"]).wrong(&["ECDSA"]);
-    start(&["--tls-suites", "TLS_AES_256_GCM_SHA384"]).wrong(&["--tls-suites", "--tls-own-ca"]);
-    start(&["--agent-auth", "certificate"]).wrong(&["--agent-auth", "--tls-cert"]);
-    start(&["--tls-own-ca", "--agent-auth", "password"]).wrong(&["certificate, token or either"]);
-    start(&["--tls-own-ca", "--agent-ca", "none.crt"]).wrong(&["none.crt"]);
-    start(&["--tls-own-ca", "--agent-crl", "list.crl"]).wrong(&["--agent-ca"]);
-    start(&["--tls-own-ca", "--agent-auth", "certificate", "--no-auth"]).wrong(&["--no-auth"]);
+    start(&old).assert_usage_error(&["--tls-suites", "TLS 1.3"]);
+    start(&["--tls-own-ca", "--tls-suites", "ECDHE-RSA-AES256-GCM-SHA384"]).assert_usage_error(&["ECDSA"]);
+    start(&["--tls-suites", "TLS_AES_256_GCM_SHA384"]).assert_usage_error(&["--tls-suites", "--tls-own-ca"]);
+    start(&["--agent-auth", "certificate"]).assert_usage_error(&["--agent-auth", "--tls-cert"]);
+    start(&["--tls-own-ca", "--agent-auth", "password"])
+        .assert_usage_error(&["certificate, token or either"]);
+    start(&["--tls-own-ca", "--agent-ca", "none.crt"]).assert_usage_error(&["none.crt"]);
+    start(&["--tls-own-ca", "--agent-crl", "list.crl"]).assert_usage_error(&["--agent-ca"]);
+    start(&["--tls-own-ca", "--agent-auth", "certificate", "--no-auth"]).assert_usage_error(&["--no-auth"]);
     let agent = |args: &[&str]| {
         let mut command = lockstep();
         Finished::of(command.arg("agent").args(args).current_dir(folder.path()))
     };
-    agent(&["--server", "http://10.0.0.5:7070"]).wrong(&["--insecure-http", "https://"]);
-    agent(&["--server", "https://10.0.0.5:7070", "--cert-file", "a.crt"]).wrong(&["--key-file"]);
+    agent(&["--server", "http://10.0.0.5:7070"]).assert_usage_error(&["--insecure-http", "https://"]);
+    agent(&["--server", "https://10.0.0.5:7070", "--cert-file", "a.crt"]).assert_usage_error(&["--key-file"]);
     agent(&["--server", "https://10.0.0.5:7070", "--pkcs12-file", "a.p12"])
-        .wrong(&["--pkcs12-password-file"]);
+        .assert_usage_error(&["--pkcs12-password-file"]);
     let ca = |args: &[&str]| ca(folder.path(), &[args, &["--data-dir", "lab"]].concat());
     ca(&["init"]).ok();
-    ca(&["issue", "a b", "--agent"]).wrong(&["node-a"]);
-    ca(&["issue", "a", "b", "--agent"]).wrong(&["one name"]);
-    ca(&["issue", &"a".repeat(65), "--agent"]).wrong(&["1 to 64"]);
+    ca(&["issue", "a b", "--agent"]).assert_usage_error(&["node-a"]);
+    ca(&["issue", "a", "b", "--agent"]).assert_usage_error(&["one name"]);
+    ca(&["issue", &"a".repeat(65), "--agent"]).assert_usage_error(&["1 to 64"]);
     ca(&["issue", &"a".repeat(64), "--agent"]).ok();
-    ca(&["issue", "a", "--agent", "--pkcs12"]).wrong(&["--pkcs12-password-file"]);
-    ca(&["issue", "a", "--pkcs12"]).wrong(&["--agent"]);
-    ca(&["revoke", "nobody"]).wrong(&["lockstep ca list"]);
-    // What was refused was not issued.
+    ca(&["issue", "a", "--agent", "--pkcs12"]).assert_usage_error(&["--pkcs12-password-file"]);
+    ca(&["issue", "a", "--pkcs12"]).assert_usage_error(&["--agent"]);
+    ca(&["revoke", "nobody"]).assert_usage_error(&["lockstep ca list"]);
+    // Only the one valid request has issued a certificate.
     let issued = ca(&["list", "--json"]).json();
     assert_eq!(issued.as_array().map(Vec::len), Some(1), "{issued:#}");
     assert_eq!((&issued[0]["kind"], &issued[0]["state"]), (&"agent".into(), &"valid".into()), "{issued:#}");

@@ -1,4 +1,4 @@
-//! Processes and the folder of a test, found and gone when it ends.
+//! The processes and the folder of a test. When the test ends, the processes are killed and the folder is deleted.
 
 use rustix::process::{Pid, Signal, kill_process};
 use std::{
@@ -8,7 +8,7 @@ use std::{
 };
 use tempfile::TempDir;
 
-/// A process of ours that is alive.
+/// A live process of the program under test.
 #[derive(Debug, Clone)]
 pub(crate) struct Process {
     pub(crate) pid: i32,
@@ -27,15 +27,15 @@ impl Process {
     }
 }
 
-/// Sends a signal; a process that is gone already is fine.
+/// Sends a signal. A process that has already ended is no error.
 pub(crate) fn signal(pid: i32, signal: Signal) {
     if let Some(pid) = Pid::from_raw(pid) {
         let _ = kill_process(pid, signal);
     }
 }
 
-/// Processes with `folder` in their arguments. Everything that Lockstep starts names its data
-/// directory or a file in it, so this finds agents and ranks in whatever process group.
+/// Processes with `folder` in their arguments. Every process that Lockstep starts has its data directory or a file
+/// in it as an argument, so agents and ranks in any process group are found.
 pub(crate) fn processes_of(folder: &Path) -> Vec<Process> {
     let folder = folder.to_string_lossy();
     let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
@@ -48,24 +48,24 @@ pub(crate) fn processes_of(folder: &Path) -> Vec<Process> {
                 .filter(|a| !a.is_empty())
                 .map(|a| String::from_utf8_lossy(a).into_owned())
                 .collect();
-            let ours = args.first().is_some_and(|a| a.ends_with("lockstep"))
+            let is_ours = args.first().is_some_and(|a| a.ends_with("lockstep"))
                 && args.iter().any(|a| a.contains(&*folder));
-            ours.then_some(Process { pid, args })
+            is_ours.then_some(Process { pid, args })
         })
         .collect()
 }
 
-/// A folder of a test, with every process that names it killed when it goes.
+/// A folder of a test. When it is dropped, every process with the folder in its arguments is killed.
 pub(crate) struct Folder {
-    /// Without symbolic links, as processes name it.
+    /// Without symbolic links, as in the arguments of processes.
     path: PathBuf,
-    _made: TempDir,
+    _dir: TempDir,
 }
 
 impl Folder {
     pub(crate) fn new() -> Self {
-        let made = tempfile::Builder::new().prefix("lockstep-it-").tempdir().expect("a temporary folder");
-        Self { path: made.path().canonicalize().expect("its path"), _made: made }
+        let dir = tempfile::Builder::new().prefix("lockstep-it-").tempdir().expect("a temporary folder");
+        Self { path: dir.path().canonicalize().expect("its path"), _dir: dir }
     }
 
     pub(crate) fn path(&self) -> &Path {
@@ -84,7 +84,7 @@ impl Folder {
 impl Drop for Folder {
     fn drop(&mut self) {
         let until = Instant::now() + Duration::from_secs(10);
-        // Again and again: an agent may be starting a rank just now.
+        // Repeated, as an agent may be starting a rank now.
         loop {
             let left = processes_of(self.path());
             left.iter().for_each(|p| signal(p.pid, Signal::KILL));

@@ -1,6 +1,6 @@
 //! Requests to the server's REST interface.
 
-use super::{Answer, BRIEF, JOB_END, Server, number, poll_pause, state_of};
+use super::{JOB_END, MAX_POLL_PAUSE, Response, Server, number, poll_pause, state_of};
 use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
 use std::{
@@ -9,72 +9,77 @@ use std::{
 };
 
 impl Server {
-    /// The whole address of a path under `/api/v1`.
+    /// The URL of a path under `/api/v1`.
     pub(crate) fn api(&self, path: &str) -> String {
         format!("{}/api/v1{path}", self.url)
     }
 
-    pub(crate) async fn request(&self, method: Method, path: &str, body: Option<&Value>) -> Answer {
+    pub(crate) async fn request(&self, method: Method, path: &str, body: Option<&Value>) -> Response {
         let mut request = self.http.request(method, self.api(path));
         if let Some(body) = body {
             request = request.json(body);
         }
-        Answer::read(request.send().await.expect("an answer")).await
+        Response::read(request.send().await.expect("a response")).await
     }
 
-    /// An evaluation of a job; `parameters` begin with a question mark, or are none. The server answers 202 until it is there.
+    /// An evaluation of a job. `parameters` is empty or begins with a question mark. The server responds with 202 until the evaluation is done.
     pub(crate) async fn evaluation(&self, id: &str, parameters: &str) -> Value {
         let path = format!("/jobs/{id}/evaluation{parameters}");
-        self.until_within(JOB_END, "the evaluation is there", async |server: &Server| {
-            let answer = server.request(Method::GET, &path, None).await;
-            assert!(answer.status.is_success(), "GET {path}: {}", answer.text);
-            answer.status == StatusCode::OK
+        self.until_within(JOB_END, "the evaluation is done", async |server: &Server| {
+            let response = server.request(Method::GET, &path, None).await;
+            assert!(response.status.is_success(), "GET {path}: {}", response.text);
+            response.status == StatusCode::OK
         })
         .await;
         self.get(&path).await
     }
 
-    /// What a GET of a path that exists answers.
+    /// The JSON of a GET request, which must succeed.
     pub(crate) async fn get(&self, path: &str) -> Value {
-        let answer = self.request(Method::GET, path, None).await;
-        assert_eq!(answer.status, StatusCode::OK, "GET {path}: {}", answer.text);
-        answer.json()
+        let response = self.request(Method::GET, path, None).await;
+        assert_eq!(response.status, StatusCode::OK, "GET {path}: {}", response.text);
+        response.json()
     }
 
     /// The bytes of a file.
     pub(crate) async fn bytes(&self, path: &str) -> Vec<u8> {
-        let answer = self.http.get(self.api(path)).send().await.expect("an answer");
-        assert_eq!(answer.status(), StatusCode::OK, "GET {path}");
-        answer.bytes().await.expect("a body").to_vec()
+        let response = self.http.get(self.api(path)).send().await.expect("a response");
+        assert_eq!(response.status(), StatusCode::OK, "GET {path}");
+        response.bytes().await.expect("a body").to_vec()
     }
 
-    pub(crate) async fn post(&self, path: &str, body: &Value) -> Answer {
+    pub(crate) async fn post(&self, path: &str, body: &Value) -> Response {
         self.request(Method::POST, path, Some(body)).await
     }
 
     /// Registers a dataset under a name.
     pub(crate) async fn register(&self, name: &str, path: &Path) {
-        let answer = self.post("/datasets", &json!({"name": name, "path": path})).await;
-        assert_eq!(answer.status, StatusCode::CREATED, "registering {name}: {}", answer.text);
+        let response = self.post("/datasets", &json!({"name": name, "path": path})).await;
+        assert_eq!(response.status, StatusCode::CREATED, "registering {name}: {}", response.text);
     }
 
-    /// Submits a job that must be accepted; its id.
+    /// Submits a job, which must be accepted, and returns its id.
     pub(crate) async fn submit(&self, spec: &Value) -> String {
-        let answer = self.post("/jobs", spec).await;
-        assert_eq!(answer.status, StatusCode::CREATED, "{}", answer.text);
-        answer.json()["id"].as_str().expect("an id").to_owned()
+        let response = self.post("/jobs", spec).await;
+        assert_eq!(response.status, StatusCode::CREATED, "{}", response.text);
+        response.json()["id"].as_str().expect("an id").to_owned()
     }
 
     pub(crate) async fn job(&self, id: &str) -> Value {
         self.get(&format!("/jobs/{id}")).await
     }
 
-    /// The job as soon as `condition` holds; panics when it ends without, or takes too long.
-    pub(crate) async fn job_when(&self, id: &str, what: &str, condition: impl Fn(&Value) -> bool) -> Value {
-        self.job_polled(id, what, BRIEF, condition).await
+    /// Waits until `condition` holds and returns the job. Panics if the job ends before, or after [`JOB_END`].
+    pub(crate) async fn wait_for_job(
+        &self,
+        id: &str,
+        what: &str,
+        condition: impl Fn(&Value) -> bool,
+    ) -> Value {
+        self.poll_job(id, what, MAX_POLL_PAUSE, condition).await
     }
 
-    async fn job_polled(
+    async fn poll_job(
         &self,
         id: &str,
         what: &str,
@@ -87,29 +92,29 @@ impl Server {
             if condition(&job) {
                 return job;
             }
-            assert!(!state_of(&job).is_final(), "{id} ended and never: {what}; it is {job:#}");
+            assert!(!state_of(&job).is_final(), "{id} ended before: {what}; the job is {job:#}");
             assert!(began.elapsed() < JOB_END, "not within {JOB_END:?}: {what}; the job is {job:#}");
             tokio::time::sleep(poll_pause(began, longest_pause)).await;
         }
     }
 
-    /// The job once it is over.
-    pub(crate) async fn ended(&self, id: &str) -> Value {
+    /// Waits for the job to end and returns it.
+    pub(crate) async fn wait_for_end(&self, id: &str) -> Value {
         let longest_pause = Duration::from_millis(100);
-        self.job_polled(id, "the job is over", longest_pause, |job| state_of(job).is_final()).await
+        self.poll_job(id, "the job has ended", longest_pause, |job| state_of(job).is_final()).await
     }
 
-    /// The job, which must succeed.
-    pub(crate) async fn succeeded(&self, id: &str) -> Value {
-        let job = self.ended(id).await;
+    /// Waits for the job to succeed and returns it.
+    pub(crate) async fn wait_for_success(&self, id: &str) -> Value {
+        let job = self.wait_for_end(id).await;
         assert_eq!(job["state"], "succeeded", "{job:#}");
         job
     }
 
-    /// Checkpoints of a job as listed.
+    /// The listed checkpoints of a job.
     pub(crate) async fn checkpoints(&self, id: &str) -> Vec<Value> {
-        let answer = self.get(&format!("/jobs/{id}/checkpoints")).await;
-        answer["checkpoints"].as_array().expect("checkpoints").clone()
+        let response = self.get(&format!("/jobs/{id}/checkpoints")).await;
+        response["checkpoints"].as_array().expect("checkpoints").clone()
     }
 
     /// `model.safetensors` of the checkpoint of the last step.
@@ -122,10 +127,10 @@ impl Server {
 
     /// Every point of one metric: (attempt, rank, step, value), sorted.
     pub(crate) async fn points(&self, id: &str, name: &str) -> Vec<(u64, u64, u64, f64)> {
-        let answer = self.get(&format!("/jobs/{id}/metrics?name={name}&points=10000")).await;
-        assert_eq!(answer["exact"], true, "{name} of {id} fits in 10000 points");
+        let response = self.get(&format!("/jobs/{id}/metrics?name={name}&points=10000")).await;
+        assert_eq!(response["exact"], true, "{name} of {id} fits in 10000 points");
         let mut points = Vec::new();
-        for series in answer["series"].as_array().expect("series") {
+        for series in response["series"].as_array().expect("series") {
             assert_eq!(series["name"], name);
             let list =
                 |key: &str| series[key].as_array().unwrap_or_else(|| panic!("{key} of {series}")).clone();

@@ -1,7 +1,7 @@
 //! nginx with the configuration of docs/team.md.
 
 use super::serve::listens;
-use crate::server::SOON;
+use crate::server::TIMEOUT;
 use std::{
     fs,
     path::Path,
@@ -9,11 +9,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// nginx in a folder of its own.
+/// A running nginx with its own folder.
 pub(super) struct Nginx(Child);
 
 impl Nginx {
-    /// Starts it at a port of this machine before the server's, with `NAME.crt` and `NAME.key` of the folder.
+    /// Starts nginx at `port` as a proxy of the server's port, with the folder's `NAME.crt` and `NAME.key`.
     pub(super) async fn start(
         folder: &Path,
         name: &str,
@@ -29,8 +29,8 @@ impl Nginx {
         let nginx = Self(command.spawn().expect("nginx, which tests/run installs"));
         let start = Instant::now();
         while !listens(port).await {
-            let said = fs::read_to_string(folder.join("nginx.log")).unwrap_or_default();
-            assert!(start.elapsed() < SOON, "{said}");
+            let log = fs::read_to_string(folder.join("nginx.log")).unwrap_or_default();
+            assert!(start.elapsed() < TIMEOUT, "{log}");
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
         nginx
@@ -44,8 +44,8 @@ impl Drop for Nginx {
     }
 }
 
-/// The page's block for this machine, with what nginx needs around it when it does not run as root. Each thing that is replaced is in
-/// the block once.
+/// The page's configuration with this machine's values, and the settings that nginx needs without root. Each replaced text must occur
+/// exactly once.
 fn config(folder: &Path, name: &str, port: u16, server: u16, changes: &[(&str, &str)]) -> String {
     let page = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/team.md"));
     let page = page.expect("the page");
@@ -60,7 +60,7 @@ fn config(folder: &Path, name: &str, port: u16, server: u16, changes: &[(&str, &
         ("http://127.0.0.1:7070", format!("http://127.0.0.1:{server}")),
     ];
     for (theirs, ours) in own.iter().map(|(a, b)| (*a, b.as_str())).chain(changes.iter().copied()) {
-        assert_eq!(block.matches(theirs).count(), 1, "docs/team.md has once: {theirs}");
+        assert_eq!(block.matches(theirs).count(), 1, "docs/team.md must have exactly once: {theirs}");
         block = block.replace(theirs, ours);
     }
     format!(

@@ -1,6 +1,6 @@
-//! What the tests of TLS share: a server with options, and a client that trusts its authority.
+//! Helpers of the TLS tests: a server with options, and a client that trusts a CA.
 
-use crate::server::{Finished, Folder, SOON, free_port, lockstep};
+use crate::server::{Finished, Folder, TIMEOUT, free_port, lockstep};
 use reqwest::header::{AUTHORIZATION, HeaderMap};
 use rustls::{
     ClientConfig, RootCertStore,
@@ -14,7 +14,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// `lockstep serve` with more arguments, ended with the test.
+/// A `lockstep serve` process, which is ended when it is dropped.
 pub(crate) struct Serve {
     process: Child,
     pub(crate) port: u16,
@@ -26,12 +26,12 @@ impl Serve {
         Self::start_in(Folder::new(), options, ready).await
     }
 
-    /// As [`Serve::start`], in a folder that has something already.
+    /// As [`Serve::start`], in an existing folder.
     pub(crate) async fn start_in(folder: Folder, options: &[&str], ready: impl AsyncFn(u16) -> bool) -> Self {
         Self::start_at("127.0.0.1", folder, options, ready).await
     }
 
-    /// As [`Serve::start_in`], at another address than loopback's.
+    /// As [`Serve::start_in`], at this address.
     pub(crate) async fn start_at(
         address: &str,
         folder: Folder,
@@ -47,7 +47,7 @@ impl Serve {
         let start = Instant::now();
         while !(serve.log().contains("dashboard: ") && ready(port).await) {
             let ended = serve.process.try_wait().expect("its status");
-            assert!(ended.is_none() && start.elapsed() < SOON, "{ended:?}: {}", serve.log());
+            assert!(ended.is_none() && start.elapsed() < TIMEOUT, "{ended:?}: {}", serve.log());
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
         serve
@@ -61,14 +61,14 @@ impl Serve {
         self.folder.path().join("data/ca/ca.crt")
     }
 
-    /// The header of whoever has the server's own token.
+    /// The authorization header with the server's admin token.
     pub(crate) fn bearer(&self) -> HeaderMap {
         let token = fs::read_to_string(self.folder.path().join("data/token")).expect("the server's token");
         let value = format!("Bearer {}", token.trim()).parse().expect("a header");
         HeaderMap::from_iter([(AUTHORIZATION, value)])
     }
 
-    /// A command against it with its own token, which trusts `ca`.
+    /// Runs a client command with the server's admin token, which trusts `ca`.
     pub(crate) fn cli(&self, server: &str, ca: Option<&Path>, args: &[&str]) -> Finished {
         let mut command = lockstep();
         command.args(args).env("LOCKSTEP_SERVER", server).current_dir(self.folder.path());
@@ -87,10 +87,10 @@ impl Drop for Serve {
     }
 }
 
-/// A client that trusts the authority in a file.
-pub(crate) fn trusting(ca: &Path) -> Arc<ClientConfig> {
+/// TLS settings of a client that trusts the CA certificate in a file.
+pub(crate) fn client_config_for(ca: &Path) -> Arc<ClientConfig> {
     let mut roots = RootCertStore::empty();
-    roots.add(CertificateDer::from_pem_file(ca).expect("a certificate")).expect("an authority");
+    roots.add(CertificateDer::from_pem_file(ca).expect("a certificate")).expect("a CA certificate");
     Arc::new(ClientConfig::builder().with_root_certificates(roots).with_no_client_auth())
 }
 

@@ -1,13 +1,12 @@
-//! The three ways to have TLS, each with a real agent of another machine's kind and real commands: certificates of files, the server's
-//! own CA, and nginx before it.
+//! The three ways to use TLS (certificate files, the server's own CA, and nginx as a proxy), each with an agent and commands over TLS.
 
 use super::{
     nginx::Nginx,
-    serve::{Serve, listens, trusting},
+    serve::{Serve, client_config_for, listens},
 };
 use crate::{
     pictures,
-    server::{Finished, Folder, SOON, free_port, lockstep, turn},
+    server::{Finished, Folder, TIMEOUT, free_port, lockstep, training_permit},
     specs,
 };
 use futures_util::StreamExt;
@@ -20,15 +19,15 @@ use std::{
 };
 use tokio_tungstenite::{Connector, connect_async_tls_with_config, tungstenite::client::IntoClientRequest};
 
-/// A server that others reach at `url`.
-struct Reached {
+/// A server that clients reach at `url`.
+struct TlsServer {
     serve: Serve,
     url: String,
     ca: PathBuf,
     _nginx: Option<Nginx>,
 }
 
-/// An authority that is not the server's, and a certificate of it for localhost.
+/// Creates a separate CA with a certificate for localhost, and returns the CA's certificate.
 fn issue(folder: &Path) -> PathBuf {
     for args in [&["init"][..], &["issue", "localhost"]] {
         Finished::of(lockstep().arg("ca").args(args).current_dir(folder)).ok();
@@ -36,32 +35,32 @@ fn issue(folder: &Path) -> PathBuf {
     folder.join("lockstep-data/ca/ca.crt")
 }
 
-async fn by_files() -> Reached {
+async fn with_certificate_files() -> TlsServer {
     let folder = Folder::new();
     let ca = issue(folder.path());
     let options = ["--no-local-agent", "--tls-cert", "localhost.crt", "--tls-key", "localhost.key"];
     let serve = Serve::start_in(folder, &options, listens).await;
-    Reached { url: format!("https://localhost:{}", serve.port), ca, serve, _nginx: None }
+    TlsServer { url: format!("https://localhost:{}", serve.port), ca, serve, _nginx: None }
 }
 
-async fn by_the_own_ca() -> Reached {
+async fn with_own_ca() -> TlsServer {
     let serve = Serve::start(&["--no-local-agent", "--tls-own-ca"], listens).await;
-    Reached { url: format!("https://localhost:{}", serve.port), ca: serve.ca(), serve, _nginx: None }
+    TlsServer { url: format!("https://localhost:{}", serve.port), ca: serve.ca(), serve, _nginx: None }
 }
 
-async fn by_nginx() -> Reached {
+async fn behind_nginx() -> TlsServer {
     let (folder, port) = (Folder::new(), free_port());
     let (ca, url) = (issue(folder.path()), format!("https://localhost:{port}"));
     let options = ["--no-local-agent", "--trusted-proxy", "127.0.0.1", "--public-url", &url];
     let serve = Serve::start_in(folder, &options, listens).await;
     let nginx = Nginx::start(serve.folder.path(), "localhost", port, serve.port, &[]).await;
-    Reached { serve, url, ca, _nginx: Some(nginx) }
+    TlsServer { serve, url, ca, _nginx: Some(nginx) }
 }
 
-/// An agent joins, trains a job of twenty steps, and commands list and watch it; a page, the interface and a stream are read as well.
-async fn trains(reached: Reached) {
-    let _turn = turn().await;
-    let Reached { serve, url, ca, .. } = &reached;
+/// Asserts that an agent joins and trains a job, and that commands, pages, the REST interface and a stream work.
+async fn assert_works(reached: TlsServer) {
+    let _permit = training_permit().await;
+    let TlsServer { serve, url, ca, .. } = &reached;
     let cli = |args: &[&str]| serve.cli(url, Some(ca), args);
     let token = cli(&["token", "create", "--scope", "agent", "--agent", "far"]);
     let token = serve.folder.write("far.token", token.ok());
@@ -71,12 +70,12 @@ async fn trains(reached: Reached) {
     command.arg("--token-file").arg(&token).arg("--data-dir").arg(serve.folder.path().join("far"));
     let mut agent = command.stdout(Stdio::null()).stderr(log).spawn().expect("an agent");
 
-    let http = reqwest::Client::builder().tls_backend_preconfigured((*trusting(ca)).clone());
-    let http = http.default_headers(serve.bearer()).timeout(SOON).build().expect("a client");
+    let http = reqwest::Client::builder().tls_backend_preconfigured((*client_config_for(ca)).clone());
+    let http = http.default_headers(serve.bearer()).timeout(TIMEOUT).build().expect("a client");
     let text = async |path: &str| {
-        let answer = http.get(format!("{url}{path}")).send().await.expect("an answer");
-        assert_eq!(answer.status(), 200, "{path}");
-        answer.text().await.expect("a body")
+        let response = http.get(format!("{url}{path}")).send().await.expect("a response");
+        assert_eq!(response.status(), 200, "{path}");
+        response.text().await.expect("a body")
     };
     let start = Instant::now();
     loop {
@@ -85,13 +84,13 @@ async fn trains(reached: Reached) {
             assert_eq!(agents["agents"][0]["name"], "far");
             break;
         }
-        assert!(start.elapsed() < SOON, "{agents}: {}", serve.log());
+        assert!(start.elapsed() < TIMEOUT, "{agents}: {}", serve.log());
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     let dataset = pictures::idx_dataset(serve.folder.path(), 40, 20);
     cli(&["dataset", "add", "pictures", dataset.to_str().expect("UTF-8")]).ok();
     let spec = specs::short("far-away", "pictures", 1, 20);
-    let submitted = http.post(format!("{url}/api/v1/jobs")).json(&spec).send().await.expect("an answer");
+    let submitted = http.post(format!("{url}/api/v1/jobs")).json(&spec).send().await.expect("a response");
     assert_eq!(submitted.status(), 201);
     let job: Value = submitted.json().await.expect("JSON");
     let id = job["id"].as_str().expect("an id");
@@ -102,38 +101,38 @@ async fn trains(reached: Reached) {
     assert!(line.contains("succeeded"), "{}", listed.stdout);
     assert!(text("/jobs").await.contains("far-away"), "the page");
 
-    // The stream that the job's page opens: all of it, to where it is live.
+    // The stream of the job's page, up to the frame `live`.
     let stream = url.replace("https", "wss") + &format!("/api/v1/jobs/{id}/stream?since=0");
     let mut request = stream.into_client_request().expect("a request");
     request.headers_mut().extend(serve.bearer());
-    let connector = Some(Connector::Rustls(trusting(ca)));
+    let connector = Some(Connector::Rustls(client_config_for(ca)));
     let (mut socket, _) =
         connect_async_tls_with_config(request, None, false, connector).await.expect("a stream");
     let mut losses = 0;
     loop {
-        let frame = tokio::time::timeout(SOON, socket.next()).await.expect("in time");
-        let frame = frame.expect("a frame").expect("sound").into_text().expect("text");
+        let frame = tokio::time::timeout(TIMEOUT, socket.next()).await.expect("in time");
+        let frame = frame.expect("a frame").expect("a valid frame").into_text().expect("text");
         losses += usize::from(frame.contains("\"loss\""));
         if frame.contains("\"live\"") {
             break;
         }
     }
-    assert!(losses > 0, "the stream has what the agent told");
+    assert!(losses > 0, "the stream has the agent's reports");
     crate::server::signal(agent.id() as i32, rustix::process::Signal::TERM);
     agent.wait().expect("its status");
 }
 
 #[tokio::test]
 async fn agents_train_and_commands_watch_with_certificates_of_files() {
-    trains(by_files().await).await;
+    assert_works(with_certificate_files().await).await;
 }
 
 #[tokio::test]
 async fn agents_train_and_commands_watch_with_the_servers_own_ca() {
-    trains(by_the_own_ca().await).await;
+    assert_works(with_own_ca().await).await;
 }
 
 #[tokio::test]
 async fn agents_train_and_commands_watch_through_nginx() {
-    trains(by_nginx().await).await;
+    assert_works(behind_nginx().await).await;
 }

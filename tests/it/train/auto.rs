@@ -1,14 +1,14 @@
 //! Ranks that choose their plan (`parallel.mode = "auto"`).
 
-use super::{Bench, hybrid::apart, layers::said, succeeded};
-use crate::{pictures, server::turn};
+use super::{Bench, assert_success, hybrid::max_difference, layers::recorded};
+use crate::{pictures, server::training_permit};
 use std::{path::Path, process::Command};
 
 #[tokio::test]
 async fn ranks_with_an_automatic_plan_match_one_rank_and_record_the_plan() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
-    // 13 steps an epoch: times of 10 are compared.
+    // 13 steps per epoch; the plan's time is measured over 10 steps.
     let always = [
         "train.epochs=1",
         "data.drop_remainder=false",
@@ -19,14 +19,14 @@ async fn ranks_with_an_automatic_plan_match_one_rank_and_record_the_plan() {
     let run = |out: &str, sets: &[&str]| {
         let sets: Vec<_> = always.iter().chain(sets).flat_map(|set| ["--set", *set]).collect();
         let mut command = bench.train(out, &sets);
-        succeeded(&command.env("LOCKSTEP_CACHE", bench.out("cache")).output().expect("it runs"))
+        assert_success(&command.env("LOCKSTEP_CACHE", bench.out("cache")).output().expect("it runs"))
     };
     run("one", &["parallel.ranks=1"]);
     let measured = run("first", &["parallel.mode=auto"]);
     assert!(measured.contains("measuring operators and links, to choose a plan"), "{measured}");
     let last = bench.model("one", "1-13");
     let auto = "parallel.mode=auto";
-    // Which plan is the fastest depends on the machine and on what else it does. What is pinned stays.
+    // The fastest plan depends on the machine and its load. Settings of the job are kept.
     for (out, ranks, sets, pinned) in [
         ("two", 2, &[auto][..], [None, None]),
         ("four", 4, &[auto, "parallel.ranks=4", "parallel.model=2"], [None, Some(2)]),
@@ -36,11 +36,11 @@ async fn ranks_with_an_automatic_plan_match_one_rank_and_record_the_plan() {
         for words in ["plan: ", "predicted are ", "a step takes ", "= 32 pictures per step"] {
             assert!(text.contains(words), "{out}: {words} in {text}");
         }
-        // The figures are kept: of two ranks, and of four.
+        // Measurements are cached for each number of ranks.
         assert_eq!(text.contains("measuring operators"), out == "four", "{out}: {text}");
-        let apart = apart(&bench.model(out, "1-13"), &last);
-        assert!(apart < 1e-4, "{out}: {apart}");
-        let (_, networks) = said(&bench, out, 0);
+        let difference = max_difference(&bench.model(out, "1-13"), &last);
+        assert!(difference < 1e-4, "{out}: {difference}");
+        let (_, networks) = recorded(&bench, out, 0);
         let [first, .., timed] = &networks[..] else { panic!("{networks:?}") };
         let plans = [first, timed].map(|network| network.plan.as_ref().expect("a plan"));
         let mesh = [plans[0].height, plans[0].model];
@@ -52,7 +52,7 @@ async fn ranks_with_an_automatic_plan_match_one_rank_and_record_the_plan() {
         assert!(plans[1].measured_memory_bytes > Some(1 << 20), "{plans:?}");
         assert!(timed.layers.iter().all(|layer| layer.plan.is_some()) && timed.check() == Ok(()));
     }
-    // What fits no rank is not begun.
+    // A plan that is impossible is refused before training.
     let mut command =
         bench.train("none", &["--set", auto, "--set", "parallel.shard=[{match=\"fc\", split=\"groups\"}]"]);
     let refused = command.output().expect("it runs");
@@ -60,13 +60,13 @@ async fn ranks_with_an_automatic_plan_match_one_rank_and_record_the_plan() {
     assert!(refused.status.code() == Some(2) && text.contains("fc cannot be split by \"groups\""), "{text}");
 }
 
-/// The examples as they stand.
+/// The example job file.
 mod full {
     use super::*;
 
     #[tokio::test]
     async fn the_example_chooses_its_plan() {
-        let _turn = turn().await;
+        let _permit = training_permit().await;
         let folder = tempfile::tempdir().expect("a folder");
         let dataset = format!("data.dataset={}", pictures::idx_dataset(folder.path(), 256, 64).display());
         let mut command = Command::new(env!("CARGO_BIN_EXE_lockstep"));
@@ -77,9 +77,9 @@ mod full {
             .arg(folder.path().join("auto"))
             .env("LOCKSTEP_CACHE", folder.path().join("cache"))
             .args(["--set", &dataset, "--set", "train.epochs=1"]);
-        let said = succeeded(&command.output().expect("it runs"));
+        let output = assert_success(&command.output().expect("it runs"));
         for words in ["plan: ", "= 128 pictures per step", "validation accuracy is "] {
-            assert!(said.contains(words), "{words}: {said}");
+            assert!(output.contains(words), "{words}: {output}");
         }
     }
 }

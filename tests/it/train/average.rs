@@ -1,14 +1,14 @@
 //! The moving average of the weights (EMA).
 
-use super::{Bench, succeeded};
-use crate::server::turn;
+use super::{Bench, assert_success};
+use crate::server::training_permit;
 use std::fs;
 
 #[tokio::test]
 async fn averaged_weights_are_evaluated_saved_and_continued() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
-    // Mixup and cutmix as well: mixed pictures are the same after a continuation, and on one rank.
+    // With mixup and cutmix, whose pictures must be the same after a continuation and on one rank.
     let mixed = ["train.mixup=0.4", "train.cutmix=1.0"];
     let sets = [
         "train.ema_decay=0.8",
@@ -19,53 +19,57 @@ async fn averaged_weights_are_evaluated_saved_and_continued() {
         mixed[1],
     ];
     let sets: Vec<_> = sets.iter().flat_map(|set| ["--set", *set]).collect();
-    let said = succeeded(&bench.train("one", &sets).output().expect("it runs"));
+    let output = assert_success(&bench.train("one", &sets).output().expect("it runs"));
     assert!(
-        said.contains("validation accuracy is ")
-            && said.contains("validation accuracy of the averaged weights is "),
-        "{said}"
+        output.contains("validation accuracy is ")
+            && output.contains("validation accuracy of the averaged weights is "),
+        "{output}"
     );
     let values = |out: &str, checkpoint: &str, file: &str| -> Vec<f32> {
         let bytes = fs::read(bench.out(out).join("checkpoints").join(checkpoint).join(file)).expect("a file");
         let tensors = safetensors::SafeTensors::deserialize(&bytes).expect("tensors");
         let names: std::collections::BTreeSet<_> = tensors.names().into_iter().collect();
         let floats = names.into_iter().filter(|name| !name.ends_with("num_batches_tracked"));
-        floats.flat_map(|name| floats_of(tensors.tensor(name).expect("it is there").data())).collect()
+        floats.flat_map(|name| floats_of(tensors.tensor(name).expect("a tensor").data())).collect()
     };
-    assert!(!bench.out("one").join("checkpoints/1-1/ema.safetensors").exists(), "two steps are not done");
-    let mut wanted = values("one", "1-2", "model.safetensors");
+    assert!(!bench.out("one").join("checkpoints/1-1/ema.safetensors").exists(), "no average after one step");
+    let mut expected = values("one", "1-2", "model.safetensors");
     for step in 2..=24u32 {
         let checkpoint = format!("{}-{step}", 1 + (step - 1) / 12);
         if step > 2 && step % 2 == 0 {
             let now = values("one", &checkpoint, "model.safetensors");
-            wanted.iter_mut().zip(now).for_each(|(a, v)| *a += (1.0f64 - 0.8) as f32 * (v - *a));
+            expected.iter_mut().zip(now).for_each(|(a, v)| *a += (1.0f64 - 0.8) as f32 * (v - *a));
         }
-        assert!(values("one", &checkpoint, "ema.safetensors") == wanted, "step {step}");
+        assert!(values("one", &checkpoint, "ema.safetensors") == expected, "step {step}");
     }
 
-    // Evaluating the average does not change the weights, and neither does continuing.
+    // Neither the evaluation of the average nor a continuation changes the weights.
     let plain = ["checkpoint.every_steps=1", "checkpoint.keep=30", mixed[0], mixed[1]];
     let plain: Vec<_> = plain.iter().flat_map(|set| ["--set", *set]).collect();
-    succeeded(&bench.train("plain", &plain).output().expect("it runs"));
+    assert_success(&bench.train("plain", &plain).output().expect("it runs"));
     assert!(values("plain", "2-24", "model.safetensors") == values("one", "2-24", "model.safetensors"));
     let from = bench.out("one").join("checkpoints/1-7");
     let more = [&sets[..], &["--resume", from.to_str().expect("a path")]].concat();
-    succeeded(&bench.train("again", &more).output().expect("it runs"));
-    assert!(values("again", "2-24", "ema.safetensors") == wanted);
-    assert!(values("again", "2-24", "model.safetensors") == values("one", "2-24", "model.safetensors"));
-    // Nor does it matter whether there is one rank, or whether gradients go over TCP.
+    assert_success(&bench.train("resumed", &more).output().expect("it runs"));
+    assert!(values("resumed", "2-24", "ema.safetensors") == expected);
+    assert!(values("resumed", "2-24", "model.safetensors") == values("one", "2-24", "model.safetensors"));
+    // The average is the same on one rank, and with gradients over TCP.
     let alone = [&sets[..], &["--set", "parallel.ranks=1"]].concat();
-    succeeded(&bench.train("alone", &alone).output().expect("it runs"));
-    let apart = bench.train("apart", &sets).env("LOCKSTEP_SHARED_MEMORY", "0").output().expect("it runs");
-    let said_apart = succeeded(&apart);
-    let evaluations = |said: &str| -> Vec<String> {
+    assert_success(&bench.train("alone", &alone).output().expect("it runs"));
+    let over_tcp =
+        bench.train("over-tcp", &sets).env("LOCKSTEP_SHARED_MEMORY", "0").output().expect("it runs");
+    let tcp_output = assert_success(&over_tcp);
+    let evaluations = |output: &str| -> Vec<String> {
         let lines =
-            said.lines().filter_map(|l| l.split("validation accuracy of the averaged weights is ").nth(1));
+            output.lines().filter_map(|l| l.split("validation accuracy of the averaged weights is ").nth(1));
         lines.map(|l| l.split(" pictures").next().unwrap_or_default().to_owned()).collect()
     };
-    assert!(evaluations(&said).len() == 2 && evaluations(&said) == evaluations(&said_apart), "{said_apart}");
-    for out in ["alone", "apart"] {
-        assert!(values(out, "2-24", "ema.safetensors") == wanted, "{out}");
+    assert!(
+        evaluations(&output).len() == 2 && evaluations(&output) == evaluations(&tcp_output),
+        "{tcp_output}"
+    );
+    for out in ["alone", "over-tcp"] {
+        assert!(values(out, "2-24", "ema.safetensors") == expected, "{out}");
     }
 }
 

@@ -4,7 +4,7 @@ use super::*;
 
 #[tokio::test]
 async fn a_run_without_improvement_stops_early_and_again_after_continuing() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     let job = [
         "train.epochs=6",
@@ -16,17 +16,17 @@ async fn a_run_without_improvement_stops_early_and_again_after_continuing() {
         "data.fold=2",
     ];
     let job: Vec<&str> = job.iter().flat_map(|set| ["--set", *set]).collect();
-    let why = "stopped early after step 20: validation loss has not improved by 1000 on the ";
-    let said = succeeded(&bench.train("early", &job).output().expect("it runs"));
-    for words in ["320 training and 80 validation pictures", "the loss weights classes by ", why] {
-        assert!(said.contains(words), "{words} in {said}");
+    let reason = "stopped early after step 20: validation loss has not improved by 1000 on the ";
+    let output = assert_success(&bench.train("early", &job).output().expect("it runs"));
+    for words in ["320 training and 80 validation pictures", "the loss weights classes by ", reason] {
+        assert!(output.contains(words), "{words} in {output}");
     }
-    // Step 14 is in the middle of the second epoch; after step 20 nothing is left to do.
+    // Continue from the middle of the second epoch, and from the last step, after which no step is left.
     let checkpoint = bench.out("early").join("checkpoints/2-14");
     for (out, from) in [("from-14", checkpoint.to_str().expect("a path")), ("early", "latest")] {
         let resume = [&job[..], &["--resume", from]].concat();
-        let said = succeeded(&bench.train(out, &resume).output().expect("it runs"));
-        assert!(said.contains(why), "{said}");
+        let output = assert_success(&bench.train(out, &resume).output().expect("it runs"));
+        assert!(output.contains(reason), "{output}");
         assert!(bench.model(out, "2-20") == bench.model("early", "2-20"), "from {from}");
     }
 }

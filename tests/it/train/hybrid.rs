@@ -1,11 +1,10 @@
 //! Ranks that share copies of a network (`parallel.mode = "hybrid"`).
 
 use super::{
-    Bench,
+    Bench, assert_success,
     stops::{pid_of, signal, until_step},
-    succeeded,
 };
-use crate::{pictures, server::turn};
+use crate::{pictures, server::training_permit};
 use rustix::process::Signal;
 use std::{
     collections::BTreeMap,
@@ -21,8 +20,8 @@ fn tensors(model: &[u8]) -> BTreeMap<String, Vec<f32>> {
     floats.map(|(name, tensor)| (name, values(tensor.data()))).collect()
 }
 
-/// The largest difference of two values.
-pub(super) fn apart(a: &[u8], b: &[u8]) -> f32 {
+/// The largest absolute difference between the values of two checkpoints.
+pub(super) fn max_difference(a: &[u8], b: &[u8]) -> f32 {
     let (a, b) = (tensors(a), tensors(b));
     assert!(a.keys().eq(b.keys()));
     let pairs = a.iter().flat_map(|(name, values)| values.iter().zip(&b[name]));
@@ -31,11 +30,11 @@ pub(super) fn apart(a: &[u8], b: &[u8]) -> f32 {
 
 #[tokio::test]
 async fn ranks_that_share_a_network_match_one_rank() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     let run = |out: &str, sets: &[&str], more: &[&str]| {
-        // A small rate: training amplifies the rounding of sums that are divided differently. 400 pictures and a batch of 32: the
-        // last step of an epoch has fewer.
+        // A small learning rate, as training amplifies rounding differences of sums. With 400 pictures and a batch of 32, the last step
+        // of an epoch has fewer pictures.
         let always = [
             "train.epochs=1",
             "data.drop_remainder=false",
@@ -46,14 +45,14 @@ async fn ranks_that_share_a_network_match_one_rank() {
         let sets: Vec<_> = always.iter().chain(sets).flat_map(|set| ["--set", *set]).collect();
         bench.train(out, &[&sets[..], more].concat()).output().expect("it runs")
     };
-    let validation = |said: &str| -> String {
-        let line = said
+    let validation = |output: &str| -> String {
+        let line = output
             .lines()
             .find_map(|line| line.split("validation accuracy is ").nth(1))
             .expect("an evaluation");
         line.split(", loss").next().expect("an accuracy").into()
     };
-    let alone = succeeded(&run("one", &["parallel.ranks=1"], &[]));
+    let alone = assert_success(&run("one", &["parallel.ranks=1"], &[]));
     let shared = [
         "parallel.ranks=4",
         "parallel.mode=hybrid",
@@ -61,15 +60,15 @@ async fn ranks_that_share_a_network_match_one_rank() {
         "train.ema_decay=0.5",
         "train.ema_steps=1",
     ];
-    let said = succeeded(&run("four", &shared, &[]));
-    assert!(said.contains("a mesh of 2 (data) x 1 (height) x 2 (model) ranks"), "{said}");
-    assert_eq!(validation(&said), validation(&alone));
+    let output = assert_success(&run("four", &shared, &[]));
+    assert!(output.contains("a mesh of 2 (data) x 1 (height) x 2 (model) ranks"), "{output}");
+    assert_eq!(validation(&output), validation(&alone));
     let last = bench.model("one", "1-13");
     for step in ["1-4", "1-13"] {
-        let apart = apart(&bench.model("four", step), &bench.model("one", step));
-        assert!(apart < 1e-4, "{step}: {apart}");
+        let difference = max_difference(&bench.model("four", step), &bench.model("one", step));
+        assert!(difference < 1e-4, "{step}: {difference}");
     }
-    assert!(said.contains("validation accuracy of the averaged weights is "), "{said}");
+    assert!(output.contains("validation accuracy of the averaged weights is "), "{output}");
     let state = std::fs::read(bench.out("four").join("checkpoints/1-13/state.json")).expect("state.json");
     let state: serde_json::Value = serde_json::from_slice(&state).expect("JSON");
     assert_eq!(state["world_size"], 4);
@@ -82,49 +81,49 @@ async fn ranks_that_share_a_network_match_one_rank() {
     let averaged = [&shared[3..], &["parallel.ranks=1"]].concat();
     let continued = [
         ("two", &other[..]),
-        ("again", &["parallel.ranks=1"][..]),
+        ("one-resumed", &["parallel.ranks=1"][..]),
         ("averaged", &averaged[..]),
         ("rows", &rows[..]),
     ];
     for (out, sets) in continued {
-        let said = succeeded(&run(out, sets, &from));
-        assert!(said.contains("continuing from checkpoint 1-4 at step 4"), "{said}");
-        assert_eq!(validation(&said), validation(&alone), "{out}");
-        let apart = apart(&bench.model(out, "1-13"), &last);
-        assert!(apart < 1e-4, "{out}: {apart}");
+        let output = assert_success(&run(out, sets, &from));
+        assert!(output.contains("continuing from checkpoint 1-4 at step 4"), "{output}");
+        assert_eq!(validation(&output), validation(&alone), "{out}");
+        let difference = max_difference(&bench.model(out, "1-13"), &last);
+        assert!(difference < 1e-4, "{out}: {difference}");
     }
 
-    // From given weights, of which each rank takes its parts.
+    // With pretrained weights, of which each rank loads its part.
     let given = format!("model.pretrained={}", bench.out("four").join("checkpoints/1-13").display());
     for (out, sets) in [("tuned", &shared[..3]), ("tuned-alone", &["parallel.ranks=1"][..])] {
-        succeeded(&run(out, &[sets, &[given.as_str()]].concat(), &[]));
+        assert_success(&run(out, &[sets, &[given.as_str()]].concat(), &[]));
     }
-    let apart_tuned = apart(&bench.model("tuned", "1-4"), &bench.model("tuned-alone", "1-4"));
-    assert!(apart_tuned < 1e-3, "{apart_tuned}");
+    let difference = max_difference(&bench.model("tuned", "1-4"), &bench.model("tuned-alone", "1-4"));
+    assert!(difference < 1e-3, "{difference}");
 
-    // Of 100 pictures for validation three ranks have 33, 33 and 34: the last one has a batch more. Ten classes are 4, 3 and 3.
+    // Three ranks have 33, 33 and 34 of 100 validation pictures, so the last rank has one more batch, and 4, 3 and 3 of ten classes.
     let uneven =
         ["train.global_batch_size=33", "parallel.ranks=3", "parallel.mode=hybrid", "parallel.model=3"];
-    let said = succeeded(&run("uneven", &uneven, &[]));
-    let alone = succeeded(&run("alone", &[uneven[0], "parallel.ranks=1"], &[]));
-    assert_eq!(validation(&said), validation(&alone));
+    let output = assert_success(&run("uneven", &uneven, &[]));
+    let alone = assert_success(&run("alone", &[uneven[0], "parallel.ranks=1"], &[]));
+    assert_eq!(validation(&output), validation(&alone));
 
     let wrong = r#"parallel.shard=[{match="layer9.*", split="out"}, {match="fc", split="groups"}]"#;
     let refused = run("wrong", &[&other[..3], &[wrong]].concat(), &[]);
-    let said =
+    let output =
         String::from_utf8_lossy(&refused.stdout).into_owned() + &String::from_utf8_lossy(&refused.stderr);
-    assert!(!refused.status.success() && !said.contains("step: 1,"), "{said}");
+    assert!(!refused.status.success() && !output.contains("step: 1,"), "{output}");
     for words in
         ["resnet20 has no operator named \"layer9.*\"", "fc cannot be split by \"groups\" over 2 ranks"]
     {
-        assert!(said.contains(words), "{said}");
+        assert!(output.contains(words), "{output}");
     }
 }
 
-/// Also with augmentation and mixup, of which later stages know only the labels.
+/// With augmentation and mixup, whose mixed labels the later stages need.
 #[tokio::test]
 async fn stages_match_one_rank_and_continue_after_a_killed_rank() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     let always = [
         "train.epochs=1",
@@ -144,36 +143,36 @@ async fn stages_match_one_rank_and_continue_after_a_killed_rank() {
         always.iter().chain(more).flat_map(|set| ["--set", *set]).collect()
     };
     let run = |out: &str, sets: &[&'static str], more: &[&str]| {
-        succeeded(&bench.train(out, &[sets, more].concat()).output().expect("it runs"))
+        assert_success(&bench.train(out, &[sets, more].concat()).output().expect("it runs"))
     };
-    let accuracies = |said: &str| -> Vec<String> {
-        let lines = said.lines().filter(|line| line.contains("validation accuracy "));
+    let accuracies = |output: &str| -> Vec<String> {
+        let lines = output.lines().filter(|line| line.contains("validation accuracy "));
         lines.map(|line| line.split(", loss").next().unwrap_or_default().to_owned()).collect()
     };
     let one = sets(&["parallel.ranks=1"]);
     let alone = run("one", &one, &[]);
-    let said = run("stages", &sets(&stages), &[]);
+    let output = run("stages", &sets(&stages), &[]);
     for words in [
         "a mesh of 2 (pipeline) x 2 (data) x 1 (height) x 1 (model) ranks",
         "later stages begin at layer2.",
         "2 stages x 2 micro-batches: each stage waits for 33 % of a step (the bubble)",
         "2 sets of 2 ranks with the same pictures",
     ] {
-        assert!(said.contains(words), "{words}: {said}");
+        assert!(output.contains(words), "{words}: {output}");
     }
-    assert_eq!(accuracies(&said)[..2], accuracies(&alone)[..2]);
-    let (last, theirs) = (bench.model("one", "1-13"), bench.model("stages", "1-13"));
-    assert!(apart(&theirs, &last) < 1e-4, "{}", apart(&theirs, &last));
+    assert_eq!(accuracies(&output)[..2], accuracies(&alone)[..2]);
+    let (last, of_stages) = (bench.model("one", "1-13"), bench.model("stages", "1-13"));
+    assert!(max_difference(&of_stages, &last) < 1e-4, "{}", max_difference(&of_stages, &last));
 
-    // A checkpoint of stages under another plan, and back.
+    // One rank continues from a checkpoint of stages, and stages from a checkpoint of one rank.
     for (out, from, sets) in [("back", "stages", one), ("forth", "one", sets(&stages))] {
         let from = bench.out(from).join("checkpoints/1-4").display().to_string();
         run(out, &sets, &["--resume", &from]);
-        let apart = apart(&bench.model(out, "1-13"), &last);
-        assert!(apart < 1e-4, "{out}: {apart}");
+        let difference = max_difference(&bench.model(out, "1-13"), &last);
+        assert!(difference < 1e-4, "{out}: {difference}");
     }
 
-    // Rank 2 has the second stage.
+    // Rank 2, which is killed, has the second stage.
     let long = [&sets(&stages)[..], &["--set", "train.epochs=2"]].concat();
     run("undisturbed", &long, &[]);
     let mut child = bench
@@ -186,19 +185,19 @@ async fn stages_match_one_rank_and_continue_after_a_killed_rank() {
     signal(pid_of(&bench.out("killed").join("attempts/1"), 2), Signal::KILL);
     drop(child.stdout.take());
     let output = child.wait_with_output().expect("it ends");
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(said.contains("rank 2 was killed by signal 9 at step "), "{said}");
+    let error = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(error.contains("rank 2 was killed by signal 9 at step "), "{error}");
     run("killed", &long, &["--resume", "latest"]);
     assert!(bench.model("killed", "2-26") == bench.model("undisturbed", "2-26"), "the same bytes");
 }
 
-/// The examples as they stand.
+/// The example job files.
 mod full {
     use super::*;
 
     #[tokio::test]
     async fn the_examples_train_on_four_ranks() {
-        let _turn = turn().await;
+        let _permit = training_permit().await;
         let folder = tempfile::tempdir().expect("a folder");
         let dataset = format!("data.dataset={}", pictures::idx_dataset(folder.path(), 256, 64).display());
         for (example, mesh) in [
@@ -213,9 +212,9 @@ mod full {
                 .arg("--out")
                 .arg(folder.path().join(example))
                 .args(["--set", &dataset, "--set", "train.epochs=1"]);
-            let said = succeeded(&command.output().expect("it runs"));
+            let output = assert_success(&command.output().expect("it runs"));
             for words in ["(CPU, ", "= 128 pictures per step", mesh, "validation accuracy is "] {
-                assert!(said.contains(words), "{words}: {said}");
+                assert!(output.contains(words), "{words}: {output}");
             }
         }
     }

@@ -1,11 +1,10 @@
-//! Impossible training, and weights and checkpoints that do not fit, are refused with advice.
+//! Impossible jobs, and weights and checkpoints that do not fit, are refused with advice.
 
 use super::{
-    Bench,
-    stops::{is_gone, pid_of, signal, until_step},
-    succeeded,
+    Bench, assert_success,
+    stops::{has_ended, pid_of, signal, until_step},
 };
-use crate::{pictures, server::turn};
+use crate::{pictures, server::training_permit};
 use rustix::process::Signal;
 use std::{
     fs,
@@ -16,55 +15,55 @@ use std::{
 
 #[tokio::test]
 async fn impossible_training_is_refused_with_advice() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
-    let fails = |sets: &[&str]| {
+    let error_of = |sets: &[&str]| {
         let out = format!("out-{}", sets.join("-").replace(['/', '.'], "_"));
         let more: Vec<_> = sets.iter().flat_map(|set| ["--set", *set]).collect();
         let output = bench.train(&out, &more).output().expect("it runs");
         (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
     };
-    let (status, said) = fails(&["train.global_batch_size=4096"]);
-    assert_eq!(status, Some(1), "{said}");
-    assert!(said.contains("400 training pictures are fewer than one step uses (4096"), "{said}");
+    let (status, error) = error_of(&["train.global_batch_size=4096"]);
+    assert_eq!(status, Some(1), "{error}");
+    assert!(error.contains("400 training pictures are fewer than one step uses (4096"), "{error}");
     // More memory than any machine has is refused before it is allocated.
-    let (status, said) = fails(&["data.image_size=4096", "train.global_batch_size=400"]);
-    assert_eq!(status, Some(1), "{said}");
+    let (status, error) = error_of(&["data.image_size=4096", "train.global_batch_size=400"]);
+    assert_eq!(status, Some(1), "{error}");
     assert!(
-        said.contains("pictures of 4096 x 4096 pixels take at least ") && said.contains("this machine has"),
-        "{said}"
+        error.contains("pictures of 4096 x 4096 pixels take at least ") && error.contains("this machine has"),
+        "{error}"
     );
-    let (status, said) = fails(&["parallel.device=cuda"]);
-    assert_eq!(status, Some(2), "{said}");
-    assert!(said.contains("there is no GPU on this machine") && said.contains("\"cpu\""), "{said}");
-    let (status, said) = fails(&["train.lr=10000", "train.weight_decay=1"]);
-    assert_eq!(status, Some(1), "{said}");
+    let (status, error) = error_of(&["parallel.device=cuda"]);
+    assert_eq!(status, Some(2), "{error}");
+    assert!(error.contains("there is no GPU on this machine") && error.contains("\"cpu\""), "{error}");
+    let (status, error) = error_of(&["train.lr=10000", "train.weight_decay=1"]);
+    assert_eq!(status, Some(1), "{error}");
     assert!(
-        said.contains("the loss is not finite on ")
-            && said.contains("training has diverged at step ")
-            && said.contains("lower lr"),
-        "{said}"
+        error.contains("the loss is not finite on ")
+            && error.contains("training has diverged at step ")
+            && error.contains("lower lr"),
+        "{error}"
     );
-    let (status, said) = fails(&["model.pretrained=/none.safetensors"]);
-    assert_eq!(status, Some(1), "{said}");
-    assert!(said.contains("model.pretrained: /none.safetensors"), "{said}");
-    // Recognised by its content.
+    let (status, error) = error_of(&["model.pretrained=/none.safetensors"]);
+    assert_eq!(status, Some(1), "{error}");
+    assert!(error.contains("model.pretrained: /none.safetensors"), "{error}");
+    // Pickle files are recognised by their content.
     for name in ["resnet20.pth", "pytorch_model.bin"] {
         let pickled = bench.folder.path().join(name);
         fs::write(&pickled, b"PK\x03\x04").expect("a file");
-        let (status, said) = fails(&[&format!("model.pretrained={}", pickled.display())]);
-        assert_eq!(status, Some(1), "{said}");
-        assert!(said.contains(&format!("{name}: is a pickle")), "{said}");
-        assert!(said.contains("save_file(torch.load("), "{said}");
+        let (status, error) = error_of(&[&format!("model.pretrained={}", pickled.display())]);
+        assert_eq!(status, Some(1), "{error}");
+        assert!(error.contains(&format!("{name}: is a pickle")), "{error}");
+        assert!(error.contains("save_file(torch.load("), "{error}");
     }
-    let (status, said) = fails(&["data.dataset=/none", "train.lrr=1"]);
-    assert_eq!(status, Some(2), "{said}");
-    assert!(said.contains("lrr"), "{said}");
+    let (status, error) = error_of(&["data.dataset=/none", "train.lrr=1"]);
+    assert_eq!(status, Some(2), "{error}");
+    assert!(error.contains("lrr"), "{error}");
 }
 
 #[tokio::test]
 async fn impossible_stages_are_refused() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     let stages =
         ["parallel.mode=hybrid", "parallel.ranks=12", "parallel.pipeline=12", "train.global_batch_size=8"];
@@ -83,33 +82,33 @@ async fn impossible_stages_are_refused() {
     ] {
         let sets: Vec<_> = stages.iter().chain(sets).flat_map(|set| ["--set", *set]).collect();
         let output = bench.train(&format!("out-{status}-{}", words[0]), &sets).output().expect("it runs");
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!(output.status.code(), Some(status), "{said}");
-        assert!(words.iter().all(|word| said.contains(word)), "{said}");
+        let error = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(status), "{error}");
+        assert!(words.iter().all(|word| error.contains(word)), "{error}");
     }
 }
 
-/// The last checkpoint is tried once a second.
+/// The last checkpoint is retried every second.
 #[tokio::test]
 async fn a_full_disk_is_logged_only_once_with_a_count() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     let only_last = ["train.epochs=1", "checkpoint.every_steps=", "checkpoint.every_epochs=0"];
     let sets: Vec<_> = only_last.iter().flat_map(|set| ["--set", *set]).collect();
-    // Each of these takes the first time that the one before it leaves.
+    // Each fault fails one attempt.
     let faults = ["checkpoint.model:error"; 3].join(",");
     let output = bench.train("out", &sets).env("LOCKSTEP_FAULT", faults).output().expect("it runs");
-    let said = succeeded(&output);
-    assert_eq!(said.matches("could not be written").count(), 1, "{said}");
-    assert_eq!(said.matches("still cannot be written").count(), 1, "{said}");
-    assert!(said.contains("the last checkpoint took 3 more attempts"), "{said}");
+    let error = assert_success(&output);
+    assert_eq!(error.matches("could not be written").count(), 1, "{error}");
+    assert_eq!(error.matches("still cannot be written").count(), 1, "{error}");
+    assert!(error.contains("the last checkpoint took 3 more attempts"), "{error}");
     assert!(!bench.model("out", "1-12").is_empty());
 }
 
-/// Ranks that do not find each other would train alone, each as rank 0 of 1.
+/// If a variable were ignored, each process would train alone, as rank 0 of 1.
 #[tokio::test]
-async fn variables_of_a_rank_table_are_obeyed_or_refused() {
-    let _turn = turn().await;
+async fn inconsistent_variables_of_a_rank_table_are_refused() {
+    let _permit = training_permit().await;
     let bench = Bench::new();
     let device = |rank: u32| serde_json::json!({"device_id": rank.to_string(), "rank_id": rank.to_string()});
     let servers: Vec<_> = (0..2)
@@ -120,7 +119,7 @@ async fn variables_of_a_rank_table_are_obeyed_or_refused() {
         .expect("a table");
     let table = ("RANK_TABLE_FILE", path.to_str().expect("a path"));
     let torchrun = [("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")];
-    for (variables, more, said) in [
+    for (variables, more, message) in [
         (&[table][..], &[][..], "the rank table has 2 machines: say which one this is with --node"),
         (&[table, ("RANK_ID", "4")], &[], "the rank table has no rank 4"),
         (&[table], &["--node", "2"], "the rank table has 2 machines"),
@@ -139,53 +138,53 @@ async fn variables_of_a_rank_table_are_obeyed_or_refused() {
         let output = command.envs(variables.iter().copied()).output().expect("it runs");
         let error = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(2), "{variables:?} {more:?}: {error}");
-        assert!(error.contains(said), "{variables:?} {more:?}: {error}");
+        assert!(error.contains(message), "{variables:?} {more:?}: {error}");
     }
 }
 
 #[tokio::test]
 async fn a_folder_in_use_is_refused_even_if_only_ranks_are_left() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
-    // So long that its ranks are there for the whole test.
+    // A job that outlasts the test.
     let long = ["--set", "train.epochs=1000"];
     let mut child = bench.train("out", &long).stdout(Stdio::piped()).spawn().expect("it starts");
     until_step(&mut child, 1);
     let attempt = bench.out("out").join("attempts/1");
     let ranks = [0, 1].map(|rank| pid_of(&attempt, rank));
     ranks.iter().for_each(|pid| signal(*pid, Signal::STOP));
-    let refused = || {
+    let assert_refused = || {
         let output = bench.train("out", &["--resume", "latest"]).output().expect("it runs");
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!(output.status.code(), Some(2), "{said}");
+        let error = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(2), "{error}");
         let lock = bench.out("out").canonicalize().expect("a folder").join("train.lock");
-        assert!(said.contains(lock.to_str().expect("UTF-8")) && said.contains("another --out"), "{said}");
+        assert!(error.contains(lock.to_str().expect("UTF-8")) && error.contains("another --out"), "{error}");
     };
-    refused();
-    child.kill().expect("it is there");
+    assert_refused();
+    child.kill().expect("SIGKILL");
     child.wait().expect("it ends");
-    refused();
+    assert_refused();
     ranks.iter().for_each(|pid| signal(*pid, Signal::KILL));
     let deadline = Instant::now() + Duration::from_secs(20);
-    while !ranks.iter().all(|pid| is_gone(*pid)) {
+    while !ranks.iter().all(|pid| has_ended(*pid)) {
         assert!(Instant::now() < deadline, "the ranks have not ended");
         std::thread::sleep(Duration::from_millis(10));
     }
-    // Nobody has it any more.
+    // No process uses the folder any more.
     fs::remove_dir_all(bench.out("out").join("checkpoints")).ok();
-    succeeded(&bench.train("out", &[]).output().expect("it runs"));
+    assert_success(&bench.train("out", &[]).output().expect("it runs"));
 }
 
 #[tokio::test]
-async fn a_run_cannot_go_back_in_a_folder_with_later_steps() {
-    let _turn = turn().await;
+async fn a_folder_with_later_checkpoints_refuses_an_earlier_resume() {
+    let _permit = training_permit().await;
     let bench = Bench::new();
     let steps = |number: &'static str, seed: &'static str| {
         let keys = ["train.epochs=", "checkpoint.every_steps=2", number, seed];
         keys.into_iter().flat_map(|set| ["--set", set]).collect::<Vec<_>>()
     };
     for (out, seed) in [("out", "train.seed=1"), ("other", "train.seed=2")] {
-        succeeded(&bench.train(out, &steps("train.steps=4", seed)).output().expect("it runs"));
+        assert_success(&bench.train(out, &steps("train.steps=4", seed)).output().expect("it runs"));
     }
     let resume = |from: &str, step: u64| {
         let from = bench.out(from).join(format!("checkpoints/1-{step}")).display().to_string();
@@ -194,19 +193,19 @@ async fn a_run_cannot_go_back_in_a_folder_with_later_steps() {
         let output = bench.train("out", &arguments).output().expect("it runs");
         (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
     };
-    let (status, said) = resume("out", 2);
-    assert_eq!(status, Some(2), "{said}");
-    assert!(said.contains("has a later checkpoint, 1-4") && said.contains("another --out"), "{said}");
-    let (status, said) = resume("other", 4);
-    assert_eq!(status, Some(2), "{said}");
-    assert!(said.contains("has another checkpoint 1-4"), "{said}");
+    let (status, error) = resume("out", 2);
+    assert_eq!(status, Some(2), "{error}");
+    assert!(error.contains("has a later checkpoint, 1-4") && error.contains("another --out"), "{error}");
+    let (status, error) = resume("other", 4);
+    assert_eq!(status, Some(2), "{error}");
+    assert!(error.contains("has another checkpoint 1-4"), "{error}");
 }
 
-/// A learning rate at which the weights of a ResNet-18 leave float32 while its loss continues: batch norm and ReLU must
-/// not turn what is not finite into zeros.
+/// At this learning rate the weights of a ResNet-18 overflow float32. Batch norm and ReLU must not turn non-finite values
+/// into zeros, which would hide this.
 #[tokio::test]
 async fn a_run_that_overflows_float32_fails_as_diverged_without_a_bad_checkpoint() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     for ranks in ["1", "2"] {
         let out = format!("out-{ranks}");
@@ -222,9 +221,9 @@ async fn a_run_that_overflows_float32_fails_as_diverged_without_a_bad_checkpoint
         let more = ["train.momentum=0.95", "train.schedule=constant", "checkpoint.every_steps=5", &ranks_set];
         let sets: Vec<_> = sets.iter().chain(&more).flat_map(|set| ["--set", *set]).collect();
         let output = bench.train(&out, &sets).output().expect("it runs");
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!(output.status.code(), Some(1), "{said}");
-        assert!(said.contains("training has diverged at step ") && said.contains("lower lr"), "{said}");
+        let error = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{error}");
+        assert!(error.contains("training has diverged at step ") && error.contains("lower lr"), "{error}");
         let mut models = 0;
         for folder in fs::read_dir(bench.out(&out).join("checkpoints")).expect("checkpoints").flatten() {
             let model = fs::read(folder.path().join("model.safetensors")).expect("a model");
@@ -236,18 +235,18 @@ async fn a_run_that_overflows_float32_fails_as_diverged_without_a_bad_checkpoint
                 assert!(values.all(f32::is_finite), "{name} of {}", folder.path().display());
             }
         }
-        assert!(models > 0, "steps before the first that was not finite were kept");
+        assert!(models > 0, "checkpoints with finite weights are kept");
     }
 }
 
 #[tokio::test]
 async fn the_head_of_pretrained_weights_is_replaced_for_other_classes() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     let folder = pictures::image_folder(bench.folder.path(), 40);
     let dataset = format!("data.dataset={}", folder.display());
     let two = ["--set", &dataset, "--set", "data.validation=val"];
-    succeeded(&bench.train("two", &two).output().expect("it runs"));
+    assert_success(&bench.train("two", &two).output().expect("it runs"));
     for split in ["train", "val"] {
         let third = folder.join(split).join("wellington");
         fs::create_dir(&third).expect("a folder");
@@ -255,23 +254,23 @@ async fn the_head_of_pretrained_weights_is_replaced_for_other_classes() {
             fs::copy(picture.path(), third.join(picture.file_name())).expect("a copy");
         }
     }
-    // 80 pictures were 2 steps an epoch; 120 are 3.
+    // 80 pictures give 2 steps per epoch, 120 give 3.
     let weights = format!("model.pretrained={}", bench.out("two").join("checkpoints/2-4").display());
     let three = [&two[..], &["--set", &weights]].concat();
-    let said = succeeded(&bench.train("three", &three).output().expect("it runs"));
-    assert!(said.contains("its fc.weight is [2, 64], this job's is [3, 64]"), "{said}");
-    assert!(said.contains("the last layer (fc) keeps its initial values"), "{said}");
+    let error = assert_success(&bench.train("three", &three).output().expect("it runs"));
+    assert!(error.contains("its fc.weight is [2, 64], this job's is [3, 64]"), "{error}");
+    assert!(error.contains("the last layer (fc) keeps its initial values"), "{error}");
     assert!(!bench.model("three", "2-6").is_empty());
 
     let other = [&three[..], &["--set", "model.arch=resnet32"]].concat();
     let output = bench.train("other", &other).output().expect("it runs");
     assert_eq!(output.status.code(), Some(1));
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(said.contains("does not hold a resnet32") && said.contains("are missing"), "{said}");
+    let error = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(error.contains("does not hold a resnet32") && error.contains("are missing"), "{error}");
 }
 
-/// Puts `value` in place of a tensor's first one.
-fn spoil(model: &Path, tensor: &str, value: f32) {
+/// Overwrites the first value of a tensor in a file.
+fn set_first_value(model: &Path, tensor: &str, value: f32) {
     let mut bytes = fs::read(model).expect("a model");
     let file = safetensors::SafeTensors::deserialize(&bytes).expect("safetensors");
     let data = file.tensor(tensor).expect("the tensor").data();
@@ -282,41 +281,41 @@ fn spoil(model: &Path, tensor: &str, value: f32) {
 
 #[tokio::test]
 async fn diverged_weights_are_refused_with_file_and_tensor() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
-    succeeded(&bench.train("out", &[]).output().expect("it runs"));
-    for (tensor, value, said) in [
+    assert_success(&bench.train("out", &[]).output().expect("it runs"));
+    for (tensor, value, message) in [
         ("layer1.0.conv1.weight", f32::NAN, "layer1.0.conv1.weight contains NaN at index 0"),
         ("layer2.0.bn2.running_var", -1.0, "layer2.0.bn2.running_var contains -1 at index 0"),
         ("fc.bias", f32::INFINITY, "fc.bias contains inf at index 0"),
     ] {
         let file = bench.folder.path().join(format!("{tensor}.safetensors"));
         fs::write(&file, bench.model("out", "2-24")).expect("a copy");
-        spoil(&file, tensor, value);
+        set_first_value(&file, tensor, value);
         let weights = format!("model.pretrained={}", file.display());
         let output = bench.train(tensor, &["--set", &weights]).output().expect("it runs");
         let words = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_eq!(output.status.code(), Some(1), "{words}");
-        assert!(words.contains(&format!("{}: {said}", file.display())), "{words}");
-        // Nor does it make predictions.
+        assert!(words.contains(&format!("{}: {message}", file.display())), "{words}");
+        // `predict` refuses the weights, too.
         let picture = bench.folder.path().join("picture.png");
         image::GrayImage::from_pixel(28, 28, image::Luma([99])).save(&picture).expect("a picture");
-        let ask = Command::new(env!("CARGO_BIN_EXE_lockstep"))
+        let predicted = Command::new(env!("CARGO_BIN_EXE_lockstep"))
             .args(["predict", "--model"])
             .args([&file, &picture])
             .output()
             .expect("it runs");
-        let words = String::from_utf8_lossy(&ask.stderr).into_owned();
-        assert_eq!((ask.status.code(), ask.stdout.len()), (Some(2), 0), "{words}");
-        assert!(words.contains(said), "{words}");
+        let words = String::from_utf8_lossy(&predicted.stderr).into_owned();
+        assert_eq!((predicted.status.code(), predicted.stdout.len()), (Some(2), 0), "{words}");
+        assert!(words.contains(message), "{words}");
     }
 }
 
 #[tokio::test]
 async fn a_checkpoint_of_another_network_or_other_classes_is_not_called_damaged() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
-    succeeded(&bench.train("out", &[]).output().expect("it runs"));
+    assert_success(&bench.train("out", &[]).output().expect("it runs"));
     let checkpoint = bench.out("out").join("checkpoints/1-7");
     let names = bench.folder.path().join("fashion-400-100/classes.txt");
     let resume = |out: &str, sets: &[&str]| {
@@ -332,7 +331,7 @@ async fn a_checkpoint_of_another_network_or_other_classes_is_not_called_damaged(
         );
         words
     };
-    // Nor does one from beyond the end: nothing would be trained, and the run called a success.
+    // A checkpoint beyond the last step is refused, too: otherwise the run would succeed without training.
     let later = bench.out("out").join("checkpoints/2-21");
     let more = ["--resume", later.to_str().expect("a path"), "--set", "train.epochs=1"];
     let past = bench.train("past", &more).output().expect("it runs");

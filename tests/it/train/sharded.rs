@@ -1,9 +1,9 @@
-//! Checkpoints of which every rank writes a part (`checkpoint.sharded`).
+//! Checkpoints whose parts are written by all ranks (`checkpoint.sharded`).
 
-use super::{Bench, succeeded};
+use super::{Bench, assert_success};
 use crate::{
     pictures,
-    server::{lockstep, turn},
+    server::{lockstep, training_permit},
 };
 use safetensors::SafeTensors;
 use serde_json::Value;
@@ -14,7 +14,8 @@ use std::{
     process::Output,
 };
 
-const ALWAYS: [&str; 4] =
+/// Settings of all runs.
+const COMMON: [&str; 4] =
     ["train.epochs=1", "checkpoint.every_steps=4", "parallel.device=cpu", "train.lr=0.0001"];
 const HYBRID: [&str; 5] = [
     "parallel.ranks=4",
@@ -26,7 +27,7 @@ const HYBRID: [&str; 5] = [
 const LAST: &str = "1-12";
 
 fn run(bench: &Bench, out: &str, sets: &[&str], more: &[&str]) -> Output {
-    let sets: Vec<_> = ALWAYS.iter().chain(sets).flat_map(|set| ["--set", *set]).collect();
+    let sets: Vec<_> = COMMON.iter().chain(sets).flat_map(|set| ["--set", *set]).collect();
     bench.train(out, &[&sets[..], more].concat()).output().expect("it runs")
 }
 
@@ -40,26 +41,26 @@ fn tensors(file: &[u8]) -> BTreeMap<String, Vec<u8>> {
     all.tensors().into_iter().map(|(name, tensor)| (name, tensor.data().to_vec())).collect()
 }
 
-/// The weights of a checkpoint, sharded or not, as `lockstep export` writes them.
-fn exported(bench: &Bench, out: &str, checkpoint: &str, weights: &str) -> Vec<u8> {
+/// Exports the weights of a checkpoint, sharded or not, with `lockstep export`.
+fn export(bench: &Bench, out: &str, checkpoint: &str, weights: &str) -> Vec<u8> {
     let file = bench.folder.path().join("exported.safetensors");
     let mut command = lockstep();
     command.arg("export").arg(folder(bench, out, checkpoint)).args(["--weights", weights, "-o"]).arg(&file);
-    succeeded(&command.output().expect("it runs"));
+    assert_success(&command.output().expect("it runs"));
     fs::read(file).expect("a file")
 }
 
-/// A checkpoint's folder or file as `lockstep export onnx` writes it.
-fn network(bench: &Bench, source: &Path) -> Vec<u8> {
+/// Exports a checkpoint's folder or file with `lockstep export onnx`.
+fn export_onnx(bench: &Bench, source: &Path) -> Vec<u8> {
     let file = bench.folder.path().join("network.onnx");
     let mut command = lockstep();
     command.args(["export", "onnx"]).arg(source).arg("-o").arg(&file);
-    succeeded(&command.output().expect("it runs"));
+    assert_success(&command.output().expect("it runs"));
     fs::read(file).expect("a file")
 }
 
-/// The largest difference of two values.
-fn apart(a: &[u8], b: &[u8]) -> f32 {
+/// The largest absolute difference between the values of two files.
+fn max_difference(a: &[u8], b: &[u8]) -> f32 {
     let floats = |bytes: &[u8]| -> Vec<f32> {
         bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect()
     };
@@ -70,7 +71,7 @@ fn apart(a: &[u8], b: &[u8]) -> f32 {
     pairs.map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
 }
 
-/// What Hugging Face's readers take for granted of an index; how many bytes each file has.
+/// Checks that an index is as Hugging Face's readers expect, and returns the bytes of tensors in each file.
 fn check_index(folder: &Path, kind: &str, parts: usize) -> Vec<u64> {
     let index = fs::read(folder.join(format!("{kind}.safetensors.index.json"))).expect("an index");
     let index: Value = serde_json::from_slice(&index).expect("JSON");
@@ -80,17 +81,17 @@ fn check_index(folder: &Path, kind: &str, parts: usize) -> Vec<u64> {
     let named: BTreeSet<String> =
         weight_map.values().map(|file| file.as_str().expect("a name").to_owned()).collect();
     assert_eq!(named, names);
-    let (mut of_parts, mut total) = (BTreeMap::new(), 0);
+    let (mut found, mut total) = (BTreeMap::new(), 0);
     let mut sizes = Vec::new();
     for name in &names {
         let all = tensors(&fs::read(folder.join(name)).expect("a part"));
         total += all.values().map(|bytes| bytes.len() as u64).sum::<u64>();
         sizes.push(all.values().map(|bytes| bytes.len() as u64).sum());
-        of_parts.extend(all.into_keys().map(|tensor| (tensor, Value::from(name.as_str()))));
+        found.extend(all.into_keys().map(|tensor| (tensor, Value::from(name.as_str()))));
     }
     assert!(
-        of_parts.iter().eq(weight_map.iter().collect::<BTreeMap<_, _>>()),
-        "each tensor is where the index says"
+        found.iter().eq(weight_map.iter().collect::<BTreeMap<_, _>>()),
+        "each tensor is in the file that the index names"
     );
     assert_eq!(index["metadata"]["total_size"], total);
     sizes
@@ -98,32 +99,32 @@ fn check_index(folder: &Path, kind: &str, parts: usize) -> Vec<u64> {
 
 #[tokio::test]
 async fn every_plan_continues_from_checkpoints_of_every_plan() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     let sharded = "checkpoint.sharded=true";
     let data = ["parallel.ranks=4"];
     for (out, sets) in [("data", &data[..]), ("hybrid", &HYBRID[..])] {
-        let said = succeeded(&run(&bench, out, sets, &[]));
-        assert!(!said.contains("write a part"), "{said}");
+        let output = assert_success(&run(&bench, out, sets, &[]));
+        assert!(!output.contains("write a part"), "{output}");
         let parts = format!("{out}-parts");
-        let said = succeeded(&run(&bench, &parts, &[sets, &[sharded]].concat(), &[]));
-        assert!(said.contains("4 of 4 ranks write a part of each checkpoint"), "{said}");
-        // The same weights, whole or in parts.
+        let output = assert_success(&run(&bench, &parts, &[sets, &[sharded]].concat(), &[]));
+        assert!(output.contains("4 of 4 ranks write a part of each checkpoint"), "{output}");
+        // The weights are the same in one file or in parts.
         for checkpoint in ["1-4", LAST] {
-            let at = folder(&bench, &parts, checkpoint);
+            let path = folder(&bench, &parts, checkpoint);
             for kind in ["model", "optimizer"] {
-                assert!(!at.join(format!("{kind}.safetensors")).exists());
-                let sizes = check_index(&at, kind, 4);
-                let (least, most) = (sizes.iter().min().expect("sizes"), sizes.iter().max().expect("sizes"));
-                assert!(most * 4 < least * 5, "{out}: each rank writes about as much: {sizes:?}");
+                assert!(!path.join(format!("{kind}.safetensors")).exists());
+                let sizes = check_index(&path, kind, 4);
+                let (min, max) = (sizes.iter().min().expect("sizes"), sizes.iter().max().expect("sizes"));
+                assert!(max * 4 < min * 5, "{out}: all ranks write similar amounts: {sizes:?}");
             }
-            let joined = exported(&bench, &parts, checkpoint, "model");
+            let joined = export(&bench, &parts, checkpoint, "model");
             assert!(tensors(&joined) == tensors(&bench.model(out, checkpoint)), "{out} {checkpoint}");
             let file = bench.folder.path().join("exported.safetensors");
-            assert!(network(&bench, &at) == network(&bench, &file), "{out} {checkpoint}");
+            assert!(export_onnx(&bench, &path) == export_onnx(&bench, &file), "{out} {checkpoint}");
             assert!(
-                exported(&bench, out, checkpoint, "model") == bench.model(out, checkpoint),
-                "a whole one"
+                export(&bench, out, checkpoint, "model") == bench.model(out, checkpoint),
+                "a checkpoint in one file"
             );
         }
         assert!(
@@ -135,7 +136,7 @@ async fn every_plan_continues_from_checkpoints_of_every_plan() {
     }
     let average = fs::read(folder(&bench, "hybrid", LAST).join("ema.safetensors")).expect("an average");
     check_index(&folder(&bench, "hybrid-parts", LAST), "ema", 4);
-    assert!(tensors(&exported(&bench, "hybrid-parts", LAST, "ema")) == tensors(&average));
+    assert!(tensors(&export(&bench, "hybrid-parts", LAST, "ema")) == tensors(&average));
 
     let mut number = 0;
     for (from, sets) in [
@@ -146,26 +147,29 @@ async fn every_plan_continues_from_checkpoints_of_every_plan() {
         ("hybrid", &[&HYBRID[..], &[sharded]].concat()[..]),
     ] {
         number += 1;
-        let out = format!("again-{number}");
+        let out = format!("resumed-{number}");
         let parts = folder(&bench, &format!("{from}-parts"), "1-4");
-        let said = succeeded(&run(&bench, &out, sets, &["--resume", parts.to_str().expect("a path")]));
-        assert!(said.contains("continuing from checkpoint 1-4 at step 4"), "{said}");
+        let output = assert_success(&run(&bench, &out, sets, &["--resume", parts.to_str().expect("a path")]));
+        assert!(output.contains("continuing from checkpoint 1-4 at step 4"), "{output}");
         assert_eq!(folder(&bench, &out, LAST).join("model.safetensors").exists(), !sets.contains(&sharded));
-        let (last, wanted) = (exported(&bench, &out, LAST, "model"), bench.model(from, LAST));
+        let (last, expected) = (export(&bench, &out, LAST, "model"), bench.model(from, LAST));
         if from == "data" {
-            assert!(tensors(&last) == tensors(&wanted), "{sets:?}: as if nothing had been, to the bit");
+            assert!(
+                tensors(&last) == tensors(&expected),
+                "{sets:?}: the same bits as without an interruption"
+            );
         } else {
-            assert!(apart(&last, &wanted) < 1e-4, "{sets:?}");
-            assert!(apart(&exported(&bench, &out, LAST, "ema"), &average) < 1e-4, "{sets:?}");
+            assert!(max_difference(&last, &expected) < 1e-4, "{sets:?}");
+            assert!(max_difference(&export(&bench, &out, LAST, "ema"), &average) < 1e-4, "{sets:?}");
         }
     }
 
-    // Where only a file or a folder of weights is asked for.
+    // `predict` and `model.pretrained` accept a sharded checkpoint.
     let parts = folder(&bench, "hybrid-parts", LAST);
     let boots = pictures::image_folder(bench.folder.path(), 1).join("val/boot");
     let picture = fs::read_dir(boots).expect("pictures").flatten().next().expect("one").path();
     let predicted = |model: &Path| {
-        succeeded(
+        assert_success(
             &lockstep().arg("predict").arg(&picture).arg("--model").arg(model).output().expect("it runs"),
         )
     };
@@ -174,12 +178,12 @@ async fn every_plan_continues_from_checkpoints_of_every_plan() {
     assert_eq!(predicted(&average("hybrid-parts")), predicted(&average("hybrid")));
     let tuned = |out: &str, from: &str| {
         let given = format!("model.pretrained={}", folder(&bench, from, LAST).display());
-        succeeded(&run(&bench, out, &[&data[..], &[&given]].concat(), &[]));
+        assert_success(&run(&bench, out, &[&data[..], &[&given]].concat(), &[]));
         bench.model(out, "1-4")
     };
     assert!(tensors(&tuned("tuned", "data-parts")) == tensors(&tuned("tuned-whole", "data")));
 
-    // A part that is not what was written.
+    // A damaged part is reported.
     let part = parts.join("model-00003-of-00004.safetensors");
     let mut bytes = fs::read(&part).expect("a part");
     *bytes.last_mut().expect("a byte") ^= 1;
@@ -187,60 +191,60 @@ async fn every_plan_continues_from_checkpoints_of_every_plan() {
     let mut command = lockstep();
     command.arg("export").arg(&parts).arg("-o").arg(bench.folder.path().join("damaged.safetensors"));
     let refused = command.output().expect("it runs");
-    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    let output = String::from_utf8_lossy(&refused.stderr).into_owned();
     let words = "checkpoint 1-12 is damaged: model-00003-of-00004.safetensors: its checksum does not match";
-    assert!(refused.status.code() == Some(2) && said.contains(words), "{said}");
+    assert!(refused.status.code() == Some(2) && output.contains(words), "{output}");
 }
 
 #[tokio::test]
 async fn a_rank_killed_while_writing_loses_only_that_checkpoint() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     let sets = ["parallel.ranks=2", "checkpoint.sharded=true"];
-    succeeded(&run(&bench, "undisturbed", &sets, &[]));
+    assert_success(&run(&bench, "undisturbed", &sets, &[]));
     for point in ["checkpoint.model", "checkpoint.optimizer", "checkpoint.manifest", "checkpoint.synced"] {
         let mark = bench.folder.path().join(format!("{point}.mark"));
-        let all: Vec<_> = ALWAYS.iter().chain(&sets).flat_map(|set| ["--set", *set]).collect();
+        let all: Vec<_> = COMMON.iter().chain(&sets).flat_map(|set| ["--set", *set]).collect();
         let mut command = bench.train(point, &all);
-        // Any of the ranks that writes its second checkpoint; the last two points are rank 0's.
+        // The first rank that reaches the point in its second checkpoint is killed; only rank 0 reaches the last two points.
         command.env("LOCKSTEP_FAULT", format!("{point}:kill@2:{}", mark.display()));
-        let said = String::from_utf8_lossy(&command.output().expect("it runs").stdout).into_owned();
-        assert!(mark.exists(), "{point} was reached: {said}");
+        let output = String::from_utf8_lossy(&command.output().expect("it runs").stdout).into_owned();
+        assert!(mark.exists(), "{point} was reached: {output}");
         let checkpoints = || -> Vec<String> {
             let entries = fs::read_dir(bench.out(point).join("checkpoints")).expect("a folder").flatten();
             entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
         };
         let listed: Vec<_> = checkpoints().into_iter().filter(|name| !name.starts_with('.')).collect();
-        assert_eq!(listed, ["1-4"], "{point}: {said}");
-        let said = succeeded(&run(&bench, point, &sets, &["--resume", "latest"]));
-        assert!(said.contains("continuing from checkpoint 1-4 at step 4"), "{point}: {said}");
+        assert_eq!(listed, ["1-4"], "{point}: {output}");
+        let output = assert_success(&run(&bench, point, &sets, &["--resume", "latest"]));
+        assert!(output.contains("continuing from checkpoint 1-4 at step 4"), "{point}: {output}");
         assert!(checkpoints().iter().all(|name| !name.starts_with(".tmp")), "{point}: {:?}", checkpoints());
-        let [last, wanted] = [point, "undisturbed"].map(|out| exported(&bench, out, LAST, "model"));
-        assert!(tensors(&last) == tensors(&wanted), "{point}");
+        let [last, expected] = [point, "undisturbed"].map(|out| export(&bench, out, LAST, "model"));
+        assert!(tensors(&last) == tensors(&expected), "{point}");
     }
 }
 
 #[tokio::test]
 async fn a_rank_s_full_disk_fails_a_checkpoint_and_delays_the_last() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     let sets = ["parallel.ranks=2", "checkpoint.sharded=true"];
-    let all: Vec<_> = ALWAYS.iter().chain(&sets).flat_map(|set| ["--set", *set]).collect();
-    // One of the ranks has no room for its part of 1-8, and one none for the last: it is written at the next try.
+    let all: Vec<_> = COMMON.iter().chain(&sets).flat_map(|set| ["--set", *set]).collect();
+    // A rank cannot write its part of 1-8, and a rank cannot write its part of the last checkpoint, which is retried.
     let marks = [2, 3].map(|time| bench.folder.path().join(format!("{time}")));
     let faults = [(2, &marks[0]), (3, &marks[1])]
         .map(|(time, mark)| format!("checkpoint.model:error@{time}:{}", mark.display()));
     let mut command = bench.train("full", &all);
     command.env("LOCKSTEP_FAULT", faults.join(","));
-    let said = succeeded(&command.output().expect("it runs"));
-    assert!(marks.iter().all(|mark| mark.exists()), "{said}");
+    let output = assert_success(&command.output().expect("it runs"));
+    assert!(marks.iter().all(|mark| mark.exists()), "{output}");
     for words in [
         "checkpoint 1-8 could not be written: ",
         "no space left on device",
         "the last checkpoint took 1 more attempts",
     ] {
-        assert!(said.contains(words), "{words}: {said}");
+        assert!(output.contains(words), "{words}: {output}");
     }
-    let there = |name: &str| folder(&bench, "full", name).exists();
-    assert_eq!([there("1-4"), there("1-8"), there(LAST)], [true, false, true]);
+    let exists = |name: &str| folder(&bench, "full", name).exists();
+    assert_eq!([exists("1-4"), exists("1-8"), exists(LAST)], [true, false, true]);
 }

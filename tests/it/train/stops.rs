@@ -1,7 +1,7 @@
-//! Runs that are stopped or whose ranks die: what is saved, what is reported, and how runs continue.
+//! Runs that are stopped or whose ranks die: what is saved and reported, and how the runs continue.
 
-use super::{Bench, succeeded};
-use crate::{pictures, server::turn};
+use super::{Bench, assert_success};
+use crate::{pictures, server::training_permit};
 use std::{
     fs,
     io::{BufRead, BufReader},
@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Reads the ranks' loss lines until step `step` has one.
+/// Reads loss lines until the line of `step`.
 pub(super) fn until_step(child: &mut Child, step: u32) {
     let lines = BufReader::new(child.stdout.as_mut().expect("a pipe")).lines();
     for line in lines {
@@ -19,7 +19,7 @@ pub(super) fn until_step(child: &mut Child, step: u32) {
             return;
         }
     }
-    panic!("step {step} never came");
+    panic!("no line of step {step}");
 }
 
 pub(super) fn pid_of(attempt: &Path, rank: u32) -> i32 {
@@ -30,21 +30,22 @@ pub(super) fn pid_of(attempt: &Path, rank: u32) -> i32 {
 
 pub(super) fn signal(pid: i32, signal: rustix::process::Signal) {
     let pid = rustix::process::Pid::from_raw(pid).expect("a pid");
-    rustix::process::kill_process(pid, signal).expect("it is there");
+    rustix::process::kill_process(pid, signal).expect("a live process");
 }
 
-pub(super) fn is_gone(pid: i32) -> bool {
+/// Whether a process has ended, perhaps as a zombie.
+pub(super) fn has_ended(pid: i32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     stat.is_empty() || stat.rsplit(')').next().is_some_and(|rest| rest.trim_start().starts_with(['Z', 'X']))
 }
 
 #[tokio::test]
 async fn a_stopped_run_continues_to_the_same_bytes() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     let long = ["--set", "train.epochs=6"];
-    succeeded(&bench.train("whole", &long).output().expect("it runs"));
-    // So slow that it is not over when it is stopped.
+    assert_success(&bench.train("whole", &long).output().expect("it runs"));
+    // Slow steps, so that the run is stopped before its end.
     let mut parts = bench.train("parts", &long);
     parts.env("LOCKSTEP_FAULT", "step:slow").stdout(Stdio::piped());
     let mut child = parts.spawn().expect("it starts");
@@ -53,24 +54,27 @@ async fn a_stopped_run_continues_to_the_same_bytes() {
     let status = child.wait().expect("it ends");
     assert_eq!(status.code(), Some(1));
     for rank in 0..2 {
-        assert!(is_gone(pid_of(&bench.out("parts").join("attempts/1"), rank)), "rank {rank} has ended");
+        assert!(has_ended(pid_of(&bench.out("parts").join("attempts/1"), rank)), "rank {rank} has ended");
     }
-    let said = succeeded(
+    let output = assert_success(
         &bench.train("parts", &[&long[..], &["--resume", "latest"]].concat()).output().expect("it runs"),
     );
-    assert!(said.contains("continuing from checkpoint "), "{said}");
+    assert!(output.contains("continuing from checkpoint "), "{output}");
     assert!(bench.model("parts", "6-72") == bench.model("whole", "6-72"));
-    assert!(bench.out("parts").join("attempts/2/rank.1.log").exists(), "an attempt of its own");
+    assert!(
+        bench.out("parts").join("attempts/2/rank.1.log").exists(),
+        "the continued run is a second attempt"
+    );
 }
 
-/// Stops the run by Ctrl-C; its standard error, and how long it took to end.
-fn interrupted(mut child: Child) -> (String, Duration) {
-    let response = Instant::now();
+/// Stops a run with SIGINT. Returns its standard error and the time until its end.
+fn interrupt(mut child: Child) -> (String, Duration) {
+    let signalled = Instant::now();
     signal(child.id().cast_signed(), rustix::process::Signal::INT);
     drop(child.stdout.take());
     let output = child.wait_with_output().expect("it ends");
     assert_eq!(output.status.code(), Some(1));
-    (String::from_utf8_lossy(&output.stderr).into_owned(), response.elapsed())
+    (String::from_utf8_lossy(&output.stderr).into_owned(), signalled.elapsed())
 }
 
 fn state(bench: &Bench, out: &str, checkpoint: &str) -> serde_json::Value {
@@ -80,15 +84,15 @@ fn state(bench: &Bench, out: &str, checkpoint: &str) -> serde_json::Value {
 
 #[tokio::test]
 async fn an_evaluation_interrupted_by_a_stop_is_repeated_by_the_next_run() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     // An evaluation that takes a while compared with an epoch of 12 steps.
-    let place = bench.folder.path().join("long");
-    fs::create_dir(&place).expect("a folder");
-    let dataset = format!("data.dataset={:?}", pictures::idx_dataset(&place, 8000, 100));
+    let folder = bench.folder.path().join("long");
+    fs::create_dir(&folder).expect("a folder");
+    let dataset = format!("data.dataset={:?}", pictures::idx_dataset(&folder, 8000, 100));
     let sets = [dataset.as_str(), "data.image_size=12", "data.validation=0.95", "checkpoint.every_steps=12"];
     let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", *set]).collect();
-    let whole = succeeded(&bench.train("whole", &sets).output().expect("it runs"));
+    let whole = assert_success(&bench.train("whole", &sets).output().expect("it runs"));
     for ranks in ["2", "1"] {
         let out = &format!("parts of {ranks}");
         let sets = [&sets[..], &["--ranks", ranks]].concat();
@@ -96,14 +100,14 @@ async fn an_evaluation_interrupted_by_a_stop_is_repeated_by_the_next_run() {
             bench.train(out, &sets).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts");
         let events = bench.out(out).join("attempts/1/rank.0.events");
         let began = Instant::now();
-        let evaluates =
+        let is_evaluating =
             || fs::read(&events).unwrap_or_default().windows(10).any(|bytes| bytes == b"evaluating");
-        while !evaluates() {
-            assert!(began.elapsed() < Duration::from_secs(60), "it never evaluates");
+        while !is_evaluating() {
+            assert!(began.elapsed() < Duration::from_secs(60), "the evaluation does not begin");
             std::thread::sleep(Duration::from_millis(10));
         }
-        let (said, took) = interrupted(child);
-        assert!(said.contains("stopped after step 12; --resume latest continues from there"), "{said}");
+        let (output, took) = interrupt(child);
+        assert!(output.contains("stopped after step 12; --resume latest continues from there"), "{output}");
         assert!(took < Duration::from_secs(30), "{took:?}");
         let log = fs::read_to_string(bench.out(out).join("attempts/1/rank.0.log")).expect("a log");
         assert!(log.contains("the evaluation after step 12 is interrupted"), "{log}");
@@ -111,17 +115,21 @@ async fn an_evaluation_interrupted_by_a_stop_is_repeated_by_the_next_run() {
         assert!(state(&bench, out, "1-12")["val_accuracy"].is_null());
 
         let resumed = [&sets[..], &["--resume", "latest"]].concat();
-        let said = succeeded(&bench.train(out, &resumed).output().expect("it runs"));
-        let accuracies = |said: &str| -> Vec<String> {
-            let lines = said.lines().filter(|line| line.contains("validation accuracy is"));
+        let output = assert_success(&bench.train(out, &resumed).output().expect("it runs"));
+        let accuracies = |output: &str| -> Vec<String> {
+            let lines = output.lines().filter(|line| line.contains("validation accuracy is"));
             lines.map(|line| line.split(" (").next().unwrap_or_default().to_owned()).collect()
         };
-        assert_eq!(accuracies(&said), accuracies(&whole), "both epochs are evaluated, with the same result");
+        assert_eq!(
+            accuracies(&output),
+            accuracies(&whole),
+            "both epochs are evaluated, with the same result"
+        );
         for checkpoint in ["1-12", "2-24"] {
-            let (theirs, ours) = (state(&bench, "whole", checkpoint), state(&bench, out, checkpoint));
+            let (expected, found) = (state(&bench, "whole", checkpoint), state(&bench, out, checkpoint));
             for key in ["/val_accuracy", "/best/step", "/best/value"] {
-                assert!(ours.pointer(key).is_some_and(|value| !value.is_null()), "{key} of {checkpoint}");
-                assert_eq!(theirs.pointer(key), ours.pointer(key), "{key} of {checkpoint}");
+                assert!(found.pointer(key).is_some_and(|value| !value.is_null()), "{key} of {checkpoint}");
+                assert_eq!(expected.pointer(key), found.pointer(key), "{key} of {checkpoint}");
             }
         }
         if ranks == "2" {
@@ -132,7 +140,7 @@ async fn an_evaluation_interrupted_by_a_stop_is_repeated_by_the_next_run() {
 
 #[tokio::test]
 async fn a_signal_to_one_rank_stops_all_with_a_checkpoint() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     let mut child = bench
         .train("out", &["--set", "train.epochs=1000"])
@@ -141,18 +149,18 @@ async fn a_signal_to_one_rank_stops_all_with_a_checkpoint() {
         .spawn()
         .expect("it starts");
     until_step(&mut child, 2);
-    // As Slurm does, or somebody with kill(1).
+    // As Slurm or kill(1) does.
     signal(pid_of(&bench.out("out").join("attempts/1"), 1), rustix::process::Signal::TERM);
     drop(child.stdout.take());
     let output = child.wait_with_output().expect("it ends");
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert_eq!(output.status.code(), Some(1), "{said}");
-    assert!(said.contains("stopped after step ") && said.contains("continues from there"), "{said}");
+    let output = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{output}");
+    assert!(output.contains("stopped after step ") && output.contains("continues from there"), "{output}");
 }
 
 #[tokio::test]
-async fn a_stop_that_cannot_end_its_step_says_what_is_lost() {
-    let own_turn = turn().await;
+async fn a_stop_without_a_checkpoint_reports_the_lost_steps() {
+    let permit = training_permit().await;
     let bench = Bench::new();
     let mut child = bench
         .train("out", &["--set", "train.epochs=1000", "--set", "checkpoint.every_steps=100000"])
@@ -164,31 +172,35 @@ async fn a_stop_that_cannot_end_its_step_says_what_is_lost() {
     let attempt = bench.out("out").join("attempts/1");
     // A suspended rank: the others wait for it forever.
     signal(pid_of(&attempt, 1), rustix::process::Signal::STOP);
-    // While it stands still, others can have the machine.
-    drop(own_turn);
+    // While the run hangs, other tests may train.
+    drop(permit);
     let pid = child.id().cast_signed();
-    let response = Instant::now();
+    let signalled = Instant::now();
     signal(pid, rustix::process::Signal::INT);
     drop(child.stdout.take());
     let log = || fs::read_to_string(attempt.join("rank.0.log")).expect("a log");
     while !log().contains("There is no checkpoint yet: steps 1 to ") {
-        assert!(response.elapsed() < Duration::from_secs(40), "rank 0 says nothing: {}", log());
+        assert!(signalled.elapsed() < Duration::from_secs(40), "rank 0 says nothing: {}", log());
         std::thread::sleep(Duration::from_millis(20));
     }
-    assert!(response.elapsed() > Duration::from_secs(15), "the step had its time: {:?}", response.elapsed());
-    // Ctrl-C again: the one that hangs is not waited for.
+    assert!(
+        signalled.elapsed() > Duration::from_secs(15),
+        "the step gets time to end: {:?}",
+        signalled.elapsed()
+    );
+    // A second Ctrl-C ends the run without waiting for the suspended rank.
     signal(pid, rustix::process::Signal::INT);
     let output = child.wait_with_output().expect("it ends");
-    assert!(response.elapsed() < Duration::from_secs(60), "{:?}", response.elapsed());
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert_eq!(output.status.code(), Some(1), "{said}");
-    assert!(said.contains("without a checkpoint: steps 1 to ") && said.contains("are lost"), "{said}");
-    assert!(is_gone(pid_of(&attempt, 0)) && is_gone(pid_of(&attempt, 1)));
+    assert!(signalled.elapsed() < Duration::from_secs(60), "{:?}", signalled.elapsed());
+    let output = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{output}");
+    assert!(output.contains("without a checkpoint: steps 1 to ") && output.contains("are lost"), "{output}");
+    assert!(has_ended(pid_of(&attempt, 0)) && has_ended(pid_of(&attempt, 1)));
 }
 
 #[tokio::test]
 async fn a_killed_rank_ends_the_others_and_is_named() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let bench = Bench::new();
     let mut child = bench
         .train("out", &["--set", "train.epochs=1000"])
@@ -200,14 +212,14 @@ async fn a_killed_rank_ends_the_others_and_is_named() {
     let attempt = bench.out("out").join("attempts/1");
     let killed = Instant::now();
     signal(pid_of(&attempt, 1), rustix::process::Signal::KILL);
-    // Nobody reads on: no reason to stop, and none to forget how it ended.
+    // The output is closed, which must neither stop the run nor hide the reason of its end.
     drop(child.stdout.take());
     let output = child.wait_with_output().expect("it ends");
     assert!(killed.elapsed() < Duration::from_secs(20), "{:?}", killed.elapsed());
     assert_eq!(output.status.code(), Some(1));
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(said.contains("rank 1 was killed by signal 9 at step "), "{said}");
-    assert!(is_gone(pid_of(&attempt, 0)));
+    let output = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.contains("rank 1 was killed by signal 9 at step "), "{output}");
+    assert!(has_ended(pid_of(&attempt, 0)));
     let log = fs::read_to_string(attempt.join("rank.0.log")).expect("a log");
     assert!(log.contains("lost the connection to rank 1"), "{log}");
 }
@@ -217,17 +229,20 @@ mod full {
     use super::*;
 
     #[tokio::test]
-    async fn seventeen_ranks_and_more_stop_before_their_run_is_over() {
-        let _turn = turn().await;
+    async fn a_run_of_more_than_16_ranks_stops_before_its_end() {
+        let _permit = training_permit().await;
         let bench = Bench::new();
-        // Its 80 steps take a while.
+        // Slow steps, so that the run of 80 steps is stopped before its end.
         let sets = ["--ranks", "18", "--set", "train.global_batch_size=144", "--set", "train.epochs=40"];
         let mut command = bench.train("out", &sets);
         command.env("LOCKSTEP_FAULT", "step:slow").stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().expect("it starts");
         until_step(&mut child, 1);
-        let (said, _) = interrupted(child);
-        assert!(said.contains("stopped after step ") && said.contains("continues from there"), "{said}");
-        assert!(!said.contains("stopped after step 80;"), "{said}");
+        let (output, _) = interrupt(child);
+        assert!(
+            output.contains("stopped after step ") && output.contains("continues from there"),
+            "{output}"
+        );
+        assert!(!output.contains("stopped after step 80;"), "{output}");
     }
 }

@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn links_lead_to_pages_or_nowhere() {
+    fn links_lead_to_pages_or_are_removed() {
         for (link, path, expected) in [
             ("team.md", "other", Some("/docs/team")),
             ("../team.md#tokens", "reference/rest", Some("/docs/team#tokens")),
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn code_and_tables_scroll_by_keyboard_and_html_is_text() {
+    fn code_and_tables_can_be_scrolled_by_keyboard_and_html_is_removed() {
         let html = rendered(
             "| a |\n|---|\n| `x < y` |\n\n```sh\na < b\n```\n\n<!-- made -->\n\n<b>bold</b> ![a chart](x.webp)\n",
             "team",

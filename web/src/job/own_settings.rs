@@ -57,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_not_the_default_is_shown_and_nothing_else() {
+    fn only_settings_that_differ_from_the_default_are_shown() {
         let mut spec = JobSpec { name: "mine".into(), priority: 3, ..JobSpec::default() };
         spec.data.dataset = "pictures".into();
         spec.train.lr = 0.25;

@@ -3,18 +3,18 @@
 use crate::numbers::{bytes, plural};
 use lockstep_protocol::agent::{GpuSample, MachineSample};
 
-/// A measurement with its line.
+/// A measurement, with lines.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Gauge {
     pub(super) name: &'static str,
     /// Value, such as `37 %`; a dash if unknown.
     pub(super) value: String,
-    /// Total or other value beside it, such as `of 64 GB`.
-    pub(super) about: String,
+    /// Text after the value, such as `of 64 GB`.
+    pub(super) note: String,
     /// Names of the metrics in `GET /api/v1/agents/{id}/metrics`.
     pub(super) lines: &'static [&'static str],
-    /// The value at the top of the lines; 0 for the maximum of their values.
-    pub(super) most: f64,
+    /// The upper end of the lines' scale; 0: the maximum of their values.
+    pub(super) top: f64,
 }
 
 const UNKNOWN: &str = "–";
@@ -23,7 +23,7 @@ fn percent(share: f64) -> String {
     format!("{:.0} %", share * 100.0)
 }
 
-fn of(part: u64, all: u64) -> f64 {
+fn share(part: u64, all: u64) -> f64 {
     if all == 0 { 0.0 } else { part as f64 / all as f64 }
 }
 
@@ -39,13 +39,13 @@ fn cpus(count: f32) -> String {
 /// Returns the gauges of a machine. Without a sample the gauges have no values, so that the layout does not change when a sample arrives.
 pub(super) fn of_machine(sample: Option<&MachineSample>) -> [Gauge; 5] {
     let shown = |text: fn(&MachineSample) -> String| sample.map_or(UNKNOWN.into(), text);
-    let more = |text: fn(&MachineSample) -> String| sample.map_or(String::new(), text);
+    let note = |text: fn(&MachineSample) -> String| sample.map_or(String::new(), text);
     let number = |value: fn(&MachineSample) -> u64| sample.map_or(0.0, |s| value(s) as f64);
     [
         Gauge {
             name: "CPU",
             value: shown(|s| s.cpu_utilization.map_or(UNKNOWN.into(), |busy| percent(busy.into()))),
-            about: more(|s| {
+            note: note(|s| {
                 let all = if f64::from(s.cpus) < f64::from(s.host_cpus) {
                     format!("{} of the machine's {}", cpus(s.cpus), s.host_cpus)
                 } else {
@@ -54,12 +54,12 @@ pub(super) fn of_machine(sample: Option<&MachineSample>) -> [Gauge; 5] {
                 s.load.map_or(all.clone(), |load| format!("{all} · load {load:.1}"))
             }),
             lines: &["cpu_utilization"],
-            most: 1.0,
+            top: 1.0,
         },
         Gauge {
             name: "Memory",
             value: shown(|s| bytes(s.memory_used_bytes)),
-            about: more(|s| {
+            note: note(|s| {
                 if s.memory_bytes < s.host_memory_bytes {
                     format!("of {} · the machine has {}", bytes(s.memory_bytes), bytes(s.host_memory_bytes))
                 } else {
@@ -67,31 +67,31 @@ pub(super) fn of_machine(sample: Option<&MachineSample>) -> [Gauge; 5] {
                 }
             }),
             lines: &["memory_used_bytes"],
-            most: number(|s| s.memory_bytes),
+            top: number(|s| s.memory_bytes),
         },
         Gauge {
             name: "Disk",
-            value: shown(|s| percent(of(s.disk_used_bytes, s.disk_bytes))),
-            about: more(|s| {
+            value: shown(|s| percent(share(s.disk_used_bytes, s.disk_bytes))),
+            note: note(|s| {
                 let free = s.disk_bytes.saturating_sub(s.disk_used_bytes);
                 format!("{} free of {}", bytes(free), bytes(s.disk_bytes))
             }),
             lines: &["disk_used_bytes"],
-            most: number(|s| s.disk_bytes),
+            top: number(|s| s.disk_bytes),
         },
         Gauge {
             name: "Disk traffic",
             value: shown(|s| rate(s.disk_read_bytes_per_second)),
-            about: more(|s| format!("read · {} written", rate(s.disk_written_bytes_per_second))),
+            note: note(|s| format!("read · {} written", rate(s.disk_written_bytes_per_second))),
             lines: &["disk_read_bytes_per_second", "disk_written_bytes_per_second"],
-            most: 0.0,
+            top: 0.0,
         },
         Gauge {
             name: "Network",
             value: shown(|s| rate(s.network_received_bytes_per_second)),
-            about: more(|s| format!("received · {} sent", rate(s.network_sent_bytes_per_second))),
+            note: note(|s| format!("received · {} sent", rate(s.network_sent_bytes_per_second))),
             lines: &["network_received_bytes_per_second", "network_sent_bytes_per_second"],
-            most: 0.0,
+            top: 0.0,
         },
     ]
 }
@@ -104,30 +104,30 @@ pub(super) fn of_slot(sample: Option<&GpuSample>, memory_bytes: u64) -> [Gauge; 
         Gauge {
             name: "use",
             value: shown(|s| s.utilization.map(|share| percent(share.into()))),
-            about: String::new(),
+            note: String::new(),
             lines: &["utilization"],
-            most: 1.0,
+            top: 1.0,
         },
         Gauge {
             name: "memory",
             value: shown(|s| Some(bytes(s.memory_used_bytes))),
-            about: String::new(),
+            note: String::new(),
             lines: &["memory_used_bytes"],
-            most: memory_bytes as f64,
+            top: memory_bytes as f64,
         },
         Gauge {
             name: "temperature",
             value: shown(|s| s.temperature_celsius.map(|celsius| format!("{celsius:.0} °C"))),
-            about: String::new(),
+            note: String::new(),
             lines: &["temperature_celsius"],
-            most: 100.0,
+            top: 100.0,
         },
         Gauge {
             name: "power",
             value: shown(|s| s.power_watts.map(|watts| format!("{watts:.0} W"))),
-            about: String::new(),
+            note: String::new(),
             lines: &["power_watts"],
-            most: 0.0,
+            top: 0.0,
         },
     ]
 }
@@ -137,7 +137,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_container_says_what_it_has_of_its_machine() {
+    fn containers_show_their_part_of_the_machine() {
         let sample = MachineSample {
             at: jiff::Timestamp::UNIX_EPOCH,
             cpus: 2.0,
@@ -156,7 +156,7 @@ mod tests {
             gpus: Vec::new(),
         };
         let reported = |sample: &MachineSample| {
-            of_machine(Some(sample)).map(|g| format!("{}: {} {}", g.name, g.value, g.about))
+            of_machine(Some(sample)).map(|g| format!("{}: {} {}", g.name, g.value, g.note))
         };
         assert_eq!(
             reported(&sample),
@@ -170,8 +170,11 @@ mod tests {
         );
         let whole = MachineSample { cpus: 64.0, load: None, memory_bytes: 256_000_000_000, ..sample.clone() };
         assert_eq!(reported(&whole)[..2], ["CPU: 37 % 64 CPUs", "Memory: 1.0 GB of 256 GB"]);
-        assert!(reported(&MachineSample { cpus: 1.5, ..sample })[0].contains("1.5 CPUs of"), "a part of one");
-        assert!(of_machine(None).iter().all(|g| g.value == UNKNOWN && g.about.is_empty()));
+        assert!(
+            reported(&MachineSample { cpus: 1.5, ..sample })[0].contains("1.5 CPUs of"),
+            "a fraction of a CPU"
+        );
+        assert!(of_machine(None).iter().all(|g| g.value == UNKNOWN && g.note.is_empty()));
         assert!(of_slot(None, 1).iter().all(|g| g.value == UNKNOWN));
     }
 }

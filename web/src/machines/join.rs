@@ -93,7 +93,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn commands_have_what_the_server_asks_for_and_no_more() {
+    fn commands_have_only_the_options_that_the_server_needs() {
         let name = "node-1".to_owned();
         let open =
             Join { server_url: Some("http://10.0.0.1:7070".into()), name: name.clone(), ..Join::default() };

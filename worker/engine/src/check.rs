@@ -1,7 +1,7 @@
 //! Checks that tensors fit a network, for all engines.
 
 use super::EngineError;
-use crate::net::{Network, Slice};
+use crate::net::{Network, Parameter};
 use lockstep_host::tensors::TensorSource;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -51,17 +51,39 @@ pub(super) fn check_shapes(
     Err(EngineError::Parameters(format!("{}{more}", mistakes.join("; "))))
 }
 
-/// Fills `values` with values of the tensor `name`, or of this rank's part `slice` of it, from value `from` on. Returns false if there is
-/// no such tensor.
-pub(super) fn read_part(
-    tensors: &dyn TensorSource,
-    name: &str,
-    slice: Option<&Slice>,
-    from: usize,
-    values: &mut [f32],
-) -> bool {
-    let Some(slice) = slice else { return tensors.read(name, from, values) };
-    let mut found = true;
-    slice.read(from, values, |at, to| found &= tensors.read(name, at, to));
-    found
+/// A rank's part of whole tensors.
+pub(super) struct PartOf<'a> {
+    whole: &'a dyn TensorSource,
+    parameters: BTreeMap<String, Parameter>,
+}
+
+impl<'a> PartOf<'a> {
+    /// The tensors of `part`, a rank's part of `network`.
+    ///
+    /// # Errors
+    /// As for [`check`], for the tensors `whole` and `network`.
+    pub(super) fn new(
+        whole: &'a dyn TensorSource,
+        network: &Network,
+        part: &Network,
+    ) -> Result<Self, EngineError> {
+        check(network, whole)?;
+        let parameters = part.parameters().into_iter().map(|p| (p.name.clone(), p)).collect();
+        Ok(Self { whole, parameters })
+    }
+}
+
+impl TensorSource for PartOf<'_> {
+    fn list(&self) -> Vec<(&str, &[usize], usize)> {
+        self.parameters.values().map(|p| (p.name.as_str(), &p.shape[..], p.len())).collect()
+    }
+
+    fn read(&self, name: &str, from: usize, to: &mut [f32]) -> bool {
+        let Some(slice) = self.parameters.get(name).and_then(|p| p.slice.as_ref()) else {
+            return self.whole.read(name, from, to);
+        };
+        let mut found = true;
+        slice.read(from, to, |at, to| found &= self.whole.read(name, at, to));
+        found
+    }
 }

@@ -9,6 +9,7 @@ pub mod bench;
 mod check;
 pub mod cpu;
 mod cuda;
+mod distribution;
 mod finite;
 #[cfg(test)]
 mod frozen_norm;
@@ -33,6 +34,7 @@ pub use backend::{
 };
 pub use cpu::MOST_CPU_SLOTS;
 pub use cuda::compile_kernels;
+pub use distribution::Distribution;
 pub use finite::{all_finite, first_not_finite};
 pub use layers::LayerTime;
 use lockstep_host::tensors::{HostTensor, NamedTensors, TensorSource};
@@ -223,20 +225,19 @@ pub trait Engine: Send {
     /// # Errors
     /// As for [`Engine::eval_step`].
     fn predict(&mut self, batch: &Batch) -> Result<Vec<f32>, EngineError>;
-    /// Weights, biases and running statistics. All tensors have the whole shape; values of other ranks' parts and other stages are 0, so the
-    /// sum over the ranks that share a copy of the network is the parameter.
+    /// This rank's weights, biases and running statistics: its parts of split tensors, and no tensors of other stages.
     ///
     /// # Errors
     /// The device fails.
     fn parameters(&self) -> Result<NamedTensors, EngineError>;
-    /// Replaces weights, biases and running statistics; `values` must contain all of them. Where ranks share memory,
+    /// Replaces weights, biases and running statistics; `values` must contain all of this rank's. Where ranks share memory,
     /// rank 0's weights and biases apply, and all ranks see them after the next collective.
     ///
     /// # Errors
     /// [`EngineError::Parameters`] names tensors that are missing, unknown or of another shape; no state has changed then. The
     /// device fails.
     fn set_parameters(&mut self, values: &NamedTensors) -> Result<(), EngineError>;
-    /// The optimizer's state. Where ranks divide the state, tensors still have the whole shape, with zeros for other ranks' parts.
+    /// The state of the optimizer for this rank's parameters. Where ranks divide the state of a parameter, zeros stand for other ranks' parts.
     ///
     /// # Errors
     /// The device fails.
@@ -285,8 +286,8 @@ pub trait Engine: Send {
     }
     /// Number of this rank's replica of the state: the rank in its data-parallel group.
     fn replica(&self) -> u32;
-    /// Collective: this rank's contribution to a checkpoint. Only `writers` copy state off the device; other ranks only send their parts of
-    /// the optimizer's state where ranks divide that state.
+    /// Collective: this rank's contribution to a checkpoint, in whole tensors. Of ranks that do not write, only those copy state off the device
+    /// that have a part of a tensor that another rank writes.
     ///
     /// # Errors
     /// The device fails.
@@ -317,9 +318,9 @@ pub trait Engine: Send {
     fn undo_unfinished_steps(&mut self) -> Option<Vec<StepResult>> {
         None
     }
-    /// Collective: continues from `state`, which is equal on all ranks, except that only rank 0 has the average. Where ranks
-    /// share memory, callers need a barrier before and after: no rank may use the old state once a rank calls this, nor the new
-    /// state before all ranks have returned.
+    /// Collective: continues from `state`, this rank's own state ([`Engine::own_state`], [`Distribution::scatter`]). Where ranks share memory,
+    /// callers need a barrier before and after: no rank may use the old state once a rank calls this, nor the new state before all ranks have
+    /// returned.
     ///
     /// # Errors
     /// As for [`Engine::set_parameters`] and [`Engine::set_optimizer_state`]. State before the faulty tensor has been replaced.

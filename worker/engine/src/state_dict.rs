@@ -1,13 +1,13 @@
 //! The state of an engine in a checkpoint, and its division among the ranks that write it.
 
 use super::{
-    EngineError, HostTensor, LossScaling, NamedTensors, OptimizerState,
+    LossScaling, NamedTensors, OptimizerState,
     net::{Network, Parameter},
+    optimizer::slot_name,
 };
-use lockstep_comm::CommError;
 use std::{
     cmp::Reverse,
-    collections::{BTreeMap, BTreeSet, HashSet},
+    collections::{BTreeMap, BTreeSet},
 };
 
 /// All state that an engine needs to continue training, in host memory.
@@ -34,46 +34,6 @@ pub enum Contribution {
     Replica,
 }
 
-/// Collective in a model group: completes split tensors, of which each rank has its own part and zeros elsewhere. `part` is this rank's part
-/// of the network; `add` sums values over the group.
-///
-/// # Errors
-/// `add` fails.
-pub(super) fn complete<'a>(
-    part: &Network,
-    all: impl IntoIterator<Item = &'a mut NamedTensors>,
-    add: impl Fn(&mut [f32]) -> Result<(), CommError>,
-) -> Result<(), EngineError> {
-    let parameters = part.parameters();
-    let split: HashSet<_> =
-        parameters.iter().filter(|p| p.slice.is_some()).map(|p| p.name.as_str()).collect();
-    for (name, tensor) in all.into_iter().flatten() {
-        // The name of a parameter or of an optimizer slot.
-        let parameter = name.rsplit_once('.').map_or("", |(parameter, _)| parameter);
-        if split.contains(name.as_str()) || split.contains(parameter) {
-            add(&mut tensor.values)?;
-        }
-    }
-    Ok(())
-}
-
-/// Adds zeros for tensors that are missing in `tensors`: the parameters of other stages.
-pub(super) fn add_zeros(tensors: &mut NamedTensors, shapes: impl IntoIterator<Item = (String, Vec<usize>)>) {
-    for (name, shape) in shapes {
-        tensors
-            .entry(name)
-            .or_insert_with(|| HostTensor { values: vec![0.0; shape.iter().product()], shape });
-    }
-}
-
-impl StateDict {
-    /// The tensors of the parameters, of the optimizer and of the average.
-    pub(super) fn tensors_mut(&mut self) -> impl Iterator<Item = &mut NamedTensors> {
-        let slots = self.optimizer.iter_mut().map(|optimizer| &mut optimizer.slots);
-        std::iter::once(&mut self.parameters).chain(slots).chain(&mut self.average)
-    }
-}
-
 /// Which ranks keep the running average of the parameters.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum AverageOn {
@@ -92,15 +52,16 @@ pub enum AverageOn {
 pub struct Writers {
     /// Writing ranks, ascending; empty if only rank 0 writes.
     ranks: Vec<u32>,
-    /// By name of a trained parameter: the rank that writes the parameter and its optimizer slots.
-    by_parameter: BTreeMap<String, u32>,
+    /// By name of a trained parameter or an optimizer slot.
+    by_tensor: BTreeMap<String, u32>,
     average: AverageOn,
 }
 
 impl Writers {
-    /// Assigns the parameters of a whole network, each with `slots` optimizer slots, to `ranks` (ascending from 0). Largest first, each parameter
-    /// goes to the rank with the fewest bytes so far.
-    pub fn deal(network: &Network, slots: usize, average: AverageOn, ranks: &[u32]) -> Self {
+    /// Assigns the parameters of a whole network, each with the optimizer slots `slots`, to `ranks` (ascending from 0). Largest first, each
+    /// parameter goes to the rank with the fewest bytes so far. Its slots go to the next ranks, so that no rank writes all tensors of a very
+    /// large layer. If rank 0 writes the whole average, and therefore fewer parameters, slots go to the rank of their parameter.
+    pub fn deal(network: &Network, slots: &[&str], average: AverageOn, ranks: &[u32]) -> Self {
         let (mut trained, running): (Vec<_>, Vec<_>) =
             network.parameters().into_iter().partition(|parameter| parameter.role.is_trained());
         trained.sort_by_key(|parameter| Reverse(parameter.len()));
@@ -109,26 +70,31 @@ impl Writers {
         if let Some(first) = loads.first_mut() {
             *first = values(&running) + if average == AverageOn::FirstRank { values(&trained) } else { 0 };
         }
-        let copies = 1 + slots + usize::from(average == AverageOn::EveryRank);
-        let mut by_parameter = BTreeMap::new();
+        let copies = 1 + slots.len() + usize::from(average == AverageOn::EveryRank);
+        let next = usize::from(average != AverageOn::FirstRank);
+        let mut by_tensor = BTreeMap::new();
         for parameter in trained {
-            let least = loads.iter_mut().zip(ranks).min_by_key(|(load, _)| **load);
-            if let Some((load, rank)) = least {
-                *load += copies * parameter.len();
-                by_parameter.insert(parameter.name, *rank);
+            let Some(least) = (0..ranks.len()).min_by_key(|place| loads[*place]) else { break };
+            loads[least] += copies * parameter.len();
+            for (number, slot) in slots.iter().enumerate() {
+                let place = (least + next * (number + 1)) % ranks.len();
+                by_tensor.insert(slot_name(&parameter.name, slot), ranks[place]);
             }
+            by_tensor.insert(parameter.name, ranks[least]);
         }
-        // There may be more ranks than parameters.
-        let ranks = BTreeSet::from_iter(by_parameter.values().copied().chain([0]));
-        Self { ranks: ranks.into_iter().collect(), by_parameter, average }
+        // There may be more ranks than tensors.
+        let ranks = BTreeSet::from_iter(by_tensor.values().copied().chain([0]));
+        Self { ranks: ranks.into_iter().collect(), by_tensor, average }
     }
 
     /// The rank that writes `tensor`, a parameter or an optimizer slot.
     pub fn of(&self, tensor: &str) -> u32 {
-        // The parameter's name, if `tensor` is an optimizer slot.
-        let parameter =
-            || tensor.rsplit_once('.').and_then(|(parameter, _)| self.by_parameter.get(parameter));
-        self.by_parameter.get(tensor).or_else(parameter).copied().unwrap_or(0)
+        self.by_tensor.get(tensor).copied().unwrap_or(0)
+    }
+
+    /// The rank that writes the average of a parameter.
+    pub fn of_average(&self, parameter: &str) -> u32 {
+        if self.deal_average() { self.of(parameter) } else { 0 }
     }
 
     /// Whether a rank writes anything.
@@ -153,7 +119,7 @@ impl Writers {
             optimizer.slots.retain(|name, _| keeps(self.of(name)));
         }
         if let Some(average) = &mut state.average {
-            average.retain(|name, _| keeps(if self.deal_average() { self.of(name) } else { 0 }));
+            average.retain(|name, _| keeps(self.of_average(name)));
         }
     }
 
@@ -186,7 +152,7 @@ mod tests {
             (AverageOn::FirstRank, &[0, 1]),
             (AverageOn::EveryRank, &[0, 2, 5]),
         ] {
-            let writers = Writers::deal(&network, 1, average, ranks);
+            let writers = Writers::deal(&network, &["momentum"], average, ranks);
             let state = StateDict {
                 parameters: parameters.clone(),
                 optimizer: Some(OptimizerState { slots: NamedTensors::clone(&slots), updates: 7 }),

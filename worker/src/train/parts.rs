@@ -95,7 +95,7 @@ impl Parts {
             (true, false) => AverageOn::FirstRank,
             (true, true) => AverageOn::EveryRank,
         };
-        let writers = Writers::deal(&plan.network, slots(spec.train.optimizer).len(), average, &ranks);
+        let writers = Writers::deal(&plan.network, slots(spec.train.optimizer), average, &ranks);
         let retention =
             training.is_first().then(|| Retention::new(directory, &spec.checkpoint, best.cloned()));
         Ok(Some(Self { writers, run, begun: 0, pending: None, retention }))

@@ -13,13 +13,14 @@ use lockstep_data::{
     loader::{DataSource, Shape},
 };
 use lockstep_engine::{
-    Engine, OptimizerState, StateDict,
+    Distribution, Engine, OptimizerState, StateDict,
     net::{self, whitening::Patches},
+    plan::Plan,
     slots,
 };
 use lockstep_host::tensors::{
     HostTensor, NamedTensors,
-    fit::{compare, shapes},
+    fit::{Shapes, compare, shapes},
 };
 use lockstep_protocol::{
     agent::AttemptEvent,
@@ -93,8 +94,9 @@ pub(super) fn begin(
         }
         // Ranks that share a network set their parts of the weights here. Other ranks receive the weights below.
         if training.spec.parallel.is_hybrid() {
-            let weights = broadcast_tensors(training.group.as_ref(), engine.parameters()?, weights)?;
-            engine.set_parameters(&weights)?;
+            let distribution = distribution(training, plan)?;
+            let own = distribution.scatter(weights, distribution.parameters())?;
+            engine.set_parameters(&own)?;
         } else if let Some(weights) = weights {
             engine.set_parameters(&weights)?;
         }
@@ -178,22 +180,23 @@ fn resume(
 ) -> Result<InitialState, TrainError> {
     let shape = &data.shape;
     let group = training.group.as_ref();
+    let distribution = distribution(training, plan)?;
     let (mut state, mut parameters, mut optimizer, mut average) = (None, None, None, None);
     if training.is_first() {
         let (place, loaded) = load_newest_valid(training, folder)?;
-        check_compatible(training, &place, &shape.classes, &loaded.1, &engine.parameters()?)?;
+        check_compatible(training, &place, &shape.classes, &loaded.1, &distribution.parameters())?;
         if training.spec.train.ema_decay > 0.0 {
             average = checkpoint::load_average(&place)?;
         }
         (state, parameters, optimizer) = (Some(loaded.0), Some(loaded.1), Some(loaded.2));
     }
     let state: State = broadcast_json(group, state)?;
-    let parameters = broadcast_tensors(group, engine.parameters()?, parameters)?;
+    let parameters = scatter(&distribution, parameters, distribution.parameters())?;
     let note = state.optimizer;
     let kind = training.spec.train.optimizer;
     let keeps_optimizer = slots(note.kind) == slots(kind);
     let optimizer = if keeps_optimizer {
-        let slots = broadcast_tensors(group, engine.optimizer_state()?.slots, optimizer)?;
+        let slots = scatter(&distribution, optimizer, distribution.slots(&plan.config.optimizer))?;
         Some(OptimizerState { slots, updates: note.updates })
     } else {
         None
@@ -201,7 +204,7 @@ fn resume(
     // Only rank 0 has the average. If ranks share a network, each has the average of its part.
     let average = match training.spec.parallel.is_hybrid() {
         true if broadcast_json(group, (group.rank() == 0).then_some(average.is_some()))? => {
-            Some(broadcast_tensors(group, engine.parameters()?, average)?)
+            Some(scatter(&distribution, average, distribution.parameters())?)
         }
         _ => average,
     };
@@ -389,7 +392,7 @@ fn check_compatible(
     folder: &Path,
     classes: &[String],
     given: &NamedTensors,
-    own: &NamedTensors,
+    own: &Shapes,
 ) -> Result<(), TrainError> {
     let refuse = |text: String| {
         let arch = training.spec.model.arch.name();
@@ -409,26 +412,25 @@ fn check_compatible(
     {
         return refuse(difference);
     }
-    compare(&shapes(given), &shapes(own), None).map_or_else(refuse, |_| Ok(()))
+    compare(&shapes(given), own, None).map_or_else(refuse, |_| Ok(()))
 }
 
-/// Sends rank 0's tensors `loaded` to every rank. `template` has the required names and shapes.
-fn broadcast_tensors(
-    group: &dyn ProcessGroup,
-    template: NamedTensors,
+/// How the ranks share the tensors of the network.
+fn distribution<'a>(training: &'a Training<'_>, plan: &'a RunPlan) -> Result<Distribution<'a>, TrainError> {
+    Ok(Distribution::new(&plan.network, &Plan::of(&training.spec.parallel), training.group.as_ref())?)
+}
+
+/// Sends each rank its parts of the tensors that rank 0 has loaded. They must have the `wanted` names and shapes.
+fn scatter(
+    distribution: &Distribution<'_>,
     loaded: Option<NamedTensors>,
+    wanted: Shapes,
 ) -> Result<NamedTensors, TrainError> {
-    if let Some(loaded) = &loaded
-        && shapes(loaded) != shapes(&template)
-    {
+    if loaded.as_ref().is_some_and(|loaded| shapes(loaded) != wanted) {
         let text = "the optimizer state of the checkpoint does not belong to its weights";
         return Err(TrainError::Impossible(text.into()));
     }
-    let mut tensors = loaded.unwrap_or(template);
-    for tensor in tensors.values_mut() {
-        group.broadcast((&mut tensor.values).into(), 0)?;
-    }
-    Ok(tensors)
+    Ok(distribution.scatter(loaded, wanted)?)
 }
 
 /// Sends rank 0's `value` to every rank, as JSON.

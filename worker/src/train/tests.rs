@@ -13,10 +13,10 @@ use lockstep_comm::{
     },
     ring::Ring,
 };
-use lockstep_engine::registry;
+use lockstep_engine::{Distribution, plan::Plan, registry};
 use lockstep_host::gpu::RankGpu;
 use lockstep_protocol::spec::{Arch, Device, Precision};
-use scripted::{Overflow, Scripted, one_value};
+use scripted::{Overflow, Scripted, zeros};
 use std::{
     fs,
     sync::{Mutex, atomic::AtomicU32},
@@ -167,11 +167,14 @@ impl TestJob {
             let (evaluated, stop) = (evaluated.clone(), stop.clone());
             let stops = is_asked && stop_in == StopIn::Validation;
             let mut batches = 0;
+            let distribution = Distribution::new(&plan.network, &Plan::data(1), &SingleRank)?;
+            let mut weights = zeros(distribution.parameters());
+            weights.get_mut("fc.bias").unwrap().values[0] = f32::from(self.differs == Some(rank));
             let engine = Scripted {
                 precision,
                 overflow,
-                weights: one_value("fc.bias", f32::from(self.differs == Some(rank))),
-                momentum: one_value("fc.bias.momentum", 0.0),
+                weights,
+                momentum: zeros(distribution.slots(&plan.config.optimizer)),
                 updates: 0,
                 replica: plan.replica,
                 copied: copied.clone(),

@@ -146,13 +146,13 @@ mod tests {
     use std::time::Duration;
 
     #[test]
-    fn of_an_agent_s_strange_attempts_64_are_remembered() {
+    fn at_most_64_unknown_attempts_of_an_agent_are_remembered() {
         for (count, last) in [(MAX_CUT_OFF, MAX_CUT_OFF), (MAX_CUT_OFF + 1, MAX_CUT_OFF)] {
             let leases = Leases::new(Duration::from_secs(600));
             let one = || AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() };
-            let strange: Vec<_> = (0..count).map(|_| one()).collect();
-            assert_eq!(leases.greet("a", &strange).len(), count, "it is told to end all of them");
-            for attempt in &strange[..last] {
+            let unknown: Vec<_> = (0..count).map(|_| one()).collect();
+            assert_eq!(leases.greet("a", &unknown).len(), count, "the agent is told to end all of them");
+            for attempt in &unknown[..last] {
                 assert!(leases.is_cut_off("a"));
                 leases.note_ranks_ended("a", attempt);
             }

@@ -38,16 +38,20 @@ fn slots(count: u32) -> Vec<Slot> {
 }
 
 #[test]
-fn a_point_comes_back_from_its_bytes_and_nonsense_is_none() {
+fn points_are_decoded_and_damaged_bytes_refused() {
     let point = Point::of(at(0), &sample(0.25, 8));
     let bytes = point.encode();
     assert!(bytes.len() < 200, "{}", bytes.len());
     let back = Point::decode(at(0), &bytes).unwrap();
-    assert_eq!(format!("{back:?}"), format!("{point:?}"), "NaN is not equal to itself");
+    assert_eq!(
+        format!("{back:?}"),
+        format!("{point:?}"),
+        "compared as text, since NaN is not equal to itself"
+    );
     for end in [0, 1, 5, bytes.len() - 1] {
         assert!(Point::decode(at(0), &bytes[..end]).is_none(), "cut at {end}");
     }
-    // Of a version that keeps fewer values.
+    // Written by a version that stores fewer values.
     let fewer = [vec![1], 0.5f32.to_le_bytes().to_vec()].concat();
     let fewer = Point::decode(at(0), &fewer).unwrap();
     assert!(fewer.machine[0] == 0.5 && fewer.machine[1].is_nan() && fewer.gpus.is_empty());
@@ -64,13 +68,13 @@ fn a_minute_is_the_mean_of_its_points() {
     let point = point_of(&row).unwrap();
     assert!((point.machine[0] - 0.3).abs() < 1e-6, "{point:?}");
     assert_eq!((point.gpus.len(), point.at), (1, at(60)));
-    assert!(minute.finish("a", at(61), false).is_none(), "it is not over");
+    assert!(minute.finish("a", at(61), false).is_none(), "the minute is not over");
     assert!(minute.finish("a", at(61), true).is_some());
-    assert!(minute.finish("a", at(180), false).is_none(), "nothing was measured in it");
+    assert!(minute.finish("a", at(180), false).is_none(), "the minute has no measurements");
 }
 
 #[test]
-fn stretches_without_a_point_are_gaps() {
+fn times_without_measurements_are_gaps() {
     let points: Vec<_> =
         [(0, 0.0), (10, 1.0), (95, 0.5)].map(|(secs, busy)| Point::of(at(secs), &sample(busy, 0))).into();
     let found = buckets(&points, at(0), at(100), 4);
@@ -81,22 +85,22 @@ fn stretches_without_a_point_are_gaps() {
 }
 
 #[test]
-fn what_no_machine_has_is_left_out() {
-    let mut odd = sample(f32::NAN, MEASURED_GPUS as u32 + 1);
-    odd.load = Some(f32::INFINITY);
-    odd.gpus[0].utilization = Some(1.5);
-    odd.gpus[1].temperature_celsius = Some(-300.0);
-    odd.gpus.push(odd.gpus[2].clone());
-    let kept = checked(odd.clone(), &slots(1000));
+fn impossible_values_are_left_out() {
+    let mut impossible = sample(f32::NAN, MEASURED_GPUS as u32 + 1);
+    impossible.load = Some(f32::INFINITY);
+    impossible.gpus[0].utilization = Some(1.5);
+    impossible.gpus[1].temperature_celsius = Some(-300.0);
+    impossible.gpus.push(impossible.gpus[2].clone());
+    let kept = checked(impossible.clone(), &slots(1000));
     assert_eq!((kept.cpu_utilization, kept.load), (None, None));
     assert_eq!((kept.gpus[0].utilization, kept.gpus[1].temperature_celsius), (None, None));
     assert_eq!(
         (kept.gpus.len(), kept.network_sent_bytes_per_second),
         (MEASURED_GPUS, Some(MAX_VALUE as u64))
     );
-    assert_eq!(checked(odd.clone(), &slots(2)).gpus.len(), 2, "an agent has the slots that it has");
-    odd.gpus.truncate(MEASURED_GPUS);
-    assert_eq!(checked(odd, &slots(1000)).gpus.len(), MEASURED_GPUS);
+    assert_eq!(checked(impossible.clone(), &slots(2)).gpus.len(), 2, "only GPUs of the agent's slots");
+    impossible.gpus.truncate(MEASURED_GPUS);
+    assert_eq!(checked(impossible, &slots(1000)).gpus.len(), MEASURED_GPUS);
 
     let finding = |text: &str| MachineWarning { problem: true, text: text.into() };
     let long = "x".repeat(FINDING_CHARS);
@@ -114,7 +118,7 @@ fn machines_and_samples_are_bounded() {
     }
     assert_eq!(machines.all().len(), MEASURED_MACHINES);
     assert!(machines.newest("m0").is_none() && machines.newest("m1").is_some());
-    // A second one at once is ignored.
+    // A second sample at the same time is ignored.
     machines.add("m1", sample(0.9, 1), &slots(1), at(2));
     assert_eq!(machines.newest("m1").unwrap().sample.cpu_utilization, Some(0.5));
     for number in 0..2 * RECENT_SAMPLES as i64 {
@@ -146,7 +150,7 @@ fn state<'a>(machine: &'a Machine, newest: Option<&'a Newest>) -> MachineState<'
 }
 
 #[test]
-fn what_is_wrong_is_said_in_words() {
+fn warnings_describe_the_problem() {
     let machine = Machine {
         hostname: "h".into(),
         cpu: "c".into(),
@@ -162,9 +166,9 @@ fn what_is_wrong_is_said_in_words() {
         warnings(&state(machine, Some(newest))).into_iter().map(|w| w.text).collect::<Vec<_>>()
     };
     assert_eq!(of(&machine, &good), [""; 0]);
-    for (ms, words) in [(CLOCK_MS + 1, "5 s behind"), (-60_000, "60 s ahead of")] {
+    for (ms, text) in [(CLOCK_MS + 1, "5 s behind"), (-60_000, "60 s ahead of")] {
         let found = of(&machine, &Newest { clock_behind_ms: Some(ms), ..good.clone() });
-        assert!(found.len() == 1 && found[0].contains(words), "{found:?}");
+        assert!(found.len() == 1 && found[0].contains(text), "{found:?}");
     }
     let found = of(&Machine { version: "0.0.9".into(), ..machine.clone() }, &good);
     assert!(found.len() == 1 && found[0].contains("version 0.0.9"), "{found:?}");
@@ -173,7 +177,7 @@ fn what_is_wrong_is_said_in_words() {
     full.sample.memory_used_bytes = full.sample.memory_bytes;
     let found = warnings(&state(&machine, Some(&full)));
     assert!(found.len() == 2 && found.iter().all(|w| w.problem), "{found:?}");
-    let silent = Newest { age: SILENT_FOR, ..good };
+    let silent = Newest { age: Duration::from_secs(31), ..good };
     let found = of(&machine, &silent);
     assert!(found.len() == 1 && found[0].contains("sends no measurements"), "{found:?}");
     let finding = MachineWarning { problem: true, text: "memory: little".into() };
@@ -188,5 +192,3 @@ fn what_is_wrong_is_said_in_words() {
     assert!(found[0].problem && found[0].text.contains("Offline for 100 s"), "{found:?}");
     assert!(found.contains(&finding) && found.iter().any(|w| w.text.contains("Drained")), "{found:?}");
 }
-
-const SILENT_FOR: Duration = Duration::from_secs(31);

@@ -138,12 +138,12 @@ async fn report(datasets: &Datasets, asking: &RequestingAgent, dataset: &Dataset
     let (job, attempt) = (&asking.attempt.job, asking.attempt.attempt);
     let (copied, total) = (wanted.copied_bytes, wanted.total_bytes);
     let who = (job, attempt, asking.agent_id.as_str());
-    let Some(news) = datasets.copies.news(who, (copied, total), wanted.anew.is_some()) else { return };
+    let Some(notice) = datasets.copies.notice(who, (copied, total), wanted.anew.is_some()) else { return };
     let agent = asking.agent_name(&datasets.agents);
     let name = &dataset.name;
     let megabytes = |bytes: u64| bytes as f64 / 1e6;
-    let text = match news {
-        CopyNotice::Anew => format!(
+    let text = match notice {
+        CopyNotice::Restarted => format!(
             "the dataset {name} changed while {agent} copied it ({}): it is copied again, {:.1} MB of which {:.1} MB are already copied",
             wanted.anew.as_deref().unwrap_or_default(),
             megabytes(total),

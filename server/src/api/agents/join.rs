@@ -78,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_address_that_means_another_machine_on_each_is_none_to_join_by() {
+    fn loopback_addresses_are_local() {
         for url in [
             "http://127.0.0.1:7070",
             "http://127.1.2.3",

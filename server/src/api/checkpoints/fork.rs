@@ -5,7 +5,7 @@ use crate::{
     api::{
         checkpoints,
         jobs::{
-            self, Checked, Plan,
+            self, CheckReport, Checked,
             fit::{self, Trained},
             submission,
         },
@@ -201,18 +201,18 @@ fn other_validation(was: &JobSpec, is: &JobSpec) -> Option<String> {
 
 /// Check a fork without making it
 ///
-/// Returns the plan of the fork with warnings: whether the schedule of the learning rate changes, and whether the fork's validation
+/// Returns the report on the fork's specification, with warnings: whether the schedule of the learning rate changes, and whether the fork's validation
 /// pictures include pictures that the job has trained on.
 #[utoipa::path(post, path = "/jobs/{id}/fork/check", tag = "jobs", params(("id" = String, Path)), request_body = ForkRequest,
-    responses((status = 200, body = Plan), (status = 404, body = Problem), (status = 409, body = Problem, description = "The job has no such checkpoint"),
+    responses((status = 200, body = CheckReport), (status = 404, body = Problem), (status = 409, body = Problem, description = "The job has no such checkpoint"),
         (status = 422, body = Problem)))]
 pub(crate) async fn check(
     State(scheduler): State<Arc<Scheduler>>,
     Extension(caller): Extension<Caller>,
     Path(id): Path<String>,
     Body(request, _): Body<ForkRequest>,
-) -> Result<Json<Plan>> {
-    Ok(Json(prepare(&scheduler, &caller, &id, request).await?.checked.plan()))
+) -> Result<Json<CheckReport>> {
+    Ok(Json(prepare(&scheduler, &caller, &id, request).await?.checked.report()))
 }
 
 /// Stores the new job with the checkpoint in its folder.

@@ -80,7 +80,7 @@ pub(crate) async fn list(
     let fields = Fields::parse(query.fields.as_deref(), FIELDS)?;
     let after: Option<String> = PAGES.read(query.cursor.as_deref())?;
     let seen_by = caller.sees_as();
-    let _turn = large::turn(limit).await?;
+    let _permit = large::permit(limit).await?;
     let page = store.annotations(seen_by.as_deref(), &after.unwrap_or_default(), limit).await?;
     let jobs = page.jobs.into_iter().map(|(id, annotation)| {
         let annotation = match &fields {

@@ -49,7 +49,7 @@ impl LaunchQuery {
 
 /// Result of checking a specification.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct Plan {
+pub(crate) struct CheckReport {
     /// The complete specification, with all defaults.
     spec: JobSpec,
     /// Number of training pictures, from which the numbers of steps are computed. If `data.validation` is a fraction, this is the expected
@@ -95,21 +95,21 @@ const MIN_MEASURED_STEPS: u64 = 20;
 ///
 /// Also accepts a job file with a section `sweep`, like `POST /sweeps`.
 #[utoipa::path(post, path = "/jobs/validate", tag = "jobs", request_body(content((JobSpec = "application/json"), (String = "application/toml"))),
-    params(LaunchQuery), responses((status = 200, body = Plan), (status = 422, body = Problem)))]
+    params(LaunchQuery), responses((status = 200, body = CheckReport), (status = 422, body = Problem)))]
 pub(crate) async fn validate(
     State(scheduler): State<Arc<Scheduler>>,
     Extension(caller): Extension<Caller>,
     Query(query): Query<LaunchQuery>,
     Document(document, _): Document,
-) -> Result<Json<Plan>> {
+) -> Result<Json<CheckReport>> {
     if let Some((section, job)) = split_sweep(&document) {
         // Only the first trial is checked completely. A submission checks all trials.
         let checked = check_sweep(&scheduler, &caller, (&section, &job), "sweep", 1, query.slots()).await?;
-        return Ok(Json(checked.plan(section, &job)?));
+        return Ok(Json(checked.report(section, &job)?));
     }
     let checked = check_with(&scheduler, &caller, &document, true, query.slots()).await?;
     let estimate = estimate(&scheduler, &caller, &checked).await?;
-    Ok(Json(Plan { estimate, ..checked.plan() }))
+    Ok(Json(CheckReport { estimate, ..checked.report() }))
 }
 
 async fn estimate(scheduler: &Scheduler, caller: &Caller, checked: &Checked) -> Result<Option<Estimate>> {
@@ -117,12 +117,12 @@ async fn estimate(scheduler: &Scheduler, caller: &Caller, checked: &Checked) -> 
     let filter = JobFilter { limit: MAX_COMPARED_JOBS, seen_by: caller.sees_as(), ..JobFilter::default() };
     let jobs = scheduler.store.jobs(&filter).await?.jobs;
     let online = scheduler.agents.online();
-    let is_here =
+    let is_online =
         |job: &Job| job.agents.iter().all(|name| online.iter().any(|agent| agent.row.name == *name));
     let measured = jobs.into_iter().filter_map(|job| {
         let is_measured = job.step >= MIN_MEASURED_STEPS && !job.agents.is_empty();
         let speed = job.images_per_second.filter(|speed| is_measured && *speed > 0.0)?;
-        (is_as_fast(spec, &job) && is_here(&job)).then_some((job, speed))
+        (is_as_fast(spec, &job) && is_online(&job)).then_some((job, speed))
     });
     let measured: Vec<_> = measured.collect();
     let same_pictures = measured.iter().find(|(job, _)| job.spec.data.dataset == spec.data.dataset);
@@ -158,10 +158,10 @@ pub(in crate::api) struct Checked {
 }
 
 impl Checked {
-    pub(in crate::api) fn plan(self) -> Plan {
+    pub(in crate::api) fn report(self) -> CheckReport {
         let Self { spec, dataset, warnings } = self;
         let samples = training_samples(&spec, &dataset);
-        Plan {
+        CheckReport {
             samples,
             global_batch_size: spec.global_batch_size(),
             steps_per_epoch: spec.steps_per_epoch(samples),
@@ -228,7 +228,7 @@ pub(super) async fn check_with(
     }
     if let Some(spec) = &spec
         && slots == Slots::Now
-        && !in_document.concern(&["/parallel", "/train/precision"])
+        && !in_document.touch(&["/parallel", "/train/precision"])
     {
         errors.extend(slots_mistake(&scheduler.agents, spec));
     }
@@ -243,7 +243,7 @@ pub(super) async fn check_with(
         }
         let found = dataset_mistakes(spec, dataset);
         errors.extend(found.into_iter().filter(|mistake| !in_document.may_cause(mistake)));
-        if begins && !in_document.concern(&["/model", "/data", "/train/recipe"]) {
+        if begins && !in_document.touch(&["/model", "/data", "/train/recipe"]) {
             match submission::pretrained(scheduler, caller, spec, dataset).await? {
                 Weights::Fit => {}
                 Weights::Mistake(mistake) => errors.push(mistake),
@@ -272,13 +272,13 @@ pub(in crate::api) struct CheckedSweep {
 }
 
 impl CheckedSweep {
-    /// The plan of the first trial, for a job file with this section and job.
-    fn plan(self, section: Value, job: &Value) -> Result<Plan> {
+    /// The report on the first trial, for a job file with this section and job.
+    fn report(self, section: Value, job: &Value) -> Result<CheckReport> {
         let first = self.trials.into_iter().next();
         let first = first.ok_or_else(|| Error::Internal("a sweep without trials was checked".into()))?;
-        let plan = first.plan();
-        let spec = spec::read(job).0.unwrap_or_else(|| plan.spec.clone());
-        Ok(Plan { spec, trials: Some(self.settings.len()), sweep: Some(section), ..plan })
+        let report = first.report();
+        let spec = spec::read(job).0.unwrap_or_else(|| report.spec.clone());
+        Ok(CheckReport { spec, trials: Some(self.settings.len()), sweep: Some(section), ..report })
     }
 }
 
@@ -327,26 +327,27 @@ pub(in crate::api) async fn check_sweep(
 
 /// Returns a warning if validations and checkpoints fall on different steps, so that the best network may not be kept.
 fn best_without_checkpoint(spec: &JobSpec, dataset: &Dataset) -> Option<String> {
-    let every = spec.checkpoint.every_steps.filter(|every| *every > 0)?;
+    let save_every = spec.checkpoint.every_steps.filter(|steps| *steps > 0)?;
     let samples = training_samples(spec, dataset);
-    let validated = spec.steps_per_epoch(samples) * u64::from(spec.evaluate.every_epochs);
-    let is_kept = validated.is_multiple_of(every) || spec.total_steps(samples) <= validated;
-    let is_validated = validated > 0 && spec.data.validation != Validation::Split("none".into());
+    let validation_every = spec.steps_per_epoch(samples) * u64::from(spec.evaluate.every_epochs);
+    let is_kept =
+        validation_every.is_multiple_of(save_every) || spec.total_steps(samples) <= validation_every;
+    let is_validated = validation_every > 0 && spec.data.validation != Validation::Split("none".into());
     if !is_validated || is_kept || spec.checkpoint.keep_best == "none" {
         return None;
     }
     Some(format!(
-        "the network is validated every {validated} steps and saved every {every} steps, so the best network is kept only if both happen at the \
-         same step. Set checkpoint.every_epochs in place of every_steps, or every_steps to a divisor of {validated}"
+        "the network is validated every {validation_every} steps and saved every {save_every} steps, so the best network is kept only if both happen at the \
+         same step. Set checkpoint.every_epochs in place of every_steps, or every_steps to a divisor of {validation_every}"
     ))
 }
 
-/// Pointers of the mistakes in the document itself. For these keys, the checked specification has other values than the document.
+/// Pointers of the mistakes in the document itself. For these keys, the specification has the default or the recipe's value.
 struct DocumentMistakes(Vec<String>);
 
 impl DocumentMistakes {
     /// Whether a mistake is at one of these pointers, or below one of them.
-    fn concern(&self, ancestors: &[&str]) -> bool {
+    fn touch(&self, ancestors: &[&str]) -> bool {
         let is_below = |pointer: &str, ancestor: &str| {
             pointer.strip_prefix(ancestor).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
         };
@@ -357,10 +358,10 @@ impl DocumentMistakes {
     fn may_cause(&self, mistake: &SpecError) -> bool {
         match mistake.pointer.as_str() {
             "/train/batch_size" | "/train/global_batch_size" => {
-                self.concern(&["/train", "/parallel/ranks", "/data/validation", "/data/drop_remainder"])
+                self.touch(&["/train", "/parallel/ranks", "/data/validation", "/data/drop_remainder"])
             }
             // A recipe sets image sizes, means and the validation.
-            pointer => self.concern(&[pointer, "/train/recipe", "/data/image_size"]),
+            pointer => self.touch(&[pointer, "/train/recipe", "/data/image_size"]),
         }
     }
 }
@@ -373,14 +374,14 @@ pub(in crate::api) fn no_dataset(name: &str, datasets: &[Dataset]) -> String {
         (Some(near), _) => format!("did you mean {near:?}?"),
         (None, _) => format!("the datasets are {}", names.join(", ")),
     };
-    let fetched = match name {
+    let fetch = match name {
         "cifar10" | "cifar100" => format!("; `lockstep dataset get {name}` fetches it"),
         "fashion-mnist" => "; \"Use the bundled pictures\" on the page of a new job (POST /api/v1/datasets/bundled) registers the 9,000 that \
              come with the server, and `lockstep dataset get fashion-mnist` downloads all 70,000"
             .to_owned(),
         _ => String::new(),
     };
-    format!("no dataset is called {:?}; {known}{fetched}", shortened(name))
+    format!("no dataset is called {:?}; {known}{fetch}", shortened(name))
 }
 
 fn slots_mistake(agents: &Agents, spec: &JobSpec) -> Option<SpecError> {
@@ -397,8 +398,8 @@ fn slots_mistake(agents: &Agents, spec: &JobSpec) -> Option<SpecError> {
         return None;
     }
     if most == 0 {
-        let counted = device.kind().filter(|kind| kind.is_counted);
-        let (pointer, detail) = match (counted, spec.parallel.device) {
+        let gpu = device.kind().filter(|kind| kind.is_counted);
+        let (pointer, detail) = match (gpu, spec.parallel.device) {
             (Some(kind), Device::Auto) => (
                 "/train/precision",
                 format!(
@@ -445,7 +446,7 @@ fn slots_mistake(agents: &Agents, spec: &JobSpec) -> Option<SpecError> {
 pub(in crate::api) fn training_samples(spec: &JobSpec, dataset: &Dataset) -> u64 {
     let train = dataset.info.splits.iter().find(|s| s.name == "train").map_or(0, |s| s.samples);
     match (&spec.data.validation, spec.data.fold.zip(spec.data.folds)) {
-        // The first folds have one more picture if the pictures cannot be divided evenly. Duplicates are not considered.
+        // The first folds have one more picture if the pictures cannot be divided evenly. Duplicate pictures, which stay in one fold, are not considered.
         (_, Some((fold, folds))) => {
             let (fold, folds) = (u64::from(fold), u64::from(folds.max(1)));
             train - train / folds - u64::from(fold <= train % folds)
@@ -491,7 +492,7 @@ fn dataset_mistakes(spec: &JobSpec, dataset: &Dataset) -> Vec<SpecError> {
         && train.samples < u64::from(folds)
     {
         let detail = format!(
-            "{folds} are more than {} of {}",
+            "{folds} folds, but only {} in {}",
             plural(train.samples, "training picture"),
             dataset.name
         );
@@ -506,8 +507,7 @@ fn dataset_mistakes(spec: &JobSpec, dataset: &Dataset) -> Vec<SpecError> {
     if let (None, Some(validation)) = (&spec.data.image_size, spec.data.validation_size)
         && validation < info.height
     {
-        let detail =
-            format!("{validation} pixels are less than the pictures' own {0}; give {0} or more", info.height);
+        let detail = format!("{validation} pixels, but the pictures have {0}; give {0} or more", info.height);
         mistake("/data/validation_size", detail);
     }
     let samples = training_samples(spec, dataset);

@@ -204,8 +204,8 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_condition_is_refused_with_what_was_meant() {
-        for (text, words) in [
+    fn invalid_conditions_are_refused_with_a_suggestion() {
+        for (text, expected) in [
             ("train.lr", "needs a key"),
             ("train.lr!0.1", "needs a key"),
             ("train.lr>", "no value for train.lr"),
@@ -222,12 +222,12 @@ mod tests {
             ("'; DROP TABLE jobs; --=1", "is not a setting"),
         ] {
             let reported = mistake(text);
-            assert!(reported.contains(words), "{text}: {reported}");
+            assert!(reported.contains(expected), "{text}: {reported}");
         }
     }
 
     #[test]
-    fn ten_conditions_are_read_and_a_value_of_200_characters_and_no_more() {
+    fn conditions_and_the_length_of_values_are_limited() {
         let many = |n: usize| vec!["train.lr>0"; n].join(",");
         assert_eq!(parse(Some(&many(10))).unwrap().len(), 10);
         assert!(mistake(&many(11)).contains("at most 10"));

@@ -146,12 +146,12 @@ mod tests {
     fn a_finished_run_is_diagnosed_by_its_accuracies() {
         const FLAT: &[f64] = &[0.3, 0.5, 0.7, 0.7, 0.7, 0.7, 0.7, 0.7, 0.7, 0.7];
         const RISING: &[f64] = &[0.1, 0.2, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65];
-        for (training, validations, pictures, said) in [
-            // Nothing was validated, and nothing is wrong.
+        for (training, validations, pictures, expected) in [
+            // No validation, or no problem.
             (Some(0.9), &[][..], Some(1000), None),
             (Some(0.99), &[0.9, 0.98], Some(1000), None),
             (Some(0.93), &[0.91, 0.91, 0.91], Some(1000), None),
-            // Few pictures are told first, whatever they say; one in two of a hundred is certain enough.
+            // Too few pictures come before other findings; 100 pictures are enough.
             (Some(0.5), &[1.0], Some(4), Some("with 4 pictures the accuracy is certain only to ± 24 points")),
             (Some(0.5), RISING, Some(20), Some("Too few validation pictures to tell: with 20 pictures")),
             (Some(0.5), &[0.5], Some(100), Some("low, too (50.0 %)")),
@@ -163,11 +163,11 @@ mod tests {
                 Some("still rising at the end (by 10.0 points in the last fifth)"),
             ),
             (None, RISING, Some(5000), Some("train.epochs")),
-            // Nothing is left to learn from the training pictures.
+            // The training accuracy cannot rise any more.
             (Some(0.999), RISING, Some(5000), Some("overfits")),
             (Some(0.99), FLAT, Some(5000), Some("Training accuracy is 99.0 %, validation accuracy 70.0 %")),
             (Some(0.72), FLAT, Some(5000), Some("raise train.lr or train longer")),
-            // Training on mixed pictures says nothing of this.
+            // With mixed pictures there is no training accuracy.
             (None, FLAT, Some(5000), None),
             // A difference within the margin of the validation is no gap.
             (Some(0.79), &[0.7, 0.7, 0.7], Some(95), Some("low, too")),
@@ -175,16 +175,16 @@ mod tests {
         ] {
             let course = Course { training, validations: validations.to_vec(), pictures };
             let found = course.diagnosis();
-            let fits = match (&found, said) {
-                (Some(found), Some(said)) => found.contains(said),
-                (found, said) => found.is_none() && said.is_none(),
+            let fits = match (&found, expected) {
+                (Some(found), Some(expected)) => found.contains(expected),
+                (found, expected) => found.is_none() && expected.is_none(),
             };
-            assert!(fits, "{training:?} {validations:?} {pictures:?}: {found:?}, not {said:?}");
+            assert!(fits, "{training:?} {validations:?} {pictures:?}: {found:?}, not {expected:?}");
         }
     }
 
     #[test]
-    fn a_rise_is_of_the_last_fifth_over_the_one_before() {
+    fn a_rise_compares_the_last_fifth_with_the_fifth_before() {
         let near = |values: &[f64], expected: Option<f64>| match (rise(values), expected) {
             (Some(found), Some(expected)) => assert!((found - expected).abs() < 1e-9, "{values:?}: {found}"),
             (found, expected) => assert_eq!(found, expected, "{values:?}"),

@@ -133,12 +133,12 @@ pub(crate) async fn list(
     let pages = Pages::new("events", ORDER).of_job(job.id.as_str());
     let mut after: u64 = pages.read(query.cursor.as_deref())?.unwrap_or(0);
     let (mut items, mut bytes, mut examined, mut full) = (Vec::new(), 0, 0, false);
-    let _turn = large::turn(limit).await?;
+    let _permit = large::permit(limit).await?;
     let limit = limit as usize;
     while !full {
         let rows = store.events(&job.id, after, ROWS).await?;
         examined += rows.len();
-        let last = rows.len() < ROWS as usize;
+        let ends = rows.len() < ROWS as usize;
         // Lets other requests run between two queries.
         tokio::task::yield_now().await;
         'rows: for row in rows {
@@ -165,7 +165,7 @@ pub(crate) async fn list(
             }
             after = after.max(row.seq);
         }
-        if last && !full {
+        if ends && !full {
             return large::json(EventList { events: Elements { items, fields }, next_cursor: None }).await;
         }
         full = full || examined >= MAX_EXAMINED;
@@ -214,7 +214,7 @@ mod tests {
             EventBody::Network { attempt: 1 },
             EventBody::Alert { attempt: 1, alert },
         ];
-        assert_eq!(bodies.len(), TYPES.len(), "one of each");
+        assert_eq!(bodies.len(), TYPES.len(), "one body of each type");
         for body in bodies {
             let Value::Object(body) = serde_json::to_value(&body).unwrap() else { panic!("an object") };
             for name in body.keys() {

@@ -198,10 +198,10 @@ mod tests {
     async fn a_checkpoint_s_header_is_read_up_to_16_mib() {
         let dir = tempfile::tempdir().unwrap();
         let trained = async |bytes: u64| {
-            let about = r#"{"__metadata__": {"classes": "[\"cat\"]", "channels": "3", "image_size": "32"}}"#;
+            let header = r#"{"__metadata__": {"classes": "[\"cat\"]", "channels": "3", "image_size": "32"}}"#;
             let mut file = bytes.to_le_bytes().to_vec();
-            file.extend_from_slice(about.as_bytes());
-            // Writers align what follows with spaces.
+            file.extend_from_slice(header.as_bytes());
+            // Headers are padded with spaces.
             file.resize(8 + bytes as usize, b' ');
             std::fs::write(dir.path().join("model.safetensors"), file).unwrap();
             Trained::of(dir.path()).await

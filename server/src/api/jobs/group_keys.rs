@@ -130,13 +130,13 @@ mod tests {
     }
 
     #[test]
-    fn one_to_three_things_are_grouped_by_and_each_once() {
+    fn jobs_are_grouped_by_one_to_three_different_keys() {
         let lr = GroupBy::Setting { table: "train", key: "lr", holds: SettingKind::Number };
         assert_eq!(by("train.lr").unwrap(), [lr]);
-        assert_eq!(by("lr").unwrap(), [lr], "one table alone has it");
+        assert_eq!(by("lr").unwrap(), [lr], "only one table has this key");
         assert_eq!(by("tag, spec.train.lr,project").unwrap(), [GroupBy::Tag, lr, GroupBy::Project]);
         assert_eq!(by("spec.project").unwrap(), [GroupBy::Project]);
-        for (text, words) in [
+        for (text, expected) in [
             ("", "1 to 3"),
             ("tag,owner,state,name", "names 4"),
             ("train.lr,spec.train.lr", "twice"),
@@ -145,12 +145,12 @@ mod tests {
             ("x'; DROP TABLE jobs", "not a setting"),
         ] {
             let reported = mistake(by(text));
-            assert!(reported.contains(words), "{text}: {reported}");
+            assert!(reported.contains(expected), "{text}: {reported}");
         }
     }
 
     #[test]
-    fn a_group_is_one_fitting_value_for_each() {
+    fn a_group_has_one_value_of_the_right_type_for_each_key() {
         let of = |by, values| group(Some(by), Some(values));
         assert_eq!(group(None, None).unwrap(), []);
         assert_eq!(group(Some(""), Some("")).unwrap(), []);

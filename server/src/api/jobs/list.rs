@@ -218,7 +218,7 @@ pub(crate) async fn list(
     let with_notes = fields.as_ref().is_some_and(|fields| fields.has("notes"));
     let filter = JobFilter { with_notes, ..query.filter(&caller)? };
     let metrics = metrics(query.metrics.as_deref())?;
-    let _turn = large::turn(filter.limit).await?;
+    let _permit = large::permit(filter.limit).await?;
     let mut page = store.jobs(&filter).await?;
     for job in &mut page.jobs {
         // All metrics would be most of a long list.
@@ -243,10 +243,10 @@ mod tests {
     };
 
     #[test]
-    fn every_field_of_a_job_can_be_asked_for() {
+    fn every_field_of_a_job_can_be_requested() {
         let RefOr::T(Schema::Object(job)) = Job::schema() else { panic!("a job is an object") };
         let mut documented: Vec<_> = job.properties.keys().map(String::as_str).collect();
-        // Only the answer to a submission has warnings, and only that for one job its diagnosis.
+        // Only the response to a submission has warnings, and only the response for one job has a diagnosis.
         documented.retain(|name| !["warnings", "diagnosis"].contains(name));
         documented.sort_unstable();
         let mut fields = FIELDS.to_vec();
@@ -255,10 +255,12 @@ mod tests {
     }
 
     #[test]
-    fn metrics_are_those_that_there_are() {
+    fn unknown_metrics_are_refused() {
         assert_eq!(metrics(Some(" grad_norm, step_ms")).unwrap(), ["grad_norm", "step_ms"]);
         assert!(metrics(None).unwrap().is_empty());
-        let Err(Error::BadRequest(reported)) = metrics(Some("grad_nrom")) else { panic!("it is none") };
+        let Err(Error::BadRequest(reported)) = metrics(Some("grad_nrom")) else {
+            panic!("the metric does not exist")
+        };
         assert!(
             reported.contains("no metric \"grad_nrom\"") && reported.contains("did you mean \"grad_norm\"?"),
             "{reported}"

@@ -51,8 +51,8 @@ pub(crate) struct LogsQuery {
     after: u64,
     /// Only lines before the event with this number.
     before: Option<u64>,
-    /// Page size in lines, 1 to 10000 (default 1000). Lines that a rank reported together are never split, so a page may have fewer lines,
-    /// or more if a single report has more. A page also ends after 4 MiB.
+    /// Page size in lines, 1 to 10000 (default 1000). A page contains whole reports of ranks. So it may have fewer lines, or more if its
+    /// only report has more. A page also ends after 4 MiB.
     #[param(minimum = 1, maximum = 10000)]
     limit: Option<u32>,
     /// `seq` for the oldest line first (default), `-seq` for the newest line first.
@@ -93,7 +93,7 @@ struct Found {
 }
 
 impl Found {
-    /// Keeps the first or newest lines of complete events: at most `limit` lines, unless a single event has more.
+    /// Keeps the oldest or newest lines of complete events: at most `limit` lines, unless a single event has more.
     fn at_most(mut self, limit: usize, newest: bool) -> Self {
         let all = self.lines.len();
         let (Some(first), Some(last)) = (self.lines.first(), self.lines.last()) else { return self };
@@ -149,7 +149,7 @@ pub(crate) async fn query(
     let job = jobs::find(&scheduler, &id).await?;
     let accepts = headers.get(header::ACCEPT).and_then(|v| v.to_str().ok()).unwrap_or_default();
     if let Some(format) = query.format.as_deref().filter(|format| *format != "text") {
-        return Err(Error::BadRequest(format!("format is text or absent, is {:?}", shortened(format))));
+        return Err(Error::BadRequest(format!("format is text or absent, not {:?}", shortened(format))));
     }
     let newest = query.newest_first()?;
     let limit = count("limit", query.limit, DEFAULT_LINES, MAX_LINES)?;
@@ -169,7 +169,7 @@ pub(crate) async fn query(
             newest: false,
             containing: query.q,
         };
-        return Ok(plain(store, job.id, filter));
+        return Ok(text_file(store, job.id, filter));
     }
     let filter = LogFilter {
         rank: query.rank,
@@ -187,8 +187,8 @@ pub(crate) async fn query(
         let found = search(&*store, &job, filter, q).await?;
         return found.at_most(limit as usize, newest).page(pages, newest).await;
     }
-    let LogPage { events, ends, full } = store.logs(&job_id(&id)?, &filter).await?;
-    let next = ends.filter(|_| full).map(|(first, last)| if newest { first } else { last });
+    let LogPage { events, range, full } = store.logs(&job_id(&id)?, &filter).await?;
+    let next = range.filter(|_| full).map(|(first, last)| if newest { first } else { last });
     let found = Found { lines: lines(events, query.q.as_deref()), next };
     found.at_most(limit as usize, newest).page(pages, newest).await
 }
@@ -209,14 +209,14 @@ async fn search(store: &dyn Store, job: &Job, filter: LogFilter, q: &str) -> Res
             (low, Some(high.min(low.saturating_add(SEARCH_EVENTS))))
         };
         let (from, to) = (filter.after, filter.before.unwrap_or(high));
-        let LogPage { events, ends, full } = store.logs(&job.id, &filter).await?;
+        let LogPage { events, range, full } = store.logs(&job.id, &filter).await?;
         let part = lines(events, Some(q));
         let next = if filter.newest {
-            high = ends.filter(|_| full).map_or(from + 1, |(first, _)| first);
+            high = range.filter(|_| full).map_or(from + 1, |(first, _)| first);
             found.splice(0..0, part);
             high
         } else {
-            low = ends.filter(|_| full).map_or(to.saturating_sub(1), |(_, last)| last);
+            low = range.filter(|_| full).map_or(to.saturating_sub(1), |(_, last)| last);
             found.extend(part);
             low
         };
@@ -245,14 +245,14 @@ fn lines(events: Vec<Event>, containing: Option<&str>) -> Vec<Line> {
 
 /// Returns a text file with time, rank and text of each line. If the request names a rank, lines have only the text, as in the rank's log
 /// file.
-fn plain(store: Arc<dyn Store>, job: lockstep_protocol::JobId, filter: LogFilter) -> Response {
+fn text_file(store: Arc<dyn Store>, job: lockstep_protocol::JobId, filter: LogFilter) -> Response {
     let rank = filter.rank.map(|r| format!("-rank{r}")).unwrap_or_default();
     let name = format!("attachment; filename=\"{job}{rank}.log\"");
     let parts = stream::try_unfold(Some(filter), move |filter| {
         let (store, job) = (store.clone(), job.clone());
         async move {
             let Some(filter) = filter else { return Ok(None) };
-            let LogPage { events, ends, full } =
+            let LogPage { events, range, full } =
                 store.logs(&job, &filter).await.map_err(std::io::Error::other)?;
             let mut text = String::new();
             for Line { rank, line, .. } in lines(events, filter.containing.as_deref()) {
@@ -261,7 +261,7 @@ fn plain(store: Arc<dyn Store>, job: lockstep_protocol::JobId, filter: LogFilter
                     None => writeln!(text, "{} rank {rank}  {}", line.at, line.text),
                 };
             }
-            let next = ends.filter(|_| full).map(|(_, last)| LogFilter { after: last, ..filter });
+            let next = range.filter(|_| full).map(|(_, last)| LogFilter { after: last, ..filter });
             Ok::<_, std::io::Error>(Some((text, next)))
         }
     });

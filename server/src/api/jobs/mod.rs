@@ -26,7 +26,7 @@ mod sorting;
 pub(crate) mod stream;
 pub(crate) mod submission;
 
-pub(super) use check::{Checked, Plan, check, check_sweep, no_dataset, training_samples};
+pub(super) use check::{CheckReport, Checked, check, check_sweep, no_dataset, training_samples};
 pub(crate) use create::submit;
 pub(super) use create::{idempotency_key, made_before, store};
 pub(crate) use list::ListQuery;

@@ -168,7 +168,7 @@ pub(crate) async fn job(
     let ranks = (0..job.ranks_now())
         .map(|rank| {
             let place = places.iter().find(|p| p.ranks.iter().any(|(r, _)| *r == rank));
-            job_views::RankSeat {
+            job_views::RankPlace {
                 rank,
                 agent: place.map(|place| place.agent.clone()).unwrap_or_default(),
                 report: reports.iter().find(|(r, _)| *r == rank).map(|(_, report)| report.clone()),

@@ -242,7 +242,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_page_continues_where_the_one_before_ended_whatever_has_left_meanwhile() {
+    fn pages_continue_correctly_after_jobs_have_left_the_queue() {
         let ids: Vec<JobId> = (0..4).map(|_| JobId::generate()).collect();
         let queue = |of: &[usize]| -> Vec<(u64, Option<&JobId>)> {
             // The last job is private to another person.
@@ -250,8 +250,8 @@ mod tests {
         };
         let last = (2, Some(ids[1].clone()));
         assert_eq!(behind(&queue(&[0, 1, 2]), &last), 2);
-        assert_eq!(behind(&queue(&[1, 2]), &last), 1, "one before it has started");
-        assert_eq!(behind(&queue(&[0, 2]), &last), 1, "it has started itself");
+        assert_eq!(behind(&queue(&[1, 2]), &last), 1, "a job before it has started");
+        assert_eq!(behind(&queue(&[0, 2]), &last), 1, "the last job has started");
         assert_eq!(behind(&queue(&[]), &last), 0);
         assert_eq!(behind(&queue(&[0, 3, 2]), &(2, None)), 2, "a private job has only a place");
         assert_eq!(behind(&queue(&[0, 1, 2]), &(u64::MAX, None)), 3);

@@ -114,7 +114,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_setting_is_a_sort() {
+    fn jobs_can_be_sorted_by_single_settings() {
         for (path, expected) in [
             ("train.lr", Some(true)),
             ("train.seed", Some(true)),
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_sort_names_each_one_once() {
+    fn an_unknown_sort_is_refused_with_all_names() {
         let Err(Error::BadRequest(detail)) = sort("xxxxxxxxxxxx") else { panic!("it is refused") };
         let names: Vec<_> = detail.split_once("the names are ").expect("all names").1.split(", ").collect();
         let mut once = names.clone();

@@ -86,7 +86,7 @@ impl<'a> Pages<'a> {
             _ => {}
         }
         if position.sort != self.sort {
-            return Err(invalid("of another sort"));
+            return Err(invalid("of another query"));
         }
         // Stored texts have no NUL, and Postgres would report it as an error.
         let at = (!has_nul(&position.at)).then(|| serde_json::from_value(position.at).ok()).flatten();

@@ -368,9 +368,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_way_back_stays_on_this_server() {
-        for ours in ["/", "/jobs", "/jobs?state=running", "/login"] {
-            assert_eq!(return_path(Some(ours)), ours);
+    fn the_return_path_stays_on_this_server() {
+        for path in ["/", "/jobs", "/jobs?state=running", "/login"] {
+            assert_eq!(return_path(Some(path)), path);
         }
         let (longest, longer) =
             (format!("/{}", "a".repeat(MAX_NEXT_BYTES - 1)), format!("/{}", "a".repeat(MAX_NEXT_BYTES)));

@@ -261,7 +261,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_subject_is_one_word_of_a_shell() {
+    fn subjects_are_quoted_for_a_shell() {
         assert_eq!(quoted("2489-a_b"), "2489-a_b");
         assert_eq!(quoted("auth0|5; rm -rf /"), "'auth0|5; rm -rf /'");
         assert_eq!(quoted("it's"), r"'it'\''s'");

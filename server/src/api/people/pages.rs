@@ -79,17 +79,17 @@ pub(crate) async fn change(
     Form(form): Form<PeopleForm>,
 ) -> Page {
     let name = form.name.trim().to_owned();
-    let concerns = Extension(AuditSubject(format!("{:?} {name:?}", form.action)));
-    match done(&auth, &name, form).await {
-        Ok(()) => Ok((concerns, Redirect::to("/people")).into_response()),
+    let subject = Extension(AuditSubject(format!("{:?} {name:?}", form.action)));
+    match apply(&auth, &name, form).await {
+        Ok(()) => Ok((subject, Redirect::to("/people")).into_response()),
         Err(error) => {
-            let (status, words) = in_words(error)?;
-            Ok((status, concerns, people_page(&auth, &caller, &name, &words)?).into_response())
+            let (status, text) = form_error(error)?;
+            Ok((status, subject, people_page(&auth, &caller, &name, &text)?).into_response())
         }
     }
 }
 
-async fn done(auth: &Auth, name: &str, form: PeopleForm) -> Result<()> {
+async fn apply(auth: &Auth, name: &str, form: PeopleForm) -> Result<()> {
     let change = |change| people::edit(auth, name, change);
     match form.action {
         Action::Add => {
@@ -111,11 +111,11 @@ async fn done(auth: &Auth, name: &str, form: PeopleForm) -> Result<()> {
     }
 }
 
-/// Returns the status and the text with which a form is shown again.
+/// Returns the status and the text to show with the form.
 ///
 /// # Errors
 /// Returns the error itself if the user cannot correct it in the form.
-pub(crate) fn in_words(error: Error) -> Result<(StatusCode, String)> {
+pub(crate) fn form_error(error: Error) -> Result<(StatusCode, String)> {
     match error {
         Error::Invalid(mistakes) => {
             let each = mistakes.iter().map(|m| format!("{} {}", m.pointer.trim_start_matches('/'), m.detail));
@@ -153,7 +153,7 @@ struct AccountNotice {
     secret: String,
 }
 
-fn account_page(auth: &Auth, caller: &Caller, said: AccountNotice) -> Page {
+fn account_page(auth: &Auth, caller: &Caller, notice: AccountNotice) -> Page {
     let row = caller.person().and_then(|name| auth.access.person(name));
     let has_password = row.as_ref().is_some_and(|row| row.hash.is_some());
     let person = row.map(|row| row.person);
@@ -168,9 +168,9 @@ fn account_page(auth: &Auth, caller: &Caller, said: AccountNotice) -> Page {
             token: caller.token().map(|token| token.name.clone()).unwrap_or_default(),
             tokens,
             scopes: scopes.into_iter().filter(|scope| caller.may(*scope)).collect(),
-            secret: said.secret,
-            done: said.done,
-            error: said.error,
+            secret: notice.secret,
+            done: notice.done,
+            error: notice.error,
             viewer: viewer(caller),
         }
         .render(),
@@ -204,39 +204,39 @@ pub(crate) async fn change_account(
     Extension(peer): Extension<Peer>,
     Form(form): Form<AccountForm>,
 ) -> Page {
-    let concerns = AuditSubject(match &form {
+    let subject = AuditSubject(match &form {
         AccountForm::Password { .. } => "Password".into(),
         AccountForm::Token { name, .. } => format!("Token {name:?}"),
         AccountForm::Revoke { id } => format!("Revoke {id:?}"),
     });
-    let mut answer = match account_done(&auth, &caller, &peer, form).await {
-        Ok(Done::Page(said)) => account_page(&auth, &caller, said)?,
-        Ok(Done::Answer(answer)) => answer,
+    let mut response = match apply_account(&auth, &caller, &peer, form).await {
+        Ok(Outcome::Page(notice)) => account_page(&auth, &caller, notice)?,
+        Ok(Outcome::Response(response)) => response,
         Err(error) => {
-            let (status, error) = in_words(error)?;
+            let (status, error) = form_error(error)?;
             let page = account_page(&auth, &caller, AccountNotice { error, ..AccountNotice::default() })?;
             (status, page).into_response()
         }
     };
-    answer.extensions_mut().insert(concerns);
-    Ok(answer)
+    response.extensions_mut().insert(subject);
+    Ok(response)
 }
 
-enum Done {
+enum Outcome {
     Page(AccountNotice),
-    Answer(Response),
+    Response(Response),
 }
 
-async fn account_done(auth: &Auth, caller: &Caller, peer: &Peer, form: AccountForm) -> Result<Done> {
-    let again = || Done::Answer(Redirect::to("/account?done=true").into_response());
+async fn apply_account(auth: &Auth, caller: &Caller, peer: &Peer, form: AccountForm) -> Result<Outcome> {
+    let reload = || Outcome::Response(Redirect::to("/account?done=true").into_response());
     match form {
         AccountForm::Password { current, new } => {
             let row = people::set_own(auth, caller, peer.address, OwnPassword { current, new }).await?;
             match caller.session() {
-                Some(_) => Ok(Done::Answer(
+                Some(_) => Ok(Outcome::Response(
                     login::sign_in_person(auth, peer, &row, "/account?done=true", SESSION_LIFE).await?,
                 )),
-                None => Ok(again()),
+                None => Ok(reload()),
             }
         }
         AccountForm::Token { name, scope, days } => {
@@ -255,11 +255,11 @@ async fn account_done(auth: &Auth, caller: &Caller, peer: &Peer, form: AccountFo
             let expires_in_secs = days.map(|days| u64::from(days) * 24 * 3600);
             let new = NewToken { name, scope, agent: None, expires_in_secs };
             let secret = tokens::make(auth, caller, new).await?.secret;
-            Ok(Done::Page(AccountNotice { secret, ..AccountNotice::default() }))
+            Ok(Outcome::Page(AccountNotice { secret, ..AccountNotice::default() }))
         }
         AccountForm::Revoke { id } => {
-            tokens::end(auth, caller, &id).await?;
-            Ok(again())
+            tokens::revoke_token(auth, caller, &id).await?;
+            Ok(reload())
         }
     }
 }

@@ -263,7 +263,7 @@ pub(crate) async fn revoke(
     Extension(caller): Extension<Caller>,
     Path(id): Path<String>,
 ) -> Result<StatusCode> {
-    end(&auth, &caller, &id).await?;
+    revoke_token(&auth, &caller, &id).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -271,7 +271,7 @@ pub(crate) async fn revoke(
 ///
 /// # Errors
 /// 404: no token that the caller may see has this id. 403: the token allows more than the caller's token.
-pub(crate) async fn end(auth: &Auth, caller: &Caller, id: &str) -> Result<()> {
+pub(crate) async fn revoke_token(auth: &Auth, caller: &Caller, id: &str) -> Result<()> {
     let _one_at_a_time = auth.access.changing.lock().await;
     let found = auth.access.token(id).filter(|row| is_seen(&row.token, caller));
     let row = found.ok_or_else(|| Error::NotFound("no token has this id".into()))?;
@@ -280,7 +280,7 @@ pub(crate) async fn end(auth: &Auth, caller: &Caller, id: &str) -> Result<()> {
         let detail = "this token allows more than the one that you use, which cannot revoke it; sign in with your password, or ask an admin";
         return Err(Error::Forbidden(detail.into()));
     }
-    // Tokens that were made with this one are revoked first, so that none stays valid if a write fails.
+    // Tokens that were made with this token are revoked first, so that no such token stays valid if a write fails.
     let mut ending = vec![row];
     let all = auth.access.tokens();
     let mut next = 0;

@@ -170,24 +170,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ten_failures_a_minute_of_an_address_are_told_apart_from_floods() {
+    fn each_address_may_fail_ten_times_a_minute() {
         let attempts = Attempts::default();
         let (here, there): (IpAddr, IpAddr) = ([127, 0, 0, 1].into(), [10, 0, 0, 1].into());
         for _ in 0..MAX_FAILURES {
             assert_eq!(attempts.failed(here), Ok(()));
         }
-        let wait = attempts.failed(here).expect_err("one too many");
+        let wait = attempts.failed(here).expect_err("too many failures");
         assert!(wait <= WINDOW && wait > Duration::ZERO, "{wait:?}");
-        assert!(attempts.begin("ada", here).is_err(), "passwords are counted with them");
+        assert!(attempts.begin("ada", here).is_err(), "passwords are counted, too");
         assert_eq!(attempts.failed(there), Ok(()), "another address");
-        if let Some(long_ago) = Instant::now().checked_sub(WINDOW) {
-            attempts.counters().addresses.get_mut(&here).unwrap().1 = long_ago;
+        if let Some(earlier) = Instant::now().checked_sub(WINDOW) {
+            attempts.counters().addresses.get_mut(&here).unwrap().1 = earlier;
             assert_eq!(attempts.failed(here), Ok(()), "a minute later");
         }
     }
 
     #[test]
-    fn addresses_that_are_remembered_have_an_end() {
+    fn the_number_of_remembered_addresses_is_limited() {
         let attempts = Attempts::default();
         for n in 0..ADDRESSES as u32 {
             assert_eq!(attempts.failed(IpAddr::from(n.to_be_bytes())), Ok(()));
@@ -197,22 +197,22 @@ mod tests {
     }
 
     #[test]
-    fn a_name_is_guessed_from_many_addresses_no_more_often_than_its_limit() {
+    fn guesses_of_a_name_from_many_addresses_are_limited() {
         let attempts = Attempts::default();
         let address = |n: u32| IpAddr::from((0x0a00_0000 + n).to_be_bytes());
         for n in 0..MAX_FAILURES_OF_A_NAME {
             assert_eq!(attempts.begin("ada", address(n)), Ok(false), "{n}");
         }
-        assert!(attempts.begin("ada", address(MAX_FAILURES_OF_A_NAME)).is_err(), "one past it");
+        assert!(attempts.begin("ada", address(MAX_FAILURES_OF_A_NAME)).is_err(), "above the limit");
         assert_eq!(attempts.begin("bob", address(0)), Ok(false), "another name");
-        if let Some(long_ago) = Instant::now().checked_sub(WINDOW) {
-            attempts.counters().names.get_mut("ada").unwrap().1 = long_ago;
+        if let Some(earlier) = Instant::now().checked_sub(WINDOW) {
+            attempts.counters().names.get_mut("ada").unwrap().1 = earlier;
             assert_eq!(attempts.begin("ada", address(MAX_FAILURES_OF_A_NAME)), Ok(false), "a minute later");
         }
     }
 
     #[test]
-    fn where_a_person_has_signed_in_before_guesses_of_others_do_not_count() {
+    fn guesses_of_others_do_not_lock_out_known_addresses() {
         let attempts = Attempts::default();
         let (office, elsewhere): (IpAddr, IpAddr) = ([10, 0, 0, 1].into(), [10, 0, 0, 2].into());
         for n in 0..100 {
@@ -226,17 +226,17 @@ mod tests {
         for n in 3..200 {
             let _ = attempts.begin("ada", [10, 0, 0, n].into());
         }
-        assert!(attempts.begin("ada", elsewhere).is_err(), "her name is being guessed");
+        assert!(attempts.begin("ada", elsewhere).is_err(), "there were too many guesses of her name");
         for n in 0..MAX_FAILURES {
             assert_eq!(attempts.begin("ada", office), Ok(true), "{n}");
         }
-        assert!(attempts.begin("ada", office).is_err(), "there, too, ten guesses and no more");
+        assert!(attempts.begin("ada", office).is_err(), "ten guesses are allowed there, too");
         attempts.not_checked("ada", office);
-        assert_eq!(attempts.begin("ada", office), Ok(true), "one of them was none");
+        assert_eq!(attempts.begin("ada", office), Ok(true), "one attempt does not count");
     }
 
     #[test]
-    fn names_that_are_remembered_have_an_end() {
+    fn the_number_of_remembered_names_is_limited() {
         let attempts = Attempts::default();
         for n in 0..=NAMES as u32 {
             let from = IpAddr::from((n / 5).to_be_bytes());
@@ -245,6 +245,9 @@ mod tests {
         }
         let counters = attempts.counters();
         assert_eq!((counters.names.len(), counters.familiar.len()), (NAMES, NAMES));
-        assert!(!counters.names.contains_key("n0") && counters.names.contains_key("n1"), "the oldest went");
+        assert!(
+            !counters.names.contains_key("n0") && counters.names.contains_key("n1"),
+            "the oldest was removed"
+        );
     }
 }

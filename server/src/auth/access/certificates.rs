@@ -76,13 +76,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_that_was_revoked_takes_certificates_that_begin_later() {
+    fn after_a_revocation_only_certificates_that_begin_later_are_accepted() {
         let access = Access::new(true);
         let at = |second: i64| Timestamp::from_second(second).unwrap();
         let caller = access.by_certificate("node-a", at(100)).unwrap();
         let token = caller.token().unwrap();
         assert_eq!((token.agent.as_deref(), token.scope), (Some("node-a"), Scope::Agent));
-        assert!(is_certificate(token) && access.valid_tokens() == 0, "it is no secret that counts");
+        assert!(
+            is_certificate(token) && access.valid_tokens() == 0,
+            "certificates are not counted as tokens"
+        );
         let mut row = access.token(&certificate_id("node-a")).unwrap();
         row.token.agent_id = Some("1".into());
         row.token.revoked_at = Some(at(200));
@@ -90,16 +93,16 @@ mod tests {
         for begins in [100, 200] {
             assert!(matches!(access.by_certificate("node-a", at(begins)), Err(Denied::Revoked)), "{begins}");
         }
-        // The name is bound again.
+        // The name can be bound again.
         let again = access.by_certificate("node-a", at(201)).unwrap();
         assert_eq!(again.token().unwrap().agent_id, None);
-        // Those from before stay refused, also when a later one was used.
+        // Earlier certificates stay refused after a later one was used.
         for begins in [100, 200] {
             assert!(matches!(access.by_certificate("node-a", at(begins)), Err(Denied::Revoked)), "{begins}");
         }
         assert_eq!(access.past_of("node-a").len(), 1);
         assert_eq!(access.past_of("node").len(), 0);
-        // What was revoked is remembered, however long ago that was.
+        // Revocations are never forgotten.
         let mut row = access.token(&certificate_id("node-a")).unwrap();
         row.token.revoked_at = Some(at(300));
         access.put_token(row);

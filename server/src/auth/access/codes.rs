@@ -65,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_code_is_good_once_for_ten_minutes_and_among_the_newest_ten_of_its_token() {
+    fn codes_can_be_used_once_expire_and_are_limited() {
         let codes = Codes::default();
         let code = codes.make("t", None).unwrap();
         assert_eq!(codes.take("another"), None);
@@ -78,17 +78,16 @@ mod tests {
         assert_eq!((codes.take(&mine), codes.take(&other)), (None, Some(("u".into(), None))));
 
         let late = codes.make("t", None).unwrap();
-        let long_ago = Instant::now().checked_sub(LIFE);
-        if let Some(then) = long_ago {
+        if let Some(then) = Instant::now().checked_sub(LIFE) {
             codes.0.lock().unwrap().values_mut().for_each(|code| code.made = then);
             assert!(!codes.has(&late));
-            assert_eq!(codes.take(&late), None, "ten minutes are over");
+            assert_eq!(codes.take(&late), None, "it has expired");
         }
 
-        let another_s = codes.make("u", None).unwrap();
-        let made: Vec<_> = (0..=MAX_CODES).map(|_| codes.make("t", None).unwrap()).collect();
-        assert!(codes.has(&another_s), "nobody else's");
-        assert_eq!(codes.take(&made[0]), None, "one too many");
-        assert!(made[1..].iter().all(|code| codes.take(code).is_some()));
+        let other_code = codes.make("u", None).unwrap();
+        let all: Vec<_> = (0..=MAX_CODES).map(|_| codes.make("t", None).unwrap()).collect();
+        assert!(codes.has(&other_code), "codes of other tokens stay");
+        assert_eq!(codes.take(&all[0]), None, "the oldest code was removed");
+        assert!(all[1..].iter().all(|code| codes.take(code).is_some()));
     }
 }

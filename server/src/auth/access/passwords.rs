@@ -51,7 +51,7 @@ impl fmt::Debug for Password {
 /// Hashes passwords, a limited number at the same time.
 #[derive(Debug)]
 pub(super) struct Passwords {
-    turns: Arc<Semaphore>,
+    permits: Arc<Semaphore>,
     waiting: Arc<Semaphore>,
     /// For [`Lane::Familiar`]: permits to hash, and permits to wait.
     familiar: (Arc<Semaphore>, Arc<Semaphore>),
@@ -61,7 +61,7 @@ impl Default for Passwords {
     fn default() -> Self {
         let cores = thread::available_parallelism().map_or(1, usize::from);
         Self {
-            turns: Arc::new(Semaphore::new((cores / 2).clamp(1, MAX_CONCURRENT))),
+            permits: Arc::new(Semaphore::new((cores / 2).clamp(1, MAX_CONCURRENT))),
             waiting: Arc::new(Semaphore::new(MAX_WAITING)),
             familiar: (Arc::new(Semaphore::new(1)), Arc::new(Semaphore::new(MAX_WAITING))),
         }
@@ -104,23 +104,23 @@ impl Passwords {
         lane: Lane,
         work: impl FnOnce() -> Result<T, String> + Send + 'static,
     ) -> Result<T, PasswordError> {
-        let turn = self.turn(lane).await?;
+        let permit = self.permit(lane).await?;
         let done = tokio::task::spawn_blocking(move || {
             // Held until the hash is computed, even if the request is cancelled.
-            let _turn = turn;
+            let _permit = permit;
             work()
         });
         done.await.map_err(|error| PasswordError::Failed(error.to_string()))?.map_err(PasswordError::Failed)
     }
 
-    async fn turn(&self, lane: Lane) -> Result<OwnedSemaphorePermit, PasswordError> {
-        let (turns, waiting) = match lane {
-            Lane::Strangers => (&self.turns, &self.waiting),
+    async fn permit(&self, lane: Lane) -> Result<OwnedSemaphorePermit, PasswordError> {
+        let (permits, waiting) = match lane {
+            Lane::Strangers => (&self.permits, &self.waiting),
             Lane::Familiar => (&self.familiar.0, &self.familiar.1),
         };
         let _waiting = waiting.clone().try_acquire_owned().map_err(|_| PasswordError::Busy)?;
-        let turn = tokio::time::timeout(WAIT_TIMEOUT, turns.clone().acquire_owned()).await;
-        turn.map_err(|_| PasswordError::Busy)?.map_err(|_| PasswordError::Busy)
+        let permit = tokio::time::timeout(WAIT_TIMEOUT, permits.clone().acquire_owned()).await;
+        permit.map_err(|_| PasswordError::Busy)?.map_err(|_| PasswordError::Busy)
     }
 }
 
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_hash_is_argon2id_with_a_salt_of_its_own_and_knows_its_password() {
+    async fn hashes_are_salted_argon2id_and_verify_their_password() {
         let passwords = Passwords::default();
         let first = passwords.hash(password("correct horse")).await.unwrap();
         let second = passwords.hash(password("correct horse")).await.unwrap();
@@ -160,11 +160,11 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn so_many_wait_and_one_more_is_told_to_come_back() {
+    async fn the_number_of_waiting_checks_is_limited() {
         let passwords = Arc::new(Passwords::default());
-        // Every turn is taken.
-        let turns = passwords.turns.available_permits() as u32;
-        let taken = passwords.turns.clone().acquire_many_owned(turns).await.unwrap();
+        // All permits are taken.
+        let permits = passwords.permits.available_permits() as u32;
+        let taken = passwords.permits.clone().acquire_many_owned(permits).await.unwrap();
         let waiting: Vec<_> = (0..MAX_WAITING)
             .map(|_| {
                 let passwords = passwords.clone();
@@ -181,16 +181,19 @@ mod tests {
             Err(PasswordError::Busy)
         ));
         let familiar = passwords.verify(password("x"), None, Lane::Familiar).await;
-        assert!(familiar.is_ok(), "who has signed in before does not wait behind them");
+        assert!(familiar.is_ok(), "known addresses do not wait behind strangers");
         for one in waiting.iter().skip(1) {
             one.abort();
         }
         drop(taken);
         let mut waiting = waiting.into_iter();
-        assert!(waiting.next().unwrap().await.unwrap(), "it had its turn");
+        assert!(waiting.next().unwrap().await.unwrap(), "the waiting check is done");
         for aborted in waiting {
             assert!(aborted.await.is_err());
         }
-        assert!(passwords.verify(password("x"), None, Lane::Strangers).await.is_ok(), "and the next do, too");
+        assert!(
+            passwords.verify(password("x"), None, Lane::Strangers).await.is_ok(),
+            "later checks are done, too"
+        );
     }
 }

@@ -73,14 +73,14 @@ mod tests {
     use std::collections::HashSet;
 
     #[test]
-    fn a_token_is_256_random_bits_and_not_its_hash() {
-        let made: HashSet<String> = (0..100).map(|_| Secret::token().unwrap().text).collect();
-        assert_eq!(made.len(), 100);
-        for text in &made {
+    fn tokens_are_random_and_hidden_in_debug_output() {
+        let tokens: HashSet<String> = (0..100).map(|_| Secret::token().unwrap().text).collect();
+        assert_eq!(tokens.len(), 100);
+        for text in &tokens {
             assert!(is_token(text), "{text}");
             assert_eq!(hash(text).len(), 64);
         }
-        let one = made.iter().next().unwrap();
+        let one = tokens.iter().next().unwrap();
         for wrong in ["", "lockstep_", "lockstep_x", "hunter2", &one[..one.len() - 2], &format!("{one}AA")] {
             assert!(!is_token(wrong), "{wrong}");
         }
@@ -88,13 +88,13 @@ mod tests {
     }
 
     #[test]
-    fn hashes_are_the_same_in_every_place_or_not() {
+    fn hashes_are_equal_only_if_every_character_is() {
         let a = hash("a");
         assert!(same(&a, &hash("a")));
-        for place in 0..a.len() {
+        for index in 0..a.len() {
             let mut other = a.clone().into_bytes();
-            other[place] ^= 1;
-            assert!(!same(&a, std::str::from_utf8(&other).unwrap()), "{place}");
+            other[index] ^= 1;
+            assert!(!same(&a, std::str::from_utf8(&other).unwrap()), "{index}");
         }
         assert!(!same(&a, &a[1..]) && !same("", &a) && same("", ""));
     }

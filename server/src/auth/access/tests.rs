@@ -15,7 +15,7 @@ fn session(token_id: &str, secret: &Secret, created_at: Timestamp) -> SessionRow
 }
 
 #[test]
-fn a_revoked_token_ends_its_sessions_and_a_sign_out_ends_one() {
+fn revoking_a_token_ends_all_its_sessions_and_signing_out_ends_one() {
     let access = Access::new(true);
     let (token, first, second) =
         (Secret::token().unwrap(), Secret::plain().unwrap(), Secret::plain().unwrap());
@@ -26,8 +26,8 @@ fn a_revoked_token_ends_its_sessions_and_a_sign_out_ends_one() {
     let caller = access.by_session(&second.text).expect("signed in");
     assert!(caller.may(Scope::Admin) && !caller.may(Scope::Agent));
     assert_eq!(caller.session(), Some(second.hash.as_str()));
-    assert!(access.by_token(&first.text).is_err(), "a cookie is no token");
-    assert!(access.by_session(&token.text).is_none(), "and a token no cookie");
+    assert!(access.by_token(&first.text).is_err(), "a cookie is not accepted as a token");
+    assert!(access.by_session(&token.text).is_none(), "a token is not accepted as a cookie");
     assert!(access.remove_session(&first.hash) && access.by_session(&first.text).is_none());
     assert!(access.by_session(&second.text).is_some());
 
@@ -40,7 +40,7 @@ fn a_revoked_token_ends_its_sessions_and_a_sign_out_ends_one() {
 }
 
 #[test]
-fn a_token_expires_to_the_millisecond_and_is_another_after_it_was_replaced() {
+fn tokens_expire_on_time_and_can_be_replaced() {
     let access = Access::new(true);
     let secret = Secret::token().unwrap();
     let mut token = row("t", Scope::Read, &secret);
@@ -63,7 +63,7 @@ fn a_token_expires_to_the_millisecond_and_is_another_after_it_was_replaced() {
 }
 
 #[test]
-fn use_is_stored_once_and_sessions_have_a_limit() {
+fn the_use_of_a_token_is_stored_once_and_its_sessions_are_limited() {
     let access = Access::new(true);
     let secret = Secret::token().unwrap();
     access.put_token(row("t", Scope::Read, &secret));
@@ -71,28 +71,28 @@ fn use_is_stored_once_and_sessions_have_a_limit() {
     access.by_token(&secret.text).expect("valid");
     access.by_token(&secret.text).expect("valid");
     assert_eq!(access.take_used().len(), 1);
-    assert!(access.take_used().is_empty(), "not for every request");
+    assert!(access.take_used().is_empty(), "the use is not stored for every request");
 
     let start = crate::now();
     let (other, earlier) = (Secret::token().unwrap(), Secret::plain().unwrap());
     access.put_token(row("other", Scope::Admin, &other));
     assert!(access.put_session(session("other", &earlier, start)).is_empty());
-    let made: Vec<_> = (0..=SESSIONS_OF_A_TOKEN as u64)
+    let added: Vec<_> = (0..=SESSIONS_OF_A_TOKEN as u64)
         .map(|n| {
             let secret = Secret::plain().unwrap();
-            let gone = access.put_session(session("t", &secret, start + Duration::from_millis(n)));
-            (secret, gone)
+            let removed = access.put_session(session("t", &secret, start + Duration::from_millis(n)));
+            (secret, removed)
         })
         .collect();
-    let (last, others) = made.split_last().unwrap();
-    assert!(others.iter().all(|(_, gone)| gone.is_empty()));
-    assert_eq!(last.1, [made[0].0.hash.clone()], "the token's oldest makes room");
-    assert!(access.by_session(&made[0].0.text).is_none() && access.by_session(&made[1].0.text).is_some());
-    assert!(access.by_session(&earlier.text).is_some(), "nobody else is signed out");
+    let (last, others) = added.split_last().unwrap();
+    assert!(others.iter().all(|(_, removed)| removed.is_empty()));
+    assert_eq!(last.1, [added[0].0.hash.clone()], "the oldest session of the token is removed");
+    assert!(access.by_session(&added[0].0.text).is_none() && access.by_session(&added[1].0.text).is_some());
+    assert!(access.by_session(&earlier.text).is_some(), "sessions of other tokens stay");
 }
 
 #[test]
-fn all_sessions_have_a_limit() {
+fn the_number_of_all_sessions_is_limited() {
     let access = Access::new(true);
     let start = crate::now();
     let mut first = None;
@@ -102,10 +102,10 @@ fn all_sessions_have_a_limit() {
             access.put_token(row(&id, Scope::Read, &Secret::token().unwrap()));
         }
         let secret = Secret::plain().unwrap();
-        let gone = access.put_session(session(&id, &secret, start + Duration::from_millis(n as u64)));
+        let removed = access.put_session(session(&id, &secret, start + Duration::from_millis(n as u64)));
         let first = first.get_or_insert(secret);
         let expected = if n == SESSIONS { vec![first.hash.clone()] } else { Vec::new() };
-        assert_eq!(gone, expected, "{n}");
+        assert_eq!(removed, expected, "{n}");
     }
 }
 
@@ -113,15 +113,15 @@ fn all_sessions_have_a_limit() {
 fn a_session_ends_with_its_token() {
     let access = Access::new(true);
     let (token, cookie) = (Secret::token().unwrap(), Secret::plain().unwrap());
-    let mut ending = row("t", Scope::Read, &token);
-    ending.token.expires_at = Some(crate::now() - Duration::from_secs(1));
-    access.put_token(ending);
+    let mut expired = row("t", Scope::Read, &token);
+    expired.token.expires_at = Some(crate::now() - Duration::from_secs(1));
+    access.put_token(expired);
     access.put_session(session("t", &cookie, crate::now()));
-    assert!(access.by_session(&cookie.text).is_none(), "also before anything has looked for what is over");
+    assert!(access.by_session(&cookie.text).is_none(), "also before expired tokens are looked for");
 }
 
 #[test]
-fn a_code_of_a_token_that_is_gone_signs_nobody_in() {
+fn a_login_code_of_a_revoked_token_is_refused() {
     let access = Access::new(true);
     let secret = Secret::token().unwrap();
     access.put_token(row("t", Scope::Submit, &secret));

@@ -57,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_ca_file_has_certificates_and_a_longest() {
+    fn a_ca_file_needs_a_certificate_and_has_a_size_limit() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("ca.pem");
         let add = |content: &[u8]| {

@@ -133,12 +133,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_token_has_up_to_64_kib() {
-        let said = |bytes: usize| match parts(&"a".repeat(bytes)) {
+    fn tokens_of_more_than_64_kib_are_refused() {
+        let detail = |bytes: usize| match parts(&"a".repeat(bytes)) {
             Err(OidcError::Refused(why)) => why,
             other => panic!("{other:?}"),
         };
-        assert!(said(MAX_BYTES).contains("it is not a signed token"));
-        assert!(said(MAX_BYTES + 1).contains("it is too long"));
+        assert!(detail(MAX_BYTES).contains("it is not a signed token"));
+        assert!(detail(MAX_BYTES + 1).contains("it is too long"));
     }
 }

@@ -107,35 +107,35 @@ mod tests {
     }
 
     #[test]
-    fn a_request_is_good_once_in_its_browser_for_ten_minutes() {
+    fn a_request_can_be_used_once_in_its_browser_for_ten_minutes() {
         let requests = OpenRequests::default();
         let (mine, other) = (begin(&requests, 1), begin(&requests, 1));
         assert!(requests.take(&mine.state, &other.cookie).is_none(), "another browser");
         assert!(requests.take(&mine.state, "").is_none() && requests.take("", &mine.cookie).is_none());
-        let request = requests.take(&mine.state, &mine.cookie).expect("nobody has used it up");
+        let request = requests.take(&mine.state, &mine.cookie).expect("the request is open");
         assert_eq!((request.next.as_str(), request.nonce), ("/jobs", mine.nonce));
         assert_eq!(URL_SAFE_NO_PAD.encode(Sha256::digest(&request.verifier)), mine.challenge);
         assert!(requests.take(&mine.state, &mine.cookie).is_none(), "it was used");
         if let Some(then) = Instant::now().checked_sub(LIFE) {
             requests.0.lock().unwrap().values_mut().for_each(|request| request.since = then);
-            assert!(requests.take(&other.state, &other.cookie).is_none(), "ten minutes are over");
+            assert!(requests.take(&other.state, &other.cookie).is_none(), "it has expired");
         }
     }
 
     #[test]
-    fn of_many_open_requests_the_oldest_go_those_of_the_same_address_first() {
+    fn the_oldest_open_requests_are_removed_first_per_address() {
         let requests = OpenRequests::default();
         let elsewhere = begin(&requests, 9);
         let of_one: Vec<_> = (0..=MAX_PER_ADDRESS).map(|_| begin(&requests, 1)).collect();
-        let is_there =
+        let is_open =
             |one: &Opened| requests.0.lock().unwrap().contains_key(&Secret::of(one.state.clone()).hash);
-        assert!(!is_there(&of_one[0]) && of_one[1..].iter().all(is_there) && is_there(&elsewhere));
-        let there = requests.0.lock().unwrap().len();
-        for n in there..MAX_SIGN_INS {
+        assert!(!is_open(&of_one[0]) && of_one[1..].iter().all(is_open) && is_open(&elsewhere));
+        let count = requests.0.lock().unwrap().len();
+        for n in count..MAX_SIGN_INS {
             begin(&requests, 100 + n as u32);
         }
-        assert!(is_there(&elsewhere), "as many as there may be");
+        assert!(is_open(&elsewhere), "at the limit");
         begin(&requests, 50);
-        assert!(!is_there(&elsewhere) && requests.0.lock().unwrap().len() == MAX_SIGN_INS, "one more");
+        assert!(!is_open(&elsewhere) && requests.0.lock().unwrap().len() == MAX_SIGN_INS, "above the limit");
     }
 }

@@ -325,8 +325,8 @@ impl Provider {
         }
         let refusal: Refusal = serde_json::from_slice(&body).unwrap_or_default();
         if status.is_client_error() && !refusal.error.is_empty() {
-            let said = in_words(&refusal.error, refusal.error_description.as_deref());
-            return Err(OidcError::Refused(format!("The provider refuses this sign-in: {said}")));
+            let text = in_words(&refusal.error, refusal.error_description.as_deref());
+            return Err(OidcError::Refused(format!("The provider refuses this sign-in: {text}")));
         }
         Err(unreachable(self.issuer.host(), &format!("{url} answers {status}")))
     }

@@ -5,14 +5,14 @@ fn store(dir: &std::path::Path) -> ArtifactStore {
 }
 
 #[test]
-fn the_newest_is_moved_first_and_each_by_one_worker_at_a_time() {
+fn the_newest_checkpoint_is_moved_first_and_each_by_one_worker() {
     let dir = tempfile::tempdir().unwrap();
     let store = store(dir.path());
     for id in ["old", "new", "old", "newest"] {
         store.note(id);
     }
     assert_eq!(store.take().as_deref(), Some("newest"));
-    // Written anew while it is uploaded: again, when that is done.
+    // Written again while it is uploaded: it is uploaded again afterwards.
     store.note("newest");
     assert_eq!(store.take().as_deref(), Some("old"));
     assert_eq!(store.take().as_deref(), Some("new"));
@@ -20,7 +20,7 @@ fn the_newest_is_moved_first_and_each_by_one_worker_at_a_time() {
     store.done("newest");
     assert_eq!(store.take().as_deref(), Some("newest"));
     assert_eq!(store.take(), None);
-    // One that fails holds up nobody.
+    // A checkpoint that failed does not delay others.
     store.note("other");
     store.note_again("newest");
     store.done("newest");
@@ -29,7 +29,7 @@ fn the_newest_is_moved_first_and_each_by_one_worker_at_a_time() {
 }
 
 #[test]
-fn a_checkpoint_is_on_its_way_while_it_waits_and_while_it_is_uploaded() {
+fn waiting_and_uploading_checkpoints_count_as_uploading() {
     let dir = tempfile::tempdir().unwrap();
     let store = store(dir.path());
     assert!(!store.is_uploading("a"));
@@ -42,11 +42,11 @@ fn a_checkpoint_is_on_its_way_while_it_waits_and_while_it_is_uploaded() {
 }
 
 #[test]
-fn whoever_needs_a_checkpoint_joins_the_fetch_that_runs() {
+fn a_running_fetch_is_shared() {
     let dir = tempfile::tempdir().unwrap();
     let store = store(dir.path());
     let (_, sender) = store.fetch("a");
-    let sender = sender.expect("the first one fetches");
+    let sender = sender.expect("the first caller fetches");
     let (joined, none) = store.fetch("a");
     assert!(none.is_none() && joined.outcome.borrow().is_none());
     store.end_fetch("a", &sender, Err(NotFetched::Missing));
@@ -54,7 +54,7 @@ fn whoever_needs_a_checkpoint_joins_the_fetch_that_runs() {
     drop(sender);
     let (again, none) = store.fetch("a");
     assert!(none.is_none() && again.outcome.borrow().is_some(), "a failure is not tried again at once");
-    // A fetch that broke off counts for nobody.
+    // A fetch that was interrupted can be started again.
     let (_, sender) = store.fetch("b");
     drop(sender);
     assert!(store.fetch("b").1.is_some());
@@ -72,31 +72,34 @@ fn the_pause_after_a_failed_fetch_doubles_up_to_a_minute() {
     assert_eq!(store.fetch("a").0.failures, 1);
     lock(&store.fetches).get_mut("a").unwrap().since -= FETCH_RETRY.first;
     let (_, sender) = store.fetch("a");
-    store.end_fetch("a", &sender.expect("it is tried again"), Err(NotFetched::Missing));
+    store.end_fetch("a", &sender.expect("it can be fetched again"), Err(NotFetched::Missing));
     lock(&store.fetches).get_mut("a").unwrap().since -= FETCH_RETRY.first;
     let (failed, none) = store.fetch("a");
-    assert!(none.is_none() && failed.failures == 2, "now the pause is longer");
+    assert!(none.is_none() && failed.failures == 2, "the pause is longer now");
 }
 
 #[test]
-fn a_full_store_is_told_of_once_until_it_takes_something_again() {
+fn a_failing_store_is_reported_once_until_it_works_again() {
     let mut failing = Failing::default();
-    assert!(!failing.note_success(Asked::Write), "nothing is over that has not begun");
+    assert!(!failing.note_success(Asked::Write), "there was no failure yet");
     assert!(failing.note_failure(Asked::Write) && !failing.note_failure(Asked::Write));
-    // What does not write works all the time.
+    // Reading works the whole time.
     assert!(!failing.note_success(Asked::Other) && !failing.note_failure(Asked::Write));
     assert!(
         !failing.note_failure(Asked::Other) && !failing.note_success(Asked::Other),
-        "it is away meanwhile"
+        "reading fails for a while"
     );
-    assert!(failing.note_success(Asked::Write) && !failing.note_success(Asked::Write), "it is over, once");
-    // One that is away is there again when it answers.
+    assert!(
+        failing.note_success(Asked::Write) && !failing.note_success(Asked::Write),
+        "the end is reported once"
+    );
+    // If reading failed, any success ends the failure.
     assert!(failing.note_failure(Asked::Other) && failing.note_success(Asked::Other));
     assert!(failing.note_failure(Asked::Other) && failing.note_success(Asked::Write));
 }
 
 #[test]
-fn why_a_checkpoint_is_not_fetched_is_said_in_words() {
+fn messages_say_why_a_checkpoint_is_not_fetched() {
     let how = "the bytes of its state.json are not those that were written";
     let damaged = NotFetched::Damaged(how.into()).to_string();
     assert_eq!(damaged, format!("it is damaged there: {how}"));

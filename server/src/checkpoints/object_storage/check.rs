@@ -188,7 +188,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_somebody_has_to_change_does_not_pass() {
+    fn errors_that_need_a_change_are_not_temporary() {
         let http = |why: &str| {
             format!("Generic S3 error: Error performing PUT in 1s - HTTP error: error sending request: {why}")
         };

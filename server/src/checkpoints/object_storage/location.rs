@@ -75,7 +75,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn directories_and_buckets() {
+    fn directories_and_buckets_are_locations() {
         let bucket =
             |bucket: &str, prefix: &str| Location::Bucket { bucket: bucket.into(), prefix: prefix.into() };
         for (given, found) in [
@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_neither_says_what_to_give() {
+    fn invalid_locations_are_refused_with_a_hint() {
         for (given, expected) in [
             ("", "empty"),
             ("s3://", "bucket"),

@@ -5,7 +5,7 @@ fn storage(dir: &std::path::Path) -> ObjectStorage {
 }
 
 #[test]
-fn only_ids_of_checkpoints_have_a_place() {
+fn only_checkpoint_ids_have_a_path() {
     let dir = tempfile::tempdir().unwrap();
     let (storage, job) = (storage(dir.path()), JobId::generate());
     assert_eq!(storage.place(&format!("{job}-1-20")).unwrap().path.as_ref(), format!("jobs/{job}/1-20"));
@@ -15,7 +15,7 @@ fn only_ids_of_checkpoints_have_a_place() {
 }
 
 #[test]
-fn a_manifest_is_read_up_to_its_limit_and_only_as_that_of_its_checkpoint() {
+fn manifests_that_are_too_large_or_invalid_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let place = storage(dir.path()).place(&format!("{}-1-20", JobId::generate())).unwrap();
     let text = |name: &str, sum: &str, step: u64| {
@@ -41,7 +41,7 @@ fn a_manifest_is_read_up_to_its_limit_and_only_as_that_of_its_checkpoint() {
 }
 
 #[test]
-fn parts_are_as_many_as_a_bucket_takes_at_most() {
+fn the_number_of_parts_stays_below_the_limit_of_buckets() {
     assert_eq!(part_bytes(1), PART_BYTES);
     assert_eq!(part_bytes(PART_BYTES * PARTS), PART_BYTES);
     assert_eq!(part_bytes(PART_BYTES * PARTS + 1), PART_BYTES + 1);
@@ -50,7 +50,7 @@ fn parts_are_as_many_as_a_bucket_takes_at_most() {
 }
 
 #[test]
-fn buckets_of_two_servers_are_two_stores() {
+fn buckets_of_different_servers_have_different_urls() {
     let url = |endpoint: Option<&str>, root: &str| bucket_url(endpoint, "weights", &Path::from(root));
     assert_eq!(url(None, "team/a"), "s3://weights/team/a");
     assert_eq!(url(None, ""), "s3://weights");
@@ -59,7 +59,7 @@ fn buckets_of_two_servers_are_two_stores() {
 }
 
 #[tokio::test]
-async fn a_store_is_known_by_its_marker() {
+async fn a_store_keeps_its_marker() {
     let dir = tempfile::tempdir().unwrap();
     let storage = storage(dir.path());
     assert_eq!(storage.marker().await, Ok(None));

@@ -4,25 +4,25 @@ fn manifest(files: &[(&str, &[u8])]) -> Vec<u8> {
     let files: serde_json::Map<String, serde_json::Value> = files
         .iter()
         .map(|(name, bytes)| {
-            let about = serde_json::json!({"size_bytes": bytes.len(), "sha256": sha256(bytes)});
-            ((*name).to_owned(), about)
+            let entry = serde_json::json!({"size_bytes": bytes.len(), "sha256": sha256(bytes)});
+            ((*name).to_owned(), entry)
         })
         .collect();
     serde_json::to_vec(&serde_json::json!({"version": 1, "epoch": 1, "step": 20, "files": files})).unwrap()
 }
 
-const WHOLE: [(&str, &[u8]); 3] =
+const FILES: [(&str, &[u8]); 3] =
     [("model.safetensors", b"weights"), ("optimizer.safetensors", b"slots"), ("state.json", b"{}")];
 
 fn send_all(upload: &Upload) {
-    upload.begin(&manifest(&WHOLE), true).unwrap();
-    for (name, bytes) in WHOLE {
-        let there = upload.state().unwrap().received.get(name).copied().unwrap_or(0);
-        upload.append(name, there, &bytes[there as usize..]).unwrap();
+    upload.begin(&manifest(&FILES), true).unwrap();
+    for (name, bytes) in FILES {
+        let received = upload.state().unwrap().received.get(name).copied().unwrap_or(0);
+        upload.append(name, received, &bytes[received as usize..]).unwrap();
     }
 }
 
-fn words(refused: Refused) -> String {
+fn detail_of(refused: Refused) -> String {
     match refused {
         Refused::Wrong(detail) | Refused::Damaged(detail) => detail,
         other => panic!("{other:?}"),
@@ -30,45 +30,45 @@ fn words(refused: Refused) -> String {
 }
 
 #[test]
-fn pieces_follow_one_another_and_the_whole_appears_at_once() {
+fn files_are_appended_in_order_and_the_checkpoint_appears_when_complete() {
     let dir = tempfile::tempdir().unwrap();
     let upload = Upload::of(dir.path(), "1-20");
-    assert!(words(upload.append("model.safetensors", 0, b"w").unwrap_err()).contains("first"));
-    upload.begin(&manifest(&WHOLE), true).unwrap();
+    assert!(detail_of(upload.append("model.safetensors", 0, b"w").unwrap_err()).contains("first"));
+    upload.begin(&manifest(&FILES), true).unwrap();
     assert_eq!(upload.append("model.safetensors", 0, b"wei").unwrap(), 3);
     assert!(matches!(upload.append("model.safetensors", 0, b"weights"), Err(Refused::Offset(3))));
     assert!(matches!(upload.append("model.safetensors", 4, b"hts"), Err(Refused::Offset(3))));
-    // One byte more than the manifest says.
-    assert!(words(upload.append("model.safetensors", 3, b"ghtsX").unwrap_err()).contains("7 bytes"));
-    assert!(words(upload.append("../x", 0, b"").unwrap_err()).contains("names no"));
-    // The same manifest again, as after a break: what has come stays.
-    upload.begin(&manifest(&WHOLE), true).unwrap();
+    // One byte more than in the manifest.
+    assert!(detail_of(upload.append("model.safetensors", 3, b"ghtsX").unwrap_err()).contains("7 bytes"));
+    assert!(detail_of(upload.append("../x", 0, b"").unwrap_err()).contains("names no"));
+    // The same manifest again, like after an interruption: the received bytes stay.
+    upload.begin(&manifest(&FILES), true).unwrap();
     assert_eq!(upload.state().unwrap().received["model.safetensors"], 3);
     assert_eq!(upload.state().unwrap().stored, None);
     send_all(&upload);
     upload.commit(true).unwrap();
     let state = upload.state().unwrap();
-    assert_eq!(state.stored, Some(sha256(&manifest(&WHOLE))));
+    assert_eq!(state.stored, Some(sha256(&manifest(&FILES))));
     assert_eq!((state.manifest, state.received.len()), (None, 0));
     assert_eq!(fs::read(dir.path().join("checkpoints/1-20/model.safetensors")).unwrap(), b"weights");
     assert!(!dir.path().join("uploads/1-20").join(MANIFEST).exists());
-    // Its answer was lost.
+    // The agent did not receive the response and repeats the request.
     upload.commit(true).unwrap();
 }
 
 #[test]
-fn what_was_damaged_on_the_way_is_not_taken_and_comes_anew() {
+fn damaged_files_are_refused_and_can_be_sent_again() {
     let dir = tempfile::tempdir().unwrap();
     let upload = Upload::of(dir.path(), "1-20");
-    upload.begin(&manifest(&WHOLE), true).unwrap();
+    upload.begin(&manifest(&FILES), true).unwrap();
     upload.append("model.safetensors", 0, b"weighTs").unwrap();
     send_all(&upload);
     let refused = upload.commit(true).unwrap_err();
     assert!(matches!(&refused, Refused::Damaged(why) if why.contains("model.safetensors")), "{refused:?}");
     assert!(!dir.path().join("checkpoints/1-20").exists());
     assert_eq!(upload.state().unwrap(), UploadState::default());
-    // A file short of its last byte.
-    upload.begin(&manifest(&WHOLE), true).unwrap();
+    // A file whose last byte is missing.
+    upload.begin(&manifest(&FILES), true).unwrap();
     upload.append("model.safetensors", 0, b"weight").unwrap();
     assert!(matches!(upload.commit(true), Err(Refused::Damaged(_))));
     send_all(&upload);
@@ -76,12 +76,12 @@ fn what_was_damaged_on_the_way_is_not_taken_and_comes_anew() {
 }
 
 #[test]
-fn the_same_step_measured_later_takes_the_place_of_the_first() {
+fn a_later_upload_of_the_same_step_replaces_the_first() {
     let dir = tempfile::tempdir().unwrap();
     let upload = Upload::of(dir.path(), "1-20");
     send_all(&upload);
     upload.commit(true).unwrap();
-    let mut later = WHOLE;
+    let mut later = FILES;
     later[2] = ("state.json", b"{\"val_accuracy\": 1}");
     upload.begin(&manifest(&later), true).unwrap();
     for (name, bytes) in later {
@@ -94,7 +94,7 @@ fn the_same_step_measured_later_takes_the_place_of_the_first() {
 }
 
 #[test]
-fn a_sharded_checkpoint_comes_in_its_parts() {
+fn sharded_checkpoints_are_uploaded() {
     let dir = tempfile::tempdir().unwrap();
     let upload = Upload::of(dir.path(), "1-20");
     let mut sharded: Vec<(&str, &[u8])> = vec![
@@ -107,7 +107,7 @@ fn a_sharded_checkpoint_comes_in_its_parts() {
     upload.begin(&manifest(&sharded), true).unwrap();
     upload.append("model-00002-of-00002.safetensors", 0, b"oth").unwrap();
     assert_eq!(upload.state().unwrap().received, [("model-00002-of-00002.safetensors".into(), 3)].into());
-    // Another manifest: what has come is of no use.
+    // Another manifest: the received bytes are removed.
     sharded[1].1 = b"more";
     upload.begin(&manifest(&sharded), true).unwrap();
     assert!(upload.state().unwrap().received.is_empty());
@@ -117,40 +117,40 @@ fn a_sharded_checkpoint_comes_in_its_parts() {
     upload.commit(true).unwrap();
     let place = dir.path().join("checkpoints/1-20/model-00002-of-00002.safetensors");
     assert_eq!(fs::read(place).unwrap(), b"others");
-    for (name, words) in
+    for (name, expected) in
         [("model-00003-of-00002.safetensors", "is not a file"), ("model-1-of-2.safetensors", "is not a file")]
     {
         sharded[1].0 = name;
-        assert!(words_of(upload.begin(&manifest(&sharded), true)).contains(words), "{name}");
+        assert!(error_detail(upload.begin(&manifest(&sharded), true)).contains(expected), "{name}");
     }
     sharded.remove(0);
     sharded.remove(0);
-    assert!(words_of(upload.begin(&manifest(&sharded), true)).contains("it names no model.safetensors"));
+    assert!(error_detail(upload.begin(&manifest(&sharded), true)).contains("it names no model.safetensors"));
 }
 
-fn words_of(refused: Result<()>) -> String {
-    words(refused.unwrap_err())
+fn error_detail(refused: Result<()>) -> String {
+    detail_of(refused.unwrap_err())
 }
 
 #[test]
-fn manifests_that_no_agent_writes_are_refused() {
+fn invalid_manifests_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let upload = Upload::of(dir.path(), "1-20");
-    let refused = |text: &[u8]| words(upload.begin(text, true).unwrap_err());
-    let mut more = WHOLE.to_vec();
+    let refused = |text: &[u8]| detail_of(upload.begin(text, true).unwrap_err());
+    let mut more = FILES.to_vec();
     more.push(("../token", b"x"));
     assert!(refused(&manifest(&more)).contains("../token"));
-    assert!(refused(&manifest(&WHOLE[..2])).contains("state.json"));
+    assert!(refused(&manifest(&FILES[..2])).contains("state.json"));
     assert!(refused(b"{}").contains("0-0"));
     assert!(refused(b"no").contains("MANIFEST.json"));
-    // At the limits and one past them.
-    let mut text = manifest(&WHOLE);
+    // At the limits and one above them.
+    let mut text = manifest(&FILES);
     text.resize(MANIFEST_BYTES, b' ');
     upload.begin(&text, true).unwrap();
     text.push(b' ');
     assert!(refused(&text).contains("at most"));
     let sized = |file: &str, size: u64| {
-        let mut all: serde_json::Value = serde_json::from_slice(&manifest(&WHOLE)).unwrap();
+        let mut all: serde_json::Value = serde_json::from_slice(&manifest(&FILES)).unwrap();
         all["files"][file]["size_bytes"] = size.into();
         serde_json::to_vec(&all).unwrap()
     };
@@ -163,21 +163,21 @@ fn manifests_that_no_agent_writes_are_refused() {
 }
 
 #[test]
-fn an_attempt_that_is_over_replaces_no_weights() {
+fn an_attempt_that_has_ended_does_not_replace_weights() {
     let dir = tempfile::tempdir().unwrap();
     let upload = Upload::of(dir.path(), "1-20");
-    // What is not there yet is taken.
+    // A new checkpoint is accepted.
     send_all(&upload);
     upload.commit(false).unwrap();
-    // The same weights with what the last evaluation has found are, too.
-    let mut later = WHOLE;
+    // So are the same weights with the results of a later evaluation.
+    let mut later = FILES;
     later[2] = ("state.json", b"{\"val_accuracy\": 1}");
     upload.begin(&manifest(&later), false).unwrap();
     for (name, bytes) in later {
         upload.append(name, 0, bytes).unwrap();
     }
     upload.commit(false).unwrap();
-    // Others are not, also when they were begun while the attempt ran.
+    // Other weights are refused, also if their upload began while the attempt was running.
     let mut other = later;
     other[0] = (other[0].0, b"other weights");
     assert!(matches!(upload.begin(&manifest(&other), false), Err(Refused::Stored)));
@@ -192,13 +192,13 @@ fn an_attempt_that_is_over_replaces_no_weights() {
 }
 
 #[test]
-fn nobody_waits_for_another_request() {
+fn a_request_is_refused_while_another_one_runs() {
     let dir = tempfile::tempdir().unwrap();
     let upload = Upload::of(dir.path(), "1-20");
-    upload.begin(&manifest(&WHOLE), true).unwrap();
+    upload.begin(&manifest(&FILES), true).unwrap();
     let held = upload.lock().unwrap();
-    assert!(matches!(upload.append(WHOLE[0].0, 0, WHOLE[0].1), Err(Refused::Busy)));
+    assert!(matches!(upload.append(FILES[0].0, 0, FILES[0].1), Err(Refused::Busy)));
     assert!(matches!(upload.commit(true), Err(Refused::Busy)));
     drop(held);
-    upload.append(WHOLE[0].0, 0, WHOLE[0].1).unwrap();
+    upload.append(FILES[0].0, 0, FILES[0].1).unwrap();
 }

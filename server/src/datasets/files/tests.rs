@@ -5,8 +5,8 @@ fn tree(path: &Path) -> Tree {
     Tree::open(path).unwrap().unwrap()
 }
 
-fn listed(tree: Tree, most: u64) -> Vec<DatasetEntry> {
-    let mut list = List::open(tree, most).unwrap().unwrap();
+fn listed(tree: Tree, limit: u64) -> Vec<DatasetEntry> {
+    let mut list = List::open(tree, limit).unwrap().unwrap();
     let mut text = Vec::new();
     while let Some(chunk) = list.chunk().unwrap() {
         text.extend(chunk);
@@ -15,7 +15,7 @@ fn listed(tree: Tree, most: u64) -> Vec<DatasetEntry> {
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
-/// Names of files and, with a slash behind them, of folders; and what is the last line.
+/// The names of files and folders, these with a slash at the end; and the last line.
 fn names(path: &Path) -> (Vec<String>, DatasetEntry) {
     let mut all = listed(tree(path), MAX_FILES);
     let last = all.pop().unwrap();
@@ -57,23 +57,23 @@ fn sent(bytes: &[u8]) -> Vec<u8> {
     [&[PART_FOLLOWS], bytes, &Sha256::digest(bytes)[..]].concat()
 }
 
-/// Why a file cannot be read.
-fn why(answer: &[u8]) -> String {
-    words(answer, PART_REFUSED)
+/// The message for a file that cannot be read.
+fn refused_detail(response: &[u8]) -> String {
+    error_text(response, PART_REFUSED)
 }
 
-/// Why it is not as it was listed.
-fn changed(answer: &[u8]) -> String {
-    words(answer, PART_CHANGED)
+/// The message for a file that has changed since it was listed.
+fn changed_detail(response: &[u8]) -> String {
+    error_text(response, PART_CHANGED)
 }
 
-fn words(answer: &[u8], code: u8) -> String {
-    assert_eq!(answer[0], code, "{answer:?}");
-    String::from_utf8(answer[5..].to_vec()).unwrap()
+fn error_text(response: &[u8], code: u8) -> String {
+    assert_eq!(response[0], code, "{response:?}");
+    String::from_utf8(response[5..].to_vec()).unwrap()
 }
 
 #[test]
-fn all_of_a_folder_is_listed_in_order_also_what_is_empty() {
+fn files_and_folders_are_listed_in_order_including_empty_ones() {
     let dir = tempfile::tempdir().unwrap();
     for folder in ["train/cats", "train/none"] {
         fs::create_dir_all(dir.path().join(folder)).unwrap();
@@ -83,7 +83,7 @@ fn all_of_a_folder_is_listed_in_order_also_what_is_empty() {
     for (name, text) in [("train/cats/2", "b"), ("train/cats/1", "aa"), (".hidden", ""), ("z", "ccc")] {
         fs::write(dir.path().join(name), text).unwrap();
     }
-    // A link that stays inside is what it leads to, whether it says so by a short path or a long one.
+    // Links to files and folders inside are followed, with relative and with absolute paths.
     symlink("../cats/1", dir.path().join("train/none/short")).unwrap();
     symlink(dir.path().canonicalize().unwrap().join("train/cats"), dir.path().join("train/dogs")).unwrap();
     let expected = [
@@ -100,17 +100,17 @@ fn all_of_a_folder_is_listed_in_order_also_what_is_empty() {
         "z",
     ];
     assert_eq!(names(dir.path()), (expected.map(str::to_owned).to_vec(), DatasetEntry::End(7, 11)));
-    // At the limit of files and folders, and one past it; also where one folder alone has more.
+    // At the limit of files and folders, and above it; also if one folder alone has more.
     let all = tree(dir.path());
     assert_eq!(listed(all.clone(), 11).last(), Some(&DatasetEntry::End(7, 11)));
-    for most in [10, 2] {
-        let why_not = format!("it has more than {most} files and folders");
-        assert_eq!(listed(all.clone(), most).last(), Some(&DatasetEntry::Failed(why_not)));
+    for limit in [10, 2] {
+        let detail = format!("it has more than {limit} files and folders");
+        assert_eq!(listed(all.clone(), limit).last(), Some(&DatasetEntry::Failed(detail)));
     }
 }
 
 #[test]
-fn folders_lie_in_folders_up_to_a_limit_and_links_do_not_lead_round() {
+fn nested_folders_are_limited_and_links_form_no_loops() {
     let dir = tempfile::tempdir().unwrap();
     let deep: PathBuf = (0..MAX_DEPTH).map(|_| "d").collect();
     fs::create_dir_all(dir.path().join(&deep)).unwrap();
@@ -133,33 +133,37 @@ fn nothing_outside_the_folder_is_listed_or_read() {
     let link = dir.path().join("link");
     for target in [outside.path().join("secret"), outside.path().to_owned(), "..".into(), "/etc".into()] {
         symlink(&target, &link).unwrap();
-        let why_not = refused(dir.path());
-        assert!(why_not.contains("link is a link that leads out of the dataset's folder"), "{why_not}");
+        let detail = refused(dir.path());
+        assert!(detail.contains("link is a link that leads out of the dataset's folder"), "{detail}");
         for path in ["link", "link/secret", "link/passwd"] {
             let wanted = DatasetPart { size_bytes: 6, ..part(&all, path, 0, 6) };
-            let answer = why(&read(all.clone(), vec![wanted]));
-            assert!(answer.contains("leads out of") || answer.contains("cannot be read"), "{path}: {answer}");
+            let response = refused_detail(&read(all.clone(), vec![wanted]));
+            assert!(
+                response.contains("leads out of") || response.contains("cannot be read"),
+                "{path}: {response}"
+            );
         }
         fs::remove_file(&link).unwrap();
     }
     let secret = format!("{}/secret", outside.path().display());
     for path in ["../inside", "/etc/passwd", "", ".", "a/../../x", &secret] {
-        let answer = read(all.clone(), vec![part(&all, path, 0, 1)]);
-        // What is not there has changed, wherever it would have been.
-        let answer = if path == "a/../../x" { changed(&answer) } else { why(&answer) };
+        let response = read(all.clone(), vec![part(&all, path, 0, 1)]);
+        // A file that does not exist counts as changed.
+        let response =
+            if path == "a/../../x" { changed_detail(&response) } else { refused_detail(&response) };
         assert!(
-            answer.contains("not a file of the dataset") || answer.contains("has changed"),
-            "{path}: {answer}"
+            response.contains("not a file of the dataset") || response.contains("has changed"),
+            "{path}: {response}"
         );
     }
-    // Nor what is no file.
+    // A pipe is refused, too.
     rustix::fs::mknodat(rustix::fs::CWD, &link, rustix::fs::FileType::Fifo, Mode::RUSR, 0).unwrap();
     assert!(refused(dir.path()).contains("neither a file nor a folder"));
-    assert!(changed(&read(all.clone(), vec![part(&all, "link", 0, 1)])).contains("has changed"));
+    assert!(changed_detail(&read(all.clone(), vec![part(&all, "link", 0, 1)])).contains("has changed"));
 }
 
 #[test]
-fn what_has_become_a_link_since_it_was_registered_is_not_followed() {
+fn links_made_after_registration_are_not_followed() {
     let (dir, outside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let (above, other) = (dir.path().join("above"), outside.path().join("set"));
     let set = above.join("set");
@@ -170,7 +174,7 @@ fn what_has_become_a_link_since_it_was_registered_is_not_followed() {
     let registered = [set.clone(), set.join("a-0.tar"), set.join("a-{0..1}.tar")];
     let before: Vec<_> = registered.iter().map(|path| tree(path)).collect();
     let wanted: Vec<_> = before.iter().map(|tree| part(tree, "a-0.tar", 0, 4)).collect();
-    // The folder, the folder above it, and last the file.
+    // The folder, its parent folder, and the file are replaced by links.
     for (from, to) in
         [(&set, &other), (&above, &outside.path().to_owned()), (&registered[1], &other.join("a-0.tar"))]
     {
@@ -179,20 +183,24 @@ fn what_has_become_a_link_since_it_was_registered_is_not_followed() {
         symlink(to, from).unwrap();
         for (path, (tree, wanted)) in registered.iter().zip(before.iter().zip(&wanted)) {
             if from != &registered[1] || path == from {
-                let why_not = Tree::open(path).unwrap_err();
-                assert!(why_not.contains("is not what was registered"), "{why_not}");
+                let detail = Tree::open(path).unwrap_err();
+                assert!(detail.contains("is not what was registered"), "{detail}");
             }
-            let answer = why(&read(tree.clone(), vec![wanted.clone()]));
-            assert!(answer.contains("a-0.tar"), "opened before: {answer}");
+            let response = refused_detail(&read(tree.clone(), vec![wanted.clone()]));
+            assert!(response.contains("a-0.tar"), "opened before: {response}");
         }
         fs::remove_file(from).unwrap();
         fs::rename(&aside, from).unwrap();
     }
-    assert_eq!(read(before[0].clone(), vec![part(&before[0], "a-0.tar", 0, 4)]), sent(b"text"), "as it was");
+    assert_eq!(
+        read(before[0].clone(), vec![part(&before[0], "a-0.tar", 0, 4)]),
+        sent(b"text"),
+        "readable again"
+    );
 }
 
 #[test]
-fn parts_have_their_sums_and_what_has_changed_is_not_sent() {
+fn parts_have_checksums_and_changed_files_are_not_sent() {
     let dir = tempfile::tempdir().unwrap();
     let large: Vec<u8> = (0..3_000_000_u32).map(|n| n as u8).collect();
     fs::write(dir.path().join("large"), &large).unwrap();
@@ -206,30 +214,30 @@ fn parts_have_their_sums_and_what_has_changed_is_not_sent() {
     let expected = [sent(b"small"), sent(&large[..2_500_000]), sent(&large[2_500_000..])].concat();
     assert!(read(all.clone(), wanted) == expected);
     let past = part(&all, "small", 1, 5);
-    assert!(changed(&read(all.clone(), vec![past])).contains("has changed since it was listed"));
+    assert!(changed_detail(&read(all.clone(), vec![past])).contains("has changed since it was listed"));
     let (before, other) = (part(&all, "small", 0, 5), part(&all, "large", 0, 1));
     fs::write(dir.path().join("small"), "larger").unwrap();
-    let answer = read(all.clone(), vec![other.clone(), before, other]);
-    let (first, rest) = answer.split_at(34);
+    let response = read(all.clone(), vec![other.clone(), before, other]);
+    let (first, rest) = response.split_at(34);
     assert_eq!(first, sent(&large[..1]));
-    assert!(changed(rest).contains("small has changed since it was listed"), "and nothing after it");
+    assert!(changed_detail(rest).contains("small has changed since it was listed"), "nothing follows");
     let before = part(&all, "small", 0, 5);
     fs::remove_file(dir.path().join("small")).unwrap();
-    assert!(changed(&read(all, vec![before])).contains("small has changed since it was listed"));
+    assert!(changed_detail(&read(all, vec![before])).contains("small has changed since it was listed"));
 }
 
 #[test]
-fn what_cannot_be_read_to_its_end_is_told_and_nothing_of_it_sent() {
-    // Of the kernel: it has fewer bytes than it says.
+fn a_file_shorter_than_its_size_is_reported_and_not_sent() {
+    // A file of the kernel that has fewer bytes than its size.
     let online = tree(Path::new("/sys/devices/system/cpu/online"));
     let wanted = part(&online, "online", 0, 4096);
     assert_eq!(wanted.size_bytes, 4096);
-    let answer = changed(&read(online, vec![wanted.clone(), wanted]));
-    assert!(answer.contains("online has changed"), "{answer}");
+    let response = changed_detail(&read(online, vec![wanted.clone(), wanted]));
+    assert!(response.contains("online has changed"), "{response}");
 }
 
 #[test]
-fn a_file_or_a_pattern_is_that_and_not_its_neighbours() {
+fn a_dataset_of_files_does_not_include_other_files_of_the_folder() {
     let dir = tempfile::tempdir().unwrap();
     for name in ["train-0.tar", "train-1.tar", "other.tar"] {
         fs::write(dir.path().join(name), name).unwrap();
@@ -239,7 +247,8 @@ fn a_file_or_a_pattern_is_that_and_not_its_neighbours() {
     assert_eq!(begin(&listed(one.clone(), 9)), DatasetEntry::Begin("train-0.tar".into()));
     assert_eq!(names(&dir.path().join("train-0.tar")).0, ["train-0.tar"]);
     assert!(
-        why(&read(one.clone(), vec![part(&one, "other.tar", 0, 1)])).contains("not a file of the dataset")
+        refused_detail(&read(one.clone(), vec![part(&one, "other.tar", 0, 1)]))
+            .contains("not a file of the dataset")
     );
     assert_eq!(read(one.clone(), vec![part(&one, "train-0.tar", 0, 5)]), sent(b"train"));
     let pattern = dir.path().join("train-{0..3}.tar");
@@ -247,10 +256,10 @@ fn a_file_or_a_pattern_is_that_and_not_its_neighbours() {
     let several = tree(&pattern);
     assert_eq!(begin(&listed(several.clone(), 9)), DatasetEntry::Begin("train-{0..3}.tar".into()));
     assert!(
-        why(&read(several.clone(), vec![part(&several, "other.tar", 0, 1)]))
+        refused_detail(&read(several.clone(), vec![part(&several, "other.tar", 0, 1)]))
             .contains("not a file of the dataset")
     );
-    // A file that a name of the pattern leads to by a link is not the dataset's.
+    // A name of the pattern that is a link out of the folder is refused.
     let outside = tempfile::tempdir().unwrap();
     symlink(dir.path().join("other.tar"), outside.path().join("x.tar")).unwrap();
     assert!(refused(&outside.path().join("{x,y}.tar")).contains("leads out of the dataset's folder"));
@@ -260,11 +269,11 @@ fn a_file_or_a_pattern_is_that_and_not_its_neighbours() {
 }
 
 #[test]
-fn a_pattern_names_up_to_100_000_files() {
+fn a_pattern_may_name_up_to_100_000_files() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("x-00007.tar"), "one").unwrap();
     let path = |last: usize| dir.path().join(format!("x-{{00000..{last}}}.tar"));
     assert_eq!(names(&path(MAX_NAMES - 1)), (vec!["x-00007.tar".into()], DatasetEntry::End(1, 3)));
-    let why = List::open(tree(&path(MAX_NAMES)), MAX_FILES).err().expect("it is one too many");
+    let why = List::open(tree(&path(MAX_NAMES)), MAX_FILES).err().expect("there is one file too many");
     assert!(why.contains("names more than 100000 files"), "{why}");
 }

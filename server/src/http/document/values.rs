@@ -110,8 +110,8 @@ fn integer(object: &mut Object) {
 mod tests {
     use serde_json::{Value, json};
 
-    /// Integers that begin at 0 and have no end.
-    fn endless(value: &Value, found: &mut Vec<Value>) {
+    /// Collects schemas of integers that have a minimum of 0 but no maximum.
+    fn without_maximum(value: &Value, found: &mut Vec<Value>) {
         match value {
             Value::Object(fields) => {
                 let is_format = |format: &str| fields.get("format").is_some_and(|is| is == format);
@@ -121,18 +121,18 @@ mod tests {
                 {
                     found.push(value.clone());
                 }
-                fields.values().for_each(|value| endless(value, found));
+                fields.values().for_each(|value| without_maximum(value, found));
             }
-            Value::Array(all) => all.iter().for_each(|value| endless(value, found)),
+            Value::Array(all) => all.iter().for_each(|value| without_maximum(value, found)),
             _ => {}
         }
     }
 
     #[test]
-    fn integers_end_where_their_type_does_and_texts_have_their_grammar() {
+    fn schemas_have_the_limits_and_patterns_of_their_types() {
         let document = serde_json::to_value(crate::openapi()).unwrap();
         let mut found = Vec::new();
-        endless(&document, &mut found);
+        without_maximum(&document, &mut found);
         assert!(found.is_empty(), "{found:?}");
         let parameter = |path: &str, name: &str| {
             let all = document["paths"][path]["get"]["parameters"].as_array().unwrap();

@@ -94,7 +94,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_documentation_lists_every_code_as_it_is() {
+    fn the_documentation_lists_every_code() {
         let page = include_str!("../../../../docs/api.md");
         let begins = page.find("| code | status | meaning |").expect("the table");
         let table: Vec<&str> =

@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_key_is_there_once() {
+    fn keys_that_occur_twice_are_refused() {
         for good in ["{}", r#"{"a": {"b": 1}, "b": [{"a": 1}, {"a": null}]}"#, "[1, -2, 0.5, true, \"x\"]"] {
             check(good.as_bytes()).unwrap();
         }
@@ -99,7 +99,7 @@ mod tests {
             let error = check(bad.as_bytes()).unwrap_err().to_string();
             assert!(error.contains("\"a\" is there twice at line 1"), "{error}");
         }
-        assert!(check(b"{} {}").is_err(), "two values are no body");
+        assert!(check(b"{} {}").is_err(), "a body has only one value");
     }
 
     #[test]

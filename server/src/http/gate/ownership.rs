@@ -150,7 +150,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_route_below_a_job_is_about_it() {
+    fn routes_belong_to_the_object_in_their_path() {
         for (route, kind) in [
             ("/jobs/{id}", Some(Kind::Job)),
             ("/api/v1/jobs/{id}", Some(Kind::Job)),

@@ -153,7 +153,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_not_listed_is_not_open() {
+    fn only_listed_routes_are_open() {
         for (method, route, expected) in [
             (Method::GET, None, S(Scope::Read)),
             (Method::POST, None, S(Scope::Submit)),

@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_certificate_says_is_read() {
+    fn names_and_dates_of_certificates_are_read() {
         let facts = Facts::read(&certificate(|_| {})).unwrap();
         assert_eq!(facts.not_before, "2026-02-03T00:00:00Z".parse().unwrap());
         assert_eq!(facts.not_after, "2027-02-03T00:00:00Z".parse().unwrap());
@@ -166,23 +166,23 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_certificate_is_refused_wherever_it_breaks_off() {
+    fn incomplete_certificates_are_refused() {
         let whole = certificate(|_| {});
         for length in 0..whole.len() {
             assert_eq!(Facts::read(&whole[..length]), None, "{length}");
         }
-        // Whatever a byte is, nothing panics.
+        // Changed bytes must not cause a panic.
         for at in 0..whole.len() {
             for byte in [0, 0x30, 0x7f, 0x80, 0x84, 0xff] {
-                let mut torn = whole.clone();
-                torn[at] = byte;
-                let _ = Facts::read(&torn);
+                let mut damaged = whole.clone();
+                damaged[at] = byte;
+                let _ = Facts::read(&damaged);
             }
         }
     }
 
     #[test]
-    fn a_revocation_list_says_when_the_next_one_comes() {
+    fn the_next_update_of_a_revocation_list_is_read() {
         let key = KeyPair::generate().unwrap();
         let mut params = CertificateParams::new(Vec::new()).unwrap();
         params.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn a_star_stands_for_one_label() {
+    fn a_wildcard_matches_one_label() {
         let star = Name::Dns("*.lab.example".into());
         for (host, fits) in [
             ("a.lab.example", true),
@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn soon_is_90_days_or_a_quarter_of_a_life_of_at_most_90() {
+    fn certificates_expire_soon_90_days_or_a_quarter_of_their_life_before_the_end() {
         let facts = |days: i64| Facts {
             serial: Vec::new(),
             common_name: None,

@@ -156,7 +156,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_has_up_to_a_mebibyte() {
+    fn files_of_more_than_one_mebibyte_are_refused() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("chain.pem");
         std::fs::write(&path, vec![b'#'; FILE_BYTES as usize]).unwrap();

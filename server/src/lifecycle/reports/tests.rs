@@ -9,7 +9,7 @@ fn metrics(rank: u32, columns: &[MetricColumn]) -> AttemptEvent {
 }
 
 #[test]
-fn points_of_a_report_go_together_but_not_past_what_they_may_depend_on() {
+fn points_of_a_report_are_merged_but_not_across_other_events() {
     let line = AttemptEvent::Log { rank: 0, lines: Vec::new() };
     let checkpoint = AttemptEvent::CheckpointRemoved { epoch: 1, step: 1 };
     let report = vec![
@@ -19,7 +19,7 @@ fn points_of_a_report_go_together_but_not_past_what_they_may_depend_on() {
         metrics(1, &[column("loss", &[2])]),
         checkpoint.clone(),
         metrics(1, &[column("loss", &[4])]),
-        // As many values as steps, or none of it.
+        // A column with fewer values than steps is ignored.
         metrics(1, &[MetricColumn { values: vec![1.0], ..column("loss", &[5, 6]) }]),
     ];
     let expected = vec![

@@ -72,7 +72,7 @@ mod tests {
     use std::time::Duration;
 
     #[test]
-    fn nobody_is_stopped_while_slots_become_free_that_the_plan_does_not_know_of() {
+    fn a_plan_is_out_of_date_once_slots_become_free() {
         let leases = Leases::new(Duration::from_secs(15));
         let hold = |agent: &str, slot: u32| {
             let job = JobId::generate();
@@ -87,11 +87,11 @@ mod tests {
             let live = live.iter().map(|job| (*job).clone()).collect();
             all_still_held([("a", &held)], &leases, &live)
         };
-        // What another agent has, and what was given away since then, does not matter.
+        // Slots of other agents, and slots assigned since the plan was made, do not matter.
         hold("a", 2);
         leases.release(&elsewhere, 1);
         assert!(is_current(&[&first, &second]));
-        // Its end is stored, and its slot not let go of yet; then it is.
+        // The end of the first job is stored, but its slot is still held; then it is released.
         assert!(!is_current(&[&second]));
         leases.release(&first, 1);
         assert!(!is_current(&[&first, &second]));

@@ -92,7 +92,7 @@ mod tests {
     use super::named;
 
     #[test]
-    fn only_whole_checkpoints_have_such_names() {
+    fn only_names_of_complete_checkpoints_are_parsed() {
         assert_eq!(named("2-460"), Some((460, 2)));
         for name in ["", "2", "2-", "-2", "02-460", "2-460-1", ".tmp-2-460", "2-460.bad", "2-+460"] {
             assert_eq!(named(name), None, "{name}");

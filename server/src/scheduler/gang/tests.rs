@@ -1,15 +1,18 @@
 use super::*;
 use lockstep_protocol::agent::{Machine, Slot};
 
-/// A machine: name, address, slots in all, those in use, and what they are.
+/// A machine: its name, address, number of slots, number of slots in use, and the model of the slots.
 pub(in crate::scheduler) type Given<'a> = (&'a str, Option<&'a str>, u32, u32, &'a str);
 
 pub(in crate::scheduler) fn candidates(given: &[Given<'_>]) -> Candidates {
-    linked(given, |_| (None, Vec::new()))
+    candidates_with_links(given, |_| (None, Vec::new()))
 }
 
-/// As [`candidates`], with the speed of each one's network link and the slots that NVLink joins there.
-fn linked(given: &[Given<'_>], links: impl Fn(&str) -> (Option<u32>, Vec<Vec<u32>>)) -> Candidates {
+/// Like [`candidates`], with each machine's network speed and NVLink groups.
+fn candidates_with_links(
+    given: &[Given<'_>],
+    links: impl Fn(&str) -> (Option<u32>, Vec<Vec<u32>>),
+) -> Candidates {
     let candidate = |(name, address, slots, in_use, model): &Given<'_>| {
         let device = if model.starts_with("GPU") { "cuda" } else { "cpu" };
         let slot =
@@ -26,7 +29,7 @@ fn linked(given: &[Given<'_>], links: impl Fn(&str) -> (Option<u32>, Vec<Vec<u32
             interface: None,
             interface_mbits,
             nvlink_groups,
-            // The part of the name before a dash is the machine.
+            // Agents whose names begin with the same part before a dash are on one machine.
             network_id: address.and_then(|_| name.split('-').next()).map(Into::into),
         };
         let row = AgentRow {
@@ -41,94 +44,94 @@ fn linked(given: &[Given<'_>], links: impl Fn(&str) -> (Option<u32>, Vec<Vec<u32
     Candidates::new(given.iter().map(candidate).collect())
 }
 
-/// Names of the chosen machines, with how many slots of each.
+/// The names of the chosen machines, each with the number of slots chosen on it.
 fn chosen(given: &[Given<'_>], ranks: usize, reserved: &[&str]) -> Vec<(String, usize)> {
-    chosen_of(&candidates(given), ranks, reserved)
+    chosen_from(&candidates(given), ranks, reserved)
 }
 
-fn chosen_of(candidates: &Candidates, ranks: usize, reserved: &[&str]) -> Vec<(String, usize)> {
+fn chosen_from(candidates: &Candidates, ranks: usize, reserved: &[&str]) -> Vec<(String, usize)> {
     let reserved = reserved.iter().map(|name| format!("id-{name}")).collect();
     let found = choose(candidates, ranks, &reserved).unwrap_or_default();
     found.into_iter().map(|(c, slots)| (candidates[c].agent.row.name.clone(), slots.len())).collect()
 }
 
-fn named(list: &[(&str, usize)]) -> Vec<(String, usize)> {
+fn expected(list: &[(&str, usize)]) -> Vec<(String, usize)> {
     list.iter().map(|(name, slots)| ((*name).to_owned(), *slots)).collect()
 }
 
 const CPU: &str = "a core";
 
 #[test]
-fn one_machine_where_one_is_enough_else_the_fewest_and_the_last_one_is_the_fullest() {
+fn a_job_gets_the_fewest_machines_and_the_fullest_one_last() {
     let given = [
         ("a", Some("10.0.0.1"), 4, 0, CPU),
         ("b", Some("10.0.0.2"), 4, 1, CPU),
         ("c", Some("10.0.0.3"), 4, 3, CPU),
         ("d", Some("10.0.0.4"), 4, 4, CPU),
     ];
-    assert_eq!(chosen(&given, 1, &[]), named(&[("c", 1)]));
-    assert_eq!(chosen(&given, 4, &[]), named(&[("a", 4)]));
-    assert_eq!(chosen(&given, 5, &[]), named(&[("a", 4), ("c", 1)]));
-    assert_eq!(chosen(&given, 6, &[]), named(&[("a", 4), ("b", 2)]));
-    assert_eq!(chosen(&given, 8, &[]), named(&[("a", 4), ("b", 3), ("c", 1)]));
+    assert_eq!(chosen(&given, 1, &[]), expected(&[("c", 1)]));
+    assert_eq!(chosen(&given, 4, &[]), expected(&[("a", 4)]));
+    assert_eq!(chosen(&given, 5, &[]), expected(&[("a", 4), ("c", 1)]));
+    assert_eq!(chosen(&given, 6, &[]), expected(&[("a", 4), ("b", 2)]));
+    assert_eq!(chosen(&given, 8, &[]), expected(&[("a", 4), ("b", 3), ("c", 1)]));
     assert_eq!(chosen(&given, 9, &[]), [], "all slots or none");
-    // What is kept for jobs before this one is not there.
-    assert_eq!(chosen(&given, 4, &["a"]), named(&[("b", 3), ("c", 1)]));
+    // Machines reserved for jobs before this one are not chosen.
+    assert_eq!(chosen(&given, 4, &["a"]), expected(&[("b", 3), ("c", 1)]));
     assert_eq!(chosen(&given, 5, &["a"]), []);
 }
 
 #[test]
-fn machines_share_a_job_only_where_they_reach_each_other() {
+fn machines_share_a_job_only_if_they_can_reach_each_other() {
     let apart = [("a", Some("127.0.0.1"), 2, 0, CPU), ("b", Some("127.0.0.1"), 2, 0, CPU)];
     assert_eq!(chosen(&apart, 4, &[]), []);
     assert_eq!(max_capacity(&candidates(&apart)), Capacity { slots: 2, free: 2, machines: 1 });
     let mixed = [("a", Some("10.0.0.1"), 2, 0, CPU), ("b", Some("localhost"), 2, 0, CPU)];
     assert_eq!(chosen(&mixed, 4, &[]), []);
-    // Two agents of one machine, by loopback and not.
+    // Two agents of one machine, one with a loopback address and one without.
     let together = [("m-1", Some("127.0.0.1"), 2, 0, CPU), ("m-2", Some("10.0.0.2"), 2, 0, CPU)];
-    assert_eq!(chosen(&together, 4, &[]), named(&[("m-1", 2), ("m-2", 2)]));
-    // Of an older version.
+    assert_eq!(chosen(&together, 4, &[]), expected(&[("m-1", 2), ("m-2", 2)]));
+    // Agents of an older version report no address.
     let old = [("a", None, 2, 0, CPU), ("b", None, 2, 0, CPU)];
     assert_eq!(chosen(&old, 4, &[]), []);
-    assert_eq!(chosen(&old, 2, &[]), named(&[("a", 2)]));
+    assert_eq!(chosen(&old, 2, &[]), expected(&[("a", 2)]));
 }
 
 #[test]
-fn slots_are_of_one_kind_and_of_one_model_where_that_takes_no_further_machine() {
+fn slots_are_of_one_device_type_and_of_one_model_if_that_needs_no_more_machines() {
     let given = [
         ("a", Some("10.0.0.1"), 2, 0, "GPU old"),
         ("b", Some("10.0.0.2"), 2, 0, "GPU new"),
         ("c", Some("10.0.0.3"), 2, 0, "GPU new"),
         ("d", Some("10.0.0.4"), 2, 0, CPU),
     ];
-    assert_eq!(chosen(&given, 4, &[]), named(&[("b", 2), ("c", 2)]));
-    assert_eq!(chosen(&given, 6, &[]), named(&[("a", 2), ("b", 2), ("c", 2)]));
-    assert_eq!(chosen(&given, 8, &[]), [], "a CPU is no GPU");
+    assert_eq!(chosen(&given, 4, &[]), expected(&[("b", 2), ("c", 2)]));
+    assert_eq!(chosen(&given, 6, &[]), expected(&[("a", 2), ("b", 2), ("c", 2)]));
+    assert_eq!(chosen(&given, 8, &[]), [], "CPU and GPU slots are not mixed");
     assert_eq!(max_capacity(&candidates(&given)), Capacity { slots: 6, free: 6, machines: 3 });
 }
 
 #[test]
-fn what_is_kept_for_a_large_job_has_enough_slots_and_most_of_them_free() {
+fn machines_reserved_for_a_large_job_have_enough_slots_and_the_most_free_ones() {
     let given = [
         ("a", Some("10.0.0.1"), 2, 2, CPU),
         ("b", Some("10.0.0.2"), 2, 1, CPU),
         ("c", Some("10.0.0.3"), 2, 1, CPU),
     ];
     let candidates = candidates(&given);
-    let kept = |ranks| {
-        let kept = reserve(&candidates, ranks)?;
-        Some(kept.into_iter().map(|c| candidates[c].agent.row.name.clone()).collect::<Vec<_>>().join(" "))
+    let reserved_names = |ranks| {
+        let found = reserve(&candidates, ranks)?;
+        Some(found.into_iter().map(|c| candidates[c].agent.row.name.clone()).collect::<Vec<_>>().join(" "))
     };
-    assert_eq!(kept(4).as_deref(), Some("b c"));
-    assert_eq!(kept(5).as_deref(), Some("b c a"));
-    assert_eq!(kept(7), None);
-    assert!(kept(2).is_some_and(|one| one == "b" || one == "c"), "one that is enough");
+    assert_eq!(reserved_names(4).as_deref(), Some("b c"));
+    assert_eq!(reserved_names(5).as_deref(), Some("b c a"));
+    assert_eq!(reserved_names(7), None);
+    assert!(reserved_names(2).is_some_and(|one| one == "b" || one == "c"), "one machine is enough");
 }
 
 #[test]
-fn a_launch_s_machines_keep_the_order_of_their_list() {
+fn machines_of_a_launch_keep_the_order_of_its_list() {
     let names: Vec<_> = (1..=12).map(|n| format!("launch-a-{n}-host")).collect();
-    // Machines of other sizes.
+    // The machines have different numbers of slots.
     let slots = |n: usize| 1 + (n as u32 % 2);
     let given: Vec<Given<'_>> =
         names.iter().enumerate().map(|(n, name)| (&**name, Some("10.0.0.1"), slots(n), 0, CPU)).collect();
@@ -147,7 +150,7 @@ fn a_launch_s_machines_keep_the_order_of_their_list() {
 }
 
 #[test]
-fn of_as_many_machines_those_whose_slowest_link_is_fastest() {
+fn of_equally_many_machines_those_with_the_fastest_slowest_link_are_chosen() {
     let given = [
         ("a", Some("10.0.0.1"), 4, 0, CPU),
         ("b", Some("10.0.0.2"), 4, 0, CPU),
@@ -155,7 +158,7 @@ fn of_as_many_machines_those_whose_slowest_link_is_fastest() {
         ("d", Some("10.0.0.4"), 4, 1, CPU),
     ];
     let speeds = |a, b, c, d| {
-        linked(&given, move |name| {
+        candidates_with_links(&given, move |name| {
             let speed = match name {
                 "a" => a,
                 "b" => b,
@@ -166,27 +169,31 @@ fn of_as_many_machines_those_whose_slowest_link_is_fastest() {
         })
     };
     let slow_and_fast = speeds(Some(1000), Some(10_000), Some(100_000), Some(100_000));
-    assert_eq!(chosen_of(&slow_and_fast, 6, &[]), named(&[("c", 3), ("d", 3)]));
-    assert_eq!(chosen_of(&slow_and_fast, 7, &[]), named(&[("b", 4), ("c", 3)]), "the slowest counts");
+    assert_eq!(chosen_from(&slow_and_fast, 6, &[]), expected(&[("c", 3), ("d", 3)]));
     assert_eq!(
-        chosen_of(&slow_and_fast, 8, &[]),
-        named(&[("a", 4), ("b", 4)]),
-        "rather than a third machine"
+        chosen_from(&slow_and_fast, 7, &[]),
+        expected(&[("b", 4), ("c", 3)]),
+        "the slowest link counts"
     );
-    assert_eq!(chosen_of(&slow_and_fast, 9, &[]), named(&[("b", 4), ("c", 3), ("d", 2)]));
-    assert_eq!(chosen_of(&slow_and_fast, 6, &["c"]), named(&[("b", 4), ("d", 2)]), "one is kept");
-    // Nothing is known of b: it counts as the slowest that is known.
+    assert_eq!(
+        chosen_from(&slow_and_fast, 8, &[]),
+        expected(&[("a", 4), ("b", 4)]),
+        "two machines with a slow link rather than three"
+    );
+    assert_eq!(chosen_from(&slow_and_fast, 9, &[]), expected(&[("b", 4), ("c", 3), ("d", 2)]));
+    assert_eq!(chosen_from(&slow_and_fast, 6, &["c"]), expected(&[("b", 4), ("d", 2)]), "c is reserved");
+    // The speed of b is unknown: it counts as the slowest known speed.
     let unknown = speeds(Some(1000), None, Some(10_000), Some(10_000));
-    assert_eq!(chosen_of(&unknown, 6, &[]), named(&[("c", 3), ("d", 3)]));
+    assert_eq!(chosen_from(&unknown, 6, &[]), expected(&[("c", 3), ("d", 3)]));
     let equal = speeds(Some(1000), None, Some(1000), Some(1000));
-    assert_eq!(chosen_of(&equal, 6, &[]), named(&[("a", 4), ("c", 2)]), "as if nothing were known");
-    // What waits is kept the same.
-    let kept = |candidates: &Candidates, ranks| {
-        let kept = reserve(candidates, ranks).unwrap();
-        kept.into_iter().map(|c| candidates[c].agent.row.name.clone()).collect::<Vec<_>>()
+    assert_eq!(chosen_from(&equal, 6, &[]), expected(&[("a", 4), ("c", 2)]), "as if no speed were known");
+    // Reservations prefer fast links, too.
+    let reserved_names = |candidates: &Candidates, ranks| {
+        let found = reserve(candidates, ranks).unwrap();
+        found.into_iter().map(|c| candidates[c].agent.row.name.clone()).collect::<Vec<_>>()
     };
-    assert_eq!(kept(&slow_and_fast, 8), ["c", "d"]);
-    assert_eq!(kept(&slow_and_fast, 12), ["b", "c", "d"]);
+    assert_eq!(reserved_names(&slow_and_fast, 8), ["c", "d"]);
+    assert_eq!(reserved_names(&slow_and_fast, 12), ["b", "c", "d"]);
 }
 
 #[test]
@@ -198,30 +205,34 @@ fn agents_of_one_machine_need_no_network() {
         ("o", Some("10.0.0.3"), 2, 0, CPU),
     ];
     let links = |name: &str| (Some(if name.starts_with('m') { 100 } else { 100_000 }), Vec::new());
-    assert_eq!(chosen_of(&linked(&given, links), 4, &[]), named(&[("m-1", 2), ("m-2", 2)]));
+    assert_eq!(
+        chosen_from(&candidates_with_links(&given, links), 4, &[]),
+        expected(&[("m-1", 2), ("m-2", 2)])
+    );
 }
 
 #[test]
-fn gpus_that_nvlink_joins_are_taken_together() {
+fn gpus_connected_by_nvlink_are_chosen_together() {
     const GPU: &str = "GPU A";
     let slots = |in_use: u32, groups: &[&[u32]], ranks| {
         let groups: Vec<Vec<u32>> = groups.iter().map(|group| group.to_vec()).collect();
-        let candidates = linked(&[("a", Some("10.0.0.1"), 8, in_use, GPU)], |_| (None, groups.clone()));
+        let candidates =
+            candidates_with_links(&[("a", Some("10.0.0.1"), 8, in_use, GPU)], |_| (None, groups.clone()));
         choose(&candidates, ranks, &HashSet::new()).unwrap().remove(0).1
     };
     let pairs: &[&[u32]] = &[&[0, 4], &[1, 5], &[2, 6], &[3, 7]];
     assert_eq!(slots(0, pairs, 2), [0, 4]);
-    assert_eq!(slots(2, pairs, 2), [2, 6], "the halves of broken pairs stay");
-    assert_eq!(slots(2, pairs, 1), [4], "they are first for a job that needs one");
+    assert_eq!(slots(2, pairs, 2), [2, 6], "the remaining halves of pairs are not used");
+    assert_eq!(slots(2, pairs, 1), [4], "a job of one rank gets such a half");
     assert_eq!(slots(1, pairs, 4), [1, 5, 2, 6]);
     assert_eq!(slots(2, pairs, 6), [2, 6, 3, 7, 4, 5]);
     assert_eq!(slots(0, &[&[0, 1, 2, 3], &[4, 5, 6, 7]], 4), [0, 1, 2, 3]);
     assert_eq!(slots(1, &[&[0, 1, 2, 3], &[4, 5, 6, 7]], 4), [4, 5, 6, 7]);
-    assert_eq!(slots(3, &[], 3), [3, 4, 5], "where nothing is known, in their order");
+    assert_eq!(slots(3, &[], 3), [3, 4, 5], "without NVLink groups, in their order");
 }
 
 #[test]
-fn of_machines_with_room_those_with_the_faster_links_come_before_the_fullest() {
+fn faster_links_count_more_than_fuller_machines() {
     const GPU: &str = "GPU A";
     let given = [
         ("a", Some("10.0.0.1"), 8, 0, GPU),
@@ -229,10 +240,10 @@ fn of_machines_with_room_those_with_the_faster_links_come_before_the_fullest() {
         ("c", Some("10.0.0.3"), 8, 2, GPU),
         ("d", Some("10.0.0.4"), 8, 6, GPU),
     ];
-    let candidates = linked(&given, |name| {
+    let candidates = candidates_with_links(&given, |name| {
         let groups = match name {
             "a" => vec![(0..8).collect()],
-            // Two of its pairs are broken: slots 0 and 1 are in use.
+            // Two of its pairs are incomplete: slots 0 and 1 are in use.
             "c" => vec![vec![0, 4], vec![1, 5], vec![2, 6], vec![3, 7]],
             _ => Vec::new(),
         };
@@ -243,19 +254,19 @@ fn of_machines_with_room_those_with_the_faster_links_come_before_the_fullest() {
         let (c, slots) = choose(&candidates, ranks, &reserved).unwrap().remove(0);
         (candidates[c].agent.row.name.clone(), slots)
     };
-    assert_eq!(one(1, &[]), ("d".into(), vec![6]), "a single rank has no links: the fullest");
-    assert_eq!(one(2, &[]), ("c".into(), vec![2, 6]), "of two with NVLink the fuller one");
-    assert_eq!(one(2, &["c"]), ("a".into(), vec![0, 1]), "rather than one without that is fuller");
+    assert_eq!(one(1, &[]), ("d".into(), vec![6]), "a single rank uses no links: the fullest");
+    assert_eq!(one(2, &[]), ("c".into(), vec![2, 6]), "the fuller one of two machines with NVLink");
+    assert_eq!(one(2, &["c"]), ("a".into(), vec![0, 1]), "rather than a fuller machine without NVLink");
     assert_eq!(one(4, &[]), ("a".into(), vec![0, 1, 2, 3]), "four of one group rather than two pairs");
     assert_eq!(one(4, &["a"]), ("c".into(), vec![2, 6, 3, 7]), "two pairs rather than none");
-    assert_eq!(one(2, &["a", "c"]), ("d".into(), vec![6, 7]), "the fullest where links are the same");
+    assert_eq!(one(2, &["a", "c"]), ("d".into(), vec![6, 7]), "the fullest one if links are equal");
 }
 
 #[test]
-fn slots_that_nvlink_does_not_join_go_to_jobs_that_need_no_link() {
+fn jobs_of_one_rank_get_slots_without_nvlink() {
     const GPU: &str = "GPU A";
     let groups: Vec<Vec<u32>> = vec![vec![0, 1], vec![2, 3, 4, 5]];
-    let candidates = linked(&[("a", Some("10.0.0.1"), 7, 0, GPU)], |_| (None, groups.clone()));
+    let candidates = candidates_with_links(&[("a", Some("10.0.0.1"), 7, 0, GPU)], |_| (None, groups.clone()));
     let slots = |ranks| choose(&candidates, ranks, &HashSet::new()).unwrap().remove(0).1;
     assert_eq!(slots(1), [6], "the pair stays whole");
     assert_eq!(slots(2), [0, 1]);

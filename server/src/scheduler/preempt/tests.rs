@@ -5,7 +5,7 @@ use lockstep_protocol::JobId;
 
 const CPU: &str = "a core";
 
-/// Jobs that run: priority, whether it ends already, and slots by agent; in the order of the store.
+/// A running job: its priority, whether it is already ending, and its slots by agent. Jobs are in the order of the store.
 type Running<'a> = (i32, bool, &'a [(&'a str, &'a [u32])]);
 
 fn yielding(running: &[Running<'_>]) -> Vec<Yielding> {
@@ -26,17 +26,18 @@ fn yielding(running: &[Running<'_>]) -> Vec<Yielding> {
     running.iter().map(one).collect()
 }
 
-/// Agents with how many slots a job of so many ranks has on each, and who ends for it.
-fn planned(
+/// The agents of a job with `ranks` ranks and priority 9, each with its number of slots, and the jobs that are
+/// stopped for it.
+fn plan(
     given: &[Given<'_>],
     running: &[Running<'_>],
     ranks: usize,
 ) -> Option<(Vec<(String, usize)>, Vec<usize>)> {
-    planned_with(given, &yielding(running), ranks)
+    plan_with(given, &yielding(running), ranks)
 }
 
-/// The same for a job of priority 9, with jobs that are more particular.
-fn planned_with(
+/// Like [`plan`], with the running jobs given in full.
+fn plan_with(
     given: &[Given<'_>],
     yielding: &[Yielding],
     ranks: usize,
@@ -47,40 +48,40 @@ fn planned_with(
     Some((room.chosen.into_iter().map(name).collect(), room.victims))
 }
 
-fn on(agents: &[(&str, usize)], victims: &[usize]) -> Option<(Vec<(String, usize)>, Vec<usize>)> {
+fn expected(agents: &[(&str, usize)], victims: &[usize]) -> Option<(Vec<(String, usize)>, Vec<usize>)> {
     Some((agents.iter().map(|(name, slots)| ((*name).to_owned(), *slots)).collect(), victims.to_vec()))
 }
 
 #[test]
-fn as_few_as_possible_end_and_of_so_many_the_lowest() {
+fn as_few_jobs_as_possible_are_stopped_and_those_of_lowest_priority() {
     let one = [("a", None, 4, 4, CPU)];
     let running: [Running<'_>; 3] =
         [(0, false, &[("a", &[0])]), (1, false, &[("a", &[1])]), (2, false, &[("a", &[2, 3])])];
-    assert_eq!(planned(&one, &running, 1), on(&[("a", 1)], &[0]));
+    assert_eq!(plan(&one, &running, 1), expected(&[("a", 1)], &[0]));
     assert_eq!(
-        planned(&one, &running, 2),
-        on(&[("a", 2)], &[2]),
+        plan(&one, &running, 2),
+        expected(&[("a", 2)], &[2]),
         "one job rather than two of lower priority"
     );
-    assert_eq!(planned(&one, &running, 3), on(&[("a", 3)], &[0, 2]));
-    assert_eq!(planned(&one, &running, 4), on(&[("a", 4)], &[0, 1, 2]));
-    assert_eq!(planned(&one, &running, 5), None, "it would not fit");
-    assert_eq!(planned(&one, &running[..1], 2), None);
-    // Of two agents the one where fewer end, or lower ones.
+    assert_eq!(plan(&one, &running, 3), expected(&[("a", 3)], &[0, 2]));
+    assert_eq!(plan(&one, &running, 4), expected(&[("a", 4)], &[0, 1, 2]));
+    assert_eq!(plan(&one, &running, 5), None, "the agent has only four slots");
+    assert_eq!(plan(&one, &running[..1], 2), None);
+    // The agent where fewer jobs, or jobs of lower priority, are stopped.
     let two = [("a", None, 2, 2, CPU), ("b", None, 2, 2, CPU)];
     let running: [Running<'_>; 3] =
         [(0, false, &[("a", &[0])]), (0, false, &[("a", &[1])]), (3, false, &[("b", &[0, 1])])];
-    assert_eq!(planned(&two, &running, 2), on(&[("b", 2)], &[2]));
-    assert_eq!(planned(&two, &running, 1), on(&[("a", 1)], &[0]));
+    assert_eq!(plan(&two, &running, 2), expected(&[("b", 2)], &[2]));
+    assert_eq!(plan(&two, &running, 1), expected(&[("a", 1)], &[0]));
 }
 
 #[test]
-fn slots_that_come_free_anyway_are_counted_on_and_nobody_else_ends() {
+fn slots_of_jobs_that_are_already_ending_are_used_first() {
     let one = [("a", None, 2, 2, CPU)];
     let running: [Running<'_>; 2] = [(0, false, &[("a", &[0])]), (1, true, &[("a", &[1])])];
-    assert_eq!(planned(&one, &running, 1), on(&[("a", 1)], &[]));
-    assert_eq!(planned(&one, &running, 2), on(&[("a", 2)], &[0]));
-    // They are promised to another job.
+    assert_eq!(plan(&one, &running, 1), expected(&[("a", 1)], &[]));
+    assert_eq!(plan(&one, &running, 2), expected(&[("a", 2)], &[0]));
+    // The slot that becomes free is promised to another job.
     let candidates = candidates(&one);
     let promised = HashSet::from([("id-a".to_owned(), 1)]);
     let found = room(&candidates, (1, 9), &HashSet::new(), &yielding(&running), &promised).unwrap();
@@ -88,7 +89,7 @@ fn slots_that_come_free_anyway_are_counted_on_and_nobody_else_ends() {
 }
 
 #[test]
-fn over_several_agents_those_that_are_not_needed_go_on() {
+fn jobs_on_agents_that_are_not_needed_are_not_stopped() {
     let given = [
         ("a", Some("10.0.0.1"), 2, 2, CPU),
         ("b", Some("10.0.0.2"), 2, 2, CPU),
@@ -100,44 +101,48 @@ fn over_several_agents_those_that_are_not_needed_go_on() {
         (0, false, &[("b", &[0, 1])]),
         (5, false, &[("c", &[1])]),
     ];
-    assert_eq!(planned(&given, &running, 4), on(&[("a", 2), ("b", 2)], &[1, 2]));
-    assert_eq!(planned(&given, &running, 5), on(&[("a", 2), ("b", 2), ("c", 1)], &[0, 1, 2]));
-    assert_eq!(planned(&given, &running, 7), None);
+    assert_eq!(plan(&given, &running, 4), expected(&[("a", 2), ("b", 2)], &[1, 2]));
+    assert_eq!(plan(&given, &running, 5), expected(&[("a", 2), ("b", 2), ("c", 1)], &[0, 1, 2]));
+    assert_eq!(plan(&given, &running, 7), None);
 }
 
 #[test]
-fn of_agents_where_as_much_has_to_end_the_one_with_most_free_slots() {
+fn of_equal_agents_the_one_with_most_free_slots_is_chosen() {
     let given = [("a", None, 3, 3, CPU), ("b", None, 3, 2, CPU), ("c", None, 3, 3, CPU)];
     let running: [Running<'_>; 3] =
         [(0, false, &[("a", &[0, 1])]), (0, false, &[("b", &[0])]), (0, false, &[("c", &[0, 1])])];
-    assert_eq!(planned(&given, &running, 2), on(&[("b", 2)], &[1]));
+    assert_eq!(plan(&given, &running, 2), expected(&[("b", 2)], &[1]));
 }
 
 #[test]
-fn whoever_ends_anyway_is_counted_on_and_only_lower_ones_that_allow_it_are_stopped() {
+fn only_preemptible_jobs_of_lower_priority_are_stopped() {
     let one = [("a", None, 3, 3, CPU)];
     let mut running =
         yielding(&[(0, false, &[("a", &[0])]), (9, true, &[("a", &[1])]), (12, false, &[("a", &[2])])]);
     running[1].by.preemptible = false;
-    assert_eq!(planned_with(&one, &running, 1), on(&[("a", 1)], &[]), "of its own priority, not preemptible");
-    assert_eq!(planned_with(&one, &running, 2), on(&[("a", 2)], &[0]));
-    assert_eq!(planned_with(&one, &running, 3), None, "one of a higher priority stays");
-    // Its ranks on another machine have ended: these end, too.
+    assert_eq!(
+        plan_with(&one, &running, 1),
+        expected(&[("a", 1)], &[]),
+        "a job that is ending, of the same priority and not preemptible"
+    );
+    assert_eq!(plan_with(&one, &running, 2), expected(&[("a", 2)], &[0]));
+    assert_eq!(plan_with(&one, &running, 3), None, "a job of higher priority is not stopped");
+    // Its ranks on another machine have ended, so these ranks are ending, too.
     running[2].ends = true;
-    assert_eq!(planned_with(&one, &running, 2), on(&[("a", 2)], &[]));
+    assert_eq!(plan_with(&one, &running, 2), expected(&[("a", 2)], &[]));
     running[0].by.priority = 9;
-    assert_eq!(planned_with(&one, &running, 3), None, "one of its own priority stays");
+    assert_eq!(plan_with(&one, &running, 3), None, "a job of the same priority is not stopped");
     running[0].by.priority = 8;
-    assert_eq!(planned_with(&one, &running, 3), on(&[("a", 3)], &[0]));
+    assert_eq!(plan_with(&one, &running, 3), expected(&[("a", 3)], &[0]));
     running[0].by.preemptible = false;
-    assert_eq!(planned_with(&one, &running, 3), None);
+    assert_eq!(plan_with(&one, &running, 3), None);
 }
 
 #[test]
-fn of_jobs_that_turn_out_not_to_be_needed_the_highest_64_are_spared() {
-    // A large job gives as many slots as are missing. Each small one would end only because its machine has a free slot, too, and so
-    // fewer machines would be enough.
-    let ended_with = |small: usize| {
+fn at_most_64_jobs_are_tried_for_being_unneeded() {
+    // The slots of the large job are enough. The small jobs are chosen at first only because their machines also have
+    // a free slot, so that fewer machines are needed.
+    let stopped_with = |small: usize| {
         let large = small + 1;
         let name = |n: usize| format!("{}{n:02}", if n < small { 'a' } else { 'b' });
         let names: Vec<String> = (0..small + large).map(name).collect();
@@ -152,9 +157,9 @@ fn of_jobs_that_turn_out_not_to_be_needed_the_highest_64_are_spared() {
         let mut running: Vec<Running<'_>> =
             places[..small].iter().map(|place| (0, false, std::slice::from_ref(place))).collect();
         running.push((1, false, &places[small..]));
-        planned(&given, &running, 2 * small + 1).expect("it fits").1
+        plan(&given, &running, 2 * small + 1).expect("there is room").1
     };
-    // The large one is tried, too, and has to end.
-    assert_eq!(ended_with(MAX_TRIED - 1), [63]);
-    assert_eq!(ended_with(MAX_TRIED), [0, 64], "one more is not tried any more, and ends");
+    // The large job is tried, too, and has to be stopped.
+    assert_eq!(stopped_with(MAX_TRIED - 1), [63]);
+    assert_eq!(stopped_with(MAX_TRIED), [0, 64], "one more job is not tried and is stopped");
 }

@@ -1,6 +1,6 @@
 use super::*;
 
-/// Who gets slots one after another, when everybody gets what they ask for: of jobs with their shares and ranks.
+/// The order in which waiting jobs, given by share and ranks, get slots if each of them gets what it asks for.
 fn order(in_use: &[(&str, u64)], waiting: &[(&str, u32)]) -> Vec<usize> {
     let in_use = in_use.iter().map(|(share, slots)| ((*share).to_owned(), *slots)).collect();
     let mut queue = Queue::new(in_use);
@@ -14,20 +14,20 @@ fn order(in_use: &[(&str, u64)], waiting: &[(&str, u32)]) -> Vec<usize> {
 }
 
 #[test]
-fn the_share_with_the_fewest_slots_comes_first_and_of_equal_ones_the_oldest_job() {
+fn the_share_with_the_fewest_slots_comes_first_then_the_oldest_job() {
     let waiting = [("a", 1), ("a", 1), ("a", 1), ("b", 1), ("b", 1)];
-    assert_eq!(order(&[], &waiting), [0, 3, 1, 4, 2], "in turns");
-    assert_eq!(order(&[("a", 2)], &waiting), [3, 4, 0, 1, 2], "b has two, too, before a has more");
+    assert_eq!(order(&[], &waiting), [0, 3, 1, 4, 2], "the shares alternate");
+    assert_eq!(order(&[("a", 2)], &waiting), [3, 4, 0, 1, 2], "b gets two slots before a gets more");
     assert_eq!(order(&[("a", 1), ("b", 9)], &waiting), [0, 1, 2, 3, 4]);
-    // A large job counts as many as it has ranks.
+    // A job counts as many slots as it has ranks.
     assert_eq!(order(&[], &[("a", 4), ("a", 1), ("b", 1), ("b", 2), ("b", 2)]), [0, 2, 3, 4, 1]);
-    // One share: by age alone.
+    // In one share, only age counts.
     assert_eq!(order(&[("", 7)], &[("", 1), ("", 5), ("", 1)]), [0, 1, 2]);
     assert_eq!(order(&[], &[]), Vec::<usize>::new());
 }
 
 #[test]
-fn what_gets_nothing_takes_nobodys_turn_and_the_next_priority_knows_what_was_given() {
+fn a_job_without_slots_does_not_count_and_slots_count_in_the_next_priority() {
     let mut queue = Queue::new(HashMap::new());
     let fill = |queue: &mut Queue<&'static str>, jobs: &[(&str, &'static str)]| {
         queue.fill(jobs.iter().map(|(share, job)| ((*share).to_owned(), *job)));
@@ -38,7 +38,7 @@ fn what_gets_nothing_takes_nobodys_turn_and_the_next_priority_knows_what_was_giv
     assert_eq!(queue.next(8), Some("b0"));
     assert_eq!(queue.next(1), None);
     fill(&mut queue, &[("a", "a2"), ("b", "b1"), ("b", "b2")]);
-    assert_eq!(queue.next(0), Some("b1"), "one against eight");
+    assert_eq!(queue.next(0), Some("b1"), "a has eight slots, b one");
     assert_eq!(queue.next(8), Some("a2"));
     assert_eq!(queue.next(0), Some("b2"));
     assert_eq!(queue.next(0), None);

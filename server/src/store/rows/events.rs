@@ -135,7 +135,7 @@ pub struct LogPage {
     /// The events that can be read.
     pub events: Vec<Event>,
     /// Sequence numbers of the first and last examined event, including unreadable ones.
-    pub ends: Option<(u64, u64)>,
+    pub range: Option<(u64, u64)>,
     /// Whether the page reached a limit, so that more events may follow.
     pub full: bool,
 }

@@ -4,7 +4,7 @@ use super::{DbRow, SqlStore};
 use crate::store::{
     Result, SessionRow, StoreError, TokenRow,
     quarantine::readable,
-    values::{plain, time},
+    values::{strip_nul, time},
 };
 use jiff::Timestamp;
 use lockstep_protocol::access::Token;
@@ -60,11 +60,11 @@ impl SqlStore {
              created_at = excluded.created_at, expires_at = excluded.expires_at, revoked_at = excluded.revoked_at",
         )
         .bind(&token.id)
-        .bind(plain(&token.name))
+        .bind(strip_nul(&token.name))
         .bind(hash)
         .bind(token.scope.as_str())
-        .bind(token.agent.as_deref().map(plain))
-        .bind(token.agent_id.as_deref().map(plain))
+        .bind(token.agent.as_deref().map(strip_nul))
+        .bind(token.agent_id.as_deref().map(strip_nul))
         .bind(token.created_at.as_millisecond())
         .bind(milliseconds(token.expires_at))
         .bind(milliseconds(token.revoked_at))

@@ -4,7 +4,7 @@ use super::{DbRow, SqlStore};
 use crate::store::{
     AgentRow, Result, StoreError,
     quarantine::readable,
-    values::{from_json, json, plain, time},
+    values::{from_json, json, strip_nul, time},
 };
 use sqlx::Row;
 
@@ -26,8 +26,8 @@ impl SqlStore {
         for agent in agents {
             sqlx::query("INSERT INTO agents VALUES ($1, $2, $3, $4, $5) ON CONFLICT (id) DO UPDATE SET name = excluded.name, \
              machine = excluded.machine, slots = excluded.slots, last_seen_at = excluded.last_seen_at")
-            .bind(plain(&agent.id))
-            .bind(plain(&agent.name))
+            .bind(strip_nul(&agent.id))
+            .bind(strip_nul(&agent.name))
             .bind(json(&agent.machine)?)
             .bind(json(&agent.slots)?)
             .bind(agent.last_seen_at.as_millisecond())
@@ -44,15 +44,15 @@ impl SqlStore {
             "DELETE FROM draining WHERE agent_id = $1",
             "DELETE FROM machine_minutes WHERE agent_id = $1",
         ] {
-            sqlx::query(query).bind(plain(id)).execute(&mut *db).await?;
+            sqlx::query(query).bind(strip_nul(id)).execute(&mut *db).await?;
         }
         Ok(db.commit().await?)
     }
 
     pub(in crate::store) async fn agents_called(&self, name: &str, id: &str) -> Result<Vec<AgentRow>> {
         let rows = sqlx::query("SELECT * FROM agents WHERE name = $1 OR id = $2 ORDER BY name, id")
-            .bind(plain(name))
-            .bind(plain(id))
+            .bind(strip_nul(name))
+            .bind(strip_nul(id))
             .fetch_all(&self.reader)
             .await?;
         Ok(readable(rows.iter().map(agent)))
@@ -75,7 +75,7 @@ impl SqlStore {
         } else {
             "DELETE FROM draining WHERE agent_id = $1"
         };
-        sqlx::query(query).bind(plain(agent)).execute(&self.writer).await?;
+        sqlx::query(query).bind(strip_nul(agent)).execute(&self.writer).await?;
         Ok(())
     }
 }

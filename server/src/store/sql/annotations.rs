@@ -4,7 +4,7 @@ use super::{Connection, Db, SqlStore, job_list::push_seen, pages::bounded, purge
 use crate::store::{
     Annotation, AnnotationPage, Result, StoreError,
     quarantine::readable,
-    values::{from_json, json, plain, uint},
+    values::{from_json, json, strip_nul, uint},
 };
 use lockstep_protocol::job::JobId;
 use serde_json::{Map, Value};
@@ -25,7 +25,7 @@ impl SqlStore {
     ) -> Result<AnnotationPage> {
         let mut query = QueryBuilder::new("SELECT job_id, notes, tags");
         push_annotated(&mut query, seen_by);
-        query.push(" AND job_id > ").push_bind(plain(behind).into_owned());
+        query.push(" AND job_id > ").push_bind(strip_nul(behind).into_owned());
         query.push(" ORDER BY job_id LIMIT ").push_bind(i64::from(limit) + 1);
         let rows = query.build_query_as::<(String, String, String)>().fetch(&self.reader);
         let (mut rows, is_cut) = bounded(rows, |(_, notes, tags)| notes.len() + tags.len()).await?;
@@ -61,7 +61,7 @@ impl SqlStore {
              RETURNING notes, tags",
         )
         .bind(job.as_str())
-        .bind(notes.map(plain))
+        .bind(notes.map(strip_nul))
         .bind(tags.map(|tags| json(&tags)).transpose()?)
         .fetch_one(&self.writer)
         .await?;

@@ -4,7 +4,7 @@ use super::{DbRow, SqlStore, jobs::part_of};
 use crate::store::{
     AuditEntry, Result,
     quarantine::readable,
-    values::{plain, time},
+    values::{strip_nul, time},
 };
 use jiff::Timestamp;
 use sqlx::{QueryBuilder, Row};
@@ -36,13 +36,13 @@ impl SqlStore {
             )
             .bind(&entry.id)
             .bind(entry.at.as_millisecond())
-            .bind(plain(&entry.who))
+            .bind(strip_nul(&entry.who))
             .bind(&entry.token_id)
             .bind(&entry.address)
-            .bind(plain(&entry.action))
-            .bind(plain(&entry.object))
+            .bind(strip_nul(&entry.action))
+            .bind(strip_nul(&entry.object))
             .bind(i64::from(entry.status))
-            .bind(plain(&entry.request_id))
+            .bind(strip_nul(&entry.request_id))
             .execute(&mut *db)
             .await?;
         }
@@ -61,7 +61,7 @@ impl SqlStore {
         // `~` sorts after all ids, which are hexadecimal.
         query.push_bind(before.unwrap_or("~").to_owned());
         if !who.is_empty() {
-            query.push(" AND (who = ").push_bind(plain(who).into_owned()).push(" OR who LIKE ");
+            query.push(" AND (who = ").push_bind(strip_nul(who).into_owned()).push(" OR who LIKE ");
             query
                 .push_bind(part_of(&format!("{who} (")).trim_start_matches('%').to_owned())
                 .push(" ESCAPE '!')");

@@ -3,7 +3,7 @@
 use super::{BEGIN_SNAPSHOT, Connection, DbRow, SqlStore, reads::ranks};
 use crate::store::{
     MetricChunk, MetricFilter, Result, StoreError,
-    values::{int, plain, to_u32, uint},
+    values::{int, strip_nul, to_u32, uint},
 };
 use lockstep_protocol::job::JobId;
 use sqlx::{AssertSqlSafe, Row};
@@ -73,7 +73,7 @@ impl SqlStore {
              AND ($2 IS NULL OR name = $2) AND ($3 = '' OR $3 LIKE '%,' || rank || ',%')",
         )
         .bind(job.as_str())
-        .bind(filter.name.as_deref().map(plain))
+        .bind(filter.name.as_deref().map(strip_nul))
         .bind(ranks(filter))
         .fetch_one(&mut *db)
         .await?;
@@ -98,7 +98,7 @@ impl SqlStore {
         )
         .bind(job.as_str())
         .bind(i64::from(level))
-        .bind(filter.name.as_deref().map(plain))
+        .bind(filter.name.as_deref().map(strip_nul))
         .bind(ranks(filter))
         .bind(filter.from.map(int))
         .bind(filter.to.map(int))

@@ -87,7 +87,7 @@ pub(in crate::store) async fn is_empty(db: &mut Connection) -> sqlx::Result<bool
     Ok(true)
 }
 
-/// Marks the markers of object stores as restored, because another server may still use the stores.
+/// Prefixes object stores' markers with [`RESTORED`], as another server may still use the stores.
 pub(in crate::store) async fn mark_restored(db: &mut Connection) -> sqlx::Result<()> {
     let query = "UPDATE artifact_stores SET marker = $1 || marker WHERE marker NOT LIKE $1 || '%'";
     sqlx::query(query).bind(RESTORED).execute(db).await.map(drop)

@@ -4,7 +4,7 @@ use super::{Connection, DbRow, SqlStore};
 use crate::store::{
     Result, StoreError,
     quarantine::{read_spec, readable},
-    values::{from_json, json, plain, time},
+    values::{from_json, json, strip_nul, time},
 };
 use lockstep_protocol::dataset::Dataset;
 use sqlx::Row;
@@ -28,7 +28,7 @@ fn dataset(row: &DbRow) -> Result<Dataset> {
 /// [`StoreError::NoDataset`].
 pub(super) async fn require_dataset(db: &mut Connection, name: &str) -> Result<()> {
     let found: Option<String> = sqlx::query_scalar("SELECT name FROM datasets WHERE name = $1")
-        .bind(plain(name))
+        .bind(strip_nul(name))
         .fetch_optional(db)
         .await?;
     if found.is_none() { Err(StoreError::NoDataset(name.to_owned())) } else { Ok(()) }
@@ -42,7 +42,7 @@ impl SqlStore {
 
     pub(in crate::store) async fn dataset(&self, name: &str) -> Result<Option<Dataset>> {
         let row = sqlx::query("SELECT * FROM datasets WHERE name = $1")
-            .bind(plain(name))
+            .bind(strip_nul(name))
             .fetch_optional(&self.reader)
             .await?;
         row.as_ref().map(dataset).transpose()
@@ -53,11 +53,11 @@ impl SqlStore {
             "INSERT INTO datasets (name, path, info, added_at, owner, private) VALUES ($1, $2, $3, $4, $5, $6) \
              ON CONFLICT (name) DO NOTHING",
         )
-            .bind(plain(&dataset.name))
-            .bind(plain(&dataset.path))
+            .bind(strip_nul(&dataset.name))
+            .bind(strip_nul(&dataset.path))
             .bind(json(&dataset.info)?)
             .bind(dataset.added_at.as_millisecond())
-            .bind(dataset.owner.as_deref().map(plain))
+            .bind(dataset.owner.as_deref().map(strip_nul))
             .bind(i64::from(dataset.private))
             .execute(&self.writer)
             .await?;
@@ -67,7 +67,7 @@ impl SqlStore {
     pub(in crate::store) async fn update_dataset(&self, dataset: &Dataset) -> Result<()> {
         let done = sqlx::query("UPDATE datasets SET info = $1 WHERE name = $2 AND added_at = $3")
             .bind(json(&dataset.info)?)
-            .bind(plain(&dataset.name))
+            .bind(strip_nul(&dataset.name))
             .bind(dataset.added_at.as_millisecond())
             .execute(&self.writer)
             .await?;
@@ -85,8 +85,10 @@ impl SqlStore {
         if specs.iter().any(|spec| read_spec(spec).0.data.dataset == name) {
             return Err(StoreError::DatasetInUse(name.to_owned()));
         }
-        let done =
-            sqlx::query("DELETE FROM datasets WHERE name = $1").bind(plain(name)).execute(&mut *db).await?;
+        let done = sqlx::query("DELETE FROM datasets WHERE name = $1")
+            .bind(strip_nul(name))
+            .execute(&mut *db)
+            .await?;
         db.commit().await?;
         if done.rows_affected() == 0 { Err(StoreError::NotFound("dataset")) } else { Ok(()) }
     }

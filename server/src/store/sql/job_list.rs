@@ -14,7 +14,7 @@ use crate::store::{
     Comparison, Condition, Cursor, JobFilter, JobSort, Page, ProjectRow, Result, SettingValue, SortBy,
     SortValue, StoreError,
     quarantine::readable,
-    values::{json, plain, time, uint},
+    values::{json, strip_nul, time, uint},
 };
 use lockstep_protocol::job::JobState;
 use sqlx::{QueryBuilder, Row};
@@ -120,7 +120,7 @@ fn push_condition(query: &mut QueryBuilder<Db>, condition: &Condition) {
     query.push(format!(" AND ({or_missing}{setting} {operator} "));
     match value {
         SettingValue::Number(number) => query.push_bind(*number),
-        SettingValue::Text(text) => query.push_bind(plain(text).into_owned()),
+        SettingValue::Text(text) => query.push_bind(strip_nul(text).into_owned()),
         SettingValue::Bool(value) => query.push(if *value { TRUE } else { FALSE }),
     };
     query.push(")");
@@ -177,7 +177,10 @@ fn push_sorting(query: &mut QueryBuilder<Db>, by: &SortBy) -> Result<()> {
 pub(super) fn push_seen(query: &mut QueryBuilder<Db>, seen_by: Option<&str>) {
     query.push(" WHERE jobs.deleted_at IS NULL");
     if let Some(name) = seen_by {
-        query.push(" AND (jobs.private = 0 OR jobs.owner = ").push_bind(plain(name).into_owned()).push(")");
+        query
+            .push(" AND (jobs.private = 0 OR jobs.owner = ")
+            .push_bind(strip_nul(name).into_owned())
+            .push(")");
     }
 }
 
@@ -185,7 +188,7 @@ pub(super) fn push_seen(query: &mut QueryBuilder<Db>, seen_by: Option<&str>) {
 fn push_conditions(query: &mut QueryBuilder<Db>, filter: &JobFilter) -> Result<()> {
     push_seen(query, filter.seen_by.as_deref());
     if let Some(owner) = &filter.owner {
-        query.push(" AND jobs.owner = ").push_bind(plain(owner).into_owned());
+        query.push(" AND jobs.owner = ").push_bind(strip_nul(owner).into_owned());
     }
     if !filter.states.is_empty() {
         query.push(" AND jobs.state IN (");

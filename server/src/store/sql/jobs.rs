@@ -6,7 +6,7 @@ use crate::{
     store::{
         Annotation, Changed, Created, JobRow, NewJob, Result, StoreError,
         quarantine::{self, read, read_spec},
-        values::{fault_point, fencing, from_json, int, json, plain, time, to_u32, uint},
+        values::{fault_point, fencing, from_json, int, json, strip_nul, time, to_u32, uint},
     },
 };
 use jiff::Timestamp;
@@ -25,7 +25,7 @@ pub(super) const JOB_AND_NOTES: &str = "SELECT jobs.*, annotations.tags, COALESC
 /// The pattern of `LIKE ... ESCAPE '!'` for texts that contain `text`.
 pub(super) fn part_of(text: &str) -> String {
     let mut pattern = String::from("%");
-    for character in plain(text).chars() {
+    for character in strip_nul(text).chars() {
         if matches!(character, '%' | '_' | '!') {
             pattern.push('!');
         }
@@ -201,7 +201,7 @@ pub(super) async fn save(db: &mut Connection, rows: &[&JobRow], at: Timestamp) -
                     Some((state, stands_for)) if *stands_for == job.state => state.as_str(),
                     _ => job.state.as_str(),
                 })
-                .bind(job.reason.as_deref().map(plain))
+                .bind(job.reason.as_deref().map(strip_nul))
                 .bind(i64::from(job.attempt))
                 .bind(json(&job.agents)?)
                 .bind(int(job.step))
@@ -356,7 +356,7 @@ impl SqlStore {
              VALUES ($1, $2, 'queued', $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16)",
         )
         .bind(new.id.as_str())
-        .bind(plain(&new.spec.name))
+        .bind(strip_nul(&new.spec.name))
         .bind(i64::from(new.spec.priority))
         .bind(json(&new.spec)?)
         .bind(i64::from(new.spec.parallel.ranks))
@@ -365,7 +365,7 @@ impl SqlStore {
         .bind(new.fork.as_ref().map(|fork| &fork.parent.checkpoint))
         .bind(i64::from(new.fork.as_ref().is_some_and(|fork| fork.hides_parent)))
         .bind(&new.spec.project)
-        .bind(new.owner.as_deref().map(plain))
+        .bind(new.owner.as_deref().map(strip_nul))
         .bind(i64::from(new.spec.private))
         .bind(i64::from(new.spec.preemptible))
         .bind(new.external.as_ref().map(json).transpose()?)
@@ -376,7 +376,7 @@ impl SqlStore {
         if new.annotation != Annotation::default() {
             sqlx::query("INSERT INTO annotations (job_id, notes, tags) VALUES ($1, $2, $3)")
                 .bind(new.id.as_str())
-                .bind(plain(&new.annotation.notes))
+                .bind(strip_nul(&new.annotation.notes))
                 .bind(json(&new.annotation.tags)?)
                 .execute(&mut *db)
                 .await?;

@@ -3,7 +3,7 @@
 use super::{Connection, Db, DbRow, SqlStore};
 use crate::store::{
     HistogramFilter, HistogramIndex, HistogramRow, Result, StoreError,
-    values::{from_json, int, json, plain, to_u32, uint},
+    values::{from_json, int, json, strip_nul, to_u32, uint},
 };
 use lockstep_protocol::{
     agent::AttemptEvent,
@@ -78,7 +78,7 @@ async fn keep_histograms(
         }
     }
     let mut steps = steps(db, job).await?;
-    while let Some(index) = superfluous(&steps) {
+    while let Some(index) = step_to_remove(&steps) {
         sqlx::query("DELETE FROM histograms WHERE job_id = $1 AND step = $2")
             .bind(job.as_str())
             .bind(int(steps.remove(index)))
@@ -90,7 +90,7 @@ async fn keep_histograms(
 
 /// Index of the step to remove if there are too many: the step whose neighbours are closest to each other; of several such steps,
 /// the oldest. So the remaining steps are about evenly spaced. The first and the newest step always stay.
-fn superfluous(steps: &[u64]) -> Option<usize> {
+fn step_to_remove(steps: &[u64]) -> Option<usize> {
     if steps.len() <= HISTOGRAM_STEPS {
         return None;
     }
@@ -177,7 +177,7 @@ impl SqlStore {
         );
         query.push_bind(job.as_str());
         if let Some(layer) = &filter.layer {
-            query.push(" AND layer = ").push_bind(plain(layer));
+            query.push(" AND layer = ").push_bind(strip_nul(layer));
         }
         if let Some(kind) = filter.kind {
             query.push(" AND kind = ").push_bind(kind.name());
@@ -204,19 +204,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn as_many_steps_as_allowed_stay_and_one_more_does_not() {
+    fn a_step_above_the_limit_is_removed() {
         let steps: Vec<u64> = (1..=HISTOGRAM_STEPS as u64).collect();
-        assert_eq!(superfluous(&steps), None);
+        assert_eq!(step_to_remove(&steps), None);
         let steps: Vec<u64> = (1..=HISTOGRAM_STEPS as u64 + 1).collect();
-        assert_eq!(superfluous(&steps), Some(1), "the second step");
+        assert_eq!(step_to_remove(&steps), Some(1), "the second step");
     }
 
     #[test]
-    fn what_stays_of_a_long_run_is_evenly_spread_with_both_ends() {
+    fn the_remaining_steps_are_evenly_spread_and_include_both_ends() {
         let mut steps = Vec::new();
         for step in 1..=10_000 {
             steps.push(step);
-            while let Some(index) = superfluous(&steps) {
+            while let Some(index) = step_to_remove(&steps) {
                 steps.remove(index);
             }
         }

@@ -1,7 +1,7 @@
 //! Measurements of machines, one row per minute.
 
 use super::SqlStore;
-use crate::store::{MinuteRow, Result, values::plain};
+use crate::store::{MinuteRow, Result, values::strip_nul};
 use sqlx::Row;
 
 /// Maximum number of rows that a statement of a purge removes, so that other writers hardly wait.
@@ -16,7 +16,7 @@ impl SqlStore {
                 "INSERT INTO machine_minutes (agent_id, minute, data) VALUES ($1, $2, $3) \
                  ON CONFLICT (agent_id, minute) DO UPDATE SET data = excluded.data",
             )
-            .bind(plain(&row.agent_id))
+            .bind(strip_nul(&row.agent_id))
             .bind(row.minute)
             .bind(&row.data)
             .execute(&mut *db)
@@ -29,7 +29,7 @@ impl SqlStore {
         let rows = sqlx::query(
             "SELECT minute, data FROM machine_minutes WHERE agent_id = $1 AND minute >= $2 ORDER BY minute",
         )
-        .bind(plain(agent))
+        .bind(strip_nul(agent))
         .bind(from)
         .fetch_all(&self.reader)
         .await?;

@@ -6,7 +6,7 @@ use crate::{
     store::{
         NewVersion, Owned, Result, StoreError, VersionRow,
         quarantine::{read_spec, readable},
-        values::{from_json, json, plain, time, to_u32},
+        values::{from_json, json, strip_nul, time, to_u32},
     },
 };
 use lockstep_protocol::{
@@ -92,7 +92,7 @@ impl SqlStore {
         }
         let found: Option<String> =
             sqlx::query_scalar("SELECT id FROM checkpoints WHERE id = $1 AND job_id = $2")
-                .bind(plain(&new.checkpoint))
+                .bind(strip_nul(&new.checkpoint))
                 .bind(new.job.as_str())
                 .fetch_optional(&mut *db)
                 .await?;
@@ -130,8 +130,8 @@ impl SqlStore {
         .bind(checkpoint)
         .bind(new.dataset_fingerprint.as_ref().map(json).transpose()?)
         .bind(json(&new.programs)?)
-        .bind(plain(&new.description))
-        .bind(new.by.as_deref().map(plain))
+        .bind(strip_nul(&new.description))
+        .bind(new.by.as_deref().map(strip_nul))
         .bind(new.at.as_millisecond())
         .execute(&mut *db)
         .await?;
@@ -140,7 +140,7 @@ impl SqlStore {
     }
 
     pub(in crate::store) async fn model_versions(&self, model: Option<&str>) -> Result<Vec<VersionRow>> {
-        let model = model.map(plain);
+        let model = model.map(strip_nul);
         let mut db = self.reader.acquire().await?;
         let of_model = "($1 IS NULL OR model = $1)";
         let query = format!("{VERSION} AND {of_model} ORDER BY v.model, v.version");
@@ -172,8 +172,8 @@ impl SqlStore {
     ) -> Result<()> {
         let Some(version) = version else {
             let done = sqlx::query("DELETE FROM model_aliases WHERE model = $1 AND alias = $2")
-                .bind(plain(model))
-                .bind(plain(alias))
+                .bind(strip_nul(model))
+                .bind(strip_nul(alias))
                 .execute(&self.writer)
                 .await?;
             return if done.rows_affected() == 0 { Err(StoreError::NotFound("alias")) } else { Ok(()) };
@@ -183,8 +183,8 @@ impl SqlStore {
              FROM model_versions WHERE model = $1 AND version = $3 AND deleted_at IS NULL \
              ON CONFLICT (model, alias) DO UPDATE SET version = excluded.version",
         )
-        .bind(plain(model))
-        .bind(plain(alias))
+        .bind(strip_nul(model))
+        .bind(strip_nul(alias))
         .bind(i64::from(version))
         .execute(&self.writer)
         .await?;
@@ -196,7 +196,7 @@ impl SqlStore {
             "UPDATE model_versions SET deleted_at = $3 WHERE model = $1 AND version = $2 AND deleted_at IS NULL \
              AND NOT EXISTS (SELECT 1 FROM model_aliases a WHERE a.model = $1 AND a.version = $2)",
         )
-        .bind(plain(model))
+        .bind(strip_nul(model))
         .bind(i64::from(version))
         .bind(crate::now().as_millisecond())
         .execute(&self.writer)

@@ -3,7 +3,7 @@
 use super::SqlStore;
 use crate::store::{
     PanelsOf, Result,
-    values::{from_json, json, plain},
+    values::{from_json, json, strip_nul},
 };
 use lockstep_protocol::panels::Panel;
 use sqlx::AssertSqlSafe;
@@ -12,7 +12,7 @@ use sqlx::AssertSqlSafe;
 fn table_and_key(of: PanelsOf<'_>) -> (&'static str, &'static str, String) {
     match of {
         PanelsOf::Job(job) => ("job_panels", "job_id", job.to_string()),
-        PanelsOf::Project(project) => ("project_panels", "project", plain(project).into_owned()),
+        PanelsOf::Project(project) => ("project_panels", "project", strip_nul(project).into_owned()),
     }
 }
 

@@ -4,7 +4,7 @@ use super::{DbRow, SqlStore};
 use crate::store::{
     Owned, PersonRow, Result, StoreError,
     quarantine::readable,
-    values::{plain, time},
+    values::{strip_nul, time},
 };
 use jiff::Timestamp;
 use lockstep_protocol::{
@@ -120,7 +120,7 @@ impl SqlStore {
         let ids: Vec<String> = sqlx::query_scalar(
             "SELECT id FROM jobs WHERE private <> 0 AND (owner IS NULL OR owner <> $1) AND deleted_at IS NULL",
         )
-        .bind(plain(owner))
+        .bind(strip_nul(owner))
         .fetch_all(&self.reader)
         .await?;
         Ok(ids.iter().filter_map(|id| id.parse().ok()).collect())
@@ -128,7 +128,7 @@ impl SqlStore {
 
     pub(in crate::store) async fn owned_dataset(&self, name: &str) -> Result<Option<Owned>> {
         let row = sqlx::query("SELECT owner, private FROM datasets WHERE name = $1")
-            .bind(plain(name))
+            .bind(strip_nul(name))
             .fetch_optional(&self.reader)
             .await?;
         row.as_ref().map(owned).transpose()

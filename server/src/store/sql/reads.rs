@@ -10,7 +10,7 @@ use crate::store::{
     Stored,
     quarantine::readable,
     rows::ROW_COST,
-    values::{from_json, int, plain, time, to_u32, uint},
+    values::{from_json, int, strip_nul, time, to_u32, uint},
 };
 use futures_util::TryStreamExt;
 use lockstep_protocol::{
@@ -172,11 +172,11 @@ impl SqlStore {
         if filter.newest {
             rows.reverse();
         }
-        let ends = rows.first().zip(rows.last()).map(|(first, last)| (uint(first.0), uint(last.0)));
+        let range = rows.first().zip(rows.last()).map(|(first, last)| (uint(first.0), uint(last.0)));
         let events = rows.iter().map(|(seq, at, body)| {
             Ok(Event { seq: uint(*seq), at: time(*at)?, body: event(job, *seq, body)? })
         });
-        Ok(LogPage { events: readable(events), ends, full })
+        Ok(LogPage { events: readable(events), range, full })
     }
 
     pub(in crate::store) async fn rank_reports(
@@ -223,7 +223,7 @@ impl SqlStore {
 
     pub(in crate::store) async fn checkpoint(&self, id: &str) -> Result<Option<CheckpointRow>> {
         let row = sqlx::query("SELECT * FROM checkpoints WHERE id = $1")
-            .bind(plain(id))
+            .bind(strip_nul(id))
             .fetch_optional(&self.reader)
             .await?;
         row.as_ref().map(checkpoint_row).transpose()

@@ -9,7 +9,7 @@ use crate::{
     store::{
         JobRow, Owned, Result, StoreError, SweepRow,
         quarantine::readable,
-        values::{from_json, json, plain, time},
+        values::{from_json, json, strip_nul, time},
     },
 };
 use jiff::Timestamp;
@@ -66,14 +66,14 @@ impl SqlStore {
              VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11) ON CONFLICT DO NOTHING",
         )
         .bind(&row.id)
-        .bind(plain(&row.name))
+        .bind(strip_nul(&row.name))
         .bind(&row.project)
         .bind(row.state.as_str())
         .bind(json(&row.spec)?)
         .bind(json(&row.settings)?)
         .bind(json(&row.rungs)?)
         .bind(json(&specs)?)
-        .bind(row.owned.owner.as_deref().map(plain))
+        .bind(row.owned.owner.as_deref().map(strip_nul))
         .bind(i64::from(row.owned.private))
         .bind(row.created_at.as_millisecond())
         .execute(&self.writer)
@@ -94,12 +94,12 @@ impl SqlStore {
     }
 
     pub(in crate::store) async fn sweep(&self, id: &str) -> Result<Option<SweepRow>> {
-        let query = sqlx::query(AssertSqlSafe(format!("{SWEEP} WHERE id = $1"))).bind(plain(id));
+        let query = sqlx::query(AssertSqlSafe(format!("{SWEEP} WHERE id = $1"))).bind(strip_nul(id));
         query.fetch_optional(&self.reader).await?.as_ref().map(sweep).transpose()
     }
 
     pub(in crate::store) async fn sweep_specs(&self, id: &str) -> Result<Vec<JobSpec>> {
-        let query = sqlx::query_scalar("SELECT specs FROM sweeps WHERE id = $1").bind(plain(id));
+        let query = sqlx::query_scalar("SELECT specs FROM sweeps WHERE id = $1").bind(strip_nul(id));
         let specs: Option<String> = query.fetch_optional(&self.reader).await?;
         specs.map_or_else(|| Ok(Vec::new()), |specs| from_json(&specs))
     }
@@ -115,10 +115,10 @@ impl SqlStore {
             "UPDATE sweeps SET state = $2, finished_at = $3, reason = $4 WHERE id = $1 AND finished_at IS NULL \
              AND (state <> 'cancelled' OR $2 = 'cancelled')",
         )
-        .bind(plain(id))
+        .bind(strip_nul(id))
         .bind(state.as_str())
         .bind(finished_at.map(|at| at.as_millisecond()))
-        .bind(reason.map(plain))
+        .bind(reason.map(strip_nul))
         .execute(&self.writer)
         .await?;
         Ok(done.rows_affected() > 0)
@@ -127,10 +127,10 @@ impl SqlStore {
     pub(in crate::store) async fn delete_sweep(&self, id: &str) -> Result<bool> {
         let mut db = self.begin().await?;
         let query = "DELETE FROM sweeps WHERE id = $1 AND finished_at IS NOT NULL";
-        let deleted = sqlx::query(query).bind(plain(id)).execute(&mut *db).await?.rows_affected() > 0;
+        let deleted = sqlx::query(query).bind(strip_nul(id)).execute(&mut *db).await?.rows_affected() > 0;
         if deleted {
             let query = "UPDATE jobs SET sweep = NULL, trial = NULL WHERE sweep = $1";
-            sqlx::query(query).bind(plain(id)).execute(&mut *db).await?;
+            sqlx::query(query).bind(strip_nul(id)).execute(&mut *db).await?;
         }
         db.commit().await?;
         Ok(deleted)
@@ -138,7 +138,7 @@ impl SqlStore {
 
     pub(in crate::store) async fn trials(&self, sweep: &str) -> Result<Vec<JobRow>> {
         let query = format!("{JOB} WHERE jobs.sweep = $1 AND jobs.deleted_at IS NULL ORDER BY jobs.trial");
-        let rows = sqlx::query(AssertSqlSafe(query)).bind(plain(sweep)).fetch_all(&self.reader).await?;
+        let rows = sqlx::query(AssertSqlSafe(query)).bind(strip_nul(sweep)).fetch_all(&self.reader).await?;
         Ok(readable(rows.iter().map(job_row)))
     }
 }

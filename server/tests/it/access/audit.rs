@@ -1,8 +1,8 @@
-//! Who did what.
+//! The audit log.
 
 use crate::{
     agent::Agent,
-    test_server::{DEADLINE, TestServer, client, client_without_redirects},
+    test_server::{TIMEOUT, TestServer, client, client_without_redirects},
 };
 use serde_json::{Value, json};
 use std::time::Instant;
@@ -19,14 +19,14 @@ async fn all_changing_requests_are_in_the_audit_log() {
     let (id, reader) = server.make_token(&json!({"name": "reader", "scope": "read"})).await;
     let reader = client(&reader);
     let request = server.http.post(server.url("/api/v1/jobs?x=1")).header("x-request-id", "mine-1.a_b");
-    let answer = request.json(&json!({})).send().await.unwrap();
-    assert_eq!(answer.headers()["x-request-id"], "mine-1.a_b");
+    let response = request.json(&json!({})).send().await.unwrap();
+    assert_eq!(response.headers()["x-request-id"], "mine-1.a_b");
     let forged = server.http.delete(server.url("/api/v1/datasets/none")).header("x-request-id", "a b");
-    let answer = forged.send().await.unwrap();
-    let named = answer.headers()["x-request-id"].to_str().unwrap().to_owned();
-    assert_eq!(named.len(), 36, "{named}");
+    let response = forged.send().await.unwrap();
+    let new_id = response.headers()["x-request-id"].to_str().unwrap().to_owned();
+    assert_eq!(new_id.len(), 36, "{new_id}");
     assert_eq!(reader.get(server.url("/api/v1/jobs")).send().await.unwrap().status(), 200);
-    // Not done: neither is written down, so that strangers cannot push out what was.
+    // Refused requests are not logged, so that strangers cannot displace entries.
     assert_eq!(reader.post(server.url("/api/v1/jobs")).send().await.unwrap().status(), 403);
     assert_eq!(client("").post(server.url("/api/v1/jobs")).send().await.unwrap().status(), 401);
 
@@ -38,16 +38,16 @@ async fn all_changing_requests_are_in_the_audit_log() {
             (text("who"), text("action"), text("object"), e["status"].as_u64().unwrap())
         })
         .collect();
-    let done = |action: &str, object: &str, status| {
+    let entry = |action: &str, object: &str, status| {
         ("this machine".to_owned(), action.to_owned(), object.to_owned(), status)
     };
     let expected = [
-        done("DELETE /api/v1/datasets/{name}", "/api/v1/datasets/none", 404),
-        done("POST /api/v1/jobs", "/api/v1/jobs?x=1", 400),
-        done("POST /api/v1/tokens", &format!("/api/v1/tokens: read {id} \"reader\""), 201),
+        entry("DELETE /api/v1/datasets/{name}", "/api/v1/datasets/none", 404),
+        entry("POST /api/v1/jobs", "/api/v1/jobs?x=1", 400),
+        entry("POST /api/v1/tokens", &format!("/api/v1/tokens: read {id} \"reader\""), 201),
     ];
     assert_eq!(seen, expected, "newest first");
-    assert_eq!((&found[1]["request_id"], &found[0]["request_id"]), (&json!("mine-1.a_b"), &json!(named)));
+    assert_eq!((&found[1]["request_id"], &found[0]["request_id"]), (&json!("mine-1.a_b"), &json!(new_id)));
     assert_eq!((&found[0]["address"], &found[0]["token_id"]), (&json!("127.0.0.1"), &json!("local")));
 
     assert_eq!(server.delete(&format!("/tokens/{id}")).await.0, 204);
@@ -62,7 +62,7 @@ async fn all_changing_requests_are_in_the_audit_log() {
         let (_, found) = server.get(&format!("/audit?{query}")).await;
         assert_eq!(found["entries"].as_array().unwrap().len(), expected, "{query}");
     }
-    let (status, page) = server.text("/audit").await;
+    let (status, page) = server.get_text("/audit").await;
     assert!(status == 200 && page.contains("DELETE /api/v1/tokens/{id}") && page.contains("this machine"));
     server.stop().await;
 }
@@ -70,13 +70,13 @@ async fn all_changing_requests_are_in_the_audit_log() {
 #[tokio::test]
 async fn created_objects_are_named_in_the_audit_log() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
     let job = server.submit(|s| s["name"] = json!("a job")).await.id.to_string();
     let form = client_without_redirects(&server.token).post(server.url("/jobs/new"));
     let form = form.header("content-type", "application/x-www-form-urlencoded");
-    let answer = form.body("name=x&data.dataset=pictures&model.arch=resnet20").send().await.unwrap();
-    assert_eq!(answer.status(), 303, "{}", answer.text().await.unwrap());
-    let page = answer.headers()["location"].to_str().unwrap();
+    let response = form.body("name=x&data.dataset=pictures&model.arch=resnet20").send().await.unwrap();
+    assert_eq!(response.status(), 303, "{}", response.text().await.unwrap());
+    let page = response.headers()["location"].to_str().unwrap();
     let found: Vec<_> = entries(&server).await.into_iter().map(|e| e["object"].clone()).collect();
     let by_form = page.strip_prefix("/jobs/").unwrap();
     let expected = [format!("/jobs/new: {by_form}"), format!("/api/v1/jobs: {job}")];
@@ -85,33 +85,33 @@ async fn created_objects_are_named_in_the_audit_log() {
     server.stop().await;
 }
 
-/// Of an address the first 300 characters are written down, and as many of what else a request was about.
+/// The log has at most 300 characters of a path, and at most 300 characters of the object of a form.
 #[tokio::test]
 async fn audit_details_are_truncated_after_300_characters() {
     let server = TestServer::new().await;
-    let address = |chars: usize| {
+    let path = |chars: usize| {
         let start = "/api/v1/datasets/none?x=";
         format!("{start}{}", "y".repeat(chars - start.len()))
     };
     for (chars, kept) in [(300, 300), (301, 300), (5000, 300)] {
-        let answer = server.http.delete(server.url(&address(chars))).send().await.unwrap();
-        assert_eq!(answer.status(), 404, "{chars}");
-        assert_eq!(entries(&server).await[0]["object"], address(kept), "{chars}");
+        let response = server.http.delete(server.url(&path(chars))).send().await.unwrap();
+        assert_eq!(response.status(), 404, "{chars}");
+        assert_eq!(entries(&server).await[0]["object"], path(kept), "{chars}");
     }
-    // The form of the page People names whom it is about; letters count, not their bytes.
-    let about = |letters: usize| format!("Add \"{}", "ä".repeat(letters));
-    for (letters, written) in [(294, about(294) + "\""), (295, about(295)), (2000, about(295))] {
+    // A form of the page People is logged with the person's name. The limit counts characters, not bytes.
+    let logged = |letters: usize| format!("Add \"{}", "ä".repeat(letters));
+    for (letters, expected) in [(294, logged(294) + "\""), (295, logged(295)), (2000, logged(295))] {
         let form = server.http.post(server.url("/people"));
         let form = form.header("content-type", "application/x-www-form-urlencoded");
         let body = format!("action=add&name={}&password=correct+horse", "%C3%A4".repeat(letters));
         assert_eq!(form.body(body).send().await.unwrap().status(), 422, "{letters}");
-        assert_eq!(entries(&server).await[0]["object"], format!("/people: {written}"), "{letters}");
+        assert_eq!(entries(&server).await[0]["object"], format!("/people: {expected}"), "{letters}");
     }
     server.stop().await;
 }
 
 #[tokio::test]
-async fn the_log_is_read_page_by_page_and_has_an_end() {
+async fn the_log_has_pages_and_old_entries_are_removed() {
     let server = TestServer::with(|c| c.audit_entries = 20).await;
     for n in 0..10 {
         assert_eq!(server.delete(&format!("/datasets/none-{n}")).await.0, 404);
@@ -134,7 +134,7 @@ async fn the_log_is_read_page_by_page_and_has_an_end() {
         assert_eq!(server.get(&format!("/audit?{query}")).await.0, status, "{query}");
     }
 
-    // Of more than are kept the oldest go, in the background.
+    // A background task removes the oldest entries beyond the limit.
     for n in 10..60 {
         assert_eq!(server.delete(&format!("/datasets/none-{n}")).await.0, 404);
     }
@@ -143,18 +143,18 @@ async fn the_log_is_read_page_by_page_and_has_an_end() {
         let found = entries(&server).await;
         assert_eq!(found[0]["object"], "/api/v1/datasets/none-59", "the newest stays");
         if found.len() <= 31 {
-            assert!(found.len() >= 20, "no more than must go");
+            assert!(found.len() >= 20, "too many entries are removed");
             break;
         }
-        assert!(since.elapsed() < DEADLINE, "{} entries stay", found.len());
+        assert!(since.elapsed() < TIMEOUT, "{} entries stay", found.len());
     }
     server.execute("UPDATE audit SET at = 0").await;
     let server = TestServer::open(server.stop().await, |_| {}).await;
     let since = Instant::now();
-    // The first entry after a start purges.
+    // The first entry after a start removes old entries.
     assert_eq!(server.delete("/datasets/none").await.0, 404);
     while entries(&server).await.len() != 1 {
-        assert!(since.elapsed() < DEADLINE, "what is older than a year stays");
+        assert!(since.elapsed() < TIMEOUT, "entries older than a year stay");
     }
     server.stop().await;
 }

@@ -1,7 +1,7 @@
-//! Ten thousand wrong passwords, measured.
+//! Measures ten thousand wrong passwords.
 
 use super::people::PASSWORD;
-use crate::test_server::{TestServer, builder};
+use crate::test_server::{TestServer, client_builder};
 use reqwest::Client;
 use std::{
     collections::BTreeMap,
@@ -13,11 +13,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Guesses under way at once.
-const AT_ONCE: u32 = 64;
+/// Number of concurrent guesses.
+const CONCURRENT: u32 = 64;
 
-fn from(address: [u8; 4]) -> Client {
-    let client = builder("").local_address(IpAddr::from(address));
+/// A client that connects from this address.
+fn client_from(address: [u8; 4]) -> Client {
+    let client = client_builder("").local_address(IpAddr::from(address));
     client.redirect(reqwest::redirect::Policy::none()).build().unwrap()
 }
 
@@ -26,23 +27,24 @@ async fn sign_in(client: &Client, url: &str, name: &str, password: &str) -> u16 
     request.body(format!("name={name}&password={password}")).send().await.unwrap().status().as_u16()
 }
 
-/// Guesses, some at once; how many were answered with each status.
+/// Tries `count` wrong passwords concurrently, and returns the number of responses with each status.
 async fn guess(url: &str, count: u32, addresses: u32, name: fn(u32) -> String) -> BTreeMap<u16, u32> {
-    let clients: Arc<Vec<Client>> =
-        Arc::new((0..addresses).map(|n| from([127, 9, (n / 250) as u8, (n % 250 + 1) as u8])).collect());
+    let clients: Arc<Vec<Client>> = Arc::new(
+        (0..addresses).map(|n| client_from([127, 9, (n / 250) as u8, (n % 250 + 1) as u8])).collect(),
+    );
     let next = Arc::new(AtomicU32::new(0));
-    let workers = (0..AT_ONCE).map(|_| {
+    let workers = (0..CONCURRENT).map(|_| {
         let (clients, next, url) = (clients.clone(), next.clone(), url.to_owned());
         tokio::spawn(async move {
-            let mut answers = BTreeMap::<u16, u32>::new();
+            let mut responses = BTreeMap::<u16, u32>::new();
             loop {
                 let n = next.fetch_add(1, Ordering::Relaxed);
                 if n >= count {
-                    return answers;
+                    return responses;
                 }
                 let client = &clients[(n % addresses) as usize];
                 let status = sign_in(client, &url, &name(n), &format!("wrong password {n}")).await;
-                *answers.entry(status).or_default() += 1;
+                *responses.entry(status).or_default() += 1;
             }
         })
     });
@@ -63,23 +65,23 @@ async fn ten_thousand_wrong_passwords_do_not_lock_others_out() {
     server.add_person("bob", "member").await;
     server.add_person("carol", "member").await;
     let url = server.url("/login");
-    for (what, count, addresses, name) in [
+    for (case, count, addresses, name) in [
         ("one name from 40 addresses", 8000, 40, (|_| "ada".to_owned()) as fn(u32) -> String),
         ("2000 names from 400 addresses", 2000, 400, |n| format!("name-{n}")),
     ] {
-        let over = Arc::new(AtomicBool::new(false));
+        let finished = Arc::new(AtomicBool::new(false));
         let meanwhile = |person: &'static str, addresses: Vec<[u8; 4]>| {
-            let (over, url) = (over.clone(), url.clone());
+            let (finished, url) = (finished.clone(), url.clone());
             tokio::spawn(async move {
                 let (mut times, mut others) = (Vec::new(), BTreeMap::<u16, u32>::new());
                 for address in addresses.iter().cycle() {
-                    let client = from(*address);
+                    let client = client_from(*address);
                     let since = Instant::now();
                     match sign_in(&client, &url, person, PASSWORD).await {
                         303 => times.push(since.elapsed()),
                         status => *others.entry(status).or_default() += 1,
                     }
-                    if over.load(Ordering::Relaxed) {
+                    if finished.load(Ordering::Relaxed) {
                         break;
                     }
                     tokio::time::sleep(Duration::from_millis(200)).await;
@@ -88,17 +90,17 @@ async fn ten_thousand_wrong_passwords_do_not_lock_others_out() {
                 (person, times, others)
             })
         };
-        // He has signed in from there before; she comes from another place each time.
-        assert_eq!(sign_in(&from([127, 0, 0, 77]), &url, "bob", PASSWORD).await, 303);
+        // Bob has signed in from his address before. Carol uses a new address each time.
+        assert_eq!(sign_in(&client_from([127, 0, 0, 77]), &url, "bob", PASSWORD).await, 303);
         let others = [
             meanwhile("bob", vec![[127, 0, 0, 77]]),
             meanwhile("carol", (0..250).map(|n| [127, 8, addresses as u8, n + 1]).collect()),
         ];
         let since = Instant::now();
-        let answers = guess(&url, count, addresses, name).await;
+        let responses = guess(&url, count, addresses, name).await;
         let took = since.elapsed();
-        over.store(true, Ordering::Relaxed);
-        eprintln!("{what}: {count} guesses in {:.1} s, answers {answers:?}", took.as_secs_f64());
+        finished.store(true, Ordering::Relaxed);
+        eprintln!("{case}: {count} guesses in {:.1} s, responses {responses:?}", took.as_secs_f64());
         for other in others {
             let (person, times, refused) = other.await.unwrap();
             let (median, longest) = (times[times.len() / 2], times[times.len() - 1]);
@@ -110,12 +112,12 @@ async fn ten_thousand_wrong_passwords_do_not_lock_others_out() {
             );
             assert!(refused.is_empty() || person == "carol", "{person}: {refused:?}");
         }
-        assert_eq!(answers.values().sum::<u32>(), count);
-        assert!(answers.keys().all(|status| [401, 429, 503].contains(status)), "{answers:?}");
+        assert_eq!(responses.values().sum::<u32>(), count);
+        assert!(responses.keys().all(|status| [401, 429, 503].contains(status)), "{responses:?}");
         if count == 8000 {
-            // Thirty a minute for a name, from wherever.
+            // At most 30 attempts per name and minute, from all addresses together.
             let minutes = took.as_secs() as u32 / 60 + 1;
-            assert!(answers[&401] <= 30 * minutes, "{answers:?}");
+            assert!(responses[&401] <= 30 * minutes, "{responses:?}");
         }
     }
     server.stop().await;

@@ -1,27 +1,28 @@
-//! Whose jobs, datasets and tokens are: what members may change, and what nobody else sees.
+//! Owners of jobs, datasets and tokens: the objects that members may change, and private objects.
 
 use crate::{
-    agent::{Agent, info},
-    document::a_job,
-    test_server::{DEADLINE, Stream, TestServer, client, spec},
+    agent::{Agent, dataset_info},
+    document::create_failed_job,
+    test_server::{Stream, TIMEOUT, TestServer, client, spec},
 };
 use reqwest::Client;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
 impl TestServer {
-    /// A client with a token of a person's own.
+    /// A client with a new token of a person, and the token's secret.
     pub async fn client_of(&self, name: &str, scope: &str) -> (Client, String) {
         let browser = self.signed_in(name).await;
-        let made = browser.client.post(self.url("/api/v1/tokens")).header("cookie", &browser.cookie);
-        let made = made.json(&json!({"name": format!("{name}'s"), "scope": scope}));
-        let (status, made) = self.send(made).await;
-        assert_eq!(status, 201, "{made}");
-        let secret = made["secret"].as_str().unwrap().to_owned();
+        let request = browser.client.post(self.url("/api/v1/tokens")).header("cookie", &browser.cookie);
+        let request = request.json(&json!({"name": format!("{name}'s"), "scope": scope}));
+        let (status, token) = self.send(request).await;
+        assert_eq!(status, 201, "{token}");
+        let secret = token["secret"].as_str().unwrap().to_owned();
         (client(&secret), secret)
     }
 
-    pub async fn as_who(&self, who: &Client, method: &str, path: &str, body: Option<Value>) -> (u16, Value) {
+    /// Sends a request with this client.
+    pub async fn send_as(&self, who: &Client, method: &str, path: &str, body: Option<Value>) -> (u16, Value) {
         let request = who.request(method.parse().unwrap(), self.url(&format!("/api/v1{path}")));
         self.send(match body {
             Some(body) => request.json(&body),
@@ -31,14 +32,14 @@ impl TestServer {
     }
 }
 
-fn private(name: &str) -> Value {
+fn private_spec(name: &str) -> Value {
     let mut spec = spec();
     spec["name"] = name.into();
     spec["private"] = true.into();
     spec
 }
 
-fn named(name: &str) -> Value {
+fn named_spec(name: &str) -> Value {
     let mut spec = spec();
     spec["name"] = name.into();
     spec
@@ -47,74 +48,82 @@ fn named(name: &str) -> Value {
 #[tokio::test]
 async fn members_change_only_their_own_jobs_and_admins_all() {
     let server = TestServer::new().await;
-    // Nothing starts.
-    let _agent = Agent::with_pictures(&server, 2).await;
+    // The agent is drained, so that no job starts.
+    let _agent = Agent::join_with_dataset(&server, 2).await;
     assert_eq!(server.post("/agents/id-a/drain", &json!({})).await.0, 204);
     let (_, before) = server.make_token(&json!({"name": "ci", "scope": "submit"})).await;
     let ci = client(&before);
-    let (_, old) = server.post("/jobs", &named("old")).await;
+    let (_, old) = server.post("/jobs", &named_spec("old")).await;
     assert_eq!(old["owner"], "this machine", "{old}");
     let old = format!("/jobs/{}", old["id"].as_str().unwrap());
-    let (_, older) = server.post("/jobs", &named("older")).await;
+    let (_, older) = server.post("/jobs", &named_spec("older")).await;
     let older = format!("/jobs/{}", older["id"].as_str().unwrap());
     let note = || Some(json!({"notes": "n"}));
-    assert_eq!(server.as_who(&ci, "PATCH", &old, note()).await.0, 200, "without people, whoever may submit");
+    assert_eq!(
+        server.send_as(&ci, "PATCH", &old, note()).await.0,
+        200,
+        "without people, any token that may submit"
+    );
 
     for (name, role) in [("vera", "viewer"), ("mona", "member"), ("otto", "member"), ("ada", "admin")] {
         server.add_person(name, role).await;
     }
-    let (status, problem) = server.as_who(&ci, "PATCH", &old, note()).await;
+    let (status, problem) = server.send_as(&ci, "PATCH", &old, note()).await;
     assert!(status == 403 && problem["detail"].as_str().unwrap().contains("this machine"), "{problem}");
     let (mona, _) = server.client_of("mona", "submit").await;
     let (otto, _) = server.client_of("otto", "submit").await;
     let (vera, _) = server.client_of("vera", "read").await;
     let (ada, _) = server.client_of("ada", "admin").await;
-    let (status, made) = server.as_who(&mona, "POST", "/jobs", Some(named("hers"))).await;
+    let (status, made) = server.send_as(&mona, "POST", "/jobs", Some(named_spec("hers"))).await;
     assert!(status == 201 && made["owner"] == "mona", "{made}");
     let id = made["id"].as_str().unwrap().to_owned();
     let hers = format!("/jobs/{id}");
     for (action, status) in [("/pause", 202), ("/resume", 202), ("/cancel", 202), ("/retry", 202)] {
         for (who, refused) in [(&vera, 403), (&otto, 403), (&ci, 403)] {
             assert_eq!(
-                server.as_who(who, "POST", &format!("{hers}{action}"), None).await.0,
+                server.send_as(who, "POST", &format!("{hers}{action}"), None).await.0,
                 refused,
                 "{action}"
             );
         }
         assert_eq!(
-            server.as_who(&mona, "POST", &format!("{hers}{action}"), None).await.0,
+            server.send_as(&mona, "POST", &format!("{hers}{action}"), None).await.0,
             status,
             "{action}"
         );
     }
-    assert_eq!(server.as_who(&otto, "PATCH", &hers, note()).await.0, 403);
-    assert_eq!(server.as_who(&otto, "DELETE", &hers, None).await.0, 403);
-    assert_eq!(server.as_who(&otto, "GET", &hers, None).await.0, 200, "it is not private");
+    assert_eq!(server.send_as(&otto, "PATCH", &hers, note()).await.0, 403);
+    assert_eq!(server.send_as(&otto, "DELETE", &hers, None).await.0, 403);
+    assert_eq!(server.send_as(&otto, "GET", &hers, None).await.0, 200, "the job is not private");
     let page = otto.get(server.url(&format!("/jobs/{id}"))).send().await.unwrap().text().await.unwrap();
     assert!(page.contains("href=\"/jobs?owner=mona\"") && page.contains("data-others"), "{page}");
     let page = mona.get(server.url(&format!("/jobs/{id}"))).send().await.unwrap().text().await.unwrap();
     assert!(!page.contains("data-others"), "{page}");
-    assert_eq!(server.as_who(&ada, "PATCH", &hers, note()).await.0, 200);
-    assert_eq!(server.as_who(&ada, "POST", &format!("{hers}/cancel"), None).await.0, 202);
-    assert_eq!(server.as_who(&mona, "DELETE", &hers, None).await.0, 204);
+    assert_eq!(server.send_as(&ada, "PATCH", &hers, note()).await.0, 200);
+    assert_eq!(server.send_as(&ada, "POST", &format!("{hers}/cancel"), None).await.0, 202);
+    assert_eq!(server.send_as(&mona, "DELETE", &hers, None).await.0, 204);
     for who in [&mona, &otto, &ada] {
-        assert_eq!(server.as_who(who, "DELETE", &hers, None).await.0, 404, "it is gone for everybody");
+        assert_eq!(
+            server.send_as(who, "DELETE", &hers, None).await.0,
+            404,
+            "the job does not exist any more"
+        );
     }
 
-    // Of earlier versions, whose jobs have no owner.
+    // Jobs of earlier versions have no owner.
     server.execute("UPDATE jobs SET owner = NULL").await;
-    let (status, problem) = server.as_who(&mona, "POST", &format!("{older}/cancel"), None).await;
+    let (status, problem) = server.send_as(&mona, "POST", &format!("{older}/cancel"), None).await;
     assert!(status == 403 && problem["detail"].as_str().unwrap().contains("only admins"), "{problem}");
 
-    server.as_who(&mona, "POST", "/jobs", Some(named("one"))).await;
-    server.as_who(&otto, "POST", "/jobs", Some(named("two"))).await;
+    server.send_as(&mona, "POST", "/jobs", Some(named_spec("one"))).await;
+    server.send_as(&otto, "POST", "/jobs", Some(named_spec("two"))).await;
     let (_, list) = server.get("/jobs?owner=mona").await;
     let names: Vec<_> = list["jobs"].as_array().unwrap().iter().map(|job| job["name"].clone()).collect();
     assert_eq!(names, ["one"]);
     assert_eq!(server.get(&format!("/jobs?owner={}", "a".repeat(200))).await.0, 200);
     assert_eq!(server.get(&format!("/jobs?owner={}", "a".repeat(201))).await.0, 422);
 
-    // The same key of two people makes two jobs.
+    // Two people may use the same idempotency key for different jobs.
     let keyed = async |who: &Client| {
         let request = who.post(server.url("/api/v1/jobs")).header("idempotency-key", "k").json(&spec());
         server.send(request).await
@@ -123,21 +132,21 @@ async fn members_change_only_their_own_jobs_and_admins_all() {
         (keyed(&mona).await, keyed(&mona).await, keyed(&otto).await);
     assert_eq!((first, again, other), (201, 200, 201));
     assert!(one["id"] == same["id"] && one["id"] != two["id"]);
-    // Datasets are changed by those who registered them.
-    let (status, problem) = server.as_who(&otto, "DELETE", "/datasets/pictures", None).await;
+    // A member cannot delete a dataset that another caller has registered.
+    let (status, problem) = server.send_as(&otto, "DELETE", "/datasets/pictures", None).await;
     assert!(status == 403 && problem["detail"].as_str().unwrap().contains("dataset"), "{problem}");
     server.stop().await;
 }
 
 #[tokio::test]
 async fn private_jobs_are_visible_only_to_owners_and_admins() {
-    // The agent says nothing while its job runs.
+    // A long lease, because the agent sends no heartbeats while its job runs.
     let mut server = TestServer::with(|c| {
         c.lease = Duration::from_secs(600);
         c.dataset_roots = vec!["/".into()];
     })
     .await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     for (name, role) in [("vera", "viewer"), ("mona", "member"), ("otto", "member")] {
         server.add_person(name, role).await;
     }
@@ -145,22 +154,23 @@ async fn private_jobs_are_visible_only_to_owners_and_admins() {
     let (otto, otto_s) = server.client_of("otto", "submit").await;
     let (vera, _) = server.client_of("vera", "read").await;
     let admin = std::mem::replace(&mut server.http, mona.clone());
-    let (job, checkpoint) = a_job(&server, &mut agent, |spec| {
+    let (job, checkpoint) = create_failed_job(&server, &mut agent, |spec| {
         spec["name"] = "secret run".into();
         spec["private"] = true.into();
     })
     .await;
     let new = json!({"name": "secret-pictures", "path": "/secret", "private": true});
-    let ((status, dataset), ()) = tokio::join!(server.post("/datasets", &new), agent.answer(Ok(info())));
+    let ((status, dataset), ()) =
+        tokio::join!(server.post("/datasets", &new), agent.answer_inspection(Ok(dataset_info())));
     assert!(status == 201 && dataset["owner"] == "mona" && dataset["private"] == true, "{dataset}");
     let note = Some(json!({"notes": "a secret note"}));
-    assert_eq!(server.as_who(&mona, "PATCH", &format!("/jobs/{job}"), note).await.0, 200);
+    assert_eq!(server.send_as(&mona, "PATCH", &format!("/jobs/{job}"), note).await.0, 200);
     server.http = admin;
 
-    // A second private job holds both slots, so that the machines have something to hide.
-    let (_, holding) = server.as_who(&mona, "POST", "/jobs", Some(private("secret holder"))).await;
+    // A second private job uses both slots, so that the page Machines has a private job to hide.
+    let (_, holding) = server.send_as(&mona, "POST", "/jobs", Some(private_spec("secret holder"))).await;
     let holding = holding["id"].as_str().unwrap().to_owned();
-    agent.started().await;
+    agent.expect_start().await;
     let pages = [
         "/jobs",
         "/datasets",
@@ -174,67 +184,70 @@ async fn private_jobs_are_visible_only_to_owners_and_admins() {
     for path in pages {
         for (who, sees) in [(&vera, false), (&otto, false), (&mona, true), (&server.http, true)] {
             let text = who.get(server.url(path)).send().await.unwrap().text().await.unwrap();
-            let there = ["secret", holding.as_str(), job.as_str()].iter().any(|word| text.contains(word));
-            assert_eq!(there, sees, "{path}: {text}");
+            let is_shown = ["secret", holding.as_str(), job.as_str()].iter().any(|word| text.contains(word));
+            assert_eq!(is_shown, sees, "{path}: {text}");
         }
     }
-    let (_, agents) = server.as_who(&otto, "GET", "/agents", None).await;
+    let (_, agents) = server.send_as(&otto, "GET", "/agents", None).await;
     let slot = &agents["agents"][0]["slots"][0];
-    assert!(slot["job"].is_null() && slot["rank"].is_number(), "taken, and not by whom: {slot}");
+    assert!(
+        slot["job"].is_null() && slot["rank"].is_number(),
+        "the slot shows that it is used, but not by which job: {slot}"
+    );
 
-    // Nor is it used by others.
+    // Others cannot use a private dataset.
     let mut uses = spec();
     uses["data"]["dataset"] = "secret-pictures".into();
-    let (status, problem) = server.as_who(&otto, "POST", "/jobs", Some(uses.clone())).await;
+    let (status, problem) = server.send_as(&otto, "POST", "/jobs", Some(uses.clone())).await;
     assert!(
         status == 422 && problem["detail"].as_str().unwrap().contains("no dataset is called"),
         "{problem}"
     );
-    let (status, problem) = server.as_who(&mona, "POST", "/jobs", Some(uses.clone())).await;
+    let (status, problem) = server.send_as(&mona, "POST", "/jobs", Some(uses.clone())).await;
     assert!(
         status == 422 && problem["errors"][0]["pointer"] == "/private",
-        "it would show pictures: {problem}"
+        "the job's page would show the pictures: {problem}"
     );
     uses["private"] = true.into();
-    assert_eq!(server.as_who(&mona, "POST", "/jobs", Some(uses)).await.0, 201);
+    assert_eq!(server.send_as(&mona, "POST", "/jobs", Some(uses)).await.0, 201);
     let augmented = format!("/datasets/pictures/samples?augmented={job}");
-    assert_eq!(server.as_who(&otto, "GET", &augmented, None).await.0, 404);
+    assert_eq!(server.send_as(&otto, "GET", &augmented, None).await.0, 404);
     let mut begins = spec();
     begins["model"]["pretrained"] = checkpoint.as_str().into();
-    let (status, problem) = server.as_who(&otto, "POST", "/jobs", Some(begins)).await;
+    let (status, problem) = server.send_as(&otto, "POST", "/jobs", Some(begins)).await;
     assert!(status == 422 && problem["detail"].as_str().unwrap().contains("no checkpoint"), "{problem}");
     let from = otto.get(server.url(&format!("/jobs/new?from={job}"))).send().await.unwrap();
     assert_eq!(from.status(), 404);
-    let (_, problem) = server.as_who(&otto, "GET", "/jobs/j00000000000000000000000000", None).await;
-    let (_, hidden) = server.as_who(&otto, "GET", &format!("/jobs/{job}"), None).await;
-    assert_eq!(problem, hidden, "as of a job that there is not");
+    let (_, problem) = server.send_as(&otto, "GET", "/jobs/j00000000000000000000000000", None).await;
+    let (_, hidden) = server.send_as(&otto, "GET", &format!("/jobs/{job}"), None).await;
+    assert_eq!(problem, hidden, "the same as for a missing job");
 
     // The live list.
     let mut lists = Vec::new();
     for secret in [&mona_s, &otto_s] {
-        let mut list = Stream::open(server.socket("/stream", secret)).await;
+        let mut list = Stream::open(server.socket_request("/stream", secret)).await;
         assert_eq!(list.next().await.unwrap()["type"], "live");
         lists.push(list);
     }
-    server.as_who(&mona, "POST", "/jobs", Some(private("secret again"))).await;
+    server.send_as(&mona, "POST", "/jobs", Some(private_spec("secret again"))).await;
     let since = Instant::now();
-    let (_, open) = server.as_who(&mona, "POST", "/jobs", Some(named("open"))).await;
+    let (_, open) = server.send_as(&mona, "POST", "/jobs", Some(named_spec("open"))).await;
     assert_eq!(open["spec"].get("private"), None);
     for (list, sees) in lists.iter_mut().zip([true, false]) {
         let frames = list.until(|frame| frame["job"]["name"] == "open").await;
-        let mut there = frames.iter().any(|frame| frame.to_string().contains("secret"));
-        // Two changes may come in any order.
-        while sees && !there {
-            there = list.next().await.unwrap().to_string().contains("secret");
-            assert!(since.elapsed() < DEADLINE);
+        let mut is_shown = frames.iter().any(|frame| frame.to_string().contains("secret"));
+        // The two changes may arrive in any order.
+        while sees && !is_shown {
+            is_shown = list.next().await.unwrap().to_string().contains("secret");
+            assert!(since.elapsed() < TIMEOUT);
         }
-        assert_eq!(there, sees, "{frames:?}");
+        assert_eq!(is_shown, sees, "{frames:?}");
     }
     server.stop().await;
 }
 
 #[tokio::test]
-async fn users_create_tokens_within_their_role() {
+async fn people_create_tokens_within_their_role() {
     let server = TestServer::new().await;
     for (name, role) in [("mona", "member"), ("otto", "member"), ("ada", "admin")] {
         server.add_person(name, role).await;
@@ -257,58 +270,67 @@ async fn users_create_tokens_within_their_role() {
         (json!({"name": "x", "scope": "read", "expires_in_secs": 7200}), 422),
         (json!({"name": "x", "scope": "read", "expires_in_secs": 60}), 201),
     ] {
-        let (is, made) = server.as_who(&hour, "POST", "/tokens", Some(body)).await;
+        let (is, made) = server.send_as(&hour, "POST", "/tokens", Some(body)).await;
         assert_eq!(is, status, "{made}");
     }
-    let (_, list) = server.as_who(&hour, "GET", "/tokens", None).await;
+    let (_, list) = server.send_as(&hour, "GET", "/tokens", None).await;
     let owners: Vec<_> = list["tokens"].as_array().unwrap().iter().map(|t| t["owner"].clone()).collect();
     assert_eq!(owners, ["mona"; 4], "{list}");
     let (otto, _) = server.client_of("otto", "submit").await;
     let path = format!("/tokens/{}", for_an_hour["id"].as_str().unwrap());
-    assert_eq!(server.as_who(&otto, "DELETE", &path, None).await.0, 404, "nobody else's");
-    assert_eq!(server.as_who(&otto, "DELETE", "/tokens/local", None).await.0, 404);
-    assert_eq!(server.as_who(&hour, "DELETE", &path, None).await.0, 204);
-    // One that only looks makes none, and revokes itself and none that allows more. What was made with one ends with it.
+    assert_eq!(server.send_as(&otto, "DELETE", &path, None).await.0, 404, "a token of another person");
+    assert_eq!(server.send_as(&otto, "DELETE", "/tokens/local", None).await.0, 404);
+    assert_eq!(server.send_as(&hour, "DELETE", &path, None).await.0, 204);
+    // A token of the scope read cannot create tokens. A token can revoke itself and other tokens with at most the same rights. Tokens that
+    // were created with a token are revoked together with it.
     let (_, looks) = make(json!({"name": "looks", "scope": "read"})).await;
     let (_, works) = make(json!({"name": "works", "scope": "submit"})).await;
     let (reader, worker) = [&looks, &works].map(|made| client(made["secret"].as_str().unwrap())).into();
     let (is, problem) =
-        server.as_who(&reader, "POST", "/tokens", Some(json!({"name": "x", "scope": "read"}))).await;
+        server.send_as(&reader, "POST", "/tokens", Some(json!({"name": "x", "scope": "read"}))).await;
     assert!(is == 403 && problem["detail"].as_str().unwrap().contains("cannot make others"), "{problem}");
     let id_of = |made: &Value| format!("/tokens/{}", made["id"].as_str().unwrap());
-    let (is, problem) = server.as_who(&reader, "DELETE", &id_of(&works), None).await;
+    let (is, problem) = server.send_as(&reader, "DELETE", &id_of(&works), None).await;
     assert!(is == 403 && problem["detail"].as_str().unwrap().contains("allows more"), "{problem}");
     let (is, child) =
-        server.as_who(&worker, "POST", "/tokens", Some(json!({"name": "child", "scope": "submit"}))).await;
+        server.send_as(&worker, "POST", "/tokens", Some(json!({"name": "child", "scope": "submit"}))).await;
     assert!(is == 201 && child["made_with"] == works["id"], "{child}");
     let child = client(child["secret"].as_str().unwrap());
     let (_, grandchild) =
-        server.as_who(&child, "POST", "/tokens", Some(json!({"name": "next", "scope": "read"}))).await;
+        server.send_as(&child, "POST", "/tokens", Some(json!({"name": "next", "scope": "read"}))).await;
     let grandchild = client(grandchild["secret"].as_str().unwrap());
-    assert_eq!(server.as_who(&grandchild, "GET", "/jobs", None).await.0, 200);
-    assert_eq!(server.as_who(&worker, "DELETE", &id_of(&looks), None).await.0, 204, "it allows more");
+    assert_eq!(server.send_as(&grandchild, "GET", "/jobs", None).await.0, 200);
+    assert_eq!(
+        server.send_as(&worker, "DELETE", &id_of(&looks), None).await.0,
+        204,
+        "the token with more rights"
+    );
     assert_eq!(server.delete(&id_of(&works)).await.0, 204);
     for ended in [&reader, &worker, &child, &grandchild] {
-        assert_eq!(server.as_who(ended, "GET", "/jobs", None).await.0, 401);
+        assert_eq!(server.send_as(ended, "GET", "/jobs", None).await.0, 401);
     }
-    let taken = json!({"name": "mona", "scope": "submit"});
-    let (status, problem) = server.post("/tokens", &taken).await;
+    let name_of_person = json!({"name": "mona", "scope": "submit"});
+    let (status, problem) = server.post("/tokens", &name_of_person).await;
     assert!(status == 409 && problem["detail"].as_str().unwrap().contains("person"), "{problem}");
     let (_, ci) = server.make_token(&json!({"name": "ci", "scope": "submit"})).await;
     let ci = client(&ci);
-    assert_eq!(server.as_who(&ci, "GET", "/tokens", None).await.0, 403, "a program's makes none");
+    assert_eq!(
+        server.send_as(&ci, "GET", "/tokens", None).await.0,
+        403,
+        "a program's token cannot manage tokens"
+    );
 
-    // On the page: made, shown once, revoked.
-    let answer = mona.post("/account", "action=token&name=cli&scope=submit&days=30").await;
-    assert_eq!(answer.status(), 200);
-    let page = answer.text().await.unwrap();
+    // The page creates a token, shows it once, and revokes it.
+    let response = mona.post("/account", "action=token&name=cli&scope=submit&days=30").await;
+    assert_eq!(response.status(), 200);
+    let page = response.text().await.unwrap();
     let secret =
         page.split("data-copy=\"").nth(1).and_then(|rest| rest.split('"').next()).unwrap().to_owned();
-    assert_eq!(server.as_who(&client(&secret), "GET", "/jobs", None).await.0, 200, "{secret}");
+    assert_eq!(server.send_as(&client(&secret), "GET", "/jobs", None).await.0, 200, "{secret}");
     assert!(!mona.get("/account").await.text().await.unwrap().contains(&secret));
     for wrong in ["scope=admin&days=", "scope=read&days=x", "scope=read&days=36526"] {
-        let answer = mona.post("/account", &format!("action=token&name=x&{wrong}")).await;
-        assert_eq!(answer.status(), 422, "{wrong}");
+        let response = mona.post("/account", &format!("action=token&name=x&{wrong}")).await;
+        assert_eq!(response.status(), 422, "{wrong}");
     }
     let (_, list) = server.get("/tokens").await;
     let id = list["tokens"].as_array().unwrap().iter().find(|t| t["name"] == "cli").unwrap()["id"].clone();
@@ -317,37 +339,45 @@ async fn users_create_tokens_within_their_role() {
     let revoke = format!(r#"name="action" value="revoke"><input type="hidden" name="id" value="{id}""#);
     assert!(page.contains(&revoke), "{page}");
     assert_eq!(mona.post("/account", &format!("action=revoke&id={id}")).await.status(), 303);
-    assert_eq!(server.as_who(&client(&secret), "GET", "/jobs", None).await.0, 401);
+    assert_eq!(server.send_as(&client(&secret), "GET", "/jobs", None).await.0, 401);
 
-    // With the role, the token; with the person, too, and what it has open.
+    // A change of the person's role changes the rights of tokens and closes websockets; so does disabling the person.
     let (ada, secret) = server.client_of("ada", "admin").await;
-    assert_eq!(server.as_who(&ada, "GET", "/people", None).await.0, 200);
-    let mut list = Stream::open(server.socket("/stream", &secret)).await;
+    assert_eq!(server.send_as(&ada, "GET", "/people", None).await.0, 200);
+    let mut list = Stream::open(server.socket_request("/stream", &secret)).await;
     assert_eq!(list.next().await.unwrap()["type"], "live");
     assert_eq!(server.change_person("ada", &json!({"role": "viewer"})).await.0, 200);
-    assert_eq!(list.next().await.unwrap_err().0, 4401, "it is opened again with what it may do now");
-    assert_eq!(server.as_who(&ada, "GET", "/people", None).await.0, 403);
-    assert_eq!(server.as_who(&ada, "GET", "/jobs", None).await.0, 200);
-    let mut list = Stream::open(server.socket("/stream", &secret)).await;
+    assert_eq!(
+        list.next().await.unwrap_err().0,
+        4401,
+        "the websocket is closed, so that the client opens it with the new rights"
+    );
+    assert_eq!(server.send_as(&ada, "GET", "/people", None).await.0, 403);
+    assert_eq!(server.send_as(&ada, "GET", "/jobs", None).await.0, 200);
+    let mut list = Stream::open(server.socket_request("/stream", &secret)).await;
     assert_eq!(list.next().await.unwrap()["type"], "live");
     let since = Instant::now();
     assert_eq!(server.change_person("ada", &json!({"disabled": true})).await.0, 200);
     assert_eq!(list.next().await.unwrap_err().0, 4401);
     assert!(since.elapsed() < Duration::from_secs(5));
-    let (status, problem) = server.as_who(&ada, "GET", "/jobs", None).await;
+    let (status, problem) = server.send_as(&ada, "GET", "/jobs", None).await;
     assert!(status == 401 && problem["detail"].as_str().unwrap().contains("person"), "{problem}");
     let server = TestServer::open(server.stop().await, |_| {}).await;
-    assert_eq!(server.as_who(&ada, "GET", "/jobs", None).await.0, 401, "after a restart");
+    assert_eq!(server.send_as(&ada, "GET", "/jobs", None).await.0, 401, "after a restart");
     assert_eq!(server.change_person("ada", &json!({"disabled": false, "role": "admin"})).await.0, 200);
-    assert_eq!(server.as_who(&ada, "GET", "/people", None).await.0, 200);
+    assert_eq!(server.send_as(&ada, "GET", "/people", None).await.0, 200);
     assert_eq!(server.change_person("ada", &json!({"password": "another password"})).await.0, 200);
-    assert_eq!(server.as_who(&ada, "GET", "/people", None).await.0, 200, "a token is no password");
-    // Removed and added again: nothing of the first one's is the second's.
+    assert_eq!(
+        server.send_as(&ada, "GET", "/people", None).await.0,
+        200,
+        "a new password does not end tokens"
+    );
+    // A new person of the same name does not get the tokens of the removed person.
     assert_eq!(server.delete("/people/ada").await.0, 204);
     server.add_person("ada", "admin").await;
-    assert_eq!(server.as_who(&ada, "GET", "/people", None).await.0, 401);
+    assert_eq!(server.send_as(&ada, "GET", "/people", None).await.0, 401);
     let server = TestServer::open(server.stop().await, |_| {}).await;
-    assert_eq!(server.as_who(&ada, "GET", "/people", None).await.0, 401);
+    assert_eq!(server.send_as(&ada, "GET", "/people", None).await.0, 401);
     let signed_in = server.signed_in("ada").await;
     assert_eq!(signed_in.get("/people").await.status(), 200);
     server.stop().await;

@@ -1,8 +1,8 @@
-//! Panels: of a job, of a project, who sees and who changes them, and how many there may be.
+//! Panels of jobs and projects: inheritance, rights, limits.
 
 use crate::{
     agent::Agent,
-    test_server::{DEADLINE, TestServer, spec},
+    test_server::{TIMEOUT, TestServer, spec},
 };
 use lockstep_protocol::limits::{PANEL_METRICS, PANEL_TITLE_CHARS, PANELS};
 use serde_json::{Value, json};
@@ -16,22 +16,22 @@ fn panels(titles: &[&str]) -> Value {
     json!({"panels": titles.iter().map(|title| panel(title, &["loss"])).collect::<Vec<_>>()})
 }
 
-/// An agent with slots, on which nothing starts.
+/// An agent that is drained, so that no job starts.
 async fn idle_agent(server: &TestServer) -> Agent {
-    let agent = Agent::with_pictures(server, 2).await;
+    let agent = Agent::join_with_dataset(server, 2).await;
     assert_eq!(server.post("/agents/id-a/drain", &json!({})).await.0, 204);
     agent
 }
 
-/// Where they come from, and their titles.
-async fn shown(server: &TestServer, id: &str) -> (String, Vec<String>) {
+/// Returns the source of a job's panels, and their titles.
+async fn read_panels(server: &TestServer, id: &str) -> (String, Vec<String>) {
     let (status, body) = server.get(&format!("/jobs/{id}/panels")).await;
     assert_eq!(status, 200, "{body}");
     let titles = body["panels"].as_array().unwrap().iter().map(|p| p["title"].as_str().unwrap().to_owned());
     (body["from"].as_str().unwrap().to_owned(), titles.collect())
 }
 
-fn says(from: &str, titles: &[&str]) -> (String, Vec<String>) {
+fn expected(from: &str, titles: &[&str]) -> (String, Vec<String>) {
     (from.into(), titles.iter().map(|title| (*title).to_owned()).collect())
 }
 
@@ -42,14 +42,14 @@ impl TestServer {
 }
 
 #[tokio::test]
-async fn a_job_has_its_own_panels_or_its_projects() {
+async fn a_job_without_own_panels_shows_its_project_s_panels() {
     let server = TestServer::new().await;
     let _agent = idle_agent(&server).await;
     let one = server.submit(|_| {}).await.id.to_string();
     let two = server.submit(|_| {}).await.id.to_string();
-    assert_eq!(shown(&server, &one).await, says("none", &[]));
+    assert_eq!(read_panels(&server, &one).await, expected("none", &[]));
 
-    // What is left out has its default, and comes back complete.
+    // Missing fields get their defaults, and the response has all fields.
     let whole = json!({"title": "both", "metrics": ["loss", "lr"], "lines": "ranks", "columns": 2, "rows": 3, "smoothing": 0.5,
         "robust": true, "log": true, "y_min": 0.001, "y_max": 10.0});
     let (status, stored) = server
@@ -59,40 +59,44 @@ async fn a_job_has_its_own_panels_or_its_projects() {
     let (_, again) = server.get(&format!("/jobs/{one}/panels")).await;
     assert_eq!(again, stored);
     assert_eq!(again["panels"][0], whole);
-    let expected = json!({"title": "b", "metrics": ["accuracy"], "lines": "mean", "columns": 1, "rows": 1, "smoothing": 0.0, "robust": false, "log": false});
-    assert_eq!(again["panels"][1], expected);
-    assert_eq!(shown(&server, &two).await, says("none", &[]));
+    let with_defaults = json!({"title": "b", "metrics": ["accuracy"], "lines": "mean", "columns": 1, "rows": 1, "smoothing": 0.0, "robust": false, "log": false});
+    assert_eq!(again["panels"][1], with_defaults);
+    assert_eq!(read_panels(&server, &two).await, expected("none", &[]));
 
     assert_eq!(server.put("/projects/default/panels", &panels(&["p", "q"])).await.0, 200);
-    assert_eq!(shown(&server, &two).await, says("project", &["p", "q"]));
-    assert_eq!(shown(&server, &one).await, says("job", &["both", "b"]), "its own stay");
-    let page = server.text(&format!("/jobs/{two}")).await.1;
+    assert_eq!(read_panels(&server, &two).await, expected("project", &["p", "q"]));
+    assert_eq!(
+        read_panels(&server, &one).await,
+        expected("job", &["both", "b"]),
+        "the job keeps its own panels"
+    );
+    let page = server.get_text(&format!("/jobs/{two}")).await.1;
     assert!(page.contains(r#""panels":{"from":"project","panels":[{"title":"p""#), "{page}");
-    // None of its own is another thing than own ones, none.
+    // An empty list of own panels is not the same as no own panels.
     assert_eq!(server.put(&format!("/jobs/{two}/panels"), &panels(&[])).await.0, 200);
-    assert_eq!(shown(&server, &two).await, says("job", &[]));
+    assert_eq!(read_panels(&server, &two).await, expected("job", &[]));
     assert_eq!(server.delete(&format!("/jobs/{two}/panels")).await.0, 204);
-    assert_eq!(shown(&server, &two).await, says("project", &["p", "q"]));
-    // A job that goes to another project has that one's.
+    assert_eq!(read_panels(&server, &two).await, expected("project", &["p", "q"]));
+    // A job that is moved to another project shows the other project's panels.
     let moved =
         server.http.patch(server.url(&format!("/api/v1/jobs/{two}"))).json(&json!({"project": "other"}));
     assert_eq!(server.send(moved).await.0, 200);
-    assert_eq!(shown(&server, &two).await, says("none", &[]));
+    assert_eq!(read_panels(&server, &two).await, expected("none", &[]));
     assert_eq!(server.put("/projects/other/panels", &panels(&["o"])).await.0, 200);
-    assert_eq!(shown(&server, &two).await, says("project", &["o"]));
-    // The last who writes wins, and none are none.
+    assert_eq!(read_panels(&server, &two).await, expected("project", &["o"]));
+    // The last write wins. An empty list removes all panels.
     assert_eq!(server.put("/projects/default/panels", &panels(&[])).await.0, 200);
     assert_eq!(server.get("/projects/default/panels").await.1, json!({"panels": []}));
 
-    // They go with the job, and with the project's last job.
+    // Panels are deleted with their job, or with the last job of their project.
     for id in [&one, &two] {
         assert_eq!(server.post(&format!("/jobs/{id}/cancel"), &json!({})).await.0, 202);
         assert_eq!(server.delete(&format!("/jobs/{id}")).await.0, 204);
     }
     let rows = "SELECT (SELECT count(*) FROM job_panels) + (SELECT count(*) FROM project_panels)";
     let since = Instant::now();
-    while server.number(rows).await > 0 {
-        assert!(since.elapsed() < DEADLINE, "they stay");
+    while server.query_number(rows).await > 0 {
+        assert!(since.elapsed() < TIMEOUT, "panels stay");
     }
     server.stop().await;
 }
@@ -107,17 +111,17 @@ async fn the_number_of_panels_is_limited() {
     let time_and_bytes =
         ["step_ms", "data_ms", "all_reduce_ms", "gpu_memory_bytes", "memory_used_bytes", "disk_used_bytes"];
     assert_eq!(time_and_bytes.len(), PANEL_METRICS);
-    let most = vec![panel(&title, &time_and_bytes); PANELS];
+    let max = vec![panel(&title, &time_and_bytes); PANELS];
     for place in [path.as_str(), "/projects/default/panels"] {
-        assert_eq!(server.put(place, &json!({"panels": most})).await.0, 200, "{place}");
-        let mut more = most.clone();
+        assert_eq!(server.put(place, &json!({"panels": max})).await.0, 200, "{place}");
+        let mut more = max.clone();
         more.push(panel("one more", &["loss"]));
         let (status, problem) = server.put(place, &json!({"panels": more})).await;
         assert!(status == 422 && problem["errors"][0]["pointer"] == "/panels", "{problem}");
     }
     let mut seven = time_and_bytes.to_vec();
     seven.push("disk_read_bytes_per_second");
-    for (wrong, pointer, words) in [
+    for (wrong, pointer, message) in [
         (panel(&format!("{title}ä"), &["loss"]), "/panels/0/title", "has 81 characters"),
         (panel("t", &seven), "/panels/0/metrics", "has 7 metrics"),
         (panel("t", &["loss", "lr", "accuracy"]), "/panels/0/metrics", "a panel has two axes"),
@@ -126,19 +130,21 @@ async fn the_number_of_panels_is_limited() {
         let (status, problem) = server.put(&path, &json!({"panels": [wrong]})).await;
         let error = &problem["errors"][0];
         assert!(
-            status == 422 && error["pointer"] == pointer && error["detail"].as_str().unwrap().contains(words),
+            status == 422
+                && error["pointer"] == pointer
+                && error["detail"].as_str().unwrap().contains(message),
             "{problem}"
         );
     }
     for unreadable in [json!({}), json!({"panels": [{"title": "t"}]}), json!({"panels": [], "more": 1})] {
         assert_eq!(server.put(&path, &unreadable).await.0, 400, "{unreadable}");
     }
-    assert_eq!(shown(&server, &id).await.1.len(), PANELS, "what was refused has changed nothing");
+    assert_eq!(read_panels(&server, &id).await.1.len(), PANELS, "refused requests change nothing");
     server.stop().await;
 }
 
 #[tokio::test]
-async fn panels_are_changed_by_those_who_may_change_the_job_or_project() {
+async fn panels_need_the_right_to_change_the_job_or_project() {
     let server = TestServer::new().await;
     let _agent = idle_agent(&server).await;
     for (name, role) in [("vera", "viewer"), ("mona", "member"), ("otto", "member")] {
@@ -149,7 +155,7 @@ async fn panels_are_changed_by_those_who_may_change_the_job_or_project() {
     let (vera, _) = server.client_of("vera", "read").await;
     let mut hers = spec();
     hers["project"] = "hers".into();
-    let (_, job) = server.as_who(&mona, "POST", "/jobs", Some(hers.clone())).await;
+    let (_, job) = server.send_as(&mona, "POST", "/jobs", Some(hers.clone())).await;
     let own = format!("/jobs/{}/panels", job["id"].as_str().unwrap());
     let put = Some(panels(&["a"]));
     for (who, method, expected) in [
@@ -162,23 +168,23 @@ async fn panels_are_changed_by_those_who_may_change_the_job_or_project() {
         (&mona, "DELETE", 204),
     ] {
         let body = (method == "PUT").then(|| put.clone()).flatten();
-        assert_eq!(server.as_who(who, method, &own, body).await.0, expected, "{method}");
+        assert_eq!(server.send_as(who, method, &own, body).await.0, expected, "{method}");
     }
     let project = "/projects/hers/panels";
-    assert_eq!(server.as_who(&vera, "PUT", project, put.clone()).await.0, 403);
-    assert_eq!(server.as_who(&otto, "PUT", project, put.clone()).await.0, 200, "a member");
-    assert_eq!(server.as_who(&vera, "GET", project, None).await.0, 200);
+    assert_eq!(server.send_as(&vera, "PUT", project, put.clone()).await.0, 403);
+    assert_eq!(server.send_as(&otto, "PUT", project, put.clone()).await.0, 200, "a member");
+    assert_eq!(server.send_as(&vera, "GET", project, None).await.0, 200);
 
-    // A project of private jobs is one that others do not know of.
+    // A project with only private jobs does not exist for others.
     hers["project"] = "secret".into();
     hers["private"] = true.into();
-    let (status, made) = server.as_who(&mona, "POST", "/jobs", Some(hers)).await;
+    let (status, made) = server.send_as(&mona, "POST", "/jobs", Some(hers)).await;
     assert_eq!(status, 201, "{made}");
     let secret = "/projects/secret/panels";
-    assert_eq!(server.as_who(&mona, "PUT", secret, put.clone()).await.0, 200);
+    assert_eq!(server.send_as(&mona, "PUT", secret, put.clone()).await.0, 200);
     for (method, body) in [("PUT", put), ("GET", None)] {
-        let (status, problem) = server.as_who(&otto, method, secret, body.clone()).await;
-        let (_, nothing) = server.as_who(&otto, method, "/projects/nothing/panels", body).await;
+        let (status, problem) = server.send_as(&otto, method, secret, body.clone()).await;
+        let (_, nothing) = server.send_as(&otto, method, "/projects/nothing/panels", body).await;
         assert_eq!((status, &problem["detail"]), (404, &nothing["detail"]));
     }
     assert_eq!(server.get("/projects/no%20name/panels").await.0, 404);

@@ -1,7 +1,7 @@
-//! People: the first one, signing in by password, what ends with a change, and the limits.
+//! People: the first admin, sign-in by password, changes of people, and limits.
 
 use super::sessions::{Browser, location};
-use crate::test_server::{Stream, TestServer, builder, client, socket};
+use crate::test_server::{Stream, TestServer, client, client_builder, socket_request};
 use lockstep_protocol::limits::{PASSWORD_CHARS, PEOPLE, PERSON_NAME_CHARS};
 use reqwest::Method;
 use serde_json::{Value, json};
@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Everybody's password here.
+/// The password of all people in these tests.
 pub(super) const PASSWORD: &str = "correct horse";
 
 impl TestServer {
@@ -26,25 +26,31 @@ impl TestServer {
         self.send(self.http.patch(self.url(&format!("/api/v1/people/{name}"))).json(change)).await
     }
 
-    /// A browser in which a person is signed in.
+    /// A browser with a session of a person.
     pub(super) async fn signed_in(&self, name: &str) -> Browser<'_> {
         let mut browser = Browser::new(self);
-        let answer = browser.sign_in(name, PASSWORD).await;
-        assert_eq!(answer.status(), 303, "{name}");
-        browser.take_cookie(&answer);
+        let response = browser.sign_in(name, PASSWORD).await;
+        assert_eq!(response.status(), 303, "{name}");
+        browser.take_cookie(&response);
         browser
     }
 }
 
-/// Tries a password from an address of this machine; status, body and how long it took.
-async fn try_from(server: &TestServer, from: [u8; 4], name: &str, password: &str) -> (u16, String, Duration) {
-    let client = builder("").local_address(IpAddr::from(from)).redirect(reqwest::redirect::Policy::none());
+/// Tries a password from an address of this machine. Returns status, body and duration.
+async fn try_password(
+    server: &TestServer,
+    from: [u8; 4],
+    name: &str,
+    password: &str,
+) -> (u16, String, Duration) {
+    let client =
+        client_builder("").local_address(IpAddr::from(from)).redirect(reqwest::redirect::Policy::none());
     let body = format!("name={name}&password={password}");
     let request = client.build().unwrap().post(server.url("/login")).body(body);
     let request = request.header("content-type", "application/x-www-form-urlencoded");
     let since = Instant::now();
-    let answer = request.send().await.unwrap();
-    (answer.status().as_u16(), answer.text().await.unwrap(), since.elapsed())
+    let response = request.send().await.unwrap();
+    (response.status().as_u16(), response.text().await.unwrap(), since.elapsed())
 }
 
 #[tokio::test]
@@ -54,12 +60,15 @@ async fn only_an_admin_s_token_creates_the_first_admin() {
     let path = link["url"].as_str().unwrap().replace(&format!("http://{}", server.address), "");
     let mut browser = Browser::new(&server);
     let before = browser.get("/login").await.text().await.unwrap();
-    assert!(before.contains("name=\"token\"") && !before.contains("name=\"password\""), "as without people");
+    assert!(
+        before.contains("name=\"token\"") && !before.contains("name=\"password\""),
+        "the form of a server without people"
+    );
     let fields = format!("setup=true&name=ada&password={PASSWORD}");
-    assert_eq!(browser.post("/login", &fields).await.status(), 403, "a stranger");
-    let answer = browser.get(&path).await;
-    assert_eq!(location(&answer), "/jobs");
-    browser.take_cookie(&answer);
+    assert_eq!(browser.post("/login", &fields).await.status(), 403, "without a session");
+    let response = browser.get(&path).await;
+    assert_eq!(location(&response), "/jobs");
+    browser.take_cookie(&response);
     let form = browser.get("/login").await.text().await.unwrap();
     assert!(form.contains("Create the first admin") && form.contains("name=\"setup\""), "{form}");
     for wrong in ["setup=true&name=Ada&password=correct+horse", "setup=true&name=ada&password=short"] {
@@ -67,30 +76,33 @@ async fn only_an_admin_s_token_creates_the_first_admin() {
     }
     let (_, reader) = server.make_token(&json!({"name": "r", "scope": "submit"})).await;
     let mut other = Browser::new(&server);
-    let answer = other.post("/login", &format!("token={reader}")).await;
-    other.take_cookie(&answer);
-    assert_eq!(other.post("/login", &fields).await.status(), 403, "no admin");
+    let response = other.post("/login", &format!("token={reader}")).await;
+    other.take_cookie(&response);
+    assert_eq!(other.post("/login", &fields).await.status(), 403, "without admin rights");
 
-    let answer = browser.post("/login", &fields).await;
-    assert_eq!((answer.status().as_u16(), location(&answer)), (303, "/people"));
-    browser.take_cookie(&answer);
+    let response = browser.post("/login", &fields).await;
+    assert_eq!((response.status().as_u16(), location(&response)), (303, "/people"));
+    browser.take_cookie(&response);
     let page = browser.get("/people").await.text().await.unwrap();
     assert!(page.contains("ada") && page.contains("Account") && page.contains("href=\"/audit\""), "{page}");
     let (_, people) = server.get("/people").await;
     assert_eq!(people["people"][0]["role"], "admin", "{people}");
     assert!(!people.to_string().contains("argon2"));
     assert_eq!(browser.post("/login", "setup=true&name=bob&password=correct+horse").await.status(), 403);
-    let kept = format!("SELECT count(*) FROM people WHERE hash LIKE '%{PASSWORD}%'");
-    assert_eq!(server.number(&kept).await, 0);
+    let unhashed = format!("SELECT count(*) FROM people WHERE hash LIKE '%{PASSWORD}%'");
+    assert_eq!(server.query_number(&unhashed).await, 0);
     let hashed = "SELECT count(*) FROM people WHERE hash LIKE '$argon2id$v=19$m=19456,t=2,p=1$%'";
-    assert_eq!(server.number(hashed).await, 1);
+    assert_eq!(server.query_number(hashed).await, 1);
     let form = Browser::new(&server).get("/login").await.text().await.unwrap();
-    assert!(form.contains("name=\"password\"") && form.contains("name=\"token\""), "both ways");
+    assert!(
+        form.contains("name=\"password\"") && form.contains("name=\"token\""),
+        "the form accepts a password or a token"
+    );
     server.stop().await;
 }
 
 #[tokio::test]
-async fn users_sign_in_by_password_and_refusals_reveal_nothing() {
+async fn people_sign_in_by_password_and_refusals_reveal_nothing() {
     let server = TestServer::new().await;
     server.add_person("vera", "viewer").await;
     server.add_person("mona", "member").await;
@@ -98,10 +110,14 @@ async fn users_sign_in_by_password_and_refusals_reveal_nothing() {
     assert_eq!(server.change_person("gone", &json!({"disabled": true})).await.0, 200);
     let vera = server.signed_in("vera").await;
     assert_eq!(vera.get("/jobs").await.status(), 200);
-    assert_eq!(vera.post("/jobs/new", "name=x").await.status(), 403, "viewers look");
+    assert_eq!(vera.post("/jobs/new", "name=x").await.status(), 403, "viewers cannot submit");
     assert_eq!(vera.get("/people").await.status(), 403);
     let mona = server.signed_in("mona").await;
-    assert_eq!(mona.post("/jobs/new", "name=x").await.status(), 422, "members submit; this is no job");
+    assert_eq!(
+        mona.post("/jobs/new", "name=x").await.status(),
+        422,
+        "members may submit, but this form is incomplete"
+    );
     assert_eq!(mona.get("/people").await.status(), 403);
     let (_, log) = server.get("/audit").await;
     let signed_in = |who: &str| {
@@ -119,16 +135,16 @@ async fn users_sign_in_by_password_and_refusals_reveal_nothing() {
             .iter()
             .enumerate()
     {
-        let (status, page, _) = try_from(&server, [127, 0, 1, n as u8 + 1], name, password).await;
+        let (status, page, _) = try_password(&server, [127, 0, 1, n as u8 + 1], name, password).await;
         assert_eq!(status, 401, "{name}");
-        // All of it but the time that it was made at.
+        // The head of the page, which contains the time, differs.
         let (_, page) = page.split_once("<head>").unwrap();
         pages.push(page.replace(name, ""));
     }
     assert!(pages.iter().all(|page| *page == pages[0] && page.contains("is wrong")), "{pages:?}");
-    // Names that cannot be are no way around the limit, nor into the memory.
+    // A name that is too long is refused and not stored.
     let long = "a".repeat(100_000);
-    assert_eq!(try_from(&server, [127, 0, 1, 9], &long, PASSWORD).await.0, 401);
+    assert_eq!(try_password(&server, [127, 0, 1, 9], &long, PASSWORD).await.0, 401);
     server.stop().await;
 }
 
@@ -138,19 +154,27 @@ async fn password_guessing_is_limited_without_affecting_others() {
     server.add_person("ada", "admin").await;
     server.add_person("bob", "member").await;
     let from = |n: u8| [127, 0, 2, n];
-    assert_eq!(try_from(&server, from(9), "ada", PASSWORD).await.0, 303, "at home");
+    assert_eq!(try_password(&server, from(9), "ada", PASSWORD).await.0, 303, "from the usual address");
     for n in 0..10 {
-        assert_eq!(try_from(&server, from(1), "ada", "wrong password").await.0, 401, "{n}");
+        assert_eq!(try_password(&server, from(1), "ada", "wrong password").await.0, 401, "{n}");
     }
-    let (status, page, took) = try_from(&server, from(1), "ada", PASSWORD).await;
-    assert!(status == 429 && page.contains("try again in"), "{status}: also the right one, {took:?}");
-    assert_eq!(try_from(&server, from(1), "bob", PASSWORD).await.0, 429, "by address");
+    let (status, page, took) = try_password(&server, from(1), "ada", PASSWORD).await;
+    assert!(status == 429 && page.contains("try again in"), "{status}: the correct password, too, {took:?}");
+    assert_eq!(try_password(&server, from(1), "bob", PASSWORD).await.0, 429, "the address is blocked");
     for n in 0..20 {
-        assert_eq!(try_from(&server, from(2 + n / 10), "ada", "wrong password").await.0, 401, "{n}");
+        assert_eq!(try_password(&server, from(2 + n / 10), "ada", "wrong password").await.0, 401, "{n}");
     }
-    assert_eq!(try_from(&server, from(4), "ada", PASSWORD).await.0, 429, "by name, from anywhere");
-    assert_eq!(try_from(&server, from(4), "bob", PASSWORD).await.0, 303, "another person");
-    assert_eq!(try_from(&server, from(9), "ada", PASSWORD).await.0, 303, "where she has signed in before");
+    assert_eq!(
+        try_password(&server, from(4), "ada", PASSWORD).await.0,
+        429,
+        "the name is blocked for new addresses"
+    );
+    assert_eq!(try_password(&server, from(4), "bob", PASSWORD).await.0, 303, "another person");
+    assert_eq!(
+        try_password(&server, from(9), "ada", PASSWORD).await.0,
+        303,
+        "an address that ada has signed in from before"
+    );
     server.stop().await;
 }
 
@@ -158,13 +182,14 @@ async fn password_guessing_is_limited_without_affecting_others() {
 async fn an_unknown_name_takes_as_long_as_a_wrong_password() {
     let server = TestServer::new().await;
     server.add_person("ada", "admin").await;
-    // By turns, and the quickest of each, since other tests take the cores meanwhile: in one of some rounds they are alike. A name
-    // whose attempts were not hashed would be ten times as quick in all.
+    // Other tests use the cores meanwhile. So the fastest of several alternating attempts are compared, in up to six rounds. If passwords of
+    // unknown names were not hashed, their attempts would be ten times as fast in every round.
     for round in 1..=6 {
         let (mut known, mut unknown) = (Duration::MAX, Duration::MAX);
         for n in 1..=5 {
-            known = known.min(try_from(&server, [127, 3, round, n], "ada", "wrong password").await.2);
-            unknown = unknown.min(try_from(&server, [127, 4, round, n], "nobody", "wrong password").await.2);
+            known = known.min(try_password(&server, [127, 3, round, n], "ada", "wrong password").await.2);
+            unknown =
+                unknown.min(try_password(&server, [127, 4, round, n], "nobody", "wrong password").await.2);
         }
         eprintln!("a wrong password: {known:?}, an unknown name: {unknown:?}");
         if unknown * 3 > known * 2 && known * 3 > unknown * 2 {
@@ -172,11 +197,11 @@ async fn an_unknown_name_takes_as_long_as_a_wrong_password() {
             return;
         }
     }
-    panic!("the one takes longer than the other");
+    panic!("the times differ in all rounds");
 }
 
 #[tokio::test]
-async fn changing_a_user_ends_sessions_and_websockets() {
+async fn changing_a_person_ends_sessions_and_websockets() {
     let mut server = TestServer::new().await;
     server.add_person("ada", "member").await;
     for (n, change) in [
@@ -190,14 +215,14 @@ async fn changing_a_user_ends_sessions_and_websockets() {
     .enumerate()
     {
         if n == 1 {
-            let answer = Browser::new(&server).sign_in("ada", PASSWORD).await;
-            assert_eq!(answer.status(), 401, "the old password");
+            let response = Browser::new(&server).sign_in("ada", PASSWORD).await;
+            assert_eq!(response.status(), 401, "the old password");
             assert_eq!(server.change_person("ada", change).await.0, 200);
             continue;
         }
         let browser = server.signed_in("ada").await;
         let cookie = browser.cookie.clone();
-        let mut request = socket(server.address, "/stream", "");
+        let mut request = socket_request(server.address, "/stream", "");
         request.headers_mut().insert("cookie", cookie.parse().unwrap());
         let mut list = Stream::open(request).await;
         assert_eq!(list.next().await.unwrap()["type"], "live");
@@ -210,9 +235,9 @@ async fn changing_a_user_ends_sessions_and_websockets() {
         let (code, _) = list.next().await.unwrap_err();
         assert!(code == 4401 && since.elapsed() < Duration::from_secs(5), "{change}: {code}");
         assert_eq!(location(&browser.get("/jobs").await), "/login?next=/jobs", "{change}");
-        assert_eq!(server.number("SELECT count(*) FROM sessions").await, 0, "{change}");
+        assert_eq!(server.query_number("SELECT count(*) FROM sessions").await, 0, "{change}");
         drop(browser);
-        // Nor does a restart bring them back.
+        // A restart does not restore the sessions.
         let port = server.address.port();
         server = TestServer::open(server.stop().await, |c| c.listen.set_port(port)).await;
         let mut browser = Browser::new(&server);
@@ -230,40 +255,40 @@ async fn changing_a_user_ends_sessions_and_websockets() {
 }
 
 #[tokio::test]
-async fn users_and_passwords_have_limits() {
+async fn people_and_passwords_have_limits() {
     let server = TestServer::new().await;
-    let (least, most) = (*PASSWORD_CHARS.start(), *PASSWORD_CHARS.end());
+    let (min, max) = (*PASSWORD_CHARS.start(), *PASSWORD_CHARS.end());
     let longest_name = "a".repeat(PERSON_NAME_CHARS);
     for (name, password, status) in [
-        (longest_name.clone(), "é".repeat(most), 201),
-        (format!("{longest_name}a"), "é".repeat(most), 422),
-        ("b".into(), "é".repeat(most + 1), 422),
-        ("b".into(), "é".repeat(least), 201),
-        ("b".into(), "é".repeat(least), 409),
-        ("c".into(), "é".repeat(least - 1), 422),
+        (longest_name.clone(), "é".repeat(max), 201),
+        (format!("{longest_name}a"), "é".repeat(max), 422),
+        ("b".into(), "é".repeat(max + 1), 422),
+        ("b".into(), "é".repeat(min), 201),
+        ("b".into(), "é".repeat(min), 409),
+        ("c".into(), "é".repeat(min - 1), 422),
         ("C".into(), PASSWORD.into(), 422),
         (String::new(), PASSWORD.into(), 422),
     ] {
         let body = json!({"name": name, "role": "viewer", "password": password});
         let (is, problem) = server.post("/people", &body).await;
         assert_eq!(is, status, "{problem}");
-        assert!(!problem.to_string().contains(&password), "a password is not repeated");
+        assert!(!problem.to_string().contains(&password), "errors do not contain the password");
     }
-    let longest = "%C3%A9".repeat(most);
-    assert_eq!(try_from(&server, [127, 0, 5, 1], &longest_name, &longest).await.0, 303);
+    let longest = "%C3%A9".repeat(max);
+    assert_eq!(try_password(&server, [127, 0, 5, 1], &longest_name, &longest).await.0, 303);
     assert_eq!(
         server.post("/people", &json!({"name": "d", "role": "root", "password": PASSWORD})).await.0,
         400
     );
-    let there = server.number("SELECT count(*) FROM people").await as usize;
-    for n in there..PEOPLE - 1 {
+    let existing = server.query_number("SELECT count(*) FROM people").await as usize;
+    for n in existing..PEOPLE - 1 {
         let row =
             format!("INSERT INTO people (name, hash, role, created_at) VALUES ('x{n}', 'x', 'viewer', 0)");
         server.execute(&row).await;
     }
     let server = TestServer::open(server.stop().await, |_| {}).await;
     let last = |name: &str| json!({"name": name, "role": "viewer", "password": PASSWORD});
-    assert_eq!(server.post("/people", &last("last")).await.0, 201, "the {PEOPLE}th");
+    assert_eq!(server.post("/people", &last("last")).await.0, 201, "person number {PEOPLE}");
     let (status, problem) = server.post("/people", &last("one-more")).await;
     assert!(status == 409 && problem["detail"].as_str().unwrap().contains("1000"), "{problem}");
     assert_eq!(server.delete("/people/last").await.0, 204);
@@ -272,45 +297,49 @@ async fn users_and_passwords_have_limits() {
 }
 
 #[tokio::test]
-async fn users_change_only_their_own_passwords() {
+async fn people_change_only_their_own_passwords() {
     let server = TestServer::new().await;
     server.add_person("ada", "viewer").await;
     let other = server.signed_in("ada").await;
     let mut browser = server.signed_in("ada").await;
     assert!(browser.get("/account").await.text().await.unwrap().contains("own-password"));
-    let answer =
+    let response =
         browser.post("/account", "action=password&current=wrong+password&new=another+password").await;
-    assert_eq!(answer.status(), 422);
-    assert!(answer.text().await.unwrap().contains("is not your current password"));
+    assert_eq!(response.status(), 422);
+    assert!(response.text().await.unwrap().contains("is not your current password"));
     assert_eq!(
         browser.post("/account", "action=password&current=correct+horse&new=short").await.status(),
         422
     );
-    let answer = browser.post("/account", "action=password&current=correct+horse&new=another+password").await;
-    assert_eq!((answer.status().as_u16(), location(&answer)), (303, "/account?done=true"));
-    browser.take_cookie(&answer);
-    assert_eq!(browser.get("/jobs").await.status(), 200, "this browser stays");
-    assert_eq!(other.get("/jobs").await.status(), 303, "others are signed out");
+    let response =
+        browser.post("/account", "action=password&current=correct+horse&new=another+password").await;
+    assert_eq!((response.status().as_u16(), location(&response)), (303, "/account?done=true"));
+    browser.take_cookie(&response);
+    assert_eq!(browser.get("/jobs").await.status(), 200, "this session stays valid");
+    assert_eq!(other.get("/jobs").await.status(), 303, "other sessions end");
     assert_eq!(Browser::new(&server).sign_in("ada", PASSWORD).await.status(), 401);
     assert_eq!(Browser::new(&server).sign_in("ada", "another password").await.status(), 303);
 
     let passwords = json!({"current": "another password", "new": PASSWORD});
     let (status, problem) = server.post("/password", &passwords).await;
-    assert!(status == 409 && problem["detail"].as_str().unwrap().contains("person"), "a token has none");
+    assert!(
+        status == 409 && problem["detail"].as_str().unwrap().contains("person"),
+        "a token has no password"
+    );
     let request = |body: &Value| {
         let request = browser.client.request(Method::POST, server.url("/api/v1/password")).json(body);
         request.header("cookie", &browser.cookie).send()
     };
-    let answer = request(&json!({"current": "x", "new": PASSWORD})).await.unwrap();
-    assert_eq!(answer.status(), 422);
+    let response = request(&json!({"current": "x", "new": PASSWORD})).await.unwrap();
+    assert_eq!(response.status(), 422);
     assert_eq!(request(&passwords).await.unwrap().status(), 204);
-    assert_eq!(request(&passwords).await.unwrap().status(), 401, "its own session is over, too");
+    assert_eq!(request(&passwords).await.unwrap().status(), 401, "the change has ended this session, too");
     assert_eq!(server.signed_in("ada").await.get("/jobs").await.status(), 200);
     server.stop().await;
 }
 
 #[tokio::test]
-async fn the_users_page_matches_the_api() {
+async fn the_page_people_has_the_same_effects_as_the_api() {
     let server = TestServer::new().await;
     server.add_person("ada", "admin").await;
     let ada = server.signed_in("ada").await;
@@ -332,11 +361,11 @@ async fn the_users_page_matches_the_api() {
     assert_eq!(post("action=remove&name=bob").await, 303);
     assert_eq!(post("action=remove&name=bob").await, 404);
     let (_, log) = server.get("/audit").await;
-    for what in ["/people: Disable \"bob\"", "/people: Role \"bob\"", "/api/v1/people: ada"] {
-        let there = log["entries"].as_array().unwrap().iter().any(|entry| entry["object"] == what);
-        assert!(there, "{what}: {log}");
+    for object in ["/people: Disable \"bob\"", "/people: Role \"bob\"", "/api/v1/people: ada"] {
+        let is_logged = log["entries"].as_array().unwrap().iter().any(|entry| entry["object"] == object);
+        assert!(is_logged, "{object}: {log}");
     }
-    // A page of another origin does nothing with this cookie.
+    // A request from another origin is refused in spite of the cookie.
     let request = ada.client.post(server.url("/people")).header("cookie", &ada.cookie);
     let request = request.header("origin", "http://evil.example").body("action=remove&name=ada");
     let request = request.header("content-type", "application/x-www-form-urlencoded");
@@ -345,7 +374,7 @@ async fn the_users_page_matches_the_api() {
 }
 
 #[tokio::test]
-async fn a_server_without_authentication_has_no_users() {
+async fn a_server_without_authentication_has_no_people() {
     let server = TestServer::with(|c| c.no_auth = true).await;
     let body = json!({"name": "ada", "role": "admin", "password": PASSWORD});
     let (status, problem) = server.post("/people", &body).await;

@@ -1,19 +1,19 @@
-//! What is private to somebody is answered as what does not exist, whatever else is wrong with a request.
+//! Private objects get the same response as missing objects, also for otherwise invalid requests.
 
 use super::{
-    people,
+    add_people,
     routes::{METHODS, every_path},
 };
 use crate::{
-    agent::{Agent, info},
-    document::a_job,
+    agent::{Agent, dataset_info},
+    document::create_failed_job,
     test_server::TestServer,
 };
 use lockstep_protocol::JobId;
 use reqwest::{Client, Method, RequestBuilder};
 use serde_json::json;
 
-/// Requests of which each has something that a handler would complain about, or nothing.
+/// Queries and changes of requests. Handlers would refuse all but the first.
 const REQUESTS: [(&str, fn(RequestBuilder) -> RequestBuilder); 5] = [
     ("", |request| request),
     ("?limit=none&points=-1&since=x&format=x&cursor=x&augmented=x", |request| request),
@@ -22,8 +22,8 @@ const REQUESTS: [(&str, fn(RequestBuilder) -> RequestBuilder); 5] = [
     ("", |request| request.header("upgrade", "websocket").header("connection", "upgrade")),
 ];
 
-/// Everything of an answer but what differs from request to request.
-async fn answer(
+/// Sends a request, and returns the response without parts that differ between requests.
+async fn comparable_response(
     server: &TestServer,
     who: &Client,
     method: &Method,
@@ -32,28 +32,30 @@ async fn answer(
 ) -> (u16, String) {
     let (query, change) = REQUESTS[number];
     let request = who.request(method.clone(), server.url(&format!("{path}{query}")));
-    let answer = change(request).send().await.unwrap();
-    let status = answer.status().as_u16();
+    let response = change(request).send().await.unwrap();
+    let status = response.status().as_u16();
     let mut headers: Vec<_> =
-        answer.headers().iter().map(|(name, value)| format!("{name}: {value:?}\n")).collect();
-    // A page has the time in it, of one digit more or less.
-    let different = ["x-request-id", "date", "content-length"];
-    headers.retain(|header| !different.iter().any(|name| header.starts_with(name)));
+        response.headers().iter().map(|(name, value)| format!("{name}: {value:?}\n")).collect();
+    // A page contains the time, whose number of digits varies.
+    let variable = ["x-request-id", "date", "content-length"];
+    headers.retain(|header| !variable.iter().any(|name| header.starts_with(name)));
     headers.sort();
-    let body = answer.text().await.unwrap();
+    let body = response.text().await.unwrap();
     let time = body.split("data-now=\"").nth(1).and_then(|rest| rest.split('"').next()).unwrap_or("none");
     (status, headers.concat() + &body.replace(time, ""))
 }
 
 #[tokio::test]
-async fn private_ids_are_answered_like_unknown_ones() {
+async fn private_ids_get_the_same_response_as_unknown_ids() {
     let mut server = TestServer::with(|config| config.dataset_roots = vec!["/".into()]).await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
-    let people = people(&server).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let people = add_people(&server).await;
     let admin = std::mem::replace(&mut server.http, people.mona.clone());
-    let (job, checkpoint) = a_job(&server, &mut agent, |spec| spec["private"] = json!(true)).await;
+    let (job, checkpoint) =
+        create_failed_job(&server, &mut agent, |spec| spec["private"] = json!(true)).await;
     let new = json!({"name": "secret-pictures", "path": "/secret", "private": true});
-    let ((status, _), ()) = tokio::join!(server.post("/datasets", &new), agent.answer(Ok(info())));
+    let ((status, _), ()) =
+        tokio::join!(server.post("/datasets", &new), agent.answer_inspection(Ok(dataset_info())));
     assert_eq!(status, 201);
     let (status, version) = server.post("/models", &json!({"name": "secret-model", "job": job})).await;
     assert_eq!(status, 201, "{version}");
@@ -61,7 +63,7 @@ async fn private_ids_are_answered_like_unknown_ones() {
     let missing = JobId::generate().to_string();
     let missing_checkpoint = format!("{missing}-1-5");
 
-    let mut asked = 0;
+    let mut compared = 0;
     for path in every_path() {
         let (private, nothing) = match path.as_str() {
             path if ["/api/v1/jobs/{id}", "/api/v1/runs/{id}", "/jobs/{id}"]
@@ -79,29 +81,31 @@ async fn private_ids_are_answered_like_unknown_ones() {
             }
             _ => continue,
         };
-        let of = |id: &str| {
+        let with_id = |id: &str| {
             let path = path.replace("{id}", id).replace("{name}", id).replace("{file}", "model.safetensors");
             path.replace("{version}", "1").replace("{alias}", "champion")
         };
         for method in &METHODS {
             for number in 0..REQUESTS.len() {
-                let private = answer(&server, &people.otto, method, &of(private), number).await;
-                let nothing = answer(&server, &people.otto, method, &of(nothing), number).await;
+                let private =
+                    comparable_response(&server, &people.otto, method, &with_id(private), number).await;
+                let nothing =
+                    comparable_response(&server, &people.otto, method, &with_id(nothing), number).await;
                 assert_eq!(private, nothing, "{method} {path} {number}");
                 assert_eq!(private.0, 404, "{method} {path} {number}: {}", private.1);
-                asked += 1;
+                compared += 1;
             }
         }
     }
-    assert!(asked > 800, "{asked}");
-    // They are there for whoever sees them.
+    assert!(compared > 800, "{compared}");
+    // The owner can read the objects.
     for path in [
         format!("/jobs/{job}"),
         format!("/checkpoints/{checkpoint}"),
         "/datasets/secret-pictures".into(),
         "/models/secret-model/versions/1".into(),
     ] {
-        assert_eq!(server.as_who(&people.mona, "GET", &path, None).await.0, 200, "{path}");
+        assert_eq!(server.send_as(&people.mona, "GET", &path, None).await.0, 200, "{path}");
     }
     server.stop().await;
 }

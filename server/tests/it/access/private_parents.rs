@@ -1,34 +1,34 @@
-//! A fork that others see does not tell them which job it was made from, where that is private to its owner.
+//! A public fork of a private job does not show its parent to other people.
 
-use super::{People, people};
+use super::{People, add_people};
 use crate::{
     agent::{Agent, losses, running},
-    document::a_job,
+    document::create_failed_job,
     test_server::{Stream, TestServer, spec},
 };
 use lockstep_protocol::agent::Source;
 use reqwest::Client;
 use serde_json::{Value, json};
 
-/// Mona's private job, and her fork of it that all may see.
-async fn forked(server: &mut TestServer, agent: &mut Agent, mona: &Client) -> (String, String) {
+/// Creates a private job of Mona and a public fork of it. Returns both ids.
+async fn create_public_fork(server: &mut TestServer, agent: &mut Agent, mona: &Client) -> (String, String) {
     let admin = std::mem::replace(&mut server.http, mona.clone());
-    let (secret, _) = a_job(server, agent, |spec| {
+    let (secret, _) = create_failed_job(server, agent, |spec| {
         spec["name"] = json!("secret run");
         spec["private"] = json!(true);
     })
     .await;
     server.http = admin;
     let open = json!({"set": {"private": false}});
-    let (status, fork) = server.as_who(mona, "POST", &format!("/jobs/{secret}/fork"), Some(open)).await;
+    let (status, fork) = server.send_as(mona, "POST", &format!("/jobs/{secret}/fork"), Some(open)).await;
     assert!(status == 201 && fork["spec"]["private"] != true, "{fork}");
     assert_eq!(fork["cause"]["words"], "forked from a private job at step 5");
     (secret, fork["id"].as_str().unwrap().to_owned())
 }
 
-/// What a person can read of a job, all of it as text.
-async fn all_of(server: &TestServer, who: &Client, token: &str, id: &str) -> Vec<(String, String)> {
-    let mut read = Vec::new();
+/// Returns everything that a person can read about a job: pairs of a name and a text.
+async fn read_everything(server: &TestServer, who: &Client, token: &str, id: &str) -> Vec<(String, String)> {
+    let mut texts = Vec::new();
     let own = [
         "",
         "/history",
@@ -48,98 +48,98 @@ async fn all_of(server: &TestServer, who: &Client, token: &str, id: &str) -> Vec
         "/annotations",
     ];
     for path in own.into_iter().chain(lists.map(str::to_owned)) {
-        let answer = who.get(server.url(&format!("/api/v1{path}"))).send().await.unwrap();
-        assert_eq!(answer.status(), 200, "{path}");
-        read.push((path, answer.text().await.unwrap()));
+        let response = who.get(server.url(&format!("/api/v1{path}"))).send().await.unwrap();
+        assert_eq!(response.status(), 200, "{path}");
+        texts.push((path, response.text().await.unwrap()));
     }
     for path in [format!("/jobs/{id}"), "/".to_owned(), "/queue".to_owned()] {
         let page = who.get(server.url(&path)).send().await.unwrap();
         assert_eq!(page.status(), 200, "{path}");
-        read.push((format!("the page {path}"), page.text().await.unwrap()));
+        texts.push((format!("the page {path}"), page.text().await.unwrap()));
     }
-    let mut stream = Stream::open(server.socket(&format!("/jobs/{id}/stream?since=0"), token)).await;
+    let mut stream = Stream::open(server.socket_request(&format!("/jobs/{id}/stream?since=0"), token)).await;
     let frames = stream.until(|frame| frame["type"] == "live").await;
-    read.push(("the stream".to_owned(), Value::from(frames).to_string()));
-    read
+    texts.push(("the stream".to_owned(), Value::from(frames).to_string()));
+    texts
 }
 
 #[tokio::test]
-async fn a_public_fork_names_a_private_parent_only_to_its_readers() {
+async fn a_public_fork_shows_a_private_parent_only_to_its_readers() {
     let mut server = TestServer::with(|c| c.dataset_roots = vec!["/".into()]).await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
-    let People { mona, otto, ada, .. } = people(&server).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let People { mona, otto, ada, .. } = add_people(&server).await;
     let (_, otto_s) = server.client_of("otto", "submit").await;
-    let mut list = Stream::open(server.socket("/stream", &otto_s)).await;
+    let mut list = Stream::open(server.socket_request("/stream", &otto_s)).await;
     list.until(|frame| frame["type"] == "live").await;
-    let (secret, fork) = forked(&mut server, &mut agent, &mona).await;
-    let attempt = agent.started().await.attempt;
+    let (secret, fork) = create_public_fork(&mut server, &mut agent, &mona).await;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 5), losses(0, 6..=9)]).await;
 
-    // Others: nothing of it anywhere, neither as it is read nor as it happens.
-    let read = all_of(&server, &otto, &otto_s, &fork).await;
-    for (what, text) in &read {
-        assert!(!text.contains(&secret) && !text.contains("secret run"), "{what}: {text}");
+    // For others, neither responses nor streams contain the parent.
+    let texts = read_everything(&server, &otto, &otto_s, &fork).await;
+    for (source, text) in &texts {
+        assert!(!text.contains(&secret) && !text.contains("secret run"), "{source}: {text}");
     }
-    let happened =
-        list.until(|frame| frame["job"]["id"] == *fork && frame["job"]["state"] == "running").await;
-    assert!(!Value::from(happened).to_string().contains(&secret));
-    let (_, history) = server.as_who(&otto, "GET", &format!("/jobs/{fork}/history"), None).await;
+    let frames = list.until(|frame| frame["job"]["id"] == *fork && frame["job"]["state"] == "running").await;
+    assert!(!Value::from(frames).to_string().contains(&secret));
+    let (_, history) = server.send_as(&otto, "GET", &format!("/jobs/{fork}/history"), None).await;
     let begin = (&history["parent"], &history["entries"][0]["what"], &history["entries"][0]["checkpoint"]);
     assert_eq!(begin, (&Value::Null, &json!("forked"), &json!(format!("{fork}-1-5"))), "{history}");
 
-    // Those who see it are told, and it names its fork to them.
+    // For people who may see the parent, the fork names its parent, and the parent names its fork.
     for (name, who) in [("mona", &mona), ("ada", &ada)] {
-        let (_, job) = server.as_who(who, "GET", &format!("/jobs/{fork}"), None).await;
+        let (_, job) = server.send_as(who, "GET", &format!("/jobs/{fork}"), None).await;
         let parent = json!({"job": secret, "checkpoint": format!("{secret}-1-5")});
         assert_eq!(job["parent"], parent, "{name}");
-        let (_, history) = server.as_who(who, "GET", &format!("/jobs/{fork}/history"), None).await;
+        let (_, history) = server.send_as(who, "GET", &format!("/jobs/{fork}/history"), None).await;
         assert_eq!(
             (&history["parent"]["job"], &history["parent"]["name"]),
             (&json!(secret), &json!("secret run"))
         );
-        let (_, history) = server.as_who(who, "GET", &format!("/jobs/{secret}/history"), None).await;
+        let (_, history) = server.send_as(who, "GET", &format!("/jobs/{secret}/history"), None).await;
         let forks = (&history["forks"][0]["job"], &history["forks"][0]["checkpoint"]);
         assert_eq!(forks, (&json!(fork), &json!(format!("{secret}-1-5"))), "{history}");
         let page = who.get(server.url(&format!("/jobs/{fork}"))).send().await.unwrap().text().await.unwrap();
         assert!(page.contains(&format!("href=\"/jobs/{secret}\"")), "{name}: the page links to it");
     }
 
-    // When it is gone, as well.
-    assert_eq!(server.as_who(&mona, "DELETE", &format!("/jobs/{secret}"), None).await.0, 204);
-    for (what, text) in all_of(&server, &otto, &otto_s, &fork).await {
-        assert!(!text.contains(&secret), "{what}: {text}");
+    // The deleted parent is not shown either.
+    assert_eq!(server.send_as(&mona, "DELETE", &format!("/jobs/{secret}"), None).await.0, 204);
+    for (source, text) in read_everything(&server, &otto, &otto_s, &fork).await {
+        assert!(!text.contains(&secret), "{source}: {text}");
     }
     server.stop().await;
 }
 
 #[tokio::test]
-async fn forks_name_public_parents_and_own_private_ones() {
+async fn forks_show_public_parents_and_own_private_parents() {
     let mut server = TestServer::with(|c| c.dataset_roots = vec!["/".into()]).await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
-    let People { mona, otto, .. } = people(&server).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let People { mona, otto, .. } = add_people(&server).await;
     server.http = mona.clone();
     for private in [false, true] {
-        let (id, checkpoint) = a_job(&server, &mut agent, |spec| spec["private"] = json!(private)).await;
+        let (id, checkpoint) =
+            create_failed_job(&server, &mut agent, |spec| spec["private"] = json!(private)).await;
         let (status, fork) = server.post(&format!("/jobs/{id}/fork"), &json!({})).await;
         assert_eq!((status, &fork["parent"]["checkpoint"]), (201, &json!(checkpoint)), "{fork}");
         assert_eq!(fork["cause"]["job"], json!(id));
         let fork = fork["id"].as_str().unwrap();
-        let attempt = agent.started().await.attempt;
+        let attempt = agent.expect_start().await.attempt;
         let ended = lockstep_protocol::agent::Ending::Succeeded { step: 100 };
         agent.end(&attempt, ended).await;
         let (_, history) = server.get(&format!("/jobs/{fork}/history")).await;
         assert_eq!(history["entries"][0]["checkpoint"], json!(checkpoint), "{history}");
     }
-    // A private fork of a job that all see is named to others nowhere.
-    let (id, _) = a_job(&server, &mut agent, |_| {}).await;
+    // A public job does not show its private forks to others.
+    let (id, _) = create_failed_job(&server, &mut agent, |_| {}).await;
     let private = json!({"set": {"private": true}});
     let (status, fork) = server.post(&format!("/jobs/{id}/fork"), &private).await;
     assert_eq!(status, 201, "{fork}");
     let (_, otto_s) = server.client_of("otto", "submit").await;
-    for (what, text) in all_of(&server, &otto, &otto_s, &id).await {
-        assert!(!text.contains(fork["id"].as_str().unwrap()), "{what}: {text}");
+    for (source, text) in read_everything(&server, &otto, &otto_s, &id).await {
+        assert!(!text.contains(fork["id"].as_str().unwrap()), "{source}: {text}");
     }
-    // A job that was no fork was submitted.
+    // The history of a job that is not a fork begins with its submission.
     let (status, job) = server.post("/jobs", &spec()).await;
     assert_eq!(status, 201, "{job}");
     let (_, history) = server.get(&format!("/jobs/{}/history", job["id"].as_str().unwrap())).await;

@@ -1,9 +1,9 @@
-//! A private job in the queue of others: it has a place, and nothing else of it is shown.
+//! The queue shows only the place of a private job to other people.
 
-use super::{People, people};
+use super::{People, add_people};
 use crate::{
     agent::Agent,
-    test_server::{DEADLINE, TestServer, spec},
+    test_server::{TIMEOUT, TestServer, spec},
 };
 use base64::{Engine, prelude::BASE64_URL_SAFE_NO_PAD};
 use reqwest::Client;
@@ -12,27 +12,27 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 #[tokio::test]
-async fn private_jobs_are_in_others_queues_without_names() {
+async fn the_queue_shows_only_places_of_private_jobs_to_others() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
-    let People { vera, mona, otto, ada } = people(&server).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let People { vera, mona, otto, ada } = add_people(&server).await;
     let submit = async |who: &Client, name: &str, ranks: u32, private: bool| {
         let mut spec = spec();
         spec["name"] = json!(name);
         spec["parallel"]["ranks"] = json!(ranks);
         spec["private"] = json!(private);
         spec["project"] = json!(if private { "secret-project" } else { "shared" });
-        let (status, job) = server.as_who(who, "POST", "/jobs", Some(spec)).await;
+        let (status, job) = server.send_as(who, "POST", "/jobs", Some(spec)).await;
         assert_eq!(status, 201, "{job}");
         job["id"].as_str().unwrap().to_owned()
     };
     submit(&otto, "running", 1, false).await;
-    agent.started().await;
+    agent.expect_start().await;
     let secret = submit(&mona, "secret run", 2, true).await;
     let open = submit(&otto, "open", 1, false).await;
-    let deadline = Instant::now() + DEADLINE;
+    let deadline = Instant::now() + TIMEOUT;
     loop {
-        let (_, queue) = server.as_who(&ada, "GET", "/queue", None).await;
+        let (_, queue) = server.send_as(&ada, "GET", "/queue", None).await;
         let is_kept = queue["reservations"][0]["free"] == json!([1]);
         if is_kept && queue["jobs"][1]["id"] == open.as_str() && !queue["jobs"][1]["reason"].is_null() {
             break;
@@ -45,14 +45,14 @@ async fn private_jobs_are_in_others_queues_without_names() {
         [("vera", &vera, false), ("otto", &otto, false), ("mona", &mona, true), ("ada", &ada, true)]
     {
         let get = async |path: &str| {
-            let (status, answer) = server.as_who(client, "GET", path, None).await;
-            assert_eq!(status, 200, "{who}: {path}: {answer}");
-            assert_eq!(sees, answer.to_string().contains(&secret), "{who}: {path}: {answer}");
-            answer
+            let (status, response) = server.send_as(client, "GET", path, None).await;
+            assert_eq!(status, 200, "{who}: {path}: {response}");
+            assert_eq!(sees, response.to_string().contains(&secret), "{who}: {path}: {response}");
+            response
         };
         let queue = get("/queue?count=true").await;
         assert_eq!((&queue["total"], &queue["jobs"][1]["name"]), (&json!(2), &json!("open")), "{who}");
-        // The words are the same for all, also for those who see it.
+        // The reason is the same for everybody, including people who may see the private job.
         assert_eq!(
             queue["jobs"][1]["reason"]["words"],
             "waits for 1 slot: 1 of 2 on \"a\" free, kept for another job",
@@ -72,36 +72,36 @@ async fn private_jobs_are_in_others_queues_without_names() {
             assert_eq!((&kept["job"], &kept["name"]), (&Value::Null, &Value::Null), "{who}");
             assert!(!queue.to_string().contains("mona") && !queue.to_string().contains("secret"), "{queue}");
         }
-        // No filter tells whose it is.
+        // Filters by owner or project do not find the private job.
         for query in ["owner=mona", "project=secret-project"] {
             let queue = get(&format!("/queue?count=true&{query}")).await;
             let found = if sees { json!(1) } else { json!(0) };
             assert_eq!(queue["total"], found, "{who}: {query}: {queue}");
         }
-        let (_, his) = server.as_who(client, "GET", "/queue?owner=otto&fields=place", None).await;
-        assert_eq!(his["jobs"], json!([{"place": 2}]), "{who}: places are those of the whole queue");
-        // A cursor says no more, and leads on.
-        let (_, first) = server.as_who(client, "GET", "/queue?limit=1", None).await;
+        let (_, his) = server.send_as(client, "GET", "/queue?owner=otto&fields=place", None).await;
+        assert_eq!(his["jobs"], json!([{"place": 2}]), "{who}: places count private jobs, too");
+        // A cursor does not contain the private id, and is valid for the next page.
+        let (_, first) = server.send_as(client, "GET", "/queue?limit=1", None).await;
         let cursor = first["next_cursor"].as_str().unwrap();
         let text = String::from_utf8(BASE64_URL_SAFE_NO_PAD.decode(cursor).unwrap()).unwrap();
         assert_eq!(sees, text.contains(&secret), "{who}: {text}");
         let (_, second) =
-            server.as_who(client, "GET", &format!("/queue?limit=1&cursor={cursor}"), None).await;
+            server.send_as(client, "GET", &format!("/queue?limit=1&cursor={cursor}"), None).await;
         assert_eq!(
             (&second["jobs"][0]["name"], &second["next_cursor"]),
             (&json!("open"), &Value::Null),
             "{who}"
         );
-        // Its slot on the machine, and the pages.
+        // The slot that is reserved for the private job, and the pages.
         let agents = get("/agents").await;
         let kept_for = &agents["agents"][0]["slots"][1]["kept_for"];
         assert!(kept_for["since"].is_string() && kept_for["job"].is_string() == sees, "{who}: {kept_for}");
-        for (page, words) in
+        for (page, text) in
             [("/queue", "A private job of somebody else"), ("/machines", "kept for a private job")]
         {
             let html = client.get(server.url(page)).send().await.unwrap().text().await.unwrap();
             assert_eq!(
-                (html.contains(words), html.contains("secret run")),
+                (html.contains(text), html.contains("secret run")),
                 (!sees, sees),
                 "{who}: {page}: {html}"
             );

@@ -1,22 +1,23 @@
-//! Every route and method as a viewer, as the member whose job it is, and as another member; with a private job and with an open one; by
-//! tokens that these people have made and by the sessions of their browsers.
+//! Tries every route and method as a viewer, as the owner of a job and as another member, for a private job and a public job, with tokens
+//! and with sessions.
 
-use super::routes::{METHODS, Outcome, ask, every_path, sufficient};
+use super::routes::{METHODS, Outcome, every_path, send_request, sufficient};
 use crate::{
-    agent::{Agent, info},
-    document::a_job,
-    test_server::{TestServer, builder, client, client_without_redirects, spec},
+    agent::{Agent, dataset_info},
+    document::create_failed_job,
+    test_server::{TestServer, client, client_builder, client_without_redirects, spec},
 };
 use reqwest::{Client, Method, header::HeaderMap};
 use serde_json::json;
 
-/// What a member reads of others by a method that may change something.
-const READING: [&str; 3] =
+/// Routes with unsafe methods that need only the right to read the object.
+const READ_ONLY: [&str; 3] =
     ["/api/v1/jobs/{id}/fork", "/api/v1/jobs/{id}/fork/check", "/api/v1/checkpoints/{id}/predict"];
-/// Where a person finds what is its own.
+/// Routes where every person manages own tokens.
 const OWN_TOKENS: [&str; 2] = ["/api/v1/tokens", "/api/v1/tokens/{id}"];
 
-fn is_about(path: &str) -> bool {
+/// Whether a route belongs to an object with an owner.
+fn is_of_object(path: &str) -> bool {
     let starts = [
         "/jobs/{id}",
         "/api/v1/jobs/{id}",
@@ -31,7 +32,7 @@ fn is_about(path: &str) -> bool {
     starts.iter().any(|start| path.starts_with(start))
 }
 
-/// How people show who they are.
+/// The kind of credentials.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum By {
     Token,
@@ -39,31 +40,31 @@ enum By {
 }
 
 impl By {
-    /// Somebody's program or browser; `token` is one that the person has made.
+    /// A client of a person. `token` is a token of this person.
     async fn client(self, server: &TestServer, name: &str, token: &str) -> Client {
         if self == By::Token {
             return client_without_redirects(token);
         }
         let cookie = server.signed_in(name).await.cookie.parse().unwrap();
         let headers = HeaderMap::from_iter([(reqwest::header::COOKIE, cookie)]);
-        let client = builder("").default_headers(headers).redirect(reqwest::redirect::Policy::none());
+        let client = client_builder("").default_headers(headers).redirect(reqwest::redirect::Policy::none());
         client.build().unwrap()
     }
 }
 
 #[tokio::test]
-async fn every_route_as_viewer_as_member_and_as_another_member() {
-    walk(By::Token).await;
+async fn every_route_with_tokens_of_a_viewer_an_owner_and_another_member() {
+    try_all_routes(By::Token).await;
 }
 
 #[tokio::test]
-async fn every_route_in_the_browsers_of_a_viewer_a_member_and_another_member() {
-    walk(By::Session).await;
+async fn every_route_with_sessions_of_a_viewer_an_owner_and_another_member() {
+    try_all_routes(By::Session).await;
 }
 
-async fn walk(by: By) {
+async fn try_all_routes(by: By) {
     let mut server = TestServer::with(|c| c.dataset_roots = vec!["/".into()]).await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     for (name, role) in [("vera", "viewer"), ("mona", "member"), ("otto", "member")] {
         server.add_person(name, role).await;
     }
@@ -75,27 +76,29 @@ async fn walk(by: By) {
     server.http = client(&mona);
     let mut objects = Vec::new();
     for (private, dataset) in [(true, "hidden"), (false, "open")] {
-        let (job, checkpoint) = a_job(&server, &mut agent, |spec| spec["private"] = private.into()).await;
+        let (job, checkpoint) =
+            create_failed_job(&server, &mut agent, |spec| spec["private"] = private.into()).await;
         let new = json!({"name": dataset, "path": format!("/{dataset}"), "private": private});
-        let ((status, made), ()) = tokio::join!(server.post("/datasets", &new), agent.answer(Ok(info())));
-        assert_eq!(status, 201, "{made}");
-        // A model of the same name.
+        let ((status, registered), ()) =
+            tokio::join!(server.post("/datasets", &new), agent.answer_inspection(Ok(dataset_info())));
+        assert_eq!(status, 201, "{registered}");
+        // A model with the same name as the dataset.
         assert_eq!(server.post("/models", &json!({"name": dataset, "job": job})).await.0, 201);
         let alias = server.http.put(server.url(&format!("/api/v1/models/{dataset}/aliases/champion")));
         assert_eq!(server.send(alias.json(&json!({"version": 1}))).await.0, 200);
         objects.push((private, job, checkpoint, dataset));
     }
-    agent.vanish();
+    agent.disconnect();
     let mut sweeps = Vec::new();
     for (private, ..) in &objects {
-        let mut swept = spec();
-        swept["private"] = (*private).into();
-        swept["sweep"] = json!({"method": "grid", "parameters": {"train.lr": {"values": [0.1]}}});
-        let (status, made) = server.post("/sweeps", &swept).await;
-        assert_eq!(status, 201, "{made}");
-        sweeps.push(made["id"].as_str().unwrap().to_owned());
+        let mut spec = spec();
+        spec["private"] = (*private).into();
+        spec["sweep"] = json!({"method": "grid", "parameters": {"train.lr": {"values": [0.1]}}});
+        let (status, sweep) = server.post("/sweeps", &spec).await;
+        assert_eq!(status, 201, "{sweep}");
+        sweeps.push(sweep["id"].as_str().unwrap().to_owned());
     }
-    // What others do is refused, so the owner finds all of it, and takes it away at last.
+    // The owner comes last and deletes the objects. The server refuses the changes of the others before.
     for (name, scope, token) in &people {
         let mut who = by.client(&server, name, token).await;
         for ((private, job, checkpoint, dataset), sweep) in objects.iter().zip(&sweeps) {
@@ -108,18 +111,18 @@ async fn walk(by: By) {
                 let real = path.replace("{id}", id).replace("{file}", "model.safetensors");
                 let real = real.replace("{version}", "1").replace("{alias}", "champion");
                 let real = real.replace("{name}", if path.contains("/people/") { "vera" } else { dataset });
-                // What looks without an answer's body is asked by tokens.
-                let is_asked =
+                // Methods without a body are tried only with tokens.
+                let is_tried =
                     |method: &&Method| by == By::Token || ![Method::HEAD, Method::OPTIONS].contains(method);
-                for method in METHODS.iter().filter(is_asked) {
+                for method in METHODS.iter().filter(is_tried) {
                     let safe = [Method::GET, Method::HEAD, Method::OPTIONS].contains(method);
-                    // Its own: the answers differ as it takes them away, and none is 403.
-                    let owns = *name == "mona" && is_about(&path);
-                    let outcome = ask(&server, &who, method, &real).await;
+                    // The owner deletes its objects, so its responses differ, but none is 403.
+                    let owns = *name == "mona" && is_of_object(&path);
+                    let outcome = send_request(&server, &who, method, &real).await;
                     let what = format!("{name} by {by:?}: {method} {path} (private: {private}): {outcome:?}");
                     if by == By::Session && path == "/logout" && *method == Method::POST {
                         assert_eq!(
-                            ask(&server, &who, &Method::GET, "/jobs").await,
+                            send_request(&server, &who, &Method::GET, "/jobs").await,
                             Outcome::SignIn,
                             "{what}"
                         );
@@ -129,15 +132,15 @@ async fn walk(by: By) {
                     let enough = sufficient(method, &path).is_none_or(|enough| enough.contains(scope));
                     if !enough && !OWN_TOKENS.contains(&path.as_str()) {
                         assert_eq!(outcome, Outcome::Forbidden, "{what}");
-                    } else if is_about(&path) && !owns && *private {
-                        assert_eq!(outcome, Outcome::Else(404), "{what}");
-                    } else if is_about(&path) && !owns && !safe && !READING.contains(&path.as_str()) {
+                    } else if is_of_object(&path) && !owns && *private {
+                        assert_eq!(outcome, Outcome::Status(404), "{what}");
+                    } else if is_of_object(&path) && !owns && !safe && !READ_ONLY.contains(&path.as_str()) {
                         assert_eq!(outcome, Outcome::Forbidden, "{what}");
                     } else {
-                        assert!(matches!(outcome, Outcome::Else(_)), "{what}");
-                        // Unless it has taken it away.
-                        if is_about(&path) && safe && *name != "mona" {
-                            assert_ne!(outcome, Outcome::Else(404), "{what}");
+                        assert!(matches!(outcome, Outcome::Status(_)), "{what}");
+                        // The object still exists, because only the owner deletes it.
+                        if is_of_object(&path) && safe && *name != "mona" {
+                            assert_ne!(outcome, Outcome::Status(404), "{what}");
                         }
                     }
                 }

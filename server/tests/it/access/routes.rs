@@ -1,15 +1,15 @@
-//! Every route and method with every kind of token: nothing is open that is not listed here, and no scope suffices that should not.
+//! Tries every route and method without a token and with each scope. The tables below say which scopes each route accepts.
 
-use crate::test_server::{DEADLINE, TestServer, client_without_redirects};
+use crate::test_server::{TIMEOUT, TestServer, client_without_redirects};
 use lockstep_server::{openapi, page_paths};
 use reqwest::{Client, Method};
 use serde_json::json;
 use std::time::Instant;
 
-/// What is open to strangers, to look at.
+/// Routes that need no token for safe methods.
 const OPEN: [&str; 6] =
     ["/login", "/login/oidc", "/login/oidc/callback", "/static/{*path}", "/healthz", "/readyz"];
-/// What needs `admin`, whatever the method.
+/// Routes that need `admin` for all methods.
 const ADMIN: [&str; 15] = [
     "/api/v1/tokens",
     "/api/v1/tokens/{id}",
@@ -27,9 +27,9 @@ const ADMIN: [&str; 15] = [
     "/api/v1/webhooks/{id}/deliveries",
     "/webhooks",
 ];
-/// What every signed-in person may do, whatever the method: it concerns nobody else.
+/// Routes that every signed-in person may use with all methods, because they affect only this person.
 const OWN: [&str; 4] = ["/logout", "/api/v1/login-links", "/account", "/api/v1/password"];
-/// What only looks, whatever the method.
+/// Routes that only read, with all methods.
 const SEARCHES: [&str; 3] = [
     "/api/2.0/mlflow/experiments/search",
     "/api/2.0/mlflow/runs/search",
@@ -40,7 +40,7 @@ pub(super) const METHODS: [Method; 7] =
 
 const SAFE: [Method; 3] = [Method::GET, Method::HEAD, Method::OPTIONS];
 
-/// The scopes that suffice; none: it is open.
+/// The scopes that a route accepts; `None` for an open route.
 pub(super) fn sufficient(method: &Method, path: &str) -> Option<&'static [&'static str]> {
     let safe = SAFE.contains(method);
     if ["/login", "/healthz", "/readyz"].contains(&path) || (OPEN.contains(&path) && safe) {
@@ -59,24 +59,29 @@ pub(super) fn every_path() -> Vec<String> {
     let mut paths: Vec<String> = document["paths"].as_object().unwrap().keys().cloned().collect();
     paths.extend(page_paths().into_iter().map(str::to_owned));
     assert!(paths.len() > 45, "{paths:?}");
-    // Addresses that there are not tell strangers nothing either.
+    // Paths without a route also need a token, so that strangers cannot find out which routes exist.
     paths.extend(["/nothing", "/api/v1/nothing", "/jobs/x/y", "/api"].map(str::to_owned));
     paths
 }
 
-/// How a request is answered: not signed in, forbidden, or anything else.
+/// The response to a request: not signed in, forbidden, or another status.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Outcome {
     SignIn,
     Forbidden,
-    Else(u16),
+    Status(u16),
 }
 
-pub(super) async fn ask(server: &TestServer, client: &Client, method: &Method, path: &str) -> Outcome {
-    let nothing =
+pub(super) async fn send_request(
+    server: &TestServer,
+    client: &Client,
+    method: &Method,
+    path: &str,
+) -> Outcome {
+    let concrete =
         path.replace("{id}", "j00000000000000000000000000").replace(['{', '}', '*'], "").replace("//", "/");
-    let answer = client.request(method.clone(), server.url(&nothing)).send().await.unwrap();
-    let (status, headers) = (answer.status().as_u16(), answer.headers().clone());
+    let response = client.request(method.clone(), server.url(&concrete)).send().await.unwrap();
+    let (status, headers) = (response.status().as_u16(), response.headers().clone());
     let to = headers.get("location").map_or("", |to| to.to_str().unwrap());
     if status == 401 {
         assert_eq!(headers["www-authenticate"], "Bearer", "{method} {path}");
@@ -85,9 +90,9 @@ pub(super) async fn ask(server: &TestServer, client: &Client, method: &Method, p
     }
     match status {
         403 => Outcome::Forbidden,
-        // The page to sign in. Signing out leads there as well, and takes the cookie away.
+        // The page to sign in. Signing out also redirects there, but removes the cookie.
         303 if to.starts_with("/login") && !headers.contains_key("set-cookie") => Outcome::SignIn,
-        other => Outcome::Else(other),
+        other => Outcome::Status(other),
     }
 }
 
@@ -98,9 +103,9 @@ async fn open_routes_report_their_methods() {
         let client = client_without_redirects(token);
         for path in ["/healthz", "/readyz"] {
             for method in [Method::TRACE, Method::POST, Method::DELETE] {
-                let answer = client.request(method.clone(), server.url(path)).send().await.unwrap();
-                assert_eq!(answer.status().as_u16(), 405, "{method} {path}");
-                assert_eq!(answer.headers()["allow"], "GET,HEAD", "{method} {path}");
+                let response = client.request(method.clone(), server.url(path)).send().await.unwrap();
+                assert_eq!(response.status().as_u16(), 405, "{method} {path}");
+                assert_eq!(response.headers()["allow"], "GET,HEAD", "{method} {path}");
             }
         }
     }
@@ -120,10 +125,10 @@ async fn every_route_refuses_missing_tokens_and_insufficient_scopes() {
     let expired = json!({"name": "expired", "scope": "admin", "expires_in_secs": 1});
     let (_, expired) = server.make_token(&expired).await;
     let since = Instant::now();
-    while ask(&server, &client_without_redirects(&expired), &Method::GET, "/api/v1/jobs").await
+    while send_request(&server, &client_without_redirects(&expired), &Method::GET, "/api/v1/jobs").await
         != Outcome::SignIn
     {
-        assert!(since.elapsed() < DEADLINE, "it never expires");
+        assert!(since.elapsed() < TIMEOUT, "the token does not expire");
     }
     let scoped: Vec<_> =
         tokens.iter().map(|(scope, token)| (*scope, client_without_redirects(token))).collect();
@@ -137,10 +142,10 @@ async fn every_route_refuses_missing_tokens_and_insufficient_scopes() {
         for method in &METHODS {
             let enough = sufficient(method, &path);
             for (who, client) in &nobody {
-                let outcome = ask(&server, client, method, &path).await;
+                let outcome = send_request(&server, client, method, &path).await;
                 match enough {
                     Some(_) => assert_eq!(outcome, Outcome::SignIn, "{who}: {method} {path}"),
-                    // A wrong token is answered as a failed sign-in.
+                    // On /login, a wrong token is a failed sign-in.
                     None => assert!(
                         outcome != Outcome::Forbidden && (outcome != Outcome::SignIn || path == "/login"),
                         "{who}: {method} {path}: {outcome:?}"
@@ -148,13 +153,16 @@ async fn every_route_refuses_missing_tokens_and_insufficient_scopes() {
                 }
             }
             for (scope, client) in &scoped {
-                let outcome = ask(&server, client, method, &path).await;
+                let outcome = send_request(&server, client, method, &path).await;
                 match enough {
                     Some(enough) if !enough.contains(scope) => {
                         assert_eq!(outcome, Outcome::Forbidden, "{scope}: {method} {path}");
                     }
                     _ => {
-                        assert!(matches!(outcome, Outcome::Else(_)), "{scope}: {method} {path}: {outcome:?}")
+                        assert!(
+                            matches!(outcome, Outcome::Status(_)),
+                            "{scope}: {method} {path}: {outcome:?}"
+                        )
                     }
                 }
             }
@@ -163,7 +171,7 @@ async fn every_route_refuses_missing_tokens_and_insufficient_scopes() {
     server.stop().await;
 }
 
-/// As browsers send it with what another page makes them ask: whoever is signed in, nothing is changed, not even looked up.
+/// Sends requests with the headers that browsers add if another web page causes the request.
 #[tokio::test]
 async fn pages_of_other_origins_are_refused_on_every_route_that_changes_something() {
     const WORDS: &str = "requests from other web pages are refused";
@@ -180,7 +188,7 @@ async fn pages_of_other_origins_are_refused_on_every_route_that_changes_somethin
         for method in METHODS.iter().filter(|method| !SAFE.contains(method)) {
             let by_cookie = || ada.client.request(method.clone(), &url).header("cookie", &ada.cookie);
             let by_token = || server.http.request(method.clone(), &url);
-            // A method differs from others by nothing that a browser says of the page.
+            // The check does not depend on the method, so other methods than POST get only two of the requests.
             let all = if *method == Method::POST { usize::MAX } else { 2 };
             for request in [
                 by_cookie().header("origin", "https://evil.example"),
@@ -194,15 +202,15 @@ async fn pages_of_other_origins_are_refused_on_every_route_that_changes_somethin
             .into_iter()
             .take(all)
             {
-                let answer = request.send().await.unwrap();
-                let (status, text) = (answer.status().as_u16(), answer.text().await.unwrap());
+                let response = request.send().await.unwrap();
+                let (status, text) = (response.status().as_u16(), response.text().await.unwrap());
                 assert!(status == 403 && text.contains(WORDS), "{method} {path}: {status} {text}");
                 refused += 1;
             }
-            // Signed out, it would be told to sign in.
+            // After POST /logout, all requests of this cookie would be redirected to sign in.
             if path != "/logout" {
                 let text = by_cookie().header("origin", &own).send().await.unwrap().text().await.unwrap();
-                assert!(!text.contains(WORDS), "{method} {path}: our own page");
+                assert!(!text.contains(WORDS), "{method} {path}: from the server's own page");
             }
         }
     }
@@ -211,13 +219,13 @@ async fn pages_of_other_origins_are_refused_on_every_route_that_changes_somethin
 }
 
 #[tokio::test]
-async fn without_authentication_everything_is_open_to_this_machine() {
+async fn with_no_auth_every_route_is_open_to_this_machine() {
     let server = TestServer::with(|c| c.no_auth = true).await;
-    assert!(!server.dir.path().join("token").exists(), "no token is made");
+    assert!(!server.dir.path().join("token").exists(), "the server creates no token");
     for path in ["/jobs", "/api/v1/jobs", "/api/v1/tokens", "/audit", "/metrics"] {
-        assert_eq!(server.text(path).await.0, 200, "{path}");
+        assert_eq!(server.get_text(path).await.0, 200, "{path}");
     }
-    // A program that has a token for other servers need not forget it.
+    // A token for another server is ignored.
     let client = client_without_redirects("whatever");
     assert_eq!(server.send(client.get(server.url("/api/v1/jobs"))).await.0, 200);
     let (status, problem) = server.post("/login-links", &json!({})).await;
@@ -229,19 +237,19 @@ async fn without_authentication_everything_is_open_to_this_machine() {
 async fn pages_redirect_to_sign_in_and_headers_must_be_bearer_tokens() {
     let server = TestServer::new().await;
     let nobody = client_without_redirects("");
-    let answer = nobody.get(server.url("/jobs?state=running&name=a%20b")).send().await.unwrap();
-    assert_eq!(answer.status(), 303);
-    assert_eq!(answer.headers()["location"], "/login?next=/jobs%3Fstate%3Drunning%26name%3Da%2520b");
-    let answer = nobody.post(server.url("/jobs/new")).send().await.unwrap();
-    assert_eq!(answer.headers()["location"], "/login", "what was posted is not repeated");
+    let response = nobody.get(server.url("/jobs?state=running&name=a%20b")).send().await.unwrap();
+    assert_eq!(response.status(), 303);
+    assert_eq!(response.headers()["location"], "/login?next=/jobs%3Fstate%3Drunning%26name%3Da%2520b");
+    let response = nobody.post(server.url("/jobs/new")).send().await.unwrap();
+    assert_eq!(response.headers()["location"], "/login", "the sign-in page does not repeat a POST");
     for header in ["Basic YTpi", "Bearer", "lockstep_x", "Bearer ä"] {
-        let answer = nobody.get(server.url("/api/v1/jobs")).header("authorization", header);
-        assert_eq!(answer.send().await.unwrap().status(), 401, "{header}");
+        let response = nobody.get(server.url("/api/v1/jobs")).header("authorization", header);
+        assert_eq!(response.send().await.unwrap().status(), 401, "{header}");
     }
-    let lower = nobody
+    let lower_case = nobody
         .get(server.url("/api/v1/jobs"))
         .header("authorization", format!("bearer  {}", server.token))
         .send();
-    assert_eq!(lower.await.unwrap().status(), 200, "as RFC 9110 has schemes");
+    assert_eq!(lower_case.await.unwrap().status(), 200, "schemes ignore case (RFC 9110)");
     server.stop().await;
 }

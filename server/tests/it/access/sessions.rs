@@ -1,14 +1,14 @@
-//! Browsers: links, the form, cookies, and signing out.
+//! Sessions of browsers: login links, the sign-in form, cookies, and signing out.
 
 use crate::{
-    test_server::{Stream, TestServer, builder, client_without_redirects, socket},
+    test_server::{Stream, TestServer, client_builder, client_without_redirects, socket_request},
     tls::{Files, http, with_tls},
 };
 use reqwest::{Client, Response};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
-/// What a browser does with a server.
+/// A client that sends requests like a browser.
 pub(super) struct Browser<'a> {
     server: &'a TestServer,
     pub(super) client: Client,
@@ -36,46 +36,51 @@ impl<'a> Browser<'a> {
         self.post("/login", &format!("name={name}&password={password}")).await
     }
 
-    /// Takes the cookie that an answer sets; its attributes.
-    pub(super) fn take_cookie(&mut self, answer: &Response) -> String {
-        let cookie = answer.headers()["set-cookie"].to_str().unwrap();
+    /// Stores the cookie that a response sets, and returns the cookie's attributes.
+    pub(super) fn take_cookie(&mut self, response: &Response) -> String {
+        let cookie = response.headers()["set-cookie"].to_str().unwrap();
         let (cookie, attributes) = cookie.split_once(';').unwrap();
         self.cookie = format!("other=1; {cookie}");
         attributes.to_owned()
     }
 }
 
-pub(super) fn location(answer: &Response) -> &str {
-    answer.headers()["location"].to_str().unwrap()
+pub(super) fn location(response: &Response) -> &str {
+    response.headers()["location"].to_str().unwrap()
 }
 
 #[tokio::test]
-async fn a_link_signs_in_once_and_the_session_outlives_the_server() {
+async fn a_link_is_valid_once_and_its_session_survives_a_restart() {
     let server = TestServer::new().await;
     let (status, link) = server.post("/login-links", &json!({})).await;
     assert_eq!(status, 201, "{link}");
     let url = link["url"].as_str().unwrap();
     let path = url.strip_prefix(&format!("http://{}", server.address)).unwrap();
     let mut browser = Browser::new(&server);
-    // Some programs look at a link before a person opens it.
-    let looked = reqwest::Client::new().head(url).send().await.unwrap();
-    assert!(looked.status().is_success() && looked.headers().get("set-cookie").is_none(), "{looked:?}");
-    let answer = browser.get(&format!("{path}&next=/machines")).await;
-    assert_eq!((answer.status().as_u16(), location(&answer)), (303, "/machines"));
-    let attributes = browser.take_cookie(&answer);
+    // Some programs send HEAD before a person opens the link.
+    let preview = reqwest::Client::new().head(url).send().await.unwrap();
+    assert!(preview.status().is_success() && preview.headers().get("set-cookie").is_none(), "{preview:?}");
+    let response = browser.get(&format!("{path}&next=/machines")).await;
+    assert_eq!((response.status().as_u16(), location(&response)), (303, "/machines"));
+    let attributes = browser.take_cookie(&response);
     assert!(attributes.contains("HttpOnly") && attributes.contains("SameSite=Lax"), "{attributes}");
-    assert!(!attributes.contains("Secure"), "not over plain HTTP: browsers would drop it");
+    assert!(!attributes.contains("Secure"), "over plain HTTP, browsers would drop a Secure cookie");
     assert_eq!(browser.get("/jobs").await.status(), 200);
-    assert_eq!(browser.get("/audit").await.status(), 200, "as the token that made the link: an admin's");
+    assert_eq!(
+        browser.get("/audit").await.status(),
+        200,
+        "the session has the rights of the admin's token that created the link"
+    );
     assert_eq!(location(&browser.get("/login?next=//evil.example").await), "/jobs", "signed in already");
     let again = Browser::new(&server).get(path).await;
-    assert!(again.status() == 401 && again.headers().get("set-cookie").is_none(), "once");
+    assert!(again.status() == 401 && again.headers().get("set-cookie").is_none(), "a link is valid once");
     let page = again.text().await.unwrap();
     assert!(page.contains("was used") && page.contains("lockstep login-link"), "{page}");
 
     let value = browser.cookie.rsplit('=').next().unwrap().to_owned();
-    let kept = server.number(&format!("SELECT count(*) FROM sessions WHERE hash = '{value}'")).await;
-    assert_eq!(kept, 0, "only its hash is stored");
+    let unhashed =
+        server.query_number(&format!("SELECT count(*) FROM sessions WHERE hash = '{value}'")).await;
+    assert_eq!(unhashed, 0, "only the hash is stored");
     let port = server.address.port();
     let cookie = browser.cookie.clone();
     let server = TestServer::open(server.stop().await, |c| c.listen.set_port(port)).await;
@@ -84,8 +89,8 @@ async fn a_link_signs_in_once_and_the_session_outlives_the_server() {
     let page = browser.get("/jobs").await.text().await.unwrap();
     assert!(page.contains("Sign out") && page.contains("href=\"/audit\""), "{page}");
 
-    // A websocket of a page has the cookie and no header; signing out closes it.
-    let mut request = socket(server.address, "/stream", "");
+    // The websocket of a page authenticates by the cookie. Signing out closes the websocket.
+    let mut request = socket_request(server.address, "/stream", "");
     request.headers_mut().insert("cookie", browser.cookie.parse().unwrap());
     let mut list = Stream::open(request).await;
     assert_eq!(list.next().await.unwrap()["type"], "live");
@@ -94,14 +99,14 @@ async fn a_link_signs_in_once_and_the_session_outlives_the_server() {
         .post(server.url("/logout"))
         .header("cookie", &browser.cookie)
         .header("origin", "http://evil.example");
-    assert_eq!(other_page.send().await.unwrap().status(), 403, "nobody else's page signs out");
+    assert_eq!(other_page.send().await.unwrap().status(), 403, "a page of another origin cannot sign out");
     let since = Instant::now();
-    let answer = browser.post("/logout", "").await;
-    assert_eq!(location(&answer), "/login");
-    assert!(answer.headers()["set-cookie"].to_str().unwrap().contains("Max-Age=0"));
+    let response = browser.post("/logout", "").await;
+    assert_eq!(location(&response), "/login");
+    assert!(response.headers()["set-cookie"].to_str().unwrap().contains("Max-Age=0"));
     let (code, _) = list.next().await.unwrap_err();
     assert!(code == 4401 && since.elapsed() < Duration::from_secs(5), "{code}");
-    assert_eq!(location(&browser.get("/jobs").await), "/login?next=/jobs", "the cookie is worth nothing now");
+    assert_eq!(location(&browser.get("/jobs").await), "/login?next=/jobs", "the cookie is no longer valid");
     server.stop().await;
 }
 
@@ -110,66 +115,69 @@ async fn over_tls_links_and_cookies_are_https_only() {
     let files = Files::new();
     let server = with_tls(files.issue("server", |_| {}), |_| {}).await;
     let base = format!("https://localhost:{}", server.address.port());
-    let made = http(&files.client(), &server.token).post(format!("{base}/api/v1/login-links"));
-    let link: Value = made.json(&json!({})).send().await.unwrap().json().await.unwrap();
+    let request = http(&files.client(), &server.token).post(format!("{base}/api/v1/login-links"));
+    let link: Value = request.json(&json!({})).send().await.unwrap().json().await.unwrap();
     let link = link["url"].as_str().unwrap();
     assert!(link.starts_with(&format!("{base}/login?code=")), "{link}");
-    let client = builder("").redirect(reqwest::redirect::Policy::none());
+    let client = client_builder("").redirect(reqwest::redirect::Policy::none());
     let client = client.tls_backend_preconfigured((*files.client()).clone()).build().unwrap();
-    let answer = client.get(link).send().await.unwrap();
-    let cookie = answer.headers()["set-cookie"].to_str().unwrap();
+    let response = client.get(link).send().await.unwrap();
+    let cookie = response.headers()["set-cookie"].to_str().unwrap();
     assert!(cookie.contains("; Secure") && cookie.contains("HttpOnly"), "{cookie}");
     server.stop().await;
 }
 
 #[tokio::test]
-async fn a_pasted_token_signs_in_and_guessing_is_limited() {
+async fn the_form_accepts_a_token_and_limits_guesses() {
     let server = TestServer::new().await;
     let (reader, secret) = server.make_token(&json!({"name": "reader", "scope": "read"})).await;
     let agent = server.agent_token("machine").await;
     let mut browser = Browser::new(&server);
     let form = browser.get("/login?next=/jobs%3Fstate%3Drunning").await.text().await.unwrap();
     assert!(form.contains("value=\"/jobs?state=running\"") && form.contains("type=\"password\""), "{form}");
-    let answer = browser.post("/login", &format!("token={secret}&next=/jobs%3Fstate%3Drunning")).await;
-    assert_eq!((answer.status().as_u16(), location(&answer)), (303, "/jobs?state=running"));
-    browser.take_cookie(&answer);
+    let response = browser.post("/login", &format!("token={secret}&next=/jobs%3Fstate%3Drunning")).await;
+    assert_eq!((response.status().as_u16(), location(&response)), (303, "/jobs?state=running"));
+    browser.take_cookie(&response);
     let page = browser.get("/jobs").await.text().await.unwrap();
-    assert!(page.contains("Sign out") && !page.contains("href=\"/audit\""), "the log is for admins");
+    assert!(
+        page.contains("Sign out") && !page.contains("href=\"/audit\""),
+        "only admins see the link to the audit log"
+    );
     assert_eq!(browser.get("/audit").await.status(), 403);
     let submitted = browser.post("/jobs/new", "name=x").await;
-    assert_eq!(submitted.status(), 403, "a session may do no more than its token");
+    assert_eq!(submitted.status(), 403, "a session has the rights of its token");
 
-    // Each of these is answered as a failed sign-in, up to ten a minute.
+    // Each of these is a failed sign-in. Ten per minute are allowed.
     for (n, wrong) in ["", "hunter2", agent.as_str()].into_iter().cycle().take(10).enumerate() {
-        let answer = Browser::new(&server).post("/login", &format!("token={wrong}")).await;
-        assert_eq!(answer.status(), 401, "{n}");
+        let response = Browser::new(&server).post("/login", &format!("token={wrong}")).await;
+        assert_eq!(response.status(), 401, "{n}");
     }
     for path in ["/login", "/login?code=guessed"] {
-        let answer = match path {
+        let response = match path {
             "/login" => Browser::new(&server).post(path, "token=hunter2").await,
             _ => Browser::new(&server).get(path).await,
         };
-        assert_eq!(answer.status(), 429, "{path}");
-        let wait: u64 = answer.headers()["retry-after"].to_str().unwrap().parse().unwrap();
+        assert_eq!(response.status(), 429, "{path}");
+        let wait: u64 = response.headers()["retry-after"].to_str().unwrap().parse().unwrap();
         assert!((1..=61).contains(&wait), "{wait}");
-        assert!(answer.text().await.unwrap().contains("try again in"));
+        assert!(response.text().await.unwrap().contains("try again in"));
     }
-    // Nobody is kept out by that who has a token.
-    let answer = Browser::new(&server).post("/login", &format!("token={secret}")).await;
-    assert_eq!(answer.status(), 303);
+    // A valid token is still accepted.
+    let response = Browser::new(&server).post("/login", &format!("token={secret}")).await;
+    assert_eq!(response.status(), 303);
     let (_, log) = server.get("/audit?limit=1000").await;
-    let signing_in = |status: u64| {
+    let sign_ins = |status: u64| {
         let entries = log["entries"].as_array().unwrap();
         entries.iter().filter(|e| e["action"] == "sign in" && e["status"] == status).count()
     };
     assert_eq!(
-        (signing_in(303), signing_in(401), signing_in(429)),
+        (sign_ins(303), sign_ins(401), sign_ins(429)),
         (2, 10, 0),
-        "floods are not written down"
+        "refusals by the rate limit are not logged"
     );
     assert!(!log.to_string().contains("hunter2") && !log.to_string().contains(&secret));
 
-    // Its sessions end with a token.
+    // Revoking a token ends its sessions.
     assert_eq!(server.delete(&format!("/tokens/{reader}")).await.0, 204);
     assert_eq!(browser.get("/jobs").await.status(), 303);
     let no_code = json!({"code": Value::Null});

@@ -1,6 +1,6 @@
-//! Tokens: made, listed, revoked, and the server's own in its file.
+//! Tokens: creation, list, revocation, limits, and the server's own token in a file.
 
-use crate::test_server::{DEADLINE, Stream, TestServer, client, config};
+use crate::test_server::{Stream, TIMEOUT, TestServer, client, config};
 use lockstep_protocol::limits::{TOKEN_DAYS, TOKEN_NAME_CHARS, TOKENS};
 use lockstep_server::serve;
 use serde_json::{Value, json};
@@ -13,32 +13,32 @@ use std::{
 #[tokio::test]
 async fn a_token_is_shown_once_and_its_secret_never_stored() {
     let server = TestServer::new().await;
-    let (status, made) = server.post("/tokens", &json!({"name": "ci", "scope": "submit"})).await;
-    assert_eq!(status, 201, "{made}");
-    let secret = made["secret"].as_str().unwrap();
-    assert!(secret.len() >= 40 && secret.starts_with("lockstep_"), "160 bits and more");
+    let (status, token) = server.post("/tokens", &json!({"name": "ci", "scope": "submit"})).await;
+    assert_eq!(status, 201, "{token}");
+    let secret = token["secret"].as_str().unwrap();
+    assert!(secret.len() >= 40 && secret.starts_with("lockstep_"), "the secret is too short");
     let (_, list) = server.get("/tokens").await;
     assert!(!list.to_string().contains(secret));
-    let listed = list["tokens"].as_array().unwrap().iter().find(|t| t["id"] == made["id"]).unwrap();
+    let listed = list["tokens"].as_array().unwrap().iter().find(|t| t["id"] == token["id"]).unwrap();
     assert!(listed["last_used_at"].is_null() && listed["revoked_at"].is_null(), "{listed}");
 
     assert_eq!(server.send(client(secret).get(server.url("/api/v1/jobs"))).await.0, 200);
     let (_, list) = server.get("/tokens").await;
-    let listed = list["tokens"].as_array().unwrap().iter().find(|t| t["id"] == made["id"]).unwrap();
+    let listed = list["tokens"].as_array().unwrap().iter().find(|t| t["id"] == token["id"]).unwrap();
     assert!(listed["last_used_at"].is_string(), "{listed}");
-    assert_eq!(server.number("SELECT count(*) FROM tokens WHERE last_used_at IS NOT NULL").await, 0);
-    let hashed =
+    assert_eq!(server.query_number("SELECT count(*) FROM tokens WHERE last_used_at IS NOT NULL").await, 0);
+    let unhashed =
         format!("SELECT count(*) FROM tokens WHERE hash LIKE '%{secret}%' OR name LIKE '%{secret}%'");
-    assert_eq!(server.number(&hashed).await, 0);
-    // What was used is stored once a minute, and in the end.
+    assert_eq!(server.query_number(&unhashed).await, 0);
+    // The server stores last_used_at once a minute and at shutdown.
     let dir = server.stop().await;
     let server = TestServer::open(dir, |_| {}).await;
-    assert_eq!(server.number("SELECT count(*) FROM tokens WHERE last_used_at IS NOT NULL").await, 2);
+    assert_eq!(server.query_number("SELECT count(*) FROM tokens WHERE last_used_at IS NOT NULL").await, 2);
     assert_eq!(server.send(client(secret).get(server.url("/api/v1/jobs"))).await.0, 200, "after a restart");
 
-    let path = format!("/tokens/{}", made["id"].as_str().unwrap());
+    let path = format!("/tokens/{}", token["id"].as_str().unwrap());
     assert_eq!(server.delete(&path).await.0, 204);
-    assert_eq!(server.delete(&path).await.0, 204, "once more changes nothing");
+    assert_eq!(server.delete(&path).await.0, 204, "a second revocation changes nothing");
     assert_eq!(server.delete("/tokens/none").await.0, 404);
     let (status, problem) = server.send(client(secret).get(server.url("/api/v1/jobs"))).await;
     assert!(status == 401 && problem["detail"].as_str().unwrap().contains("revoked"), "{problem}");
@@ -49,15 +49,15 @@ async fn a_token_is_shown_once_and_its_secret_never_stored() {
 async fn tokens_have_limits() {
     let server = TestServer::new().await;
     let longest = "é".repeat(TOKEN_NAME_CHARS);
-    let most = u64::from(TOKEN_DAYS) * 24 * 3600;
+    let max_secs = u64::from(TOKEN_DAYS) * 24 * 3600;
     for (body, status) in [
         (json!({"name": longest, "scope": "read"}), 201),
         (json!({"name": format!("{longest}x"), "scope": "read"}), 422),
         (json!({"name": " ", "scope": "read"}), 422),
         (json!({"name": "a\u{202e}b", "scope": "read"}), 422),
         (json!({"name": "t", "scope": "root"}), 400),
-        (json!({"name": "t", "scope": "read", "expires_in_secs": most}), 201),
-        (json!({"name": "t", "scope": "read", "expires_in_secs": most + 1}), 422),
+        (json!({"name": "t", "scope": "read", "expires_in_secs": max_secs}), 201),
+        (json!({"name": "t", "scope": "read", "expires_in_secs": max_secs + 1}), 422),
         (json!({"name": "t", "scope": "read", "expires_in_secs": 0}), 422),
         (json!({"name": "t", "scope": "read", "expires_in_secs": -1}), 400),
         (json!({"name": "t", "scope": "read", "agent": "a"}), 422),
@@ -66,11 +66,11 @@ async fn tokens_have_limits() {
         (json!({"name": "t", "scope": "agent", "agent": "a".repeat(101)}), 422),
         (json!({"name": "t", "scope": "read", "admin": true}), 400),
     ] {
-        let (found, answer) = server.post("/tokens", &body).await;
-        assert_eq!(found, status, "{body}: {answer}");
+        let (found, response) = server.post("/tokens", &body).await;
+        assert_eq!(found, status, "{body}: {response}");
     }
-    // As many as there may be, less one: those before, and what an earlier server made.
-    let valid = server.number("SELECT count(*) FROM tokens WHERE revoked_at IS NULL").await;
+    // Inserts tokens until one more is allowed.
+    let valid = server.query_number("SELECT count(*) FROM tokens WHERE revoked_at IS NULL").await;
     let rows = (valid..TOKENS as i64 - 1).map(|n| format!("('x{n}', 'x', 'x{n}', 'read', 0)"));
     let rows = rows.collect::<Vec<_>>().join(", ");
     server.execute(&format!("INSERT INTO tokens (id, name, hash, scope, created_at) VALUES {rows}")).await;
@@ -85,27 +85,27 @@ async fn tokens_have_limits() {
 }
 
 #[tokio::test]
-async fn users_have_up_to_fifty_tokens() {
+async fn people_have_up_to_fifty_tokens() {
     let server = TestServer::new().await;
     server.add_person("mona", "member").await;
     let (mona, _) = server.client_of("mona", "submit").await;
-    let make = async || {
-        server.as_who(&mona, "POST", "/tokens", Some(json!({"name": "one more", "scope": "read"}))).await
+    let create = async || {
+        server.send_as(&mona, "POST", "/tokens", Some(json!({"name": "one more", "scope": "read"}))).await
     };
     let mut last = Value::Null;
     for n in 2..=50 {
-        let (status, made) = make().await;
-        assert_eq!(status, 201, "{n}: {made}");
-        last = made["id"].clone();
+        let (status, token) = create().await;
+        assert_eq!(status, 201, "{n}: {token}");
+        last = token["id"].clone();
     }
-    let (status, problem) = make().await;
-    let words = "you have 50 valid tokens already; revoke some that you do not need";
-    assert_eq!((status, &problem["detail"]), (409, &json!(words)));
-    // Those of others do not count, and neither do revoked ones.
+    let (status, problem) = create().await;
+    let detail = "you have 50 valid tokens already; revoke some that you do not need";
+    assert_eq!((status, &problem["detail"]), (409, &json!(detail)));
+    // Tokens of others and revoked tokens do not count.
     server.make_token(&json!({"name": "another's", "scope": "read"})).await;
     let path = format!("/tokens/{}", last.as_str().unwrap());
-    assert_eq!(server.as_who(&mona, "DELETE", &path, None).await.0, 204);
-    assert_eq!(make().await.0, 201);
+    assert_eq!(server.send_as(&mona, "DELETE", &path, None).await.0, 204);
+    assert_eq!(create().await.0, 201);
     server.stop().await;
 }
 
@@ -115,7 +115,7 @@ async fn connections_of_revoked_or_expired_tokens_are_closed_in_five_seconds() {
     for expires in [None, Some(5)] {
         let body = json!({"name": "t", "scope": "read", "expires_in_secs": expires});
         let (id, secret) = server.make_token(&body).await;
-        let mut list = Stream::open(server.socket("/stream", &secret)).await;
+        let mut list = Stream::open(server.socket_request("/stream", &secret)).await;
         assert_eq!(list.next().await.unwrap()["type"], "live");
         let since = Instant::now();
         if expires.is_none() {
@@ -137,11 +137,11 @@ async fn connections_of_revoked_or_expired_tokens_are_closed_in_five_seconds() {
 async fn the_server_s_own_token_is_private_and_recreated() {
     let server = TestServer::new().await;
     let path = server.dir.path().join("token");
-    let about = fs::symlink_metadata(&path).unwrap();
-    assert_eq!(about.mode() & 0o7777, 0o600);
+    let metadata = fs::symlink_metadata(&path).unwrap();
+    assert_eq!(metadata.mode() & 0o7777, 0o600);
     let first = server.token.clone();
 
-    // The same after a restart; another when others could have read it, and then the first is none.
+    // A restart keeps the token. If others could read the file, a new token replaces and revokes the token.
     let server = TestServer::open(server.stop().await, |_| {}).await;
     assert_eq!(server.token, first);
     fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).unwrap();
@@ -150,7 +150,7 @@ async fn the_server_s_own_token_is_private_and_recreated() {
     assert_eq!(fs::symlink_metadata(&path).unwrap().mode() & 0o7777, 0o600);
     assert_eq!(server.send(client(&first).get(server.url("/api/v1/jobs"))).await.0, 401);
 
-    // Revoked, it is replaced by the next start.
+    // The next start replaces a revoked token.
     let second = server.token.clone();
     assert_eq!(server.delete("/tokens/local").await.0, 204);
     let server = TestServer::open(server.stop().await, |_| {}).await;
@@ -158,19 +158,19 @@ async fn the_server_s_own_token_is_private_and_recreated() {
     assert_eq!(server.get("/jobs").await.0, 200);
     assert_eq!(server.send(client(&second).get(server.url("/api/v1/jobs"))).await.0, 401);
 
-    // A database that does not know the file's token takes it in.
+    // If the database does not have the file's token, the server inserts the token.
     let third = server.token.clone();
     server.execute("DELETE FROM tokens").await;
     let server = TestServer::open(server.stop().await, |_| {}).await;
     assert_eq!(server.token, third);
     assert_eq!(server.get("/jobs").await.0, 200);
 
-    // Through a link nothing is written, nor read.
+    // The server does not read or write through a symbolic link.
     let dir = server.stop().await;
     fs::rename(&path, dir.path().join("jobs/elsewhere")).unwrap();
     symlink(dir.path().join("jobs/elsewhere"), &path).unwrap();
-    let starting = serve(config(&dir), |_| panic!("it must not start"), std::future::pending());
-    let error = tokio::time::timeout(DEADLINE, starting).await.unwrap().unwrap_err();
+    let start = serve(config(&dir), |_| panic!("it must not start"), std::future::pending());
+    let error = tokio::time::timeout(TIMEOUT, start).await.unwrap().unwrap_err();
     assert!(error.to_string().contains("symbolic link"), "{error}");
     assert_eq!(error.exit_code(), 2);
 }

@@ -1,16 +1,16 @@
-//! Connections that say nothing, too much, or something else than the protocol.
+//! Connections that are silent, send too much, or violate the protocol.
 
 use super::*;
-use crate::test_server::socket;
+use crate::test_server::socket_request;
 use lockstep_server::tls::addresses;
 use std::net::SocketAddr;
 
-/// The code and reason of the close frame that a socket gets.
-async fn closed_with(
+/// Returns code and reason of the close frame that the server sends.
+async fn close_frame(
     socket: &mut (impl StreamExt<Item = Result<Message, tokio_tungstenite::tungstenite::Error>> + Unpin),
 ) -> (u16, String) {
     loop {
-        match timeout(DEADLINE, socket.next()).await.expect("it is closed") {
+        match timeout(TIMEOUT, socket.next()).await.expect("the connection is closed") {
             Some(Ok(Message::Close(Some(frame)))) => return (frame.code.into(), frame.reason.to_string()),
             Some(Ok(_)) => {}
             other => panic!("no close frame: {other:?}"),
@@ -19,21 +19,21 @@ async fn closed_with(
 }
 
 #[tokio::test]
-async fn an_agent_with_a_wrong_protocol_is_told_so() {
+async fn protocol_errors_of_agents_get_a_close_code_and_reason() {
     let server = TestServer::new().await;
     let token = server.agent_token("twice").await;
-    // {"x": [[[...]]], "type": "leaving"}: what comes before the type is kept until it is known.
+    // {"x": [[[...]]], "type": "leaving"}: a decoder must buffer fields before the type.
     let mut deep = b"\x82\xa1x".to_vec();
     deep.extend(vec![0x91; MESSAGE_NESTING * 100]);
     deep.extend(b"\xc0\xa4type\xa7leaving");
-    let said = Message::Binary(wire::encode(&hello("twice", 1, Vec::new())).unwrap().into());
-    let after_hello = |then: Vec<Message>| [vec![said.clone()], then].concat();
+    let hello = Message::Binary(wire::encode(&hello("twice", 1, Vec::new())).unwrap().into());
+    let after_hello = |then: Vec<Message>| [vec![hello.clone()], then].concat();
     let zeros = |bytes: usize| vec![Message::Binary(vec![0; bytes].into())];
     let part = |bytes: Vec<u8>| {
         let part = wire::Part { message: 1, last: true, bytes };
         Message::Binary(wire::encode(&FromAgent::Part(part)).unwrap().into())
     };
-    // A message of so many bytes that are none of ours, in parts.
+    // An invalid message of this size, in parts.
     let parts = |bytes: usize| {
         let zeros = vec![0_u8; bytes];
         let chunks = zeros.chunks(PART_BYTES);
@@ -50,7 +50,7 @@ async fn an_agent_with_a_wrong_protocol_is_told_so() {
         (vec![Message::Binary(deep.clone().into())], 1002, "depth limit"),
         (vec![part(deep)], 1002, "depth limit"),
         (vec![part(vec![0x00; 4000])], 1002, "cannot be read"),
-        // Before Hello, by which it is known who speaks, messages are short.
+        // Before Hello, the limit is lower.
         (zeros(2 << 20), 1002, "cannot be read"),
         (zeros((2 << 20) + 1), 1002, "longer than the 2 MiB"),
         (parts(2 << 20), 1002, "cannot be read"),
@@ -59,20 +59,20 @@ async fn an_agent_with_a_wrong_protocol_is_told_so() {
         (after_hello(zeros((16 << 20) + 1)), 1009, "too long"),
         (after_hello(parts(16 << 20)), 1002, "cannot be read"),
         (after_hello(parts((16 << 20) + 1)), 1002, "a message of more than 16 MiB"),
-        (after_hello(vec![said.clone()]), 1002, "Hello twice"),
+        (after_hello(vec![hello.clone()]), 1002, "Hello twice"),
     ];
-    for (messages, code, words) in cases {
-        let (mut socket, _) = connect_async(server.socket("/agent/socket", &token)).await.unwrap();
+    for (messages, code, fragment) in cases {
+        let (mut socket, _) = connect_async(server.socket_request("/agent/socket", &token)).await.unwrap();
         for message in messages {
-            // One that is too long may be refused before all of it is sent.
+            // The server may close the connection before the whole message is sent.
             let _ = socket.send(message).await;
         }
         if code == 1009 {
-            // What is left unread makes the system drop the close frame now and then.
+            // The kernel may drop the close frame if the server has not read all bytes.
             loop {
-                match timeout(DEADLINE, socket.next()).await.expect("it is closed") {
+                match timeout(TIMEOUT, socket.next()).await.expect("the connection is closed") {
                     Some(Ok(Message::Close(Some(frame)))) => break assert_eq!(u16::from(frame.code), code),
-                    // The Welcome.
+                    // `Welcome`.
                     Some(Ok(Message::Binary(_))) => {}
                     Some(Ok(other)) => panic!("{other:?}"),
                     None | Some(Err(_)) => break,
@@ -80,25 +80,25 @@ async fn an_agent_with_a_wrong_protocol_is_told_so() {
             }
             continue;
         }
-        let (found, reason) = closed_with(&mut socket).await;
-        assert!(found == code && reason.contains(words), "{found} {reason}, not {code} {words}");
+        let (found, reason) = close_frame(&mut socket).await;
+        assert!(found == code && reason.contains(fragment), "{found} {reason}, not {code} {fragment}");
     }
-    assert_eq!(server.text("/healthz").await.0, 200);
+    assert_eq!(server.get_text("/healthz").await.0, 200);
     server.stop().await;
 }
 
 #[tokio::test]
-async fn heartbeats_have_up_to_4096_attempts_of_which_64_are_answered() {
+async fn a_heartbeat_may_have_4096_attempts_and_causes_at_most_64_stops() {
     let server = TestServer::new().await;
     let token = server.agent_token("many").await;
-    let (mut socket, _) = connect_async(server.socket("/agent/socket", &token)).await.unwrap();
+    let (mut socket, _) = connect_async(server.socket_request("/agent/socket", &token)).await.unwrap();
     let message = |message: FromAgent| Message::Binary(wire::encode(&message).unwrap().into());
     socket.send(message(hello("many", 1, Vec::new()))).await.unwrap();
-    let mut attempts: Vec<_> = (0..4096).map(|_| stranger()).collect();
+    let mut attempts: Vec<_> = (0..4096).map(|_| unknown_attempt()).collect();
     socket.send(message(FromAgent::Heartbeat { attempts: attempts.clone(), no_work: None })).await.unwrap();
     let mut stops = 0;
     loop {
-        match timeout(DEADLINE, socket.next()).await.expect("an answer") {
+        match timeout(TIMEOUT, socket.next()).await.expect("a message") {
             Some(Ok(Message::Binary(bytes))) => match wire::decode(&bytes).unwrap() {
                 ToAgent::Stop { .. } => stops += 1,
                 ToAgent::HeartbeatAck => break,
@@ -107,10 +107,10 @@ async fn heartbeats_have_up_to_4096_attempts_of_which_64_are_answered() {
             other => panic!("{other:?}"),
         }
     }
-    assert_eq!(stops, 64, "the next heartbeat names the others again");
-    attempts.push(stranger());
+    assert_eq!(stops, 64, "later heartbeats cause the other stops");
+    attempts.push(unknown_attempt());
     socket.send(message(FromAgent::Heartbeat { attempts, no_work: None })).await.unwrap();
-    let (code, reason) = closed_with(&mut socket).await;
+    let (code, reason) = close_frame(&mut socket).await;
     assert!(code == 1002 && reason.contains("more than 4096 attempts"), "{code} {reason}");
     server.stop().await;
 }
@@ -118,16 +118,16 @@ async fn heartbeats_have_up_to_4096_attempts_of_which_64_are_answered() {
 #[tokio::test]
 async fn readers_that_send_too_much_get_a_close_code() {
     let server = TestServer::new().await;
-    let mut stream = Stream::open(server.socket("/stream", &server.token)).await;
+    let mut stream = Stream::open(server.socket_request("/stream", &server.token)).await;
     assert_eq!(stream.next().await.unwrap()["type"], "live");
     stream.0.send(Message::text("x".repeat(4096))).await.unwrap();
     stream.0.send(Message::Ping(bytes_of("still there"))).await.unwrap();
-    match timeout(DEADLINE, stream.0.next()).await.unwrap() {
-        Some(Ok(Message::Pong(answer))) => assert_eq!(&answer[..], b"still there"),
+    match timeout(TIMEOUT, stream.0.next()).await.unwrap() {
+        Some(Ok(Message::Pong(response))) => assert_eq!(&response[..], b"still there"),
         other => panic!("{other:?}"),
     }
     stream.0.send(Message::text("x".repeat(4097))).await.unwrap();
-    assert_eq!(closed_with(&mut stream.0).await.0, 1009);
+    assert_eq!(close_frame(&mut stream.0).await.0, 1009);
     server.stop().await;
 }
 
@@ -135,8 +135,8 @@ fn bytes_of(text: &'static str) -> tokio_tungstenite::tungstenite::Bytes {
     text.into()
 }
 
-/// Whether the server ends this connection, and when.
-async fn ends_within(mut socket: TcpStream, within: Duration) -> bool {
+/// Whether the server closes the connection within this time.
+async fn closes_within(mut socket: TcpStream, within: Duration) -> bool {
     let mut all = Vec::new();
     timeout(within, socket.read_to_end(&mut all)).await.is_ok()
 }
@@ -145,21 +145,21 @@ async fn ends_within(mut socket: TcpStream, within: Duration) -> bool {
 async fn silent_connections_are_closed_in_time() {
     let patience = Duration::from_millis(400);
     let server = TestServer::with(|c| c.head_patience = patience).await;
-    let began = Instant::now();
+    let start = Instant::now();
     let mut sockets = Vec::new();
-    for said in [
+    for sent in [
         "",
         "GET /healthz HTTP/1.1\r\nHost: localhost\r\nX-Slow: ",
         "GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n",
     ] {
         let mut socket = TcpStream::connect(server.address).await.unwrap();
-        socket.write_all(said.as_bytes()).await.unwrap();
-        sockets.push(tokio::spawn(ends_within(socket, DEADLINE)));
+        socket.write_all(sent.as_bytes()).await.unwrap();
+        sockets.push(tokio::spawn(closes_within(socket, TIMEOUT)));
     }
     for socket in sockets {
-        assert!(socket.await.unwrap(), "it is not kept for ever");
+        assert!(socket.await.unwrap(), "the connection is not closed");
     }
-    assert!(began.elapsed() >= patience, "nor ended before its time");
+    assert!(start.elapsed() >= patience, "a connection is closed too early");
     server.stop().await;
 }
 
@@ -170,7 +170,7 @@ async fn idle_connections_make_room_for_others() {
         c.head_patience = Duration::from_secs(600);
     })
     .await;
-    // As many as there may be stay.
+    // Connections up to the limit stay open.
     let mut idle = Vec::new();
     for i in 0..8 {
         let mut socket = TcpStream::connect(server.address).await.unwrap();
@@ -181,28 +181,31 @@ async fn idle_connections_make_room_for_others() {
     }
     let mut first = idle.remove(0);
     let mut byte = [0];
-    assert!(timeout(Duration::from_millis(300), first.read(&mut byte)).await.is_err(), "all have room");
-    // One more, and the oldest goes.
+    assert!(
+        timeout(Duration::from_millis(300), first.read(&mut byte)).await.is_err(),
+        "a connection within the limit is closed"
+    );
+    // One more connection closes the oldest.
     for _ in 0..3 {
         let fresh = reqwest::Client::new();
-        let answer = timeout(DEADLINE, fresh.get(server.url("/healthz")).send()).await.expect("at once");
-        assert_eq!(answer.unwrap().status().as_u16(), 200);
+        let response = timeout(TIMEOUT, fresh.get(server.url("/healthz")).send()).await.expect("at once");
+        assert_eq!(response.unwrap().status().as_u16(), 200);
     }
-    assert!(ends_within(first, DEADLINE).await);
-    // Ten times as many, and there still is an answer.
+    assert!(closes_within(first, TIMEOUT).await);
+    // The server still responds after ten times as many connections.
     for _ in 0..80 {
         idle.push(TcpStream::connect(server.address).await.unwrap());
     }
     let fresh = reqwest::Client::new();
-    let answer = timeout(DEADLINE, fresh.get(server.url("/healthz")).send()).await.expect("at once");
-    assert_eq!(answer.unwrap().status().as_u16(), 200);
+    let response = timeout(TIMEOUT, fresh.get(server.url("/healthz")).send()).await.expect("at once");
+    assert_eq!(response.unwrap().status().as_u16(), 200);
     drop(idle);
     server.stop().await;
 }
 
 #[tokio::test]
 async fn one_address_has_a_quarter_of_the_connections() {
-    // Programs of the server's own machine share loopback, and may have all.
+    // Loopback has no limit per address, because all local programs share it.
     let Some(outside) = addresses().into_iter().find(|a| a.is_ipv4()) else { return };
     let server = TestServer::with(|c| {
         c.listen = "0.0.0.0:0".parse().unwrap();
@@ -218,36 +221,39 @@ async fn one_address_has_a_quarter_of_the_connections() {
     }
     let mut first = idle.remove(0);
     let mut byte = [0];
-    assert!(timeout(Duration::from_millis(300), first.read(&mut byte)).await.is_err(), "all have room");
+    assert!(
+        timeout(Duration::from_millis(300), first.read(&mut byte)).await.is_err(),
+        "a connection within the limit is closed"
+    );
     idle.push(TcpStream::connect(at).await.unwrap());
-    assert!(ends_within(first, DEADLINE).await, "the oldest makes room for one more");
-    // Streams that are in use make none.
+    assert!(closes_within(first, TIMEOUT).await, "the oldest connection is closed for a new one");
+    // Streams in use are not closed for new connections.
     let mut streams = Vec::new();
     for _ in 0..16 {
-        let mut stream = Stream::open(socket(at, "/stream", &server.token)).await;
+        let mut stream = Stream::open(socket_request(at, "/stream", &server.token)).await;
         assert_eq!(stream.next().await.unwrap()["type"], "live");
         streams.push(stream);
     }
-    let more = timeout(DEADLINE, connect_async(socket(at, "/stream", &server.token))).await;
-    assert!(more.expect("it is refused at once").is_err());
+    let more = timeout(TIMEOUT, connect_async(socket_request(at, "/stream", &server.token))).await;
+    assert!(more.expect("the connection is refused at once").is_err());
     let here = format!("http://127.0.0.1:{}/healthz", at.port());
-    assert_eq!(server.http.get(here).send().await.unwrap().status(), 200, "others are served");
+    assert_eq!(server.http.get(here).send().await.unwrap().status(), 200, "other addresses are served");
     drop(streams);
     server.stop().await;
 }
 
 #[tokio::test]
-async fn a_stalled_body_is_answered_in_time() {
+async fn a_stalled_body_gets_408_in_time() {
     let patience = Duration::from_secs(1);
     let server = TestServer::with(|c| c.body_patience = patience).await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
-    let (_, checkpoint) = with_checkpoint(&server, &mut agent).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (_, checkpoint) = create_checkpoint(&server, &mut agent).await;
     for (path, kind) in [
         ("/api/v1/jobs".to_owned(), "application/json"),
         (format!("/api/v1/checkpoints/{checkpoint}/predict"), "application/octet-stream"),
         (format!("/api/v1/checkpoints/{checkpoint}/predict"), "multipart/form-data; boundary=B"),
     ] {
-        let began = Instant::now();
+        let start = Instant::now();
         let mut socket = TcpStream::connect(server.address).await.unwrap();
         let token = &server.token;
         let head = format!(
@@ -255,17 +261,17 @@ async fn a_stalled_body_is_answered_in_time() {
              Content-Length: 100\r\n\r\n"
         );
         socket.write_all(head.as_bytes()).await.unwrap();
-        // What comes in parts has come: the time counts from the last one.
+        // The time limit counts from the last received part.
         for part in ["--", "B"] {
             tokio::time::sleep(patience / 2).await;
             socket.write_all(part.as_bytes()).await.unwrap();
         }
-        let mut answer = Vec::new();
-        timeout(DEADLINE, socket.read_to_end(&mut answer)).await.expect("it ends").unwrap();
-        let answer = String::from_utf8_lossy(&answer);
-        assert!(answer.starts_with("HTTP/1.1 408"), "{path}: {answer}");
-        assert!(answer.contains("application/problem+json") && answer.contains("no byte of the body"));
-        assert!(began.elapsed() >= patience * 2, "not before its time");
+        let mut response = Vec::new();
+        timeout(TIMEOUT, socket.read_to_end(&mut response)).await.expect("the response ends").unwrap();
+        let response = String::from_utf8_lossy(&response);
+        assert!(response.starts_with("HTTP/1.1 408"), "{path}: {response}");
+        assert!(response.contains("application/problem+json") && response.contains("no byte of the body"));
+        assert!(start.elapsed() >= patience * 2, "the response comes too early");
     }
     server.stop().await;
 }

@@ -3,14 +3,14 @@
 use super::*;
 use crate::{
     test_server::client,
-    uploads::{Asks, checkpoint, manifest},
+    uploads::{AttemptApi, checkpoint, manifest},
 };
 use base64::{Engine, prelude::BASE64_URL_SAFE_NO_PAD};
 
 #[tokio::test]
-async fn an_idempotency_key_has_up_to_255_characters() {
+async fn an_idempotency_key_has_at_most_255_characters() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
     let submit = async |chars: usize| {
         let request =
             server.http.post(server.url("/api/v1/jobs")).header("idempotency-key", "k".repeat(chars));
@@ -21,8 +21,8 @@ async fn an_idempotency_key_has_up_to_255_characters() {
     assert_eq!(submit(255).await.1["id"], job["id"], "the same request");
     for chars in [0, 256] {
         let (status, problem) = submit(chars).await;
-        let words = "Idempotency-Key must be 1 to 255 visible ASCII characters";
-        assert_eq!((status, &problem["detail"]), (400, &json!(words)), "{chars}");
+        let message = "Idempotency-Key must be 1 to 255 visible ASCII characters";
+        assert_eq!((status, &problem["detail"]), (400, &json!(message)), "{chars}");
     }
     server.stop().await;
 }
@@ -34,7 +34,7 @@ async fn names_and_paths_of_datasets_have_maximum_lengths() {
     let new = |name: usize, path: usize| json!({"name": "n".repeat(name), "path": format!("/{}", "p".repeat(path - 1))});
     let longest = new(100, 4096);
     let add = server.post("/datasets", &longest);
-    let ((status, body), ()) = tokio::join!(add, agent.answer(Ok(info())));
+    let ((status, body), ()) = tokio::join!(add, agent.answer_inspection(Ok(dataset_info())));
     assert_eq!(status, 201, "{body}");
     let (status, body) = server.post("/datasets", &new(101, 4097)).await;
     assert_eq!(status, 422, "{body}");
@@ -48,15 +48,15 @@ async fn names_and_paths_of_datasets_have_maximum_lengths() {
 }
 
 #[tokio::test]
-async fn a_cursor_has_up_to_4096_characters() {
+async fn a_cursor_has_at_most_4096_characters() {
     let server = TestServer::new().await;
-    let _agent = Agent::with_pictures(&server, 2).await;
+    let _agent = Agent::join_with_dataset(&server, 2).await;
     for _ in 0..2 {
         server.submit(|_| {}).await;
     }
     let (_, page) = server.get("/jobs?limit=1").await;
     let place = BASE64_URL_SAFE_NO_PAD.decode(page["next_cursor"].as_str().unwrap()).unwrap();
-    // JSON may end in spaces, and three bytes are four characters.
+    // Spaces after the JSON are valid. In base64, three bytes are four characters.
     let next = async |bytes: usize| {
         let mut place = place.clone();
         place.resize(bytes, b' ');
@@ -71,28 +71,29 @@ async fn a_cursor_has_up_to_4096_characters() {
 }
 
 #[tokio::test]
-async fn a_piece_of_a_checkpoint_has_up_to_8_mib() {
-    const MOST: usize = 8 << 20;
+async fn a_part_of_a_checkpoint_upload_has_at_most_8_mib() {
+    const MAX: usize = 8 << 20;
     let server = TestServer::new().await;
     let token = server.agent_token("a").await;
-    let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
+    let mut agent = Agent::connect_with_token(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
     agent.register(&server).await;
     server.submit(|_| {}).await;
-    let attempt = agent.started().await.attempt;
+    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
-    let own = Asks { server: &server, http: client(&token), agent_id: "id-a".into(), attempt };
-    assert_eq!(own.ask("POST", "", vec![]).await.0, 204);
-    let mut about: Value = serde_json::from_slice(&manifest(1, 10)).unwrap();
-    about["files"]["model.safetensors"]["size_bytes"] = json!(2 * MOST);
-    let put = async |file: &str, body: Vec<u8>| own.ask("PUT", &format!("/uploads/1-10/{file}"), body).await;
-    assert_eq!(put("MANIFEST.json", about.to_string().into()).await.0, 204);
-    let (status, problem) = put("model.safetensors?offset=0", vec![7; MOST + 1]).await;
+    let own = AttemptApi { server: &server, http: client(&token), agent_id: "id-a".into(), attempt };
+    assert_eq!(own.request("POST", "", vec![]).await.0, 204);
+    let mut manifest: Value = serde_json::from_slice(&manifest(1, 10)).unwrap();
+    manifest["files"]["model.safetensors"]["size_bytes"] = json!(2 * MAX);
+    let put =
+        async |file: &str, body: Vec<u8>| own.request("PUT", &format!("/uploads/1-10/{file}"), body).await;
+    assert_eq!(put("MANIFEST.json", manifest.to_string().into()).await.0, 204);
+    let (status, problem) = put("model.safetensors?offset=0", vec![7; MAX + 1]).await;
     assert_eq!(status, 413, "{problem}");
     assert!(problem["detail"].as_str().unwrap().contains("at most 8388608 bytes"), "{problem}");
-    assert_eq!(put("model.safetensors?offset=0", vec![7; MOST]).await.0, 204);
-    // What the agent is told when a file that others read whole is too large.
-    about["files"]["state.json"]["size_bytes"] = json!((1 << 20) + 1);
-    let (status, problem) = put("MANIFEST.json", about.to_string().into()).await;
+    assert_eq!(put("model.safetensors?offset=0", vec![7; MAX]).await.0, 204);
+    // Files that the server reads into memory have a lower limit.
+    manifest["files"]["state.json"]["size_bytes"] = json!((1 << 20) + 1);
+    let (status, problem) = put("MANIFEST.json", manifest.to_string().into()).await;
     assert_eq!(status, 422, "{problem}");
     assert!(problem["detail"].as_str().unwrap().contains("state.json has 1048577 bytes"), "{problem}");
     server.stop().await;

@@ -1,4 +1,4 @@
-//! As whom an account signs in: never as somebody by a name alone.
+//! The person of an account: accounts are identified by their subject, not by their name.
 
 use super::provider::{Browser, Provider};
 use crate::test_server::TestServer;
@@ -6,7 +6,8 @@ use lockstep_protocol::people::Role;
 use lockstep_server::{Groups, NameClaim};
 use serde_json::{Value, json};
 
-async fn people(server: &TestServer) -> Vec<String> {
+/// Returns name, role and subject of all people.
+async fn list_people(server: &TestServer) -> Vec<String> {
     let (_, all) = server.get("/people").await;
     let word = |person: &Value, key: &str| person[key].as_str().unwrap_or_default().to_owned();
     let line = |person: &Value| {
@@ -16,61 +17,69 @@ async fn people(server: &TestServer) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn new_users_get_the_configured_role_and_existing_names_are_safe() {
+async fn new_people_get_the_configured_role_and_no_existing_name() {
     let provider = Provider::start().await;
     let server = provider.server(|c| c.role = Some(Role::Member)).await;
     server.add_person("bob", "admin").await;
     let (id, _) = server.make_token(&json!({"name": "robot", "scope": "submit"})).await;
-    assert_eq!(server.delete(&format!("/tokens/{id}")).await.0, 204, "revoked, and its jobs are there");
-    let as_account = |subject: &str, name: &str| {
+    assert_eq!(
+        server.delete(&format!("/tokens/{id}")).await.0,
+        204,
+        "names of revoked tokens stay reserved, because of their jobs"
+    );
+    let set_account = |subject: &str, name: &str| {
         let claims = json!({"sub": subject, "preferred_username": name});
         provider.change(|b| b.claims = claims);
     };
-    as_account("s1", "Ada");
+    set_account("s1", "Ada");
     assert_eq!(Browser::new(&server).sign_in(&provider).await.status(), 303);
-    assert_eq!(people(&server).await, ["ada member s1", "bob admin "]);
+    assert_eq!(list_people(&server).await, ["ada member s1", "bob admin "]);
     let (_, log) = server.get("/audit").await;
     assert!(log.to_string().contains("added, member, subject \\\"s1\\\""), "{log}");
 
-    // The same account under another name is the same person; another account under the same name is not.
-    as_account("s1", "bob");
+    // An account with a changed name is the same person. Another account with the same name is refused.
+    set_account("s1", "bob");
     let mut browser = Browser::new(&server);
     assert_eq!(browser.sign_in(&provider).await.status(), 303);
     assert!(browser.get("/account").await.text().await.unwrap().contains("ada, member"));
     for (n, name) in ["ada", "bob", "BOB", "robot"].into_iter().enumerate() {
-        as_account("s2", name);
-        let page = Browser::from(&server, [127, 0, 9, n as u8]).refused(&provider, 403).await;
+        set_account("s2", name);
+        let page = Browser::from(&server, [127, 0, 9, n as u8]).sign_in_error(&provider, 403).await;
         assert!(
             page.contains("cannot be added as") && page.contains("lockstep user link NAME --subject s2"),
             "{page}"
         );
     }
     for (n, name) in ["a b", "ä", "", &"a".repeat(65)].into_iter().enumerate() {
-        as_account("s2", name);
-        let page = Browser::from(&server, [127, 0, 9, 10 + n as u8]).refused(&provider, 403).await;
+        set_account("s2", name);
+        let page = Browser::from(&server, [127, 0, 9, 10 + n as u8]).sign_in_error(&provider, 403).await;
         assert!(page.contains("cannot be a name here"), "{page}");
     }
-    assert_eq!(people(&server).await.len(), 2);
+    assert_eq!(list_people(&server).await.len(), 2);
 
-    // An admin links the account to bob, who keeps the password: the provider's name for it does not matter then.
+    // An admin links the account to bob, who keeps the password. The account's name has no effect then.
     assert_eq!(server.change_person("bob", &json!({"subject": "s2"})).await.0, 200);
     let mut browser = Browser::new(&server);
     assert_eq!(browser.sign_in(&provider).await.status(), 303);
     let page = browser.get("/account").await.text().await.unwrap();
     assert!(page.contains("bob, admin") && page.contains("own-password"), "{page}");
-    // An account signs in as one person.
+    // An account belongs to one person.
     let (status, problem) = server.change_person("ada", &json!({"subject": "s2"})).await;
     assert!(status == 409 && problem["detail"].as_str().unwrap().contains("user unlink bob"), "{problem}");
-    let taken = json!({"name": "eve", "role": "viewer", "subject": "s2"});
-    assert_eq!(server.post("/people", &taken).await.0, 409);
+    let linked = json!({"name": "eve", "role": "viewer", "subject": "s2"});
+    assert_eq!(server.post("/people", &linked).await.0, 409);
     for wrong in [json!({"subject": "a".repeat(256)}), json!({"subject": "a\n"})] {
         assert_eq!(server.change_person("ada", &wrong).await.0, 422, "{wrong}");
     }
-    assert_eq!(server.post("/people", &json!({"name": "eve", "role": "viewer"})).await.0, 422, "neither");
+    assert_eq!(
+        server.post("/people", &json!({"name": "eve", "role": "viewer"})).await.0,
+        422,
+        "neither password nor subject"
+    );
     assert_eq!(server.change_person("bob", &json!({"subject": ""})).await.0, 200);
-    assert!(!browser.is_in().await, "any change ends the sessions");
-    assert_eq!(people(&server).await, ["ada member s1", "bob admin "]);
-    // One without a password does not sign in with an empty one.
+    assert!(!browser.is_signed_in().await, "a change of the person ends its sessions");
+    assert_eq!(list_people(&server).await, ["ada member s1", "bob admin "]);
+    // A person without a password cannot sign in with an empty password.
     let form = reqwest::Client::new()
         .post(server.url("/login"))
         .header("content-type", "application/x-www-form-urlencoded");
@@ -79,70 +88,73 @@ async fn new_users_get_the_configured_role_and_existing_names_are_safe() {
 }
 
 #[tokio::test]
-async fn disabled_and_removed_users_cannot_sign_in() {
+async fn disabled_and_removed_people_cannot_sign_in() {
     let provider = Provider::start().await;
     let server = provider.server(|c| c.role = Some(Role::Member)).await;
     let mut browser = Browser::new(&server);
     assert_eq!(browser.sign_in(&provider).await.status(), 303);
     assert_eq!(server.change_person("ada", &json!({"disabled": true})).await.0, 200);
-    assert!(!browser.is_in().await);
+    assert!(!browser.is_signed_in().await);
     assert!(
-        Browser::new(&server).refused(&provider, 403).await.contains("ada may no longer use this server")
+        Browser::new(&server)
+            .sign_in_error(&provider, 403)
+            .await
+            .contains("ada may no longer use this server")
     );
     assert_eq!(server.change_person("ada", &json!({"disabled": false})).await.0, 200);
     assert_eq!(Browser::new(&server).sign_in(&provider).await.status(), 303);
 
     assert_eq!(server.delete("/people/ada").await.0, 204);
     let removed = "An admin removed the person";
-    assert!(Browser::new(&server).refused(&provider, 403).await.contains(removed));
+    assert!(Browser::new(&server).sign_in_error(&provider, 403).await.contains(removed));
     let dir = server.stop().await;
     let mut oidc = provider.config();
     oidc.role = Some(Role::Member);
     let server = TestServer::open(dir, |c| c.oidc = Some(oidc)).await;
     assert!(
-        Browser::new(&server).refused(&provider, 403).await.contains(removed),
-        "nor when the server was started again"
+        Browser::new(&server).sign_in_error(&provider, 403).await.contains(removed),
+        "the removal is remembered after a restart"
     );
-    let again = json!({"name": "ada2", "role": "viewer", "subject": "sub-1"});
-    assert_eq!(server.post("/people", &again).await.0, 201);
+    let new = json!({"name": "ada2", "role": "viewer", "subject": "sub-1"});
+    assert_eq!(server.post("/people", &new).await.0, 201);
     assert_eq!(Browser::new(&server).sign_in(&provider).await.status(), 303);
-    assert_eq!(people(&server).await, ["ada2 viewer sub-1"]);
+    assert_eq!(list_people(&server).await, ["ada2 viewer sub-1"]);
     server.stop().await;
 }
 
 #[tokio::test]
-async fn an_e_mail_address_is_a_name_when_it_is_verified() {
+async fn an_e_mail_address_is_a_name_only_if_verified() {
     let provider = Provider::start().await;
     let server = provider.server(|c| (c.role, c.name_claim) = (Some(Role::Viewer), NameClaim::Email)).await;
-    let mail = |verified: Value| {
+    let set_mail = |verified: Value| {
         provider.change(|b| b.claims = json!({"email": "Ada@Example.org", "email_verified": verified}));
     };
-    // UserInfo says no more than the token does.
+    // UserInfo has no e-mail address.
     provider.change(|b| b.user_info = json!({"sub": "sub-1"}));
-    for (n, no) in [json!(false), json!(null), json!("false"), json!(1)].into_iter().enumerate() {
-        mail(no);
-        let page = Browser::from(&server, [127, 0, 10, n as u8]).refused(&provider, 403).await;
+    for (n, unverified) in [json!(false), json!(null), json!("false"), json!(1)].into_iter().enumerate() {
+        set_mail(unverified);
+        let page = Browser::from(&server, [127, 0, 10, n as u8]).sign_in_error(&provider, 403).await;
         assert!(page.contains("has not verified your e-mail address"), "{page}");
     }
-    // What the token does not say, UserInfo may, if it is about the same account.
+    // Claims that the token lacks are read from UserInfo, if UserInfo has the same subject.
     provider.change(|b| {
         b.claims = json!({});
         b.user_info = json!({"sub": "another", "email": "eve@example.org", "email_verified": true});
     });
-    assert!(Browser::new(&server).refused(&provider, 401).await.contains("about another account"));
+    assert!(Browser::new(&server).sign_in_error(&provider, 401).await.contains("about another account"));
     provider.change(|b| b.user_info["sub"] = json!("sub-1"));
     assert_eq!(Browser::new(&server).sign_in(&provider).await.status(), 303);
-    assert_eq!(people(&server).await, ["eve@example.org viewer sub-1"]);
+    assert_eq!(list_people(&server).await, ["eve@example.org viewer sub-1"]);
     provider.change(|b| b.claims["sub"] = json!("sub-2"));
-    mail(json!("true"));
+    set_mail(json!("true"));
     provider.change(|b| b.claims["sub"] = json!("sub-2"));
     assert_eq!(Browser::new(&server).sign_in(&provider).await.status(), 303);
-    assert_eq!(people(&server).await, ["ada@example.org viewer sub-2", "eve@example.org viewer sub-1"]);
+    assert_eq!(list_people(&server).await, ["ada@example.org viewer sub-2", "eve@example.org viewer sub-1"]);
     server.stop().await;
 }
 
 #[tokio::test]
-async fn groups_decide_about_the_role_at_every_sign_in() {
+async fn groups_determine_the_role_at_every_sign_in() {
     let provider = Provider::start().await;
     let groups = Groups { claim: "groups".into(), admin: Some("ops".into()), member: Some("ml".into()) };
     let server = provider.server(|c| c.groups = Some(groups)).await;
@@ -150,20 +162,20 @@ async fn groups_decide_about_the_role_at_every_sign_in() {
         provider.change(|b| b.claims = json!({"groups": groups}));
         let mut browser = Browser::new(&server);
         assert_eq!(browser.begin(&provider, "").await["scope"], "openid profile email groups");
-        let answer = browser.sign_in(&provider).await;
-        assert_eq!(answer.status().as_u16(), status, "{groups}");
-        (browser, answer.text().await.unwrap())
+        let response = browser.sign_in(&provider).await;
+        assert_eq!(response.status().as_u16(), status, "{groups}");
+        (browser, response.text().await.unwrap())
     };
     let page = sign_in(json!(["others"]), 403).await.1;
     assert!(page.contains("No person has this account yet"), "{page}");
     let mut first = sign_in(json!(["x", "ml"]), 303).await.0;
-    assert_eq!(people(&server).await, ["ada member sub-1"]);
-    assert!(first.is_in().await);
+    assert_eq!(list_people(&server).await, ["ada member sub-1"]);
+    assert!(first.is_signed_in().await);
     sign_in(json!(["ml", "ops"]), 303).await;
-    assert_eq!(people(&server).await, ["ada admin sub-1"]);
-    assert!(!first.is_in().await, "a session with another role is over");
+    assert_eq!(list_people(&server).await, ["ada admin sub-1"]);
+    assert!(!first.is_signed_in().await, "a change of the role ends sessions");
     sign_in(json!("ml"), 303).await;
-    assert_eq!(people(&server).await, ["ada member sub-1"]);
+    assert_eq!(list_people(&server).await, ["ada member sub-1"]);
     let page = sign_in(json!([]), 403).await.1;
     assert!(page.contains("in none of the groups"), "{page}");
     server.stop().await;

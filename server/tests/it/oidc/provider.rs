@@ -1,4 +1,4 @@
-//! A small OpenID provider: it signs whatever the test wants, and checks what a real one checks of its client.
+//! A small OpenID provider. It signs any claims that a test sets, and checks its client like a real provider.
 
 use crate::test_server::{TestServer, client_without_redirects};
 use axum::{
@@ -30,22 +30,22 @@ use tokio::net::TcpListener;
 pub const CLIENT: &str = "lock:step=1";
 pub const SECRET: &str = "s3cret &of the=client";
 
-/// What signs.
+/// A key that signs tokens, or no key.
 pub enum Signer {
     Rsa(rsa::KeyPair),
     Ec(EcdsaKeyPair),
-    /// With a secret, as if a client's secret or a public key were one.
+    /// HMAC with these bytes, such as the client's secret or a public key.
     Hmac(Vec<u8>),
     Nothing,
 }
 
-/// A 2048-bit key, made once for all tests.
+/// A 2048-bit key, created once for all tests.
 static RSA_KEY: LazyLock<Vec<u8>> = LazyLock::new(|| {
     let args = ["genpkey", "-quiet", "-algorithm", "RSA", "-pkeyopt", "rsa_keygen_bits:2048"];
-    let made = Command::new("openssl").args(args).output().unwrap();
-    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
-    // As PEM it is PKCS #8 with every version of openssl.
-    PrivatePkcs8KeyDer::from_pem_slice(&made.stdout).unwrap().secret_pkcs8_der().to_vec()
+    let output = Command::new("openssl").args(args).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    // The PEM is PKCS #8 in every version of openssl.
+    PrivatePkcs8KeyDer::from_pem_slice(&output.stdout).unwrap().secret_pkcs8_der().to_vec()
 });
 
 impl Signer {
@@ -55,8 +55,8 @@ impl Signer {
 
     pub fn ec() -> Self {
         let random = SystemRandom::new();
-        let made = EcdsaKeyPair::generate_pkcs8(&ECDSA_P256_SHA256_FIXED_SIGNING, &random).unwrap();
-        Self::Ec(EcdsaKeyPair::from_pkcs8(&ECDSA_P256_SHA256_FIXED_SIGNING, made.as_ref(), &random).unwrap())
+        let key = EcdsaKeyPair::generate_pkcs8(&ECDSA_P256_SHA256_FIXED_SIGNING, &random).unwrap();
+        Self::Ec(EcdsaKeyPair::from_pkcs8(&ECDSA_P256_SHA256_FIXED_SIGNING, key.as_ref(), &random).unwrap())
     }
 
     fn alg(&self) -> &str {
@@ -68,12 +68,12 @@ impl Signer {
         }
     }
 
-    /// As the provider publishes it.
+    /// The published key, as a JWK.
     pub fn public(&self, kid: &str) -> Value {
         match self {
             Self::Rsa(key) => {
                 let public = rsa::PublicKeyComponents::<Vec<u8>>::from(key.public());
-                // As some providers write it, with a zero before the number.
+                // Some providers write a zero before the number.
                 let n = [&[0], &public.n[..]].concat();
                 json!({"kty": "RSA", "use": "sig", "kid": kid, "alg": "RS256", "n": BASE64.encode(n), "e": BASE64.encode(public.e)})
             }
@@ -105,19 +105,20 @@ impl Signer {
 pub struct Behaviour {
     pub keys: Vec<Value>,
     pub signer: Signer,
-    /// Laid over the token's header and claims; null takes one away.
+    /// Changes of the token's header. null removes a field.
     pub header: Value,
+    /// Changes of the token's claims. null removes a claim.
     pub claims: Value,
     pub user_info: Value,
-    /// Laid over its description.
+    /// Changes of the provider's description.
     pub description: Value,
-    /// In place of the tokens.
+    /// An error in place of tokens.
     pub refusal: Option<Value>,
     /// A change of the finished token.
-    pub spoil: fn(String) -> String,
+    pub corrupt: fn(String) -> String,
     codes: HashMap<String, BTreeMap<String, String>>,
-    pub keys_asked: u32,
-    pub tokens_asked: u32,
+    pub key_requests: u32,
+    pub token_requests: u32,
 }
 
 #[derive(Clone)]
@@ -126,12 +127,13 @@ pub struct Provider {
     behaviour: Arc<Mutex<Behaviour>>,
 }
 
-fn lay_over(mut under: Value, over: &Value) -> Value {
-    for (name, value) in over.as_object().into_iter().flatten() {
-        under[name] = value.clone();
+/// Applies changes to an object. null removes a field.
+fn merge(mut object: Value, changes: &Value) -> Value {
+    for (name, value) in changes.as_object().into_iter().flatten() {
+        object[name] = value.clone();
     }
-    under.as_object_mut().unwrap().retain(|_, value| !value.is_null());
-    under
+    object.as_object_mut().unwrap().retain(|_, value| !value.is_null());
+    object
 }
 
 impl Provider {
@@ -149,10 +151,10 @@ impl Provider {
             user_info: json!({}),
             description: json!({}),
             refusal: None,
-            spoil: |token| token,
+            corrupt: |token| token,
             codes: HashMap::new(),
-            keys_asked: 0,
-            tokens_asked: 0,
+            key_requests: 0,
+            token_requests: 0,
         };
         let address = listener.local_addr().unwrap();
         let provider = Self { address, behaviour: Arc::new(Mutex::new(behaviour)) };
@@ -174,11 +176,11 @@ impl Provider {
         change(&mut self.behaviour.lock().unwrap());
     }
 
-    pub fn ask<T>(&self, ask: impl FnOnce(&Behaviour) -> T) -> T {
-        ask(&self.behaviour.lock().unwrap())
+    pub fn read<T>(&self, read: impl FnOnce(&Behaviour) -> T) -> T {
+        read(&self.behaviour.lock().unwrap())
     }
 
-    /// What a server is given to sign people in with it.
+    /// The settings of a server that uses this provider.
     pub fn config(&self) -> OidcConfig {
         let mut config = OidcConfig::new(self.issuer().parse().unwrap(), CLIENT.into());
         config.client_secret = Some(SECRET.parse().unwrap());
@@ -191,11 +193,11 @@ impl Provider {
         TestServer::with(move |config: &mut ServeConfig| config.oidc = Some(oidc)).await
     }
 
-    /// Signs `subject` in at the provider, as a person would on its pages: the code that it sends the browser back with.
-    pub fn code(&self, asked: &BTreeMap<String, String>) -> String {
+    /// Simulates the sign-in on the provider's pages. Returns the code with which the provider redirects the browser to the server.
+    pub fn issue_code(&self, params: &BTreeMap<String, String>) -> String {
         let mut behaviour = self.behaviour.lock().unwrap();
         let code = format!("code{}/+ &", behaviour.codes.len());
-        behaviour.codes.insert(code.clone(), asked.clone());
+        behaviour.codes.insert(code.clone(), params.clone());
         code
     }
 }
@@ -206,70 +208,70 @@ async fn describe(State(provider): State<Provider>) -> Json<Value> {
         "issuer": at, "authorization_endpoint": format!("{at}/authorize?tenant=1"), "token_endpoint": format!("{at}/token"),
         "jwks_uri": format!("{at}/keys"), "userinfo_endpoint": format!("{at}/me"), "scopes_supported": ["openid", "groups"],
     });
-    Json(provider.ask(|b| lay_over(described, &b.description)))
+    Json(provider.read(|b| merge(described, &b.description)))
 }
 
 async fn keys(State(provider): State<Provider>) -> Json<Value> {
-    provider.change(|b| b.keys_asked += 1);
-    Json(provider.ask(|b| json!({"keys": b.keys})))
+    provider.change(|b| b.key_requests += 1);
+    Json(provider.read(|b| json!({"keys": b.keys})))
 }
 
 async fn user_info(State(provider): State<Provider>, headers: HeaderMap) -> Result<Json<Value>, StatusCode> {
     match headers.get(header::AUTHORIZATION).is_some_and(|value| value == "Bearer for me") {
-        true => Ok(Json(provider.ask(|b| b.user_info.clone()))),
+        true => Ok(Json(provider.read(|b| b.user_info.clone()))),
         false => Err(StatusCode::UNAUTHORIZED),
     }
 }
 
-type TokenAnswer = (StatusCode, Json<Value>);
+type TokenResponse = (StatusCode, Json<Value>);
 
 async fn token(
     State(provider): State<Provider>,
     headers: HeaderMap,
     Form(form): Form<BTreeMap<String, String>>,
-) -> TokenAnswer {
+) -> TokenResponse {
     let refuse =
         |error: &str| (StatusCode::BAD_REQUEST, Json(json!({"error": error, "error_description": "no <b>"})));
     let name = "lock%3Astep%3D1:s3cret+%26of+the%3Dclient";
     let mut behaviour = provider.behaviour.lock().unwrap();
-    behaviour.tokens_asked += 1;
+    behaviour.token_requests += 1;
     if headers.get(header::AUTHORIZATION).is_none_or(|v| *v != format!("Basic {}", STANDARD.encode(name))) {
         return refuse("invalid_client");
     }
     if let Some(refusal) = &behaviour.refusal {
         return (StatusCode::BAD_REQUEST, Json(refusal.clone()));
     }
-    let Some(asked) = behaviour.codes.remove(&form["code"]) else { return refuse("invalid_grant") };
+    let Some(params) = behaviour.codes.remove(&form["code"]) else { return refuse("invalid_grant") };
     let challenge = BASE64.encode(Sha256::digest(&form["code_verifier"]));
     assert_eq!(form["grant_type"], "authorization_code");
-    if asked["code_challenge"] != challenge || asked["redirect_uri"] != form["redirect_uri"] {
+    if params["code_challenge"] != challenge || params["redirect_uri"] != form["redirect_uri"] {
         return refuse("invalid_grant");
     }
     let now = jiff::Timestamp::now().as_second();
     let claims = json!({
-        "iss": provider.issuer(), "aud": CLIENT, "sub": "sub-1", "exp": now + 300, "iat": now, "nonce": asked["nonce"],
+        "iss": provider.issuer(), "aud": CLIENT, "sub": "sub-1", "exp": now + 300, "iat": now, "nonce": params["nonce"],
         "preferred_username": "Ada",
     });
-    let header = lay_over(json!({"alg": behaviour.signer.alg(), "typ": "JWT"}), &behaviour.header);
-    let claims = lay_over(claims, &behaviour.claims);
+    let header = merge(json!({"alg": behaviour.signer.alg(), "typ": "JWT"}), &behaviour.header);
+    let claims = merge(claims, &behaviour.claims);
     let text = format!("{}.{}", BASE64.encode(header.to_string()), BASE64.encode(claims.to_string()));
     let token = format!("{text}.{}", BASE64.encode(behaviour.signer.sign(text.as_bytes())));
-    let token = (behaviour.spoil)(token);
+    let token = (behaviour.corrupt)(token);
     (StatusCode::OK, Json(json!({"id_token": token, "access_token": "for me", "token_type": "Bearer"})))
 }
 
-/// A browser that signs in: it keeps cookies by their path, as browsers do.
+/// A browser that signs in and keeps cookies.
 pub struct Browser<'a> {
     pub server: &'a TestServer,
     client: reqwest::Client,
     pub cookies: BTreeMap<String, String>,
 }
 
-/// What a browser was sent to the provider with.
-pub type Asked = BTreeMap<String, String>;
+/// Parameters of the request to the provider.
+pub type AuthRequest = BTreeMap<String, String>;
 
-pub fn location(answer: &Response) -> &str {
-    answer.headers()["location"].to_str().unwrap()
+pub fn location(response: &Response) -> &str {
+    response.headers()["location"].to_str().unwrap()
 }
 
 impl<'a> Browser<'a> {
@@ -277,9 +279,9 @@ impl<'a> Browser<'a> {
         Self { server, client: client_without_redirects(""), cookies: BTreeMap::new() }
     }
 
-    /// At an address of this machine of its own: attempts are counted by address.
+    /// A browser with this address of this machine. Attempts are counted by address.
     pub fn from(server: &'a TestServer, address: [u8; 4]) -> Self {
-        let client = crate::test_server::builder("").redirect(reqwest::redirect::Policy::none());
+        let client = crate::test_server::client_builder("").redirect(reqwest::redirect::Policy::none());
         let client = client.local_address(IpAddr::from(address)).build().unwrap();
         Self { server, client, cookies: BTreeMap::new() }
     }
@@ -287,8 +289,8 @@ impl<'a> Browser<'a> {
     pub async fn get(&mut self, path: &str) -> Response {
         let cookies: Vec<_> = self.cookies.iter().map(|(name, value)| format!("{name}={value}")).collect();
         let request = self.client.get(self.server.url(path)).header("cookie", cookies.join("; "));
-        let answer = request.send().await.unwrap();
-        for cookie in answer.headers().get_all("set-cookie") {
+        let response = request.send().await.unwrap();
+        for cookie in response.headers().get_all("set-cookie") {
             let (pair, rest) = cookie.to_str().unwrap().split_once(';').unwrap();
             let (name, value) = pair.split_once('=').unwrap();
             assert!(rest.contains("HttpOnly; SameSite=Lax"), "{rest}");
@@ -297,51 +299,50 @@ impl<'a> Browser<'a> {
                 false => self.cookies.insert(name.into(), value.into()),
             };
         }
-        answer
+        response
     }
 
-    /// Off to the provider.
-    pub async fn begin(&mut self, provider: &Provider, next: &str) -> Asked {
-        let answer = self.get(&format!("/login/oidc?{next}")).await;
-        let status = answer.status().as_u16();
-        let to = answer.headers().get("location").map(|to| to.to_str().unwrap().to_owned());
-        assert_eq!(status, 303, "{}", answer.text().await.unwrap());
+    /// Begins a sign-in, and returns the parameters of the redirect to the provider.
+    pub async fn begin(&mut self, provider: &Provider, next: &str) -> AuthRequest {
+        let response = self.get(&format!("/login/oidc?{next}")).await;
+        let status = response.status().as_u16();
+        let to = response.headers().get("location").map(|to| to.to_str().unwrap().to_owned());
+        assert_eq!(status, 303, "{}", response.text().await.unwrap());
         let to: Url = to.unwrap().parse().unwrap();
         assert!(to.as_str().starts_with(&format!("{}/authorize?tenant=1&", provider.issuer())), "{to}");
-        let asked: Asked = to.query_pairs().into_owned().collect();
-        assert_eq!((asked["client_id"].as_str(), asked["code_challenge_method"].as_str()), (CLIENT, "S256"));
-        assert_eq!(asked["redirect_uri"], self.server.url("/login/oidc/callback"));
-        asked
+        let params: AuthRequest = to.query_pairs().into_owned().collect();
+        assert_eq!(
+            (params["client_id"].as_str(), params["code_challenge_method"].as_str()),
+            (CLIENT, "S256")
+        );
+        assert_eq!(params["redirect_uri"], self.server.url("/login/oidc/callback"));
+        params
     }
 
-    /// And back.
-    pub async fn back(&mut self, fields: &[(&str, &str)]) -> Response {
+    /// Sends the callback with these parameters.
+    pub async fn call_back(&mut self, fields: &[(&str, &str)]) -> Response {
         let mut url: Url = "http://none/login/oidc/callback".parse().unwrap();
         url.query_pairs_mut().extend_pairs(fields);
         self.get(&format!("{}?{}", url.path(), url.query().unwrap_or_default())).await
     }
 
-    /// All of it.
+    /// Signs in completely.
     pub async fn sign_in(&mut self, provider: &Provider) -> Response {
-        let asked = self.begin(provider, "").await;
-        let code = provider.code(&asked);
-        self.back(&[("state", &asked["state"]), ("code", &code)]).await
+        let params = self.begin(provider, "").await;
+        let code = provider.issue_code(&params);
+        self.call_back(&[("state", &params["state"]), ("code", &code)]).await
     }
 
-    /// All of it, where it is refused; the page.
-    pub async fn refused(&mut self, provider: &Provider, status: u16) -> String {
-        let answer = self.sign_in(provider).await;
-        let (got, page) = (answer.status().as_u16(), answer.text().await.unwrap());
+    /// Signs in, expects this error status, and returns the page.
+    pub async fn sign_in_error(&mut self, provider: &Provider, status: u16) -> String {
+        let response = self.sign_in(provider).await;
+        let (got, page) = (response.status().as_u16(), response.text().await.unwrap());
         assert_eq!(got, status, "{page}");
-        assert!(
-            self.cookies.is_empty(),
-            "no session, and the cookie of the sign-in is gone: {:?}",
-            self.cookies
-        );
+        assert!(self.cookies.is_empty(), "no session, and no cookie of the sign-in: {:?}", self.cookies);
         page
     }
 
-    pub async fn is_in(&mut self) -> bool {
+    pub async fn is_signed_in(&mut self) -> bool {
         self.get("/jobs").await.status() == 200
     }
 }

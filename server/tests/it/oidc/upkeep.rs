@@ -1,7 +1,7 @@
-//! A provider that is down, changes its keys, or answers with what it should not.
+//! A provider that is down, changes its keys, or has an invalid description.
 
 use super::provider::{Browser, Provider, Signer};
-use crate::test_server::{DEADLINE, TestServer};
+use crate::test_server::{TIMEOUT, TestServer};
 use axum::{
     Router,
     body::Body,
@@ -14,8 +14,8 @@ use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 use tokio::net::TcpListener;
 
-/// What a browser is told by a server whose provider describes itself so. Gets the issuer.
-async fn reported<R: IntoResponse + 'static>(
+/// Starts a provider with this description, which gets the issuer. Returns the status with which a server begins a sign-in.
+async fn begin_status<R: IntoResponse + 'static>(
     describe: impl Fn(&str) -> R + Clone + Send + Sync + 'static,
 ) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -33,8 +33,8 @@ async fn reported<R: IntoResponse + 'static>(
 }
 
 #[tokio::test]
-async fn a_server_starts_while_the_provider_is_down_and_finds_it_when_it_is_up() {
-    // Nobody listens there until the provider does.
+async fn a_server_starts_while_the_provider_is_down() {
+    // Nothing listens at this address until the provider starts.
     let reserved = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = reserved.local_addr().unwrap();
     drop(reserved);
@@ -49,9 +49,9 @@ async fn a_server_starts_while_the_provider_is_down_and_finds_it_when_it_is_up()
     .await;
     let mut browser = Browser::new(&server);
     for n in 0..20 {
-        let answer = browser.get("/login/oidc").await;
-        assert_eq!(answer.status(), 503, "{n}: not an attempt that failed");
-        let page = answer.text().await.unwrap();
+        let response = browser.get("/login/oidc").await;
+        assert_eq!(response.status(), 503, "{n}: does not count as a failed attempt");
+        let page = response.text().await.unwrap();
         assert!(
             page.contains("127.0.0.1 cannot be reached at the moment") && page.contains("name=\"token\""),
             "{page}"
@@ -60,7 +60,7 @@ async fn a_server_starts_while_the_provider_is_down_and_finds_it_when_it_is_up()
     let provider = Provider::at(TcpListener::bind(address).await.unwrap()).await;
     let since = Instant::now();
     while browser.get("/login/oidc").await.status() != 303 {
-        assert!(since.elapsed() < DEADLINE, "it is not asked again");
+        assert!(since.elapsed() < TIMEOUT, "the server does not retry");
     }
     assert_eq!(browser.sign_in(&provider).await.status(), 303);
     server.stop().await;
@@ -73,44 +73,47 @@ async fn new_keys_are_fetched_on_demand_with_a_rate_limit() {
         let key = Signer::ec();
         provider.change(|b| (b.keys, b.header, b.signer) = (vec![key.public(kid)], json!({"kid": kid}), key));
     };
-    let asked = || provider.ask(|b| b.keys_asked);
+    let requests = || provider.read(|b| b.key_requests);
     let server = provider.server(|c| (c.role, c.key_refresh) = (Some(Role::Viewer), Duration::ZERO)).await;
     assert_eq!(Browser::new(&server).sign_in(&provider).await.status(), 303);
     assert_eq!(Browser::new(&server).sign_in(&provider).await.status(), 303);
-    assert_eq!(asked(), 1, "they are kept");
+    assert_eq!(requests(), 1, "the server caches the keys");
     rotate("second");
     assert_eq!(Browser::new(&server).sign_in(&provider).await.status(), 303);
-    assert_eq!(asked(), 2);
+    assert_eq!(requests(), 2);
     rotate("second");
-    assert_eq!(Browser::new(&server).sign_in(&provider).await.status(), 303, "another key of the same name");
-    assert_eq!(asked(), 3);
+    assert_eq!(Browser::new(&server).sign_in(&provider).await.status(), 303, "a new key with the same id");
+    assert_eq!(requests(), 3);
     provider.change(|b| b.header = json!({"kid": "unknown"}));
-    assert!(Browser::new(&server).refused(&provider, 401).await.contains("does not publish"));
-    assert_eq!(asked(), 4);
+    assert!(Browser::new(&server).sign_in_error(&provider, 401).await.contains("does not publish"));
+    assert_eq!(requests(), 4);
     server.stop().await;
 
-    // With the time that there is outside of tests, a stranger's token has them fetched at most every half minute.
+    // With the default interval, tokens with unknown keys cause at most one request in 30 s.
     let server = provider.server(|c| c.role = Some(Role::Viewer)).await;
     for n in 0..3 {
-        assert!(Browser::new(&server).refused(&provider, 401).await.contains("does not publish"), "{n}");
+        assert!(
+            Browser::new(&server).sign_in_error(&provider, 401).await.contains("does not publish"),
+            "{n}"
+        );
     }
-    assert_eq!(asked(), 5);
+    assert_eq!(requests(), 5);
     server.stop().await;
 }
 
 #[tokio::test]
 async fn responses_of_providers_are_limited_and_need_https() {
-    const MOST: usize = 256 << 10;
+    const MAX: usize = 256 << 10;
     let at = "https://a.example";
     let whole =
         json!({"issuer": "ISSUER", "authorization_endpoint": at, "token_endpoint": at, "jwks_uri": at});
-    for (bytes, status) in [(MOST, 303), (MOST + 1, 503)] {
+    for (bytes, status) in [(MAX, 303), (MAX + 1, 503)] {
         let text = whole.to_string();
-        let described = move |issuer: &str| {
+        let describe = move |issuer: &str| {
             let text = text.replace("ISSUER", issuer);
             format!("{text}{}", " ".repeat(bytes - text.len()))
         };
-        assert_eq!(reported(described).await, status, "{bytes}");
+        assert_eq!(begin_status(describe).await, status, "{bytes}");
     }
     let with = |name: &str, value: &str| {
         let mut whole = whole.clone();
@@ -130,13 +133,17 @@ async fn responses_of_providers_are_limited_and_need_https() {
     ];
     for (described, status) in cases {
         let text = described.to_string();
-        assert_eq!(reported(move |issuer: &str| text.replace("ISSUER", issuer)).await, status, "{described}");
+        assert_eq!(
+            begin_status(move |issuer: &str| text.replace("ISSUER", issuer)).await,
+            status,
+            "{described}"
+        );
     }
-    // A redirect could lead anywhere; a body need not end.
-    assert_eq!(reported(|_| Redirect::to("/other")).await, 503);
+    // Redirects are refused, and so is an endless body.
+    assert_eq!(begin_status(|_| Redirect::to("/other")).await, 503);
     let endless = |_: &str| {
         let chunks = futures_util::stream::repeat_with(|| Ok::<_, std::io::Error>("[".repeat(4096)));
         Body::from_stream(chunks)
     };
-    assert_eq!(reported(endless).await, 503);
+    assert_eq!(begin_status(endless).await, 503);
 }

@@ -1,11 +1,11 @@
-//! MLflow's wire: calls with the bodies that MLflow's own client sends, and the answers that it reads.
+//! MLflow's protocol: calls with the bodies that MLflow's client sends, and the responses that the client expects.
 
 use crate::test_server::{TestServer, client};
 use lockstep_protocol::job::JobState;
 use reqwest::Client;
 use serde_json::{Value, json};
 
-/// A call as MLflow's client makes it: fields of a GET are in the query.
+/// Sends a call like MLflow's client. Fields of a GET are in the query.
 async fn call(
     server: &TestServer,
     client: &Client,
@@ -23,24 +23,24 @@ async fn call(
         }
         _ => client.post(url).json(fields),
     };
-    let answer = request.send().await.unwrap();
-    (answer.status().as_u16(), answer.json().await.unwrap())
+    let response = request.send().await.unwrap();
+    (response.status().as_u16(), response.json().await.unwrap())
 }
 
 #[tokio::test]
 async fn responses_to_mlflow_s_calls_match_mlflow() {
     let server = TestServer::new().await;
     let post = async |name: &str, fields: Value| {
-        let (status, answer) = call(&server, &server.http, "POST", name, &fields).await;
-        assert_eq!(status, 200, "{name}: {answer}");
-        answer
+        let (status, response) = call(&server, &server.http, "POST", name, &fields).await;
+        assert_eq!(status, 200, "{name}: {response}");
+        response
     };
     let get = async |name: &str, fields: Value| {
-        let (status, answer) = call(&server, &server.http, "GET", name, &fields).await;
-        assert_eq!(status, 200, "{name}: {answer}");
-        answer
+        let (status, response) = call(&server, &server.http, "GET", name, &fields).await;
+        assert_eq!(status, 200, "{name}: {response}");
+        response
     };
-    // An experiment is a project, and the first one is always there.
+    // An experiment is a project. The default experiment always exists.
     let default = json!({"experiment_id": "0", "name": "Default", "lifecycle_stage": "active",
         "artifact_location": "mlflow-artifacts:/"});
     assert_eq!(get("experiments/get", json!({"experiment_id": "0"})).await["experiment"], default);
@@ -48,8 +48,8 @@ async fn responses_to_mlflow_s_calls_match_mlflow() {
         get("experiments/get-by-name", json!({"experiment_name": "Default"})).await["experiment"],
         default
     );
-    let made = post("experiments/create", json!({"name": "shoes"})).await;
-    assert_eq!(made["experiment_id"], "shoes");
+    let created = post("experiments/create", json!({"name": "shoes"})).await;
+    assert_eq!(created["experiment_id"], "shoes");
     assert_eq!(
         get("experiments/get", json!({"experiment_id": "shoes"})).await["experiment"]["name"],
         "shoes"
@@ -69,26 +69,28 @@ async fn responses_to_mlflow_s_calls_match_mlflow() {
     );
     assert_eq!((&info["start_time"], &info["user_id"]), (&json!(1_700_000_000_000u64), &json!("me")));
     assert_eq!(info["artifact_uri"], format!("mlflow-artifacts:/{id}"));
-    let of = |mut fields: Value| {
+    let with_run = |mut fields: Value| {
         fields["run_id"] = json!(id);
         fields
     };
-    post("runs/log-parameter", of(json!({"key": "lr", "value": "0.1"}))).await;
-    post("runs/log-parameter", of(json!({"key": "lr", "value": "0.1"}))).await;
+    post("runs/log-parameter", with_run(json!({"key": "lr", "value": "0.1"}))).await;
+    post("runs/log-parameter", with_run(json!({"key": "lr", "value": "0.1"}))).await;
     for (value, at) in [(json!(0.5), 0), (json!(0.25), 1), (json!("NaN"), 2)] {
         post(
             "runs/log-metric",
-            of(json!({"key": "val/loss", "value": value, "timestamp": 1_700_000_000_000u64, "step": at})),
+            with_run(
+                json!({"key": "val/loss", "value": value, "timestamp": 1_700_000_000_000u64, "step": at}),
+            ),
         )
         .await;
     }
-    post("runs/log-batch", of(json!({
+    post("runs/log-batch", with_run(json!({
         "metrics": [{"key": "acc", "value": 0.1, "timestamp": "1700000000000", "step": "1"}, {"key": "acc", "value": 0.7, "timestamp": 1, "step": 2}],
         "params": [{"key": "depth", "value": "3"}], "tags": [{"key": "colour", "value": "blue"}, {"key": "gone", "value": "x"}],
     }))).await;
-    post("runs/set-tag", of(json!({"key": "colour", "value": "red"}))).await;
-    post("runs/delete-tag", of(json!({"key": "gone"}))).await;
-    post("runs/log-inputs", of(json!({"datasets": []}))).await;
+    post("runs/set-tag", with_run(json!({"key": "colour", "value": "red"}))).await;
+    post("runs/delete-tag", with_run(json!({"key": "gone"}))).await;
+    post("runs/log-inputs", with_run(json!({"datasets": []}))).await;
     // A model is a folder of its run.
     let made = json!({"experiment_id": "shoes", "name": "net", "source_run_id": id, "tags": [{"key": "a", "value": "b"}]});
     let made = post("logged-models", made).await;
@@ -97,11 +99,11 @@ async fn responses_to_mlflow_s_calls_match_mlflow() {
         (model["artifact_uri"].as_str(), model["status"].as_str()),
         (Some(format!("mlflow-artifacts:/{id}/net").as_str()), Some("LOGGED_MODEL_READY"))
     );
-    post("runs/outputs", of(json!({"models": [{"model_id": model["model_id"], "step": 0}]}))).await;
+    post("runs/outputs", with_run(json!({"models": [{"model_id": model["model_id"], "step": 0}]}))).await;
     let model = format!("logged-models/{}", model["model_id"].as_str().unwrap());
     post(&format!("{model}/params"), json!({"params": [{"key": "lr", "value": "0.1"}]})).await;
     assert_eq!(get(&model, json!({})).await, made);
-    let found = get("runs/get", of(json!({}))).await;
+    let found = get("runs/get", with_run(json!({}))).await;
     let data = &found["run"]["data"];
     let pairs = |key: &str| -> Vec<(String, Value)> {
         let list = data[key].as_array().unwrap().iter();
@@ -109,10 +111,14 @@ async fn responses_to_mlflow_s_calls_match_mlflow() {
     };
     let pair = |key: &str, value: Value| (key.to_owned(), value);
     assert_eq!(pairs("params"), [pair("depth", json!("3")), pair("lr", json!("0.1"))]);
-    assert_eq!(pairs("metrics"), [pair("acc", json!(0.7))], "the newest is not finite");
+    assert_eq!(
+        pairs("metrics"),
+        [pair("acc", json!(0.7))],
+        "val/loss is absent, because its newest value is not finite"
+    );
     let tags = [("colour", "red"), ("mlflow.runName", "sole"), ("mlflow.user", "me")];
     assert_eq!(pairs("tags"), tags.map(|(key, value)| pair(key, json!(value))));
-    let history = async |page: Value| get("metrics/get-history", of(page)).await;
+    let history = async |page: Value| get("metrics/get-history", with_run(page)).await;
     let all = history(json!({"metric_key": "val/loss"})).await;
     let values: Vec<_> =
         all["metrics"].as_array().unwrap().iter().map(|m| (&m["step"], &m["value"])).collect();
@@ -132,7 +138,7 @@ async fn responses_to_mlflow_s_calls_match_mlflow() {
 
     let ended = post(
         "runs/update",
-        of(json!({"status": "FINISHED", "end_time": 1_700_000_000_001u64, "run_name": "heel"})),
+        with_run(json!({"status": "FINISHED", "end_time": 1_700_000_000_001u64, "run_name": "heel"})),
     )
     .await;
     assert_eq!(
@@ -146,15 +152,15 @@ async fn responses_to_mlflow_s_calls_match_mlflow() {
         (JobState::Succeeded, "shoes", Some("0.1"))
     );
 
-    // What is refused, and in which words.
+    // Errors.
     let long = |length: usize| "x".repeat(length);
     let metrics: Vec<_> =
         (0..1001).map(|n| json!({"key": "m", "value": n, "timestamp": 0, "step": n})).collect();
-    for (method, name, fields, status, code, words) in [
+    for (method, name, fields, status, code, fragment) in [
         (
             "POST",
             "runs/log-parameter",
-            of(json!({"key": "lr", "value": "0.2"})),
+            with_run(json!({"key": "lr", "value": "0.2"})),
             400,
             "INVALID_PARAMETER_VALUE",
             "Changing param values is not allowed",
@@ -162,7 +168,7 @@ async fn responses_to_mlflow_s_calls_match_mlflow() {
         (
             "POST",
             "runs/log-parameter",
-            of(json!({"key": "p", "value": long(6001)})),
+            with_run(json!({"key": "p", "value": long(6001)})),
             400,
             "INVALID_PARAMETER_VALUE",
             "length limit of 6000",
@@ -170,7 +176,7 @@ async fn responses_to_mlflow_s_calls_match_mlflow() {
         (
             "POST",
             "runs/log-metric",
-            of(json!({"key": "m", "value": "x"})),
+            with_run(json!({"key": "m", "value": "x"})),
             400,
             "INVALID_PARAMETER_VALUE",
             "valid double",
@@ -178,7 +184,7 @@ async fn responses_to_mlflow_s_calls_match_mlflow() {
         (
             "POST",
             "runs/log-metric",
-            of(json!({"key": long(251), "value": 1})),
+            with_run(json!({"key": long(251), "value": 1})),
             400,
             "INVALID_PARAMETER_VALUE",
             "1 to 250 characters",
@@ -186,7 +192,7 @@ async fn responses_to_mlflow_s_calls_match_mlflow() {
         (
             "POST",
             "runs/log-batch",
-            of(json!({"metrics": metrics})),
+            with_run(json!({"metrics": metrics})),
             400,
             "INVALID_PARAMETER_VALUE",
             "at most 1000 metrics",
@@ -256,46 +262,51 @@ async fn responses_to_mlflow_s_calls_match_mlflow() {
             "no registered models",
         ),
     ] {
-        let (given, problem) = call(&server, &server.http, method, name, &fields).await;
-        assert_eq!((given, &problem["error_code"]), (status, &json!(code)), "{name}: {problem}");
-        assert!(problem["message"].as_str().unwrap().contains(words), "{name}: {problem}");
+        let (found, problem) = call(&server, &server.http, method, name, &fields).await;
+        assert_eq!((found, &problem["error_code"]), (status, &json!(code)), "{name}: {problem}");
+        assert!(problem["message"].as_str().unwrap().contains(fragment), "{name}: {problem}");
     }
 
-    // The token as a password; it looks and does not change.
-    let (_, reads) = server.make_token(&json!({"name": "reads", "scope": "read"})).await;
+    // MLflow's clients send a token as a password. A token of the scope read cannot change anything.
+    let (_, read_token) = server.make_token(&json!({"name": "reads", "scope": "read"})).await;
     let anonymous = client("");
     let as_password = |name: &str| {
-        anonymous.post(server.url(&format!("/api/2.0/mlflow/{name}"))).basic_auth("me", Some(&reads))
+        anonymous.post(server.url(&format!("/api/2.0/mlflow/{name}"))).basic_auth("me", Some(&read_token))
     };
     let search = as_password("runs/search").json(&json!({"experiment_ids": ["shoes"]})).send().await.unwrap();
     assert_eq!(search.status(), 200);
     assert_eq!(as_password("runs/create").json(&json!({})).send().await.unwrap().status(), 403);
-    let elsewhere = anonymous.get(server.url("/api/v1/jobs")).basic_auth("me", Some(&reads));
-    assert_eq!(elsewhere.send().await.unwrap().status(), 401, "only MLflow's clients send it so");
+    let elsewhere = anonymous.get(server.url("/api/v1/jobs")).basic_auth("me", Some(&read_token));
+    assert_eq!(
+        elsewhere.send().await.unwrap().status(),
+        401,
+        "other routes do not accept a token as a password"
+    );
 
-    post("runs/delete", of(json!({}))).await;
-    assert_eq!(call(&server, &server.http, "GET", "runs/get", &of(json!({}))).await.0, 404);
+    post("runs/delete", with_run(json!({}))).await;
+    assert_eq!(call(&server, &server.http, "GET", "runs/get", &with_run(json!({}))).await.0, 404);
     server.stop().await;
 }
 
-/// What `tests/tracking/test_rest_tracking.py` of MLflow's repository asserts of the calls that are served here.
+/// Assertions of `tests/tracking/test_rest_tracking.py` in MLflow's repository, for the supported calls.
 #[tokio::test]
 async fn calls_agree_with_mlflow_s_own_tests() {
     let server = TestServer::new().await;
     let ask = async |method: &str, name: &str, fields: Value| {
         call(&server, &server.http, method, name, &fields).await
     };
-    // A project's name has fewer characters than an experiment's.
+    // Names of projects may contain fewer characters than names of experiments, so the server replaces some.
     let (_, experiment) = ask("POST", "experiments/create", json!({"name": "Oh My"})).await;
     assert_eq!(experiment, json!({"experiment_id": "Oh-My"}));
-    let (_, made) = ask("POST", "runs/create", json!({"experiment_id": experiment["experiment_id"]})).await;
-    let id = made["run"]["info"]["run_id"].clone();
-    assert_eq!(made["run"]["info"]["user_id"], "this machine");
+    let (_, created) =
+        ask("POST", "runs/create", json!({"experiment_id": experiment["experiment_id"]})).await;
+    let id = created["run"]["info"]["run_id"].clone();
+    assert_eq!(created["run"]["info"]["user_id"], "this machine");
     let with = |mut fields: Value| {
         fields["run_id"] = id.clone();
         fields
     };
-    // An empty value is one.
+    // Empty values are valid.
     for (name, fields) in [
         ("runs/log-parameter", json!({"key": "empty", "value": ""})),
         ("runs/set-tag", json!({"key": "empty", "value": ""})),
@@ -319,7 +330,7 @@ async fn calls_agree_with_mlflow_s_own_tests() {
         metric
     };
     let mae = r#"[{"key":"mae","value":2.5}]"#;
-    for (name, fields, words) in [
+    for (name, fields, fragment) in [
         ("experiments/create", json!({"name": 123}), invalid("123", "name")),
         ("experiments/create", json!({}), missing("name")),
         (
@@ -352,13 +363,13 @@ async fn calls_agree_with_mlflow_s_own_tests() {
         let (status, problem) = ask("POST", name, fields.clone()).await;
         let expected = if name == "runs/delete-tag" { 404 } else { 400 };
         assert_eq!(status, expected, "{name} {fields}: {problem}");
-        assert!(problem["message"].as_str().unwrap().contains(&words), "{name} {fields}: {problem}");
+        assert!(problem["message"].as_str().unwrap().contains(&fragment), "{name} {fields}: {problem}");
     }
     let invalid_path = json!({"error_code": "INVALID_PARAMETER_VALUE", "message": "Invalid path"});
     let listed = ask("GET", "artifacts/list", with(json!({"path": "../path"}))).await;
     assert_eq!(listed, (400, invalid_path));
 
-    // Pages of experiments, of runs in the order of their start, and of a metric whose steps are far apart.
+    // Pages of experiments, and of a metric whose steps are far apart.
     let search = async |token: Value| {
         let (_, page) =
             ask("POST", "experiments/search", json!({"max_results": 1, "page_token": token})).await;

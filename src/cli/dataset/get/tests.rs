@@ -10,10 +10,10 @@ use std::{
 };
 use tempfile::TempDir;
 
-/// How a server answers.
+/// The behaviour of a [`Mirror`].
 #[derive(Clone)]
-pub(crate) struct Manners {
-    /// Whether the server understands `Range`.
+pub(crate) struct Behaviour {
+    /// Whether the server supports `Range`.
     pub(crate) ranges: bool,
     /// Numbers of body bytes after which the first connections are cut.
     pub(crate) cuts: Vec<usize>,
@@ -30,15 +30,15 @@ pub(crate) struct Mirror {
 }
 
 impl Mirror {
-    pub(crate) fn start(manners: Manners) -> Self {
+    pub(crate) fn start(behaviour: Behaviour) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let base = format!("http://{}/data", listener.local_addr().unwrap());
         let seen = Arc::new(Mutex::new(Vec::new()));
         let requests = Arc::clone(&seen);
-        // Ends with the tests' process.
+        // The thread runs until the test process ends.
         thread::spawn(move || {
             for connection in listener.incoming() {
-                answer(&mut connection.unwrap(), &manners, &requests);
+                respond(&mut connection.unwrap(), &behaviour, &requests);
             }
         });
         Self { base, seen }
@@ -49,7 +49,7 @@ impl Mirror {
     }
 }
 
-fn answer(connection: &mut TcpStream, manners: &Manners, seen: &Mutex<Vec<(String, Option<usize>)>>) {
+fn respond(connection: &mut TcpStream, behaviour: &Behaviour, seen: &Mutex<Vec<(String, Option<usize>)>>) {
     let mut request = Vec::new();
     let mut byte = [0];
     while !request.ends_with(b"\r\n\r\n") && connection.read(&mut byte).unwrap() == 1 {
@@ -65,13 +65,13 @@ fn answer(connection: &mut TcpStream, manners: &Manners, seen: &Mutex<Vec<(Strin
         seen.push((path.clone(), range));
         seen.len() - 1
     };
-    let found = manners.files.iter().find(|(name, _)| path == format!("/data/{name}"));
-    let (Some((_, body)), None) = (found, manners.status) else {
-        let status = manners.status.unwrap_or("404 Not Found");
+    let found = behaviour.files.iter().find(|(name, _)| path == format!("/data/{name}"));
+    let (Some((_, body)), None) = (found, behaviour.status) else {
+        let status = behaviour.status.unwrap_or("404 Not Found");
         let _ = write!(connection, "HTTP/1.1 {status}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n");
         return;
     };
-    let begin = range.filter(|_| manners.ranges).unwrap_or(0);
+    let begin = range.filter(|_| behaviour.ranges).unwrap_or(0);
     let rest = &body[begin.min(body.len())..];
     let (status, more) = match begin {
         0 => ("200 OK", String::new()),
@@ -80,7 +80,7 @@ fn answer(connection: &mut TcpStream, manners: &Manners, seen: &Mutex<Vec<(Strin
             format!("content-range: bytes {begin}-{}/{}\r\n", body.len() - 1, body.len()),
         ),
     };
-    let sent = manners.cuts.get(number).map_or(rest.len(), |cut| (*cut).min(rest.len()));
+    let sent = behaviour.cuts.get(number).map_or(rest.len(), |cut| (*cut).min(rest.len()));
     let _ = write!(
         connection,
         "HTTP/1.1 {status}\r\ncontent-length: {}\r\n{more}connection: close\r\n\r\n",
@@ -102,8 +102,8 @@ fn known(files: Vec<Remote>) -> Known {
     Known { name: "small", base: "http://nobody.invalid/", files: files.leak(), classes: &[] }
 }
 
-pub(crate) fn good(files: Vec<(&'static str, Vec<u8>)>) -> Manners {
-    Manners { ranges: true, cuts: Vec::new(), status: None, files }
+pub(crate) fn serve_files(files: Vec<(&'static str, Vec<u8>)>) -> Behaviour {
+    Behaviour { ranges: true, cuts: Vec::new(), status: None, files }
 }
 
 fn folder() -> (TempDir, PathBuf) {
@@ -115,43 +115,47 @@ fn folder() -> (TempDir, PathBuf) {
 const SIZE: usize = 300_000;
 
 #[test]
-fn a_connection_that_breaks_is_continued_where_it_was() {
+fn a_broken_download_is_continued() {
     let content = bytes(SIZE, 1);
     let set = known(vec![remote("a.bin", &content, &[])]);
     let (_folder, to) = folder();
-    let mirror =
-        Mirror::start(Manners { cuts: vec![100_000, 50_000, 0], ..good(vec![("a.bin", content.clone())]) });
+    let mirror = Mirror::start(Behaviour {
+        cuts: vec![100_000, 50_000, 0],
+        ..serve_files(vec![("a.bin", content.clone())])
+    });
     fetch(&set, &mirror.base, &to).unwrap();
     assert_eq!(fs::read(to.join("a.bin")).unwrap(), content);
     assert_eq!(mirror.ranges(), [None, Some(100_000), Some(150_000), Some(150_000)]);
-    // No temporary file is left, and the second time there is nothing to do.
+    // No temporary file is left, and a second call downloads nothing.
     assert_eq!(fs::read_dir(to.parent().unwrap()).unwrap().count(), 1);
     fetch(&set, &mirror.base, &to).unwrap();
     assert_eq!(mirror.ranges().len(), 4);
 }
 
 #[test]
-fn a_server_without_ranges_begins_anew() {
+fn a_server_without_ranges_sends_the_whole_file_again() {
     let content = bytes(SIZE, 2);
     let set = known(vec![remote("a.bin", &content, &[])]);
     let (_folder, to) = folder();
     let files = vec![("a.bin", content.clone())];
-    let mirror = Mirror::start(Manners { ranges: false, cuts: vec![200_000, 100], ..good(files) });
+    let mirror = Mirror::start(Behaviour { ranges: false, cuts: vec![200_000, 100], ..serve_files(files) });
     fetch(&set, &mirror.base, &to).unwrap();
     assert_eq!(fs::read(to.join("a.bin")).unwrap(), content);
-    // Earlier bytes do not count as the beginning of the new answer. The second connection was cut earlier than the first.
+    // Earlier bytes are not used as the start of the new response. The second connection is cut earlier than the first.
     assert_eq!(mirror.ranges(), [None, Some(200_000), Some(100)]);
 }
 
 #[test]
-fn a_download_that_was_given_up_is_continued_by_the_next() {
+fn an_abandoned_download_is_continued_by_the_next() {
     let content = bytes(SIZE, 3);
     let set = known(vec![remote("a.bin", &content, &[])]);
     let (_folder, to) = folder();
-    let mirror =
-        Mirror::start(Manners { cuts: vec![120_000, 0, 0, 0, 0], ..good(vec![("a.bin", content.clone())]) });
-    let said = format!("{:#}", fetch(&set, &mirror.base, &to).unwrap_err());
-    assert!(said.contains("the same command continues") && said.contains("small.part"), "{said}");
+    let mirror = Mirror::start(Behaviour {
+        cuts: vec![120_000, 0, 0, 0, 0],
+        ..serve_files(vec![("a.bin", content.clone())])
+    });
+    let message = format!("{:#}", fetch(&set, &mirror.base, &to).unwrap_err());
+    assert!(message.contains("the same command continues") && message.contains("small.part"), "{message}");
     assert!(!to.exists());
     fetch(&set, &mirror.base, &to).unwrap();
     assert_eq!(fs::read(to.join("a.bin")).unwrap(), content);
@@ -159,7 +163,7 @@ fn a_download_that_was_given_up_is_continued_by_the_next() {
 }
 
 #[test]
-fn other_bytes_are_not_kept() {
+fn bytes_of_another_file_are_not_kept() {
     let content = bytes(SIZE, 4);
     let set = known(vec![remote("a.bin", &content, &[])]);
     let (_folder, to) = folder();
@@ -169,45 +173,45 @@ fn other_bytes_are_not_kept() {
         (bytes(SIZE - 1, 4), "has 299999 bytes, but a.bin has 300000"),
         (bytes(SIZE + 1, 4), "has 300001 bytes, but a.bin has 300000"),
     ] {
-        let mirror = Mirror::start(good(vec![("a.bin", served)]));
+        let mirror = Mirror::start(serve_files(vec![("a.bin", served)]));
         let error = fetch(&set, &mirror.base, &to).unwrap_err();
-        let said = format!("{error:#}");
-        assert!(said.contains(words) && said.contains("--from"), "{said}");
-        assert!(error.is::<crate::cli::WrongRequest>() && !to.exists(), "{said}");
-        assert!(fs::metadata(&part).map_or(0, |part| part.len()) == 0, "{said}");
+        let message = format!("{error:#}");
+        assert!(message.contains(words) && message.contains("--from"), "{message}");
+        assert!(error.is::<crate::cli::WrongRequest>() && !to.exists(), "{message}");
+        assert!(fs::metadata(&part).map_or(0, |part| part.len()) == 0, "{message}");
     }
     // An earlier run may have left bytes of another file: then the whole file is downloaded again.
     fs::write(&part, bytes(1000, 9)).unwrap();
-    let mirror = Mirror::start(good(vec![("a.bin", content.clone())]));
+    let mirror = Mirror::start(serve_files(vec![("a.bin", content.clone())]));
     fetch(&set, &mirror.base, &to).unwrap();
     assert_eq!(mirror.ranges(), [Some(1000), None]);
     assert_eq!(fs::read(to.join("a.bin")).unwrap(), content);
 }
 
 #[test]
-fn who_cannot_be_reached_is_named_with_what_to_do() {
+fn unreachable_urls_are_named_with_advice() {
     let content = bytes(1000, 6);
     let set = known(vec![remote("a.bin", &content, &[])]);
     let (_folder, to) = folder();
-    // A port that was free a moment ago.
+    // A port on which no server listens.
     let gone = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let error = fetch(&set, &format!("http://{gone}/data"), &to).unwrap_err();
-    let said = format!("{error:#}");
+    let message = format!("{error:#}");
     let work = partial(&to);
     for words in
         [&format!("http://{gone}/data/a.bin"), "Without a network", work.to_str().unwrap(), "--from URL"]
     {
-        assert!(said.contains(words), "{words:?} in {said}");
+        assert!(message.contains(words), "{words:?} in {message}");
     }
     assert!(!error.is::<crate::cli::WrongRequest>(), "another time it may be there");
-    // As the message advises, the file is put there by hand.
+    // The user puts the file there, as the message advises.
     fs::write(work.join("a.bin"), &content).unwrap();
     fetch(&set, &format!("http://{gone}/data"), &to).unwrap();
     assert_eq!(fs::read(to.join("a.bin")).unwrap(), content);
 
     let (_folder, to) = folder();
     for (status, is_wrong) in [("404 Not Found", true), ("503 Service Unavailable", false)] {
-        let mirror = Mirror::start(Manners { status: Some(status), ..good(Vec::new()) });
+        let mirror = Mirror::start(Behaviour { status: Some(status), ..serve_files(Vec::new()) });
         let error = fetch(&set, &mirror.base, &to).unwrap_err();
         assert!(format!("{error:#}").contains(status), "{error:#}");
         assert_eq!(error.is::<crate::cli::WrongRequest>(), is_wrong, "{status}");
@@ -228,12 +232,12 @@ fn archive(entries: &[(&str, &[u8])]) -> Vec<u8> {
 }
 
 #[test]
-fn an_archive_is_unpacked_whole_or_not_at_all() {
+fn an_archive_is_unpacked_completely_or_not_at_all() {
     let (_folder, to) = folder();
     let whole =
         archive(&[("set/train.bin", b"train"), ("set/readme.html", b"hello"), ("set/test.bin", b"test")]);
     let set = known(vec![remote("a.tar.gz", &whole, &["train.bin", "test.bin"])]);
-    let mirror = Mirror::start(good(vec![("a.tar.gz", whole)]));
+    let mirror = Mirror::start(serve_files(vec![("a.tar.gz", whole)]));
     fetch(&set, &mirror.base, &to).unwrap();
     let mut names: Vec<_> = fs::read_dir(&to).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     names.sort();
@@ -243,15 +247,15 @@ fn an_archive_is_unpacked_whole_or_not_at_all() {
 
     // A folder with other content is not touched.
     fs::remove_file(to.join("test.bin")).unwrap();
-    let said = fetch(&set, &mirror.base, &to).unwrap_err().to_string();
-    assert!(said.contains("has no test.bin") && said.contains("--to"), "{said}");
+    let message = fetch(&set, &mirror.base, &to).unwrap_err().to_string();
+    assert!(message.contains("has no test.bin") && message.contains("--to"), "{message}");
 
     let (_folder, to) = folder();
     let part = archive(&[("set/train.bin", b"train")]);
     let set = known(vec![remote("a.tar.gz", &part, &["train.bin", "test.bin"])]);
-    let mirror = Mirror::start(good(vec![("a.tar.gz", part)]));
-    let said = format!("{:#}", fetch(&set, &mirror.base, &to).unwrap_err());
-    assert!(said.contains("a.tar.gz has no test.bin") && !to.exists(), "{said}");
+    let mirror = Mirror::start(serve_files(vec![("a.tar.gz", part)]));
+    let message = format!("{:#}", fetch(&set, &mirror.base, &to).unwrap_err());
+    assert!(message.contains("a.tar.gz has no test.bin") && !to.exists(), "{message}");
 }
 
 #[test]
@@ -262,9 +266,9 @@ fn two_downloads_do_not_write_into_one_file() {
     fs::create_dir_all(partial(&to)).unwrap();
     let other = File::create(partial(&to).join("a.bin.part")).unwrap();
     other.lock().unwrap();
-    let mirror = Mirror::start(good(vec![("a.bin", content)]));
-    let said = format!("{:#}", fetch(&set, &mirror.base, &to).unwrap_err());
-    assert!(said.contains("another download"), "{said}");
+    let mirror = Mirror::start(serve_files(vec![("a.bin", content)]));
+    let message = format!("{:#}", fetch(&set, &mirror.base, &to).unwrap_err());
+    assert!(message.contains("another download"), "{message}");
     drop(other);
     fetch(&set, &mirror.base, &to).unwrap();
 }

@@ -25,7 +25,7 @@ fn pair(to_b: Result<LinkMeasurement, String>, to_a: Result<LinkMeasurement, Str
     }
 }
 
-/// The findings, each with its grade.
+/// The findings: (kind, grade, text).
 fn found(pair: &Pair, fastest_gigabits: f64) -> Vec<(String, Grade, String)> {
     let findings = of_pair(pair, fastest_gigabits * 125e6);
     assert!(findings.iter().all(|f| f.advice.as_ref().is_some_and(|a| a.len() > 20)), "{findings:?}");
@@ -33,19 +33,19 @@ fn found(pair: &Pair, fastest_gigabits: f64) -> Vec<(String, Grade, String)> {
 }
 
 #[test]
-fn a_good_pair_has_nothing_to_be_done() {
+fn a_good_pair_has_no_findings() {
     assert_eq!(found(&pair(Ok(link(9.4, 0.1)), Ok(link(9.3, 0.1))), 9.4), []);
     // A gigabit less TCP's headers.
     assert_eq!(found(&pair(Ok(link(0.94, 0.2)), Ok(link(0.94, 0.2))), 0.94), []);
 }
 
 #[test]
-fn who_does_not_reach_whom_is_said_for_each_direction() {
-    let said =
+fn unreachable_directions_are_reported_separately() {
+    let findings =
         found(&pair(Err("connecting to 10.0.0.2:4: no answer in 5 s".into()), Ok(link(9.4, 0.1))), 9.4);
-    assert_eq!(said.len(), 1);
-    assert_eq!((said[0].0.as_str(), said[0].1), ("reach", Grade::Problem));
-    assert!(said[0].2.starts_with("a does not reach b: connecting"), "{said:?}");
+    assert_eq!(findings.len(), 1);
+    assert_eq!((findings[0].0.as_str(), findings[0].1), ("reach", Grade::Problem));
+    assert!(findings[0].2.starts_with("a does not reach b: connecting"), "{findings:?}");
     let pair = pair(
         Ok(link(9.4, 0.1)),
         Err("connected to b; short messages pass, but no data arrived for 5 s during a bulk transfer".into()),
@@ -54,25 +54,25 @@ fn who_does_not_reach_whom_is_said_for_each_direction() {
 }
 
 #[test]
-fn slow_ways_are_told_apart() {
+fn slow_directions_are_distinguished() {
     let of = |there: f64, back: f64, fastest: f64| {
-        let said = found(&pair(Ok(link(there, 0.1)), Ok(link(back, 0.1))), fastest);
-        assert!(said.len() <= 1, "{said:?}");
-        said.into_iter().next().map(|(_, grade, found)| (grade, found))
+        let findings = found(&pair(Ok(link(there, 0.1)), Ok(link(back, 0.1))), fastest);
+        assert!(findings.len() <= 1, "{findings:?}");
+        findings.into_iter().next().map(|(_, grade, found)| (grade, found))
     };
-    let (grade, said) = of(0.05, 0.9, 0.9).unwrap();
-    assert!(grade == Grade::Problem && said.contains("50.0 Mbit/s from b to a"), "{said}");
-    let (grade, said) = of(9.0, 3.0, 9.0).unwrap();
+    let (grade, message) = of(0.05, 0.9, 0.9).unwrap();
+    assert!(grade == Grade::Problem && message.contains("50.0 Mbit/s from b to a"), "{message}");
+    let (grade, message) = of(9.0, 3.0, 9.0).unwrap();
     assert!(
-        grade == Grade::Note && said.contains("3.00 Gbit/s from a to b, 9.00 Gbit/s the other way"),
-        "{said}"
+        grade == Grade::Note && message.contains("3.00 Gbit/s from a to b, 9.00 Gbit/s the other way"),
+        "{message}"
     );
-    let (grade, said) = of(0.9, 0.94, 9.4).unwrap();
-    assert!(grade == Grade::Note && said.contains("slowest link"), "{said}");
-    let (grade, said) = of(0.4, 0.4, 0.4).unwrap();
+    let (grade, message) = of(0.9, 0.94, 9.4).unwrap();
+    assert!(grade == Grade::Note && message.contains("slowest link"), "{message}");
+    let (grade, message) = of(0.4, 0.4, 0.4).unwrap();
     assert!(
-        grade == Grade::Note && said.contains("ResNet-50's gradients") && said.contains("4.1 s"),
-        "{said}"
+        grade == Grade::Note && message.contains("ResNet-50's gradients") && message.contains("4.1 s"),
+        "{message}"
     );
     assert_eq!(of(4.0, 9.0, 9.0), None, "less than 2.5 times");
     let far = found(&pair(Ok(link(9.4, 10.0)), Ok(link(9.4, 10.1))), 9.4);
@@ -80,7 +80,7 @@ fn slow_ways_are_told_apart() {
 }
 
 #[test]
-fn clocks_may_be_a_second_apart_and_a_minute_is_a_problem() {
+fn clock_differences_lead_to_notes_and_problems() {
     let with = |ahead: f64, within: f64| {
         let mut pair = pair(Ok(link(9.4, 0.1)), Ok(link(9.4, 0.1)));
         (pair.clock_ahead_ms, pair.clock_within_ms) = (Some(ahead), Some(within));
@@ -125,7 +125,7 @@ fn machine(name: &str, lockstep: &str, gpu: Option<(&str, &str)>) -> ExaminedMac
 }
 
 #[test]
-fn versions_must_agree_where_they_matter() {
+fn relevant_versions_must_be_equal() {
     let of = |a: &ExaminedMachine, b: &ExaminedMachine| -> Vec<(String, Grade)> {
         versions(a, b).into_iter().map(|f| (f.what, f.grade)).collect()
     };

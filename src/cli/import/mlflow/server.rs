@@ -28,10 +28,10 @@ pub(super) fn sources(url: &str) -> anyhow::Result<Sources> {
     let mut found = Sources::new();
     for (experiment, run) in block_on(server.runs())? {
         let (server, shown) = (server.clone(), format!("run {}", text(&run["info"], "run_id")));
-        // Runs are read within a tokio runtime, which must not block on another runtime, so a thread has its own.
+        // This is called within a tokio runtime, where `block_on` would panic, so a new thread calls it.
         let read: Read = Box::new(move || {
-            let reads = thread::spawn(move || block_on(server.read(&experiment, &run)));
-            Ok(vec![reads.join().map_err(|_| anyhow!("reading the run panicked"))??])
+            let child = thread::spawn(move || block_on(server.read(&experiment, &run)));
+            Ok(vec![child.join().map_err(|_| anyhow!("reading the run panicked"))??])
         });
         found.push((shown, read));
     }
@@ -56,11 +56,11 @@ impl Server {
         Ok(found)
     }
 
-    async fn read(&self, experiment: &str, found: &Value) -> anyhow::Result<Run> {
+    async fn read(&self, experiment: &str, entry: &Value) -> anyhow::Result<Run> {
         let began = Timestamp::now().as_millisecond();
-        let id = text(&found["info"], "run_id");
-        let mut run = run_of(&id, experiment, &found["info"]);
-        let list = |key: &str| found["data"][key].as_array().cloned().unwrap_or_default();
+        let id = text(&entry["info"], "run_id");
+        let mut run = run_of(&id, experiment, &entry["info"]);
+        let list = |key: &str| entry["data"][key].as_array().cloned().unwrap_or_default();
         let pairs = |key: &str| -> Vec<(String, String)> {
             list(key).iter().map(|pair| (text(pair, "key"), text(pair, "value"))).collect()
         };
@@ -74,7 +74,7 @@ impl Server {
                 ("max_results".into(), "25000".into()),
             ]);
             for point in self.all(Method::GET, "metrics/get-history", "metrics", fields).await? {
-                // In protobuf's JSON, whole numbers, "NaN" and "Infinity" are texts.
+                // Protobuf's JSON has int64, NaN and infinity as strings.
                 let whole = |key: &str| text(&point, key).parse::<i64>().unwrap_or(0);
                 match text(&point, "value").parse() {
                     Ok(value) => points.push((whole("timestamp"), name.clone(), whole("step"), value)),
@@ -83,14 +83,14 @@ impl Server {
             }
         }
         if run.failure == Some(Failure::NoEnd) {
-            // Metrics are read one after the other, so metrics that were read first may lack points that were logged meanwhile.
+            // Metrics are read one by one. Points logged meanwhile would be in some metrics only, so they are dropped.
             points.retain(|(at, ..)| *at < began);
         }
         add_points(&mut run, points);
         Ok(run)
     }
 
-    /// The elements of a list, page by page.
+    /// All elements of a list of pages.
     async fn all(
         &self,
         method: Method,
@@ -117,15 +117,15 @@ impl Server {
             Method::GET => request.query(fields),
             _ => request.json(fields),
         };
-        let given = |name: &str| env::var(name).ok().filter(|value| !value.is_empty());
-        let request = match (given("MLFLOW_TRACKING_TOKEN"), given("MLFLOW_TRACKING_USERNAME")) {
+        let variable = |name: &str| env::var(name).ok().filter(|value| !value.is_empty());
+        let request = match (variable("MLFLOW_TRACKING_TOKEN"), variable("MLFLOW_TRACKING_USERNAME")) {
             (Some(token), _) => request.bearer_auth(token),
-            (None, Some(user)) => request.basic_auth(user, given("MLFLOW_TRACKING_PASSWORD")),
+            (None, Some(user)) => request.basic_auth(user, variable("MLFLOW_TRACKING_PASSWORD")),
             (None, None) => request,
         };
-        let answer = request.send().await.with_context(|| format!("{url} does not answer"))?;
-        let status = answer.status();
-        let body: Value = answer.json().await.unwrap_or_default();
+        let response = request.send().await.with_context(|| format!("{url} does not answer"))?;
+        let status = response.status();
+        let body: Value = response.json().await.unwrap_or_default();
         if !status.is_success() {
             let why = ["message", "detail"].iter().find_map(|key| body.get(key)?.as_str());
             return Err(usage_error(format!(

@@ -1,4 +1,4 @@
-//! Tests against a server that does not answer the first requests, like a restarting server.
+//! Tests against a server that does not respond to the first requests, like a restarting server.
 
 use super::*;
 use crate::cli::launch::{Args, Launch, bundle::Node};
@@ -23,7 +23,7 @@ struct Cli {
     args: Args,
 }
 
-/// Breaks off the first `broken` connections, then answers like a server with this job and an agent `node`. Also counts connections.
+/// Closes the first `broken` connections, then responds like a server with this job and an agent `node`. Also counts connections.
 fn server(broken: usize, job: &Value) -> (String, Arc<AtomicUsize>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
@@ -71,27 +71,27 @@ fn broken_ssh(dir: &Path) -> Launched {
     Launched::start("node", command, &[], &dir.join("log")).unwrap()
 }
 
-fn said(_: &str, status: ExitStatus, last: &str) -> String {
+fn explain(_: &str, status: ExitStatus, last: &str) -> String {
     format!("{status}: {last}")
 }
 
 #[tokio::test]
-async fn the_end_of_the_last_agent_is_said_also_where_the_server_does_not_answer_in_that_moment() {
+async fn the_exit_of_the_last_agent_is_reported_after_failed_requests() {
     let dir = tempfile::tempdir().unwrap();
     let job = job_in("running", 1);
     let (url, count) = server(3, &job);
     let launch = launch_at(&url, &job);
     let mut launched = [broken_ssh(dir.path())];
-    let failure = tokio::time::timeout(DEADLINE, first_failure(&launch, &mut launched, said)).await;
-    let failure = failure.expect("it is said").to_string();
+    let failure = tokio::time::timeout(DEADLINE, first_failure(&launch, &mut launched, explain)).await;
+    let failure = failure.expect("a report in time").to_string();
     assert!(failure.contains("no agent of this launch is left, and the job is running"), "{failure}");
     assert!(failure.contains("the connection broke"), "{failure}");
-    assert!(count.load(Ordering::SeqCst) > 3, "after those that failed");
+    assert!(count.load(Ordering::SeqCst) > 3, "requests were retried");
 }
 
 /// Without this agent, the other agent would wait for ranks that never come.
 #[tokio::test]
-async fn an_agent_that_does_not_start_ends_the_launch_until_an_attempt_has_begun_since() {
+async fn a_failed_agent_ends_the_launch_only_before_a_new_attempt() {
     let dir = tempfile::tempdir().unwrap();
     for (began, now, ends) in [(0, 0, true), (1, 1, true), (1, 2, false)] {
         let (url, _) = server(0, &job_in("restarting", now));
@@ -101,7 +101,7 @@ async fn an_agent_that_does_not_start_ends_the_launch_until_an_attempt_has_begun
         let other = Launched::start("other", sleep, &[], &dir.path().join("other")).unwrap();
         let mut launched = [broken_ssh(dir.path()), other];
         let patience = if ends { DEADLINE } else { POLL_INTERVAL * 5 };
-        let failure = tokio::time::timeout(patience, first_failure(&launch, &mut launched, said)).await;
+        let failure = tokio::time::timeout(patience, first_failure(&launch, &mut launched, explain)).await;
         launched[1].child.kill().unwrap();
         launched[1].child.wait().unwrap();
         let failure = failure.ok().map(|error| error.to_string());
@@ -111,7 +111,7 @@ async fn an_agent_that_does_not_start_ends_the_launch_until_an_attempt_has_begun
 }
 
 #[tokio::test]
-async fn agents_that_start_while_the_server_is_restarted_are_waited_for() {
+async fn a_launch_waits_for_agents_during_a_server_restart() {
     let dir = tempfile::tempdir().unwrap();
     let job = job_in("queued", 0);
     let (url, _) = server(3, &job);
@@ -121,8 +121,8 @@ async fn agents_that_start_while_the_server_is_restarted_are_waited_for() {
     let mut command = Command::new("sleep");
     command.arg("60");
     let mut launched = [Launched::start("node", command, &[], &dir.path().join("log")).unwrap()];
-    let online = tokio::time::timeout(DEADLINE, until_online(&launch, &mut launched, said)).await;
+    let online = tokio::time::timeout(DEADLINE, until_online(&launch, &mut launched, explain)).await;
     launched[0].child.kill().unwrap();
     launched[0].child.wait().unwrap();
-    online.expect("they are online").unwrap();
+    online.expect("the agents are online").unwrap();
 }

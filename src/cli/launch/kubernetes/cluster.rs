@@ -49,20 +49,20 @@ impl Kind {
 struct Timeouts {
     /// Time limit for the response to a request other than a watch. If the API server's machine loses power, its connections stay open
     /// without a response.
-    answer: Duration,
+    response: Duration,
     /// Time for which requests are retried while the API server is unreachable.
-    away: Duration,
+    outage: Duration,
 }
 
-const TIMEOUTS: Timeouts = Timeouts { answer: Duration::from_secs(30), away: SERVER_TIMEOUT };
+const TIMEOUTS: Timeouts = Timeouts { response: Duration::from_secs(30), outage: SERVER_TIMEOUT };
 
 /// A namespace of a cluster.
 pub(super) struct Cluster {
     client: Client,
-    waits: Timeouts,
+    timeouts: Timeouts,
     pub(super) namespace: String,
     /// Whether the message about the unreachable API server has been printed.
-    is_away: AtomicBool,
+    is_unreachable: AtomicBool,
 }
 
 /// Result of the creation of an object.
@@ -96,7 +96,7 @@ impl Cluster {
             )));
         }
         let client = Client::try_from(config).map_err(|e| unusable(&e))?;
-        Ok(Self { client, waits: TIMEOUTS, namespace, is_away: AtomicBool::new(false) })
+        Ok(Self { client, timeouts: TIMEOUTS, namespace, is_unreachable: AtomicBool::new(false) })
     }
 
     pub(super) fn api(&self, kind: Kind) -> Api<DynamicObject> {
@@ -104,8 +104,8 @@ impl Cluster {
     }
 
     /// Prints that the API server does not respond, unless this has been printed since the last response.
-    pub(super) fn note_silence(&self, error: &Error) {
-        if !self.is_away.swap(true, Ordering::Relaxed) {
+    pub(super) fn report_lost(&self, error: &Error) {
+        if !self.is_unreachable.swap(true, Ordering::Relaxed) {
             output::warn(format_args!(
                 "Kubernetes' API server does not answer ({}); trying again",
                 chain(error)
@@ -113,15 +113,18 @@ impl Cluster {
         }
     }
 
-    pub(super) fn note_answer(&self) {
-        if self.is_away.swap(false, Ordering::Relaxed) {
+    pub(super) fn report_restored(&self) {
+        if self.is_unreachable.swap(false, Ordering::Relaxed) {
             output::warn("Kubernetes' API server answers again");
         }
     }
 
     /// Waits for a response. After the time limit, the server counts as unreachable.
-    pub(super) async fn answer<T>(&self, asked: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
-        let within = self.waits.answer;
+    pub(super) async fn with_time_limit<T>(
+        &self,
+        asked: impl Future<Output = Result<T, Error>>,
+    ) -> Result<T, Error> {
+        let within = self.timeouts.response;
         let late = |_| Err(Error::Service(format!("no answer within {within:?}").into()));
         tokio::time::timeout(within, asked).await.unwrap_or_else(late)
     }
@@ -131,13 +134,13 @@ impl Cluster {
         let began = Instant::now();
         let mut backoff = RETRY;
         loop {
-            match self.answer(ask()).await {
-                Err(error) if is_away(&error) && began.elapsed() < self.waits.away => {
-                    self.note_silence(&error)
+            match self.with_time_limit(ask()).await {
+                Err(error) if is_retryable(&error) && began.elapsed() < self.timeouts.outage => {
+                    self.report_lost(&error)
                 }
-                answer => {
-                    self.note_answer();
-                    return answer;
+                result => {
+                    self.report_restored();
+                    return result;
                 }
             }
             tokio::time::sleep(backoff.pause()).await;
@@ -182,7 +185,7 @@ impl Cluster {
         let typed: DynamicObject = serde_json::from_value(object.clone())?;
         loop {
             match self.with_retries(async || api.create(&PostParams::default(), &typed).await).await {
-                Ok(made) => return Ok(Created::Now(plain(made))),
+                Ok(created) => return Ok(Created::Now(plain(created))),
                 Err(Error::Api(status)) if status.code == 409 => match self.get(kind, name).await? {
                     Some(found) => return Ok(Created::Exists(found)),
                     // The object was deleted between the two requests.
@@ -266,16 +269,16 @@ impl Cluster {
 }
 
 /// Whether a retry of the request may succeed.
-pub(super) fn is_away(error: &Error) -> bool {
+pub(super) fn is_retryable(error: &Error) -> bool {
     match error {
-        Error::Api(status) => is_passing(status),
+        Error::Api(status) => is_temporary(status),
         Error::HyperError(_) | Error::Service(_) | Error::ReadEvents(_) => true,
         _ => false,
     }
 }
 
 /// Whether the error comes from a server that is starting, stopping or overloaded.
-fn is_passing(status: &Status) -> bool {
+fn is_temporary(status: &Status) -> bool {
     status.code == 429 || status.code >= 500
 }
 
@@ -288,9 +291,9 @@ fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
     while let Some(one) = cause {
-        let said = one.to_string();
-        if !text.contains(&said) {
-            text = format!("{text}: {said}");
+        let description = one.to_string();
+        if !text.contains(&description) {
+            text = format!("{text}: {description}");
         }
         cause = one.source();
     }

@@ -156,7 +156,7 @@ fn own(metadata: &mut Value, owner: Option<&Value>) {
 }
 
 /// Returns a new random id for a launch.
-pub(super) fn launch_word() -> String {
+pub(super) fn new_launch_id() -> String {
     uuid::Uuid::new_v4().simple().to_string()
 }
 
@@ -171,7 +171,7 @@ mod tests {
     use crate::cli::launch::bundle::tests::takes_up_to;
 
     #[test]
-    fn a_secret_takes_a_mebibyte() {
+    fn a_secret_has_up_to_a_mebibyte() {
         takes_up_to(1 << 20, secret_text, &["a Secret of Kubernetes may have at most 1 MiB", "fewer pods"]);
     }
 

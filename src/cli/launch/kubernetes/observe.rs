@@ -1,6 +1,6 @@
 //! Lists objects, then watches changes that follow the listed version.
 
-use super::cluster::{Cluster, Kind, RETRY, is_away, plain};
+use super::cluster::{Cluster, Kind, RETRY, is_retryable, plain};
 use futures_util::StreamExt as _;
 use kube::{
     Error,
@@ -54,16 +54,16 @@ pub(super) async fn observe(
     let wanted = ListParams { label_selector: labels, field_selector: fields, ..ListParams::default() };
     let mut backoff = RETRY;
     loop {
-        let list = match cluster.answer(api.list(&wanted)).await {
+        let list = match cluster.with_time_limit(api.list(&wanted)).await {
             Ok(list) => list,
-            Err(error) if is_away(&error) => {
-                cluster.note_silence(&error);
+            Err(error) if is_retryable(&error) => {
+                cluster.report_lost(&error);
                 sleep(backoff.pause()).await;
                 continue;
             }
             Err(error) => return Err(cluster.explain(&format!("listing {kind:?}s"), &error)),
         };
-        cluster.note_answer();
+        cluster.report_restored();
         let mut version = list.metadata.resource_version.unwrap_or_default();
         if to.send((kind, Seen::All(list.items.into_iter().map(plain).collect()))).await.is_err() {
             return Ok(());
@@ -78,7 +78,7 @@ pub(super) async fn observe(
         loop {
             let ended = match api.watch(&follow, &version).await {
                 Ok(events) => {
-                    cluster.note_answer();
+                    cluster.report_restored();
                     let (before, began) = (version.clone(), Instant::now());
                     let ended = until_cut(kind, events, &mut version, &to).await;
                     if to.is_closed() {
@@ -98,8 +98,8 @@ pub(super) async fn observe(
                     sleep(backoff.pause()).await;
                     Ended::Lost
                 }
-                Err(error) if is_away(&error) => {
-                    cluster.note_silence(&error);
+                Err(error) if is_retryable(&error) => {
+                    cluster.report_lost(&error);
                     sleep(backoff.pause()).await;
                     Ended::Cut
                 }

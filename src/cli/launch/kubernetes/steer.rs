@@ -48,7 +48,7 @@ pub(super) async fn until_over(
             job: None,
             over: None,
             line: String::new(),
-            said: BTreeSet::new(),
+            printed: BTreeSet::new(),
             said_upload: false,
         };
         let mut poll = tokio::time::interval(POLL_INTERVAL);
@@ -89,7 +89,7 @@ struct Steering<'a> {
     /// The last printed line about the Job.
     line: String,
     /// Messages about pods that have been printed.
-    said: BTreeSet<String>,
+    printed: BTreeSet<String>,
     /// Whether the message about waiting for a checkpoint has been printed.
     said_upload: bool,
 }
@@ -129,8 +129,8 @@ impl Steering<'_> {
 
     fn see_pod(&mut self, pod: &Value) {
         if let Some(words) = words::of_pod(pod)
-            && self.said.len() < MAX_REMEMBERED
-            && self.said.insert(words.clone())
+            && self.printed.len() < MAX_REMEMBERED
+            && self.printed.insert(words.clone())
         {
             output::warn(words);
         }

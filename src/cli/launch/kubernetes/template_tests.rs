@@ -15,14 +15,18 @@ fn pods(text: &str, slots: u32, device: Device) -> Value {
 }
 
 #[test]
-fn a_template_is_a_pod_a_pod_template_or_what_a_job_has() {
+fn templates_are_pods_pod_templates_or_parts_of_jobs() {
     let bare = "metadata: {labels: {team: vision}}\nspec:\n  containers:\n  - {name: agent, image: 'lockstep:latest'}\n";
     let indented: String = bare.lines().map(|line| format!("  {line}\n")).collect();
     let named = format!("kind: PodTemplate\ntemplate:\n{indented}");
     for text in [POD, bare, &named] {
-        let made = pods(text, 2, Device::Cpu);
-        assert_eq!(made["metadata"], json!({"labels": {"team": "vision", "lockstep/job": "id"}}), "{text}");
-        let spec = &made["spec"];
+        let pod_template = pods(text, 2, Device::Cpu);
+        assert_eq!(
+            pod_template["metadata"],
+            json!({"labels": {"team": "vision", "lockstep/job": "id"}}),
+            "{text}"
+        );
+        let spec = &pod_template["spec"];
         assert_eq!(spec["restartPolicy"], "Never");
         assert_eq!(spec["subdomain"], "lockstep-x");
         assert_eq!(spec["terminationGracePeriodSeconds"], 60);
@@ -37,28 +41,28 @@ fn a_template_is_a_pod_a_pod_template_or_what_a_job_has() {
 }
 
 #[test]
-fn gpus_are_slots_and_what_the_template_mounts_stays() {
+fn gpus_become_slots_and_the_template_s_mounts_are_kept() {
     let text = "spec:\n  securityContext: {fsGroup: 0440}\n  terminationGracePeriodSeconds: 300\n  volumes: [{name: disk, hostPath: {path: /scratch}}]\n  \
                 containers:\n  - {name: sidecar, image: x}\n  - name: lockstep\n    image: lockstep:gpu\n    resources: {limits: {nvidia.com/gpu: 4}}\n    \
                 volumeMounts: [{name: disk, mountPath: /var/lib/lockstep}]\n";
-    let made = pods(text, 4, Device::Auto);
-    let container = &made["spec"]["containers"][1];
+    let pod_template = pods(text, 4, Device::Auto);
+    let container = &pod_template["spec"]["containers"][1];
     assert_eq!(container["resources"], json!({"limits": {"nvidia.com/gpu": 4}}), "no CPUs are asked for");
     assert_eq!(container["volumeMounts"].as_array().map(Vec::len), Some(3), "{container:#}");
-    assert_eq!(made["spec"]["volumes"].as_array().map(Vec::len), Some(3));
-    assert_eq!(made["spec"]["containers"][0], json!({"name": "sidecar", "image": "x"}));
-    assert_eq!(made["spec"]["terminationGracePeriodSeconds"], 300);
-    assert_eq!(made["spec"]["volumes"][1]["secret"]["defaultMode"], 0o440);
-    assert_eq!(made["spec"]["securityContext"]["fsGroup"], 0o440, "as Kubernetes reads YAML");
+    assert_eq!(pod_template["spec"]["volumes"].as_array().map(Vec::len), Some(3));
+    assert_eq!(pod_template["spec"]["containers"][0], json!({"name": "sidecar", "image": "x"}));
+    assert_eq!(pod_template["spec"]["terminationGracePeriodSeconds"], 300);
+    assert_eq!(pod_template["spec"]["volumes"][1]["secret"]["defaultMode"], 0o440);
+    assert_eq!(pod_template["spec"]["securityContext"]["fsGroup"], 0o440, "as Kubernetes reads YAML");
     // A job that must run on GPUs, and a container that requests none.
-    let made = pods(POD, 8, Device::Cuda);
-    assert_eq!(made["spec"]["containers"][0]["resources"]["limits"], json!({"nvidia.com/gpu": 8}));
+    let pod_template = pods(POD, 8, Device::Cuda);
+    assert_eq!(pod_template["spec"]["containers"][0]["resources"]["limits"], json!({"nvidia.com/gpu": 8}));
     let quoted = POD.replace("latest'", "latest', resources: {limits: {nvidia.com/gpu: '2'}}");
     assert_eq!(parse(quoted.as_bytes()).expect("a template").gpus, Some(2));
 }
 
 #[test]
-fn kueue_s_labels_are_the_job_s() {
+fn kueue_s_labels_are_moved_to_the_job() {
     let text = POD.replace(
         "team: vision",
         "kueue.x-k8s.io/queue-name: team-a, kueue.x-k8s.io/priority-class: low, team: vision",
@@ -73,7 +77,7 @@ fn kueue_s_labels_are_the_job_s() {
 #[test]
 fn mistakes_are_named() {
     let with = |more: &str| POD.replace("latest'", &format!("latest', {more}"));
-    for (text, said) in [
+    for (text, message) in [
         ("kind: Deployment\nspec: {}\n".to_owned(), "is a Deployment"),
         ("spec: {}\n".to_owned(), "no spec.containers"),
         ("spec: [1]\n".to_owned(), "spec is not a mapping"),
@@ -97,12 +101,12 @@ fn mistakes_are_named() {
         (POD.replace("{team: vision}", "vision"), "metadata.labels is not a mapping"),
         (POD.replace("team: vision", "kueue.x-k8s.io/queue-name: 3"), "is not text"),
     ] {
-        assert!(refused(&text).contains(said), "{text}: {}", refused(&text));
+        assert!(refused(&text).contains(message), "{text}: {}", refused(&text));
     }
 }
 
 #[test]
-fn keys_without_a_value_are_as_if_they_were_not_there() {
+fn keys_without_a_value_count_as_absent() {
     let text = POD
         .replace("latest'", "latest', volumeMounts: , resources: {limits: , requests: null}")
         .replace("{team: vision}", "null")
@@ -111,17 +115,17 @@ fn keys_without_a_value_are_as_if_they_were_not_there() {
         (Device::Cpu, json!({"requests": {"cpu": "2"}})),
         (Device::Cuda, json!({"limits": {"nvidia.com/gpu": 2}})),
     ] {
-        let made = pods(&text, 2, device);
-        let container = &made["spec"]["containers"][0];
+        let pod_template = pods(&text, 2, device);
+        let container = &pod_template["spec"]["containers"][0];
         assert_eq!(container["resources"], resources);
         assert_eq!(container["volumeMounts"].as_array().map(Vec::len), Some(3));
-        assert_eq!(made["spec"]["volumes"].as_array().map(Vec::len), Some(3));
-        assert_eq!(made["metadata"]["labels"], json!({"lockstep/job": "id"}));
+        assert_eq!(pod_template["spec"]["volumes"].as_array().map(Vec::len), Some(3));
+        assert_eq!(pod_template["metadata"]["labels"], json!({"lockstep/job": "id"}));
     }
 }
 
 #[test]
-fn a_pod_has_thirty_two_containers_at_most() {
+fn a_pod_has_up_to_32_containers() {
     let more = |n: usize| (0..n).map(|n| format!("  - {{name: c{n}, image: y}}\n")).collect::<String>();
     let text = |n: usize| POD.replace("name: agent", "name: lockstep") + &more(n);
     assert!(parse(text(MAX_CONTAINERS - 1).as_bytes()).is_ok());

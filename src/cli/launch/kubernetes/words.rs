@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 /// Reasons for a waiting container that do not resolve by themselves.
-const STUCK: [&str; 8] = [
+const STUCK_REASONS: [&str; 8] = [
     "ErrImagePull",
     "ImagePullBackOff",
     "ErrImageNeverPull",
@@ -32,12 +32,12 @@ fn condition<'a>(object: &'a Value, kind: &str, status: &str) -> Option<&'a Valu
 /// Formats reason and message: `Unschedulable: 0/3 nodes are available`.
 fn reason(of: &Value) -> String {
     let (reason, message) = (text(of, "reason"), text(of, "message"));
-    let said = match (reason, message) {
+    let sentence = match (reason, message) {
         ("", message) => message.to_owned(),
         (reason, "") => reason.to_owned(),
         (reason, message) => format!("{reason}: {message}"),
     };
-    said.chars().take(MAX_CHARS).collect()
+    sentence.chars().take(MAX_CHARS).collect()
 }
 
 /// Describes when another pod replaces a pod that has to leave its node. On a lost node the pod never ends, and Kubernetes waits for that.
@@ -76,7 +76,7 @@ pub(super) fn of_pod(pod: &Value) -> Option<String> {
             ));
         }
         let waiting = &container["state"]["waiting"];
-        if STUCK.contains(&text(waiting, "reason")) {
+        if STUCK_REASONS.contains(&text(waiting, "reason")) {
             return Some(format!("pod {name}: container {label} cannot start: {}", reason(waiting)));
         }
         let ended = &container["state"]["terminated"];
@@ -144,42 +144,42 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    fn said(status: Value) -> String {
+    fn describe(status: Value) -> String {
         of_pod(&json!({"metadata": {"name": "p-0"}, "status": status})).unwrap_or_default()
     }
 
     #[test]
-    fn pods_that_cannot_run_say_why() {
+    fn problems_of_pods_are_described() {
         let container = |state: Value| json!({"containerStatuses": [{"name": "agent", "state": state}]});
         let waiting = |reason: &str| container(json!({"waiting": {"reason": reason, "message": "back-off"}}));
-        assert!(said(waiting("ImagePullBackOff")).contains("cannot start: ImagePullBackOff: back-off"));
-        assert_eq!(said(waiting("ContainerCreating")), "");
+        assert!(describe(waiting("ImagePullBackOff")).contains("cannot start: ImagePullBackOff: back-off"));
+        assert_eq!(describe(waiting("ContainerCreating")), "");
         let ended =
             |code: i64, reason: &str| container(json!({"terminated": {"exitCode": code, "reason": reason}}));
-        assert!(said(ended(137, "OOMKilled")).contains("resources.limits.memory"));
-        assert!(said(ended(2, "Error")).contains("exit code 2 (Error)"));
-        assert_eq!(said(ended(0, "Completed")), "");
-        assert_eq!(said(ended(143, "Error")), "", "it was told to end");
+        assert!(describe(ended(137, "OOMKilled")).contains("resources.limits.memory"));
+        assert!(describe(ended(2, "Error")).contains("exit code 2 (Error)"));
+        assert_eq!(describe(ended(0, "Completed")), "");
+        assert_eq!(describe(ended(143, "Error")), "", "the agent got a signal");
         let with = |kind: &str, status: &str| json!({"conditions": [{"type": kind, "status": status, "reason": "Why", "message": "because"}]});
-        assert!(said(with("PodScheduled", "False")).contains("waits for a node: Why: because"));
-        assert_eq!(said(with("PodScheduled", "True")), "");
+        assert!(describe(with("PodScheduled", "False")).contains("waits for a node: Why: because"));
+        assert_eq!(describe(with("PodScheduled", "True")), "");
         assert!(
-            said(with("DisruptionTarget", "True"))
+            describe(with("DisruptionTarget", "True"))
                 .ends_with("has to leave its node (Why: because); another pod is started")
         );
         let evicted =
             json!({"phase": "Failed", "reason": "Evicted", "message": "The node was low on memory"});
-        assert!(said(evicted).contains("was evicted from its node: The node was low on memory"));
-        assert!(said(waiting("ErrImagePull").with_a_long_message()).chars().count() < MAX_CHARS + 100);
+        assert!(describe(evicted).contains("was evicted from its node: The node was low on memory"));
+        assert!(describe(waiting("ErrImagePull").with_a_long_message()).chars().count() < MAX_CHARS + 100);
     }
 
     #[test]
-    fn a_pod_of_a_node_that_may_be_lost_says_what_to_do() {
+    fn a_pod_on_a_lost_node_gets_advice() {
         let why = json!({"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager"});
         let pod = |node: &str| json!({"metadata": {"name": "p-0"}, "spec": {"nodeName": node}, "status": {"conditions": [why]}});
-        let said = of_pod(&pod("gpu-7")).unwrap();
-        assert!(said.contains("never happens on a lost node: if gpu-7 is"), "{said}");
-        assert!(said.contains("kubectl taint nodes gpu-7 node.kubernetes.io/out-of-service"), "{said}");
+        let output = of_pod(&pod("gpu-7")).unwrap();
+        assert!(output.contains("never happens on a lost node: if gpu-7 is"), "{output}");
+        assert!(output.contains("kubectl taint nodes gpu-7 node.kubernetes.io/out-of-service"), "{output}");
     }
 
     trait Long {
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn a_job_s_line() {
+    fn the_state_of_a_job_is_one_line() {
         let job = |spec: Value, status: Value| json!({"spec": spec, "status": status});
         let running = job(json!({"completions": 2, "suspend": false}), json!({"ready": 1, "failed": 3}));
         assert_eq!(of_job(&running, None), "1 of 2 pods are running, 3 failed so far");

@@ -4,7 +4,7 @@ use super::{LaunchedRank, number, port, table::of_rank};
 use crate::cli::rank_table::RankTable;
 use std::{net::IpAddr, path::Path};
 
-const BY: &str = "MindSpore";
+const LAUNCHER: &str = "MindSpore";
 
 /// Whether this is the scheduler process, through which MindSpore's workers find each other. In Lockstep, ranks find each other through
 /// rank 0.
@@ -30,7 +30,7 @@ pub(super) fn detect(variable: &impl Fn(&str) -> Option<String>) -> Result<Launc
         None => return Err(missing("RANK_ID, nor MS_NODE_ID to a number,")),
     };
     if rank >= world_size {
-        return Err(format!("{BY} says that this is rank {rank} of {world_size}"));
+        return Err(format!("{LAUNCHER} says that this is rank {rank} of {world_size}"));
     }
     let addr = variable("MASTER_ADDR").or_else(|| variable("MS_SCHED_HOST"));
     let addr = addr.map(|addr| addr.trim().to_owned()).filter(|addr| !addr.is_empty());
@@ -43,7 +43,8 @@ pub(super) fn detect(variable: &impl Fn(&str) -> Option<String>) -> Result<Launc
         }
         (None, None) => return Err(missing("MS_SCHED_PORT")),
     };
-    let secret = variable("LOCKSTEP_SECRET").unwrap_or_else(|| format!("{BY}/{addr}/{port}/{world_size}"));
+    let secret =
+        variable("LOCKSTEP_SECRET").unwrap_or_else(|| format!("{LAUNCHER}/{addr}/{port}/{world_size}"));
     if let Some(path) = variable("RANK_TABLE_FILE").filter(|path| !path.trim().is_empty()) {
         let table = RankTable::read(Path::new(path.trim())).map_err(|e| format!("RANK_TABLE_FILE: {e}"))?;
         if table.world_size() != world_size {
@@ -51,7 +52,7 @@ pub(super) fn detect(variable: &impl Fn(&str) -> Option<String>) -> Result<Launc
             return Err(format!("MS_WORKER_NUM is {world_size} and RANK_TABLE_FILE has {ranks} devices"));
         }
         let place = of_rank(&table, rank, variable)?;
-        return Ok(LaunchedRank { by: BY, addr, port, secret, ..place });
+        return Ok(LaunchedRank { by: LAUNCHER, addr, port, secret, ..place });
     }
     let device = number(variable, "DEVICE_ID")?;
     // If the scheduler is at a loopback address, all workers are on one machine. Otherwise the number of workers on each machine is unknown.
@@ -59,7 +60,7 @@ pub(super) fn detect(variable: &impl Fn(&str) -> Option<String>) -> Result<Launc
     let here = number(variable, "LOCAL_WORLD_SIZE")?;
     let local_ranks = here.unwrap_or(if is_one_machine { world_size } else { 1 }).clamp(1, world_size);
     let local_rank = number(variable, "LOCAL_RANK")?.or(device).unwrap_or(rank % local_ranks);
-    Ok(LaunchedRank { by: BY, rank, world_size, local_rank, local_ranks, device, addr, port, secret })
+    Ok(LaunchedRank { by: LAUNCHER, rank, world_size, local_rank, local_ranks, device, addr, port, secret })
 }
 
 #[cfg(test)]
@@ -97,8 +98,8 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_is_named() {
-        for (name, value, said) in [
+    fn missing_variables_are_named() {
+        for (name, value, message) in [
             ("MS_WORKER_NUM", "", "MS_WORKER_NUM is not set"),
             ("MS_SCHED_HOST", "", "MS_SCHED_HOST is not set"),
             ("MS_SCHED_PORT", "", "MS_SCHED_PORT is not set"),
@@ -110,12 +111,12 @@ mod tests {
             ("RANK_TABLE_FILE", "/none.json", "RANK_TABLE_FILE"),
         ] {
             let error = with(&[(name, value)]).unwrap_err();
-            assert!(error.contains(said), "{name}: {error}");
+            assert!(error.contains(message), "{name}: {error}");
         }
     }
 
     #[test]
-    fn a_scheduler_is_known_by_its_role() {
+    fn a_scheduler_is_detected_by_its_role() {
         let role = |role: &'static str| is_scheduler(|name| (name == "MS_ROLE").then(|| role.to_owned()));
         assert!(role("MS_SCHED") && !role("MS_WORKER"));
         assert!(!is_scheduler(|_| None));

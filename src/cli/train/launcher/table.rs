@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_meet_where_rank_0_is() {
+    fn ranks_connect_to_the_machine_of_rank_0() {
         let none = |_: &str| None;
         let (zero, three) = (of_rank(&table(), 0, &none).unwrap(), of_rank(&table(), 3, &none).unwrap());
         assert_eq!((zero.addr.as_str(), zero.port, &zero.secret), ("10.0.0.2", three.port, &three.secret));

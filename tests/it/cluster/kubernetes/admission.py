@@ -1,4 +1,4 @@
-"""What the API server refuses, and what would leave pods without what they rely on."""
+"""Checks of created objects: those of Kubernetes, and whether the pods get the names and indices that they need."""
 
 from state import STORE, Refused
 
@@ -16,7 +16,7 @@ def check_job(job):
     policy = spec.get("podReplacementPolicy")
     if "podFailurePolicy" in spec and policy not in (None, "Failed"):
         raise invalid("Job.batch", name, "spec.podReplacementPolicy", f'Unsupported value: "{policy}": supported values: "Failed"')
-    # Kubernetes would take it, and its pods would have neither an index nor a host name to be found by.
+    # Kubernetes would accept the Job, but its pods would have neither an index nor a host name.
     if "template" in spec and subdomain(job) and spec.get("completionMode") != "Indexed":
         raise invalid("Job.batch", name, "spec.completionMode", "these pods rely on their index: must be Indexed")
 
@@ -24,7 +24,7 @@ def check_job(job):
 def check_service(namespace, service):
     name = service["metadata"]["name"]
     jobs = [o for k, o in STORE.items() if k[:2] == ("jobs", namespace) and "template" in o["spec"]]
-    # Kubernetes would take it, and the pods' names would not resolve.
+    # Kubernetes would accept the Service, but the pods' names would not resolve.
     if any(subdomain(job) == name for job in jobs) and service["spec"].get("clusterIP") != "None":
         raise invalid("Service", name, "spec.clusterIP", "these pods rely on their names: must be None")
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Kubernetes as far as `lockstep launch` sees it, for tests: an API server with versions, conflicts, watches that are cut and forgotten, and
-rights; a Job controller; a kubelet.
+"""A simulated Kubernetes for tests of `lockstep launch`: an API server (versions, conflicts, watches that end or expire, rights), a Job
+controller and a kubelet.
 
     api.py PORT TOKEN ROLE.json HIDDEN_FOLDER FOLDER
 
-ROLE.json has the rules of a Role, which every request is held against, with those of Roles that are bound later; those
-of kubectl, which shows no token over plain HTTP, are an admin's. HIDDEN_FOLDER is empty in pods. POST /test/ACTION is for the test.
+ROLE.json has the rules of a Role. They and the rules of Roles that are bound later apply to every request, except kubectl's, which sends
+no token over plain HTTP and is an admin. HIDDEN_FOLDER is empty in pods. POST /test/ACTION is for the test.
 """
 
 import http.server
@@ -92,7 +92,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             if not is_admin and self.headers.get("authorization") != f"Bearer {TOKEN}":
                 raise Refused(401, "Unauthorized", "Unauthorized")
             if parts[:2] == ["openapi", "v2"]:
-                # In the form that kubectl asks for, a document that describes nothing, so that it checks nothing.
+                # An empty document, so that kubectl validates nothing.
                 return self.answer(200, None)
             document = discovery.answer(parts)
             if document is not None:
@@ -115,7 +115,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 code, item = self.do(verb, resource, namespace, name, query, body)
                 item = shown(item) if item.get("kind") in KINDS.values() else item
                 if STATE["lost"] and verb in ("create", "update"):
-                    # Done, and the answer is lost on the way.
+                    # The request succeeds, but its response is lost.
                     STATE["lost"] -= 1
                     self.close_connection = True
                     return None
@@ -149,7 +149,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         item = STORE[key]
         if verb == "update":
             if STATE["conflicts"]:
-                # Somebody else was first.
+                # Another client has changed the object first.
                 STATE["conflicts"] -= 1
                 item["metadata"].setdefault("annotations", {})["somebody"] = "else"
                 changed(resource, item)
@@ -182,7 +182,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             with LOCK:
                 LOCK.wait(0.2)
                 if version < STATE["oldest"]:
-                    # Forgotten while the watch was open.
+                    # The version has expired while the watch was open.
                     send({"type": "ERROR", "object": Refused(410, "Expired", "too old resource version").status})
                     break
                 new = [entry for entry in LOG if entry[0] > version]
@@ -203,7 +203,7 @@ def find(body):
 
 
 def evict(body):
-    """As a node that has too little memory does."""
+    """Evicts a pod, as a node with too little memory does."""
     with LOCK:
         pod = find(body)[0]
         pod["status"].update(reason="Evicted", message="The node was low on resource: memory.")
@@ -213,7 +213,7 @@ def evict(body):
 
 
 def node_dies(body):
-    """The power of a pod's node is cut, and once its tolerations are over, the pod is to leave. Its kubelet says nothing any more."""
+    """A node loses power. After its tolerations the pod is marked for deletion, but the kubelet reports nothing."""
     with LOCK:
         pod = next(p for p in find({}) if p["spec"]["nodeName"] == body["node"])
         lose(pod)
@@ -221,7 +221,7 @@ def node_dies(body):
 
 
 def out_of_service(body):
-    """Somebody says that a node is lost for good (taint out-of-service, or its Node is deleted)."""
+    """An admin declares a node lost (taint out-of-service, or deletion of its Node)."""
     with LOCK:
         collect(body["node"])
     return {}
@@ -236,7 +236,7 @@ def out_of_memory(body):
 
 
 def away(body):
-    """The API server ends in the middle of everything, and is back after some seconds; `forget`: with its history lost."""
+    """The API server stops for some seconds; with `forget`, it loses its history."""
     def later():
         time.sleep(0.1)
         STATE["down"] = True
@@ -259,7 +259,7 @@ def away(body):
 
 
 def suspend(body):
-    """As Kueue and people do."""
+    """Suspends or resumes a Job, as Kueue and users do."""
     with LOCK:
         job = next(o for k, o in STORE.items() if k[0] == "jobs")
         job["spec"]["suspend"] = body["suspend"]
@@ -268,7 +268,7 @@ def suspend(body):
 
 
 def annotate(body):
-    """As anybody does who may change Jobs."""
+    """Adds annotations to a Job, as any client may that can change Jobs."""
     with LOCK:
         job = next(o for k, o in STORE.items() if k[0] == "jobs")
         job["metadata"]["annotations"].update(body)
@@ -277,7 +277,7 @@ def annotate(body):
 
 
 def drop(body):
-    """Takes an object away at once; what belongs to it goes later."""
+    """Deletes an object immediately; its dependents are deleted later."""
     with LOCK:
         forget(next(k for k in STORE if k[0] == body["resource"]))
     return {}

@@ -1,4 +1,4 @@
-"""What the API server says of itself, by which kubectl finds out where an object of a file goes."""
+"""The API server's discovery documents, by which kubectl finds the URL for an object's kind."""
 
 from state import GROUPS, KINDS
 
@@ -20,7 +20,7 @@ def groups():
 
 
 def answer(parts):
-    """The document at this path; None where there is none."""
+    """The document at this path, or None."""
     if parts == ["api"]:
         return {"kind": "APIVersions", "versions": ["v1"]}
     if parts == ["apis"]:

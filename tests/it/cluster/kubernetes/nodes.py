@@ -1,4 +1,4 @@
-"""A kubelet, whose pods are processes in namespaces of their own, and the controller of Jobs. No image is pulled: programs are this machine's."""
+"""A kubelet, whose pods are processes in their own namespaces, and the Job controller. No image is pulled: pods use this machine's programs."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import uuid
 from state import FOLDER, HIDDEN, HOOKS, LOCK, PROCESSES, STORE, changed, create, delete, forget
 
 def script(pod, container):
-    """Mounts a pod's volumes where its container has them, and becomes its command."""
+    """A shell script that mounts a container's volumes and executes its command."""
     home = FOLDER / "pods" / pod["metadata"]["uid"]
     lines = ["set -e", "mount -t tmpfs none /run", "mount -t tmpfs none /var/lib"]
     volumes = {volume["name"]: volume for volume in pod["spec"].get("volumes", [])}
@@ -24,7 +24,7 @@ def script(pod, container):
             secret = STORE.get(("secrets", pod["metadata"]["namespace"], volume["secret"]["secretName"]))
             if secret is None:
                 return None
-            # As a kubelet does: files in a folder of their own, and links to them.
+            # Like a kubelet: files in a separate folder, and links to them.
             (source / "..data").mkdir(exist_ok=True)
             for name, text in secret["test-data"].items():
                 (source / "..data" / name).write_text(text)
@@ -58,13 +58,13 @@ def start_pod(key, pod):
                 changed("pods", pod)
             return
         env = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "HOSTNAME": pod["spec"]["hostname"], "KUBERNETES_SERVICE_HOST": "10.0.0.1"}
-        # As in tests/it/server.rs: a job that lasts until the test ends it does not take a processor all the while.
+        # As in tests/it/server.rs: slows the steps of long jobs.
         env["LOCKSTEP_FAULT"] = "step:slow@100"
         for one in container.get("env", []):
             field = one.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
             env[one["name"]] = pod["metadata"]["annotations"]["batch.kubernetes.io/job-completion-index"] if "index" in field else one["value"]
         log = open(FOLDER / f"{pod['metadata']['name']}.log", "ab")
-        # In another user's namespace where this one may make none.
+        # Only root may create the other namespaces without a user namespace.
         user = [] if os.geteuid() == 0 else ["-U", "-r"]
         command = ["unshare", *user, "-m", "-p", "--fork", "--mount-proc", "--kill-child", "sh", "-c", text, "sh", *container["command"]]
         process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=FOLDER, start_new_session=True)
@@ -100,7 +100,7 @@ def inner(process):
 
 
 def lose(pod):
-    """A node dies; the taint of an unreachable node has its pod deleted, which no kubelet answers."""
+    """A node dies: the taint of an unreachable node marks its pod for deletion, and no kubelet reacts."""
     pod["status"]["test-lost"] = True
     PROCESSES[("pods", pod["metadata"]["namespace"], pod["metadata"]["name"])].kill()
     pod["status"]["conditions"] = [c for c in pod["status"]["conditions"] if c["type"] != "Ready"]
@@ -110,7 +110,7 @@ def lose(pod):
 
 
 def collect(node):
-    """The garbage collector of pods: those of a node that is gone have failed, and go."""
+    """The garbage collector of pods: pods of a lost node count as failed and are deleted."""
     for key, pod in list(STORE.items()):
         if key[0] == "pods" and pod["spec"].get("nodeName") == node and pod["status"].get("test-lost"):
             pod["status"]["phase"] = "Failed"
@@ -149,15 +149,15 @@ def condition(job, kind, reason=""):
     job["status"].setdefault("conditions", []).append({"type": kind, "status": "True", "reason": reason, "message": ""})
 
 
-def over(job):
+def has_ended(job):
     return any(c["type"] in ("Complete", "Failed") for c in job["status"].get("conditions", []))
 
 
 def count(pod):
-    """Notes the end of a pod in its Job, by its podFailurePolicy."""
+    """Records the end of a pod in its Job, according to the podFailurePolicy."""
     pod["status"]["counted"] = True
     job = job_of(pod)
-    if job is None or over(job):
+    if job is None or has_ended(job):
         return
     status = job["status"]
     index = int(pod["metadata"]["annotations"]["batch.kubernetes.io/job-completion-index"])
@@ -165,7 +165,7 @@ def count(pod):
         if index not in status["test-done"]:
             status["test-done"].append(index)
         return
-    # None where the kubelet has not seen its end.
+    # None if the kubelet has not reported the end.
     code = pod["status"]["containerStatuses"][0]["state"].get("terminated", {}).get("exitCode")
     for rule in job["spec"].get("podFailurePolicy", {}).get("rules", []):
         conditions = [(c["type"], c["status"]) for c in pod["status"]["conditions"]]
@@ -189,7 +189,7 @@ def reconcile(key, job):
         if pod["status"]["phase"] in ("Succeeded", "Failed") and not pod["status"].get("counted"):
             count(pod)
     active = {k: p for k, p in own.items() if p["status"]["phase"] in ("Pending", "Running")}
-    # With `Failed`, a pod that is to end keeps its place until it has ended.
+    # With `Failed`, a terminating pod is replaced only after it has ended.
     policy = spec.get("podReplacementPolicy", "Failed" if "podFailurePolicy" in spec else "TerminatingOrFailed")
     placed = [p for p in active.values() if policy == "Failed" or "deletionTimestamp" not in p["metadata"]]
     if "deletionTimestamp" in meta:
@@ -199,9 +199,9 @@ def reconcile(key, job):
             forget(key)
         return
     done = len(status["test-done"])
-    if not over(job) and done == spec["completions"]:
+    if not has_ended(job) and done == spec["completions"]:
         condition(job, "Complete")
-    if over(job) or spec["suspend"]:
+    if has_ended(job) or spec["suspend"]:
         for pod in active:
             delete(pod)
     else:

@@ -43,7 +43,7 @@ def create(resource, namespace, item):
     meta.update(namespace=namespace, uid=str(uuid.uuid4()), creationTimestamp="2026-01-01T00:00:00Z")
     meta.setdefault("generation", 1)
     for owner in meta.get("ownerReferences", []):
-        assert any(o["metadata"]["uid"] == owner["uid"] for o in STORE.values()), "its owner is there"
+        assert any(o["metadata"]["uid"] == owner["uid"] for o in STORE.values()), "the owner exists"
     STORE[key] = item
     note("ADDED", resource, item)
     return item
@@ -68,13 +68,13 @@ def delete(key, options=None):
     if wanted and wanted != item["metadata"]["uid"]:
         raise Refused(409, "Conflict", "the UID in the precondition does not match")
     if key[0] == "pods":
-        # That of a node that is lost stays, also where its deletion is forced: the Job's finalizer goes once it has failed.
+        # A pod of a lost node stays even if its deletion is forced: the Job's finalizer is removed once the pod has failed.
         if "deletionTimestamp" not in item["metadata"]:
             item["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:01Z"
             changed("pods", item)
             threading.Thread(target=HOOKS["end_pod"], args=(key, item), daemon=True).start()
     elif key[0] == "jobs" and (options or {}).get("propagationPolicy") == "Foreground":
-        # Its pods first; the controller takes it away after them.
+        # The controller deletes the Job after its pods.
         if "deletionTimestamp" not in item["metadata"]:
             item["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:01Z"
             item["metadata"]["finalizers"] = ["foregroundDeletion"]

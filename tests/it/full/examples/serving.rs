@@ -1,10 +1,10 @@
-//! The examples that start a server, and the agents that join one over TLS: as they are written, but for the port, and the addresses of
-//! machines and the disks that there are not.
+//! Examples that start a server, or an agent that joins over TLS. They run as written except for the port, other machines' addresses and
+//! disks that do not exist.
 
 use crate::{
     artifacts::bucket::Bucket,
-    server::{Finished, SOON, free_port, lockstep, signal},
-    tls::serve::{listens, trusting},
+    server::{Finished, TIMEOUT, free_port, lockstep, signal},
+    tls::serve::{client_config_for, listens},
 };
 use rustix::process::Signal;
 use serde_json::Value;
@@ -16,22 +16,22 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Where the pages say that the team's server is.
+/// URLs of the team's server on the pages.
 const SERVERS: [&str; 3] = ["https://machine:7070", "https://127.0.0.1:7070", "https://10.0.0.5:7070"];
 const OWN_CA: &str = "lockstep serve --listen 0.0.0.0:7070 --tls-own-ca";
 
-/// The server that an example has started last, with its data in `lockstep-data` as anybody's who types that.
+/// The last server that an example has started, with its data in `lockstep-data`.
 pub(super) struct Serving {
     folder: PathBuf,
     process: Option<Child>,
-    /// Where the example keeps checkpoints that names one of S3.
+    /// The bucket of an example that stores checkpoints in S3.
     bucket: Option<Bucket>,
     port: u16,
     has_own_ca: bool,
 }
 
 impl Serving {
-    /// Also makes the files that examples of `serve` name: a certificate with its key, and the secret of an OpenID provider.
+    /// Writes the files that examples of `serve` need: a certificate with its key, and the secret of an OpenID provider.
     pub(super) fn new(folder: &Path) -> Self {
         let ca = |args: &[&str]| {
             let mut command = lockstep();
@@ -50,7 +50,7 @@ impl Serving {
         Self { folder: folder.to_owned(), process: None, bucket: None, port: 0, has_own_ca: false }
     }
 
-    /// Whether a line is run here and not by a shell.
+    /// Whether [`Serving::run`] runs a line, instead of a shell.
     pub(super) fn runs(line: &str) -> bool {
         line.starts_with("lockstep serve") || line.starts_with("lockstep agent --server https://")
     }
@@ -63,14 +63,14 @@ impl Serving {
         }
     }
 
-    /// A line that names the team's server, for the one that runs here; None when it names no such server.
-    pub(super) async fn here(&mut self, line: &str) -> Option<String> {
+    /// Replaces the team's server in a line by the server that runs here. `None` if the line does not name that server.
+    pub(super) async fn localize(&mut self, line: &str) -> Option<String> {
         let named = SERVERS.iter().find(|server| line.contains(**server))?;
         if !self.has_own_ca {
             self.start(OWN_CA).await;
         }
-        // Clients have saved the authority, as the page tells them to.
-        fs::copy(self.ca(), self.folder.join("home/lockstep-ca.crt")).expect("the authority");
+        // The page tells clients to save the CA certificate.
+        fs::copy(self.ca(), self.folder.join("home/lockstep-ca.crt")).expect("the CA certificate");
         Some(line.replace(named, &format!("https://127.0.0.1:{}", self.port)))
     }
 
@@ -89,7 +89,7 @@ impl Serving {
         let port = format!(":{}", self.port);
         let typed = line.split(" # ").next().expect("a command").replace(":7070", &port);
         let typed = typed.replace("/etc/lockstep/oidc.secret", "oidc.secret");
-        // Postgres and the bucket are on machines that there are not.
+        // Postgres and the bucket of the pages do not exist.
         let typed = typed.replace("--database postgres://lockstep@db/lockstep", "");
         let mut typed = typed.replace("/mnt/other-disk/artifacts", "artifacts");
         let mut environment = Vec::new();
@@ -110,56 +110,56 @@ impl Serving {
         command.args(&words).current_dir(&self.folder).envs(environment);
         command.stdout(log.try_clone().expect("a log")).stderr(log);
         let process = self.process.insert(command.spawn().expect("lockstep serve"));
-        let said = || fs::read_to_string(&path).unwrap_or_default();
+        let read_log = || fs::read_to_string(&path).unwrap_or_default();
         let start = Instant::now();
-        while !(said().contains("sign in: ") && listens(self.port).await) {
+        while !(read_log().contains("sign in: ") && listens(self.port).await) {
             let ended = process.try_wait().expect("its status");
-            assert!(ended.is_none() && start.elapsed() < SOON, "{line}: {ended:?}: {}", said());
+            assert!(ended.is_none() && start.elapsed() < TIMEOUT, "{line}: {ended:?}: {}", read_log());
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
         if let Some(at) = words.iter().position(|word| *word == "--public-url") {
             let link = format!("sign in: {}/login?code=", words[at + 1]);
-            assert!(said().contains(&link), "{line}: no {link}: {}", said());
+            assert!(read_log().contains(&link), "{line}: no {link}: {}", read_log());
         }
         let scheme = if line.contains("--tls") { "https" } else { "http" };
         let url = format!("{scheme}://127.0.0.1:{}/readyz", self.port);
-        let answer = Command::new("curl").args(["-sSk", &url]).output().expect("curl");
-        let text = String::from_utf8_lossy(&answer.stdout).into_owned();
-        assert!(text.starts_with("ready\n"), "{line}: {text}{}", String::from_utf8_lossy(&answer.stderr));
+        let response = Command::new("curl").args(["-sSk", &url]).output().expect("curl");
+        let text = String::from_utf8_lossy(&response.stdout).into_owned();
+        assert!(text.starts_with("ready\n"), "{line}: {text}{}", String::from_utf8_lossy(&response.stderr));
     }
 
-    /// An agent on what is another machine: a folder with copies of the files that the line names.
+    /// Runs an agent as on another machine: in a folder with copies of the files that the line names.
     async fn join(&mut self, line: &str) {
-        let typed = self.here(line).await.expect("a server's address");
+        let typed = self.localize(line).await.expect("a server's address");
         let disk = format!("{}/", self.folder.join("nvme").display());
         let typed = typed.split(" # ").next().expect("a command").replace("/nvme/", &disk);
         self.issue(line);
         let words: Vec<_> = typed.split_whitespace().skip(1).collect();
         let name = if line.contains("node-1") { "node-1" } else { "node-a" };
-        let there = self.folder.join(format!("machine-of-{name}"));
-        fs::create_dir_all(&there).expect("a folder");
+        let machine = self.folder.join(format!("machine-of-{name}"));
+        fs::create_dir_all(&machine).expect("a folder");
         for file in words.iter().filter(|word| self.folder.join(word).is_file()) {
-            fs::copy(self.folder.join(file), there.join(file)).expect("a copy");
+            fs::copy(self.folder.join(file), machine.join(file)).expect("a copy");
         }
-        let log = File::create(there.join("agent.log")).expect("a log");
+        let log = File::create(machine.join("agent.log")).expect("a log");
         let mut command = lockstep();
-        command.args(&words).current_dir(&there).stdout(Stdio::null()).stderr(log);
+        command.args(&words).current_dir(&machine).stdout(Stdio::null()).stderr(log);
         let mut agent = command.spawn().expect("an agent");
         let start = Instant::now();
         while !self.has_joined().await {
-            let said = fs::read_to_string(there.join("agent.log")).unwrap_or_default();
-            assert!(start.elapsed() < SOON, "{line}: it does not join: {said}");
+            let log = fs::read_to_string(machine.join("agent.log")).unwrap_or_default();
+            assert!(start.elapsed() < TIMEOUT, "{line}: the agent does not join: {log}");
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
         signal(agent.id() as i32, Signal::TERM);
         agent.wait().expect("its status");
         while self.has_joined().await {
-            assert!(start.elapsed() < 2 * SOON, "{line}: it stays online");
+            assert!(start.elapsed() < 2 * TIMEOUT, "{line}: the agent stays online");
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     }
 
-    /// What the agent of a line shows: blocks before have made the token at the tests' own server, and have revoked the certificate.
+    /// Creates the token or certificate of a line's agent. Earlier blocks created the token on another server, and revoked the certificate.
     fn issue(&self, line: &str) {
         if line.contains("node-a.token") {
             let args = ["token", "create", "--name", "node-a", "--scope", "agent", "--agent", "node-a"];
@@ -180,14 +180,15 @@ impl Serving {
         }
     }
 
-    /// Whether an agent is online that is not the server's own.
+    /// Whether an agent other than the server's own is online.
     async fn has_joined(&self) -> bool {
-        let client = reqwest::Client::builder().tls_backend_preconfigured((*trusting(&self.ca())).clone());
+        let client =
+            reqwest::Client::builder().tls_backend_preconfigured((*client_config_for(&self.ca())).clone());
         let token = fs::read_to_string(self.token_file()).expect("the server's token");
         let url = format!("https://127.0.0.1:{}/api/v1/agents", self.port);
         let request = client.build().expect("a client").get(url).bearer_auth(token.trim());
-        let answer: Value = request.send().await.expect("an answer").json().await.expect("JSON");
-        let agents = answer["agents"].as_array().expect("agents");
+        let response: Value = request.send().await.expect("a response").json().await.expect("JSON");
+        let agents = response["agents"].as_array().expect("agents");
         agents.iter().any(|agent| agent["online"] == true && agent["name"] != "local")
     }
 

@@ -1,15 +1,15 @@
 //! Agents in batch jobs of a real Slurm.
 
-use super::{agents_of, launch, launch_by, server, short, submit, valid_agent_tokens};
+use super::{agents_of, launch, launch_program, server, short, submit, valid_agent_tokens};
 use crate::{
     cluster::Slurm,
-    server::{Finished, LOCKSTEP, Server, number, turn},
+    server::{Finished, LOCKSTEP, Server, number, training_permit},
     specs,
 };
 use serde_json::{Value, json};
 use std::{fs, os::unix::fs::PermissionsExt as _};
 
-/// A job that ends when it is told to.
+/// A job that lasts until it is cancelled or paused.
 pub(super) fn endless(name: &str) -> Value {
     specs::with(
         specs::short(name, "fashion", 2, 1_000_000),
@@ -17,8 +17,8 @@ pub(super) fn endless(name: &str) -> Value {
     )
 }
 
-/// Launches a job and leaves it to Slurm; the number of Slurm's job.
-fn submitted(server: &Server, slurm: &Slurm, id: &str, options: &[&str]) -> String {
+/// Launches a job with `--detach` and returns the number of Slurm's job.
+fn launch_detached(server: &Server, slurm: &Slurm, id: &str, options: &[&str]) -> String {
     let options: Vec<_> = options.iter().map(ToString::to_string).collect();
     let mut command = launch(server, &[id, "--with", "slurm", "--detach"], &options);
     Finished::of(command.env("SLURM_CONF", slurm.config())).ok();
@@ -27,16 +27,17 @@ fn submitted(server: &Server, slurm: &Slurm, id: &str, options: &[&str]) -> Stri
 
 const KILL_WAIT_SECS: u64 = 13;
 
+/// Waits until a job trains in at least this attempt and has passed this step.
 pub(super) async fn trains_past(server: &Server, id: &str, attempt: u64, step: u64) -> Value {
     let past = |job: &Value| {
         number(&job["attempt"]) >= attempt && job["state"] == "running" && number(&job["step"]) > step
     };
-    server.job_when(id, "it trains", past).await
+    server.wait_for_job(id, "the job trains", past).await
 }
 
 #[tokio::test]
 async fn a_batch_job_runs_the_job_and_ends_with_it() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 2);
     let id = submit(&server, &short("over-slurm")).await;
@@ -44,97 +45,94 @@ async fn a_batch_job_runs_the_job_and_ends_with_it() {
     let done = Finished::of(command.env("SLURM_CONF", slurm.config()));
     done.ok();
     assert!(done.stderr.contains("Slurm's job is 1; its log will be"), "{}", done.stderr);
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     assert!(agents_of(&server, &id).contains("launch-"), "an agent of the launch ran it");
-    slurm.until("Slurm's job is over", |slurm| slurm.field("1", "%T") == "COMPLETED");
-    assert_eq!(valid_agent_tokens(&server).await, 0, "its token is revoked");
+    slurm.until("Slurm's job has ended", |slurm| slurm.field("1", "%T") == "COMPLETED");
+    assert_eq!(valid_agent_tokens(&server).await, 0, "the agent's token is revoked");
     assert!(!server.folder().path().join("launch").join(&id).join("bundle.json").exists());
-    // Its folder is in the server's.
+    // Slurm's folder is in the server's folder.
     drop(slurm);
     server.stop().await;
 }
 
 #[tokio::test]
 async fn cancelling_a_job_or_its_batch_job_ends_both() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
     let id = submit(&server, &endless("cancelled")).await;
-    let batch = submitted(&server, &slurm, &id, &[]);
+    let batch = launch_detached(&server, &slurm, &id, &[]);
     trains_past(&server, &id, 1, 0).await;
-    // Whoever may read Slurm's job reads no token.
+    // Slurm's description of the job contains no token.
     let bundle = server.folder().path().join("launch").join(&id).join("bundle.json");
     let bundle: Value = serde_json::from_slice(&fs::read(bundle).expect("a file")).expect("JSON");
     let token = bundle["nodes"][0]["token"].as_str().expect("a token");
-    let shown = slurm.say("scontrol", &["show", "job", &batch])
-        + &slurm.say("scontrol", &["write", "batch_script", &batch, "-"]);
+    let shown = slurm.run("scontrol", &["show", "job", &batch])
+        + &slurm.run("scontrol", &["write", "batch_script", &batch, "-"]);
     assert!(shown.contains("launched") && !shown.contains(token), "{shown}");
     server.cli(&["cancel", &id]).ok();
-    slurm.until("Slurm's job is over", |slurm| {
+    slurm.until("Slurm's job has ended", |slurm| {
         ["", "COMPLETED", "FAILED"].contains(&&*slurm.field(&batch, "%T"))
     });
 
     let id = submit(&server, &endless("scancelled")).await;
-    let batch = submitted(&server, &slurm, &id, &[]);
+    let batch = launch_detached(&server, &slurm, &id, &[]);
     let at = number(&trains_past(&server, &id, 1, 10).await["step"]);
-    slurm.say("scancel", &[&batch]);
-    let job = server.job_when(&id, "it is in the queue again", |job| job["state"] == "queued").await;
+    slurm.run("scancel", &[&batch]);
+    let job = server.wait_for_job(&id, "the job is queued again", |job| job["state"] == "queued").await;
     let kept = server.checkpoints(&id).await.iter().map(|c| number(&c["step"])).max();
-    assert!(
-        kept.is_some_and(|kept| kept >= at),
-        "the agent has had a checkpoint written: {kept:?}, {at}; {job:#}"
-    );
+    assert!(kept.is_some_and(|kept| kept >= at), "a checkpoint was written: {kept:?}, {at}; {job:#}");
     server.cli(&["cancel", &id]).ok();
-    // Its folder is in the server's.
+    // Slurm's folder is in the server's folder.
     drop(slurm);
     server.stop().await;
 }
 
-/// A job that is in both queues again continues from its checkpoint in Slurm's next turn, until it is cancelled.
-async fn continues_and_is_cancelled(server: &Server, slurm: &Slurm, id: &str, batch: &str, kept: u64) {
+/// Asserts that a job that is queued again, here and in Slurm, continues from its checkpoint, and cancels it.
+async fn assert_continues_then_cancel(server: &Server, slurm: &Slurm, id: &str, batch: &str, kept: u64) {
     slurm.start_now(batch);
     let job = trains_past(server, id, 2, kept).await;
     assert_eq!(job["attempt"], 2, "{job:#}");
     server.cli(&["cancel", id]).ok();
-    slurm.until("Slurm's job is over", |slurm| {
+    slurm.until("Slurm's job has ended", |slurm| {
         ["", "COMPLETED", "FAILED"].contains(&&*slurm.field(batch, "%T"))
     });
 }
 
 #[tokio::test]
 async fn a_batch_job_writes_a_checkpoint_and_requeues_before_its_time_limit() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
     let id = submit(&server, &endless("requeued")).await;
-    let batch = submitted(&server, &slurm, &id, &["--time=60"]);
+    let batch = launch_detached(&server, &slurm, &id, &["--time=60"]);
     let at = number(&trains_past(&server, &id, 1, 10).await["step"]);
-    // What Slurm sends two minutes before the limit.
-    slurm.say("scancel", &["--batch", "--signal=USR1", &batch]);
-    server.job_when(&id, "it is in the queue again", |job| job["state"] == "queued").await;
-    slurm.until("Slurm's job is in its queue", |slurm| slurm.field(&batch, "%T") == "PENDING");
+    // The signal that Slurm sends two minutes before the time limit.
+    slurm.run("scancel", &["--batch", "--signal=USR1", &batch]);
+    server.wait_for_job(&id, "the job is queued again", |job| job["state"] == "queued").await;
+    slurm.until("Slurm's job is queued", |slurm| slurm.field(&batch, "%T") == "PENDING");
     let kept = server.checkpoints(&id).await.iter().map(|c| number(&c["step"])).max().expect("a checkpoint");
     assert!(kept >= at, "{kept} and {at}");
-    continues_and_is_cancelled(&server, &slurm, &id, &batch, kept).await;
-    // Its folder is in the server's.
+    assert_continues_then_cancel(&server, &slurm, &id, &batch, kept).await;
+    // Slurm's folder is in the server's folder.
     drop(slurm);
     server.stop().await;
 }
 
-/// Slurm counts in minutes and looks at limits every half a minute, so it sends a signal that is due 30 s before the end up to half a minute
-/// early: between 60 and 90 s after the start, when training has begun long ago, and never later than 30 s before the end.
+/// Slurm checks time limits every 30 s, so it sends a signal that is due 30 s before the limit of two minutes 60 to 90 s after the start, when
+/// the job trains.
 #[tokio::test]
 async fn a_time_limit_that_slurm_itself_enforces_costs_no_step() {
-    let own_turn = turn().await;
+    let permit = training_permit().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
     let id = submit(&server, &endless("time-limit")).await;
-    let batch = submitted(&server, &slurm, &id, &["--time=2", "--signal=B:USR1@30"]);
+    let batch = launch_detached(&server, &slurm, &id, &["--time=2", "--signal=B:USR1@30"]);
     let at = number(&trains_past(&server, &id, 1, 10).await["step"]);
-    // Its steps are slow from here on: others can have the machine.
-    drop(own_turn);
-    let job = server.job_when(&id, "it is in the queue again", |job| job["state"] == "queued").await;
-    slurm.until("Slurm's job is in its queue", |slurm| slurm.field(&batch, "%T") == "PENDING");
+    // Later steps are slow, so other tests may train.
+    drop(permit);
+    let job = server.wait_for_job(&id, "the job is queued again", |job| job["state"] == "queued").await;
+    slurm.until("Slurm's job is queued", |slurm| slurm.field(&batch, "%T") == "PENDING");
     let kept = server.checkpoints(&id).await.iter().map(|c| number(&c["step"])).max().expect("a checkpoint");
     assert!(kept >= at && kept == number(&job["step"]), "{kept} is the last step: {job:#}");
     let attempts = server.get(&format!("/jobs/{id}/attempts")).await;
@@ -143,55 +141,54 @@ async fn a_time_limit_that_slurm_itself_enforces_costs_no_step() {
     let log = server.folder().path().join("launch").join(&id).join(format!("slurm-{batch}.log"));
     let log = fs::read_to_string(log).expect("its log");
     assert!(log.contains("Slurm's time limit is near") && log.contains("this job is requeued"), "{log}");
-    continues_and_is_cancelled(&server, &slurm, &id, &batch, kept).await;
-    // Its folder is in the server's.
+    assert_continues_then_cancel(&server, &slurm, &id, &batch, kept).await;
+    // Slurm's folder is in the server's folder.
     drop(slurm);
     server.stop().await;
 }
 
-/// Slurm ends a job that is requeued as one that is preempted: it asks, and kills after KillWait. A checkpoint that is not done by then is
-/// all that is lost.
+/// Slurm ends a requeued job like a preempted job: SIGTERM, and SIGKILL after KillWait. Only an unfinished checkpoint is lost.
 #[tokio::test]
 async fn a_checkpoint_slower_than_slurm_s_kill_wait_is_the_only_loss() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let slurm = Slurm::start_with(server.folder().path(), 1, 2, KILL_WAIT_SECS);
     let id = submit(&server, &endless("too-slow")).await;
-    // The disk stands still in the third checkpoint.
+    // The third checkpoint hangs while it is written.
     let hold = server.folder().path().join("hold");
     let fault = format!("checkpoint.model:hold@3:{}", hold.display());
     let mut command = launch(&server, &[&id, "--with", "slurm", "--detach"], &[]);
     Finished::of(command.env("SLURM_CONF", slurm.config()).env("LOCKSTEP_FAULT", fault)).ok();
     let batch = slurm.job();
-    server.job_when(&id, "the third is being written", |_| hold.exists()).await;
+    server.wait_for_job(&id, "the third checkpoint is being written", |_| hold.exists()).await;
     let kept = server.checkpoints(&id).await.iter().map(|c| number(&c["step"])).max().expect("checkpoints");
-    assert_eq!(kept, 100, "two are written");
+    assert_eq!(kept, 100, "two checkpoints are written");
     let rank = server.attempt_dir(&id, 1).join("rank.0.json");
     let rank: Value = serde_json::from_slice(&fs::read(rank).expect("a file")).expect("JSON");
-    assert_eq!(rank["stop_within_secs"], KILL_WAIT_SECS - 10, "the agent has asked Slurm how long it has");
-    slurm.say("scontrol", &["requeue", &batch]);
-    let job = server.job_when(&id, "it is in the queue again", |job| job["state"] == "queued").await;
-    assert!(number(&job["step"]) > kept, "steps after it are lost: {job:#}");
+    assert_eq!(rank["stop_within_secs"], KILL_WAIT_SECS - 10, "the agent has read Slurm's KillWait");
+    slurm.run("scontrol", &["requeue", &batch]);
+    let job = server.wait_for_job(&id, "the job is queued again", |job| job["state"] == "queued").await;
+    assert!(number(&job["step"]) > kept, "later steps are lost: {job:#}");
     let logs = server.get(&format!("/jobs/{id}/logs")).await.to_string();
     assert!(logs.contains("was not done within") && logs.contains("lost"), "{logs}");
-    slurm.until("Slurm's job is in its queue", |slurm| slurm.field(&batch, "%T") == "PENDING");
+    slurm.until("Slurm's job is queued", |slurm| slurm.field(&batch, "%T") == "PENDING");
     slurm.start_now(&batch);
     trains_past(&server, &id, 2, kept).await;
     let attempts = server.get(&format!("/jobs/{id}/attempts")).await;
     let begun = attempts["attempts"][1]["checkpoint"].as_str().expect("a checkpoint");
     assert!(begun.ends_with("-100"), "{attempts:#}");
     server.cli(&["cancel", &id]).ok();
-    slurm.until("Slurm's job is over", |slurm| {
+    slurm.until("Slurm's job has ended", |slurm| {
         ["", "COMPLETED", "FAILED"].contains(&&*slurm.field(&batch, "%T"))
     });
-    // Its folder is in the server's.
+    // Slurm's folder is in the server's folder.
     drop(slurm);
     server.stop().await;
 }
 
 #[tokio::test]
-async fn a_sweep_is_an_array_whose_tasks_run_a_job_each() {
-    let _turn = turn().await;
+async fn a_sweep_is_an_array_with_a_task_for_each_job() {
+    let _permit = training_permit().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 2);
     let toml = "name = \"swept\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 8\n[train]\n\
@@ -200,14 +197,14 @@ async fn a_sweep_is_an_array_whose_tasks_run_a_job_each() {
     let file = file.to_str().expect("a path");
     let mistaken = [file, "--with", "slurm", "--sweep", "train.lr=0.1,-1", "--sweep", "train.seed=1,2"];
     let refused = Finished::of(launch(&server, &mistaken, &[]).env("SLURM_CONF", slurm.config()));
-    refused.fails(2, &["train.lr"]);
+    refused.assert_fails(2, &["train.lr"]);
     assert_eq!(refused.stderr.matches("train.lr").count(), 1, "named once: {}", refused.stderr);
-    assert_eq!(server.get("/jobs").await["jobs"], json!([]), "none is submitted");
+    assert_eq!(server.get("/jobs").await["jobs"], json!([]), "no job is submitted");
     let swept = ["--sweep", "train.lr=0.1,0.05", "--sweep", "train.seed=1,2", "--at-once", "1"];
     let args = [&[file, "--with", "slurm"][..], &swept].concat();
     let done = Finished::of(launch(&server, &args, &[]).env("SLURM_CONF", slurm.config()));
-    let said = done.ok();
-    let tag = said.split_whitespace().find(|word| word.starts_with("sweep-")).expect("an id").to_owned();
+    let output = done.ok();
+    let tag = output.split_whitespace().find(|word| word.starts_with("sweep-")).expect("an id").to_owned();
     let jobs = server.get(&format!("/jobs?tag={tag}")).await["jobs"].as_array().expect("jobs").clone();
     let mut found: Vec<_> = jobs
         .iter()
@@ -225,13 +222,13 @@ async fn a_sweep_is_an_array_whose_tasks_run_a_job_each() {
         ("swept lr=0.1 seed=2", Some(0.1), Some(2)),
     ];
     assert_eq!(found, wanted);
-    // One at a time: each begins after another has ended.
+    // With --at-once 1, each job starts after another has ended.
     let time = |job: &Value, key: &str| job[key].as_str().expect("a time").to_owned();
     let mut times: Vec<_> =
         jobs.iter().map(|job| (time(job, "started_at"), time(job, "finished_at"))).collect();
     times.sort();
     assert!(times.windows(2).all(|pair| pair[0].1 <= pair[1].0), "{times:?}");
-    assert_eq!(valid_agent_tokens(&server).await, 0, "their tokens are revoked");
+    assert_eq!(valid_agent_tokens(&server).await, 0, "the agents' tokens are revoked");
     let left: Vec<_> = fs::read_dir(server.folder().path().join("launch").join(&tag))
         .expect("a folder")
         .filter_map(Result::ok)
@@ -244,14 +241,14 @@ async fn a_sweep_is_an_array_whose_tasks_run_a_job_each() {
 
 #[tokio::test]
 async fn cancelling_a_job_of_a_sweep_ends_only_its_task() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
     let toml = "name = \"swept\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 8\n[train]\n\
                 batch_size = 8\n[parallel]\nranks = 2\ndevice = \"cpu\"\n";
     let file = server.folder().write("job.toml", toml);
     let file = file.to_str().expect("a path");
-    // The first trains on the only machine, the second waits for it.
+    // The first job trains on the only machine; the second waits.
     let args = [file, "--with", "slurm", "--sweep", "train.steps=1000000,6"];
     let mut following = launch(&server, &args, &[]);
     following
@@ -265,23 +262,23 @@ async fn cancelling_a_job_of_a_sweep_ends_only_its_task() {
     };
     server.until("the first trains", async |server: &Server| long(server).await.is_some()).await;
     let first = long(&server).await.expect("it trains")["id"].as_str().expect("an id").to_owned();
-    // Without the sweep's tag the list has it no more, and it is not deleted.
+    // Without the sweep's tag, the list does not show the job, which still exists.
     let patched =
         server.http.patch(server.api(&format!("/jobs/{first}"))).json(&json!({"tags": []})).send().await;
-    assert!(patched.is_ok_and(|answer| answer.status().is_success()));
+    assert!(patched.is_ok_and(|response| response.status().is_success()));
     server.cli(&["cancel", &first]).ok();
     let done = following.wait_with_output().expect("it ends");
     let stderr = String::from_utf8_lossy(&done.stderr);
     assert_eq!(done.status.code(), Some(1), "{stderr}");
     assert!(stderr.contains("1 of 2 jobs succeeded") && !stderr.contains("is deleted"), "{stderr}");
-    slurm.until("both tasks are over", |slurm| slurm.say("squeue", &["-h"]).trim().is_empty());
+    slurm.until("both tasks have ended", |slurm| slurm.run("squeue", &["-h"]).trim().is_empty());
     drop(slurm);
     server.stop().await;
 }
 
 #[tokio::test]
 async fn tasks_that_outlive_their_job_are_cancelled() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
     let toml = "name = \"hangs\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 8\n[train]\n\
@@ -290,11 +287,11 @@ async fn tasks_that_outlive_their_job_are_cancelled() {
     let hangs = server.folder().write("hangs", format!("#!/bin/sh\n'{LOCKSTEP}' \"$@\"\nexec sleep 3600\n"));
     fs::set_permissions(&hangs, fs::Permissions::from_mode(0o755)).expect("a mode");
     let args = [file.to_str().expect("a path"), "--with", "slurm", "--sweep", "train.steps=6"];
-    let mut command = launch_by(&server, hangs.to_str().expect("a path"), &args, &[]);
+    let mut command = launch_program(&server, hangs.to_str().expect("a path"), &args, &[]);
     let done = Finished::of(command.env("SLURM_CONF", slurm.config()));
     assert!(done.ok().contains("succeeded"), "{}", done.stdout);
-    slurm.until("the task is over", |slurm| slurm.say("squeue", &["-h"]).trim().is_empty());
-    assert_eq!(valid_agent_tokens(&server).await, 0, "its token is revoked");
+    slurm.until("the task has ended", |slurm| slurm.run("squeue", &["-h"]).trim().is_empty());
+    assert_eq!(valid_agent_tokens(&server).await, 0, "the agent's token is revoked");
     drop(slurm);
     server.stop().await;
 }

@@ -1,4 +1,4 @@
-//! Launches that follow their batch job to its end: what they say of it, and a node that is lost for good.
+//! Launches that follow a batch job to its end and report its states, and a job that loses a node.
 
 use super::{
     batch::{endless, trains_past},
@@ -8,13 +8,13 @@ use super::{
 };
 use crate::{
     cluster::Slurm,
-    server::{Server, number, turn},
+    server::{Server, number, training_permit},
     specs,
 };
 use serde_json::{Value, json};
 
 const STEPS: u64 = 160;
-/// Of the job that loses a node: two regular checkpoints are written by then, and most steps are still to come.
+/// The step at which a job loses a node: two regular checkpoints are written, and most steps remain.
 const LOST_AT: u64 = 60;
 
 fn follow(server: &Server, slurm: &Slurm, id: &str, args: &[&str], options: &[&str]) -> Following {
@@ -26,23 +26,23 @@ fn follow(server: &Server, slurm: &Slurm, id: &str, args: &[&str], options: &[&s
 
 #[tokio::test]
 async fn following_a_batch_job_shows_its_states_and_its_end() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
     let id = submit(&server, &endless("followed")).await;
     let following = follow(&server, &slurm, &id, &[], &["--hold"]);
-    following.says(&server, "Slurm's job 1: PENDING (JobHeldUser)").await;
-    slurm.say("scontrol", &["release", "1"]);
-    following.says(&server, "Slurm's job 1: RUNNING (None)").await;
+    following.wait_for_output(&server, "Slurm's job 1: PENDING (JobHeldUser)").await;
+    slurm.run("scontrol", &["release", "1"]);
+    following.wait_for_output(&server, "Slurm's job 1: RUNNING (None)").await;
     trains_past(&server, &id, 1, 0).await;
-    slurm.say("scancel", &["1"]);
-    let (status, said) = following.end();
-    assert_eq!(status.code(), Some(1), "{said}");
-    assert!(said.contains("Slurm's job 1 is over (CANCELLED"), "{said}");
+    slurm.run("scancel", &["1"]);
+    let (status, output) = following.end();
+    assert_eq!(status.code(), Some(1), "{output}");
+    assert!(output.contains("Slurm's job 1 is over (CANCELLED"), "{output}");
     let next = format!("and the job is queued; `lockstep launch {id}` starts agents for it again");
-    assert!(said.contains(&next), "{said}");
+    assert!(output.contains(&next), "{output}");
     server.cli(&["cancel", &id]).ok();
-    // Its folder is in the server's.
+    // Slurm's folder is in the server's folder.
     drop(slurm);
     server.stop().await;
 }
@@ -57,39 +57,39 @@ fn over_two_nodes(name: &str) -> Value {
 
 #[tokio::test]
 async fn after_losing_a_node_a_job_ends_on_a_third_with_the_same_weights() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 3);
     let undisturbed = submit(&server, &over_two_nodes("undisturbed")).await;
-    let (status, said) = follow(&server, &slurm, &undisturbed, &["--nodes", "2"], &[]).end();
-    assert!(status.success(), "{said}");
-    slurm.until("Slurm's job is over", |slurm| slurm.field("1", "%T") == "COMPLETED");
+    let (status, output) = follow(&server, &slurm, &undisturbed, &["--nodes", "2"], &[]).end();
+    assert!(status.success(), "{output}");
+    slurm.until("Slurm's job has ended", |slurm| slurm.field("1", "%T") == "COMPLETED");
 
     let id = submit(&server, &over_two_nodes("node-lost")).await;
     let following = follow(&server, &slurm, &id, &["--nodes", "2"], &[]);
-    following.says(&server, "Slurm's job 2: RUNNING").await;
+    following.wait_for_output(&server, "Slurm's job 2: RUNNING").await;
     trains_past(&server, &id, 1, LOST_AT).await;
     assert_eq!(slurm.field("2", "%N"), "n[0-1]");
     slurm.kill_node("n1");
     slurm.until("Slurm has queued the job again", |slurm| slurm.field("2", "%T") == "PENDING");
     slurm.start_now("2");
-    let (status, said) = following.end();
-    assert!(status.success(), "{said}");
-    assert!(said.contains("Slurm's job 2: PENDING"), "{said}");
+    let (status, output) = following.end();
+    assert!(status.success(), "{output}");
+    assert!(output.contains("Slurm's job 2: PENDING"), "{output}");
     assert_eq!(slurm.field("2", "%N"), "n[0,2]");
-    let job = server.succeeded(&id).await;
+    let job = server.wait_for_success(&id).await;
     assert_eq!(job["attempt"], 2, "{job:#}");
     let attempts = server.get(&format!("/jobs/{id}/attempts")).await;
     let begun = attempts["attempts"][1]["checkpoint"].as_str().unwrap_or_else(|| panic!("{attempts:#}"));
     let begun: u64 = begun.rsplit('-').next().and_then(|step| step.parse().ok()).expect("a step");
-    assert!((LOST_AT - 20..STEPS).contains(&begun), "its newest checkpoint: {attempts:#}");
+    assert!((LOST_AT - 20..STEPS).contains(&begun), "the newest checkpoint: {attempts:#}");
     let losses = server.points(&id, "loss").await;
     let first = losses.iter().filter(|(attempt, ..)| *attempt == 1).map(|(.., step, _)| *step).max();
     assert!(first.is_some_and(|last| last >= begun && last < number(&job["step"])), "{first:?}, {begun}");
     assert!(server.last_model(&id).await == server.last_model(&undisturbed).await, "the same weights");
-    assert_eq!(valid_agent_tokens(&server).await, 0, "their tokens are revoked");
+    assert_eq!(valid_agent_tokens(&server).await, 0, "the agents' tokens are revoked");
     slurm.start_node("n1");
-    // Its folder is in the server's.
+    // Slurm's folder is in the server's folder.
     drop(slurm);
     server.stop().await;
 }

@@ -1,10 +1,10 @@
-//! Agents in the pods of a Job, by an API server like Kubernetes'.
+//! Agents in the pods of a Kubernetes Job, with a simulated API server.
 
 use super::{server, short, submit, valid_agent_tokens};
 use crate::{
     cluster::{Kubernetes, command_lines, find_program},
     pages,
-    server::{Finished, Server, lockstep, number, turn},
+    server::{Finished, Server, lockstep, number, training_permit},
     specs,
 };
 use serde_json::{Value, json};
@@ -14,7 +14,7 @@ use std::{
     process::{Child, Command, ExitStatus},
 };
 
-/// A job that ends when it is told to.
+/// A job that lasts until it is cancelled or paused.
 pub(super) fn endless(name: &str, ranks: u32) -> Value {
     specs::with(
         specs::short(name, "fashion", ranks, 1_000_000),
@@ -22,14 +22,15 @@ pub(super) fn endless(name: &str, ranks: u32) -> Value {
     )
 }
 
+/// Waits until a job trains in at least this attempt and has passed this step.
 pub(super) async fn trains_past(server: &Server, id: &str, attempt: u64, step: u64) -> Value {
     let past = |job: &Value| {
         number(&job["attempt"]) >= attempt && job["state"] == "running" && number(&job["step"]) > step
     };
-    server.job_when(id, "it trains", past).await
+    server.wait_for_job(id, "the job trains", past).await
 }
 
-/// A launch that follows its job.
+/// A running `lockstep launch` that follows its job.
 pub(super) struct Following {
     child: Child,
     log: PathBuf,
@@ -43,19 +44,20 @@ impl Following {
         Self { child, log }
     }
 
-    pub(super) fn said(&self) -> String {
+    pub(super) fn output(&self) -> String {
         fs::read_to_string(&self.log).expect("its log")
     }
 
-    pub(super) async fn says(&self, server: &Server, words: &str) {
+    /// Waits until the launch has printed these words.
+    pub(super) async fn wait_for_output(&self, server: &Server, words: &str) {
         server
-            .until(&format!("the launch says {words:?}"), async |_: &Server| self.said().contains(words))
+            .until(&format!("the launch says {words:?}"), async |_: &Server| self.output().contains(words))
             .await;
     }
 
     pub(super) fn end(mut self) -> (ExitStatus, String) {
         let status = self.child.wait().expect("its end");
-        (status, self.said())
+        (status, self.output())
     }
 }
 
@@ -66,19 +68,20 @@ impl Drop for Following {
     }
 }
 
-/// Cancels a job that a launch follows, and waits until nothing of it is left in the cluster.
+/// Cancels a followed job, and waits until all its objects in the cluster are deleted.
 pub(super) async fn cancel(server: &Server, cluster: &Kubernetes, id: &str, following: Following) {
     server.cli(&["cancel", id]).ok();
-    cluster.until("all of it is gone", |all| all.is_empty()).await;
+    cluster.until("all objects are gone", |all| all.is_empty()).await;
     following.end();
 }
 
-pub(super) fn kinds<'a>(objects: &'a [Value], kind: &str) -> Vec<&'a Value> {
+/// The objects of a kind.
+pub(super) fn of_kind<'a>(objects: &'a [Value], kind: &str) -> Vec<&'a Value> {
     objects.iter().filter(|object| object["kind"] == kind).collect()
 }
 
-/// Whether any process is shown with these words, on its command line or in its environment.
-fn anybody_shows(words: &str) -> bool {
+/// Whether any process has these words on its command line or in its environment.
+fn is_in_any_process(words: &str) -> bool {
     let entries = fs::read_dir("/proc").expect("processes").filter_map(Result::ok);
     let environments = entries.filter_map(|entry| fs::read(entry.path().join("environ")).ok());
     let mut environments = environments.map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
@@ -87,20 +90,20 @@ fn anybody_shows(words: &str) -> bool {
 
 #[tokio::test]
 async fn two_pods_train_a_job_and_end_after_it() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let cluster = Kubernetes::start(&server).await;
     let id = submit(&server, &short("Over two pods")).await;
     let done = Finished::of(&mut cluster.launch(&server, &id, &["--nodes", "2"]));
     done.ok();
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     let shown = server.cli(&["show", &id]);
     let agents = shown.ok().lines().find(|line| line.starts_with("on ")).unwrap_or_default().to_owned();
     for index in [0, 1] {
         let name = format!("launch-{}-{index}", &id[id.len() - 6..]);
         assert!(agents.contains(&name), "both pods ran it: {agents}");
     }
-    assert_eq!(valid_agent_tokens(&server).await, 0, "their tokens are revoked");
+    assert_eq!(valid_agent_tokens(&server).await, 0, "the agents' tokens are revoked");
     let job = cluster.objects("Job").await.remove(0);
     assert_eq!(job["status"]["conditions"][0]["type"], "Complete", "{job:#}");
     assert_eq!(job["status"]["failed"], 0, "{job:#}");
@@ -111,35 +114,35 @@ async fn two_pods_train_a_job_and_end_after_it() {
         let owner = &cluster.objects(kind).await.remove(0)["metadata"]["ownerReferences"][0];
         assert_eq!((&owner["kind"], &owner["uid"]), (&json!("Job"), &job["metadata"]["uid"]), "{kind}");
     }
-    assert_eq!(cluster.act("objects", json!({})).await["refused"], json!([]), "the role is enough");
+    assert_eq!(cluster.act("objects", json!({})).await["refused"], json!([]), "the role allows all requests");
     drop(cluster);
     server.stop().await;
 }
 
-/// Before it, a launch may do nothing.
+/// Without the role, a launch is refused.
 #[tokio::test]
 async fn the_role_for_launches_is_sufficient() {
     if find_program("kubectl").is_none() {
-        eprintln!("left out: there is no kubectl here (kubernetes-client in Debian)");
+        eprintln!("skipped: kubectl is missing (kubernetes-client in Debian)");
         return;
     }
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let cluster = Kubernetes::start_with(&server, &json!([])).await;
     let id = submit(&server, &short("By a role")).await;
     let launch = || Finished::of(&mut cluster.launch(&server, &id, &["--namespace", "lockstep"]));
-    launch().fails(2, &["Kubernetes does not let you"]);
-    let done = cluster.typed(&pages::line("docs/launchers.md", "kubectl "));
+    launch().assert_fails(2, &["Kubernetes does not let you"]);
+    let done = cluster.run_line(&pages::line("docs/launchers.md", "kubectl "));
     assert!(done.ok().contains("role.rbac.authorization.k8s.io/lockstep-launch created"), "{}", done.stdout);
     launch().ok();
-    server.succeeded(&id).await;
+    server.wait_for_success(&id).await;
     drop(cluster);
     server.stop().await;
 }
 
 #[tokio::test]
 async fn pods_of_a_paused_job_end_with_a_checkpoint_and_return() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let cluster = Kubernetes::start(&server).await;
     let id = submit(&server, &endless("paused", 2)).await;
@@ -148,42 +151,44 @@ async fn pods_of_a_paused_job_end_with_a_checkpoint_and_return() {
     let secret = cluster.objects("Secret").await.remove(0)["secret"]["bundle.json"].take();
     let bundle: Value = serde_json::from_str(secret.as_str().expect("a description")).expect("JSON");
     for node in bundle["nodes"].as_array().expect("agents") {
-        assert!(!anybody_shows(node["token"].as_str().expect("a token")), "a token is shown");
+        assert!(!is_in_any_process(node["token"].as_str().expect("a token")), "a token is visible");
     }
-    // Somebody else changes the Job at the same moment, three times.
+    // Another client changes the Job at the same time, three times.
     cluster.act("state", json!({"conflicts": 3})).await;
     server.cli(&["pause", &id]).ok();
     cluster
-        .until("the Job is suspended and its pods are away", |all| {
-            kinds(all, "Job")[0]["spec"]["suspend"] == true && kinds(all, "Pod").is_empty()
+        .until("the Job is suspended and its pods have ended", |all| {
+            of_kind(all, "Job")[0]["spec"]["suspend"] == true && of_kind(all, "Pod").is_empty()
         })
         .await;
     let job = cluster.objects("Job").await.remove(0);
-    assert_eq!(job["metadata"]["annotations"]["somebody"], "else", "what others wrote stays");
+    assert_eq!(job["metadata"]["annotations"]["somebody"], "else", "other clients' annotations are kept");
     assert_eq!(job["status"]["failed"], 0, "{job:#}");
     let kept = newest(&server, &id).await;
     assert!(kept >= at, "{kept} and {at}");
     server.cli(&["resume", &id]).ok();
     let at = number(&trains_past(&server, &id, 2, kept).await["step"]);
-    // What somebody else suspends stays so, with a checkpoint.
+    // A Job that another client suspends stays suspended, with a checkpoint.
     cluster.act("suspend", json!({"suspend": true})).await;
-    server.job_when(&id, "it is in the queue again", |job| job["state"] == "queued").await;
-    // The agent uploads it before it ends, as its disk goes with the pod.
-    server.until("its checkpoint is there", async |server: &Server| newest(server, &id).await >= at).await;
+    server.wait_for_job(&id, "the job is queued again", |job| job["state"] == "queued").await;
+    // The agent uploads the checkpoint before it ends, as its disk is deleted with the pod.
+    server
+        .until("the checkpoint is on the server", async |server: &Server| newest(server, &id).await >= at)
+        .await;
     let kept = newest(&server, &id).await;
-    following.says(&server, ": suspended").await;
+    following.wait_for_output(&server, ": suspended").await;
     cluster.act("suspend", json!({"suspend": false})).await;
     trains_past(&server, &id, 3, kept).await;
     server.cli(&["cancel", &id]).ok();
-    cluster.until("all of it is gone", |all| all.is_empty()).await;
-    let (status, said) = following.end();
-    assert!(!status.success() && said.contains("the job is paused: Kubernetes' Job"), "{said}");
-    assert_eq!(valid_agent_tokens(&server).await, 0, "their tokens are revoked");
+    cluster.until("all objects are gone", |all| all.is_empty()).await;
+    let (status, output) = following.end();
+    assert!(!status.success() && output.contains("the job is paused: Kubernetes' Job"), "{output}");
+    assert_eq!(valid_agent_tokens(&server).await, 0, "the agents' tokens are revoked");
     drop(cluster);
     server.stop().await;
 }
 
-/// The step of the newest checkpoint that the server has.
+/// The step of the newest checkpoint on the server.
 pub(super) async fn newest(server: &Server, id: &str) -> u64 {
     let kept = server.checkpoints(id).await;
     let here = kept.iter().filter(|one| !one["uploading_from"].is_string());
@@ -191,8 +196,8 @@ pub(super) async fn newest(server: &Server, id: &str) -> u64 {
 }
 
 #[tokio::test]
-async fn a_second_launch_takes_over_from_the_first() {
-    let _turn = turn().await;
+async fn a_second_launch_takes_over_the_pods_of_the_first() {
+    let _permit = training_permit().await;
     let server = server().await;
     let cluster = Kubernetes::start(&server).await;
     let id = submit(&server, &endless("twice", 1)).await;
@@ -201,12 +206,12 @@ async fn a_second_launch_takes_over_from_the_first() {
     let first = cluster.objects("Job").await.remove(0)["metadata"]["uid"].take();
     let tokens = valid_agent_tokens(&server).await;
     let following = Following::start(&server, cluster.launch(&server, &id, &[]));
-    following.says(&server, "of an earlier launch exists").await;
-    following.says(&server, "1 of 1 pods are running").await;
+    following.wait_for_output(&server, "of an earlier launch exists").await;
+    following.wait_for_output(&server, "1 of 1 pods are running").await;
     assert_eq!(cluster.objects("Job").await.remove(0)["metadata"]["uid"], first);
-    assert_eq!(valid_agent_tokens(&server).await, tokens, "no more tokens");
+    assert_eq!(valid_agent_tokens(&server).await, tokens, "no additional tokens");
     server.cli(&["cancel", &id]).ok();
-    cluster.until("all of it is gone", |all| all.is_empty()).await;
+    cluster.until("all objects are gone", |all| all.is_empty()).await;
     following.end();
     assert_eq!(valid_agent_tokens(&server).await, 0, "the first launch's token is revoked");
     drop(cluster);
@@ -214,37 +219,41 @@ async fn a_second_launch_takes_over_from_the_first() {
 }
 
 #[test]
-fn a_dry_run_shows_the_objects_and_a_template_has_a_size() {
+fn a_dry_run_shows_the_objects_and_templates_have_a_maximum_size() {
     let folder = tempfile::tempdir().expect("a folder");
     let job = folder.path().join("job.toml");
     fs::write(&job, "[data]\ndataset = \"fashion\"\n[parallel]\nranks = 8\n").expect("a job");
     let template = folder.path().join("pod.yaml");
     let pod = "spec:\n  containers:\n  - {name: a, image: b, resources: {limits: {nvidia.com/gpu: 4}}}\n";
-    let dry = |text: &str, more: &[&str]| {
+    let dry_run = |text: &str, more: &[&str]| {
         fs::write(&template, text).expect("a template");
         let mut command = lockstep();
         command.arg("launch").arg(&job).args(["--with", "kubernetes", "--dry-run", "--template"]);
         Finished::of(command.arg(&template).args(more))
     };
-    let done = dry(pod, &[]);
+    let done = dry_run(pod, &[]);
     let shown: Value = serde_json::from_str(done.ok()).expect("JSON");
     assert_eq!(shown["items"][0]["spec"]["completions"], 2, "8 ranks on pods of 4 GPUs");
     assert_eq!(shown["items"][2]["stringData"], json!({}), "no secret is shown");
     let full = format!("{pod}#{}", "x".repeat((256 << 10) - pod.len() - 1));
-    dry(&full, &[]).ok();
-    let fails = |text: &str, more: &[&str], words: &str| {
-        let done = dry(text, more);
+    dry_run(&full, &[]).ok();
+    let assert_refused = |text: &str, more: &[&str], words: &str| {
+        let done = dry_run(text, more);
         assert_eq!(done.status, 2, "{}", done.stdout);
         assert!(done.stderr.contains(words), "{more:?}: {}", done.stderr);
     };
-    fails(&format!("{full}x"), &[], "is larger than 256 KiB");
+    assert_refused(&format!("{full}x"), &[], "is larger than 256 KiB");
     let wrong = pod.replace("{limits: {nvidia.com/gpu: 4}}", "x");
-    fails(&wrong, &[], "spec.containers[0].resources is not a mapping: write it as `limits: {cpu: 4}`");
-    fails(pod, &["--slots", "2"], "the template's container has 4 GPUs");
-    fails(pod, &["-H", "node1:4"], "Kubernetes chooses the machines");
-    fails(pod, &["--dir", "relative"], "an absolute path");
-    fails(pod, &["--nodes", "1"], "8 ranks");
-    fails(pod, &["--", "--now"], "no options after --");
+    assert_refused(
+        &wrong,
+        &[],
+        "spec.containers[0].resources is not a mapping: write it as `limits: {cpu: 4}`",
+    );
+    assert_refused(pod, &["--slots", "2"], "the template's container has 4 GPUs");
+    assert_refused(pod, &["-H", "node1:4"], "Kubernetes chooses the machines");
+    assert_refused(pod, &["--dir", "relative"], "an absolute path");
+    assert_refused(pod, &["--nodes", "1"], "8 ranks");
+    assert_refused(pod, &["--", "--now"], "no options after --");
     let mut command = lockstep();
     let done = Finished::of(command.arg("launch").arg(&job).args(["--with", "kubernetes", "--dry-run"]));
     assert!(done.stderr.contains("--template pod.yaml"), "{}", done.stderr);

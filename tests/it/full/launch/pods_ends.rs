@@ -1,52 +1,53 @@
-//! How the pods of a launch end: not before their checkpoints are on the server, also when that is away; and whose tokens are revoked then.
+//! The end of a launch's pods: they wait until their checkpoints are on the server, even if it is down, and only the agents' tokens are revoked.
 
 use super::{
-    pods::{Following, endless, kinds, newest, trains_past},
+    pods::{Following, endless, newest, of_kind, trains_past},
     server, submit, valid_agent_tokens,
 };
 use crate::{
     cluster::Kubernetes,
-    server::{Finished, Server, number, turn},
+    server::{Finished, Server, number, training_permit},
 };
 use serde_json::{Value, json};
 use std::{fs, time::Duration};
 
-/// For a launch to ask the server, which it does each second, several times in vain.
-const SEVERAL_QUESTIONS: Duration = Duration::from_secs(5);
+/// Long enough for several failed requests of a launch, which polls the server each second.
+const SEVERAL_POLLS: Duration = Duration::from_secs(5);
 
+/// The UIDs of all pods.
 async fn pods(cluster: &Kubernetes) -> Vec<Value> {
     cluster.objects("Pod").await.iter().map(|pod| pod["metadata"]["uid"].clone()).collect()
 }
 
 #[tokio::test]
 async fn pods_of_a_paused_job_run_until_its_checkpoint_is_on_the_server() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let mut server = server().await;
     let cluster = Kubernetes::start(&server).await;
     let id = submit(&server, &endless("slow-upload", 1)).await;
-    // Where uploads gather is no folder: as with a full disk, the server cannot store them.
-    let gathering = server.job_dir(&id).join("uploads");
-    fs::write(&gathering, "").expect("a file");
+    // A file in place of the folder for uploads: the server cannot store them, as with a full disk.
+    let uploads = server.job_dir(&id).join("uploads");
+    fs::write(&uploads, "").expect("a file");
     let following = Following::start(&server, cluster.launch(&server, &id, &[]));
     let at = number(&trains_past(&server, &id, 1, 60).await["step"]);
     let first = pods(&cluster).await;
     assert_eq!(first.len(), 1);
     server.cli(&["pause", &id]).ok();
-    following.says(&server, "last checkpoint is still being uploaded").await;
+    following.wait_for_output(&server, "last checkpoint is still being uploaded").await;
     server.kill_serve();
-    tokio::time::sleep(SEVERAL_QUESTIONS).await;
-    server.serve_again().await;
-    assert_eq!(cluster.objects("Job").await[0]["spec"]["suspend"], false, "{}", following.said());
-    // Whoever resumes it meanwhile has it continue in the same pod.
+    tokio::time::sleep(SEVERAL_POLLS).await;
+    server.start_serve().await;
+    assert_eq!(cluster.objects("Job").await[0]["spec"]["suspend"], false, "{}", following.output());
+    // A job that is resumed meanwhile continues in the same pod.
     server.cli(&["resume", &id]).ok();
     trains_past(&server, &id, 2, at).await;
     assert_eq!(pods(&cluster).await, first);
     server.cli(&["pause", &id]).ok();
-    fs::remove_file(&gathering).expect("the file");
-    cluster.until("the Job is suspended", |all| kinds(all, "Job")[0]["spec"]["suspend"] == true).await;
-    assert!(newest(&server, &id).await >= at, "the checkpoint was there first");
+    fs::remove_file(&uploads).expect("the file");
+    cluster.until("the Job is suspended", |all| of_kind(all, "Job")[0]["spec"]["suspend"] == true).await;
+    assert!(newest(&server, &id).await >= at, "the checkpoint is on the server before the pod ends");
     server.cli(&["cancel", &id]).ok();
-    cluster.until("all of it is gone", |all| all.is_empty()).await;
+    cluster.until("all objects are gone", |all| all.is_empty()).await;
     following.end();
     assert_eq!(valid_agent_tokens(&server).await, 0);
     drop(cluster);
@@ -54,30 +55,30 @@ async fn pods_of_a_paused_job_run_until_its_checkpoint_is_on_the_server() {
 }
 
 #[tokio::test]
-async fn ends_of_pods_are_reported_after_the_server_returns() {
-    let _turn = turn().await;
+async fn a_deleted_kubernetes_job_is_reported_after_the_server_returns() {
+    let _permit = training_permit().await;
     let mut server = server().await;
     let cluster = Kubernetes::start(&server).await;
     let id = submit(&server, &endless("ended", 1)).await;
     let following = Following::start(&server, cluster.launch(&server, &id, &[]));
     trains_past(&server, &id, 1, 0).await;
-    following.says(&server, "1 of 1 pods are running").await;
+    following.wait_for_output(&server, "1 of 1 pods are running").await;
     server.kill_serve();
     cluster.act("drop", json!({"resource": "jobs"})).await;
-    tokio::time::sleep(SEVERAL_QUESTIONS).await;
-    server.serve_again().await;
-    following.says(&server, "was deleted, and the job is").await;
-    let (status, said) = following.end();
-    assert!(!status.success() && said.contains("starts agents for it again"), "{said}");
+    tokio::time::sleep(SEVERAL_POLLS).await;
+    server.start_serve().await;
+    following.wait_for_output(&server, "was deleted, and the job is").await;
+    let (status, output) = following.end();
+    assert!(!status.success() && output.contains("starts agents for it again"), "{output}");
     server.cli(&["cancel", &id]).ok();
-    cluster.until("all of it is gone", |all| all.is_empty()).await;
+    cluster.until("all objects are gone", |all| all.is_empty()).await;
     drop(cluster);
     server.stop().await;
 }
 
 #[tokio::test]
 async fn only_tokens_of_the_job_s_own_agents_are_revoked() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let cluster = Kubernetes::start(&server).await;
     let id = submit(&server, &endless("tokens", 1)).await;
@@ -85,21 +86,21 @@ async fn only_tokens_of_the_job_s_own_agents_are_revoked() {
     trains_past(&server, &id, 1, 0).await;
     let job = cluster.objects("Job").await.remove(0);
     let own = job["metadata"]["annotations"]["lockstep/tokens"].as_str().expect("a token's id").to_owned();
-    let make = async |token: Value| {
-        let made = server.post("/tokens", &token).await;
-        assert!(made.status.is_success(), "{}", made.text);
-        made.json()["id"].as_str().expect("an id").to_owned()
+    let create_token = async |token: Value| {
+        let created = server.post("/tokens", &token).await;
+        assert!(created.status.is_success(), "{}", created.text);
+        created.json()["id"].as_str().expect("an id").to_owned()
     };
-    let agent = make(json!({"name": "launch-000000-0", "scope": "agent", "agent": "node7"})).await;
-    let alike = format!("launch-{}-9", &id[id.len() - 6..]);
-    let program = make(json!({"name": alike, "scope": "submit"})).await;
-    // Whoever may change Jobs may not revoke tokens for that.
+    let agent = create_token(json!({"name": "launch-000000-0", "scope": "agent", "agent": "node7"})).await;
+    let similar = format!("launch-{}-9", &id[id.len() - 6..]);
+    let program = create_token(json!({"name": similar, "scope": "submit"})).await;
+    // A client that may change the Job's annotations must not be able to revoke other tokens.
     let tokens = format!("{own},{agent},{program},local,../tokens/{agent}");
     cluster.act("annotate", json!({"lockstep/tokens": tokens})).await;
     let following = Following::start(&server, cluster.launch(&server, &id, &[]));
-    following.says(&server, "of an earlier launch exists").await;
+    following.wait_for_output(&server, "of an earlier launch exists").await;
     server.cli(&["cancel", &id]).ok();
-    cluster.until("all of it is gone", |all| all.is_empty()).await;
+    cluster.until("all objects are gone", |all| all.is_empty()).await;
     following.end();
     let all = server.get("/tokens?limit=200").await;
     let is_revoked = |id: &str| {
@@ -113,7 +114,7 @@ async fn only_tokens_of_the_job_s_own_agents_are_revoked() {
 
 #[tokio::test]
 async fn a_partly_created_kubernetes_job_is_deleted_with_its_token() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let cluster = Kubernetes::start(&server).await;
     let id = submit(&server, &endless("half-made", 1)).await;
@@ -124,7 +125,7 @@ async fn a_partly_created_kubernetes_job_is_deleted_with_its_token() {
     done.ok();
     assert!(done.stderr.contains("of an earlier launch is removed first"), "{}", done.stderr);
     assert_ne!(cluster.objects("Job").await[0]["metadata"]["uid"], first);
-    assert_eq!(valid_agent_tokens(&server).await, 1, "that of the new pod");
+    assert_eq!(valid_agent_tokens(&server).await, 1, "the new pod's token");
     server
         .until("the new pod runs the job", async |server: &Server| {
             server.job(&id).await["state"] == "running"

@@ -17,7 +17,7 @@ use crate::{
     EngineConfig, EngineError, EvalResult, StepResult,
     fuse::{self, Capabilities, FusedOp},
     loss::Order,
-    net::{Axes, Network, Placement, Slice},
+    net::{Axes, Network, Placement},
     plan::{self, Pass, Plan},
     prologue::{Prologue, StepPart},
 };
@@ -46,8 +46,8 @@ pub(super) struct MicroBatch {
 /// A batch norm's state, except for trained parameters.
 pub(super) struct Norm {
     pub(super) name: String,
-    /// This rank's channels, if the batch norm is split over a model group.
-    pub(super) slice: Option<Slice>,
+    /// Whether a model group splits the channels.
+    pub(super) is_split: bool,
     pub(super) running_mean: Vec<f32>,
     pub(super) running_var: Vec<f32>,
     /// Statistics of the latest forward pass.
@@ -459,13 +459,12 @@ fn norms(network: &Network, ops: &[FusedOp]) -> Vec<Norm> {
         .filter_map(|op| match op {
             FusedOp::Norm(fuse::Norm { name, norm, input, .. }) => {
                 let channels = network.tensors[*input].channels;
-                let split = network.part.as_ref().and_then(|part| part.channels(*input));
-                let slice = split.map(|(range, all)| Slice { dimension: 0, range, whole: vec![all] });
+                let is_split = network.part.as_ref().is_some_and(|part| part.channels(*input).is_some());
                 Some((
                     *norm,
                     Norm {
                         name: name.clone(),
-                        slice,
+                        is_split,
                         running_mean: vec![0.0; channels],
                         running_var: vec![1.0; channels],
                         statistics: Statistics::from_running(&vec![0.0; channels], &vec![1.0; channels]),

@@ -40,6 +40,11 @@ impl Group {
         self.call(|comm| comm.all_reduce(values, reduction))
     }
 
+    /// Sends the values of the group's first rank to all of its ranks.
+    pub(super) fn broadcast(&self, values: ValuesMut<'_>) -> Result<(), CommError> {
+        self.call(|comm| comm.broadcast(values, 0))
+    }
+
     pub(super) fn reduce_scatter(
         &self,
         input: Values<'_>,

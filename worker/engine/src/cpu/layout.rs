@@ -4,9 +4,8 @@
 use super::conv::{self, ConvShape};
 use crate::{
     EngineError,
-    check::read_part,
     fuse::{Conv, FusedOp, Norm},
-    net::{Axes, Network, Parameter, Slice},
+    net::{Axes, Network, Parameter},
     optimizer::{ParameterKind, kind, tensor_name},
 };
 use lockstep_host::tensors::{HostTensor, NamedTensors, TensorSource};
@@ -23,7 +22,7 @@ fn bucket_len(parameters: usize) -> usize {
 #[derive(Debug, Clone)]
 pub(super) struct Slot {
     pub(super) name: String,
-    /// torchvision's shape.
+    /// torchvision's shape, or that of this rank's part.
     pub(super) shape: Vec<usize>,
     /// The shape of the convolution, if the parameter is a convolution's weights. They are stored in the order of
     /// [`conv`].
@@ -36,8 +35,8 @@ pub(super) struct Slot {
     pub(super) kind: ParameterKind,
     /// Whether the parameter is not trained.
     pub(super) is_frozen: bool,
-    /// This rank's part of the parameter, if a model group splits it.
-    pub(super) slice: Option<Slice>,
+    /// Whether a model group splits the parameter.
+    pub(super) is_split: bool,
 }
 
 impl Slot {
@@ -49,29 +48,20 @@ impl Slot {
             Some(shape) => conv::weight_to_oihw(shape, ours, &mut values),
             None => values.copy_from_slice(ours),
         }
-        spread(self.slice.as_ref(), HostTensor { shape: self.shape.clone(), values })
+        HostTensor { shape: self.shape.clone(), values }
     }
 
     /// Fills the parameter's range from the tensor `name`, if there is one.
     fn import(&self, name: &str, tensors: &dyn TensorSource, flat: &mut [f32]) {
         let ours = &mut flat[self.range.clone()];
-        let read = |to: &mut [f32]| read_part(tensors, name, self.slice.as_ref(), 0, to);
         let Some(shape) = &self.conv else {
-            read(ours);
+            tensors.read(name, 0, ours);
             return;
         };
         let mut values = vec![0.0; ours.len()];
-        if read(&mut values) {
+        if tensors.read(name, 0, &mut values) {
             conv::weight_from_oihw(shape, &values, ours);
         }
-    }
-}
-
-/// A rank's part of a parameter in a tensor of the whole shape, with zeros for other ranks' parts.
-pub(super) fn spread(slice: Option<&Slice>, part: HostTensor) -> HostTensor {
-    match slice {
-        None => part,
-        Some(slice) => HostTensor { shape: slice.whole.clone(), values: slice.spread(&part.values) },
     }
 }
 
@@ -140,7 +130,7 @@ impl Layout {
                     in_bucket: range.start - bucket.start..range.end - bucket.start,
                     kind: kind(p.role),
                     is_frozen: !network.trains(p),
-                    slice: p.slice.clone(),
+                    is_split: p.slice.is_some(),
                     range: range.clone(),
                 });
                 bucket.end = range.end;

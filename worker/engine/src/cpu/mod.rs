@@ -34,22 +34,22 @@ mod state;
 mod undo;
 
 use super::{
-    Contribution, Engine, EngineConfig, EngineError, EvalResult, HostTensor, LayerTime, NamedTensors,
-    OptimizerState, StateDict, StepResult, Writers, check, finite,
+    Contribution, Distribution, Engine, EngineConfig, EngineError, EvalResult, HostTensor, LayerTime,
+    NamedTensors, OptimizerState, StepResult, Writers,
+    check::{self, PartOf},
+    distribution, finite,
     fuse::{Capabilities, FusedOp},
     layers::layer_times,
     optimizer::state_shapes,
     plan::{self, Mesh, Plan},
-    state_dict::{self, add_zeros},
     thread_pool, unknown_size,
 };
-use crate::net::Network;
+use crate::net::{Axes, Network};
 use average::Average;
 pub(super) use backend::Cpu;
 pub use backend::MOST_CPU_SLOTS;
 use executor::{Executor, part_of};
-use layout::spread;
-use lockstep_comm::{ProcessGroup, Reduction};
+use lockstep_comm::ProcessGroup;
 use lockstep_data::loader::{Batch, BatchFormat, DataSource};
 use lockstep_host::tensors::TensorSource;
 use lockstep_kernels::{batch_norm, conv, elementwise, linear, loss, pool};
@@ -83,8 +83,9 @@ pub(super) fn build(
     let mut executor = Executor::new(network.clone(), &plan, config, &comm, CAPABILITIES)?;
     executor.scratch = conv::Scratch::new(format);
     let sizes = vec![network.clone()];
+    let initial = PartOf::new(initial, &network, &executor.network)?;
     let mut engine = CpuEngine { threads, executor, sizes, network, plan, comm, average: None };
-    engine.set_from(initial)?;
+    engine.set_from(&initial)?;
     if engine.executor.state.memory().is_some() {
         engine.comm.barrier()?;
     }
@@ -201,13 +202,13 @@ impl Engine for CpuEngine {
     }
 
     fn set_averaged(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
-        check::check(&self.network, values)?;
-        let Executor { layout, state, norms, .. } = &self.executor;
+        let Executor { layout, state, norms, network, .. } = &self.executor;
+        check::check(network, values)?;
         let mut average = Average::new(&state.weights, norms);
         layout.import(None, values, &mut average.weights);
         for (own, norm) in average.running.iter_mut().zip(norms) {
             for (own, suffix) in own.iter_mut().zip(["running_mean", "running_var"]) {
-                check::read_part(values, &format!("{}.{suffix}", norm.name), norm.slice.as_ref(), 0, own);
+                values.read(&format!("{}.{suffix}", norm.name), 0, own);
             }
         }
         self.average = Some(average);
@@ -220,13 +221,13 @@ impl Engine for CpuEngine {
         for (number, &name) in config.optimizer.slots().iter().enumerate() {
             layout.export(Some(name), &state.optimizer_slot(number), &mut slots);
         }
-        add_zeros(&mut slots, state_shapes(&config.optimizer, &self.network));
         Ok(OptimizerState { slots, updates: state.updates })
     }
 
     fn set_optimizer_state(&mut self, to: &OptimizerState) -> Result<(), EngineError> {
         let optimizer = self.executor.config.optimizer;
-        check::check_shapes(&self.network, &to.slots, state_shapes(&optimizer, &self.network))?;
+        let network = &self.executor.network;
+        check::check_shapes(network, &to.slots, state_shapes(&optimizer, network))?;
         let writes = self.writes();
         let Executor { layout, state, .. } = &mut self.executor;
         state.updates = to.updates;
@@ -252,22 +253,9 @@ impl Engine for CpuEngine {
     }
 
     fn state_dict(&self, writers: &Writers) -> Result<Contribution, EngineError> {
-        // The ranks with the same data coordinate have all parts of the state; they gather the tensors that one of them writes.
-        let (own, mesh) = (self.comm.rank(), self.plan.mesh);
-        let place = |rank: u32| rank as usize % mesh.ranks_of_stage() / mesh.model;
-        let gathers = |rank: u32| place(rank) == place(own);
-        let keeps = (0..self.comm.size()).any(|rank| gathers(rank) && writers.include(rank));
-        // Where ranks divide the optimizer's state, ranks with other data coordinates send their parts.
-        let optimizer = self.gathered_optimizer_state(keeps)?;
-        if !keeps {
-            return Ok(Contribution::Replica);
-        }
-        let (parameters, average) = (self.parameters()?, self.averaged()?);
-        let mut state = StateDict { parameters, optimizer, average, loss_scaling: None };
-        writers.retain(&mut state, gathers);
-        self.gather(state.tensors_mut())?;
-        writers.retain(&mut state, |rank| rank == own);
-        Ok(if writers.include(own) { writers.contribution(state) } else { Contribution::Replica })
+        let distribution = Distribution::new(&self.network, &self.plan, self.comm.as_ref())?;
+        let optimizer = &self.executor.config.optimizer;
+        distribution.contribution(self, writers, optimizer, |keep| self.gathered_optimizer_state(keep))
     }
 
     fn undo_unfinished_steps(&mut self) -> Option<Vec<StepResult>> {
@@ -286,19 +274,22 @@ impl Engine for CpuEngine {
         let mut sums = [crc32fast::Hasher::new(), crc32fast::Hasher::new()];
         for slot in &layout.slots {
             let values = bytemuck::cast_slice(&state.weights[slot.range.clone()]);
-            sums[usize::from(slot.slice.is_some())].update(values);
+            sums[usize::from(slot.is_split)].update(values);
         }
         Ok(sums.map(|sum| sum.finalize().into()))
     }
 
     fn broadcast_parameters(&mut self) -> Result<(), EngineError> {
-        if !self.plan.is_data() {
-            let mut parameters = self.parameters()?;
-            self.gather([&mut parameters])?;
-            for tensor in parameters.values_mut() {
-                self.comm.broadcast((&mut tensor.values).into(), 0)?;
-            }
-            return self.set_parameters(&parameters);
+        if let Some(groups) = &self.executor.groups {
+            let same_part = groups.statistics.of(Axes { model: false, height: true });
+            let mut own = self.parameters()?;
+            distribution::broadcast(
+                &self.executor.network,
+                &mut own,
+                |values| same_part.broadcast(values.into()),
+                |values| groups.model.broadcast(values.into()),
+            )?;
+            return self.set_parameters(&own);
         }
         if self.executor.state.memory().is_none() {
             self.comm.broadcast((&mut self.executor.state.weights[..]).into(), 0)?;
@@ -307,7 +298,7 @@ impl Engine for CpuEngine {
     }
 
     fn broadcast_statistics(&mut self) -> Result<(), EngineError> {
-        if self.plan.mesh.stage > 1 || self.executor.norms.iter().any(|norm| norm.slice.is_some()) {
+        if self.plan.mesh.stage > 1 || self.executor.norms.iter().any(|norm| norm.is_split) {
             // Rank 0 has only a part of the statistics.
             return self.broadcast_parameters();
         }
@@ -371,7 +362,7 @@ impl Engine for CpuEngine {
 impl CpuEngine {
     /// See [`Engine::set_parameters`].
     fn set_from(&mut self, values: &dyn TensorSource) -> Result<(), EngineError> {
-        check::check(&self.network, values)?;
+        check::check(&self.executor.network, values)?;
         let writes = self.writes();
         let Executor { layout, state, norms, .. } = &mut self.executor;
         self.threads.install(|| {
@@ -379,11 +370,10 @@ impl CpuEngine {
                 layout.import(None, values, &mut state.weights);
             }
             for norm in norms {
-                let slice = norm.slice.as_ref();
                 for (own, suffix) in
                     [(&mut norm.running_mean, "running_mean"), (&mut norm.running_var, "running_var")]
                 {
-                    check::read_part(values, &format!("{}.{suffix}", norm.name), slice, 0, own);
+                    values.read(&format!("{}.{suffix}", norm.name), 0, own);
                 }
             }
         });
@@ -399,7 +389,6 @@ impl CpuEngine {
                 layout.export(Some(name), &flat, &mut slots);
             }
         }
-        add_zeros(&mut slots, state_shapes(&config.optimizer, &self.network));
         Ok(keep.then_some(OptimizerState { slots, updates: state.updates }))
     }
 
@@ -410,23 +399,10 @@ impl CpuEngine {
         for (norm, of_norm) in self.executor.norms.iter().zip(running) {
             for (suffix, values) in ["running_mean", "running_var"].into_iter().zip(of_norm) {
                 let tensor = HostTensor { shape: vec![values.len()], values: values.clone() };
-                all.insert(format!("{}.{suffix}", norm.name), spread(norm.slice.as_ref(), tensor));
+                all.insert(format!("{}.{suffix}", norm.name), tensor);
             }
         }
-        add_zeros(&mut all, self.network.parameters().into_iter().map(|p| (p.name, p.shape)));
         all
-    }
-
-    /// Collective in the model group and among stages: completes tensors, of which each rank has its part and zeros elsewhere.
-    fn gather<'a>(&self, all: impl IntoIterator<Item = &'a mut NamedTensors>) -> Result<(), EngineError> {
-        let Some(groups) = &self.executor.groups else { return Ok(()) };
-        let mut all: Vec<_> = all.into_iter().collect();
-        let add = |values: &mut [f32]| groups.model.all_reduce(values.into(), Reduction::Sum);
-        state_dict::complete(&self.executor.network, all.iter_mut().map(|tensors| &mut **tensors), add)?;
-        for tensor in all.into_iter().flat_map(|tensors| tensors.values_mut()) {
-            groups.stage.all_reduce((&mut tensor.values).into(), Reduction::Sum)?;
-        }
-        Ok(())
     }
 
     /// Whether this rank writes its weights: of ranks that share memory, only the first one does.

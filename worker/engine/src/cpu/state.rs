@@ -237,7 +237,7 @@ impl State {
             open_tasks: tasks.len(),
             tasks,
             model_group,
-            split: (0..layout.slots.len()).filter(|slot| layout.slots[*slot].slice.is_some()).collect(),
+            split: (0..layout.slots.len()).filter(|slot| layout.slots[*slot].is_split).collect(),
             sharding,
             buckets,
             steps,

@@ -1,8 +1,7 @@
 //! Implementation of [`Engine`] for the CUDA engine.
 
 use super::{backend::skip_exit_handlers, steps::parts, *};
-use crate::{Contribution, StateDict, Writers, state_dict};
-use lockstep_comm::Reduction;
+use crate::{Contribution, Distribution, Writers, distribution};
 
 impl Engine for CudaEngine {
     fn take_sizes(&mut self, training: &[usize], evaluation: &[usize]) -> Result<(), EngineError> {
@@ -160,7 +159,7 @@ impl Engine for CudaEngine {
     }
 
     fn parameters(&self) -> Result<NamedTensors, EngineError> {
-        Ok(self.with_other_stages(self.read(State::parameters)?))
+        self.read(State::parameters)
     }
 
     fn set_parameters(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
@@ -180,11 +179,11 @@ impl Engine for CudaEngine {
     }
 
     fn averaged(&self) -> Result<Option<NamedTensors>, EngineError> {
-        Ok(self.read(State::averaged)?.map(|tensors| self.with_other_stages(tensors)))
+        self.read(State::averaged)
     }
 
     fn set_averaged(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
-        check::check(&self.network, values)?;
+        check::check(self.program.network(), values)?;
         self.device.bind()?;
         self.device.synchronize()?;
         self.averaged_from = None;
@@ -192,14 +191,13 @@ impl Engine for CudaEngine {
     }
 
     fn optimizer_state(&self) -> Result<OptimizerState, EngineError> {
-        let mut state = self.read(State::optimizer_state)?;
-        self.add_slots_of_other_stages(&mut state);
-        Ok(state)
+        self.read(State::optimizer_state)
     }
 
     fn set_optimizer_state(&mut self, to: &OptimizerState) -> Result<(), EngineError> {
-        let wanted = crate::optimizer::state_shapes(&self.config.optimizer, &self.network);
-        check::check_shapes(&self.network, &to.slots, wanted)?;
+        let network = self.program.network();
+        let wanted = crate::optimizer::state_shapes(&self.config.optimizer, network);
+        check::check_shapes(network, &to.slots, wanted)?;
         self.device.bind()?;
         self.device.synchronize()?;
         self.program.state.set_optimizer_state(to)
@@ -234,23 +232,10 @@ impl Engine for CudaEngine {
     }
 
     fn state_dict(&self, writers: &Writers) -> Result<Contribution, EngineError> {
-        // The ranks with the same data coordinate have all parts of the state; they gather the tensors that one of them writes.
-        let (own, mesh) = (self.comm.rank(), self.plan.mesh);
-        let place = |rank: u32| rank as usize % mesh.ranks_of_stage() / mesh.model;
-        let gathers = |rank: u32| place(rank) == place(own);
-        let keeps = (0..self.comm.size()).any(|rank| gathers(rank) && writers.include(rank));
-        // Where ranks divide the optimizer's state, ranks that write nothing send their parts.
-        let mut optimizer = self.read(|state| state.gathered_optimizer_state(self.comm.as_ref(), keeps))?;
-        optimizer.iter_mut().for_each(|optimizer| self.add_slots_of_other_stages(optimizer));
-        if !keeps {
-            return Ok(Contribution::Replica);
-        }
-        let (parameters, average) = (self.parameters()?, self.averaged()?);
-        let mut state = StateDict { parameters, optimizer, average, loss_scaling: self.loss_scaling()? };
-        writers.retain(&mut state, gathers);
-        self.gather(state.tensors_mut())?;
-        writers.retain(&mut state, |rank| rank == own);
-        Ok(if writers.include(own) { writers.contribution(state) } else { Contribution::Replica })
+        let distribution = Distribution::new(&self.network, &self.plan, self.comm.as_ref())?;
+        distribution.contribution(self, writers, &self.config.optimizer, |keep| {
+            self.read(|state| state.gathered_optimizer_state(self.comm.as_ref(), keep))
+        })
     }
 
     fn first_not_finite(&self) -> Result<Option<String>, EngineError> {
@@ -281,13 +266,15 @@ impl Engine for CudaEngine {
     fn broadcast_parameters(&mut self) -> Result<(), EngineError> {
         self.device.bind()?;
         self.device.synchronize()?;
-        if self.groups.is_some() {
-            let mut parameters = self.parameters()?;
-            self.gather([&mut parameters])?;
-            for tensor in parameters.values_mut() {
-                self.comm.broadcast((&mut tensor.values).into(), 0)?;
-            }
-            return self.set_parameters(&parameters);
+        if let Some(groups) = &self.groups {
+            let mut own = self.parameters()?;
+            distribution::broadcast(
+                self.program.network(),
+                &mut own,
+                |values| groups.data.broadcast(values.into(), 0),
+                |values| groups.model.broadcast(values.into(), 0),
+            )?;
+            return self.set_parameters(&own);
         }
         let mut flat = self.program.state.read_flat()?;
         self.comm.broadcast((&mut flat).into(), 0)?;
@@ -348,43 +335,10 @@ fn split_logits(program: &mut Program, groups: &Groups, pictures: usize) -> Resu
 impl CudaEngine {
     /// See [`Engine::set_parameters`].
     pub(super) fn set_from(&mut self, values: &dyn TensorSource) -> Result<(), EngineError> {
-        check::check(&self.network, values)?;
+        check::check(self.program.network(), values)?;
         self.device.bind()?;
         self.device.synchronize()?;
         self.program.set_parameters(values)
-    }
-
-    /// Collective in the model group and among stages: completes tensors, of which each rank has its part and zeros elsewhere.
-    fn gather<'a>(&self, all: impl IntoIterator<Item = &'a mut NamedTensors>) -> Result<(), EngineError> {
-        let Some(groups) = &self.groups else { return Ok(()) };
-        let mut all: Vec<_> = all.into_iter().collect();
-        let add = |values: &mut [f32]| groups.model.all_reduce(values.into(), Reduction::Sum);
-        state_dict::complete(self.program.network(), all.iter_mut().map(|tensors| &mut **tensors), add)?;
-        if groups.stage.size() > 1 {
-            for tensor in all.into_iter().flat_map(|tensors| tensors.values_mut()) {
-                groups.stage.all_reduce((&mut tensor.values).into(), Reduction::Sum)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Adds zeros for the parameters of other stages.
-    fn with_other_stages(&self, mut tensors: NamedTensors) -> NamedTensors {
-        if self.plan.mesh.stage > 1 {
-            state_dict::add_zeros(
-                &mut tensors,
-                self.network.parameters().into_iter().map(|p| (p.name, p.shape)),
-            );
-        }
-        tensors
-    }
-
-    /// Adds zeros for the optimizer's slots of other stages.
-    fn add_slots_of_other_stages(&self, state: &mut OptimizerState) {
-        if self.plan.mesh.stage > 1 {
-            let shapes = crate::optimizer::state_shapes(&self.config.optimizer, &self.network);
-            state_dict::add_zeros(&mut state.slots, shapes);
-        }
     }
 
     /// Reads the state after all launched work has finished, or is known never to finish.

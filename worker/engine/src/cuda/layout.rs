@@ -10,9 +10,8 @@ use super::{
 };
 use crate::{
     EngineError,
-    check::read_part,
     fuse::{Conv, FusedOp, Norm},
-    net::{Network, Role, Slice},
+    net::{Network, Role},
     optimizer::{ParameterKind, kind, tensor_name},
     sharding::Share,
 };
@@ -50,7 +49,7 @@ enum Order {
 #[derive(Debug, Clone)]
 pub(super) struct Slot {
     pub(super) name: String,
-    /// torchvision's shape.
+    /// torchvision's shape, or that of this rank's part.
     shape: Vec<usize>,
     order: Order,
     /// Range in the flat buffers.
@@ -60,8 +59,8 @@ pub(super) struct Slot {
     pub(super) kind: ParameterKind,
     /// Whether the parameter is not trained. The gradient of such a matrix is zeros; such a vector has no gradient.
     pub(super) is_fixed: bool,
-    /// This rank's part of the parameter, if a model group splits it.
-    pub(super) slice: Option<Slice>,
+    /// Whether a model group splits the parameter.
+    pub(super) is_split: bool,
 }
 
 impl Slot {
@@ -172,12 +171,12 @@ impl Layout {
                     end: len,
                     kind: kind(p.role),
                     is_fixed: !network.trains(p),
-                    slice: p.slice.clone(),
+                    is_split: p.slice.is_some(),
                 };
                 match slot.order {
                     Order::Vector if slot.is_fixed => frozen.push(slot),
                     Order::Vector => vectors.push(slot),
-                    _ if slot.slice.is_some() => layout.push(slot),
+                    _ if slot.is_split => layout.push(slot),
                     _ => matrices.push(slot),
                 }
             }
@@ -197,9 +196,9 @@ impl Layout {
         if layout.matrices > bucket {
             layout.buckets.push(bucket..layout.matrices);
         }
-        vectors.sort_by_key(|slot: &Slot| slot.slice.is_none());
+        vectors.sort_by_key(|slot: &Slot| !slot.is_split);
         for slot in vectors {
-            let is_split = slot.slice.is_some();
+            let is_split = slot.is_split;
             layout.push(slot);
             if is_split {
                 layout.split_vectors = layout.len - layout.matrices;
@@ -310,11 +309,7 @@ impl Layout {
                 _ => Cow::Borrowed(&ours[..len]),
             };
             let name = tensor_name(&slot.name, kept);
-            let tensor = match &slot.slice {
-                None => HostTensor { shape: slot.shape.clone(), values: values.into_owned() },
-                Some(slice) => HostTensor { shape: slice.whole.clone(), values: slice.spread(&values) },
-            };
-            into.insert(name, tensor);
+            into.insert(name, HostTensor { shape: slot.shape.clone(), values: values.into_owned() });
         }
     }
 
@@ -336,13 +331,7 @@ impl Layout {
         let room = buffer.len();
         for slot in &self.slots {
             let name = tensor_name(&slot.name, kept);
-            let read = |from: usize, to: &mut [f32]| match read_part(
-                tensors,
-                &name,
-                slot.slice.as_ref(),
-                from,
-                to,
-            ) {
+            let read = |from: usize, to: &mut [f32]| match tensors.read(&name, from, to) {
                 true => Ok(()),
                 false => Err(EngineError::Parameters(format!("`{name}` is missing"))),
             };

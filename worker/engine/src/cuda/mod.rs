@@ -49,7 +49,7 @@ use super::{
     prologue::{Prologue, StepPart},
     thread_pool, unknown_size,
 };
-use crate::{net::Network, plan::Plan};
+use crate::{check::PartOf, net::Network, plan::Plan};
 pub(super) use backend::Cuda;
 use device::{Device, Graph};
 use held::RecoveryStream;
@@ -131,6 +131,7 @@ fn build(
     }
     let part = part_of(&network, &plan, comm.as_ref())?;
     config.loss.check_part(&part).map_err(EngineError::Parameters)?;
+    let initial = PartOf::new(initial, &network, &part)?;
     // The ranks over which gradients and statistics are reduced.
     let of_stage = match &groups {
         Some(groups) if plan.mesh.stage > 1 => groups.data.clone(),
@@ -177,7 +178,7 @@ fn build(
         device,
     };
     // Initial values are drawn on these threads.
-    thread_pool(engine.config.threads)?.install(|| engine.set_from(initial))?;
+    thread_pool(engine.config.threads)?.install(|| engine.set_from(&initial))?;
     Ok(engine)
 }
 

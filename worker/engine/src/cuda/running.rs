@@ -1,10 +1,7 @@
 //! Layout of the flat buffer of all batch norms' running statistics.
 
 use super::command::{Operand, Region};
-use crate::{
-    fuse::Norm,
-    net::{Network, Slice},
-};
+use crate::{fuse::Norm, net::Network};
 
 /// Alignment, in values, of each mean and each variance.
 const STRIDE: usize = 64;
@@ -17,8 +14,8 @@ pub(super) struct Running {
     pub(super) at: usize,
     pub(super) channels: usize,
     pub(super) stride: usize,
-    /// This rank's channels, if a model group splits them.
-    pub(super) slice: Option<Slice>,
+    /// Whether a model group splits the channels.
+    pub(super) is_split: bool,
 }
 
 impl Running {
@@ -29,9 +26,8 @@ impl Running {
         for Norm { name, norm, input, .. } in norms {
             let channels = network.tensors[*input].channels;
             let stride = channels.next_multiple_of(STRIDE);
-            let own = network.part.as_ref().and_then(|part| part.channels(*input));
-            let slice = own.map(|(range, whole)| Slice { dimension: 0, range, whole: vec![whole] });
-            all.push((*norm, Self { name: name.clone(), at, channels, stride, slice }));
+            let is_split = network.part.as_ref().is_some_and(|part| part.channels(*input).is_some());
+            all.push((*norm, Self { name: name.clone(), at, channels, stride, is_split }));
             at += 2 * stride;
         }
         all.sort_by_key(|(norm, _)| *norm);

@@ -14,7 +14,6 @@ use super::{
 };
 use crate::{
     EngineError, LossScaling, Optimizer, OptimizerState,
-    check::read_part,
     sharding::{Share, saving_in_words},
 };
 use lockstep_comm::ProcessGroup;
@@ -210,10 +209,7 @@ impl State {
         for r in &self.running {
             for (suffix, at) in [("running_mean", r.at), ("running_var", r.at + r.stride)] {
                 let values = values[at..at + r.channels].to_vec();
-                let tensor = match &r.slice {
-                    None => HostTensor { shape: vec![r.channels], values },
-                    Some(slice) => HostTensor { shape: slice.whole.clone(), values: slice.spread(&values) },
-                };
+                let tensor = HostTensor { shape: vec![r.channels], values };
                 all.insert(format!("{}.{suffix}", r.name), tensor);
             }
         }
@@ -238,8 +234,8 @@ impl State {
         let mut statistics = vec![0f32; self.running_values.bytes / 4];
         for r in &self.running {
             for (suffix, at) in [("running_mean", r.at), ("running_var", r.at + r.stride)] {
-                let (name, own) = (format!("{}.{suffix}", r.name), &mut statistics[at..at + r.channels]);
-                read_part(values, &name, r.slice.as_ref(), 0, own);
+                let own = &mut statistics[at..at + r.channels];
+                values.read(&format!("{}.{suffix}", r.name), 0, own);
             }
         }
         statistics
@@ -319,7 +315,7 @@ impl State {
 
     /// Whether a model group splits a batch norm's channels.
     pub(super) fn splits_statistics(&self) -> bool {
-        self.running.iter().any(|running| running.slice.is_some())
+        self.running.iter().any(|running| running.is_split)
     }
 
     pub(super) fn read_statistics(&self) -> Result<Vec<f32>, CudaError> {

@@ -141,11 +141,32 @@ impl Slice {
         });
     }
 
-    /// The whole parameter with zeros for other ranks' parts: the sum over all parts is the parameter.
-    pub fn spread(&self, part: &[f32]) -> Vec<f32> {
-        let mut whole = vec![0.0; self.whole.iter().product()];
-        self.runs(0..part.len(), |own, at| whole[at..at + own.len()].copy_from_slice(&part[own]));
-        whole
+    /// Copies `values`, the part's values from value `from` on, to their places in the `whole` parameter.
+    pub fn write(&self, from: usize, values: &[f32], whole: &mut [f32]) {
+        self.runs(from..from + values.len(), |own, at| {
+            whole[at..at + own.len()].copy_from_slice(&values[own.start - from..own.end - from]);
+        });
+    }
+
+    /// A part with all values of a parameter.
+    pub(crate) fn all(shape: &[usize]) -> Self {
+        Self { dimension: 0, range: 0..shape[0], whole: shape.to_vec() }
+    }
+
+    pub(crate) fn is_all(&self) -> bool {
+        self.range.len() == self.whole[self.dimension]
+    }
+
+    /// Shape of the part.
+    pub(crate) fn shape(&self) -> Vec<usize> {
+        let mut shape = self.whole.clone();
+        shape[self.dimension] = self.range.len();
+        shape
+    }
+
+    /// Number of values of the part.
+    pub(crate) fn len(&self) -> usize {
+        self.shape().iter().product()
     }
 }
 
@@ -188,23 +209,24 @@ mod tests {
     }
 
     #[test]
-    fn the_parts_of_a_parameter_add_up_to_it() {
+    fn parts_are_read_from_the_parameter_and_written_to_it() {
         for (whole, dimension, bounds) in
             [(vec![5, 3], 0, [0, 3, 5]), (vec![2, 5, 3], 1, [0, 1, 5]), (vec![4], 0, [0, 4, 4])]
         {
             let values: Vec<f32> = (0..whole.iter().product::<usize>()).map(|n| n as f32 + 1.0).collect();
-            let mut sum = vec![0.0; values.len()];
+            let mut written = vec![0.0; values.len()];
             for part in 0..2 {
                 let slice = Slice { dimension, range: bounds[part]..bounds[part + 1], whole: whole.clone() };
-                let mut own = vec![0.0; values.len() / whole[dimension] * slice.range.len()];
+                let mut own = vec![0.0; slice.len()];
                 // In pieces, which begin and end anywhere.
                 for (piece, own) in own.chunks_mut(2).enumerate() {
                     slice.read(2 * piece, own, |at, to| to.copy_from_slice(&values[at..at + to.len()]));
                 }
-                let spread = slice.spread(&own);
-                sum.iter_mut().zip(spread).for_each(|(sum, value)| *sum += value);
+                for (piece, own) in own.chunks(4).enumerate() {
+                    slice.write(4 * piece, own, &mut written);
+                }
             }
-            assert_eq!(sum, values);
+            assert_eq!(written, values);
         }
     }
 }

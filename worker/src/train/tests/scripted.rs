@@ -2,7 +2,7 @@
 
 use lockstep_data::loader::Batch;
 use lockstep_engine::{Engine, EngineError, EvalResult, OptimizerState, StepResult};
-use lockstep_host::tensors::{HostTensor, NamedTensors};
+use lockstep_host::tensors::{HostTensor, NamedTensors, fit::Shapes};
 use lockstep_protocol::spec::Precision;
 use std::sync::{
     Arc,
@@ -17,7 +17,7 @@ pub(super) enum Overflow {
     Nothing,
 }
 
-/// An engine with a single weight. In float16, steps with `overflow` are skipped, as with loss scaling.
+/// An engine that adds 1 to its weights in each step. In float16, steps with `overflow` are skipped, as with loss scaling.
 pub(super) struct Scripted {
     pub(super) precision: Precision,
     pub(super) overflow: Overflow,
@@ -38,8 +38,11 @@ impl Scripted {
     }
 }
 
-pub(super) fn one_value(name: &str, value: f32) -> NamedTensors {
-    NamedTensors::from([(name.to_owned(), HostTensor { shape: vec![1], values: vec![value] })])
+pub(super) fn zeros(shapes: Shapes) -> NamedTensors {
+    let tensor = |(name, shape): (String, Vec<usize>)| {
+        (name, HostTensor { values: vec![0.0; shape.iter().product()], shape })
+    };
+    shapes.into_iter().map(tensor).collect()
 }
 
 impl Engine for Scripted {

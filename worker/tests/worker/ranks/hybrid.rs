@@ -2,10 +2,11 @@
 
 use super::*;
 use lockstep_engine::{
-    Contribution, StateDict, Writers, build_cpu_with,
+    Contribution, Distribution, StateDict, Writers, build_cpu_with,
     net::TensorShape,
     plan::{Mesh, Plan},
 };
+use lockstep_host::tensors::fit::shapes;
 use lockstep_protocol::spec::{ShardSpec, Split};
 
 const STEPS: usize = 5;
@@ -23,6 +24,20 @@ pub(super) fn plan([data, height, model]: [usize; 3], shards: &[(&str, Split)]) 
 /// `plan` for each of `stage` pipeline stages.
 pub(super) fn staged(stage: usize, plan: Plan) -> Plan {
     Plan { mesh: Mesh { stage, ..plan.mesh }, ..plan }
+}
+
+/// This rank's part of rank 0's `state`.
+pub(super) fn part_of_state(
+    network: &Network,
+    plan: &Plan,
+    comm: &dyn ProcessGroup,
+    state: &StateDict,
+) -> StateDict {
+    let distribution = Distribution::new(network, plan, comm).unwrap();
+    let part = |of: &NamedTensors| distribution.scatter(Some(of.clone()), shapes(of)).unwrap();
+    let optimizer =
+        state.optimizer.as_ref().map(|of| OptimizerState { slots: part(&of.slots), updates: of.updates });
+    StateDict { parameters: part(&state.parameters), optimizer, ..StateDict::default() }
 }
 
 /// The number of ranks that read different pictures.
@@ -249,8 +264,9 @@ fn the_state_of_one_plan_can_be_loaded_under_any_other() {
             let config = EngineConfig { batch_size: own, ..adam.clone() };
             let initial = init::initial_parameters(&network, false, 2);
             let mut engine = build_cpu_with(network.clone(), &initial, config, comm.clone(), plan).unwrap();
+            let own_state = part_of_state(&network, plan, comm.as_ref(), &state);
             comm.barrier().unwrap();
-            engine.load_state_dict(&state).unwrap();
+            engine.load_state_dict(&own_state).unwrap();
             comm.barrier().unwrap();
             let Contribution::Whole(loaded) = (match engine.state_dict(&Writers::default()).unwrap() {
                 Contribution::Replica => Contribution::Whole(Box::new(state.clone())),

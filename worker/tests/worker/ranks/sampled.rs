@@ -1,7 +1,7 @@
 //! A step that samples the classes (Partial FC) equals a step of a classifier with only these classes. The other classes stay unchanged.
 
 use super::{
-    hybrid::{data_rank, data_ranks, max_excess, plan, staged},
+    hybrid::{data_rank, data_ranks, max_excess, part_of_state, plan, staged},
     *,
 };
 use lockstep_engine::{Contribution, Margin, StateDict, Writers, build_cpu_with, plan::Plan};
@@ -66,8 +66,9 @@ fn run(plan: &Plan, config: &EngineConfig, steps: Range<usize>, state: Option<&S
         let initial = init::initial_parameters(&network, false, 1);
         let mut engine = build_cpu_with(network.clone(), &initial, config, comm.clone(), plan).unwrap();
         if let Some(state) = state {
+            let own = part_of_state(&network, plan, comm.as_ref(), state);
             comm.barrier().unwrap();
-            engine.load_state_dict(state).unwrap();
+            engine.load_state_dict(&own).unwrap();
             comm.barrier().unwrap();
         }
         let mut of_steps = vec![(None, engine.state_dict(&Writers::default()).unwrap())];

@@ -1,7 +1,7 @@
 //! Optimizer state that ranks divide among them (ZeRO-1): the same losses, weights and checkpoints as on one rank with the whole state.
 
 use super::{
-    hybrid::{data_rank, max_excess, plan},
+    hybrid::{data_rank, max_excess, part_of_state, plan},
     *,
 };
 use lockstep_engine::{Contribution, StateDict, Writers, build_cpu_with, plan::Plan};
@@ -133,8 +133,9 @@ fn divided_state_can_be_loaded_on_any_ranks_with_and_without_sharding() {
         let mut of_ranks = run_ranks(plan.mesh.ranks() as u32, false, |comm| {
             let from = data_rank(plan, &comm) * own;
             let initial = init::initial_parameters(&network, false, 2);
+            let own_state = part_of_state(&network, plan, comm.as_ref(), &state);
             let mut engine = build_cpu_with(network.clone(), &initial, config.clone(), comm, plan).unwrap();
-            engine.load_state_dict(&state).unwrap();
+            engine.load_state_dict(&own_state).unwrap();
             if let Contribution::Whole(loaded) = engine.state_dict(&Writers::default()).unwrap() {
                 assert!(*loaded == state, "the loaded state is saved unchanged");
             }

@@ -100,7 +100,7 @@ mod tests {
     use super::*;
     use lockstep_protocol::agent::{Machine, Slot};
 
-    /// An agent whose name, slots, attempts and descriptions are so long and so many.
+    /// Checks the introduction of an agent with these lengths and numbers.
     fn checked(name: usize, slots: usize, attempts: usize, description: usize) -> Result<Hello, String> {
         introduction(hello_of(&"n".repeat(name), slots, attempts, description))
     }
@@ -139,13 +139,13 @@ mod tests {
     }
 
     #[test]
-    fn an_id_is_no_address_of_something_else() {
+    fn ids_with_special_characters_are_refused() {
         let hello = |id: &str| {
-            let mut said = hello_of("node", 2, 0, 1);
-            if let FromAgent::Hello { agent_id, .. } = &mut said {
+            let mut hello = hello_of("node", 2, 0, 1);
+            if let FromAgent::Hello { agent_id, .. } = &mut hello {
                 *agent_id = id.into();
             }
-            introduction(said)
+            introduction(hello)
         };
         assert!(hello("0af3-ID_a").is_ok());
         for id in [".", "..", "../people/ada", "a/b", "a?b", "a#b", "a%2Fb", "a b", "ä"] {
@@ -154,33 +154,33 @@ mod tests {
     }
 
     #[test]
-    fn a_slot_is_named_once() {
+    fn a_slot_index_that_occurs_twice_is_refused() {
         let hello = |indices: [u32; 2]| {
-            let mut said = hello_of("node", 2, 0, 1);
-            if let FromAgent::Hello { slots, .. } = &mut said {
+            let mut hello = hello_of("node", 2, 0, 1);
+            if let FromAgent::Hello { slots, .. } = &mut hello {
                 slots.iter_mut().zip(indices).for_each(|(slot, index)| slot.index = index);
             }
-            introduction(said)
+            introduction(hello)
         };
         assert!(hello([0, 7]).is_ok());
         assert!(hello([3, 3]).err().unwrap().contains("names a slot twice"));
     }
 
     #[test]
-    fn an_agent_says_so_much_of_itself_and_no_more() {
-        let most =
+    fn introductions_above_the_limits_are_refused() {
+        let largest =
             checked(NAME_BYTES, SLOTS, ATTEMPTS, DESCRIPTION_BYTES).unwrap_or_else(|why| panic!("{why}"));
-        assert_eq!((most.row.slots.len(), most.attempts.len()), (1024, 4096));
-        assert_eq!(most.row.machine.address.map(|address| address.len()), Some(100));
-        for (said, words) in [
+        assert_eq!((largest.row.slots.len(), largest.attempts.len()), (1024, 4096));
+        assert_eq!(largest.row.machine.address.map(|address| address.len()), Some(100));
+        for (checked, expected) in [
             (checked(NAME_BYTES + 1, 1, 0, 1), "1 to 100 plain characters; give one with --name"),
             (checked(1, SLOTS + 1, 0, 1), "has 1025 slots, and at most 1024 are allowed"),
             (checked(1, 1, ATTEMPTS + 1, 1), "more than 4096 attempts"),
         ] {
-            let why = said.err().expect("it is one too many");
-            assert!(why.contains(words), "{why}");
+            let why = checked.err().expect("it is above a limit");
+            assert!(why.contains(expected), "{why}");
         }
-        // A description that is too long is shown as far as there is room for it.
+        // Descriptions that are too long are cut.
         for (bytes, kept) in [(500, 500), (501, 500), (1 << 20, 500)] {
             let row = checked(1, 1, 0, bytes).unwrap_or_else(|why| panic!("{why}")).row;
             let machine = row.machine;

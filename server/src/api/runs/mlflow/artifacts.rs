@@ -154,7 +154,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_folder_has_its_files_and_folders_once() {
+    fn a_folder_lists_its_files_and_folders_once() {
         let file = |path: &str| RunFile { path: path.into(), size_bytes: 3, modified_ms: 0 };
         let all = ["a.txt", "dir/b.txt", "dir/sub/c.txt", "dir/sub/d.txt", "dirt"].map(file);
         let names = |folder: &str, prefix: &str| -> Vec<(String, bool)> {

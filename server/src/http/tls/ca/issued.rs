@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_revoked_is_in_the_list_by_name_and_by_serial() {
+    fn certificates_are_revoked_by_name_and_by_serial_number() {
         let dir = tempfile::tempdir().unwrap();
         let authority = authority(dir.path());
         assert_eq!(authority.issued().unwrap(), []);
@@ -265,25 +265,25 @@ mod tests {
         let left = authority.issued().unwrap();
         let states: Vec<_> = left.iter().map(|r| (r.name.as_str(), r.state(crate::now()))).collect();
         assert_eq!(states, [("node-a", "revoked"), ("node-a", "revoked"), ("node-b", "valid")]);
-        // As openssl prints it.
+        // In capital letters, as openssl prints serial numbers.
         let serial = left[2].serial.to_uppercase();
         assert_eq!(authority.revoke(&serial).unwrap()[0].name, "node-b");
         assert_eq!(files::revocation_lists(&revocation_list(dir.path())).unwrap().len(), 1);
     }
 
     #[test]
-    fn a_serial_that_is_not_in_the_list_has_16_to_40_digits() {
+    fn unknown_serial_numbers_need_16_to_40_digits() {
         let dir = tempfile::tempdir().unwrap();
         let authority = authority(dir.path());
-        for (digits, taken) in
+        for (digits, accepted) in
             [(MIN_DIGITS - 1, false), (MIN_DIGITS, true), (MAX_DIGITS, true), (MAX_DIGITS + 1, false)]
         {
-            assert_eq!(authority.revoke(&"a".repeat(digits)).is_ok(), taken, "{digits}");
+            assert_eq!(authority.revoke(&"a".repeat(digits)).is_ok(), accepted, "{digits}");
         }
     }
 
     #[test]
-    fn an_authority_keeps_a_list_of_so_many_and_no_more() {
+    fn the_number_of_issued_certificates_is_limited() {
         let dir = tempfile::tempdir().unwrap();
         let authority = authority(dir.path());
         let record = |n: usize| Record {

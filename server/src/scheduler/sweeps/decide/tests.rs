@@ -18,7 +18,7 @@ fn trial(number: u32, stage: Stage, values: &[f64]) -> TrialState {
 }
 
 #[test]
-fn trials_train_on_or_end_as_soon_as_that_is_certain() {
+fn trials_continue_or_end_as_soon_as_the_outcome_is_certain() {
     use Action::{Cancel, End, Finish, Promote, Start};
     use Stage::{Active, AtRung, Over};
     let six = rules(6, &[1, 3], 10);
@@ -138,7 +138,7 @@ fn run(rules: &Rules, metrics: &[Vec<Option<f64>>], seed: u64, retries: bool) ->
             match *action {
                 Action::Finish => return epochs,
                 Action::Start { number, pause_after } => {
-                    assert!(targets.insert(number, pause_after).is_none(), "started once");
+                    assert!(targets.insert(number, pause_after).is_none(), "a trial is started once");
                     trials.push(trial(number, Stage::Active, &[]));
                 }
                 Action::Promote { number, pause_after } => {
@@ -152,7 +152,7 @@ fn run(rules: &Rules, metrics: &[Vec<Option<f64>>], seed: u64, retries: bool) ->
                     assert_eq!(found.stage, Stage::AtRung);
                     found.stage = Stage::Over;
                 }
-                Action::Cancel { .. } => panic!("nobody cancels it"),
+                Action::Cancel { .. } => panic!("the sweep was not cancelled"),
             }
         }
         if retries

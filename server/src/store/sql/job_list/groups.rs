@@ -8,7 +8,7 @@ use super::{
 };
 use crate::store::{
     GroupBy, GroupRow, GroupValue, JobFilter, Result, SettingKind, SortBy, Spread, StoreError,
-    values::{plain, time},
+    values::{strip_nul, time},
 };
 use futures_util::TryStreamExt;
 use lockstep_protocol::job::JobState;
@@ -44,7 +44,7 @@ pub(super) fn push_group(query: &mut QueryBuilder<Db>, group: &[(GroupBy, GroupV
                 query.push(format!(" AND {column} IS NULL"));
             }
             (_, GroupValue::Text(text)) => {
-                query.push(format!(" AND {column} = ")).push_bind(plain(text).into_owned());
+                query.push(format!(" AND {column} = ")).push_bind(strip_nul(text).into_owned());
             }
             (_, GroupValue::Number(number)) => {
                 query.push(format!(" AND {column} = ")).push_bind(*number);

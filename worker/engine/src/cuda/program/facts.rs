@@ -63,7 +63,7 @@ impl Facts<'_> {
     /// The weights of a convolution or linear layer in the activations' format.
     pub(super) fn matrix(&self, name: &str) -> Operand {
         let slot = self.slot(name, "weight");
-        if self.plan.is_planar() && slot.slice.is_some() {
+        if self.plan.is_planar() && slot.is_split {
             let [nearest, _] = self.layout.planes(slot.padded());
             return nearest;
         }

@@ -61,8 +61,7 @@ fn trained(
         }
         let description = engine.exchange();
         assert_eq!(description.contains("of optimizer state"), gpu.plan.optimizer_sharding, "{description}");
-        let slots = config.optimizer.slots().len();
-        let both = Writers::deal(network, slots, AverageOn::NoRank, &[0, 1]);
+        let both = Writers::deal(network, config.optimizer.slots(), AverageOn::NoRank, &[0, 1]);
         let states = [Writers::default(), both].map(|writers| engine.state_dict(&writers).unwrap());
         let checksum = engine.checksum().unwrap();
         ring.barrier().unwrap();

@@ -1,7 +1,7 @@
 //! Compares GPUs that split the head's classes or other operators with one rank that has the whole network.
 
 use super::*;
-use crate::{Contribution, Margin, StateDict, StepResult, Writers, build_cpu_with, plan::Mesh};
+use crate::{Contribution, Distribution, Margin, StateDict, StepResult, Writers, build_cpu_with, plan::Mesh};
 use lockstep_comm::{
     ProcessGroup,
     rendezvous::{RendezvousConfig, Store, free_port, loopback::rendezvous_config},
@@ -403,21 +403,22 @@ fn check_continuation(case: Case) {
         let rank = comm.rank() as usize;
         let mut engine = case.engine(comm.clone());
         engine.train_step(&case.step(0, Some(rank)), LR).unwrap();
-        let state = match engine.state_dict(&Writers::default()).unwrap() {
-            Contribution::Whole(state) => Some(state),
-            Contribution::Part(_) | Contribution::Replica => None,
+        let (parameters, slots) = match engine.state_dict(&Writers::default()).unwrap() {
+            Contribution::Whole(state) => (Some(state.parameters), state.optimizer.map(|of| of.slots)),
+            Contribution::Part(_) | Contribution::Replica => (None, None),
         };
-        // Rank 0 sends its state to rank 1.
-        let mut whole = state.map_or_else(|| engine.own_state().unwrap(), |state| *state);
-        for tensors in whole.tensors_mut() {
-            for tensor in tensors.values_mut() {
-                comm.broadcast((&mut tensor.values).into(), 0).unwrap();
-            }
-        }
+        // Rank 0 gives the other its part.
+        let (network, mut own) = (case.network(), engine.own_state().unwrap());
+        let distribution = Distribution::new(&network, &case.plan(), comm.as_ref()).unwrap();
+        let saved = own.clone();
+        own.parameters = distribution.scatter(parameters, distribution.parameters()).unwrap();
+        let shapes = distribution.slots(&case.config(OWN).optimizer);
+        own.optimizer.as_mut().unwrap().slots = distribution.scatter(slots, shapes).unwrap();
+        assert!(own == saved, "what is loaded is what was saved");
         let next = case.step(1, Some(rank));
         let continued = engine.train_step(&next, LR).unwrap();
         let checksum = engine.checksum().unwrap();
-        engine.load_state_dict(&whole).unwrap();
+        engine.load_state_dict(&own).unwrap();
         let again = engine.train_step(&next, LR).unwrap();
         assert_eq!((again.loss, again.grad_norm), (continued.loss, continued.grad_norm));
         assert_eq!(engine.checksum().unwrap(), checksum);

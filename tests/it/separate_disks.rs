@@ -1,9 +1,9 @@
-//! Machines that do not have the server's disk: agents in mount namespaces of their own, where an empty file system hides the server's data
-//! directory. Their checkpoints reach the server, and from there the next machine.
+//! Machines without the server's disk: agents in their own mount namespaces, where an empty file system hides the server's data
+//! directory. Checkpoints are uploaded to the server, and other machines fetch them.
 
 use crate::{
     pictures,
-    server::{Agents, Folder, Server, lockstep, number, signal, turn},
+    server::{Agents, Folder, Server, lockstep, number, signal, training_permit},
     specs,
 };
 use reqwest::StatusCode;
@@ -22,21 +22,21 @@ pub(crate) struct Machine {
     name: &'static str,
     slots: u32,
     options: Vec<String>,
-    /// Other folders that are hidden from it.
+    /// Other folders that are hidden from the agent.
     hidden: Vec<PathBuf>,
-    /// `LOCKSTEP_FAULT` of its ranks.
+    /// `LOCKSTEP_FAULT` of the agent's ranks.
     fault: &'static str,
     agent: Option<Child>,
     starts: u32,
 }
 
 impl Machine {
-    /// With slow steps, so that a job lasts until its machine is gone.
+    /// Starts a machine with slow steps, so that a job lasts until its machine is killed.
     fn start(server: &Server, name: &'static str, options: &[&str]) -> Self {
         Self::start_with(server, name, 2, &[], options, "step:slow")
     }
 
-    /// Starts a machine with this number of slots, for which these folders are empty, too.
+    /// Starts a machine with this number of slots, from which `hidden` folders are hidden, too.
     pub(crate) fn start_without(
         server: &Server,
         name: &'static str,
@@ -60,15 +60,15 @@ impl Machine {
         let mut machine = Self { name, slots, options, hidden, fault, agent: None, starts: 0 };
         let token = server.cli(&["token", "create", "--scope", "agent", "--agent", name]);
         server.folder().write(&format!("{name}.token"), token.ok());
-        machine.again(server);
+        machine.start_agent(server);
         machine
     }
 
-    pub(crate) fn again(&mut self, server: &Server) {
+    pub(crate) fn start_agent(&mut self, server: &Server) {
         self.starts += 1;
         let folder = server.folder().path();
         let log = File::create(folder.join(format!("{}.{}.log", self.name, self.starts))).expect("a log");
-        // Another user's namespace where this one may make none.
+        // Only root may create a mount namespace without a user namespace.
         let namespaces: &[&str] =
             if rustix::process::getuid().is_root() { &["-m"] } else { &["-U", "-r", "-m"] };
         let mut command = Command::new("unshare");
@@ -111,13 +111,14 @@ impl Drop for Machine {
     }
 }
 
-/// The server's own machine has one slot: jobs of two ranks run elsewhere.
+/// A server whose own machine has one slot, so that jobs of two ranks run on other machines.
 pub(crate) async fn server() -> Server {
     let server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
     server
 }
 
+/// Waits until this number of slots is online.
 pub(crate) async fn online(server: &Server, slots: usize) {
     server.until("the agents are online", async |s: &Server| s.slots().await == slots).await;
 }
@@ -129,7 +130,7 @@ fn spec(name: &str) -> Value {
     )
 }
 
-/// The newest step of which the server has the checkpoint.
+/// The step of the newest checkpoint on the server.
 pub(crate) async fn stored(server: &Server, id: &str) -> u64 {
     let all = server.checkpoints(id).await;
     let here = all.iter().filter(|c| c.get("uploading_from").is_none());
@@ -140,86 +141,91 @@ pub(crate) async fn log(server: &Server, id: &str) -> String {
     server.get(&format!("/jobs/{id}/logs")).await.to_string()
 }
 
-fn lists(folder: &Path) -> Vec<String> {
+fn file_names(folder: &Path) -> Vec<String> {
     let entries = fs::read_dir(folder).map(|all| all.flatten().collect::<Vec<_>>()).unwrap_or_default();
     entries.iter().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
 }
 
 #[tokio::test]
 async fn a_job_continues_on_another_machine_to_the_same_weights() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = server().await;
     let mut a = Machine::start(&server, "machine-a", &[]);
     online(&server, 3).await;
     let undisturbed = server.submit(&spec("undisturbed")).await;
-    server.succeeded(&undisturbed).await;
-    // The last checkpoint may be on its way when the job is over.
-    server.until("it is uploaded", async |s: &Server| stored(s, &undisturbed).await == STEPS).await;
+    server.wait_for_success(&undisturbed).await;
+    // The last checkpoint may still be uploading when the job has ended.
+    server
+        .until("the checkpoint is uploaded", async |s: &Server| stored(s, &undisturbed).await == STEPS)
+        .await;
     let expected = server.last_model(&undisturbed).await;
-    assert!(!server.attempt_dir(&undisturbed, 1).join("rank.0.events").exists(), "the ranks were elsewhere");
-    // What is uploaded and over needs no place there.
+    assert!(
+        !server.attempt_dir(&undisturbed, 1).join("rank.0.events").exists(),
+        "the ranks ran on the other machine"
+    );
+    // The machine deletes the folder of a finished, uploaded job.
     let folder = a.dir(&server).join("jobs").join(&undisturbed);
-    server.until("its folder is gone", async |_: &Server| !folder.exists()).await;
+    server.until("the job's folder is deleted", async |_: &Server| !folder.exists()).await;
 
     let id = server.submit(&spec("continued")).await;
     server.until("a checkpoint is uploaded", async |s: &Server| stored(s, &id).await >= 40).await;
     a.kill();
     server.ranks(&id).iter().for_each(|(_, process)| signal(process.pid, Signal::KILL));
     let _b = Machine::start(&server, "machine-b", &[]);
-    server.job_when(&id, "a second attempt", |job| number(&job["attempt"]) == 2).await;
-    server.succeeded(&id).await;
-    server.until("it is uploaded", async |s: &Server| stored(s, &id).await == STEPS).await;
-    assert_eq!(server.last_model(&id).await, expected, "the same bytes");
+    server.wait_for_job(&id, "a second attempt", |job| number(&job["attempt"]) == 2).await;
+    server.wait_for_success(&id).await;
+    server.until("the checkpoint is uploaded", async |s: &Server| stored(s, &id).await == STEPS).await;
+    assert_eq!(server.last_model(&id).await, expected, "the same weights");
     let attempts = server.get(&format!("/jobs/{id}/attempts")).await;
     let from = attempts["attempts"][1]["checkpoint"].as_str().expect("a checkpoint").to_owned();
     let log = log(&server, &id).await;
     assert!(log.contains(&format!("machine-b fetches checkpoint {from}")), "{log}");
-    // Three are kept, whichever machine wrote them, and nothing half done. Older ones go after the last upload.
+    // The newest three checkpoints of both machines are kept. Older checkpoints are deleted after the last upload.
     let three_here = async |s: &Server| {
         let listed = s.checkpoints(&id).await;
         listed.len() == 3 && listed.iter().all(|c| c.get("uploading_from").is_none())
     };
-    server.until("the newest three are uploaded and the others gone", three_here).await;
+    server.until("the newest three are uploaded and the others deleted", three_here).await;
     let listed = server.checkpoints(&id).await;
     let folder = server.job_dir(&id).join("checkpoints");
-    server.until("three folders are left", async |_: &Server| lists(&folder).len() == 3).await;
+    server.until("three folders are left", async |_: &Server| file_names(&folder).len() == 3).await;
 
-    // The server's machine works with them: classify, measure, continue.
+    // The server's machine can use the uploaded checkpoints: to evaluate and to continue.
     let evaluated = server.http.get(server.api(&format!("/jobs/{id}/evaluation?checkpoint=latest")));
-    let evaluated = evaluated.send().await.expect("an answer");
+    let evaluated = evaluated.send().await.expect("a response");
     assert!([StatusCode::OK, StatusCode::ACCEPTED].contains(&evaluated.status()), "{evaluated:?}");
     let set = json!({"set": {"parallel.ranks": 1, "train.steps": 2 * STEPS + 5}});
     let fork = server.post(&format!("/jobs/{id}/fork"), &set).await;
     assert_eq!(fork.status, StatusCode::CREATED, "{}", fork.text);
-    server.succeeded(fork.json()["id"].as_str().expect("an id")).await;
-    // A fork for two ranks runs on the other machine, which has not the file, nor has it that of weights by id.
+    server.wait_for_success(fork.json()["id"].as_str().expect("an id")).await;
+    // A fork for two ranks runs on the other machine, which fetches the checkpoint; so does a job with a checkpoint's weights.
     let set = json!({"set": {"train.steps": STEPS + 5}});
     let fork = server.post(&format!("/jobs/{id}/fork"), &set).await;
-    server.succeeded(fork.json()["id"].as_str().expect("an id")).await;
+    server.wait_for_success(fork.json()["id"].as_str().expect("an id")).await;
     let weights = specs::with(spec("tuned"), json!({"model": {"pretrained": from}, "train": {"steps": 5}}));
-    let still = server.checkpoints(&id).await.iter().any(|c| c["id"] == from.as_str());
-    let weights = match still {
+    let is_kept = server.checkpoints(&id).await.iter().any(|c| c["id"] == from.as_str());
+    let weights = match is_kept {
         true => weights,
         false => specs::with(weights, json!({"model": {"pretrained": listed[0]["id"]}})),
     };
     let tuned = server.submit(&weights).await;
-    server.succeeded(&tuned).await;
+    server.wait_for_success(&tuned).await;
 }
 
 #[tokio::test]
 async fn machines_may_have_different_paths_for_the_same_dataset() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
     let here = server.folder().path().join("here");
     fs::create_dir_all(&here).expect("a folder");
     let dataset = pictures::idx_dataset(&here, 640, 64);
     server.register("fashion", &dataset).await;
-    let refused = async |id: &str| {
-        let job = server.ended(id).await;
+    let failure_reason = async |id: &str| {
+        let job = server.wait_for_end(id).await;
         assert_eq!(job["state"], "failed", "{job:#}");
         job["reason"].as_str().expect("a reason").to_owned()
     };
-    // Machine A has the same pictures elsewhere; machine B has others under the name.
+    // Machine A has the same pictures at another path; machine B has other pictures under the name.
     let (there, others) = (Folder::new(), Folder::new());
     let same = pictures::idx_dataset(there.path(), 640, 64);
     let other = pictures::idx_dataset(others.path(), 600, 64);
@@ -227,22 +233,22 @@ async fn machines_may_have_different_paths_for_the_same_dataset() {
     assert_eq!(same.strip_prefix(there.path()).ok(), dataset.strip_prefix(&here).ok());
     let mut a = Machine::start(&server, "machine-a", &["--path-map", &prefix]);
     online(&server, 3).await;
-    // Hidden from everybody but through the map.
+    // Only the mapped path exists from now on.
     fs::rename(&here, server.folder().path().join("hidden")).expect("a rename");
-    // However fast this machine is, the job has not ended when its agent does.
+    // More steps than any machine trains before the agent is killed.
     let id = server.submit(&specs::with(spec("mapped"), json!({"train": {"steps": 1_000_000}}))).await;
     server.until("a checkpoint is uploaded", async |s: &Server| stored(s, &id).await >= 20).await;
     a.kill();
     server.ranks(&id).iter().for_each(|(_, process)| signal(process.pid, Signal::KILL));
     let named = format!("fashion={}", other.display());
     let mut b = Machine::start(&server, "machine-b", &["--dataset", &named]);
-    let why = refused(&id).await;
+    let why = failure_reason(&id).await;
     assert!(why.contains("machine-b") && why.contains("is not what the job began with"), "{why}");
     b.kill();
-    // A machine that has none at all.
+    // A machine without the dataset.
     let _c = Machine::start(&server, "machine-c", &[]);
     online(&server, 3).await;
-    let why = refused(&server.submit(&spec("missing")).await).await;
+    let why = failure_reason(&server.submit(&spec("missing")).await).await;
     assert!(why.contains("machine-c") && why.contains("--dataset NAME=PATH"), "{why}");
 }
 
@@ -251,57 +257,59 @@ mod full {
     use super::*;
 
     #[tokio::test]
-    async fn uploads_outlive_their_server_and_their_agent_and_a_full_disk() {
-        let _turn = turn().await;
+    async fn uploads_continue_after_kills_and_a_full_disk() {
+        let _permit = training_permit().await;
         let mut server = server().await;
         let mut a = Machine::start(&server, "machine-a", &[]);
         online(&server, 3).await;
         let undisturbed = server.submit(&spec("undisturbed")).await;
-        server.succeeded(&undisturbed).await;
-        server.until("it is uploaded", async |s: &Server| stored(s, &undisturbed).await == STEPS).await;
+        server.wait_for_success(&undisturbed).await;
+        server
+            .until("the checkpoint is uploaded", async |s: &Server| stored(s, &undisturbed).await == STEPS)
+            .await;
         let expected = server.last_model(&undisturbed).await;
 
         let id = server.submit(&spec("disturbed")).await;
-        // Where uploads gather is no folder: as with a full disk, the server cannot store them.
-        let gathering = server.job_dir(&id).join("uploads");
-        fs::write(&gathering, "").expect("a file");
-        server.job_when(&id, "it trains", |job| number(&job["step"]) > 30).await;
-        // The server and the agent are killed while the ranks train on.
+        // A file in place of the folder for uploads: the server cannot store them, as with a full disk.
+        let uploads = server.job_dir(&id).join("uploads");
+        fs::write(&uploads, "").expect("a file");
+        server.wait_for_job(&id, "the job trains", |job| number(&job["step"]) > 30).await;
+        // The server and the agent are killed; the ranks continue.
         server.kill_serve();
-        server.serve_again().await;
+        server.start_serve().await;
         a.kill();
-        a.again(&server);
-        server.succeeded(&id).await;
+        a.start_agent(&server);
+        server.wait_for_success(&id).await;
         server
-            .until("the log says it", async |s: &Server| {
+            .until("the log says so", async |s: &Server| {
                 log(s, &id).await.contains("cannot be stored on the server")
             })
             .await;
         assert_eq!(stored(&server, &id).await, 0);
-        let said = log(&server, &id).await.matches("cannot be stored on the server").count();
-        assert!((1..=2).contains(&said), "once by each of two servers, not for every checkpoint: {said}");
+        let count = log(&server, &id).await.matches("cannot be stored on the server").count();
+        assert!((1..=2).contains(&count), "once by each of two servers, not for every checkpoint: {count}");
         let all = server.checkpoints(&id).await;
         let last = all.iter().find(|c| number(&c["step"]) == STEPS).expect("the last");
         assert_eq!(last["uploading_from"], "machine-a", "{last}");
         let checkpoint = last["id"].as_str().expect("an id");
-        let answer =
+        let response =
             server.http.get(server.api(&format!("/checkpoints/{checkpoint}/model.safetensors"))).send().await;
-        let answer = answer.expect("an answer");
-        assert_eq!(answer.status(), StatusCode::CONFLICT);
-        assert!(answer.text().await.expect("a body").contains("still being uploaded from machine-a"));
+        let response = response.expect("a response");
+        assert_eq!(response.status(), StatusCode::CONFLICT);
+        assert!(response.text().await.expect("a body").contains("still being uploaded from machine-a"));
         let fork =
             server.post(&format!("/jobs/{id}/fork"), &json!({"set": {"train.steps": STEPS + 5}})).await;
         assert_eq!(fork.status, StatusCode::CONFLICT, "{}", fork.text);
 
-        // Half of one file came before the agent died, and of another what is wrong.
+        // The server has half of one file and a damaged part of another when the agent is killed.
         a.kill();
-        let name = lists(&a.dir(&server).join("jobs").join(&id).join("checkpoints"))
+        let name = file_names(&a.dir(&server).join("jobs").join(&id).join("checkpoints"))
             .into_iter()
             .find(|name| name.ends_with(&format!("-{STEPS}")))
             .expect("the last");
         let whole = a.dir(&server).join("jobs").join(&id).join("checkpoints").join(&name);
-        fs::remove_file(&gathering).expect("no file");
-        let part = gathering.join(&name);
+        fs::remove_file(&uploads).expect("the file");
+        let part = uploads.join(&name);
         fs::create_dir_all(&part).expect("a folder");
         fs::copy(whole.join("MANIFEST.json"), part.join("MANIFEST.json")).expect("a copy");
         let weights = fs::read(whole.join("model.safetensors")).expect("the weights");
@@ -310,12 +318,12 @@ mod full {
         wrong.truncate(100_000);
         wrong[99_999] ^= 1;
         fs::write(part.join("optimizer.safetensors"), &wrong).expect("a damaged file");
-        a.again(&server);
-        server.until("it is uploaded", async |s: &Server| stored(s, &id).await == STEPS).await;
-        assert_eq!(server.last_model(&id).await, expected, "the same bytes");
+        a.start_agent(&server);
+        server.until("the checkpoint is uploaded", async |s: &Server| stored(s, &id).await == STEPS).await;
+        assert_eq!(server.last_model(&id).await, expected, "the same weights");
         let log = log(&server, &id).await;
         assert!(log.contains("was damaged during the upload to the server"), "{log}");
         let folder = a.dir(&server).join("jobs").join(&id);
-        server.until("its folder is gone", async |_: &Server| !folder.exists()).await;
+        server.until("the job's folder is deleted", async |_: &Server| !folder.exists()).await;
     }
 }

@@ -1,21 +1,21 @@
-//! Answers, held against the document.
+//! A client that compares every response with the OpenAPI document.
 
 use crate::test_server::TestServer;
 use reqwest::{Method, RequestBuilder};
 use serde_json::Value;
 use std::collections::BTreeSet;
 
-/// What has been asked, held against the document.
-pub(super) struct Held<'a> {
+/// Sends requests, and fails if a response is not documented.
+pub(super) struct CheckedApi<'a> {
     pub(super) server: &'a TestServer,
     pub(super) document: Value,
-    /// Calls and statuses that were given.
-    pub(super) given: BTreeSet<(String, u16)>,
+    /// Operations and statuses of responses so far.
+    pub(super) seen: BTreeSet<(String, u16)>,
 }
 
-impl Held<'_> {
-    /// Sends a request to a call of the document and compares the answer with it.
-    pub(super) async fn ask(
+impl CheckedApi<'_> {
+    /// Sends a request of the operation `method` `template` to the path `place`, and compares the response with the document.
+    pub(super) async fn request(
         &mut self,
         method: &str,
         template: &str,
@@ -24,13 +24,13 @@ impl Held<'_> {
     ) -> (u16, Value) {
         let verb = Method::from_bytes(method.to_uppercase().as_bytes()).unwrap();
         let request = change(self.server.http.request(verb, self.server.url(place)));
-        let answer = request.send().await.unwrap();
-        let status = answer.status().as_u16();
-        let kind = answer.headers().get("content-type").map(|v| v.to_str().unwrap().to_owned());
-        let retry_after = answer.headers().get("retry-after").map(|v| v.to_str().unwrap().to_owned());
-        let bytes = answer.bytes().await.unwrap();
+        let response = request.send().await.unwrap();
+        let status = response.status().as_u16();
+        let kind = response.headers().get("content-type").map(|v| v.to_str().unwrap().to_owned());
+        let retry_after = response.headers().get("retry-after").map(|v| v.to_str().unwrap().to_owned());
+        let bytes = response.bytes().await.unwrap();
         let call = format!("{method} {template}");
-        self.given.insert((call.clone(), status));
+        self.seen.insert((call.clone(), status));
         let documented = &self.document["paths"][template][method]["responses"][status.to_string()];
         assert!(
             documented.is_object(),
@@ -52,7 +52,7 @@ impl Held<'_> {
             let kind = kind.split(';').next().unwrap_or_default();
             assert!(
                 content.is_some_and(|content| content.contains_key(kind)),
-                "{call}: {status} as {kind:?} is not documented, but {content:?}"
+                "{call}: {status} with type {kind:?} is not documented; documented: {content:?}"
             );
         }
         (status, serde_json::from_slice(&bytes).unwrap_or_default())

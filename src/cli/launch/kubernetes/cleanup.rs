@@ -16,7 +16,7 @@ use tokio::time::Instant;
 /// Time for the pods to end after the job is over: a heartbeat tells an agent that the job has ended.
 const PODS_END_TIMEOUT: Duration = Duration::from_secs(90);
 
-pub(super) enum Farewell {
+pub(super) enum Cleanup {
     /// No pod is left, or the last pods are terminating.
     Ended,
     /// The job was retried, and needs its pods.
@@ -28,18 +28,18 @@ pub(super) enum Farewell {
 ///
 /// # Errors
 /// Kubernetes refuses a request, or the server does not receive the checkpoints within the time limit.
-pub(super) async fn farewell(cluster: &Cluster, launch: &Launch, name: &str) -> anyhow::Result<Farewell> {
+pub(super) async fn clean_up(cluster: &Cluster, launch: &Launch, name: &str) -> anyhow::Result<Cleanup> {
     let began = Instant::now();
-    let (mut complete_since, mut said) = (None, false);
+    let (mut complete_since, mut is_announced) = (None, false);
     loop {
-        let Some(job) = cluster.get(Kind::Job, name).await? else { return Ok(Farewell::Ended) };
+        let Some(job) = cluster.get(Kind::Job, name).await? else { return Ok(Cleanup::Ended) };
         let (is_over, has_pods) = (words::end_of_job(&job).is_some(), words::has_pods(&job));
         if is_over && !has_pods {
-            return Ok(Farewell::Ended);
+            return Ok(Cleanup::Ended);
         }
         let may_end = match launch.upload_status().await {
             Ok(UploadStatus::Complete(ours)) if !ours.state.is_final() && !is_over => {
-                return Ok(Farewell::QueuedAgain);
+                return Ok(Cleanup::QueuedAgain);
             }
             // No pod exists that could upload a checkpoint.
             Ok(_) if words::is_suspended(&job) && !has_pods => true,
@@ -49,7 +49,7 @@ pub(super) async fn farewell(cluster: &Cluster, launch: &Launch, name: &str) -> 
                 is_over || ours.state == JobState::Cancelled || since.elapsed() > PODS_END_TIMEOUT
             }
             Ok(UploadStatus::Uploading) => {
-                say_once(&mut said);
+                say_once(&mut is_announced);
                 false
             }
             // After an error, the state of the uploads is unknown.
@@ -60,7 +60,7 @@ pub(super) async fn farewell(cluster: &Cluster, launch: &Launch, name: &str) -> 
             if !is_over {
                 cluster.delete(Kind::Job, &job).await?;
             }
-            return Ok(Farewell::Ended);
+            return Ok(Cleanup::Ended);
         }
         if began.elapsed() > UPLOAD_TIMEOUT {
             anyhow::bail!(

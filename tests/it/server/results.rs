@@ -1,20 +1,20 @@
-//! What a server and a command answer.
+//! HTTP responses and the output of commands, with assertions.
 
 use reqwest::StatusCode;
 use serde_json::Value;
 use std::process::{Command, Output};
 
-/// An answer over HTTP, read to its end.
-pub(crate) struct Answer {
+/// An HTTP response with its whole body.
+pub(crate) struct Response {
     pub(crate) status: StatusCode,
     pub(crate) headers: reqwest::header::HeaderMap,
     pub(crate) text: String,
 }
 
-impl Answer {
-    pub(crate) async fn read(answer: reqwest::Response) -> Self {
-        let (status, headers) = (answer.status(), answer.headers().clone());
-        Self { status, headers, text: answer.text().await.expect("a body") }
+impl Response {
+    pub(crate) async fn read(response: reqwest::Response) -> Self {
+        let (status, headers) = (response.status(), response.headers().clone());
+        Self { status, headers, text: response.text().await.expect("a body") }
     }
 
     pub(crate) fn header(&self, name: &str) -> &str {
@@ -25,7 +25,7 @@ impl Answer {
         serde_json::from_str(&self.text).unwrap_or_else(|e| panic!("no JSON ({e}): {}", self.text))
     }
 
-    /// Asserts an RFC 9457 problem of this status; returns it.
+    /// Asserts an RFC 9457 problem with this status and returns the problem.
     pub(crate) fn problem(&self, status: u16) -> Value {
         assert_eq!(self.status.as_u16(), status, "{}", self.text);
         assert!(
@@ -40,9 +40,9 @@ impl Answer {
         problem
     }
 
-    /// Asserts a 422 whose `errors` hold exactly one for each of these (JSON pointer, words in its
-    /// detail), in any order.
-    pub(crate) fn mistakes(&self, expected: &[(&str, &[&str])]) {
+    /// Asserts status 422 with exactly these `errors` in any order, each given as (JSON pointer, texts in
+    /// its detail).
+    pub(crate) fn assert_invalid(&self, expected: &[(&str, &[&str])]) {
         let problem = self.problem(422);
         let errors = problem["errors"].as_array().unwrap_or_else(|| panic!("no errors in {problem:#}"));
         for (pointer, words) in expected {
@@ -50,7 +50,7 @@ impl Answer {
                 e["pointer"] == *pointer
                     && words.iter().all(|w| e["detail"].as_str().is_some_and(|d| d.contains(w)))
             });
-            assert!(found.is_some(), "no mistake at {pointer} that says {words:?} in {problem:#}");
+            assert!(found.is_some(), "no error at {pointer} with {words:?} in {problem:#}");
         }
         assert_eq!(errors.len(), expected.len(), "{problem:#}");
     }
@@ -74,24 +74,24 @@ impl Finished {
         }
     }
 
-    /// Asserts exit status 0; its standard output.
+    /// Asserts exit status 0 and returns the standard output.
     pub(crate) fn ok(&self) -> &str {
         assert_eq!(self.status, 0, "stdout:\n{}\nstderr:\n{}", self.stdout, self.stderr);
         &self.stdout
     }
 
-    /// Its standard output as JSON.
+    /// The standard output as JSON.
     pub(crate) fn json(&self) -> Value {
         serde_json::from_str(self.ok()).unwrap_or_else(|e| panic!("no JSON ({e}): {}", self.stdout))
     }
 
-    /// Asserts exit status 2 and these words on standard error, with no Rust panic in it.
-    pub(crate) fn wrong(&self, words: &[&str]) {
-        self.fails(2, words);
+    /// Asserts a usage error: exit status 2, these texts on standard error, and no Rust panic.
+    pub(crate) fn assert_usage_error(&self, words: &[&str]) {
+        self.assert_fails(2, words);
     }
 
-    /// Asserts an exit status and words on standard error.
-    pub(crate) fn fails(&self, status: i32, words: &[&str]) {
+    /// Asserts an exit status and texts on standard error.
+    pub(crate) fn assert_fails(&self, status: i32, words: &[&str]) {
         assert_eq!(self.status, status, "stdout:\n{}\nstderr:\n{}", self.stdout, self.stderr);
         assert!(!self.stderr.contains("panicked"), "{}", self.stderr);
         for word in words {

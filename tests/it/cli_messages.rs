@@ -1,30 +1,30 @@
-//! Messages and questions of the command line: the first job file, all errors together, Ctrl-C, and which job a
-//! response is from.
+//! Messages and questions of the command line: the first job file, all errors together, Ctrl-C, the job of a
+//! prediction, downloads, and mistyped commands.
 
 use crate::{
-    commands::on_a_terminal,
+    commands::run_on_terminal,
     pictures,
-    server::{Agents, Finished, Folder, Server, free_port, lockstep, turn},
+    server::{Agents, Finished, Folder, Server, free_port, lockstep, training_permit},
     specs,
 };
 use serde_json::json;
 use std::{fs, process::Stdio};
 
-/// A file of small steps, whatever `init` chose.
+/// Options that make the job file of `init` quick to train.
 const QUICK: [&str; 6] =
     ["--set", "train.epochs=", "--set", "train.steps=3", "--set", "train.global_batch_size=4"];
 
 #[tokio::test]
 async fn init_writes_a_file_for_train_and_submit() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let server = Server::start().await;
     let root = pictures::image_folder(server.folder().path(), 8);
     let root = root.to_str().expect("UTF-8");
-    let made = server.cli(&["init", root]);
+    let created = server.cli(&["init", root]);
     assert!(
-        made.ok().contains("lockstep.toml") && made.stdout.contains("lockstep submit"),
+        created.ok().contains("lockstep.toml") && created.stdout.contains("lockstep submit"),
         "{}",
-        made.stdout
+        created.stdout
     );
     let file = server.folder().path().join("lockstep.toml");
     let text = fs::read_to_string(&file).expect("a file");
@@ -37,7 +37,7 @@ async fn init_writes_a_file_for_train_and_submit() {
         assert!(text.contains(words), "{words} in {text}");
     }
     assert!(text.lines().filter(|line| line.starts_with("# ")).count() >= 10, "{text}");
-    let (_, estimate) = made.stdout.split_once("\nabout ").expect("an estimate");
+    let (_, estimate) = created.stdout.split_once("\nabout ").expect("an estimate");
     assert!(
         estimate.contains(" on this machine; `lockstep init --quick` suggests a run of about "),
         "{estimate}"
@@ -47,21 +47,21 @@ async fn init_writes_a_file_for_train_and_submit() {
     let quick = fs::read_to_string(server.folder().path().join("quick.toml")).expect("a file");
     assert!(text.contains("\nepochs = 60\n") && quick.contains("\nepochs = 20\n"), "{quick}");
 
-    // What is there is not touched.
+    // An existing file is not overwritten.
     fs::write(&file, text.clone() + "# mine\n").expect("a file");
-    server.cli(&["init", root]).wrong(&["lockstep.toml exists already", "--output"]);
+    server.cli(&["init", root]).assert_usage_error(&["lockstep.toml exists already", "--output"]);
     assert!(fs::read_to_string(&file).expect("a file").ends_with("# mine\n"));
     server.cli(&["init", root, "--output", "other.toml"]).ok();
     assert_eq!(fs::read_to_string(server.folder().path().join("other.toml")).expect("a file"), text);
     let empty = server.folder().path().join("empty");
     fs::create_dir(&empty).expect("a folder");
-    server.cli(&["init", empty.to_str().expect("UTF-8"), "-o", "x.toml"]).wrong(&["empty"]);
+    server.cli(&["init", empty.to_str().expect("UTF-8"), "-o", "x.toml"]).assert_usage_error(&["empty"]);
     assert!(!server.folder().path().join("x.toml").exists());
 
     server.cli(&["validate", "lockstep.toml"]).ok();
     let trained = server.cli(&[&["train", "lockstep.toml"][..], &QUICK].concat());
     assert!(trained.ok().contains("succeeded: validation accuracy "), "{}", trained.stdout);
-    // Its path becomes the name of a dataset, once.
+    // The first submission registers the dataset's path under a name.
     for round in 0..2 {
         let sent = server.cli(&[&["submit", "lockstep.toml", "--watch"][..], &QUICK].concat());
         assert!(sent.ok().contains("succeeded after "), "{}", sent.stdout);
@@ -71,27 +71,29 @@ async fn init_writes_a_file_for_train_and_submit() {
         }
     }
     assert!(server.cli(&["dataset", "list"]).ok().contains(root));
-    // On a terminal it is shown without being asked for.
+    // On a terminal `submit` follows the job without --watch.
     let file = file.to_str().expect("UTF-8");
-    let (status, said) = on_a_terminal(&server, &[&["submit", file][..], &QUICK].concat(), "");
+    let (status, shown) = run_on_terminal(&server, &[&["submit", file][..], &QUICK].concat(), "");
     assert!(
-        status == 0 && said.contains("Ctrl-C ends") && said.contains("succeeded after "),
-        "{status}: {said}"
+        status == 0 && shown.contains("Ctrl-C ends") && shown.contains("succeeded after "),
+        "{status}: {shown}"
     );
-    let (status, said) = on_a_terminal(&server, &["dataset", "remove", "folder"], "n\n");
+    let (status, shown) = run_on_terminal(&server, &["dataset", "remove", "folder"], "n\n");
     assert!(
-        status == 2 && said.contains("Remove folder?") && said.contains("dataset folder stays as it is"),
-        "{said}"
+        status == 2 && shown.contains("Remove folder?") && shown.contains("dataset folder stays as it is"),
+        "{shown}"
     );
     server.cli(&["dataset", "inspect", "folder"]).ok();
 
     let detached = server.cli(&[&["submit", "lockstep.toml", "--detach"][..], &QUICK].concat());
     assert!(detached.ok().lines().count() == 1 && detached.ok().starts_with('j'), "{}", detached.stdout);
-    server.cli(&["submit", "lockstep.toml", "--detach", "--watch"]).wrong(&["--detach", "--watch"]);
+    server
+        .cli(&["submit", "lockstep.toml", "--detach", "--watch"])
+        .assert_usage_error(&["--detach", "--watch"]);
     let id = detached.stdout.split_whitespace().next().expect("an id").to_owned();
     server.cli(&["watch", &id]).ok();
 
-    // The answer says which job and checkpoint it is of. The job comes first.
+    // A prediction names its job and checkpoint. The job is the first argument.
     let picture =
         fs::read_dir(format!("{root}/val/boot")).expect("pictures").flatten().next().expect("one").path();
     let picture = picture.to_str().expect("UTF-8");
@@ -108,8 +110,8 @@ async fn init_writes_a_file_for_train_and_submit() {
             predicted.stderr.contains(&format!("jobs are called {name}; the newest is taken: {id}"));
         assert_eq!(is_noted, *job == name, "{}", predicted.stderr);
     }
-    let answered = server.cli(&["predict", &id, "--json", picture]).json();
-    assert_eq!((&answered[0]["job_id"], &answered[0]["checkpoint"]), (&json!(id), &json!("1-3")));
+    let predicted = server.cli(&["predict", &id, "--json", picture]).json();
+    assert_eq!((&predicted[0]["job_id"], &predicted[0]["checkpoint"]), (&json!(id), &json!("1-3")));
     let right_line = format!("`lockstep predict JOB {picture}`");
     for (args, words) in [
         (&["predict", picture][..], &["no job is given", &right_line][..]),
@@ -118,7 +120,7 @@ async fn init_writes_a_file_for_train_and_submit() {
         (&["predict"], &["<JOB>"]),
         (&["metrics", "lr", &id], &["no job is called lr"]),
     ] {
-        server.cli(args).wrong(words);
+        server.cli(args).assert_usage_error(words);
     }
     assert!(server.cli(&["metrics", &id, "lr"]).ok().contains("lr"));
     server.stop().await;
@@ -140,7 +142,7 @@ async fn a_submission_reports_all_errors_together() {
         ("/parallel/ranks", &["999 ranks", "2 slots"]),
     ];
     for path in ["/jobs", "/jobs/validate"] {
-        server.post(path, &wrong).await.mistakes(&expected);
+        server.post(path, &wrong).await.assert_invalid(&expected);
     }
     let file = server.folder().write(
         "wrong.toml",
@@ -149,11 +151,18 @@ async fn a_submission_reports_all_errors_together() {
     );
     let file = file.to_str().expect("UTF-8");
     for command in ["submit", "validate"] {
-        let said = server.cli(&[command, file]);
-        said.wrong(&["5 mistakes", "train.lr", "optimizer", "checkpoint.keep", "data.dataset", "999 ranks"]);
-        assert_eq!(said.stderr.matches("train.lr:").count(), 1, "{}", said.stderr);
+        let output = server.cli(&[command, file]);
+        output.assert_usage_error(&[
+            "5 mistakes",
+            "train.lr",
+            "optimizer",
+            "checkpoint.keep",
+            "data.dataset",
+            "999 ranks",
+        ]);
+        assert_eq!(output.stderr.matches("train.lr:").count(), 1, "{}", output.stderr);
     }
-    // A dataset that is there, and does not fit either.
+    // A registered dataset without the given split.
     let wrong = specs::with(
         specs::short("wrong", "fashion", 1, 4),
         json!({"train": {"lr": -1}, "data": {"validation": "dev"}}),
@@ -161,20 +170,20 @@ async fn a_submission_reports_all_errors_together() {
     server
         .post("/jobs", &wrong)
         .await
-        .mistakes(&[("/train/lr", &["above 0"]), ("/data/validation", &["no split \"dev\"", "test"])]);
-    // What follows from a mistake is none of its own: no batch is too large that was not read.
+        .assert_invalid(&[("/train/lr", &["above 0"]), ("/data/validation", &["no split \"dev\"", "test"])]);
+    // An invalid value causes no further errors: no batch size is reported as too large.
     let wrong = specs::with(specs::short("wrong", "fashion", 1, 4), json!({"train": {"batch_size": "all"}}));
-    server.post("/jobs", &wrong).await.mistakes(&[("/train/batch_size", &["whole number"])]);
+    server.post("/jobs", &wrong).await.assert_invalid(&[("/train/batch_size", &["whole number"])]);
     assert_eq!(server.cli(&["list", "--json"]).json(), json!([]));
 
-    // Without a server, those of the file.
+    // Without a server, only errors of the file are reported.
     let mut command = lockstep();
     command.args(["submit", file]).env("LOCKSTEP_SERVER", format!("http://127.0.0.1:{}", free_port()));
-    Finished::of(&mut command).wrong(&["3 mistakes", "train.lr", "checkpoint.keep"]);
+    Finished::of(&mut command).assert_usage_error(&["3 mistakes", "train.lr", "checkpoint.keep"]);
     server.stop().await;
 }
 
-/// A listener that answers every request with these bytes.
+/// A server that responds to every request with these bytes.
 fn mirror(body: &'static [u8]) -> String {
     use std::io::{Read as _, Write as _};
     let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
@@ -203,21 +212,23 @@ async fn an_unavailable_public_dataset_is_explained() {
         command.args(["dataset", "get"]).args(args).current_dir(folder.path()).stdin(Stdio::null());
         Finished::of(command.env("no_proxy", "*"))
     };
-    let nobody = format!("http://127.0.0.1:{}/", free_port());
-    get(&["cifar10", "--from", &nobody]).fails(
+    let unused_url = format!("http://127.0.0.1:{}/", free_port());
+    get(&["cifar10", "--from", &unused_url]).assert_fails(
         1,
         &[
-            &format!("{nobody}cifar-10-binary.tar.gz"),
+            &format!("{unused_url}cifar-10-binary.tar.gz"),
             "datasets/cifar10.part",
             "Without a network",
             "--from URL",
         ],
     );
-    get(&["fashion-mnist", "--from", &mirror(b"another file"), "--to", "f"])
-        .wrong(&["has 12 bytes, but train-images-idx3-ubyte.gz has 26421880", "Nothing was put into f"]);
+    get(&["fashion-mnist", "--from", &mirror(b"another file"), "--to", "f"]).assert_usage_error(&[
+        "has 12 bytes, but train-images-idx3-ubyte.gz has 26421880",
+        "Nothing was put into f",
+    ]);
     assert!(!folder.path().join("f").exists() && !folder.path().join("datasets/cifar10").exists());
-    get(&["mnist"]).wrong(&["mnist", "fashion-mnist"]);
-    get(&["cifar10", "--from", "nowhere"]).wrong(&["nowhere"]);
+    get(&["mnist"]).assert_usage_error(&["mnist", "fashion-mnist"]);
+    get(&["cifar10", "--from", "nowhere"]).assert_usage_error(&["nowhere"]);
 }
 
 #[tokio::test]
@@ -235,24 +246,25 @@ async fn downloaded_weights_can_be_named_in_a_job() {
         Finished::of(command.env_remove("HF_ENDPOINT").env("no_proxy", "*"))
     };
     for args in [&["validate", "job.toml"][..], &["train", "job.toml"], &["submit", "job.toml"]] {
-        run(args).wrong(&[
+        run(args).assert_usage_error(&[
             "model.pretrained: the weights of resnet18 are not on this machine",
             "`lockstep weights get resnet18`",
         ]);
     }
-    // Without a network the message says where the file belongs, and there jobs find it.
-    let nobody = format!("http://127.0.0.1:{}", free_port());
-    let place = folder.path().join("cache/weights/resnet18.safetensors");
-    let put_here = format!("put it here as {}", place.display());
-    run(&["weights", "get", "resnet18", "--from", &nobody]).fails(1, &["timm/resnet18.a1_in1k", &put_here]);
+    // Without a network, the message names the path where the file belongs, and jobs find the file there.
+    let unused_url = format!("http://127.0.0.1:{}", free_port());
+    let path = folder.path().join("cache/weights/resnet18.safetensors");
+    let put_here = format!("put it here as {}", path.display());
+    run(&["weights", "get", "resnet18", "--from", &unused_url])
+        .assert_fails(1, &["timm/resnet18.a1_in1k", &put_here]);
     run(&["weights", "get", "resnet18", "--from", &mirror(b"a page")])
-        .wrong(&["is not a Git LFS pointer", &put_here]);
-    run(&["weights", "get", "vgg16"]).wrong(&["vgg16", "resnet18"]);
+        .assert_usage_error(&["is not a Git LFS pointer", &put_here]);
+    run(&["weights", "get", "vgg16"]).assert_usage_error(&["vgg16", "resnet18"]);
     let header = r#"{"fc.bias":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#;
     let mut file = (header.len() as u64).to_le_bytes().to_vec();
     file.extend(header.bytes().chain([0; 4]));
-    fs::write(&place, file).expect("a file");
-    let got = run(&["weights", "get", "resnet18", "--from", &nobody]);
+    fs::write(&path, file).expect("a file");
+    let got = run(&["weights", "get", "resnet18", "--from", &unused_url]);
     assert!(got.ok().contains("jobs use it with model.pretrained = \"resnet18\""), "{}", got.stdout);
     run(&["validate", "job.toml"]).ok();
 }
@@ -260,7 +272,7 @@ async fn downloaded_weights_can_be_named_in_a_job() {
 #[tokio::test]
 async fn an_available_public_dataset_is_registered() {
     let server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
-    // The publisher's files, of which the bundled ones are a subset, put there by hand.
+    // The bundled files, a subset of the publisher's, are copied to the download folder.
     let folder = server.folder().path().join("datasets/fashion-mnist");
     fs::create_dir_all(&folder).expect("a folder");
     for file in fs::read_dir(pictures::bundled()).expect("files").flatten() {
@@ -270,14 +282,14 @@ async fn an_available_public_dataset_is_registered() {
     assert!(got.ok().contains("fashion-mnist: idx, 10 classes"), "{}", got.stdout);
     server.cli(&["dataset", "get", "fashion-mnist"]).ok();
     assert_eq!(server.cli(&["dataset", "list", "--json"]).json().as_array().map(Vec::len), Some(1));
-    let alone = server.cli(&["dataset", "get", "fashion-mnist", "--no-register"]);
-    assert!(alone.ok().contains("lockstep dataset add fashion-mnist "), "{}", alone.stdout);
+    let unregistered = server.cli(&["dataset", "get", "fashion-mnist", "--no-register"]);
+    assert!(unregistered.ok().contains("lockstep dataset add fashion-mnist "), "{}", unregistered.stdout);
     server.stop().await;
 }
 
 #[test]
-fn commands_of_other_tools_are_answered_with_ours() {
-    let said = |args: &[&str]| {
+fn commands_of_other_tools_suggest_the_right_command() {
+    let run = |args: &[&str]| {
         let mut command = lockstep();
         command.args(args).env("LOCKSTEP_SERVER", "http://127.0.0.1:1").env("LOCKSTEP_TOKEN_FILE", "token");
         Finished::of(&mut command)
@@ -290,10 +302,10 @@ fn commands_of_other_tools_are_answered_with_ours() {
         ("log", "logs"),
         ("rm", "delete"),
     ] {
-        said(&[typed, "x"]).wrong(&[&format!("'{typed}'"), &format!("'{meant}'")]);
-        said(&["help", typed]).wrong(&[&format!("did you mean \"{meant}\"?")]);
+        run(&[typed, "x"]).assert_usage_error(&[&format!("'{typed}'"), &format!("'{meant}'")]);
+        run(&["help", typed]).assert_usage_error(&[&format!("did you mean \"{meant}\"?")]);
     }
-    said(&["lst"]).wrong(&["'list'"]);
-    said(&["watch"]).wrong(&["<JOB>", "Usage: lockstep watch [OPTIONS] <JOB>"]);
-    said(&["dataset", "inspect"]).wrong(&["Usage: lockstep dataset inspect [OPTIONS] "]);
+    run(&["lst"]).assert_usage_error(&["'list'"]);
+    run(&["watch"]).assert_usage_error(&["<JOB>", "Usage: lockstep watch [OPTIONS] <JOB>"]);
+    run(&["dataset", "inspect"]).assert_usage_error(&["Usage: lockstep dataset inspect [OPTIONS] "]);
 }

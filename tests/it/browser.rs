@@ -1,8 +1,9 @@
-//! `serve` and `demo` open a browser for whoever starts them by hand: on a pseudo-terminal, with an `xdg-open` that notes what it is given.
+//! `serve` and `demo` open a browser if they are started on a terminal. The tests use a pseudo-terminal and an `xdg-open` that records its
+//! arguments.
 
 use crate::{
     cluster::command_lines,
-    server::{Folder, LOCKSTEP, SOON, free_port, lockstep, processes_of, signal, turn},
+    server::{Folder, LOCKSTEP, TIMEOUT, free_port, lockstep, processes_of, signal, training_permit},
 };
 use rustix::process::Signal;
 use std::{
@@ -13,17 +14,17 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// A command of the program under `script`, which gives it a terminal, or without one.
+/// A running command, with a terminal (by `script`) or without.
 struct Started {
     folder: Folder,
     process: Child,
 }
 
-/// Notes its arguments, and what the file has and who may read it; then it runs on as a browser does.
+/// Records its arguments and the file's content and mode, and then keeps running, as a browser does.
 const XDG_OPEN: &str = "#!/bin/sh\ncd \"$(dirname \"$0\")/..\" || exit 1\ncp \"$1\" page.html\nstat -c %a \"$1\" > mode\necho $$ > pid\n\
                         printf '%s\\n' \"$@\" > part && mv part opened\nexec sleep 300\n";
 
-fn opener(folder: &Folder, script: &str) {
+fn install_xdg_open(folder: &Folder, script: &str) {
     let path = folder.write("bin/xdg-open", script);
     fs::set_permissions(path, fs::Permissions::from_mode(0o755)).expect("a mode");
 }
@@ -31,11 +32,11 @@ fn opener(folder: &Folder, script: &str) {
 impl Started {
     fn new(terminal: bool, screen: Option<&str>, args: &[&str]) -> Self {
         let folder = Folder::new();
-        opener(&folder, XDG_OPEN);
+        install_xdg_open(&folder, XDG_OPEN);
         Self::start(folder, terminal, screen, args)
     }
 
-    /// Programs are looked for in the folder first, and nowhere else when it has no `xdg-open`.
+    /// Starts a command whose PATH begins with the folder's `bin`, and has nothing else if `bin` has no `xdg-open`.
     fn start(folder: Folder, terminal: bool, screen: Option<&str>, args: &[&str]) -> Self {
         let data = folder.path().join("data");
         let mut words = vec![LOCKSTEP, args[0], "--data-dir", data.to_str().expect("UTF-8")];
@@ -47,14 +48,14 @@ impl Started {
             command.args(["-qefc", &words.join(" "), "/dev/null"]);
         }
         let bin = folder.path().join("bin");
-        let others = std::env::var("PATH").unwrap_or_default();
-        let path = if bin.join("xdg-open").exists() { others } else { String::new() };
+        let system_path = std::env::var("PATH").unwrap_or_default();
+        let path = if bin.join("xdg-open").exists() { system_path } else { String::new() };
         command.env("PATH", format!("{}:{path}", bin.display()).trim_end_matches(':'));
         command.env_remove("DISPLAY").env_remove("WAYLAND_DISPLAY").current_dir(folder.path());
         if let Some(screen) = screen {
             command.env(screen, ":0");
         }
-        let log = fs::File::create(folder.path().join("said.log")).expect("a log");
+        let log = fs::File::create(folder.path().join("output.log")).expect("a log");
         command.stdin(Stdio::null()).stdout(log.try_clone().expect("a log")).stderr(log);
         Self { process: command.spawn().expect("script, of util-linux"), folder }
     }
@@ -64,8 +65,8 @@ impl Started {
         Self::new(terminal, screen, &[&["serve", "--no-local-agent", "--listen", &listen][..], more].concat())
     }
 
-    fn said(&self) -> String {
-        fs::read_to_string(self.folder.path().join("said.log")).unwrap_or_default()
+    fn output(&self) -> String {
+        fs::read_to_string(self.folder.path().join("output.log")).unwrap_or_default()
     }
 
     fn page(&self) -> PathBuf {
@@ -75,26 +76,30 @@ impl Started {
     fn until(&self, what: &str, holds: impl Fn() -> bool) {
         let start = Instant::now();
         while !holds() {
-            assert!(start.elapsed() < SOON, "{what}: {}", self.said());
+            assert!(start.elapsed() < TIMEOUT, "{what}: {}", self.output());
             std::thread::sleep(Duration::from_millis(20));
         }
     }
 
-    /// The address to which the opened file leads.
-    fn opened(&self) -> String {
-        let at = |name: &str| self.folder.path().join(name);
-        self.until("a browser is opened", || at("opened").exists());
-        let given = fs::read_to_string(at("opened")).expect("its arguments");
-        assert_eq!(given.trim(), self.page().to_str().expect("UTF-8"), "one argument, which is no link");
-        assert_eq!(fs::read_to_string(at("mode")).expect("a mode").trim(), "600");
-        let page = fs::read_to_string(at("page.html")).expect("the page");
+    /// Waits until a browser is opened and returns the URL to which the opened file redirects.
+    fn opened_url(&self) -> String {
+        let file = |name: &str| self.folder.path().join(name);
+        self.until("a browser is opened", || file("opened").exists());
+        let given = fs::read_to_string(file("opened")).expect("its arguments");
+        assert_eq!(
+            given.trim(),
+            self.page().to_str().expect("UTF-8"),
+            "the only argument is a file, no link"
+        );
+        assert_eq!(fs::read_to_string(file("mode")).expect("a mode").trim(), "600");
+        let page = fs::read_to_string(file("page.html")).expect("the page");
         let (_, rest) = page.split_once("content=\"0; url=").expect("a redirect");
         let link = rest.split('"').next().expect("its end").replace("&amp;", "&");
         let (_, code) = link.split_once("/login?code=").expect("a link that signs in");
         let code = code.split('&').next().expect("its end");
         assert!(code.len() > 20, "{link}");
-        // It notes what it was given, and becomes what runs on a moment later.
-        let pid = fs::read_to_string(at("pid")).expect("the browser");
+        // The script executes `sleep` a moment after it has recorded the arguments.
+        let pid = fs::read_to_string(file("pid")).expect("the browser");
         let command_line = format!("/proc/{}/cmdline", pid.trim());
         self.until("the browser runs", || {
             fs::read(&command_line).is_ok_and(|line| line.starts_with(b"sleep\x00300\x00"))
@@ -104,19 +109,24 @@ impl Started {
         link
     }
 
-    /// Ctrl-C's signal to the server, and its end.
+    /// Sends SIGINT to the server and waits for its end.
     fn end(&mut self) {
-        let is_it = |command: &str| command == "serve" || command == "demo";
-        let found = processes_of(self.folder.path()).into_iter().find(|p| is_it(p.command()));
+        let is_server = |command: &str| command == "serve" || command == "demo";
+        let found = processes_of(self.folder.path()).into_iter().find(|p| is_server(p.command()));
         signal(found.expect("the server").pid, Signal::INT);
-        self.until("it has ended", || !processes_of(self.folder.path()).iter().any(|p| is_it(p.command())));
+        self.until("the server has ended", || {
+            !processes_of(self.folder.path()).iter().any(|p| is_server(p.command()))
+        });
         self.process.wait().expect("its status");
     }
 
     fn close_browser(&self) {
         let pid = fs::read_to_string(self.folder.path().join("pid")).expect("the browser");
         let pid: i32 = pid.trim().parse().expect("a number");
-        assert!(fs::exists(format!("/proc/{pid}")).expect("/proc"), "the browser outlives the server");
+        assert!(
+            fs::exists(format!("/proc/{pid}")).expect("/proc"),
+            "the browser still runs after the server"
+        );
         signal(pid, Signal::KILL);
     }
 }
@@ -124,23 +134,27 @@ impl Started {
 #[tokio::test]
 async fn the_opened_file_signs_a_browser_in_once() {
     let mut serve = Started::serve(true, Some("DISPLAY"), &[]);
-    let link = serve.opened();
-    // What it prints comes by way of the terminal.
+    let link = serve.opened_url();
+    // The output arrives through the terminal, perhaps later.
     serve.until("a link is printed", || {
-        serve.said().split_once("sign in: ").is_some_and(|(_, rest)| rest.contains('\n'))
+        serve.output().split_once("sign in: ").is_some_and(|(_, rest)| rest.contains('\n'))
     });
-    assert!(!serve.said().contains(&link), "the printed link is another");
-    assert!(serve.page().exists(), "until it is used");
+    assert!(!serve.output().contains(&link), "the printed link differs");
+    assert!(serve.page().exists(), "the file exists until it is used");
     let client =
         reqwest::Client::builder().redirect(reqwest::redirect::Policy::none()).build().expect("a client");
-    let signed_in = client.get(&link).send().await.expect("an answer");
+    let signed_in = client.get(&link).send().await.expect("a response");
     assert_eq!(signed_in.status(), 303, "{link}");
     assert!(signed_in.headers().contains_key("set-cookie"));
-    serve.until("the file is gone", || !serve.page().exists());
-    assert_eq!(client.get(&link).send().await.expect("an answer").status(), 401, "it was used");
-    let said = serve.said();
-    let printed = said.lines().find_map(|line| line.trim().strip_prefix("sign in: ")).expect("a link");
-    assert_eq!(client.get(printed).send().await.expect("an answer").status(), 303, "that one is still good");
+    serve.until("the file is deleted", || !serve.page().exists());
+    assert_eq!(client.get(&link).send().await.expect("a response").status(), 401, "the link was used");
+    let output = serve.output();
+    let printed = output.lines().find_map(|line| line.trim().strip_prefix("sign in: ")).expect("a link");
+    assert_eq!(
+        client.get(printed).send().await.expect("a response").status(),
+        303,
+        "the printed link is still valid"
+    );
     serve.end();
     serve.close_browser();
 }
@@ -148,21 +162,21 @@ async fn the_opened_file_signs_a_browser_in_once() {
 #[tokio::test]
 async fn unused_sign_in_files_are_removed_at_the_end_or_the_next_start() {
     let mut serve = Started::serve(true, Some("WAYLAND_DISPLAY"), &[]);
-    serve.opened();
+    serve.opened_url();
     assert!(serve.page().exists());
     serve.end();
-    assert!(!serve.page().exists(), "its link is not good any more");
+    assert!(!serve.page().exists(), "the file of an unused link is deleted");
     serve.close_browser();
-    // As after SIGKILL.
+    // A file is left, as after SIGKILL.
     serve.folder.write("data/sign-in.html", "of a server that was killed");
     let listen = format!("127.0.0.1:{}", free_port());
-    let mut again = lockstep();
-    again.args(["serve", "--no-local-agent", "--listen", &listen, "--data-dir"]);
-    again.arg(serve.folder.path().join("data")).stdout(Stdio::null()).stderr(Stdio::null());
-    let mut again = again.spawn().expect("lockstep serve");
-    serve.until("it is removed", || !serve.page().exists());
-    signal(again.id() as i32, Signal::TERM);
-    again.wait().expect("its status");
+    let mut second = lockstep();
+    second.args(["serve", "--no-local-agent", "--listen", &listen, "--data-dir"]);
+    second.arg(serve.folder.path().join("data")).stdout(Stdio::null()).stderr(Stdio::null());
+    let mut second = second.spawn().expect("lockstep serve");
+    serve.until("the file is deleted", || !serve.page().exists());
+    signal(second.id() as i32, Signal::TERM);
+    second.wait().expect("its status");
 }
 
 #[tokio::test]
@@ -171,7 +185,7 @@ async fn no_browser_is_opened_without_a_terminal_without_a_screen_or_with_no_ope
         [(false, Some("DISPLAY"), &[]), (true, None, &[]), (true, Some("DISPLAY"), &["--no-open"])];
     for (terminal, screen, more) in cases {
         let mut serve = Started::serve(terminal, screen, more);
-        serve.until("it serves", || serve.said().contains("sign in: "));
+        serve.until("the server is ready", || serve.output().contains("sign in: "));
         serve.end();
         let is_opened = ["opened", "part", "pid"].iter().any(|name| serve.folder.path().join(name).exists());
         assert!(!is_opened && !serve.page().exists(), "terminal: {terminal}, screen: {screen:?}, {more:?}");
@@ -183,29 +197,29 @@ async fn a_server_runs_if_no_browser_can_be_opened() {
     for script in [None, Some("#!/bin/sh\nexit 3\n")] {
         let folder = Folder::new();
         if let Some(script) = script {
-            opener(&folder, script);
+            install_xdg_open(&folder, script);
         }
         let listen = format!("127.0.0.1:{}", free_port());
         let args = ["serve", "--no-local-agent", "--listen", &listen];
         let mut serve = Started::start(folder, true, Some("DISPLAY"), &args);
-        serve.until("it says so", || serve.said().contains("xdg-open"));
-        let ready = reqwest::get(format!("http://{listen}/readyz")).await.expect("an answer");
-        assert_eq!(ready.status(), 200, "{}", serve.said());
+        serve.until("the error is reported", || serve.output().contains("xdg-open"));
+        let ready = reqwest::get(format!("http://{listen}/readyz")).await.expect("a response");
+        assert_eq!(ready.status(), 200, "{}", serve.output());
         serve.end();
     }
 }
 
 #[tokio::test]
 async fn the_demo_opens_a_browser() {
-    let _turn = turn().await;
+    let _permit = training_permit().await;
     let mut demo = Started::new(true, Some("DISPLAY"), &["demo", "--ranks", "1"]);
-    let link = demo.opened();
+    let link = demo.opened_url();
     let client =
         reqwest::Client::builder().redirect(reqwest::redirect::Policy::none()).build().expect("a client");
-    let answer = client.get(&link).send().await.expect("an answer");
-    let page = answer.headers().get("location").and_then(|page| page.to_str().ok()).unwrap_or_default();
-    assert!(answer.status() == 303 && page.starts_with("/jobs/j"), "it opens the job: {page}");
-    demo.until("the file is gone", || !demo.page().exists());
+    let response = client.get(&link).send().await.expect("a response");
+    let page = response.headers().get("location").and_then(|page| page.to_str().ok()).unwrap_or_default();
+    assert!(response.status() == 303 && page.starts_with("/jobs/j"), "the link opens the job: {page}");
+    demo.until("the file is deleted", || !demo.page().exists());
     demo.end();
     demo.close_browser();
 }

@@ -1,0 +1,296 @@
+//! How the tensors of a network are distributed over the ranks of a plan. A checkpoint has whole tensors, and an engine has its rank's parts:
+//! parts are sent only to the rank that writes the tensor, and only a tensor's writer has memory for the whole tensor.
+
+use super::{
+    Contribution, Engine, EngineError, HostTensor, NamedTensors, Optimizer, OptimizerState, StateDict,
+    Writers,
+    net::{Network, Slice},
+    optimizer::state_shapes,
+    plan::{self, Mesh, Plan},
+};
+use lockstep_comm::{CommError, ProcessGroup};
+use lockstep_host::tensors::fit::Shapes;
+use std::collections::HashMap;
+
+/// Maximum number of values of a message. Tests send several for a tensor.
+const PIECE: usize = if cfg!(test) { 1000 } else { 4 << 20 };
+
+/// The parts of a network that the ranks of `comm` have.
+pub struct Distribution<'a> {
+    comm: &'a dyn ProcessGroup,
+    network: &'a Network,
+    mesh: Mesh,
+    /// By stage, then by rank of the model group: the rank's parameters. `None`: the rank has the whole parameter.
+    parameters: Vec<HashMap<String, Option<Slice>>>,
+}
+
+impl<'a> Distribution<'a> {
+    /// # Errors
+    /// `plan` cannot split the network.
+    pub fn new(network: &'a Network, plan: &Plan, comm: &'a dyn ProcessGroup) -> Result<Self, EngineError> {
+        let mesh = plan.mesh;
+        let of_rank = |rank: usize| -> Result<HashMap<_, _>, EngineError> {
+            let parameters = match plan.is_data() {
+                true => network.parameters(),
+                false => plan::lower(network, plan, rank).map_err(EngineError::Parameters)?.parameters(),
+            };
+            Ok(parameters.into_iter().map(|p| (p.name, p.slice)).collect())
+        };
+        let of_stage = |stage: usize| (0..mesh.model).map(move |rank| stage * mesh.ranks_of_stage() + rank);
+        let parameters =
+            (0..mesh.stage).flat_map(of_stage).map(of_rank).collect::<Result<_, EngineError>>()?;
+        Ok(Self { comm, network, mesh, parameters })
+    }
+
+    /// Shapes of the whole parameters and running statistics.
+    pub fn parameters(&self) -> Shapes {
+        self.network.parameters().into_iter().map(|p| (p.name, p.shape)).collect()
+    }
+
+    /// Shapes of the whole optimizer slots.
+    pub fn slots(&self, optimizer: &Optimizer) -> Shapes {
+        state_shapes(optimizer, self.network).into_iter().collect()
+    }
+
+    /// Collective: distributes rank 0's tensors `whole`, which have the `shapes`. Each rank gets its parts.
+    ///
+    /// # Errors
+    /// Another rank is gone.
+    pub fn scatter(
+        &self,
+        mut whole: Option<NamedTensors>,
+        shapes: Shapes,
+    ) -> Result<NamedTensors, CommError> {
+        let own = self.comm.rank();
+        let mut tensors = NamedTensors::new();
+        for (name, shape) in shapes {
+            let given = whole.as_mut().and_then(|whole| whole.remove(&name)).map(|tensor| tensor.values);
+            let parts = self.parts(0..self.comm.size(), &name, &shape);
+            let part = parts.iter().find(|(rank, _)| *rank == own).map(|(_, part)| part);
+            let mut values;
+            if parts.iter().all(|(_, part)| part.is_all()) {
+                values = given.unwrap_or_else(|| vec![0.0; shape.iter().product()]);
+                self.comm.broadcast((&mut values).into(), 0)?;
+            } else if let (0, Some(given)) = (own, given) {
+                let read = |part: &Slice, from: usize, to: &mut [f32]| {
+                    part.read(from, to, |at, to| to.copy_from_slice(&given[at..at + to.len()]));
+                };
+                each_piece(&parts, |rank, part, from, piece| {
+                    if rank == 0 {
+                        return Ok(());
+                    }
+                    read(part, from, piece);
+                    self.comm.send((&*piece).into(), rank)
+                })?;
+                values = vec![0.0; part.map_or(0, Slice::len)];
+                if let Some(part) = part {
+                    read(part, 0, &mut values);
+                }
+            } else {
+                values = vec![0.0; part.map_or(0, Slice::len)];
+                for piece in values.chunks_mut(PIECE) {
+                    self.comm.recv(piece.into(), 0)?;
+                }
+            }
+            if let Some(part) = part {
+                tensors.insert(name, HostTensor { shape: part.shape(), values });
+            }
+        }
+        Ok(tensors)
+    }
+
+    /// Collective: what this rank, with this engine, contributes to a checkpoint. `slots` returns the engine's optimizer state, or `None` without
+    /// `keep`; where ranks divide the state, `slots` is collective.
+    pub(super) fn contribution(
+        &self,
+        engine: &dyn Engine,
+        writers: &Writers,
+        optimizer: &Optimizer,
+        slots: impl FnOnce(bool) -> Result<Option<OptimizerState>, EngineError>,
+    ) -> Result<Contribution, EngineError> {
+        let own = self.comm.rank();
+        let keeps = self.copy().any(|rank| writers.include(rank));
+        // One kind after another, so that a rank has copies of few of its parts at a time.
+        let mut state = StateDict::default();
+        if keeps {
+            state.parameters =
+                self.gather(engine.parameters()?, self.parameters(), |name| writers.of(name))?;
+        }
+        let Some(mut kept) = slots(keeps)? else { return Ok(Contribution::Replica) };
+        kept.slots = self.gather(kept.slots, self.slots(optimizer), |name| writers.of(name))?;
+        state.optimizer = Some(kept);
+        if let Some(average) = engine.averaged()? {
+            let whole = self.gather(average, self.parameters(), |name| writers.of_average(name))?;
+            state.average = Some(whole);
+        }
+        state.loss_scaling = engine.loss_scaling()?;
+        Ok(if writers.include(own) { writers.contribution(state) } else { Contribution::Replica })
+    }
+
+    /// Collective among the ranks of a copy of the network: sends the parts `own` of tensors to the ranks of this copy that write the tensors,
+    /// and returns the whole tensors that this rank writes. `shapes` are those of all whole tensors.
+    fn gather(
+        &self,
+        mut own: NamedTensors,
+        shapes: Shapes,
+        writer: impl Fn(&str) -> u32,
+    ) -> Result<NamedTensors, CommError> {
+        let rank = self.comm.rank();
+        let mut whole = NamedTensors::new();
+        for (name, shape) in shapes {
+            let (to, mine) = (writer(&name), own.remove(&name));
+            if self.copy().all(|of_copy| of_copy != to) {
+                continue;
+            }
+            let mut parts = self.parts(self.copy(), &name, &shape);
+            if parts.iter().all(|(_, part)| part.is_all()) {
+                // One rank suffices: the writer, if the tensor is of its stage.
+                let at = parts.iter().position(|(rank, _)| *rank == to).unwrap_or(0);
+                parts = parts.into_iter().skip(at).take(1).collect();
+            }
+            let sends = parts.iter().any(|(from, _)| *from == rank);
+            match mine {
+                Some(tensor) if rank == to && parts.len() == 1 && sends => drop(whole.insert(name, tensor)),
+                mine if rank == to => {
+                    let mut values = vec![0.0; shape.iter().product()];
+                    each_piece(&parts, |from, part, at, piece| {
+                        match &mine {
+                            Some(tensor) if from == rank => {
+                                piece.copy_from_slice(&tensor.values[at..at + piece.len()]);
+                            }
+                            _ => self.comm.recv((&mut *piece).into(), from)?,
+                        }
+                        part.write(at, piece, &mut values);
+                        Ok(())
+                    })?;
+                    whole.insert(name, HostTensor { shape, values });
+                }
+                Some(tensor) if sends => {
+                    for piece in tensor.values.chunks(PIECE) {
+                        self.comm.send(piece.into(), to)?;
+                    }
+                }
+                _ => {}
+            }
+        }
+        Ok(whole)
+    }
+
+    /// The ranks of this rank's copy of the network: the ranks of all stages with the same coordinates on the axes `data` and `height`.
+    fn copy(&self) -> impl Iterator<Item = u32> {
+        let of_stage = self.mesh.ranks_of_stage() as u32;
+        let model = self.mesh.model as u32;
+        let first = self.comm.rank() % of_stage / model * model;
+        (0..self.mesh.stage as u32)
+            .flat_map(move |stage| (0..model).map(move |rank| stage * of_stage + first + rank))
+    }
+
+    /// The parts that `ranks` have of a tensor, a parameter or an optimizer slot. Ranks of other stages have none.
+    fn parts(&self, ranks: impl IntoIterator<Item = u32>, name: &str, shape: &[usize]) -> Vec<(u32, Slice)> {
+        let of_rank = |rank: u32| {
+            let (stage, model) = (self.mesh.stage_rank(rank as usize), self.mesh.model_rank(rank as usize));
+            let parameters = &self.parameters[stage * self.mesh.model + model];
+            let parameter = || parameters.get(name.rsplit_once('.')?.0);
+            let part = parameters.get(name).or_else(parameter)?.clone();
+            Some((rank, part.unwrap_or_else(|| Slice::all(shape))))
+        };
+        ranks.into_iter().filter_map(of_rank).collect()
+    }
+}
+
+/// Calls `each` for each piece of each part of a tensor: with the part's rank, the part, the number of the piece's first value in the part, and
+/// memory for the piece. The ranks take turns, so that no rank waits for all pieces of another one.
+fn each_piece(
+    parts: &[(u32, Slice)],
+    mut each: impl FnMut(u32, &Slice, usize, &mut [f32]) -> Result<(), CommError>,
+) -> Result<(), CommError> {
+    let most = parts.iter().map(|(_, part)| part.len()).max().unwrap_or(0);
+    let mut memory = vec![0.0; most.min(PIECE)];
+    for from in (0..most).step_by(PIECE) {
+        for (rank, part) in parts.iter().filter(|(_, part)| from < part.len()) {
+            let count = PIECE.min(part.len() - from);
+            each(*rank, part, from, &mut memory[..count])?;
+        }
+    }
+    Ok(())
+}
+
+/// Collective: copies the parameters of the first rank to all ranks of a stage. `tensors` are those of `part`, a rank's part of the network.
+/// `same_part` broadcasts among the ranks with the same part, `model` in the model group.
+pub(super) fn broadcast(
+    part: &Network,
+    tensors: &mut NamedTensors,
+    same_part: impl Fn(&mut [f32]) -> Result<(), CommError>,
+    model: impl Fn(&mut [f32]) -> Result<(), CommError>,
+) -> Result<(), CommError> {
+    for parameter in part.parameters() {
+        if let Some(tensor) = tensors.get_mut(&parameter.name) {
+            same_part(&mut tensor.values)?;
+            if parameter.slice.is_none() {
+                model(&mut tensor.values)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        AverageOn,
+        net::{init, resnet},
+    };
+    use lockstep_comm::{
+        rendezvous::{
+            Store,
+            loopback::{rendezvous_config, unused_port},
+        },
+        ring::Ring,
+    };
+    use lockstep_protocol::spec::{Arch, ModelSpec, ShardSpec, Split};
+    use std::time::Duration;
+
+    /// Stages, copies of the network, and tensors split over outputs (unevenly) and inputs; one writer and several.
+    #[test]
+    fn tensors_that_are_scattered_are_gathered_whole_by_their_writers() {
+        let model = ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() };
+        let network = resnet::build(&model, 32, 3, 101).unwrap();
+        let mut initial = init::initial_parameters(&network, false, 1);
+        initial.get_mut("fc.bias").unwrap().values[100] = -0.0;
+        let split = |pattern: &str, split| ShardSpec { pattern: pattern.into(), split };
+        let strategies = vec![split("layer3.*.conv2", Split::In), split("fc", Split::Out)];
+        for (stage, data, model, writing) in
+            [(1, 1, 3, &[0][..]), (1, 2, 2, &[0, 1, 2, 3]), (2, 1, 2, &[0]), (2, 1, 2, &[0, 1, 2, 3])]
+        {
+            let plan = Plan::on(Mesh { stage, data, height: 1, model }, strategies.clone());
+            let writers = Writers::deal(&network, &[], AverageOn::NoRank, writing);
+            let (ranks, port) = (plan.mesh.ranks() as u32, unused_port());
+            let rank = |number: u32| {
+                let store = Store::join(rendezvous_config(port, number, ranks)).unwrap();
+                let ring = Ring::connect(&store, Duration::from_secs(60)).unwrap();
+                let distribution = Distribution::new(&network, &plan, ring.as_ref()).unwrap();
+                let given = (number == 0).then(|| initial.clone());
+                let own = distribution.scatter(given, distribution.parameters()).unwrap();
+                let shape = own.get("fc.weight").map(|tensor| tensor.shape.clone());
+                let whole = distribution.gather(own, distribution.parameters(), |name| writers.of(name));
+                let whole = whole.unwrap();
+                assert!(whole.keys().all(|name| writers.of(name) == number));
+                ring.barrier().unwrap();
+                (shape, whole)
+            };
+            let of_ranks: Vec<_> = std::thread::scope(|scope| {
+                let rank = &rank;
+                let threads: Vec<_> = (0..ranks).map(|number| scope.spawn(move || rank(number))).collect();
+                threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+            });
+            let rows: usize = of_ranks.iter().flat_map(|(shape, _)| shape).map(|shape| shape[0]).sum();
+            assert_eq!(rows, data * 101, "{plan}: each copy is there once");
+            let all: NamedTensors = of_ranks.into_iter().flat_map(|(_, whole)| whole).collect();
+            let bits = |of: &NamedTensors| -> Vec<u32> {
+                of.values().flat_map(|tensor| &tensor.values).map(|value| value.to_bits()).collect()
+            };
+            assert!(all == initial && bits(&all) == bits(&initial), "{plan}");
+        }
+    }
+}

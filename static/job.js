@@ -31,7 +31,7 @@ const ranks = new Ranks(metrics, () => charts.redraw(true));
 const charts = new Charts(() => job, metrics, ranks);
 const panels = new Panels(() => job, charts, metrics, data.panels, data.may_change);
 const log = new Log(job.id);
-const past = new History(job.id, () => { charts.marks(past.reasons); facts.queue = past.queue; factsSoon(); });
+const jobHistory = new History(job.id, () => { charts.marks(jobHistory.reasons); facts.queue = jobHistory.queue; factsSoon(); });
 const checkpoints = new Checkpoints(data.checkpoints, (what, c) => {
   if (what === "fork") return actions.fork(c.id);
   if (what === "register") return register(c);
@@ -45,7 +45,7 @@ const evaluation = new Evaluation(job.id, checkpoints);
 const classify = new Classify(checkpoints);
 const actions = new Actions({
   job: () => job, checkpoints, setJob: (next) => { setJob(next); factsSoon(); }, refused: (why) => facts.refused(why),
-  quiet: () => { asked?.abort(); clearTimeout(refreshing); stream?.close(); }, loud: () => follow(stream?.seq ?? 0),
+  quiet: () => { refreshRequest?.abort(); clearTimeout(refreshTimer); stream?.close(); }, loud: () => follow(stream?.seq ?? 0),
 });
 const histograms = new Histograms(job.id), network = new Network(job.id, (plan) => { ranks.plan = plan; factsSoon(); });
 /** Whether the ranks choose the plan, which is then part of the network's description. */
@@ -79,7 +79,7 @@ function factsSoon() {
 // The displayed times advance without events, and only a timer notices that a job reports no step.
 setInterval(() => { if (!isFinal(job.state)) factsSoon(); }, 1000);
 // The job's place in the queue changes when other jobs change, which this job's events do not report.
-setInterval(() => { if (waits(job) && !document.hidden) past.load().catch(() => {}); }, 5000);
+setInterval(() => { if (waits(job) && !document.hidden) jobHistory.load().catch(() => {}); }, 5000);
 
 function setJob(next) {
   if (isFinal(next.state) && !isFinal(job.state)) notify(`${next.name}: ${next.state}`, next.reason ?? "", `/jobs/${next.id}`);
@@ -112,7 +112,7 @@ function apply(event) {
       metrics.evaluated(event);
       charts.redraw();
       break;
-    case "alert": past.load().catch(() => {}); break;
+    case "alert": jobHistory.load().catch(() => {}); break;
     case "checkpoint": checkpoints.apply(event); break;
     case "checkpoint_removed": checkpoints.remove(event); break;
     case "plan":
@@ -129,15 +129,15 @@ function apply(event) {
 }
 
 /** Reads facts that a `state` event lacks: the machines, the start and the end. */
-let refreshing = 0, asked = null;
+let refreshTimer = 0, refreshRequest = null;
 function refresh() {
-  clearTimeout(refreshing);
-  refreshing = setTimeout(async () => {
-    asked = new AbortController();
+  clearTimeout(refreshTimer);
+  refreshTimer = setTimeout(async () => {
+    refreshRequest = new AbortController();
     try {
-      const next = await ask(`/api/v1/jobs/${job.id}`, { signal: asked.signal });
+      const next = await ask(`/api/v1/jobs/${job.id}`, { signal: refreshRequest.signal });
       if (next.last_seq >= stream.seq || isFinal(next.state)) { setJob(next); factsSoon(); } else refresh();
-      await Promise.all([past.load(), reloadAgents()]);
+      await Promise.all([jobHistory.load(), reloadAgents()]);
     } catch { /* the stream's reconnection will show it */ }
   }, 150);
 }
@@ -147,7 +147,7 @@ function onFrame(frame) {
     setJob(frame.job);
     actions.annotated();
     // An earlier request for the history may have failed while the server was unreachable.
-    past.load().catch(() => {});
+    jobHistory.load().catch(() => {});
     // If the server has lost events, or the page has missed many, reads the history again.
     if (frame.last_seq < stream.seq || frame.last_seq - stream.seq > MAX_MISSED_EVENTS) return void reload();
     behindAt = null;
@@ -164,7 +164,7 @@ function onFrame(frame) {
     const { project, tags, priority } = frame;
     setJob({ ...job, project, tags, spec: { ...job.spec, project, priority } });
     // The change may be a new fork.
-    past.load().catch(() => {});
+    jobHistory.load().catch(() => {});
     return void actions.annotated();
   }
   if (!facts.live && frame.at) {
@@ -186,13 +186,13 @@ async function reload() {
     try {
       const seq = await metrics.load(charts.wanted, true);
       const stored = await ask(`/api/v1/jobs/${job.id}/checkpoints`);
-      await Promise.all([log.again(), past.load(), reloadPage()]);
+      await Promise.all([log.again(), jobHistory.load(), reloadPage()]);
       if (mine !== reloading) return;
       checkpoints.replace(stored.checkpoints);
       charts.redraw(true);
       return stream.reconnect(seq);
     } catch (error) {
-      if (error instanceof Problem && error.status === 404) return gone();
+      if (error instanceof Problem && error.status === 404) return showDeleted();
       await new Promise((done) => setTimeout(done, delay));
     }
   }
@@ -248,7 +248,7 @@ async function start() {
       });
       await logged;
     } catch (error) {
-      if (error instanceof Problem && error.status === 404) return gone();
+      if (error instanceof Problem && error.status === 404) return showDeleted();
       showLive("reconnecting");
       await new Promise((done) => setTimeout(done, delay));
       delay = Math.min(10_000, delay * 2);
@@ -269,12 +269,12 @@ function follow(seq) {
     seq, onFrame,
     onStatus: (status) => { if (status !== "live") facts.live = false; showLive(status); },
     onGone: async () => {
-      try { await ask(`/api/v1/jobs/${job.id}`); return false; } catch (e) { return e instanceof Problem && e.status === 404 && (gone(), true); }
+      try { await ask(`/api/v1/jobs/${job.id}`); return false; } catch (e) { return e instanceof Problem && e.status === 404 && (showDeleted(), true); }
     },
   });
 }
 
-function gone() {
+function showDeleted() {
   showLive("deleted");
   facts.refused(null);
   const band = byId("banner");

@@ -44,7 +44,7 @@ function put(field, value, recipe) {
  * Converts a field's text to JSON. Text of the wrong type stays text, so that the check reports it. The same as `Kind::json` in
  * web/src/submit/fields.rs.
  */
-function typed(field) {
+function jsonValue(field) {
   const words = valueOf(field);
   const whole = (t) => (/^[+-]?\d+$/.test(t) && Number.isSafeInteger(Number(t)) ? Number(t) : undefined);
   const number = (t) => (/^[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$/i.test(t) && Number.isFinite(Number(t)) ? Number(t) : undefined);
@@ -80,11 +80,11 @@ function specification({ defaults }) {
   const spec = {};
   for (const field of fields) {
     const words = valueOf(field);
-    const usual = words === untouched(field, filled.value) && !["name", "train.recipe"].includes(field.name) && !(filled.value && TOGETHER.includes(field.name));
-    const scaled = usual && IN_PROPORTION.includes(field.name) && field.name in (recipes[filled.value] ?? {});
-    if (words === "" || (!defaults && usual) || scaled || (usual && LEFT_TO_SERVER.includes(field.name))) continue;
+    const isUnchanged = words === untouched(field, filled.value) && !["name", "train.recipe"].includes(field.name) && !(filled.value && TOGETHER.includes(field.name));
+    const scaled = isUnchanged && IN_PROPORTION.includes(field.name) && field.name in (recipes[filled.value] ?? {});
+    if (words === "" || (!defaults && isUnchanged) || scaled || (isUnchanged && LEFT_TO_SERVER.includes(field.name))) continue;
     const [table, key] = field.name.includes(".") ? field.name.split(".") : [null, field.name];
-    if (table) (spec[table] ??= {})[key] = typed(field); else spec[key] = typed(field);
+    if (table) (spec[table] ??= {})[key] = jsonValue(field); else spec[key] = jsonValue(field);
   }
   const sweep = section();
   return sweep ? { ...spec, sweep } : spec;
@@ -257,9 +257,9 @@ form.addEventListener("input", (event) => { touched.add(event.target); if (event
 form.addEventListener("focusout", (event) => { if (event.target.value) touched.add(event.target); });
 
 /** The search field for settings. Shows the settings under "More settings" whose key, name, hint or choices contain the text. */
-const find = byId("find-setting");
+const findInput = byId("find-setting");
 function findSettings(words) {
-  if (find.value !== words) find.value = words;
+  if (findInput.value !== words) findInput.value = words;
   const wanted = words.trim().toLowerCase();
   let any = false;
   for (const section of document.querySelectorAll(".more fieldset")) {
@@ -271,8 +271,8 @@ function findSettings(words) {
   text(byId("none-found"), any ? "" : "No setting contains these words.");
 }
 byId("find").hidden = false;
-find.addEventListener("input", (event) => { event.stopPropagation(); findSettings(find.value); });
-find.addEventListener("keydown", (event) => { if (event.key === "Enter") event.preventDefault(); });
+findInput.addEventListener("input", (event) => { event.stopPropagation(); findSettings(findInput.value); });
+findInput.addEventListener("keydown", (event) => { if (event.key === "Enter") event.preventDefault(); });
 
 const presets = [...document.querySelectorAll("[data-preset]")];
 function unmarkPresets() { for (const p of presets) p.removeAttribute("aria-current"); }

@@ -222,11 +222,11 @@ export class Chart {
       const smoothing = layer.smoothing ?? this.smoothing;
       const style = { colour, smoothing, alpha: layer.alpha ?? 1, band: layer.band, dash: layer.dash };
       // Steps that a later attempt has repeated are drawn faintly, because only the later values count.
-      const again = Math.min(...parts.filter((p) => p.segment.attempt > segment.attempt).map((p) => x.to(p.xs[0])));
-      if (x.to(xs[segment.length - 1]) <= again) drawSegment(ctx, segment, xs, x, y, plot, style);
+      const repeatedFrom = Math.min(...parts.filter((p) => p.segment.attempt > segment.attempt).map((p) => x.to(p.xs[0])));
+      if (x.to(xs[segment.length - 1]) <= repeatedFrom) drawSegment(ctx, segment, xs, x, y, plot, style);
       else {
-        within(ctx, plot.left - 1, again, () => drawSegment(ctx, segment, xs, x, y, plot, style));
-        within(ctx, again, plot.right + 6, () => drawSegment(ctx, segment, xs, x, y, plot, { ...style, alpha: style.alpha * 0.3 }));
+        within(ctx, plot.left - 1, repeatedFrom, () => drawSegment(ctx, segment, xs, x, y, plot, style));
+        within(ctx, repeatedFrom, plot.right + 6, () => drawSegment(ctx, segment, xs, x, y, plot, { ...style, alpha: style.alpha * 0.3 }));
       }
       if (!layer.rings) continue;
       const [from, to] = visible(segment, xs, x.low, x.high);

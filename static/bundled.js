@@ -1,6 +1,6 @@
 // On a new server, registers the program's bundled pictures with one click.
 
-import { ask, Problem, sentence, text } from "./page.js";
+import { ask, Problem, errorText, text } from "./page.js";
 
 export function offerBundled() {
   for (const button of document.querySelectorAll("[data-bundled]")) button.addEventListener("click", async () => {
@@ -16,9 +16,9 @@ export function offerBundled() {
       if (error instanceof Problem && error.status === 409) { location.href = button.dataset.bundled; return; }
       button.disabled = false;
       text(button, label);
-      const said = button.parentElement.querySelector(".error") ?? button.parentElement.appendChild(Object.assign(document.createElement("span"), { className: "error" }));
-      said.setAttribute("role", "alert");
-      text(said, ` ${sentence(error)}`);
+      const output = button.parentElement.querySelector(".error") ?? button.parentElement.appendChild(Object.assign(document.createElement("span"), { className: "error" }));
+      output.setAttribute("role", "alert");
+      text(output, ` ${errorText(error)}`);
     }
   });
 }

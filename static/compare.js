@@ -1,7 +1,7 @@
 // Comparison of jobs: curves on common axes, settings with marked differences, a sortable table of results, a scatter plot, and parallel
 // coordinates of settings that differ. The page's URL contains the jobs and the view.
 
-import { ask, byId, press, sentence, showLive, text } from "./page.js";
+import { ask, byId, press, errorText, showLive, text } from "./page.js";
 import { Stream } from "./stream.js";
 import { read, write } from "./address.js";
 import { smoothingSlider } from "./chart/range.js";
@@ -17,7 +17,7 @@ import { ALL, named, ownMetrics } from "./job/names.js";
 import { plural } from "./numbers.js";
 
 /** Maximum number of charts. */
-const CHARTS = 8;
+const MAX_CHARTS = 8;
 const jobs = new Map();
 const ids = () => read("jobs").split(",").filter(Boolean);
 const list = () => ids().map((id) => jobs.get(id)).filter(Boolean);
@@ -37,34 +37,34 @@ async function choose(wanted) {
 
 async function show() {
   assign(ids());
-  const missing = ids().filter((id) => !jobs.has(id)), gone = [];
+  const missing = ids().filter((id) => !jobs.has(id)), errors = [];
   await Promise.all(missing.map(async (id) => {
-    try { jobs.set(id, await ask(`/api/v1/jobs/${encodeURIComponent(id)}`)); } catch (error) { gone.push(`${id}: ${sentence(error)}`); }
+    try { jobs.set(id, await ask(`/api/v1/jobs/${encodeURIComponent(id)}`)); } catch (error) { errors.push(`${id}: ${errorText(error)}`); }
   }));
   const any = list().length > 0;
   byId("nothing").hidden = any;
   byId("compared").hidden = !any;
-  text(byId("compare-about"), gone.join(" ") || (any ? plural(list().length, "job") : ""));
+  text(byId("compare-about"), errors.join(" ") || (any ? plural(list().length, "job") : ""));
   picker.draw();
   if (!any) return;
-  charts();
-  again();
+  showCharts();
+  redraw();
   await curves.draw();
 }
 
 /** Draws what depends only on the jobs and not on their metrics: tables, parallel coordinates and the scatter plot. */
-function again() {
-  grouping();
+function redraw() {
+  applyGrouping();
   tables.draw();
   parallel.draw();
   scatter.draw();
-  selected();
+  drawSelection();
 }
 
 // --- groups -------------------------------------------------------------------------------------------
 
 /** Offers the keys by which these jobs can be grouped, and groups the jobs by the key in the URL. */
-function grouping() {
+function applyGrouping() {
   const select = byId("group-by"), wanted = read("group"), keys = [...new Set([...choices(list()), ...(wanted ? [wanted] : [])])];
   if ([...select.options].slice(1).map((option) => option.value).join() !== keys.join()) select.replaceChildren(new Option("nothing", ""), ...keys.map((key) => new Option(key, key)));
   select.value = wanted;
@@ -80,12 +80,12 @@ function grouping() {
   if (curves.groupBy !== wanted || curves.band !== band) curves.setGroups(wanted, band);
 }
 
-byId("group-by").addEventListener("change", ({ target }) => { write({ group: target.value }); grouping(); });
-for (const button of byId("bands").children) button.addEventListener("click", () => { write({ band: button.dataset.band === "std" ? "" : button.dataset.band }); grouping(); });
+byId("group-by").addEventListener("change", ({ target }) => { write({ group: target.value }); applyGrouping(); });
+for (const button of byId("bands").children) button.addEventListener("click", () => { write({ band: button.dataset.band === "std" ? "" : button.dataset.band }); applyGrouping(); });
 
 // --- the selection ------------------------------------------------------------------------------------
 
-function selected() {
+function drawSelection() {
   const kept = chosen(), all = list().length;
   byId("selection").hidden = !selection.any;
   text(byId("selection-count"), `${kept.size} of ${plural(all, "job")} selected`);
@@ -93,31 +93,31 @@ function selected() {
   byId("selection-keep").disabled = !kept.size || kept.size === all;
 }
 
-selection.addEventListener("change", () => { selected(); tables.draw(); curves.invalidate(); });
+selection.addEventListener("change", () => { drawSelection(); tables.draw(); curves.invalidate(); });
 byId("selection-clear").addEventListener("click", () => { selection.clear(); byId("parallel").querySelector("[data-axis]")?.focus(); });
 byId("selection-keep").addEventListener("click", () => { const kept = chosen(); selection.brushes.clear(); choose(ids().filter((id) => kept.has(id))).then(() => byId("selection-keep").blur()); });
 
 // --- controls -----------------------------------------------------------------------------------------
 
-const group = (key, usual, apply) => {
+const setUpButtons = (key, initial, apply) => {
   const buttons = [...document.querySelectorAll(`button[data-${key}]`)];
   const set = (button) => { press(buttons, button); apply(button.dataset[key]); };
-  for (const button of buttons) button.addEventListener("click", () => { set(button); write({ [key]: button.dataset[key] === usual ? "" : button.dataset[key] }); });
-  const wanted = buttons.find((b) => b.dataset[key] === read(key, usual));
+  for (const button of buttons) button.addEventListener("click", () => { set(button); write({ [key]: button.dataset[key] === initial ? "" : button.dataset[key] }); });
+  const wanted = buttons.find((b) => b.dataset[key] === read(key, initial));
   if (wanted) set(wanted);
 };
 
 /** Default metric: the validation accuracy, or the loss if no job has a validation accuracy. */
-const usual = () => (!list().length || list().some((job) => job.last.val_accuracy != null) ? "val_accuracy" : "loss");
+const defaultMetric = () => (!list().length || list().some((job) => job.last.val_accuracy != null) ? "val_accuracy" : "loss");
 
 /** Returns the metrics in the URL. Each metric has a chart. */
 function metrics() {
-  const wanted = [...new Set(read("metric").split(","))].filter(Boolean).slice(0, CHARTS);
-  return wanted.length ? wanted : [usual()];
+  const wanted = [...new Set(read("metric").split(","))].filter(Boolean).slice(0, MAX_CHARTS);
+  return wanted.length ? wanted : [defaultMetric()];
 }
 
 /** Shows the charts for the metrics in the URL. */
-function charts() {
+function showCharts() {
   const now = metrics(), buttons = [...document.querySelectorAll("button[data-metric]")], own = buttons.map((button) => button.dataset.metric);
   for (const button of buttons) button.setAttribute("aria-pressed", String(now.includes(button.dataset.metric)));
   const more = byId("more-metrics"), all = [...Object.keys(ALL), ...list().filter((job) => job.external).flatMap(ownMetrics)], others = [...new Set(all)].filter((name) => !own.includes(name));
@@ -127,41 +127,41 @@ function charts() {
 
 /** Adds or removes a chart. At least one chart stays. */
 function toggle(name) {
-  const now = metrics(), wanted = now.includes(name) ? now.filter((other) => other !== name) : [...now, name].slice(-CHARTS);
-  write({ metric: wanted.join() === usual() ? "" : wanted.join(",") });
-  charts();
+  const now = metrics(), wanted = now.includes(name) ? now.filter((other) => other !== name) : [...now, name].slice(-MAX_CHARTS);
+  write({ metric: wanted.join() === defaultMetric() ? "" : wanted.join(",") });
+  showCharts();
   if (list().length) curves.draw();
 }
 
 for (const button of document.querySelectorAll("button[data-metric]")) button.addEventListener("click", () => toggle(button.dataset.metric));
 byId("more-metrics").addEventListener("change", ({ target }) => { if (target.value) toggle(target.value); });
-charts();
-group("axis", "step", (v) => curves.setAxis(v));
-group("scale", "linear", (v) => curves.setScale(v));
+showCharts();
+setUpButtons("axis", "step", (v) => curves.setAxis(v));
+setUpButtons("scale", "linear", (v) => curves.setScale(v));
 smoothingSlider(byId("smooth"), byId("smooth-value"), (factor) => curves.setSmoothing(factor));
-group("settings", "different", (v) => tables.setAll(v === "all"));
+setUpButtons("settings", "different", (v) => tables.setAll(v === "all"));
 // --- live ---------------------------------------------------------------------------------------------
 
 /** Pause between requests for the curves of running jobs. */
 const CURVES_EVERY_MS = 2000;
-const isOver = (job) => ["succeeded", "failed", "cancelled"].includes(job.state);
+const isFinal = (job) => ["succeeded", "failed", "cancelled"].includes(job.state);
 let frame = 0, stale = false;
 new Stream({
   path: () => "/api/v1/stream",
   onStatus: showLive,
   onFrame(message) {
     const known = message.type === "job" ? jobs.get(message.job.id) : null;
-    if (message.type === "live") missed().catch(() => {});
+    if (message.type === "live") reloadJobs().catch(() => {});
     if (!known || known.last_seq > message.job.last_seq) return;
     jobs.set(known.id, message.job);
     curves.changed(known.id);
     stale = true;
-    frame ||= setTimeout(() => { frame = 0; if (list().length) again(); }, 500);
+    frame ||= setTimeout(() => { frame = 0; if (list().length) redraw(); }, 500);
   },
 });
 /** Reads the jobs again after an interruption of the stream, which does not repeat missed frames. */
-async function missed() {
-  await Promise.all(list().filter((job) => !isOver(job)).map(async ({ id }) => {
+async function reloadJobs() {
+  await Promise.all(list().filter((job) => !isFinal(job)).map(async ({ id }) => {
     const now = await ask(`/api/v1/jobs/${encodeURIComponent(id)}`).catch(() => null), known = jobs.get(id);
     if (!now || !known || known.last_seq > now.last_seq) return;
     if (known.last_seq < now.last_seq) curves.changed(id);
@@ -173,4 +173,4 @@ setInterval(() => { if (stale && !document.hidden) { stale = false; curves.draw(
 
 /** For tests and consoles. */
 window.lockstep = { jobs: list, selection, get chart() { return curves.chart; }, get charts() { return curves.charts; } };
-show().catch((error) => text(byId("compare-about"), sentence(error)));
+show().catch((error) => text(byId("compare-about"), errorText(error)));

@@ -5,7 +5,7 @@
  * `long`: texts up to this length are not cut here; the layout may cut their end. `tail`: number of characters at the end that are kept. It may be
  * from `least` to `most` if the kept end then begins with a word.
  */
-const USUAL = { long: 24, tail: 12, least: 5, most: 20 };
+const DEFAULT = { long: 24, tail: 12, least: 5, most: 20 };
 /** For a column with a width of a hundred pixels. */
 export const NARROW = { long: 13, tail: 6, least: 3, most: 10 };
 /** For a list at the side with a width of two hundred pixels. */
@@ -13,14 +13,14 @@ export const SIDE = { long: 16, tail: 10, least: 5, most: 14 };
 /** Number of characters that are more than fit on a line. */
 const LINE = 300;
 /** Separators. A word begins with a separator, or after a space. */
-const BETWEEN = new Set("/-_");
-const begins = (all, at) => (BETWEEN.has(all[at]) && !BETWEEN.has(all[at - 1])) || (all[at - 1] === " " && all[at] !== " ");
+const SEPARATORS = new Set("/-_");
+const startsWord = (all, at) => (SEPARATORS.has(all[at]) && !SEPARATORS.has(all[at - 1])) || (all[at - 1] === " " && all[at] !== " ");
 
 /** Returns the number of characters at the end that are kept: `least` to `most`, from the beginning of a word that is nearest to `wanted`, or `wanted`. */
-function tail(all, { tail: wanted, least, most }) {
+function tailLength(all, { tail: wanted, least, most }) {
   let best = 0;
   for (let n = least; n <= most && n < all.length; n++) {
-    if (begins(all, all.length - n) && (!best || Math.abs(n - wanted) < Math.abs(best - wanted))) best = n;
+    if (startsWord(all, all.length - n) && (!best || Math.abs(n - wanted) < Math.abs(best - wanted))) best = n;
   }
   return best || wanted;
 }
@@ -29,10 +29,10 @@ function tail(all, { tail: wanted, least, most }) {
  * Returns the beginning of a text in boxes of one word each: the layout leaves out a box that does not fit. If a word is longer than the text before
  * it, the rest of the word is plain text, which the layout may cut anywhere. In a box, the word could leave more than half of the space unused.
  */
-function head(all) {
+function headNode(all) {
   const node = Object.assign(document.createElement("span"), { className: "cut-head" }), line = all.slice(0, LINE);
   for (let from = 0, to = 1; from < line.length; from = to++) {
-    while (to < line.length && !begins(line, to)) to++;
+    while (to < line.length && !startsWord(line, to)) to++;
     const end = Math.min(to, 2 * from);
     if (from) node.append(Object.assign(document.createElement("span"), { textContent: line.slice(from, end).join("") }));
     if (end < to) node.append(line.slice(end, to).join(""));
@@ -42,7 +42,7 @@ function head(all) {
 }
 
 /** Writes `words` into a node of one line: the end of the text, and as much of the beginning as fits. */
-export function cut(node, words, room = USUAL) {
+export function cut(node, words, room = DEFAULT) {
   if (node.dataset.whole === words) return;
   node.dataset.whole = words;
   const all = [...words], isLong = all.length > room.long;
@@ -52,14 +52,14 @@ export function cut(node, words, room = USUAL) {
   // A screen reader reads the whole name and not the parts.
   if (node.tagName === "A") { if (isLong) node.setAttribute("aria-label", words); else node.removeAttribute("aria-label"); }
   if (!isLong) { node.textContent = words; return; }
-  const end = tail(all, room);
-  node.replaceChildren(head(all.slice(0, -end)), Object.assign(document.createElement("span"), { className: "cut-tail", textContent: all.slice(-end).join("") }));
+  const end = tailLength(all, room);
+  node.replaceChildren(headNode(all.slice(0, -end)), Object.assign(document.createElement("span"), { className: "cut-tail", textContent: all.slice(-end).join("") }));
 }
 
 /** Returns the beginning of a word between `low` and `high` that is nearest to `wanted`, or `wanted` if no word begins there. */
-function between(all, wanted, low, high) {
+function nearestWordStart(all, wanted, low, high) {
   let best = -1;
-  for (let at = low; at <= high && at < all.length; at++) if (begins(all, at) && (best < 0 || Math.abs(at - wanted) < Math.abs(best - wanted))) best = at;
+  for (let at = low; at <= high && at < all.length; at++) if (startsWord(all, at) && (best < 0 || Math.abs(at - wanted) < Math.abs(best - wanted))) best = at;
   return best < 0 ? wanted : best;
 }
 
@@ -67,8 +67,8 @@ function between(all, wanted, low, high) {
 export function middle(words, most) {
   const all = [...words];
   if (all.length <= most) return words;
-  const end = between(all, all.length - (most >> 1), all.length - Math.floor(most * 0.7), all.length - Math.max(1, most >> 2)), room = most - 1 - (all.length - end);
-  return `${all.slice(0, between(all, room, Math.max(1, Math.floor(room * 2 / 3)), room)).join("")}…${all.slice(end).join("")}`;
+  const end = nearestWordStart(all, all.length - (most >> 1), all.length - Math.floor(most * 0.7), all.length - Math.max(1, most >> 2)), room = most - 1 - (all.length - end);
+  return `${all.slice(0, nearestWordStart(all, room, Math.max(1, Math.floor(room * 2 / 3)), room)).join("")}…${all.slice(end).join("")}`;
 }
 
 /** Default for the maximum length of a path or name in a sentence. */

@@ -1,7 +1,7 @@
 // The page Datasets: registers datasets without leaving the page, and shows pictures.
 
 import { offerBundled } from "./bundled.js";
-import { ask, byId, confirmThen, sentence, text } from "./page.js";
+import { ask, byId, confirmThen, errorText, text } from "./page.js";
 import { inspected, offerForm } from "./datasets/form.js";
 import { Gallery } from "./datasets/gallery.js";
 import { offerUpload } from "./datasets/upload.js";
@@ -21,7 +21,7 @@ for (const card of document.querySelectorAll("[data-dataset]")) {
       location.reload();
     } catch (error) {
       button.disabled = false;
-      text(button, sentence(error));
+      text(button, errorText(error));
     }
   });
   card.querySelector("[data-remove]")?.addEventListener("click", () => confirmThen({

@@ -1,6 +1,6 @@
 // The script of a job's page: reads the history over REST, then follows the stream from the end of the history.
 
-import { ask, byId, drawn, get, notify, Problem, sentence, serverNow, showLive, text } from "./page.js";
+import { ask, byId, drawn, get, notify, Problem, errorText, serverNow, showLive, text } from "./page.js";
 import { Stream } from "./stream.js";
 import { Actions } from "./job/actions.js";
 import { Charts } from "./job/charts.js";
@@ -20,7 +20,7 @@ import { Tabs } from "./job/tabs.js";
 import { waits } from "./jobs/queue.js";
 
 /** Number of events by which the page may lag behind. If it lags further, it reads the history over REST again instead of each event. */
-const FAR_BEHIND = 20_000;
+const MAX_MISSED_EVENTS = 20_000;
 const FACTS_EVERY_MS = 200;
 
 const data = JSON.parse(byId("data").textContent);
@@ -31,7 +31,7 @@ const ranks = new Ranks(metrics, () => charts.redraw(true));
 const charts = new Charts(() => job, metrics, ranks);
 const panels = new Panels(() => job, charts, metrics, data.panels, data.may_change);
 const log = new Log(job.id);
-const past = new History(job.id, () => { charts.marks(past.reasons); facts.queue = past.queue; factsSoon(); });
+const jobHistory = new History(job.id, () => { charts.marks(jobHistory.reasons); facts.queue = jobHistory.queue; factsSoon(); });
 const checkpoints = new Checkpoints(data.checkpoints, (what, c) => {
   if (what === "fork") return actions.fork(c.id);
   if (what === "register") return register(c);
@@ -45,16 +45,16 @@ const evaluation = new Evaluation(job.id, checkpoints);
 const classify = new Classify(checkpoints);
 const actions = new Actions({
   job: () => job, checkpoints, setJob: (next) => { setJob(next); factsSoon(); }, refused: (why) => facts.refused(why),
-  quiet: () => { asked?.abort(); clearTimeout(refreshing); stream?.close(); }, loud: () => follow(stream?.seq ?? 0),
+  quiet: () => { refreshRequest?.abort(); clearTimeout(refreshTimer); stream?.close(); }, loud: () => follow(stream?.seq ?? 0),
 });
 const histograms = new Histograms(job.id), network = new Network(job.id, (plan) => { ranks.plan = plan; factsSoon(); });
 /** Whether the ranks choose the plan, which is then part of the network's description. */
 const isPlanned = () => job.spec.parallel.mode === "auto";
 const tabs = new Tabs({ evaluation: () => evaluation.load(), notes: () => actions.annotations(), histograms: () => histograms.open(), network: () => network.load() }, { histograms: () => histograms.again() });
 checkpoints.changed.add(() => actions.show());
-for (const seat of data.ranks) ranks.seat(seat);
+for (const rank of data.ranks) ranks.setAgent(rank);
 /** The attempt for which the ranks' machines are known. */
-let seatsOf = job.attempt;
+let agentsAttempt = job.attempt;
 log.ranks(job.ranks, job.attempt);
 /** For tests and consoles: `lockstep.charts.loss.snapshot()`, `lockstep.seq`. */
 window.lockstep = { charts: charts.all, panels, view: charts.view, metrics, get seq() { return stream?.seq ?? 0; }, get job() { return job; } };
@@ -79,7 +79,7 @@ function factsSoon() {
 // The displayed times advance without events, and only a timer notices that a job reports no step.
 setInterval(() => { if (!isFinal(job.state)) factsSoon(); }, 1000);
 // The job's place in the queue changes when other jobs change, which this job's events do not report.
-setInterval(() => { if (waits(job) && !document.hidden) past.load().catch(() => {}); }, 5000);
+setInterval(() => { if (waits(job) && !document.hidden) jobHistory.load().catch(() => {}); }, 5000);
 
 function setJob(next) {
   if (isFinal(next.state) && !isFinal(job.state)) notify(`${next.name}: ${next.state}`, next.reason ?? "", `/jobs/${next.id}`);
@@ -112,7 +112,7 @@ function apply(event) {
       metrics.evaluated(event);
       charts.redraw();
       break;
-    case "alert": past.load().catch(() => {}); break;
+    case "alert": jobHistory.load().catch(() => {}); break;
     case "checkpoint": checkpoints.apply(event); break;
     case "checkpoint_removed": checkpoints.remove(event); break;
     case "plan":
@@ -120,7 +120,7 @@ function apply(event) {
       charts.redraw();
       break;
     case "state":
-      if (event.attempt > job.attempt) { ranks.forget(); seatsOf = null; }
+      if (event.attempt > job.attempt) { ranks.forget(); agentsAttempt = null; }
       setJob({ ...job, state: event.state, reason: event.reason, cause: event.cause ?? null, attempt: event.attempt });
       refresh();
       break;
@@ -129,15 +129,15 @@ function apply(event) {
 }
 
 /** Reads facts that a `state` event lacks: the machines, the start and the end. */
-let refreshing = 0, asked = null;
+let refreshTimer = 0, refreshRequest = null;
 function refresh() {
-  clearTimeout(refreshing);
-  refreshing = setTimeout(async () => {
-    asked = new AbortController();
+  clearTimeout(refreshTimer);
+  refreshTimer = setTimeout(async () => {
+    refreshRequest = new AbortController();
     try {
-      const next = await ask(`/api/v1/jobs/${job.id}`, { signal: asked.signal });
+      const next = await ask(`/api/v1/jobs/${job.id}`, { signal: refreshRequest.signal });
       if (next.last_seq >= stream.seq || isFinal(next.state)) { setJob(next); factsSoon(); } else refresh();
-      await Promise.all([past.load(), seatsAgain()]);
+      await Promise.all([jobHistory.load(), reloadAgents()]);
     } catch { /* the stream's reconnection will show it */ }
   }, 150);
 }
@@ -147,9 +147,9 @@ function onFrame(frame) {
     setJob(frame.job);
     actions.annotated();
     // An earlier request for the history may have failed while the server was unreachable.
-    past.load().catch(() => {});
+    jobHistory.load().catch(() => {});
     // If the server has lost events, or the page has missed many, reads the history again.
-    if (frame.last_seq < stream.seq || frame.last_seq - stream.seq > FAR_BEHIND) return void reload();
+    if (frame.last_seq < stream.seq || frame.last_seq - stream.seq > MAX_MISSED_EVENTS) return void reload();
     behindAt = null;
     factsSoon();
     return;
@@ -164,7 +164,7 @@ function onFrame(frame) {
     const { project, tags, priority } = frame;
     setJob({ ...job, project, tags, spec: { ...job.spec, project, priority } });
     // The change may be a new fork.
-    past.load().catch(() => {});
+    jobHistory.load().catch(() => {});
     return void actions.annotated();
   }
   if (!facts.live && frame.at) {
@@ -186,13 +186,13 @@ async function reload() {
     try {
       const seq = await metrics.load(charts.wanted, true);
       const stored = await ask(`/api/v1/jobs/${job.id}/checkpoints`);
-      await Promise.all([log.again(), past.load(), pageAgain()]);
+      await Promise.all([log.again(), jobHistory.load(), reloadPage()]);
       if (mine !== reloading) return;
       checkpoints.replace(stored.checkpoints);
       charts.redraw(true);
       return stream.reconnect(seq);
     } catch (error) {
-      if (error instanceof Problem && error.status === 404) return gone();
+      if (error instanceof Problem && error.status === 404) return showDeleted();
       await new Promise((done) => setTimeout(done, delay));
     }
   }
@@ -200,31 +200,31 @@ async function reload() {
 
 /** Returns the page as the server renders it now (`page`), and its data (`now`); null if the response is another page, such as the sign-in form. */
 async function pageNow() {
-  const [answer, html] = await get(`/jobs/${job.id}`, {}, async (answer) => [answer, await answer.text()]);
-  if (!answer.ok) throw new Problem(answer.status, null);
+  const [response, html] = await get(`/jobs/${job.id}`, {}, async (response) => [response, await response.text()]);
+  if (!response.ok) throw new Problem(response.status, null);
   const page = new DOMParser().parseFromString(html, "text/html"), now = page.getElementById("data");
   return now && { page, now: JSON.parse(now.textContent) };
 }
 
 /** Reads which machines have the ranks of the shown attempt. No event reports the machines. */
-async function seatsAgain() {
-  if (seatsOf === job.attempt) return;
+async function reloadAgents() {
+  if (agentsAttempt === job.attempt) return;
   const found = await pageNow();
   if (found?.now.job.attempt !== job.attempt) return;
-  seatsOf = job.attempt;
+  agentsAttempt = job.attempt;
   // The stream's reports about ranks are newer.
-  for (const { rank, agent } of found.now.ranks) ranks.seat({ rank, agent });
+  for (const { rank, agent } of found.now.ranks) ranks.setAgent({ rank, agent });
   factsSoon();
 }
 
 /** Reads again what the page contained when it was loaded: the ranks' reports and machines, and the panels that not every job has. */
-async function pageAgain() {
+async function reloadPage() {
   const found = await pageNow();
   if (!found) return;
   const { page, now } = found;
   ranks.forget();
-  for (const seat of now.ranks) ranks.seat(seat);
-  seatsOf = now.job.attempt;
+  for (const rank of now.ranks) ranks.setAgent(rank);
+  agentsAttempt = now.job.attempt;
   for (const name of ["histograms", "network"]) if (!page.querySelector(`[data-tab=${name}]`).hidden) tabs.reveal(name);
   histograms.more();
   if (tabs.isOpened("network") || isPlanned()) network.load();
@@ -248,7 +248,7 @@ async function start() {
       });
       await logged;
     } catch (error) {
-      if (error instanceof Problem && error.status === 404) return gone();
+      if (error instanceof Problem && error.status === 404) return showDeleted();
       showLive("reconnecting");
       await new Promise((done) => setTimeout(done, delay));
       delay = Math.min(10_000, delay * 2);
@@ -269,12 +269,12 @@ function follow(seq) {
     seq, onFrame,
     onStatus: (status) => { if (status !== "live") facts.live = false; showLive(status); },
     onGone: async () => {
-      try { await ask(`/api/v1/jobs/${job.id}`); return false; } catch (e) { return e instanceof Problem && e.status === 404 && (gone(), true); }
+      try { await ask(`/api/v1/jobs/${job.id}`); return false; } catch (e) { return e instanceof Problem && e.status === 404 && (showDeleted(), true); }
     },
   });
 }
 
-function gone() {
+function showDeleted() {
   showLive("deleted");
   facts.refused(null);
   const band = byId("banner");
@@ -287,4 +287,4 @@ function gone() {
   actions.hide();
 }
 
-start().catch((error) => { showLive("stopped"); text(byId("loss-note"), sentence(error)); throw error; });
+start().catch((error) => { showLive("stopped"); text(byId("loss-note"), errorText(error)); throw error; });

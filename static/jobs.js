@@ -1,6 +1,6 @@
 // The list of jobs: rows change in place when the stream reports changes. The URL contains the filter.
 
-import { ask, byId, drawn, notify, Problem, sentence, showLive, text } from "./page.js";
+import { ask, byId, drawn, notify, Problem, errorText, showLive, text } from "./page.js";
 import { write } from "./address.js";
 import { count } from "./numbers.js";
 import { Stream } from "./stream.js";
@@ -12,7 +12,7 @@ import { Narrow } from "./jobs/narrow.js";
 import { filter, fits, mentions, parameters, part } from "./jobs/query.js";
 import { Queue } from "./jobs/queue.js";
 import { blank, fill as fillRow, FINAL } from "./jobs/row.js";
-import { arrange, drawHeads, key, order, USUAL, usual } from "./jobs/sort.js";
+import { arrange, drawHeads, key, order, DEFAULT_ORDER, defaultOrder } from "./jobs/sort.js";
 import { Views } from "./jobs/views.js";
 import { Window } from "./jobs/window.js";
 
@@ -26,23 +26,23 @@ const PART = 50, LARGEST_PART = 250;
  * Maximum number of jobs that are read again when the order or search results may have changed, and the minimum and maximum pause between these
  * requests.
  */
-const AGAIN = 200, AGAIN_MS = 3000, LONGEST_AGAIN_MS = 30_000;
+const MAX_RELOAD = 200, MIN_PAUSE_MS = 3000, MAX_PAUSE_MS = 30_000;
 const rows = byId("rows"), search = byId("search");
 const jobs = new Map(), rowOf = new Map([...rows.children].map((row) => [row.dataset.id, row]));
 /** For jobs from the stream that are not in the list: the sort value for which the list was read again. Only the server knows a job's place. */
-const asked = new Map();
+const requestedKey = new Map();
 /** The last known state of every job, including jobs outside the list: a job may leave the list before the stream reports its end. */
 const stateOf = new Map([...rowOf].map(([id, row]) => [id, row.dataset.state]));
 /** Ends of jobs of which the reader was notified. The stream may report an end that a request after an interruption has reported. */
-const told = new Set();
+const notified = new Set();
 /**
- * `loads`: number of the newest load. `next`: cursor of the next jobs. `reading`: whether they are being read. `again`: timer of `readSoon`.
- * `anew`: whether the filter or the order has changed since the list was read. `missed`: whether the stream was interrupted. `catching`: number
+ * `loads`: number of the newest load. `next`: cursor of the next jobs. `reading`: whether they are being read. `reloadTimer`: timer of `readSoon`.
+ * `isFilterChanged`: whether the filter or the order has changed since the list was read. `missed`: whether the stream was interrupted. `catching`: number
  * of the load that reads what was missed. `pause`: pause of `readSoon`.
  */
-let loads = 0, next = null, reading = false, again = 0, anew = true, missed = false, catching = 0, pause = AGAIN_MS;
+let loads = 0, next = null, reading = false, reloadTimer = 0, isFilterChanged = true, missed = false, catching = 0, pause = MIN_PAUSE_MS;
 /** Resolves after the first rows are painted. No row is changed before. */
-const shown = drawn();
+const firstPaint = drawn();
 let groups = null;
 const bulk = new Bulk(rows.parentElement, { find: (id) => jobs.get(id) ?? groups.jobs.get(id), listed: () => (groups?.on ? groups.listed : rows.childElementCount) });
 /** The round in which each row was last written. Rows that are not laid out are written when they come into view. */
@@ -51,14 +51,14 @@ const written = new WeakMap();
 const viewed = new Window(rows, (row) => { const job = jobs.get(row.dataset.id); if (job && written.get(row) !== round) fill(row, job); });
 const queue = new Queue(() => [...jobs.values(), ...(groups?.jobs.values() ?? [])], (job) => { const row = rowOf.get(job.id); if (row) fill(row, job); groups?.again(job); });
 
-const isSorted = () => order() !== USUAL;
+const isSorted = () => order() !== DEFAULT_ORDER;
 const fill = (row, job) => { written.set(row, round); fillRow(row, job); columns.fill(row, job); };
-const heads = () => drawHeads(document.querySelector("#jobs thead tr"), (sort) => change({ sort: sort === usual() ? "" : sort }));
+const heads = () => drawHeads(document.querySelector("#jobs thead tr"), (sort) => change({ sort: sort === defaultOrder() ? "" : sort }));
 const fillAll = () => { round++; for (const row of viewed.shown) { const job = jobs.get(row.dataset.id); if (job) fill(row, job); } groups?.fillAll(); };
 const known = () => [...jobs.values(), ...(groups?.jobs.values() ?? [])];
 const tagsOf = () => new Set(known().flatMap((job) => job.tags));
-const columns = new Columns({ refill: (more) => { fillAll(); heads(); if (groups?.on || more) read(); }, known: () => ({ jobs: known(), tags: tagsOf() }) });
-groups = new Groups(rows.parentElement, { fill, extra: () => columns.extra, changed: () => { empty(); bulk.forgetUnshown(); }, ended: tellEnd });
+const columns = new Columns({ refill: (needsRead) => { fillAll(); heads(); if (groups?.on || needsRead) read(); }, known: () => ({ jobs: known(), tags: tagsOf() }) });
+groups = new Groups(rows.parentElement, { fill, extra: () => columns.extra, changed: () => { showEmpty(); bulk.forgetUnshown(); }, ended: tellEnd });
 const narrow = new Narrow((values) => change(values), () => columns.settings());
 const grouping = new Grouping((values) => change(values), () => columns.settings());
 new Views(() => columns.words());
@@ -68,27 +68,27 @@ async function load() {
   if (groups.on) {
     loads++;
     next = null;
-    await Promise.all([groups.load(), shown]);
+    await Promise.all([groups.load(), firstPaint]);
     // Groups replace the list of jobs.
     if (groups.on) for (const id of [...rowOf.keys()]) remove(id);
-    return empty();
+    return showEmpty();
   }
   groups.clear();
-  const mine = ++loads, sorted = isSorted(), whole = anew;
+  const mine = ++loads, sorted = isSorted(), whole = isFilterChanged;
   if (missed && !whole && rowOf.size > PART) return loadShown(mine);
-  const answer = await part(filter(), null, sorted && !whole ? Math.min(AGAIN, Math.max(PART, rowOf.size)) : PART);
-  await shown;
+  const response = await part(filter(), null, sorted && !whole ? Math.min(MAX_RELOAD, Math.max(PART, rowOf.size)) : PART);
+  await firstPaint;
   if (mine !== loads) return;
-  anew = missed = false;
-  const listed = new Set(answer.jobs.map((j) => j.id)), last = answer.jobs.at(-1)?.created_at ?? "";
+  isFilterChanged = missed = false;
+  const listed = new Set(response.jobs.map((j) => j.id)), last = response.jobs.at(-1)?.created_at ?? "";
   // Rows further down that the reader has reached stay. Jobs that are missing from this part of the list are removed.
-  const stays = (id, row) => !whole && answer.next_cursor && jobs.has(id) && (sorted || row.dataset.created < last);
+  const stays = (id, row) => !whole && response.next_cursor && jobs.has(id) && (sorted || row.dataset.created < last);
   for (const [id, row] of rowOf) if (!listed.has(id) && !stays(id, row)) remove(id);
-  for (const job of answer.jobs) show(job);
-  if (sorted || whole) arrange(rows, answer.jobs.map((job) => rowOf.get(job.id)).filter(Boolean));
-  if (rowOf.size <= answer.jobs.length) next = answer.next_cursor;
+  for (const job of response.jobs) show(job);
+  if (sorted || whole) arrange(rows, response.jobs.map((job) => rowOf.get(job.id)).filter(Boolean));
+  if (rowOf.size <= response.jobs.length) next = response.next_cursor;
   heads();
-  empty();
+  showEmpty();
   bulk.forgetUnshown();
 }
 
@@ -99,11 +99,11 @@ async function loadShown(mine) {
   catching = mine;
   try {
     do {
-      const answer = await part(filter(), cursor, LARGEST_PART);
-      await shown;
+      const response = await part(filter(), cursor, LARGEST_PART);
+      await firstPaint;
       if (mine !== loads) return;
-      for (const job of answer.jobs) { listed.push(job.id); show(job); }
-      cursor = answer.next_cursor;
+      for (const job of response.jobs) { listed.push(job.id); show(job); }
+      cursor = response.next_cursor;
     } while (cursor && listed.length < shownBefore.length);
   } finally { if (catching === mine) catching = 0; }
   const there = new Set(listed);
@@ -113,7 +113,7 @@ async function loadShown(mine) {
   next = cursor;
   missed = false;
   heads();
-  empty();
+  showEmpty();
   bulk.forgetUnshown();
 }
 
@@ -124,41 +124,41 @@ const read = () => load().then(() => narrow.refused(""), (error) => {
   for (const id of [...rowOf.keys()]) remove(id);
   groups.clear();
   groups.none = true;
-  empty();
+  showEmpty();
   bulk.forgetUnshown();
-  narrow.refused(sentence(error));
+  narrow.refused(errorText(error));
 });
 
 /** Reads the list again after a pause, because the places of jobs may have changed. */
 function readSoon() {
-  again ||= setTimeout(async () => {
-    again = 0;
+  reloadTimer ||= setTimeout(async () => {
+    reloadTimer = 0;
     // Rows to which the reader scrolls come first.
     if (catching || reading) return readSoon();
     const began = performance.now();
     // The pause grows with the response time of the server. A failed request does not change it.
-    await load().then(() => { pause = Math.min(LONGEST_AGAIN_MS, Math.max(AGAIN_MS, 4 * (performance.now() - began))); }, () => {});
+    await load().then(() => { pause = Math.min(MAX_PAUSE_MS, Math.max(MIN_PAUSE_MS, 4 * (performance.now() - began))); }, () => {});
   }, pause);
 }
 
-async function more() {
+async function loadMore() {
   if (!next || reading) return;
   reading = true;
-  const mine = loads, answer = await part(filter(), next, Math.max(PART, Math.min(LARGEST_PART, rowOf.size))).catch(() => null);
+  const mine = loads, response = await part(filter(), next, Math.max(PART, Math.min(LARGEST_PART, rowOf.size))).catch(() => null);
   reading = false;
-  if (!answer) return;
+  if (!response) return;
   // The list was read again in the meantime, so other jobs may follow.
-  if (mine !== loads) return nearEnd() ? more() : undefined;
-  next = answer.next_cursor;
-  for (const job of answer.jobs) show(job);
-  empty();
-  if (next && nearEnd()) requestAnimationFrame(more);
+  if (mine !== loads) return nearEnd() ? loadMore() : undefined;
+  next = response.next_cursor;
+  for (const job of response.jobs) show(job);
+  showEmpty();
+  if (next && nearEnd()) requestAnimationFrame(loadMore);
 }
 
 const nearEnd = () => !byId("older").hidden && byId("older").getBoundingClientRect().top < innerHeight + 600;
 
 /** Handles a job from the stream. A new job is inserted at its place in the order, which only the server knows. */
-function hear(job) {
+function handleJob(job) {
   if (groups.on) return groups.hear(job);
   const known = jobs.get(job.id), { text: words } = filter();
   if (known) {
@@ -167,8 +167,8 @@ function hear(job) {
   }
   if (!fits(job, filter())) return;
   if (!isSorted() && mentions(job, words)) return show(job);
-  if (asked.get(job.id) === key(job)) return;
-  asked.set(job.id, key(job));
+  if (requestedKey.get(job.id) === key(job)) return;
+  requestedKey.set(job.id, key(job));
   readSoon();
 }
 
@@ -182,9 +182,9 @@ function countSoon() {
     counting = 0;
     if (document.hidden) return document.addEventListener("visibilitychange", countSoon, { once: true });
     const began = performance.now();
-    countPause = AGAIN_MS;
+    countPause = MIN_PAUSE_MS;
     const found = await ask(`/api/v1/jobs/groups?${new URLSearchParams([...parameters({ ...filter(), states: [] }), ["by", "state"]])}`).catch(() => null);
-    countPause = Math.min(LONGEST_AGAIN_MS, Math.max(AGAIN_MS, 4 * (performance.now() - began)));
+    countPause = Math.min(MAX_PAUSE_MS, Math.max(MIN_PAUSE_MS, 4 * (performance.now() - began)));
     if (!found) return;
     const jobsIn = new Map(found.groups.map(({ values: [state], jobs }) => [state, jobs])), all = [...jobsIn.values()].reduce((sum, n) => sum + n, 0);
     for (const a of document.querySelectorAll("#filters [data-state]")) {
@@ -197,8 +197,8 @@ function countSoon() {
 function tellEnd(job) {
   const before = stateOf.get(job.id), end = `${job.id} ${job.finished_at}`;
   stateOf.set(job.id, job.state);
-  if (!before || FINAL.includes(before) || !FINAL.includes(job.state) || told.has(end)) return;
-  told.add(end);
+  if (!before || FINAL.includes(before) || !FINAL.includes(job.state) || notified.has(end)) return;
+  notified.add(end);
   notify(`${job.name}: ${job.state}`, job.reason ?? "", `/jobs/${job.id}`);
 }
 
@@ -236,11 +236,11 @@ function remove(id) {
   bulk.forget(id);
 }
 
-function empty() {
+function showEmpty() {
   const now = filter(), { states, text: words, owner, tags, project, conditions, after, before } = now, state = states.join(" or "), tag = tags.join(", ");
   // If all visible jobs are removed, older jobs take their place.
   const none = groups.on ? groups.none : !rows.childElementCount && !next;
-  if (!rows.childElementCount && next) more();
+  if (!rows.childElementCount && next) loadMore();
   byId("jobs").hidden = none;
   const filtered = parameters(now).length > 0;
   byId("none-match").hidden = !none || !filtered;
@@ -255,11 +255,11 @@ function empty() {
 /** Writes a change of the filter or the order into the URL, and reads the list again. */
 function change(values) {
   write({ ...values, cursor: "" });
-  marked();
+  filterChanged();
   // Jobs that no longer match are removed at once. The response adds other jobs.
   for (const job of [...jobs.values()]) if (!fits(job, filter())) remove(job.id);
   next = null;
-  anew = true;
+  isFilterChanged = true;
   read();
   countPause = 0;
   countSoon();
@@ -267,8 +267,8 @@ function change(values) {
 
 const searchFor = (words) => change({ q: words, name: "" });
 
-function marked() {
-  asked.clear();
+function filterChanged() {
+  requestedKey.clear();
   mark();
   narrow.draw();
   grouping.draw();
@@ -276,14 +276,14 @@ function marked() {
 }
 
 /** Returns the chosen states after a click on this state, which adds or removes the state. */
-const toggled = (states, state) => (!state ? [] : states.includes(state) ? states.filter((s) => s !== state) : [...states, state]);
+const toggleState = (states, state) => (!state ? [] : states.includes(state) ? states.filter((s) => s !== state) : [...states, state]);
 
 function mark() {
   const now = filter();
   for (const a of document.querySelectorAll("#filters [data-state]")) {
     const own = a.dataset.state, on = own ? now.states.includes(own) : !now.states.length;
     if (on) a.setAttribute("aria-current", "true"); else a.removeAttribute("aria-current");
-    const to = new URLSearchParams([...parameters({ ...now, states: toggled(now.states, own) }), ...(order() === usual() ? [] : [["sort", order()]]), ...(groups.on ? [["group_by", groupedBy().join(",")]] : [])]);
+    const to = new URLSearchParams([...parameters({ ...now, states: toggleState(now.states, own) }), ...(order() === defaultOrder() ? [] : [["sort", order()]]), ...(groups.on ? [["group_by", groupedBy().join(",")]] : [])]);
     a.href = `/jobs${to.size ? `?${to}` : ""}`;
   }
 }
@@ -292,7 +292,7 @@ for (const a of document.querySelectorAll("#filters [data-state]")) {
   a.addEventListener("click", (event) => {
     if (event.ctrlKey || event.metaKey || event.shiftKey) return;
     event.preventDefault();
-    change({ state: toggled(filter().states, a.dataset.state).join(",") });
+    change({ state: toggleState(filter().states, a.dataset.state).join(",") });
   });
 }
 let typing = 0;
@@ -305,11 +305,11 @@ byId("jobs").addEventListener("click", (event) => {
   event.preventDefault();
   narrow.addTag(tag.title);
 });
-addEventListener("popstate", () => { search.value = filter().text; columns.fromAddress(); marked(); anew = true; read(); });
+addEventListener("popstate", () => { search.value = filter().text; columns.fromAddress(); filterChanged(); isFilterChanged = true; read(); });
 setInterval(fillAll, 15_000);
 // The observer below reports only changes. If rows are added and the reader scrolls to the end within one frame, it reports none.
-addEventListener("scroll", () => { if (nearEnd()) more(); }, { passive: true });
-new IntersectionObserver((seen) => { if (seen.some((s) => s.isIntersecting)) more(); }, { rootMargin: "600px" }).observe(byId("older"));
+addEventListener("scroll", () => { if (nearEnd()) loadMore(); }, { passive: true });
+new IntersectionObserver((seen) => { if (seen.some((s) => s.isIntersecting)) loadMore(); }, { rootMargin: "600px" }).observe(byId("older"));
 search.value = filter().text;
 // On this page these filters are chips.
 for (const id of ["tag-filter", "project-filter"]) byId(id).hidden = true;
@@ -322,14 +322,14 @@ new Stream({
   onStatus: showLive,
   onFrame(message) {
     if (message.type === "job") receive(message.job);
-    else if (message.type === "job_deleted") { waiting.delete(message.id); remove(message.id); countSoon(); if (groups.on) groups.readSoon(); empty(); }
+    else if (message.type === "job_deleted") { waiting.delete(message.id); remove(message.id); countSoon(); if (groups.on) groups.readSoon(); showEmpty(); }
     // The list is read after the stream has opened, so that no change is lost between the two.
     else if (message.type === "hello" || message.type === "live") { missed = true; read(); countSoon(); }
     frame ||= requestAnimationFrame(() => {
       frame = 0;
-      for (const job of waiting.values()) hear(job);
+      for (const job of waiting.values()) handleJob(job);
       waiting.clear();
-      empty();
+      showEmpty();
       // The possible actions for the selected jobs may have changed.
       bulk.draw();
     });

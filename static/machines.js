@@ -1,7 +1,7 @@
 // The page Machines: updates the cards every few seconds and when jobs start and end; drains and removes machines.
 
 import { read, write } from "./address.js";
-import { ask, byId, confirmThen, pageNow, press, sentence, showLive, text } from "./page.js";
+import { ask, byId, confirmThen, pageNow, press, errorText, showLive, text } from "./page.js";
 import { Stream } from "./stream.js";
 import { Lines, RANGES } from "./machines/lines.js";
 import { morph } from "./machines/morph.js";
@@ -36,7 +36,7 @@ byId("machines").addEventListener("click", async (event) => {
     await ask(`/api/v1/agents/${encodeURIComponent(button.dataset.id)}/${button.dataset.drain}`, { method: "POST" });
     text(button.closest(".machine").querySelector(".error"), "");
     await refresh();
-  } catch (error) { text(button.closest(".machine").querySelector(".error"), sentence(error)); } finally { changing = false; }
+  } catch (error) { text(button.closest(".machine").querySelector(".error"), errorText(error)); } finally { changing = false; }
 });
 
 byId("machines").addEventListener("click", (event) => {

@@ -37,35 +37,35 @@ export function signIn() {
  * Time for which connections are suspect after a silence of the server: they may be lost without the browser's knowledge. And the time after
  * which a request is first repeated while connections are suspect.
  */
-const DOUBTFUL_MS = 60_000, FIRST_WAIT_MS = 4000;
-let doubtfulUntil = 0, doubted = new AbortController();
+const SUSPECT_MS = 60_000, FIRST_WAIT_MS = 4000;
+let suspectUntil = 0, suspected = new AbortController();
 
 /** Called when the server was silent for too long: pending requests may never get a response. */
-export function doubt() {
-  doubtfulUntil = performance.now() + DOUBTFUL_MS;
-  doubted.abort();
-  doubted = new AbortController();
+export function suspectConnections() {
+  suspectUntil = performance.now() + SUSPECT_MS;
+  suspected.abort();
+  suspected = new AbortController();
 }
 
 /**
  * Like `fetch`, for requests that may be repeated. Requests that were sent before connections became suspect are repeated. While
- * connections are suspect, a request without a response is sent again. `take(answer)`: reads the body, which may also fail to arrive.
+ * connections are suspect, a request without a response is sent again. `take(response)`: reads the body, which may also fail to arrive.
  */
-export async function get(path, options = {}, take = (answer) => answer) {
+export async function get(path, options = {}, take = (response) => response) {
   for (let wait = FIRST_WAIT_MS; ;) {
-    const doubtful = performance.now() < doubtfulUntil, over = doubtful ? AbortSignal.timeout(wait) : doubted.signal;
+    const isSuspect = performance.now() < suspectUntil, over = isSuspect ? AbortSignal.timeout(wait) : suspected.signal;
     try {
       return await take(await fetch(path, { ...options, signal: options.signal ? AbortSignal.any([options.signal, over]) : over }));
     } catch (error) { if (!over.aborted || options.signal?.aborted) throw error; }
-    if (doubtful) wait *= 2;
+    if (isSuspect) wait *= 2;
   }
 }
 
 /** Returns a page as the server renders it now; null if the server cannot render it, or asks the reader to sign in first. */
 export async function pageNow(path) {
-  const [answer, html] = await get(path, { headers: { accept: "text/html" } }, async (answer) => [answer, await answer.text()]);
-  if (answer.redirected) signIn();
-  return answer.ok && !answer.redirected ? new DOMParser().parseFromString(html, "text/html") : null;
+  const [response, html] = await get(path, { headers: { accept: "text/html" } }, async (response) => [response, await response.text()]);
+  if (response.redirected) signIn();
+  return response.ok && !response.redirected ? new DOMParser().parseFromString(html, "text/html") : null;
 }
 
 /**
@@ -79,10 +79,10 @@ export async function ask(path, { method = "GET", body, headers = {}, signal } =
     headers: { accept: "application/json", ...(body === undefined ? {} : { "content-type": isBlob ? "application/octet-stream" : "application/json" }), ...headers },
     body: body === undefined || isBlob ? body : JSON.stringify(body),
   };
-  const take = async (answer) => [answer, /json/.test(answer.headers.get("content-type") ?? "") ? await answer.json() : null];
-  const [answer, content] = method === "GET" ? await get(path, request, take) : await take(await fetch(path, request));
-  if (answer.status === 401) signIn();
-  if (!answer.ok) throw new Problem(answer.status, content);
+  const take = async (response) => [response, /json/.test(response.headers.get("content-type") ?? "") ? await response.json() : null];
+  const [response, content] = method === "GET" ? await get(path, request, take) : await take(await fetch(path, request));
+  if (response.status === 401) signIn();
+  if (!response.ok) throw new Problem(response.status, content);
   return content;
 }
 
@@ -98,14 +98,14 @@ export function say(node, words) {
 }
 
 /** Returns a text about a failed request: the details of all mistakes, or the problem's message. */
-export function sentence(error) {
+export function errorText(error) {
   if (error instanceof Problem) return error.errors.length ? error.errors.map((e) => e.detail).join(" ") : error.message;
   return "The server does not answer. It may be restarting: try again in a moment.";
 }
 
-/** Like `sentence`, but each mistake names the key of its setting, for places without a field beside the mistake. */
-export function sentences(error) {
-  if (!(error instanceof Problem) || !error.errors.length) return sentence(error);
+/** Like `errorText`, but each mistake names the key of its setting, for places without a field beside the mistake. */
+export function errorTexts(error) {
+  if (!(error instanceof Problem) || !error.errors.length) return errorText(error);
   return error.errors.map(({ pointer = "", detail }) => `${pointer ? `${pointer.slice(1).replaceAll("/", ".")}: ` : ""}${detail}`).join("\n");
 }
 
@@ -129,7 +129,7 @@ export function confirmThen({ title, detail, yes, act }) {
   button.onclick = async (event) => {
     event.preventDefault();
     button.disabled = true;
-    try { await act(); dialog.close("yes"); } catch (e) { text(error, sentence(e)); } finally { button.disabled = false; }
+    try { await act(); dialog.close("yes"); } catch (e) { text(error, errorText(e)); } finally { button.disabled = false; }
   };
   dialog.showModal();
 }

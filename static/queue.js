@@ -1,7 +1,7 @@
 // The page Queue. The server renders the rows; the script requests the page again every few seconds and when jobs start and end, and updates
 // the rows. The reader can change the priority of waiting jobs, or cancel them.
 
-import { ask, byId, confirmThen, pageNow, sentence, showLive, text } from "./page.js";
+import { ask, byId, confirmThen, pageNow, errorText, showLive, text } from "./page.js";
 import { Stream } from "./stream.js";
 import { morph } from "./machines/morph.js";
 
@@ -27,7 +27,7 @@ byId("queue").addEventListener("change", async ({ target }) => {
     await ask(`/api/v1/jobs/${target.dataset.priority}`, { method: "PATCH", body: { priority: Number(target.value) } });
     clearTimeout(timer);
     timer = setTimeout(refresh, 600);
-  } catch (e) { text(error, sentence(e)); }
+  } catch (e) { text(error, errorText(e)); }
 });
 byId("queue").addEventListener("click", (event) => {
   const { cancel, name } = event.target.closest("[data-cancel]")?.dataset ?? {};

@@ -6,7 +6,7 @@ export function flat(spec, at = "") {
 }
 
 /** Formats a value of a setting. */
-export const written = (v) => (v === undefined || v === null ? "–" : Array.isArray(v) ? v.join(", ") : String(v));
+export const formatted = (v) => (v === undefined || v === null ? "–" : Array.isArray(v) ? v.join(", ") : String(v));
 
 /** Returns the whole key for a key without its table: `train.lr` for `lr`, if only one table has the key. */
 export function dotted(spec, key) {

@@ -3,7 +3,7 @@
 // Every event of a job has a sequence number. A new connection requests the events after the last received event, so no event is missing or
 // duplicated, however often the connection breaks.
 
-import { doubt, signIn } from "./page.js";
+import { suspectConnections, signIn } from "./page.js";
 
 const FIRST_DELAY_MS = 250;
 const LONGEST_DELAY_MS = 10_000;
@@ -39,7 +39,7 @@ export class Stream {
     let beat = Date.now();
     this.#pulse = setInterval(() => {
       const now = Date.now(), silent = now - this.#heard;
-      if (this.#socket && silent > (now - beat > LATE_MS ? SILENT_AND_LATE_MS : SILENT_MS)) { doubt(); this.reconnect(); }
+      if (this.#socket && silent > (now - beat > LATE_MS ? SILENT_AND_LATE_MS : SILENT_MS)) { suspectConnections(); this.reconnect(); }
       beat = now;
     }, 5000);
     addEventListener("online", this.#online = () => this.reconnect());

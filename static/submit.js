@@ -2,7 +2,7 @@
 // copy. Without this script, the form posts itself, and the server responds with the mistakes.
 
 import { offerBundled } from "./bundled.js";
-import { ask, byId, copyFrom, press, Problem, sentence, text } from "./page.js";
+import { ask, byId, copyFrom, press, Problem, errorText, text } from "./page.js";
 import { count, plural } from "./numbers.js";
 import { section, showSection, tomlSection } from "./submit/sweep.js";
 
@@ -44,7 +44,7 @@ function put(field, value, recipe) {
  * Converts a field's text to JSON. Text of the wrong type stays text, so that the check reports it. The same as `Kind::json` in
  * web/src/submit/fields.rs.
  */
-function typed(field) {
+function jsonValue(field) {
   const words = valueOf(field);
   const whole = (t) => (/^[+-]?\d+$/.test(t) && Number.isSafeInteger(Number(t)) ? Number(t) : undefined);
   const number = (t) => (/^[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$/i.test(t) && Number.isFinite(Number(t)) ? Number(t) : undefined);
@@ -80,11 +80,11 @@ function specification({ defaults }) {
   const spec = {};
   for (const field of fields) {
     const words = valueOf(field);
-    const usual = words === untouched(field, filled.value) && !["name", "train.recipe"].includes(field.name) && !(filled.value && TOGETHER.includes(field.name));
-    const scaled = usual && IN_PROPORTION.includes(field.name) && field.name in (recipes[filled.value] ?? {});
-    if (words === "" || (!defaults && usual) || scaled || (usual && LEFT_TO_SERVER.includes(field.name))) continue;
+    const isUnchanged = words === untouched(field, filled.value) && !["name", "train.recipe"].includes(field.name) && !(filled.value && TOGETHER.includes(field.name));
+    const scaled = isUnchanged && IN_PROPORTION.includes(field.name) && field.name in (recipes[filled.value] ?? {});
+    if (words === "" || (!defaults && isUnchanged) || scaled || (isUnchanged && LEFT_TO_SERVER.includes(field.name))) continue;
     const [table, key] = field.name.includes(".") ? field.name.split(".") : [null, field.name];
-    if (table) (spec[table] ??= {})[key] = typed(field); else spec[key] = typed(field);
+    if (table) (spec[table] ??= {})[key] = jsonValue(field); else spec[key] = jsonValue(field);
   }
   const sweep = section();
   return sweep ? { ...spec, sweep } : spec;
@@ -106,13 +106,13 @@ function showSpec() {
   if (document.activeElement === area) return;
   area.value = notation === "toml" ? toml(spec) : `${JSON.stringify(spec, null, 2)}\n`;
   text(byId("spec-error"), "");
-  written = false;
+  hasTextErrors = false;
 }
 
 // --- the same job, written as a file ------------------------------------------------------------------
 
 /** Whether the text has mistakes that the form does not show. */
-let written = false, writing = 0;
+let hasTextErrors = false, readTimer = 0;
 
 /** Sends the text, in either notation, to the server, and fills the form with the parsed job. */
 async function readText() {
@@ -121,11 +121,11 @@ async function readText() {
   const seen = json ? "json" : "toml";
   if (seen !== notation) { notation = seen; press(notations, notations.find((b) => b.dataset.notation === seen)); }
   try {
-    const answer = await fetch("/api/v1/jobs/validate", { method: "POST", headers: { "content-type": json ? "application/json" : "application/toml", accept: "application/json" }, body: words });
-    const content = await answer.json();
+    const response = await fetch("/api/v1/jobs/validate", { method: "POST", headers: { "content-type": json ? "application/json" : "application/toml", accept: "application/json" }, body: words });
+    const content = await response.json();
     if (words !== area.value) return;
-    written = !answer.ok;
-    if (!answer.ok) {
+    hasTextErrors = !response.ok;
+    if (!response.ok) {
       const errors = content.errors ?? [];
       // Mistakes of an earlier text do not apply.
       showMistakes([]);
@@ -167,8 +167,8 @@ function fillRecipe(name) {
   filled.value = name;
 }
 
-byId("spec-text").addEventListener("input", () => { clearTimeout(writing); writing = setTimeout(readText, CHECK_AFTER_MS); });
-byId("spec-text").addEventListener("blur", () => { if (!written) showSpec(); });
+byId("spec-text").addEventListener("input", () => { clearTimeout(readTimer); readTimer = setTimeout(readText, CHECK_AFTER_MS); });
+byId("spec-text").addEventListener("blur", () => { if (!hasTextErrors) showSpec(); });
 
 // --- mistakes ---------------------------------------------------------------------------------------
 
@@ -208,22 +208,22 @@ function showMistakes(errors) {
 /** Formats a duration like `lockstep init`: `30 s`, `12 min`, `1.5 h`. */
 const duration = (secs) => (secs < 100 ? `${Math.max(1, Math.round(secs))} s` : secs < 7200 ? `${Math.round(secs / 60)} min` : `${(secs / 3600).toFixed(1)} h`);
 
-function showPlan(answer) {
-  const { samples, steps_per_epoch, total_steps, global_batch_size, estimate } = answer ?? {};
+function showPlan(response) {
+  const { samples, steps_per_epoch, total_steps, global_batch_size, estimate } = response ?? {};
   const parts = [];
-  if (answer?.trials) parts.push(plural(answer.trials, "trial"));
+  if (response?.trials) parts.push(plural(response.trials, "trial"));
   if (samples) parts.push(plural(samples, "picture"));
   if (global_batch_size) parts.push(`${count(global_batch_size)} a step`);
   if (steps_per_epoch) parts.push(`${plural(steps_per_epoch, "step")} an epoch`);
   if (total_steps) parts.push(`${count(total_steps)} in all`);
   if (estimate) parts.push(`about ${duration(estimate.secs)} of training, as fast as ${estimate.name}`);
   // The dataset lacks the default split, so the server chose another.
-  const split = answer?.spec.data.validation, field = fields.find((f) => f.name === "data.validation");
+  const split = response?.spec.data.validation, field = fields.find((f) => f.name === "data.validation");
   if (split && String(split) !== effective(field, filled.value)) parts.push(`measured by ${split}`);
   text(byId("plan"), parts.join(" · "));
   const bundled = byId("bundled");
   if (bundled) bundled.hidden = valueOf(fields.find((f) => f.name === "data.dataset")) !== "fashion-mnist";
-  const warnings = byId("warnings"), given = answer?.warnings ?? [];
+  const warnings = byId("warnings"), given = response?.warnings ?? [];
   warnings.hidden = !given.length;
   text(warnings.querySelector("span"), given.join(" "));
 }
@@ -241,9 +241,9 @@ async function check() {
   checking?.abort();
   const mine = checking = new AbortController();
   try {
-    const answer = await ask("/api/v1/jobs/validate", { method: "POST", body: specification({ defaults: true }), signal: mine.signal });
-    showMistakes(answer?.errors ?? []);
-    showPlan(answer);
+    const response = await ask("/api/v1/jobs/validate", { method: "POST", body: specification({ defaults: true }), signal: mine.signal });
+    showMistakes(response?.errors ?? []);
+    showPlan(response);
   } catch (error) {
     if (mine.signal.aborted) return;
     if (error instanceof Problem && error.status === 422) { showMistakes(error.errors); showPlan(null); }
@@ -257,9 +257,9 @@ form.addEventListener("input", (event) => { touched.add(event.target); if (event
 form.addEventListener("focusout", (event) => { if (event.target.value) touched.add(event.target); });
 
 /** The search field for settings. Shows the settings under "More settings" whose key, name, hint or choices contain the text. */
-const find = byId("find-setting");
+const findInput = byId("find-setting");
 function findSettings(words) {
-  if (find.value !== words) find.value = words;
+  if (findInput.value !== words) findInput.value = words;
   const wanted = words.trim().toLowerCase();
   let any = false;
   for (const section of document.querySelectorAll(".more fieldset")) {
@@ -271,8 +271,8 @@ function findSettings(words) {
   text(byId("none-found"), any ? "" : "No setting contains these words.");
 }
 byId("find").hidden = false;
-find.addEventListener("input", (event) => { event.stopPropagation(); findSettings(find.value); });
-find.addEventListener("keydown", (event) => { if (event.key === "Enter") event.preventDefault(); });
+findInput.addEventListener("input", (event) => { event.stopPropagation(); findSettings(findInput.value); });
+findInput.addEventListener("keydown", (event) => { if (event.key === "Enter") event.preventDefault(); });
 
 const presets = [...document.querySelectorAll("[data-preset]")];
 function unmarkPresets() { for (const p of presets) p.removeAttribute("aria-current"); }
@@ -301,11 +301,11 @@ for (const preset of presets) {
 form.addEventListener("submit", async (event) => {
   event.preventDefault();
   clearTimeout(timer);
-  clearTimeout(writing);
+  clearTimeout(readTimer);
   checking?.abort();
   sent = true;
-  if (written) await readText();
-  if (written) return text(byId("plan"), "The job file has mistakes: correct them first.");
+  if (hasTextErrors) await readText();
+  if (hasTextErrors) return text(byId("plan"), "The job file has mistakes: correct them first.");
   const button = byId("send");
   button.disabled = true;
   text(byId("plan"), "");
@@ -322,7 +322,7 @@ form.addEventListener("submit", async (event) => {
       showMistakes(error.errors);
       (form.querySelector(".field.wrong input, .field.wrong select") ?? byId("mistakes")).focus?.();
       byId("mistakes").scrollIntoView({ block: "nearest" });
-    } else text(byId("plan"), sentence(error));
+    } else text(byId("plan"), errorText(error));
   }
 });
 

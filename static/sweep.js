@@ -1,7 +1,7 @@
 // The page of a sweep. The server renders it; the script reads it again every few seconds until the sweep has ended, and changes the parts that
 // differ. The parallel coordinates are those of the page Compare.
 
-import { ask, byId, confirmThen, pageNow, sentence, text } from "./page.js";
+import { ask, byId, confirmThen, pageNow, errorText, text } from "./page.js";
 import { assign } from "./compare/colours.js";
 import { Parallel } from "./compare/parallel.js";
 import { Selection } from "./compare/selection.js";
@@ -47,8 +47,8 @@ sweep.addEventListener("click", (event) => {
   const what = event.target.closest("[data-act]")?.dataset.act;
   if (what === "cancel") confirmThen({ title: "Cancel the sweep?", detail: "Its unfinished trials are cancelled. They keep their checkpoints and logs.", yes: "Cancel the sweep", act: () => act(what) });
   else if (what === "delete") confirmThen({ title: "Delete the sweep?", detail: "Its jobs stay, with their logs and checkpoints, as jobs without a sweep.", yes: "Delete the sweep", act: async () => { await ask(at, { method: "DELETE" }); location.href = "/sweeps"; } });
-  else if (what) act(what).catch((error) => text(byId("sweep-error"), sentence(error)));
+  else if (what) act(what).catch((error) => text(byId("sweep-error"), errorText(error)));
 });
 
-draw().catch((error) => text(byId("sweep-error"), sentence(error)));
+draw().catch((error) => text(byId("sweep-error"), errorText(error)));
 setInterval(() => { if (sweep.dataset.over === undefined) refresh(); }, EVERY_MS);

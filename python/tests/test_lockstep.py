@@ -1,4 +1,4 @@
-"""The package against a real server: the program LOCKSTEP_BIN, or this tree's debug build."""
+"""Tests the package with a real server: the program LOCKSTEP_BIN, or this tree's debug build."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SPEC: dict[str, Any] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A server with its data in `lockstep-data` of the working folder, where clients find its token."""
+    """Starts a server with its data in `lockstep-data` of the working folder, where clients find its token."""
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("LOCKSTEP_")]:
             patch.delenv(name)
@@ -55,11 +55,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(params=["sync", "async"])
-def world(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """A client, and `do`, which brings what a call returns to its end."""
+def api(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A client, and `do`, which awaits or collects the result of a call."""
     loop = asyncio.new_event_loop()
 
-    async def settle(value: Any) -> Any:
+    async def collect(value: Any) -> Any:
         return [item async for item in value] if hasattr(value, "__aiter__") else await value
 
     if request.param == "sync":
@@ -69,18 +69,18 @@ def world(request: pytest.FixtureRequest) -> Iterator[Any]:
     else:
         a_client = lockstep.AsyncClient()
         yield SimpleNamespace(
-            kind=request.param, client=a_client, do=lambda value: loop.run_until_complete(settle(value))
+            kind=request.param, client=a_client, do=lambda value: loop.run_until_complete(collect(value))
         )
         loop.run_until_complete(a_client.aclose())
     loop.close()
 
 
-def keep(w: Any, **values: Any) -> bool:
+def store(w: Any, **values: Any) -> bool:
     w.__dict__.update(values)
     return True
 
 
-def until(w: Any, state: str) -> bool:
+def reaches(w: Any, state: str) -> bool:
     ends_at = time.monotonic() + 30
     while w.fork.state != state and time.monotonic() < ends_at:
         time.sleep(0.05)
@@ -88,21 +88,21 @@ def until(w: Any, state: str) -> bool:
     return bool(w.fork.state == state)
 
 
-def zipped() -> str:
+def write_zip() -> str:
     with zipfile.ZipFile("shoes.zip", "w") as archive:
         for side in ("left", "right"):
             archive.write("shoe.png", f"shoes/{side}/1.png")
     return "shoes.zip"
 
 
-# Calls in order: a name, the call, and whether its result (or the error that it raised) is right.
+# Calls in order: the name, the call, and a check of its result or of the error that it raises.
 CALLS: list[tuple[str, Callable[[Any], Any], Callable[[Any, Any], Any]]] = [
     ("Client.register_bundled", lambda w: w.client.register_bundled(), lambda w, e: e.code == "name_taken"),
-    ("Client.datasets", lambda w: w.client.datasets(), lambda w, a: keep(w, path=a[0]["path"])),
+    ("Client.datasets", lambda w: w.client.datasets(), lambda w, a: store(w, path=a[0]["path"])),
     ("Client.register", lambda w: w.client.register(w.kind, w.path), lambda w, a: a["name"] == w.kind),
     (
         "Client.upload",
-        lambda w: w.client.upload(f"zip-{w.kind}", zipped()),
+        lambda w: w.client.upload(f"zip-{w.kind}", write_zip()),
         lambda w, a: a["info"]["classes"] == ["left", "right"] and a["info"]["splits"][0]["samples"] == 2,
     ),
     ("Client.upload", lambda w: w.client.upload("no-zip", "shoe.png"), lambda w, e: "no zip file" in str(e)),
@@ -112,7 +112,7 @@ CALLS: list[tuple[str, Callable[[Any], Any], Callable[[Any, Any], Any]]] = [
     (
         "Client.submit",
         lambda w: w.client.submit(SPEC, set={"train": {"seed": 7}}, name=w.kind, lr=0.05),
-        lambda w, a: keep(w, job=a) and (a.data["spec"]["train"]["lr"], a.data["spec"]["train"]["seed"]) == (0.05, 7),
+        lambda w, a: store(w, job=a) and (a.data["spec"]["train"]["lr"], a.data["spec"]["train"]["seed"]) == (0.05, 7),
     ),
     (
         "Job.logs",
@@ -123,10 +123,10 @@ CALLS: list[tuple[str, Callable[[Any], Any], Callable[[Any, Any], Any]]] = [
     ("Job.refresh", lambda w: w.job.refresh(), lambda w, a: w.job.step == 4),
     ("Job.metrics", lambda w: w.job.metrics("loss"), lambda w, a: list(a) == [0, 1] and a[1].steps == [1, 2, 3, 4]),
     ("Job.checkpoints", lambda w: w.job.checkpoints(), lambda w, a: [c.step for c in a] == [4]),
-    ("Job.checkpoint", lambda w: w.job.checkpoint(), lambda w, a: keep(w, checkpoint=a) and a.step == 4),
+    ("Job.checkpoint", lambda w: w.job.checkpoint(), lambda w, a: store(w, checkpoint=a) and a.step == 4),
     ("Job.checkpoint", lambda w: w.job.checkpoint(5), lambda w, e: "steps with a checkpoint: 4" in str(e)),
     ("Checkpoint.download", lambda w: w.checkpoint.download(w.kind), lambda w, a: a.stat().st_size > 1e6),
-    # Of a job that has files: in test_tracking_server.
+    # test_tracking_server tests these calls for a run, which has files.
     ("Job.files", lambda w: w.job.files(), lambda w, e: e.code == "wrong_state"),
     ("Job.download_file", lambda w: w.job.download_file("x"), lambda w, e: e.code == "wrong_state"),
     ("Job.predict", lambda w: w.job.predict("shoe.png"), lambda w, a: len(a) == 10 and 0.99 < sum(a.values()) < 1.01),
@@ -142,31 +142,31 @@ CALLS: list[tuple[str, Callable[[Any], Any], Callable[[Any, Any], Any]]] = [
     (
         "Job.fork",
         lambda w: w.job.fork(steps=10**6),
-        lambda w, a: keep(w, fork=a) and a.data["parent"]["job"] == w.job.id,
+        lambda w, a: store(w, fork=a) and a.data["parent"]["job"] == w.job.id,
     ),
-    ("Job.pause", lambda w: w.fork.pause(), lambda w, a: until(w, "paused")),
-    ("Job.resume", lambda w: w.fork.resume(), lambda w, a: until(w, "running")),
+    ("Job.pause", lambda w: w.fork.pause(), lambda w, a: reaches(w, "paused")),
+    ("Job.resume", lambda w: w.fork.resume(), lambda w, a: reaches(w, "running")),
     ("Job.wait", lambda w: w.fork.wait(0), lambda w, e: isinstance(e, TimeoutError)),
     ("Job.delete", lambda w: w.fork.delete(), lambda w, e: (e.code, e.state) == ("wrong_state", "running")),
-    ("Job.cancel", lambda w: w.fork.cancel(), lambda w, a: until(w, "cancelled")),
+    ("Job.cancel", lambda w: w.fork.cancel(), lambda w, a: reaches(w, "cancelled")),
     ("Job.wait", lambda w: w.fork.wait(), lambda w, e: isinstance(e, lockstep.JobFailed) and e.state == "cancelled"),
     ("Job.retry", lambda w: w.fork.retry(), lambda w, a: not w.fork.is_over),
-    ("Job.cancel", lambda w: w.fork.cancel(), lambda w, a: until(w, "cancelled")),
+    ("Job.cancel", lambda w: w.fork.cancel(), lambda w, a: reaches(w, "cancelled")),
     ("Job.delete", lambda w: w.fork.delete(), lambda w, a: a is None),
     ("Job.refresh", lambda w: w.fork.refresh(), lambda w, e: (e.status, e.code) == (404, "not_found")),
 ]
 
 
-def test_every_call_does_what_it_says(world: Any) -> None:
-    for name, make, is_right in CALLS:
+def test_every_call_returns_its_result_or_raises_its_error(api: Any) -> None:
+    for name, call, is_right in CALLS:
         try:
-            answer = world.do(make(world))
+            result = api.do(call(api))
         except (lockstep.LockstepError, TimeoutError) as error:
-            answer = error
-        assert is_right(world, answer), (name, answer)
+            result = error
+        assert is_right(api, result), (name, result)
 
 
-def test_every_call_is_tested_and_described() -> None:
+def test_every_public_call_is_tested_and_documented() -> None:
     kinds = (lockstep.Client, lockstep.Job, lockstep.Checkpoint)
     public = {f"{k.__name__}.{n}": getattr(k, n) for k in kinds for n in dir(k) if not n.startswith("_")}
     calls = {name: call for name, call in public.items() if callable(call) and name != "Client.close"}
@@ -192,13 +192,13 @@ def test_every_call_is_tested_and_described() -> None:
         ),
     ],
 )
-def test_errors_say_what_is_wrong(call: Callable[[lockstep.Client], Any], kind: type[Exception], words: str) -> None:
+def test_errors_name_their_cause(call: Callable[[lockstep.Client], Any], kind: type[Exception], words: str) -> None:
     with lockstep.Client() as client, pytest.raises(kind, match=re.escape(words)):
         call(client)
 
 
-class LosesAnswers(httpx.HTTPTransport):
-    """Loses the first answer to each request that submits a job, and says 503 once before."""
+class LosesResponses(httpx.HTTPTransport):
+    """Responds 503 to the first submission of a job, and loses the response to the second."""
 
     seen: list[int] = []
 
@@ -213,52 +213,52 @@ class LosesAnswers(httpx.HTTPTransport):
         return super().handle_request(request)
 
 
-def test_a_submission_whose_answer_is_lost_makes_one_job() -> None:
+def test_a_submission_with_a_lost_response_creates_one_job() -> None:
     with lockstep.Client() as client:
         client.agents()
-        client._io.http._transport = LosesAnswers()
+        client._io.http._transport = LosesResponses()
         job = client.submit(SPEC, name="once")
         assert [other.id for other in client.jobs(name="once")] == [job.id]
-        assert len(LosesAnswers.seen) == 3
+        assert len(LosesResponses.seen) == 3
         job.cancel()
 
 
-def test_progress_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_printed_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     job = lockstep.submit(SPEC)
     job.wait(progress=True)
     lines = capsys.readouterr().err.split("\r")
     assert len(lines) > 2 and re.match(r"succeeded \[#{20}\] 4/4  loss \d\.\d{4}  \d+ images/s", lines[-1]), lines
 
 
-def test_the_token_is_found_as_the_command_line_finds_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    here, there = os.environ["LOCKSTEP_SERVER"], "http://10.0.0.1:7070"
+def test_token_and_url_are_found_as_by_the_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    local, remote = os.environ["LOCKSTEP_SERVER"], "http://10.0.0.1:7070"
     (tmp_path / "token").write_text("own\n")
 
-    def sent_to(url: str, **environment: str) -> str | None:
+    def authorization(url: str, **environment: str) -> str | None:
         with monkeypatch.context() as patch:
             for name, value in environment.items():
                 patch.setenv(name, value)
             header: str | None = access.settings(url, None, tmp_path)["headers"].get("Authorization")
             return header
 
-    assert sent_to(here) == sent_to("localhost:1") == sent_to("http://[::1]:1") == "Bearer own"
-    assert sent_to(there) is None and sent_to("http://127.0.0.1@example.com") is None
-    assert sent_to(there, LOCKSTEP_TOKEN="theirs") == "Bearer theirs"
-    assert sent_to(here, LOCKSTEP_TOKEN="theirs", LOCKSTEP_TOKEN_FILE=str(tmp_path / "token")) == "Bearer own"
-    # So is the address, as long as the record leads to this machine.
+    assert authorization(local) == authorization("localhost:1") == authorization("http://[::1]:1") == "Bearer own"
+    assert authorization(remote) is None and authorization("http://127.0.0.1@example.com") is None
+    assert authorization(remote, LOCKSTEP_TOKEN="theirs") == "Bearer theirs"
+    assert authorization(local, LOCKSTEP_TOKEN="theirs", LOCKSTEP_TOKEN_FILE=str(tmp_path / "token")) == "Bearer own"
+    # The recorded URL is used if it leads to this machine.
     with monkeypatch.context() as patch:
         patch.delenv("LOCKSTEP_SERVER")
-        for recorded, found in (("http://127.0.0.1:4321", "http://127.0.0.1:4321"), (there, access.DEFAULT_SERVER)):
+        for recorded, found in (("http://127.0.0.1:4321", "http://127.0.0.1:4321"), (remote, access.DEFAULT_SERVER)):
             (tmp_path / "address").write_text(recorded)
             assert access.settings(None, None, tmp_path)["base_url"] == f"{found}/api/v1"
-    port = httpx.URL(here).port or 0
-    assert access.listener_owners(access._loopback(httpx.URL(here)), port) == {os.getuid()}
+    port = httpx.URL(local).port or 0
+    assert access.listener_owners(access._loopback(httpx.URL(local)), port) == {os.getuid()}
     monkeypatch.setattr(access, "listener_owners", lambda addresses, port: {os.getuid() + 1})
     with pytest.raises(lockstep.LockstepError, match="has user id"):
-        sent_to(here)
+        authorization(local)
 
 
-def test_examples_of_the_pages_run_as_written() -> None:
+def test_examples_of_the_documents_run_unchanged() -> None:
     page = (ROOT / "docs/python.md").read_text()
     [toml] = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
     small = re.sub(r"steps = \d+", "steps = 4", toml).replace("[data]", "[data]\nimage_size = 16\nvalidation = 0.01")

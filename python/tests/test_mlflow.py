@@ -1,4 +1,4 @@
-"""MLflow's own client against a real server: the program LOCKSTEP_BIN, or this tree's debug build."""
+"""Tests MLflow's client with a real server: the program LOCKSTEP_BIN, or this tree's debug build."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROGRAM = Path(os.environ.get("LOCKSTEP_BIN", ROOT / "target/debug/lockstep")).a
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """The address and the token of a server."""
+    """Starts a server and gives its URL and token."""
     folder = tmp_path_factory.mktemp("mlflow")
     command = [str(PROGRAM), "serve", "--listen", "127.0.0.1:0", "--no-local-agent", "--no-open"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
@@ -32,25 +32,25 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]
     ):
         try:
             assert process.stdout is not None
-            address = process.stdout.readline().split()[-1]
-            yield address, (folder / "lockstep-data/token").read_text().strip()
+            url = process.stdout.readline().split()[-1]
+            yield url, (folder / "lockstep-data/token").read_text().strip()
         finally:
             process.terminate()
 
 
-@pytest.mark.parametrize("sent_as", ["token", "password"])
-def test_mlflow_s_client_logs_and_reads(
-    server: tuple[str, str], sent_as: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("credential", ["token", "password"])
+def test_mlflow_client_logs_and_reads_a_run(
+    server: tuple[str, str], credential: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    address, token = server
+    url, token = server
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-    if sent_as == "token":
+    if credential == "token":
         monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", token)
     else:
         monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
         monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", token)
-    mlflow.set_tracking_uri(address)
-    project = f"digits-{sent_as}"
+    mlflow.set_tracking_uri(url)
+    project = f"digits-{credential}"
     mlflow.set_experiment(project)
     with mlflow.start_run(run_name="mnist") as run:
         mlflow.log_params({"lr": 0.1, "net/depth": 3})
@@ -88,12 +88,12 @@ def test_mlflow_s_client_logs_and_reads(
         assert weights.read_bytes() == bytes(range(256)) * 9000
     assert mlflow.artifacts.load_text(f"runs:/{run_id}/notes/file.txt") == "text"
     runs = mlflow.search_runs(experiment_names=[project], output_format="list")
-    assert [one.info.run_id for one in runs] == [run.info.run_id]
-    assert project in [one.name for one in mlflow.search_experiments()]
+    assert [run_found.info.run_id for run_found in runs] == [run.info.run_id]
+    assert project in [experiment.name for experiment in mlflow.search_experiments()]
 
-    # The same run as a job of Lockstep's.
+    # The run is also a job of Lockstep.
     headers = {"authorization": f"Bearer {token}"}
-    job = httpx.get(f"{address}/api/v1/jobs/{run.info.run_id}", headers=headers).json()
+    job = httpx.get(f"{url}/api/v1/jobs/{run.info.run_id}", headers=headers).json()
     assert (job["state"], job["project"], job["external"]["config"]["lr"]) == ("succeeded", project, "0.1")
 
     with pytest.raises(ZeroDivisionError), mlflow.start_run():

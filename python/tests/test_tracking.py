@@ -1,4 +1,4 @@
-"""Runs that a program logs itself: what reaches a server that may be away, and what stays in the folder."""
+"""Tests runs that a program logs: the records that reach a simulated server and the records in the run's folder."""
 
 from __future__ import annotations
 
@@ -31,14 +31,13 @@ SOURCE = Path(__file__).parents[1] / "src"
 
 
 class FakeServer:
-    """The calls of `/runs` as docs/reference/rest.md has them, in memory."""
+    """Implements the calls of `/runs` of docs/reference/rest.md in memory."""
 
     def __init__(self) -> None:
         self.runs: dict[str, dict[str, Any]] = {}
-        # What the next requests are answered with in place of an answer: a status, or None for a broken connection
-        # after the request was done.
+        # Faults of the next requests: a status, or None, which handles the request and then breaks the connection.
         self.faults: list[int | None] = []
-        self.is_away = False
+        self.is_down = False
         self.requests: list[tuple[str, str, Any]] = []
         self.beats = 0
         this = self
@@ -46,11 +45,11 @@ class FakeServer:
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
-            def answer(self) -> None:
+            def respond(self) -> None:
                 content = self.rfile.read(int(self.headers.get("content-length") or 0))
                 body = content if self.command == "PUT" else json.loads(content or b"null")
-                fault = this.faults.pop(0) if this.faults else 503 if this.is_away else 200
-                status, out = (fault, {}) if fault not in (None, 200) else this.do(self.command, self.path, body)
+                fault = this.faults.pop(0) if this.faults else 503 if this.is_down else 200
+                status, out = (fault, {}) if fault not in (None, 200) else this.handle(self.command, self.path, body)
                 if fault is None:
                     self.close_connection = True
                     return
@@ -60,7 +59,7 @@ class FakeServer:
                 self.end_headers()
                 self.wfile.write(content)
 
-            do_GET = do_PUT = do_POST = do_PATCH = answer
+            do_GET = do_PUT = do_POST = do_PATCH = respond
 
             def log_message(self, format: str, *args: Any) -> None:
                 pass
@@ -69,7 +68,7 @@ class FakeServer:
         self.url = f"http://127.0.0.1:{self.http.server_port}"
         threading.Thread(target=self.http.serve_forever, args=(0.05,), daemon=True).start()
 
-    def do(self, method: str, path: str, body: Any) -> tuple[int, Any]:
+    def handle(self, method: str, path: str, body: Any) -> tuple[int, Any]:
         self.requests.append((method, path, body))
         parts = path.removeprefix("/api/v1/runs").split("/")[1:]
         id = parts[0] if parts else body["id"]
@@ -123,43 +122,43 @@ def server() -> Iterator[FakeServer]:
 
 
 @pytest.fixture(autouse=True)
-def world(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def environment(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in [name for name in os.environ if name.startswith("LOCKSTEP_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("LOCKSTEP_SERVER", server.url)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SOURCE), *map(os.path.abspath, sys.path)]))
     monkeypatch.chdir(tmp_path)
-    # Short pauses, so that the tests are quick.
+    # Short pauses keep the tests quick.
     for name, secs in (("SEND_SECS", 0.02), ("BACK_OFF_SECS", 0.05), ("WRITE_SECS", 0.02), ("FINISH_SECS", 20.0)):
         monkeypatch.setattr(tracking, name, secs)
     tracking._warned.clear()
     yield
-    server.is_away = False
+    server.is_down = False
     lockstep.finish()
 
 
-def until(condition: Callable[[], Any]) -> None:
+def wait_until(condition: Callable[[], Any]) -> None:
     ends_at = time.monotonic() + 20
     while not condition():
         assert time.monotonic() < ends_at
         time.sleep(0.01)
 
 
-def kept(path: Path | str) -> list[dict[str, Any]]:
+def stored_records(path: Path | str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (Path(path) / spool.RECORDS).read_text().splitlines()]
 
 
-def folder(run: lockstep.Run) -> str:
+def folder_of(run: lockstep.Run) -> str:
     assert run.dir is not None
     return run.dir
 
 
-def python(code: str) -> subprocess.Popen[str]:
+def run_python(code: str) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
     return subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
-def test_calls_of_wandb_do_what_they_do_there(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_calls_of_wandb_have_the_same_effect(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     wandb.login()
     run = wandb.init(
         project="my shoes", name="first", config={"lr": 0.1, "net": {"depth": 20}}, tags=["a"], group="g", notes="n",
@@ -209,15 +208,16 @@ def test_calls_of_wandb_do_what_they_do_there(server: FakeServer, capsys: pytest
         "epoch": [(10, 0), (11, 1), (12, 2), (13, 3)],
         "val/loss": [(0, 0.3), (1, "NaN"), (2, 0.1), (3, 0.2)],
     }
-    told = server.runs[run.id]
-    assert (told["project"], told["name"], told["tags"], told["notes"]) == ("my-shoes", "first", ["a", "g"], "n")
-    assert told["config"] == {"lr": 0.2, "net": {"depth": 20}, "epochs": 3, "seed": 7, "wd": 0}
-    assert told["state"] == "succeeded"
-    [alert] = told["summary"].pop("alerts")
+    logged = server.runs[run.id]
+    assert (logged["project"], logged["name"]) == ("my-shoes", "first")
+    assert (logged["tags"], logged["notes"]) == (["a", "g"], "n")
+    assert logged["config"] == {"lr": 0.2, "net": {"depth": 20}, "epochs": 3, "seed": 7, "wd": 0}
+    assert logged["state"] == "succeeded"
+    [alert] = logged["summary"].pop("alerts")
     assert (alert["title"], alert["level"]) == ("diverged", "WARN")
-    assert told["summary"] == {"val/loss": {"min": 0.1, "max": 0.3}, "best": 0.1, "note": "good"}
+    assert logged["summary"] == {"val/loss": {"min": 0.1, "max": 0.3}, "best": 0.1, "note": "good"}
     lines = capsys.readouterr().err.splitlines()
-    saved = {path: content for path, (content, _) in told["files"].items()}
+    saved = {path: content for path, (content, _) in logged["files"].items()}
     assert saved == dict.fromkeys(["weights/x.pt", "weights/[x].pt", "model/y.pt", "model/d/x.pt", "folder/x.pt"], b"1")
     once = ("picture is not logged: Media", "word is not logged: str", "WARN: diverged", "watch has no", "save found")
     for words in once:
@@ -251,22 +251,22 @@ class Tensor:
         (1j, None),
     ],
 )
-def test_a_value_is_logged_if_it_is_a_number(value: Any, logged: Any) -> None:
+def test_only_numbers_are_logged(value: Any, logged: Any) -> None:
     with lockstep.init(mode="offline") as run:
         run.log({"x": value, "y": 1.0})
-    assert kept(folder(run))[0]["values"] == ({} if logged is None else {"x": logged}) | {"y": 1.0}
+    assert stored_records(folder_of(run))[0]["values"] == ({} if logged is None else {"x": logged}) | {"y": 1.0}
 
 
 @pytest.mark.parametrize(
     ("name", "words"), [("", "1 to 250"), ("a\nb", "1 to 250"), ("x" * 251, "1 to 250"), ("\ud800", "1 to 250")]
 )
-def test_a_name_that_the_server_refuses_is_left_out(name: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_names_of_metrics_are_left_out(name: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with lockstep.init(mode="offline") as run:
         run.log({name: 1.0, "y": 1.0})
         run.log({str(number): number for number in range(1001)})
-    assert [len(record["values"]) for record in kept(folder(run))] == [1, 999]
-    said = capsys.readouterr().err
-    assert words in said and "at most 1000 metrics" in said
+    assert [len(record["values"]) for record in stored_records(folder_of(run))] == [1, 999]
+    errors = capsys.readouterr().err
+    assert words in errors and "at most 1000 metrics" in errors
 
 
 @pytest.mark.parametrize(
@@ -280,14 +280,14 @@ def test_a_name_that_the_server_refuses_is_left_out(name: str, words: str, capsy
         ("with run: import sys; sys.exit(0)", ("succeeded", None)),
     ],
 )
-def test_the_end_of_a_program_ends_its_run(end: str, state: tuple[str, str | None], server: FakeServer) -> None:
+def test_a_run_ends_with_its_program(end: str, state: tuple[str, str | None], server: FakeServer) -> None:
     code = f"import lockstep\nrun = lockstep.init(id='one')\nrun.log({{'x': 1}})\n{end}"
-    python(code).communicate()
+    run_python(code).communicate()
     assert server.points("one") == {"x": [(0, 1)]}
     assert (server.runs["one"]["state"], server.runs["one"].get("reason")) == state
 
 
-def test_100000_points_arrive_once_from_an_offline_run_that_is_sent_twice(server: FakeServer) -> None:
+def test_an_offline_run_that_is_sent_twice_has_each_of_100000_points_once(server: FakeServer) -> None:
     with lockstep.init(mode="offline", config={"lr": 0.1}) as run:
         for step in range(50_000):
             run.log({"loss": 1 / (step + 1), "step_ms": step * 0.37})
@@ -299,56 +299,56 @@ def test_100000_points_arrive_once_from_an_offline_run_that_is_sent_twice(server
     }
     assert server.points(run.id) == expected
     sent = len(server.requests)
-    assert lockstep.sync(folder(run)) == {run.id: 50_000}
+    assert lockstep.sync(folder_of(run)) == {run.id: 50_000}
     assert server.points(run.id) == expected and server.runs[run.id]["state"] == "succeeded"
     assert all(not (body or {}).get("records") for _, _, body in server.requests[sent:]), "no record is sent again"
 
 
-def test_a_server_that_is_away_or_loses_answers_gets_every_point_once(
+def test_each_point_arrives_once_despite_an_outage_and_lost_responses(
     server: FakeServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server.is_away = True
+    server.is_down = True
     run = lockstep.init()
     for step in range(20_000):
         run.log({"x": float(step)})
         if step == 5_000:
-            until(lambda: run._failure is not None)
-            server.is_away = False
-            until(lambda: server.runs.get(run.id, {}).get("records"))
+            wait_until(lambda: run._failure is not None)
+            server.is_down = False
+            wait_until(lambda: server.runs.get(run.id, {}).get("records"))
             server.faults = [None, 500, 429, None, 503]
         if step == 15_000:
-            until(lambda: not server.faults)
+            wait_until(lambda: not server.faults)
     run.finish()
     assert server.points(run.id) == {"x": [(step, step) for step in range(20_000)]}
     assert server.runs[run.id]["state"] == "succeeded"
     assert f"run {run.id} is kept in" in capsys.readouterr().err
 
 
-def test_finish_says_what_to_run_if_the_server_stays_away(
+def test_finish_prints_the_sync_command_if_the_server_stays_unreachable(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tracking, "FINISH_SECS", 0.1)
     run = lockstep.init(project="p")
     run.log({"x": 1.0})
-    until(lambda: server.points(run.id))
-    server.is_away = True
+    wait_until(lambda: server.points(run.id))
+    server.is_down = True
     run.log({"x": 2.0})
     run.finish()
     command = capsys.readouterr().err.strip().rpartition("send it by: ")[2]
     assert command == f"python -m lockstep sync {run.dir}"
-    server.is_away = False
+    server.is_down = False
     for _ in range(2):
-        done = subprocess.run([sys.executable, *command.split()[1:]], capture_output=True, text=True, check=True)
-        assert done.stdout == f"{run.id}: the server has all 2 records\n"
+        result = subprocess.run([sys.executable, *command.split()[1:]], capture_output=True, text=True, check=True)
+        assert result.stdout == f"{run.id}: the server has all 2 records\n"
     assert server.points(run.id) == {"x": [(0, 1), (1, 2)]} and server.runs[run.id]["state"] == "succeeded"
 
 
-def test_a_restored_or_emptied_server_gets_what_it_lacks(server: FakeServer) -> None:
+def test_a_restored_or_emptied_server_gets_the_missing_records(server: FakeServer) -> None:
     run = lockstep.init()
     for step in range(100):
         run.log({"x": step})
-    until(lambda: len(server.runs[run.id]["records"]) == 100)
-    # A backup from before.
+    wait_until(lambda: len(server.runs[run.id]["records"]) == 100)
+    # Simulates the restoration of an older backup.
     del server.runs[run.id]["records"][40:]
     run.log({"x": 100})
     run.finish()
@@ -363,37 +363,37 @@ import itertools, os, lockstep
 run = lockstep.init(id="killed")
 for n in itertools.count(run.step):
     run.log({"x": n})
-    if n == int(os.environ["TOLD_AT"]):
-        print("told", flush=True)
+    if n == int(os.environ["STOP_AT"]):
+        print("stopped", flush=True)
         input()
 """
 
 
 @pytest.mark.parametrize("mode", ["offline", "online"])
-def test_a_killed_program_loses_only_its_last_moment_and_continues(
+def test_a_killed_program_loses_at_most_the_last_moment_and_continues(
     mode: str, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCKSTEP_MODE", mode)
     path, count = Path("lockstep-runs/killed"), 0
     for _ in range(2):
-        told_at = count + 5_000
-        monkeypatch.setenv("TOLD_AT", f"{told_at}")
-        with python(LOGS_UNTIL_KILLED) as child:
+        stop_at = count + 5_000
+        monkeypatch.setenv("STOP_AT", f"{stop_at}")
+        with run_python(LOGS_UNTIL_KILLED) as child:
             assert child.stdout is not None and child.stdin is not None
             child.stdout.readline()
-            # It logs no more, and what it has logged is written without its help.
-            until(lambda: len(kept(path)) == int(os.environ["TOLD_AT"]) + 1)
-            until(lambda: mode == "offline" or bool(server.runs))
+            # The program no longer logs, and its records are written by the background thread.
+            wait_until(lambda: len(stored_records(path)) == int(os.environ["STOP_AT"]) + 1)
+            wait_until(lambda: mode == "offline" or bool(server.runs))
             with pytest.raises(lockstep.LockstepError, match="another process writes"):
                 lockstep.init(id="killed")
             child.stdin.write("\n")
             child.stdin.flush()
             child.send_signal(signal.SIGKILL)
         text = (path / spool.RECORDS).read_bytes()
-        # Whatever was being written.
+        # Adds an incomplete record, as a kill during a write leaves.
         (path / spool.RECORDS).write_bytes(text + b'{"step": 1, "val')
         count = text.count(b"\n")
-        assert count > told_at and spool.read_run(path)["state"] == "running"
+        assert count > stop_at and spool.read_run(path)["state"] == "running"
     assert bool(server.runs) == (mode == "online")
     with lockstep.init(resume="auto") as run:
         assert (run.id, run.step, run.resumed) == ("killed", count, True)
@@ -405,7 +405,7 @@ def test_a_killed_program_loses_only_its_last_moment_and_continues(
 def test_a_forked_process_sends_nothing(server: FakeServer, capfd: pytest.CaptureFixture[str]) -> None:
     run = lockstep.init()
     run.log({"x": 1.0})
-    # Another thread may have been in the middle of a call.
+    # Simulates a fork while another thread is in a call.
     run._lock.acquire()
     child = os.fork()
     if child == 0:
@@ -433,7 +433,7 @@ def test_a_run_continues_in_another_folder(server: FakeServer) -> None:
     with lockstep.init(id="moves", dir="b", resume="must") as run:
         assert (run.step, run.resumed, run.config.lr) == (2, True, 0.1)
         run.log({"x": 2})
-    # Back in the first folder, which lacks the third record.
+    # Continues in the first folder, which lacks the third record.
     with lockstep.init(id="moves", dir="a") as run:
         run.log({"x": 3})
     assert server.points("moves") == {"x": [(n, n) for n in range(4)]}
@@ -452,21 +452,21 @@ def test_a_run_continues_in_another_folder(server: FakeServer) -> None:
         ({"id": "old", "resume": "never", "mode": "offline"}, "exists"),
     ],
 )
-def test_what_init_refuses_says_why(settings: dict[str, Any], words: str) -> None:
+def test_errors_of_init_name_their_cause(settings: dict[str, Any], words: str) -> None:
     lockstep.init(id="old").finish()
     with pytest.raises(lockstep.LockstepError, match=words):
         lockstep.init(**settings)
     assert lockstep.run is None and [path.name for path in Path("lockstep-runs").iterdir()] == ["old"]
 
 
-def test_a_run_that_the_server_refuses_leaves_no_folder(server: FakeServer) -> None:
+def test_a_refused_run_leaves_no_folder(server: FakeServer) -> None:
     server.faults = [422]
     with pytest.raises(lockstep.Problem):
         lockstep.init()
     assert list(Path("lockstep-runs").iterdir()) == []
 
 
-def test_a_run_continues_after_its_largest_step_and_not_after_its_last_one(server: FakeServer) -> None:
+def test_a_run_continues_after_its_largest_step(server: FakeServer) -> None:
     with lockstep.init(id="r") as run:
         run.define_metric("val/*", step_metric="epoch")
         run.log({"train/loss": 1.0}, step=1000)
@@ -478,7 +478,7 @@ def test_a_run_continues_after_its_largest_step_and_not_after_its_last_one(serve
     assert steps[-1] > 1000 and 3 in steps, steps
 
 
-def test_several_runs_of_a_copied_folder_are_sent_and_damage_is_named(server: FakeServer, tmp_path: Path) -> None:
+def test_sync_sends_all_runs_of_a_copied_folder_and_reports_damage(server: FakeServer, tmp_path: Path) -> None:
     runs = []
     for number in range(3):
         with lockstep.init(mode="offline", dir="cluster") as run:
@@ -490,15 +490,15 @@ def test_several_runs_of_a_copied_folder_are_sent_and_damage_is_named(server: Fa
     whole = broken.read_bytes()
     broken.write_bytes(b"\0\0\n" + whole)
     command = [sys.executable, "-m", "lockstep", "sync", str(copy), str(tmp_path / "lockstep-runs")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1 and "line 1, is damaged" in done.stderr and "has no runs" in done.stderr
-    assert len(done.stdout.splitlines()) == 2
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 1 and "line 1, is damaged" in result.stderr and "has no runs" in result.stderr
+    assert len(result.stdout.splitlines()) == 2
     broken.write_bytes(whole)
     assert lockstep.sync(copy) == {run.id: 1 for run in runs}
     assert [server.points(run.id) for run in runs] == [{"x": [(0, n)]} for n in range(3)]
 
 
-def test_a_disabled_run_keeps_nothing(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disabled_run_stores_and_sends_nothing(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_MODE", "disabled")
     with lockstep.init(config={"a": 1}) as run:
         lockstep.log({"x": 1.0})
@@ -506,13 +506,13 @@ def test_a_disabled_run_keeps_nothing(server: FakeServer, monkeypatch: pytest.Mo
     assert not Path("lockstep-runs").exists() and server.requests == []
 
 
-def test_a_silent_run_tells_the_server_that_it_goes_on(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_run_sends_heartbeats(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracking, "BEAT_SECS", 0.05)
     lockstep.init()
-    until(lambda: server.beats >= 2)
+    wait_until(lambda: server.beats >= 2)
 
 
-def test_a_full_disk_is_said_and_nothing_is_lost_when_there_is_room(
+def test_a_full_disk_is_reported_and_records_are_written_later(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = lockstep.init()
@@ -527,7 +527,7 @@ def test_a_full_disk_is_said_and_nothing_is_lost_when_there_is_room(
 
     monkeypatch.setattr(run._spool, "append", fails_twice)
     run.log({"x": 1.0})
-    until(lambda: len(tries) > 2)
+    wait_until(lambda: len(tries) > 2)
     run.log({"x": 2.0})
     run.finish()
     assert server.points(run.id) == {"x": [(0, 1), (1, 2)]}
@@ -547,8 +547,8 @@ def test_log_takes_less_than_20_microseconds() -> None:
     assert best < 20e-6, best
 
 
-def module(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
-    """A stand-in for a module of a library, with what its documentation says of these members."""
+def fake_module(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
+    """Creates a module in place of a library's, with these members, which follow the library's documentation."""
     parts = name.split(".")
     for depth in range(1, len(parts) + 1):
         if (part := ".".join(parts[:depth])) not in sys.modules:
@@ -562,10 +562,10 @@ def test_the_logger_for_lightning_follows_its_interface(server: FakeServer, monk
 
     rank_zero_only = types.SimpleNamespace(rank=0)
     base = type("Logger", (), {})
-    module(
+    fake_module(
         monkeypatch, "pytorch_lightning.loggers.logger", Logger=base, rank_zero_experiment=rank_zero_experiment
     )  # fmt: skip
-    module(monkeypatch, "pytorch_lightning.utilities.rank_zero", rank_zero_only=rank_zero_only)
+    fake_module(monkeypatch, "pytorch_lightning.utilities.rank_zero", rank_zero_only=rank_zero_only)
     monkeypatch.delitem(sys.modules, "lockstep.integrations.lightning", raising=False)
     kind = importlib.import_module("lockstep.integrations.lightning").LockstepLogger
     logger = kind(project="mnist", prefix="a/")
@@ -594,7 +594,7 @@ def test_the_logger_for_lightning_follows_its_interface(server: FakeServer, monk
 def test_the_callback_for_transformers_follows_its_interface(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module(monkeypatch, "transformers", TrainerCallback=type("TrainerCallback", (), {}))
+    fake_module(monkeypatch, "transformers", TrainerCallback=type("TrainerCallback", (), {}))
     monkeypatch.delitem(sys.modules, "lockstep.integrations.huggingface", raising=False)
     callback = importlib.import_module("lockstep.integrations.huggingface").LockstepCallback(project="glue")
     args = types.SimpleNamespace(run_name="tuned", to_dict=lambda: {"learning_rate": 1e-5})
@@ -608,7 +608,7 @@ def test_the_callback_for_transformers_follows_its_interface(
     state.is_world_process_zero = False
     callback.on_log(args, state, None, model=model, logs={"loss": 9.0})
     lockstep.finish()
-    [(id, told)] = server.runs.items()
-    assert (told["name"], told["project"]) == ("tuned", "glue")
-    assert told["config"] == {"layers": 2, "learning_rate": 1e-5} and told["summary"] == {"train_runtime": 3.5}
+    [(id, logged)] = server.runs.items()
+    assert (logged["name"], logged["project"]) == ("tuned", "glue")
+    assert logged["config"] == {"layers": 2, "learning_rate": 1e-5} and logged["summary"] == {"train_runtime": 3.5}
     assert server.points(id) == {"train/loss": [(10, 0.5)], "eval/loss": [(10, 0.75)], "test/loss": [(10, 1.0)]}

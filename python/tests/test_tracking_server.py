@@ -1,4 +1,4 @@
-"""Runs that a program logs itself, against a real server."""
+"""Tests runs that a program logs with a real server."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from test_lockstep import PROGRAM, ROOT, server
 import lockstep
 from lockstep import tracking
 
-# The module's server, as in test_lockstep.
+# The fixture of test_lockstep starts a server for this module, too.
 __all__ = ["server"]
 
 
 @pytest.fixture(autouse=True)
-def ends() -> Iterator[None]:
+def finish_run() -> Iterator[None]:
     yield
     lockstep.finish()
 
@@ -33,19 +33,19 @@ def job_of(run: lockstep.Run) -> lockstep.Job:
     return job
 
 
-def single(value: float) -> float:
-    """As the server stores it: in single precision."""
+def to_single(value: float) -> float:
+    """Rounds to single precision, in which the server stores values."""
     stored: float = struct.unpack("f", struct.pack("f", value))[0]
     return stored
 
 
 def points(job: lockstep.Job, name: str) -> list[tuple[int, float]]:
-    """Every point, as it is stored."""
+    """Returns every stored point."""
     text = lockstep.Client()._send_once("GET", f"/jobs/{job.id}/metrics.csv", query={"name": name}).text
-    return [(int(row["step"]), single(float(row["value"]))) for row in csv.DictReader(text.splitlines())]
+    return [(int(row["step"]), to_single(float(row["value"]))) for row in csv.DictReader(text.splitlines())]
 
 
-def test_100000_points_of_an_offline_run_arrive_and_a_second_time_adds_none() -> None:
+def test_an_offline_run_that_is_sent_twice_has_each_of_100000_points_once() -> None:
     with lockstep.init(name="many", mode="offline", config={"lr": 0.1}, tags=["a"], group="g") as run:
         for step in range(50_000):
             run.log({"train/loss": 1 / (step + 1), "step_ms": step * 0.37})
@@ -66,11 +66,11 @@ def test_100000_points_of_an_offline_run_arrive_and_a_second_time_adds_none() ->
         assert job.download_file("weights.safetensors", "copy").read_bytes() == b"second"
         assert job.download_file("more/empty").read_bytes() == b""
         assert job.data["external"]["config"] == {"lr": 0.1} and job.data["external"]["summary"] == {"best": 0.5}
-        assert points(job, "train/loss") == [(step, single(1 / (step + 1))) for step in range(50_000)]
-        assert points(job, "step_ms") == [(step, single(step * 0.37)) for step in range(50_000)]
+        assert points(job, "train/loss") == [(step, to_single(1 / (step + 1))) for step in range(50_000)]
+        assert points(job, "step_ms") == [(step, to_single(step * 0.37)) for step in range(50_000)]
 
 
-def test_a_run_is_seen_while_it_goes_on_fails_and_continues_elsewhere() -> None:
+def test_a_failed_run_continues_in_another_folder() -> None:
     run = lockstep.init(id="live", name="live", dir="a", config={"lr": 0.1})
     assert run.url is not None and run.url.endswith(f"/jobs/{job_of(run).id}")
     run.log({"loss": 1.0, "odd": math.nan})
@@ -91,7 +91,7 @@ def test_a_run_is_seen_while_it_goes_on_fails_and_continues_elsewhere() -> None:
         lockstep.init(id="nobody", dir="c", resume="must")
 
 
-def test_a_server_that_is_killed_twice_has_every_point_once(
+def test_each_point_arrives_once_if_the_server_is_killed_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -125,7 +125,7 @@ def test_a_server_that_is_killed_twice_has_every_point_once(
         process.wait()
 
 
-def test_what_the_package_refuses_by_itself_the_server_refuses_and_no_more() -> None:
+def test_package_and_server_have_the_same_limits() -> None:
     names = ["x" * 250, "Überlebensrate, %", "a/b.c"]
     with lockstep.init(name="limits") as run:
         run.log({name: 1.0 for name in names}, step=2**53 - 1)
@@ -140,7 +140,7 @@ def test_what_the_package_refuses_by_itself_the_server_refuses_and_no_more() -> 
     assert lockstep.sync("lockstep-runs")[run.id] == 2
 
 
-def test_the_example_of_the_page_runs_as_written(capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples_of_the_tracking_page_run_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
     page = (ROOT / "docs/tracking.md").read_text()
     section = page[page.index("## From Python") :]
     examples = re.findall(r"```python\n(.*?)```", section, re.DOTALL)

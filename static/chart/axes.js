@@ -56,14 +56,14 @@ export function drawAttempts(ctx, plot, x, starts, colours) {
     ctx.textBaseline = "top";
     // Labels are to the right of their mark. The last label is to the left if there is more space.
     const left = p - (marks[i - 1]?.p ?? plot.left), right = (marks[i + 1]?.p ?? plot.right) - p, toLeft = i === marks.length - 1 && right < 120 && left > right;
-    const room = (toLeft ? left : right) - 10, words = fitting(ctx, label, why, room);
+    const room = (toLeft ? left : right) - 10, words = fitLabel(ctx, label, why, room);
     ctx.textAlign = toLeft ? "right" : "left";
     if (words) ctx.fillText(words, toLeft ? p - 4 : p + 4, plot.top + 2);
   });
 }
 
 /** Returns as much of `label (after why)` as fits into `room` pixels; if not even the label fits, its number or nothing. */
-function fitting(ctx, label, why, room) {
+function fitLabel(ctx, label, why, room) {
   const fits = (text) => ctx.measureText(text).width <= room;
   let cut = why ? `${label} (after ${why})` : label;
   if (fits(cut)) return cut;

@@ -10,7 +10,7 @@
 
 import { drawAttempts, drawAxes, drawRight, labelWidth, startsOf, within, xAxis } from "./axes.js";
 import { Gestures } from "./gestures.js";
-import { dot, drawSegment, POINTS_A_PIXEL, visible } from "./lines.js";
+import { dot, drawSegment, MAX_POINTS_PER_PIXEL, visible } from "./lines.js";
 import { onThemeChange, palette } from "./palette.js";
 import { linear } from "./scale.js";
 import { amount, span, vertical } from "./vertical.js";
@@ -186,7 +186,7 @@ export class Chart {
     ctx.restore();
 
     const pixels = plot.right - plot.left, apiece = shown / Math.min(pixels, buckets || 1);
-    const every = exact && buckets / pixels <= POINTS_A_PIXEL;
+    const every = exact && buckets / pixels <= MAX_POINTS_PER_PIXEL;
     this.onNote?.(!shown ? "" : every ? "every point" : `min to max of ${Math.max(2, Math.round(apiece))} points a pixel`, { every, exact });
     this.root.dataset.drawn = String(shown);
     delete this.root.dataset.empty;
@@ -222,11 +222,11 @@ export class Chart {
       const smoothing = layer.smoothing ?? this.smoothing;
       const style = { colour, smoothing, alpha: layer.alpha ?? 1, band: layer.band, dash: layer.dash };
       // Steps that a later attempt has repeated are drawn faintly, because only the later values count.
-      const again = Math.min(...parts.filter((p) => p.segment.attempt > segment.attempt).map((p) => x.to(p.xs[0])));
-      if (x.to(xs[segment.length - 1]) <= again) drawSegment(ctx, segment, xs, x, y, plot, style);
+      const repeatedFrom = Math.min(...parts.filter((p) => p.segment.attempt > segment.attempt).map((p) => x.to(p.xs[0])));
+      if (x.to(xs[segment.length - 1]) <= repeatedFrom) drawSegment(ctx, segment, xs, x, y, plot, style);
       else {
-        within(ctx, plot.left - 1, again, () => drawSegment(ctx, segment, xs, x, y, plot, style));
-        within(ctx, again, plot.right + 6, () => drawSegment(ctx, segment, xs, x, y, plot, { ...style, alpha: style.alpha * 0.3 }));
+        within(ctx, plot.left - 1, repeatedFrom, () => drawSegment(ctx, segment, xs, x, y, plot, style));
+        within(ctx, repeatedFrom, plot.right + 6, () => drawSegment(ctx, segment, xs, x, y, plot, { ...style, alpha: style.alpha * 0.3 }));
       }
       if (!layer.rings) continue;
       const [from, to] = visible(segment, xs, x.low, x.high);

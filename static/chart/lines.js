@@ -2,7 +2,7 @@
 // not finite is a gap.
 
 /** Number of buckets per pixel above which columns are drawn. */
-export const POINTS_A_PIXEL = 2;
+export const MAX_POINTS_PER_PIXEL = 2;
 
 /** Returns the buckets of a segment in the range from `low` to `high`, with one neighbour on each side. */
 export function visible(segment, xs, low, high) {
@@ -56,7 +56,7 @@ export class Columns {
 }
 
 /** Vertical pixels per horizontal pixel, on average over a line, above which the line is drawn as bars. */
-const STEEP = 4;
+const MAX_STEEPNESS = 4;
 
 /** Lengths of dashes and gaps, in pixels. */
 const DASHES = { dashed: [7, 4], dotted: [2, 3] };
@@ -66,7 +66,7 @@ function stroke(ctx, points, { colour, alpha, width, dash }) {
   const length = points.length;
   let travel = 0;
   for (let i = 3; i < length; i += 2) { const d = points[i] - points[i - 2]; if (!Number.isNaN(d)) travel += Math.abs(d); }
-  if (length > 400 && travel > STEEP * (points[length - 2] - points[0])) return bars(ctx, points, { colour, alpha, width, dash });
+  if (length > 400 && travel > MAX_STEEPNESS * (points[length - 2] - points[0])) return bars(ctx, points, { colour, alpha, width, dash });
   ctx.strokeStyle = ctx.fillStyle = colour;
   ctx.globalAlpha = alpha;
   ctx.lineWidth = width;
@@ -146,7 +146,7 @@ export function drawKey(ctx, x, y, { colour, dash, shape }, inside) {
 /** Draws one segment of one rank. */
 export function drawSegment(ctx, segment, xs, x, y, plot, { colour, smoothing, alpha, band, dash }) {
   const range = visible(segment, xs, x.low, x.high);
-  const crowded = (range[1] - range[0]) / (plot.right - plot.left) > POINTS_A_PIXEL;
+  const crowded = (range[1] - range[0]) / (plot.right - plot.left) > MAX_POINTS_PER_PIXEL;
   const one = (values, style) => {
     if (crowded) {
       const columns = new Columns(plot.right - plot.left);

@@ -2,15 +2,15 @@
 // eight colours. The second job with the same colour has a dashed line, the third a dotted line.
 
 export const COLOURS = 8;
-const DASHES = ["", "dashed", "dotted"], LOOKS = COLOURS * DASHES.length, KEPT = "colours";
+const DASHES = ["", "dashed", "dotted"], LOOKS = COLOURS * DASHES.length, STORAGE_KEY = "colours";
 /** Maximum number of jobs whose looks are stored. */
 const MAX_STORED = 200;
 
-function stored() {
-  try { const all = JSON.parse(localStorage.getItem(KEPT)); return Array.isArray(all) ? all.filter(([id, n]) => typeof id === "string" && Number.isInteger(n)) : []; } catch { return []; }
+function loadStored() {
+  try { const all = JSON.parse(localStorage.getItem(STORAGE_KEY)); return Array.isArray(all) ? all.filter(([id, n]) => typeof id === "string" && Number.isInteger(n)) : []; } catch { return []; }
 }
 
-const known = new Map(stored());
+const known = new Map(loadStored());
 
 /** Assigns looks to those of `ids` without a look, and to those that share a look while another look is free. */
 export function assign(ids) {
@@ -23,7 +23,7 @@ export function assign(ids) {
     known.delete(id);
     known.set(id, mine);
   }
-  try { localStorage.setItem(KEPT, JSON.stringify([...known].slice(-MAX_STORED))); } catch { /* Without storage, looks last as long as the page. */ }
+  try { localStorage.setItem(STORAGE_KEY, JSON.stringify([...known].slice(-MAX_STORED))); } catch { /* Without storage, looks last as long as the page. */ }
 }
 
 /** Returns the name of a job's colour in styles/charts.css. */

@@ -3,7 +3,7 @@
 
 import { clock, count, percent, rate, value } from "../numbers.js";
 import { serverNow } from "../page.js";
-import { written } from "../settings.js";
+import { formatted } from "../settings.js";
 import { settings } from "./names.js";
 
 const plain = (v) => String(Number(v.toPrecision(6)));
@@ -43,7 +43,7 @@ export const varies = (column) => (column.kinds ? column.kinds.length > 1 : colu
 /** Returns every column of these jobs: settings that differ, results, and other settings. */
 export function columns(jobs) {
   const all = settings(jobs).map(({ key, values, different }) => {
-    const column = values.every((v) => typeof v === "number" || v == null) ? numeric(key, key, values.map((v) => v ?? NaN), plain) : worded(key, key, values.map(written));
+    const column = values.every((v) => typeof v === "number" || v == null) ? numeric(key, key, values.map((v) => v ?? NaN), plain) : worded(key, key, values.map(formatted));
     return { ...column, different };
   });
   const results = RESULTS.map(([key, name, of, words]) => ({ ...numeric(`result:${key}`, name, jobs.map((j) => of(j) ?? NaN), words, LOW_IS_GOOD.includes(key)), result: true }));

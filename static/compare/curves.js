@@ -11,7 +11,7 @@ import { rangeMenu } from "../chart/range.js";
 import { MeanSeries, Series } from "../chart/series.js";
 import { Speeds } from "../chart/speeds.js";
 import { axisName, times, View } from "../chart/view.js";
-import { isActive, pictures, ranksNow, tellsRanks } from "../job/facts.js";
+import { isActive, pictures, ranksNow, isRankCountKnown } from "../job/facts.js";
 import { about, ALL, axisOf, MACHINE, named, unitOf } from "../job/names.js";
 import { groups, mean } from "./grouped.js";
 
@@ -139,14 +139,14 @@ export class Curves {
     const news = this.#news.get(job.id) ?? 0;
     if (known?.news === news || !chart) return;
     const speeds = metric === "images_per_second", steps = speeds || metric === CLOCK;
-    const answer = await ask(`/api/v1/jobs/${job.id}/metrics?name=${steps ? "step_ms" : encodeURIComponent(metric)}${steps ? "&ranks=0" : ""}&points=${chart.pixels}`).catch(() => null);
-    if (!answer || this.#known.get(key)?.news > news) return;
-    const attempts = Map.groupBy(answer.series, (s) => s.attempt);
+    const response = await ask(`/api/v1/jobs/${job.id}/metrics?name=${steps ? "step_ms" : encodeURIComponent(metric)}${steps ? "&ranks=0" : ""}&points=${chart.pixels}`).catch(() => null);
+    if (!response || this.#known.get(key)?.news > news) return;
+    const attempts = Map.groupBy(response.series, (s) => s.attempt);
     // For an attempt that has ended, the number of ranks with points is used.
-    const ranksIn = (attempt) => (isActive(job.state) && tellsRanks(job) && attempt === job.attempt ? ranksNow(job) : attempts.get(attempt).length);
+    const ranksIn = (attempt) => (isActive(job.state) && isRankCountKnown(job) && attempt === job.attempt ? ranksNow(job) : attempts.get(attempt).length);
     const each = isOfEachRank(metric), series = each ? new MeanSeries(metric, ranksIn, 8192) : new Series(metric, 0, 8192);
     for (const [attempt, ranks] of [...attempts].sort((a, b) => a[0] - b[0])) {
-      if (each) series.loadRanks(attempt, ranks, answer.exact, answer.bucket_steps); else series.load(attempt, ranks[0], answer.exact, answer.bucket_steps);
+      if (each) series.loadRanks(attempt, ranks, response.exact, response.bucket_steps); else series.load(attempt, ranks[0], response.exact, response.bucket_steps);
     }
     this.#known.set(key, { job: job.id, news, read: (known?.read ?? 0) + 1, series: speeds ? new Speeds(series, pictures(job)) : series });
   }

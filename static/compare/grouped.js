@@ -1,46 +1,46 @@
 // Jobs with the same tag or setting as one line: the mean of their curves, with a band.
 
 import { Series } from "../chart/series.js";
-import { setting, written } from "../settings.js";
+import { setting, formatted } from "../settings.js";
 import { settings } from "./names.js";
 
 /** Maximum number of positions along the axis at which a mean is computed. */
-const MAX_PLACES = 1000;
-/** Keys other than settings. */
-const OWN = { tag: "tag", name: "name", owner: "owner", project: "project" };
+const MAX_POINTS = 1000;
+/** Keys that are fields of a job, not settings. */
+const FIELDS = { tag: "tag", name: "name", owner: "owner", project: "project" };
 
-/** Returns the keys by which these jobs can be grouped: keys with more than one group, and fewer groups than jobs. */
+/** Returns the keys by which these jobs can be grouped: keys with several values, `name`, and `tag` if a job has tags. */
 export function choices(jobs) {
   const differing = settings(jobs).filter((row) => row.different).map((row) => row.key);
-  return [...Object.keys(OWN).filter((key) => key === "tag" ? jobs.some((job) => job.tags.length) : new Set(jobs.map((job) => valuesOf(job, key)[0])).size > 1 || key === "name"), ...differing.filter((key) => !(key in OWN))];
+  return [...Object.keys(FIELDS).filter((key) => key === "tag" ? jobs.some((job) => job.tags.length) : new Set(jobs.map((job) => valuesOf(job, key)[0])).size > 1 || key === "name"), ...differing.filter((key) => !(key in FIELDS))];
 }
 
 function valuesOf(job, key) {
   if (key === "tag") return job.tags.length ? job.tags.map((tag) => `#${tag}`) : ["no tag"];
-  if (key in OWN) return [job[key] ?? "nobody’s"];
-  return [`${key} ${written(setting(job.spec, key))}`];
+  if (key in FIELDS) return [job[key] ?? "no owner"];
+  return [`${key} ${formatted(setting(job.spec, key))}`];
 }
 
-/** Returns the groups of these jobs, each with an id that keeps its colour. */
+/** Returns the groups of these jobs, each with an id that fixes its colour. */
 export function groups(jobs, key) {
   const found = new Map();
   for (const job of jobs) for (const label of valuesOf(job, key)) found.set(label, [...(found.get(label) ?? []), job]);
   return [...found].map(([label, members]) => ({ id: `group:${key}:${label}`, label, jobs: members })).sort((a, b) => a.label.localeCompare(b.label, undefined, { numeric: true }));
 }
 
-/** Returns a job's curve over all its attempts. If a later attempt repeats steps, its values count. `xs`: positions of a segment on the axis. */
+/** Returns a job's curve over all its attempts. Each attempt replaces the points from its first step on. `xs`: positions of a segment on the axis. */
 function curve(series, xs) {
   let at = [], values = [];
   for (const segment of series.segments.filter((g) => g.length)) {
-    const places = xs(segment), from = at.findIndex((x) => x >= places[0]);
+    const positions = xs(segment), from = at.findIndex((x) => x >= positions[0]);
     if (from >= 0) { at.length = from; values.length = from; }
-    for (let i = 0; i < segment.length; i++) if (Number.isFinite(segment.mean[i])) { at.push(places[i]); values.push(segment.mean[i]); }
+    for (let i = 0; i < segment.length; i++) if (Number.isFinite(segment.mean[i])) { at.push(positions[i]); values.push(segment.mean[i]); }
   }
   return { at, values };
 }
 
-/** Returns a curve's interpolated value at `x`; NaN outside the curve. `from.i`: index at which the search starts, for ascending `x`. */
-function between({ at, values }, x, from) {
+/** Returns a curve's interpolated value at `x`; NaN outside the curve. `from.i`: index at which the search starts, moved on by each call; `x` must ascend. */
+function interpolate({ at, values }, x, from) {
   let i = from.i;
   while (i < at.length && at[i] < x) i++;
   from.i = i;
@@ -51,15 +51,15 @@ function between({ at, values }, x, from) {
 }
 
 /**
- * Returns mean and band of several curves along the axis. At each position only the curves that reach it count, and `counts` has their
- * number. `band`: `std` or `range`.
+ * Returns mean and band of several curves along the axis. At each position, only curves that reach the position count; `counts` has
+ * their number. `band`: `std` or `range`.
  */
 export function mean(all, xs, band) {
-  const curves = all.map((series) => curve(series, (segment) => xs(segment))).filter(({ at }) => at.length), places = [...new Set(curves.flatMap(({ at }) => at))].sort((a, b) => a - b);
-  const stride = Math.max(1, places.length / MAX_PLACES), series = new Series("mean", null, MAX_PLACES + 2), from = curves.map(() => ({ i: 0 })), segment = series.segment(1);
+  const curves = all.map((series) => curve(series, (segment) => xs(segment))).filter(({ at }) => at.length), positions = [...new Set(curves.flatMap(({ at }) => at))].sort((a, b) => a - b);
+  const stride = Math.max(1, positions.length / MAX_POINTS), series = new Series("mean", null, MAX_POINTS + 2), from = curves.map(() => ({ i: 0 })), segment = series.segment(1);
   series.counts = [];
-  for (let k = 0; k < places.length; k += stride) {
-    const x = places[Math.floor(k)], values = curves.map((c, i) => between(c, x, from[i])).filter(Number.isFinite), n = values.length;
+  for (let k = 0; k < positions.length; k += stride) {
+    const x = positions[Math.floor(k)], values = curves.map((c, i) => interpolate(c, x, from[i])).filter(Number.isFinite), n = values.length;
     if (!n) continue;
     const middle = values.reduce((a, b) => a + b, 0) / n;
     const std = n > 1 ? Math.sqrt(values.reduce((sum, v) => sum + (v - middle) ** 2, 0) / (n - 1)) : 0;

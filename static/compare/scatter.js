@@ -14,7 +14,7 @@ import { plural } from "../numbers.js";
 import { columns, varies } from "./columns.js";
 
 /** In pixels: maximum distance at which a pointer hits a point, minimum movement that makes a brush, and radius of a point. */
-const NEAR = 14, MIN_BRUSH = 4, RADIUS = 5;
+const HIT_DISTANCE = 14, MIN_BRUSH = 4, RADIUS = 5;
 const KEYS = { ArrowRight: 1, ArrowLeft: -1 };
 /** Shapes of points for jobs with dashed and dotted lines. */
 const SHAPES = { dashed: "ring", dotted: "square" };
@@ -23,7 +23,7 @@ const short = (words) => (words.length > 16 ? `${words.slice(0, 7)}…${words.sl
 export class Scatter {
   label = "Scatter of the jobs";
   #drag = null;
-  #at = null;
+  #focusedJob = null;
   #points = [];
 
   constructor(root, jobs, selection) {
@@ -88,7 +88,7 @@ export class Scatter {
     ctx.setTransform(ratio, 0, 0, ratio, 0, 0);
     ctx.clearRect(0, 0, width, height);
     this.paint(ctx, width, height, true);
-    this.#tell();
+    this.#showTip();
   }
 
   /** Returns the scale of a column between two pixels, with its ticks. */
@@ -141,7 +141,7 @@ export class Scatter {
     for (const point of [...points.filter((p) => p.out), ...points.filter((p) => !p.out)]) {
       ctx.fillStyle = colours[colour(point.job.id)];
       ctx.globalAlpha = point.out ? 0.2 : 0.9;
-      mark(ctx, point.x, point.y, live && this.#at === point.job.id ? RADIUS + 2 : RADIUS, SHAPES[dash(point.job.id)], colours.card);
+      mark(ctx, point.x, point.y, live && this.#focusedJob === point.job.id ? RADIUS + 2 : RADIUS, SHAPES[dash(point.job.id)], colours.card);
     }
     ctx.globalAlpha = 1;
     if (!points.length) {
@@ -173,8 +173,8 @@ export class Scatter {
     ctx.globalAlpha = 1;
   }
 
-  #tell() {
-    const point = this.#points.find(({ job }) => job.id === this.#at);
+  #showTip() {
+    const point = this.#points.find(({ job }) => job.id === this.#focusedJob);
     this.tip.hidden = !point;
     if (!point) return;
     const line = (label, words) => { const p = document.createElement("p"), name = document.createElement("span"), v = document.createElement("b"); name.textContent = label; v.textContent = words; p.append(name, v); return p; };
@@ -189,11 +189,11 @@ export class Scatter {
   #listen() {
     const { root } = this;
     const place = (event) => { const box = root.getBoundingClientRect(), { plot } = this; return { x: Math.min(plot.right, Math.max(plot.left, event.clientX - box.left)), y: Math.min(plot.bottom, Math.max(plot.top, event.clientY - box.top)) }; };
-    const near = ({ x, y }) => this.#points.map((p) => ({ p, d: Math.hypot(p.x - x, p.y - y) })).filter(({ d }) => d < NEAR).sort((a, b) => a.d - b.d)[0]?.p.job.id ?? null;
-    const at = (id) => { if (id !== this.#at) { this.#at = id; this.invalidate(); } };
+    const nearestJob = ({ x, y }) => this.#points.map((p) => ({ p, d: Math.hypot(p.x - x, p.y - y) })).filter(({ d }) => d < HIT_DISTANCE).sort((a, b) => a.d - b.d)[0]?.p.job.id ?? null;
+    const focusJob = (id) => { if (id !== this.#focusedJob) { this.#focusedJob = id; this.invalidate(); } };
     root.addEventListener("pointerdown", (event) => {
       if (!this.plot || event.button !== 0) return;
-      at(near(place(event)));
+      focusJob(nearestJob(place(event)));
       if (event.pointerType !== "mouse") return;
       root.setPointerCapture(event.pointerId);
       this.#drag = { from: place(event) };
@@ -202,32 +202,32 @@ export class Scatter {
       if (!this.plot) return;
       // A rectangle of the size of a fingertip shows that the long press was recognised.
       const from = place(event);
-      this.#drag = { from, to: { x: from.x + NEAR, y: from.y + NEAR }, held: true };
+      this.#drag = { from, to: { x: from.x + HIT_DISTANCE, y: from.y + HIT_DISTANCE }, held: true };
       this.invalidate();
     });
     root.addEventListener("pointermove", (event) => {
       if (!this.plot) return;
       const to = place(event), drag = this.#drag;
-      if (drag && (drag.to || Math.hypot(to.x - drag.from.x, to.y - drag.from.y) > MIN_BRUSH)) { drag.to = to; drag.held = false; this.invalidate(); } else at(near(to));
+      if (drag && (drag.to || Math.hypot(to.x - drag.from.x, to.y - drag.from.y) > MIN_BRUSH)) { drag.to = to; drag.held = false; this.invalidate(); } else focusJob(nearestJob(to));
     });
     root.addEventListener("pointerup", () => {
       const drag = this.#drag;
       this.#drag = null;
       if (!drag) return;
       if (drag.held) return this.invalidate();
-      if (!drag.to) { if (this.selection.any && this.#at === null) this.selection.set([[this.x, null], [this.y, null]]); return; }
+      if (!drag.to) { if (this.selection.any && this.#focusedJob === null) this.selection.set([[this.x, null], [this.y, null]]); return; }
       this.#select(drag.from, drag.to);
     });
     root.addEventListener("pointercancel", () => { this.#drag = null; this.invalidate(); });
-    root.addEventListener("pointerleave", () => at(null));
-    root.addEventListener("blur", () => at(null));
+    root.addEventListener("pointerleave", () => focusJob(null));
+    root.addEventListener("blur", () => focusJob(null));
     root.addEventListener("keydown", (event) => {
-      const points = this.#points, i = points.findIndex(({ job }) => job.id === this.#at);
-      if (event.key === "Escape") { at(null); return this.selection.clear(); }
+      const points = this.#points, i = points.findIndex(({ job }) => job.id === this.#focusedJob);
+      if (event.key === "Escape") { focusJob(null); return this.selection.clear(); }
       if (event.key === "Enter" && i >= 0) { event.preventDefault(); return this.#select({ x: points[i].x - 1, y: points[i].y - 1 }, { x: points[i].x + 1, y: points[i].y + 1 }); }
       if (!KEYS[event.key] || !points.length) return;
       event.preventDefault();
-      at(points[i < 0 ? (KEYS[event.key] > 0 ? 0 : points.length - 1) : Math.min(points.length - 1, Math.max(0, i + KEYS[event.key]))].job.id);
+      focusJob(points[i < 0 ? (KEYS[event.key] > 0 ? 0 : points.length - 1) : Math.min(points.length - 1, Math.max(0, i + KEYS[event.key]))].job.id);
     });
   }
 

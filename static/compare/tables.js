@@ -6,7 +6,7 @@ import { RESULTS } from "./columns.js";
 import { byId, text } from "../page.js";
 import { cut } from "../cut.js";
 import { read, write } from "../address.js";
-import { written } from "../settings.js";
+import { formatted } from "../settings.js";
 
 /** Columns of the table of results: name, value of a job (also for sorting), and format. */
 const COLUMNS = [["job", (j) => j.name, (v) => v], ["state", (j) => j.state, (v) => v], ...RESULTS.map(([, name, of, words]) => [name, (j) => of(j) ?? NaN, words])];
@@ -89,7 +89,7 @@ export class Tables {
     byId("settings").replaceChildren(...shown.map(({ key, values, different }) => {
       const row = document.createElement("tr");
       if (different) row.className = "different";
-      row.append(Object.assign(document.createElement("th"), { scope: "row", textContent: key }), ...values.map((v) => Object.assign(document.createElement("td"), { textContent: written(v) })));
+      row.append(Object.assign(document.createElement("th"), { scope: "row", textContent: key }), ...values.map((v) => Object.assign(document.createElement("td"), { textContent: formatted(v) })));
       return row;
     }));
     text(byId("settings-note"), jobs.length < 2 ? "" : `${all.filter((r) => r.different).length} of ${all.length} differ`);

@@ -1,37 +1,37 @@
 // The form that registers a dataset. Its folder is inspected while the path is typed.
 
-import { ask, byId, Problem, sentence, text } from "../page.js";
+import { ask, byId, Problem, errorText, text } from "../page.js";
 import { count, plural } from "../numbers.js";
 
 const INSPECT_AFTER_MS = 600;
 const FIELDS = ["name", "path"];
 
 /** Shows the current activity and its progress. A screen reader announces only the activity, and not every count. */
-function tell(words, far = "") {
+function showActivity(words, far = "") {
   text(byId("add-status"), words);
   text(byId("add-count"), far);
 }
 
-function show(errors) {
+function showErrors(errors) {
   for (const name of FIELDS) {
     const node = byId(`d-${name}-error`);
-    const found = errors.filter((e) => e.pointer === `/${name}`).map((e) => e.detail).join("; ");
-    text(node, found);
-    node.closest(".field").classList.toggle("wrong", found !== "");
+    const message = errors.filter((e) => e.pointer === `/${name}`).map((e) => e.detail).join("; ");
+    text(node, message);
+    node.closest(".field").classList.toggle("wrong", message !== "");
   }
-  tell(errors.filter((e) => !FIELDS.includes(e.pointer.slice(1))).map((e) => e.detail).join(" "));
+  showActivity(errors.filter((e) => !FIELDS.includes(e.pointer.slice(1))).map((e) => e.detail).join(" "));
 }
 
-function refused(error) {
-  tell("");
-  if (error instanceof Problem && error.errors.length) show(error.errors); else tell(sentence(error));
+function showError(error) {
+  showActivity("");
+  if (error instanceof Problem && error.errors.length) showErrors(error.errors); else showActivity(errorText(error));
 }
 
 /** Returns a dataset's name, made from the name of its folder or file. */
 export const nameOf = (path) => path.replace(/\/+$/, "").split("/").pop().replace(/[^\w.-]+/g, "-").replace(/^\.+/, "");
 
 /** Describes the content of a folder in a sentence. */
-function found({ info }) {
+function describeFolder({ info }) {
   const size = info.width ? `${info.width} × ${info.height}` : "of different sizes";
   const splits = info.splits.map((s) => plural(s.samples, `${s.name} picture`)).join(", ");
   const broken = info.broken_count ? `; ${plural(info.broken_count, "file")} cannot be read` : "";
@@ -40,11 +40,11 @@ function found({ info }) {
 }
 
 /** Polls until the inspection of the files is done, and shows its progress. The first inspection of a million pictures takes minutes. */
-export async function inspected(path, body, signal, tell) {
+export async function inspected(path, body, signal, showActivity) {
   for (;;) {
-    const answer = await ask(`${path}?wait_secs=3`, { method: "POST", body, signal });
-    if (answer.info) return answer;
-    tell(answer.detail?.startsWith("unpacking") ? "Unpacking its files …" : "Inspecting its files …", answer.total ? `${count(answer.inspected)} of ${count(answer.total)}` : "");
+    const response = await ask(`${path}?wait_secs=3`, { method: "POST", body, signal });
+    if (response.info) return response;
+    showActivity(response.detail?.startsWith("unpacking") ? "Unpacking its files …" : "Inspecting its files …", response.total ? `${count(response.inspected)} of ${count(response.total)}` : "");
   }
 }
 
@@ -54,20 +54,20 @@ export function offerForm(form) {
   form.path.addEventListener("input", () => {
     clearTimeout(timer);
     inspecting?.abort();
-    show([]);
+    showErrors([]);
     const path = form.path.value.trim();
     if (path.startsWith("/") && path.length > 1) timer = setTimeout(() => inspect(path), INSPECT_AFTER_MS);
   });
 
   async function inspect(path) {
     const mine = inspecting = new AbortController();
-    tell("Inspecting its files …");
+    showActivity("Inspecting its files …");
     try {
-      const answer = await inspected("/api/v1/datasets/inspect", { path }, mine.signal, tell);
-      tell(found(answer));
+      const response = await inspected("/api/v1/datasets/inspect", { path }, mine.signal, showActivity);
+      showActivity(describeFolder(response));
       if (!form.name.value.trim()) form.name.value = nameOf(path);
     } catch (error) {
-      if (!mine.signal.aborted) refused(error);
+      if (!mine.signal.aborted) showError(error);
     }
   }
 
@@ -77,14 +77,14 @@ export function offerForm(form) {
     inspecting?.abort();
     const button = form.querySelector("button");
     button.disabled = true;
-    show([]);
-    tell("Inspecting its files …");
+    showErrors([]);
+    showActivity("Inspecting its files …");
     try {
-      await inspected("/api/v1/datasets", { name: form.name.value.trim(), path: form.path.value.trim() }, undefined, tell);
+      await inspected("/api/v1/datasets", { name: form.name.value.trim(), path: form.path.value.trim() }, undefined, showActivity);
       location.reload();
     } catch (error) {
       button.disabled = false;
-      refused(error);
+      showError(error);
     }
   });
 }

@@ -1,15 +1,15 @@
 // The pictures of a dataset, by split and class, with or without a job's augmentation.
 
-import { ask, sentence, text } from "../page.js";
+import { ask, errorText, text } from "../page.js";
 import { count } from "../numbers.js";
 import { read, write } from "../address.js";
 import { figure } from "../job/pictures.js";
 
 const PART = 48;
 /** Number of pictures that are shown before the reader asks for more. */
-const FIRST = 8;
+const PREVIEW_PICTURES = 8;
 /** Number of pictures whose augmented versions are shown at a time, and number of versions of each picture. */
-const AUGMENTED = 8, VERSIONS = 5;
+const AUGMENTED_PICTURES = 8, VERSIONS = 5;
 
 /** Describes a job's augmentation in a few words. */
 function augmentation(data) {
@@ -21,7 +21,7 @@ function augmentation(data) {
 }
 
 export class Gallery {
-  #asked = 0;
+  #requests = 0;
   /** Number of visible pictures, and the cursor of the next pictures. */
   #offset = 0;
   #cursor = null;
@@ -33,13 +33,13 @@ export class Gallery {
     const at = (key) => card.querySelector(`[data-g="${key}"]`);
     this.at = at;
     // A page may have many datasets: pictures are requested only for datasets in view.
-    const seen = new IntersectionObserver((entries) => { if (entries.some((e) => e.isIntersecting)) { seen.disconnect(); this.#first(); } });
+    const seen = new IntersectionObserver((entries) => { if (entries.some((e) => e.isIntersecting)) { seen.disconnect(); this.#showPreview(); } });
     seen.observe(card);
     at("open").addEventListener("toggle", () => {
       at("first").hidden = at("open").open;
       if (!at("open").open) return write({ pictures: read("pictures") === name ? "" : read("pictures") });
       write({ pictures: name });
-      if (!at("grid").childElementCount) { this.#jobs(); this.load(); }
+      if (!at("grid").childElementCount) { this.#offerJobs(); this.load(); }
     });
     for (const key of ["split", "class", "order", "augmented"]) at(key).addEventListener("change", () => { this.#offset = 0; this.load(); });
     at("shuffle").addEventListener("click", () => { this.#seed = Math.floor(Math.random() * 2 ** 32); at("order").value = "mixed"; this.load(); });
@@ -49,8 +49,8 @@ export class Gallery {
   }
 
   /** Shows a few pictures of the training split. */
-  async #first() {
-    const { at } = this, query = new URLSearchParams({ limit: FIRST, split: at("split").value, shuffle: this.#seed });
+  async #showPreview() {
+    const { at } = this, query = new URLSearchParams({ limit: PREVIEW_PICTURES, split: at("split").value, shuffle: this.#seed });
     try {
       const { samples, classes } = await ask(`/api/v1/datasets/${encodeURIComponent(this.name)}/samples?${query}`);
       at("first").append(...samples.map((s) => figure(s.png, `${classes[s.label]}, picture ${s.index}`, [[classes[s.label]]])));
@@ -58,7 +58,7 @@ export class Gallery {
   }
 
   /** Offers the jobs whose augmentation can be shown. */
-  async #jobs() {
+  async #offerJobs() {
     const { jobs } = await ask("/api/v1/jobs?limit=200").catch(() => ({ jobs: [] }));
     for (const job of jobs.filter((j) => j.spec.data.dataset === this.name).slice(0, 50)) {
       this.at("augmented").add(new Option(`${job.name}: ${augmentation(job.spec.data) || "none"}`, job.id));
@@ -66,12 +66,12 @@ export class Gallery {
   }
 
   async load(more = false) {
-    const mine = ++this.#asked, { at } = this, job = at("augmented").value, grid = at("grid");
+    const mine = ++this.#requests, { at } = this, job = at("augmented").value, grid = at("grid");
     if (!more) { this.#offset = 0; grid.replaceChildren(); }
     for (const key of ["split", "class", "order", "shuffle"]) at(key).disabled = job !== "";
     text(at("note"), "Reading …");
     at("more").hidden = true;
-    const query = new URLSearchParams({ limit: job ? AUGMENTED * VERSIONS : PART, split: at("split").value });
+    const query = new URLSearchParams({ limit: job ? AUGMENTED_PICTURES * VERSIONS : PART, split: at("split").value });
     if (more) query.set("cursor", this.#cursor);
     if (job) query.set("augmented", job);
     else {
@@ -80,14 +80,14 @@ export class Gallery {
     }
     try {
       const { samples, total, classes, next_cursor } = await ask(`/api/v1/datasets/${encodeURIComponent(this.name)}/samples?${query}`);
-      if (mine !== this.#asked) return;
+      if (mine !== this.#requests) return;
       const words = (s) => (s.epoch === null || s.epoch === undefined ? [[classes[s.label]], [s.file ? s.file.split("/").pop() : `number ${count(s.index)}`, "muted"]] : [[classes[s.label]], [`number ${count(s.index)}, epoch ${s.epoch + 1}`, "muted"]]);
       grid.append(...samples.map((s) => figure(s.png, `${classes[s.label]}, picture ${s.index}`, words(s))));
       grid.classList.toggle("by-five", job !== "");
-      this.#offset += job ? AUGMENTED : PART;
+      this.#offset += job ? AUGMENTED_PICTURES : PART;
       this.#cursor = next_cursor;
       text(at("note"), job ? `each picture as augmented in the first ${VERSIONS} epochs: seeded, so the same in every run` : `${count(Math.min(this.#offset, total))} of ${count(total)}`);
       at("more").hidden = next_cursor === null;
-    } catch (error) { if (mine === this.#asked) text(at("note"), sentence(error)); }
+    } catch (error) { if (mine === this.#requests) text(at("note"), errorText(error)); }
   }
 }

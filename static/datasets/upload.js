@@ -1,6 +1,6 @@
 // The form that uploads a zip file of pictures, in pieces, and registers it as a dataset.
 
-import { ask, byId, Problem, sentence, text } from "../page.js";
+import { ask, byId, Problem, errorText, text } from "../page.js";
 import { bytes } from "../numbers.js";
 import { read } from "../address.js";
 import { inspected, nameOf } from "./form.js";
@@ -50,7 +50,7 @@ export function offerUpload(form) {
       button.disabled = false;
       progress.hidden = true;
       tell("");
-      text(byId("u-error"), sentence(error));
+      text(byId("u-error"), errorText(error));
     }
   });
 }

@@ -1,11 +1,11 @@
 // Actions on a job: pause, resume, cancel, retry, fork, delete and annotate.
 
-import { ask, byId, confirmThen, sentence, sentences, text } from "../page.js";
+import { ask, byId, confirmThen, errorText, errorTexts, text } from "../page.js";
 import { waits } from "../jobs/queue.js";
 import { bytes, count, plural } from "../numbers.js";
 
 /** The states in which a button is visible. */
-const WHEN = {
+const VISIBLE_STATES = {
   pause: ["queued", "running"], resume: ["paused"], retry: ["failed", "cancelled"],
   cancel: ["queued", "starting", "running", "pausing", "paused", "restarting", "lost"],
   delete: ["succeeded", "failed", "cancelled"],
@@ -41,7 +41,7 @@ export class Actions {
 
   show() {
     const { state, cause } = this.page.job();
-    for (const [what, states] of Object.entries(WHEN)) byId(what).hidden = !states.includes(state);
+    for (const [what, states] of Object.entries(VISIBLE_STATES)) byId(what).hidden = !states.includes(state);
     // A trial at a rung is resumed by its sweep.
     if (cause?.code === "paused_by_sweep") byId("resume").hidden = true;
     byId("fork").hidden = !this.page.checkpoints.size;
@@ -66,7 +66,7 @@ export class Actions {
   async #do(what, button) {
     button.disabled = true;
     this.page.refused(null);
-    try { this.page.setJob(await this.#post(what)); } catch (error) { this.page.refused(sentence(error)); }
+    try { this.page.setJob(await this.#post(what)); } catch (error) { this.page.refused(errorText(error)); }
     button.disabled = false;
   }
 
@@ -75,7 +75,7 @@ export class Actions {
     try {
       await ask(`/api/v1/jobs/${this.page.job().id}`, { method: "PATCH", body: { priority: Number(field.value) } });
       text(status, "Saved");
-    } catch (error) { text(status, sentence(error)); }
+    } catch (error) { text(status, errorText(error)); }
   }
 
   #cancel() {
@@ -122,7 +122,7 @@ export class Actions {
       event.preventDefault();
       let asked;
       try { asked = request(); } catch (e) { return text(error, e.message); }
-      try { location.href = `/jobs/${(await this.#post("fork", asked)).id}`; } catch (e) { text(error, sentences(e)); }
+      try { location.href = `/jobs/${(await this.#post("fork", asked)).id}`; } catch (e) { text(error, errorTexts(e)); }
     };
     // Shows warnings before the fork is created. Mistakes are shown only when it is created.
     const check = async () => {
@@ -147,7 +147,7 @@ export class Actions {
         text(status, "Saved");
         // Text that was typed while the request was sent is not saved yet.
         if (document.activeElement !== field) this.#touched.delete(field);
-      } catch (error) { text(status, sentences(error)); }
+      } catch (error) { text(status, errorTexts(error)); }
     };
     note.addEventListener("change", () => save(note, { notes: note.value }));
     tags.addEventListener("change", () => save(tags, { tags: tags.value.split(",") }));

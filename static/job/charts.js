@@ -29,9 +29,9 @@ export class Charts {
     const xName = () => axisName(view.axis), empty = () => this.#empty();
     this.draw = (root, options) => new Chart(root, view, { tick: short, describe, xName, empty, held: !this.released, ...options });
     const make = (id, options) => this.draw(byId(`${id}-chart`), options);
-    const of = (shown) => shown && `${shown} · ${plural(metrics.ranks, "rank")}`;
+    const withRanks = (shown) => shown && `${shown} · ${plural(metrics.ranks, "rank")}`;
     this.all = {
-      loss: make("loss", { label: "Loss of each rank", yName: () => named("loss"), format: value, layers: () => this.#perRank("loss"), onNote: (shown) => note(byId("loss-note"), of(shown)) }),
+      loss: make("loss", { label: "Loss of each rank", yName: () => named("loss"), format: value, layers: () => this.#perRank("loss"), onNote: (shown) => note(byId("loss-note"), withRanks(shown)) }),
       accuracy: make("accuracy", {
         label: "Accuracy in training and validation", yName: () => named("accuracy"), format: percent, limits: [0, 1], tick: shortPercent,
         layers: () => [
@@ -164,12 +164,12 @@ export class Charts {
       axis: ["step", (v) => view.setAxis(v)],
       lines: ["ranks", (v) => { this.lines = v; }],
     };
-    for (const [key, [usual, apply]] of Object.entries(groups)) {
+    for (const [key, [defaultValue, apply]] of Object.entries(groups)) {
       const buttons = [...document.querySelectorAll(`button[data-${key}]`)];
       const choose = (button) => { press(buttons, button); apply(button.dataset[key]); this.redraw(true); };
-      for (const button of buttons) button.addEventListener("click", () => { choose(button); write({ [key]: button.dataset[key] === usual ? "" : button.dataset[key] }); });
-      const wanted = buttons.find((b) => b.dataset[key] === read(key, usual));
-      if (wanted && wanted.dataset[key] !== usual) choose(wanted);
+      for (const button of buttons) button.addEventListener("click", () => { choose(button); write({ [key]: button.dataset[key] === defaultValue ? "" : button.dataset[key] }); });
+      const wanted = buttons.find((b) => b.dataset[key] === read(key, defaultValue));
+      if (wanted && wanted.dataset[key] !== defaultValue) choose(wanted);
     }
     smoothingSlider(byId("smooth"), byId("smooth-value"), (factor) => { loss.smoothing = factor; loss.invalidate(true); });
     const metric = byId("other-metric");

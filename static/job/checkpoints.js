@@ -24,7 +24,7 @@ export class Checkpoints {
 
   /** The job's id if the server copies checkpoints to an object store, else null. Events do not report these copies. */
   #uploadsOf;
-  #asking = 0;
+  #refreshTimer = 0;
 
   /** `act(what, checkpoint)`: performs `evaluate`, `classify`, `fork` or `register`. */
   constructor(initial, act, uploadsOf) {
@@ -32,7 +32,7 @@ export class Checkpoints {
     for (const c of initial) this.#all.set(c.id, c);
     byId("checkpoints").addEventListener("click", (event) => {
       const what = event.target.closest("[data-do]")?.dataset.do, id = event.target.closest("tr")?.dataset.id;
-      if (what === "everything") everything(id, event.target.closest("details"));
+      if (what === "everything") downloadAll(id, event.target.closest("details"));
       else if (what) act(what, this.#all.get(id));
     });
   }
@@ -86,13 +86,13 @@ export class Checkpoints {
       return row;
     }));
     for (const tell of this.changed) tell();
-    if (this.#uploadsOf && sorted.some((c) => c.stored === "uploading")) this.#asking ||= setTimeout(() => this.#ask(), ASK_EVERY_MS);
+    if (this.#uploadsOf && sorted.some((c) => c.stored === "uploading")) this.#refreshTimer ||= setTimeout(() => this.#ask(), ASK_EVERY_MS);
   }
 
   async #ask() {
     const { checkpoints } = await ask(`/api/v1/jobs/${this.#uploadsOf}/checkpoints?fields=id,stored`).catch(() => ({ checkpoints: [] }));
     for (const { id, stored } of checkpoints) if (this.#all.has(id)) this.#all.get(id).stored = stored;
-    this.#asking = 0;
+    this.#refreshTimer = 0;
     this.draw();
   }
 }
@@ -101,7 +101,7 @@ export class Checkpoints {
  * Starts the downloads of all files of a checkpoint with pauses, so that the browser asks only once for permission. The server lists the
  * files, because a sharded checkpoint has parts.
  */
-async function everything(id, menu) {
+async function downloadAll(id, menu) {
   menu.open = false;
   const at = `/api/v1/checkpoints/${encodeURIComponent(id)}`, { files } = await ask(at).catch(() => ({ files: {} }));
   for (const [i, file] of [...Object.keys(files), "MANIFEST.json"].entries()) {

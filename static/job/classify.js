@@ -1,6 +1,6 @@
 // Predictions of a checkpoint for pictures that the reader drops on the page.
 
-import { byId, Problem, sentence, text } from "../page.js";
+import { byId, Problem, errorText, text } from "../page.js";
 import { percent, plural } from "../numbers.js";
 
 const TOP = 5;
@@ -35,13 +35,13 @@ export class Classify {
     const form = new FormData();
     for (const file of files) form.append("picture", file, file.name);
     try {
-      const answer = await fetch(`/api/v1/checkpoints/${encodeURIComponent(this.choice.value)}/predict`, { method: "POST", body: form, headers: { accept: "application/json" } });
-      const content = await answer.json().catch(() => null);
-      if (!answer.ok) throw new Problem(answer.status, content);
+      const response = await fetch(`/api/v1/checkpoints/${encodeURIComponent(this.choice.value)}/predict`, { method: "POST", body: form, headers: { accept: "application/json" } });
+      const content = await response.json().catch(() => null);
+      if (!response.ok) throw new Problem(response.status, content);
       const label = this.choice.selectedOptions[0].textContent;
       this.results.prepend(...await Promise.all(content.predictions.map((p, i) => card(p, files[i], label))));
       text(status, `${plural(files.length, "picture")} classified with ${label}`);
-    } catch (error) { text(status, sentence(error)); }
+    } catch (error) { text(status, errorText(error)); }
   }
 }
 

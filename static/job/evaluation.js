@@ -1,15 +1,15 @@
 // Evaluation of a checkpoint on the validation pictures: scores by class, the confusion matrix, and the pictures of a cell.
 
-import { ask, byId, Problem, sentence, text } from "../page.js";
+import { ask, byId, Problem, errorText, text } from "../page.js";
 import { accuracyOf, count, percent, value } from "../numbers.js";
 import { read, write } from "../address.js";
 import { predicted } from "./pictures.js";
 
 /** Number of pictures shown at first. A button shows more. */
-const SHOWN = 24;
+const FIRST_PICTURES = 24;
 const ASK_AGAIN_MS = 1500;
 /** Number of classes above which the matrix shows only the most confused classes. */
-const MATRIX = 25;
+const MAX_MATRIX_CLASSES = 25;
 
 const make = (tag, words, className) => Object.assign(document.createElement(tag), { textContent: words ?? "", className: className ?? "" });
 
@@ -20,7 +20,7 @@ function tell(doing, secs = "") {
 }
 
 export class Evaluation {
-  #asked = 0;
+  #requests = 0;
 
   constructor(job, checkpoints) {
     Object.assign(this, { job, checkpoints });
@@ -41,20 +41,20 @@ export class Evaluation {
   choose(id) { this.choice.value = id; write({ checkpoint: id }); return this.load(); }
 
   async load() {
-    const mine = ++this.#asked, out = byId("evaluation-out"), began = Date.now();
+    const mine = ++this.#requests, out = byId("evaluation-out"), began = Date.now();
     out.hidden = true;
     text(byId("neighbours-sum"), "");
     if (!this.choice.value) return tell("No checkpoint yet. The first one can be evaluated here.");
-    const found = await this.#answer("evaluation", "Evaluating on the validation pictures …", (doing) => tell(doing, `${Math.round((Date.now() - began) / 1000)} s`));
+    const found = await this.#request("evaluation", "Evaluating on the validation pictures …", (doing) => tell(doing, `${Math.round((Date.now() - began) / 1000)} s`));
     if (found) this.#show(found);
-    else if (mine === this.#asked) tell(byId("evaluation-status").textContent);
+    else if (mine === this.#requests) tell(byId("evaluation-status").textContent);
   }
 
   /** Shows how often the nearest training pictures have the right class. */
   async neighbours() {
     if (!this.choice.value) return;
     const sum = byId("neighbours-sum");
-    const found = await this.#answer("evaluation/neighbours", "Embedding the pictures …", (doing) => text(sum, doing));
+    const found = await this.#request("evaluation/neighbours", "Embedding the pictures …", (doing) => text(sum, doing));
     if (found) text(sum, `${accuracyOf(found.weighted, found.samples, 2)} right by ${found.k} nearest neighbours among ${count(found.gallery)} training pictures; ${percent(found.majority, 2)} without weights`);
   }
 
@@ -62,21 +62,21 @@ export class Evaluation {
    * Requests a result for the chosen checkpoint until it is available. Returns nothing if another checkpoint is chosen meanwhile, or after
    * a problem, which is shown.
    */
-  async #answer(what, doing, say) {
-    const mine = this.#asked;
+  async #request(what, doing, say) {
+    const mine = this.#requests;
     for (;;) {
       say(doing);
       let found;
       try { found = await ask(`/api/v1/jobs/${this.job}/${what}?checkpoint=${encodeURIComponent(this.choice.value)}`); } catch (error) {
-        if (mine !== this.#asked) return null;
-        doing = sentence(error);
+        if (mine !== this.#requests) return null;
+        doing = errorText(error);
         if (error instanceof Problem && error.status !== 503) { say(doing); return null; }
       }
-      if (mine !== this.#asked) return null;
+      if (mine !== this.#requests) return null;
       if (found && !found.detail) return found;
       if (found?.detail) doing = found.detail.replace("; ask again", " …");
       await new Promise((done) => setTimeout(done, ASK_AGAIN_MS));
-      if (mine !== this.#asked) return null;
+      if (mine !== this.#requests) return null;
     }
   }
 
@@ -98,11 +98,11 @@ export class Evaluation {
 
   #matrix({ confusion, classes }, names) {
     let chosen = names.map((_, i) => i);
-    if (chosen.length > MATRIX) {
+    if (chosen.length > MAX_MATRIX_CLASSES) {
       const wrong = (i) => confusion[i].reduce((sum, n, j) => sum + (i === j ? 0 : n + confusion[j][i]), 0);
-      chosen = chosen.toSorted((a, b) => wrong(b) - wrong(a)).slice(0, MATRIX).sort((a, b) => a - b);
+      chosen = chosen.toSorted((a, b) => wrong(b) - wrong(a)).slice(0, MAX_MATRIX_CLASSES).sort((a, b) => a - b);
     }
-    text(byId("matrix-note"), chosen.length < names.length ? `the ${MATRIX} most confused of ${count(names.length)} classes` : "rows: true class, columns: predicted class");
+    text(byId("matrix-note"), chosen.length < names.length ? `the ${MAX_MATRIX_CLASSES} most confused of ${count(names.length)} classes` : "rows: true class, columns: predicted class");
     const table = byId("matrix"), head = make("tr");
     head.append(make("td"), ...chosen.map((j) => Object.assign(make("th", names[j]), { scope: "col", title: names[j] })));
     const rows = chosen.map((i) => {
@@ -142,7 +142,7 @@ export class Evaluation {
     let shown = 0;
     const next = async () => {
       more.hidden = true;
-      const part = entries.slice(shown, shown + SHOWN);
+      const part = entries.slice(shown, shown + FIRST_PICTURES);
       if (!part.length) return box.append(make("p", "None.", "muted"));
       box.setAttribute("aria-busy", "true");
       try {
@@ -152,7 +152,7 @@ export class Evaluation {
         shown += part.length;
         more.hidden = shown >= entries.length;
         more.onclick = next;
-      } catch (error) { if (mine === this.behind) text(byId("behind-note"), sentence(error)); }
+      } catch (error) { if (mine === this.behind) text(byId("behind-note"), errorText(error)); }
       box.removeAttribute("aria-busy");
     };
     await next();

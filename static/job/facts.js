@@ -9,7 +9,7 @@ import { clock, count, percent, plural, rate, standardError, timeOfDay, value } 
 
 const FINAL = ["succeeded", "failed", "cancelled"], ACTIVE = ["starting", "running", "pausing"];
 /** Time without a new step after which the banner reports a running job (or the time of 20 steps, if longer). */
-const QUIET_MS = 15_000;
+const NO_STEP_MS = 15_000;
 /** Time for which a refused action stays in the banner. */
 const REFUSED_MS = 10_000;
 
@@ -25,7 +25,7 @@ const isBare = (job, metrics) => !job.external && !job.step && !job.sparkline?.l
 export const ranksNow = (job) => (isActive(job.state) && job.cause?.code === "fewer_ranks" ? job.cause.ranks : job.ranks);
 
 /** Whether the number of an active job's ranks is known from its reason: without a reason, or with `fewer_ranks`. */
-export const tellsRanks = (job) => !job.cause || job.cause.code === "fewer_ranks";
+export const isRankCountKnown = (job) => !job.cause || job.cause.code === "fewer_ranks";
 
 /**
  * Returns a function that returns the number of pictures in steps 1 to `n`, over all ranks. The same as `pictures_until` in
@@ -41,14 +41,14 @@ export function pictures({ batch, spec: { train, parallel } }) {
 }
 
 /** Formats the reader's time after this number of seconds, with the date if it is another day. */
-function timeIn(now, secs) {
+function timeAfter(now, secs) {
   const at = new Date(now + 1000 * secs);
   return `${at.toDateString() === new Date(now).toDateString() ? "" : `${at.toLocaleDateString()} `}${timeOfDay(at).slice(0, 5)}`;
 }
 
 export class Facts {
   /** Time at which the newest step was received. */
-  #movedAt = Date.now();
+  #lastStepAt = Date.now();
   #step = 0;
   /** `{ place, reason }` while the job waits. */
   queue = null;
@@ -70,13 +70,13 @@ export class Facts {
     // server's step may be ahead.
     const reported = newest && !job.external && newest.attempt >= job.attempt ? newest.lastStep : job.step;
     const step = newest?.exact ? reported : Math.max(reported, job.step);
-    if (step !== this.#step) { this.#step = step; this.#movedAt = now; }
+    if (step !== this.#step) { this.#step = step; this.#lastStepAt = now; }
     const epochs = Math.ceil(total / (job.steps_per_epoch || 1));
     const epoch = job.steps_per_epoch ? Math.min(epochs, Math.floor(Math.max(0, step - 1) / job.steps_per_epoch) + 1) : job.epoch;
     const done = isFinal(job.state);
 
-    fact("epoch", total ? count(step ? epoch : 0) : "–", total ? `of ${count(epochs)}` : "");
-    fact("step", total || job.external ? count(step) : "–", total ? `of ${count(total)}` : "");
+    setFact("epoch", total ? count(step ? epoch : 0) : "–", total ? `of ${count(epochs)}` : "");
+    setFact("step", total || job.external ? count(step) : "–", total ? `of ${count(total)}` : "");
     const bar = byId("progress");
     bar.max = total || 1;
     bar.value = Math.min(step, total);
@@ -84,21 +84,21 @@ export class Facts {
 
     // Without pauses and waiting in the queue.
     if (done && job.ran_secs != null) {
-      label("left", "Ran for");
-      fact("left", clock(job.ran_secs), "");
+      setLabel("left", "Ran for");
+      setFact("left", clock(job.ran_secs), "");
     } else {
-      label("left", "Left");
+      setLabel("left", "Left");
       const left = job.state === "running" ? job.eta_secs : null;
-      fact("left", left === null ? "–" : clock(left), left > 60 ? `until ${timeIn(now, left)}` : "");
+      setFact("left", left === null ? "–" : clock(left), left > 60 ? `until ${timeAfter(now, left)}` : "");
     }
     const speed = job.images_per_second;
-    fact("speed", speed ? rate(speed) : "–", speed && this.#ranksNow > 1 ? `${rate(speed / this.#ranksNow)} per rank` : "");
+    setFact("speed", speed ? rate(speed) : "–", speed && this.#ranksNow > 1 ? `${rate(speed / this.#ranksNow)} per rank` : "");
     const last = loss && Number.isFinite(loss.lastValue) ? loss.lastValue : job.last.loss;
-    fact("loss", last == null ? "–" : value(last), "");
+    setFact("loss", last == null ? "–" : value(last), "");
     byId("loss").title = last == null ? "" : String(last);
 
     const [measured, best] = this.#accuracy();
-    fact("accuracy", measured == null ? "–" : percent(measured) + standardError(measured, job.last.val_pictures), best ? bestWords(best, this.checkpoints.best) : "");
+    setFact("accuracy", measured == null ? "–" : percent(measured) + standardError(measured, job.last.val_pictures), best ? bestWords(best, this.checkpoints.best) : "");
     // Says if the best epoch has no checkpoint, so that the best checkpoint is from another epoch.
     const lost = best && this.checkpoints.size > 0 && !this.checkpoints.has(best.step);
     byId("best-note").hidden = !lost;
@@ -107,7 +107,7 @@ export class Facts {
     byId("wait").closest("div").hidden = this.#ranksNow === 1;
     const wait = this.ranks.waitShare();
     const { train, parallel } = job.spec, stages = parallel.pipeline ?? 1;
-    fact("wait", Number.isFinite(wait) ? percent(wait) : "–", stages > 1 ? `bubble ${percent((stages - 1) / (train.accumulate + stages - 1))}` : "");
+    setFact("wait", Number.isFinite(wait) ? percent(wait) : "–", stages > 1 ? `bubble ${percent((stages - 1) / (train.accumulate + stages - 1))}` : "");
 
     const cards = byId("cards");
     cards.classList.toggle("bare", isBare(job, metrics));
@@ -167,13 +167,13 @@ export class Facts {
     return (isActive(job.state) && this.metrics.ranksIn(job.attempt)) || ranksNow(job);
   }
 
-  #refused() {
+  #refusalBanner() {
     if (this.#refusal?.state !== this.job.state) return null;
     return { tone: "bad", what: "The action failed.", why: this.#refusal.why };
   }
 
   #banner(now, step) {
-    const found = this.#refused() ?? this.#trouble(now, step), band = byId("banner");
+    const found = this.#refusalBanner() ?? this.#findProblem(now, step), band = byId("banner");
     band.hidden = !found;
     if (!found) return say(byId("banner-status"), "");
     const { tone, what, why, link = ["#panels", "Log"] } = found;
@@ -190,35 +190,35 @@ export class Facts {
    * Describes the job's place in the queue, and the current reason for waiting. The job's own reason may be why its last attempt ended.
    * The same as `waiting` in web/src/job.rs.
    */
-  #waiting(reason) {
+  #waitingBanner(reason) {
     const { queue, job } = this, now = queue?.reason?.words, again = job.state === "restarting";
     if (!queue && !reason && !again) return null;
     const why = now && reason && now !== reason && job.attempt ? `${now}. Before: ${reason}` : now ?? reason;
     return { tone: "warn", what: `${again ? "Starting again" : "Waiting"}${queue ? `, number ${queue.place} in the queue` : ""}.`, why, link: ["/queue", "Queue"] };
   }
 
-  #trouble(now, step) {
+  #findProblem(now, step) {
     const { job, ranks } = this, reason = job.reason ?? "";
     if (job.unreadable) return { tone: "warn", what: "Not all of this job can be read.", why: unreadable(job, reason) };
     switch (job.state) {
       case "failed": return { tone: "bad", what: "The job failed.", why: reason };
       case "lost": return { tone: "warn", what: "Its machine is silent.", why: reason, link: ["/machines", "Machines"] };
       case "queued":
-      case "restarting": return this.#waiting(reason);
+      case "restarting": return this.#waitingBanner(reason);
       case "running": break;
       case "succeeded": return job.cause?.code === "stopped_early" ? { tone: "warn", what: "Stopped early.", why: job.cause.detail, link: ["#cp-title", "Checkpoints"] } : null;
       case "paused": return { tone: "warn", what: reason ? `${reason[0].toUpperCase()}${reason.slice(1)}.` : "Paused.", why: reason ? "" : "The checkpoint is kept; Resume continues from it.", link: ["#cp-title", "Checkpoints"] };
       default: return null;
     }
     const stepMs = this.metrics.of("step_ms").recent(50) || 0;
-    const quiet = now - this.#movedAt;
+    const quiet = now - this.#lastStepAt;
     const busy = [...Array(this.#ranksNow).keys()].some((r) => ["evaluating", "checkpointing", "starting"].includes(ranks.reportOf(r)?.status));
-    if (this.live && !job.external && !busy && step < job.total_steps && quiet > Math.max(QUIET_MS, 20 * stepMs)) {
+    if (this.live && !job.external && !busy && step < job.total_steps && quiet > Math.max(NO_STEP_MS, 20 * stepMs)) {
       const reports = [...Array(this.#ranksNow).keys()].map((r) => ({ rank: r, step: this.metrics.of("loss", r).last?.lastStep ?? 0 }));
       const behind = reports.reduce((a, b) => (b.step < a.step ? b : a));
-      const one = reports.some((r) => r.step > behind.step);
-      return { tone: "warn", what: `${one ? `Rank ${behind.rank} has not moved` : "No rank has moved"} for ${clock(quiet / 1000)}.`,
-        why: `${one ? "The others wait for it in all-reduce; its" : "The"} last step is ${count(behind.step)}. After ${plural(job.spec.recovery.stall_timeout_secs, "second")} without progress the job starts again.`, link: ["#ranks-title", "Ranks"] };
+      const hasOthersAhead = reports.some((r) => r.step > behind.step);
+      return { tone: "warn", what: `${hasOthersAhead ? `Rank ${behind.rank} has not moved` : "No rank has moved"} for ${clock(quiet / 1000)}.`,
+        why: `${hasOthersAhead ? "The others wait for it in all-reduce; its" : "The"} last step is ${count(behind.step)}. After ${plural(job.spec.recovery.stall_timeout_secs, "second")} without progress the job starts again.`, link: ["#ranks-title", "Ranks"] };
     }
     const slow = ranks.slow();
     return slow && { tone: "warn", what: `Rank ${slow.rank} is ${percent(slow.share, 0)} slower since step ${count(slow.since)}.`, why: slow.cause, link: ["#ranks-title", "Ranks"] };
@@ -235,11 +235,11 @@ function unreadable({ unreadable: flaw, state, finished_at }, reason) {
   return state === "failed" ? `${shown} The job failed: ${reason}` : shown;
 }
 
-function fact(id, main, more) {
+function setFact(id, main, more) {
   text(byId(id), main);
   text(byId(`${id}-more`), more);
 }
 
-function label(id, words) {
+function setLabel(id, words) {
   text(byId(id).closest("div").querySelector("dt"), words);
 }

@@ -1,15 +1,15 @@
 // Histograms of weights and gradients: a layer over the steps as a heat map, and all layers at a step as a table.
 
-import { ask, byId, press, say, sentence, text } from "../page.js";
+import { ask, byId, press, say, errorText, text } from "../page.js";
 import { count, plural } from "../numbers.js";
 import { read, write } from "../address.js";
 import { Heat } from "../chart/heat.js";
 import { short } from "./names.js";
 
 /** Pause between requests while the job trains. */
-const AGAIN_MS = 3000;
+const RELOAD_INTERVAL_MS = 3000;
 /** Maximum number of steps that the server keeps. The same as in protocol/src/limits.rs. */
-const KEPT = 200;
+const MAX_STEPS = 200;
 /** Number of table rows that are drawn at once. */
 const ROWS = 100;
 const SVG = "http://www.w3.org/2000/svg";
@@ -30,7 +30,7 @@ export function quantile({ min, max, counts }, share) {
 export class Histograms {
   #opened = false;
   #timer = 0;
-  #asked = 0;
+  #requests = 0;
   #step = null;
   /** Whether new steps have arrived while the panel was hidden. */
   #behind = false;
@@ -41,7 +41,7 @@ export class Histograms {
 
   constructor(job) {
     this.job = job;
-    this.heat = new Heat(byId("histogram-chart"), (at) => this.#at(at), number);
+    this.heat = new Heat(byId("histogram-chart"), (at) => this.#showStep(at), number);
     const buttons = [...document.querySelectorAll("button[data-values]")];
     press(buttons, buttons.find((b) => b.dataset.values === this.kind));
     for (const button of buttons) button.addEventListener("click", () => {
@@ -62,7 +62,7 @@ export class Histograms {
   more() {
     if (!this.#opened) return;
     if (byId("histograms-panel").hidden) { this.#behind = true; return; }
-    this.#timer ||= setTimeout(() => { this.#timer = 0; this.#load(); }, AGAIN_MS);
+    this.#timer ||= setTimeout(() => { this.#timer = 0; this.#load(); }, RELOAD_INTERVAL_MS);
   }
 
   /** Shows the steps that arrived while the panel was hidden. */
@@ -81,30 +81,30 @@ export class Histograms {
   #get(query) { return ask(`/api/v1/jobs/${this.job}/histograms?kind=${this.kind}${query}`); }
 
   async #load() {
-    const mine = ++this.#asked;
+    const mine = ++this.#requests;
     try {
       const { steps, layers } = await this.#get("");
-      if (mine !== this.#asked) return;
+      if (mine !== this.#requests) return;
       const names = layers.map((layer) => layer.name);
       if (!names.includes(this.layer)) this.layer = names[0] ?? "";
       byId("histogram-layer").replaceChildren(...names.map((name) => new Option(name, name, false, name === this.layer)));
-      this.#tell(names.length ? `${plural(names.length, "layer")} at ${plural(steps.length, "step")}${steps.length < KEPT ? "" : ", the largest number that is kept, spread evenly over the run"}` : steps.length ? `There are no histograms of ${this.kind}s.` : "None yet: a job has histograms if log.histograms is set.");
+      this.#setStatus(names.length ? `${plural(names.length, "layer")} at ${plural(steps.length, "step")}${steps.length < MAX_STEPS ? "" : ", the largest number that is kept, spread evenly over the run"}` : steps.length ? `There are no histograms of ${this.kind}s.` : "None yet: a job has histograms if log.histograms is set.");
       const { histograms } = this.layer ? await this.#get(`&layer=${encodeURIComponent(this.layer)}`) : { histograms: [] };
-      if (mine !== this.#asked) return;
+      if (mine !== this.#requests) return;
       this.heat.show(`${this.kind === "weight" ? "Weights" : "Gradients"} of ${this.layer}`, histograms);
       if (!steps.includes(this.#step) || this.follows) this.#step = steps.at(-1) ?? null;
       await this.#table(mine);
-    } catch (error) { this.#tell(sentence(error)); }
+    } catch (error) { this.#setStatus(errorText(error)); }
   }
 
   /** Sets the status without announcing every new step to a screen reader. */
-  #tell(words) {
+  #setStatus(words) {
     text(byId("histogram-status"), words);
     say(byId("histogram-said"), words);
   }
 
   /** Shows the step to which the reader has moved in the heat map. */
-  #at(histogram) {
+  #showStep(histogram) {
     if (!histogram) return text(byId("histogram-at"), "Move over the picture, or use the arrow keys in it, to read a step and show it in the table below.");
     const { step, attempt, min, max, counts } = histogram, all = counts.reduce((a, b) => a + b, 0);
     text(byId("histogram-at"), `step ${count(step)}, attempt ${attempt}: ${plural(all, "value")} from ${number(min)} to ${number(max)}, median ${number(quantile(histogram, 0.5))}, nine of ten from ${number(quantile(histogram, 0.05))} to ${number(quantile(histogram, 0.95))}`);
@@ -113,18 +113,18 @@ export class Histograms {
     this.#step = step;
     this.follows = histogram === this.heat.newest;
     clearTimeout(this.soon);
-    this.soon = setTimeout(() => this.#table(this.#asked), 150);
+    this.soon = setTimeout(() => this.#table(this.#requests), 150);
   }
 
   async #table(mine) {
     const step = this.#step;
     if (step === null) return;
     const { histograms } = await this.#get(`&step=${step}`);
-    if (mine !== this.#asked || step !== this.#step) return;
+    if (mine !== this.#requests || step !== this.#step) return;
     text(byId("histogram-title"), `Every layer at step ${count(step)}`);
     const rows = histograms.map((h) => this.#row(h)), later = rows.splice(ROWS);
     byId("histogram-rows").replaceChildren(...rows);
-    if (later.length) requestAnimationFrame(() => { if (mine === this.#asked) byId("histogram-rows").append(...later); });
+    if (later.length) requestAnimationFrame(() => { if (mine === this.#requests) byId("histogram-rows").append(...later); });
   }
 
   #row(histogram) {

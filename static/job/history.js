@@ -9,12 +9,12 @@ const short = (id) => id.slice(id.indexOf("-") + 1);
 const from = (id) => (id ? `from checkpoint ${short(id)}` : "from the start");
 
 /** Returns title and description of an entry. */
-function described(entry) {
+function describe(entry) {
   switch (entry.what) {
     case "submitted": return ["Submitted"];
     case "forked": return ["Forked", from(entry.checkpoint)];
     case "started": return [`Attempt ${entry.attempt} started`, `${from(entry.checkpoint)}${entry.agents.length ? ` on ${entry.agents.join(", ")}` : ""}${entry.reason ? `; ${entry.reason.words}` : ""}`];
-    case "ended": return [`Attempt ${entry.attempt} ${entry.state}`, ended(entry)];
+    case "ended": return [`Attempt ${entry.attempt} ${entry.state}`, describeEnd(entry)];
     case "pause_requested": return ["Pause requested"];
     case "cancel_requested": return ["Cancel requested"];
     case "failed": return ["Failed", entry.reason?.words];
@@ -24,7 +24,7 @@ function described(entry) {
   }
 }
 
-function ended({ reason, rank, step, state, next_checkpoint }) {
+function describeEnd({ reason, rank, step, state, next_checkpoint }) {
   const parts = [];
   if (reason) parts.push(reason.words);
   if (rank != null && !reason?.words.includes(`rank ${rank}`)) parts.push(`rank ${rank}`);
@@ -34,8 +34,8 @@ function ended({ reason, rank, step, state, next_checkpoint }) {
 }
 
 export class History {
-  #asked = 0;
-  #seen = false;
+  #requests = 0;
+  #isLoaded = false;
   /** For each attempt, the reason why the previous attempt ended. Charts show it at the start of the attempt. */
   reasons = new Map();
   /** `{ place, reason }` while the job waits. */
@@ -46,14 +46,14 @@ export class History {
 
   /** Reads the history again after a change of the job's state. */
   async load() {
-    const mine = ++this.#asked, history = await ask(`/api/v1/jobs/${this.job}/history`);
-    for (let next = history.next_cursor; next && mine === this.#asked;) {
+    const mine = ++this.#requests, history = await ask(`/api/v1/jobs/${this.job}/history`);
+    for (let next = history.next_cursor; next && mine === this.#requests;) {
       const more = await ask(`/api/v1/jobs/${this.job}/history?cursor=${encodeURIComponent(next)}`);
       history.entries.push(...more.entries);
       next = more.next_cursor;
     }
-    if (mine !== this.#asked) return;
-    this.#seen = true;
+    if (mine !== this.#requests) return;
+    this.#isLoaded = true;
     this.queue = history.queue;
     this.reasons = new Map(history.entries.filter((e) => e.what === "ended").map((e) => [e.attempt + 1, e.state === "paused" ? "a pause on request" : e.reason?.words ?? e.state]));
     byId("history-rows").replaceChildren(...history.entries.map(row));
@@ -61,13 +61,13 @@ export class History {
     this.changed();
   }
 
-  get known() { return this.#seen; }
+  get known() { return this.#isLoaded; }
 
   #relatives({ parent, forks }) {
     const box = byId("lineage"), relative = ({ job, name, state, checkpoint, who, at }) => {
       const label = name ?? "a job that was deleted";
       return make("li", {}, name == null ? make("span", { className: "muted", textContent: label }) : make("a", { href: `/jobs/${job}`, textContent: label, title: label }),
-        state ? Object.assign(make("span", { className: "pill", textContent: state }), {}) : "", make("span", { className: "small", textContent: `${from(checkpoint)}${who ? ` by ${who}` : ""}` }), at ? moment(at) : "");
+        state ? Object.assign(make("span", { className: "pill", textContent: state }), {}) : "", make("span", { className: "small", textContent: `${from(checkpoint)}${who ? ` by ${who}` : ""}` }), at ? timeNode(at) : "");
     };
     box.hidden = !parent && !forks.length;
     const list = (title, all) => (all.length ? [make("h3", { textContent: title }), make("ul", {}, ...all.map(relative))] : []);
@@ -78,18 +78,18 @@ export class History {
   }
 }
 
-function moment(at) {
+function timeNode(at) {
   const day = new Date(at), today = day.toDateString() === new Date().toDateString();
   return make("time", { dateTime: at, title: at, textContent: `${today ? "" : `${day.toLocaleDateString()} `}${timeOfDay(at).slice(0, 8)}` });
 }
 
 function row(entry, i, all) {
-  const [title, words] = described(entry), at = new Date(entry.at), line = make("li", {});
+  const [title, words] = describe(entry), at = new Date(entry.at), line = make("li", {});
   line.dataset.what = entry.what;
   if (entry.attempt) line.dataset.attempt = entry.attempt;
   if (entry.state) line.dataset.state = entry.state;
   if (entry.reason) line.dataset.code = entry.reason.code;
-  const time = moment(entry.at);
+  const time = timeNode(entry.at);
   const what = make("div", {}, make("b", { textContent: title }));
   if (entry.who) what.append(make("span", { className: "small", textContent: ` by ${entry.who}` }));
   if (entry.what === "ended") {

@@ -7,14 +7,14 @@ import { count, plural, timeOfDay } from "../numbers.js";
 import { colourOf } from "./ranks.js";
 
 /** Maximum number of lines on the page. Other lines are read when the reader scrolls. */
-const KEEP = 1000;
+const MAX_LINES = 1000;
 /** Number of events per request. */
 const PART = 400;
 /** Number of found lines that fill the panel. */
-const SCREEN = 25;
+const MIN_FOUND_LINES = 25;
 /** Words of lines that are marked as warnings, and as errors. */
-const LOUD = /\b(warn(ing)?|retry|slow|skipped|stalled)\b/i;
-const BAD = /\b(error|failed|panicked|killed|fatal)\b/i;
+const WARNING = /\b(warn(ing)?|retry|slow|skipped|stalled)\b/i;
+const ERROR = /\b(error|failed|panicked|killed|fatal)\b/i;
 
 export class Log {
   /** By attempt and rank, the highest number of a received line. */
@@ -23,16 +23,16 @@ export class Log {
   #frame = 0;
   #unread = 0;
   #total = 0;
-  #asked = 0;
+  #requests = 0;
   /** Whether the log has older and newer lines than the shown lines, and whether a request is open. */
-  #older = false;
-  #newer = false;
+  #hasOlder = false;
+  #hasNewer = false;
   #reading = false;
   #lastTop = 0;
   /** Number of the newest event whose lines are not shown because the reader has scrolled up. */
   #heldSeq = 0;
   /** While searching: the cursor of older lines that have not been searched. */
-  #from = null;
+  #cursor = null;
 
   constructor(job) {
     this.job = job;
@@ -80,12 +80,12 @@ export class Log {
   }
 
   async #ask(query) {
-    const mine = ++this.#asked;
+    const mine = ++this.#requests;
     this.#reading = true;
     try {
-      const answer = await ask(`/api/v1/jobs/${this.job}/logs?${this.#filter(query)}`);
-      return mine === this.#asked ? answer : null;
-    } finally { if (mine === this.#asked) this.#reading = false; }
+      const response = await ask(`/api/v1/jobs/${this.job}/logs?${this.#filter(query)}`);
+      return mine === this.#requests ? response : null;
+    } finally { if (mine === this.#requests) this.#reading = false; }
   }
 
   /** Shows the line that the page's URL names, or the newest lines. */
@@ -95,8 +95,8 @@ export class Log {
     const [seq, attempt, rank, number] = line;
     const [before, after] = await Promise.all([ask(`/api/v1/jobs/${this.job}/logs?${this.#filter({ sort: "-seq", limit: PART, before: seq })}`), ask(`/api/v1/jobs/${this.job}/logs?${this.#filter({ after: seq - 1, limit: PART })}`)]);
     this.follow.checked = false;
-    this.#from = before.next_cursor;
-    this.#fresh([...before.lines.reverse(), ...after.lines], before.next_cursor !== null, after.next_cursor !== null);
+    this.#cursor = before.next_cursor;
+    this.#replaceLines([...before.lines.reverse(), ...after.lines], before.next_cursor !== null, after.next_cursor !== null);
     const found = [...this.box.children].find((row) => row.dataset.at === `${seq}.${attempt}.${rank}.${number}`);
     found?.classList.add("marked");
     found?.scrollIntoView({ block: "center" });
@@ -108,15 +108,15 @@ export class Log {
     this.#seen.clear();
     this.#heldSeq = 0;
     if (this.follow.checked) return this.toNewest();
-    this.#newer = true;
-    this.#note();
+    this.#hasNewer = true;
+    this.#drawNote();
   }
 
   async toNewest() {
-    const answer = await this.#ask({ sort: "-seq", limit: this.#searching ? PART : KEEP });
-    if (!answer) return;
-    this.#from = answer.next_cursor;
-    this.#fresh(answer.lines.reverse(), answer.next_cursor !== null, false);
+    const response = await this.#ask({ sort: "-seq", limit: this.#searching ? PART : MAX_LINES });
+    if (!response) return;
+    this.#cursor = response.next_cursor;
+    this.#replaceLines(response.lines.reverse(), response.next_cursor !== null, false);
     if (!this.follow.checked && read("line") === "") this.follow.checked = true;
     this.#toEnd();
     if (this.#searching) await this.#searchOn();
@@ -124,24 +124,24 @@ export class Log {
 
   /** Searches until the panel is full or the log's beginning is reached. The server searches for about a second per request. */
   async #searchOn() {
-    while (this.#searching && this.#older && this.box.querySelectorAll("[data-at]").length < SCREEN) {
-      if (await this.#before(true)) continue;
+    while (this.#searching && this.#hasOlder && this.box.querySelectorAll("[data-at]").length < MIN_FOUND_LINES) {
+      if (await this.#loadOlder(true)) continue;
       if (!this.#reading) return;
       await new Promise((done) => setTimeout(done, 50));
     }
   }
 
-  #fresh(lines, older, newer) {
+  #replaceLines(lines, older, newer) {
     this.#pending = [];
     this.#unread = 0;
     this.#total = lines.length;
     this.#heldSeq = 0;
     const from = firstShown(lines);
-    this.#older = older || from > 0;
-    this.#newer = newer;
+    this.#hasOlder = older || from > 0;
+    this.#hasNewer = newer;
     for (const line of lines) this.#markSeen(line);
     this.box.replaceChildren(...lines.slice(from).map(row));
-    this.#note();
+    this.#drawNote();
     performance.mark("log shown");
   }
 
@@ -161,26 +161,26 @@ export class Log {
       if (!q || line.text.toLowerCase().includes(q)) this.#pending.push({ seq, attempt, rank, ...line });
     }
     // A hidden page draws no lines: only the newest are kept until the page is visible again.
-    if (this.#pending.length > 4 * KEEP) this.#drop();
+    if (this.#pending.length > 4 * MAX_LINES) this.#drop();
     this.#frame ||= requestAnimationFrame(() => { this.#frame = 0; this.#flush(); });
   }
 
-  #drop() { this.#total += this.#pending.length - KEEP; this.#pending = this.#pending.slice(-KEEP); this.#older = true; }
+  #drop() { this.#total += this.#pending.length - MAX_LINES; this.#pending = this.#pending.slice(-MAX_LINES); this.#hasOlder = true; }
 
   #flush() {
     const lines = this.#pending.splice(0);
-    if (!lines.length) return this.#note();
+    if (!lines.length) return this.#drawNote();
     this.#total += lines.length;
     // If the reader has scrolled up, newer lines are read when the reader scrolls to them.
     if (!this.follow.checked) {
       this.#unread += lines.length;
-      this.#newer = true;
+      this.#hasNewer = true;
       this.#heldSeq = lines.at(-1).seq;
-      return this.#note();
+      return this.#drawNote();
     }
     this.box.querySelector(".none")?.remove();
     const rows = document.createDocumentFragment();
-    for (const line of lines.slice(-KEEP)) rows.append(row(line));
+    for (const line of lines.slice(-MAX_LINES)) rows.append(row(line));
     this.box.append(rows);
     this.#trim("first");
     this.#toEnd();
@@ -188,9 +188,9 @@ export class Log {
 
   /** Removes lines beyond the maximum, from the `first` or the `last` line on. */
   #trim(end) {
-    while (this.box.childElementCount > KEEP) {
+    while (this.box.childElementCount > MAX_LINES) {
       this.box[`${end}ElementChild`].remove();
-      if (end === "first") this.#older = true; else this.#newer = true;
+      if (end === "first") this.#hasOlder = true; else this.#hasNewer = true;
     }
   }
 
@@ -198,7 +198,7 @@ export class Log {
     this.#unread = 0;
     this.box.scrollTop = this.box.scrollHeight;
     this.#lastTop = this.box.scrollTop;
-    this.#note();
+    this.#drawNote();
   }
 
   /** Number of pixels that can be scrolled down. */
@@ -207,54 +207,54 @@ export class Log {
   #scrolled() {
     const { box } = this, below = this.#below;
     if (below >= 24 && box.scrollTop < this.#lastTop) this.follow.checked = false;
-    else if (below < 24 && !this.#newer && !this.follow.checked) { this.follow.checked = true; this.#unread = 0; }
+    else if (below < 24 && !this.#hasNewer && !this.follow.checked) { this.follow.checked = true; this.#unread = 0; }
     this.#lastTop = box.scrollTop;
-    if (box.scrollTop < 400 && this.#older) this.#before();
-    else if (below < 400 && this.#newer) this.#behind();
-    this.#note();
+    if (box.scrollTop < 400 && this.#hasOlder) this.#loadOlder();
+    else if (below < 400 && this.#hasNewer) this.#loadNewer();
+    this.#drawNote();
   }
 
   /** Reads older lines. `held`: the log follows its end even so. Returns whether lines were read. */
-  async #before(held = false) {
+  async #loadOlder(held = false) {
     if (this.#reading) return false;
     const first = this.box.querySelector("p[data-at]"), seq = Number(first?.dataset.at.split(".")[0]);
-    const place = this.#searching ? { cursor: this.#from } : { before: seq };
+    const place = this.#searching ? { cursor: this.#cursor } : { before: seq };
     if (!Object.values(place)[0]) return false;
-    const answer = await this.#ask({ sort: "-seq", limit: PART, ...place }).catch(() => null);
-    if (!answer) return false;
-    answer.lines.reverse();
-    this.#from = answer.next_cursor;
-    this.#older = answer.next_cursor !== null;
+    const response = await this.#ask({ sort: "-seq", limit: PART, ...place }).catch(() => null);
+    if (!response) return false;
+    response.lines.reverse();
+    this.#cursor = response.next_cursor;
+    this.#hasOlder = response.next_cursor !== null;
     const height = this.box.scrollHeight;
-    if (answer.lines.length) this.box.querySelector(".none")?.remove();
-    this.box.prepend(...answer.lines.map(row));
+    if (response.lines.length) this.box.querySelector(".none")?.remove();
+    this.box.prepend(...response.lines.map(row));
     if (held && this.follow.checked) this.#toEnd();
     else {
       this.box.scrollTop += this.box.scrollHeight - height;
       this.#trim("last");
       this.follow.checked = false;
     }
-    this.#note();
+    this.#drawNote();
     return true;
   }
 
-  async #behind() {
+  async #loadNewer() {
     if (this.#reading) return;
     const last = this.box.lastElementChild, seq = Number(last?.dataset.at?.split(".")[0]);
     if (!seq) return;
-    const answer = await this.#ask({ after: seq, limit: PART }).catch(() => null);
-    if (!answer) return;
+    const response = await this.#ask({ after: seq, limit: PART }).catch(() => null);
+    if (!response) return;
     // Counts lines that arrived meanwhile as unread, because the response may lack them.
     this.#flush();
-    this.#newer = answer.next_cursor !== null || this.#heldSeq > (answer.lines.at(-1)?.seq ?? seq);
-    if (!this.#newer) this.#unread = 0;
-    this.box.append(...answer.lines.map(row));
+    this.#hasNewer = response.next_cursor !== null || this.#heldSeq > (response.lines.at(-1)?.seq ?? seq);
+    if (!this.#hasNewer) this.#unread = 0;
+    this.box.append(...response.lines.map(row));
     const top = this.box.scrollTop, height = this.box.scrollHeight;
     this.#trim("first");
     this.box.scrollTop = top - (height - this.box.scrollHeight);
-    this.#note();
+    this.#drawNote();
     // If the lines do not fill the panel, no scrolling would read the rest.
-    if (this.#newer && answer.next_cursor === null && answer.lines.length && this.#below < 400) await this.#behind();
+    if (this.#hasNewer && response.next_cursor === null && response.lines.length && this.#below < 400) await this.#loadNewer();
   }
 
   /** Writes this line into the page's URL. */
@@ -264,23 +264,23 @@ export class Log {
     write({ line: line.dataset.at, tab: "" });
   }
 
-  #note() {
+  #drawNote() {
     this.newest.hidden = this.follow.checked;
     if (!this.box.childElementCount) {
       this.box.append(Object.assign(document.createElement("p"), { className: "none" }));
     }
     const none = this.box.querySelector(".none");
-    if (none) text(none, !this.#searching ? "No line yet. Ranks write here as soon as they start." : this.#older ? "Searching older lines …" : "No line matches.");
+    if (none) text(none, !this.#searching ? "No line yet. Ranks write here as soon as they start." : this.#hasOlder ? "Searching older lines …" : "No line matches.");
     text(byId("log-note"), this.#unread ? `held still, ${plural(this.#unread, "new line")}`
-      : this.#searching ? `${plural(this.box.querySelectorAll("[data-at]").length, "line")} found${this.#older ? ", older lines not searched yet" : ""}`
-      : this.#older ? `${plural(this.box.childElementCount, "line")}, older lines above` : this.#total ? plural(this.#total, "line") : "");
+      : this.#searching ? `${plural(this.box.querySelectorAll("[data-at]").length, "line")} found${this.#hasOlder ? ", older lines not searched yet" : ""}`
+      : this.#hasOlder ? `${plural(this.box.childElementCount, "line")}, older lines above` : this.#total ? plural(this.#total, "line") : "");
     this.box.dataset.lines = this.#total;
   }
 }
 
-/** Returns the index of the first line to show: about the newest `KEEP`, but from the first line of an event, because older lines are read by events. */
+/** Returns the index of the first line to show: about the newest `MAX_LINES`, but from the first line of an event, because older lines are read by events. */
 function firstShown(lines) {
-  let from = Math.max(0, lines.length - KEEP);
+  let from = Math.max(0, lines.length - MAX_LINES);
   while (from > 0 && from + 1 < lines.length && lines[from].seq === lines[from - 1].seq) from++;
   return from;
 }
@@ -296,7 +296,7 @@ function row({ seq, attempt, rank, number, at, text: words }) {
   who.title = `attempt ${attempt}, line ${number}`;
   who.className = `of-${colourOf(rank)}`;
   what.textContent = words;
-  if (BAD.test(words)) line.className = "bad"; else if (LOUD.test(words)) line.className = "loud";
+  if (ERROR.test(words)) line.className = "bad"; else if (WARNING.test(words)) line.className = "loud";
   line.append(time, who, what);
   return line;
 }

@@ -25,25 +25,25 @@ export function inMesh(rank, plan, ranks) {
   return words;
 }
 
-const drawn = (name, attributes) => {
+const createSvg = (name, attributes) => {
   const node = document.createElementNS(SVG, name);
   for (const [key, v] of Object.entries(attributes)) node.setAttribute(key, v);
   return node;
 };
-const made = (name, className, content = "") => Object.assign(document.createElement(name), { className, textContent: content });
+const createNode = (name, className, content = "") => Object.assign(document.createElement(name), { className, textContent: content });
 
 /** Returns a square that shows the rank's share of the rows as a part of the height, and its share of the layers as a part of the width. */
 function square(rank, plan, ranks) {
-  const { height = 1, model = 1 } = plan, { row, part } = place(rank, plan, ranks), cell = made("span", "mesh-rank");
-  const picture = drawn("svg", { viewBox: `0 0 ${SIDE} ${SIDE}`, width: SIDE, height: SIDE, "aria-hidden": "true" });
+  const { height = 1, model = 1 } = plan, { row, part } = place(rank, plan, ranks), cell = createNode("span", "mesh-rank");
+  const picture = createSvg("svg", { viewBox: `0 0 ${SIDE} ${SIDE}`, width: SIDE, height: SIDE, "aria-hidden": "true" });
   picture.append(
-    drawn("rect", { class: "all", x: 0.5, y: 0.5, width: SIDE - 1, height: SIDE - 1 }),
-    drawn("rect", { class: "own", x: (SIDE * part) / model, y: (SIDE * row) / height, width: SIDE / model, height: SIDE / height }),
+    createSvg("rect", { class: "all", x: 0.5, y: 0.5, width: SIDE - 1, height: SIDE - 1 }),
+    createSvg("rect", { class: "own", x: (SIDE * part) / model, y: (SIDE * row) / height, width: SIDE / model, height: SIDE / height }),
   );
   cell.title = [`rank ${rank}`, ...inMesh(rank, plan, ranks)].join(" · ");
   cell.setAttribute("role", "img");
   cell.setAttribute("aria-label", cell.title);
-  cell.append(picture, made("small", "", String(rank)));
+  cell.append(picture, createNode("small", "", String(rank)));
   return cell;
 }
 
@@ -52,10 +52,10 @@ export function drawMesh(list, plan) {
   const { pipeline = 1, data, height = 1, model = 1, later_stages: later = [] } = plan, of_copy = height * model;
   const ranks = pipeline * data * of_copy, copies = Math.min(data, Math.max(1, Math.floor(MAX_RANKS / (pipeline * of_copy))));
   list.replaceChildren(...Array.from({ length: pipeline }, (_, stage) => {
-    const item = made("li", ""), rows = made("div", "mesh-copies");
-    if (pipeline > 1) item.append(made("b", "", `stage ${stage}`), made("small", "", stage ? `from ${later[stage - 1] ?? "?"}` : "from the pictures"));
+    const item = createNode("li", ""), rows = createNode("div", "mesh-copies");
+    if (pipeline > 1) item.append(createNode("b", "", `stage ${stage}`), createNode("small", "", stage ? `from ${later[stage - 1] ?? "?"}` : "from the pictures"));
     for (let copy = 0; copy < copies; copy++) {
-      const group = made("div", "mesh-copy"), first = (stage * data + copy) * of_copy;
+      const group = createNode("div", "mesh-copy"), first = (stage * data + copy) * of_copy;
       group.style.gridTemplateColumns = `repeat(${model}, auto)`;
       group.append(...Array.from({ length: of_copy }, (_, at) => square(first + at, plan, ranks)));
       rows.append(group);

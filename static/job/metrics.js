@@ -2,7 +2,7 @@
 
 import { ask } from "../page.js";
 import { MeanSeries, Series } from "../chart/series.js";
-import { isActive, ranksNow, tellsRanks } from "./facts.js";
+import { isActive, ranksNow, isRankCountKnown } from "./facts.js";
 
 /** Metrics that the page always reads, besides `GPU`, with the first chart's metric first. For `MEANS`, the mean over ranks is kept, too. */
 const NAMES = ["loss", "accuracy", "step_ms", "data_ms", "all_reduce_ms", "val_accuracy"];
@@ -22,7 +22,7 @@ export class Metrics {
   /** The newest attempt with a point. */
   attempt = 0;
   /** Events since the newest request for a zoomed part, which the response may lack; null if no request is open. */
-  #since = null;
+  #newEvents = null;
 
   /** `points(name)`: the number of buckets to request. */
   constructor(job, ranks, points) {
@@ -46,7 +46,7 @@ export class Metrics {
 
   /** Stores the number of ranks of the active attempt. Later, the job's reason may no longer contain the number. */
   follow(job) {
-    if (isActive(job.state) && tellsRanks(job)) this.#ranksIn.set(job.attempt, Math.min(this.#ranksIn.get(job.attempt) ?? Infinity, ranksNow(job)));
+    if (isActive(job.state) && isRankCountKnown(job)) this.#ranksIn.set(job.attempt, Math.min(this.#ranksIn.get(job.attempt) ?? Infinity, ranksNow(job)));
   }
 
   /** Returns the number of ranks of an attempt that was active while this page was open, otherwise undefined. */
@@ -71,25 +71,25 @@ export class Metrics {
     let reading = this.#reading.get(name);
     if (!reading) {
       this.#reading.set(name, reading = { events: [] });
-      const isStill = () => this.#reading.get(name) === reading;
-      reading.done = this.#read(name, first, isStill, reading.events).finally(() => { if (isStill()) this.#reading.delete(name); });
+      const isCurrent = () => this.#reading.get(name) === reading;
+      reading.done = this.#read(name, first, isCurrent, reading.events).finally(() => { if (isCurrent()) this.#reading.delete(name); });
     }
     await reading.done;
   }
 
   /** `isStill()`: whether no newer request for the whole history was made in the meantime. */
-  async #read(name, first, isStill, events) {
+  async #read(name, first, isCurrent, events) {
     const early = name === NAMES[0] ? window.early : null;
     window.early = null;
-    const answer = (early && await early) || await this.#get(name);
-    if (!isStill()) return;
+    const response = (early && await early) || await this.#get(name);
+    if (!isCurrent()) return;
     for (const key of [...this.#series.keys()]) if (key.startsWith(`${name}:`)) this.#series.delete(key);
     this.#means.delete(name);
-    this.#asOf.set(name, answer.as_of_seq);
-    fill(answer, (rank) => this.of(name, rank));
-    this.attempt = answer.series.reduce((newest, s) => Math.max(newest, s.attempt), this.attempt);
+    this.#asOf.set(name, response.as_of_seq);
+    fill(response, (rank) => this.of(name, rank));
+    this.attempt = response.series.reduce((newest, s) => Math.max(newest, s.attempt), this.attempt);
     await first?.();
-    if (MEANS.has(name)) fillMean(answer, this.mean(name));
+    if (MEANS.has(name)) fillMean(response, this.mean(name));
     for (const event of events) this.apply(event);
   }
 
@@ -120,7 +120,7 @@ export class Metrics {
     this.attempt = Math.max(this.attempt, attempt);
     this.of(name, rank).append(attempt, steps, values);
     if (MEANS.has(name)) this.mean(name).appendRank(attempt, steps, values);
-    this.#since?.push({ attempt, rank, name, steps, values });
+    this.#newEvents?.push({ attempt, rank, name, steps, values });
     if (this.detail) this.#applyDetail(this.detail, { attempt, rank, name, steps, values });
   }
 
@@ -140,28 +140,28 @@ export class Metrics {
 
   /** Reads steps `from` to `to` of `names` in the resolution of the screen. Calls `arrived(detail)` for each metric. */
   async zoom(names, from, to, zoom, arrived) {
-    const since = this.#since = [];
+    const since = this.#newEvents = [];
     const detail = { zoom, from, to, series: new Map(), names: new Set() };
-    const made = (base, make) => { const s = detail.series.get(base) ?? make(); detail.series.set(base, s); return s; };
+    const detailSeries = (base, make) => { const s = detail.series.get(base) ?? make(); detail.series.set(base, s); return s; };
     await Promise.all(names.map(async (name) => {
-      const answer = await this.#get(name, `&from=${Math.max(0, Math.floor(from))}&to=${Math.ceil(to)}`);
-      if (since !== this.#since) return;
-      fill(answer, (rank) => made(this.of(name, rank), () => new Series(name, rank, 16_384)));
-      if (MEANS.has(name)) fillMean(answer, made(this.mean(name), () => this.#meanOf(name, 16_384)));
+      const response = await this.#get(name, `&from=${Math.max(0, Math.floor(from))}&to=${Math.ceil(to)}`);
+      if (since !== this.#newEvents) return;
+      fill(response, (rank) => detailSeries(this.of(name, rank), () => new Series(name, rank, 16_384)));
+      if (MEANS.has(name)) fillMean(response, detailSeries(this.mean(name), () => this.#meanOf(name, 16_384)));
       detail.names.add(name);
       for (const event of since) if (event.name === name) this.#applyDetail(detail, event);
       this.detail = detail;
       arrived(detail);
     }));
-    if (since === this.#since) this.#since = null;
+    if (since === this.#newEvents) this.#newEvents = null;
   }
 }
 
-function fill(answer, of) {
-  for (const s of answer.series) of(s.rank).load(s.attempt, s, answer.exact, answer.bucket_steps);
+function fill(response, of) {
+  for (const s of response.series) of(s.rank).load(s.attempt, s, response.exact, response.bucket_steps);
 }
 
-function fillMean(answer, mean) {
-  const attempts = Map.groupBy(answer.series, (s) => s.attempt);
-  for (const [attempt, ranks] of [...attempts].sort((a, b) => a[0] - b[0])) mean.loadRanks(attempt, ranks, answer.exact, answer.bucket_steps);
+function fillMean(response, mean) {
+  const attempts = Map.groupBy(response.series, (s) => s.attempt);
+  for (const [attempt, ranks] of [...attempts].sort((a, b) => a[0] - b[0])) mean.loadRanks(attempt, ranks, response.exact, response.bucket_steps);
 }

@@ -1,6 +1,6 @@
 // A job's network, with its stages as blocks and its layers as a table.
 
-import { ask, byId, sentence, text } from "../page.js";
+import { ask, byId, errorText, text } from "../page.js";
 import { bytes, count, millis, percent, plural, rate } from "../numbers.js";
 import { drawMesh } from "./mesh.js";
 
@@ -51,7 +51,7 @@ export class Network {
       const { layers, plan } = await ask(`/api/v1/jobs/${this.job}/network`);
       this.#draw(layers, plan);
       if (plan) this.onPlan(plan);
-    } catch (error) { text(byId("network-sum"), sentence(error)); }
+    } catch (error) { text(byId("network-sum"), errorText(error)); }
   }
 
   #drawPlan(plan) {

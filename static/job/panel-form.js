@@ -1,6 +1,6 @@
 // The form that edits a panel.
 
-import { byId, Problem, sentence, text } from "../page.js";
+import { byId, Problem, errorText, text } from "../page.js";
 import { about, ALL, GROUPS, ownMetrics, unitOf } from "./names.js";
 
 const field = (name) => byId(`panel-${name}`);
@@ -53,7 +53,7 @@ export class PanelForm {
     const store = (button, made) => async (event) => {
       event.preventDefault();
       button.disabled = true;
-      try { const next = await put(made()); dialog.close("yes"); next.focus(); } catch (error) { text(field("error"), error instanceof Mistake ? error.message : said(error)); }
+      try { const next = await put(made()); dialog.close("yes"); next.focus(); } catch (error) { text(field("error"), error instanceof InputError ? error.message : fieldError(error)); }
       button.disabled = false;
     };
     field("save").onclick = store(field("save"), () => this.#read(now));
@@ -67,12 +67,12 @@ export class PanelForm {
     const chosen = this.#boxes.filter((box) => box.checked).map((box) => box.value);
     // Metrics that were chosen before keep their order, and so their axis and colour.
     const metrics = [...before.metrics.filter((name) => chosen.includes(name)), ...chosen.filter((name) => !before.metrics.includes(name))];
-    if (!metrics.length) throw new Mistake("Choose at least one metric.");
+    if (!metrics.length) throw new InputError("Choose at least one metric.");
     const end = (name, label) => {
       const words = field(name).value.trim().replace(",", ".");
       if (words === "") return null;
       const v = Number(words);
-      if (!Number.isFinite(v)) throw new Mistake(`${label}: ${words} is no number. Leave it empty for what the points need.`);
+      if (!Number.isFinite(v)) throw new InputError(`${label}: ${words} is no number. Leave it empty for what the points need.`);
       return v * unitOf(metrics[0]);
     };
     const ends = { y_min: end("min", "From"), y_max: end("max", "To") };
@@ -86,10 +86,10 @@ export class PanelForm {
 }
 
 /** Returns the error's text, with the name of the panel's field. */
-export function said(error) {
-  if (!(error instanceof Problem) || !error.errors.length) return sentence(error);
+export function fieldError(error) {
+  if (!(error instanceof Problem) || !error.errors.length) return errorText(error);
   return error.errors.map(({ pointer, detail }) => `${pointer.split("/").at(-1)} ${detail}`).join(". ");
 }
 
 /** A mistake that is found without the server. */
-class Mistake extends Error {}
+class InputError extends Error {}

@@ -3,7 +3,7 @@
 
 import { ask, byId, confirmThen, note, text } from "../page.js";
 import { saveMenu } from "../chart/export.js";
-import { PanelForm, said as problem } from "./panel-form.js";
+import { fieldError, PanelForm } from "./panel-form.js";
 import { showSize, sizable, sizeOf } from "./panel-size.js";
 import { about, axesNamed, axisOf, ownMetrics, quantity } from "./names.js";
 
@@ -14,12 +14,12 @@ const MAX_PANELS = 24;
 const source = (name) => (name === "images_per_second" ? "step_ms" : name);
 
 /** Returns the default panel of a metric, for runs without configured panels. */
-const usual = (name) => ({ title: name.slice(0, 80), metrics: [name], lines: "mean", columns: 1, rows: 1, smoothing: 0, log: false, robust: false });
+const defaultPanel = (name) => ({ title: name.slice(0, 80), metrics: [name], lines: "mean", columns: 1, rows: 1, smoothing: 0, log: false, robust: false });
 
 export class Panels {
   /** The panels on the page: `{ panel, card, chart, key }`, in order. */
   #shown = [];
-  #made = 0;
+  #created = 0;
   #saving = Promise.resolve();
   /** Number of save requests. Only the response to the newest request is shown. */
   #saves = 0;
@@ -32,19 +32,19 @@ export class Panels {
     charts.panelPixels = (name) => Math.max(0, ...this.#shown.filter(({ panel }) => panel.metrics.some((of) => source(of) === name)).map(({ chart }) => chart.pixels));
     this.grid = byId("custom-grid");
     this.form = new PanelForm(charts);
-    this.#show(this.#isUsual ? ownMetrics(job()).slice(0, MAX_PANELS).map(usual) : start.panels);
+    this.#show(this.#showsDefaults ? ownMetrics(job()).slice(0, MAX_PANELS).map(defaultPanel) : start.panels);
     byId("panel-add").addEventListener("click", () => this.#edit(null));
     byId("panels-to-project").addEventListener("click", () => this.#toProject());
     byId("panels-from-project").addEventListener("click", () => this.#fromProject());
   }
 
   /** Whether the page shows a panel for each metric of a run from elsewhere, because no panel is configured. */
-  get #isUsual() { return this.from === "none" && Boolean(this.job().external); }
+  get #showsDefaults() { return this.from === "none" && Boolean(this.job().external); }
 
   /** Called when a metric has new points. The first points of a run's metric add its panel. */
   async noticed(name) {
-    if (!this.#isUsual || this.list.length >= MAX_PANELS || this.list.some((panel) => panel.metrics.includes(name))) return;
-    this.#show([...this.list, usual(name)]);
+    if (!this.#showsDefaults || this.list.length >= MAX_PANELS || this.list.some((panel) => panel.metrics.includes(name))) return;
+    this.#show([...this.list, defaultPanel(name)]);
     await this.metrics.need(name);
     this.charts.redraw(true);
   }
@@ -56,13 +56,13 @@ export class Panels {
     const before = this.#shown;
     this.#shown = panels.map((panel) => {
       const same = before.findIndex((entry) => entry?.panel === panel);
-      if (same < 0) return this.#make(panel);
+      if (same < 0) return this.#createPanel(panel);
       const [entry] = before.splice(same, 1, null);
       return entry;
     });
-    for (const entry of before) if (entry) this.#unmake(entry);
-    const there = [...this.grid.children];
-    if (this.#shown.some(({ card }, i) => there[i] !== card)) this.grid.append(...this.#shown.map((entry) => entry.card));
+    for (const entry of before) if (entry) this.#removePanel(entry);
+    const children = [...this.grid.children];
+    if (this.#shown.some(({ card }, i) => children[i] !== card)) this.grid.append(...this.#shown.map((entry) => entry.card));
     this.#shown.forEach(({ panel, card }, i) => {
       card.querySelector(".handle").setAttribute("aria-label", `Move ${panel.title}, panel ${i + 1} of ${this.#shown.length}. Arrow keys move it.`);
     });
@@ -70,26 +70,26 @@ export class Panels {
     byId("panel-add").disabled = this.#shown.length >= MAX_PANELS;
     byId("panels-to-project").hidden = !own || !any;
     byId("panels-from-project").hidden = !own;
-    if (!byId("custom-note").dataset.said) this.#say("");
+    if (!byId("custom-note").dataset.said) this.#showMessage("");
   }
 
   /** Shows a message next to the title. Without a message, shows whose panels these are. */
-  #say(words) {
+  #showMessage(words) {
     const whose = this.#shown.length ? (this.from === "project" ? `of the project ${this.job().project}` : "") : this.mayChange ? "Charts of the metrics of your choice: none yet." : "none";
     byId("custom-note").dataset.said = words;
     text(byId("custom-note"), words || whose);
   }
 
-  #make(panel) {
-    const card = byId("panel-card").content.firstElementChild.cloneNode(true), key = `panel-${++this.#made}`;
-    const root = card.querySelector(".chart"), said = card.querySelector(".note"), sides = [...new Set(panel.metrics.map(quantity))];
+  #createPanel(panel) {
+    const card = byId("panel-card").content.firstElementChild.cloneNode(true), key = `panel-${++this.#created}`;
+    const root = card.querySelector(".chart"), noteNode = card.querySelector(".note"), sides = [...new Set(panel.metrics.map(quantity))];
     card.setAttribute("aria-label", panel.title);
     note(card.querySelector("h3"), panel.title);
     root.dataset.chart = key;
     const axes = sides.map((side) => axisOf(panel.metrics.find((name) => quantity(name) === side)));
     const chart = this.charts.draw(root, {
       label: panel.title, ...axes[0], second: axes[1] ?? null, yName: () => axesNamed(panel.metrics), layers: () => this.charts.panelLayers(panel),
-      onNote: (words) => note(said, words),
+      onNote: (words) => note(noteNode, words),
     });
     chart.smoothing = panel.smoothing;
     chart.scale = panel.log ? "log" : "linear";
@@ -111,7 +111,7 @@ export class Panels {
     return entry;
   }
 
-  #unmake({ card, chart, key }) {
+  #removePanel({ card, chart, key }) {
     chart.remove();
     delete this.charts.all[key];
     card.remove();
@@ -151,7 +151,7 @@ export class Panels {
     return (this.#saving = this.#saving.catch(() => {}).then(async () => {
       await ask(`/api/v1/jobs/${this.job().id}/panels`, { method: "PUT", body: { panels: list } });
       this.from = "job";
-      this.#say("");
+      this.#showMessage("");
       // The reader may have moved panels again in the meantime.
       if (save === this.#saves) this.#show(list);
     }));
@@ -165,10 +165,10 @@ export class Panels {
     const place = list.indexOf(entry.panel) + 1;
     try {
       await this.#save(list);
-      this.#say(`${entry.panel.title} is panel ${place} of ${list.length}.`);
+      this.#showMessage(`${entry.panel.title} is panel ${place} of ${list.length}.`);
     } catch (error) {
       this.#show(before);
-      this.#say(problem(error));
+      this.#showMessage(fieldError(error));
     }
   }
 
@@ -176,13 +176,13 @@ export class Panels {
   async #resized({ panel, card }, before) {
     try {
       await this.#save(this.list);
-      this.#say(`${panel.title} is ${sizeOf(panel)}.`);
+      this.#showMessage(`${panel.title} is ${sizeOf(panel)}.`);
       // Wider charts show more points.
       await this.charts.detail();
     } catch (error) {
       Object.assign(panel, before);
       showSize(card, panel);
-      this.#say(problem(error));
+      this.#showMessage(fieldError(error));
     }
   }
 
@@ -235,8 +235,8 @@ export class Panels {
     const { project } = this.job();
     try {
       await ask(`/api/v1/projects/${encodeURIComponent(project)}/panels`, { method: "PUT", body: { panels: this.list } });
-      this.#say(`Jobs of ${project} without panels of their own now show these panels.`);
-    } catch (error) { this.#say(problem(error)); }
+      this.#showMessage(`Jobs of ${project} without panels of their own now show these panels.`);
+    } catch (error) { this.#showMessage(fieldError(error)); }
   }
 
   #fromProject() {
@@ -245,7 +245,7 @@ export class Panels {
       await ask(path, { method: "DELETE" });
       const { from, panels } = await ask(path);
       this.from = from;
-      this.#say("");
+      this.#showMessage("");
       this.#show(panels);
       await Promise.all(this.charts.panelled().map((name) => this.metrics.need(name))).catch(() => {});
       this.charts.redraw(true);

@@ -1,5 +1,5 @@
-// The list of ranks. Each rank has a lane, which shows how its steps divide into computing, waiting and data, and its agent's last report. A
-// click on a rank's name emphasises the rank's line in the loss chart.
+// The list of ranks. Each rank has a lane, which shows how its steps divide into computing, waiting and data, and the rank's last report.
+// A click on a rank's name emphasises the rank's line in the loss chart.
 
 import { read, write } from "../address.js";
 import { byId, text } from "../page.js";
@@ -11,11 +11,11 @@ import { inMesh } from "./mesh.js";
 /** Number of the newest steps over which times are averaged. */
 const WINDOW = 50;
 /** Factor by which a rank must be slower than the median of the others to be reported in the banner. */
-const SLOW = 1.2;
-/** Fraction of a step's time. If ranks wait longer for pictures, the list says that pictures limit the speed. */
-const STARVED = 0.05;
+const SLOW_FACTOR = 1.2;
+/** Fraction of a step's time. If ranks wait longer for pictures, the list says that data loading limits the speed. */
+const MAX_DATA_SHARE = 0.05;
 
-/** Returns the index of a segment's bucket that contains a step: of the last bucket that does not begin later. */
+/** Returns the index of a segment's bucket that contains a step: the last bucket that begins at or before the step. */
 function bucketAt({ steps, length }, step) {
   let low = 0, high = length - 1;
   while (low < high) {
@@ -31,13 +31,13 @@ export const colourOf = (rank) => `rank-${rank % RANK_COLOURS}`;
 export class Ranks {
   #rows = new Map();
   #reports = new Map();
-  #seats = new Map();
+  #agents = new Map();
   #slowSince = new Map();
   /** The plan that the ranks have chosen. null: the plan of the job's settings. */
   plan = null;
   /** Ranks whose lines are emphasised; empty: none. */
   chosen = new Set(read("ranks").split(",").filter(Boolean).map(Number));
-  /** For each rank, the time at which it began to write a checkpoint, and the durations of its recent writes. */
+  /** For each rank, the time at which it began to write a checkpoint, and the intervals of its recent writes. */
   #writing = new Map();
 
   constructor(metrics, onChoose) {
@@ -46,8 +46,8 @@ export class Ranks {
     this.list = byId("ranks");
   }
 
-  seat({ rank, agent, report }) {
-    this.#seats.set(rank, agent);
+  setAgent({ rank, agent, report }) {
+    this.#agents.set(rank, agent);
     if (report) this.#reports.set(rank, report);
   }
 
@@ -70,7 +70,7 @@ export class Ranks {
   reportOf(rank) { return this.#reports.get(rank); }
 
   /** Called for a new attempt: removes the reports and machines of the old attempt's ranks. */
-  forget() { this.#reports.clear(); this.#slowSince.clear(); this.#seats.clear(); }
+  forget() { this.#reports.clear(); this.#slowSince.clear(); this.#agents.clear(); }
 
   /** Returns the mean of the newest `n` values in the newest attempt; NaN if the rank has no values in that attempt. */
   #recent(name, rank, n = WINDOW) {
@@ -82,9 +82,9 @@ export class Ranks {
   #takesPart(rank, attempt) {
     const ranks = this.metrics.ranksIn(attempt);
     if (ranks !== undefined) return rank < ranks;
-    // For an attempt that had ended earlier, the rank's points decide.
+    // If the attempt ended before the page was opened, the rank's points decide.
     const last = this.metrics.of("step_ms", rank).last;
-    return !last || last.attempt === this.metrics.attempt || Boolean(this.#reports.get(rank) || this.#seats.get(rank));
+    return !last || last.attempt === this.metrics.attempt || Boolean(this.#reports.get(rank) || this.#agents.get(rank));
   }
 
   /** Returns how a rank's step divides, in milliseconds, over the newest steps. */
@@ -113,10 +113,10 @@ export class Ranks {
     // All ranks wait for the rank whose pictures arrive last.
     const pictures = Math.max(...known.map((s) => s.data / s.step));
     // A rank waits for slower ranks and for the transfer of gradients. The slowest rank waits only for the transfer.
-    const last = known.reduce((a, b) => (b.wait / b.step < a.wait / a.step ? b : a)), all_reduce = last.wait / last.step;
-    if (last.wait > last.compute && all_reduce > pictures) return ` · limited by communication (all-reduce takes ${percent(all_reduce, 0)} of a step)`;
-    if (pictures > STARVED) return ` · limited by pictures (${percent(pictures, 0)} of a step waits for them)`;
-    if (known.length > 1 && known.every((s) => s === last || s.wait > s.compute)) return ` · limited by rank ${last.rank}: the others wait for it`;
+    const slowest = known.reduce((a, b) => (b.wait / b.step < a.wait / a.step ? b : a)), all_reduce = slowest.wait / slowest.step;
+    if (slowest.wait > slowest.compute && all_reduce > pictures) return ` · limited by communication (all-reduce takes ${percent(all_reduce, 0)} of a step)`;
+    if (pictures > MAX_DATA_SHARE) return ` · limited by data loading (${percent(pictures, 0)} of a step)`;
+    if (known.length > 1 && known.every((s) => s === slowest || s.wait > s.compute)) return ` · limited by rank ${slowest.rank}: the others wait for it`;
     return " · limited by computing";
   }
 
@@ -130,7 +130,7 @@ export class Ranks {
       const segment = this.metrics.of("step_ms", s.rank).last;
       const others = splits.filter((o) => o !== s);
       const own = s.compute + s.data, usual = median(others.map((o) => o.compute + o.data));
-      const slow = segment.lastStep >= WINDOW && own > usual * SLOW && own - usual > 1;
+      const slow = segment.lastStep >= WINDOW && own > usual * SLOW_FACTOR && own - usual > 1;
       if (!slow) { this.#slowSince.delete(s.rank); continue; }
       // Earlier points may arrive after newer points.
       this.#slowSince.set(s.rank, Math.min(this.#slowSince.get(s.rank) ?? Infinity, this.#since(s.rank, others.map((o) => o.rank))));
@@ -139,7 +139,7 @@ export class Ranks {
       const data = median(others.map((o) => o.data));
       const cause = s.data - data > (own - usual) / 2
         ? `It waits for data: ${millis(s.data)} a step, the others ${millis(data)}.`
-        : `It computes for ${millis(s.compute)} a step, the others ${millis(median(others.map((o) => o.compute)))}: look for other work on its machine.`;
+        : `It computes for ${millis(s.compute)} a step, the others ${millis(median(others.map((o) => o.compute)))}: check its machine for other load.`;
       worst = { rank: s.rank, share, since: this.#slowSince.get(s.rank), cause };
     }
     return worst;
@@ -159,21 +159,21 @@ export class Ranks {
     for (let end = length; end > 0; end -= BLOCK) {
       const block = steps.slice(Math.max(0, end - BLOCK), end);
       const mean = (r) => block.reduce((sum, step) => sum + own(r, step), 0) / block.length;
-      if (mean(rank) > median(others.map(mean)) * SLOW) { since = block[0]; misses = 0; }
+      if (mean(rank) > median(others.map(mean)) * SLOW_FACTOR) { since = block[0]; misses = 0; }
       else if (++misses > 3) break;
     }
     return since;
   }
 
-  /** Describes a rank's status, or how the rank ended. `said`: its last report. `cause` may name the rank that failed first. */
-  #status(rank, said, live, cause) {
-    if (live) return said;
+  /** Describes a rank's status, or how the rank ended. `status`: the status in its last report. `cause` may name the rank that failed first. */
+  #status(rank, status, live, cause) {
+    if (live) return status;
     if (cause?.rank === rank) return "ended first";
     if (Number.isInteger(cause?.rank)) return "ended with the others";
-    return said === "failed" || said === "finished" ? said : "ended";
+    return status === "failed" || status === "finished" ? status : "ended";
   }
 
-  /** Describes the axes of a mesh that have several ranks, with the fraction of its step that a rank spends in exchanges along each axis. */
+  /** Describes the axes of a mesh that have several ranks, with the fraction of a step that the rank spends in exchanges along each axis. */
   #axes(rank, { pipeline = 1, height = 1, model = 1 }) {
     const { axis_ms: spent, step_ms: step } = this.#reports.get(rank) ?? {};
     if (!spent || !step) return [];
@@ -207,7 +207,7 @@ export class Ranks {
         const step = Math.max(report.step, this.metrics.of("loss", r).last?.lastStep ?? 0);
         about.push(report.device, this.#status(r, report.status, live, cause), `step ${count(step)}`);
       } else about.push(live ? "no report yet" : "no report kept");
-      if (this.#seats.get(r)) about.push(this.#seats.get(r));
+      if (this.#agents.get(r)) about.push(this.#agents.get(r));
       if (this.plan || parallel.mode === "hybrid") about.push(...inMesh(r, this.plan ?? parallel, this.metrics.ranks));
       about.push(...this.#gpu(r));
       const key = about.join("\n");
@@ -250,7 +250,7 @@ export class Ranks {
       item, lane, compute: make("span", "k-compute", lane), wait: make("span", "k-wait", lane), data: make("span", "k-data", lane), checkpoint: make("span", "k-checkpoint", lane),
       line, ms: make("span", "num", line), axes: make("div", "rank-axes", line), about: make("div", "rank-about", item), key: "",
     };
-    row.axes.title = "Share of a step in exchanges along each axis of the mesh, waiting for the other ranks included";
+    row.axes.title = "Share of a step in exchanges along each axis of the mesh, including waits for other ranks";
     this.#rows.set(rank, row);
     this.list.append(item);
     return row;

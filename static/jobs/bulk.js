@@ -1,18 +1,18 @@
 // Actions on the selected jobs of the list: pause, resume, retry, cancel, tag, compare and delete.
 
-import { ask, byId, confirmThen, Problem, sentence, text } from "../page.js";
+import { ask, byId, confirmThen, Problem, errorText, text } from "../page.js";
 import { bytes, plural } from "../numbers.js";
 import { FINAL } from "./row.js";
 
-const FITS = {
+const APPLIES = {
   pause: (j) => j.state === "running" || j.state === "queued", resume: (j) => j.state === "paused" && j.cause?.code !== "paused_by_sweep", retry: (j) => j.state === "failed" || j.state === "cancelled",
   cancel: (j) => !FINAL.includes(j.state), delete: (j) => FINAL.includes(j.state),
 };
 
 export class Bulk {
-  #chosen = new Set();
+  #selected = new Set();
   /** Ids of the jobs that were selected when the message was shown. */
-  #saidOf = "";
+  #messageFor = "";
 
   /** `find(id)`: returns a job of the list. `listed()`: returns the number of jobs in the list. */
   constructor(rows, { find, listed }) {
@@ -20,16 +20,16 @@ export class Bulk {
     rows.addEventListener("change", (event) => {
       const id = event.target.closest("tr")?.dataset.id;
       if (!event.target.matches("[data-f=choose]") || !id) return;
-      if (event.target.checked) this.#chosen.add(id); else this.#chosen.delete(id);
+      if (event.target.checked) this.#selected.add(id); else this.#selected.delete(id);
       // When grouped by tag, a job may have several rows.
       for (const box of rows.querySelectorAll(`tr[data-id="${id}"] [data-f=choose]`)) box.checked = event.target.checked;
       this.draw();
     });
     byId("choose-all").addEventListener("change", ({ target }) => {
-      this.#chosen.clear();
+      this.#selected.clear();
       for (const box of rows.querySelectorAll("[data-f=choose]")) {
         box.checked = target.checked;
-        if (box.checked) this.#chosen.add(box.closest("tr").dataset.id);
+        if (box.checked) this.#selected.add(box.closest("tr").dataset.id);
       }
       this.draw();
     });
@@ -37,31 +37,31 @@ export class Bulk {
     this.draw();
   }
 
-  forget(id) { if (this.#chosen.delete(id)) this.draw(); }
+  forget(id) { if (this.#selected.delete(id)) this.draw(); }
 
   /** Deselects jobs without a row: actions apply only to jobs that are visibly selected. */
   forgetUnshown() {
-    for (const id of this.#chosen) if (!this.rows.querySelector(`tr[data-id="${id}"] [data-f=choose]:checked`)) this.#chosen.delete(id);
+    for (const id of this.#selected) if (!this.rows.querySelector(`tr[data-id="${id}"] [data-f=choose]:checked`)) this.#selected.delete(id);
     this.draw();
   }
 
   /** Shows an error about the selected jobs, until the selection changes. */
-  #say(words) {
-    this.#saidOf = [...this.#chosen].join();
+  #showMessage(words) {
+    this.#messageFor = [...this.#selected].join();
     text(byId("bulk-status"), words);
   }
 
-  #jobs(what) { return [...this.#chosen].map((id) => this.find(id)).filter((j) => j && (FITS[what]?.(j) ?? true)); }
+  #jobs(what) { return [...this.#selected].map((id) => this.find(id)).filter((j) => j && (APPLIES[what]?.(j) ?? true)); }
 
   draw() {
-    const n = this.#chosen.size;
+    const n = this.#selected.size;
     byId("bulk").hidden = !n;
-    if ([...this.#chosen].join() !== this.#saidOf) this.#say("");
+    if ([...this.#selected].join() !== this.#messageFor) this.#showMessage("");
     text(byId("bulk-count"), `${plural(n, "job")} chosen`);
     for (const button of byId("bulk").querySelectorAll("[data-bulk]")) {
-      const fitting = this.#jobs(button.dataset.bulk).length;
-      button.hidden = !fitting;
-      button.title = fitting < n ? `${fitting} of the ${n}` : "";
+      const applicable = this.#jobs(button.dataset.bulk).length;
+      button.hidden = !applicable;
+      button.title = applicable < n ? `${applicable} of the ${n}` : "";
     }
     const all = byId("choose-all"), listed = this.listed();
     all.checked = n > 0 && n >= listed;
@@ -76,7 +76,7 @@ export class Bulk {
 
   async #do(what) {
     const jobs = this.#jobs(what);
-    this.#say("");
+    this.#showMessage("");
     if (what === "compare") { location.href = `/compare?jobs=${jobs.map((j) => j.id).join(",")}`; return; }
     if (what === "tag") return this.#tag(jobs);
     const each = (work) => this.#each(jobs, work);
@@ -94,7 +94,7 @@ export class Bulk {
         act: () => each((j) => ask(`/api/v1/jobs/${j.id}/cancel`, { method: "POST" })),
       });
     }
-    try { await each((j) => ask(`/api/v1/jobs/${j.id}/${what}`, { method: "POST" })); } catch (error) { this.#say(sentence(error)); }
+    try { await each((j) => ask(`/api/v1/jobs/${j.id}/${what}`, { method: "POST" })); } catch (error) { this.#showMessage(errorText(error)); }
   }
 
   /**
@@ -102,16 +102,16 @@ export class Bulk {
    * press repeats only the others.
    */
   async #each(jobs, work) {
-    const all = [...jobs], results = await Promise.allSettled(all.map(work)), wrong = [];
+    const all = [...jobs], results = await Promise.allSettled(all.map(work)), failures = [];
     jobs.length = 0;
     results.forEach((r, i) => {
-      if (r.status === "fulfilled") return this.#chosen.delete(all[i].id);
+      if (r.status === "fulfilled") return this.#selected.delete(all[i].id);
       jobs.push(all[i]);
-      wrong.push(`${all[i].name}: ${sentence(r.reason)}`);
+      failures.push(`${all[i].name}: ${errorText(r.reason)}`);
     });
-    for (const box of this.rows.querySelectorAll("[data-f=choose]")) box.checked = this.#chosen.has(box.closest("tr").dataset.id);
+    for (const box of this.rows.querySelectorAll("[data-f=choose]")) box.checked = this.#selected.has(box.closest("tr").dataset.id);
     this.draw();
-    if (wrong.length) throw new Problem(409, { detail: `Not done for ${wrong.length} of ${plural(all.length, "job")}. ${wrong.join(" ")}` });
+    if (failures.length) throw new Problem(409, { detail: `Not done for ${failures.length} of ${plural(all.length, "job")}. ${failures.join(" ")}` });
   }
 
   #tag(jobs) {
@@ -127,7 +127,7 @@ export class Bulk {
           return ask(`/api/v1/jobs/${j.id}`, { method: "PATCH", body: { tags: [...tags, tag] } });
         });
         dialog.close();
-      } catch (e) { text(error, sentence(e)); }
+      } catch (e) { text(error, errorText(e)); }
     };
     dialog.showModal();
   }

@@ -3,8 +3,8 @@
 
 import { cut, NARROW } from "../cut.js";
 import { count, rate } from "../numbers.js";
-import { ask, byId, Problem, sentence, text } from "../page.js";
-import { dotted, flat, setting, written } from "../settings.js";
+import { ask, byId, Problem, errorText, text } from "../page.js";
+import { dotted, flat, setting, formatted } from "../settings.js";
 import { ALL } from "../job/names.js";
 import { readMetrics } from "./query.js";
 import { read, write } from "../address.js";
@@ -22,14 +22,14 @@ const METRICS = {
 const ALWAYS = ["loss", "accuracy", "lr", "val_loss", "val_accuracy", "images_per_second"];
 /** Maximum number of added columns. */
 const MAX_EXTRA = 12;
-const KEPT = "columns";
+const STORAGE_KEY = "columns";
 /** The default choice: all columns of `OWN`. */
-const USUAL = OWN.map(([name]) => name).join(",");
+const DEFAULT_COLUMNS = OWN.map(([name]) => name).join(",");
 /** The value in the URL if no column is chosen. */
 const NONE = "none";
 
-const kept = () => { try { return localStorage.getItem(KEPT); } catch { return null; } };
-const keep = (words) => { try { if (words === USUAL) localStorage.removeItem(KEPT); else localStorage.setItem(KEPT, words); } catch { /* not kept */ } };
+const loadStored = () => { try { return localStorage.getItem(STORAGE_KEY); } catch { return null; } };
+const store = (words) => { try { if (words === DEFAULT_COLUMNS) localStorage.removeItem(STORAGE_KEY); else localStorage.setItem(STORAGE_KEY, words); } catch { /* not stored */ } };
 
 export class Columns {
   #extra = [];
@@ -74,7 +74,7 @@ export class Columns {
 
   /** Reads the columns from the URL, or otherwise the last chosen columns. */
   fromAddress() {
-    const words = read("columns") || kept() || USUAL, chosen = words.split(",").filter((name) => name && name !== NONE);
+    const words = read("columns") || loadStored() || DEFAULT_COLUMNS, chosen = words.split(",").filter((name) => name && name !== NONE);
     for (const box of byId("own-columns").querySelectorAll("input")) box.checked = chosen.includes(box.value);
     this.#extra = chosen.filter((name) => !OWN.some(([own]) => own === name)).slice(0, MAX_EXTRA);
     this.#draw();
@@ -95,8 +95,8 @@ export class Columns {
 
   #choose() {
     const words = this.words();
-    keep(words);
-    write({ columns: words === USUAL ? "" : words });
+    store(words);
+    write({ columns: words === DEFAULT_COLUMNS ? "" : words });
     this.#draw();
   }
 
@@ -158,7 +158,7 @@ export class Columns {
 async function mistake(key) {
   if (key in METRICS || key.startsWith("tag:")) return "";
   try { await ask(`/api/v1/jobs?limit=1&fields=id&sort=${encodeURIComponent(`spec.${key}`)}`); return ""; } catch (error) {
-    return error instanceof Problem && error.status === 400 ? `There is no metric “${key}” either. ${error.message}` : sentence(error);
+    return error instanceof Problem && error.status === 400 ? `There is no metric “${key}” either. ${error.message}` : errorText(error);
   }
 }
 
@@ -169,5 +169,5 @@ function valueOf(job, key) {
   const metric = METRICS[key];
   if (metric) { const v = metric[1](job); return v == null ? "" : metric[2](v); }
   const v = setting(job.spec, key);
-  return v == null ? "" : written(v);
+  return v == null ? "" : formatted(v);
 }

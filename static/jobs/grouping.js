@@ -22,8 +22,8 @@ export function isIn(job, values) {
 }
 
 /** Describes a group: `resnet20 · 0.1`. Values of settings are shown with their keys, because the values alone explain little. */
-export function inWords(values) {
-  const none = { owner: "nobody’s", tag: "no tag" };
+export function describeGroup(values) {
+  const none = { owner: "no owner", tag: "no tag" };
   return groupedBy().map((key, i) => {
     const value = values[i], known = key in OWN;
     if (value === null) return none[key] ?? `no ${key.replace(/^spec\./, "")}`;

@@ -7,7 +7,7 @@ import { age, count, percent, plural, rate } from "../numbers.js";
 import { read, write } from "../address.js";
 import { cut } from "../cut.js";
 import { alsoRead, filter, parameters } from "./query.js";
-import { groupedBy, inWords, isIn } from "./grouping.js";
+import { groupedBy, describeGroup, isIn } from "./grouping.js";
 import { blank } from "./row.js";
 import { order } from "./sort.js";
 
@@ -15,9 +15,9 @@ import { order } from "./sort.js";
  * Number of groups and of jobs in a first request; maximum number of groups or jobs in a request, and of open groups; minimum and maximum pause
  * between requests while jobs change.
  */
-const GROUPS = 100, JOBS = 25, MAX_PER_REQUEST = 1000, MAX_OPEN = 20, AGAIN_MS = 3000, LONGEST_AGAIN_MS = 30_000;
+const GROUPS = 100, JOBS = 25, MAX_PER_REQUEST = 1000, MAX_OPEN = 20, MIN_PAUSE_MS = 3000, MAX_PAUSE_MS = 30_000;
 /** For each column of numbers, the format of its mean. */
-const WRITTEN = { ...Object.fromEntries(Object.entries(ALL).map(([name, [, format]]) => [name, format])), best: percent, speed: rate };
+const FORMATS = { ...Object.fromEntries(Object.entries(ALL).map(([name, [, format]]) => [name, format])), best: percent, speed: rate };
 const OWN = { loss: "loss", best: "best", speed: "speed" };
 const NUMBERS = [...Object.keys(ALL), "step", "epoch", "attempt", "ranks"];
 /** For sort keys of the list for which groups have no mean: the sort key of groups that replaces it. */
@@ -27,10 +27,10 @@ const plain = (v) => String(Number(v.toPrecision(4)));
 const make = (tag, properties = {}, ...children) => { const node = Object.assign(document.createElement(tag), properties); node.append(...children); return node; };
 
 /** Returns a row with a button below the names. A cell that spans more columns than the table has would add columns of full width. */
-const below = (button) => make("tr", { className: "group-rest" }, make("td"), make("td"), make("td", { className: "c-name" }, button));
+const buttonRow = (button) => make("tr", { className: "group-rest" }, make("td"), make("td"), make("td", { className: "c-name" }, button));
 
 /** Returns the open groups in the URL, by their values. */
-function opened() {
+function openKeys() {
   try { const all = JSON.parse(read("open", "[]")); return new Set(Array.isArray(all) ? all.slice(0, MAX_OPEN).map((v) => JSON.stringify(v)) : []); } catch { return new Set(); }
 }
 
@@ -41,8 +41,8 @@ export class Groups {
   #shown = new Map();
   #next = null;
   #loads = 0;
-  #again = 0;
-  #pause = AGAIN_MS;
+  #reloadTimer = 0;
+  #pause = MIN_PAUSE_MS;
   #hidden = false;
   /** Added columns for which the server has no mean. */
   #texts = new Set();
@@ -53,7 +53,7 @@ export class Groups {
    */
   constructor(table, { fill, extra, changed, ended }) {
     Object.assign(this, { table, fill, extra, changed, ended });
-    this.more = make("tbody", { className: "group-more", hidden: true }, below(make("button", { type: "button", className: "quiet", textContent: "More groups" })));
+    this.more = make("tbody", { className: "group-more", hidden: true }, buttonRow(make("button", { type: "button", className: "quiet", textContent: "More groups" })));
     this.more.querySelector("button").addEventListener("click", () => this.#read(this.#next));
     table.append(this.more);
   }
@@ -95,8 +95,8 @@ export class Groups {
       if (cursor) given.set("cursor", cursor);
       try { return await ask(`/api/v1/jobs/groups?${given}`); } catch (error) {
         // A column of texts has no mean, but the other columns do.
-        const said = error instanceof Problem && error.status === 400 ? error.message : "";
-        const words = [...metrics.keys()].filter((key) => !(key in OWN)).sort((a, b) => metrics.get(b).length - metrics.get(a).length).find((key) => said.includes(metrics.get(key))) ?? (names.has(by) && said.includes(by) ? by : null);
+        const message = error instanceof Problem && error.status === 400 ? error.message : "";
+        const words = [...metrics.keys()].filter((key) => !(key in OWN)).sort((a, b) => metrics.get(b).length - metrics.get(a).length).find((key) => message.includes(metrics.get(key))) ?? (names.has(by) && message.includes(by) ? by : null);
         if (!words) throw error;
         this.#texts.add(words);
       }
@@ -104,36 +104,36 @@ export class Groups {
   }
 
   async #read(cursor) {
-    const mine = ++this.#loads, began = performance.now(), answer = await this.#ask(cursor);
+    const mine = ++this.#loads, began = performance.now(), response = await this.#ask(cursor);
     // The pause grows with the response time of the server.
-    this.#pause = Math.min(LONGEST_AGAIN_MS, Math.max(AGAIN_MS, 4 * (performance.now() - began)));
+    this.#pause = Math.min(MAX_PAUSE_MS, Math.max(MIN_PAUSE_MS, 4 * (performance.now() - began)));
     if (mine !== this.#loads || !this.on) return;
-    const open = opened(), seen = new Set();
-    for (const group of answer.groups) {
+    const open = openKeys(), seen = new Set();
+    for (const group of response.groups) {
       const key = JSON.stringify(group.values);
       seen.add(key);
-      let one = this.#shown.get(key);
-      if (!one) { one = this.#make(group, key); this.#shown.set(key, one); }
-      one.group = group;
-      this.#fill(one);
+      let entry = this.#shown.get(key);
+      if (!entry) { entry = this.#createEntry(group, key); this.#shown.set(key, entry); }
+      entry.group = group;
+      this.#fill(entry);
     }
-    if (!cursor) for (const [key, one] of this.#shown) if (!seen.has(key)) { one.body.remove(); this.#shown.delete(key); }
+    if (!cursor) for (const [key, entry] of this.#shown) if (!seen.has(key)) { entry.body.remove(); this.#shown.delete(key); }
     // Puts groups in the order of the response. Groups that are already in place do not move, and keep the focus.
-    const start = this.#start, wanted = cursor ? [] : answer.groups.map((group) => this.#shown.get(JSON.stringify(group.values)).body);
+    const start = this.#start, wanted = cursor ? [] : response.groups.map((group) => this.#shown.get(JSON.stringify(group.values)).body);
     wanted.forEach((body, i) => { const before = i ? wanted[i - 1] : start; if (before.nextElementSibling !== body) before.after(body); });
-    if (cursor) for (const group of answer.groups) this.more.before(this.#shown.get(JSON.stringify(group.values)).body);
-    this.#next = answer.next_cursor;
+    if (cursor) for (const group of response.groups) this.more.before(this.#shown.get(JSON.stringify(group.values)).body);
+    this.#next = response.next_cursor;
     this.more.hidden = !this.#next;
     this.none = !this.#shown.size;
     this.changed();
-    await Promise.all([...this.#shown].filter(([key]) => open.has(key)).map(([, one]) => this.#openJobs(one, false)));
+    await Promise.all([...this.#shown].filter(([key]) => open.has(key)).map(([, entry]) => this.#openJobs(entry, false)));
   }
 
   /** The element before the first group. */
   get #start() { let at = this.more.previousElementSibling; while (at?.classList.contains("group")) at = at.previousElementSibling; return at; }
 
-  #make(group, key) {
-    const cell = (className, ...children) => make("td", { className }, ...children), words = inWords(group.values);
+  #createEntry(group, key) {
+    const cell = (className, ...children) => make("td", { className }, ...children), words = describeGroup(group.values);
     const name = make("span"), toggle = make("button", { type: "button", className: "group-name" }, name);
     cut(name, words);
     toggle.setAttribute("aria-label", words);
@@ -141,18 +141,18 @@ export class Groups {
     const box = make("input", { type: "checkbox" });
     box.setAttribute("aria-label", `Select the jobs of ${words}`);
     const head = make("tr", { className: "group-head" }, cell("c-choose", box), cell("c-state"), make("th", { scope: "rowgroup", className: "c-name" }, toggle), cell("c-progress", make("span", { className: "states" })), cell("c-loss"), cell("num c-best"), cell("num c-speed"), cell("num c-age"));
-    const one = { group, key, words, rows: [], cursor: null, toggle, head, body: make("tbody", { className: "group" }, head) };
-    toggle.addEventListener("click", () => this.#toggle(one));
+    const entry = { group, key, words, rows: [], cursor: null, toggle, head, body: make("tbody", { className: "group" }, head) };
+    toggle.addEventListener("click", () => this.#toggle(entry));
     box.addEventListener("change", async () => {
       const { checked } = box;
-      if (toggle.getAttribute("aria-expanded") === "false" && checked) await this.#toggle(one);
-      for (const row of one.rows) {
+      if (toggle.getAttribute("aria-expanded") === "false" && checked) await this.#toggle(entry);
+      for (const row of entry.rows) {
         const mark = row.querySelector("[data-f=choose]");
         if (mark.checked !== checked) { mark.checked = checked; mark.dispatchEvent(new Event("change", { bubbles: true })); }
       }
     });
-    this.more.before(one.body);
-    return one;
+    this.more.before(entry.body);
+    return entry;
   }
 
   /** Writes a mean with its spread, `0.412 ± 0.003`, and the number of jobs if not all jobs have a value. */
@@ -167,16 +167,16 @@ export class Groups {
     cell.title = `mean of ${plural(n, "job")}${std === null ? "" : `, standard deviation ${write(std)}`}, ${write(min)} to ${write(max)}`;
   }
 
-  #fill(one) {
-    const { group, head, body, words } = one, at = (name) => head.querySelector(`.${name}`), metrics = this.#metrics();
+  #fill(entry) {
+    const { group, head, body, words } = entry, at = (name) => head.querySelector(`.${name}`), metrics = this.#metrics();
     text(at("c-state"), plural(group.jobs, "job"));
     text(at("states"), Object.entries(group.states).map(([state, n]) => `${count(n)} ${state}`).join(" · "));
     at("c-progress").title = at("states").textContent;
-    for (const [name, of] of Object.entries(OWN)) this.#spread(at(`c-${name}`), group.metrics[of], WRITTEN[name], group.jobs);
+    for (const [name, of] of Object.entries(OWN)) this.#spread(at(`c-${name}`), group.metrics[of], FORMATS[name], group.jobs);
     for (const cell of head.querySelectorAll(".c-extra")) cell.remove();
     for (const key of this.extra()) {
       const cell = make("td", { className: "num c-extra" });
-      this.#spread(cell, group.metrics[metrics.get(key)], WRITTEN[key] ?? plain, group.jobs);
+      this.#spread(cell, group.metrics[metrics.get(key)], FORMATS[key] ?? plain, group.jobs);
       cell.dataset.label = key;
       at("c-age").before(cell);
     }
@@ -186,9 +186,9 @@ export class Groups {
   }
 
   fillAll() {
-    for (const one of this.#shown.values()) {
-      this.#fill(one);
-      for (const row of one.rows) { const job = this.jobs.get(row.dataset.id); if (job) this.fill(row, job); }
+    for (const entry of this.#shown.values()) {
+      this.#fill(entry);
+      for (const row of entry.rows) { const job = this.jobs.get(row.dataset.id); if (job) this.fill(row, job); }
     }
   }
 
@@ -197,31 +197,31 @@ export class Groups {
     write({ open: keys.length ? `[${keys.join(",")}]` : "" });
   }
 
-  async #toggle(one) {
-    const open = one.toggle.getAttribute("aria-expanded") === "false";
-    if (open) await this.#openJobs(one, false).catch(() => {}); else this.#close(one);
+  async #toggle(entry) {
+    const open = entry.toggle.getAttribute("aria-expanded") === "false";
+    if (open) await this.#openJobs(entry, false).catch(() => {}); else this.#close(entry);
     this.#write();
     this.changed();
   }
 
-  #close(one) {
-    one.toggle.setAttribute("aria-expanded", "false");
-    for (const row of one.rows) row.remove();
-    one.rows = [];
-    one.rest?.remove();
-    one.rest = null;
+  #close(entry) {
+    entry.toggle.setAttribute("aria-expanded", "false");
+    for (const row of entry.rows) row.remove();
+    entry.rows = [];
+    entry.rest?.remove();
+    entry.rest = null;
     this.#forgetUnshown();
   }
 
   /** Reads the jobs of a group: the first jobs again, or further jobs. */
-  async #openJobs(one, further) {
-    const limit = further ? JOBS : Math.min(MAX_PER_REQUEST, Math.max(JOBS, one.rows.length));
-    const given = new URLSearchParams([...parameters(filter()), ["by", groupedBy().join(",")], ["group", one.key], ["sort", order()], ["limit", limit], ...alsoRead()]);
-    if (further) given.set("cursor", one.cursor);
-    one.toggle.setAttribute("aria-expanded", "true");
+  async #openJobs(entry, further) {
+    const limit = further ? JOBS : Math.min(MAX_PER_REQUEST, Math.max(JOBS, entry.rows.length));
+    const given = new URLSearchParams([...parameters(filter()), ["by", groupedBy().join(",")], ["group", entry.key], ["sort", order()], ["limit", limit], ...alsoRead()]);
+    if (further) given.set("cursor", entry.cursor);
+    entry.toggle.setAttribute("aria-expanded", "true");
     const mine = this.#loads, { jobs, next_cursor: next } = await ask(`/api/v1/jobs?${given}`);
-    if (mine !== this.#loads || one.toggle.getAttribute("aria-expanded") === "false") return;
-    const before = new Map(one.rows.map((row) => [row.dataset.id, row])), rows = further ? [...one.rows] : [];
+    if (mine !== this.#loads || entry.toggle.getAttribute("aria-expanded") === "false") return;
+    const before = new Map(entry.rows.map((row) => [row.dataset.id, row])), rows = further ? [...entry.rows] : [];
     for (const job of jobs) {
       const known = this.jobs.get(job.id);
       this.ended(job);
@@ -230,18 +230,18 @@ export class Groups {
       this.fill(row, this.jobs.get(job.id));
       if (!rows.includes(row)) rows.push(row);
     }
-    for (const row of one.rows) if (!rows.includes(row)) row.remove();
-    one.rows = rows;
-    one.cursor = next;
-    let last = one.head;
+    for (const row of entry.rows) if (!rows.includes(row)) row.remove();
+    entry.rows = rows;
+    entry.cursor = next;
+    let last = entry.head;
     for (const row of rows) { if (last.nextElementSibling !== row) last.after(row); last = row; }
-    one.rest?.remove();
-    one.rest = null;
+    entry.rest?.remove();
+    entry.rest = null;
     if (next) {
-      const button = make("button", { type: "button", className: "quiet", textContent: `${rows.length} of ${count(one.group.jobs)}: show more` });
-      button.addEventListener("click", () => this.#openJobs(one, true).catch(() => {}));
-      one.rest = below(button);
-      one.body.append(one.rest);
+      const button = make("button", { type: "button", className: "quiet", textContent: `${rows.length} of ${count(entry.group.jobs)}: show more` });
+      button.addEventListener("click", () => this.#openJobs(entry, true).catch(() => {}));
+      entry.rest = buttonRow(button);
+      entry.body.append(entry.rest);
     }
     this.#forgetUnshown();
     this.changed();
@@ -271,8 +271,8 @@ export class Groups {
   }
 
   readSoon() {
-    this.#again ||= setTimeout(() => {
-      this.#again = 0;
+    this.#reloadTimer ||= setTimeout(() => {
+      this.#reloadTimer = 0;
       // A hidden page is read again when it becomes visible.
       if (document.hidden) {
         if (!this.#hidden) document.addEventListener("visibilitychange", () => { this.#hidden = false; this.readSoon(); }, { once: true });

@@ -24,17 +24,17 @@ export function menu(label, className, ...children) {
   return node;
 }
 
-const day = (at) => {
+const dayOf = (at) => {
   const date = new Date(at), two = (n) => String(n).padStart(2, "0");
   return Number.isNaN(date.getTime()) ? "" : `${date.getFullYear()}-${two(date.getMonth() + 1)}-${two(date.getDate())}`;
 };
 /** Returns the beginning of the day that is `later` days after this day, in the reader's time zone, as a time for the URL. */
-const begins = (words, later) => {
+const startOfDay = (words, later) => {
   const [year, month, date] = words.split("-").map(Number), at = new Date(year, month - 1, date + later);
   return words && !Number.isNaN(at.getTime()) ? at.toISOString() : "";
 };
 /** Returns the last day before a time. */
-const until = (at) => day(Date.parse(at) - 1);
+const lastDayBefore = (at) => dayOf(Date.parse(at) - 1);
 
 export class Narrow {
   /** `change(values)`: writes values into the URL and reads the list again. */
@@ -56,8 +56,8 @@ export class Narrow {
     });
     this.from = make("input", { type: "date", id: "from-day" });
     this.to = make("input", { type: "date", id: "to-day" });
-    this.from.addEventListener("change", () => change({ created_after: begins(this.from.value, 0) }));
-    this.to.addEventListener("change", () => change({ created_before: begins(this.to.value, 1) }));
+    this.from.addEventListener("change", () => change({ created_after: startOfDay(this.from.value, 0) }));
+    this.to.addEventListener("change", () => change({ created_before: startOfDay(this.to.value, 1) }));
     const select = (id, chosen) => {
       const node = make("select", { id });
       node.addEventListener("change", () => chosen(node.value));
@@ -120,13 +120,13 @@ export class Narrow {
     for (const key of read("group_by").split(",").filter(Boolean)) {
       chip(`by ${key}`, () => ({ group_by: read("group_by").split(",").filter((other) => other !== key).join(","), open: "" }), "grouping");
     }
-    if (after) chip(`from ${day(after) || after}`, () => ({ created_after: "" }));
-    if (before) chip(`until ${until(before) || before}`, () => ({ created_before: "" }));
+    if (after) chip(`from ${dayOf(after) || after}`, () => ({ created_after: "" }));
+    if (before) chip(`until ${lastDayBefore(before) || before}`, () => ({ created_before: "" }));
     this.chips.hidden = !chips.length;
     this.chips.replaceChildren(...chips);
     for (const by of ["owner", "project", "tag"]) this.#offer(by, this.known[by]);
-    this.from.value = day(after);
-    this.to.value = before ? until(before) : "";
+    this.from.value = dayOf(after);
+    this.to.value = before ? lastDayBefore(before) : "";
   }
 
   /** Shows the server's error about the filter or the order. Empty without an error. */

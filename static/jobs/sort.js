@@ -7,8 +7,8 @@ import { text } from "../page.js";
 import { setting } from "../settings.js";
 
 /** The default order of jobs. Groups start with the best group by default. */
-export const USUAL = "-created";
-export const usual = () => (read("group_by") ? "-best" : USUAL);
+export const DEFAULT_ORDER = "-created";
+export const defaultOrder = () => (read("group_by") ? "-best" : DEFAULT_ORDER);
 /** For the class of a heading: the server's sort key, and whether the first click sorts in descending order. The same as in web/src/jobs.rs. */
 const OWN = {
   "c-state": ["state", false], "c-name": ["name", false], "c-progress": ["step", true], "c-loss": ["loss", false],
@@ -19,7 +19,7 @@ const METRICS = {
   ...Object.fromEntries(Object.keys(ALL).map((name) => [name, !/(^|_)loss$/.test(name)])), step: true, epoch: true, attempt: true, ranks: true, owner: false, project: false,
 };
 
-export const order = () => read("sort") || usual();
+export const order = () => read("sort") || defaultOrder();
 const VALUES = {
   created: (j) => j.created_at, started: (j) => j.started_at, finished: (j) => j.finished_at, best: (j) => j.best?.value,
   speed: (j) => j.images_per_second, images_per_second: (j) => j.images_per_second, priority: (j) => j.spec.priority,

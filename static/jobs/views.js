@@ -3,11 +3,11 @@
 import { text } from "../page.js";
 import { field, menu } from "./narrow.js";
 
-const KEPT = "views", MAX_VIEWS = 50, MAX_NAME = 60, MAX_QUERY = 4000;
+const STORAGE_KEY = "views", MAX_VIEWS = 50, MAX_NAME = 60, MAX_QUERY = 4000;
 
-function kept() {
+function loadViews() {
   try {
-    const found = JSON.parse(localStorage.getItem(KEPT) ?? "[]");
+    const found = JSON.parse(localStorage.getItem(STORAGE_KEY) ?? "[]");
     return Array.isArray(found) ? found.filter((v) => typeof v?.name === "string" && typeof v.query === "string").slice(0, MAX_VIEWS) : [];
   } catch { return []; }
 }
@@ -36,11 +36,11 @@ export class Views {
   }
 
   #keep(views) {
-    try { localStorage.setItem(KEPT, JSON.stringify(views)); text(this.error, ""); return true; } catch { text(this.error, "This browser stores no data: bookmark this page instead."); return false; }
+    try { localStorage.setItem(STORAGE_KEY, JSON.stringify(views)); text(this.error, ""); return true; } catch { text(this.error, "This browser stores no data: bookmark this page instead."); return false; }
   }
 
   #save(name) {
-    const views = kept(), query = this.#query(), others = views.filter((view) => view.name !== name);
+    const views = loadViews(), query = this.#query(), others = views.filter((view) => view.name !== name);
     if (!name) return text(this.error, "Write a name.");
     if (others.length >= MAX_VIEWS) return text(this.error, `There are ${MAX_VIEWS} views; remove one first.`);
     if (query.length > MAX_QUERY) return text(this.error, "The view is too long to be kept: remove filters or columns.");
@@ -50,13 +50,13 @@ export class Views {
   }
 
   #draw() {
-    const views = kept();
+    const views = loadViews();
     this.list.hidden = !views.length;
     this.list.replaceChildren(...views.map(({ name, query }) => {
       const line = document.createElement("li"), link = Object.assign(document.createElement("a"), { href: `/jobs?${query}`, textContent: name });
       const remove = Object.assign(document.createElement("button"), { type: "button", className: "quiet", textContent: "×", title: "Remove" });
       remove.setAttribute("aria-label", `Remove the view ${name}`);
-      remove.addEventListener("click", () => { this.#keep(kept().filter((view) => view.name !== name)); this.#draw(); this.input.focus(); });
+      remove.addEventListener("click", () => { this.#keep(loadViews().filter((view) => view.name !== name)); this.#draw(); this.input.focus(); });
       line.append(link, remove);
       return line;
     }));

@@ -27,9 +27,9 @@ export class Lines {
       const id = section.dataset.agent, known = this.#history.get(id);
       if (known && performance.now() - known.read < Math.min(EVERY_MS, this.#range[0] * 1000)) continue;
       const range = this.#range, [minutes, points] = range, since = new Date(serverNow() - minutes * 60_000).toISOString();
-      const answer = await ask(`/api/v1/agents/${encodeURIComponent(id)}/metrics?since=${since}&points=${points}`);
+      const response = await ask(`/api/v1/agents/${encodeURIComponent(id)}/metrics?since=${since}&points=${points}`);
       if (range !== this.#range) return;
-      this.#history.set(id, { ...answer, read: performance.now() });
+      this.#history.set(id, { ...response, read: performance.now() });
       this.#draw(section);
     }
   }

@@ -2,7 +2,7 @@
 // a screen reader stay.
 
 /** Elements that scripts fill, which are not changed: lines, and the error of a button. */
-const KEPT = ".spark, .error";
+const UNCHANGED = ".spark, .error";
 
 const keyOf = (node) => node.dataset?.agent ?? node.dataset?.slot ?? node.dataset?.id ?? "";
 const same = (a, b) => a.nodeType === b.nodeType && a.nodeName === b.nodeName && keyOf(a) === keyOf(b);
@@ -14,7 +14,7 @@ export function morph(here, fresh) {
   }
   for (const { name, value } of fresh.attributes) if (here.getAttribute(name) !== value) here.setAttribute(name, value);
   for (const { name } of [...here.attributes]) if (!fresh.hasAttribute(name)) here.removeAttribute(name);
-  if (here.matches(KEPT)) return;
+  if (here.matches(UNCHANGED)) return;
   const old = [...here.childNodes], wanted = [...fresh.childNodes];
   if (old.length !== wanted.length || !old.every((node, i) => same(node, wanted[i]))) arrange(here, old, wanted);
   else old.forEach((node, i) => morph(node, wanted[i]));

@@ -1,26 +1,26 @@
-// What asking who somebody is costs a browser: the pages of two servers with the same database, one that asks for a session and one
-// with --no-auth, in turns, by the browser's own clock.
+// The cost of authentication in a browser: loads the pages of two servers with the same database in turns, one with sessions and one with
+// --no-auth, and measures by the browser's clock.
 //
 //   LOCKSTEP_BIN=target/release/lockstep node tests/bench/access.mjs [--jobs 1000] [--points 1000000] [--rounds 15]
 //
-// An admin has signed in with a password, and so has a member: for members the server looks whose everything is, and admins get the page that
-// --no-auth shows. The second server is asked by two browser contexts, too: what these two differ by is what chance does here, and each server
-// is asked equally often. In each round every page is opened once by each of the four, in a random order. Printed are medians, and what they
-// are of the median of both contexts without authentication. tests/bench/access.py measures single requests.
+// An admin and a member have signed in by password. For members the server checks the ownership of everything; admins get the same page as with
+// --no-auth. The second server is also used by two browser contexts, so each server gets equally many requests; the difference between these two
+// contexts is noise. In each round, each of the four contexts opens every page once, in a random order. Prints medians, and their ratios to the
+// median of both contexts without authentication. tests/bench/access.py measures single requests.
 
 import { cp, mkdtemp } from "node:fs/promises";
 import { tmpdir } from "node:os";
 import { join as path } from "node:path";
 import { chromium } from "../browser/node_modules/playwright-core/index.mjs";
 import { CHROMIUM, TestServer, signIn, until } from "../browser/test-server.mjs";
-import { join, spec } from "../browser/agent.mjs";
+import { simulateAgent, spec } from "../browser/agent.mjs";
 
-const option = (name, usual) => { const at = process.argv.indexOf(`--${name}`); return at < 0 ? usual : Number(process.argv[at + 1]); };
+const option = (name, fallback) => { const at = process.argv.indexOf(`--${name}`); return at < 0 ? fallback : Number(process.argv[at + 1]); };
 const JOBS = option("jobs", 1000), POINTS = option("points", 1_000_000), ROUNDS = option("rounds", 15), RANKS = 8, PART = 500;
 const args = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-timer-throttling"];
 const median = (values) => values.toSorted((a, b) => a - b)[values.length >> 1];
 
-/** The numbers below a count in a random order. */
+/** Returns the numbers below `count` in a random order. */
 function shuffled(count) {
   const order = Array.from({ length: count }, (_, i) => i);
   for (let i = count - 1; i > 0; i--) {
@@ -30,25 +30,25 @@ function shuffled(count) {
   return order;
 }
 
-/** A list of jobs, and a job of 8 ranks that has told all its losses and has ended. Answers its id. */
+/** Submits many jobs, and a job of 8 ranks that reports all its losses and ends. Returns the id of the latter. */
 async function fill(server) {
   const other = await chromium.launch({ executablePath: CHROMIUM, args });
-  const agent = await join(other, server, RANKS);
+  const agent = await simulateAgent(other, server, RANKS);
   const { id } = await server.ask("/jobs", spec("many points", RANKS, POINTS));
   await agent.evaluate(async ([id, points, ranks, part]) => {
-    const attempt = await window.it.attempt(id);
-    await window.it.report(attempt, 0, [{ type: "running", total_steps: points, steps_per_epoch: points / 10, start_step: 0 }]);
+    const attempt = await window.simulatedAgent.attempt(id);
+    await window.simulatedAgent.report(attempt, 0, [{ type: "running", total_steps: points, steps_per_epoch: points / 10, start_step: 0 }]);
     for (let first = 1; first <= points; first += 20 * part) {
       await Promise.all(Array.from({ length: ranks }, (_, rank) => {
         const events = [];
         for (let from = first; from < first + 20 * part && from <= points; from += part) {
           const steps = Array.from({ length: Math.min(part, points - from + 1) }, (_, i) => from + i);
-          events.push({ type: "metrics", rank, columns: [{ name: "loss", steps, values: steps.map((s) => window.agent.loss(s, rank)) }] });
+          events.push({ type: "metrics", rank, columns: [{ name: "loss", steps, values: steps.map((s) => window.agentKit.loss(s, rank)) }] });
         }
-        return window.it.report(attempt, rank, events);
+        return window.simulatedAgent.report(attempt, rank, events);
       }));
     }
-    await window.it.end(attempt, points);
+    await window.simulatedAgent.end(attempt, points);
   }, [id, POINTS, RANKS, PART]);
   await until("the job has ended", async () => (await server.job(id)).state === "succeeded");
   await other.close();
@@ -56,20 +56,20 @@ async function fill(server) {
   return id;
 }
 
-const painted = (page) => until("rows are painted", () => page.evaluate(() => performance.getEntriesByName("first-contentful-paint")[0]?.startTime));
+const firstPaint = (page) => until("rows are firstPaint", () => page.evaluate(() => performance.getEntriesByName("first-contentful-paint")[0]?.startTime));
 
-/** What is measured, each in a new tab. */
+/** The measurements. Each runs in a new tab. */
 const cases = (job) => ({
-  [`${JOBS} jobs: navigation to first rows painted, in a new tab`]: async (page, server) => {
+  [`${JOBS} jobs: navigation to first rows firstPaint, in a new tab`]: async (page, server) => {
     await page.goto(`${server.url}/jobs`, { waitUntil: "load" });
-    await until("the list is told", () => page.evaluate(() => performance.getEntriesByName("jobs listed").length));
-    return painted(page);
+    await until("the list is loaded", () => page.evaluate(() => performance.getEntriesByName("jobs listed").length));
+    return firstPaint(page);
   },
   "the same, from another page of the dashboard": async (page, server) => {
     await page.goto(`${server.url}/machines`, { waitUntil: "load" });
     await page.click('nav a[href="/jobs"]');
-    await until("the list is told", () => page.evaluate(() => performance.getEntriesByName("jobs listed").length).catch(() => 0));
-    return painted(page);
+    await until("the list is loaded", () => page.evaluate(() => performance.getEntriesByName("jobs listed").length).catch(() => 0));
+    return firstPaint(page);
   },
   [`all ${JOBS} jobs as JSON, read and parsed`]: async (page, server) => {
     await page.goto(`${server.url}/machines`, { waitUntil: "load" });
@@ -106,27 +106,27 @@ try {
     servers.push(await TestServer.open({ dataset: false, agent: false, auth, dir }));
   }
   browser = await chromium.launch({ executablePath: CHROMIUM, args });
-  const [asks, open] = servers;
-  const who = [["an admin", asks, "admin"], ["a member", asks, "member"], ["without", open], ["without, again", open]];
+  const [authenticated, open] = servers;
+  const clients = [["an admin", authenticated, "admin"], ["a member", authenticated, "member"], ["without", open], ["without, again", open]];
   const contexts = [];
-  for (const [, server, role] of who) {
+  for (const [, server, role] of clients) {
     contexts.push(await browser.newContext({ viewport: { width: 1440, height: 1000 } }));
     if (role) await signIn(contexts.at(-1), server, role);
   }
-  const names = who.map(([name]) => name);
+  const names = clients.map(([name]) => name);
   console.log(`| what | ${[...names, "ratio, admin", "ratio, member", "ratio, without to itself", "n"].join(" | ")} |\n|${"---|".repeat(names.length + 5)}`);
   for (const [what, measure] of Object.entries(cases(job))) {
-    const took = who.map(() => []);
+    const times = clients.map(() => []);
     for (let round = 0; round <= ROUNDS; round++) {
-      for (const which of shuffled(who.length)) {
+      for (const which of shuffled(clients.length)) {
         const page = await contexts[which].newPage();
-        const ms = await measure(page, who[which][1]);
-        // The first round warms all.
-        if (round) took[which].push(ms);
+        const ms = await measure(page, clients[which][1]);
+        // The first round is a warm-up.
+        if (round) times[which].push(ms);
         await page.close();
       }
     }
-    const medians = took.map(median), without = median(took.slice(2).flat());
+    const medians = times.map(median), without = median(times.slice(2).flat());
     const ratios = [medians[0] / without, medians[1] / without, medians[3] / medians[2]].map((v) => v.toFixed(3));
     console.log(`| ${[what, ...medians.map((v) => `${v.toFixed(1)} ms`), ...ratios, ROUNDS].join(" | ")} |`);
   }

@@ -1,9 +1,9 @@
-"""What asking who somebody is costs: pages, lists and streams of one database, from a server that asks for a token and knows people, and
-from one with --no-auth, in turns. Each request has a connection of its own.
+"""The cost of authentication: requests pages, lists and streams of one database in turns from a server with tokens and people, and from a
+server with --no-auth. Each request has its own connection.
 
     python3 tests/bench/access.py [--program target/release/lockstep] [--jobs 1000] [--rounds 40]
 
-Prints a line of JSON a case: medians in milliseconds, and what the first takes of the second. Standard library only.
+Prints a line of JSON per case: medians in milliseconds, and their ratio. Standard library only.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def free_port():
         return bound.getsockname()[1]
 
 
-class Served:
+class Server:
     running = []
 
     def __init__(self, program, directory, *options):
@@ -55,10 +55,10 @@ class Served:
     def request(self, method, path, body=None, headers=None):
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         connection.request(method, path, body, {**self.headers, **(headers or {})})
-        answer = connection.getresponse()
-        content = answer.read()
+        response = connection.getresponse()
+        content = response.read()
         connection.close()
-        return answer.status, content, answer
+        return response.status, content, response
 
     def stop(self):
         self.process.terminate()
@@ -66,7 +66,7 @@ class Served:
 
 
 def fill(database, job, jobs, events):
-    """Copies a job `jobs` times, and gives it `events` lines of a log, an event each."""
+    """Copies a job until there are `jobs` jobs, and adds `events` log events of one line to the first."""
     db = sqlite3.connect(database)
     columns = [row[1] for row in db.execute("PRAGMA table_info(jobs)")]
     values = {"id": "substr(id, 1, length(id) - 6) || printf('%06d', i)", "name": "name || ' ' || i", "created_at": "created_at - i * 1000"}
@@ -83,72 +83,72 @@ def fill(database, job, jobs, events):
 
 
 def main():
-    arguments = argparse.ArgumentParser()
-    arguments.add_argument("--program", default="target/release/lockstep")
-    arguments.add_argument("--jobs", type=int, default=1000)
-    arguments.add_argument("--events", type=int, default=20_000)
-    arguments.add_argument("--rounds", type=int, default=40)
-    given = arguments.parse_args()
-    program = str(pathlib.Path(given.program).resolve())
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--program", default="target/release/lockstep")
+    parser.add_argument("--jobs", type=int, default=1000)
+    parser.add_argument("--events", type=int, default=20_000)
+    parser.add_argument("--rounds", type=int, default=40)
+    options = parser.parse_args()
+    program = str(pathlib.Path(options.program).resolve())
     work = pathlib.Path(tempfile.mkdtemp(prefix="lockstep-access-"))
     try:
-        known = work / "known"
-        server = Served(program, known, "--cpu-slots", "1")
-        server.headers = {"Authorization": f"Bearer {(known / 'token').read_text().strip()}"}
+        directory = work / "data"
+        server = Server(program, directory, "--cpu-slots", "1")
+        server.headers = {"Authorization": f"Bearer {(directory / 'token').read_text().strip()}"}
         post = lambda path, body: server.request("POST", f"/api/v1{path}", json.dumps(body), {"Content-Type": "application/json"})
         for name, role in [("ada", "admin"), ("mona", "member"), ("vera", "viewer")]:
             assert post("/people", {"name": name, "role": role, "password": PASSWORD})[0] == 201
-        wait(20, "its agent is there", lambda: b'"online":true' in server.request("GET", "/api/v1/agents")[1])
-        status, made, _ = server.request("POST", "/api/v1/datasets/bundled")
-        assert status in (200, 201), made
-        status, made, _ = post("/jobs", {"name": "one", "model": {"arch": "resnet20"}, "data": {"dataset": "fashion-mnist"}, "train": {"steps": 10}, "evaluate": {"every_epochs": 0}})
-        assert status == 201, made
-        job = json.loads(made)["id"]
-        wait(60, "it has trained", lambda: b'"state":"succeeded"' in server.request("GET", f"/api/v1/jobs/{job}")[1], 0.2)
+        wait(20, "the agent is online", lambda: b'"online":true' in server.request("GET", "/api/v1/agents")[1])
+        status, content, _ = server.request("POST", "/api/v1/datasets/bundled")
+        assert status in (200, 201), content
+        status, content, _ = post("/jobs", {"name": "one", "model": {"arch": "resnet20"}, "data": {"dataset": "fashion-mnist"}, "train": {"steps": 10}, "evaluate": {"every_epochs": 0}})
+        assert status == 201, content
+        job = json.loads(content)["id"]
+        wait(60, "the job has succeeded", lambda: b'"state":"succeeded"' in server.request("GET", f"/api/v1/jobs/{job}")[1], 0.2)
         server.stop()
-        fill(known / "lockstep.db", job, given.jobs, given.events)
-        shutil.copytree(known, work / "open")
-        asks, open_ = Served(program, known, "--no-local-agent"), Served(program, work / "open", "--no-local-agent", "--no-auth")
+        fill(directory / "lockstep.db", job, options.jobs, options.events)
+        shutil.copytree(directory, work / "open")
+        authenticated, open_ = Server(program, directory, "--no-local-agent"), Server(program, work / "open", "--no-local-agent", "--no-auth")
         form = urllib.parse.urlencode({"name": "mona", "password": PASSWORD})
-        origin = f"http://127.0.0.1:{asks.port}"
-        status, _, answer = asks.request("POST", "/login", form, {"Content-Type": "application/x-www-form-urlencoded", "Origin": origin})
+        origin = f"http://127.0.0.1:{authenticated.port}"
+        status, _, response = authenticated.request("POST", "/login", form, {"Content-Type": "application/x-www-form-urlencoded", "Origin": origin})
         assert status == 303, status
-        cookie = {"Cookie": answer.getheader("Set-Cookie").split(";")[0]}
-        made = asks.request("POST", "/api/v1/tokens", json.dumps({"name": "bench", "scope": "read"}), {**cookie, "Content-Type": "application/json", "Origin": origin})
-        token = json.loads(made[1])["secret"]
+        cookie = {"Cookie": response.getheader("Set-Cookie").split(";")[0]}
+        created = authenticated.request("POST", "/api/v1/tokens", json.dumps({"name": "bench", "scope": "read"}), {**cookie, "Content-Type": "application/json", "Origin": origin})
+        token = json.loads(created[1])["secret"]
         bearer = {"Authorization": f"Bearer {token}"}
 
-        def get(path, credential):
-            def one(server, has):
-                status, content, _ = server.request("GET", path, None, credential if has else None)
+        def get(path, headers):
+            def request(server, has_auth):
+                status, content, _ = server.request("GET", path, None, headers if has_auth else None)
                 assert status == 200 and content, (path, status)
 
-            return one
+            return request
 
-        def stream(server, has):
-            read = Stream(server.port, f"/api/v1/jobs/{job}/stream?since=0", 60, token if has else None)
+        def stream(server, has_auth):
+            read = Stream(server.port, f"/api/v1/jobs/{job}/stream?since=0", 60, token if has_auth else None)
             while read.frame()["type"] != "live":
                 pass
             read.socket.close()
 
         cases = {
-            f"page of {given.jobs} jobs, a person's session": get("/jobs", cookie),
+            f"page of {options.jobs} jobs, a person's session": get("/jobs", cookie),
             "page of a job, a person's session": get(f"/jobs/{job}", cookie),
-            f"{given.jobs} jobs as JSON, a person's token": get("/api/v1/jobs?limit=1000", bearer),
+            f"{options.jobs} jobs as JSON, a person's token": get("/api/v1/jobs?limit=1000", bearer),
             "one job as JSON, a person's token": get(f"/api/v1/jobs/{job}", bearer),
-            f"stream of {given.events} events, a person's token": stream,
+            f"stream of {options.events} events, a person's token": stream,
         }
-        for case, one in cases.items():
-            took = {True: [], False: []}
-            for number in range(given.rounds + 1):
-                for has in (True, False) if number % 2 else (False, True):
+        for case, request in cases.items():
+            times = {True: [], False: []}
+            for number in range(options.rounds + 1):
+                for has_auth in (True, False) if number % 2 else (False, True):
                     began = time.perf_counter()
-                    one(asks if has else open_, has)
-                    took[has].append((time.perf_counter() - began) * 1000)
-            asked, free = (statistics.median(took[has][1:]) for has in (True, False))
-            print(json.dumps({"case": case, "n": given.rounds, "with_ms": round(asked, 2), "without_ms": round(free, 2), "ratio": round(asked / free, 3)}), flush=True)
+                    request(authenticated if has_auth else open_, has_auth)
+                    times[has_auth].append((time.perf_counter() - began) * 1000)
+            with_auth, without = (statistics.median(times[has_auth][1:]) for has_auth in (True, False))
+            print(json.dumps({"case": case, "n": options.rounds, "with_ms": round(with_auth, 2), "without_ms": round(without, 2), "ratio": round(with_auth / without, 3)}), flush=True)
     finally:
-        for server in Served.running:
+        for server in Server.running:
             server.stop()
         shutil.rmtree(work, ignore_errors=True)
 

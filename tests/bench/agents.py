@@ -1,39 +1,40 @@
-"""What a server needs to look after many machines: how soon jobs start, what heartbeats cost, and how soon a killed server has all jobs again.
+"""A server with many machines: the delay of job starts, the CPU time of heartbeats, and the recovery time after the server is killed.
 
     pip install msgpack websockets
     python3 tests/bench/agents.py [--agents 100] [--slots 8] [--jobs 2000] [--secs 10] [--spread 0.5] [--idle 15]
                                   [--program target/release/lockstep] [--database postgres://USER@HOST/NAME]
 
-Starts the real server and made-up agents in this process. They speak the protocol over real websockets with a token each: heartbeats
-and measurements at the intervals of real agents, for every job a start, a few points of each rank, a checkpoint and an end. They
-train nothing. Of the jobs, 40 % have 1 rank, 30 % have 2, 20 % have 8 and 10 % have 16, which needs two agents. All are submitted as
-fast as the server takes them; a job runs for --secs seconds, give or take --spread of them (0: jobs that started together end together).
-As those of real agents, ranks are heard of half a second to a second after their Start. When half of the jobs are over the server is killed and started again.
+Starts the real server, and simulated agents in this process. The agents speak the protocol over real websockets, each with its own token.
+They send heartbeats and measurements at the intervals of real agents, and for every job a start, a few points of each rank, a checkpoint
+and an end. They train nothing. Of the jobs, 40 % have 1 rank, 30 % have 2, 20 % have 8 and 10 % have 16, which needs two agents. Jobs are
+submitted as fast as the server accepts them. A job runs for --secs seconds, varied by the fraction --spread (0: jobs that start together
+end together). As with real agents, ranks report first half a second to a second after their Start. When half of the jobs have ended, the
+server is killed and started again.
 
 Prints a line of JSON:
 
-  queued_most         jobs that waited at one time, at most
-  connect_secs        from the first connection to the last agent's welcome, at the beginning
-  idle_cpu            CPU seconds of the server a second while agents only send heartbeats and measurements: 0.05 is 5 % of a core
-  submit_ms           how long POST /jobs takes, as its client sees it
-  start_ms_submitted  from sending POST /jobs until the job's last agent has its Start, for jobs that came while half of all slots
-                      were wanted by nobody
-  start_ms_freed      from an agent's word that ranks have ended until the last agent of the job that gets these slots has its Start.
-                      Ends are sent in bursts, twice a second; these are the Starts in slots of the newest burst
-  start_ms_over_kill  the same where the server was killed between the two: it is killed at the end of a job, in the middle of a burst
-  start_ms_kept       the same of the other Starts: their slots were kept for a larger job meanwhile, as dispatch does, or the Start
-                      came more than half a second late
-  busy_cpu            CPU seconds of the server a second from the first submission until the server is killed
-  restart_secs        from the start of the new server process until every agent had its Welcome and the answer to a heartbeat, and
-                      none of its attempts was revoked; agents try again as real ones do (0.1 s, doubled up to 5 s, less up to a half)
-  not_adopted         attempts that did not run on afterwards under their number; must be 0
-  again               jobs that were claimed when the server was killed, before all their agents had the Start: they start, as attempt 2,
-                      when the lease of attempt 1 has run out
-  disconnected        connections that ended while no server was killed; must be 0
+  queued_most         largest number of jobs that waited at the same time
+  connect_secs        from the first connection to the last agent's Welcome, at the beginning
+  idle_cpu            the server's CPU seconds per second while agents only send heartbeats and measurements: 0.05 is 5 % of a core
+  submit_ms           duration of POST /jobs, as its client measures it
+  start_ms_submitted  from sending POST /jobs until the job's last agent has its Start, for jobs submitted while at least half of all
+                      slots were free of demand
+  start_ms_freed      from an agent's report that ranks have ended until the last agent of the job that gets these slots has its Start.
+                      Ends are sent in bursts, twice a second; this counts Starts in slots of the newest burst
+  start_ms_over_kill  the same if the server was killed in between: it is killed at the end of a job, in the middle of a burst
+  start_ms_kept       the same for the other Starts: their slots were kept for a larger job meanwhile, or the Start came more than
+                      half a second late
+  busy_cpu            the server's CPU seconds per second from the first submission until the server is killed
+  restart_secs        from the start of the new server process until every agent had its Welcome and the response to a heartbeat.
+                      Agents reconnect as real agents do (after 0.1 s, doubled up to 5 s, with up to half subtracted at random)
+  not_adopted         attempts that did not continue afterwards under their number; must be 0
+  again               jobs that were claimed when the server was killed, before all their agents had the Start: they start as attempt 2
+                      when the lease of attempt 1 has expired
+  disconnected        connections that closed while the server was running; must be 0
   lost                reports that were never acknowledged, and jobs that did not start exactly once or did not succeed; must be 0
-  out_of_order        jobs that started before an earlier one of as many ranks; must be 0
+  out_of_order        jobs that started before an earlier job with the same number of ranks; must be 0
 
-A list of milliseconds is [p50, p99, largest, how many]. A Postgres database must be empty and for nothing else.
+A list of milliseconds is [p50, p99, largest, count]. A Postgres database must be empty and not used otherwise.
 """
 
 import argparse
@@ -52,11 +53,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import websockets
 
-from made_up_agent import Agent
+from simulated_agent import Agent
 
-# Ranks and how many of ten jobs have them.
+# The numbers of ranks of ten jobs.
 MIX = [1] * 4 + [2] * 3 + [8] * 2 + [16]
-# Ends are sent so often, those that are due together.
+# Interval at which the due ends are sent together.
 BURST_SECS = 0.5
 
 
@@ -95,8 +96,8 @@ class Server:
         data = None if body is None else json.dumps(body).encode()
         head = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}/api/v1{path}", data, head)
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.load(answer)
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return json.load(response)
 
     def jobs(self, state):
         """All jobs in a state, by id."""
@@ -123,7 +124,7 @@ class Server:
 
 
 class Job:
-    """A job as the made-up agents know it."""
+    """A job as the simulated agents know it."""
 
     def __init__(self, number, ranks, submitted):
         self.number, self.ranks, self.submitted = number, ranks, submitted
@@ -155,13 +156,13 @@ class Fleet:
     def started(self, agent, attempt):
         job = self.jobs.get(attempt.ref["job"])
         if job is None:
-            # The answer to its submission is still on its way.
+            # The response to the job's submission has not arrived yet.
             self.early.setdefault(attempt.ref["job"], []).append((agent, attempt))
             attempt.heard = time.monotonic()
             return
         now = getattr(attempt, "heard", None) or time.monotonic()
         if job.places and job.places[0][1].ref != attempt.ref:
-            # The one before never ran: its server was killed when it had told some of its agents.
+            # The earlier attempt never ran: the server was killed after it had sent the Start to some of the agents.
             job.places, job.ended = [], 0
         job.places.append((agent, attempt))
         if sum(len(part.ranks) for _, part in job.places) < job.ranks:
@@ -187,7 +188,7 @@ class Fleet:
             self.wanted -= job.ranks
 
     async def end_due(self):
-        """Ends what is due, in bursts. Nothing ends while a server is away: what runs then must run on."""
+        """Ends due attempts in bursts. Nothing ends while the server is down, as running attempts must continue then."""
         while True:
             await asyncio.sleep(BURST_SECS)
             if self.is_killed:
@@ -200,10 +201,10 @@ class Fleet:
                 try:
                     await agent.end(attempt)
                 except websockets.ConnectionClosed:
-                    pass  # Its records are sent on the next connection.
+                    pass  # The attempt's records are sent on the next connection.
 
     async def submit(self, pool):
-        """One client: the order of the jobs is that of their submission."""
+        """Submits all jobs from one client, so that their order is known."""
         half = self.options.agents * self.options.slots / 2
         for number in range(self.options.jobs):
             ranks = MIX[number % len(MIX)]
@@ -214,13 +215,13 @@ class Fleet:
             self.wanted += ranks
             job = Job(number, ranks, time.monotonic())
             job.waited = self.wanted > half
-            made = await asyncio.get_running_loop().run_in_executor(pool, self.server.ask, "/jobs", spec)
+            created = await asyncio.get_running_loop().run_in_executor(pool, self.server.ask, "/jobs", spec)
             self.submitting.append(time.monotonic() - job.submitted)
-            self.submitted(made["id"], job)
+            self.submitted(created["id"], job)
 
 
 def summary(secs):
-    """[p50, p99, largest, how many], in milliseconds."""
+    """Returns [p50, p99, largest, count], in milliseconds."""
     if not secs:
         return []
     ordered = sorted(secs)
@@ -259,18 +260,18 @@ async def measure(server, options):
     fleet.agents = [Agent(fleet, number, secret) for number, secret in enumerate(tokens)]
     begin = time.monotonic()
     tasks = [asyncio.create_task(agent.run()) for agent in fleet.agents]
-    await until(lambda: all(agent.adopted.is_set() for agent in fleet.agents), 120, "all agents welcome")
+    await until(lambda: all(agent.adopted.is_set() for agent in fleet.agents), 120, "all agents are connected")
     found["connect_secs"] = round(time.monotonic() - begin, 2)
     await ask("/datasets", {"name": "many", "path": "/many"})
     found["idle_cpu"] = await cpu_while(asyncio.sleep(options.idle))
 
     tasks.append(asyncio.create_task(fleet.end_due()))
     submission = asyncio.create_task(fleet.submit(pool))
-    patience = 120 + options.secs * options.jobs * 8 / (options.agents * options.slots)
+    timeout = 120 + options.secs * options.jobs * 8 / (options.agents * options.slots)
 
     async def half():
         await submission
-        await until(lambda: fleet.done >= options.jobs / 2, patience, "half of the jobs over")
+        await until(lambda: fleet.done >= options.jobs / 2, timeout, "half of the jobs have ended")
 
     found["busy_cpu"] = await cpu_while(half())
     fleet.is_killed, fleet.killed_at = True, time.monotonic()
@@ -279,7 +280,7 @@ async def measure(server, options):
     server.kill()
     begin = time.monotonic()
     server.start()
-    await until(lambda: all(agent.adopted.is_set() for agent in fleet.agents), 120, "all agents back")
+    await until(lambda: all(agent.adopted.is_set() for agent in fleet.agents), 120, "all agents are connected again")
     found["restart_secs"] = round(time.monotonic() - begin, 2)
     await loop.run_in_executor(pool, server.wait)
     held = {job: attempt.ref["attempt"] for agent in fleet.agents for job, attempt in agent.attempts.items() if not attempt.ended}
@@ -289,10 +290,10 @@ async def measure(server, options):
     found["adopted"] = len(held)
     found["not_adopted"] = fleet.revoked + sum(1 for job, number in held.items() if alive.get(job, {}).get("attempt") != number)
     fleet.is_killed = False
-    await until(lambda: fleet.done >= options.jobs, patience, "all jobs over")
-    over = await loop.run_in_executor(pool, server.jobs, "succeeded")
+    await until(lambda: fleet.done >= options.jobs, timeout, "all jobs have ended")
+    succeeded = await loop.run_in_executor(pool, server.jobs, "succeeded")
     unacknowledged = sum(len(agent.attempts) for agent in fleet.agents)
-    attempts = {job_id: over.get(job_id, {}).get("attempt") for job_id, job in fleet.jobs.items() if job.starts == 1}
+    attempts = {job_id: succeeded.get(job_id, {}).get("attempt") for job_id, job in fleet.jobs.items() if job.starts == 1}
     found["again"] = sum(1 for number in attempts.values() if number == 2)
     once = sum(1 for number in attempts.values() if number in (1, 2))
     # Fencing tokens grow with every attempt.
@@ -314,11 +315,11 @@ def main():
     parser.add_argument("--program", default="target/release/lockstep")
     parser.add_argument("--database", default="", help="empty: SQLite, in a temporary folder")
     parser.add_argument("--agents", type=int, default=100)
-    parser.add_argument("--slots", type=int, default=8, help="of each agent; 8 at least, as jobs of 16 ranks have two agents")
+    parser.add_argument("--slots", type=int, default=8, help="slots of each agent, at least 8, as jobs of 16 ranks use two agents")
     parser.add_argument("--jobs", type=int, default=2000)
-    parser.add_argument("--secs", type=float, default=10, help="how long a job runs")
-    parser.add_argument("--spread", type=float, default=0.5, help="how much longer or shorter than --secs a job runs, at most, as a part of it")
-    parser.add_argument("--idle", type=float, default=15, help="how long agents do nothing but live, at the beginning")
+    parser.add_argument("--secs", type=float, default=10, help="duration of a job")
+    parser.add_argument("--spread", type=float, default=0.5, help="largest deviation from --secs, as a fraction")
+    parser.add_argument("--idle", type=float, default=15, help="seconds for which agents only send heartbeats at the beginning")
     options = parser.parse_args()
     server = Server(options)
     try:

@@ -1,13 +1,13 @@
-"""Training images/s on this machine's CPU, ours and PyTorch's in turns in one run.
+"""Training images/s on this machine's CPU: Lockstep and PyTorch, measured in turns.
 
     cargo build --release
     python3 tests/bench/cpu_vs_torch.py [--threads 2] [--rounds 3] [--cases resnet50:32:32] [--precisions bf16]
 
-The same work on both sides: forward, backward and a momentum-SGD update on synthetic pictures that are
-already in memory, channels last, the median of 10 steps after 3 warm-up steps; each side's best round
-counts. Then ours again as 2 ranks of half the threads, on the same global batch. bf16 is train.precision =
-"bf16" on our side, which needs AVX512-BF16, and autocast on PyTorch's. Needs torch and torchvision; prints
-a table.
+Both do the same work: forward, backward and a momentum-SGD update on synthetic pictures in memory,
+channels last. A round gives the median of 10 steps after 3 warm-up steps; the best round counts.
+Lockstep also runs as 2 ranks with half the threads each, on the same global batch. bf16 is
+train.precision = "bf16" in Lockstep, which needs AVX512-BF16, and autocast in PyTorch. Needs torch and
+torchvision. Prints a table.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def network(name):
     return build(name.removesuffix("c"), stem="cifar" if name.endswith("c") else "imagenet")
 
 
-def theirs(case, precision, threads):
+def measure_torch(case, precision, threads):
     torch.set_num_threads(threads)
     name, side, batch = case.split(":")
     model = network(name).train().to(memory_format=torch.channels_last)
@@ -53,7 +53,7 @@ def theirs(case, precision, threads):
     return int(batch) / statistics.median(secs[WARM_UP:])
 
 
-def ours(case, precision, ranks, threads):
+def measure_lockstep(case, precision, ranks, threads):
     command = [ROOT / "target/release/lockstep", "bench", "--device", "cpu", "--case", case, "--precision", precision]
     command += ["--ranks", str(ranks), "--threads", str(threads), "--json"]
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)["images_per_second"]
@@ -69,15 +69,15 @@ def main():
     threads = arguments.threads
     commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     print(f"commit {commit}, torch {torch.__version__}, {threads} threads, best of {arguments.rounds} rounds\n", flush=True)
-    print("| case | precision | ours, images/s | PyTorch, images/s | ratio | ours as 2 ranks | of one rank |")
+    print("| case | precision | Lockstep, images/s | PyTorch, images/s | ratio | Lockstep as 2 ranks | 2 ranks / 1 rank |")
     print("|---|---|---|---|---|---|---|")
     for case in arguments.cases.split(","):
         for precision in arguments.precisions.split(","):
             a, b, c = [], [], []
             for _ in range(arguments.rounds):
-                a.append(ours(case, precision, 1, threads))
-                b.append(theirs(case, precision, threads))
-                c.append(ours(case, precision, 2, max(1, threads // 2)))
+                a.append(measure_lockstep(case, precision, 1, threads))
+                b.append(measure_torch(case, precision, threads))
+                c.append(measure_lockstep(case, precision, 2, max(1, threads // 2)))
             a, b, c = max(a), max(b), max(c)
             row = [case, precision, f"{a:.0f}", f"{b:.0f}", f"{a / b:.2f}", f"{c:.0f}", f"{c / a:.2f}"]
             print("| " + " | ".join(row) + " |", flush=True)

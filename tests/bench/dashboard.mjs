@@ -1,25 +1,25 @@
-// How quick the dashboard is with much data: a real server, a real Chromium, the browser's own clock.
+// Measures the dashboard with much data: a real server and a real Chromium, by the browser's clock.
 //
 //   LOCKSTEP_BIN=target/release/lockstep node tests/bench/dashboard.mjs [--live-minutes 10] [--points 1000000] [--jobs 1000] [--many 10000] [--lines 10000000] [--as nobody]
 //
-// With --as admin or --as member, the server asks who somebody is, the made-up agent has a token, and a person of that role has signed in.
+// With --as admin or --as member, the server requires authentication: the simulated agent has a token, and the browser is signed in with that role.
 //
-// 1. A list of a thousand jobs, one of them running, with a server and a browser of its own: from navigation to the list
-//    drawn (n = 15; in a new tab, whose process Chromium starts meanwhile, and from another page), and all of them as JSON.
-//    Then ten thousand jobs, copies of one in the SQLite file (needs python3): sorted by a setting (n = 15), and, once all are loaded,
-//    the frames while a wheel scrolls them, in ticks of 120 pixels, and while they are jumped through.
-// 2. A job of 8 ranks with a million losses each, told through the agents' websocket: from navigation to the first
-//    chart drawn (n = 15), and from the end of a zoom to the finer drawing (n = 15).
-// 3. A job of 8 ranks that tells five metrics, 100 points of each a second and rank: frames a second, memory.
-// 4. A job with ten million log lines, each an event of its own as ranks write them; put into the SQLite file while no
-//    server runs (needs python3), since telling them takes as long as training would.
+// 1. A list of a thousand jobs, one of them running, with its own server and browser: from navigation to the drawn list (n = 15; in a
+//    new tab, which includes the start of its process, and from another page), and all jobs as JSON.
+//    Then ten thousand jobs, copied in the SQLite file (needs python3): sorted by a setting (n = 15), and, once all are loaded, the
+//    frame times while a wheel scrolls by ticks of 120 pixels, and during jumps through the list.
+// 2. A job of 8 ranks with a million losses each, reported through the agents' websocket: from navigation to the first
+//    drawn chart (n = 15), and from the end of a zoom to the finer chart (n = 15).
+// 3. A job of 8 ranks that report five metrics, 100 points of each per second and rank: frames per second, memory.
+// 4. A job with ten million log lines, one event per line. They are written into the SQLite file while the server is
+//    stopped (needs python3), as reporting them would take as long as training.
 
 import { execFileSync } from "node:child_process";
 import { chromium } from "../browser/node_modules/playwright-core/index.mjs";
 import { CHROMIUM, TestServer, signIn, until } from "../browser/test-server.mjs";
-import { join, spec } from "../browser/agent.mjs";
+import { simulateAgent, spec } from "../browser/agent.mjs";
 
-const option = (name, usual) => { const at = process.argv.indexOf(`--${name}`); return at < 0 ? usual : Number(process.argv[at + 1]); };
+const option = (name, fallback) => { const at = process.argv.indexOf(`--${name}`); return at < 0 ? fallback : Number(process.argv[at + 1]); };
 const POINTS = option("points", 1_000_000), MINUTES = option("live-minutes", 10), JOBS = option("jobs", 1000), MANY = option("many", 10_000), LINES = option("lines", 10_000_000), RANKS = 8, N = 15;
 const AS = process.argv.includes("--as") ? process.argv[process.argv.indexOf("--as") + 1] : "nobody";
 if (!["nobody", "admin", "member"].includes(AS)) throw new Error(`--as ${AS}: nobody, admin or member`);
@@ -27,14 +27,14 @@ const args = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "
 const quantile = (values, q) => values.toSorted((a, b) => a - b)[Math.min(values.length - 1, Math.floor(q * values.length))];
 const row = (what, values, unit = "ms") => console.log(`| ${what} | ${quantile(values, 0.5).toFixed(0)} ${unit} | ${Math.min(...values).toFixed(0)} to ${Math.max(...values).toFixed(0)} ${unit} | ${values.length} |`);
 
-/** A context of whoever looks at the pages. */
-async function reader(browser, server) {
+/** Opens a browser context, signed in if --as names a role. */
+async function openContext(browser, server) {
   const context = await browser.newContext({ viewport: { width: 1440, height: 1000 } });
   if (AS !== "nobody") await signIn(context, server, AS);
   return context;
 }
 
-/** Writes lines as the store does: a log event a line, of eight ranks in turn. */
+/** Writes log lines as the store does, one event per line, of eight ranks in turn. */
 const FILL = `
 import sqlite3, sys
 path, job, lines = sys.argv[1], sys.argv[2], int(sys.argv[3])
@@ -51,7 +51,7 @@ db.commit()
 print(first)
 `;
 
-async function logs() {
+async function measureLogs() {
   const { id } = await server.ask("/jobs", spec("many lines", RANKS, 10_000_000));
   await server.crash();
   const began = Date.now(), first = Number(execFileSync("python3", ["-c", FILL, `${server.dir}/lockstep.db`, id, String(LINES)]));
@@ -59,7 +59,7 @@ async function logs() {
   await server.start();
   const opened = [], recent = [], linked = [], older = [], rare = [], rows = "#log-lines p[data-at]";
   const page = await context.newPage();
-  /** Milliseconds until `check` (in the page) holds after \`act\`. */
+  /** Returns the milliseconds from `act` until `check` holds, both evaluated in the page. */
   const timed = (act, check) => page.evaluate(async ([act, check]) => {
     const start = performance.now();
     new Function(act)();
@@ -73,7 +73,7 @@ async function logs() {
   const search = (q) => `const s = document.querySelector("#log-search"); s.value = ${JSON.stringify(q)}; s.dispatchEvent(new Event("input", { bubbles: true }));`;
   for (let i = 0; i < N; i++) {
     await page.goto(`${server.url}/jobs/${id}`, { waitUntil: "commit" });
-    await until("the newest lines are there", () => page.evaluate(() => performance.getEntriesByName("log shown").length));
+    await until("the newest lines are shown", () => page.evaluate(() => performance.getEntriesByName("log shown").length));
     opened.push(await page.evaluate(() => performance.getEntriesByName("log shown")[0].startTime));
     older.push(await timed(`document.querySelector("#log-lines").scrollTop = 0; window.was = document.querySelector("${rows}").dataset.at;`, `document.querySelector("${rows}").dataset.at !== window.was`));
     const step = Math.floor((LINES - 1 - i * 800) / 8);
@@ -81,41 +81,41 @@ async function logs() {
     if (i < 3) rare.push(await timed(search("a needle"), `document.querySelectorAll("${rows}").length === 1 && ${last}.includes("a needle")`));
     const seq = first + Math.floor(LINES * (i + 1) / (N + 2)), line = seq - first;
     await page.goto(`${server.url}/jobs/${id}?line=${seq}.1.${line % 8}.${Math.floor(line / 8) + 1}`, { waitUntil: "commit" });
-    await until("the line is there", () => page.evaluate(() => document.querySelector("#log-lines .marked") && performance.getEntriesByName("log shown").length));
+    await until("the linked line is shown", () => page.evaluate(() => document.querySelector("#log-lines .marked") && performance.getEntriesByName("log shown").length));
     linked.push(await page.evaluate(() => performance.getEntriesByName("log shown")[0].startTime));
   }
   await page.close();
   const many = `${LINES.toLocaleString("en")} log lines`;
   row(`${many}: navigation to the newest on the page`, opened);
-  row("the same: scrolled up, to the lines before", older);
-  row("the same: a search that finds among the newest, 200 ms of waiting for the next key included", recent);
-  row("the same: a search that finds one of the first, all others looked at", rare);
+  row("the same: scrolling up to earlier lines", older);
+  row("the same: a search that finds one of the newest lines, including 200 ms of waiting for the next key", recent);
+  row("the same: a search that finds one of the first lines and reads all others", rare);
   row("the same: a link to a line, navigation to that line", linked);
 }
 
-async function list() {
+async function measureList() {
   const server = await TestServer.open({ dataset: false, agent: false, auth: AS !== "nobody" });
   const [browser, other] = await Promise.all([1, 2].map(() => chromium.launch({ executablePath: CHROMIUM, args })));
   try {
-    const agent = await join(other, server, RANKS), context = await reader(browser, server);
+    const agent = await simulateAgent(other, server, RANKS), context = await openContext(browser, server);
     const { id } = await server.ask("/jobs", spec("running", RANKS, 1000));
     await agent.evaluate(async ([id]) => {
-      const attempt = await window.it.attempt(id), steps = Array.from({ length: 500 }, (_, i) => 1 + i);
-      await window.it.report(attempt, 0, [{ type: "running", total_steps: 1000, steps_per_epoch: 100, start_step: 0 }]);
-      await window.it.report(attempt, 0, [{ type: "metrics", rank: 0, columns: [{ name: "loss", steps, values: steps.map((s) => window.agent.loss(s, 0)) }] }]);
+      const attempt = await window.simulatedAgent.attempt(id), steps = Array.from({ length: 500 }, (_, i) => 1 + i);
+      await window.simulatedAgent.report(attempt, 0, [{ type: "running", total_steps: 1000, steps_per_epoch: 100, start_step: 0 }]);
+      await window.simulatedAgent.report(attempt, 0, [{ type: "metrics", rank: 0, columns: [{ name: "loss", steps, values: steps.map((s) => window.agentKit.loss(s, 0)) }] }]);
     }, [id]);
     for (let i = 0; i < JOBS - 1; i++) await server.ask("/jobs", spec(`job ${i}`, 1 + (i % RANKS), 1000));
     const listed = [], within = [], fetched = [], json = [];
     for (let i = 0; i < N; i++) {
       const page = await context.newPage();
       await page.goto(`${server.url}/jobs`, { waitUntil: "load" });
-      await until("the list is told", () => page.evaluate(() => performance.getEntriesByName("jobs listed").length));
+      await until("the list is loaded", () => page.evaluate(() => performance.getEntriesByName("jobs listed").length));
       listed.push(await until("rows are painted", () => page.evaluate(() => performance.getEntriesByName("first-contentful-paint")[0]?.startTime)));
       fetched.push(await page.evaluate(() => performance.getEntriesByName("jobs listed")[0].startTime));
       json.push(await page.evaluate(async () => { const start = performance.now(); let cursor = "", n = 0; do { const part = await (await fetch(`/api/v1/jobs?limit=500${cursor && `&cursor=${cursor}`}`)).json(); n += part.jobs.length; cursor = part.next_cursor; } while (cursor); return n && performance.now() - start; }));
       await page.goto(`${server.url}/machines`, { waitUntil: "load" });
       await page.click('nav a[href="/jobs"]');
-      await until("the list is told again", () => page.evaluate(() => performance.getEntriesByName("jobs listed").length).catch(() => 0));
+      await until("the list is loaded again", () => page.evaluate(() => performance.getEntriesByName("jobs listed").length).catch(() => 0));
       within.push(await until("rows are painted", () => page.evaluate(() => performance.getEntriesByName("first-contentful-paint")[0]?.startTime)));
       await page.close();
     }
@@ -140,25 +140,25 @@ db.execute("""WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHE
 db.commit()
 `;
 
-/** Ten thousand jobs: sorted by a setting, and scrolled. */
-async function many() {
+/** Sorts ten thousand jobs by a setting, and scrolls through them. */
+async function measureManyJobs() {
   const server = await TestServer.open({ dataset: false, agent: false });
   const [browser, other] = await Promise.all([1, 2].map(() => chromium.launch({ executablePath: CHROMIUM, args })));
   try {
-    await join(other, server, 1);
+    await simulateAgent(other, server, 1);
     const { id } = await server.ask("/jobs", spec("first", 1, 100));
     await server.ask(`/jobs/${id}/cancel`, {});
-    await until("it is over", async () => (await server.job(id)).state === "cancelled");
+    await until("the job is cancelled", async () => (await server.job(id)).state === "cancelled");
     execFileSync("python3", ["-c", COPY, `${server.dir}/lockstep.db`, id, String(MANY)]);
-    const asked = [], clicked = [], told = MANY.toLocaleString("en");
+    const requested = [], clicked = [], count = MANY.toLocaleString("en");
     for (let i = 0; i < N; i++) {
       const from = performance.now();
       await server.ask(`/jobs?sort=${i % 2 ? "-" : ""}spec.train.lr&limit=50`);
-      asked.push(performance.now() - from);
+      requested.push(performance.now() - from);
     }
     const page = await (await browser.newContext({ viewport: { width: 1440, height: 1000 } })).newPage();
     await page.goto(`${server.url}/jobs?q=many&columns=loss,train.lr`);
-    await until("they are listed", () => page.evaluate(() => document.querySelectorAll("#rows tr").length >= 50));
+    await until("the jobs are listed", () => page.evaluate(() => document.querySelectorAll("#rows tr").length >= 50));
     for (let i = 0; i < N; i++) {
       clicked.push(await page.evaluate(() => new Promise((done) => {
         const rows = document.getElementById("rows"), first = rows.firstElementChild, from = performance.now();
@@ -166,7 +166,7 @@ async function many() {
         document.querySelector("th[data-key='train.lr'] button").click();
       })));
     }
-    row(`${told} jobs: GET /jobs sorted by train.lr, 50 of them`, asked);
+    row(`${count} jobs: GET /jobs sorted by train.lr, 50 of them`, requested);
     row("the same: a click on the column's head until its rows are drawn", clicked);
     await page.evaluate(async (all) => {
       const rows = document.getElementById("rows");
@@ -189,10 +189,10 @@ async function many() {
       const height = document.documentElement.scrollHeight;
       for (let n = 0; n < 200; n++) { scrollTo(0, Math.abs(height - 2 * height * n / 200)); await new Promise(requestAnimationFrame); }
     }));
-    row("the same, all loaded: a frame while a wheel scrolls, 200 ticks of 120 pixels", wheel);
-    console.log(`| the 95th of 100 of these | ${quantile(wheel, 0.95).toFixed(0)} ms | | |`);
-    row("the same: a frame while they are jumped through, 5,800 pixels at a time", jumps);
-    console.log(`| the 95th of 100 of these | ${quantile(jumps, 0.95).toFixed(0)} ms | | |`);
+    row("the same, all loaded: time of a frame while a wheel scrolls, 200 ticks of 120 pixels", wheel);
+    console.log(`| 95th percentile of these | ${quantile(wheel, 0.95).toFixed(0)} ms | | |`);
+    row("the same: time of a frame during jumps of 5,800 pixels", jumps);
+    console.log(`| 95th percentile of these | ${quantile(jumps, 0.95).toFixed(0)} ms | | |`);
   } finally {
     await Promise.all([browser.close(), other.close()]);
     await server.close();
@@ -200,82 +200,82 @@ async function many() {
 }
 
 console.log("| what | median | from to | n |\n|---|---|---|---|");
-await list();
-if (MANY) await many();
+await measureList();
+if (MANY) await measureManyJobs();
 const server = await TestServer.open({ dataset: false, agent: false, auth: AS !== "nobody" });
 const browser = await chromium.launch({ executablePath: CHROMIUM, args }), other = await chromium.launch({ executablePath: CHROMIUM, args });
 let agent, context;
 try {
-  agent = await join(other, server, RANKS);
+  agent = await simulateAgent(other, server, RANKS);
 
   const { id } = await server.ask("/jobs", spec("a million points", RANKS, POINTS));
   const filled = Date.now();
   await agent.evaluate(async ([id, points, ranks]) => {
-    const attempt = await window.it.attempt(id), PART = 500;
-    await window.it.report(attempt, 0, [{ type: "running", total_steps: points, steps_per_epoch: points / 10, start_step: 0 }]);
+    const attempt = await window.simulatedAgent.attempt(id), PART = 500;
+    await window.simulatedAgent.report(attempt, 0, [{ type: "running", total_steps: points, steps_per_epoch: points / 10, start_step: 0 }]);
     for (let first = 1; first <= points; first += 20 * PART) {
       await Promise.all(Array.from({ length: ranks }, (_, rank) => {
         const events = [];
         for (let from = first; from < first + 20 * PART && from <= points; from += PART) {
           const steps = Array.from({ length: Math.min(PART, points - from + 1) }, (_, i) => from + i);
-          events.push({ type: "metrics", rank, columns: [{ name: "loss", steps, values: steps.map((s) => window.agent.loss(s, rank)) }] });
+          events.push({ type: "metrics", rank, columns: [{ name: "loss", steps, values: steps.map((s) => window.agentKit.loss(s, rank)) }] });
         }
-        return window.it.report(attempt, rank, events);
+        return window.simulatedAgent.report(attempt, rank, events);
       }));
     }
   }, [id, POINTS, RANKS]);
   console.error(`filled in ${((Date.now() - filled) / 1000).toFixed(0)} s`);
 
-  context = await reader(browser, server);
+  context = await openContext(browser, server);
   const opened = [], zoomed = [];
   for (let i = 0; i < N; i++) {
     const page = await context.newPage();
     await page.goto(`${server.url}/jobs/${id}`);
     opened.push(await until("the first chart is drawn", () => page.evaluate(() => window.lockstep?.charts.loss.firstDrawnAt)));
-    await until("the page is at rest", () => page.evaluate(() => document.querySelector("#live").textContent === "live"));
-    // From the end of the drag, as a reader makes it, to the frame that shows finer buckets.
+    await until("the page is live", () => page.evaluate(() => document.querySelector("#live").textContent === "live"));
+    // From the end of a zoom to the frame that shows finer buckets.
     zoomed.push(await page.evaluate(async ([from, to]) => {
       const { view, charts } = window.lockstep, start = performance.now();
       view.setZoom([from, to]);
       for (;;) {
         await new Promise((done) => requestAnimationFrame(done));
         if (charts.loss.detail?.zoom === view.zoom && charts.loss.paintedAt > start && !charts.loss.dirty) return performance.now() - start;
-        if (performance.now() - start > 10_000) throw new Error("no finer drawing");
+        if (performance.now() - start > 10_000) throw new Error("no finer chart");
       }
     }, [POINTS * 0.05 * i, POINTS * 0.05 * i + POINTS / (2 + i)]));
     await page.close();
   }
   row(`${RANKS} ranks × ${POINTS.toLocaleString("en")} points: navigation to first chart`, opened);
-  row("the same job: zoom to finer drawing", zoomed);
+  row("the same job: zoom to finer chart", zoomed);
 
-  if (MINUTES) await live(id);
-  if (LINES) await logs();
+  if (MINUTES) await measureLivePage(id);
+  if (LINES) await measureLogs();
 } finally {
   await Promise.all([browser.close(), other.close()]);
   await server.close();
 }
 
-/** The live page, after `first` has made room. */
-async function live(first) {
+/** Measures the page of a live job, after the job `first` has ended. */
+async function measureLivePage(first) {
   const live = await server.ask("/jobs", { ...spec("live", RANKS, 10_000_000), priority: 10 });
-  await agent.evaluate(async ([first]) => { await window.it.end(await window.it.attempt(first), 1); }, [first]);
+  await agent.evaluate(async ([first]) => { await window.simulatedAgent.end(await window.simulatedAgent.attempt(first), 1); }, [first]);
   await agent.evaluate(async ([id, ranks]) => {
-    const attempt = await window.it.attempt(id);
-    await window.it.report(attempt, 0, [{ type: "running", total_steps: 10_000_000, steps_per_epoch: 100_000, start_step: 0 }]);
+    const attempt = await window.simulatedAgent.attempt(id);
+    await window.simulatedAgent.report(attempt, 0, [{ type: "running", total_steps: 10_000_000, steps_per_epoch: 100_000, start_step: 0 }]);
     let step = 1;
-    window.telling = setInterval(() => {
+    window.reporting = setInterval(() => {
       const steps = Array.from({ length: 10 }, (_, i) => step + i);
       step += 10;
       for (let rank = 0; rank < ranks; rank++) {
-        const columns = ["loss", "accuracy", "step_ms", "data_ms", "all_reduce_ms"].map((name) => ({ name, steps, values: steps.map((s) => window.agent.loss(s, rank)) }));
-        window.it.report(attempt, rank, [{ type: "metrics", rank, columns }], 1e9);
+        const columns = ["loss", "accuracy", "step_ms", "data_ms", "all_reduce_ms"].map((name) => ({ name, steps, values: steps.map((s) => window.agentKit.loss(s, rank)) }));
+        window.simulatedAgent.report(attempt, rank, [{ type: "metrics", rank, columns }], 1e9);
       }
     }, 100);
   }, [live.id, RANKS]);
   const page = await context.newPage(), tools = await context.newCDPSession(page);
   await tools.send("Performance.enable");
   await page.goto(`${server.url}/jobs/${live.id}`);
-  await until("it is live", () => page.evaluate(() => document.querySelector("#live").textContent === "live"));
+  await until("the page is live", () => page.evaluate(() => document.querySelector("#live").textContent === "live"));
   await page.evaluate(() => {
     const seen = window.frames_ = { times: [], longest: 0 };
     let before = performance.now(), count = 0, from = before;

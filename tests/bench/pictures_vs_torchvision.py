@@ -1,12 +1,12 @@
-"""Pictures a second made ready for training on this machine's CPU, ours and torchvision's in turns in one run.
+"""Pictures per second prepared for training on this machine's CPU: Lockstep and torchvision, measured in turns.
 
     cargo build --release
     python3 tests/bench/pictures_vs_torchvision.py FOLDER [--threads 2] [--rounds 3]
 
-The same work on both sides: read a JPEG file of FOLDER/train/<class>/, decode it, RandomResizedCrop(224) and
-RandomHorizontalFlip, bytes out. Theirs is ImageFolder with a DataLoader of as many workers as we have threads,
-decoding with Pillow; each side's best round counts. With --make N, FOLDER is made first: N pictures of about
-480 x 370 pixels and 100 kB. Needs torch, torchvision and Pillow; prints a table.
+Both do the same work: read a JPEG file of FOLDER/train/<class>/, decode it, apply RandomResizedCrop(224) and
+RandomHorizontalFlip, and return bytes. torchvision uses ImageFolder with Pillow, and a DataLoader with as many
+workers as Lockstep has threads. The best round counts. With --make N, FOLDER is created first, with N pictures
+of about 480 x 370 pixels and 100 kB. Needs torch, torchvision and Pillow. Prints the speeds and their ratio.
 """
 
 import argparse
@@ -25,8 +25,8 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 BATCH, WARM_UP, SECS = 128, 2, 10
 
 
-def make(folder, count):
-    """Noise whose power falls with frequency, as in photographs, so that files are as large as theirs."""
+def create_pictures(folder, count):
+    """Writes pictures of noise whose power falls with frequency, as in photographs, so that files have the size of photographs."""
     random = numpy.random.default_rng(0)
     height, width = 640, 800
     frequency = numpy.hypot(numpy.fft.fftfreq(height)[:, None], numpy.fft.fftfreq(width)[None, :])
@@ -45,7 +45,7 @@ def make(folder, count):
         Image.fromarray(scene[top : top + h, left : left + w]).save(home / f"{number:06d}.jpg", quality=90)
 
 
-def theirs(folder, threads):
+def measure_torchvision(folder, threads):
     steps = [transforms.RandomResizedCrop(224, antialias=True), transforms.RandomHorizontalFlip(), transforms.PILToTensor()]
     data = torchvision.datasets.ImageFolder(folder / "train", transforms.Compose(steps))
     loader = torch.utils.data.DataLoader(
@@ -56,36 +56,36 @@ def theirs(folder, threads):
         while True:
             yield from loader
 
-    ahead = batches()
+    stream = batches()
     for _ in range(WARM_UP * threads):
-        next(ahead)
+        next(stream)
     began, pictures = time.perf_counter(), 0
     while time.perf_counter() - began < SECS:
-        pictures += len(next(ahead)[1])
+        pictures += len(next(stream)[1])
     return pictures / (time.perf_counter() - began)
 
 
-def ours(folder, threads):
+def measure_lockstep(folder, threads):
     command = [ROOT / "target/release/lockstep", "bench", "--pictures", folder, "--threads", str(threads), "--json"]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)["images_per_second"]
 
 
 def main():
-    arguments = argparse.ArgumentParser()
-    arguments.add_argument("folder", type=pathlib.Path)
-    arguments.add_argument("--threads", type=int, default=2)
-    arguments.add_argument("--rounds", type=int, default=3)
-    arguments.add_argument("--make", type=int, metavar="N")
-    given = arguments.parse_args()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=pathlib.Path)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--make", type=int, metavar="N")
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    if given.make and not given.folder.exists():
-        make(given.folder, given.make)
-    best = {"ours": 0.0, "theirs": 0.0}
-    for _ in range(given.rounds):
-        for name, side in (("ours", ours), ("theirs", theirs)):
-            best[name] = max(best[name], side(given.folder, given.threads))
-    print(f"torch {torch.__version__}, torchvision {torchvision.__version__}, {given.threads} threads, n={given.rounds}")
-    print(f"ours {best['ours']:.0f} images/s, theirs {best['theirs']:.0f}, ratio {best['ours'] / best['theirs']:.2f}")
+    if options.make and not options.folder.exists():
+        create_pictures(options.folder, options.make)
+    best = {"Lockstep": 0.0, "torchvision": 0.0}
+    for _ in range(options.rounds):
+        for name, measure in (("Lockstep", measure_lockstep), ("torchvision", measure_torchvision)):
+            best[name] = max(best[name], measure(options.folder, options.threads))
+    print(f"torch {torch.__version__}, torchvision {torchvision.__version__}, {options.threads} threads, n={options.rounds}")
+    print(f"Lockstep {best['Lockstep']:.0f} images/s, torchvision {best['torchvision']:.0f}, ratio {best['Lockstep'] / best['torchvision']:.2f}")
 
 
 if __name__ == "__main__":

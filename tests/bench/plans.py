@@ -1,20 +1,20 @@
-"""`parallel.mode = "auto"` beside plans that are written by hand, and predictions beside measured steps.
+"""Compares the plan of `parallel.mode = "auto"` with plans written by hand, and predicted with measured step times.
 
     cargo build --release
     python3 tests/bench/plans.py target/release/lockstep [--device cpu|cuda] [--ranks 2,4] [--cases TEXT] [--predict 8,64,1024] [--json FILE]
 
-A case is a network, a side of pictures, pictures of a step, micro-batches, a number of classes, and a number of ranks. For each one
-`lockstep plan` chooses a plan and predicts it and the plans below, and `lockstep bench` measures all of them, in turns; the median counts:
+A case is a network, the side of its pictures, pictures per step, micro-batches, a number of classes, and a number of ranks. For each case,
+`lockstep plan` chooses a plan and predicts this plan and those below, and `lockstep bench` measures all of them in turns; the median counts:
 
     data       data parallel
     head       the last layer split over its classes, one copy of the network
-    pairs      the same, a copy for every two ranks (from 4 ranks on)
+    pairs      the same, with a copy of the network for every two ranks (from 4 ranks on)
     channels   the blocks of the last stage split by out and in, and the last layer by out (CPU ranks)
-    rows       rows of pictures (from 512 pixels on, and on CPU ranks always)
+    rows       pictures split by rows (from 512 pixels on, and on CPU ranks always)
     stages     pipeline stages (with several micro-batches)
 
-Pictures of a step are equal in all plans of a case. Ranks are at most the cores or GPUs of this machine. Needs Python alone. Ends with 1
-if auto is more than 5 % slower than the best plan of a case, or a prediction is further from what was measured than 10 % (data
+All plans of a case have the same pictures per step. Ranks are at most the cores or GPUs of this machine. Needs only Python. The exit status is
+1 if auto is more than 5 % slower than the best plan of a case, or if a predicted time differs from the measured time by more than 10 % (data
 parallel) or 15 % (all others). `--predict` only prints the plans that auto chooses for other numbers of ranks, with this machine's figures.
 """
 
@@ -26,9 +26,9 @@ import subprocess
 import sys
 import tempfile
 
-SLOWER, ERROR = 0.05, {"data": 0.10, "others": 0.15}
+MAX_SLOWER, MAX_ERROR = 0.05, {"data": 0.10, "others": 0.15}
 
-# Network, side, pictures of a rank in a step, micro-batches; and numbers of classes.
+# Each case: (network, side, pictures per rank and step, micro-batches) and the number of classes.
 CPU = [
     (shape, classes)
     for shape in [("resnet20", 32, 32, 1), ("resnet18", 64, 8, 1), ("resnet18", 224, 2, 1), ("resnet50", 64, 8, 4)]
@@ -47,19 +47,19 @@ parser.add_argument("--ranks", default="2", help="numbers of ranks, such as 2,4"
 parser.add_argument("--cases", default="", help="only cases whose name has this text")
 parser.add_argument("--rounds", type=int, default=3)
 parser.add_argument("--predict", default="", help="numbers of ranks, such as 8,64,1024")
-parser.add_argument("--machine", help="with --predict: the figures of another machine")
-parser.add_argument("--json", help="a file for all figures, a line a case")
+parser.add_argument("--machine", help="with --predict: a file with the figures of another machine")
+parser.add_argument("--json", help="a file for all figures, a line per case")
 a = parser.parse_args()
 on_gpus = a.device == "cuda"
 
 
 def run(*arguments):
-    """Standard output, or None and the reason."""
+    """Returns (standard output, ""), or (None, reason) on failure."""
     done = subprocess.run([a.program, *map(str, arguments)], capture_output=True, text=True)
     return (done.stdout, "") if done.returncode == 0 else (None, (done.stderr.strip().splitlines() or ["no reason"])[-1])
 
 
-def job(folder, shape, ranks):
+def write_job(folder, shape, ranks):
     arch, side, pictures, accumulate = shape
     stem = "" if arch == "resnet20" else 'stem = "imagenet"\n'
     path = folder / "plan.toml"
@@ -71,8 +71,8 @@ def job(folder, shape, ranks):
     return path
 
 
-def by_hand(shape, ranks):
-    """Plans by name: the settings of each."""
+def manual_plans(shape, ranks):
+    """Returns the settings of each plan by its name."""
     arch, side, _, accumulate = shape
     plans = {"data": {}, "head": {"model": ranks}}
     if ranks >= 4:
@@ -89,7 +89,7 @@ def by_hand(shape, ranks):
 
 
 def settings(plan, shape, ranks):
-    """Of a job. The pictures of a step stay."""
+    """Returns the settings of a job with this plan, with an unchanged number of pictures per step."""
     found = [f"train.global_batch_size={shape[2] * ranks}", "train.batch_size="]
     if plan == "auto":
         return [*found, "parallel.mode=auto"]
@@ -102,17 +102,17 @@ def settings(plan, shape, ranks):
     return [*found, "parallel.mode=hybrid"]
 
 
-def planned(path, plan, shape, ranks, classes):
+def predict_plan(path, plan, shape, ranks, classes):
     sets = [part for key in settings(plan, shape, ranks) for part in ("--set", key)]
     text, why = run("plan", path, "--classes", classes, "--json", *sets)
     return (json.loads(text)["plans"][0]["plan"], "") if text else (None, why)
 
 
-def measured(plan, shape, ranks, classes):
-    """Milliseconds of a step, and MB of a GPU."""
+def measure(plan, shape, ranks, classes):
+    """Measures the milliseconds of a step and the memory of a GPU in MB."""
     arch, side, pictures, accumulate = shape
     sharing = plan.get("height", 1) * plan.get("pipeline", 1)
-    # On CPU ranks the batch of a case is that of all ranks, on GPUs that of each rank with pictures of its own.
+    # On CPU ranks, the batch of `bench` is for all ranks; on GPUs, it is for each group of ranks that shares its pictures.
     batch = pictures // accumulate * (sharing if on_gpus else ranks)
     arguments = ["bench", "--json", "--device", a.device, "--ranks", ranks, "--case", f"{arch}:{side}:{batch}", "--classes", classes]
     for key in ["model", "height", "pipeline"]:
@@ -127,10 +127,10 @@ def measured(plan, shape, ranks, classes):
     return (found["step_ms"], found["gpu_memory_mb"]), ""
 
 
-def of_words(plan):
-    """What a plan that was chosen is called here, as settings."""
+def settings_of(plan):
+    """Returns the chosen plan as settings, to find the same plan among those written by hand."""
     found = {key: plan.get(key, 1) for key in ["model", "height", "pipeline"] if plan.get(key, 1) > 1}
-    shards = [(of["match"], of["split"]) for of in plan["shard"]]
+    shards = [(shard["match"], shard["split"]) for shard in plan["shard"]]
     if "model" in found and shards not in ([], [("fc", "out")]):
         found["shard"] = shards
     if "optimizer state divided" in plan["words"]:
@@ -138,56 +138,56 @@ def of_words(plan):
     return found
 
 
-def case(folder, shape, classes, ranks):
-    path, name = job(folder, shape, ranks), "{}:{}:{}".format(*shape) + (f" / {shape[3]}" if shape[3] > 1 else "")
+def run_case(folder, shape, classes, ranks):
+    path, name = write_job(folder, shape, ranks), "{}:{}:{}".format(*shape) + (f" / {shape[3]}" if shape[3] > 1 else "")
     row = {"case": name, "classes": classes, "ranks": ranks, "plans": {}, "left_out": {}}
-    chosen, why = planned(path, "auto", shape, ranks, classes)
+    chosen, why = predict_plan(path, "auto", shape, ranks, classes)
     if not chosen:
         sys.exit(f"{name}, {classes} classes, {ranks} ranks: {why}")
-    plans = by_hand(shape, ranks)
-    auto = next((of for of, plan in plans.items() if plan == of_words(chosen)), "auto")
-    plans.setdefault(auto, of_words(chosen))
-    times, memory = {of: [] for of in plans}, {}
+    plans = manual_plans(shape, ranks)
+    auto = next((label for label, plan in plans.items() if plan == settings_of(chosen)), "auto")
+    plans.setdefault(auto, settings_of(chosen))
+    times, memory = {label: [] for label in plans}, {}
     for _ in range(a.rounds):
-        for of, plan in plans.items():
-            if of in row["left_out"]:
+        for label, plan in plans.items():
+            if label in row["left_out"]:
                 continue
-            found, why = measured(plan, shape, ranks, classes)
+            found, why = measure(plan, shape, ranks, classes)
             if found:
-                times[of].append(found[0])
-                memory[of] = found[1]
+                times[label].append(found[0])
+                memory[label] = found[1]
             else:
-                row["left_out"][of] = why
-    for of, plan in plans.items():
-        if of in row["left_out"]:
+                row["left_out"][label] = why
+    for label, plan in plans.items():
+        if label in row["left_out"]:
             continue
-        predicted, why = (chosen, "") if of == auto else planned(path, plan, shape, ranks, classes)
+        predicted, why = (chosen, "") if label == auto else predict_plan(path, plan, shape, ranks, classes)
         if not predicted:
-            row["left_out"][of] = why
+            row["left_out"][label] = why
             continue
-        ms = statistics.median(times[of])
-        row["plans"][of] = {
+        ms = statistics.median(times[label])
+        row["plans"][label] = {
             "words": predicted["words"],
             "predicted_ms": predicted["step_ms"],
             "ms": ms,
-            "times": times[of],
+            "times": times[label],
             "error": predicted["step_ms"] / ms - 1,
             "predicted_mb": predicted["memory_bytes"] / 1e6,
-            "mb": memory[of] or None,
+            "mb": memory[label] or None,
         }
     if auto not in row["plans"]:
         sys.exit(f"{name}, {classes} classes, {ranks} ranks: auto chose {chosen['words']}: {row['left_out'][auto]}")
-    best = min(row["plans"], key=lambda of: row["plans"][of]["ms"])
+    best = min(row["plans"], key=lambda label: row["plans"][label]["ms"])
     row |= {"auto": auto, "best": best, "slower": row["plans"][auto]["ms"] / row["plans"][best]["ms"] - 1}
     return row
 
 
 def predict(folder, cases):
-    """A table of the plans of other numbers of ranks."""
+    """Prints a table of the plans for other numbers of ranks."""
     rows = []
     print(f"{'case':<20}{'classes':>10}{'ranks':>7}{'step ms':>10}{'images/s':>11}{'GB a rank':>11}  limited by     plan")
     for shape, classes in cases:
-        path = job(folder, shape, 2)
+        path = write_job(folder, shape, 2)
         machine = ["--machine", a.machine] if a.machine else []
         arguments = ["plan", path, "--classes", classes, "--ranks", a.predict, "--set", "parallel.mode=auto", "--json", *machine]
         text, why = run(*arguments)
@@ -209,30 +209,30 @@ def compare(folder, cases):
     print(f"{'case':<22}{'classes':>8}{'ranks':>6}  {'plan':<9}{'predicted':>10}{'measured':>10}{'error':>8}{'to best':>9}")
     for ranks in map(int, a.ranks.split(",")):
         for shape, classes in cases:
-            row = case(folder, shape, classes, ranks)
+            row = run_case(folder, shape, classes, ranks)
             rows.append(row)
             best = row["plans"][row["best"]]["ms"]
-            for of, plan in sorted(row["plans"].items(), key=lambda of: of[1]["ms"]):
-                kind = "data" if of == "data" else "others"
+            for label, plan in sorted(row["plans"].items(), key=lambda item: item[1]["ms"]):
+                kind = "data" if label == "data" else "others"
                 worst[kind] = max(worst[kind], abs(plan["error"]))
-                mark = "  auto" if of == row["auto"] else ""
+                mark = "  auto" if label == row["auto"] else ""
                 print(
-                    f"{row['case']:<22}{classes:>8}{ranks:>6}  {of:<9}{plan['predicted_ms']:>10.2f}{plan['ms']:>10.2f}"
+                    f"{row['case']:<22}{classes:>8}{ranks:>6}  {label:<9}{plan['predicted_ms']:>10.2f}{plan['ms']:>10.2f}"
                     f"{plan['error']:>+8.1%}{plan['ms'] / best:>9.3f}{mark}",
                     flush=True,
                 )
-            for of, why in row["left_out"].items():
-                print(f"{'':<36}  {of:<9} left out: {why}", flush=True)
+            for label, why in row["left_out"].items():
+                print(f"{'':<36}  {label:<9} left out: {why}", flush=True)
             worst["slower"] = max(worst["slower"], row["slower"])
     print(
         f"\n{len(rows)} cases: auto is at most {worst['slower']:.1%} slower than the best plan; predictions are at most "
-        f"{worst['data']:.1%} (data parallel) and {worst['others']:.1%} (others) from what was measured"
+        f"{worst['data']:.1%} (data parallel) and {worst['others']:.1%} (others) off the measured times"
     )
     return rows, worst
 
 
 def main():
-    cases = [of for of in (CUDA if on_gpus else CPU) if a.cases in "{}:{}:{}".format(*of[0])]
+    cases = [case for case in (CUDA if on_gpus else CPU) if a.cases in "{}:{}:{}".format(*case[0])]
     if not cases:
         sys.exit(f"no case has {a.cases} in its name")
     with tempfile.TemporaryDirectory() as folder:
@@ -245,7 +245,7 @@ def main():
         lines = [*rows, {"device": a.device, "worst": worst}]
         pathlib.Path(a.json).write_text("".join(json.dumps(line) + "\n" for line in lines))
     if worst:
-        sys.exit(worst["slower"] > SLOWER or worst["data"] > ERROR["data"] or worst["others"] > ERROR["others"])
+        sys.exit(worst["slower"] > MAX_SLOWER or worst["data"] > MAX_ERROR["data"] or worst["others"] > MAX_ERROR["others"])
 
 
 main()

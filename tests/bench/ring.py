@@ -1,20 +1,20 @@
-"""All-reduces over a slow network, compared with the least time that their bytes and delays take.
+"""All-reduces over a slow network, compared with the minimum time given by bandwidth and delay.
 
     python3 tests/bench/ring.py target/release/lockstep [--ranks 3] [--delays 0 0.1 1 10] [--gigabits 1]
 
-Takes root. Each rank is in a network namespace of its own; all are connected by links of 1 Gbit/s, and each packet waits for the delay
-before it leaves its host. Where the kernel has netem it does both. Elsewhere each host has a tap device whose packets this program's delay line
-passes on, a process a host, so its own limits are in the figures: the row without an added delay tells how much that is.
+Needs root. Each rank has its own network namespace. All are connected by links of 1 Gbit/s, and each packet is delayed before it leaves its
+host. Rate and delay are set by netem if the kernel has it. Otherwise each host has a tap device, and a process of this program per host
+forwards the packets. The figures then include the limits of these processes, which the row without an added delay shows.
 
-Ranks are `lockstep doctor`'s, which meet over TCP as those of a job do. Two steps are measured: gradients of 16 MiB (the best of
-five) and 1 KiB, as votes and statistics are (the mean of 200). What they must take, with n ranks, V bytes and the link's B bytes a second:
+The ranks are those of `lockstep doctor`, which connect over TCP as the ranks of a job do. Two all-reduces are measured: 16 MiB, as of gradients
+(the best of five), and 1 KiB, as of votes and statistics (the mean of 200). The minimum times, with n ranks, V bytes and B bytes/s of the link:
 
-    long:   2 (n - 1) (d + V / n / B)      a part of the vector travels round the ring twice but for one hop
-    short:  (n - 1) (d + V / B)            everybody gets everybody's
+    long:   2 (n - 1) (d + V / n / B)      each part of the vector makes 2 (n - 1) hops around the ring
+    short:  (n - 1) (d + V / B)            each rank gets the vectors of all others
 
-d is half of the round trip that was measured between two of the namespaces while nothing else was sent, B what TCP's and
-IP's headers leave of the link. A step is both, one after the other: at most 1.15 times what it must take is asked for. A
-short one by itself is a matter of how soon processes wake up where the delay is less than that.
+d is half of the round trip between two of the namespaces, measured without other traffic. B excludes the headers of TCP and IP. A step is a
+long and a short all-reduce; its goal is at most 1.15 times the minimum. The short one has no goal, as it depends on the wake-up times of
+processes if the delay is shorter than these.
 """
 
 import argparse
@@ -38,11 +38,11 @@ parser.add_argument("program")
 parser.add_argument("--ranks", type=int, default=3)
 parser.add_argument("--delays", type=float, nargs="+", default=[0, 0.1, 1, 10], help="milliseconds")
 parser.add_argument("--gigabits", type=float, default=1)
-parser.add_argument("--line", choices=["netem", "tap"], help="default: netem where the kernel has it")
+parser.add_argument("--line", choices=["netem", "tap"], help="default: netem if the kernel has it")
 parser.add_argument("--most", type=float, default=1.15)
 a = parser.parse_args()
 a.program = os.path.abspath(a.program)
-# Of the tap devices: few packets, as with segmentation in a network card.
+# A large MTU of the tap devices gives few packets, as segmentation in a network card does.
 TAP_MTU = 32000
 LONG, SHORT = 16 << 20, 1 << 10
 NAME = f"lkr{os.getpid() % 100000}"
@@ -55,19 +55,19 @@ def run(*words, **options):
 
 
 def has_netem():
-    done = subprocess.run(
+    result = subprocess.run(
         ["ip", "netns", "exec", namespaces[0], "tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"],
         capture_output=True,
     )
-    if done.returncode == 0:
+    if result.returncode == 0:
         run("ip", "netns", "exec", namespaces[0], "tc", "qdisc", "del", "dev", "lo", "root")
-    return done.returncode == 0
+    return result.returncode == 0
 
 
 def delay_line(taps, delay_ms, bits_per_second, rank):
-    """Passes packets from one host's tap on to the others', at the link's rate and after the delay; never returns."""
+    """Forwards packets from one host's tap to the others' at the link's rate and after the delay. Never returns."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    here, delay = taps[rank], delay_ms / 1e3
+    own_tap, delay = taps[rank], delay_ms / 1e3
     waiting, free_at, number = [], 0.0, 0
     while True:
         now = time.monotonic()
@@ -78,19 +78,19 @@ def delay_line(taps, delay_ms, bits_per_second, rank):
             except BlockingIOError:
                 pass
         wait = None if not waiting else max(waiting[0][0] - time.monotonic(), 0)
-        # The kernel wakes up late by some tens of microseconds: the last of a wait is spent awake.
+        # The kernel wakes a process some tens of microseconds late, so the end of a wait is spent polling.
         if wait is not None and wait < 1e-4:
             wait = 0
         elif wait is not None:
             wait -= 1e-4
-        if not select.select([here], [], [], wait)[0]:
+        if not select.select([own_tap], [], [], wait)[0]:
             continue
         for _ in range(64):
             try:
-                packet = os.read(here, 65536)
+                packet = os.read(own_tap, 65536)
             except BlockingIOError:
                 break
-            # To the host with the last byte of the destination's hardware address; to all for ARP.
+            # The last byte of the destination's MAC address gives the host. Broadcasts (ARP) go to all.
             mac = packet[:6]
             targets = [mac[5] - 1] if not mac[0] & 1 else [r for r in range(len(taps)) if r != rank]
             now = time.monotonic()
@@ -123,13 +123,13 @@ class Network:
         IFF_TAP, IFF_NO_PI, TUNSETIFF = 0x0002, 0x1000, 0x400454CA
         fcntl.ioctl(descriptor, TUNSETIFF, struct.pack("16sH22x", f"{NAME}t{rank}".encode(), IFF_TAP | IFF_NO_PI))
         run("ip", "link", "set", f"{NAME}t{rank}", "address", f"02:00:00:00:00:{rank + 1:02x}", "mtu", str(TAP_MTU))
-        # A queue that holds what TCP has on the way, as netem's has below.
+        # The queue holds all of TCP's packets in flight, as netem's queue below.
         run("ip", "link", "set", f"{NAME}t{rank}", "txqueuelen", "10000")
         run("ip", "link", "set", f"{NAME}t{rank}", "netns", space, "name", "eth0")
         return descriptor
 
     def pace(self, delay_ms):
-        """One more delay than the last one: the links are made anew with it."""
+        """Sets a new delay, for which the links are set up again."""
         for line in self.lines:
             os.kill(line, signal.SIGKILL)
             os.waitpid(line, 0)
@@ -159,23 +159,23 @@ import socket, sys, time
 if sys.argv[1] == "serve":
     listener = socket.create_server((sys.argv[2], 7))
     print("ready", flush=True)
-    one, _ = listener.accept()
-    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    while one.recv(1): one.send(b"x")
+    connection, _ = listener.accept()
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    while connection.recv(1): connection.send(b"x")
 else:
-    one = socket.create_connection((sys.argv[2], 7))
-    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection = socket.create_connection((sys.argv[2], 7))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     trips = []
     for _ in range(200):
         began = time.monotonic()
-        one.send(b"x"); one.recv(1)
+        connection.send(b"x"); connection.recv(1)
         trips.append(time.monotonic() - began)
     print(min(trips))
 """
 
 
 def half_round_trip():
-    """Seconds; the best of 200, as of the all-reduces."""
+    """Measures half of a round trip in seconds, the best of 200."""
     command = lambda rank, *words: ["ip", "netns", "exec", namespaces[rank], sys.executable, "-c", ECHO, *words]
     server = subprocess.Popen(command(0, "serve", address(0)), stdout=subprocess.PIPE, text=True)
     server.stdout.readline()
@@ -184,8 +184,8 @@ def half_round_trip():
     return trip / 2
 
 
-def measured(port):
-    """Seconds of the short and of the long all-reduce."""
+def measure(port):
+    """Measures the short and the long all-reduce, in seconds."""
     secret, ranks = uuid.uuid4().hex, []
     for rank, space in enumerate(namespaces):
         member = {
@@ -201,8 +201,8 @@ def measured(port):
     out = [rank.communicate(timeout=300) for rank in ranks]
     if any(rank.returncode for rank in ranks):
         sys.exit("\n".join(errors for _, errors in out))
-    said = json.loads(out[0][0])
-    return said["short_us"] / 1e6, LONG / said["bytes_per_second"]
+    report = json.loads(out[0][0])
+    return report["short_us"] / 1e6, LONG / report["bytes_per_second"]
 
 
 def main():
@@ -214,20 +214,20 @@ def main():
         kind = a.line or ("netem" if has_netem() else "tap")
         network = Network(kind)
         mtu = 1500 if kind == "netem" else TAP_MTU
-        # 20 bytes of IP, 32 of TCP with its time stamps, 14 of Ethernet.
+        # Headers: 20 bytes of IP, 32 of TCP with time stamps, 14 of Ethernet.
         link = a.gigabits * 125e6 * (mtu - 52) / (mtu + 14)
-        print(f"{n} ranks, links of {a.gigabits:g} Gbit/s by {kind}, {mtu} bytes a packet; times in ms")
-        print("| added delay | d | 16 MiB | must take | ratio | 1 KiB | must take | ratio | step: ratio |\n|---|---|---|---|---|---|---|---|---|")
+        print(f"{n} ranks, links of {a.gigabits:g} Gbit/s by {kind}, {mtu} bytes per packet; times in ms")
+        print("| added delay | d | 16 MiB | minimum | ratio | 1 KiB | minimum | ratio | step: ratio |\n|---|---|---|---|---|---|---|---|---|")
         for i, delay in enumerate(a.delays):
             network.pace(delay)
             d = half_round_trip()
-            short, long = measured(20000 + i)
-            must_long = 2 * (n - 1) * (d + LONG / n / link)
-            must_short = (n - 1) * (d + SHORT / link)
-            ratios = long / must_long, short / must_short
-            cells = [f"{delay:g}", f"{d * 1e3:.3f}", f"{long * 1e3:.1f}", f"{must_long * 1e3:.1f}", f"{ratios[0]:.2f}"]
-            cells += [f"{short * 1e3:.2f}", f"{must_short * 1e3:.2f}", f"{ratios[1]:.2f}"]
-            step = (long + short) / (must_long + must_short)
+            short, long = measure(20000 + i)
+            least_long = 2 * (n - 1) * (d + LONG / n / link)
+            least_short = (n - 1) * (d + SHORT / link)
+            ratios = long / least_long, short / least_short
+            cells = [f"{delay:g}", f"{d * 1e3:.3f}", f"{long * 1e3:.1f}", f"{least_long * 1e3:.1f}", f"{ratios[0]:.2f}"]
+            cells += [f"{short * 1e3:.2f}", f"{least_short * 1e3:.2f}", f"{ratios[1]:.2f}"]
+            step = (long + short) / (least_long + least_short)
             print("| " + " | ".join([*cells, f"{step:.2f}"]) + " |", flush=True)
             worst = max(worst, step)
     finally:
@@ -235,7 +235,7 @@ def main():
             network.close()
         for space in namespaces:
             subprocess.run(["ip", "netns", "del", space], capture_output=True)
-    print(f"a step takes at most {worst:.2f} times what bytes and delays must take; asked for: {a.most}")
+    print(f"a step takes at most {worst:.2f} times the minimum given by bandwidth and delay; goal: {a.most}")
     sys.exit(worst > a.most)
 
 

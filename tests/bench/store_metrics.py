@@ -1,14 +1,14 @@
-"""What it takes a server to store metrics, on SQLite or Postgres: how many points a second, how large they are, and how many rows.
+"""Storage of metrics on SQLite or Postgres: points per second, bytes per point, and rows per point.
 
     pip install msgpack websockets
     python3 tests/bench/store_metrics.py ingest [--jobs 64] [--ranks 8] [--steps-a-report 1] [--secs 20]
     python3 tests/bench/store_metrics.py train [--secs 120] [--batch 96]
     both: [--program target/release/lockstep] [--database postgres://USER@HOST/NAME]
 
-`ingest` has an agent that speaks the protocol and trains nothing: every rank reports eight metrics a step, as fast as the server
-acknowledges. Nobody may be disconnected, and every point must be acknowledged. `train` has one real rank train ResNet-20 and counts the
-rows of its points while it runs, then, once it has ended and its points have left the events, the bytes of the tables of metrics.
-Each prints a line of JSON. A Postgres database must be empty and for nothing else.
+`ingest` simulates an agent: every rank reports eight metrics per step, as fast as the server acknowledges them. The connection may not be
+closed, and every point must be acknowledged. `train` trains ResNet-20 on one real rank and counts the rows of its points when it has been
+cancelled; then, once the points have left the events, the bytes of the tables of metrics. Each prints a line of JSON. A Postgres database
+must be empty and not used otherwise.
 """
 
 import argparse
@@ -26,11 +26,11 @@ import tempfile
 import time
 import urllib.request
 
-from made_up_agent import PICTURES, PROTOCOL
+from simulated_agent import PICTURES, PROTOCOL
 
 NAMES = ["loss", "accuracy", "lr", "grad_norm", "images_per_second", "step_ms", "data_ms", "all_reduce_ms"]
-# Reports of a rank that wait for their acknowledgement; the agent itself sends on until its spool is full.
-AHEAD = 8
+# Maximum number of a rank's reports without acknowledgement. A real agent continues until its spool is full.
+MAX_PENDING = 8
 
 
 def free_port():
@@ -40,13 +40,13 @@ def free_port():
 
 
 class Server:
-    def __init__(self, options, *more):
+    def __init__(self, options, *arguments):
         self.directory = pathlib.Path(tempfile.mkdtemp(prefix="lockstep-store-"))
         self.database, self.port = options.database, free_port()
         database = ["--database", options.database] if options.database else []
         self.log = open(self.directory / "server.log", "w")
         self.process = subprocess.Popen(
-            [options.program, "serve", "--listen", f"127.0.0.1:{self.port}", "--data-dir", self.directory, *database, *more],
+            [options.program, "serve", "--listen", f"127.0.0.1:{self.port}", "--data-dir", self.directory, *database, *arguments],
             stdout=self.log, stderr=subprocess.STDOUT,
         )
         for _ in range(200):
@@ -62,11 +62,11 @@ class Server:
         data = None if body is None else json.dumps(body).encode()
         head = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}/api/v1{path}", data, head)
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.load(answer)
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return json.load(response)
 
     def sql(self, query):
-        """One number of the database."""
+        """Returns the single number that a query gives."""
         if self.database:
             return int(subprocess.check_output(["psql", "-Atc", query, self.database]))
         db = sqlite3.connect(self.directory / "lockstep.db", timeout=30)
@@ -75,7 +75,7 @@ class Server:
         return value
 
     def size(self):
-        """Bytes that hold something: free pages and the write-ahead log are no part of it."""
+        """Returns the size of the data in bytes, without free pages and the write-ahead log."""
         if self.database:
             subprocess.check_call(["psql", "-qc", "VACUUM FULL", self.database])
             return self.sql("SELECT sum(pg_total_relation_size(oid)) FROM pg_class WHERE relkind = 'r' AND relnamespace = 'public'::regnamespace")
@@ -86,9 +86,9 @@ class Server:
         status = pathlib.Path(f"/proc/{self.process.pid}/status").read_text()
         return int(status.split("VmHWM:")[1].split()[0]) >> 10
 
-    def processor_secs(self):
-        of = pathlib.Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
-        return (int(of[11]) + int(of[12])) / os.sysconf("SC_CLK_TCK")
+    def cpu_secs(self):
+        fields = pathlib.Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def stop(self):
         self.process.terminate()
@@ -125,8 +125,8 @@ async def report_all(server, options):
             elif message["type"] == "start":
                 starts[message["attempt"]["job"]] = message["attempt"]
             elif message["type"] == "request":
-                asked = message["request"]
-                reply = {"type": "dataset", "path": asked["path"], "info": PICTURES} if asked["type"] == "inspect_dataset" else {"type": "files", "there": [True] * len(asked.get("paths", []))}
+                request = message["request"]
+                reply = {"type": "dataset", "path": request["path"], "info": PICTURES} if request["type"] == "inspect_dataset" else {"type": "files", "there": [True] * len(request.get("paths", []))}
                 await say({"type": "reply", "id": message["id"], "reply": {"Ok": reply}})
             elif message["type"] == "ack":
                 acknowledged[message["attempt"]["job"], message["source"]["rank"]] = message["records"]
@@ -149,7 +149,7 @@ async def report_all(server, options):
         })
     while len(starts) < options.jobs:
         await asyncio.sleep(0.05)
-    empty, used, begin = server.size(), server.processor_secs(), time.monotonic()
+    empty, used, begin = server.size(), server.cpu_secs(), time.monotonic()
     end = begin + options.secs
     per = options.steps_a_report
 
@@ -163,7 +163,7 @@ async def report_all(server, options):
                 events.insert(0, {"type": "running", "total_steps": 10**8, "steps_per_epoch": 10**5, "start_step": 0})
             await say({"type": "report", "attempt": starts[job], "source": source, "first": records, "events": events})
             records, step = records + len(events), step + per
-            while records - acknowledged.get((job, number), 0) > AHEAD and time.monotonic() < end + 60:
+            while records - acknowledged.get((job, number), 0) > MAX_PENDING and time.monotonic() < end + 60:
                 moved.clear()
                 await asyncio.wait_for(moved.wait(), 60)
         sent[job, number] = records, step - 1
@@ -172,14 +172,14 @@ async def report_all(server, options):
     while any(acknowledged.get(key, 0) < records for key, (records, _) in sent.items()):
         moved.clear()
         await asyncio.wait_for(moved.wait(), 60)
-    took, cores = time.monotonic() - begin, server.processor_secs() - used
+    took, cpu = time.monotonic() - begin, server.cpu_secs() - used
     for task in tasks:
         task.cancel()
     points = sum(steps for _, steps in sent.values()) * len(NAMES)
     return {
         "ranks": slots, "steps_a_report": per, "points": points, "points_a_second": round(points / took),
         "bytes_a_point": round((server.size() - empty) / points, 1), "rows_a_point": round(server.sql("SELECT count(*) FROM events WHERE kind = 'metrics'") / points, 4),
-        "server_peak_mib": server.peak_mib(), "server_cores": round(cores / took, 2),
+        "server_peak_mib": server.peak_mib(), "server_cores": round(cpu / took, 2),
     }
 
 
@@ -210,8 +210,8 @@ def train(options):
         server.ask(f"/jobs/{job}/cancel", {})
         while server.ask(f"/jobs/{job}")["state"] != "cancelled":
             time.sleep(0.2)
-        with urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{server.port}/api/v1/jobs/{job}/metrics.csv", headers={"Authorization": f"Bearer {server.token}"})) as answer:
-            points = sum(1 for _ in answer) - 1
+        with urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{server.port}/api/v1/jobs/{job}/metrics.csv", headers={"Authorization": f"Bearer {server.token}"})) as response:
+            points = sum(1 for _ in response) - 1
         rows = server.sql("SELECT count(*) FROM events WHERE kind = 'metrics'")
         while server.sql("SELECT count(*) FROM events WHERE kind = 'metrics'"):
             time.sleep(1)

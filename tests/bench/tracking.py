@@ -1,12 +1,12 @@
-"""One training loop, logged by our Python package to a Lockstep server on SQLite, and by MLflow's client to MLflow's own store on SQLite.
+"""A training loop that is logged by Lockstep's Python package to a server on SQLite, and by MLflow's client to MLflow's own SQLite store.
 
     cargo build --release
     pip install httpx mlflow-skinny sqlalchemy alembic        # and torch; without it the loop is plain Python
     python3 tests/bench/tracking.py [--program target/release/lockstep] [--steps 2000] [--rounds 3]
 
-Both in turns in one run, each round as a new run of the same store, four metrics a step. Points a second are those of the whole loop with
-the training, from its first step until every point is stored: our last answer of the server counts. The time of a call is that of one
-`log` or `log_metrics`. Afterwards, outside the times, every point is read back and counted. Prints a table, and the entry for
+Both are measured in turns. Each round is a new run in the same store, with four metrics per step. Points per second count the whole loop
+including training, from its first step until every point is stored, for Lockstep until the server's last response. The time of a call is
+that of `log` or `log_metrics`. Afterwards, every point is read back and counted, which is not timed. Prints a table, and the entry for
 tests/bench/results/tracking.json.
 """
 
@@ -24,7 +24,7 @@ import time
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT / "python/src"))
-# Its threads do not belong to what is measured.
+# Telemetry would add threads to the measurement.
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 
 import mlflow  # noqa: E402
@@ -39,7 +39,7 @@ except ImportError:
 NAMES = ("train/loss", "train/accuracy", "lr", "grad_norm")
 
 
-def with_torch(steps):
+def train_torch(steps):
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
@@ -57,7 +57,7 @@ def with_torch(steps):
         yield dict(zip(NAMES, (loss.item(), accuracy.item(), 0.1, norm.item())))
 
 
-def without_torch(steps):
+def train_plain(steps):
     chance, weights = random.Random(0), [0.0] * 32
     for _ in range(steps):
         inputs = [chance.gauss(0, 1) for _ in weights]
@@ -67,11 +67,11 @@ def without_torch(steps):
         yield dict(zip(NAMES, (error * error, float(abs(error) < 0.5), 0.01, norm)))
 
 
-def logged(log, finish, steps):
-    """Seconds of the loop, and of each call."""
+def time_loop(log, finish, steps):
+    """Returns the seconds of the loop, and of each call."""
     calls = []
     began = time.perf_counter()
-    for step, values in enumerate((with_torch if torch else without_torch)(steps)):
+    for step, values in enumerate((train_torch if torch else train_plain)(steps)):
         before = time.perf_counter()
         log(values, step)
         calls.append(time.perf_counter() - before)
@@ -79,17 +79,17 @@ def logged(log, finish, steps):
     return time.perf_counter() - began, calls
 
 
-def ours(steps):
+def log_to_lockstep(steps):
     run = lockstep.init(project="bench", name="tracking")
-    took = logged(run.log, run.finish, steps)
+    took = time_loop(run.log, run.finish, steps)
     [job] = [job for job in lockstep.Client().jobs(project="bench") if job.data["external"]["id"] == run.id]
     text = job._send_once("GET", f"/jobs/{job.id}/metrics.csv").text
     return *took, len(text.splitlines()) - 1
 
 
-def theirs(steps):
+def log_to_mlflow(steps):
     run = mlflow.start_run()
-    took = logged(lambda values, step: mlflow.log_metrics(values, step=step), mlflow.end_run, steps)
+    took = time_loop(lambda values, step: mlflow.log_metrics(values, step=step), mlflow.end_run, steps)
     client = mlflow.MlflowClient()
     return *took, sum(len(client.get_metric_history(run.info.run_id, name)) for name in NAMES)
 
@@ -103,7 +103,7 @@ def main():
     program = pathlib.Path(options.program).resolve()
     for name in [name for name in os.environ if name.startswith(("LOCKSTEP_", "MLFLOW_TRACKING_"))]:
         del os.environ[name]
-    rounds = {"Lockstep": (ours, []), "MLflow": (theirs, [])}
+    rounds = {"Lockstep": (log_to_lockstep, []), "MLflow": (log_to_mlflow, [])}
     with tempfile.TemporaryDirectory(prefix="lockstep-tracking-") as folder:
         os.chdir(folder)
         command = [program, "serve", "--listen", "127.0.0.1:0", "--no-local-agent", "--no-open"]
@@ -112,31 +112,31 @@ def main():
         try:
             os.environ["LOCKSTEP_SERVER"] = server.stdout.readline().split()[-1]
             mlflow.set_tracking_uri(f"sqlite:///{folder}/mlflow.db")
-            # Makes the tables, which takes seconds.
+            # Creates the tables, which takes seconds.
             mlflow.set_experiment("bench")
             for _ in range(options.rounds):
-                for name, (log_one, done) in rounds.items():
-                    secs, calls, points = log_one(options.steps)
+                for name, (measure, results) in rounds.items():
+                    secs, calls, points = measure(options.steps)
                     if points != len(NAMES) * options.steps:
                         sys.exit(f"{name} stored {points} of {len(NAMES) * options.steps} points")
-                    done.append((points / secs, calls))
+                    results.append((points / secs, calls))
         finally:
             server.terminate()
             server.wait()
     rows = []
-    for name, (_, done) in rounds.items():
-        calls = sorted(1e6 * secs for _, of_round in done for secs in of_round)
+    for name, (_, results) in rounds.items():
+        calls = sorted(1e6 * secs for _, calls_of_round in results for secs in calls_of_round)
         rows.append({
-            "logged by": name, "points a second": round(statistics.median(rate for rate, _ in done)),
-            "all rounds": ", ".join(str(round(rate)) for rate, _ in done),
+            "logged by": name, "points a second": round(statistics.median(rate for rate, _ in results)),
+            "all rounds": ", ".join(str(round(rate)) for rate, _ in results),
             "call, microseconds (median)": round(statistics.median(calls), 1), "call, microseconds (p99)": round(calls[len(calls) * 99 // 100], 1),
         })
     for row in rows:
         print("  ".join(f"{key}: {value}" for key, value in row.items()), file=sys.stderr)
-    us, them = rows
+    lockstep_row, mlflow_row = rows
     ratios = {
-        "points a second, ours to MLflow's": round(us["points a second"] / them["points a second"], 1),
-        "time of a call, MLflow's to ours": round(them["call, microseconds (median)"] / us["call, microseconds (median)"], 1),
+        "points a second, ours to MLflow's": round(lockstep_row["points a second"] / mlflow_row["points a second"], 1),
+        "time of a call, MLflow's to ours": round(mlflow_row["call, microseconds (median)"] / lockstep_row["call, microseconds (median)"], 1),
     }
     print("  ".join(f"{key}: {value}" for key, value in ratios.items()), file=sys.stderr)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()

@@ -1,34 +1,34 @@
-// An agent that speaks the protocol and trains nothing, for pages with more data than training makes in a test.
-// It runs in a browser page of its own: a websocket and MessagePack are all it needs.
+// A simulated agent: it speaks the protocol but trains nothing, for pages with more data than a test can produce by training.
+// It runs in its own browser page, as it needs only a websocket and MessagePack.
 
-/** What runs in the page: `window.agent`. */
+/** Runs in the page and defines `window.agentKit`. */
 function inPage() {
   const text = new TextEncoder(), decoder = new TextDecoder();
 
-  /** MessagePack of JSON-like values; whole numbers are integers, others float32. */
+  /** Encodes a JSON-like value as MessagePack: whole numbers as integers, other numbers as float32. */
   function encode(value) {
     let bytes = new Uint8Array(1 << 16), at = 0;
-    const room = (n) => {
+    const reserve = (n) => {
       if (at + n <= bytes.length) return;
-      const wider = new Uint8Array(Math.max(bytes.length * 2, at + n));
-      wider.set(bytes);
-      bytes = wider;
+      const larger = new Uint8Array(Math.max(bytes.length * 2, at + n));
+      larger.set(bytes);
+      bytes = larger;
     };
     const view = () => new DataView(bytes.buffer);
     const head = (small, limit, wide, n) => {
-      room(5);
+      reserve(5);
       if (n < limit) bytes[at++] = small | n;
       else { bytes[at++] = wide; view().setUint32(at, n); at += 4; }
     };
     const put = (v) => {
-      room(16);
+      reserve(16);
       if (v === null || v === undefined) bytes[at++] = 0xc0;
       else if (typeof v === "boolean") bytes[at++] = v ? 0xc3 : 0xc2;
       else if (typeof v === "number" && Number.isInteger(v) && v >= 0) {
         if (v < 128) bytes[at++] = v;
         else { bytes[at++] = 0xcf; view().setBigUint64(at, BigInt(v)); at += 8; }
       } else if (typeof v === "number") { bytes[at++] = 0xca; view().setFloat32(at, v); at += 4; }
-      else if (typeof v === "string") { const t = text.encode(v); head(0xa0, 32, 0xdb, t.length); room(t.length); bytes.set(t, at); at += t.length; }
+      else if (typeof v === "string") { const t = text.encode(v); head(0xa0, 32, 0xdb, t.length); reserve(t.length); bytes.set(t, at); at += t.length; }
       else if (Array.isArray(v)) { head(0x90, 16, 0xdd, v.length); for (const x of v) put(x); }
       else { const e = Object.entries(v); head(0x80, 16, 0xdf, e.length); for (const [k, x] of e) { put(k); put(x); } }
     };
@@ -85,7 +85,7 @@ function inPage() {
     #stored = new Map();
     #waiting = [];
 
-    /** `gpus`: its slots are GPUs, whatever this machine has. */
+    /** `gpus`: reports the slots as GPUs, whether or not this machine has any. */
     constructor(slots, info, gpus = false) {
       const socket = this.socket = new WebSocket(`ws://${location.host}/api/v1/agent/socket`);
       socket.binaryType = "arraybuffer";
@@ -111,7 +111,7 @@ function inPage() {
       else if (message.type === "ack") { this.#stored.set(key(message.attempt, message.source), message.records); this.#waiting.splice(0).forEach((tell) => tell()); }
     }
 
-    /** Attempt number `n` of a job, once the server has started it. */
+    /** Waits until the server has started attempt number `n` of a job, and returns the attempt. */
     async attempt(job, n = 1) {
       for (;;) {
         const found = this.started.filter((s) => s.attempt.job === job)[n - 1];
@@ -120,7 +120,7 @@ function inPage() {
       }
     }
 
-    /** Records of a rank; resolves when the server has stored all but `ahead` of them. */
+    /** Sends records of a rank. Resolves when the server has stored all but `ahead` of them. */
     async report(attempt, rank, events, ahead = 0) {
       const source = { rank }, k = key(attempt, source), first = this.#sent.get(k) ?? 0;
       this.#sent.set(k, first + events.length);
@@ -133,10 +133,10 @@ function inPage() {
     }
   }
 
-  /** A loss that falls, with noise that is the same every time. */
+  /** A falling loss with reproducible noise. */
   const noise = (n) => { const x = Math.sin(n * 12.9898) * 43758.5453; return x - Math.floor(x); };
   const loss = (step, rank) => 2.3 * Math.exp(-step / 3e5) + 0.25 + 0.2 * noise(step * 8 + rank) + (step % 99_991 === 0 ? 1 : 0);
-  window.agent = { Agent, loss, noise };
+  window.agentKit = { Agent, loss, noise };
 }
 
 const INFO = {
@@ -144,21 +144,21 @@ const INFO = {
   splits: [{ name: "train", samples: 60_000, per_class: [30_000, 30_000] }, { name: "test", samples: 100, per_class: [50, 50] }],
 };
 
-/** Joins `server` with `slots` made-up slots and registers the dataset `made-up`. Answers the page it runs in. */
-export async function join(browser, server, slots, { gpus = false } = {}) {
-  // Its websocket has the headers of the context, as all that its page sends.
+/** Joins `server` with `slots` simulated slots and registers the dataset `made-up`. Returns the page in which the agent runs. */
+export async function simulateAgent(browser, server, slots, { gpus = false } = {}) {
+  // The agent's websocket sends the headers of the context.
   const secret = server.token && (await server.ask("/tokens", { name: `made-up ${Date.now()}`, scope: "agent", agent: "made-up" })).secret;
   const context = await browser.newContext(secret ? { extraHTTPHeaders: { authorization: `Bearer ${secret}` } } : {});
   const page = await context.newPage();
   await page.goto(`${server.url}/static/icon.svg`);
   await page.evaluate(inPage);
-  await page.evaluate(([n, info, gpus]) => { window.it = new window.agent.Agent(n, info, gpus); return window.it.ready; }, [slots, INFO, gpus]);
+  await page.evaluate(([n, info, gpus]) => { window.simulatedAgent = new window.agentKit.Agent(n, info, gpus); return window.simulatedAgent.ready; }, [slots, INFO, gpus]);
   const known = (await server.ask("/datasets")).datasets.some((d) => d.name === "made-up");
   if (!known) await server.ask("/datasets", { name: "made-up", path: "/made-up" });
   return page;
 }
 
-/** A job on the made-up dataset. */
+/** The specification of a job on the simulated dataset. */
 export const spec = (name, ranks, steps) => ({
   name, model: { arch: "resnet20" }, data: { dataset: "made-up" }, train: { steps, batch_size: 8 }, parallel: { ranks, device: "cpu" },
   checkpoint: { every_epochs: 0 }, evaluate: { every_epochs: 0 },

@@ -1,11 +1,11 @@
-// Somebody without a mouse: what has the focus is on the screen, is marked, and has a name.
+// Uses pages by keyboard only. The focused element must be on the screen, have a visible focus outline, and have a name.
 
 import assert from "node:assert/strict";
 import { losses, until } from "./test-server.mjs";
 
-const MOST_TABS = 120;
+const MAX_TABS = 120;
 
-/** What has the focus: its words, and whether a reader finds it. */
+/** Describes the focused element: its name, and whether it is in view and has a focus outline. */
 export const focused = (page) => page.evaluate(() => {
   const node = document.activeElement, box = node.getBoundingClientRect(), style = getComputedStyle(node);
   const words = (node.getAttribute("aria-label") ?? (node.labels?.[0] ?? node).textContent ?? "").trim().replace(/\s+/g, " ");
@@ -16,39 +16,39 @@ export const focused = (page) => page.evaluate(() => {
   };
 });
 
-/** Tab until something with these words has the focus; everything on the way is looked at. */
+/** Presses `key` until an element whose name matches `words` has the focus. Checks every element on the way. */
 async function tabTo(page, words, key = "Tab") {
   const seen = [];
-  for (let n = 0; n < MOST_TABS; n++) {
+  for (let n = 0; n < MAX_TABS; n++) {
     await page.keyboard.press(key);
     const at = await focused(page);
     if (at.body) continue;
     seen.push(at.words);
-    assert.ok(at.words, `something without a name follows ${seen.at(-2)}`);
-    assert.ok(at.inView, `${at.words} has the focus and is not on the screen`);
-    assert.ok(at.marked, `${at.words} has the focus and no mark`);
+    assert.ok(at.words, `an element without a name follows ${seen.at(-2)}`);
+    assert.ok(at.inView, `${at.words} has the focus but is not on the screen`);
+    assert.ok(at.marked, `${at.words} has the focus but no outline`);
     if (words.test(at.words)) return;
   }
   assert.fail(`${words} is not reached; passed: ${seen.join(" | ")}`);
 }
 
-/** From the empty list to a job that trains, its panels, and its end, by Tab, Enter and arrow keys. */
-export async function trainByKeys(server, browser, viewport) {
+/** Submits a job from the empty list, adds a panel and cancels the job, by Tab, Enter and arrow keys. */
+export async function trainByKeyboard(server, browser, viewport) {
   const page = await browser.page(server, "/jobs", { viewport, expected: [/422/], reducedMotion: "reduce" });
-  await until("its scripts have run", () => page.locator("#keys").isVisible());
+  await until("the page's scripts have run", () => page.locator("#keys").isVisible());
   await page.keyboard.press("Tab");
   assert.equal((await focused(page)).words, "Skip to content", "the first stop");
   await tabTo(page, /^New job$/);
   await page.keyboard.press("Enter");
   await page.waitForURL(/\/jobs\/new$/);
-  await until("its scripts have run", () => page.locator("#keys").isVisible());
+  await until("the page's scripts have run", () => page.locator("#keys").isVisible());
   await tabTo(page, /^Use the bundled pictures$/);
   await page.keyboard.press("Enter");
   await until("the plan is known", async () => /8,000 pictures/.test(await page.locator("#plan").textContent()));
   await tabTo(page, /^Name/);
   await page.keyboard.press("Control+A");
   await page.keyboard.type("by keys");
-  // Small steps, which leave the processors to the page.
+  // Small steps leave the CPU to the page.
   await tabTo(page, /^Global batch size$/);
   await page.keyboard.press("Control+A");
   await page.keyboard.type("16");
@@ -56,13 +56,13 @@ export async function trainByKeys(server, browser, viewport) {
   await page.keyboard.press("Enter");
   await page.waitForURL(/\/jobs\/j\w+$/);
   const id = page.url().split("/").at(-1);
-  await until("it trains", async () => (await losses(page))["rank 0"]?.points > 2);
+  await until("the job trains", async () => (await losses(page))["rank 0"]?.points > 2);
 
-  // A chart, by its keys.
+  // The keyboard moves a chart's crosshair.
   await tabTo(page, /^Loss of each rank/);
   await page.keyboard.press("ArrowRight");
-  await until("its values are said", async () => /step \d+.*rank 0/.test(await page.locator("#loss-chart [role=status]").textContent()));
-  // A panel is added, made wider, and taken away.
+  await until("the chart's values are announced", async () => /step \d+.*rank 0/.test(await page.locator("#loss-chart [role=status]").textContent()));
+  // A panel is added and made higher.
   await tabTo(page, /^Add a panel$/);
   await page.keyboard.press("Enter");
   const dialog = page.locator("#panel-dialog");
@@ -71,20 +71,20 @@ export async function trainByKeys(server, browser, viewport) {
   await page.keyboard.press("Space");
   await tabTo(page, /^Save$/);
   await page.keyboard.press("Enter");
-  await until("it is there", async () => !(await dialog.isVisible()) && (await page.locator("#custom-grid h3").allTextContents()).join() === "Loss");
+  await until("the panel is shown", async () => !(await dialog.isVisible()) && (await page.locator("#custom-grid h3").allTextContents()).join() === "Loss");
   await tabTo(page, /^Size of Loss/);
   await page.keyboard.press("ArrowDown");
-  await until("it is kept", async () => (await server.ask(`/jobs/${id}/panels`)).panels[0].rows === 2);
-  // Tabs: arrow keys go from one to the next.
+  await until("the panel's height is stored", async () => (await server.ask(`/jobs/${id}/panels`)).panels[0].rows === 2);
+  // The key End opens the last tab.
   await tabTo(page, /^Log$/);
   await page.keyboard.press("End");
   await until("the last tab is open", () => page.locator("#history-panel").isVisible());
   await tabTo(page, /^Cancel$/, "Shift+Tab");
   await page.keyboard.press("Enter");
-  await until("it asks", () => page.locator("#confirm").isVisible());
+  await until("the confirmation dialog opens", () => page.locator("#confirm").isVisible());
   await tabTo(page, /^Cancel the job|^Cancel/);
   await page.keyboard.press("Enter");
-  await until("it ends", async () => (await server.job(id)).state === "cancelled");
+  await until("the job ends", async () => (await server.job(id)).state === "cancelled");
   assert.equal((await focused(page)).body, false, "the focus is not lost");
   await page.end();
 }

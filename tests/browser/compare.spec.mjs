@@ -1,92 +1,92 @@
-// Jobs side by side: several charts, groups of seeds as a mean with a band, a scatter plot and parallel coordinates with one
-// selection, and names of any length.
+// The page Compare: several charts, groups of seeds as a mean with a band, a scatter plot and parallel coordinates that share a
+// selection, and long names.
 
 import assert from "node:assert/strict";
 import { readFile } from "node:fs/promises";
 import { after, before, describe, test } from "node:test";
-import { join, spec } from "./agent.mjs";
-import { isSound } from "./looks.mjs";
+import { simulateAgent, spec } from "./agent.mjs";
+import { assertViews } from "./looks.mjs";
 import { Browser, TestServer, inFull, until } from "./test-server.mjs";
 
 const LONG = "resnet20-on-made-up-pictures-with-a-name-that-is-very-long-and-goes-on-lr-0.4-cosine-warmup-5-seed-number-2";
 let server, browser, agent;
-const made = [];
+const jobs = [];
 
-const attempt = (id) => agent.evaluate((id) => window.it.attempt(id), id);
-const report = (of, rank, events) => agent.evaluate(([of, rank, events]) => window.it.report(of, rank, events), [of, rank, events]);
+const startedAttempt = (id) => agent.evaluate((id) => window.simulatedAgent.attempt(id), id);
+const report = (attempt, rank, events) => agent.evaluate(([attempt, rank, events]) => window.simulatedAgent.report(attempt, rank, events), [attempt, rank, events]);
 const column = (name, steps, value) => ({ name, steps, values: steps.map(value) });
 const range = (from, to) => Array.from({ length: to - from + 1 }, (_, i) => from + i);
-/** Points of a job whose loss is `base` everywhere, as given so that means are known. */
-const train = (of, base, from, to) => report(of, 0, [{ type: "metrics", rank: 0, columns: [column("loss", range(from, to), () => base), column("lr", range(from, to), () => 0.1), column("step_ms", range(from, to), () => 20.5), column("val_loss", [to], () => base + 1)] }]);
+/** Reports points with the constant loss `base`, so that means are known. */
+const train = (attempt, base, from, to) => report(attempt, 0, [{ type: "metrics", rank: 0, columns: [column("loss", range(from, to), () => base), column("lr", range(from, to), () => 0.1), column("step_ms", range(from, to), () => 20.5), column("val_loss", [to], () => base + 1)] }]);
 
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
-  agent = await join(browser.chromium, server, 4);
+  agent = await simulateAgent(browser.chromium, server, 4);
   for (const [name, lr, seed, loss, tags] of [["fast", 0.4, 1, 1, ["good"]], [LONG, 0.4, 2, 3, ["good"]], ["slow", 0.1, 1, 5, []]]) {
     const body = spec(name, 1, 100);
     Object.assign(body.train, { lr, seed });
-    const { id } = await server.ask("/jobs", { ...body, tags }), of = await attempt(id);
-    await report(of, 0, [{ type: "running", total_steps: 100, steps_per_epoch: 50, start_step: 0 }]);
-    await train(of, loss, 1, 50);
-    await report(of, 0, [{ type: "evaluation", epoch: 1, step: 50, samples: 100, accuracy: 1 / (loss + 1), loss: loss + 1, secs: 1.5 }]);
-    made.push({ id, of, name });
+    const { id } = await server.ask("/jobs", { ...body, tags }), attempt = await startedAttempt(id);
+    await report(attempt, 0, [{ type: "running", total_steps: 100, steps_per_epoch: 50, start_step: 0 }]);
+    await train(attempt, loss, 1, 50);
+    await report(attempt, 0, [{ type: "evaluation", epoch: 1, step: 50, samples: 100, accuracy: 1 / (loss + 1), loss: loss + 1, secs: 1.5 }]);
+    jobs.push({ id, attempt, name });
   }
-  for (const { id, of } of made.slice(0, 2)) {
-    await agent.evaluate(([of]) => window.it.end(of, 100), [of]);
-    await until("it is over", async () => (await server.job(id)).state === "succeeded");
+  for (const { id, attempt } of jobs.slice(0, 2)) {
+    await agent.evaluate(([attempt]) => window.simulatedAgent.end(attempt, 100), [attempt]);
+    await until("the job has ended", async () => (await server.job(id)).state === "succeeded");
   }
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
-const where = (more = "") => `/compare?jobs=${made.map((j) => j.id).join(",")}${more.includes("metric=") ? "" : "&metric=loss"}${more}`;
-const address = (page) => new URL(page.url()).searchParams;
-const drawn = (page) => until("all is drawn", () => page.evaluate(() => Number(document.querySelector("#curves .chart")?.dataset.drawn) > 0 && document.querySelectorAll("#parallel .job").length === 3 && document.getElementById("scatter").dataset.points === "3"));
+const comparePath = (more = "") => `/compare?jobs=${jobs.map((j) => j.id).join(",")}${more.includes("metric=") ? "" : "&metric=loss"}${more}`;
+const queryOf = (page) => new URL(page.url()).searchParams;
+const untilDrawn = (page) => until("the charts are drawn", () => page.evaluate(() => Number(document.querySelector("#curves .chart")?.dataset.drawn) > 0 && document.querySelectorAll("#parallel .job").length === 3 && document.getElementById("scatter").dataset.points === "3"));
 const selected = (page) => page.evaluate(() => [...window.lockstep.selection.ids()].map((id) => window.lockstep.jobs().find((j) => j.id === id).name[0]).join(""));
-/** Names of the jobs whose lines, points of the table are faint. */
+/** First letters of the jobs whose lines are faint in the parallel coordinates. */
 const faint = (page) => page.locator("#parallel .job.out").evaluateAll((lines) => lines.map((line) => line.getAttribute("aria-label")[0]).join(""));
 
 describe("charts", () => {
-  test("are as many as metrics are chosen, any of them, in the address, and live", async () => {
-    const page = await browser.page(server, where());
-    await drawn(page);
+  test("are drawn for each chosen metric, are named in the URL, and are live", async () => {
+    const page = await browser.page(server, comparePath());
+    await untilDrawn(page);
     assert.deepEqual(await page.locator("#curves .curve h3").allTextContents(), ["loss (cross-entropy)"]);
     await page.locator("button[data-metric=val_loss]").click();
     await page.locator("#more-metrics").selectOption("grad_norm");
-    assert.equal(address(page).get("metric"), "loss,val_loss,grad_norm");
+    assert.equal(queryOf(page).get("metric"), "loss,val_loss,grad_norm");
     await page.reload();
-    await drawn(page);
+    await untilDrawn(page);
     assert.deepEqual(await page.locator("#curves .curve").evaluateAll((all) => all.map((one) => one.dataset.metric)), ["loss", "val_loss", "grad_norm"]);
     assert.equal(await page.locator(".curve[data-metric=grad_norm] .chart").getAttribute("data-empty"), "None of these jobs has a value of this metric yet.");
     const points = (metric) => page.evaluate((metric) => window.lockstep.charts[metric].snapshot().map((s) => s.points).join(), metric);
-    await until("validation loss is there", async () => (await points("val_loss")) === "1,1,1");
-    await train(made[2].of, 5, 51, 60);
-    await until("both follow the job that runs", async () => (await points("loss")) === "50,50,60" && (await points("val_loss")) === "1,1,2");
+    await until("validation loss is drawn", async () => (await points("val_loss")) === "1,1,1");
+    await train(jobs[2].attempt, 5, 51, 60);
+    await until("both charts follow the running job", async () => (await points("loss")) === "50,50,60" && (await points("val_loss")) === "1,1,2");
     await page.locator("button[data-metric=loss]").click();
-    assert.equal(address(page).get("metric"), "val_loss,grad_norm");
+    assert.equal(queryOf(page).get("metric"), "val_loss,grad_norm");
     assert.equal(await page.locator("#curves .curve").count(), 2);
     await page.end();
   });
 
-  inFull("are zoomed in and out by keys", async () => {
-    const page = await browser.page(server, where());
-    await drawn(page);
+  inFull("are zoomed in and out by keyboard", async () => {
+    const page = await browser.page(server, comparePath());
+    await untilDrawn(page);
     const shown = () => page.evaluate(() => { const { low, high } = window.lockstep.chart.x; return high - low; });
     await page.locator("#curves .chart").focus();
     await page.keyboard.press("ArrowRight");
     const whole = await shown();
     await page.keyboard.press("+");
-    await until("half of it is shown", async () => (await shown()) < 0.6 * whole);
+    await until("half of the range is shown", async () => (await shown()) < 0.6 * whole);
     const part = await shown();
     await page.keyboard.press("-");
-    await until("more is shown again", async () => (await shown()) > 1.5 * part);
+    await until("the whole range is shown again", async () => (await shown()) > 1.5 * part);
     await page.end();
   });
 
-  inFull("that are switched off leave nothing behind", async () => {
-    const page = await browser.page(server, where());
-    await drawn(page);
+  inFull("remove their listeners when they are switched off", async () => {
+    const page = await browser.page(server, comparePath());
+    await untilDrawn(page);
     const tools = await page.context().newCDPSession(page);
-    /** Listeners of the page and of what its charts share. */
+    /** Counts the listeners of the page and of the view that its charts share. */
     const listeners = async () => {
       let all = 0;
       for (const expression of ["document", "lockstep.chart.view"]) {
@@ -97,7 +97,7 @@ describe("charts", () => {
     };
     const before = await listeners();
     await page.locator("button[data-metric=val_loss]").click();
-    assert.ok((await listeners()) > before, "another chart listens");
+    assert.ok((await listeners()) > before, "the second chart adds listeners");
     await page.locator("button[data-metric=val_loss]").click();
     assert.equal(await page.locator("#curves .curve").count(), 1);
     assert.equal(await listeners(), before);
@@ -106,9 +106,9 @@ describe("charts", () => {
 });
 
 describe("a metric", () => {
-  inFull("has the name, the unit and the numbers that it has on a job's own page", async () => {
-    const { id } = await server.ask("/jobs", spec("measured", 1, 100)), of = await attempt(id), steps = range(1, 20);
-    await report(of, 0, [
+  inFull("has the same name, unit and number format as on a job's page", async () => {
+    const { id } = await server.ask("/jobs", spec("measured", 1, 100)), attempt = await startedAttempt(id), steps = range(1, 20);
+    await report(attempt, 0, [
       { type: "running", total_steps: 100, steps_per_epoch: 50, start_step: 0 },
       { type: "metrics", rank: 0, columns: [column("accuracy", steps, (step) => 0.005 + step / 25), column("gpu_memory_bytes", steps, (step) => step * 1e8), column("gpu_power_watts", steps, (step) => 300 + step), column("step_ms", steps, () => 20.5)] },
     ]);
@@ -117,32 +117,32 @@ describe("a metric", () => {
     await until("all is drawn", () => page.evaluate(() => [...document.querySelectorAll("#curves .chart")].filter((chart) => Number(chart.dataset.drawn) > 0).length === 3));
     const names = ["accuracy (%)", "GPU memory (bytes)", "GPU power (W)"];
     assert.deepEqual(await page.locator("#curves .curve h3").allTextContents(), names);
-    assert.ok((await page.locator("#more-metrics option").allTextContents()).includes("✓ GPU power (W)"), "and in the list of metrics");
+    assert.ok((await page.locator("#more-metrics option").allTextContents()).includes("✓ GPU power (W)"), "the list of metrics has the same name");
     for (const [metric, name, tick] of [["accuracy", names[0], /^\d+ %$/], ["gpu_memory_bytes", names[1], /^[\d.]+ GB$/], ["gpu_power_watts", names[2], /^\d+ W$/]]) {
       await card(metric).locator("summary", { hasText: "Save" }).click();
       const [file] = await Promise.all([page.waitForEvent("download"), card(metric).getByRole("button", { name: "SVG", exact: true }).click()]);
       const words = [...(await readFile(await file.path(), "utf8")).matchAll(/>([^<>]*)<\/text>/g)].map(([, text]) => text);
       assert.ok(words.includes(name) && words.some((text) => tick.test(text)), `${metric}: ${words.join(" | ")}`);
     }
-    // The reader writes accuracies in percent, as on the axis.
+    // A range of accuracies is entered in percent, as the axis shows it.
     const accuracy = card("accuracy");
     await accuracy.locator("summary", { hasText: "Range" }).click();
     await accuracy.getByLabel("from").fill("20");
     await accuracy.getByLabel("to", { exact: true }).fill("60");
     await accuracy.getByLabel("to", { exact: true }).press("Enter");
     await until("the axis goes from 20 % to 60 %", async () => (await page.evaluate(() => { const { low, high } = window.lockstep.charts.accuracy.y; return [low.toFixed(3), high.toFixed(3)].join(); })) === "0.200,0.600");
-    assert.equal(address(page).get("compare-accuracy-range"), "20~60");
+    assert.equal(queryOf(page).get("compare-accuracy-range"), "20~60");
     const own = await page.tab(`/jobs/${id}?metric=gpu_power_watts`);
-    await until("the job's page has drawn it", () => own.evaluate(() => window.lockstep?.charts.lr.firstDrawnAt > 0));
+    await until("the job's page has drawn the metric", () => own.evaluate(() => window.lockstep?.charts.lr.firstDrawnAt > 0));
     assert.deepEqual(await own.evaluate(() => ["accuracy", "lr"].map((name) => window.lockstep.charts[name].yName())), [names[0], names[2]]);
-    await agent.evaluate(([of]) => window.it.end(of, 100), [of]);
-    await until("it is over", async () => (await server.job(id)).state === "succeeded");
+    await agent.evaluate(([attempt]) => window.simulatedAgent.end(attempt, 100), [attempt]);
+    await until("the job has ended", async () => (await server.job(id)).state === "succeeded");
     await page.end();
   });
 });
 
-describe("jobs of one name", () => {
-  inFull("are told apart by what they differ in, or by their ids", async () => {
+describe("jobs with the same name", () => {
+  inFull("are distinguished by their different settings, or by their ids", async () => {
     const ids = [];
     for (const lr of [0.3, 0.6, 0.6]) {
       const body = spec("twin", 1, 100);
@@ -151,7 +151,7 @@ describe("jobs of one name", () => {
     }
     const page = await browser.page(server, `/compare?jobs=${ids.join(",")}`);
     const names = () => page.locator("#compare-legend li").allTextContents();
-    await until("they are listed", async () => (await names()).length === 3);
+    await until("the jobs are listed", async () => (await names()).length === 3);
     assert.deepEqual(await names(), ["twin · lr 0.3", ...ids.slice(1).map((id) => `twin · lr 0.6, ${id.slice(-5)}`)]);
     for (const id of ids) await server.ask(`/jobs/${id}/cancel`, {});
     await page.end();
@@ -159,18 +159,18 @@ describe("jobs of one name", () => {
 });
 
 describe("groups", () => {
-  test("are a mean with a band of what is said, in colours of their own", async () => {
-    const page = await browser.page(server, where());
-    await drawn(page);
+  test("are drawn as a mean with a chosen band, each in its own colour", async () => {
+    const page = await browser.page(server, comparePath());
+    await untilDrawn(page);
     const offered = await page.locator("#group-by option").allTextContents();
     for (const key of ["tag", "train.lr", "train.seed"]) assert.ok(offered.includes(key), `${key} in ${offered}`);
     await page.locator("#group-by").selectOption("train.lr");
-    assert.equal(address(page).get("group"), "train.lr");
+    assert.equal(queryOf(page).get("group"), "train.lr");
     assert.deepEqual(await page.locator("#compare-legend li").allTextContents(), ["train.lr 0.1 (n = 1)", "train.lr 0.4 (n = 2)"]);
     assert.match(await page.locator("#group-note").textContent(), /mean over the n jobs of a group.*one standard deviation/);
     const line = () => page.evaluate(() => window.lockstep.chart.layers().map(({ label, band, series: { segments: [g] } }) => ({ label, band: band > 0, at: g.mean[10], low: g.min[10], high: g.max[10] })));
     const two = (await line()).find(({ label }) => label.startsWith("train.lr 0.4"));
-    // Losses of 1 and 3: the mean is 2, the standard deviation of a sample the root of 2.
+    // Losses of 1 and 3: the mean is 2, the sample standard deviation is the square root of 2.
     assert.ok(two.band && two.at === 2 && Math.abs(two.high - 2 - Math.SQRT2) < 1e-6 && Math.abs(two.low - 2 + Math.SQRT2) < 1e-6, JSON.stringify(two));
     await page.getByRole("button", { name: "lowest to highest" }).click();
     const wide = (await line()).find(({ label }) => label.startsWith("train.lr 0.4"));
@@ -178,12 +178,12 @@ describe("groups", () => {
     assert.match(await page.locator("#group-note").textContent(), /the lowest to the highest value/);
     for (const axis of ["epoch", "time"]) {
       await page.locator(`button[data-axis=${axis}]`).click();
-      await until(`it is drawn by ${axis}`, async () => (await line()).every(({ at }) => at > 0));
+      await until(`the groups are drawn by ${axis}`, async () => (await line()).every(({ at }) => at > 0));
     }
     const colours = () => page.locator("#compare-legend i").evaluateAll((all) => all.map((i) => i.className));
     const before = await colours();
     await page.reload();
-    await drawn(page);
+    await untilDrawn(page);
     assert.deepEqual(await colours(), before, "a group keeps its colour");
     assert.equal(new Set(before).size, 2);
     await page.locator("#group-by").selectOption("tag");
@@ -191,12 +191,12 @@ describe("groups", () => {
     await page.locator("#group-by").selectOption("");
     assert.equal(await page.locator("#compare-legend li").count(), 3);
 
-    // One that is further than the others: the crosshair says over how many the mean is.
-    await train(made[2].of, 5, 51, 90);
-    await page.goto(`${server.url}${where("&group=model.arch")}`);
-    await drawn(page);
+    // One job has more steps than the others: the crosshair shows the number of jobs in the mean.
+    await train(jobs[2].attempt, 5, 51, 90);
+    await page.goto(`${server.url}${comparePath("&group=model.arch")}`);
+    await untilDrawn(page);
     const box = await page.locator("#curves .chart").first().boundingBox(), tip = page.locator("#curves .tip").first();
-    await until("the mean of all at the left, of one at the right", async () => {
+    await until("the tooltip shows the mean of 3 jobs at the left, and of 1 at the right", async () => {
       await page.mouse.move(box.x + box.width * 0.4, box.y + box.height / 2);
       const left = await tip.innerText();
       await page.mouse.move(box.x + box.width * 0.95, box.y + box.height / 2);
@@ -207,14 +207,14 @@ describe("groups", () => {
 });
 
 describe("a file of groups", () => {
-  inFull("has a column that is named after the axis", async () => {
-    const page = await browser.page(server, where("&group=train.lr"));
-    await drawn(page);
+  inFull("has a column named after the axis", async () => {
+    const page = await browser.page(server, comparePath("&group=train.lr"));
+    await untilDrawn(page);
     const card = page.locator(".curve[data-metric=loss]");
     for (const [axis, column, first] of [["step", "step", 1], ["epoch", "epoch", 1 / 50], ["time", "time_secs", 0.0205]]) {
       await page.locator(`button[data-axis=${axis}]`).click();
       const drawnFrom = () => page.evaluate(() => window.lockstep.chart.layers()[0].series.segments[0].steps[0]);
-      await until(`it is along ${axis}`, async () => Math.abs(await drawnFrom() - first) < 1e-6, 20_000);
+      await until(`the chart is drawn by ${axis}`, async () => Math.abs(await drawnFrom() - first) < 1e-6, 20_000);
       await card.locator("summary", { hasText: "Save" }).click();
       const [file] = await Promise.all([page.waitForEvent("download"), card.getByRole("button", { name: "CSV", exact: true }).click()]);
       const [head, row] = (await readFile(await file.path(), "utf8")).split("\n");
@@ -226,10 +226,10 @@ describe("a file of groups", () => {
 });
 
 describe("the selection", () => {
-  test("is one, of brushes on axes and in the scatter", async () => {
-    const page = await browser.page(server, where());
-    await drawn(page);
-    // Upper half of the axis of learning rates.
+  test("combines brushes on axes and in the scatter plot", async () => {
+    const page = await browser.page(server, comparePath());
+    await untilDrawn(page);
+    // Brushes the upper half of the axis of learning rates.
     await page.locator("#parallel").scrollIntoViewIfNeeded();
     const axis = async (key) => page.locator(`#parallel [data-axis="${key}"]`).boundingBox();
     const box = await axis("train.lr");
@@ -242,21 +242,21 @@ describe("the selection", () => {
     assert.match(await page.locator("#selection-count").textContent(), /2 of 3 jobs selected/);
     assert.equal(await page.locator("#results tr.out").count(), 1);
     assert.deepEqual(await page.evaluate(() => window.lockstep.chart.layers().map(({ alpha }) => alpha)), [1, 1, 0.15]);
-    // In the scatter of loss by seed: only what is low.
+    // Brushes low losses in the scatter plot of loss by seed.
     await page.locator("#scatter-x").selectOption("train.seed");
     await page.locator("#scatter-y").selectOption("result:loss");
-    assert.deepEqual([address(page).get("scatter-x"), address(page).get("scatter-y")], ["train.seed", "result:loss"]);
+    assert.deepEqual([queryOf(page).get("scatter-x"), queryOf(page).get("scatter-y")], ["train.seed", "result:loss"]);
     await page.locator("#scatter").scrollIntoViewIfNeeded();
     const plot = await page.locator("#scatter").boundingBox();
     const drag = async (from, to) => { await page.mouse.move(plot.x + from[0] * plot.width, plot.y + from[1] * plot.height); await page.mouse.down(); await page.mouse.move(plot.x + to[0] * plot.width, plot.y + to[1] * plot.height, { steps: 5 }); await page.mouse.up(); };
-    // Low is good, and good is up.
+    // The axis of losses is inverted: low losses are at the top.
     await drag([0.05, 0.02], [0.5, 0.3]);
     assert.equal(await selected(page), "f", "both brushes count");
-    assert.equal(await page.locator("#parallel .brush").count(), 3, "what the scatter brushed is brushed on its axes, too");
+    assert.equal(await page.locator("#parallel .brush").count(), 3, "the scatter plot's brush also appears on the two axes");
     await page.getByRole("button", { name: "Clear", exact: true }).click();
     assert.equal(await selected(page), "frs");
     assert.equal(await page.locator("#selection").isVisible(), false);
-    // By keyboard.
+    // The same by keyboard.
     await page.locator('#parallel [data-axis="train.lr"]').focus();
     await page.keyboard.press("ArrowUp");
     assert.equal(await selected(page), "fr");
@@ -264,22 +264,22 @@ describe("the selection", () => {
     assert.equal(await selected(page), "frs");
     await page.locator("#scatter").focus();
     await page.keyboard.press("ArrowRight");
-    await until("a job is told", () => page.locator("#scatter .tip").isVisible());
+    await until("the tooltip shows a job", () => page.locator("#scatter .tip").isVisible());
     await page.keyboard.press("Enter");
     assert.equal((await selected(page)).length, 1);
     await page.getByRole("button", { name: "Compare only these" }).click();
-    await until("one is left", async () => address(page).get("jobs").split(",").length === 1);
+    await until("one job is left", async () => queryOf(page).get("jobs").split(",").length === 1);
     await page.end();
   });
 
-  inFull("has a scatter with the jobs' colours, saved as pictures and numbers", async () => {
-    const page = await browser.page(server, where("&scatter-x=train.lr&scatter-y=result%3Aloss"));
-    await drawn(page);
+  inFull("has a scatter plot in the jobs' colours, which is saved as SVG, PNG and CSV", async () => {
+    const page = await browser.page(server, comparePath("&scatter-x=train.lr&scatter-y=result%3Aloss"));
+    await untilDrawn(page);
     const legend = await page.evaluate(() => [...document.querySelectorAll("#compare-legend i")].map((mark) => getComputedStyle(mark).backgroundColor));
     for (const [i, colour] of legend.entries()) {
-      const line = page.locator(`#parallel .job[data-job="${made[i].id}"]`);
+      const line = page.locator(`#parallel .job[data-job="${jobs[i].id}"]`);
       assert.equal(await line.evaluate((g) => getComputedStyle(g).color), colour);
-      assert.equal(await page.locator(`#picker li:has(input[value="${made[i].id}"]) i`).evaluate((node) => getComputedStyle(node).backgroundColor), colour);
+      assert.equal(await page.locator(`#picker li:has(input[value="${jobs[i].id}"]) i`).evaluate((node) => getComputedStyle(node).backgroundColor), colour);
     }
     const card = page.locator("section", { has: page.locator("#scatter") });
     const saved = async (kind) => {
@@ -293,15 +293,15 @@ describe("the selection", () => {
     assert.equal((await saved("PNG")).subarray(1, 4).toString(), "PNG");
     const rows = (await saved("CSV")).toString().trim().split("\n");
     assert.equal(rows[0], "id,name,train.lr,loss");
-    assert.equal(rows[1], `${made[0].id},fast,0.4,1`);
+    assert.equal(rows[1], `${jobs[0].id},fast,0.4,1`);
     await page.end();
   });
 });
 
 describe("results", () => {
-  test("have a column for each that has an axis, validation loss among them, and sort by it", async () => {
-    const page = await browser.page(server, where());
-    await drawn(page);
+  test("have a column for each axis, including validation loss, and are sorted by it", async () => {
+    const page = await browser.page(server, comparePath());
+    await untilDrawn(page);
     assert.deepEqual(await page.locator("#results-head button").allTextContents(), ["job", "state", "loss", "val. loss", "accuracy", "val. accuracy", "best accuracy", "images/s", "steps", "ran for"]);
     assert.equal(await page.locator("#results [data-column='val. loss']").count(), 3);
     const sort = page.locator("#results-head button", { hasText: /^val\. loss$/ });
@@ -313,56 +313,56 @@ describe("results", () => {
     await page.end();
   });
 
-  inFull("and settings that tell nothing by themselves have no axis", async () => {
+  inFull("and settings with a single value have no axis", async () => {
     const body = spec("fashion-resnet20 seed=3", 1, 100);
     body.train = { epochs: 2, batch_size: 8, lr: 0.2, seed: 3 };
     const { id } = await server.ask("/jobs", body);
     await server.ask(`/jobs/${id}/cancel`, {});
-    const page = await browser.page(server, `/compare?jobs=${[...made.map((j) => j.id), id].join(",")}`);
-    await until("its lines are drawn", async () => (await page.locator("#parallel .job").count()) === 4);
-    assert.equal(await page.locator(".picker label", { hasText: "fashion-resnet20" }).locator(".cut-tail").textContent(), "seed=3", "in which seeds differ stays");
+    const page = await browser.page(server, `/compare?jobs=${[...jobs.map((j) => j.id), id].join(",")}`);
+    await until("the jobs' lines are drawn", async () => (await page.locator("#parallel .job").count()) === 4);
+    assert.equal(await page.locator(".picker label", { hasText: "fashion-resnet20" }).locator(".cut-tail").textContent(), "seed=3", "the part of the name with the seed is not cut");
     const axes = await page.locator("#parallel .name").evaluateAll((all) => all.map((text) => text.querySelector("title").textContent));
     assert.ok(axes.includes("train.lr") && axes.includes("train.seed"), axes.join());
-    assert.ok(!axes.includes("train.epochs") && !axes.includes("train.steps"), `one value, or none: ${axes}`);
-    // The scatter begins with a setting that most of the jobs have.
+    assert.ok(!axes.includes("train.epochs") && !axes.includes("train.steps"), `settings with at most one value have no axis: ${axes}`);
+    // The scatter plot starts with a setting that most of the jobs have.
     assert.equal(await page.locator("#scatter-x").inputValue(), "train.lr");
     assert.equal(await page.locator("#scatter").getAttribute("data-points"), "3");
     await page.end();
   });
 
-  inFull("name jobs in whole in the table of settings, as far as a few lines go", async () => {
-    const page = await browser.page(server, where());
-    await drawn(page);
+  inFull("show whole names in the table of settings, except the longest", async () => {
+    const page = await browser.page(server, comparePath());
+    await untilDrawn(page);
     const names = page.locator("#settings-head .job-name a");
-    await until("they are there", async () => (await names.count()) === 3);
-    for (const [i, { name }] of made.entries()) assert.equal(await names.nth(i).textContent(), name);
-    assert.deepEqual(await names.evaluateAll((all) => all.filter((a) => a.scrollWidth > a.clientWidth || a.scrollHeight > a.clientHeight + 1).map((a) => a.textContent.length)), [LONG.length], "all but the longest");
+    await until("the names are shown", async () => (await names.count()) === 3);
+    for (const [i, { name }] of jobs.entries()) assert.equal(await names.nth(i).textContent(), name);
+    assert.deepEqual(await names.evaluateAll((all) => all.filter((a) => a.scrollWidth > a.clientWidth || a.scrollHeight > a.clientHeight + 1).map((a) => a.textContent.length)), [LONG.length], "only the longest name is cut");
     await page.end();
   });
 
-  inFull("have axes that are all in sight on a screen, and on a phone a hint says that there are more", async () => {
-    const page = await browser.page(server, where());
-    await drawn(page);
+  inFull("have axes that all fit on a screen; on a phone a note says that they scroll", async () => {
+    const page = await browser.page(server, comparePath());
+    await untilDrawn(page);
     const note = page.locator("section", { has: page.locator("#parallel-title") }).locator(".card-head .small");
     const hidden = () => page.locator("#parallel").evaluate((root) => root.parentElement.scrollWidth - root.parentElement.clientWidth);
     for (const width of [1440, 1920]) {
       await page.setViewportSize({ width, height: 900 });
-      await until(`all axes are in sight at ${width}`, async () => (await hidden()) <= 0);
+      await until(`all axes fit at ${width}`, async () => (await hidden()) <= 0);
       assert.doesNotMatch(await note.textContent(), /scroll/);
     }
     await page.setViewportSize({ width: 390, height: 900 });
-    await until("it scrolls on a phone, and says so", async () => (await hidden()) > 0 && /scroll sideways for all \d+ axes/.test(await note.textContent()));
-    assert.ok(await page.locator(".more-beside:has(#parallel)").isVisible(), "with a shadow at the side");
+    await until("the axes scroll on a phone, and the note says so", async () => (await hidden()) > 0 && /scroll sideways for all \d+ axes/.test(await note.textContent()));
+    assert.ok(await page.locator(".more-beside:has(#parallel)").isVisible(), "a shadow marks the hidden axes");
     await page.end();
   });
 });
 
 describe("on a phone and a screen", () => {
   test("charts with long names and a selection fit, and axe finds nothing", async () => {
-    const page = await browser.page(server, where("&metric=loss,val_loss,lr"));
-    await drawn(page);
+    const page = await browser.page(server, comparePath("&metric=loss,val_loss,lr"));
+    await untilDrawn(page);
     await page.evaluate(() => { const { selection } = window.lockstep; selection.brushes.set("train.lr", { from: 0.3, to: 1 }); selection.dispatchEvent(new Event("change")); });
-    await isSound(page, "charts");
+    await assertViews(page, "charts");
     const widest = await page.locator(".job-name, #compare-legend li, .picker label").evaluateAll((all) => Math.max(...all.map((node) => node.scrollWidth)));
     assert.ok(widest <= 360, `a name is ${widest} wide`);
     await page.end();

@@ -1,17 +1,17 @@
-// What a year of use leaves behind: names as long as they may be, many jobs, failed and queued ones. And the pages that show it.
+// A server after much use: names of maximum length, many jobs, failed and queued jobs. And the pages that show them.
 
 import assert from "node:assert/strict";
-import { join, spec } from "./agent.mjs";
+import { simulateAgent, spec } from "./agent.mjs";
 import { until } from "./test-server.mjs";
 
-/** 120 characters, the most that a name may have, with nowhere to break it. */
+/** A name of the maximum length, 120 characters, without a place for a line break. */
 const LONG = "resnet50-imagenet-with-a-name-that-says-all-lr-0.4-cosine-warmup-5-label-smoothing-0.1-mixup-0.2-cutmix-1.0-ema-0.9999-x";
 
-/** Fills a server without an agent; answers the ids of a running, a finished, a failed and a queued job. `many`: jobs besides. */
-export async function crowd(server, browser, many = 60) {
+/** Fills a server without an agent. Returns the ids of a running, a finished, a failed and a queued job. `many`: number of further jobs. */
+export async function fillServer(server, browser, many = 60) {
   const jobs = {};
-  const agent = await join(browser.chromium, server, 8);
-  const call = (method, ...given) => agent.evaluate(([method, given]) => window.it[method](...given), [method, given]);
+  const agent = await simulateAgent(browser.chromium, server, 8);
+  const call = (method, ...given) => agent.evaluate(([method, given]) => window.simulatedAgent[method](...given), [method, given]);
   const submit = (name, ranks, more = {}) => server.ask("/jobs", { ...spec(name, ranks, 1000), ...more });
   const about = { project: "a-project-with-a-long-name-of-forty-chars", tags: ["a-tag-that-is-forty-characters-long-truly", "b"].map((tag) => tag.slice(0, 40)), notes: `${"a-word-without-an-end".repeat(12)}\n\nand a second line` };
   const train = async (id, ranks, last) => {
@@ -19,12 +19,12 @@ export async function crowd(server, browser, many = 60) {
     await call("report", attempt, 0, [{ type: "running", total_steps: 1000, steps_per_epoch: 100, start_step: 0 }]);
     await agent.evaluate(async ([attempt, ranks, last]) => {
       const steps = Array.from({ length: last }, (_, i) => i + 1), column = (name, of) => ({ name, steps, values: steps.map(of) });
-      for (let rank = 0; rank < ranks; rank++) await window.it.report(attempt, rank, [
-        { type: "metrics", rank, columns: [column("loss", (s) => window.agent.loss(s * 3000, rank)), column("accuracy", (s) => 0.3 + s / 900), column("step_ms", (s) => 40.5 + window.agent.noise(s)), ...(rank ? [] : [column("lr", () => 0.1), { name: "val_accuracy", steps: [last], values: [0.875] }, { name: "val_loss", steps: [last], values: [0.5] }])] },
+      for (let rank = 0; rank < ranks; rank++) await window.simulatedAgent.report(attempt, rank, [
+        { type: "metrics", rank, columns: [column("loss", (s) => window.agentKit.loss(s * 3000, rank)), column("accuracy", (s) => 0.3 + s / 900), column("step_ms", (s) => 40.5 + window.agentKit.noise(s)), ...(rank ? [] : [column("lr", () => 0.1), { name: "val_accuracy", steps: [last], values: [0.875] }, { name: "val_loss", steps: [last], values: [0.5] }])] },
         { type: "log", rank, lines: steps.slice(-20).map((n) => ({ number: n, at: new Date().toISOString(), text: n % 5 ? `rank ${rank} did step ${n}` : `a/path/that/has/no/end/${"directory/".repeat(20)}file-${n}.safetensors` })) },
       ]);
       const layer = (name, kind, output_shape, parameters, time_us) => ({ name, kind, output_shape, parameters, time_us });
-      await window.it.report(attempt, 0, [{ type: "network", layers: Array.from({ length: 20 }, (_, i) => layer(`layer${1 + (i >> 3)}.${i % 8}.a_block_with_a_long_name.conv1`, "conv 3x3", [64, 32, 32], 36_864, 310.5)) },
+      await window.simulatedAgent.report(attempt, 0, [{ type: "network", layers: Array.from({ length: 20 }, (_, i) => layer(`layer${1 + (i >> 3)}.${i % 8}.a_block_with_a_long_name.conv1`, "conv 3x3", [64, 32, 32], 36_864, 310.5)) },
         ...[10, 20, 30].map((step) => ({ type: "histograms", step, layers: Array.from({ length: 20 }, (_, i) => ({ name: `layer${1 + (i >> 3)}.${i % 8}.a_block_with_a_long_name.conv1.weight`, kind: "weight", min: -0.3, max: 0.3, counts: Array.from({ length: 64 }, (_, k) => 40 - Math.abs(k - 32)) })) }))]);
     }, [attempt, ranks, last]);
     return attempt;
@@ -36,8 +36,8 @@ export async function crowd(server, browser, many = 60) {
   jobs.failed = (await submit(`failed-${LONG}`.slice(0, 120), 1, about)).id;
   const lost = await train(jobs.failed, 1, 50);
   const message = `rank 0 cannot read /data/${"a-directory-with-a-long-name/".repeat(6)}train-images-idx3-ubyte.gz: No such file or directory (os error 2)`;
-  await agent.evaluate(([attempt, message]) => window.it.say({ type: "report", attempt, source: "agent", first: 0, events: [{ type: "ended", how: "failed", step: 50, retriable: false, reason: { code: "dataset_unusable", words: message } }] }), [lost, message]);
-  for (const id of [jobs.done, jobs.failed]) await until("it is over", async () => ["succeeded", "failed"].includes((await server.job(id)).state));
+  await agent.evaluate(([attempt, message]) => window.simulatedAgent.say({ type: "report", attempt, source: "agent", first: 0, events: [{ type: "ended", how: "failed", step: 50, retriable: false, reason: { code: "dataset_unusable", words: message } }] }), [lost, message]);
+  for (const id of [jobs.done, jobs.failed]) await until("the job has ended", async () => ["succeeded", "failed"].includes((await server.job(id)).state));
   jobs.queued = (await submit(`queued-${LONG}`.slice(0, 120), 8, about)).id;
   for (let n = 0; n < many; n++) { const { id } = await submit(`many ${n}`, 8, n % 2 ? about : {}); if (n % 3) await server.ask(`/jobs/${id}/cancel`, {}); }
   const panels = ["loss", "lr", "step_ms"].map((metric) => ({ title: `${metric}, and a title as long as it may be, which is eighty characters and no more`.slice(0, 80), metrics: [metric] }));
@@ -46,35 +46,35 @@ export async function crowd(server, browser, many = 60) {
   return jobs;
 }
 
-const drawn = (page) => page.evaluate(() => Number(document.querySelector("#loss-chart")?.dataset.drawn) > 0);
+const isDrawn = (page) => page.evaluate(() => Number(document.querySelector("#loss-chart")?.dataset.isDrawn) > 0);
 const has = (selector, count = 1) => async (page) => (await page.locator(selector).count()) >= count;
 const both = (...checks) => async (page) => (await Promise.all(checks.map((check) => check(page)))).every(Boolean);
 const columns = "progress,loss,best,speed,age,train.lr,data.dataset,val_loss";
 const ids = (jobs) => Object.values(jobs).join(",");
 const compared = (page) => page.evaluate(() => document.querySelectorAll("#parallel .job").length === 4);
 
-/** Name, path, and when all of it is there. */
+/** Name, path, and a check that the page is complete. */
 export const PAGES = [
   ["jobs", () => "/jobs", has("#rows tr", 20)],
-  ["job-log", (jobs) => `/jobs/${jobs.running}?tab=log`, both(drawn, has("#log-lines p"))],
+  ["job-log", (jobs) => `/jobs/${jobs.running}?tab=log`, both(isDrawn, has("#log-lines p"))],
   ["compare", (jobs) => `/compare?jobs=${ids(jobs)}&metric=loss,val_loss,lr`, compared],
   ["new", () => "/jobs/new"], ["datasets", () => "/datasets"], ["machines", () => "/machines"], ["queue", () => "/queue", has(".queue tbody tr", 6)],
   ["people", () => "/people"],
 ];
 
-/** The same of pages that differ less from these. */
+/** Further pages, which are similar to `PAGES`. */
 export const MORE_PAGES = [
   ["audit", () => "/audit"], ["docs", () => "/docs"], ["nowhere", () => "/nowhere"],
   ["jobs-groups", () => "/jobs?group_by=tag", has(".group-head", 3)],
-  ["job-failed", (jobs) => `/jobs/${jobs.failed}?tab=history`, both(drawn, has("#history-rows li"))],
+  ["job-failed", (jobs) => `/jobs/${jobs.failed}?tab=history`, both(isDrawn, has("#history-rows li"))],
   ["jobs-columns", () => `/jobs?columns=${columns}&state=running,failed,queued`, has("#rows tr", 3)],
   ["jobs-no-match", () => "/jobs?q=there+is+none"],
-  ["job-history", (jobs) => `/jobs/${jobs.running}?tab=history`, both(drawn, has("#history-rows li"))],
-  ["job-histograms", (jobs) => `/jobs/${jobs.running}?tab=histograms`, both(drawn, has("#histogram-rows tr"))],
-  ["job-network", (jobs) => `/jobs/${jobs.running}?tab=network`, both(drawn, has("#network-rows tr"))],
-  ...["notes", "settings", "classify"].map((tab) => [`job-${tab}`, (jobs) => `/jobs/${jobs.running}?tab=${tab}`, drawn]),
+  ["job-history", (jobs) => `/jobs/${jobs.running}?tab=history`, both(isDrawn, has("#history-rows li"))],
+  ["job-histograms", (jobs) => `/jobs/${jobs.running}?tab=histograms`, both(isDrawn, has("#histogram-rows tr"))],
+  ["job-network", (jobs) => `/jobs/${jobs.running}?tab=network`, both(isDrawn, has("#network-rows tr"))],
+  ...["notes", "settings", "classify"].map((tab) => [`job-${tab}`, (jobs) => `/jobs/${jobs.running}?tab=${tab}`, isDrawn]),
   ["job-queued", (jobs) => `/jobs/${jobs.queued}`, (page) => page.locator(".instead").isVisible()],
-  ["job-done", (jobs) => `/jobs/${jobs.done}`, drawn],
+  ["job-done", (jobs) => `/jobs/${jobs.done}`, isDrawn],
   ["compare-groups", (jobs) => `/compare?jobs=${ids(jobs)}&metric=loss&group=train.lr`, compared],
   ["compare-none", () => "/compare"],
   ...["team", "reference/job-file"].map((page) => [`docs-${page.replace("/", "-")}`, () => `/docs/${page}`]),

@@ -1,33 +1,33 @@
-// One truth on every page: how fast a job is, what happened to it, what a list and a comparison say of it. Told by a made-up agent.
+// All pages show the same figures: a job's speed, its history, and its values in the list and in Compare. The agent is simulated.
 
 import assert from "node:assert/strict";
 import { readFile } from "node:fs/promises";
 import { after, before, describe, test } from "node:test";
-import { join, spec } from "./agent.mjs";
+import { simulateAgent, spec } from "./agent.mjs";
 import { Browser, TestServer, inFull, until } from "./test-server.mjs";
 
 const STEP_MS = [10, 20, 60];
 let server, browser, agent;
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
-  agent = await join(browser.chromium, server, 4);
+  agent = await simulateAgent(browser.chromium, server, 4);
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
-/** Attempt number `n` of a job. */
-const attempt = (id, n = 1) => agent.evaluate(([id, n]) => window.it.attempt(id, n), [id, n]);
-const report = (of, rank, events) => agent.evaluate(([of, rank, events]) => window.it.report(of, rank, events), [of, rank, events]);
-const begin = (of, start_step = 0) => report(of, 0, [{ type: "running", total_steps: 600, steps_per_epoch: 100, start_step }]);
-/** Steps whose times are those of STEP_MS, one after another. */
-const steps = async (of, ranks, from, to) => {
+/** Waits for attempt number `n` of a job. */
+const startedAttempt = (id, n = 1) => agent.evaluate(([id, n]) => window.simulatedAgent.attempt(id, n), [id, n]);
+const report = (attempt, rank, events) => agent.evaluate(([attempt, rank, events]) => window.simulatedAgent.report(attempt, rank, events), [attempt, rank, events]);
+const begin = (attempt, start_step = 0) => report(attempt, 0, [{ type: "running", total_steps: 600, steps_per_epoch: 100, start_step }]);
+/** Reports steps with the durations of STEP_MS in turn. */
+const reportSteps = async (attempt, ranks, from, to) => {
   const at = Array.from({ length: to - from + 1 }, (_, i) => from + i), column = (name, value) => ({ name, steps: at, values: at.map(value) });
   for (let rank = 0; rank < ranks; rank++) {
-    await report(of, rank, [{ type: "metrics", rank, columns: [column("loss", (s) => 2 - s / 400 + rank / 10), column("accuracy", (s) => s / 1000), column("step_ms", (s) => STEP_MS[s % 3])] }]);
+    await report(attempt, rank, [{ type: "metrics", rank, columns: [column("loss", (s) => 2 - s / 400 + rank / 10), column("accuracy", (s) => s / 1000), column("step_ms", (s) => STEP_MS[s % 3])] }]);
   }
 };
-const end = async (of, how) => {
-  await agent.evaluate(([of, how]) => window.it.say({ type: "report", attempt: of, source: "agent", first: 0, events: [{ type: "ended", ...how }] }), [of, how]);
-  await until("the attempt has ended", async () => (await server.ask(`/jobs/${of.job}/attempts`)).attempts.find((a) => a.attempt === of.attempt).ended_at !== null);
+const end = async (attempt, how) => {
+  await agent.evaluate(([attempt, how]) => window.simulatedAgent.say({ type: "report", attempt, source: "agent", first: 0, events: [{ type: "ended", ...how }] }), [attempt, how]);
+  await until("the attempt has ended", async () => (await server.ask(`/jobs/${attempt.job}/attempts`)).attempts.find((a) => a.attempt === attempt.attempt).ended_at !== null);
 };
 const killed = { how: "failed", retriable: true, reason: { code: "rank_killed", rank: 1, step: 300, signal: 9, words: "rank 1 was killed by signal 9 at step 300" } };
 const checkpoint = (step) => ({ type: "checkpoint", epoch: 1, step, val_accuracy: 0.5, val_loss: 1.5, best: true, size_bytes: 1234567 });
@@ -35,7 +35,7 @@ const number = (words) => Number(words.match(/[\d,.]+/)?.[0].replaceAll(",", "")
 const shows = (page, selector, words) => until(`${selector} says ${words}`, async () => (await page.locator(selector).first().textContent()).includes(words));
 
 describe("a job", () => {
-  inFull("that diverges has an axis whose labels differ", async () => {
+  inFull("that diverges has an axis with distinct labels", async () => {
     const page = await browser.page(server, "/jobs");
     const labels = await page.evaluate(async () => {
       const { short } = await import("/static/job/names.js"), { linearTicks } = await import("/static/chart/scale.js");
@@ -46,205 +46,205 @@ describe("a job", () => {
     await page.end();
   });
 
-  test("is as fast on every page, and what happened to it is told", async () => {
+  test("has the same speed on every page, and its history shows why an attempt ended", async () => {
     const job = await server.ask("/jobs", spec("killed once", 2, 600));
-    let of = await attempt(job.id);
-    await begin(of);
-    await steps(of, 2, 1, 300);
-    await report(of, 0, [checkpoint(290)]);
-    await end(of, killed);
-    of = await attempt(job.id, 2);
-    await begin(of, 290);
+    let attempt = await startedAttempt(job.id);
+    await begin(attempt);
+    await reportSteps(attempt, 2, 1, 300);
+    await report(attempt, 0, [checkpoint(290)]);
+    await end(attempt, killed);
+    attempt = await startedAttempt(job.id, 2);
+    await begin(attempt, 290);
     const page = await browser.page(server, `/jobs/${job.id}`), list = await page.tab("/jobs"), compare = await page.tab(`/compare?jobs=${job.id}`);
-    await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
+    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
     const evaluation = (epoch, accuracy) => ({ type: "evaluation", epoch, step: 290, samples: 100, accuracy, loss: 1.5, secs: 1.5 });
-    await report(of, 0, [evaluation(2, 0.875), evaluation(3, 0.75)]);
-    await steps(of, 2, 291, 320);
+    await report(attempt, 0, [evaluation(2, 0.875), evaluation(3, 0.75)]);
+    await reportSteps(attempt, 2, 291, 320);
 
-    // 30 steps of 16 pictures, ten of each duration: a mean of speeds would be 889.
+    // 30 steps of 16 pictures, ten of each duration. The mean of the steps' speeds would be 889.
     const speed = 30 * 16 / 0.9, words = String(Math.round(speed)), left = 280 * 16 / speed;
-    const told = await until("the server knows", async () => { const j = await server.job(job.id); return j.step === 320 && Math.abs(j.images_per_second - speed) < 0.5 && j; });
-    assert.ok(Math.abs(told.eta_secs - left) < 0.05, `${told.eta_secs} s left instead of ${left}`);
+    const current = await until("the server has all steps", async () => { const j = await server.job(job.id); return j.step === 320 && Math.abs(j.images_per_second - speed) < 0.5 && j; });
+    assert.ok(Math.abs(current.eta_secs - left) < 0.05, `${current.eta_secs} s left instead of ${left}`);
     await shows(page, "#speed", words);
     await shows(page, "#speed-more", `${Math.round(speed / 2)} per rank`);
     await shows(page, "#ranks-note", `${words} images/s`);
     await shows(page, "#speed-note", `${words} in all`);
     await shows(list, `tr[data-id="${job.id}"] [data-f=speed]`, words);
     assert.equal(await list.locator(`tr[data-id="${job.id}"] [data-f=best]`).textContent(), "87.5 %", "the best accuracy, not the last");
-    await until("Compare says so, too", async () => (await compare.locator("#results [data-column='images/s']").textContent()) === words);
+    await until("Compare shows the same speed", async () => (await compare.locator("#results [data-column='images/s']").textContent()) === words);
     await until("the list and the page agree on the time left", async () => {
       const [a, b] = [await page.locator("#left").textContent(), await list.locator(`tr[data-id="${job.id}"] [data-f=progress]`).textContent()];
       return b.includes(`${a} left`);
     });
-    const drawn = await page.evaluate(() => { const g = window.lockstep.charts.images_per_second.layers()[0].series.segments.at(-1); return { max: Math.max(...g.max), min: Math.min(...g.min) }; });
-    assert.ok(Math.abs(drawn.max - 1600) < 0.1 && Math.abs(drawn.min - 16000 / 60) < 0.1, `a point is its step's own speed: ${JSON.stringify(drawn)}`);
-    assert.match(await compare.locator("#results").textContent(), /so far/, "the loss of a job that runs is not its last");
+    const speeds = await page.evaluate(() => { const g = window.lockstep.charts.images_per_second.layers()[0].series.segments.at(-1); return { max: Math.max(...g.max), min: Math.min(...g.min) }; });
+    assert.ok(Math.abs(speeds.max - 1600) < 0.1 && Math.abs(speeds.min - 16000 / 60) < 0.1, `each point is its step's own speed: ${JSON.stringify(speeds)}`);
+    assert.match(await compare.locator("#results").textContent(), /so far/, "Compare marks the loss of a running job as not final");
 
-    // Its history: why, which rank, and from where the next attempt continued.
+    // The history shows which rank failed, why, and from which checkpoint the next attempt continued.
     await page.getByRole("tab", { name: "History" }).click();
     const row = page.locator('#history-rows li[data-what="ended"][data-attempt="1"]');
-    await until("the first attempt's end is told", () => row.isVisible());
+    await until("the history shows the first attempt's end", () => row.isVisible());
     const ended = await row.textContent();
     for (const part of ["Attempt 1 failed", "rank 1 was killed by signal 9", "the next attempt continued from 1-290"]) assert.ok(ended.includes(part), `${part} in ${ended}`);
     assert.deepEqual(await page.locator("#history-rows li").evaluateAll((all) => all.map((li) => li.dataset.what)), ["submitted", "started", "ended", "started"]);
     assert.deepEqual(await page.evaluate(() => [...window.lockstep.charts.loss.marks]), [[2, "rank 1 was killed by signal 9 at step 300"]]);
 
-    await end(of, { how: "succeeded", step: 600 });
-    await until("it is over", async () => (await page.locator("#state").textContent()) === "succeeded");
-    assert.equal(number(await page.locator("#speed").textContent()), Number(words), "the speed stays");
+    await end(attempt, { how: "succeeded", step: 600 });
+    await until("the job has ended", async () => (await page.locator("#state").textContent()) === "succeeded");
+    assert.equal(number(await page.locator("#speed").textContent()), Number(words), "the speed is kept after the end");
     await shows(list, `tr[data-id="${job.id}"] [data-f=speed]`, words);
-    await until("Compare followed it to its end", async () => /succeeded/.test(await compare.locator("#results").textContent()) && !/so far/.test(await compare.locator("#results").textContent()));
+    await until("Compare shows the job's end", async () => /succeeded/.test(await compare.locator("#results").textContent()) && !/so far/.test(await compare.locator("#results").textContent()));
     await page.end();
   });
 
   test("that waits or failed before its first step shows why and what to do, in place of empty charts", async () => {
-    const busy = await server.ask("/jobs", spec("busy", 4, 600)), of = await attempt(busy.id);
-    await begin(of);
+    const busy = await server.ask("/jobs", spec("busy", 4, 600)), attempt = await startedAttempt(busy.id);
+    await begin(attempt);
     const waits = await server.ask("/jobs", spec("waits", 4, 600)), page = await browser.page(server, `/jobs/${waits.id}`);
     await shows(page, "#banner", "number 1 in the queue");
     await shows(page, "#banner", "waits for 4 slots");
     const todo = page.locator(".instead");
-    await until("it says that nothing is to do", async () => /^What to do\s+Nothing: the job starts by itself/.test(await todo.innerText()));
+    await until("the page says that nothing needs to be done", async () => /^What to do\s+Nothing: the job starts by itself/.test(await todo.innerText()));
     assert.ok(!await page.locator("#loss-chart").isVisible(), "no empty chart");
-    await end(of, { how: "succeeded", step: 600 });
-    const next = await attempt(waits.id);
+    await end(attempt, { how: "succeeded", step: 600 });
+    const next = await startedAttempt(waits.id);
     await begin(next);
-    await until("it runs, and no reason of before is left", async () => (await page.locator("#state").textContent()) === "running" && !(await page.locator("#banner").isVisible()));
+    await until("the job runs, and the banner with the earlier reason is gone", async () => (await page.locator("#state").textContent()) === "running" && !(await page.locator("#banner").isVisible()));
     await end(next, { how: "failed", retriable: false, reason: { code: "dataset_unusable", words: "its pictures are gone" } });
     await shows(page, "#banner", "its pictures are gone");
-    await until("it says what to do", async () => /ended before its first step/.test(await todo.innerText()));
+    await until("the page says what to do", async () => /ended before its first step/.test(await todo.innerText()));
     await page.end();
   });
 });
 
 describe("a job that continues with fewer ranks", () => {
-  inFull("has the mean of those it has in each attempt, and nothing of ranks that are gone", async () => {
+  inFull("averages over the ranks of each attempt, and hides ranks that the newest attempt lacks", async () => {
     const { id } = await server.ask("/jobs", { ...spec("fewer", 4, 600), recovery: { min_ranks: 2, wait_seconds: 0 } });
-    const first = await attempt(id);
-    const told = async (of, times, to) => {
+    const first = await startedAttempt(id);
+    const reportTimes = async (attempt, times, to) => {
       const at = Array.from({ length: to }, (_, i) => i + 1), column = (name, value) => ({ name, steps: at, values: at.map(() => value) });
-      for (const [rank, ms] of times.entries()) await report(of, rank, [{ type: "metrics", rank, columns: [column("loss", of.attempt + rank / 4), column("step_ms", ms), column("all_reduce_ms", 1.5), column("data_ms", 0.5)] }]);
+      for (const [rank, ms] of times.entries()) await report(attempt, rank, [{ type: "metrics", rank, columns: [column("loss", attempt.attempt + rank / 4), column("step_ms", ms), column("all_reduce_ms", 1.5), column("data_ms", 0.5)] }]);
     };
     await begin(first);
-    await told(first, [40.5, 10.5, 10.5, 10.5], 100);
+    await reportTimes(first, [40.5, 10.5, 10.5, 10.5], 100);
     const page = await browser.page(server, `/jobs/${id}`);
-    await until("four lanes", async () => (await page.locator("#ranks li:visible").count()) === 4);
-    await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
-    // Its machine is stopped in order, and comes again with half of its slots.
-    await agent.evaluate(() => window.it.say({ type: "leaving", reason: "the agent was stopped" }));
+    await until("four lanes are shown", async () => (await page.locator("#ranks li:visible").count()) === 4);
+    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
+    // The machine leaves orderly and joins again with half of its slots.
+    await agent.evaluate(() => window.simulatedAgent.say({ type: "leaving", reason: "the agent was stopped" }));
     await end(first, { how: "stopped" });
     await agent.close();
-    agent = await join(browser.chromium, server, 2);
-    const second = await attempt(id);
+    agent = await simulateAgent(browser.chromium, server, 2);
+    const second = await startedAttempt(id);
     assert.equal(second.attempt, 2);
     await begin(second);
-    await told(second, [40.5, 40.5], 60);
+    await reportTimes(second, [40.5, 40.5], 60);
     const means = (page) => page.evaluate(() => window.lockstep.metrics.mean("loss").segments.map((s) => `${s.attempt}: ${s.length} of ${s.lastValue}`).join());
     const whole = "1: 100 of 1.375,2: 60 of 2.125", reloaded = await page.tab(`/jobs/${id}`), compare = await page.tab(`/compare?jobs=${id}`);
-    for (const [tab, which] of [[page, "the page that was open"], [reloaded, "another one"]]) {
+    for (const [tab, which] of [[page, "the open page"], [reloaded, "a new page"]]) {
       await until(`${which} has the means`, async () => (await means(tab)) === whole || Promise.reject(new Error(await means(tab))), 20_000);
       await shows(tab, "#loss", "2.125");
       await shows(tab, "#about", "2 of 4 ranks");
       await until("two lanes are left", async () => (await tab.locator("#ranks li:visible").count()) === 2, 20_000);
       await shows(tab, "#wait", "3.7 %");
-      await until("and none of them is slower", async () => (await tab.locator("#ranks-note").textContent()).includes("limited by computing") && !(await tab.locator("#banner").isVisible()), 20_000);
+      await until("no rank is reported as slow", async () => (await tab.locator("#ranks-note").textContent()).includes("limited by computing") && !(await tab.locator("#banner").isVisible()), 20_000);
     }
     const compared = (tab) => tab.evaluate(() => window.lockstep.chart.snapshot().map((s) => `${s.attempt}: ${s.points} of ${s.value}`).join());
-    await until("Compare has them, too", async () => (await compared(compare)) === whole || Promise.reject(new Error(await compared(compare))), 20_000);
+    await until("Compare shows the same means", async () => (await compared(compare)) === whole || Promise.reject(new Error(await compared(compare))), 20_000);
     await end(second, { how: "succeeded", step: 600 });
-    await until("it is over", async () => (await page.locator("#state").textContent()) === "succeeded");
+    await until("the job has ended", async () => (await page.locator("#state").textContent()) === "succeeded");
     const late = await page.tab(`/jobs/${id}`);
-    await until("and after its end", async () => (await means(late)) === whole, 20_000);
-    await until("with the lanes of the last attempt", async () => (await late.locator("#ranks li:visible").count()) === 2, 20_000);
+    await until("the means are the same after the job's end", async () => (await means(late)) === whole, 20_000);
+    await until("the lanes of the last attempt are shown", async () => (await late.locator("#ranks li:visible").count()) === 2, 20_000);
     await page.end();
     await agent.close();
-    agent = await join(browser.chromium, server, 4);
+    agent = await simulateAgent(browser.chromium, server, 4);
   });
 });
 
 describe("a log", () => {
-  test("that is held still shows what came while more of it was read, each line once", async () => {
-    const { id } = await server.ask("/jobs", spec("writes", 1, 600)), of = await attempt(id), at = new Date().toISOString();
-    const write = (from, to) => report(of, 0, [{ type: "log", rank: 0, lines: Array.from({ length: to - from + 1 }, (_, i) => ({ number: from + i, at, text: `line ${from + i} of it` })) }]);
-    await begin(of);
+  test("that does not follow its end shows each line once, including lines that arrive during a read", async () => {
+    const { id } = await server.ask("/jobs", spec("writes", 1, 600)), attempt = await startedAttempt(id), at = new Date().toISOString();
+    const write = (from, to) => report(attempt, 0, [{ type: "log", rank: 0, lines: Array.from({ length: to - from + 1 }, (_, i) => ({ number: from + i, at, text: `line ${from + i} of it` })) }]);
+    await begin(attempt);
     for (let from = 1; from <= 300; from += 50) await write(from, from + 49);
     const page = await browser.page(server, `/jobs/${id}`), box = page.locator("#log-lines"), follow = page.locator("#log-follow");
-    const heard = (n) => until(`${n} lines are heard of`, async () => (await box.getAttribute("data-lines")) === String(n));
-    await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
-    await heard(300);
+    const untilAnnounced = (n) => until(`the page knows of ${n} lines`, async () => (await box.getAttribute("data-lines")) === String(n));
+    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
+    await untilAnnounced(300);
     await box.evaluate((b) => { b.scrollTop = 0; });
-    await until("it holds still", async () => !await follow.isChecked());
+    await until("the log no longer follows its end", async () => !await follow.isChecked());
     await write(301, 305);
-    await heard(305);
-    // An answer that is without the lines that come before it does.
+    await untilAnnounced(305);
+    // Delays a response, so that it lacks the lines that arrive meanwhile.
     let reads = 0, answered = 0;
     await page.route("**/logs?*after=*", async (route) => {
-      const answer = await route.fetch();
-      if (reads++ === 0) { await write(306, 310); await heard(310); }
-      await route.fulfill({ response: answer });
+      const response = await route.fetch();
+      if (reads++ === 0) { await write(306, 310); await untilAnnounced(310); }
+      await route.fulfill({ response });
       answered++;
     });
     const toEnd = () => box.evaluate((b) => { b.scrollTop = b.scrollHeight; });
     await toEnd();
-    await until("more is read", () => answered > 0);
-    await until("it follows again", async () => { await toEnd(); return follow.isChecked(); }, 20_000);
+    await until("more lines are read", () => answered > 0);
+    await until("the log follows its end again", async () => { await toEnd(); return follow.isChecked(); }, 20_000);
     await write(311, 311);
     const all = Array.from({ length: 311 }, (_, i) => `0.${i + 1}`);
     const shown = () => box.locator("[data-at]").evaluateAll((rows) => rows.map((row) => row.dataset.at.split(".").slice(2).join(".")));
-    await until("all lines are there, each once", async () => { assert.deepEqual(await shown(), all); return true; }, 20_000);
-    await end(of, { how: "succeeded", step: 600 });
+    await until("each line is shown once", async () => { assert.deepEqual(await shown(), all); return true; }, 20_000);
+    await end(attempt, { how: "succeeded", step: 600 });
     await page.end();
   });
 });
 
 describe("a chart", () => {
-  test("of a metric that is chosen has the points that came while its history was read", async () => {
-    const { id } = await server.ask("/jobs", spec("chosen", 1, 600)), of = await attempt(id);
-    const norms = (from, to) => report(of, 0, [{ type: "metrics", rank: 0, columns: [{ name: "grad_norm", steps: Array.from({ length: to - from + 1 }, (_, i) => from + i), values: Array.from({ length: to - from + 1 }, () => 1.5) }] }]);
-    await begin(of);
+  test("of a newly chosen metric has the points that arrive while its history is read", async () => {
+    const { id } = await server.ask("/jobs", spec("chosen", 1, 600)), attempt = await startedAttempt(id);
+    const norms = (from, to) => report(attempt, 0, [{ type: "metrics", rank: 0, columns: [{ name: "grad_norm", steps: Array.from({ length: to - from + 1 }, (_, i) => from + i), values: Array.from({ length: to - from + 1 }, () => 1.5) }] }]);
+    await begin(attempt);
     await norms(1, 20);
     const page = await browser.page(server, `/jobs/${id}`), seq = () => page.evaluate(() => window.lockstep.seq);
-    await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
+    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
     await page.route("**/metrics?name=grad_norm*", async (route) => {
-      const answer = await route.fetch(), before = await seq();
+      const response = await route.fetch(), before = await seq();
       await norms(21, 30);
-      await until("the page hears of more", async () => (await seq()) > before);
-      await route.fulfill({ response: answer });
+      await until("the page receives more events", async () => (await seq()) > before);
+      await route.fulfill({ response });
     });
     await page.locator("#other-metric").selectOption("grad_norm");
     const points = () => page.evaluate(() => window.lockstep.charts.lr.snapshot().map((line) => `${line.points} to ${line.step}`).join());
-    await until("all of them are there", async () => (await points()) === "30 to 30" || Promise.reject(new Error(await points())), 20_000);
+    await until("all points are drawn", async () => (await points()) === "30 to 30" || Promise.reject(new Error(await points())), 20_000);
     await norms(31, 40);
-    await until("and those that come", async () => (await points()) === "40 to 40", 20_000);
-    await end(of, { how: "succeeded", step: 600 });
+    await until("new points are drawn", async () => (await points()) === "40 to 40", 20_000);
+    await end(attempt, { how: "succeeded", step: 600 });
     await page.end();
   });
 
-  test("has a slider, a range, and pictures with title, axes, units and legend", async () => {
-    const job = await server.ask("/jobs", spec("drawn", 2, 600)), of = await attempt(job.id);
-    await begin(of);
-    await steps(of, 2, 1, 200);
+  test("has a slider and a range, and is saved with title, axes, units and legend", async () => {
+    const job = await server.ask("/jobs", spec("drawn", 2, 600)), attempt = await startedAttempt(job.id);
+    await begin(attempt);
+    await reportSteps(attempt, 2, 1, 200);
     const column = { name: "loss", steps: [201], values: [5000] };
-    for (const rank of [0, 1]) await report(of, rank, [{ type: "metrics", rank, columns: [column] }]);
-    await end(of, { how: "succeeded", step: 600 });
+    for (const rank of [0, 1]) await report(attempt, rank, [{ type: "metrics", rank, columns: [column] }]);
+    await end(attempt, { how: "succeeded", step: 600 });
     const page = await browser.page(server, `/jobs/${job.id}`), loss = (what) => page.evaluate((what) => window.lockstep.charts.loss[what], what);
     const axis = () => page.evaluate(() => { const { y } = window.lockstep.charts.loss; return [y.low, y.high]; });
-    await until("it is drawn", async () => (await loss("firstDrawnAt")) > 0);
+    await until("the chart is drawn", async () => (await loss("firstDrawnAt")) > 0);
     assert.ok((await axis())[1] >= 5000);
     const card = page.locator(".loss-card");
     await card.locator("summary", { hasText: "Range" }).click();
     await card.getByLabel("ignore outliers").check();
-    await until("the outlier is out of sight", async () => (await axis())[1] < 10);
+    await until("the axis leaves out the outlier", async () => (await axis())[1] < 10);
     await card.getByLabel("from").fill("0.5");
     await card.getByLabel("to", { exact: true }).fill("2.5");
     await card.getByLabel("to", { exact: true }).press("Enter");
-    await until("the range is as asked for", async () => (await axis()).join() === "0.5,2.5");
+    await until("the axis has the chosen range", async () => (await axis()).join() === "0.5,2.5");
     await page.locator("#smooth").fill("0.85");
     await page.locator("#smooth").dispatchEvent("change");
     const address = new URL(page.url());
     assert.deepEqual(["loss-range", "loss-outliers", "smooth"].map((k) => address.searchParams.get(k)), ["0.5~2.5", "no", "0.85"]);
     const tab = await page.tab(address.pathname + address.search);
-    await until("a link shows the same", async () => (await tab.evaluate(() => { const c = window.lockstep?.charts.loss; return c?.y && [c.y.low, c.y.high, c.smoothing, c.robust].join(); })) === "0.5,2.5,0.85,true");
+    await until("a link restores the same chart", async () => (await tab.evaluate(() => { const c = window.lockstep?.charts.loss; return c?.y && [c.y.low, c.y.high, c.smoothing, c.robust].join(); })) === "0.5,2.5,0.85,true");
 
     await card.locator("summary", { hasText: "Save" }).click();
     const [file] = await Promise.all([page.waitForEvent("download"), card.getByRole("button", { name: "SVG", exact: true }).click()]);
@@ -255,20 +255,20 @@ describe("a chart", () => {
     const bytes = await readFile(await png.path());
     assert.equal(bytes.subarray(1, 4).toString(), "PNG");
     const box = await page.locator("#loss-chart").boundingBox();
-    assert.ok(bytes.readUInt32BE(20) / 2 > box.height + 60, "there is room for names around the drawing");
+    assert.ok(bytes.readUInt32BE(20) / 2 > box.height + 60, "the picture has space for names around the chart");
     await page.end();
   });
 });
 
 describe("the list", () => {
-  inFull("keeps its rows' height, shows columns that people choose, and finds by states, tags and notes", async () => {
+  inFull("has rows of equal height, shows chosen columns, and filters by states, tags and notes", async () => {
     const long = "resnet20-imagenet-subset-with-a-very-long-name-lr-0.1-warmup-5-cosine-seed-7", path = "/data/imagenet-subset/train/n01440764/n01440764_10026.JPEG cannot be read: unexpected end of file";
-    const a = await server.ask("/jobs", spec(long, 2, 600)), of = await attempt(a.id);
-    await begin(of);
-    await steps(of, 2, 1, 20);
-    await end(of, { how: "failed", retriable: false, reason: { code: "dataset_unusable", words: path } });
+    const a = await server.ask("/jobs", spec(long, 2, 600)), attempt = await startedAttempt(a.id);
+    await begin(attempt);
+    await reportSteps(attempt, 2, 1, 20);
+    await end(attempt, { how: "failed", retriable: false, reason: { code: "dataset_unusable", words: path } });
     const b = await server.ask("/jobs", spec("short", 1, 600)), page = await browser.page(server, "/jobs"), row = (job) => page.locator(`tr[data-id="${job.id}"]`);
-    for (const job of [a, b]) await until("it is listed", () => row(job).isVisible());
+    for (const job of [a, b]) await until("the job is listed", () => row(job).isVisible());
     const annotate = await fetch(`${server.url}/api/v1/jobs/${b.id}`, { method: "PATCH", headers: { "content-type": "application/json" }, body: JSON.stringify({ notes: "a strange plateau", tags: ["baseline"] }) });
     assert.ok(annotate.ok);
     for (const width of [1024, 1440, 1920]) {
@@ -278,9 +278,9 @@ describe("the list", () => {
     }
     const name = row(a).locator("[data-f=name]");
     assert.deepEqual([await name.textContent(), await name.getAttribute("title")], [long, long]);
-    assert.ok(await name.locator(".cut-tail").isVisible() && (await name.locator(".cut-tail").textContent()) === "-cosine-seed-7", "cut between two words");
+    assert.ok(await name.locator(".cut-tail").isVisible() && (await name.locator(".cut-tail").textContent()) === "-cosine-seed-7", "the name is cut between two words");
     assert.equal(await row(a).locator("[data-f=reason]").getAttribute("title"), path);
-    assert.match(await row(a).locator("[data-f=reason]").textContent(), /^\/data[^ ]*…[^ ]*\.JPEG cannot be read: unexpected end of file$/, "a path leaves room for what is wrong with it");
+    assert.match(await row(a).locator("[data-f=reason]").textContent(), /^\/data[^ ]*…[^ ]*\.JPEG cannot be read: unexpected end of file$/, "a long path is cut, so that the error is visible");
 
     await page.locator("#columns > summary").click();
     await page.getByLabel("Best accuracy").uncheck();
@@ -290,28 +290,28 @@ describe("the list", () => {
       await until(`${key} is added`, () => page.locator(`#jobs thead [data-key="${key}"]`).isVisible());
     }
     await page.reload();
-    await until("the columns are there", async () => (await page.locator("#jobs thead .c-extra").allTextContents()).join() === "train.batch_size,#baseline,Step");
+    await until("the chosen columns are shown", async () => (await page.locator("#jobs thead .c-extra").allTextContents()).join() === "train.batch_size,#baseline,Step");
     assert.equal(new URL(page.url()).searchParams.get("columns"), "progress,loss,speed,age,train.batch_size,tag:baseline,step");
     assert.equal(await row(a).locator(".c-best").isVisible(), false);
-    await until("they are filled", async () => (await row(b).locator(".c-extra").allTextContents()).join() === "8,yes,0" && (await row(a).locator(".c-extra").allTextContents()).join() === "8,,20");
+    await until("the cells have values", async () => (await row(b).locator(".c-extra").allTextContents()).join() === "8,yes,0" && (await row(a).locator(".c-extra").allTextContents()).join() === "8,,20");
     const again = await page.tab("/jobs");
-    await until("and kept for the next visit", async () => (await again.locator("#jobs thead .c-extra").count()) === 3);
+    await until("a new page has the same columns", async () => (await again.locator("#jobs thead .c-extra").count()) === 3);
 
     const listed = async () => (await page.locator("#rows tr").evaluateAll((all) => all.map((tr) => tr.dataset.state))).sort();
     await page.goto(`${server.url}/jobs`);
-    await until("all are listed", async () => (await listed()).length >= 4);
+    await until("all jobs are listed", async () => (await listed()).length >= 4);
     const filter = (name) => page.locator("#filters").locator(`[data-state="${name}"]`).click();
     await filter("failed");
-    await until("one state", async () => new Set(await listed()).size === 1);
+    await until("jobs of one state are listed", async () => new Set(await listed()).size === 1);
     await filter("succeeded");
-    await until("two states", async () => [...new Set(await listed())].join() === "failed,succeeded");
+    await until("jobs of two states are listed", async () => [...new Set(await listed())].join() === "failed,succeeded");
     assert.equal(new URL(page.url()).searchParams.get("state"), "failed,succeeded");
     await page.reload();
-    await until("the address holds both", async () => [...new Set(await listed())].join() === "failed,succeeded");
+    await until("the URL keeps both states", async () => [...new Set(await listed())].join() === "failed,succeeded");
     await filter("");
     for (const words of ["plateau", "BASELINE"]) {
       await page.locator("#search").fill(words);
-      await until(`${words} finds it`, async () => (await page.locator("#rows tr").count()) === 1 && row(b).isVisible());
+      await until(`${words} finds the job`, async () => (await page.locator("#rows tr").count()) === 1 && row(b).isVisible());
     }
     await page.locator("#search").fill("");
     await page.evaluate(() => localStorage.clear());
@@ -320,35 +320,35 @@ describe("the list", () => {
   });
 });
 
-describe("jobs side by side", () => {
-  inFull("keep their colours, differ first, and have validation loss", async () => {
+describe("compared jobs", () => {
+  inFull("keep their colours, list different settings first, and have a chart of validation loss", async () => {
     const jobs = [];
     for (const [name, batch_size] of [["first", 8], ["second", 8], ["third", 4]]) {
       const job = await server.ask("/jobs", { ...spec(name, 2, 600), train: { steps: 600, batch_size } });
-      const of = await attempt(job.id);
-      await begin(of);
-      await steps(of, 2, 1, 50);
-      await report(of, 0, [{ type: "metrics", rank: 0, columns: [{ name: "val_loss", steps: [25, 50], values: [1.5, 1.25] }] }]);
-      if (name === "first") await end(of, { how: "succeeded", step: 600 });
-      jobs.push({ ...job, of });
-      if (name === "second") await end(of, { how: "succeeded", step: 600 });
+      const attempt = await startedAttempt(job.id);
+      await begin(attempt);
+      await reportSteps(attempt, 2, 1, 50);
+      await report(attempt, 0, [{ type: "metrics", rank: 0, columns: [{ name: "val_loss", steps: [25, 50], values: [1.5, 1.25] }] }]);
+      if (name === "first") await end(attempt, { how: "succeeded", step: 600 });
+      jobs.push({ ...job, attempt });
+      if (name === "second") await end(attempt, { how: "succeeded", step: 600 });
     }
     const page = await browser.page(server, `/compare?jobs=${jobs.map((j) => j.id).join(",")}`);
     const colours = () => page.locator("#compare-legend li").evaluateAll((all) => Object.fromEntries(all.map((li) => [li.textContent, li.querySelector("i").className])));
-    const three = await until("all are there", async () => { const c = await colours(); return Object.keys(c).length === 3 && c; });
+    const three = await until("all jobs are in the legend", async () => { const c = await colours(); return Object.keys(c).length === 3 && c; });
     assert.equal(new Set(Object.values(three)).size, 3);
     await page.locator("#results").getByRole("button", { name: "Leave out first" }).click();
-    const two = await until("one is left out", async () => { const c = await colours(); return Object.keys(c).length === 2 && c; });
+    const two = await until("one job is left out", async () => { const c = await colours(); return Object.keys(c).length === 2 && c; });
     assert.deepEqual(two, { second: three.second, third: three.third }, "the others keep their colours");
-    assert.equal(await page.locator("#picker li", { hasText: "second" }).locator("i").getAttribute("class"), three.second, "also in the list");
+    assert.equal(await page.locator("#picker li", { hasText: "second" }).locator("i").getAttribute("class"), three.second, "the list has the same colour");
     await page.locator("button[data-settings=all]").click();
-    assert.match(await page.locator("#settings tr").first().getAttribute("class"), /different/, "what differs comes first");
+    assert.match(await page.locator("#settings tr").first().getAttribute("class"), /different/, "different settings come first");
     await page.locator("button[data-metric=val_loss]").click();
     await until("validation loss is drawn", async () => (await page.evaluate(() => window.lockstep.chart.snapshot().map((s) => s.points))).join() === "2,2");
-    await steps(jobs[2].of, 2, 51, 60);
-    await report(jobs[2].of, 0, [{ type: "metrics", rank: 0, columns: [{ name: "val_loss", steps: [60], values: [1.1] }] }]);
-    await until("and follows the one that runs", async () => (await page.evaluate(() => window.lockstep.chart.snapshot().map((s) => s.points))).join() === "2,3");
-    await end(jobs[2].of, { how: "succeeded", step: 600 });
+    await reportSteps(jobs[2].attempt, 2, 51, 60);
+    await report(jobs[2].attempt, 0, [{ type: "metrics", rank: 0, columns: [{ name: "val_loss", steps: [60], values: [1.1] }] }]);
+    await until("the chart follows the running job", async () => (await page.evaluate(() => window.lockstep.chart.snapshot().map((s) => s.points))).join() === "2,3");
+    await end(jobs[2].attempt, { how: "succeeded", step: 600 });
     await page.end();
   });
 });

@@ -1,17 +1,17 @@
-// Five jobs that tests of the list look at: one that holds the only slot, and four that were cancelled before they had begun.
+// Five jobs for tests of the list: one job occupies the only slot, and four were cancelled while queued.
 
 import { execFileSync } from "node:child_process";
 import { join as path } from "node:path";
-import { join, spec } from "./agent.mjs";
+import { simulateAgent, spec } from "./agent.mjs";
 import { until } from "./test-server.mjs";
 
-/** Runs SQL on the server's own file, next to the server. */
+/** Runs SQL on the server's database file while the server runs. */
 export const sql = (server, text) => execFileSync("python3", ["-c", "import sqlite3, sys; db = sqlite3.connect(sys.argv[1], timeout=30); db.executescript('BEGIN;' + sys.argv[2] + ';COMMIT;')", path(server.dir, "lockstep.db"), text]);
 
-/** Submits them; answers the page of the agent. */
-export async function fiveJobs(server, browser) {
-  const agent = await join(browser.chromium, server, 1);
-  // The one slot is held, so that the others wait, and are cancelled before they have begun.
+/** Submits the jobs and returns the agent's page. */
+export async function submitFiveJobs(server, browser) {
+  const agent = await simulateAgent(browser.chromium, server, 1);
+  // The job `holder` occupies the only slot, so the other jobs wait and are cancelled before they start.
   const holder = spec("holder", 1, 100);
   holder.train.lr = 0.1;
   await server.ask("/jobs", { ...holder, tags: ["held"] });
@@ -21,20 +21,20 @@ export async function fiveJobs(server, browser) {
     body.train.lr = [0.1, 0.4, 0.2, 0.05][i];
     const { id } = await server.ask("/jobs", { ...body, project: i < 2 ? "vision" : "audio", tags: i === 1 ? ["warm up"] : [], notes: i === 2 ? "a needle in the notes" : "" });
     await server.ask(`/jobs/${id}/cancel`, {});
-    await until("it is cancelled", async () => (await server.job(id)).state === "cancelled");
+    await until("the job is cancelled", async () => (await server.job(id)).state === "cancelled");
     if (loss !== null) sql(server, `UPDATE jobs SET last = json_set(last, '$.loss', ${loss}) WHERE id = '${id}'`);
   }
   return agent;
 }
 
-export const names = (page) => page.locator("#rows tr [data-f=name]").evaluateAll((links) => links.map((a) => a.title || a.textContent));
-export const listed = (page, expected) => until(`the list is ${expected}`, async () => { const now = await names(page); return now.join() === expected || Promise.reject(new Error(now.join())); }, 20_000);
-export const address = (page) => new URL(page.url()).searchParams;
-export const head = (page, name) => page.getByRole("columnheader", { name }).getByRole("button");
-/** Takes a job away, whatever it is doing. */
-export async function remove(server, id) {
+export const jobNames = (page) => page.locator("#rows tr [data-f=name]").evaluateAll((links) => links.map((a) => a.title || a.textContent));
+export const untilListed = (page, expected) => until(`the list is ${expected}`, async () => { const now = await jobNames(page); return now.join() === expected || Promise.reject(new Error(now.join())); }, 20_000);
+export const queryOf = (page) => new URL(page.url()).searchParams;
+export const columnHead = (page, name) => page.getByRole("columnheader", { name }).getByRole("button");
+/** Cancels a job in any state and deletes it. */
+export async function removeJob(server, id) {
   await server.ask(`/jobs/${id}/cancel`, {}).catch(() => {});
-  await until("it is over", async () => (await server.job(id)).state === "cancelled");
-  const answer = await fetch(`${server.url}/api/v1/jobs/${id}`, { method: "DELETE" });
-  if (answer.status !== 204) throw new Error(`${id} is not deleted: ${answer.status}`);
+  await until("the job has ended", async () => (await server.job(id)).state === "cancelled");
+  const response = await fetch(`${server.url}/api/v1/jobs/${id}`, { method: "DELETE" });
+  if (response.status !== 204) throw new Error(`${id} is not deleted: ${response.status}`);
 }

@@ -1,4 +1,4 @@
-// The form: every mistake beside its field, with and without scripts.
+// The form of a new job: each error is shown beside its field, with and without scripts.
 
 import assert from "node:assert/strict";
 import { cp, writeFile } from "node:fs/promises";
@@ -11,18 +11,18 @@ let server, browser;
 before(async () => { [server, browser] = await Promise.all([TestServer.open(), Browser.open()]); });
 after(async () => { await browser?.close(); await server?.close(); });
 
-const beside = (page, label) => page.getByLabel(label, { exact: true }).locator("xpath=ancestor::div[@data-pointer]").locator(".error");
+const errorOf = (page, label) => page.getByLabel(label, { exact: true }).locator("xpath=ancestor::div[@data-pointer]").locator(".error");
 
 describe("the form", () => {
-  test("shows a mistake beside its field while typing; sends nothing half done: all mistakes at once, each at its field, also behind more settings", async () => {
+  test("shows an error beside its field while typing, and submits nothing until all errors are corrected", async () => {
     const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
     const lr = page.getByLabel("Learning rate", { exact: true });
     await lr.fill("-1");
-    await until("the mistake is named", async () => (await beside(page, "Learning rate").textContent()) !== "");
+    await until("the error is shown", async () => (await errorOf(page, "Learning rate").textContent()) !== "");
     assert.equal(await lr.getAttribute("aria-invalid"), "true");
-    assert.equal(await beside(page, "Epochs").textContent(), "", "no other field is blamed");
+    assert.equal(await errorOf(page, "Epochs").textContent(), "", "no other field has an error");
     await lr.fill("0.1");
-    await until("and gone", async () => (await beside(page, "Learning rate").textContent()) === "");
+    await until("the error is gone", async () => (await errorOf(page, "Learning rate").textContent()) === "");
     await lr.fill("fast");
     await page.getByLabel("Ranks", { exact: true }).fill("4096");
     await page.locator("details.more > summary").click();
@@ -30,18 +30,18 @@ describe("the form", () => {
     await page.locator("details.more > summary").click();
     await page.getByRole("button", { name: "Submit job" }).click();
     for (const label of ["Learning rate", "Ranks", "Seed"]) {
-      await until(`a mistake beside ${label}`, async () => (await beside(page, label).textContent()) !== "");
+      await until(`an error is shown beside ${label}`, async () => (await errorOf(page, label).textContent()) !== "");
     }
-    await until("they are listed", async () => (await page.locator("#mistakes a").count()) === 3);
-    assert.ok(await page.getByLabel("Seed", { exact: true }).isVisible(), "the part that hides it has opened");
+    await until("the errors are listed", async () => (await page.locator("#mistakes a").count()) === 3);
+    assert.ok(await page.getByLabel("Seed", { exact: true }).isVisible(), "the section with the field has opened");
     assert.match(await page.locator("#mistakes").textContent(), /things? to change/);
     assert.deepEqual((await page.locator("#mistakes a").allTextContents()).sort(), ["Learning rate", "Ranks", "Seed"]);
-    assert.doesNotMatch(await page.locator("#spec-text").inputValue(), /private/, "what nobody has switched on is not written");
+    assert.doesNotMatch(await page.locator("#spec-text").inputValue(), /private/, "a setting at its default is not written");
     assert.equal((await server.ask("/jobs")).jobs.length, 0);
     await page.end();
   });
 
-  test("has defaults as placeholders, and finds a setting by its words", async () => {
+  test("has defaults as placeholders, and finds a setting by its key", async () => {
     const page = await browser.page(server, "/jobs/new");
     await page.locator("details.more > summary").click();
     const field = page.getByLabel("Momentum", { exact: true });
@@ -58,7 +58,7 @@ describe("the form", () => {
     await page.end();
   });
 
-  inFull("follows the dataset: its split measures, and its broken files are told before the job is sent", async () => {
+  inFull("uses the dataset's validation split, and warns of its broken files before submission", async () => {
     const hub = join(server.dir, "hub");
     await cp(fileURLToPath(new URL("../data/parquet/hub", import.meta.url)), hub, { recursive: true });
     await writeFile(join(hub, "data/train-00002-of-00002.parquet"), "no pictures");
@@ -72,16 +72,16 @@ describe("the form", () => {
     await page.getByLabel("Image size", { exact: true }).fill("16");
     await page.getByLabel("Global batch size", { exact: true }).fill("2");
     await page.getByLabel("Ranks", { exact: true }).fill("1");
-    await until("it is measured by the split that there is", async () => /measured by validation/.test(await page.locator("#plan").textContent()));
+    await until("the plan names the validation split", async () => /measured by validation/.test(await page.locator("#plan").textContent()));
     assert.match(await warnings.textContent(), /1 file of pets could not be read.*is not a Parquet file/s);
     await page.locator("details.more > summary").click();
     await page.getByLabel("Broken files", { exact: true }).selectOption("skip");
-    await until("nothing to warn of", async () => !await warnings.isVisible());
+    await until("the warning is gone", async () => !await warnings.isVisible());
     await page.getByRole("button", { name: "Submit job" }).click();
     await page.waitForURL(/\/jobs\/j\w+$/);
     const id = new URL(page.url()).pathname.split("/").pop();
     assert.equal((await server.job(id)).spec.data.validation, "validation");
-    await server.ask(`/jobs/${id}/cancel`, {}).catch(() => { /* it is quick */ });
+    await server.ask(`/jobs/${id}/cancel`, {}).catch(() => { /* it may have ended already */ });
     await page.end();
   });
 
@@ -90,8 +90,8 @@ describe("the form", () => {
     await page.getByLabel("Name", { exact: true }).fill("no script");
     await page.getByLabel("Learning rate", { exact: true }).fill("-1");
     await page.getByRole("button", { name: "Submit job" }).click();
-    assert.notEqual((await beside(page, "Learning rate").textContent()).trim(), "");
-    assert.equal(await page.getByLabel("Name", { exact: true }).inputValue(), "no script", "nothing typed is lost");
+    assert.notEqual((await errorOf(page, "Learning rate").textContent()).trim(), "");
+    assert.equal(await page.getByLabel("Name", { exact: true }).inputValue(), "no script", "entered text is kept");
     await page.getByLabel("Learning rate", { exact: true }).fill("0.1");
     await page.getByRole("button", { name: "Submit job" }).click();
     await page.waitForURL(/\/jobs\/j\w+$/);
@@ -101,15 +101,15 @@ describe("the form", () => {
     await page.end();
   });
 
-  test("a recipe fills the fields, and keeps its shape with other epochs", async () => {
+  test("a recipe fills the fields, and its milestones scale with other epochs", async () => {
     const page = await browser.page(server, "/jobs/new");
     await page.getByLabel("Recipe", { exact: true }).selectOption("cifar");
     const epochs = page.getByLabel("Epochs", { exact: true });
     assert.equal(await epochs.inputValue(), "164");
     await epochs.fill("82");
     const words = () => page.locator("#spec-text").inputValue();
-    await until("the text beside has both", async () => /^recipe = "cifar"$/m.test(await words()) && /^epochs = 82$/m.test(await words()));
-    assert.doesNotMatch(await words(), /milestones|weight_decay/, "what the recipe says is not said again");
+    await until("the job file has both", async () => /^recipe = "cifar"$/m.test(await words()) && /^epochs = 82$/m.test(await words()));
+    assert.doesNotMatch(await words(), /milestones|weight_decay/, "settings of the recipe are not repeated");
     await page.getByRole("button", { name: "Submit job" }).click();
     await page.waitForURL(/\/jobs\/j\w+$/);
     const id = new URL(page.url()).pathname.split("/").pop();
@@ -119,11 +119,11 @@ describe("the form", () => {
     await page.end();
   });
 
-  test("tries several settings as a sweep, in its fields and in the text beside", async () => {
+  test("submits a sweep, edited in fields and in the job file beside the form", async () => {
     const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
     await page.locator("#sweep-settings > summary").click();
     await page.getByLabel("Settings that differ", { exact: true }).fill("train.lr = 0.1, 0.05\ntrain.momentum = 0.5 to 0.9");
-    await until("a grid has no ranges", async () => /a grid needs values/.test(await page.locator("#sweep-error").textContent()));
+    await until("the form says that a grid has no ranges", async () => /a grid needs values/.test(await page.locator("#sweep-error").textContent()));
     await page.getByLabel("Method", { exact: true }).selectOption("random");
     await page.getByLabel("Largest number of trials", { exact: true }).fill("3");
     await until("the trials are counted", async () => /^3 trials · /.test(await page.locator("#plan").textContent()));
@@ -135,29 +135,29 @@ describe("the form", () => {
     await page.waitForURL(/\/sweeps\/sweep-\w+$/);
     await until("both trials have jobs", async () => (await page.locator("#sweep tbody a").count()) === 2);
     assert.equal(await page.locator("#sweep thead").getByText("train.momentum").count(), 1);
-    await server.ask(`/sweeps/${new URL(page.url()).pathname.split("/").pop()}/cancel`, {}).catch(() => { /* it is quick */ });
+    await server.ask(`/sweeps/${new URL(page.url()).pathname.split("/").pop()}/cancel`, {}).catch(() => { /* it may have ended already */ });
     await page.end();
   });
 
-  inFull("takes sizes by epoch, and tells the nearest right name of a key, also in the text beside", async () => {
+  inFull("accepts sizes by epoch, and suggests the nearest name for an unknown key of the job file", async () => {
     const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
     const sizes = page.getByLabel("Image size", { exact: true }), words = page.locator("#spec-text");
     await sizes.fill("1: 16, 2: 24");
-    await until("the text beside has them", async () => /^image_size = \[\[1, 16\], \[2, 24\]\]$/m.test(await words.inputValue()));
+    await until("the job file has the sizes", async () => /^image_size = \[\[1, 16\], \[2, 24\]\]$/m.test(await words.inputValue()));
     await words.fill((await words.inputValue()).replace("[2, 24]", "[3, 32]"));
     await until("the field follows the text", async () => (await sizes.inputValue()) === "1: 16, 3: 32");
     await words.fill('[data]\ndataset = "fashion-mnist"\nresize = 36\n');
-    await until("the right name is told", async () => /no key is called "resize" here; did you mean "resize_size"/.test(await page.locator("#spec-error").textContent()));
+    await until("the right name is suggested", async () => /no key is called "resize" here; did you mean "resize_size"/.test(await page.locator("#spec-error").textContent()));
     await page.end();
   });
 
-  inFull("names a dataset that there is not together with what else is wrong", async () => {
+  inFull("reports a missing dataset together with the other errors", async () => {
     const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
     await page.locator("#spec-text").fill('name = "two mistakes"\n\n[data]\ndataset = "fashion-minst"\n\n[train]\nepochs = 1\nlr = -1\n');
-    const said = page.locator("#spec-error");
-    await until("both are named", async () => /^data\.dataset: .*fashion-minst/m.test(await said.textContent()) && /^train\.lr: /m.test(await said.textContent()));
+    const error = page.locator("#spec-error");
+    await until("both errors are shown", async () => /^data\.dataset: .*fashion-minst/m.test(await error.textContent()) && /^train\.lr: /m.test(await error.textContent()));
     await page.getByRole("button", { name: "Submit job" }).click();
-    await until("the button says no less", async () => /fashion-minst/.test(await page.locator("main").innerText()) && /train\.lr: /.test(await said.textContent()));
+    await until("submission shows both errors", async () => /fashion-minst/.test(await page.locator("main").innerText()) && /train\.lr: /.test(await error.textContent()));
     assert.equal((await server.ask("/jobs")).jobs.filter(({ name }) => name === "two mistakes").length, 0);
     await page.end();
   });

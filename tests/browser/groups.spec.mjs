@@ -1,16 +1,16 @@
-// The list by groups: means over all jobs of each, opened and closed, in the address and in views; and whose jobs are listed.
+// Groups of the list of jobs: their means, opening and closing, the URL and saved views; and the filter by owner.
 
 import assert from "node:assert/strict";
 import { execFileSync } from "node:child_process";
 import { join as path } from "node:path";
 import { after, before, describe, test } from "node:test";
-import { join, spec } from "./agent.mjs";
-import { isSound } from "./looks.mjs";
+import { simulateAgent, spec } from "./agent.mjs";
+import { assertViews } from "./looks.mjs";
 import { Browser, TestServer, inFull, until } from "./test-server.mjs";
 
 let server, browser;
 const sql = (text) => execFileSync("python3", ["-c", "import sqlite3, sys; db = sqlite3.connect(sys.argv[1], timeout=30); db.executescript('BEGIN;' + sys.argv[2] + ';COMMIT;')", path(server.dir, "lockstep.db"), text]);
-/** Name, learning rate, seed, best accuracy, tags, owner. */
+/** Columns: name, learning rate, seed, best accuracy, tags, owner. */
 const JOBS = [
   ["a1", 0.1, 1, 0.80, ["base"], "ada"], ["a2", 0.1, 2, 0.82, ["base"], "ada"], ["a3", 0.1, 3, 0.90, ["base", "long"], "ben"],
   ["b1", 0.4, 1, 0.60, [], "ben"], ["b2", 0.4, 2, null, [], null], ["c1", 0.2, 1, 0.95, ["long"], null],
@@ -18,39 +18,39 @@ const JOBS = [
 
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
-  await join(browser.chromium, server, 1);
+  await simulateAgent(browser.chromium, server, 1);
   await server.ask("/jobs", { ...spec("holder", 1, 100), project: "held", train: { steps: 100, batch_size: 8, lr: 3 } });
   for (const [name, lr, seed, best, tags, owner] of JOBS) {
     const body = spec(name, 1, 100);
     Object.assign(body.train, { lr, seed });
     const { id } = await server.ask("/jobs", { ...body, project: "sweep", tags });
     await server.ask(`/jobs/${id}/cancel`, {});
-    await until("it is cancelled", async () => (await server.job(id)).state === "cancelled");
+    await until("the job is cancelled", async () => (await server.job(id)).state === "cancelled");
     if (best !== null) sql(`UPDATE jobs SET best = '{"value":${best},"step":9,"epoch":1}', last = json_set(last, '$.loss', ${1 - best}) WHERE id = '${id}'`);
     if (owner) sql(`UPDATE jobs SET owner = '${owner}' WHERE id = '${id}'`);
   }
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
-const address = (page) => new URL(page.url()).searchParams;
-const heads = (page) => page.locator(".group-head .group-name").allTextContents();
-const grouped = (page, expected) => until(`the groups are ${expected}`, async () => { const now = await heads(page); return now.join() === expected || Promise.reject(new Error(now.join())); }, 20_000);
+const queryOf = (page) => new URL(page.url()).searchParams;
+const groupNames = (page) => page.locator(".group-head .group-name").allTextContents();
+const untilGrouped = (page, expected) => until(`the groups are ${expected}`, async () => { const now = await groupNames(page); return now.join() === expected || Promise.reject(new Error(now.join())); }, 20_000);
 const group = (page, name) => page.locator(".group", { has: page.locator(".group-name", { hasText: name }) });
 const rows = (page, name) => group(page, name).locator("tr[data-id] [data-f=name]").allTextContents();
 
 describe("groups of the list", () => {
-  inFull("keep rows of one height, whatever states their jobs are in", async () => {
+  inFull("have heads of equal height, whatever states their jobs are in", async () => {
     const page = await browser.page(server, "/jobs"), states = { running: 1, queued: 12, restarting: 1, paused: 2, succeeded: 240, failed: 3, cancelled: 10 };
     await page.route("**/api/v1/jobs/groups?*", async (route) => {
-      const answer = await route.fetch(), body = await answer.json();
+      const response = await route.fetch(), body = await response.json();
       Object.assign(body.groups[0], { states, jobs: 269 });
-      await route.fulfill({ response: answer, json: body });
+      await route.fulfill({ response, json: body });
     });
     for (const width of [1024, 1440]) {
       await page.setViewportSize({ width, height: 900 });
       await page.goto(`${server.url}/jobs?group_by=project`);
       const all = page.locator(".group-head");
-      await until("the groups are there", async () => (await all.count()) === 2);
+      await until("the groups are shown", async () => (await all.count()) === 2);
       const heights = await all.evaluateAll((rows) => rows.map((row) => Math.round(row.getBoundingClientRect().height)));
       assert.equal(new Set(heights).size, 1, `${heights} pixels at ${width}`);
       assert.match(await all.first().locator(".c-progress").getAttribute("title"), /1 running · 12 queued · .*10 cancelled/);
@@ -58,31 +58,31 @@ describe("groups of the list", () => {
     await page.end();
   });
 
-  test("have means and spreads over all jobs, are sorted by them, open, and stand in the address and in views", async () => {
+  test("have means and standard deviations, are sorted by them, open and close, and are kept in the URL and in views", async () => {
     const page = await browser.page(server, "/jobs?project=sweep");
     await page.locator(".grouping summary").click();
     await page.getByLabel("Group by a setting").fill("train.lr");
     await page.keyboard.press("Enter");
     await page.keyboard.press("Escape");
-    // The best first.
-    await grouped(page, "train.lr 0.2,train.lr 0.1,train.lr 0.4");
-    assert.equal(address(page).get("group_by"), "train.lr");
+    // The best group comes first.
+    await untilGrouped(page, "train.lr 0.2,train.lr 0.1,train.lr 0.4");
+    assert.equal(queryOf(page).get("group_by"), "train.lr");
     const first = group(page, "train.lr 0.1"), cell = (name) => first.locator(`.group-head .${name}`);
     assert.equal(await cell("c-state").textContent(), "3 jobs");
-    // (0.80 + 0.82 + 0.90) / 3 = 0.84; the squares of the distances are 16, 4 and 36 parts of 10000, over 2.
+    // The mean is (0.80 + 0.82 + 0.90) / 3 = 0.84, the variance (0.0016 + 0.0004 + 0.0036) / 2 = 0.0028.
     assert.equal(await cell("c-best").textContent(), "84.0 % ± 5.3");
     assert.equal(await cell("c-best").getAttribute("title"), "mean of 3 jobs, standard deviation 5.3 %, 80.0 % to 90.0 %");
-    assert.equal(await group(page, "train.lr 0.4").locator(".group-head .c-best").textContent(), "60.0 % n 1", "one of two jobs has one");
+    assert.equal(await group(page, "train.lr 0.4").locator(".group-head .c-best").textContent(), "60.0 % n 1", "one of the two jobs has a best accuracy");
     assert.equal(await cell("c-progress").textContent(), "3 cancelled");
     await page.getByRole("columnheader", { name: "Best accuracy" }).getByRole("button").click();
-    await grouped(page, "train.lr 0.4,train.lr 0.1,train.lr 0.2");
+    await untilGrouped(page, "train.lr 0.4,train.lr 0.1,train.lr 0.2");
     await first.getByRole("button", { name: "train.lr 0.1" }).click();
-    await until("its jobs are there, by the same order", async () => (await rows(page, "train.lr 0.1")).join() === "a1,a2,a3");
-    assert.equal(address(page).get("open"), "[[0.1]]");
+    await until("the group's jobs are listed in the same order", async () => (await rows(page, "train.lr 0.1")).join() === "a1,a2,a3");
+    assert.equal(queryOf(page).get("open"), "[[0.1]]");
     await page.reload();
-    await until("it is open again", async () => (await rows(page, "train.lr 0.1")).join() === "a1,a2,a3");
-    await until("no job stands outside of its group", async () => (await page.locator("#rows tr").count()) === 0);
-    await isSound(page, "an open group");
+    await until("the group is open after a reload", async () => (await rows(page, "train.lr 0.1")).join() === "a1,a2,a3");
+    await until("no job is listed outside of a group", async () => (await page.locator("#rows tr").count()) === 0);
+    await assertViews(page, "an open group");
     await page.setViewportSize({ width: 1440, height: 1000 });
 
     await page.locator(".saved-views summary").click();
@@ -91,47 +91,47 @@ describe("groups of the list", () => {
     const kept = await page.getByRole("link", { name: "by rate" }).getAttribute("href");
     await page.keyboard.press("Escape");
     const other = await browser.page(server, kept);
-    await until("somebody else sees the same", async () => (await rows(other, "train.lr 0.1")).join() === "a1,a2,a3");
+    await until("another person sees the same groups", async () => (await rows(other, "train.lr 0.1")).join() === "a1,a2,a3");
     await other.end();
 
     await first.getByRole("button", { name: "train.lr 0.1" }).click();
     assert.deepEqual(await rows(page, "train.lr 0.1"), []);
-    assert.equal(address(page).get("open"), null);
+    assert.equal(queryOf(page).get("open"), null);
     await page.getByRole("button", { name: "Remove the grouping by train.lr" }).click();
-    await until("the jobs stand as before", async () => (await page.locator("#rows tr").count()) === 6 && (await page.locator(".group").count()) === 0);
+    await until("the jobs are listed without groups", async () => (await page.locator("#rows tr").count()) === 6 && (await page.locator(".group").count()) === 0);
     await page.end();
   });
 
-  test("are by project, owner, tag or several things, also for jobs that have none", async () => {
+  test("are made by project, owner, tag or several keys, with a group for jobs without a value", async () => {
     const page = await browser.page(server, "/jobs?group_by=project&sort=name");
-    await grouped(page, "held,sweep");
-    for (const [by, expected] of [["owner", "ada,ben,nobody’s"], ["tag", "base,long,no tag"], ["tag,train.lr", "base · train.lr 0.1,long · train.lr 0.1,long · train.lr 0.2,no tag · train.lr 0.4,no tag · train.lr 3"]]) {
+    await untilGrouped(page, "held,sweep");
+    for (const [by, expected] of [["owner", "ada,ben,no owner"], ["tag", "base,long,no tag"], ["tag,train.lr", "base · train.lr 0.1,long · train.lr 0.1,long · train.lr 0.2,no tag · train.lr 0.4,no tag · train.lr 3"]]) {
       await page.goto(`${server.url}/jobs?group_by=${by}&sort=name`);
-      await grouped(page, expected);
+      await untilGrouped(page, expected);
     }
     await page.goto(`${server.url}/jobs?group_by=tag&sort=name&project=sweep`);
-    await grouped(page, "base,long,no tag");
+    await untilGrouped(page, "base,long,no tag");
     for (const [name, jobs] of [["base", "a1,a2,a3"], ["long", "a3,c1"], ["no tag", "b1,b2"]]) {
       await group(page, name).getByRole("button", { name }).click();
       await until(`${name} has ${jobs}`, async () => (await rows(page, name)).join() === jobs);
     }
-    // One job in two groups is chosen in both.
+    // A job that belongs to two groups is selected in both.
     await group(page, "long").getByLabel("Select a3").check();
     assert.ok(await group(page, "base").getByLabel("Select a3").isChecked());
     assert.match(await page.locator("#bulk-count").textContent(), /^1 job/);
     await page.getByLabel("Select the jobs of base").check();
-    await until("all of the group are chosen", async () => /^3 jobs/.test(await page.locator("#bulk-count").textContent()));
+    await until("all jobs of the group are selected", async () => /^3 jobs/.test(await page.locator("#bulk-count").textContent()));
     await page.locator("[data-bulk=compare]").click();
     await page.waitForURL(/compare\?jobs=/);
     await page.end();
   });
 
-  inFull("have a box that says whether all of their jobs are chosen, or some", async () => {
+  inFull("have a checkbox that shows whether all, some or none of their jobs are selected", async () => {
     const page = await browser.page(server, "/jobs?group_by=tag&sort=name&project=sweep"), box = page.getByLabel("Select the jobs of base");
     const now = () => box.evaluate(({ checked, indeterminate }) => (indeterminate ? "some" : checked ? "all" : "none"));
-    await grouped(page, "base,long,no tag");
+    await untilGrouped(page, "base,long,no tag");
     await box.check();
-    await until("all are chosen", async () => (await page.locator("#bulk-count").textContent()) === "3 jobs chosen");
+    await until("all jobs are selected", async () => (await page.locator("#bulk-count").textContent()) === "3 jobs chosen");
     assert.equal(await now(), "all");
     await group(page, "base").getByLabel("Select a1").uncheck();
     assert.equal(await now(), "some");
@@ -141,69 +141,69 @@ describe("groups of the list", () => {
     assert.equal(await now(), "none");
     await box.check();
     await group(page, "base").getByRole("button", { name: "base" }).click();
-    await until("none is chosen of a group that is closed", async () => (await page.locator("#bulk").isHidden()) && (await now()) === "none");
+    await until("closing the group clears its selection", async () => (await page.locator("#bulk").isHidden()) && (await now()) === "none");
     await page.end();
   });
 
-  test("follow jobs that change, and say what is no group", async () => {
+  test("follow changes of jobs, and report an unknown key", async () => {
     const page = await browser.page(server, "/jobs?group_by=project&sort=name&open=%5B%5B%22held%22%5D%5D", { expected: [/400/] });
-    await until("the held one is there", async () => (await rows(page, "held")).join() === "holder");
+    await until("the open group lists its job", async () => (await rows(page, "held")).join() === "holder");
     const { id } = await server.ask("/jobs", { ...spec("later", 1, 100), project: "held" });
     await until("a new job is counted and shown", async () => (await rows(page, "held")).join() === "holder,later" && (await group(page, "held").locator(".group-head .c-state").textContent()) === "2 jobs", 20_000);
     await server.ask(`/jobs/${id}/cancel`, {});
-    await until("its state changes", async () => /1 cancelled/.test(await group(page, "held").locator(".group-head .c-progress").textContent()), 20_000);
+    await until("the group counts the cancelled job", async () => /1 cancelled/.test(await group(page, "held").locator(".group-head .c-progress").textContent()), 20_000);
     await fetch(`${server.url}/api/v1/jobs/${id}`, { method: "DELETE" });
-    await until("it is gone", async () => (await rows(page, "held")).join() === "holder" && (await group(page, "held").locator(".group-head .c-state").textContent()) === "1 job", 20_000);
+    await until("the deleted job is gone", async () => (await rows(page, "held")).join() === "holder" && (await group(page, "held").locator(".group-head .c-state").textContent()) === "1 job", 20_000);
     await page.goto(`${server.url}/jobs?group_by=train.lrr`);
-    await until("the nearest key is told", async () => /did you mean "train\.lr"\?/.test(await page.locator("#list-problem").textContent()));
+    await until("the nearest key is suggested", async () => /did you mean "train\.lr"\?/.test(await page.locator("#list-problem").textContent()));
     await page.goto(`${server.url}/jobs?group_by=train.lr&columns=best,model.arch,train.seed,val_loss&project=sweep&sort=name`);
-    await grouped(page, "train.lr 0.1,train.lr 0.2,train.lr 0.4");
+    await untilGrouped(page, "train.lr 0.1,train.lr 0.2,train.lr 0.4");
     const extra = await group(page, "train.lr 0.1").locator(".group-head .c-extra").allTextContents();
     assert.deepEqual(extra, ["", "2 ± 1", ""], "a setting in words has no mean");
     await page.end();
   });
 
-  inFull("come a hundred at a time, each with all of its jobs", async () => {
+  inFull("load a hundred at a time, with means over all jobs of a group", async () => {
     sql(`WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 1500)
       INSERT INTO jobs (id, name, state, priority, project, spec, ranks, last, best, created_at, finished_at, last_seq)
       SELECT substr(id, 1, length(id) - 5) || printf('%05d', i), 'many ' || i, 'succeeded', priority, 'many', json_set(spec, '$.train.seed', i % 150, '$.train.lr', 0.1 + i % 2), ranks, last,
         json_object('value', (i % 10) / 10.0, 'step', 9, 'epoch', 1), created_at - i, created_at, 1 FROM jobs, n WHERE jobs.name = 'a1'`);
     const page = await browser.page(server, "/jobs?project=many&group_by=train.seed&sort=name");
-    const nameIs = async (least, when) => { const width = await page.locator("thead th.c-name").evaluate((th) => th.getBoundingClientRect().width); assert.ok(width >= least, `the column Job has ${width} pixels ${when}`); };
-    await until("a hundred are there", async () => (await page.locator(".group").count()) === 100);
-    await nameIs(400, "above more groups");
+    const assertNameWidth = async (least, when) => { const width = await page.locator("thead th.c-name").evaluate((th) => th.getBoundingClientRect().width); assert.ok(width >= least, `the column Job has ${width} pixels ${when}`); };
+    await until("100 groups are listed", async () => (await page.locator(".group").count()) === 100);
+    await assertNameWidth(400, "above more groups");
     await page.getByRole("button", { name: "More groups" }).click();
-    await until("and the others", async () => (await page.locator(".group").count()) === 150 && !(await page.getByRole("button", { name: "More groups" }).isVisible()));
+    await until("all groups are listed", async () => (await page.locator(".group").count()) === 150 && !(await page.getByRole("button", { name: "More groups" }).isVisible()));
     await page.goto(`${server.url}/jobs?project=many&group_by=train.lr&sort=name`);
-    await grouped(page, "train.lr 0.1,train.lr 1.1");
+    await untilGrouped(page, "train.lr 0.1,train.lr 1.1");
     const even = group(page, "train.lr 0.1");
     assert.equal(await even.locator(".group-head .c-state").textContent(), "750 jobs", "though none of them is loaded");
     assert.equal(await even.locator(".group-head .c-best").textContent(), "40.0 % ± 28.3");
     await even.getByRole("button", { name: "train.lr 0.1" }).click();
     await even.getByRole("button", { name: "25 of 750: show more" }).click();
-    await until("more are shown", async () => (await rows(page, "train.lr 0.1")).length === 50);
-    await nameIs(400, "above more jobs of a group");
+    await until("more jobs are listed", async () => (await rows(page, "train.lr 0.1")).length === 50);
+    await assertNameWidth(400, "above more jobs of a group");
     await page.goto(`${server.url}/jobs?project=many&sort=name`);
     await until("rows are left out", async () => {
       await page.evaluate(() => scrollTo(0, document.documentElement.scrollHeight));
       return (await page.locator(".pad:visible").count()) > 0;
     });
-    await nameIs(400, "above rows that are left out");
+    await assertNameWidth(400, "above rows that are left out");
     await page.end();
   });
 });
 
-describe("whose jobs", () => {
-  test("are chosen in the filter, and stand as a chip", async () => {
+describe("the filter by owner", () => {
+  test("offers owners by number of jobs, and shows the chosen owner as a chip", async () => {
     const page = await browser.page(server, "/jobs?project=sweep&sort=name");
     await page.locator(".narrow summary").click();
     const owner = page.getByLabel("Owner");
-    await until("owners are offered, those with the most jobs first", async () => (await owner.locator("option").allTextContents()).join() === "anybody,ben (2),ada (2)" || (await owner.locator("option").allTextContents()).join() === "anybody,ada (2),ben (2)");
+    await until("owners are offered by number of jobs", async () => (await owner.locator("option").allTextContents()).join() === "anybody,ben (2),ada (2)" || (await owner.locator("option").allTextContents()).join() === "anybody,ada (2),ben (2)");
     await owner.selectOption("ben");
-    await until("his jobs are listed", async () => (await page.locator("#rows [data-f=name]").allTextContents()).join() === "a3,b1");
-    assert.equal(address(page).get("owner"), "ben");
+    await until("the owner's jobs are listed", async () => (await page.locator("#rows [data-f=name]").allTextContents()).join() === "a3,b1");
+    assert.equal(queryOf(page).get("owner"), "ben");
     await page.getByRole("button", { name: "Remove the filter of ben" }).click();
-    await until("all are listed", async () => (await page.locator("#rows tr").count()) === 6);
+    await until("all jobs are listed", async () => (await page.locator("#rows tr").count()) === 6);
     await page.end();
   });
 });

@@ -1,4 +1,4 @@
-// Evaluations, predictions and pictures of datasets: the page shows what the files have.
+// Evaluations, predictions and pictures of datasets: pages agree with the command line and the files.
 
 import assert from "node:assert/strict";
 import { execFileSync } from "node:child_process";
@@ -6,7 +6,7 @@ import { copyFile, mkdir, mkdtemp, readFile, rm, writeFile } from "node:fs/promi
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { after, before, describe, test } from "node:test";
-import { fits, picture, readable } from "./looks.mjs";
+import { assertFits, savePicture, assertReadable } from "./looks.mjs";
 import { BINARY, Browser, TestServer, inFull, until } from "./test-server.mjs";
 
 let server, browser, job, dir;
@@ -17,8 +17,8 @@ before(async () => {
 });
 after(async () => { await browser?.close(); await server?.close(); await rm(dir, { recursive: true, force: true }); });
 
-/** The first test pictures as PNG files, as the server shows them. */
-async function pictures(n) {
+/** Writes the first `n` test pictures as PNG files, as the server shows them. */
+async function savePictures(n) {
   const { samples, classes } = await server.ask(`/datasets/fashion-mnist/samples?split=test&limit=${n}`);
   return Promise.all(samples.map(async (s) => {
     const file = join(dir, `${s.index}.png`);
@@ -28,87 +28,87 @@ async function pictures(n) {
 }
 
 describe("a model", () => {
-  test("is evaluated: scores and matrix agree, and a cell opens the pictures behind it", async () => {
+  test("is evaluated: scores agree with the matrix, and a cell of the matrix opens its pictures", async () => {
     const page = await browser.page(server, `/jobs/${job.id}?tab=evaluation`);
-    await until("it is evaluated", () => page.locator("#evaluation-out").isVisible());
-    const told = await server.ask(`/jobs/${job.id}/evaluation`), [checkpoint] = (await server.ask(`/jobs/${job.id}/checkpoints`)).checkpoints;
-    assert.equal(told.samples, 187, "every validation picture once");
-    assert.equal(told.confusion.flat().reduce((a, b) => a + b), 187);
-    assert.ok(Math.abs(told.accuracy - checkpoint.val_accuracy) < 1e-9, "as training measured it itself");
+    await until("the evaluation is shown", () => page.locator("#evaluation-out").isVisible());
+    const evaluation = await server.ask(`/jobs/${job.id}/evaluation`), [checkpoint] = (await server.ask(`/jobs/${job.id}/checkpoints`)).checkpoints;
+    assert.equal(evaluation.samples, 187, "each validation picture is counted once");
+    assert.equal(evaluation.confusion.flat().reduce((a, b) => a + b), 187);
+    assert.ok(Math.abs(evaluation.accuracy - checkpoint.val_accuracy) < 1e-9, "the accuracy is that of the training's validation");
     const cells = (await page.locator("#matrix td").allTextContents()).map(Number);
-    assert.deepEqual(cells.slice(1), told.confusion.flat().map(Number), "the page shows that matrix");
-    assert.match(await page.locator("#evaluation-sum").textContent(), new RegExp(`${(told.accuracy * 100).toFixed(2)} %( ± [0-9.]+)? of 187 right`));
-    // Recall by hand from the matrix.
-    for (const [i, c] of told.classes.entries()) assert.ok(Math.abs(c.recall - told.confusion[i][i] / Math.max(1, told.confusion[i].reduce((a, b) => a + b))) < 1e-9);
+    assert.deepEqual(cells.slice(1), evaluation.confusion.flat().map(Number), "the page shows the evaluation's matrix");
+    assert.match(await page.locator("#evaluation-sum").textContent(), new RegExp(`${(evaluation.accuracy * 100).toFixed(2)} %( ± [0-9.]+)? of 187 right`));
+    // Computes recall from the matrix.
+    for (const [i, c] of evaluation.classes.entries()) assert.ok(Math.abs(c.recall - evaluation.confusion[i][i] / Math.max(1, evaluation.confusion[i].reduce((a, b) => a + b))) < 1e-9);
 
     assert.equal(await page.locator("#behind-title").textContent(), "Most confident mistakes");
-    await until("they are shown without being asked for", async () => (await page.locator("#behind figure").count()) === Math.min(24, told.mistakes.length));
-    assert.deepEqual(told.mistakes.map((m) => m.confidence), told.mistakes.map((m) => m.confidence).sort((a, b) => b - a));
-    const [most] = told.mistakes;
-    const names = told.classes.map((c) => c.name), count = told.confusion[most.label][most.predicted];
+    await until("the mistakes are shown without a click", async () => (await page.locator("#behind figure").count()) === Math.min(24, evaluation.mistakes.length));
+    assert.deepEqual(evaluation.mistakes.map((m) => m.confidence), evaluation.mistakes.map((m) => m.confidence).sort((a, b) => b - a));
+    const [most] = evaluation.mistakes;
+    const names = evaluation.classes.map((c) => c.name), count = evaluation.confusion[most.label][most.predicted];
     await page.getByRole("button", { name: `${count} of ${names[most.label]} taken for ${names[most.predicted]}` }).click();
-    await until("its pictures are shown", async () => (await page.locator("#behind figure").count()) === Math.min(24, count));
+    await until("the cell's pictures are shown", async () => (await page.locator("#behind figure").count()) === Math.min(24, count));
     assert.match(await page.locator("#behind figure").first().textContent(), new RegExp(`${names[most.predicted].replaceAll("/", "\\/")}.*is ${names[most.label].replaceAll("/", "\\/")}`));
-    assert.ok(await page.locator("#behind img").first().evaluate((img) => img.decode().then(() => img.naturalWidth > 0)), "they are pictures");
+    assert.ok(await page.locator("#behind img").first().evaluate((img) => img.decode().then(() => img.naturalWidth > 0)), "the pictures can be decoded");
     await page.end();
   });
 
   inFull("is evaluated by nearest neighbours", async () => {
     const page = await browser.page(server, `/jobs/${job.id}?tab=evaluation`), [checkpoint] = (await server.ask(`/jobs/${job.id}/checkpoints`)).checkpoints;
     await page.getByRole("button", { name: "Nearest neighbours" }).click();
-    await until("neighbours have voted", async () => /right by 20 nearest/.test(await page.locator("#neighbours-sum").textContent()));
+    await until("the accuracy of nearest neighbours is shown", async () => /right by 20 nearest/.test(await page.locator("#neighbours-sum").textContent()));
     const near = await server.ask(`/jobs/${job.id}/evaluation/neighbours?checkpoint=${checkpoint.id}`);
     assert.equal(await page.locator("#neighbours-sum").textContent(), `${(near.weighted * 100).toFixed(2)} % ± ${(100 * Math.sqrt(near.weighted * (1 - near.weighted) / 187)).toFixed(1)} of 187 right by 20 nearest neighbours among ${near.gallery.toLocaleString("en")} training pictures; ${(near.majority * 100).toFixed(2)} % without weights`);
     await page.end();
   });
 
-  inFull("of how many pictures its accuracy is, and how a fork's learning rate goes on before it is made", async () => {
+  inFull("shows the sample count of its accuracy, and a fork's learning rate before the fork is submitted", async () => {
     const page = await browser.page(server, `/jobs/${job.id}?tab=checkpoints`);
     assert.match(await page.locator("#checkpoints tr:first-child [data-f=accuracy]").textContent(), /^[0-9.]+ %( ± [0-9.]+)? of 187/);
     await page.locator("#fork").click();
     await page.getByLabel("Settings to change").fill("train.steps = 240\ntrain.schedule = one_cycle");
-    await until("it is said", async () => /^The learning rate changes where the run continues: .* and 0 at the last one, 240/.test(await page.locator("#fork-warnings").textContent()));
+    await until("the fork's form describes the learning rate", async () => /^The learning rate changes where the run continues: .* and 0 at the last one, 240/.test(await page.locator("#fork-warnings").textContent()));
     await page.end();
   });
 
   test("classifies several dropped pictures as the command line does", async () => {
-    const files = await pictures(3), page = await browser.page(server, `/jobs/${job.id}?tab=classify`);
+    const files = await savePictures(3), page = await browser.page(server, `/jobs/${job.id}?tab=classify`);
     await writeFile(join(dir, "notes.png"), "no picture");
-    // Dropped, as from a folder beside the browser.
+    // Drops the files, as from a file manager.
     const dropped = await Promise.all([...files.map((f) => f.file), join(dir, "notes.png")].map(async (file) => [file.split("/").pop(), [...await readFile(file)]]));
     await page.locator("#drop").evaluate((zone, files) => {
       const data = new DataTransfer();
       for (const [name, bytes] of files) data.items.add(new File([new Uint8Array(bytes)], name, { type: "image/png" }));
       for (const kind of ["dragover", "drop"]) zone.dispatchEvent(new DragEvent(kind, { dataTransfer: data, bubbles: true, cancelable: true }));
     }, dropped);
-    await until("each is answered", async () => (await page.locator("#classify-results > li").count()) === 4);
+    await until("each file has a result", async () => (await page.locator("#classify-results > li").count()) === 4);
     const cards = page.locator("#classify-results > li");
     assert.match(await cards.nth(3).textContent(), /notes\.png.*not a JPEG, PNG/);
     for (const width of [390, 1440]) {
       await page.setViewportSize({ width, height: 1000 });
-      await fits(page, `cards at ${width}`);
-      await readable(page, `cards at ${width}`);
+      await assertFits(page, `cards at ${width}`);
+      await assertReadable(page, `cards at ${width}`);
       const boxes = await cards.evaluateAll((all) => all.map((card) => ({ card: card.getBoundingClientRect().toJSON(), cut: [...card.querySelectorAll("p, b, meter, .error")].filter((node) => node.getBoundingClientRect().right > card.getBoundingClientRect().right + 1).length })));
       for (const [i, { card, cut }] of boxes.entries()) {
-        assert.equal(cut, 0, `something stands out of card ${i} at ${width}`);
+        assert.equal(cut, 0, `an element overflows card ${i} at ${width}`);
         for (const { card: other } of boxes.slice(i + 1)) assert.ok(card.right <= other.left + 1 || other.right <= card.left + 1 || card.bottom <= other.top + 1 || other.bottom <= card.top + 1, `cards overlap at ${width}`);
       }
-      assert.ok(await cards.nth(3).getByText("notes.png", { exact: true }).isVisible(), `the unreadable one is named at ${width}`);
-      await picture(page, `classified-${width}`);
+      assert.ok(await cards.nth(3).getByText("notes.png", { exact: true }).isVisible(), `the unreadable file is named at ${width}`);
+      await savePicture(page, `classified-${width}`);
     }
-    const said = JSON.parse(execFileSync(BINARY, ["predict", "--server", server.url, "--data-dir", server.dir, "--json", job.id, ...files.map((f) => f.file)]));
+    const predicted = JSON.parse(execFileSync(BINARY, ["predict", "--server", server.url, "--data-dir", server.dir, "--json", job.id, ...files.map((f) => f.file)]));
     for (let i = 0; i < 3; i++) {
       const lines = cards.nth(i).locator("ol li");
-      assert.equal(await lines.count(), 5, "the top five");
-      assert.equal(await lines.first().locator("span").textContent(), said[i].classes[0].class);
-      assert.ok(Math.abs(Number(await lines.first().locator("b").getAttribute("title")) - said[i].classes[0].probability) < 1e-6);
+      assert.equal(await lines.count(), 5, "the five most probable classes are listed");
+      assert.equal(await lines.first().locator("span").textContent(), predicted[i].classes[0].class);
+      assert.ok(Math.abs(Number(await lines.first().locator("b").getAttribute("title")) - predicted[i].classes[0].probability) < 1e-6);
     }
-    const alone = JSON.parse(execFileSync(BINARY, ["predict", "--json", "--model", join(server.dir, "jobs", job.id, "checkpoints"), files[0].file].map((a) => (a.endsWith("checkpoints") ? join(a, "1-40") : a))));
-    assert.deepEqual(alone[0].classes, said[0].classes, "and so does the file itself, without a server");
+    const local = JSON.parse(execFileSync(BINARY, ["predict", "--json", "--model", join(server.dir, "jobs", job.id, "checkpoints"), files[0].file].map((a) => (a.endsWith("checkpoints") ? join(a, "1-40") : a))));
+    assert.deepEqual(local[0].classes, predicted[0].classes, "prediction without a server gives the same result");
     await page.end();
   });
 
-  inFull("is downloaded whole, and looked at from its row", async () => {
+  inFull("is downloaded with all files, and is evaluated from its row", async () => {
     const page = await browser.page(server, `/jobs/${job.id}`);
     const row = page.locator("#checkpoints tr").first();
     await row.getByText("Download", { exact: true }).click();
@@ -119,7 +119,7 @@ describe("a model", () => {
     const files = [];
     page.on("download", (d) => files.push(d.suggestedFilename()));
     await row.getByRole("button", { name: /Everything/ }).click();
-    await until("all four files come", async () => files.length === 4);
+    await until("all four files are downloaded", async () => files.length === 4);
     await row.getByRole("button", { name: /Evaluate/ }).click();
     await until("the evaluation opens", () => page.locator("#evaluation-out").isVisible());
     assert.equal(new URL(page.url()).searchParams.get("tab"), "evaluation");
@@ -128,43 +128,43 @@ describe("a model", () => {
 });
 
 describe("data", () => {
-  test("is shown by split and class, and as a job's augmentation makes it", async () => {
+  test("is shown by split and class, and with a job's augmentation", async () => {
     const page = await browser.page(server, "/datasets");
     const { info } = await server.ask("/datasets/fashion-mnist"), card = page.locator("[data-dataset=fashion-mnist]");
     await card.getByText("Classes", { exact: true }).click();
     const train = info.splits.find((s) => s.name === "train"), row = card.locator("tr", { hasText: "Sandal" });
     assert.ok((await row.textContent()).includes(train.per_class[info.classes.indexOf("Sandal")].toLocaleString("en")), "pictures of each class are counted");
-    assert.match(await card.textContent(), new RegExp(info.mean[0].toFixed(3)), "and the mean told");
+    assert.match(await card.textContent(), new RegExp(info.mean[0].toFixed(3)), "the mean is shown");
     await page.getByText("Pictures", { exact: true }).click();
     const figures = page.locator("[data-g=grid] figure");
-    await until("pictures come", async () => (await figures.count()) === 48);
+    await until("pictures are shown", async () => (await figures.count()) === 48);
     const classes = async () => (await figures.locator("figcaption span:first-child").allTextContents());
-    assert.ok(new Set(await classes()).size > 5, "of most classes");
+    assert.ok(new Set(await classes()).size > 5, "the pictures are of most classes");
     const first = (await figures.allTextContents()).join();
     await card.getByRole("button", { name: "Shuffle" }).click();
-    await until("others, mixed as well", async () => (await figures.count()) === 48 && (await figures.allTextContents()).join() !== first);
+    await until("other shuffled pictures are shown", async () => (await figures.count()) === 48 && (await figures.allTextContents()).join() !== first);
     assert.ok(new Set(await classes()).size > 5);
     await card.getByRole("button", { name: "More" }).click();
-    await until("the next ones", async () => (await figures.count()) === 96);
-    assert.equal(new Set(await figures.allTextContents()).size, 96, "none twice");
+    await until("the next pictures are shown", async () => (await figures.count()) === 96);
+    assert.equal(new Set(await figures.allTextContents()).size, 96, "no picture is shown twice");
     await page.locator("[data-g=order]").selectOption({ label: "as stored" });
-    await until("in their order", async () => /number 0$/.test(await figures.first().textContent()));
+    await until("pictures are shown in stored order", async () => /number 0$/.test(await figures.first().textContent()));
     await page.locator("[data-g=class]").selectOption("Sandal");
-    await until("only that class", async () => (await figures.count()) > 0 && (await figures.allTextContents()).every((t) => t.startsWith("Sandal")));
+    await until("only pictures of the class are shown", async () => (await figures.count()) > 0 && (await figures.allTextContents()).every((t) => t.startsWith("Sandal")));
     await page.locator("[data-g=split]").selectOption("test");
-    await until("of the other split", async () => /of \d+/.test(await page.locator("[data-g=note]").textContent()) && (await figures.count()) > 0);
-    await until("its jobs are known", async () => (await page.locator("[data-g=augmented] option").count()) === 2);
+    await until("pictures of the other split are shown", async () => /of \d+/.test(await page.locator("[data-g=note]").textContent()) && (await figures.count()) > 0);
+    await until("the dataset's job is offered", async () => (await page.locator("[data-g=augmented] option").count()) === 2);
     await page.locator("[data-g=augmented]").selectOption(job.id);
-    await until("five versions of each", async () => (await figures.count()) === 40);
+    await until("five versions of each picture are shown", async () => (await figures.count()) === 40);
     const shown = await page.locator("[data-g=grid] img").evaluateAll((all) => all.slice(0, 5).map((i) => i.src));
-    assert.ok(new Set(shown).size > 1, "they differ");
+    assert.ok(new Set(shown).size > 1, "the versions differ");
     const again = await server.ask(`/datasets/fashion-mnist/samples?augmented=${job.id}&limit=40`);
-    assert.deepEqual(again.samples.slice(0, 5).map((s) => `data:image/png;base64,${s.png}`), shown, "seeded: the same every time");
+    assert.deepEqual(again.samples.slice(0, 5).map((s) => `data:image/png;base64,${s.png}`), shown, "the augmentation is seeded");
     await page.end();
   });
 
-  test("with a broken picture in it is taken, and the picture named", async () => {
-    const [one] = await pictures(1), folder = join(dir, "pets");
+  test("with a broken picture is accepted, and the picture is named", async () => {
+    const [one] = await savePictures(1), folder = join(dir, "pets");
     for (const name of ["cat", "dog"]) {
       await mkdir(join(folder, "train", name), { recursive: true });
       for (let i = 0; i < 3; i++) await copyFile(one.file, join(folder, "train", name, `${i}.png`));
@@ -175,7 +175,7 @@ describe("data", () => {
     await page.getByLabel("Folder on the training machine").fill(folder);
     await page.getByRole("button", { name: "Add", exact: true }).click();
     const card = page.locator("[data-dataset=pets]");
-    await until("it is registered", () => card.isVisible());
+    await until("the dataset is registered", () => card.isVisible());
     await card.locator(".broken summary").click();
     assert.match(await card.locator(".broken summary").textContent(), /^1 /);
     assert.match(await card.locator(".broken li").textContent(), /torn\.png.*\S/);
@@ -183,14 +183,14 @@ describe("data", () => {
   });
 
   test("is uploaded as a zip file, shown, and removed with its files", async () => {
-    const ten = await pictures(10), folder = join(dir, "photos");
+    const ten = await savePictures(10), folder = join(dir, "photos");
     for (const [i, { file }] of ten.entries()) {
       const of = join(folder, i % 2 ? "even" : "odd");
       await mkdir(of, { recursive: true });
       await copyFile(file, join(of, `${i}.png`));
     }
     execFileSync("python3", ["-m", "zipfile", "-c", join(dir, "photos.zip"), folder]);
-    // Ten pictures are fewer than a step takes.
+    // The dataset is smaller than the form's batch, so the form shows an error.
     const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
     await page.getByRole("link", { name: "Upload pictures" }).click();
     await page.getByLabel("Zip file").setInputFiles(join(dir, "photos.zip"));
@@ -206,25 +206,25 @@ describe("data", () => {
     assert.ok(await readFile(join(path, "odd/0.png")));
     await card.getByRole("button", { name: "Remove" }).click();
     await page.getByRole("button", { name: "Remove it" }).click();
-    await until("it is removed", async () => (await card.count()) === 0);
+    await until("the dataset is removed", async () => (await card.count()) === 0);
     await assert.rejects(readFile(join(path, "odd/0.png")), /ENOENT/);
     await page.end();
   });
 
-  inFull("a folder is looked at while its path is typed", async () => {
+  inFull("a folder is inspected while its path is typed", async () => {
     const page = await browser.page(server, "/datasets", { expected: [/422/] });
     await page.getByLabel("Folder on the training machine").fill("/nowhere/at/all");
-    await until("it is missing", async () => (await page.locator("#d-path-error").textContent()) !== "");
+    await until("the folder is reported as missing", async () => (await page.locator("#d-path-error").textContent()) !== "");
     await page.getByLabel("Folder on the training machine").fill(new URL("../../assets/fashion-mnist", import.meta.url).pathname);
-    await until("what is there is told", async () => /Found idx: [\d,]+ train.*28 × 28, 10 classes/.test(await page.locator("#add-status").textContent()));
+    await until("the folder's format is shown", async () => /Found idx: [\d,]+ train.*28 × 28, 10 classes/.test(await page.locator("#add-status").textContent()));
     await page.getByLabel("Name", { exact: true }).fill("again");
     await page.getByRole("button", { name: "Add", exact: true }).click();
-    await until("it is registered", () => page.getByRole("heading", { name: "again" }).isVisible());
+    await until("the dataset is registered", () => page.getByRole("heading", { name: "again" }).isVisible());
     const dialog = page.locator("#confirm");
-    await until("it asks", async () => (await dialog.isVisible()) || (await page.locator("[data-dataset=again]").getByRole("button", { name: "Remove" }).click(), false));
+    await until("the confirmation dialog opens", async () => (await dialog.isVisible()) || (await page.locator("[data-dataset=again]").getByRole("button", { name: "Remove" }).click(), false));
     await page.getByRole("button", { name: "Remove it" }).click();
-    await until("and removed", async () => !(await page.getByRole("heading", { name: "again" }).isVisible()));
-    assert.ok(await readFile(new URL("../../assets/fashion-mnist/classes.txt", import.meta.url)), "its files stay");
+    await until("the dataset is removed", async () => !(await page.getByRole("heading", { name: "again" }).isVisible()));
+    assert.ok(await readFile(new URL("../../assets/fashion-mnist/classes.txt", import.meta.url)), "the dataset's files are kept");
     await page.end();
   });
 });

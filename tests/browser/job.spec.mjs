@@ -1,4 +1,4 @@
-// A job from the form to its end, as somebody at the screen sees it.
+// The pages of a job, from the form to the job's end.
 
 import assert from "node:assert/strict";
 import { execFileSync } from "node:child_process";
@@ -11,7 +11,7 @@ before(async () => { [server, browser] = await Promise.all([TestServer.open(), B
 after(async () => { await browser?.close(); await server?.close(); });
 
 describe("a job", () => {
-  test("filled in, submitted, and watched live", async () => {
+  test("is submitted by the form and followed live", async () => {
     const page = await browser.page(server, "/jobs");
     assert.ok(await page.getByText("No job yet").isVisible(), "an empty list says what to do");
     await page.locator("#no-jobs").getByRole("link", { name: "form" }).click();
@@ -23,12 +23,12 @@ describe("a job", () => {
     await page.getByLabel("Image size", { exact: true }).fill("8");
     await page.getByLabel("Global batch size").fill("16");
     await page.getByLabel("Validation", { exact: true }).fill("0.02");
-    await until("the form tells how long it will be", async () => /100,000 in all/.test(await page.locator("#plan").textContent()));
+    await until("the form shows the number of steps", async () => /100,000 in all/.test(await page.locator("#plan").textContent()));
     assert.match(await page.locator("#spec-text").inputValue(), /\[train\]\n[^[]*steps = 100000/);
     await page.getByRole("button", { name: "Submit job" }).click();
     await page.waitForURL(/\/jobs\/j\w+$/);
 
-    await until("it runs", async () => (await state(page)) === "running");
+    await until("the job runs", async () => (await state(page)) === "running");
     const first = await until("both ranks have a line", async () => {
       const found = await losses(page);
       return found["rank 0"]?.points > 1 && found["rank 1"]?.points > 1 && found;
@@ -40,50 +40,50 @@ describe("a job", () => {
       const found = await losses(page);
       return ["rank 0", "rank 1"].every((r) => found[r].points > first[r].points + 10);
     });
-    await until("and so does what is drawn", async () => { const p = await pixels(page); return p[0] + p[1] !== drawn[0] + drawn[1]; });
-    await until("the log moves", async () => Number(await page.locator("#log-lines").getAttribute("data-lines")) > lines);
+    await until("the drawn lines change", async () => { const p = await pixels(page); return p[0] + p[1] !== drawn[0] + drawn[1]; });
+    await until("the log grows", async () => Number(await page.locator("#log-lines").getAttribute("data-lines")) > lines);
     assert.equal(await page.locator("#live").textContent(), "live");
     assert.match(await page.locator("#step").textContent(), /^[\d,]+$/);
     assert.match(await page.locator("#ranks li").first().textContent(), /rank 0.*\d m?s/s);
     await server.ask(`/jobs/${new URL(page.url()).pathname.split("/").pop()}/cancel`, {});
-    await until("it ends", async () => (await state(page)) === "cancelled");
+    await until("the job ends", async () => (await state(page)) === "cancelled");
     await page.end();
   });
 
-  test("is whole at its end; reload and a second tab show the same", async () => {
+  test("shows each step once at its end, also after a reload and in a second tab", async () => {
     const { id } = await server.submit({ name: "to its end", train: { steps: 60 } });
     const page = await browser.page(server, `/jobs/${id}`), tab = await page.tab(`/jobs/${id}`);
-    await until("it succeeds", async () => (await state(page)) === "succeeded");
-    const whole = await until("every step is there once", async () => {
+    await until("the job succeeds", async () => (await state(page)) === "succeeded");
+    const whole = await until("each step is drawn once", async () => {
       const found = await losses(page);
       return found["rank 0"].points === 60 && found["rank 1"].points === 60 && found;
     });
     await until("the second tab shows the same", async () => { assert.deepEqual(await losses(tab), whole); return true; });
-    await until("all steps are told", async () => (await page.locator("#step").textContent()) === "60");
-    await until("its accuracy is told", async () => /^\d+\.\d %( ± \d+\.\d)?$/.test(await page.locator("#accuracy").textContent()));
+    await until("the number of steps is shown", async () => (await page.locator("#step").textContent()) === "60");
+    await until("the job's accuracy is shown", async () => /^\d+\.\d %( ± \d+\.\d)?$/.test(await page.locator("#accuracy").textContent()));
     await until("the clock has stopped", async () => (await page.locator("#facts dt").nth(2).textContent()) === "Ran for");
-    // Drawn at the same time as the clock; while it trained, a rank may have been slow on a busy machine.
-    assert.equal(await page.locator("#banner").isVisible(), false, "nothing is wrong, so nothing is said");
+    // The banner is drawn together with the clock. During training, a rank may have been slow on a busy machine.
+    assert.equal(await page.locator("#banner").isVisible(), false, "a job without problems has no banner");
 
     const link = page.locator("#checkpoints a").first();
     const model = await page.request.get(new URL(await link.getAttribute("href"), page.url()).href);
-    assert.ok(model.ok() && (await model.body()).length > 1_000_000, "the model can be fetched");
+    assert.ok(model.ok() && (await model.body()).length > 1_000_000, "the model can be downloaded");
 
-    const told = (await server.ask(`/jobs/${id}/logs?limit=10000`)).lines.length;
+    const stored = (await server.ask(`/jobs/${id}/logs?limit=10000`)).lines.length;
     const logged = () => page.locator("#log-lines p").allTextContents();
-    const log = await until("every log line is shown once", async () => { const all = await logged(); return all.length === told && all; });
+    const log = await until("every log line is shown once", async () => { const all = await logged(); return all.length === stored && all; });
     await page.reload();
-    await until("a reload shows the same lines", async () => { assert.deepEqual(await losses(page), whole); return true; });
-    await until("and the same log", async () => { assert.deepEqual(await logged(), log); return true; });
+    await until("a reload shows the same curves", async () => { assert.deepEqual(await losses(page), whole); return true; });
+    await until("a reload shows the same log", async () => { assert.deepEqual(await logged(), log); return true; });
     await page.end();
   });
 
-  inFull("uses the room beside its charts and its log", async () => {
+  inFull("has a page without large empty spaces", async () => {
     const { jobs: [job] } = await server.ask("/jobs");
     for (const width of [1440, 1920]) {
       const page = await browser.page(server, `/jobs/${job.id}`, { viewport: { width, height: 1000 } }), box = (selector) => page.locator(selector).boundingBox();
       await until("the speed is drawn", async () => Number(await page.locator("#speed-chart").getAttribute("data-drawn")) > 0);
-      // Loss and accuracy are equals, and their buttons appear with the pointer.
+      // The charts of loss and accuracy have the same size, and their buttons appear under the pointer.
       const [loss, accuracy] = [await box("#loss-chart"), await box("#accuracy-chart")];
       assert.deepEqual([loss.y, loss.width, loss.height].map(Math.round), [accuracy.y, accuracy.width, accuracy.height].map(Math.round));
       const shown = () => page.locator(".loss-card .segments").first().evaluate((node) => getComputedStyle(node).opacity === "1");
@@ -95,88 +95,88 @@ describe("a job", () => {
       const settings = await page.locator(".own-settings").innerText();
       await page.getByRole("tab", { name: "Log", exact: true }).click();
       for (const [key, value] of [["data.dataset", "fashion-mnist"], ["train.steps", String(job.spec.train.steps)]]) assert.match(settings.replace(/\s+/g, " "), new RegExp(`${key} ${value}`));
-      assert.ok(!settings.includes("train.beta1"), "none of the defaults");
-      // No card has an empty half.
+      assert.ok(!settings.includes("train.beta1"), "defaults are not listed");
+      // No card has more than 60 pixels of empty space below its content.
       const empty = async (card, last) => { const [outer, inner] = [await box(card), await box(last)]; return outer.y + outer.height - (inner.y + inner.height); };
       for (const [card, last] of [[".ranks-card", ".ranks-card .legend"], [".checkpoints-card", "#checkpoint-table, #no-checkpoints:visible"], [".log-card", "#log-panel"]]) assert.ok((await empty(card, last)) < 60, `${card} at ${width}: ${await empty(card, last)} pixels`);
-      // The log follows its end, whatever the page's size.
+      // The log follows its end after the page is resized.
       const follows = page.locator("#log-follow");
       await page.setViewportSize({ width: 1024, height: 800 });
       await page.setViewportSize({ width, height: 1000 });
       await page.evaluate(() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done))));
       assert.ok(await follows.isChecked());
-      assert.ok(await page.locator("#log-lines").evaluate((log) => log.scrollHeight - log.scrollTop - log.clientHeight < 24), "its newest line is in sight");
+      assert.ok(await page.locator("#log-lines").evaluate((log) => log.scrollHeight - log.scrollTop - log.clientHeight < 24), "the newest line is in view");
       await page.end();
     }
   });
 
-  test("is cancelled after a question that says what is lost", async () => {
+  test("is cancelled after a confirmation that says what is lost", async () => {
     const { id } = await server.submit({ name: "endless", train: { steps: 100_000 }, checkpoint: { every_epochs: 0 } });
     const page = await browser.page(server, `/jobs/${id}`);
-    await until("it trains", async () => (await losses(page))["rank 1"]?.points > 2);
+    await until("the job trains", async () => (await losses(page))["rank 1"]?.points > 2);
     await page.getByRole("button", { name: "Cancel", exact: true }).click();
     const dialog = page.getByRole("dialog");
     assert.match(await dialog.textContent(), /no checkpoint yet/);
     await dialog.getByRole("button", { name: "Keep it" }).click();
     assert.equal(await dialog.isVisible(), false);
-    assert.equal((await server.job(id)).state, "running", "keeping it keeps it");
+    assert.equal((await server.job(id)).state, "running", "the job continues after Keep it");
     await page.getByRole("button", { name: "Cancel", exact: true }).click();
     await page.getByRole("button", { name: "Cancel the job" }).click();
-    await until("it is cancelled", async () => (await state(page)) === "cancelled");
+    await until("the job is cancelled", async () => (await state(page)) === "cancelled");
     assert.equal((await server.job(id)).state, "cancelled");
     assert.equal(await page.getByRole("button", { name: "Cancel", exact: true }).isVisible(), false);
 
     await page.getByRole("button", { name: "Retry", exact: true }).click();
-    await until("it continues with another attempt", async () => { const job = await server.job(id); return job.state === "running" && job.attempt === 2; });
-    await until("the page shows that", async () => (await state(page)) === "running" && /attempt 2/.test(await page.locator("#about").textContent()));
+    await until("the job continues with another attempt", async () => { const job = await server.job(id); return job.state === "running" && job.attempt === 2; });
+    await until("the page shows the new attempt", async () => (await state(page)) === "running" && /attempt 2/.test(await page.locator("#about").textContent()));
     await server.ask(`/jobs/${id}/cancel`, {});
-    await until("it is cancelled again", async () => (await state(page)) === "cancelled");
+    await until("the job is cancelled again", async () => (await state(page)) === "cancelled");
 
     await page.getByRole("button", { name: "Delete", exact: true }).click();
-    await until("what it frees is told", async () => /\d (kB|MB|B)/.test(await dialog.textContent()));
+    await until("the dialog shows the size to be freed", async () => /\d (kB|MB|B)/.test(await dialog.textContent()));
     await page.getByRole("button", { name: "Delete the job" }).click();
     await page.waitForURL(/\/jobs$/);
-    await until("the list no longer has it", async () => !(await page.locator("#rows").textContent()).includes("endless"));
+    await until("the list no longer has the job", async () => !(await page.locator("#rows").textContent()).includes("endless"));
     await page.end();
   });
 
-  inFull("says what of it cannot be read, and what to do", async () => {
+  inFull("with an unreadable setting names the setting and the remedy", async () => {
     const { id } = await server.submit({ name: "of another age", train: { steps: 5 } });
-    await until("it has succeeded", async () => (await server.job(id)).state === "succeeded");
+    await until("the job has succeeded", async () => (await server.job(id)).state === "succeeded");
     const page = await browser.page(server, `/jobs/${id}`);
     const banner = page.locator("#banner"), live = async () => (await page.locator("#live").textContent()) === "live";
-    await until("it is live", live);
+    await until("the page is live", live);
     assert.ok(!await banner.isVisible());
-    // As another version of the server would have stored it.
+    // Stores a setting as another version of the server might.
     execFileSync("python3", ["-c", `import sqlite3, sys
 db = sqlite3.connect(sys.argv[1], timeout=30)
 db.execute("UPDATE jobs SET spec = json_set(spec, '$.train.optimizer', 'of another age') WHERE id = ?", [sys.argv[2]])
 db.commit()`, join(server.dir, "lockstep.db"), id]);
     await page.reload();
-    await until("it is live again", live);
+    await until("the page is live again", live);
     assert.match(await banner.textContent(), /Not all of this job can be read\..*train\/optimizer.*with defaults for the rest\./s);
     assert.equal(await banner.getAttribute("data-tone"), "warn");
     assert.ok(await banner.isVisible());
     await page.end();
   });
 
-  test("survives the server's death under the page: no point missing, none twice", async () => {
+  test("has each point once on a page that was open when the server crashed", async () => {
     const { id } = await server.submit({ name: "survivor", train: { steps: 100_000 } });
     const page = await browser.page(server, `/jobs/${id}`, { expected: [/ERR_CONNECTION|WebSocket|Failed to load/] });
     await until("both ranks train", async () => {
       const found = await losses(page);
       return found["rank 0"]?.points > 5 && found["rank 1"]?.points > 5;
     });
-    await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
+    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
     await server.crash();
-    await until("the page says so", async () => (await page.locator("#live").textContent()) === "reconnecting");
+    await until("the page shows that it reconnects", async () => (await page.locator("#live").textContent()) === "reconnecting");
     const before = (await losses(page))["rank 0"].points;
     await server.start();
-    await until("it is live again, by itself", async () => (await page.locator("#live").textContent()) === "live");
-    await until("what happened meanwhile is here", async () => (await losses(page))["rank 0"]?.points > before + 5);
+    await until("the page is live again without a reload", async () => (await page.locator("#live").textContent()) === "live");
+    await until("the page has the points of the meantime", async () => (await losses(page))["rank 0"]?.points > before + 5);
     await server.ask(`/jobs/${id}/cancel`, {});
-    await until("it ends", async () => (await state(page)) === "cancelled");
-    await until("the page has what the store has, each step once", async () => {
+    await until("the job ends", async () => (await state(page)) === "cancelled");
+    await until("the page has each stored step once", async () => {
       const { series } = await server.ask(`/jobs/${id}/metrics?name=loss&points=10000`);
       const stored = series.filter((s) => s.rank === 0).map((s) => s.steps);
       for (const steps of stored) assert.deepEqual(steps, steps.map((_, i) => steps[0] + i));

@@ -1,177 +1,177 @@
-// The list of jobs: sorted by its heads, filtered by settings, days and text, and kept as views; its
-// columns of any metric, setting or tag, long names, and what a waiting job says.
+// The list of jobs: sorting, filters by settings, days and text, saved views, columns of any metric, setting or tag,
+// long names, and reasons of waiting jobs.
 
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
 import { spec } from "./agent.mjs";
-import { isSound } from "./looks.mjs";
-import { address, fiveJobs, head, listed, names, remove, sql } from "./five-jobs.mjs";
+import { assertViews } from "./looks.mjs";
+import { columnHead, jobNames, queryOf, removeJob, sql, submitFiveJobs, untilListed } from "./five-jobs.mjs";
 import { Browser, TestServer, inFull, until } from "./test-server.mjs";
 
 let server, browser, agent;
 
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
-  agent = await fiveJobs(server, browser);
+  agent = await submitFiveJobs(server, browser);
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
 describe("the heads of the columns", () => {
-  test("sort, turn round, and are in the address", async () => {
+  test("sort, reverse the order at the second click, and are kept in the URL", async () => {
     const page = await browser.page(server, "/jobs");
-    await listed(page, "dora,carl,berta,anna,holder");
+    await untilListed(page, "dora,carl,berta,anna,holder");
     assert.equal(await page.getByRole("columnheader", { name: "Submitted" }).getAttribute("aria-sort"), "descending");
-    await head(page, "Loss").click();
-    await listed(page, "berta,anna,carl,holder,dora");
-    assert.equal(address(page).get("sort"), "loss");
+    await columnHead(page, "Loss").click();
+    await untilListed(page, "berta,anna,carl,holder,dora");
+    assert.equal(queryOf(page).get("sort"), "loss");
     assert.equal(await page.getByRole("columnheader", { name: "Loss" }).getAttribute("aria-sort"), "ascending");
-    await head(page, "Loss").click();
-    await listed(page, "carl,anna,berta,dora,holder");
+    await columnHead(page, "Loss").click();
+    await untilListed(page, "carl,anna,berta,dora,holder");
     assert.equal(await page.locator("th[aria-sort]").count(), 1);
     await page.reload();
-    await listed(page, "carl,anna,berta,dora,holder");
-    await head(page, "Job").focus();
+    await untilListed(page, "carl,anna,berta,dora,holder");
+    await columnHead(page, "Job").focus();
     await page.keyboard.press("Enter");
-    await listed(page, "anna,berta,carl,dora,holder");
+    await untilListed(page, "anna,berta,carl,dora,holder");
     await page.end();
   });
 
-  inFull("sort by the state and by the progress, those that are further first", async () => {
+  inFull("sort by state and by progress, with the most advanced jobs first", async () => {
     ["anna", "berta", "carl", "dora"].forEach((name, i) => sql(server, `UPDATE jobs SET step = ${[30, 10, 40, 20][i]} WHERE name = '${name}'`));
     const page = await browser.page(server, "/jobs");
-    await head(page, "Progress").click();
-    await listed(page, "carl,anna,dora,berta,holder");
-    assert.deepEqual([address(page).get("sort"), await page.getByRole("columnheader", { name: "Progress" }).getAttribute("aria-sort")], ["-step", "descending"]);
-    await head(page, "Progress").click();
-    await listed(page, "holder,berta,dora,anna,carl");
-    await head(page, "State").click();
-    await until("the cancelled ones stand before the one that starts", async () => (await names(page)).at(-1) === "holder");
-    assert.equal(address(page).get("sort"), "state");
-    await head(page, "State").click();
-    await until("and behind it", async () => (await names(page))[0] === "holder");
+    await columnHead(page, "Progress").click();
+    await untilListed(page, "carl,anna,dora,berta,holder");
+    assert.deepEqual([queryOf(page).get("sort"), await page.getByRole("columnheader", { name: "Progress" }).getAttribute("aria-sort")], ["-step", "descending"]);
+    await columnHead(page, "Progress").click();
+    await untilListed(page, "holder,berta,dora,anna,carl");
+    await columnHead(page, "State").click();
+    await until("cancelled jobs come before the starting job", async () => (await jobNames(page)).at(-1) === "holder");
+    assert.equal(queryOf(page).get("sort"), "state");
+    await columnHead(page, "State").click();
+    await until("the starting job comes first", async () => (await jobNames(page))[0] === "holder");
     assert.equal(await page.getByRole("columnheader", { name: "State" }).getAttribute("aria-sort"), "descending");
     await page.end();
     ["anna", "berta", "carl", "dora"].forEach((name) => sql(server, `UPDATE jobs SET step = 0 WHERE name = '${name}'`));
   });
 
-  test("sort by a setting that somebody added, and a new job comes into its place", async () => {
+  test("sort by an added setting, and a new job is inserted in order", async () => {
     const page = await browser.page(server, "/jobs?columns=loss,train.lr,data.mean&sort=-spec.train.lr");
-    await until("it is sorted", async () => (await names(page)).slice(0, 3).join() === "berta,carl,anna" || (await names(page))[0] === "berta");
+    await until("the list is sorted", async () => (await jobNames(page)).slice(0, 3).join() === "berta,carl,anna" || (await jobNames(page))[0] === "berta");
     assert.equal(await page.getByRole("columnheader", { name: "train.lr" }).getAttribute("aria-sort"), "descending");
     const first = await page.locator("#rows tr").first().elementHandle();
     const body = spec("between", 1, 100);
     body.train.lr = 0.3;
     const { id } = await server.ask("/jobs", body);
-    await until("it stands behind berta", async () => (await names(page)).indexOf("between") === (await names(page)).indexOf("berta") + 1);
-    assert.ok(await first.evaluate((row) => row.isConnected && row === row.parentElement.firstElementChild), "the row above has stayed the same");
+    await until("the new job follows berta", async () => (await jobNames(page)).indexOf("between") === (await jobNames(page)).indexOf("berta") + 1);
+    assert.ok(await first.evaluate((row) => row.isConnected && row === row.parentElement.firstElementChild), "the row above is the same element");
     await server.ask(`/jobs/${id}/cancel`, {});
-    await until("its state changes in place", async () => (await page.locator(`tr[data-id="${id}"] [data-f=state]`).textContent()) === "cancelled");
+    await until("the row's state changes in place", async () => (await page.locator(`tr[data-id="${id}"] [data-f=state]`).textContent()) === "cancelled");
     const gone = await fetch(`${server.url}/api/v1/jobs/${id}`, { method: "DELETE" });
     assert.equal(gone.status, 204);
-    await until("it is gone", async () => !(await names(page)).includes("between"));
+    await until("the job is gone", async () => !(await jobNames(page)).includes("between"));
     await page.end();
   });
 
-  inFull("are links where no script runs", async () => {
+  inFull("are links without scripts", async () => {
     const page = await browser.page(server, "/jobs?project=vision", { javaScriptEnabled: false });
     await page.getByRole("columnheader", { name: "Loss" }).getByRole("link").click();
-    await listed(page, "berta,anna");
+    await untilListed(page, "berta,anna");
     await page.getByRole("columnheader", { name: "Loss" }).getByRole("link").click();
-    await listed(page, "anna,berta");
-    assert.equal(address(page).get("project"), "vision");
+    await untilListed(page, "anna,berta");
+    assert.equal(queryOf(page).get("project"), "vision");
     await page.end();
   });
 });
 
 describe("the filters", () => {
-  test("take settings and days as chips, and say what is none", async () => {
+  test("show settings and days as chips, and report invalid filters", async () => {
     const page = await browser.page(server, "/jobs?sort=name", { expected: [/400/] });
     await page.locator(".narrow summary").click();
     const add = async (words) => { await page.getByLabel("A setting: ").fill(words); await page.keyboard.press("Enter"); };
     await add("train.lr >= 0.2");
-    await listed(page, "berta,carl");
-    assert.equal(address(page).get("where"), "train.lr>=0.2");
+    await untilListed(page, "berta,carl");
+    assert.equal(queryOf(page).get("where"), "train.lr>=0.2");
     await add("project = vision");
-    await listed(page, "berta");
+    await untilListed(page, "berta");
     await page.getByRole("button", { name: "Remove the filter train.lr >= 0.2" }).click();
-    await listed(page, "anna,berta");
+    await untilListed(page, "anna,berta");
     await page.reload();
-    await listed(page, "anna,berta");
+    await untilListed(page, "anna,berta");
     await page.locator(".narrow summary").click();
     await add("nonsense");
     assert.match(await page.locator(".narrow .error").textContent(), /such as lr > 0\.1/);
     await add("train.lrr > 0.1");
-    await until("the nearest key is told", async () => /did you mean "train\.lr"\?/.test(await page.locator("#list-problem").textContent()));
+    await until("the nearest key is suggested", async () => /did you mean "train\.lr"\?/.test(await page.locator("#list-problem").textContent()));
     await page.getByRole("button", { name: "Remove the filter train.lrr > 0.1" }).click();
-    await listed(page, "anna,berta");
+    await untilListed(page, "anna,berta");
     assert.equal(await page.locator("#list-problem").textContent(), "");
     await page.getByRole("button", { name: "Remove the filter project = vision" }).click();
-    await listed(page, "anna,berta,carl,dora,holder");
+    await untilListed(page, "anna,berta,carl,dora,holder");
     const today = await page.evaluate(() => { const d = new Date(); return [d.getFullYear(), d.getMonth() + 1, d.getDate()].map((n) => String(n).padStart(2, "0")).join("-"); });
     await page.locator(".narrow[open], .narrow summary").first().waitFor();
     if (!(await page.locator(".narrow").evaluate((menu) => menu.open))) await page.locator(".narrow summary").click();
     await page.getByLabel("Submitted until").fill("2020-02-29");
-    await until("none is so old", () => page.locator("#none-match").isVisible());
+    await until("no job is so old", () => page.locator("#none-match").isVisible());
     await page.getByLabel("Submitted until").fill(today);
-    await listed(page, "anna,berta,carl,dora,holder");
+    await untilListed(page, "anna,berta,carl,dora,holder");
     await page.getByRole("button", { name: `Remove the filter until ${today}` }).click();
-    assert.equal(address(page).get("created_before"), null);
+    assert.equal(queryOf(page).get("created_before"), null);
     if (!(await page.locator(".narrow").evaluate((menu) => menu.open))) await page.locator(".narrow summary").click();
     await page.getByLabel("Submitted from").fill("2999-12-31");
-    await until("none is so new", () => page.locator("#none-match").isVisible());
+    await until("no job is so new", () => page.locator("#none-match").isVisible());
     await page.getByLabel("Submitted from").fill(today);
-    await listed(page, "anna,berta,carl,dora,holder");
+    await untilListed(page, "anna,berta,carl,dora,holder");
     await page.getByRole("button", { name: `Remove the filter from ${today}` }).click();
-    assert.equal(address(page).get("created_after"), null);
+    assert.equal(queryOf(page).get("created_after"), null);
     await page.end();
   });
 
-  inFull("take a setting without its table, as long as one table has it", async () => {
+  inFull("accept a setting without its table if only one table has the setting", async () => {
     const page = await browser.page(server, "/jobs?sort=name", { expected: [/400/] });
     await page.locator(".narrow summary").click();
     const add = async (words) => { await page.getByLabel("A setting: ").fill(words); await page.keyboard.press("Enter"); };
     await add("lr > 0.1");
-    await listed(page, "berta,carl");
-    assert.equal(address(page).get("where"), "lr>0.1");
-    // A job that comes by the stream is asked the same.
+    await untilListed(page, "berta,carl");
+    assert.equal(queryOf(page).get("where"), "lr>0.1");
+    // The filter also applies to a job that arrives by the stream.
     const body = spec("bare", 1, 100);
     body.train.lr = 0.3;
     const { id } = await server.ask("/jobs", body);
-    await listed(page, "bare,berta,carl");
+    await untilListed(page, "bare,berta,carl");
     await server.ask(`/jobs/${id}/cancel`, {});
     assert.equal((await fetch(`${server.url}/api/v1/jobs/${id}`, { method: "DELETE" })).status, 204);
-    await listed(page, "berta,carl");
+    await untilListed(page, "berta,carl");
     await add("every_steps > 1");
-    await until("both tables are told", async () => /checkpoint\.every_steps or log\.every_steps/.test(await page.locator("#list-problem").textContent()));
+    await until("the error names both tables", async () => /checkpoint\.every_steps or log\.every_steps/.test(await page.locator("#list-problem").textContent()));
     await page.end();
   });
 
-  test("offer projects and tags, and a tag of a row is one more", async () => {
+  test("offer projects and tags, and a click on a row's tag adds a filter", async () => {
     const page = await browser.page(server, "/jobs?sort=name&where=lr%3E%3D0.1");
-    await listed(page, "anna,berta,carl,holder");
+    await untilListed(page, "anna,berta,carl,holder");
     await page.locator(".narrow summary").click();
     await page.locator("#project option[value=vision]").waitFor({ state: "attached" });
-    await isSound(page, "the filters");
+    await assertViews(page, "the filters");
     await page.setViewportSize({ width: 1440, height: 1000 });
-    assert.deepEqual(await page.locator("#project option").allTextContents(), ["any", "vision (2)", "audio (2)", "default (1)"], "those with the most jobs first");
+    assert.deepEqual(await page.locator("#project option").allTextContents(), ["any", "vision (2)", "audio (2)", "default (1)"], "projects are sorted by number of jobs");
     await page.locator("#project").selectOption("vision");
-    await listed(page, "anna,berta");
+    await untilListed(page, "anna,berta");
     await page.locator("#tag").selectOption("warm up");
-    await listed(page, "berta");
-    assert.deepEqual([address(page).get("project"), address(page).get("tag"), address(page).get("where")], ["vision", "warm up", "lr>=0.1"]);
+    await untilListed(page, "berta");
+    assert.deepEqual([queryOf(page).get("project"), queryOf(page).get("tag"), queryOf(page).get("where")], ["vision", "warm up", "lr>=0.1"]);
     await page.getByRole("button", { name: "Remove the filter project vision" }).click();
     await page.getByRole("button", { name: "Remove the filter tagged warm up" }).click();
-    await listed(page, "anna,berta,carl,holder");
+    await untilListed(page, "anna,berta,carl,holder");
     await page.keyboard.press("Escape");
     await page.locator("#rows a.tag", { hasText: "held" }).click();
-    await listed(page, "holder");
-    assert.deepEqual([address(page).get("tag"), address(page).get("where"), address(page).get("sort")], ["held", "lr>=0.1", "name"]);
-    // Several at once: no job has both of these.
+    await untilListed(page, "holder");
+    assert.deepEqual([queryOf(page).get("tag"), queryOf(page).get("where"), queryOf(page).get("sort")], ["held", "lr>=0.1", "name"]);
+    // With two tags, only jobs with both are listed.
     await page.locator(".narrow summary").click();
     await page.locator('#tag option[value="warm up"]').waitFor({ state: "attached" });
     await page.locator("#tag").selectOption("warm up");
     await until("no job has both", () => page.locator("#none-match").isVisible());
-    assert.equal(address(page).get("tag"), "held,warm up");
+    assert.equal(queryOf(page).get("tag"), "held,warm up");
     await page.end();
   });
 
@@ -179,15 +179,15 @@ describe("the filters", () => {
     const page = await browser.page(server, "/jobs?sort=name");
     for (const [words, found] of [["ARL", "carl"], ["warm up", "berta"], ["needle", "carl"], ["", "anna,berta,carl,dora,holder"]]) {
       await page.getByRole("searchbox").fill(words);
-      await listed(page, found);
-      assert.equal(address(page).get("q") ?? "", words);
+      await untilListed(page, found);
+      assert.equal(queryOf(page).get("q") ?? "", words);
     }
     await page.end();
   });
 });
 
 describe("views", () => {
-  test("are kept by name, and their address is all of them", async () => {
+  test("are stored by name, and their URL is complete", async () => {
     const page = await browser.page(server, "/jobs?where=train.lr%3E0.05&sort=-loss&columns=loss,train.lr");
     await page.locator(".saved-views summary").click();
     await page.getByLabel("Save what is shown now").fill("steep ones");
@@ -198,17 +198,17 @@ describe("views", () => {
     await page.goto(`${server.url}/jobs`);
     await page.locator(".saved-views summary").click();
     await link.click();
-    await listed(page, "carl,anna,berta,holder");
-    assert.deepEqual([...address(page)].sort(), [["columns", "loss,train.lr"], ["sort", "-loss"], ["where", "train.lr>0.05"]]);
-    // Somebody else's browser, which has kept nothing, shows the same.
+    await untilListed(page, "carl,anna,berta,holder");
+    assert.deepEqual([...queryOf(page)].sort(), [["columns", "loss,train.lr"], ["sort", "-loss"], ["where", "train.lr>0.05"]]);
+    // Another person's browser, without stored views, shows the same list.
     const other = await browser.page(server, kept);
-    await listed(other, "carl,anna,berta,holder");
+    await untilListed(other, "carl,anna,berta,holder");
     assert.ok(await other.getByRole("columnheader", { name: "train.lr" }).isVisible());
     await other.end();
     await page.locator(".saved-views summary").click();
     await page.getByRole("button", { name: "Remove the view steep ones" }).click();
     assert.equal(await link.count(), 0);
-    // Fifty fit, and not one more.
+    // At most 50 views can be stored.
     await page.evaluate(() => localStorage.setItem("views", JSON.stringify(Array.from({ length: 49 }, (_, n) => ({ name: `view ${n}`, query: "sort=name" })))));
     for (const [name, lines] of [["the fiftieth", 50], ["one more", 50]]) {
       await page.getByLabel("Save what is shown now").fill(name);
@@ -221,32 +221,32 @@ describe("views", () => {
 });
 
 describe("several jobs at once", () => {
-  test("stay chosen where they were refused, with the reason, and nothing is done twice", async () => {
+  test("stay selected if an action fails for them, with the reason, and no action is repeated for the others", async () => {
     const page = await browser.page(server, "/jobs", { expected: [/409/] }), { jobs } = await server.ask("/jobs?fields=id,name"), asked = [];
     let refuses = true;
-    // As a server that refuses anna; nothing happens to the jobs.
+    // Simulates a server that refuses actions on anna and ignores all others.
     await page.route(/\/api\/v1\/jobs\/[^/?]+(\/retry)?$/, (route) => {
       const { name } = jobs.find(({ id }) => route.request().url().includes(id));
       asked.push(name);
       return name === "anna" && refuses ? route.fulfill({ status: 409, contentType: "application/problem+json", body: JSON.stringify({ title: "Conflict", detail: "It is being read." }) }) : route.fulfill({ json: {} });
     });
     const choose = (name) => page.locator("#rows tr", { hasText: name }).locator("[data-f=choose]"), press = (what) => page.locator("#bulk").getByRole("button", { name: what, exact: true }).click();
-    const said = () => page.locator("#bulk-status").innerText();
-    await listed(page, "dora,carl,berta,anna,holder");
+    const status = () => page.locator("#bulk-status").innerText();
+    await untilListed(page, "dora,carl,berta,anna,holder");
     for (const name of ["anna", "berta"]) await choose(name).check();
     await press("Retry");
-    await until("it is told", async () => (await said()) === "Not done for 1 of 2 jobs. anna: It is being read.");
+    await until("the status names the failure", async () => (await status()) === "Not done for 1 of 2 jobs. anna: It is being read.");
     assert.deepEqual([await page.locator("#bulk-count").innerText(), await choose("anna").isChecked(), await choose("berta").isChecked()], ["1 job chosen", true, false]);
     await choose("carl").check();
-    assert.equal(await said(), "", "others are chosen now");
+    assert.equal(await status(), "", "a new selection clears the status");
     asked.length = 0;
     await press("Delete");
     const yes = page.locator("#confirm-yes");
     await yes.click();
-    await until("it is told", async () => /^Not done for 1 of 2 jobs\. anna: /.test(await page.locator("#confirm-error").innerText()));
+    await until("the dialog names the failure", async () => /^Not done for 1 of 2 jobs\. anna: /.test(await page.locator("#confirm-error").innerText()));
     refuses = false;
     await yes.click();
-    await until("the dialog is done", async () => !(await yes.isVisible()));
+    await until("the dialog closes", async () => !(await yes.isVisible()));
     assert.deepEqual(asked.sort(), ["anna", "anna", "carl"]);
     assert.ok(await page.locator("#bulk").isHidden());
     await page.end();
@@ -254,56 +254,56 @@ describe("several jobs at once", () => {
 });
 
 describe("columns", () => {
-  test("show the newest value of any metric, sort by it, and refuse one that is none", async () => {
+  test("show the newest value of any metric, sort by it, and refuse an unknown metric", async () => {
     const { jobs: [{ id }] } = await server.ask("/jobs?q=holder&fields=id");
     await agent.evaluate(async (id) => {
-      const attempt = await window.it.attempt(id), column = (name, ...values) => ({ name, steps: values.map((_, i) => i + 1), values });
-      await window.it.report(attempt, 0, [{ type: "running", total_steps: 100, steps_per_epoch: 10, start_step: 0 }, { type: "metrics", rank: 0, columns: [column("grad_norm", 2.5, 0.5), column("step_ms", 12, 14), column("cpu_utilization", 0.25)] }]);
+      const attempt = await window.simulatedAgent.attempt(id), column = (name, ...values) => ({ name, steps: values.map((_, i) => i + 1), values });
+      await window.simulatedAgent.report(attempt, 0, [{ type: "running", total_steps: 100, steps_per_epoch: 10, start_step: 0 }, { type: "metrics", rank: 0, columns: [column("grad_norm", 2.5, 0.5), column("step_ms", 12, 14), column("cpu_utilization", 0.25)] }]);
     }, id);
     const page = await browser.page(server, "/jobs?columns=loss,grad_norm,step_ms&sort=-grad_norm", { expected: [/400/] });
     const cell = (key) => page.locator(`tr[data-id="${id}"] [data-key="${key}"]`).textContent();
-    await until("both are there", async () => (await cell("grad_norm")) === "0.5000" && (await cell("step_ms")) === "14.0 ms");
-    assert.equal((await names(page))[0], "holder");
+    await until("both values are shown", async () => (await cell("grad_norm")) === "0.5000" && (await cell("step_ms")) === "14.0 ms");
+    assert.equal((await jobNames(page))[0], "holder");
     await page.locator("#columns > summary").click();
     const add = async (key) => { await page.locator("#column-add").fill(key); await page.keyboard.press("Enter"); };
     await add("cpu_utilization");
-    await until("one that is added is read", async () => (await cell("cpu_utilization")) === "25 %");
+    await until("an added column has its value", async () => (await cell("cpu_utilization")) === "25 %");
     await add("grad_nrom");
-    await until("what is none is refused", async () => /no metric “grad_nrom”.*not a setting/.test(await page.locator("#columns .error").textContent()));
+    await until("an unknown metric is refused", async () => /no metric “grad_nrom”.*not a setting/.test(await page.locator("#columns .error").textContent()));
     await add("train.lrr");
-    await until("with what was meant", async () => /did you mean "train\.lr"\?/.test(await page.locator("#columns .error").textContent()));
+    await until("the error suggests the nearest key", async () => /did you mean "train\.lr"\?/.test(await page.locator("#columns .error").textContent()));
     assert.equal(await page.locator("thead .c-extra").count(), 3);
-    // What comes next is shown as it comes.
-    await agent.evaluate(async (id) => window.it.report(await window.it.attempt(id), 0, [{ type: "metrics", rank: 0, columns: [{ name: "grad_norm", steps: [3], values: [0.75] }] }]), id);
-    await until("the newest is shown", async () => (await cell("grad_norm")) === "0.7500");
+    // A new value is shown when it arrives.
+    await agent.evaluate(async (id) => window.simulatedAgent.report(await window.simulatedAgent.attempt(id), 0, [{ type: "metrics", rank: 0, columns: [{ name: "grad_norm", steps: [3], values: [0.75] }] }]), id);
+    await until("the newest value is shown", async () => (await cell("grad_norm")) === "0.7500");
     await page.end();
     const refused = await fetch(`${server.url}/api/v1/jobs?metrics=grad_nrom`);
     assert.equal(refused.status, 400);
     assert.match((await refused.json()).detail, /no metric "grad_nrom" here; did you mean "grad_norm"\?/);
   });
 
-  inFull("are none where the reader hides them all, now and at the next visit", async () => {
+  inFull("can all be hidden, also after a reload", async () => {
     const page = await browser.page(server, "/jobs"), heads = () => page.locator("#jobs thead th:visible").evaluateAll((all) => all.map((th) => th.innerText.trim()).filter(Boolean).join());
     await page.locator("#columns > summary").click();
     for (const box of await page.locator("#own-columns input").all()) await box.uncheck();
-    assert.equal(address(page).get("columns"), "none");
+    assert.equal(queryOf(page).get("columns"), "none");
     await page.reload();
-    await until("the state and the name are left", async () => (await heads()) === "State,Job");
-    // As kept by an older page.
+    await until("only state and name are left", async () => (await heads()) === "State,Job");
+    // The stored columns of an older version of the page.
     await page.evaluate(() => localStorage.setItem("columns", "none,loss"));
     await page.goto(`${server.url}/jobs`);
-    await until("what is kept has no such column", async () => (await heads()) === "State,Job,Loss");
+    await until("the unknown column is ignored", async () => (await heads()) === "State,Job,Loss");
     await page.end();
   });
 
-  inFull("of tags and of settings with several values sort, too", async () => {
+  inFull("of tags and of settings with several values can be sorted", async () => {
     const page = await browser.page(server, "/jobs?columns=loss,tag:warm up,train.milestones&sort=name");
-    await listed(page, "anna,berta,carl,dora,holder");
-    await head(page, "#warm up").click();
-    await until("those with the tag come first", async () => (await names(page))[0] === "berta");
-    assert.equal(address(page).get("sort"), "-tag:warm up");
-    await head(page, "#warm up").click();
-    await until("and last", async () => (await names(page)).at(-1) === "berta");
+    await untilListed(page, "anna,berta,carl,dora,holder");
+    await columnHead(page, "#warm up").click();
+    await until("jobs with the tag come first", async () => (await jobNames(page))[0] === "berta");
+    assert.equal(queryOf(page).get("sort"), "-tag:warm up");
+    await columnHead(page, "#warm up").click();
+    await until("jobs with the tag come last", async () => (await jobNames(page)).at(-1) === "berta");
     const ids = [];
     for (const [name, milestones] of [["two", [2, 3]], ["one", [1, 9]]]) {
       const body = spec(name, 1, 100);
@@ -313,34 +313,34 @@ describe("columns", () => {
       await server.ask(`/jobs/${id}/cancel`, {});
       ids.push(id);
     }
-    await head(page, "train.milestones").click();
-    await until("lists are in the order of their text", async () => { const now = await names(page); return now.indexOf("one") < now.indexOf("two") || Promise.reject(new Error(now.join())); });
-    assert.equal(address(page).get("sort"), "spec.train.milestones");
-    for (const id of ids) await remove(server, id);
+    await columnHead(page, "train.milestones").click();
+    await until("lists are sorted as text", async () => { const now = await jobNames(page); return now.indexOf("one") < now.indexOf("two") || Promise.reject(new Error(now.join())); });
+    assert.equal(queryOf(page).get("sort"), "spec.train.milestones");
+    for (const id of ids) await removeJob(server, id);
     await page.end();
   });
 });
 
 describe("reasons", () => {
-  inFull("are one text over a phone's width, and a few words are never cut", async () => {
+  inFull("wrap on a narrow phone, and short reasons are never cut", async () => {
     const waits = (await server.ask("/jobs", spec("waits", 1, 100))).id, over = (await server.ask("/jobs", { ...spec("over", 1, 100), tags: ["a-tag-that-is-long-enough-to-take-all"] })).id;
     await server.ask(`/jobs/${over}/cancel`, {});
     const page = await browser.page(server, "/jobs", { viewport: { width: 320, height: 800 } }), reason = (id) => page.locator(`tr[data-id="${id}"] [data-f=reason]`);
-    await until("they say why", async () => /place \d/.test(await reason(waits).textContent()) && /cancelled on request/.test(await reason(over).textContent()));
-    assert.ok(await reason(waits).evaluate((node) => node.scrollWidth <= node.clientWidth && node.clientHeight > 30), "it goes on in the next line");
+    await until("both rows give a reason", async () => /place \d/.test(await reason(waits).textContent()) && /cancelled on request/.test(await reason(over).textContent()));
+    assert.ok(await reason(waits).evaluate((node) => node.scrollWidth <= node.clientWidth && node.clientHeight > 30), "the reason wraps");
     await page.setViewportSize({ width: 1024, height: 800 });
     assert.ok(await reason(over).evaluate((node) => node.scrollWidth <= node.clientWidth), "cancelled on request");
     await page.end();
-    for (const id of [waits, over]) await remove(server, id);
+    for (const id of [waits, over]) await removeJob(server, id);
   });
 });
 
 describe("long names", () => {
-  inFull("are cut between two words, with the whole in the tooltip, and rows keep one height", async () => {
+  inFull("are cut between two words, with the whole name in the tooltip, in rows of equal height", async () => {
     const names = ["imagenet/resnet50-lr0.1-wd0.0001_a-very-long-name-that-goes-on-and-on/of-a-run/seed-3.take-two", `${"a sentence of words ".repeat(7)}and its end`, "x".repeat(120)], ids = [];
     for (const name of names) ids.push((await server.ask("/jobs", spec(name, 1, 100))).id);
     const page = await browser.page(server, "/jobs"), link = (n) => page.locator(`tr[data-id="${ids[n]}"] [data-f=name]`);
-    await until("they are listed", async () => (await link(2).count()) === 1);
+    await until("the jobs are listed", async () => (await link(2).count()) === 1);
     assert.equal(await link(0).locator(".cut-tail").textContent(), "-3.take-two");
     assert.equal(await link(1).locator(".cut-tail").textContent(), "and its end");
     assert.equal(await link(2).locator(".cut-tail").textContent(), "x".repeat(12));
@@ -351,9 +351,9 @@ describe("long names", () => {
     const heights = await page.locator("#rows tr").evaluateAll((rows) => rows.map((row) => row.getBoundingClientRect().height));
     assert.ok(Math.max(...heights) - Math.min(...heights) < 1, heights.join());
     await page.end();
-    // On a job's page the name goes on in the next line, between two words of its own.
+    // On a job's page, the name wraps between two words.
     const phone = await browser.page(server, `/jobs/${ids[0]}`, { viewport: { width: 390, height: 844 } });
-    const starts = await until("its lines", () => phone.locator("#name").evaluate((name) => {
+    const starts = await until("the name wraps", () => phone.locator("#name").evaluate((name) => {
       const range = document.createRange(), lines = [], walk = document.createTreeWalker(name, NodeFilter.SHOW_TEXT);
       let top = -Infinity;
       for (let node = walk.nextNode(); node; node = walk.nextNode()) for (let i = 0; i < node.length; i++) {
@@ -364,15 +364,15 @@ describe("long names", () => {
       }
       return lines.length > 1 && lines.slice(1);
     }));
-    // Each part of the name is a text of its own: no line begins within one.
+    // Each part of the name is a separate text node, and no line begins within a node.
     assert.deepEqual([...new Set(starts)], [0], JSON.stringify(starts));
     await phone.end();
-    for (const id of ids) await remove(server, id);
+    for (const id of ids) await removeJob(server, id);
   });
 });
 
-/** Where the ink of a node's line ends, in pixels from its left edge, and where it has to: behind the last word that has room with the dots. */
-async function painted(page, node) {
+/** Returns where the pixels of a node's text end, from its left edge, and where they must end: after the last word that fits before the ellipsis. */
+async function measureCut(page, node) {
   const box = await node.boundingBox(), png = (await page.screenshot({ clip: box })).toString("base64");
   return node.evaluate(async (node, png) => {
     const image = await createImageBitmap(new Blob([Uint8Array.from(atob(png), (c) => c.charCodeAt(0))])), ctx = new OffscreenCanvas(image.width, image.height).getContext("2d", { willReadFrequently: true });
@@ -382,7 +382,7 @@ async function painted(page, node) {
     for (let x = 0; x < width; x++) for (let y = 0; y < height; y++) { const i = 4 * (y * width + x); if (Math.abs(data[i] - data[0]) + Math.abs(data[i + 1] - data[1]) + Math.abs(data[i + 2] - data[2]) > 150) end = x + 1; }
     ctx.font = `${style.fontWeight} ${style.fontSize} ${style.fontFamily}`;
     const wide = (words) => ctx.measureText(words).width, whole = node.textContent, room = node.getBoundingClientRect().width;
-    // Places between words: before a stroke, a dash or an underscore, and behind a space.
+    // Positions between words: before a slash, a dash or an underscore, and after a space.
     const ends = [...whole].map((_, i) => i).filter((i) => i && ((/[/_-]/.test(whole[i]) && !/[/_-]/.test(whole[i - 1])) || (whole[i - 1] === " " && whole[i] !== " ")));
     const shown = ends.filter((i) => wide(`${whole.slice(0, i).trimEnd()}…`) <= room).at(-1);
     const spaces = /\s$/.test(whole.slice(0, shown)) ? wide(" ") : 0;
@@ -390,60 +390,60 @@ async function painted(page, node) {
   }, png);
 }
 
-describe("what is cut", () => {
-  inFull("ends between two words before the dots, too, and at any width", async () => {
+describe("a cut name", () => {
+  inFull("ends between two words before the ellipsis, at any width", async () => {
     const names = ["imagenet/resnet50-lr0.1-wd0.0001_a-very-long-name-that-goes-on-and-on/of-a-run/seed-3.take-two", "data_of_last_winter/with_augmentation/and_without_it/on_eight_cards/and_once_more/seed_31415"], ids = [];
     for (const name of names) ids.push((await server.ask("/jobs", { ...spec(name, 1, 100), project: "a-project-with-a-name-of-forty-characters" })).id);
     const page = await browser.page(server, "/jobs");
-    await until("they are listed", () => page.locator(`tr[data-id="${ids[1]}"] .cut-head`).first().isVisible());
+    await until("the jobs are listed", () => page.locator(`tr[data-id="${ids[1]}"] .cut-head`).first().isVisible());
     for (const width of [1024, 1240, 1290, 1440]) {
       await page.setViewportSize({ width, height: 900 });
       for (const id of ids) {
-        const { isCut, end, wanted, words } = await painted(page, page.locator(`tr[data-id="${id}"] [data-f=name] .cut-head`));
-        assert.ok(isCut, `at ${width} there is no room for all`);
-        assert.ok(Math.abs(end - wanted) < 4, `at ${width} it is “${words}…”: ${wanted} pixels, not ${end}`);
+        const { isCut, end, wanted, words } = await measureCut(page, page.locator(`tr[data-id="${id}"] [data-f=name] .cut-head`));
+        assert.ok(isCut, `at ${width} the name is cut`);
+        assert.ok(Math.abs(end - wanted) < 4, `at ${width} the text is “${words}…”: ${wanted} pixels, not ${end}`);
       }
     }
     await page.goto(`${server.url}/jobs?group_by=project`);
     const group = page.locator(".group-name", { hasText: "a-project" });
-    await until("groups are there", () => group.isVisible());
+    await until("groups are shown", () => group.isVisible());
     assert.equal(await group.locator(".cut-tail").textContent(), "-characters");
     assert.equal(await group.locator("span").first().getAttribute("title"), "a-project-with-a-name-of-forty-characters");
     await page.end();
-    for (const id of ids) await remove(server, id);
+    for (const id of ids) await removeJob(server, id);
   });
 
-  inFull("in columns that people add has its end, and the whole in the tooltip", async () => {
+  inFull("in an added column keeps its end, with the whole text in the tooltip", async () => {
     const body = spec("short", 1, 100), { id } = await server.ask("/jobs", body), page = await browser.page(server, "/jobs?columns=progress,project,model.arch,train.label_smoothing");
     await server.ask(`/jobs/${id}/cancel`, {});
     const moved = await server.ask("/jobs", { ...body, name: "of a long project", project: "pictures-of-last-winter" });
     const cell = page.locator(`tr[data-id="${moved.id}"] .c-extra[data-key=project] > span`);
-    await until("it is there", async () => (await cell.textContent()) === "pictures-of-last-winter");
+    await until("the cell has its value", async () => (await cell.textContent()) === "pictures-of-last-winter");
     assert.equal(await cell.locator(".cut-tail").textContent(), "-winter");
     assert.equal(await cell.getAttribute("title"), "pictures-of-last-winter");
     assert.equal(await page.locator("thead .c-extra").nth(2).locator(".cut-tail").textContent(), "_smoothing".slice(-10));
     const boxes = await cell.evaluate((node) => [node, node.querySelector(".cut-tail")].map((part) => part.getBoundingClientRect().right));
-    assert.ok(boxes[1] <= boxes[0] + 0.5, "nothing of it is cut off");
+    assert.ok(boxes[1] <= boxes[0] + 0.5, "the end of the text is visible");
     await page.end();
-    for (const gone of [id, moved.id]) await remove(server, gone);
+    for (const gone of [id, moved.id]) await removeJob(server, gone);
   });
 });
 
 describe("jobs that wait", () => {
-  inFull("say their place and what they wait for now", async () => {
+  inFull("show their place in the queue and the reason why they wait", async () => {
     const { id } = await server.ask("/jobs", spec("patient", 1, 100)), row = (page) => page.locator(`tr[data-id="${id}"] [data-f=reason]`);
     const page = await browser.page(server, "/jobs");
-    await until("it is the first", async () => /^place 1 in the queue · /.test(await row(page).getAttribute("title")));
+    await until("the job is the first", async () => /^place 1 in the queue · /.test(await row(page).getAttribute("title")));
     const other = await server.ask("/jobs", { ...spec("urgent", 1, 100), priority: 5 });
-    await until("another goes first", async () => /^place 2 in the queue · /.test(await row(page).getAttribute("title")));
-    const { queue, reason } = await until("the answer says so", async () => { const job = await server.job(id); return job.queue?.place === 2 && job; });
+    await until("another job comes first", async () => /^place 2 in the queue · /.test(await row(page).getAttribute("title")));
+    const { queue, reason } = await until("the API gives the same place", async () => { const job = await server.job(id); return job.queue?.place === 2 && job; });
     assert.equal(queue.reason.words, reason);
     await server.ask(`/jobs/${other.id}/cancel`, {});
-    await until("and it is the first again", async () => /^place 1 in the queue · /.test(await row(page).getAttribute("title")));
+    await until("the job is the first again", async () => /^place 1 in the queue · /.test(await row(page).getAttribute("title")));
     const without = await browser.page(server, "/jobs", { javaScriptEnabled: false });
     assert.match(await without.locator(`tr[data-id="${id}"] [data-f=reason]`).textContent(), /^place 1 in the queue · /);
     await without.end();
-    for (const gone of [id, other.id]) await remove(server, gone);
+    for (const gone of [id, other.id]) await removeJob(server, gone);
     await page.end();
   });
 });

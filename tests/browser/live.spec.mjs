@@ -1,101 +1,101 @@
-// What a page tells by itself while it stays open: lanes with what GPUs report, how far behind it is, that a job has
-// ended, that a machine has left. Told by a made-up agent, so nothing waits for training.
+// Updates of an open page: lanes with the GPUs' measurements, the delay of the stream, the end of a job, a machine that
+// leaves. The agent is simulated, so no test waits for training.
 
 import assert from "node:assert/strict";
 import { after, afterEach, before, describe, test } from "node:test";
-import { join, spec } from "./agent.mjs";
+import { simulateAgent, spec } from "./agent.mjs";
 import { Browser, TestServer, inFull, losses, until } from "./test-server.mjs";
 
 const RANKS = 4;
 let server, browser, agent, open = null;
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
-  agent = await join(browser.chromium, server, RANKS);
+  agent = await simulateAgent(browser.chromium, server, RANKS);
 });
-// Whatever became of a test, the next one finds free slots.
+// Frees the slots for the next test, also after a failure.
 afterEach(async () => { if (open) await end(open, 60); });
 after(async () => { await browser?.close(); await server?.close(); });
 
-/** A running job of all ranks with `steps` steps told. */
-async function running(name, steps) {
+/** Starts a job on all ranks and reports `steps` steps. */
+async function startJob(name, steps) {
   const job = open = await server.ask("/jobs", spec(name, RANKS, 1000));
   await agent.evaluate(async ([id, ranks, steps]) => {
-    const attempt = await window.it.attempt(id);
-    await window.it.report(attempt, 0, [{ type: "running", total_steps: 1000, steps_per_epoch: 100, start_step: 0 }]);
+    const attempt = await window.simulatedAgent.attempt(id);
+    await window.simulatedAgent.report(attempt, 0, [{ type: "running", total_steps: 1000, steps_per_epoch: 100, start_step: 0 }]);
     const at = Array.from({ length: steps }, (_, i) => i + 1);
     for (let rank = 0; rank < ranks; rank++) {
       const column = (name, of) => ({ name, steps: at, values: at.map(of) });
-      await window.it.report(attempt, rank, [{ type: "metrics", rank, columns: [
-        column("loss", (s) => window.agent.loss(s, rank)), column("step_ms", () => 40.5), column("all_reduce_ms", () => 10.5), column("data_ms", () => 5.5),
+      await window.simulatedAgent.report(attempt, rank, [{ type: "metrics", rank, columns: [
+        column("loss", (s) => window.agentKit.loss(s, rank)), column("step_ms", () => 40.5), column("all_reduce_ms", () => 10.5), column("data_ms", () => 5.5),
         column("gpu_utilization", () => 0.75 + rank / 16), column("gpu_memory_bytes", () => 12.3e9 + 0.5), column("gpu_power_watts", () => 350.5 + rank), column("gpu_temperature_celsius", () => 71.25),
       ] }]);
     }
   }, [job.id, RANKS, steps]);
   return job;
 }
-const tell = (job, steps) => agent.evaluate(async ([id, ranks, steps]) => {
-  const attempt = await window.it.attempt(id);
-  for (let rank = 0; rank < ranks; rank++) await window.it.report(attempt, rank, [{ type: "metrics", rank, columns: [{ name: "loss", steps, values: steps.map((s) => window.agent.loss(s, rank)) }] }]);
+const reportLosses = (job, steps) => agent.evaluate(async ([id, ranks, steps]) => {
+  const attempt = await window.simulatedAgent.attempt(id);
+  for (let rank = 0; rank < ranks; rank++) await window.simulatedAgent.report(attempt, rank, [{ type: "metrics", rank, columns: [{ name: "loss", steps, values: steps.map((s) => window.agentKit.loss(s, rank)) }] }]);
 }, [job.id, RANKS, steps]);
 const end = (job, step) => {
   open = null;
-  return agent.evaluate(async ([id, step]) => window.it.end(await window.it.attempt(id), step), [job.id, step]);
+  return agent.evaluate(async ([id, step]) => window.simulatedAgent.end(await window.simulatedAgent.attempt(id), step), [job.id, step]);
 };
 
-/** A page that is to notify: titles of its notifications are in `told`, and while `elsewhere` is set it is hidden and draws no frame. */
-const keepTold = (page) => page.context().addInitScript(() => {
+/** Records the titles of the page's notifications in `window.notified`. While `window.isAway` is set, the page counts as hidden and draws no frame. */
+const recordNotifications = (page) => page.context().addInitScript(() => {
   const draw = window.requestAnimationFrame.bind(window);
-  window.told = [];
-  window.Notification = class { static permission = "granted"; constructor(title) { window.told.push(title); } };
-  Object.defineProperty(document, "hidden", { get: () => window.elsewhere === true });
-  window.requestAnimationFrame = (f) => (window.elsewhere ? 1 : draw(f));
+  window.notified = [];
+  window.Notification = class { static permission = "granted"; constructor(title) { window.notified.push(title); } };
+  Object.defineProperty(document, "hidden", { get: () => window.isAway === true });
+  window.requestAnimationFrame = (f) => (window.isAway ? 1 : draw(f));
   localStorage.setItem("notify", "yes");
 });
 
 describe("a rank's lane", () => {
-  test("shows how a step divides, what the rank does, and its GPU's use, memory, temperature and power", async () => {
-    const job = await running("on GPUs", 60), page = await browser.page(server, `/jobs/${job.id}`), lane = (rank) => page.locator(`#ranks li[data-rank="${rank}"]`);
-    await until("four lanes", async () => (await page.locator("#ranks li").count()) === RANKS);
-    await until("all of it is read", async () => (await page.locator("#live").textContent()) === "live");
+  test("shows the parts of a step, the rank's status, and its GPU's utilisation, memory, temperature and power", async () => {
+    const job = await startJob("on GPUs", 60), page = await browser.page(server, `/jobs/${job.id}`), lane = (rank) => page.locator(`#ranks li[data-rank="${rank}"]`);
+    await until("four lanes are shown", async () => (await page.locator("#ranks li").count()) === RANKS);
+    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
     const parts = await until("the lane is divided", async () => {
       const widths = await lane(1).locator(".lane span").evaluateAll((all) => Object.fromEntries(all.map((s) => [s.className, parseFloat(s.style.width) || 0])));
       return widths["k-compute"] > 0 && widths;
     });
     assert.ok(Math.abs(parts["k-wait"] / parts["k-compute"] - 10.5 / 24.5) < 0.02 && Math.abs(parts["k-data"] / parts["k-compute"] - 5.5 / 24.5) < 0.02, JSON.stringify(parts));
     const note = page.locator("#ranks-note");
-    assert.equal(await note.textContent(), "last 50 steps · limited by pictures (14 % of a step waits for them) · 790 images/s in all");
+    assert.equal(await note.textContent(), "last 50 steps · limited by data loading (14 % of a step) · 790 images/s in all");
     await agent.evaluate(async ([id, ranks]) => {
-      const attempt = await window.it.attempt(id), steps = Array.from({ length: 50 }, (_, i) => 61 + i);
+      const attempt = await window.simulatedAgent.attempt(id), steps = Array.from({ length: 50 }, (_, i) => 61 + i);
       const column = (name, value) => ({ name, steps, values: steps.map(() => value) });
-      for (let rank = 0; rank < ranks; rank++) await window.it.report(attempt, rank, [{ type: "metrics", rank, columns: [column("step_ms", 40.5), column("data_ms", 0.5)] }]);
+      for (let rank = 0; rank < ranks; rank++) await window.simulatedAgent.report(attempt, rank, [{ type: "metrics", rank, columns: [column("step_ms", 40.5), column("data_ms", 0.5)] }]);
     }, [job.id, RANKS]);
-    await until("pictures come in time", async () => (await note.textContent()) === "last 50 steps · limited by computing · 790 images/s in all");
-    /** Further steps of 40.5 ms, with so much of them in all-reduce on each rank. */
-    const waiting = (from, waits) => agent.evaluate(async ([id, from, waits]) => {
-      const attempt = await window.it.attempt(id), steps = Array.from({ length: 50 }, (_, i) => from + i);
+    await until("data loading no longer limits the speed", async () => (await note.textContent()) === "last 50 steps · limited by computing · 790 images/s in all");
+    /** Reports further steps of 40.5 ms, with the given times in all-reduce for each rank. */
+    const reportWaits = (from, waits) => agent.evaluate(async ([id, from, waits]) => {
+      const attempt = await window.simulatedAgent.attempt(id), steps = Array.from({ length: 50 }, (_, i) => from + i);
       const column = (name, value) => ({ name, steps, values: steps.map(() => value) });
-      for (const [rank, wait] of waits.entries()) await window.it.report(attempt, rank, [{ type: "metrics", rank, columns: [column("step_ms", 40.5), column("data_ms", 0.5), column("all_reduce_ms", wait)] }]);
+      for (const [rank, wait] of waits.entries()) await window.simulatedAgent.report(attempt, rank, [{ type: "metrics", rank, columns: [column("step_ms", 40.5), column("data_ms", 0.5), column("all_reduce_ms", wait)] }]);
     }, [job.id, from, waits]);
-    await waiting(111, [30.5, 32.5, 28.5, 30.5]);
-    await until("gradients take longer than computing", async () => /^last 50 steps · limited by communication \(all-reduce takes 70 % of a step\) · /.test(await note.textContent()));
-    await waiting(161, [30.5, 30.5, 1.5, 30.5]);
-    await until("three wait for one", async () => /^last 50 steps · limited by rank 2: the others wait for it · /.test(await note.textContent()));
-    await waiting(211, [10.5, 10.5, 10.5, 10.5]);
+    await reportWaits(111, [30.5, 32.5, 28.5, 30.5]);
+    await until("all-reduce takes longer than computing", async () => /^last 50 steps · limited by communication \(all-reduce takes 70 % of a step\) · /.test(await note.textContent()));
+    await reportWaits(161, [30.5, 30.5, 1.5, 30.5]);
+    await until("three ranks wait for rank 2", async () => /^last 50 steps · limited by rank 2: the others wait for it · /.test(await note.textContent()));
+    await reportWaits(211, [10.5, 10.5, 10.5, 10.5]);
     await until("computing takes longest", async () => /^last 50 steps · limited by computing · /.test(await note.textContent()));
     const words = await lane(1).locator(".rank-about").innerText();
-    for (const told of ["81 %", "12 GB", "71 °C", "352 W"]) assert.ok(words.includes(told), `${told} in ${words}`);
+    for (const value of ["81 %", "12 GB", "71 °C", "352 W"]) assert.ok(words.includes(value), `${value} in ${words}`);
 
     const report = (status) => agent.evaluate(async ([id, status]) => {
-      const attempt = await window.it.attempt(id);
-      await window.it.report(attempt, 2, [{ type: "rank", rank: 2, report: { status, step: 60, epoch: 1, step_ms: 40.5, all_reduce_ms: 10.5, data_ms: 5.5, images_per_second: 790.5, pid: 4321, device: "GPU 2", axis_ms: { pipeline: 0, data: 8.1, height: 0, model: 2.4 } } }]);
+      const attempt = await window.simulatedAgent.attempt(id);
+      await window.simulatedAgent.report(attempt, 2, [{ type: "rank", rank: 2, report: { status, step: 60, epoch: 1, step_ms: 40.5, all_reduce_ms: 10.5, data_ms: 5.5, images_per_second: 790.5, pid: 4321, device: "GPU 2", axis_ms: { pipeline: 0, data: 8.1, height: 0, model: 2.4 } } }]);
     }, [job.id, status]);
     await report("checkpointing");
-    await until("it says that it writes a checkpoint", async () => /GPU 2.*checkpointing.*step 60/s.test(await lane(2).locator(".rank-about").innerText()));
-    assert.equal(await lane(2).locator(".rank-axes").innerText(), "data 20 %", "of the axes, those with several ranks");
-    assert.ok(await lane(1).locator(".rank-axes").isHidden(), "nothing where nothing is reported");
+    await until("the rank has the status checkpointing", async () => /GPU 2.*checkpointing.*step 60/s.test(await lane(2).locator(".rank-about").innerText()));
+    assert.equal(await lane(2).locator(".rank-axes").innerText(), "data 20 %", "only axes with several ranks are shown");
+    assert.ok(await lane(1).locator(".rank-axes").isHidden(), "a rank without times of axes shows none");
     await new Promise((done) => setTimeout(done, 300));
     await report("training");
-    await until("and the lane shows for how long it did", async () => parseFloat(await lane(2).locator(".k-checkpoint").evaluate((s) => s.style.width)) > 0);
+    await until("the lane shows the time of the checkpoint", async () => parseFloat(await lane(2).locator(".k-checkpoint").evaluate((s) => s.style.width)) > 0);
 
     await page.locator("#other-metric").selectOption("gpu_power_watts");
     const power = await until("power is drawn for each rank", async () => { const all = await page.evaluate(() => window.lockstep.charts.lr.snapshot()); return all.length === RANKS && all; });
@@ -103,9 +103,9 @@ describe("a rank's lane", () => {
     await page.end();
   });
 
-  test("one crosshair runs through all charts, and the mean has a band from the lowest rank to the highest", async () => {
-    const job = await running("together", 60), page = await browser.page(server, `/jobs/${job.id}`);
-    await until("it is drawn", async () => (await losses(page))["rank 3"]?.points === 60);
+  test("all charts share a crosshair, and the mean has a band from the lowest to the highest rank", async () => {
+    const job = await startJob("together", 60), page = await browser.page(server, `/jobs/${job.id}`);
+    await until("the chart is drawn", async () => (await losses(page))["rank 3"]?.points === 60);
     const box = await page.locator("#loss-chart").boundingBox();
     const marked = () => page.evaluate(() => ["loss", "accuracy", "images_per_second", "lr"].map((name) => {
       const { over } = window.lockstep.charts[name], copy = new OffscreenCanvas(over.width, over.height).getContext("2d", { willReadFrequently: true });
@@ -116,9 +116,9 @@ describe("a rank's lane", () => {
     await page.mouse.move(box.x + box.width / 2, box.y + box.height / 2);
     await page.locator("#other-metric").selectOption("step_ms");
     await page.mouse.move(box.x + box.width / 3, box.y + box.height / 2);
-    await until("the crosshair is in the other chart, too", async () => { const m = await marked(); return m[0] && m[3]; });
+    await until("the other chart also shows the crosshair", async () => { const m = await marked(); return m[0] && m[3]; });
     await page.mouse.move(1, 1);
-    await until("and goes with the mouse", async () => (await marked()).every((m) => !m));
+    await until("the crosshair disappears when the mouse leaves", async () => (await marked()).every((m) => !m));
 
     await page.getByRole("button", { name: "mean", exact: true }).click();
     const mean = await until("one line is left", async () => { const all = await page.evaluate(() => window.lockstep.charts.loss.snapshot()); return all.length === 1 && all[0]; });
@@ -134,84 +134,84 @@ describe("a rank's lane", () => {
 });
 
 describe("a page that stays open", () => {
-  test("says how far behind it is while it catches up, and misses nothing", async () => {
-    const job = await running("cut off", 10), page = await browser.page(server, "/machines");
-    let away = false, hold = false, socket = null;
+  test("shows its delay while it catches up, and then has all points", async () => {
+    const job = await startJob("cut off", 10), page = await browser.page(server, "/machines");
+    let isCut = false, hold = false, socket = null;
     const held = [];
     await page.routeWebSocket(/\/stream/, (ws) => {
-      if (away) return ws.close();
+      if (isCut) return ws.close();
       const server = ws.connectToServer();
-      // The last frame of the catching up waits until it has been looked at.
+      // Holds back the frame that ends the catch-up until the page has been checked.
       server.onMessage((message) => { if (hold && JSON.parse(message).type === "live") held.push(() => ws.send(message)); else ws.send(message); });
       socket = ws;
     });
     await page.goto(`${server.url}/jobs/${job.id}`);
     const live = page.locator("#live");
-    await until("it is live", async () => (await live.textContent()) === "live");
-    [away, hold] = [true, true];
+    await until("the page is live", async () => (await live.textContent()) === "live");
+    [isCut, hold] = [true, true];
     await socket.close();
-    await until("the line is cut", async () => (await live.textContent()) === "reconnecting");
-    await tell(job, [11, 12, 13]);
-    // What is told is that old when the page hears of it.
+    await until("the page reconnects", async () => (await live.textContent()) === "reconnecting");
+    await reportLosses(job, [11, 12, 13]);
+    // The events are this old when the page receives them.
     await new Promise((done) => setTimeout(done, 3200));
-    away = false;
-    await until("it says how far behind it is", async () => /^\d+ s behind$/.test(await live.textContent()));
+    isCut = false;
+    await until("the page shows its delay", async () => /^\d+ s behind$/.test(await live.textContent()));
     assert.ok(parseInt(await live.textContent()) >= 3);
     hold = false;
     held.splice(0).forEach((send) => send());
-    await until("and is live again", async () => (await live.textContent()) === "live");
+    await until("the page is live again", async () => (await live.textContent()) === "live");
     assert.equal((await losses(page))["rank 2"].points, 13);
     await page.end();
   });
 
-  test("tells the system that a job has ended, once somebody has asked for that and looks elsewhere", async () => {
-    const job = await running("while you are away", 10), page = await browser.page(server, "/machines");
-    // A headless browser shows no notifications: what would be shown is kept.
+  test("shows a system notification when a job ends, if requested and while the page is hidden", async () => {
+    const job = await startJob("while you are away", 10), page = await browser.page(server, "/machines");
+    // A headless browser shows no notifications, so they are recorded.
     await page.context().addInitScript(() => {
-      window.told = [];
+      window.notified = [];
       window.Notification = class {
         static permission = "default";
         static async requestPermission() { return this.permission = "granted"; }
-        constructor(title, options) { window.told.push([title, options.body]); }
+        constructor(title, options) { window.notified.push([title, options.body]); }
       };
-      Object.defineProperty(document, "hidden", { get: () => window.elsewhere === true });
+      Object.defineProperty(document, "hidden", { get: () => window.isAway === true });
     });
     await page.goto(`${server.url}/jobs/${job.id}`);
-    await until("its scripts have run", () => page.locator("#keys").isVisible());
+    await until("the page's scripts have run", () => page.locator("#keys").isVisible());
     await page.getByRole("button", { name: "Notify me when jobs end" }).click();
-    await until("the choice is kept", () => page.getByRole("button", { name: "Do not notify me when jobs end" }).isVisible());
-    await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
-    await page.evaluate(() => { window.elsewhere = true; });
+    await until("the choice is stored", () => page.getByRole("button", { name: "Do not notify me when jobs end" }).isVisible());
+    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
+    await page.evaluate(() => { window.isAway = true; });
     await end(job, 10);
-    await until("it is told", async () => (await page.evaluate(() => window.told)).length > 0);
-    assert.deepEqual((await page.evaluate(() => window.told)).map(([title]) => title), ["while you are away: succeeded"]);
+    await until("the notification is shown", async () => (await page.evaluate(() => window.notified)).length > 0);
+    assert.deepEqual((await page.evaluate(() => window.notified)).map(([title]) => title), ["while you are away: succeeded"]);
     await page.end();
   });
 
-  inFull("tells an end in every list, once, while it is hidden and draws no frame", async () => {
+  inFull("notifies of an end once in every list, while it is hidden and draws no frame", async () => {
     for (const [where, path] of Object.entries({ all: "/jobs", running: "/jobs?state=running", groups: "/jobs?group_by=project&open=%5B%5B%22default%22%5D%5D" })) {
-      const job = await running(`ends in the list of ${where}`, 10), page = await browser.page(server, "/static/icon.svg");
-      await keepTold(page);
+      const job = await startJob(`ends in the list of ${where}`, 10), page = await browser.page(server, "/static/icon.svg");
+      await recordNotifications(page);
       await page.goto(server.url + path);
       const state = page.locator(`tr[data-id="${job.id}"] [data-f=state]`), once = [`${job.name}: succeeded`];
-      await until("it runs", async () => (await page.locator("#live").textContent()) === "live" && (await state.textContent()) === "running");
-      await page.evaluate(() => { window.elsewhere = true; });
+      await until("the job runs", async () => (await page.locator("#live").textContent()) === "live" && (await state.textContent()) === "running");
+      await page.evaluate(() => { window.isAway = true; });
       await end(job, 10);
-      await until("it is told", async () => (await page.evaluate(() => window.told)).length > 0, 20_000);
-      assert.deepEqual(await page.evaluate(() => window.told), once);
-      // The line breaks, and the list is read again.
+      await until("the notification is shown", async () => (await page.evaluate(() => window.notified)).length > 0, 20_000);
+      assert.deepEqual(await page.evaluate(() => window.notified), once);
+      // The connection is renewed, and the list is read again.
       await page.evaluate(() => dispatchEvent(new Event("online")));
-      await until("it has been read", async () => (await state.allTextContents()).every((words) => words === "succeeded"));
-      assert.deepEqual(await page.evaluate(() => window.told), once);
+      await until("the list has been read", async () => (await state.allTextContents()).every((words) => words === "succeeded"));
+      assert.deepEqual(await page.evaluate(() => window.notified), once);
       await page.end();
     }
   });
 
-  inFull("tells an end that has taken the job off the list before the stream tells of it, or that comes before the list is read", async () => {
+  inFull("notifies of an end when the list drops the job before the stream reports the end, or before the list is read", async () => {
     for (const isRead of [true, false]) {
-      const job = await running(`ends ${isRead ? "between two readings" : "before any reading"}`, 10), page = await browser.page(server, "/static/icon.svg"), held = [];
+      const job = await startJob(`ends ${isRead ? "between two readings" : "before any reading"}`, 10), page = await browser.page(server, "/static/icon.svg"), held = [];
       let hold = false, socket = null;
-      await keepTold(page);
+      await recordNotifications(page);
       await page.routeWebSocket(/\/stream/, (ws) => {
         socket = ws;
         ws.connectToServer().onMessage((message) => { if (hold && JSON.parse(message).job?.id === job.id) held.push(message); else ws.send(message); });
@@ -219,40 +219,40 @@ describe("a page that stays open", () => {
       if (!isRead) await page.route("**/api/v1/jobs?*", () => {});
       await page.goto(`${server.url}/jobs?state=running`);
       const row = page.locator(`tr[data-id="${job.id}"]`);
-      await until("it is live", async () => (await page.locator("#live").textContent()) === "live" && (await row.getAttribute("data-state")) === "running");
-      if (isRead) await until("it is read", () => page.evaluate(() => performance.getEntriesByName("jobs listed").length > 0));
-      await page.evaluate(() => { window.elsewhere = true; });
+      await until("the page is live", async () => (await page.locator("#live").textContent()) === "live" && (await row.getAttribute("data-state")) === "running");
+      if (isRead) await until("the list is read", () => page.evaluate(() => performance.getEntriesByName("jobs listed").length > 0));
+      await page.evaluate(() => { window.isAway = true; });
       hold = isRead;
       await end(job, 10);
       if (isRead) {
-        await until("the stream has its end", () => held.some((message) => JSON.parse(message).job.state === "succeeded"));
+        await until("the stream has the job's end", () => held.some((message) => JSON.parse(message).job.state === "succeeded"));
         socket.send(JSON.stringify({ type: "live" }));
-        await until("the list is read again, without it", async () => (await row.count()) === 0);
+        await until("the list is read again without the job", async () => (await row.count()) === 0);
         for (const message of held) socket.send(message);
       }
-      await until("it is told", async () => (await page.evaluate(() => window.told)).length > 0, 20_000);
-      assert.deepEqual(await page.evaluate(() => window.told), [`${job.name}: succeeded`]);
+      await until("the notification is shown", async () => (await page.evaluate(() => window.notified)).length > 0, 20_000);
+      assert.deepEqual(await page.evaluate(() => window.notified), [`${job.name}: succeeded`]);
       await page.end();
     }
   });
 
-  inFull("goes on when a job ends in a browser that keeps nothing", async () => {
-    const job = await running("nothing is kept", 10), page = await browser.page(server, "/static/icon.svg");
+  inFull("follows a job's end in a browser without local storage", async () => {
+    const job = await startJob("nothing is kept", 10), page = await browser.page(server, "/static/icon.svg");
     await page.context().addInitScript(() => Object.defineProperty(window, "localStorage", { get() { throw new DOMException("blocked", "SecurityError"); } }));
     await page.goto(`${server.url}/jobs`);
     const state = page.locator(`tr[data-id="${job.id}"] [data-f=state]`);
-    await until("it runs", async () => (await page.locator("#live").textContent()) === "live" && (await state.textContent()) === "running");
+    await until("the job runs", async () => (await page.locator("#live").textContent()) === "live" && (await state.textContent()) === "running");
     await end(job, 10);
-    await until("its end is shown", async () => (await state.textContent()) === "succeeded", 20_000);
+    await until("the job's end is shown", async () => (await state.textContent()) === "succeeded", 20_000);
     await page.end();
   });
 
-  inFull("says why there are no notifications, and what would change that", async () => {
-    const hindered = [
-      ["the browser was told not to", () => { window.Notification = class { static permission = "denied"; static async requestPermission() { return "denied"; } }; }, /has been told not to.*Allow them in its settings/],
-      ["the page came over plain HTTP from elsewhere", () => Object.defineProperty(window, "isSecureContext", { value: false }), /over HTTPS or from this machine\..*--tls-own-ca/],
+  inFull("says why notifications are unavailable, and what to do", async () => {
+    const cases = [
+      ["the browser denies notifications", () => { window.Notification = class { static permission = "denied"; static async requestPermission() { return "denied"; } }; }, /has been told not to.*Allow them in its settings/],
+      ["the page comes over plain HTTP from another machine", () => Object.defineProperty(window, "isSecureContext", { value: false }), /over HTTPS or from this machine\..*--tls-own-ca/],
     ];
-    for (const [why, make, words] of hindered) {
+    for (const [why, make, words] of cases) {
       const page = await browser.page(server, "/machines");
       await page.context().addInitScript(make);
       for (const path of ["/jobs", "/compare"]) {
@@ -263,21 +263,21 @@ describe("a page that stays open", () => {
         await until(why, () => dialog.isVisible());
         assert.match(await dialog.innerText(), words);
         await page.keyboard.press("Escape");
-        assert.ok(await button.isVisible(), "it is still off");
+        assert.ok(await button.isVisible(), "notifications are still off");
       }
       await page.end();
     }
   });
 
-  test("shows a machine's slots, who holds them, and that it has left", async () => {
-    const job = await running("held", 10), page = await browser.page(server, "/machines"), card = page.locator(".machine");
+  test("shows a machine's slots, their jobs, and that the machine has left", async () => {
+    const job = await startJob("held", 10), page = await browser.page(server, "/machines"), card = page.locator(".machine");
     await until("each slot names its job and rank", async () => (await card.locator(".slots li").allInnerTexts()).filter((t) => /held\s+rank \d/.test(t)).length === RANKS);
     assert.match(await card.locator(".pill").first().textContent(), /online/);
     await end(job, 10);
     await until("slots are free again", async () => (await card.locator(".slots .busy").count()) === 0);
-    await agent.evaluate(() => window.it.socket.close());
-    await until("it is seen to have left", async () => !/online/.test(await card.locator(".pill").first().textContent()));
-    await until("its slots are offline", async () => (await card.locator(".slots li").allInnerTexts()).every((t) => /offline/.test(t)));
+    await agent.evaluate(() => window.simulatedAgent.socket.close());
+    await until("the machine is not online", async () => !/online/.test(await card.locator(".pill").first().textContent()));
+    await until("the machine's slots are offline", async () => (await card.locator(".slots li").allInnerTexts()).every((t) => /offline/.test(t)));
     await page.end();
   });
 });

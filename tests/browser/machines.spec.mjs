@@ -1,4 +1,4 @@
-// The page of the machines, with a real agent that measures this one.
+// The page Machines with a real agent, which measures this machine.
 
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
@@ -12,26 +12,26 @@ before(async () => {
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
-/** What stands next to a name: `CPU` → `37 %`. */
-const gauge = (page, name) => page.locator(".gauges > div", { has: page.getByText(name, { exact: true }) }).locator("dd").innerText();
+/** Returns the text of a gauge: `CPU` → `37 %`. */
+const gaugeText = (page, name) => page.locator(".gauges > div", { has: page.getByText(name, { exact: true }) }).locator("dd").innerText();
 
 describe("machines", () => {
-  test("show what the machine does, and it changes where it stands", async () => {
+  test("show measurements, which are updated in place", async () => {
     const page = await browser.page(server, "/machines");
-    await until("it is measured", async () => /^\d+ %\s/.test(await gauge(page, "CPU")));
-    assert.match(await gauge(page, "Memory"), /^[\d.]+ [GMT]B\sof [\d.]+ [GMT]B/);
-    assert.match(await gauge(page, "Disk"), /^\d+ %\s[\d.]+ [GMT]B free of/);
-    await until("the job holds both slots", async () => (await page.locator(".slots .busy").count()) === 2);
+    await until("the machine is measured", async () => /^\d+ %\s/.test(await gaugeText(page, "CPU")));
+    assert.match(await gaugeText(page, "Memory"), /^[\d.]+ [GMT]B\sof [\d.]+ [GMT]B/);
+    assert.match(await gaugeText(page, "Disk"), /^\d+ %\s[\d.]+ [GMT]B free of/);
+    await until("the job uses both slots", async () => (await page.locator(".slots .busy").count()) === 2);
     assert.match(await page.locator(".slots .busy").nth(1).innerText(), /long-name\s*rank 1/);
     const slots = () => page.locator(".slots .busy").evaluateAll((all) => all.map((slot) => slot.innerText));
-    await until("each slot says what its rank takes of the CPUs and the memory", async () => (await slots()).every((words) => /use\s*\d+ %/.test(words) && /memory\s*[\d.]+ [MG]B/.test(words)) || Promise.reject(new Error((await slots()).join())));
-    assert.equal(await page.locator(".slots .gauges", { hasText: "temperature" }).count(), 0, "a share of cores has none");
+    await until("each slot shows its rank's use of CPUs and memory", async () => (await slots()).every((words) => /use\s*\d+ %/.test(words) && /memory\s*[\d.]+ [MG]B/.test(words)) || Promise.reject(new Error((await slots()).join())));
+    assert.equal(await page.locator(".slots .gauges", { hasText: "temperature" }).count(), 0, "a slot of CPU cores has no temperature");
     await until("a line is drawn", async () => (await page.locator('.machine > .gauges [data-metric="cpu_utilization"]').getAttribute("d"))?.startsWith("M"));
-    const wanted = page.waitForResponse((answer) => answer.url().includes("points=96"));
+    const wanted = page.waitForResponse((response) => response.url().includes("points=96"));
     await page.getByRole("button", { name: "24 h" }).click();
     assert.equal((await wanted).status(), 200);
     assert.match(page.url(), /range=24h/);
-    // Whoever is at the button stays there, on the very same one.
+    // The focused button stays the same element when the page is updated.
     const button = page.getByRole("button", { name: "Drain" });
     await button.focus();
     await button.evaluate((node) => { node.marked = true; });
@@ -39,14 +39,14 @@ describe("machines", () => {
     await until("numbers change", async () => (await all()) !== first);
     assert.deepEqual(await page.evaluate(() => [document.activeElement.dataset.drain, document.activeElement.marked]), ["drain", true]);
     await button.press("Enter");
-    await until("it is drained", async () => (await page.locator(".warnings").innerText()).includes("Drained: it takes no new work"));
+    await until("the machine is drained", async () => (await page.locator(".warnings").innerText()).includes("Drained: it takes no new work"));
     assert.deepEqual(await page.evaluate(() => document.activeElement.dataset.drain), "undrain");
     await page.getByRole("button", { name: "Undrain" }).press("Enter");
-    await until("it takes work again", async () => (await page.getByText("Drained:").count()) === 0);
+    await until("the machine is no longer drained", async () => (await page.getByText("Drained:").count()) === 0);
     await page.end();
   });
 
-  test("have a group of the job's charts, reported once a machine", async () => {
+  test("have a group among the job's charts, with one line per machine", async () => {
     const measured = async () => (await server.ask(`/jobs/${job.id}/metrics?name=cpu_utilization`)).series;
     const series = await until("the machine is measured", async () => { const found = await measured(); return found[0]?.steps.length > 1 && found; });
     assert.deepEqual(series.map((s) => s.rank), [0]);
@@ -54,9 +54,9 @@ describe("machines", () => {
     const page = await browser.page(server, `/jobs/${job.id}?metric=cpu_utilization`);
     assert.deepEqual(await page.locator('#other-metric optgroup[label="Machine"] option').allInnerTexts(),
       ["CPU utilisation", "Memory in use", "Disk in use", "Read from disk", "Written to disk", "Network received", "Network sent"]);
-    await until("it is drawn", async () => /point/.test(await page.locator("#lr-note").innerText()));
+    await until("the chart is drawn", async () => /point/.test(await page.locator("#lr-note").innerText()));
     const { agents: [{ name }] } = await server.ask("/agents");
-    assert.deepEqual([...new Set(await page.evaluate(() => window.lockstep.charts.lr.snapshot().map((line) => line.label)))], [name], "its line has the machine's name");
+    assert.deepEqual([...new Set(await page.evaluate(() => window.lockstep.charts.lr.snapshot().map((line) => line.label)))], [name], "the line has the machine's name");
     await page.end();
   });
 });

@@ -1,39 +1,39 @@
-// Everything by hand: jobs written as text, many at once, notes, machines, the keyboard, two jobs side by side.
+// A user's actions: job files in the form, actions on several jobs, notes, machines, keyboard shortcuts, Compare.
 
 import assert from "node:assert/strict";
 import { readFile } from "node:fs/promises";
 import { after, before, describe, test } from "node:test";
 import { Browser, TestServer, inFull, until } from "./test-server.mjs";
 
-let server, browser, done;
+let server, browser, finished;
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open(), Browser.open()]);
-  done = [await server.submit({ name: "slow learner", train: { steps: 60, lr: 0.001 } }), await server.submit({ name: "fast learner", train: { steps: 60, lr: 0.1 } })];
-  await until("two jobs have finished", async () => (await Promise.all(done.map((j) => server.job(j.id)))).every((j) => j.state === "succeeded"));
+  finished = [await server.submit({ name: "slow learner", train: { steps: 60, lr: 0.001 } }), await server.submit({ name: "fast learner", train: { steps: 60, lr: 0.1 } })];
+  await until("two jobs have finished", async () => (await Promise.all(finished.map((j) => server.job(j.id)))).every((j) => j.state === "succeeded"));
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
 const annotations = async () => (await server.ask("/annotations")).jobs;
 
 describe("a job as text", () => {
-  test("TOML or JSON pasted beside the form fills it, and its mistakes are named while typing", async () => {
+  test("pasted as TOML or JSON fills the form, and its errors are shown while typing", async () => {
     const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
     const area = page.getByLabel("Specification");
-    assert.match(await area.inputValue(), /^name = /, "the form is written there");
+    assert.match(await area.inputValue(), /^name = /, "the text shows the form's job file");
     await area.fill('name = "pasted"\nproject = "vision"\nnotes = "one\\ntwo"\n[model]\narch = "resnet32"\n[data]\ndataset = "fashion-mnist"\nmean = [0.25]\n[train]\nepochs = 3\nlr = 0.07\n');
-    await until("the form follows", async () => (await page.getByLabel("Name", { exact: true }).inputValue()) === "pasted");
+    await until("the form has the pasted name", async () => (await page.getByLabel("Name", { exact: true }).inputValue()) === "pasted");
     assert.equal(await page.getByLabel("Learning rate", { exact: true }).inputValue(), "0.07");
     assert.equal(await page.getByLabel("Epochs", { exact: true }).inputValue(), "3");
     assert.equal(await page.getByLabel("Project", { exact: true }).inputValue(), "vision");
     assert.equal(await page.locator("textarea#f-notes").inputValue(), "one\ntwo");
     await area.fill('name = "pasted"\n[data]\ndataset = "fashion-mnist"\n[train]\nlrr = 0.07\n');
-    await until("a mistake is named", async () => /train\.lrr.*did you mean/s.test(await page.locator("#spec-error").textContent()));
+    await until("the error is shown", async () => /train\.lrr.*did you mean/s.test(await page.locator("#spec-error").textContent()));
     await area.fill("[train\n");
-    await until("also one of notation", async () => (await page.locator("#spec-error").textContent()) !== "" && !/lrr/.test(await page.locator("#spec-error").textContent()));
+    await until("a syntax error is shown", async () => (await page.locator("#spec-error").textContent()) !== "" && !/lrr/.test(await page.locator("#spec-error").textContent()));
     await page.getByRole("button", { name: "Submit job" }).click();
-    await until("which is not sent", async () => /correct them first/.test(await page.locator("#plan").textContent()));
+    await until("the job is not submitted", async () => /correct them first/.test(await page.locator("#plan").textContent()));
     await area.fill(JSON.stringify({ name: "as json", model: { arch: "resnet20" }, project: "by-hand", notes: "first line\nsecond line", data: { dataset: "fashion-mnist", validation: 0.02, image_size: 8 }, train: { steps: 100_000, batch_size: 8 }, parallel: { ranks: 2, device: "cpu" } }));
-    await until("JSON is known by its looks", async () => (await page.getByLabel("Name", { exact: true }).inputValue()) === "as json");
+    await until("JSON is recognised", async () => (await page.getByLabel("Name", { exact: true }).inputValue()) === "as json");
     assert.equal(await page.getByRole("button", { name: "JSON", exact: true }).getAttribute("aria-pressed"), "true");
     await page.getByRole("button", { name: "Submit job" }).click();
     await page.waitForURL(/\/jobs\/j\w+$/);
@@ -43,7 +43,7 @@ describe("a job as text", () => {
     assert.equal(await page.locator("#project-name").textContent(), "by-hand");
     await page.getByRole("link", { name: "Clone", exact: true }).click();
     await page.waitForURL(/from=/);
-    assert.equal(await page.getByLabel("Name", { exact: true }).inputValue(), "as json", "a clone has everything");
+    assert.equal(await page.getByLabel("Name", { exact: true }).inputValue(), "as json", "a clone has the job's settings");
     await server.ask(`/jobs/${id}/cancel`, {});
     await page.end();
   });
@@ -55,24 +55,24 @@ describe("many jobs", () => {
     const both = [await server.submit({ name: "first of two", train: { steps: 100_000 } }), await server.submit({ name: "second of two", train: { steps: 100_000 } })];
     const states = async () => (await Promise.all(both.map((j) => server.job(j.id)))).map((j) => j.state).join();
     const shown = async () => (await Promise.all(both.map((j) => page.locator(`tr[data-id="${j.id}"] [data-f=state]`).textContent()))).join();
-    /** Chooses both, does it, and waits until server and page agree on how they stand. */
-    const together = async (what, how) => {
+    /** Selects both jobs, presses the button `action`, and waits until the states on the server and on the page match `expected`. */
+    const applyToBoth = async (action, expected) => {
       for (const job of both) await page.locator(`tr[data-id="${job.id}"] [data-f=choose]`).check();
-      await bulk.getByRole("button", { name: what, exact: true }).click();
-      await until(`after ${what}: ${how}`, async () => how.test(await states()) && how.test(await shown()));
+      await bulk.getByRole("button", { name: action, exact: true }).click();
+      await until(`after ${action}: ${expected}`, async () => expected.test(await states()) && expected.test(await shown()));
     };
-    await until("one runs, one waits", async () => (await shown()) === "running,queued");
-    await together("Pause", /^paused,paused$/);
-    await together("Resume", /running/);
+    await until("one job runs, the other waits", async () => (await shown()) === "running,queued");
+    await applyToBoth("Pause", /^paused,paused$/);
+    await applyToBoth("Resume", /running/);
     for (const job of both) await server.ask(`/jobs/${job.id}/cancel`, {});
     await until("both end", async () => (await shown()) === "cancelled,cancelled");
     await page.end();
   });
 
-  test("are chosen, tagged, filtered, cancelled and deleted together", async () => {
+  test("are selected, tagged, filtered, cancelled and deleted together", async () => {
     const page = await browser.page(server, "/jobs");
     const extra = [await server.submit({ name: "one of many", train: { steps: 100_000 } }), await server.submit({ name: "two of many", train: { steps: 100_000 } })];
-    for (const job of extra) await until("it is listed", () => page.locator(`tr[data-id="${job.id}"]`).isVisible());
+    for (const job of extra) await until("the job is listed", () => page.locator(`tr[data-id="${job.id}"]`).isVisible());
     for (const job of extra) await page.locator(`tr[data-id="${job.id}"] [data-f=choose]`).check();
     assert.equal(await page.locator("#bulk-count").textContent(), "2 jobs chosen");
     await page.locator("#bulk").getByRole("button", { name: "Tag" }).click();
@@ -85,8 +85,8 @@ describe("many jobs", () => {
     await page.locator("#bulk").getByRole("button", { name: "Cancel" }).click();
     await page.getByRole("button", { name: "Cancel 2 jobs" }).click();
     await until("both end", async () => (await Promise.all(extra.map((j) => server.job(j.id)))).every((j) => j.state === "cancelled"));
-    await until("the choice is done with", async () => (await page.locator("#rows [data-f=choose]:checked").count()) === 0);
-    await until("the page knows", async () => (await page.locator("#rows tr").allTextContents()).every((row) => row.includes("cancelled")));
+    await until("the selection is cleared", async () => (await page.locator("#rows [data-f=choose]:checked").count()) === 0);
+    await until("the page shows both as cancelled", async () => (await page.locator("#rows tr").allTextContents()).every((row) => row.includes("cancelled")));
     await until("both are offered for deletion", async () => {
       await page.locator("#choose-all").setChecked(false);
       await page.locator("#choose-all").setChecked(true);
@@ -96,65 +96,65 @@ describe("many jobs", () => {
       await page.keyboard.press("Escape");
       return false;
     });
-    assert.match(await page.getByRole("dialog").textContent(), /\d kB|\d B|\d MB/, "its size is told");
+    assert.match(await page.getByRole("dialog").textContent(), /\d kB|\d B|\d MB/, "the dialog shows the size");
     await page.getByRole("button", { name: "Delete 2 jobs" }).click();
     await until("both are gone", async () => (await page.locator("#rows tr").count()) === 0 && page.locator("#none-match").isVisible());
     await page.end();
   });
 
-  test("notes, tags and project are kept, and shown where the job is open", async () => {
-    const { id } = done[0], list = await browser.page(server, "/jobs"), other = await list.tab(`/jobs/${id}?tab=notes`);
+  test("notes, tags and project are stored, and shown on open pages", async () => {
+    const { id } = finished[0], list = await browser.page(server, "/jobs"), other = await list.tab(`/jobs/${id}?tab=notes`);
     const page = await browser.page(server, `/jobs/${id}?tab=notes`, { expected: [/422/] }), notes = page.locator("#note");
-    // Each page has read what there is, and follows.
-    for (const open of [page, other]) await until("it is live", async () => (await open.locator("#live").textContent()) === "live" && (await open.locator("#project").inputValue()) === "default");
-    await until("it is listed", () => list.locator(`tr[data-id="${id}"]`).isVisible());
+    // Each page has read the current values and is live.
+    for (const open of [page, other]) await until("the page is live", async () => (await open.locator("#live").textContent()) === "live" && (await open.locator("#project").inputValue()) === "default");
+    await until("the job is listed", () => list.locator(`tr[data-id="${id}"]`).isVisible());
     await notes.fill("learned too slowly\nagain");
     await page.locator("#tags").fill("baseline, slow");
     await page.locator("#project").fill("vision");
     await notes.focus();
-    await until("saved", async () => (await page.locator("#note-status").textContent()) === "Saved" && (await server.job(id)).project === "vision");
-    await until("the other page has them", async () => (await other.locator("#note").inputValue()) === "learned too slowly\nagain");
-    await until("in its title, too", async () => (await other.locator("#project-name").textContent()) === "vision" && (await other.locator("#job-tags a").allTextContents()).join() === "baseline,slow");
-    await until("the list has them", async () => /· vision/.test(await list.locator(`tr[data-id="${id}"] [data-f=about]`).textContent()) && (await list.locator(`tr[data-id="${id}"] .tag`).count()) === 2);
+    await until("the changes are saved", async () => (await page.locator("#note-status").textContent()) === "Saved" && (await server.job(id)).project === "vision");
+    await until("the other page shows the notes", async () => (await other.locator("#note").inputValue()) === "learned too slowly\nagain");
+    await until("the other page's title shows project and tags", async () => (await other.locator("#project-name").textContent()) === "vision" && (await other.locator("#job-tags a").allTextContents()).join() === "baseline,slow");
+    await until("the list shows project and tags", async () => /· vision/.test(await list.locator(`tr[data-id="${id}"] [data-f=about]`).textContent()) && (await list.locator(`tr[data-id="${id}"] .tag`).count()) === 2);
     await page.reload();
-    await until("and there again", async () => (await notes.inputValue()) === "learned too slowly\nagain");
+    await until("the notes are kept after a reload", async () => (await notes.inputValue()) === "learned too slowly\nagain");
     assert.equal(await page.locator("#tags").inputValue(), "baseline, slow");
     await page.locator("#project").fill("no spaces");
     await notes.focus();
-    await until("a mistake is named", async () => /1 to 100 characters/.test(await page.locator("#note-status").textContent()));
+    await until("the error is shown", async () => /1 to 100 characters/.test(await page.locator("#note-status").textContent()));
     await page.locator("#project-name").click();
-    await until("its project's jobs", async () => page.url().endsWith("/jobs?project=vision") && (await page.locator("#rows tr").count()) === 1);
+    await until("the project's jobs are listed", async () => page.url().endsWith("/jobs?project=vision") && (await page.locator("#rows tr").count()) === 1);
     await page.getByRole("button", { name: "Remove the filter project vision" }).click();
-    await until("and all", async () => (await page.locator("#rows tr").count()) > 1 && !(await page.locator("#chips").isVisible()));
+    await until("all jobs are listed", async () => (await page.locator("#rows tr").count()) > 1 && !(await page.locator("#chips").isVisible()));
     await page.end();
     await list.end();
   });
 });
 
-describe("side by side", () => {
-  test("curves, results, settings with the differences marked, and an address that holds it all", async () => {
+describe("Compare", () => {
+  test("shows curves, results and different settings, and keeps its state in the URL", async () => {
     const page = await browser.page(server, "/compare");
     assert.ok(await page.getByText("Nothing to compare yet").isVisible());
-    for (const job of done) await page.locator("#picker").getByLabel(job.name).check();
-    await until("it opens on the validation accuracy", async () => (await page.locator("#curves .curve").evaluateAll((all) => all.map((one) => one.dataset.metric))).join() === "val_accuracy");
+    for (const job of finished) await page.locator("#picker").getByLabel(job.name).check();
+    await until("Compare shows the validation accuracy first", async () => (await page.locator("#curves .curve").evaluateAll((all) => all.map((one) => one.dataset.metric))).join() === "val_accuracy");
     await page.getByRole("button", { name: "loss", exact: true }).first().click();
     await until("both curves are drawn", async () => (await page.evaluate(() => window.lockstep.chart.snapshot().map((s) => s.points))).join() === "60,60");
-    await until("results are there", async () => (await page.locator("#results tr").count()) === 2);
+    await until("both results are shown", async () => (await page.locator("#results tr").count()) === 2);
     assert.equal(await page.locator("#settings tr").count(), 2, "learning rate and project differ");
     assert.match(await page.locator("#settings").textContent(), /train\.lr0\.0010\.1/);
     const order = async () => (await page.locator("#results th").allTextContents()).join();
     await page.locator("#results-head button", { hasText: /^loss$/ }).click();
     const down = await order();
     await page.locator("#results-head button", { hasText: /^loss$/ }).click();
-    await until("the table sorts", async () => (await order()) !== down);
+    await until("the table is sorted", async () => (await order()) !== down);
     assert.equal(await page.locator("#parallel .job").count(), 2);
     assert.match(await page.locator("#parallel").textContent(), /train\.lr/);
     await page.getByRole("button", { name: "images/s", exact: true }).first().click();
     const link = page.url(), tab = await page.tab(new URL(link).pathname + new URL(link).search);
-    await until("the address shows the same", async () => (await tab.locator("#results tr").count()) === 2);
+    await until("the URL shows the same comparison", async () => (await tab.locator("#results tr").count()) === 2);
     assert.equal(await tab.getByRole("button", { name: "images/s", exact: true }).first().getAttribute("aria-pressed"), "true");
-    // A click is lost if the table is drawn again between its two halves.
-    await until("one is left out", async () => {
+    // A click is lost if the table is redrawn between mouse down and mouse up.
+    await until("one job is left out", async () => {
       if ((await tab.locator("#results tr").count()) === 1) return true;
       await tab.locator("#results").getByRole("button", { name: "Leave out slow learner" }).click({ timeout: 1000 }).catch(() => {});
       return false;
@@ -164,67 +164,67 @@ describe("side by side", () => {
 });
 
 describe("machines", () => {
-  inFull("a drained one takes no new work until it is told to", async () => {
+  inFull("start no new jobs while they are drained", async () => {
     const page = await browser.page(server, "/machines");
     await page.getByRole("button", { name: "Drain", exact: true }).click();
-    await until("it is drained", () => page.getByText("drained", { exact: true }).isVisible());
+    await until("the machine is drained", () => page.getByText("drained", { exact: true }).isVisible());
     const job = await server.submit({ name: "waits", train: { steps: 100_000 } });
     await until("the job waits and says why", async () => { const j = await server.job(job.id); return j.state === "queued" && j.reason !== null; });
     await page.getByRole("button", { name: "Undrain" }).click();
-    await until("and runs", async () => (await server.job(job.id)).state === "running");
+    await until("the job runs after Undrain", async () => (await server.job(job.id)).state === "running");
     await server.ask(`/jobs/${job.id}/cancel`, {});
     await page.end();
   });
 });
 
 describe("a run", () => {
-  test("is paused, continues, and is forked from its checkpoint with another learning rate", async () => {
+  test("is paused and resumed, and is forked from its checkpoint with another learning rate", async () => {
     const { id } = await server.submit({ name: "paused", train: { steps: 100_000 } });
     const page = await browser.page(server, `/jobs/${id}`, { expected: [/422/] }), state = () => page.locator("#state").textContent();
-    await until("it trains", async () => (await server.job(id)).step > 5);
+    await until("the job trains", async () => (await server.job(id)).step > 5);
     await page.getByRole("button", { name: "Pause", exact: true }).click();
-    await until("it is paused", async () => (await state()) === "paused");
-    await until("the reason stands there", async () => /^Paused/.test(await page.locator("#banner-what").textContent()));
+    await until("the job is paused", async () => (await state()) === "paused");
+    await until("the banner says Paused", async () => /^Paused/.test(await page.locator("#banner-what").textContent()));
     const { step } = await server.job(id);
     await page.getByRole("button", { name: "Resume", exact: true }).click();
-    await until("it continues from there", async () => { const job = await server.job(id); return job.state === "running" && job.attempt === 2 && job.step > step; });
-    await until("the page too", async () => (await state()) === "running");
+    await until("the job continues from its step", async () => { const job = await server.job(id); return job.state === "running" && job.attempt === 2 && job.step > step; });
+    await until("the page shows the job as running", async () => (await state()) === "running");
     await page.locator("#log-attempt").selectOption("1");
     const whose = () => page.locator("#log-lines p[data-at] b").evaluateAll((all) => [...new Set(all.map((b) => b.title.split(",")[0]))].join());
-    await until("the log of one attempt", async () => (await whose()) === "attempt 1");
+    await until("only the log of attempt 1 is shown", async () => (await whose()) === "attempt 1");
     await page.locator("#log-attempt").selectOption("2");
-    await until("and of the other", async () => (await whose()) === "attempt 2");
+    await until("only the log of attempt 2 is shown", async () => (await whose()) === "attempt 2");
     await page.getByRole("button", { name: "Pause", exact: true }).click();
-    await until("it is paused again", async () => (await state()) === "paused");
+    await until("the job is paused again", async () => (await state()) === "paused");
 
     await page.locator(".title").getByRole("button", { name: "Fork", exact: true }).click();
     const dialog = page.getByRole("dialog");
     await dialog.getByLabel("Settings to change").fill("train.lrr = 0.2");
     await dialog.getByRole("button", { name: "Fork", exact: true }).click();
-    await until("a mistake is named", async () => (await page.locator("#fork-error").textContent()) !== "");
+    await until("the error is shown", async () => (await page.locator("#fork-error").textContent()) !== "");
     await dialog.getByLabel("Settings to change").fill('train.lr = 0.2\nname = "its fork"');
     await dialog.getByRole("button", { name: "Fork", exact: true }).click();
     await page.waitForURL((url) => url.pathname !== `/jobs/${id}`);
     const fork = new URL(page.url()).pathname.split("/").pop();
-    const made = await until("it continues from the checkpoint", async () => { const job = await server.job(fork); return job.state === "running" && job.step > step && job; });
+    const made = await until("the fork continues from the checkpoint", async () => { const job = await server.job(fork); return job.state === "running" && job.step > step && job; });
     assert.deepEqual([made.spec.train.lr, made.name], [0.2, "its fork"]);
     await page.getByRole("tab", { name: "History" }).click();
-    await until("it names where it comes from", () => page.locator("#history-panel").getByRole("link", { name: "paused", exact: true }).isVisible());
+    await until("the history links to the parent", () => page.locator("#history-panel").getByRole("link", { name: "paused", exact: true }).isVisible());
     for (const each of [id, fork]) await server.ask(`/jobs/${each}/cancel`, {});
     await page.end();
   });
 });
 
 describe("a job's page", () => {
-  inFull("the log is held still while it is read, and follows again when asked to", async () => {
+  inFull("the log stops following its end when it is scrolled up, and follows again after Newest", async () => {
     const { id } = await server.submit({ name: "talks on", train: { steps: 100_000 } });
     const page = await browser.page(server, `/jobs/${id}`), lines = page.locator("#log-lines p[data-at]");
     const box = page.locator("#log-lines"), newest = page.getByRole("button", { name: "Newest", exact: true }), last = () => lines.last().getAttribute("data-at");
-    await until("there is more than fits", async () => (await lines.count()) > 60);
+    await until("the log is longer than its box", async () => (await lines.count()) > 60);
     assert.ok(await page.locator("#log-follow").isChecked());
-    // All the way: Chromium moves there in several steps, and near the end the page would read on. A line that comes in the first of them
-    // takes it back.
-    await until("it no longer follows", async () => {
+    // Scrolls to the top. Chromium scrolls in several steps, and a line that arrives during the first step scrolls the log back to its
+    // end, so the scrolling is repeated.
+    await until("the log no longer follows its end", async () => {
       if (!(await page.locator("#log-follow").isChecked()) && (await box.evaluate((b) => b.scrollTop)) === 0) return true;
       await box.hover();
       await page.mouse.wheel(0, -100_000);
@@ -232,28 +232,28 @@ describe("a job's page", () => {
     });
     const held = await last();
     await until("new lines are counted", async () => /held still, \d+ new lines/.test(await page.locator("#log-note").textContent()));
-    assert.equal(await last(), held, "and nothing moves under the reader");
+    assert.equal(await last(), held, "the shown lines do not move");
     await newest.click();
-    await until("the newest is there", async () => (await last()) !== held && (await box.evaluate((b) => b.scrollHeight - b.scrollTop - b.clientHeight)) < 24);
+    await until("the newest line is shown", async () => (await last()) !== held && (await box.evaluate((b) => b.scrollHeight - b.scrollTop - b.clientHeight)) < 24);
     const then = await last();
-    await until("and it follows", async () => (await last()) !== then && page.locator("#log-follow").isChecked());
+    await until("the log follows its end", async () => (await last()) !== then && page.locator("#log-follow").isChecked());
     assert.equal(await newest.isVisible(), false);
     await server.ask(`/jobs/${id}/cancel`, {});
     await page.end();
   });
 
-  test("the address holds the view: axis, smoothing, ranks, zoom, panel", async () => {
-    const page = await browser.page(server, `/jobs/${done[1].id}`);
-    await until("it is drawn", () => page.evaluate(() => window.lockstep?.charts.loss.firstDrawnAt));
+  test("the URL keeps the axis, the smoothing, the ranks, the zoom and the tab", async () => {
+    const page = await browser.page(server, `/jobs/${finished[1].id}`);
+    await until("the chart is drawn", () => page.evaluate(() => window.lockstep?.charts.loss.firstDrawnAt));
     await page.locator("#smooth").fill("0.6");
     for (const name of ["log", "epoch", "mean"]) await page.getByRole("button", { name, exact: true }).click();
     await page.getByRole("button", { name: "rank 1" }).click();
     await page.evaluate(() => window.lockstep.view.setZoom([10, 40]));
     await page.getByRole("tab", { name: "Settings" }).click();
     await page.locator("#other-metric").selectOption("step_ms");
-    await until("the address knows", async () => { const q = new URL(page.url()).searchParams; return q.get("zoom") === "10~40" && q.get("ranks") === "1" && q.get("metric") === "step_ms"; });
+    await until("the URL has the settings", async () => { const q = new URL(page.url()).searchParams; return q.get("zoom") === "10~40" && q.get("ranks") === "1" && q.get("metric") === "step_ms"; });
     const tab = await page.tab(new URL(page.url()).pathname + new URL(page.url()).search);
-    await until("the same in another tab", () => tab.evaluate(() => window.lockstep?.charts.loss.firstDrawnAt));
+    await until("the chart is drawn in another tab", () => tab.evaluate(() => window.lockstep?.charts.loss.firstDrawnAt));
     assert.deepEqual(await tab.evaluate(() => [window.lockstep.view.zoom, window.lockstep.view.axis, window.lockstep.charts.loss.scale, window.lockstep.charts.loss.smoothing]), [[10, 40], "epoch", "log", 0.6]);
     assert.ok(await tab.locator("#spec-panel").isVisible());
     assert.equal(await tab.getByRole("button", { name: "rank 1" }).getAttribute("aria-pressed"), "true");
@@ -261,8 +261,8 @@ describe("a job's page", () => {
   });
 
   test("a chart is saved as CSV with every point of both ranks", async () => {
-    const page = await browser.page(server, `/jobs/${done[1].id}`);
-    await until("it is drawn", () => page.evaluate(() => window.lockstep?.charts.loss.firstDrawnAt));
+    const page = await browser.page(server, `/jobs/${finished[1].id}`);
+    await until("the chart is drawn", () => page.evaluate(() => window.lockstep?.charts.loss.firstDrawnAt));
     await page.getByLabel("Save Loss of each rank").click();
     const save = page.locator(".loss-card").getByRole("button", { name: "CSV", exact: true });
     const [file] = await Promise.all([page.waitForEvent("download"), save.click()]);
@@ -272,16 +272,16 @@ describe("a job's page", () => {
   });
 
   test("the log is searched, filtered and linked to by line", async () => {
-    const page = await browser.page(server, `/jobs/${done[1].id}`);
+    const page = await browser.page(server, `/jobs/${finished[1].id}`);
     const lines = page.locator("#log-lines p[data-at]");
-    await until("it is there", async () => (await lines.count()) > 10);
+    await until("the log is shown", async () => (await lines.count()) > 10);
     await page.getByLabel("Search the log").fill("VALIDATION ACCURACY");
     await until("one line is found", async () => (await lines.count()) === 1);
     assert.match(await page.locator("#log-note").textContent(), /1 line found/);
     await page.getByLabel("Search the log").fill("");
-    await until("all again", async () => (await lines.count()) > 10);
+    await until("all lines are shown again", async () => (await lines.count()) > 10);
     await page.locator("#log-rank").selectOption("1");
-    await until("one rank", async () => { const ranks = await lines.locator("b").allTextContents(); return ranks.length > 1 && ranks.every((t) => t === "rank 1"); });
+    await until("only lines of rank 1 are shown", async () => { const ranks = await lines.locator("b").allTextContents(); return ranks.length > 1 && ranks.every((t) => t === "rank 1"); });
     await lines.nth(1).locator("time").click();
     const words = await lines.nth(1).textContent(), address = new URL(page.url());
     assert.match(address.searchParams.get("line"), /^\d+\.1\.1\.\d+$/);
@@ -297,35 +297,35 @@ describe("a job's page", () => {
 describe("the keyboard", () => {
   test("opens help, search, pages, jobs and panels", async () => {
     const page = await browser.page(server, "/jobs");
-    await until("its scripts have run", () => page.locator("#keys").isVisible());
+    await until("the page's scripts have run", () => page.locator("#keys").isVisible());
     await page.keyboard.press("?");
     assert.match(await page.getByRole("dialog").textContent(), /next and previous job/);
     await page.keyboard.press("Escape");
     await page.getByRole("dialog").waitFor({ state: "hidden" });
-    // No person is as quick as the next frame, in which the page behind the dialog can be used again.
+    // Waits for the next frames, after which the page behind the dialog accepts keys.
     await page.evaluate(() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done))));
     await page.keyboard.press("/");
     await until("the search has the focus", () => page.evaluate(() => document.activeElement.id === "search"));
     await page.keyboard.press("Escape");
-    await until("it has no longer", () => page.evaluate(() => document.activeElement.id !== "search"));
+    await until("the search has lost the focus", () => page.evaluate(() => document.activeElement.id !== "search"));
     await page.keyboard.press("g");
     await page.keyboard.press("m");
     await page.waitForURL(/\/machines$/);
-    await until("its scripts have run", () => page.locator("#keys").isVisible());
+    await until("the page's scripts have run", () => page.locator("#keys").isVisible());
     await page.keyboard.press("g");
     await page.keyboard.press("j");
     await page.waitForURL(/\/jobs$/);
-    await page.goto(`${server.url}/jobs/${done[1].id}`);
-    await until("its scripts have run", () => page.locator("#keys").isVisible());
+    await page.goto(`${server.url}/jobs/${finished[1].id}`);
+    await until("the page's scripts have run", () => page.locator("#keys").isVisible());
     const tabs = page.getByRole("tab");
     for (const place of [4, await tabs.count()]) {
       await page.keyboard.press(`${place}`);
       assert.equal(await tabs.nth(place - 1).getAttribute("aria-selected"), "true", `panel ${place}`);
     }
-    assert.ok(await page.locator("#history-panel").isVisible(), "the last is the history");
+    assert.ok(await page.locator("#history-panel").isVisible(), "the last tab is the history");
     const before = page.url().split("?")[0];
     await page.keyboard.press("]");
-    await until("the next job", async () => page.url().split("?")[0] !== before && /\/jobs\/j/.test(page.url()));
+    await until("the next job's page opens", async () => page.url().split("?")[0] !== before && /\/jobs\/j/.test(page.url()));
     await page.end();
   });
 });

@@ -1,5 +1,5 @@
-// Signing in with a provider that is not ours: oidc-provider (certified by the OpenID Foundation), its own pages, and a real Chromium. It
-// speaks TLS with a certificate of the team's own authority, as a provider inside a network does.
+// Signs in with a foreign provider in a real Chromium: oidc-provider (certified by the OpenID Foundation) with its own pages. The provider
+// has a certificate of a private CA, as is usual inside a network.
 
 import assert from "node:assert/strict";
 import { execFileSync } from "node:child_process";
@@ -14,7 +14,7 @@ import { BINARY, Browser, TestServer, freePort, inFull, until } from "./test-ser
 const SECRET = "a client's secret: &=+%";
 let folder, server, browser, issuer, listening;
 
-/** Makes the team's authority and the provider's certificate in the folder: ca.crt, provider.key, provider.crt. */
+/** Creates the private CA and the provider's certificate in the folder: ca.crt, provider.key, provider.crt. */
 async function certify() {
   await writeFile(join(folder, "names"), "subjectAltName=IP:127.0.0.1\n");
   const openssl = (...args) => execFileSync("openssl", args, { cwd: folder, stdio: "pipe" });
@@ -31,7 +31,7 @@ before(async () => {
   const port = await freePort();
   issuer = `https://127.0.0.1:${port}`;
   [server, browser] = await Promise.all([
-    // The provider is down yet.
+    // The provider is not running yet.
     TestServer.open({ dataset: false, agent: false, auth: true, options: ["--oidc-issuer", issuer, "--oidc-client-id", "lockstep", "--oidc-name", "the team's provider",
       "--oidc-ca", join(folder, "ca.crt"), "--oidc-client-secret-file", join(folder, "secret"), "--oidc-role", "member", "--oidc-group-claim", "groups", "--oidc-admin-group", "ops"] }),
     Browser.open(),
@@ -45,8 +45,8 @@ after(async () => {
   await rm(folder, { recursive: true, force: true });
 });
 
-/** The provider, which knows everybody: who signs in there as `ops-...` is in the group `ops`. */
-async function start() {
+/** Starts the provider, which accepts any name. Names `ops-...` belong to the group `ops`. */
+async function startProvider() {
   const provider = new Provider(issuer, {
     clients: [{ client_id: "lockstep", client_secret: SECRET, redirect_uris: [`${server.url}/login/oidc/callback`], response_types: ["code"], grant_types: ["authorization_code"] }],
     pkce: { required: () => true },
@@ -63,11 +63,11 @@ async function start() {
   await new Promise((done) => listening.listen(Number(new URL(issuer).port), "127.0.0.1", done));
 }
 
-/** A browser in which nobody is signed in anywhere. It asks nobody about the team's authority, which a team's browsers know. */
-const stranger = async () => (await browser.chromium.newContext({ ignoreHTTPSErrors: true })).newPage();
+/** A page in a new browser context, which ignores certificate errors, as a team's browsers would trust the private CA. */
+const openStranger = async () => (await browser.chromium.newContext({ ignoreHTTPSErrors: true })).newPage();
 
-/** On the provider's own pages. */
-async function signInThere(page, name) {
+/** Signs in on the provider's pages. */
+async function signInAtProvider(page, name) {
   await page.waitForURL(`${issuer}/**`);
   await page.fill("input[name=login]", name);
   await page.fill("input[name=password]", "whatever");
@@ -76,8 +76,8 @@ async function signInThere(page, name) {
 }
 
 describe("an OpenID provider", () => {
-  test("the page to sign in says that it is down, and works otherwise", async () => {
-    const page = await stranger();
+  test("that is down is reported on the sign-in page, where a token still works", async () => {
+    const page = await openStranger();
     await page.goto(`${server.url}/login`);
     await page.click("text=Sign in with the team's provider");
     assert.match(await page.locator("#provider-error").textContent(), /cannot be reached at the moment/);
@@ -87,19 +87,19 @@ describe("an OpenID provider", () => {
     await page.context().close();
   });
 
-  test("somebody new signs in through its pages, comes back where they wanted to go, and signs out", async () => {
-    await start();
-    const page = await stranger();
-    await until("the provider is found", async () => {
+  test("signs in a new person, who returns to the requested page and can sign out", async () => {
+    await startProvider();
+    const page = await openStranger();
+    await until("the sign-in page leads to the provider", async () => {
       await page.goto(`${server.url}/datasets?x=1`);
       await page.click("#provider");
       return page.url().startsWith(issuer);
     }, 20_000);
-    await signInThere(page, "ada");
+    await signInAtProvider(page, "ada");
     await page.waitForURL(`${server.url}/datasets?x=1`);
-    // Of one host, so the provider's are there, too.
+    // The provider's cookies are listed too, as cookies ignore ports.
     const cookies = (await page.context().cookies(server.url)).filter((c) => c.name.startsWith("lockstep_"));
-    assert.deepEqual(cookies.map((c) => [c.httpOnly, c.sameSite]), [[true, "Lax"]], "the session's cookie and no other");
+    assert.deepEqual(cookies.map((c) => [c.httpOnly, c.sameSite]), [[true, "Lax"]], "the session's cookie is the only one");
     assert.ok(cookies[0].expires - Date.now() / 1000 <= 24 * 3600);
     await page.goto(`${server.url}/account`);
     assert.match(await page.locator("main").textContent(), /ada, member/);
@@ -109,37 +109,37 @@ describe("an OpenID provider", () => {
     await page.locator("form[action='/logout'] button").first().click();
     await page.waitForURL(`${server.url}/login`);
     await page.goto(`${server.url}/jobs`);
-    assert.ok(page.url().startsWith(`${server.url}/login`), "the session is over");
+    assert.ok(page.url().startsWith(`${server.url}/login`), "the session has ended");
     // The provider remembers the browser: one click is enough.
     await page.click("#provider");
     await page.waitForURL(`${server.url}/jobs`);
     await page.context().close();
   });
 
-  inFull("a server that was not told of the provider's authority does not trust it", async () => {
-    const untold = await TestServer.open({ dataset: false, agent: false, auth: true, options: ["--oidc-issuer", issuer, "--oidc-client-id", "lockstep"] });
+  inFull("with a private CA is not trusted without --oidc-ca", async () => {
+    const withoutCa = await TestServer.open({ dataset: false, agent: false, auth: true, options: ["--oidc-issuer", issuer, "--oidc-client-id", "lockstep"] });
     try {
-      const page = await stranger();
-      await page.goto(`${untold.url}/login`);
+      const page = await openStranger();
+      await page.goto(`${withoutCa.url}/login`);
       await page.click("#provider");
       assert.match(await page.locator("#provider-error").textContent(), /cannot be reached at the moment/);
-      await until("the log says why", () => /UnknownIssuer/.test(untold.output));
+      await until("the log says why", () => /UnknownIssuer/.test(withoutCa.output));
       await page.context().close();
     } finally {
-      await untold.close();
+      await withoutCa.close();
     }
   });
 
-  inFull("groups make an admin; who says no there is told so; who was removed stays out", async () => {
-    const page = await stranger();
+  inFull("decides by groups who is an admin; a cancelled sign-in is reported; a removed person cannot sign in", async () => {
+    const page = await openStranger();
     await page.goto(`${server.url}/people`);
     await page.click("#provider");
-    await signInThere(page, "ops-grace");
+    await signInAtProvider(page, "ops-grace");
     await page.waitForURL(`${server.url}/people`);
     assert.match(await page.locator("[data-person=ops-grace]").textContent(), /OpenID/);
     await page.context().close();
 
-    const second = await stranger();
+    const second = await openStranger();
     await second.goto(`${server.url}/login`);
     await second.click("#provider");
     await second.waitForURL(`${issuer}/**`);
@@ -151,18 +151,18 @@ describe("an OpenID provider", () => {
     const user = (...args) => execFileSync(BINARY, ["user", ...args, "--server", server.url], { env: { ...process.env, LOCKSTEP_TOKEN: server.token }, encoding: "utf8", stdio: ["ignore", "pipe", "pipe"] });
     assert.match(user("list"), /ada +member .*OpenID ada/);
     user("remove", "ada");
-    const third = await stranger();
+    const third = await openStranger();
     await third.goto(`${server.url}/login`);
     await third.click("#provider");
-    await signInThere(third, "ada");
+    await signInAtProvider(third, "ada");
     await third.waitForURL(`${server.url}/login/oidc/callback?**`);
-    const said = await third.locator("#provider-error").textContent();
-    assert.match(said, /lockstep user add NAME --subject ada/);
+    const error = await third.locator("#provider-error").textContent();
+    assert.match(error, /lockstep user add NAME --subject ada/);
     user("add", "lovelace", "--role", "viewer", "--subject", "ada");
     await third.click("#provider");
     await third.waitForURL(`${server.url}/jobs`);
     await third.goto(`${server.url}/account`);
-    assert.match(await third.locator("main").textContent(), /lovelace, member/, "the groups decide, and those in none have --oidc-role");
+    assert.match(await third.locator("main").textContent(), /lovelace, member/, "the provider's groups decide the role, otherwise --oidc-role");
     await third.context().close();
   });
 });

@@ -1,44 +1,44 @@
-// Reloads and the theme, and the list and the charts of a real job at work.
+// Reloads, the theme, and the list and the charts of a real job.
 
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
-import { picture } from "./looks.mjs";
+import { savePicture } from "./looks.mjs";
 import { Browser, TestServer, inFull, losses, state, until } from "./test-server.mjs";
 
-let server, browser, done;
+let server, browser, finished;
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open(), Browser.open()]);
-  done = await server.submit({ name: "finished" });
-  await until("a job has finished", async () => (await server.job(done.id)).state === "succeeded");
+  finished = await server.submit({ name: "finished" });
+  await until("a job has finished", async () => (await server.job(finished.id)).state === "succeeded");
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
 describe("every page", () => {
-  inFull("comes back in every tab that is reloaded at the same moment", async () => {
-    // A reload may meet a socket that is just being opened: Chromium tells of it.
+  inFull("loads in all tabs that are reloaded at the same time", async () => {
+    // A reload may interrupt the opening of a socket, which Chromium reports.
     const page = await browser.page(server, "/jobs", { expected: [/WebSocket is closed before the connection is established/] });
-    const tabs = [page, await page.tab(`/jobs/${done.id}`), await page.tab("/jobs"), await page.tab(`/jobs/${done.id}`)];
+    const tabs = [page, await page.tab(`/jobs/${finished.id}`), await page.tab("/jobs"), await page.tab(`/jobs/${finished.id}`)];
     for (let round = 0; round < 3; round++) {
-      const answers = await Promise.all(tabs.map((tab) => tab.reload()));
-      assert.deepEqual(answers.map((answer) => answer.status()), [200, 200, 200, 200]);
+      const responses = await Promise.all(tabs.map((tab) => tab.reload()));
+      assert.deepEqual(responses.map((response) => response.status()), [200, 200, 200, 200]);
     }
-    for (const tab of tabs) await until("it is live", async () => (await tab.locator("#live").textContent()) === "live");
+    for (const tab of tabs) await until("the page is live", async () => (await tab.locator("#live").textContent()) === "live");
     assert.match(await page.locator("#rows").textContent(), /finished/);
     assert.equal(await state(tabs[1]), "succeeded");
     await page.end();
   });
 
-  test("shows the audit log without scrolling to its side, however long an address is", async () => {
+  test("shows the audit log without horizontal scrolling, also with a long path", async () => {
     await fetch(`${server.url}/api/v1/datasets/${"a-name-that-nobody-has-".repeat(8)}`, { method: "DELETE", headers: server.headers });
     const page = await browser.page(server, "/audit"), card = page.locator(".card.table");
-    await until("it is listed", async () => /a-name-that-nobody-has/.test(await card.textContent()));
+    await until("the request is listed", async () => /a-name-that-nobody-has/.test(await card.textContent()));
     const over = await card.evaluate((node) => node.scrollWidth - node.clientWidth);
-    assert.ok(over <= 0, `the last column stands ${over} pixels out of the card`);
-    assert.match(await card.innerText(), /this machine removed dataset a-name-that-nobody-has.*not done: 404/s);
+    assert.ok(over <= 0, `the table is ${over} pixels wider than the card`);
+    assert.match(await card.innerText(), /this machine removed dataset a-name-that-nobody-has.*not finished: 404/s);
     assert.match(await card.innerText(), /this machine submitted job finished/);
-    await picture(page, "audit");
+    await savePicture(page, "audit");
     await page.getByRole("link", { name: "datasets", exact: true }).last().click();
-    await until("only what concerns datasets is left", async () => { const words = await card.innerText(); return /removed dataset/.test(words) && !/submitted job/.test(words); });
+    await until("only entries of datasets are listed", async () => { const words = await card.innerText(); return /removed dataset/.test(words) && !/submitted job/.test(words); });
     await page.getByLabel("Who").fill("nobody-of-this-name");
     await page.getByRole("button", { name: "Filter" }).click();
     await page.getByText("No entry matches.").waitFor();
@@ -59,45 +59,45 @@ describe("every page", () => {
 });
 
 describe("the list", () => {
-  // One rank: with all cores taken, a browser without a GPU has too little left to draw.
-  test("changes in place, and its filter is in the address", async () => {
+  // The job has one rank: with all cores in use, a browser without a GPU would be too slow to draw.
+  test("changes in place, and keeps its filter in the URL", async () => {
     const page = await browser.page(server, "/jobs");
     const { id } = await server.submit({ name: "in the list", ranks: 1, train: { steps: 100_000 } });
     const row = page.locator(`tr[data-id="${id}"]`);
-    await until("the new job appears by itself", () => row.isVisible());
-    await until("and runs", async () => (await row.locator("[data-f=state]").textContent()) === "running");
-    const at = await until("and moves", async () => Number(await row.locator("progress").getAttribute("value")) || 0);
-    await until("and moves on", async () => Number(await row.locator("progress").getAttribute("value")) > at);
+    await until("the new job appears without a reload", () => row.isVisible());
+    await until("the job runs", async () => (await row.locator("[data-f=state]").textContent()) === "running");
+    const at = await until("the job has progress", async () => Number(await row.locator("progress").getAttribute("value")) || 0);
+    await until("the progress grows", async () => Number(await row.locator("progress").getAttribute("value")) > at);
     await page.locator("#filters [data-state=succeeded]").click();
-    await until("only what matches is left", async () => !(await row.isVisible()) && page.locator(`tr[data-id="${done.id}"]`).isVisible());
+    await until("only matching jobs are listed", async () => !(await row.isVisible()) && page.locator(`tr[data-id="${finished.id}"]`).isVisible());
     assert.equal(new URL(page.url()).searchParams.get("state"), "succeeded");
     await page.reload();
-    assert.equal(await row.isVisible(), false, "the address holds the filter");
+    assert.equal(await row.isVisible(), false, "the URL keeps the filter");
     await page.locator('#filters [data-state=""]').click();
     await page.keyboard.press("/");
     await page.keyboard.type("in the");
-    await until("the search narrows", async () => (await row.isVisible()) && !(await page.locator(`tr[data-id="${done.id}"]`).isVisible()));
+    await until("the search finds the job", async () => (await row.isVisible()) && !(await page.locator(`tr[data-id="${finished.id}"]`).isVisible()));
     assert.equal(new URL(page.url()).searchParams.get("q"), "in the");
     await page.keyboard.type(" moon");
-    await until("and says when nothing matches", () => page.locator("#none-match").isVisible());
+    await until("the list says that nothing matches", () => page.locator("#none-match").isVisible());
 
     const machines = await page.tab("/machines");
-    await until("its slots are shown as held", async () => (await machines.locator(".slots .busy").count()) === 1);
+    await until("the job's slot is shown as busy", async () => (await machines.locator(".slots .busy").count()) === 1);
     await server.ask(`/jobs/${id}/cancel`, {});
-    await until("and as free again", async () => (await machines.locator(".slots .busy").count()) === 0);
+    await until("the slot is free again", async () => (await machines.locator(".slots .busy").count()) === 0);
     await page.end();
   });
 });
 
 describe("a chart", () => {
-  test("tells values to the mouse and to the keyboard, zooms, and goes back", async () => {
-    const page = await browser.page(server, `/jobs/${done.id}`);
-    await until("it is drawn", async () => (await losses(page))["rank 1"]?.points === 40 && (await page.locator("#loss-note").textContent()) !== "");
+  test("shows values to mouse and keyboard, zooms in, and resets the zoom", async () => {
+    const page = await browser.page(server, `/jobs/${finished.id}`);
+    await until("the chart is drawn", async () => (await losses(page))["rank 1"]?.points === 40 && (await page.locator("#loss-note").textContent()) !== "");
     assert.equal(await page.locator("#loss-note").textContent(), "every point · 2 ranks");
     const chart = page.locator("#loss-chart"), box = await chart.boundingBox();
     await page.mouse.move(box.x + box.width / 2, box.y + box.height / 2);
     const tip = chart.locator(".tip");
-    await until("the tip tells both ranks", async () => /step \d+.*rank 0\s*\d.*rank 1\s*\d/s.test(await tip.textContent()));
+    await until("the tooltip shows both ranks", async () => /step \d+.*rank 0\s*\d.*rank 1\s*\d/s.test(await tip.textContent()));
 
     const drag = async (from, to) => {
       await page.mouse.move(box.x + box.width * from, box.y + 100);
@@ -115,7 +115,7 @@ describe("a chart", () => {
     await chart.focus();
     await page.keyboard.press("Home");
     await page.keyboard.press("ArrowRight");
-    await until("the keyboard hears values", async () => /step \d+.*rank 1 \d/.test(await chart.locator("[role=status]").textContent()));
+    await until("the values are announced", async () => /step \d+.*rank 1 \d/.test(await chart.locator("[role=status]").textContent()));
     await page.keyboard.press("+");
     assert.ok(await page.evaluate(() => window.lockstep.view.zoom));
     await page.keyboard.press("0");
@@ -131,7 +131,7 @@ describe("a chart", () => {
     await page.end();
   });
 
-  test("places a point at the time when its step ended, also when step times are buckets", async () => {
+  test("draws a point at the end time of its step, also when step times are in buckets", async () => {
     const page = await browser.page(server, "/jobs");
     const [exact, buckets] = await page.evaluate(async () => {
       const { Series } = await import("/static/chart/series.js"), { times, View } = await import("/static/chart/view.js");
@@ -149,7 +149,7 @@ describe("a chart", () => {
     await page.end();
   });
 
-  test("keeps peaks, gaps and totals when it merges points, and takes none twice", async () => {
+  test("keeps peaks, gaps and totals when it merges points, and ignores repeated points", async () => {
     const page = await browser.page(server, "/jobs");
     const found = await page.evaluate(async () => {
       const { MeanSeries, Series } = await import("/static/chart/series.js");
@@ -173,10 +173,10 @@ describe("a chart", () => {
       };
     });
     assert.ok(found.held <= 1024 && found.points === 100_000 && !found.exact, JSON.stringify(found));
-    assert.ok(found.widest <= 256, `one bucket holds ${found.widest} points: the run is not equally fine`);
+    assert.ok(found.widest <= 256, `a bucket has ${found.widest} points: the buckets differ in size`);
     assert.equal(found.last, 1);
     assert.deepEqual([found.peaks, found.wrong, found.gap], [1, 0, 10_000]);
-    assert.deepEqual(found.mean, [2, NaN], "a step counts once every rank has told its value");
+    assert.deepEqual(found.mean, [2, NaN], "the mean includes a step once each rank has reported the step");
     assert.deepEqual(found.smooth, [1, 1, 1], "smoothing has no bias at its start");
     await page.end();
   });

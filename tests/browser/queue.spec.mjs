@@ -1,9 +1,9 @@
-// The page of the queue: what waits, for what, and what is kept for whom. The agent is made up, so nothing trains meanwhile.
+// The page Queue: waiting jobs, their reasons, and slots that are kept for a job. The agent is simulated.
 
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
-import { join, spec } from "./agent.mjs";
-import { TWO_VIEWS, show } from "./looks.mjs";
+import { simulateAgent, spec } from "./agent.mjs";
+import { TWO_VIEWS, setView } from "./looks.mjs";
 import { Browser, TestServer, until } from "./test-server.mjs";
 
 const LONG = `large-${"with-a-very-long-name-".repeat(4)}`;
@@ -12,7 +12,7 @@ const jobs = {};
 const submit = async (name, ranks, changes = {}) => { jobs[name] = await server.ask("/jobs", { ...spec(name, ranks, 100), ...changes }); return jobs[name].id; };
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open({ agent: false, dataset: false }), Browser.open()]);
-  agent = await join(browser.chromium, server, 2);
+  agent = await simulateAgent(browser.chromium, server, 2);
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
@@ -20,69 +20,69 @@ const names = (page) => page.locator(".queue .q-name a").allTextContents();
 const row = (page, name) => page.locator(".queue tbody tr").filter({ has: page.locator(".q-name a", { hasText: name }) });
 
 describe("the queue", () => {
-  test("is empty, and fills and empties where it stands", async () => {
+  test("fills and empties without a reload", async () => {
     const page = await browser.page(server, "/queue");
     assert.ok(await page.getByRole("heading", { name: "Nothing waits" }).isVisible());
     assert.equal(await page.locator("#summary").textContent(), "0 jobs wait");
     assert.equal(await page.getByRole("navigation", { name: "Pages" }).getByRole("link", { name: "Queue" }).getAttribute("aria-current"), "page");
-    await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
+    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
     const running = await submit("running", 1);
-    await agent.evaluate((job) => window.it.attempt(job), running);
+    await agent.evaluate((job) => window.simulatedAgent.attempt(job), running);
     await submit(LONG, 2, { project: "vision" });
     await submit("small", 1);
-    await until("both appear by themselves, the large one first", async () => (await names(page)).join() === [LONG, "small"].join());
-    await until("it says what it waits for, and that a slot is kept", async () => /waits for 2 slots: 1 of 2 on "made-up" free.*1 slot kept/s.test(await row(page, LONG).locator(".q-reason").textContent()));
+    await until("both jobs appear, the large job first", async () => (await names(page)).join() === [LONG, "small"].join());
+    await until("the large job's row gives its reason and the kept slot", async () => /waits for 2 slots: 1 of 2 on "made-up" free.*1 slot kept/s.test(await row(page, LONG).locator(".q-reason").textContent()));
     assert.doesNotMatch(await row(page, "small").textContent(), /slots? kept/);
-    await until("for whom it is kept", async () => /1 of 2 on "made-up" free, kept for "large-/.test(await row(page, "small").locator(".q-reason").textContent()));
+    await until("the small job's row names the job that the slot is kept for", async () => /1 of 2 on "made-up" free, kept for "large-/.test(await row(page, "small").locator(".q-reason").textContent()));
     assert.equal(await page.locator("#summary").textContent(), "2 jobs wait · 1 slot kept");
     assert.match(await page.locator(".reservations li").textContent(), /made-up kept for large-.*: slot 1, and what else becomes free/);
     await submit("urgent", 1);
-    await until("it is the last", async () => (await names(page)).join() === [LONG, "small", "urgent"].join());
+    await until("the new job is the last", async () => (await names(page)).join() === [LONG, "small", "urgent"].join());
     const priority = page.getByLabel("Priority of urgent");
     await priority.fill("5");
     await priority.press("Enter");
-    // The kept slot goes to the one with the higher priority: it starts at once.
-    await agent.evaluate((job) => window.it.attempt(job), jobs.urgent.id);
-    await until("nothing is free", async () => /0 of 2/.test(await row(page, LONG).locator(".q-reason").textContent()));
-    await until("and nothing is kept but what becomes free", async () => /: what becomes free/.test(await page.locator(".reservations li").textContent()));
-    // Whoever is at a link stays there, on the very same one.
+    // The kept slot goes to the job with the higher priority, which starts immediately.
+    await agent.evaluate((job) => window.simulatedAgent.attempt(job), jobs.urgent.id);
+    await until("no slot is free", async () => /0 of 2/.test(await row(page, LONG).locator(".q-reason").textContent()));
+    await until("only slots that become free are kept", async () => /: what becomes free/.test(await page.locator(".reservations li").textContent()));
+    // The focused link stays the same element when the page is updated.
     const link = row(page, "small").getByRole("link");
     await link.focus();
     await link.evaluate((node) => { node.marked = true; });
     await row(page, LONG).getByRole("button", { name: /^Cancel large/ }).evaluate((button) => button.click());
     await page.getByRole("button", { name: "Cancel the job" }).click();
-    await until("what was cancelled goes", async () => (await names(page)).join() === "small");
+    await until("the cancelled job is gone", async () => (await names(page)).join() === "small");
     assert.equal(await page.evaluate(() => document.activeElement.marked), true);
     assert.equal(await row(page, "small").locator(".q-place").textContent(), "1");
     await link.press("Enter");
     await page.waitForURL(new RegExp(jobs.small.id));
     const banner = page.locator("#banner-link");
-    await until("its page leads back", async () => (await banner.textContent()) === "Queue");
+    await until("the job's page links to the queue", async () => (await banner.textContent()) === "Queue");
     await banner.click();
     await page.waitForURL(/\/queue$/);
     await server.ask(`/jobs/${jobs.small.id}/cancel`, {});
-    await until("nothing waits any more", () => page.getByRole("heading", { name: "Nothing waits" }).isVisible());
-    await agent.evaluate(async (job) => window.it.end(await window.it.attempt(job), 1), jobs.urgent.id);
+    await until("no job waits", () => page.getByRole("heading", { name: "Nothing waits" }).isVisible());
+    await agent.evaluate(async (job) => window.simulatedAgent.end(await window.simulatedAgent.attempt(job), 1), jobs.urgent.id);
     await until("a slot is free again", async () => (await server.job(jobs.urgent.id)).state === "succeeded");
     await page.end();
   });
 
-  test("is filtered by its address, and machines say for whom a slot is kept", async () => {
+  test("is filtered by its URL, and the page Machines names the job that a slot is kept for", async () => {
     await submit(LONG, 2, { project: "vision" });
     await submit("small", 1);
     const page = await browser.page(server, "/queue?project=vision");
-    await until("the one of the project is there", async () => (await names(page)).join() === LONG);
+    await until("the project's job is listed", async () => (await names(page)).join() === LONG);
     await page.getByRole("link", { name: "project vision" }).click();
-    await until("all are", async () => (await names(page)).join() === [LONG, "small"].join());
+    await until("all jobs are listed", async () => (await names(page)).join() === [LONG, "small"].join());
     for (const view of TWO_VIEWS) {
-      await show(page, view);
+      await setView(page, view);
       const over = await page.locator(".queue").evaluate((node) => node.scrollWidth - node.clientWidth);
       assert.ok(over <= 0, `the table is ${over} pixels too wide: ${view}`);
     }
     await page.goto(`${server.url}/queue?owner=nobody`);
     assert.ok(await page.getByRole("heading", { name: "No waiting job matches" }).isVisible());
     await page.goto(`${server.url}/machines`);
-    await until("the slot says so", async () => /kept for large-/.test(await page.locator('.slots [data-slot="1"]').textContent()));
+    await until("the slot names the job", async () => /kept for large-/.test(await page.locator('.slots [data-slot="1"]').textContent()));
     assert.match(await page.locator('.slots [data-slot="0"]').textContent(), /running/);
     await page.end();
   });

@@ -1,28 +1,28 @@
-// The page of a run that another program trains: its metrics as panels, its settings, and nothing of ranks and checkpoints.
+// The page of a run that another program trains: metrics as panels, settings, and no ranks or checkpoints.
 
 import assert from "node:assert/strict";
 import { after, before, test } from "node:test";
-import { isSound } from "./looks.mjs";
+import { assertViews } from "./looks.mjs";
 import { Browser, TestServer, until } from "./test-server.mjs";
 
 let server, browser;
 before(async () => { [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]); });
 after(async () => { await browser?.close(); await server?.close(); });
 
-/** Titles of the panels, and the number of points of each line. */
+/** Returns the titles of the panels, and the number of points of each line. */
 const panels = (page) => page.evaluate(() => [...document.querySelectorAll("#custom-grid .panel")].map((card) => {
   const lines = window.lockstep.charts[card.querySelector(".chart").dataset.chart].snapshot();
   return [card.querySelector("h3").textContent, lines.map((line) => line.points)];
 }));
 
-test("metrics of any name have panels, also those that come while the page is open", async () => {
+test("metrics of any name have panels, also metrics that arrive while the page is open", async () => {
   const run = await server.ask("/runs", { id: "r", name: "elsewhere", config: { lr: 0.1, net: { depth: 3 } } });
   const log = (first, values) => server.ask("/runs/r/records", { first, records: values.map((each, i) => ({ step: first + i, values: each })) });
   await log(1, [{ "train/loss": 2, "top 1, %": 10 }, { "train/loss": 1, "top 1, %": 20 }]);
   const file = `${server.url}/api/v1/runs/r/file?path=weights/model.safetensors`;
   assert.ok((await server.fetch(file, { method: "PUT", headers: server.headers, body: "0123456789" })).ok);
   const page = await browser.page(server, `/jobs/${run.id}`);
-  await until("its panels are drawn", async () => JSON.stringify(await panels(page)) === JSON.stringify([["top 1, %", [2]], ["train/loss", [2]]]));
+  await until("the job's panels are drawn", async () => JSON.stringify(await panels(page)) === JSON.stringify([["top 1, %", [2]], ["train/loss", [2]]]));
   assert.deepEqual(await page.locator(".own-settings dt").allTextContents(), ["lr", "net.depth"]);
   const link = page.locator('section[aria-labelledby="files-title"] a');
   assert.equal(await link.textContent(), "weights/model.safetensors");
@@ -30,10 +30,10 @@ test("metrics of any name have panels, also those that come while the page is op
   assert.equal(download.suggestedFilename(), "model.safetensors");
   for (const hidden of ["#ranks", "#checkpoint-table", "#loss-chart", "#pause", "#retry", "#evaluation-title"]) assert.equal(await page.locator(hidden).isVisible(), false, hidden);
   await log(3, [{ "train/loss": 0.5, constructor: 1 }]);
-  await until("the new one has a panel", async () => JSON.stringify(await panels(page)) === JSON.stringify([["top 1, %", [2]], ["train/loss", [3]], ["constructor", [1]]]));
+  await until("the new metric has a panel", async () => JSON.stringify(await panels(page)) === JSON.stringify([["top 1, %", [2]], ["train/loss", [3]], ["constructor", [1]]]));
   await until("the step is shown", async () => (await page.locator("#step").textContent()) === "3");
-  await isSound(page, "a run's page");
-  // The links that MLflow's client prints.
+  await assertViews(page, "a run's page");
+  // The links that MLflow's client prints lead to Lockstep's pages.
   await page.goto(`${server.url}/#/experiments/0/runs/${run.id}`);
   await page.waitForURL(new RegExp(`/jobs/${run.id}$`));
   await page.goto(`${server.url}/#/experiments/0`);

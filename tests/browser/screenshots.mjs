@@ -1,8 +1,8 @@
-// The pictures of README.md and docs/: a real server, real jobs on real pictures, every page in both themes and on a phone.
+// Takes the screenshots of README.md and docs/: a real server, real jobs on real pictures, every page in both themes and on a phone.
 //
 //   LOCKSTEP_BIN=target/release/lockstep node tests/browser/screenshots.mjs [DIRECTORY]
 //
-// WIDTH (1440): how wide the pages are that are not a phone's.
+// WIDTH (default 1440): width of pages in pixels, except on a phone.
 
 import { cp, mkdir, rm, writeFile } from "node:fs/promises";
 import { join } from "node:path";
@@ -13,7 +13,7 @@ const WIDE = { width: Number(process.env.WIDTH ?? 1440), height: 900 }, PHONE = 
 
 await mkdir(OUT, { recursive: true });
 const [server, browser] = await Promise.all([TestServer.open({ slots: 4, dataset: false }), Browser.open()]);
-// A path that says nothing of where the pictures were made.
+// A neutral path, as the screenshots show it.
 const DATA = "/tmp/fashion-mnist";
 try {
   await cp(new URL("../../assets/fashion-mnist", import.meta.url).pathname, DATA, { recursive: true });
@@ -22,14 +22,14 @@ try {
     name, model: { arch: "resnet20" }, data: { dataset: "fashion-mnist", validation: "test", crop_padding: 2, horizontal_flip: true },
     train: { epochs: 2, global_batch_size: 64, lr: 0.1, schedule: "one_cycle", weight_decay: 0.0005, ...train }, parallel: { ranks, device: "cpu" }, ...more,
   });
-  const over = (id) => until("it has finished", async () => (await server.job(id)).state === "succeeded", 540_000);
+  const untilFinished = (id) => until("the job has finished", async () => (await server.job(id)).state === "succeeded", 540_000);
   const first = await job("fashion-resnet20", 2, {}, { log: { histograms: 20 } });
   const others = [await job("low-lr", 2, { lr: 0.01, epochs: 1 }), await job("nesterov", 2, { optimizer: "nesterov", epochs: 1 })];
-  for (const { id } of [first, ...others]) await over(id);
+  for (const { id } of [first, ...others]) await untilFinished(id);
   await server.ask(`/jobs/${first.id}`, undefined);
   const send = async (method, path, body) => {
-    const answer = await fetch(`${server.url}/api/v1${path}`, { method, headers: { ...server.headers, "content-type": "application/json" }, body: JSON.stringify(body) });
-    if (!answer.ok) throw new Error(`${path}: ${await answer.text()}`);
+    const response = await fetch(`${server.url}/api/v1${path}`, { method, headers: { ...server.headers, "content-type": "application/json" }, body: JSON.stringify(body) });
+    if (!response.ok) throw new Error(`${path}: ${await response.text()}`);
   };
   await send("PATCH", `/jobs/${first.id}`, { tags: ["baseline"], notes: "one_cycle to 0.1" });
   for (const { id } of others) await send("PATCH", `/jobs/${id}`, { tags: ["sweep"] });
@@ -47,7 +47,7 @@ try {
     await page.end();
   };
   const drawn = (points) => async (page) => Object.values(await losses(page))[0]?.points > points;
-  await until("it runs", async () => (await server.job(running.id)).step > 60, 240_000);
+  await until("the job runs", async () => (await server.job(running.id)).step > 60, 240_000);
   for (const scheme of ["light", "dark"]) {
     await shot(`job-running-${scheme}`, `/jobs/${running.id}?smooth=0.6`, { scheme, clip: 1250, ready: drawn(60) });
     await shot(`jobs-${scheme}`, "/jobs", { scheme, ready: async (page) => (await page.locator("#rows tr").count()) === 5 && (await page.locator(".tag").count()) >= 3 });

@@ -1,5 +1,5 @@
-// The real binary with a data directory of its own, and a real Chromium that watches itself: an error on
-// a page's console, or a request that leaves the server, fails the test.
+// Starts the real server with its own data directory, and a real Chromium. A test fails if a page logs an error to
+// the console or sends a request to another host.
 
 import assert from "node:assert/strict";
 import { spawn } from "node:child_process";
@@ -16,27 +16,27 @@ export const BINARY = process.env.LOCKSTEP_BIN ?? join(ROOT, "target/debug/locks
 export const CHROMIUM = process.env.CHROMIUM ?? "/usr/bin/chromium";
 export const CHROMIUM_ARGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
   "--disable-component-update", "--disable-sync", "--disable-software-rasterizer", "--disable-smooth-scrolling"];
-const PATIENCE_MS = 120_000;
+const TIMEOUT_MS = 120_000;
 
 export const IS_FULL = process.env.LOCKSTEP_FULL !== undefined;
-/** A test that only `npm run full` runs: of a detail, of a rare layout, of what a quick test elsewhere covers as well. */
+/** A test that only `npm run full` runs: of a detail, of a rare layout, or of something that a quick test also covers. */
 export const inFull = IS_FULL ? test : () => {};
 
-/** Waits until `check` answers something true, and answers that; says what it waited for when it does not. Asks less often the longer it takes. */
-export async function until(what, check, patience = PATIENCE_MS) {
-  const end = Date.now() + patience;
+/** Waits until `check` returns a true value and returns this value. Fails with `what` after `timeout` milliseconds. Polls with growing pauses. */
+export async function until(what, check, timeout = TIMEOUT_MS) {
+  const end = Date.now() + timeout;
   let last, pause = 20;
   for (;;) {
     try { const found = await check(); if (found) return found; last = found; } catch (error) { last = error; }
-    if (Date.now() > end) assert.fail(`${what}: not within ${patience / 1000} s; last: ${last?.stack ?? JSON.stringify(last)}`);
+    if (Date.now() > end) assert.fail(`${what}: not within ${timeout / 1000} s; last: ${last?.stack ?? JSON.stringify(last)}`);
     await new Promise((done) => setTimeout(done, pause));
     pause = Math.min(pause * 1.3, 200);
   }
 }
 
-// Files are tested at the same time, by processes whose numbers are neighbours.
+// Test files run in parallel, in processes with neighbouring process ids.
 let ports = process.pid * 101;
-/** A port that nothing listens on, outside the range from which the system gives ports to clients: a server that is started again has it still. */
+/** Finds a free port outside the range of ephemeral ports, so that no client takes the port while a server restarts. */
 export const freePort = () => new Promise((done, failed) => {
   const attempt = (left) => {
     const port = 21_000 + (ports++ % 10_000), server = createServer();
@@ -45,10 +45,10 @@ export const freePort = () => new Promise((done, failed) => {
   attempt(1000);
 });
 
-/** A running server, its dataset registered. */
+/** A running server with a registered dataset. */
 export class TestServer {
-  /** Without an agent the tests make one up, in a page, and such a server asks nobody for a token unless `auth` says so. `dir`: a data
-   *  directory that there is; `close` removes it. */
+  /** Without an agent, tests simulate one in a page, and the server requires tokens only with `auth`. `dir`: an existing data directory;
+   *  `close` removes the directory. */
   static open(options = {}) { return new this().open(options); }
 
   async open({ dataset = true, agent = true, auth = agent, slots = 2, options = [], dir, port } = {}) {
@@ -62,12 +62,12 @@ export class TestServer {
     return this;
   }
 
-  /** How the tests' own requests go. */
+  /** Sends the tests' own requests. */
   fetch(url, options) { return fetch(url, options); }
 
   async start() {
     this.process = spawn(BINARY, ["serve", "--listen", `127.0.0.1:${this.port}`, "--data-dir", this.dir, ...(this.agent ? ["--cpu-slots", String(this.slots)] : ["--no-local-agent"]), ...(this.auth ? [] : ["--no-auth"]), ...this.options],
-      // A job that lasts until the test ends it sleeps for 40 ms in each step, and leaves the processors to the pages.
+      // A job that trains until the test cancels it sleeps for 40 ms in each step, which leaves the CPU to the pages.
       { stdio: ["ignore", "pipe", "pipe"], env: { LOCKSTEP_FAULT: "step:slow@100,step:slow@100", ...process.env } });
     for (const out of [this.process.stdout, this.process.stderr]) out.on("data", (text) => { this.output += text; });
     this.ended = new Promise((done) => this.process.once("exit", done));
@@ -78,35 +78,35 @@ export class TestServer {
       this.headers = { authorization: `Bearer ${this.token}` };
     }
     if (this.agent) {
-      await until("its machine has joined", async () => (await this.ask("/agents")).agents.some((a) => a.online));
+      await until("the server's machine has joined", async () => (await this.ask("/agents")).agents.some((a) => a.online));
       await this.yieldToBrowser();
     }
   }
 
-  /** Ranks take all cores, and inherit the priority of the agent's threads: pages and the server go first. */
+  /** Ranks use all cores. They inherit the priority of the agent's threads, which is lowered so that pages and the server run first. */
   async yieldToBrowser() {
     const { pid } = this.process;
-    // After a crash the machine is still online by its old agent when the server has not started the new one yet.
+    // After a crash, the old agent still counts as online when the server has not started the new agent yet.
     const [agent] = await until("the server has started its agent", async () => {
-      // Any thread of the server may have started it.
+      // Any thread of the server may have started the agent.
       const threads = await readdir(`/proc/${pid}/task`);
       const children = await Promise.all(threads.map((thread) => readFile(`/proc/${pid}/task/${thread}/children`, "utf8").catch(() => "")));
       return children.join(" ").match(/\d+/);
     });
-    for (const thread of await readdir(`/proc/${agent}/task`)) try { setPriority(Number(thread), 5); } catch { /* it has ended */ }
+    for (const thread of await readdir(`/proc/${agent}/task`)) try { setPriority(Number(thread), 5); } catch { /* the thread has ended */ }
   }
 
   async ask(path, body) {
-    const answer = await this.fetch(`${this.url}/api/v1${path}`, body === undefined ? { headers: this.headers }
+    const response = await this.fetch(`${this.url}/api/v1${path}`, body === undefined ? { headers: this.headers }
       : { method: "POST", headers: { ...this.headers, "content-type": "application/json" }, body: JSON.stringify(body) });
-    const content = await answer.json();
-    assert.ok(answer.ok, `${path}: ${answer.status} ${JSON.stringify(content)}`);
+    const content = await response.json();
+    assert.ok(response.ok, `${path}: ${response.status} ${JSON.stringify(content)}`);
     return content;
   }
 
   register() { return this.ask("/datasets", { name: "fashion-mnist", path: join(ROOT, "assets/fashion-mnist") }); }
 
-  /** A small job: `train` and the rest are laid over it. Its pictures are small too, so that it takes little of the processors. */
+  /** A small job with small pictures, which needs little CPU time. The arguments override its settings. */
   spec({ name = "small", train = {}, data = {}, ranks = 2, ...rest } = {}) {
     return {
       name, model: { arch: "resnet20" },
@@ -119,7 +119,7 @@ export class TestServer {
 
   job(id) { return this.ask(`/jobs/${id}`); }
 
-  /** At once, as a crash would: ranks and the agent live on. */
+  /** Kills the server as a crash would: ranks and the agent continue. */
   async crash() {
     this.process.kill("SIGKILL");
     await this.ended;
@@ -130,7 +130,7 @@ export class TestServer {
     let timer;
     await Promise.race([this.ended, new Promise((done) => { timer = setTimeout(done, 20_000); })]);
     clearTimeout(timer);
-    // Whatever still runs in this directory, should an orderly stop have missed it.
+    // Kills processes that still use this directory, if the orderly stop has left any.
     for (const pid of (await readdir("/proc")).filter((name) => /^\d+$/.test(name))) {
       const command = await readFile(`/proc/${pid}/cmdline`, "utf8").catch(() => "");
       if (command.includes(this.dir) && Number(pid) !== process.pid) try { process.kill(Number(pid), "SIGKILL"); } catch { /* gone */ }
@@ -139,7 +139,7 @@ export class TestServer {
   }
 }
 
-/** A browser whose pages fail the test for what they should not do. */
+/** A browser whose pages fail the test on console errors and requests to other hosts. */
 export class Browser {
   static async open() {
     const browser = new Browser();
@@ -150,10 +150,10 @@ export class Browser {
     return browser;
   }
 
-  /** A page at `path`. `expected`: console errors that the test provokes, such as an answer of 422. */
+  /** Opens a page at `path`. `expected`: patterns of console errors that the test provokes, such as a response of status 422. */
   async page(server, path, { expected = [], ...options } = {}) {
     const context = await this.chromium.newContext({ viewport: { width: 1440, height: 1000 }, reducedMotion: "reduce", ...options });
-    // To try a change of a script or a style without building: they come from the tree.
+    // With LOCKSTEP_STATIC, scripts and styles come from the source tree, so that a change needs no build.
     if (process.env.LOCKSTEP_STATIC) {
       await context.route("**/static/**", (route) => {
         const path = new URL(route.request().url()).pathname.replace(/\/v-[^/]+/, ""), page = path.match(/\/all\/(.*)$/)?.[1];
@@ -162,18 +162,18 @@ export class Browser {
       });
     }
     if (server.token) {
-      // The context has the cookie from then on, its pages and their sockets with it.
+      // The context keeps the cookie and sends it with its pages' requests and sockets.
       const { url } = await server.ask("/login-links", {});
       await context.request.get(url, { maxRedirects: 0 });
     }
-    // Another browser or a compiler may take both cores. An element that has gone is looked for less long than `until` waits, which asks again.
-    context.setDefaultTimeout(PATIENCE_MS / 4);
-    context.setDefaultNavigationTimeout(PATIENCE_MS);
+    // Another browser or a compiler may use both cores. The timeout of one look-up is shorter than that of `until`, which repeats it.
+    context.setDefaultTimeout(TIMEOUT_MS / 4);
+    context.setDefaultNavigationTimeout(TIMEOUT_MS);
     const page = await context.newPage();
     page.faults = [];
     this.watch(page, server, expected);
     page.tab = async (at) => { const tab = await context.newPage(); tab.faults = page.faults; this.watch(tab, server, expected); await tab.goto(server.url + at); return tab; };
-    page.end = async () => { await context.close(); assert.deepEqual(page.faults, [], "what pages did wrong"); };
+    page.end = async () => { await context.close(); assert.deepEqual(page.faults, [], "the page had no errors"); };
     await page.goto(server.url + path);
     return page;
   }
@@ -191,15 +191,15 @@ export class Browser {
 
 const PASSWORD = "a password of ten letters";
 
-/** Makes a person with this role, and signs it in by its password in a browser's context. */
+/** Creates a person with this role and signs the person in by password in a browser context. */
 export async function signIn(context, server, role) {
   const name = `${role}-${Date.now()}`;
   await server.ask("/people", { name, role, password: PASSWORD });
-  const answer = await context.request.post(`${server.url}/login`, { form: { name, password: PASSWORD }, headers: { origin: server.url }, maxRedirects: 0 });
-  assert.equal(answer.status(), 303, `signing in as ${role}`);
+  const response = await context.request.post(`${server.url}/login`, { form: { name, password: PASSWORD }, headers: { origin: server.url }, maxRedirects: 0 });
+  assert.equal(response.status(), 303, `signing in as ${role}`);
 }
 
-/** What the loss chart holds: `{ "rank 0": { points, step, value }, ... }`, over all attempts. */
+/** Returns the lines of the loss chart, summed over all attempts: `{ "rank 0": { points, step, value }, ... }`. */
 export const losses = (page) => page.evaluate(() => {
   const found = {};
   for (const { label, points, step, value, attempt } of window.lockstep?.charts.loss.snapshot() ?? []) {
@@ -209,7 +209,7 @@ export const losses = (page) => page.evaluate(() => {
   return found;
 });
 
-/** Pixels of the loss chart in each rank's colour. */
+/** Counts the pixels of the loss chart in the colours of ranks 0 and 1. */
 export const pixels = (page) => page.evaluate(async () => {
   const { palette } = await import("/static/chart/palette.js");
   const canvas = document.querySelector("#loss-chart canvas");

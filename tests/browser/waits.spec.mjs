@@ -1,128 +1,127 @@
-// What a page says of jobs that wait, and of those that wait again: place, reason, filter, and reasons in full where there is room.
-// Told by a made-up agent.
+// Pages of jobs that wait for a start or a restart: place, reason, filter, and the length of reasons. The agent is simulated.
 
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
-import { join, spec } from "./agent.mjs";
-import { fits } from "./looks.mjs";
+import { simulateAgent, spec } from "./agent.mjs";
+import { assertFits } from "./looks.mjs";
 import { Browser, TestServer, inFull, until } from "./test-server.mjs";
 
 const PATH = `/data/imagenet-subset/train/${"n01440764-with-a-long-name/".repeat(4)}n01440764_10026.JPEG`;
 let server, browser, agent;
 const jobs = {};
 const submit = async (name, ranks, more = {}) => { jobs[name] = await server.ask("/jobs", { ...spec(name, ranks, 600), ...more }); return jobs[name].id; };
-/** Attempt number `n` of a job. */
-const attempt = (id, n = 1) => agent.evaluate(([id, n]) => window.it.attempt(id, n), [id, n]);
-const report = (of, rank, events) => agent.evaluate(([of, rank, events]) => window.it.report(of, rank, events), [of, rank, events]);
-const begin = (of) => report(of, 0, [{ type: "running", total_steps: 600, steps_per_epoch: 100, start_step: 0 }]);
-const end = (of, how) => agent.evaluate(([of, how]) => window.it.say({ type: "report", attempt: of, source: "agent", first: 0, events: [{ type: "ended", ...how }] }), [of, how]);
+/** Waits for attempt number `n` of a job. */
+const startedAttempt = (id, n = 1) => agent.evaluate(([id, n]) => window.simulatedAgent.attempt(id, n), [id, n]);
+const report = (attempt, rank, events) => agent.evaluate(([attempt, rank, events]) => window.simulatedAgent.report(attempt, rank, events), [attempt, rank, events]);
+const begin = (attempt) => report(attempt, 0, [{ type: "running", total_steps: 600, steps_per_epoch: 100, start_step: 0 }]);
+const end = (attempt, how) => agent.evaluate(([attempt, how]) => window.simulatedAgent.say({ type: "report", attempt, source: "agent", first: 0, events: [{ type: "ended", ...how }] }), [attempt, how]);
 const killed = { how: "failed", retriable: true, reason: { code: "rank_killed", rank: 1, step: 300, signal: 9, words: "rank 1 was killed by signal 9 at step 300" } };
-const says = (page, selector, words) => until(`${selector} says ${words}`, async () => { const said = (await page.locator(selector).first().textContent()).replace(/\s+/g, " "); return words.test(said) || Promise.reject(new Error(said)); });
+const untilShows = (page, selector, words) => until(`${selector} shows ${words}`, async () => { const shown = (await page.locator(selector).first().textContent()).replace(/\s+/g, " "); return words.test(shown) || Promise.reject(new Error(shown)); });
 
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
-  agent = await join(browser.chromium, server, 2);
-  const first = await attempt(await submit("killed", 2));
+  agent = await simulateAgent(browser.chromium, server, 2);
+  const first = await startedAttempt(await submit("killed", 2));
   await begin(first);
   const next = await submit("urgent", 2, { priority: 5 });
   await end(first, killed);
-  await begin(await attempt(next));
+  await begin(await startedAttempt(next));
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
 describe("a job that starts again", () => {
-  test("says on its page where it stands in the queue and what it waits for, and how its last attempt ended", async () => {
+  test("shows on its page its place in the queue, its reason, and how its last attempt ended", async () => {
     const page = await browser.page(server, `/jobs/${jobs.killed.id}`);
-    const told = /Starting again, number 1 in the queue: waits for 2 slots: 0 of 2 on "made-up" free\. Before: rank 1 was killed by signal 9/;
-    await says(page, "#banner", told);
-    await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
-    await says(page, "#banner", told);
+    const banner = /Starting again, number 1 in the queue: waits for 2 slots: 0 of 2 on "made-up" free\. Before: rank 1 was killed by signal 9/;
+    await untilShows(page, "#banner", banner);
+    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
+    await untilShows(page, "#banner", banner);
     assert.equal(await page.locator("#banner-link").getAttribute("href"), "/queue");
-    // Another one comes before it: nothing of this job's own has changed.
+    // Another job overtakes, although no field of this job has changed.
     await submit("first", 2, { priority: 3 });
-    await says(page, "#banner", /number 2 in the queue/);
+    await untilShows(page, "#banner", /number 2 in the queue/);
     await server.ask(`/jobs/${jobs.first.id}/cancel`, {});
-    await says(page, "#banner", /number 1 in the queue/);
+    await untilShows(page, "#banner", /number 1 in the queue/);
     await page.end();
   });
 
-  test("is found by a filter of its own", async () => {
+  test("is found by the filter Restarting", async () => {
     const page = await browser.page(server, "/jobs");
     await page.locator("#filters").locator("[data-state=restarting]").click();
-    await until("it alone is listed", async () => (await page.locator("#rows tr").evaluateAll((rows) => rows.map((row) => row.dataset.id))).join() === jobs.killed.id);
+    await until("only the restarting job is listed", async () => (await page.locator("#rows tr").evaluateAll((rows) => rows.map((row) => row.dataset.id))).join() === jobs.killed.id);
     assert.equal(new URL(page.url()).searchParams.get("state"), "restarting");
     await page.locator("#filters").locator("[data-state=queued]").click();
     assert.equal(new URL(page.url()).searchParams.get("state"), "restarting,queued");
     const counts = () => page.locator("#filters [data-state]").allTextContents();
-    await until("each state has its number of jobs, whatever states are chosen", async () => { const all = await counts(); return all[0] === "all 3" && all.includes("running 1") && all.includes("restarting 1") && all.includes("cancelled 1") && all.includes("failed "); });
+    await until("each state shows its number of jobs, whatever states are selected", async () => { const all = await counts(); return all[0] === "all 3" && all.includes("running 1") && all.includes("restarting 1") && all.includes("cancelled 1") && all.includes("failed "); });
     await page.end();
   });
 });
 
 describe("a job that waits", () => {
-  test("gets another priority where it waits", async () => {
+  test("can get another priority on its page", async () => {
     const id = await submit("overtaken", 2, { priority: 1 }), page = await browser.page(server, `/jobs/${id}`, { expected: [/422/] });
     const field = page.locator(".title").getByLabel("Priority");
-    await says(page, "#banner", /number 1 in the queue/);
+    await untilShows(page, "#banner", /number 1 in the queue/);
     assert.equal(await field.inputValue(), "1");
     await field.fill("-5");
     await field.press("Enter");
-    await says(page, "#banner", /number 2 in the queue/);
-    await says(page, "#priority-status", /Saved/);
+    await untilShows(page, "#banner", /number 2 in the queue/);
+    await untilShows(page, "#priority-status", /Saved/);
     assert.equal((await server.job(id)).spec.priority, -5);
     await field.fill("5000");
     await field.press("Enter");
-    await says(page, "#priority-status", /from -1000 to 1000/);
+    await untilShows(page, "#priority-status", /from -1000 to 1000/);
     await page.getByRole("button", { name: "Cancel", exact: true }).click();
     await page.getByRole("button", { name: "Cancel the job" }).click();
-    await until("it is cancelled where it stands", async () => (await page.locator("#state").textContent()) === "cancelled");
+    await until("the open page shows the job as cancelled", async () => (await page.locator("#state").textContent()) === "cancelled");
     assert.ok(!await field.isVisible());
     await page.end();
   });
 });
 
 describe("a reason", () => {
-  inFull("comes before tags where there is not room for both", async () => {
+  inFull("has precedence over tags in a narrow row", async () => {
     const tags = ["a-tag-that-is-forty-characters-long-trul", "another-of-the-same-length-or-about-that"];
     const { id } = await server.ask("/jobs", { ...spec("tagged", 1, 600), tags });
     for (const width of [1024, 1440, 1920]) {
       const page = await browser.page(server, "/jobs", { viewport: { width, height: 1000 } }), row = page.locator(`tr[data-id="${id}"]`);
-      await until("it says what it waits for", async () => /waits for 1 slot/.test(await row.locator("[data-f=reason]").textContent()));
-      const told = await row.evaluate((tr) => {
+      await until("the row says what the job waits for", async () => /waits for 1 slot/.test(await row.locator("[data-f=reason]").textContent()));
+      const size = await row.evaluate((tr) => {
         const reason = tr.querySelector("[data-f=reason]"), room = tr.querySelector(".more-line").clientWidth;
         return { whole: [reason, ...reason.children].every((n) => n.scrollWidth <= n.clientWidth + 1), half: reason.clientWidth > room / 2 };
       });
-      assert.ok(told.whole || told.half, `at ${width}`);
+      assert.ok(size.whole || size.half, `at ${width}`);
       await page.end();
     }
     await server.ask(`/jobs/${id}/cancel`, {});
   });
 
-  test("is whole in the list where there is room for it", async () => {
+  test("is not cut in the list if it fits", async () => {
     await submit("waits", 2);
     for (const width of [390, 1440, 1920]) {
       const page = await browser.page(server, "/jobs?state=queued", { viewport: { width, height: 1000 } });
       const reason = page.locator(`tr[data-id="${jobs.waits.id}"] [data-f=reason]`);
-      await until("it says what it waits for", async () => /^place 2 in the queue · waits for 2 slots: 0 of 2 on "made-up" free$/.test(await reason.textContent()));
-      assert.equal(await reason.locator("*").count(), 0, "nothing is left out of its middle");
+      await until("the row says what the job waits for", async () => /^place 2 in the queue · waits for 2 slots: 0 of 2 on "made-up" free$/.test(await reason.textContent()));
+      assert.equal(await reason.locator("*").count(), 0, "the reason is not shortened");
       const cut = () => reason.evaluate((node) => [node, ...node.children].filter((n) => n.scrollWidth > n.clientWidth + 1 && getComputedStyle(n).display !== "inline").map((n) => `${n.className}: ${n.scrollWidth} in ${n.clientWidth}`));
       assert.deepEqual(await cut(), [], `at ${width}`);
-      await fits(page, `at ${width}`);
+      await assertFits(page, `at ${width}`);
       const apart = await page.locator(`tr[data-id="${jobs.waits.id}"]`).evaluate((row) => {
         const box = (name) => row.querySelector(`[data-f=${name}]`).getBoundingClientRect(), reason = box("reason");
         return ["name", "bar", "age"].filter((name) => { const b = box(name); return b.bottom > reason.top + 1 && b.top < reason.bottom - 1 && b.right > reason.left && b.left < reason.right; });
       });
-      assert.deepEqual(apart, [], `nothing lies over it at ${width}`);
+      assert.deepEqual(apart, [], `nothing overlaps the reason at ${width}`);
       await page.end();
     }
   });
 
-  inFull("has its long paths cut between two folders, and whole in the tooltip", async () => {
-    await end(await attempt(jobs.urgent.id), { how: "succeeded", step: 600 });
-    const of = await attempt(jobs.killed.id, 2);
-    await begin(of);
+  inFull("has long paths cut between two folders, and whole in the tooltip", async () => {
+    await end(await startedAttempt(jobs.urgent.id), { how: "succeeded", step: 600 });
+    const attempt = await startedAttempt(jobs.killed.id, 2);
+    await begin(attempt);
     const words = `${PATH} cannot be read: unexpected end of file`;
-    await end(of, { how: "failed", retriable: false, reason: { code: "dataset_unusable", words } });
+    await end(attempt, { how: "failed", retriable: false, reason: { code: "dataset_unusable", words } });
     const page = await browser.page(server, `/jobs/${jobs.killed.id}`), why = page.locator("#banner-why");
     const check = async () => {
       const shown = await why.textContent();
@@ -130,15 +129,15 @@ describe("a reason", () => {
       assert.ok(shown.split(" ")[0].length <= 48, shown);
       assert.equal(await why.getAttribute("title"), words);
     };
-    await until("it is told", async () => (await why.textContent()).includes("cannot be read"));
+    await until("the reason is shown", async () => (await why.textContent()).includes("cannot be read"));
     await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
     await check();
     const bare = await browser.page(server, `/jobs/${jobs.killed.id}`, { javaScriptEnabled: false });
     const html = bare.locator("#banner-why");
-    assert.deepEqual([await html.textContent(), await html.getAttribute("title")], [await why.textContent(), words], "the server writes the same");
+    assert.deepEqual([await html.textContent(), await html.getAttribute("title")], [await why.textContent(), words], "the server renders the same text");
     await bare.end();
     await page.setViewportSize({ width: 390, height: 800 });
-    await fits(page, "at 390");
+    await assertFits(page, "at 390");
     await page.end();
     await server.ask(`/jobs/${jobs.waits.id}/cancel`, {});
   });

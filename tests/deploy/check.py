@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""Checks deploy/, docker-compose.yml and the objects of `lockstep launch --with kubernetes`: Kubernetes' published schemas and the Compose
-specification, and that the commands in them, in their comments and in the pages are ones that the program has. Then it runs them. Run by tests/run, which installs what this imports (into target/schemas).
+"""Checks deploy/, docker-compose.yml and the objects of `lockstep launch --with kubernetes` against Kubernetes' published schemas and the Compose
+specification. Checks that the program has all commands in these files, their comments and the pages, and runs the commands. tests/run
+installs the imported packages (into target/schemas) and runs this script.
 
     PYTHONPATH=target/schemas python3 tests/deploy/check.py target/debug/lockstep
 """
@@ -24,7 +25,7 @@ KUBERNETES = "1.37"
 
 
 def documents():
-    """All objects, and those of them that have options in comments once more with these."""
+    """Yields all objects; files with commented-out options are yielded again with these options."""
     for path in sorted((ROOT / "deploy/kubernetes").glob("*.yaml")):
         text = path.read_text()
         for document in yaml.safe_load_all(text):
@@ -59,18 +60,18 @@ def check_kubernetes(program):
             mounted = {mount["name"] for mount in container["volumeMounts"]}
             claims = {claim["metadata"]["name"] for claim in document["spec"].get("volumeClaimTemplates", [])}
             assert mounted == {volume["name"] for volume in pod["volumes"]} | claims, f"{name}: {mounted}"
-    # The server twice: also with its options.
+    # The server's StatefulSet counts twice: with and without its options.
     assert kinds.count("StatefulSet") == 4, kinds
-    assert set(roles) == {"launch-role.yaml"}, f"nothing else here needs a role: {roles}"
+    assert set(roles) == {"launch-role.yaml"}, f"only a launch needs a role: {roles}"
     check_role()
-    # The schemas find what is wrong.
+    # The schemas find an unknown key.
     broken = copy.deepcopy(next(document for _, document in documents() if document["kind"] == "StatefulSet"))
     broken["spec"]["replicaz"] = 1
-    assert not is_valid(broken), "a key that Kubernetes does not know passes"
+    assert not is_valid(broken), "a key that is unknown to Kubernetes is accepted"
 
 
 def check_role():
-    """A launch makes, follows and removes a Job and what belongs to it; no rule says more, and none is for the whole cluster."""
+    """Checks that the role has only the rights that a launch needs, and none for the whole cluster."""
     role = next(document for _, document in documents() if document["kind"] == "Role")
     rights = {(group, resource): set(rule["verbs"]) for rule in role["rules"] for group in rule["apiGroups"] for resource in rule["resources"]}
     assert rights == {
@@ -82,7 +83,7 @@ def check_role():
 
 
 def check_launch(program):
-    """The objects that a launch makes, on CPU cores and on GPUs, from the template in deploy/ and from the smallest one."""
+    """Checks the objects of a launch on CPU cores and on GPUs, with the template of deploy/ and with a minimal template."""
     with tempfile.TemporaryDirectory() as folder:
         small = pathlib.Path(folder, "small.yaml")
         small.write_text("spec: {containers: [{name: a, image: b}]}")
@@ -91,10 +92,10 @@ def check_launch(program):
             job.write_text(f'[data]\ndataset = "x"\n[parallel]\nranks = 8\ndevice = "{device}"\n')
             for template in (small, ROOT / "deploy/kubernetes/launch-pod.yaml"):
                 command = [program, "launch", job, "--with", "kubernetes", "--template", template, "--dry-run"]
-                shown = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-                kinds = [item["kind"] for item in shown["items"]]
+                objects = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+                kinds = [item["kind"] for item in objects["items"]]
                 assert kinds == ["Job", "Service", "Secret"], kinds
-                for item in shown["items"]:
+                for item in objects["items"]:
                     assert is_valid(item), f"{template.name}, {device}: {item['kind']}"
 
 
@@ -102,14 +103,14 @@ def check_compose(program):
     path = ROOT / "docker-compose.yml"
     check = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
     subprocess.run([*check, str(path)], check=True)
-    wrong = subprocess.run([*check, "-"], input="services: {a: {imagge: x}}", text=True, capture_output=True)
-    assert wrong.returncode != 0, "a key that Compose does not know passes"
+    invalid = subprocess.run([*check, "-"], input="services: {a: {imagge: x}}", text=True, capture_output=True)
+    assert invalid.returncode != 0, "a key that is unknown to Compose is accepted"
     compose = yaml.safe_load(path.read_text())
     targets = {line.split()[-1] for line in (ROOT / "Dockerfile").read_text().splitlines() if " AS " in line}
     for name, service in compose["services"].items():
         assert service.get("profiles"), f"{name} has no profile"
         if "entrypoint" in service:
-            assert commands.check_text(program, name, "\n".join(service["command"])), f"{name} runs nothing"
+            assert commands.check_text(program, name, "\n".join(service["command"])), f"{name} runs no lockstep command"
         elif "command" in service:
             commands.check_command(program, name, service["command"])
         if "build" in service:

@@ -1,4 +1,4 @@
-"""The `lockstep` commands that comments and pages have, and whether the program has their subcommands and options."""
+"""Finds the `lockstep` commands in comments and pages, and checks that the program has their subcommands and options."""
 
 import functools
 import pathlib
@@ -7,7 +7,8 @@ import shlex
 import subprocess
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-# A line's beginning, or what runs it in a container or in a shell's list; elsewhere the word may be a namespace, a service or prose.
+# `begins` matches at the beginning of a line, after `--`, and after a separator of a shell's list. Elsewhere "lockstep" may be a namespace, a
+# service or prose.
 COMMAND = re.compile(r"(?P<begins>^(?:   *)?|-- |(?:&&|\|\||;|do|then) )?(?<![\w/.:=-])lockstep (?P<rest>\S.*?)(?= lockstep |$)", re.MULTILINE)
 
 
@@ -22,17 +23,18 @@ def subcommands(program, *words):
 
 
 def options(program, *words):
-    """The options of a command, by its help."""
+    """Returns the options that a command's help lists."""
     return set(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", "\n".join(re.findall(r"^ +(-.*)$", help_of(program, *words), re.MULTILINE))))
 
 
-def check_command(program, where, arguments, sure=True):
-    """Whether the program has this command with these options. One that may be no command at all (`sure`) is left out if it is unknown."""
+def check_command(program, where, arguments, is_certain=True):
+    """Fails if the program does not have this command with these options. Unless `is_certain`, an unknown command is ignored, as the text may be
+    prose. Returns the number of commands, 0 or 1."""
     words = []
     while len(words) < len(arguments) and arguments[len(words)] in subcommands(program, *words):
         words.append(arguments[len(words)])
     if not words:
-        assert not sure or arguments[:1] in ([], ["--help"], ["--version"]), f"{where}: lockstep has no command {arguments[0]}"
+        assert not is_certain or arguments[:1] in ([], ["--help"], ["--version"]), f"{where}: lockstep has no command {arguments[0]}"
         return 0
     takes_more = re.search(r" <(?!COMMAND)[A-Z|]+>(\.\.\.)?$", help_of(program, *words), re.MULTILINE)
     if subcommands(program, *words) and not takes_more and arguments[len(words) :]:
@@ -46,8 +48,8 @@ def check_command(program, where, arguments, sure=True):
     return 1
 
 
-def split(text):
-    """A command's words up to its end: a redirection, a pipe, the next command, a remark."""
+def split_command(text):
+    """Returns the words of a command up to a redirection, a pipe, the next command or a comment."""
     lexer = shlex.shlex(text, posix=True, punctuation_chars="<>|;&()")
     lexer.whitespace_split = True
     words = []
@@ -56,23 +58,23 @@ def split(text):
             if set(word) <= set("<>|;&()"):
                 break
             words.append(word)
-    except ValueError:  # An apostrophe of prose.
+    except ValueError:  # The text is prose with an apostrophe.
         words = text.split()
     return [word.rstrip(",.:") for word in words]
 
 
 def check_text(program, where, text):
-    """All commands of a text; their number."""
+    """Checks all commands of a text and returns their number."""
     lines = re.sub(r"\\\n\s*", " ", text).replace("`", "\n")
-    return sum(check_command(program, where, split(found["rest"]), found["begins"] is not None) for found in COMMAND.finditer(lines))
+    return sum(check_command(program, where, split_command(found["rest"]), found["begins"] is not None) for found in COMMAND.finditer(lines))
 
 
 def comments(text):
     return "\n".join(found[1] for found in re.finditer(r"(?:^|\s)#(.*)$", text, re.MULTILINE))
 
 
-def code(page):
-    """What a page has in blocks for a shell, and between single backticks."""
+def code_of(page):
+    """Returns the shell blocks of a page, and the code between single backticks."""
     blocks = re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     prose = re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL)
     return "\n".join([*blocks, *(" ".join(found.split()) for found in re.findall(r"`([^`]+)`", prose))])
@@ -81,17 +83,17 @@ def code(page):
 def check_all(program):
     checked = 0
     for path in [ROOT / "docker-compose.yml", ROOT / "Dockerfile", *sorted((ROOT / "deploy").rglob("*.yaml"))]:
-        # Keys, too: a shell's text in them.
+        # Checks comments, and values, which may be scripts.
         found = check_text(program, path.name, comments(path.read_text())) + check_text(program, path.name, re.sub(r"#.*", "", path.read_text()))
-        assert found or path.name == "Dockerfile", f"{path.name}: no command in it was found"
+        assert found or path.name == "Dockerfile", f"{path.name}: no command was found"
         checked += found
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
-        checked += check_text(program, path.name, code(path.read_text()))
-    # What is wrong is found.
-    for wrong in ("kubectl exec pod -- lockstep tokn create", "lockstep ca sho", "lockstep token create --scop agent > file", "x lockstep serve --lisen a"):
+        checked += check_text(program, path.name, code_of(path.read_text()))
+    # Wrong commands are found.
+    for text in ("kubectl exec pod -- lockstep tokn create", "lockstep ca sho", "lockstep token create --scop agent > file", "x lockstep serve --lisen a"):
         try:
-            check_text(program, "a comment", wrong)
+            check_text(program, "a comment", text)
         except AssertionError:
             continue
-        raise AssertionError(f"passes: {wrong}")
+        raise AssertionError(f"accepted: {text}")
     return checked

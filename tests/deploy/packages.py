@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tries the packages of deploy/package where nothing else is: no Rust, no other program on the PATH, no other Python package.
+"""Tests the packages of deploy/package in an empty environment: no Rust, no other program on the PATH, no other Python package.
 
     deploy/package && python3 tests/deploy/packages.py target/packages
 """
@@ -13,8 +13,8 @@ import tempfile
 
 from commands import ROOT
 
-# What the quick start of docs/python.md takes for granted: the bundled dataset, and a picture.
-BEFORE = """
+# Prepares what the quick start of docs/python.md assumes: the bundled dataset, and a picture.
+PREPARATION = """
 import base64, pathlib, lockstep
 with lockstep.Client() as client:
     client.register_bundled()
@@ -24,11 +24,11 @@ pathlib.Path("shoe.png").write_bytes(base64.b64decode(page["samples"][0]["png"])
 
 
 def run(command, folder, environment):
-    """The standard output of a command that sees these variables only."""
+    """Runs a command with only these environment variables and returns its standard output."""
     command = [str(word) for word in command]
-    done = subprocess.run(command, cwd=folder, env={"HOME": str(folder)} | environment, capture_output=True, text=True)
-    assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}{done.stderr}"
-    return done.stdout
+    result = subprocess.run(command, cwd=folder, env={"HOME": str(folder)} | environment, capture_output=True, text=True)
+    assert result.returncode == 0, f"{command}: {result.returncode}\n{result.stdout}{result.stderr}"
+    return result.stdout
 
 
 def check_program(program, folder):
@@ -48,16 +48,16 @@ def check_debian_package(package, folder):
     check_program(folder / "usr/bin/lockstep", folder)
     for name in ("man/man1/lockstep-serve.1.gz", "bash-completion/completions/lockstep", "doc/lockstep/copyright"):
         assert (folder / "usr/share" / name).stat().st_size > 500, name
-    # Debian has what it depends on.
+    # Debian has the package's dependencies.
     assert "Inst lockstep " in subprocess.run(["apt-get", "install", "--simulate", package], check=True, capture_output=True, text=True).stdout
 
 
 def check_wheel(wheel, folder):
     venv = folder / "venv"
-    outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True, env=outside)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True, env=environment)
     pip = [sys.executable, "-m", "pip", "--python", venv / "bin/python", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, wheel], check=True, env=outside)
+    subprocess.run([*pip, wheel], check=True, env=environment)
     program, environment = venv / "bin/lockstep", {"PATH": str(venv / "bin")}
     check_program(program, folder)
     # The last line has the accuracy.
@@ -72,10 +72,10 @@ def check_wheel(wheel, folder):
     with subprocess.Popen(serve, cwd=folder, env={"HOME": str(folder)} | environment, stdout=subprocess.PIPE, text=True) as server:
         try:
             environment["LOCKSTEP_SERVER"] = server.stdout.readline().split()[-1]
-            shown = run([venv / "bin/python", "-c", BEFORE + quick_start], folder, environment)
+            output = run([venv / "bin/python", "-c", PREPARATION + quick_start], folder, environment)
         finally:
             server.terminate()
-    assert "Ankle boot" in shown and (folder / "model.safetensors").stat().st_size > 1e6, shown
+    assert "Ankle boot" in output and (folder / "model.safetensors").stat().st_size > 1e6, output
 
 
 if __name__ == "__main__":
@@ -84,4 +84,4 @@ if __name__ == "__main__":
         [package] = packages.glob(pattern)
         with tempfile.TemporaryDirectory() as folder:
             check(package, pathlib.Path(folder))
-        print(package.name, "works where nothing else is")
+        print(package.name, "works in an empty environment")

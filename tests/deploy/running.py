@@ -1,8 +1,8 @@
-"""Runs what the manifests and the Compose file say, without Kubernetes and without Docker: their arguments, and the commands in their comments.
+"""Runs the containers' arguments and the commands in the comments of the manifests and the Compose file, without Kubernetes and Docker.
 
-Paths of containers are folders of a temporary one, and port 7070 is a free port. Commands of comments run in a real shell, in which `kubectl`
-and `docker` are this file: `exec` runs the command here, `create configmap` and `create secret` make the folder that a pod would see. What this
-does not show: images, users, volumes' owners, mounts, and the names that Kubernetes gives.
+The containers' paths are replaced by folders in a temporary folder, and port 7070 by a free port. Commands of comments run in a real shell, in
+which this file replaces `kubectl` and `docker`: `exec` runs the command on this machine, `create configmap` and `create secret` create the
+folder that a pod would mount. Not tested: images, users, owners of volumes, mounts, and names that Kubernetes chooses.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ import yaml
 
 from commands import ROOT
 
-# Starting a server or an agent on a busy machine.
-PATIENCE_SECS = 60
+# Enough for the start of a server or an agent on a busy machine.
+TIMEOUT_SECS = 60
 
 
 class Containers:
-    """Programs with the arguments of containers, and what they see as /data, /agent and so on."""
+    """Programs that run with the arguments of containers, with a folder for each of the containers' paths /data, /agent and so on."""
 
     def __init__(self, program, folder):
         self.program, self.folder = program, pathlib.Path(folder)
@@ -37,22 +37,22 @@ class Containers:
             self.port = free.getsockname()[1]
         self.processes = []
 
-    def here(self, text, container):
-        """A container's text with this machine's paths and port."""
+    def localize(self, text, container):
+        """Replaces a container's paths and port by those of this machine."""
         text = re.sub(r"(?<![\w./-])/(data|agent|ca|tokens|datasets)\b", rf"{self.folder}/{container}/\1", text)
         return text.replace(":7070", f":{self.port}")
 
     def start(self, container, arguments, environment):
         for name in ("data", "datasets"):
             pathlib.Path(self.folder, container, name).mkdir(parents=True, exist_ok=True)
-        arguments = [self.here(argument, container) for argument in arguments]
-        environment = clean() | {name: self.here(value, container) for name, value in environment.items()}
+        arguments = [self.localize(argument, container) for argument in arguments]
+        environment = clean_environment() | {name: self.localize(value, container) for name, value in environment.items()}
         log = open(self.folder / f"{container}.log", "w")
         self.processes.append(subprocess.Popen([self.program, *arguments], env=environment, stdout=log, stderr=log, cwd=self.folder))
         return self.processes[-1]
 
     def shell(self, script):
-        """Runs the commands of a comment as they are there."""
+        """Runs the commands of a comment unchanged."""
         stubs = self.folder / "stubs"
         stubs.mkdir(exist_ok=True)
         for name in ("kubectl", "docker"):
@@ -62,27 +62,27 @@ class Containers:
         work = self.folder / "work"
         work.mkdir(exist_ok=True)
         variables = {"PATH": f"{stubs}:{os.environ['PATH']}", "DEPLOY_PORT": str(self.port), "DEPLOY_PROGRAM": self.program}
-        done = subprocess.run(["sh", "-ec", script], env=clean() | variables, cwd=work, capture_output=True, text=True)
-        assert done.returncode == 0, f"{script}\n{done.stdout}{done.stderr}"
-        return done.stdout
+        result = subprocess.run(["sh", "-ec", script], env=clean_environment() | variables, cwd=work, capture_output=True, text=True)
+        assert result.returncode == 0, f"{script}\n{result.stdout}{result.stderr}"
+        return result.stdout
 
     def get(self, server, path, name="127.0.0.1"):
-        """What the server answers on loopback to who asks for it by this name and trusts its CA alone."""
-        trust = ssl.create_default_context(cafile=self.folder / server / "data/ca/ca.crt")
-        with socket.create_connection(("127.0.0.1", self.port), 10) as plain, trust.wrap_socket(plain, server_hostname=name) as stream:
+        """Requests a path over loopback under this host name, trusting only the server's CA. Returns status and body."""
+        context = ssl.create_default_context(cafile=self.folder / server / "data/ca/ca.crt")
+        with socket.create_connection(("127.0.0.1", self.port), 10) as plain, context.wrap_socket(plain, server_hostname=name) as stream:
             token = (self.folder / server / "data/token").read_text().strip()
             stream.sendall(f"GET {path} HTTP/1.0\r\nHost: {name}:{self.port}\r\nAuthorization: Bearer {token}\r\n\r\n".encode())
             head, _, body = b"".join(iter(lambda: stream.recv(65536), b"")).partition(b"\r\n\r\n")
         return int(head.split()[1]), body
 
     def until(self, what, process, is_so):
-        deadline = time.monotonic() + PATIENCE_SECS
+        deadline = time.monotonic() + TIMEOUT_SECS
         while True:
-            assert process.poll() is None, f"{what}: it ended\n{self.logs()}"
+            assert process.poll() is None, f"{what}: the process has ended\n{self.logs()}"
             with contextlib.suppress(OSError):
                 if is_so():
                     return
-            assert time.monotonic() < deadline, f"{what}: not in {PATIENCE_SECS} s\n{self.logs()}"
+            assert time.monotonic() < deadline, f"{what}: not in {TIMEOUT_SECS} s\n{self.logs()}"
             time.sleep(0.05)
 
     def online(self, server, agent):
@@ -92,15 +92,15 @@ class Containers:
     def logs(self):
         return "\n".join(log.read_text() for log in sorted(self.folder.glob("*.log")))
 
-    def end(self):
+    def stop(self):
         for process in reversed(self.processes):
             process.send_signal(signal.SIGTERM)
-            assert process.wait(PATIENCE_SECS) == 0, f"{process.args}: {process.returncode}\n{self.logs()}"
+            assert process.wait(TIMEOUT_SECS) == 0, f"{process.args}: {process.returncode}\n{self.logs()}"
         self.processes = []
 
 
-def clean():
-    """This environment without what would lead commands elsewhere."""
+def clean_environment():
+    """Returns the environment without variables that would lead commands to another server."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("LOCKSTEP_", "AWS_"))}
 
 
@@ -110,20 +110,20 @@ def containers(program):
         running = Containers(str(pathlib.Path(program).resolve()), folder)
         try:
             yield running
-            running.end()
+            running.stop()
         finally:
             for process in running.processes:
                 process.kill()
 
 
 def script(path, begins):
-    """The commands in the comments of a file: indented lines that begin so, or are part of a shell's loop."""
+    """Returns the commands in a file's comments: indented lines that begin with the pattern `begins`, or belong to a shell's loop."""
     lines = re.findall(r"^#   +(.*)$", path.read_text(), re.MULTILINE)
     return "\n".join(line for line in lines if re.match(rf"({begins}|for|done)\b", line))
 
 
-def plain(value):
-    """What Compose makes of a value when no variable is set."""
+def expand(value):
+    """Returns a value as Compose expands it if no variable is set."""
     return re.sub(r"\$\{\w+:?-([^}]*)\}", r"\1", value).replace("$$", "$")
 
 
@@ -139,13 +139,13 @@ def check_kubernetes(program):
         server = running.start("lockstep-0", container["args"], {each["name"]: each["value"] for each in container["env"]})
         probe = container["readinessProbe"]["httpGet"]
         running.until("server", server, lambda: running.get("lockstep-0", probe["path"])[0] == 200)
-        # By the name of its service, for which its certificate has to be.
+        # The server's certificate must also be valid for the name of its service.
         assert running.get("lockstep-0", probe["path"], "lockstep")[0] == 200
         write_pictures(running.folder / "lockstep-0/datasets/flowers")
         commands = script(folder / "server.yaml", "kubectl")
         (running.folder / "work").mkdir()
         (running.folder / "work/server.env").write_text("LOCKSTEP_DATABASE=postgres://lockstep@postgres/lockstep\n")
-        # Datasets are looked at by an agent, which is not there yet.
+        # A dataset is inspected by an agent, which has not joined yet.
         dataset = next(line for line in commands.splitlines() if "dataset add" in line)
         link = running.shell(commands.replace(dataset, ""))
         assert f"https://lockstep:{running.port}/login?code=" in link, link
@@ -158,9 +158,9 @@ def check_kubernetes(program):
                 "ca": running.folder / "work/configmap" / volumes["ca"]["configMap"]["name"],
                 "tokens": running.folder / "work/secret" / volumes["tokens"]["secret"]["secretName"],
             }
-            for mount, made in objects.items():
-                shutil.copytree(made, running.folder / name / mount)
-            # The name of the service is not known here.
+            for mount, source in objects.items():
+                shutil.copytree(source, running.folder / name / mount)
+            # The name of the service cannot be resolved on this machine.
             arguments = [each.replace("$(POD_NAME)", name).replace("//lockstep:", "//127.0.0.1:") for each in pod["containers"][0]["args"]]
             environment = {each["name"]: each["value"] for each in pod["containers"][0]["env"] if "value" in each}
             agent = running.start(name, arguments, environment)
@@ -169,7 +169,7 @@ def check_kubernetes(program):
 
 
 def write_pictures(folder):
-    """Two classes of two pictures each, of one pixel."""
+    """Writes two classes of two pictures each, of one pixel."""
     for split in ("train", "val"):
         for each in ("rose", "tulip"):
             (folder / split / each).mkdir(parents=True)
@@ -178,31 +178,31 @@ def write_pictures(folder):
 
 
 def check_compose(program):
-    """The cluster, with SQLite in place of Postgres."""
+    """Runs the profile `cluster` with SQLite in place of Postgres."""
     services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
     with containers(program) as running:
-        server = running.start("server", [plain(each) for each in services["server"]["command"]], {})
-        health = [running.here(each, "server") for each in services["server"]["healthcheck"]["test"][1:]]
+        server = running.start("server", [expand(each) for each in services["server"]["command"]], {})
+        health = [running.localize(each, "server") for each in services["server"]["healthcheck"]["test"][1:]]
         assert health[0] == "lockstep", health
-        running.until("server", server, lambda: subprocess.run([program, *health[1:]], env=clean(), capture_output=True).returncode == 0)
-        # What `join` and an agent have as /agent is one volume; its /data is the server's.
+        running.until("server", server, lambda: subprocess.run([program, *health[1:]], env=clean_environment(), capture_output=True).returncode == 0)
+        # `join` and the agent share the volume /agent; `join` uses the server's volume as /data.
         (running.folder / "server/agent").mkdir()
         join = services["join"]
-        text = "\n".join(running.here(plain(each), "server") for each in join["command"])
+        text = "\n".join(running.localize(expand(each), "server") for each in join["command"])
         stubs = running.folder / "stubs"
         stubs.mkdir()
         (stubs / "lockstep").symlink_to(running.program)
         tokens = []
         for _ in range(2):
-            subprocess.run([*join["entrypoint"], text], env=clean() | {"PATH": f"{stubs}:{os.environ['PATH']}"}, check=True, capture_output=True)
+            subprocess.run([*join["entrypoint"], text], env=clean_environment() | {"PATH": f"{stubs}:{os.environ['PATH']}"}, check=True, capture_output=True)
             tokens.append((running.folder / "server/agent/cpu-agent").read_text())
-        assert tokens[0] and tokens[0] == tokens[1], "a token is made once"
+        assert tokens[0] and tokens[0] == tokens[1], "the token is created once"
         (running.folder / "cpu-agent").mkdir()
         (running.folder / "cpu-agent/agent").symlink_to(running.folder / "server/agent")
-        environment = {name: plain(value) for name, value in services["cpu-agent"]["environment"].items()}
+        environment = {name: expand(value) for name, value in services["cpu-agent"]["environment"].items()}
         agent = running.start("cpu-agent", services["cpu-agent"]["command"], environment)
         running.until("cpu-agent", agent, lambda: running.online("server", "cpu-agent"))
-        # Another machine's agent, by the comment's commands; the comment names it node-2.
+        # Starts the agent of another machine by the commands of the comment, which names it node-2.
         commands = script(ROOT / "docker-compose.yml", "docker compose --profile cluster exec|mkdir")
         assert f"https://127.0.0.1:{running.port}/login?code=" in running.shell(commands)
         (running.folder / "agent").mkdir()
@@ -218,7 +218,7 @@ def check_running(program):
 
 
 def stub(tool, arguments):
-    """What the comments' kubectl and docker do here."""
+    """Replaces the kubectl and docker of comments."""
     running = Containers.__new__(Containers)
     running.folder, running.port = pathlib.Path.cwd().parent, int(os.environ["DEPLOY_PORT"])
     if tool == "docker":
@@ -231,10 +231,10 @@ def stub(tool, arguments):
             assert separator == "--", arguments
         elif arguments[0] == "create" and arguments[1] in ("configmap", "secret"):
             name = arguments[3] if arguments[1] == "secret" else arguments[2]
-            made = pathlib.Path(arguments[1], name)
-            made.mkdir(parents=True)
+            folder = pathlib.Path(arguments[1], name)
+            folder.mkdir(parents=True)
             for option in (each for each in arguments if each.startswith("--from-")):
-                shutil.copy(option.split("=")[1], made)
+                shutil.copy(option.split("=")[1], folder)
             return
         elif arguments[0] == "apply":
             assert (ROOT / arguments[2]).is_file(), arguments
@@ -243,7 +243,7 @@ def stub(tool, arguments):
             assert arguments[:2] == ["create", "namespace"], arguments
             return
     assert command[0] == "lockstep", command
-    os.execv(os.environ["DEPLOY_PROGRAM"], [running.here(each, container) for each in command])
+    os.execv(os.environ["DEPLOY_PROGRAM"], [running.localize(each, container) for each in command])
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""ResNet-18 with the 3x3 stem on CIFAR-10 with the recipe of PyTorch's side (one cycle to lr 0.4, batch 512,
-label smoothing 0.1, crop and flip), by `lockstep train`; appends a line of JSON.
+"""Trains ResNet-18 with the 3x3 stem on CIFAR-10 with the recipe of PyTorch's counterpart (one cycle to lr 0.4, batch 512,
+label smoothing 0.1, crop and flip) by `lockstep train`, and appends a line of JSON.
 
     python3 accuracy.py --program lockstep --pictures cifar-10-batches-bin --work /tmp --out accuracy.jsonl \\
         --epochs 10 --seed 1

@@ -1,7 +1,7 @@
-"""The same ResNet-50 job on CPU cores, on one GPU and on several, with micro-batches, a ragged last batch and batch norm
-synchronised: the mean loss of every step has to be the CPU engine's, up to the rounding of the format. With the
-default settings in every format, and with `train.deterministic`; on several GPUs with statistics through the GPUs'
-memory and through NCCL.
+"""Compares the losses of the same ResNet-50 job on CPU cores, on one GPU and on several, with micro-batches, a smaller last
+batch and synchronised batch norm. The mean loss of every step must equal the CPU engine's, up to the rounding of the
+format. Runs every format with the default settings, and some with `train.deterministic`; on several GPUs, batch norm's
+statistics go through the GPUs' memory and through NCCL.
 
     python3 agree.py --program lockstep --pictures data/fashion-mnist --work /tmp --ranks 2
 """
@@ -15,7 +15,7 @@ import struct
 import subprocess
 import sys
 
-from losses import FIRST, MOST, log, means
+from losses import FIRST_STEPS, MAX_DIFFERENCE, log, mean_losses
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--program", required=True)
@@ -25,17 +25,17 @@ parser.add_argument("--ranks", type=int, required=True)
 parser.add_argument("--device", default="cuda")
 parser.add_argument("--steps", type=int, default=10)
 a = parser.parse_args()
-# Of which a tenth is held out: four steps of 192 and one of 60, ranks of which may have different numbers of pictures.
+# A tenth is held out, which leaves four steps of 192 pictures and one of 60, whose ranks may have different numbers of pictures.
 PICTURES = 920
-# Over ranks, by the environment that asks for it: what the log says of the way that statistics take.
-WAYS = {
+# How batch norm's statistics are exchanged: the environment that selects it, and the line of the log that confirms it.
+EXCHANGES = {
     "memory": ({}, "through the GPUs' memory"),
     "nccl": ({"LOCKSTEP_NO_PEER_MEMORY": "1"}, "batch norm's statistics go through NCCL"),
 }
 
 
 def first_pictures():
-    """A folder with the first of the pictures."""
+    """Writes the first PICTURES pictures to a folder and returns the folder."""
     folder = (pathlib.Path(a.work) / "agree-pictures").resolve()
     folder.mkdir(parents=True, exist_ok=True)
     for kind, dimensions in (("images-idx3", 3), ("labels-idx1", 1)):
@@ -49,8 +49,8 @@ def first_pictures():
     return folder
 
 
-def losses(name, device, ranks, precision="fp32", deterministic=False, way=None):
-    """The mean over all ranks of each step's loss; a rank without pictures in a step has none."""
+def losses(name, device, ranks, precision="fp32", deterministic=False, exchange=None):
+    """Trains the job and returns the mean over all ranks of each step's loss."""
     folder = pathlib.Path(a.work) / f"agree-{name}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -82,41 +82,41 @@ every_epochs = 0
 [log]
 every_steps = 1
 """)
-    environment, words = WAYS[way] if way else ({}, "")
+    environment, line = EXCHANGES[exchange] if exchange else ({}, "")
     command = [a.program, "train", str(folder / "job.toml"), "--out", str(folder / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
+    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
     texts = [log(folder, rank) for rank in range(ranks)]
-    if done.returncode != 0:
-        sys.exit(f"{name}: {done.stdout[-1000:]}{done.stderr[-1000:]}{texts[0][-1000:]}")
-    if words not in texts[0]:
-        sys.exit(f"{name}: the log does not say {words!r}\n{texts[0][-1000:]}")
-    mean = means(texts, a.steps, name)
+    if result.returncode != 0:
+        sys.exit(f"{name}: {result.stdout[-1000:]}{result.stderr[-1000:]}{texts[0][-1000:]}")
+    if line not in texts[0]:
+        sys.exit(f"{name}: the log does not contain {line!r}\n{texts[0][-1000:]}")
+    mean = mean_losses(texts, a.steps, name)
     shutil.rmtree(folder)
     return mean
 
 
-def show(name, values, note=""):
+def print_losses(name, values, note=""):
     print(f"{name}:", " ".join(f"{x:.4f}" for x in values), note, flush=True)
 
 
-wanted = losses("cpu", "cpu", 1)
-show("CPU", wanted)
+expected = losses("cpu", "cpu", 1)
+print_losses("CPU", expected)
 if a.device == "cuda":
     cases = [("fp32", False), ("fp32", True), ("fp16", False), ("bf16", False), ("fp16", True)]
     runs = [(p, d, 1, None) for p, d in cases]
-    runs += [(p, d, a.ranks, way) for p, d in cases for way in WAYS if a.ranks > 1]
+    runs += [(p, d, a.ranks, exchange) for p, d in cases for exchange in EXCHANGES if a.ranks > 1]
 else:
     runs = [("fp32", False, a.ranks, None)]
-wrong = []
-for precision, deterministic, ranks, way in runs:
-    name = "-".join([a.device, str(ranks), precision, "deterministic" if deterministic else "default", way or "alone"])
-    found = losses(name, a.device, ranks, precision, deterministic, way)
-    # The ragged step's own loss is a mean over ranks of different numbers of pictures; what it does to the weights shows in
-    # the steps after it.
-    apart = [(step, abs(x - y) / y) for step, (x, y) in enumerate(zip(found, wanted), 1) if step % 5]
-    parts = [max((x for step, x in apart if (step <= FIRST) == first), default=0) for first in (True, False)]
-    show(name, found, "at most {:.1e} apart, later {:.1e}".format(*parts))
-    for far, most in zip(parts, MOST[precision]):
-        if not far < most:
-            wrong.append(f"{name}: {far:.1e} apart, more than {most}")
-sys.exit("\n".join(wrong) or 0)
+problems = []
+for precision, deterministic, ranks, exchange in runs:
+    name = "-".join([a.device, str(ranks), precision, "deterministic" if deterministic else "default", exchange or "alone"])
+    found = losses(name, a.device, ranks, precision, deterministic, exchange)
+    # The loss of each fifth step, which is smaller, is a mean over ranks with different numbers of pictures, so it is not compared. Its
+    # effect on the weights shows in the following steps.
+    differences = [(step, abs(x - y) / y) for step, (x, y) in enumerate(zip(found, expected), 1) if step % 5]
+    parts = [max((x for step, x in differences if (step <= FIRST_STEPS) == first), default=0) for first in (True, False)]
+    print_losses(name, found, "at most {:.1e} apart, later {:.1e}".format(*parts))
+    for difference, limit in zip(parts, MAX_DIFFERENCE[precision]):
+        if not difference < limit:
+            problems.append(f"{name}: losses differ by {difference:.1e}, more than {limit}")
+sys.exit("\n".join(problems) or 0)

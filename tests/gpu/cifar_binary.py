@@ -1,4 +1,4 @@
-"""CIFAR-10's pictures from PyTorch tensors (`train.pt`, `test.pt`) into CIFAR-10's own binary files.
+"""Converts CIFAR-10 from PyTorch tensors (`train.pt`, `test.pt`) to CIFAR-10's binary format.
 
     python3 cifar_binary.py cifar10 cifar-10-batches-bin
 """
@@ -15,7 +15,7 @@ into.mkdir(parents=True, exist_ok=True)
 
 def write(split, names):
     data = torch.load(source / f"{split}.pt")
-    # A record: the label, then the planes of red, green and blue.
+    # A record has the label, then the planes of red, green and blue.
     pixels = data["images"].permute(0, 3, 1, 2).reshape(len(data["labels"]), -1).numpy()
     records = numpy.concatenate([data["labels"].numpy().astype(numpy.uint8)[:, None], pixels], axis=1)
     # The tensors are sorted by class; the files of CIFAR-10 are not.

@@ -1,5 +1,5 @@
 """Trains a recipe for CIFAR-10 by `lockstep train`, once for each seed. Prints a line of JSON for each seed, then the mean and the
-standard deviation. PyTorch's side is `torch_cifar94.py` for `cifar-94`, and `torch_tta.py` (24 epochs with SGD) for `cifar-fast`.
+standard deviation. PyTorch's counterpart is `torch_cifar94.py` for `cifar-94`, and `torch_tta.py` (24 epochs with SGD) for `cifar-fast`.
 
     python3 cifar_recipes.py --recipe cifar-94 --program lockstep --pictures cifar-10-batches-bin --work /tmp --seeds 50
 """
@@ -15,11 +15,11 @@ import sys
 import watched
 
 
-# The network of each recipe, and the pictures of a step.
+# The network of each recipe, and the pictures per step.
 RECIPES = {"cifar-94": ('arch = "cifarnet"', 2000), "cifar-fast": ('arch = "resnet18"\nstem = "cifar"', 1024)}
 
 
-def summary(side, recipe, rows):
+def print_summary(side, recipe, rows):
     """Prints the mean and the standard deviation of accuracies, and the median of training seconds, as a line of JSON."""
     accuracy, secs = [row["accuracy"] for row in rows], [row["train_secs"] for row in rows if row["train_secs"] is not None]
     spread = statistics.stdev(accuracy) if len(accuracy) > 1 else 0.0
@@ -77,7 +77,7 @@ every_steps = 1
         rows.append(row)
         print(json.dumps(row), flush=True)
         shutil.rmtree(home)
-    summary("lockstep", a.recipe, rows)
+    print_summary("lockstep", a.recipe, rows)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""From submission to files, and what must hold when ranks die: a real server, agent and ranks on GPUs, or
-on CPU cores (`--device cpu`) to try the script itself.
+"""End-to-end scenarios, from submission to files, and recovery from killed ranks: a real server, agent and ranks on GPUs, or
+on CPU cores (`--device cpu`) to test the script itself.
 
     python3 tests/gpu/e2e.py --program target/release/lockstep --dataset assets/fashion-mnist \\
         --device cuda --ranks 4 --out out [SCENARIO ...]
 
-Every scenario starts a server of its own. Ends with status 0 if all held; a line a scenario goes to
+Every scenario starts its own server. The exit status is 0 if all scenarios pass. Appends a line per scenario to
 `OUT/results.tsv`.
 """
 
@@ -22,13 +22,13 @@ import tempfile
 import time
 import traceback
 
-from gang import gang as over_two_agents
+from gang import gang as run_gang
 from test_server import Failure, TestServer, expect, gpu_memory, wait
 
-# What a driver keeps for itself grows a little when a GPU is first used.
+# The driver's own memory grows a little when a GPU is first used.
 SLACK_MIB = 64
-# Of files brought back.
-SMALL = 15_000_000
+# Size in bytes up to which a checkpoint is copied to OUT.
+MAX_COPY_BYTES = 15_000_000
 
 
 class Stage:
@@ -39,9 +39,9 @@ class Stage:
         self.out, self.folder = pathlib.Path(arguments.out).resolve(), folder
         self.notes = []
 
-    def note(self, words):
-        self.notes.append(words)
-        print(f"    {words}", flush=True)
+    def note(self, text):
+        self.notes.append(text)
+        print(f"    {text}", flush=True)
 
     def server(self, warm="off"):
         server = TestServer(self.program, self.folder, self.device, self.ranks, warm=warm)
@@ -62,8 +62,8 @@ class Stage:
             spec[key] = {**spec.get(key, {}), **value} if isinstance(value, dict) else value
         return spec
 
-    def long(self, name, **changes):
-        """A job that continues for a while, its steps, and how many of them from checkpoint to checkpoint."""
+    def long_job(self, name, **changes):
+        """Returns the specification of a longer job, its steps, and the steps between checkpoints."""
         if self.device == "cuda":
             arch, side, steps, every = "resnet50", 64, 4000, 500
         else:
@@ -75,28 +75,29 @@ class Stage:
             spec[key] = {**spec.get(key, {}), **value}
         return spec, spec["train"]["steps"], every
 
-    def memory_is_back(self, baseline, seconds=15):
+    def check_memory(self, baseline, seconds=15):
+        """Waits until the GPUs' memory in use is back at the baseline."""
         if not baseline:
             return
-        def look():
+        def check():
             now = gpu_memory()
             return all(n <= b + SLACK_MIB for n, b in zip(now, baseline)) and [now]
 
         try:
-            (now,) = wait(seconds, "GPU memory is back", look, every=0.5)
+            (now,) = wait(seconds, "GPU memory is free again", check, every=0.5)
         except Failure:
             raise Failure(f"GPU memory was {baseline} MiB and is {gpu_memory()}") from None
         self.note(f"GPU memory: {baseline} MiB before, {now} after")
 
 
-def begun(job, attempt):
-    """The first step of an attempt."""
-    return min(step for (_, of), steps in job.losses().items() if of == attempt for step in steps)
+def first_step(job, attempt):
+    """Returns the first step of an attempt."""
+    return min(step for (_, number), steps in job.losses().items() if number == attempt for step in steps)
 
 
-def whole(job, ranks, steps, killed=None):
-    """Every rank has reported every step once an attempt, and all of them in one or another; a rank that was killed in attempt 1 but
-    for its last ones, which went with it."""
+def check_steps(job, ranks, steps, killed=None):
+    """Checks that every rank has reported every step, and none twice in an attempt. The last steps of a rank that was killed in attempt 1 may
+    be missing."""
     reported = job.losses()
     for (rank, attempt), listed in reported.items():
         expect(listed == sorted(set(listed)), f"rank {rank} reported a step twice in attempt {attempt}")
@@ -104,32 +105,32 @@ def whole(job, ranks, steps, killed=None):
         seen = set().union(*(set(s) for (r, _), s in reported.items() if r == rank))
         missing = set(range(1, steps + 1)) - seen
         if rank == killed:
-            missing -= set(range(max(reported[rank, 1]), begun(job, 2)))
+            missing -= set(range(max(reported[rank, 1]), first_step(job, 2)))
         missing = sorted(missing)
         expect(not missing, f"rank {rank} never reported steps {missing[:10]} of {steps}")
 
 
 def stream(stage):
-    """A job over REST, followed by a websocket: every event once and in order, files as promised."""
+    """A job is submitted over REST and followed by a websocket: it has every event once and in order, and its checkpoint."""
     server = stage.server()
     job = server.submit(stage.spec("stream", train={"steps": 120}, checkpoint={"every_steps": 60}))
-    job.succeeds()
-    whole(job, stage.ranks, 120)
+    job.expect_success()
+    check_steps(job, stage.ranks, 120)
     last = [e for e in job.events if e["type"] == "metrics" and e["name"] == "loss"][-1]["values"][-1]
     stage.note(f"{job.events[-1]['seq']} events, loss {last:.4f} at the end")
-    expect(last < 2.0, f"it learns nothing: loss {last}")
+    expect(last < 2.0, f"the job learns nothing: loss {last}")
     if stage.device == "cuda":
         for name in ("gpu_utilization", "gpu_memory_bytes"):
-            there = any(e["type"] == "metrics" and e["name"] == name for e in job.events)
-            stage.note(f"{name} {'reported' if there else 'NOT reported (shorter than a second?)'}")
+            is_reported = any(e["type"] == "metrics" and e["name"] == name for e in job.events)
+            stage.note(f"{name} {'reported' if is_reported else 'NOT reported (shorter than a second?)'}")
     devices = {e["device"] for e in job.events if e["type"] == "rank"}
     stage.note(f"ranks on {', '.join(sorted(devices))}")
     checkpoints = server.get(f"/jobs/{job.id}/checkpoints")["checkpoints"]
     expect(any(c["step"] == 120 for c in checkpoints), f"no checkpoint of step 120: {checkpoints}")
     folder = next((server.data / "jobs" / job.id / "checkpoints").glob("*-120"))
     size = sum(f.stat().st_size for f in folder.iterdir())
-    if size <= SMALL:
-        # The folder's files side by side, so that they lie no deeper than they may.
+    if size <= MAX_COPY_BYTES:
+        # Copies the files into one folder, as OUT may not have deeper folders.
         into = stage.out / f"checkpoint-{stage.device}"
         shutil.copytree(folder, into, dirs_exist_ok=True)
         stage.note(f"checkpoint of {size} bytes in {into.name}")
@@ -137,29 +138,29 @@ def stream(stage):
 
 
 def twenty(stage):
-    """Jobs one after another leave no process and no GPU memory behind."""
+    """Twenty successive jobs leave no processes and no GPU memory in use."""
     server = stage.server()
-    server.submit(stage.spec("first", train={"steps": 5})).succeeds()
-    # After one job, because a driver keeps something the first time; and with all ranks gone.
+    server.submit(stage.spec("first", train={"steps": 5})).expect_success()
+    # The baseline is measured after one job, as the driver's memory grows at first use, and when all ranks have ended.
     time.sleep(1)
     baseline, began = gpu_memory(), time.monotonic()
     for number in range(20):
         job = server.submit(stage.spec(f"job {number + 1} of 20", train={"steps": 10}))
-        job.succeeds()
-        wait(10, "its ranks are gone", lambda: not job.ranks(1))
-    stage.note(f"{(time.monotonic() - began) / 20:.1f} s a job of 10 steps")
-    stage.memory_is_back(baseline)
+        job.expect_success()
+        wait(10, "the job's ranks are gone", lambda: not job.ranks(1))
+    stage.note(f"{(time.monotonic() - began) / 20:.1f} s per job of 10 steps")
+    stage.check_memory(baseline)
     server.stop()
 
 
-def attempt_of(job, number):
+def runs_attempt(job, number):
     return lambda frame: frame["type"] == "state" and frame["state"] == "running" and frame["attempt"] == number
 
 
 def kill(stage):
-    """kill -9 of one rank: the others end within 5 s, and the job continues from its newest checkpoint or a later step."""
+    """After kill -9 of one rank, the others end within 5 s, and the job continues from its newest checkpoint or a later step."""
     server, baseline = stage.server(), gpu_memory()
-    spec, steps, every = stage.long("kill")
+    spec, steps, every = stage.long_job("kill")
     job = server.submit(spec)
     job.until_checkpoint(every)
     ranks = job.ranks(1)
@@ -169,35 +170,35 @@ def kill(stage):
     killed = time.monotonic()
     wait(5, "the other ranks are gone", lambda: not job.ranks(1), every=0.01)
     stage.note(f"the other ranks ended {time.monotonic() - killed:.1f} s after rank {victim} was killed")
-    job.until(attempt_of(job, 2), "attempt 2 runs")
+    job.until(runs_attempt(job, 2), "attempt 2 runs")
     stage.note(f"attempt 2 ran {time.monotonic() - killed:.1f} s after the kill")
     reasons = [e["reason"] for e in job.events if e["type"] == "state" and e.get("reason")]
-    expect(any(f"rank {victim} was killed by signal 9" in r for r in reasons), f"not named: {reasons}")
-    job.succeeds()
-    whole(job, stage.ranks, steps, victim)
-    again = begun(job, 2)
-    stage.note(f"attempt 2 began with step {again}")
-    expect(again > every, f"attempt 2 began with step {again}, not after a checkpoint")
-    stage.memory_is_back(baseline)
+    expect(any(f"rank {victim} was killed by signal 9" in r for r in reasons), f"no reason names rank {victim}: {reasons}")
+    job.expect_success()
+    check_steps(job, stage.ranks, steps, victim)
+    first = first_step(job, 2)
+    stage.note(f"attempt 2 began with step {first}")
+    expect(first > every, f"attempt 2 began with step {first}, not after a checkpoint")
+    stage.check_memory(baseline)
     server.stop()
 
 
-def tensors(checkpoint):
-    """The numbers of a checkpoint's files, without what is said about them."""
+def tensor_digests(checkpoint):
+    """Returns the SHA-256 of each tensor in a checkpoint's files, without metadata."""
     found = {}
     for file in sorted(checkpoint.glob("*.safetensors")):
         data = file.read_bytes()
         head = int.from_bytes(data[:8], "little")
-        places = json.loads(data[8 : 8 + head])
-        for name in sorted(places.keys() - {"__metadata__"}):
-            begin, end = (8 + head + at for at in places[name]["data_offsets"])
+        entries = json.loads(data[8 : 8 + head])
+        for name in sorted(entries.keys() - {"__metadata__"}):
+            begin, end = (8 + head + at for at in entries[name]["data_offsets"])
             found[file.name, name] = hashlib.sha256(data[begin:end]).hexdigest()
     return found
 
 
 def lost(stage):
-    """kill -9 of a rank far from a checkpoint: one that is left keeps the last step, and the weights become those of an undisturbed job."""
-    # On CPU cores ranks that share memory keep nothing.
+    """After kill -9 of a rank far from a checkpoint, another rank has kept the last step, and the final weights are those of an undisturbed job."""
+    # On CPU cores, ranks with shared memory do not keep the last step.
     os.environ["LOCKSTEP_SHARED_MEMORY"] = "0"
     server = stage.server()
     del os.environ["LOCKSTEP_SHARED_MEMORY"]
@@ -207,34 +208,34 @@ def lost(stage):
     spec["checkpoint"].update(every_steps=100 * steps)
     spec["evaluate"] = {"every_epochs": 0}
 
-    def end_of(job):
-        job.succeeds()
-        return tensors(next((server.data / "jobs" / job.id / "checkpoints").glob(f"*-{steps}")))
+    def end_checkpoint(job):
+        job.expect_success()
+        return next((server.data / "jobs" / job.id / "checkpoints").glob(f"*-{steps}"))
 
-    whole = end_of(server.submit(spec))
+    expected = tensor_digests(end_checkpoint(server.submit(spec)))
     job = server.submit({**spec, "name": "lost"})
-    # The last rank, then the first one, which writes checkpoints.
+    # Kills the last rank, then rank 0, which writes checkpoints.
     for attempt, victim in ((1, stage.ranks - 1), (2, 0)):
         job.until_step(steps * attempt // 3, attempt)
         os.kill(job.ranks(attempt)[victim], signal.SIGKILL)
         killed = time.monotonic()
-        job.until(attempt_of(job, attempt + 1), f"attempt {attempt + 1} runs")
+        job.until(runs_attempt(job, attempt + 1), f"attempt {attempt + 1} runs")
         stage.note(f"attempt {attempt + 1} ran {time.monotonic() - killed:.1f} s after rank {victim} was killed")
-    ended = end_of(job)
+    found = tensor_digests(end_checkpoint(job))
     reported = job.losses()
     for attempt, victim in ((1, stage.ranks - 1), (2, 0)):
-        last = max(max(listed) for (rank, of), listed in reported.items() if of == attempt and rank != victim)
-        first = begun(job, attempt + 1)
+        last = max(max(listed) for (rank, number), listed in reported.items() if number == attempt and rank != victim)
+        first = first_step(job, attempt + 1)
         stage.note(f"attempt {attempt} reported step {last}, attempt {attempt + 1} began with step {first}")
         expect(abs(first - 1 - last) <= 2, f"attempt {attempt + 1} began with step {first}, {attempt} had reported step {last}")
-    differ = [name for name in whole if ended.get(name) != whole[name]]
-    expect(not differ and len(ended) == len(whole), f"{len(differ)} of {len(whole)} tensors differ: {differ[:5]}")
-    stage.note(f"{len(whole)} tensors of step {steps} are those of the undisturbed job")
+    differ = [name for name in expected if found.get(name) != expected[name]]
+    expect(not differ and len(found) == len(expected), f"{len(differ)} of {len(expected)} tensors differ: {differ[:5]}")
+    stage.note(f"{len(expected)} tensors of step {steps} are those of the undisturbed job")
     server.stop()
 
 
 def modes(stage):
-    """kill -9 of a rank under every parallel plan: the weights become those of an undisturbed job, bit for bit."""
+    """After kill -9 of a rank under every parallel plan, the final weights are bit for bit those of an undisturbed job."""
     server, ranks = stage.server(), stage.ranks
     plans = {
         "data": {},
@@ -250,35 +251,35 @@ def modes(stage):
         spec["checkpoint"] = {"every_epochs": None, "every_steps": every, "sharded": name != "data"}
         spec["evaluate"] = {"every_epochs": 0}
 
-        def end_of(job):
-            job.succeeds()
+        def end_checkpoint(job):
+            job.expect_success()
             return next((server.data / "jobs" / job.id / "checkpoints").glob(f"*-{steps}"))
 
-        whole = end_of(server.submit(spec))
+        undisturbed = end_checkpoint(server.submit(spec))
         job = server.submit({**spec, "name": f"{name}, killed"})
         job.until_checkpoint(every)
         victim, process = max(job.ranks(1).items())
         os.kill(process, signal.SIGKILL)
-        ended = end_of(job)
-        expect(begun(job, 2) > every, f"{name}: attempt 2 began with step {begun(job, 2)}")
-        expected, found = tensors(whole), tensors(ended)
-        differ = [of for of in expected if found.get(of) != expected[of]]
+        recovered = end_checkpoint(job)
+        expect(first_step(job, 2) > every, f"{name}: attempt 2 began with step {first_step(job, 2)}")
+        expected, found = tensor_digests(undisturbed), tensor_digests(recovered)
+        differ = [tensor for tensor in expected if found.get(tensor) != expected[tensor]]
         expect(not differ and len(found) == len(expected), f"{name}: {len(differ)} of {len(expected)} tensors differ: {differ[:5]}")
-        stage.note(f"{name}: {len(expected)} tensors of the undisturbed job after rank {victim} was killed")
+        stage.note(f"{name}: {len(expected)} tensors are those of the undisturbed job after rank {victim} was killed")
     server.stop()
 
 
 def gang(stage):
-    over_two_agents(stage, tensors, begun, attempt_of)
+    run_gang(stage, tensor_digests, first_step, runs_attempt)
 
 
-gang.__doc__ = over_two_agents.__doc__
+gang.__doc__ = run_gang.__doc__
 
 
 def give_up(stage):
-    """Without restarts left the job has failed, in words, and nothing stays behind."""
+    """Without restarts, the job fails with a reason and leaves no processes and no GPU memory in use."""
     server, baseline = stage.server(), gpu_memory()
-    spec, _, _ = stage.long("give up", train={"steps": 100000}, recovery={"max_restarts": 0})
+    spec, _, _ = stage.long_job("give up", train={"steps": 100000}, recovery={"max_restarts": 0})
     job = server.submit(spec)
     job.until_step(20)
     os.kill(job.ranks(1)[0], signal.SIGKILL)
@@ -286,64 +287,64 @@ def give_up(stage):
     expect("rank 0 was killed by signal 9" in job.reason, job.reason)
     wait(5, "all ranks are gone", lambda: not job.ranks(1))
     stage.note(job.reason)
-    stage.memory_is_back(baseline)
+    stage.check_memory(baseline)
     server.stop()
 
 
 def cancel(stage):
-    """A cancelled job gives its GPUs back."""
+    """A cancelled job frees its GPUs."""
     server, baseline = stage.server(), gpu_memory()
-    spec, _, _ = stage.long("cancel", train={"steps": 100000})
+    spec, _, _ = stage.long_job("cancel", train={"steps": 100000})
     job = server.submit(spec)
     job.until_step(20)
-    asked = time.monotonic()
+    requested = time.monotonic()
     server.request("POST", f"/jobs/{job.id}/cancel")
     expect(job.end() == "cancelled", f"the job has {job.state}: {job.reason}")
     wait(5, "all ranks are gone", lambda: not job.ranks(1))
-    stage.note(f"gone {time.monotonic() - asked:.1f} s after the request")
-    stage.memory_is_back(baseline)
+    stage.note(f"gone {time.monotonic() - requested:.1f} s after the request")
+    stage.check_memory(baseline)
     server.stop()
 
 
 def starts(stage):
-    """Seconds from submission to the first step and to the end of ten steps, and from the kill of a rank to the next step, without and
-    with processes that wait."""
+    """Measures the seconds from submission to the first step and to the end of ten steps, and from the kill of a rank to the next step, without
+    and with spare processes."""
     for warm in ("off", "on"):
         server = stage.server(warm)
-        # Afterwards kernels and plans are in the cache.
-        server.submit(stage.spec("first", train={"steps": 10})).succeeds()
-        stepped, ended, again = [], [], []
+        # The first job fills the cache of kernels and plans.
+        server.submit(stage.spec("first", train={"steps": 10})).expect_success()
+        first_steps, ends, recoveries = [], [], []
         for number in range(5):
-            # A process that waits opens its GPU in this time.
+            # A spare process opens its GPU in this time.
             time.sleep(4)
             began = time.monotonic()
             job = server.submit(stage.spec(f"start {number}", train={"steps": 10}))
             job.until_step(1)
-            stepped.append(time.monotonic() - began)
-            job.succeeds()
-            ended.append(time.monotonic() - began)
+            first_steps.append(time.monotonic() - began)
+            job.expect_success()
+            ends.append(time.monotonic() - began)
         for number in range(3):
-            spec, _, every = stage.long(f"kill {number}", train={"steps": 100000})
+            spec, _, every = stage.long_job(f"kill {number}", train={"steps": 100000})
             job = server.submit(spec)
             job.until_checkpoint(every)
             [file] = server.data.rglob(f"{job.id}/attempts/*/rank.0.pid")
             os.kill(json.loads(file.read_text())["pid"], signal.SIGKILL)
             killed = time.monotonic()
             job.until_step(every + 1, attempt=2)
-            again.append(time.monotonic() - killed)
+            recoveries.append(time.monotonic() - killed)
             server.request("POST", f"/jobs/{job.id}/cancel")
             job.end()
-        for words, values in (("first step", stepped), ("ten steps", ended), ("next step after a kill", again)):
-            stage.note(f"--warm {warm}: {words} " + ", ".join(f"{value:.2f}" for value in sorted(values)) + " s")
+        for label, values in (("first step", first_steps), ("ten steps", ends), ("next step after a kill", recoveries)):
+            stage.note(f"--warm {warm}: {label} " + ", ".join(f"{value:.2f}" for value in sorted(values)) + " s")
         server.stop()
         shutil.rmtree(stage.folder)
 
 
 def suspend(stage):
-    """SIGSTOP of one rank hangs the others in a collective: noticed, named, ended, started anew."""
+    """After SIGSTOP of one rank, the attempt ends at the stall time-out with a reason that names the rank, and a new attempt starts."""
     server, baseline = stage.server(), gpu_memory()
     stall = 10
-    spec, _, every = stage.long("suspend", recovery={"stall_timeout_secs": stall})
+    spec, _, every = stage.long_job("suspend", recovery={"stall_timeout_secs": stall})
     job = server.submit(spec)
     job.until_checkpoint(every)
     ranks = job.ranks(1)
@@ -351,26 +352,26 @@ def suspend(stage):
     os.kill(ranks[victim], signal.SIGSTOP)
     stopped = time.monotonic()
     wait(stall + 10, "the ranks are gone", lambda: not job.ranks(1))
-    stage.note(f"attempt 1 was over {time.monotonic() - stopped:.1f} s after SIGSTOP (stall time-out {stall} s)")
-    job.until(attempt_of(job, 2), "attempt 2 runs")
+    stage.note(f"attempt 1 ended {time.monotonic() - stopped:.1f} s after SIGSTOP (stall time-out {stall} s)")
+    job.until(runs_attempt(job, 2), "attempt 2 runs")
     reasons = [e["reason"] for e in job.events if e["type"] == "state" and e.get("reason")]
     expect(any(f"rank {victim}" in r for r in reasons), f"rank {victim} is not named: {reasons}")
     stage.note(next(r for r in reasons if f"rank {victim}" in r))
     if stage.device == "cuda" and stage.ranks > 1:
-        words = [line for line in job.log().splitlines() if "no step for" in line]
-        stage.note(f"the watchdog said: {words[0] if words else 'NOTHING'}")
-        expect(words, "no rank's watchdog said a word")
-    job.succeeds()
-    stage.memory_is_back(baseline)
+        lines = [line for line in job.log().splitlines() if "no step for" in line]
+        stage.note(f"the watchdog logged: {lines[0] if lines else 'NOTHING'}")
+        expect(lines, "no rank's watchdog has logged the stall")
+    job.expect_success()
+    stage.check_memory(baseline)
     server.stop()
 
 
 def across(stage):
-    """A checkpoint of one device continues on the other, and back.
+    """Training continues from a checkpoint of one device on the other device, and back.
 
-    Whether it learns is said by the training loss: at the end of the first epoch it is 1.15 to 1.19 on every device and in every format. The
-    validation of so early an epoch is not: 20 to 56 % on the same job. So it has to be better than chance, which is 10 % with a standard
-    deviation of 1 % for the 1,000 bundled pictures. worker/engine/src/cuda/tests/trajectories.rs compares its distribution."""
+    The training loss shows whether the job learns: after the first epoch it is 1.15 to 1.19 on every device and in every format. The
+    validation accuracy of so early an epoch varies from 20 to 56 % for the same job, so it must only be better than chance, which is 10 %
+    with a standard deviation of 1 % for the 1,000 bundled pictures. worker/engine/src/cuda/tests/trajectories.rs compares the distribution."""
     text = "\n".join(
         [
             'name = "across"',
@@ -384,31 +385,31 @@ def across(stage):
     (stage.folder / "across.toml").write_text(text)
 
     def train(device, epochs, resume=None):
-        """Trains up to an epoch, or only evaluates where the checkpoint is that far: (newest checkpoint, accuracy, last training loss)."""
+        """Trains up to an epoch, or only evaluates a checkpoint of this epoch. Returns (newest checkpoint, accuracy, last training loss)."""
         out = stage.folder / f"across-{epochs}-{device}"
         command = [stage.program, "train", str(stage.folder / "across.toml"), "--out", str(out)]
         command += ["--set", f"parallel.device={device}", "--set", f"train.epochs={epochs}"]
         command += ["--resume", str(resume)] if resume else []
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        expect(done.returncode == 0, f"{' '.join(command)}: {done.stderr[-2000:]}")
-        said = re.findall(r"validation accuracy is ([0-9.]+) %", done.stdout + done.stderr)
-        expect(said, f"no accuracy was reported: {done.stdout[-2000:]}")
-        losses = re.findall(rf"epoch: {epochs} step: \d+, loss is ([0-9.]+)", done.stdout + done.stderr)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        expect(result.returncode == 0, f"{' '.join(command)}: {result.stderr[-2000:]}")
+        accuracies = re.findall(r"validation accuracy is ([0-9.]+) %", result.stdout + result.stderr)
+        expect(accuracies, f"no accuracy was reported: {result.stdout[-2000:]}")
+        losses = re.findall(rf"epoch: {epochs} step: \d+, loss is ([0-9.]+)", result.stdout + result.stderr)
         newest = max((out / "checkpoints").glob(f"{epochs}-*"), key=lambda f: f.stat().st_mtime, default=resume)
-        return newest, float(said[-1]), float(losses[-1]) if losses else None
+        return newest, float(accuracies[-1]), float(losses[-1]) if losses else None
 
-    def same(reported, checkpoint, epochs, device):
+    def expect_same(reported, checkpoint, epochs, device):
         _, again, _ = train(device, epochs, checkpoint)
-        stage.note(f"epoch {epochs}: {reported} %, looked at again on {device}: {again} %")
-        expect(abs(again - reported) <= 1, f"the same weights are {reported} % right, and {again} % on {device}")
+        stage.note(f"epoch {epochs}: {reported} %, evaluated on {device}: {again} %")
+        expect(abs(again - reported) <= 1, f"the accuracy of the same weights is {reported} %, and {again} % on {device}")
 
     other = "cpu"
     one, first, loss = train(stage.device, 1)
     stage.note(f"epoch 1: training loss {loss}")
-    expect(loss is not None and loss < 1.3, f"it learns nothing: a training loss of {loss} after the first epoch, 2.3 is chance")
-    same(first, one, 1, other)
+    expect(loss is not None and loss < 1.3, f"the job learns nothing: a training loss of {loss} after the first epoch, 2.3 is chance")
+    expect_same(first, one, 1, other)
     two, second, _ = train(other, 2, one)
-    same(second, two, 2, stage.device)
+    expect_same(second, two, 2, stage.device)
     _, third, last = train(stage.device, 3, two)
     stage.note(f"epoch 3 on {stage.device}: {third} %, training loss {last}")
     expect(last is not None and last < loss, f"the training loss was {loss} after epoch 1 and is {last} after epoch 3")
@@ -416,24 +417,24 @@ def across(stage):
 
 
 def overflow(stage):
-    """What float16 cannot hold continues in bfloat16 by itself, also after a crash; asked for, float16 fails in words."""
+    """A job whose gradients overflow float16 continues in bfloat16, also after a crash. With precision = "fp16" the job fails with a reason."""
     server = stage.server()
-    # No gradient of 16 bits survives this.
-    spec, steps, every = stage.long("overflow", train={"loss_scale": 1e9})
+    # Every float16 gradient overflows at this loss scale.
+    spec, steps, every = stage.long_job("overflow", train={"loss_scale": 1e9})
     job = server.submit(spec)
     job.until_checkpoint(every)
     victim, process = max(job.ranks(1).items())
     os.kill(process, signal.SIGKILL)
-    job.succeeds()
-    whole(job, stage.ranks, steps, victim)
-    said = [line for line in job.log().splitlines() if "training continues in bfloat16" in line]
+    job.expect_success()
+    check_steps(job, stage.ranks, steps, victim)
+    lines = [line for line in job.log().splitlines() if "training continues in bfloat16" in line]
     devices = {e["device"] for e in job.events if e["type"] == "rank" and e["attempt"] == 2 and e["step"] > every}
-    stage.note(f"said: {said}; attempt 2 on {devices}")
+    stage.note(f"logged: {lines}; attempt 2 on {devices}")
     if stage.device == "cuda":
-        expect(len(said) == 1 and "5 steps in a row" in said[0], f"not said once: {said}")
+        expect(len(lines) == 1 and "5 steps in a row" in lines[0], f"not logged once: {lines}")
         expect(devices and all(device.endswith("bf16") for device in devices), f"attempt 2 ran on {devices}")
         skipped = [e["values"][-1] for e in job.events if e["type"] == "metrics" and e["name"] == "skipped_steps"]
-        # Two steps are on their way when the fifth is known.
+        # Up to two further steps have started when the fifth overflow is known.
         expect(5 <= max(skipped) <= 7, f"skipped steps reported: {skipped[:10]}")
         spec["train"]["precision"] = "fp16"
         job = server.submit(spec)
@@ -452,11 +453,11 @@ def main():
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--out", default="out")
-    parser.add_argument("scenarios", nargs="*", help=f"all when none is given: {', '.join(SCENARIOS)}")
+    parser.add_argument("scenarios", nargs="*", help=f"default: all of {', '.join(SCENARIOS)}")
     arguments = parser.parse_args()
     unknown = [name for name in arguments.scenarios if name not in SCENARIOS]
     if unknown:
-        parser.error(f"no scenario is called {unknown[0]}; there are {', '.join(SCENARIOS)}")
+        parser.error(f"no scenario is called {unknown[0]}; choose from {', '.join(SCENARIOS)}")
     out = pathlib.Path(arguments.out)
     out.mkdir(parents=True, exist_ok=True)
     failed = 0
@@ -471,9 +472,9 @@ def main():
                 result = "FAIL"
                 failed += 1
                 stage.note(str(error) if isinstance(error, Failure) else traceback.format_exc())
-                keep(stage, out, name)
+                save_logs(stage, out, name)
             finally:
-                end_everything(folder)
+                kill_processes(folder)
             secs = time.monotonic() - began
         line = [f"{name} ({arguments.device} x {arguments.ranks})", result, f"{secs:.1f} s", "; ".join(stage.notes)]
         with open(out / "results.tsv", "a") as results:
@@ -482,8 +483,8 @@ def main():
     sys.exit(1 if failed else 0)
 
 
-def keep(stage, out, name):
-    """What a failed scenario leaves to read: the server's words, and the ends of its ranks' logs."""
+def save_logs(stage, out, name):
+    """Saves the ends of the logs of the server and the ranks of a failed scenario."""
     texts = []
     files = [*stage.folder.rglob("*.log"), *stage.folder.rglob("*.stderr")]
     for file in sorted(files, key=lambda file: file.stat().st_mtime)[-40:]:
@@ -491,8 +492,8 @@ def keep(stage, out, name):
     (out / f"e2e-{name}.txt").write_text("\n".join(texts))
 
 
-def end_everything(folder):
-    """Processes of a scenario that failed: all that name its folder."""
+def kill_processes(folder):
+    """Kills the remaining processes of a scenario: all whose command line contains its folder."""
     for entry in pathlib.Path("/proc").iterdir():
         try:
             if entry.name.isdigit() and int(entry.name) != os.getpid():

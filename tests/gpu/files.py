@@ -1,10 +1,10 @@
-"""Training from a folder of JPEG files, decoded by the GPU and by cores, as images a second.
+"""Measures training from a folder of JPEG files, decoded by the GPU and by CPU cores, in images per second.
 
     python3 files.py --program lockstep --pictures FOLDER --work FOLDER [--decoders gpu cpu prepared] [--steps 300]
 
-FOLDER holds train/<class>/*.jpg (bench/real_pictures.py makes such a one). `prepared` trains from shards that
-`lockstep dataset prepare` makes of it, decoded by cores. Prints one JSON line a run: images a second from step 60 to the last one (by when the
-job says that they are done), of 40 steps in a row the median and the slowest, who decoded how many pictures, and the GPU memory taken.
+FOLDER contains train/<class>/*.jpg (bench/real_pictures.py creates such a folder). `prepared` trains from shards that
+`lockstep dataset prepare` creates, decoded by CPU cores. Prints one JSON line per run: images per second from step 60 to the last (by the times
+of the log's lines), the median and the slowest of 40 successive steps, the numbers of pictures by decoder, and the GPU memory in use.
 """
 
 import argparse
@@ -40,76 +40,76 @@ every_epochs = 0
 every_steps = 10
 """
 
-arguments = argparse.ArgumentParser()
-arguments.add_argument("--program", required=True)
-arguments.add_argument("--pictures", required=True)
-arguments.add_argument("--work", required=True)
-arguments.add_argument("--decoders", nargs="+", default=["gpu", "cpu"])
-arguments.add_argument("--prepare-arguments", nargs="*", default=[])
-arguments.add_argument("--arch", default="resnet50")
-arguments.add_argument("--batch", type=int, default=256)
-arguments.add_argument("--ranks", type=int, default=1)
-arguments.add_argument("--steps", type=int, default=300)
-given = arguments.parse_args()
+parser = argparse.ArgumentParser()
+parser.add_argument("--program", required=True)
+parser.add_argument("--pictures", required=True)
+parser.add_argument("--work", required=True)
+parser.add_argument("--decoders", nargs="+", default=["gpu", "cpu"])
+parser.add_argument("--prepare-arguments", nargs="*", default=[])
+parser.add_argument("--arch", default="resnet50")
+parser.add_argument("--batch", type=int, default=256)
+parser.add_argument("--ranks", type=int, default=1)
+parser.add_argument("--steps", type=int, default=300)
+options = parser.parse_args()
 
 def gpu_memory():
-    """MiB taken on the GPU that has most of it taken."""
-    asked = subprocess.run(
+    """Returns the memory in use in MiB on the GPU with the most memory in use."""
+    result = subprocess.run(
         ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"], capture_output=True, text=True
     )
-    return max((int(line) for line in asked.stdout.split() if line.isdigit()), default=0)
+    return max((int(line) for line in result.stdout.split() if line.isdigit()), default=0)
 
 
-class Memory(threading.Thread):
-    """The most GPU memory that is taken until `end`."""
+class PeakMemory(threading.Thread):
+    """Measures the largest GPU memory in use until `stop`."""
 
     def __init__(self):
         super().__init__(daemon=True)
-        self.most, self.over = 0, threading.Event()
+        self.peak, self.stopped = 0, threading.Event()
         self.start()
 
     def run(self):
-        while not self.over.wait(0.5):
-            self.most = max(self.most, gpu_memory())
+        while not self.stopped.wait(0.5):
+            self.peak = max(self.peak, gpu_memory())
 
-    def end(self):
-        self.over.set()
+    def stop(self):
+        self.stopped.set()
         self.join()
-        return self.most
+        return self.peak
 
 
-def prepared():
-    """Shards of the pictures, made once."""
-    shards = pathlib.Path(given.work) / "prepared"
+def prepare_shards():
+    """Creates shards of the pictures once, and returns their folder."""
+    shards = pathlib.Path(options.work) / "prepared"
     if not shards.exists():
         began = time.time()
-        made = subprocess.run(
-            [given.program, "dataset", "prepare", given.pictures, "--to", str(shards), *given.prepare_arguments],
+        result = subprocess.run(
+            [options.program, "dataset", "prepare", options.pictures, "--to", str(shards), *options.prepare_arguments],
             capture_output=True,
             text=True,
         )
-        end = "" if made.returncode == 0 else (made.stdout + made.stderr)[-600:]
-        took = {"side": "lockstep", "run": "prepare", "secs": round(time.time() - began, 1), "end": end}
-        print(json.dumps({**took, "megabytes": round(sum(f.stat().st_size for f in shards.rglob("*.tar")) / 1e6)}), flush=True)
+        end = "" if result.returncode == 0 else (result.stdout + result.stderr)[-600:]
+        row = {"side": "lockstep", "run": "prepare", "secs": round(time.time() - began, 1), "end": end}
+        print(json.dumps({**row, "megabytes": round(sum(f.stat().st_size for f in shards.rglob("*.tar")) / 1e6)}), flush=True)
     return shards
 
 
 failed = False
-for decoder in given.decoders:
-    pictures = prepared() if decoder == "prepared" else given.pictures
-    folder = pathlib.Path(given.work) / f"files-{decoder}-{time.time():.0f}"
+for decoder in options.decoders:
+    pictures = prepare_shards() if decoder == "prepared" else options.pictures
+    folder = pathlib.Path(options.work) / f"files-{decoder}-{time.time():.0f}"
     folder.mkdir(parents=True)
     job = folder / "job.toml"
-    job.write_text(JOB.format(arch=given.arch, pictures=pictures, steps=given.steps, batch=given.batch, ranks=given.ranks))
-    began, memory = time.time(), Memory()
+    job.write_text(JOB.format(arch=options.arch, pictures=pictures, steps=options.steps, batch=options.batch, ranks=options.ranks))
+    began, memory = time.time(), PeakMemory()
     run = subprocess.Popen(
-        [given.program, "train", str(job), "--out", str(folder / "out")],
+        [options.program, "train", str(job), "--out", str(folder / "out")],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env={**os.environ, "LOCKSTEP_DECODER": "cpu" if decoder == "prepared" else decoder},
     )
-    # When which step was said to be done; steps are counted from the beginning.
+    # The time at which each step's line was printed; steps are counted over all epochs.
     lines, done = [], {}
     for line in run.stdout:
         lines.append(line)
@@ -118,20 +118,20 @@ for decoder in given.decoders:
     run.wait()
     text = "".join(lines)
     steps = [step for step in sorted(done) if step >= 60]
-    rate = lambda a, b: round((b - a) * given.batch * given.ranks / max(done[b] - done[a], 1e-9))
-    # Lines come every ten steps and at the end of an epoch: about 40 steps in a row.
+    rate = lambda a, b: round((b - a) * options.batch * options.ranks / max(done[b] - done[a], 1e-9))
+    # A line is printed every ten steps and at the end of an epoch, so a window of five lines has about 40 steps.
     windows = [rate(a, b) for a, b in zip(steps, steps[4:])]
     print(
         json.dumps(
             {
                 "side": "lockstep",
-                "run": f"files-{given.arch}-{decoder}-{given.ranks}",
+                "run": f"files-{options.arch}-{decoder}-{options.ranks}",
                 "status": run.returncode,
                 "secs": round(time.time() - began, 1),
                 "images_per_second": rate(steps[0], steps[-1]) if len(steps) > 1 else None,
                 "median_of_40_steps": round(statistics.median(windows)) if windows else None,
                 "slowest_40_steps": min(windows, default=None),
-                "gpu_mib": memory.end(),
+                "gpu_mib": memory.stop(),
                 "decoding": re.findall(r"[^\n]*JPEG files are decoded[^\n]*|[^\n]*so far, [^\n]*", text)[-2:],
                 "end": "" if run.returncode == 0 else text[-600:],
             }

@@ -1,5 +1,5 @@
-"""One job over two agents, as over two machines: each has a GPU of its own, and NCCL goes over sockets. What stands for a machine is an
-agent with its ranks, so one that dies is an agent and its ranks that are killed."""
+"""One job over two agents, which simulate two machines: each has its own GPU, and NCCL uses sockets. To simulate the loss of a machine, an
+agent and its ranks are killed."""
 
 import os
 import pathlib
@@ -11,7 +11,7 @@ from test_server import TestServer, expect, gpu_memory, wait
 
 
 class Machine:
-    """An agent, in a process group of its own."""
+    """An agent in its own process group."""
 
     def __init__(self, stage, server, number):
         self.stage, self.server, self.number = stage, server, number
@@ -25,7 +25,7 @@ class Machine:
 
     def start(self):
         slots = ["--cpu-slots", "1"]
-        # On CPU cores ranks that share memory keep nothing.
+        # On CPU cores, ranks with shared memory do not keep the last step.
         environment = dict(os.environ, LOCKSTEP_SHARED_MEMORY="0")
         if self.stage.device == "cuda":
             slots = []
@@ -36,15 +36,15 @@ class Machine:
             stdout=self.log, stderr=self.log, env=environment, start_new_session=True,
         )
 
-    def die(self, ranks):
-        """Everything at once, without a word."""
+    def kill(self, ranks):
+        """Kills the agent and these ranks at once."""
         self.process.kill()
         for process in ranks:
             os.kill(process, signal.SIGKILL)
         self.process.wait()
 
 
-def parents(process):
+def ancestors(process):
     found = []
     while process > 1:
         found.append(process)
@@ -52,8 +52,8 @@ def parents(process):
     return found
 
 
-def gang(stage, tensors, begun, attempt_of):
-    """A job over two agents, of which first the one with the last rank dies and comes back, then the one with rank 0: the weights become those of an undisturbed job."""
+def gang(stage, tensor_digests, first_step, runs_attempt):
+    """A job over two agents continues after the agent with the last rank, then the agent with rank 0, is killed and started again. The final weights are those of an undisturbed job."""
     server = TestServer(stage.program, stage.folder, stage.device, 0, local_agent=False)
     machines = [Machine(stage, server, number) for number in range(2)]
     kind = "cpu" if stage.device == "cpu" else "cuda"
@@ -67,34 +67,34 @@ def gang(stage, tensors, begun, attempt_of):
     spec["checkpoint"].update(every_steps=100 * steps)
     spec["evaluate"] = {"every_epochs": 0}
 
-    def end_of(job):
-        job.succeeds()
-        return tensors(next((server.data / "jobs" / job.id / "checkpoints").glob(f"*-{steps}")))
+    def final_tensors(job):
+        job.expect_success()
+        return tensor_digests(next((server.data / "jobs" / job.id / "checkpoints").glob(f"*-{steps}")))
 
-    whole = end_of(server.submit(spec))
+    expected = final_tensors(server.submit(spec))
     job = server.submit({**spec, "name": "gang"})
     for attempt, victim in ((1, 1), (2, 0)):
         job.until_step(steps * attempt // 3, attempt)
         ranks = job.ranks(attempt)
-        owner = {rank: next(m for m in machines if m.process.pid in parents(process)) for rank, process in ranks.items()}
-        expect(len(set(owner.values())) == 2, f"not a rank on each agent: {ranks}")
+        owner = {rank: next(m for m in machines if m.process.pid in ancestors(process)) for rank, process in ranks.items()}
+        expect(len(set(owner.values())) == 2, f"the ranks are not on two agents: {ranks}")
         machine = owner[victim]
-        machine.die([ranks[victim]])
+        machine.kill([ranks[victim]])
         killed = time.monotonic()
         machine.start()
-        job.until(attempt_of(job, attempt + 1), f"attempt {attempt + 1} runs")
-        stage.note(f"attempt {attempt + 1} ran {time.monotonic() - killed:.1f} s after the agent of rank {victim} was killed with it, and started again")
-    ended = end_of(job)
+        job.until(runs_attempt(job, attempt + 1), f"attempt {attempt + 1} runs")
+        stage.note(f"attempt {attempt + 1} ran {time.monotonic() - killed:.1f} s after the agent of rank {victim} was killed with the rank and started again")
+    found = final_tensors(job)
     reported = job.losses()
     for attempt, victim in ((1, 1), (2, 0)):
-        last = max(max(listed) for (rank, of), listed in reported.items() if of == attempt and rank != victim)
-        first = begun(job, attempt + 1)
+        last = max(max(listed) for (rank, number), listed in reported.items() if number == attempt and rank != victim)
+        first = first_step(job, attempt + 1)
         stage.note(f"attempt {attempt} reported step {last}, attempt {attempt + 1} began with step {first}")
         expect(abs(first - 1 - last) <= 2, f"attempt {attempt + 1} began with step {first}, {attempt} had reported step {last}")
-    differ = [name for name in whole if ended.get(name) != whole[name]]
-    expect(not differ and len(ended) == len(whole), f"{len(differ)} of {len(whole)} tensors differ: {differ[:5]}")
-    stage.note(f"{len(whole)} tensors of step {steps} are those of the undisturbed job")
-    stage.memory_is_back(baseline)
+    differ = [name for name in expected if found.get(name) != expected[name]]
+    expect(not differ and len(found) == len(expected), f"{len(differ)} of {len(expected)} tensors differ: {differ[:5]}")
+    stage.note(f"{len(expected)} tensors of step {steps} are those of the undisturbed job")
+    stage.check_memory(baseline)
     for machine in machines:
         machine.process.terminate()
         machine.process.wait(30)

@@ -1,5 +1,5 @@
-"""Does it learn as well as PyTorch at a high learning rate? ResNet-50 on CIFAR-10's pictures, scaled up, with the recipe of
-`torch_learns.py`, by `lockstep train`. Prints a line of JSON a seed.
+"""Compares learning at a high learning rate with PyTorch: ResNet-50 on enlarged CIFAR-10 pictures with the recipe of
+`torch_learns.py`, by `lockstep train`. Prints a line of JSON per seed.
 
     python3 learns.py --program lockstep --pictures cifar-10-batches-bin --work /tmp --size 224 --precision auto \\
         --lr 0.1 --epochs 5 --seeds 1 2 3
@@ -61,7 +61,7 @@ keep = 2
 every_steps = 1
 """)
     began = time.monotonic()
-    done = subprocess.run(
+    result = subprocess.run(
         [a.program, "train", str(folder / "job.toml"), "--out", str(folder / "out")], capture_output=True, text=True
     )
     secs = time.monotonic() - began
@@ -77,6 +77,6 @@ every_steps = 1
         "bfloat16": re.findall(r"float16 could not hold .*", text),
     }
     print(json.dumps(row), flush=True)
-    if done.returncode != 0:
-        print(done.stdout[-1000:], done.stderr[-1000:], text[-1000:], sep="\n", file=sys.stderr, flush=True)
+    if result.returncode != 0:
+        print(result.stdout[-1000:], result.stderr[-1000:], text[-1000:], sep="\n", file=sys.stderr, flush=True)
     shutil.rmtree(folder)

@@ -1,5 +1,5 @@
-"""Does the `imagenet` recipe learn as well as in PyTorch? ResNet-18 on CIFAR-10's pictures, written as JPEG files of 64 pixels, with
-the recipe shortened to 10 epochs, by `lockstep train`. Prints a line of JSON a seed. `torch_recipe.py` is PyTorch's side.
+"""Compares the `imagenet` recipe with PyTorch: ResNet-18 on CIFAR-10, written as JPEG files of 64 pixels, with the recipe shortened
+to 10 epochs, by `lockstep train`. Prints a line of JSON per seed. `torch_recipe.py` is PyTorch's counterpart.
 
     python3 recipe.py --program lockstep --archive data/cifar10-jpeg.tar.xz --work /tmp --seeds 1 2 3
 """
@@ -23,19 +23,19 @@ SIDE = 64
 
 
 def milestones(epochs):
-    """After a third and two thirds of the run, as 30 and 60 of 90 epochs are."""
+    """Returns a third and two thirds of the epochs, in proportion to 30 and 60 of 90 epochs."""
     return [math.ceil(epochs / 3), math.ceil(2 * epochs / 3)]
 
 
-def write(job):
-    """One of the archive's pictures, enlarged, as a JPEG file."""
+def write_jpeg(job):
+    """Writes one of the archive's pictures, enlarged, as a JPEG file."""
     path, content = job
     picture = Image.open(io.BytesIO(content)).convert("RGB").resize((SIDE, SIDE), Image.BICUBIC)
     picture.save(path, quality=95)
 
 
-def pictures(archive, folder):
-    """`train` and `val` with a folder a class, made once."""
+def extract_pictures(archive, folder):
+    """Creates `train` and `val` with a folder per class, once."""
     if folder.exists():
         return
     half = folder.with_suffix(".half")
@@ -50,7 +50,7 @@ def pictures(archive, folder):
             path.parent.mkdir(parents=True, exist_ok=True)
             jobs.append((str(path), tar.extractfile(member).read()))
     with multiprocessing.Pool() as pool:
-        pool.map(write, jobs, chunksize=200)
+        pool.map(write_jpeg, jobs, chunksize=200)
     half.rename(folder)
 
 
@@ -65,7 +65,7 @@ def main():
     parser.add_argument("--seeds", type=int, nargs="+", required=True)
     a = parser.parse_args()
     folder = pathlib.Path(a.work).resolve() / f"cifar10-jpeg-{SIDE}"
-    pictures(a.archive, folder)
+    extract_pictures(a.archive, folder)
     failed = False
     for seed in a.seeds:
         home = folder.with_name(f"recipe-{seed}")
@@ -92,17 +92,17 @@ device = "{a.device}"
 every_epochs = 0
 """)
         began = time.monotonic()
-        done = subprocess.run(
+        result = subprocess.run(
             [a.program, "train", str(home / "job.toml"), "--out", str(home / "out")], capture_output=True, text=True
         )
-        log = done.stdout + done.stderr
+        log = result.stdout + result.stderr
         accuracy = re.findall(r"validation accuracy is ([0-9.]+) %", log)
         row = {
             "side": "lockstep", "run": "recipe-imagenet", "seed": seed, "epochs": a.epochs, "precision": a.precision,
             "accuracy": float(accuracy[-1]) if accuracy else None, "whole_secs": round(time.monotonic() - began, 1),
         }
         print(json.dumps(row), flush=True)
-        if done.returncode != 0 or not accuracy:
+        if result.returncode != 0 or not accuracy:
             print(log[-2000:], file=sys.stderr, flush=True)
             failed = True
         shutil.rmtree(home)

@@ -1,13 +1,13 @@
-"""Two ranks of one machine with NCCL over sockets, as between machines that have no other way to each other, beside the same job
-with nothing switched off. The losses of the first steps have to agree up to rounding, and NCCL's own log has to say that it took sockets.
+"""Compares a job of two ranks with NCCL over sockets, as between machines without a faster network, with the same job without this
+restriction. The losses of the first steps must agree up to rounding, and NCCL's log must say that it uses sockets.
 
     python3 sockets.py --program lockstep --pictures data/fashion-mnist --work /tmp [--gpus 1] [--device cpu]
 
-With two GPUs each rank has its own, and the comparison is with shared and peer memory. With one GPU both ranks share it: they are given
-different NCCL_HOSTIDs, as NCCL takes no GPU twice on a host, and the comparison is with one rank that has all pictures. The two
-take turns on the GPU, so their speed is no figure of the network. With --device cpu the ranks' ring takes NCCL's part.
+With two GPUs, each rank has its own, and the other job uses shared and peer memory. With one GPU, both ranks share it: they get
+different NCCL_HOSTIDs, as NCCL refuses a GPU that is used twice on a host, and the other job has one rank with all pictures. The two
+ranks take turns on the GPU, so their speed does not measure the network. With --device cpu, the ranks' ring replaces NCCL.
 
-Each rank of the sockets' side is a `lockstep train` of its own, started as torchrun would. Prints losses, one JSON line a run, and lines
+Each rank over sockets is a separate `lockstep train`, started as by torchrun. Prints losses, one JSON line per run, and lines
 "RESULT<tab>name<tab>result<tab>note" for the table of `run`.
 """
 
@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 
-from losses import FIRST, MOST, log, means
+from losses import FIRST_STEPS, MAX_DIFFERENCE, log, mean_losses
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--program", required=True)
@@ -33,7 +33,7 @@ parser.add_argument("--pictures", required=True)
 parser.add_argument("--work", required=True)
 parser.add_argument("--device", default="cuda")
 parser.add_argument("--gpus", type=int, default=1)
-parser.add_argument("--steps", type=int, help="default: 300 with two GPUs, 30 where they share one, 12 on CPU cores")
+parser.add_argument("--steps", type=int, help="default: 300 with two GPUs, 30 if the ranks share one, 12 on CPU cores")
 parser.add_argument("--precisions", nargs="+", help="default: fp32, with two GPUs also fp16")
 parser.add_argument("--limit", type=float, default=40, help="seconds for one run")
 a = parser.parse_args()
@@ -41,12 +41,12 @@ cpu, shared = a.device == "cpu", a.device == "cuda" and a.gpus < 2
 steps = a.steps or (12 if cpu else 30 if shared else 300)
 precisions = a.precisions or (["fp32"] if cpu or shared else ["fp32", "fp16"])
 BATCH = 8 if cpu else 32
-# Of all steps these are compared, with what agree.py allows.
+# Number of steps that are compared, with the limits of agree.py.
 COMPARED = 10
-# The first steps are slower: kernels are compiled, graphs captured.
+# The first steps are slower, as kernels are compiled and graphs captured.
 WARM = min(10, steps // 2)
 
-# Nothing but sockets; no multicast in either run, which a virtual machine may not be allowed.
+# Only sockets. Neither run uses multicast (NVLS), which a virtual machine may forbid.
 SOCKETS = {
     "NCCL_SHM_DISABLE": "1",
     "NCCL_P2P_DISABLE": "1",
@@ -55,16 +55,16 @@ SOCKETS = {
     "NCCL_IB_DISABLE": "1",
     "NCCL_MNNVL_ENABLE": "0",
     "NCCL_COLLNET_ENABLE": "0",
-    # Batch norm's sums through NCCL as well.
+    # Batch norm's sums also go through NCCL.
     "LOCKSTEP_NO_PEER_MEMORY": "1",
-    # On CPU cores.
+    # For ranks on CPU cores.
     "LOCKSTEP_SHARED_MEMORY": "0",
 }
 ALWAYS = {"NCCL_NVLS_ENABLE": "0", "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,P2P,SHM"}
 
 
 class OutputReader(threading.Thread):
-    """Reads what a process prints, with the time of each line."""
+    """Reads the output of a process, with the time of each line."""
 
     def __init__(self, process):
         super().__init__(daemon=True)
@@ -85,7 +85,7 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def job(folder, precision, ranks):
+def write_job(folder, precision, ranks):
     (folder / "job.toml").write_text(f"""
 name = "sockets"
 [model]
@@ -119,24 +119,24 @@ every_steps = 1
 
 
 def environments(name):
-    """Of each process that is started: one that starts all ranks, or one for each rank."""
+    """Returns the environment of each process to start: one process that starts all ranks, or one per rank."""
     base = {**os.environ, **ALWAYS}
     if name != "sockets":
         return [base]
     if shared:
         base["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     base.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LOCKSTEP_SECRET": secrets.token_hex(16)}
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LOCKSTEP_SECRET": secrets.token_hex(16)}
     return [
         {
             **base,
             **SOCKETS,
-            **meeting,
+            **rendezvous,
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": "2",
             "LOCAL_WORLD_SIZE": "2",
-            # Hosts of their own to NCCL, else it refuses to have a GPU twice.
+            # Different hosts for NCCL, which otherwise refuses a GPU that is used twice.
             "NCCL_HOSTID": f"lockstep-sockets-{rank}",
         }
         for rank in range(2)
@@ -144,11 +144,11 @@ def environments(name):
 
 
 def train(name, precision, ranks):
-    """Runs the job and returns (mean loss of each step, images a second, transports that NCCL named)."""
+    """Runs the job and returns (mean loss of each step, images per second, counts of the transports in NCCL's log)."""
     folder = pathlib.Path(a.work) / f"sockets-{name}-{precision}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    command = job(folder, precision, ranks)
+    command = write_job(folder, precision, ranks)
     started = []
     for environment in environments(name):
         environment["NCCL_DEBUG_FILE"] = str(folder / "nccl.%p")
@@ -156,18 +156,18 @@ def train(name, precision, ranks):
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=environment
         )
         started.append(OutputReader(process))
-    until, late = time.monotonic() + a.limit, False
+    deadline, is_late = time.monotonic() + a.limit, False
     for reader in started:
         try:
-            reader.process.wait(max(until - time.monotonic(), 0.1))
+            reader.process.wait(max(deadline - time.monotonic(), 0.1))
         except subprocess.TimeoutExpired:
-            late = True
-    if late:
-        # An end in order first: ranks that are killed leave a GPU in the middle of something.
-        for ask in ("terminate", "kill"):
+            is_late = True
+    if is_late:
+        # Terminates before it kills, as killed ranks may leave unfinished work on a GPU.
+        for method in ("terminate", "kill"):
             for reader in started:
                 if reader.process.poll() is None:
-                    getattr(reader.process, ask)()
+                    getattr(reader.process, method)()
             for reader in started:
                 try:
                     reader.process.wait(10)
@@ -177,35 +177,35 @@ def train(name, precision, ranks):
         reader.join(5)
     nccl = "".join(path.read_text(errors="replace") for path in sorted(folder.glob("nccl.*")))
     texts = [log(folder, rank) for rank in range(ranks)]
-    if late or any(reader.process.returncode != 0 for reader in started):
+    if is_late or any(reader.process.returncode != 0 for reader in started):
         for reader in started:
             print(reader.text()[-1500:])
         warnings = [line for line in nccl.splitlines() if " WARN " in line]
         print(*(warnings or nccl.splitlines())[-12:], sep="\n")
-        done = [len(re.findall(r", loss is ", text)) for text in texts]
-        after = f"not done after {a.limit:.0f} s, {done} steps; " if late else ""
+        counts = [len(re.findall(r", loss is ", text)) for text in texts]
+        after = f"not done after {a.limit:.0f} s, {counts} steps; " if is_late else ""
         sys.exit(f"{name} {precision}: {after}exit statuses {[reader.process.returncode for reader in started]}")
-    mean = means(texts, steps, f"{name} {precision}")
-    # Rank 0's process, or the one that starts all, says which step is done.
+    mean = mean_losses(texts, steps, f"{name} {precision}")
+    # Rank 0's process, or the process that starts all ranks, prints the finished steps.
     times = {}
     for at, line in started[0].lines:
         if found := re.search(r" step: (\d+), loss is", line):
             times[int(found[1])] = at
     speed = (steps - WARM) * 2 * BATCH / max(times[steps] - times[WARM], 1e-9)
-    ways = collections.Counter(re.findall(r" via ([A-Z][A-Za-z0-9]*/[A-Za-z]+)", nccl))
+    transports = collections.Counter(re.findall(r" via ([A-Z][A-Za-z0-9]*/[A-Za-z]+)", nccl))
     row = {
         "side": "lockstep", "run": f"sockets-{name}", "precision": precision, "ranks": ranks, "device": a.device,
         "one_gpu_shared": shared and ranks > 1, "global_batch": 2 * BATCH, "steps": steps, "images_per_second": round(speed, 1),
-        "nccl": dict(ways), "statistics": re.findall(r"[^\n]*gradients (?:go|are)[^\n]*", texts[0])[:1],
+        "nccl": dict(transports), "statistics": re.findall(r"[^\n]*gradients (?:go|are)[^\n]*", texts[0])[:1],
     }
     print(json.dumps(row), flush=True)
     print(f"{name} {precision}:", " ".join(f"{x:.5f}" for x in mean[:COMPARED]), flush=True)
     shutil.rmtree(folder)
-    if name == "sockets" and not cpu and (not ways or any(not way.startswith("NET/Socket") for way in ways)):
-        sys.exit(f"sockets {precision}: NCCL's log names these ways between the ranks, not sockets alone: {dict(ways)}")
-    if name == "memory" and not cpu and any(way.startswith("NET/") for way in ways):
-        sys.exit(f"memory {precision}: NCCL went over the network, too: {dict(ways)}")
-    return mean, speed, ways
+    if name == "sockets" and not cpu and (not transports or any(not transport.startswith("NET/Socket") for transport in transports)):
+        sys.exit(f"sockets {precision}: NCCL's log names other transports than sockets: {dict(transports)}")
+    if name == "memory" and not cpu and any(transport.startswith("NET/") for transport in transports):
+        sys.exit(f"memory {precision}: NCCL also used the network: {dict(transports)}")
+    return mean, speed, transports
 
 
 mode = ""
@@ -214,26 +214,26 @@ if not cpu:
         ["nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader"], capture_output=True, text=True
     ).stdout
     if shared and "Exclusive" in asked:
-        print("RESULT\tsockets\tskip\tthe one GPU takes one process at a time (compute mode)")
+        print("RESULT\tsockets\tskip\tthe only GPU allows one process at a time (compute mode)")
         sys.exit(0)
-beside, ranks = ("alone", 1) if shared else ("memory", 2)
-wrong = []
+reference, ranks = ("alone", 1) if shared else ("memory", 2)
+problems = []
 for precision in precisions:
-    wanted, usual, _ = train(beside, precision, ranks)
-    found, speed, ways = train("sockets", precision, 2)
-    apart = [abs(x - y) / y for x, y in zip(found, wanted)]
-    parts = max(apart[:FIRST]), max(apart[FIRST:COMPARED], default=0)
-    equal = "equal in all steps" if found == wanted else "at most {:.1e} apart, from step {} on {:.1e}".format(parts[0], FIRST + 1, parts[1])
-    for far, most in zip(parts, MOST[precision]):
-        if not far < most:
-            wrong.append(f"sockets {precision}: {far:.1e} apart, more than {most}")
+    expected, reference_speed, _ = train(reference, precision, ranks)
+    found, speed, transports = train("sockets", precision, 2)
+    differences = [abs(x - y) / y for x, y in zip(found, expected)]
+    parts = max(differences[:FIRST_STEPS]), max(differences[FIRST_STEPS:COMPARED], default=0)
+    equal = "equal in all steps" if found == expected else "at most {:.1e} apart, from step {} on {:.1e}".format(parts[0], FIRST_STEPS + 1, parts[1])
+    for difference, limit in zip(parts, MAX_DIFFERENCE[precision]):
+        if not difference < limit:
+            problems.append(f"sockets {precision}: losses differ by {difference:.1e}, more than {limit}")
     names = {"alone": "one rank with all pictures", "memory": "shared and peer memory"}
-    note = f"{steps} steps against {names[beside]}"
+    note = f"{steps} steps against {names[reference]}"
     if not cpu:
-        note += "; NCCL: " + ", ".join(f"{way} {count}x" for way, count in sorted(ways.items()))
-    print(f"RESULT\tsockets.{precision}.losses\t{'FAIL' if wrong else 'pass'}, {equal}\t{note}")
-    result = f"{speed:.0f} images/s, {beside} {usual:.0f}"
+        note += "; NCCL: " + ", ".join(f"{transport} {count}x" for transport, count in sorted(transports.items()))
+    print(f"RESULT\tsockets.{precision}.losses\t{'FAIL' if problems else 'pass'}, {equal}\t{note}")
+    result = f"{speed:.0f} images/s, {reference} {reference_speed:.0f}"
     if shared:
-        result += ", ONE GPU SHARED: no figure of the network"
-    print(f"RESULT\tsockets.{precision}.speed\t{result}\tResNet-18, 32 px, batch {BATCH} a rank", flush=True)
-sys.exit("\n".join(wrong) or 0)
+        result += ", ONE GPU SHARED: does not measure the network"
+    print(f"RESULT\tsockets.{precision}.speed\t{result}\tResNet-18, 32 px, batch {BATCH} per rank", flush=True)
+sys.exit("\n".join(problems) or 0)

@@ -1,4 +1,4 @@
-"""The lines of `bench.jsonl`, ours and PyTorch's, as a table: python3 table.py out/bench.jsonl"""
+"""Prints the lines of `bench.jsonl`, of Lockstep and PyTorch, as a table: python3 table.py out/bench.jsonl"""
 
 import json
 import sys

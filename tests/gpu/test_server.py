@@ -1,5 +1,5 @@
-"""A server with its agent, a client of its REST interface and streams, and what is seen of its processes
-and of the GPUs' memory: what the end-to-end scripts are written in. Standard library only."""
+"""The kit of the end-to-end scripts: a server with its agent, a client of its REST API and streams, and functions
+that list processes and GPU memory. Standard library only."""
 
 import base64
 import json
@@ -19,23 +19,23 @@ FINAL = {"succeeded", "failed", "cancelled"}
 
 
 class Failure(Exception):
-    """What was expected did not happen; the words say what did."""
+    """An expectation failed; the message says what happened instead."""
 
 
-def expect(condition, words):
+def expect(condition, message):
     if not condition:
-        raise Failure(words)
+        raise Failure(message)
 
 
-def wait(seconds, words, look, every=0.05):
-    """The first true value of `look` within `seconds`."""
+def wait(seconds, what, check, every=0.05):
+    """Waits until `check` returns a true value and returns the value. Fails after `seconds`."""
     end = time.monotonic() + seconds
     while True:
-        found = look()
+        found = check()
         if found:
             return found
         if time.monotonic() > end:
-            raise Failure(f"{words}: not within {seconds} s")
+            raise Failure(f"{what}: not within {seconds} s")
         time.sleep(every)
 
 
@@ -72,7 +72,7 @@ class Stream:
         return taken
 
     def frame(self):
-        """The next frame, as an object."""
+        """Returns the next frame, decoded from JSON."""
         text = b""
         while True:
             first, second = self._take(2)
@@ -86,7 +86,7 @@ class Stream:
             if kind == 8:
                 raise Failure(f"the stream was closed: {payload!r}")
             if kind == 9:
-                # A client's frames are masked; a pong of nothing with a mask of zeroes.
+                # A ping. The pong is empty; clients must mask their frames, here with zeroes.
                 self.socket.sendall(b"\x8a\x80\0\0\0\0")
             if kind in (0, 1):
                 text += payload
@@ -98,20 +98,20 @@ class Stream:
 
 
 class Job:
-    """A submitted job, followed by its stream from the first event on."""
+    """A submitted job, whose stream is read from the first event on."""
 
-    def __init__(self, server, made, patience):
-        self.server, self.id, self.patience = server, made["id"], patience
-        self.stream = Stream(server.port, f"/api/v1/jobs/{self.id}/stream?since=0", patience, server.token)
+    def __init__(self, server, created, timeout):
+        self.server, self.id, self.timeout = server, created["id"], timeout
+        self.stream = Stream(server.port, f"/api/v1/jobs/{self.id}/stream?since=0", timeout, server.token)
         hello = self.stream.frame()
         expect(hello["type"] == "hello" and hello["job"]["id"] == self.id, f"no hello: {hello}")
         self.events, self.state, self.reason = [], "queued", None
 
     def next(self):
-        """The next event; their numbers must follow each other."""
+        """Returns the next event. The events' numbers must be consecutive."""
         while True:
             frame = self.stream.frame()
-            # No events: `live` names the last one, `progress` and `changed` have no number.
+            # These frames are not events: `live` names the last event, `progress` and `changed` have no number.
             if frame["type"] == "live" or "seq" not in frame:
                 continue
             last = self.events[-1]["seq"] if self.events else 0
@@ -121,38 +121,38 @@ class Job:
                 self.state, self.reason = frame["state"], frame.get("reason")
             return frame
 
-    def until(self, fits, words):
-        end = time.monotonic() + self.patience
+    def until(self, matches, what):
+        end = time.monotonic() + self.timeout
         while True:
             frame = self.next()
-            if fits(frame):
+            if matches(frame):
                 return frame
-            expect(self.state not in FINAL, f"{words}: but the job has {self.state}: {self.reason}")
-            expect(time.monotonic() < end, f"{words}: not within {self.patience} s")
+            expect(self.state not in FINAL, f"{what}: but the job has {self.state}: {self.reason}")
+            expect(time.monotonic() < end, f"{what}: not within {self.timeout} s")
 
     def until_step(self, step, attempt=1):
-        def fits(frame):
-            there = frame["type"] == "metrics" and frame["name"] == "loss" and frame["attempt"] == attempt
-            return there and frame["steps"][-1] >= step
+        def matches(frame):
+            is_loss = frame["type"] == "metrics" and frame["name"] == "loss" and frame["attempt"] == attempt
+            return is_loss and frame["steps"][-1] >= step
 
-        return self.until(fits, f"step {step} of attempt {attempt}")
+        return self.until(matches, f"step {step} of attempt {attempt}")
 
     def until_checkpoint(self, step):
-        """A checkpoint of this step or a later one is whole and reported."""
+        """Waits for the report of a checkpoint of this step or a later step."""
         return self.until(lambda f: f["type"] == "checkpoint" and f.get("checkpoint", f)["step"] >= step, f"a checkpoint of step {step}")
 
     def end(self):
-        """Reads to the job's end; the state it ended in."""
+        """Reads events up to the job's end, and returns the final state."""
         while self.state not in FINAL:
             self.next()
         self.stream.close()
         return self.state
 
-    def succeeds(self):
+    def expect_success(self):
         expect(self.end() == "succeeded", f"the job has {self.state}: {self.reason}")
 
     def losses(self):
-        """By rank and attempt: the steps that have a loss, in the order they were reported."""
+        """Returns for each (rank, attempt) the steps with a loss, in the order of their reports."""
         reported = {}
         for event in self.events:
             if event["type"] == "metrics" and event["name"] == "loss":
@@ -164,7 +164,7 @@ class Job:
         return "\n".join(line["text"] for line in lines)
 
     def ranks(self, attempt):
-        """The processes of an attempt that are alive, by rank."""
+        """Returns the running processes of an attempt, by rank."""
         found = {}
         for entry in pathlib.Path("/proc").iterdir():
             if not entry.name.isdigit():
@@ -183,36 +183,36 @@ class Job:
 
 
 class TestServer:
-    """`lockstep serve` with its agent, in a folder of its own."""
+    """`lockstep serve` with its agent, in its own folder."""
 
     def __init__(self, program, folder, device, ranks, local_agent=True, warm="off"):
         self.program, self.folder, self.device, self.size = program, folder, device, ranks
         folder.mkdir(parents=True, exist_ok=True)
         self.data = folder / "data"
         slots = ["--cpu-slots", str(ranks)] if device == "cpu" else []
-        # A process that waits takes GPU memory, and as a rank it does not name its job in its arguments.
+        # Spare processes are off, as they use GPU memory, and a rank that was a spare process does not name its job in its arguments.
         slots = [*slots, "--warm", warm] if local_agent else ["--no-local-agent"]
         self.errors = open(folder / "serve.log", "ab")
         self.process = subprocess.Popen(
             [program, "serve", "--listen", "127.0.0.1:0", "--data-dir", str(self.data), *slots],
             stdout=subprocess.PIPE,
             stderr=self.errors,
-            # A Ctrl-C ends the script, which ends the server.
+            # Ctrl-C must end only this script, which then stops the server.
             start_new_session=True,
         )
         line = self.process.stdout.readline().decode()
-        expect("http://" in line, f"the server does not start: {self.said()}")
+        expect("http://" in line, f"the server does not start: {self.log_end()}")
         self.port = int(line.strip().rsplit(":", 1)[1])
-        # The server's own, which it has made before it answers.
+        # The server writes its token before it prints its URL.
         self.token = (self.data / "token").read_text().strip()
         threading.Thread(target=self.process.stdout.read, daemon=True).start()
         if not local_agent:
             return
         kind = "cpu" if device == "cpu" else "cuda"
         self.slots = wait(30, "an agent is online", lambda: self.free_slots(kind))
-        expect(len(self.slots) >= ranks, f"{ranks} ranks, but these slots: {self.slots}\n{self.said()}")
+        expect(len(self.slots) >= ranks, f"{ranks} ranks, but these slots: {self.slots}\n{self.log_end()}")
 
-    def said(self):
+    def log_end(self):
         return (self.folder / "serve.log").read_text(errors="replace")[-3000:]
 
     def free_slots(self, kind):
@@ -225,8 +225,8 @@ class TestServer:
         request.add_header("Content-Type", "application/json")
         request.add_header("Authorization", f"Bearer {self.token}")
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                return json.loads(answer.read() or b"null")
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return json.loads(response.read() or b"null")
         except urllib.error.HTTPError as error:
             raise Failure(f"{method} {path}: {error.code} {error.read().decode()[:1000]}") from None
 
@@ -235,12 +235,12 @@ class TestServer:
 
     def cli(self, *arguments):
         environment = dict(os.environ, LOCKSTEP_SERVER=f"http://127.0.0.1:{self.port}", LOCKSTEP_TOKEN=self.token)
-        done = subprocess.run([self.program, *arguments], env=environment, capture_output=True, text=True, timeout=300)
-        expect(done.returncode == 0, f"lockstep {' '.join(arguments)}: {done.stderr}")
-        return done.stdout
+        result = subprocess.run([self.program, *arguments], env=environment, capture_output=True, text=True, timeout=300)
+        expect(result.returncode == 0, f"lockstep {' '.join(arguments)}: {result.stderr}")
+        return result.stdout
 
-    def submit(self, spec, patience=120):
-        return Job(self, self.request("POST", "/jobs", spec), patience)
+    def submit(self, spec, timeout=120):
+        return Job(self, self.request("POST", "/jobs", spec), timeout)
 
     def stop(self):
         self.process.send_signal(signal.SIGTERM)
@@ -255,7 +255,7 @@ class TestServer:
 
 
 def gpu_memory():
-    """MiB in use by GPU; nothing where there is no nvidia-smi."""
+    """Returns the memory in use in MiB of each GPU; empty without nvidia-smi."""
     try:
         text = subprocess.run(
             ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"],

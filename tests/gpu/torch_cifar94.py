@@ -1,6 +1,6 @@
-"""PyTorch's side of `cifar_recipes.py`: the network, optimizer, augmentation and evaluation of Jordan 2024 (arXiv 2404.00498) with Muon, as
-the documentation of the recipe `cifar-94` describes them, on the same pictures. Prints a line of JSON a seed, then the mean and the
-spread. Whole training runs are timed by events of the GPU, after a run that is not counted.
+"""PyTorch's counterpart of `cifar_recipes.py`: the network, optimizer, augmentation and evaluation of Jordan 2024 (arXiv 2404.00498) with Muon, as
+the documentation of the recipe `cifar-94` describes them, on the same pictures. Prints a line of JSON per seed, then mean and
+standard deviation. Whole training runs are timed by CUDA events, after a warm-up run.
 
     python3 torch_cifar94.py --pictures cifar10 --seeds 50
 """
@@ -13,19 +13,19 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from cifar_recipes import summary
+from cifar_recipes import print_summary
 
 BATCH, EPOCHS, SMOOTHING = 2000, 8, 0.2
 FILTER_LR, BIAS_LR, HEAD_LR = 0.24, 0.053, 0.67
 FILTER_MOMENTUM, MOMENTUM = 0.6, 0.85
 DECAY = 2e-6 * BATCH
-WHITENED_EPOCHS = 3
+BIAS_EPOCHS = 3
 
 
 def norm(channels):
-    made = nn.BatchNorm2d(channels, eps=1e-12, momentum=0.4)
-    made.weight.requires_grad = False
-    return made
+    layer = nn.BatchNorm2d(channels, eps=1e-12, momentum=0.4)
+    layer.weight.requires_grad = False
+    return layer
 
 
 class Group(nn.Module):
@@ -88,18 +88,18 @@ class Muon:
             weight.mul_(len(weight) ** 0.5 / weight.norm()).sub_(lr * update)
 
 
-def shifted(padded, shifts):
-    """A window of 32 x 32 of each padded picture."""
-    made = torch.empty_like(padded[:, :, :32, :32])
+def crop(padded, shifts):
+    """Returns a window of 32 x 32 of each padded picture, at its shift."""
+    windows = torch.empty_like(padded[:, :, :32, :32])
     for y in range(5):
         for x in range(5):
             chosen = (shifts[0] == y) & (shifts[1] == x)
-            made[chosen] = padded[chosen, :, y : y + 32, x : x + 32]
-    return made
+            windows[chosen] = padded[chosen, :, y : y + 32, x : x + 32]
+    return windows
 
 
-def evaluated(net, pictures):
-    """The average of six views' logits: half of it of the pictures themselves, half of two diagonal shifts, each also mirrored."""
+def average_logits(net, pictures):
+    """Returns the weighted mean of six views' logits: the pictures (half the weight) and two diagonal shifts, each also mirrored."""
     padded, logits = functional.pad(pictures, (1,) * 4, "reflect"), 0
     for y, weight in ((1, 0.5), (0, 0.25), (2, 0.25)):
         view = padded[:, :, y : y + 32, y : y + 32]
@@ -108,9 +108,9 @@ def evaluated(net, pictures):
 
 
 def run(net, pictures, labels, test, seed):
-    """Accuracy in percent, and seconds of training without evaluation."""
+    """Trains once. Returns the accuracy in percent, and the seconds of training without evaluation."""
     torch.manual_seed(seed)
-    # Into the same memory, so that the compiled network is used again.
+    # Keeps the parameters' memory, so that the compiled network is reused.
     net.load_state_dict(Net().to("cuda", torch.float16).state_dict())
     for module in net.modules():
         if isinstance(module, nn.BatchNorm2d):
@@ -131,25 +131,25 @@ def run(net, pictures, labels, test, seed):
     first = torch.where(flipped.view(-1, 1, 1, 1), pictures.flip(-1), pictures)
     padded = functional.pad(first, (2,) * 4, "reflect")
     net.train()
-    of_epoch = len(pictures) // BATCH
-    steps, whitened, step = EPOCHS * of_epoch, WHITENED_EPOCHS * of_epoch, 0
+    steps_per_epoch = len(pictures) // BATCH
+    steps, bias_steps, step = EPOCHS * steps_per_epoch, BIAS_EPOCHS * steps_per_epoch, 0
     for epoch in range(EPOCHS):
-        crops = shifted(padded, torch.randint(5, (2, len(padded)), device="cuda"))
+        crops = crop(padded, torch.randint(5, (2, len(padded)), device="cuda"))
         crops = crops.flip(-1) if epoch % 2 else crops
-        for chosen in torch.randperm(len(crops), device="cuda").split(BATCH)[:of_epoch]:
+        for chosen in torch.randperm(len(crops), device="cuda").split(BATCH)[:steps_per_epoch]:
             functional.cross_entropy(net(crops[chosen]), labels[chosen], label_smoothing=SMOOTHING, reduction="sum").backward()
-            left = 1 - step / steps
+            remaining = 1 - step / steps
             for group, rate in zip(sgd.param_groups, rates):
-                group["lr"] = rate * left
-            sgd.param_groups[0]["lr"] = BIAS_LR * max(0.0, 1 - step / whitened)
+                group["lr"] = rate * remaining
+            sgd.param_groups[0]["lr"] = BIAS_LR * max(0.0, 1 - step / bias_steps)
             sgd.step()
-            muon.step(FILTER_LR * left)
+            muon.step(FILTER_LR * remaining)
             net.zero_grad(set_to_none=True)
             step += 1
     end.record()
     net.eval()
     with torch.no_grad():
-        found = torch.cat([evaluated(net, part).argmax(1) for part in test[0].split(2000)])
+        found = torch.cat([average_logits(net, part).argmax(1) for part in test[0].split(2000)])
     torch.cuda.synchronize()
     return (found == test[1]).float().mean().item() * 100, begin.elapsed_time(end) / 1000
 
@@ -162,13 +162,13 @@ def main():
     torch.backends.cudnn.benchmark = True
     loaded = [torch.load(pathlib.Path(a.pictures) / f"{split}.pt") for split in ("train", "test")]
     train = loaded[0]["images"].float() / 255
-    mean, std = (of(train, (0, 1, 2)).view(1, 3, 1, 1).cuda() for of in (torch.mean, torch.std))
+    mean, std = (statistic(train, (0, 1, 2)).view(1, 3, 1, 1).cuda() for statistic in (torch.mean, torch.std))
 
-    def ready(split):
+    def prepare(split):
         images = split["images"].cuda().permute(0, 3, 1, 2).float() / 255
         return ((images - mean) / std).half().contiguous(memory_format=torch.channels_last), split["labels"].cuda()
 
-    (pictures, labels), test = map(ready, loaded)
+    (pictures, labels), test = map(prepare, loaded)
     net = Net().to("cuda", torch.float16).to(memory_format=torch.channels_last)
     for module in net.modules():
         if isinstance(module, nn.BatchNorm2d):
@@ -180,7 +180,7 @@ def main():
         accuracy, secs = run(net, pictures, labels, test, seed)
         rows.append({"side": "pytorch", "run": "cifar-94", "seed": seed, "accuracy": round(accuracy, 2), "train_secs": round(secs, 3)})
         print(json.dumps(rows[-1]), flush=True)
-    summary("pytorch", "cifar-94", rows)
+    print_summary("pytorch", "cifar-94", rows)
 
 
 if __name__ == "__main__":

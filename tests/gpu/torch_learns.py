@@ -1,5 +1,5 @@
-"""PyTorch's side of `learns.py`: ResNet-50 on CIFAR-10's pictures, scaled up, SGD with momentum 0.9, cosine schedule,
-weight decay 5e-4, batch 256, crop and flip. Prints a line of JSON a seed.
+"""PyTorch's counterpart of `learns.py`: ResNet-50 on enlarged CIFAR-10 pictures, SGD with momentum 0.9, cosine schedule,
+weight decay 5e-4, batch 256, crop and flip. Prints a line of JSON per seed.
 
     python3 torch_learns.py --pictures cifar10 --size 224 --precision bf16 --lr 0.1 --epochs 5 --seeds 1 2 3
 """
@@ -38,13 +38,13 @@ mean, std = scaled.mean((0, 2, 3)).view(1, 3, 1, 1), scaled.std((0, 2, 3)).view(
 del scaled
 
 
-def prepared(pictures):
-    wanted = functional.interpolate(pictures.float() / 255, size=a.size, mode="bilinear", align_corners=False)
-    return ((wanted - mean) / std).to(memory_format=torch.channels_last)
+def prepare(pictures):
+    enlarged = functional.interpolate(pictures.float() / 255, size=a.size, mode="bilinear", align_corners=False)
+    return ((enlarged - mean) / std).to(memory_format=torch.channels_last)
 
 
-def augmented(pictures):
-    """Crops after 4 black pixels on each side, and flips, each picture by itself."""
+def augment(pictures):
+    """Pads each picture with 4 black pixels on each side, then crops and flips it at random."""
     count, side = len(pictures), pictures.shape[-1]
     padded = functional.pad(pictures, (4, 4, 4, 4))
     corner = torch.randint(0, 9, (count, 2), device=device)
@@ -74,7 +74,7 @@ for seed in a.seeds:
             for group in optimizer.param_groups:
                 group["lr"] = 0.5 * a.lr * (1 + math.cos(math.pi * done / total))
             with autocast():
-                loss = functional.cross_entropy(compiled(prepared(augmented(train[chosen]))), train_labels[chosen])
+                loss = functional.cross_entropy(compiled(prepare(augment(train[chosen]))), train_labels[chosen])
             loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -89,7 +89,7 @@ for seed in a.seeds:
     right = 0
     with torch.no_grad(), autocast():
         for at in range(0, len(test), 500):
-            right += (net(prepared(test[at : at + 500])).argmax(1) == test_labels[at : at + 500]).sum().item()
+            right += (net(prepare(test[at : at + 500])).argmax(1) == test_labels[at : at + 500]).sum().item()
     losses = torch.stack(losses).tolist()
     row = {
         "side": "pytorch", "size": a.size, "precision": a.precision, "lr": a.lr, "epochs": a.epochs, "seed": seed,

@@ -1,5 +1,5 @@
-"""PyTorch's side of `recipe.py`: torchvision's ResNet-18 and its first recipe for ImageNet shortened to 10 epochs, on the same files,
-with its transforms, its mixed precision, and batch norm and biases not decayed. Prints a line of JSON a seed.
+"""PyTorch's counterpart of `recipe.py`: torchvision's ResNet-18 and its first recipe for ImageNet, shortened to 10 epochs, on the same files,
+with torchvision's transforms and mixed precision, without weight decay for batch norm and biases. Prints a line of JSON per seed.
 
     python3 torch_recipe.py --pictures cifar10-jpeg-64 --seeds 1 2 3
 """
@@ -26,7 +26,7 @@ def decode(path):
 
 
 class Split(torch.utils.data.Dataset):
-    """A split's files, decoded once and kept: what is transformed in each epoch is what decoding each time would give."""
+    """A split's pictures, decoded once and kept in memory, which gives the same pixels as decoding in each epoch."""
 
     def __init__(self, folder, transform):
         classes = sorted(path.name for path in folder.iterdir())
@@ -55,7 +55,7 @@ def main():
     training = Split(
         folder / "train", transforms.Compose([transforms.RandomResizedCrop(SIDE), transforms.RandomHorizontalFlip(), *normalise])
     )
-    # 256 of 224, as torchvision's script has it.
+    # The ratio 256 to 224, as in torchvision's script.
     resize = round(SIDE * 256 / 224)
     validation = Split(
         folder / "val", transforms.Compose([transforms.Resize(resize), transforms.CenterCrop(SIDE), *normalise])

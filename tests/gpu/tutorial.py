@@ -1,5 +1,5 @@
-"""The example job file cifar10-resnet50.toml on CIFAR-10's pictures, by `lockstep train`: seconds of training, the last epoch's loss
-of each rank, and the validation accuracy, as a line of JSON.
+"""Trains the example job file cifar10-resnet50.toml on CIFAR-10 by `lockstep train`. Prints the seconds of training, the last epoch's
+loss of each rank, and the validation accuracy, as a line of JSON.
 
     python3 tutorial.py --program lockstep --job cifar10-resnet50.toml --pictures cifar-10-batches-bin --work /tmp --ranks 8
 """
@@ -27,7 +27,7 @@ a = parser.parse_args()
 folder = pathlib.Path(a.work) / f"tutorial-{a.ranks}"
 shutil.rmtree(folder, ignore_errors=True)
 keys = [f"data.dataset={pathlib.Path(a.pictures).resolve()}", f"train.epochs={a.epochs}",
-        # Measured once, at the end.
+        # The accuracy is measured once, at the end.
         "evaluate.every_epochs=0", "checkpoint.every_epochs=1000", *a.set]
 arguments = ["--ranks", str(a.ranks), *(part for key in keys for part in ("--set", key))]
 status, printed, text, secs = watched.train(a.program, a.job, folder / "out", *arguments)
@@ -37,14 +37,14 @@ if status != 0:
     sys.exit(1)
 
 
-def last_epoch(rank):
-    """The mean of the losses in a rank's log of the last epoch."""
+def last_epoch_loss(rank):
+    """Returns the mean of the last epoch's losses in a rank's log."""
     log = (folder / "out" / "attempts" / "1" / f"rank.{rank}.log").read_text(errors="replace")
     losses = re.findall(rf"^.*epoch: {a.epochs} step: \d+, loss is ([0-9.]+)", log, re.MULTILINE)
     return round(statistics.mean(map(float, losses)), 4)
 
 
-losses = [last_epoch(rank) for rank in range(a.ranks)]
+losses = [last_epoch_loss(rank) for rank in range(a.ranks)]
 row = {
     "ranks": a.ranks, "epochs": a.epochs, "train_secs": secs["train"], "start_secs": secs["start"], "whole_secs": secs["whole"],
     "loss": round(statistics.mean(losses), 4), "loss_by_rank": losses,

@@ -1,4 +1,4 @@
-"""Runs `lockstep train` and measures its training time from outside, by rank 0's log."""
+"""Runs `lockstep train` and measures its training time by watching rank 0's log."""
 
 import pathlib
 import subprocess
@@ -6,9 +6,9 @@ import time
 
 
 def train(program, job, out, *arguments):
-    """Trains the job file and returns (exit status, what was printed, rank 0's log, seconds).
+    """Trains the job file and returns (exit status, output, rank 0's log, seconds).
 
-    The seconds are a dict: `whole`; `start`, up to the first loss in the log; and `train`, from the first loss to the last one.
+    The seconds are a dict: `whole`; `start`, up to the first loss in the log; and `train`, from the first to the last loss.
     Losses are logged at most ten times a second, and for the last step of each epoch.
     """
     out = pathlib.Path(out)
@@ -25,17 +25,17 @@ def train(program, job, out, *arguments):
             if seen > lines:
                 now = time.monotonic()
                 first = first or now
-                # The evaluation's line also has a loss in it, but comes after the last step's.
+                # The line of the evaluation, which follows the last step, also contains a loss.
                 if "validation accuracy" not in text:
                     last = now
                 lines = seen
         whole = time.monotonic() - began
         printed.seek(0)
-        said = printed.read()
+        output = printed.read()
     text = log.read_text(errors="replace") if log.exists() else ""
     secs = {
         "whole": round(whole, 2),
         "start": round(first - began, 2) if first else None,
         "train": round(last - first, 2) if first and last else None,
     }
-    return process.returncode, said, text, secs
+    return process.returncode, output, text, secs

@@ -1,5 +1,5 @@
-"""The CIFAR family of the Python package against recorded names, shapes and logits, which the engine is compared with, too
-(`worker/tests/worker/pytorch.rs`). Needs torch and numpy:
+"""Compares the CIFAR family of the Python package with recorded names, shapes and logits, as `worker/tests/worker/pytorch.rs` does
+for the engine. Needs torch and numpy:
 
     python3 tests/pytorch/cifar_family.py
 """
@@ -15,13 +15,13 @@ import torch
 from generator import values
 
 HERE = pathlib.Path(__file__).parent
-# The file by itself: the package needs more than torch.
+# Imports the file directly, as the package needs more than torch.
 sys.path.append(str(HERE.parents[1] / "python/src/lockstep"))
 import cifar_resnet  # noqa: E402
 
 
-def made_up(arch, name, shape):
-    """A tensor as `fill` of make_fixtures.py makes it."""
+def synthetic_tensor(arch, name, shape):
+    """Returns the tensor that `fill` of make_fixtures.py creates."""
     v = values(f"{arch}.{name}", *shape)
     if len(shape) == 4:
         return v * np.float32(math.sqrt(6.0 / (shape[0] * shape[2] * shape[3])))
@@ -36,16 +36,16 @@ recorded = json.loads((HERE / "fixtures/architectures.json").read_text())
 for arch in ("resnet20", "resnet32", "resnet44", "resnet56", "resnet110"):
     expected = recorded[arch]["cifar"]
     model = getattr(cifar_resnet, arch)(expected["classes"], expected["channels"]).eval()
-    # Counters of batches are not recorded.
-    ours = [[name, list(value.shape)] for name, value in model.state_dict().items() if not name.endswith("tracked")]
-    assert ours == expected["parameters"], f"{arch}: {ours}"
-    weights = {name: torch.from_numpy(made_up(arch, name, shape)) for name, shape in expected["parameters"]}
+    # The counters of batches are not recorded.
+    parameters = [[name, list(value.shape)] for name, value in model.state_dict().items() if not name.endswith("tracked")]
+    assert parameters == expected["parameters"], f"{arch}: {parameters}"
+    weights = {name: torch.from_numpy(synthetic_tensor(arch, name, shape)) for name, shape in expected["parameters"]}
     model.load_state_dict(weights, strict=False)
     side, channels = expected["image_size"], expected["channels"]
     pictures = torch.from_numpy(values(f"{arch}.cifar.images", 2, side, side, channels)).permute(0, 3, 1, 2)
     with torch.no_grad():
         logits = model(pictures.contiguous())
-    wanted = torch.tensor(expected["logits"])
-    apart = ((logits - wanted).abs().max() / wanted.abs().max()).item()
-    assert apart < 1e-4, f"{arch}: logits {apart:.1e} apart"
-    print(f"{arch}: logits at most {apart:.1e} apart")
+    reference = torch.tensor(expected["logits"])
+    difference = ((logits - reference).abs().max() / reference.abs().max()).item()
+    assert difference < 1e-4, f"{arch}: logits differ by {difference:.1e}"
+    print(f"{arch}: logits differ by at most {difference:.1e}")

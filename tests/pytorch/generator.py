@@ -1,6 +1,6 @@
-"""Numbers that Python and Rust make alike, so that inputs and weights need not be stored.
+"""Generates the same numbers as the Rust code, so that inputs and weights need not be stored.
 
-value(name, i) = uniform in [-1, 1) on a grid of 2^-23: exact in float32. See `worker/kernels/src/synthetic.rs`.
+Values are uniform in [-1, 1) on a grid of 2^-23, which is exact in float32. See `worker/kernels/src/synthetic.rs`.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ def mix(z):
 
 
 def values(name, *shape):
-    """float32 array of `shape`, filled in row-major order."""
+    """Returns a float32 array of `shape` for the name, filled in row-major order."""
     key = 0xCBF29CE484222325
     for byte in name.encode():
         key = ((key ^ byte) * 0x100000001B3) & MASK

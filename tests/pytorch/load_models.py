@@ -1,12 +1,11 @@
-"""Models that the release binary has trained, loaded by PyTorch: every architecture with every stem it can have, names and
-shapes strictly, and the same probabilities from the same file on the same pictures. And the other way round: weights that
-torchvision has made are a job's `model.pretrained`. Needs torch, torchvision and safetensors; with timm its names are
-compared, too. Names of networks as arguments choose some:
+"""Loads models that the release binary has trained in PyTorch: every architecture with every stem, with strict names and shapes, and
+compares the probabilities of the same pictures. Also uses torchvision's weights as a job's `model.pretrained`. Needs torch,
+torchvision and safetensors; with timm, its names are compared, too. Arguments select networks by name:
 
     cargo build --release && python3 tests/pytorch/load_models.py [resnext50_32x4d ...]
 
-Trains each for twenty steps on bundled pictures, written as colour PNGs into folders of five classes; `lockstep predict` tells
-the probabilities of all five. The largest distance allowed is 1e-4.
+Trains each network for twenty steps on bundled pictures, written as colour PNGs into folders of five classes. `lockstep predict`
+gives the probabilities of all five classes, which may differ by at most 1e-4.
 """
 
 import gzip
@@ -29,39 +28,39 @@ from models import CIFAR_FAMILY, RESNETS, RESNEXTS_AND_WIDE, build
 ROOT = pathlib.Path(__file__).parents[2]
 LOCKSTEP = os.environ.get("LOCKSTEP_BIN", ROOT / "target/release/lockstep")
 TORCHVISION = [*RESNETS, *RESNEXTS_AND_WIDE]
-CLASSES, EACH, SHOWN, ALLOWED = 5, 64, 8, 1e-4
+CLASSES, PER_CLASS, COMPARED, MAX_DIFFERENCE = 5, 64, 8, 1e-4
 
 
-def idx(name, skip):
+def read_idx(name, skip):
     return torch.frombuffer(bytearray(gzip.decompress((ROOT / "assets/fashion-mnist" / name).read_bytes())[skip:]), dtype=torch.uint8)
 
 
 def write_pictures(folder, side):
-    """`train/<class>/*.png`: each picture in a colour of its class, scaled to `side`."""
+    """Writes `train/<class>/*.png`, each picture in its class's colour and scaled to `side`. Returns some files with their pixels."""
     [images] = (ROOT / "assets/fashion-mnist").glob("train-images*")
     [labels] = (ROOT / "assets/fashion-mnist").glob("train-labels*")
-    pictures, truth = idx(images.name, 16).view(-1, 1, 28, 28), idx(labels.name, 8)
-    made = []
+    pictures, truth = read_idx(images.name, 16).view(-1, 1, 28, 28), read_idx(labels.name, 8)
+    written = []
     for label in range(CLASSES):
         (folder / "train" / f"class{label}").mkdir(parents=True)
         colour = torch.tensor([1.0, 0.4 + 0.1 * label, 1.0 - 0.15 * label]).view(3, 1, 1)
-        for number, picture in enumerate(pictures[truth == label][:EACH]):
+        for number, picture in enumerate(pictures[truth == label][:PER_CLASS]):
             scaled = F.interpolate(picture[None].float(), (side, side), mode="bilinear")[0]
-            made.append((folder / "train" / f"class{label}" / f"{number}.png", (scaled * colour).round().to(torch.uint8)))
-    for file, picture in made:
+            written.append((folder / "train" / f"class{label}" / f"{number}.png", (scaled * colour).round().to(torch.uint8)))
+    for file, picture in written:
         write_png(picture, str(file))
-    return made[:: len(made) // SHOWN][:SHOWN]
+    return written[:: len(written) // COMPARED][:COMPARED]
 
 
 def run(*arguments):
-    done = subprocess.run([LOCKSTEP, *map(str, arguments)], capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"lockstep {' '.join(map(str, arguments))}: {done.stderr}")
-    return done.stdout
+    result = subprocess.run([LOCKSTEP, *map(str, arguments)], capture_output=True, text=True)
+    if result.returncode:
+        raise SystemExit(f"lockstep {' '.join(map(str, arguments))}: {result.stderr}")
+    return result.stdout
 
 
-def train(folder, name, model, side, more):
-    """Runs a job of these settings; gives the exit status, what it said and the folder that it wrote to."""
+def train(folder, name, model, side, settings):
+    """Runs a job with these settings. Returns the exit status, the output and the job's folder."""
     job = folder / f"{name}.toml"
     job.write_text(f"""
 name = "{name}"
@@ -73,56 +72,57 @@ image_size = {side}
 validation = "none"
 [train]
 batch_size = 16
-{more}
+{settings}
 [parallel]
 device = "cpu"
 """)
     out = folder / "runs" / name
-    done = subprocess.run([LOCKSTEP, "train", job, "--out", out], capture_output=True, text=True)
-    return done.returncode, done.stdout + done.stderr, out
+    result = subprocess.run([LOCKSTEP, "train", job, "--out", out], capture_output=True, text=True)
+    return result.returncode, result.stdout + result.stderr, out
 
 
-def is_taken_over(folder, arch, stem, side):
-    """Weights of torchvision's own, with as many classes and with others, and its pickles."""
-    theirs = build(arch, CLASSES, stem).state_dict()
+def check_pretrained(folder, arch, stem, side):
+    """Checks that a job starts from torchvision's weights, with the same and with another number of classes, and that its pickles can be
+    converted by the command in the error."""
+    original = build(arch, CLASSES, stem).state_dict()
     file, pickle = folder / f"{arch}.safetensors", folder / f"{arch}-{stem}.pth"
     settings = f'arch = "{arch}"\nstem = "{stem}"\npretrained = '
 
-    def taught(name, given):
-        # So small a learning rate moves only zeros, by next to nothing; running statistics follow the pictures.
-        status, said, out = train(folder, name, f'{settings}"{given}"', side, "steps = 1\nlr = 1e-30\nweight_decay = 0")
-        assert status == 0, said
-        [ours] = out.glob("**/model.safetensors")
-        return load_file(ours), said
+    def train_once(name, pretrained):
+        # With so small a learning rate, only zeros change, by a negligible amount. Running statistics follow the pictures.
+        status, output, out = train(folder, name, f'{settings}"{pretrained}"', side, "steps = 1\nlr = 1e-30\nweight_decay = 0")
+        assert status == 0, output
+        [trained] = out.glob("**/model.safetensors")
+        return load_file(trained), output
 
-    def agree(ours, wanted):
-        assert sorted(ours) == sorted(wanted)
-        for tensor, value in wanted.items():
-            if ours[tensor].shape != value.shape:
-                assert tensor in ("fc.weight", "fc.bias") and len(ours[tensor]) == CLASSES, tensor
+    def check_weights(trained, pretrained):
+        assert sorted(trained) == sorted(pretrained)
+        for tensor, value in pretrained.items():
+            if trained[tensor].shape != value.shape:
+                assert tensor in ("fc.weight", "fc.bias") and len(trained[tensor]) == CLASSES, tensor
             elif "running" not in tensor and "tracked" not in tensor:
-                assert (ours[tensor] - value).abs().max() < 1e-20, tensor
+                assert (trained[tensor] - value).abs().max() < 1e-20, tensor
 
     for classes in (CLASSES, 1000):
-        wanted = theirs if classes == CLASSES else build(arch, classes, stem).state_dict()
-        save_file(wanted, file)
-        ours, said = taught(f"{arch}-{stem}-{classes}", file)
-        agree(ours, wanted)
-        assert ("the last layer (fc) keeps its initial values" in said) == (classes != CLASSES), said
+        pretrained = original if classes == CLASSES else build(arch, classes, stem).state_dict()
+        save_file(pretrained, file)
+        trained, output = train_once(f"{arch}-{stem}-{classes}", file)
+        check_weights(trained, pretrained)
+        assert ("the last layer (fc) keeps its initial values" in output) == (classes != CLASSES), output
     for new_format in (True, False):
-        torch.save(theirs, pickle, _use_new_zipfile_serialization=new_format)
-        status, said, _ = train(folder, f"{arch}-{stem}-pickle-{new_format}", f'{settings}"{pickle}"', side, "steps = 1")
-        command = said[said.index("python3 -c") :].splitlines()[0].replace("python3", sys.executable, 1)
-        assert status == 1 and "pickle" in said, said
+        torch.save(original, pickle, _use_new_zipfile_serialization=new_format)
+        status, output, _ = train(folder, f"{arch}-{stem}-pickle-{new_format}", f'{settings}"{pickle}"', side, "steps = 1")
+        command = output[output.index("python3 -c") :].splitlines()[0].replace("python3", sys.executable, 1)
+        assert status == 1 and "pickle" in output, output
         subprocess.run(command, shell=True, check=True)
         converted = load_file(pickle.with_suffix(".safetensors"))
-        assert sorted(converted) == sorted(theirs) and all(torch.equal(converted[n], theirs[n]) for n in theirs)
-    for made in (file, pickle, pickle.with_suffix(".safetensors")):
-        made.unlink()
+        assert sorted(converted) == sorted(original) and all(torch.equal(converted[n], original[n]) for n in original)
+    for path in (file, pickle, pickle.with_suffix(".safetensors")):
+        path.unlink()
     shutil.rmtree(folder / "runs")
 
 
-def has_timm_s_names(arch):
+def compare_timm_names(arch):
     try:
         import timm
     except ImportError:
@@ -135,40 +135,40 @@ def has_timm_s_names(arch):
 def largest_difference(folder, pictures, arch, stem, side):
     settings = f'arch = "{arch}"\nstem = "{stem}"\nzero_init_residual = true'
     name = f"{arch}-{stem}"
-    # At 0.02 these answer 0 and 1 only.
+    # At a learning rate of 0.02, these networks give only probabilities of 0 and 1.
     lr = 0.002 if arch in RESNEXTS_AND_WIDE and stem == "imagenet" else 0.02
-    status, said, out = train(folder, name, settings, side, f"epochs = 1\nlr = {lr}")
+    status, output, out = train(folder, name, settings, side, f"epochs = 1\nlr = {lr}")
     if status:
-        raise SystemExit(f"{name}: {said}")
+        raise SystemExit(f"{name}: {output}")
     [file] = out.glob("**/model.safetensors")
     with safe_open(file, "pt") as opened:
-        about = opened.metadata()
+        metadata = opened.metadata()
     model = build(arch, CLASSES, stem).eval()
     model.load_state_dict(load_file(file), strict=True)
-    mean, std = (torch.tensor(json.loads(about[key])).view(1, 3, 1, 1) for key in ("mean", "std"))
+    mean, std = (torch.tensor(json.loads(metadata[key])).view(1, 3, 1, 1) for key in ("mean", "std"))
     batch = torch.stack([picture for _, picture in pictures]).float() / 255
     with torch.no_grad():
-        theirs = F.softmax(model((batch - mean) / std), 1)
+        expected = F.softmax(model((batch - mean) / std), 1)
     reported = json.loads(run("predict", "--model", file, "--json", *(file for file, _ in pictures)))
-    ours = torch.tensor([[next(c["probability"] for c in p["classes"] if c["class"] == f"class{k}") for k in range(CLASSES)] for p in reported])
-    # Running statistics are young after a few steps: a deep network that was not begun tamely answers 0 and 1 only, and one
-    # that has learnt nothing the same of every picture. Neither compares anything.
-    spread = theirs.std(0).max().item()
-    assert 0.01 < spread and theirs.max() < 0.9999, f"{name}: probabilities {theirs.min():.2g} to {theirs.max():.2g}, {spread:.1e} apart"
-    return (ours - theirs).abs().max().item()
+    predicted = torch.tensor([[next(c["probability"] for c in p["classes"] if c["class"] == f"class{k}") for k in range(CLASSES)] for p in reported])
+    # The comparison is meaningful only if the probabilities vary. After a few steps, a deep network with unsuitable initial weights may give
+    # only 0 and 1, and a network that has learned nothing gives the same for every picture.
+    spread = expected.std(0).max().item()
+    assert 0.01 < spread and expected.max() < 0.9999, f"{name}: probabilities {expected.min():.2g} to {expected.max():.2g}, standard deviation {spread:.1e}"
+    return (predicted - expected).abs().max().item()
 
 
 if __name__ == "__main__":
     worst = 0.0
     for stem, side, arches in (("cifar", 32, [*CIFAR_FAMILY, *TORCHVISION]), ("imagenet", 64, TORCHVISION)):
-        with tempfile.TemporaryDirectory() as made:
-            folder = pathlib.Path(made)
+        with tempfile.TemporaryDirectory() as path:
+            folder = pathlib.Path(path)
             pictures = write_pictures(folder, side)
             for arch in [arch for arch in arches if arch in (sys.argv[1:] or arches)]:
-                apart = largest_difference(folder, pictures, arch, stem, side)
-                worst = max(worst, apart)
-                print(f"{arch:16} {stem:9} strict; probabilities at most {apart:.1e} apart{'' if apart <= ALLOWED else '  TOO MUCH'}", flush=True)
-                is_taken_over(folder, arch, stem, side)
-                names = has_timm_s_names(arch) if arch in TORCHVISION else "none of timm's"
-                print(f"{arch:16} {stem:9} torchvision's weights are taken over; {names}", flush=True)
-    raise SystemExit(0 if worst <= ALLOWED else 1)
+                difference = largest_difference(folder, pictures, arch, stem, side)
+                worst = max(worst, difference)
+                print(f"{arch:16} {stem:9} strict; probabilities differ by at most {difference:.1e}{'' if difference <= MAX_DIFFERENCE else '  TOO MUCH'}", flush=True)
+                check_pretrained(folder, arch, stem, side)
+                names = compare_timm_names(arch) if arch in TORCHVISION else "not a network of timm"
+                print(f"{arch:16} {stem:9} training starts from torchvision's weights; {names}", flush=True)
+    raise SystemExit(0 if worst <= MAX_DIFFERENCE else 1)

@@ -1,11 +1,11 @@
-"""Writes what PyTorch computes to `fixtures/`. Needs torch, torchvision, numpy and safetensors:
+"""Writes PyTorch's results to `fixtures/`. Needs torch, torchvision, numpy and safetensors:
 
     python3 tests/pytorch/make_fixtures.py
 
 With names of parts (`python3 tests/pytorch/make_fixtures.py grouped training`) only their files are written.
 
-Operations are computed in float64 from float32 inputs, so the fixtures are exact to float32's last bit;
-training runs are float32, as users' are. Inputs and weights come from `generator.py` on both sides.
+Operations are computed in float64 from float32 inputs, so the fixtures are exact to float32's last bit.
+Training runs use float32, as users' jobs do. Inputs and weights come from `generator.py`, in Rust from its counterpart.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ def nchw(array):
 
 
 def store(out, key, value):
-    """Activations (4-d) are stored NHWC."""
+    """Stores a tensor; activations (4-d) are stored as NHWC."""
     array = value.detach().numpy()
     if array.ndim == 4 and not key.endswith(".dw"):
         array = array.transpose(0, 2, 3, 1)
@@ -71,12 +71,12 @@ def convolutions(out):
 
 
 GROUPED = [  # batch, side, in, out, kernel, stride, groups
-    # ResNeXts: 4, 8, 16 and 32 channels a group.
+    # ResNeXts: 4, 8, 16 and 32 channels per group.
     (2, 5, 128, 128, 3, 1, 32),
     (2, 5, 64, 64, 3, 2, 8),
     (1, 5, 64, 64, 3, 1, 4),
     (1, 3, 64, 64, 3, 2, 2),
-    # Odd ones.
+    # Unusual shapes.
     (3, 7, 6, 9, 3, 1, 3),
     (2, 9, 20, 10, 3, 2, 5),
     (1, 6, 48, 48, 3, 2, 2),
@@ -178,7 +178,7 @@ def losses(out):
 
 
 def class_weights():
-    """Losses with weights of classes: without and with label smoothing, and of mixed labels as probabilities."""
+    """Losses with class weights: with and without label smoothing, and with mixed labels as probabilities."""
     cases = []
     for smoothing, share in ((0.0, None), (0.1, None), (0.0, 0.75), (0.1, 0.25)):
         batch, classes = 6, 5
@@ -188,7 +188,7 @@ def class_weights():
         target = torch.from_numpy(labels(name + ".labels", batch, classes))
         if share is not None:
             other = torch.from_numpy(labels(name + ".others", batch, classes))
-            own, other = (F.one_hot(of, classes).double() for of in (target, other))
+            own, other = (F.one_hot(each, classes).double() for each in (target, other))
             target = share * own + (1 - share) * other
         loss = F.cross_entropy(x, target, weight=weight, label_smoothing=smoothing)
         loss.backward()
@@ -209,14 +209,14 @@ def optimizers(out):
 
 
 def fill(model, arch):
-    """Weights, biases and statistics of `model` from the generator; the Rust side does the same."""
+    """Sets weights, biases and statistics of `model` from the generator, as the Rust tests do."""
     state = model.state_dict()
     for name, value in state.items():
         if name.endswith("num_batches_tracked"):
             continue
         v = values(f"{arch}.{name}", *value.shape)
         if value.ndim == 4:
-            # By a grouped convolution's fan-out pictures would hardly show in the logits.
+            # With the fan-out of a grouped convolution, the logits would hardly depend on the pictures.
             fan = value.shape[1] if arch in RESNEXTS_AND_WIDE else value.shape[0]
             bound = np.float32(np.sqrt(6.0 / (fan * value.shape[2] * value.shape[3])))
             v = v * bound
@@ -235,7 +235,7 @@ def fill(model, arch):
 def architectures(arches):
     """Names and shapes of architectures, and logits of two pictures in evaluation mode.
 
-    Of the larger ones, whose list would be long, the list's hash.
+    For larger architectures, the hash of names and shapes replaces their long list.
     """
     out = {}
     for arch in arches:
@@ -243,7 +243,7 @@ def architectures(arches):
         for stem, side, channels in (("imagenet", 64, 3), ("cifar", 17, 1)):
             if stem == "imagenet" and arch in CIFAR_FAMILY:
                 continue
-            # The stem is the same code for all: the largest are looked at with one.
+            # All architectures share the code of the stem, so the largest are recorded with one stem.
             if stem == "cifar" and "101" in arch and arch in RESNEXTS_AND_WIDE:
                 continue
             model = build(arch, 1000 if stem == "imagenet" else 10, stem, channels).double().eval()
@@ -269,7 +269,7 @@ def architectures(arches):
 
 
 def training():
-    """Losses of 20 steps of SGD, batch by batch, in float32 (and in float64, to see how far they may be trusted)."""
+    """Losses of 20 steps of SGD, batch by batch, in float32. A run in float64 shows the effect of rounding."""
     out = {}
     for arch, batch, side, lr in (("resnet20", 32, 32, 0.005), ("resnet18", 8, 32, 0.001)):
         runs = {}
@@ -280,7 +280,7 @@ def training():
             run = []
             for step in range(20):
                 target = labels(f"{arch}.labels.{step}", batch, 10)
-                # A class is a pattern under noise: there is something to learn.
+                # Each class is a pattern with noise, which can be learned.
                 images = values(f"{arch}.images.{step}", batch, side, side, 3) * np.float32(0.5)
                 images += values(f"{arch}.patterns", 10, side, side, 3)[target]
                 x = torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2))).to(dtype)
@@ -291,21 +291,21 @@ def training():
                 sgd.step()
                 run.append(loss.item())
             runs[dtype] = run
-        apart = max(abs(a - b) / b for a, b in zip(*runs.values()))
-        print(f"{arch}: float32 and float64 are at most {apart:.1e} apart; losses {runs[torch.float32]}")
+        difference = max(abs(a - b) / b for a, b in zip(*runs.values()))
+        print(f"{arch}: float32 and float64 differ by at most {difference:.1e}; losses {runs[torch.float32]}")
         out[arch] = {"batch_size": batch, "image_size": side, "lr": lr, "losses": runs[torch.float32]}
     (HERE / "training.json").write_text(json.dumps(out, indent=1) + "\n")
 
 
 def step():
-    """Steps of SGD of a network with groups, in float32: losses, and what the first one leaves in momentum buffers."""
+    """Steps of SGD of a network with grouped convolutions: losses, and the momentum buffers after the first step, in float64."""
     arch, batch, side, lr = "resnext50_32x4d", 8, 32, 0.001
     names = ["conv1", *(f"layer{n}.0.conv2" for n in range(1, 5)), "layer4.2.conv2", "layer2.0.downsample.0", "fc"]
     runs = {}
     for dtype in (torch.float32, torch.float64):
         model = build(arch).to(dtype).train()
         fill(model, arch)
-        # So deep a network is well-conditioned only near where its blocks are the identity.
+        # A deep network is well-conditioned only if its blocks are close to the identity.
         with torch.no_grad():
             for name, value in model.named_parameters():
                 if name.endswith("bn3.weight"):
@@ -325,20 +325,20 @@ def step():
             if step == 0:
                 for name in names:
                     buffer = sgd.state[model.get_parameter(f"{name}.weight")]["momentum_buffer"].flatten().double()
-                    # Places spread over the tensor, so that every group has some.
+                    # Indices spread over the tensor, so that every group has some.
                     places = torch.arange(16) * (buffer.numel() - 1) // 15
                     momentum[f"{name}.weight"] = {"norm": buffer.norm().item(), "values": buffer[places].tolist()}
         runs[dtype] = losses, momentum
     (losses, momentum), (exact, exact_momentum) = runs.values()
-    apart = max(abs(a - b) / b for a, b in zip(losses, exact))
+    difference = max(abs(a - b) / b for a, b in zip(losses, exact))
     far = {n: max(abs(a - b) for a, b in zip(m["values"], exact_momentum[n]["values"])) / m["norm"] for n, m in momentum.items()}
-    print(f"{arch}: float32 and float64 are at most {apart:.1e} apart; losses {losses}; momentum {far}")
+    print(f"{arch}: float32 and float64 differ by at most {difference:.1e}; losses {losses}; momentum {far}")
     out = {"arch": arch, "batch_size": batch, "image_size": side, "lr": lr, "losses": exact, "momentum": exact_momentum}
     (HERE / "grouped_step.json").write_text(json.dumps(out, indent=1) + "\n")
 
 
 class Unfused(torch.nn.Module):
-    """What no batch norm precedes: a ReLU, an addition, poolings and a hidden linear layer by themselves."""
+    """A ReLU, an addition, poolings and a hidden linear layer that no batch norm precedes."""
 
     def __init__(self):
         super().__init__()
@@ -411,7 +411,7 @@ OPTIMIZERS = {"adamw": torch.optim.AdamW, "lamb": Lamb}
 
 
 def optimizer_steps():
-    """A parameter of 16 values on its way through 20 gradients, float32."""
+    """The values of a parameter of 16 elements during 20 steps, in float32."""
     out = {}
     for kind, lr, decay, beta1, beta2, epsilon in (
         ("adamw", 0.01, 0.0, 0.9, 0.999, 1e-8),
@@ -424,22 +424,22 @@ def optimizer_steps():
         name = f"{kind}.{len(out)}"
         w = torch.from_numpy(values(name + ".w", 16)).requires_grad_()
         rule = OPTIMIZERS[kind]([w], lr=lr, betas=(beta1, beta2), eps=epsilon, weight_decay=decay)
-        way = []
+        weights = []
         for step in range(20):
             rule.param_groups[0]["lr"] = lr * (1 - step / 40)
             scale = 0.0 if step % 7 == 6 else (1.0, 10.0, 1e-3)[step % 3]
             w.grad = torch.from_numpy(values(f"{name}.g{step}", 16) * np.float32(scale))
             rule.step()
-            way.append([float(v) for v in w.detach()])
+            weights.append([float(v) for v in w.detach()])
         out[name] = {
             "optimizer": kind, "lr": lr, "weight_decay": decay, "beta1": beta1, "beta2": beta2, "epsilon": epsilon,
-            "weights": way,
+            "weights": weights,
         }
     return out
 
 
 def optimizer_runs():
-    """Losses of 20 steps of ResNet-20 as in `training`, by AdamW and LAMB, with weight decay on everything or only on the
+    """Losses of 20 steps of ResNet-20 as in `training`, with AdamW and LAMB, and weight decay of all parameters or only of the
     weights of convolutions and linear layers."""
     out = {}
     arch, batch, side, decay = "resnet20", 32, 16, 4.0
@@ -467,8 +467,8 @@ def optimizer_runs():
                     run.append(loss.item())
                 runs[dtype] = run
             name = kind if decay_norm_and_bias else kind + ", weights alone decayed"
-            apart = max(abs(a - b) / b for a, b in zip(*runs.values()))
-            print(f"{name}: float32 and float64 are at most {apart:.1e} apart; losses {runs[torch.float32]}")
+            difference = max(abs(a - b) / b for a, b in zip(*runs.values()))
+            print(f"{name}: float32 and float64 differ by at most {difference:.1e}; losses {runs[torch.float32]}")
             out[name] = {
                 "optimizer": kind, "batch_size": batch, "image_size": side, "lr": lr, "weight_decay": decay,
                 "decay_norm_and_bias": decay_norm_and_bias, "losses": runs[torch.float32],
@@ -480,8 +480,8 @@ def optimizer_fixtures():
     write("optimizers.json", json.dumps({"steps": optimizer_steps(), "runs": optimizer_runs()}, indent=1) + "\n")
 
 
-class Recorded:
-    """Keeps what torchvision's `MixUp` or `CutMix` draws for a batch, and where a cut's centre is."""
+class Recorder:
+    """Records the random numbers that torchvision's `MixUp` or `CutMix` draws for a batch, and the centre of a cut."""
 
     def make_params(self, inputs):
         drawn, randint, sample = [], torch.randint, self._dist.sample
@@ -506,17 +506,17 @@ class Recorded:
         return params
 
 
-class RecordedMixUp(Recorded, v2.MixUp):
+class RecordedMixUp(Recorder, v2.MixUp):
     pass
 
 
-class RecordedCutMix(Recorded, v2.CutMix):
+class RecordedCutMix(Recorder, v2.CutMix):
     pass
 
 
 def mixing_and_average():
-    """20 steps of ResNet-20 as in `training`: with torchvision's MixUp and CutMix (what they drew is recorded), and with
-    the moving average of torchvision's references."""
+    """20 steps of ResNet-20 as in `training`: with torchvision's MixUp and CutMix, whose random numbers are recorded, and with
+    the moving average of torchvision's reference scripts."""
     out = {}
     arch, batch, side, lr, smoothing = "resnet20", 32, 16, 0.001, 0.1
     decay, every = 0.8, 3
@@ -567,13 +567,13 @@ def mixing_and_average():
                             places = torch.arange(16) * (flat.numel() - 1) // 15
                             entry["tensors"][key] = {"norm": flat.norm().item(), "values": flat[places].tolist()}
                 out[name] = entry
-        apart = max(abs(a - b) / b for a, b in zip(*runs.values()))
-        print(f"{name}: float32 and float64 are at most {apart:.1e} apart; losses {runs[torch.float32]}")
+        difference = max(abs(a - b) / b for a, b in zip(*runs.values()))
+        print(f"{name}: float32 and float64 differ by at most {difference:.1e}; losses {runs[torch.float32]}")
     write("mixing.json", json.dumps(out).replace(', "', ',\n"') + "\n")
 
 
 def looking():
-    """Probabilities, confusion matrix and loss of a synthetic model on synthetic grey pictures of one byte a pixel."""
+    """Probabilities, confusion matrix and loss of a synthetic model on synthetic grey pictures of one byte per pixel."""
     arch, count, side = "resnet20", 200, 16
     mean, std = np.float32(0.4), np.float32(0.3)
     model = build(arch, 10, "cifar", 1).double().eval()
@@ -582,7 +582,7 @@ def looking():
     truth = labels("looking.labels", count, 10)
     x = (pictures.astype(np.float32) / np.float32(255) - mean) / std
     with torch.no_grad():
-        # Made-up weights tell pictures apart but little: more so, and about the pictures' mean.
+        # The logits of synthetic weights differ little between pictures, so they are scaled, and centred on the pictures' mean.
         model.fc.weight *= 512
         bias = (model.fc.bias - model(nchw(x)).mean(0)).float()
         model.fc.bias.copy_(bias)
@@ -604,7 +604,7 @@ MUON = [(8, 3, 3), (24, 2, 1), (16, 4, 2)]  # out, in, kernel
 
 
 def muon():
-    """Three steps of Muon for the filters of a convolution, in float64: weights before each step have the norm sqrt(out)."""
+    """Three steps of Muon for the filters of a convolution, in float64. Each step scales the weights to the norm sqrt(out) before the update."""
     out, momentum, lr = {}, 0.6, 0.1
     for shape in MUON:
         cout, cin, kernel = shape
@@ -612,7 +612,7 @@ def muon():
         w = torch.from_numpy(values(name + ".w", cout, cin * kernel * kernel).astype(np.float64))
         buffer, weights = torch.zeros_like(w), []
         for step in range(3):
-            # A small gradient moves the weights as far as a large one.
+            # The sizes of the gradients differ, but Muon's update does not depend on the size.
             g = torch.from_numpy(values(f"{name}.g{step}", *w.shape).astype(np.float64)) * [1.0, 1e-3, 10.0][step]
             buffer = momentum * buffer + g
             u = g + momentum * buffer

@@ -1,4 +1,4 @@
-/* Writes a JPEG file with libjpeg: components, sampling factors and scans as asked for. See make_jpegs.py.
+/* Writes a JPEG file with libjpeg, with the given components, sampling factors and scans. See make_jpegs.py.
  *
  *   encode WIDTH HEIGHT COLOURS SAMPLING SCANS RESTART KIND <PIXELS >FILE
  *

@@ -1,11 +1,10 @@
-"""Writes JPEG files of all kinds, and what libjpeg makes of them, to `fixtures/pictures/jpegs.tar.gz`. Needs Pillow, NumPy, a C compiler
+"""Writes JPEG files of all kinds, and the pixels that libjpeg decodes, to `fixtures/pictures/jpegs.tar.gz`. Needs Pillow, NumPy, a C compiler
 and libjpeg (Debian: libjpeg-dev):
 
     python3 tests/pytorch/make_jpegs.py [OPTION OF CC...]
 
-A file's name says what it is: `<colours>_<sampling factors>_<width>x<height>/<coding>-<scans>-<restart interval>.jpg`. Beside its folder,
-`<folder>.png` has the pixels, which are the same however a picture's coefficients are ordered in scans. `refused/` has kinds that
-nothing reads.
+A file is called `<colours>_<sampling factors>_<width>x<height>/<coding>-<scans>-<restart interval>.jpg`. `<folder>.png` has the pixels of all
+files of a folder, which are the same for every order of scans. `refused/` has kinds that Lockstep does not decode.
 """
 
 import io
@@ -21,7 +20,7 @@ import numpy as np
 from PIL import Image
 
 HERE = pathlib.Path(__file__).parent
-# Width, height, and MCUs between restart markers.
+# Width, height, and number of MCUs between restart markers.
 CASES = [(35, 23, 0), (35, 23, 3), (5, 3, 0), (64, 48, 4)]
 SAMPLING = {
     "grey": ["1x1", "2x2"],
@@ -33,13 +32,13 @@ SAMPLING = {
 }
 
 
-def scans(channels):
-    """Coding, name and script of each order of scans."""
+def scan_orders(channels):
+    """Returns coding, name and script of each order of scans."""
     all_of = [str(i) for i in range(channels)]
     if channels == 1:
         return [("b", "one", "-"), ("p", "usual", "-")]
     rest, upper = ",".join(all_of[1:]), ";".join(f"{i}:1-63:0:0" for i in all_of)
-    each = lambda of: ";".join(f"{i}:0-63:0:0" for i in of)
+    each = lambda order: ";".join(f"{i}:0-63:0:0" for i in order)
     refined = ";".join(f"{i}:1-5:0:2;{i}:6-63:0:2;{i}:1-63:2:1;{i}:1-63:1:0" for i in all_of[::-1])
     return [
         ("b", "one", "-"),
@@ -53,14 +52,14 @@ def scans(channels):
 
 
 def picture(width, height, channels):
-    """Smooth, so that ways to enlarge chroma make little difference, and of strong colours."""
+    """Returns a smooth picture of strong colours, for which the methods of upsampling chroma differ little."""
     y, x = np.mgrid[0:height, 0:width].astype(float)
     all_of = [130 + 100 * np.sin(x / 9 + 1), 120 + 100 * np.cos(y / 8), 128 + 90 * np.sin((x + y) / 13), 60 + 50 * np.sin((x - y) / 11)]
     return np.stack(all_of[:channels] if channels > 1 else all_of[2:3], -1).clip(0, 255).astype(np.uint8)
 
 
 def with_head(data, markers, names):
-    """The file with these names of channels and markers: JFIF's, or Adobe's of a transform."""
+    """Returns the file with these component names and markers: None is JFIF's, a number is Adobe's with this transform."""
     at = 2
     while data[at + 1] in (0xE0, 0xEE):
         at += 2 + struct.unpack(">H", data[at + 2 : at + 4])[0]
@@ -76,19 +75,19 @@ def files(program):
     def encoded(colours, sampling, script, restart, coding, width, height):
         channels = sampling.count("x")
         command = [program, str(width), str(height), colours, sampling, script, str(restart), coding]
-        made = subprocess.run(command, input=picture(width, height, channels).tobytes(), capture_output=True)
-        return made.stdout if made.returncode == 0 else None
+        result = subprocess.run(command, input=picture(width, height, channels).tobytes(), capture_output=True)
+        return result.stdout if result.returncode == 0 else None
 
     for colours, samplings in SAMPLING.items():
         for sampling in samplings:
             for width, height, restart in CASES:
                 folder = f"{colours}_{sampling}_{width}x{height}"
-                for coding, name, script in scans(sampling.count("x")):
-                    # None where an MCU would have more than ten blocks.
+                for coding, name, script in scan_orders(sampling.count("x")):
+                    # libjpeg refuses MCUs with more than ten blocks, which gives None.
                     if data := encoded(colours, sampling, script, restart, coding, width, height):
                         pixels = Image.open(io.BytesIO(data)).convert("RGB")
                         yield f"{folder}/{coding}-{name}-{restart}.jpg", data, f"{folder}.png", pixels
-    # What the channels are, is said by JFIF's and Adobe's markers and by their names.
+    # The markers of JFIF and Adobe and the components' names determine the colour space.
     heads = {"none": [], "jfif": [None], "adobe0": [0], "adobe1": [1], "adobe2": [2], "jfif+adobe0": [None, 0], "adobe0+jfif": [0, None]}
     for (head, markers), names in itertools.product(heads.items(), [b"\1\2\3", b"\0\1\2", b"RGB", b"rgb", b"\1\x22\x23", b"\1\2\3\4"]):
         channels = len(names)
@@ -114,7 +113,7 @@ def main():
             put(name, data)
             if picture_name:
                 expected.setdefault(picture_name, pixels)
-                assert expected[picture_name].tobytes() == pixels.tobytes(), f"{name} has other pixels than the same coefficients in other scans"
+                assert expected[picture_name].tobytes() == pixels.tobytes(), f"{name} has other pixels than the same coefficients in another order of scans"
         for name, pixels in expected.items():
             png = io.BytesIO()
             pixels.save(png, "png", optimize=True)

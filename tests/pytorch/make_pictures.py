@@ -1,10 +1,10 @@
-"""Writes what Pillow and torchvision make of pictures to `fixtures/pictures/`. Needs torch, torchvision and Pillow:
+"""Writes pictures, decoded by Pillow and transformed by torchvision, to `fixtures/pictures/`. Needs torch, torchvision and Pillow:
 
     python3 tests/pytorch/make_pictures.py
 
-`decoding/` holds files of many kinds and `<name>.rgb.png` with the pixels that
-`ImageOps.exif_transpose(Image.open(file)).convert("RGB")` gives. `transforms/` holds a photograph-like picture, and what
-torchvision's transforms make of it with the parameters that `transforms.json` says.
+`decoding/` has files of many kinds, and `<name>.rgb.png` with the pixels that
+`ImageOps.exif_transpose(Image.open(file)).convert("RGB")` gives. `transforms/` has synthetic photographs, and the results
+of torchvision's transforms with the parameters in `transforms.json`.
 """
 
 import io
@@ -25,7 +25,7 @@ HERE = pathlib.Path(__file__).parent / "fixtures" / "pictures"
 
 
 def photograph(width, height, seed=1):
-    """Light, edges, texture and noise: what a camera sees, as far as filters can tell."""
+    """Returns a synthetic photograph with gradients, edges, texture and noise."""
     random = np.random.default_rng(seed)
     y, x = np.mgrid[0:height, 0:width].astype(np.float64)
     picture = np.stack([110 + 90 * np.sin(x / 37 + y / 61), 120 + 80 * np.cos(x / 53 - y / 29), 100 + 100 * (y / height)], -1)
@@ -71,7 +71,7 @@ def decoding():
     cmyk = Image.merge("CMYK", [*cmyk.split()[:3], black])
     plain = encoded(cmyk, "jpeg", quality=95)
     put("cmyk.jpg", plain)
-    # The same components, said to be YCCK by Adobe's marker (APP14).
+    # The same components, declared as YCCK by Adobe's marker (APP14).
     at = plain.index(b"Adobe") + 11
     ycck = bytearray(plain)
     ycck[at] = 2
@@ -103,7 +103,7 @@ def decoding():
     put("rgb-16.png", png16(wide, 2))
     alpha = np.asarray(black).astype(np.uint16)[..., None] * 257
     put("rgba-16.png", png16(np.concatenate([wide, alpha], -1), 6))
-    # Pillow cuts 16-bit grey off at 255, which leaves nothing: the upper 8 bits are meant.
+    # Pillow clips 16-bit grey at 255, so the expected pixels are the upper 8 bits.
     grey = wide[..., 1:2]
     upper = Image.fromarray((grey[..., 0] >> 8).astype(np.uint8)).convert("RGB")
     put("grey-16.png", png16(grey, 0), upper)
@@ -134,12 +134,12 @@ def transforms():
         ("tall", 7, 3, 77, 33, 32), ("tall", 60, 0, 30, 40, 40), ("small", 3, 2, 15, 19, 40), ("small", 0, 0, 1, 1, 16),
         ("grey", 2, 3, 20, 17, 32),
     ]:
-        made = F.resized_crop(sources[of], top, left, height, width, [side, side], InterpolationMode.BILINEAR)
-        put(of, {"resized_crop": [top, left, height, width], "side": side}, made)
+        result = F.resized_crop(sources[of], top, left, height, width, [side, side], InterpolationMode.BILINEAR)
+        put(of, {"resized_crop": [top, left, height, width], "side": side}, result)
     for of, resize, side in [("wide", 40, 35), ("wide", 37, 32), ("tall", 36, 32), ("tall", 48, 40), ("small", 45, 40),
                              ("square", 24, 21), ("square", 37, 32), ("grey", 36, 32)]:
-        made = F.center_crop(F.resize(sources[of], resize, InterpolationMode.BILINEAR), side)
-        put(of, {"resize": resize, "side": side}, made)
+        result = F.center_crop(F.resize(sources[of], resize, InterpolationMode.BILINEAR), side)
+        put(of, {"resize": resize, "side": side}, result)
 
     nearest = InterpolationMode.NEAREST
     for of in ["square", "grey"]:
@@ -156,7 +156,7 @@ def transforms():
             put(of, {"op": name, "strength": strength, "side": 24}, _apply_op(image, name, strength, nearest, None))
         for turns in [0.1, -0.37, 0.5]:
             put(of, {"op": "Hue", "strength": turns, "side": 24}, F.adjust_hue(image, turns))
-    # Of few values: what equalising and stretching do at their ends.
+    # A picture with few values tests the limits of Equalize and AutoContrast.
     flat = Image.fromarray((np.asarray(square) // 64 * 20 + 60).astype(np.uint8))
     flat.save(home / "flat.png", optimize=True)
     for name in ["AutoContrast", "Equalize"]:

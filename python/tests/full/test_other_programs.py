@@ -1,5 +1,5 @@
-"""Programs that know nothing of Lockstep: Lightning and transformers log through MLflow's client, and W&B's examples
-through this package. Needs PyTorch, which Debian has for its own Python: `bash tests/run full` installs everything.
+"""Tests programs that were written for other trackers: Lightning and transformers log through MLflow's client, and
+W&B's examples through this package. Needs Debian's PyTorch and Python: `bash tests/run full` installs everything.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from test_mlflow import ROOT, server
 
 import lockstep
 
-# The module's server, as in test_mlflow.
+# The fixture of test_mlflow starts a server for this module, too.
 __all__ = ["server"]
 
-# A model and data that Lightning ships, its loggers for MLflow and for CSV, and a learning rate from its own callback.
+# Trains Lightning's demo model on its demo data, with its loggers for MLflow and CSV and its learning rate monitor.
 LIGHTNING = """
 import sys, types
 
-# This module of Debian's PyTorch cannot be imported by Debian's Python. It is for models that several processes share.
+# Replaces a module for models of several processes, which Debian's Python cannot import from Debian's PyTorch.
 shared = types.ModuleType("torch.distributed._shard.sharded_tensor")
 shared.pre_load_state_dict_hook = shared.state_dict_hook = lambda *_: None
 sys.modules[shared.__name__] = shared
@@ -60,7 +60,7 @@ trainer = L.Trainer(
 trainer.fit(LitModel(), datamodule=BoringDataModule())
 """
 
-# The Trainer adds its callback for MLflow. The network is made from its settings, so nothing is downloaded.
+# The Trainer adds its callback for MLflow. The network is created from its settings, so nothing is downloaded.
 TRANSFORMERS = """
 import torch
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
@@ -87,7 +87,7 @@ trainer.save_state()
 
 @pytest.fixture(autouse=True)
 def environment(server: tuple[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The server as users of these programs name it, and an empty working folder."""
+    """Names the server in the variables of these programs, and changes to an empty folder."""
     for client, name in (("MLFLOW", "TRACKING_URI"), ("LOCKSTEP", "SERVER")):
         monkeypatch.setenv(f"{client}_{name}", server[0])
     for name in ("MLFLOW_TRACKING_TOKEN", "LOCKSTEP_TOKEN"):
@@ -96,17 +96,17 @@ def environment(server: tuple[str, str], monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.chdir(tmp_path)
 
 
-def trained(script: str, project: str, name: str) -> lockstep.Job:
+def run_script(script: str, project: str, name: str) -> lockstep.Job:
     """Runs a script, and returns its run."""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
     [job] = [job for job in lockstep.Client().jobs(project=project) if job.name == name]
     assert job.state == "succeeded"
     return job
 
 
-def logged(job: lockstep.Job) -> dict[str, list[tuple[int, Any]]]:
-    """Every point of every metric, as it was stored."""
+def stored_points(job: lockstep.Job) -> dict[str, list[tuple[int, Any]]]:
+    """Returns every stored point of every metric."""
     series: dict[str, list[tuple[int, Any]]] = {}
     text = job._send_once("GET", f"/jobs/{job.id}/metrics.csv").text
     for row in csv.DictReader(text.splitlines()):
@@ -118,10 +118,10 @@ def sizes(job: lockstep.Job) -> dict[str, int]:
     return {file["path"]: file["size_bytes"] for file in job.files()}
 
 
-def test_lightning_s_logger_for_mlflow() -> None:
-    job = trained(LIGHTNING, "lightning_logs", "boring")
+def test_lightning_logs_through_mlflow() -> None:
+    job = run_script(LIGHTNING, "lightning_logs", "boring")
     rows = list(csv.DictReader(Path("metrics.csv").read_text().splitlines()))
-    series = logged(job)
+    series = stored_points(job)
     for name in ("train_loss", "val/loss", "lr-SGD"):
         points = [(int(row["step"]), float(row[name])) for row in rows if row[name]]
         assert len(points) >= 3 and points == series[name], name
@@ -133,27 +133,27 @@ def test_lightning_s_logger_for_mlflow() -> None:
     assert stored[f"{folder}/{checkpoint.name}"] == checkpoint.stat().st_size
 
 
-def test_transformers_callback_for_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_logs_through_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "glue")
     monkeypatch.setenv("MLFLOW_TAGS", '{"team": "text"}')
     monkeypatch.setenv("HF_MLFLOW_LOG_ARTIFACTS", "1")
-    job = trained(TRANSFORMERS, "glue", "tiny bert")
+    job = run_script(TRANSFORMERS, "glue", "tiny bert")
     history = json.loads(Path("out/trainer_state.json").read_text())["log_history"]
-    series = logged(job)
+    series = stored_points(job)
     for name, steps in [("loss", [2, 4, 6, 8]), ("learning_rate", [2, 4, 6, 8]), ("eval_loss", [4, 8])]:
         points = [(entry["step"], entry[name]) for entry in history if name in entry]
         assert [step for step, _ in points] == steps and points == series[name], name
     external = job.data["external"]
     assert (external["config"]["learning_rate"], external["config"]["hidden_size"]) == ("0.001", "16")
     assert external["values"]["team"] == "text"
-    # A model in MLflow's form, with the checkpoint in it.
+    # The model is stored in MLflow's format, which contains the checkpoint.
     stored, weights = sizes(job), "checkpoint-8/model.safetensors"
     assert "checkpoint-8/MLmodel" in stored
     assert stored[f"checkpoint-8/artifacts/{weights}"] == Path("out", weights).stat().st_size
 
 
 def examples(file: str, *documented: str) -> list[str]:
-    """The examples in W&B's documentation of these calls, which is made from the comments in its package."""
+    """Returns the examples of these calls in W&B's documentation, which is generated from the package's comments."""
     found = []
     for node in ast.walk(ast.parse((ROOT / "target/wandb/wandb/sdk" / file).read_text())):
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in documented:
@@ -161,24 +161,24 @@ def examples(file: str, *documented: str) -> list[str]:
     return found
 
 
-def test_w_and_b_s_examples_with_another_import() -> None:
+def test_wandb_examples_run_with_another_import() -> None:
     paths = ["these/are/myfiles/a.txt", "files/b/saveme.txt", "files/myfile[1].txt"]
     for path in [*paths, "sample.obj", "sample.gltf", "sample.glb"]:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(path)
-    # The values that the examples leave to the reader.
+    # Values that the examples assume.
     given: dict[str, Any] = {"wandb": lockstep, "os": os, "acc": 0.9, "loss": 0.1, "current_step": 7}
     given |= {"y_test": [0, 1], "y_probas": [0.5, 0.5], "labels": ["a", "b"]}
     runs: list[Any] = []
     for example in examples("wandb_init.py", "init") + examples("wandb_run.py", "Run", "log", "log_code", "save"):
-        # One example is cut off, and two need packages for pictures.
+        # One example is incomplete, and two need packages for pictures.
         if example.count("{") != example.count("}") or "matplotlib" in example or "PIL" in example:
             continue
         names = dict(given)
         exec(example.replace("import wandb", "import lockstep as wandb"), names)
         job = lockstep.Client().job(names["run"].name)
         assert job.state == "succeeded"
-        runs.append((job.data["external"]["config"], logged(job), list(sizes(job))))
+        runs.append((job.data["external"]["config"], stored_points(job), list(sizes(job))))
     assert runs[0] == ({"lr": 0.01, "batch_size": 32}, {"accuracy": [(0, 0.95)], "loss": [(0, 0.05)]}, [])
     series = [series for _, series, _ in runs]
     train = {"train/accuracy": [(0, 0.9)], "train/loss": [(0, 30)]}

@@ -1,4 +1,4 @@
-// A server with an object store: the job's page says which checkpoints are not there yet.
+// A server with an object store: the job's page marks checkpoints that are not uploaded yet.
 
 import assert from "node:assert/strict";
 import { mkdtemp, readdir, rm, writeFile } from "node:fs/promises";
@@ -15,17 +15,17 @@ before(async () => {
 after(async () => { await browser?.close(); await server?.close(); await rm(store, { recursive: true, force: true }); });
 
 describe("the checkpoints of a job", () => {
-  test("say that they are on their way into a store that is away, and no longer when they are there", async () => {
-    // Where objects would be is a file.
+  test("are marked as uploading while the object store is unavailable, until they are stored", async () => {
+    // A file in place of the store's folder makes uploads fail.
     await writeFile(join(store, "jobs"), "");
     const { id } = await server.submit({ name: "kept twice", ranks: 1, train: { steps: 200 }, data: { image_size: 28 } });
     const page = await browser.page(server, `/jobs/${id}`), marks = page.locator('#checkpoints [data-f="uploading"]');
-    await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
-    assert.ok(["queued", "starting", "running"].includes((await server.job(id)).state), "its checkpoint is still to come");
-    await until("it is over, whatever the store does", async () => (await server.job(id)).state === "succeeded");
-    await until("its checkpoint came while the page was open, and is marked", async () => (await marks.count()) > 0 && marks.first().isVisible());
+    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
+    assert.ok(["queued", "starting", "running"].includes((await server.job(id)).state), "the job has no checkpoint yet");
+    await until("the job succeeds without the store", async () => (await server.job(id)).state === "succeeded");
+    await until("the checkpoint arrives on the open page and is marked", async () => (await marks.count()) > 0 && marks.first().isVisible());
     const again = await browser.page(server, `/jobs/${id}`);
-    assert.ok(await again.locator('#checkpoints [data-f="uploading"]').first().isVisible(), "also on a page that is opened now");
+    assert.ok(await again.locator('#checkpoints [data-f="uploading"]').first().isVisible(), "the checkpoint is also marked on a page that is opened later");
     await rm(join(store, "jobs"));
     for (const one of [page, again]) await until("the mark is gone", async () => !(await one.locator('#checkpoints [data-f="uploading"]').first().isVisible()));
     assert.deepEqual(await readdir(join(store, "jobs")), [id]);

@@ -1,46 +1,46 @@
-// More than there are colours: jobs next to each other from the ninth on, ranks from the ninth on, and charts of what several machines have.
+// More lines than the eight colours: compared jobs and ranks from the ninth on, and charts with a line per machine.
 
 import assert from "node:assert/strict";
 import { readFile } from "node:fs/promises";
 import { after, before, describe, test } from "node:test";
-import { join, spec } from "../agent.mjs";
+import { simulateAgent, spec } from "../agent.mjs";
 import { Browser, TestServer, until } from "../test-server.mjs";
 
 const COLOURS = 8, JOBS = 18, STEPS = 100;
 const KINDS = ["", "dashed", "dotted"];
 let server, browser, agent;
-const made = [];
-const attempt = (id) => agent.evaluate((id) => window.it.attempt(id), id);
-const report = (of, rank, events) => agent.evaluate(([of, rank, events]) => window.it.report(of, rank, events), [of, rank, events]);
+const compared = [];
+const startedAttempt = (id) => agent.evaluate((id) => window.simulatedAgent.attempt(id), id);
+const report = (attempt, rank, events) => agent.evaluate(([attempt, rank, events]) => window.simulatedAgent.report(attempt, rank, events), [attempt, rank, events]);
 const steps = Array.from({ length: STEPS }, (_, i) => i + 1);
 const column = (name, value) => ({ name, steps, values: steps.map(value) });
-const begin = (of) => report(of, 0, [{ type: "running", total_steps: 1000, steps_per_epoch: 50, start_step: 0 }]);
+const begin = (attempt) => report(attempt, 0, [{ type: "running", total_steps: 1000, steps_per_epoch: 50, start_step: 0 }]);
 
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
-  agent = await join(browser.chromium, server, JOBS + 12 + 4);
+  agent = await simulateAgent(browser.chromium, server, JOBS + 12 + 4);
   for (let n = 0; n < JOBS; n++) {
     const body = spec(`job ${n}`, 1, 1000);
     body.train.lr = (n + 1) / 100;
-    const { id } = await server.ask("/jobs", body), of = await attempt(id);
-    await begin(of);
-    await report(of, 0, [{ type: "metrics", rank: 0, columns: [column("loss", () => n + 1)] }]);
-    made.push({ id, of });
+    const { id } = await server.ask("/jobs", body), attempt = await startedAttempt(id);
+    await begin(attempt);
+    await report(attempt, 0, [{ type: "metrics", rank: 0, columns: [column("loss", () => n + 1)] }]);
+    compared.push({ id, attempt });
   }
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
-const where = (jobs = made) => `/compare?jobs=${jobs.map((j) => j.id).join(",")}`;
-const drawn = (page, jobs) => until("all is drawn", () => page.evaluate((jobs) => Number(document.querySelector("#curves .chart")?.dataset.drawn) > 0 && window.lockstep.chart?.lines?.length === jobs && document.querySelectorAll("#parallel .job").length === jobs && document.querySelectorAll("#compare-legend li").length === jobs && document.getElementById("scatter").dataset.points === String(jobs), jobs));
-/** The looks of marks that stand before names: `3 dashed`. */
-const looks = (marks) => marks.evaluateAll((all) => all.map((mark) => `${mark.className.match(/rank-(\d)/)[1]} ${mark.className.match(/dashed|dotted/)?.[0] ?? ""}`.trim()));
-/** What part of the line at each job's loss has its colour, in a picture of which `at` says where the chart lies. */
-const covered = (page, picture = null) => page.evaluate(async ([picture, jobs]) => {
+const comparePath = (jobs = compared) => `/compare?jobs=${jobs.map((j) => j.id).join(",")}`;
+const untilDrawn = (page, jobs) => until("the charts are drawn", () => page.evaluate((jobs) => Number(document.querySelector("#curves .chart")?.dataset.drawn) > 0 && window.lockstep.chart?.lines?.length === jobs && document.querySelectorAll("#parallel .job").length === jobs && document.querySelectorAll("#compare-legend li").length === jobs && document.getElementById("scatter").dataset.points === String(jobs), jobs));
+/** Returns colour and dash of the marks before names: `3 dashed`. */
+const stylesOf = (marks) => marks.evaluateAll((all) => all.map((mark) => `${mark.className.match(/rank-(\d)/)[1]} ${mark.className.match(/dashed|dotted/)?.[0] ?? ""}`.trim()));
+/** Returns for each job the fraction of the line at its loss that has the job's colour, on the page's chart or in the saved `picture`. */
+const colouredShare = (page, picture = null) => page.evaluate(async ([picture, jobs]) => {
   const { palette } = await import("/static/chart/palette.js"), { chart } = window.lockstep, { plot, y, canvas, root } = chart, ranks = palette().ranks;
   let image = canvas, top = 0;
   if (picture) {
     image = await createImageBitmap(new Blob([Uint8Array.from(atob(picture), (c) => c.charCodeAt(0))]));
-    // Below the chart there is the name of the horizontal axis alone.
+    // Below the chart, a saved picture has only the name of the horizontal axis.
     top = image.height - (root.getBoundingClientRect().height + 22) * 2;
   }
   const scale = picture ? 2 : devicePixelRatio, copy = new OffscreenCanvas(image.width, image.height).getContext("2d", { willReadFrequently: true });
@@ -53,7 +53,7 @@ const covered = (page, picture = null) => page.evaluate(async ([picture, jobs]) 
     for (let x = 0; x < width; x++) if ([0, 1, 2, 3, 4].some((dy) => { const i = 4 * (dy * width + x); return data[i + 3] > 100 && Math.abs(data[i] - r) + Math.abs(data[i + 1] - g) + Math.abs(data[i + 2] - b) < 120; })) has++;
     return [id, has / width];
   }));
-}, [picture, made.map(({ id }, n) => ({ id, loss: n + 1 }))]);
+}, [picture, compared.map(({ id }, n) => ({ id, loss: n + 1 }))]);
 const isDrawnAs = (share, dash) => (dash === "" ? share > 0.95 : dash === "dashed" ? share > 0.5 && share < 0.85 : share > 0.2 && share < 0.6);
 async function saved(page, kind) {
   await page.locator("#curves .curve").first().locator("summary", { hasText: "Save" }).click();
@@ -62,30 +62,30 @@ async function saved(page, kind) {
 }
 
 describe("more jobs than colours", () => {
-  test("have dashed lines from the ninth on and dotted ones from the seventeenth on, wherever they are shown", async () => {
-    const page = await browser.page(server, where());
-    await drawn(page, JOBS);
-    const wanted = made.map((_, n) => `${n % COLOURS} ${KINDS[Math.floor(n / COLOURS)]}`.trim());
-    assert.deepEqual(await looks(page.locator("#compare-legend .swatch")), wanted);
-    assert.deepEqual((await looks(page.locator("#picker .swatch"))).sort(), [...wanted].sort());
-    assert.deepEqual((await looks(page.locator("#results .swatch"))).sort(), [...wanted].sort());
+  test("have dashed lines from the ninth and dotted lines from the seventeenth, in charts, lists and pictures", async () => {
+    const page = await browser.page(server, comparePath());
+    await untilDrawn(page, JOBS);
+    const wanted = compared.map((_, n) => `${n % COLOURS} ${KINDS[Math.floor(n / COLOURS)]}`.trim());
+    assert.deepEqual(await stylesOf(page.locator("#compare-legend .swatch")), wanted);
+    assert.deepEqual((await stylesOf(page.locator("#picker .swatch"))).sort(), [...wanted].sort());
+    assert.deepEqual((await stylesOf(page.locator("#results .swatch"))).sort(), [...wanted].sort());
     const parallel = await page.locator("#parallel polyline").evaluateAll((all) => all.map((line) => getComputedStyle(line).strokeDasharray === "none" ? "solid" : getComputedStyle(line).strokeDasharray));
     assert.deepEqual(["solid", "7px, 4px", "2px, 3px"].map((dash) => parallel.filter((own) => own === dash).length), [8, 8, 2]);
     const marks = await page.locator("#compare-legend .swatch").evaluateAll((all) => all.map((mark) => getComputedStyle(mark).maskImage));
-    assert.equal(new Set(marks).size, 3, "a mark each of its own kind");
-    const on = await covered(page);
-    for (const [n, { id }] of made.entries()) assert.ok(isDrawnAs(on[id], KINDS[Math.floor(n / COLOURS)]), `job ${n}: ${on[id]}`);
+    assert.equal(new Set(marks).size, 3, "the three kinds of lines have different marks");
+    const on = await colouredShare(page);
+    for (const [n, { id }] of compared.entries()) assert.ok(isDrawnAs(on[id], KINDS[Math.floor(n / COLOURS)]), `job ${n}: ${on[id]}`);
     const svg = String(await saved(page, "SVG"));
     assert.equal(svg.match(/stroke-dasharray="7 4"/g).length, 8);
     assert.equal(svg.match(/stroke-dasharray="2 3"/g).length, 2);
-    const png = await saved(page, "PNG"), inPng = await covered(page, png.toString("base64"));
-    for (const [n, { id }] of made.entries()) assert.ok(isDrawnAs(inPng[id], KINDS[Math.floor(n / COLOURS)]), `job ${n} in the PNG: ${inPng[id]}`);
+    const png = await saved(page, "PNG"), inPng = await colouredShare(page, png.toString("base64"));
+    for (const [n, { id }] of compared.entries()) assert.ok(isDrawnAs(inPng[id], KINDS[Math.floor(n / COLOURS)]), `job ${n} in the PNG: ${inPng[id]}`);
     await page.end();
   });
 
-  test("points of the second eight are rings, of the third squares", async () => {
-    const page = await browser.page(server, where());
-    await drawn(page, JOBS);
+  test("have rings as points from the ninth, and squares from the seventeenth", async () => {
+    const page = await browser.page(server, comparePath());
+    await untilDrawn(page, JOBS);
     const inside = await page.evaluate(async () => {
       const { mark } = await import("/static/chart/lines.js"), shapes = {};
       for (const shape of [undefined, "ring", "square"]) {
@@ -101,26 +101,26 @@ describe("more jobs than colours", () => {
     await page.end();
   });
 
-  test("keep their looks while others go, and after the page is loaded again", async () => {
-    const page = await browser.page(server, where(made.slice(0, 10)));
-    await drawn(page, 10);
+  test("keep colour and dash when other jobs are left out, and after a reload", async () => {
+    const page = await browser.page(server, comparePath(compared.slice(0, 10)));
+    await untilDrawn(page, 10);
     await page.getByRole("button", { name: "Leave out job 0", exact: true }).click();
-    await drawn(page, 9);
-    const names = page.locator("#compare-legend li a"), now = async () => { const of = await looks(page.locator("#compare-legend .swatch")); return (await names.evaluateAll((all) => all.map((a) => a.title || a.textContent))).map((name, i) => `${name}: ${of[i]}`); };
+    await untilDrawn(page, 9);
+    const names = page.locator("#compare-legend li a"), now = async () => { const styles = await stylesOf(page.locator("#compare-legend .swatch")); return (await names.evaluateAll((all) => all.map((a) => a.title || a.textContent))).map((name, i) => `${name}: ${styles[i]}`); };
     const before = await now();
     assert.equal(before.at(-1), "job 9: 1 dashed");
     assert.equal(before[0], "job 1: 1");
     await page.reload();
-    await drawn(page, 9);
+    await untilDrawn(page, 9);
     assert.deepEqual(await now(), before);
     await page.end();
   });
 });
 
 describe("a picture", () => {
-  test("as PNG has the title, the axes' names with units, and the legend, where the SVG has them", async () => {
-    const page = await browser.page(server, where(made.slice(0, 3)));
-    await drawn(page, 3);
+  test("saved as PNG has title, axis names with units and legend at the same positions as the SVG", async () => {
+    const page = await browser.page(server, comparePath(compared.slice(0, 3)));
+    await untilDrawn(page, 3);
     const svg = String(await saved(page, "SVG")), png = await saved(page, "PNG");
     const words = await page.evaluate(async ([svg, png]) => {
       const picture = new DOMParser().parseFromString(svg, "image/svg+xml").documentElement, image = await createImageBitmap(new Blob([Uint8Array.from(atob(png), (c) => c.charCodeAt(0))]));
@@ -136,21 +136,21 @@ describe("a picture", () => {
       });
     }, [svg, png.toString("base64")]);
     assert.deepEqual(words.map((w) => w.words), ["Loss, job 0, job 1, job 2", "job 0", "job 1", "job 2", "loss (cross-entropy)", "optimizer step"]);
-    for (const { words: said, from, to, ink } of words) assert.ok(from >= 2 && from < 8 && to >= 2 && to < 8 && ink > 0.4, `“${said}”: ${from} to ${to}, ${ink}`);
+    for (const { words: label, from, to, ink } of words) assert.ok(from >= 2 && from < 8 && to >= 2 && to < 8 && ink > 0.4, `“${label}”: ${from} to ${to}, ${ink}`);
     await page.end();
   });
 });
 
 describe("a job", () => {
-  test("of more than eight ranks is drawn as their mean, with a band from the lowest to the highest", async () => {
-    const { id } = await server.ask("/jobs", spec("twelve ranks", 12, 1000)), of = await attempt(id);
-    await begin(of);
-    for (let rank = 0; rank < 12; rank++) await report(of, rank, [{ type: "metrics", rank, columns: [column("loss", () => 2 + rank / 11)] }]);
+  test("of more than eight ranks is drawn as the mean, with a band from the lowest to the highest rank", async () => {
+    const { id } = await server.ask("/jobs", spec("twelve ranks", 12, 1000)), attempt = await startedAttempt(id);
+    await begin(attempt);
+    for (let rank = 0; rank < 12; rank++) await report(attempt, rank, [{ type: "metrics", rank, columns: [column("loss", () => 2 + rank / 11)] }]);
     const page = await browser.page(server, `/jobs/${id}`);
-    await until("it is drawn", async () => (await page.evaluate(() => window.lockstep.charts.loss.firstDrawnAt)) > 0);
-    await until("every rank is in it", async () => (await page.evaluate(() => { const [{ series }] = window.lockstep.charts.loss.layers(), g = series.segments[0]; return [g.min[50], g.max[50], g.mean[50]]; })).every((v, i) => Math.abs(v - [2, 3, 2.5][i]) < 1e-6));
+    await until("the chart is drawn", async () => (await page.evaluate(() => window.lockstep.charts.loss.firstDrawnAt)) > 0);
+    await until("the band covers every rank", async () => (await page.evaluate(() => { const [{ series }] = window.lockstep.charts.loss.layers(), g = series.segments[0]; return [g.min[50], g.max[50], g.mean[50]]; })).every((v, i) => Math.abs(v - [2, 3, 2.5][i]) < 1e-6));
     assert.deepEqual(await page.evaluate(() => window.lockstep.charts.loss.lines.map(({ label }) => label)), ["mean of ranks"]);
-    // Half way between the mean and the highest there is the band, above the highest nothing.
+    // The band is drawn half way between the mean and the highest rank, and nothing above the highest rank.
     const painted = await page.evaluate(() => {
       const { canvas, plot, y } = window.lockstep.charts.loss, ctx = new OffscreenCanvas(canvas.width, canvas.height).getContext("2d", { willReadFrequently: true }), at = (v) => [...ctx.getImageData(Math.round((plot.left + plot.right) / 2 * devicePixelRatio) + 7, Math.round(y.to(v) * devicePixelRatio), 1, 1).data];
       ctx.drawImage(canvas, 0, 0);
@@ -160,17 +160,17 @@ describe("a job", () => {
     await page.end();
   });
 
-  test("on two machines has a line for each of them, of memory, disk and network", async () => {
-    const { id } = await server.ask("/jobs", spec("two machines", 4, 1000)), of = await attempt(id);
-    await begin(of);
+  test("on two machines has a line per machine for memory, disk and network", async () => {
+    const { id } = await server.ask("/jobs", spec("two machines", 4, 1000)), attempt = await startedAttempt(id);
+    await begin(attempt);
     const metrics = ["memory_used_bytes", "disk_used_bytes", "disk_read_bytes_per_second", "disk_written_bytes_per_second", "network_received_bytes_per_second", "network_sent_bytes_per_second"];
-    // One rank of each machine reports them.
-    for (const rank of [0, 2]) await report(of, rank, [{ type: "metrics", rank, columns: metrics.map((name, i) => column(name, () => (rank + 1) * (i + 1) * 1_000_000.5)) }]);
+    // One rank of each machine reports the machine's metrics.
+    for (const rank of [0, 2]) await report(attempt, rank, [{ type: "metrics", rank, columns: metrics.map((name, i) => column(name, () => (rank + 1) * (i + 1) * 1_000_000.5)) }]);
     const page = await browser.page(server, `/jobs/${id}`);
     for (const [i, name] of metrics.entries()) {
       await page.locator("#other-metric").selectOption(name);
-      await until(`${name} of both`, async () => (await page.evaluate(() => window.lockstep.charts.lr.snapshot().map(({ rank, points, value }) => `${rank}: ${points} of ${Math.round(value / 1e6)}`).join())) === [0, 2].map((rank) => `${rank}: ${STEPS} of ${(rank + 1) * (i + 1)}`).join());
-      await until("it is drawn", async () => (await page.evaluate(() => window.lockstep.charts.lr.lines.map(({ label }) => label).join())) === "machine of rank 0,machine of rank 2");
+      await until(`${name} has lines of both machines`, async () => (await page.evaluate(() => window.lockstep.charts.lr.snapshot().map(({ rank, points, value }) => `${rank}: ${points} of ${Math.round(value / 1e6)}`).join())) === [0, 2].map((rank) => `${rank}: ${STEPS} of ${(rank + 1) * (i + 1)}`).join());
+      await until("the chart is drawn", async () => (await page.evaluate(() => window.lockstep.charts.lr.lines.map(({ label }) => label).join())) === "machine of rank 0,machine of rank 2");
     }
     const axis = await page.evaluate(() => window.lockstep.charts.lr.yName());
     assert.match(axis, /bytes\/s/);

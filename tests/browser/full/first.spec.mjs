@@ -1,4 +1,4 @@
-// The first minutes of somebody new: no job, no dataset, a job file with a mistake, no wish for shortcuts.
+// A new user's first minutes: no jobs, no datasets, errors in a job file, shortcuts switched off.
 
 import assert from "node:assert/strict";
 import { execFileSync } from "node:child_process";
@@ -11,8 +11,8 @@ before(async () => { [server, browser] = await Promise.all([TestServer.open({ da
 after(async () => { await browser?.close(); await server?.close(); });
 
 describe("a new server", () => {
-  test("says on Compare that there is no job, and offers the form", async () => {
-    // The form says that there is no dataset either.
+  test("shows on Compare that no job exists, and links to the form", async () => {
+    // The form responds 422, as no dataset is registered.
     const page = await browser.page(server, "/compare", { expected: [/422/] });
     await page.getByText("No job has been submitted to this server yet.").waitFor();
     await page.getByRole("link", { name: "Submit one" }).click();
@@ -24,22 +24,22 @@ describe("a new server", () => {
     const page = await browser.page(server, "/datasets");
     assert.equal(await page.locator("[data-dataset]").count(), 0);
     await page.getByRole("button", { name: "Use the bundled pictures" }).click();
-    await until("they are registered", () => page.getByRole("heading", { name: "fashion-mnist" }).isVisible());
+    await until("the pictures are registered", () => page.getByRole("heading", { name: "fashion-mnist" }).isVisible());
     assert.equal(new URL(page.url()).pathname, "/datasets");
     assert.match(await page.locator('[data-dataset="fashion-mnist"]').innerText(), /8,000/);
     const [counted] = await Promise.all([page.waitForResponse((r) => r.url().includes("/fashion-mnist/inspect?") && r.status() !== 202), page.getByRole("button", { name: "Inspect again" }).click()]);
     assert.equal(counted.status(), 200);
     await until("the page is read again", async () => /8,000/.test(await page.locator('[data-dataset="fashion-mnist"]').innerText()));
-    // Those who come after find a server without any.
+    // Removes the dataset for the following tests.
     const dialog = page.locator("#confirm");
-    await until("it asks", async () => (await dialog.isVisible()) || (await page.locator("[data-remove]").click(), false));
+    await until("the confirmation dialog opens", async () => (await dialog.isVisible()) || (await page.locator("[data-remove]").click(), false));
     await page.locator("#confirm-yes").click();
-    await until("they are taken off the list, and offered again", () => page.getByRole("button", { name: "Use the bundled pictures" }).isVisible());
+    await until("the dataset is removed, and the pictures are offered again", () => page.getByRole("button", { name: "Use the bundled pictures" }).isVisible());
     await page.end();
   });
 
   test("offers its bundled pictures in one click, and the preset works with them", async () => {
-    // Before there is a dataset, the form says so.
+    // The form responds 422 as long as no dataset is registered.
     const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
     await page.getByRole("button", { name: "Use the bundled pictures" }).click();
     await page.waitForURL(/preset=fashion-mnist/);
@@ -48,22 +48,22 @@ describe("a new server", () => {
     await page.getByRole("button", { name: "Submit job" }).click();
     await page.waitForURL(/\/jobs\/j\w+$/);
     const id = page.url().split("/").at(-1);
-    await until("it trains", async () => (await server.job(id)).step > 0);
-    // A fork of it with a key that there is not.
+    await until("the job trains", async () => (await server.job(id)).step > 0);
+    // A later test forks this job, which needs a checkpoint.
     await server.ask(`/jobs/${id}/pause`, {});
-    await until("there is a checkpoint", () => page.locator("#fork").isVisible());
+    await until("the job can be forked", () => page.locator("#fork").isVisible());
     await server.ask(`/jobs/${id}/cancel`, {});
-    await until("it is over", async () => (await server.job(id)).state === "cancelled");
+    await until("the job has ended", async () => (await server.job(id)).state === "cancelled");
     await page.end();
   });
 
-  test("presets find pictures under another name", async () => {
+  test("fills presets with a dataset of another name", async () => {
     const { datasets: [known] } = await server.ask("/datasets");
     const gone = await fetch(`${server.url}/api/v1/datasets/${known.name}`, { method: "DELETE", headers: server.headers });
-    assert.ok(gone.ok, "no job needs it any more");
+    assert.ok(gone.ok, "no running job uses the dataset");
     await server.ask("/datasets", { name: "clothes", path: known.path });
     const page = await browser.page(server, "/jobs/new");
-    assert.equal(await page.getByLabel("Dataset", { exact: true }).inputValue(), "clothes", "the first preset's");
+    assert.equal(await page.getByLabel("Dataset", { exact: true }).inputValue(), "clothes", "the form chooses the only dataset");
     await page.getByRole("link", { name: /Fashion-MNIST, quick start/ }).click();
     assert.equal(await page.getByLabel("Dataset", { exact: true }).inputValue(), "clothes");
     await page.end();
@@ -71,7 +71,7 @@ describe("a new server", () => {
 });
 
 describe("a server with other pictures", () => {
-  test("offers the bundled ones where the preset needs them", async () => {
+  test("offers the bundled pictures if a preset needs them", async () => {
     const { datasets } = await server.ask("/datasets");
     for (const { name } of datasets) await fetch(`${server.url}/api/v1/datasets/${name}`, { method: "DELETE", headers: server.headers });
     await server.ask("/datasets", { name: "pets", path: join(ROOT, "tests/data/parquet/hub") });
@@ -80,7 +80,7 @@ describe("a server with other pictures", () => {
     assert.equal(await page.getByLabel("Dataset", { exact: true }).inputValue(), "pets");
     assert.ok(!await offer.isVisible());
     await page.getByRole("link", { name: /Fashion-MNIST, quick start/ }).click();
-    await until("the field says how to get them without the internet", async () => /Use the bundled pictures/.test(await page.locator("#f-data-dataset-error").textContent()));
+    await until("the field's error names the bundled pictures", async () => /Use the bundled pictures/.test(await page.locator("#f-data-dataset-error").textContent()));
     await offer.click();
     await page.waitForURL(/preset=fashion-mnist/);
     assert.equal(await page.getByLabel("Dataset", { exact: true }).inputValue(), "fashion-mnist");
@@ -89,19 +89,19 @@ describe("a server with other pictures", () => {
   });
 });
 
-describe("mistakes", () => {
-  test("of the form go when a job file is written that cannot be read", async () => {
+describe("errors", () => {
+  test("of fields are removed when an invalid job file is entered", async () => {
     const page = await browser.page(server, "/jobs/new", { expected: [/422|400/] });
     await page.getByLabel("Learning rate", { exact: true }).fill("-3");
     await page.getByLabel("Epochs", { exact: true }).focus();
-    await until("the field says what is wrong", () => page.locator(".field.wrong").first().isVisible());
+    await until("the field shows an error", () => page.locator(".field.wrong").first().isVisible());
     await page.getByLabel("Specification").fill("name = \"x\n[train");
-    await until("the text's mistake is told", async () => (await page.locator("#spec-error").textContent()) !== "");
+    await until("the text's error is shown", async () => (await page.locator("#spec-error").textContent()) !== "");
     assert.equal(await page.locator(".field.wrong").count(), 0);
     await page.end();
   });
 
-  test("of a fork name their keys", async () => {
+  test("of a fork name the keys", async () => {
     const { jobs: [job] } = await server.ask("/jobs");
     const page = await browser.page(server, `/jobs/${job.id}`, { expected: [/422|400/] });
     await page.locator("#fork").click();
@@ -113,24 +113,24 @@ describe("mistakes", () => {
   });
 });
 
-describe("keys and words", () => {
-  test("buttons have the verbs of the command line", async () => {
+describe("buttons and keys", () => {
+  test("use the verbs of the command line", async () => {
     const help = ["--help", "model --help"].map((words) => execFileSync(BINARY, words.split(" "), { encoding: "utf8" })).join("\n");
     const commands = new Set([...help.matchAll(/^  ([a-z-]+) {2,}\S/gm)].map(([, command]) => command));
-    assert.ok(commands.has("predict"), "the commands are read");
+    assert.ok(commands.has("predict"), "the help lists the commands");
     const { jobs: [job] } = await server.ask("/jobs"), page = await browser.page(server, `/jobs/${job.id}`);
     const words = (at, buttons) => at.locator(buttons).evaluateAll((all) => all.map((b) => b.textContent.trim().toLowerCase()));
     const list = await page.tab("/jobs");
-    const said = [
+    const verbs = [
       ...await words(page, ".job-title :is(#fork, #pause, #resume, #retry, #cancel, #delete)"), ...await words(page, "#checkpoints tr:first-child :is(summary, .row-actions > button)"),
       ...await words(page, '[data-tab="classify"]'), ...await words(list, "#bulk button:not([data-bulk=compare], [data-bulk=tag])"),
     ];
-    assert.deepEqual(said.filter((verb) => !commands.has(verb)), [], said.join());
-    assert.deepEqual([...new Set(said)].sort(), ["cancel", "delete", "download", "evaluate", "fork", "pause", "predict", "register", "resume", "retry"]);
+    assert.deepEqual(verbs.filter((verb) => !commands.has(verb)), [], verbs.join());
+    assert.deepEqual([...new Set(verbs)].sort(), ["cancel", "delete", "download", "evaluate", "fork", "pause", "predict", "register", "resume", "retry"]);
     await page.end();
   });
 
-  test("single keys can be switched off", async () => {
+  test("can be used without single-key shortcuts", async () => {
     const page = await browser.page(server, "/machines");
     await page.keyboard.press("?");
     await page.getByLabel("single-key shortcuts").uncheck();
@@ -147,19 +147,19 @@ describe("keys and words", () => {
     await page.end();
   });
 
-  test("what counts seconds is not read out every second", async () => {
+  test("announce a delay once, not every second", async () => {
     const page = await browser.page(server, "/machines");
-    await until("its own stream has nothing to say any more", async () => (await page.locator("#live").textContent()) === "live");
-    const said = await page.evaluate(async () => {
+    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
+    const announced = await page.evaluate(async () => {
       const { showLive } = await import("/static/page.js"), heard = [];
       document.querySelector("#live-status").textContent = "";
       new MutationObserver(() => heard.push(document.querySelector("#live-status").textContent)).observe(document.querySelector("#live-status"), { childList: true, characterData: true, subtree: true });
       for (const status of ["live", "reconnecting", "3 s behind", "4 s behind", "5 s behind", "live"]) { showLive(status); await new Promise((done) => setTimeout(done, 20)); }
       return { heard, role: document.querySelector("#live").getAttribute("role") };
     });
-    assert.equal(said.role, null);
-    assert.deepEqual(said.heard.slice(-3), ["reconnecting", "behind, catching up", "live"]);
-    assert.ok(said.heard.length <= 4, said.heard.join());
+    assert.equal(announced.role, null);
+    assert.deepEqual(announced.heard.slice(-3), ["reconnecting", "behind, catching up", "live"]);
+    assert.ok(announced.heard.length <= 4, announced.heard.join());
     await page.end();
   });
 });

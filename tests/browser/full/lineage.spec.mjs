@@ -1,4 +1,4 @@
-// A job and its fork: each names the other, and the fork's speed is that of its own steps, on every page.
+// A job and its fork: each page links to the other, and the fork's speed counts only the fork's steps.
 
 import assert from "node:assert/strict";
 import { execFileSync } from "node:child_process";
@@ -10,58 +10,58 @@ before(async () => { [server, browser] = await Promise.all([TestServer.open(), B
 after(async () => { await browser?.close(); await server?.close(); });
 
 describe("a fork", () => {
-  test("is named by its parent and names it, and is as fast as its own steps", async () => {
-    const over = (id) => until("it is over", async () => (await server.job(id)).state === "succeeded");
+  test("and its parent link to each other, and the fork's speed counts only its own steps", async () => {
+    const untilSucceeded = (id) => until("the job has ended", async () => (await server.job(id)).state === "succeeded");
     const parent = await server.submit({ name: "the parent", ranks: 1, train: { steps: 24 } });
-    await over(parent.id);
+    await untilSucceeded(parent.id);
     const [checkpoint] = (await server.ask(`/jobs/${parent.id}/checkpoints`)).checkpoints;
-    // Its page is open when it is forked, and hears of it.
+    // The parent's page is open during the fork.
     const open = await browser.page(server, `/jobs/${parent.id}?tab=history`);
-    await until("it is live", async () => (await open.locator("#live").textContent()) === "live");
+    await until("the page is live", async () => (await open.locator("#live").textContent()) === "live");
     const fork = await server.ask(`/jobs/${parent.id}/fork`, { checkpoint: checkpoint.id, set: { name: "the fork", "train.steps": 48, "parallel.ranks": 1 } });
     const { owner } = await server.job(fork.id);
-    assert.ok(owner, "somebody made it");
-    await until("its parent's open page names it, and who made it", async () => (await open.locator("#lineage li", { hasText: "the fork" }).textContent()).includes(`by ${owner}`));
+    assert.ok(owner, "the fork has an owner");
+    await until("the parent's open page lists the fork and its owner", async () => (await open.locator("#lineage li", { hasText: "the fork" }).textContent()).includes(`by ${owner}`));
     assert.match(await open.locator('#history-rows li[data-what="submitted"]').textContent(), new RegExp(`Submitted by ${owner}`));
     await open.end();
-    await over(fork.id);
+    await untilSucceeded(fork.id);
     const { series } = await server.ask(`/jobs/${fork.id}/metrics?name=step_ms&ranks=0`), times = series.at(-1).mean;
     const own = times.length * 8 / (times.reduce((a, b) => a + b) / 1000), { images_per_second: speed } = await server.job(fork.id);
-    assert.equal(times.length, 24, "steps of the fork alone");
-    assert.ok(Math.abs(speed / own - 1) < 0.01, `${speed} images/s told, ${own} by its steps`);
+    assert.equal(times.length, 24, "only the fork's steps are reported");
+    assert.ok(Math.abs(speed / own - 1) < 0.01, `${speed} images/s reported, ${own} by the steps' times`);
     const show = execFileSync(BINARY, ["show", fork.id, "--server", server.url], { env: { ...process.env, LOCKSTEP_TOKEN: server.token }, encoding: "utf8" });
-    const told = Number(show.match(/^images a second +([\d,]+)/m)[1].replaceAll(",", ""));
-    assert.ok(Math.abs(told - own) < 0.5 + own / 100, `${told} images/s in lockstep show`);
+    const shownSpeed = Number(show.match(/^images a second +([\d,]+)/m)[1].replaceAll(",", ""));
+    assert.ok(Math.abs(shownSpeed - own) < 0.5 + own / 100, `${shownSpeed} images/s in lockstep show`);
 
     const page = await browser.page(server, `/jobs/${fork.id}?tab=history`), panel = page.locator("#history-panel");
-    const words = await until("the page tells it", async () => { const shown = await page.locator("#speed").textContent(); return /\d/.test(shown) && shown; });
+    const words = await until("the page shows the speed", async () => { const shown = await page.locator("#speed").textContent(); return /\d/.test(shown) && shown; });
     assert.ok(Math.abs(Number(words.replaceAll(",", "")) / speed - 1) < 0.01, words);
     const link = panel.getByRole("link", { name: "the parent" });
-    await until("it names where it comes from", () => link.isVisible());
+    await until("the fork's page links to its parent", () => link.isVisible());
     assert.match(await page.locator('#history-rows li[data-what="forked"]').textContent(), new RegExp(`Forked by ${owner}from checkpoint`));
-    assert.ok(await page.locator("#lineage li time").first().isVisible(), "and when");
+    assert.ok(await page.locator("#lineage li time").first().isVisible(), "the time of the fork is shown");
     await link.click();
     await page.waitForURL(new RegExp(parent.id));
     await page.getByRole("tab", { name: "History" }).click();
-    await until("its parent names it", () => panel.getByRole("link", { name: "the fork" }).isVisible());
+    await until("the parent's page links to the fork", () => panel.getByRole("link", { name: "the fork" }).isVisible());
     await page.goto(`${server.url}/compare?jobs=${parent.id},${fork.id}`);
     const row = page.locator("#results tr", { hasText: "the fork" });
-    await until("Compare tells the same", async () => (await row.locator("td").allTextContents()).includes(words));
+    await until("Compare shows the same speed", async () => (await row.locator("td").allTextContents()).includes(words));
     await page.goto(`${server.url}/jobs`);
-    await until("and so does the list", async () => (await page.locator(`tr[data-id="${fork.id}"] [data-f=speed]`).textContent()) === words);
+    await until("the list shows the same speed", async () => (await page.locator(`tr[data-id="${fork.id}"] [data-f=speed]`).textContent()) === words);
     await page.end();
   });
 
-  test("has a time axis of its own training, and speeds of its own steps, without its parent's", async () => {
-    const over = (id) => until("it is over", async () => (await server.job(id)).state === "succeeded");
+  test("has a time axis and speeds of its own training, without its parent's", async () => {
+    const untilSucceeded = (id) => until("the job has ended", async () => (await server.job(id)).state === "succeeded");
     const parent = await server.submit({ name: "trained before", ranks: 1, train: { steps: 24 } });
-    await over(parent.id);
+    await untilSucceeded(parent.id);
     const fork = await server.ask(`/jobs/${parent.id}/fork`, { checkpoint: "latest", set: { name: "trained on", "train.steps": 64, "parallel.ranks": 1 } });
-    await over(fork.id);
+    await untilSucceeded(fork.id);
     const secs = async (id) => (await server.ask(`/jobs/${id}/metrics?name=step_ms&ranks=0`)).series.at(-1).mean.reduce((a, b) => a + b) / 1000;
     const own = await secs(fork.id), before = await secs(parent.id), near = (value, expected) => Math.abs(value / expected - 1) < 0.01;
-    /** Where a line of a chart begins and ends on the axis, and the steps that it is of. */
-    const line = (page, chart, n = 0) => page.evaluate(([chart, n]) => {
+    /** Returns the range of a chart's line on the axis, its steps and its number of points. */
+    const lineRange = (page, chart, n = 0) => page.evaluate(([chart, n]) => {
       const { view, layers } = window.lockstep.charts[chart], { segments } = layers()[n].series, segment = segments.at(-1);
       if (!segment) return { last: NaN };
       const places = view.places(segment);
@@ -69,47 +69,47 @@ describe("a fork", () => {
     }, [chart, n]);
 
     const page = await browser.page(server, `/jobs/${fork.id}`);
-    await until("its charts are drawn", () => page.evaluate(() => ["loss", "images_per_second"].every((name) => window.lockstep?.charts[name].firstDrawnAt > 0)));
+    await until("the fork's charts are drawn", () => page.evaluate(() => ["loss", "images_per_second"].every((name) => window.lockstep?.charts[name].firstDrawnAt > 0)));
     for (const chart of ["loss", "images_per_second"]) {
-      const { attempts, first, last, steps, points } = await line(page, chart);
-      assert.deepEqual({ attempts, first, last, steps, points }, { attempts: 1, first: 25, last: 64, steps: [25, 64], points: 40 }, `${chart} by step goes on where the checkpoint is`);
+      const { attempts, first, last, steps, points } = await lineRange(page, chart);
+      assert.deepEqual({ attempts, first, last, steps, points }, { attempts: 1, first: 25, last: 64, steps: [25, 64], points: 40 }, `${chart} by step continues from the checkpoint`);
     }
     await page.locator("button[data-axis=time]").click();
     for (const chart of ["loss", "images_per_second"]) {
-      const { first, last } = await line(page, chart);
+      const { first, last } = await lineRange(page, chart);
       assert.ok(near(last, own), `${chart} ends at ${last} s, its steps took ${own} s and its parent's ${before} s`);
       assert.ok(first > 0 && first < last, `${chart} begins at ${first} s`);
     }
     assert.equal(await page.evaluate(() => window.lockstep.charts.loss.xName()), "training time (hours:minutes:seconds)");
     const { images_per_second: speed } = await server.job(fork.id);
-    assert.ok(near(speed, 40 * 8 / (await line(page, "images_per_second")).last), `${speed} images/s are of this time`);
-    // What the crosshair says: the fork's time, at the steps of the whole training.
-    const said = page.locator("#loss-chart [role=status]");
+    assert.ok(near(speed, 40 * 8 / (await lineRange(page, "images_per_second")).last), `${speed} images/s agree with the chart's time`);
+    // The crosshair shows the fork's time and the step of the whole training.
+    const crosshair = page.locator("#loss-chart [role=status]");
     await page.locator("#loss-chart").focus();
     await page.keyboard.press("End");
-    await until("the end is its last step", async () => /^\d+:\d\d of training · step 64\b/.test(await said.textContent()));
+    await until("the last point is the fork's last step", async () => /^\d+:\d\d of training · step 64\b/.test(await crosshair.textContent()));
     await page.keyboard.press("Home");
-    await until("the beginning is its parent's checkpoint", async () => /^0:00 of training · step 2[45]\b/.test(await said.textContent()));
+    await until("the first point follows the parent's checkpoint", async () => /^0:00 of training · step 2[45]\b/.test(await crosshair.textContent()));
 
     const compare = await page.tab(`/compare?jobs=${parent.id},${fork.id}&metric=loss,images_per_second&axis=time`);
     for (const chart of ["loss", "images_per_second"]) {
-      await until(`${chart} of both jobs takes each job's own time`, async () => (await compare.evaluate((name) => Number(window.lockstep?.charts[name]?.root.dataset.drawn) > 0, chart))
-        && near((await line(compare, chart, 0)).last, before) && near((await line(compare, chart, 1)).last, own));
+      await until(`${chart} of both jobs is drawn by each job's own time`, async () => (await compare.evaluate((name) => Number(window.lockstep?.charts[name]?.root.dataset.drawn) > 0, chart))
+        && near((await lineRange(compare, chart, 0)).last, before) && near((await lineRange(compare, chart, 1)).last, own));
     }
     assert.equal(await compare.evaluate(() => window.lockstep.charts.loss.xName()), "training time (hours:minutes:seconds)");
     await page.end();
   });
 
-  test("and a pause are told with who asked for them", async () => {
+  test("a pause and a cancellation are listed with the person who requested them", async () => {
     const { id } = await server.submit({ name: "asked about", ranks: 1, train: { steps: 2000 } }), page = await browser.page(server, `/jobs/${id}?tab=history`);
-    await until("it trains", async () => (await server.job(id)).step > 0);
+    await until("the job trains", async () => (await server.job(id)).step > 0);
     await server.ask(`/jobs/${id}/pause`, {});
-    await until("it is paused", async () => (await server.job(id)).state === "paused");
+    await until("the job is paused", async () => (await server.job(id)).state === "paused");
     await server.ask(`/jobs/${id}/cancel`, {});
-    const { owner } = await server.job(id), told = (what) => page.locator(`#history-rows li[data-what="${what}"]`).textContent();
+    const { owner } = await server.job(id), entry = (what) => page.locator(`#history-rows li[data-what="${what}"]`).textContent();
     for (const [what, words] of [["submitted", "Submitted"], ["pause_requested", "Pause requested"], ["cancelled", "Cancelled"]]) {
-      await until(`${words} is told`, async () => (await page.locator(`#history-rows li[data-what="${what}"]`).count()) === 1);
-      assert.ok((await told(what)).includes(`${words} by ${owner}`), await told(what));
+      await until(`${words} is listed`, async () => (await page.locator(`#history-rows li[data-what="${what}"]`).count()) === 1);
+      assert.ok((await entry(what)).includes(`${words} by ${owner}`), await entry(what));
     }
     await page.end();
   });

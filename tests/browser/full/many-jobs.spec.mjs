@@ -2,7 +2,7 @@
 
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
-import { fiveJobs, names, sql } from "../five-jobs.mjs";
+import { jobNames, sql, submitFiveJobs } from "../five-jobs.mjs";
 import { Browser, TestServer, until } from "../test-server.mjs";
 
 const MANY = 10_000;
@@ -10,12 +10,12 @@ let server, browser;
 
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
-  await fiveJobs(server, browser);
+  await submitFiveJobs(server, browser);
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
 describe("ten thousand jobs", () => {
-  test("are scrolled to the last with few rows laid out, and sorted by a setting", async () => {
+  test("can be scrolled to the last row with few rows laid out, and sorted by a setting", async () => {
     sql(server, `WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < ${MANY})
       INSERT INTO jobs (id, name, state, priority, project, spec, ranks, last, created_at, finished_at, last_seq)
       SELECT substr(id, 1, length(id) - 5) || printf('%05d', i), 'many ' || i, 'succeeded', priority, project, json_set(spec, '$.train.lr', (i * 7919 % 10007) / 10007.0), ranks,
@@ -30,11 +30,11 @@ describe("ten thousand jobs", () => {
     }
     times.sort((a, b) => a - b);
     console.log(`# request sorted by a setting, n = ${times.length}: median ${times[7].toFixed(0)} ms, most ${times.at(-1).toFixed(0)} ms`);
-    // Fifty times what an idle machine needs: it would be another order of work.
+    // Fifty times the time on an idle machine, which only a slower algorithm would exceed.
     assert.ok(times[7] < 5000, `half of the requests took more than ${times[7].toFixed(0)} ms`);
     const page = await browser.page(server, "/jobs?q=many&columns=loss,train.lr");
     const shown = () => page.locator("#rows tr:not([hidden])").count(), count = () => page.locator("#rows tr").count();
-    await until("they are listed", async () => (await count()) >= 50);
+    await until("the jobs are listed", async () => (await count()) >= 50);
     const clicks = [];
     for (let n = 0; n < 9; n++) {
       clicks.push(await page.evaluate(() => new Promise((done) => {
@@ -45,7 +45,7 @@ describe("ten thousand jobs", () => {
     }
     clicks.sort((a, b) => a - b);
     console.log(`# page sorted by a setting, n = ${clicks.length}: median ${clicks[4].toFixed(0)} ms, most ${clicks.at(-1).toFixed(0)} ms`);
-    // To the very end, as fast as pages come, and the frames that this takes.
+    // Scrolls to the end as fast as rows are loaded, and measures the frames.
     const frames = await page.evaluate(async (many) => {
       const rows = document.getElementById("rows"), took = [], end = performance.now() + 600_000;
       let last = performance.now();
@@ -61,11 +61,11 @@ describe("ten thousand jobs", () => {
     console.log(`# frames while all are loaded, n = ${frames.took.length}: median ${at(frames.took, 0.5)} ms, p95 ${at(frames.took, 0.95)} ms, most ${at(frames.took, 0.9999)} ms`);
     assert.equal(frames.rows, MANY);
     assert.ok((await shown()) < 200, `${await shown()} rows are laid out`);
-    await scrolls(page);
+    await assertScrollable(page);
     const last = page.locator("#rows tr").last();
     await page.evaluate(() => scrollTo(0, document.documentElement.scrollHeight));
-    await until("the last one is in sight", () => last.isVisible());
-    // Then up and down through all of them.
+    await until("the last row is in view", () => last.isVisible());
+    // Scrolls up and down through all rows.
     const scrolled = await page.evaluate(async () => {
       const took = [], height = document.documentElement.scrollHeight;
       let last = performance.now();
@@ -79,37 +79,37 @@ describe("ten thousand jobs", () => {
     });
     console.log(`# frames of a scroll through ${MANY} rows, n = ${scrolled.length}: median ${at(scrolled, 0.5)} ms, p95 ${at(scrolled, 0.95)} ms, most ${at(scrolled, 0.9999)} ms`);
     await page.evaluate(() => scrollTo(0, 5000 * 58));
-    await until("rows in the middle are in sight", () => page.evaluate(() => { const row = document.elementFromPoint(600, 500)?.closest("#rows tr"); return row && Math.abs([...row.parentElement.children].indexOf(row) - 5000) < 60; }));
+    await until("rows in the middle are in view", () => page.evaluate(() => { const row = document.elementFromPoint(600, 500)?.closest("#rows tr"); return row && Math.abs([...row.parentElement.children].indexOf(row) - 5000) < 60; }));
     await page.end();
   });
 
-  test("let one that is further down come into its place whenever what it is sorted by has changed", async () => {
+  test("are reordered when the sort value of a job that is not loaded changes", async () => {
     const sorted = "/jobs?q=many&sort=-tag:first", { jobs } = await server.ask(`${sorted}&fields=id,name&limit=60`), { id, name } = jobs.at(-1), page = await browser.page(server, sorted);
     const tag = async (tags) => assert.ok((await fetch(`${server.url}/api/v1/jobs/${id}`, { method: "PATCH", headers: { "content-type": "application/json" }, body: JSON.stringify({ tags }) })).ok);
-    await until("a part is listed", async () => (await page.locator("#live").textContent()) === "live" && (await names(page)).length === 50);
+    await until("the first jobs are listed", async () => (await page.locator("#live").textContent()) === "live" && (await jobNames(page)).length === 50);
     const again = page.waitForResponse(/\/api\/v1\/jobs\?.*sort=-tag/);
     await tag(["other"]);
     await again;
-    assert.ok(!(await names(page)).includes(name), "it is not among the first ones");
+    assert.ok(!(await jobNames(page)).includes(name), "the job is not among the first");
     await tag(["first"]);
-    await until("it is the first", async () => (await names(page))[0] === name, 20_000);
+    await until("the job is the first", async () => (await jobNames(page))[0] === name, 20_000);
     await tag([]);
     await page.end();
   });
 
-  test("are cards of a phone that scroll as well", async () => {
+  test("are cards on a phone, with few cards laid out", async () => {
     const page = await browser.page(server, "/jobs?q=many%201", { viewport: { width: 390, height: 844 } });
-    // 1, 10 to 19, 100 to 199, 1000 to 1999 and 10000.
-    await until("all are here", async () => { await page.evaluate(() => scrollTo(0, document.documentElement.scrollHeight)); return (await page.locator("#rows tr").count()) === 1112; });
+    // The matches are 1, 10 to 19, 100 to 199, 1000 to 1999 and 10000.
+    await until("all jobs are loaded", async () => { await page.evaluate(() => scrollTo(0, document.documentElement.scrollHeight)); return (await page.locator("#rows tr").count()) === 1112; });
     const shown = await page.locator("#rows tr:not([hidden])").count();
     assert.ok(shown < 200, `${shown} cards are laid out`);
-    await scrolls(page);
+    await assertScrollable(page);
     await page.end();
   });
 });
 
-/** Jumps to all places of a long list: wherever a reader comes there are rows, and the page is as long as before. */
-async function scrolls(page) {
+/** Jumps to positions all over a long list. Rows are shown everywhere, and the page's height stays about the same. */
+async function assertScrollable(page) {
   const { blank, heights } = await page.evaluate(async () => {
     const heights = [], blank = [], frames = async () => { for (let n = 0; n < 3; n++) await new Promise(requestAnimationFrame); };
     for (let n = 0; n <= 24; n++) {
@@ -119,13 +119,13 @@ async function scrolls(page) {
       const list = document.getElementById("jobs").getBoundingClientRect();
       for (const share of [0.2, 0.4, 0.6, 0.8, 0.95]) {
         const y = innerHeight * share;
-        // A point between two cards is on neither.
-        const there = [0, 12].some((more) => document.elementFromPoint(innerWidth / 2, y + more)?.closest("#rows tr:not(.pad)"));
-        if (y > list.top + 60 && y < list.bottom - 60 && !there) blank.push([n, share]);
+        // Checks a second point, as the first may lie between two cards.
+        const hasRow = [0, 12].some((more) => document.elementFromPoint(innerWidth / 2, y + more)?.closest("#rows tr:not(.pad)"));
+        if (y > list.top + 60 && y < list.bottom - 60 && !hasRow) blank.push([n, share]);
       }
     }
     return { blank, heights };
   });
-  assert.deepEqual(blank, [], "places without a row");
+  assert.deepEqual(blank, [], "positions without a row");
   assert.ok(Math.max(...heights) - Math.min(...heights) < 0.02 * Math.max(...heights), `the page is ${Math.min(...heights)} to ${Math.max(...heights)} pixels long`);
 }

@@ -1,4 +1,4 @@
-// The file that `serve` gives the browser which it opens: in a real browser it leads into the dashboard, signed in.
+// `lockstep serve` on a terminal opens a file in the browser. The file leads to the dashboard and signs the browser in.
 
 import assert from "node:assert/strict";
 import { spawn } from "node:child_process";
@@ -8,13 +8,13 @@ import { join as path } from "node:path";
 import { test } from "node:test";
 import { BINARY, Browser, freePort, until } from "../test-server.mjs";
 
-test("the file that a browser is opened with signs it in", async (t) => {
+test("the file that serve opens in a browser signs the browser in", async (t) => {
   const dir = await mkdtemp(path(tmpdir(), "lockstep-browser-")), port = await freePort();
   t.after(() => rm(dir, { recursive: true, force: true, maxRetries: 5 }));
   await mkdir(path(dir, "bin"));
   await writeFile(path(dir, "bin/xdg-open"), `#!/bin/sh\nprintf %s "$1" > '${dir}/part' && mv '${dir}/part' '${dir}/opened'\n`);
   await chmod(path(dir, "bin/xdg-open"), 0o755);
-  // `script` gives it a terminal; exec, so that its process id is the server's parent's.
+  // `script` gives the server a terminal. With exec, the server is a direct child of `script`.
   const command = `exec ${BINARY} serve --no-local-agent --listen 127.0.0.1:${port} --data-dir ${path(dir, "data")}`;
   const script = spawn("script", ["-qefc", command, "/dev/null"], {
     stdio: "ignore", env: { ...process.env, SHELL: "/bin/sh", PATH: `${path(dir, "bin")}:${process.env.PATH}`, DISPLAY: ":0" },
@@ -32,9 +32,9 @@ test("the file that a browser is opened with signs it in", async (t) => {
   await page.goto(`file://${file}`);
   await page.waitForURL(`http://127.0.0.1:${port}/jobs`);
   assert.match(await page.title(), /Jobs/);
-  assert.equal(await page.evaluate(() => document.referrer), "", "the file's address is nobody's business");
+  assert.equal(await page.evaluate(() => document.referrer), "", "the file's path is not sent as the referrer");
   await until("the file is removed", () => readFile(file).then(() => false, (error) => error.code === "ENOENT"));
-  // It is signed in to stay.
+  // The browser stays signed in.
   await page.reload();
   assert.equal(page.url(), `http://127.0.0.1:${port}/jobs`);
 });

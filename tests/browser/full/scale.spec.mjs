@@ -1,76 +1,76 @@
-// Much data, told through the agents' own socket: what the page shows stays true, and the page stays light.
+// A job with many points and log lines, reported by a simulated agent: the page stays correct and small.
 
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
-import { join, spec } from "../agent.mjs";
+import { simulateAgent, spec } from "../agent.mjs";
 import { Browser, TestServer, losses, until } from "../test-server.mjs";
 
 const RANKS = 4, STEPS = 60_000;
 let server, browser, agent, job;
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
-  agent = await join(browser.chromium, server, RANKS);
+  agent = await simulateAgent(browser.chromium, server, RANKS);
   job = await server.ask("/jobs", spec("many points", RANKS, STEPS));
   await agent.evaluate(async ([id, ranks, steps]) => {
-    const attempt = window.attempt = await window.it.attempt(id);
-    await window.it.report(attempt, 0, [{ type: "running", total_steps: steps, steps_per_epoch: 6000, start_step: 0 }]);
+    const attempt = window.attempt = await window.simulatedAgent.attempt(id);
+    await window.simulatedAgent.report(attempt, 0, [{ type: "running", total_steps: steps, steps_per_epoch: 6000, start_step: 0 }]);
     for (let rank = 0; rank < ranks; rank++) {
       const events = [];
-      // Rank 3 waits for data since step 45,000.
+      // From step 45,000, rank 3 waits for data and the other ranks wait for rank 3.
       for (let first = 1; first <= steps - 100; first += 50) {
         const at = Array.from({ length: 50 }, (_, i) => first + i), slow = rank === 3 ? (s) => s > 45_000 : () => false;
         const column = (name, of) => ({ name, steps: at, values: at.map(of) });
-        events.push({ type: "metrics", rank, columns: [column("loss", (s) => window.agent.loss(s, rank)),
+        events.push({ type: "metrics", rank, columns: [column("loss", (s) => window.agentKit.loss(s, rank)),
           column("step_ms", () => 25.5), column("data_ms", (s) => (slow(s) ? 8.25 : 0.25)), column("all_reduce_ms", (s) => (s > 45_000 && rank !== 3 ? 8.25 : 0.25))] });
       }
-      await window.it.report(attempt, rank, events);
+      await window.simulatedAgent.report(attempt, rank, events);
     }
   }, [job.id, RANKS, STEPS]);
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
 describe("a long run", () => {
-  test("is drawn from buckets that say so, and as every point where it is zoomed", async () => {
+  test("is drawn by buckets, which the note says, and by single points when zoomed", async () => {
     const page = await browser.page(server, `/jobs/${job.id}`), note = page.locator("#loss-note");
-    await until("it is drawn", async () => (await losses(page))["rank 3"]?.points > STEPS - 200);
-    await until("its note says so", async () => /^min to max of \d+ points a pixel · 4 ranks$/.test(await note.textContent()));
+    await until("the chart is drawn", async () => (await losses(page))["rank 3"]?.points > STEPS - 200);
+    await until("the note names buckets", async () => /^min to max of \d+ points a pixel · 4 ranks$/.test(await note.textContent()));
     const buckets = await page.evaluate(() => window.lockstep.charts.loss.snapshot()[0].buckets);
     assert.ok(buckets > 300 && buckets <= 2000, `${buckets} buckets: about one a pixel`);
     await page.evaluate(() => window.lockstep.view.setZoom([30_000, 30_200]));
-    await until("every point is there", async () => (await note.textContent()) === "every point · 4 ranks");
+    await until("the note names single points", async () => (await note.textContent()) === "every point · 4 ranks");
     const { series } = await server.ask(`/jobs/${job.id}/metrics?name=loss&ranks=2&from=30000&to=30200&points=500`);
     const drawn = () => page.evaluate(() => { const { loss } = window.lockstep.charts, s = loss.source(loss.layers().find((l) => l.label === "rank 2").series).segments[0]; return Array.from(s.mean.subarray(0, s.length)); });
-    // A wider part may come first.
-    await until("the very points", async () => { assert.deepEqual(await drawn(), series[0].mean.map(Math.fround)); return true; });
+    // Points of a wider range may arrive first.
+    await until("the chart has the server's points", async () => { assert.deepEqual(await drawn(), series[0].mean.map(Math.fround)); return true; });
     await page.evaluate(() => window.lockstep.view.setZoom(null));
-    await until("and back", async () => /min to max/.test(await note.textContent()));
+    await until("the note names buckets again", async () => /min to max/.test(await note.textContent()));
     await page.end();
   });
 
-  test("a rank that is slower is named, with since when and why; one that stands still, too", async () => {
+  test("names a slow rank with its first slow step and the cause, and a rank that has stopped", async () => {
     const page = await browser.page(server, `/jobs/${job.id}`);
     const band = page.locator("#banner");
-    await until("the banner is there", () => band.isVisible());
+    await until("the banner is shown", () => band.isVisible());
     // At first the page has only the newest steps.
-    await until("it is named with the step since when", async () => {
+    await until("the banner names rank 3, the step and the cause", async () => {
       const words = await band.textContent();
       const [, share, since] = words.match(/Rank 3 is (\d+) % slower since step ([\d,]+)\..*waits for data/) ?? assert.fail(words);
       return (Number(share) > 20 && Math.abs(Number(since.replaceAll(",", "")) - 45_000) < 2000) || Promise.reject(new Error(words));
     });
-    // The others go on a few steps without rank 1; then nothing moves.
+    // The other ranks report two more steps, rank 1 none. Then no rank reports.
     await agent.evaluate(async ([steps]) => {
-      for (const rank of [0, 2, 3]) await window.it.report(window.attempt, rank, [{ type: "metrics", rank, columns: [{ name: "loss", steps: [steps - 99, steps - 98], values: [0.5, 0.5] }] }]);
+      for (const rank of [0, 2, 3]) await window.simulatedAgent.report(window.attempt, rank, [{ type: "metrics", rank, columns: [{ name: "loss", steps: [steps - 99, steps - 98], values: [0.5, 0.5] }] }]);
     }, [STEPS]);
-    await until("it is named", async () => /Rank 1 has not moved for 0:\d\d\..*all-reduce/.test(await band.textContent()), 60_000);
+    await until("the banner names rank 1", async () => /Rank 1 has not moved for 0:\d\d\..*all-reduce/.test(await band.textContent()), 60_000);
     await page.end();
   });
 
-  test("a log of a hundred thousand lines holds a thousand rows, and the rest is a scroll or a search away", async () => {
+  test("has at most 1000 rows of a log of 100,000 lines, and loads other lines by scrolling and searching", async () => {
     await agent.evaluate(async () => {
       let number = 0;
       for (let part = 0; part < 100; part++) {
         const lines = Array.from({ length: 1000 }, () => ({ number: ++number, at: "2026-01-02T03:04:05Z", text: number === 777 ? "a needle" : `line ${number}` }));
-        await window.it.report(window.attempt, 0, Array.from({ length: 100 }, (_, i) => ({ type: "log", rank: 0, lines: lines.slice(i * 10, i * 10 + 10) })));
+        await window.simulatedAgent.report(window.attempt, 0, Array.from({ length: 100 }, (_, i) => ({ type: "log", rank: 0, lines: lines.slice(i * 10, i * 10 + 10) })));
       }
     });
     const page = await browser.page(server, `/jobs/${job.id}`), box = page.locator("#log-lines"), rows = box.locator("p[data-at]");
@@ -78,7 +78,7 @@ describe("a long run", () => {
     assert.ok((await rows.count()) <= 1000);
     const first = await rows.first().textContent();
     await box.evaluate((b) => { b.scrollTop = 0; });
-    await until("older ones come", async () => (await rows.first().textContent()) !== first);
+    await until("older lines are loaded", async () => (await rows.first().textContent()) !== first);
     assert.ok((await rows.count()) <= 1000);
     await page.getByLabel("Search the log").fill("needle");
     await until("the needle is found", async () => (await rows.count()) === 1 && /a needle/.test(await rows.first().textContent()));
@@ -87,7 +87,7 @@ describe("a long run", () => {
 });
 
 describe("every page", () => {
-  test("weighs less than 160 KB and runs nothing inline", async () => {
+  test("is smaller than 160 KB and has no inline scripts", async () => {
     for (const path of ["/jobs", "/jobs/new", `/jobs/${job.id}`, "/datasets", "/machines", `/compare?jobs=${job.id}`]) {
       const page = await browser.page(server, "/machines"), tools = await page.context().newCDPSession(page);
       await tools.send("Network.enable");
@@ -95,17 +95,17 @@ describe("every page", () => {
       const kinds = new Map();
       let bytes = 0;
       tools.on("Network.responseReceived", ({ requestId, response }) => kinds.set(requestId, response.url));
-      // The page itself: its data is what it shows.
+      // Counts the page without its data.
       tools.on("Network.loadingFinished", ({ requestId, encodedDataLength }) => { if (!/\/api\//.test(kinds.get(requestId) ?? "")) bytes += encodedDataLength; });
-      const answer = await page.goto(server.url + path);
+      const response = await page.goto(server.url + path);
       await page.waitForLoadState("load");
-      await until("its scripts have run", () => page.locator("#keys").isVisible());
+      await until("the page's scripts have run", () => page.locator("#keys").isVisible());
       assert.ok(bytes > 5000 && bytes < 160_000, `${path}: ${bytes} bytes`);
-      const policy = answer.headers()["content-security-policy"];
+      const policy = response.headers()["content-security-policy"];
       assert.match(policy, /default-src 'none'/);
       assert.match(policy, /script-src 'self'(;|$)/);
       assert.doesNotMatch(policy, /unsafe/);
-      assert.doesNotMatch(await answer.text(), / style="| on\w+="|<script>/, "as the server wrote it");
+      assert.doesNotMatch(await response.text(), / style="| on\w+="|<script>/, "the server's HTML has no inline scripts");
       await page.end();
     }
   });

@@ -1,12 +1,12 @@
-// What a screen reader hears while something counts up: once what it is, and not every second of it.
+// Announcements to screen readers: a state is announced once, not with every change of a number.
 
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
-import { join, spec } from "../agent.mjs";
+import { simulateAgent, spec } from "../agent.mjs";
 import { Browser, TestServer, until } from "../test-server.mjs";
 
 let server, browser, agent, job, attempt;
-const report = (events) => agent.evaluate(([attempt, events]) => window.it.report(attempt, 0, events), [attempt, events]);
+const report = (events) => agent.evaluate(([attempt, events]) => window.simulatedAgent.report(attempt, 0, events), [attempt, events]);
 const layer = { name: "conv1.weight", kind: "weight", min: -0.5, max: 0.5, counts: Array.from({ length: 64 }, (_, k) => 40 - Math.abs(k - 32)) };
 const histograms = (step) => report([{ type: "histograms", step, layers: [layer] }]);
 const metrics = (first, last) => {
@@ -15,100 +15,100 @@ const metrics = (first, last) => {
 };
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open({ agent: false, dataset: false }), Browser.open()]);
-  agent = await join(browser.chromium, server, 1);
+  agent = await simulateAgent(browser.chromium, server, 1);
   job = (await server.ask("/jobs", spec("spoken", 1, 1000))).id;
-  attempt = await agent.evaluate((id) => window.it.attempt(id), job);
+  attempt = await agent.evaluate((id) => window.simulatedAgent.attempt(id), job);
   await report([{ type: "running", total_steps: 1000, steps_per_epoch: 100, start_step: 0 }, { type: "checkpoint", epoch: 1, step: 5, val_accuracy: 0.5, val_loss: 1.5, best: true, size_bytes: 1234567 }]);
   await metrics(1, 10);
   await histograms(10);
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
-/** Notes from now on whatever is written into the parts of the page that are read out. */
-const listen = (page) => page.evaluate(() => {
-  window.heard = [];
+/** Records all further announcements of the page's live regions. */
+const recordAnnouncements = (page) => page.evaluate(() => {
+  window.announced = [];
   const live = document.querySelectorAll('[role="status"], [role="alert"], [aria-live="polite"], [aria-live="assertive"]');
-  const note = (node) => { const words = node.textContent.trim(); if (words) window.heard.push(words); };
+  const note = (node) => { const words = node.textContent.trim(); if (words) window.announced.push(words); };
   for (const node of live) new MutationObserver(() => note(node)).observe(node, { childList: true, characterData: true, subtree: true });
 });
-const heard = (page) => page.evaluate(() => window.heard);
+const announced = (page) => page.evaluate(() => window.announced);
 
-describe("a screen reader hears", () => {
-  test("that a checkpoint is evaluated, and not for how many seconds", async () => {
+describe("live regions", () => {
+  test("announce the evaluation of a checkpoint, but not its seconds", async () => {
     const page = await browser.page(server, `/jobs/${job}`);
     await page.route("**/evaluation?*", (route) => route.fulfill({ status: 202, json: { detail: "1-5 is being evaluated on made-up; ask again" } }));
-    await listen(page);
+    await recordAnnouncements(page);
     await page.locator('[data-tab="evaluation"]').click();
     const secs = page.locator("#evaluation-secs");
     await until("seconds count up", async () => Number.parseInt(await secs.textContent(), 10) >= 5);
     assert.equal(await secs.evaluate((node) => Boolean(node.closest('[aria-hidden="true"]') && !node.closest("[role=status]"))), true);
-    assert.deepEqual((await heard(page)).filter((words) => /valuat/.test(words)), ["Evaluating on the validation pictures …", "1-5 is being evaluated on made-up …"]);
+    assert.deepEqual((await announced(page)).filter((words) => /valuat/.test(words)), ["Evaluating on the validation pictures …", "1-5 is being evaluated on made-up …"]);
     await page.end();
   });
 
-  test("that a dataset is inspected, and not every count", async () => {
+  test("announce the inspection of a dataset, but not its counts", async () => {
     const page = await browser.page(server, "/datasets");
     let inspected = 0;
     await page.route("**/datasets/inspect?*", async (route) => { await new Promise((done) => setTimeout(done, 50)); return route.fulfill({ status: 202, json: { inspected: inspected += 1000, total: 2_000_000 } }); });
-    await listen(page);
+    await recordAnnouncements(page);
     await page.locator("#d-path").fill("/data/pictures");
-    await until("it counts", () => inspected >= 20_000);
+    await until("the inspection has counted files", () => inspected >= 20_000);
     await until("the count is shown", async () => /^[\d,]+ of 2,000,000$/.test(await page.locator("#add-count").textContent()));
-    assert.deepEqual(await heard(page), ["Inspecting its files …"]);
+    assert.deepEqual(await announced(page), ["Inspecting its files …"]);
     await page.end();
   });
 
-  test("that there are histograms, and not of every step that comes", async () => {
+  test("announce histograms, but not each new step", async () => {
     const page = await browser.page(server, `/jobs/${job}?tab=histograms`), status = page.locator("#histogram-status");
-    await until("they are there", async () => /at 1 step$/.test(await status.textContent()));
-    await listen(page);
+    await until("the status names one step", async () => /at 1 step$/.test(await status.textContent()));
+    await recordAnnouncements(page);
     for (const step of [20, 30]) {
       await histograms(step);
-      await until("one more", async () => (await status.textContent()).endsWith(`at ${step / 10} steps`));
+      await until("the status counts the new step", async () => (await status.textContent()).endsWith(`at ${step / 10} steps`));
     }
-    assert.ok((await heard(page)).filter((words) => /histogram|layer|step \d/.test(words)).length <= 1, (await heard(page)).join("\n"));
+    assert.ok((await announced(page)).filter((words) => /histogram|layer|step \d/.test(words)).length <= 1, (await announced(page)).join("\n"));
     await page.locator("#histogram-chart").focus();
     await page.keyboard.press("ArrowLeft");
-    await until("a step that was asked for is read", async () => (await heard(page)).some((words) => /^step \d+, attempt 1/.test(words)));
+    await until("a step chosen by keyboard is announced", async () => (await announced(page)).some((words) => /^step \d+, attempt 1/.test(words)));
     await page.end();
   });
 
-  test("that something asked for was not done, and it stays to be read while steps come", async () => {
+  test("announce a failed action, whose message stays visible while steps arrive", async () => {
     const page = await browser.page(server, "/docs", { expected: [/409/] }), what = page.locator("#banner-what"), detail = "It is being cancelled.";
     await page.clock.install();
     await page.route("**/pause", (route) => route.fulfill({ status: 409, contentType: "application/problem+json", body: JSON.stringify({ title: "conflict", status: 409, detail }) }));
     await page.goto(`${server.url}/jobs/${job}`);
-    await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
-    await listen(page);
-    const refused = "The action failed.", says = () => heard(page).then((all) => all.filter((words) => words === `${refused} ${detail}`).length);
+    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
+    await recordAnnouncements(page);
+    const refused = "The action failed.", announcements = () => announced(page).then((all) => all.filter((words) => words === `${refused} ${detail}`).length);
     for (const times of [1, 2]) {
       await page.getByRole("button", { name: "Pause", exact: true }).click();
-      await until("it is said", async () => (await says()) === times, 20_000);
+      await until("the failure is announced", async () => (await announcements()) === times, 20_000);
       assert.equal(await page.locator("#banner-why").textContent(), detail);
       // The page draws its numbers each second.
       for (let secs = 0; secs < 5; secs++) { await page.clock.runFor(1000); assert.equal(await what.textContent(), refused); }
     }
     await page.clock.runFor(6000);
-    assert.ok((await what.textContent()) !== refused || await page.locator("#banner").isHidden(), "and goes after a while");
-    assert.equal(await says(), 2);
+    assert.ok((await what.textContent()) !== refused || await page.locator("#banner").isHidden(), "the message disappears after some seconds");
+    assert.equal(await announcements(), 2);
     await page.end();
   });
 
-  test("that no step comes, and not for how many seconds", async () => {
+  test("announce a standstill, but not its seconds", async () => {
     const page = await browser.page(server, "/docs");
     await page.clock.install();
     await page.goto(`${server.url}/jobs/${job}`);
-    await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
-    await listen(page);
+    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
+    await recordAnnouncements(page);
     const what = page.locator("#banner-what"), shown = new Set();
-    await until("it is said", async () => { await page.clock.runFor(1000); return /No rank has moved for/.test(await what.textContent()); });
+    await until("the banner reports the standstill", async () => { await page.clock.runFor(1000); return /No rank has moved for/.test(await what.textContent()); });
     for (let secs = 0; secs < 10; secs++) { await page.clock.runFor(1000); shown.add(await what.textContent()); }
     assert.ok(shown.size > 5, `the seconds count up: ${[...shown]}`);
-    assert.equal((await heard(page)).filter((words) => /No rank has moved/.test(words)).length, 1, (await heard(page)).join("\n"));
-    // What is no number is said again.
+    assert.equal((await announced(page)).filter((words) => /No rank has moved/.test(words)).length, 1, (await announced(page)).join("\n"));
+    // A second standstill is announced again.
     await metrics(11, 20);
-    await until("it moves", async () => { await page.clock.runFor(1000); return page.locator("#banner").isHidden(); });
-    await until("it is said anew", async () => { await page.clock.runFor(1000); return (await heard(page)).filter((words) => /No rank has moved/.test(words)).length === 2; });
+    await until("the banner disappears after new steps", async () => { await page.clock.runFor(1000); return page.locator("#banner").isHidden(); });
+    await until("the second standstill is announced", async () => { await page.clock.runFor(1000); return (await announced(page)).filter((words) => /No rank has moved/.test(words)).length === 2; });
     await page.end();
   });
 });

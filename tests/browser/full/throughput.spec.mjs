@@ -1,37 +1,37 @@
-// One throughput: pictures over the training time of the newest attempt, the same number wherever a page tells it. Told by a made-up agent.
+// The throughput of a job, pictures divided by the training time of the newest attempt, is the same on all pages. The agent is simulated.
 
 import assert from "node:assert/strict";
 import { execFileSync } from "node:child_process";
 import { mkdir, readFile, writeFile } from "node:fs/promises";
 import { join as path } from "node:path";
 import { after, before, describe, test } from "node:test";
-import { join, spec } from "../agent.mjs";
+import { simulateAgent, spec } from "../agent.mjs";
 import { BINARY, Browser, TestServer, until } from "../test-server.mjs";
 
 let server, browser, agent;
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
-  agent = await join(browser.chromium, server, 4);
+  agent = await simulateAgent(browser.chromium, server, 4);
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
-const attempt = (id, n = 1) => agent.evaluate(([id, n]) => window.it.attempt(id, n), [id, n]);
-const report = (of, rank, events) => agent.evaluate(([of, rank, events]) => window.it.report(of, rank, events), [of, rank, events]);
+const startedAttempt = (id, n = 1) => agent.evaluate(([id, n]) => window.simulatedAgent.attempt(id, n), [id, n]);
+const report = (attempt, rank, events) => agent.evaluate(([attempt, rank, events]) => window.simulatedAgent.report(attempt, rank, events), [attempt, rank, events]);
 const range = (from, to) => Array.from({ length: to - from + 1 }, (_, i) => from + i);
-/** An attempt that begins after step `from`, and its steps up to `to`; `ms(step, rank)`: how long each took. */
-async function train(of, ranks, from, to, ms, more = {}) {
-  await report(of, 0, [{ type: "running", total_steps: 120, steps_per_epoch: 30, start_step: from, ...more }]);
+/** Reports the steps after `from` up to `to` of an attempt. `ms(step, rank)`: the duration of each step. */
+async function train(attempt, ranks, from, to, ms, more = {}) {
+  await report(attempt, 0, [{ type: "running", total_steps: 120, steps_per_epoch: 30, start_step: from, ...more }]);
   const steps = range(from + 1, to), column = (name, value) => ({ name, steps, values: steps.map(value) });
-  for (let rank = 0; rank < ranks; rank++) await report(of, rank, [{ type: "metrics", rank, columns: [column("loss", (s) => 2.5 - s / 200), column("step_ms", (s) => ms(s, rank)), column("all_reduce_ms", () => rank * 5.5)] }]);
+  for (let rank = 0; rank < ranks; rank++) await report(attempt, rank, [{ type: "metrics", rank, columns: [column("loss", (s) => 2.5 - s / 200), column("step_ms", (s) => ms(s, rank)), column("all_reduce_ms", () => rank * 5.5)] }]);
 }
-const end = async (of, how) => {
-  await agent.evaluate(([of, how]) => window.it.say({ type: "report", attempt: of, source: "agent", first: 0, events: [{ type: "ended", ...how }] }), [of, how]);
-  await until("the attempt has ended", async () => (await server.ask(`/jobs/${of.job}/attempts`)).attempts.find((a) => a.attempt === of.attempt).ended_at !== null);
+const end = async (attempt, how) => {
+  await agent.evaluate(([attempt, how]) => window.simulatedAgent.say({ type: "report", attempt, source: "agent", first: 0, events: [{ type: "ended", ...how }] }), [attempt, how]);
+  await until("the attempt has ended", async () => (await server.ask(`/jobs/${attempt.job}/attempts`)).attempts.find((a) => a.attempt === attempt.attempt).ended_at !== null);
 };
 const number = (words) => Number(words?.match(/[\d,]+(\.\d+)?/)?.[0].replaceAll(",", ""));
 
-/** Pictures over time of what a chart of images/s draws of the newest attempt. */
-const ofChart = (page, find) => page.evaluate(([find, steps]) => {
+/** Returns the mean speed of the newest attempt's line in a chart of images/s, weighted by time. */
+const chartSpeed = (page, find) => page.evaluate(([find, steps]) => {
   const segment = window.lockstep.charts.images_per_second.layers()[find].series.segments.at(-1), n = segment.length;
   const whole = segment.mean.subarray(0, n), ms = segment.of.mean.subarray(0, n), counts = segment.counts.subarray(0, n);
   const time = ms.reduce((sum, v, i) => sum + v * counts[i], 0);
@@ -39,143 +39,143 @@ const ofChart = (page, find) => page.evaluate(([find, steps]) => {
 }, [find]);
 
 const cli = (...args) => execFileSync(BINARY, [...args, "--server", server.url], { encoding: "utf8" });
-/** What stands under `head` in a job's row of `lockstep list`. */
+/** Returns the value under `head` in a job's row of `lockstep list`. */
 function cell(id, head) {
   const lines = cli("list").split("\n"), at = lines[0].indexOf(head);
   return lines.find((line) => line.startsWith(id)).slice(at).split(" ")[0];
 }
 
-/** Every place that tells a job's speed says `expected`, within 1 %. */
-async function everywhere(id, ranks, expected) {
-  const near = (what, value) => assert.ok(Math.abs(value / expected - 1) < 0.01, `${what}: ${value} instead of ${expected}`);
-  await until("the server has all", async () => (await server.job(id)).images_per_second > 0);
-  near("the API", (await server.job(id)).images_per_second);
-  near("lockstep show", number(cli("show", id).match(/^images a second .*$/m)[0].slice("images a second".length)));
-  near("lockstep list", number(cell(id, "IMAGES/S")));
+/** Checks that the API, the command line and all pages show the speed `expected` within 1 %. Returns the job's page and Compare. */
+async function assertSpeed(id, ranks, expected) {
+  const assertNear = (what, value) => assert.ok(Math.abs(value / expected - 1) < 0.01, `${what}: ${value} instead of ${expected}`);
+  await until("the server has a speed", async () => (await server.job(id)).images_per_second > 0);
+  assertNear("the API", (await server.job(id)).images_per_second);
+  assertNear("lockstep show", number(cli("show", id).match(/^images a second .*$/m)[0].slice("images a second".length)));
+  assertNear("lockstep list", number(cell(id, "IMAGES/S")));
   const page = await browser.page(server, `/jobs/${id}`), list = await page.tab("/jobs"), compare = await page.tab(`/compare?jobs=${id}&metric=images_per_second`);
-  await until("the page shows it", async () => number(await page.locator("#speed").textContent()) > 0);
-  near("the header", number(await page.locator("#speed").textContent()));
-  if (ranks > 1) near("a rank's share", ranks * number(await page.locator("#speed-more").textContent()));
-  near("the ranks panel", number((await page.locator("#ranks-note").textContent()).match(/[\d,.]+ images\/s/)[0]));
+  await until("the page shows the speed", async () => number(await page.locator("#speed").textContent()) > 0);
+  assertNear("the header", number(await page.locator("#speed").textContent()));
+  if (ranks > 1) assertNear("a rank's share", ranks * number(await page.locator("#speed-more").textContent()));
+  assertNear("the ranks panel", number((await page.locator("#ranks-note").textContent()).match(/[\d,.]+ images\/s/)[0]));
   await until("the chart is drawn", async () => (await page.evaluate(() => window.lockstep.charts.images_per_second.firstDrawnAt)) > 0);
-  near("the chart", (await ofChart(page, 0)).speed);
+  assertNear("the chart", (await chartSpeed(page, 0)).speed);
   for (const width of [390, 1024, 1920]) {
     await page.setViewportSize({ width, height: 900 });
-    near(`the header at ${width}`, number(await page.locator("#speed").textContent()));
-    near(`the chart at ${width}`, (await ofChart(page, 0)).speed);
+    assertNear(`the header at ${width}`, number(await page.locator("#speed").textContent()));
+    assertNear(`the chart at ${width}`, (await chartSpeed(page, 0)).speed);
   }
-  near("the chart's note", number((await page.locator("#speed-note").textContent()).match(/[\d,.]+ in all/)[0]));
+  assertNear("the chart's note", number((await page.locator("#speed-note").textContent()).match(/[\d,.]+ in all/)[0]));
   const row = list.locator(`tr[data-id="${id}"] [data-f=speed]`);
-  await until("it is listed", async () => number(await row.textContent()) > 0);
-  near("the list", number(await row.textContent()));
-  await until("it is compared", () => compare.evaluate(() => Number(document.querySelector("#curves .chart")?.dataset.drawn) > 0));
-  near("Compare's table", number(await compare.locator("#results [data-column='images/s']").textContent()));
-  near("Compare's chart", (await ofChart(compare, 0)).speed);
+  await until("the job is listed", async () => number(await row.textContent()) > 0);
+  assertNear("the list", number(await row.textContent()));
+  await until("Compare has drawn the job", () => compare.evaluate(() => Number(document.querySelector("#curves .chart")?.dataset.drawn) > 0));
+  assertNear("Compare's table", number(await compare.locator("#results [data-column='images/s']").textContent()));
+  assertNear("Compare's chart", (await chartSpeed(compare, 0)).speed);
   return { page, compare };
 }
-/** Where the last point of a job's newest attempt is on Compare's axis of time, in seconds. */
-const lastOnAxis = (compare) => compare.evaluate(() => { const { chart } = window.lockstep, segment = chart.layers()[0].series.segments.at(-1); return chart.view.places(segment)[segment.length - 1]; });
-async function onTimeAxis(compare, secs) {
+/** Returns the time of the newest attempt's last point on Compare's axis of time, in seconds. */
+const lastTime = (compare) => compare.evaluate(() => { const { chart } = window.lockstep, segment = chart.layers()[0].series.segments.at(-1); return chart.view.places(segment)[segment.length - 1]; });
+async function assertLastTime(compare, secs) {
   await compare.locator("button[data-axis=time]").click();
-  await until(`its last point is at ${secs} s`, async () => Math.abs((await lastOnAxis(compare)) / secs - 1) < 0.01);
+  await until(`the last point is at ${secs} s`, async () => Math.abs((await lastTime(compare)) / secs - 1) < 0.01);
 }
 
 describe("the throughput of a job", () => {
-  test("that ran once is the same everywhere", async () => {
-    const { id } = await server.ask("/jobs", spec("plain", 1, 120)), of = await attempt(id);
-    await train(of, 1, 0, 60, (s) => [10.5, 20.5, 60.5][s % 3]);
-    const { page, compare } = await everywhere(id, 1, 60 * 8 / (20 * 91.5 / 1000));
-    await onTimeAxis(compare, 20 * 91.5 / 1000);
-    await end(of, { how: "succeeded", step: 120 });
+  test("with one attempt is the same on all pages", async () => {
+    const { id } = await server.ask("/jobs", spec("plain", 1, 120)), attempt = await startedAttempt(id);
+    await train(attempt, 1, 0, 60, (s) => [10.5, 20.5, 60.5][s % 3]);
+    const { page, compare } = await assertSpeed(id, 1, 60 * 8 / (20 * 91.5 / 1000));
+    await assertLastTime(compare, 20 * 91.5 / 1000);
+    await end(attempt, { how: "succeeded", step: 120 });
     await page.end();
   });
 
-  test("that was paused and resumed is that of its newest attempt, and its pause is no time", async () => {
+  test("that was resumed counts only the newest attempt, without the pause", async () => {
     const { id } = await server.ask("/jobs", spec("paused once", 1, 120));
-    let of = await attempt(id);
-    await train(of, 1, 0, 30, () => 100.5);
-    await report(of, 0, [{ type: "checkpoint", epoch: 1, step: 30, val_accuracy: 0.5, val_loss: 1.5, best: true, size_bytes: 1234567 }]);
+    let attempt = await startedAttempt(id);
+    await train(attempt, 1, 0, 30, () => 100.5);
+    await report(attempt, 0, [{ type: "checkpoint", epoch: 1, step: 30, val_accuracy: 0.5, val_loss: 1.5, best: true, size_bytes: 1234567 }]);
     await server.ask(`/jobs/${id}/pause`, {});
-    await end(of, { how: "stopped" });
-    await until("it is paused", async () => (await server.job(id)).state === "paused");
+    await end(attempt, { how: "stopped" });
+    await until("the job is paused", async () => (await server.job(id)).state === "paused");
     await server.ask(`/jobs/${id}/resume`, {});
-    of = await attempt(id, 2);
-    await train(of, 1, 30, 60, () => 40.5);
-    const { page, compare } = await everywhere(id, 1, 8 / 0.0405);
-    await onTimeAxis(compare, 30 * 0.1005 + 30 * 0.0405);
-    // What happened is told at the mark where the second attempt starts, and in the history.
-    const saved = async (of, card) => {
+    attempt = await startedAttempt(id, 2);
+    await train(attempt, 1, 30, 60, () => 40.5);
+    const { page, compare } = await assertSpeed(id, 1, 8 / 0.0405);
+    await assertLastTime(compare, 30 * 0.1005 + 30 * 0.0405);
+    // The mark at the start of the second attempt names its reason.
+    const saved = async (tab, card) => {
       await card.locator("summary", { hasText: "Save" }).click();
-      const [file] = await Promise.all([of.waitForEvent("download"), card.getByRole("button", { name: "SVG", exact: true }).click()]);
+      const [file] = await Promise.all([tab.waitForEvent("download"), card.getByRole("button", { name: "SVG", exact: true }).click()]);
       return readFile(await file.path(), "utf8");
     };
     assert.match(await saved(page, page.locator(".loss-card")), />attempt 2 \(after a pause on request\)<\/text>/);
-    assert.match(await saved(compare, compare.locator("#curves .curve").first()), />paused once: attempt 2<\/text>/, "of several jobs the mark names its own");
+    assert.match(await saved(compare, compare.locator("#curves .curve").first()), />paused once: attempt 2<\/text>/, "in Compare the mark names its job");
     await page.getByRole("tab", { name: "History" }).click();
-    await until("its history", async () => (await page.locator("#history-rows li").evaluateAll((all) => all.map((li) => li.dataset.what).join())) === "submitted,started,pause_requested,ended,resumed,started");
-    await end(of, { how: "succeeded", step: 120 });
+    await until("the history lists the pause and the resumption", async () => (await page.locator("#history-rows li").evaluateAll((all) => all.map((li) => li.dataset.what).join())) === "submitted,started,pause_requested,ended,resumed,started");
+    await end(attempt, { how: "succeeded", step: 120 });
     await page.end();
   });
 
-  test("that was killed and started again is that of its newest attempt", async () => {
+  test("that was killed and restarted counts only the newest attempt", async () => {
     const { id } = await server.ask("/jobs", spec("killed once", 2, 120));
-    let of = await attempt(id);
-    await train(of, 2, 0, 40, () => 80.5);
-    await report(of, 0, [{ type: "checkpoint", epoch: 1, step: 30, val_accuracy: 0.5, val_loss: 1.5, best: true, size_bytes: 1234567 }]);
-    await end(of, { how: "failed", retriable: true, reason: { code: "rank_killed", rank: 1, step: 40, signal: 9, words: "rank 1 was killed by signal 9 at step 40" } });
-    of = await attempt(id, 2);
-    await train(of, 2, 30, 60, (s) => [20.5, 40.5][s % 2]);
-    const { page } = await everywhere(id, 2, 2 * 16 / 0.061);
-    await end(of, { how: "succeeded", step: 120 });
+    let attempt = await startedAttempt(id);
+    await train(attempt, 2, 0, 40, () => 80.5);
+    await report(attempt, 0, [{ type: "checkpoint", epoch: 1, step: 30, val_accuracy: 0.5, val_loss: 1.5, best: true, size_bytes: 1234567 }]);
+    await end(attempt, { how: "failed", retriable: true, reason: { code: "rank_killed", rank: 1, step: 40, signal: 9, words: "rank 1 was killed by signal 9 at step 40" } });
+    attempt = await startedAttempt(id, 2);
+    await train(attempt, 2, 30, 60, (s) => [20.5, 40.5][s % 2]);
+    const { page } = await assertSpeed(id, 2, 2 * 16 / 0.061);
+    await end(attempt, { how: "succeeded", step: 120 });
     await page.end();
   });
 
   test("on two ranks of different speed counts a step once", async () => {
-    const { id } = await server.ask("/jobs", spec("uneven", 2, 120)), of = await attempt(id);
-    // The faster one waits for the other: their steps end together.
-    await train(of, 2, 0, 60, (s, rank) => (rank ? 49.5 : 50.5));
-    const { page } = await everywhere(id, 2, 16 / 0.0505);
-    await end(of, { how: "succeeded", step: 120 });
+    const { id } = await server.ask("/jobs", spec("uneven", 2, 120)), attempt = await startedAttempt(id);
+    // The faster rank waits for the other rank, so their steps end together.
+    await train(attempt, 2, 0, 60, (s, rank) => (rank ? 49.5 : 50.5));
+    const { page } = await assertSpeed(id, 2, 16 / 0.0505);
+    await end(attempt, { how: "succeeded", step: 120 });
     await page.end();
   });
 
-  test("that is a fork is that of its own steps, and those of its parent are no time", async () => {
+  test("that is a fork counts only its own steps and time", async () => {
     const parent = await server.ask("/jobs", spec("forked from", 1, 120));
-    let of = await attempt(parent.id);
-    await train(of, 1, 0, 30, () => 100.5);
-    await report(of, 0, [{ type: "checkpoint", epoch: 1, step: 30, val_accuracy: 0.5, val_loss: 1.5, best: true, size_bytes: 1234567 }]);
-    await end(of, { how: "succeeded", step: 30 });
-    // A checkpoint of no files: nothing trains on from it.
+    let attempt = await startedAttempt(parent.id);
+    await train(attempt, 1, 0, 30, () => 100.5);
+    await report(attempt, 0, [{ type: "checkpoint", epoch: 1, step: 30, val_accuracy: 0.5, val_loss: 1.5, best: true, size_bytes: 1234567 }]);
+    await end(attempt, { how: "succeeded", step: 30 });
+    // A checkpoint without files is sufficient, as no rank reads it.
     const folder = path(server.dir, "jobs", parent.id, "checkpoints", "1-30");
     await mkdir(folder, { recursive: true });
     await writeFile(path(folder, "MANIFEST.json"), '{"files":{}}');
     const { id } = await server.ask(`/jobs/${parent.id}/fork`, { checkpoint: "latest", set: { name: "a fork" } });
-    of = await attempt(id);
-    await train(of, 1, 30, 60, () => 40.5);
-    const { page, compare } = await everywhere(id, 1, 8 / 0.0405);
-    await onTimeAxis(compare, 30 * 0.0405);
-    await end(of, { how: "succeeded", step: 120 });
+    attempt = await startedAttempt(id);
+    await train(attempt, 1, 30, 60, () => 40.5);
+    const { page, compare } = await assertSpeed(id, 1, 8 / 0.0405);
+    await assertLastTime(compare, 30 * 0.0405);
+    await end(attempt, { how: "succeeded", step: 120 });
     await page.end();
   });
 
-  test("whose epochs end with a smaller step counts the pictures that it has", async () => {
+  test("whose epochs end with a smaller step counts the actual pictures", async () => {
     const body = spec("a rest", 1, 120);
     body.data.drop_remainder = false;
-    const { id } = await server.ask("/jobs", body), of = await attempt(id);
+    const { id } = await server.ask("/jobs", body), attempt = await startedAttempt(id);
     // Steps of 8, 8 and 4.
-    await train(of, 1, 0, 60, () => 50.5, { steps_per_epoch: 3, train_samples: 20 });
-    const { page } = await everywhere(id, 1, 20 / (3 * 0.0505));
-    await end(of, { how: "succeeded", step: 120 });
+    await train(attempt, 1, 0, 60, () => 50.5, { steps_per_epoch: 3, train_samples: 20 });
+    const { page } = await assertSpeed(id, 1, 20 / (3 * 0.0505));
+    await end(attempt, { how: "succeeded", step: 120 });
     await page.end();
   });
 });
 
 describe("a running job", () => {
-  test("rewrites no words that a screen reader speaks while nothing but numbers changes", async () => {
-    const { id } = await server.ask("/jobs", spec("spoken of", 2, 120)), of = await attempt(id);
-    await train(of, 2, 0, 5, () => 50.5);
+  test("announces nothing to screen readers while only numbers change", async () => {
+    const { id } = await server.ask("/jobs", spec("spoken of", 2, 120)), attempt = await startedAttempt(id);
+    await train(attempt, 2, 0, 5, () => 50.5);
     const page = await browser.page(server, `/jobs/${id}`);
-    await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
+    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
     await page.evaluate(() => {
       window.spoken = [];
       for (const node of document.querySelectorAll("[role=status], [role=alert], [aria-live]:not([aria-live=off])")) {
@@ -184,23 +184,23 @@ describe("a running job", () => {
     });
     const began = Date.now();
     for (let step = 6; step <= 100 && Date.now() - began < 6000; step++) {
-      for (const rank of [0, 1]) await report(of, rank, [{ type: "metrics", rank, columns: [{ name: "loss", steps: [step], values: [2.5 - step / 200] }, { name: "step_ms", steps: [step], values: [50.5 + step] }] }]);
-      await until("its number is shown", async () => Number(await page.locator("#step").textContent()) >= step);
+      for (const rank of [0, 1]) await report(attempt, rank, [{ type: "metrics", rank, columns: [{ name: "loss", steps: [step], values: [2.5 - step / 200] }, { name: "step_ms", steps: [step], values: [50.5 + step] }] }]);
+      await until("the step is shown", async () => Number(await page.locator("#step").textContent()) >= step);
     }
-    assert.ok(Number(await page.locator("#step").textContent()) > 6, "numbers did change");
+    assert.ok(Number(await page.locator("#step").textContent()) > 6, "the numbers have changed");
     assert.deepEqual(await page.evaluate(() => window.spoken), []);
-    await end(of, { how: "succeeded", step: 120 });
+    await end(attempt, { how: "succeeded", step: 120 });
     await page.end();
   });
 
-  test("that is cancelled before its first point says so in place of its charts", async () => {
-    const { id } = await server.ask("/jobs", spec("cancelled", 4, 120)), of = await attempt(id);
-    await report(of, 0, [{ type: "running", total_steps: 120, steps_per_epoch: 30, start_step: 0 }]);
-    const page = await browser.page(server, `/jobs/${id}`), said = () => page.locator("#loss-chart").getAttribute("data-empty");
-    await until("it says that there is none yet", async () => (await said()) === "No point yet.");
+  test("that is cancelled before its first point shows a message in place of charts", async () => {
+    const { id } = await server.ask("/jobs", spec("cancelled", 4, 120)), attempt = await startedAttempt(id);
+    await report(attempt, 0, [{ type: "running", total_steps: 120, steps_per_epoch: 30, start_step: 0 }]);
+    const page = await browser.page(server, `/jobs/${id}`), emptyText = () => page.locator("#loss-chart").getAttribute("data-empty");
+    await until("the chart says that it has no point", async () => (await emptyText()) === "No point yet.");
     await server.ask(`/jobs/${id}/cancel`, {});
-    await end(of, { how: "stopped" });
-    await until("it says why", async () => /cancelled before its first step/.test(await page.locator(".instead").innerText()));
+    await end(attempt, { how: "stopped" });
+    await until("the message names the cancellation", async () => /cancelled before its first step/.test(await page.locator(".instead").innerText()));
     await page.end();
   });
 });

@@ -1,5 +1,5 @@
-// The dashboard as a team reaches it: https by certificates of files, by those of the server's own CA, and through nginx with the
-// configuration of docs/team.md. Chromium trusts the CA because it was imported as docs/team.md says.
+// The dashboard over HTTPS: with certificate files, with the server's own CA, and behind nginx with the configuration of docs/team.md.
+// Chromium trusts the CA, which is imported as docs/team.md says.
 
 import assert from "node:assert/strict";
 import { execFileSync, spawn } from "node:child_process";
@@ -13,15 +13,15 @@ import { BINARY, Browser, CHROMIUM, CHROMIUM_ARGS, ROOT, TestServer, freePort, l
 
 const HOST = "lockstep.example.org";
 
-/** A server that programs of this machine reach over TLS, as `HOST`. */
+/** A server that the tests reach over TLS under the name `HOST`. */
 class TlsServer extends TestServer {
   fetch(url, { method = "GET", headers = {}, body } = {}) {
     return new Promise((done, failed) => {
       const options = { method, headers: { ...headers, host: new URL(this.site).host }, servername: HOST, ca: this.authority };
-      const sent = request(url.replace("http://", "https://"), options, async (answer) => {
+      const sent = request(url.replace("http://", "https://"), options, async (response) => {
         let text = "";
-        for await (const part of answer.setEncoding("utf8")) text += part;
-        done({ ok: answer.statusCode < 300, status: answer.statusCode, json: async () => JSON.parse(text) });
+        for await (const part of response.setEncoding("utf8")) text += part;
+        done({ ok: response.statusCode < 300, status: response.statusCode, json: async () => JSON.parse(text) });
       });
       sent.on("error", failed).end(body);
     });
@@ -30,7 +30,7 @@ class TlsServer extends TestServer {
 
 const ca = (dir, ...args) => execFileSync(BINARY, ["ca", ...args, "--data-dir", dir], { stdio: "pipe" });
 
-/** An authority that is not the server's, and a certificate of it for `HOST`. */
+/** Creates a CA that is not the server's, and a certificate for `HOST`. */
 async function issue(dir) {
   await mkdir(dir, { recursive: true });
   ca(dir, "init");
@@ -38,7 +38,7 @@ async function issue(dir) {
   return { authority: path(dir, "ca/ca.crt"), certificate: path(dir, `${HOST}.crt`), key: path(dir, `${HOST}.key`) };
 }
 
-/** The block of docs/team.md, for a port of one's own and with these certificates; each thing that is replaced has to be there. */
+/** Returns the nginx configuration of docs/team.md with this port, server and certificates. Each replaced text must occur once. */
 async function nginxConfig(dir, { certificate, key }, port, server) {
   let block = (await readFile(path(ROOT, "docs/team.md"), "utf8")).match(/```nginx\n(.*?)```/s)[1];
   for (const [theirs, ours] of [
@@ -47,7 +47,7 @@ async function nginxConfig(dir, { certificate, key }, port, server) {
     [`/etc/letsencrypt/live/${HOST}/privkey.pem`, key],
     ["http://127.0.0.1:7070", `http://127.0.0.1:${server}`],
   ]) {
-    assert.equal(block.split(theirs).length, 2, `docs/team.md has once: ${theirs}`);
+    assert.equal(block.split(theirs).length, 2, `docs/team.md has exactly once: ${theirs}`);
     block = block.replace(theirs, ours);
   }
   const temporary = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"].map((name) => `${name}_temp_path ${path(dir, name)};`).join(" ");
@@ -56,8 +56,8 @@ async function nginxConfig(dir, { certificate, key }, port, server) {
     http { access_log off; ${temporary}\n${block}}`;
 }
 
-/** What each way needs: options of `serve`, the file of the authority, and what has to run beside. */
-const WAYS = {
+/** The setups. Each returns options of `serve`, the file of the CA, and nginx with its port if it is used. */
+const SETUPS = {
   "certificates of files": async (dir, port) => {
     const { authority, certificate, key } = await issue(path(dir, "elsewhere"));
     return { options: ["--tls-cert", certificate, "--tls-key", key, "--public-url", `https://${HOST}:${port}`], authority };
@@ -66,7 +66,7 @@ const WAYS = {
     ca(dir, "init");
     return { options: ["--tls-own-ca", "--public-url", `https://${HOST}:${port}`], authority: path(dir, "ca/ca.crt") };
   },
-  "nginx before it": async (dir, port) => {
+  "nginx in front": async (dir, port) => {
     const files = await issue(path(dir, "elsewhere")), front = await freePort();
     const config = path(dir, "nginx.conf");
     await writeFile(config, await nginxConfig(dir, files, front, port));
@@ -76,7 +76,7 @@ const WAYS = {
   },
 };
 
-/** A Chromium of its own home, with the authority imported by the command of docs/team.md. */
+/** Starts a Chromium with its own home, in which the CA is imported by the command of docs/team.md. */
 async function browserThatTrusts(authority, home) {
   await mkdir(path(home, ".pki/nssdb"), { recursive: true });
   const env = { ...process.env, HOME: home };
@@ -90,9 +90,9 @@ async function browserThatTrusts(authority, home) {
   return browser;
 }
 
-for (const [way, prepare] of Object.entries(WAYS)) {
-  describe(`TLS by ${way}`, () => {
-    test("a browser signs in, sees a job live, and uses the interface", async (t) => {
+for (const [setup, prepare] of Object.entries(SETUPS)) {
+  describe(`TLS with ${setup}`, () => {
+    test("lets a browser sign in, follow a job and use the API", async (t) => {
       const dir = await mkdtemp(path(tmpdir(), "lockstep-browser-")), home = await mkdtemp(path(tmpdir(), "lockstep-home-"));
       t.after(() => rm(home, { recursive: true, force: true, maxRetries: 5 }));
       const port = await freePort();
@@ -108,47 +108,47 @@ for (const [way, prepare] of Object.entries(WAYS)) {
 
       // The link that `serve` prints.
       const link = server.output.match(/sign in: (\S+)/)[1];
-      assert.ok(link.startsWith(`${site.url}/`), `a link that leads here: ${link}`);
+      assert.ok(link.startsWith(`${site.url}/`), `the link has the public URL: ${link}`);
       const page = await outside.chromium.newPage();
       page.faults = [];
       outside.watch(page, site, []);
       const sockets = [];
       page.on("websocket", (socket) => sockets.push(socket.url()));
       await page.goto(link);
-      assert.equal(new URL(page.url()).pathname, "/jobs", "signed in");
+      assert.equal(new URL(page.url()).pathname, "/jobs", "the link signs in");
       const [cookie] = await outside.chromium.cookies();
       assert.deepEqual([cookie.secure, cookie.httpOnly, cookie.sameSite], [true, true, "Lax"], "the session's cookie");
 
-      // The interface, by what the page itself may send.
+      // Uses the API from the page.
       const api = (method, at, body) => page.evaluate(async ([method, at, body]) => {
-        const answer = await fetch(`/api/v1${at}`, { method, headers: body && { "content-type": "application/json" }, body: body && JSON.stringify(body) });
-        return { status: answer.status, content: await answer.json().catch(() => null) };
+        const response = await fetch(`/api/v1${at}`, { method, headers: body && { "content-type": "application/json" }, body: body && JSON.stringify(body) });
+        return { status: response.status, content: await response.json().catch(() => null) };
       }, [method, at, body]);
-      const made = await api("POST", "/jobs", server.spec({ name: "far away", train: { steps: 100_000 } }));
-      assert.equal(made.status, 201, JSON.stringify(made.content));
-      const { id } = made.content;
+      const created = await api("POST", "/jobs", server.spec({ name: "far away", train: { steps: 100_000 } }));
+      assert.equal(created.status, 201, JSON.stringify(created.content));
+      const { id } = created.content;
       const listed = await api("GET", "/jobs?fields=id,name");
       assert.deepEqual([listed.status, listed.content.jobs], [200, [{ id, name: "far away" }]]);
 
-      const answer = await page.goto(`${site.url}/jobs/${id}`);
-      assert.equal(answer.headers()["strict-transport-security"], "max-age=31536000");
+      const response = await page.goto(`${site.url}/jobs/${id}`);
+      assert.equal(response.headers()["strict-transport-security"], "max-age=31536000");
       assert.equal(await page.evaluate(() => window.isSecureContext), true);
-      const drawn = await until("it is drawn", async () => (await losses(page))["rank 0"]?.points);
-      await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
+      const drawn = await until("the chart is drawn", async () => (await losses(page))["rank 0"]?.points);
+      await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
       assert.ok(sockets.length > 0 && sockets.every((url) => url.startsWith(site.url.replace("https", "wss"))), sockets.join(" "));
-      await until("what comes is drawn", async () => (await losses(page))["rank 0"]?.points > drawn + 20);
+      await until("new points are drawn", async () => (await losses(page))["rank 0"]?.points > drawn + 20);
 
       const cancelled = await api("POST", `/jobs/${id}/cancel`);
       assert.ok(cancelled.status < 300, JSON.stringify(cancelled));
-      await until("the page shows it", async () => (await page.locator("#state").textContent()) === "cancelled");
-      assert.deepEqual(page.faults, [], "what the page did wrong");
+      await until("the page shows the cancellation", async () => (await page.locator("#state").textContent()) === "cancelled");
+      assert.deepEqual(page.faults, [], "the page had no errors");
     });
   });
 }
 
-test("a browser that has not imported the authority opens nothing", async (t) => {
+test("a browser that has not imported the CA refuses the connection", async (t) => {
   const dir = await mkdtemp(path(tmpdir(), "lockstep-browser-")), port = await freePort();
-  const { options, authority } = await WAYS["the server's own CA"](dir, port);
+  const { options, authority } = await SETUPS["the server's own CA"](dir, port);
   const server = new TlsServer();
   Object.assign(server, { site: `https://${HOST}:${port}`, authority: await readFile(authority) });
   t.after(() => server.close());

@@ -1,4 +1,4 @@
-"""An agent that speaks the protocol over a real websocket and trains nothing. `agents.py` starts many."""
+"""A simulated agent, which speaks the protocol over a real websocket but trains nothing. `agents.py` starts many."""
 
 import asyncio
 import pathlib
@@ -11,9 +11,9 @@ import websockets
 
 PROTOCOL = 5
 SAMPLE_SECS = 5
-# From a Start until the first word of its ranks: processes are started, and find each other.
+# Time from a Start until the ranks' first report, in which real ranks start and find each other.
 LAUNCH_SECS = (0.5, 1.0)
-# As in worker/src/agent/mod.rs: pauses between two tries to connect.
+# First and longest pause between attempts to connect, as in worker/src/agent/mod.rs.
 RETRY = (0.1, 5.0)
 SPLITS = [
     {"name": "train", "samples": 60_000, "per_class": [30_000, 30_000]},
@@ -26,7 +26,7 @@ PICTURES = {
 
 
 class Attempt:
-    """The ranks of an attempt on one agent, and the records of each source that are not acknowledged."""
+    """The ranks of an attempt on one agent, and the records of each source."""
 
     def __init__(self, start):
         self.ref, self.ranks, self.world = start["attempt"], start["ranks"], start["world_size"]
@@ -56,7 +56,7 @@ class Agent:
 
     async def say(self, message):
         if self.wire is None:
-            return  # It is said again, or no longer true, on the next connection.
+            return  # After a reconnection, the message is sent again or is obsolete.
         await self.wire.send(msgpack.packb(message, use_single_float=True))
 
     async def run(self):
@@ -72,7 +72,7 @@ class Agent:
                     async for raw in wire:
                         if await self.hear(msgpack.unpackb(raw)) == "welcome":
                             pause, beating = RETRY[0], asyncio.create_task(self.beat())
-                self.fleet.lost_connection(self, "it was closed")
+                self.fleet.lost_connection(self, "the server closed the connection")
             except (OSError, websockets.WebSocketException) as error:
                 self.fleet.lost_connection(self, repr(error))
             finally:
@@ -83,7 +83,7 @@ class Agent:
             pause = min(pause * 2, RETRY[1])
 
     async def beat(self):
-        """As often as real agents; measurements between heartbeats."""
+        """Sends heartbeats and measurements at the intervals of real agents."""
         try:
             sample_at = time.monotonic() + random.uniform(0, SAMPLE_SECS)
             while True:
@@ -121,7 +121,7 @@ class Agent:
                     attempt.sent[source] = attempt.acknowledged.get(source, 0)
                 await self.report(attempt)
                 if attempt.ends_at is None:
-                    # The server before may have died between this and the launch.
+                    # The previous server may have been killed between `ready` and `launch`.
                     await self.say_ready(attempt)
         elif kind == "heartbeat_ack":
             self.adopted.set()
@@ -134,9 +134,9 @@ class Agent:
         elif kind == "ack":
             self.take(message)
         elif kind == "request":
-            asked = message["request"]
-            is_dataset = asked["type"] == "inspect_dataset"
-            reply = {"type": "dataset", "path": asked["path"], "info": PICTURES} if is_dataset else {"type": "files", "there": [True] * len(asked.get("paths", []))}
+            request = message["request"]
+            is_dataset = request["type"] == "inspect_dataset"
+            reply = {"type": "dataset", "path": request["path"], "info": PICTURES} if is_dataset else {"type": "files", "there": [True] * len(request.get("paths", []))}
             await self.say({"type": "reply", "id": message["id"], "reply": {"Ok": reply}})
         elif kind == "refused":
             sys.exit(message["reason"])
@@ -146,7 +146,7 @@ class Agent:
         return kind
 
     def take(self, acknowledged):
-        """What the server has stored; an attempt that is over and stored is forgotten."""
+        """Notes the number of stored records. Forgets an attempt that has ended and is stored."""
         job, source = acknowledged["attempt"]["job"], acknowledged["source"]
         attempt = self.attempts.get(job)
         if attempt is None:
@@ -170,20 +170,20 @@ class Agent:
         await self.say({"type": "ready", "attempt": attempt.ref, "port": 20_000 if is_first else None})
 
     def give_up(self, ref):
-        """The attempt is not this agent's any more. One that has ended is forgotten once its end is acknowledged."""
+        """Forgets an attempt that no longer belongs to this agent. An ended attempt is forgotten once its end is acknowledged."""
         attempt = self.attempts.get(ref["job"])
         if attempt and attempt.ref == ref and not attempt.ended:
             del self.attempts[ref["job"]]
 
     def launch_later(self, attempt):
-        """Once for each attempt, on whatever connection."""
+        """Launches each attempt once, whatever the number of connections."""
         if attempt.launching is None:
             attempt.launching = asyncio.create_task(self.launch(attempt))
 
     async def launch(self, attempt):
         await asyncio.sleep(random.uniform(*LAUNCH_SECS))
         if self.attempts.get(attempt.ref["job"]) is not attempt:
-            return  # It was given up meanwhile.
+            return  # The attempt was given up meanwhile.
         spread = self.fleet.options.spread
         attempt.ends_at = time.monotonic() + self.fleet.options.secs * random.uniform(1 - spread, 1 + spread)
         for rank, _ in attempt.ranks:
@@ -198,10 +198,10 @@ class Agent:
         try:
             await self.report(attempt)
         except websockets.ConnectionClosed:
-            pass  # They are sent on the next connection.
+            pass  # The records are sent on the next connection.
 
     async def report(self, attempt):
-        """Sends the records that were not sent on this connection."""
+        """Sends the records that have not been sent on this connection."""
         for source, records in list(attempt.records.items()):
             first = attempt.sent.get(source, 0)
             if first < len(records):

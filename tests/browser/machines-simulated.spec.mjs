@@ -1,4 +1,4 @@
-// The page of the machines, with an agent that makes up GPUs and what it measures and finds; a machine that joins, and one that went away.
+// The page Machines with a simulated agent, which reports GPUs, measurements and findings; a machine that joins, and a machine that leaves.
 
 import assert from "node:assert/strict";
 import { execFileSync, spawn } from "node:child_process";
@@ -6,14 +6,14 @@ import { mkdtemp, rm } from "node:fs/promises";
 import { tmpdir } from "node:os";
 import { dirname, join as path } from "node:path";
 import { after, before, describe, test } from "node:test";
-import { join, spec } from "./agent.mjs";
-import { clean } from "./looks.mjs";
+import { simulateAgent, spec } from "./agent.mjs";
+import { assertAccessible } from "./looks.mjs";
 import { BINARY, Browser, TestServer, inFull, until } from "./test-server.mjs";
 
-let server, browser, agent, trains;
+let server, browser, agent, runningJob;
 
-/** What the agent says of itself: busy more and more. */
-const tell = (share) => agent.evaluate((share) => window.it.say({
+/** Reports measurements with this utilisation of the CPU and of GPU 0. */
+const reportSample = (share) => agent.evaluate((share) => window.simulatedAgent.say({
   type: "sample", at: new Date().toISOString(), cpus: 8, host_cpus: 64, cpu_utilization: share, load: 3.5, memory_used_bytes: 3e9, memory_bytes: 64e9, host_memory_bytes: 256e9,
   disk_used_bytes: 60e9, disk_bytes: 100e9, disk_read_bytes_per_second: 5e6, disk_written_bytes_per_second: 12e6, network_received_bytes_per_second: 1e6, network_sent_bytes_per_second: 2e6,
   gpus: [
@@ -22,48 +22,48 @@ const tell = (share) => agent.evaluate((share) => window.it.say({
   ],
 }), share);
 
-const end = (id) => agent.evaluate(async (id) => window.it.end(await window.it.attempt(id), 100), id);
+const end = (id) => agent.evaluate(async (id) => window.simulatedAgent.end(await window.simulatedAgent.attempt(id), 100), id);
 
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
-  agent = await join(browser.chromium, server, 2, { gpus: true });
+  agent = await simulateAgent(browser.chromium, server, 2, { gpus: true });
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
 describe("machines with GPUs", () => {
-  test("show each slot's job, numbers and lines", async () => {
+  test("show each slot's job, measurements and charts", async () => {
     const body = spec("on a GPU", 1, 100);
     body.parallel.device = "cuda";
-    trains = (await server.ask("/jobs", body)).id;
-    await agent.evaluate((id) => window.it.attempt(id).then(() => {}), trains);
-    await tell(0.25);
+    runningJob = (await server.ask("/jobs", body)).id;
+    await agent.evaluate((id) => window.simulatedAgent.attempt(id).then(() => {}), runningJob);
+    await reportSample(0.25);
     const page = await browser.page(server, "/machines"), slot = (n) => page.locator(`[data-slot="${n}"]`);
-    await until("the first slot has its numbers", async () => /25 %/.test(await slot(0).innerText()));
+    await until("the first slot shows its measurements", async () => /25 %/.test(await slot(0).innerText()));
     for (const part of [/on a GPU/, /rank 0/, /20 GB/, /6[12] °C/, /41[23] W/]) assert.match(await slot(0).innerText(), part);
     for (const part of [/free/, /2 %/, /1\.0 GB/, /3[34] °C/, /7[12] W/]) assert.match(await slot(1).innerText(), part);
-    await tell(0.75);
-    await until("they change", async () => /75 %/.test(await slot(0).innerText()) && /60 GB/.test(await slot(0).innerText()));
+    await reportSample(0.75);
+    await until("the measurements change", async () => /75 %/.test(await slot(0).innerText()) && /60 GB/.test(await slot(0).innerText()));
     await page.getByRole("button", { name: "10 min" }).click();
     for (const metric of ["utilization", "memory_used_bytes", "temperature_celsius", "power_watts"]) {
-      await until(`${metric} of the first slot is a line`, async () => (await slot(0).locator(`[data-metric="${metric}"]`).getAttribute("d"))?.startsWith("M"));
+      await until(`${metric} of the first slot has a line`, async () => (await slot(0).locator(`[data-metric="${metric}"]`).getAttribute("d"))?.startsWith("M"));
     }
     for (const metric of ["memory_used_bytes", "disk_read_bytes_per_second", "network_sent_bytes_per_second"]) {
-      await until(`${metric} of the machine is a line`, async () => (await page.locator(`.machine > .gauges [data-metric="${metric}"]`).getAttribute("d"))?.startsWith("M"));
+      await until(`${metric} of the machine has a line`, async () => (await page.locator(`.machine > .gauges [data-metric="${metric}"]`).getAttribute("d"))?.startsWith("M"));
     }
     await page.end();
   });
 
-  inFull("train in float16 with the loss scale and the skipped steps as charts", async () => {
+  inFull("show charts of the loss scale and the skipped steps for a float16 job", async () => {
     const body = spec("half", 1, 100);
     body.parallel.device = "cuda";
     body.train.precision = "fp16";
     const { id } = await server.ask("/jobs", body), page = await browser.page(server, `/jobs/${id}`);
     const heading = (name) => page.getByRole("heading", { name, exact: true });
     await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
-    assert.ok(!(await heading("Loss scale").isVisible()), "not before there is a point");
+    assert.ok(!(await heading("Loss scale").isVisible()), "the chart is hidden before its first point");
     await agent.evaluate(async (id) => {
-      const attempt = await window.it.attempt(id), steps = [1, 2, 3, 4], column = (name, values) => ({ name, steps, values });
-      await window.it.report(attempt, 0, [{ type: "running", total_steps: 100, steps_per_epoch: 100, start_step: 0 },
+      const attempt = await window.simulatedAgent.attempt(id), steps = [1, 2, 3, 4], column = (name, values) => ({ name, steps, values });
+      await window.simulatedAgent.report(attempt, 0, [{ type: "running", total_steps: 100, steps_per_epoch: 100, start_step: 0 },
         { type: "metrics", rank: 0, columns: [column("loss", [2.5, 2.25, 2.125, 2.0625]), column("loss_scale", [65536.5, 32768.5, 32768.5, 32768.5]), column("skipped_steps", [0.5, 1.5, 1.5, 1.5])] }]);
     }, id);
     for (const [name, title] of [["loss_scale", "Loss scale"], ["skipped_steps", "Skipped steps"]]) {
@@ -74,22 +74,22 @@ describe("machines with GPUs", () => {
     await page.end();
   });
 
-  test("tell findings and another version in words", async () => {
+  test("show findings, and a version that differs from the server's", async () => {
     const page = await browser.page(server, "/machines"), warnings = page.locator(".warnings li");
-    await until("another version is told", async () => /It runs version 0 and the server [\d.]+.*: install the same version on both/.test((await warnings.allTextContents()).join("\n")));
-    await agent.evaluate(() => window.it.say({ type: "findings", findings: [{ problem: true, text: "NCCL is missing: pip install nvidia-nccl-cu12" }, { problem: false, text: "Shared memory is small <b>here</b>" }] }));
-    await until("what doctor found is told, the worst first", async () => (await warnings.first().textContent()) === "NCCL is missing: pip install nvidia-nccl-cu12");
+    await until("the different version is shown", async () => /It runs version 0 and the server [\d.]+.*: install the same version on both/.test((await warnings.allTextContents()).join("\n")));
+    await agent.evaluate(() => window.simulatedAgent.say({ type: "findings", findings: [{ problem: true, text: "NCCL is missing: pip install nvidia-nccl-cu12" }, { problem: false, text: "Shared memory is small <b>here</b>" }] }));
+    await until("findings are listed, the worst first", async () => (await warnings.first().textContent()) === "NCCL is missing: pip install nvidia-nccl-cu12");
     assert.equal(await page.locator(".warnings li.bad").count(), 1);
-    assert.ok((await warnings.allTextContents()).includes("Shared memory is small <b>here</b>"), "as it was written");
-    await agent.evaluate(() => window.it.say({ type: "findings", findings: [] }));
-    await until("and is gone when it is mended", async () => (await page.locator(".warnings li.bad").count()) === 0);
-    await end(trains);
+    assert.ok((await warnings.allTextContents()).includes("Shared memory is small <b>here</b>"), "a finding's text is escaped");
+    await agent.evaluate(() => window.simulatedAgent.say({ type: "findings", findings: [] }));
+    await until("the finding is gone after a report without findings", async () => (await page.locator(".warnings li.bad").count()) === 0);
+    await end(runningJob);
     await page.end();
   });
 });
 
 describe("machines", () => {
-  test("join by the commands of the page as they stand there", async () => {
+  test("join by the commands that the page shows", async () => {
     const own = await TestServer.open({ dataset: false, agent: false, auth: true }), dir = await mkdtemp(path(tmpdir(), "lockstep-joins-"));
     const options = { cwd: dir, env: { ...process.env, PATH: `${dirname(BINARY)}:${process.env.PATH}` } };
     const page = await browser.page(own, "/machines");
@@ -97,16 +97,16 @@ describe("machines", () => {
     execFileSync("bash", ["-c", create], options);
     const joined = spawn("bash", ["-c", `exec ${joins}`], { ...options, stdio: "ignore" });
     const card = page.locator(".machine", { hasText: "node-1" });
-    await until("it is online on the page that is open", async () => /online/.test(await card.locator(".pill").first().textContent()));
-    const over = new Promise((done) => joined.once("exit", done));
+    await until("the open page shows the machine as online", async () => /online/.test(await card.locator(".pill").first().textContent()));
+    const exited = new Promise((done) => joined.once("exit", done));
     joined.kill("SIGTERM");
-    await over;
+    await exited;
     await page.end();
     await own.close();
     await rm(dir, { recursive: true, force: true });
   });
 
-  inFull("that join are told of --advertise, and by no address that leads elsewhere", async () => {
+  inFull("that join need a reachable URL: the page explains --advertise and --listen", async () => {
     const page = await browser.page(server, "/machines"), join = page.locator(".join");
     assert.match(await join.innerText(), /no other machine reaches it/);
     assert.match(await join.innerText(), /--advertise ADDRESS/);
@@ -114,21 +114,21 @@ describe("machines", () => {
     await page.end();
   });
 
-  test("are removed by those who may, once they are away, after a question", async () => {
+  test("can be removed once they are offline, after a confirmation", async () => {
     const page = await browser.page(server, "/machines"), card = page.locator(".machine"), remove = page.getByRole("button", { name: "Remove made-up" });
-    await until("it is online", async () => /online/.test(await card.locator(".pill").first().textContent()));
-    assert.equal(await remove.count(), 0, "one that is there is not removed");
+    await until("the machine is online", async () => /online/.test(await card.locator(".pill").first().textContent()));
+    assert.equal(await remove.count(), 0, "an online machine has no button Remove");
     await agent.close();
-    await until("it is away", () => remove.isVisible());
+    await until("the machine is offline", () => remove.isVisible());
     await remove.focus();
     await remove.press("Enter");
     const dialog = page.getByRole("dialog", { name: "Remove made-up?" });
-    await clean(page, "the question");
+    await assertAccessible(page, "the confirmation");
     await dialog.getByRole("button", { name: "Keep it" }).click();
     assert.equal(await card.count(), 1);
     await remove.click();
     await dialog.getByRole("button", { name: "Remove it" }).click();
-    await until("it is gone", async () => (await card.count()) === 0);
+    await until("the machine is gone", async () => (await card.count()) === 0);
     await until("the page says so", () => page.getByRole("heading", { name: "No machine has joined" }).isVisible());
     assert.deepEqual((await server.ask("/agents")).agents, []);
     await page.end();

@@ -88,8 +88,8 @@ fn cifar_fast_is_for_an_ordinary_network_and_its_learning_rate_follows_the_batch
 
 #[test]
 fn what_muon_and_cifarnet_do_not_combine_with_is_refused() {
-    let of = |lines: &str| from_toml(&format!("[data]\ndataset = \"d\"\n{lines}"));
-    for (lines, pointer, words) in [
+    let job_with = |lines: &str| from_toml(&format!("[data]\ndataset = \"d\"\n{lines}"));
+    for (lines, pointer, expected) in [
         (
             "[train]\noptimizer = \"muon\"\n[parallel]\nranks = 2\noptimizer_sharding = true",
             "/train/optimizer",

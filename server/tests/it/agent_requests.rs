@@ -1,7 +1,7 @@
 //! Requests to agents about models and data: choice of the agent, waiting, repetition.
 
 use crate::{
-    agent::{Agent, checkpoint, hello, info, running},
+    agent::{Agent, checkpoint, dataset_info, hello, running},
     test_server::{TIMEOUT, TestServer},
 };
 use lockstep_protocol::{

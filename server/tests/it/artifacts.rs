@@ -73,8 +73,8 @@ async fn uploads_are_stored_replaced_and_deleted_with_their_job() {
     let directory = store.path().to_str().unwrap().to_owned();
     let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
     let (mut agent, id, api) = uploaded(&server).await;
-    until("it is stored", async || states(&server, &id).await == ["stored"]).await;
-    let place = kept.path().join("jobs").join(&id).join("1-10");
+    wait_until("it is stored", async || stored_states(&server, &id).await == ["stored"]).await;
+    let place = store.path().join("jobs").join(&id).join("1-10");
     let mut expected: Vec<_> = FILES.iter().map(|(name, bytes)| place.join(sum(bytes)).join(name)).collect();
     expected.push(place.join("MANIFEST.json"));
     expected.push(store.path().join("LOCKSTEP.json"));
@@ -132,10 +132,12 @@ async fn uploads_are_stored_replaced_and_deleted_with_their_job() {
     })
     .await;
     agent.end(&api.attempt, Ending::Succeeded { step: 100 }).await;
-    until("the job is over", async || server.delete(&format!("/jobs/{id}")).await.0 == 204).await;
-    let marker = [kept.path().join("LOCKSTEP.json")];
-    until("no object is left but what the store is known by", async || files_below(kept.path()) == marker)
-        .await;
+    wait_until("the job is over", async || server.delete(&format!("/jobs/{id}")).await.0 == 204).await;
+    let marker = [store.path().join("LOCKSTEP.json")];
+    wait_until("no object is left but what the store is known by", async || {
+        files_below(store.path()) == marker
+    })
+    .await;
     server.stop().await;
 }
 
@@ -146,7 +148,7 @@ async fn the_next_server_completes_the_object_store() {
     // The first server has no store.
     let server = TestServer::new().await;
     let (mut agent, id, api) = uploaded(&server).await;
-    assert_eq!(states(&server, &id).await, [Value::Null], "nothing is said where there is no store");
+    assert_eq!(stored_states(&server, &id).await, [Value::Null], "nothing is said where there is no store");
     agent.end(&api.attempt, Ending::Succeeded { step: 100 }).await;
     drop(agent);
     let dir = server.stop().await;
@@ -279,9 +281,9 @@ async fn an_undeletable_object_does_not_delay_others() {
     let directory = store.path().to_str().unwrap().to_owned();
     let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
     let (mut agent, id, api) = uploaded(&server).await;
-    until("it is stored", async || states(&server, &id).await == ["stored"]).await;
+    wait_until("it is stored", async || stored_states(&server, &id).await == ["stored"]).await;
     // A file where its folder was: nothing below can be deleted.
-    let place = kept.path().join("jobs").join(&id);
+    let place = store.path().join("jobs").join(&id);
     fs::remove_dir_all(place.join("1-10")).unwrap();
     fs::write(place.join("1-10"), "in the way").unwrap();
     for (n, step) in [20, 30, 40].into_iter().enumerate() {
@@ -311,7 +313,7 @@ async fn an_empty_folder_is_not_mistaken_for_the_store() {
     let set = |config: &mut ServeConfig| config.artifacts = Some(directory.to_str().unwrap().to_owned());
     let server = TestServer::with(set).await;
     let (mut agent, id, api) = uploaded(&server).await;
-    until("it is stored", async || states(&server, &id).await == ["stored"]).await;
+    wait_until("it is stored", async || stored_states(&server, &id).await == ["stored"]).await;
     agent.end(&api.attempt, Ending::Succeeded { step: 100 }).await;
 
     // The store's disk is unmounted while the server runs. The checkpoints are not lost.

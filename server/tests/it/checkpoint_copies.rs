@@ -219,7 +219,7 @@ async fn test_object_store_copies(store: &dyn Store) {
     // A damaged copy in the store is checked again when a server starts, and is replaced by an upload.
     assert!(mark_damaged(URL).await && !mark_damaged(URL).await);
     assert_eq!(found(URL).await.0, Some(CopyState::Damaged));
-    store.forget_mark_damaged(URL).await.unwrap();
+    store.forget_damaged(URL).await.unwrap();
     assert_eq!(found(URL).await.0, complete);
     assert!(mark_damaged(URL).await && upload(None).await);
     assert_eq!(found(URL).await.0, copying);

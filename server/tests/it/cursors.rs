@@ -1,8 +1,8 @@
 //! A cursor is valid only for its list, its job or dataset, and its order.
 
 use crate::{
-    agent::{Agent, checkpoint, info, line, losses, running},
-    log_pages::show_pictures,
+    agent::{Agent, checkpoint, dataset_info, line, losses, running},
+    log_pages::answer_samples,
     test_server::TestServer,
 };
 use lockstep_protocol::agent::{Ending, Source};

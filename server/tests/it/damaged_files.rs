@@ -2,8 +2,8 @@
 
 use crate::{
     agent::{Agent, hello, running},
-    artifacts::{on_disk, states, until},
-    gangs::killed,
+    artifacts::{stored_states, wait_until, write_checkpoint},
+    gangs::rank_killed,
     test_server::{TestServer, client},
     uploads::{AttemptApi, checkpoint, manifest},
 };
@@ -137,7 +137,7 @@ async fn a_machine_with_its_own_disk_continues_from_the_previous_checkpoint() {
     for step in [10, 20] {
         assert_eq!(api(&attempt).upload(&format!("1-{step}"), manifest(1, step)).await.0, 204);
     }
-    agent.end(&attempt, killed(0)).await;
+    agent.end(&attempt, rank_killed(0)).await;
 
     // The machine has lost its disk, and the server's copies are damaged one after the other.
     let folder = server.dir.path().join("jobs").join(&id).join("checkpoints");

@@ -1,7 +1,7 @@
 //! The server refuses datasets and settings that do not fit a checkpoint, before any rank starts.
 
 use crate::{
-    agent::{Agent, checkpoint, info, running},
+    agent::{Agent, checkpoint, dataset_info, running},
     test_server::TestServer,
 };
 use lockstep_protocol::{

@@ -1,7 +1,7 @@
 //! The history and the speed of jobs.
 
 use crate::{
-    agent::{Agent, checkpoint, hello, info, losses, running},
+    agent::{Agent, checkpoint, dataset_info, hello, losses, running},
     test_server::{TIMEOUT, TestServer, client, spec},
 };
 use lockstep_protocol::{
@@ -13,7 +13,7 @@ use lockstep_protocol::{
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
-async fn history(server: &TestServer, id: &str) -> Value {
+async fn read_history(server: &TestServer, id: &str) -> Value {
     let (status, history) = server.get(&format!("/jobs/{id}/history")).await;
     assert_eq!(status, 200, "{history}");
     history

@@ -236,7 +236,9 @@ async fn folders_of_attempts_that_the_database_lacks_are_kept() {
     let unknown = AttemptRef { job: JobId::generate(), ..attempt.clone() };
     let needed = async |attempt: &AttemptRef| {
         let (http, attempt) = (client(&token), attempt.clone());
-        AttemptApi { server: &server, http, agent_id: "id-a".into(), attempt }.request("GET", "", vec![]).await
+        AttemptApi { server: &server, http, agent_id: "id-a".into(), attempt }
+            .request("GET", "", vec![])
+            .await
     };
     assert_eq!(needed(&attempt).await, (200, needless.clone()));
     assert_eq!(needed(&retried).await, (200, kept.clone()));
@@ -290,11 +292,11 @@ async fn another_machine_continues_from_uploaded_checkpoints() {
     agent.end(&start.attempt, Ending::Failed { reason: "it died".to_owned().into(), retriable: true }).await;
     let again = agent.expect_start().await;
     assert_eq!(again.resume.as_deref(), Some("1-30"), "on the machine that has it");
-    let mut next = Agent::greet(&server, hello("b", 2, Vec::new())).await.unwrap();
+    let mut next = Agent::connect(&server, hello("b", 2, Vec::new())).await.unwrap();
     agent.send(FromAgent::Leaving { reason: "it is switched off".into() }).await;
     agent.end(&again.attempt, Ending::Stopped).await;
     // As long as it is there, its newest checkpoint may still come.
-    agent.vanish();
+    agent.disconnect();
     let start = next.expect_start().await;
     assert_eq!(start.resume.as_deref(), Some("1-20"), "on one that has not");
     let kept = json!({"pictures": 4, "picture_bytes": 100, "sha256": "ab", "machine": "a"});

@@ -1,6 +1,6 @@
 //! Two servers with copies of one database and one object store.
 
-use super::{all_stored, bucket::files_below, newest, spec, with_directory};
+use super::{bucket::files_below, newest, spec, wait_until_stored, with_directory};
 use crate::server::{Agents, Finished, Folder, Server, free_port, lockstep, training_permit};
 use std::fs;
 
@@ -11,7 +11,7 @@ async fn a_restored_database_uses_the_store_only_after_adopting_it() {
     let server = with_directory(&kept).await;
     let id = server.submit(&spec("in both databases", 20)).await;
     server.wait_for_success(&id).await;
-    all_stored(&server, &id).await;
+    wait_until_stored(&server, &id).await;
     let checkpoint = newest(&server.checkpoints(&id).await);
     let weights = server.last_model(&id).await;
 

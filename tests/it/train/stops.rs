@@ -153,9 +153,9 @@ async fn a_signal_to_one_rank_stops_all_with_a_checkpoint() {
     signal(pid_of(&bench.out("out").join("attempts/1"), 1), rustix::process::Signal::TERM);
     drop(child.stdout.take());
     let output = child.wait_with_output().expect("it ends");
-    let output = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert_eq!(output.status.code(), Some(1), "{output}");
-    assert!(output.contains("stopped after step ") && output.contains("continues from there"), "{output}");
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert!(text.contains("stopped after step ") && text.contains("continues from there"), "{text}");
 }
 
 #[tokio::test]
@@ -192,9 +192,9 @@ async fn a_stop_without_a_checkpoint_reports_the_lost_steps() {
     signal(pid, rustix::process::Signal::INT);
     let output = child.wait_with_output().expect("it ends");
     assert!(signalled.elapsed() < Duration::from_secs(60), "{:?}", signalled.elapsed());
-    let output = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert_eq!(output.status.code(), Some(1), "{output}");
-    assert!(output.contains("without a checkpoint: steps 1 to ") && output.contains("are lost"), "{output}");
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert!(text.contains("without a checkpoint: steps 1 to ") && text.contains("are lost"), "{text}");
     assert!(has_ended(pid_of(&attempt, 0)) && has_ended(pid_of(&attempt, 1)));
 }
 

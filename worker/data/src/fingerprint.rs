@@ -84,7 +84,8 @@ mod tests {
             let record = |label: u8, pixel: u8| [vec![label], vec![7; 3071], vec![pixel]].concat();
             fs::write(dir.join("data_batch_1.bin"), [record(0, 7), record(label, pixel)].concat()).unwrap();
         };
-        let kinds: [(&dyn Fn(&Path, u8, u8), u64); 2] = [(&idx, 2), (&cifar, 2 * 3072)];
+        type Write<'a> = &'a dyn Fn(&Path, u8, u8);
+        let kinds: [(Write<'_>, u64); 2] = [(&idx, 2), (&cifar, 2 * 3072)];
         for (write, bytes) in kinds {
             let print = |pixel: u8, label: u8| {
                 let dir = tempfile::tempdir().unwrap();

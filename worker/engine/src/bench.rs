@@ -450,11 +450,11 @@ mod tests {
     #[test]
     fn two_ranks_over_loopback_are_measured() {
         let data = Division::default();
-        let measured = run(&"resnet20:8:4".parse().unwrap(), 1, 2, &data).unwrap();
+        let measured = run(&"resnet20:8:4".parse().unwrap(), 1, 2, &data, Precision::Fp32).unwrap();
         assert!(measured.images_per_second > 0.0 && measured.ranks == 2, "{measured:?}");
-        assert!(run(&"resnet20:8:3".parse().unwrap(), 1, 2, &data).is_err());
+        assert!(run(&"resnet20:8:3".parse().unwrap(), 1, 2, &data, Precision::Fp32).is_err());
         // Ranks that share rows have the same pictures.
         let rows = Division { height: 2, accumulate: 2, ..data };
-        assert!(run(&"resnet20:8:3".parse().unwrap(), 1, 2, &rows).unwrap().step_ms > 0.0);
+        assert!(run(&"resnet20:8:3".parse().unwrap(), 1, 2, &rows, Precision::Fp32).unwrap().step_ms > 0.0);
     }
 }

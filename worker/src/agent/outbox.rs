@@ -188,7 +188,7 @@ mod tests {
         spec::JobSpec,
     };
 
-    fn held(job_dir: &std::path::Path) -> StoredAttempt {
+    fn stored_attempt(job_dir: &std::path::Path) -> StoredAttempt {
         let start = StartAttempt::local(JobSpec::default(), "/none", 2);
         let held = StoredAttempt { start, job_dir: job_dir.into() };
         std::fs::create_dir_all(held.attempt_dir()).unwrap();

@@ -112,10 +112,11 @@ mod tests {
             train_samples: 0,
         });
         assert_eq!(reported.lost(0, &[]), None);
-        let said = reported.lost(7, &[]).unwrap();
-        assert!(said.contains("no checkpoint yet, steps 1 to 7 are lost"), "{said}");
-        let of_step = |step| CheckpointInfo { epoch: 1, step, size_bytes: 1, ..CheckpointInfo::default() };
-        reported.note(&AttemptEvent::Checkpoint(of_step(20)));
+        let message = reported.lost(7, &[]).unwrap();
+        assert!(message.contains("no checkpoint yet, steps 1 to 7 are lost"), "{message}");
+        let checkpoint_of =
+            |step| CheckpointInfo { epoch: 1, step, size_bytes: 1, ..CheckpointInfo::default() };
+        reported.note(&AttemptEvent::Checkpoint(checkpoint_of(20)));
         // A checkpoint that was found damaged at the start.
         reported.note(&AttemptEvent::CheckpointRemoved { epoch: 2, step: 100 });
         let message = reported.lost(57, &[]).unwrap();

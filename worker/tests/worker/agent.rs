@@ -101,7 +101,7 @@ const INSPECTS: &str = r#"[ "$1" = inspect ] && { read question; case $question 
 fn job(dir: &Path, script: &str) -> (StartAttempt, Options) {
     let program = dir.join("program");
     // Written by another process: nobody here holds it open for writing when it is started.
-    let made = std::process::Command::new("sh")
+    let written = std::process::Command::new("sh")
         .args([
             "-c",
             "printf %s \"$0\" > \"$1\"; chmod +x \"$1\"",

@@ -122,9 +122,9 @@ fn inspections_and_jobs_name_the_same_unusable_files_without_blocking() {
     }
     assert_eq!((all.len(), info.broken_count), (expected.len(), expected.len() as u64), "{all:#?}");
     // A job leaves out the same, or refuses all of it.
-    assert_eq!(left_out(dir.path()).into_iter().collect::<BTreeSet<_>>(), all);
-    let words = refused(dir.path());
-    assert!(words.starts_with("17 broken files: "), "{words}");
+    assert_eq!(skipped_files(dir.path()).into_iter().collect::<BTreeSet<_>>(), all);
+    let message = open_error(dir.path());
+    assert!(message.starts_with("17 broken files: "), "{message}");
     // And the check before it starts neither refuses nor waits.
     assert!(fingerprint(dir.path(), ChangeDetection::Files).is_ok());
 }

@@ -168,10 +168,10 @@ fn results_of_an_interrupted_run_are_reused() {
 
 #[test]
 fn a_damaged_index_is_rebuilt() {
-    let place = Fixture::new(2, 4);
-    let identity = |catalog: &Catalog| catalog.fingerprint(place.data.path());
-    let whole = identity(&place.open().unwrap());
-    let index = place.kept("index").unwrap();
+    let fixture = Fixture::new(2, 4);
+    let identity = |catalog: &Catalog| catalog.fingerprint(fixture.data.path());
+    let whole = identity(&fixture.open().unwrap());
+    let index = fixture.cached_file("index").unwrap();
     let bytes = fs::read(&index).unwrap();
     for at in (0..bytes.len()).step_by(5) {
         let mut damaged = bytes.clone();
@@ -187,14 +187,14 @@ fn a_damaged_index_is_rebuilt() {
 
 #[test]
 fn moved_or_touched_pictures_are_the_same_dataset() {
-    let place = Fixture::new(2, 4);
-    let print = |place: &Fixture| place.open().unwrap().fingerprint(place.data.path());
-    let first = print(&place);
+    let fixture = Fixture::new(2, 4);
+    let print = |fixture: &Fixture| fixture.open().unwrap().fingerprint(fixture.data.path());
+    let first = print(&fixture);
     assert_eq!(first.pictures, 8);
     let copy = Fixture::new(2, 4);
     assert_eq!(print(&copy), first);
-    touch(&place.picture("class-0000/000000.png"), 60);
-    assert_eq!(print(&place), first);
+    touch(&fixture.picture("class-0000/000000.png"), 60);
+    assert_eq!(print(&fixture), first);
     // Other content of the same size.
     let name = fixture.picture("class-0000/000000.png");
     let mut bytes = fs::read(&name).unwrap();
@@ -204,16 +204,16 @@ fn moved_or_touched_pictures_are_the_same_dataset() {
         fs::remove_file(fixture.picture("class-0000/000000.png")).unwrap();
         fs::write(fixture.picture("class-0000/000000.png"), content).unwrap();
     }
-    let second = print(&place);
+    let second = print(&fixture);
     assert_ne!(second, first, "another size");
     *bytes.last_mut().unwrap() = 1;
     fs::write(&name, &bytes).unwrap();
     touch(&name, 120);
-    let third = print(&place);
+    let third = print(&fixture);
     assert_eq!(third.picture_bytes, second.picture_bytes);
     assert_ne!(third, second, "other content");
-    fs::rename(&name, place.picture("class-0000/another.png")).unwrap();
-    assert_ne!(print(&place), third, "another name");
+    fs::rename(&name, fixture.picture("class-0000/another.png")).unwrap();
+    assert_ne!(print(&fixture), third, "another name");
 }
 
 #[test]

@@ -364,11 +364,11 @@ async fn a_third_backend_offers_devices_that_pass_the_preflight_and_get_ranks() 
     assert_eq!(slots.iter().map(|slot| slot.device.as_str()).collect::<Vec<_>>(), ["toy", "toy"]);
     let inspected = fingerprint_reply();
     let script = format!("[ $1 = inspect ] && echo '{inspected}' || echo $R of ${}", toy::VISIBLE);
-    let mut place = place(2, &script);
-    place.context.devices = Arc::new(slots.into_iter().filter_map(|s| Some((s.index, s.uuid?))).collect());
-    place.context.check = super::super::preflight::check;
-    let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
-    assert_eq!(place.end_of(&attempt).await, Ending::Succeeded { step: 0 });
-    let said = |rank| fs::read_to_string(rank_file(&place.stored.attempt_dir(), rank, "stderr")).unwrap();
+    let mut fixture = fixture(2, &script);
+    fixture.context.devices = Arc::new(slots.into_iter().filter_map(|s| Some((s.index, s.uuid?))).collect());
+    fixture.context.check = super::super::preflight::check;
+    let attempt = Attempt::start(fixture.stored.clone(), None, fixture.context.clone());
+    assert_eq!(fixture.wait_for_end(&attempt).await, Ending::Succeeded { step: 0 });
+    let said = |rank| fs::read_to_string(rank_file(&fixture.stored.attempt_dir(), rank, "stderr")).unwrap();
     assert_eq!([said(0), said(1)], [format!("0 of {list}\n"), format!("1 of {list}\n")]);
 }

@@ -136,7 +136,7 @@ fn predictions_match_pytorch_to_four_digits() {
     let dir = tempfile::tempdir().unwrap();
     write_model(dir.path(), &fixture);
     let mut pictures: Vec<_> =
-        (0..of.probabilities.len()).map(|i| (format!("{i}.png"), png(&fixture, i))).collect();
+        (0..fixture.probabilities.len()).map(|i| (format!("{i}.png"), png(&fixture, i))).collect();
     pictures.insert(3, ("notes.txt".into(), b"no picture".to_vec()));
     let mut found = inspect::predict(dir.path(), pictures).unwrap();
     let broken = found.remove(3);
@@ -361,7 +361,8 @@ fn embeddings_are_the_last_layer_s_input_without_reading_that_layer() {
     let fixture = expected();
     let dir = tempfile::tempdir().unwrap();
     write_model(dir.path(), &fixture);
-    let pictures = || (0..of.probabilities.len()).map(|i| (format!("{i}.png"), png(&fixture, i))).collect();
+    let pictures =
+        || (0..fixture.probabilities.len()).map(|i| (format!("{i}.png"), png(&fixture, i))).collect();
     let found = inspect::embed(dir.path(), pictures()).unwrap();
     let weight: Vec<f32> =
         synthetic::values("resnet20.fc.weight", 640).iter().map(|v| v * ((1.0 / 8.0) * 512.0)).collect();

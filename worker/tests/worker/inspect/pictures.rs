@@ -40,7 +40,7 @@ fn evaluated_as_predicted(dir: &Path, of: &Expected, job: JobSpec) -> ModelEvalu
 fn non_square_pictures_are_classified_with_training_s_transforms() {
     let of = expected();
     let dir = tempfile::tempdir().unwrap();
-    write_changed(dir.path(), &of, |about| about["whole_pictures"] = json!("true"), |_, _| {});
+    write_changed_model(dir.path(), &of, |about| about["whole_pictures"] = json!("true"), |_, _| {});
     // Jobs scale such pictures to a square as a whole.
     let mut job = spec(&of);
     job.data.image_size = Some((of.side as u32).into());
@@ -51,12 +51,12 @@ fn non_square_pictures_are_classified_with_training_s_transforms() {
 fn pictures_are_resized_and_cropped_as_in_training() {
     let fixture = expected();
     let dir = tempfile::tempdir().unwrap();
-    let resize = of.side + 5;
-    write_changed(dir.path(), &of, |about| about["resize"] = json!(resize.to_string()), |_, _| {});
+    let resize = fixture.side + 5;
+    write_changed_model(dir.path(), &fixture, |about| about["resize"] = json!(resize.to_string()), |_, _| {});
     // Whatever has become of the job's own keys since.
-    let mut job = spec(&of);
-    job.data.resize_size = Some(2 * of.side as u32);
-    let evaluated = evaluated_as_predicted(dir.path(), &of, job.clone());
+    let mut job = spec(&fixture);
+    job.data.resize_size = Some(2 * fixture.side as u32);
+    let evaluated = evaluated_as_predicted(dir.path(), &fixture, job.clone());
 
     // A model without `resize` was trained on stretched pictures, so the job's `resize_size` is ignored.
     write_changed_model(dir.path(), &fixture, |about| about["whole_pictures"] = json!("true"), |_, _| {});
@@ -139,7 +139,7 @@ fn pictures_are_shown_stored_and_augmented() {
         limit,
     };
     let found = samples(dir.path(), of_class(None, 1, 4));
-    let threes: Vec<usize> = (0..of.count).filter(|i| labels[*i] == 3).collect();
+    let threes: Vec<usize> = (0..fixture.count).filter(|i| labels[*i] == 3).collect();
     assert_eq!(found.total, threes.len() as u64);
     for (sample, index) in found.samples.iter().zip(&threes[1..]) {
         assert_eq!((sample.index, sample.label), (*index as u64, 3));

@@ -4,10 +4,10 @@ use super::*;
 
 #[tokio::test]
 async fn missing_requirements_are_reported_before_the_start() {
-    let mut place = place(2, "echo '{\"Err\":\"/none does not exist\"}'");
-    place.context.check = crate::agent::preflight::check;
-    let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
-    match place.end_of(&attempt).await {
+    let mut fixture = fixture(2, "echo '{\"Err\":\"/none does not exist\"}'");
+    fixture.context.check = crate::agent::preflight::check;
+    let attempt = Attempt::start(fixture.stored.clone(), None, fixture.context.clone());
+    match fixture.wait_for_end(&attempt).await {
         Ending::Failed { reason, retriable: false } => {
             assert!(
                 reason.words().contains("the dataset cannot be read: /none does not exist"),
@@ -37,18 +37,18 @@ fn a_killed_inspection_does_not_make_the_dataset_unusable() {
     let Err(Refusal::DatasetUnusable(why)) = &result else { panic!("{result:?}") };
     assert!(why.contains("was not examined") && note.is_none(), "{why} {note:?}");
     // A folder that is not a dataset leaves no note either: the job can be retried with another folder.
-    let (said, note) = checked("echo '{\"Err\":\"holds nothing\"}'");
-    let Err(Refusal::DatasetUnusable(why)) = &said else { panic!("{said:?}") };
+    let (result, note) = run_check("echo '{\"Err\":\"holds nothing\"}'");
+    let Err(Refusal::DatasetUnusable(why)) = &result else { panic!("{result:?}") };
     assert!(why.contains("holds nothing") && note.is_none(), "{why} {note:?}");
 }
 
 #[test]
 fn files_are_checked_before_the_first_start_and_folders_before_later_ones() {
     use crate::agent::preflight::check;
-    let mut place = place(1, &format!("cat >> \"${{0%/*}}/asked\"\necho '{}'", fingerprint_reply()));
-    fs::create_dir_all(place.dir.path().join("data/train/cat")).unwrap();
-    place.stored.start.dataset_path = place.dir.path().join("data").display().to_string();
-    let asked = || {
+    let mut fixture = fixture(1, &format!("cat >> \"${{0%/*}}/asked\"\necho '{}'", fingerprint_reply()));
+    fs::create_dir_all(fixture.dir.path().join("data/train/cat")).unwrap();
+    fixture.stored.start.dataset_path = fixture.dir.path().join("data").display().to_string();
+    let knows_fingerprint = || {
         let cancelled = std::sync::atomic::AtomicBool::new(false);
         let result = check(&fixture.stored, &fixture.context.program, &[], &cancelled, None);
         assert_eq!(result, Ok(()));

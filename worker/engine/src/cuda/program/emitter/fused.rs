@@ -13,7 +13,7 @@ impl<'a> GraphEmitter<'a> {
         let before = norm_before.map(|norm| plan.norm(norm));
         let from = self.activation(before.map_or(conv.input, |n| n.input))?;
         let y = self.alloc_activation(conv.output);
-        let (facts, behind) = (self.facts, self.norm_after(conv)?);
+        let (facts, after) = (self.facts, self.norm_after(conv)?);
         let bottleneck = ops::BottleneckForward {
             input: from.operand(),
             before: before.map(|n| facts.norms[n.norm]),
@@ -34,7 +34,7 @@ impl<'a> GraphEmitter<'a> {
         let end = self.plan.norm(block_end);
         let (x, y) = (self.activation(end.input)?, self.activation(conv.input)?);
         let z = self.alloc_activation(conv.output);
-        let (facts, behind) = (self.facts, self.norm_after(conv)?);
+        let (facts, after) = (self.facts, self.norm_after(conv)?);
         let mask = optional(self.masks[end.norm]);
         let norm = self.norm(end, x, y.operand(), mask)?;
         let block_end = ops::BlockEnd {

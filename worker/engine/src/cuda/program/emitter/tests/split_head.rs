@@ -14,7 +14,7 @@ fn commands_are_valid_and_match_those_of_the_other_ranks() {
             [(DType::F32, Ranks::Exchanged), (DType::F16, Ranks::ByNccl), (DType::Bf16, Ranks::Apart)]
         {
             for (data_ranks, accumulates) in [(1, false), (2, false), (2, true)] {
-                let met = |rank: usize, whole: bool| {
+                let collectives = |rank: usize, whole: bool| {
                     let part = part(&network, [1, 1, model], rank, &[]);
                     let setting =
                         Setting { data_ranks, accumulates, ..Setting::new(&part, 32, dtype, 90, ranks) };
@@ -138,7 +138,7 @@ fn rows_of_sampled_classes_are_gathered_and_put_back() {
             (DType::Bf16, Nesterov, 1),
             (DType::Bf16, AdamW, 2),
         ] {
-            let met = |rank: usize| {
+            let collectives = |rank: usize| {
                 let part = part(&network, [1, 1, 2], rank, &[]);
                 let mut setting =
                     Setting { optimizer, ..Setting::new(&part, 32, dtype, 90, Ranks::Exchanged) };

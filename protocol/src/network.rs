@@ -38,7 +38,7 @@ pub struct PlanDescription {
     pub model: u32,
     /// How operators are split over the ranks of `model`.
     pub shard: Vec<ShardSpec>,
-    /// Absent if this machine's operators and links have not been measured, as `lockstep plan` does.
+    /// Absent if the machine of rank 0 has no measurements. `lockstep plan` makes them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub predicted: Option<PlanPrediction>,
     /// Measured time of a step, in milliseconds (median of several); absent before enough steps are done.

@@ -86,7 +86,8 @@ pub struct TrainSpec {
     /// Micro-batches of a rank in a step (gradient accumulation).
     pub accumulate: u32,
     /// Arithmetic of the convolutions. `auto`: on GPUs the fastest that keeps fp32's accuracy; on CPU cores fp32. CPU cores compute in
-    /// `bf16` only with `parallel.device = "cpu"` and on processors with AVX512-BF16; on other processors the job fails at its start.
+    /// `bf16` only on processors with AVX512-BF16, and a server starts such jobs on CPU cores only with `parallel.device = "cpu"`; on other
+    /// processors the job fails at its start.
     pub precision: Precision,
     /// With `fp16`: the factor by which the loss is multiplied before the backward pass; `dynamic` adapts it.
     pub loss_scale: LossScale,

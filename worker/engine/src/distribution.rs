@@ -1,5 +1,5 @@
-//! How the tensors of a network are distributed over the ranks of a plan. A checkpoint has whole tensors, and an engine has its rank's parts:
-//! parts are sent only to the rank that writes the tensor, and only a tensor's writer has memory for the whole tensor.
+//! How the tensors of a network are distributed over the ranks of a plan. A checkpoint has whole tensors, and an engine has its rank's parts.
+//! For a checkpoint, parts are sent only to the rank that writes the tensor, and only this rank has memory for the whole tensor.
 
 use super::{
     Contribution, Engine, EngineError, HostTensor, NamedTensors, Optimizer, OptimizerState, StateDict,
@@ -102,6 +102,22 @@ impl<'a> Distribution<'a> {
     /// Collective: what this rank, with this engine, contributes to a checkpoint. `slots` returns the engine's optimizer state, or `None` without
     /// `keep`; where ranks divide the state, `slots` is collective.
     pub(super) fn contribution(
+        &self,
+        engine: &dyn Engine,
+        writers: &Writers,
+        optimizer: &Optimizer,
+        slots: impl FnOnce(bool) -> Result<Option<OptimizerState>, EngineError>,
+    ) -> Result<Contribution, EngineError> {
+        let contribution = self.gathered(engine, writers, optimizer, slots)?;
+        if self.mesh.stage * self.mesh.model > 1 {
+            // A rank that left the group now would end the transfers of other ranks.
+            self.comm.barrier()?;
+        }
+        Ok(contribution)
+    }
+
+    /// As [`Self::contribution`], but other ranks may still be sending when it returns.
+    fn gathered(
         &self,
         engine: &dyn Engine,
         writers: &Writers,

@@ -75,9 +75,10 @@ impl Writers {
         let mut by_tensor = BTreeMap::new();
         for parameter in trained {
             let Some(least) = (0..ranks.len()).min_by_key(|place| loads[*place]) else { break };
-            loads[least] += copies * parameter.len();
+            loads[least] += (copies - slots.len()) * parameter.len();
             for (number, slot) in slots.iter().enumerate() {
                 let place = (least + next * (number + 1)) % ranks.len();
+                loads[place] += parameter.len();
                 by_tensor.insert(slot_name(&parameter.name, slot), ranks[place]);
             }
             by_tensor.insert(parameter.name, ranks[least]);

@@ -114,7 +114,13 @@ pub(super) fn begin(
         Some(_) => !parallel.is_hybrid(),
         None if whitened.is_some() => true,
         // Every rank draws the same weights, unless the ranks' programs differ. A comparison is faster than sending a wide head.
-        None => parallel.parameter_broadcast && compare_replicas(training, engine)?.is_some(),
+        None if parallel.parameter_broadcast => {
+            let differences = compare_replicas(training, engine)?;
+            training
+                .log(differences.iter().map(|what| format!("{what}: rank 0 sends its weights to all ranks")));
+            differences.is_some()
+        }
+        None => false,
     };
     if sends {
         engine.broadcast_parameters()?;

@@ -146,37 +146,44 @@ pub(crate) async fn file(
         checkpoints.events.log_once(&asking.attempt.job, attempt, "fetched", text).await;
     }
     match checkpoint_files::file(State(Arc::clone(&checkpoints)), Path((id, file)), request).await {
-        Err(Error::Of(Code::CheckpointDamaged, _) | Error::NotFound(_)) if row.job == asking.attempt.job => {
-            Err(fall_back(&checkpoints, &row).await?)
+        Err(error @ (Error::Of(Code::CheckpointDamaged, _) | Error::NotFound(_)))
+            if row.job == asking.attempt.job =>
+        {
+            Err(fall_back(&checkpoints, &row, error).await?)
         }
         response => response,
     }
 }
 
-/// Sets a damaged checkpoint aside and removes its row, as ranks on this disk do, if the job has another checkpoint. Returns the response.
-async fn fall_back(checkpoints: &Checkpoints, row: &CheckpointRow) -> Result<Error> {
+/// Sets a damaged checkpoint aside and removes its row, as ranks on this disk do, if the job has another checkpoint. Returns the response, which
+/// is `error` if the checkpoint is not damaged.
+async fn fall_back(checkpoints: &Checkpoints, row: &CheckpointRow, error: Error) -> Result<Error> {
     let copies = checkpoints.copies(&row.job).await?;
     let rows = checkpoints.store.checkpoints(&row.job).await?;
     let mut others = rows.iter().filter(|other| other.id != row.id);
     if !others.any(|other| checkpoints.is_kept(other, copies.get(&other.id))) {
-        return Ok(Error::Conflict(
-            format!(
-                "checkpoint {} is damaged, and no valid checkpoint is left to continue from; submit the job again to begin from the start",
-                row.id
+        return Ok(match error {
+            Error::Of(..) => Error::Conflict(
+                format!(
+                    "checkpoint {} is damaged, and no valid checkpoint is left to continue from; submit the job again to begin from the start",
+                    row.id
+                ),
+                None,
             ),
-            None,
-        ));
+            missing => missing,
+        });
     }
     let folder = checkpoints.folder(row);
     if folder.exists() {
         let then = "the job continues from the previous one";
         artifact_checks::set_damaged_aside(checkpoints, row, then).await.map_err(|e| disk(&e))?;
     }
-    // An undamaged folder has replaced the damaged one meanwhile.
-    if !folder.exists() {
-        let _removing = checkpoints.removing.lock().await;
-        checkpoints.remove(&row.job, vec![(row.info.epoch, row.info.step)]).await?;
+    if folder.exists() {
+        // The folder is not damaged, or another one has replaced it meanwhile.
+        return Ok(error);
     }
+    let _removing = checkpoints.removing.lock().await;
+    checkpoints.remove(&row.job, vec![(row.info.epoch, row.info.step)]).await?;
     let detail =
         format!("checkpoint {} is damaged; the next attempt continues from the previous checkpoint", row.id);
     Ok(Error::Of(Code::CheckpointDamaged, detail))

@@ -104,8 +104,8 @@ pub(crate) fn needed(method: &Method, route: Option<&str>) -> Requirement {
 /// Requests that check a specification and change nothing.
 const CHECKS: [&str; 2] = ["/api/v1/jobs/validate", "/api/v1/jobs/{id}/fork/check"];
 
-/// Requests that a program sends many times a minute and that are not recorded, except by DELETE: reports of a run, and parts of an
-/// upload. The creation and deletion of a run, and an upload that becomes a dataset, are recorded. A run's end is in the run's history.
+/// Requests that a program sends many times a minute and that are not recorded: reports of a run, and parts of an upload. DELETE requests
+/// are recorded. The creation and deletion of a run, and an upload that becomes a dataset, are recorded. A run's end is in the run's history.
 const NOT_AUDITED: [&str; 7] = [
     "/api/v1/runs/{id}",
     "/api/v1/runs/{id}/records",

@@ -370,7 +370,7 @@ fn gpu_ragged_batches_and_micro_batches_match_the_cpu_engine() {
         [16, 16, 5].iter().enumerate().map(|(i, n)| pictures(&network, *n, i)).collect();
     let (mut a, mut b) = (cpu(&network, &config), cuda(&network, &config, Precision::Fp32));
     for step in 0..4 {
-        // Only whole micro-batches; also a ragged one; only the ragged one; also a ragged one again.
+        // Whole micro-batches, whole ones with a ragged one, a ragged one, whole ones with a ragged one.
         let part = [&batches[..2], &batches[..], &batches[2..], &batches[..]][step];
         let (wanted, ours) = (a.train_step(part, 0.02).unwrap(), b.train_step(part, 0.02).unwrap());
         assert_eq!((ours.samples, ours.correct), (wanted.samples, wanted.correct), "step {step}");

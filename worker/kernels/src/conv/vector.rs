@@ -263,7 +263,8 @@ mod x86 {
         }
     }
 
-    /// With AVX-512BW and AVX512-BF16. `vdpbf16ps` rounds after each product, and treats subnormal numbers as zero.
+    /// With AVX-512BW and AVX512-BF16. `vdpbf16ps` rounds after each product. It treats subnormal numbers as zero, in
+    /// contrast to the portable form.
     impl Arithmetic<Avx512> for Bfloat16 {
         const VALUES: usize = 2;
         #[inline(always)]

@@ -5,7 +5,7 @@ use super::{
     hybrid::{data_rank, data_ranks, plan, staged},
     *,
 };
-use lockstep_engine::{Contribution, Writers, build_cpu_with, plan::Plan};
+use lockstep_engine::{Contribution, Distribution, Writers, build_cpu_with, plan::Plan};
 use lockstep_protocol::spec::Split;
 
 /// Divisible by two, three and four ranks.
@@ -35,12 +35,16 @@ fn losses_and_gradient(plan: &Plan, weights: &[NamedTensors]) -> (Vec<f32>, Name
         let optimizer = Optimizer { momentum: 0.9, weight_decay: 0.0, ..Optimizer::default() };
         let config = EngineConfig { optimizer, ..config(own) };
         let mut engine = build_cpu_with(network.clone(), &weights[0], config, comm.clone(), plan).unwrap();
+        let distribution = Distribution::new(&network, plan, comm.as_ref()).unwrap();
+        let parts = |whole: &NamedTensors| {
+            distribution.scatter(Some(whole.clone()), distribution.parameters()).unwrap()
+        };
         let mut gradient = None;
         let mut steps = Vec::new();
         for weights in weights {
             // Ranks of one machine share the weights.
             comm.barrier().unwrap();
-            engine.set_parameters(weights).unwrap();
+            engine.set_parameters(&parts(weights)).unwrap();
             comm.barrier().unwrap();
             let batch = part_of(GLOBAL, pictures(0, from, from + own));
             steps.push(engine.train_step(&[batch], 0.0).unwrap());

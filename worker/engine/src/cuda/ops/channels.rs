@@ -9,7 +9,7 @@ impl Ops {
     /// Copies `channels` channels of each of `rows` rows. All numbers of channels and of values are multiples of 8. `adds`: whether other
     /// values of `to` were written before.
     ///
-    /// Moves: the copied values twice.
+    /// Traffic: the copied values twice.
     pub(in crate::cuda) fn copy_channels(
         &self,
         (from, from_channels, first): Channels,

@@ -56,11 +56,11 @@ async function fill(server) {
   return id;
 }
 
-const firstPaint = (page) => until("rows are firstPaint", () => page.evaluate(() => performance.getEntriesByName("first-contentful-paint")[0]?.startTime));
+const firstPaint = (page) => until("rows are painted", () => page.evaluate(() => performance.getEntriesByName("first-contentful-paint")[0]?.startTime));
 
 /** The measurements. Each runs in a new tab. */
 const cases = (job) => ({
-  [`${JOBS} jobs: navigation to first rows firstPaint, in a new tab`]: async (page, server) => {
+  [`${JOBS} jobs: navigation to first rows painted, in a new tab`]: async (page, server) => {
     await page.goto(`${server.url}/jobs`, { waitUntil: "load" });
     await until("the list is loaded", () => page.evaluate(() => performance.getEntriesByName("jobs listed").length));
     return firstPaint(page);

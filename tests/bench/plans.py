@@ -168,11 +168,11 @@ def run_case(folder, shape, classes, ranks):
         ms = statistics.median(times[label])
         row["plans"][label] = {
             "words": predicted["words"],
-            "predicted_ms": predicted["step_ms"],
+            "predicted_ms": predicted["predicted"]["step_ms"],
             "ms": ms,
             "times": times[label],
-            "error": predicted["step_ms"] / ms - 1,
-            "predicted_mb": predicted["memory_bytes"] / 1e6,
+            "error": predicted["predicted"]["step_ms"] / ms - 1,
+            "predicted_mb": predicted["predicted"]["memory_bytes"] / 1e6,
             "mb": memory[label] or None,
         }
     if auto not in row["plans"]:
@@ -194,7 +194,7 @@ def predict(folder, cases):
         if not text:
             sys.exit(f"{shape}, {classes} classes: {why}")
         for found in json.loads(text)["plans"]:
-            plan = found["plan"]
+            plan = found["plan"] | found["plan"]["predicted"]
             rows.append({"case": "{}:{}:{}".format(*shape), "classes": classes, "ranks": found["ranks"]} | plan)
             print(
                 f"{rows[-1]['case']:<20}{classes:>10}{found['ranks']:>7}{plan['step_ms']:>10.1f}{plan['images_per_second']:>11.0f}"

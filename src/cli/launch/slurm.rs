@@ -17,6 +17,7 @@ use std::{
     fmt::Write as _,
     fs,
     io::Write as _,
+    os::unix::process::CommandExt as _,
     path::{Path, PathBuf},
     process::{Command, Stdio},
     time::Duration,
@@ -206,6 +207,8 @@ pub(super) fn submit(args: &Args, script: &str) -> anyhow::Result<String> {
     let mut command = command(args);
     // The batch job inherits this environment, which must not contain this user's token.
     command.env_remove("LOCKSTEP_TOKEN").stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    // Ctrl-C does not end sbatch: whether Slurm has taken the job would be unknown.
+    command.process_group(0);
     let mut child = command.spawn()?;
     if let Some(mut to) = child.stdin.take() {
         let _ = to.write_all(script.as_bytes());

@@ -82,11 +82,11 @@ pub(crate) async fn needed(
     let asking = RequestingAgent::of(&auth, &caller, &headers, &job, attempt)?;
     let job = &asking.attempt.job;
     let unknown = match store.job(job).await? {
-        Some(row) if row.job.attempt >= attempt => {
+        // After the restore of a backup, another attempt may have the same number, but not the same fencing token.
+        Some(row) if store.given_place(&asking.attempt, &asking.agent_id).await?.is_some() => {
             let keep = row.job.attempt == attempt && !row.job.state.is_final();
             return Ok(Json(WhatIsNeeded { keep, unknown: false }));
         }
-        // The database is older than the attempt.
         Some(_) => true,
         None => !was_deleted(&auth, &*store, job).await?,
     };

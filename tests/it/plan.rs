@@ -61,7 +61,7 @@ fn the_chosen_plan_depends_on_classes_and_memory() {
     let first_plan = |found: &Value| found["plans"][0]["plan"].clone();
     let ordinary = first_plan(&found);
     assert_eq!(ordinary["words"], "data parallel on 4 ranks");
-    let why = ordinary["why"].as_str().expect("a reason");
+    let why = ordinary["predicted"]["why"].as_str().expect("a reason");
     assert!(
         why.starts_with("no other plan is 2 % faster; the next best is ") && why.contains("ms per step"),
         "{why}"
@@ -69,16 +69,16 @@ fn the_chosen_plan_depends_on_classes_and_memory() {
     let layers = found["plans"][0]["layers"].as_array().expect("layers");
     assert_eq!(layers[0]["plan"]["placement"], "own pictures");
     let ms: f64 = layers.iter().map(|layer| layer["plan"]["time_us"].as_f64().expect("a time") / 1e3).sum();
-    let step = ordinary["step_ms"].as_f64().expect("a time");
+    let step = ordinary["predicted"]["step_ms"].as_f64().expect("a time");
     assert!(ms > 0.0 && ms <= step, "{ms} of {step}");
 
     // With eight million classes, 16 G weights and the optimizer's state do not fit into the memory.
     let wide = first_plan(&plan_on_machine(&["--classes", "8000000"]).json());
     assert_eq!(
-        (&wide["limited_by"], &wide["shard"]),
+        (&wide["predicted"]["limited_by"], &wide["shard"]),
         (&json!("memory"), &json!([{"match": "fc", "split": "out"}]))
     );
-    assert!(wide["why"].as_str().is_some_and(|why| why.starts_with("data parallel needs ")), "{wide}");
+    assert!(wide["predicted"]["why"].as_str().is_some_and(|why| why.starts_with("data parallel needs ")), "{wide}");
 
     // --machine also accepts the output of --json.
     fs::write(folder.join("printed.json"), plan_on_machine(&["--classes", "1000"]).ok()).expect("figures");
@@ -103,7 +103,7 @@ fn the_chosen_plan_depends_on_classes_and_memory() {
     // If the job requests another plan, the reason says so.
     let pinned =
         plan_on_machine(&["--classes", "1000", "--set", "parallel.mode=hybrid", "--set", "parallel.model=2"]);
-    let why = first_plan(&pinned.json())["why"].clone();
+    let why = first_plan(&pinned.json())["predicted"]["why"].clone();
     let better = "the job asks for it; parallel.mode = \"auto\" would choose data parallel on 4 ranks";
     assert!(why.as_str().is_some_and(|why| why.starts_with(better)), "{why}");
 }

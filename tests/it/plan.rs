@@ -78,7 +78,10 @@ fn the_chosen_plan_depends_on_classes_and_memory() {
         (&wide["predicted"]["limited_by"], &wide["shard"]),
         (&json!("memory"), &json!([{"match": "fc", "split": "out"}]))
     );
-    assert!(wide["predicted"]["why"].as_str().is_some_and(|why| why.starts_with("data parallel needs ")), "{wide}");
+    assert!(
+        wide["predicted"]["why"].as_str().is_some_and(|why| why.starts_with("data parallel needs ")),
+        "{wide}"
+    );
 
     // --machine also accepts the output of --json.
     fs::write(folder.join("printed.json"), plan_on_machine(&["--classes", "1000"]).ok()).expect("figures");

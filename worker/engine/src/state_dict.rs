@@ -59,7 +59,7 @@ pub struct Writers {
 
 impl Writers {
     /// Assigns the parameters of a whole network, each with the optimizer slots `slots`, to `ranks` (ascending from 0). Largest first, each
-    /// parameter goes to the rank with the fewest bytes so far. Its slots go to the next ranks, so that no rank writes all tensors of a very
+    /// parameter goes to the rank with the fewest bytes so far, where slots count for the rank of their parameter. Its slots go to the next ranks, so that no rank writes all tensors of a very
     /// large layer. If rank 0 writes the whole average, and therefore fewer parameters, slots go to the rank of their parameter.
     pub fn deal(network: &Network, slots: &[&str], average: AverageOn, ranks: &[u32]) -> Self {
         let (mut trained, running): (Vec<_>, Vec<_>) =
@@ -75,10 +75,9 @@ impl Writers {
         let mut by_tensor = BTreeMap::new();
         for parameter in trained {
             let Some(least) = (0..ranks.len()).min_by_key(|place| loads[*place]) else { break };
-            loads[least] += (copies - slots.len()) * parameter.len();
+            loads[least] += copies * parameter.len();
             for (number, slot) in slots.iter().enumerate() {
                 let place = (least + next * (number + 1)) % ranks.len();
-                loads[place] += parameter.len();
                 by_tensor.insert(slot_name(&parameter.name, slot), ranks[place]);
             }
             by_tensor.insert(parameter.name, ranks[least]);

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ def points(job: lockstep.Job, name: str) -> list[tuple[int, float]]:
 
 
 def test_an_offline_run_that_is_sent_twice_has_each_of_100000_points_once() -> None:
+    began = time.time()
     with lockstep.init(name="many", mode="offline", config={"lr": 0.1}, tags=["a"], group="g") as run:
         for step in range(50_000):
             run.log({"train/loss": 1 / (step + 1), "step_ms": step * 0.37})
@@ -56,10 +58,14 @@ def test_an_offline_run_that_is_sent_twice_has_each_of_100000_points_once() -> N
         run.save("weights.safetensors")
         Path("empty").touch()
         run.log_artifact("empty", name="more")
+    ended = time.time()
     for _ in range(2):
         assert lockstep.sync("lockstep-runs") == {run.id: 50_000}
         job = job_of(run)
         assert (job.state, job.data["tags"], job.step) == ("succeeded", ["a", "g"], 49_999)
+        # The run's own times, not those of the call of sync.
+        times = [datetime.fromisoformat(job.data[key]).timestamp() for key in ("created_at", "finished_at")]
+        assert began - 0.01 < times[0] < times[1] < ended + 0.01
         saved = {file["path"]: (file["size_bytes"], file["modified_ms"]) for file in job.files()}
         assert [(path, size) for path, (size, _) in saved.items()] == [("more/empty", 0), ("weights.safetensors", 6)]
         assert saved["weights.safetensors"][1] == Path("weights.safetensors").stat().st_mtime_ns // 1_000_000

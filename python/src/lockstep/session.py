@@ -146,6 +146,9 @@ def init(
         "summary": {},
         "state": "running",
         "reason": None,
+        # In milliseconds since 1970, so that a run that is sent later has its own times.
+        "started_at": time.time_ns() // 1_000_000,
+        "ended_at": None,
     }
     if chosen_mode == "disabled":
         _run = Run(run, "disabled", None, 0, False)
@@ -193,6 +196,8 @@ def _continue(run: Json, before: Json, name: str | None, project: str | None) ->
     """Keeps the earlier values of a continued run where the program gives none."""
     run["config"] = (before.get("config") or {}) | run["config"]
     run["summary"] = before.get("summary") or {}
+    if isinstance(before.get("started_at"), int):
+        run["started_at"] = before["started_at"]
     run["name"] = name or before.get("name") or run["name"]
     run["project"] = run["project"] if project else before.get("project") or run["project"]
     run["tags"] = run["tags"] or before.get("tags") or []

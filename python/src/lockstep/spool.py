@@ -171,7 +171,8 @@ class Sender:
     def begin(self) -> tuple[Json, bool]:
         """Makes the run on the server, or continues the run with this id. Returns the job, and whether it is new."""
         run = read_run(self.path)
-        new = {key: run[key] for key in ("id", "name", "project", "config", "tags", "notes") if run.get(key)}
+        keys = ("id", "name", "project", "config", "tags", "notes", "started_at")
+        new = {key: run[key] for key in keys if run.get(key)}
         response = self._client._send_once("POST", "/runs", json=new, timeout=REQUEST_SECS)
         is_new = response.status_code == 201
         self._known = {"state": "running", "summary": {}} | ({"config": run["config"]} if is_new else {})
@@ -225,8 +226,8 @@ class Sender:
         has_sent, refused = False, None
         assert self._known is not None
         # In separate requests, so that a field that is too large does not block others.
-        for keys in (("state", "reason"), ("summary",), ("config",)):
-            changed = {key: run[key] for key in keys if run[key] is not None and run[key] != self._known.get(key)}
+        for keys in (("state", "reason", "ended_at"), ("summary",), ("config",)):
+            changed = {key: run[key] for key in keys if run.get(key) is not None and run[key] != self._known.get(key)}
             if changed:
                 try:
                     self._change(changed)

@@ -432,7 +432,7 @@ class Run:
             if self._has_ended:
                 return
             self._has_ended = True
-        self._run |= {"state": state, "reason": reason}
+        self._run |= {"state": state, "reason": reason, "ended_at": time.time_ns() // 1_000_000}
         self._has_changed = True
         self._ends.set()
         self._logged.set()

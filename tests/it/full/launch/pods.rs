@@ -71,7 +71,15 @@ impl Drop for Following {
 /// Cancels a followed job, and waits until all its objects in the cluster are deleted.
 pub(super) async fn cancel(server: &Server, cluster: &Kubernetes, id: &str, following: Following) {
     server.cli(&["cancel", id]).ok();
-    cluster.until("all objects are gone", |all| all.is_empty()).await;
+    // If the pods end before the launch deletes the Job, the completed Job stays for a while.
+    let is_complete = |job: &Value| {
+        let conditions = job["status"]["conditions"].as_array();
+        conditions
+            .is_some_and(|all| all.iter().any(|one| one["type"] == "Complete" && one["status"] == "True"))
+    };
+    cluster
+        .until("the Job is gone or complete", |all| of_kind(all, "Job").into_iter().all(is_complete))
+        .await;
     following.end();
 }
 

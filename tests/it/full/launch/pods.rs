@@ -68,7 +68,7 @@ impl Drop for Following {
     }
 }
 
-/// Cancels a followed job, and waits until all its objects in the cluster are deleted.
+/// Cancels a followed job, and waits until its Job is deleted or complete.
 pub(super) async fn cancel(server: &Server, cluster: &Kubernetes, id: &str, following: Following) {
     server.cli(&["cancel", id]).ok();
     // If the pods end before the launch deletes the Job, the completed Job stays for a while.

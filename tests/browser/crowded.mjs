@@ -46,7 +46,7 @@ export async function fillServer(server, browser, many = 60) {
   return jobs;
 }
 
-const isDrawn = (page) => page.evaluate(() => Number(document.querySelector("#loss-chart")?.dataset.isDrawn) > 0);
+const isDrawn = (page) => page.evaluate(() => Number(document.querySelector("#loss-chart")?.dataset.drawn) > 0);
 const has = (selector, count = 1) => async (page) => (await page.locator(selector).count()) >= count;
 const both = (...checks) => async (page) => (await Promise.all(checks.map((check) => check(page)))).every(Boolean);
 const columns = "progress,loss,best,speed,age,train.lr,data.dataset,val_loss";

@@ -34,7 +34,7 @@ describe("every page", () => {
     await until("the request is listed", async () => /a-name-that-nobody-has/.test(await card.textContent()));
     const over = await card.evaluate((node) => node.scrollWidth - node.clientWidth);
     assert.ok(over <= 0, `the table is ${over} pixels wider than the card`);
-    assert.match(await card.innerText(), /this machine removed dataset a-name-that-nobody-has.*not finished: 404/s);
+    assert.match(await card.innerText(), /this machine removed dataset a-name-that-nobody-has.*not done: 404/s);
     assert.match(await card.innerText(), /this machine submitted job finished/);
     await savePicture(page, "audit");
     await page.getByRole("link", { name: "datasets", exact: true }).last().click();

@@ -92,6 +92,7 @@ async fn a_machine_without_the_files_copies_them_once_and_trains_to_the_same_wei
     assert!(copy.join("data/empty").is_dir());
     // A later job does not copy it again, even with a restarted agent.
     b.kill();
+    online(&server, 1).await;
     b.start_agent(&server);
     online(&server, 5).await;
     let id = server.submit(&spec("later")).await;

@@ -44,7 +44,7 @@ fn copy_fixture(name: &str) -> (tempfile::TempDir, PathBuf) {
     (dir, file)
 }
 
-/// Compares all samples with those that were written.
+/// Compares all samples with the written samples.
 fn assert_samples(catalog: &Catalog, part: &str) {
     let text = fs::read(fixtures().join("expected.json")).expect("the fixture");
     let expected: Value = serde_json::from_slice(&text).expect("JSON");

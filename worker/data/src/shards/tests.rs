@@ -45,7 +45,7 @@ fn broken(catalog: &Catalog) -> Vec<String> {
     catalog.broken.iter().chain(of_splits).map(|b| format!("{} {}", b.file, b.detail)).collect()
 }
 
-/// Compares all samples with those that were written.
+/// Compares all samples with the written samples.
 fn assert_samples(catalog: &Catalog, part: &str) {
     let text = fs::read(fixtures().join("expected.json")).expect("the fixture");
     let expected: Value = serde_json::from_slice(&text).expect("JSON");

@@ -28,7 +28,7 @@ struct Signature {
 /// What each kernel declares, by its name.
 static DECLARED: LazyLock<BTreeMap<String, Signature>> = LazyLock::new(declared);
 
-/// Reads the source: macros that stand for parameters are put in, and those that define kernels are followed.
+/// Reads the source. Expands macros that stand for parameters, and follows macros that define kernels.
 fn declared() -> BTreeMap<String, Signature> {
     let source: String = SOURCE.replace("\\\n", " ");
     let lines: Vec<&str> = source.lines().map(|line| line.split("//").next().unwrap_or("")).collect();

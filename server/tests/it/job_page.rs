@@ -129,7 +129,8 @@ async fn a_finished_job_shows_why_its_accuracy_is_low() {
     let (_, job) = server.get(&format!("/jobs/{id}")).await;
     let diagnosis = job["diagnosis"].as_str().unwrap();
     assert!(
-        diagnosis.starts_with("Training accuracy is 98.0 %, validation accuracy 71.0 %: "),
+        diagnosis
+            .starts_with("Training accuracy is 98.0 %, validation accuracy 71.0 % ± 1.0 of 2000 pictures: "),
         "{diagnosis}"
     );
     let (html, _) = read_page(&server, &id).await;

@@ -7,7 +7,7 @@ use crate::{
 };
 use lockstep_protocol::{
     Job, JobState,
-    numbers::{percent, plural},
+    numbers::{accuracy_of, percent, plural},
     spec::{Augment, LossSpec},
 };
 use std::collections::BTreeMap;
@@ -84,7 +84,8 @@ impl Course {
     fn diagnosis(&self) -> Option<String> {
         let last = *self.validations.last()?;
         let margin = self.pictures.map_or(0.0, |pictures| margin(last, pictures));
-        if margin > MAX_MARGIN {
+        let overfitted = self.training.filter(|training| training - last > USUAL_GAP.max(margin));
+        if margin > MAX_MARGIN && overfitted.is_none() {
             return Some(format!(
                 "Too few validation pictures to tell: with {} the accuracy is certain only to ± {:.0} points. Add pictures, or hold \
                  more of them out (data.validation).",
@@ -95,7 +96,8 @@ impl Course {
         if last >= GOOD_ACCURACY {
             return None;
         }
-        let rise = rise(&self.validations).filter(|rise| *rise > MIN_RISE.max(margin / 2.0));
+        let rise =
+            rise(&self.validations).filter(|rise| margin <= MAX_MARGIN && *rise > MIN_RISE.max(margin / 2.0));
         if let Some(rise) = rise.filter(|_| self.training.is_none_or(|training| training < LEARNED_ACCURACY))
         {
             return Some(format!(
@@ -103,15 +105,15 @@ impl Course {
                 100.0 * rise
             ));
         }
-        let training = self.training?;
-        if training - last > USUAL_GAP.max(margin) {
+        if let Some(training) = overfitted {
             return Some(format!(
                 "Training accuracy is {}, validation accuracy {}: the network overfits its training pictures. Augment them \
                  (data.augment), raise train.weight_decay, or add pictures.",
                 percent(training),
-                percent(last)
+                self.pictures.map_or_else(|| percent(last), |pictures| accuracy_of(last, pictures))
             ));
         }
+        let training = self.training?;
         (training < LOW && last < LOW).then(|| {
             format!(
                 "Training accuracy is low, too ({}): raise train.lr or train longer (train.epochs); a larger network may help.",
@@ -151,9 +153,17 @@ mod tests {
             (Some(0.9), &[][..], Some(1000), None),
             (Some(0.99), &[0.9, 0.98], Some(1000), None),
             (Some(0.93), &[0.91, 0.91, 0.91], Some(1000), None),
-            // Too few pictures come before other findings; 100 pictures are enough.
+            // Too few pictures come before other findings, except a difference that is larger than the margin; 100 pictures are enough.
             (Some(0.5), &[1.0], Some(4), Some("with 4 pictures the accuracy is certain only to ± 24 points")),
             (Some(0.5), RISING, Some(20), Some("Too few validation pictures to tell: with 20 pictures")),
+            (Some(0.75), &[0.6], Some(30), Some("Too few validation pictures to tell: with 30 pictures")),
+            (
+                Some(0.99),
+                &[0.6],
+                Some(30),
+                Some("is 99.0 %, validation accuracy 60.0 % ± 8.9 of 30 pictures: the network overfits"),
+            ),
+            (Some(0.95), RISING, Some(30), Some("overfits")),
             (Some(0.5), &[0.5], Some(100), Some("low, too (50.0 %)")),
             (Some(0.5), &[0.5], None, Some("low, too (50.0 %)")),
             (

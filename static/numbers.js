@@ -2,16 +2,22 @@
 
 export const count = (n) => String(Math.round(n)).replace(/\B(?=(\d{3})+$)/g, ",");
 
+/** With fewer pictures than this, an accuracy is shown with its standard error. The same as in protocol/src/numbers.rs. */
+const FEW_PICTURES = 10_000;
+
 export const percent = (share, digits = 1) => `${(share * 100).toFixed(digits)} %`;
 
 /**
  * Formats the standard error of an accuracy in percent: ` ± 2.6`. Empty for many pictures, and where all or none are right. The
  * same as `standard_error` in protocol/src/numbers.rs.
  */
-export const standardError = (share, pictures) => (pictures > 0 && pictures < 1e4 && share > 0 && share < 1 ? ` ± ${(100 * Math.sqrt(share * (1 - share) / pictures)).toFixed(1)}` : "");
+export const standardError = (share, pictures) => (pictures > 0 && pictures < FEW_PICTURES && share > 0 && share < 1 ? ` ± ${(100 * Math.sqrt(share * (1 - share) / pictures)).toFixed(1)}` : "");
 
 /** Formats an accuracy, its standard error, and its number of pictures. The same as `accuracy_of` in protocol/src/numbers.rs. */
 export const accuracyOf = (share, pictures, digits = 1) => `${percent(share, digits)}${standardError(share, pictures)} of ${count(pictures)}`;
+
+/** Formats what a list shows after an accuracy: ` ± 2.6 of 200`. Empty for many pictures. The same as `uncertainty` in protocol/src/numbers.rs. */
+export const uncertainty = (share, pictures) => (pictures > 0 && pictures < FEW_PICTURES ? `${standardError(share, pictures)} of ${pictures}` : "");
 
 /** Formats a loss or a learning rate. */
 export function value(v) {

@@ -42,6 +42,13 @@ pub fn standard_error(accuracy: f64, pictures: u64) -> String {
     format!(" ± {:.1}", 100.0 * error.sqrt())
 }
 
+/// ` ± 2.6 of 200`: the standard error of an accuracy in percent and its number of pictures, for lists and tables, which show them
+/// after the accuracy. Empty for many pictures and for an unknown number. The same as `uncertainty` in `static/numbers.js`.
+pub fn uncertainty(accuracy: f64, pictures: Option<u64>) -> String {
+    let few = pictures.filter(|pictures| (1..FEW_PICTURES).contains(pictures));
+    few.map_or_else(String::new, |pictures| format!("{} of {pictures}", standard_error(accuracy, pictures)))
+}
+
 /// Images per second: formats `38940.2` as `38940`, `9.73` as `9.7`. Pages also separate thousands by commas.
 pub fn rate(v: f64) -> String {
     if v >= 99.95 { format!("{v:.0}") } else { format!("{:.1}", v.max(0.0)) }
@@ -96,6 +103,15 @@ mod tests {
             (0.9, 10_000, "90.0 % of 10000 pictures"),
         ] {
             assert_eq!(accuracy_of(accuracy, pictures), words);
+        }
+        for (accuracy, pictures, words) in [
+            (0.84, Some(200), " ± 2.6 of 200"),
+            (1.0, Some(8), " of 8"),
+            (0.9, Some(10_000), ""),
+            (0.9, Some(0), ""),
+            (0.9, None, ""),
+        ] {
+            assert_eq!(uncertainty(accuracy, pictures), words);
         }
     }
 

@@ -2,7 +2,7 @@
 
 use crate::{
     job::{JobId, JobState},
-    numbers::{percent, value},
+    numbers::{percent, uncertainty, value},
     spec::Setting,
 };
 use serde::{Deserialize, Serialize};
@@ -89,10 +89,12 @@ pub struct Sweep {
 }
 
 impl Sweep {
-    /// A trial's metric as it is shown, such as `75.0 %`; `None` before its first rung.
+    /// A trial's metric as it is shown, such as `75.0 % ± 3.1 of 200`; `None` before its first rung.
     pub fn metric_of(&self, trial: &Trial) -> Option<String> {
-        let format: fn(f64) -> String = if self.metric == "val_loss" { value } else { percent };
-        trial.metric.map(format)
+        trial.metric.map(|metric| match self.metric.as_str() {
+            "val_loss" => value(metric),
+            _ => percent(metric) + &uncertainty(metric, trial.val_pictures),
+        })
     }
 
     /// `trial 3 is paused: the sweep cannot end until the trial is resumed or cancelled`; `None` if nobody has paused one.
@@ -133,6 +135,9 @@ pub struct Trial {
     /// The metric at the newest rung, if it had a finite value; absent before the first.
     #[serde(default)]
     pub metric: Option<f64>,
+    /// Number of pictures behind the metric, if known.
+    #[serde(default)]
+    pub val_pictures: Option<u64>,
     /// The epoch after which the trial was compared last: that of the newest rung, or the trial's last epoch if it has
     /// succeeded; absent before the first rung.
     #[serde(default)]

@@ -7,7 +7,10 @@ use super::{
     api::{ServerArgs, given, list},
     block_on, output,
 };
-use lockstep_protocol::{Job, JobState};
+use lockstep_protocol::{
+    Job, JobState,
+    numbers::{percent, rate, uncertainty},
+};
 use serde_json::Value;
 
 /// List jobs, newest first
@@ -106,9 +109,11 @@ fn row(job: &Job) -> [String; 9] {
         job.state.to_string(),
         job.ranks.to_string(),
         progress,
-        job.images_per_second.map(lockstep_protocol::numbers::rate).unwrap_or_default(),
+        job.images_per_second.map(rate).unwrap_or_default(),
         job.last.loss.map(|loss| format!("{loss:.4}")).unwrap_or_default(),
-        job.best.map(|best| lockstep_protocol::numbers::percent(best.value)).unwrap_or_default(),
+        job.best
+            .map(|best| percent(best.value) + &uncertainty(best.value, job.last.val_pictures))
+            .unwrap_or_default(),
         age(job.created_at),
     ]
 }

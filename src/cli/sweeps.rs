@@ -189,7 +189,7 @@ pub(crate) async fn to_the_end(api: &Api, mut sweep: Sweep, as_json: bool) -> an
     Ok(())
 }
 
-/// `trial 3 (train.lr=0.1): succeeded, val_accuracy 84.2 %`
+/// `trial 3 (train.lr=0.1): succeeded, val_accuracy 84.2 % ± 2.6 of 200`
 fn trial_in_words(sweep: &Sweep, trial: &Trial) -> String {
     let state = trial.state.map_or("deleted", JobState::as_str);
     let metric = sweep.metric_of(trial).map(|metric| format!(", {} {metric}", sweep.metric));

@@ -7,11 +7,14 @@ import { byId, text } from "../page.js";
 import { cut } from "../cut.js";
 import { read, write } from "../address.js";
 import { formatted } from "../settings.js";
+import { uncertainty } from "../numbers.js";
 
 /** Columns of the table of results: name, value of a job (also for sorting), and format. */
 const COLUMNS = [["job", (j) => j.name, (v) => v], ["state", (j) => j.state, (v) => v], ...RESULTS.map(([, name, of, words]) => [name, (j) => of(j) ?? NaN, words])];
 /** Columns with the newest values. While a job runs, they are marked as not final. */
 const NEWEST = ["loss", "val. loss", "accuracy", "val. accuracy"];
+/** Columns whose values rest on the validation pictures. */
+const VALIDATED = ["val. accuracy", "best accuracy"];
 
 export class Tables {
   #all = false;
@@ -69,6 +72,7 @@ export class Tables {
         if (typeof v === "number") cell.title = String(v);
         cell.dataset.column = name;
         if (NEWEST.includes(name) && Number.isFinite(v) && !job.finished_at) cell.append(Object.assign(document.createElement("small"), { className: "muted", textContent: " so far" }));
+        if (VALIDATED.includes(name) && Number.isFinite(v)) cell.append(Object.assign(document.createElement("small"), { className: "small uncertainty", textContent: uncertainty(v, job.last.val_pictures) }));
         row.append(cell);
       });
       const cell = document.createElement("td"), button = Object.assign(document.createElement("button"), { type: "button", className: "quiet", textContent: "Leave out" });

@@ -2,7 +2,7 @@
 // next visit.
 
 import { cut, NARROW } from "../cut.js";
-import { count, rate } from "../numbers.js";
+import { count, rate, uncertainty } from "../numbers.js";
 import { ask, byId, Problem, errorText, text } from "../page.js";
 import { dotted, flat, setting, formatted } from "../settings.js";
 import { ALL } from "../job/names.js";
@@ -136,13 +136,14 @@ export class Columns {
         const cell = Object.assign(document.createElement("td"), { className: "num c-extra" });
         cell.dataset.key = key;
         cell.dataset.label = label(key);
-        cell.append(document.createElement("span"));
+        cell.append(document.createElement("span"), Object.assign(document.createElement("small"), { className: "small uncertainty" }));
         before.before(cell);
       }
     }
     for (const cell of row.querySelectorAll(".c-extra")) {
       const words = valueOf(job, cell.dataset.key), span = cell.firstChild;
       cut(span, words, NARROW);
+      text(cell.lastChild, cell.dataset.key === "val_accuracy" && words ? uncertainty(job.last.val_accuracy, job.last.val_pictures) : "");
     }
   }
 

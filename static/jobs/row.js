@@ -4,7 +4,7 @@ import { byId, serverNow, text } from "../page.js";
 import { cut, sentenceOf } from "../cut.js";
 import { waits } from "./queue.js";
 import { ELSEWHERE } from "../job/names.js";
-import { age, clock, percent, plural, rate, value } from "../numbers.js";
+import { age, clock, percent, plural, rate, uncertainty, value } from "../numbers.js";
 
 /** Maximum number of tags in a row (further tags are only counted), and length up to which a tag is never shortened. */
 const TAGS = 4, SHORT = 8;
@@ -41,6 +41,7 @@ export function fill(row, job) {
   if (at("spark").getAttribute("points") !== points) at("spark").setAttribute("points", points);
   text(at("loss"), job.last.loss == null ? "" : value(job.last.loss));
   text(at("best"), job.best ? percent(job.best.value) : "");
+  text(at("uncertainty"), job.best ? uncertainty(job.best.value, job.last.val_pictures) : "");
   text(at("speed"), job.images_per_second ? rate(job.images_per_second) : "");
   text(at("age"), age(Date.parse(job.created_at), serverNow()));
   at("age").title = job.created_at;

@@ -9,6 +9,7 @@ use jiff::Timestamp;
 use lockstep_protocol::{
     job::{Job, JobState},
     labels::DEFAULT_PROJECT,
+    numbers::uncertainty,
 };
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 
@@ -198,6 +199,8 @@ struct JobRow {
     sparkline: String,
     loss: String,
     best: String,
+    /// Standard error of `best`, and its number of pictures; empty for many pictures.
+    uncertainty: String,
     speed: String,
     age: String,
     created_at: String,
@@ -236,6 +239,7 @@ impl JobRow {
             sparkline: sparkline(&job.sparkline),
             loss: job.last.loss.map(value).unwrap_or_default(),
             best: job.best.map(|b| percent(b.value)).unwrap_or_default(),
+            uncertainty: job.best.map(|b| uncertainty(b.value, job.last.val_pictures)).unwrap_or_default(),
             speed: job.images_per_second.map(rate).unwrap_or_default(),
             age: age(job.created_at, now),
             created_at: job.created_at.to_string(),

@@ -144,6 +144,7 @@ mod tests {
             state: metric.map(|_| JobState::Succeeded),
             rung: u32::from(metric.is_some()),
             metric,
+            val_pictures: Some(200),
             epoch: metric.map(|_| 3),
             step: 10,
         };
@@ -179,9 +180,9 @@ mod tests {
             "trial 3 is paused",
             "deleted",
             "epoch 3",
-            "75.0 %",
+            "<td>75.0 % ± 3.1 of 200</td>",
             "not started",
-            "Best val_accuracy: 75.0 %",
+            "Best val_accuracy: 75.0 % ± 3.1 of 200",
             "data-act=\"pause\"",
             "data-act=\"cancel\"",
         ] {

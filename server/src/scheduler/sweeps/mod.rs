@@ -194,6 +194,7 @@ pub(crate) fn shown(row: &SweepRow, jobs: &[JobRow]) -> Sweep {
             state: job.map(|row| row.job.state),
             rung: u32::try_from(values.len()).unwrap_or(u32::MAX),
             metric: values.last().copied().flatten(),
+            val_pictures: job.and_then(|row| row.job.last.val_pictures),
             epoch: job.and_then(|row| match row.job.state {
                 JobState::Succeeded => Some(row.job.epoch),
                 _ => row.progress.rungs.last().map(|rung| rung.epoch),

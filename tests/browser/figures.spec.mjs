@@ -30,7 +30,7 @@ const end = async (attempt, how) => {
   await until("the attempt has ended", async () => (await server.ask(`/jobs/${attempt.job}/attempts`)).attempts.find((a) => a.attempt === attempt.attempt).ended_at !== null);
 };
 const killed = { how: "failed", retriable: true, reason: { code: "rank_killed", rank: 1, step: 300, signal: 9, words: "rank 1 was killed by signal 9 at step 300" } };
-const checkpoint = (step) => ({ type: "checkpoint", epoch: 1, step, val_accuracy: 0.5, val_loss: 1.5, best: true, size_bytes: 1234567 });
+const checkpoint = (step) => ({ type: "checkpoint", epoch: 1, step, val_accuracy: 0.5, val_loss: 1.5, validation: { pictures: 187, fingerprint: "5f3a" }, best: true, size_bytes: 188743680 });
 const number = (words) => Number(words.match(/[\d,.]+/)?.[0].replaceAll(",", ""));
 const shows = (page, selector, words) => until(`${selector} says ${words}`, async () => (await page.locator(selector).first().textContent()).includes(words));
 
@@ -71,6 +71,12 @@ describe("a job", () => {
     await shows(page, "#speed-note", `${words} in all`);
     await shows(list, `tr[data-id="${job.id}"] [data-f=speed]`, words);
     assert.equal(await list.locator(`tr[data-id="${job.id}"] [data-f=best]`).textContent(), "87.5 %", "the best accuracy, not the last");
+    // An accuracy of few pictures is shown with its standard error and their number.
+    for (const [tab, selector, words] of [
+      [list, `tr[data-id="${job.id}"] .c-best`, "87.5 % ± 3.3 of 100"],
+      [compare, "#results [data-column='best accuracy']", "87.5 % ± 3.3 of 100"],
+      [compare, "#results [data-column='val. accuracy']", "75.0 % so far ± 4.3 of 100"],
+    ]) await shows(tab, selector, words);
     await until("Compare shows the same speed", async () => (await compare.locator("#results [data-column='images/s']").textContent()) === words);
     await until("the list and the page agree on the time left", async () => {
       const [a, b] = [await page.locator("#left").textContent(), await list.locator(`tr[data-id="${job.id}"] [data-f=progress]`).textContent()];
@@ -93,6 +99,13 @@ describe("a job", () => {
     await until("the job has ended", async () => (await page.locator("#state").textContent()) === "succeeded");
     assert.equal(number(await page.locator("#speed").textContent()), Number(words), "the speed is kept after the end");
     await shows(list, `tr[data-id="${job.id}"] [data-f=speed]`, words);
+    // The table of checkpoints, with all its buttons, is inside its card.
+    for (const width of [1300, 390]) {
+      await page.setViewportSize({ width, height: 900 });
+      assert.equal(await page.locator("#checkpoints .row-actions > button").count(), 4);
+      const over = await page.locator(".checkpoints-card").evaluate((card) => Math.max(...[...card.querySelectorAll("td, td > *")].map((node) => node.getBoundingClientRect().right)) - card.getBoundingClientRect().right);
+      assert.ok(over < 0, `${over} pixels too wide at ${width}`);
+    }
     await until("Compare shows the job's end", async () => /succeeded/.test(await compare.locator("#results").textContent()) && !/so far/.test(await compare.locator("#results").textContent()));
     await page.end();
   });

@@ -2,7 +2,7 @@
 
 import { byId, say, text } from "../page.js";
 import { bestWords } from "./checkpoints.js";
-import { ELSEWHERE } from "./names.js";
+import { ELSEWHERE, ownMetrics } from "./names.js";
 import { sentenceOf } from "../cut.js";
 import { waits } from "../jobs/queue.js";
 import { clock, count, percent, plural, rate, standardError, timeOfDay, value } from "../numbers.js";
@@ -10,6 +10,8 @@ import { clock, count, percent, plural, rate, standardError, timeOfDay, value } 
 const FINAL = ["succeeded", "failed", "cancelled"], ACTIVE = ["starting", "running", "pausing"];
 /** Time without a new step after which the banner reports a running job (or the time of 20 steps, if longer). */
 const NO_STEP_MS = 15_000;
+/** Maximum number of results of a run from elsewhere in the row of numbers. */
+const MAX_RESULTS = 4;
 /** Time for which a refused action stays in the banner. */
 const REFUSED_MS = 10_000;
 
@@ -103,6 +105,7 @@ export class Facts {
     const lost = best && this.checkpoints.size > 0 && !this.checkpoints.has(best.step);
     byId("best-note").hidden = !lost;
     text(byId("best-note"), lost ? `Epoch ${best.epoch} was the best with ${percent(best.value)}; there is no checkpoint of it.` : "");
+    if (job.external) this.#drawOwnResults();
     // A single rank does not wait for other ranks.
     byId("wait").closest("div").hidden = this.#ranksNow === 1;
     const wait = this.ranks.waitShare();
@@ -116,6 +119,18 @@ export class Facts {
     const share = total ? Math.floor(100 * step / total) : 0;
     document.title = `${done || !total ? job.state : `${share} %`} · ${job.name} · Lockstep`;
     this.#banner(now, step);
+  }
+
+  /** Replaces the results of a run from elsewhere in the row of numbers. Such a run has no estimate of the time that is left. */
+  #drawOwnResults() {
+    const row = byId("facts"), make = (tag, words) => Object.assign(document.createElement(tag), { textContent: words });
+    byId("left").closest("div").hidden = !isFinal(this.job.state) || this.job.ran_secs == null;
+    for (const node of row.querySelectorAll(".own-result")) node.remove();
+    row.append(...ownResults(this.job, this.metrics).map(([name, v]) => {
+      const node = Object.assign(document.createElement("div"), { className: "own-result" });
+      node.append(make("dt", name), make("dd", ownResult(name, v)));
+      return node;
+    }));
   }
 
   #accuracy() {
@@ -176,7 +191,7 @@ export class Facts {
     const found = this.#refusalBanner() ?? this.#findProblem(now, step), band = byId("banner");
     band.hidden = !found;
     if (!found) return say(byId("banner-status"), "");
-    const { tone, what, why, link = ["#panels", "Log"] } = found;
+    const { tone, what, why, link = ["#panels", this.job.external ? "Details" : "Log"] } = found;
     band.dataset.tone = tone;
     text(byId("banner-what"), why && /^[a-z]/.test(why) ? what.replace(/\.$/, ":") : what);
     sentenceOf(byId("banner-why"), why ?? "");
@@ -223,6 +238,22 @@ export class Facts {
     const slow = ranks.slow();
     return slow && { tone: "warn", what: `Rank ${slow.rank} is ${percent(slow.share, 0)} slower since step ${count(slow.since)}.`, why: slow.cause, link: ["#ranks-title", "Ranks"] };
   }
+}
+
+/** Returns names and values of a run's results: numbers of its summary, then newest values of its metrics. The same as `own_results` in web/src/job.rs. */
+function ownResults({ external, last }, metrics) {
+  const results = new Map(Object.entries(external.summary).filter(([, v]) => typeof v === "number"));
+  for (const name of [...ownMetrics({ last }), ...metrics.reported]) {
+    const newest = metrics.of(name).last?.lastValue;
+    if (!results.has(name)) results.set(name, Number.isFinite(newest) ? newest : last[name]);
+  }
+  return [...results].filter(([name, v]) => !name.startsWith("_") && typeof v === "number").slice(0, MAX_RESULTS);
+}
+
+/** The same as `own_result` in web/src/job.rs. */
+function ownResult(name, v) {
+  if (["accuracy", "val_accuracy"].includes(name) && v >= 0 && v <= 1) return percent(v);
+  return Number.isInteger(v) && v >= 0 && v < 1e15 ? count(v) : value(v);
 }
 
 /** The same as `unreadable` in web/src/job.rs. */

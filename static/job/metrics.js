@@ -44,6 +44,9 @@ export class Metrics {
     return [...this.#series.values()].filter(has).map((s) => s.rank).sort((a, b) => a - b);
   }
 
+  /** Returns the names of all metrics that have been read and have a point. */
+  get reported() { return new Set([...this.#series.values()].filter((s) => s.segments.length).map((s) => s.name)); }
+
   /** Stores the number of ranks of the active attempt. Later, the job's reason may no longer contain the number. */
   follow(job) {
     if (isActive(job.state) && isRankCountKnown(job)) this.#ranksIn.set(job.attempt, Math.min(this.#ranksIn.get(job.attempt) ?? Infinity, ranksNow(job)));

@@ -13,8 +13,8 @@ const MAX_PANELS = 24;
 /** Returns the metric from which a line is computed: speeds are computed from step times. */
 const source = (name) => (name === "images_per_second" ? "step_ms" : name);
 
-/** Returns the default panel of a metric, for runs without configured panels. */
-const defaultPanel = (name) => ({ title: name.slice(0, 80), metrics: [name], lines: "mean", columns: 1, rows: 1, smoothing: 0, log: false, robust: false });
+/** Returns the default panel of a metric, for runs without configured panels. Its chart is about as high as a job's chart of the loss. */
+const defaultPanel = (name) => ({ title: name.slice(0, 80), metrics: [name], lines: "mean", columns: 1, rows: 2, smoothing: 0, log: false, robust: false });
 
 export class Panels {
   /** The panels on the page: `{ panel, card, chart, key }`, in order. */
@@ -75,7 +75,9 @@ export class Panels {
 
   /** Shows a message next to the title. Without a message, shows whose panels these are. */
   #showMessage(words) {
-    const whose = this.#shown.length ? (this.from === "project" ? `of the project ${this.job().project}` : "") : this.mayChange ? "Charts of the metrics of your choice: none yet." : "none";
+    const whose = this.#shown.length ? (this.from === "project" ? `of the project ${this.job().project}` : "")
+      : this.#showsDefaults ? "No metric yet: the run's program logs metrics by run.log in Python, or by POST /api/v1/runs/ID/records."
+      : this.mayChange ? "Charts of the metrics of your choice: none yet." : "none";
     byId("custom-note").dataset.said = words;
     text(byId("custom-note"), words || whose);
   }

@@ -21,10 +21,12 @@ export class Tabs {
         next.focus();
       });
     }
-    const wanted = read("tab", "log"), linked = this.tabs.some((t) => t.dataset.tab === wanted && !t.hidden);
-    this.show(linked ? wanted : "log");
+    // A run from elsewhere has no log.
+    this.first = this.tabs.find((t) => !t.hidden).dataset.tab;
+    const wanted = read("tab", this.first), linked = this.tabs.some((t) => t.dataset.tab === wanted && !t.hidden);
+    this.show(linked ? wanted : this.first);
     // On a reload, the browser restores the reader's scroll position.
-    if (linked && wanted !== "log" && performance.getEntriesByType("navigation")[0]?.type !== "reload") requestAnimationFrame(() => this.inView());
+    if (linked && wanted !== this.first && performance.getEntriesByType("navigation")[0]?.type !== "reload") requestAnimationFrame(() => this.inView());
   }
 
   /** Scrolls the panel into view. */
@@ -48,7 +50,7 @@ export class Tabs {
     }
     byId("log-controls").hidden = name !== "log";
     byId("panels").dataset.shows = name;
-    write({ tab: name === "log" ? "" : name });
+    write({ tab: name === this.first ? "" : name });
     if (this.#opened.has(name)) return void this.again[name]?.();
     this.#opened.add(name);
     this.opened[name]?.();

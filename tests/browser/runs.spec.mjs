@@ -22,16 +22,29 @@ test("metrics of any name have panels, also metrics that arrive while the page i
   const file = `${server.url}/api/v1/runs/r/file?path=weights/model.safetensors`;
   assert.ok((await server.fetch(file, { method: "PUT", headers: server.headers, body: "0123456789" })).ok);
   const page = await browser.page(server, `/jobs/${run.id}`);
+  const results = () => page.locator("#facts > div:visible").evaluateAll((all) => all.map((node) => node.innerText.replace(/\s+/g, " ").trim()));
+  const untilShown = (...expected) => until(`the row of numbers shows ${expected}`, async () => { assert.deepEqual((await results()).sort(), expected.sort()); return true; });
   await until("the job's panels are drawn", async () => JSON.stringify(await panels(page)) === JSON.stringify([["top 1, %", [2]], ["train/loss", [2]]]));
-  assert.deepEqual(await page.locator(".own-settings dt").allTextContents(), ["lr", "net.depth"]);
+  await untilShown("Step 2", "top 1, % 20", "train/loss 1");
+  // The charts are as high as those of a job, and no card is empty: the settings are in place of a log, and no summary is shown yet.
+  for (const chart of await page.locator(".panel .chart").all()) assert.ok((await chart.boundingBox()).height >= 300);
+  assert.deepEqual(await page.locator(".own-settings dt:visible").allTextContents(), ["lr", "net.depth"]);
+  assert.equal(await page.locator("#summary-title").count(), 0);
   const link = page.locator('section[aria-labelledby="files-title"] a');
   assert.equal(await link.textContent(), "weights/model.safetensors");
   const [download] = await Promise.all([page.waitForEvent("download"), link.click()]);
   assert.equal(download.suggestedFilename(), "model.safetensors");
-  for (const hidden of ["#ranks", "#checkpoint-table", "#loss-chart", "#pause", "#retry", "#evaluation-title"]) assert.equal(await page.locator(hidden).isVisible(), false, hidden);
+  for (const hidden of ["#ranks", "#checkpoint-table", "#loss-chart", "#pause", "#retry", "#evaluation-title", "#log-title", "#log-search", "#progress"]) assert.equal(await page.locator(hidden).isVisible(), false, hidden);
   await log(3, [{ "train/loss": 0.5, constructor: 1 }]);
   await until("the new metric has a panel", async () => JSON.stringify(await panels(page)) === JSON.stringify([["top 1, %", [2]], ["train/loss", [3]], ["constructor", [1]]]));
-  await until("the step is shown", async () => (await page.locator("#step").textContent()) === "3");
+  await untilShown("Step 3", "top 1, % 20", "train/loss 0.5000", "constructor 1");
+  const ended = await server.fetch(`${server.url}/api/v1/runs/r`, { method: "PATCH", headers: { ...server.headers, "content-type": "application/json" }, body: JSON.stringify({ state: "succeeded", summary: { accuracy: 0.75 } }) });
+  assert.equal(ended.status, 200);
+  await until("the summary's numbers come first", async () => / · accuracy 75\.0 % · .*train\/loss 0\.5000/.test((await results()).join(" · ")));
+  await page.reload();
+  assert.equal(await page.locator("#accuracy").isVisible(), false, "accuracy is shown once");
+  const [cards, summary] = [await page.locator("#cards").boundingBox(), await page.locator(".summary-card").boundingBox()];
+  assert.ok(summary.width > cards.width / 3, "the summary's card is wide enough for its text");
   await assertViews(page, "a run's page");
   // The links that MLflow's client prints lead to Lockstep's pages.
   await page.goto(`${server.url}/#/experiments/0/runs/${run.id}`);

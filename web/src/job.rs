@@ -12,7 +12,7 @@ use lockstep_protocol::{
     agent::{CheckpointInfo, RankReport},
     attempt::Attempt,
     best::best_words,
-    job::{External, Job, JobState, RunFile},
+    job::{External, Job, JobState, LastValues, RunFile},
     numbers::standard_error,
     panels::Panel,
     queue::waits_for,
@@ -170,6 +170,33 @@ impl JobTemplate<'_> {
         }
     }
 
+    /// Returns the results of a run from elsewhere that the row of numbers shows: numbers of its summary, then newest values of its
+    /// metrics. W&B's own entries begin with `_`. The same as `ownResults` in `static/job/facts.js`.
+    fn own_results(&self) -> Vec<(String, String)> {
+        const MAX_RESULTS: usize = 4;
+        let Some(External { summary, .. }) = &self.job.external else { return Vec::new() };
+        let LastValues { loss, accuracy, lr, val_loss, val_accuracy, val_pictures: _, others } =
+            &self.job.last;
+        let fields = [
+            ("loss", *loss),
+            ("accuracy", *accuracy),
+            ("lr", *lr),
+            ("val_loss", *val_loss),
+            ("val_accuracy", *val_accuracy),
+        ];
+        let metrics = fields.into_iter().filter_map(|(name, value)| Some((name, value?)));
+        let metrics = metrics.chain(others.iter().map(|(name, value)| (name.as_str(), *value)));
+        let numbers = summary.iter().filter_map(|(name, value)| Some((name.as_str(), value.as_f64()?)));
+        let mut results: Vec<(&str, f64)> = Vec::new();
+        for (name, value) in numbers.chain(metrics) {
+            if !name.starts_with('_') && !results.iter().any(|(known, _)| *known == name) {
+                results.push((name, value));
+            }
+        }
+        results.truncate(MAX_RESULTS);
+        results.into_iter().map(|(name, value)| (name.to_owned(), own_result(name, value))).collect()
+    }
+
     /// Returns the results of a run from elsewhere, and its tags with values.
     fn summary(&self) -> Vec<(String, String)> {
         let Some(External { summary, values, .. }) = &self.job.external else { return Vec::new() };
@@ -278,6 +305,15 @@ impl JobTemplate<'_> {
     }
 }
 
+/// Formats a result of a run from elsewhere. The same as `ownResult` in `static/job/facts.js`.
+fn own_result(name: &str, v: f64) -> String {
+    match name {
+        "accuracy" | "val_accuracy" if (0.0..=1.0).contains(&v) => percent(v),
+        _ if v.fract() == 0.0 && (0.0..1e15).contains(&v) => count(v as u64),
+        _ => value(v),
+    }
+}
+
 /// Describes the job's place in the queue, and the current reason for waiting. The same as `#waiting` in `static/job/facts.js`.
 fn waiting(job: &Job) -> Option<(String, String)> {
     let again = job.state == JobState::Restarting;
@@ -359,6 +395,8 @@ impl Facts {
             },
             steps: if known {
                 (count(job.step), format!("of {}", count(job.total_steps)))
+            } else if job.external.is_some() {
+                (count(job.step), empty())
             } else {
                 (dash(), empty())
             },

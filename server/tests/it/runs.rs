@@ -114,7 +114,10 @@ async fn a_run_can_be_started_ended_and_deleted() {
         assert!(status == 409 && detail.contains("a run from elsewhere"), "{action}: {problem}");
     }
     let (_, page) = server.get_text(&format!("/jobs/{id}")).await;
-    for text in ["data-external", "run from elsewhere", "net.depth", "<dt>best</dt>"] {
+    // The row of numbers has the summary's numbers, then metrics of any name.
+    let results =
+        ["<dt>best</dt><dd>1</dd>", "<dt>loss</dt><dd>1.5000</dd>", "<dt>train/acc 1</dt><dd>0.1000</dd>"];
+    for text in ["data-external", "run from elsewhere", "net.depth"].into_iter().chain(results) {
         assert!(page.contains(text), "{text}");
     }
     let (_, page) = server.get_text("/jobs").await;

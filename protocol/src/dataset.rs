@@ -37,6 +37,10 @@ pub struct DatasetInfo {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Object>)]
     pub fingerprint: Option<Value>,
+    /// When the inspection began, by the server's clock. Absent if no server asked for the inspection.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<String>)]
+    pub inspected_at: Option<jiff::Timestamp>,
 }
 
 impl DatasetInfo {
@@ -274,6 +278,7 @@ mod tests {
             unlabelled: Vec::new(),
             // The length includes the quotes.
             fingerprint: Some(Value::String("f".repeat(fingerprint - 2))),
+            inspected_at: None,
         };
         assert_eq!(info(BROKEN_FILE_CHARS, FINGERPRINT_BYTES).too_long(), None);
         let words = info(BROKEN_FILE_CHARS + 1, FINGERPRINT_BYTES).too_long().unwrap();

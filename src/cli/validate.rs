@@ -10,9 +10,8 @@ use std::path::{Path, PathBuf};
 
 /// Check a job file without submitting it
 ///
-/// With a server, runs all checks of a submission (dataset, pretrained weights, slots) and stores nothing. Without a server, checks only
-/// the file, and prints that no server was asked. Exit status 0: no mistake; 2: mistakes, all listed; 1: the server given by --server does
-/// not respond.
+/// With a server, runs all checks of a submission (dataset, pretrained weights, slots) and stores no job. Without a server, checks only the
+/// file, and says so. Exit status 0: no mistake; 2: mistakes, all listed; 1: the server given by --server does not respond.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The job's specification, a TOML file
@@ -64,8 +63,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         let dataset = document.pointer("/data/dataset").and_then(Value::as_str);
         dataset.is_some_and(|dataset| dataset.contains(std::path::is_separator))
     };
-    let asks_server =
-        args.server.is_some() || !is_path(&document) && block_on(async { Ok(api.is_reachable().await) })?;
+    let asks_server = args.server.is_some() || block_on(async { Ok(api.is_reachable().await) })?;
     if asks_server {
         block_on(job_file::name_dataset(&api, &mut document, false))?;
     }
@@ -76,8 +74,6 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             "no dataset is registered at the path in data.dataset: `lockstep submit` registers the path, and `lockstep train` uses it; \
              the server has checked nothing else"
                 .to_owned()
-        } else if is_path(&document) {
-            "data.dataset is a path of this machine: no server was asked".to_owned()
         } else {
             format!(
                 "no server answers at {}, so the dataset's registration, its classes and the number of slots were not checked",

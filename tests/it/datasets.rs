@@ -1,6 +1,7 @@
-//! Datasets from a shell: prepared and registered in one command, and removed.
+//! Datasets from a shell: prepared and registered in one command, changed, and removed.
 
 use crate::{
+    pictures,
     server::{Finished, Folder, Server, lockstep, training_permit},
     specs,
 };
@@ -72,6 +73,39 @@ async fn training_without_a_server_uses_the_available_validation_split() {
     let spec = fs::read(out.join("spec.json")).expect("the job as it was trained");
     let spec: Value = serde_json::from_slice(&spec).expect("JSON");
     assert_eq!(spec["data"]["validation"], "validation");
+}
+
+#[tokio::test]
+async fn jobs_are_checked_with_the_pictures_that_a_folder_has_now() {
+    let _permit = training_permit().await;
+    let server = Server::start().await;
+    let folder = pictures::image_folder(server.folder().path(), 8);
+    server.register("folder", &folder).await;
+    let spec = specs::with(
+        specs::short("more", "folder", 1, 2),
+        json!({"data": {"validation": "val"}, "train": {"batch_size": 24}, "loss": {"class_weights": {"sandal": 2.0}}}),
+    );
+    let refused = server.post("/jobs", &spec).await;
+    refused.problem(422);
+    for words in ["sandal", "folder has 16 to train on"] {
+        assert!(refused.text.contains(words), "{}", refused.text);
+    }
+    // More pictures of the known classes, and another class.
+    pictures::image_folder(server.folder().path(), 12);
+    for split in ["train", "val"] {
+        let sandal = folder.join(split).join("sandal");
+        fs::create_dir(&sandal).expect("a folder");
+        for entry in fs::read_dir(folder.join(split).join("boot")).expect("pictures").flatten().take(4) {
+            fs::copy(entry.path(), sandal.join(entry.file_name())).expect("a copy");
+        }
+    }
+    let job = server.submit(&spec).await;
+    let listed = server.cli(&["dataset", "list"]);
+    assert!(listed.ok().contains("28 train, 36 val"), "{}", listed.stdout);
+    let dataset = server.get("/datasets/folder").await;
+    assert_eq!(dataset["info"]["classes"], json!(["boot", "sandal", "trouser"]));
+    server.wait_for_success(&job).await;
+    server.stop().await;
 }
 
 #[tokio::test]

@@ -90,6 +90,10 @@ async fn the_readme_s_eight_commands_classify_a_picture_on_an_empty_machine() {
     let trained = run_line(&format!("{command} --set train.epochs=5"));
     let last = trained.ok().lines().last().expect("a last line");
     assert!(last.contains("validation accuracy "), "{last}");
+    // Pictures that are added later count at once. The job file names the folder by its path.
+    photos(&home, 50);
+    let validated = run_line("lockstep validate lockstep.toml");
+    assert!(validated.ok().contains(" 90 training pictures, "), "{} {}", validated.stdout, validated.stderr);
     let classified = run_line(&predict);
     assert!(classified.ok().starts_with("new.jpg: "), "{}", classified.stdout);
     assert!(

@@ -19,7 +19,7 @@ pub struct StartFiles {
     pub mark: Option<String>,
     /// The dataset's fingerprint at the job's first start (`dataset.json`), if there was a start.
     pub dataset: Option<Value>,
-    /// The dataset's fingerprint at its registration. An agent ignores it if it uses the server's own files.
+    /// The registered dataset's fingerprint at its last inspection. An agent ignores it if it uses the server's own files.
     pub registered: Option<Value>,
     /// The id of the checkpoint whose folder `model.pretrained` names on the server's disk.
     pub pretrained: Option<String>,

@@ -189,7 +189,7 @@ fn without_links(path: &Path) -> Result<PathBuf, String> {
 }
 
 /// The later of a file's `mtime` and `ctime`, in nanoseconds since 1970.
-fn changed_ns(found: &Metadata) -> i64 {
+pub(super) fn changed_ns(found: &Metadata) -> i64 {
     let ns = |secs: i64, rest: i64| secs.saturating_mul(1_000_000_000).saturating_add(rest);
     ns(found.mtime(), found.mtime_nsec()).max(ns(found.ctime(), found.ctime_nsec()))
 }

@@ -1,6 +1,7 @@
-//! Datasets: the folders that may contain them, the transfer of their files to agents, their inspections, and uploads of zip files. The
-//! server does not parse datasets; agents do.
+//! Datasets: the folders that may contain them, the transfer of their files to agents, their inspections and changes, and uploads of zip
+//! files. The server does not parse datasets; agents do.
 
+pub(crate) mod changes;
 pub(crate) mod copies;
 pub(crate) mod files;
 pub(crate) mod inspections;

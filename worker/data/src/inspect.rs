@@ -110,6 +110,7 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
         broken_count: broken.len() as u64,
         unlabelled: catalog.unlabelled,
         fingerprint: None,
+        inspected_at: None,
         broken: broken.into_iter().take(MAX_NAMED_FILES).map(BrokenFile::shortened).collect(),
     })
 }

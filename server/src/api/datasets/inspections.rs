@@ -20,7 +20,7 @@ use tokio::sync::watch;
 use utoipa::{IntoParams, ToSchema};
 
 /// Time limit of an inspection. It is sufficient for very large folders on slow disks.
-const INSPECTION_TIMEOUT: Duration = Duration::from_secs(12 * 3600);
+pub(crate) const INSPECTION_TIMEOUT: Duration = Duration::from_secs(12 * 3600);
 /// Maximum and default of `wait_secs`. It is less than the time limit of handlers.
 const MAX_WAIT_SECS: u64 = 120;
 /// Time for which a result is kept for repeated requests.
@@ -108,6 +108,7 @@ fn begin(datasets: &Arc<Datasets>, path: &str) -> Inspection {
     // The tracker ends the task with the server.
     tasks.spawn(async move {
         let work = async {
+            let began = jiff::Timestamp::now();
             let allowed = datasets.roots.allowed_new(&path);
             let request = AgentRequest::InspectDataset { path: path.clone(), allowed };
             let chosen = requests::choose_agent(&datasets.agents, &request).await?;
@@ -115,7 +116,9 @@ fn begin(datasets: &Arc<Datasets>, path: &str) -> Inspection {
             // Cannot fail, because only this task sets it.
             let _ = agent.set(chosen);
             match datasets.agents.reply(waiting, INSPECTION_TIMEOUT).await? {
-                AgentReply::Dataset { path, info } => Ok((path, info)),
+                AgentReply::Dataset { path, info } => {
+                    Ok((path, DatasetInfo { inspected_at: Some(began), ..info }))
+                }
                 _ => {
                     Err(RequestError::Refused("an agent replied with something other than a dataset".into()))
                 }

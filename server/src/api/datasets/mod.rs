@@ -11,7 +11,7 @@ use super::{
 };
 use crate::{
     auth::access::Caller,
-    datasets::Datasets,
+    datasets::{Datasets, changes},
     http::{
         conditional::tagged,
         error::{Code, Error, Problem, Result},
@@ -25,7 +25,7 @@ use axum::{
     http::{HeaderMap, StatusCode, header},
     response::{IntoResponse, Response},
 };
-use inspections::{Inspected, InspectionProgress, WaitQuery};
+use inspections::{INSPECTION_TIMEOUT, Inspected, InspectionProgress, WaitQuery};
 use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
     Job,
@@ -39,6 +39,8 @@ use utoipa::ToSchema;
 
 const MAX_PATH_BYTES: usize = 4096;
 const MAX_NAME_BYTES: usize = 100;
+/// Maximum time that the check of a job waits for the inspection of a dataset that has changed.
+const REFRESH_WAIT: Duration = Duration::from_secs(10);
 /// Maximum number of jobs that an error message names.
 const MAX_NAMED_JOBS: usize = 10;
 
@@ -271,14 +273,44 @@ pub(crate) async fn inspect_again(
     Path(name): Path<String>,
 ) -> Result<Response> {
     let dataset = datasets.store.dataset(&name).await?.ok_or_else(no_such_dataset)?;
-    match inspections::inspect(&datasets, dataset.path.clone(), wait.patience()?).await? {
+    match inspect_registered(&datasets, dataset, wait.patience()?).await? {
+        Registered::Done(dataset) => Ok(Json(dataset).into_response()),
+        Registered::UnderWay(under_way) => Ok((StatusCode::ACCEPTED, Json(under_way)).into_response()),
+    }
+}
+
+/// Lets an agent inspect a registered dataset, and stores the result. Waits for the inspection for at most `patience`.
+async fn inspect_registered(
+    datasets: &Arc<Datasets>,
+    dataset: Dataset,
+    patience: Duration,
+) -> Result<Registered> {
+    match inspections::inspect(datasets, dataset.path.clone(), patience).await? {
         Inspected::Done { path, info } => {
-            found(&datasets, &path)?;
+            found(datasets, &path)?;
             let dataset = Dataset { info: checked(*info)?, ..dataset };
             datasets.store.update_dataset(&dataset).await?;
-            Ok(Json(dataset).into_response())
+            Ok(Registered::Done(Box::new(dataset)))
         }
-        Inspected::UnderWay(under_way) => Ok((StatusCode::ACCEPTED, Json(under_way)).into_response()),
+        Inspected::UnderWay(under_way) => Ok(Registered::UnderWay(under_way)),
+    }
+}
+
+/// Inspects a dataset again if it has changed since its last inspection. If the inspection fails, `dataset` stays as it is. If the
+/// inspection takes longer than [`REFRESH_WAIT`], later checks get its result.
+pub(super) async fn refresh(datasets: &Arc<Datasets>, dataset: &mut Dataset) {
+    if !changes::has_changed(dataset).await {
+        return;
+    }
+    let (shared, registered) = (Arc::clone(datasets), dataset.clone());
+    let inspection =
+        to_the_end(async move { inspect_registered(&shared, registered, INSPECTION_TIMEOUT).await });
+    match tokio::time::timeout(REFRESH_WAIT, inspection).await {
+        Ok(Ok(Registered::Done(inspected))) => *dataset = *inspected,
+        Ok(Err(error)) => {
+            tracing::warn!(dataset = %dataset.name, ?error, "the dataset has changed and was not inspected again");
+        }
+        Ok(Ok(Registered::UnderWay(_))) | Err(_) => {}
     }
 }
 

@@ -29,7 +29,7 @@ use lockstep_protocol::{
 };
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use std::sync::Arc;
+use std::{collections::HashSet, sync::Arc};
 use utoipa::{IntoParams, ToSchema};
 
 /// Whether the job's machines are already online.
@@ -206,6 +206,39 @@ pub(super) async fn check_with(
     begins: bool,
     slots: Slots,
 ) -> Result<Checked> {
+    let datasets = current_datasets(scheduler, caller, [document]).await?;
+    check_on(scheduler, caller, &datasets, document, begins, slots).await
+}
+
+/// The datasets that the caller may see. Of those that `documents` name, changed ones are inspected again.
+async fn current_datasets<'a>(
+    scheduler: &Scheduler,
+    caller: &Caller,
+    documents: impl IntoIterator<Item = &'a Value>,
+) -> Result<Vec<Dataset>> {
+    let names: HashSet<&str> = documents.into_iter().filter_map(dataset_name).collect();
+    let mut datasets = datasets::seen_by(&*scheduler.store, caller).await?;
+    for dataset in &mut datasets {
+        if names.contains(dataset.name.as_str()) {
+            datasets::refresh(&scheduler.datasets, dataset).await;
+        }
+    }
+    Ok(datasets)
+}
+
+fn dataset_name(document: &Value) -> Option<&str> {
+    document.pointer("/data/dataset").and_then(Value::as_str)
+}
+
+/// Checks a document on `datasets`, the datasets that the caller may see.
+async fn check_on(
+    scheduler: &Scheduler,
+    caller: &Caller,
+    datasets: &[Dataset],
+    document: &Value,
+    begins: bool,
+    slots: Slots,
+) -> Result<Checked> {
     let mut not_checked = None;
     // The checks below also run for a document with mistakes, so that all mistakes are reported at once.
     let (mut spec, mut errors) = spec::read(document);
@@ -213,11 +246,10 @@ pub(super) async fn check_with(
     let causes = errors.iter().map(|e| e.pointer.clone()).filter(|pointer| pointer != "/parallel/mode");
     let in_document = DocumentMistakes(causes.collect());
     let at = |pointer: &str, detail: String| SpecError { pointer: pointer.into(), detail };
-    let name = document.pointer("/data/dataset").and_then(Value::as_str).unwrap_or_default();
-    let datasets = datasets::seen_by(&*scheduler.store, caller).await?;
+    let name = dataset_name(document).unwrap_or_default();
     let dataset = datasets.iter().find(|d| d.name == name).cloned();
     if dataset.is_none() && !name.is_empty() {
-        errors.push(at("/data/dataset", no_dataset(name, &datasets)));
+        errors.push(at("/data/dataset", no_dataset(name, datasets)));
     }
     if let (Some(spec), Some(dataset)) = (&mut spec, &dataset) {
         let given = document.pointer("/data/validation").is_some_and(|given| !given.is_null());
@@ -298,11 +330,13 @@ pub(in crate::api) async fn check_sweep(
     let sweep = read_sweep(section).map_err(Error::Invalid)?;
     let settings = sweep.settings();
     let (mut mistakes, mut trials) = (Vec::new(), Vec::new());
-    for (index, setting) in settings.iter().enumerate() {
-        let found = match trial_document(job, setting, id) {
+    let documents: Vec<_> = settings.iter().map(|setting| trial_document(job, setting, id)).collect();
+    let datasets = current_datasets(scheduler, caller, documents.iter().take(full_checks).flatten()).await?;
+    for (index, document) in documents.into_iter().enumerate() {
+        let found = match document {
             Err(detail) => vec![SpecError { pointer: "/sweep/parameters".into(), detail }],
             Ok(document) if index >= full_checks => spec::read(&document).1,
-            Ok(document) => match check_with(scheduler, caller, &document, true, slots).await {
+            Ok(document) => match check_on(scheduler, caller, &datasets, &document, true, slots).await {
                 Ok(checked) => {
                     let found = sweep.check(&checked.spec);
                     trials.push(checked);

@@ -56,7 +56,7 @@ pub(crate) fn choose_validation(spec: &mut JobSpec, dataset: &Dataset, given: bo
 }
 
 /// Returns warnings about broken files of the dataset, which may make the job fail. The job is not refused, because the files may have been
-/// repaired since the dataset was registered.
+/// repaired since the dataset was inspected.
 pub(crate) fn warnings(spec: &JobSpec, dataset: &Dataset) -> Vec<String> {
     let info = &dataset.info;
     if info.broken_count == 0 || spec.data.broken_files == BrokenFiles::Skip {
@@ -68,7 +68,7 @@ pub(crate) fn warnings(spec: &JobSpec, dataset: &Dataset) -> Vec<String> {
     let more = if more > 0 { format!("; and {more} more") } else { String::new() };
     let files = plural(info.broken_count, "file");
     vec![format!(
-        "{files} of {} could not be read when the dataset was registered. With data.broken_files = \"fail\", the job fails if a file \
+        "{files} of {} could not be read when the dataset was inspected. With data.broken_files = \"fail\", the job fails if a file \
          is still unreadable: repair the files, or set data.broken_files = \"skip\" to leave them out ({named}{more})",
         dataset.name
     )]

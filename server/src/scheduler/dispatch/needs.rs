@@ -21,7 +21,7 @@ pub(super) struct Needs {
     pub(super) spec: JobSpec,
     /// The dataset's path.
     pub(super) dataset_path: String,
-    /// The dataset's fingerprint when it was registered.
+    /// The dataset's fingerprint at its last inspection.
     pub(super) registered: Option<Value>,
     /// The checkpoint's id, if `model.pretrained` is one.
     pub(super) pretrained: Option<String>,

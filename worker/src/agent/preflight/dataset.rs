@@ -81,7 +81,8 @@ pub(super) fn check(
         (Some(_), _) => Ok(()),
         (None, Some(registered)) if registered != found => Err(format!(
             "the dataset {} is not the one that was registered as {:?}: {} here, {} there, or other content; copy the registered \
-             one to this machine and retry the job or, if the dataset was changed on purpose, remove it and register it again",
+             one to this machine and retry the job or, if the dataset was changed on purpose, inspect it again on the page Datasets and \
+             retry the job",
             path.display(),
             stored.start.spec.data.dataset,
             found.in_words(),

@@ -118,6 +118,10 @@ async fn init_writes_a_file_for_train_and_submit() {
         (&["predict", picture, picture], &["it is a file, and the job comes first", &right_line]),
         (&["predict", &id], &["no picture is given", "lockstep predict JOB shoe.png"]),
         (&["predict"], &["<JOB>"]),
+        (
+            &["predict", "--model", "network.onnx", picture],
+            &["does not read them", "onnxruntime", "model.safetensors", "models:/shoes@champion"],
+        ),
         (&["metrics", "lr", &id], &["no job is called lr"]),
     ] {
         server.cli(args).assert_usage_error(words);

@@ -11,11 +11,12 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// Compare jobs: the settings in which they differ, and their results
 #[derive(clap::Args)]
-#[command(override_usage = "lockstep compare [OPTIONS] <JOB> <JOB>...")]
 pub(crate) struct Args {
-    /// The jobs' ids, starts of ids, or names
-    #[arg(value_name = "JOB", required = true, num_args = 2..)]
-    jobs: Vec<String>,
+    /// A job's id, the start of its id, or its name
+    job: String,
+    /// The other jobs
+    #[arg(value_name = "JOB", required = true)]
+    others: Vec<String>,
     #[command(flatten)]
     server: ServerArgs,
 }
@@ -54,7 +55,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     let jobs: Vec<Job> = block_on(async {
         let mut jobs = Vec::new();
-        for named in &args.jobs {
+        for named in [&args.job].into_iter().chain(&args.others) {
             jobs.push(api.find_job(named).await?);
         }
         Ok(jobs)

@@ -150,7 +150,7 @@ async fn pictures_up_to_24_mib_are_classified_and_files_are_private() {
     let model = server.job_dir(&id).join("checkpoints").join(&newest).display().to_string();
     for with in [&[&id[..]][..], &["--model", &model]] {
         let output = server.cli(&[&["predict"][..], with, &["none.png", "shoes", "boot.png"]].concat());
-        output.assert_fails(1, &["none.png: No such file", "shoes/a.png: is empty"]);
+        output.assert_fails(1, &["none.png: cannot be read: No such file", "shoes/a.png: is empty"]);
         let names: Vec<_> = output.stdout.lines().filter_map(|line| line.split(':').next()).collect();
         assert_eq!(names, ["shoes/b.png", "boot.png"], "{}", output.stdout);
     }

@@ -14,7 +14,8 @@ pub(crate) const DEFAULT_SERVER: &str = "http://127.0.0.1:7070";
 
 /// Hint for the error message after status 401 (no valid token).
 pub(crate) const NO_TOKEN: &str = "a command looks for its token in --token-file, in LOCKSTEP_TOKEN and, on the server's own machine, in \
-    the server's data directory (lockstep-data here, or the folder in --data-dir)";
+    the server's data directory (lockstep-data here, or the folder in --data-dir); on that machine, `lockstep token create` makes a token \
+    for another machine or person";
 
 /// Maximum size of a token file. A token has about 50 bytes.
 const TOKEN_FILE_BYTES: u64 = 4 << 10;

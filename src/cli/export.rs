@@ -11,18 +11,22 @@ use std::path::PathBuf;
 /// Write files for other programs: ONNX, TensorBoard, Parquet, or a checkpoint's weights as one file (safetensors)
 ///
 /// Without a format, the command joins the weights in a checkpoint's folder, sharded or not, in one file with torchvision's names. No
-/// server is needed.
+/// server is needed. `lockstep download` writes the weights of a job that a server has.
 #[derive(clap::Args)]
-#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
+#[command(args_conflicts_with_subcommands = true)]
+#[command(
+    override_usage = "lockstep export <FORMAT> [OPTIONS] <JOB> -o <FILE>\n       lockstep export [OPTIONS] <FOLDER> -o <FILE>"
+)]
 pub(crate) struct Args {
     /// The checkpoint's folder, such as lockstep-run/checkpoints/2-54
-    #[arg(value_name = "FOLDER", required = true)]
-    checkpoint: Option<PathBuf>,
+    // Several values are accepted so that the error for an unknown format can name the formats.
+    #[arg(value_name = "FOLDER")]
+    folders: Vec<PathBuf>,
     /// The weights of the checkpoint to use
     #[arg(long, value_enum, default_value_t = Weights::Model)]
     weights: Weights,
     /// File for the weights
-    #[arg(short, long, value_name = "FILE", required = true)]
+    #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
     #[command(subcommand)]
     format: Option<Format>,
@@ -40,16 +44,30 @@ enum Format {
 /// # Errors
 /// Exit status 2 if the checkpoint or the job does not exist, or the checkpoint is damaged.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    match args {
-        Args { format: Some(Format::Onnx(args)), .. } => onnx::run(args),
-        Args { format: Some(Format::Tensorboard(args)), .. } => tensorboard::run(args),
-        Args { format: Some(Format::Parquet(args)), .. } => parquet::run(args),
-        Args { checkpoint: Some(folder), output: Some(place), .. } => {
+    match &args.format {
+        Some(Format::Onnx(args)) => onnx::run(args),
+        Some(Format::Tensorboard(args)) => tensorboard::run(args),
+        Some(Format::Parquet(args)) => parquet::run(args),
+        None => write_weights(args),
+    }
+}
+
+/// Joins the weights of a checkpoint's folder in one file.
+fn write_weights(args: &Args) -> anyhow::Result<()> {
+    match (&args.folders[..], &args.output) {
+        ([folder], Some(place)) if folder.is_dir() => {
             file::check_output(place)?;
             let ManifestFile { size_bytes, sha256 } = weight_files::join(folder, args.weights, place)?;
             output::line(format_args!("{}: {size_bytes} bytes, sha256 {sha256}", place.display()))
         }
-        // Both are required without a subcommand.
-        Args { .. } => Err(usage_error("give the checkpoint's folder, and a file with -o")),
+        (given, _) => {
+            let wrong = given.first().filter(|given| !given.is_dir());
+            let wrong = wrong.map(|given| format!("{} is neither a format nor a folder; ", given.display()));
+            Err(usage_error(format!(
+                "{}write `lockstep export FORMAT JOB -o FILE`, with the format onnx, tensorboard or parquet. `lockstep download JOB -o FILE` \
+                 writes a job's weights (safetensors), and `lockstep export FOLDER -o FILE` the weights in the FOLDER of a checkpoint",
+                wrong.unwrap_or_default()
+            )))
+        }
     }
 }

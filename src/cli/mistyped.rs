@@ -8,14 +8,13 @@ use clap::{
 use std::ffi::OsString;
 
 /// Names of commands in other tools, each with the equivalent command of this program.
-const EQUIVALENTS: [(&str, &str); 11] = [
+const EQUIVALENTS: [(&str, &str); 10] = [
     ("stop", "cancel"),
     ("kill", "cancel"),
     ("status", "list"),
     ("ps", "list"),
     ("ls", "list"),
     ("jobs", "list"),
-    ("compare", "list"),
     ("log", "logs"),
     ("rm", "delete"),
     ("remove", "delete"),

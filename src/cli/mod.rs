@@ -10,6 +10,7 @@ mod bundled;
 pub(crate) mod ca;
 pub(crate) mod checkpoint_choice;
 pub(crate) mod checkpoints;
+pub(crate) mod compare;
 pub(crate) mod completions;
 pub(crate) mod confirm;
 pub(crate) mod database;

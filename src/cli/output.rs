@@ -84,6 +84,14 @@ pub(crate) fn table_of_sentences<const N: usize>(
     Table::new(&header, names, rows, true).print()
 }
 
+/// Like [`table`], for a number of columns that is not constant. Each row must have a cell for each column.
+///
+/// # Errors
+/// See [`line`].
+pub(crate) fn table_of_columns(header: &[&str], rows: &[Vec<String>]) -> anyhow::Result<()> {
+    Table::new(header, &[], rows, false).print()
+}
+
 /// Number of spaces between two columns.
 const GAP: usize = 2;
 /// Minimum width of a column of names, in characters.
@@ -103,15 +111,10 @@ struct Table<'a> {
 }
 
 impl<'a> Table<'a> {
-    fn new<const N: usize>(
-        header: &[&'a str; N],
-        names: &'a [&'a str],
-        rows: &[[String; N]],
-        sentences: bool,
-    ) -> Self {
+    fn new(header: &[&'a str], names: &'a [&'a str], rows: &[impl AsRef<[String]>], sentences: bool) -> Self {
         // Each row must stay on one line, even if a cell contains a line break.
         let rows: Vec<Vec<String>> =
-            rows.iter().map(|row| row.iter().map(|cell| one_line(cell)).collect()).collect();
+            rows.iter().map(|row| row.as_ref().iter().map(|cell| one_line(cell)).collect()).collect();
         let width = |column: usize, title: &str| {
             let cells = rows.iter().map(|row| row[column].chars().count());
             cells.max().unwrap_or_default().max(title.chars().count())

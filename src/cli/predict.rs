@@ -7,6 +7,7 @@ use super::{
     file, output, usage_error,
 };
 use anyhow::Context;
+use lockstep_data::has_picture_extension;
 use lockstep_protocol::{
     JobId,
     inspect::{Prediction, Probability},
@@ -15,12 +16,14 @@ use lockstep_protocol::{
 use lockstep_worker::inspect;
 use serde::Serialize;
 use std::{
-    fs,
+    fs, io,
     path::{Path, PathBuf},
 };
 
 /// Maximum total size of pictures in a request, as on the server.
 const MAX_REQUEST_BYTES: u64 = 24 << 20;
+/// Number of pictures that are in memory together when a model file classifies them.
+const PART: usize = 256;
 
 /// Classify or embed pictures (JPEG, PNG, WebP, GIF, BMP or TIFF) with a job's checkpoint, or with a model file
 #[derive(clap::Args)]
@@ -29,7 +32,7 @@ pub(crate) struct Args {
     /// The job's id, the start of its id, or its name, or a version of a model (`models:/shoes@champion`). Omitted with --model
     #[arg(required_unless_present = "model")]
     job: Option<PathBuf>,
-    /// Picture files
+    /// Picture files; a folder stands for the pictures directly in it
     #[arg(value_name = "IMAGE")]
     images: Vec<PathBuf>,
     /// best, latest, a step, or epoch and step (`2-54`)
@@ -55,34 +58,58 @@ pub(crate) struct Args {
     server: ServerArgs,
 }
 
+/// Replaces a folder by the picture files in it, sorted by name.
+///
+/// # Errors
+/// Exit status 2: the folder cannot be read, or has no pictures.
+fn expand(given: &Path) -> anyhow::Result<Vec<PathBuf>> {
+    if !given.is_dir() {
+        return Ok(vec![given.to_owned()]);
+    }
+    let failed = |detail: String| usage_error(format!("{}: {detail}", given.display()));
+    let entries: io::Result<Vec<_>> =
+        fs::read_dir(given).and_then(|all| all.map(|entry| entry.map(|entry| entry.path())).collect());
+    let mut pictures = entries.map_err(|e| failed(e.to_string()))?;
+    pictures.retain(|path| has_picture_extension(path) && !path.is_dir());
+    pictures.sort();
+    if pictures.is_empty() { Err(failed("has no pictures directly in it".into())) } else { Ok(pictures) }
+}
+
 /// Reads a picture file.
 fn read(path: &Path) -> Result<Vec<u8>, String> {
     let larger = format!("is larger than {} MiB, the limit for a picture", MAX_REQUEST_BYTES >> 20);
-    file::read(path, MAX_REQUEST_BYTES, &larger)
+    let bytes = file::read(path, MAX_REQUEST_BYTES, &larger)?;
+    if bytes.is_empty() {
+        return Err("is empty; give a JPEG, PNG, WebP, GIF, BMP or TIFF file".into());
+    }
+    Ok(bytes)
+}
+
+/// The result for a picture that cannot be read.
+fn unreadable(name: String, detail: String) -> Prediction {
+    Prediction { name, classes: Vec::new(), embedding: None, error: Some(detail) }
 }
 
 /// Prints each picture's most probable classes, or its embedding.
 ///
 /// # Errors
-/// Exit status 2 if a file is missing or is not a picture, or if the job or the checkpoint does not exist.
+/// Exit status 1 if a picture cannot be read; the others are printed. Exit status 2 if the job, the checkpoint or the model file does not
+/// exist.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     if let Some(place) = &args.output {
         file::check_output(place)?;
     }
-    // With a model file there is no job, so the first argument is a picture.
-    let images = args.job.iter().filter(|_| args.model.is_some()).chain(&args.images);
-    let mut pictures = Vec::new();
-    for image in images {
-        let bytes = read(image).map_err(|e| usage_error(format!("{}: {e}", image.display())))?;
-        if bytes.is_empty() {
-            return Err(usage_error(format!(
-                "{}: is empty; give a JPEG, PNG, WebP, GIF, BMP or TIFF file",
-                image.display()
-            )));
-        }
-        pictures.push((image.display().to_string(), bytes));
+    if let Some(model) = args.model.as_deref().filter(|m| m.extension().is_some_and(|e| e == "onnx")) {
+        return Err(usage_error(format!(
+            "{}: Lockstep writes ONNX files and does not read them; onnxruntime reads them. Give --model a model.safetensors or a \
+             checkpoint's folder, or name a job, or a version of a model such as `models:/shoes@champion`, in place of --model",
+            model.display()
+        )));
     }
-    if pictures.is_empty() {
+    // With a model file there is no job, so the first argument is a picture.
+    let given = args.job.iter().filter(|_| args.model.is_some()).chain(&args.images);
+    let images = given.map(|given| expand(given)).collect::<anyhow::Result<Vec<_>>>()?.concat();
+    if images.is_empty() {
         return Err(usage_error(match args.job.as_deref().filter(|given| given.is_file()) {
             Some(picture) => format!(
                 "no job is given: the job comes first, as in `lockstep predict JOB {}`; `lockstep list` shows all jobs",
@@ -93,17 +120,18 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         }));
     }
     let (answering, mut predictions) = match &args.model {
-        Some(model) => {
-            let infer = if args.embed { inspect::embed } else { inspect::predict };
-            (None, infer(model, pictures).map_err(usage_error)?)
-        }
+        Some(model) => (None, compute(model, args.embed, &images).map_err(usage_error)?),
         None => {
-            let (answering, predictions) = block_on(ask(&args, pictures))?;
+            let (answering, predictions) = block_on(ask(&args, &images))?;
             (Some(answering), predictions)
         }
     };
     predictions.iter_mut().for_each(|prediction| prediction.classes.truncate(args.top));
+    let failed = |p: &Prediction| p.error.as_ref().map(|e| format!("{}: {e}", p.name));
+    let unread: Vec<String> = predictions.iter().filter_map(failed).collect();
     match (&answering, &args.output) {
+        // There is no embedding to write.
+        (_, Some(_)) if unread.len() == predictions.len() => {}
         (_, Some(place)) => write(place, &predictions)?,
         (Some(by), _) if args.server.json => {
             let each = predictions.iter().map(|prediction| PredictionLine { prediction, by });
@@ -123,9 +151,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             }
         }
     }
-    let unread: Vec<String> =
-        predictions.iter().filter_map(|p| p.error.as_ref().map(|e| format!("{} {e}", p.name))).collect();
-    if unread.is_empty() { Ok(()) } else { Err(usage_error(unread.join("\n"))) }
+    anyhow::ensure!(unread.is_empty(), unread.join("\n"));
+    Ok(())
 }
 
 /// Writes embeddings next to `place` and renames the file, so that `place` is never incomplete.
@@ -174,14 +201,45 @@ struct PredictionLine<'a> {
     by: &'a ModelUsed,
 }
 
-async fn ask(args: &Args, pictures: Vec<(String, Vec<u8>)>) -> anyhow::Result<(ModelUsed, Vec<Prediction>)> {
+/// Computes the predictions on this machine, with a model file.
+fn compute(model: &Path, embed: bool, images: &[PathBuf]) -> Result<Vec<Prediction>, String> {
+    let infer = if embed { inspect::embed } else { inspect::predict };
+    let mut predictions = Vec::new();
+    for part in images.chunks(PART) {
+        let (mut pictures, mut unread) = (Vec::new(), Vec::new());
+        for (index, image) in part.iter().enumerate() {
+            let name = image.display().to_string();
+            match read(image) {
+                Ok(bytes) => pictures.push((name, bytes)),
+                Err(detail) => unread.push((index, unreadable(name, detail))),
+            }
+        }
+        let mut found = infer(model, pictures)?;
+        for (index, prediction) in unread {
+            found.insert(index, prediction);
+        }
+        predictions.extend(found);
+    }
+    Ok(predictions)
+}
+
+/// Asks the server for the predictions, one picture at a time.
+async fn ask(args: &Args, images: &[PathBuf]) -> anyhow::Result<(ModelUsed, Vec<Prediction>)> {
     let api = args.server.api()?;
     let named = args.job.as_deref().unwrap_or(Path::new("")).to_string_lossy();
     let (job, checkpoint) = find(&api, &named, &args.checkpoint).await?;
     let weights = if args.weights == Weights::Ema { "ema" } else { "model" };
     let path = format!("/checkpoints/{}/predict?weights={weights}&embed={}", checkpoint.id, args.embed);
     let mut predictions = Vec::new();
-    for (name, bytes) in pictures {
+    for image in images {
+        let name = image.display().to_string();
+        let bytes = match read(image) {
+            Ok(bytes) => bytes,
+            Err(detail) => {
+                predictions.push(unreadable(name, detail));
+                continue;
+            }
+        };
         let response: serde_json::Value = api.send_bytes(&path, bytes).await?;
         let mut found: Vec<Prediction> = super::api::list(&response, "predictions")?;
         found.iter_mut().for_each(|p| p.name.clone_from(&name));

@@ -31,12 +31,8 @@ pub(crate) struct Args {
     /// Change a key of the specification, such as train.lr=0.1 (may be repeated); an empty value, as in train.epochs=, removes the key
     #[arg(long = "set", value_name = "KEY.PATH=VALUE")]
     sets: Vec<String>,
-    /// Submit a sweep with a trial for each of these values of a key (may be repeated: a trial for each combination of values)
-    #[arg(long = "sweep", value_name = "KEY.PATH=V1,V2,...")]
-    sweeps: Vec<String>,
-    /// Cross-validation: submit a sweep with a trial for each of K stratified folds of the training pictures (data.folds, data.fold)
-    #[arg(long, value_name = "K", value_parser = clap::value_parser!(u32).range(2..=100))]
-    folds: Option<u32>,
+    #[command(flatten)]
+    grid: sweep::GridArgs,
     /// Project of the job, instead of the file's
     #[arg(long)]
     project: Option<String>,
@@ -64,9 +60,7 @@ pub(crate) struct Args {
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let mut document = document(&args.job, &args.sets)?;
     label(&mut document, &args);
-    if !args.sweeps.is_empty() || args.folds.is_some() {
-        sweep::write_grid(&args.job, &mut document, &args.sweeps, args.folds)?;
-    }
+    args.grid.write(&args.job, &mut document)?;
     if sweep::check(&args.job, &document)?.is_some() {
         return submit_sweep(&args, document);
     }
@@ -116,7 +110,7 @@ fn submit_sweep(args: &Args, mut document: Value) -> anyhow::Result<()> {
         if !(follows && as_json) {
             sweeps::announce(&api, &sweep, as_json)?;
         }
-        if args.folds.is_some() && !as_json {
+        if args.grid.folds.is_some() && !as_json {
             let (base, id) = (api.base(), &sweep.id);
             output::line(format_args!("mean and standard deviation: {base}/jobs?tag={id}&group_by=tag"))?;
         }

@@ -3,17 +3,43 @@
 use super::{api::mistake, job_file, usage_error};
 use lockstep_protocol::{
     JobSpec,
+    numbers::plural,
     spec::{
-        SpecError, key_parts, read_sweep, set_key, shortened, split_sweep, toml_document, trial_document,
+        Setting, SpecError, key_parts, read_sweep, set_key, shortened, split_sweep, toml_document,
+        trial_document,
     },
 };
 use serde_json::{Map, Value, json};
 use std::path::Path;
 
+/// Options that make a job file a sweep.
+#[derive(clap::Args)]
+pub(crate) struct GridArgs {
+    /// A sweep with a trial for each of these values of a key (may be repeated: a trial for each combination of values)
+    #[arg(long = "sweep", value_name = "KEY.PATH=V1,V2,...")]
+    sweeps: Vec<String>,
+    /// Cross-validation: a sweep with a trial for each of K stratified folds of the training pictures (data.folds, data.fold)
+    #[arg(long, value_name = "K", value_parser = clap::value_parser!(u32).range(2..=100))]
+    pub(crate) folds: Option<u32>,
+}
+
+impl GridArgs {
+    /// Writes the sweep into a job file, if these options are given.
+    ///
+    /// # Errors
+    /// See [`write_grid`].
+    pub(crate) fn write(&self, path: &Path, document: &mut Value) -> anyhow::Result<()> {
+        if self.sweeps.is_empty() && self.folds.is_none() {
+            return Ok(());
+        }
+        write_grid(path, document, &self.sweeps, self.folds)
+    }
+}
+
 /// Checks a file with a section `sweep` locally. Returns the number of its trials, or `None` for a file without this section.
 ///
 /// # Errors
-/// Exit status 2. The message lists every mistake; a mistake that trials share is listed once.
+/// Exit status 2. The message lists every mistake, and the trial that has it; a mistake that trials share is listed once.
 pub(crate) fn check(path: &Path, document: &Value) -> anyhow::Result<Option<usize>> {
     let Some((trials, mistakes)) = mistakes(document) else { return Ok(None) };
     if mistakes.is_empty() {
@@ -31,19 +57,44 @@ fn mistakes(document: &Value) -> Option<(usize, Vec<SpecError>)> {
         Err(mistakes) => return Some((0, mistakes)),
     };
     let settings = sweep.settings();
-    let mut mistakes: Vec<SpecError> = Vec::new();
-    for setting in &settings {
+    // Each distinct mistake, with the trials that have it, from 0.
+    let mut mistakes: Vec<(SpecError, Vec<usize>)> = Vec::new();
+    for (index, setting) in settings.iter().enumerate() {
         let found = match trial_document(&job, setting, "sweep") {
             Ok(trial) => job_file::read(&trial).map_or_else(|found| found, |spec| sweep.check(&spec)),
             Err(detail) => vec![SpecError { pointer: "/sweep/parameters".into(), detail }],
         };
         for mistake in found {
-            if !mistakes.contains(&mistake) {
-                mistakes.push(mistake);
+            match mistakes.iter_mut().find(|(known, _)| *known == mistake) {
+                Some((_, trials)) => trials.push(index),
+                None => mistakes.push((mistake, vec![index])),
             }
         }
     }
-    Some((settings.len(), mistakes))
+    let with_trials = |(mistake, trials): (SpecError, Vec<usize>)| SpecError {
+        detail: format!("{}{}", mistake.detail, place(&trials, &settings)),
+        ..mistake
+    };
+    Some((settings.len(), mistakes.into_iter().map(with_trials).collect()))
+}
+
+/// `, in trial 2 (train.lr=-1) and 3 others`: the trials that have a mistake; empty if all trials have it.
+fn place(trials: &[usize], settings: &[Setting]) -> String {
+    let [first, others @ ..] = trials else { return String::new() };
+    if trials.len() == settings.len() {
+        return String::new();
+    }
+    let more = match others.len() {
+        0 => String::new(),
+        count => format!(" and {}", plural(count as u64, "other")),
+    };
+    format!(", in trial {} ({}){more}", first + 1, in_words(&settings[*first]))
+}
+
+/// `train.lr=0.1 train.seed=2`
+pub(crate) fn in_words(setting: &Setting) -> String {
+    let pair = |(key, value): (&String, &Value)| format!("{key}={value}");
+    setting.iter().map(pair).collect::<Vec<_>>().join(" ")
 }
 
 /// Returns the trials' job documents, in the order in which the trials start. Trials with a mistake are left out.
@@ -173,6 +224,12 @@ mod tests {
             (json!({}), &["train.lr=a,,b"], "a value is missing"),
             (json!({}), &["train.lr=1", "train.lr=2"], "the key is repeated"),
             (json!({}), &["train..lr=1"], "names no key"),
+            (json!({}), &["train.lr=1,-1,2"], "in trial 2 (train.lr=-1)"),
+            (
+                json!({}),
+                &["train.lr=1,-1", "train.seed=1,2"],
+                "in trial 3 (train.lr=-1 train.seed=1) and 1 other",
+            ),
             (json!({"sweep": {}}), &["train.lr=1"], "cannot be combined with a section [sweep]"),
             (json!({}), &[long.as_str()], "a list of 1 to 500 values"),
         ] {

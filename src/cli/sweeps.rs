@@ -7,6 +7,7 @@ use super::{
     block_on,
     confirm::confirmed,
     output,
+    sweep::in_words,
 };
 use lockstep_protocol::{
     JobState,
@@ -193,7 +194,7 @@ pub(crate) async fn to_the_end(api: &Api, mut sweep: Sweep, as_json: bool) -> an
 fn trial_in_words(sweep: &Sweep, trial: &Trial) -> String {
     let state = trial.state.map_or("deleted", JobState::as_str);
     let metric = sweep.metric_of(trial).map(|metric| format!(", {} {metric}", sweep.metric));
-    format!("trial {} ({}): {state}{}", trial.number, setting(trial), metric.unwrap_or_default())
+    format!("trial {} ({}): {state}{}", trial.number, in_words(&trial.setting), metric.unwrap_or_default())
 }
 
 fn change(SweepArgs { sweep, server }: &SweepArgs, action: &str) -> anyhow::Result<()> {
@@ -220,14 +221,10 @@ fn describe(sweep: &Sweep) -> String {
     format!("{id} is {}{why}: {ended} of {trial_count} trials have ended, {steps} steps", state.as_str())
 }
 
-fn setting(trial: &Trial) -> String {
-    let pair = |(key, value): (&String, &Value)| format!("{key}={value}");
-    trial.setting.iter().map(pair).collect::<Vec<_>>().join(" ")
-}
-
 fn row(sweep: &Sweep) -> [String; 7] {
     let best = sweep.best.as_ref();
-    let best = best.map(|best| format!("{} {}", sweep.metric_of(best).unwrap_or_default(), setting(best)));
+    let best =
+        best.map(|best| format!("{} {}", sweep.metric_of(best).unwrap_or_default(), in_words(&best.setting)));
     [
         sweep.id.clone(),
         sweep.name.clone(),
@@ -250,7 +247,7 @@ fn row_of_trial(sweep: &Sweep, trial: &Trial) -> [String; 7] {
         trial.number.to_string(),
         trial.job.as_ref().map(ToString::to_string).unwrap_or_default(),
         format!("{state}{}", if is_best { ", best" } else { "" }),
-        setting(trial),
+        in_words(&trial.setting),
         sweep.metric_of(trial).unwrap_or_default(),
         trial.epoch.map(|epoch| epoch.to_string()).unwrap_or_default(),
         trial.step.to_string(),

@@ -11,7 +11,8 @@ use std::path::{Path, PathBuf};
 /// Check a job file without submitting it
 ///
 /// With a server, runs all checks of a submission (dataset, pretrained weights, slots) and stores no job. Without a server, checks only the
-/// file, and says so. Exit status 0: no mistake; 2: mistakes, all listed; 1: the server given by --server does not respond.
+/// file, and says so. The settings of every trial of a sweep are checked, and the first trial on the server. Exit status 0: no mistake;
+/// 2: mistakes, all listed; 1: the server given by --server does not respond.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The job's specification, a TOML file
@@ -20,6 +21,8 @@ pub(crate) struct Args {
     /// Change a key of the specification, such as train.lr=0.1 (may be repeated)
     #[arg(long = "set", value_name = "KEY.PATH=VALUE")]
     sets: Vec<String>,
+    #[command(flatten)]
+    grid: sweep::GridArgs,
     /// Address of the server, which must respond [default: the server on this machine, if it runs]
     #[arg(long, value_name = "URL", env = "LOCKSTEP_SERVER")]
     server: Option<String>,
@@ -50,15 +53,15 @@ struct Plan {
 /// Exit status 2 if the file has mistakes, each on its own line; 1 if the server given by --server does not respond.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let mut document = job_file::document(&args.job, &args.sets)?;
-    let swept = sweep::check(&args.job, &document);
+    args.grid.write(&args.job, &mut document)?;
+    let trials = sweep::check(&args.job, &document)?;
     let server = args.access.server(args.server.as_deref());
     let api = Api::at(&server, args.ca_file.as_deref(), args.access.token(&server)?)?;
-    let trials = swept.as_ref().ok().copied().flatten();
-    let checked = swept.and_then(|swept| match swept {
+    let checked = match trials {
         None => job_file::check(&args.job, &document),
         // The files of the first trial's job are checked.
         Some(_) => job_file::check(&args.job, sweep::trials(&document).first().unwrap_or(&document)),
-    });
+    };
     let is_path = |document: &Value| {
         let dataset = document.pointer("/data/dataset").and_then(Value::as_str);
         dataset.is_some_and(|dataset| dataset.contains(std::path::is_separator))

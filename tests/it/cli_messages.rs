@@ -118,6 +118,10 @@ async fn init_writes_a_file_for_train_and_submit() {
         (&["predict", picture, picture], &["it is a file, and the job comes first", &right_line]),
         (&["predict", &id], &["no picture is given", "lockstep predict JOB shoe.png"]),
         (&["predict"], &["<JOB>"]),
+        (
+            &["predict", "--model", "network.onnx", picture],
+            &["does not read them", "onnxruntime", "model.safetensors", "models:/shoes@champion"],
+        ),
         (&["metrics", "lr", &id], &["no job is called lr"]),
     ] {
         server.cli(args).assert_usage_error(words);
@@ -294,14 +298,9 @@ fn commands_of_other_tools_suggest_the_right_command() {
         command.args(args).env("LOCKSTEP_SERVER", "http://127.0.0.1:1").env("LOCKSTEP_TOKEN_FILE", "token");
         Finished::of(&mut command)
     };
-    for (typed, meant) in [
-        ("stop", "cancel"),
-        ("status", "list"),
-        ("ps", "list"),
-        ("compare", "list"),
-        ("log", "logs"),
-        ("rm", "delete"),
-    ] {
+    for (typed, meant) in
+        [("stop", "cancel"), ("status", "list"), ("ps", "list"), ("log", "logs"), ("rm", "delete")]
+    {
         run(&[typed, "x"]).assert_usage_error(&[&format!("'{typed}'"), &format!("'{meant}'")]);
         run(&["help", typed]).assert_usage_error(&[&format!("did you mean \"{meant}\"?")]);
     }

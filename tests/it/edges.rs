@@ -131,10 +131,6 @@ async fn pictures_up_to_24_mib_are_classified_and_files_are_private() {
     let log = fs::read_to_string(server.folder().path().join("serve.1.log")).expect("a log");
     assert!(!log.contains("connection ends"), "{log}");
 
-    // The error of an empty file says so.
-    let empty = server.folder().write("empty.png", "");
-    let empty = empty.to_str().expect("UTF-8");
-    server.cli(&["predict", &id, empty]).assert_usage_error(&["empty.png", "is empty"]);
     // The result names the job and the checkpoint.
     let picture = server.folder().path().join("boot.png");
     fs::write(&picture, &png).expect("a picture");
@@ -145,6 +141,19 @@ async fn pictures_up_to_24_mib_are_classified_and_files_are_private() {
         (output[0]["job"].as_str(), output[0]["checkpoint"].as_str()),
         (Some("classifier"), Some(&newest[..]))
     );
+    // Pictures that cannot be read are reported, and the others are classified, also those in a folder.
+    for (name, content) in
+        [("shoes/a.png", &b""[..]), ("shoes/b.png", &png[..]), ("shoes/notes.txt", &b""[..])]
+    {
+        server.folder().write(name, content);
+    }
+    let model = server.job_dir(&id).join("checkpoints").join(&newest).display().to_string();
+    for with in [&[&id[..]][..], &["--model", &model]] {
+        let output = server.cli(&[&["predict"][..], with, &["none.png", "shoes", "boot.png"]].concat());
+        output.assert_fails(1, &["none.png: cannot be read: No such file", "shoes/a.png: is empty"]);
+        let names: Vec<_> = output.stdout.lines().filter_map(|line| line.split(':').next()).collect();
+        assert_eq!(names, ["shoes/b.png", "boot.png"], "{}", output.stdout);
+    }
     let problem = send(server.http.post(&url).header("content-type", "image/png")).await.problem(400);
     assert!(problem["detail"].as_str().is_some_and(|d| d.contains("empty")), "{problem}");
     let nothing =

@@ -91,7 +91,19 @@ async fn onnxruntime_s_predictions_match_lockstep_s() {
     assert_refused(&["no/folder"], "no/folder: there is no such file or folder");
     assert_refused(&["nobody"], "no job is called nobody");
     server.cli(&["export", "onnx", &id]).assert_usage_error(&["--output"]);
-    server.cli(&["export"]).assert_usage_error(&["FOLDER"]);
+    for (arguments, words) in [
+        (&["export"][..], "FORMAT JOB -o FILE"),
+        (&["export", &id], "is neither a format nor a folder"),
+        (&["export", "pytorch", &id, "-o", "x"], "pytorch is neither a format nor a folder"),
+        (&["export", "exported"], "in the FOLDER of a checkpoint"),
+    ] {
+        let export = server.cli(arguments);
+        export.assert_usage_error(&[
+            words,
+            "onnx, tensorboard or parquet",
+            "`lockstep download JOB -o FILE`",
+        ]);
+    }
     assert!(!folder.join("x").exists());
     server.stop().await;
 }

@@ -122,6 +122,16 @@ async fn paths_of_a_sweep_are_registered_and_a_lost_response_makes_no_second_swe
     let mut datasets: Vec<_> = trials(&sweep).iter().map(|trial| &trial["setting"]["data.dataset"]).collect();
     datasets.sort_by_key(|name| name.to_string());
     assert_eq!(datasets, ["one", "one", "two", "two"]);
+    let jobs: Vec<_> = trials(&sweep).iter().filter_map(|trial| trial["job"].as_str()).collect();
+    let compared = server.cli(&["compare", jobs[0], jobs[1]]);
+    for words in [jobs[0], jobs[1], "swept dataset=one seed=2", "train.seed", "state", "loss"] {
+        assert!(compared.ok().contains(words), "{words} in {}", compared.stdout);
+    }
+    let compared = server.cli(&["compare", jobs[0], jobs[1], "--json"]).json();
+    assert_eq!(compared["settings"], json!({"train.seed": [1, 2]}));
+    server
+        .cli(&["compare", jobs[0]])
+        .assert_usage_error(&["Usage: lockstep compare [OPTIONS] <JOB> <JOB>..."]);
 
     // --folds submits a sweep; its result is a mean with a standard deviation.
     let folds = ["submit", "job.toml", "--set", "data.dataset=one", "--folds", "2", "--watch"];
@@ -137,6 +147,10 @@ async fn paths_of_a_sweep_are_registered_and_a_lost_response_makes_no_second_swe
     ] {
         assert!(folds.stdout.contains(words), "{words} in {}", folds.stdout);
     }
+    let validate =
+        |seeds: &str| server.cli(&["validate", "job.toml", "--set", "data.dataset=one", "--sweep", seeds]);
+    assert!(validate("train.seed=1,2").ok().contains("has no mistake: 2 trials, "));
+    validate("train.seed=1,-1").assert_usage_error(&["a mistake", "in trial 2 (train.seed=-1)"]);
     server.folder().write("sweep.toml", sweep_file(1, "[sweep.parameters]\ntrain.lr = { values = [0.1] }\n"));
     for options in [["--folds", "2"], ["--sweep", "train.seed=1,2"]] {
         server

@@ -16,6 +16,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import httpx
 
+from .access import NO_TOKEN
 from .errors import Problem, Unreachable
 
 P = ParamSpec("P")
@@ -131,6 +132,8 @@ class Calls:
 def _problem(response: httpx.Response) -> Problem:
     with contextlib.suppress(ValueError):
         if isinstance(body := response.json(), dict):
+            if body.get("code") == "unauthorized":
+                body["detail"] = f"{body.get('detail')}\n{NO_TOKEN}"
             return Problem(response.status_code, body)
     return Problem(response.status_code, {"detail": f"{response.url} answered with status {response.status_code}"})
 

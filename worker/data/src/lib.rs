@@ -29,7 +29,7 @@ mod transform;
 pub use fingerprint::fingerprint;
 pub use index::Progress;
 pub use inspect::{inspect, splits};
-pub use picture::Picture;
+pub use picture::{Picture, has_picture_extension};
 pub use prepare::{PrepareSettings, Prepared, QUALITIES, SHORT_SIDES, prepare};
 pub use random::Random;
 pub use stored::{Stored, stored};
@@ -264,7 +264,7 @@ const MAX_ENTRIES_READ: usize = 1000;
 /// Whether some files of a folder have the names of pictures.
 fn has_pictures(folder: &Path) -> bool {
     let files = fs::read_dir(folder).into_iter().flatten().flatten().take(MAX_ENTRIES_READ);
-    files.map(|file| file.path()).any(|path| picture::has_picture_extension(&path))
+    files.map(|file| file.path()).any(|path| has_picture_extension(&path))
 }
 
 /// The names of the first files and folders, and the number of the others.

@@ -67,7 +67,7 @@ pub(super) fn format_of(head: &[u8]) -> Option<ImageFormat> {
 }
 
 /// Whether a file has the extension of a picture, supported or not.
-pub(super) fn has_picture_extension(path: &Path) -> bool {
+pub fn has_picture_extension(path: &Path) -> bool {
     let extension = extension(path);
     SUPPORTED.contains(&extension.as_str()) || UNSUPPORTED.contains(&extension.as_str())
 }

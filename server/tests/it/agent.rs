@@ -11,7 +11,7 @@ use lockstep_protocol::{
     job::JobId,
     metric::MetricColumn,
 };
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::time::timeout;
 use tokio_tungstenite::{MaybeTlsStream, WebSocketStream, connect_async, tungstenite::Message};
 
@@ -169,6 +169,16 @@ impl Agent {
         }
     }
 
+    /// Submits [`crate::test_server::spec`] with these changes, and waits for the job's start. Returns the job's id and its attempt.
+    pub async fn start_job(
+        &mut self,
+        server: &TestServer,
+        change: impl FnOnce(&mut Value),
+    ) -> (String, AttemptRef) {
+        let id = server.submit(change).await.id.to_string();
+        (id, self.expect_start().await.attempt)
+    }
+
     /// Waits for the next message, which must be `Start`.
     pub async fn expect_start(&mut self) -> StartAttempt {
         match self.next().await {
@@ -202,6 +212,14 @@ impl Agent {
     pub async fn heartbeat(&mut self, attempts: &[AttemptRef]) {
         self.send(FromAgent::Heartbeat { attempts: attempts.to_vec(), no_work: None }).await;
     }
+}
+
+/// Starts a server, the agent `a` with two slots, and a job as [`Agent::start_job`] does.
+pub async fn start_job(change: impl FnOnce(&mut Value)) -> (TestServer, Agent, String, AttemptRef) {
+    let server = TestServer::new().await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (id, attempt) = agent.start_job(&server, change).await;
+    (server, agent, id, attempt)
 }
 
 /// A dataset of two classes with 1000 training pictures and 200 test pictures.

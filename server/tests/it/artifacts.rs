@@ -1,9 +1,9 @@
 //! Checkpoints that agents upload to a server with an object store, here a directory. `tests/it` has the tests with a bucket.
 
 use crate::{
-    agent::{Agent, hello, running},
+    agent::{Agent, running},
     gangs::rank_killed,
-    test_server::{TIMEOUT, TestServer, client, config, database_of},
+    test_server::{TIMEOUT, TestServer, config, database_of},
     uploads::{AttemptApi, FILES, checkpoint, manifest, sum},
 };
 use lockstep_protocol::agent::{AttemptEvent, Ending, Source};
@@ -54,12 +54,9 @@ pub(crate) fn write_checkpoint(job_dir: impl AsRef<Path>, step: u64) -> PathBuf 
 
 /// A job on an agent with its own disk, which has uploaded the checkpoint of step 10.
 async fn uploaded(server: &TestServer) -> (Agent, String, AttemptApi<'_>) {
-    let token = server.agent_token("a").await;
-    let mut agent = Agent::connect_with_token(server, &token, hello("a", 2, Vec::new())).await.unwrap();
-    agent.register(server).await;
-    let id = server.submit(|spec| spec["checkpoint"] = json!({"keep": 2})).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
-    let api = AttemptApi { server, http: client(&token), agent_id: "id-a".into(), attempt };
+    let mut agent = Agent::join_with_dataset(server, 2).await;
+    let (id, attempt) = agent.start_job(server, |spec| spec["checkpoint"] = json!({"keep": 2})).await;
+    let api = AttemptApi::new(server, &server.agent_token("a").await, "id-a", &attempt);
     agent.report(&api.attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     assert_eq!(api.request("POST", "", vec![]).await.0, 204);
     agent.report(&api.attempt, Source::Rank(0), 1, vec![checkpoint(10)]).await;
@@ -163,9 +160,7 @@ async fn a_checkpoint_damaged_on_disk_is_not_pending_and_is_logged() {
     let store = tempfile::tempdir().unwrap();
     let directory = store.path().to_str().unwrap().to_owned();
     let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
-    let token = server.agent_token("a").await;
-    let mut agent = Agent::connect_with_token(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
-    agent.register(&server).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
     let start = agent.expect_start().await;
     let folder = |step: u64| write_checkpoint(start.job_dir.as_deref().unwrap(), step);

@@ -28,8 +28,7 @@ async fn assert_refused(server: &TestServer, path: &str, cursor: &str, message: 
 
 /// A job of two attempts, with log lines, events and two checkpoints.
 async fn create_job(server: &TestServer, agent: &mut Agent) -> String {
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (id, attempt) = agent.start_job(server, |_| {}).await;
     let events = vec![running(100, 0), losses(0, 1..=5), checkpoint(3), checkpoint(5)];
     let mut records = agent.report(&attempt, Source::Rank(0), 0, events).await;
     for n in 1..=3 {

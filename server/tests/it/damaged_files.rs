@@ -1,10 +1,10 @@
 //! Damaged files of checkpoints on the server's disk: changed bytes of the same length, and read errors.
 
 use crate::{
-    agent::{Agent, hello, running},
+    agent::{Agent, running, start_job},
     artifacts::{stored_states, wait_until, write_checkpoint},
     gangs::rank_killed,
-    test_server::{TestServer, client},
+    test_server::TestServer,
     uploads::{AttemptApi, checkpoint, manifest},
 };
 use lockstep_protocol::agent::{AttemptRef, Ending, Source};
@@ -119,18 +119,9 @@ async fn unreadable_files_are_read_from_the_object_store() {
 
 #[tokio::test]
 async fn a_machine_with_its_own_disk_continues_from_the_previous_checkpoint() {
-    let server = TestServer::new().await;
+    let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     let token = server.agent_token("a").await;
-    let mut agent = Agent::connect_with_token(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
-    agent.register(&server).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
-    let api = |attempt: &AttemptRef| AttemptApi {
-        server: &server,
-        http: client(&token),
-        agent_id: "id-a".into(),
-        attempt: attempt.clone(),
-    };
+    let api = |attempt: &AttemptRef| AttemptApi::new(&server, &token, "id-a", attempt);
     assert_eq!(api(&attempt).request("POST", "", vec![]).await.0, 204);
     let events = vec![running(100, 0), checkpoint(10), checkpoint(20)];
     agent.report(&attempt, Source::Rank(0), 0, events).await;

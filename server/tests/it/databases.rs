@@ -89,8 +89,7 @@ async fn a_backup_of_a_running_server_is_restored_into_either_database() {
     for url in [sqlite("one.db"), postgres::database()] {
         let server = TestServer::with(|c| c.database = Some(url.clone())).await;
         let mut agent = Agent::join_with_dataset(&server, 2).await;
-        let id = server.submit(|spec| spec["name"] = "ä \u{1f600} \"'".into()).await.id.to_string();
-        let attempt = agent.expect_start().await.attempt;
+        let (id, attempt) = agent.start_job(&server, |spec| spec["name"] = "ä \u{1f600} \"'".into()).await;
         let mut records = vec![running(100, 0), losses(0, 1..=70)];
         // 0.1 + 0.2 needs all digits: the restored number must have the same bits.
         records.push(AttemptEvent::Checkpoint(CheckpointInfo {
@@ -166,8 +165,7 @@ async fn requests_fail_while_postgres_is_down_and_nothing_is_lost() {
     })
     .await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (id, attempt) = agent.start_job(&server, |_| {}).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=10)]).await;
     for kill in [false, true] {
         let from = if kill { 21 } else { 11 };

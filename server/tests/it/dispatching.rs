@@ -1,7 +1,7 @@
 //! Dispatch: slots, order of the queue, leases, restarts.
 
 use crate::{
-    agent::{Agent, hello, hello_gpus, line, losses, running},
+    agent::{Agent, hello, hello_gpus, line, losses, running, start_job},
     test_server::{TIMEOUT, TestServer},
 };
 use lockstep_protocol::{
@@ -60,8 +60,7 @@ async fn a_silent_agent_loses_its_job_and_is_fenced() {
     })
     .await;
     let mut silent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let first = silent.expect_start().await.attempt;
+    let (id, first) = silent.start_job(&server, |_| {}).await;
     silent.report(&first, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
     silent.disconnect();
 
@@ -102,10 +101,7 @@ async fn a_silent_agent_loses_its_job_and_is_fenced() {
 
 #[tokio::test]
 async fn after_a_server_restart_agents_have_one_lease_to_return() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|s| s["recovery"] = json!({"max_restarts": 0})).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (server, mut agent, id, attempt) = start_job(|s| s["recovery"] = json!({"max_restarts": 0})).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     let dir = server.stop().await;
     let server = TestServer::open(dir, |c| c.lease = Duration::from_millis(500)).await;
@@ -119,8 +115,7 @@ async fn an_agent_stopped_in_order_puts_its_job_back_into_the_queue() {
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let one = server.submit(|s| s["parallel"]["ranks"] = json!(1)).await.id.to_string();
-    let two = server.submit(|s| s["parallel"]["ranks"] = json!(1)).await.id.to_string();
-    let first = agent.expect_start().await.attempt;
+    let (two, first) = agent.start_job(&server, |s| s["parallel"]["ranks"] = json!(1)).await;
     let second = agent.expect_start().await.attempt;
     for attempt in [&first, &second] {
         agent.report(attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
@@ -236,10 +231,7 @@ async fn an_incompatible_agent_is_refused_with_a_reason() {
 
 #[tokio::test]
 async fn a_job_cancelled_while_its_agent_is_offline_ends_and_the_agent_is_told_later() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(10, 0), line(0, 1, "x")]).await;
     agent.disconnect();
     let deadline = tokio::time::Instant::now() + crate::test_server::TIMEOUT;

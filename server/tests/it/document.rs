@@ -90,8 +90,7 @@ pub async fn create_failed_job(
     agent: &mut Agent,
     change: impl FnOnce(&mut Value),
 ) -> (String, String) {
-    let id = server.submit(change).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (id, attempt) = agent.start_job(server, change).await;
     let checkpoint = CheckpointInfo {
         epoch: 1,
         step: 5,

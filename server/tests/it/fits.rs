@@ -1,7 +1,7 @@
 //! The server refuses datasets and settings that do not fit a checkpoint, before any rank starts.
 
 use crate::{
-    agent::{Agent, checkpoint, dataset_info, running},
+    agent::{Agent, checkpoint, dataset_info, running, start_job},
     test_server::TestServer,
 };
 use lockstep_protocol::{
@@ -274,10 +274,7 @@ async fn a_retry_on_a_changed_dataset_is_refused_until_it_fits() {
 
 #[tokio::test]
 async fn a_non_finite_evaluation_is_never_best_and_keeps_the_stream_valid() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     let evaluation = |step, accuracy, loss| {
         AttemptEvent::Evaluation(Evaluation { epoch: 1, step, samples: 200, accuracy, loss, secs: 0.1 })
     };

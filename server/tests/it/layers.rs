@@ -85,8 +85,7 @@ async fn report(agent: &mut Agent, attempt: &AttemptRef, first: u64, events: Vec
 
 async fn test_layers(server: TestServer) {
     let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let first = agent.expect_start().await.attempt;
+    let (id, first) = agent.start_job(&server, |_| {}).await;
     assert_eq!(read_histograms(&server, &id, "").await, json!({"steps": [], "layers": [], "histograms": []}));
     assert_eq!(server.get(&format!("/jobs/{id}/network")).await, (200, json!({"layers": []})));
     let page = server.get_text(&format!("/jobs/{id}")).await.1;

@@ -4,7 +4,7 @@ mod connections;
 mod requests;
 
 use crate::{
-    agent::{Agent, dataset_info, hello, running, unknown_attempt},
+    agent::{Agent, dataset_info, hello, running, start_job, unknown_attempt},
     test_server::{Stream, TIMEOUT, TestServer, spec},
 };
 use futures_util::{SinkExt, StreamExt};
@@ -33,8 +33,7 @@ fn nested(depth: usize) -> String {
 
 /// Creates a job with a checkpoint, and returns both ids.
 async fn create_checkpoint(server: &TestServer, agent: &mut Agent) -> (String, String) {
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (id, attempt) = agent.start_job(server, |_| {}).await;
     let info = CheckpointInfo {
         epoch: 1,
         step: 5,
@@ -139,9 +138,7 @@ async fn repeated_keys_and_too_deep_bodies_are_refused() {
 
 #[tokio::test]
 async fn the_length_of_a_search_is_limited() {
-    let server = TestServer::new().await;
-    let _agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id;
+    let (server, _agent, id, _) = start_job(|_| {}).await;
     for (path, key) in [("/jobs".to_owned(), "name"), (format!("/jobs/{id}/logs"), "q")] {
         for letter in ["x", "ß"] {
             let ask = async |n: usize| server.get(&format!("{path}?{key}={}", letter.repeat(n))).await;
@@ -172,9 +169,7 @@ async fn the_length_of_a_search_is_limited() {
 
 #[tokio::test]
 async fn the_length_of_notes_and_tags_is_limited() {
-    let server = TestServer::new().await;
-    let _agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id;
+    let (server, _agent, id, _) = start_job(|_| {}).await;
     let change = async |body: Value| {
         let request = server.http.patch(server.url(&format!("/api/v1/jobs/{id}"))).json(&body);
         server.send(request).await.0

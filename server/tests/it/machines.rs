@@ -1,7 +1,7 @@
 //! Samples, warnings and removal of machines.
 
 use crate::{
-    agent::{Agent, hello, hello_gpus},
+    agent::{Agent, hello, hello_gpus, start_job},
     test_server::{TIMEOUT, TestServer, client},
 };
 use lockstep_protocol::{
@@ -176,10 +176,7 @@ async fn remove_when_offline(server: &TestServer, id: &str) -> (u16, Value) {
 
 #[tokio::test]
 async fn an_agent_of_one_job_leaves_the_list_when_it_ends_with_its_job() {
-    let server = TestServer::new().await;
-    let mut pictures = Agent::join_with_dataset(&server, 2).await;
-    server.submit(|spec| spec["parallel"]["ranks"] = json!(1)).await;
-    pictures.expect_start().await;
+    let (server, _agent, _, _) = start_job(|spec| spec["parallel"]["ranks"] = json!(1)).await;
     // The job waits for both slots.
     let job = server.submit(|spec| spec["parallel"]["ranks"] = json!(2)).await.id;
     let listed = async || {

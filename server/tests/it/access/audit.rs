@@ -1,7 +1,7 @@
 //! The audit log.
 
 use crate::{
-    agent::Agent,
+    agent::start_job,
     test_server::{TIMEOUT, TestServer, client, client_without_redirects},
 };
 use serde_json::{Value, json};
@@ -69,9 +69,7 @@ async fn all_changing_requests_are_in_the_audit_log() {
 
 #[tokio::test]
 async fn created_objects_are_named_in_the_audit_log() {
-    let server = TestServer::new().await;
-    let _agent = Agent::join_with_dataset(&server, 2).await;
-    let job = server.submit(|s| s["name"] = json!("a job")).await.id.to_string();
+    let (server, _agent, job, _) = start_job(|s| s["name"] = json!("a job")).await;
     let form = client_without_redirects(&server.token).post(server.url("/jobs/new"));
     let form = form.header("content-type", "application/x-www-form-urlencoded");
     let response = form.body("name=x&data.dataset=pictures&model.arch=resnet20").send().await.unwrap();

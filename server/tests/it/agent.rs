@@ -1,6 +1,6 @@
 //! An agent that speaks the protocol over a real websocket and trains nothing.
 
-use crate::test_server::{TIMEOUT, TestServer};
+use crate::test_server::{TIMEOUT, TestServer, wait_until};
 use futures_util::{SinkExt, StreamExt};
 use lockstep_protocol::{
     agent::{
@@ -220,6 +220,12 @@ pub async fn start_job(change: impl FnOnce(&mut Value)) -> (TestServer, Agent, S
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let (id, attempt) = agent.start_job(&server, change).await;
     (server, agent, id, attempt)
+}
+
+/// Waits until the server has noticed that its first agent has disconnected.
+pub async fn wait_until_offline(server: &TestServer) {
+    let is_online = async || server.get("/agents").await.1["agents"][0]["online"] == true;
+    wait_until("the agent is offline", async || !is_online().await).await;
 }
 
 /// A dataset of two classes with 1000 training pictures and 200 test pictures.

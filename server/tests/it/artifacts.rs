@@ -3,7 +3,7 @@
 use crate::{
     agent::{Agent, running},
     gangs::rank_killed,
-    test_server::{TIMEOUT, TestServer, config, database_of},
+    test_server::{TestServer, config, database_of, wait_until},
     uploads::{AttemptApi, FILES, checkpoint, manifest, sum},
 };
 use lockstep_protocol::agent::{AttemptEvent, Ending, Source};
@@ -12,9 +12,7 @@ use serde_json::{Value, json};
 use std::{
     fs,
     path::{Path, PathBuf},
-    time::Duration,
 };
-use tokio::time::Instant;
 
 pub(crate) fn files_below(directory: &Path) -> Vec<PathBuf> {
     let mut found = Vec::new();
@@ -26,14 +24,6 @@ pub(crate) fn files_below(directory: &Path) -> Vec<PathBuf> {
     }
     found.sort();
     found
-}
-
-pub(crate) async fn wait_until(what: &str, condition: impl AsyncFn() -> bool) {
-    let deadline = Instant::now() + TIMEOUT;
-    while !condition().await {
-        assert!(Instant::now() < deadline, "not within {TIMEOUT:?}: {what}");
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
 }
 
 pub(crate) async fn stored_states(server: &TestServer, job: &str) -> Vec<Value> {

@@ -2,9 +2,9 @@
 
 use crate::{
     agent::{Agent, running, start_job},
-    artifacts::{stored_states, wait_until, write_checkpoint},
+    artifacts::{stored_states, write_checkpoint},
     gangs::rank_killed,
-    test_server::TestServer,
+    test_server::{TestServer, wait_until},
     uploads::{AttemptApi, checkpoint, manifest},
 };
 use lockstep_protocol::agent::{AttemptRef, Ending, Source};

@@ -3,7 +3,7 @@
 use crate::{
     agent::{Agent, losses, running, start_job},
     postgres,
-    test_server::{TIMEOUT, TestServer},
+    test_server::{TIMEOUT, TestServer, wait_until},
 };
 use lockstep_protocol::agent::{Ending, Source};
 use serde_json::{Value, json};
@@ -144,11 +144,8 @@ async fn the_next_server_completes_deletions() {
     server.execute(&format!("UPDATE jobs SET deleted_at = 1 WHERE id = '{id}'")).await;
     assert_eq!(server.get(&format!("/jobs/{id}")).await.0, 404);
     let server = TestServer::open(server.stop().await, |_| {}).await;
-    let start = Instant::now();
-    while server.query_number("SELECT count(*) FROM jobs").await > 0 {
-        assert!(start.elapsed() < TIMEOUT);
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
+    let jobs = async || server.query_number("SELECT count(*) FROM jobs").await;
+    wait_until("the job is deleted", async || jobs().await == 0).await;
     assert_eq!(server.query_number("SELECT count(*) FROM events").await, 0);
     server.stop().await;
 }

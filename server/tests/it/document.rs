@@ -3,7 +3,7 @@
 
 use crate::{
     agent::{Agent, dataset_info, hello, line, losses, running},
-    test_server::{TIMEOUT, TestServer, spec},
+    test_server::{TestServer, spec, wait_until},
 };
 use lockstep_protocol::{
     agent::{AgentReply, AgentRequest, AttemptEvent, CheckpointInfo, Ending, FromAgent, Source, ToAgent},
@@ -424,20 +424,19 @@ async fn all_responses_are_documented() {
     }
     assert_eq!(api.request("get", "/api/v1/sweeps", "/api/v1/sweeps", |r| r).await.0, 200);
     assert_eq!(api.request("get", "/api/v1/sweeps/{id}", &place, |r| r).await.0, 200);
-    let since = std::time::Instant::now();
-    // Deletion succeeds once the trial has ended.
-    while api.request("delete", "/api/v1/sweeps/{id}", &place, |r| r).await.0 != 204 {
-        assert!(since.elapsed() < TIMEOUT);
-    }
+    wait_until("the trial ends, so that its sweep can be deleted", async || {
+        api.request("delete", "/api/v1/sweeps/{id}", &place, |r| r).await.0 == 204
+    })
+    .await;
     let undrain = ("/api/v1/agents/{id}/undrain", "/api/v1/agents/id-a/undrain");
     assert_eq!(api.request("post", undrain.0, undrain.1, |r| r).await.0, 204);
     Agent::connect(&server, hello("gone", 1, Vec::new())).await.unwrap().disconnect();
     let gone = ("/api/v1/agents/{id}", "/api/v1/agents/id-gone");
-    let since = std::time::Instant::now();
-    // Deletion succeeds once the server has noticed the end of the connection.
-    while api.request("delete", gone.0, gone.1, |r| r).await.0 != 204 {
-        assert!(since.elapsed() < TIMEOUT);
-    }
+    wait_until(
+        "the server notices the end of the connection, so that the agent can be deleted",
+        async || api.request("delete", gone.0, gone.1, |r| r).await.0 == 204,
+    )
+    .await;
     for path in ["/healthz", "/readyz", "/metrics"] {
         assert_eq!(api.request("get", path, path, |r| r).await.0, 200);
     }

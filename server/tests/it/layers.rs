@@ -3,7 +3,7 @@
 use crate::{
     agent::{Agent, losses, running},
     postgres,
-    test_server::{TIMEOUT, TestServer},
+    test_server::{TestServer, wait_until},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, AttemptRef, Ending, Source},
@@ -13,7 +13,6 @@ use lockstep_protocol::{
     spec::{ShardSpec, Split},
 };
 use serde_json::{Value, json};
-use std::time::Instant;
 
 fn layer(name: &str, kind: HistogramKind, max: f32) -> LayerHistogram {
     let counts = (0..HISTOGRAM_BINS as u32).map(|n| n * 1000).collect();
@@ -175,10 +174,7 @@ async fn test_layers(server: TestServer) {
     assert_eq!(server.get(&format!("/jobs/{id}/histograms")).await.0, 404);
     assert_eq!(server.get(&format!("/jobs/{id}/network")).await.0, 404);
     let rows = "SELECT (SELECT count(*) FROM histograms) + (SELECT count(*) FROM networks)";
-    let since = Instant::now();
-    while server.query_number(rows).await > 0 {
-        assert!(since.elapsed() < TIMEOUT, "rows stay");
-    }
+    wait_until("the rows are deleted", async || server.query_number(rows).await == 0).await;
     server.stop().await;
 }
 

@@ -3,7 +3,7 @@
 use crate::{
     agent::{Agent, running, start_job},
     postgres,
-    test_server::{TIMEOUT, TestServer},
+    test_server::{TIMEOUT, TestServer, wait_until},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, Ending, Source},
@@ -182,11 +182,7 @@ async fn test_removal_of_points(database: Option<String>) {
     let dir = server.stop().await;
 
     let server = TestServer::open(dir, open(Duration::from_millis(200))).await;
-    let start = Instant::now();
-    while server.query_number(&rows).await > 0 {
-        assert!(start.elapsed() < TIMEOUT, "points are not removed from events");
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    wait_until("points are removed from events", async || server.query_number(&rows).await == 0).await;
     assert_eq!(read_metrics(&server).await, before);
     assert_eq!(read_csv(&server, &id).await, lines);
     // The stream begins after the removed points for every `since`. Other events stay.

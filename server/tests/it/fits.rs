@@ -5,7 +5,7 @@ use crate::{
     test_server::TestServer,
 };
 use lockstep_protocol::{
-    agent::{AttemptEvent, Ending, Evaluation, Source, ToAgent},
+    agent::{AttemptEvent, AttemptRef, Ending, Evaluation, Source, ToAgent},
     dataset::{DatasetInfo, SplitInfo},
     job::JobState,
 };
@@ -34,23 +34,35 @@ fn write_checkpoint(job_dir: &Path) {
     std::fs::write(folder.join("MANIFEST.json"), "{}").unwrap();
 }
 
+/// Starts a job that has written its checkpoint of step 50. Returns the job's id and its attempt.
+async fn start_job_with_checkpoint(
+    server: &TestServer,
+    agent: &mut Agent,
+    change: impl FnOnce(&mut Value),
+) -> (String, AttemptRef) {
+    let (id, attempt) = agent.start_job(server, change).await;
+    write_checkpoint(&server.dir.path().join("jobs").join(&id));
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(50)]).await;
+    (id, attempt)
+}
+
+async fn fail_job(server: &TestServer, agent: &mut Agent, id: &str, attempt: &AttemptRef) {
+    agent.end(attempt, Ending::Failed { reason: "by the test".into(), retriable: false }).await;
+    server.wait_for_state(id, JobState::Failed).await;
+}
+
 /// A job that failed after its checkpoint of step 50.
-async fn failed_job(server: &TestServer, agent: &mut Agent) -> String {
-    let job = server.submit(|_| {}).await;
-    let start = agent.expect_start().await;
-    write_checkpoint(Path::new(start.job_dir.as_deref().unwrap()));
-    let events = vec![running(100, 0), checkpoint(50)];
-    agent.report(&start.attempt, Source::Rank(0), 0, events).await;
-    agent.end(&start.attempt, Ending::Failed { reason: "by the test".into(), retriable: false }).await;
-    server.wait_for_state(job.id.as_str(), JobState::Failed).await;
-    job.id.to_string()
+async fn failed_job(server: &TestServer, agent: &mut Agent, change: impl FnOnce(&mut Value)) -> String {
+    let (id, attempt) = start_job_with_checkpoint(server, agent, change).await;
+    fail_job(server, agent, &id, &attempt).await;
+    id
 }
 
 #[tokio::test]
 async fn a_fork_that_does_not_fit_its_checkpoint_is_refused_at_submission() {
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = failed_job(&server, &mut agent).await;
+    let id = failed_job(&server, &mut agent, |_| {}).await;
     let like = |classes: &[&str]| DatasetInfo { classes: strings(classes), ..dataset_info() };
     register(&server, &mut agent, "more", like(&["cat", "dog", "fox"])).await;
     register(&server, &mut agent, "others", like(&["cat", "fox"])).await;
@@ -117,7 +129,7 @@ async fn a_fork_that_does_not_fit_its_checkpoint_is_refused_at_submission() {
 async fn evaluating_on_an_unsuitable_dataset_is_refused_with_a_reason() {
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = failed_job(&server, &mut agent).await;
+    let id = failed_job(&server, &mut agent, |_| {}).await;
     let only_train = vec![SplitInfo { name: "train".into(), samples: 9, per_class: vec![4, 5] }];
     register(&server, &mut agent, "untested", DatasetInfo { splits: only_train, ..dataset_info() }).await;
     register(
@@ -161,19 +173,11 @@ async fn a_fork_on_another_dataset_uses_its_split_unless_validation_is_set() {
         register(&server, &mut agent, name, info).await;
     }
     let mut parent = async |dataset: &str, validation: Option<Value>| {
-        let job = server
-            .submit(|spec| {
-                spec["data"]["dataset"] = json!(dataset);
-                spec["data"]["validation"] = validation.unwrap_or_default();
-            })
-            .await;
-        let start = agent.expect_start().await;
-        write_checkpoint(Path::new(start.job_dir.as_deref().unwrap()));
-        let events = vec![running(100, 0), checkpoint(50)];
-        agent.report(&start.attempt, Source::Rank(0), 0, events).await;
-        agent.end(&start.attempt, Ending::Failed { reason: "by the test".into(), retriable: false }).await;
-        server.wait_for_state(job.id.as_str(), JobState::Failed).await;
-        job.id.to_string()
+        failed_job(&server, &mut agent, |spec| {
+            spec["data"]["dataset"] = json!(dataset);
+            spec["data"]["validation"] = validation.unwrap_or_default();
+        })
+        .await
     };
     let (chosen, given) = (parent("val", None).await, parent("both", Some(json!("val"))).await);
     for (job, set, measured_by) in [
@@ -202,18 +206,13 @@ async fn a_fork_inherits_tags_unless_it_sets_tags_or_would_publish_private_tags(
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     for private in [false, true] {
-        let job = server
-            .submit(|spec| {
-                spec["tags"] = json!(["sweep", "seed-1"]);
-                spec["private"] = json!(private);
-            })
-            .await;
-        let start = agent.expect_start().await;
-        write_checkpoint(Path::new(start.job_dir.as_deref().unwrap()));
-        let events = vec![running(100, 0), checkpoint(50)];
-        agent.report(&start.attempt, Source::Rank(0), 0, events).await;
+        let (id, attempt) = start_job_with_checkpoint(&server, &mut agent, |spec| {
+            spec["tags"] = json!(["sweep", "seed-1"]);
+            spec["private"] = json!(private);
+        })
+        .await;
         // The fork inherits the current tags, not the submitted tags.
-        let path = format!("/jobs/{}", job.id);
+        let path = format!("/jobs/{id}");
         let change = server.http.patch(server.url(&format!("/api/v1{path}")));
         let (status, body) = server.send(change.json(&json!({"tags": ["sweep", "seed-2"]}))).await;
         assert_eq!(status, 200, "{body}");
@@ -228,8 +227,7 @@ async fn a_fork_inherits_tags_unless_it_sets_tags_or_would_publish_private_tags(
             let fork = body["id"].as_str().unwrap();
             server.post(&format!("/jobs/{fork}/cancel"), &json!({})).await;
         }
-        agent.end(&start.attempt, Ending::Failed { reason: "by the test".into(), retriable: false }).await;
-        server.wait_for_state(job.id.as_str(), JobState::Failed).await;
+        fail_job(&server, &mut agent, &id, &attempt).await;
     }
     server.stop().await;
 }
@@ -238,12 +236,9 @@ async fn a_fork_inherits_tags_unless_it_sets_tags_or_would_publish_private_tags(
 async fn an_image_size_that_changes_the_network_is_refused_with_advice() {
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let job = server.submit(|spec| spec["model"]["arch"] = json!("resnet18")).await;
-    let start = agent.expect_start().await;
-    write_checkpoint(Path::new(start.job_dir.as_deref().unwrap()));
-    let events = vec![running(100, 0), checkpoint(50)];
-    agent.report(&start.attempt, Source::Rank(0), 0, events).await;
-    let path = format!("/jobs/{}/fork", job.id);
+    let change = |spec: &mut Value| spec["model"]["arch"] = json!("resnet18");
+    let (id, _) = start_job_with_checkpoint(&server, &mut agent, change).await;
+    let path = format!("/jobs/{id}/fork");
     let fork = async |set: Value| server.post(&path, &json!({ "set": set })).await;
     let (status, body) = fork(json!({"data.image_size": 96})).await;
     assert_eq!((status, &body["errors"][0]["pointer"]), (422, &json!("/data/image_size")), "{body}");
@@ -258,7 +253,7 @@ async fn an_image_size_that_changes_the_network_is_refused_with_advice() {
 async fn a_retry_on_a_changed_dataset_is_refused_until_it_fits() {
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = failed_job(&server, &mut agent).await;
+    let id = failed_job(&server, &mut agent, |_| {}).await;
     assert_eq!(server.delete("/datasets/pictures").await.0, 204);
     let other = DatasetInfo { classes: strings(&["cat", "fox"]), ..dataset_info() };
     register(&server, &mut agent, "pictures", other).await;

@@ -65,7 +65,6 @@ async fn weights(server: &Server, id: &str) -> Vec<u8> {
 
 #[tokio::test]
 async fn a_machine_without_the_files_copies_them_once_and_trains_to_the_same_weights() {
-    let _permit = training_permit().await;
     let server = server().await;
     let data = dataset(&server);
     // An empty folder is part of a dataset, too.
@@ -180,7 +179,6 @@ fn wait_for_filler(machine: &Machine, server: &Server, bytes: u64) -> PathBuf {
 
 #[tokio::test]
 async fn datasets_are_copied_up_to_the_limit_and_only_from_their_folder() {
-    let _permit = training_permit().await;
     let server = server().await;
     let data = dataset(&server);
     let (limit, less) = (size(&data).to_string(), (size(&data) - 1).to_string());

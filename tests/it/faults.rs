@@ -1,8 +1,7 @@
 //! Killed processes: nothing is lost or reported twice, and no process is left.
 
 use crate::{
-    pictures,
-    server::{Server, number, signal, state_of, training_permit},
+    server::{Server, number, signal, state_of},
     socket::{Socket, assert_unbroken, is_end, is_metric, last_step, stored},
     specs,
 };
@@ -24,11 +23,9 @@ fn spec(name: &str, max_restarts: u32) -> Value {
     )
 }
 
+/// A server whose jobs have 40 steps per epoch, so that restarts also happen within an epoch.
 async fn server() -> Server {
-    let server = Server::start().await;
-    // 40 steps per epoch, so that restarts also happen within an epoch.
-    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
-    server
+    Server::start_training(640, 64).await
 }
 
 /// Returns a stream that has read `steps` steps of both ranks and a checkpoint.
@@ -64,7 +61,6 @@ async fn assert_every_step(server: &Server, id: &str) {
 
 #[tokio::test]
 async fn a_killed_rank_restarts_its_job_from_the_newest_checkpoint_or_fails_it() {
-    let _permit = training_permit().await;
     let server = server().await;
     let undisturbed = server.submit(&spec("disturbed", 3)).await;
     server.wait_for_success(&undisturbed).await;
@@ -141,7 +137,6 @@ async fn a_killed_rank_restarts_its_job_from_the_newest_checkpoint_or_fails_it()
 
 #[tokio::test]
 async fn a_job_continues_while_its_server_restarts() {
-    let _permit = training_permit().await;
     let mut server = server().await;
     let id = server.submit(&spec("orphaned", 3)).await;
     let seen = read_until_step(&server, &id, 60).await.drop_connection();

@@ -113,9 +113,7 @@ impl Drop for Machine {
 
 /// A server whose own machine has one slot, so that jobs of two ranks run on other machines.
 pub(crate) async fn server() -> Server {
-    let server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
-    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
-    server
+    Server::start_training_with(Agents::Local { cpu_slots: 1 }, 640, 64).await
 }
 
 /// Waits until this number of slots is online.
@@ -148,7 +146,6 @@ fn file_names(folder: &Path) -> Vec<String> {
 
 #[tokio::test]
 async fn a_job_continues_on_another_machine_to_the_same_weights() {
-    let _permit = training_permit().await;
     let server = server().await;
     let mut a = Machine::start(&server, "machine-a", &[]);
     online(&server, 3).await;
@@ -258,7 +255,6 @@ mod full {
 
     #[tokio::test]
     async fn uploads_continue_after_kills_and_a_full_disk() {
-        let _permit = training_permit().await;
         let mut server = server().await;
         let mut a = Machine::start(&server, "machine-a", &[]);
         online(&server, 3).await;

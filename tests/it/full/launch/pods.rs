@@ -4,7 +4,7 @@ use super::{server, short, submit, valid_agent_tokens};
 use crate::{
     cluster::{Kubernetes, command_lines, find_program},
     pages,
-    server::{Finished, Server, lockstep, number, training_permit},
+    server::{Finished, Server, lockstep, number},
     specs,
 };
 use serde_json::{Value, json};
@@ -98,7 +98,6 @@ fn is_in_any_process(words: &str) -> bool {
 
 #[tokio::test]
 async fn two_pods_train_a_job_and_end_after_it() {
-    let _permit = training_permit().await;
     let server = server().await;
     let cluster = Kubernetes::start(&server).await;
     let id = submit(&server, &short("Over two pods")).await;
@@ -134,7 +133,6 @@ async fn the_role_for_launches_is_sufficient() {
         eprintln!("skipped: kubectl is missing (kubernetes-client in Debian)");
         return;
     }
-    let _permit = training_permit().await;
     let server = server().await;
     let cluster = Kubernetes::start_with(&server, &json!([])).await;
     let id = submit(&server, &short("By a role")).await;
@@ -150,7 +148,6 @@ async fn the_role_for_launches_is_sufficient() {
 
 #[tokio::test]
 async fn pods_of_a_paused_job_end_with_a_checkpoint_and_return() {
-    let _permit = training_permit().await;
     let server = server().await;
     let cluster = Kubernetes::start(&server).await;
     let id = submit(&server, &endless("paused", 2)).await;
@@ -205,7 +202,6 @@ pub(super) async fn newest(server: &Server, id: &str) -> u64 {
 
 #[tokio::test]
 async fn a_second_launch_takes_over_the_pods_of_the_first() {
-    let _permit = training_permit().await;
     let server = server().await;
     let cluster = Kubernetes::start(&server).await;
     let id = submit(&server, &endless("twice", 1)).await;

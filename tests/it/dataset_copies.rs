@@ -2,7 +2,7 @@
 
 use crate::{
     pictures,
-    separate_disks::{Machine, log, online, server, stored},
+    separate_disks::{Machine, log, online, server, uploaded_weights},
     server::{Agents, Server, signal, training_permit},
     specs,
 };
@@ -49,20 +49,6 @@ fn copies(machine: &Machine, server: &Server) -> Vec<PathBuf> {
     all.map(|entry| entry.path()).collect()
 }
 
-/// Runs a job, which must fail, and returns the reason.
-async fn failure_reason(server: &Server, spec: &Value) -> String {
-    let job = server.wait_for_end(&server.submit(spec).await).await;
-    assert_eq!(job["state"], "failed", "{job:#}");
-    job["reason"].as_str().expect("a reason").to_owned()
-}
-
-/// Waits until the last checkpoint is on the server and returns its weights.
-async fn weights(server: &Server, id: &str) -> Vec<u8> {
-    server.wait_for_success(id).await;
-    server.until("the checkpoint is uploaded", async |s: &Server| stored(s, id).await == STEPS).await;
-    server.last_model(id).await
-}
-
 #[tokio::test]
 async fn a_machine_without_the_files_copies_them_once_and_trains_to_the_same_weights() {
     let server = server().await;
@@ -72,7 +58,7 @@ async fn a_machine_without_the_files_copies_them_once_and_trains_to_the_same_wei
     let mut a = Machine::start_without(&server, "machine-a", 2, &[], &[]);
     online(&server, 3).await;
     let id = server.submit(&spec("shared disk")).await;
-    let expected = weights(&server, &id).await;
+    let expected = uploaded_weights(&server, &id, STEPS).await;
     assert!(!log(&server, &id).await.contains(COPIES), "the machine has the files");
     a.kill();
     online(&server, 1).await;
@@ -81,8 +67,8 @@ async fn a_machine_without_the_files_copies_them_once_and_trains_to_the_same_wei
     online(&server, 5).await;
     // Two jobs need the dataset at the same time: only one copies it.
     let (first, second) = (server.submit(&spec("first")).await, server.submit(&spec("second")).await);
-    assert_eq!(weights(&server, &first).await, expected, "the same weights");
-    assert_eq!(weights(&server, &second).await, expected, "the same weights");
+    assert_eq!(uploaded_weights(&server, &first, STEPS).await, expected, "the same weights");
+    assert_eq!(uploaded_weights(&server, &second, STEPS).await, expected, "the same weights");
     let logs = [log(&server, &first).await, log(&server, &second).await];
     let copied = logs.iter().filter(|log| log.contains(&format!("machine-b {COPIES}"))).count();
     assert_eq!(copied, 1, "{logs:?}");
@@ -95,13 +81,13 @@ async fn a_machine_without_the_files_copies_them_once_and_trains_to_the_same_wei
     b.start_agent(&server);
     online(&server, 5).await;
     let id = server.submit(&spec("later")).await;
-    assert_eq!(weights(&server, &id).await, expected, "the same weights");
+    assert_eq!(uploaded_weights(&server, &id, STEPS).await, expected, "the same weights");
     assert!(!log(&server, &id).await.contains(COPIES));
     // A missing file of the copy is copied again.
     let labels = copy.join("data/train-labels-idx1-ubyte");
     fs::remove_file(&labels).expect("a file of the copy");
     let id = server.submit(&spec("repaired")).await;
-    assert_eq!(weights(&server, &id).await, expected, "the same weights");
+    assert_eq!(uploaded_weights(&server, &id, STEPS).await, expected, "the same weights");
     assert!(log(&server, &id).await.contains("% of the dataset fashion") && labels.exists());
     // The dataset changes on the server: it is copied again, and the old copy is deleted.
     let labels = data.join("train-labels-idx1-ubyte");
@@ -188,7 +174,7 @@ async fn datasets_are_copied_up_to_the_limit_and_only_from_their_folder() {
     // A limit of one byte less than the dataset.
     let mut a = start("machine-a", &less);
     online(&server, 3).await;
-    let why = failure_reason(&server, &spec("too large")).await;
+    let why = server.wait_for_failure(&server.submit(&spec("too large")).await).await;
     assert!(why.contains("machine-a") && why.contains("--dataset-cache-limit"), "{why}");
     assert!(copies(&a, &server).is_empty());
     a.kill();
@@ -196,7 +182,7 @@ async fn datasets_are_copied_up_to_the_limit_and_only_from_their_folder() {
     // With a limit of 0 nothing is copied.
     let mut b = start("machine-b", "0");
     online(&server, 3).await;
-    let why = failure_reason(&server, &spec("missing")).await;
+    let why = server.wait_for_failure(&server.submit(&spec("missing")).await).await;
     assert!(why.contains("machine-b") && why.contains("--dataset NAME=PATH"), "{why}");
     b.kill();
     online(&server, 1).await;
@@ -204,7 +190,7 @@ async fn datasets_are_copied_up_to_the_limit_and_only_from_their_folder() {
     let nowhere = format!("fashion={}", server.folder().path().join("nowhere").display());
     let mut c = Machine::start_without(&server, "machine-c", 2, &[&data], &["--dataset", &nowhere]);
     online(&server, 3).await;
-    let why = failure_reason(&server, &spec("mapped")).await;
+    let why = server.wait_for_failure(&server.submit(&spec("mapped")).await).await;
     assert!(why.contains("machine-c") && why.contains("nowhere"), "{why}");
     assert!(copies(&c, &server).is_empty());
     c.kill();
@@ -214,7 +200,7 @@ async fn datasets_are_copied_up_to_the_limit_and_only_from_their_folder() {
     online(&server, 3).await;
     let secret = server.folder().write("secret", "not for others");
     symlink(secret, data.join("link")).expect("a link");
-    let why = failure_reason(&server, &spec("leads out")).await;
+    let why = server.wait_for_failure(&server.submit(&spec("leads out")).await).await;
     assert!(why.contains("link is a link that leads out of the dataset's folder"), "{why}");
     assert!(copies(&d, &server).is_empty());
     fs::remove_file(data.join("link")).expect("the link is removed");

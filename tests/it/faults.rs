@@ -125,9 +125,7 @@ async fn a_killed_rank_restarts_its_job_from_the_newest_checkpoint_or_fails_it()
     let ranks = server.ranks(&id);
     assert_eq!(ranks.len(), 2, "{ranks:?}");
     signal(ranks[0].1.pid, Signal::KILL);
-    let job = server.wait_for_end(&id).await;
-    assert_eq!(job["state"], "failed", "{job:#}");
-    let reason = job["reason"].as_str().expect("a reason");
+    let reason = server.wait_for_failure(&id).await;
     assert!(reason.contains("rank 0 was killed by signal 9 at step"), "{reason}");
     assert!(reason.contains("max_restarts"), "{reason}");
     server.until("the other rank has ended, too", async |s: &Server| s.ranks(&id).is_empty()).await;

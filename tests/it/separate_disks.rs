@@ -135,6 +135,13 @@ pub(crate) async fn stored(server: &Server, id: &str) -> u64 {
     here.map(|c| number(&c["step"])).max().unwrap_or(0)
 }
 
+/// Waits until the checkpoint of a job's last step is on the server, which may be after the job's end, and returns its weights.
+pub(crate) async fn uploaded_weights(server: &Server, id: &str, steps: u64) -> Vec<u8> {
+    server.wait_for_success(id).await;
+    server.until("the checkpoint is uploaded", async |s: &Server| stored(s, id).await == steps).await;
+    server.last_model(id).await
+}
+
 pub(crate) async fn log(server: &Server, id: &str) -> String {
     server.get(&format!("/jobs/{id}/logs")).await.to_string()
 }
@@ -150,12 +157,7 @@ async fn a_job_continues_on_another_machine_to_the_same_weights() {
     let mut a = Machine::start(&server, "machine-a", &[]);
     online(&server, 3).await;
     let undisturbed = server.submit(&spec("undisturbed")).await;
-    server.wait_for_success(&undisturbed).await;
-    // The last checkpoint may still be uploading when the job has ended.
-    server
-        .until("the checkpoint is uploaded", async |s: &Server| stored(s, &undisturbed).await == STEPS)
-        .await;
-    let expected = server.last_model(&undisturbed).await;
+    let expected = uploaded_weights(&server, &undisturbed, STEPS).await;
     assert!(
         !server.attempt_dir(&undisturbed, 1).join("rank.0.events").exists(),
         "the ranks ran on the other machine"
@@ -170,9 +172,7 @@ async fn a_job_continues_on_another_machine_to_the_same_weights() {
     server.ranks(&id).iter().for_each(|(_, process)| signal(process.pid, Signal::KILL));
     let _b = Machine::start(&server, "machine-b", &[]);
     server.wait_for_job(&id, "a second attempt", |job| number(&job["attempt"]) == 2).await;
-    server.wait_for_success(&id).await;
-    server.until("the checkpoint is uploaded", async |s: &Server| stored(s, &id).await == STEPS).await;
-    assert_eq!(server.last_model(&id).await, expected, "the same weights");
+    assert_eq!(uploaded_weights(&server, &id, STEPS).await, expected, "the same weights");
     let attempts = server.get(&format!("/jobs/{id}/attempts")).await;
     let from = attempts["attempts"][1]["checkpoint"].as_str().expect("a checkpoint").to_owned();
     let log = log(&server, &id).await;
@@ -217,11 +217,6 @@ async fn machines_may_have_different_paths_for_the_same_dataset() {
     fs::create_dir_all(&here).expect("a folder");
     let dataset = pictures::idx_dataset(&here, 640, 64);
     server.register("fashion", &dataset).await;
-    let failure_reason = async |id: &str| {
-        let job = server.wait_for_end(id).await;
-        assert_eq!(job["state"], "failed", "{job:#}");
-        job["reason"].as_str().expect("a reason").to_owned()
-    };
     // Machine A has the same pictures at another path; machine B has other pictures under the name.
     let (there, others) = (Folder::new(), Folder::new());
     let same = pictures::idx_dataset(there.path(), 640, 64);
@@ -239,13 +234,13 @@ async fn machines_may_have_different_paths_for_the_same_dataset() {
     server.ranks(&id).iter().for_each(|(_, process)| signal(process.pid, Signal::KILL));
     let named = format!("fashion={}", other.display());
     let mut b = Machine::start(&server, "machine-b", &["--dataset", &named]);
-    let why = failure_reason(&id).await;
+    let why = server.wait_for_failure(&id).await;
     assert!(why.contains("machine-b") && why.contains("is not what the job began with"), "{why}");
     b.kill();
     // A machine without the dataset.
     let _c = Machine::start(&server, "machine-c", &[]);
     online(&server, 3).await;
-    let why = failure_reason(&server.submit(&spec("missing")).await).await;
+    let why = server.wait_for_failure(&server.submit(&spec("missing")).await).await;
     assert!(why.contains("machine-c") && why.contains("--dataset NAME=PATH"), "{why}");
 }
 
@@ -259,11 +254,7 @@ mod full {
         let mut a = Machine::start(&server, "machine-a", &[]);
         online(&server, 3).await;
         let undisturbed = server.submit(&spec("undisturbed")).await;
-        server.wait_for_success(&undisturbed).await;
-        server
-            .until("the checkpoint is uploaded", async |s: &Server| stored(s, &undisturbed).await == STEPS)
-            .await;
-        let expected = server.last_model(&undisturbed).await;
+        let expected = uploaded_weights(&server, &undisturbed, STEPS).await;
 
         let id = server.submit(&spec("disturbed")).await;
         // A file in place of the folder for uploads: the server cannot store them, as with a full disk.

@@ -127,10 +127,21 @@ impl Agent {
 
     /// Registers the dataset that [`crate::test_server::spec`] names.
     pub async fn register(&mut self, server: &TestServer) {
-        let new = json!({"name": "pictures", "path": "/some/pictures"});
-        let add = server.post("/datasets", &new);
-        let ((status, body), ()) = tokio::join!(add, self.answer_inspection(Ok(dataset_info())));
+        self.register_as(server, "pictures", dataset_info()).await;
+    }
+
+    /// Registers a dataset with this name.
+    pub async fn register_as(&mut self, server: &TestServer, name: &str, info: DatasetInfo) {
+        let new = json!({"name": name, "path": format!("/some/{name}")});
+        self.register_dataset(server, &new, info).await;
+    }
+
+    /// Registers a dataset, and returns the server's response.
+    pub async fn register_dataset(&mut self, server: &TestServer, new: &Value, info: DatasetInfo) -> Value {
+        let add = server.post("/datasets", new);
+        let ((status, body), ()) = tokio::join!(add, self.answer_inspection(Ok(info)));
         assert_eq!(status, 201, "{body}");
+        body
     }
 
     /// Answers the next request, which must be to inspect a dataset.
@@ -255,6 +266,14 @@ pub fn running(total_steps: u64, start_step: u64) -> AttemptEvent {
 /// A checkpoint of the first epoch without a validation.
 pub fn checkpoint(step: u64) -> AttemptEvent {
     AttemptEvent::Checkpoint(CheckpointInfo { epoch: 1, step, size_bytes: 1, ..CheckpointInfo::default() })
+}
+
+/// A checkpoint with this accuracy, which is the best of its job.
+pub fn best_checkpoint(epoch: u32, step: u64, accuracy: f64) -> AttemptEvent {
+    let (val_accuracy, val_loss) = (Some(accuracy), Some(1.0));
+    let info =
+        CheckpointInfo { epoch, step, val_accuracy, val_loss, validation: None, best: true, size_bytes: 1 };
+    AttemptEvent::Checkpoint(info)
 }
 
 pub fn losses(rank: u32, steps: std::ops::RangeInclusive<u64>) -> AttemptEvent {

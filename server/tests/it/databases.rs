@@ -3,11 +3,12 @@
 use crate::{
     agent::{Agent, hello, losses, running},
     postgres::{self, Cluster},
-    test_server::{Stream, TIMEOUT, TestServer, config},
+    starting::start_error,
+    test_server::{Stream, TestServer, config},
 };
 use lockstep_protocol::agent::{AttemptEvent, CheckpointInfo, Ending, FromAgent, Source, ToAgent};
 use lockstep_server::{
-    ServeConfig, ServeError, serve,
+    ServeError,
     store::{
         Location,
         backup::{BackupError, backup, restore},
@@ -16,17 +17,6 @@ use lockstep_server::{
 use serde_json::Value;
 use sqlx::{Connection, PgConnection};
 use std::time::Duration;
-
-/// Returns the error of a server that must not start.
-async fn start_error(config: ServeConfig) -> ServeError {
-    let ready = |_| panic!("the server must not start");
-    let error = tokio::time::timeout(TIMEOUT, serve(config, ready, std::future::pending()))
-        .await
-        .unwrap()
-        .unwrap_err();
-    assert_eq!(error.exit_code(), 2, "{error}");
-    error
-}
 
 #[tokio::test]
 async fn a_second_server_on_the_same_database_is_refused() {

@@ -2,11 +2,11 @@
 //! documented success occurs.
 
 use crate::{
-    agent::{Agent, dataset_info, hello, line, losses, running},
+    agent::{Agent, best_checkpoint, dataset_info, hello, line, losses, running},
     test_server::{TestServer, spec, wait_until},
 };
 use lockstep_protocol::{
-    agent::{AgentReply, AgentRequest, AttemptEvent, CheckpointInfo, Ending, FromAgent, Source, ToAgent},
+    agent::{AgentReply, AgentRequest, Ending, FromAgent, Source, ToAgent},
     dataset::PicturesFingerprint,
     inspect::{EvaluateModel, ModelEvaluation, NearestNeighbours, Prediction, Samples},
 };
@@ -91,17 +91,7 @@ pub async fn create_failed_job(
     change: impl FnOnce(&mut Value),
 ) -> (String, String) {
     let (id, attempt) = agent.start_job(server, change).await;
-    let checkpoint = CheckpointInfo {
-        epoch: 1,
-        step: 5,
-        val_accuracy: Some(0.5),
-        val_loss: Some(1.0),
-        validation: None,
-        best: true,
-        size_bytes: 1,
-    };
-    let events =
-        vec![running(100, 0), losses(0, 1..=5), line(0, 1, "a line"), AttemptEvent::Checkpoint(checkpoint)];
+    let events = vec![running(100, 0), losses(0, 1..=5), line(0, 1, "a line"), best_checkpoint(1, 5, 0.5)];
     agent.report(&attempt, Source::Rank(0), 0, events).await;
     agent.end(&attempt, Ending::Failed { reason: "the end".into(), retriable: false }).await;
     let folder = server.dir.path().join(format!("jobs/{id}/checkpoints/1-5"));

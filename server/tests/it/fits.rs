@@ -16,13 +16,6 @@ fn strings(names: &[&str]) -> Vec<String> {
     names.iter().map(ToString::to_string).collect()
 }
 
-async fn register(server: &TestServer, agent: &mut Agent, name: &str, info: DatasetInfo) {
-    let new = json!({"name": name, "path": format!("/some/{name}")});
-    let ((status, body), ()) =
-        tokio::join!(server.post("/datasets", &new), agent.answer_inspection(Ok(info)));
-    assert_eq!(status, 201, "{body}");
-}
-
 /// Writes a checkpoint without tensors, for grey pictures of 28 x 28 pixels and the classes cat and dog.
 fn write_checkpoint(job_dir: &Path) {
     let folder = job_dir.join("checkpoints/1-50");
@@ -64,12 +57,12 @@ async fn a_fork_that_does_not_fit_its_checkpoint_is_refused_at_submission() {
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = failed_job(&server, &mut agent, |_| {}).await;
     let like = |classes: &[&str]| DatasetInfo { classes: strings(classes), ..dataset_info() };
-    register(&server, &mut agent, "more", like(&["cat", "dog", "fox"])).await;
-    register(&server, &mut agent, "others", like(&["cat", "fox"])).await;
-    register(&server, &mut agent, "reordered", like(&["dog", "cat"])).await;
-    register(&server, &mut agent, "colour", DatasetInfo { channels: 3, ..dataset_info() }).await;
-    register(&server, &mut agent, "larger", DatasetInfo { height: 96, width: 96, ..dataset_info() }).await;
-    register(&server, &mut agent, "again", dataset_info()).await;
+    agent.register_as(&server, "more", like(&["cat", "dog", "fox"])).await;
+    agent.register_as(&server, "others", like(&["cat", "fox"])).await;
+    agent.register_as(&server, "reordered", like(&["dog", "cat"])).await;
+    agent.register_as(&server, "colour", DatasetInfo { channels: 3, ..dataset_info() }).await;
+    agent.register_as(&server, "larger", DatasetInfo { height: 96, width: 96, ..dataset_info() }).await;
+    agent.register_as(&server, "again", dataset_info()).await;
 
     let path = format!("/jobs/{id}/fork");
     let fork = async |set: Value| server.post(&path, &json!({ "set": set })).await;
@@ -131,15 +124,11 @@ async fn evaluating_on_an_unsuitable_dataset_is_refused_with_a_reason() {
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = failed_job(&server, &mut agent, |_| {}).await;
     let only_train = vec![SplitInfo { name: "train".into(), samples: 9, per_class: vec![4, 5] }];
-    register(&server, &mut agent, "untested", DatasetInfo { splits: only_train, ..dataset_info() }).await;
-    register(
-        &server,
-        &mut agent,
-        "others",
-        DatasetInfo { classes: strings(&["cat", "fox"]), ..dataset_info() },
-    )
-    .await;
-    register(&server, &mut agent, "colour", DatasetInfo { channels: 3, ..dataset_info() }).await;
+    agent.register_as(&server, "untested", DatasetInfo { splits: only_train, ..dataset_info() }).await;
+    agent
+        .register_as(&server, "others", DatasetInfo { classes: strings(&["cat", "fox"]), ..dataset_info() })
+        .await;
+    agent.register_as(&server, "colour", DatasetInfo { channels: 3, ..dataset_info() }).await;
     for (name, messages) in [
         (
             "untested",
@@ -170,7 +159,7 @@ async fn a_fork_on_another_dataset_uses_its_split_unless_validation_is_set() {
         let split =
             |name: &&str| SplitInfo { name: (*name).into(), samples: 1000, per_class: vec![500, 500] };
         let info = DatasetInfo { splits: splits.iter().map(split).collect(), ..dataset_info() };
-        register(&server, &mut agent, name, info).await;
+        agent.register_as(&server, name, info).await;
     }
     let mut parent = async |dataset: &str, validation: Option<Value>| {
         failed_job(&server, &mut agent, |spec| {
@@ -256,12 +245,12 @@ async fn a_retry_on_a_changed_dataset_is_refused_until_it_fits() {
     let id = failed_job(&server, &mut agent, |_| {}).await;
     assert_eq!(server.delete("/datasets/pictures").await.0, 204);
     let other = DatasetInfo { classes: strings(&["cat", "fox"]), ..dataset_info() };
-    register(&server, &mut agent, "pictures", other).await;
+    agent.register_as(&server, "pictures", other).await;
     let (status, body) = server.post(&format!("/jobs/{id}/retry"), &json!({})).await;
     assert_eq!((status, &body["errors"][0]["pointer"]), (422, &json!("/data/dataset")), "{body}");
     assert_eq!(server.job(&id).await.state, JobState::Failed);
     assert_eq!(server.delete("/datasets/pictures").await.0, 204);
-    register(&server, &mut agent, "pictures", dataset_info()).await;
+    agent.register_as(&server, "pictures", dataset_info()).await;
     assert_eq!(server.post(&format!("/jobs/{id}/retry"), &json!({})).await.0, 202);
     assert!(matches!(agent.next().await, Some(ToAgent::Start(_))));
     server.stop().await;

@@ -1,12 +1,12 @@
 //! The HTML of a job's page, without scripts.
 
 use crate::{
-    agent::{losses, running, start_job},
+    agent::{best_checkpoint, losses, running, start_job},
     gangs::{connect_machines, rank_killed, start_gang},
     test_server::{TIMEOUT, TestServer},
 };
 use lockstep_protocol::{
-    agent::{AttemptEvent, CheckpointInfo, Ending, Evaluation, Source, ToAgent},
+    agent::{AttemptEvent, Ending, Evaluation, Source, ToAgent},
     job::JobState,
     metric::MetricColumn,
 };
@@ -73,18 +73,9 @@ fn evaluation(epoch: u32, accuracy: f64) -> AttemptEvent {
 #[tokio::test]
 async fn best_accuracy_and_best_checkpoint_are_shown_if_they_differ() {
     let (server, mut agent, id, attempt) = start_job(|_| {}).await;
-    let checkpoint = CheckpointInfo {
-        epoch: 2,
-        step: 50,
-        val_accuracy: Some(0.632),
-        val_loss: Some(1.0),
-        validation: None,
-        best: true,
-        size_bytes: 1,
-    };
     let events = vec![running(100, 0), losses(0, 1..=50), evaluation(2, 0.632)];
     agent.report(&attempt, Source::Rank(0), 0, events).await;
-    agent.report(&attempt, Source::Rank(0), 3, vec![AttemptEvent::Checkpoint(checkpoint)]).await;
+    agent.report(&attempt, Source::Rank(0), 3, vec![best_checkpoint(2, 50, 0.632)]).await;
     assert!(read_page(&server, &id).await.0.contains(">best 63.2 % at 2</small>"));
     // The next epoch has a better accuracy, but no checkpoint.
     agent.report(&attempt, Source::Rank(0), 4, vec![evaluation(3, 0.822)]).await;

@@ -133,10 +133,7 @@ async fn an_agent_inspects_a_dataset_before_registration() {
     assert_eq!((status, body["errors"][0]["detail"].as_str()), (422, Some(why)));
 
     assert_eq!(server.post("/datasets", &json!({"name": "pictures", "path": "/x"})).await.0, 409);
-    let more = json!({"name": "more", "path": "/more"});
-    let add = server.post("/datasets", &more);
-    let ((status, _), ()) = tokio::join!(add, agent.answer_inspection(Ok(dataset_info())));
-    assert_eq!(status, 201);
+    agent.register_as(&server, "more", dataset_info()).await;
     let id = server.submit(|s| s["data"]["dataset"] = json!("more")).await.id;
     agent.expect_start().await;
     let (status, body) = server.delete("/datasets/more").await;

@@ -29,10 +29,7 @@ async fn names_and_paths_of_datasets_have_maximum_lengths() {
     let server = TestServer::new().await;
     let mut agent = Agent::join(&server, 1).await;
     let new = |name: usize, path: usize| json!({"name": "n".repeat(name), "path": format!("/{}", "p".repeat(path - 1))});
-    let longest = new(100, 4096);
-    let add = server.post("/datasets", &longest);
-    let ((status, body), ()) = tokio::join!(add, agent.answer_inspection(Ok(dataset_info())));
-    assert_eq!(status, 201, "{body}");
+    agent.register_dataset(&server, &new(100, 4096), dataset_info()).await;
     let (status, body) = server.post("/datasets", &new(101, 4097)).await;
     assert_eq!(status, 422, "{body}");
     let details = body["errors"].as_array().unwrap().iter().map(|error| error["detail"].as_str().unwrap());

@@ -2,7 +2,7 @@
 
 use crate::{
     server::{Server, number},
-    socket::{Socket, is_metric, last_step, stored},
+    socket::{stored, wait_for_step},
     specs,
 };
 use serde_json::{Value, json};
@@ -20,12 +20,6 @@ fn spec(name: &str) -> Value {
             "checkpoint": {"every_epochs": null, "every_steps": 25, "keep": 10},
         }),
     )
-}
-
-/// Waits until a job has passed a step.
-async fn wait_for_step(server: &Server, id: &str, step: u64) {
-    let mut socket = Socket::of_job(server, id, 0).await;
-    socket.until(|f| is_metric(f, "loss") && last_step(f) >= step).await;
 }
 
 #[tokio::test]

@@ -121,9 +121,9 @@ pub(crate) async fn online(server: &Server, slots: usize) {
     server.until("the agents are online", async |s: &Server| s.slots().await == slots).await;
 }
 
-fn spec(name: &str) -> Value {
+pub(crate) fn spec(name: &str, steps: u64) -> Value {
     specs::with(
-        specs::short(name, "fashion", 2, STEPS),
+        specs::short(name, "fashion", 2, steps),
         json!({"checkpoint": {"every_epochs": null, "every_steps": 20, "keep": 3}}),
     )
 }
@@ -156,7 +156,7 @@ async fn a_job_continues_on_another_machine_to_the_same_weights() {
     let server = server().await;
     let mut a = Machine::start(&server, "machine-a", &[]);
     online(&server, 3).await;
-    let undisturbed = server.submit(&spec("undisturbed")).await;
+    let undisturbed = server.submit(&spec("undisturbed", STEPS)).await;
     let expected = uploaded_weights(&server, &undisturbed, STEPS).await;
     assert!(
         !server.attempt_dir(&undisturbed, 1).join("rank.0.events").exists(),
@@ -166,7 +166,7 @@ async fn a_job_continues_on_another_machine_to_the_same_weights() {
     let folder = a.dir(&server).join("jobs").join(&undisturbed);
     server.until("the job's folder is deleted", async |_: &Server| !folder.exists()).await;
 
-    let id = server.submit(&spec("continued")).await;
+    let id = server.submit(&spec("continued", STEPS)).await;
     server.until("a checkpoint is uploaded", async |s: &Server| stored(s, &id).await >= 40).await;
     a.kill();
     server.ranks(&id).iter().for_each(|(_, process)| signal(process.pid, Signal::KILL));
@@ -199,7 +199,8 @@ async fn a_job_continues_on_another_machine_to_the_same_weights() {
     let set = json!({"set": {"train.steps": STEPS + 5}});
     let fork = server.post(&format!("/jobs/{id}/fork"), &set).await;
     server.wait_for_success(fork.json()["id"].as_str().expect("an id")).await;
-    let weights = specs::with(spec("tuned"), json!({"model": {"pretrained": from}, "train": {"steps": 5}}));
+    let weights =
+        specs::with(spec("tuned", STEPS), json!({"model": {"pretrained": from}, "train": {"steps": 5}}));
     let is_kept = server.checkpoints(&id).await.iter().any(|c| c["id"] == from.as_str());
     let weights = match is_kept {
         true => weights,
@@ -228,7 +229,7 @@ async fn machines_may_have_different_paths_for_the_same_dataset() {
     // Only the mapped path exists from now on.
     fs::rename(&here, server.folder().path().join("hidden")).expect("a rename");
     // More steps than any machine trains before the agent is killed.
-    let id = server.submit(&specs::with(spec("mapped"), json!({"train": {"steps": 1_000_000}}))).await;
+    let id = server.submit(&specs::with(spec("mapped", STEPS), json!({"train": {"steps": 1_000_000}}))).await;
     server.until("a checkpoint is uploaded", async |s: &Server| stored(s, &id).await >= 20).await;
     a.kill();
     server.ranks(&id).iter().for_each(|(_, process)| signal(process.pid, Signal::KILL));
@@ -240,7 +241,7 @@ async fn machines_may_have_different_paths_for_the_same_dataset() {
     // A machine without the dataset.
     let _c = Machine::start(&server, "machine-c", &[]);
     online(&server, 3).await;
-    let why = server.wait_for_failure(&server.submit(&spec("missing")).await).await;
+    let why = server.wait_for_failure(&server.submit(&spec("missing", STEPS)).await).await;
     assert!(why.contains("machine-c") && why.contains("--dataset NAME=PATH"), "{why}");
 }
 
@@ -253,10 +254,10 @@ mod full {
         let mut server = server().await;
         let mut a = Machine::start(&server, "machine-a", &[]);
         online(&server, 3).await;
-        let undisturbed = server.submit(&spec("undisturbed")).await;
+        let undisturbed = server.submit(&spec("undisturbed", STEPS)).await;
         let expected = uploaded_weights(&server, &undisturbed, STEPS).await;
 
-        let id = server.submit(&spec("disturbed")).await;
+        let id = server.submit(&spec("disturbed", STEPS)).await;
         // A file in place of the folder for uploads: the server cannot store them, as with a full disk.
         let uploads = server.job_dir(&id).join("uploads");
         fs::write(&uploads, "").expect("a file");

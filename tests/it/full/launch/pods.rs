@@ -1,6 +1,6 @@
 //! Agents in the pods of a Kubernetes Job, with a simulated API server.
 
-use super::{server, short, submit, valid_agent_tokens};
+use super::{batch::trains_past, server, short, submit, valid_agent_tokens};
 use crate::{
     cluster::{Kubernetes, command_lines, find_program},
     pages,
@@ -20,14 +20,6 @@ pub(super) fn endless(name: &str, ranks: u32) -> Value {
         specs::short(name, "fashion", ranks, 1_000_000),
         json!({"checkpoint": {"every_epochs": null, "every_steps": 50, "keep": 2}}),
     )
-}
-
-/// Waits until a job trains in at least this attempt and has passed this step.
-pub(super) async fn trains_past(server: &Server, id: &str, attempt: u64, step: u64) -> Value {
-    let past = |job: &Value| {
-        number(&job["attempt"]) >= attempt && job["state"] == "running" && number(&job["step"]) > step
-    };
-    server.wait_for_job(id, "the job trains", past).await
 }
 
 /// A running `lockstep launch` that follows its job.

@@ -1,7 +1,8 @@
 //! The end of a launch's pods: they wait until their checkpoints are on the server, even if it is down, and only the agents' tokens are revoked.
 
 use super::{
-    pods::{Following, endless, newest, of_kind, trains_past},
+    batch::trains_past,
+    pods::{Following, endless, newest, of_kind},
     server, submit, valid_agent_tokens,
 };
 use crate::{

@@ -1,7 +1,8 @@
 //! Errors, lost responses and expired versions of Kubernetes, and the reports of a launch.
 
 use super::{
-    pods::{Following, cancel, endless, trains_past},
+    batch::trains_past,
+    pods::{Following, cancel, endless},
     server, submit, valid_agent_tokens,
 };
 use crate::{

@@ -1,6 +1,8 @@
 // A simulated agent: it speaks the protocol but trains nothing, for pages with more data than a test can produce by training.
 // It runs in its own browser page, as it needs only a websocket and MessagePack.
 
+import { until } from "./test-server.mjs";
+
 /** Runs in the page and defines `window.agentKit`. */
 function inPage() {
   const text = new TextEncoder(), decoder = new TextDecoder();
@@ -144,7 +146,8 @@ const INFO = {
   splits: [{ name: "train", samples: 60_000, per_class: [30_000, 30_000] }, { name: "test", samples: 100, per_class: [50, 50] }],
 };
 
-/** Joins `server` with `slots` simulated slots and registers the dataset `made-up`. Returns the page in which the agent runs. */
+/** Joins `server` with `slots` simulated slots and registers the dataset `made-up`. Returns the page in which the agent runs, with calls of
+ *  the agent as methods. */
 export async function simulateAgent(browser, server, slots, { gpus = false } = {}) {
   // The agent's websocket sends the headers of the context.
   const secret = server.token && (await server.ask("/tokens", { name: `made-up ${Date.now()}`, scope: "agent", agent: "made-up" })).secret;
@@ -153,6 +156,13 @@ export async function simulateAgent(browser, server, slots, { gpus = false } = {
   await page.goto(`${server.url}/static/icon.svg`);
   await page.evaluate(inPage);
   await page.evaluate(([n, info, gpus]) => { window.simulatedAgent = new window.agentKit.Agent(n, info, gpus); return window.simulatedAgent.ready; }, [slots, INFO, gpus]);
+  page.attempt = (job, n = 1) => page.evaluate(([job, n]) => window.simulatedAgent.attempt(job, n), [job, n]);
+  page.report = (attempt, rank, events) => page.evaluate(([attempt, rank, events]) => window.simulatedAgent.report(attempt, rank, events), [attempt, rank, events]);
+  /** Ends an attempt, and waits until the server has stored the end. */
+  page.endAttempt = async (attempt, how) => {
+    await page.evaluate(([attempt, how]) => window.simulatedAgent.say({ type: "report", attempt, source: "agent", first: 0, events: [{ type: "ended", ...how }] }), [attempt, how]);
+    await until("the attempt has ended", async () => (await server.ask(`/jobs/${attempt.job}/attempts`)).attempts.find((a) => a.attempt === attempt.attempt).ended_at !== null);
+  };
   const known = (await server.ask("/datasets")).datasets.some((d) => d.name === "made-up");
   if (!known) await server.ask("/datasets", { name: "made-up", path: "/made-up" });
   return page;

@@ -12,12 +12,10 @@ const LONG = "resnet20-on-made-up-pictures-with-a-name-that-is-very-long-and-goe
 let server, browser, agent;
 const jobs = [];
 
-const startedAttempt = (id) => agent.evaluate((id) => window.simulatedAgent.attempt(id), id);
-const report = (attempt, rank, events) => agent.evaluate(([attempt, rank, events]) => window.simulatedAgent.report(attempt, rank, events), [attempt, rank, events]);
 const column = (name, steps, value) => ({ name, steps, values: steps.map(value) });
 const range = (from, to) => Array.from({ length: to - from + 1 }, (_, i) => from + i);
 /** Reports points with the constant loss `base`, so that means are known. */
-const train = (attempt, base, from, to) => report(attempt, 0, [{ type: "metrics", rank: 0, columns: [column("loss", range(from, to), () => base), column("lr", range(from, to), () => 0.1), column("step_ms", range(from, to), () => 20.5), column("val_loss", [to], () => base + 1)] }]);
+const train = (attempt, base, from, to) => agent.report(attempt, 0, [{ type: "metrics", rank: 0, columns: [column("loss", range(from, to), () => base), column("lr", range(from, to), () => 0.1), column("step_ms", range(from, to), () => 20.5), column("val_loss", [to], () => base + 1)] }]);
 
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
@@ -25,10 +23,10 @@ before(async () => {
   for (const [name, lr, seed, loss, tags] of [["fast", 0.4, 1, 1, ["good"]], [LONG, 0.4, 2, 3, ["good"]], ["slow", 0.1, 1, 5, []]]) {
     const body = spec(name, 1, 100);
     Object.assign(body.train, { lr, seed });
-    const { id } = await server.ask("/jobs", { ...body, tags }), attempt = await startedAttempt(id);
-    await report(attempt, 0, [{ type: "running", total_steps: 100, steps_per_epoch: 50, start_step: 0 }]);
+    const { id } = await server.ask("/jobs", { ...body, tags }), attempt = await agent.attempt(id);
+    await agent.report(attempt, 0, [{ type: "running", total_steps: 100, steps_per_epoch: 50, start_step: 0 }]);
     await train(attempt, loss, 1, 50);
-    await report(attempt, 0, [{ type: "evaluation", epoch: 1, step: 50, samples: 100, accuracy: 1 / (loss + 1), loss: loss + 1, secs: 1.5 }]);
+    await agent.report(attempt, 0, [{ type: "evaluation", epoch: 1, step: 50, samples: 100, accuracy: 1 / (loss + 1), loss: loss + 1, secs: 1.5 }]);
     jobs.push({ id, attempt, name });
   }
   for (const { id, attempt } of jobs.slice(0, 2)) {
@@ -107,8 +105,8 @@ describe("charts", () => {
 
 describe("a metric", () => {
   inFull("has the same name, unit and number format as on a job's page", async () => {
-    const { id } = await server.ask("/jobs", spec("measured", 1, 100)), attempt = await startedAttempt(id), steps = range(1, 20);
-    await report(attempt, 0, [
+    const { id } = await server.ask("/jobs", spec("measured", 1, 100)), attempt = await agent.attempt(id), steps = range(1, 20);
+    await agent.report(attempt, 0, [
       { type: "running", total_steps: 100, steps_per_epoch: 50, start_step: 0 },
       { type: "metrics", rank: 0, columns: [column("accuracy", steps, (step) => 0.005 + step / 25), column("gpu_memory_bytes", steps, (step) => step * 1e8), column("gpu_power_watts", steps, (step) => 300 + step), column("step_ms", steps, () => 20.5)] },
     ]);

@@ -14,20 +14,13 @@ before(async () => {
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
-/** Waits for attempt number `n` of a job. */
-const startedAttempt = (id, n = 1) => agent.evaluate(([id, n]) => window.simulatedAgent.attempt(id, n), [id, n]);
-const report = (attempt, rank, events) => agent.evaluate(([attempt, rank, events]) => window.simulatedAgent.report(attempt, rank, events), [attempt, rank, events]);
-const begin = (attempt, start_step = 0) => report(attempt, 0, [{ type: "running", total_steps: 600, steps_per_epoch: 100, start_step }]);
+const begin = (attempt, start_step = 0) => agent.report(attempt, 0, [{ type: "running", total_steps: 600, steps_per_epoch: 100, start_step }]);
 /** Reports steps with the durations of STEP_MS in turn. */
 const reportSteps = async (attempt, ranks, from, to) => {
   const at = Array.from({ length: to - from + 1 }, (_, i) => from + i), column = (name, value) => ({ name, steps: at, values: at.map(value) });
   for (let rank = 0; rank < ranks; rank++) {
-    await report(attempt, rank, [{ type: "metrics", rank, columns: [column("loss", (s) => 2 - s / 400 + rank / 10), column("accuracy", (s) => s / 1000), column("step_ms", (s) => STEP_MS[s % 3])] }]);
+    await agent.report(attempt, rank, [{ type: "metrics", rank, columns: [column("loss", (s) => 2 - s / 400 + rank / 10), column("accuracy", (s) => s / 1000), column("step_ms", (s) => STEP_MS[s % 3])] }]);
   }
-};
-const end = async (attempt, how) => {
-  await agent.evaluate(([attempt, how]) => window.simulatedAgent.say({ type: "report", attempt, source: "agent", first: 0, events: [{ type: "ended", ...how }] }), [attempt, how]);
-  await until("the attempt has ended", async () => (await server.ask(`/jobs/${attempt.job}/attempts`)).attempts.find((a) => a.attempt === attempt.attempt).ended_at !== null);
 };
 const killed = { how: "failed", retriable: true, reason: { code: "rank_killed", rank: 1, step: 300, signal: 9, words: "rank 1 was killed by signal 9 at step 300" } };
 const checkpoint = (step) => ({ type: "checkpoint", epoch: 1, step, val_accuracy: 0.5, val_loss: 1.5, validation: { pictures: 187, fingerprint: "5f3a" }, best: true, size_bytes: 188743680 });
@@ -48,17 +41,17 @@ describe("a job", () => {
 
   test("has the same speed on every page, and its history shows why an attempt ended", async () => {
     const job = await server.ask("/jobs", spec("killed once", 2, 600));
-    let attempt = await startedAttempt(job.id);
+    let attempt = await agent.attempt(job.id);
     await begin(attempt);
     await reportSteps(attempt, 2, 1, 300);
-    await report(attempt, 0, [checkpoint(290)]);
-    await end(attempt, killed);
-    attempt = await startedAttempt(job.id, 2);
+    await agent.report(attempt, 0, [checkpoint(290)]);
+    await agent.endAttempt(attempt, killed);
+    attempt = await agent.attempt(job.id, 2);
     await begin(attempt, 290);
     const page = await browser.page(server, `/jobs/${job.id}`), list = await page.tab("/jobs"), compare = await page.tab(`/compare?jobs=${job.id}`);
     await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
     const evaluation = (epoch, accuracy) => ({ type: "evaluation", epoch, step: 290, samples: 100, accuracy, loss: 1.5, secs: 1.5 });
-    await report(attempt, 0, [evaluation(2, 0.875), evaluation(3, 0.75)]);
+    await agent.report(attempt, 0, [evaluation(2, 0.875), evaluation(3, 0.75)]);
     await reportSteps(attempt, 2, 291, 320);
 
     // 30 steps of 16 pictures, ten of each duration. The mean of the steps' speeds would be 889.
@@ -95,7 +88,7 @@ describe("a job", () => {
     assert.deepEqual(await page.locator("#history-rows li").evaluateAll((all) => all.map((li) => li.dataset.what)), ["submitted", "started", "ended", "started"]);
     assert.deepEqual(await page.evaluate(() => [...window.lockstep.charts.loss.marks]), [[2, "rank 1 was killed by signal 9 at step 300"]]);
 
-    await end(attempt, { how: "succeeded", step: 600 });
+    await agent.endAttempt(attempt, { how: "succeeded", step: 600 });
     await until("the job has ended", async () => (await page.locator("#state").textContent()) === "succeeded");
     assert.equal(number(await page.locator("#speed").textContent()), Number(words), "the speed is kept after the end");
     await shows(list, `tr[data-id="${job.id}"] [data-f=speed]`, words);
@@ -111,7 +104,7 @@ describe("a job", () => {
   });
 
   test("that waits or failed before its first step shows why and what to do, in place of empty charts", async () => {
-    const busy = await server.ask("/jobs", spec("busy", 4, 600)), attempt = await startedAttempt(busy.id);
+    const busy = await server.ask("/jobs", spec("busy", 4, 600)), attempt = await agent.attempt(busy.id);
     await begin(attempt);
     const waits = await server.ask("/jobs", spec("waits", 4, 600)), page = await browser.page(server, `/jobs/${waits.id}`);
     await shows(page, "#banner", "number 1 in the queue");
@@ -119,11 +112,11 @@ describe("a job", () => {
     const todo = page.locator(".instead");
     await until("the page says that nothing needs to be done", async () => /^What to do\s+Nothing: the job starts by itself/.test(await todo.innerText()));
     assert.ok(!await page.locator("#loss-chart").isVisible(), "no empty chart");
-    await end(attempt, { how: "succeeded", step: 600 });
-    const next = await startedAttempt(waits.id);
+    await agent.endAttempt(attempt, { how: "succeeded", step: 600 });
+    const next = await agent.attempt(waits.id);
     await begin(next);
     await until("the job runs, and the banner with the earlier reason is gone", async () => (await page.locator("#state").textContent()) === "running" && !(await page.locator("#banner").isVisible()));
-    await end(next, { how: "failed", retriable: false, reason: { code: "dataset_unusable", words: "its pictures are gone" } });
+    await agent.endAttempt(next, { how: "failed", retriable: false, reason: { code: "dataset_unusable", words: "its pictures are gone" } });
     await shows(page, "#banner", "its pictures are gone");
     await until("the page says what to do", async () => /ended before its first step/.test(await todo.innerText()));
     await page.end();
@@ -133,10 +126,10 @@ describe("a job", () => {
 describe("a job that continues with fewer ranks", () => {
   inFull("averages over the ranks of each attempt, and hides ranks that the newest attempt lacks", async () => {
     const { id } = await server.ask("/jobs", { ...spec("fewer", 4, 600), recovery: { min_ranks: 2, wait_seconds: 0 } });
-    const first = await startedAttempt(id);
+    const first = await agent.attempt(id);
     const reportTimes = async (attempt, times, to) => {
       const at = Array.from({ length: to }, (_, i) => i + 1), column = (name, value) => ({ name, steps: at, values: at.map(() => value) });
-      for (const [rank, ms] of times.entries()) await report(attempt, rank, [{ type: "metrics", rank, columns: [column("loss", attempt.attempt + rank / 4), column("step_ms", ms), column("all_reduce_ms", 1.5), column("data_ms", 0.5)] }]);
+      for (const [rank, ms] of times.entries()) await agent.report(attempt, rank, [{ type: "metrics", rank, columns: [column("loss", attempt.attempt + rank / 4), column("step_ms", ms), column("all_reduce_ms", 1.5), column("data_ms", 0.5)] }]);
     };
     await begin(first);
     await reportTimes(first, [40.5, 10.5, 10.5, 10.5], 100);
@@ -145,10 +138,10 @@ describe("a job that continues with fewer ranks", () => {
     await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
     // The machine leaves orderly and joins again with half of its slots.
     await agent.evaluate(() => window.simulatedAgent.say({ type: "leaving", reason: "the agent was stopped" }));
-    await end(first, { how: "stopped" });
+    await agent.endAttempt(first, { how: "stopped" });
     await agent.close();
     agent = await simulateAgent(browser.chromium, server, 2);
-    const second = await startedAttempt(id);
+    const second = await agent.attempt(id);
     assert.equal(second.attempt, 2);
     await begin(second);
     await reportTimes(second, [40.5, 40.5], 60);
@@ -164,7 +157,7 @@ describe("a job that continues with fewer ranks", () => {
     }
     const compared = (tab) => tab.evaluate(() => window.lockstep.chart.snapshot().map((s) => `${s.attempt}: ${s.points} of ${s.value}`).join());
     await until("Compare shows the same means", async () => (await compared(compare)) === whole || Promise.reject(new Error(await compared(compare))), 20_000);
-    await end(second, { how: "succeeded", step: 600 });
+    await agent.endAttempt(second, { how: "succeeded", step: 600 });
     await until("the job has ended", async () => (await page.locator("#state").textContent()) === "succeeded");
     const late = await page.tab(`/jobs/${id}`);
     await until("the means are the same after the job's end", async () => (await means(late)) === whole, 20_000);
@@ -177,8 +170,8 @@ describe("a job that continues with fewer ranks", () => {
 
 describe("a log", () => {
   test("that does not follow its end shows each line once, including lines that arrive during a read", async () => {
-    const { id } = await server.ask("/jobs", spec("writes", 1, 600)), attempt = await startedAttempt(id), at = new Date().toISOString();
-    const write = (from, to) => report(attempt, 0, [{ type: "log", rank: 0, lines: Array.from({ length: to - from + 1 }, (_, i) => ({ number: from + i, at, text: `line ${from + i} of it` })) }]);
+    const { id } = await server.ask("/jobs", spec("writes", 1, 600)), attempt = await agent.attempt(id), at = new Date().toISOString();
+    const write = (from, to) => agent.report(attempt, 0, [{ type: "log", rank: 0, lines: Array.from({ length: to - from + 1 }, (_, i) => ({ number: from + i, at, text: `line ${from + i} of it` })) }]);
     await begin(attempt);
     for (let from = 1; from <= 300; from += 50) await write(from, from + 49);
     const page = await browser.page(server, `/jobs/${id}`), box = page.locator("#log-lines"), follow = page.locator("#log-follow");
@@ -205,15 +198,15 @@ describe("a log", () => {
     const all = Array.from({ length: 311 }, (_, i) => `0.${i + 1}`);
     const shown = () => box.locator("[data-at]").evaluateAll((rows) => rows.map((row) => row.dataset.at.split(".").slice(2).join(".")));
     await until("each line is shown once", async () => { assert.deepEqual(await shown(), all); return true; }, 20_000);
-    await end(attempt, { how: "succeeded", step: 600 });
+    await agent.endAttempt(attempt, { how: "succeeded", step: 600 });
     await page.end();
   });
 });
 
 describe("a chart", () => {
   test("of a newly chosen metric has the points that arrive while its history is read", async () => {
-    const { id } = await server.ask("/jobs", spec("chosen", 1, 600)), attempt = await startedAttempt(id);
-    const norms = (from, to) => report(attempt, 0, [{ type: "metrics", rank: 0, columns: [{ name: "grad_norm", steps: Array.from({ length: to - from + 1 }, (_, i) => from + i), values: Array.from({ length: to - from + 1 }, () => 1.5) }] }]);
+    const { id } = await server.ask("/jobs", spec("chosen", 1, 600)), attempt = await agent.attempt(id);
+    const norms = (from, to) => agent.report(attempt, 0, [{ type: "metrics", rank: 0, columns: [{ name: "grad_norm", steps: Array.from({ length: to - from + 1 }, (_, i) => from + i), values: Array.from({ length: to - from + 1 }, () => 1.5) }] }]);
     await begin(attempt);
     await norms(1, 20);
     const page = await browser.page(server, `/jobs/${id}`), seq = () => page.evaluate(() => window.lockstep.seq);
@@ -229,17 +222,17 @@ describe("a chart", () => {
     await until("all points are drawn", async () => (await points()) === "30 to 30" || Promise.reject(new Error(await points())), 20_000);
     await norms(31, 40);
     await until("new points are drawn", async () => (await points()) === "40 to 40", 20_000);
-    await end(attempt, { how: "succeeded", step: 600 });
+    await agent.endAttempt(attempt, { how: "succeeded", step: 600 });
     await page.end();
   });
 
   test("has a slider and a range, and is saved with title, axes, units and legend", async () => {
-    const job = await server.ask("/jobs", spec("drawn", 2, 600)), attempt = await startedAttempt(job.id);
+    const job = await server.ask("/jobs", spec("drawn", 2, 600)), attempt = await agent.attempt(job.id);
     await begin(attempt);
     await reportSteps(attempt, 2, 1, 200);
     const column = { name: "loss", steps: [201], values: [5000] };
-    for (const rank of [0, 1]) await report(attempt, rank, [{ type: "metrics", rank, columns: [column] }]);
-    await end(attempt, { how: "succeeded", step: 600 });
+    for (const rank of [0, 1]) await agent.report(attempt, rank, [{ type: "metrics", rank, columns: [column] }]);
+    await agent.endAttempt(attempt, { how: "succeeded", step: 600 });
     const page = await browser.page(server, `/jobs/${job.id}`), loss = (what) => page.evaluate((what) => window.lockstep.charts.loss[what], what);
     const axis = () => page.evaluate(() => { const { y } = window.lockstep.charts.loss; return [y.low, y.high]; });
     await until("the chart is drawn", async () => (await loss("firstDrawnAt")) > 0);
@@ -276,10 +269,10 @@ describe("a chart", () => {
 describe("the list", () => {
   inFull("has rows of equal height, shows chosen columns, and filters by states, tags and notes", async () => {
     const long = "resnet20-imagenet-subset-with-a-very-long-name-lr-0.1-warmup-5-cosine-seed-7", path = "/data/imagenet-subset/train/n01440764/n01440764_10026.JPEG cannot be read: unexpected end of file";
-    const a = await server.ask("/jobs", spec(long, 2, 600)), attempt = await startedAttempt(a.id);
+    const a = await server.ask("/jobs", spec(long, 2, 600)), attempt = await agent.attempt(a.id);
     await begin(attempt);
     await reportSteps(attempt, 2, 1, 20);
-    await end(attempt, { how: "failed", retriable: false, reason: { code: "dataset_unusable", words: path } });
+    await agent.endAttempt(attempt, { how: "failed", retriable: false, reason: { code: "dataset_unusable", words: path } });
     const b = await server.ask("/jobs", spec("short", 1, 600)), page = await browser.page(server, "/jobs"), row = (job) => page.locator(`tr[data-id="${job.id}"]`);
     for (const job of [a, b]) await until("the job is listed", () => row(job).isVisible());
     const annotate = await fetch(`${server.url}/api/v1/jobs/${b.id}`, { method: "PATCH", headers: { "content-type": "application/json" }, body: JSON.stringify({ notes: "a strange plateau", tags: ["baseline"] }) });
@@ -338,13 +331,13 @@ describe("compared jobs", () => {
     const jobs = [];
     for (const [name, batch_size] of [["first", 8], ["second", 8], ["third", 4]]) {
       const job = await server.ask("/jobs", { ...spec(name, 2, 600), train: { steps: 600, batch_size } });
-      const attempt = await startedAttempt(job.id);
+      const attempt = await agent.attempt(job.id);
       await begin(attempt);
       await reportSteps(attempt, 2, 1, 50);
-      await report(attempt, 0, [{ type: "metrics", rank: 0, columns: [{ name: "val_loss", steps: [25, 50], values: [1.5, 1.25] }] }]);
-      if (name === "first") await end(attempt, { how: "succeeded", step: 600 });
+      await agent.report(attempt, 0, [{ type: "metrics", rank: 0, columns: [{ name: "val_loss", steps: [25, 50], values: [1.5, 1.25] }] }]);
+      if (name === "first") await agent.endAttempt(attempt, { how: "succeeded", step: 600 });
       jobs.push({ ...job, attempt });
-      if (name === "second") await end(attempt, { how: "succeeded", step: 600 });
+      if (name === "second") await agent.endAttempt(attempt, { how: "succeeded", step: 600 });
     }
     const page = await browser.page(server, `/compare?jobs=${jobs.map((j) => j.id).join(",")}`);
     const colours = () => page.locator("#compare-legend li").evaluateAll((all) => Object.fromEntries(all.map((li) => [li.textContent, li.querySelector("i").className])));
@@ -359,9 +352,9 @@ describe("compared jobs", () => {
     await page.locator("button[data-metric=val_loss]").click();
     await until("validation loss is drawn", async () => (await page.evaluate(() => window.lockstep.chart.snapshot().map((s) => s.points))).join() === "2,2");
     await reportSteps(jobs[2].attempt, 2, 51, 60);
-    await report(jobs[2].attempt, 0, [{ type: "metrics", rank: 0, columns: [{ name: "val_loss", steps: [60], values: [1.1] }] }]);
+    await agent.report(jobs[2].attempt, 0, [{ type: "metrics", rank: 0, columns: [{ name: "val_loss", steps: [60], values: [1.1] }] }]);
     await until("the chart follows the running job", async () => (await page.evaluate(() => window.lockstep.chart.snapshot().map((s) => s.points))).join() === "2,3");
-    await end(jobs[2].attempt, { how: "succeeded", step: 600 });
+    await agent.endAttempt(jobs[2].attempt, { how: "succeeded", step: 600 });
     await page.end();
   });
 });

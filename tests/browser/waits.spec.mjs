@@ -10,10 +10,7 @@ const PATH = `/data/imagenet-subset/train/${"n01440764-with-a-long-name/".repeat
 let server, browser, agent;
 const jobs = {};
 const submit = async (name, ranks, more = {}) => { jobs[name] = await server.ask("/jobs", { ...spec(name, ranks, 600), ...more }); return jobs[name].id; };
-/** Waits for attempt number `n` of a job. */
-const startedAttempt = (id, n = 1) => agent.evaluate(([id, n]) => window.simulatedAgent.attempt(id, n), [id, n]);
-const report = (attempt, rank, events) => agent.evaluate(([attempt, rank, events]) => window.simulatedAgent.report(attempt, rank, events), [attempt, rank, events]);
-const begin = (attempt) => report(attempt, 0, [{ type: "running", total_steps: 600, steps_per_epoch: 100, start_step: 0 }]);
+const begin = (attempt) => agent.report(attempt, 0, [{ type: "running", total_steps: 600, steps_per_epoch: 100, start_step: 0 }]);
 const end = (attempt, how) => agent.evaluate(([attempt, how]) => window.simulatedAgent.say({ type: "report", attempt, source: "agent", first: 0, events: [{ type: "ended", ...how }] }), [attempt, how]);
 const killed = { how: "failed", retriable: true, reason: { code: "rank_killed", rank: 1, step: 300, signal: 9, words: "rank 1 was killed by signal 9 at step 300" } };
 const untilShows = (page, selector, words) => until(`${selector} shows ${words}`, async () => { const shown = (await page.locator(selector).first().textContent()).replace(/\s+/g, " "); return words.test(shown) || Promise.reject(new Error(shown)); });
@@ -21,11 +18,11 @@ const untilShows = (page, selector, words) => until(`${selector} shows ${words}`
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
   agent = await simulateAgent(browser.chromium, server, 2);
-  const first = await startedAttempt(await submit("killed", 2));
+  const first = await agent.attempt(await submit("killed", 2));
   await begin(first);
   const next = await submit("urgent", 2, { priority: 5 });
   await end(first, killed);
-  await begin(await startedAttempt(next));
+  await begin(await agent.attempt(next));
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
@@ -117,8 +114,8 @@ describe("a reason", () => {
   });
 
   inFull("has long paths cut between two folders, and whole in the tooltip", async () => {
-    await end(await startedAttempt(jobs.urgent.id), { how: "succeeded", step: 600 });
-    const attempt = await startedAttempt(jobs.killed.id, 2);
+    await end(await agent.attempt(jobs.urgent.id), { how: "succeeded", step: 600 });
+    const attempt = await agent.attempt(jobs.killed.id, 2);
     await begin(attempt);
     const words = `${PATH} cannot be read: unexpected end of file`;
     await end(attempt, { how: "failed", retriable: false, reason: { code: "dataset_unusable", words } });

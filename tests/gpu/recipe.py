@@ -12,12 +12,12 @@ import multiprocessing
 import pathlib
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
-import time
 
 from PIL import Image
+
+import watched
 
 SIDE = 64
 
@@ -91,19 +91,15 @@ device = "{a.device}"
 [evaluate]
 every_epochs = 0
 """)
-        began = time.monotonic()
-        result = subprocess.run(
-            [a.program, "train", str(home / "job.toml"), "--out", str(home / "out")], capture_output=True, text=True
-        )
-        log = result.stdout + result.stderr
-        accuracy = re.findall(r"validation accuracy is ([0-9.]+) %", log)
+        status, printed, text, secs = watched.train(a.program, home / "job.toml", home / "out")
+        accuracy = re.findall(r"validation accuracy is ([0-9.]+) %", text)
         row = {
             "side": "lockstep", "run": "recipe-imagenet", "seed": seed, "epochs": a.epochs, "precision": a.precision,
-            "accuracy": float(accuracy[-1]) if accuracy else None, "whole_secs": round(time.monotonic() - began, 1),
+            "accuracy": float(accuracy[-1]) if accuracy else None, "whole_secs": secs["whole"],
         }
         print(json.dumps(row), flush=True)
-        if result.returncode != 0 or not accuracy:
-            print(log[-2000:], file=sys.stderr, flush=True)
+        if status != 0 or not accuracy:
+            print(printed[-2000:] + text[-2000:], file=sys.stderr, flush=True)
             failed = True
         shutil.rmtree(home)
     sys.exit(failed)

@@ -1,8 +1,7 @@
 //! A backup of a running server is restored to another server.
 
 use crate::{
-    pictures,
-    server::{Agents, Server, number, training_permit},
+    server::{Agents, Server, number},
     socket::stored,
     specs,
 };
@@ -10,9 +9,7 @@ use serde_json::{Value, json};
 
 #[tokio::test]
 async fn a_backup_of_a_running_server_is_restored_to_another() {
-    let _permit = training_permit().await;
-    let server = Server::start().await;
-    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 16)).await;
+    let server = Server::start_training(64, 16).await;
     let id = server.submit(&specs::short("kept", "fashion", 2, 8)).await;
     server.wait_for_success(&id).await;
     let file = server.folder().path().join("backup");
@@ -77,9 +74,7 @@ async fn a_backup_of_a_running_server_is_restored_to_another() {
 /// A restored database reuses numbers of attempts whose folders, records and checkpoints still exist.
 #[tokio::test]
 async fn after_a_restore_an_attempt_with_a_reused_number_is_new() {
-    let _permit = training_permit().await;
-    let mut server = Server::start().await;
-    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
+    let mut server = Server::start_training(640, 64).await;
     let checkpoints = json!({"checkpoint": {"every_epochs": null, "every_steps": 20}});
     let id = server.submit(&specs::with(specs::short("again", "fashion", 2, 120), checkpoints)).await;
     server.wait_for_job(&id, "the job trains", |job| number(&job["step"]) > 20).await;

@@ -2,7 +2,7 @@
 
 use crate::{
     pictures,
-    server::{Server, number, state_of, training_permit},
+    server::{Server, number, state_of},
     specs,
 };
 use reqwest::{Method, StatusCode};
@@ -130,9 +130,7 @@ async fn bodies_without_a_specification_are_refused() {
 
 #[tokio::test]
 async fn a_job_is_created_once_and_invalid_transitions_are_refused() {
-    let _permit = training_permit().await;
-    let server = Server::start().await;
-    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 16)).await;
+    let server = Server::start_training(640, 16).await;
     let submit = async |key: &str, spec: &Value| {
         let request = server.http.post(server.api("/jobs")).header("idempotency-key", key).json(spec);
         crate::server::Response::read(request.send().await.expect("a response")).await

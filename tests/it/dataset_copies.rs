@@ -2,12 +2,12 @@
 
 use crate::{
     pictures,
-    separate_disks::{Machine, log, online, server, stored},
+    separate_disks::{Machine, log, online, server, spec, uploaded_weights},
     server::{Agents, Server, signal, training_permit},
     specs,
 };
 use rustix::process::Signal;
-use serde_json::{Value, json};
+use serde_json::json;
 use std::{
     fs,
     os::unix::fs::{MetadataExt, symlink},
@@ -22,13 +22,6 @@ const COPIES: &str = "copies the dataset fashion";
 const FILLER_BYTES: u64 = 256 << 20;
 
 const STEPS: u64 = 20;
-
-fn spec(name: &str) -> Value {
-    specs::with(
-        specs::short(name, "fashion", 2, STEPS),
-        json!({"checkpoint": {"every_epochs": null, "every_steps": 20, "keep": 3}}),
-    )
-}
 
 /// The path of the dataset of [`server`].
 fn dataset(server: &Server) -> PathBuf {
@@ -49,31 +42,16 @@ fn copies(machine: &Machine, server: &Server) -> Vec<PathBuf> {
     all.map(|entry| entry.path()).collect()
 }
 
-/// Runs a job, which must fail, and returns the reason.
-async fn failure_reason(server: &Server, spec: &Value) -> String {
-    let job = server.wait_for_end(&server.submit(spec).await).await;
-    assert_eq!(job["state"], "failed", "{job:#}");
-    job["reason"].as_str().expect("a reason").to_owned()
-}
-
-/// Waits until the last checkpoint is on the server and returns its weights.
-async fn weights(server: &Server, id: &str) -> Vec<u8> {
-    server.wait_for_success(id).await;
-    server.until("the checkpoint is uploaded", async |s: &Server| stored(s, id).await == STEPS).await;
-    server.last_model(id).await
-}
-
 #[tokio::test]
 async fn a_machine_without_the_files_copies_them_once_and_trains_to_the_same_weights() {
-    let _permit = training_permit().await;
     let server = server().await;
     let data = dataset(&server);
     // An empty folder is part of a dataset, too.
     fs::create_dir(data.join("empty")).expect("a folder");
     let mut a = Machine::start_without(&server, "machine-a", 2, &[], &[]);
     online(&server, 3).await;
-    let id = server.submit(&spec("shared disk")).await;
-    let expected = weights(&server, &id).await;
+    let id = server.submit(&spec("shared disk", STEPS)).await;
+    let expected = uploaded_weights(&server, &id, STEPS).await;
     assert!(!log(&server, &id).await.contains(COPIES), "the machine has the files");
     a.kill();
     online(&server, 1).await;
@@ -81,9 +59,10 @@ async fn a_machine_without_the_files_copies_them_once_and_trains_to_the_same_wei
     let mut b = Machine::start_without(&server, "machine-b", 4, &[&data], &[]);
     online(&server, 5).await;
     // Two jobs need the dataset at the same time: only one copies it.
-    let (first, second) = (server.submit(&spec("first")).await, server.submit(&spec("second")).await);
-    assert_eq!(weights(&server, &first).await, expected, "the same weights");
-    assert_eq!(weights(&server, &second).await, expected, "the same weights");
+    let (first, second) =
+        (server.submit(&spec("first", STEPS)).await, server.submit(&spec("second", STEPS)).await);
+    assert_eq!(uploaded_weights(&server, &first, STEPS).await, expected, "the same weights");
+    assert_eq!(uploaded_weights(&server, &second, STEPS).await, expected, "the same weights");
     let logs = [log(&server, &first).await, log(&server, &second).await];
     let copied = logs.iter().filter(|log| log.contains(&format!("machine-b {COPIES}"))).count();
     assert_eq!(copied, 1, "{logs:?}");
@@ -95,14 +74,14 @@ async fn a_machine_without_the_files_copies_them_once_and_trains_to_the_same_wei
     online(&server, 1).await;
     b.start_agent(&server);
     online(&server, 5).await;
-    let id = server.submit(&spec("later")).await;
-    assert_eq!(weights(&server, &id).await, expected, "the same weights");
+    let id = server.submit(&spec("later", STEPS)).await;
+    assert_eq!(uploaded_weights(&server, &id, STEPS).await, expected, "the same weights");
     assert!(!log(&server, &id).await.contains(COPIES));
     // A missing file of the copy is copied again.
     let labels = copy.join("data/train-labels-idx1-ubyte");
     fs::remove_file(&labels).expect("a file of the copy");
-    let id = server.submit(&spec("repaired")).await;
-    assert_eq!(weights(&server, &id).await, expected, "the same weights");
+    let id = server.submit(&spec("repaired", STEPS)).await;
+    assert_eq!(uploaded_weights(&server, &id, STEPS).await, expected, "the same weights");
     assert!(log(&server, &id).await.contains("% of the dataset fashion") && labels.exists());
     // The dataset changes on the server: it is copied again, and the old copy is deleted.
     let labels = data.join("train-labels-idx1-ubyte");
@@ -110,7 +89,7 @@ async fn a_machine_without_the_files_copies_them_once_and_trains_to_the_same_wei
     let last = changed.len() - 1;
     changed[last] = (changed[last] + 1) % 10;
     fs::write(&labels, &changed).expect("other labels");
-    let id = server.submit(&spec("changed")).await;
+    let id = server.submit(&spec("changed", STEPS)).await;
     server.wait_for_success(&id).await;
     assert!(log(&server, &id).await.contains(COPIES));
     let now = copies(&b, &server);
@@ -129,7 +108,7 @@ async fn a_copy_continues_after_its_agent_and_its_server_were_killed() {
     let mut a = Machine::start_without(&server, "machine-a", 2, &[&data], &[]);
     online(&server, 3).await;
     // No restart is allowed: the end of an agent that has not started a rank does not count as one.
-    let spec = specs::with(spec("interrupted"), json!({"recovery": {"max_restarts": 0}}));
+    let spec = specs::with(spec("interrupted", STEPS), json!({"recovery": {"max_restarts": 0}}));
     let id = server.submit(&spec).await;
     let begun = wait_for_filler(&a, &server, 0);
     // The suspended server sends nothing until the agent is killed.
@@ -180,7 +159,6 @@ fn wait_for_filler(machine: &Machine, server: &Server, bytes: u64) -> PathBuf {
 
 #[tokio::test]
 async fn datasets_are_copied_up_to_the_limit_and_only_from_their_folder() {
-    let _permit = training_permit().await;
     let server = server().await;
     let data = dataset(&server);
     let (limit, less) = (size(&data).to_string(), (size(&data) - 1).to_string());
@@ -190,7 +168,7 @@ async fn datasets_are_copied_up_to_the_limit_and_only_from_their_folder() {
     // A limit of one byte less than the dataset.
     let mut a = start("machine-a", &less);
     online(&server, 3).await;
-    let why = failure_reason(&server, &spec("too large")).await;
+    let why = server.wait_for_failure(&server.submit(&spec("too large", STEPS)).await).await;
     assert!(why.contains("machine-a") && why.contains("--dataset-cache-limit"), "{why}");
     assert!(copies(&a, &server).is_empty());
     a.kill();
@@ -198,7 +176,7 @@ async fn datasets_are_copied_up_to_the_limit_and_only_from_their_folder() {
     // With a limit of 0 nothing is copied.
     let mut b = start("machine-b", "0");
     online(&server, 3).await;
-    let why = failure_reason(&server, &spec("missing")).await;
+    let why = server.wait_for_failure(&server.submit(&spec("missing", STEPS)).await).await;
     assert!(why.contains("machine-b") && why.contains("--dataset NAME=PATH"), "{why}");
     b.kill();
     online(&server, 1).await;
@@ -206,7 +184,7 @@ async fn datasets_are_copied_up_to_the_limit_and_only_from_their_folder() {
     let nowhere = format!("fashion={}", server.folder().path().join("nowhere").display());
     let mut c = Machine::start_without(&server, "machine-c", 2, &[&data], &["--dataset", &nowhere]);
     online(&server, 3).await;
-    let why = failure_reason(&server, &spec("mapped")).await;
+    let why = server.wait_for_failure(&server.submit(&spec("mapped", STEPS)).await).await;
     assert!(why.contains("machine-c") && why.contains("nowhere"), "{why}");
     assert!(copies(&c, &server).is_empty());
     c.kill();
@@ -216,11 +194,11 @@ async fn datasets_are_copied_up_to_the_limit_and_only_from_their_folder() {
     online(&server, 3).await;
     let secret = server.folder().write("secret", "not for others");
     symlink(secret, data.join("link")).expect("a link");
-    let why = failure_reason(&server, &spec("leads out")).await;
+    let why = server.wait_for_failure(&server.submit(&spec("leads out", STEPS)).await).await;
     assert!(why.contains("link is a link that leads out of the dataset's folder"), "{why}");
     assert!(copies(&d, &server).is_empty());
     fs::remove_file(data.join("link")).expect("the link is removed");
-    let id = server.submit(&spec("fits")).await;
+    let id = server.submit(&spec("fits", STEPS)).await;
     server.wait_for_success(&id).await;
     assert!(log(&server, &id).await.contains(&format!("machine-d {COPIES}")));
     assert_eq!(copies(&d, &server).len(), 1);
@@ -242,7 +220,7 @@ mod full {
         server.register("fashion", &data).await;
         let a = Machine::start_without(&server, "machine-a", 2, &[&data], &[]);
         online(&server, 3).await;
-        let id = server.submit(&spec("changing")).await;
+        let id = server.submit(&spec("changing", STEPS)).await;
         wait_for_filler(&a, &server, 0);
         fs::write(data.join("a-note"), "afterwards").expect("another note");
         server.wait_for_success(&id).await;

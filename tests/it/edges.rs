@@ -3,7 +3,7 @@
 
 use crate::{
     pictures,
-    server::{Agents, Finished, Folder, Response, Server, client, lockstep, training_permit},
+    server::{Agents, Finished, Folder, Response, Server, client, lockstep},
     specs,
 };
 use reqwest::Method;
@@ -47,10 +47,8 @@ fn pad_png(picture: &[u8], bytes: usize) -> Vec<u8> {
 
 #[tokio::test]
 async fn averaged_weights_are_evaluated_used_and_downloaded_by_name() {
-    let _permit = training_permit().await;
-    let server = Server::start().await;
+    let server = Server::start_training(64, 16).await;
     let folder = server.folder().path();
-    server.register("fashion", &pictures::idx_dataset(folder, 64, 16)).await;
     let averaged = json!({"train": {"lr": 0.02, "ema_decay": 0.5, "ema_steps": 1, "mixup": 0.2}});
     let id = server.submit(&specs::with(specs::short("averaged", "fashion", 1, 4), averaged)).await;
     server.wait_for_success(&id).await;
@@ -81,9 +79,7 @@ async fn averaged_weights_are_evaluated_used_and_downloaded_by_name() {
 #[tokio::test]
 async fn pictures_up_to_24_mib_are_classified_and_files_are_private() {
     const LIMIT: usize = 24 << 20;
-    let _permit = training_permit().await;
-    let server = Server::start().await;
-    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 16)).await;
+    let server = Server::start_training(64, 16).await;
     let id = server.submit(&specs::short("classifier", "fashion", 1, 4)).await;
     server.wait_for_success(&id).await;
     let list = server.get(&format!("/jobs/{id}/checkpoints")).await;

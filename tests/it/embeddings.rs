@@ -1,20 +1,14 @@
 //! Embeddings of pictures, and evaluation by their nearest neighbours.
 
-use crate::{
-    pictures,
-    server::{Server, training_permit},
-    specs,
-};
+use crate::{pictures, server::Server, specs};
 use reqwest::Method;
 use serde_json::{Value, json};
 use std::fs;
 
 #[tokio::test]
 async fn embeddings_and_nearest_neighbours_are_computed_from_a_checkpoint() {
-    let _permit = training_permit().await;
-    let server = Server::start().await;
+    let server = Server::start_training(64, 16).await;
     let folder = server.folder().path();
-    server.register("fashion", &pictures::idx_dataset(folder, 64, 16)).await;
     let id = server.submit(&specs::short("embedding", "fashion", 1, 4)).await;
     server.wait_for_success(&id).await;
     let files: Vec<_> = fs::read_dir(pictures::image_folder(folder, 2).join("train/boot"))

@@ -38,10 +38,8 @@ pub(crate) fn output_of(mut command: Command) -> String {
 
 #[tokio::test]
 async fn onnxruntime_s_predictions_match_lockstep_s() {
-    let _permit = training_permit().await;
-    let server = Server::start().await;
+    let server = Server::start_training(320, 40).await;
     let folder = server.folder().path();
-    server.register("fashion", &pictures::idx_dataset(folder, 320, 40)).await;
     let spec = specs::short("exported", "fashion", 1, 12);
     let id = server.submit(&specs::with(spec, json!({"data": {"image_size": SIDE}}))).await;
     server.wait_for_success(&id).await;

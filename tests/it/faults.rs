@@ -1,8 +1,7 @@
 //! Killed processes: nothing is lost or reported twice, and no process is left.
 
 use crate::{
-    pictures,
-    server::{Server, number, signal, state_of, training_permit},
+    server::{Server, number, signal, state_of},
     socket::{Socket, assert_unbroken, is_end, is_metric, last_step, stored},
     specs,
 };
@@ -24,11 +23,9 @@ fn spec(name: &str, max_restarts: u32) -> Value {
     )
 }
 
+/// A server whose jobs have 40 steps per epoch, so that restarts also happen within an epoch.
 async fn server() -> Server {
-    let server = Server::start().await;
-    // 40 steps per epoch, so that restarts also happen within an epoch.
-    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
-    server
+    Server::start_training(640, 64).await
 }
 
 /// Returns a stream that has read `steps` steps of both ranks and a checkpoint.
@@ -64,7 +61,6 @@ async fn assert_every_step(server: &Server, id: &str) {
 
 #[tokio::test]
 async fn a_killed_rank_restarts_its_job_from_the_newest_checkpoint_or_fails_it() {
-    let _permit = training_permit().await;
     let server = server().await;
     let undisturbed = server.submit(&spec("disturbed", 3)).await;
     server.wait_for_success(&undisturbed).await;
@@ -129,9 +125,7 @@ async fn a_killed_rank_restarts_its_job_from_the_newest_checkpoint_or_fails_it()
     let ranks = server.ranks(&id);
     assert_eq!(ranks.len(), 2, "{ranks:?}");
     signal(ranks[0].1.pid, Signal::KILL);
-    let job = server.wait_for_end(&id).await;
-    assert_eq!(job["state"], "failed", "{job:#}");
-    let reason = job["reason"].as_str().expect("a reason");
+    let reason = server.wait_for_failure(&id).await;
     assert!(reason.contains("rank 0 was killed by signal 9 at step"), "{reason}");
     assert!(reason.contains("max_restarts"), "{reason}");
     server.until("the other rank has ended, too", async |s: &Server| s.ranks(&id).is_empty()).await;
@@ -141,7 +135,6 @@ async fn a_killed_rank_restarts_its_job_from_the_newest_checkpoint_or_fails_it()
 
 #[tokio::test]
 async fn a_job_continues_while_its_server_restarts() {
-    let _permit = training_permit().await;
     let mut server = server().await;
     let id = server.submit(&spec("orphaned", 3)).await;
     let seen = read_until_step(&server, &id, 60).await.drop_connection();

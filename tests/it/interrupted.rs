@@ -74,10 +74,8 @@ async fn ctrl_c_ends_only_the_display() {
 
 #[tokio::test]
 async fn ctrl_c_cancels_a_sweep_that_slurm_has_not_taken() {
-    let _permit = training_permit().await;
-    let server = Server::start().await;
+    let server = Server::start_training(64, 16).await;
     let folder = server.folder().path();
-    server.register("fashion", &pictures::idx_dataset(folder, 64, 16)).await;
     // The server's own agent has two slots, so only launched agents could run the jobs.
     let toml = "name = \"swept\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 16\n[train]\n\
                 steps = 2\nbatch_size = 8\n[parallel]\nranks = 3\ndevice = \"cpu\"\n";

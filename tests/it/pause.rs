@@ -1,9 +1,8 @@
 //! Pause, resume and fork: a job continues as if it had not been interrupted.
 
 use crate::{
-    pictures,
-    server::{Server, number, training_permit},
-    socket::{Socket, is_metric, last_step, stored},
+    server::{Server, number},
+    socket::{stored, wait_for_step},
     specs,
 };
 use serde_json::{Value, json};
@@ -23,22 +22,9 @@ fn spec(name: &str) -> Value {
     )
 }
 
-async fn server() -> Server {
-    let server = Server::start().await;
-    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
-    server
-}
-
-/// Waits until a job has passed a step.
-async fn wait_for_step(server: &Server, id: &str, step: u64) {
-    let mut socket = Socket::of_job(server, id, 0).await;
-    socket.until(|f| is_metric(f, "loss") && last_step(f) >= step).await;
-}
-
 #[tokio::test]
 async fn a_paused_job_frees_its_slots_and_continues_to_the_same_weights() {
-    let _permit = training_permit().await;
-    let server = server().await;
+    let server = Server::start_training(640, 64).await;
     let undisturbed = server.submit(&spec("paused")).await;
     server.wait_for_success(&undisturbed).await;
 
@@ -84,8 +70,7 @@ async fn a_paused_job_frees_its_slots_and_continues_to_the_same_weights() {
 
 #[tokio::test]
 async fn a_waiting_job_is_paused_immediately() {
-    let _permit = training_permit().await;
-    let server = server().await;
+    let server = Server::start_training(640, 64).await;
     let first = server.submit(&specs::short("first", "fashion", 2, 1_000_000)).await;
     let second = specs::short("second", "fashion", 2, 5);
     let (second, third) = (server.submit(&second).await, server.submit(&second).await);
@@ -115,8 +100,7 @@ async fn a_waiting_job_is_paused_immediately() {
 
 #[tokio::test]
 async fn a_fork_continues_from_any_checkpoint_with_other_settings_and_ranks() {
-    let _permit = training_permit().await;
-    let server = server().await;
+    let server = Server::start_training(640, 64).await;
     let id = server.submit(&spec("origin")).await;
     server.wait_for_success(&id).await;
     let model = server.last_model(&id).await;

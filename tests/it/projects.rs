@@ -1,8 +1,7 @@
 //! Projects, tags and notes on the command line, and lists that the server filters and sorts.
 
 use crate::{
-    pictures,
-    server::{Agents, Server, training_permit},
+    server::{Agents, Server},
     specs,
 };
 use serde_json::{Value, json};
@@ -13,10 +12,8 @@ fn names(list: &Value) -> Vec<&str> {
 
 #[tokio::test]
 async fn jobs_have_projects_and_are_listed_by_project() {
-    let _permit = training_permit().await;
     // One job occupies the only slot, so that the others wait.
-    let server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
-    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 160, 16)).await;
+    let server = Server::start_training_with(Agents::Local { cpu_slots: 1 }, 160, 16).await;
     let holder = server.submit(&specs::short("holder", "fashion", 1, 1_000_000)).await;
     server.wait_for_job(&holder, "the job runs", |job| job["state"] == "running").await;
     let file = server.folder().write(

@@ -14,12 +14,6 @@ fn endless(name: &str, ranks: u32) -> Value {
     specs::short(name, "fashion", ranks, 1_000_000)
 }
 
-async fn server() -> Server {
-    let server = Server::start_with(Agents::Local { cpu_slots: 2 }).await;
-    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 160, 16)).await;
-    server
-}
-
 async fn cancel(server: &Server, id: &str) {
     let response = server.request(Method::POST, &format!("/jobs/{id}/cancel"), None).await;
     assert_eq!(response.status, StatusCode::ACCEPTED, "{}", response.text);
@@ -31,8 +25,7 @@ fn started_at(job: &Value) -> jiff::Timestamp {
 
 #[tokio::test]
 async fn gangs_wait_for_all_their_slots_and_higher_priorities_run_first() {
-    let _permit = training_permit().await;
-    let server = server().await;
+    let server = Server::start_training(160, 16).await;
     let holder = server.submit(&endless("holder", 1)).await;
     server.wait_for_job(&holder, "the job runs", |job| job["state"] == "running").await;
 
@@ -93,8 +86,7 @@ async fn until_no_agent_accepts(server: &Server, id: &str) {
 
 #[tokio::test]
 async fn a_drained_agent_finishes_its_jobs_and_starts_none() {
-    let _permit = training_permit().await;
-    let server = server().await;
+    let server = Server::start_training(160, 16).await;
     let agent = server.get("/agents").await["agents"][0].clone();
     let [id, name] = ["id", "name"].map(|key| agent[key].as_str().expect("a text").to_owned());
     let list = || server.cli(&["machine", "list"]);
@@ -139,8 +131,7 @@ async fn a_drained_agent_finishes_its_jobs_and_starts_none() {
 
 #[tokio::test]
 async fn the_priority_of_a_waiting_job_is_changed_by_command() {
-    let _permit = training_permit().await;
-    let server = server().await;
+    let server = Server::start_training(160, 16).await;
     let holder = server.submit(&endless("holder", 2)).await;
     server.wait_for_job(&holder, "the job runs", |job| job["state"] == "running").await;
     for name in ["first", "second"] {
@@ -173,8 +164,7 @@ async fn the_priority_of_a_waiting_job_is_changed_by_command() {
 
 #[tokio::test]
 async fn two_jobs_train_concurrently_if_slots_are_free() {
-    let _permit = training_permit().await;
-    let server = server().await;
+    let server = Server::start_training(160, 16).await;
     let (a, b) = (server.submit(&endless("a", 1)).await, server.submit(&endless("b", 1)).await);
     for id in [&a, &b] {
         server.wait_for_job(id, "the job trains", |job| number(&job["step"]) >= 3).await;
@@ -195,8 +185,7 @@ async fn two_jobs_train_concurrently_if_slots_are_free() {
 
 #[tokio::test]
 async fn a_job_can_be_cancelled_in_any_state() {
-    let _permit = training_permit().await;
-    let server = server().await;
+    let server = Server::start_training(160, 16).await;
     let running = server.submit(&endless("running", 2)).await;
     server.wait_for_job(&running, "the job trains", |job| number(&job["step"]) >= 5).await;
     let queued = server.submit(&specs::short("queued", "fashion", 2, 5)).await;

@@ -113,9 +113,7 @@ impl Drop for Machine {
 
 /// A server whose own machine has one slot, so that jobs of two ranks run on other machines.
 pub(crate) async fn server() -> Server {
-    let server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
-    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
-    server
+    Server::start_training_with(Agents::Local { cpu_slots: 1 }, 640, 64).await
 }
 
 /// Waits until this number of slots is online.
@@ -123,9 +121,9 @@ pub(crate) async fn online(server: &Server, slots: usize) {
     server.until("the agents are online", async |s: &Server| s.slots().await == slots).await;
 }
 
-fn spec(name: &str) -> Value {
+pub(crate) fn spec(name: &str, steps: u64) -> Value {
     specs::with(
-        specs::short(name, "fashion", 2, STEPS),
+        specs::short(name, "fashion", 2, steps),
         json!({"checkpoint": {"every_epochs": null, "every_steps": 20, "keep": 3}}),
     )
 }
@@ -135,6 +133,13 @@ pub(crate) async fn stored(server: &Server, id: &str) -> u64 {
     let all = server.checkpoints(id).await;
     let here = all.iter().filter(|c| c.get("uploading_from").is_none());
     here.map(|c| number(&c["step"])).max().unwrap_or(0)
+}
+
+/// Waits until the checkpoint of a job's last step is on the server, which may be after the job's end, and returns its weights.
+pub(crate) async fn uploaded_weights(server: &Server, id: &str, steps: u64) -> Vec<u8> {
+    server.wait_for_success(id).await;
+    server.until("the checkpoint is uploaded", async |s: &Server| stored(s, id).await == steps).await;
+    server.last_model(id).await
 }
 
 pub(crate) async fn log(server: &Server, id: &str) -> String {
@@ -148,17 +153,11 @@ fn file_names(folder: &Path) -> Vec<String> {
 
 #[tokio::test]
 async fn a_job_continues_on_another_machine_to_the_same_weights() {
-    let _permit = training_permit().await;
     let server = server().await;
     let mut a = Machine::start(&server, "machine-a", &[]);
     online(&server, 3).await;
-    let undisturbed = server.submit(&spec("undisturbed")).await;
-    server.wait_for_success(&undisturbed).await;
-    // The last checkpoint may still be uploading when the job has ended.
-    server
-        .until("the checkpoint is uploaded", async |s: &Server| stored(s, &undisturbed).await == STEPS)
-        .await;
-    let expected = server.last_model(&undisturbed).await;
+    let undisturbed = server.submit(&spec("undisturbed", STEPS)).await;
+    let expected = uploaded_weights(&server, &undisturbed, STEPS).await;
     assert!(
         !server.attempt_dir(&undisturbed, 1).join("rank.0.events").exists(),
         "the ranks ran on the other machine"
@@ -167,15 +166,13 @@ async fn a_job_continues_on_another_machine_to_the_same_weights() {
     let folder = a.dir(&server).join("jobs").join(&undisturbed);
     server.until("the job's folder is deleted", async |_: &Server| !folder.exists()).await;
 
-    let id = server.submit(&spec("continued")).await;
+    let id = server.submit(&spec("continued", STEPS)).await;
     server.until("a checkpoint is uploaded", async |s: &Server| stored(s, &id).await >= 40).await;
     a.kill();
     server.ranks(&id).iter().for_each(|(_, process)| signal(process.pid, Signal::KILL));
     let _b = Machine::start(&server, "machine-b", &[]);
     server.wait_for_job(&id, "a second attempt", |job| number(&job["attempt"]) == 2).await;
-    server.wait_for_success(&id).await;
-    server.until("the checkpoint is uploaded", async |s: &Server| stored(s, &id).await == STEPS).await;
-    assert_eq!(server.last_model(&id).await, expected, "the same weights");
+    assert_eq!(uploaded_weights(&server, &id, STEPS).await, expected, "the same weights");
     let attempts = server.get(&format!("/jobs/{id}/attempts")).await;
     let from = attempts["attempts"][1]["checkpoint"].as_str().expect("a checkpoint").to_owned();
     let log = log(&server, &id).await;
@@ -202,7 +199,8 @@ async fn a_job_continues_on_another_machine_to_the_same_weights() {
     let set = json!({"set": {"train.steps": STEPS + 5}});
     let fork = server.post(&format!("/jobs/{id}/fork"), &set).await;
     server.wait_for_success(fork.json()["id"].as_str().expect("an id")).await;
-    let weights = specs::with(spec("tuned"), json!({"model": {"pretrained": from}, "train": {"steps": 5}}));
+    let weights =
+        specs::with(spec("tuned", STEPS), json!({"model": {"pretrained": from}, "train": {"steps": 5}}));
     let is_kept = server.checkpoints(&id).await.iter().any(|c| c["id"] == from.as_str());
     let weights = match is_kept {
         true => weights,
@@ -220,11 +218,6 @@ async fn machines_may_have_different_paths_for_the_same_dataset() {
     fs::create_dir_all(&here).expect("a folder");
     let dataset = pictures::idx_dataset(&here, 640, 64);
     server.register("fashion", &dataset).await;
-    let failure_reason = async |id: &str| {
-        let job = server.wait_for_end(id).await;
-        assert_eq!(job["state"], "failed", "{job:#}");
-        job["reason"].as_str().expect("a reason").to_owned()
-    };
     // Machine A has the same pictures at another path; machine B has other pictures under the name.
     let (there, others) = (Folder::new(), Folder::new());
     let same = pictures::idx_dataset(there.path(), 640, 64);
@@ -236,19 +229,19 @@ async fn machines_may_have_different_paths_for_the_same_dataset() {
     // Only the mapped path exists from now on.
     fs::rename(&here, server.folder().path().join("hidden")).expect("a rename");
     // More steps than any machine trains before the agent is killed.
-    let id = server.submit(&specs::with(spec("mapped"), json!({"train": {"steps": 1_000_000}}))).await;
+    let id = server.submit(&specs::with(spec("mapped", STEPS), json!({"train": {"steps": 1_000_000}}))).await;
     server.until("a checkpoint is uploaded", async |s: &Server| stored(s, &id).await >= 20).await;
     a.kill();
     server.ranks(&id).iter().for_each(|(_, process)| signal(process.pid, Signal::KILL));
     let named = format!("fashion={}", other.display());
     let mut b = Machine::start(&server, "machine-b", &["--dataset", &named]);
-    let why = failure_reason(&id).await;
+    let why = server.wait_for_failure(&id).await;
     assert!(why.contains("machine-b") && why.contains("is not what the job began with"), "{why}");
     b.kill();
     // A machine without the dataset.
     let _c = Machine::start(&server, "machine-c", &[]);
     online(&server, 3).await;
-    let why = failure_reason(&server.submit(&spec("missing")).await).await;
+    let why = server.wait_for_failure(&server.submit(&spec("missing", STEPS)).await).await;
     assert!(why.contains("machine-c") && why.contains("--dataset NAME=PATH"), "{why}");
 }
 
@@ -258,18 +251,13 @@ mod full {
 
     #[tokio::test]
     async fn uploads_continue_after_kills_and_a_full_disk() {
-        let _permit = training_permit().await;
         let mut server = server().await;
         let mut a = Machine::start(&server, "machine-a", &[]);
         online(&server, 3).await;
-        let undisturbed = server.submit(&spec("undisturbed")).await;
-        server.wait_for_success(&undisturbed).await;
-        server
-            .until("the checkpoint is uploaded", async |s: &Server| stored(s, &undisturbed).await == STEPS)
-            .await;
-        let expected = server.last_model(&undisturbed).await;
+        let undisturbed = server.submit(&spec("undisturbed", STEPS)).await;
+        let expected = uploaded_weights(&server, &undisturbed, STEPS).await;
 
-        let id = server.submit(&spec("disturbed")).await;
+        let id = server.submit(&spec("disturbed", STEPS)).await;
         // A file in place of the folder for uploads: the server cannot store them, as with a full disk.
         let uploads = server.job_dir(&id).join("uploads");
         fs::write(&uploads, "").expect("a file");

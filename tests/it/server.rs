@@ -1,6 +1,7 @@
 //! A real server on a free port with its own data directory. At the end of the test, the directory is deleted and all processes
 //! are killed. If the test fails, the logs are shown.
 
+use crate::pictures::idx_dataset;
 use lockstep_protocol::JobState;
 use reqwest::StatusCode;
 use serde_json::Value;
@@ -158,8 +159,10 @@ pub(crate) struct Server {
     serve: Option<Child>,
     agent: Option<Child>,
     starts: u32,
-    // The last field, so that it is dropped after the child processes.
+    // Dropped after the child processes.
     folder: Folder,
+    /// See [`training_permit`].
+    pub(crate) permit: Option<SemaphorePermit<'static>>,
 }
 
 impl Server {
@@ -171,6 +174,21 @@ impl Server {
     pub(crate) async fn start_with(agents: Agents) -> Self {
         let database = crate::postgres::wanted().then(crate::postgres::database);
         Self::start_on(agents, database, Vec::new()).await
+    }
+
+    /// As [`Server::start_training_with`], with the agent of [`Server::start`].
+    pub(crate) async fn start_training(training: usize, test: usize) -> Self {
+        Self::start_training_with(Agents::Local { cpu_slots: 2 }, training, test).await
+    }
+
+    /// As [`Server::start_with`]. The server holds a permit to train until it is dropped, and has the dataset `fashion` with so many
+    /// pictures for training and for tests.
+    pub(crate) async fn start_training_with(agents: Agents, training: usize, test: usize) -> Self {
+        let permit = training_permit().await;
+        let mut server = Self::start_with(agents).await;
+        server.permit = Some(permit);
+        server.register("fashion", &idx_dataset(server.folder().path(), training, test)).await;
+        server
     }
 
     /// As [`Server::start_with`], but each step takes at least 20 ms, so that a short job lasts until the test disturbs it.
@@ -209,6 +227,7 @@ impl Server {
             agent: None,
             starts: 0,
             folder: Folder::new(),
+            permit: None,
         };
         prepare(&server.data_dir());
         server.start_serve().await;

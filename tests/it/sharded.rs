@@ -36,9 +36,7 @@ async fn files(server: &Server, checkpoint: &Value) -> BTreeSet<String> {
 
 #[tokio::test]
 async fn a_sharded_job_is_paused_continued_forked_and_evaluated_like_others() {
-    let _permit = training_permit().await;
-    let server = Server::start().await;
-    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
+    let server = Server::start_training(640, 64).await;
     let whole = server.submit(&spec("whole", 2, false)).await;
     server.wait_for_success(&whole).await;
     let expected = download(&server, &whole).await;

@@ -122,6 +122,12 @@ pub(crate) fn last_step(frame: &Value) -> u64 {
     frame["steps"].as_array().and_then(|s| s.last()).map_or(0, number)
 }
 
+/// Waits until a job has passed a step.
+pub(crate) async fn wait_for_step(server: &Server, id: &str, step: u64) {
+    let mut socket = Socket::of_job(server, id, 0).await;
+    socket.until(|f| is_metric(f, "loss") && last_step(f) >= step).await;
+}
+
 /// All stored events of a job.
 pub(crate) async fn stored(server: &Server, id: &str) -> Vec<Value> {
     let mut socket = Socket::of_job(server, id, 0).await;

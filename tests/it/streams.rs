@@ -1,8 +1,7 @@
 //! Streams: a client that connects at any time, from any event number, reads exactly the stored events.
 
 use crate::{
-    pictures,
-    server::{Server, number, training_permit},
+    server::{Server, number},
     socket::{Socket, assert_unbroken, is_end, is_metric, last_step, stored},
     specs,
 };
@@ -12,9 +11,7 @@ use tokio_tungstenite::tungstenite;
 
 #[tokio::test]
 async fn clients_that_connect_at_any_time_read_every_event_once() {
-    let _permit = training_permit().await;
-    let server = Server::start().await;
-    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
+    let server = Server::start_training(640, 64).await;
     let id = server.submit(&specs::short("streamed", "fashion", 2, 120)).await;
 
     // A client that reads from the start. Its progress decides when the others connect.
@@ -116,9 +113,7 @@ async fn assert_stream_equals_rest(server: &Server, id: &str, events: &[Value]) 
 
 #[tokio::test]
 async fn two_clients_and_the_list_receive_the_same_events() {
-    let _permit = training_permit().await;
-    let server = Server::start().await;
-    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 320, 64)).await;
+    let server = Server::start_training(320, 64).await;
     let mut list = Socket::of_list(&server).await;
     let id = server.submit(&specs::short("twice-watched", "fashion", 1, 400)).await;
     let (mut a, mut b) = (Socket::of_job(&server, &id, 0).await, Socket::of_job(&server, &id, 0).await);

@@ -199,9 +199,7 @@ fn trials(sweep: &Value) -> &Vec<Value> {
 
 #[tokio::test]
 async fn a_sweep_has_the_same_result_after_its_server_was_killed() {
-    let _permit = training_permit().await;
-    let mut server = Server::start().await;
-    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 64)).await;
+    let mut server = Server::start_training(64, 64).await;
     let section = "method = \"asha\"\n[sweep.parameters]\n\
         train.lr = { values = [0.000001, 0.001, 0.05] }\ntrain.momentum = { values = [0.0, 0.9] }\n";
     let mut ends = Vec::new();
@@ -252,9 +250,7 @@ async fn a_sweep_has_the_same_result_after_its_server_was_killed() {
 
 #[tokio::test]
 async fn pausing_and_cancelling_a_sweep_applies_to_its_trials() {
-    let _permit = training_permit().await;
-    let server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
-    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 64, 64)).await;
+    let server = Server::start_training_with(Agents::Local { cpu_slots: 1 }, 64, 64).await;
     let agent = server.get("/agents").await["agents"][0]["id"].as_str().expect("an id").to_owned();
     // The agent is drained, so that trials wait.
     assert_eq!(server.post(&format!("/agents/{agent}/drain"), &json!({})).await.status.as_u16(), 204);

@@ -19,14 +19,23 @@ use std::{
     path::PathBuf,
     process::{Command, Output, Stdio},
 };
+use tokio::sync::SemaphorePermit;
 
 /// A folder with pictures and a job of 24 steps, 12 per epoch, on 2 ranks.
 pub(crate) struct Bench {
     pub(crate) folder: tempfile::TempDir,
+    /// See [`training_permit`].
+    pub(crate) permit: Option<SemaphorePermit<'static>>,
 }
 
 impl Bench {
-    pub(crate) fn new() -> Self {
+    /// A bench that holds a permit to train until it is dropped.
+    pub(crate) async fn new() -> Self {
+        Self { permit: Some(training_permit().await), ..Self::without_permit() }
+    }
+
+    /// For a test that has another bench.
+    pub(crate) fn without_permit() -> Self {
         let folder = tempfile::tempdir().expect("a folder");
         let dataset = pictures::idx_dataset(folder.path(), 400, 100);
         let job = format!(
@@ -35,7 +44,7 @@ impl Bench {
              [parallel]\nranks = 2\n[checkpoint]\nevery_steps = 7\nkeep = 9\n[log]\nevery_steps = 1\n"
         );
         fs::write(folder.path().join("job.toml"), job).expect("the job");
-        Self { folder }
+        Self { folder, permit: None }
     }
 
     pub(crate) fn train(&self, out: &str, more: &[&str]) -> Command {
@@ -48,6 +57,11 @@ impl Bench {
             .args(more)
             .stdin(Stdio::null());
         command
+    }
+
+    /// As [`Bench::train`], to the end, which must be success. Returns the standard output.
+    pub(crate) fn train_to_success(&self, out: &str, more: &[&str]) -> String {
+        assert_success(&self.train(out, more).output().expect("it runs"))
     }
 
     /// A command line of docs/launchers.md, run in the job's folder, with the test's output folder.
@@ -78,12 +92,11 @@ pub(crate) fn assert_success(output: &Output) -> String {
 
 #[tokio::test]
 async fn repeated_and_continued_runs_have_the_same_bytes() {
-    let _permit = training_permit().await;
-    let bench = Bench::new();
-    let text = assert_success(&bench.train("one", &[]).output().expect("it runs"));
+    let bench = Bench::new().await;
+    let text = bench.train_to_success("one", &[]);
     assert!(text.contains("epoch: 1 step: 1, loss is "), "{text}");
     assert!(text.lines().last().is_some_and(|l| l.starts_with("succeeded: validation accuracy ")), "{text}");
-    assert_success(&bench.train("two", &[]).output().expect("it runs"));
+    bench.train_to_success("two", &[]);
     let last = bench.model("one", "2-24");
     assert!(last == bench.model("two", "2-24"), "the same job gives the same bytes");
     assert!(last != bench.model("one", "1-7"), "other steps give other bytes");
@@ -99,7 +112,7 @@ async fn repeated_and_continued_runs_have_the_same_bytes() {
         let checkpoint = bench.out("one").join("checkpoints").join(from);
         let out = format!("from-{from}");
         let resume = checkpoint.to_str().expect("a path");
-        let text = assert_success(&bench.train(&out, &["--resume", resume]).output().expect("it runs"));
+        let text = bench.train_to_success(&out, &["--resume", resume]);
         assert!(text.contains(&format!("continuing from checkpoint {from}")), "{text}");
         for later in ["2-21", "2-24"] {
             assert!(bench.model(&out, later) == bench.model("one", later), "{later} from {from}");
@@ -113,23 +126,18 @@ async fn repeated_and_continued_runs_have_the_same_bytes() {
 
 #[tokio::test]
 async fn a_continued_run_reports_changes_of_the_dataset() {
-    let _permit = training_permit().await;
-    let bench = Bench::new();
+    let bench = Bench::new().await;
     let held_out = ["--set", "data.validation=0.2", "--set", "train.schedule=\"one_cycle\""];
-    assert_success(&bench.train("held-out", &held_out).output().expect("it runs"));
+    bench.train_to_success("held-out", &held_out);
     let longer = ["--resume", "latest", "--set", "train.epochs=3"];
-    let text = assert_success(
-        &bench.train("held-out", &[&held_out[..], &longer].concat()).output().expect("it runs"),
-    );
+    let text = bench.train_to_success("held-out", &[&held_out[..], &longer].concat());
     assert!(
         text.contains("the learning rate changes where the run continues: it was 0 at the last step"),
         "{text}"
     );
     assert!(!text.contains("is validated with other pictures") && !text.contains("counts as"), "{text}");
     let other = ["--resume", "latest", "--set", "train.epochs=4", "--set", "data.validation_seed=1"];
-    let text = assert_success(
-        &bench.train("held-out", &[&held_out[..], &other].concat()).output().expect("it runs"),
-    );
+    let text = bench.train_to_success("held-out", &[&held_out[..], &other].concat());
     for words in
         ["this run is validated with other pictures than the checkpoint", "were training pictures of the run"]
     {
@@ -137,10 +145,10 @@ async fn a_continued_run_reports_changes_of_the_dataset() {
     }
 
     // The dataset grows by a quarter.
-    assert_success(&bench.train("grows", &[]).output().expect("it runs"));
+    bench.train_to_success("grows", &[]);
     let grown = format!("data.dataset={:?}", pictures::idx_dataset(bench.folder.path(), 500, 100));
     let longer = ["--resume", "latest", "--set", "train.epochs=3", "--set", &grown];
-    let text = assert_success(&bench.train("grows", &longer).output().expect("it runs"));
+    let text = bench.train_to_success("grows", &longer);
     let words = "an epoch has 15 steps now and had 12: step 24 counts as 30, the same position in epoch 2";
     assert!(text.contains(words) && !text.contains("a step uses"), "{text}");
     // The test split is the same.
@@ -149,9 +157,8 @@ async fn a_continued_run_reports_changes_of_the_dataset() {
 
 #[tokio::test]
 async fn a_continued_run_keeps_its_normalisation() {
-    let _permit = training_permit().await;
-    let bench = Bench::new();
-    assert_success(&bench.train("before", &[]).output().expect("it runs"));
+    let bench = Bench::new().await;
+    bench.train_to_success("before", &[]);
     // Half of the pixels become white, which changes the dataset's mean.
     let images = bench.folder.path().join("fashion-400-100/train-images-idx3-ubyte");
     let mut bytes = fs::read(&images).expect("the pictures");
@@ -160,8 +167,8 @@ async fn a_continued_run_keeps_its_normalisation() {
     fs::write(&images, bytes).expect("the pictures");
     let checkpoint = bench.out("before/checkpoints/1-7");
     let resume = ["--resume", checkpoint.to_str().expect("a path")];
-    assert_success(&bench.train("resumed", &resume).output().expect("it runs"));
-    assert_success(&bench.train("new", &[]).output().expect("it runs"));
+    bench.train_to_success("resumed", &resume);
+    bench.train_to_success("new", &[]);
     let mean = |out: &str| {
         let bytes = bench.model(out, "2-24");
         let text = String::from_utf8_lossy(&bytes[..4096]).into_owned();
@@ -174,8 +181,7 @@ async fn a_continued_run_keeps_its_normalisation() {
 
 #[tokio::test]
 async fn adamw_and_lamb_continue_to_the_same_bytes_and_other_optimizers_restart() {
-    let _permit = training_permit().await;
-    let bench = Bench::new();
+    let bench = Bench::new().await;
     let optimizer = |out: &str| {
         fs::read(bench.out(out).join("checkpoints/2-24/optimizer.safetensors")).expect("a checkpoint")
     };
@@ -188,12 +194,11 @@ async fn adamw_and_lamb_continue_to_the_same_bytes_and_other_optimizers_restart(
             "train.decay_norm_and_bias=false",
         ];
         let sets: Vec<_> = sets.iter().flat_map(|set| ["--set", *set]).collect();
-        assert_success(&bench.train(kind, &sets).output().expect("it runs"));
+        bench.train_to_success(kind, &sets);
         let checkpoint = bench.out(kind).join("checkpoints/1-7");
         let resume = ["--resume", checkpoint.to_str().expect("a path")];
         let resumed = format!("{kind}-resumed");
-        let text =
-            assert_success(&bench.train(&resumed, &[&sets[..], &resume].concat()).output().expect("it runs"));
+        let text = bench.train_to_success(&resumed, &[&sets[..], &resume].concat());
         assert!(
             text.contains("continuing from checkpoint 1-7") && !text.contains("starts again at zero"),
             "{text}"
@@ -211,8 +216,7 @@ async fn adamw_and_lamb_continue_to_the_same_bytes_and_other_optimizers_restart(
 /// Two processes with the variables that torchrun sets.
 #[tokio::test]
 async fn under_torchrun_each_process_is_a_rank() {
-    let _permit = training_permit().await;
-    let bench = Bench::new();
+    let bench = Bench::new().await;
     let port = free_port();
     let start = |rank: &str| {
         bench
@@ -230,7 +234,7 @@ async fn under_torchrun_each_process_is_a_rank() {
     let (zero, one) = (zero.wait_with_output().expect("it ends"), one.wait_with_output().expect("it ends"));
     assert!(assert_success(&zero).contains("succeeded: validation accuracy"));
     assert_eq!(assert_success(&one), "", "only rank 0 reports");
-    assert_success(&bench.train("alone", &[]).output().expect("it runs"));
+    bench.train_to_success("alone", &[]);
     assert!(bench.model("out", "2-24") == bench.model("alone", "2-24"), "the same bytes as without torchrun");
 }
 

@@ -1,7 +1,6 @@
 //! `lockstep watch` and `queue` on a terminal and in a pipe: waiting jobs, widths, and a server that is restarted.
 
 use crate::{
-    pictures,
     server::{Agents, Folder, LOCKSTEP, Server, lockstep, training_permit},
     specs,
 };
@@ -45,9 +44,7 @@ async fn wait_for_text(file: &Path, words: &[&str]) -> String {
 
 #[tokio::test]
 async fn a_waiting_job_shows_its_place_and_reason_and_their_changes() {
-    let _permit = training_permit().await;
-    let server = Server::start_with(Agents::Local { cpu_slots: 2 }).await;
-    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 160, 16)).await;
+    let server = Server::start_training(160, 16).await;
     let holder = server.submit(&specs::short("holder", "fashion", 2, 1_000_000)).await;
     server.wait_for_job(&holder, "the job runs", |job| job["state"] == "running").await;
     let id = server.submit(&specs::short("waits", "fashion", 2, 5)).await;
@@ -118,9 +115,7 @@ async fn alerts_of_a_run_from_elsewhere_are_lines() {
 
 #[tokio::test]
 async fn the_queue_shortens_names_on_a_terminal_and_not_in_a_pipe() {
-    let _permit = training_permit().await;
-    let server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
-    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 160, 16)).await;
+    let server = Server::start_training_with(Agents::Local { cpu_slots: 1 }, 160, 16).await;
     let holder = server.submit(&specs::short("holder", "fashion", 1, 1_000_000)).await;
     server.wait_for_job(&holder, "the job runs", |job| job["state"] == "running").await;
     let long = format!("resnet-{}-seed-7", "with-a-long-name-".repeat(8));
@@ -157,9 +152,7 @@ async fn the_queue_shortens_names_on_a_terminal_and_not_in_a_pipe() {
 
 #[tokio::test]
 async fn an_unreachable_server_and_its_return_are_reported_once() {
-    let _permit = training_permit().await;
-    let mut server = Server::start_with(Agents::Separate { cpu_slots: 1 }).await;
-    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 160, 16)).await;
+    let mut server = Server::start_training_with(Agents::Separate { cpu_slots: 1 }, 160, 16).await;
     let id = server.submit(&specs::short("long", "fashion", 1, 1_000_000)).await;
     server.wait_for_job(&id, "the job trains", |job| job["step"].as_u64() > Some(0)).await;
     let folder = Folder::new();

@@ -1,8 +1,7 @@
 //! A job gives the same result with any number of ranks, and the same bits with the same number of ranks.
 
 use crate::{
-    pictures,
-    server::{Agents, Server, training_permit},
+    server::{Agents, Server},
     specs,
 };
 use serde_json::json;
@@ -18,9 +17,7 @@ pub(crate) fn weights(model: &[u8]) -> BTreeMap<String, Vec<u8>> {
 
 #[tokio::test]
 async fn losses_do_not_depend_on_the_number_of_ranks() {
-    let _permit = training_permit().await;
-    let server = Server::start_with(Agents::Separate { cpu_slots: 4 }).await;
-    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 1600, 400)).await;
+    let server = Server::start_training_with(Agents::Separate { cpu_slots: 4 }, 1600, 400).await;
 
     let mut runs = Vec::new();
     // Two runs on 2 ranks, which must have the same bits.

@@ -1,6 +1,6 @@
 //! An agent that speaks the protocol over a real websocket and trains nothing.
 
-use crate::test_server::{TIMEOUT, TestServer};
+use crate::test_server::{TIMEOUT, TestServer, wait_until};
 use futures_util::{SinkExt, StreamExt};
 use lockstep_protocol::{
     agent::{
@@ -11,7 +11,7 @@ use lockstep_protocol::{
     job::JobId,
     metric::MetricColumn,
 };
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::time::timeout;
 use tokio_tungstenite::{MaybeTlsStream, WebSocketStream, connect_async, tungstenite::Message};
 
@@ -127,10 +127,21 @@ impl Agent {
 
     /// Registers the dataset that [`crate::test_server::spec`] names.
     pub async fn register(&mut self, server: &TestServer) {
-        let new = json!({"name": "pictures", "path": "/some/pictures"});
-        let add = server.post("/datasets", &new);
-        let ((status, body), ()) = tokio::join!(add, self.answer_inspection(Ok(dataset_info())));
+        self.register_as(server, "pictures", dataset_info()).await;
+    }
+
+    /// Registers a dataset with this name.
+    pub async fn register_as(&mut self, server: &TestServer, name: &str, info: DatasetInfo) {
+        let new = json!({"name": name, "path": format!("/some/{name}")});
+        self.register_dataset(server, &new, info).await;
+    }
+
+    /// Registers a dataset, and returns the server's response.
+    pub async fn register_dataset(&mut self, server: &TestServer, new: &Value, info: DatasetInfo) -> Value {
+        let add = server.post("/datasets", new);
+        let ((status, body), ()) = tokio::join!(add, self.answer_inspection(Ok(info)));
         assert_eq!(status, 201, "{body}");
+        body
     }
 
     /// Answers the next request, which must be to inspect a dataset.
@@ -169,6 +180,16 @@ impl Agent {
         }
     }
 
+    /// Submits [`crate::test_server::spec`] with these changes, and waits for the job's start. Returns the job's id and its attempt.
+    pub async fn start_job(
+        &mut self,
+        server: &TestServer,
+        change: impl FnOnce(&mut Value),
+    ) -> (String, AttemptRef) {
+        let id = server.submit(change).await.id.to_string();
+        (id, self.expect_start().await.attempt)
+    }
+
     /// Waits for the next message, which must be `Start`.
     pub async fn expect_start(&mut self) -> StartAttempt {
         match self.next().await {
@@ -204,6 +225,20 @@ impl Agent {
     }
 }
 
+/// Starts a server, the agent `a` with two slots, and a job as [`Agent::start_job`] does.
+pub async fn start_job(change: impl FnOnce(&mut Value)) -> (TestServer, Agent, String, AttemptRef) {
+    let server = TestServer::new().await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (id, attempt) = agent.start_job(&server, change).await;
+    (server, agent, id, attempt)
+}
+
+/// Waits until the server has noticed that its first agent has disconnected.
+pub async fn wait_until_offline(server: &TestServer) {
+    let is_online = async || server.get("/agents").await.1["agents"][0]["online"] == true;
+    wait_until("the agent is offline", async || !is_online().await).await;
+}
+
 /// A dataset of two classes with 1000 training pictures and 200 test pictures.
 pub fn dataset_info() -> DatasetInfo {
     let split = |name: &str, samples: u64| SplitInfo {
@@ -231,6 +266,14 @@ pub fn running(total_steps: u64, start_step: u64) -> AttemptEvent {
 /// A checkpoint of the first epoch without a validation.
 pub fn checkpoint(step: u64) -> AttemptEvent {
     AttemptEvent::Checkpoint(CheckpointInfo { epoch: 1, step, size_bytes: 1, ..CheckpointInfo::default() })
+}
+
+/// A checkpoint with this accuracy, which is the best of its job.
+pub fn best_checkpoint(epoch: u32, step: u64, accuracy: f64) -> AttemptEvent {
+    let (val_accuracy, val_loss) = (Some(accuracy), Some(1.0));
+    let info =
+        CheckpointInfo { epoch, step, val_accuracy, val_loss, validation: None, best: true, size_bytes: 1 };
+    AttemptEvent::Checkpoint(info)
 }
 
 pub fn losses(rank: u32, steps: std::ops::RangeInclusive<u64>) -> AttemptEvent {

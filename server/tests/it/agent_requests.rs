@@ -1,8 +1,8 @@
 //! Requests to agents about models and data: choice of the agent, waiting, repetition.
 
 use crate::{
-    agent::{Agent, checkpoint, dataset_info, hello, running},
-    test_server::{TIMEOUT, TestServer},
+    agent::{Agent, checkpoint, dataset_info, hello, running, start_job},
+    test_server::{TIMEOUT, TestServer, wait_until},
 };
 use lockstep_protocol::{
     agent::{AgentReply, AgentRequest, FromAgent, Source, ToAgent},
@@ -130,8 +130,7 @@ async fn requests_go_to_the_least_busy_agent() {
 async fn a_waiting_evaluation_reports_its_agent_and_place() {
     let server = TestServer::with(|c| c.evaluation_wait = std::time::Duration::from_millis(50)).await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (id, attempt) = agent.start_job(&server, |_| {}).await;
     let mut events = vec![running(100, 0)];
     events.extend((1..=3).map(checkpoint));
     agent.report(&attempt, Source::Rank(0), 0, events).await;
@@ -160,10 +159,7 @@ async fn a_waiting_evaluation_reports_its_agent_and_place() {
     // When the first evaluation ends, the third begins.
     let (id, _) = next_request(&mut agent, true).await;
     agent.send(FromAgent::Reply { id, reply: Err("no".into()) }).await;
-    let deadline = Instant::now() + TIMEOUT;
-    while ask(3).await.1["ahead"] != 1 {
-        assert!(Instant::now() < deadline, "the third evaluation does not move up");
-    }
+    wait_until("the third evaluation moves up", async || ask(3).await.1["ahead"] == 1).await;
     server.stop().await;
 }
 
@@ -230,10 +226,7 @@ async fn repeated_requests_join_an_inspection_and_report_its_progress() {
 
 #[tokio::test]
 async fn an_evaluation_can_be_requested_again_after_its_agent_disconnected() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     let events = vec![running(100, 0), checkpoint(1)];
     agent.report(&attempt, Source::Rank(0), 0, events).await;
     let folder = server.dir.path().join(format!("jobs/{id}/checkpoints/1-1"));
@@ -276,10 +269,7 @@ async fn an_evaluation_can_be_requested_again_after_its_agent_disconnected() {
 
 #[tokio::test]
 async fn an_evaluation_is_repeated_for_other_validation_pictures() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     let events = vec![running(100, 0), checkpoint(1)];
     agent.report(&attempt, Source::Rank(0), 0, events).await;
     std::fs::create_dir_all(server.dir.path().join(format!("jobs/{id}/checkpoints/1-1"))).unwrap();

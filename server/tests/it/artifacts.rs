@@ -1,20 +1,18 @@
 //! Checkpoints that agents upload to a server with an object store, here a directory. `tests/it` has the tests with a bucket.
 
 use crate::{
-    agent::{Agent, hello, running},
+    agent::{Agent, running},
     gangs::rank_killed,
-    test_server::{TIMEOUT, TestServer, client, config, database_of},
+    test_server::{TestServer, config, database_of, wait_until},
     uploads::{AttemptApi, FILES, checkpoint, manifest, sum},
 };
-use lockstep_protocol::agent::{AttemptEvent, Ending, Source};
+use lockstep_protocol::agent::{AttemptEvent, AttemptRef, Ending, Source};
 use lockstep_server::{ServeConfig, serve};
 use serde_json::{Value, json};
 use std::{
     fs,
     path::{Path, PathBuf},
-    time::Duration,
 };
-use tokio::time::Instant;
 
 pub(crate) fn files_below(directory: &Path) -> Vec<PathBuf> {
     let mut found = Vec::new();
@@ -26,14 +24,6 @@ pub(crate) fn files_below(directory: &Path) -> Vec<PathBuf> {
     }
     found.sort();
     found
-}
-
-pub(crate) async fn wait_until(what: &str, condition: impl AsyncFn() -> bool) {
-    let deadline = Instant::now() + TIMEOUT;
-    while !condition().await {
-        assert!(Instant::now() < deadline, "not within {TIMEOUT:?}: {what}");
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
 }
 
 pub(crate) async fn stored_states(server: &TestServer, job: &str) -> Vec<Value> {
@@ -52,14 +42,20 @@ pub(crate) fn write_checkpoint(job_dir: impl AsRef<Path>, step: u64) -> PathBuf 
     folder
 }
 
+/// Starts a job with one restart, and writes its checkpoint of step 10 on the server's disk. Returns the checkpoint's folder, too.
+pub(crate) async fn start_job_with_checkpoint(server: &TestServer) -> (Agent, String, AttemptRef, PathBuf) {
+    let mut agent = Agent::join_with_dataset(server, 2).await;
+    let (id, attempt) = agent.start_job(server, |spec| spec["recovery"] = json!({"max_restarts": 1})).await;
+    let folder = write_checkpoint(server.dir.path().join("jobs").join(&id), 10);
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
+    (agent, id, attempt, folder)
+}
+
 /// A job on an agent with its own disk, which has uploaded the checkpoint of step 10.
 async fn uploaded(server: &TestServer) -> (Agent, String, AttemptApi<'_>) {
-    let token = server.agent_token("a").await;
-    let mut agent = Agent::connect_with_token(server, &token, hello("a", 2, Vec::new())).await.unwrap();
-    agent.register(server).await;
-    let id = server.submit(|spec| spec["checkpoint"] = json!({"keep": 2})).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
-    let api = AttemptApi { server, http: client(&token), agent_id: "id-a".into(), attempt };
+    let mut agent = Agent::join_with_dataset(server, 2).await;
+    let (id, attempt) = agent.start_job(server, |spec| spec["checkpoint"] = json!({"keep": 2})).await;
+    let api = AttemptApi::new(server, &server.agent_token("a").await, "id-a", &attempt);
     agent.report(&api.attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     assert_eq!(api.request("POST", "", vec![]).await.0, 204);
     agent.report(&api.attempt, Source::Rank(0), 1, vec![checkpoint(10)]).await;
@@ -163,9 +159,7 @@ async fn a_checkpoint_damaged_on_disk_is_not_pending_and_is_logged() {
     let store = tempfile::tempdir().unwrap();
     let directory = store.path().to_str().unwrap().to_owned();
     let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
-    let token = server.agent_token("a").await;
-    let mut agent = Agent::connect_with_token(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
-    agent.register(&server).await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
     let start = agent.expect_start().await;
     let folder = |step: u64| write_checkpoint(start.job_dir.as_deref().unwrap(), step);
@@ -209,12 +203,7 @@ async fn a_damaged_copy_on_disk_is_replaced_from_the_store() {
     let store = tempfile::tempdir().unwrap();
     let directory = store.path().to_str().unwrap().to_owned();
     let server = TestServer::with(|config| config.artifacts = Some(directory.clone())).await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|spec| spec["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
-    let start = agent.expect_start().await;
-    let job_dir = PathBuf::from(start.job_dir.as_deref().unwrap());
-    let folder = write_checkpoint(&job_dir, 10);
-    agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
+    let (mut agent, id, attempt, folder) = start_job_with_checkpoint(&server).await;
     wait_until("the checkpoint is stored", async || stored_states(&server, &id).await == ["stored"]).await;
     let file = |name: &str| fs::read(folder.join(name)).unwrap_or_default();
 
@@ -233,17 +222,18 @@ async fn a_damaged_copy_on_disk_is_replaced_from_the_store() {
     // A rank sets a damaged checkpoint aside. The copy in the store stays.
     fs::rename(&folder, folder.with_file_name("aside")).unwrap();
     let removed = AttemptEvent::CheckpointRemoved { epoch: 1, step: 10 };
-    agent.report(&start.attempt, Source::Rank(0), 2, vec![removed]).await;
+    agent.report(&attempt, Source::Rank(0), 2, vec![removed]).await;
     assert_eq!(stored_states(&server, &id).await, ["stored"]);
     assert!(store.path().join("jobs").join(&id).join("1-10/MANIFEST.json").exists());
     fs::rename(folder.with_file_name("aside"), &folder).unwrap();
 
     // The next attempt gets the undamaged file.
     fs::write(folder.join("model.safetensors"), b"WEIGHTS").unwrap();
-    agent.end(&start.attempt, rank_killed(0)).await;
+    agent.end(&attempt, rank_killed(0)).await;
     agent.expect_start().await;
     assert_eq!(file("model.safetensors"), b"weights");
-    assert_eq!(fs::read(job_dir.join("checkpoints/damaged-1-10/model.safetensors")).unwrap(), b"WEIGHTS");
+    let aside = folder.with_file_name("damaged-1-10");
+    assert_eq!(fs::read(aside.join("model.safetensors")).unwrap(), b"WEIGHTS");
     let logs = server.get(&format!("/jobs/{id}/logs")).await.1.to_string();
     assert!(logs.contains("it is set aside and fetched from the object store"), "{logs}");
     server.stop().await;

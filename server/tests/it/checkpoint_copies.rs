@@ -1,10 +1,12 @@
 //! Records of checkpoint copies in both databases.
 
-use crate::agent::{dataset_info, running};
+use crate::{
+    agent::running,
+    store::{dataset, on_both_databases},
+};
 use jiff::Timestamp;
 use lockstep_protocol::{
     agent::{AttemptEvent, AttemptRef, CheckpointInfo, Ending, Source},
-    dataset::Dataset,
     job::JobId,
     spec::JobSpec,
 };
@@ -12,7 +14,7 @@ use lockstep_server::{
     lifecycle,
     store::{
         Claim, CopyState, Created, GivenPlace, NewJob, Place, Report, Store, StoredCheckpoint,
-        postgres::PostgresStore, sqlite::SqliteStore,
+        sqlite::SqliteStore,
     },
 };
 use sqlx::Connection as _;
@@ -23,15 +25,7 @@ fn at() -> Timestamp {
 }
 
 async fn submit_job(store: &dyn Store) -> JobId {
-    let dataset = Dataset {
-        name: "p".into(),
-        path: "/p".into(),
-        info: dataset_info(),
-        added_at: at(),
-        owner: None,
-        private: false,
-    };
-    store.add_dataset(&dataset).await.unwrap();
+    store.add_dataset(&dataset(at())).await.unwrap();
     let mut spec = JobSpec { name: "copied".into(), ..JobSpec::default() };
     spec.data.dataset = "p".into();
     let id = JobId::generate();
@@ -137,16 +131,11 @@ async fn test_holders(store: &dyn Store) {
     store.close().await;
 }
 
-#[tokio::test]
-async fn sqlite_records_which_agents_have_a_checkpoint() {
-    let dir = tempfile::tempdir().unwrap();
-    test_holders(&SqliteStore::open(&dir.path().join("test.db")).await.unwrap()).await;
-}
-
-#[tokio::test]
-async fn postgres_records_which_agents_have_a_checkpoint() {
-    test_holders(&PostgresStore::open(&crate::postgres::database()).await.unwrap()).await;
-}
+on_both_databases!(
+    sqlite_records_which_agents_have_a_checkpoint,
+    postgres_records_which_agents_have_a_checkpoint,
+    test_holders
+);
 
 #[tokio::test]
 async fn the_copies_of_a_thousand_agents_are_read_in_two_seconds() {
@@ -233,16 +222,11 @@ async fn test_object_store_copies(store: &dyn Store) {
     store.close().await;
 }
 
-#[tokio::test]
-async fn sqlite_records_objects_of_a_store() {
-    let dir = tempfile::tempdir().unwrap();
-    test_object_store_copies(&SqliteStore::open(&dir.path().join("test.db")).await.unwrap()).await;
-}
-
-#[tokio::test]
-async fn postgres_records_objects_of_a_store() {
-    test_object_store_copies(&PostgresStore::open(&crate::postgres::database()).await.unwrap()).await;
-}
+on_both_databases!(
+    sqlite_records_objects_of_a_store,
+    postgres_records_objects_of_a_store,
+    test_object_store_copies
+);
 
 #[tokio::test]
 async fn a_checkpoint_and_its_agent_are_stored_together() {

@@ -2,9 +2,9 @@
 
 use crate::{
     agent::{Agent, running},
-    artifacts::{stored_states, wait_until, write_checkpoint},
+    artifacts::{stored_states, write_checkpoint},
     gangs::rank_killed,
-    test_server::TestServer,
+    test_server::{TestServer, wait_until},
     uploads::checkpoint,
 };
 use lockstep_protocol::{JobId, agent::Source};

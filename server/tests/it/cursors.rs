@@ -28,8 +28,7 @@ async fn assert_refused(server: &TestServer, path: &str, cursor: &str, message: 
 
 /// A job of two attempts, with log lines, events and two checkpoints.
 async fn create_job(server: &TestServer, agent: &mut Agent) -> String {
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (id, attempt) = agent.start_job(server, |_| {}).await;
     let events = vec![running(100, 0), losses(0, 1..=5), checkpoint(3), checkpoint(5)];
     let mut records = agent.report(&attempt, Source::Rank(0), 0, events).await;
     for n in 1..=3 {
@@ -99,13 +98,7 @@ async fn cursors_are_valid_only_for_their_own_list() {
 async fn a_cursor_of_another_dataset_s_pictures_is_refused() {
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let register = async |agent: &mut Agent, name: &str| {
-        let new = json!({"name": name, "path": "/other/pictures"});
-        let (added, ()) =
-            tokio::join!(server.post("/datasets", &new), agent.answer_inspection(Ok(dataset_info())));
-        assert_eq!(added.0, 201, "{}", added.1);
-    };
-    register(&mut agent, "others").await;
+    agent.register_as(&server, "others", dataset_info()).await;
     let answering = tokio::spawn(answer_samples(agent));
     let own = first_cursor(&server, "/datasets/pictures/samples").await;
     let (_, page) = server.get(&format!("/datasets/pictures/samples?cursor={own}")).await;

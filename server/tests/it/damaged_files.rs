@@ -1,28 +1,20 @@
 //! Damaged files of checkpoints on the server's disk: changed bytes of the same length, and read errors.
 
 use crate::{
-    agent::{Agent, hello, running},
-    artifacts::{stored_states, wait_until, write_checkpoint},
+    agent::{running, start_job},
+    artifacts::{start_job_with_checkpoint, stored_states},
     gangs::rank_killed,
-    test_server::{TestServer, client},
+    test_server::{TestServer, wait_until},
     uploads::{AttemptApi, checkpoint, manifest},
 };
 use lockstep_protocol::agent::{AttemptRef, Ending, Source};
 use serde_json::json;
-use std::{
-    fs,
-    os::unix::fs::symlink,
-    path::{Path, PathBuf},
-};
+use std::{fs, os::unix::fs::symlink, path::Path};
 
 #[tokio::test]
 async fn damaged_bytes_are_not_sent() {
     let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let start = agent.expect_start().await;
-    let folder = write_checkpoint(start.job_dir.as_deref().unwrap(), 10);
-    agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
+    let (_agent, id, _, folder) = start_job_with_checkpoint(&server).await;
     let weights = format!("/api/v1/checkpoints/{id}-1-10/model.safetensors");
     assert_eq!(server.get_text(&weights).await, (200, "weights".into()));
 
@@ -53,19 +45,15 @@ async fn bytes_lost_on_disk_are_read_from_the_object_store_if_intact() {
     let store = tempfile::tempdir().unwrap();
     let directory = store.path().to_str().unwrap().to_owned();
     let server = TestServer::with(|config| config.artifacts = Some(directory)).await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let start = agent.expect_start().await;
-    let job_dir = PathBuf::from(start.job_dir.as_deref().unwrap());
-    let folder = write_checkpoint(&job_dir, 10);
-    agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
+    let (_agent, id, _, folder) = start_job_with_checkpoint(&server).await;
     wait_until("the checkpoint is stored", async || stored_states(&server, &id).await == ["stored"]).await;
 
     let weights = format!("/api/v1/checkpoints/{id}-1-10/model.safetensors");
     fs::write(folder.join("model.safetensors"), b"wEights").unwrap();
     assert_eq!(server.get_text(&weights).await, (200, "weights".into()));
     assert_eq!(fs::read(folder.join("model.safetensors")).unwrap(), b"weights");
-    assert_eq!(fs::read(job_dir.join("checkpoints/damaged-1-10/model.safetensors")).unwrap(), b"wEights");
+    let aside = folder.with_file_name("damaged-1-10");
+    assert_eq!(fs::read(aside.join("model.safetensors")).unwrap(), b"wEights");
 
     // Then the copy in the store is damaged, too.
     let place = store.path().join("jobs").join(&id).join("1-10");
@@ -94,12 +82,8 @@ async fn unreadable_files_are_read_from_the_object_store() {
     let store = tempfile::tempdir().unwrap();
     let directory = store.path().to_str().unwrap().to_owned();
     let server = TestServer::with(|config| config.artifacts = Some(directory)).await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|spec| spec["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
-    let start = agent.expect_start().await;
-    let job_dir = PathBuf::from(start.job_dir.as_deref().unwrap());
-    let weights = write_checkpoint(&job_dir, 10).join("model.safetensors");
-    agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
+    let (mut agent, id, attempt, folder) = start_job_with_checkpoint(&server).await;
+    let weights = folder.join("model.safetensors");
     wait_until("the checkpoint is stored", async || stored_states(&server, &id).await == ["stored"]).await;
 
     // A download gets the file of the store.
@@ -108,7 +92,7 @@ async fn unreadable_files_are_read_from_the_object_store() {
     assert_eq!(server.get_text(&file).await, (200, "weights".into()));
     // So does the next attempt.
     make_unreadable(&weights);
-    agent.end(&start.attempt, rank_killed(0)).await;
+    agent.end(&attempt, rank_killed(0)).await;
     agent.expect_start().await;
     assert_eq!(fs::read(&weights).unwrap(), b"weights");
     let logs = server.get(&format!("/jobs/{id}/logs")).await.1.to_string();
@@ -119,18 +103,9 @@ async fn unreadable_files_are_read_from_the_object_store() {
 
 #[tokio::test]
 async fn a_machine_with_its_own_disk_continues_from_the_previous_checkpoint() {
-    let server = TestServer::new().await;
+    let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     let token = server.agent_token("a").await;
-    let mut agent = Agent::connect_with_token(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
-    agent.register(&server).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
-    let api = |attempt: &AttemptRef| AttemptApi {
-        server: &server,
-        http: client(&token),
-        agent_id: "id-a".into(),
-        attempt: attempt.clone(),
-    };
+    let api = |attempt: &AttemptRef| AttemptApi::new(&server, &token, "id-a", attempt);
     assert_eq!(api(&attempt).request("POST", "", vec![]).await.0, 204);
     let events = vec![running(100, 0), checkpoint(10), checkpoint(20)];
     agent.report(&attempt, Source::Rank(0), 0, events).await;
@@ -163,11 +138,7 @@ async fn a_machine_with_its_own_disk_continues_from_the_previous_checkpoint() {
 #[tokio::test]
 async fn unreadable_files_without_another_copy_are_damaged() {
     let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let start = agent.expect_start().await;
-    let folder = write_checkpoint(start.job_dir.as_deref().unwrap(), 10);
-    agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
+    let (_agent, id, _, folder) = start_job_with_checkpoint(&server).await;
     make_unreadable(&folder.join("model.safetensors"));
     let (status, problem) = server.get(&format!("/checkpoints/{id}-1-10/model.safetensors")).await;
     assert_eq!((status, &problem["code"]), (422, &json!("checkpoint_damaged")), "{problem}");

@@ -3,11 +3,12 @@
 use crate::{
     agent::{Agent, hello, losses, running},
     postgres::{self, Cluster},
-    test_server::{Stream, TIMEOUT, TestServer, config},
+    starting::start_error,
+    test_server::{Stream, TestServer, config},
 };
 use lockstep_protocol::agent::{AttemptEvent, CheckpointInfo, Ending, FromAgent, Source, ToAgent};
 use lockstep_server::{
-    ServeConfig, ServeError, serve,
+    ServeError,
     store::{
         Location,
         backup::{BackupError, backup, restore},
@@ -16,17 +17,6 @@ use lockstep_server::{
 use serde_json::Value;
 use sqlx::{Connection, PgConnection};
 use std::time::Duration;
-
-/// Returns the error of a server that must not start.
-async fn start_error(config: ServeConfig) -> ServeError {
-    let ready = |_| panic!("the server must not start");
-    let error = tokio::time::timeout(TIMEOUT, serve(config, ready, std::future::pending()))
-        .await
-        .unwrap()
-        .unwrap_err();
-    assert_eq!(error.exit_code(), 2, "{error}");
-    error
-}
 
 #[tokio::test]
 async fn a_second_server_on_the_same_database_is_refused() {
@@ -89,8 +79,7 @@ async fn a_backup_of_a_running_server_is_restored_into_either_database() {
     for url in [sqlite("one.db"), postgres::database()] {
         let server = TestServer::with(|c| c.database = Some(url.clone())).await;
         let mut agent = Agent::join_with_dataset(&server, 2).await;
-        let id = server.submit(|spec| spec["name"] = "ä \u{1f600} \"'".into()).await.id.to_string();
-        let attempt = agent.expect_start().await.attempt;
+        let (id, attempt) = agent.start_job(&server, |spec| spec["name"] = "ä \u{1f600} \"'".into()).await;
         let mut records = vec![running(100, 0), losses(0, 1..=70)];
         // 0.1 + 0.2 needs all digits: the restored number must have the same bits.
         records.push(AttemptEvent::Checkpoint(CheckpointInfo {
@@ -166,8 +155,7 @@ async fn requests_fail_while_postgres_is_down_and_nothing_is_lost() {
     })
     .await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (id, attempt) = agent.start_job(&server, |_| {}).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=10)]).await;
     for kill in [false, true] {
         let from = if kill { 21 } else { 11 };

@@ -60,11 +60,8 @@ impl AttemptApi<'_> {
 async fn start_attempt(server: &TestServer, token: &str, path: &Path) -> (Agent, AttemptRef) {
     let mut agent = Agent::connect_with_token(server, token, hello("a", 2, Vec::new())).await.unwrap();
     let new = json!({"name": "pictures", "path": path});
-    let ((status, body), ()) =
-        tokio::join!(server.post("/datasets", &new), agent.answer_inspection(Ok(dataset_info())));
-    assert_eq!(status, 201, "{body}");
-    server.submit(|_| {}).await;
-    let attempt = agent.expect_start().await.attempt;
+    agent.register_dataset(server, &new, dataset_info()).await;
+    let (_, attempt) = agent.start_job(server, |_| {}).await;
     (agent, attempt)
 }
 

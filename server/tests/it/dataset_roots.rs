@@ -47,9 +47,7 @@ async fn only_folders_below_a_root_are_registered_after_resolving_links() {
     assert!(page.text().await.unwrap().contains("--dataset-root"));
     // The agent got no request for these paths: its next request is for the following path.
     let good = json!({"name": "good", "path": root.join("good")});
-    let ((status, dataset), ()) =
-        tokio::join!(server.post("/datasets", &good), agent.answer_inspection(Ok(dataset_info())));
-    assert_eq!(status, 201, "{dataset}");
+    agent.register_dataset(&server, &good, dataset_info()).await;
 
     // On the machine that has the files, the path is a link to another place.
     let far = json!({"name": "far", "path": root.join("only-there")});
@@ -195,9 +193,7 @@ async fn a_registered_folder_replaced_by_a_link_is_not_used() {
     let server = TestServer::with(|c| c.dataset_roots = vec![root.clone()]).await;
     let mut agent = Agent::join(&server, 2).await;
     let good = json!({"name": "pictures", "path": root.join("good")});
-    let ((status, dataset), ()) =
-        tokio::join!(server.post("/datasets", &good), agent.answer_inspection(Ok(dataset_info())));
-    assert_eq!(status, 201, "{dataset}");
+    agent.register_dataset(&server, &good, dataset_info()).await;
     let read_samples = async |agent: &mut Agent| {
         let answering = async {
             let Some(ToAgent::Request { id, request: AgentRequest::Samples { allowed, .. } }) =

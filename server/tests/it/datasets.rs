@@ -1,7 +1,7 @@
 //! Datasets: removal, repeated inspection, names.
 
 use crate::{
-    agent::{Agent, dataset_info, running},
+    agent::{Agent, dataset_info, running, start_job},
     test_server::{TestServer, spec},
 };
 use lockstep_protocol::{
@@ -15,8 +15,7 @@ async fn an_unused_dataset_is_removed_and_its_jobs_remain() {
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let first = server.submit(|s| s["name"] = json!("first")).await.id.to_string();
-    let second = server.submit(|s| s["name"] = json!("second")).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (second, attempt) = agent.start_job(&server, |s| s["name"] = json!("second")).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
 
     let assert_refused = async |all: &[(&str, &str, &str)], others: &[&str]| {
@@ -68,10 +67,7 @@ async fn an_unused_dataset_is_removed_and_its_jobs_remain() {
 
 #[tokio::test]
 async fn a_dataset_can_be_inspected_again_while_a_job_trains_on_it() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    server.submit(|_| {}).await;
-    let attempt = agent.expect_start().await.attempt;
+    let (server, mut agent, _, attempt) = start_job(|_| {}).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     let (_, before) = server.get("/datasets/pictures").await;
     let mut more = dataset_info();
@@ -120,10 +116,7 @@ async fn submitting_a_job_and_removing_its_dataset_concurrently_fails_for_one() 
             (422, 204) => {
                 removed += 1;
                 assert_eq!(job["errors"][0]["pointer"], "/data/dataset", "{job}");
-                let new = json!({"name": "pictures", "path": "/some/pictures"});
-                let ((status, body), ()) =
-                    tokio::join!(server.post("/datasets", &new), agent.answer_inspection(Ok(dataset_info())));
-                assert_eq!(status, 201, "{body}");
+                agent.register(&server).await;
             }
             other => panic!("round {round}: {other:?} {job} {response}"),
         }

@@ -1,9 +1,9 @@
 //! Deletion of a large job: the job disappears at once, and its rows are deleted in steps without delaying other requests.
 
 use crate::{
-    agent::{Agent, losses, running},
+    agent::{Agent, losses, running, start_job},
     postgres,
-    test_server::{TIMEOUT, TestServer},
+    test_server::{TIMEOUT, TestServer, wait_until},
 };
 use lockstep_protocol::agent::{Ending, Source};
 use serde_json::{Value, json};
@@ -15,8 +15,7 @@ const EVENTS: u32 = 120_000;
 
 async fn test_large_deletion(server: TestServer) {
     let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let large = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (large, attempt) = agent.start_job(&server, |_| {}).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
     let body = format!("'{{\"type\":\"rank\",\"filling\":\"{}\"}}'", "x".repeat(500));
@@ -33,8 +32,7 @@ async fn test_large_deletion(server: TestServer) {
             if server.database.starts_with("postgres") { "BYTEA" } else { "BLOB" }
         ))
         .await;
-    let small = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (small, attempt) = agent.start_job(&server, |_| {}).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
 
     let start = Instant::now();
@@ -112,8 +110,7 @@ async fn long_deletions_and_migrations_in_postgres_do_not_time_out() {
         "{status} {response}"
     );
     lock.rollback().await.unwrap();
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (id, attempt) = agent.start_job(&server, |_| {}).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
     // Every tenth row takes a millisecond: all rows take four seconds, and one step takes a fraction of a second.
     sqlx::raw_sql(AssertSqlSafe(format!(
@@ -140,21 +137,15 @@ async fn long_deletions_and_migrations_in_postgres_do_not_time_out() {
 
 #[tokio::test]
 async fn the_next_server_completes_deletions() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
     // The state after a server that was stopped during the deletion.
     server.execute(&format!("UPDATE jobs SET deleted_at = 1 WHERE id = '{id}'")).await;
     assert_eq!(server.get(&format!("/jobs/{id}")).await.0, 404);
     let server = TestServer::open(server.stop().await, |_| {}).await;
-    let start = Instant::now();
-    while server.query_number("SELECT count(*) FROM jobs").await > 0 {
-        assert!(start.elapsed() < TIMEOUT);
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
+    let jobs = async || server.query_number("SELECT count(*) FROM jobs").await;
+    wait_until("the job is deleted", async || jobs().await == 0).await;
     assert_eq!(server.query_number("SELECT count(*) FROM events").await, 0);
     server.stop().await;
 }

@@ -1,8 +1,8 @@
 //! Dispatch: slots, order of the queue, leases, restarts.
 
 use crate::{
-    agent::{Agent, hello, hello_gpus, line, losses, running},
-    test_server::{TIMEOUT, TestServer},
+    agent::{Agent, hello, hello_gpus, line, losses, running, start_job, wait_until_offline},
+    test_server::{TestServer, wait_until},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, CheckpointInfo, Ending, FromAgent, Source, ToAgent},
@@ -60,8 +60,7 @@ async fn a_silent_agent_loses_its_job_and_is_fenced() {
     })
     .await;
     let mut silent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let first = silent.expect_start().await.attempt;
+    let (id, first) = silent.start_job(&server, |_| {}).await;
     silent.report(&first, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
     silent.disconnect();
 
@@ -102,10 +101,7 @@ async fn a_silent_agent_loses_its_job_and_is_fenced() {
 
 #[tokio::test]
 async fn after_a_server_restart_agents_have_one_lease_to_return() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|s| s["recovery"] = json!({"max_restarts": 0})).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (server, mut agent, id, attempt) = start_job(|s| s["recovery"] = json!({"max_restarts": 0})).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     let dir = server.stop().await;
     let server = TestServer::open(dir, |c| c.lease = Duration::from_millis(500)).await;
@@ -119,8 +115,7 @@ async fn an_agent_stopped_in_order_puts_its_job_back_into_the_queue() {
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let one = server.submit(|s| s["parallel"]["ranks"] = json!(1)).await.id.to_string();
-    let two = server.submit(|s| s["parallel"]["ranks"] = json!(1)).await.id.to_string();
-    let first = agent.expect_start().await.attempt;
+    let (two, first) = agent.start_job(&server, |s| s["parallel"]["ranks"] = json!(1)).await;
     let second = agent.expect_start().await.attempt;
     for attempt in [&first, &second] {
         agent.report(attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
@@ -189,10 +184,7 @@ async fn without_an_agent_a_job_waits_with_a_reason() {
     let server = TestServer::new().await;
     let agent = Agent::join_with_dataset(&server, 2).await;
     agent.disconnect();
-    let deadline = tokio::time::Instant::now() + crate::test_server::TIMEOUT;
-    while server.get("/agents").await.1["agents"][0]["online"] == true {
-        assert!(tokio::time::Instant::now() < deadline);
-    }
+    wait_until_offline(&server).await;
     let id = server.submit(|_| {}).await.id.to_string();
     let mut stream = server.stream(&id, 0).await;
     stream.until(|f| f["reason"].as_str().is_some_and(|r| r.contains("lockstep agent"))).await;
@@ -236,16 +228,10 @@ async fn an_incompatible_agent_is_refused_with_a_reason() {
 
 #[tokio::test]
 async fn a_job_cancelled_while_its_agent_is_offline_ends_and_the_agent_is_told_later() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(10, 0), line(0, 1, "x")]).await;
     agent.disconnect();
-    let deadline = tokio::time::Instant::now() + crate::test_server::TIMEOUT;
-    while server.get("/agents").await.1["agents"][0]["online"] == true {
-        assert!(tokio::time::Instant::now() < deadline);
-    }
+    wait_until_offline(&server).await;
     let (_, body) = server.post(&format!("/jobs/{id}/cancel"), &Value::Null).await;
     assert_eq!(body["state"], "cancelled");
     let agent = Agent::connect(&server, hello("a", 2, vec![attempt.clone()])).await.unwrap();
@@ -340,13 +326,11 @@ async fn a_lost_machine_counts_as_a_restart_only_without_progress() {
         events.extend(checkpoint.then_some(AttemptEvent::Checkpoint(info)));
         agent.report(&start.attempt, Source::Rank(0), 0, events).await;
         agent.disconnect();
-        let since = std::time::Instant::now();
-        while server.stored_events(&id).await.iter().filter(|event| event["state"] == "lost").count()
-            < number as usize
-        {
-            assert!(since.elapsed() < TIMEOUT, "attempt {number} is not lost");
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
+        wait_until(&format!("attempt {number} is lost"), async || {
+            let events = server.stored_events(&id).await;
+            events.iter().filter(|event| event["state"] == "lost").count() >= number as usize
+        })
+        .await;
     };
     // Attempts with a newer checkpoint do not count as restarts. Five such attempts are lost, then two without a checkpoint.
     for number in 1..=7 {
@@ -370,15 +354,10 @@ async fn too_large_jobs_name_drained_machines_that_would_suffice() {
     large.expect_start().await;
     let waits = server.submit(|s| s["parallel"]["ranks"] = json!(4)).await.id.to_string();
     let wait_for_reason = async |end: &str| {
-        let since = std::time::Instant::now();
-        loop {
-            let reason = server.job(&waits).await.reason.unwrap_or_default();
-            if reason.ends_with(end) {
-                return;
-            }
-            assert!(since.elapsed() < TIMEOUT, "{reason}");
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
+        wait_until(&format!("the job's reason ends with {end:?}"), async || {
+            server.job(&waits).await.reason.unwrap_or_default().ends_with(end)
+        })
+        .await;
     };
     assert_eq!(server.post("/agents/id-b/drain", &json!({})).await.0, 204);
     wait_for_reason("the largest online machine, \"a\", has 2; drained: b (`lockstep machine undrain` or the page Machines gives them work again)").await;
@@ -403,26 +382,17 @@ async fn machines_that_join_or_leave_cause_no_events_of_waiting_jobs() {
     large.disconnect();
     let mut first = Agent::connect(&server, hello("b0", 2, Vec::new())).await.unwrap();
     let wait_for_total = async |slots: usize| {
-        let since = std::time::Instant::now();
-        loop {
+        wait_until(&format!("the last job waits for {slots} slots"), async || {
             let (_, queue) = server.get("/queue?limit=100").await;
-            let job =
-                queue["jobs"].as_array().unwrap().iter().find(|j| j["id"] == *last).unwrap().to_string();
-            if job.contains(&format!("\"slots_total\":{slots},")) {
-                return;
-            }
-            assert!(since.elapsed() < TIMEOUT, "{slots}: {job}");
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
+            let job = queue["jobs"].as_array().unwrap().iter().find(|j| j["id"] == *last).unwrap();
+            job.to_string().contains(&format!("\"slots_total\":{slots},"))
+        })
+        .await;
     };
     wait_for_total(2).await;
     // Each job gets an event with the reason that no machine is large enough. Waits until all are stored.
-    let since = std::time::Instant::now();
     let changed = "SELECT count(*) FROM jobs WHERE reason LIKE '%the largest online machine%'";
-    while server.query_number(changed).await != 20 {
-        assert!(since.elapsed() < TIMEOUT, "not all jobs say that no machine is large enough");
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
+    wait_until("all reasons are stored", async || server.query_number(changed).await == 20).await;
     let events = format!("SELECT CAST(sum(last_seq) AS BIGINT) FROM jobs WHERE id <> '{running}'");
     let before = server.query_number(&events).await;
     let mut others = Vec::new();

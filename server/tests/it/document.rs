@@ -2,11 +2,11 @@
 //! documented success occurs.
 
 use crate::{
-    agent::{Agent, dataset_info, hello, line, losses, running},
-    test_server::{TIMEOUT, TestServer, spec},
+    agent::{Agent, best_checkpoint, dataset_info, hello, line, losses, running},
+    test_server::{TestServer, spec, wait_until},
 };
 use lockstep_protocol::{
-    agent::{AgentReply, AgentRequest, AttemptEvent, CheckpointInfo, Ending, FromAgent, Source, ToAgent},
+    agent::{AgentReply, AgentRequest, Ending, FromAgent, Source, ToAgent},
     dataset::PicturesFingerprint,
     inspect::{EvaluateModel, ModelEvaluation, NearestNeighbours, Prediction, Samples},
 };
@@ -90,19 +90,8 @@ pub async fn create_failed_job(
     agent: &mut Agent,
     change: impl FnOnce(&mut Value),
 ) -> (String, String) {
-    let id = server.submit(change).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
-    let checkpoint = CheckpointInfo {
-        epoch: 1,
-        step: 5,
-        val_accuracy: Some(0.5),
-        val_loss: Some(1.0),
-        validation: None,
-        best: true,
-        size_bytes: 1,
-    };
-    let events =
-        vec![running(100, 0), losses(0, 1..=5), line(0, 1, "a line"), AttemptEvent::Checkpoint(checkpoint)];
+    let (id, attempt) = agent.start_job(server, change).await;
+    let events = vec![running(100, 0), losses(0, 1..=5), line(0, 1, "a line"), best_checkpoint(1, 5, 0.5)];
     agent.report(&attempt, Source::Rank(0), 0, events).await;
     agent.end(&attempt, Ending::Failed { reason: "the end".into(), retriable: false }).await;
     let folder = server.dir.path().join(format!("jobs/{id}/checkpoints/1-5"));
@@ -425,20 +414,19 @@ async fn all_responses_are_documented() {
     }
     assert_eq!(api.request("get", "/api/v1/sweeps", "/api/v1/sweeps", |r| r).await.0, 200);
     assert_eq!(api.request("get", "/api/v1/sweeps/{id}", &place, |r| r).await.0, 200);
-    let since = std::time::Instant::now();
-    // Deletion succeeds once the trial has ended.
-    while api.request("delete", "/api/v1/sweeps/{id}", &place, |r| r).await.0 != 204 {
-        assert!(since.elapsed() < TIMEOUT);
-    }
+    wait_until("the trial ends, so that its sweep can be deleted", async || {
+        api.request("delete", "/api/v1/sweeps/{id}", &place, |r| r).await.0 == 204
+    })
+    .await;
     let undrain = ("/api/v1/agents/{id}/undrain", "/api/v1/agents/id-a/undrain");
     assert_eq!(api.request("post", undrain.0, undrain.1, |r| r).await.0, 204);
     Agent::connect(&server, hello("gone", 1, Vec::new())).await.unwrap().disconnect();
     let gone = ("/api/v1/agents/{id}", "/api/v1/agents/id-gone");
-    let since = std::time::Instant::now();
-    // Deletion succeeds once the server has noticed the end of the connection.
-    while api.request("delete", gone.0, gone.1, |r| r).await.0 != 204 {
-        assert!(since.elapsed() < TIMEOUT);
-    }
+    wait_until(
+        "the server notices the end of the connection, so that the agent can be deleted",
+        async || api.request("delete", gone.0, gone.1, |r| r).await.0 == 204,
+    )
+    .await;
     for path in ["/healthz", "/readyz", "/metrics"] {
         assert_eq!(api.request("get", path, path, |r| r).await.0, 200);
     }

@@ -3,7 +3,7 @@
 use crate::{
     agent::{Agent, hello, running},
     gangs::{expect_stop, rank_killed},
-    test_server::{TestServer, client},
+    test_server::TestServer,
     uploads::{AttemptApi, checkpoint, manifest},
 };
 use lockstep_protocol::agent::{AttemptRef, Ending, FencingToken, Source};
@@ -13,17 +13,12 @@ use serde_json::{Value, json};
 async fn a_stop_before_the_dataset_was_copied_does_not_lose_the_last_checkpoint() {
     for action in ["pause", "cancel"] {
         let server = TestServer::new().await;
+        let mut agent = Agent::join_with_dataset(&server, 2).await;
         let token = server.agent_token("a").await;
-        let mut agent = Agent::connect_with_token(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
-        agent.register(&server).await;
         let id = server.submit(|spec| spec["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
         let start = agent.expect_start().await;
-        let api = |token: &str, agent_id: &str, attempt: &AttemptRef| AttemptApi {
-            server: &server,
-            http: client(token),
-            agent_id: agent_id.into(),
-            attempt: attempt.clone(),
-        };
+        let api =
+            |token: &str, agent_id, attempt: &AttemptRef| AttemptApi::new(&server, token, agent_id, attempt);
         let first = api(&token, "id-a", &start.attempt);
         assert_eq!(first.request("POST", "", vec![]).await.0, 204);
         agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
@@ -61,17 +56,11 @@ async fn a_stop_before_the_dataset_was_copied_does_not_lose_the_last_checkpoint(
 #[tokio::test]
 async fn agents_upload_checkpoints_of_earlier_attempts_after_rank_0_moved() {
     let server = TestServer::new().await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let token = server.agent_token("a").await;
-    let mut agent = Agent::connect_with_token(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
-    agent.register(&server).await;
     let id = server.submit(|spec| spec["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
     let start = agent.expect_start().await;
-    let api = |attempt: &AttemptRef| AttemptApi {
-        server: &server,
-        http: client(&token),
-        agent_id: "id-a".into(),
-        attempt: attempt.clone(),
-    };
+    let api = |attempt: &AttemptRef| AttemptApi::new(&server, &token, "id-a", attempt);
     assert_eq!(api(&start.attempt).request("POST", "", vec![]).await.0, 204);
     let events = vec![running(100, 0), checkpoint(10), checkpoint(20)];
     agent.report(&start.attempt, Source::Rank(0), 0, events).await;

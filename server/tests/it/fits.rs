@@ -1,11 +1,11 @@
 //! The server refuses datasets and settings that do not fit a checkpoint, before any rank starts.
 
 use crate::{
-    agent::{Agent, checkpoint, dataset_info, running},
+    agent::{Agent, checkpoint, dataset_info, running, start_job},
     test_server::TestServer,
 };
 use lockstep_protocol::{
-    agent::{AttemptEvent, Ending, Evaluation, Source, ToAgent},
+    agent::{AttemptEvent, AttemptRef, Ending, Evaluation, Source, ToAgent},
     dataset::{DatasetInfo, SplitInfo},
     job::JobState,
 };
@@ -14,13 +14,6 @@ use std::path::Path;
 
 fn strings(names: &[&str]) -> Vec<String> {
     names.iter().map(ToString::to_string).collect()
-}
-
-async fn register(server: &TestServer, agent: &mut Agent, name: &str, info: DatasetInfo) {
-    let new = json!({"name": name, "path": format!("/some/{name}")});
-    let ((status, body), ()) =
-        tokio::join!(server.post("/datasets", &new), agent.answer_inspection(Ok(info)));
-    assert_eq!(status, 201, "{body}");
 }
 
 /// Writes a checkpoint without tensors, for grey pictures of 28 x 28 pixels and the classes cat and dog.
@@ -34,30 +27,42 @@ fn write_checkpoint(job_dir: &Path) {
     std::fs::write(folder.join("MANIFEST.json"), "{}").unwrap();
 }
 
+/// Starts a job that has written its checkpoint of step 50. Returns the job's id and its attempt.
+async fn start_job_with_checkpoint(
+    server: &TestServer,
+    agent: &mut Agent,
+    change: impl FnOnce(&mut Value),
+) -> (String, AttemptRef) {
+    let (id, attempt) = agent.start_job(server, change).await;
+    write_checkpoint(&server.dir.path().join("jobs").join(&id));
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(50)]).await;
+    (id, attempt)
+}
+
+async fn fail_job(server: &TestServer, agent: &mut Agent, id: &str, attempt: &AttemptRef) {
+    agent.end(attempt, Ending::Failed { reason: "by the test".into(), retriable: false }).await;
+    server.wait_for_state(id, JobState::Failed).await;
+}
+
 /// A job that failed after its checkpoint of step 50.
-async fn failed_job(server: &TestServer, agent: &mut Agent) -> String {
-    let job = server.submit(|_| {}).await;
-    let start = agent.expect_start().await;
-    write_checkpoint(Path::new(start.job_dir.as_deref().unwrap()));
-    let events = vec![running(100, 0), checkpoint(50)];
-    agent.report(&start.attempt, Source::Rank(0), 0, events).await;
-    agent.end(&start.attempt, Ending::Failed { reason: "by the test".into(), retriable: false }).await;
-    server.wait_for_state(job.id.as_str(), JobState::Failed).await;
-    job.id.to_string()
+async fn failed_job(server: &TestServer, agent: &mut Agent, change: impl FnOnce(&mut Value)) -> String {
+    let (id, attempt) = start_job_with_checkpoint(server, agent, change).await;
+    fail_job(server, agent, &id, &attempt).await;
+    id
 }
 
 #[tokio::test]
 async fn a_fork_that_does_not_fit_its_checkpoint_is_refused_at_submission() {
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = failed_job(&server, &mut agent).await;
+    let id = failed_job(&server, &mut agent, |_| {}).await;
     let like = |classes: &[&str]| DatasetInfo { classes: strings(classes), ..dataset_info() };
-    register(&server, &mut agent, "more", like(&["cat", "dog", "fox"])).await;
-    register(&server, &mut agent, "others", like(&["cat", "fox"])).await;
-    register(&server, &mut agent, "reordered", like(&["dog", "cat"])).await;
-    register(&server, &mut agent, "colour", DatasetInfo { channels: 3, ..dataset_info() }).await;
-    register(&server, &mut agent, "larger", DatasetInfo { height: 96, width: 96, ..dataset_info() }).await;
-    register(&server, &mut agent, "again", dataset_info()).await;
+    agent.register_as(&server, "more", like(&["cat", "dog", "fox"])).await;
+    agent.register_as(&server, "others", like(&["cat", "fox"])).await;
+    agent.register_as(&server, "reordered", like(&["dog", "cat"])).await;
+    agent.register_as(&server, "colour", DatasetInfo { channels: 3, ..dataset_info() }).await;
+    agent.register_as(&server, "larger", DatasetInfo { height: 96, width: 96, ..dataset_info() }).await;
+    agent.register_as(&server, "again", dataset_info()).await;
 
     let path = format!("/jobs/{id}/fork");
     let fork = async |set: Value| server.post(&path, &json!({ "set": set })).await;
@@ -117,17 +122,13 @@ async fn a_fork_that_does_not_fit_its_checkpoint_is_refused_at_submission() {
 async fn evaluating_on_an_unsuitable_dataset_is_refused_with_a_reason() {
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = failed_job(&server, &mut agent).await;
+    let id = failed_job(&server, &mut agent, |_| {}).await;
     let only_train = vec![SplitInfo { name: "train".into(), samples: 9, per_class: vec![4, 5] }];
-    register(&server, &mut agent, "untested", DatasetInfo { splits: only_train, ..dataset_info() }).await;
-    register(
-        &server,
-        &mut agent,
-        "others",
-        DatasetInfo { classes: strings(&["cat", "fox"]), ..dataset_info() },
-    )
-    .await;
-    register(&server, &mut agent, "colour", DatasetInfo { channels: 3, ..dataset_info() }).await;
+    agent.register_as(&server, "untested", DatasetInfo { splits: only_train, ..dataset_info() }).await;
+    agent
+        .register_as(&server, "others", DatasetInfo { classes: strings(&["cat", "fox"]), ..dataset_info() })
+        .await;
+    agent.register_as(&server, "colour", DatasetInfo { channels: 3, ..dataset_info() }).await;
     for (name, messages) in [
         (
             "untested",
@@ -158,22 +159,14 @@ async fn a_fork_on_another_dataset_uses_its_split_unless_validation_is_set() {
         let split =
             |name: &&str| SplitInfo { name: (*name).into(), samples: 1000, per_class: vec![500, 500] };
         let info = DatasetInfo { splits: splits.iter().map(split).collect(), ..dataset_info() };
-        register(&server, &mut agent, name, info).await;
+        agent.register_as(&server, name, info).await;
     }
     let mut parent = async |dataset: &str, validation: Option<Value>| {
-        let job = server
-            .submit(|spec| {
-                spec["data"]["dataset"] = json!(dataset);
-                spec["data"]["validation"] = validation.unwrap_or_default();
-            })
-            .await;
-        let start = agent.expect_start().await;
-        write_checkpoint(Path::new(start.job_dir.as_deref().unwrap()));
-        let events = vec![running(100, 0), checkpoint(50)];
-        agent.report(&start.attempt, Source::Rank(0), 0, events).await;
-        agent.end(&start.attempt, Ending::Failed { reason: "by the test".into(), retriable: false }).await;
-        server.wait_for_state(job.id.as_str(), JobState::Failed).await;
-        job.id.to_string()
+        failed_job(&server, &mut agent, |spec| {
+            spec["data"]["dataset"] = json!(dataset);
+            spec["data"]["validation"] = validation.unwrap_or_default();
+        })
+        .await
     };
     let (chosen, given) = (parent("val", None).await, parent("both", Some(json!("val"))).await);
     for (job, set, measured_by) in [
@@ -202,18 +195,13 @@ async fn a_fork_inherits_tags_unless_it_sets_tags_or_would_publish_private_tags(
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     for private in [false, true] {
-        let job = server
-            .submit(|spec| {
-                spec["tags"] = json!(["sweep", "seed-1"]);
-                spec["private"] = json!(private);
-            })
-            .await;
-        let start = agent.expect_start().await;
-        write_checkpoint(Path::new(start.job_dir.as_deref().unwrap()));
-        let events = vec![running(100, 0), checkpoint(50)];
-        agent.report(&start.attempt, Source::Rank(0), 0, events).await;
+        let (id, attempt) = start_job_with_checkpoint(&server, &mut agent, |spec| {
+            spec["tags"] = json!(["sweep", "seed-1"]);
+            spec["private"] = json!(private);
+        })
+        .await;
         // The fork inherits the current tags, not the submitted tags.
-        let path = format!("/jobs/{}", job.id);
+        let path = format!("/jobs/{id}");
         let change = server.http.patch(server.url(&format!("/api/v1{path}")));
         let (status, body) = server.send(change.json(&json!({"tags": ["sweep", "seed-2"]}))).await;
         assert_eq!(status, 200, "{body}");
@@ -228,8 +216,7 @@ async fn a_fork_inherits_tags_unless_it_sets_tags_or_would_publish_private_tags(
             let fork = body["id"].as_str().unwrap();
             server.post(&format!("/jobs/{fork}/cancel"), &json!({})).await;
         }
-        agent.end(&start.attempt, Ending::Failed { reason: "by the test".into(), retriable: false }).await;
-        server.wait_for_state(job.id.as_str(), JobState::Failed).await;
+        fail_job(&server, &mut agent, &id, &attempt).await;
     }
     server.stop().await;
 }
@@ -238,12 +225,9 @@ async fn a_fork_inherits_tags_unless_it_sets_tags_or_would_publish_private_tags(
 async fn an_image_size_that_changes_the_network_is_refused_with_advice() {
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let job = server.submit(|spec| spec["model"]["arch"] = json!("resnet18")).await;
-    let start = agent.expect_start().await;
-    write_checkpoint(Path::new(start.job_dir.as_deref().unwrap()));
-    let events = vec![running(100, 0), checkpoint(50)];
-    agent.report(&start.attempt, Source::Rank(0), 0, events).await;
-    let path = format!("/jobs/{}/fork", job.id);
+    let change = |spec: &mut Value| spec["model"]["arch"] = json!("resnet18");
+    let (id, _) = start_job_with_checkpoint(&server, &mut agent, change).await;
+    let path = format!("/jobs/{id}/fork");
     let fork = async |set: Value| server.post(&path, &json!({ "set": set })).await;
     let (status, body) = fork(json!({"data.image_size": 96})).await;
     assert_eq!((status, &body["errors"][0]["pointer"]), (422, &json!("/data/image_size")), "{body}");
@@ -258,15 +242,15 @@ async fn an_image_size_that_changes_the_network_is_refused_with_advice() {
 async fn a_retry_on_a_changed_dataset_is_refused_until_it_fits() {
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = failed_job(&server, &mut agent).await;
+    let id = failed_job(&server, &mut agent, |_| {}).await;
     assert_eq!(server.delete("/datasets/pictures").await.0, 204);
     let other = DatasetInfo { classes: strings(&["cat", "fox"]), ..dataset_info() };
-    register(&server, &mut agent, "pictures", other).await;
+    agent.register_as(&server, "pictures", other).await;
     let (status, body) = server.post(&format!("/jobs/{id}/retry"), &json!({})).await;
     assert_eq!((status, &body["errors"][0]["pointer"]), (422, &json!("/data/dataset")), "{body}");
     assert_eq!(server.job(&id).await.state, JobState::Failed);
     assert_eq!(server.delete("/datasets/pictures").await.0, 204);
-    register(&server, &mut agent, "pictures", dataset_info()).await;
+    agent.register_as(&server, "pictures", dataset_info()).await;
     assert_eq!(server.post(&format!("/jobs/{id}/retry"), &json!({})).await.0, 202);
     assert!(matches!(agent.next().await, Some(ToAgent::Start(_))));
     server.stop().await;
@@ -274,10 +258,7 @@ async fn a_retry_on_a_changed_dataset_is_refused_until_it_fits() {
 
 #[tokio::test]
 async fn a_non_finite_evaluation_is_never_best_and_keeps_the_stream_valid() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     let evaluation = |step, accuracy, loss| {
         AttemptEvent::Evaluation(Evaluation { epoch: 1, step, samples: 200, accuracy, loss, secs: 0.1 })
     };

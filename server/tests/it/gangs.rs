@@ -1,7 +1,7 @@
 //! Attempts on several agents: starts, ends, and causes of ends.
 
 use crate::{
-    agent::{Agent, hello, line, losses, running},
+    agent::{Agent, hello, line, losses, running, wait_until_offline},
     test_server::{TestServer, spec},
 };
 use lockstep_protocol::{
@@ -26,10 +26,7 @@ pub fn hello_at(name: &str, slots: u32, attempts: Vec<AttemptRef>, address: &str
 /// Registers the dataset of the tests. Afterwards no agent is online.
 pub async fn register_dataset(server: &TestServer) {
     Agent::join_with_dataset(server, 2).await.disconnect();
-    let deadline = tokio::time::Instant::now() + crate::test_server::TIMEOUT;
-    while server.get("/agents").await.1["agents"][0]["online"] == true {
-        assert!(tokio::time::Instant::now() < deadline);
-    }
+    wait_until_offline(server).await;
 }
 
 /// Connects two machines of two slots that can reach each other.

@@ -1,18 +1,17 @@
 //! Groups of jobs: in both databases, with filters, for different readers, in every order, in pages.
 
 use crate::{
-    agent::{Agent, dataset_info},
+    agent::Agent,
     lists::submit_jobs,
+    store::{dataset, on_both_databases},
     test_server::TestServer,
 };
 use lockstep_protocol::{
-    dataset::Dataset,
     job::{JobId, JobState},
     spec::JobSpec,
 };
 use lockstep_server::store::{
     Annotation, GroupBy, GroupValue, JobFilter, JobSort, NewJob, SettingKind, SortBy, Store,
-    postgres::PostgresStore, sqlite::SqliteStore,
 };
 use serde_json::{Value, json};
 
@@ -34,15 +33,7 @@ const JOBS: [JobValues; 6] = [
 
 async fn fill(store: &dyn Store) {
     let added_at = "2026-01-02T03:04:05Z".parse().unwrap();
-    let dataset = Dataset {
-        name: "p".into(),
-        path: "/p".into(),
-        info: dataset_info(),
-        added_at,
-        owner: None,
-        private: false,
-    };
-    store.add_dataset(&dataset).await.unwrap();
+    store.add_dataset(&dataset(added_at)).await.unwrap();
     for (n, (name, tags, lr, priority, owner, private)) in JOBS.into_iter().enumerate() {
         let mut spec = JobSpec { name: name.into(), priority, private, ..JobSpec::default() };
         spec.data.dataset = "p".into();
@@ -131,16 +122,7 @@ async fn test_groups(store: &dyn Store) {
     store.close().await;
 }
 
-#[tokio::test]
-async fn sqlite_groups_jobs() {
-    let dir = tempfile::tempdir().unwrap();
-    test_groups(&SqliteStore::open(&dir.path().join("test.db")).await.unwrap()).await;
-}
-
-#[tokio::test]
-async fn postgres_groups_jobs() {
-    test_groups(&PostgresStore::open(&crate::postgres::database()).await.unwrap()).await;
-}
+on_both_databases!(sqlite_groups_jobs, postgres_groups_jobs, test_groups);
 
 /// Reads all pages, and returns the values of all groups.
 async fn read_all(server: &TestServer, query: &str, limit: usize) -> Vec<Value> {

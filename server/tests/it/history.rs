@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, checkpoint, dataset_info, hello, losses, running},
-    test_server::{TIMEOUT, TestServer, client, spec},
+    test_server::{TestServer, client, spec, wait_until},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, Ending, Source, ToAgent},
@@ -195,15 +195,6 @@ async fn a_waiting_job_shows_its_place_and_current_reason() {
     server.stop().await;
 }
 
-/// Waits until a query counts at least one row.
-async fn wait_until_stored(server: &TestServer, count: &str) {
-    let since = Instant::now();
-    while server.query_number(count).await == 0 {
-        assert!(since.elapsed() < TIMEOUT, "{count}");
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
-}
-
 #[tokio::test]
 async fn a_restart_of_the_server_causes_no_events_of_waiting_jobs() {
     let server = TestServer::new().await;
@@ -213,7 +204,7 @@ async fn a_restart_of_the_server_causes_no_events_of_waiting_jobs() {
     let waits = server.submit(|_| {}).await.id.to_string();
     let events = format!("SELECT last_seq FROM jobs WHERE id = '{waits}'");
     let stored = format!("SELECT count(*) FROM jobs WHERE id = '{waits}' AND reason IS NOT NULL");
-    wait_until_stored(&server, &stored).await;
+    wait_until("the reason is stored", async || server.query_number(&stored).await > 0).await;
     let before = server.query_number(&events).await;
 
     agent.disconnect();
@@ -228,7 +219,7 @@ async fn a_restart_of_the_server_causes_no_events_of_waiting_jobs() {
     // Reasons are stored in order. So when the reason of a later job is stored, no reason of an earlier job is pending.
     let stored =
         format!("SELECT count(*) FROM jobs WHERE id = '{later}' AND cause LIKE '%waiting_for_slots%'");
-    wait_until_stored(&server, &stored).await;
+    wait_until("the reason is stored", async || server.query_number(&stored).await > 0).await;
     // On a slow computer, the server may store the reason before the machine reconnects.
     let in_time = start_time.elapsed() < Duration::from_secs(4);
     assert!(server.query_number(&events).await == before || !in_time, "more than {before} events");

@@ -1,18 +1,12 @@
 //! Reports that are repeated, late, out of order, or invalid.
 
-use crate::{
-    agent::{Agent, hello, losses, running, unknown_attempt},
-    test_server::TestServer,
-};
+use crate::agent::{Agent, hello, losses, running, start_job, unknown_attempt};
 use lockstep_protocol::agent::{AttemptEvent, Ending, Evaluation, FromAgent, Source, ToAgent};
 use serde_json::{Value, json};
 
 #[tokio::test]
 async fn overlapping_reports_are_stored_once() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     let all: Vec<AttemptEvent> =
         [running(10, 0)].into_iter().chain((1..=5).map(|s| losses(0, s..=s))).collect();
     assert_eq!(agent.report(&attempt, Source::Rank(0), 0, all[..4].to_vec()).await, 4);
@@ -31,10 +25,7 @@ async fn overlapping_reports_are_stored_once() {
 
 #[tokio::test]
 async fn records_after_a_gap_are_not_stored_and_the_agent_retries() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(10, 0)]).await;
     let late = FromAgent::Report {
         attempt: attempt.clone(),
@@ -53,10 +44,7 @@ async fn records_after_a_gap_are_not_stored_and_the_agent_retries() {
 
 #[tokio::test]
 async fn reports_without_permission_store_nothing() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     let stored = server.stored_events(&id).await.len();
 
     let mut old = attempt.clone();
@@ -103,10 +91,7 @@ async fn reports_without_permission_store_nothing() {
 
 #[tokio::test]
 async fn a_loss_that_is_not_a_number_is_null() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     let column = lockstep_protocol::metric::MetricColumn {
         name: "loss".into(),
         steps: vec![1, 2],
@@ -126,10 +111,7 @@ async fn a_loss_that_is_not_a_number_is_null() {
 #[tokio::test]
 async fn invalid_rank_numbers_are_skipped() {
     const MAX: u64 = (1 << 53) - 1;
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     let before = server.stored_events(&id).await.len();
     let invalid = [running(10, 11), running(10, u64::MAX), running(MAX + 1, 0), running(u64::MAX, u64::MAX)];
     agent.report(&attempt, Source::Rank(0), 0, invalid.into()).await;

@@ -1,12 +1,12 @@
 //! The HTML of a job's page, without scripts.
 
 use crate::{
-    agent::{Agent, losses, running},
+    agent::{best_checkpoint, losses, running, start_job},
     gangs::{connect_machines, rank_killed, start_gang},
     test_server::{TIMEOUT, TestServer},
 };
 use lockstep_protocol::{
-    agent::{AttemptEvent, CheckpointInfo, Ending, Evaluation, Source, ToAgent},
+    agent::{AttemptEvent, Ending, Evaluation, Source, ToAgent},
     job::JobState,
     metric::MetricColumn,
 };
@@ -42,10 +42,7 @@ async fn ranks_are_shown_with_their_machines_after_the_attempt() {
 
 #[tokio::test]
 async fn a_restarting_job_shows_its_place_and_reason() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
     server.submit(|s| s["priority"] = json!(5)).await;
     agent.end(&attempt, rank_killed(1)).await;
@@ -75,22 +72,10 @@ fn evaluation(epoch: u32, accuracy: f64) -> AttemptEvent {
 
 #[tokio::test]
 async fn best_accuracy_and_best_checkpoint_are_shown_if_they_differ() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
-    let checkpoint = CheckpointInfo {
-        epoch: 2,
-        step: 50,
-        val_accuracy: Some(0.632),
-        val_loss: Some(1.0),
-        validation: None,
-        best: true,
-        size_bytes: 1,
-    };
+    let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     let events = vec![running(100, 0), losses(0, 1..=50), evaluation(2, 0.632)];
     agent.report(&attempt, Source::Rank(0), 0, events).await;
-    agent.report(&attempt, Source::Rank(0), 3, vec![AttemptEvent::Checkpoint(checkpoint)]).await;
+    agent.report(&attempt, Source::Rank(0), 3, vec![best_checkpoint(2, 50, 0.632)]).await;
     assert!(read_page(&server, &id).await.0.contains(">best 63.2 % at 2</small>"));
     // The next epoch has a better accuracy, but no checkpoint.
     agent.report(&attempt, Source::Rank(0), 4, vec![evaluation(3, 0.822)]).await;
@@ -101,10 +86,7 @@ async fn best_accuracy_and_best_checkpoint_are_shown_if_they_differ() {
 
 #[tokio::test]
 async fn a_finished_job_shows_why_its_accuracy_is_low() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     let column = |name: &str, steps: &[u64], values: &[f32]| MetricColumn {
         name: name.into(),
         steps: steps.to_vec(),
@@ -142,10 +124,7 @@ async fn a_finished_job_shows_why_its_accuracy_is_low() {
 
 #[tokio::test]
 async fn the_run_time_of_a_job_excludes_pauses() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
     assert_eq!(server.job(&id).await.ran_secs, None, "the job still runs");
     assert_eq!(server.post(&format!("/jobs/{id}/pause"), &json!({})).await.0, 202);

@@ -1,7 +1,7 @@
 //! Pages of long elements: each page ends after 4 MiB, and every element is on one page.
 
 use crate::{
-    agent::{Agent, running},
+    agent::{running, start_job},
     test_server::TestServer,
 };
 use lockstep_protocol::agent::{AttemptEvent, LogLine, Source};
@@ -38,10 +38,7 @@ fn texts(page: &Value, list: &str, key: &str) -> Vec<String> {
 
 #[tokio::test]
 async fn a_page_ends_after_4_mib_and_each_element_is_listed_once() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     for part in 0..ELEMENTS as u64 {
         let line = |n| LogLine {

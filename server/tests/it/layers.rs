@@ -3,7 +3,7 @@
 use crate::{
     agent::{Agent, losses, running},
     postgres,
-    test_server::{TIMEOUT, TestServer},
+    test_server::{TestServer, wait_until},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, AttemptRef, Ending, Source},
@@ -13,7 +13,6 @@ use lockstep_protocol::{
     spec::{ShardSpec, Split},
 };
 use serde_json::{Value, json};
-use std::time::Instant;
 
 fn layer(name: &str, kind: HistogramKind, max: f32) -> LayerHistogram {
     let counts = (0..HISTOGRAM_BINS as u32).map(|n| n * 1000).collect();
@@ -85,8 +84,7 @@ async fn report(agent: &mut Agent, attempt: &AttemptRef, first: u64, events: Vec
 
 async fn test_layers(server: TestServer) {
     let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let first = agent.expect_start().await.attempt;
+    let (id, first) = agent.start_job(&server, |_| {}).await;
     assert_eq!(read_histograms(&server, &id, "").await, json!({"steps": [], "layers": [], "histograms": []}));
     assert_eq!(server.get(&format!("/jobs/{id}/network")).await, (200, json!({"layers": []})));
     let page = server.get_text(&format!("/jobs/{id}")).await.1;
@@ -176,10 +174,7 @@ async fn test_layers(server: TestServer) {
     assert_eq!(server.get(&format!("/jobs/{id}/histograms")).await.0, 404);
     assert_eq!(server.get(&format!("/jobs/{id}/network")).await.0, 404);
     let rows = "SELECT (SELECT count(*) FROM histograms) + (SELECT count(*) FROM networks)";
-    let since = Instant::now();
-    while server.query_number(rows).await > 0 {
-        assert!(since.elapsed() < TIMEOUT, "rows stay");
-    }
+    wait_until("the rows are deleted", async || server.query_number(rows).await == 0).await;
     server.stop().await;
 }
 

@@ -1,7 +1,7 @@
 //! Jobs from submission to deletion; pages and the form.
 
 use crate::{
-    agent::{Agent, line, losses, running},
+    agent::{Agent, line, losses, running, start_job},
     test_server::{TIMEOUT, TestServer, client_without_redirects},
 };
 use lockstep_protocol::{
@@ -174,10 +174,7 @@ async fn cancel_ends_queued_jobs_at_once_and_running_jobs_after_their_ranks() {
 
 #[tokio::test]
 async fn pages_show_stored_values() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|spec| spec["name"] = json!("<b>bold</b>")).await.id.to_string();
-    agent.expect_start().await;
+    let (server, _agent, id, _) = start_job(|spec| spec["name"] = json!("<b>bold</b>")).await;
     for path in [
         "/jobs",
         "/jobs/new",
@@ -219,9 +216,7 @@ async fn pages_show_stored_values() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn concurrent_changes_of_a_note_and_of_tags_are_both_kept() {
-    let server = TestServer::new().await;
-    let _agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
+    let (server, _agent, id, _) = start_job(|_| {}).await;
     let change =
         |body: Value| server.send(server.http.patch(server.url(&format!("/api/v1/jobs/{id}"))).json(&body));
     for round in 0..30 {

@@ -4,12 +4,12 @@ mod connections;
 mod requests;
 
 use crate::{
-    agent::{Agent, dataset_info, hello, running, unknown_attempt},
+    agent::{Agent, best_checkpoint, dataset_info, hello, running, start_job, unknown_attempt},
     test_server::{Stream, TIMEOUT, TestServer, spec},
 };
 use futures_util::{SinkExt, StreamExt};
 use lockstep_protocol::{
-    agent::{AgentReply, AgentRequest, AttemptEvent, CheckpointInfo, FromAgent, Source, ToAgent},
+    agent::{AgentReply, AgentRequest, FromAgent, Source, ToAgent},
     inspect::Prediction,
     limits::{JSON_NESTING, KEY_BYTES, KEY_PARTS, MESSAGE_NESTING, PART_BYTES, SEARCH_CHARS, TOML_NESTING},
     wire::{self, Unfinished},
@@ -33,18 +33,8 @@ fn nested(depth: usize) -> String {
 
 /// Creates a job with a checkpoint, and returns both ids.
 async fn create_checkpoint(server: &TestServer, agent: &mut Agent) -> (String, String) {
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
-    let info = CheckpointInfo {
-        epoch: 1,
-        step: 5,
-        val_accuracy: Some(0.5),
-        val_loss: Some(1.0),
-        validation: None,
-        best: true,
-        size_bytes: 1,
-    };
-    agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), AttemptEvent::Checkpoint(info)]).await;
+    let (id, attempt) = agent.start_job(server, |_| {}).await;
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), best_checkpoint(1, 5, 0.5)]).await;
     let folder = server.dir.path().join(format!("jobs/{id}/checkpoints/1-5"));
     std::fs::create_dir_all(folder).unwrap();
     let (_, list) = server.get(&format!("/jobs/{id}/checkpoints")).await;
@@ -139,9 +129,7 @@ async fn repeated_keys_and_too_deep_bodies_are_refused() {
 
 #[tokio::test]
 async fn the_length_of_a_search_is_limited() {
-    let server = TestServer::new().await;
-    let _agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id;
+    let (server, _agent, id, _) = start_job(|_| {}).await;
     for (path, key) in [("/jobs".to_owned(), "name"), (format!("/jobs/{id}/logs"), "q")] {
         for letter in ["x", "ß"] {
             let ask = async |n: usize| server.get(&format!("{path}?{key}={}", letter.repeat(n))).await;
@@ -172,9 +160,7 @@ async fn the_length_of_a_search_is_limited() {
 
 #[tokio::test]
 async fn the_length_of_notes_and_tags_is_limited() {
-    let server = TestServer::new().await;
-    let _agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id;
+    let (server, _agent, id, _) = start_job(|_| {}).await;
     let change = async |body: Value| {
         let request = server.http.patch(server.url(&format!("/api/v1/jobs/{id}"))).json(&body);
         server.send(request).await.0
@@ -266,9 +252,7 @@ async fn pictures_up_to_24_mib_reach_the_agent() {
     assert_eq!(form(&[1; 101]).await.0, 400);
     // The agent's connection is still open.
     agent.heartbeat(&[]).await;
-    let more = json!({"name": "more", "path": "/more"});
-    let add = server.post("/datasets", &more);
-    assert_eq!(tokio::join!(add, agent.answer_inspection(Ok(dataset_info()))).0.0, 201);
+    agent.register_as(&server, "more", dataset_info()).await;
     server.stop().await;
 }
 

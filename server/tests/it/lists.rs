@@ -104,8 +104,7 @@ async fn a_list_stays_complete_if_jobs_change_between_pages() {
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let mut ids = Vec::new();
     for name in ["a", "b", "c"] {
-        let id = server.submit(|spec| spec["name"] = json!(name)).await.id.to_string();
-        let attempt = agent.expect_start().await.attempt;
+        let (id, attempt) = agent.start_job(&server, |spec| spec["name"] = json!(name)).await;
         let last = match name {
             "a" => 1..=3,
             "b" => 1..=9,

@@ -1,7 +1,7 @@
 //! Pages of logs, events and pictures.
 
 use crate::{
-    agent::{Agent, line, losses, running},
+    agent::{Agent, line, losses, running, start_job},
     test_server::TestServer,
 };
 use lockstep_protocol::{
@@ -27,10 +27,7 @@ async fn read_all(server: &TestServer, path: &str) -> (Vec<String>, usize) {
 
 #[tokio::test]
 async fn pages_of_a_log_start_at_either_end() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id;
-    let attempt = agent.expect_start().await.attempt;
+    let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     for n in 1..=7 {
         // One report per line, and so one event per line.
@@ -83,10 +80,7 @@ async fn pages_of_a_log_start_at_either_end() {
 
 #[tokio::test]
 async fn a_page_of_a_log_has_the_requested_lines_in_complete_reports() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id;
-    let attempt = agent.expect_start().await.attempt;
+    let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     // Four reports of three lines.
     for report in 0..4 {
@@ -119,10 +113,7 @@ async fn a_page_of_a_log_has_the_requested_lines_in_complete_reports() {
 
 #[tokio::test]
 async fn pages_of_events_are_filtered_by_type() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=5)]).await;
     agent.end(&attempt, Ending::Failed { reason: "the end".into(), retriable: false }).await;
     let stored = server.stored_events(&id).await;

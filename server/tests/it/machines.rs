@@ -1,8 +1,8 @@
 //! Samples, warnings and removal of machines.
 
 use crate::{
-    agent::{Agent, hello, hello_gpus},
-    test_server::{TIMEOUT, TestServer, client},
+    agent::{Agent, hello, hello_gpus, start_job, wait_until_offline},
+    test_server::{TIMEOUT, TestServer, client, wait_until},
 };
 use lockstep_protocol::{
     agent::{FromAgent, GpuSample, MachineSample, MachineWarning},
@@ -101,15 +101,12 @@ async fn measurements_of_agents_are_shown_and_survive_a_restart() {
     let busy: Vec<f64> = serde_json::from_value(found["machine"]["cpu_utilization"].clone()).unwrap();
     assert!(busy.iter().all(|b| (0.2..0.8).contains(b)) && (1..=2).contains(&busy.len()), "{found}");
     assert_eq!(machine(&server).await["connected_at"], Value::Null);
-    let rows = server.query_number("SELECT count(*) FROM machine_minutes").await;
+    let count = "SELECT count(*) FROM machine_minutes";
+    let rows = server.query_number(count).await;
     // LIMIT 1, because there may be two minutes.
     server.execute("INSERT INTO machine_minutes SELECT agent_id, 5, data FROM machine_minutes LIMIT 1").await;
     let server = TestServer::open(server.stop().await, |_| {}).await;
-    let since = Instant::now();
-    while server.query_number("SELECT count(*) FROM machine_minutes").await != rows {
-        assert!(since.elapsed() < TIMEOUT, "the old minute is never removed");
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
+    wait_until("the old minute is removed", async || server.query_number(count).await == rows).await;
     server.stop().await;
 }
 
@@ -176,10 +173,7 @@ async fn remove_when_offline(server: &TestServer, id: &str) -> (u16, Value) {
 
 #[tokio::test]
 async fn an_agent_of_one_job_leaves_the_list_when_it_ends_with_its_job() {
-    let server = TestServer::new().await;
-    let mut pictures = Agent::join_with_dataset(&server, 2).await;
-    server.submit(|spec| spec["parallel"]["ranks"] = json!(1)).await;
-    pictures.expect_start().await;
+    let (server, _agent, _, _) = start_job(|spec| spec["parallel"]["ranks"] = json!(1)).await;
     // The job waits for both slots.
     let job = server.submit(|spec| spec["parallel"]["ranks"] = json!(2)).await.id;
     let listed = async || {
@@ -195,18 +189,13 @@ async fn an_agent_of_one_job_leaves_the_list_when_it_ends_with_its_job() {
     }
     let own = Agent::connect(&server, hello.clone()).await.unwrap();
     own.disconnect();
-    let since = Instant::now();
-    while listed().await != [(json!("own"), json!(false))] {
-        assert!(since.elapsed() < TIMEOUT, "the agent stays listed while its job may have another attempt");
-    }
+    // The agent stays listed while its job may have another attempt.
+    wait_until("the agent is offline", async || listed().await == [(json!("own"), json!(false))]).await;
     let own = Agent::connect(&server, hello).await.unwrap();
     assert_eq!(server.post(&format!("/jobs/{job}/cancel"), &json!({})).await.0, 202);
     server.wait_for_state(job.as_str(), lockstep_protocol::JobState::Cancelled).await;
     own.disconnect();
-    let since = Instant::now();
-    while !listed().await.is_empty() {
-        assert!(since.elapsed() < TIMEOUT, "{:?}", listed().await);
-    }
+    wait_until("the agent leaves the list", async || listed().await.is_empty()).await;
     server.stop().await;
 }
 
@@ -277,10 +266,7 @@ async fn a_new_machine_with_an_old_name_is_distinguished() {
     // Without tokens, because tokens prevent two agents of one name.
     let server = TestServer::with(|config| config.no_auth = true).await;
     Agent::connect_with_token(&server, "", hello("a", 2, Vec::new())).await.unwrap().disconnect();
-    let since = Instant::now();
-    while machine(&server).await["online"] == true {
-        assert!(since.elapsed() < TIMEOUT);
-    }
+    wait_until_offline(&server).await;
     assert!(!server.get_text("/machines").await.1.contains(">id id-a<"), "a unique name needs no id");
     let mut new = hello("b", 2, Vec::new());
     if let FromAgent::Hello { name, .. } = &mut new {

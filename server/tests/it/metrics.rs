@@ -1,9 +1,9 @@
 //! Metrics of long runs: rollups agree with the points at every resolution, before and after compaction.
 
 use crate::{
-    agent::{Agent, running},
+    agent::{Agent, running, start_job},
     postgres,
-    test_server::{TIMEOUT, TestServer},
+    test_server::{TIMEOUT, TestServer, wait_until},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, Ending, Source},
@@ -72,10 +72,7 @@ fn check_buckets(response: &Value, from: u64, to: u64, max: usize) {
 
 #[tokio::test]
 async fn a_long_run_s_metrics_are_correct_at_every_resolution() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     let mut records = agent.report(&attempt, Source::Rank(0), 0, vec![running(STEPS, 0)]).await;
     let mut other_records = 0;
     for first in (1..=STEPS).step_by(1000) {
@@ -157,8 +154,7 @@ async fn test_removal_of_points(database: Option<String>) {
     };
     let server = TestServer::with(open(Duration::from_secs(3600))).await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (id, attempt) = agent.start_job(&server, |_| {}).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(300, 0)]).await;
     for rank in 0..2 {
         let first = u64::from(rank == 0);
@@ -186,11 +182,7 @@ async fn test_removal_of_points(database: Option<String>) {
     let dir = server.stop().await;
 
     let server = TestServer::open(dir, open(Duration::from_millis(200))).await;
-    let start = Instant::now();
-    while server.query_number(&rows).await > 0 {
-        assert!(start.elapsed() < TIMEOUT, "points are not removed from events");
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    wait_until("points are removed from events", async || server.query_number(&rows).await == 0).await;
     assert_eq!(read_metrics(&server).await, before);
     assert_eq!(read_csv(&server, &id).await, lines);
     // The stream begins after the removed points for every `since`. Other events stay.

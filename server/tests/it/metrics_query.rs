@@ -13,8 +13,7 @@ async fn one_request_returns_a_metric_of_several_jobs() {
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let mut ids = Vec::new();
     for steps in [3, 40] {
-        let id = server.submit(|_| {}).await.id.to_string();
-        let attempt = agent.expect_start().await.attempt;
+        let (id, attempt) = agent.start_job(&server, |_| {}).await;
         agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=steps)]).await;
         agent.end(&attempt, Ending::Failed { reason: "the end".into(), retriable: false }).await;
         ids.push(id);

@@ -1,10 +1,10 @@
 //! Registered models: versions never change, aliases move, and checkpoints of versions are kept.
 
 use crate::{
-    agent::{Agent, running},
+    agent::{Agent, running, start_job},
     document::create_failed_job,
     postgres,
-    test_server::{TestServer, client, spec},
+    test_server::{TestServer, spec},
     uploads::{AttemptApi, checkpoint, manifest},
 };
 use lockstep_protocol::agent::{
@@ -113,8 +113,7 @@ async fn test_models(server: TestServer) {
     assert_eq!(server.get_text("/models/boots").await.0, 404);
 
     // An active job may still remove and replace its checkpoints, so they cannot be registered.
-    let live = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (live, attempt) = agent.start_job(&server, |_| {}).await;
     let info = CheckpointInfo { epoch: 1, step: 5, size_bytes: 1, ..CheckpointInfo::default() };
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), AttemptEvent::Checkpoint(info)]).await;
     std::fs::create_dir_all(server.dir.path().join(format!("jobs/{live}/checkpoints/1-5"))).unwrap();
@@ -176,19 +175,8 @@ async fn versions_stay_and_aliases_move_in_postgres() {
 
 #[tokio::test]
 async fn a_registered_checkpoint_is_kept_when_newer_ones_replace_others() {
-    let server = TestServer::new().await;
-    let token = server.agent_token("a").await;
-    let mut agent =
-        Agent::connect_with_token(&server, &token, crate::agent::hello("a", 2, Vec::new())).await.unwrap();
-    agent.register(&server).await;
-    let id = server.submit(|spec| spec["checkpoint"] = json!({"keep": 2})).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
-    let own = AttemptApi {
-        server: &server,
-        http: client(&token),
-        agent_id: "id-a".into(),
-        attempt: attempt.clone(),
-    };
+    let (server, mut agent, id, attempt) = start_job(|spec| spec["checkpoint"] = json!({"keep": 2})).await;
+    let own = AttemptApi::new(&server, &server.agent_token("a").await, "id-a", &attempt);
     assert_eq!(own.request("POST", "", vec![]).await.0, 204);
     let mut events = vec![running(100, 0)];
     events.extend([10, 20, 30, 40].map(checkpoint));

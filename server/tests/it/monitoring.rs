@@ -1,9 +1,6 @@
 //! `GET /metrics`, and the dashboard in `deploy/` that queries it.
 
-use crate::{
-    agent::{Agent, line, running},
-    test_server::TestServer,
-};
+use crate::agent::{line, running, start_job};
 use lockstep_protocol::{
     agent::{AttemptEvent, Source},
     metric::MetricColumn,
@@ -15,10 +12,7 @@ const DASHBOARD: &str = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../de
 
 /// Returns the metrics of a server with a job that has trained three steps, after a request for a missing job.
 async fn read_metrics() -> String {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     let times = |rank| {
         let column = MetricColumn { name: "step_ms".into(), steps: vec![1, 2, 3], values: vec![5.0; 3] };
         AttemptEvent::Metrics { rank, columns: vec![column] }

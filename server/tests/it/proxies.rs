@@ -153,6 +153,23 @@ async fn the_rate_limit_of_an_address_does_not_apply_to_agents() {
     server.stop().await;
 }
 
+/// Sends requests, numbered from 0, until a limit of five a second refuses one. Returns the response to the refused request.
+async fn until_limited(ask: impl AsyncFn(usize) -> reqwest::Response) -> reqwest::Response {
+    let start = Instant::now();
+    for accepted in 0..1000 {
+        let response = ask(accepted).await;
+        if response.status().as_u16() == 429 {
+            let max = 50 + (start.elapsed().as_secs_f64() * 5.0).ceil() as usize;
+            assert!((50..=max).contains(&accepted), "{accepted} of {max}");
+            assert_eq!(response.headers()["retry-after"], "1");
+            assert_eq!(response.headers()["content-type"], "application/problem+json");
+            return response;
+        }
+        assert_eq!(response.status().as_u16(), 200);
+    }
+    panic!("no limit is reached");
+}
+
 #[tokio::test]
 async fn rate_limited_addresses_are_told_when_to_retry() {
     let server = behind_proxy(|c| c.requests_per_second = 5).await;
@@ -160,22 +177,9 @@ async fn rate_limited_addresses_are_told_when_to_retry() {
         let request = server.http.get(server.url("/api/v1/jobs")).header("x-forwarded-for", forwarded);
         request.send().await.unwrap()
     };
-    let start = Instant::now();
-    let mut accepted = 0;
     // The proxy appends the client's address. Addresses before it come from the client and are ignored.
-    let refused = loop {
-        let response = ask(&format!("10.9.{}.{}, 203.0.113.7", accepted / 256, accepted % 256)).await;
-        if response.status().as_u16() == 429 {
-            break response;
-        }
-        assert_eq!(response.status().as_u16(), 200);
-        accepted += 1;
-        assert!(accepted < 1000, "no limit is reached");
-    };
-    let max = 50 + (start.elapsed().as_secs_f64() * 5.0).ceil() as u64;
-    assert!((50..=max).contains(&accepted), "{accepted} of {max}");
-    assert_eq!(refused.headers()["retry-after"], "1");
-    assert_eq!(refused.headers()["content-type"], "application/problem+json");
+    let refused =
+        until_limited(async |n| ask(&format!("10.9.{}.{}, 203.0.113.7", n / 256, n % 256)).await).await;
     assert!(refused.headers().contains_key("content-security-policy"));
     let text = refused.text().await.unwrap();
     assert!(text.contains("429") && text.contains("--requests-per-second"), "{text}");
@@ -199,21 +203,7 @@ async fn rate_limits_of_tokens_apply_at_every_address() {
         request.send().await.unwrap()
     };
     let addresses = [Some("203.0.113.7"), Some("203.0.113.8"), None];
-    let start = Instant::now();
-    let mut accepted = 0;
-    let refused = loop {
-        let response = ask(&one, "/api/v1/jobs", addresses[accepted % 3]).await;
-        if response.status().as_u16() == 429 {
-            break response;
-        }
-        assert_eq!(response.status().as_u16(), 200);
-        accepted += 1;
-        assert!(accepted < 1000, "no limit is reached");
-    };
-    let max = 50 + (start.elapsed().as_secs_f64() * 5.0).ceil() as usize;
-    assert!((50..=max).contains(&accepted), "{accepted} of {max}");
-    assert_eq!(refused.headers()["retry-after"], "1");
-    assert_eq!(refused.headers()["content-type"], "application/problem+json");
+    let refused = until_limited(async |n| ask(&one, "/api/v1/jobs", addresses[n % 3]).await).await;
     let text = refused.text().await.unwrap();
     assert!(text.contains("--token-requests-per-second") && !text.contains(&one), "{text}");
     for from in addresses {

@@ -1,7 +1,7 @@
 //! Unreadable rows and records that cannot be stored do not affect others.
 
 use crate::{
-    agent::{Agent, checkpoint, line, losses, running},
+    agent::{Agent, checkpoint, line, losses, running, start_job},
     test_server::TestServer,
 };
 use lockstep_protocol::{
@@ -22,8 +22,7 @@ async fn jobs_of_other_versions_wait_and_do_not_affect_others() {
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     // A running job, so that the others wait.
-    let runs = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (runs, attempt) = agent.start_job(&server, |_| {}).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
     let newer = server.submit(|s| s["priority"] = json!(9)).await;
     let broken = server.submit(|s| s["priority"] = json!(8)).await;
@@ -125,10 +124,7 @@ async fn jobs_of_other_versions_wait_and_do_not_affect_others() {
 
 #[tokio::test]
 async fn unreadable_records_are_skipped() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     agent
         .report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3), line(0, 1, "one")])
         .await;
@@ -220,10 +216,7 @@ async fn a_record_refused_by_the_database_delays_no_others() {
 
 #[tokio::test]
 async fn a_nan_evaluation_is_skipped_and_events_stay_readable() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     let evaluation = Evaluation { epoch: 1, step: 3, samples: 20, accuracy: 0.1, loss: f64::NAN, secs: 0.5 };
     let records = vec![running(100, 0), AttemptEvent::Evaluation(evaluation)];
     agent.report(&attempt, Source::Rank(0), 0, records).await;

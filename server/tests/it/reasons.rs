@@ -1,7 +1,7 @@
 //! Reasons of ends of jobs and attempts; parents of forks; idempotency keys; limits.
 
 use crate::{
-    agent::{Agent, hello, losses, running},
+    agent::{Agent, hello, losses, running, start_job},
     test_server::{TestServer, spec},
 };
 use lockstep_protocol::{
@@ -115,10 +115,7 @@ async fn attempts_record_why_they_ended_and_where_they_began() {
 
 #[tokio::test]
 async fn a_job_that_stops_early_succeeds_with_a_reason() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|spec| spec["stop"] = json!({"patience": 2})).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (server, mut agent, id, attempt) = start_job(|spec| spec["stop"] = json!({"patience": 2})).await;
     let why = "validation accuracy has not improved on the 91.2 % of epoch 1 in 2 validations";
     let early = AttemptEvent::StoppedEarly { step: 50, why: why.into() };
     let records = vec![running(100, 0), losses(0, 1..=50), checkpoint(50), early];
@@ -148,10 +145,7 @@ async fn a_job_that_stops_early_succeeds_with_a_reason() {
 
 #[tokio::test]
 async fn a_change_of_precision_is_reported_while_the_job_runs() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     let change =
         AttemptEvent::PrecisionFallback { step: 41, what: "the gradients of 5 steps in a row".into() };
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=41), change]).await;
@@ -185,8 +179,7 @@ async fn agents_of_other_versions_are_refused_and_unknown_reasons_are_stored() {
     // A reason with a code and facts of a later version.
     let reason =
         json!({"code": "eclipse", "moons": 2, "words": "too dark", "next": {"does": "wait", "nights": 1}});
-    let id = server.submit(|s| s["recovery"] = json!({"max_restarts": 0})).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (id, attempt) = agent.start_job(&server, |s| s["recovery"] = json!({"max_restarts": 0})).await;
     let event = json!({"type": "ended", "how": "failed", "reason": reason, "retriable": true});
     let unknown = json!({"type": "weather", "wind": 7});
     agent
@@ -210,10 +203,7 @@ async fn agents_of_other_versions_are_refused_and_unknown_reasons_are_stored() {
 
 #[tokio::test]
 async fn a_fork_names_its_parent_even_after_deletion() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(50)]).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
     create_checkpoint_folder(&server, &id);
@@ -239,8 +229,7 @@ async fn idempotency_keys_belong_to_one_path() {
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let mut checkpoints = Vec::new();
     for _ in 0..2 {
-        let id = server.submit(|_| {}).await.id.to_string();
-        let attempt = agent.expect_start().await.attempt;
+        let (id, attempt) = agent.start_job(&server, |_| {}).await;
         agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(50)]).await;
         agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
         create_checkpoint_folder(&server, &id);

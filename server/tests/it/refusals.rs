@@ -1,7 +1,7 @@
 //! Invalid requests: each error says what to change, and no change is made.
 
 use crate::{
-    agent::{Agent, dataset_info},
+    agent::{Agent, dataset_info, start_job},
     test_server::{TestServer, spec},
 };
 use lockstep_protocol::dataset::DatasetInfo;
@@ -133,10 +133,7 @@ async fn an_agent_inspects_a_dataset_before_registration() {
     assert_eq!((status, body["errors"][0]["detail"].as_str()), (422, Some(why)));
 
     assert_eq!(server.post("/datasets", &json!({"name": "pictures", "path": "/x"})).await.0, 409);
-    let more = json!({"name": "more", "path": "/more"});
-    let add = server.post("/datasets", &more);
-    let ((status, _), ()) = tokio::join!(add, agent.answer_inspection(Ok(dataset_info())));
-    assert_eq!(status, 201);
+    agent.register_as(&server, "more", dataset_info()).await;
     let id = server.submit(|s| s["data"]["dataset"] = json!("more")).await.id;
     agent.expect_start().await;
     let (status, body) = server.delete("/datasets/more").await;
@@ -202,9 +199,7 @@ async fn impossible_inspection_results_are_not_stored() {
 
 #[tokio::test]
 async fn an_unknown_query_parameter_is_refused_with_the_nearest_name() {
-    let server = TestServer::new().await;
-    let _agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
+    let (server, _agent, id, _) = start_job(|_| {}).await;
     let of_job = |rest: &str| format!("/jobs/{id}/{rest}");
     for (path, message) in [
         (
@@ -236,9 +231,7 @@ async fn an_unknown_query_parameter_is_refused_with_the_nearest_name() {
 
 #[tokio::test]
 async fn counts_are_accepted_up_to_their_limits() {
-    let server = TestServer::new().await;
-    let _agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
+    let (server, _agent, id, _) = start_job(|_| {}).await;
     for (path, max) in [
         ("/jobs?limit=".to_owned(), 1000),
         (format!("/jobs/{id}/logs?limit="), 10_000),

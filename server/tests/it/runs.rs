@@ -2,7 +2,7 @@
 
 mod mlflow;
 
-use crate::test_server::{TIMEOUT, TestServer};
+use crate::test_server::{TIMEOUT, TestServer, wait_until};
 use lockstep_protocol::job::{Job, JobState};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
@@ -147,11 +147,7 @@ async fn a_run_can_be_started_ended_and_deleted() {
     // The id is free again once the run is deleted.
     assert_eq!(server.delete(&format!("/jobs/{id}")).await.0, 204);
     assert_eq!(server.post("/runs/my-run_1/records", &json!({"first": 5, "records": []})).await.0, 404);
-    let start = Instant::now();
-    while server.post("/runs", &new).await.0 != 201 {
-        assert!(start.elapsed() < TIMEOUT, "the run is not deleted");
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    wait_until("the run is deleted", async || server.post("/runs", &new).await.0 == 201).await;
     assert_eq!(
         server.log_records("my-run_1", 1, &json!([step(1, json!({"loss": 1}))])).await,
         1,
@@ -261,21 +257,13 @@ async fn metrics_of_any_name_and_steps_in_any_order_are_shown() {
     }
     let watermark =
         format!("SELECT COALESCE(max(watermark), 0) FROM metric_compaction WHERE job_id = '{id}'");
-    let start = Instant::now();
-    while server.query_number(&watermark).await == 0 {
-        assert!(start.elapsed() < TIMEOUT, "no compaction");
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    wait_until("points are compacted", async || server.query_number(&watermark).await > 0).await;
     let new_values = json!([step(12, json!({name: 100})), step(5, json!({name: -1}))]);
     assert_eq!(server.log_records(&id, 30_005, &new_values).await, 30_006);
     let expected = (json!([5, 10, 11, 12, 13]), json!([-1.0, 0.0, 1.0, 100.0, 3.0]));
     assert_eq!(chart("&from=3&to=13").await, expected);
     assert_eq!(server.patch(&format!("/runs/{id}"), &json!({"state": "succeeded"})).await.0, 200);
-    let start = Instant::now();
-    while server.query_number(&rows).await > 0 {
-        assert!(start.elapsed() < TIMEOUT, "points are not removed from events");
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    wait_until("points are removed from events", async || server.query_number(&rows).await == 0).await;
     assert_eq!(chart("&from=3&to=13").await, expected);
     assert_eq!(chart("&points=10").await.0.as_array().unwrap().len(), 10);
     let lines = server.metrics_csv(&id, &format!("?name={encoded}&to=12")).await;

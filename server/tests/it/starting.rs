@@ -10,7 +10,7 @@ use std::{
 };
 
 /// Returns the error of a server that must not start.
-async fn start_error(config: ServeConfig) -> ServeError {
+pub(crate) async fn start_error(config: ServeConfig) -> ServeError {
     let ready = |_| panic!("the server must not start");
     let error = tokio::time::timeout(TIMEOUT, serve(config, ready, std::future::pending()))
         .await

@@ -12,10 +12,28 @@ use lockstep_server::{
     lifecycle,
     store::{
         AgentRow, Change, Claim, Created, Ingested, JobFilter, JobRow, MetricFilter, MinuteRow, NewJob,
-        NewTrial, Owned, Place, Report, Store, StoreError, SweepRow, postgres::PostgresStore,
-        sqlite::SqliteStore,
+        NewTrial, Owned, Place, Report, Store, StoreError, SweepRow,
     },
 };
+
+/// Two tests that call a function with a new store: one of SQLite, and one of Postgres.
+macro_rules! on_both_databases {
+    ($sqlite:ident, $postgres:ident, $test:ident) => {
+        #[tokio::test]
+        async fn $sqlite() {
+            let dir = tempfile::tempdir().unwrap();
+            let path = dir.path().join("test.db");
+            $test(&lockstep_server::store::sqlite::SqliteStore::open(&path).await.unwrap()).await;
+        }
+
+        #[tokio::test]
+        async fn $postgres() {
+            let url = crate::postgres::database();
+            $test(&lockstep_server::store::postgres::PostgresStore::open(&url).await.unwrap()).await;
+        }
+    };
+}
+pub(crate) use on_both_databases;
 
 fn spec(name: &str) -> JobSpec {
     let mut spec = JobSpec { name: name.into(), ..JobSpec::default() };
@@ -23,7 +41,8 @@ fn spec(name: &str) -> JobSpec {
     spec
 }
 
-fn dataset(added_at: jiff::Timestamp) -> Dataset {
+/// The dataset of jobs in a store.
+pub(crate) fn dataset(added_at: jiff::Timestamp) -> Dataset {
     Dataset {
         name: "p".into(),
         path: "/p".into(),
@@ -406,46 +425,19 @@ async fn test_many_rows(store: &dyn Store) {
     store.close().await;
 }
 
-#[tokio::test]
-async fn sqlite_stores_more_than_fits_in_a_statement() {
-    let dir = tempfile::tempdir().unwrap();
-    test_many_rows(&SqliteStore::open(&dir.path().join("test.db")).await.unwrap()).await;
-}
-
-#[tokio::test]
-async fn postgres_stores_more_than_fits_in_a_statement() {
-    test_many_rows(&PostgresStore::open(&crate::postgres::database()).await.unwrap()).await;
-}
-
-#[tokio::test]
-async fn sqlite_stores_concurrent_changes() {
-    let dir = tempfile::tempdir().unwrap();
-    test_concurrent_changes(&SqliteStore::open(&dir.path().join("test.db")).await.unwrap()).await;
-}
-
-#[tokio::test]
-async fn postgres_stores_concurrent_changes() {
-    test_concurrent_changes(&PostgresStore::open(&crate::postgres::database()).await.unwrap()).await;
-}
-
-#[tokio::test]
-async fn sqlite_stores_sweeps() {
-    let dir = tempfile::tempdir().unwrap();
-    test_sweeps(&SqliteStore::open(&dir.path().join("test.db")).await.unwrap()).await;
-}
-
-#[tokio::test]
-async fn postgres_stores_sweeps() {
-    test_sweeps(&PostgresStore::open(&crate::postgres::database()).await.unwrap()).await;
-}
-
-#[tokio::test]
-async fn sqlite_stores_and_returns_all_records() {
-    let dir = tempfile::tempdir().unwrap();
-    test_records(&SqliteStore::open(&dir.path().join("test.db")).await.unwrap()).await;
-}
-
-#[tokio::test]
-async fn postgres_stores_and_returns_all_records() {
-    test_records(&PostgresStore::open(&crate::postgres::database()).await.unwrap()).await;
-}
+on_both_databases!(
+    sqlite_stores_more_than_fits_in_a_statement,
+    postgres_stores_more_than_fits_in_a_statement,
+    test_many_rows
+);
+on_both_databases!(
+    sqlite_stores_concurrent_changes,
+    postgres_stores_concurrent_changes,
+    test_concurrent_changes
+);
+on_both_databases!(sqlite_stores_sweeps, postgres_stores_sweeps, test_sweeps);
+on_both_databases!(
+    sqlite_stores_and_returns_all_records,
+    postgres_stores_and_returns_all_records,
+    test_records
+);

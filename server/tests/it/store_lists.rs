@@ -1,14 +1,12 @@
 //! The list of jobs in both databases: every order, every page size, different readers, counts and projects.
 
-use crate::agent::dataset_info;
+use crate::store::{dataset, on_both_databases};
 use lockstep_protocol::{
-    dataset::Dataset,
     job::{JobId, JobState},
     spec::JobSpec,
 };
 use lockstep_server::store::{
     Annotation, Comparison, Condition, Created, JobFilter, JobSort, NewJob, SettingValue, SortBy, Store,
-    postgres::PostgresStore, sqlite::SqliteStore,
 };
 
 const SORTS: [SortBy; 24] = [
@@ -49,15 +47,7 @@ const JOBS: [(&str, &str, f32, Option<&str>, bool); 4] = [
 
 async fn fill(store: &dyn Store) {
     let added_at = "2026-01-02T03:04:05.678Z".parse().unwrap();
-    let dataset = Dataset {
-        name: "p".into(),
-        path: "/p".into(),
-        info: dataset_info(),
-        added_at,
-        owner: None,
-        private: false,
-    };
-    store.add_dataset(&dataset).await.unwrap();
+    store.add_dataset(&dataset(added_at)).await.unwrap();
     for (n, (name, project, lr, owner, private)) in JOBS.into_iter().enumerate() {
         let mut spec = JobSpec { name: name.into(), project: project.into(), private, ..JobSpec::default() };
         spec.data.dataset = "p".into();
@@ -251,13 +241,4 @@ async fn test_texts(store: &dyn Store) {
     }
 }
 
-#[tokio::test]
-async fn sqlite_lists_jobs_for_each_reader() {
-    let dir = tempfile::tempdir().unwrap();
-    test_lists(&SqliteStore::open(&dir.path().join("test.db")).await.unwrap()).await;
-}
-
-#[tokio::test]
-async fn postgres_lists_jobs_for_each_reader() {
-    test_lists(&PostgresStore::open(&crate::postgres::database()).await.unwrap()).await;
-}
+on_both_databases!(sqlite_lists_jobs_for_each_reader, postgres_lists_jobs_for_each_reader, test_lists);

@@ -1,8 +1,8 @@
 //! Streams: readers get each event once, from any number on.
 
 use crate::{
-    agent::{Agent, line, losses, running},
-    test_server::{Stream, TIMEOUT, TestServer, socket_request},
+    agent::{Agent, line, losses, running, start_job},
+    test_server::{Stream, TIMEOUT, TestServer, socket_request, wait_until},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, Ending, FromAgent, Source, ToAgent},
@@ -65,10 +65,7 @@ async fn read_with_reconnects(
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn readers_receive_all_stored_events_whenever_they_connect() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(2000, 0)]).await;
 
     let path = format!("/jobs/{id}/stream");
@@ -137,8 +134,7 @@ async fn readers_receive_all_stored_events_whenever_they_connect() {
 async fn a_stalled_reader_is_disconnected_and_loses_nothing() {
     let server = TestServer::with(|c| c.stream_patience = Duration::from_millis(300)).await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (id, attempt) = agent.start_job(&server, |_| {}).await;
     let mut slow = server.stream(&id, 0).await;
     slow.until(|f| f["type"] == "live").await;
 
@@ -149,11 +145,10 @@ async fn a_stalled_reader_is_disconnected_and_loses_nothing() {
         agent.report(&attempt, Source::Rank(0), report * 200, lines).await;
     }
     // The number of open streams shows when the server has disconnected the reader.
-    let deadline = tokio::time::Instant::now() + TIMEOUT;
-    while !server.get_text("/metrics").await.1.contains("lockstep_stream_clients 0") {
-        assert!(tokio::time::Instant::now() < deadline, "the slow reader is not disconnected");
-        tokio::task::yield_now().await;
-    }
+    wait_until("the slow reader is disconnected", async || {
+        server.get_text("/metrics").await.1.contains("lockstep_stream_clients 0")
+    })
+    .await;
     let mut last = 0;
     let closed = loop {
         use futures_util::StreamExt;
@@ -181,10 +176,7 @@ async fn a_stalled_reader_is_disconnected_and_loses_nothing() {
 
 #[tokio::test]
 async fn a_number_above_the_last_event_counts_as_the_last() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     let last_seq = server.job(&id).await.last_seq;
 
@@ -215,10 +207,7 @@ async fn a_number_above_the_last_event_counts_as_the_last() {
 
 #[tokio::test]
 async fn a_stream_ends_with_its_job_unless_keep_open_is_set() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(10, 0), losses(0, 1..=10)]).await;
     let kept = format!("/jobs/{id}/stream?since=0&keep_open=true");
     let mut kept = Stream::open(server.socket_request(&kept, &server.token)).await;
@@ -242,10 +231,7 @@ async fn a_stream_ends_with_its_job_unless_keep_open_is_set() {
 
 #[tokio::test]
 async fn a_request_for_a_job_waits_for_its_end() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(10, 0)]).await;
     let (status, job) = server.get(&format!("/jobs/{id}?wait=1")).await;
     assert_eq!((status, &job["state"]), (200, &json!("running")), "{job}");
@@ -268,8 +254,7 @@ async fn the_list_s_stream_has_every_change_and_deletion() {
     let mut list = Stream::open(server.socket_request("/stream", &server.token)).await;
     assert_eq!(list.next().await.unwrap()["type"], "live");
     let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (id, attempt) = agent.start_job(&server, |_| {}).await;
     list.until(|f| f["type"] == "job" && f["job"]["state"] == "starting").await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(10, 0)]).await;
     agent.end(&attempt, Ending::Succeeded { step: 10 }).await;
@@ -282,10 +267,7 @@ async fn the_list_s_stream_has_every_change_and_deletion() {
 
 #[tokio::test]
 async fn acknowledged_events_and_running_jobs_survive_a_restart() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=10)]).await;
     let before = server.stored_events(&id).await;
     let dir = server.stop().await;

@@ -11,13 +11,6 @@ use lockstep_protocol::{
 };
 use serde_json::{Value, json};
 
-async fn register(server: &TestServer, agent: &mut Agent, name: &str, info: DatasetInfo) {
-    let new = json!({"name": name, "path": format!("/some/{name}")});
-    let ((status, body), ()) =
-        tokio::join!(server.post("/datasets", &new), agent.answer_inspection(Ok(info)));
-    assert_eq!(status, 201, "{body}");
-}
-
 fn with_splits(names: &[&str]) -> DatasetInfo {
     let split = |name: &&str| SplitInfo { name: (*name).into(), samples: 100, per_class: vec![50, 50] };
     DatasetInfo { splits: names.iter().map(split).collect(), channels: 3, ..dataset_info() }
@@ -79,7 +72,7 @@ async fn jobs_use_the_available_validation_split_by_default() {
         ("hub", &["train", "test", "validation"], "test", "validation"),
         ("long-word", &["train", "validation"], "validation", "validation"),
     ] {
-        register(&server, &mut agent, name, with_splits(splits)).await;
+        agent.register_as(&server, name, with_splits(splits)).await;
         for (recipe, expected) in [(None, usual), (Some("imagenet"), of_recipe)] {
             for validation in [None, Some(Value::Null)] {
                 let mut document = document_with(validation, recipe);
@@ -91,7 +84,7 @@ async fn jobs_use_the_available_validation_split_by_default() {
         }
     }
     // Without a split, a tenth of the training pictures is held out, unless the job sets data.validation.
-    register(&server, &mut agent, "plain", with_splits(&["train"])).await;
+    agent.register_as(&server, "plain", with_splits(&["train"])).await;
     for (validation, expected) in [(None, json!(0.1)), (Some(json!("none")), json!("none"))] {
         let mut document = document_with(validation, None);
         document["data"]["dataset"] = json!("plain");
@@ -99,7 +92,7 @@ async fn jobs_use_the_available_validation_split_by_default() {
         assert_eq!((status, &plan["spec"]["data"]["validation"]), (200, &expected), "{plan}");
     }
     // An explicit value is not replaced. The default is refused if the dataset has splits of other names.
-    register(&server, &mut agent, "odd", with_splits(&["train", "holdout"])).await;
+    agent.register_as(&server, "odd", with_splits(&["train", "holdout"])).await;
     for (name, validation) in [("like-imagenet", Some(json!("test"))), ("odd", None)] {
         let mut document = document_with(validation, None);
         document["data"]["dataset"] = json!(name);
@@ -139,8 +132,8 @@ async fn broken_files_that_fail_a_job_cause_a_warning() {
         broken_count: n as u64,
         ..dataset_info()
     };
-    register(&server, &mut agent, "one", broken(1)).await;
-    register(&server, &mut agent, "five", broken(5)).await;
+    agent.register_as(&server, "one", broken(1)).await;
+    agent.register_as(&server, "five", broken(5)).await;
     let on = |name: &str, broken_files: &str| {
         let mut spec = spec();
         spec["data"] = json!({"dataset": name, "broken_files": broken_files});
@@ -284,7 +277,7 @@ async fn a_dataset_of_one_class_is_refused_wherever_it_is_named() {
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     // Current agents refuse such a dataset, but an agent of another version may have accepted the dataset.
-    register(&server, &mut agent, "one", DatasetInfo { classes: vec!["cat".into()], ..dataset_info() }).await;
+    agent.register_as(&server, "one", DatasetInfo { classes: vec!["cat".into()], ..dataset_info() }).await;
     let mut spec = spec();
     spec["data"] = json!({"dataset": "one"});
     for path in ["/jobs/validate", "/jobs"] {

@@ -80,6 +80,15 @@ pub fn database_of(dir: &TempDir) -> Option<String> {
     })
 }
 
+/// Waits until the condition is true, for [`TIMEOUT`] at most.
+pub async fn wait_until(what: &str, mut condition: impl AsyncFnMut() -> bool) {
+    let deadline = Instant::now() + TIMEOUT;
+    while !condition().await {
+        assert!(Instant::now() < deadline, "not within {TIMEOUT:?}: {what}");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
 impl TestServer {
     pub async fn new() -> Self {
         Self::with(|_| {}).await
@@ -139,11 +148,7 @@ impl TestServer {
         timeout(TIMEOUT, self.task).await.expect("stops in time").unwrap().unwrap();
         // A child process that another test has just forked holds copies of all open files until its `exec`, including the lock.
         if let Ok(lock) = std::fs::File::open(self.dir.path().join("lockstep.db.lock")) {
-            let deadline = Instant::now() + TIMEOUT;
-            while lock.try_lock().is_err() {
-                assert!(Instant::now() < deadline, "the lock of the database is not released");
-                tokio::time::sleep(Duration::from_millis(5)).await;
-            }
+            wait_until("the lock of the database is released", async || lock.try_lock().is_ok()).await;
         }
         self.dir
     }

@@ -1,6 +1,6 @@
 //! Certificates of the server: from renewed files, from its own CA, and invalid certificates.
 
-use crate::test_server::{TIMEOUT, TestServer, client_builder, config};
+use crate::test_server::{TIMEOUT, TestServer, client_builder, config, wait_until};
 use futures_util::{SinkExt, StreamExt};
 use lockstep_server::{
     ServeConfig, ServeError, TlsConfig, serve,
@@ -17,7 +17,7 @@ use std::{
     os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
     sync::Arc,
-    time::{Duration, Instant},
+    time::Duration,
 };
 use tempfile::TempDir;
 use tokio::{
@@ -98,15 +98,6 @@ pub async fn get_text(client: &reqwest::Client, server: &TestServer, path: &str)
     let url = format!("https://localhost:{}{path}", server.address.port());
     let response = client.get(url).send().await.unwrap();
     (response.status().as_u16(), response.text().await.unwrap())
-}
-
-/// Waits until the condition is true.
-async fn wait_until(what: &str, mut condition: impl AsyncFnMut() -> bool) {
-    let start = Instant::now();
-    while !condition().await {
-        assert!(start.elapsed() < TIMEOUT, "not in time: {what}");
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
 }
 
 pub async fn with_tls(tls: TlsConfig, change: impl FnOnce(&mut ServeConfig)) -> TestServer {

@@ -1,8 +1,7 @@
 //! Checkpoints on the server's disk that no agent has reported.
 
 use crate::{
-    agent::{Agent, losses, running},
-    test_server::TestServer,
+    agent::{losses, running, start_job},
     uploads::{FILES, checkpoint, manifest},
 };
 use lockstep_protocol::agent::{Ending, Source};
@@ -22,10 +21,7 @@ fn write_checkpoint(checkpoints: &Path, step: u64, is_complete: bool) {
 /// used although the best checkpoint is left.
 #[tokio::test]
 async fn an_unreported_newer_checkpoint_is_used_if_only_an_old_one_is_left() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let first = agent.expect_start().await.attempt;
+    let (server, mut agent, id, first) = start_job(|_| {}).await;
     let known = [checkpoint(20), checkpoint(30)];
     agent.report(&first, Source::Rank(0), 0, [running(100, 0)].into_iter().chain(known).collect()).await;
     let checkpoints = server.dir.path().join("jobs").join(&id).join("checkpoints");
@@ -57,10 +53,7 @@ async fn an_unreported_newer_checkpoint_is_used_if_only_an_old_one_is_left() {
 /// While the server or the agent is down, ranks continue, and remove old checkpoints.
 #[tokio::test]
 async fn an_unreported_checkpoint_is_used_and_a_restart_is_logged() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let first = agent.expect_start().await.attempt;
+    let (server, mut agent, id, first) = start_job(|_| {}).await;
     agent.report(&first, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3), checkpoint(20)]).await;
     let checkpoints = server.dir.path().join("jobs").join(&id).join("checkpoints");
     for (step, is_whole) in [(40, true), (60, true), (80, false)] {

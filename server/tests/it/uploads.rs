@@ -1,9 +1,9 @@
 //! The routes by which an agent with its own disk uploads and downloads checkpoints: rights and checks.
 
 use crate::{
-    agent::{Agent, hello, running},
+    agent::{Agent, hello, running, start_job},
     gangs::{connect_machines, expect_stop, hello_at, lost_contact, next_attempt, start_gang},
-    test_server::{TIMEOUT, TestServer, client},
+    test_server::{TIMEOUT, TestServer, client, wait_until},
 };
 use lockstep_protocol::{
     JobId,
@@ -41,7 +41,11 @@ pub(crate) struct AttemptApi<'a> {
     pub(crate) attempt: AttemptRef,
 }
 
-impl AttemptApi<'_> {
+impl<'a> AttemptApi<'a> {
+    pub(crate) fn new(server: &'a TestServer, token: &str, agent_id: &str, attempt: &AttemptRef) -> Self {
+        Self { server, http: client(token), agent_id: agent_id.into(), attempt: attempt.clone() }
+    }
+
     pub(crate) async fn request(&self, method: &str, path: &str, body: Vec<u8>) -> (u16, Value) {
         let AttemptRef { job, attempt, fencing_token } = &self.attempt;
         let url = self.server.url(&format!("/api/v1/agent/attempts/{job}/{attempt}{path}"));
@@ -77,8 +81,7 @@ async fn the_end_of_an_attempt_is_stored_after_its_checkpoints() {
         let server = TestServer::new().await;
         let (mut a, mut b) = connect_machines(&server).await;
         let (id, attempt) = start_gang(&server, &mut a, &mut b).await;
-        let http = client(&server.agent_token("b").await);
-        let of_b = AttemptApi { server: &server, http, agent_id: "id-b".into(), attempt: attempt.clone() };
+        let of_b = AttemptApi::new(&server, &server.agent_token("b").await, "id-b", &attempt);
         assert_eq!(of_b.request("POST", "", vec![]).await.0, 204);
         a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
         if leaves {
@@ -134,9 +137,8 @@ async fn the_end_of_an_attempt_is_stored_after_its_checkpoints() {
 #[tokio::test]
 async fn only_the_agent_of_rank_0_uploads_only_reported_checkpoints() {
     let server = TestServer::new().await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let token = server.agent_token("a").await;
-    let mut agent = Agent::connect_with_token(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
-    agent.register(&server).await;
     let id = server.submit(|_| {}).await.id.to_string();
     let start = agent.expect_start().await;
     let other = server.agent_token("b").await;
@@ -145,13 +147,9 @@ async fn only_the_agent_of_rank_0_uploads_only_reported_checkpoints() {
         fs::read_to_string(server.dir.path().join("jobs").join(&id).join("mark")).ok(),
         start.files.mark
     );
-    let api = |token: &str, agent_id: &str, attempt: AttemptRef| AttemptApi {
-        server: &server,
-        http: client(token),
-        agent_id: agent_id.into(),
-        attempt,
-    };
-    let own = api(&token, "id-a", start.attempt.clone());
+    let api =
+        |token: &str, agent_id, attempt: &AttemptRef| AttemptApi::new(&server, token, agent_id, attempt);
+    let own = api(&token, "id-a", &start.attempt);
     agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
     // The agent has not reported its own disk yet.
     assert_eq!(own.request("GET", "/uploads/1-10", vec![]).await.0, 403);
@@ -165,11 +163,11 @@ async fn only_the_agent_of_rank_0_uploads_only_reported_checkpoints() {
     };
     let next = AttemptRef { attempt: 2, ..start.attempt.clone() };
     for wrong in [
-        api(&other, "id-b", start.attempt.clone()),
-        api(&other, "id-a", start.attempt.clone()),
-        api(&token, "id-b", start.attempt.clone()),
-        api(&token, "id-a", guessed),
-        api(&token, "id-a", next),
+        api(&other, "id-b", &start.attempt),
+        api(&other, "id-a", &start.attempt),
+        api(&token, "id-b", &start.attempt),
+        api(&token, "id-a", &guessed),
+        api(&token, "id-a", &next),
     ] {
         for (method, path) in [
             ("POST", ""),
@@ -186,10 +184,8 @@ async fn only_the_agent_of_rank_0_uploads_only_reported_checkpoints() {
         }
     }
     // An admin's token is refused.
-    assert_eq!(
-        api(&server.token, "id-a", start.attempt.clone()).request("GET", "/uploads/1-10", vec![]).await.0,
-        403
-    );
+    let admin = api(&server.token, "id-a", &start.attempt);
+    assert_eq!(admin.request("GET", "/uploads/1-10", vec![]).await.0, 403);
     // An unreported checkpoint, and invalid names.
     assert_eq!(own.request("PUT", "/uploads/1-20/MANIFEST.json", manifest(1, 20)).await.0, 404);
     assert_eq!(own.request("PUT", "/uploads/..%2f1-10/MANIFEST.json", manifest(1, 10)).await.0, 404);
@@ -208,7 +204,7 @@ async fn only_the_agent_of_rank_0_uploads_only_reported_checkpoints() {
     // The agent of the attempt can read the files, and no other agent.
     let file = format!("/checkpoints/{checkpoint_id}/state.json");
     assert_eq!(own.request("GET", &file, vec![]).await, (200, json!({})));
-    assert_eq!(api(&other, "id-b", start.attempt.clone()).request("GET", &file, vec![]).await.0, 403);
+    assert_eq!(api(&other, "id-b", &start.attempt).request("GET", &file, vec![]).await.0, 403);
 
     // The last checkpoint is uploaded after the end of the attempt. Then the agent may delete its files.
     let last = vec![checkpoint(20)];
@@ -222,12 +218,8 @@ async fn only_the_agent_of_rank_0_uploads_only_reported_checkpoints() {
 
 #[tokio::test]
 async fn folders_of_attempts_that_the_database_lacks_are_kept() {
-    let server = TestServer::new().await;
+    let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     let token = server.agent_token("a").await;
-    let mut agent = Agent::connect_with_token(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
-    agent.register(&server).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
     let (needless, kept) = (json!({"keep": false}), json!({"keep": true, "unknown": true}));
@@ -238,10 +230,7 @@ async fn folders_of_attempts_that_the_database_lacks_are_kept() {
     let same_number =
         AttemptRef { fencing_token: FencingToken { secret: 1, ..attempt.fencing_token }, ..attempt.clone() };
     let needed = async |attempt: &AttemptRef| {
-        let (http, attempt) = (client(&token), attempt.clone());
-        AttemptApi { server: &server, http, agent_id: "id-a".into(), attempt }
-            .request("GET", "", vec![])
-            .await
+        AttemptApi::new(&server, &token, "id-a", attempt).request("GET", "", vec![]).await
     };
     assert_eq!(needed(&attempt).await, (200, needless.clone()));
     for lacking in [&retried, &same_number, &unknown] {
@@ -255,18 +244,12 @@ async fn folders_of_attempts_that_the_database_lacks_are_kept() {
 #[tokio::test]
 async fn another_machine_continues_from_uploaded_checkpoints() {
     let server = TestServer::new().await;
+    let mut agent = Agent::join_with_dataset(&server, 2).await;
     let token = server.agent_token("a").await;
-    let mut agent = Agent::connect_with_token(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
-    agent.register(&server).await;
     let id = server.submit(|_| {}).await.id.to_string();
     let start = agent.expect_start().await;
     assert_eq!((start.files.dataset, start.resume), (None, None));
-    let own = AttemptApi {
-        server: &server,
-        http: client(&token),
-        agent_id: "id-a".into(),
-        attempt: start.attempt.clone(),
-    };
+    let own = AttemptApi::new(&server, &token, "id-a", &start.attempt);
     assert_eq!(own.request("POST", "", vec![]).await.0, 204);
     let note = json!({"pictures": 4, "picture_bytes": 100, "sha256": "ab"});
     assert_eq!(own.request("POST", "/dataset", note.to_string().into()).await.0, 204);
@@ -327,13 +310,8 @@ async fn remaining_machines_upload_their_checkpoints_one_at_a_time() {
         .unwrap();
     let id = server.submit(|s| s["parallel"]["ranks"] = json!(4)).await.id.to_string();
     let attempt = next_attempt(&mut a, &mut b).await;
-    let api = |n: usize| AttemptApi {
-        server: &server,
-        http: client(&tokens[n]),
-        agent_id: ["id-a", "id-b"][n].into(),
-        attempt: attempt.clone(),
-    };
-    let (of_a, of_b) = (api(0), api(1));
+    let of_a = AttemptApi::new(&server, &tokens[0], "id-a", &attempt);
+    let of_b = AttemptApi::new(&server, &tokens[1], "id-b", &attempt);
     assert_eq!(
         of_b.request("GET", "/uploads/1-17", vec![]).await.0,
         403,
@@ -371,10 +349,7 @@ async fn remaining_machines_upload_their_checkpoints_one_at_a_time() {
     assert_eq!(uploads_from().await, "a");
     // The first machine disconnects, too.
     a.disconnect();
-    let deadline = tokio::time::Instant::now() + TIMEOUT;
-    while uploads_from().await != "b" {
-        assert!(tokio::time::Instant::now() < deadline);
-    }
+    wait_until("the second machine uploads", async || uploads_from().await == "b").await;
     assert_eq!(of_b.upload("1-17", manifest(1, 17)).await.0, 204);
     assert_eq!(uploads_from().await, Value::Null);
     // After the end of the attempt, checkpoints that the agent has not reported are refused.
@@ -403,12 +378,7 @@ async fn a_job_starts_without_a_checkpoint_that_is_not_uploaded_in_time() {
     };
     let high = server.submit(with_priority(5)).await;
     let first = stuck.expect_start().await.attempt;
-    let own = AttemptApi {
-        server: &server,
-        http: client(&token),
-        agent_id: "id-stuck".into(),
-        attempt: first.clone(),
-    };
+    let own = AttemptApi::new(&server, &token, "id-stuck", &first);
     assert_eq!(own.request("POST", "", vec![]).await.0, 204);
     stuck.report(&first, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
     let mut agent = Agent::connect(&server, hello("a", 1, Vec::new())).await.unwrap();

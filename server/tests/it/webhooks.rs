@@ -244,15 +244,13 @@ async fn each_state_change_is_sent_once_and_signed() {
     let (other, _) = server.add_webhook(&json!({"url": receiver.url("/other"), "project": "other"})).await;
 
     // A private job causes no messages.
-    let hidden = server.submit(|spec| spec["private"] = json!(true)).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (hidden, attempt) = agent.start_job(&server, |spec| spec["private"] = json!(true)).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
     // A job that succeeds, and a job that is cancelled while it runs. The request to cancel causes no second job.started.
     let mut jobs = Vec::new();
     for is_cancelled in [false, true] {
-        let id = server.submit(|spec| spec["name"] = json!("shoes")).await.id.to_string();
-        let attempt = agent.expect_start().await.attempt;
+        let (id, attempt) = agent.start_job(&server, |spec| spec["name"] = json!("shoes")).await;
         agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
         if is_cancelled {
             assert_eq!(server.post(&format!("/jobs/{id}/cancel"), &Value::Null).await.0, 202);

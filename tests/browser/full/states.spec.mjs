@@ -11,10 +11,6 @@ const LONG = "resnet50-imagenet-with-a-name-that-says-all-lr-0.4-cosine-warmup-5
 const CLASSES = ["tench", "goldfish", "great white shark, man-eater", "tiger shark", "hammerhead, hammerhead shark", "electric ray, crampfish", "stingray", "cock", "hen", "ostrich, Struthio camelus", "brambling", "goldfinch"];
 let server, signing, trained, browser, agent;
 const jobs = {};
-const end = async (attempt, how) => {
-  await agent.evaluate(([attempt, how]) => window.simulatedAgent.say({ type: "report", attempt, source: "agent", first: 0, events: [{ type: "ended", ...how }] }), [attempt, how]);
-  await until("the attempt has ended", async () => (await server.ask(`/jobs/${attempt.job}/attempts`)).attempts.find((a) => a.attempt === attempt.attempt).ended_at !== null);
-};
 /** Starts a job and reports 50 steps and a checkpoint. */
 async function startJob(name) {
   const { id } = await server.ask("/jobs", { ...spec(name, 1, 1000), tags: ["a-tag-of-its-own"] });
@@ -32,15 +28,15 @@ before(async () => {
   agent = await simulateAgent(browser.chromium, server, 4, { gpus: false });
   const paused = await startJob(`paused-${LONG}`.slice(0, 120)), cancelled = await startJob("cancelled"), again = await startJob("starts again");
   await server.ask(`/jobs/${paused.id}/pause`, {});
-  await end(paused.attempt, { how: "stopped" });
+  await agent.endAttempt(paused.attempt, { how: "stopped" });
   await server.ask(`/jobs/${cancelled.id}/cancel`, {});
-  await end(cancelled.attempt, { how: "stopped" });
+  await agent.endAttempt(cancelled.attempt, { how: "stopped" });
   jobs.paused = paused.id;
   jobs.cancelled = cancelled.id;
   jobs.running = (await startJob(LONG)).id;
   // Jobs of higher priority occupy all slots, so that the restarting job waits.
   for (let n = 0; n < 3; n++) await server.ask("/jobs", { ...spec(`holds a slot ${n}`, n ? 1 : 1, 1000), priority: 9 });
-  await end(again.attempt, { how: "failed", retriable: true, reason: { code: "rank_killed", rank: 0, step: 50, signal: 9, words: "rank 0 was killed by signal 9 at step 50" } });
+  await agent.endAttempt(again.attempt, { how: "failed", retriable: true, reason: { code: "rank_killed", rank: 0, step: 50, signal: 9, words: "rank 0 was killed by signal 9 at step 50" } });
   jobs.restarting = again.id;
   for (let n = 0; n < 6; n++) await server.ask("/jobs", { ...spec(`${n ? "waits" : LONG} ${n}`.slice(0, 120), 4, 1000), priority: -n, project: n % 2 ? "default" : "a-project-with-a-long-name" });
   for (const [state, id] of Object.entries(jobs)) await until(`a job is ${state}`, async () => (await server.job(id)).state === state);

@@ -15,19 +15,13 @@ before(async () => {
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
-const startedAttempt = (id, n = 1) => agent.evaluate(([id, n]) => window.simulatedAgent.attempt(id, n), [id, n]);
-const report = (attempt, rank, events) => agent.evaluate(([attempt, rank, events]) => window.simulatedAgent.report(attempt, rank, events), [attempt, rank, events]);
 const range = (from, to) => Array.from({ length: to - from + 1 }, (_, i) => from + i);
 /** Reports the steps after `from` up to `to` of an attempt. `ms(step, rank)`: the duration of each step. */
 async function train(attempt, ranks, from, to, ms, more = {}) {
-  await report(attempt, 0, [{ type: "running", total_steps: 120, steps_per_epoch: 30, start_step: from, ...more }]);
+  await agent.report(attempt, 0, [{ type: "running", total_steps: 120, steps_per_epoch: 30, start_step: from, ...more }]);
   const steps = range(from + 1, to), column = (name, value) => ({ name, steps, values: steps.map(value) });
-  for (let rank = 0; rank < ranks; rank++) await report(attempt, rank, [{ type: "metrics", rank, columns: [column("loss", (s) => 2.5 - s / 200), column("step_ms", (s) => ms(s, rank)), column("all_reduce_ms", () => rank * 5.5)] }]);
+  for (let rank = 0; rank < ranks; rank++) await agent.report(attempt, rank, [{ type: "metrics", rank, columns: [column("loss", (s) => 2.5 - s / 200), column("step_ms", (s) => ms(s, rank)), column("all_reduce_ms", () => rank * 5.5)] }]);
 }
-const end = async (attempt, how) => {
-  await agent.evaluate(([attempt, how]) => window.simulatedAgent.say({ type: "report", attempt, source: "agent", first: 0, events: [{ type: "ended", ...how }] }), [attempt, how]);
-  await until("the attempt has ended", async () => (await server.ask(`/jobs/${attempt.job}/attempts`)).attempts.find((a) => a.attempt === attempt.attempt).ended_at !== null);
-};
 const number = (words) => Number(words?.match(/[\d,]+(\.\d+)?/)?.[0].replaceAll(",", ""));
 
 /** Returns the mean speed of the newest attempt's line in a chart of images/s, weighted by time. */
@@ -82,24 +76,24 @@ async function assertLastTime(compare, secs) {
 
 describe("the throughput of a job", () => {
   test("with one attempt is the same on all pages", async () => {
-    const { id } = await server.ask("/jobs", spec("plain", 1, 120)), attempt = await startedAttempt(id);
+    const { id } = await server.ask("/jobs", spec("plain", 1, 120)), attempt = await agent.attempt(id);
     await train(attempt, 1, 0, 60, (s) => [10.5, 20.5, 60.5][s % 3]);
     const { page, compare } = await assertSpeed(id, 1, 60 * 8 / (20 * 91.5 / 1000));
     await assertLastTime(compare, 20 * 91.5 / 1000);
-    await end(attempt, { how: "succeeded", step: 120 });
+    await agent.endAttempt(attempt, { how: "succeeded", step: 120 });
     await page.end();
   });
 
   test("that was resumed counts only the newest attempt, without the pause", async () => {
     const { id } = await server.ask("/jobs", spec("paused once", 1, 120));
-    let attempt = await startedAttempt(id);
+    let attempt = await agent.attempt(id);
     await train(attempt, 1, 0, 30, () => 100.5);
-    await report(attempt, 0, [{ type: "checkpoint", epoch: 1, step: 30, val_accuracy: 0.5, val_loss: 1.5, best: true, size_bytes: 1234567 }]);
+    await agent.report(attempt, 0, [{ type: "checkpoint", epoch: 1, step: 30, val_accuracy: 0.5, val_loss: 1.5, best: true, size_bytes: 1234567 }]);
     await server.ask(`/jobs/${id}/pause`, {});
-    await end(attempt, { how: "stopped" });
+    await agent.endAttempt(attempt, { how: "stopped" });
     await until("the job is paused", async () => (await server.job(id)).state === "paused");
     await server.ask(`/jobs/${id}/resume`, {});
-    attempt = await startedAttempt(id, 2);
+    attempt = await agent.attempt(id, 2);
     await train(attempt, 1, 30, 60, () => 40.5);
     const { page, compare } = await assertSpeed(id, 1, 8 / 0.0405);
     await assertLastTime(compare, 30 * 0.1005 + 30 * 0.0405);
@@ -113,66 +107,66 @@ describe("the throughput of a job", () => {
     assert.match(await saved(compare, compare.locator("#curves .curve").first()), />paused once: attempt 2<\/text>/, "in Compare the mark names its job");
     await page.getByRole("tab", { name: "History" }).click();
     await until("the history lists the pause and the resumption", async () => (await page.locator("#history-rows li").evaluateAll((all) => all.map((li) => li.dataset.what).join())) === "submitted,started,pause_requested,ended,resumed,started");
-    await end(attempt, { how: "succeeded", step: 120 });
+    await agent.endAttempt(attempt, { how: "succeeded", step: 120 });
     await page.end();
   });
 
   test("that was killed and restarted counts only the newest attempt", async () => {
     const { id } = await server.ask("/jobs", spec("killed once", 2, 120));
-    let attempt = await startedAttempt(id);
+    let attempt = await agent.attempt(id);
     await train(attempt, 2, 0, 40, () => 80.5);
-    await report(attempt, 0, [{ type: "checkpoint", epoch: 1, step: 30, val_accuracy: 0.5, val_loss: 1.5, best: true, size_bytes: 1234567 }]);
-    await end(attempt, { how: "failed", retriable: true, reason: { code: "rank_killed", rank: 1, step: 40, signal: 9, words: "rank 1 was killed by signal 9 at step 40" } });
-    attempt = await startedAttempt(id, 2);
+    await agent.report(attempt, 0, [{ type: "checkpoint", epoch: 1, step: 30, val_accuracy: 0.5, val_loss: 1.5, best: true, size_bytes: 1234567 }]);
+    await agent.endAttempt(attempt, { how: "failed", retriable: true, reason: { code: "rank_killed", rank: 1, step: 40, signal: 9, words: "rank 1 was killed by signal 9 at step 40" } });
+    attempt = await agent.attempt(id, 2);
     await train(attempt, 2, 30, 60, (s) => [20.5, 40.5][s % 2]);
     const { page } = await assertSpeed(id, 2, 2 * 16 / 0.061);
-    await end(attempt, { how: "succeeded", step: 120 });
+    await agent.endAttempt(attempt, { how: "succeeded", step: 120 });
     await page.end();
   });
 
   test("on two ranks of different speed counts a step once", async () => {
-    const { id } = await server.ask("/jobs", spec("uneven", 2, 120)), attempt = await startedAttempt(id);
+    const { id } = await server.ask("/jobs", spec("uneven", 2, 120)), attempt = await agent.attempt(id);
     // The faster rank waits for the other rank, so their steps end together.
     await train(attempt, 2, 0, 60, (s, rank) => (rank ? 49.5 : 50.5));
     const { page } = await assertSpeed(id, 2, 16 / 0.0505);
-    await end(attempt, { how: "succeeded", step: 120 });
+    await agent.endAttempt(attempt, { how: "succeeded", step: 120 });
     await page.end();
   });
 
   test("that is a fork counts only its own steps and time", async () => {
     const parent = await server.ask("/jobs", spec("forked from", 1, 120));
-    let attempt = await startedAttempt(parent.id);
+    let attempt = await agent.attempt(parent.id);
     await train(attempt, 1, 0, 30, () => 100.5);
-    await report(attempt, 0, [{ type: "checkpoint", epoch: 1, step: 30, val_accuracy: 0.5, val_loss: 1.5, best: true, size_bytes: 1234567 }]);
-    await end(attempt, { how: "succeeded", step: 30 });
+    await agent.report(attempt, 0, [{ type: "checkpoint", epoch: 1, step: 30, val_accuracy: 0.5, val_loss: 1.5, best: true, size_bytes: 1234567 }]);
+    await agent.endAttempt(attempt, { how: "succeeded", step: 30 });
     // A checkpoint without files is sufficient, as no rank reads it.
     const folder = path(server.dir, "jobs", parent.id, "checkpoints", "1-30");
     await mkdir(folder, { recursive: true });
     await writeFile(path(folder, "MANIFEST.json"), '{"files":{}}');
     const { id } = await server.ask(`/jobs/${parent.id}/fork`, { checkpoint: "latest", set: { name: "a fork" } });
-    attempt = await startedAttempt(id);
+    attempt = await agent.attempt(id);
     await train(attempt, 1, 30, 60, () => 40.5);
     const { page, compare } = await assertSpeed(id, 1, 8 / 0.0405);
     await assertLastTime(compare, 30 * 0.0405);
-    await end(attempt, { how: "succeeded", step: 120 });
+    await agent.endAttempt(attempt, { how: "succeeded", step: 120 });
     await page.end();
   });
 
   test("whose epochs end with a smaller step counts the actual pictures", async () => {
     const body = spec("a rest", 1, 120);
     body.data.drop_remainder = false;
-    const { id } = await server.ask("/jobs", body), attempt = await startedAttempt(id);
+    const { id } = await server.ask("/jobs", body), attempt = await agent.attempt(id);
     // Steps of 8, 8 and 4.
     await train(attempt, 1, 0, 60, () => 50.5, { steps_per_epoch: 3, train_samples: 20 });
     const { page } = await assertSpeed(id, 1, 20 / (3 * 0.0505));
-    await end(attempt, { how: "succeeded", step: 120 });
+    await agent.endAttempt(attempt, { how: "succeeded", step: 120 });
     await page.end();
   });
 });
 
 describe("a running job", () => {
   test("announces nothing to screen readers while only numbers change", async () => {
-    const { id } = await server.ask("/jobs", spec("spoken of", 2, 120)), attempt = await startedAttempt(id);
+    const { id } = await server.ask("/jobs", spec("spoken of", 2, 120)), attempt = await agent.attempt(id);
     await train(attempt, 2, 0, 5, () => 50.5);
     const page = await browser.page(server, `/jobs/${id}`);
     await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
@@ -184,22 +178,22 @@ describe("a running job", () => {
     });
     const began = Date.now();
     for (let step = 6; step <= 100 && Date.now() - began < 6000; step++) {
-      for (const rank of [0, 1]) await report(attempt, rank, [{ type: "metrics", rank, columns: [{ name: "loss", steps: [step], values: [2.5 - step / 200] }, { name: "step_ms", steps: [step], values: [50.5 + step] }] }]);
+      for (const rank of [0, 1]) await agent.report(attempt, rank, [{ type: "metrics", rank, columns: [{ name: "loss", steps: [step], values: [2.5 - step / 200] }, { name: "step_ms", steps: [step], values: [50.5 + step] }] }]);
       await until("the step is shown", async () => Number(await page.locator("#step").textContent()) >= step);
     }
     assert.ok(Number(await page.locator("#step").textContent()) > 6, "the numbers have changed");
     assert.deepEqual(await page.evaluate(() => window.spoken), []);
-    await end(attempt, { how: "succeeded", step: 120 });
+    await agent.endAttempt(attempt, { how: "succeeded", step: 120 });
     await page.end();
   });
 
   test("that is cancelled before its first point shows a message in place of charts", async () => {
-    const { id } = await server.ask("/jobs", spec("cancelled", 4, 120)), attempt = await startedAttempt(id);
-    await report(attempt, 0, [{ type: "running", total_steps: 120, steps_per_epoch: 30, start_step: 0 }]);
+    const { id } = await server.ask("/jobs", spec("cancelled", 4, 120)), attempt = await agent.attempt(id);
+    await agent.report(attempt, 0, [{ type: "running", total_steps: 120, steps_per_epoch: 30, start_step: 0 }]);
     const page = await browser.page(server, `/jobs/${id}`), emptyText = () => page.locator("#loss-chart").getAttribute("data-empty");
     await until("the chart says that it has no point", async () => (await emptyText()) === "No point yet.");
     await server.ask(`/jobs/${id}/cancel`, {});
-    await end(attempt, { how: "stopped" });
+    await agent.endAttempt(attempt, { how: "stopped" });
     await until("the message names the cancellation", async () => /cancelled before its first step/.test(await page.locator(".instead").innerText()));
     await page.end();
   });

@@ -8,8 +8,7 @@ mod pods_faults;
 
 use crate::{
     cluster::{Sshd, command_lines},
-    pictures,
-    server::{Agents, Finished, LOCKSTEP, Process, Server, free_port, lockstep, signal, training_permit},
+    server::{Agents, Finished, LOCKSTEP, Process, Server, free_port, lockstep, signal},
     specs,
 };
 use rustix::process::Signal;
@@ -18,8 +17,7 @@ use std::{fs, process::Command};
 
 /// A server whose only agent inspects datasets but accepts no jobs.
 pub(crate) async fn server() -> Server {
-    let server = Server::start_with(Agents::Separate { cpu_slots: 1 }).await;
-    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
+    let server = Server::start_training_with(Agents::Separate { cpu_slots: 1 }, 640, 64).await;
     let agents = server.get("/agents").await;
     let agent = agents["agents"][0]["id"].as_str().expect("an agent").to_owned();
     let drained = server.post(&format!("/agents/{agent}/drain"), &json!({})).await;
@@ -79,7 +77,6 @@ pub(crate) async fn valid_agent_tokens(server: &Server) -> usize {
 
 #[tokio::test]
 async fn an_agent_started_by_ssh_runs_only_the_job_and_ends_with_it() {
-    let _permit = training_permit().await;
     let server = server().await;
     let sshd = Sshd::start(server.folder().path());
     let id = submit(&server, &short("over-ssh")).await;
@@ -103,7 +100,6 @@ async fn an_agent_started_by_ssh_runs_only_the_job_and_ends_with_it() {
 
 #[tokio::test]
 async fn a_job_file_is_submitted_and_no_token_is_on_a_command_line() {
-    let _permit = training_permit().await;
     let server = server().await;
     let sshd = Sshd::start(server.folder().path());
     let toml = "name = \"file\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 8\n[train]\n\
@@ -129,7 +125,6 @@ async fn a_job_file_is_submitted_and_no_token_is_on_a_command_line() {
 
 #[tokio::test]
 async fn a_failed_launch_is_reported_and_the_job_cancelled() {
-    let _permit = training_permit().await;
     let server = server().await;
     let sshd = Sshd::start(server.folder().path());
     let file = server.folder().write(
@@ -230,7 +225,6 @@ fn a_dry_run_shows_commands_and_starts_nothing() {
 
 #[tokio::test]
 async fn agents_end_if_their_launch_fails_for_another_machine() {
-    let _permit = training_permit().await;
     let server = server().await;
     let sshd = Sshd::start(server.folder().path());
     let toml = "[data]\ndataset = \"fashion\"\nimage_size = 8\n[model]\narch = \"resnet20\"\n[train]\nsteps = 9\n\
@@ -264,7 +258,6 @@ async fn agents_end_if_their_launch_fails_for_another_machine() {
 /// As when a cluster restarts the agent on another machine with the same folder.
 #[tokio::test]
 async fn an_agent_of_one_job_that_returns_after_its_lease_runs_the_next_attempt() {
-    let _permit = training_permit().await;
     let server = server().await;
     let id = submit(&server, &batch::endless("comes-back")).await;
     let token = server.cli(&["token", "create", "--scope", "agent", "--agent", "serves"]);
@@ -301,7 +294,6 @@ async fn an_agent_of_one_job_that_returns_after_its_lease_runs_the_next_attempt(
 
 #[tokio::test]
 async fn a_job_that_allows_fewer_ranks_continues_on_the_reachable_machine() {
-    let _permit = training_permit().await;
     let server = server().await;
     let sshd = Sshd::start(server.folder().path());
     let fewer = json!({"recovery": {"min_ranks": 1, "wait_seconds": 1}});
@@ -333,9 +325,7 @@ async fn a_job_that_allows_fewer_ranks_continues_on_the_reachable_machine() {
 
 #[tokio::test]
 async fn a_failed_launch_names_the_agent_that_still_runs_the_job() {
-    let _permit = training_permit().await;
-    let server = Server::start_with(Agents::Local { cpu_slots: 2 }).await;
-    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
+    let server = Server::start_training(640, 64).await;
     let toml = "name = \"taken\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 8\n[train]\n\
                 steps = 1000000\nbatch_size = 8\n[parallel]\nranks = 2\ndevice = \"cpu\"\n";
     let file = server.folder().write("job.toml", toml);

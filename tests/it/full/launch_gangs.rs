@@ -3,7 +3,7 @@
 use crate::{
     cluster::Slurm,
     full::launch::{launch, server, submit},
-    server::{Finished, training_permit},
+    server::Finished,
     specs,
 };
 use serde_json::{Value, json};
@@ -17,7 +17,6 @@ fn spec(name: &str, ranks: u32) -> Value {
 
 #[tokio::test]
 async fn two_nodes_of_slurm_share_a_job_s_ranks() {
-    let _permit = training_permit().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 2);
     let id = submit(&server, &spec("two-nodes", 4)).await;

@@ -5,7 +5,7 @@ use crate::{
     cluster::{Slurm, Sshd},
     network::Network,
     pages,
-    server::{free_port, training_permit},
+    server::free_port,
     train::{Bench, assert_success},
     world_size::weights,
 };
@@ -45,8 +45,8 @@ fn nodes() -> Network {
 /// tests.
 fn has_expected_weights(bench: &Bench, out: &str) -> bool {
     static ALONE: LazyLock<BTreeMap<String, Vec<u8>>> = LazyLock::new(|| {
-        let bench = Bench::new();
-        assert_success(&bench.train("alone", &["--ranks", "8"]).output().expect("it runs"));
+        let bench = Bench::without_permit();
+        bench.train_to_success("alone", &["--ranks", "8"]);
         weights(&bench.model("alone", "2-24"))
     });
     weights(&bench.model(out, "2-24")) == *ALONE
@@ -67,8 +67,7 @@ fn assert_gradients_sent(network: &Network) {
 
 #[tokio::test]
 async fn srun_starts_four_ranks_on_each_of_two_nodes() {
-    let _permit = training_permit().await;
-    let bench = Bench::new();
+    let bench = Bench::new().await;
     let slurm = Slurm::start_with(bench.folder.path(), 2, 4, 30);
     let mut srun = bench.line(&pages::line("docs/launchers.md", "srun "), "srun");
     // The nodes' names do not resolve.
@@ -82,8 +81,7 @@ async fn srun_starts_four_ranks_on_each_of_two_nodes() {
 /// torchrun runs on both nodes.
 #[tokio::test]
 async fn torchrun_starts_four_ranks_on_each_of_two_nodes() {
-    let _permit = training_permit().await;
-    let bench = Bench::new();
+    let bench = Bench::new().await;
     let network = nodes();
     let on = |host: u32| {
         let mut torchrun = bench.line(&pages::line("docs/launchers.md", "torchrun "), "torchrun");
@@ -101,8 +99,7 @@ async fn torchrun_starts_four_ranks_on_each_of_two_nodes() {
 /// mpirun starts its daemon on the second node through the node's sshd.
 #[tokio::test]
 async fn mpirun_starts_four_ranks_on_each_of_two_nodes() {
-    let _permit = training_permit().await;
-    let bench = Bench::new();
+    let bench = Bench::new().await;
     let network = nodes();
     let mut mpirun = bench.line(&pages::line("docs/launchers.md", "mpirun "), "mpirun");
     let variables = ["LOCKSTEP_SHARED_MEMORY=0", &format!("PATH={}", pages::path())];
@@ -120,8 +117,7 @@ async fn mpirun_starts_four_ranks_on_each_of_two_nodes() {
 
 #[tokio::test]
 async fn msrun_starts_four_ranks_on_each_of_two_nodes() {
-    let _permit = training_permit().await;
-    let bench = Bench::new();
+    let bench = Bench::new().await;
     let network = nodes();
     let bin = bench.out("bin");
     fs::create_dir(&bin).expect("a folder");
@@ -145,8 +141,7 @@ async fn msrun_starts_four_ranks_on_each_of_two_nodes() {
 
 #[tokio::test]
 async fn with_mindspore_s_variables_workers_train_and_the_scheduler_idles() {
-    let _permit = training_permit().await;
-    let bench = Bench::new();
+    let bench = Bench::new().await;
     let port = free_port().to_string();
     let process = |role: &str, id: &str| {
         let mut command = bench.train("mindspore", &[]);
@@ -167,7 +162,7 @@ async fn with_mindspore_s_variables_workers_train_and_the_scheduler_idles() {
         .map(assert_success)
         .collect();
     assert!(outputs[0].contains("succeeded: validation accuracy") && outputs[1].is_empty(), "{outputs:?}");
-    assert_success(&bench.train("alone", &[]).output().expect("it runs"));
+    bench.train_to_success("alone", &[]);
     assert!(bench.model("mindspore", "2-24") == bench.model("alone", "2-24"));
     let refused = process("MS_PSERVER", "0").output().expect("it runs");
     assert_eq!(refused.status.code(), Some(2));
@@ -176,8 +171,7 @@ async fn with_mindspore_s_variables_workers_train_and_the_scheduler_idles() {
 
 #[tokio::test]
 async fn a_rank_table_places_ranks_on_machines() {
-    let _permit = training_permit().await;
-    let bench = Bench::new();
+    let bench = Bench::new().await;
     // Two addresses of this machine, and rank 0 on the second.
     let device = |rank: u32| json!({"device_id": (rank % 2).to_string(), "device_ip": "192.1.27.6", "rank_id": rank.to_string()});
     let servers = [("127.0.0.2", [2, 3]), ("127.0.0.1", [0, 1])];
@@ -201,7 +195,7 @@ async fn a_rank_table_places_ranks_on_machines() {
     let line = pages::line("docs/launchers.md", "RANK_ID=3 lockstep train job.toml --rank-table");
     let rank = |rank: u32| replaced(&line, "RANK_ID=3 ", format!("RANK_ID={rank} "), "ranks");
     run_together((0..4).map(rank).collect()).iter().for_each(|output| drop(assert_success(output)));
-    assert_success(&bench.train("alone", &["--ranks", "4"]).output().expect("it runs"));
+    bench.train_to_success("alone", &["--ranks", "4"]);
     for out in ["nodes", "ranks"] {
         assert!(bench.model(out, "2-24") == bench.model("alone", "2-24"), "{out}");
     }

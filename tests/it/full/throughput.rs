@@ -3,7 +3,7 @@
 use crate::{
     pictures,
     server::{Server, exclusive_permit, number, signal},
-    socket::{Socket, is_metric, last_step},
+    socket::wait_for_step,
     specs,
 };
 use rustix::process::Signal;
@@ -26,12 +26,6 @@ fn spec(name: &str, ranks: u32) -> Value {
             "checkpoint": {"every_epochs": 1, "keep": 10},
         }),
     )
-}
-
-/// Waits until a job has passed a step.
-async fn wait_for_step(server: &Server, id: &str, step: u64) {
-    let mut socket = Socket::of_job(server, id, 0).await;
-    socket.until(|f| is_metric(f, "loss") && last_step(f) >= step).await;
 }
 
 /// Pictures per second of an attempt, from the points of rank 0.

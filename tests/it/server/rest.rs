@@ -111,6 +111,13 @@ impl Server {
         job
     }
 
+    /// Waits for the job to fail and returns the reason.
+    pub(crate) async fn wait_for_failure(&self, id: &str) -> String {
+        let job = self.wait_for_end(id).await;
+        assert_eq!(job["state"], "failed", "{job:#}");
+        job["reason"].as_str().expect("a reason").to_owned()
+    }
+
     /// The listed checkpoints of a job.
     pub(crate) async fn checkpoints(&self, id: &str) -> Vec<Value> {
         let response = self.get(&format!("/jobs/{id}/checkpoints")).await;

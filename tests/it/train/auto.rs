@@ -6,8 +6,7 @@ use std::{path::Path, process::Command};
 
 #[tokio::test]
 async fn ranks_with_an_automatic_plan_match_one_rank_and_record_the_plan() {
-    let _permit = training_permit().await;
-    let bench = Bench::new();
+    let bench = Bench::new().await;
     // 13 steps per epoch; the plan's time is measured over 10 steps.
     let always = [
         "train.epochs=1",

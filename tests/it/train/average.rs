@@ -1,13 +1,11 @@
 //! The moving average of the weights (EMA).
 
 use super::{Bench, assert_success};
-use crate::server::training_permit;
 use std::fs;
 
 #[tokio::test]
 async fn averaged_weights_are_evaluated_saved_and_continued() {
-    let _permit = training_permit().await;
-    let bench = Bench::new();
+    let bench = Bench::new().await;
     // With mixup and cutmix, whose pictures must be the same after a continuation and on one rank.
     let mixed = ["train.mixup=0.4", "train.cutmix=1.0"];
     let sets = [
@@ -19,7 +17,7 @@ async fn averaged_weights_are_evaluated_saved_and_continued() {
         mixed[1],
     ];
     let sets: Vec<_> = sets.iter().flat_map(|set| ["--set", *set]).collect();
-    let output = assert_success(&bench.train("one", &sets).output().expect("it runs"));
+    let output = bench.train_to_success("one", &sets);
     assert!(
         output.contains("validation accuracy is ")
             && output.contains("validation accuracy of the averaged weights is "),
@@ -46,16 +44,16 @@ async fn averaged_weights_are_evaluated_saved_and_continued() {
     // Neither the evaluation of the average nor a continuation changes the weights.
     let plain = ["checkpoint.every_steps=1", "checkpoint.keep=30", mixed[0], mixed[1]];
     let plain: Vec<_> = plain.iter().flat_map(|set| ["--set", *set]).collect();
-    assert_success(&bench.train("plain", &plain).output().expect("it runs"));
+    bench.train_to_success("plain", &plain);
     assert!(values("plain", "2-24", "model.safetensors") == values("one", "2-24", "model.safetensors"));
     let from = bench.out("one").join("checkpoints/1-7");
     let more = [&sets[..], &["--resume", from.to_str().expect("a path")]].concat();
-    assert_success(&bench.train("resumed", &more).output().expect("it runs"));
+    bench.train_to_success("resumed", &more);
     assert!(values("resumed", "2-24", "ema.safetensors") == expected);
     assert!(values("resumed", "2-24", "model.safetensors") == values("one", "2-24", "model.safetensors"));
     // The average is the same on one rank, and with gradients over TCP.
     let alone = [&sets[..], &["--set", "parallel.ranks=1"]].concat();
-    assert_success(&bench.train("alone", &alone).output().expect("it runs"));
+    bench.train_to_success("alone", &alone);
     let over_tcp =
         bench.train("over-tcp", &sets).env("LOCKSTEP_SHARED_MEMORY", "0").output().expect("it runs");
     let tcp_output = assert_success(&over_tcp);

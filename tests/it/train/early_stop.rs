@@ -4,8 +4,7 @@ use super::*;
 
 #[tokio::test]
 async fn a_run_without_improvement_stops_early_and_again_after_continuing() {
-    let _permit = training_permit().await;
-    let bench = Bench::new();
+    let bench = Bench::new().await;
     let job = [
         "train.epochs=6",
         "stop.patience=1",
@@ -17,7 +16,7 @@ async fn a_run_without_improvement_stops_early_and_again_after_continuing() {
     ];
     let job: Vec<&str> = job.iter().flat_map(|set| ["--set", *set]).collect();
     let reason = "stopped early after step 20: validation loss has not improved by 1000 on the ";
-    let output = assert_success(&bench.train("early", &job).output().expect("it runs"));
+    let output = bench.train_to_success("early", &job);
     for words in ["320 training and 80 validation pictures", "the loss weights classes by ", reason] {
         assert!(output.contains(words), "{words} in {output}");
     }
@@ -25,7 +24,7 @@ async fn a_run_without_improvement_stops_early_and_again_after_continuing() {
     let checkpoint = bench.out("early").join("checkpoints/2-14");
     for (out, from) in [("from-14", checkpoint.to_str().expect("a path")), ("early", "latest")] {
         let resume = [&job[..], &["--resume", from]].concat();
-        let output = assert_success(&bench.train(out, &resume).output().expect("it runs"));
+        let output = bench.train_to_success(out, &resume);
         assert!(output.contains(reason), "{output}");
         assert!(bench.model(out, "2-20") == bench.model("early", "2-20"), "from {from}");
     }

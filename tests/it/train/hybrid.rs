@@ -30,8 +30,7 @@ pub(super) fn max_difference(a: &[u8], b: &[u8]) -> f32 {
 
 #[tokio::test]
 async fn ranks_that_share_a_network_match_one_rank() {
-    let _permit = training_permit().await;
-    let bench = Bench::new();
+    let bench = Bench::new().await;
     let run = |out: &str, sets: &[&str], more: &[&str]| {
         // A small learning rate, as training amplifies rounding differences of sums. With 400 pictures and a batch of 32, the last step
         // of an epoch has fewer pictures.
@@ -123,8 +122,7 @@ async fn ranks_that_share_a_network_match_one_rank() {
 /// With augmentation and mixup, whose mixed labels the later stages need.
 #[tokio::test]
 async fn stages_match_one_rank_and_continue_after_a_killed_rank() {
-    let _permit = training_permit().await;
-    let bench = Bench::new();
+    let bench = Bench::new().await;
     let always = [
         "train.epochs=1",
         "train.accumulate=2",
@@ -142,9 +140,8 @@ async fn stages_match_one_rank_and_continue_after_a_killed_rank() {
     let sets = |more: &[&'static str]| -> Vec<&'static str> {
         always.iter().chain(more).flat_map(|set| ["--set", *set]).collect()
     };
-    let run = |out: &str, sets: &[&'static str], more: &[&str]| {
-        assert_success(&bench.train(out, &[sets, more].concat()).output().expect("it runs"))
-    };
+    let run =
+        |out: &str, sets: &[&'static str], more: &[&str]| bench.train_to_success(out, &[sets, more].concat());
     let accuracies = |output: &str| -> Vec<String> {
         let lines = output.lines().filter(|line| line.contains("validation accuracy "));
         lines.map(|line| line.split(", loss").next().unwrap_or_default().to_owned()).collect()

@@ -1,7 +1,6 @@
 //! A run's records of its layers (descriptions, and histograms of weights and gradients), and frozen batch norms.
 
 use super::{Bench, assert_success};
-use crate::server::training_permit;
 use lockstep_protocol::{
     agent::AttemptEvent,
     histograms::{HistogramKind, LayerHistogram, LayerHistograms},
@@ -60,14 +59,13 @@ fn count_bins(LayerHistogram { min, max, .. }: &LayerHistogram, values: &[f32]) 
 
 #[tokio::test]
 async fn histograms_count_every_weight_and_gradient_and_change_nothing() {
-    let _permit = training_permit().await;
-    let bench = Bench::new();
+    let bench = Bench::new().await;
     let sets = |more: &[&'static str]| -> Vec<&'static str> {
         let all = [&["checkpoint.every_steps=10"], more].concat();
         all.into_iter().flat_map(|set| ["--set", set]).collect()
     };
-    assert_success(&bench.train("plain", &sets(&[])).output().expect("it runs"));
-    assert_success(&bench.train("one", &sets(&["log.histograms=10"])).output().expect("it runs"));
+    bench.train_to_success("plain", &sets(&[]));
+    bench.train_to_success("one", &sets(&["log.histograms=10"]));
     assert!(tensors(&bench, "one", "2-24") == tensors(&bench, "plain", "2-24"));
     assert!(recorded(&bench, "plain", 0).0.is_empty());
     assert_eq!(recorded(&bench, "one", 1), (Vec::new(), Vec::new()), "only rank 0 records");
@@ -122,15 +120,14 @@ async fn histograms_count_every_weight_and_gradient_and_change_nothing() {
 
 #[tokio::test]
 async fn frozen_batch_norms_keep_the_given_weights() {
-    let _permit = training_permit().await;
-    let bench = Bench::new();
-    assert_success(&bench.train("before", &[]).output().expect("it runs"));
+    let bench = Bench::new().await;
+    bench.train_to_success("before", &[]);
     let checkpoint = bench.out("before/checkpoints/1-7");
     let pretrained = format!("model.pretrained={}", checkpoint.join("model.safetensors").display());
     let frozen = ["--set", &pretrained, "--set", "model.freeze_norm=true"];
     for (out, ranks) in [("two", "parallel.ranks=2"), ("one", "parallel.ranks=1")] {
         let more = [&frozen[..], &["--set", ranks]].concat();
-        assert_success(&bench.train(out, &more).output().expect("it runs"));
+        bench.train_to_success(out, &more);
     }
     let (given, found) = (tensors(&bench, "before", "1-7"), tensors(&bench, "two", "2-24"));
     assert!(given.keys().eq(found.keys()));
@@ -142,6 +139,6 @@ async fn frozen_batch_norms_keep_the_given_weights() {
     // A continuation gives the same weights.
     let from = bench.out("two/checkpoints/1-7");
     let more = [&frozen[..], &["--resume", from.to_str().expect("a path")]].concat();
-    assert_success(&bench.train("resumed", &more).output().expect("it runs"));
+    bench.train_to_success("resumed", &more);
     assert!(found == tensors(&bench, "resumed", "2-24"));
 }

@@ -4,7 +4,7 @@ use super::{
     Bench, assert_success,
     stops::{has_ended, pid_of, signal, until_step},
 };
-use crate::{pictures, server::training_permit};
+use crate::pictures;
 use rustix::process::Signal;
 use std::{
     fs,
@@ -15,8 +15,7 @@ use std::{
 
 #[tokio::test]
 async fn impossible_training_is_refused_with_advice() {
-    let _permit = training_permit().await;
-    let bench = Bench::new();
+    let bench = Bench::new().await;
     let error_of = |sets: &[&str]| {
         let out = format!("out-{}", sets.join("-").replace(['/', '.'], "_"));
         let more: Vec<_> = sets.iter().flat_map(|set| ["--set", *set]).collect();
@@ -63,8 +62,7 @@ async fn impossible_training_is_refused_with_advice() {
 
 #[tokio::test]
 async fn impossible_stages_are_refused() {
-    let _permit = training_permit().await;
-    let bench = Bench::new();
+    let bench = Bench::new().await;
     let stages =
         ["parallel.mode=hybrid", "parallel.ranks=12", "parallel.pipeline=12", "train.global_batch_size=8"];
     for (sets, status, words) in [
@@ -91,8 +89,7 @@ async fn impossible_stages_are_refused() {
 /// The last checkpoint is retried every second.
 #[tokio::test]
 async fn a_full_disk_is_logged_only_once_with_a_count() {
-    let _permit = training_permit().await;
-    let bench = Bench::new();
+    let bench = Bench::new().await;
     let only_last = ["train.epochs=1", "checkpoint.every_steps=", "checkpoint.every_epochs=0"];
     let sets: Vec<_> = only_last.iter().flat_map(|set| ["--set", *set]).collect();
     // Each fault fails one attempt.
@@ -108,8 +105,7 @@ async fn a_full_disk_is_logged_only_once_with_a_count() {
 /// If a variable were ignored, each process would train alone, as rank 0 of 1.
 #[tokio::test]
 async fn inconsistent_variables_of_a_rank_table_are_refused() {
-    let _permit = training_permit().await;
-    let bench = Bench::new();
+    let bench = Bench::new().await;
     let device = |rank: u32| serde_json::json!({"device_id": rank.to_string(), "rank_id": rank.to_string()});
     let servers: Vec<_> = (0..2)
         .map(|s| serde_json::json!({"server_id": format!("10.0.0.{s}"), "device": [device(2 * s), device(2 * s + 1)]}))
@@ -144,8 +140,7 @@ async fn inconsistent_variables_of_a_rank_table_are_refused() {
 
 #[tokio::test]
 async fn a_folder_in_use_is_refused_even_if_only_ranks_are_left() {
-    let _permit = training_permit().await;
-    let bench = Bench::new();
+    let bench = Bench::new().await;
     // A job that outlasts the test.
     let long = ["--set", "train.epochs=1000"];
     let mut child = bench.train("out", &long).stdout(Stdio::piped()).spawn().expect("it starts");
@@ -172,19 +167,18 @@ async fn a_folder_in_use_is_refused_even_if_only_ranks_are_left() {
     }
     // No process uses the folder any more.
     fs::remove_dir_all(bench.out("out").join("checkpoints")).ok();
-    assert_success(&bench.train("out", &[]).output().expect("it runs"));
+    bench.train_to_success("out", &[]);
 }
 
 #[tokio::test]
 async fn a_folder_with_later_checkpoints_refuses_an_earlier_resume() {
-    let _permit = training_permit().await;
-    let bench = Bench::new();
+    let bench = Bench::new().await;
     let steps = |number: &'static str, seed: &'static str| {
         let keys = ["train.epochs=", "checkpoint.every_steps=2", number, seed];
         keys.into_iter().flat_map(|set| ["--set", set]).collect::<Vec<_>>()
     };
     for (out, seed) in [("out", "train.seed=1"), ("other", "train.seed=2")] {
-        assert_success(&bench.train(out, &steps("train.steps=4", seed)).output().expect("it runs"));
+        bench.train_to_success(out, &steps("train.steps=4", seed));
     }
     let resume = |from: &str, step: u64| {
         let from = bench.out(from).join(format!("checkpoints/1-{step}")).display().to_string();
@@ -205,8 +199,7 @@ async fn a_folder_with_later_checkpoints_refuses_an_earlier_resume() {
 /// into zeros, which would hide this.
 #[tokio::test]
 async fn a_run_that_overflows_float32_fails_as_diverged_without_a_bad_checkpoint() {
-    let _permit = training_permit().await;
-    let bench = Bench::new();
+    let bench = Bench::new().await;
     for ranks in ["1", "2"] {
         let out = format!("out-{ranks}");
         let ranks_set = format!("parallel.ranks={ranks}");
@@ -241,12 +234,11 @@ async fn a_run_that_overflows_float32_fails_as_diverged_without_a_bad_checkpoint
 
 #[tokio::test]
 async fn the_head_of_pretrained_weights_is_replaced_for_other_classes() {
-    let _permit = training_permit().await;
-    let bench = Bench::new();
+    let bench = Bench::new().await;
     let folder = pictures::image_folder(bench.folder.path(), 40);
     let dataset = format!("data.dataset={}", folder.display());
     let two = ["--set", &dataset, "--set", "data.validation=val"];
-    assert_success(&bench.train("two", &two).output().expect("it runs"));
+    bench.train_to_success("two", &two);
     for split in ["train", "val"] {
         let third = folder.join(split).join("wellington");
         fs::create_dir(&third).expect("a folder");
@@ -257,7 +249,7 @@ async fn the_head_of_pretrained_weights_is_replaced_for_other_classes() {
     // 80 pictures give 2 steps per epoch, 120 give 3.
     let weights = format!("model.pretrained={}", bench.out("two").join("checkpoints/2-4").display());
     let three = [&two[..], &["--set", &weights]].concat();
-    let error = assert_success(&bench.train("three", &three).output().expect("it runs"));
+    let error = bench.train_to_success("three", &three);
     assert!(error.contains("its fc.weight is [2, 64], this job's is [3, 64]"), "{error}");
     assert!(error.contains("the last layer (fc) keeps its initial values"), "{error}");
     assert!(!bench.model("three", "2-6").is_empty());
@@ -281,9 +273,8 @@ fn set_first_value(model: &Path, tensor: &str, value: f32) {
 
 #[tokio::test]
 async fn diverged_weights_are_refused_with_file_and_tensor() {
-    let _permit = training_permit().await;
-    let bench = Bench::new();
-    assert_success(&bench.train("out", &[]).output().expect("it runs"));
+    let bench = Bench::new().await;
+    bench.train_to_success("out", &[]);
     for (tensor, value, message) in [
         ("layer1.0.conv1.weight", f32::NAN, "layer1.0.conv1.weight contains NaN at index 0"),
         ("layer2.0.bn2.running_var", -1.0, "layer2.0.bn2.running_var contains -1 at index 0"),
@@ -313,9 +304,8 @@ async fn diverged_weights_are_refused_with_file_and_tensor() {
 
 #[tokio::test]
 async fn a_checkpoint_of_another_network_or_other_classes_is_not_called_damaged() {
-    let _permit = training_permit().await;
-    let bench = Bench::new();
-    assert_success(&bench.train("out", &[]).output().expect("it runs"));
+    let bench = Bench::new().await;
+    bench.train_to_success("out", &[]);
     let checkpoint = bench.out("out").join("checkpoints/1-7");
     let names = bench.folder.path().join("fashion-400-100/classes.txt");
     let resume = |out: &str, sets: &[&str]| {

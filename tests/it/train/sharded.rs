@@ -1,10 +1,7 @@
 //! Checkpoints whose parts are written by all ranks (`checkpoint.sharded`).
 
 use super::{Bench, assert_success};
-use crate::{
-    pictures,
-    server::{lockstep, training_permit},
-};
+use crate::{pictures, server::lockstep};
 use safetensors::SafeTensors;
 use serde_json::Value;
 use std::{
@@ -99,8 +96,7 @@ fn check_index(folder: &Path, kind: &str, parts: usize) -> Vec<u64> {
 
 #[tokio::test]
 async fn every_plan_continues_from_checkpoints_of_every_plan() {
-    let _permit = training_permit().await;
-    let bench = Bench::new();
+    let bench = Bench::new().await;
     let sharded = "checkpoint.sharded=true";
     let data = ["parallel.ranks=4"];
     for (out, sets) in [("data", &data[..]), ("hybrid", &HYBRID[..])] {
@@ -198,8 +194,7 @@ async fn every_plan_continues_from_checkpoints_of_every_plan() {
 
 #[tokio::test]
 async fn a_rank_killed_while_writing_loses_only_that_checkpoint() {
-    let _permit = training_permit().await;
-    let bench = Bench::new();
+    let bench = Bench::new().await;
     let sets = ["parallel.ranks=2", "checkpoint.sharded=true"];
     assert_success(&run(&bench, "undisturbed", &sets, &[]));
     for point in ["checkpoint.model", "checkpoint.optimizer", "checkpoint.manifest", "checkpoint.synced"] {
@@ -226,8 +221,7 @@ async fn a_rank_killed_while_writing_loses_only_that_checkpoint() {
 
 #[tokio::test]
 async fn a_rank_s_full_disk_fails_a_checkpoint_and_delays_the_last() {
-    let _permit = training_permit().await;
-    let bench = Bench::new();
+    let bench = Bench::new().await;
     let sets = ["parallel.ranks=2", "checkpoint.sharded=true"];
     let all: Vec<_> = COMMON.iter().chain(&sets).flat_map(|set| ["--set", *set]).collect();
     // A rank cannot write its part of 1-8, and a rank cannot write its part of the last checkpoint, which is retried.

@@ -1,7 +1,7 @@
 //! Runs that are stopped or whose ranks die: what is saved and reported, and how the runs continue.
 
-use super::{Bench, assert_success};
-use crate::{pictures, server::training_permit};
+use super::Bench;
+use crate::pictures;
 use std::{
     fs,
     io::{BufRead, BufReader},
@@ -41,10 +41,9 @@ pub(super) fn has_ended(pid: i32) -> bool {
 
 #[tokio::test]
 async fn a_stopped_run_continues_to_the_same_bytes() {
-    let _permit = training_permit().await;
-    let bench = Bench::new();
+    let bench = Bench::new().await;
     let long = ["--set", "train.epochs=6"];
-    assert_success(&bench.train("whole", &long).output().expect("it runs"));
+    bench.train_to_success("whole", &long);
     // Slow steps, so that the run is stopped before its end.
     let mut parts = bench.train("parts", &long);
     parts.env("LOCKSTEP_FAULT", "step:slow").stdout(Stdio::piped());
@@ -56,9 +55,7 @@ async fn a_stopped_run_continues_to_the_same_bytes() {
     for rank in 0..2 {
         assert!(has_ended(pid_of(&bench.out("parts").join("attempts/1"), rank)), "rank {rank} has ended");
     }
-    let output = assert_success(
-        &bench.train("parts", &[&long[..], &["--resume", "latest"]].concat()).output().expect("it runs"),
-    );
+    let output = bench.train_to_success("parts", &[&long[..], &["--resume", "latest"]].concat());
     assert!(output.contains("continuing from checkpoint "), "{output}");
     assert!(bench.model("parts", "6-72") == bench.model("whole", "6-72"));
     assert!(
@@ -84,15 +81,14 @@ fn state(bench: &Bench, out: &str, checkpoint: &str) -> serde_json::Value {
 
 #[tokio::test]
 async fn an_evaluation_interrupted_by_a_stop_is_repeated_by_the_next_run() {
-    let _permit = training_permit().await;
-    let bench = Bench::new();
+    let bench = Bench::new().await;
     // An evaluation that takes a while compared with an epoch of 12 steps.
     let folder = bench.folder.path().join("long");
     fs::create_dir(&folder).expect("a folder");
     let dataset = format!("data.dataset={:?}", pictures::idx_dataset(&folder, 8000, 100));
     let sets = [dataset.as_str(), "data.image_size=12", "data.validation=0.95", "checkpoint.every_steps=12"];
     let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", *set]).collect();
-    let whole = assert_success(&bench.train("whole", &sets).output().expect("it runs"));
+    let whole = bench.train_to_success("whole", &sets);
     for ranks in ["2", "1"] {
         let out = &format!("parts of {ranks}");
         let sets = [&sets[..], &["--ranks", ranks]].concat();
@@ -115,7 +111,7 @@ async fn an_evaluation_interrupted_by_a_stop_is_repeated_by_the_next_run() {
         assert!(state(&bench, out, "1-12")["val_accuracy"].is_null());
 
         let resumed = [&sets[..], &["--resume", "latest"]].concat();
-        let output = assert_success(&bench.train(out, &resumed).output().expect("it runs"));
+        let output = bench.train_to_success(out, &resumed);
         let accuracies = |output: &str| -> Vec<String> {
             let lines = output.lines().filter(|line| line.contains("validation accuracy is"));
             lines.map(|line| line.split(" (").next().unwrap_or_default().to_owned()).collect()
@@ -140,8 +136,7 @@ async fn an_evaluation_interrupted_by_a_stop_is_repeated_by_the_next_run() {
 
 #[tokio::test]
 async fn a_signal_to_one_rank_stops_all_with_a_checkpoint() {
-    let _permit = training_permit().await;
-    let bench = Bench::new();
+    let bench = Bench::new().await;
     let mut child = bench
         .train("out", &["--set", "train.epochs=1000"])
         .stdout(Stdio::piped())
@@ -160,8 +155,7 @@ async fn a_signal_to_one_rank_stops_all_with_a_checkpoint() {
 
 #[tokio::test]
 async fn a_stop_without_a_checkpoint_reports_the_lost_steps() {
-    let permit = training_permit().await;
-    let bench = Bench::new();
+    let mut bench = Bench::new().await;
     let mut child = bench
         .train("out", &["--set", "train.epochs=1000", "--set", "checkpoint.every_steps=100000"])
         .stdout(Stdio::piped())
@@ -173,7 +167,7 @@ async fn a_stop_without_a_checkpoint_reports_the_lost_steps() {
     // A suspended rank: the others wait for it forever.
     signal(pid_of(&attempt, 1), rustix::process::Signal::STOP);
     // While the run hangs, other tests may train.
-    drop(permit);
+    bench.permit = None;
     let pid = child.id().cast_signed();
     let signalled = Instant::now();
     signal(pid, rustix::process::Signal::INT);
@@ -200,8 +194,7 @@ async fn a_stop_without_a_checkpoint_reports_the_lost_steps() {
 
 #[tokio::test]
 async fn a_killed_rank_ends_the_others_and_is_named() {
-    let _permit = training_permit().await;
-    let bench = Bench::new();
+    let bench = Bench::new().await;
     let mut child = bench
         .train("out", &["--set", "train.epochs=1000"])
         .stdout(Stdio::piped())
@@ -230,8 +223,7 @@ mod full {
 
     #[tokio::test]
     async fn a_run_of_more_than_16_ranks_stops_before_its_end() {
-        let _permit = training_permit().await;
-        let bench = Bench::new();
+        let bench = Bench::new().await;
         // Slow steps, so that the run of 80 steps is stopped before its end.
         let sets = ["--ranks", "18", "--set", "train.global_batch_size=144", "--set", "train.epochs=40"];
         let mut command = bench.train("out", &sets);

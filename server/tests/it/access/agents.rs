@@ -1,7 +1,7 @@
 //! The identity of an agent follows from its token.
 
 use crate::{
-    agent::{Agent, hello, losses, running},
+    agent::{Agent, hello, losses, running, start_job},
     test_server::{TIMEOUT, TestServer},
 };
 use futures_util::{SinkExt, StreamExt};
@@ -104,10 +104,7 @@ async fn an_agent_with_a_revoked_token_is_disconnected() {
 
 #[tokio::test]
 async fn reports_are_accepted_only_from_the_attempt_s_agent() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let id = server.submit(|_| {}).await.id.to_string();
-    let attempt = agent.expect_start().await.attempt;
+    let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     assert_eq!(agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await, 1);
 
     // Another known agent, which has all data of the attempt but was not assigned to it.

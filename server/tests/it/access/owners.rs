@@ -160,9 +160,8 @@ async fn private_jobs_are_visible_only_to_owners_and_admins() {
     })
     .await;
     let new = json!({"name": "secret-pictures", "path": "/secret", "private": true});
-    let ((status, dataset), ()) =
-        tokio::join!(server.post("/datasets", &new), agent.answer_inspection(Ok(dataset_info())));
-    assert!(status == 201 && dataset["owner"] == "mona" && dataset["private"] == true, "{dataset}");
+    let dataset = agent.register_dataset(&server, &new, dataset_info()).await;
+    assert!(dataset["owner"] == "mona" && dataset["private"] == true, "{dataset}");
     let note = Some(json!({"notes": "a secret note"}));
     assert_eq!(server.send_as(&mona, "PATCH", &format!("/jobs/{job}"), note).await.0, 200);
     server.http = admin;

@@ -54,9 +54,7 @@ async fn private_ids_get_the_same_response_as_unknown_ids() {
     let (job, checkpoint) =
         create_failed_job(&server, &mut agent, |spec| spec["private"] = json!(true)).await;
     let new = json!({"name": "secret-pictures", "path": "/secret", "private": true});
-    let ((status, _), ()) =
-        tokio::join!(server.post("/datasets", &new), agent.answer_inspection(Ok(dataset_info())));
-    assert_eq!(status, 201);
+    agent.register_dataset(&server, &new, dataset_info()).await;
     let (status, version) = server.post("/models", &json!({"name": "secret-model", "job": job})).await;
     assert_eq!(status, 201, "{version}");
     server.http = admin;

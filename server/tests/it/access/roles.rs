@@ -79,9 +79,7 @@ async fn try_all_routes(by: By) {
         let (job, checkpoint) =
             create_failed_job(&server, &mut agent, |spec| spec["private"] = private.into()).await;
         let new = json!({"name": dataset, "path": format!("/{dataset}"), "private": private});
-        let ((status, registered), ()) =
-            tokio::join!(server.post("/datasets", &new), agent.answer_inspection(Ok(dataset_info())));
-        assert_eq!(status, 201, "{registered}");
+        agent.register_dataset(&server, &new, dataset_info()).await;
         // A model with the same name as the dataset.
         assert_eq!(server.post("/models", &json!({"name": dataset, "job": job})).await.0, 201);
         let alias = server.http.put(server.url(&format!("/api/v1/models/{dataset}/aliases/champion")));

@@ -1,10 +1,7 @@
 //! Headers, names and cursors of requests.
 
 use super::*;
-use crate::{
-    test_server::client,
-    uploads::{AttemptApi, checkpoint, manifest},
-};
+use crate::uploads::{AttemptApi, checkpoint, manifest};
 use base64::{Engine, prelude::BASE64_URL_SAFE_NO_PAD};
 
 #[tokio::test]
@@ -32,10 +29,7 @@ async fn names_and_paths_of_datasets_have_maximum_lengths() {
     let server = TestServer::new().await;
     let mut agent = Agent::join(&server, 1).await;
     let new = |name: usize, path: usize| json!({"name": "n".repeat(name), "path": format!("/{}", "p".repeat(path - 1))});
-    let longest = new(100, 4096);
-    let add = server.post("/datasets", &longest);
-    let ((status, body), ()) = tokio::join!(add, agent.answer_inspection(Ok(dataset_info())));
-    assert_eq!(status, 201, "{body}");
+    agent.register_dataset(&server, &new(100, 4096), dataset_info()).await;
     let (status, body) = server.post("/datasets", &new(101, 4097)).await;
     assert_eq!(status, 422, "{body}");
     let details = body["errors"].as_array().unwrap().iter().map(|error| error["detail"].as_str().unwrap());
@@ -73,14 +67,9 @@ async fn a_cursor_has_at_most_4096_characters() {
 #[tokio::test]
 async fn a_part_of_a_checkpoint_upload_has_at_most_8_mib() {
     const MAX: usize = 8 << 20;
-    let server = TestServer::new().await;
-    let token = server.agent_token("a").await;
-    let mut agent = Agent::connect_with_token(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
-    agent.register(&server).await;
-    server.submit(|_| {}).await;
-    let attempt = agent.expect_start().await.attempt;
+    let (server, mut agent, _, attempt) = start_job(|_| {}).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
-    let own = AttemptApi { server: &server, http: client(&token), agent_id: "id-a".into(), attempt };
+    let own = AttemptApi::new(&server, &server.agent_token("a").await, "id-a", &attempt);
     assert_eq!(own.request("POST", "", vec![]).await.0, 204);
     let mut manifest: Value = serde_json::from_slice(&manifest(1, 10)).unwrap();
     manifest["files"]["model.safetensors"]["size_bytes"] = json!(2 * MAX);

@@ -1,7 +1,7 @@
 //! A provider that is down, changes its keys, or has an invalid description.
 
 use super::provider::{Browser, Provider, Signer};
-use crate::test_server::{TIMEOUT, TestServer};
+use crate::test_server::{TestServer, wait_until};
 use axum::{
     Router,
     body::Body,
@@ -11,7 +11,7 @@ use axum::{
 use lockstep_protocol::people::Role;
 use lockstep_server::OidcConfig;
 use serde_json::{Value, json};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use tokio::net::TcpListener;
 
 /// Starts a provider with this description, which gets the issuer. Returns the status with which a server begins a sign-in.
@@ -58,10 +58,7 @@ async fn a_server_starts_while_the_provider_is_down() {
         );
     }
     let provider = Provider::at(TcpListener::bind(address).await.unwrap()).await;
-    let since = Instant::now();
-    while browser.get("/login/oidc").await.status() != 303 {
-        assert!(since.elapsed() < TIMEOUT, "the server does not retry");
-    }
+    wait_until("the server retries", async || browser.get("/login/oidc").await.status() == 303).await;
     assert_eq!(browser.sign_in(&provider).await.status(), 303);
     server.stop().await;
 }

@@ -3,7 +3,7 @@
 use super::{agents_of, launch, launch_program, server, short, submit, valid_agent_tokens};
 use crate::{
     cluster::Slurm,
-    server::{Finished, LOCKSTEP, Server, number, training_permit},
+    server::{Finished, LOCKSTEP, Server, number},
     specs,
 };
 use serde_json::{Value, json};
@@ -37,7 +37,6 @@ pub(super) async fn trains_past(server: &Server, id: &str, attempt: u64, step: u
 
 #[tokio::test]
 async fn a_batch_job_runs_the_job_and_ends_with_it() {
-    let _permit = training_permit().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 2);
     let id = submit(&server, &short("over-slurm")).await;
@@ -57,7 +56,6 @@ async fn a_batch_job_runs_the_job_and_ends_with_it() {
 
 #[tokio::test]
 async fn cancelling_a_job_or_its_batch_job_ends_both() {
-    let _permit = training_permit().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
     let id = submit(&server, &endless("cancelled")).await;
@@ -101,7 +99,6 @@ async fn assert_continues_then_cancel(server: &Server, slurm: &Slurm, id: &str, 
 
 #[tokio::test]
 async fn a_batch_job_writes_a_checkpoint_and_requeues_before_its_time_limit() {
-    let _permit = training_permit().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
     let id = submit(&server, &endless("requeued")).await;
@@ -123,14 +120,13 @@ async fn a_batch_job_writes_a_checkpoint_and_requeues_before_its_time_limit() {
 /// the job trains.
 #[tokio::test]
 async fn a_time_limit_that_slurm_itself_enforces_costs_no_step() {
-    let permit = training_permit().await;
-    let server = server().await;
+    let mut server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
     let id = submit(&server, &endless("time-limit")).await;
     let batch = launch_detached(&server, &slurm, &id, &["--time=2", "--signal=B:USR1@30"]);
     let at = number(&trains_past(&server, &id, 1, 10).await["step"]);
     // Later steps are slow, so other tests may train.
-    drop(permit);
+    server.permit = None;
     let job = server.wait_for_job(&id, "the job is queued again", |job| job["state"] == "queued").await;
     slurm.until("Slurm's job is queued", |slurm| slurm.field(&batch, "%T") == "PENDING");
     let kept = server.checkpoints(&id).await.iter().map(|c| number(&c["step"])).max().expect("a checkpoint");
@@ -150,7 +146,6 @@ async fn a_time_limit_that_slurm_itself_enforces_costs_no_step() {
 /// Slurm ends a requeued job like a preempted job: SIGTERM, and SIGKILL after KillWait. Only an unfinished checkpoint is lost.
 #[tokio::test]
 async fn a_checkpoint_slower_than_slurm_s_kill_wait_is_the_only_loss() {
-    let _permit = training_permit().await;
     let server = server().await;
     let slurm = Slurm::start_with(server.folder().path(), 1, 2, KILL_WAIT_SECS);
     let id = submit(&server, &endless("too-slow")).await;
@@ -188,7 +183,6 @@ async fn a_checkpoint_slower_than_slurm_s_kill_wait_is_the_only_loss() {
 
 #[tokio::test]
 async fn a_sweep_is_an_array_with_a_task_for_each_job() {
-    let _permit = training_permit().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 2);
     let toml = "name = \"swept\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 8\n[train]\n\
@@ -241,7 +235,6 @@ async fn a_sweep_is_an_array_with_a_task_for_each_job() {
 
 #[tokio::test]
 async fn cancelling_a_job_of_a_sweep_ends_only_its_task() {
-    let _permit = training_permit().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
     let toml = "name = \"swept\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 8\n[train]\n\
@@ -278,7 +271,6 @@ async fn cancelling_a_job_of_a_sweep_ends_only_its_task() {
 
 #[tokio::test]
 async fn tasks_that_outlive_their_job_are_cancelled() {
-    let _permit = training_permit().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
     let toml = "name = \"hangs\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 8\n[train]\n\

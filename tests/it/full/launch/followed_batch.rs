@@ -8,7 +8,7 @@ use super::{
 };
 use crate::{
     cluster::Slurm,
-    server::{Server, number, training_permit},
+    server::{Server, number},
     specs,
 };
 use serde_json::{Value, json};
@@ -26,7 +26,6 @@ fn follow(server: &Server, slurm: &Slurm, id: &str, args: &[&str], options: &[&s
 
 #[tokio::test]
 async fn following_a_batch_job_shows_its_states_and_its_end() {
-    let _permit = training_permit().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 1);
     let id = submit(&server, &endless("followed")).await;
@@ -57,7 +56,6 @@ fn over_two_nodes(name: &str) -> Value {
 
 #[tokio::test]
 async fn after_losing_a_node_a_job_ends_on_a_third_with_the_same_weights() {
-    let _permit = training_permit().await;
     let server = server().await;
     let slurm = Slurm::start(server.folder().path(), 3);
     let undisturbed = submit(&server, &over_two_nodes("undisturbed")).await;

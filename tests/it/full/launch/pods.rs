@@ -1,10 +1,10 @@
 //! Agents in the pods of a Kubernetes Job, with a simulated API server.
 
-use super::{server, short, submit, valid_agent_tokens};
+use super::{batch::trains_past, server, short, submit, valid_agent_tokens};
 use crate::{
     cluster::{Kubernetes, command_lines, find_program},
     pages,
-    server::{Finished, Server, lockstep, number, training_permit},
+    server::{Finished, Server, lockstep, number},
     specs,
 };
 use serde_json::{Value, json};
@@ -20,14 +20,6 @@ pub(super) fn endless(name: &str, ranks: u32) -> Value {
         specs::short(name, "fashion", ranks, 1_000_000),
         json!({"checkpoint": {"every_epochs": null, "every_steps": 50, "keep": 2}}),
     )
-}
-
-/// Waits until a job trains in at least this attempt and has passed this step.
-pub(super) async fn trains_past(server: &Server, id: &str, attempt: u64, step: u64) -> Value {
-    let past = |job: &Value| {
-        number(&job["attempt"]) >= attempt && job["state"] == "running" && number(&job["step"]) > step
-    };
-    server.wait_for_job(id, "the job trains", past).await
 }
 
 /// A running `lockstep launch` that follows its job.
@@ -98,7 +90,6 @@ fn is_in_any_process(words: &str) -> bool {
 
 #[tokio::test]
 async fn two_pods_train_a_job_and_end_after_it() {
-    let _permit = training_permit().await;
     let server = server().await;
     let cluster = Kubernetes::start(&server).await;
     let id = submit(&server, &short("Over two pods")).await;
@@ -134,7 +125,6 @@ async fn the_role_for_launches_is_sufficient() {
         eprintln!("skipped: kubectl is missing (kubernetes-client in Debian)");
         return;
     }
-    let _permit = training_permit().await;
     let server = server().await;
     let cluster = Kubernetes::start_with(&server, &json!([])).await;
     let id = submit(&server, &short("By a role")).await;
@@ -150,7 +140,6 @@ async fn the_role_for_launches_is_sufficient() {
 
 #[tokio::test]
 async fn pods_of_a_paused_job_end_with_a_checkpoint_and_return() {
-    let _permit = training_permit().await;
     let server = server().await;
     let cluster = Kubernetes::start(&server).await;
     let id = submit(&server, &endless("paused", 2)).await;
@@ -205,7 +194,6 @@ pub(super) async fn newest(server: &Server, id: &str) -> u64 {
 
 #[tokio::test]
 async fn a_second_launch_takes_over_the_pods_of_the_first() {
-    let _permit = training_permit().await;
     let server = server().await;
     let cluster = Kubernetes::start(&server).await;
     let id = submit(&server, &endless("twice", 1)).await;

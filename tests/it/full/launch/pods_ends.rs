@@ -1,12 +1,13 @@
 //! The end of a launch's pods: they wait until their checkpoints are on the server, even if it is down, and only the agents' tokens are revoked.
 
 use super::{
-    pods::{Following, endless, newest, of_kind, trains_past},
+    batch::trains_past,
+    pods::{Following, endless, newest, of_kind},
     server, submit, valid_agent_tokens,
 };
 use crate::{
     cluster::Kubernetes,
-    server::{Finished, Server, number, training_permit},
+    server::{Finished, Server, number},
 };
 use serde_json::{Value, json};
 use std::{fs, time::Duration};
@@ -21,7 +22,6 @@ async fn pods(cluster: &Kubernetes) -> Vec<Value> {
 
 #[tokio::test]
 async fn pods_of_a_paused_job_run_until_its_checkpoint_is_on_the_server() {
-    let _permit = training_permit().await;
     let mut server = server().await;
     let cluster = Kubernetes::start(&server).await;
     let id = submit(&server, &endless("slow-upload", 1)).await;
@@ -56,7 +56,6 @@ async fn pods_of_a_paused_job_run_until_its_checkpoint_is_on_the_server() {
 
 #[tokio::test]
 async fn a_deleted_kubernetes_job_is_reported_after_the_server_returns() {
-    let _permit = training_permit().await;
     let mut server = server().await;
     let cluster = Kubernetes::start(&server).await;
     let id = submit(&server, &endless("ended", 1)).await;
@@ -78,7 +77,6 @@ async fn a_deleted_kubernetes_job_is_reported_after_the_server_returns() {
 
 #[tokio::test]
 async fn only_tokens_of_the_job_s_own_agents_are_revoked() {
-    let _permit = training_permit().await;
     let server = server().await;
     let cluster = Kubernetes::start(&server).await;
     let id = submit(&server, &endless("tokens", 1)).await;
@@ -114,7 +112,6 @@ async fn only_tokens_of_the_job_s_own_agents_are_revoked() {
 
 #[tokio::test]
 async fn a_partly_created_kubernetes_job_is_deleted_with_its_token() {
-    let _permit = training_permit().await;
     let server = server().await;
     let cluster = Kubernetes::start(&server).await;
     let id = submit(&server, &endless("half-made", 1)).await;

@@ -1,12 +1,13 @@
 //! Errors, lost responses and expired versions of Kubernetes, and the reports of a launch.
 
 use super::{
-    pods::{Following, cancel, endless, trains_past},
+    batch::trains_past,
+    pods::{Following, cancel, endless},
     server, submit, valid_agent_tokens,
 };
 use crate::{
     cluster::{Kubernetes, kubernetes_rules},
-    server::{Finished, Server, number, training_permit},
+    server::{Finished, Server, number},
 };
 use serde_json::{Value, json};
 use std::{collections::BTreeSet, fs};
@@ -16,7 +17,6 @@ const WATCH_SECS: f64 = 2.0;
 
 #[tokio::test]
 async fn a_launch_continues_after_the_api_server_was_down_and_lost_its_history() {
-    let _permit = training_permit().await;
     let server = server().await;
     let cluster = Kubernetes::start(&server).await;
     let id = submit(&server, &endless("away", 2)).await;
@@ -70,7 +70,6 @@ async fn a_launch_continues_after_the_api_server_was_down_and_lost_its_history()
 
 #[tokio::test]
 async fn an_api_server_whose_versions_expire_at_once_is_queried_less_and_less_often() {
-    let _permit = training_permit().await;
     let server = server().await;
     let cluster = Kubernetes::start(&server).await;
     let id = submit(&server, &endless("expired", 1)).await;
@@ -93,7 +92,6 @@ async fn an_api_server_whose_versions_expire_at_once_is_queried_less_and_less_of
 
 #[tokio::test]
 async fn kueue_starts_queued_jobs_and_launches_say_why_pods_wait() {
-    let _permit = training_permit().await;
     let server = server().await;
     let cluster = Kubernetes::start(&server).await;
     let template = |name: &str, text: &str| {
@@ -138,7 +136,6 @@ async fn kueue_starts_queued_jobs_and_launches_say_why_pods_wait() {
 
 #[tokio::test]
 async fn errors_of_kubernetes_are_reported_and_nothing_is_left() {
-    let _permit = training_permit().await;
     let server = server().await;
     let mut rules = kubernetes_rules();
     let remove_rights = |rules: &mut Value, resource: &str| {
@@ -191,7 +188,6 @@ async fn errors_of_kubernetes_are_reported_and_nothing_is_left() {
 /// Nobody reports the end of such a pod to Kubernetes, unlike that of an evicted pod.
 #[tokio::test]
 async fn pods_of_a_dead_node_are_replaced_once_kubernetes_is_told() {
-    let _permit = training_permit().await;
     let server = server().await;
     let cluster = Kubernetes::start(&server).await;
     let id = submit(&server, &endless("node-died", 2)).await;

@@ -5,6 +5,7 @@
 
 use crate::net::Network;
 use lockstep_data::loader::Batch;
+use lockstep_kernels::draws::{GOLDEN, mix};
 use lockstep_protocol::spec::{JobSpec, LossKind, LossSpec};
 use std::sync::Arc;
 
@@ -118,16 +119,6 @@ impl LossConfig {
 
 /// Rounds of the Feistel network. With 8 rounds, pairs of few classes are not drawn equally often.
 pub(crate) const ROUNDS: usize = 10;
-/// The step from one input of [`mix`] to the next, as in SplitMix64.
-const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
-
-/// SplitMix64's output function (Steele, Lea, Flood 2014).
-fn mix(mut z: u64) -> u64 {
-    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-    z ^ (z >> 31)
-}
-
 /// A random permutation of a rank's classes, of which a step uses the first ones. It is a Feistel network over the next
 /// power of four, applied repeatedly until the result is a class ("cycle walking", Black and Rogaway 2002). So any
 /// class, and the position of any class, is computed without the others.

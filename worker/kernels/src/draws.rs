@@ -6,24 +6,29 @@ use rayon::prelude::*;
 /// Number of values per task; even, because normal values are drawn in pairs.
 const CHUNK: usize = 1 << 14;
 
+/// The step from one input of [`mix`] to the next, as in SplitMix64.
+pub const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
+
 /// SplitMix64's output function (Steele, Lea, Flood 2014).
-fn mix(mut z: u64) -> u64 {
+pub fn mix(mut z: u64) -> u64 {
     z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
     z ^ (z >> 31)
 }
 
-/// The key of a parameter's stream: FNV-1a of the name, mixed with the seed.
+/// FNV-1a of a name.
+pub(crate) fn hash(name: &str) -> u64 {
+    name.bytes().fold(0xCBF2_9CE4_8422_2325, |h, b| (h ^ u64::from(b)).wrapping_mul(0x0000_0100_0000_01B3))
+}
+
+/// The key of a parameter's stream: the hash of the name, mixed with the seed.
 pub fn key(seed: u64, name: &str) -> u64 {
-    let hash = name
-        .bytes()
-        .fold(0xCBF2_9CE4_8422_2325u64, |h, b| (h ^ u64::from(b)).wrapping_mul(0x0000_0100_0000_01B3));
-    mix(mix(seed.wrapping_add(0x9E37_79B9_7F4A_7C15)) ^ hash)
+    mix(mix(seed.wrapping_add(GOLDEN)) ^ hash(name))
 }
 
 /// Value `index` of a stream, strictly between 0 and 1.
 fn unit(key: u64, index: u64) -> f64 {
-    let bits = mix(key.wrapping_add(index.wrapping_mul(0x9E37_79B9_7F4A_7C15))) >> 11;
+    let bits = mix(key.wrapping_add(index.wrapping_mul(GOLDEN))) >> 11;
     (bits as f64 + 0.5) / (1u64 << 53) as f64
 }
 

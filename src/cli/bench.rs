@@ -209,10 +209,11 @@ fn devices(args: &Args) -> anyhow::Result<Vec<String>> {
     let first = devices.first().map(|_| RankGpu { ordinal: 0, visible: devices.clone() });
     let backend = registry::device_of(first.as_ref(), args.device).backend;
     if args.precision == Float::Fp16 && !backend.needs().half_precision {
+        let precisions = Device::Cpu.kind().map_or("", |kind| kind.precisions);
         let why = match (args.device, hindrance) {
-            (device, _) if device.is_cores() => "CPU ranks compute in fp32 or bf16".into(),
+            (device, _) if device.is_cores() => format!("CPU ranks compute in {precisions}"),
             (_, Some(why)) => why,
-            (_, None) => "there is no GPU on this machine, and CPU ranks compute in fp32 or bf16".into(),
+            (_, None) => format!("there is no GPU on this machine, and CPU ranks compute in {precisions}"),
         };
         return Err(usage_error(format!("--precision: {why}")));
     }

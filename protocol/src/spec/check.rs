@@ -126,8 +126,7 @@ fn check_shape(document: &mut Value, errors: &mut Vec<SpecError>) {
     }
 }
 
-/// Refuses invisible characters in texts. Stored specifications of earlier versions are checked only when they are
-/// forked. Control characters are checked with the key's kind.
+/// Refuses invisible characters in texts. Control characters are checked with the key's kind.
 fn check_texts(document: &Value, errors: &mut Vec<SpecError>) {
     let mut check_text = |pointer: String, value: &Value| {
         if let Some(unseen) = value.as_str().and_then(first_unseen) {
@@ -289,11 +288,9 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
     let half = matches!(precision, super::Precision::Bf16 | super::Precision::Fp16);
     let device = spec.parallel.device.kind();
     if let Some(kind) = device.filter(|kind| half && !kind.half_precisions.contains(&precision)) {
-        let engine = kind.display_name;
-        mistake(
-            "/train/precision",
-            format!("the {engine} engine computes in fp32 or bf16: use \"fp32\", \"bf16\" or \"auto\""),
-        );
+        let (engine, precisions) = (kind.display_name, kind.precisions);
+        let detail = format!("the {engine} engine computes in {precisions}: use one of these, or \"auto\"");
+        mistake("/train/precision", detail);
     }
     if spec.data.validation == super::Validation::Split("train".into()) {
         mistake(

@@ -28,6 +28,8 @@ pub struct DeviceKind {
     pub is_counted: bool,
     /// The 16-bit formats in which devices of this kind compute. A CPU needs instructions for bf16.
     pub half_precisions: &'static [Precision],
+    /// All formats in which devices of this kind compute, in words.
+    pub precisions: &'static str,
 }
 
 /// All kinds. `auto` uses the first kind of which a machine has slots.
@@ -39,6 +41,7 @@ pub const DEVICE_KINDS: &[DeviceKind] = &[
         slot_name: "GPU",
         is_counted: true,
         half_precisions: &[Precision::Bf16, Precision::Fp16],
+        precisions: "fp32, bf16 or fp16",
     },
     DeviceKind {
         device: Device::Cpu,
@@ -47,6 +50,7 @@ pub const DEVICE_KINDS: &[DeviceKind] = &[
         slot_name: "slot",
         is_counted: false,
         half_precisions: &[Precision::Bf16],
+        precisions: "fp32 or bf16",
     },
 ];
 

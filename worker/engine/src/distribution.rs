@@ -108,23 +108,6 @@ impl<'a> Distribution<'a> {
         optimizer: &Optimizer,
         slots: impl FnOnce(bool) -> Result<Option<OptimizerState>, EngineError>,
     ) -> Result<Contribution, EngineError> {
-        let contribution = self.gathered(engine, writers, optimizer, slots)?;
-        if self.mesh.stage * self.mesh.model > 1 {
-            // A rank that left the group now would end the transfers of other ranks.
-            self.comm.barrier()?;
-        }
-        Ok(contribution)
-    }
-
-    /// As [`Self::contribution`], but other ranks may still be sending when it returns.
-    fn gathered(
-        &self,
-        engine: &dyn Engine,
-        writers: &Writers,
-        optimizer: &Optimizer,
-        slots: impl FnOnce(bool) -> Result<Option<OptimizerState>, EngineError>,
-    ) -> Result<Contribution, EngineError> {
-        let own = self.comm.rank();
         let keeps = self.copy().any(|rank| writers.include(rank));
         // One kind after another, so that a rank has copies of few of its parts at a time.
         let mut state = StateDict::default();
@@ -132,15 +115,21 @@ impl<'a> Distribution<'a> {
             state.parameters =
                 self.gather(engine.parameters()?, self.parameters(), |name| writers.of(name))?;
         }
-        let Some(mut kept) = slots(keeps)? else { return Ok(Contribution::Replica) };
-        kept.slots = self.gather(kept.slots, self.slots(optimizer), |name| writers.of(name))?;
-        state.optimizer = Some(kept);
-        if let Some(average) = engine.averaged()? {
-            let whole = self.gather(average, self.parameters(), |name| writers.of_average(name))?;
-            state.average = Some(whole);
+        if let Some(mut kept) = slots(keeps)? {
+            kept.slots = self.gather(kept.slots, self.slots(optimizer), |name| writers.of(name))?;
+            state.optimizer = Some(kept);
+            if let Some(average) = engine.averaged()? {
+                let whole = self.gather(average, self.parameters(), |name| writers.of_average(name))?;
+                state.average = Some(whole);
+            }
+            state.loss_scaling = engine.loss_scaling()?;
         }
-        state.loss_scaling = engine.loss_scaling()?;
-        Ok(if writers.include(own) { writers.contribution(state) } else { Contribution::Replica })
+        if self.mesh.stage * self.mesh.model > 1 {
+            // A rank that left the group now would end the transfers of other ranks.
+            self.comm.barrier()?;
+        }
+        let writes = writers.include(self.comm.rank());
+        Ok(if writes { writers.contribution(state) } else { Contribution::Replica })
     }
 
     /// Collective among the ranks of a copy of the network: sends the parts `own` of tensors to the ranks of this copy that write the tensors,

@@ -197,11 +197,6 @@ impl State {
         Pinned::new(4 * self.layout.piece())
     }
 
-    /// Page-locked memory for [`State::write_weights`].
-    fn planes_staging(&self) -> Result<Pinned, CudaError> {
-        if self.planar > 0 { self.staging() } else { Pinned::new(4) }
-    }
-
     fn read_tensors(&self, weights: &[f32], running: &Buffer) -> Result<NamedTensors, EngineError> {
         let mut all = NamedTensors::new();
         self.layout.export(None, weights, &mut all);
@@ -222,7 +217,7 @@ impl State {
         ops: &Ops,
         values: &dyn TensorSource,
     ) -> Result<Option<Kernel>, EngineError> {
-        let (mut pieces, mut planes) = (self.staging()?, self.planes_staging()?);
+        let (mut pieces, mut planes) = (self.staging()?, self.staging()?);
         self.layout
             .import(None, values, pieces.values(), |at, piece| self.write_weights(&mut planes, at, piece))?;
         self.running_values.write(&self.statistics_of(values))?;
@@ -330,7 +325,7 @@ impl State {
     pub(super) fn write_flat(&mut self, ops: &Ops, flat: &[f32]) -> Result<Option<Kernel>, EngineError> {
         let (weights, statistics) = flat.split_at(self.layout.len);
         let (planar, others) = weights.split_at(self.planar);
-        let mut planes = self.planes_staging()?;
+        let mut planes = self.staging()?;
         self.write_weights(&mut planes, 0, planar)?;
         self.write_weights(&mut planes, self.planar, others)?;
         self.running_values.write(statistics)?;

@@ -75,8 +75,8 @@ CREATE INDEX jobs_deleted ON jobs (deleted_at) WHERE deleted_at IS NOT NULL;
 CREATE TABLE attempts (
     -- Increases with every attempt of any job. Numbers of deleted attempts are not reused.
     fencing_token INTEGER PRIMARY KEY AUTOINCREMENT,
-    -- 128 random bits (hexadecimal) that only the attempt's agents know. NULL in rows of earlier versions, whose attempts are over.
-    fencing_secret TEXT,
+    -- 128 random bits (hexadecimal) that only the attempt's agents know.
+    fencing_secret TEXT NOT NULL,
     job_id TEXT NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
     attempt INTEGER NOT NULL,
     -- [{agent_id, agent, ranks: [[rank, slot]]}], one entry per agent.

@@ -83,10 +83,8 @@ pub struct Token {
     pub agent_id: Option<String>,
     /// The person who owns the token; the token allows at most what the person's role allows. Absent: an admin made the token for a program
     /// or a machine.
-    #[serde(default)]
     pub owner: Option<String>,
     /// Id of the person's token with which this token was made. It is revoked together with that token.
-    #[serde(default)]
     pub made_with: Option<String>,
     #[schema(value_type = String)]
     pub created_at: jiff::Timestamp,

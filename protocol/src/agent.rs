@@ -85,14 +85,12 @@ pub enum FromAgent {
         /// Serve only this job.
         only_job: Option<JobId>,
         /// Why the agent accepts no new work, as text for people; absent if the agent accepts work. Running ranks continue.
-        #[serde(default)]
         no_work: Option<String>,
     },
     /// Sent every `heartbeat_secs` of `Welcome`.
     Heartbeat {
         attempts: Vec<AttemptRef>,
         /// The same as in `Hello`.
-        #[serde(default)]
         no_work: Option<String>,
     },
     /// The agent did not carry out the order to start this attempt, has no ranks of the attempt, and accepts no work for this reason.
@@ -106,9 +104,9 @@ pub enum FromAgent {
         id: u64,
         reply: Result<AgentReply, String>,
     },
-    /// Measurements of the machine, every few seconds. Only for a server whose `Welcome` has `takes_samples`.
+    /// Measurements of the machine, every few seconds.
     Sample(Box<MachineSample>),
-    /// Findings of `doctor`'s quick checks at the agent's start. Only for a server whose `Welcome` has `takes_samples`.
+    /// Findings of `doctor`'s quick checks at the agent's start.
     Findings { findings: Vec<MachineWarning> },
     /// For an attempt on several machines: this machine's preflight check is done. Its ranks start at `Launch`. Sent
     /// again on every connection.
@@ -139,7 +137,6 @@ pub struct Acknowledged {
     /// Records `0..records` are stored.
     pub records: u64,
     /// Whether a client watches the job live: the agent should then send points at once instead of collecting them.
-    #[serde(default)]
     pub watched: bool,
 }
 
@@ -158,17 +155,12 @@ pub enum ToAgent {
         revoked: Vec<AttemptRef>,
         /// A file that this server keeps locked while it runs. An agent that finds the file locked is on the same
         /// machine, and can distinguish a dead server from a server that it cannot reach.
-        #[serde(default)]
         server_lock: Option<String>,
-        /// Whether this server understands `Sample` and `Findings`; older servers close the connection on unknown messages.
-        #[serde(default)]
-        takes_samples: bool,
     },
     /// Why the connection is about to be closed for good (wrong version, bad token, name taken).
     Refused {
         reason: String,
         /// Whether the reason is temporary, so that the agent retries.
-        #[serde(default)]
         may_pass: bool,
     },
     HeartbeatAck,
@@ -182,12 +174,11 @@ pub enum ToAgent {
         master_port: u16,
     },
     /// End these ranks: SIGTERM, then SIGKILL. Answered by `Ended(Stopped)`. Attempt 0, which no job has, tells an
-    /// agent that serves only this job that the job is over; earlier agents ignore it.
+    /// agent that serves only this job that the job is over.
     Stop {
         attempt: AttemptRef,
         reason: String,
         /// First let ranks finish their step and write a checkpoint, for up to two minutes.
-        #[serde(default)]
         patient: bool,
     },
     /// Answered by `Reply` with the same id.
@@ -226,7 +217,6 @@ pub struct StartAttempt {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network: Option<RankNetwork>,
     /// Files that an agent on another machine than the server may lack.
-    #[serde(default)]
     pub files: StartFiles,
 }
 

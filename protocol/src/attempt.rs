@@ -20,15 +20,13 @@ pub enum AttemptState {
     Paused,
     /// The attempt's agent was stopped in order; the job waits for another attempt.
     Stopped,
-    /// The attempt ended under a server version that did not record the outcome.
-    Ended,
     /// A state that another version wrote and this version does not know.
     #[serde(other)]
     Unknown,
 }
 
 impl AttemptState {
-    const ALL: [AttemptState; 11] = [
+    const ALL: [AttemptState; 10] = [
         AttemptState::Starting,
         AttemptState::Running,
         AttemptState::Pausing,
@@ -38,7 +36,6 @@ impl AttemptState {
         AttemptState::Cancelled,
         AttemptState::Paused,
         AttemptState::Stopped,
-        AttemptState::Ended,
         AttemptState::Unknown,
     ];
 
@@ -54,7 +51,6 @@ impl AttemptState {
             AttemptState::Cancelled => "cancelled",
             AttemptState::Paused => "paused",
             AttemptState::Stopped => "stopped",
-            AttemptState::Ended => "ended",
             AttemptState::Unknown => "unknown",
         }
     }

@@ -5,12 +5,14 @@ use crate::{
     numbers::plural,
 };
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 use std::collections::HashSet;
 use utoipa::ToSchema;
 
-/// The longest fingerprint as JSON, in bytes: a hash and two numbers take less than two hundred bytes.
-const FINGERPRINT_BYTES: usize = 4 << 10;
+/// Maximum length of a fingerprint's hash, in bytes. A SHA-256 in hexadecimal has 64 bytes.
+const HASH_BYTES: usize = 4 << 10;
+
+/// The file in a job's folder with the [`DatasetNote`].
+pub const DATASET_NOTE: &str = "dataset.json";
 
 /// The result of inspecting a dataset's files.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -33,10 +35,9 @@ pub struct DatasetInfo {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub unlabelled: Vec<String>,
     /// Identifies the inspected content: machines compare the fingerprint of their own copy with this fingerprint.
-    /// Absent from agents of earlier versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Object>)]
-    pub fingerprint: Option<Value>,
+    pub fingerprint: Option<PicturesFingerprint>,
     /// When the inspection began, by the server's clock. Absent if no server asked for the inspection.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<String>)]
@@ -57,9 +58,8 @@ impl DatasetInfo {
                     .then(|| format!("describes a broken file in more than {BROKEN_FILE_CHARS} characters"))
             })
             .or_else(|| {
-                let is_long =
-                    self.fingerprint.as_ref().is_some_and(|of| of.to_string().len() > FINGERPRINT_BYTES);
-                is_long.then(|| format!("has a fingerprint of more than {FINGERPRINT_BYTES} bytes"))
+                let is_long = self.fingerprint.as_ref().is_some_and(|of| of.sha256.len() > HASH_BYTES);
+                is_long.then(|| format!("has a fingerprint of more than {HASH_BYTES} bytes"))
             })
     }
 
@@ -153,6 +153,24 @@ impl PicturesFingerprint {
     }
 }
 
+/// The dataset of a job's first start. Datasets of machines on which the job starts later are compared with it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DatasetNote {
+    #[serde(flatten)]
+    pub fingerprint: PicturesFingerprint,
+    /// The agent whose dataset it was.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub machine: Option<String>,
+}
+
+impl DatasetNote {
+    /// A description, such as `node-2 has 640 pictures of 3 MB, or other content`.
+    pub fn in_words(&self) -> String {
+        let machine = self.machine.as_deref().unwrap_or("another machine");
+        format!("{machine} has {}, or other content", self.fingerprint.in_words())
+    }
+}
+
 /// A file that could not be read.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct BrokenFile {
@@ -170,7 +188,6 @@ pub struct Dataset {
     #[schema(value_type = String)]
     pub added_at: jiff::Timestamp,
     /// The person who registered the dataset, or the name of the token that was used.
-    #[serde(default)]
     pub owner: Option<String>,
     /// Only the owner and admins see the dataset.
     #[serde(default)]
@@ -264,7 +281,7 @@ mod tests {
 
     #[test]
     fn what_an_agent_says_of_a_dataset_is_stored_up_to_its_limits() {
-        let info = |broken: usize, fingerprint: usize| DatasetInfo {
+        let info = |broken: usize, hash: usize| DatasetInfo {
             format: "idx".into(),
             classes: names("cat dog"),
             splits: Vec::new(),
@@ -276,14 +293,13 @@ mod tests {
             broken: vec![BrokenFile { file: "a".into(), detail: "\u{e9}".repeat(broken) }],
             broken_count: 1,
             unlabelled: Vec::new(),
-            // The length includes the quotes.
-            fingerprint: Some(Value::String("f".repeat(fingerprint - 2))),
+            fingerprint: Some(PicturesFingerprint { sha256: "f".repeat(hash), ..Default::default() }),
             inspected_at: None,
         };
-        assert_eq!(info(BROKEN_FILE_CHARS, FINGERPRINT_BYTES).too_long(), None);
-        let words = info(BROKEN_FILE_CHARS + 1, FINGERPRINT_BYTES).too_long().unwrap();
+        assert_eq!(info(BROKEN_FILE_CHARS, HASH_BYTES).too_long(), None);
+        let words = info(BROKEN_FILE_CHARS + 1, HASH_BYTES).too_long().unwrap();
         assert!(words.contains("broken file in more than 1000 characters"), "{words}");
-        let words = info(BROKEN_FILE_CHARS, FINGERPRINT_BYTES + 1).too_long().unwrap();
+        let words = info(BROKEN_FILE_CHARS, HASH_BYTES + 1).too_long().unwrap();
         assert!(words.contains("fingerprint of more than 4096 bytes"), "{words}");
     }
 

@@ -1,7 +1,6 @@
 //! A job as the server knows it: its id, its states and their transitions.
 
 use crate::{
-    labels::DEFAULT_PROJECT,
     numbers::{accuracy_of, percent},
     reason::{Reason, ReasonKind},
     spec::JobSpec,
@@ -177,17 +176,14 @@ pub struct Job {
     pub state: JobState,
     /// Why the job is in this state, in words that tell a person what to do; absent if nothing is unusual.
     pub reason: Option<String>,
-    /// The same reason as a code and facts, for programs; `reason` is its text. Absent if a version without reason codes recorded it.
-    #[serde(default)]
+    /// The same reason as a code and facts, for programs; `reason` is its text.
     pub cause: Option<Reason>,
     /// Why the job failed, in a few fields for programs; only for failed jobs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub failure: Option<Failure>,
     /// The project to which the job belongs.
-    #[serde(default = "default_project")]
     pub project: String,
     /// The job's tags, sorted, without duplicates.
-    #[serde(default)]
     pub tags: Vec<String>,
     /// The position of a waiting job in the queue, and why it waits. Absent until the scheduler has considered the job, and in streams.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -198,13 +194,11 @@ pub struct Job {
     /// The job and the checkpoint from which the job was forked. If that job is private and this job is not, only callers who see both get
     /// it, in
     /// `GET /jobs/{id}` and in the `hello` of the job's stream.
-    #[serde(default)]
     pub parent: Option<Parent>,
     /// The sweep that started the job.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub trial: Option<TrialOf>,
     /// The person who submitted the job, or the name of the token that was used; absent if the server has no sign-in.
-    #[serde(default)]
     pub owner: Option<String>,
     /// The stored part of the job that this version of the server does not understand. The job's readable part is
     /// shown, and the job is not started.
@@ -246,7 +240,6 @@ pub struct Job {
     pub finished_at: Option<jiff::Timestamp>,
     /// Seconds in which attempts had their slots, from the start of each attempt to its end. Pauses, waiting in the
     /// queue and a running attempt do not count. Absent before the first attempt has ended.
-    #[serde(default)]
     pub ran_secs: Option<f64>,
     /// Highest validation accuracy of all evaluations so far, 0 to 1. There may be no checkpoint with it.
     pub best: Option<Measured>,
@@ -312,14 +305,10 @@ pub struct RunFile {
     pub modified_ms: i64,
 }
 
-fn default_project() -> String {
-    DEFAULT_PROJECT.to_owned()
-}
-
 /// Why a job failed. `cause` has all facts of the code, and `GET /jobs/{id}/attempts` has every attempt's reason.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Failure {
-    /// The code in `cause`: `rank_killed`, `diverged`, `out_of_memory`, ... `unknown` if a version without codes recorded the reason.
+    /// The code in `cause`: `rank_killed`, `diverged`, `out_of_memory`, ... `unknown` without a cause.
     pub code: String,
     /// The rank that failed first, if known.
     pub rank: Option<u32>,

@@ -1,13 +1,12 @@
 //! Registered models: names for checkpoints. A version never changes; an alias moves from version to version.
 
 use crate::{
-    dataset::ValidationSet,
+    dataset::{DatasetNote, ValidationSet},
     job::JobId,
     numbers::{accuracy_of, percent},
 };
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 use std::{collections::BTreeMap, fmt, str::FromStr};
 use utoipa::ToSchema;
 
@@ -40,7 +39,7 @@ pub struct ModelVersion {
     pub dataset: String,
     /// The dataset's content at the job's first start; null if it is not known.
     #[schema(value_type = Option<Object>)]
-    pub dataset_fingerprint: Option<Value>,
+    pub dataset_fingerprint: Option<DatasetNote>,
     /// Versions of the programs that wrote the checkpoint.
     pub programs: BTreeMap<String, String>,
     pub description: String,

@@ -25,7 +25,6 @@ pub struct PlanDescription {
     /// In words: `data parallel on 4 ranks`. At most [`PLAN_TEXT_BYTES`], like all texts in this type.
     pub words: String,
     /// Number of stages of the network.
-    #[serde(default = "one_stage")]
     pub pipeline: u32,
     /// The layer at which each stage after the first begins.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -63,10 +62,6 @@ pub struct PlanPrediction {
     pub limited_by: String,
     /// Why the ranks run this plan.
     pub why: String,
-}
-
-fn one_stage() -> u32 {
-    1
 }
 
 /// A layer's part of the plan, predicted for the rank with the largest part.

@@ -650,7 +650,6 @@ impl<'a> Deserialize<'a> for Reason {
         struct Complete {
             #[serde(flatten)]
             kind: ReasonKind,
-            #[serde(default)]
             next: Option<Known>,
             #[serde(default)]
             words: Text,

@@ -49,7 +49,6 @@ pub struct Sweep {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
     /// The person who submitted the sweep, or the name of the token that was used; absent if the server has no sign-in.
-    #[serde(default)]
     pub owner: Option<String>,
     /// Only the owner and admins see the sweep.
     #[serde(default)]
@@ -74,7 +73,6 @@ pub struct Sweep {
     pub paused: Vec<u32>,
     /// The best trial so far: among the trials at the highest rung, the one with the best metric. Absent before the first
     /// trial has been compared.
-    #[serde(default)]
     pub best: Option<Trial>,
     /// Optimizer steps of all trials together, without deleted ones.
     pub steps: u64,
@@ -84,7 +82,6 @@ pub struct Sweep {
     #[schema(value_type = String)]
     pub created_at: jiff::Timestamp,
     #[schema(value_type = Option<String>)]
-    #[serde(default)]
     pub finished_at: Option<jiff::Timestamp>,
 }
 
@@ -122,25 +119,21 @@ pub struct Trial {
     pub setting: Setting,
     /// The trial's job; absent before the sweep has started it, and after it was deleted.
     #[schema(value_type = Option<String>)]
-    #[serde(default)]
     pub job: Option<JobId>,
     /// Whether the job was deleted.
     #[serde(default)]
     pub deleted: bool,
     /// The job's state.
-    #[serde(default)]
     pub state: Option<JobState>,
     /// Number of rungs that the trial has reached.
     pub rung: u32,
     /// The metric at the newest rung, if it had a finite value; absent before the first.
-    #[serde(default)]
     pub metric: Option<f64>,
     /// Number of pictures behind the metric, if known.
     #[serde(default)]
     pub val_pictures: Option<u64>,
     /// The epoch after which the trial was compared last: that of the newest rung, or the trial's last epoch if it has
     /// succeeded; absent before the first rung.
-    #[serde(default)]
     pub epoch: Option<u32>,
     /// Optimizer steps done.
     pub step: u64,

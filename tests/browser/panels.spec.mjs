@@ -234,7 +234,7 @@ describe("layers", () => {
     await agent.evaluate(async (id) => {
       const layer = (name, placement) => ({ name, kind: "linear", output_shape: [10], parameters: 650, time_us: 210.5, plan: { placement, memory_bytes: 2_500_000, sent_bytes: 0, time_us: 200.5 } });
       const plan = {
-        words: "1 (data) x 1 (height) x 2 (model) ranks, fc split by out", data: 1, height: 1, model: 2, shard: [{ match: "fc", split: "out" }], measured_step_ms: 13.5, measured_memory_bytes: 3.3e9,
+        words: "1 (data) x 1 (height) x 2 (model) ranks, fc split by out", pipeline: 1, data: 1, height: 1, model: 2, shard: [{ match: "fc", split: "out" }], measured_step_ms: 13.5, measured_memory_bytes: 3.3e9,
         predicted: { step_ms: 12.5, images_per_second: 1280, memory_bytes: 3e9, limited_by: "computing", why: "data parallel takes 20.0 ms a step" },
       };
       await window.simulatedAgent.report(await window.simulatedAgent.attempt(id), 0, [{ type: "network", layers: [layer("conv1", "own pictures"), layer("fc", "1/2 of the channels")], plan }]);

@@ -88,8 +88,8 @@ FROM_AGENT = [
 ]
 TO_AGENT = [
     {"type": "welcome", "heartbeat_secs": 2.0, "lease_secs": 30.0, "revoked": [ATTEMPT], "server_lock": None,
-     "takes_samples": True, "acknowledged": [ACKNOWLEDGED]},
-    {"type": "refused", "reason": "r"},
+     "acknowledged": [ACKNOWLEDGED]},
+    {"type": "refused", "reason": "r", "may_pass": False},
     {"type": "heartbeat_ack"},
     {"type": "ack", **ACKNOWLEDGED},
     {"type": "start", **START},

@@ -271,9 +271,7 @@ fn progress(job: &Job) -> String {
     if job.state.is_final() {
         return match (job.started_at, job.ran_secs) {
             (None, _) => "never started".into(),
-            (_, Some(secs)) => format!("ran for {}", clock(secs)),
-            // Earlier versions did not store the time.
-            (_, None) => String::new(),
+            (_, secs) => secs.map(|secs| format!("ran for {}", clock(secs))).unwrap_or_default(),
         };
     }
     if job.total_steps == 0 {

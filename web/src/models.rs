@@ -7,7 +7,6 @@ use crate::{
 use askama::Template;
 use jiff::Timestamp;
 use lockstep_protocol::models::{Model, ModelVersion};
-use serde_json::Value;
 
 /// Number of characters of a fingerprint that are shown.
 const FINGERPRINT_CHARS: usize = 12;
@@ -91,8 +90,8 @@ fn accuracy(version: &ModelVersion) -> String {
 
 /// Returns the beginning of the dataset's fingerprint, and the whole fingerprint.
 fn fingerprint(version: &ModelVersion) -> Option<(String, String)> {
-    let hash = version.dataset_fingerprint.as_ref()?.get("sha256").and_then(Value::as_str)?;
-    Some((hash.chars().take(FINGERPRINT_CHARS).collect(), hash.to_owned()))
+    let hash = &version.dataset_fingerprint.as_ref()?.fingerprint.sha256;
+    Some((hash.chars().take(FINGERPRINT_CHARS).collect(), hash.clone()))
 }
 
 /// Returns the program versions: `lockstep 0.1.0`.
@@ -103,6 +102,7 @@ fn programs(version: &ModelVersion) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use lockstep_protocol::dataset::{DatasetNote, PicturesFingerprint};
 
     #[test]
     fn texts_are_escaped_and_only_owners_see_buttons() {
@@ -118,7 +118,10 @@ mod tests {
             val_loss: None,
             validation: None,
             dataset: "pets".into(),
-            dataset_fingerprint: Some(serde_json::json!({"sha256": "0123456789abcdef"})),
+            dataset_fingerprint: Some(DatasetNote {
+                fingerprint: PicturesFingerprint { sha256: "0123456789abcdef".into(), ..Default::default() },
+                machine: None,
+            }),
             programs: [("lockstep".into(), "0.1.0".into())].into(),
             description: "<b>fine</b>".into(),
             registered_by: Some("ada".into()),

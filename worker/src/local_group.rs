@@ -34,14 +34,12 @@ pub struct Member {
     pub rank: u32,
     pub world_size: u32,
     /// The address at which rank 0 listens.
-    #[serde(default = "loopback")]
     pub addr: String,
     pub port: u16,
     pub secret: String,
     /// `None`: the rank computes on CPU cores.
     pub gpu: Option<RankGpu>,
     /// The network interface for NCCL. `None`: NCCL chooses.
-    #[serde(default)]
     pub interface: Option<String>,
 }
 

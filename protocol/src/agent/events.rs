@@ -21,7 +21,7 @@ pub enum AttemptEvent {
         total_steps: u64,
         steps_per_epoch: u64,
         start_step: u64,
-        /// Pictures of the training split; 0 from an earlier version.
+        /// Pictures of the training split; 0 if unknown.
         #[serde(default)]
         train_samples: u64,
     },

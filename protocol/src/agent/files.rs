@@ -1,9 +1,11 @@
 //! Messages about files between a server and an agent with a disk of its own. Checkpoints go from the agent to the
 //! server, and from the server to the next machine.
 
-use crate::allowed::AllowedFolders;
+use crate::{
+    allowed::AllowedFolders,
+    dataset::{DatasetNote, PicturesFingerprint},
+};
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 use std::collections::BTreeMap;
 use utoipa::ToSchema;
 
@@ -17,10 +19,10 @@ pub const MARK: &str = "mark";
 pub struct StartFiles {
     /// The content of [`MARK`] in the job's folder on the server's disk. `None` from a server that cannot write the file.
     pub mark: Option<String>,
-    /// The dataset's fingerprint at the job's first start (`dataset.json`), if there was a start.
-    pub dataset: Option<Value>,
+    /// The dataset at the job's first start, if there was a start.
+    pub dataset: Option<DatasetNote>,
     /// The registered dataset's fingerprint at its last inspection. An agent ignores it if it uses the server's own files.
-    pub registered: Option<Value>,
+    pub registered: Option<PicturesFingerprint>,
     /// The id of the checkpoint whose folder `model.pretrained` names on the server's disk.
     pub pretrained: Option<String>,
     /// Folders in which the file of `model.pretrained` may be; `None` if it may be anywhere, or is a checkpoint.
@@ -31,14 +33,15 @@ pub struct StartFiles {
     pub dataset_in: Option<AllowedFolders>,
 }
 
-/// The response to an agent that asks whether an attempt's files are still needed.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-pub struct WhatIsNeeded {
-    /// Whether the job's folder should be kept: the job may continue on this agent, or is `unknown`.
-    pub keep: bool,
-    /// Whether the server's database has neither the attempt nor the job's deletion, as after the restore of an older backup.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub unknown: bool,
+/// The response to an agent that asks whether an attempt's files are still needed. `folder`: the job's folder, because the
+/// job may continue on this agent. `nothing`: the agent may remove the job's folder. `unknown`: the server's database has
+/// neither the attempt nor the job's deletion, as after the restore of an older backup, so the agent keeps the folder.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(tag = "needed", rename_all = "snake_case")]
+pub enum WhatIsNeeded {
+    Folder,
+    Nothing,
+    Unknown,
 }
 
 /// The part of a checkpoint that the server has.

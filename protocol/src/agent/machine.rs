@@ -13,8 +13,8 @@ pub struct Machine {
     pub memory_bytes: u64,
     pub disk_free_bytes: u64,
     pub version: String,
-    /// Address by which ranks on other machines reach the ranks here: an IP address or a name. Agents of older versions
-    /// report no address, and share no job with other machines.
+    /// Address by which ranks on other machines reach the ranks here: an IP address or a name. An agent without an
+    /// address shares no job with other machines.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub address: Option<String>,
     /// The network interface with this address, if known.

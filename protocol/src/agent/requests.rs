@@ -33,7 +33,6 @@ pub enum AgentRequest {
     Fingerprint {
         path: String,
         /// The job has started before: only folders, and files in changed folders, are examined.
-        #[serde(default)]
         known: bool,
     },
     /// Pictures of the dataset at `path`.
@@ -52,14 +51,13 @@ pub enum AgentRequest {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         allowed: Option<AllowedFolders>,
     },
-    /// Whether training can start from these weights. Older agents do not reply.
+    /// Whether training can start from these weights.
     FitWeights(FitWeights),
     /// `model`: a checkpoint's folder, or a safetensors file.
     Predict {
         model: String,
         pictures: Vec<NamedPicture>,
         /// Reply with embeddings in place of classes.
-        #[serde(default)]
         embed: bool,
     },
 }

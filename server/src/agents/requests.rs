@@ -65,7 +65,7 @@ async fn with_files(
             let waiting = agents.send_request(&agent, request);
             let there = match agents.reply(waiting, FILES_TIMEOUT).await {
                 Ok(AgentReply::Files { there }) => Some(there),
-                // The agent is silent, disconnected, or of an older version.
+                // The agent is silent or disconnected.
                 _ => None,
             };
             (agent, there)

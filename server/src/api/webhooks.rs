@@ -47,13 +47,10 @@ pub(crate) struct NewWebhook {
     #[serde(default)]
     form: WebhookForm,
     /// Only events of jobs of this project (default: all projects).
-    #[serde(default)]
     project: Option<String>,
     /// Events to send (default: `job.succeeded`, `job.failed`, `job.cancelled` and `run.alert`).
-    #[serde(default)]
     events: Option<Vec<WebhookEvent>>,
     /// Whether messages are sent (default: true).
-    #[serde(default)]
     enabled: Option<bool>,
 }
 

@@ -1,9 +1,7 @@
-//! The fingerprint of a job's dataset at the job's first start, in the job's folder (`dataset.json`). Fingerprints of machines on which the
-//! job starts later are compared with the stored fingerprint.
+//! The dataset of a job at the job's first start, in the job's folder. Datasets of machines on which the job starts later are compared with
+//! it.
 
-use lockstep_protocol::dataset::PicturesFingerprint;
-use serde::Deserialize as _;
-use serde_json::Value;
+use lockstep_protocol::dataset::{DATASET_NOTE, DatasetNote};
 use std::{
     fs::{self, File},
     io::{self, Write as _},
@@ -11,44 +9,26 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-/// Name of the file with the fingerprint.
-const NOTE: &str = "dataset.json";
-/// Field of a fingerprint that names the agent of the copy.
-const MACHINE: &str = "machine";
-
 /// Held while a note is read and written, so that only one of two machines that start at the same time writes the first note.
 static NOTE_LOCK: Mutex<()> = Mutex::new(());
 
-/// Stores the fingerprint of a job's dataset on the agent `machine`, if the job has no fingerprint yet. If a different fingerprint is
-/// stored, returns a text with the machine and the size of that copy.
+/// Stores the note of a job's first start, if the job has no note yet. If the stored note has another dataset, returns its description.
 ///
 /// # Errors
 /// The note cannot be read or written.
-pub(crate) fn keep_dataset_note(
-    job_dir: &Path,
-    mut note: Value,
-    machine: &str,
-) -> io::Result<Option<String>> {
-    if let Some(fields) = note.as_object_mut() {
-        fields.insert(MACHINE.into(), machine.into());
-    }
+pub(crate) fn keep_dataset_note(job_dir: &Path, own: &DatasetNote) -> io::Result<Option<String>> {
     let _one_at_a_time = NOTE_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
-    let text = match fs::read(job_dir.join(NOTE)) {
+    let text = match fs::read(job_dir.join(DATASET_NOTE)) {
         Ok(text) => text,
         Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
         Err(error) => return Err(error),
     };
     // A note that was damaged by a loss of power is replaced. Otherwise the job could never start again.
-    let Ok(mut kept) = serde_json::from_slice::<Value>(&text) else {
-        write(job_dir, &serde_json::to_vec(&note)?)?;
+    let Ok(kept) = serde_json::from_slice::<DatasetNote>(&text) else {
+        write(job_dir, &serde_json::to_vec(own)?)?;
         return Ok(None);
     };
-    let other = other_copy(&kept);
-    // The machines are not compared.
-    for fields in [&mut kept, &mut note].into_iter().filter_map(Value::as_object_mut) {
-        fields.remove(MACHINE);
-    }
-    Ok((kept != note).then_some(other))
+    Ok((kept.fingerprint != own.fingerprint).then(|| kept.in_words()))
 }
 
 /// Writes a note. The temporary file is synced before it replaces the old note.
@@ -58,7 +38,7 @@ fn write(job_dir: &Path, text: &[u8]) -> io::Result<()> {
         file.write_all(text)?;
         file.sync_all()
     });
-    let kept = written.and_then(|()| fs::rename(&temporary, job_dir.join(NOTE)));
+    let kept = written.and_then(|()| fs::rename(&temporary, job_dir.join(DATASET_NOTE)));
     if kept.is_err() {
         let _ = fs::remove_file(&temporary);
     }
@@ -66,40 +46,33 @@ fn write(job_dir: &Path, text: &[u8]) -> io::Result<()> {
     File::open(job_dir)?.sync_all()
 }
 
-/// Describes the copy of a fingerprint: `node-1 has 640 pictures of 3 MB, or other content`.
-fn other_copy(note: &Value) -> String {
-    let machine = note[MACHINE].as_str().unwrap_or("another machine of the job");
-    match PicturesFingerprint::deserialize(note) {
-        Ok(of) => format!("{machine} has {}, or other content", of.in_words()),
-        Err(_) => format!("{machine} has another copy"),
-    }
-}
-
-/// The stored fingerprint of a job's dataset. `None` if it is missing or damaged.
-pub(crate) fn dataset_note(job_dir: &Path) -> Option<Value> {
-    serde_json::from_slice(&fs::read(job_dir.join(NOTE)).ok()?).ok()
+/// The stored note of a job. `None` if it is missing or damaged.
+pub(crate) fn dataset_note(job_dir: &Path) -> Option<DatasetNote> {
+    serde_json::from_slice(&fs::read(job_dir.join(DATASET_NOTE)).ok()?).ok()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
+    use lockstep_protocol::dataset::PicturesFingerprint;
+
+    fn note(pictures: u64, machine: &str) -> DatasetNote {
+        let fingerprint = PicturesFingerprint { pictures, picture_bytes: 100, sha256: "ab".into() };
+        DatasetNote { fingerprint, machine: Some(machine.into()) }
+    }
 
     #[test]
     fn damaged_notes_are_replaced_and_valid_ones_refuse_other_data() {
         let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join(NOTE);
-        let print = |pictures: u64| json!({"pictures": pictures, "picture_bytes": 100, "sha256": "ab"});
+        let path = dir.path().join(DATASET_NOTE);
         for torn in ["", "{\"pictures\": 4, \"by"] {
             fs::write(&path, torn).unwrap();
-            let kept = keep_dataset_note(dir.path(), print(4), "a").unwrap();
+            let kept = keep_dataset_note(dir.path(), &note(4, "a")).unwrap();
             assert_eq!(kept, None, "{torn:?} is nobody's dataset");
-            let mut stored = print(4);
-            stored["machine"] = "a".into();
-            assert_eq!(dataset_note(dir.path()), Some(stored));
+            assert_eq!(dataset_note(dir.path()), Some(note(4, "a")));
         }
-        assert_eq!(keep_dataset_note(dir.path(), print(4), "b").unwrap(), None, "the same");
-        let other = keep_dataset_note(dir.path(), print(5), "b").unwrap();
+        assert_eq!(keep_dataset_note(dir.path(), &note(4, "b")).unwrap(), None, "the same");
+        let other = keep_dataset_note(dir.path(), &note(5, "b")).unwrap();
         assert_eq!(other.as_deref(), Some("a has 4 pictures of 0 MB, or other content"));
     }
 
@@ -108,10 +81,10 @@ mod tests {
     fn a_note_that_cannot_be_written_leaves_no_files() {
         let dir = tempfile::tempdir().unwrap();
         std::os::unix::fs::symlink("/dev/full", dir.path().join("dataset.new")).unwrap();
-        let error = keep_dataset_note(dir.path(), json!({"files": 4}), "a").unwrap_err();
+        let error = keep_dataset_note(dir.path(), &note(4, "a")).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::StorageFull);
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
-        assert_eq!(keep_dataset_note(dir.path(), json!({"files": 4}), "a").unwrap(), None);
-        assert_eq!(dataset_note(dir.path()), Some(json!({"files": 4, "machine": "a"})));
+        assert_eq!(keep_dataset_note(dir.path(), &note(4, "a")).unwrap(), None);
+        assert_eq!(dataset_note(dir.path()), Some(note(4, "a")));
     }
 }

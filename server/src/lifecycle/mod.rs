@@ -60,7 +60,7 @@ fn go(
         return Err(refused(row.job.state, format!("a job that is {} cannot become {state}", row.job.state)));
     }
     if !state.is_active() && row.fencing_token.take().is_some() {
-        let trained = state == JobState::Succeeded || row.progress.trained.unwrap_or(true);
+        let trained = state == JobState::Succeeded || row.progress.trained;
         row.ended = Some(AttemptEnd { state: attempt_state(state), reason: reason.clone(), trained });
     }
     if state.is_waiting() && !row.job.state.is_waiting() {
@@ -129,7 +129,7 @@ pub fn created(row: &mut JobRow, fork: Option<&Fork>) -> Vec<EventBody> {
 /// Starts the next attempt. The caller has set attempt, fencing token and agents. `fewer` is the reason if the attempt has fewer ranks than
 /// the job.
 pub fn started(row: &mut JobRow, fewer: Option<Reason>, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
-    row.progress.trained = Some(false);
+    row.progress.trained = false;
     row.progress.began_from = row.progress.checkpoint;
     row.progress.ends.clear();
     row.progress.unreachable.clear();
@@ -272,7 +272,7 @@ pub fn cannot_start(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec
 fn restart_or_fail(row: &mut JobRow, why: Reason, at: Timestamp) -> Result<EventBody, Refused> {
     // No rank has run, because the order to start ranks was lost with a connection.
     let start_was_lost = matches!(why.kind(), ReasonKind::StartLost { .. })
-        && row.progress.trained == Some(false)
+        && !row.progress.trained
         && row.progress.not_begun < MAX_NOT_BEGUN;
     row.progress.not_begun += u32::from(start_was_lost);
     let lost_machine =

@@ -25,8 +25,8 @@ pub struct Progress {
     pub(super) checkpoint: Option<u64>,
     /// The step of the newest checkpoint at the beginning of the newest attempt.
     pub(super) began_from: Option<u64>,
-    /// Whether the newest attempt has trained. `None` if an earlier version began the attempt.
-    pub(super) trained: Option<bool>,
+    /// Whether ranks of the newest attempt have trained.
+    pub(crate) trained: bool,
     /// The speed of the newest attempt that has trained.
     pub(super) speed: Throughput,
     /// The ids of agents on which the ranks of the live attempt have ended, with these ends, in order. Empty if a single agent has all ranks.
@@ -68,11 +68,6 @@ fn is_zero(number: &u32) -> bool {
 }
 
 impl Progress {
-    /// Whether ranks of the newest attempt have trained.
-    pub(crate) fn has_trained(&self) -> bool {
-        self.trained == Some(true)
-    }
-
     /// Notes that an attempt has its slots from `at` on.
     pub(super) fn begin(&mut self, at: Timestamp) {
         self.began = Some(at);
@@ -80,7 +75,6 @@ impl Progress {
 
     /// Notes that an attempt has freed its slots. Returns the total time for which all attempts had slots, in seconds.
     pub(super) fn end(&mut self, at: Timestamp) -> Option<f64> {
-        // An attempt that an earlier version began has no stored beginning.
         if let Some(began) = self.began.take() {
             let ms = at.as_millisecond().saturating_sub(began.as_millisecond());
             // The clock may have been set back.

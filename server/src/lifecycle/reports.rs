@@ -57,7 +57,7 @@ pub fn report(
             if let Some(batch) = &mut job.batch {
                 batch.epoch_samples = row.progress.epoch_samples();
             }
-            row.progress.trained = Some(true);
+            row.progress.trained = true;
             row.progress.not_begun = 0;
             let mut events = Vec::new();
             if row.job.state == JobState::Starting {

@@ -289,7 +289,7 @@ async fn expire(scheduler: &Scheduler, expired: Expired, secs: f64, how: Option<
             return ReasonKind::AgentLost { agent, attempt, step, secs, detail: detail.clone() }.into();
         }
         // The ranks may have trained before this server was started.
-        if had_order || row.progress.has_trained() {
+        if had_order || row.progress.trained {
             return ReasonKind::AgentWithoutRanks { agent, attempt, step }.into();
         }
         ReasonKind::StartLost { agent, attempt, step }.into()

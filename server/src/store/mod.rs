@@ -430,6 +430,8 @@ pub trait Store {
     /// person's tokens. `text`: only entries whose action or object contains it. An empty string matches all.
     async fn audit(&self, before: Option<&str>, who: &str, text: &str, limit: u32)
     -> Result<Vec<AuditEntry>>;
+    /// Whether the audit log has a request with this action and object that succeeded.
+    async fn has_audit(&self, action: &str, object: &str) -> Result<bool>;
     /// Removes some entries that are older than `before` or not among the newest `keep`. Returns false if none were left.
     async fn purge_audit(&self, before: Timestamp, keep: u32) -> Result<bool>;
 

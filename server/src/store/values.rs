@@ -61,11 +61,10 @@ pub(super) fn uint(value: i64) -> u64 {
     u64::try_from(value).unwrap_or(0)
 }
 
-/// A fencing token from its columns. A missing secret (in a row of an earlier version) is replaced by a random secret, so that no agent
-/// knows the token.
-pub(super) fn fencing(number: i64, secret: Option<&str>) -> FencingToken {
+/// A fencing token from its columns. A damaged secret is replaced by a random secret, so that no agent knows the token.
+pub(super) fn fencing(number: i64, secret: &str) -> FencingToken {
     let number = uint(number);
-    secret.and_then(|secret| FencingToken::of(number, secret)).unwrap_or_else(|| new_fencing(number))
+    FencingToken::of(number, secret).unwrap_or_else(|| new_fencing(number))
 }
 
 /// A fencing token with a new secret: 244 random bits folded into 128.

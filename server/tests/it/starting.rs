@@ -161,7 +161,7 @@ async fn permissions_of_data_directories_are_restricted_and_of_others_kept() {
     let path = |name: &str| dir.path().join(name);
     assert_eq!((mode(dir.path()), mode(&path("jobs"))), (0o700, 0o700));
     assert_eq!((mode(&path("lockstep.db")), mode(&path("server.lock"))), (0o600, 0o600));
-    // A directory with the permissions of an older version.
+    // A directory whose permissions were widened.
     open(dir.path());
     fs::set_permissions(path("lockstep.db"), fs::Permissions::from_mode(0o644)).unwrap();
     let dir = TestServer::open(dir, |c| c.database = None).await.stop().await;

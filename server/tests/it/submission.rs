@@ -271,20 +271,3 @@ async fn weights_that_do_not_fit_are_refused_at_submission() {
     );
     server.stop().await;
 }
-
-#[tokio::test]
-async fn a_dataset_of_one_class_is_refused_wherever_it_is_named() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    // Current agents refuse such a dataset, but an agent of another version may have accepted the dataset.
-    agent.register_as(&server, "one", DatasetInfo { classes: vec!["cat".into()], ..dataset_info() }).await;
-    let mut spec = spec();
-    spec["data"] = json!({"dataset": "one"});
-    for path in ["/jobs/validate", "/jobs"] {
-        let (status, response) = server.post(path, &spec).await;
-        assert_eq!((status, &response["errors"][0]["pointer"]), (422, &json!("/data/dataset")), "{response}");
-        let detail = response["errors"][0]["detail"].as_str().unwrap();
-        assert!(detail.contains("one has one class, \"cat\": there is nothing to tell apart"), "{detail}");
-    }
-    server.stop().await;
-}

@@ -211,7 +211,7 @@ async fn only_the_agent_of_rank_0_uploads_only_reported_checkpoints() {
     agent.report(&start.attempt, Source::Rank(0), 2, last).await;
     agent.end(&start.attempt, Ending::Succeeded { step: 100 }).await;
     assert_eq!(own.upload("1-20", manifest(1, 20)).await.0, 204);
-    assert_eq!(own.request("GET", "", vec![]).await, (200, json!({"keep": false})));
+    assert_eq!(own.request("GET", "", vec![]).await, (200, json!({"needed": "nothing"})));
     assert_eq!(own.request("GET", &file, vec![]).await.0, 403, "the attempt has ended");
     server.stop().await;
 }
@@ -222,7 +222,7 @@ async fn folders_of_attempts_that_the_database_lacks_are_kept() {
     let token = server.agent_token("a").await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
-    let (needless, kept) = (json!({"keep": false}), json!({"keep": true, "unknown": true}));
+    let (needless, kept) = (json!({"needed": "nothing"}), json!({"needed": "unknown"}));
     // After the restore of a backup from before the retry of the job, and from before the job.
     let retried = AttemptRef { attempt: 2, ..attempt.clone() };
     let unknown = AttemptRef { job: JobId::generate(), ..attempt.clone() };
@@ -254,7 +254,8 @@ async fn another_machine_continues_from_uploaded_checkpoints() {
     let note = json!({"pictures": 4, "picture_bytes": 100, "sha256": "ab"});
     assert_eq!(own.request("POST", "/dataset", note.to_string().into()).await.0, 204);
     assert_eq!(own.request("POST", "/dataset", note.to_string().into()).await.0, 204, "the same again");
-    let (status, problem) = own.request("POST", "/dataset", b"{\"pictures\": 5}".to_vec()).await;
+    let other = json!({"pictures": 5, "picture_bytes": 100, "sha256": "ab"});
+    let (status, problem) = own.request("POST", "/dataset", other.to_string().into()).await;
     assert_eq!(status, 409);
     assert_eq!(problem["detail"], "a has 4 pictures of 0 MB, or other content", "whose the kept one is");
     assert_eq!(own.request("POST", "/dataset", b"{".to_vec()).await.0, 400);
@@ -287,13 +288,13 @@ async fn another_machine_continues_from_uploaded_checkpoints() {
     let start = next.expect_start().await;
     assert_eq!(start.resume.as_deref(), Some("1-20"), "on one that has not");
     let kept = json!({"pictures": 4, "picture_bytes": 100, "sha256": "ab", "machine": "a"});
-    assert_eq!(start.files.dataset, Some(kept));
+    assert_eq!(json!(start.files.dataset), kept);
     let (_, listed) = server.get(&format!("/jobs/{id}/checkpoints")).await;
     let steps: Vec<_> = listed["checkpoints"].as_array().unwrap().iter().map(|c| c["step"].clone()).collect();
     assert_eq!(steps, [20], "{listed}");
     // The attempt of the first machine has ended. The server needs no more of its files.
     assert_eq!(own.request("GET", "/uploads/1-30", vec![]).await.0, 404);
-    assert_eq!(own.request("GET", "", vec![]).await, (200, json!({"keep": false})));
+    assert_eq!(own.request("GET", "", vec![]).await, (200, json!({"needed": "nothing"})));
     server.stop().await;
 }
 

@@ -13,7 +13,6 @@ pub(super) const BUNDLE_BYTES: u64 = 1 << 20;
 pub(super) struct Bundle {
     pub(super) server: String,
     /// CA certificates (PEM).
-    #[serde(default)]
     pub(super) ca: Option<String>,
     pub(super) job: JobId,
     /// Folder for the agents' state, relative to the home directory.

@@ -36,6 +36,7 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
     if let Some(mistake) = too_few_classes(&catalog.classes) {
         return Err(DataError::Invalid(format!("{} {mistake}", path.display())));
     }
+    let fingerprint = catalog.fingerprint(path);
     let mut broken = std::mem::take(&mut catalog.broken);
     let mut sizes = Vec::new();
     let (mut mean, mut std) = (Vec::new(), Vec::new());
@@ -109,7 +110,7 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
         std,
         broken_count: broken.len() as u64,
         unlabelled: catalog.unlabelled,
-        fingerprint: None,
+        fingerprint: Some(fingerprint),
         inspected_at: None,
         broken: broken.into_iter().take(MAX_NAMED_FILES).map(BrokenFile::shortened).collect(),
     })

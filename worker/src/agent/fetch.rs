@@ -4,13 +4,13 @@ use super::{
     place::pretrained_dir,
     preflight::{
         Refusal,
-        dataset::{DATASET_NOTE, DatasetNote, differs},
+        dataset::{differs, read_note},
     },
     remote::{AttemptClient, Failed, Remote},
     state_dir::StoredAttempt,
 };
 use crate::checkpoint::{self, CheckpointError, MANIFEST, Manifest};
-use lockstep_protocol::{backoff::Backoff, limits::MANIFEST_BYTES};
+use lockstep_protocol::{backoff::Backoff, dataset::DATASET_NOTE, limits::MANIFEST_BYTES};
 use reqwest::StatusCode;
 use std::{
     fs::{self, File},
@@ -92,7 +92,7 @@ pub(super) async fn publish_dataset(stored: &StoredAttempt, remote: &Remote) -> 
     }
     let path = stored.job_dir.join(DATASET_NOTE);
     let unread = || FetchError::Disk(path.clone(), io::ErrorKind::InvalidData.into());
-    let own = DatasetNote::read(&path).ok_or_else(|| refusal(remote, &unread()))?;
+    let own = read_note(&path).ok_or_else(|| refusal(remote, &unread()))?;
     // The server knows which machine sends the fingerprint.
     let note = serde_json::to_vec(&own.fingerprint).map_err(|e| Refusal::NotStarted(e.to_string()))?;
     let mut tries = Retries::of(remote);

@@ -46,13 +46,11 @@ pub(super) fn start(dir: PathBuf, slots: &[Slot]) -> std::io::Result<watch::Rece
     Ok(samples)
 }
 
-/// The next measurement. Never completes if the server does not accept measurements.
-pub(super) async fn newest(samples: &mut Option<watch::Receiver<Option<MachineSample>>>) -> MachineSample {
-    if let Some(samples) = samples {
-        while samples.changed().await.is_ok() {
-            if let Some(sample) = samples.borrow_and_update().clone() {
-                return sample;
-            }
+/// The next measurement. Never completes if the thread has ended.
+pub(super) async fn newest(samples: &mut watch::Receiver<Option<MachineSample>>) -> MachineSample {
+    while samples.changed().await.is_ok() {
+        if let Some(sample) = samples.borrow_and_update().clone() {
+            return sample;
         }
     }
     std::future::pending().await

@@ -103,14 +103,7 @@ impl Session {
             Ok(answer) => answer,
         };
         match welcome {
-            Ok(Some(ToAgent::Welcome {
-                heartbeat_secs,
-                lease_secs,
-                acknowledged,
-                revoked,
-                server_lock,
-                takes_samples,
-            })) => {
+            Ok(Some(ToAgent::Welcome { heartbeat_secs, lease_secs, acknowledged, revoked, server_lock })) => {
                 agent.state_dir.note_server(server_lock.as_deref().map(Path::new));
                 agent.context.lease.set_length(seconds(lease_secs));
                 agent.context.lease.renew(sent);
@@ -128,7 +121,7 @@ impl Session {
                     heartbeat_sent: None,
                     heard: Instant::now(),
                     answers: JoinSet::new(),
-                    samples: takes_samples.then(|| agent.samples.clone()),
+                    samples: agent.samples.clone(),
                     unfinished: Unfinished::default(),
                     in_parts: 0,
                     parts: VecDeque::new(),
@@ -169,8 +162,8 @@ struct Connected {
     /// When the server last sent anything.
     heard: Instant,
     answers: JoinSet<FromAgent>,
-    /// Measurements of the machine's usage, if the server accepts them.
-    samples: Option<watch::Receiver<Option<MachineSample>>>,
+    /// Measurements of the machine's usage.
+    samples: watch::Receiver<Option<MachineSample>>,
     /// Messages that arrive in parts.
     unfinished: Unfinished,
     /// The number of messages sent in parts.
@@ -186,9 +179,7 @@ impl Connected {
             self.end(agent, &attempt, false);
             self.unwanted.insert(attempt);
         }
-        if self.samples.is_some() {
-            self.check_machine(agent);
-        }
+        self.check_machine(agent);
         let mut heartbeat = time::interval(self.heartbeat);
         heartbeat.set_missed_tick_behavior(time::MissedTickBehavior::Delay);
         let mut pump = time::interval(PUMP_EVERY);

@@ -190,8 +190,9 @@ impl Uploads {
         }
         known.asked = Some(Instant::now());
         // Files are removed only if the server itself has responded.
-        let WhatIsNeeded { keep, unknown } = self.remote.client(&here.attempt)?.needed().await?;
-        if unknown && !known.is_unknown {
+        let needed = self.remote.client(&here.attempt)?.needed().await?;
+        let is_unknown = needed == WhatIsNeeded::Unknown;
+        if is_unknown && !known.is_unknown {
             tracing::warn!(
                 job = %here.attempt.job,
                 folder = %job_dir.display(),
@@ -199,10 +200,10 @@ impl Uploads {
                  somebody removes it"
             );
         }
-        known.is_unknown = unknown;
+        known.is_unknown = is_unknown;
         // A new attempt may have begun meanwhile.
         let is_same = OwnDiskNote::read(job_dir).is_some_and(|now| now == *here);
-        if !keep && is_same && !self.is_held(here) {
+        if needed == WhatIsNeeded::Nothing && is_same && !self.is_held(here) {
             tracing::info!(job = %here.attempt.job, "the job no longer needs its folder on this machine");
             if let Err(error) = fs::remove_dir_all(job_dir) {
                 tracing::warn!(%error, folder = %job_dir.display(), "the job's folder cannot be removed");
@@ -351,7 +352,7 @@ mod tests {
             let damaged_here = damage.is_some();
             let dir = tempfile::tempdir().unwrap();
             let (remote, asked) = super::super::asked::server_that(|method| match method {
-                "GET" => ("200 OK", r#"{"received":{},"keep":false}"#),
+                "GET" => ("200 OK", r#"{"received":{},"needed":"nothing"}"#),
                 "POST" => {
                     ("422 Unprocessable Entity", r#"{"code":"checkpoint_damaged","detail":"it differs"}"#)
                 }

@@ -30,10 +30,8 @@ pub struct State {
     /// The validation loss after this step, if it was measured.
     pub val_loss: Option<f64>,
     /// The validation pictures of the run. Absent without validation.
-    #[serde(default)]
     pub validation: Option<ValidationSet>,
     /// How this run, and the runs from which it continues, divided pictures into training and validation.
-    #[serde(default)]
     pub divisions: Vec<Division>,
     /// The best checkpoint so far, including this one.
     pub best: Option<Best>,
@@ -43,12 +41,9 @@ pub struct State {
     /// Versions of the programs that wrote the checkpoint.
     pub versions: BTreeMap<String, String>,
     /// The floating-point format of convolutions.
-    #[serde(default)]
-    pub precision: Option<Precision>,
+    pub precision: Precision,
     /// The state of loss scaling, with float16.
-    #[serde(default)]
     pub loss_scaling: Option<LossScaling>,
-    #[serde(default)]
     pub skipped_steps: SkippedSteps,
     pub optimizer: OptimizerNote,
 }
@@ -84,7 +79,6 @@ pub struct Best {
     pub metric: String,
     pub value: f64,
     /// The loss of the same validation, if known.
-    #[serde(default)]
     pub loss: Option<f64>,
     pub epoch: u32,
     pub step: u64,

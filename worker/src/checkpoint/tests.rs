@@ -41,7 +41,7 @@ pub(crate) fn snapshot(epoch: u32, step: u64, val_accuracy: Option<f64>) -> Snap
         best: None,
         stop: None,
         versions: BTreeMap::from([("lockstep".into(), "0.1.0".into())]),
-        precision: Some(Precision::Fp16),
+        precision: Precision::Fp16,
         loss_scaling: Some(LossScaling { scale: 4096.0, growth_tracker: 17 }),
         skipped_steps: SkippedSteps { total: 3, recent: vec![step.saturating_sub(1)] },
         optimizer: OptimizerNote { kind: OptimizerKind::AdamW, updates: step },
@@ -94,7 +94,7 @@ fn the_state_file_is_limited_to_a_mebibyte() {
         manifest.files.insert(STATE.into(), manifest::checksum(&folder.join(STATE)).unwrap());
         fs::remove_file(folder.join(MANIFEST)).unwrap();
         write_json(&folder.join(MANIFEST), &manifest).unwrap();
-        (load(&folder).map(|(state, ..)| state), super::state(&folder).and_then(|state| state.precision))
+        (load(&folder).map(|(state, ..)| state), super::state(&folder).map(|state| state.precision))
     };
     let (loaded, computed_in) = padded(1 << 20);
     assert_eq!((loaded.unwrap(), computed_in), (saved.state, Some(Precision::Fp16)));
@@ -306,7 +306,7 @@ fn errors_for_a_diverged_checkpoint_name_file_and_tensor() {
         let mut saved = snapshot(1, step, None);
         let tensors = if file == MODEL { &mut saved.parameters } else { &mut saved.optimizer };
         tensors.get_mut(tensor).unwrap().values[1] = value;
-        // As written by an older program: intact, with the right checksums.
+        // Intact, with the right checksums.
         write(dir.path(), &saved, None).unwrap();
         let folder = dir.path().join(folder_name(1, step));
         validate(&folder).unwrap();

@@ -191,10 +191,7 @@ pub fn answer(request: AgentRequest) -> Result<AgentReply, String> {
             if let Some(allowed) = allowed.filter(|allowed| !have(allowed, &resolved)) {
                 return Err(allowed.refusal(&path));
             }
-            let mut info = lockstep_data::inspect(&resolved).map_err(|e| e.to_string())?;
-            // A dataset without a registered fingerprint is compared only among machines.
-            let found = lockstep_data::fingerprint(&resolved, lockstep_data::ChangeDetection::Folders);
-            info.fingerprint = found.ok().and_then(|found| serde_json::to_value(found).ok());
+            let info = lockstep_data::inspect(&resolved).map_err(|e| e.to_string())?;
             let Some(resolved) = resolved.to_str() else {
                 return Err(format!("{path} leads to a folder whose name is not UTF-8; rename it"));
             };

@@ -45,7 +45,7 @@ pub(super) struct Model {
     /// Whether whole pictures were scaled, instead of their largest centred square.
     pub(super) whole_pictures: bool,
     /// The length to which the short side was resized before the centre crop. `None`: the largest centred square was
-    /// scaled, as in older versions.
+    /// scaled.
     pub(super) resize: Option<u32>,
 }
 

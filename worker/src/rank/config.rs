@@ -20,7 +20,6 @@ pub struct RankConfig {
     /// The number of threads of this rank.
     pub threads: u32,
     /// The GPU. Absent: the rank computes on CPU cores.
-    #[serde(default)]
     pub gpu: Option<RankGpu>,
     /// The file with the deadline of the agent's lease. Absent without an agent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -28,7 +27,6 @@ pub struct RankConfig {
     /// The job's folder. The attempt's folder is in `attempts` below it.
     pub job_dir: PathBuf,
     /// Seconds after SIGTERM during which the rank may finish its step and the checkpoint.
-    #[serde(default = "stop_within_secs")]
     pub stop_within_secs: u32,
 }
 

@@ -89,7 +89,7 @@ impl Run<'_> {
             best: None,
             stop: self.stop_progress.clone(),
             versions: BTreeMap::from([("lockstep".into(), env!("CARGO_PKG_VERSION").into())]),
-            precision: Some(self.engine.precision()),
+            precision: self.engine.precision(),
             loss_scaling: state_dict.loss_scaling,
             skipped_steps: self.skipped.clone(),
             optimizer: OptimizerNote {

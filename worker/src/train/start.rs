@@ -64,7 +64,7 @@ pub(super) fn precision(training: &Training<'_>) -> Result<Precision, TrainError
             older.map(|(epoch, step)| training.checkpoints.join(checkpoint::folder_name(epoch, step)));
         std::iter::once(folder.to_path_buf())
             .chain(folders)
-            .find_map(|folder| checkpoint::state(&folder)?.precision)
+            .find_map(|folder| Some(checkpoint::state(&folder)?.precision))
     };
     let left_float16 = training.is_first() && newest() == Some(Precision::Bf16);
     let mut votes = [f64::from(u8::from(left_float16))];

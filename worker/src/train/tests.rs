@@ -251,7 +251,7 @@ fn a_stop_during_a_switch_to_bfloat16_in_an_epoch_writes_a_checkpoint() {
         assert_eq!(ended.engines, BOTH);
         assert!(ended.log.contains("asked to stop: stopped after step 5"), "{}", ended.log);
         let state = job.state("1-5");
-        assert_eq!((state.step, state.precision), (5, Some(Precision::Bf16)));
+        assert_eq!((state.step, state.precision), (5, Precision::Bf16));
         assert_eq!((state.skipped_steps.total, job.weight("1-5")), (5, 0.0));
 
         let ended = job.train(Overflow::Gradients, StopIn::Never, Some("1-5"));
@@ -270,7 +270,7 @@ fn a_stop_before_a_switch_to_bfloat16_does_not_reconnect_ranks() {
         assert_eq!(ended.engines, [Precision::Fp16], "only the continued run switches to bfloat16");
         assert!(ended.log.contains("the evaluation after step 20 is interrupted"), "{}", ended.log);
         let state = job.state("1-20");
-        assert_eq!((state.precision, state.val_loss), (Some(Precision::Fp16), None));
+        assert_eq!((state.precision, state.val_loss), (Precision::Fp16, None));
 
         let ended = job.train(Overflow::Validation, StopIn::Never, Some("1-20"));
         assert_eq!(ended.outcomes, vec![Outcome::Finished { step: 40 }; ranks as usize], "{}", ended.log);
@@ -297,7 +297,7 @@ fn a_stop_during_a_switch_to_bfloat16_in_an_evaluation_ends_all_ranks() {
         assert_eq!(ended.outcomes, vec![Outcome::Stopped { step: 20 }; ranks as usize], "{}", ended.log);
         assert_eq!((&ended.engines[..], ended.evaluated_in_bfloat16), (&BOTH[..], 0));
         let state = job.state("1-20");
-        assert_eq!((state.precision, state.val_loss), (Some(Precision::Bf16), None));
+        assert_eq!((state.precision, state.val_loss), (Precision::Bf16, None));
     }
 }
 

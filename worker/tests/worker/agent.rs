@@ -37,11 +37,25 @@ impl Connection {
         self.0.send(Message::Binary(bytes.into())).await.unwrap();
     }
 
-    async fn receive(&mut self) -> FromAgent {
+    /// Receives the next message that does not describe the machine.
+    async fn next(&mut self) -> FromAgent {
         loop {
             let message = timeout(PATIENCE, self.0.next()).await.expect("no message came").unwrap().unwrap();
-            let Message::Binary(bytes) = message else { continue };
+            let bytes = match message {
+                Message::Binary(bytes) => bytes,
+                Message::Ping(_) | Message::Pong(_) => continue,
+                other => panic!("{other:?}"),
+            };
             match rmp_serde::from_slice(&bytes).unwrap() {
+                FromAgent::Sample(_) | FromAgent::Findings { .. } => {}
+                other => return other,
+            }
+        }
+    }
+
+    async fn receive(&mut self) -> FromAgent {
+        loop {
+            match self.next().await {
                 FromAgent::Heartbeat { .. } => self.send(&ToAgent::HeartbeatAck).await,
                 other => return other,
             }
@@ -50,18 +64,10 @@ impl Connection {
 
     /// Receives a heartbeat and returns its attempts. Any other message fails the test.
     async fn heartbeat(&mut self) -> Vec<AttemptRef> {
-        loop {
-            let message = timeout(PATIENCE, self.0.next()).await.expect("no message came").unwrap().unwrap();
-            let bytes = match message {
-                Message::Binary(bytes) => bytes,
-                Message::Ping(_) | Message::Pong(_) => continue,
-                other => panic!("{other:?}"),
-            };
-            let message: FromAgent = rmp_serde::from_slice(&bytes).unwrap();
-            let FromAgent::Heartbeat { attempts, .. } = message else { panic!("{message:?}") };
-            self.send(&ToAgent::HeartbeatAck).await;
-            return attempts;
-        }
+        let message = self.next().await;
+        let FromAgent::Heartbeat { attempts, .. } = message else { panic!("{message:?}") };
+        self.send(&ToAgent::HeartbeatAck).await;
+        attempts
     }
 
     /// Receives `Hello`, sends `Welcome`, and returns the attempts in `Hello`.
@@ -73,14 +79,8 @@ impl Connection {
         let FromAgent::Hello { attempts, slots, .. } = self.receive().await else { panic!("no Hello") };
         assert_eq!(slots.len(), 2);
         let (heartbeat_secs, lease_secs) = (0.1, 30.0);
-        let welcome = ToAgent::Welcome {
-            heartbeat_secs,
-            lease_secs,
-            acknowledged,
-            revoked,
-            server_lock: None,
-            takes_samples: false,
-        };
+        let welcome =
+            ToAgent::Welcome { heartbeat_secs, lease_secs, acknowledged, revoked, server_lock: None };
         self.send(&welcome).await;
         attempts
     }
@@ -93,8 +93,9 @@ impl Connection {
     }
 }
 
-/// The beginning of a script that replaces the program: the reply to a request for the dataset's fingerprint.
-const INSPECTS: &str = r#"[ "$1" = inspect ] && { read question; case $question in *fingerprint*)
+/// The beginning of a script that replaces the program: no findings of `doctor`, and the reply to a request for the dataset's fingerprint.
+const INSPECTS: &str = r#"[ "$1" = doctor ] && exit
+[ "$1" = inspect ] && { read question; case $question in *fingerprint*)
     echo '{"Ok":{"type":"fingerprint","found":{"pictures":1,"picture_bytes":2,"sha256":"aa"}}}'; exit 0;; esac; }"#;
 
 /// A job whose ranks are this shell script; `$8` is the rank.

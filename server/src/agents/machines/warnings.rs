@@ -81,7 +81,7 @@ fn online(state: &MachineState<'_>, since: Timestamp, warn: &mut impl FnMut(bool
     let connected = Duration::from_secs((state.now.as_second() - since.as_second()).max(0) as u64);
     let Some(newest) = state.newest.filter(|newest| newest.age < SAMPLE_TIMEOUT) else {
         if connected >= SAMPLE_TIMEOUT {
-            let why = "its version may be older, or a disk or a GPU there does not answer";
+            let why = "a disk or a GPU there may not answer";
             warn(false, format!("It is connected but sends no measurements: {why}."));
         }
         return;

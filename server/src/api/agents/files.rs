@@ -32,9 +32,9 @@ use bytes::Bytes;
 use lockstep_protocol::{
     JobId,
     agent::{AttemptRef, UploadState, WhatIsNeeded},
+    dataset::DatasetNote,
 };
 use serde::Deserialize;
-use serde_json::Value;
 use std::sync::Arc;
 use utoipa::IntoParams;
 
@@ -81,34 +81,32 @@ pub(crate) async fn needed(
 ) -> Result<Json<WhatIsNeeded>> {
     let asking = RequestingAgent::of(&auth, &caller, &headers, &job, attempt)?;
     let job = &asking.attempt.job;
-    let unknown = match store.job(job).await? {
+    Ok(Json(match store.job(job).await? {
         // After the restore of a backup, another attempt may have the same number, but not the same fencing token.
         Some(row) if store.given_place(&asking.attempt, &asking.agent_id).await?.is_some() => {
-            let keep = row.job.attempt == attempt && !row.job.state.is_final();
-            return Ok(Json(WhatIsNeeded { keep, unknown: false }));
+            match row.job.attempt == attempt && !row.job.state.is_final() {
+                true => WhatIsNeeded::Folder,
+                false => WhatIsNeeded::Nothing,
+            }
         }
-        Some(_) => true,
-        None => !was_deleted(&auth, &*store, job).await?,
-    };
-    if unknown {
-        let agent = asking.agent_id.as_str();
-        tracing::warn!(
-            %job, attempt, agent,
-            "an agent has the folder of an attempt that the database lacks, as after the restore of a backup; the agent keeps jobs/{job} in \
-             its data directory"
-        );
-    }
-    Ok(Json(WhatIsNeeded { keep: unknown, unknown }))
+        None if was_deleted(&auth, &*store, job).await? => WhatIsNeeded::Nothing,
+        _ => {
+            let agent = asking.agent_id.as_str();
+            tracing::warn!(
+                %job, attempt, agent,
+                "an agent has the folder of an attempt that the database lacks, as after the restore of a backup; the agent keeps \
+                 jobs/{job} in its data directory"
+            );
+            WhatIsNeeded::Unknown
+        }
+    }))
 }
 
 /// Whether the audit log has the deletion of a job.
 async fn was_deleted(auth: &Auth, store: &dyn Store, job: &JobId) -> Result<bool> {
     // Entries are written after the response.
     auth.audit.flush().await;
-    let deletion = format!("DELETE /api/v1/jobs/{{id}} /api/v1/jobs/{job}");
-    // A later request to delete the job again has failed.
-    let entries = store.audit(None, "", &deletion, 100).await?;
-    Ok(entries.iter().any(|entry| entry.status < 400))
+    Ok(store.has_audit("DELETE /api/v1/jobs/{id}", &format!("/api/v1/jobs/{job}")).await?)
 }
 
 /// Download a file of a checkpoint to the agent that continues from it
@@ -210,12 +208,13 @@ pub(crate) async fn dataset(
         let detail = format!("a dataset's fingerprint has at most {NOTE_BYTES} bytes");
         return Err(Error::Refused(StatusCode::PAYLOAD_TOO_LARGE, detail));
     }
-    let note: Value = serde_json::from_slice(&body)
+    let fingerprint = serde_json::from_slice(&body)
         .map_err(|e| Error::BadRequest(format!("a dataset's fingerprint is JSON: {e}")))?;
     let job_dir = checkpoints.config.job_dir(&asking.attempt.job);
     let name = checkpoints.agents.online().into_iter().find(|online| online.row.id == asking.agent_id);
     let name = name.map_or_else(|| asking.agent_id.clone(), |online| online.row.name.clone());
-    let other = blocking(move || notes::keep_dataset_note(&job_dir, note, &name)).await?;
+    let own = DatasetNote { fingerprint, machine: Some(name) };
+    let other = blocking(move || notes::keep_dataset_note(&job_dir, &own)).await?;
     match other.map_err(|e| disk(&e))? {
         None => Ok(StatusCode::NO_CONTENT),
         Some(other) => Err(Error::Conflict(other, None)),

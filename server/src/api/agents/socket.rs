@@ -179,7 +179,6 @@ async fn serve(
     let id = hello.row.id.clone();
     let name = hello.row.name.clone();
     let certified = identity::Certified::of(&ingress, &caller, &peer, &hello.row);
-    let takes_parts = hello.takes_parts;
     let (reports, mut cut_off) = ReportConnection::new();
     let mut agent = Connection {
         scheduler: &scheduler,
@@ -220,11 +219,7 @@ async fn serve(
                         Err(_) => break "it was silent for the length of a lease".to_owned().into(),
                     },
                     message = outbox.recv() => match message {
-                        Some(message) => match if takes_parts {
-                            wire::frames(&message, &mut in_parts, ToAgent::Part)
-                        } else {
-                            wire::encode(&message).map(|whole| vec![whole])
-                        } {
+                        Some(message) => match wire::frames(&message, &mut in_parts, ToAgent::Part) {
                             Ok(frames) if frames.len() > 1 => parts.extend(frames),
                             Ok(frames) => {
                                 let mut frames = frames.into_iter();
@@ -325,7 +320,6 @@ impl Connection<'_> {
             server_lock: Some(
                 crate::util::private::server_lock(&scheduler.config.data_dir).to_string_lossy().into_owned(),
             ),
-            takes_samples: true,
         };
         scheduler.agents.machines.connected(&self.id);
         send(to, &welcome).await?;

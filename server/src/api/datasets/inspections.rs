@@ -25,7 +25,7 @@ pub(crate) const INSPECTION_TIMEOUT: Duration = Duration::from_secs(12 * 3600);
 const MAX_WAIT_SECS: u64 = 120;
 /// Time for which a result is kept for repeated requests.
 const RESULT_LIFE: Duration = Duration::from_secs(10);
-/// Time limit for an agent's reply to `InspectProgress`. Older agents do not reply.
+/// Time limit for an agent's reply to `InspectProgress`.
 const PROGRESS_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Time limit of a request that waits for an inspection.

@@ -19,7 +19,7 @@ use axum::{Extension, Json, extract::State};
 use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
     Job, JobId, JobSpec,
-    dataset::{Dataset, too_few_classes},
+    dataset::Dataset,
     limits::MISTAKES,
     spec::{
         self, Device, Setting, SpecError, SweepSpec, Validation, nearest, read_sweep, shortened, split_sweep,
@@ -497,9 +497,6 @@ fn dataset_mistakes(spec: &JobSpec, dataset: &Dataset) -> Vec<SpecError> {
     let mut mistake =
         |pointer: &str, detail: String| errors.push(SpecError { pointer: pointer.into(), detail });
     let info = &dataset.info;
-    if let Some(detail) = too_few_classes(&info.classes) {
-        mistake("/data/dataset", format!("{} {detail}", dataset.name));
-    }
     if let Validation::Split(name) = &spec.data.validation
         && name != "none"
         && spec.data.folds.is_none()

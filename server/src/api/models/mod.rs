@@ -25,12 +25,12 @@ use axum::{
 };
 use lockstep_protocol::{
     checkpoint_files::STATE,
+    dataset::DatasetNote,
     labels,
     models::{Model, ModelVersion, Which, alias_mistake, name_mistake},
     spec::SpecError,
 };
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 use std::{collections::BTreeMap, sync::Arc};
 use utoipa::ToSchema;
 
@@ -263,7 +263,7 @@ async fn chosen(
 async fn lineage(
     checkpoints: &Checkpoints,
     row: &CheckpointRow,
-) -> Result<(BTreeMap<String, String>, Option<Value>)> {
+) -> Result<(BTreeMap<String, String>, Option<DatasetNote>)> {
     #[derive(Default, Deserialize)]
     struct State {
         #[serde(default)]

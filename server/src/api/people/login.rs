@@ -38,9 +38,7 @@ const LINK_LIFE: Duration = Duration::from_secs(600);
 /// `GET /login`
 #[derive(Debug, Default, Deserialize)]
 pub(crate) struct LoginQuery {
-    #[serde(default)]
     code: Option<String>,
-    #[serde(default)]
     next: Option<String>,
 }
 
@@ -56,7 +54,6 @@ pub(crate) struct LoginForm {
     /// Whether the form makes the first person, an admin.
     #[serde(default)]
     setup: bool,
-    #[serde(default)]
     next: Option<String>,
 }
 

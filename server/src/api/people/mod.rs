@@ -38,11 +38,9 @@ pub(crate) struct NewPerson {
     pub(super) name: String,
     pub(super) role: Role,
     /// 10 to 1024 characters. Optional with `subject`.
-    #[serde(default)]
     #[schema(value_type = Option<String>)]
     pub(super) password: Option<Password>,
     /// Claim `sub` of the person's account at the OpenID provider (`serve --oidc-issuer`).
-    #[serde(default)]
     pub(super) subject: Option<String>,
 }
 

@@ -34,7 +34,6 @@ const SESSION_LIFE: Duration = Duration::from_secs(24 * 3600);
 /// `GET /login/oidc`
 #[derive(Debug, Default, Deserialize)]
 pub(crate) struct BeginQuery {
-    #[serde(default)]
     next: Option<String>,
 }
 

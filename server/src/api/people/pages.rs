@@ -66,7 +66,6 @@ pub(crate) enum Action {
 pub(crate) struct PeopleForm {
     action: Action,
     name: String,
-    #[serde(default)]
     role: Option<Role>,
     #[serde(default)]
     password: Password,

@@ -36,10 +36,8 @@ pub(crate) struct NewToken {
     pub(crate) name: String,
     pub(crate) scope: Scope,
     /// For the scope `agent`: the agent's name or id. A token for a new name is bound to the first new agent that joins with this name.
-    #[serde(default)]
     pub(crate) agent: Option<String>,
     /// Number of seconds until the token expires (default: never).
-    #[serde(default)]
     pub(crate) expires_in_secs: Option<u64>,
 }
 

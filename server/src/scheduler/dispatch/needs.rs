@@ -7,12 +7,11 @@ use crate::{
 };
 use lockstep_protocol::{
     agent::AllowedFolders,
-    dataset::Dataset,
+    dataset::{Dataset, PicturesFingerprint},
     job::{Job, JobId},
     reason::{Reason, ReasonKind},
     spec::JobSpec,
 };
-use serde_json::Value;
 use std::collections::{HashMap, HashSet};
 
 /// The requirements of a job.
@@ -22,7 +21,7 @@ pub(super) struct Needs {
     /// The dataset's path.
     pub(super) dataset_path: String,
     /// The dataset's fingerprint at its last inspection.
-    pub(super) registered: Option<Value>,
+    pub(super) registered: Option<PicturesFingerprint>,
     /// The checkpoint's id, if `model.pretrained` is one.
     pub(super) pretrained: Option<String>,
     /// Folders in which the file of `model.pretrained` may be.

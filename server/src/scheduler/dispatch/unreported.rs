@@ -21,7 +21,6 @@ const MAX_TRIED: usize = 5;
 struct State {
     val_accuracy: Option<f64>,
     val_loss: Option<f64>,
-    #[serde(default)]
     validation: Option<ValidationSet>,
     best: Option<Best>,
 }

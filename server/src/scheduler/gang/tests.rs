@@ -90,10 +90,10 @@ fn machines_share_a_job_only_if_they_can_reach_each_other() {
     // Two agents of one machine, one with a loopback address and one without.
     let together = [("m-1", Some("127.0.0.1"), 2, 0, CPU), ("m-2", Some("10.0.0.2"), 2, 0, CPU)];
     assert_eq!(chosen(&together, 4, &[]), expected(&[("m-1", 2), ("m-2", 2)]));
-    // Agents of an older version report no address.
-    let old = [("a", None, 2, 0, CPU), ("b", None, 2, 0, CPU)];
-    assert_eq!(chosen(&old, 4, &[]), []);
-    assert_eq!(chosen(&old, 2, &[]), expected(&[("a", 2)]));
+    // Agents without an address.
+    let unreachable = [("a", None, 2, 0, CPU), ("b", None, 2, 0, CPU)];
+    assert_eq!(chosen(&unreachable, 4, &[]), []);
+    assert_eq!(chosen(&unreachable, 2, &[]), expected(&[("a", 2)]));
 }
 
 #[test]

@@ -2,8 +2,7 @@
 
 use super::Owned;
 use jiff::Timestamp;
-use lockstep_protocol::{job::JobId, models::ModelVersion};
-use serde_json::Value;
+use lockstep_protocol::{dataset::DatasetNote, job::JobId, models::ModelVersion};
 use std::collections::BTreeMap;
 
 /// A new version of a model.
@@ -16,7 +15,7 @@ pub struct NewVersion {
     /// The checkpoint's id.
     pub checkpoint: String,
     /// Fingerprint of the dataset's content at the job's first start, if known.
-    pub dataset_fingerprint: Option<Value>,
+    pub dataset_fingerprint: Option<DatasetNote>,
     /// Versions of the programs that wrote the checkpoint.
     pub programs: BTreeMap<String, String>,
     /// A description by the user.

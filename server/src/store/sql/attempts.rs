@@ -270,14 +270,10 @@ fn attempt(job: &JobId, row: &DbRow) -> Result<Attempt> {
     let is_live = row.try_get::<Option<i64>, _>("job_fencing_token")? == Some(row.try_get("fencing_token")?);
     let (state, reason) = if is_live { ("job_state", "job_cause") } else { ("state", "reason") };
     let ended_at: Option<i64> = row.try_get("ended_at")?;
-    let state = match text(state)? {
-        // An earlier version did not store the state in which the attempt ended.
-        None => AttemptState::Ended,
-        Some(word) => word.parse().unwrap_or_else(|error: String| {
-            quarantine::log_once(&format!("the state of an attempt of job {job}: {error}"));
-            AttemptState::Unknown
-        }),
-    };
+    let state = text(state)?.unwrap_or_default().parse::<AttemptState>().unwrap_or_else(|error| {
+        quarantine::log_once(&format!("the state of an attempt of job {job}: {error}"));
+        AttemptState::Unknown
+    });
     Ok(Attempt {
         attempt: to_u32(row.try_get("attempt")?),
         state,

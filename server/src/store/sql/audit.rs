@@ -77,6 +77,12 @@ impl SqlStore {
         Ok(readable(rows.iter().map(entry)))
     }
 
+    pub(in crate::store) async fn has_audit(&self, action: &str, object: &str) -> Result<bool> {
+        let text = "SELECT status FROM audit WHERE action = $1 AND object = $2 AND status < 400 LIMIT 1";
+        let query = sqlx::query(text).bind(action).bind(object);
+        Ok(query.fetch_optional(&self.reader).await?.is_some())
+    }
+
     pub(in crate::store) async fn purge_audit(&self, before: Timestamp, keep: u32) -> Result<bool> {
         let old = sqlx::query(
             "DELETE FROM audit WHERE id IN (SELECT id FROM audit WHERE at < $1 ORDER BY at LIMIT $2)",

@@ -110,7 +110,7 @@ async fn members_change_only_their_own_jobs_and_admins_all() {
         );
     }
 
-    // Jobs of earlier versions have no owner.
+    // A job without an owner.
     server.execute("UPDATE jobs SET owner = NULL").await;
     let (status, problem) = server.send_as(&mona, "POST", &format!("{older}/cancel"), None).await;
     assert!(status == 403 && problem["detail"].as_str().unwrap().contains("only admins"), "{problem}");

@@ -53,6 +53,7 @@ fn server(broken: usize, job: &Value) -> (String, Arc<AtomicUsize>) {
 fn job_in(state: &str, attempt: u32) -> Value {
     json!({
         "id": JobId::generate(), "name": "test", "state": state, "reason": null, "spec": JobSpec::default(), "attempt": attempt, "ranks": 1,
+        "project": "default", "tags": [],
         "agents": [], "step": 0, "epoch": 0, "total_steps": 0, "steps_per_epoch": 0, "images_per_second": null, "eta_secs": null,
         "created_at": "2026-01-02T03:04:05Z", "started_at": null, "finished_at": null, "best": null, "last": {}, "last_seq": 1, "sparkline": [],
     })

@@ -5,38 +5,16 @@ use crate::inspect;
 use lockstep_host::write_whole;
 use lockstep_protocol::{
     agent::{AgentReply, AgentRequest},
-    dataset::PicturesFingerprint,
+    dataset::{DATASET_NOTE, DatasetNote, PicturesFingerprint},
 };
-use serde::{Deserialize, Serialize};
 use std::{
     fs, io,
     path::Path,
     sync::atomic::{AtomicBool, Ordering},
 };
 
-/// The file with the [`DatasetNote`] in a job's folder.
-pub(in super::super) const DATASET_NOTE: &str = "dataset.json";
-
-/// The dataset's fingerprint at the job's first start.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(in super::super) struct DatasetNote {
-    #[serde(flatten)]
-    pub(in super::super) fingerprint: PicturesFingerprint,
-    /// The agent whose dataset it was. `None` in notes of earlier versions.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(in super::super) machine: Option<String>,
-}
-
-impl DatasetNote {
-    pub(in super::super) fn read(path: &Path) -> Option<Self> {
-        serde_json::from_slice(&fs::read(path).ok()?).ok()
-    }
-
-    /// A description, such as `node-2 has 640 pictures of 3 MB, or other content`.
-    fn has(&self) -> String {
-        let machine = self.machine.as_deref().unwrap_or("another machine");
-        format!("{machine} has {}, or other content", self.fingerprint.in_words())
-    }
+pub(in super::super) fn read_note(path: &Path) -> Option<DatasetNote> {
+    serde_json::from_slice(&fs::read(path).ok()?).ok()
 }
 
 /// Checks that the dataset can be read, and is the dataset with which the job began. Before the job's first start, it
@@ -56,18 +34,16 @@ pub(super) fn check(
     )?;
     let path = path.as_path();
     let note = stored.job_dir.join(DATASET_NOTE);
-    let before = DatasetNote::read(&note);
-    let registered = stored.start.files.registered.as_ref();
-    let registered = registered.and_then(|of| PicturesFingerprint::deserialize(of).ok());
+    let before = read_note(&note);
     let found = take(path, before.is_some(), program, cancelled)?;
     // Before the first start the server has no fingerprint to send. If there is a note, another machine of this
     // attempt wrote it meanwhile.
     let is_first_start = stored.start.files.dataset.is_none();
-    match (before, registered) {
+    match (before, &stored.start.files.registered) {
         (Some(before), _) if before.fingerprint != found => {
             let own = DatasetNote { fingerprint: found, machine: machine.map(str::to_owned) };
             if is_first_start && before.machine.is_some() && before.machine != own.machine {
-                return Err(differs(stored, &own, &before.has()));
+                return Err(differs(stored, &own, &before.in_words()));
             }
             let on = before.machine.as_ref().map(|name| format!(" on {name}")).unwrap_or_default();
             Err(format!(
@@ -79,7 +55,7 @@ pub(super) fn check(
             ))
         }
         (Some(_), _) => Ok(()),
-        (None, Some(registered)) if registered != found => Err(format!(
+        (None, Some(registered)) if *registered != found => Err(format!(
             "the dataset {} is not the one that was registered as {:?}: {} here, {} there, or other content; copy the registered \
              one to this machine and retry the job or, if the dataset was changed on purpose, inspect it again on the page Datasets and \
              retry the job",
@@ -124,10 +100,10 @@ fn keep(stored: &StoredAttempt, own: DatasetNote) -> Result<(), String> {
     let text = serde_json::to_vec(&own).map_err(|e| e.to_string())?;
     write_whole(&temporary, &text).map_err(|e| format!("{}: {e}", temporary.display()))?;
     let kept = match fs::hard_link(&temporary, &note) {
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => match DatasetNote::read(&note) {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => match read_note(&note) {
             Some(first) if first.fingerprint != own.fingerprint => {
                 let _ = fs::remove_file(&temporary);
-                return Err(differs(stored, &own, &first.has()));
+                return Err(differs(stored, &own, &first.in_words()));
             }
             Some(_) => fs::remove_file(&temporary),
             // A note that was written only partly.

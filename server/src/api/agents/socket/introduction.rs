@@ -25,8 +25,6 @@ pub(super) struct Hello {
     pub(super) only_job: Option<JobId>,
     pub(super) no_work: Option<String>,
     pub(super) process: String,
-    /// Whether the agent can put the parts of a long message together (protocol version 2 and later).
-    pub(super) takes_parts: bool,
 }
 
 /// Truncates a text of an agent to the maximum length.
@@ -92,7 +90,7 @@ pub(super) fn introduction(message: FromAgent) -> Result<Hello, String> {
     let row = AgentRow { id: agent_id, name, machine, slots, last_seen_at: crate::now() };
     let no_work = no_work.map(shortened);
     let process = shortened(process);
-    Ok(Hello { row, attempts, only_job, no_work, process, takes_parts: protocol >= 2 })
+    Ok(Hello { row, attempts, only_job, no_work, process })
 }
 
 #[cfg(test)]

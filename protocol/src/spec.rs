@@ -279,8 +279,6 @@ impl JobSpec {
 
     /// Optimizer steps of the whole run.
     pub fn total_steps(&self, samples: u64) -> u64 {
-        self.train
-            .steps
-            .unwrap_or_else(|| self.steps_per_epoch(samples) * u64::from(self.train.epochs.unwrap_or(10)))
+        self.train.steps.unwrap_or_else(|| self.steps_per_epoch(samples) * u64::from(self.train.epochs()))
     }
 }

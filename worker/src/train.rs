@@ -156,7 +156,7 @@ fn train_with<'a>(
     let decoder = decoder::choose_decoder(training, engine.precision(), &mut data)?;
     training.log(decoder);
     throughput.device(engine.device_name());
-    let beginning = start::begin(training, &plan, &data, engine.as_mut())?;
+    let beginning = start::initialize(training, &plan, &data, engine.as_mut())?;
     training.log(&beginning.notes);
     training.log(plan.describe(&spec, &data.shape, engine.as_ref()));
     training.progress.store(beginning.step, Ordering::Relaxed);
@@ -185,7 +185,7 @@ fn train_with<'a>(
         metadata: saving::metadata(&spec, &data.shape),
         lines: LossLines::new(spec.log.every_steps),
         votes: Votes::of_steps(training.group.size(), beginning.step),
-        unmeasured: beginning.unmeasured,
+        is_evaluation_missing: beginning.is_evaluation_missing,
         began_after: beginning.step,
         step: beginning.step,
         averaged: beginning.step,
@@ -245,7 +245,7 @@ struct Run<'a> {
     throughput: ThroughputMeter<'a>,
     votes: Votes,
     /// Whether the run continues from a checkpoint of a step that was not evaluated.
-    unmeasured: bool,
+    is_evaluation_missing: bool,
     /// The step after which the run began.
     began_after: u64,
     /// Number of optimizer steps started.
@@ -283,7 +283,7 @@ impl Run<'_> {
             });
         }
         // The previous run was stopped when an evaluation was due. The evaluation is done now.
-        let is_evaluation_overdue = self.unmeasured
+        let is_evaluation_overdue = self.is_evaluation_missing
             && self.data.shape.validation_samples > 0
             && self.plan.evaluation_after_epoch(self.step);
         if is_evaluation_overdue || self.step >= total {

@@ -10,6 +10,7 @@ use super::{
     mistake::{SpecError, shortened, type_of},
     nearest::nearest,
     shard, stop,
+    train::DEFAULT_EPOCHS,
 };
 use crate::{
     limits::{HISTOGRAMS_EVERY, KEY_BYTES, MISTAKES},
@@ -385,7 +386,8 @@ fn check_sizes(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
             ),
         );
     }
-    let epochs = spec.train.epochs.unwrap_or(if spec.train.steps.is_some() { u32::MAX } else { 10 });
+    let epochs =
+        spec.train.epochs.unwrap_or(if spec.train.steps.is_some() { u32::MAX } else { DEFAULT_EPOCHS });
     if let Some(late) = sizes.iter().find(|from| from.epoch > epochs) {
         mistake(
             "/data/image_size",

@@ -300,7 +300,7 @@ impl SweepSpec {
         if rungs.len() < 2 {
             let detail = format!(
                 "{} epochs have no rung before the end: lower min_epochs or reduction, or raise train.epochs or rungs",
-                trial.train.epochs.unwrap_or(EPOCHS)
+                trial.train.epochs()
             );
             errors.push(mistake("/min_epochs", detail));
         }
@@ -316,7 +316,7 @@ impl SweepSpec {
     /// The epochs after which trials of such a job are compared, ascending; the last is the end of training. Without
     /// `asha` only the end.
     pub fn rungs_of(&self, trial: &JobSpec) -> Vec<u32> {
-        let mut rungs = vec![trial.train.epochs.unwrap_or(EPOCHS)];
+        let mut rungs = vec![trial.train.epochs()];
         if self.method == SweepMethod::Asha {
             while rungs.len() < self.rungs as usize
                 && let Some(last) = rungs.last().copied()
@@ -376,9 +376,6 @@ impl SweepSpec {
         self.parameters.iter().map(|(key, parameter)| (key.clone(), parameter.draw(random))).collect()
     }
 }
-
-/// Epochs of a job that gives neither epochs nor steps.
-const EPOCHS: u32 = 10;
 
 fn listed(epochs: &[u32]) -> String {
     epochs.iter().map(u32::to_string).collect::<Vec<_>>().join(", ")

@@ -170,7 +170,7 @@ fn steps(source: &Job, Checked { spec, dataset, .. }: &Checked) -> (u64, u64) {
         && was.global_batch_size() == is.global_batch_size();
     let samples = jobs::training_samples(spec, dataset);
     let steps_per_epoch = if is_counted { source.steps_per_epoch } else { spec.steps_per_epoch(samples) };
-    let epochs = u64::from(spec.train.epochs.unwrap_or(10));
+    let epochs = u64::from(spec.train.epochs());
     (steps_per_epoch, spec.train.steps.unwrap_or(steps_per_epoch * epochs))
 }
 
@@ -186,7 +186,7 @@ fn schedule_change(
     let now = Schedule::new(&spec.train, steps_per_epoch, total);
     // With another batch size, the same position in the epoch.
     let at = (from.info.step * steps_per_epoch).checked_div(source.steps_per_epoch)?;
-    schedule::change(&before, from.info.step, &now, at)
+    schedule::describe_change(&before, from.info.step, &now, at)
 }
 
 /// Returns a warning if the fork's validation pictures include pictures that the source trained on.

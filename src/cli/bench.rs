@@ -210,7 +210,7 @@ fn devices(args: &Args) -> anyhow::Result<Vec<String>> {
     let backend = registry::device_of(first.as_ref(), args.device).backend;
     if args.precision == Float::Fp16 && !backend.needs().half_precision {
         let why = match (args.device, hindrance) {
-            (device, _) if device.is_cores() => "CPU ranks compute in fp32 or bf16".into(),
+            (device, _) if device.is_cpu() => "CPU ranks compute in fp32 or bf16".into(),
             (_, Some(why)) => why,
             (_, None) => "there is no GPU on this machine, and CPU ranks compute in fp32 or bf16".into(),
         };

@@ -34,7 +34,9 @@ fn mistakes(document: &Value) -> Option<(usize, Vec<SpecError>)> {
     let mut mistakes: Vec<SpecError> = Vec::new();
     for setting in &settings {
         let found = match trial_document(&job, setting, "sweep") {
-            Ok(trial) => job_file::read(&trial).map_or_else(|found| found, |spec| sweep.check(&spec)),
+            Ok(trial) => {
+                job_file::read(&trial).map_or_else(|found| found, |spec| sweep.check_with_trial(&spec))
+            }
             Err(detail) => vec![SpecError { pointer: "/sweep/parameters".into(), detail }],
         };
         for mistake in found {

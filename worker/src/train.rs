@@ -39,7 +39,7 @@ use lockstep_engine::{DeviceChoice, Engine};
 use lockstep_protocol::{
     agent::{AllowedFolders, AttemptEvent, Evaluation},
     schedule::Schedule,
-    spec::{Division, JobSpec},
+    spec::{JobSpec, ValidationDivision},
 };
 use measure::ThroughputMeter;
 use parts::Parts;
@@ -257,7 +257,7 @@ struct Run<'a> {
     /// See [`State::stop`](crate::checkpoint::State::stop).
     stop_progress: Option<StopProgress>,
     /// See [`State::divisions`](crate::checkpoint::State::divisions).
-    divisions: Vec<Division>,
+    divisions: Vec<ValidationDivision>,
     /// Whether the engine has the weights of the last step. False while their average is evaluated instead.
     has_own_weights: bool,
     /// Steps that were started and whose results have not been reported yet, oldest first.

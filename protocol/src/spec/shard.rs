@@ -9,7 +9,7 @@ use utoipa::ToSchema;
 /// Values of `parallel.mode`.
 pub(super) const MODES: [&str; 3] = ["data", "hybrid", "auto"];
 /// The largest number of strategies in a job.
-pub const MOST_SHARDS: usize = 64;
+pub const MAX_SHARDS: usize = 64;
 /// The largest number of characters in a pattern.
 const MATCH_CHARS: usize = 100;
 
@@ -132,9 +132,9 @@ impl ParallelSpec {
 
 /// Checks the value of `parallel.shard`. The error lists every mistake.
 pub(super) fn check(value: &Value) -> Result<(), String> {
-    let Some(list) = value.as_array().filter(|list| list.len() <= MOST_SHARDS) else {
+    let Some(list) = value.as_array().filter(|list| list.len() <= MAX_SHARDS) else {
         return Err(format!(
-            "must be a list of at most {MOST_SHARDS} tables with match and split, is {}",
+            "must be a list of at most {MAX_SHARDS} tables with match and split, is {}",
             shown(value)
         ));
     };

@@ -27,7 +27,7 @@ use lockstep_protocol::{
     dataset::classes_differ,
     numbers::plural,
     schedule::{self, Schedule},
-    spec::{BrokenFiles, Division, Precision, read_leniently},
+    spec::{BrokenFiles, Precision, ValidationDivision, read_leniently},
 };
 use serde::{Serialize, de::DeserializeOwned};
 use std::path::{Path, PathBuf};
@@ -44,7 +44,7 @@ pub(super) struct InitialState {
     /// Whether the checkpoint's step was not evaluated, because the earlier run stopped first.
     pub(super) is_evaluation_missing: bool,
     /// See [`State::divisions`].
-    pub(super) divisions: Vec<Division>,
+    pub(super) divisions: Vec<ValidationDivision>,
     /// Lines for the log.
     pub(super) notes: Vec<String>,
 }
@@ -169,8 +169,8 @@ fn whitening(data: &DataSource, skips: bool) -> Result<HostTensor, TrainError> {
 }
 
 /// The divisions by which a run has trained, including its own.
-fn with_own(mut divisions: Vec<Division>, training: &Training<'_>) -> Vec<Division> {
-    let own = Division::of(&training.spec.data);
+fn with_own(mut divisions: Vec<ValidationDivision>, training: &Training<'_>) -> Vec<ValidationDivision> {
+    let own = ValidationDivision::of(&training.spec.data);
     if !divisions.contains(&own) {
         divisions.push(own);
     }
@@ -345,7 +345,11 @@ fn compare_validation(training: &Training<'_>, data: &DataSource, state: &State)
 
 /// A log line about how many validation pictures the initial weights were trained on, according to the `divisions` of
 /// earlier runs.
-fn trained_on(training: &Training<'_>, data: &DataSource, divisions: &[Division]) -> Option<String> {
+fn trained_on(
+    training: &Training<'_>,
+    data: &DataSource,
+    divisions: &[ValidationDivision],
+) -> Option<String> {
     let count = data.trained_on(&foreign_divisions(divisions, &training.spec.data));
     (count > 0).then(|| {
         format!(

@@ -2,7 +2,7 @@
 
 use super::{
     JobSpec, OptimizerKind,
-    mistake::{shortened, shown},
+    mistake::{describe_value, shortened},
     named::named,
 };
 use serde::{Deserialize, Serialize};
@@ -103,7 +103,7 @@ pub(super) fn check_weights(value: &Value) -> Result<(), String> {
          from {} to {}, is {}",
         WEIGHT_RANGE.start(),
         WEIGHT_RANGE.end(),
-        shown(value)
+        describe_value(value)
     ))
 }
 

@@ -23,7 +23,7 @@ pub fn shortened(text: &str) -> String {
 }
 
 /// A scalar, shortened for a message; for lists, tables and null only the type.
-pub(super) fn shown(value: &Value) -> String {
+pub(super) fn describe_value(value: &Value) -> String {
     match value {
         Value::Array(_) | Value::Object(_) | Value::Null => type_of(value).into(),
         _ => shortened(&value.to_string()),

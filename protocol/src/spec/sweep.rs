@@ -5,7 +5,7 @@ use super::{
     check::check_section,
     document::{key_parts, set_key},
     keys::{self, SWEEP},
-    mistake::{SpecError, shortened, shown, type_of},
+    mistake::{SpecError, describe_value, shortened, type_of},
     stop::{GOALS, maximizes},
 };
 use serde_json::{Map, Value, json};
@@ -158,7 +158,7 @@ fn read_metric(given: Option<&Value>, errors: &mut Vec<SpecError>) -> SweepMetri
         let value = given.and_then(|table| table.get(key))?;
         let found = words.into_iter().find(|word| value == word);
         if found.is_none() {
-            let detail = format!("must be {:?} or {:?}, is {}", words[0], words[1], shown(value));
+            let detail = format!("must be {:?} or {:?}, is {}", words[0], words[1], describe_value(value));
             errors.push(mistake(&format!("/metric/{key}"), detail));
         }
         found

@@ -38,7 +38,7 @@ impl Sink for Fill<'_> {
     }
 
     fn receive(&mut self, from: &mut &TcpStream) -> io::Result<usize> {
-        // One read is limited to 1 MiB, so that [`Link::exchange`](super::link::Link::exchange) also continues to send.
+        // One read is limited to 1 MiB, so that `Link::exchange` also continues to send.
         let end = self.buffer.len().min(self.filled + 8 * BLOCK_BYTES);
         let received = from.read(&mut self.buffer[self.filled..end])?;
         self.filled += received;

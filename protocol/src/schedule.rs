@@ -98,8 +98,8 @@ pub fn describe_change(old: &Schedule, step: u64, new: &Schedule, new_step: u64)
     }
     let middle = new_step + (new.total - new_step) / 2;
     Some(format!(
-        "the learning rate changes where the run continues: from {} at step {step} of the earlier run to {} at step {}. It is {} at step {middle} \
-         and {} at the last step, {} ({} over {} steps). To change this, set train.schedule, train.lr or train.epochs",
+        "the learning rate changes where the run continues: from {} at step {step} of the earlier run to {} at step {}. It is {} at \
+         step {middle} and {} at the last step, {} ({} over {} steps). To change this, set train.schedule, train.lr or train.epochs",
         three_digits(old_lr),
         three_digits(new.lr(new_step)),
         new_step + 1,

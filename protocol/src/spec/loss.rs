@@ -22,7 +22,8 @@ pub struct LossSpec {
     /// Below 1, each step computes logits only for the classes of its labels and for this share of all classes, drawn at random (Partial
     /// FC, An et al. 2022). Each rank draws from its own classes. The loss, the accuracy of training and all gradients are those of a
     /// classifier of these classes. Weights, biases and optimizer state of all other classes stay unchanged, also without weight
-    /// decay. Evaluations and predictions have all classes. On GPUs a share below 1 needs `parallel.model` = `parallel.ranks` and `train.accumulate` = 1.
+    /// decay. Evaluations and predictions have all classes. On GPUs a share below 1 needs `parallel.model` =
+    /// `parallel.ranks` and `train.accumulate` = 1.
     pub sample_share: f64,
     /// `softmax`: cross-entropy of the logits. `arcface` and `cosface`, for embeddings of faces or products: logits are `scale` times the
     /// cosines between the features and the weights of each class, without bias. In training, the logit of the label's class has a

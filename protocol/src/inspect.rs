@@ -119,7 +119,7 @@ pub struct ModelEvaluation {
 /// Default number of neighbours that vote on a picture.
 pub const NEIGHBOURS: u32 = 20;
 /// Maximum number of neighbours that vote on a picture.
-pub const MOST_NEIGHBOURS: u32 = 1000;
+pub const MAX_NEIGHBOURS: u32 = 1000;
 
 /// Accuracy of a nearest-neighbour classifier on validation pictures: training pictures vote, by the cosine similarity of embeddings.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]

@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 use std::{collections::BTreeMap, fmt, str::FromStr};
 use utoipa::ToSchema;
 
-/// Opaque id of a job: at most 22 lower-case letters and digits, sortable by creation time.
+/// Opaque id of a job: the letter j and 26 lower-case letters and digits, sortable by creation time.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, ToSchema)]
 #[serde(transparent)]
 pub struct JobId(String);
@@ -26,12 +26,7 @@ impl JobId {
     pub fn of_bits(bits: u128) -> Self {
         const DIGITS: &[u8; 32] = b"0123456789abcdefghjkmnpqrstvwxyz";
         let digit = |i: u32| DIGITS[(bits >> (125 - 5 * i) & 31) as usize] as char;
-        Self(format!(
-            "j{}",
-            (0..26)
-                .map(|i| if i < 25 { digit(i) } else { DIGITS[(bits & 7) as usize] as char })
-                .collect::<String>()
-        ))
+        Self(format!("j{}", (0..26).map(digit).collect::<String>()))
     }
 
     /// The id as text.
@@ -61,7 +56,7 @@ impl std::error::Error for InvalidJobId {}
 impl FromStr for JobId {
     type Err = InvalidJobId;
 
-    /// Accepts exactly the ids that [`JobId::generate`] makes, so an id is always safe as a file name.
+    /// Accepts the letter j and any 26 lower-case letters and digits, so an id is always safe as a file name.
     fn from_str(text: &str) -> Result<Self, InvalidJobId> {
         let well_formed = text.len() == 27
             && text.starts_with('j')
@@ -191,9 +186,8 @@ pub struct Job {
     /// Notes on the job; may be empty and may be long. Absent in streams, and in lists unless `fields` names it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub notes: Option<String>,
-    /// The job and the checkpoint from which the job was forked. If that job is private and this job is not, only callers who see both get
-    /// it, in
-    /// `GET /jobs/{id}` and in the `hello` of the job's stream.
+    /// The job and the checkpoint from which the job was forked. If the parent is private and this job is not, present only in
+    /// `GET /jobs/{id}` and in the `hello` of the job's stream, and only for callers who may see both.
     pub parent: Option<Parent>,
     /// The sweep that started the job.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -342,9 +336,9 @@ impl Job {
         self.state == JobState::Paused && self.cause.as_ref().is_some_and(is_rung)
     }
 
-    /// Whether the job's last attempt ended because of a loss, and neither on request nor for a job of higher
-    /// priority. Only then may the job continue on fewer ranks.
-    pub fn has_lost_attempt(&self) -> bool {
+    /// Whether the next attempt may use fewer ranks: the last attempt failed, or its agent left. False if the attempt was
+    /// stopped on request or preempted.
+    pub fn may_use_fewer_ranks(&self) -> bool {
         let left = |why: &Reason| {
             matches!(
                 why.kind(),
@@ -436,7 +430,7 @@ pub struct Waiting {
 }
 
 /// The newest values of a job. Other metrics are fields with their own names (`grad_norm`, `step_ms`, ...), averaged
-/// over the ranks that report them; lists have only the metrics that `metrics` names.
+/// over the ranks that report them; in `GET /jobs`, only the metrics that the query parameter `metrics` names.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct LastValues {
     pub loss: Option<f64>,

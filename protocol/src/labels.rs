@@ -1,8 +1,8 @@
 //! Labels by which people sort jobs: projects, tags and notes. They do not change what a job computes.
 
 use crate::{
+    invisible::first_invisible,
     limits::{NOTES_BYTES, PROJECT_CHARS, TAG_CHARS, TAGS},
-    unseen::first_unseen,
 };
 
 /// The project of a job that does not name one.
@@ -40,7 +40,7 @@ pub fn project_mistake(name: &str) -> Option<String> {
 pub fn tags_mistake<T: AsRef<str>>(tags: &[T]) -> Option<String> {
     let odd = |tag: &T| {
         let tag = tag.as_ref().trim();
-        tag.chars().count() > TAG_CHARS || tag.contains(',') || first_unseen(tag).is_some()
+        tag.chars().count() > TAG_CHARS || tag.contains(',') || first_invisible(tag).is_some()
     };
     (tags.len() > TAGS || tags.iter().any(odd)).then(|| {
         format!(

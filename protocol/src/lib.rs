@@ -1,19 +1,24 @@
 //! The types that cross a wire: job specifications and states, metrics, and messages between server, agents, ranks and
-//! browsers. Only data and its checks, without input or output except injected faults.
+//! browsers. The crate does no input or output, except [`fault`], which injects faults for tests.
 
 pub mod access;
 pub mod agent;
+// Folders that may contain the files that a path names.
 pub mod allowed;
 pub mod attempt;
 pub mod backoff;
+// A job's best checkpoint.
 pub mod best;
 pub mod checkpoint_files;
+// Shortens long names in the middle.
 pub mod cut;
 pub mod dataset;
 pub mod fault;
 pub mod histograms;
 pub mod history;
 pub mod inspect;
+// Finds and escapes invisible characters.
+pub mod invisible;
 pub mod job;
 pub mod labels;
 pub mod limits;
@@ -33,7 +38,6 @@ pub mod stream;
 pub mod suggestion;
 pub mod sweep;
 pub mod throughput;
-pub mod unseen;
 pub mod wire;
 
 pub use job::{Job, JobId, JobState};

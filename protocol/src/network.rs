@@ -2,7 +2,7 @@
 
 use crate::{
     limits::{LAYER_NAME_BYTES, NETWORK_LAYERS, PLAN_TEXT_BYTES},
-    spec::{MOST_SHARDS, ShardSpec},
+    spec::{MAX_SHARDS, ShardSpec},
 };
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -150,8 +150,8 @@ impl PlanDescription {
         if self.later_stages.len() > NETWORK_LAYERS || !self.later_stages.iter().all(is_name) {
             return Err("the plan has too many stages, or a stage with an invalid name".into());
         }
-        if self.shard.len() > MOST_SHARDS || self.shard.iter().any(|shard| !shard.is_pattern()) {
-            return Err(format!("the plan has more than {MOST_SHARDS} strategies, or an invalid pattern"));
+        if self.shard.len() > MAX_SHARDS || self.shard.iter().any(|shard| !shard.is_pattern()) {
+            return Err(format!("the plan has more than {MAX_SHARDS} strategies, or an invalid pattern"));
         }
         let times = predicted.into_iter().flat_map(|of| [of.step_ms, of.images_per_second]);
         if !times.chain(self.measured_step_ms).all(is_time) {

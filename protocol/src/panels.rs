@@ -10,8 +10,8 @@ use utoipa::ToSchema;
 
 /// The largest factor of smoothing.
 const MAX_SMOOTHING: f32 = 0.99;
-/// Columns of the page, and the largest height of a panel.
-const MAX_CELLS: u8 = 3;
+/// The largest width (in columns of the page) and height (in rows) of a panel.
+const MAX_SPAN: u8 = 3;
 /// Axes of a panel: one at each side.
 const AXES: usize = 2;
 
@@ -31,7 +31,7 @@ pub struct Panel {
     #[serde(default = "one")]
     #[schema(minimum = 1, maximum = 3)]
     pub columns: u8,
-    /// Height of the panel: 1 to 3.
+    /// Height of the panel in rows: 1 to 3.
     #[serde(default = "one")]
     #[schema(minimum = 1, maximum = 3)]
     pub rows: u8,
@@ -68,17 +68,17 @@ fn one() -> u8 {
     1
 }
 
-/// Mistakes in panels, each with a pointer to it; empty without mistakes. `any_name`: metrics may be metrics of runs from
-/// elsewhere, which choose their own names.
-pub fn mistakes(panels: &[Panel], any_name: bool) -> Vec<SpecError> {
+/// Mistakes in panels, each with a pointer to it; empty without mistakes. `allows_any_metric`: for runs from elsewhere,
+/// which choose the names of their metrics.
+pub fn mistakes(panels: &[Panel], allows_any_metric: bool) -> Vec<SpecError> {
     let mut all = Vec::new();
     if panels.len() > PANELS {
-        let detail = format!("has {} panels; at most {PANELS} are kept", panels.len());
+        let detail = format!("has {} panels; at most {PANELS} are allowed", panels.len());
         all.push(SpecError { pointer: "/panels".into(), detail });
         return all;
     }
     for (place, panel) in panels.iter().enumerate() {
-        for (key, detail) in panel.mistakes(any_name) {
+        for (key, detail) in panel.mistakes(allows_any_metric) {
             all.push(SpecError { pointer: format!("/panels/{place}/{key}"), detail });
         }
     }
@@ -86,7 +86,7 @@ pub fn mistakes(panels: &[Panel], any_name: bool) -> Vec<SpecError> {
 }
 
 impl Panel {
-    fn mistakes(&self, any_name: bool) -> Vec<(&'static str, String)> {
+    fn mistakes(&self, allows_any_metric: bool) -> Vec<(&'static str, String)> {
         let mut all = Vec::new();
         let chars = self.title.chars().count();
         if self.title.trim().is_empty() || chars > PANEL_TITLE_CHARS {
@@ -97,10 +97,10 @@ impl Panel {
         } else if self.title.chars().any(char::is_control) {
             all.push(("title", "has characters that cannot be shown, such as a line break".into()));
         }
-        all.extend(self.metrics_mistake(any_name).map(|detail| ("metrics", detail)));
-        for (key, cells) in [("columns", self.columns), ("rows", self.rows)] {
-            if !(1..=MAX_CELLS).contains(&cells) {
-                all.push((key, format!("must be 1 to {MAX_CELLS}, is {cells}")));
+        all.extend(self.metrics_mistake(allows_any_metric).map(|detail| ("metrics", detail)));
+        for (key, span) in [("columns", self.columns), ("rows", self.rows)] {
+            if !(1..=MAX_SPAN).contains(&span) {
+                all.push((key, format!("must be 1 to {MAX_SPAN}, is {span}")));
             }
         }
         if !(0.0..=MAX_SMOOTHING).contains(&self.smoothing) {
@@ -119,14 +119,14 @@ impl Panel {
         all
     }
 
-    fn metrics_mistake(&self, any_name: bool) -> Option<String> {
+    fn metrics_mistake(&self, allows_any_metric: bool) -> Option<String> {
         let count = self.metrics.len();
         if count == 0 || count > PANEL_METRICS {
             return Some(format!("has {count} metrics; 1 to {PANEL_METRICS} are allowed"));
         }
         let mut quantities: Vec<&str> = Vec::new();
         for (place, name) in self.metrics.iter().enumerate() {
-            if any_name {
+            if allows_any_metric {
                 if let Some(mistake) = metric::name_mistake(name) {
                     return Some(format!("has the name {:?}: {mistake}", shortened(name)));
                 }
@@ -145,7 +145,7 @@ impl Panel {
         }
         (quantities.len() > AXES).then(|| {
             format!(
-                "have {} quantities ({}), and a panel has two axes: put some of them on another panel",
+                "has {} quantities ({}), and a panel has two axes: put some of them on another panel",
                 quantities.len(),
                 quantities.join(", ")
             )

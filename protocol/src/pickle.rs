@@ -5,14 +5,14 @@
 const ENDINGS: [&str; 6] = [".pt", ".pth", ".pth.tar", ".ckpt", ".pkl", ".pickle"];
 
 /// Whether a file's name has such an ending.
-pub fn is_named_like_one(path: &str) -> bool {
+pub fn has_pickle_extension(path: &str) -> bool {
     let path = path.to_ascii_lowercase();
     ENDINGS.iter().any(|ending| path.ends_with(ending))
 }
 
-/// Advice about such a file, to be appended to its name. The command is for a shell, so it leaves out a name that a
-/// shell would change.
-pub fn convert(path: &str) -> String {
+/// Advice about such a file, to be appended to its name. If a shell would change the name, the command has the
+/// placeholder `FILE.pth`.
+pub fn conversion_advice(path: &str) -> String {
     let is_plain = |c: char| c.is_alphanumeric() || "/._-+=@:,".contains(c);
     let lower = path.to_ascii_lowercase();
     let ending = ENDINGS.iter().filter(|ending| lower.ends_with(*ending)).map(|ending| ending.len()).max();
@@ -23,8 +23,8 @@ pub fn convert(path: &str) -> String {
         ("FILE.pth".into(), "FILE.safetensors".into())
     };
     format!(
-        "is a pickle of PyTorch's, which can run code and is therefore not read; convert it to safetensors: python3 -c \"import sys, \
-         torch; from safetensors.torch import save_file; save_file(torch.load(sys.argv[1], map_location='cpu', \
+        "is a PyTorch pickle. Loading a pickle can run code, so Lockstep does not read it. Convert it to safetensors: python3 -c \"import \
+         sys, torch; from safetensors.torch import save_file; save_file(torch.load(sys.argv[1], map_location='cpu', \
          weights_only=True), sys.argv[2])\" {from} {to}"
     )
 }
@@ -36,13 +36,15 @@ mod tests {
     #[test]
     fn a_pickle_is_told_by_its_ending_and_how_it_is_converted() {
         for name in ["resnet18.pth", "/a b/last.PT", "model_best.pth.tar", "x.ckpt", "weights.pkl"] {
-            assert!(is_named_like_one(name), "{name}");
+            assert!(has_pickle_extension(name), "{name}");
         }
         for name in ["resnet18.safetensors", "pt", "job-1-40", "/data/x.pt/model.safetensors"] {
-            assert!(!is_named_like_one(name), "{name}");
+            assert!(!has_pickle_extension(name), "{name}");
         }
-        assert!(convert("w/best.pth.tar").ends_with("sys.argv[2])\" w/best.pth.tar w/best.safetensors"));
-        assert!(convert("weights").ends_with(" weights weights.safetensors"));
-        assert!(convert("my $(weights).pth").ends_with(" FILE.pth FILE.safetensors"));
+        assert!(
+            conversion_advice("w/best.pth.tar").ends_with("sys.argv[2])\" w/best.pth.tar w/best.safetensors")
+        );
+        assert!(conversion_advice("weights").ends_with(" weights weights.safetensors"));
+        assert!(conversion_advice("my $(weights).pth").ends_with(" FILE.pth FILE.safetensors"));
     }
 }

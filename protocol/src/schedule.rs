@@ -40,15 +40,15 @@ impl Schedule {
         }
     }
 
-    /// The decay with which the update after step `step` (from 1) keeps the moving average of the weights; `None` if
-    /// there is no update. As in torchvision's training script, the average is a copy of the weights until the first
+    /// The decay of the weights' moving average in the update after step `step`, counted from 1; `None` if no update
+    /// follows this step. As in torchvision's training script, the average is a copy of the weights until the first
     /// update after the warm-up.
     pub fn average_decay(&self, spec: &TrainSpec, step: u64) -> Option<f64> {
         if spec.ema_decay <= 0.0 || !step.is_multiple_of(spec.ema_steps) {
             return None;
         }
-        let copies = self.warmup > 0 && step.saturating_sub(spec.ema_steps) <= self.warmup;
-        Some(if copies { 0.0 } else { spec.ema_decay })
+        let is_copy = self.warmup > 0 && step.saturating_sub(spec.ema_steps) <= self.warmup;
+        Some(if is_copy { 0.0 } else { spec.ema_decay })
     }
 
     /// The learning rate of a step, counted from 0.
@@ -85,29 +85,29 @@ impl Schedule {
     }
 }
 
-/// Describes how the learning rate changes when a run with schedule `now` continues, at step `at`, after `step` steps
-/// of a run with schedule `before`. `None` if it does not change.
-pub fn change(before: &Schedule, step: u64, now: &Schedule, at: u64) -> Option<String> {
-    if step == 0 || at == 0 || at >= now.total {
+/// Describes how the learning rate changes if a run with schedule `new` continues at step `new_step`, after `step`
+/// steps of a run with schedule `old`. `None` if it does not change.
+pub fn describe_change(old: &Schedule, step: u64, new: &Schedule, new_step: u64) -> Option<String> {
+    if step == 0 || new_step == 0 || new_step >= new.total {
         return None;
     }
-    let (was, goes_on) = (before.lr(step - 1), now.lr(at - 1));
+    let (old_lr, new_lr) = (old.lr(step - 1), new.lr(new_step - 1));
     // If an epoch has a step more or less than expected, the positions in the two schedules differ a little.
-    if f64::from((goes_on - was).abs()) <= before.lr.max(now.lr) / 20.0 {
+    if f64::from((new_lr - old_lr).abs()) <= old.lr.max(new.lr) / 20.0 {
         return None;
     }
-    let middle = at + (now.total - at) / 2;
+    let middle = new_step + (new.total - new_step) / 2;
     Some(format!(
-        "the learning rate changes where the run continues: it was {} at the last step, {step}, and is {} at step {}, {} at step {middle} and {} at \
-         the last one, {} ({} over all {} steps; train.schedule, train.lr and train.epochs decide)",
-        three_digits(was),
-        three_digits(now.lr(at)),
-        at + 1,
-        three_digits(now.lr(middle.saturating_sub(1))),
-        three_digits(now.lr(now.total - 1)),
-        now.total,
-        now.kind.name(),
-        now.total,
+        "the learning rate changes where the run continues: from {} at step {step} of the earlier run to {} at step {}. It is {} at \
+         step {middle} and {} at the last step, {} ({} over {} steps). To change this, set train.schedule, train.lr or train.epochs",
+        three_digits(old_lr),
+        three_digits(new.lr(new_step)),
+        new_step + 1,
+        three_digits(new.lr(middle.saturating_sub(1))),
+        three_digits(new.lr(new.total - 1)),
+        new.total,
+        new.kind.name(),
+        new.total,
     ))
 }
 
@@ -191,20 +191,20 @@ mod tests {
     fn a_longer_run_of_one_cycle_says_how_its_learning_rate_goes_on() {
         let one_cycle = TrainSpec { lr: 0.1, schedule: ScheduleKind::OneCycle, ..TrainSpec::default() };
         let of = |total: u64| Schedule::new(&one_cycle, 10, total);
-        let words = change(&of(100), 100, &of(200), 100).unwrap();
+        let words = describe_change(&of(100), 100, &of(200), 100).unwrap();
         for part in [
-            "was 0 at the last step, 100, and is 0.0",
+            "from 0 at step 100 of the earlier run to 0.0",
             "at step 101",
-            "and 0 at the last one, 200 (one_cycle",
+            "and 0 at the last step, 200 (one_cycle over 200 steps)",
         ] {
             assert!(words.contains(part), "{part:?} in {words}");
         }
         // Retried, at its end, or before its first step.
-        assert_eq!(change(&of(100), 50, &of(100), 50), None);
-        assert_eq!(change(&of(100), 100, &of(100), 100), None);
-        assert_eq!(change(&of(100), 0, &of(200), 0), None);
+        assert_eq!(describe_change(&of(100), 50, &of(100), 50), None);
+        assert_eq!(describe_change(&of(100), 100, &of(100), 100), None);
+        assert_eq!(describe_change(&of(100), 0, &of(200), 0), None);
         let constant = Schedule::new(&TrainSpec { lr: 0.1, ..TrainSpec::default() }, 10, 200);
-        assert_eq!(change(&constant, 100, &constant, 120), None);
+        assert_eq!(describe_change(&constant, 100, &constant, 120), None);
     }
 
     #[test]

@@ -23,7 +23,7 @@ mod sweep;
 mod train;
 
 pub use check::{from_json, from_toml, read, read_leniently};
-pub use data::{Augment, BrokenFiles, DataSpec, Division, Validation};
+pub use data::{Augment, BrokenFiles, DataSpec, Validation, ValidationDivision};
 pub use device::{DEVICE_KINDS, DEVICE_NAMES, Device, DeviceKind};
 pub use document::{apply_set, key_parts, set_key, toml_document};
 pub use image_size::{ImageSize, MAX_SIZES, SizeFrom};
@@ -34,7 +34,7 @@ pub use model::{Arch, ModelSpec, Stem};
 pub use nearest::nearest;
 pub use recipe::Recipe;
 pub use reference::{KeyReference, RecipeReference, SectionReference, recipes, reference, sweep_reference};
-pub use shard::{MOST_SHARDS, ShardSpec, Split};
+pub use shard::{MAX_SHARDS, ShardSpec, Split};
 pub use stop::StopSpec;
 pub use sweep::{
     MOST_TRIALS, Setting, SweepMethod, SweepMetric, SweepSpec, read_sweep, split_sweep, trial_document,
@@ -279,8 +279,6 @@ impl JobSpec {
 
     /// Optimizer steps of the whole run.
     pub fn total_steps(&self, samples: u64) -> u64 {
-        self.train
-            .steps
-            .unwrap_or_else(|| self.steps_per_epoch(samples) * u64::from(self.train.epochs.unwrap_or(10)))
+        self.train.steps.unwrap_or_else(|| self.steps_per_epoch(samples) * u64::from(self.train.epochs()))
     }
 }

@@ -7,15 +7,20 @@ use crate::{
     spec::{JobSpec, from_toml},
 };
 
-/// A comment, and the lines of TOML that it explains.
-type Lines = (String, String);
+/// Keys of a job file, with a comment that explains them.
+#[derive(Debug)]
+pub struct CommentedKeys {
+    pub comment: String,
+    /// One or several lines of TOML.
+    pub toml: String,
+}
 
-/// Lines for three tables of a job file, and the amount of work of the job.
+/// Keys of three tables of a job file, and the amount of work of the job.
 #[derive(Debug)]
 pub struct Suggestion {
-    pub data: Vec<Lines>,
-    pub model: Vec<Lines>,
-    pub train: Vec<Lines>,
+    pub data: Vec<CommentedKeys>,
+    pub model: Vec<CommentedKeys>,
+    pub train: Vec<CommentedKeys>,
     /// Height and width of the network's input.
     pub side: u32,
     /// Pictures of a step.
@@ -27,11 +32,11 @@ pub struct Suggestion {
 }
 
 /// Pictures with a shorter side are small, such as CIFAR's and MNIST's.
-const SMALL: u32 = 64;
+const SMALL_SIDE: u32 = 64;
 /// The usual input size of networks for photographs.
-const USUAL: u32 = 224;
+const USUAL_SIDE: u32 = 224;
 /// From this many pictures on, a larger network is worthwhile.
-const MANY: u64 = 100_000;
+const MANY_PICTURES: u64 = 100_000;
 
 /// The amount of work of a suggested run.
 struct Effort {
@@ -39,12 +44,12 @@ struct Effort {
     side: u32,
     /// Pictures that a run sees in all, as far as the limits of its epochs allow.
     seen: u64,
-    least_epochs: u64,
-    most_epochs: u64,
+    min_epochs: u64,
+    max_epochs: u64,
 }
 
-const WHOLE: Effort = Effort { side: USUAL, seen: 1_000_000, least_epochs: 10, most_epochs: 60 };
-const QUICK: Effort = Effort { side: 128, seen: 200_000, least_epochs: 5, most_epochs: 20 };
+const FULL_RUN: Effort = Effort { side: USUAL_SIDE, seen: 1_000_000, min_epochs: 10, max_epochs: 60 };
+const QUICK_RUN: Effort = Effort { side: 128, seen: 200_000, min_epochs: 5, max_epochs: 20 };
 
 impl Suggestion {
     /// The suggestion for a dataset.
@@ -52,7 +57,7 @@ impl Suggestion {
     /// # Errors
     /// The dataset has no pictures to train on, or only one class.
     pub fn of(info: &DatasetInfo) -> Result<Self, String> {
-        Self::with(info, &WHOLE)
+        Self::with(info, &FULL_RUN)
     }
 
     /// As [`Suggestion::of`], for a first impression: smaller pictures and fewer epochs.
@@ -60,14 +65,14 @@ impl Suggestion {
     /// # Errors
     /// As [`Suggestion::of`].
     pub fn quick(info: &DatasetInfo) -> Result<Self, String> {
-        Self::with(info, &QUICK)
+        Self::with(info, &QUICK_RUN)
     }
 
     fn with(info: &DatasetInfo, effort: &Effort) -> Result<Self, String> {
         let samples = info.splits.iter().find(|split| split.name == "train").map_or(0, |split| split.samples);
         if samples < 2 {
             return Err(format!(
-                "has {} to train on; a dataset has pictures in each train/<class>/ or <class>/",
+                "has {} to train on, and at least 2 are needed: put the pictures of each class into train/<class>/ or <class>/",
                 plural(samples, "picture")
             ));
         }
@@ -77,15 +82,15 @@ impl Suggestion {
         // The size is known only for squares; otherwise the job has to set it.
         let own = (info.height == info.width && info.height > 0).then_some(info.height);
         let side = own.filter(|side| *side < effort.side);
-        let is_small = side.is_some_and(|side| side < SMALL);
+        let is_small = side.is_some_and(|side| side < SMALL_SIDE);
         let (validation, held_out, validated) = validation(info);
         let train_on = samples - held_out;
         let batch = batch(train_on, is_small);
-        let epochs = (effort.seen / train_on).clamp(effort.least_epochs, effort.most_epochs);
-        let is_large = samples >= MANY && effort.side == USUAL;
+        let epochs = (effort.seen / train_on).clamp(effort.min_epochs, effort.max_epochs);
+        let prefers_large_network = samples >= MANY_PICTURES && effort.side == USUAL_SIDE;
         Ok(Self {
             data: data(info, side, effort.side, validation),
-            model: vec![network(is_large, side, is_small)],
+            model: vec![network(prefers_large_network, side, is_small)],
             train: train(train_on, batch, epochs, is_small),
             side: side.unwrap_or(effort.side),
             batch,
@@ -96,64 +101,63 @@ impl Suggestion {
 
     /// The suggested job, on a registered dataset.
     pub fn spec(&self, dataset: &str) -> Option<JobSpec> {
-        let table = |lines: &[Lines]| lines.iter().map(|(_, lines)| format!("{lines}\n")).collect::<String>();
+        let table =
+            |keys: &[CommentedKeys]| keys.iter().map(|keys| format!("{}\n", keys.toml)).collect::<String>();
         let name = serde_json::Value::from(dataset);
-        let [data, model, train] = [&self.data, &self.model, &self.train].map(|lines| table(lines));
+        let [data, model, train] = [&self.data, &self.model, &self.train].map(|keys| table(keys));
         from_toml(&format!("name = {name}\n[data]\ndataset = {name}\n{data}[model]\n{model}[train]\n{train}"))
             .ok()
     }
 }
 
 /// `side` is the pictures' own size if the network sees them unchanged; otherwise it sees `usual` pixels.
-fn data(info: &DatasetInfo, side: Option<u32>, usual: u32, validation: Lines) -> Vec<Lines> {
+fn data(info: &DatasetInfo, side: Option<u32>, usual: u32, validation: CommentedKeys) -> Vec<CommentedKeys> {
     let mut data = vec![validation];
     let why = match usual {
-        USUAL => "the usual size for photographs".to_owned(),
-        _ => format!("fewer than the usual {USUAL}, which is faster"),
+        USUAL_SIDE => "the usual size for photographs".to_owned(),
+        _ => format!("fewer than the usual {USUAL_SIDE}, which is faster"),
     };
-    data.push(match (side, info.height, info.width) {
-        (Some(side), ..) => (
-            format!("All pictures have {side} x {side} pixels; the network sees them unchanged."),
-            format!("image_size = {side}"),
-        ),
-        (None, 0, _) => (
-            format!("Pictures have several sizes: the network sees {usual} x {usual} pixels of each, {why}."),
-            format!("image_size = {usual}"),
-        ),
-        (None, height, width) => (
-            format!("All pictures have {width} x {height} pixels; the network sees {usual} x {usual} pixels of each, {why}."),
-            format!("image_size = {usual}"),
-        ),
+    data.push(CommentedKeys {
+        comment: match (side, info.height, info.width) {
+            (Some(side), ..) => format!("All pictures have {side} x {side} pixels; the network sees them unchanged."),
+            (None, 0, _) => {
+                format!("Pictures have several sizes: the network sees {usual} x {usual} pixels of each, {why}.")
+            }
+            (None, height, width) => {
+                format!("All pictures have {width} x {height} pixels; the network sees {usual} x {usual} pixels of each, {why}.")
+            }
+        },
+        toml: format!("image_size = {}", side.unwrap_or(usual)),
     });
-    if side.is_some_and(|side| side < SMALL) {
-        data.push((
-            "Pictures are shifted a little, and half of them are mirrored. Set horizontal_flip = false if left and right differ, as in \
-             digits and letters."
+    data.push(if side.is_some_and(|side| side < SMALL_SIDE) {
+        CommentedKeys {
+            comment: "Pictures are shifted a little, and half of them are mirrored. Set horizontal_flip = false if left and right differ, \
+                      as in digits and letters."
                 .into(),
-            "crop_padding = 4\nhorizontal_flip = true".into(),
-        ));
+            toml: "crop_padding = 4\nhorizontal_flip = true".into(),
+        }
     } else {
-        data.push((
-            "A random part of each picture is resized, and half of the pictures are mirrored: usual for photographs.".into(),
-            "random_resized_crop = true\nhorizontal_flip = true".into(),
-        ));
-    }
+        CommentedKeys {
+            comment: "A random part of each picture is resized, and half of the pictures are mirrored: usual for photographs.".into(),
+            toml: "random_resized_crop = true\nhorizontal_flip = true".into(),
+        }
+    });
     if info.broken_count > 0 {
         let first =
             info.broken.first().map(|broken| format!(", the first {}", broken.file)).unwrap_or_default();
-        data.push((
-            format!(
+        data.push(CommentedKeys {
+            comment: format!(
                 "{} could not be read{first}, and is left out. With \"fail\" the job would end.",
                 plural(info.broken_count, "file")
             ),
-            "broken_files = \"skip\"".into(),
-        ));
+            toml: "broken_files = \"skip\"".into(),
+        });
     }
     data
 }
 
 /// The validation split or fraction, the number of training pictures that the fraction removes, and the number of validation pictures.
-fn validation(info: &DatasetInfo) -> (Lines, u64, u64) {
+fn validation(info: &DatasetInfo) -> (CommentedKeys, u64, u64) {
     let others = info.splits.iter().filter(|split| split.name != "train" && split.samples > 0);
     let others: Vec<_> = others.map(|split| split.name.as_str()).collect();
     let found = if others.contains(&"test") {
@@ -162,30 +166,30 @@ fn validation(info: &DatasetInfo) -> (Lines, u64, u64) {
         default_validation("test", others.iter().copied())
     };
     if let Some(split) = found {
-        let lines = format!("validation = {}", serde_json::Value::from(split));
         let samples = info.splits.iter().find(|of| of.name == split).map_or(0, |of| of.samples);
-        return ((format!("The pictures of {split} validate the network."), lines), 0, samples);
+        let keys = CommentedKeys {
+            comment: format!("The pictures of {split} validate the network."),
+            toml: format!("validation = {}", serde_json::Value::from(split)),
+        };
+        return (keys, 0, samples);
     }
     let samples = info.splits.iter().find(|split| split.name == "train").map_or(0, |split| split.samples);
     let fraction = held_out_share(samples);
     let held_out = ((samples as f64 * fraction).round() as u64).clamp(1, samples);
-    (
-        (
-            format!(
-                "There is no other split, so {:.0} % of the pictures, chosen at random, validate the network.",
-                fraction * 100.0
-            ),
-            format!("validation = {fraction}"),
+    let keys = CommentedKeys {
+        comment: format!(
+            "There is no other split, so {:.0} % of the pictures, chosen at random, validate the network.",
+            fraction * 100.0
         ),
-        held_out,
-        held_out,
-    )
+        toml: format!("validation = {fraction}"),
+    };
+    (keys, held_out, held_out)
 }
 
-fn network(is_large: bool, side: Option<u32>, is_small: bool) -> Lines {
-    let (why, arch) = match (is_small, is_large, side) {
+fn network(prefers_large_network: bool, side: Option<u32>, is_small: bool) -> CommentedKeys {
+    let (why, arch) = match (is_small, prefers_large_network, side) {
         // The other networks need at least 16 pixels.
-        (true, is_large, Some(side)) if side <= 32 && (!is_large || side < 16) => (
+        (true, _, Some(side)) if side <= 32 && (!prefers_large_network || side < 16) => (
             "The CIFAR family is made for pictures of this size and trains in minutes, even on CPU cores. resnet18 is more accurate and takes \
              ten times as long.",
             "resnet20",
@@ -203,43 +207,44 @@ fn network(is_large: bool, side: Option<u32>, is_small: bool) -> Lines {
             ("There are enough pictures for this network. resnet18 is twice as fast.", "resnet50")
         }
     };
-    (why.into(), format!("arch = {arch:?}"))
+    CommentedKeys { comment: why.into(), toml: format!("arch = {arch:?}") }
 }
 
-/// Two ranks with 8 pictures each, which gives the same bits as one rank with 16.
-const LEAST_BATCH: u64 = 16;
+/// The smallest suggested batch: two ranks with 8 pictures each give the same bits as one rank with 16.
+const MIN_BATCH: u64 = 16;
 
-/// Pictures of a step: a power of two that gives an epoch about 20 steps, but at least [`LEAST_BATCH`] if there are so many.
+/// Pictures of a step: a power of two, about a twentieth of the training pictures, from [`MIN_BATCH`] to 256 (128 for photographs), but
+/// never more than the training pictures.
 fn batch(train_on: u64, is_small: bool) -> u64 {
     let most = if is_small { 256 } else { 128 };
-    let wanted = (train_on / 20).clamp(LEAST_BATCH, most).min(train_on);
+    let wanted = (train_on / 20).clamp(MIN_BATCH, most).min(train_on);
     1 << wanted.ilog2()
 }
 
-fn train(train_on: u64, batch: u64, epochs: u64, is_small: bool) -> Vec<Lines> {
+fn train(train_on: u64, batch: u64, epochs: u64, is_small: bool) -> Vec<CommentedKeys> {
     let steps = (train_on / batch).max(1);
     // 0.2 for 256 pictures is usual for ResNets on CIFAR with this schedule; photographs need half of it.
     let lr = if is_small { 0.2 } else { 0.1 } * batch as f64 / 256.0;
     vec![
-        (
-            format!(
+        CommentedKeys {
+            comment: format!(
                 "{}: {} an epoch, {} in all.",
                 plural(train_on, "picture"),
                 plural(steps, "step"),
                 steps * epochs
             ),
-            format!("epochs = {epochs}"),
-        ),
-        (
-            "Pictures a step over all ranks; each rank keeps the activations of its part in memory. Halve this and lr if memory does not \
-             suffice."
+            toml: format!("epochs = {epochs}"),
+        },
+        CommentedKeys {
+            comment: "Pictures a step over all ranks; each rank keeps the activations of its part in memory. Halve this and lr if memory \
+                      does not suffice."
                 .into(),
-            format!("global_batch_size = {batch}"),
-        ),
-        (
-            "The rate rises to lr and falls to 0 in one cycle, which needs few epochs. lr is in proportion to the batch.".into(),
-            format!("schedule = \"one_cycle\"\nlr = {lr}\nmomentum = 0.9\nweight_decay = 0.0005"),
-        ),
+            toml: format!("global_batch_size = {batch}"),
+        },
+        CommentedKeys {
+            comment: "The rate rises to lr and falls to 0 in one cycle, which needs few epochs. lr is in proportion to the batch.".into(),
+            toml: format!("schedule = \"one_cycle\"\nlr = {lr}\nmomentum = 0.9\nweight_decay = 0.0005"),
+        },
     ]
 }
 
@@ -313,7 +318,7 @@ mod tests {
             (&[("train", 100), ("test", 0)], "validation = 0.1"),
             (&[("train", 100)], "validation = 0.1"),
         ] {
-            assert_eq!(Suggestion::of(&info(28, splits)).unwrap().data[0].1, expected);
+            assert_eq!(Suggestion::of(&info(28, splits)).unwrap().data[0].toml, expected);
         }
     }
 }

@@ -6,7 +6,7 @@ use super::{
     size::size,
     usage_error,
 };
-use lockstep_engine::MOST_CPU_SLOTS;
+use lockstep_engine::MAX_CPU_SLOTS;
 use lockstep_protocol::JobId;
 use lockstep_worker::{
     agent::{self, AgentError, Datasets, Options, Warm},
@@ -50,7 +50,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "DIR", default_value = "lockstep-data/agent")]
     data_dir: PathBuf,
     /// Number of CPU slots: ranks that may run at once on this machine's cores [default: one per GPU, or one per core without GPUs]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_CPU_SLOTS)))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_CPU_SLOTS)))]
     cpu_slots: Option<u32>,
     /// GPUs to use: numbers among those that are visible (CUDA_VISIBLE_DEVICES), or UUIDs
     #[arg(long, value_name = "LIST", conflicts_with = "cpu_slots")]

@@ -211,7 +211,7 @@ fn devices(args: &Args) -> anyhow::Result<Vec<String>> {
     if args.precision == Float::Fp16 && !backend.needs().half_precision {
         let precisions = Device::Cpu.kind().map_or("", |kind| kind.precisions);
         let why = match (args.device, hindrance) {
-            (device, _) if device.is_cores() => format!("CPU ranks compute in {precisions}"),
+            (device, _) if device.is_cpu() => format!("CPU ranks compute in {precisions}"),
             (_, Some(why)) => why,
             (_, None) => format!("there is no GPU on this machine, and CPU ranks compute in {precisions}"),
         };

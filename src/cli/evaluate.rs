@@ -8,7 +8,7 @@ use super::{
 };
 use indicatif::{ProgressBar, ProgressStyle};
 use lockstep_protocol::{
-    inspect::{MOST_NEIGHBOURS, ModelEvaluation, NearestNeighbours},
+    inspect::{MAX_NEIGHBOURS, ModelEvaluation, NearestNeighbours},
     numbers::{percent, plural, standard_error},
 };
 use reqwest::{Method, StatusCode};
@@ -31,7 +31,7 @@ pub(crate) struct Args {
     dataset: Option<String>,
     /// Classify by this number of nearest training embeddings (usually 20) instead of by the network's scores; the dataset may have other
     /// classes
-    #[arg(long, value_name = "K", value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_NEIGHBOURS)))]
+    #[arg(long, value_name = "K", value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_NEIGHBOURS)))]
     knn: Option<u32>,
     #[command(flatten)]
     server: ServerArgs,

@@ -3,7 +3,12 @@
 use super::{api::mistake, dataset, output, usage_error};
 use lockstep_host::own_program;
 use lockstep_protocol::numbers::plural;
-use lockstep_protocol::{agent::AttemptEvent, dataset::DatasetInfo, spec::from_toml, suggestion::Suggestion};
+use lockstep_protocol::{
+    agent::AttemptEvent,
+    dataset::DatasetInfo,
+    spec::from_toml,
+    suggestion::{CommentedKeys, Suggestion},
+};
 use lockstep_worker::report::{Tail, events_path};
 use rustix::process::{Pid, Signal, kill_process};
 use std::{
@@ -198,19 +203,19 @@ fn job_file(path: &Path, info: &DatasetInfo, choice: &Suggestion) -> String {
         "A path, for `lockstep train`; `lockstep submit` registers the folder under its name, and accepts that name here, too.",
     );
     let _ = writeln!(text, "dataset = {location}");
-    for (comments, lines) in &choice.data {
-        comment(&mut text, comments);
-        let _ = writeln!(text, "{lines}");
+    for CommentedKeys { comment: words, toml } in &choice.data {
+        comment(&mut text, words);
+        let _ = writeln!(text, "{toml}");
     }
     text += "\n[model]\n";
-    for (comments, lines) in &choice.model {
-        comment(&mut text, comments);
-        let _ = writeln!(text, "{lines}");
+    for CommentedKeys { comment: words, toml } in &choice.model {
+        comment(&mut text, words);
+        let _ = writeln!(text, "{toml}");
     }
     text += "\n[train]\n";
-    for (comments, lines) in &choice.train {
-        comment(&mut text, comments);
-        let _ = writeln!(text, "{lines}");
+    for CommentedKeys { comment: words, toml } in &choice.train {
+        comment(&mut text, words);
+        let _ = writeln!(text, "{toml}");
     }
     text += "\n[parallel]\n";
     comment(

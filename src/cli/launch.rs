@@ -336,7 +336,7 @@ impl Launch {
 
     /// Whether the job has lost an attempt and can continue with fewer ranks in this number of slots.
     fn has_enough(&self, job: &Job, slots: u32) -> bool {
-        job.has_lost_attempt() && job.spec.fewer_ranks().last().is_some_and(|least| slots >= *least)
+        job.may_use_fewer_ranks() && job.spec.fewer_ranks().last().is_some_and(|least| slots >= *least)
     }
 
     /// Returns the names of the agents that run the job, if no agent of this launch runs it.

@@ -2,7 +2,7 @@
 //! contain control characters (for colours, titles, the clipboard). On a terminal, control characters and invisible characters are escaped.
 //! A pipe receives the text unchanged; errors and warnings are always escaped.
 
-use lockstep_protocol::{cut::middle, unseen};
+use lockstep_protocol::{cut::middle, invisible::escape_invisible};
 use serde::Serialize;
 use std::{
     borrow::Cow,
@@ -17,7 +17,7 @@ use std::{
 pub(crate) fn line(text: impl fmt::Display) -> anyhow::Result<()> {
     let mut out = io::stdout().lock();
     let text = text.to_string();
-    let shown = if out.is_terminal() { unseen::shown(&text) } else { Cow::Borrowed(&text[..]) };
+    let shown = if out.is_terminal() { escape_invisible(&text) } else { Cow::Borrowed(&text[..]) };
     writeln!(out, "{shown}")?;
     out.flush()?;
     Ok(())
@@ -35,7 +35,7 @@ pub(crate) fn json(value: &impl Serialize) -> anyhow::Result<()> {
 pub(crate) fn warn(text: impl fmt::Display) {
     let mut out = io::stderr().lock();
     let text = text.to_string();
-    let _ = writeln!(out, "{}", unseen::shown(&text));
+    let _ = writeln!(out, "{}", escape_invisible(&text));
 }
 
 /// Whether the reader of standard output has exited (`lockstep list | head -1`), which is not an error.
@@ -47,7 +47,7 @@ pub(crate) fn is_closed_pipe(error: &anyhow::Error) -> bool {
 
 /// Formats a name from a file or a server for one line: control characters, line breaks and tabs become JSON escapes.
 pub(crate) fn one_line(text: &str) -> String {
-    unseen::shown(&text.replace(['\n', '\t'], " ")).into_owned()
+    escape_invisible(&text.replace(['\n', '\t'], " ")).into_owned()
 }
 
 /// Prints a table whose columns are as wide as their content.

@@ -8,7 +8,7 @@ use super::{
     oidc::OidcArgs,
     output, usage_error,
 };
-use lockstep_engine::MOST_CPU_SLOTS;
+use lockstep_engine::MAX_CPU_SLOTS;
 use lockstep_server::{
     AccessLogTo, AgentAuth, FairShare, Network, PublicUrl, Running, ServeConfig, ServeError, SmtpConfig,
     TlsConfig,
@@ -144,7 +144,7 @@ pub(crate) struct Args {
     advertise: Option<String>,
     /// Number of CPU slots: ranks that may run at once on this machine's cores [default: one per GPU, or one per core without GPUs]
     #[arg(long, value_name = "N", conflicts_with = "no_local_agent",
-        value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_CPU_SLOTS)))]
+        value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_CPU_SLOTS)))]
     cpu_slots: Option<u32>,
     /// GPUs to use: numbers among those that are visible (CUDA_VISIBLE_DEVICES), or UUIDs
     #[arg(long, value_name = "LIST", conflicts_with_all = ["no_local_agent", "cpu_slots"])]

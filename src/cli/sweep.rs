@@ -61,7 +61,9 @@ fn mistakes(document: &Value) -> Option<(usize, Vec<SpecError>)> {
     let mut mistakes: Vec<(SpecError, Vec<usize>)> = Vec::new();
     for (index, setting) in settings.iter().enumerate() {
         let found = match trial_document(&job, setting, "sweep") {
-            Ok(trial) => job_file::read(&trial).map_or_else(|found| found, |spec| sweep.check(&spec)),
+            Ok(trial) => {
+                job_file::read(&trial).map_or_else(|found| found, |spec| sweep.check_with_trial(&spec))
+            }
             Err(detail) => vec![SpecError { pointer: "/sweep/parameters".into(), detail }],
         };
         for mistake in found {

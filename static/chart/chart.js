@@ -114,7 +114,7 @@ export class Chart {
     return this.layers().flatMap(({ label, series }) => series.segments.map((g) => ({
       label, rank: series.rank, attempt: g.attempt, buckets: g.length, exact: g.exact,
       points: g.counts.subarray(0, g.length).reduce((a, b) => a + b, 0),
-      step: g.lastStep, value: g.lastValue,
+      step: g.lastPushed, value: g.lastValue,
     })));
   }
 

@@ -13,7 +13,8 @@ export class Segment {
     this.exact = true;
     /** Number of steps in a full bucket. */
     this.width = 1;
-    this.lastStep = -1;
+    /** The first step of the newest bucket that was pushed. */
+    this.lastPushed = -1;
     /** The newest raw value; NaN while only buckets are known. */
     this.lastValue = NaN;
     this.#allocate(Math.min(capacity, 256));
@@ -29,14 +30,14 @@ export class Segment {
     this.smoothed = null;
   }
 
-  /** Appends a bucket. A bucket that does not follow the last step is a repetition and is ignored. */
+  /** Appends a bucket. A bucket that does not begin after the newest bucket is a repetition and is ignored. */
   push(step, min, max, mean, count = 1) {
-    if (step <= this.lastStep) return false;
-    this.lastStep = step;
+    if (step <= this.lastPushed) return false;
+    this.lastPushed = step;
     this.lastValue = count === 1 ? mean : NaN;
     if (count > 1) this.exact = false;
     const last = this.length - 1;
-    if (last >= 0 && this.counts[last] + count <= this.width && this.#alike(this.mean[last], mean)) {
+    if (last >= 0 && this.counts[last] + count <= this.width && this.#mayMerge(this.mean[last], mean)) {
       this.#join(last, min, max, mean, count);
       return true;
     }
@@ -49,7 +50,7 @@ export class Segment {
   }
 
   /** Whether two buckets may be merged: a gap (NaN) only with a gap, so gaps stay visible. */
-  #alike(a, b) { return Number.isNaN(a) === Number.isNaN(b); }
+  #mayMerge(a, b) { return Number.isNaN(a) === Number.isNaN(b); }
 
   #set(i, step, min, max, mean, count) {
     this.steps[i] = step;
@@ -74,7 +75,7 @@ export class Segment {
     for (let i = 0; i < this.length; i++, to++) {
       this.#set(to, this.steps[i], this.min[i], this.max[i], this.mean[i], this.counts[i]);
       const j = i + 1;
-      if (j < this.length && this.#alike(this.mean[i], this.mean[j])) {
+      if (j < this.length && this.#mayMerge(this.mean[i], this.mean[j])) {
         this.#join(to, this.min[j], this.max[j], this.mean[j], this.counts[j]);
         i++;
       }
@@ -170,7 +171,7 @@ export class Series {
   get exact() { return this.segments.every((s) => s.exact); }
   get last() { return this.segments.at(-1); }
 
-  /** Returns the mean of the newest `n` finite values of the newest attempt, or NaN. */
+  /** Returns the mean over at least the newest `n` steps of the newest attempt, in whole buckets without gaps; NaN without a value. */
   recent(n) {
     const segment = this.segments.at(-1);
     if (!segment) return NaN;
@@ -194,7 +195,7 @@ export class MeanSeries extends Series {
 
   /** Like `append`, for one rank's points. */
   appendRank(attempt, steps, values) {
-    const all = this.ranksIn(attempt);
+    const rankCount = this.ranksIn(attempt);
     for (let i = 0; i < steps.length; i++) {
       const key = `${attempt}:${steps[i]}`, v = values[i] ?? NaN;
       const sum = this.#waiting.get(key) ?? { n: 0, total: 0, min: Infinity, max: -Infinity };
@@ -202,21 +203,21 @@ export class MeanSeries extends Series {
       sum.total += v;
       sum.min = Math.min(sum.min, v);
       sum.max = Math.max(sum.max, v);
-      if (sum.n < all) { this.#waiting.set(key, sum); continue; }
+      if (sum.n < rankCount) { this.#waiting.set(key, sum); continue; }
       this.#waiting.delete(key);
       this.segment(attempt).push(steps[i], sum.min, sum.max, sum.total / sum.n);
     }
-    // Drops steps that a dead rank never reported.
+    // Limits memory if a dead rank never reports its steps. Steps still in progress are dropped, too.
     if (this.#waiting.size > 20_000) this.#waiting.clear();
   }
 
   /** Like `load`, for the buckets of all ranks of an attempt. Buckets of the same step are joined. */
   loadRanks(attempt, ranks, exact, width = 0) {
-    const [{ steps: same }] = ranks, known = this.ranksIn(attempt);
-    if (ranks.length === known && ranks.every(({ steps }) => steps.length === same.length && steps.every((s, i) => s === same[i]))) {
+    const [{ steps: firstSteps }] = ranks, rankCount = this.ranksIn(attempt);
+    if (ranks.length === rankCount && ranks.every(({ steps }) => steps.length === firstSteps.length && steps.every((s, i) => s === firstSteps[i]))) {
       return this.load(attempt, {
-        steps: same, min: same.map((_, i) => lowest(ranks, i)), max: same.map((_, i) => highest(ranks, i)),
-        mean: same.map((_, i) => ranks.reduce((sum, r) => sum + (r.mean[i] ?? NaN), 0) / ranks.length),
+        steps: firstSteps, min: firstSteps.map((_, i) => lowest(ranks, i)), max: firstSteps.map((_, i) => highest(ranks, i)),
+        mean: firstSteps.map((_, i) => ranks.reduce((sum, r) => sum + (r.mean[i] ?? NaN), 0) / ranks.length),
       }, exact, width);
     }
     const joined = new Map();
@@ -228,20 +229,20 @@ export class MeanSeries extends Series {
         else { at.n++; at.sum += value; at.low = Math.min(at.low, low); at.high = Math.max(at.high, high); }
       }
     }
-    const all = [...joined].filter(([, b]) => b.n === known).sort((a, b) => a[0] - b[0]);
+    const complete = [...joined].filter(([, b]) => b.n === rankCount).sort((a, b) => a[0] - b[0]);
     this.load(attempt, {
-      steps: all.map(([step]) => step), min: all.map(([, b]) => b.low),
-      max: all.map(([, b]) => b.high), mean: all.map(([, b]) => b.sum / b.n),
+      steps: complete.map(([step]) => step), min: complete.map(([, b]) => b.low),
+      max: complete.map(([, b]) => b.high), mean: complete.map(([, b]) => b.sum / b.n),
     }, exact, width);
     // Steps that only some ranks have reported are completed by the stream.
     if (!exact) return;
     for (const { steps, mean } of ranks) {
-      const late = steps.findIndex((step) => (joined.get(step)?.n ?? 0) < known);
+      const late = steps.findIndex((step) => (joined.get(step)?.n ?? 0) < rankCount);
       if (late >= 0) this.appendRank(attempt, steps.slice(late), mean.slice(late));
     }
   }
 }
 
-// A bucket without a finite value is null.
+// min and max are null for a bucket without a finite value; the mean may be null, too. Then the result is NaN.
 function lowest(ranks, i) { let low = Infinity; for (const r of ranks) low = Math.min(low, r.min?.[i] ?? r.mean[i] ?? NaN); return low; }
 function highest(ranks, i) { let high = -Infinity; for (const r of ranks) high = Math.max(high, r.max?.[i] ?? r.mean[i] ?? NaN); return high; }

@@ -10,7 +10,7 @@ function toSpeeds(segment, until) {
   return Object.assign(Object.create(segment), {
     of: segment,
     // The longest step time is the lowest speed.
-    mean: column("mean"), min: column("max"), max: column("min"), lastValue: (until(segment.lastStep) - until(segment.lastStep - 1)) * 1000 / segment.lastValue,
+    mean: column("mean"), min: column("max"), max: column("min"), lastValue: (until(segment.lastPushed) - until(segment.lastPushed - 1)) * 1000 / segment.lastValue,
     // The numbers of pictures are smoothed like step times, so that the last step of an epoch does not look too slow.
     smooth: (factor) => { const smoothPictures = smoothed(pictures, segment, factor); return segment.smooth(factor).subarray(0, length).map((ms, i) => smoothPictures[i] * 1000 / ms); },
   });

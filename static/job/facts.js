@@ -70,7 +70,7 @@ export class Facts {
     const newest = metrics.of("loss").last;
     // A new attempt returns to its checkpoint, so the job's own step is used. Points in buckets are named by their first step, so the
     // server's step may be ahead.
-    const reported = newest && !job.external && newest.attempt >= job.attempt ? newest.lastStep : job.step;
+    const reported = newest && !job.external && newest.attempt >= job.attempt ? newest.lastPushed : job.step;
     const step = newest?.exact ? reported : Math.max(reported, job.step);
     if (step !== this.#step) { this.#step = step; this.#lastStepAt = now; }
     const epochs = Math.ceil(total / (job.steps_per_epoch || 1));
@@ -229,7 +229,7 @@ export class Facts {
     const quiet = now - this.#lastStepAt;
     const busy = [...Array(this.#ranksNow).keys()].some((r) => ["evaluating", "checkpointing", "starting"].includes(ranks.reportOf(r)?.status));
     if (this.live && !job.external && !busy && step < job.total_steps && quiet > Math.max(NO_STEP_MS, 20 * stepMs)) {
-      const reports = [...Array(this.#ranksNow).keys()].map((r) => ({ rank: r, step: this.metrics.of("loss", r).last?.lastStep ?? 0 }));
+      const reports = [...Array(this.#ranksNow).keys()].map((r) => ({ rank: r, step: this.metrics.of("loss", r).last?.lastPushed ?? 0 }));
       const behind = reports.reduce((a, b) => (b.step < a.step ? b : a));
       const hasOthersAhead = reports.some((r) => r.step > behind.step);
       return { tone: "warn", what: `${hasOthersAhead ? `Rank ${behind.rank} has not moved` : "No rank has moved"} for ${clock(quiet / 1000)}.`,

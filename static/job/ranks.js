@@ -108,7 +108,7 @@ export class Ranks {
 
   /** Describes what limits the job's speed. Empty as long as there are too few steps. */
   #limit(splits) {
-    const known = splits.map((s, rank) => ({ rank, ...s })).filter((s) => s.step > 0 && this.metrics.of("step_ms", s.rank).last?.lastStep >= WINDOW);
+    const known = splits.map((s, rank) => ({ rank, ...s })).filter((s) => s.step > 0 && this.metrics.of("step_ms", s.rank).last?.lastPushed >= WINDOW);
     if (!known.length) return "";
     // All ranks wait for the rank whose pictures arrive last.
     const pictures = Math.max(...known.map((s) => s.data / s.step));
@@ -130,7 +130,7 @@ export class Ranks {
       const segment = this.metrics.of("step_ms", s.rank).last;
       const others = splits.filter((o) => o !== s);
       const own = s.compute + s.data, usual = median(others.map((o) => o.compute + o.data));
-      const slow = segment.lastStep >= WINDOW && own > usual * SLOW_FACTOR && own - usual > 1;
+      const slow = segment.lastPushed >= WINDOW && own > usual * SLOW_FACTOR && own - usual > 1;
       if (!slow) { this.#slowSince.delete(s.rank); continue; }
       // Earlier points may arrive after newer points.
       this.#slowSince.set(s.rank, Math.min(this.#slowSince.get(s.rank) ?? Infinity, this.#since(s.rank, others.map((o) => o.rank))));
@@ -153,9 +153,9 @@ export class Ranks {
     const at = (name, r, step) => { const segment = this.metrics.of(name, r).last; return segment ? segment.mean[bucketAt(segment, step)] : NaN; };
     const own = (r, step) => at("step_ms", r, step) - (at("all_reduce_ms", r, step) || 0);
     const all = ["step_ms", "all_reduce_ms"].map((name) => this.metrics.of(name, rank).last).filter(Boolean);
-    const { steps, length, lastStep } = all.reduce((a, b) => (b.length > a.length ? b : a));
+    const { steps, length, lastPushed } = all.reduce((a, b) => (b.length > a.length ? b : a));
     const BLOCK = 10;
-    let since = lastStep, misses = 0;
+    let since = lastPushed, misses = 0;
     for (let end = length; end > 0; end -= BLOCK) {
       const block = steps.slice(Math.max(0, end - BLOCK), end);
       const mean = (r) => block.reduce((sum, step) => sum + own(r, step), 0) / block.length;
@@ -204,7 +204,7 @@ export class Ranks {
       row.lane.setAttribute("aria-label", row.lane.title);
       const report = this.#reports.get(r), about = [];
       if (report) {
-        const step = Math.max(report.step, this.metrics.of("loss", r).last?.lastStep ?? 0);
+        const step = Math.max(report.step, this.metrics.of("loss", r).last?.lastPushed ?? 0);
         about.push(report.device, this.#status(r, report.status, live, cause), `step ${count(step)}`);
       } else about.push(live ? "no report yet" : "no report kept");
       if (this.#agents.get(r)) about.push(this.#agents.get(r));

@@ -67,7 +67,7 @@ describe("a model", () => {
     assert.match(await page.locator("#checkpoints tr:first-child [data-f=accuracy]").textContent(), /^[0-9.]+ %( ± [0-9.]+)? of 187/);
     await page.locator("#fork").click();
     await page.getByLabel("Settings to change").fill("train.steps = 240\ntrain.schedule = one_cycle");
-    await until("the fork's form describes the learning rate", async () => /^The learning rate changes where the run continues: .* and 0 at the last one, 240/.test(await page.locator("#fork-warnings").textContent()));
+    await until("the fork's form describes the learning rate", async () => /^The learning rate changes where the run continues: .* and 0 at the last step, 240/.test(await page.locator("#fork-warnings").textContent()));
     await page.end();
   });
 

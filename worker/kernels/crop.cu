@@ -7,26 +7,26 @@ struct Cropping {
     int column, row;             // stored position of the upright pixel at the tables' origin
     int column_right, row_right; // from a pixel to the one on its right
     int column_down, row_down;   // from a pixel to the one below it
-    u32 first, span;             // first upright column that an output needs, and number of such columns
-    u32 rows, row_taps, row_shift; // rows: the table's offset in `tables`
-    u32 columns, column_taps, column_shift;
+    u32 first_column, column_count; // upright columns that an output needs
+    u32 row_table, row_taps, row_shift; // row_table: offset of the table in `tables`
+    u32 column_table, column_taps, column_shift;
     u32 flip;
-    u32 to; // index of the output
+    u32 output; // index
 };
 
-// Outputs are u8 [pictures, height, width, 3]. A block computes `band` rows (blockIdx.x) of one picture (blockIdx.y).
-// Dynamic shared memory: the vertically scaled band, band x span x 3 bytes.
+// Outputs are u8 [pictures, height, width, 3]. A block computes `rows_per_block` rows (blockIdx.x) of one picture (blockIdx.y).
+// Dynamic shared memory: the vertically scaled rows, rows_per_block x column_count x 3 bytes.
 extern "C" __global__ void __launch_bounds__(256)
-    crop(const Cropping* croppings, const int* tables, u8* outputs, u32 width, u32 height, u32 band) {
+    crop(const Cropping* croppings, const int* tables, u8* outputs, u32 width, u32 height, u32 rows_per_block) {
     pdl_wait();
     DYNAMIC_SHARED(smem);
     Cropping p = croppings[blockIdx.y];
-    Taps rows = {tables + p.rows, p.row_taps, p.row_shift}, columns = {tables + p.columns, p.column_taps, p.column_shift};
-    u32 first = blockIdx.x * band, end = min(first + band, height), wide = p.span * 3, row = width * 3;
-    for (u32 i = threadIdx.x; i < (end - first) * p.span; i += blockDim.x) {
-        u32 y = i / p.span;
+    Taps rows = {tables + p.row_table, p.row_taps, p.row_shift}, columns = {tables + p.column_table, p.column_taps, p.column_shift};
+    u32 first = blockIdx.x * rows_per_block, end = min(first + rows_per_block, height), wide = p.column_count * 3, row = width * 3;
+    for (u32 i = threadIdx.x; i < (end - first) * p.column_count; i += blockDim.x) {
+        u32 y = i / p.column_count;
         const int* w = rows.at(first + y);
-        int right = p.first + i - y * p.span, down = w[0];
+        int right = p.first_column + i - y * p.column_count, down = w[0];
         int from_column = p.column + right * p.column_right + down * p.column_down;
         int from_row = p.row + right * p.row_right + down * p.row_down;
         int half = 1 << (rows.shift - 1), sum[3] = {half, half, half};
@@ -39,11 +39,11 @@ extern "C" __global__ void __launch_bounds__(256)
         for (u32 c = 0; c < 3; c++) smem[i * 3 + c] = (u8)(bytes >> 8 * c);
     }
     __syncthreads();
-    u8* to = outputs + ((u64)p.to * height + first) * row;
+    u8* to = outputs + ((u64)p.output * height + first) * row;
     for (u32 i = threadIdx.x; i < (end - first) * row; i += blockDim.x) {
         u32 y = i / row, value = i - y * row, x = value / 3;
         const int* w = columns.at(x);
-        const u8* from = smem + y * wide + (w[0] - p.first) * 3 + value % 3;
+        const u8* from = smem + y * wide + (w[0] - p.first_column) * 3 + value % 3;
         int sum = 1 << (columns.shift - 1);
         for (int k = 0; k < w[1]; k++) sum += from[k * 3] * w[2 + k];
         u32 at = p.flip ? width - 1 - x : x;

@@ -3,7 +3,7 @@
 // full-range BT.601 (JFIF) in 14-bit fixed point.
 
 struct Planes {
-    const u8 *luma, *blue, *red;
+    const u8 *luma, *cb, *cr;
     u32 luma_pitch, chroma_pitch; // bytes from a row to the next
     u32 chroma_width, chroma_height;
     u32 half_columns, half_rows; // 1 if two columns (rows) share a chroma sample
@@ -29,7 +29,7 @@ struct Planes {
     __device__ __forceinline__ u32 pixel(u32 column, u32 row) const {
         Nearest columns(column, half_columns, chroma_width), rows(row, half_rows, chroma_height);
         int y = luma[(u64)row * luma_pitch + column] * 16384 + 8191;
-        int b = chroma(blue, columns, rows), r = chroma(red, columns, rows);
+        int b = chroma(cb, columns, rows), r = chroma(cr, columns, rows);
         return byte(y + 22970 * r) | byte(y - 11700 * r - 5638 * b) << 8 | byte(y + 29032 * b) << 16;
     }
 };

@@ -39,7 +39,7 @@ use lockstep_engine::{DeviceChoice, Engine};
 use lockstep_protocol::{
     agent::{AllowedFolders, AttemptEvent, Evaluation},
     schedule::Schedule,
-    spec::{Division, JobSpec},
+    spec::{JobSpec, ValidationDivision},
 };
 use measure::ThroughputMeter;
 use parts::Parts;
@@ -156,7 +156,7 @@ fn train_with<'a>(
     let decoder = decoder::choose_decoder(training, engine.precision(), &mut data)?;
     training.log(decoder);
     throughput.device(engine.device_name());
-    let beginning = start::begin(training, &plan, &data, engine.as_mut())?;
+    let beginning = start::initialize(training, &plan, &data, engine.as_mut())?;
     training.log(&beginning.notes);
     training.log(plan.describe(&spec, &data.shape, engine.as_ref()));
     training.progress.store(beginning.step, Ordering::Relaxed);
@@ -185,7 +185,7 @@ fn train_with<'a>(
         metadata: saving::metadata(&spec, &data.shape),
         lines: LossLines::new(spec.log.every_steps),
         votes: Votes::of_steps(training.group.size(), beginning.step),
-        unmeasured: beginning.unmeasured,
+        is_evaluation_missing: beginning.is_evaluation_missing,
         began_after: beginning.step,
         step: beginning.step,
         averaged: beginning.step,
@@ -245,7 +245,7 @@ struct Run<'a> {
     throughput: ThroughputMeter<'a>,
     votes: Votes,
     /// Whether the run continues from a checkpoint of a step that was not evaluated.
-    unmeasured: bool,
+    is_evaluation_missing: bool,
     /// The step after which the run began.
     began_after: u64,
     /// Number of optimizer steps started.
@@ -257,7 +257,7 @@ struct Run<'a> {
     /// See [`State::stop`](crate::checkpoint::State::stop).
     stop_progress: Option<StopProgress>,
     /// See [`State::divisions`](crate::checkpoint::State::divisions).
-    divisions: Vec<Division>,
+    divisions: Vec<ValidationDivision>,
     /// Whether the engine has the weights of the last step. False while their average is evaluated instead.
     has_own_weights: bool,
     /// Steps that were started and whose results have not been reported yet, oldest first.
@@ -283,7 +283,7 @@ impl Run<'_> {
             });
         }
         // The previous run was stopped when an evaluation was due. The evaluation is done now.
-        let is_evaluation_overdue = self.unmeasured
+        let is_evaluation_overdue = self.is_evaluation_missing
             && self.data.shape.validation_samples > 0
             && self.plan.evaluation_after_epoch(self.step);
         if is_evaluation_overdue || self.step >= total {

@@ -12,6 +12,7 @@ pub struct Machine {
     pub cores: u32,
     pub memory_bytes: u64,
     pub disk_free_bytes: u64,
+    /// Version of the agent's program.
     pub version: String,
     /// Address by which ranks on other machines reach the ranks here: an IP address or a name. An agent without an
     /// address shares no job with other machines.
@@ -50,8 +51,8 @@ impl Machine {
     }
 }
 
-/// Measurements of a machine by its agent. A value that the system does not report is absent. A container with limits
-/// of its own (control groups) counts as a machine of that size.
+/// Measurements of a machine by its agent. A value that the system does not report is absent. In a container,
+/// `cpus` and `memory_bytes` are the limits of its control group; `host_*` are the whole machine's.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct MachineSample {
     /// Time, by the machine's own clock.
@@ -88,7 +89,7 @@ pub struct MachineSample {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct GpuSample {
     pub slot: u32,
-    /// Fraction of the last moment in which the GPU was in use, 0 to 1; for CPU cores, their busy fraction.
+    /// Fraction of NVML's last sampling period in which the GPU was busy, 0 to 1; for CPU cores, their busy fraction.
     pub utilization: Option<f32>,
     /// Memory used by all processes; for CPU cores, by the rank.
     pub memory_used_bytes: u64,
@@ -99,7 +100,7 @@ pub struct GpuSample {
 /// A problem of a machine, or a note about it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct MachineWarning {
-    /// Whether training will fail or be very slow.
+    /// Whether training will fail or be very slow. Otherwise the text is a note.
     pub problem: bool,
     /// Sentences for people: what was found, and what to do.
     pub text: String,

@@ -1,4 +1,4 @@
-//! Requests of the server to agents about models and datasets, and the replies.
+//! Requests about models and datasets, and the replies.
 
 use crate::{
     allowed::AllowedFolders,
@@ -11,7 +11,8 @@ use crate::{
 };
 use serde::{Deserialize, Serialize};
 
-/// Requests to an agent, because the server itself opens no dataset. Paths are on the agent's machine.
+/// Requests about datasets and models. The server sends them to an agent, because it opens no dataset itself, and the
+/// agent to its process `lockstep inspect`. Paths are on the agent's machine.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum AgentRequest {
@@ -29,11 +30,11 @@ pub enum AgentRequest {
     InspectProgress {
         path: String,
     },
-    /// The fingerprint of the pictures in the dataset at `path`. Only an agent sends this, to a child process.
+    /// The fingerprint of the pictures in the dataset at `path`. Never sent by the server.
     Fingerprint {
         path: String,
-        /// The job has started before: only folders, and files in changed folders, are examined.
-        known: bool,
+        /// The job has started before. Only folders, and the files of changed folders, are examined.
+        has_begun: bool,
     },
     /// Pictures of the dataset at `path`.
     Samples {
@@ -53,7 +54,7 @@ pub enum AgentRequest {
     },
     /// Whether training can start from these weights.
     FitWeights(FitWeights),
-    /// `model`: a checkpoint's folder, or a safetensors file.
+    /// Classifies pictures, or computes their embeddings. `model`: a checkpoint's folder or a safetensors file.
     Predict {
         model: String,
         pictures: Vec<NamedPicture>,
@@ -80,7 +81,8 @@ impl AgentRequest {
         }
     }
 
-    /// The queue in which the request waits.
+    /// Groups requests of similar duration. The agent has further queues for `HasFiles`, `InspectProgress` and
+    /// `InspectDataset` (`worker/src/inspect/mod.rs`).
     pub fn queue(&self) -> RequestQueue {
         match self {
             AgentRequest::Evaluate(_) => RequestQueue::Long,
@@ -93,7 +95,7 @@ impl AgentRequest {
 /// Requests wait only for other requests of their own queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RequestQueue {
-    /// Requests that take less than a second.
+    /// All other requests. Most read at most the index and a few pictures of a dataset; `Fingerprint` examines every file.
     Short,
     /// Requests whose time depends on the number of sent pictures, up to a limit.
     Predictions,
@@ -101,11 +103,11 @@ pub enum RequestQueue {
     Long,
 }
 
-/// The reply to each [`AgentRequest`].
+/// The replies to [`AgentRequest`]s.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum AgentReply {
-    /// Results in the order of the request's paths.
+    /// Whether each of the request's paths exists, in their order.
     Files {
         there: Vec<bool>,
     },

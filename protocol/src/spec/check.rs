@@ -10,10 +10,11 @@ use super::{
     mistake::{SpecError, shortened, type_of},
     nearest::nearest,
     shard, stop,
+    train::DEFAULT_EPOCHS,
 };
 use crate::{
+    invisible::first_invisible,
     limits::{HISTOGRAMS_EVERY, KEY_BYTES, MISTAKES},
-    unseen::first_unseen,
 };
 use serde::Deserialize;
 use serde_json::{Map, Value};
@@ -23,8 +24,8 @@ use std::fmt::Write as _;
 /// recipe's value. The resolved specification reads back the same.
 ///
 /// # Errors
-/// Every mistake in the document, in the order of [`KEYS`]: unknown keys (with the nearest right name), wrong
-/// types, values out of range, combinations that cannot work.
+/// Every mistake in the document: first wrong values and unknown keys (with the nearest right name), section by section
+/// as in [`KEYS`], then invisible characters, then combinations that cannot work.
 pub fn from_json(document: &Value) -> Result<JobSpec, Vec<SpecError>> {
     match read(document) {
         (Some(spec), errors) if errors.is_empty() => Ok(spec),
@@ -100,7 +101,7 @@ fn scaled_lr(recipe: Recipe, spec: &JobSpec, errors: &mut Vec<SpecError>) -> f32
     lr
 }
 
-/// Removes every key with a mistake from `document`.
+/// Checks keys and values against [`KEYS`], adds the mistakes to `errors`, and removes the keys with mistakes from `document`.
 fn check_shape(document: &mut Value, errors: &mut Vec<SpecError>) {
     let Value::Object(top) = document else {
         return errors.push(SpecError {
@@ -126,11 +127,11 @@ fn check_shape(document: &mut Value, errors: &mut Vec<SpecError>) {
     }
 }
 
-/// Refuses invisible characters in texts. Control characters are checked with the key's kind.
+/// Refuses invisible characters in texts. [`Kind::check`](super::Kind::check) refuses control characters.
 fn check_texts(document: &Value, errors: &mut Vec<SpecError>) {
     let mut check_text = |pointer: String, value: &Value| {
-        if let Some(unseen) = value.as_str().and_then(first_unseen) {
-            let detail = format!("must not have invisible characters, has {unseen:?}");
+        if let Some(invisible) = value.as_str().and_then(first_invisible) {
+            let detail = format!("must not have invisible characters, has {invisible:?}");
             errors.push(SpecError { pointer, detail });
         }
     };
@@ -299,6 +300,13 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
                 .into(),
         );
     }
+    if spec.model.arch == Arch::CifarNet && spec.parallel.mode != "data" {
+        mistake(
+            "/model/arch",
+            "cifarnet cannot be split among ranks: set parallel.mode = \"data\", or choose another network"
+                .into(),
+        );
+    }
     let no_validation = spec.data.validation == super::Validation::Split("none".into());
     check_folds(spec, &mut mistake);
     check_sizes(spec, &mut mistake);
@@ -352,18 +360,21 @@ fn check_muon(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
         return;
     }
     let parallel = &spec.parallel;
-    let is_shared = parallel.mode != "data" || parallel.optimizer_sharding;
-    for (pointer, is_set, change) in [
-        ("/train/optimizer", is_shared, "parallel.mode = \"data\" without parallel.optimizer_sharding"),
-        ("/model/freeze_norm", spec.model.freeze_norm, "freeze_norm = false"),
-    ] {
-        if is_set {
-            let why = match pointer {
-                "/train/optimizer" => "muon needs the whole matrix of each convolution on every rank",
-                _ => "muon sets the norms of filters, which only a batch norm that is trained evens out",
-            };
-            mistake(pointer, format!("{why}: set {change}, or choose another optimizer"));
-        }
+    if parallel.mode != "data" || parallel.optimizer_sharding {
+        mistake(
+            "/train/optimizer",
+            "muon needs the whole matrix of each convolution on every rank: set parallel.mode = \"data\" without \
+             parallel.optimizer_sharding, or choose another optimizer"
+                .into(),
+        );
+    }
+    if spec.model.freeze_norm {
+        mistake(
+            "/model/freeze_norm",
+            "muon sets the norms of filters, which only a batch norm that is trained evens out: set freeze_norm = false, \
+             or choose another optimizer"
+                .into(),
+        );
     }
 }
 
@@ -382,7 +393,8 @@ fn check_sizes(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
             ),
         );
     }
-    let epochs = spec.train.epochs.unwrap_or(if spec.train.steps.is_some() { u32::MAX } else { 10 });
+    let epochs =
+        spec.train.epochs.unwrap_or(if spec.train.steps.is_some() { u32::MAX } else { DEFAULT_EPOCHS });
     if let Some(late) = sizes.iter().find(|from| from.epoch > epochs) {
         mistake(
             "/data/image_size",
@@ -403,14 +415,12 @@ fn check_sizes(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
             ),
         );
     }
-    if spec.model.arch == Arch::CifarNet && spec.parallel.mode != "data" {
-        mistake("/model/arch", "ranks do not share a cifarnet: set parallel.mode = \"data\"".into());
-    }
     if spec.model.arch == Arch::CifarNet && (sizes.len() > 1 || validation_size.is_some()) {
         let pointer = if validation_size.is_some() { "/data/validation_size" } else { "/data/image_size" };
         mistake(pointer, "cifarnet has one size of pictures: give one image_size, or another network".into());
     }
-    // On GPUs the first convolution for large pictures reads two pixels as one.
+    // On GPUs the stem for large pictures reads blocks of 2 x 2 pixels if the size is even. All sizes of a run use the same form
+    // of the stem, so several sizes must be even.
     let all = sizes.iter().map(|from| from.size).chain(*validation_size);
     let first = all.clone().next();
     if all.clone().any(|size| Some(size) != first)

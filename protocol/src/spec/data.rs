@@ -81,7 +81,7 @@ pub struct DataSpec {
 
 /// How a job divides the training split of its dataset into training and validation pictures.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Division {
+pub struct ValidationDivision {
     pub dataset: String,
     pub validation: Validation,
     pub validation_seed: u64,
@@ -90,7 +90,7 @@ pub struct Division {
     pub fold: Option<(u32, u32)>,
 }
 
-impl Division {
+impl ValidationDivision {
     /// The division that a job asks for.
     pub fn of(spec: &DataSpec) -> Self {
         Self {

@@ -1,4 +1,5 @@
-//! The kinds of devices on which ranks compute, as far as code outside the engines needs to know them.
+//! The kinds of devices on which ranks compute. The engines know more about each kind
+//! (`worker/engine/src/{cpu,cuda}/backend.rs`).
 
 use super::Precision;
 use serde::{Deserialize, Serialize};
@@ -23,9 +24,9 @@ pub struct DeviceKind {
     pub display_name: &'static str,
     /// Name of one slot of this kind.
     pub slot_name: &'static str,
-    /// Whether each slot is a device, so that the machine determines their number. Otherwise slots are shares of the
-    /// machine's cores, in any requested number; a machine that offers devices has such slots, too.
-    pub is_counted: bool,
+    /// Whether a slot is a whole device, such as a GPU, so that the machine determines the number of slots. Otherwise a
+    /// slot is a share of the CPU cores, and their number can be chosen.
+    pub is_accelerator: bool,
     /// The 16-bit formats in which devices of this kind compute. A CPU needs instructions for bf16.
     pub half_precisions: &'static [Precision],
     /// All formats in which devices of this kind compute, in words.
@@ -39,7 +40,7 @@ pub const DEVICE_KINDS: &[DeviceKind] = &[
         name: "cuda",
         display_name: "GPU",
         slot_name: "GPU",
-        is_counted: true,
+        is_accelerator: true,
         half_precisions: &[Precision::Bf16, Precision::Fp16],
         precisions: "fp32, bf16 or fp16",
     },
@@ -48,7 +49,7 @@ pub const DEVICE_KINDS: &[DeviceKind] = &[
         name: "cpu",
         display_name: "CPU",
         slot_name: "slot",
-        is_counted: false,
+        is_accelerator: false,
         half_precisions: &[Precision::Bf16],
         precisions: "fp32 or bf16",
     },
@@ -91,20 +92,20 @@ impl Device {
     }
 
     /// Whether slots of this kind are devices of a machine; false for `auto`.
-    pub fn is_counted(self) -> bool {
-        self.kind().is_some_and(|kind| kind.is_counted)
+    pub fn is_accelerator(self) -> bool {
+        self.kind().is_some_and(|kind| kind.is_accelerator)
     }
 
-    /// Whether slots of this kind are shares of a machine's cores; false for `auto`.
-    pub fn is_cores(self) -> bool {
-        self.kind().is_some_and(|kind| !kind.is_counted)
+    /// Whether slots of this kind are shares of a machine's CPU cores; false for `auto`.
+    pub fn is_cpu(self) -> bool {
+        self.kind().is_some_and(|kind| !kind.is_accelerator)
     }
 
     /// Kinds of slots that a rank may take, in order: the rank takes the first kind that the machine has.
     pub fn slot_kinds(self) -> Vec<&'static DeviceKind> {
         let own = self.kind();
-        // A machine that offers devices has cores, too: a rank on cores takes a device's slot but does not use the device.
-        let others = DEVICE_KINDS.iter().filter(|kind| !self.is_counted() && Some(*kind) != own);
+        // On a machine whose slots are GPUs, a CPU rank occupies a GPU's slot without using the GPU.
+        let others = DEVICE_KINDS.iter().filter(|kind| !self.is_accelerator() && Some(*kind) != own);
         own.into_iter().chain(others).collect()
     }
 }
@@ -123,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_take_slots_of_their_kind_and_those_on_cores_any() {
+    fn cpu_ranks_may_take_gpu_slots() {
         let names = |device: Device| device.slot_kinds().iter().map(|kind| kind.name).collect::<Vec<_>>();
         assert_eq!(names(Device::Auto), ["cuda", "cpu"]);
         assert_eq!(names(Device::Cuda), ["cuda"]);

@@ -3,12 +3,17 @@
 use super::JobSpec;
 
 impl JobSpec {
-    /// Pictures of a rank in a micro-batch when `ranks` ranks share the pictures of all ranks in a micro-batch; `None`
-    /// if they cannot be divided evenly.
+    /// Pictures of all ranks in a micro-batch.
+    fn micro_batch_of_all_ranks(&self) -> u64 {
+        u64::from(self.micro_batch_size()) * u64::from(self.parallel.ranks)
+    }
+
+    /// The batch size of each of `ranks` ranks that keeps the micro-batch of all ranks unchanged; `None` if the pictures
+    /// cannot be divided evenly.
     fn batch_size_on(&self, ranks: u32) -> Option<u32> {
-        let of_all = u64::from(self.micro_batch_size()) * u64::from(self.parallel.ranks);
-        let comes_out_even = ranks > 0 && of_all.is_multiple_of(ranks.into());
-        comes_out_even.then(|| u32::try_from(of_all / u64::from(ranks)).ok()).flatten()
+        let pictures = self.micro_batch_of_all_ranks();
+        let is_divisible = ranks > 0 && pictures.is_multiple_of(ranks.into());
+        is_divisible.then(|| u32::try_from(pictures / u64::from(ranks)).ok()).flatten()
     }
 
     /// The smaller numbers of ranks with which the job may continue, largest first; empty without `recovery.min_ranks`.
@@ -19,10 +24,9 @@ impl JobSpec {
 
     /// The same job on `ranks` ranks, one of [`JobSpec::fewer_ranks`], with the same global batch and the same micro-batches.
     pub fn on_ranks(mut self, ranks: u32) -> Self {
-        let batch_size = self.batch_size_on(ranks);
         // `global_batch_size` needs no change: it is divided over any number of ranks.
-        if self.train.global_batch_size.is_none() && batch_size.is_some() {
-            self.train.batch_size = batch_size;
+        if self.train.global_batch_size.is_none() {
+            self.train.batch_size = self.batch_size_on(ranks).or(self.train.batch_size);
         }
         self.parallel.ranks = ranks;
         self
@@ -40,7 +44,8 @@ pub(super) fn mistake(spec: &JobSpec) -> Option<String> {
     {
         if !is_on {
             return Some(format!(
-                "with parallel.{key} = false losses depend on the number of ranks, so fewer ranks would train something else: \
+                "with parallel.{key} = false the loss depends on the number of ranks, so training on fewer ranks would give another \
+                 result: \
                  set parallel.{key} = true, or leave min_ranks out"
             ));
         }
@@ -48,10 +53,11 @@ pub(super) fn mistake(spec: &JobSpec) -> Option<String> {
     if least == ranks || !spec.fewer_ranks().is_empty() {
         return None;
     }
-    let of_all = u64::from(spec.micro_batch_size()) * u64::from(ranks);
+    let pictures = spec.micro_batch_of_all_ranks();
     let tried = if least + 1 == ranks { least.to_string() } else { format!("{least} to {}", ranks - 1) };
-    let divides = (1..least).rev().find(|n| spec.batch_size_on(*n).is_some()).unwrap_or(1);
+    let largest_possible = (1..least).rev().find(|n| spec.batch_size_on(*n).is_some()).unwrap_or(1);
     Some(format!(
-        "the {of_all} pictures of a micro-batch cannot be divided over {tried} ranks: give {divides} or less, or another batch size"
+        "the {pictures} pictures of a micro-batch cannot be divided over {tried} ranks: give {largest_possible} or less, or \
+         another batch size"
     ))
 }

@@ -1,6 +1,6 @@
 //! The size of the network's input: one for the whole run, or larger ones as it proceeds (progressive resizing).
 
-use super::mistake::shown;
+use super::mistake::describe_value;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::ops::RangeInclusive;
@@ -95,7 +95,7 @@ pub(super) fn check(value: &Value) -> Result<(), String> {
     let list = match value {
         Value::Array(list) => list,
         value if within(value, SIDES).is_some() => return Ok(()),
-        value => return Err(format!("{form}; is {}", shown(value))),
+        value => return Err(format!("{form}; is {}", describe_value(value))),
     };
     if !(1..=MAX_SIZES).contains(&list.len()) {
         return Err(format!("must have 1 to {MAX_SIZES} sizes, has {}", list.len()));
@@ -108,8 +108,8 @@ pub(super) fn check(value: &Value) -> Result<(), String> {
             (_, Some(epoch), Some(size)) => {
                 return Err(format!(
                     "{form}; entry {number} is a table: write [{}, {}]",
-                    shown(epoch),
-                    shown(size)
+                    describe_value(epoch),
+                    describe_value(size)
                 ));
             }
             _ => return Err(format!("{form}; entry {number} is not of that form")),
@@ -117,13 +117,13 @@ pub(super) fn check(value: &Value) -> Result<(), String> {
         let Some(epoch) = within(epoch, EPOCHS) else {
             return Err(format!(
                 "entry {number}: epoch must be a whole number from 1 to 100,000, is {}",
-                shown(epoch)
+                describe_value(epoch)
             ));
         };
         let Some(size) = within(size, SIDES) else {
             return Err(format!(
                 "entry {number}: pixels must be a whole number from 8 to 4,096, is {}",
-                shown(size)
+                describe_value(size)
             ));
         };
         match before {

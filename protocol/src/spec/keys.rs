@@ -2,7 +2,7 @@
 
 use super::{
     Arch, DEVICE_NAMES, LossKind, OptimizerKind, Recipe, Stem, image_size, loss,
-    mistake::{shortened, shown},
+    mistake::{describe_value, shortened},
     nearest::nearest,
     shard, stop,
 };
@@ -271,7 +271,7 @@ impl Kind {
     /// # Errors
     /// What the value must be and what it is.
     pub(super) fn check(self, value: &Value) -> Result<(), String> {
-        let is = |what: &str| Err(format!("must be {what}, is {}", shown(value)));
+        let is = |what: &str| Err(format!("must be {what}, is {}", describe_value(value)));
         match self {
             Kind::Text { min, max } => match value.as_str() {
                 None => is("text"),
@@ -283,7 +283,7 @@ impl Kind {
             },
             Kind::Project => match value.as_str() {
                 Some(name) => labels::project_mistake(name)
-                    .map_or(Ok(()), |mistake| Err(format!("{mistake}; is {}", shown(value)))),
+                    .map_or(Ok(()), |mistake| Err(format!("{mistake}; is {}", describe_value(value)))),
                 None => is("text"),
             },
             Kind::Tags => {
@@ -305,7 +305,7 @@ impl Kind {
                         Some(near) => format!("; did you mean {near:?}?"),
                         None => String::new(),
                     };
-                    Err(format!("must be {}, is {}{near}", one_of(words), shown(value)))
+                    Err(format!("must be {}, is {}{near}", one_of(words), describe_value(value)))
                 }
                 None => is(&one_of(words)),
             },
@@ -415,11 +415,11 @@ fn numbers(value: &Value) -> Option<Vec<f64>> {
     value.as_array()?.iter().map(Value::as_f64).collect()
 }
 
-/// A list of numbers in full, so that its writer sees which number is wrong; any other value as [`shown`].
+/// A list of numbers in full, so that its writer sees which number is wrong; any other value as [`describe_value`].
 fn numbers_shown(value: &Value) -> String {
     match numbers(value) {
         Some(list) if list.len() <= 6 => shortened(&value.to_string()),
-        _ => shown(value),
+        _ => describe_value(value),
     }
 }
 

@@ -1,8 +1,8 @@
-//! `[loss]`: weights of classes, and what classifiers of very many classes need.
+//! `[loss]`: class weights, margins (ArcFace, CosFace) and sampled classes (Partial FC).
 
 use super::{
     JobSpec, OptimizerKind,
-    mistake::{shortened, shown},
+    mistake::{describe_value, shortened},
     named::named,
 };
 use serde::{Deserialize, Serialize};
@@ -11,18 +11,19 @@ use std::{collections::BTreeMap, ops::RangeInclusive};
 use utoipa::ToSchema;
 
 /// The largest number of weights in a specification.
-pub(super) const MOST_WEIGHTS: usize = 10_000;
+pub(super) const MAX_WEIGHTS: usize = 10_000;
 /// The smallest and the largest weight of a class.
-pub(super) const WEIGHTS: RangeInclusive<f64> = 1e-6..=1e6;
+pub(super) const WEIGHT_RANGE: RangeInclusive<f64> = 1e-6..=1e6;
 
 /// The loss. Without keys: cross-entropy over all classes.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct LossSpec {
-    /// Partial FC: below 1, a step has this share of the classes, drawn at random on each rank from its own classes, and the classes of the
-    /// step's labels. The loss, the accuracy of training and all gradients are those of a classifier of these classes. Weights, biases and
-    /// optimizer state of all other classes stay unchanged, also without weight decay. Evaluations and predictions have all classes. On
-    /// GPUs a share below 1 needs `parallel.model` = `parallel.ranks` and `train.accumulate` = 1.
+    /// Below 1, each step computes logits only for the classes of its labels and for this share of all classes, drawn at random (Partial
+    /// FC, An et al. 2022). Each rank draws from its own classes. The loss, the accuracy of training and all gradients are those of a
+    /// classifier of these classes. Weights, biases and optimizer state of all other classes stay unchanged, also without weight
+    /// decay. Evaluations and predictions have all classes. On GPUs a share below 1 needs `parallel.model` =
+    /// `parallel.ranks` and `train.accumulate` = 1.
     pub sample_share: f64,
     /// `softmax`: cross-entropy of the logits. `arcface` and `cosface`, for embeddings of faces or products: logits are `scale` times the
     /// cosines between the features and the weights of each class, without bias. In training, the logit of the label's class has a
@@ -88,22 +89,22 @@ impl ClassWeights {
 
 /// Checks the value of `class_weights`.
 pub(super) fn check_weights(value: &Value) -> Result<(), String> {
-    let fits = |value: &Value| value.as_f64().is_some_and(|weight| WEIGHTS.contains(&weight));
+    let fits = |value: &Value| value.as_f64().is_some_and(|weight| WEIGHT_RANGE.contains(&weight));
     let is_right = match value {
         Value::String(rule) => rule == "balanced",
-        Value::Array(list) => (1..=MOST_WEIGHTS).contains(&list.len()) && list.iter().all(fits),
-        Value::Object(table) => (1..=MOST_WEIGHTS).contains(&table.len()) && table.values().all(fits),
+        Value::Array(list) => (1..=MAX_WEIGHTS).contains(&list.len()) && list.iter().all(fits),
+        Value::Object(table) => (1..=MAX_WEIGHTS).contains(&table.len()) && table.values().all(fits),
         _ => false,
     };
     if is_right {
         return Ok(());
     }
     Err(format!(
-        "must be \"balanced\", a list such as [1.0, 2.5] or a table such as {{cat = 1.0, dog = 2.5}}, at most {MOST_WEIGHTS} weights \
+        "must be \"balanced\", a list such as [1.0, 2.5] or a table such as {{cat = 1.0, dog = 2.5}}, at most {MAX_WEIGHTS} weights \
          from {} to {}, is {}",
-        WEIGHTS.start(),
-        WEIGHTS.end(),
-        shown(value)
+        WEIGHT_RANGE.start(),
+        WEIGHT_RANGE.end(),
+        describe_value(value)
     ))
 }
 
@@ -138,7 +139,7 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
         let why = if kind != LossKind::Softmax {
             Some(format!("has no meaning for {}: leave it out, or give kind = \"softmax\"", kind.name()))
         } else if spec.loss.sample_share < 1.0 {
-            Some("needs all classes in each step: leave it out, or loss.sample_share".into())
+            Some("needs all classes in each step: leave out loss.class_weights or loss.sample_share".into())
         } else if spec.parallel.model > 1 {
             Some(
                 "needs all classes on each rank, and parallel.model splits them: leave one of the two out"
@@ -156,7 +157,7 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
         for (key, value) in [("label_smoothing", smoothing), ("mixup", mixup), ("cutmix", cutmix)] {
             if value > 0.0 {
                 let detail = format!(
-                    "spreads a label over classes, and the margin of {name} is for one: give 0, or kind = \"softmax\""
+                    "gives a picture several classes, but {name} adds its margin to exactly one: give 0, or kind = \"softmax\""
                 );
                 mistake(&format!("/train/{key}"), detail);
             }

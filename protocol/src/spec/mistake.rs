@@ -22,19 +22,18 @@ pub fn shortened(text: &str) -> String {
     }
 }
 
-/// A value, shortened for a message; of lists and tables only the type.
-pub(super) fn shown(value: &Value) -> String {
-    let text = value.to_string();
+/// A scalar, shortened for a message; for lists, tables and null only the type.
+pub(super) fn describe_value(value: &Value) -> String {
     match value {
         Value::Array(_) | Value::Object(_) | Value::Null => type_of(value).into(),
-        _ => shortened(&text),
+        _ => shortened(&value.to_string()),
     }
 }
 
 pub(super) fn type_of(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",
-        Value::Bool(_) => "true or false",
+        Value::Bool(_) => "a boolean",
         Value::Number(n) if n.is_f64() => "a number with a fraction",
         Value::Number(_) => "a whole number",
         Value::String(_) => "text",

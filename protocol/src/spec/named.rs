@@ -1,7 +1,7 @@
 //! Enums whose values are names in a specification.
 
-/// Gives an enum the constants `ALL` and `NAMES` and the method `name`. The names must equal serde's; a test of each
-/// enum compares them.
+/// Gives an enum the constants `ALL` and `NAMES` and the method `name`. The names must equal serde's; the test below
+/// compares them, so add each new enum to its list.
 macro_rules! named {
     ($kind:ident: $($variant:ident = $name:literal),+ $(,)?) => {
         impl $kind {

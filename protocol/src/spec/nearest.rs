@@ -3,20 +3,21 @@
 use crate::limits::KEY_BYTES;
 use std::cmp::Reverse;
 
-/// Names whose similarity is at most this are not suggested.
-const ALIKE: f64 = 0.8;
+/// Names are suggested only above this Jaro-Winkler similarity.
+const MIN_SIMILARITY: f64 = 0.8;
 
-/// The name that a person who typed `word` most likely meant: a name that begins with `word`, otherwise the name with the smallest edit
-/// distance. Ties go to the nearest number (`resnet21` is `resnet20` rather than `resnet24`), then to the highest similarity.
+/// The name that a person who typed `word` most likely meant. Among the similar names, the first criterion is the smallest edit distance,
+/// which counts as 0 for a name that begins with `word`. Ties go to the nearest number (`resnet21` is `resnet20` rather than `resnet24`),
+/// then to the highest similarity.
 pub fn nearest<'a>(word: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
-    // The comparison's time grows with both lengths, and no name is longer than this.
+    // Bounds the time of the comparison. No name has more than `KEY_BYTES` bytes.
     let word = Some(word.to_lowercase()).filter(|word| word.len() <= KEY_BYTES)?;
     let rank = |name: &str| {
         let name = name.to_lowercase();
-        let alike = strsim::jaro_winkler(&word, &name);
+        let similarity = strsim::jaro_winkler(&word, &name);
         let edits = if name.starts_with(&word) { 0 } else { strsim::damerau_levenshtein(&word, &name) };
-        let apart = number(&word).zip(number(&name)).map_or(0, |(a, b)| a.abs_diff(b));
-        (alike > ALIKE).then_some((edits, apart, Reverse((alike * 1e6) as u32)))
+        let number_distance = number(&word).zip(number(&name)).map_or(0, |(a, b)| a.abs_diff(b));
+        (similarity > MIN_SIMILARITY).then_some((edits, number_distance, Reverse((similarity * 1e6) as u32)))
     };
     names.filter_map(|name| Some((rank(name)?, name))).min_by_key(|(rank, _)| *rank).map(|(_, name)| name)
 }
@@ -34,7 +35,7 @@ mod tests {
     use crate::spec::Arch;
 
     #[test]
-    fn it_is_what_a_person_would_say() {
+    fn finds_the_intended_name() {
         for (typed, meant) in [
             ("resnet21", "resnet20"),
             ("resnet22", "resnet20"),
@@ -64,7 +65,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_longer_than_any_name_is_not_compared() {
+    fn words_longer_than_any_name_have_no_suggestion() {
         let longest = "a".repeat(KEY_BYTES);
         assert_eq!(nearest(&longest, [longest.as_str()].into_iter()), Some(longest.as_str()));
         let longer = format!("{longest}a");

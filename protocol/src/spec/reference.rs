@@ -6,8 +6,8 @@ use super::{
     ParallelSpec, Recipe, RecoverySpec, StopSpec, TrainSpec,
     image_size::SIDES,
     keys::{EPOCHS_LISTED, JITTER, MAX_LOSS_SCALE, SWEEP, grouped},
-    loss::{MOST_WEIGHTS, WEIGHTS},
-    shard::MOST_SHARDS,
+    loss::{MAX_WEIGHTS, WEIGHT_RANGE},
+    shard::MAX_SHARDS,
     sweep::{MIN_EPOCHS, REDUCTION, RUNGS, SweepSpec},
 };
 use crate::limits::{NOTES_BYTES, PROJECT_CHARS, TAG_CHARS, TAGS};
@@ -197,12 +197,12 @@ impl Kind {
             Kind::LossScale => {
                 format!("\"dynamic\", or a number above 0 and at most {}", plain(MAX_LOSS_SCALE))
             }
-            Kind::Shards => format!("at most {MOST_SHARDS} tables `[[parallel.shard]]`"),
+            Kind::Shards => format!("at most {MAX_SHARDS} tables `[[parallel.shard]]`"),
             Kind::ClassWeights => format!(
                 "\"balanced\", a list of numbers, or a table of numbers by class name; at most {} numbers, {:?} to {}",
-                grouped(MOST_WEIGHTS as i64),
-                WEIGHTS.start(),
-                plain(*WEIGHTS.end())
+                grouped(MAX_WEIGHTS as i64),
+                WEIGHT_RANGE.start(),
+                plain(*WEIGHT_RANGE.end())
             ),
         }
     }

@@ -1,6 +1,6 @@
 //! Hybrid parallel: which ranks share one copy of the network, and which operators are split over them.
 
-use super::{BrokenFiles, JobSpec, ParallelSpec, mistake::shown, named::named, nearest::nearest};
+use super::{BrokenFiles, JobSpec, ParallelSpec, mistake::describe_value, named::named, nearest::nearest};
 use crate::numbers::plural;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -9,7 +9,7 @@ use utoipa::ToSchema;
 /// Values of `parallel.mode`.
 pub(super) const MODES: [&str; 3] = ["data", "hybrid", "auto"];
 /// The largest number of strategies in a job.
-pub const MOST_SHARDS: usize = 64;
+pub const MAX_SHARDS: usize = 64;
 /// The largest number of characters in a pattern.
 const MATCH_CHARS: usize = 100;
 
@@ -132,28 +132,30 @@ impl ParallelSpec {
 
 /// Checks the value of `parallel.shard`. The error lists every mistake.
 pub(super) fn check(value: &Value) -> Result<(), String> {
-    let Some(list) = value.as_array().filter(|list| list.len() <= MOST_SHARDS) else {
+    let Some(list) = value.as_array().filter(|list| list.len() <= MAX_SHARDS) else {
         return Err(format!(
-            "must be a list of at most {MOST_SHARDS} tables with match and split, is {}",
-            shown(value)
+            "must be a list of at most {MAX_SHARDS} tables with match and split, is {}",
+            describe_value(value)
         ));
     };
     let mut mistakes = Vec::new();
     for (number, entry) in (1..).zip(list) {
         let Some(table) = entry.as_object() else {
-            mistakes
-                .push(format!("entry {number} must be a table with match and split, is {}", shown(entry)));
+            mistakes.push(format!(
+                "entry {number} must be a table with match and split, is {}",
+                describe_value(entry)
+            ));
             continue;
         };
         if !table.get("match").and_then(Value::as_str).is_some_and(is_pattern) {
-            let is = table.get("match").map_or_else(|| "missing".into(), shown);
+            let is = table.get("match").map_or_else(|| "missing".into(), describe_value);
             mistakes.push(format!(
                 "entry {number}: match must be the name of an operator, such as \"fc\" or \"layer4.*\", is {is}"
             ));
         }
         let split = table.get("split").and_then(Value::as_str);
         if !split.is_some_and(|split| Split::NAMES.contains(&split)) {
-            let is = table.get("split").map_or_else(|| "missing".into(), shown);
+            let is = table.get("split").map_or_else(|| "missing".into(), describe_value);
             let near = split.and_then(|split| nearest(split, Split::NAMES.into_iter()));
             let near = near.map(|near| format!("; did you mean {near:?}?")).unwrap_or_default();
             mistakes.push(format!(

@@ -5,7 +5,7 @@ use super::{
     check::check_section,
     document::{key_parts, set_key},
     keys::{self, SWEEP},
-    mistake::{SpecError, shortened, shown, type_of},
+    mistake::{SpecError, describe_value, shortened, type_of},
     stop::{GOALS, maximizes},
 };
 use serde_json::{Map, Value, json};
@@ -18,7 +18,7 @@ use utoipa::ToSchema;
 /// The largest number of trials of a sweep.
 pub const MOST_TRIALS: u32 = keys::MOST_TRIALS as u32;
 /// The largest number of parameters of a sweep.
-const MOST_PARAMETERS: usize = 16;
+const MAX_PARAMETERS: usize = 16;
 /// The keys of a parameter.
 const PARAMETER: [&str; 4] = ["values", "min", "max", "distribution"];
 
@@ -70,8 +70,8 @@ enum Parameter {
 #[derive(Debug, Clone, PartialEq, ToSchema)]
 pub struct SweepSpec {
     /// `grid`: every combination of the values; of several parameters, the one whose key sorts last changes fastest.
-    /// `random`: settings drawn with `seed`. `asha`: settings as with `random`, of which only the best 1/`reduction`
-    /// train on after each rung; the others keep their checkpoints and end.
+    /// `random`: settings drawn with `seed`. `asha`: settings as with `random`; after each rung only the best
+    /// 1/`reduction` of the trials continue, and the others end but keep their checkpoints.
     #[schema(value_type = String)]
     pub method: SweepMethod,
     /// What trials are compared by: `name` is `val_accuracy` (when absent) or `val_loss`, `goal` is `maximize` or
@@ -89,9 +89,9 @@ pub struct SweepSpec {
     pub max_trials: Option<u32>,
     /// The largest number of trials that wait for slots or train at the same time. Default: all.
     pub max_concurrent: Option<u32>,
-    /// With `asha`: one in `reduction` trials trains on after each rung, and rungs are this factor of epochs apart.
+    /// With `asha`: one in `reduction` trials continues after each rung; each rung has `reduction` times the epochs of the rung before.
     pub reduction: u32,
-    /// With `asha`: the smallest number of epochs of the first rung.
+    /// With `asha`: no rung is before this epoch.
     pub min_epochs: u32,
     /// With `asha`: the largest number of rungs, including the end of training.
     pub rungs: u32,
@@ -158,7 +158,7 @@ fn read_metric(given: Option<&Value>, errors: &mut Vec<SpecError>) -> SweepMetri
         let value = given.and_then(|table| table.get(key))?;
         let found = words.into_iter().find(|word| value == word);
         if found.is_none() {
-            let detail = format!("must be {:?} or {:?}, is {}", words[0], words[1], shown(value));
+            let detail = format!("must be {:?} or {:?}, is {}", words[0], words[1], describe_value(value));
             errors.push(mistake(&format!("/metric/{key}"), detail));
         }
         found
@@ -180,9 +180,9 @@ fn read_parameters(given: Option<&Value>, errors: &mut Vec<SpecError>) -> BTreeM
         Some(other) => errors.push(mistake("/parameters", format!("must be a table, is {}", type_of(other)))),
         None => {}
     }
-    if errors.is_empty() && !(1..=MOST_PARAMETERS).contains(&found.len()) {
+    if errors.is_empty() && !(1..=MAX_PARAMETERS).contains(&found.len()) {
         let detail = format!(
-            "must name 1 to {MOST_PARAMETERS} keys, such as train.lr = {{ values = [0.1, 0.05] }}, names {}",
+            "must name 1 to {MAX_PARAMETERS} keys, such as train.lr = {{ values = [0.1, 0.05] }}, names {}",
             found.len()
         );
         errors.push(mistake("/parameters", detail));
@@ -255,7 +255,7 @@ fn read_parameter(table: &Map<String, Value>) -> Result<Parameter, String> {
 }
 
 impl SweepSpec {
-    /// Refuses a sweep with too many trials, or with nothing that says how many.
+    /// Refuses a grid with ranges, and a sweep whose number of trials is not limited.
     fn check_size(&self, errors: &mut Vec<SpecError>) {
         let combinations = self.combinations();
         let detail = match (self.method, combinations, self.max_trials) {
@@ -277,8 +277,8 @@ impl SweepSpec {
         errors.push(mistake(key, detail));
     }
 
-    /// Mistakes of the sweep for a job such as the one of a trial.
-    pub fn check(&self, trial: &JobSpec) -> Vec<SpecError> {
+    /// Checks the sweep against the specification of one of its trials.
+    pub fn check_with_trial(&self, trial: &JobSpec) -> Vec<SpecError> {
         let mut errors = Vec::new();
         if self.method != SweepMethod::Asha {
             return errors;
@@ -300,7 +300,7 @@ impl SweepSpec {
         if rungs.len() < 2 {
             let detail = format!(
                 "{} epochs have no rung before the end: lower min_epochs or reduction, or raise train.epochs or rungs",
-                trial.train.epochs.unwrap_or(EPOCHS)
+                trial.train.epochs()
             );
             errors.push(mistake("/min_epochs", detail));
         }
@@ -316,7 +316,7 @@ impl SweepSpec {
     /// The epochs after which trials of such a job are compared, ascending; the last is the end of training. Without
     /// `asha` only the end.
     pub fn rungs_of(&self, trial: &JobSpec) -> Vec<u32> {
-        let mut rungs = vec![trial.train.epochs.unwrap_or(EPOCHS)];
+        let mut rungs = vec![trial.train.epochs()];
         if self.method == SweepMethod::Asha {
             while rungs.len() < self.rungs as usize
                 && let Some(last) = rungs.last().copied()
@@ -376,9 +376,6 @@ impl SweepSpec {
         self.parameters.iter().map(|(key, parameter)| (key.clone(), parameter.draw(random))).collect()
     }
 }
-
-/// Epochs of a job that gives neither epochs nor steps.
-const EPOCHS: u32 = 10;
 
 fn listed(epochs: &[u32]) -> String {
     epochs.iter().map(u32::to_string).collect::<Vec<_>>().join(", ")
@@ -537,7 +534,7 @@ mod tests {
             job.train.epochs = Some(epochs);
             (
                 sweep.rungs_of(&job),
-                sweep.check(&job).into_iter().map(|error| error.pointer).collect::<Vec<_>>(),
+                sweep.check_with_trial(&job).into_iter().map(|error| error.pointer).collect::<Vec<_>>(),
             )
         };
         let none = Vec::<String>::new();
@@ -547,7 +544,10 @@ mod tests {
         assert_eq!(rungs("", 2).1, ["/sweep/min_epochs"]);
         let mut steps = JobSpec::default();
         steps.train.steps = Some(5);
-        assert_eq!(read(&GRID.replace("grid", "asha")).unwrap().check(&steps)[0].pointer, "/sweep/method");
+        assert_eq!(
+            read(&GRID.replace("grid", "asha")).unwrap().check_with_trial(&steps)[0].pointer,
+            "/sweep/method"
+        );
     }
 
     #[test]

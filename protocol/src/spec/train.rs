@@ -5,6 +5,9 @@ use super::recipe::Recipe;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+/// Epochs of a job that gives neither epochs nor steps.
+pub(super) const DEFAULT_EPOCHS: u32 = 10;
+
 /// How the network is optimised.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
@@ -96,6 +99,13 @@ pub struct TrainSpec {
     pub deterministic: bool,
     /// Seed of the initial weights, the order of pictures and their augmentation.
     pub seed: u64,
+}
+
+impl TrainSpec {
+    /// Passes over the training data of a job without `steps`.
+    pub fn epochs(&self) -> u32 {
+        self.epochs.unwrap_or(DEFAULT_EPOCHS)
+    }
 }
 
 /// The update rule of the weights.

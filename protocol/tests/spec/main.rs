@@ -303,7 +303,7 @@ fn errors_for_wrong_types_and_ranges_say_what_is_allowed() {
             "train",
             "mixup = 0.2\n[loss]\nkind = \"cosface\"\n[parallel]\ndevice = \"cpu\"",
             "mixup",
-            &["the margin of cosface is for one"],
+            &["cosface adds its margin to exactly one"],
         ),
         (
             "train",

@@ -1,7 +1,8 @@
 """Client of Lockstep, a self-hosted training service.
 
-`submit` submits a job to the server that the command line would use. `Client` has every call; `AsyncClient` has the
-same calls to be awaited. `init` and `log` track what this program trains itself, as in `wandb`.
+`submit` submits a job to the server that the command line would use. `Client` has a method for every
+call of the REST interface, and `AsyncClient` the same methods as coroutines. `init` and `log` report a training run of
+this program to the server, as in `wandb`.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from .session import watch as watch
 from .tracking import AlertLevel, Run
 from .values import Artifact, Media
 
-# Values of wandb that are no numbers.
+# Stand-ins for wandb's media classes, so that programs written for wandb run. Lockstep does not store these values.
 Audio = Histogram = Html = Image = Object3D = Table = Video = Media
-plot = Media()
+plot = Media()  # `lockstep.plot.line(...)` and all other functions do nothing.
 
 __all__ = ["AsyncCheckpoint", "AsyncClient", "AsyncJob", "Checkpoint", "Client", "Job", "Metrics", "Series"]
 __all__ += ["JobFailed", "LockstepError", "Problem", "Unreachable", "submit"]

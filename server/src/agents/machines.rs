@@ -13,8 +13,8 @@ use crate::store::{MinuteRow, Store};
 use jiff::Timestamp;
 use lockstep_protocol::{
     agent::{MachineSample, MachineWarning, Slot},
+    invisible::escape_invisible,
     limits::{FINDING_CHARS, FINDINGS, MEASURED_GPUS, MEASURED_MACHINES},
-    unseen::shown,
 };
 use minutes::Minute;
 use std::{
@@ -122,7 +122,7 @@ fn checked(mut sample: MachineSample, slots: &[Slot]) -> MachineSample {
 /// Limits the number and length of findings.
 pub(crate) fn checked_findings(findings: Vec<MachineWarning>) -> Vec<MachineWarning> {
     let short = |finding: MachineWarning| MachineWarning {
-        text: shown(&finding.text).chars().take(FINDING_CHARS).collect(),
+        text: escape_invisible(&finding.text).chars().take(FINDING_CHARS).collect(),
         ..finding
     };
     findings.into_iter().take(FINDINGS).map(short).collect()

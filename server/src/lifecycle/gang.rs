@@ -1,16 +1,16 @@
 //! The end of an attempt whose ranks are on several agents. The attempt ends when the ranks have ended on all agents, so that no GPU memory
 //! is in use when the next attempt starts. The end with the best explanation gives the reason.
 
-use super::{JobRow, PlaceEnd, Refused, lost, place_end::explanation, reports::ended, requeue};
+use super::{EndOnAgent, JobRow, Refused, end_on_agent::explanation, lost, reports::ended, requeue};
 use jiff::Timestamp;
 use lockstep_protocol::stream::EventBody;
 
-/// Notes that the ranks of the live attempt have ended on an agent. When they have ended on all `places` agents, the attempt ends.
-pub fn place_ended(
+/// Records that the ranks of the live attempt have ended on an agent. When they have ended on all `places` agents, the attempt ends.
+pub fn record_end_on_agent(
     row: &mut JobRow,
     places: usize,
     agent_id: &str,
-    end: PlaceEnd,
+    end: EndOnAgent,
     at: Timestamp,
 ) -> Result<Vec<EventBody>, Refused> {
     let ends = &mut row.progress.ends;
@@ -25,20 +25,20 @@ pub fn place_ended(
         return Ok(Vec::new());
     };
     match cause {
-        PlaceEnd::Lost(reason) => lost(row, &reason, at),
-        PlaceEnd::Left(reason) => requeue(row, &reason, at),
-        PlaceEnd::Ended { ending, leaving } => ended(row, ending, leaving.as_ref(), at),
+        EndOnAgent::Lost(reason) => lost(row, &reason, at),
+        EndOnAgent::LeftUnreported(reason) => requeue(row, &reason, at),
+        EndOnAgent::Ended { ending, agent_leaving } => ended(row, ending, agent_leaving.as_ref(), at),
     }
 }
 
 /// How the ranks of the live attempt have ended on an agent, while ranks on other agents have not. `None` if they have not ended.
-pub fn end_at<'a>(row: &'a JobRow, agent_id: &str) -> Option<&'a PlaceEnd> {
+pub fn find_end_on_agent<'a>(row: &'a JobRow, agent_id: &str) -> Option<&'a EndOnAgent> {
     row.progress.ends.iter().find(|(known, _)| known == agent_id).map(|(_, end)| end)
 }
 
 /// Whether the ranks of the live attempt have ended on an agent, while ranks on other agents have not.
-pub fn has_ended_at(row: &JobRow, agent_id: &str) -> bool {
-    end_at(row, agent_id).is_some()
+pub fn has_ended_on_agent(row: &JobRow, agent_id: &str) -> bool {
+    find_end_on_agent(row, agent_id).is_some()
 }
 
 /// Whether the remaining ranks of the live attempt must end, because ranks on an agent have ended.

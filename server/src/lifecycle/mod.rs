@@ -11,17 +11,17 @@ use lockstep_protocol::{
     stream::EventBody,
 };
 
+mod end_on_agent;
 pub mod external;
 mod gang;
-mod place_end;
 mod preemption;
 mod progress;
 mod reports;
 mod row;
 pub mod trial;
 
-pub use gang::{end_at, has_ended_at, is_ending, place_ended};
-pub use place_end::PlaceEnd;
+pub use end_on_agent::EndOnAgent;
+pub use gang::{find_end_on_agent, has_ended_on_agent, is_ending, record_end_on_agent};
 pub use preemption::preempt;
 pub use progress::{Progress, Rung};
 use reports::MAX_NOT_BEGUN;

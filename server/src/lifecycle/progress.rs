@@ -1,6 +1,6 @@
 //! The state from which a job's newest values and its sparkline are computed.
 
-use super::place_end::PlaceEnd;
+use super::end_on_agent::EndOnAgent;
 use jiff::Timestamp;
 use lockstep_protocol::{metric::MetricColumn, numbers::exact, throughput::Throughput};
 use serde::{Deserialize, Serialize};
@@ -30,7 +30,7 @@ pub struct Progress {
     /// The speed of the newest attempt that has trained.
     pub(super) speed: Throughput,
     /// The ids of agents on which the ranks of the live attempt have ended, with these ends, in order. Empty if a single agent has all ranks.
-    pub(super) ends: Vec<(String, PlaceEnd)>,
+    pub(super) ends: Vec<(String, EndOnAgent)>,
     /// Ranks of the live attempt whose machines do not respond, as reported by neighbouring ranks.
     #[serde(skip_serializing_if = "BTreeSet::is_empty")]
     pub unreachable: BTreeSet<u32>,

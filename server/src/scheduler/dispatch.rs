@@ -4,12 +4,12 @@ use crate::{
     agents::leases::{EndAt, Expired},
     checkpoints::{Wait, artifact_fetches::CheckWait},
     config::FairShare,
-    lifecycle::{self, PlaceEnd},
+    lifecycle::{self, EndOnAgent},
     scheduler::{AgentState, Plan, Scheduler, Snapshot, Yielding, plan},
     store::{AttemptRow, JobRow, Occupant, Result, quarantine},
     util::failing::Failing,
 };
-use ends::{end_attempt, end_place, order_stop};
+use ends::{end_attempt, end_attempt_on_agent, order_stop};
 use lockstep_protocol::{
     agent::ToAgent,
     job::{Job, JobId},
@@ -63,7 +63,7 @@ pub(crate) async fn restore(scheduler: &Scheduler) -> Result<()> {
             && let Some(row) = scheduler.store.job(&attempt.job).await?
         {
             for agent in &agents {
-                if let Some(end) = lifecycle::end_at(&row, agent) {
+                if let Some(end) = lifecycle::find_end_on_agent(&row, agent) {
                     scheduler.agents.leases.ended_at(&attempt, agent, EndAt::of(end));
                 }
             }
@@ -295,7 +295,10 @@ async fn expire(scheduler: &Scheduler, expired: Expired, secs: f64, how: Option<
         ReasonKind::StartLost { agent, attempt, step }.into()
     };
     if places > 1 {
-        end_place(scheduler, &attempt, (&place, places), false, move |row| PlaceEnd::Lost(why(row))).await?;
+        end_attempt_on_agent(scheduler, &attempt, (&place, places), false, move |row| {
+            EndOnAgent::Lost(why(row))
+        })
+        .await?;
     } else {
         end_attempt(scheduler, &attempt, move |row| lifecycle::lost(row, &why(row), crate::now())).await?;
     }

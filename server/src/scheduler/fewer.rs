@@ -23,7 +23,7 @@ pub(super) struct Fewer {
 impl Fewer {
     /// `None` if the job waits for all of its ranks without a time limit.
     pub(super) fn of(snapshot: &Snapshot, row: &JobRow) -> Option<Self> {
-        let ranks = if row.job.has_lost_attempt() { row.job.spec.fewer_ranks() } else { Vec::new() };
+        let ranks = if row.job.may_use_fewer_ranks() { row.job.spec.fewer_ranks() } else { Vec::new() };
         if ranks.is_empty() {
             return None;
         }

@@ -313,7 +313,7 @@ async fn a_fork_reports_its_learning_rate_and_overlap_with_training_pictures() {
     for (set, expected) in [
         (
             json!({"train.epochs": 3}),
-            &["the learning rate changes where the run continues: it was", "at the last one, 111"][..],
+            &["the learning rate changes where the run continues: from", "at the last step, 111"][..],
         ),
         (
             json!({"data.validation_seed": 1}),

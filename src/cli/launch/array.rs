@@ -115,7 +115,7 @@ fn room(args: &Args, mut hosts: Vec<Host>, documents: &[Value]) -> anyhow::Resul
     if let Some(largest) = specs.iter().max_by_key(|spec| spec.parallel.ranks) {
         machines::share_out(&mut hosts, args.slots, largest)?;
     }
-    let on_cores = specs.iter().map(|spec| spec.parallel.device).find(|device| device.is_cores());
+    let on_cores = specs.iter().map(|spec| spec.parallel.device).find(|device| device.is_cpu());
     Ok((hosts, on_cores.unwrap_or(Device::Auto)))
 }
 

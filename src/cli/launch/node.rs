@@ -127,7 +127,7 @@ fn agent(bundle: &Bundle, node: &Node, folder: &Path, has_gpus: bool) -> io::Res
         write_private(&ca, text.as_bytes())?;
         command.arg("--ca-file").arg(&ca);
     }
-    let on_gpus = node.device.kind().map_or(has_gpus, |kind| kind.is_counted);
+    let on_gpus = node.device.kind().map_or(has_gpus, |kind| kind.is_accelerator);
     if on_gpus {
         let first = || (0..node.slots).collect();
         let gpus: Vec<u32> = if node.gpus.is_empty() { first() } else { node.gpus.clone() };

@@ -85,7 +85,7 @@ impl Batch {
         }
         option(format!("--nodes={}", hosts.len()));
         option("--ntasks-per-node=1".into());
-        if device.is_cores() {
+        if device.is_cpu() {
             option(format!("--cpus-per-task={slots}"));
         }
         let names: Vec<_> =

@@ -25,8 +25,9 @@ pub(super) fn resume_from(out: &Path, resume: Option<&str>) -> anyhow::Result<Op
         }
         Some(path) => {
             let problem = |e: String| usage_error(format!("--resume {path}: {e}"));
-            if pickle::is_named_like_one(path) && !Path::new(path).is_dir() {
-                let how = format!("{}; then begin a run with model.pretrained", pickle::convert(path));
+            if pickle::has_pickle_extension(path) && !Path::new(path).is_dir() {
+                let how =
+                    format!("{}; then begin a run with model.pretrained", pickle::conversion_advice(path));
                 return Err(problem(how));
             }
             let folder = Path::new(path).canonicalize().map_err(|e| problem(e.to_string()))?;

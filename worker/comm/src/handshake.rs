@@ -41,7 +41,7 @@ impl HandshakeTerms<'_> {
     ///
     /// # Errors
     /// `PermissionDenied` if the listener has another secret or purpose.
-    pub fn call(&self, stream: &mut TcpStream, rank: u32) -> io::Result<()> {
+    pub fn initiate(&self, stream: &mut TcpStream, rank: u32) -> io::Result<()> {
         stream.set_nodelay(true)?;
         stream.set_read_timeout(Some(HANDSHAKE_TIMEOUT))?;
         stream.set_write_timeout(Some(HANDSHAKE_TIMEOUT))?;

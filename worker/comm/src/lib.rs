@@ -55,7 +55,7 @@ pub type SharedMemoryOrReason = Result<SharedMemory, String>;
 ///   [`CommError::Disconnected`] instead if another rank noticed first.
 /// - [`CommError::TimedOut`]: a rank did not make the call in time.
 /// - [`CommError::Disconnected`]: a rank has exited.
-/// - [`CommError::Aborted`]: the group was aborted.
+/// - [`CommError::Aborted`]: the group was aborted, or another call had failed.
 /// - [`CommError::Invalid`]: an argument is invalid. The group remains usable.
 ///
 /// Only one thread may call a group at a time, except for [`ProcessGroup::abort`] and [`ProcessGroup::check`], which

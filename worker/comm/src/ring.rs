@@ -102,7 +102,7 @@ impl Ring {
         sockets.sequence += 1;
         let mut wire = Wire { ring: self, sockets: &mut sockets, operation, pending_header: Some(what) };
         let result = body(&mut wire).and_then(|done| wire.open().map(|()| done));
-        result.map_err(|error| self.failed(error))
+        result.map_err(|error| self.fail_with(error))
     }
 
     /// Collective: checks that all ranks make the same call, for calls that do not exchange their values over the
@@ -144,8 +144,8 @@ impl Ring {
     }
 
     /// Ends the group because of `error`. The neighbours notice at once, rather than after their time-outs.
-    pub(super) fn failed(&self, error: CommError) -> CommError {
-        self.end.failed(error)
+    pub(super) fn fail_with(&self, error: CommError) -> CommError {
+        self.end.fail_with(error)
     }
 
     /// Whether the next rank is on another machine, according to the addresses of the connection.
@@ -171,7 +171,7 @@ impl Drop for Ring {
     fn drop(&mut self) {
         // Otherwise the clones in `end` would keep the connections open.
         if self.concurrent.is_some() {
-            self.end.call("this rank has left the group".into());
+            self.end.close("this rank has left the group".into());
         }
     }
 }

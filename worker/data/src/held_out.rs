@@ -11,7 +11,7 @@
 use super::{Catalog, ChangeDetection, DataError, Random, Samples, index::content_hash, listing::Listing};
 use lockstep_protocol::{
     dataset::ValidationSet,
-    spec::{DataSpec, Division, Validation},
+    spec::{DataSpec, Validation, ValidationDivision},
 };
 use rayon::prelude::*;
 use sha2::{Digest, Sha256};
@@ -34,7 +34,7 @@ pub(crate) struct Identity {
 }
 
 /// Whether each picture of the training split is held out for validation. `labels` has the class of each picture.
-pub(crate) fn held_out(division: &Division, pictures: &[Identity], labels: &[u32]) -> Vec<bool> {
+pub(crate) fn held_out(division: &ValidationDivision, pictures: &[Identity], labels: &[u32]) -> Vec<bool> {
     let Some((fold, folds)) = division.fold else {
         return pictures.iter().map(|picture| is_held_out(division, *picture)).collect();
     };
@@ -58,7 +58,7 @@ pub(crate) fn held_out(division: &Division, pictures: &[Identity], labels: &[u32
 
 /// Whether a picture of the training split is held out for validation. Always false with folds, whose choice depends on
 /// all pictures.
-pub(crate) fn is_held_out(division: &Division, picture: Identity) -> bool {
+pub(crate) fn is_held_out(division: &ValidationDivision, picture: Identity) -> bool {
     match division.validation {
         _ if division.fold.is_some() => false,
         Validation::Fraction(fraction) => {
@@ -71,17 +71,17 @@ pub(crate) fn is_held_out(division: &Division, picture: Identity) -> bool {
 /// The divisions, among `divisions`, under which an earlier run may have trained on pictures that a job with `spec`
 /// holds out: divisions of the same dataset with another fraction, fold, split or seed. Pictures of other splits and
 /// datasets cannot be compared.
-pub fn foreign_divisions(divisions: &[Division], spec: &DataSpec) -> Vec<Division> {
-    let own = Division::of(spec);
+pub fn foreign_divisions(divisions: &[ValidationDivision], spec: &DataSpec) -> Vec<ValidationDivision> {
+    let own = ValidationDivision::of(spec);
     let holds_out = own.holds_out();
-    let is_foreign = |of: &&Division| holds_out && of.dataset == own.dataset && **of != own;
+    let is_foreign = |of: &&ValidationDivision| holds_out && of.dataset == own.dataset && **of != own;
     divisions.iter().filter(is_foreign).cloned().collect()
 }
 
 /// The name of the split that contains the validation pictures.
 pub(super) fn validation_split_name(spec: &DataSpec) -> &str {
     match &spec.validation {
-        Validation::Split(name) if !Division::of(spec).holds_out() => name,
+        Validation::Split(name) if !ValidationDivision::of(spec).holds_out() => name,
         _ => TRAIN,
     }
 }
@@ -144,7 +144,7 @@ pub fn validation_set(path: &Path, spec: &DataSpec) -> Result<Option<ValidationS
             identities_of_packed(pixels, (height * width * channels) as usize)
         }
     };
-    let division = Division::of(spec);
+    let division = ValidationDivision::of(spec);
     let held_out = match division.holds_out() {
         true => held_out(&division, &identities, &split.labels),
         false => vec![true; identities.len()],
@@ -187,7 +187,7 @@ mod tests {
         let split = catalog.split(TRAIN).unwrap();
         let Samples::Listed(listing) = &split.samples else { panic!("a folder") };
         let identities = identities_of_files(listing, &split.labels, &catalog.classes);
-        let is_held_out = |identity: Identity| is_held_out(&Division::of(spec), identity);
+        let is_held_out = |identity: Identity| is_held_out(&ValidationDivision::of(spec), identity);
         (0..listing.len()).map(|i| (listing.name(i), is_held_out(identities[i]))).collect()
     }
 
@@ -248,7 +248,8 @@ mod tests {
             assert!(trained.len() == 33 && batch.indices.iter().all(|place| !trained.contains(place)));
             seen.extend(batch.indices);
             // Another fold has trained on all of these pictures.
-            let other = [Division::of(&spec(fold % 4 + 1, 0)), Division::of(&spec(fold, 0))];
+            let other =
+                [ValidationDivision::of(&spec(fold % 4 + 1, 0)), ValidationDivision::of(&spec(fold, 0))];
             assert_eq!(source.trained_on(&foreign_divisions(&other, &spec(fold, 0))), 11);
         }
         assert_eq!(seen.len(), 44);
@@ -267,7 +268,7 @@ mod tests {
         let identities = identities_of_packed(&pixels, 1);
         for fold in 1..=4 {
             let spec = DataSpec { folds: Some(4), fold: Some(fold), ..spec(0.1, 0) };
-            let held_out = super::held_out(&Division::of(&spec), &identities, &labels);
+            let held_out = super::held_out(&ValidationDivision::of(&spec), &identities, &labels);
             let (first, second) = held_out.split_at(20);
             assert_eq!(first, second);
             assert_eq!(first.iter().filter(|is_held_out| **is_held_out).count(), 5);
@@ -303,7 +304,8 @@ mod tests {
         let set = validation_set(path, &spec(0.1, 0)).unwrap();
         assert!(set.is_some() && source.shape.validation == set, "{set:?}");
         let count_foreign = |fraction, seed| {
-            let divisions = [Division::of(&spec(fraction, seed)), Division::of(&spec(0.1, 0))];
+            let divisions =
+                [ValidationDivision::of(&spec(fraction, seed)), ValidationDivision::of(&spec(0.1, 0))];
             source.trained_on(&foreign_divisions(&divisions, &spec(0.1, 0)))
         };
         assert_eq!(count_foreign(0.1, 0), 0, "its own");
@@ -317,7 +319,7 @@ mod tests {
             count_foreign(0.05, 0)
         );
         let other = DataSpec { dataset: "other".into(), ..spec(0.1, 1) };
-        assert!(foreign_divisions(&[Division::of(&other)], &spec(0.1, 0)).is_empty());
+        assert!(foreign_divisions(&[ValidationDivision::of(&other)], &spec(0.1, 0)).is_empty());
     }
 
     #[test]

@@ -6,7 +6,7 @@ use super::{
     held_out::{Identity, is_held_out},
     transform::{Crop, Transform},
 };
-use lockstep_protocol::spec::Division;
+use lockstep_protocol::spec::ValidationDivision;
 use std::sync::{Arc, Mutex};
 
 pub use super::shard::EpochPlan;
@@ -91,7 +91,7 @@ impl DataSource {
 
     /// The number of validation pictures that were training pictures under one of `divisions`, if a fraction is held
     /// out.
-    pub fn trained_on(&self, divisions: &[Division]) -> u64 {
+    pub fn trained_on(&self, divisions: &[ValidationDivision]) -> u64 {
         let trained =
             |picture: &&Identity| divisions.iter().any(|division| !is_held_out(division, **picture));
         self.measured.iter().filter(trained).count() as u64

@@ -32,7 +32,7 @@ mod unfused;
 pub use backend::{
     Backend, BuildArgs, DeviceChoice, DeviceError, DeviceMetrics, Devices, Needs, Selection, SharedMemory,
 };
-pub use cpu::MOST_CPU_SLOTS;
+pub use cpu::MAX_CPU_SLOTS;
 pub use cuda::compile_kernels;
 pub use distribution::Distribution;
 pub use finite::{all_finite, first_not_finite};

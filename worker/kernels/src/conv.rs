@@ -98,7 +98,7 @@ fn run_forward(
     let w = grouped::merge(s, &merged, w, &mut scratch.merged);
     let pass = product::Pass::forward(&merged);
     let w = pass.pack_weights(w, tiles, &mut scratch.weights);
-    pass.run(x, w, y, sums, tiles, &scratch.benches);
+    pass.run(x, w, y, sums, tiles, &scratch.task_buffers);
 }
 
 /// [`forward`], and the sums for batch normalisation: for every output channel the sum over all pixels, then for
@@ -133,7 +133,7 @@ pub fn backward_input(s: &ConvShape, dy: &[f32], w: &[f32], dx: &mut [f32], scra
     let w = grouped::merge(s, &merged, w, &mut scratch.merged);
     let pass = product::Pass::backward(&merged);
     let w = pass.transpose(w, scratch.tiles, &mut scratch.weights);
-    pass.run(dy, w, dx, None, scratch.tiles, &scratch.benches);
+    pass.run(dy, w, dx, None, scratch.tiles, &scratch.task_buffers);
 }
 
 /// The gradient of the weights, `dw`, in the order of the weights; every value of `dw` is written.

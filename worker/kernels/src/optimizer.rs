@@ -12,7 +12,7 @@ use lockstep_protocol::spec::{OptimizerKind, TrainSpec};
 pub const LARS_TRUST: f32 = 0.001;
 
 /// Maximum number of slots of an optimizer.
-pub const MOST_SLOTS: usize = 2;
+pub const MAX_SLOTS: usize = 2;
 
 /// An optimizer's settings, which stay the same during a run.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -184,7 +184,7 @@ impl Lanes {
 }
 
 /// One parameter's slots, in the order of [`Optimizer::slots`]; slots that the optimizer does not have are empty.
-pub type Slots<'a> = [&'a mut [f32]; MOST_SLOTS];
+pub type Slots<'a> = [&'a mut [f32]; MAX_SLOTS];
 
 /// One step's update.
 ///

@@ -7,7 +7,7 @@ use lockstep_protocol::{
     agent::CheckpointInfo,
     best::is_better,
     dataset::ValidationSet,
-    spec::{Division, OptimizerKind, Precision},
+    spec::{OptimizerKind, Precision, ValidationDivision},
 };
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -32,7 +32,7 @@ pub struct State {
     /// The validation pictures of the run. Absent without validation.
     pub validation: Option<ValidationSet>,
     /// How this run, and the runs from which it continues, divided pictures into training and validation.
-    pub divisions: Vec<Division>,
+    pub divisions: Vec<ValidationDivision>,
     /// The best checkpoint so far, including this one.
     pub best: Option<Best>,
     /// The state of early stopping after the first validation.

@@ -231,7 +231,9 @@ fn halves(data: &[u8]) -> impl Iterator<Item = u16> {
 /// The error for a file without a header.
 fn no_header(path: &Path, why: NoHeader) -> String {
     match why {
-        NoHeader::Pickled => format!("{}: {}", path.display(), pickle::convert(&path.to_string_lossy())),
+        NoHeader::Pickled => {
+            format!("{}: {}", path.display(), pickle::conversion_advice(&path.to_string_lossy()))
+        }
         NoHeader::Other(detail) => format!("{}: not a whole safetensors file: {detail}", path.display()),
     }
 }

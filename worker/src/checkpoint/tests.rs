@@ -8,7 +8,7 @@ use lockstep_engine::LossScaling;
 use lockstep_host::tensors::{HostTensor, NamedTensors};
 use lockstep_protocol::{
     dataset::ValidationSet,
-    spec::{DataSpec, Division, OptimizerKind, Precision},
+    spec::{DataSpec, OptimizerKind, Precision, ValidationDivision},
 };
 use std::{collections::BTreeMap, fs};
 
@@ -37,7 +37,7 @@ pub(crate) fn snapshot(epoch: u32, step: u64, val_accuracy: Option<f64>) -> Snap
         val_accuracy,
         val_loss: val_accuracy.map(|a| 1.0 - a),
         validation: Some(ValidationSet { pictures: 30, fingerprint: "0011223344556677".into() }),
-        divisions: vec![Division::of(&DataSpec::default())],
+        divisions: vec![ValidationDivision::of(&DataSpec::default())],
         best: None,
         stop: None,
         versions: BTreeMap::from([("lockstep".into(), "0.1.0".into())]),

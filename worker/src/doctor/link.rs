@@ -137,7 +137,7 @@ pub fn probe(to: SocketAddr, secret: &[u8]) -> Result<LinkMeasurement, String> {
     })?;
     let connect_ms = millis(began.elapsed());
     HandshakeTerms { secret, purpose: PURPOSE }
-        .call(&mut stream, 0)
+        .initiate(&mut stream, 0)
         .map_err(|e| format!("connected to {to}, which does not answer as Lockstep does: {e}"))?;
     stream.set_read_timeout(Some(READ_TIMEOUT)).map_err(|e| e.to_string())?;
     let clock = measure_clock(&mut stream)
@@ -274,7 +274,7 @@ mod tests {
         let to = SocketAddr::from((LOOPBACK, port));
         let call = || {
             let mut stream = TcpStream::connect(to).unwrap();
-            HandshakeTerms { secret: b"secret", purpose: PURPOSE }.call(&mut stream, 0).map(|()| stream)
+            HandshakeTerms { secret: b"secret", purpose: PURPOSE }.initiate(&mut stream, 0).map(|()| stream)
         };
         let mut callers: Vec<_> = (0..MAX_CALLERS).map(|_| call().unwrap()).collect();
         assert!(call().is_err(), "a caller above the limit");

@@ -177,8 +177,8 @@ pub fn answer(request: AgentRequest) -> Result<AgentReply, String> {
                 lockstep_data::index_progress(&path).map(|progress| (progress.done, progress.total));
             Ok(AgentReply::Progress { inspected })
         }
-        AgentRequest::Fingerprint { path, known } => {
-            let look = if known {
+        AgentRequest::Fingerprint { path, has_begun } => {
+            let look = if has_begun {
                 lockstep_data::ChangeDetection::Folders
             } else {
                 lockstep_data::ChangeDetection::Files
@@ -270,7 +270,7 @@ mod tests {
             crate::test_script::write_script(&program, body);
             let (sender, receiver) = std::sync::mpsc::channel();
             std::thread::spawn(move || {
-                let message = AgentRequest::Fingerprint { path: "/data".into(), known: false };
+                let message = AgentRequest::Fingerprint { path: "/data".into(), has_begun: false };
                 let _ = sender.send(request_blocking(&program, &message, &AtomicBool::new(false)));
             });
             receiver.recv_timeout(Duration::from_secs(60)).expect("the request ends")

@@ -148,7 +148,7 @@ mod tests {
         for (content, detail) in [
             (&whole[..whole.len() - 1], "not a whole safetensors file: it has "),
             (&whole[..100], "not a whole safetensors file"),
-            (&b"PK\x03\x04 and so on"[..], "is a pickle of PyTorch's"),
+            (&b"PK\x03\x04 and so on"[..], "is a PyTorch pickle"),
             (
                 &b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9\n"[..],
                 "run `git lfs pull`",

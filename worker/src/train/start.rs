@@ -6,7 +6,7 @@ use crate::{
     checkpoint::{self, Best, CheckpointError, OWN_DISK_NOTE, State, StopProgress},
     precision::SkippedSteps,
 };
-use lockstep_comm::{ProcessGroup, Reduction};
+use lockstep_comm::ProcessGroup;
 use lockstep_data::{
     DataError,
     held_out::foreign_divisions,
@@ -27,7 +27,7 @@ use lockstep_protocol::{
     dataset::classes_differ,
     numbers::plural,
     schedule::{self, Schedule},
-    spec::{BrokenFiles, Division, Precision, read_leniently},
+    spec::{BrokenFiles, Precision, ValidationDivision, read_leniently},
 };
 use serde::{Serialize, de::DeserializeOwned};
 use std::path::{Path, PathBuf};
@@ -41,10 +41,10 @@ pub(super) struct InitialState {
     pub(super) best: Option<Best>,
     pub(super) stop_progress: Option<StopProgress>,
     pub(super) skipped: SkippedSteps,
-    /// Whether `step` has not been evaluated, because the earlier run was stopped before the evaluation.
-    pub(super) unmeasured: bool,
+    /// Whether the checkpoint's step was not evaluated, because the earlier run stopped first.
+    pub(super) is_evaluation_missing: bool,
     /// See [`State::divisions`].
-    pub(super) divisions: Vec<Division>,
+    pub(super) divisions: Vec<ValidationDivision>,
     /// Lines for the log.
     pub(super) notes: Vec<String>,
 }
@@ -66,14 +66,13 @@ pub(super) fn precision(training: &Training<'_>) -> Result<Precision, TrainError
             .chain(folders)
             .find_map(|folder| Some(checkpoint::state(&folder)?.precision))
     };
-    let left_float16 = training.is_first() && newest() == Some(Precision::Bf16);
-    let mut votes = [f64::from(u8::from(left_float16))];
-    training.group.all_reduce((&mut votes).into(), Reduction::Sum)?;
-    Ok(if votes == [0.0] { asked } else { Precision::Bf16 })
+    let left_float16 = training.is_first().then(|| newest() == Some(Precision::Bf16));
+    Ok(if broadcast_json(training.group.as_ref(), left_float16)? { Precision::Bf16 } else { asked })
 }
 
-/// Sets the engine's weights, which are then the same on every rank.
-pub(super) fn begin(
+/// Sets the engine's initial state: new weights, pretrained weights, or a checkpoint. Ranks that share a network get
+/// their parts of it; all other ranks get the same weights.
+pub(super) fn initialize(
     training: &Training<'_>,
     plan: &RunPlan,
     data: &DataSource,
@@ -87,8 +86,9 @@ pub(super) fn begin(
     if let Some(path) = pretrained {
         let mut weights = None;
         if training.is_first() {
-            let (is_zero, seed) = (training.spec.model.zero_init_residual, training.spec.train.seed);
-            let initial = net::init::initial_parameters(&plan.network, is_zero, seed);
+            let (zero_init_residual, seed) =
+                (training.spec.model.zero_init_residual, training.spec.train.seed);
+            let initial = net::init::initial_parameters(&plan.network, zero_init_residual, seed);
             let (found, found_notes) = pretrained::weights(training, path, initial, plan.network.head())?;
             (weights, notes) = (Some(found), found_notes);
         }
@@ -139,7 +139,7 @@ pub(super) fn begin(
         best: None,
         stop_progress: None,
         skipped: SkippedSteps::default(),
-        unmeasured: false,
+        is_evaluation_missing: false,
         divisions: with_own(divisions, training),
         notes,
     })
@@ -169,8 +169,8 @@ fn whitening(data: &DataSource, skips: bool) -> Result<HostTensor, TrainError> {
 }
 
 /// The divisions by which a run has trained, including its own.
-fn with_own(mut divisions: Vec<Division>, training: &Training<'_>) -> Vec<Division> {
-    let own = Division::of(&training.spec.data);
+fn with_own(mut divisions: Vec<ValidationDivision>, training: &Training<'_>) -> Vec<ValidationDivision> {
+    let own = ValidationDivision::of(&training.spec.data);
     if !divisions.contains(&own) {
         divisions.push(own);
     }
@@ -197,12 +197,13 @@ fn resume(
         (state, parameters, optimizer) = (Some(loaded.0), Some(loaded.1), Some(loaded.2));
     }
     let state: State = broadcast_json(group, state)?;
-    let parameters = scatter(&distribution, parameters, distribution.parameters())?;
+    let parameters = scatter(&distribution, "weights", parameters, distribution.parameters())?;
     let note = state.optimizer;
     let kind = training.spec.train.optimizer;
     let keeps_optimizer = slots(note.kind) == slots(kind);
     let optimizer = if keeps_optimizer {
-        let slots = scatter(&distribution, optimizer, distribution.slots(&plan.config.optimizer))?;
+        let slots =
+            scatter(&distribution, "optimizer state", optimizer, distribution.slots(&plan.config.optimizer))?;
         Some(OptimizerState { slots, updates: note.updates })
     } else {
         None
@@ -210,7 +211,7 @@ fn resume(
     // Only rank 0 has the average. If ranks share a network, each has the average of its part.
     let average = match training.spec.parallel.is_hybrid() {
         true if broadcast_json(group, (group.rank() == 0).then_some(average.is_some()))? => {
-            Some(scatter(&distribution, average, distribution.parameters())?)
+            Some(scatter(&distribution, "average of the weights", average, distribution.parameters())?)
         }
         _ => average,
     };
@@ -285,8 +286,8 @@ fn resume(
         // The recorded steps are numbered for the other batch size.
         skipped.recent.clear();
     }
-    let unmeasured = step == state.step && state.val_accuracy.is_none();
-    Ok(InitialState { step, best, stop_progress, skipped, unmeasured, divisions, notes })
+    let is_evaluation_missing = step == state.step && state.val_accuracy.is_none();
+    Ok(InitialState { step, best, stop_progress, skipped, is_evaluation_missing, divisions, notes })
 }
 
 /// Why the checkpoint's step has another number in this run. The position in the data is the same.
@@ -319,12 +320,12 @@ fn schedule_change(
     step: u64,
 ) -> Option<String> {
     let about = checkpoint::about(folder).ok()?;
-    let (was, _) = read_leniently(&serde_json::from_str(about.get("spec")?).ok()?);
-    let epochs = u64::from(was.train.epochs.unwrap_or(10));
-    let total = was.train.steps.unwrap_or(state.steps_per_epoch * epochs);
-    let before = Schedule::new(&was.train, state.steps_per_epoch, total);
-    let now = Schedule::new(&training.spec.train, plan.steps_per_epoch, plan.total_steps);
-    schedule::change(&before, state.step, &now, step)
+    let (old, _) = read_leniently(&serde_json::from_str(about.get("spec")?).ok()?);
+    let epochs = u64::from(old.train.epochs());
+    let total = old.train.steps.unwrap_or(state.steps_per_epoch * epochs);
+    let old = Schedule::new(&old.train, state.steps_per_epoch, total);
+    let new = Schedule::new(&training.spec.train, plan.steps_per_epoch, plan.total_steps);
+    schedule::describe_change(&old, state.step, &new, step)
 }
 
 /// Log lines if this run is validated with other pictures than the checkpoint, and on how many of these pictures the
@@ -344,7 +345,11 @@ fn compare_validation(training: &Training<'_>, data: &DataSource, state: &State)
 
 /// A log line about how many validation pictures the initial weights were trained on, according to the `divisions` of
 /// earlier runs.
-fn trained_on(training: &Training<'_>, data: &DataSource, divisions: &[Division]) -> Option<String> {
+fn trained_on(
+    training: &Training<'_>,
+    data: &DataSource,
+    divisions: &[ValidationDivision],
+) -> Option<String> {
     let count = data.trained_on(&foreign_divisions(divisions, &training.spec.data));
     (count > 0).then(|| {
         format!(
@@ -427,14 +432,17 @@ fn distribution<'a>(training: &'a Training<'_>, plan: &'a RunPlan) -> Result<Dis
 }
 
 /// Sends each rank its parts of the tensors that rank 0 has loaded. They must have the `wanted` names and shapes.
+/// `what`: the name of the tensors in the error.
 fn scatter(
     distribution: &Distribution<'_>,
+    what: &str,
     loaded: Option<NamedTensors>,
     wanted: Shapes,
 ) -> Result<NamedTensors, TrainError> {
     if loaded.as_ref().is_some_and(|loaded| shapes(loaded) != wanted) {
-        let text = "the optimizer state of the checkpoint does not belong to its weights";
-        return Err(TrainError::Impossible(text.into()));
+        return Err(TrainError::Impossible(format!(
+            "the {what} of the checkpoint does not fit this network"
+        )));
     }
     Ok(distribution.scatter(loaded, wanted)?)
 }

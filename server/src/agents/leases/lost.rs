@@ -1,7 +1,7 @@
 //! Attempts whose ranks have lost their connections, and agents that are given up before their leases expire.
 
 use super::{Expired, Lease, Leases};
-use crate::lifecycle::PlaceEnd;
+use crate::lifecycle::EndOnAgent;
 use lockstep_protocol::agent::{AttemptRef, Ending};
 use std::{
     sync::{MutexGuard, PoisonError},
@@ -21,11 +21,11 @@ pub(crate) enum EndAt {
 
 impl EndAt {
     /// Converts the stored end.
-    pub(crate) fn of(end: &PlaceEnd) -> Self {
+    pub(crate) fn of(end: &EndOnAgent) -> Self {
         match end {
-            PlaceEnd::Ended { ending: Ending::Secondary { .. }, .. } => Self::LostContact,
-            PlaceEnd::Ended { .. } | PlaceEnd::Left(_) => Self::ByThemselves,
-            PlaceEnd::Lost(_) => Self::Lost,
+            EndOnAgent::Ended { ending: Ending::Secondary { .. }, .. } => Self::LostContact,
+            EndOnAgent::Ended { .. } | EndOnAgent::LeftUnreported(_) => Self::ByThemselves,
+            EndOnAgent::Lost(_) => Self::Lost,
         }
     }
 }

@@ -34,7 +34,7 @@ use lockstep_protocol::{
     agent::{AgentReply, AgentRequest},
     dataset::{Dataset, ValidationSet},
     inspect::{
-        CONCURRENT_REQUESTS, EvaluateModel, MOST_NEIGHBOURS, ModelEvaluation, NEIGHBOURS, NearestNeighbours,
+        CONCURRENT_REQUESTS, EvaluateModel, MAX_NEIGHBOURS, ModelEvaluation, NEIGHBOURS, NearestNeighbours,
     },
     spec::Validation,
 };
@@ -157,7 +157,7 @@ pub(crate) async fn neighbours(
     Query(asked): Query<NeighboursQuery>,
 ) -> Result<Response> {
     let NeighboursQuery { checkpoint, weights, dataset, k } = asked;
-    let k = extract::count("k", k, NEIGHBOURS, MOST_NEIGHBOURS)?;
+    let k = extract::count("k", k, NEIGHBOURS, MAX_NEIGHBOURS)?;
     let which = EvaluationQuery { checkpoint, weights, dataset };
     find(&scheduler, &caller, &id, which, Some(k)).await
 }

@@ -32,7 +32,7 @@ use lockstep_protocol::{
     job::Parent,
     reason::{Reason, ReasonKind},
     schedule::{self, Schedule},
-    spec::{Division, JobSpec, Recipe, SpecError, from_json, key_parts, set_key},
+    spec::{JobSpec, Recipe, SpecError, ValidationDivision, from_json, key_parts, set_key},
 };
 use serde::Deserialize;
 use serde_json::Value;
@@ -153,8 +153,8 @@ fn stops_at_once(source: &Job, from: &CheckpointRow, spec: &JobSpec) -> Option<S
     let Some(ReasonKind::StoppedEarly { step, .. }) = source.cause.as_ref().map(Reason::kind) else {
         return None;
     };
-    let counts_on =
-        spec.stop.metric == was.stop.metric && Division::of(&spec.data) == Division::of(&was.data);
+    let counts_on = spec.stop.metric == was.stop.metric
+        && ValidationDivision::of(&spec.data) == ValidationDivision::of(&was.data);
     let stops = counts_on && *step == from.info.step && spec.stop.patience? <= was.stop.patience?;
     let detail = "the job stopped early at this checkpoint, and the fork would stop there, too: set more, or remove the key";
     stops.then(|| SpecError { pointer: "/stop/patience".into(), detail: detail.into() })
@@ -165,12 +165,12 @@ fn stops_at_once(source: &Job, from: &CheckpointRow, spec: &JobSpec) -> Option<S
 fn steps(source: &Job, Checked { spec, dataset, .. }: &Checked) -> (u64, u64) {
     let (was, is) = (&source.spec, spec);
     let is_counted = source.steps_per_epoch > 0
-        && Division::of(&was.data) == Division::of(&is.data)
+        && ValidationDivision::of(&was.data) == ValidationDivision::of(&is.data)
         && was.data.drop_remainder == is.data.drop_remainder
         && was.global_batch_size() == is.global_batch_size();
     let samples = jobs::training_samples(spec, dataset);
     let steps_per_epoch = if is_counted { source.steps_per_epoch } else { spec.steps_per_epoch(samples) };
-    let epochs = u64::from(spec.train.epochs.unwrap_or(10));
+    let epochs = u64::from(spec.train.epochs());
     (steps_per_epoch, spec.train.steps.unwrap_or(steps_per_epoch * epochs))
 }
 
@@ -186,12 +186,12 @@ fn schedule_change(
     let now = Schedule::new(&spec.train, steps_per_epoch, total);
     // With another batch size, the same position in the epoch.
     let at = (from.info.step * steps_per_epoch).checked_div(source.steps_per_epoch)?;
-    schedule::change(&before, from.info.step, &now, at)
+    schedule::describe_change(&before, from.info.step, &now, at)
 }
 
 /// Returns a warning if the fork's validation pictures include pictures that the source trained on.
 fn other_validation(was: &JobSpec, is: &JobSpec) -> Option<String> {
-    let (before, now) = (Division::of(&was.data), Division::of(&is.data));
+    let (before, now) = (ValidationDivision::of(&was.data), ValidationDivision::of(&is.data));
     (now.holds_out() && before.dataset == now.dataset && before != now).then(|| {
         "data.validation, data.validation_seed or data.fold differs from the parent's: the fork is validated on pictures that the parent trained on, so \
          its accuracy says less about new pictures. The job's log has the number of these pictures"

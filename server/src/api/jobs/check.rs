@@ -432,7 +432,7 @@ fn slots_mistake(agents: &Agents, spec: &JobSpec) -> Option<SpecError> {
         return None;
     }
     if most == 0 {
-        let gpu = device.kind().filter(|kind| kind.is_counted);
+        let gpu = device.kind().filter(|kind| kind.is_accelerator);
         let (pointer, detail) = match (gpu, spec.parallel.device) {
             (Some(kind), Device::Auto) => (
                 "/train/precision",

@@ -5,7 +5,7 @@ use crate::{
     auth::access::Caller,
     http::{
         error::{Error, Problem, Result},
-        extract::{Body, Path, job_id},
+        extract::{Body, Path},
     },
     scheduler::Scheduler,
     store::{PanelsOf, Store},
@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use utoipa::ToSchema;
 
-/// Origin of the panels of a job.
+/// Where the panels of a job come from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Origin {
@@ -65,9 +65,9 @@ impl From<JobPanels> for lockstep_web::job::Panels {
 }
 
 impl NewPanels {
-    /// Checks the panels. With `any_name`, metrics may have any name, as in runs from elsewhere.
-    fn checked(self, any_name: bool) -> Result<Vec<Panel>> {
-        let mistakes = panels::mistakes(&self.panels, any_name);
+    /// Checks the panels. With `allows_any_metric`, metrics may have any name, as in runs from elsewhere.
+    fn checked(self, allows_any_metric: bool) -> Result<Vec<Panel>> {
+        let mistakes = panels::mistakes(&self.panels, allows_any_metric);
         if mistakes.is_empty() { Ok(self.panels) } else { Err(Error::Invalid(mistakes)) }
     }
 }
@@ -127,13 +127,13 @@ pub(crate) async fn delete(
     State(store): State<Arc<dyn Store>>,
     Path(id): Path<String>,
 ) -> Result<StatusCode> {
-    jobs::find(&scheduler, &id).await?;
-    store.put_panels(PanelsOf::Job(&job_id(&id)?), None).await?;
+    let job = jobs::find(&scheduler, &id).await?;
+    store.put_panels(PanelsOf::Job(&job.id), None).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
 /// Checks that the caller sees a job of a project, and returns the project's name. Other callers do not learn whether the project exists.
-async fn seen(store: &dyn Store, caller: &Caller, name: String) -> Result<String> {
+async fn visible_project(store: &dyn Store, caller: &Caller, name: String) -> Result<String> {
     if let Some(mistake) = labels::project_mistake(&name) {
         return Err(Error::NotFound(format!("no project has this name: a project {mistake}")));
     }
@@ -154,15 +154,15 @@ pub(crate) async fn show_project(
     Extension(caller): Extension<Caller>,
     Path(name): Path<String>,
 ) -> Result<Json<ProjectPanels>> {
-    let project = seen(&*store, &caller, name).await?;
+    let project = visible_project(&*store, &caller, name).await?;
     let panels = store.panels(PanelsOf::Project(&project)).await?.unwrap_or_default();
     Ok(Json(ProjectPanels { panels }))
 }
 
 /// Set a project's panels
 ///
-/// Replaces the project's panels; the last write wins. Every member and every admin who sees a job of the project may set the panels. They
-/// are removed with the project's last job.
+/// Replaces the project's panels; the last write wins. Members and admins who see a job of the project may set its panels. An empty list
+/// removes the panels, and so does the deletion of the project's last job.
 #[utoipa::path(put, path = "/projects/{name}/panels", tag = "jobs", params(("name" = String, Path)), request_body = NewPanels,
     responses((status = 200, body = ProjectPanels), (status = 404, body = Problem), (status = 422, body = Problem)))]
 pub(crate) async fn put_project(
@@ -171,7 +171,8 @@ pub(crate) async fn put_project(
     Path(name): Path<String>,
     Body(new, _): Body<NewPanels>,
 ) -> Result<Json<ProjectPanels>> {
-    let project = seen(&*store, &caller, name).await?;
+    let project = visible_project(&*store, &caller, name).await?;
+    // Jobs of a project may be runs from elsewhere, whose metrics have any names.
     let panels = new.checked(true)?;
     let kept = Some(&panels[..]).filter(|panels| !panels.is_empty());
     store.put_panels(PanelsOf::Project(&project), kept).await?;

@@ -175,8 +175,8 @@ pub(crate) async fn pretrained(
         Err(error) => error.in_words(),
     };
     // No agent could read the file, but the file is named like a pickle, which is never loaded.
-    if pickle::is_named_like_one(given) {
-        return mistake(format!("{given}: {}", pickle::convert(given)));
+    if pickle::has_pickle_extension(given) {
+        return mistake(format!("{given}: {}", pickle::conversion_advice(given)));
     }
     Ok(Weights::NotChecked(format!(
         "model.pretrained {given:?} was not checked ({why}): if the file is missing or does not fit, the job fails when it starts"

@@ -16,9 +16,9 @@ use crate::{
 use axum::{Extension, Json, extract::State, http::StatusCode};
 use lockstep_protocol::{
     access::{Scope, Token},
+    invisible::first_invisible,
     limits::{TOKEN_DAYS, TOKEN_NAME_CHARS, TOKENS},
     spec::SpecError,
-    unseen::first_unseen,
 };
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
@@ -149,7 +149,7 @@ pub(crate) async fn make(auth: &Auth, caller: &Caller, new: NewToken) -> Result<
     };
     if new.name.trim().is_empty()
         || new.name.chars().count() > TOKEN_NAME_CHARS
-        || first_unseen(&new.name).is_some()
+        || first_invisible(&new.name).is_some()
     {
         return mistake("/name", format!("must have 1 to {TOKEN_NAME_CHARS} plain characters"));
     }
@@ -237,7 +237,7 @@ type AgentNames = (Option<String>, Option<String>);
 
 /// Returns the name and id of the agent with a given name or id; `None` if the text cannot be either. The id is absent for an unknown name.
 async fn agent_named(auth: &Auth, agent: &str) -> Result<Option<AgentNames>> {
-    if agent.trim().is_empty() || agent.len() > 100 || first_unseen(agent).is_some() {
+    if agent.trim().is_empty() || agent.len() > 100 || first_invisible(agent).is_some() {
         return Ok(None);
     }
     let known = auth.store.agents_called(agent, agent).await?;

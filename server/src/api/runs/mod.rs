@@ -23,12 +23,12 @@ use axum::{
 };
 use jiff::Timestamp;
 use lockstep_protocol::{
+    invisible::first_invisible,
     job::{External, Job, JobId, JobState},
     labels,
     limits::{RUN_CONFIG_BYTES, RUN_ID_CHARS, RUN_VALUES},
     metric::{MetricColumn, name_mistake},
     spec::{JobSpec, SpecError},
-    unseen::first_unseen,
 };
 use serde::{Deserialize, Deserializer, Serialize, de::Error as _};
 use serde_json::{Map, Value};
@@ -81,7 +81,7 @@ impl NewRun {
             );
             mistake("/id", detail);
         }
-        if !(1..=NAME_CHARS).contains(&self.name.chars().count()) || first_unseen(&self.name).is_some() {
+        if !(1..=NAME_CHARS).contains(&self.name.chars().count()) || first_invisible(&self.name).is_some() {
             mistake("/name", format!("must have 1 to {NAME_CHARS} characters, none of them invisible"));
         }
         if self.started_at.is_some_and(|ms| Timestamp::from_millisecond(ms).is_err()) {

@@ -75,7 +75,7 @@ impl ClientCertificate {
 fn name_of(facts: &Facts) -> Option<String> {
     let name = facts.subject_name.clone().or_else(|| facts.names.first().map(ToString::to_string))?;
     let is_plain = !name.trim().is_empty() && name.len() <= 100;
-    (is_plain && lockstep_protocol::unseen::first_unseen(&name).is_none()).then_some(name)
+    (is_plain && lockstep_protocol::invisible::first_invisible(&name).is_none()).then_some(name)
 }
 
 fn who(facts: &Facts) -> String {

@@ -27,7 +27,7 @@ use time::{Duration, OffsetDateTime};
 
 const AUTHORITY_DAYS: i64 = 3650;
 /// Maximum validity in days. Some clients refuse certificates of private CAs that are valid for longer.
-pub const MOST_DAYS: u32 = 825;
+pub const MAX_DAYS: u32 = 825;
 /// Default validity in days.
 pub const DAYS: u32 = 397;
 /// Certificates are valid from this long before they are issued, because clients' clocks may be slow.
@@ -150,7 +150,7 @@ impl Authority {
     /// Issues a certificate for a server with these names.
     ///
     /// # Errors
-    /// A name is neither a DNS name nor an address, or `days` is above [`MOST_DAYS`].
+    /// A name is neither a DNS name nor an address, or `days` is above [`MAX_DAYS`].
     pub fn issue(&self, names: &[String], days: u32) -> Result<Issued, String> {
         if let Some(name) = names.iter().find(|name| !is_name(name)) {
             return Err(format!(
@@ -164,7 +164,7 @@ impl Authority {
     /// Issues a certificate that identifies the agent `name`.
     ///
     /// # Errors
-    /// `name` is not a possible name of an agent, or `days` is above [`MOST_DAYS`].
+    /// `name` is not a possible name of an agent, or `days` is above [`MAX_DAYS`].
     pub fn issue_agent(&self, name: &str, days: u32) -> Result<Issued, String> {
         let is_plain = |b: u8| b.is_ascii_alphanumeric() || b"-_.".contains(&b);
         if name.is_empty()
@@ -182,8 +182,8 @@ impl Authority {
     }
 
     fn sign(&self, kind: Kind, first: &str, names: &[String], days: u32) -> Result<Issued, String> {
-        if !(1..=MOST_DAYS).contains(&days) {
-            return Err(format!("a certificate is valid for 1 to {MOST_DAYS} days"));
+        if !(1..=MAX_DAYS).contains(&days) {
+            return Err(format!("a certificate is valid for 1 to {MAX_DAYS} days"));
         }
         let now = OffsetDateTime::now_utc();
         let serial = issued::new_serial();

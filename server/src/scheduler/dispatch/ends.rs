@@ -3,7 +3,7 @@
 use super::leaving_reason;
 use crate::{
     agents::{Online, leases::EndAt},
-    lifecycle::{self, PlaceEnd},
+    lifecycle::{self, EndOnAgent},
     scheduler::Scheduler,
     store::{JobRow, Place, Result, StoreError},
 };
@@ -63,7 +63,10 @@ async fn requeue(scheduler: &Scheduler, agent_id: &str, why: Reason, concerns: i
         let done = if places > 1
             && let Some(place) = mine
         {
-            end_place(scheduler, &attempt, (place, places), true, move |_| PlaceEnd::Left(why.clone())).await
+            end_attempt_on_agent(scheduler, &attempt, (place, places), true, move |_| {
+                EndOnAgent::LeftUnreported(why.clone())
+            })
+            .await
         } else {
             end_attempt(scheduler, &attempt, move |row| lifecycle::requeue(row, &why, crate::now())).await
         };
@@ -102,12 +105,12 @@ pub(super) async fn end_attempt(
 
 /// Notes that an attempt on `places` agents has ended on one agent, which has not reported how. The other agents are ordered to end their
 /// ranks; the attempt ends with the last agent. `patient`: the other ranks may write a checkpoint first.
-pub(super) async fn end_place(
+pub(super) async fn end_attempt_on_agent(
     scheduler: &Scheduler,
     attempt: &AttemptRef,
     (place, places): (&Place, usize),
     patient: bool,
-    end: impl Fn(&JobRow) -> PlaceEnd + Send + Sync + 'static,
+    end: impl Fn(&JobRow) -> EndOnAgent + Send + Sync + 'static,
 ) -> Result<()> {
     let (expected, agent_id) = (attempt.clone(), place.agent_id.clone());
     let change = move |row: &mut JobRow| {
@@ -115,7 +118,7 @@ pub(super) async fn end_place(
             return Ok(Vec::new());
         }
         let end = end(row);
-        lifecycle::place_ended(row, places, &agent_id, end, crate::now())
+        lifecycle::record_end_on_agent(row, places, &agent_id, end, crate::now())
     };
     match scheduler.events.change_job(&attempt.job, Box::new(change)).await {
         Ok(changed) => {

@@ -256,7 +256,7 @@ async fn store_report(
         return Ok((Ingested::Stored { acknowledged, changed: None }, false));
     }
     // The attempt has ended, or, with several agents, this agent's lease has expired or its ranks have already ended.
-    if row.live().as_ref() != Some(attempt) || lifecycle::has_ended_at(row, agent_id) {
+    if row.live().as_ref() != Some(attempt) || lifecycle::has_ended_on_agent(row, agent_id) {
         return Ok((Ingested::Stale, false));
     }
     if first > have {
@@ -282,8 +282,8 @@ async fn store_report(
         let before = changes_state.then(|| row.clone());
         let changed = match event {
             AttemptEvent::Ended(ending) if agents.len() > 1 => {
-                let end = lifecycle::PlaceEnd::Ended { ending, leaving: leaving.clone() };
-                lifecycle::place_ended(row, agents.len(), agent_id, end, at)
+                let end = lifecycle::EndOnAgent::Ended { ending, agent_leaving: leaving.clone() };
+                lifecycle::record_end_on_agent(row, agents.len(), agent_id, end, at)
             }
             event => lifecycle::report(row, event, leaving.as_ref(), at),
         };

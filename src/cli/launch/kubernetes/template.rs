@@ -222,7 +222,7 @@ impl Template {
         args: &Args,
         spec: &JobSpec,
     ) -> anyhow::Result<()> {
-        let Some(gpus) = self.gpus.filter(|_| !spec.parallel.device.is_cores()) else { return Ok(()) };
+        let Some(gpus) = self.gpus.filter(|_| !spec.parallel.device.is_cpu()) else { return Ok(()) };
         if let Some(slots) = args.slots.filter(|slots| *slots != gpus) {
             return Err(usage_error(format!(
                 "--slots {slots}, and the template's container has {gpus} GPUs, a slot each: leave --slots out, or change {GPU}"
@@ -273,7 +273,7 @@ impl Template {
         volumes.push((shm, "/dev/shm".into(), false));
         let container = &mut spec["containers"][self.container];
         container["command"] = json!([program, "launched", format!("{BUNDLE_DIR}/{BUNDLE_FILE}")]);
-        let on_gpus = device.is_counted() || self.gpus.is_some() && !device.is_cores();
+        let on_gpus = device.is_accelerator() || self.gpus.is_some() && !device.is_cpu();
         let names =
             |container: &Value, under: &str, key: &str| container["resources"][under].get(key).is_some();
         if on_gpus && self.gpus.is_none() {

@@ -68,7 +68,7 @@ impl NcclProcessGroup {
         launch: impl FnOnce(u64, u64, CUstream) -> Result<(), CommError>,
     ) -> Result<(), CommError> {
         self.run_staged(operation, input, output, launch).map_err(|error| {
-            let error = self.ring.failed(error);
+            let error = self.ring.fail_with(error);
             self.nccl.abort(&error.to_string());
             error
         })
@@ -231,7 +231,7 @@ impl ProcessGroup for Arc<NcclProcessGroup> {
                 Call::describe([word(0), word(8)])
             };
             let detail = format!("is at {}; this rank is at {}", words(theirs), words(wanted));
-            let error = self.ring.failed(CommError::Mismatch { operation: "recv", peer: from, detail });
+            let error = self.ring.fail_with(CommError::Mismatch { operation: "recv", peer: from, detail });
             self.nccl.abort(&error.to_string());
             return Err(error);
         }

@@ -44,7 +44,7 @@ impl Store {
             }
             let remaining = config.timeout.saturating_sub(began.elapsed());
             let attempt = connect(&config.addr, config.port, remaining).and_then(|mut stream| {
-                terms.call(&mut stream, config.rank)?;
+                terms.initiate(&mut stream, config.rank)?;
                 Ok(stream)
             });
             match attempt {

@@ -104,7 +104,7 @@ impl Joining<'_> {
         let connected = self.connect_all(listeners, &end);
         if connected.is_err() {
             // The thread that accepts connections is already running.
-            end.call("the ranks did not connect".into());
+            end.close("the ranks did not connect".into());
         }
         connected
     }
@@ -195,7 +195,7 @@ impl Joining<'_> {
         let (called, accepted) = std::thread::scope(|scope| {
             let accepting = scope.spawn(|| self.accept(listener, &terms, previous_rank));
             let called = TcpStream::connect_timeout(&next, self.patience)
-                .and_then(|mut stream| terms.call(&mut stream, rank).map(|()| stream))
+                .and_then(|mut stream| terms.initiate(&mut stream, rank).map(|()| stream))
                 .map_err(|e| RendezvousError::Protocol(format!("rank {next_rank} at {next}: {e}")));
             (called, accepting.join())
         });

@@ -4,22 +4,17 @@ use crate::CommError;
 use socket2::SockRef;
 use std::{
     net::{Shutdown, TcpListener, TcpStream},
-    sync::{
-        Arc, Mutex, OnceLock, PoisonError, Weak,
-        atomic::{AtomicBool, Ordering},
-    },
+    sync::{Arc, Mutex, OnceLock, PoisonError, Weak},
 };
 
-/// Whether and why a group has ended. The group and its concurrent group share this state, and calls in progress
-/// check it.
+/// Whether and why a group has ended. The group and its concurrent group
+/// ([`ProcessGroup::concurrent`](crate::ProcessGroup::concurrent), a second ring for collectives that run at the same
+/// time) share this state, and calls in progress check it.
 #[derive(Debug, Default)]
 pub(super) struct End {
-    reason: OnceLock<String>,
-    /// The ranks whose machines do not respond, if this ended the group.
-    unreachable: OnceLock<Vec<u32>>,
-    /// The rank that closed a connection, and the error of the connection, if this ended the group.
-    lost: OnceLock<(u32, String)>,
-    aborted: AtomicBool,
+    cause: OnceLock<Cause>,
+    /// The reason of an abort. The group may have ended earlier for another cause.
+    abort_reason: OnceLock<String>,
     streams: Mutex<Vec<TcpStream>>,
     /// The listener at which other ranks connect for messages.
     listener: OnceLock<TcpListener>,
@@ -27,10 +22,31 @@ pub(super) struct End {
     split: Mutex<Vec<Weak<End>>>,
 }
 
+/// Why a group has ended.
+#[derive(Debug)]
+enum Cause {
+    /// An abort, a failed call, or the end of the group on this rank.
+    Closed(String),
+    /// The machines of `peers` do not respond.
+    Unreachable { peers: Vec<u32>, detail: String },
+    /// Rank `peer` closed a connection. `detail` is the error of the connection.
+    Disconnected { peer: u32, detail: String },
+}
+
 impl End {
-    /// Ends this group. Closes its connections, so that calls that wait on these connections return.
-    pub(super) fn call(&self, reason: String) {
-        let _ = self.reason.set(reason);
+    /// Ends this group, unless it has already ended.
+    pub(super) fn close(&self, reason: String) {
+        self.close_with(Cause::Closed(reason));
+    }
+
+    /// Ends this group because the machines of `peers` do not respond.
+    pub(super) fn close_unreachable(&self, peers: Vec<u32>, detail: String) {
+        self.close_with(Cause::Unreachable { peers, detail });
+    }
+
+    /// Closes the connections, so that calls that wait on these connections return. The first cause is kept.
+    fn close_with(&self, cause: Cause) {
+        let _ = self.cause.set(cause);
         for stream in self.streams.lock().unwrap_or_else(PoisonError::into_inner).iter() {
             let _ = stream.shutdown(Shutdown::Both);
         }
@@ -40,32 +56,22 @@ impl End {
         }
     }
 
-    /// Ends this group because the machines of `peers` do not respond.
-    pub(super) fn lose(&self, peers: Vec<u32>, reason: String) {
-        if !self.has_ended() {
-            let _ = self.unreachable.set(peers);
-            self.call(reason);
-        }
-    }
-
     /// Ends this group and all groups split from it.
     pub(super) fn abort(&self, reason: &str) {
-        self.aborted.store(true, Ordering::SeqCst);
-        self.call(reason.into());
+        let _ = self.abort_reason.set(reason.into());
+        self.close(reason.into());
         let split = std::mem::take(&mut *self.split.lock().unwrap_or_else(PoisonError::into_inner));
         split.iter().filter_map(Weak::upgrade).for_each(|group| group.abort(reason));
     }
 
     /// Makes an abort of this group also abort `group`, which was split from this group.
-    pub(super) fn abort_with(&self, group: &Arc<End>) {
+    pub(super) fn propagate_abort_to(&self, group: &Arc<End>) {
         let mut split = self.split.lock().unwrap_or_else(PoisonError::into_inner);
         split.retain(|other| other.strong_count() > 0);
         split.push(Arc::downgrade(group));
         drop(split);
-        if self.aborted.load(Ordering::SeqCst) {
-            group.abort(
-                self.reason.get().map_or("the group from which it was split was aborted", String::as_str),
-            );
+        if let Some(reason) = self.abort_reason.get() {
+            group.abort(reason);
         }
     }
 
@@ -86,33 +92,35 @@ impl End {
     }
 
     pub(super) fn has_ended(&self) -> bool {
-        self.reason.get().is_some()
+        self.cause.get().is_some()
     }
 
     pub(super) fn check_not_ended(&self, operation: &'static str) -> Result<(), CommError> {
-        let Some(reason) = self.reason.get() else { return Ok(()) };
-        Err(match (self.unreachable.get(), self.lost.get()) {
-            (Some(peers), _) => {
-                CommError::Unreachable { operation, peers: peers.clone(), detail: reason.clone() }
+        let Some(cause) = self.cause.get() else { return Ok(()) };
+        Err(match cause {
+            Cause::Unreachable { peers, detail } => {
+                CommError::Unreachable { operation, peers: peers.clone(), detail: detail.clone() }
             }
-            (None, Some((peer, detail))) => {
+            Cause::Disconnected { peer, detail } => {
                 CommError::Disconnected { operation, peer: *peer, detail: detail.clone() }
             }
-            (None, None) => CommError::Aborted { operation, reason: reason.clone() },
+            Cause::Closed(reason) => CommError::Aborted { operation, reason: reason.clone() },
         })
     }
 
     /// Ends the group because of `error`. Returns `error`, or the reason why the group had already ended.
-    pub(super) fn failed(&self, error: CommError) -> CommError {
+    pub(super) fn fail_with(&self, error: CommError) -> CommError {
         if let Err(aborted) = self.check_not_ended(error.operation()) {
             // An abort shuts down connections, which a call sees as lost. Return the reason of the abort instead.
             return aborted;
         }
-        if let CommError::Disconnected { peer, detail, .. } = &error {
-            // Makes other calls in progress report this rank as lost, too.
-            let _ = self.lost.set((*peer, detail.clone()));
-        }
-        self.call(error.to_string());
+        self.close_with(match &error {
+            // Other calls in progress report this rank as lost, too.
+            CommError::Disconnected { peer, detail, .. } => {
+                Cause::Disconnected { peer: *peer, detail: detail.clone() }
+            }
+            other => Cause::Closed(other.to_string()),
+        });
         error
     }
 }
@@ -127,13 +135,13 @@ mod tests {
         let lost =
             || CommError::Disconnected { operation: "all_reduce", peer: 3, detail: "it is gone".into() };
         let end = End::default();
-        assert!(matches!(end.failed(lost()), CommError::Disconnected { peer: 3, .. }));
-        let other = end.failed(CommError::Failed { operation: "broadcast", detail: "closed".into() });
+        assert!(matches!(end.fail_with(lost()), CommError::Disconnected { peer: 3, .. }));
+        let other = end.fail_with(CommError::Failed { operation: "broadcast", detail: "closed".into() });
         assert!(matches!(other, CommError::Disconnected { operation: "broadcast", peer: 3, .. }), "{other}");
         // An abort also closes connections, but no rank is lost.
         let end = End::default();
         end.abort("asked to stop");
-        assert!(matches!(end.failed(lost()), CommError::Aborted { .. }));
+        assert!(matches!(end.fail_with(lost()), CommError::Aborted { .. }));
         assert!(matches!(end.check_not_ended("barrier"), Err(CommError::Aborted { .. })));
     }
 }

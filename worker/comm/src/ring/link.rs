@@ -45,7 +45,7 @@ impl Link<'_> {
                 }
             }
             if sink.wanted() > 0 {
-                match sink.take(&mut previous) {
+                match sink.receive(&mut previous) {
                     Ok(0) => return Err(lost(self.previous_rank, "it closed the connection".into())),
                     Ok(_) => moved = true,
                     Err(e) if is_temporary(&e) => {}

@@ -68,7 +68,8 @@ pub(super) fn watch(mut neighbours: [Neighbour; 2], end: Arc<End>) -> io::Result
                 // In a group of two ranks, both neighbours are the same rank.
                 lost.dedup_by_key(|(rank, _)| *rank);
                 let (peers, details): (Vec<_>, Vec<_>) = lost.into_iter().unzip();
-                return end.lose(peers, format!("lost the connection to {}", details.join(", and to ")));
+                let detail = format!("lost the connection to {}", details.join(", and to "));
+                return end.close_unreachable(peers, detail);
             }
             // An error on a connection ends the wait, although no events are requested.
             let here = neighbours.iter().filter(|neighbour| !neighbour.has_left);

@@ -121,7 +121,7 @@ impl Mesh {
             link.exchange(&header, values.bytes(), &mut Fill::new(&mut []))?;
             Ok(path)
         });
-        *slot = Some(sent.map_err(|error| self.end.failed(error))?);
+        *slot = Some(sent.map_err(|error| self.end.fail_with(error))?);
         Ok(())
     }
 
@@ -144,7 +144,7 @@ impl Mesh {
             header::compare(OPERATION, from, &theirs, (call, path.messages))?;
             link.exchange(&[], &[], &mut Fill::new(values.bytes_mut()))
         });
-        received.map_err(|error| self.end.failed(error))
+        received.map_err(|error| self.end.fail_with(error))
     }
 
     fn link<'a>(&self, stream: &'a TcpStream, peer: u32, operation: &'static str) -> Link<'a> {
@@ -156,7 +156,7 @@ impl Mesh {
         let within = self.timeout.min(CONNECT_TIMEOUT);
         let mut stream = TcpStream::connect_timeout(&self.addresses[to as usize], within)?;
         self.end.add(&stream)?;
-        self.terms.terms().call(&mut stream, self.rank)?;
+        self.terms.terms().initiate(&mut stream, self.rank)?;
         stream.set_nonblocking(true)?;
         Ok(Path { stream, messages: 0 })
     }
@@ -209,7 +209,7 @@ impl Acceptor {
                 // Connections are accepted one at a time: an unknown peer that sends nothing delays the others by at
                 // most the handshake's time limit.
                 Ok((stream, _)) => {
-                    let _ = self.take(stream);
+                    let _ = self.admit(stream);
                 }
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 // The group has ended, or no file descriptor is available at the moment.
@@ -219,7 +219,8 @@ impl Acceptor {
         }
     }
 
-    fn take(&self, mut stream: TcpStream) -> io::Result<()> {
+    /// Registers a connection whose peer belongs to the group.
+    fn admit(&self, mut stream: TcpStream) -> io::Result<()> {
         let rank = self.terms.terms().answer(&mut stream)?;
         if rank >= self.size {
             return Ok(());

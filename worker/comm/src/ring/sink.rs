@@ -8,8 +8,8 @@ use std::{
     net::TcpStream,
 };
 
-/// How long to wait for the header of a neighbour whose call has failed. The neighbour sent the header before it closed
-/// the connection.
+/// Time limit for reading a neighbour's header after the connection has failed. The neighbour may have sent the header
+/// before it closed the connection.
 const LAST_HEADER_WAIT_NS: i64 = 200_000_000;
 
 /// Receives bytes from a connection.
@@ -17,7 +17,7 @@ pub(super) trait Sink {
     /// The number of bytes still expected.
     fn wanted(&self) -> usize;
     /// Reads the bytes that are available, up to [`Sink::wanted`], and returns their number.
-    fn take(&mut self, from: &mut &TcpStream) -> io::Result<usize>;
+    fn receive(&mut self, from: &mut &TcpStream) -> io::Result<usize>;
 }
 
 /// Copies bytes into a buffer.
@@ -37,11 +37,12 @@ impl Sink for Fill<'_> {
         self.buffer.len() - self.filled
     }
 
-    fn take(&mut self, from: &mut &TcpStream) -> io::Result<usize> {
+    fn receive(&mut self, from: &mut &TcpStream) -> io::Result<usize> {
+        // One read is limited to 1 MiB, so that `Link::exchange` also continues to send.
         let end = self.buffer.len().min(self.filled + 8 * BLOCK_BYTES);
-        let taken = from.read(&mut self.buffer[self.filled..end])?;
-        self.filled += taken;
-        Ok(taken)
+        let received = from.read(&mut self.buffer[self.filled..end])?;
+        self.filled += received;
+        Ok(received)
     }
 }
 
@@ -52,6 +53,7 @@ pub(super) struct Combine<'a, T, F> {
     pub(super) combine: F,
     /// The number of values already combined.
     pub(super) done: usize,
+    /// Scratch memory for one read: received values before they are combined.
     pub(super) block: &'a mut [T],
     /// The number of bytes at the block's start that belong to an incomplete value.
     pub(super) held: usize,
@@ -62,12 +64,12 @@ impl<T: bytemuck::Pod, F: Fn(T, T) -> T> Sink for Combine<'_, T, F> {
         size_of_val(&self.target[self.done..]) - self.held
     }
 
-    fn take(&mut self, from: &mut &TcpStream) -> io::Result<usize> {
+    fn receive(&mut self, from: &mut &TcpStream) -> io::Result<usize> {
         let wanted = self.wanted();
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(self.block);
         let room = (bytes.len() - self.held).min(wanted);
-        let taken = from.read(&mut bytes[self.held..self.held + room])?;
-        let total = self.held + taken;
+        let received = from.read(&mut bytes[self.held..self.held + room])?;
+        let total = self.held + received;
         let whole = total / size_of::<T>();
         for (target, value) in self.target[self.done..].iter_mut().zip(&self.block[..whole]) {
             *target = (self.combine)(*target, *value);
@@ -76,7 +78,7 @@ impl<T: bytemuck::Pod, F: Fn(T, T) -> T> Sink for Combine<'_, T, F> {
         self.held = total % size_of::<T>();
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(self.block);
         bytes.copy_within(whole * size_of::<T>()..total, 0);
-        Ok(taken)
+        Ok(received)
     }
 }
 
@@ -94,7 +96,7 @@ impl<'a, C: Fn(&[u8; HEADER_BYTES]) -> Result<(), CommError>> HeaderSink<'a, C> 
         Self { inner, check, header: [0; HEADER_BYTES], filled: 0, result: Ok(()) }
     }
 
-    /// The result of the check. `Ok` if the header has not arrived.
+    /// The result of the check; `Ok` if the header is not complete.
     pub(super) fn result(self) -> Result<(), CommError> {
         self.result
     }
@@ -105,7 +107,7 @@ impl<'a, C: Fn(&[u8; HEADER_BYTES]) -> Result<(), CommError>> HeaderSink<'a, C> 
         while self.filled < HEADER_BYTES {
             let wait = Timespec { tv_sec: 0, tv_nsec: LAST_HEADER_WAIT_NS };
             let ready = poll(&mut [PollFd::new(&from, PollFlags::IN)], Some(&wait));
-            if !matches!(ready, Ok(1)) || !self.take(&mut from).is_ok_and(|taken| taken > 0) {
+            if !matches!(ready, Ok(1)) || !self.receive(&mut from).is_ok_and(|received| received > 0) {
                 return;
             }
         }
@@ -117,18 +119,18 @@ impl<C: Fn(&[u8; HEADER_BYTES]) -> Result<(), CommError>> Sink for HeaderSink<'_
         HEADER_BYTES - self.filled + self.inner.wanted()
     }
 
-    fn take(&mut self, from: &mut &TcpStream) -> io::Result<usize> {
+    fn receive(&mut self, from: &mut &TcpStream) -> io::Result<usize> {
         if self.filled == HEADER_BYTES {
-            return self.inner.take(from);
+            return self.inner.receive(from);
         }
-        let taken = from.read(&mut self.header[self.filled..])?;
-        self.filled += taken;
+        let received = from.read(&mut self.header[self.filled..])?;
+        self.filled += received;
         if self.filled == HEADER_BYTES {
             self.result = (self.check)(&self.header);
             if self.result.is_err() {
                 return Err(io::ErrorKind::InvalidData.into());
             }
         }
-        Ok(taken)
+        Ok(received)
     }
 }

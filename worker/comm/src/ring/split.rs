@@ -112,7 +112,7 @@ impl Ring {
             gives_up: &|| end.has_ended(),
         };
         let ring = joining.connect(listeners).map_err(|error| failed(error.to_string()))?;
-        self.end.abort_with(&ring.end);
+        self.end.propagate_abort_to(&ring.end);
         Ok(Part::Ring(ring))
     }
 }

@@ -141,9 +141,9 @@ impl ShmProcessGroup {
             Ok(())
         };
         match self.queue().wait(self.spins, idle, ready, watch) {
-            // `Ring::failed` returns the reason if the ring already knows why a rank has exited.
+            // `Ring::fail_with` returns the reason if the ring already knows why a rank has exited.
             Err(_) if ready() => Ok(Duration::ZERO),
-            Err(error) => Err(self.ring.failed(error)),
+            Err(error) => Err(self.ring.fail_with(error)),
             Ok(waited) => Ok(waited),
         }
     }
@@ -184,7 +184,7 @@ impl ShmProcessGroup {
                     Call::describe(theirs),
                     Call::describe(packed)
                 );
-                return Err(self.ring.failed(CommError::Mismatch { operation: name, peer, detail }));
+                return Err(self.ring.fail_with(CommError::Mismatch { operation: name, peer, detail }));
             }
         }
         Ok(read(&self.slots[half], waited))

@@ -14,7 +14,7 @@ use crate::{
     transform::{Transform, evaluation_resize},
 };
 use lockstep_protocol::numbers::plural;
-use lockstep_protocol::spec::{BrokenFiles, DataSpec, Division, Validation};
+use lockstep_protocol::spec::{BrokenFiles, DataSpec, Validation, ValidationDivision};
 use std::{
     path::Path,
     sync::{Arc, Mutex},
@@ -60,7 +60,7 @@ impl DataSource {
 
     fn of_catalog(mut catalog: Catalog, spec: &DataSpec, seed: u64, room: usize) -> Result<Self, DataError> {
         let validation_split = match &spec.validation {
-            Validation::Split(name) if name != "none" && !Division::of(spec).holds_out() => {
+            Validation::Split(name) if name != "none" && !ValidationDivision::of(spec).holds_out() => {
                 Some(name.clone())
             }
             _ => None,
@@ -110,7 +110,7 @@ impl DataSource {
         let (height, width, channels) = (train.height, train.width, train.channels);
         let (training_sizes, side) = network_sizes(spec, height, width)?;
         let all = |count: usize| (0..count as u32).collect::<Vec<_>>();
-        let division = Division::of(spec);
+        let division = ValidationDivision::of(spec);
         let is_held_out = match division.holds_out() {
             true => held_out::held_out(&division, &train.identities, &train.labels),
             false => vec![false; train.labels.len()],

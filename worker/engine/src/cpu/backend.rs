@@ -13,7 +13,7 @@ use lockstep_protocol::{
 };
 
 /// Maximum number of CPU slots of a machine.
-pub const MOST_CPU_SLOTS: u32 = 1024;
+pub const MAX_CPU_SLOTS: u32 = 1024;
 
 /// The CPU's cores.
 #[derive(Debug)]
@@ -27,13 +27,13 @@ impl Backend for Cpu {
     /// One slot per core, or the requested number of slots. The ranks of an attempt on this machine divide the cores evenly
     /// among them.
     fn devices(&self, selection: Selection<'_>) -> Result<Devices, String> {
-        if selection.device.is_counted() || selection.list.is_some() {
+        if selection.device.is_accelerator() || selection.list.is_some() {
             return Ok(Devices::default());
         }
         let cores = cores();
-        let count = selection.cpu_slots.unwrap_or(cores.min(MOST_CPU_SLOTS));
-        if !(1..=MOST_CPU_SLOTS).contains(&count) {
-            return Err(format!("--cpu-slots {count}: from 1 to {MOST_CPU_SLOTS}"));
+        let count = selection.cpu_slots.unwrap_or(cores.min(MAX_CPU_SLOTS));
+        if !(1..=MAX_CPU_SLOTS).contains(&count) {
+            return Err(format!("--cpu-slots {count}: from 1 to {MAX_CPU_SLOTS}"));
         }
         let share = match cores / count {
             0 => format!("1/{} core", count.div_ceil(cores)),
@@ -64,7 +64,7 @@ impl Backend for Cpu {
     }
 
     fn check(&self, spec: &JobSpec) -> Result<(), String> {
-        if let Some(kind) = spec.parallel.device.kind().filter(|kind| kind.is_counted) {
+        if let Some(kind) = spec.parallel.device.kind().filter(|kind| kind.is_accelerator) {
             let (name, slot) = (kind.name, kind.slot_name);
             return Err(format!("parallel.device = \"{name}\": this rank has no {slot}; use cpu or auto"));
         }

@@ -47,7 +47,7 @@ use super::{
 use crate::net::{Axes, Network};
 use average::Average;
 pub(super) use backend::Cpu;
-pub use backend::MOST_CPU_SLOTS;
+pub use backend::MAX_CPU_SLOTS;
 use executor::{Executor, part_of};
 use lockstep_comm::ProcessGroup;
 use lockstep_data::loader::{Batch, BatchFormat, DataSource};

@@ -53,7 +53,7 @@ impl Backend for Cuda {
 
     /// One slot per GPU, numbered as in `nvidia-smi`.
     fn devices(&self, selection: Selection<'_>) -> Result<Devices, String> {
-        if selection.device.is_cores() || selection.cpu_slots.is_some() {
+        if selection.device.is_cpu() || selection.cpu_slots.is_some() {
             return Ok(Devices::default());
         }
         let Usable { gpus, hindrance } = devices::usable(selection.list)?;
@@ -78,7 +78,7 @@ impl Backend for Cuda {
 
     /// `None` if the job requests the CPU, also on a machine with GPUs.
     fn device_of(&self, given: Option<&RankGpu>, asked: Device) -> Option<i32> {
-        given.filter(|_| !asked.is_cores()).map(|gpu| gpu.ordinal)
+        given.filter(|_| !asked.is_cpu()).map(|gpu| gpu.ordinal)
     }
 
     fn device_name(&self, ordinal: i32) -> String {

@@ -328,13 +328,13 @@ pub(super) enum Command {
         count: usize,
         dtype: DataType,
     },
-    /// By NCCL: sends `gives` to other ranks of a group and receives `takes` from them, concurrently. Ranks are numbers
+    /// By NCCL: sends `sends` to other ranks of a group and receives `receives` from them, concurrently. Ranks are numbers
     /// in the group.
     Exchange {
         stream: StreamId,
         group: Group,
-        gives: Vec<(u32, Operand)>,
-        takes: Vec<(u32, Operand)>,
+        sends: Vec<(u32, Operand)>,
+        receives: Vec<(u32, Operand)>,
         dtype: DType,
     },
 }
@@ -383,8 +383,8 @@ impl Command {
                 [x, w, y, sums, workspace].into_iter().for_each(shift);
             }
             Command::Collective { from, to, .. } => [from, to].into_iter().for_each(shift),
-            Command::Exchange { gives, takes, .. } => {
-                gives.iter_mut().chain(takes).for_each(|(_, operand)| shift(operand));
+            Command::Exchange { sends, receives, .. } => {
+                sends.iter_mut().chain(receives).for_each(|(_, operand)| shift(operand));
             }
         }
     }
@@ -431,9 +431,9 @@ impl Command {
             }
             Command::Collective { kind: Collective::AllReduce, to, .. } => vec![(*to, Access::Change)],
             Command::Collective { from, to, .. } => vec![(*from, Access::Read), (*to, Access::Write)],
-            Command::Exchange { gives, takes, .. } => {
-                let read = gives.iter().map(|(_, at)| (*at, Access::Read));
-                read.chain(takes.iter().map(|(_, at)| (*at, Access::Write))).collect()
+            Command::Exchange { sends, receives, .. } => {
+                let read = sends.iter().map(|(_, at)| (*at, Access::Read));
+                read.chain(receives.iter().map(|(_, at)| (*at, Access::Write))).collect()
             }
         };
         all.into_iter().filter(|(operand, _)| !operand.is_none()).collect()

@@ -12,11 +12,11 @@ use super::{
 use crate::nvjpeg::{self, Hardware, Nvjpeg, State};
 use cropper::{Cropper, grow_buffer};
 use jpeg_encoder::{ColorType, SamplingFactor};
+use layout::{Cropping, MAX_DECODED, Planes, groups, planes_bytes};
 use lockstep_data::{
     Picture,
     device::{CpuDecodeReason, DeviceDecoder, Encoded, ScaleTable, for_hardware},
 };
-use plan::{Cropping, MAX_DECODED, Planes, groups, planes_bytes};
 use sessions::Sessions;
 use std::{
     fmt,
@@ -24,7 +24,7 @@ use std::{
 };
 
 mod cropper;
-mod plan;
+mod layout;
 mod sessions;
 #[cfg(test)]
 mod tests;

@@ -197,15 +197,15 @@ impl Reducer {
     }
 
     /// Sends values to other ranks of a group and receives theirs; each message is (rank, address, number of values).
-    pub(super) fn give_and_take(
+    pub(super) fn send_and_receive(
         &self,
         stream: Stream,
         group: Group,
-        [gives, takes]: [&[(u32, Ptr, usize)]; 2],
+        [sends, receives]: [&[(u32, Ptr, usize)]; 2],
         dtype: DType,
     ) -> Result<(), EngineError> {
         // SAFETY: as in `collective`.
-        Ok(unsafe { self.of(group)?.exchange(gives, takes, dtype.into(), stream.0) }?)
+        Ok(unsafe { self.of(group)?.exchange(sends, receives, dtype.into(), stream.0) }?)
     }
 
     fn of(&self, group: Group) -> Result<&Arc<Nccl>, EngineError> {

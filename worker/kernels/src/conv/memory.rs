@@ -10,7 +10,7 @@ use std::{
     sync::{Arc, Mutex},
 };
 
-/// One cache line, one register.
+/// 16 floats: one 64-byte cache line, or one AVX-512 register.
 #[derive(Debug, Clone, Copy)]
 #[repr(C, align(64))]
 struct Line([f32; 16]);
@@ -20,24 +20,27 @@ struct Line([f32; 16]);
 pub(super) struct Buffer(Vec<Line>);
 
 impl Buffer {
-    /// The first `len` floats.
+    /// The first `len` floats. The buffer grows if needed. The values are unspecified: write before you read.
     pub(super) fn get(&mut self, len: usize) -> &mut [f32] {
         let lines = len.div_ceil(16);
         if self.0.len() < lines {
             self.0.resize(lines, Line([0.0; 16]));
         }
-        // SAFETY: a `Line` is 16 floats without padding, and there are at least `len / 16` lines.
+        // SAFETY: a `Line` is 16 floats without padding, and there are at least `len.div_ceil(16)` lines.
         unsafe { std::slice::from_raw_parts_mut(self.0.as_mut_ptr().cast(), len) }
     }
 }
 
 /// Buffers of one task.
 #[derive(Debug, Default)]
-pub(super) struct Bench {
+pub(super) struct TaskBuffers {
     pub(super) x: Buffer,
     pub(super) dy: Buffer,
+    /// The taps of all output positions, in order.
     pub(super) taps: Vec<Tap>,
+    /// `starts[i]..starts[i + 1]` are the taps of output position `i`.
     pub(super) starts: Vec<usize>,
+    /// Sums of the output channels, if requested.
     pub(super) sums: Buffer,
 }
 
@@ -54,7 +57,7 @@ pub struct Scratch {
     pub(super) x: Buffer,
     pub(super) dy: Buffer,
     /// One per concurrent task.
-    pub(super) benches: Benches,
+    pub(super) task_buffers: TaskBufferPool,
 }
 
 impl Default for Scratch {
@@ -81,7 +84,7 @@ impl Scratch {
             merged: Buffer::default(),
             x: Buffer::default(),
             dy: Buffer::default(),
-            benches: Benches::default(),
+            task_buffers: TaskBufferPool::default(),
         })
     }
 
@@ -92,32 +95,32 @@ impl Scratch {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Benches(Mutex<Vec<Bench>>);
+pub(super) struct TaskBufferPool(Mutex<Vec<TaskBuffers>>);
 
-impl Benches {
-    /// Runs a task with a bench that no other task uses.
-    pub(super) fn with<T>(&self, task: impl FnOnce(&mut Bench) -> T) -> T {
-        let mut bench = self.lock().pop().unwrap_or_default();
-        let result = task(&mut bench);
-        self.lock().push(bench);
+impl TaskBufferPool {
+    /// Runs a task with buffers that no other task uses.
+    pub(super) fn with<T>(&self, task: impl FnOnce(&mut TaskBuffers) -> T) -> T {
+        let mut buffers = self.lock().pop().unwrap_or_default();
+        let result = task(&mut buffers);
+        self.lock().push(buffers);
         result
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<Bench>> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<TaskBuffers>> {
         self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 }
 
-/// A slice to which tasks write in disjoint ranges.
+/// The start of a slice to which tasks write in disjoint ranges. Keeps neither the slice's length nor its lifetime.
 #[derive(Clone, Copy)]
-pub(super) struct Shared(*mut f32);
+pub(super) struct SharedOutput(*mut f32);
 
 // SAFETY: code that dereferences the pointer must ensure that ranges are disjoint.
-unsafe impl Send for Shared {}
+unsafe impl Send for SharedOutput {}
 // SAFETY: as above.
-unsafe impl Sync for Shared {}
+unsafe impl Sync for SharedOutput {}
 
-impl Shared {
+impl SharedOutput {
     pub(super) fn of(slice: &mut [f32]) -> Self {
         Self(slice.as_mut_ptr())
     }

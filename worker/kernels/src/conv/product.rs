@@ -6,7 +6,7 @@
 
 use super::{
     ConvShape, LANES,
-    memory::{Bench, Benches, Buffer, Shared},
+    memory::{Buffer, SharedOutput, TaskBufferPool, TaskBuffers},
     tile::{Pack, Product, Tap, Tiles},
 };
 use rayon::prelude::*;
@@ -109,7 +109,7 @@ impl Pass {
         dst: &mut [f32],
         sums: Option<&mut [f64]>,
         tiles: &Tiles,
-        benches: &Benches,
+        task_buffers: &TaskBufferPool,
     ) {
         let [src_h, src_w, src_c] = self.src;
         let [dst_h, dst_w, dst_c] = self.dst;
@@ -126,7 +126,7 @@ impl Pass {
         let groups = self.batch.div_ceil(tiles.group);
         let blocks = dst_c.div_ceil(LANES);
         let picture = src_h * src_w * self.line(tiles);
-        let job = Job { tiles, src, w, dst: Shared::of(dst), sums: sums.is_some() };
+        let job = Job { tiles, src, w, dst: SharedOutput::of(dst), sums: sums.is_some() };
         let tasks: Vec<Task> = if picture * self.batch <= PACKED_WHOLE && w.len() > PACKED {
             // Few pixels, many weights: each weight is loaded by only one task, for all pictures.
             let each = blocks.div_ceil(WEIGHT_TASKS).next_multiple_of(2);
@@ -152,8 +152,10 @@ impl Pass {
                 .flat_map(|group| (0..dst_h).step_by(rows).map(move |first| task(group, first)))
                 .collect()
         };
-        let parts: Vec<Vec<f64>> =
-            tasks.par_iter().map(|task| benches.with(|bench| self.task(&job, task, bench))).collect();
+        let parts: Vec<Vec<f64>> = tasks
+            .par_iter()
+            .map(|task| task_buffers.with(|buffers| self.task(&job, task, buffers)))
+            .collect();
         if let Some(sums) = sums {
             for (task, part) in tasks.iter().zip(parts) {
                 let (sum, square) = part.split_at(part.len() / 2);
@@ -237,7 +239,7 @@ impl Pass {
     }
 
     /// Computes a piece of the output. Returns the channels' sums, then their sums of squares, if requested.
-    fn task(&self, job: &Job<'_>, task: &Task, bench: &mut Bench) -> Vec<f64> {
+    fn task(&self, job: &Job<'_>, task: &Task, buffers: &mut TaskBuffers) -> Vec<f64> {
         let src_w = self.src[1];
         let [dst_h, dst_w, dst_c] = self.dst;
         let Task { groups, rows, blocks } = task;
@@ -251,29 +253,29 @@ impl Pass {
         let group_start = |group: usize| group * self.batch / all;
         let pictures = group_start(groups.start)..group_start(groups.end);
 
-        let packed = bench.x.get(picture * pictures.len());
+        let packed = buffers.x.get(picture * pictures.len());
         for group in groups.clone() {
             let own = group_start(group)..group_start(group + 1);
             let packed = &mut packed[(own.start - pictures.start) * picture..][..own.len() * picture];
             pack_pixels_first(tiles, job.src, self.src, &own, &met, packed);
         }
 
-        bench.taps.clear();
-        bench.starts.clear();
+        buffers.taps.clear();
+        buffers.starts.clear();
         for row in rows.clone() {
             for column in &self.columns.0 {
-                bench.starts.push(bench.taps.len());
+                buffers.starts.push(buffers.taps.len());
                 for (ky, y) in &self.rows.0[row] {
-                    bench.taps.extend(column.iter().map(|(kx, x)| Tap {
+                    buffers.taps.extend(column.iter().map(|(kx, x)| Tap {
                         position: ((y - met.start) * src_w + x) as u32,
                         tap: (ky * self.kernel + kx) as u32,
                     }));
                 }
             }
         }
-        bench.starts.push(bench.taps.len());
+        buffers.starts.push(buffers.taps.len());
 
-        let sums = if job.sums { bench.sums.get(blocks.len() * 3 * LANES) } else { &mut [] };
+        let sums = if job.sums { buffers.sums.get(blocks.len() * 3 * LANES) } else { &mut [] };
         let units = self.units(tiles);
         let w_block = LANES * self.kernel * self.kernel * units;
         let together = (dst_c / self.cardinality).div_ceil(LANES);
@@ -291,7 +293,7 @@ impl Pass {
                     _ => tiles.product(own.len(), takes),
                 };
                 let positions = rows.start * dst_w..rows.end * dst_w;
-                for (index, (position, ends)) in positions.zip(bench.starts.windows(2)).enumerate() {
+                for (index, (position, ends)) in positions.zip(buffers.starts.windows(2)).enumerate() {
                     let first = (own.start * dst_h * dst_w + position) * dst_c + block * LANES;
                     let sums = sums.get_mut((block - blocks.start) * 3 * LANES..);
                     // SAFETY: the packed group has every position of the taps; `w` and `sums` have the blocks
@@ -302,7 +304,7 @@ impl Pass {
                                 .as_ptr()
                                 .add((own.start - pictures.start) * picture)
                                 .add(group_of_channels * units * own.len()),
-                            taps: &bench.taps[ends[0]..ends[1]],
+                            taps: &buffers.taps[ends[0]..ends[1]],
                             units,
                             line,
                             w: job.w.as_ptr().add(block * w_block),
@@ -339,7 +341,7 @@ struct Job<'a> {
     tiles: &'a Tiles,
     src: &'a [f32],
     w: &'a [f32],
-    dst: Shared,
+    dst: SharedOutput,
     sums: bool,
 }
 

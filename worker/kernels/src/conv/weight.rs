@@ -7,7 +7,7 @@
 
 use super::{
     ConvShape, LANES,
-    memory::{Scratch, Shared},
+    memory::{Scratch, SharedOutput},
     pieces::{Piece, Pieces, pieces},
     tile::{Outer, Pack, Tiles},
 };
@@ -98,7 +98,7 @@ impl Plan<'_> {
             });
 
         let (x_packed, dy_packed) = (&*x_packed, &*dy_packed);
-        let out = Shared::of(dw);
+        let out = SharedOutput::of(dw);
         let panels = self.panels();
         let in_blocks = s.group_in_c().div_ceil(LANES);
         let splits = WEIGHT_TASKS.div_ceil(panels.len()).min(in_blocks);
@@ -128,18 +128,18 @@ impl Plan<'_> {
         let slots = SLOTS.min(chunks.len());
         let panels = self.panels();
         let in_blocks = s.group_in_c().div_ceil(LANES);
-        let benches = &scratch.benches;
+        let task_buffers = &scratch.task_buffers;
         let sums = scratch.weights.get(slots * dw.len());
         sums.par_chunks_mut(dw.len()).enumerate().for_each(|(slot, sum)| {
-            benches.with(|bench| {
+            task_buffers.with(|buffers| {
                 let own = slot * chunks.len() / slots..(slot + 1) * chunks.len() / slots;
                 for (index, chunk) in chunks[own].iter().enumerate() {
                     let (src, rows) = self.rows(chunk);
                     let pictures = self.units(chunk.pictures.len());
                     let x_packed =
-                        bench.x.get(src.len() * s.in_w * s.in_c.next_multiple_of(LANES) * pictures);
+                        buffers.x.get(src.len() * s.in_w * s.in_c.next_multiple_of(LANES) * pictures);
                     let dy_packed =
-                        bench.dy.get(rows.len() * s.out_w() * s.out_c.next_multiple_of(LANES) * pictures);
+                        buffers.dy.get(rows.len() * s.out_w() * s.out_c.next_multiple_of(LANES) * pictures);
                     self.pack_x(x, &chunk.pictures, &src, x_packed);
                     self.pack_dy(dy, &chunk.pictures, &rows, dy_packed);
                     let packed = Packed { x: x_packed.as_ptr(), dy: dy_packed.as_ptr(), src, rows };

@@ -82,7 +82,7 @@ fn take(
     // compare with the note.
     let not_examined =
         |e: String| format!("the dataset {} was not examined: {e}; retry the job", path.display());
-    let request = AgentRequest::Fingerprint { path: path.display().to_string(), known: has_begun };
+    let request = AgentRequest::Fingerprint { path: path.display().to_string(), has_begun };
     match inspect::request_blocking(program, &request, cancelled).map_err(not_examined)? {
         Ok(AgentReply::Fingerprint { found }) => Ok(found),
         Ok(_) => Err(not_examined("the inspecting process gave a reply of another kind".into())),

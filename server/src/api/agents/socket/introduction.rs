@@ -4,7 +4,7 @@ use crate::store::AgentRow;
 use lockstep_protocol::{
     JobId,
     agent::{AttemptRef, FromAgent, PROTOCOL_VERSION},
-    unseen::first_unseen,
+    invisible::first_invisible,
 };
 use std::collections::HashSet;
 
@@ -47,7 +47,7 @@ pub(super) fn introduction(message: FromAgent) -> Result<Hello, String> {
         ));
     }
     let named =
-        |text: &str| !text.trim().is_empty() && text.len() <= NAME_BYTES && first_unseen(text).is_none();
+        |text: &str| !text.trim().is_empty() && text.len() <= NAME_BYTES && first_invisible(text).is_none();
     if !named(&name) || !named(&agent_id) {
         return Err(format!(
             "an agent's name must have 1 to {NAME_BYTES} plain characters; give one with --name"
@@ -73,7 +73,7 @@ pub(super) fn introduction(message: FromAgent) -> Result<Hello, String> {
     }
     for text in [&mut machine.address, &mut machine.interface, &mut machine.network_id] {
         // Truncated, these would belong to another machine.
-        *text = text.take().filter(|text| text.len() <= NAME_BYTES && first_unseen(text).is_none());
+        *text = text.take().filter(|text| text.len() <= NAME_BYTES && first_invisible(text).is_none());
     }
     for slot in &mut slots {
         for text in [Some(&mut slot.name), Some(&mut slot.device), slot.uuid.as_mut()].into_iter().flatten() {

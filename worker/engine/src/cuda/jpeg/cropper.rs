@@ -1,6 +1,6 @@
 //! The kernel that converts decoded planes of a group of pictures to RGB, crops and resizes.
 
-use super::plan::{Cropping, band};
+use super::layout::{Cropping, rows_per_block};
 use crate::cuda::{
     command::Geometry,
     device::{Buffer, Device, OwnedStream, Pinned},
@@ -73,17 +73,17 @@ impl Cropper {
             host.write(tables_after, tables);
             self.stream.0.upload(lists, host, 0, bytes)?;
         }
-        let (band, shared_bytes) = band(croppings, height);
+        let (rows, shared_bytes) = rows_per_block(croppings, height);
         let args = [
             Value::Ptr(lists_at),
             Value::Ptr(lists_at + tables_after as u64),
             Value::Ptr(outputs.ptr),
             Value::U32(width),
             Value::U32(height),
-            Value::U32(band),
+            Value::U32(rows),
         ];
         let geometry = Geometry {
-            grid: [height.div_ceil(band), croppings.len() as u32, 1],
+            grid: [height.div_ceil(rows), croppings.len() as u32, 1],
             block: [256, 1, 1],
             cluster: 1,
             shared_bytes,

@@ -40,10 +40,10 @@ fn crop(memory: &[u8], tables: &[i32], p: &Cropping, (width, height): (u32, u32)
     };
     let mut output = vec![0; (width * height * 3) as usize];
     for y in 0..height {
-        let mut scaled = vec![0; (p.span * 3) as usize];
+        let mut scaled = vec![0; (p.column_count * 3) as usize];
         for (i, scaled) in scaled.iter_mut().enumerate() {
-            let (x, channel) = (i64::from(p.first) + i as i64 / 3, i % 3);
-            *scaled = weighted(p.rows, p.row_taps, p.row_shift, y, &|row| {
+            let (x, channel) = (i64::from(p.first_column) + i as i64 / 3, i % 3);
+            *scaled = weighted(p.row_table, p.row_taps, p.row_shift, y, &|row| {
                 let column =
                     i64::from(p.column) + x * i64::from(p.column_right) + row * i64::from(p.column_down);
                 let row = i64::from(p.row) + x * i64::from(p.row_right) + row * i64::from(p.row_down);
@@ -53,8 +53,8 @@ fn crop(memory: &[u8], tables: &[i32], p: &Cropping, (width, height): (u32, u32)
         for x in 0..width {
             let at = if p.flip == 1 { width - 1 - x } else { x };
             for channel in 0..3 {
-                let value = weighted(p.columns, p.column_taps, p.column_shift, x, &|column| {
-                    scaled[((column - i64::from(p.first)) * 3) as usize + channel]
+                let value = weighted(p.column_table, p.column_taps, p.column_shift, x, &|column| {
+                    scaled[((column - i64::from(p.first_column)) * 3) as usize + channel]
                 });
                 output[((y * width + at) * 3) as usize + channel] = value;
             }

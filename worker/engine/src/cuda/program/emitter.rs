@@ -255,8 +255,8 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// Exchanges messages with other ranks of `group`, which have the same coordinates on the other axes of the mesh.
-    fn exchange(&mut self, group: Group, gives: Messages, takes: Messages, dtype: DType) {
-        self.commands.push(Command::Exchange { stream: StreamId::Main, group, gives, takes, dtype });
+    fn exchange(&mut self, group: Group, sends: Messages, receives: Messages, dtype: DType) {
+        self.commands.push(Command::Exchange { stream: StreamId::Main, group, sends, receives, dtype });
     }
 
     /// Bytes of a tensor of the whole batch.

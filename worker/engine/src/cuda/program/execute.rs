@@ -33,15 +33,15 @@ impl Program {
                 let ends = [at(*from)?, at(*to)?];
                 reducer.collective(self.stream(*stream)?, (*kind, *group), ends, *count, *dtype)?;
             }
-            Command::Exchange { stream, group, gives, takes, dtype } => {
+            Command::Exchange { stream, group, sends, receives, dtype } => {
                 let reducer = self.reducer.as_ref().ok_or_else(|| absent("a group of ranks"))?;
                 let places = |pieces: &[(u32, Operand)]| -> Result<Vec<_>, CudaError> {
                     let place =
                         |(rank, piece): &(u32, Operand)| Ok((*rank, at(*piece)?, piece.bytes / dtype.size()));
                     pieces.iter().map(place).collect()
                 };
-                let [gives, takes] = [places(gives)?, places(takes)?];
-                reducer.give_and_take(self.stream(*stream)?, *group, [&gives, &takes], *dtype)?;
+                let [sends, receives] = [places(sends)?, places(receives)?];
+                reducer.send_and_receive(self.stream(*stream)?, *group, [&sends, &receives], *dtype)?;
             }
         }
         Ok(())

@@ -50,8 +50,8 @@ pub(super) fn pixel(memory: &[u8], p: &Planes, column: u32, row: u32) -> [u8; 3]
         between(first, second) - 128
     };
     let luma = sample(p.luma, p.luma_pitch, column, row) * 16384 + 8191;
-    let (blue, red) = (chroma(p.blue), chroma(p.red));
-    [luma + 22970 * red, luma - 11700 * red - 5638 * blue, luma + 29032 * blue]
+    let (cb, cr) = (chroma(p.cb), chroma(p.cr));
+    [luma + 22970 * cr, luma - 11700 * cr - 5638 * cb, luma + 29032 * cb]
         .map(|value| (value >> 14).clamp(0, 255) as u8)
 }
 
@@ -78,7 +78,7 @@ fn samples(file: &[u8], stored: Stored) -> Result<[Vec<u8>; 3], String> {
     // Blocks of chroma.
     let (across, down) = (stored.width.div_ceil(8 * columns), stored.height.div_ceil(8 * rows));
     let (whole, chroma) = (Described::new(file, ColorSpace::YCbCr)?, stored.chroma());
-    let (blue, red) = match (columns, rows) {
+    let (cb, cr) = match (columns, rows) {
         (1, 1) => (whole.plane(1, 1, chroma), whole.plane(2, 1, chroma)),
         // Four blocks of luma per block of chroma, in a row: the decoder does not interpolate by a factor of four.
         (2, 2) => {
@@ -103,7 +103,7 @@ fn samples(file: &[u8], stored: Stored) -> Result<[Vec<u8>; 3], String> {
             (described.plane(2, 1, chroma), described.plane(3, 1, chroma))
         }
     };
-    Ok([whole.plane(0, 1, (stored.width, stored.height)), blue, red])
+    Ok([whole.plane(0, 1, (stored.width, stored.height)), cb, cr])
 }
 
 /// The decoder's output.

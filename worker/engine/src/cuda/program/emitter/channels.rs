@@ -101,7 +101,7 @@ impl GraphEmitter<'_> {
                 self.take_own(bounds, all_rows, [sum, y]);
                 self.free_now(sum);
             }
-            [Batch, Channels(bounds)] => self.give_channels(bounds, rows, [x, y]),
+            [Batch, Channels(bounds)] => self.send_channels(bounds, rows, [x, y]),
             [Channels(bounds), Batch] => self.join_channels(bounds, rows, false, [x, y]),
             [Channels(bounds), Whole] => self.join_channels(bounds, all_rows, true, [x, y]),
             [Channels(bounds), Channels(wanted)] => {
@@ -132,10 +132,10 @@ impl GraphEmitter<'_> {
     }
 
     /// Batch to channels: for its own pictures (`rows` rows), each rank sends every other rank the channels of that rank.
-    fn give_channels(&mut self, bounds: &[usize], rows: usize, [x, y]: [Allocation; 2]) {
+    fn send_channels(&mut self, bounds: &[usize], rows: usize, [x, y]: [Allocation; 2]) {
         let (rank, size) = (self.plan.model_rank, self.plan.dtype.size());
         let own = rows * width(bounds, rank);
-        let (mut gives, mut takes, mut parts) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut sends, mut receives, mut parts) = (Vec::new(), Vec::new(), Vec::new());
         for of in 0..self.plan.model_ranks {
             let channels = width(bounds, of);
             let (to, at) = if of == rank {
@@ -143,15 +143,15 @@ impl GraphEmitter<'_> {
             } else {
                 let bytes = rows * channels * size;
                 let part = self.alloc_bytes(bytes, Content::OfChannels);
-                gives.push((of as u32, part.operand().part(0, bytes)));
-                takes.push((of as u32, y.operand().part(of * own * size, own * size)));
+                sends.push((of as u32, part.operand().part(0, bytes)));
+                receives.push((of as u32, y.operand().part(of * own * size, own * size)));
                 parts.push(part);
                 (part.operand(), 0)
             };
             let from = (x.operand(), all_of(bounds), bounds[of]);
             self.main(self.facts.ops.copy_channels(from, (to, channels, at), [rows, channels], false));
         }
-        self.exchange(Group::Model, gives, takes, self.plan.dtype);
+        self.exchange(Group::Model, sends, receives, self.plan.dtype);
         parts.into_iter().for_each(|part| self.free_now(part));
     }
 
@@ -162,17 +162,17 @@ impl GraphEmitter<'_> {
         let own = rows * width(bounds, rank);
         // Index of the first value that is sent to a rank.
         let first = |of: usize| if of_all { 0 } else { of * own };
-        let (mut gives, mut takes, mut parts) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut sends, mut receives, mut parts) = (Vec::new(), Vec::new(), Vec::new());
         for of in (0..self.plan.model_ranks).filter(|of| *of != rank) {
             let bytes = rows * width(bounds, of) * size;
             let part = self.alloc_bytes(bytes, Content::OfChannels);
-            gives.push((of as u32, x.operand().part(first(of) * size, own * size)));
-            takes.push((of as u32, part.operand().part(0, bytes)));
+            sends.push((of as u32, x.operand().part(first(of) * size, own * size)));
+            receives.push((of as u32, part.operand().part(0, bytes)));
             parts.push(part);
         }
-        let others = takes.iter().map(|(of, at)| (*of as usize, *at, 0));
+        let others = receives.iter().map(|(of, at)| (*of as usize, *at, 0));
         let all: Vec<_> = std::iter::once((rank, x.operand(), first(rank))).chain(others).collect();
-        self.exchange(Group::Model, gives, takes, self.plan.dtype);
+        self.exchange(Group::Model, sends, receives, self.plan.dtype);
         for (number, (of, from, first)) in all.into_iter().enumerate() {
             let channels = width(bounds, of);
             let (from, to) = ((from, channels, first), (y.operand(), all_of(bounds), bounds[of]));

@@ -74,12 +74,12 @@ impl<'a> GraphEmitter<'a> {
         let (x, y) = (self.activation(input)?, self.alloc_activation(output));
         let (x, y, halo) = (self.lines(input, x)?, self.lines(output, y)?, self.halo(input, output)?);
         self.take_rows(&x, &y, if lowest { f32::NEG_INFINITY } else { 0.0 });
-        let (mut gives, mut takes) = (Vec::new(), Vec::new());
+        let (mut sends, mut receives) = (Vec::new(), Vec::new());
         for (peer, [given, taken]) in halo.others() {
-            gives.extend(x.pieces(peer, &given, self.plan.batch));
-            takes.extend(y.pieces(peer, &taken, self.plan.batch));
+            sends.extend(x.pieces(peer, &given, self.plan.batch));
+            receives.extend(y.pieces(peer, &taken, self.plan.batch));
         }
-        self.exchange_rows(gives, takes);
+        self.exchange_rows(sends, receives);
         Ok(())
     }
 
@@ -109,17 +109,17 @@ impl<'a> GraphEmitter<'a> {
         let (from, to) = (self.gradient(output)?, self.alloc(input, Content::Gradient));
         let (dy, dx, halo) = (self.lines(output, from)?, self.lines(input, to)?, self.halo(input, output)?);
         self.take_rows(&dy, &dx, 0.0);
-        let (mut gives, mut takes, mut parts) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut sends, mut receives, mut parts) = (Vec::new(), Vec::new(), Vec::new());
         for (peer, [given, taken]) in halo.others() {
-            gives.extend(dy.pieces(peer, &taken, batch));
+            sends.extend(dy.pieces(peer, &taken, batch));
             if !given.is_empty() {
                 let at = self.alloc_bytes(batch * given.len() * dx.row_bytes, Content::OfRows);
                 let part = Lines { at, rows: given.clone(), ..dx };
-                takes.extend(part.pieces(peer, &given, batch));
+                receives.extend(part.pieces(peer, &given, batch));
                 parts.push(part);
             }
         }
-        self.exchange_rows(gives, takes);
+        self.exchange_rows(sends, receives);
         for part in parts {
             let add = ops::AddRows {
                 part: part.operand(batch),
@@ -210,9 +210,9 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// Exchanges rows with other ranks, if there are any to exchange.
-    fn exchange_rows(&mut self, gives: Messages, takes: Messages) {
-        if !gives.is_empty() || !takes.is_empty() {
-            self.exchange(Group::Height, gives, takes, self.plan.dtype);
+    fn exchange_rows(&mut self, sends: Messages, receives: Messages) {
+        if !sends.is_empty() || !receives.is_empty() {
+            self.exchange(Group::Height, sends, receives, self.plan.dtype);
         }
     }
 }

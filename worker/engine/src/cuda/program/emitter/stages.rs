@@ -1,19 +1,20 @@
 //! Exchange between pipeline stages: an activation is sent to the next stage, and its gradient is sent back.
 //!
-//! A send may block until it is received, so neighbouring stages order their messages alike. A stage sends the gradient of a backward pass at
-//! the beginning of its next pass, behind the input that this pass receives: the preceding stage sends that input first.
+//! A send may block until it is received, so neighbouring stages order their messages alike. A stage sends the gradient of a backward pass
+//! only after it has received the input of its next forward pass, because the preceding stage sends that input before it receives the
+//! gradient.
 
 use super::{split_head::Squares, *};
 
 impl GraphEmitter<'_> {
-    /// The input of a forward pass, from the preceding stage.
+    /// Receives the input of a forward pass from the preceding stage.
     pub(super) fn receive_input(&mut self, phase: Phase) {
         self.fetch(phase);
         let input = self.plan.network.input();
         let x = self.alloc_activation(input);
         let from = self.plan.network.stage().0 - 1;
-        let takes = vec![(from as u32, self.values_at(input, x))];
-        self.exchange(Group::Stage, Vec::new(), takes, self.plan.dtype);
+        let receives = vec![(from as u32, self.values_at(input, x))];
+        self.exchange(Group::Stage, Vec::new(), receives, self.plan.dtype);
         if phase.pass().is_some_and(|pass| !pass.is_backward && pass.sends_gradient) {
             self.send_input_gradient();
         }
@@ -27,8 +28,8 @@ impl GraphEmitter<'_> {
         }
         let (output, to) = (network.logits(), network.stage().0 + 1);
         let y = self.activation(output)?;
-        let gives = vec![(to as u32, self.values_at(output, y))];
-        self.exchange(Group::Stage, gives, Vec::new(), self.plan.dtype);
+        let sends = vec![(to as u32, self.values_at(output, y))];
+        self.exchange(Group::Stage, sends, Vec::new(), self.plan.dtype);
         // Only an unfused ReLU reads its output in the backward pass.
         if self.readers[output] == 0 {
             self.drop_activation(output);
@@ -36,16 +37,17 @@ impl GraphEmitter<'_> {
         Ok(())
     }
 
-    /// The gradient of the stage's output, from the next stage.
+    /// Receives the gradient of the stage's output from the next stage.
     pub(super) fn receive_gradient(&mut self) {
         let (output, from) = (self.plan.network.logits(), self.plan.network.stage().0 + 1);
         let dy = self.alloc(output, Content::Gradient);
-        let takes = vec![(from as u32, self.values_at(output, dy))];
-        self.exchange(Group::Stage, Vec::new(), takes, self.plan.dtype);
+        let receives = vec![(from as u32, self.values_at(output, dy))];
+        self.exchange(Group::Stage, Vec::new(), receives, self.plan.dtype);
         self.gradients[output].push(Gradient::Whole(dy));
     }
 
-    /// Keeps the gradient of the stage's input for the preceding stage, if there is one. The slot of the micro-batch is free afterwards.
+    /// Keeps the gradient of the stage's input for the preceding stage, if there is one. Copies it into
+    /// [`Region::InputGradient`], so that the memory of the micro-batch can be reused.
     pub(super) fn keep_input_gradient(
         &mut self,
         MicroBatch { last, .. }: MicroBatch,
@@ -56,6 +58,7 @@ impl GraphEmitter<'_> {
         let dx = self.gradient(self.plan.network.input())?;
         let to = self.input_gradient();
         let values = (to.bytes / self.plan.dtype.size()) as u64;
+        // A copy: the factor is 1.
         self.main(self.facts.ops.scale_values([dx.operand(), to], values, 1.0));
         self.free(dx);
         if last {
@@ -72,7 +75,7 @@ impl GraphEmitter<'_> {
 
     /// Before the update: exchanges the sum of squares (f64) of each stage's gradients, and sends the last stage's loss to all stages. `None`
     /// if there is one stage.
-    pub(super) fn meet_stages(&mut self, gradients: ops::Gradients) -> Option<Squares> {
+    pub(super) fn exchange_squares_and_loss(&mut self, gradients: ops::Gradients) -> Option<Squares> {
         let (stage, stages) = self.plan.network.stage();
         if stages == 1 {
             return None;
@@ -81,14 +84,14 @@ impl GraphEmitter<'_> {
         let of = |stage: usize| at.operand().part(8 * stage, 8);
         self.main(self.facts.ops.gradient_squares(gradients, of(stage)));
         let others = || (0..stages).filter(move |other| *other != stage);
-        let mut gives: Vec<_> = others().map(|other| (other as u32, of(stage))).collect();
-        let mut takes: Vec<_> = others().map(|other| (other as u32, of(other))).collect();
+        let mut sends: Vec<_> = others().map(|other| (other as u32, of(stage))).collect();
+        let mut receives: Vec<_> = others().map(|other| (other as u32, of(other))).collect();
         if self.plan.network.is_last_stage() {
-            gives.extend(others().map(|other| (other as u32, rings::TOTALS)));
+            sends.extend(others().map(|other| (other as u32, rings::TOTALS)));
         } else {
-            takes.push((stages as u32 - 1, rings::TOTALS));
+            receives.push((stages as u32 - 1, rings::TOTALS));
         }
-        self.exchange(Group::Stage, gives, takes, DType::F32);
+        self.exchange(Group::Stage, sends, receives, DType::F32);
         Some(Squares { at, count: stages })
     }
 

@@ -111,7 +111,7 @@ impl GraphEmitter<'_> {
         let squares = squares.map(|own| self.gather_squares(own));
         let updated = self.facts.updated();
         let of_buckets = self.facts.share.map(|_| self.bucket_squares(&updated));
-        let of_stages = self.meet_stages(gradients);
+        let of_stages = self.exchange_squares_and_loss(gradients);
         let parts = match of_stages {
             Some(Squares { at, count }) => Some((at.operand().part(0, 8 * count), count)),
             None => of_buckets.map(|all| (all, updated.len())),

@@ -139,10 +139,10 @@ fn run(memory: &mut [Vec<f32>], commands: &[&Command]) {
                     other => panic!("{other}"),
                 }
             }
-            Command::Exchange { gives, .. } => {
-                for (peer, at) in gives {
-                    let Command::Exchange { takes, .. } = commands[*peer as usize] else { panic!() };
-                    let (_, to) = takes.iter().find(|(of, _)| *of as usize == rank).unwrap();
+            Command::Exchange { sends, .. } => {
+                for (peer, at) in sends {
+                    let Command::Exchange { receives, .. } = commands[*peer as usize] else { panic!() };
+                    let (_, to) = receives.iter().find(|(of, _)| *of as usize == rank).unwrap();
                     assert_eq!(at.bytes, to.bytes);
                     copy(memory, [(rank, place(at)), (*peer as usize, place(to))], at.bytes / 4);
                 }

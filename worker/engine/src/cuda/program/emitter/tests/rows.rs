@@ -27,7 +27,7 @@ fn setting(part: &Arc<Network>, dtype: DType, statistics: Statistics) -> Setting
     Setting { statistics: Some(statistics), ..Setting::new(part, PICTURES, dtype, 90, Ranks::Apart) }
 }
 
-/// Lists are sound; all ranks take the same collectives, and what a rank gives to another one, that one takes.
+/// Lists are sound; all ranks take the same collectives, and what a rank sends to another rank, that rank receives.
 #[test]
 fn their_commands_are_sound_and_meet_those_of_the_other_ranks() {
     let (bottleneck, pooled) =
@@ -61,12 +61,12 @@ fn their_commands_are_sound_and_meet_those_of_the_other_ranks() {
                     assert!(collectives.iter().all(|met| *met == collectives[0]), "{phase:?}");
                     for rank in 0..height {
                         for peer in 0..height {
-                            let [gives, takes] =
+                            let [sends, receives] =
                                 [&pieces[rank * model][peer][0], &pieces[peer * model][rank][1]];
-                            assert_eq!(gives, takes, "{}: {rank} to {peer}, {phase:?}", network.arch);
+                            assert_eq!(sends, receives, "{}: {rank} to {peer}, {phase:?}", network.arch);
                         }
-                        let given = pieces[rank * model].iter().any(|[gives, _]| !gives.is_empty());
-                        assert!(given, "rank {rank} gives nothing");
+                        let has_sent = pieces[rank * model].iter().any(|[sends, _]| !sends.is_empty());
+                        assert!(has_sent, "rank {rank} sends nothing");
                     }
                 }
             }
@@ -74,12 +74,12 @@ fn their_commands_are_sound_and_meet_those_of_the_other_ranks() {
     }
 }
 
-/// By peer: bytes of what a rank gives it and takes from it, in order.
+/// By peer: bytes of what a rank sends to it and receives from it, in order.
 fn pieces_of(commands: &[Command], height: usize) -> Vec<[Vec<usize>; 2]> {
     let mut all = vec![[Vec::new(), Vec::new()]; height];
     for command in commands {
-        let Command::Exchange { gives, takes, group: Group::Height, .. } = command else { continue };
-        for (which, pieces) in [gives, takes].into_iter().enumerate() {
+        let Command::Exchange { sends, receives, group: Group::Height, .. } = command else { continue };
+        for (which, pieces) in [sends, receives].into_iter().enumerate() {
             for (peer, at) in pieces {
                 all[*peer as usize][which].push(at.bytes);
             }
@@ -179,9 +179,11 @@ fn exchanged(
         }
         rank.run(false);
     }
-    let pieces = |rank: &Rank, peer: usize, takes: bool| -> Vec<Operand> {
+    let pieces = |rank: &Rank, peer: usize, receives: bool| -> Vec<Operand> {
         let found = rank.commands.iter().find_map(|command| match command {
-            Command::Exchange { gives, takes: taken, .. } => Some(if takes { taken } else { gives }),
+            Command::Exchange { sends, receives: received, .. } => {
+                Some(if receives { received } else { sends })
+            }
             _ => None,
         });
         let of_peer = found.into_iter().flatten().filter(|(of, _)| *of as usize == peer);
@@ -189,11 +191,11 @@ fn exchanged(
     };
     for rank in 0..ranks.len() {
         for peer in 0..ranks.len() {
-            let (gives, takes) = (pieces(&ranks[peer], rank, false), pieces(&ranks[rank], peer, true));
-            assert_eq!(gives.len(), takes.len());
-            for (give, take) in gives.into_iter().zip(takes) {
-                let values = ranks[peer].arena[give.offset / 4..give.end() / 4].to_vec();
-                ranks[rank].arena[take.offset / 4..take.end() / 4].copy_from_slice(&values);
+            let (sends, receives) = (pieces(&ranks[peer], rank, false), pieces(&ranks[rank], peer, true));
+            assert_eq!(sends.len(), receives.len());
+            for (from, to) in sends.into_iter().zip(receives) {
+                let values = ranks[peer].arena[from.offset / 4..from.end() / 4].to_vec();
+                ranks[rank].arena[to.offset / 4..to.end() / 4].copy_from_slice(&values);
             }
         }
     }

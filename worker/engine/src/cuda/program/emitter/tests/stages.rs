@@ -33,10 +33,10 @@ type Message = (usize, bool, usize);
 /// The messages of each of a stage's exchanges with other stages, in order.
 fn messages(commands: &[Command]) -> Vec<Vec<Message>> {
     let exchange = |command: &Command| {
-        let Command::Exchange { group: Group::Stage, gives, takes, .. } = command else { return None };
-        let given = gives.iter().map(|(stage, at)| (*stage as usize, true, at.bytes));
-        let taken = takes.iter().map(|(stage, at)| (*stage as usize, false, at.bytes));
-        Some(given.chain(taken).collect())
+        let Command::Exchange { group: Group::Stage, sends, receives, .. } = command else { return None };
+        let sent = sends.iter().map(|(stage, at)| (*stage as usize, true, at.bytes));
+        let received = receives.iter().map(|(stage, at)| (*stage as usize, false, at.bytes));
+        Some(sent.chain(received).collect())
     };
     commands.iter().filter_map(exchange).collect()
 }
@@ -58,16 +58,16 @@ fn check_messages(of_stages: &[Vec<Vec<Message>>]) {
     for (stage, messages) in of_stages.iter().enumerate() {
         assert_eq!(done[stage] + 1, messages.len(), "stage {stage} waits for ever");
         for (other, of_other) in of_stages.iter().enumerate().filter(|(other, _)| *other != stage) {
-            let with = |messages: &[Message], peer: usize, given: bool| -> Vec<usize> {
+            let with = |messages: &[Message], peer: usize, sent: bool| -> Vec<usize> {
                 messages
                     .iter()
-                    .filter(|(stage, is_given, _)| (*stage, *is_given) == (peer, given))
+                    .filter(|(stage, is_sent, _)| (*stage, *is_sent) == (peer, sent))
                     .map(|m| m.2)
                     .collect()
             };
-            let (gives, takes) = (messages.last().unwrap(), of_other.last().unwrap());
-            assert_eq!(with(gives, other, true), with(takes, stage, false), "{stage} and {other}");
-            assert!(!with(gives, other, true).is_empty());
+            let (sends, receives) = (messages.last().unwrap(), of_other.last().unwrap());
+            assert_eq!(with(sends, other, true), with(receives, stage, false), "{stage} and {other}");
+            assert!(!with(sends, other, true).is_empty());
         }
     }
 }
@@ -130,7 +130,7 @@ fn a_message_that_a_stage_misses_is_refused() {
     let stages = parts(&build(Arch::ResNet18, Stem::Cifar, 32, 10), [3, 1, 1]);
     let setting = Setting { accumulates: true, ..Setting::new(&stages[1], 8, DType::F16, 90, Ranks::Single) };
     let commands = step(&setting, 3);
-    let receives = |c: &Command| matches!(c, Command::Exchange { takes, .. } if !takes.is_empty());
+    let receives = |c: &Command| matches!(c, Command::Exchange { receives, .. } if !receives.is_empty());
     let numbers: Vec<usize> = (0..commands.len()).filter(|number| receives(&commands[*number])).collect();
     assert_eq!(numbers.len(), 3 + 3 + 1);
     for number in numbers {

@@ -9,21 +9,21 @@ use serde::{Deserialize, Serialize};
 /// How the ranks of an attempt ended on one agent.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum PlaceEnd {
+pub enum EndOnAgent {
     /// The agent has reported the end.
     Ended {
         /// The end of the agent's ranks.
         ending: Ending,
-        /// The reason if the agent itself is stopping.
-        leaving: Option<Reason>,
+        /// Why the agent is leaving; `None` if the agent continues.
+        agent_leaving: Option<Reason>,
     },
     /// The agent's lease has expired.
     Lost(Reason),
-    /// The agent was stopped in an orderly way, or disconnected before it started a rank.
-    Left(Reason),
+    /// The agent left or declined the start, and has reported no end of its ranks. The job is requeued.
+    LeftUnreported(Reason),
 }
 
-impl PlaceEnd {
+impl EndOnAgent {
     /// The precedence of this end as the explanation of the attempt's end. The lowest number is the best explanation.
     fn precedence(&self) -> u8 {
         match self {
@@ -34,21 +34,21 @@ impl PlaceEnd {
                 _ => 0,
             },
             Self::Lost(_) => 1,
-            Self::Left(_) | Self::Ended { ending: Ending::Stopped, leaving: Some(_) } => 4,
+            Self::LeftUnreported(_) | Self::Ended { ending: Ending::Stopped, agent_leaving: Some(_) } => 4,
             Self::Ended { ending: Ending::Secondary { .. }, .. } => 5,
             // Stopped by the server, because ranks of another agent have ended.
-            Self::Ended { ending: Ending::Stopped, leaving: None } => 6,
+            Self::Ended { ending: Ending::Stopped, agent_leaving: None } => 6,
             Self::Ended { ending: Ending::Succeeded { .. }, .. } => 7,
         }
     }
 
-    /// Whether the ranks of other agents cannot continue. False if the ranks of this agent have succeeded or were asked to end.
+    /// Whether this end stops the ranks of the other agents. A success, and a stop that was requested, do not.
     pub(super) fn ends_others(&self) -> bool {
         !matches!(self, Self::Ended { ending: Ending::Succeeded { .. } | Ending::Stopped, .. })
     }
 
-    /// The step of a stalled rank. Of several stalled ranks, the rank that is furthest behind held up the others.
-    fn step(&self) -> u64 {
+    /// The step of a stalled rank; 0 for other ends. The stalled rank with the lowest step held up the others.
+    fn stalled_step(&self) -> u64 {
         match self {
             Self::Ended { ending: Ending::Failed { reason, .. }, .. } => match reason.kind() {
                 ReasonKind::Stalled { step, .. } => *step,
@@ -60,9 +60,9 @@ impl PlaceEnd {
 }
 
 /// Selects the end that explains the attempt's end. `ends`: the ends on all agents, in the order of their reports.
-pub(super) fn explanation(ends: Vec<PlaceEnd>) -> Option<PlaceEnd> {
+pub(super) fn explanation(ends: Vec<EndOnAgent>) -> Option<EndOnAgent> {
     // `min_by_key` selects the first of several equal ends.
-    ends.into_iter().min_by_key(|end| (end.precedence(), end.step()))
+    ends.into_iter().min_by_key(|end| (end.precedence(), end.stalled_step()))
 }
 
 #[cfg(test)]
@@ -70,40 +70,40 @@ mod tests {
     use super::*;
     use lockstep_protocol::reason::FailureCode;
 
-    fn failed(kind: ReasonKind) -> PlaceEnd {
+    fn failed(kind: ReasonKind) -> EndOnAgent {
         let ending = Ending::Failed { reason: kind.into(), retriable: true };
-        PlaceEnd::Ended { ending, leaving: None }
+        EndOnAgent::Ended { ending, agent_leaving: None }
     }
 
-    fn killed(step: u64) -> PlaceEnd {
+    fn killed(step: u64) -> EndOnAgent {
         failed(ReasonKind::RankKilled { rank: 1, step, signal: 9 })
     }
 
-    fn stalled(step: u64, detail: Option<&str>) -> PlaceEnd {
+    fn stalled(step: u64, detail: Option<&str>) -> EndOnAgent {
         failed(ReasonKind::Stalled { rank: 1, step, secs: Some(60.0), detail: detail.map(Into::into) })
     }
 
-    fn stopped() -> PlaceEnd {
-        PlaceEnd::Ended { ending: Ending::Stopped, leaving: None }
+    fn stopped() -> EndOnAgent {
+        EndOnAgent::Ended { ending: Ending::Stopped, agent_leaving: None }
     }
 
-    fn secondary() -> PlaceEnd {
-        PlaceEnd::Ended { ending: Ending::Secondary { reason: "lost it".into() }, leaving: None }
+    fn secondary() -> EndOnAgent {
+        EndOnAgent::Ended { ending: Ending::Secondary { reason: "lost it".into() }, agent_leaving: None }
     }
 
-    fn succeeded() -> PlaceEnd {
-        PlaceEnd::Ended { ending: Ending::Succeeded { step: 9 }, leaving: None }
+    fn succeeded() -> EndOnAgent {
+        EndOnAgent::Ended { ending: Ending::Succeeded { step: 9 }, agent_leaving: None }
     }
 
     #[track_caller]
-    fn explains(ends: &[PlaceEnd], first: usize) {
+    fn explains(ends: &[EndOnAgent], first: usize) {
         assert_eq!(explanation(ends.to_vec()).as_ref(), ends.get(first), "{ends:#?}");
     }
 
     #[test]
     fn causes_take_precedence_over_their_consequences() {
-        let lost = || PlaceEnd::Lost("it was silent".into());
-        let leaving = PlaceEnd::Ended { ending: Ending::Stopped, leaving: Some("it leaves".into()) };
+        let lost = || EndOnAgent::Lost("it was silent".into());
+        let leaving = EndOnAgent::Ended { ending: Ending::Stopped, agent_leaving: Some("it leaves".into()) };
         explains(&[secondary(), stopped(), killed(3), lost()], 2);
         explains(&[secondary(), lost(), stopped()], 1);
         explains(&[secondary(), leaving.clone()], 1);
@@ -128,6 +128,6 @@ mod tests {
     #[test]
     fn ranks_that_succeeded_or_were_stopped_do_not_end_others() {
         assert!(!succeeded().ends_others() && !stopped().ends_others());
-        assert!(secondary().ends_others() && PlaceEnd::Lost("silent".into()).ends_others());
+        assert!(secondary().ends_others() && EndOnAgent::Lost("silent".into()).ends_others());
     }
 }

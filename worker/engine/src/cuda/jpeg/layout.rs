@@ -10,15 +10,15 @@ use std::ops::Range;
 /// Maximum size of a group's decoded pictures in bytes: less than 2 GiB for all groups that are under way.
 pub(super) const MAX_DECODED: usize = 512 << 20;
 /// Maximum number of pictures per launch: limit of a grid's second dimension.
-const MOST_PICTURES: usize = 65_535;
+const MAX_PICTURES: usize = 65_535;
 /// Alignment of planes in bytes: two planes never share a cache line.
 const ALIGN: usize = 256;
 /// Alignment of a plane's rows in bytes: a sector of GPU memory, so that a warp reads as few sectors as possible.
 const ROW_ALIGN: usize = 32;
-/// Dynamic shared memory that a block can use without opt-in.
-const SHARED: u32 = 44 << 10;
+/// Bytes of shared memory for the rows of a block: below the 48 KiB that a block can use without opt-in.
+const SHARED_BYTES: u32 = 44 << 10;
 /// Maximum number of output rows per block.
-const BAND: u32 = 16;
+const MAX_ROWS_PER_BLOCK: u32 = 16;
 
 /// `Cropping` in `crop.cu`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -31,16 +31,16 @@ pub(super) struct Cropping {
     pub(super) row_right: i32,
     pub(super) column_down: i32,
     pub(super) row_down: i32,
-    pub(super) first: u32,
-    pub(super) span: u32,
-    pub(super) rows: u32,
+    pub(super) first_column: u32,
+    pub(super) column_count: u32,
+    pub(super) row_table: u32,
     pub(super) row_taps: u32,
     pub(super) row_shift: u32,
-    pub(super) columns: u32,
+    pub(super) column_table: u32,
     pub(super) column_taps: u32,
     pub(super) column_shift: u32,
     pub(super) flip: u32,
-    pub(super) to: u32,
+    pub(super) output: u32,
 }
 
 /// `Planes` in `planes.cu`.
@@ -48,8 +48,8 @@ pub(super) struct Cropping {
 #[repr(C)]
 pub(super) struct Planes {
     pub(super) luma: Ptr,
-    pub(super) blue: Ptr,
-    pub(super) red: Ptr,
+    pub(super) cb: Ptr,
+    pub(super) cr: Ptr,
     pub(super) luma_pitch: u32,
     pub(super) chroma_pitch: u32,
     pub(super) chroma_width: u32,
@@ -87,11 +87,11 @@ impl Planes {
     /// Consecutive planes from address `at` on, in [`planes_bytes`] bytes.
     pub(super) fn new(stored: Stored, at: Ptr) -> Self {
         let (chroma_width, chroma_height) = stored.chroma();
-        let blue = at + plane(stored.width, stored.height) as Ptr;
+        let cb = at + plane(stored.width, stored.height) as Ptr;
         Self {
             luma: at,
-            blue,
-            red: blue + plane(chroma_width, chroma_height) as Ptr,
+            cb,
+            cr: cb + plane(chroma_width, chroma_height) as Ptr,
             luma_pitch: pitch(stored.width) as u32,
             chroma_pitch: pitch(chroma_width) as u32,
             chroma_width,
@@ -103,24 +103,25 @@ impl Planes {
 
     /// The planes as destinations for the decoder.
     pub(super) fn all(&self) -> [nvjpeg::Plane; 3] {
-        [(self.luma, self.luma_pitch), (self.blue, self.chroma_pitch), (self.red, self.chroma_pitch)]
+        [(self.luma, self.luma_pitch), (self.cb, self.chroma_pitch), (self.cr, self.chroma_pitch)]
             .map(|(to, pitch)| nvjpeg::Plane { to, pitch: pitch as usize })
     }
 }
 
-/// Divides pictures of these `sizes`, in bytes, into runs of at most [`MOST_PICTURES`] pictures and `most` bytes. A larger picture is a run of its own.
-pub(super) fn groups(sizes: &[usize], most: usize) -> Vec<Range<usize>> {
+/// Divides pictures of these `sizes`, in bytes, into groups of consecutive pictures, of at most [`MAX_PICTURES`] pictures and `max_bytes`
+/// bytes. A picture of more than `max_bytes` bytes is a group of its own.
+pub(super) fn groups(sizes: &[usize], max_bytes: usize) -> Vec<Range<usize>> {
     let mut groups: Vec<Range<usize>> = Vec::new();
-    let mut taken = 0;
+    let mut bytes = 0;
     for (number, size) in sizes.iter().enumerate() {
-        match groups.last_mut().filter(|group| taken + size <= most && group.len() < MOST_PICTURES) {
+        match groups.last_mut().filter(|group| bytes + size <= max_bytes && group.len() < MAX_PICTURES) {
             Some(group) => {
                 group.end = number + 1;
-                taken += size;
+                bytes += size;
             }
             None => {
                 groups.push(number..number + 1);
-                taken = *size;
+                bytes = *size;
             }
         }
     }
@@ -128,8 +129,8 @@ pub(super) fn groups(sizes: &[usize], most: usize) -> Vec<Range<usize>> {
 }
 
 impl Cropping {
-    /// For a picture that is decoded to `planes` and becomes output number `to`. Appends its resampling tables to `tables`.
-    pub(super) fn new(picture: &Encoded<'_>, planes: Planes, to: u32, tables: &mut Vec<i32>) -> Self {
+    /// For a picture that is decoded to `planes` and becomes output number `output`. Appends its resampling tables to `tables`.
+    pub(super) fn new(picture: &Encoded<'_>, planes: Planes, output: u32, tables: &mut Vec<i32>) -> Self {
         // Sides are at most `MAX_SIDE`, so the casts are exact.
         let (last_column, last_row) = (picture.stored.width as i32 - 1, picture.stored.height as i32 - 1);
         // EXIF orientations: stored position of the upright picture's first pixel, and the stored steps from a pixel to its
@@ -159,25 +160,25 @@ impl Cropping {
             row_right: right.1,
             column_down: down.0,
             row_down: down.1,
-            first: inputs.start,
-            span: inputs.end - inputs.start,
-            rows: add(&picture.rows.entries),
+            first_column: inputs.start,
+            column_count: inputs.end - inputs.start,
+            row_table: add(&picture.rows.entries),
             row_taps: picture.rows.taps,
             row_shift: picture.rows.shift,
-            columns: add(&picture.columns.entries),
+            column_table: add(&picture.columns.entries),
             column_taps: picture.columns.taps,
             column_shift: picture.columns.shift,
             flip: picture.flip.into(),
-            to,
+            output,
         }
     }
 }
 
-/// Output rows per block, and the shared memory of a block for the widest of these pictures.
-pub(super) fn band(croppings: &[Cropping], height: u32) -> (u32, u32) {
-    let span = croppings.iter().map(|c| c.span).max().unwrap_or(1);
-    let band = (SHARED / (span * 3)).clamp(1, BAND).min(height.max(1));
-    (band, band * span * 3)
+/// The number of output rows of a block, and the bytes of shared memory that this needs for the widest picture.
+pub(super) fn rows_per_block(croppings: &[Cropping], height: u32) -> (u32, u32) {
+    let columns = croppings.iter().map(|c| c.column_count).max().unwrap_or(1);
+    let rows = (SHARED_BYTES / (columns * 3)).clamp(1, MAX_ROWS_PER_BLOCK).min(height.max(1));
+    (rows, rows * columns * 3)
 }
 
 #[cfg(test)]
@@ -191,18 +192,19 @@ mod tests {
         assert_eq!(groups(&[4, 6, 1, 9, 1, 30, 2], 10), [0..2, 2..4, 4..5, 5..6, 6..7]);
         assert_eq!(groups(&[4, 7], 10), [0..1, 1..2]);
         assert_eq!(
-            groups(&[1; MOST_PICTURES + 1], 1 << 20),
-            [0..MOST_PICTURES, MOST_PICTURES..MOST_PICTURES + 1]
+            groups(&[1; MAX_PICTURES + 1], 1 << 20),
+            [0..MAX_PICTURES, MAX_PICTURES..MAX_PICTURES + 1]
         );
     }
 
     #[test]
     fn the_widest_accepted_picture_fits_into_a_block() {
-        for span in [1, 224, 939, MAX_SIDE] {
-            let (band, shared) = band(&[Cropping { span, ..Cropping::default() }], 224);
-            assert!((1..=BAND).contains(&band) && shared <= SHARED && shared == band * span * 3, "{span}");
+        for column_count in [1, 224, 939, MAX_SIDE] {
+            let (rows, shared) = rows_per_block(&[Cropping { column_count, ..Cropping::default() }], 224);
+            assert!((1..=MAX_ROWS_PER_BLOCK).contains(&rows), "{column_count}");
+            assert!(shared <= SHARED_BYTES && shared == rows * column_count * 3, "{column_count}");
         }
-        assert_eq!(band(&[Cropping { span: 10, ..Cropping::default() }], 3).0, 3);
+        assert_eq!(rows_per_block(&[Cropping { column_count: 10, ..Cropping::default() }], 3).0, 3);
     }
 
     const FULL: Stored =
@@ -213,7 +215,7 @@ mod tests {
         assert!(planes_bytes(Stored { width: MAX_SIDE, height: MAX_SIDE, ..FULL }) <= MAX_DECODED);
         // The maximum number of the smallest pictures.
         let smallest = planes_bytes(Stored { width: 1, height: 1, ..FULL });
-        assert!(smallest == 3 * ALIGN && MOST_PICTURES * smallest <= MAX_DECODED);
+        assert!(smallest == 3 * ALIGN && MAX_PICTURES * smallest <= MAX_DECODED);
         let half = Subsampling { columns: 2, rows: 2 };
         assert_eq!(
             planes_bytes(Stored { width: 480, height: 370, subsampling: half, ..FULL }),
@@ -227,16 +229,13 @@ mod tests {
             for (width, height) in [(1, 1), (2, 3), (33, 17), (8191, 5)] {
                 let stored = Stored { width, height, subsampling: Subsampling { columns, rows }, ..FULL };
                 let planes = Planes::new(stored, 1 << 40);
-                let [luma, blue, red] = planes.all();
+                let [luma, cb, cr] = planes.all();
                 let end = |plane: nvjpeg::Plane, rows: u32| plane.to + plane.pitch as u64 * u64::from(rows);
                 assert_eq!(luma.to, 1 << 40);
-                assert!(end(luma, height) <= blue.to, "{stored:?}");
-                assert!(end(blue, planes.chroma_height) <= red.to, "{stored:?}");
-                assert!(
-                    end(red, planes.chroma_height) <= luma.to + planes_bytes(stored) as u64,
-                    "{stored:?}"
-                );
-                assert!(luma.pitch >= width as usize && blue.pitch >= planes.chroma_width as usize);
+                assert!(end(luma, height) <= cb.to, "{stored:?}");
+                assert!(end(cb, planes.chroma_height) <= cr.to, "{stored:?}");
+                assert!(end(cr, planes.chroma_height) <= luma.to + planes_bytes(stored) as u64, "{stored:?}");
+                assert!(luma.pitch >= width as usize && cb.pitch >= planes.chroma_width as usize);
             }
         }
     }
@@ -247,7 +246,7 @@ mod tests {
         assert_eq!(std::mem::offset_of!(Planes, half_rows), 44);
         assert_eq!(size_of::<Cropping>(), 112);
         assert_eq!(std::mem::offset_of!(Cropping, column), 48);
-        assert_eq!(std::mem::offset_of!(Cropping, first), 72);
-        assert_eq!(std::mem::offset_of!(Cropping, to), 108);
+        assert_eq!(std::mem::offset_of!(Cropping, first_column), 72);
+        assert_eq!(std::mem::offset_of!(Cropping, output), 108);
     }
 }

@@ -1,10 +1,10 @@
-//! Invisible characters, because of which two names that look the same could differ, and a path that looks right would not be found.
+//! Finds and escapes invisible characters. With them, two names that look the same can differ, and text can control a terminal.
 
 use std::{borrow::Cow, fmt::Write as _};
 
 /// Control characters, and characters that only control layout: spaces without width, marks that change the direction
 /// of text, invisible operators, tags, fillers.
-const fn has_no_shape(c: char) -> bool {
+const fn is_invisible(c: char) -> bool {
     matches!(c,
         '\0'..='\u{1f}' | '\u{7f}'..='\u{9f}' | '\u{ad}' | '\u{34f}' | '\u{61c}' | '\u{115f}' | '\u{1160}'
         | '\u{17b4}' | '\u{17b5}' | '\u{180b}'..='\u{180f}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}'
@@ -12,32 +12,33 @@ const fn has_no_shape(c: char) -> bool {
         | '\u{e0000}'..='\u{e0fff}')
 }
 
-/// Zero-width joiner and non-joiner shape their neighbours in emoji and in many scripts, but not in ASCII.
-const fn joins(c: char) -> bool {
+/// Whether `c` is a zero-width joiner or non-joiner. Between two visible non-ASCII characters these have a purpose: in emoji,
+/// and in Persian and Indic scripts.
+const fn is_joiner(c: char) -> bool {
     matches!(c, '\u{200c}' | '\u{200d}')
 }
 
 /// The invisible characters of `text`, with their byte offsets.
-fn unseen(text: &str) -> impl Iterator<Item = (usize, char)> {
+fn invisible_chars(text: &str) -> impl Iterator<Item = (usize, char)> {
     let mut before = None;
     text.char_indices().filter(move |&(at, c)| {
         let after = text[at + c.len_utf8()..].chars().next();
-        let shapes = |c: Option<char>| c.is_some_and(|c| !c.is_ascii() && !has_no_shape(c));
-        let useful = joins(c) && shapes(before) && shapes(after);
+        let is_joinable = |c: Option<char>| c.is_some_and(|c| !c.is_ascii() && !is_invisible(c));
+        let is_useful_joiner = is_joiner(c) && is_joinable(before) && is_joinable(after);
         before = Some(c);
-        has_no_shape(c) && !useful
+        is_invisible(c) && !is_useful_joiner
     })
 }
 
 /// The first invisible character of a name.
-pub fn first_unseen(text: &str) -> Option<char> {
-    unseen(text).next().map(|(_, c)| c)
+pub fn first_invisible(text: &str) -> Option<char> {
+    invisible_chars(text).next().map(|(_, c)| c)
 }
 
 /// Text for display, in which invisible characters and control characters are JSON escapes (`\u200b`), except line feed
 /// and tab.
-pub fn shown(text: &str) -> Cow<'_, str> {
-    let mut all = unseen(text).filter(|(_, c)| !matches!(c, '\n' | '\t')).peekable();
+pub fn escape_invisible(text: &str) -> Cow<'_, str> {
+    let mut all = invisible_chars(text).filter(|(_, c)| !matches!(c, '\n' | '\t')).peekable();
     if all.peek().is_none() {
         return text.into();
     }
@@ -59,7 +60,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_nobody_sees_is_found_and_written_out() {
+    fn invisible_characters_are_found_and_escaped() {
         for (text, written) in [
             ("plain, ümläut, 猫, a\ttab\nand a line", "plain, ümläut, 猫, a\ttab\nand a line"),
             ("\u{1b}[31mred\u{1b}[0m", "\\u001b[31mred\\u001b[0m"),
@@ -77,10 +78,10 @@ mod tests {
             ("\u{2764}\u{fe0f}", "\u{2764}\u{fe0f}"),
             ("\u{1f468}\u{200d}", "\u{1f468}\\u200d"),
         ] {
-            assert_eq!(shown(text), written);
+            assert_eq!(escape_invisible(text), written);
         }
-        assert_eq!(first_unseen("ümläut 猫"), None);
-        assert_eq!(first_unseen("a\tb\u{200b}"), Some('\t'), "no name has one");
-        assert_eq!(first_unseen("a\u{200b}"), Some('\u{200b}'));
+        assert_eq!(first_invisible("ümläut 猫"), None);
+        assert_eq!(first_invisible("a\tb\u{200b}"), Some('\t'), "no name has one");
+        assert_eq!(first_invisible("a\u{200b}"), Some('\u{200b}'));
     }
 }

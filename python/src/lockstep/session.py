@@ -139,7 +139,7 @@ def init(
     run: Json = {
         "id": id,
         "name": (name or id)[:200],
-        "project": re.sub("[^A-Za-z0-9_.-]", "-", project or "default"),
+        "project": re.sub("[^A-Za-z0-9_.-]", "-", (project or "").lstrip("."))[:100] or "default",
         "config": {str(key): plain(value) for key, value in settings(config).items()},
         "tags": [str(label).replace(",", " ")[:40] for label in labels],
         "notes": notes,

@@ -114,7 +114,7 @@ pub(crate) fn mistakes(
         let detail = format!("it was trained on pictures of {was}, but pictures of {name} have {is}");
         mistake("/data/dataset", detail);
     }
-    let (was, is) = (trained.image_size, spec.data.evaluation_size().unwrap_or(info.height));
+    let (was, is) = (trained.image_size, spec.data.effective_validation_size().unwrap_or(info.height));
     let (had, has) = (source.model.stem_for(was as usize), spec.model.stem_for(is as usize));
     if had != has && spec.model.stem == source.model.stem {
         let detail = format!(

@@ -91,7 +91,7 @@ class CheckpointCalls(_Resource):
     async def download(self, path: PathLike | None = None, *, weights: Weights = "model") -> Path:
         """Downloads the weights, a safetensors file with torchvision's names, and returns the file's path.
 
-        `path`: a file or a folder (default: `model.safetensors` here). `weights`: `ema` for the running average of jobs
+        `path`: a file or a folder (default: `model.safetensors` here). `weights`: `ema` for the moving average of jobs
         with `train.ema_decay`. Raises `Problem` if the server has no such file, and `LockstepError` if the file was
         damaged during the download. A failed download leaves no file.
         """

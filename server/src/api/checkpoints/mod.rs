@@ -46,7 +46,7 @@ pub(crate) enum Weights {
     /// The weights from which training continues.
     #[default]
     Model,
-    /// The running average of the weights, for jobs with `train.ema_decay`.
+    /// The moving average of the weights, for jobs with `train.ema_decay`.
     Ema,
 }
 

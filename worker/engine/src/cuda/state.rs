@@ -78,7 +78,7 @@ pub(super) struct State {
     /// A `u32` that stops all further updates if set. It is in host memory, because no copy to the GPU completes while a collective waits for
     /// another machine (seen with NCCL 2.28 over sockets and driver 580); copies from the GPU do.
     pub(super) held: Pinned,
-    /// Running averages of the weights and of the running statistics.
+    /// Moving averages of the weights and of the running statistics.
     average: Option<[Buffer; 2]>,
 }
 

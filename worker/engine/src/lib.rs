@@ -151,8 +151,8 @@ pub trait Engine: Send {
     ///
     /// # Errors
     /// [`EngineError::Parameters`]: the network cannot be built for a size. The device fails or has not enough memory.
-    fn take_sizes(&mut self, training: &[usize], evaluation: &[usize]) -> Result<(), EngineError>;
-    /// Sets the size of pictures from the next batch on: the network's own, or one given to [`Engine::take_sizes`]. Weights,
+    fn add_image_sizes(&mut self, training: &[usize], evaluation: &[usize]) -> Result<(), EngineError>;
+    /// Sets the size of pictures from the next batch on: the network's own, or one given to [`Engine::add_image_sizes`]. Weights,
     /// running statistics and optimizer state do not change. No step may be under way.
     ///
     /// # Errors
@@ -377,7 +377,7 @@ pub trait Engine: Send {
     fn device_name(&self) -> String;
 }
 
-/// The error for an image size that [`Engine::take_sizes`] did not name.
+/// The error for an image size that [`Engine::add_image_sizes`] did not name.
 fn unknown_size(image_size: usize) -> EngineError {
     EngineError::Parameters(format!("this engine was not prepared for pictures of {image_size} pixels"))
 }

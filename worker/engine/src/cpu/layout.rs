@@ -167,16 +167,18 @@ impl Layout {
         slot.ok_or_else(|| EngineError::Parameters(format!("the network has no parameter {name}")))
     }
 
-    /// Adds every parameter of the flat buffer to `tensors`, in torchvision's layout. `kept` is the name of an
-    /// optimizer slot if the buffer contains that slot instead of the parameters.
-    pub(super) fn export(&self, kept: Option<&str>, flat: &[f32], tensors: &mut NamedTensors) {
-        tensors.extend(self.slots.iter().map(|slot| (tensor_name(&slot.name, kept), slot.export(flat))));
+    /// Adds every parameter of the flat buffer to `tensors`, in torchvision's layout. `optimizer_slot`: the buffer
+    /// contains this state of the optimizer (such as `exp_avg`) and not the parameters.
+    pub(super) fn export(&self, optimizer_slot: Option<&str>, flat: &[f32], tensors: &mut NamedTensors) {
+        tensors.extend(
+            self.slots.iter().map(|slot| (tensor_name(&slot.name, optimizer_slot), slot.export(flat))),
+        );
     }
 
     /// Fills the flat buffer from `tensors`, which must have been checked.
-    pub(super) fn import(&self, kept: Option<&str>, tensors: &dyn TensorSource, flat: &mut [f32]) {
+    pub(super) fn import(&self, optimizer_slot: Option<&str>, tensors: &dyn TensorSource, flat: &mut [f32]) {
         for slot in &self.slots {
-            slot.import(&tensor_name(&slot.name, kept), tensors, flat);
+            slot.import(&tensor_name(&slot.name, optimizer_slot), tensors, flat);
         }
     }
 }

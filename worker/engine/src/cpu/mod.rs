@@ -111,7 +111,7 @@ impl Engine for CpuEngine {
         Ok(if is_first { BatchFormat::Normalised } else { BatchFormat::AugmentParams })
     }
 
-    fn take_sizes(&mut self, training: &[usize], evaluation: &[usize]) -> Result<(), EngineError> {
+    fn add_image_sizes(&mut self, training: &[usize], evaluation: &[usize]) -> Result<(), EngineError> {
         let sizes = training.iter().chain(evaluation);
         self.sizes.extend(sizes.map(|size| Arc::new(self.network.resized(*size))));
         Ok(())

@@ -45,7 +45,8 @@ impl GraphEmitter<'_> {
         self.gradients[output].push(Gradient::Whole(dy));
     }
 
-    /// Keeps the gradient of the stage's input for the preceding stage, if there is one. The slot of the micro-batch is free afterwards.
+    /// Keeps the gradient of the stage's input for the preceding stage, if there is one. The micro-batch's part of the memory is free
+    /// afterwards.
     pub(super) fn keep_input_gradient(
         &mut self,
         MicroBatch { last, .. }: MicroBatch,

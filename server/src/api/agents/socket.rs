@@ -312,7 +312,7 @@ impl Connection<'_> {
         scheduler.agents.note_message(&self.id);
         // Stores the pending reports of an earlier connection. Otherwise the agent would send them again.
         scheduler.agents.inbox.flush().await;
-        let revoked = scheduler.agents.leases.greet(&self.id, &hello.attempts);
+        let revoked = scheduler.agents.leases.renew_at_connect(&self.id, &hello.attempts);
         let mut acknowledged = Vec::new();
         for attempt in &hello.attempts {
             acknowledged.extend(scheduler.store.acknowledged(attempt, &self.id).await.map_err(failed)?);

@@ -7,7 +7,7 @@ use crate::{
     lifecycle::{self, PlaceEnd},
     scheduler::{AgentState, Plan, Scheduler, Snapshot, Yielding, plan},
     store::{AttemptRow, JobRow, Occupant, Result, quarantine},
-    util::failing::Failing,
+    util::failure_log::Failing,
 };
 use ends::{end_attempt, end_place, order_stop};
 use lockstep_protocol::{

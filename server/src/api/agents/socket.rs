@@ -323,7 +323,9 @@ impl Connection<'_> {
             acknowledged,
             revoked,
             server_lock: Some(
-                crate::util::private::server_lock(&scheduler.config.data_dir).to_string_lossy().into_owned(),
+                crate::util::private_files::server_lock(&scheduler.config.data_dir)
+                    .to_string_lossy()
+                    .into_owned(),
             ),
             takes_samples: true,
         };

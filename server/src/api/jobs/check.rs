@@ -214,7 +214,7 @@ pub(super) async fn check_with(
     let in_document = DocumentMistakes(causes.collect());
     let at = |pointer: &str, detail: String| SpecError { pointer: pointer.into(), detail };
     let name = document.pointer("/data/dataset").and_then(Value::as_str).unwrap_or_default();
-    let datasets = datasets::seen_by(&*scheduler.store, caller).await?;
+    let datasets = datasets::visible_datasets(&*scheduler.store, caller).await?;
     let dataset = datasets.iter().find(|d| d.name == name).cloned();
     if dataset.is_none() && !name.is_empty() {
         errors.push(at("/data/dataset", no_dataset(name, &datasets)));

@@ -5,7 +5,7 @@ use crate::{
     auth::access::Caller,
     checkpoints::Checkpoints,
     http::error::{Error, Result},
-    util::regular,
+    util::regular_files,
 };
 use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
@@ -177,7 +177,7 @@ fn about(folder: &Path) -> io::Result<HashMap<String, String>> {
 }
 
 fn metadata(path: &Path) -> io::Result<HashMap<String, String>> {
-    let mut file = regular::open(path)?;
+    let mut file = regular_files::open(path)?;
     let mut size = [0; 8];
     file.read_exact(&mut size)?;
     let size = u64::from_le_bytes(size);

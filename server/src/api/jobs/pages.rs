@@ -99,7 +99,7 @@ pub(crate) async fn new_job(
     ServerUrl(server_url): ServerUrl,
     PageQuery(query): PageQuery<NewJobQuery>,
 ) -> Page {
-    let datasets = datasets::seen_by(&*scheduler.store, &caller).await?;
+    let datasets = datasets::visible_datasets(&*scheduler.store, &caller).await?;
     let mut page = submit_views::SubmitPage::fresh(
         query.preset.as_deref(),
         query.dataset.as_deref(),
@@ -132,7 +132,7 @@ pub(crate) async fn submit_job(
     match submit(&scheduler, &caller, &form.document(), None).await {
         Ok((_, job)) => Ok(Redirect::to(&format!("/jobs/{}", job.id)).into_response()),
         Err(Error::Invalid(mistakes)) => {
-            let datasets = datasets::seen_by(&*scheduler.store, &caller).await?;
+            let datasets = datasets::visible_datasets(&*scheduler.store, &caller).await?;
             let page = submit_views::SubmitPage {
                 form,
                 mistakes,

@@ -1,6 +1,6 @@
 //! The pages of models.
 
-use super::{is_seen, models_seen_by, no_such_model};
+use super::{is_seen, no_such_model, visible_models};
 use crate::{
     api::html::{Page, html, viewer},
     auth::{Auth, access::Caller},
@@ -16,7 +16,7 @@ pub(crate) async fn models(
     State(store): State<Arc<dyn Store>>,
     Extension(caller): Extension<Caller>,
 ) -> Page {
-    let models = models_seen_by(&*store, &caller).await?;
+    let models = visible_models(&*store, &caller).await?;
     html(views::ModelsPage { models, now: crate::now(), viewer: viewer(&caller) }.render())
 }
 

@@ -1,6 +1,6 @@
 //! The pages of sweeps.
 
-use super::{find, seen_by, with_trials};
+use super::{find, visible_sweeps, with_trials};
 use crate::{
     api::html::{Page, html, viewer},
     auth::{Auth, access::Caller},
@@ -18,7 +18,7 @@ pub(crate) async fn sweeps(
     Extension(caller): Extension<Caller>,
 ) -> Page {
     let mut sweeps: Vec<Sweep> = Vec::new();
-    for row in seen_by(&*store, &caller).await? {
+    for row in visible_sweeps(&*store, &caller).await? {
         sweeps.push(with_trials(&*store, &row).await?);
     }
     html(views::SweepsPage { sweeps, now: crate::now(), viewer: viewer(&caller) }.render())

@@ -3,7 +3,7 @@
 use super::{NewDataset, Registered, inspections::LONGEST_WAIT, register, visible_datasets};
 use crate::{
     api::{
-        html::{Page, html, viewer},
+        html::{Page, current_user, html},
         server_url::ServerUrl,
     },
     auth::{Auth, access::Caller},
@@ -51,7 +51,7 @@ async fn datasets_page(
         form,
         server_url,
         now: crate::now(),
-        viewer: viewer(caller),
+        user: current_user(caller),
     };
     html(page.render())
 }

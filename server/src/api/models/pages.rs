@@ -2,7 +2,7 @@
 
 use super::{is_seen, no_such_model, visible_models};
 use crate::{
-    api::html::{Page, html, viewer},
+    api::html::{Page, current_user, html},
     auth::{Auth, access::Caller},
     http::extract::Path,
     store::Store,
@@ -17,7 +17,7 @@ pub(crate) async fn models(
     Extension(caller): Extension<Caller>,
 ) -> Page {
     let models = visible_models(&*store, &caller).await?;
-    html(views::ModelsPage { models, now: crate::now(), viewer: viewer(&caller) }.render())
+    html(views::ModelsPage { models, now: crate::now(), user: current_user(&caller) }.render())
 }
 
 /// `GET /models/{name}`
@@ -34,5 +34,8 @@ pub(crate) async fn model(
         return Err(no_such_model().into());
     }
     let versions = rows.into_iter().rev().map(|row| row.version).collect();
-    html(views::ModelPage { name, versions, may_change, now: crate::now(), viewer: viewer(&caller) }.render())
+    html(
+        views::ModelPage { name, versions, may_change, now: crate::now(), user: current_user(&caller) }
+            .render(),
+    )
 }

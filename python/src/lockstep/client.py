@@ -510,7 +510,7 @@ class Client(ClientCalls[Job], SyncCalls):
     def __init__(
         self, url: str | None = None, token: str | None = None, *, data_dir: PathLike = "lockstep-data"
     ) -> None:
-        self._io = Sync(httpx.Client(**access.settings(url, token, data_dir)))
+        self._io = Sync(httpx.Client(**access.httpx_arguments(url, token, data_dir)))
 
     def close(self) -> None:
         """Closes the connections."""
@@ -541,7 +541,7 @@ class AsyncClient(ClientCalls[AsyncJob], AsyncCalls):
     def __init__(
         self, url: str | None = None, token: str | None = None, *, data_dir: PathLike = "lockstep-data"
     ) -> None:
-        self._io = Async(httpx.AsyncClient(**access.settings(url, token, data_dir)))
+        self._io = Async(httpx.AsyncClient(**access.httpx_arguments(url, token, data_dir)))
 
     async def aclose(self) -> None:
         """Closes the connections."""

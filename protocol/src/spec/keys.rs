@@ -57,7 +57,7 @@ pub enum Kind {
     Epochs,
     /// A split's name, or a fraction of the training split.
     Validation,
-    /// `dynamic`, or a number above 0, at most [`MAX_LOSS_SCALE`].
+    /// `dynamic`, or a number above 0 and of at most 1e9.
     LossScale,
     /// Tables with a pattern of operator names and the way in which the matching operators are split.
     Shards,

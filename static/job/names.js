@@ -11,7 +11,7 @@ export const short = (v) => {
 };
 export const shortPercent = (v) => `${short(Number((v * 100).toFixed(3)))} %`;
 
-/** `isPerRank`: whether every rank has its own values. Metrics of the same quantity share an axis; the quantities are those of protocol/src/metric.rs. */
+/** `isPerRank`: whether every rank has its own values. Metrics of the same quantity (as in protocol/src/metric.rs) share an axis. */
 const metric = (label, format, isPerRank, quantity) => ({ label, format, isPerRank, quantity });
 
 /** Metrics of a machine, which one of its ranks reports. */
@@ -41,7 +41,7 @@ export const about = (name) => (Object.hasOwn(ALL, name) ? ALL[name] : metric(na
 export const quantity = (name) => about(name).quantity;
 /** Text in place of network, dataset and ranks of a run from elsewhere. The same as in web/src/jobs.rs. */
 export const ELSEWHERE = "run from elsewhere";
-/** Returns the metrics for which a run from elsewhere has a newest value. `val_pictures` is the number of validation pictures, which is no curve. */
+/** Returns the metrics for which a run from elsewhere has a newest value. `val_pictures` is a number of pictures, which is no curve. */
 export const ownMetrics = (job) => Object.keys(job.last).filter((name) => name !== "val_pictures" && job.last[name] !== null);
 /** Groups in the list of metrics, with the first metric of each group. */
 export const GROUPS = [["Training", "lr"], ["Time of a step", "step_ms"], ["float16", "loss_scale"], ["GPU", "gpu_utilization"], ["Machine", "cpu_utilization"]];

@@ -15,7 +15,7 @@ pub(crate) enum RanksEnd {
     OnTheirOwn,
     /// The ranks lost the connection to ranks of other agents.
     LostContact,
-    /// The agent is lost or was given up, so its ranks may still run until the lease expires.
+    /// Unknown, because the agent is lost or was given up.
     Unknown,
 }
 

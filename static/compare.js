@@ -13,7 +13,7 @@ import { Picker } from "./compare/picker.js";
 import { Scatter } from "./compare/scatter.js";
 import { Selection } from "./compare/selection.js";
 import { Tables } from "./compare/tables.js";
-import { ALL, named, ownMetrics } from "./job/names.js";
+import { ALL, axisTitle, ownMetrics } from "./job/names.js";
 import { plural } from "./numbers.js";
 
 /** Maximum number of charts. */
@@ -121,7 +121,7 @@ function showCharts() {
   const now = metrics(), buttons = [...document.querySelectorAll("button[data-metric]")], own = buttons.map((button) => button.dataset.metric);
   for (const button of buttons) button.setAttribute("aria-pressed", String(now.includes(button.dataset.metric)));
   const more = byId("more-metrics"), all = [...Object.keys(ALL), ...list().filter((job) => job.external).flatMap(ownMetrics)], others = [...new Set(all)].filter((name) => !own.includes(name));
-  more.replaceChildren(new Option("more …", ""), ...others.map((name) => new Option(`${now.includes(name) ? "✓ " : ""}${named(name)}`, name)));
+  more.replaceChildren(new Option("more …", ""), ...others.map((name) => new Option(`${now.includes(name) ? "✓ " : ""}${axisTitle(name)}`, name)));
   curves.setMetrics(now);
 }
 

@@ -1,4 +1,4 @@
-// Keyboard shortcuts of every page. `?` lists them.
+// The script that every page loads: keyboard shortcuts (`?` lists them), notifications, and the wrapping of long names.
 
 import { ask, byId } from "./page.js";
 import { wrap } from "./cut.js";
@@ -13,16 +13,17 @@ const HELP = [
 ];
 
 /** Shortcuts without Ctrl or Alt disturb users of speech input (WCAG 2.1.4), so they can be switched off. */
-const off = () => { try { return localStorage.getItem("shortcuts") === "off"; } catch { return false; } };
+const areShortcutsOff = () => { try { return localStorage.getItem("shortcuts") === "off"; } catch { return false; } };
 
-const typing = (target) => target.matches?.("input, textarea, select, [contenteditable]");
-let going = 0;
+const isTextField = (target) => target.matches?.("input, textarea, select, [contenteditable]");
+/** When g was pressed, which waits 1.5 s for the key of a page. */
+let gPressedAt = 0;
 
-/** Opens the next (or previous) job of the list. */
-async function neighbour(hop) {
+/** Opens the next (`step` 1) or previous (`step` -1) of the newest 500 jobs. On another page, or for an older job, opens the newest job. */
+async function openNeighbour(step) {
   const id = location.pathname.match(/^\/jobs\/(j\w{26})$/)?.[1];
   const { jobs } = await ask("/api/v1/jobs?limit=500");
-  const at = jobs.findIndex((j) => j.id === id), next = jobs[at < 0 ? 0 : at + hop];
+  const at = jobs.findIndex((j) => j.id === id), next = jobs[at < 0 ? 0 : at + step];
   if (next) location.href = `/jobs/${next.id}`;
 }
 
@@ -63,7 +64,7 @@ function help() {
 }
 
 function shortcutSwitch() {
-  const label = document.createElement("label"), box = Object.assign(document.createElement("input"), { type: "checkbox", id: "shortcuts", checked: !off() });
+  const label = document.createElement("label"), box = Object.assign(document.createElement("input"), { type: "checkbox", id: "shortcuts", checked: !areShortcutsOff() });
   label.className = "inline";
   label.append(box, "single-key shortcuts");
   box.addEventListener("change", () => { try { if (box.checked) localStorage.removeItem("shortcuts"); else localStorage.setItem("shortcuts", "off"); } catch { /* not kept */ } });
@@ -73,13 +74,13 @@ function shortcutSwitch() {
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
   const search = byId("search") ?? byId("log-search");
-  if (event.key === "Escape" && typing(event.target)) return event.target.blur();
-  if (typing(event.target) || off()) return;
+  if (event.key === "Escape" && isTextField(event.target)) return event.target.blur();
+  if (isTextField(event.target) || areShortcutsOff()) return;
   const act = {
     "/": () => toSearch(search), "?": help, t: () => byId("theme").click(), n: () => { location.href = PAGES.n; },
-    g: () => { going = Date.now(); }, "]": () => neighbour(1), "[": () => neighbour(-1),
-  }[event.key] ?? (/^[1-9]$/.test(event.key) && (() => openPanel(Number(event.key))));
-  if (Date.now() - going < 1500 && PAGES[event.key]) { event.preventDefault(); location.href = PAGES[event.key]; return; }
+    g: () => { gPressedAt = Date.now(); }, "]": () => openNeighbour(1), "[": () => openNeighbour(-1),
+  }[event.key] ?? (/^[1-8]$/.test(event.key) && (() => openPanel(Number(event.key))));
+  if (Date.now() - gPressedAt < 1500 && PAGES[event.key]) { event.preventDefault(); location.href = PAGES[event.key]; return; }
   // A chart has its own keys.
   if (!act || event.target.closest?.(".chart")) return;
   event.preventDefault();

@@ -8,8 +8,8 @@ use crate::{
 /// The project of a job that does not name one.
 pub const DEFAULT_PROJECT: &str = "default";
 
-/// The default project is left out of stored specifications, so they equal those from before projects existed.
-#[allow(clippy::ptr_arg)] // As serde calls it.
+/// The default project is left out of serialised specifications.
+#[allow(clippy::ptr_arg)] // `skip_serializing_if` passes `&String`.
 pub(crate) fn is_default_project(name: &String) -> bool {
     name == DEFAULT_PROJECT
 }
@@ -18,8 +18,9 @@ fn is_plain(c: char) -> bool {
     c.is_ascii_alphanumeric() || "-_.".contains(c)
 }
 
-/// A valid project name made from another program's name: invalid characters become `-`. The same as in `python/`.
-pub fn project_of(name: &str) -> String {
+/// A valid project name made from another program's name: invalid characters become `-`. `init` in
+/// `python/src/lockstep/session.py` does the same.
+pub fn to_project_name(name: &str) -> String {
     let plain = |c| if is_plain(c) { c } else { '-' };
     let name: String = name.trim_start_matches('.').chars().map(plain).take(PROJECT_CHARS).collect();
     if name.is_empty() { DEFAULT_PROJECT.into() } else { name }
@@ -44,13 +45,13 @@ pub fn tags_mistake<T: AsRef<str>>(tags: &[T]) -> Option<String> {
     };
     (tags.len() > TAGS || tags.iter().any(odd)).then(|| {
         format!(
-            "at most {TAGS} tags of {TAG_CHARS} characters, without commas and without invisible characters"
+            "must be at most {TAGS} tags, each of at most {TAG_CHARS} characters, without commas and invisible characters"
         )
     })
 }
 
 /// Tags in their stored form: trimmed and sorted, without duplicates and empty tags.
-pub fn tidy_tags(tags: &[String]) -> Vec<String> {
+pub fn normalise_tags(tags: &[String]) -> Vec<String> {
     let mut tags: Vec<String> = tags.iter().map(|t| t.trim().to_owned()).filter(|t| !t.is_empty()).collect();
     tags.sort();
     tags.dedup();
@@ -73,9 +74,9 @@ mod tests {
         }
         for name in ["", ".", ".x", "a b", "a/b", "ümläut", "a,b", "a\n", &"x".repeat(PROJECT_CHARS + 1)] {
             assert!(project_mistake(name).is_some(), "{name}");
-            assert_eq!(project_mistake(&project_of(name)), None, "{name}");
+            assert_eq!(project_mistake(&to_project_name(name)), None, "{name}");
         }
-        assert_eq!(["my shoes/ä", "..x", "..."].map(project_of), ["my-shoes--", "x", "default"]);
+        assert_eq!(["my shoes/ä", "..x", "..."].map(to_project_name), ["my-shoes--", "x", "default"]);
     }
 
     #[test]
@@ -85,7 +86,7 @@ mod tests {
         assert!(tags_mistake(&tags(TAGS + 1, 1)).is_some());
         assert!(tags_mistake(&tags(1, TAG_CHARS + 1)).is_some());
         assert!(tags_mistake(&["a,b"]).is_some() && tags_mistake(&["a\u{200b}"]).is_some());
-        assert_eq!(tidy_tags(&[" b".into(), "a".into(), "b ".into(), " ".into()]), ["a", "b"]);
+        assert_eq!(normalise_tags(&[" b".into(), "a".into(), "b ".into(), " ".into()]), ["a", "b"]);
         assert_eq!(notes_mistake(&"x".repeat(NOTES_BYTES)), None);
         assert!(notes_mistake(&"x".repeat(NOTES_BYTES + 1)).is_some());
     }

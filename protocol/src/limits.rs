@@ -22,7 +22,7 @@ pub const MESSAGE_BYTES: usize = 64 << 20;
 /// Length of a part of a message: short enough that heartbeats pass between parts on a slow line.
 pub const PART_BYTES: usize = 1 << 20;
 /// Messages that may be incomplete at the same time.
-pub const UNFINISHED_MESSAGES: usize = 8;
+pub const PARTIAL_MESSAGES: usize = 8;
 /// Length of a class's name, in bytes: the limit of file systems for a folder's name.
 pub const CLASS_NAME_BYTES: usize = 255;
 /// Total length of the names of a dataset's classes, in bytes. ImageNet-21k's names take 300 kB.

@@ -30,23 +30,28 @@ pub fn expand(pattern: &str, most: usize) -> Result<Vec<String>, String> {
     Ok(names)
 }
 
-/// Whether a pattern contains this name, without expanding it. An invalid pattern contains no name.
-pub fn names(pattern: &str, name: &str) -> bool {
+/// Whether a pattern has this name, without expanding the pattern. A pattern that [`expand`] refuses has no names, unless only its
+/// number of names is the reason.
+pub fn matches(pattern: &str, name: &str) -> bool {
     let Some(open) = pattern.find('{') else { return pattern == name };
     let Some(close) = pattern[open..].find('}').map(|close| open + close) else { return false };
-    let Some(left) = name.strip_prefix(&pattern[..open]) else { return false };
-    let (inside, rest) = (&pattern[open + 1..close], &pattern[close + 1..]);
+    let Some(name_rest) = name.strip_prefix(&pattern[..open]) else { return false };
+    let (inside, pattern_rest) = (&pattern[open + 1..close], &pattern[close + 1..]);
+    if inside.contains(['/', '{']) {
+        return false;
+    }
     let Some((first, last)) = inside.split_once("..") else {
-        let mut choices = inside.split(',').filter_map(|choice| left.strip_prefix(choice));
-        return inside.contains(',') && choices.any(|left| names(rest, left));
+        let mut rests = inside.split(',').filter_map(|choice| name_rest.strip_prefix(choice));
+        return inside.contains(',') && rests.any(|name_rest| matches(pattern_rest, name_rest));
     };
     let (Ok(from), Ok(to)) = (first.parse::<u64>(), last.parse::<u64>()) else { return false };
     let digits = first.len();
-    let most = left.bytes().take_while(u8::is_ascii_digit).count();
-    (1..=most).any(|count| {
-        let (written, left) = left.split_at(count);
+    let max_digits = name_rest.bytes().take_while(u8::is_ascii_digit).count();
+    (1..=max_digits).any(|count| {
+        let (written, name_rest) = name_rest.split_at(count);
         let number = written.parse::<u64>().ok().filter(|number| (from..=to).contains(number));
-        number.is_some_and(|number| format!("{number:0digits$}") == written) && names(rest, left)
+        number.is_some_and(|number| format!("{number:0digits$}") == written)
+            && matches(pattern_rest, name_rest)
     })
 }
 
@@ -91,17 +96,20 @@ mod tests {
         ] {
             let all = expand(pattern, 1000).unwrap();
             for name in &all {
-                assert!(names(pattern, name), "{pattern} has {name}");
+                assert!(matches(pattern, name), "{pattern} has {name}");
             }
             for other in others {
                 assert!(
-                    !all.iter().any(|name| name == other) && !names(pattern, other),
+                    !all.iter().any(|name| name == other) && !matches(pattern, other),
                     "{pattern}: {other}"
                 );
             }
         }
-        for wrong in ["a{", "a{x}", "a{1..x}"] {
-            assert!(expand(wrong, 1000).is_err() && !names(wrong, wrong) && !names(wrong, "ax"), "{wrong}");
+        for wrong in ["a{", "a{x}", "a{1..x}", "a{x,b/c}", "a{x,{b}"] {
+            assert!(
+                expand(wrong, 1000).is_err() && !matches(wrong, wrong) && !matches(wrong, "ax"),
+                "{wrong}"
+            );
         }
     }
 }

@@ -1,4 +1,4 @@
-//! People who sign in with a name and a password, and what each role allows.
+//! People who sign in with a password or an OpenID account, and what each role allows.
 
 use crate::{
     access::Scope,
@@ -12,7 +12,7 @@ use utoipa::ToSchema;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
-    /// Read everything except other owners' private objects.
+    /// Read everything except other owners' private jobs, sweeps, datasets and models.
     Viewer,
     /// Submit jobs and register datasets; change and delete one's own jobs and datasets.
     Member,
@@ -83,7 +83,8 @@ pub struct Identity {
     pub subject: String,
 }
 
-/// Why a text cannot be a person's name; `None` if it can. Upper case is not allowed, so that no two names look the same.
+/// Why a text cannot be a person's name; `None` if it can. Upper case is not allowed, so that no two names
+/// differ only in case.
 pub fn name_mistake(name: &str) -> Option<String> {
     let is_plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit();
     let chars = name.chars().count();
@@ -102,11 +103,12 @@ pub fn name_mistake(name: &str) -> Option<String> {
 
 /// Why a text cannot be the subject of an account at an OpenID provider; `None` if it can.
 pub fn subject_mistake(subject: &str) -> Option<String> {
-    let is_plain = subject.chars().all(|c| c.is_ascii_graphic() || c == ' ');
-    let bytes = subject.len();
-    (!(1..=SUBJECT_BYTES).contains(&bytes) || !is_plain).then(|| {
-        format!("must have 1 to {SUBJECT_BYTES} visible ASCII characters; this one has {bytes} bytes")
-    })
+    let is = match subject.chars().find(|c| !c.is_ascii_graphic() && *c != ' ') {
+        Some(odd) => format!("this one has {odd:?}"),
+        None if (1..=SUBJECT_BYTES).contains(&subject.len()) => return None,
+        None => format!("this one has {}", subject.len()),
+    };
+    Some(format!("must have 1 to {SUBJECT_BYTES} printable ASCII characters: {is}"))
 }
 
 /// Why a text cannot be a password; `None` if it can. The sentence does not contain the text.
@@ -152,8 +154,11 @@ mod tests {
         for good in ["1", "248289761001", "auth0|5f7c", "a b", &longest] {
             assert_eq!(subject_mistake(good), None, "{good}");
         }
-        for bad in ["", "a\n", "ä", &format!("{longest}a")] {
-            assert!(subject_mistake(bad).is_some(), "{bad:?}");
+        let too_long = format!("{longest}a");
+        for (bad, is) in
+            [("", "has 0"), ("a\n", r"has '\n'"), ("ä", "has 'ä'"), (too_long.as_str(), "has 256")]
+        {
+            assert!(subject_mistake(bad).unwrap().ends_with(is), "{bad:?}");
         }
     }
 

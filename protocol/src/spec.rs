@@ -37,7 +37,7 @@ pub use reference::{KeyReference, RecipeReference, SectionReference, recipes, re
 pub use shard::{MAX_SHARDS, ShardSpec, Split};
 pub use stop::StopSpec;
 pub use sweep::{
-    MOST_TRIALS, Setting, SweepMethod, SweepMetric, SweepSpec, read_sweep, split_sweep, trial_document,
+    MAX_TRIALS, Setting, SweepMethod, SweepMetric, SweepSpec, read_sweep, split_sweep, trial_document,
 };
 pub use train::{LossScale, OptimizerKind, Precision, ScheduleKind, TrainSpec};
 

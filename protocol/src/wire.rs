@@ -1,7 +1,7 @@
-//! MessagePack with named fields, between server, agents and ranks. Messages may come from any sender, so no message is decoded that
-//! is nested deeper than the program's own. A long message is sent in parts, with other messages between them.
+//! MessagePack with named fields, between server, agents and ranks. Senders are not trusted, so a message that is nested
+//! deeper than [`MESSAGE_NESTING`] is refused. A long message is sent in parts, with other messages between them.
 
-use crate::limits::{MESSAGE_BYTES, MESSAGE_NESTING, PART_BYTES, UNFINISHED_MESSAGES};
+use crate::limits::{MESSAGE_BYTES, MESSAGE_NESTING, PART_BYTES, PARTIAL_MESSAGES};
 use rmp_serde::{Deserializer, decode, encode};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use std::collections::HashMap;
@@ -27,7 +27,7 @@ pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, decode::Error> {
 /// A part of a message that is too long for one frame.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Part {
-    /// Number of the message, among the sender's messages on this connection.
+    /// Number of the message, from 1, among the messages that the sender sends in parts on this connection.
     pub message: u64,
     /// Whether this is the message's last part.
     pub last: bool,
@@ -35,8 +35,8 @@ pub struct Part {
     pub bytes: Vec<u8>,
 }
 
-/// A message as frames: the message itself, or its parts as separate messages, made by `wrap`. `number` counts the messages
-/// that were sent in parts.
+/// Encodes a message as one frame or, if it is longer than [`PART_BYTES`], as several frames, each a message that `wrap`
+/// makes from a part. `number` counts the messages that were sent in parts.
 ///
 /// # Errors
 /// As [`encode`].
@@ -57,34 +57,34 @@ pub fn frames<T: Serialize>(
     parts.collect()
 }
 
-/// Parts that wait for the rest of their messages, on one connection.
+/// Messages of one connection of which not all parts have arrived.
 #[derive(Debug)]
-pub struct Unfinished {
+pub struct PartialMessages {
     messages: HashMap<u64, Vec<u8>>,
     bytes: usize,
-    most: usize,
+    max_bytes: usize,
 }
 
-impl Default for Unfinished {
+impl Default for PartialMessages {
     fn default() -> Self {
-        Self::at_most(MESSAGE_BYTES)
+        Self::with_limit(MESSAGE_BYTES)
     }
 }
 
-impl Unfinished {
-    /// Accepts messages of at most this many bytes together.
-    pub fn at_most(most: usize) -> Self {
-        Self { messages: HashMap::new(), bytes: 0, most }
+impl PartialMessages {
+    /// `max_bytes`: limit of the bytes of all incomplete messages together.
+    pub fn with_limit(max_bytes: usize) -> Self {
+        Self { messages: HashMap::new(), bytes: 0, max_bytes }
     }
 
     /// Adds a part; returns the whole message after its last part.
     ///
     /// # Errors
-    /// A sentence: too many messages at once, or messages that are too long.
+    /// A sentence: too many incomplete messages, or too many bytes in them.
     pub fn add(&mut self, part: Part) -> Result<Option<Vec<u8>>, String> {
         self.bytes += part.bytes.len();
-        if self.bytes > self.most {
-            return Err(format!("a message of more than {} MiB", self.most >> 20));
+        if self.bytes > self.max_bytes {
+            return Err(format!("incomplete messages of more than {} MiB", self.max_bytes >> 20));
         }
         let message = self.messages.entry(part.message).or_default();
         message.extend_from_slice(&part.bytes);
@@ -93,8 +93,8 @@ impl Unfinished {
             self.bytes -= whole.len();
             return Ok(Some(whole));
         }
-        if self.messages.len() > UNFINISHED_MESSAGES {
-            return Err(format!("more than {UNFINISHED_MESSAGES} incomplete messages at the same time"));
+        if self.messages.len() > PARTIAL_MESSAGES {
+            return Err(format!("more than {PARTIAL_MESSAGES} incomplete messages at the same time"));
         }
         Ok(None)
     }
@@ -127,35 +127,35 @@ mod tests {
             let frames = frames(&sent, &mut number, TestMessage::Part).unwrap();
             assert_eq!(frames.len(), count);
             assert!(frames.iter().all(|f| f.len() < PART_BYTES + 100));
-            let mut unfinished = Unfinished::default();
+            let mut partial = PartialMessages::default();
             let mut whole = None;
             for frame in frames {
                 assert!(whole.is_none(), "only the last part ends it");
                 whole = match decode(&frame).unwrap() {
-                    TestMessage::Part(part) => unfinished.add(part).unwrap().map(|b| decode(&b).unwrap()),
+                    TestMessage::Part(part) => partial.add(part).unwrap().map(|b| decode(&b).unwrap()),
                     short => Some(short),
                 };
             }
             assert_eq!(whole, Some(sent));
-            assert_eq!(unfinished.bytes, 0);
+            assert_eq!(partial.bytes, 0);
         }
     }
 
     #[test]
     fn parts_are_kept_up_to_a_limit() {
         let part = |message, length, last| Part { message, last, bytes: vec![0; length] };
-        let mut unfinished = Unfinished::default();
-        assert_eq!(unfinished.add(part(1, MESSAGE_BYTES - 1, false)), Ok(None));
-        let whole = unfinished.add(part(1, 1, true)).unwrap().unwrap();
+        let mut partial = PartialMessages::default();
+        assert_eq!(partial.add(part(1, MESSAGE_BYTES - 1, false)), Ok(None));
+        let whole = partial.add(part(1, 1, true)).unwrap().unwrap();
         assert_eq!(whole.len(), MESSAGE_BYTES);
-        assert_eq!(unfinished.add(part(2, MESSAGE_BYTES, false)), Ok(None));
-        assert!(unfinished.add(part(3, 1, true)).unwrap_err().contains("64 MiB"));
+        assert_eq!(partial.add(part(2, MESSAGE_BYTES, false)), Ok(None));
+        assert!(partial.add(part(3, 1, true)).unwrap_err().contains("64 MiB"));
 
-        let mut unfinished = Unfinished::default();
-        for message in 0..UNFINISHED_MESSAGES as u64 {
-            assert_eq!(unfinished.add(part(message, 0, false)), Ok(None));
+        let mut partial = PartialMessages::default();
+        for message in 0..PARTIAL_MESSAGES as u64 {
+            assert_eq!(partial.add(part(message, 0, false)), Ok(None));
         }
-        assert!(unfinished.add(part(99, 0, false)).unwrap_err().contains("more than 8"));
+        assert!(partial.add(part(99, 0, false)).unwrap_err().contains("more than 8"));
     }
 
     /// Nested lists.

@@ -148,7 +148,7 @@ fn the_job_s_keys_override_the_recipe_s_keys() {
     let spec = job("imagenet", "", "steps = 100").expect("a job");
     assert_eq!((spec.train.epochs, spec.train.steps), (None, Some(100)));
     let spec = job("imagenet-2021", "image_size = 96", "").expect("a job");
-    assert_eq!(spec.data.evaluation_size(), Some(96));
+    assert_eq!(spec.data.effective_validation_size(), Some(96));
     assert_eq!(spec.data.resize_size, None, "232 pixels belong to the recipe's crop");
 
     // Null means absent.

@@ -239,7 +239,7 @@ def test_token_and_url_are_found_as_by_the_command_line(monkeypatch: pytest.Monk
         with monkeypatch.context() as patch:
             for name, value in environment.items():
                 patch.setenv(name, value)
-            header: str | None = access.settings(url, None, tmp_path)["headers"].get("Authorization")
+            header: str | None = access.httpx_arguments(url, None, tmp_path)["headers"].get("Authorization")
             return header
 
     assert authorization(local) == authorization("localhost:1") == authorization("http://[::1]:1") == "Bearer own"
@@ -251,9 +251,9 @@ def test_token_and_url_are_found_as_by_the_command_line(monkeypatch: pytest.Monk
         patch.delenv("LOCKSTEP_SERVER")
         for recorded, found in (("http://127.0.0.1:4321", "http://127.0.0.1:4321"), (remote, access.DEFAULT_SERVER)):
             (tmp_path / "address").write_text(recorded)
-            assert access.settings(None, None, tmp_path)["base_url"] == f"{found}/api/v1"
+            assert access.httpx_arguments(None, None, tmp_path)["base_url"] == f"{found}/api/v1"
     port = httpx.URL(local).port or 0
-    assert access.listener_owners(access._loopback(httpx.URL(local)), port) == {os.getuid()}
+    assert access.listener_owners(access._loopback_addresses(httpx.URL(local)), port) == {os.getuid()}
     monkeypatch.setattr(access, "listener_owners", lambda addresses, port: {os.getuid() + 1})
     with pytest.raises(lockstep.LockstepError, match="has user id"):
         authorization(local)

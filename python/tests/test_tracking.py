@@ -161,7 +161,7 @@ def run_python(code: str) -> subprocess.Popen[str]:
 def test_calls_of_wandb_have_the_same_effect(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     wandb.login()
     run = wandb.init(
-        project="my shoes", name="first", config={"lr": 0.1, "net": {"depth": 20}}, tags=["a"], group="g", notes="n",
+        project="..my shoes", name="first", config={"lr": 0.1, "net": {"depth": 20}}, tags=["a"], group="g", notes="n",
         settings=wandb.Settings(silent=True), entity="team",
     )  # fmt: skip
     assert wandb.run is run and wandb.init() is run and wandb.config is run.config

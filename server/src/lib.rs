@@ -33,7 +33,7 @@ pub use config::{
     smtp::SmtpConfig,
 };
 pub use http::tls;
-pub use util::private::keep_files_private;
+pub use util::private_files::keep_files_private;
 
 /// The current time in whole milliseconds, so that stored and streamed times are equal.
 pub(crate) fn now() -> jiff::Timestamp {

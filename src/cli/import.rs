@@ -11,7 +11,7 @@ use super::{
 };
 use anyhow::Context;
 use lockstep_protocol::{
-    labels::{project_mistake, project_of},
+    labels::{project_mistake, to_project_name},
     limits::{NOTES_BYTES, RUN_METRICS, RUN_VALUES, TAG_CHARS, TAGS},
     metric::name_mistake,
     numbers::plural,
@@ -299,7 +299,7 @@ async fn send(api: &Api, mut run: Run, project: Option<&str>) -> anyhow::Result<
         notes.truncate(notes.floor_char_boundary(NOTES_BYTES));
         let new = json!({
             "id": run.id, "name": name.chars().take(NAME_CHARS).collect::<String>(), "config": run.config, "notes": notes,
-            "project": project.map(str::to_owned).or(run.project.as_deref().map(project_of)),
+            "project": project.map(str::to_owned).or(run.project.as_deref().map(to_project_name)),
             "tags": tags.take(TAGS).collect::<Vec<_>>(), "started_at": run.started_at,
         });
         api.post::<Value>("/runs", &new).await?;

@@ -259,7 +259,7 @@ fn print_json(plans: &[(JobSpec, Planned)], network: &Network, machine: &Machine
 fn network(args: &Args, spec: &JobSpec) -> anyhow::Result<Network> {
     let (sides, channels, classes) = match args.classes {
         Some(classes) => {
-            let evaluation = spec.data.evaluation_size().ok_or_else(|| {
+            let evaluation = spec.data.effective_validation_size().ok_or_else(|| {
                 usage_error("--classes: the dataset is not read, so the side of pictures is also needed: --set data.image_size=224")
             })?;
             let side = spec.data.image_size.as_ref().map_or(evaluation, ImageSize::last);

@@ -201,11 +201,11 @@ mod tests {
         let mirror = Mirror::start(Behaviour { cuts, ..serving(pointer_to(&content), content.clone()) });
         fetch("resnet18", &mirror.base, &place).unwrap();
         assert_eq!(fs::read(&place).unwrap(), content);
-        assert_eq!(mirror.ranges(), [None, None, Some(60_000), Some(80_000)]);
+        assert_eq!(mirror.requested_starts(), [None, None, Some(60_000), Some(80_000)]);
         // No temporary file is left, and the second call sends no request.
         assert_eq!(fs::read_dir(place.parent().unwrap()).unwrap().count(), 1);
         fetch("resnet18", &mirror.base, &place).unwrap();
-        assert_eq!(mirror.ranges().len(), 4);
+        assert_eq!(mirror.requested_starts().len(), 4);
         // A file that the user has put there is checked, too.
         fs::write(&place, "<html>").unwrap();
         let message = fetch("resnet18", "http://nobody.invalid", &place).unwrap_err().to_string();

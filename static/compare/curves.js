@@ -12,11 +12,11 @@ import { MeanSeries, Series } from "../chart/series.js";
 import { Speeds } from "../chart/speeds.js";
 import { axisName, times, View } from "../chart/view.js";
 import { isActive, pictures, ranksNow, isRankCountKnown } from "../job/facts.js";
-import { about, ALL, axisOf, MACHINE, named, unitOf } from "../job/names.js";
+import { about, ALL, axisOf, axisTitle, MACHINE, unitOf } from "../job/names.js";
 import { groups, mean } from "./grouped.js";
 
 /** Whether every rank reports the metric. Metrics of machines are read from the first rank. */
-const isOfEachRank = (metric) => Object.hasOwn(ALL, metric) && ALL[metric][2] && !(metric in MACHINE);
+const isOfEachRank = (metric) => Object.hasOwn(ALL, metric) && ALL[metric].isPerRank && !(metric in MACHINE);
 /** Metrics with few values, which have a ring at every value. */
 const RINGS = /^val_/;
 /** Key of the clock series: rank 0's `step_ms`, as on a job's own page. */
@@ -54,7 +54,7 @@ export class Curves {
 
   #make(metric) {
     const root = Object.assign(document.createElement("div"), { className: "curve" }), head = Object.assign(document.createElement("header"), { className: "card-head" });
-    const label = named(metric), { format, tick, limits } = axisOf(metric);
+    const label = axisTitle(metric), { format, tick, limits } = axisOf(metric);
     const title = Object.assign(document.createElement("h3"), { textContent: label }), note = Object.assign(document.createElement("span"), { className: "small" }), place = Object.assign(document.createElement("div"), { className: "chart tall" });
     head.append(title, note);
     root.append(head, place);
@@ -71,7 +71,7 @@ export class Curves {
     chart.scale = this.#scale;
     chart.smoothing = this.#smoothing;
     const of = () => (this.groupBy ? `by ${this.groupBy}` : this.jobs().map((j) => titleOf(j, this.jobs())).join(", "));
-    head.append(tools(rangeMenu(chart, metric === "loss" ? "compare" : `compare-${metric}`, unitOf(metric)), saveMenu(chart, () => `compare-${metric}`, () => `${about(metric)[0]}, ${of()}`)));
+    head.append(tools(rangeMenu(chart, metric === "loss" ? "compare" : `compare-${metric}`, unitOf(metric)), saveMenu(chart, () => `compare-${metric}`, () => `${about(metric).label}, ${of()}`)));
     byId("curves").append(root);
     return chart;
   }

@@ -1,4 +1,4 @@
-// The form that registers a dataset. Its folder is inspected while the path is typed.
+// The form that registers a dataset. The folder is inspected 0.6 s after the last change of the path.
 
 import { ask, byId, Problem, errorText, text } from "../page.js";
 import { count, plural } from "../numbers.js";
@@ -7,9 +7,9 @@ const INSPECT_AFTER_MS = 600;
 const FIELDS = ["name", "path"];
 
 /** Shows the current activity and its progress. A screen reader announces only the activity, and not every count. */
-function showActivity(words, far = "") {
-  text(byId("add-status"), words);
-  text(byId("add-count"), far);
+function showActivity(activity, progress = "") {
+  text(byId("add-status"), activity);
+  text(byId("add-count"), progress);
 }
 
 function showErrors(errors) {
@@ -39,17 +39,20 @@ function describeFolder({ info }) {
   return `Found ${info.format.replace("_", " ")}: ${splits}, ${size}, ${plural(info.classes.length, "class")} (${info.classes.slice(0, 6).join(", ")}${info.classes.length > 6 ? " …" : ""})${broken}${left}.`;
 }
 
-/** Polls until the inspection of the files is done, and shows its progress. The first inspection of a million pictures takes minutes. */
-export async function inspected(path, body, signal, showActivity) {
+/**
+ * Sends the request again until the server has inspected the files, shows the progress, and returns the response. With `/api/v1/datasets` this
+ * registers the dataset. The first inspection of a million pictures takes minutes.
+ */
+export async function postUntilInspected(path, body, signal, onProgress) {
   for (;;) {
     const response = await ask(`${path}?wait_secs=3`, { method: "POST", body, signal });
     if (response.info) return response;
-    showActivity(response.detail?.startsWith("unpacking") ? "Unpacking its files …" : "Inspecting its files …", response.total ? `${count(response.inspected)} of ${count(response.total)}` : "");
+    onProgress(response.detail?.startsWith("unpacking") ? "Unpacking its files …" : "Inspecting its files …", response.total ? `${count(response.inspected)} of ${count(response.total)}` : "");
   }
 }
 
-/** Inspects the typed path, and registers the dataset without leaving the page. */
-export function offerForm(form) {
+/** Adds the handlers of the form: inspects the path after typing, and registers the dataset without leaving the page. */
+export function initialiseForm(form) {
   let timer = 0, inspecting = null;
   form.path.addEventListener("input", () => {
     clearTimeout(timer);
@@ -63,7 +66,7 @@ export function offerForm(form) {
     const mine = inspecting = new AbortController();
     showActivity("Inspecting its files …");
     try {
-      const response = await inspected("/api/v1/datasets/inspect", { path }, mine.signal, showActivity);
+      const response = await postUntilInspected("/api/v1/datasets/inspect", { path }, mine.signal, showActivity);
       showActivity(describeFolder(response));
       if (!form.name.value.trim()) form.name.value = nameOf(path);
     } catch (error) {
@@ -80,7 +83,7 @@ export function offerForm(form) {
     showErrors([]);
     showActivity("Inspecting its files …");
     try {
-      await inspected("/api/v1/datasets", { name: form.name.value.trim(), path: form.path.value.trim() }, undefined, showActivity);
+      await postUntilInspected("/api/v1/datasets", { name: form.name.value.trim(), path: form.path.value.trim() }, undefined, showActivity);
       location.reload();
     } catch (error) {
       button.disabled = false;

@@ -3,7 +3,7 @@
 import { ask, byId, Problem, errorText, text } from "../page.js";
 import { bytes } from "../numbers.js";
 import { read } from "../address.js";
-import { inspected, nameOf } from "./form.js";
+import { nameOf, postUntilInspected } from "./form.js";
 
 /** Maximum size of a piece that the server accepts, and maximum number of attempts to send a piece. */
 const PIECE = 8 * 2 ** 20, TRIES = 6;
@@ -19,8 +19,8 @@ async function send(path, piece) {
 }
 
 export function offerUpload(form) {
-  const progress = byId("u-progress"), button = form.querySelector("button");
-  const tell = (words, far = "") => { text(byId("u-status"), words); text(byId("u-count"), far); };
+  const bar = byId("u-progress"), button = form.querySelector("button");
+  const showActivity = (activity, progress = "") => { text(byId("u-status"), activity); text(byId("u-count"), progress); };
   form.hidden = false;
   if (location.hash === "#upload") form.scrollIntoView();
   byId("u-file").addEventListener("change", () => {
@@ -34,22 +34,22 @@ export function offerUpload(form) {
     if (!file || !name) return;
     const path = `/api/v1/datasets/uploads/${encodeURIComponent(name)}`;
     button.disabled = true;
-    progress.hidden = false;
+    bar.hidden = false;
     try {
       for (let offset = 0; offset === 0 || offset < file.size; offset += PIECE) {
-        progress.value = offset / Math.max(1, file.size);
-        tell("Uploading …", `${bytes(offset)} of ${bytes(file.size)}`);
+        bar.value = offset / Math.max(1, file.size);
+        showActivity("Uploading …", `${bytes(offset)} of ${bytes(file.size)}`);
         await send(`${path}/archive?offset=${offset}`, file.slice(offset, offset + PIECE));
       }
-      progress.value = 1;
-      tell("Unpacking its files …");
-      await inspected(path, {}, undefined, tell);
+      bar.value = 1;
+      showActivity("Unpacking its files …");
+      await postUntilInspected(path, {}, undefined, showActivity);
       // The reader came from the form for a new job.
       if (read("for") === "job") location.href = `/jobs/new?dataset=${encodeURIComponent(name)}`; else location.assign("/datasets");
     } catch (error) {
       button.disabled = false;
-      progress.hidden = true;
-      tell("");
+      bar.hidden = true;
+      showActivity("");
       text(byId("u-error"), errorText(error));
     }
   });

@@ -10,14 +10,14 @@ import { RANK_COLOURS } from "../chart/palette.js";
 import { Speeds } from "../chart/speeds.js";
 import { axisName, View } from "../chart/view.js";
 import { isFinal, pictures } from "./facts.js";
-import { about, GROUPS, MACHINE, named, OTHERS, quantity, short, shortPercent } from "./names.js";
+import { about, axisTitle, GROUPS, MACHINE, quantity, SELECTABLE, short, shortPercent } from "./names.js";
 import { colourOf } from "./ranks.js";
 
 /** Minimum time between requests while the reader zooms. The first request is sent at once. */
 const SETTLE_MS = 80;
 
 export class Charts {
-  other = OTHERS[read("metric")] ? read("metric") : "lr";
+  other = SELECTABLE[read("metric")] ? read("metric") : "lr";
 
   /** `job()`: the job's current state. */
   constructor(job, metrics, ranks) {
@@ -31,9 +31,9 @@ export class Charts {
     const make = (id, options) => this.draw(byId(`${id}-chart`), options);
     const withRanks = (shown) => shown && `${shown} · ${plural(metrics.ranks, "rank")}`;
     this.all = {
-      loss: make("loss", { label: "Loss of each rank", yName: () => named("loss"), format: value, layers: () => this.#perRank("loss"), onNote: (shown) => note(byId("loss-note"), withRanks(shown)) }),
+      loss: make("loss", { label: "Loss of each rank", yName: () => axisTitle("loss"), format: value, layers: () => this.#perRank("loss"), onNote: (shown) => note(byId("loss-note"), withRanks(shown)) }),
       accuracy: make("accuracy", {
-        label: "Accuracy in training and validation", yName: () => named("accuracy"), format: percent, limits: [0, 1], tick: shortPercent,
+        label: "Accuracy in training and validation", yName: () => axisTitle("accuracy"), format: percent, limits: [0, 1], tick: shortPercent,
         layers: () => [
           { label: "train", colour: "accent", series: metrics.mean("accuracy"), smoothing: 0.9 },
           { label: "validation", colour: "accent-2", series: metrics.of("val_accuracy"), rings: true, smoothing: 0 },
@@ -41,14 +41,14 @@ export class Charts {
         onNote: () => note(byId("acc-note"), "train (smooth 0.9) · validation"),
       }),
       images_per_second: make("speed", {
-        label: "Images per second, of all ranks", yName: () => named("images_per_second"), format: rate, layers: () => [{ label: "all ranks", colour: "accent", series: new Speeds(metrics.of("step_ms"), pictures(job())) }],
+        label: "Images per second, of all ranks", yName: () => axisTitle("images_per_second"), format: rate, layers: () => [{ label: "all ranks", colour: "accent", series: new Speeds(metrics.of("step_ms"), pictures(job())) }],
         onNote: (shown) => note(byId("speed-note"), [job().images_per_second ? `${rate(job().images_per_second)} in all` : "", shown].filter(Boolean).join(" · ")),
       }),
-      lr: make("lr", { label: "Another metric", yName: () => named(this.other), format: (v) => OTHERS[this.other][1](v), tick: (v) => (OTHERS[this.other][1] === value ? short(v) : OTHERS[this.other][1](v)), layers: () => this.#otherLayers(), zero: true, onNote: (shown) => note(byId("lr-note"), shown) }),
+      lr: make("lr", { label: "Another metric", yName: () => axisTitle(this.other), format: (v) => SELECTABLE[this.other].format(v), tick: (v) => (SELECTABLE[this.other].format === value ? short(v) : SELECTABLE[this.other].format(v)), layers: () => this.#otherLayers(), zero: true, onNote: (shown) => note(byId("lr-note"), shown) }),
     };
     for (const name of this.extra) {
-      const [label, format] = OTHERS[name];
-      this.all[name] = make(name, { label, yName: () => named(name), format, zero: true, layers: () => [{ label: label.toLowerCase(), colour: "accent", series: metrics.of(name) }] });
+      const { label, format } = SELECTABLE[name];
+      this.all[name] = make(name, { label, yName: () => axisTitle(name), format, zero: true, layers: () => [{ label: label.toLowerCase(), colour: "accent", series: metrics.of(name) }] });
     }
     this.#controls();
     view.addEventListener("zoom", () => this.#zoomed());
@@ -140,11 +140,11 @@ export class Charts {
   panelLayers({ metrics: names, lines }) {
     const { metrics } = this, many = names.length > 1, sides = [...new Set(names.map(quantity))];
     return names.flatMap((name, i) => {
-      const side = sides.indexOf(quantity(name)), label = about(name)[0] === name ? name : about(name)[0].toLowerCase(), colour = many ? `rank-${i}` : "accent";
+      const side = sides.indexOf(quantity(name)), label = about(name).label === name ? name : about(name).label.toLowerCase(), colour = many ? `rank-${i}` : "accent";
       let layers;
       if (name === "images_per_second") layers = [{ label, series: new Speeds(metrics.of("step_ms"), pictures(this.job())) }];
       else if (Object.hasOwn(MACHINE, name)) layers = this.#perMachine(name).map((layer) => ({ ...layer, label: many ? `${label}, ${layer.label}` : layer.label }));
-      else if (!about(name)[2]) layers = [{ label, series: metrics.of(name), rings: name.startsWith("val_"), smoothing: name.startsWith("val_") ? 0 : undefined }];
+      else if (!about(name).isPerRank) layers = [{ label, series: metrics.of(name), rings: name.startsWith("val_"), smoothing: name.startsWith("val_") ? 0 : undefined }];
       else if (lines === "mean" || metrics.ranks > RANK_COLOURS) layers = [{ label: many ? label : "mean of ranks", series: metrics.mean(name), band: true }];
       else layers = [...Array(metrics.ranks).keys()].map((rank) => ({ label: many ? `${label}, rank ${rank}` : `rank ${rank}`, colour: colourOf(rank), series: metrics.of(name, rank) }));
       return layers.map((layer) => ({ ...layer, side, colour: many ? colour : layer.colour ?? colour }));
@@ -152,9 +152,9 @@ export class Charts {
   }
 
   #otherLayers() {
-    const [label, , each] = OTHERS[this.other];
+    const { label, isPerRank } = SELECTABLE[this.other];
     if (this.other in MACHINE) return this.#perMachine(this.other);
-    return each ? this.#perRank(this.other) : [{ label: label.toLowerCase(), colour: "accent", series: this.metrics.of(this.other) }];
+    return isPerRank ? this.#perRank(this.other) : [{ label: label.toLowerCase(), colour: "accent", series: this.metrics.of(this.other) }];
   }
 
   #controls() {
@@ -174,7 +174,7 @@ export class Charts {
     smoothingSlider(byId("smooth"), byId("smooth-value"), (factor) => { loss.smoothing = factor; loss.invalidate(true); });
     const metric = byId("other-metric");
     let group = metric;
-    for (const [name, [label]] of Object.entries(OTHERS)) {
+    for (const [name, { label }] of Object.entries(SELECTABLE)) {
       const [title] = GROUPS.find(([, first]) => first === name) ?? [];
       if (title) metric.append(group = Object.assign(document.createElement("optgroup"), { label: title }));
       group.append(new Option(label, name, false, name === this.other));
@@ -191,7 +191,7 @@ export class Charts {
     byId("reset-zoom").hidden = !view.zoom;
     byId("reset-zoom").addEventListener("click", () => view.setZoom(null));
     for (const [name, chart] of Object.entries(this.all)) {
-      const title = () => `${this.job().name} · ${chart === this.all.lr ? OTHERS[this.other][0] : chart.label}`;
+      const title = () => `${this.job().name} · ${chart === this.all.lr ? SELECTABLE[this.other].label : chart.label}`;
       const metricOf = () => (chart === this.all.lr ? this.other : name);
       headOf(chart.root).append(tools(rangeMenu(chart, name, name === "accuracy" ? 0.01 : 1), saveMenu(chart, () => `${this.job().name}-${metricOf()}`, title,
         `/api/v1/jobs/${this.job().id}/metrics.csv${name === "lr" ? "" : `?name=${name}`}`)));

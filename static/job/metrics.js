@@ -82,8 +82,8 @@ export class Metrics {
 
   /** `isStill()`: whether no newer request for the whole history was made in the meantime. */
   async #read(name, first, isCurrent, events) {
-    const early = name === NAMES[0] ? window.early : null;
-    window.early = null;
+    const early = name === NAMES[0] ? window.earlyLoss : null;
+    window.earlyLoss = null;
     const response = (early && await early) || await this.#get(name);
     if (!isCurrent()) return;
     for (const key of [...this.#series.keys()]) if (key.startsWith(`${name}:`)) this.#series.delete(key);

@@ -11,37 +11,37 @@ export const short = (v) => {
 };
 export const shortPercent = (v) => `${short(Number((v * 100).toFixed(3)))} %`;
 
+/** `isPerRank`: whether every rank has its own values. Metrics of the same quantity (as in protocol/src/metric.rs) share an axis. */
+const metric = (label, format, isPerRank, quantity) => ({ label, format, isPerRank, quantity });
+
 /** Metrics of a machine, which one of its ranks reports. */
 export const MACHINE = {
-  cpu_utilization: ["CPU utilisation", (v) => percent(v, 0), true, "utilisation"], memory_used_bytes: ["Memory in use", bytes, true, "bytes"],
-  disk_used_bytes: ["Disk in use", bytes, true, "bytes"],
-  disk_read_bytes_per_second: ["Read from disk", perSecond, true, "bytes/s"], disk_written_bytes_per_second: ["Written to disk", perSecond, true, "bytes/s"],
-  network_received_bytes_per_second: ["Network received", perSecond, true, "bytes/s"], network_sent_bytes_per_second: ["Network sent", perSecond, true, "bytes/s"],
+  cpu_utilization: metric("CPU utilisation", (v) => percent(v, 0), true, "utilisation"), memory_used_bytes: metric("Memory in use", bytes, true, "bytes"),
+  disk_used_bytes: metric("Disk in use", bytes, true, "bytes"),
+  disk_read_bytes_per_second: metric("Read from disk", perSecond, true, "bytes/s"), disk_written_bytes_per_second: metric("Written to disk", perSecond, true, "bytes/s"),
+  network_received_bytes_per_second: metric("Network received", perSecond, true, "bytes/s"), network_sent_bytes_per_second: metric("Network sent", perSecond, true, "bytes/s"),
 };
-/**
- * Metrics of the last chart: label, format, whether every rank has its own values, and the quantity. Metrics of the same quantity share an
- * axis. The same quantities as in protocol/src/metric.rs.
- */
-export const OTHERS = {
-  lr: ["Learning rate", value, false, "learning rate"], grad_norm: ["Gradient norm", value, false, "gradient norm"], val_loss: ["Validation loss", value, false, "loss"],
-  val_ema_accuracy: ["Validation accuracy of averaged weights", percent, false, "accuracy"], val_ema_loss: ["Validation loss of averaged weights", value, false, "loss"],
-  step_ms: ["Step time", millis, true, "time"], data_ms: ["Data wait", millis, true, "time"], all_reduce_ms: ["All-reduce wait", millis, true, "time"],
-  loss_scale: ["Loss scale (float16)", value, false, "loss scale"], skipped_steps: ["Skipped steps (float16)", value, false, "steps"],
-  gpu_utilization: ["GPU utilisation", (v) => percent(v > 1 ? v / 100 : v, 0), true, "utilisation"], gpu_memory_bytes: ["GPU memory", bytes, true, "bytes"],
-  gpu_power_watts: ["GPU power", (v) => `${v.toFixed(0)} W`, true, "power"], gpu_temperature_celsius: ["GPU temperature", (v) => `${v.toFixed(0)} °C`, true, "temperature"],
+/** Metrics that the chart "Another metric" can show. */
+export const SELECTABLE = {
+  lr: metric("Learning rate", value, false, "learning rate"), grad_norm: metric("Gradient norm", value, false, "gradient norm"), val_loss: metric("Validation loss", value, false, "loss"),
+  val_ema_accuracy: metric("Validation accuracy of averaged weights", percent, false, "accuracy"), val_ema_loss: metric("Validation loss of averaged weights", value, false, "loss"),
+  step_ms: metric("Step time", millis, true, "time"), data_ms: metric("Data wait", millis, true, "time"), all_reduce_ms: metric("All-reduce wait", millis, true, "time"),
+  loss_scale: metric("Loss scale (float16)", value, false, "loss scale"), skipped_steps: metric("Skipped steps (float16)", value, false, "steps"),
+  gpu_utilization: metric("GPU utilisation", (v) => percent(v, 0), true, "utilisation"), gpu_memory_bytes: metric("GPU memory", bytes, true, "bytes"),
+  gpu_power_watts: metric("GPU power", (v) => `${v.toFixed(0)} W`, true, "power"), gpu_temperature_celsius: metric("GPU temperature", (v) => `${v.toFixed(0)} °C`, true, "temperature"),
   ...MACHINE,
 };
 /** All metrics that panels can show. */
 export const ALL = {
-  loss: ["Loss", value, true, "loss"], accuracy: ["Accuracy", percent, true, "accuracy"], val_accuracy: ["Validation accuracy", percent, false, "accuracy"],
-  images_per_second: ["Images/s", rate, false, "images/s"], ...OTHERS,
+  loss: metric("Loss", value, true, "loss"), accuracy: metric("Accuracy", percent, true, "accuracy"), val_accuracy: metric("Validation accuracy", percent, false, "accuracy"),
+  images_per_second: metric("Images/s", rate, false, "images/s"), ...SELECTABLE,
 };
 /** Returns the entry of any metric: runs from elsewhere choose names. */
-export const about = (name) => (Object.hasOwn(ALL, name) ? ALL[name] : [name, value, false, "value"]);
-export const quantity = (name) => about(name)[3];
+export const about = (name) => (Object.hasOwn(ALL, name) ? ALL[name] : metric(name, value, false, "value"));
+export const quantity = (name) => about(name).quantity;
 /** Text in place of network, dataset and ranks of a run from elsewhere. The same as in web/src/jobs.rs. */
 export const ELSEWHERE = "run from elsewhere";
-/** Returns the metrics for which a run from elsewhere has a newest value. */
+/** Returns the metrics for which a run from elsewhere has a newest value. `val_pictures` is a number of pictures, which is no curve. */
 export const ownMetrics = (job) => Object.keys(job.last).filter((name) => name !== "val_pictures" && job.last[name] !== null);
 /** Groups in the list of metrics, with the first metric of each group. */
 export const GROUPS = [["Training", "lr"], ["Time of a step", "step_ms"], ["float16", "loss_scale"], ["GPU", "gpu_utilization"], ["Machine", "cpu_utilization"]];
@@ -51,27 +51,30 @@ const UNITS = {
 };
 const withUnit = (words, of) => (UNITS[of] && UNITS[of] !== words ? `${words} (${UNITS[of]})` : words);
 
-/** Returns a metric's name with its unit, as the name of an axis: `step time (ms)`. */
-export function named(name) {
-  const [label] = about(name), words = label === name || /^[A-Z]{2}/.test(label) ? label : label[0].toLowerCase() + label.slice(1);
+/** Returns the title of a metric's axis: its name with its unit, such as `step time (ms)`. */
+export function axisTitle(name) {
+  const { label } = about(name), words = label === name || /^[A-Z]{2}/.test(label) ? label : label[0].toLowerCase() + label.slice(1);
   return withUnit(words, quantity(name));
 }
 
-/** Returns the names of the axes of a chart with several metrics: the metric's name, or the common quantity. */
-export function axesNamed(names) {
+/**
+ * Returns the title of a chart's axes as one text, such as `loss (cross-entropy) · time (ms) (right)`. An axis of one metric has its name, an
+ * axis of several metrics has the quantity.
+ */
+export function axesTitle(names) {
   const sides = [...new Set(names.map(quantity))];
   return sides.map((side, i) => {
     const own = names.filter((name) => quantity(name) === side);
-    return `${own.length === 1 ? named(own[0]) : withUnit(side, side)}${i ? " (right)" : ""}`;
+    return `${own.length === 1 ? axisTitle(own[0]) : withUnit(side, side)}${i ? " (right)" : ""}`;
   }).join(" · ");
 }
 
-/** Returns the axis value of the number 1 in a form: 0.01 for accuracies and utilisations, which people write in percent. */
+/** Returns the factor from a number typed into a form to the axis: 0.01 for accuracies and utilisations, which are typed in percent. */
 export const unitOf = (name) => (["accuracy", "utilisation"].includes(quantity(name)) ? 0.01 : 1);
 
 /** Returns the axis of a quantity, for one of its metrics. */
 export function axisOf(name) {
-  const format = about(name)[1], of = quantity(name);
+  const { format, quantity: of } = about(name);
   const tick = of === "accuracy" ? shortPercent : [value, rate].includes(format) ? short : format;
   return { format, tick, zero: !["loss", "accuracy", "value"].includes(of), limits: of === "accuracy" ? [0, 1] : undefined };
 }

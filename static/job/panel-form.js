@@ -12,7 +12,7 @@ export class PanelForm {
     const box = field("metrics");
     const job = charts.job();
     for (const name of job.external ? ownMetrics(job) : Object.keys(ALL)) {
-      const [label] = about(name);
+      const { label } = about(name);
       const [title] = GROUPS.find(([, first]) => first === name) ?? (group ? [] : ["Results"]);
       if (title) {
         group = box.appendChild(document.createElement("fieldset"));
@@ -77,7 +77,7 @@ export class PanelForm {
     };
     const ends = { y_min: end("min", "From"), y_max: end("max", "To") };
     for (const key of Object.keys(ends)) if (ends[key] === null) delete ends[key];
-    const title = field("name").value.trim() || metrics.map((name) => about(name)[0]).join(", ").slice(0, 80).trim();
+    const title = field("name").value.trim() || metrics.map((name) => about(name).label).join(", ").slice(0, 80).trim();
     return {
       title, metrics, lines: field("lines").value, columns: Number(field("columns").value), rows: Number(field("rows").value),
       smoothing: Number(field("smoothing").value), robust: field("robust").checked, log: field("scale").value === "log", ...ends,

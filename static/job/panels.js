@@ -5,7 +5,7 @@ import { ask, byId, confirmThen, note, text } from "../page.js";
 import { saveMenu } from "../chart/export.js";
 import { fieldError, PanelForm } from "./panel-form.js";
 import { showSize, sizable, sizeOf } from "./panel-size.js";
-import { about, axesNamed, axisOf, ownMetrics, quantity } from "./names.js";
+import { about, axesTitle, axisOf, ownMetrics, quantity } from "./names.js";
 
 /** Maximum number of panels. The same as in protocol/src/limits.rs. */
 const MAX_PANELS = 24;
@@ -90,7 +90,7 @@ export class Panels {
     root.dataset.chart = key;
     const axes = sides.map((side) => axisOf(panel.metrics.find((name) => quantity(name) === side)));
     const chart = this.charts.draw(root, {
-      label: panel.title, ...axes[0], second: axes[1] ?? null, yName: () => axesNamed(panel.metrics), layers: () => this.charts.panelLayers(panel),
+      label: panel.title, ...axes[0], second: axes[1] ?? null, yName: () => axesTitle(panel.metrics), layers: () => this.charts.panelLayers(panel),
       onNote: (words) => note(noteNode, words),
     });
     chart.smoothing = panel.smoothing;
@@ -124,7 +124,7 @@ export class Panels {
     list.replaceChildren(...panel.metrics.map((name, i) => {
       const item = document.createElement("li"), swatch = document.createElement("i");
       swatch.className = `swatch bg-rank-${i}`;
-      item.append(swatch, about(name)[0] + (quantity(name) === sides[1] ? " (right)" : ""));
+      item.append(swatch, about(name).label + (quantity(name) === sides[1] ? " (right)" : ""));
       return item;
     }));
   }

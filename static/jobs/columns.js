@@ -13,8 +13,8 @@ import { read, write } from "../address.js";
 const OWN = [["progress", "Progress"], ["loss", "Loss"], ["best", "Best accuracy"], ["speed", "Images/s"], ["age", "Submitted"]];
 /** Columns that can be added, besides settings and tags: label, value of a job, and format. */
 const METRICS = {
-  ...Object.fromEntries(Object.entries(ALL).map(([name, [words, format]]) => [name, [words, (j) => j.last[name], format]])),
-  accuracy: ["Training accuracy", (j) => j.last.accuracy, ALL.accuracy[1]], lr: ["Learning rate now", (j) => j.last.lr, ALL.lr[1]],
+  ...Object.fromEntries(Object.entries(ALL).map(([name, { label, format }]) => [name, [label, (j) => j.last[name], format]])),
+  accuracy: ["Training accuracy", (j) => j.last.accuracy, ALL.accuracy.format], lr: ["Learning rate now", (j) => j.last.lr, ALL.lr.format],
   images_per_second: ["Images/s", (j) => j.images_per_second, rate], step: ["Step", (j) => j.step, count], epoch: ["Epoch", (j) => j.epoch, count], attempt: ["Attempt", (j) => j.attempt, count], ranks: ["Ranks", (j) => j.ranks, count],
   owner: ["Owner", (j) => j.owner, String], project: ["Project", (j) => j.project, String],
 };

@@ -17,7 +17,7 @@ import { order } from "./sort.js";
  */
 const GROUPS = 100, JOBS = 25, MAX_PER_REQUEST = 1000, MAX_OPEN = 20, MIN_PAUSE_MS = 3000, MAX_PAUSE_MS = 30_000;
 /** For each column of numbers, the format of its mean. */
-const FORMATS = { ...Object.fromEntries(Object.entries(ALL).map(([name, [, format]]) => [name, format])), best: percent, speed: rate };
+const FORMATS = { ...Object.fromEntries(Object.entries(ALL).map(([name, { format }]) => [name, format])), best: percent, speed: rate };
 const OWN = { loss: "loss", best: "best", speed: "speed" };
 const NUMBERS = [...Object.keys(ALL), "step", "epoch", "attempt", "ranks"];
 /** For sort keys of the list for which groups have no mean: the sort key of groups that replaces it. */

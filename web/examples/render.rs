@@ -13,7 +13,7 @@ use lockstep_protocol::{
 use lockstep_web::{datasets, job, jobs, layout, machines, submit};
 use std::{fs, path::PathBuf};
 
-const VIEWER: layout::Viewer = layout::Viewer {
+const USER: layout::CurrentUser = layout::CurrentUser {
     who: String::new(),
     signed_in: true,
     is_admin: true,
@@ -111,7 +111,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         next: None,
         server_url: URL.into(),
         now,
-        viewer: VIEWER,
+        user: USER,
     };
     write("jobs.html", page.render()?)?;
     write("jobs-empty.html", jobs::JobsPage { jobs: vec![], any: false, ..page }.render()?)?;
@@ -166,7 +166,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         files: vec![],
         server_url: URL.into(),
         may_change: true,
-        viewer: VIEWER,
+        user: USER,
         panels: job::Panels { from: "none", panels: vec![] },
         has_histograms: false,
         has_network: false,
@@ -211,7 +211,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         form: Default::default(),
         server_url: URL.into(),
         now,
-        viewer: VIEWER,
+        user: USER,
     };
     write("datasets.html", page.render()?)?;
     write("datasets-empty.html", datasets::DatasetsPage { datasets: vec![], ..page }.render()?)?;
@@ -300,12 +300,12 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             ..machines::Join::default()
         },
         now,
-        viewer: VIEWER,
+        user: USER,
     };
     write("machines.html", page.render()?)?;
     write("machines-empty.html", machines::MachinesPage { agents: vec![], ..page }.render()?)?;
-    let lost = layout::MessagePage {
-        viewer: VIEWER,
+    let lost = layout::ErrorPage {
+        user: USER,
         status: 404,
         title: "No job has this id".into(),
         detail: "It may have been deleted.".into(),

@@ -2,7 +2,7 @@
 
 use crate::{
     jobs::encoded,
-    layout::{Bar, Nav, Viewer},
+    layout::{Bar, CurrentUser, Nav},
 };
 use askama::Template;
 use jiff::Timestamp;
@@ -121,8 +121,8 @@ pub struct AuditPage {
     pub who: String,
     /// `?q=/jobs`: entries that contain this text; empty for all.
     pub text: String,
-    /// Rights of the person who looks at the page.
-    pub viewer: Viewer,
+    /// The person or token that looks at the page.
+    pub user: CurrentUser,
 }
 
 /// Kinds of entries, each with a text that its URLs contain.
@@ -146,7 +146,7 @@ impl AuditPage {
     }
 
     fn nav(&self) -> Bar<'_> {
-        Nav::Audit.seen_by(&self.viewer)
+        Nav::Audit.bar_for(&self.user)
     }
 
     /// Returns label and URL of each kind, and whether the page shows this kind.
@@ -206,8 +206,8 @@ mod tests {
             assert_eq!(line.job(), job, "{action}");
         }
         let lines = vec![line("POST /api/v1/jobs/{id}/cancel", "/api/v1/jobs/j1/cancel", "<shoes>")];
-        let (who, text, viewer) = ("ada".into(), "/jobs".into(), Viewer::NOBODY);
-        let html = AuditPage { lines, next: Some("c".into()), who, text, viewer }.render().expect("renders");
+        let (who, text, user) = ("ada".into(), "/jobs".into(), CurrentUser::NOBODY);
+        let html = AuditPage { lines, next: Some("c".into()), who, text, user }.render().expect("renders");
         for wanted in [
             "<b>ada</b> cancelled job <a href=\"/jobs/j1\">&#60;shoes&#62;</a>",
             "/audit?who=ada&#38;q=%2Fjobs&#38;cursor=c",

@@ -1,14 +1,14 @@
 //! Comparison of jobs. The URL contains the jobs, and the script reads them, so the page itself contains no data.
 
-use crate::layout::{Bar, Nav, Viewer};
+use crate::layout::{Bar, CurrentUser, Nav};
 use askama::Template;
 
 /// `GET /compare`.
 #[derive(Debug, Clone, Template)]
 #[template(path = "compare.html")]
 pub struct ComparePage {
-    /// Rights of the person who looks at the page.
-    pub viewer: Viewer,
+    /// The person or token that looks at the page.
+    pub user: CurrentUser,
 }
 
 impl ComparePage {
@@ -21,6 +21,6 @@ impl ComparePage {
     }
 
     fn nav(&self) -> Bar<'_> {
-        Nav::Compare.seen_by(&self.viewer)
+        Nav::Compare.bar_for(&self.user)
     }
 }

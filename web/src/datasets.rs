@@ -1,7 +1,7 @@
 //! The registered datasets and the form that registers one.
 
 use crate::{
-    layout::{Bar, Nav, Viewer},
+    layout::{Bar, CurrentUser, Nav},
     numbers::{age, count, plural},
 };
 use askama::Template;
@@ -25,9 +25,9 @@ pub struct DatasetForm {
 pub struct DatasetsPage {
     /// All datasets, sorted by name.
     pub datasets: Vec<Dataset>,
-    /// Names of datasets that the viewer may remove.
+    /// Names of datasets that the user may remove.
     pub changeable: HashSet<String>,
-    /// Whether the viewer may register folders.
+    /// Whether the user may register folders.
     pub may_add: bool,
     /// Content of the form. Empty unless it has a mistake.
     pub form: DatasetForm,
@@ -35,8 +35,8 @@ pub struct DatasetsPage {
     pub server_url: String,
     /// The time from which ages are computed.
     pub now: Timestamp,
-    /// Rights of the person who looks at the page.
-    pub viewer: Viewer,
+    /// The person or token that looks at the page.
+    pub user: CurrentUser,
 }
 
 impl DatasetsPage {
@@ -62,7 +62,7 @@ struct DatasetsTemplate<'a> {
 
 impl DatasetsTemplate<'_> {
     fn nav(&self) -> Bar<'_> {
-        Nav::Datasets.seen_by(&self.page.viewer)
+        Nav::Datasets.bar_for(&self.page.user)
     }
 }
 

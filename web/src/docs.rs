@@ -4,7 +4,7 @@ mod markdown;
 
 pub use markdown::title;
 
-use crate::layout::{Bar, Nav, Viewer};
+use crate::layout::{Bar, CurrentUser, Nav};
 use askama::Template;
 
 /// An entry of the list of pages.
@@ -26,12 +26,12 @@ pub struct DocsPage {
     html: String,
     /// The text in the search field.
     query: String,
-    viewer: Viewer,
+    user: CurrentUser,
 }
 
 impl DocsPage {
     /// Creates the page at `path` from this Markdown. `pages` are all pages; links to other files become plain text.
-    pub fn new(path: &str, source: &str, pages: &[DocsEntry], viewer: Viewer) -> Self {
+    pub fn new(path: &str, source: &str, pages: &[DocsEntry], user: CurrentUser) -> Self {
         let is_page = |path: &str| pages.iter().any(|entry| entry.path == path);
         let html = markdown::html(source, path, &is_page);
         Self {
@@ -40,22 +40,22 @@ impl DocsPage {
             folders: folders(pages),
             html,
             query: String::new(),
-            viewer,
+            user,
         }
     }
 
     /// Creates a page with the list of all pages.
-    pub fn index(pages: &[DocsEntry], viewer: Viewer) -> Self {
+    pub fn index(pages: &[DocsEntry], user: CurrentUser) -> Self {
         let mut source = String::from("# Documentation\n");
         for (folder, pages) in folders(pages) {
             source += &format!("\n## {folder}\n\n");
             pages.iter().for_each(|page| source += &format!("- [{}]({}.md)\n", page.title, page.path));
         }
-        Self::new("", &source, pages, viewer)
+        Self::new("", &source, pages, user)
     }
 
     /// Creates a page with search results: pages, each with a line that contains a word of the query.
-    pub fn found(query: &str, found: &[(DocsEntry, String)], pages: &[DocsEntry], viewer: Viewer) -> Self {
+    pub fn found(query: &str, found: &[(DocsEntry, String)], pages: &[DocsEntry], user: CurrentUser) -> Self {
         // A line is shown as plain text, because its Markdown may continue in other lines.
         let is_text = |c: &char| c.is_alphanumeric() || " .,:;()'\"/-=+%_".contains(*c);
         let mut source = String::from("# Documentation\n\n");
@@ -66,7 +66,7 @@ impl DocsPage {
             let line: String = line.chars().filter(is_text).collect();
             source += &format!("- [{}]({}.md): {}\n", page.title, page.path, line.trim());
         }
-        Self { query: query.into(), ..Self::new("", &source, pages, viewer) }
+        Self { query: query.into(), ..Self::new("", &source, pages, user) }
     }
 
     /// Renders the page as HTML.
@@ -78,7 +78,7 @@ impl DocsPage {
     }
 
     fn nav(&self) -> Bar<'_> {
-        Nav::None.seen_by(&self.viewer)
+        Nav::None.bar_for(&self.user)
     }
 }
 
@@ -101,16 +101,20 @@ mod tests {
     fn pages_are_listed_and_their_text_is_escaped() {
         let entry = |path: &str, title: &str| DocsEntry { path: path.into(), title: title.into() };
         let pages = [entry("team", "A team & its server"), entry("reference/rest", "REST")];
-        let html =
-            DocsPage::new("team", "# A team & its server\n\n<script>x</script>\n", &pages, Viewer::NOBODY);
+        let html = DocsPage::new(
+            "team",
+            "# A team & its server\n\n<script>x</script>\n",
+            &pages,
+            CurrentUser::NOBODY,
+        );
         let html = html.render().expect("renders");
         assert!(!html.contains("<script>x") && html.contains("&lt;script&gt;x"), "{html}");
         assert!(html.contains("<title>A team &#38; its server"), "{html}");
         assert!(html.contains(r#"<a href="/docs/team" aria-current="page">"#), "{html}");
-        let index = DocsPage::index(&pages, Viewer::NOBODY).render().expect("renders");
+        let index = DocsPage::index(&pages, CurrentUser::NOBODY).render().expect("renders");
         assert!(index.contains(r#"<li><a href="/docs/reference/rest">REST</a></li>"#), "{index}");
         let found = [(pages[1].clone(), "| `<b>key` | [x](y) |".to_owned())];
-        let html = DocsPage::found("\"key\"", &found, &pages, Viewer::NOBODY).render().expect("renders");
+        let html = DocsPage::found("\"key\"", &found, &pages, CurrentUser::NOBODY).render().expect("renders");
         assert!(html.contains(r#"<a href="/docs/reference/rest">REST</a>: bkey  x(y)"#), "{html}");
         assert!(html.contains(r#"value="&#34;key&#34;""#), "{html}");
     }

@@ -4,7 +4,7 @@ mod own_settings;
 
 use crate::{
     jobs::ELSEWHERE,
-    layout::{Bar, Nav, Viewer, data_block},
+    layout::{Bar, CurrentUser, Nav, data_block},
     numbers::{Shown, bytes, clock, count, percent, plural, rate, value},
 };
 use askama::Template;
@@ -73,9 +73,9 @@ pub struct JobPage {
     pub files: Vec<RunFile>,
     /// This server's URL in the browser, for commands to copy.
     pub server_url: String,
-    /// Rights of the person who looks at the page.
-    pub viewer: Viewer,
-    /// Whether the viewer may change the job.
+    /// The person or token that looks at the page.
+    pub user: CurrentUser,
+    /// Whether the user may change the job.
     pub may_change: bool,
     /// Panels that people have configured.
     pub panels: Panels,
@@ -125,7 +125,7 @@ struct JobTemplate<'a> {
 
 impl JobTemplate<'_> {
     fn nav(&self) -> Bar<'_> {
-        Nav::Jobs.seen_by(&self.page.viewer)
+        Nav::Jobs.bar_for(&self.page.user)
     }
 
     /// Describes the newest attempt: `attempt 2 · 4 ranks on h200-a · resnet50 on pets`. The script adds the start time in the reader's time zone.
@@ -221,9 +221,9 @@ impl JobTemplate<'_> {
         job.external.is_none() && job.step == 0 && job.sparkline.is_empty() && idle.contains(&job.state)
     }
 
-    /// Whether the viewer may change the job.
+    /// Whether the user may change the job.
     fn may_change(&self) -> bool {
-        self.page.may_change && !self.page.viewer.reads_only
+        self.page.may_change && !self.page.user.reads_only
     }
 
     /// Whether the job's priority has an effect: the job waits, or can be preempted by jobs of higher priority. The same as `isRanked` in

@@ -1,7 +1,7 @@
 //! The list of jobs: one row per job, newest first.
 
 use crate::{
-    layout::{Bar, Nav, Viewer},
+    layout::{Bar, CurrentUser, Nav},
     numbers::{age, clock, percent, plural, rate, value},
 };
 use askama::Template;
@@ -47,8 +47,8 @@ pub struct JobsPage {
     pub server_url: String,
     /// The time from which ages are computed.
     pub now: Timestamp,
-    /// Rights of the person who looks at the page.
-    pub viewer: Viewer,
+    /// The person or token that looks at the page.
+    pub user: CurrentUser,
 }
 
 impl JobsPage {
@@ -71,7 +71,7 @@ struct JobsTemplate<'a> {
 
 impl JobsTemplate<'_> {
     fn nav(&self) -> Bar<'_> {
-        Nav::Jobs.seen_by(&self.page.viewer)
+        Nav::Jobs.bar_for(&self.page.user)
     }
 
     fn states(&self) -> Vec<StateLink> {
@@ -321,7 +321,7 @@ mod tests {
             next: None,
             server_url: "http://127.0.0.1:7070".into(),
             now: Timestamp::UNIX_EPOCH,
-            viewer: Viewer::NOBODY,
+            user: CurrentUser::NOBODY,
         };
         let html = page.render().expect("renders");
         assert!(html.contains("lockstep submit"), "a command to copy");

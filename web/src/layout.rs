@@ -48,36 +48,41 @@ pub enum Nav {
 
 /// The person or token that looks at a page, with the properties on which the bar at the top depends.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Viewer {
+pub struct CurrentUser {
     /// The name of the person or token. Empty if the server requires no sign-in.
     pub who: String,
     /// Whether there is a session to end.
     pub signed_in: bool,
-    /// Whether the viewer sees the audit log and the page People.
+    /// Whether the user sees the audit log, the page People and, in the footer, the link to `/webhooks`.
     pub is_admin: bool,
-    /// Whether the viewer is a person, who has an account page, and not a token.
+    /// Whether the user is a person, who has an account page, and not a token.
     pub is_person: bool,
-    /// Whether the viewer may change nothing.
+    /// Whether the user may change nothing. Pages then offer no changes.
     pub reads_only: bool,
 }
 
-impl Viewer {
-    /// A viewer who has not signed in, or on a server without sign-in.
-    pub const NOBODY: Viewer =
-        Viewer { who: String::new(), signed_in: false, is_admin: false, is_person: false, reads_only: false };
+impl CurrentUser {
+    /// A user who has not signed in, or on a server without sign-in.
+    pub const NOBODY: CurrentUser = CurrentUser {
+        who: String::new(),
+        signed_in: false,
+        is_admin: false,
+        is_person: false,
+        reads_only: false,
+    };
 }
 
 /// The bar at the top of a page.
 #[derive(Debug, Clone, Copy)]
 pub struct Bar<'a> {
     nav: Nav,
-    viewer: &'a Viewer,
+    user: &'a CurrentUser,
 }
 
 impl Nav {
-    /// Returns the bar of a page with this entry, for this viewer.
-    pub fn seen_by(self, viewer: &Viewer) -> Bar<'_> {
-        Bar { nav: self, viewer }
+    /// Returns the bar of a page with this entry, for this user.
+    pub fn bar_for(self, user: &CurrentUser) -> Bar<'_> {
+        Bar { nav: self, user }
     }
 }
 
@@ -98,33 +103,13 @@ impl<'a> Bar<'a> {
             ("/audit", "Audit", Nav::Audit),
         ];
         let is_for_admins = |nav: &Nav| matches!(nav, Nav::People | Nav::Audit);
-        let shown = all.into_iter().filter(|(_, _, nav)| !is_for_admins(nav) || self.viewer.is_admin);
+        let shown = all.into_iter().filter(|(_, _, nav)| !is_for_admins(nav) || self.user.is_admin);
         shown.map(|(address, label, nav)| (address, label, nav == self.nav)).collect()
     }
 
-    /// Returns the name of the viewer. Empty if the server requires no sign-in.
-    pub fn who(self) -> &'a str {
-        &self.viewer.who
-    }
-
-    /// Whether the viewer is a person with an account page.
-    pub fn is_person(self) -> bool {
-        self.viewer.is_person
-    }
-
-    /// Whether the viewer is an admin: pages then link the page Webhooks.
-    pub fn is_admin(self) -> bool {
-        self.viewer.is_admin
-    }
-
-    /// Whether the viewer may change nothing: pages then do not offer changes.
-    pub fn reads_only(self) -> bool {
-        self.viewer.reads_only
-    }
-
-    /// Whether there is a session to end.
-    pub fn signed_in(self) -> bool {
-        self.viewer.signed_in
+    /// Returns the person or token that looks at the page.
+    pub fn user(self) -> &'a CurrentUser {
+        self.user
     }
 }
 
@@ -140,18 +125,18 @@ pub(crate) fn data_block<T: Serialize>(value: &T) -> Result<String, askama::Erro
 /// A page that describes an error and what to do.
 #[derive(Debug, Clone, Template)]
 #[template(path = "message.html")]
-pub struct MessagePage {
+pub struct ErrorPage {
     /// HTTP status, in small print.
     pub status: u16,
     /// What happened, such as `No job has this id`.
     pub title: String,
     /// What to do, as a sentence.
     pub detail: String,
-    /// Rights of the person who looks at the page.
-    pub viewer: Viewer,
+    /// The person or token that looks at the page.
+    pub user: CurrentUser,
 }
 
-impl MessagePage {
+impl ErrorPage {
     /// Renders the page as HTML.
     ///
     /// # Errors
@@ -161,7 +146,7 @@ impl MessagePage {
     }
 
     fn nav(&self) -> Bar<'_> {
-        Nav::None.seen_by(&self.viewer)
+        Nav::None.bar_for(&self.user)
     }
 }
 
@@ -182,8 +167,8 @@ mod tests {
     #[test]
     fn only_admins_see_links_to_people_and_the_audit_log() {
         let shown = |is_admin| {
-            let viewer = Viewer { is_admin, is_person: true, ..Viewer::NOBODY };
-            Nav::Jobs.seen_by(&viewer).entries()
+            let user = CurrentUser { is_admin, is_person: true, ..CurrentUser::NOBODY };
+            Nav::Jobs.bar_for(&user).entries()
         };
         assert!(shown(false).iter().all(|(address, _, _)| !["/people", "/audit"].contains(address)));
         assert_eq!(shown(true).last(), Some(&("/audit", "Audit", false)));
@@ -193,13 +178,13 @@ mod tests {
     #[test]
     fn a_message_is_escaped() {
         let (title, detail) = ("<b>".into(), "Go to Jobs.".into());
-        let page = MessagePage { status: 404, title, detail, viewer: Viewer::NOBODY };
+        let page = ErrorPage { status: 404, title, detail, user: CurrentUser::NOBODY };
         let html = page.render().expect("renders");
         assert!(html.contains("&#60;b&#62;") && html.contains("404"), "{html}");
         assert!(!html.contains("Sign out") && !html.contains("View only"), "{html}");
         let who = "ada".to_owned();
-        let viewer = Viewer { who, signed_in: true, is_admin: false, is_person: true, reads_only: true };
-        let html = MessagePage { viewer, ..page }.render().expect("renders");
+        let user = CurrentUser { who, signed_in: true, is_admin: false, is_person: true, reads_only: true };
+        let html = ErrorPage { user, ..page }.render().expect("renders");
         assert!(
             html.contains("Sign out") && html.contains("/account") && html.contains("View only"),
             "{html}"

@@ -18,7 +18,7 @@
 //! | `GET /account`, `POST /account` | [`people::AccountPage`] | |
 //! | `GET /audit` | [`audit::AuditPage`] | |
 //! | `GET /webhooks`, `POST /webhooks` | [`webhooks::WebhooksPage`] | |
-//! | any URL, on an error | [`layout::MessagePage`] | |
+//! | any URL, on an error | [`layout::ErrorPage`] | |
 //!
 //! The pages contain no inline script and no inline style, so they work under
 //! `default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; form-action 'self'`.

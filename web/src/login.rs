@@ -1,6 +1,6 @@
 //! The sign-in form.
 
-use crate::layout::{Bar, Nav, Viewer};
+use crate::layout::{Bar, CurrentUser, Nav};
 use askama::Template;
 
 /// `GET /login`.
@@ -14,7 +14,7 @@ pub struct LoginPage {
     pub name: String,
     /// Whether the server has people, who sign in with name and password.
     pub has_people: bool,
-    /// Whether the form adds the first person: the viewer has an admin's token, and no person exists.
+    /// Whether the form adds the first person: the user has an admin's token, and no person exists.
     pub setup: bool,
     /// The OpenID provider, if any.
     pub provider: Option<ProviderButton>,
@@ -41,9 +41,9 @@ impl LoginPage {
     }
 
     fn nav(&self) -> Bar<'static> {
-        static NOBODY: Viewer = Viewer::NOBODY;
-        // The viewer who adds the first admin is already signed in with a token.
+        static NOBODY: CurrentUser = CurrentUser::NOBODY;
+        // The user who adds the first admin is already signed in with a token.
         let nav = if self.setup { Nav::None } else { Nav::SignIn };
-        nav.seen_by(&NOBODY)
+        nav.bar_for(&NOBODY)
     }
 }

@@ -6,7 +6,7 @@ mod join;
 pub use join::Join;
 
 use crate::{
-    layout::{Bar, Nav, Viewer},
+    layout::{Bar, CurrentUser, Nav},
     numbers::{Shown, age, bytes, plural},
 };
 use askama::Template;
@@ -28,7 +28,7 @@ pub struct Holder {
 /// The waiting job for which a slot is reserved.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KeptFor {
-    /// The job's id; empty if the viewer may not see the job.
+    /// The job's id; empty if the user may not see the job.
     pub job_id: String,
     /// The job's name, as shown.
     pub job_name: String,
@@ -79,8 +79,8 @@ pub struct MachinesPage {
     pub join: Join,
     /// The time from which ages are computed.
     pub now: Timestamp,
-    /// Rights of the person who looks at the page.
-    pub viewer: Viewer,
+    /// The person or token that looks at the page.
+    pub user: CurrentUser,
 }
 
 impl MachinesPage {
@@ -101,7 +101,7 @@ struct MachinesTemplate<'a> {
 
 impl MachinesTemplate<'_> {
     fn nav(&self) -> Bar<'_> {
-        Nav::Machines.seen_by(&self.page.viewer)
+        Nav::Machines.bar_for(&self.page.user)
     }
 
     /// Whether another machine has the same name.
@@ -109,9 +109,9 @@ impl MachinesTemplate<'_> {
         self.page.agents.iter().filter(|other| other.name == card.name).count() > 1
     }
 
-    /// Whether the viewer may remove the machine: it must be offline and have no slot in use.
+    /// Whether the user may remove the machine: it must be offline and have no slot in use.
     fn may_remove(&self, card: &AgentCard) -> bool {
-        self.page.viewer.is_admin && !card.online
+        self.page.user.is_admin && !card.online
     }
 
     /// Counts slots and machines: `3 of 8 slots busy on 2 machines`.
@@ -258,7 +258,7 @@ mod tests {
             agents: vec![card],
             join: Join::default(),
             now: Timestamp::from_second(7200).expect("in range"),
-            viewer: Viewer::NOBODY,
+            user: CurrentUser::NOBODY,
         };
         let html = page.render().expect("renders");
         for wanted in ["<b>97 %</b>", "<b>61 GB</b>", "<b>61 °C</b>", "connected 2 h ago", "rank 3"] {

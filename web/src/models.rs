@@ -1,7 +1,7 @@
 //! The list of registered models, and the page of a model with its versions.
 
 use crate::{
-    layout::{Bar, Nav, Viewer},
+    layout::{Bar, CurrentUser, Nav},
     numbers::{age, plural},
 };
 use askama::Template;
@@ -19,8 +19,8 @@ pub struct ModelsPage {
     pub models: Vec<Model>,
     /// The time from which ages are computed.
     pub now: Timestamp,
-    /// Rights of the person who looks at the page.
-    pub viewer: Viewer,
+    /// The person or token that looks at the page.
+    pub user: CurrentUser,
 }
 
 impl ModelsPage {
@@ -33,7 +33,7 @@ impl ModelsPage {
     }
 
     fn nav(&self) -> Bar<'_> {
-        Nav::Models.seen_by(&self.viewer)
+        Nav::Models.bar_for(&self.user)
     }
 
     fn age(&self, at: &Timestamp) -> String {
@@ -49,12 +49,12 @@ pub struct ModelPage {
     pub name: String,
     /// Newest first; never empty.
     pub versions: Vec<ModelVersion>,
-    /// Whether the viewer may move aliases and remove versions.
+    /// Whether the user may move aliases and remove versions.
     pub may_change: bool,
     /// The time from which ages are computed.
     pub now: Timestamp,
-    /// Rights of the person who looks at the page.
-    pub viewer: Viewer,
+    /// The person or token that looks at the page.
+    pub user: CurrentUser,
 }
 
 impl ModelPage {
@@ -67,11 +67,11 @@ impl ModelPage {
     }
 
     fn nav(&self) -> Bar<'_> {
-        Nav::Models.seen_by(&self.viewer)
+        Nav::Models.bar_for(&self.user)
     }
 
     fn may_change(&self) -> bool {
-        self.may_change && !self.viewer.reads_only
+        self.may_change && !self.user.reads_only
     }
 
     fn age(&self, at: &Timestamp) -> String {
@@ -129,14 +129,15 @@ mod tests {
         };
         let now = Timestamp::UNIX_EPOCH;
         let models = Model::of(vec![version.clone()]).into_iter().collect();
-        let list = ModelsPage { models, now, viewer: Viewer::NOBODY }.render().expect("renders");
+        let list = ModelsPage { models, now, user: CurrentUser::NOBODY }.render().expect("renders");
         assert!(
             list.contains("href=\"/models/shoes\"") && list.contains("champion") && list.contains("50.0 %"),
             "{list}"
         );
         let page = |may_change| {
             let versions = vec![version.clone()];
-            let page = ModelPage { name: "shoes".into(), versions, may_change, now, viewer: Viewer::NOBODY };
+            let page =
+                ModelPage { name: "shoes".into(), versions, may_change, now, user: CurrentUser::NOBODY };
             page.render().expect("renders")
         };
         let html = page(true);

@@ -1,6 +1,6 @@
-//! The page People, for admins, and the page of the viewer's own account.
+//! The page People, for admins, and the page of the user's own account.
 
-use crate::layout::{Bar, Nav, Viewer};
+use crate::layout::{Bar, CurrentUser, Nav};
 use askama::Template;
 use lockstep_protocol::{
     access::{Scope, Token},
@@ -17,10 +17,10 @@ pub struct PeoplePage {
     pub name: String,
     /// Why the last change failed. Empty if no change failed.
     pub error: String,
-    /// The name of the viewer; empty for a token.
+    /// The name of the user; empty for a token.
     pub me: String,
-    /// Rights of the person who looks at the page.
-    pub viewer: Viewer,
+    /// The person or token that looks at the page.
+    pub user: CurrentUser,
 }
 
 impl PeoplePage {
@@ -33,7 +33,7 @@ impl PeoplePage {
     }
 
     fn nav(&self) -> Bar<'_> {
-        Nav::People.seen_by(&self.viewer)
+        Nav::People.bar_for(&self.user)
     }
 
     /// Returns all roles. For the first person, the highest role comes first.
@@ -50,11 +50,11 @@ impl PeoplePage {
 #[derive(Debug, Clone, Template)]
 #[template(path = "account.html")]
 pub struct AccountPage {
-    /// The viewer; `None` for a token without an owner.
+    /// The user; `None` for a token without an owner.
     pub person: Option<Person>,
     /// Whether the person has a password, and not only an account at an OpenID provider.
     pub has_password: bool,
-    /// Name of the token, if the viewer is not a person.
+    /// Name of the token, if the user is not a person.
     pub token: String,
     /// The person's valid tokens.
     pub tokens: Vec<Token>,
@@ -66,8 +66,8 @@ pub struct AccountPage {
     pub done: bool,
     /// Why the last change failed. Empty if no change failed.
     pub error: String,
-    /// Rights of the person who looks at the page.
-    pub viewer: Viewer,
+    /// The person or token that looks at the page.
+    pub user: CurrentUser,
 }
 
 impl AccountPage {
@@ -80,6 +80,6 @@ impl AccountPage {
     }
 
     fn nav(&self) -> Bar<'_> {
-        Nav::None.seen_by(&self.viewer)
+        Nav::None.bar_for(&self.user)
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::{
     jobs::encoded,
-    layout::{Bar, Nav, Viewer},
+    layout::{Bar, CurrentUser, Nav},
     numbers::{Shown, age, plural},
 };
 use askama::Template;
@@ -28,15 +28,15 @@ pub struct QueuePage {
     pub project: String,
     /// `?owner=ada`: jobs of a person or a token; empty for all.
     pub owner: String,
-    /// Waiting jobs that the viewer may change.
+    /// Waiting jobs that the user may change.
     pub changeable: HashSet<JobId>,
     pub is_first: bool,
     /// Cursor of the next page.
     pub next: Option<String>,
     /// The time from which ages are computed.
     pub now: Timestamp,
-    /// Rights of the person who looks at the page.
-    pub viewer: Viewer,
+    /// The person or token that looks at the page.
+    pub user: CurrentUser,
 }
 
 impl QueuePage {
@@ -49,7 +49,7 @@ impl QueuePage {
     }
 
     fn nav(&self) -> Bar<'_> {
-        Nav::Queue.seen_by(&self.viewer)
+        Nav::Queue.bar_for(&self.user)
     }
 
     fn may_change(&self, job: &QueuedJob) -> bool {
@@ -158,7 +158,7 @@ mod tests {
             is_first: true,
             next: None,
             now: Timestamp::from_second(7200).expect("in range"),
-            viewer: Viewer::NOBODY,
+            user: CurrentUser::NOBODY,
         }
     }
 

@@ -3,7 +3,7 @@
 //! A field's name is its path in the specification (`train.lr`), so a mistake at `/train/lr` belongs to this field.
 
 use crate::{
-    layout::{Bar, Nav, Viewer},
+    layout::{Bar, CurrentUser, Nav},
     numbers::plural,
 };
 use askama::Template;
@@ -35,8 +35,8 @@ pub struct SubmitPage {
     pub slots: u32,
     /// This server's URL in the browser, for commands to copy.
     pub server_url: String,
-    /// Rights of the person who looks at the page.
-    pub viewer: Viewer,
+    /// The person or token that looks at the page.
+    pub user: CurrentUser,
 }
 
 impl SubmitPage {
@@ -67,7 +67,7 @@ impl SubmitPage {
         if let Some(dataset) = dataset {
             form.set("data.dataset", dataset);
         }
-        Self { form, mistakes: Vec::new(), datasets, slots, server_url, viewer: Viewer::NOBODY }
+        Self { form, mistakes: Vec::new(), datasets, slots, server_url, user: CurrentUser::NOBODY }
     }
 
     /// Renders the page as HTML.
@@ -169,7 +169,7 @@ impl FieldView {
 
 impl SubmitTemplate<'_> {
     fn nav(&self) -> Bar<'_> {
-        Nav::Jobs.seen_by(&self.page.viewer)
+        Nav::Jobs.bar_for(&self.page.user)
     }
 
     /// Returns the id of a section of "More settings".

@@ -1,7 +1,7 @@
 //! Sweeps, and one sweep with its trials.
 
 use crate::{
-    layout::{Bar, Nav, Viewer},
+    layout::{Bar, CurrentUser, Nav},
     numbers::{age, count, plural},
 };
 use askama::Template;
@@ -17,8 +17,8 @@ pub struct SweepsPage {
     pub sweeps: Vec<Sweep>,
     /// The time from which ages are computed.
     pub now: Timestamp,
-    /// Rights of the person who looks at the page.
-    pub viewer: Viewer,
+    /// The person or token that looks at the page.
+    pub user: CurrentUser,
 }
 
 impl SweepsPage {
@@ -31,7 +31,7 @@ impl SweepsPage {
     }
 
     fn nav(&self) -> Bar<'_> {
-        Nav::Jobs.seen_by(&self.viewer)
+        Nav::Jobs.bar_for(&self.user)
     }
 
     fn age(&self, at: &Timestamp) -> String {
@@ -45,12 +45,12 @@ impl SweepsPage {
 pub struct SweepPage {
     /// With its trials.
     pub sweep: Sweep,
-    /// Whether the viewer may pause, cancel and delete the sweep.
+    /// Whether the user may pause, cancel and delete the sweep.
     pub may_change: bool,
     /// The time from which ages are computed.
     pub now: Timestamp,
-    /// Rights of the person who looks at the page.
-    pub viewer: Viewer,
+    /// The person or token that looks at the page.
+    pub user: CurrentUser,
 }
 
 impl SweepPage {
@@ -63,11 +63,11 @@ impl SweepPage {
     }
 
     fn nav(&self) -> Bar<'_> {
-        Nav::Jobs.seen_by(&self.viewer)
+        Nav::Jobs.bar_for(&self.user)
     }
 
     fn may_change(&self) -> bool {
-        self.may_change && !self.viewer.reads_only
+        self.may_change && !self.user.reads_only
     }
 
     fn age(&self, at: &Timestamp) -> String {
@@ -171,8 +171,8 @@ mod tests {
             finished_at: None,
         };
         let page = |may_change| {
-            let (now, viewer) = (Timestamp::UNIX_EPOCH, Viewer::NOBODY);
-            SweepPage { sweep: sweep.clone(), may_change, now, viewer }.render().expect("renders")
+            let (now, user) = (Timestamp::UNIX_EPOCH, CurrentUser::NOBODY);
+            SweepPage { sweep: sweep.clone(), may_change, now, user }.render().expect("renders")
         };
         let html = page(true);
         for part in [
@@ -192,11 +192,15 @@ mod tests {
         assert!(!page(false).contains("data-act") && !html.contains("data-act=\"delete\""));
         let finished_at = Some(Timestamp::UNIX_EPOCH);
         let over = Sweep { finished_at, state: SweepState::Finished, ..sweep.clone() };
-        let over =
-            SweepPage { sweep: over, may_change: true, now: Timestamp::UNIX_EPOCH, viewer: Viewer::NOBODY };
+        let over = SweepPage {
+            sweep: over,
+            may_change: true,
+            now: Timestamp::UNIX_EPOCH,
+            user: CurrentUser::NOBODY,
+        };
         assert!(over.render().expect("renders").contains("data-act=\"delete\""));
-        let (now, viewer) = (Timestamp::UNIX_EPOCH, Viewer::NOBODY);
-        let list = SweepsPage { sweeps: vec![sweep.clone()], now, viewer }.render().expect("renders");
+        let (now, user) = (Timestamp::UNIX_EPOCH, CurrentUser::NOBODY);
+        let list = SweepsPage { sweeps: vec![sweep.clone()], now, user }.render().expect("renders");
         assert!(list.contains("href=\"/sweeps/sweep-1\"") && list.contains("75.0 %"), "{list}");
     }
 }

@@ -1,6 +1,6 @@
 //! The page Webhooks, for admins.
 
-use crate::layout::{Bar, Nav, Viewer};
+use crate::layout::{Bar, CurrentUser, Nav};
 use askama::Template;
 use jiff::Timestamp;
 
@@ -52,8 +52,8 @@ pub struct WebhooksPage {
     pub error: String,
     /// Secret of a webhook that was just added, shown only once. Empty otherwise.
     pub secret: String,
-    /// Rights of the person who looks at the page.
-    pub viewer: Viewer,
+    /// The person or token that looks at the page.
+    pub user: CurrentUser,
 }
 
 impl WebhooksPage {
@@ -66,6 +66,6 @@ impl WebhooksPage {
     }
 
     fn nav(&self) -> Bar<'_> {
-        Nav::None.seen_by(&self.viewer)
+        Nav::None.bar_for(&self.user)
     }
 }

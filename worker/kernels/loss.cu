@@ -47,7 +47,7 @@ __device__ __forceinline__ void store_logits(T* to, u64 at, const float (&v)[4])
 }
 
 // A row has `padded` classes, a multiple of 8. `bias` may be null; its gradient is 0 then. If `dlogits` is null, no gradients are computed.
-// `with_margin`: the labels' logits, if the loss has a margin; the accuracy is computed without the margin. A row with a non-finite
+// `label_logits`: the labels' logits, if the loss has a margin; the accuracy is computed without the margin. A row with a non-finite
 // loss has NaN gradients, so that every rank sees them after the all-reduce. With `accumulate`, totals and the bias's
 // gradient are added to. Gradients are multiplied by grad_scale of `control` and by *loss_scale. `partials`: a loss
 // (double) and a count (double) per block, then `padded` floats per block. `class_weights`: factors of the terms of each class,
@@ -55,7 +55,7 @@ __device__ __forceinline__ void store_logits(T* to, u64 at, const float (&v)[4])
 extern "C" __global__ void __launch_bounds__(256)
     cross_entropy(const T* logits, const float* bias, const Control* control, u32 pictures, u32 classes, u32 padded,
                   float smoothing, const float* class_weights, const float* loss_scale, T* dlogits, float* dbias,
-                  Totals* totals, u32 accumulate, double* partials, u32* counter, const LabelLogit* with_margin) {
+                  Totals* totals, u32 accumulate, double* partials, u32* counter, const LabelLogit* label_logits) {
     pdl_wait();
     SHARED(float, max_of_row, LOSS_ROWS);
     SHARED(float, log_of_row, LOSS_ROWS);
@@ -136,8 +136,8 @@ extern "C" __global__ void __launch_bounds__(256)
                                 (double)smoothing_share * ((double)weight_sum * log_sum + gap_sum);
             // If a logit is NaN, best may not be the maximum, but exp_sum is NaN.
             bool right = where == label;
-            if (with_margin) {
-                float without = with_margin[row].without;
+            if (label_logits) {
+                float without = label_logits[row].without;
                 right = right || without > best || without == best && label < where;
             }
             right_of_row[warp] = right && exp_sum == exp_sum;

@@ -106,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(256)
 extern "C" __global__ void __launch_bounds__(32)
     class_records(const ClassPart* parts, u32 count, const T* logits, const float* bias, const u32* controls, u32 words,
                   u32 batch, u32 chunk, u32 classes, u32 first, const Sample* sample, const u32* places, ClassRecord* records,
-                  const LabelLogit* with_margin) {
+                  const LabelLogit* label_logits) {
     pdl_wait();
     if (sample) classes = sample->count;
     u32 row = blockIdx.x, rows = gridDim.x, picture = row % batch;
@@ -126,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(32)
             return (double)(to_float(logits[((u64)(own / chunk) * rows + row) * chunk + own % chunk]) + (bias ? bias[own] : 0.0f));
         };
         r.own = logit(0);
-        r.other = control->mixed ? logit(1) : with_margin ? (double)with_margin[row].without : r.own;
+        r.other = control->mixed ? logit(1) : label_logits ? (double)label_logits[row].without : r.own;
     }
     records[row] = r;
 }

@@ -89,7 +89,7 @@ pub fn read_leniently(document: &Value) -> (JobSpec, Vec<SpecError>) {
 
 /// The recipe's learning rate for the job's batch size; a mistake if it exceeds the maximum of `train.lr`.
 fn scaled_lr(recipe: Recipe, spec: &JobSpec, errors: &mut Vec<SpecError>) -> f32 {
-    let lr = recipe.lr(spec) as f32;
+    let lr = recipe.lr_for(spec) as f32;
     if f64::from(lr) > MAX_LR && !errors.iter().any(|e| e.pointer == "/train/lr") {
         let detail = format!(
             "recipe {:?} scales the learning rate with the pictures of a step: {lr} for {} is too high; give lr, at most {MAX_LR}",
@@ -430,7 +430,7 @@ fn check_sizes(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
             if *validation_size == Some(odd) { "/data/validation_size" } else { "/data/image_size" };
         mistake(pointer, format!("{odd} is odd: where a run has several sizes, give even ones"));
     }
-    if let (Some(resize_size), Some(size)) = (*resize_size, spec.data.evaluation_size())
+    if let (Some(resize_size), Some(size)) = (*resize_size, spec.data.effective_validation_size())
         && resize_size < size
     {
         let key = if validation_size.is_some() { "validation_size" } else { "image_size" };

@@ -10,9 +10,9 @@ use utoipa::ToSchema;
 pub struct DataSpec {
     /// A registered dataset's name, or (from the command line) a path.
     pub dataset: String,
-    /// Source of the validation pictures. When absent: the split `test` (with some recipes `val`), or, if the dataset has no
-    /// such split, its first split among `val`, `validation`, `valid`, `dev`, `test`, `eval` and `evaluation`, or, if the dataset has
-    /// only training pictures, a tenth of these (three tenths of fewer than 50).
+    /// Source of the validation pictures. When absent: the first split that the dataset has among `test` (with some recipes `val`),
+    /// `val`, `validation`, `valid`, `dev`, `test`, `eval` and `evaluation`. If the dataset has only training pictures, a tenth of
+    /// them is held out, or three tenths if they are fewer than 50.
     pub validation: Validation,
     /// Seed that chooses the pictures of `folds`, and the held-out pictures if `validation` is a fraction. With a fraction, each picture is
     /// chosen independently, from this seed and its class and file name (in a folder of pictures) or its content (in other formats). Adding
@@ -37,7 +37,7 @@ pub struct DataSpec {
     pub validation_size: Option<u32>,
     /// Zero padding, in pixels, around a picture before a random crop of the picture's size; 0: no crop.
     pub crop_padding: u32,
-    /// The padding of `crop_padding` mirrors the picture at its border instead (PyTorch's `reflect`).
+    /// `crop_padding`: mirror the picture at its border (PyTorch's `reflect`) instead of padding with zeros.
     pub reflect_border: bool,
     /// Instead of the padded crop, use a random part of the whole picture, resized (torchvision's `RandomResizedCrop`).
     pub random_resized_crop: bool,
@@ -85,7 +85,7 @@ pub struct ValidationDivision {
     pub dataset: String,
     pub validation: Validation,
     pub validation_seed: u64,
-    /// The fold on which the job is validated, and the number of folds.
+    /// The number of the fold on which the job is validated (from 1), and the number of folds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fold: Option<(u32, u32)>,
 }
@@ -167,8 +167,9 @@ impl Default for DataSpec {
 }
 
 impl DataSpec {
-    /// Height and width of the input in validation and in predictions; `None`: the dataset's own size.
-    pub fn evaluation_size(&self) -> Option<u32> {
+    /// Height and width of the input in validation and in predictions: `validation_size`, otherwise the last `image_size`.
+    /// `None`: the dataset's own size.
+    pub fn effective_validation_size(&self) -> Option<u32> {
         self.validation_size.or(self.image_size.as_ref().map(ImageSize::last))
     }
 }

@@ -33,12 +33,12 @@ pub enum Kind {
     },
     /// A whole number from 0 to 2^64 - 1.
     Seed,
-    /// A number from `min` to `max`; `above` excludes `min`, `below` excludes `max`.
+    /// A number from `min` to `max`.
     Number {
         min: f64,
         max: f64,
-        above: bool,
-        below: bool,
+        excludes_min: bool,
+        excludes_max: bool,
     },
     /// One or three numbers, one a channel.
     Channels {
@@ -57,7 +57,7 @@ pub enum Kind {
     Epochs,
     /// A split's name, or a fraction of the training split.
     Validation,
-    /// `dynamic`, or a positive number.
+    /// `dynamic`, or a number above 0 and of at most 1e9.
     LossScale,
     /// Tables with a pattern of operator names and the way in which the matching operators are split.
     Shards,
@@ -80,23 +80,33 @@ const MAX_FOLDS: i64 = 100;
 /// The highest learning rate.
 pub(super) const MAX_LR: f64 = 1e4;
 /// The largest strength of brightness, contrast and saturation.
-pub(super) const JITTER: f64 = 10.0;
+pub(super) const MAX_JITTER: f64 = 10.0;
 /// The largest alpha of mixup and cutmix: beyond it, lambda is practically 1/2.
 const MAX_ALPHA: f64 = 100.0;
 /// The highest loss scale.
 pub(super) const MAX_LOSS_SCALE: f64 = 1e9;
 /// The largest length of a list of epochs.
-pub(super) const EPOCHS_LISTED: usize = 1000;
+pub(super) const MAX_LISTED_EPOCHS: usize = 1000;
 
 /// The largest number of trials of a sweep.
-pub(super) const MOST_TRIALS: i64 = 500;
+pub(super) const MAX_TRIALS: i64 = 500;
 
 const fn whole(min: i64, max: i64) -> Kind {
     Kind::Whole { min, max }
 }
 
 const fn number(min: f64, max: f64) -> Kind {
-    Kind::Number { min, max, above: false, below: false }
+    Kind::Number { min, max, excludes_min: false, excludes_max: false }
+}
+
+/// A number above `min`, and at most `max`.
+const fn above(min: f64, max: f64) -> Kind {
+    Kind::Number { min, max, excludes_min: true, excludes_max: false }
+}
+
+/// A number of at least `min`, and below `max`.
+const fn below(min: f64, max: f64) -> Kind {
+    Kind::Number { min, max, excludes_min: false, excludes_max: true }
 }
 
 /// Every key with the values that it accepts, in the order of the documentation.
@@ -160,27 +170,27 @@ pub const KEYS: &[Section] = &[
             ("batch_size", whole(1, 65_536)),
             ("global_batch_size", whole(1, 1 << 24)),
             ("optimizer", Kind::Word(&OptimizerKind::NAMES)),
-            ("lr", Kind::Number { min: 0.0, max: MAX_LR, above: true, below: false }),
-            ("momentum", Kind::Number { min: 0.0, max: 1.0, above: false, below: true }),
-            ("filter_momentum", Kind::Number { min: 0.0, max: 1.0, above: false, below: true }),
-            ("bias_lr", Kind::Number { min: 0.0, max: MAX_LR, above: true, below: false }),
-            ("head_lr", Kind::Number { min: 0.0, max: MAX_LR, above: true, below: false }),
+            ("lr", above(0.0, MAX_LR)),
+            ("momentum", below(0.0, 1.0)),
+            ("filter_momentum", below(0.0, 1.0)),
+            ("bias_lr", above(0.0, MAX_LR)),
+            ("head_lr", above(0.0, MAX_LR)),
             ("weight_decay", number(0.0, 1.0)),
             ("decay_norm_and_bias", Kind::Bool),
-            ("beta1", Kind::Number { min: 0.0, max: 1.0, above: false, below: true }),
-            ("beta2", Kind::Number { min: 0.0, max: 1.0, above: false, below: true }),
+            ("beta1", below(0.0, 1.0)),
+            ("beta2", below(0.0, 1.0)),
             // With 0, a weight without a gradient would become 0 / 0; much smaller values do not exist in a GPU's float32.
             ("epsilon", number(1e-16, 1.0)),
             ("schedule", Kind::Word(&["constant", "step", "cosine", "one_cycle"])),
             ("warmup_epochs", number(0.0, 100_000.0)),
             ("milestones", Kind::Epochs),
-            ("gamma", Kind::Number { min: 0.0, max: 1.0, above: true, below: false }),
-            ("pct_start", Kind::Number { min: 0.0, max: 1.0, above: false, below: true }),
+            ("gamma", above(0.0, 1.0)),
+            ("pct_start", below(0.0, 1.0)),
             ("final_lr_fraction", number(0.0, 1.0)),
-            ("label_smoothing", Kind::Number { min: 0.0, max: 1.0, above: false, below: true }),
+            ("label_smoothing", below(0.0, 1.0)),
             ("mixup", number(0.0, MAX_ALPHA)),
             ("cutmix", number(0.0, MAX_ALPHA)),
-            ("ema_decay", Kind::Number { min: 0.0, max: 1.0, above: false, below: true }),
+            ("ema_decay", below(0.0, 1.0)),
             ("ema_steps", whole(1, MAX_STEPS)),
             ("accumulate", whole(1, 4096)),
             ("precision", Kind::Word(&["auto", "fp32", "bf16", "fp16"])),
@@ -192,9 +202,9 @@ pub const KEYS: &[Section] = &[
     Section {
         name: "loss",
         keys: &[
-            ("sample_share", Kind::Number { min: 0.0, max: 1.0, above: true, below: false }),
+            ("sample_share", above(0.0, 1.0)),
             ("kind", Kind::Word(&LossKind::NAMES)),
-            ("scale", Kind::Number { min: 0.0, max: 1000.0, above: true, below: false }),
+            ("scale", above(0.0, 1000.0)),
             ("margin", number(0.0, 1.5)),
             ("class_weights", Kind::ClassWeights),
         ],
@@ -256,8 +266,8 @@ pub(super) const SWEEP: Section = Section {
     keys: &[
         ("method", Kind::Word(&["grid", "random", "asha"])),
         ("seed", Kind::Seed),
-        ("max_trials", whole(1, MOST_TRIALS)),
-        ("max_concurrent", whole(1, MOST_TRIALS)),
+        ("max_trials", whole(1, MAX_TRIALS)),
+        ("max_concurrent", whole(1, MAX_TRIALS)),
         ("reduction", whole(2, 16)),
         ("min_epochs", whole(1, 100_000)),
         ("rungs", whole(2, 10)),
@@ -275,7 +285,9 @@ impl Kind {
         match self {
             Kind::Text { min, max } => match value.as_str() {
                 None => is("text"),
-                Some(t) if t.chars().any(char::is_control) => Err("must not hold control characters".into()),
+                Some(t) if t.chars().any(char::is_control) => {
+                    Err("must not contain control characters".into())
+                }
                 Some(t) if !(min..=max).contains(&t.trim().chars().count()) => {
                     Err(format!("must have {min} to {max} characters, has {}", t.trim().chars().count()))
                 }
@@ -327,18 +339,18 @@ impl Kind {
                     is("a whole number from 0 to 2^64 - 1")
                 }
             }
-            Kind::Number { min, max, above, below } => match value.as_f64() {
+            Kind::Number { min, max, excludes_min, excludes_max } => match value.as_f64() {
                 Some(n)
                     if n.abs() <= FINITE
-                        && (if above { n > min } else { n >= min })
-                        && (if below { n < max } else { n <= max }) =>
+                        && (if excludes_min { n > min } else { n >= min })
+                        && (if excludes_max { n < max } else { n <= max }) =>
                 {
                     Ok(())
                 }
                 _ => is(&format!(
                     "a number {} {min} and {} {max}",
-                    if above { "above" } else { "of at least" },
-                    if below { "below" } else { "of at most" }
+                    if excludes_min { "above" } else { "of at least" },
+                    if excludes_max { "below" } else { "of at most" }
                 )),
             },
             Kind::Channels { positive } => {
@@ -363,14 +375,14 @@ impl Kind {
             },
             Kind::ColorJitter => match numbers(value).as_deref() {
                 Some(&[brightness, contrast, saturation, hue])
-                    if [brightness, contrast, saturation].iter().all(|v| (0.0..=JITTER).contains(v))
+                    if [brightness, contrast, saturation].iter().all(|v| (0.0..=MAX_JITTER).contains(v))
                         && (0.0..=0.5).contains(&hue) =>
                 {
                     Ok(())
                 }
                 _ => Err(format!(
-                    "must be how far brightness, contrast, saturation (0 to {JITTER}) and hue (0 to 0.5) may change, four numbers, is {}; \
-                     write them as a list, such as [0.4, 0.4, 0.4, 0.1]",
+                    "must be a list of four numbers, such as [0.4, 0.4, 0.4, 0.1]: the strengths of brightness, contrast and \
+                     saturation (0 to {MAX_JITTER}) and of hue (0 to 0.5); is {}",
                     numbers_shown(value)
                 )),
             },
@@ -380,13 +392,16 @@ impl Kind {
                     value.as_array().and_then(|l| l.iter().map(Value::as_u64).collect());
                 match epochs {
                     Some(list)
-                        if list.len() <= EPOCHS_LISTED
+                        if list.len() <= MAX_LISTED_EPOCHS
                             && list.iter().all(|e| (1..=100_000).contains(e))
                             && list.is_sorted_by(|a, b| a < b) =>
                     {
                         Ok(())
                     }
-                    _ => is("a list of ascending epochs, such as [30, 60, 80]"),
+                    _ => is(&format!(
+                        "a list of at most {} ascending epochs, 1 to 100,000, such as [30, 60, 80]",
+                        grouped(MAX_LISTED_EPOCHS as i64)
+                    )),
                 }
             }
             Kind::Validation => match value {
@@ -403,7 +418,10 @@ impl Kind {
             Kind::LossScale => match value {
                 Value::String(word) if word == "dynamic" => Ok(()),
                 Value::Number(n) if n.as_f64().is_some_and(|f| f > 0.0 && f <= MAX_LOSS_SCALE) => Ok(()),
-                _ => is("\"dynamic\" or a positive number such as 1024"),
+                _ => is(&format!(
+                    "\"dynamic\", or a number above 0 and of at most {}, such as 1024",
+                    grouped(MAX_LOSS_SCALE as i64)
+                )),
             },
             Kind::Shards => shard::check(value),
             Kind::ClassWeights => loss::check_weights(value),

@@ -25,8 +25,8 @@ pub enum Recipe {
     /// The CIFAR-10 recipe of He et al. 2015, section 4.2: 64,000 steps of 128 pictures, which are 164 epochs.
     Cifar,
     /// CIFAR-10 to 94 % in eight epochs, after Jordan 2024 (arXiv 2404.00498), for `model.arch = "cifarnet"` and 2,000 pictures a step:
-    /// Muon, alternating flips, and six views of each picture in evaluation. Not included: the bias of the first convolution trains during
-    /// the whole run instead of three epochs.
+    /// Muon, alternating flips, and six views of each picture in evaluation. Difference: the bias of the first convolution trains
+    /// during the whole run, not only for three epochs.
     #[serde(rename = "cifar-94")]
     Cifar94,
     /// An ordinary ResNet-18 (`model.stem = "cifar"`) on CIFAR-10 in eight epochs of 1,024 pictures a step: Muon and alternating flips.
@@ -49,8 +49,8 @@ const MEAN: [f64; 3] = [0.485, 0.456, 0.406];
 /// Standard deviation of ImageNet's pictures, like [`MEAN`].
 const STD: [f64; 3] = [0.229, 0.224, 0.225];
 
-/// Groups of keys that belong together: if a job gives the first key, the recipe's values of the other keys are left out.
-const TOGETHER: [(&str, &str, &[&str]); 4] = [
+/// `(section, key, other keys)`: if a job gives `key`, the recipe's values of the other keys of the section are left out.
+const OVERRIDES: [(&str, &str, &[&str]); 4] = [
     ("train", "steps", &["epochs"]),
     ("data", "image_size", &["validation_size", "resize_size"]),
     ("data", "validation_size", &["resize_size"]),
@@ -137,11 +137,11 @@ impl Recipe {
                     },
                     "train": {
                         "epochs": 8, "optimizer": "muon", "filter_momentum": 0.6, "momentum": 0.85,
-                        // Published for the sum of 2,000 losses: 0.053 for biases, and 0.67 for a head whose logits are divided by 256.
-                        // Losses are averaged here, and the head's weights are as much smaller: 0.053 x 2000 / 0.24, 0.67 x 2000 / 256^2 /
-                        // 0.24.
+                        // Multiples of lr = 0.24. The publication sums 2,000 losses, with the rates 0.053 (biases) and 0.67 (head, whose
+                        // logits it divides by 256). Here losses are averaged (x 2000), and the head's weights contain the 1 / 256 (rate
+                        // / 256^2): 0.053 x 2000 / 0.24 and 0.67 x 2000 / 256^2 / 0.24.
                         "bias_lr": 441.7, "head_lr": 0.0852,
-                        // Published: 2e-6 x 2000 a step.
+                        // The publication decays weights by 2e-6 x 2000 per step, which is lr x weight_decay = 0.24 x 0.01667.
                         "weight_decay": 0.01667, "schedule": "one_cycle", "pct_start": 0, "final_lr_fraction": 0,
                         "label_smoothing": 0.2,
                     },
@@ -178,7 +178,7 @@ impl Recipe {
     }
 
     /// Sets each key that `document` does not give to the recipe's value. The document's keys must have the right
-    /// types. The learning rate is left out, because it follows from the job's batch size ([`Recipe::lr`]).
+    /// types. The learning rate is left out, because it follows from the job's batch size ([`Recipe::lr_for`]).
     ///
     /// If the job gives another number of epochs, settings that are epochs keep their share of the run; a warm-up is
     /// never longer than the recipe's.
@@ -186,20 +186,20 @@ impl Recipe {
         let mut keys = self.keys();
         let given = |section: &str, key: &str| document.get(section).is_some_and(|s| s.get(key).is_some());
         if let Some(epochs) = document.get("train").and_then(|train| train["epochs"].as_u64()) {
-            let own = keys["train"]["epochs"].as_u64().unwrap_or(epochs);
+            let recipe_epochs = keys["train"]["epochs"].as_u64().unwrap_or(epochs);
             if let Some(warmup) = keys["train"]["warmup_epochs"].as_f64() {
-                let share = warmup * epochs as f64 / own.max(1) as f64;
+                let share = warmup * epochs as f64 / recipe_epochs.max(1) as f64;
                 keys["train"]["warmup_epochs"] = warmup.min(share).into();
             }
             if let Some(milestones) = keys["train"]["milestones"].as_array() {
-                keys["train"]["milestones"] = in_proportion(milestones, epochs, own).into();
+                keys["train"]["milestones"] = scale_epochs(milestones, epochs, recipe_epochs).into();
             }
             if let Some(sizes) = keys["data"]["image_size"].as_array() {
-                keys["data"]["image_size"] = sizes_in_proportion(sizes, epochs, own);
+                keys["data"]["image_size"] = scale_sizes(sizes, epochs, recipe_epochs);
             }
         }
-        for (section, first, others) in TOGETHER {
-            if given(section, first)
+        for (section, key, others) in OVERRIDES {
+            if given(section, key)
                 && let Some(table) = keys[section].as_object_mut()
             {
                 others.iter().for_each(|other| drop(table.remove(*other)));
@@ -224,32 +224,31 @@ impl Recipe {
     }
 
     /// The learning rate, and the number of pictures in a step to which it applies.
-    pub fn lr_for(self) -> (f64, f64) {
+    pub fn reference_lr(self) -> (f64, f64) {
         self.settings().lr
     }
 
     /// The learning rate for the number of pictures in a step of the job.
-    pub fn lr(self, spec: &JobSpec) -> f64 {
+    pub fn lr_for(self, spec: &JobSpec) -> f64 {
         let (lr, pictures) = self.settings().lr;
         lr * spec.global_batch_size() as f64 / pictures
     }
 }
 
-/// Scales epochs of a run of `own` epochs to a run of `epochs` epochs: at least 1, without duplicates.
-fn in_proportion(milestones: &[Value], epochs: u64, own: u64) -> Vec<u64> {
-    let scaled =
-        milestones.iter().filter_map(Value::as_u64).map(|epoch| (epoch * epochs / own.max(1)).max(1));
-    let mut scaled: Vec<u64> = scaled.collect();
+/// Scales epochs of a run of `recipe_epochs` epochs to a run of `epochs` epochs: at least 1, without duplicates.
+fn scale_epochs(milestones: &[Value], epochs: u64, recipe_epochs: u64) -> Vec<u64> {
+    let old = milestones.iter().filter_map(Value::as_u64);
+    let mut scaled: Vec<u64> = old.map(|epoch| (epoch * epochs / recipe_epochs.max(1)).max(1)).collect();
     scaled.dedup();
     scaled
 }
 
-/// As [`in_proportion`], for a schedule of sizes. The first size begins in epoch 1. If two sizes would begin in the
+/// As [`scale_epochs`], for a schedule of sizes. The first size begins in epoch 1. If two sizes would begin in the
 /// same epoch, only the later size is kept.
-fn sizes_in_proportion(sizes: &[Value], epochs: u64, own: u64) -> Value {
+fn scale_sizes(sizes: &[Value], epochs: u64, recipe_epochs: u64) -> Value {
     let mut scaled: Vec<Value> = Vec::new();
     for (number, entry) in sizes.iter().enumerate() {
-        let passed = entry[0].as_u64().unwrap_or(1).saturating_sub(1) * epochs / own.max(1);
+        let passed = entry[0].as_u64().unwrap_or(1).saturating_sub(1) * epochs / recipe_epochs.max(1);
         let epoch = if number == 0 { 1 } else { passed + 1 };
         scaled.retain(|before| before[0] != epoch);
         scaled.push(json!([epoch, entry[1]]));

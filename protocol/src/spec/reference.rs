@@ -5,7 +5,7 @@ use super::{
     CheckpointSpec, DataSpec, EvaluateSpec, JobSpec, KEYS, Kind, LogSpec, LossSpec, MAX_SIZES, ModelSpec,
     ParallelSpec, Recipe, RecoverySpec, StopSpec, TrainSpec,
     image_size::SIDES,
-    keys::{EPOCHS_LISTED, JITTER, MAX_LOSS_SCALE, SWEEP, grouped},
+    keys::{MAX_JITTER, MAX_LISTED_EPOCHS, MAX_LOSS_SCALE, SWEEP, grouped},
     loss::{MAX_WEIGHTS, WEIGHT_RANGE},
     shard::MAX_SHARDS,
     sweep::{MIN_EPOCHS, REDUCTION, RUNGS, SweepSpec},
@@ -91,7 +91,7 @@ pub fn recipes() -> Vec<RecipeReference> {
             let table = table.as_object().into_iter().flatten();
             table.map(move |(key, value)| (format!("{section}.{key}"), toml_value(value)))
         });
-        RecipeReference { name, lr: recipe.lr_for(), keys: keys.collect() }
+        RecipeReference { name, lr: recipe.reference_lr(), keys: keys.collect() }
     };
     Recipe::ALL.into_iter().map(of_recipe).collect()
 }
@@ -163,11 +163,11 @@ impl Kind {
             Kind::Bool => "true or false".into(),
             Kind::Whole { min, max } => format!("whole number, {} to {}", grouped(min), grouped(max)),
             Kind::Seed => "whole number, 0 to 2^64 - 1".into(),
-            Kind::Number { min, max, above, below } => format!(
+            Kind::Number { min, max, excludes_min, excludes_max } => format!(
                 "number, {} {} and {} {}",
-                if above { "above" } else { "at least" },
+                if excludes_min { "above" } else { "at least" },
                 plain(min),
-                if below { "below" } else { "at most" },
+                if excludes_max { "below" } else { "at most" },
                 plain(max)
             ),
             Kind::Channels { positive } => {
@@ -179,7 +179,7 @@ impl Kind {
             }
             Kind::ColorJitter => format!(
                 "list of four numbers: brightness, contrast and saturation 0 to {}, hue 0 to 0.5",
-                plain(JITTER)
+                plain(MAX_JITTER)
             ),
             Kind::ImageSize => format!(
                 "whole number, {} to {}, or a list of up to {MAX_SIZES} [epoch, pixels], both ascending",
@@ -188,7 +188,7 @@ impl Kind {
             ),
             Kind::Epochs => format!(
                 "list of at most {} ascending whole numbers, 1 to 100,000",
-                grouped(EPOCHS_LISTED as i64)
+                grouped(MAX_LISTED_EPOCHS as i64)
             ),
             Kind::Validation => {
                 "a split's name, \"none\", or a number above 0 and below 1 (a fraction of the training split)"
@@ -280,8 +280,12 @@ mod tests {
                         assert!(taken(min.into()) && taken(max.into()), "{key}");
                         assert!(!taken((min - 1).into()) && !taken((max + 1).into()), "{key}");
                     }
-                    Kind::Number { min, max, above, below } => {
-                        assert_eq!((taken(min.into()), taken(max.into())), (!above, !below), "{key}");
+                    Kind::Number { min, max, excludes_min, excludes_max } => {
+                        assert_eq!(
+                            (taken(min.into()), taken(max.into())),
+                            (!excludes_min, !excludes_max),
+                            "{key}"
+                        );
                     }
                     Kind::LossScale => {
                         assert!(

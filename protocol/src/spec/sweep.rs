@@ -16,7 +16,7 @@ use std::{
 use utoipa::ToSchema;
 
 /// The largest number of trials of a sweep.
-pub const MOST_TRIALS: u32 = keys::MOST_TRIALS as u32;
+pub const MAX_TRIALS: u32 = keys::MAX_TRIALS as u32;
 /// The largest number of parameters of a sweep.
 const MAX_PARAMETERS: usize = 16;
 /// The keys of a parameter.
@@ -228,12 +228,12 @@ fn read_parameter(table: &Map<String, Value>) -> Result<Parameter, String> {
     }
     match (table.get("values"), table.get("min"), table.get("max")) {
         (Some(Value::Array(values)), None, None)
-            if (1..=MOST_TRIALS as usize).contains(&values.len()) && !table.contains_key("distribution") =>
+            if (1..=MAX_TRIALS as usize).contains(&values.len()) && !table.contains_key("distribution") =>
         {
             Ok(Parameter::Values(values.clone()))
         }
         (Some(_), None, None) => {
-            Err(format!("values must be a list of 1 to {MOST_TRIALS} values, without distribution"))
+            Err(format!("values must be a list of 1 to {MAX_TRIALS} values, without distribution"))
         }
         (None, Some(low), Some(high)) => {
             let (Some(min), Some(max)) = (low.as_f64(), high.as_f64()) else {
@@ -264,8 +264,8 @@ impl SweepSpec {
                     .into()
             }
             (_, None, None) => "is missing: say how many settings are drawn from min and max".into(),
-            (_, Some(many), None) if many > u64::from(MOST_TRIALS) => format!(
-                "is missing: the values have more than {MOST_TRIALS} combinations, the largest number of trials"
+            (_, Some(many), None) if many > u64::from(MAX_TRIALS) => format!(
+                "is missing: the values have more than {MAX_TRIALS} combinations, the largest number of trials"
             ),
             _ => return,
         };
@@ -339,7 +339,7 @@ impl SweepSpec {
 
     /// The settings of all trials, in the order in which trials start. A function of the section only.
     pub fn settings(&self) -> Vec<Setting> {
-        let most = u64::from(self.max_trials.unwrap_or(MOST_TRIALS).min(MOST_TRIALS));
+        let most = u64::from(self.max_trials.unwrap_or(MAX_TRIALS).min(MAX_TRIALS));
         let mut random = Random(self.seed);
         match (self.method, self.combinations()) {
             (SweepMethod::Grid, Some(all)) => {

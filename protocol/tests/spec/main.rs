@@ -143,7 +143,7 @@ fn image_size_is_one_number_or_a_schedule() {
         (&entries(8), 30),
     ] {
         let spec = from_toml(&with("data", line)).unwrap_or_else(|e| panic!("{line}: {e:?}"));
-        assert_eq!(spec.data.evaluation_size(), Some(last), "{line}");
+        assert_eq!(spec.data.effective_validation_size(), Some(last), "{line}");
         assert_eq!(from_json(&serde_json::to_value(&spec).expect("plain data")), Ok(spec.clone()), "{line}");
         assert_eq!(from_toml(&toml::to_string(&spec).expect("TOML")), Ok(spec), "{line}");
     }
@@ -254,7 +254,9 @@ fn errors_for_wrong_types_and_ranges_say_what_is_allowed() {
         ("train", "decay_norm_and_bias = 1", "decay_norm_and_bias", &["true or false"]),
         ("train", "label_smoothing = 1.0", "label_smoothing", &["below 1"]),
         ("train", "milestones = [3, 2]", "milestones", &["ascending"]),
+        ("train", "milestones = [100001]", "milestones", &["at most 1,000", "1 to 100,000"]),
         ("train", "loss_scale = \"static\"", "loss_scale", &["dynamic"]),
+        ("train", "loss_scale = 1e10", "loss_scale", &["at most 1,000,000,000"]),
         ("train", "seed = -1", "seed", &["from 0"]),
         ("data", "image_size = 0", "image_size", &["from 8 to 4,096"]),
         ("data", "validation = 1.5", "validation", &["fraction"]),

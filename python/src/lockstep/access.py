@@ -27,7 +27,7 @@ TIMEOUT = httpx.Timeout(150.0, connect=5.0)
 _Addresses = list[ipaddress.IPv4Address | ipaddress.IPv6Address]
 
 
-def settings(url: str | None, token: str | None, data_dir: str | os.PathLike[str]) -> dict[str, Any]:
+def httpx_arguments(url: str | None, token: str | None, data_dir: str | os.PathLike[str]) -> dict[str, Any]:
     """The arguments of `httpx.Client` for a server."""
     server = url or os.environ.get("LOCKSTEP_SERVER") or _recorded_server(Path(data_dir)) or DEFAULT_SERVER
     address = httpx.URL(server if "://" in server else f"http://{server}")
@@ -43,7 +43,7 @@ def settings(url: str | None, token: str | None, data_dir: str | os.PathLike[str
         "timeout": TIMEOUT,
         "verify": verify,
         # The environment's proxies are used only with https, so that no token passes a proxy unencrypted.
-        "trust_env": is_https and not _loopback(address),
+        "trust_env": is_https and not _loopback_addresses(address),
     }
 
 
@@ -55,7 +55,7 @@ def _recorded_server(data_dir: Path) -> str | None:
     try:
         about, server = file.lstat(), file.read_text().strip()
         is_own = stat.S_ISREG(about.st_mode) and about.st_uid in (os.geteuid(), 0)
-        return server if is_own and _loopback(httpx.URL(server)) else None
+        return server if is_own and _loopback_addresses(httpx.URL(server)) else None
     except (OSError, UnicodeDecodeError, httpx.InvalidURL):
         return None
 
@@ -66,17 +66,18 @@ def _find_token(address: httpx.URL, data_dir: Path) -> str | None:
     if token := os.environ.get("LOCKSTEP_TOKEN", "").strip():
         return token
     file = data_dir / "token"
-    if not (loopback := _loopback(address)):
+    if not (addresses := _loopback_addresses(address)):
         return None
     try:
         owner = file.lstat().st_uid
     except FileNotFoundError:
         return None
     except OSError:
+        # `_read` raises the error for this file.
         return _read(file)
-    # Another account may have taken the port of a stopped server, and must not get its token.
-    port = address.port or {"https": 443}.get(address.scheme, 80)
-    if others := listener_owners(loopback, port) - {owner, 0}:
+    # After a server has stopped, another account's program may listen on its port. That program must not get the token.
+    port = address.port or (443 if address.scheme == "https" else 80)
+    if others := listener_owners(addresses, port) - {owner, 0}:
         raise LockstepError(
             f"{address}: the program that listens there has user id {others.pop()}, and {file} has user id {owner}, "
             f"so the token is not sent. Start the server again, or pass url or token"
@@ -94,7 +95,7 @@ def _read(file: Path) -> str:
     return token
 
 
-def _loopback(address: httpx.URL) -> _Addresses:
+def _loopback_addresses(address: httpx.URL) -> _Addresses:
     """The loopback addresses of a URL's host; none if it is another machine."""
     host = address.host
     try:

@@ -91,7 +91,7 @@ class CheckpointCalls(_Resource):
     async def download(self, path: PathLike | None = None, *, weights: Weights = "model") -> Path:
         """Downloads the weights, a safetensors file with torchvision's names, and returns the file's path.
 
-        `path`: a file or a folder (default: `model.safetensors` here). `weights`: `ema` for the running average of jobs
+        `path`: a file or a folder (default: `model.safetensors` here). `weights`: `ema` for the moving average of jobs
         with `train.ema_decay`. Raises `Problem` if the server has no such file, and `LockstepError` if the file was
         damaged during the download. A failed download leaves no file.
         """
@@ -510,7 +510,7 @@ class Client(ClientCalls[Job], SyncCalls):
     def __init__(
         self, url: str | None = None, token: str | None = None, *, data_dir: PathLike = "lockstep-data"
     ) -> None:
-        self._io = Sync(httpx.Client(**access.settings(url, token, data_dir)))
+        self._io = Sync(httpx.Client(**access.httpx_arguments(url, token, data_dir)))
 
     def close(self) -> None:
         """Closes the connections."""
@@ -541,7 +541,7 @@ class AsyncClient(ClientCalls[AsyncJob], AsyncCalls):
     def __init__(
         self, url: str | None = None, token: str | None = None, *, data_dir: PathLike = "lockstep-data"
     ) -> None:
-        self._io = Async(httpx.AsyncClient(**access.settings(url, token, data_dir)))
+        self._io = Async(httpx.AsyncClient(**access.httpx_arguments(url, token, data_dir)))
 
     async def aclose(self) -> None:
         """Closes the connections."""

@@ -9,12 +9,12 @@ WIDTH = 20
 
 
 class Progress:
-    """The line of progress. `wanted`: whether to show it (None: on a terminal and in a notebook)."""
+    """The line of progress. `is_shown`: whether the line is shown (None: on a terminal or in a notebook)."""
 
-    def __init__(self, wanted: bool | None) -> None:
+    def __init__(self, is_shown: bool | None) -> None:
         is_notebook = "ipykernel" in sys.modules
         self._out = sys.stdout if is_notebook else sys.stderr
-        self.is_shown = (is_notebook or self._out.isatty()) if wanted is None else wanted
+        self.is_shown = (is_notebook or self._out.isatty()) if is_shown is None else is_shown
         self._width = 0
 
     def show(self, job: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from .client import Client
 from .errors import LockstepError, Problem, Unreachable
 from .spool import REQUEST_SECS, RUN, Sender, Spool, folders, is_free, read_run, send_folder
 from .tracking import SEND_SECS, AlertLevel, Mode, Run, may_succeed_later, outcome, say, warn_once
-from .values import Artifact, Json, plain, settings
+from .values import Artifact, Json, to_dict, to_json
 
 Resume = Literal["allow", "must", "never", "auto"]
 PathLike = str | os.PathLike[str]
@@ -139,8 +139,8 @@ def init(
     run: Json = {
         "id": id,
         "name": (name or id)[:200],
-        "project": re.sub("[^A-Za-z0-9_.-]", "-", project or "default"),
-        "config": {str(key): plain(value) for key, value in settings(config).items()},
+        "project": re.sub("[^A-Za-z0-9_.-]", "-", (project or "").lstrip("."))[:100] or "default",
+        "config": {str(key): to_json(value) for key, value in to_dict(config).items()},
         "tags": [str(label).replace(",", " ")[:40] for label in labels],
         "notes": notes,
         "summary": {},

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from .errors import LockstepError, Problem, Unreachable
 from .spool import Sender, Spool, keep_file
-from .values import EXACT, Artifact, Config, Json, Summary, json_number, scalar, whole
+from .values import MAX_EXACT_INT, Artifact, Config, Json, Summary, json_number, scalar, to_step
 
 Mode = Literal["online", "offline", "disabled"]
 
@@ -210,7 +210,7 @@ class Run:
             else:
                 self._add(values, name, value)
         if step is not None and type(step) is not int:
-            step = whole(step)
+            step = to_step(step)
         at = int(time.time() * 1000)
         with self._lock:
             if self._has_ended:
@@ -222,7 +222,7 @@ class Run:
             else:
                 self._step = max(self._step, step + bool(commit))
             # The server would refuse the whole request.
-            if not 0 <= step < EXACT:
+            if not 0 <= step < MAX_EXACT_INT:
                 return warn_once(f"a step must be 0 to 2^53 - 1: the values of step {step} are not logged")
             if not values:
                 return
@@ -266,7 +266,7 @@ class Run:
             own_step = step
             if axis is not None:
                 on_axis = self._last.get(axis, -1)
-                if 0 <= on_axis < EXACT and on_axis == math.floor(on_axis):
+                if 0 <= on_axis < MAX_EXACT_INT and on_axis == math.floor(on_axis):
                     own_step = int(on_axis)
                 else:
                     warn_once(f"{name} is shown over the run's steps while {axis} is not logged as a whole number")

@@ -14,13 +14,16 @@ from .errors import LockstepError
 
 Json = dict[str, Any]
 
-# Integers up to EXACT are exact in floating point. Integers below WHOLE are stored as JSON integers.
-EXACT = 2**53
-WHOLE = 2**63
+# Larger integers are not exact as float64.
+MAX_EXACT_INT = 2**53
+# Integers from here on become floats.
+JSON_INT_LIMIT = 2**63
 
 
 class Media:
-    """Replaces classes for images, tables and other values that are not numbers. Such values are not logged."""
+    """Stands in for wandb's classes of images, tables and other media, so that programs run unchanged. Media are not
+    logged.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -61,7 +64,7 @@ def scalar(value: Any) -> float | None:
         except (TypeError, ValueError, RuntimeError):
             return None
     if isinstance(value, int):
-        return int(value) if -EXACT <= value <= EXACT else _float(value)
+        return int(value) if -MAX_EXACT_INT <= value <= MAX_EXACT_INT else _float(value)
     if isinstance(value, str | bytes | bytearray):
         return None
     return _float(value)
@@ -76,7 +79,7 @@ def _float(value: Any) -> float | None:
         return None
 
 
-def whole(step: Any) -> int:
+def to_step(step: Any) -> int:
     """Converts a step to an int. Raises TypeError unless it is a whole number."""
     try:
         return operator.index(step)
@@ -93,24 +96,24 @@ def json_number(value: float) -> float | str:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
-def plain(value: Any) -> Any:
+def to_json(value: Any) -> Any:
     """Converts a setting or a result to JSON. Values of types that JSON does not have become text."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     if isinstance(value, Mapping):
-        return {plain(str(key)): plain(of) for key, of in value.items()}
+        return {to_json(str(key)): to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [plain(of) for of in value]
-    if isinstance(value, int) and abs(value) < WHOLE:
+        return [to_json(item) for item in value]
+    if isinstance(value, int) and abs(value) < JSON_INT_LIMIT:
         return int(value)
     if callable(getattr(value, "__float__", None)) and (number := scalar(value)) is not None:
         return json_number(number)
-    return plain(str(value))
+    return to_json(str(value))
 
 
-def settings(given: Any) -> Json:
+def to_dict(given: Any) -> Json:
     """Returns the settings in a mapping, a namespace of argparse or another object with attributes."""
     if given is None:
         return {}
@@ -131,7 +134,7 @@ class _Values(MutableMapping[str, Any]):
         return self._items[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self._items[str(key)] = plain(value)
+        self._items[str(key)] = to_json(value)
         self._changed()
 
     def __delitem__(self, key: str) -> None:
@@ -175,7 +178,7 @@ class Config(_Values):
 
         Raises `LockstepError` if a setting has another value, unless `allow_val_change` is set or this is a notebook.
         """
-        new = {str(key): plain(value) for key, value in (settings(given) | more).items()}
+        new = {str(key): to_json(value) for key, value in (to_dict(given) | more).items()}
         if not (allow_val_change or (allow_val_change is None and "ipykernel" in sys.modules)):
             for key, value in new.items():
                 if key in self._items and self._items[key] != value:
@@ -188,7 +191,7 @@ class Config(_Values):
 
     def setdefaults(self, given: Any) -> None:
         """Sets the given settings that have no value yet."""
-        self.update({key: value for key, value in settings(given).items() if str(key) not in self._items})
+        self.update({key: value for key, value in to_dict(given).items() if str(key) not in self._items})
 
 
 class Summary(_Values):

@@ -13,17 +13,17 @@ use std::{
 };
 use tokio::sync::Notify;
 
-mod lost;
+mod given_up;
 
-pub(crate) use lost::EndAt;
+use given_up::GivenUp;
+pub(crate) use given_up::RanksEnd;
 
 /// The slots that attempts occupy, and the time until which they may occupy them.
 #[derive(Debug)]
 pub(crate) struct Leases {
     pub(crate) duration: Duration,
     by_job: Mutex<Held>,
-    /// Agents that were given up before their leases expired, with the attempt and the time until which its ranks may still run.
-    cut_off: Mutex<Vec<(String, AttemptRef, Instant)>>,
+    given_up: Mutex<Vec<GivenUp>>,
     pub(crate) wake: Notify,
 }
 
@@ -147,7 +147,7 @@ impl Held {
 
 impl Leases {
     pub(crate) fn new(duration: Duration) -> Self {
-        Self { duration, by_job: Mutex::default(), cut_off: Mutex::default(), wake: Notify::new() }
+        Self { duration, by_job: Mutex::default(), given_up: Mutex::default(), wake: Notify::new() }
     }
 
     fn by_job(&self) -> MutexGuard<'_, Held> {
@@ -191,16 +191,16 @@ impl Leases {
 
     /// Frees an attempt's slots on an agent whose ranks have ended or whose lease has expired. Returns the other agents that still have
     /// ranks of the attempt.
-    pub(crate) fn ended_at(&self, attempt: &AttemptRef, agent_id: &str, how: EndAt) -> Vec<Place> {
+    pub(crate) fn ended_at(&self, attempt: &AttemptRef, agent_id: &str, how: RanksEnd) -> Vec<Place> {
         let mut leases = self.by_job();
         let Some(lease) = leases.get_mut(&attempt.job).filter(|lease| lease.attempt == *attempt) else {
             return Vec::new();
         };
         for hold in lease.holds.iter_mut().filter(|hold| hold.place.agent_id == agent_id) {
             hold.state = match how {
-                EndAt::ByThemselves => Ranks::Ended,
-                EndAt::LostContact => Ranks::LostContact,
-                EndAt::Lost => Ranks::Lost,
+                RanksEnd::OnTheirOwn => Ranks::Ended,
+                RanksEnd::LostContact => Ranks::LostContact,
+                RanksEnd::Unknown => Ranks::Lost,
             };
         }
         let others = lease.held().map(|hold| hold.place.clone()).collect();
@@ -212,7 +212,7 @@ impl Leases {
     /// Renews the leases of the attempts that an agent reports. Returns the attempts that do not or no longer belong to the agent.
     pub(crate) fn renew(&self, agent_id: &str, attempts: &[AttemptRef]) -> Vec<AttemptRef> {
         let until = Instant::now() + self.duration;
-        self.extend_cut_off(agent_id, attempts, until);
+        self.update_given_up(agent_id, attempts, until);
         let mut leases = self.by_job();
         let mut is_theirs = |attempt: &AttemptRef| {
             let lease = leases.get_mut(&attempt.job).filter(|lease| lease.attempt == *attempt);

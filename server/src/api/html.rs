@@ -5,7 +5,7 @@ use crate::{
     http::error::{Error, PageError},
 };
 use axum::response::{Html, IntoResponse, Response};
-use lockstep_web::layout::Viewer;
+use lockstep_web::layout::CurrentUser;
 
 pub(crate) type Page = Result<Response, PageError>;
 
@@ -14,7 +14,7 @@ pub(crate) fn html(rendered: Result<String, impl std::fmt::Display>) -> Page {
     Ok(Html(html).into_response())
 }
 
-/// Returns the viewer of a page for its layout.
-pub(crate) fn viewer(caller: &Caller) -> Viewer {
-    caller.viewer()
+/// Returns the current user of a page for its layout.
+pub(crate) fn current_user(caller: &Caller) -> CurrentUser {
+    caller.current_user()
 }

@@ -1,7 +1,7 @@
 //! Webhooks, for admins: add, list, change, remove and test webhooks, list their messages, and the page.
 
 use super::{
-    html::{Page as HtmlPage, html, viewer},
+    html::{Page as HtmlPage, current_user, html},
     list::{Elements, List, ListParams, list_of},
     people::pages::form_error,
 };
@@ -380,7 +380,7 @@ async fn page(webhooks: &Webhooks, caller: &Caller, notice: Notice) -> HtmlPage 
             url,
             error,
             secret,
-            viewer: viewer(caller),
+            user: current_user(caller),
         }
         .render(),
     )

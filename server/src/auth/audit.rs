@@ -3,7 +3,7 @@
 
 use crate::{
     store::{AuditEntry, Store},
-    util::failing::Failing,
+    util::failure_log::Failing,
 };
 use lockstep_protocol::backoff::Backoff;
 use std::{sync::Arc, time::Duration};

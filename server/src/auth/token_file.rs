@@ -1,7 +1,7 @@
 //! Files with a token for programs of the same account: the server's token (`<data-dir>/token`) and the token of the agent on its machine.
 //! They are created with mode 0600, and never through a link.
 
-use crate::{auth::access::is_token, util::private};
+use crate::{auth::access::is_token, util::private_files};
 use rustix::fs::OFlags;
 use std::{
     fs::{self, File},
@@ -58,7 +58,7 @@ pub(crate) fn write(path: &Path, token: &str) -> io::Result<()> {
     let mut file = File::options()
         .write(true)
         .create_new(true)
-        .mode(private::FILE)
+        .mode(private_files::FILE)
         .custom_flags(OFlags::NOFOLLOW.bits() as i32)
         .open(&new)?;
     file.write_all(format!("{token}\n").as_bytes())?;

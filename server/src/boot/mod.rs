@@ -19,7 +19,7 @@ use crate::{
     },
     ingest::run_files,
     store::{Location, Store, StoreError},
-    util::private,
+    util::private_files,
 };
 use lockstep_protocol::JobId;
 use running::Running;
@@ -220,7 +220,7 @@ async fn open(
     artifacts: Option<(ObjectStorage, Option<String>)>,
 ) -> Result<App, ServeError> {
     let data_dir = &config.data_dir;
-    config.data_dir = private::data_dir(data_dir)
+    config.data_dir = private_files::data_dir(data_dir)
         .and_then(|()| data_dir.canonicalize())
         .map_err(|source| ServeError::DataDir { path: data_dir.clone(), source })?;
     let location = Location::of(&config)?;
@@ -264,8 +264,8 @@ async fn listen(address: SocketAddr) -> Result<TcpListener, ServeError> {
 /// Creates the data directory and takes its lock. The system releases the lock when this process ends for any reason.
 fn lock_data_dir(path: &Path) -> Result<File, ServeError> {
     let failed = |source| ServeError::DataDir { path: path.to_owned(), source };
-    private::data_dir(path).map_err(failed)?;
-    let mut file = private::lock_file(&private::server_lock(path)).map_err(failed)?;
+    private_files::data_dir(path).map_err(failed)?;
+    let mut file = private_files::lock_file(&private_files::server_lock(path)).map_err(failed)?;
     let since = Instant::now();
     let locked = loop {
         match file.try_lock() {

@@ -5,7 +5,7 @@ use super::{
     Checkpoints,
     manifest::{MANIFEST, Manifest, check_whole, is_media_error},
 };
-use crate::{store::CheckpointRow, util::regular};
+use crate::{store::CheckpointRow, util::regular_files};
 use std::{
     fs,
     io::{self, Read as _},
@@ -36,7 +36,7 @@ pub(crate) async fn set_damaged_aside(
 
 fn manifest(folder: &Path) -> io::Result<Vec<u8>> {
     let mut text = Vec::new();
-    regular::open(&folder.join(MANIFEST))?.read_to_end(&mut text)?;
+    regular_files::open(&folder.join(MANIFEST))?.read_to_end(&mut text)?;
     Ok(text)
 }
 

@@ -12,7 +12,7 @@ use super::{
 };
 use crate::{
     store::{self, CheckpointRow, Copies, StoreError, StoredCheckpoint},
-    util::regular,
+    util::regular_files,
 };
 use bytes::Bytes;
 use lockstep_protocol::{JobId, backoff::Backoff};
@@ -121,7 +121,7 @@ async fn queue_if_missing(
     store: &ArtifactStore,
     row: &CheckpointRow,
 ) -> store::Result<()> {
-    let Ok(text) = regular::read(&checkpoints.folder(row).join(MANIFEST)).await else { return Ok(()) };
+    let Ok(text) = regular_files::read(&checkpoints.folder(row).join(MANIFEST)).await else { return Ok(()) };
     let stored = checkpoints.store.stored_checkpoint(store.storage.url(), &row.id).await?;
     if stored.and_then(|stored| stored.manifest) != Some(sha256(&text)) {
         store.note(&row.id);
@@ -251,7 +251,7 @@ async fn delete(checkpoints: &Checkpoints, store: &ArtifactStore, id: &str) -> R
 async fn upload(checkpoints: &Checkpoints, store: &ArtifactStore, row: &CheckpointRow) -> Result<()> {
     let Some(place) = store.storage.place(&row.id) else { return Ok(()) };
     let folder = checkpoints.folder(row);
-    let text = regular::read(&folder.join(MANIFEST)).await?;
+    let text = regular_files::read(&folder.join(MANIFEST)).await?;
     let known = checkpoints.store.stored_checkpoint(store.storage.url(), &row.id).await?;
     if known.as_ref().and_then(|known| known.manifest.as_ref()) == Some(&sha256(&text)) {
         return Ok(());
@@ -261,7 +261,7 @@ async fn upload(checkpoints: &Checkpoints, store: &ArtifactStore, row: &Checkpoi
         StoredCheckpoint { id: row.id.clone(), manifest: None, parts: known.and_then(|known| known.parts) };
     match send_files(checkpoints, store, &place, &folder, &text, begun).await {
         // The checkpoint is not damaged, but was replaced during the upload, and is queued again.
-        Err(MoveError::Damaged(_)) if regular::read(&folder.join(MANIFEST)).await? != text => {
+        Err(MoveError::Damaged(_)) if regular_files::read(&folder.join(MANIFEST)).await? != text => {
             Err(MoveError::Changed)
         }
         Err(trouble) => Err(trouble),
@@ -323,7 +323,7 @@ struct Reader {
 
 impl Reader {
     fn open(path: &Path) -> io::Result<Self> {
-        Ok(Self { file: regular::open(path)?, verifier: Verifier::default() })
+        Ok(Self { file: regular_files::open(path)?, verifier: Verifier::default() })
     }
 
     fn part(&mut self, bytes: u64) -> io::Result<Bytes> {

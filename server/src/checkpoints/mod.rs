@@ -141,7 +141,7 @@ impl Checkpoints {
     /// The agents that are online and were not given up. A machine that disappears does not close its connection.
     fn reachable_agents(&self) -> HashSet<String> {
         let online = self.agents.online().into_iter().map(|online| online.row.id.clone());
-        online.filter(|id| !self.agents.leases.is_cut_off(id)).collect()
+        online.filter(|id| !self.agents.leases.is_given_up(id)).collect()
     }
 
     /// Why a job must not start on `agent` yet: another agent, which is online, is uploading a newer checkpoint than the server has, or the

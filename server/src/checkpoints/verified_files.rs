@@ -2,7 +2,7 @@
 
 use crate::{
     checkpoints::manifest::{ManifestFile, verify},
-    util::regular,
+    util::regular_files,
 };
 use std::{
     collections::HashSet,
@@ -58,7 +58,7 @@ impl VerifiedFiles {
         }
         let wanted = written.clone();
         let seen = move || {
-            let file = regular::open(&path)?;
+            let file = regular_files::open(&path)?;
             // Taken before reading, so that a file which changes while it is read is verified again.
             let seen = Seen::of(&file.metadata()?, &wanted.sha256);
             let name = path.file_name().unwrap_or_default().to_string_lossy();

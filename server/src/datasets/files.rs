@@ -135,7 +135,7 @@ impl Tree {
         match self.kind {
             Kind::Folder => true,
             Kind::File => path == self.within,
-            Kind::Pattern => pattern::names(&self.within, path),
+            Kind::Pattern => pattern::matches(&self.within, path),
         }
     }
 

@@ -155,7 +155,7 @@ fn append(path: &Path) -> io::Result<(File, u64)> {
     if path.exists() && !path.metadata()?.is_file() {
         return Err(io::Error::other("it is not a regular file"));
     }
-    crate::util::private::file(path)?;
+    crate::util::private_files::file(path)?;
     let file = File::options().append(true).open(path)?;
     let length = file.metadata()?.len();
     Ok((file, length))

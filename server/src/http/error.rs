@@ -11,7 +11,7 @@ use axum::{
     response::{Html, IntoResponse, Response},
 };
 use lockstep_protocol::{JobState, spec::SpecError};
-use lockstep_web::layout::{MessagePage, Viewer};
+use lockstep_web::layout::{CurrentUser, ErrorPage};
 use serde::Serialize;
 use std::io;
 use utoipa::ToSchema;
@@ -185,11 +185,11 @@ impl IntoResponse for PageError {
         let header = self.0.header();
         let problem = self.0.problem();
         let status = StatusCode::from_u16(problem.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-        let page = MessagePage {
+        let page = ErrorPage {
             status: problem.status,
             title: problem.title,
             detail: problem.detail,
-            viewer: Viewer::NOBODY,
+            user: CurrentUser::NOBODY,
         };
         match page.render() {
             Ok(html) => {
@@ -202,10 +202,10 @@ impl IntoResponse for PageError {
     }
 }
 
-/// A response for `viewer`: an error's page has the viewer's navigation bar.
-pub(crate) fn shown_to(viewer: Viewer, mut response: Response) -> Response {
-    let page = response.extensions_mut().remove::<MessagePage>();
-    if let Some(html) = page.and_then(|page| MessagePage { viewer, ..page }.render().ok()) {
+/// A response for `user`: an error's page has the user's navigation bar.
+pub(crate) fn shown_to(user: CurrentUser, mut response: Response) -> Response {
+    let page = response.extensions_mut().remove::<ErrorPage>();
+    if let Some(html) = page.and_then(|page| ErrorPage { user, ..page }.render().ok()) {
         // These headers belong to the replaced page, which may have been compressed.
         for name in [header::CONTENT_LENGTH, header::CONTENT_ENCODING] {
             response.headers_mut().remove(name);

@@ -125,14 +125,14 @@ pub(crate) async fn gate(State(gate): State<Arc<Gate>>, mut request: Request, ne
     {
         return answered(caller, error, &path);
     }
-    let viewer = caller.as_ref().map(Caller::viewer).unwrap_or_default();
+    let user = caller.as_ref().map(Caller::current_user).unwrap_or_default();
     if let Some(caller) = &caller {
         request.extensions_mut().insert(caller.clone());
     }
     let is_change = rules::is_recorded(&method, route.as_deref());
     let is_detached = rules::is_detached(&method, route.as_deref());
     let work = async move {
-        let response = shown_to(viewer, next.run(request).await);
+        let response = shown_to(user, next.run(request).await);
         let signed_in = response.extensions().get::<SignedIn>().cloned();
         let status = response.status();
         // Without a caller, only failed sign-ins are recorded, because their number is limited. Other requests could displace important
@@ -294,7 +294,7 @@ fn refused(caller: &Caller, scope: Scope, path: &str) -> Response {
 fn answered(caller: &Caller, error: Error, path: &str) -> Response {
     match is_for_programs(path) {
         true => error.into_response(),
-        false => shown_to(caller.viewer(), PageError(error).into_response()),
+        false => shown_to(caller.current_user(), PageError(error).into_response()),
     }
 }
 

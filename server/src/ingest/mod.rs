@@ -13,7 +13,7 @@ use crate::{
     events::Events,
     scheduler::{Scheduler, dispatch},
     store::{Changed, EventRow, Ingested, Report, Result, Store},
-    util::failing::Failing,
+    util::failure_log::Failing,
 };
 use jiff::Timestamp;
 use lockstep_protocol::{

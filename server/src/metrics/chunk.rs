@@ -6,8 +6,8 @@
 //! points.
 
 use crate::{
-    store::error::StoreError,
-    util::numbers::{Reader, put_number},
+    store::{MetricChunk, error::StoreError},
+    util::leb128::{Reader, put_number},
 };
 
 /// Number of levels. Buckets of the last level are about a million steps wide.
@@ -26,6 +26,20 @@ pub(crate) fn width(level: u32) -> u64 {
 /// Number of entries in a full chunk at `level`.
 pub(crate) fn capacity(level: u32) -> usize {
     if level == 0 { CHUNK_POINTS } else { CHUNK_BUCKETS }
+}
+
+/// A series of a job's points.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct SeriesKey {
+    pub(crate) name: String,
+    pub(crate) attempt: u32,
+    pub(crate) rank: u32,
+}
+
+impl SeriesKey {
+    pub(super) fn of(chunk: &MetricChunk) -> Self {
+        Self { name: chunk.name.clone(), attempt: chunk.attempt, rank: chunk.rank }
+    }
 }
 
 /// Statistics of the points of consecutive steps. A single point is a bucket with one point.

@@ -3,7 +3,7 @@
 
 use super::{
     Metrics,
-    chunk::{self, Bucket, LEVELS, capacity, width},
+    chunk::{self, Bucket, LEVELS, SeriesKey, capacity, width},
     compaction_queue::batch_cost,
 };
 use crate::store::{MetricChunk, MetricFilter, Result, Store, StoreError, quarantine};
@@ -22,7 +22,7 @@ pub(crate) async fn run(metrics: Arc<Metrics>) {
     // The queue is in memory, so every unfinished job is queued once at the server's start.
     match metrics.store.unfinished().await {
         Ok(jobs) => {
-            jobs.iter().for_each(|job| metrics.queue.count(&job.id, job.ranks, batch_cost(job.ranks)))
+            jobs.iter().for_each(|job| metrics.queue.add_cost(&job.id, job.ranks, batch_cost(job.ranks)))
         }
         Err(error) => tracing::warn!(%error, "metrics are not compacted until their jobs report more points"),
     }
@@ -58,13 +58,6 @@ pub(super) async fn compact(store: &dyn Store, job: &JobId, cost: u64, rest: boo
     store.put_metric_chunks(job, watermark, page.last, &grow(newest, page.columns, stored)).await
 }
 
-/// Name, rank and attempt.
-type Key = (String, u32, u32);
-
-fn key_of(chunk: &MetricChunk) -> Key {
-    (chunk.name.clone(), chunk.rank, chunk.attempt)
-}
-
 /// Reads all stored points of the series to which `columns` add points at or before the last stored step. Only runs from elsewhere have
 /// such points.
 async fn read_rewritten(
@@ -72,15 +65,15 @@ async fn read_rewritten(
     job: &JobId,
     newest: &[MetricChunk],
     columns: &[(u32, u32, MetricColumn)],
-) -> Result<BTreeMap<Key, Vec<Bucket>>> {
-    let last: HashMap<Key, u64> = newest
+) -> Result<BTreeMap<SeriesKey, Vec<Bucket>>> {
+    let last: HashMap<SeriesKey, u64> = newest
         .iter()
         .filter(|chunk| chunk.level == 0)
-        .map(|chunk| (key_of(chunk), chunk.last_step))
+        .map(|chunk| (SeriesKey::of(chunk), chunk.last_step))
         .collect();
     let mut stored = BTreeMap::new();
     for (rank, attempt, column) in columns {
-        let key = (column.name.clone(), *rank, *attempt);
+        let key = SeriesKey { name: column.name.clone(), attempt: *attempt, rank: *rank };
         let (Some(last), Some((first, _))) = (last.get(&key), column.ends()) else { continue };
         if first > *last || stored.contains_key(&key) {
             continue;
@@ -99,21 +92,22 @@ async fn read_rewritten(
 fn grow(
     newest: Vec<MetricChunk>,
     columns: Vec<(u32, u32, MetricColumn)>,
-    stored: BTreeMap<Key, Vec<Bucket>>,
+    stored: BTreeMap<SeriesKey, Vec<Bucket>>,
 ) -> Vec<MetricChunk> {
-    let replaced: BTreeSet<Key> = stored.keys().cloned().collect();
-    let mut added: BTreeMap<Key, Vec<Bucket>> = BTreeMap::new();
+    let replaced: BTreeSet<SeriesKey> = stored.keys().cloned().collect();
+    let mut added: BTreeMap<SeriesKey, Vec<Bucket>> = BTreeMap::new();
     for (rank, attempt, column) in columns {
         let points = column.steps.into_iter().zip(column.values).map(|(step, value)| Bucket::of(step, value));
-        added.entry((column.name, rank, attempt)).or_default().extend(points);
+        let key = SeriesKey { name: column.name, attempt, rank };
+        added.entry(key).or_default().extend(points);
     }
     let mut points = stored;
     for (key, new) in added {
         let to = points.entry(key).or_default();
         *to = chunk::merged(std::mem::take(to), new);
     }
-    let newest = newest.into_iter().map(|chunk| ((key_of(&chunk), chunk.level), chunk));
-    let mut newest: HashMap<(Key, u32), MetricChunk> =
+    let newest = newest.into_iter().map(|chunk| ((SeriesKey::of(&chunk), chunk.level), chunk));
+    let mut newest: HashMap<(SeriesKey, u32), MetricChunk> =
         newest.filter(|((key, _), _)| !replaced.contains(key)).collect();
     let mut changed = Vec::new();
     for (key, points) in points {
@@ -135,9 +129,9 @@ fn grow(
                 let replaces_chunk = i == 0 && old.as_ref().is_some_and(|old| old.first_step == first_step);
                 let next = part.last().map_or(0, |b| (b.index(width(level)) + 1) * width(level));
                 changed.push(MetricChunk {
-                    name: key.0.clone(),
-                    rank: key.1,
-                    attempt: key.2,
+                    name: key.name.clone(),
+                    rank: key.rank,
+                    attempt: key.attempt,
                     level,
                     first_step,
                     last_step: if is_last { last } else { next.min(last) },
@@ -199,7 +193,7 @@ mod tests {
     #[test]
     fn the_last_point_of_a_repeated_step_counts() {
         let first = grow(Vec::new(), vec![column(1..11)], BTreeMap::new());
-        let key = key_of(&first[0]);
+        let key = SeriesKey::of(&first[0]);
         let stored = BTreeMap::from([(key, readable_chunk(0, &first[0]))]);
         let newer = MetricColumn { name: "loss".into(), steps: vec![7, 0, 7], values: vec![1.0, 2.0, 3.5] };
         let again = grow(first, vec![column(5..13), (0, 1, newer)], stored);

@@ -41,11 +41,11 @@ impl CompactionQueue {
     /// Adds the cost of a stored change's points to the job's waiting rows.
     pub(crate) fn note(&self, changed: &Changed) {
         let points = changed.events.iter().filter(|row| matches!(row.stored, Stored::Points { .. }));
-        self.count(&changed.job.id, changed.job.ranks, points.map(EventRow::cost).sum());
+        self.add_cost(&changed.job.id, changed.job.ranks, points.map(EventRow::cost).sum());
     }
 
     /// Adds `cost` to the cost of a job's waiting rows, and wakes the compaction task when they make up a batch.
-    pub(crate) fn count(&self, job: &JobId, ranks: u32, cost: u64) {
+    pub(crate) fn add_cost(&self, job: &JobId, ranks: u32, cost: u64) {
         if cost == 0 {
             return;
         }

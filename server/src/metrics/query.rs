@@ -2,7 +2,7 @@
 
 use super::{
     Metrics,
-    chunk::{self, Bucket, LEVELS, width},
+    chunk::{self, Bucket, LEVELS, SeriesKey, width},
     compaction, compaction_queue,
 };
 use crate::store::{MetricFilter, Result};
@@ -11,9 +11,6 @@ use lockstep_protocol::{
     metric::MetricColumn,
 };
 use std::collections::BTreeMap;
-
-/// Name, attempt and rank.
-pub(crate) type Key = (String, u32, u32);
 
 /// The data of a chart.
 #[derive(Debug)]
@@ -24,7 +21,7 @@ pub(crate) struct Found {
     pub(crate) exact: bool,
     /// Steps per bucket. 1 if `exact`.
     pub(crate) bucket_steps: u64,
-    pub(crate) series: BTreeMap<Key, Vec<Bucket>>,
+    pub(crate) series: BTreeMap<SeriesKey, Vec<Bucket>>,
 }
 
 /// The level to read, and the buckets to return.
@@ -60,14 +57,14 @@ pub(crate) async fn find(
     points: usize,
 ) -> Result<Found> {
     loop {
-        if let Some(found) = attempt(metrics, &job.id, job.ranks, filter, points).await? {
+        if let Some(found) = try_find(metrics, &job.id, job.ranks, filter, points).await? {
             return Ok(found);
         }
-        // A compaction has moved the watermark between two reads, so both are repeated.
     }
 }
 
-async fn attempt(
+/// As [`find`]. `None` if a compaction has moved the watermark between two reads, which must then be repeated.
+async fn try_find(
     metrics: &Metrics,
     job: &JobId,
     ranks: u32,
@@ -75,12 +72,15 @@ async fn attempt(
     points: usize,
 ) -> Result<Option<Found>> {
     let (watermark, extent) = metrics.store.metric_extent(job, filter).await?;
-    // Reads all steps, because buckets that cross an end of the range are returned whole, like the buckets of chunks.
+    // Reads the newest rows without a range, because a bucket that crosses an end of the range is returned whole. `inside` removes
+    // the other points.
     let newest = MetricFilter { after: watermark, from: None, to: None, ..filter.clone() };
     let page = metrics.store.metrics(job, &newest).await?;
     let (as_of, tail) = (page.as_of, page.columns);
     if page.cost > 2 * compaction_queue::batch_cost(ranks) {
-        metrics.queue.count(job, ranks, compaction_queue::batch_cost(ranks));
+        // So many rows should have been compacted. The queue is in memory, and a failed compaction is not queued again, so the job is
+        // queued here.
+        metrics.queue.add_cost(job, ranks, compaction_queue::batch_cost(ranks));
     }
     let (from, to) = (filter.from.unwrap_or(0), filter.to.unwrap_or(u64::MAX));
     let tail_steps = tail.iter().filter_map(|(_, _, c)| c.ends());
@@ -90,14 +90,17 @@ async fn attempt(
     };
     let plan = Plan::new(first.max(from), last.min(to).max(first.max(from)), points as u64);
 
-    let read = async |level: u32| -> Result<Option<BTreeMap<Key, Vec<Bucket>>>> {
-        // A bucket that crosses an end of the range is returned whole, so the range is extended to bucket boundaries.
+    let read = async |level: u32| -> Result<Option<BTreeMap<SeriesKey, Vec<Bucket>>>> {
+        // The range is extended to bucket boundaries. Buckets of width w cover the steps k w + 1 to (k + 1) w; the first one also
+        // covers step 0.
         let w = width(level);
-        // The first bucket also includes step 0. Steps of buckets are counted from 1.
-        let from = match from.saturating_sub(1) / w * w {
-            _ if w == 1 => from,
-            0 => 0,
-            before => before + 1,
+        let before = from.saturating_sub(1) / w * w;
+        let from = if w == 1 {
+            from
+        } else if before == 0 {
+            0
+        } else {
+            before + 1
         };
         let to = to.div_ceil(w).saturating_mul(w);
         let whole = MetricFilter { from: Some(from), to: Some(to), ..filter.clone() };
@@ -106,18 +109,17 @@ async fn attempt(
             return Ok(None);
         }
         let inside = |b: &Bucket| (from..=to).contains(&b.step);
-        let mut series: BTreeMap<Key, Vec<Bucket>> = BTreeMap::new();
+        let mut series: BTreeMap<SeriesKey, Vec<Bucket>> = BTreeMap::new();
         for chunk in chunks {
             let buckets = compaction::readable_chunk(level, &chunk);
-            let to = series.entry((chunk.name, chunk.attempt, chunk.rank)).or_default();
-            to.extend(buckets.into_iter().filter(inside));
+            series.entry(SeriesKey::of(&chunk)).or_default().extend(buckets.into_iter().filter(inside));
         }
         add_tail(&mut series, &tail, width(level), inside);
         series.retain(|_, buckets| !buckets.is_empty());
         Ok(Some(series))
     };
     let Some(series) = read(plan.level).await? else { return Ok(None) };
-    let fits = |series: &BTreeMap<Key, Vec<Bucket>>, slack: usize| {
+    let fits = |series: &BTreeMap<SeriesKey, Vec<Bucket>>, slack: usize| {
         series.values().all(|b| b.iter().map(|b| b.points).sum::<u64>() <= (points + slack) as u64)
     };
     if plan.level == 0 && fits(&series, 0) {
@@ -135,18 +137,19 @@ async fn attempt(
 }
 
 fn add_tail(
-    series: &mut BTreeMap<Key, Vec<Bucket>>,
+    series: &mut BTreeMap<SeriesKey, Vec<Bucket>>,
     tail: &[(u32, u32, MetricColumn)],
     width: u64,
     inside: impl Fn(&Bucket) -> bool,
 ) {
     for (rank, attempt, column) in tail {
-        let to = series.entry((column.name.clone(), *attempt, *rank)).or_default();
+        let key = SeriesKey { name: column.name.clone(), attempt: *attempt, rank: *rank };
+        let of_series = series.entry(key).or_default();
         let points = column.steps.iter().zip(&column.values).map(|(step, value)| Bucket::of(*step, *value));
         let points = points.filter(&inside);
         match width {
-            1 => *to = chunk::merged(std::mem::take(to), points),
-            _ => points.for_each(|point| chunk::put(to, &point, width)),
+            1 => *of_series = chunk::merged(std::mem::take(of_series), points),
+            _ => points.for_each(|point| chunk::put(of_series, &point, width)),
         }
     }
 }

@@ -1,13 +1,13 @@
 //! Dispatch: carries out the scheduler's plans, and fences attempts whose lease has expired.
 
 use crate::{
-    agents::leases::{EndAt, Expired},
+    agents::leases::{Expired, RanksEnd},
     checkpoints::{Wait, artifact_fetches::CheckWait},
     config::FairShare,
     lifecycle::{self, EndOnAgent},
     scheduler::{AgentState, Plan, Scheduler, Snapshot, Yielding, plan},
     store::{AttemptRow, JobRow, Occupant, Result, quarantine},
-    util::failing::Failing,
+    util::failure_log::Failing,
 };
 use ends::{end_attempt, end_attempt_on_agent, order_stop};
 use lockstep_protocol::{
@@ -64,7 +64,7 @@ pub(crate) async fn restore(scheduler: &Scheduler) -> Result<()> {
         {
             for agent in &agents {
                 if let Some(end) = lifecycle::find_end_on_agent(&row, agent) {
-                    scheduler.agents.leases.ended_at(&attempt, agent, EndAt::of(end));
+                    scheduler.agents.leases.ended_at(&attempt, agent, RanksEnd::of(end));
                 }
             }
             let unreachable: Vec<_> = row.progress.unreachable.iter().copied().collect();
@@ -115,7 +115,11 @@ async fn rounds(scheduler: &Scheduler, unstored: &Unstored) {
             }
             Err(_) => {}
         }
-        let poll = if scheduler.agents.leases.is_contact_lost() { LOST_POLL_INTERVAL } else { POLL_INTERVAL };
+        let poll = if scheduler.agents.leases.any_attempt_lost_contact() {
+            LOST_POLL_INTERVAL
+        } else {
+            POLL_INTERVAL
+        };
         tokio::select! {
             () = scheduler.agents.leases.wake.notified() => {}
             () = tokio::time::sleep(poll) => {}
@@ -138,7 +142,9 @@ async fn round(scheduler: &Scheduler, unstored: &Unstored) -> Result<()> {
     let up = scheduler.up_since.elapsed();
     let silence = |id: &str| scheduler.agents.silence(id).or_else(|| up.checked_sub(RECONNECT_TIME));
     let is_silent = |id: &str| silence(id).is_some_and(|silence| silence > limit);
-    for expired in scheduler.agents.leases.abandoned(is_silent, |id| scheduler.agents.is_connected(id)) {
+    for expired in
+        scheduler.agents.leases.agents_to_give_up(is_silent, |id| scheduler.agents.is_connected(id))
+    {
         let job = expired.attempt.job.clone();
         let silence = scheduler.agents.silence(&expired.place.agent_id).unwrap_or(up).as_secs_f64();
         scheduler.agents.leases.give_up(&expired);
@@ -185,9 +191,9 @@ async fn take_snapshot(scheduler: &Scheduler) -> Result<Snapshot> {
         let is_drained = scheduler.agents.is_draining(id);
         let takes_work = agent.leaving.is_none()
             && agent.no_work.is_none()
-            // An agent that was cut off is online until its connection times out, but no start would reach it.
+            // An agent that the network no longer reaches is online until its connection times out, but no start would reach it.
             && agent.row.last_seen_at > now - scheduler.agents.leases.duration
-            && !scheduler.agents.leases.is_cut_off(id)
+            && !scheduler.agents.leases.is_given_up(id)
             && !is_drained;
         let in_use = held.remove(id).unwrap_or_default();
         Arc::new(AgentState { only_job: agent.only_job, takes_work, is_drained, in_use, row: agent.row })

@@ -19,7 +19,7 @@ pub(crate) fn new_job(id: JobId, mut spec: JobSpec, owner: Option<String>) -> Ne
     // Tags and notes are not in the specification, because they can be changed after submission.
     let annotation = Annotation {
         notes: std::mem::take(&mut spec.notes),
-        tags: labels::tidy_tags(&std::mem::take(&mut spec.tags)),
+        tags: labels::normalise_tags(&std::mem::take(&mut spec.tags)),
     };
     let at = crate::now();
     NewJob { annotation, owner, ..NewJob::of(id, spec, at) }

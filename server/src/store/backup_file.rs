@@ -1,7 +1,7 @@
 //! The file of a backup: writing, verification and reading. `backup.rs` describes the format.
 
 use super::cells::{Cell, Table};
-use crate::{config::serve_error::ServeError, util::regular};
+use crate::{config::serve_error::ServeError, util::regular_files};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
@@ -129,7 +129,7 @@ impl Writer {
 pub(super) fn verify(path: &Path) -> Result<(Heading, Summary), BackupError> {
     let failed = |source| BackupError::File { path: path.to_owned(), source };
     let not_whole = |detail: &str| BackupError::NotWhole { path: path.to_owned(), detail: detail.to_owned() };
-    let mut from = BufReader::new(regular::open(path).map_err(failed)?);
+    let mut from = BufReader::new(regular_files::open(path).map_err(failed)?);
     let mut hash = Sha256::new();
     let (mut line, mut last) = (Vec::new(), Vec::new());
     let (mut tables, mut size_bytes, mut heading) = (Vec::<(String, u64)>::new(), 0, None);
@@ -177,7 +177,7 @@ impl Rows {
         let failed = |source| BackupError::File { path: path.to_owned(), source };
         Ok(Self {
             path: path.to_owned(),
-            from: BufReader::new(regular::open(path).map_err(failed)?),
+            from: BufReader::new(regular_files::open(path).map_err(failed)?),
             table: None,
         })
     }

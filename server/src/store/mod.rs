@@ -352,9 +352,9 @@ pub trait Store {
     /// The agents with this name, and the agent with this id.
     async fn agents_called(&self, name: &str, id: &str) -> Result<Vec<AgentRow>>;
 
-    /// Notes and tags of at most `limit` annotated jobs after the id `behind`. Only jobs that the person or token `seen_by` sees (`None`:
+    /// Notes and tags of at most `limit` annotated jobs after the id `after`. Only jobs that the person or token `seen_by` sees (`None`:
     /// all).
-    async fn annotations(&self, seen_by: Option<&str>, behind: &str, limit: u32) -> Result<AnnotationPage>;
+    async fn annotations(&self, seen_by: Option<&str>, after: &str, limit: u32) -> Result<AnnotationPage>;
     /// The number of annotated jobs that the person or token `seen_by` sees (`None`: all).
     async fn count_annotations(&self, seen_by: Option<&str>) -> Result<u64>;
     /// Replaces a job's notes, tags or both; `None` leaves them unchanged. Returns the new notes and tags.

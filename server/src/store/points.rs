@@ -5,7 +5,7 @@
 //! Integers are LEB128.
 
 use super::error::StoreError;
-use crate::util::numbers::{Reader, put_number};
+use crate::util::leb128::{Reader, put_number};
 use lockstep_protocol::metric::{MetricColumn, NAMES};
 
 /// Encodes columns, none of which is empty.

@@ -8,7 +8,7 @@
 //! lost writes and is refused. After an unclean shutdown, every page is checked.
 
 use super::{migration_error, migrations::OF_SQLITE as MIGRATIONS};
-use crate::{config::serve_error::ServeError, util::private};
+use crate::{config::serve_error::ServeError, util::private_files};
 use rustix::{fs::FlockOperation, io::Errno};
 use sqlx::{
     AssertSqlSafe, SqlitePool,
@@ -110,7 +110,7 @@ impl SqliteStore {
         let failed = |detail: String| ServeError::Database { path: name.clone(), detail };
         // Creates the file if it is missing, so that links to it can be resolved: a database has one lock file, regardless of the path by
         // which it is opened.
-        private::file(path).map_err(|e| failed(e.to_string()))?;
+        private_files::file(path).map_err(|e| failed(e.to_string()))?;
         let path = &path.canonicalize().map_err(|e| failed(e.to_string()))?;
         let mut lock = Lock::take(path)?;
         let options = options(path).create_if_missing(true);
@@ -205,7 +205,7 @@ impl Lock {
             path: name.clone(),
             detail: format!("its lock {}: {e}", lock_path.display()),
         };
-        let mut file = private::lock_file(&lock_path).map_err(failed)?;
+        let mut file = private_files::lock_file(&lock_path).map_err(failed)?;
         let locked = file.try_lock();
         let mut by = String::new();
         let read = file.read_to_string(&mut by);

@@ -1,10 +1,16 @@
-//! Utilities for all parts of the server: log lines of repeated failures, free space on the disk, histograms of durations, numbers in
-//! binary rows, opening regular files, permissions of files, and the server's background tasks.
+//! What several folders of the server need and no folder owns.
 
+/// Free space on the disk.
 pub(crate) mod disk_space;
-pub(crate) mod failing;
+/// Log lines of repeated failures.
+pub(crate) mod failure_log;
+/// Histograms of durations.
 pub(crate) mod histogram;
-pub(crate) mod numbers;
-pub(crate) mod private;
-pub(crate) mod regular;
+/// Integers in binary rows.
+pub(crate) mod leb128;
+/// Permissions of files.
+pub(crate) mod private_files;
+/// Opens only regular files.
+pub(crate) mod regular_files;
+/// The server's background tasks.
 pub(crate) mod tasks;

@@ -15,7 +15,7 @@ pub(crate) use signature::new_secret;
 use crate::{
     config::ServeConfig,
     store::{Delivery, DeliveryAttempt, Result, Store, WebhookRow},
-    util::failing::Failing,
+    util::failure_log::Failing,
 };
 use jiff::Timestamp;
 use lockstep_protocol::backoff::Backoff;

@@ -12,7 +12,7 @@ use lockstep_protocol::{
     agent::{AgentReply, AgentRequest, FromAgent, Source, ToAgent},
     inspect::Prediction,
     limits::{JSON_NESTING, KEY_BYTES, KEY_PARTS, MESSAGE_NESTING, PART_BYTES, SEARCH_CHARS, TOML_NESTING},
-    wire::{self, Unfinished},
+    wire::{self, PartialMessages},
 };
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -178,12 +178,12 @@ async fn the_length_of_notes_and_tags_is_limited() {
 }
 
 /// Returns the next message to an agent, joined from its parts.
-async fn next_message(agent: &mut Agent, unfinished: &mut Unfinished) -> ToAgent {
+async fn next_message(agent: &mut Agent, partial: &mut PartialMessages) -> ToAgent {
     loop {
         match agent.next().await.expect("the connection is open") {
             ToAgent::Part(part) => {
                 assert!(part.bytes.len() <= PART_BYTES);
-                if let Some(whole) = unfinished.add(part).unwrap() {
+                if let Some(whole) = partial.add(part).unwrap() {
                     return wire::decode(&whole).unwrap();
                 }
             }
@@ -216,11 +216,11 @@ async fn pictures_up_to_24_mib_reach_the_agent() {
         let request = server.http.post(&url).header("content-type", "multipart/form-data; boundary=B");
         server.send(request.body(body))
     };
-    let mut unfinished = Unfinished::default();
+    let mut partial = PartialMessages::default();
     for count in [1, 3] {
         let predict = async {
             let ToAgent::Request { id, request: AgentRequest::Predict { pictures, .. } } =
-                next_message(&mut agent, &mut unfinished).await
+                next_message(&mut agent, &mut partial).await
             else {
                 panic!("another request")
             };

@@ -14,9 +14,9 @@ fuzz_target!(|bytes: &[u8]| {
         let sent = wire::encode(&message).unwrap();
         assert_eq!(wire::encode(&wire::decode::<FromAgent>(&sent).unwrap()).unwrap(), sent);
         if let FromAgent::Part(part) = message {
-            let mut unfinished = wire::Unfinished::default();
-            let _ = unfinished.add(part.clone());
-            let _ = unfinished.add(part);
+            let mut partial = wire::PartialMessages::default();
+            let _ = partial.add(part.clone());
+            let _ = partial.add(part);
         }
     }
     if let Ok(message) = wire::decode::<ToAgent>(bytes) {

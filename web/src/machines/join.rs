@@ -15,7 +15,7 @@ pub struct Join {
     pub with_token: bool,
     /// Whether the server's certificate is signed by the server's own authority, which other machines do not trust yet.
     pub with_ca: bool,
-    /// The server's data directory, if the viewer may know it.
+    /// The server's data directory, if the user may know it.
     pub data_dir: Option<String>,
 }
 

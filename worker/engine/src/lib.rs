@@ -151,8 +151,8 @@ pub trait Engine: Send {
     ///
     /// # Errors
     /// [`EngineError::Parameters`]: the network cannot be built for a size. The device fails or has not enough memory.
-    fn take_sizes(&mut self, training: &[usize], evaluation: &[usize]) -> Result<(), EngineError>;
-    /// Sets the size of pictures from the next batch on: the network's own, or one given to [`Engine::take_sizes`]. Weights,
+    fn add_image_sizes(&mut self, training: &[usize], evaluation: &[usize]) -> Result<(), EngineError>;
+    /// Sets the size of pictures from the next batch on: the network's own, or one given to [`Engine::add_image_sizes`]. Weights,
     /// running statistics and optimizer state do not change. No step may be under way.
     ///
     /// # Errors
@@ -247,21 +247,21 @@ pub trait Engine: Send {
     /// # Errors
     /// As for [`Engine::set_parameters`], for the optimizer's slots.
     fn set_optimizer_state(&mut self, to: &OptimizerState) -> Result<(), EngineError>;
-    /// Updates the running average of weights, biases and running statistics after the steps so far:
+    /// Updates the moving average of weights, biases and running statistics after the steps so far:
     /// `average = decay average + (1 - decay) value`, as torchvision's `ExponentialMovingAverage`, which averages buffers, too.
     /// The first call copies the values.
     ///
     /// # Errors
     /// There is not enough memory for an average, or the device fails.
     fn average(&mut self, decay: f64) -> Result<(), EngineError>;
-    /// Whether a running average exists.
+    /// Whether a moving average exists.
     fn has_average(&self) -> bool;
-    /// The running average, if it exists, with the names of [`Engine::parameters`].
+    /// The moving average, if it exists, with the names of [`Engine::parameters`].
     ///
     /// # Errors
     /// The device fails.
     fn averaged(&self) -> Result<Option<NamedTensors>, EngineError>;
-    /// Replaces the running average.
+    /// Replaces the moving average.
     ///
     /// # Errors
     /// As for [`Engine::set_parameters`]; or there is not enough memory for an average.
@@ -377,7 +377,7 @@ pub trait Engine: Send {
     fn device_name(&self) -> String;
 }
 
-/// The error for an image size that [`Engine::take_sizes`] did not name.
+/// The error for an image size that [`Engine::add_image_sizes`] did not name.
 fn unknown_size(image_size: usize) -> EngineError {
     EngineError::Parameters(format!("this engine was not prepared for pictures of {image_size} pixels"))
 }

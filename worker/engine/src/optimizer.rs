@@ -28,9 +28,9 @@ pub(crate) fn slot_name(parameter: &str, slot: &str) -> String {
     format!("{parameter}.{slot}")
 }
 
-/// The name of a parameter's tensor, or of its optimizer slot `kept`.
-pub(crate) fn tensor_name(parameter: &str, kept: Option<&str>) -> String {
-    kept.map_or_else(|| parameter.into(), |slot| slot_name(parameter, slot))
+/// The name of a parameter's tensor, or of its `optimizer_slot`.
+pub(crate) fn tensor_name(parameter: &str, optimizer_slot: Option<&str>) -> String {
+    optimizer_slot.map_or_else(|| parameter.into(), |slot| slot_name(parameter, slot))
 }
 
 /// The kind of a parameter with this role.

@@ -52,7 +52,7 @@ pub fn check(spec: &JobSpec) -> Result<(), String> {
         }
         false => Plan::of(parallel),
     };
-    let side = spec.data.evaluation_size().map_or(ANY.0, |side| side as usize);
+    let side = spec.data.effective_validation_size().map_or(ANY.0, |side| side as usize);
     // Other checks report an unsuitable image size.
     let Ok(network) = net::build(&spec.model, side, 3, ANY.1) else { return Ok(()) };
     lower::check(&network, &plan)

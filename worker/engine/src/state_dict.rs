@@ -17,7 +17,7 @@ pub struct StateDict {
     pub parameters: NamedTensors,
     /// The optimizer's named slots; `None`: the engine keeps its current slots.
     pub optimizer: Option<OptimizerState>,
-    /// Rank 0's running average of the parameters, if one is kept.
+    /// Rank 0's moving average of the parameters, if one is kept.
     pub average: Option<NamedTensors>,
     /// The loss scaling of float16.
     pub loss_scaling: Option<LossScaling>,
@@ -34,7 +34,7 @@ pub enum Contribution {
     Replica,
 }
 
-/// Which ranks keep the running average of the parameters.
+/// Which ranks keep the moving average of the parameters.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum AverageOn {
     /// There is no average.

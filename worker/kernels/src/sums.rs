@@ -1,4 +1,4 @@
-//! Sums of gradients over shares of a batch, micro-batches and ranks, and the running average of weights. All slices of a call must
+//! Sums of gradients over shares of a batch, micro-batches and ranks, and the moving average of weights. All slices of a call must
 //! have the same length.
 
 use crate::simd::with_simd;

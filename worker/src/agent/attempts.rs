@@ -1,7 +1,7 @@
 //! The attempts of an agent: starts them, and drops them when the server has all of their records.
 
 use super::{
-    Agent, Shutdown,
+    Agent, AttemptKey, Shutdown,
     attempt::{Attempt, Order, free_port},
     place,
     preflight::Refusal,
@@ -30,10 +30,13 @@ fn next_attempt_within(recovery: &RecoverySpec) -> Duration {
     MIN_ATTEMPT_WAIT + Duration::from_secs(wait_seconds.into())
 }
 
+fn key(attempt: &AttemptRef) -> AttemptKey {
+    (attempt.fencing_token, attempt.job.clone(), attempt.attempt)
+}
+
 impl Agent {
-    pub(super) fn take(&mut self, attempt: Attempt) {
-        let AttemptRef { job, attempt: number, fencing_token } = attempt.attempt().clone();
-        self.attempts.insert((fencing_token, (job, number)), attempt);
+    pub(super) fn add_attempt(&mut self, attempt: Attempt) {
+        self.attempts.insert(key(attempt.attempt()), attempt);
     }
 
     /// Every attempt whose end the server has not acknowledged.
@@ -43,8 +46,7 @@ impl Agent {
 
     /// Handles the server's order to start ranks.
     pub(super) fn start(&mut self, mut start: StartAttempt) {
-        let key = (start.attempt.fencing_token, (start.attempt.job.clone(), start.attempt.attempt));
-        if self.attempts.contains_key(&key) {
+        if self.attempts.contains_key(&key(&start.attempt)) {
             return;
         }
         if self.leaving.is_some() {
@@ -81,23 +83,23 @@ impl Agent {
         // Ranks without a record on disk could not be adopted after this process ends.
         if let Err(error) = made.and_then(|()| self.state_dir.store(&stored)) {
             tracing::warn!(job = %stored.start.attempt.job, attempt = stored.start.attempt.attempt, "the attempt is declined: the agent's folder cannot be written");
-            let reason = self.take_no_work(&error);
+            let reason = self.refuse_work(&error);
             return self.declined.push((stored.start.attempt, reason));
         }
         let refusal = no_port.map(Refusal::NotStarted);
         tracing::info!(job = %stored.start.attempt.job, attempt = stored.start.attempt.attempt, ranks = stored.start.ranks.len(), "starting");
         self.only_job_failed = false;
-        self.only_job_over = None;
+        self.waiting_since = None;
         // The job was retried while its last checkpoint was being uploaded.
         self.only_job_is_final = None;
-        self.take(Attempt::start(stored, refusal, context));
+        self.add_attempt(Attempt::start(stored, refusal, context));
     }
 
-    /// Checks whether the folder is writable. An agent without a writable folder would fail one job after the other,
-    /// although other agents could run these jobs.
+    /// Probes the folder, and accepts new work only while the folder is writable. An agent without a writable folder would
+    /// fail every job, although other agents could run it.
     pub(super) fn check_folder(&mut self) {
         match self.state_dir.probe() {
-            Err(error) => drop(self.take_no_work(&error)),
+            Err(error) => drop(self.refuse_work(&error)),
             Ok(()) if self.no_work.take().is_some() => {
                 tracing::info!(folder = %self.state_dir.dir().display(), "the folder can be written again; this agent accepts jobs");
             }
@@ -106,7 +108,7 @@ impl Agent {
     }
 
     /// Accepts no new work until the folder is writable, and returns the reason. Running ranks continue.
-    fn take_no_work(&mut self, error: &std::io::Error) -> String {
+    fn refuse_work(&mut self, error: &std::io::Error) -> String {
         let folder = self.state_dir.dir().display();
         if self.no_work.is_none() {
             tracing::error!(%folder, %error, "the folder cannot be written, so this agent accepts no jobs; free space on its disk, or make the folder writable");
@@ -133,42 +135,42 @@ impl Agent {
         }
     }
 
-    /// How long to wait for another attempt after the last attempt of the agent's only job.
-    pub(super) fn patience(&self, connected: bool) -> Duration {
-        let may_follow = self.only_job_patience > Duration::ZERO;
+    /// How long to wait for another attempt after the last attempt of the agent's only job. Longer than
+    /// `next_attempt_wait` without a connection, because an unreachable server cannot start the attempt.
+    pub(super) fn next_attempt_timeout(&self, connected: bool) -> Duration {
+        let may_follow = self.next_attempt_wait > Duration::ZERO;
         if may_follow && !connected {
-            self.only_job_patience.max(UNREACHABLE_TIMEOUT)
+            self.next_attempt_wait.max(UNREACHABLE_TIMEOUT)
         } else {
-            self.only_job_patience
+            self.next_attempt_wait
         }
     }
 
     /// Called after a new connection. A server that was unreachable could not start the next attempt of the job, so the
     /// wait for that attempt starts again. The wait ends at most an hour after its original end, so that a connection
     /// that breaks every minute does not keep the agent forever.
-    pub(super) fn wait_anew(&mut self) {
-        let limit = self.only_job_patience + UNREACHABLE_TIMEOUT;
+    pub(super) fn restart_wait(&mut self) {
+        let limit = self.next_attempt_wait + UNREACHABLE_TIMEOUT;
         let is_late = self.last_attempt_over.is_none_or(|over| over.elapsed() > limit);
-        if self.only_job_patience > Duration::ZERO && !is_late {
-            self.only_job_over = self.only_job_over.map(|_| Instant::now());
+        if self.next_attempt_wait > Duration::ZERO && !is_late {
+            self.waiting_since = self.waiting_since.map(|_| Instant::now());
         }
     }
 
-    /// Drops an attempt that has ended, when the server has all of its records or refuses them. `is_taken`: the server
-    /// has given the attempt to another agent, or accepts no more reports of it.
-    pub(super) fn forget(&mut self, attempt: &AttemptRef, is_taken: bool) {
-        let key = (attempt.fencing_token, (attempt.job.clone(), attempt.attempt));
-        if let Some(attempt) = self.attempts.remove(&key) {
+    /// Drops an attempt that has ended, when the server has all of its records or refuses them. `is_refused`:
+    /// the server accepts no more reports of the attempt, for example because another agent has it.
+    pub(super) fn forget(&mut self, attempt: &AttemptRef, is_refused: bool) {
+        if let Some(attempt) = self.attempts.remove(&key(attempt)) {
             if self.only_job.as_ref() == Some(&attempt.attempt().job) {
                 let start = &attempt.stored().start;
                 self.only_job_failed = attempt.has_failed();
                 // Another attempt may follow if this attempt has failed, was stopped because its part on another
                 // machine failed, or lost its lease while this agent was unreachable.
-                let may_follow = self.only_job_failed || start.is_shared() || is_taken;
-                self.only_job_patience =
+                let may_follow = self.only_job_failed || start.is_shared() || is_refused;
+                self.next_attempt_wait =
                     if may_follow { next_attempt_within(&start.spec.recovery) } else { Duration::ZERO };
-                self.only_job_over = Some(Instant::now());
-                self.last_attempt_over = self.only_job_over;
+                self.waiting_since = Some(Instant::now());
+                self.last_attempt_over = self.waiting_since;
             }
             self.state_dir.forget(attempt.attempt());
         }

@@ -136,16 +136,16 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         findings: Arc::default(),
         parent: options.follow_parent.then(rustix::process::getppid).flatten(),
         only_job_failed: false,
-        only_job_over: None,
+        waiting_since: None,
         last_attempt_over: None,
         datasets: options.datasets.clone(),
         uploaded,
         only_job_is_final: None,
-        only_job_patience: Duration::ZERO,
+        next_attempt_wait: Duration::ZERO,
     };
     for stored in adopted {
         tracing::info!(job = %stored.start.attempt.job, attempt = stored.start.attempt.attempt, "found an earlier agent's attempt");
-        agent.take(Attempt::adopt(stored, agent.context.clone()));
+        agent.add_attempt(Attempt::adopt(stored, agent.context.clone()));
     }
     agent.context.spares.fill();
     let result = agent.serve(&options.server, &request).await;
@@ -171,7 +171,7 @@ struct Agent {
     state_dir: StateDir,
     context: AttemptContext,
     /// Ordered by fencing token, which is the order of starts.
-    attempts: BTreeMap<(FencingToken, AttemptKey), Attempt>,
+    attempts: BTreeMap<AttemptKey, Attempt>,
     /// The orderly stop in progress.
     leaving: Option<Shutdown>,
     /// Why the agent accepts no work: its folder is not writable.
@@ -189,7 +189,7 @@ struct Agent {
     parent: Option<rustix::process::Pid>,
     only_job_failed: bool,
     /// The time since which the agent waits for another attempt of its only job.
-    only_job_over: Option<Instant>,
+    waiting_since: Option<Instant>,
     /// When the last attempt on this machine ended.
     last_attempt_over: Option<Instant>,
     datasets: Datasets,
@@ -198,10 +198,11 @@ struct Agent {
     /// When the server reported that the only job has finished.
     only_job_is_final: Option<Instant>,
     /// How long to wait for another attempt after the last one.
-    only_job_patience: Duration,
+    next_attempt_wait: Duration,
 }
 
-type AttemptKey = (JobId, u32);
+/// Fencing token, job and number of an attempt.
+type AttemptKey = (FencingToken, JobId, u32);
 
 struct Shutdown {
     /// The reason, as sent to the server.
@@ -386,12 +387,12 @@ impl Agent {
             tracing::info!("the job is over");
             return LoopControl::End;
         }
-        let patience = self.patience(connected);
-        match self.only_job_over {
+        let timeout = self.next_attempt_timeout(connected);
+        match self.waiting_since {
             Some(since)
                 if !self.until_final
                     && self.attempts.is_empty()
-                    && since.elapsed() >= patience
+                    && since.elapsed() >= timeout
                     && self.is_uploaded(since) =>
             {
                 LoopControl::End

@@ -56,7 +56,7 @@ pub(super) fn check(
 
 /// Checks that the disk has space for the checkpoints that will be kept.
 fn disk(stored: &StoredAttempt, spec: &JobSpec) -> Result<(), String> {
-    let side = spec.data.evaluation_size().unwrap_or(32) as usize;
+    let side = spec.data.effective_validation_size().unwrap_or(32) as usize;
     // Rank 0 knows the dataset's classes, and reports errors in the model.
     let Ok(network) = net::build(&spec.model, side, 3, 1000) else { return Ok(()) };
     let values: usize = network.parameters().iter().map(net::Parameter::len).sum();

@@ -44,7 +44,7 @@ impl Reported {
             .filter(|(_, step)| *step > start && *step <= recorded && !self.steps.contains(step))
             // A damaged checkpoint does not count.
             .filter_map(|(epoch, step)| {
-                checkpoint::info(&directory.join(checkpoint::folder_name(epoch, step))).ok()
+                checkpoint::verified_info(&directory.join(checkpoint::folder_name(epoch, step))).ok()
             })
             .collect()
     }
@@ -89,7 +89,9 @@ mod tests {
             train_samples: 0,
         };
         reported.note(&running);
-        reported.note(&AttemptEvent::Checkpoint(checkpoint::info(&at.join(folder_name(1, 40))).unwrap()));
+        reported.note(&AttemptEvent::Checkpoint(
+            checkpoint::verified_info(&at.join(folder_name(1, 40))).unwrap(),
+        ));
         let model = at.join(folder_name(1, 60)).join(MODEL);
         let mut bytes = std::fs::read(&model).unwrap();
         bytes.pop();

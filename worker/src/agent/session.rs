@@ -13,7 +13,7 @@ use crate::{inspect, tls};
 use futures_util::SinkExt;
 use lockstep_protocol::{
     agent::{Acknowledged, AgentRequest, AttemptRef, FromAgent, MachineSample, PROTOCOL_VERSION, ToAgent},
-    wire::{self, Unfinished},
+    wire::{self, PartialMessages},
 };
 use std::{
     collections::{HashMap, HashSet, VecDeque},
@@ -96,7 +96,7 @@ impl Session {
         let sent = Instant::now();
         let answer = async {
             send(&mut self.socket, &hello).await?;
-            receive(&mut self.socket, &mut Unfinished::default()).await
+            receive(&mut self.socket, &mut PartialMessages::default()).await
         };
         let welcome = match time::timeout(CONNECT_TIMEOUT, answer).await {
             Err(_) => Err("it does not answer".to_owned()),
@@ -107,7 +107,7 @@ impl Session {
                 agent.state_dir.note_server(server_lock.as_deref().map(Path::new));
                 agent.context.lease.set_length(seconds(lease_secs));
                 agent.context.lease.renew(sent);
-                agent.wait_anew();
+                agent.restart_wait();
                 tracing::info!(name = agent.name, slots = agent.slots.len(), "connected");
                 let connected = Connected {
                     socket: self.socket,
@@ -122,7 +122,7 @@ impl Session {
                     heard: Instant::now(),
                     answers: JoinSet::new(),
                     samples: agent.samples.clone(),
-                    unfinished: Unfinished::default(),
+                    partial: PartialMessages::default(),
                     in_parts: 0,
                     parts: VecDeque::new(),
                 };
@@ -165,7 +165,7 @@ struct Connected {
     /// Measurements of the machine's usage.
     samples: watch::Receiver<Option<MachineSample>>,
     /// Messages that arrive in parts.
-    unfinished: Unfinished,
+    partial: PartialMessages,
     /// The number of messages sent in parts.
     in_parts: u64,
     /// Parts of long replies that are still to be sent. Heartbeats and reports are sent in between.
@@ -186,7 +186,7 @@ impl Connected {
         pump.set_missed_tick_behavior(time::MissedTickBehavior::Delay);
         loop {
             let outcome = tokio::select! {
-                message = receive(&mut self.socket, &mut self.unfinished) => match message {
+                message = receive(&mut self.socket, &mut self.partial) => match message {
                     Ok(message) => {
                         self.heard = Instant::now();
                         message.map_or(Ok(()), |message| self.obey(agent, message))
@@ -280,12 +280,12 @@ impl Connected {
         for report in reports {
             self.send(&report).await?;
         }
-        for (attempt, is_taken) in done {
+        for (attempt, is_refused) in done {
             self.outboxes.remove(&attempt);
             self.unwanted.remove(&attempt);
             self.stopped_late.remove(&attempt);
             self.reported_ready.remove(&attempt);
-            agent.forget(&attempt, is_taken);
+            agent.forget(&attempt, is_refused);
         }
         if agent.poll(true) == LoopControl::End { Err(Outcome::End) } else { Ok(()) }
     }

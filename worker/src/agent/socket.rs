@@ -4,7 +4,7 @@ use super::address::Address;
 use futures_util::{SinkExt, StreamExt};
 use lockstep_protocol::{
     agent::{FromAgent, ToAgent},
-    wire::{self, Unfinished},
+    wire::{self, PartialMessages},
 };
 use std::time::Duration;
 use tokio::{net::TcpStream, time};
@@ -91,7 +91,7 @@ pub(super) async fn send(socket: &mut Socket, message: &FromAgent) -> Result<(),
 /// The next message. `None` for an unknown message, a part of a message, or a ping.
 pub(super) async fn receive(
     socket: &mut Socket,
-    unfinished: &mut Unfinished,
+    partial: &mut PartialMessages,
 ) -> Result<Option<ToAgent>, String> {
     match socket.next().await {
         None => Err("the connection was closed".into()),
@@ -101,7 +101,7 @@ pub(super) async fn receive(
             _ => "the server closed it".into(),
         }),
         Some(Ok(Message::Binary(bytes))) => match decode_message(&bytes) {
-            Some(ToAgent::Part(part)) => Ok(unfinished.add(part)?.and_then(|whole| decode_message(&whole))),
+            Some(ToAgent::Part(part)) => Ok(partial.add(part)?.and_then(|whole| decode_message(&whole))),
             message => Ok(message),
         },
         Some(Ok(_)) => Ok(None),

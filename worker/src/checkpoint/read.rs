@@ -11,17 +11,24 @@ use lockstep_host::{files, tensors::NamedTensors};
 use lockstep_protocol::{agent::CheckpointInfo, checkpoint_files, limits::STATE_FILE_BYTES};
 use std::{fs, path::Path};
 
-/// Checks and reads a checkpoint: its state, parameters, and the slots of the optimizer.
+/// A checkpoint in memory, without the moving average.
+#[derive(Debug)]
+pub struct Loaded {
+    pub state: State,
+    pub parameters: NamedTensors,
+    /// The optimizer's state, by tensor.
+    pub optimizer: NamedTensors,
+}
+
+/// Verifies and reads a checkpoint.
 ///
 /// # Errors
 /// The checkpoint cannot be read, is damaged, or contains values that are not finite.
-pub fn load(folder: &Path) -> Result<(State, NamedTensors, NamedTensors), CheckpointError> {
+pub fn load(folder: &Path) -> Result<Loaded, CheckpointError> {
     validate(folder)?;
     let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let damaged = |detail: String| CheckpointError::Damaged { name: name.clone(), detail };
-    let path = folder.join(STATE);
-    let text = fs::read(&path).map_err(at(&path))?;
-    let state: State = serde_json::from_slice(&text).map_err(|e| damaged(format!("{STATE}: {e}")))?;
+    let state = read_state(folder, &name)?;
     let tensors = |kind| files_of(folder, kind).and_then(|files| read_files(&files)).map_err(damaged);
     let (parameters, optimizer) = (tensors(MODEL)?, tensors(OPTIMIZER)?);
     for (file, tensors) in [(MODEL, &parameters), (OPTIMIZER, &optimizer)] {
@@ -29,10 +36,11 @@ pub fn load(folder: &Path) -> Result<(State, NamedTensors, NamedTensors), Checkp
             return Err(CheckpointError::NotFinite { name, detail: format!("{file}: {found}") });
         }
     }
-    Ok((state, parameters, optimizer))
+    Ok(Loaded { state, parameters, optimizer })
 }
 
-/// The running average of a checkpoint, if it has one. The checkpoint's checksums must have been verified before.
+/// The moving average of the weights (`train.ema_decay`) in a checkpoint, if it has one. The checkpoint's checksums must have
+/// been verified before.
 ///
 /// # Errors
 /// The average cannot be read, or has values that are not finite.
@@ -51,18 +59,13 @@ pub fn load_average(folder: &Path) -> Result<Option<NamedTensors>, CheckpointErr
     }
 }
 
-/// Checks a checkpoint, and returns the facts that are reported about it.
+/// Verifies a checkpoint, and returns the facts that are reported about it.
 ///
 /// # Errors
 /// The checkpoint is damaged or cannot be read.
-pub fn info(folder: &Path) -> Result<CheckpointInfo, CheckpointError> {
+pub fn verified_info(folder: &Path) -> Result<CheckpointInfo, CheckpointError> {
     let manifest = validate(folder)?;
-    let path = folder.join(STATE);
-    let text = fs::read(&path).map_err(at(&path))?;
-    let state: State = serde_json::from_slice(&text).map_err(|e| CheckpointError::Damaged {
-        name: folder_name(manifest.epoch, manifest.step),
-        detail: format!("{STATE}: {e}"),
-    })?;
+    let state = read_state(folder, &folder_name(manifest.epoch, manifest.step))?;
     Ok(CheckpointInfo {
         epoch: state.epoch,
         step: state.step,
@@ -74,7 +77,15 @@ pub fn info(folder: &Path) -> Result<CheckpointInfo, CheckpointError> {
     })
 }
 
+/// Reads the state of the checkpoint `name` in `folder`, after [`validate`] has compared its size with the limit.
+fn read_state(folder: &Path, name: &str) -> Result<State, CheckpointError> {
+    let path = folder.join(STATE);
+    let text = fs::read(&path).map_err(at(&path))?;
+    serde_json::from_slice(&text)
+        .map_err(|e| CheckpointError::Damaged { name: name.into(), detail: format!("{STATE}: {e}") })
+}
+
 /// The state of the checkpoint in `folder`, without verification of checksums. `None` if it cannot be read.
-pub fn state(folder: &Path) -> Option<State> {
+pub fn unverified_state(folder: &Path) -> Option<State> {
     serde_json::from_slice(&files::read(&folder.join(STATE), STATE_FILE_BYTES).ok()?).ok()
 }

@@ -122,7 +122,7 @@ pub struct Snapshot {
     pub parameters: NamedTensors,
     /// As [`lockstep_engine::OptimizerState::slots`].
     pub optimizer: NamedTensors,
-    /// The running average of the parameters, if there is one.
+    /// The moving average of the parameters, if there is one.
     pub average: Option<NamedTensors>,
     /// Number of batches that batch norm has processed.
     pub batches: u64,

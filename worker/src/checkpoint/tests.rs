@@ -58,7 +58,7 @@ fn checkpoints_are_read_back_and_deterministic() {
     let size = write(one.path(), &saved, None).unwrap();
     write(two.path(), &saved, None).unwrap();
     let folder = one.path().join("2-120");
-    let (state, parameters, optimizer) = load(&folder).unwrap();
+    let Loaded { state, parameters, optimizer } = load(&folder).unwrap();
     assert_eq!((state, parameters, optimizer), (saved.state, saved.parameters, saved.optimizer));
     let mut total = 0;
     for file in [MODEL, OPTIMIZER, STATE, MANIFEST] {
@@ -94,7 +94,7 @@ fn the_state_file_is_limited_to_a_mebibyte() {
         manifest.files.insert(STATE.into(), manifest::checksum(&folder.join(STATE)).unwrap());
         fs::remove_file(folder.join(MANIFEST)).unwrap();
         write_json(&folder.join(MANIFEST), &manifest).unwrap();
-        (load(&folder).map(|(state, ..)| state), super::state(&folder).map(|state| state.precision))
+        (load(&folder).map(|loaded| loaded.state), unverified_state(&folder).map(|state| state.precision))
     };
     let (loaded, computed_in) = padded(1 << 20);
     assert_eq!((loaded.unwrap(), computed_in), (saved.state, Some(Precision::Fp16)));
@@ -119,8 +119,7 @@ fn averaged_weights_are_in_a_separate_file_and_verified() {
     write(dir.path(), &saved, None).unwrap();
     let folder = dir.path().join("1-4");
     assert_eq!(load_average(&folder).unwrap(), Some(average));
-    let (_, parameters, _) = load(&folder).unwrap();
-    assert_eq!(parameters, saved.parameters);
+    assert_eq!(load(&folder).unwrap().parameters, saved.parameters);
     // The average has the same metadata as the weights.
     let file = folder.join(AVERAGE);
     assert_eq!(metadata(&file).unwrap(), metadata(&folder.join(MODEL)).unwrap());
@@ -208,7 +207,7 @@ fn a_temporarily_unreadable_checkpoint_is_kept() {
         assert!(matches!(&error, CheckpointError::Io { path, .. } if *path == model), "{error}");
     }
     fs::rename(&elsewhere, &model).unwrap();
-    assert_eq!(load(&folder).unwrap().1, saved.parameters);
+    assert_eq!(load(&folder).unwrap().parameters, saved.parameters);
 }
 
 #[test]
@@ -257,7 +256,7 @@ fn errors_name_an_unwritable_directory() {
 fn evaluated_checkpoints_replace_only_unevaluated_ones() {
     let dir = tempfile::tempdir().unwrap();
     let folder = dir.path().join("1-40");
-    let accuracy = || load(&folder).unwrap().0.val_accuracy;
+    let accuracy = || load(&folder).unwrap().state.val_accuracy;
     let model = || fs::read(folder.join(MODEL)).unwrap();
     write(dir.path(), &snapshot(1, 40, None), None).unwrap();
     let before = model();
@@ -276,7 +275,7 @@ fn evaluated_checkpoints_are_stored_without_atomic_exchange() {
     use rustix::io::Errno;
     let dir = tempfile::tempdir().unwrap();
     let (folder, aside) = (dir.path().join("1-40"), dir.path().join(".tmp-1-40"));
-    let accuracy = || load(&folder).unwrap().0.val_accuracy;
+    let accuracy = || load(&folder).unwrap().state.val_accuracy;
     for (errno, succeeds) in
         [(Errno::INVAL, true), (Errno::NOSYS, true), (Errno::OPNOTSUPP, true), (Errno::IO, false)]
     {
@@ -403,8 +402,9 @@ fn parts_are_read_as_one_checkpoint_and_joined_to_the_same_bytes() {
         write_parts(deals_average);
         let folder = sharded.path().join("1-9");
         assert_eq!(folder.join(AVERAGE).exists(), !deals_average);
+        let Loaded { state, parameters, optimizer } = load(&folder).unwrap();
         assert_eq!(
-            load(&folder).unwrap(),
+            (state, parameters, optimizer),
             (saved.state.clone(), saved.parameters.clone(), saved.optimizer.clone())
         );
         assert_eq!(load_average(&folder).unwrap(), saved.average);

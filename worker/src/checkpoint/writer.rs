@@ -347,7 +347,7 @@ mod tests {
             .collect();
         assert_eq!(best, [(10, true), (20, true), (30, false), (40, false), (50, false)]);
         assert!(events.contains(&CheckpointEvent::Removed { epoch: 1, step: 10 }));
-        let (state, _, _) = super::super::load(&dir.path().join("1-50")).unwrap();
+        let state = super::super::load(&dir.path().join("1-50")).unwrap().state;
         assert_eq!(state.best.unwrap().step, 20);
     }
 

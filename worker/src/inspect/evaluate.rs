@@ -129,7 +129,7 @@ pub(super) fn compare(
 ) -> (Option<ValidationSet>, Option<u64>, Option<String>) {
     let now = data.shape.validation.clone();
     let folder = if model.is_dir() { Some(model) } else { model.parent() };
-    let Some(state) = folder.and_then(checkpoint::state) else { return (now, None, None) };
+    let Some(state) = folder.and_then(checkpoint::unverified_state) else { return (now, None, None) };
     let mut notes = Vec::new();
     if state.validation != now {
         notes.push(state.validation.map_or_else(

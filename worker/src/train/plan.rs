@@ -289,7 +289,7 @@ pub(super) fn build_engine(
     })?;
     let evaluation = Some(plan.evaluation_size).filter(|side| side != largest);
     if !others.is_empty() || evaluation.is_some() {
-        engine.take_sizes(others, evaluation.as_slice())?;
+        engine.add_image_sizes(others, evaluation.as_slice())?;
     }
     Ok(engine)
 }

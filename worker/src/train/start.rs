@@ -64,7 +64,7 @@ pub(super) fn precision(training: &Training<'_>) -> Result<Precision, TrainError
             older.map(|(epoch, step)| training.checkpoints.join(checkpoint::folder_name(epoch, step)));
         std::iter::once(folder.to_path_buf())
             .chain(folders)
-            .find_map(|folder| Some(checkpoint::state(&folder)?.precision))
+            .find_map(|folder| Some(checkpoint::unverified_state(&folder)?.precision))
     };
     let left_float16 = training.is_first().then(|| newest() == Some(Precision::Bf16));
     Ok(if broadcast_json(training.group.as_ref(), left_float16)? { Precision::Bf16 } else { asked })
@@ -129,8 +129,9 @@ pub(super) fn initialize(
     if let Some(path) = pretrained {
         // A checkpoint of Lockstep records the pictures on which it was trained.
         let folder = if path.is_dir() { Some(path) } else { path.parent() };
-        let found =
-            training.is_first().then(|| folder.and_then(checkpoint::state).map(|state| state.divisions));
+        let found = training
+            .is_first()
+            .then(|| folder.and_then(checkpoint::unverified_state).map(|state| state.divisions));
         divisions = broadcast_json(training.group.as_ref(), found.map(Option::unwrap_or_default))?;
         notes.extend(trained_on(training, data, &divisions));
     }
@@ -190,11 +191,12 @@ fn resume(
     let (mut state, mut parameters, mut optimizer, mut average) = (None, None, None, None);
     if training.is_first() {
         let (place, loaded) = load_newest_valid(training, folder)?;
-        check_compatible(training, &place, &shape.classes, &loaded.1, &distribution.parameters())?;
+        check_compatible(training, &place, &shape.classes, &loaded.parameters, &distribution.parameters())?;
         if training.spec.train.ema_decay > 0.0 {
             average = checkpoint::load_average(&place)?;
         }
-        (state, parameters, optimizer) = (Some(loaded.0), Some(loaded.1), Some(loaded.2));
+        (state, parameters, optimizer) =
+            (Some(loaded.state), Some(loaded.parameters), Some(loaded.optimizer));
     }
     let state: State = broadcast_json(group, state)?;
     let parameters = scatter(&distribution, "weights", parameters, distribution.parameters())?;
@@ -364,7 +366,7 @@ fn trained_on(
 fn load_newest_valid(
     training: &Training<'_>,
     folder: &Path,
-) -> Result<(PathBuf, (State, NamedTensors, NamedTensors)), TrainError> {
+) -> Result<(PathBuf, checkpoint::Loaded), TrainError> {
     let wanted = folder.file_name().and_then(|n| n.to_str()).and_then(checkpoint::parse_folder_name);
     let Some((epoch, step)) = wanted.filter(|_| folder.parent() == Some(training.checkpoints)) else {
         // The user's own folder, given on the command line.

@@ -65,7 +65,7 @@ fn changing_the_image_size_gives_the_bits_of_a_new_engine() {
     ] {
         let model = ModelSpec { arch, stem, ..ModelSpec::default() };
         let mut one = engine(network(&model, sides[1]));
-        one.take_sizes(&sides[..1], &[checked]).expect("room");
+        one.add_image_sizes(&sides[..1], &[checked]).expect("room");
         // The size changes back and forth, and a smaller batch follows. Values of another size must not remain in any buffer.
         for (visit, side) in [sides[0], sides[1], sides[0], sides[1]].into_iter().enumerate() {
             let mut fresh = engine(network(&model, side));

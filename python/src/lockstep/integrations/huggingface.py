@@ -25,15 +25,16 @@ def _renamed(logs: dict[str, Any]) -> dict[str, Any]:
 class LockstepCallback(TrainerCallback):  # type: ignore[misc]
     """Logs the values that a `Trainer` logs: `Trainer(..., callbacks=[LockstepCallback(project="glue")])`.
 
-    `settings`: arguments of `lockstep.init`. A run that is active already is used. The run stays open after the
-    training, for evaluations, until `lockstep.finish` or the end of the program.
+    `settings`: arguments of `lockstep.init`. If a run is already active, the callback logs to it. The run stays open
+    after the training, for evaluations, until `lockstep.finish` or the end of the program.
     """
 
     def __init__(self, **settings: Any) -> None:
         self._settings = settings
         self._run: Run | None = None
 
-    def _begin(self, args: Any, state: Any, model: Any = None) -> Run:
+    def _active_run(self, args: Any, state: Any, model: Any = None) -> Run:
+        """The active run; begins one if none is active, and records the settings of a run that is new here."""
         if self._run is None or session.current() is not self._run:
             name = state.trial_name or getattr(args, "run_name", None)
             self._run = session.current() or session.init(**{"name": name} | self._settings)
@@ -47,18 +48,18 @@ class LockstepCallback(TrainerCallback):  # type: ignore[misc]
         if state.is_world_process_zero:
             if state.is_hyper_param_search:
                 session.finish()
-            self._begin(args, state, model)
+            self._active_run(args, state, model)
 
     def on_log(
         self, args: Any, state: Any, control: Any, model: Any = None, logs: Any = None, **kwargs: Any
     ) -> None:
         """Logs values at the Trainer's step."""
         if state.is_world_process_zero and logs:
-            run = self._begin(args, state, model)
+            run = self._active_run(args, state, model)
             run.summary.update({name: value for name, value in logs.items() if name in RESULTS})
             run.log(_renamed({name: value for name, value in logs.items() if name not in RESULTS}), state.global_step)
 
     def on_predict(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
         """Logs the metrics of a prediction."""
         if state.is_world_process_zero:
-            self._begin(args, state).log(_renamed(metrics), state.global_step)
+            self._active_run(args, state).log(_renamed(metrics), state.global_step)

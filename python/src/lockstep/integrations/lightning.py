@@ -9,7 +9,7 @@ from typing import Any
 
 from .. import session
 from ..tracking import Run, outcome
-from ..values import settings
+from ..values import to_dict
 
 _is_apart = "pytorch_lightning" in sys.modules or importlib.util.find_spec("lightning") is None
 _package = "pytorch_lightning" if _is_apart else "lightning.pytorch"
@@ -76,7 +76,7 @@ class LockstepLogger(_loggers.Logger):  # type: ignore[misc, name-defined]
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """Adds settings."""
         if _rank_zero_only.rank == 0:
-            self._experiment().config.update(settings(params), allow_val_change=True)
+            self._experiment().config.update(to_dict(params), allow_val_change=True)
 
     def finalize(self, status: str) -> None:
         """Ends the run if the training has failed."""

@@ -3,7 +3,7 @@
 use super::{KeptFor, all, join};
 use crate::{
     api::{
-        html::{Page, html, viewer},
+        html::{Page, current_user, html},
         server_url::ServerUrl,
     },
     auth::access::Caller,
@@ -72,9 +72,15 @@ pub(crate) async fn machines(
     html(
         machines::MachinesPage {
             agents: cards,
-            join: join::commands(&scheduler.config, &ingress, &server_url, &names, viewer(&caller).is_admin),
+            join: join::commands(
+                &scheduler.config,
+                &ingress,
+                &server_url,
+                &names,
+                current_user(&caller).is_admin,
+            ),
             now: crate::now(),
-            viewer: viewer(&caller),
+            user: current_user(&caller),
         }
         .render(),
     )

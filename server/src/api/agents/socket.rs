@@ -35,7 +35,7 @@ use lockstep_protocol::{
     agent::{AttemptRef, FencingToken, FromAgent, Slot, Source, ToAgent},
     job::JobId,
     stream::CLOSE_SIGNED_OUT,
-    wire::{self, Unfinished},
+    wire::{self, PartialMessages},
 };
 use messages::{HELLO_BYTES, MESSAGE_BYTES, first, read};
 use std::{
@@ -129,7 +129,7 @@ async fn serve(
     socket: WebSocket,
 ) {
     let (mut to, mut from) = socket.split();
-    let mut unfinished = Unfinished::at_most(HELLO_BYTES);
+    let mut partial = PartialMessages::with_limit(HELLO_BYTES);
     let hello_by = tokio::time::Instant::now() + HELLO_TIMEOUT;
     let hello = loop {
         let message = match tokio::time::timeout_at(hello_by, from.next()).await {
@@ -137,7 +137,7 @@ async fn serve(
             Ok(None) | Err(_) => return close(&mut to, close_code::POLICY, "no Hello came").await,
         };
         let read = match message {
-            Ok(message) => first(message, &mut unfinished).await,
+            Ok(message) => first(message, &mut partial).await,
             Err(error) => Err(End::from(error)),
         };
         match read {
@@ -151,7 +151,7 @@ async fn serve(
     };
     let (outgoing, mut outbox) = mpsc::unbounded_channel();
     // Only messages to agents contain pictures; those from agents are shorter.
-    let mut unfinished = Unfinished::at_most(MESSAGE_BYTES);
+    let mut partial = PartialMessages::with_limit(MESSAGE_BYTES);
     let joined = match introduction(hello) {
         Ok(hello) => identity::check(&auth, &caller, &hello.row).await.map(|()| hello),
         Err(reason) => Err(reason),
@@ -206,7 +206,7 @@ async fn serve(
                     message = tokio::time::timeout(scheduler.config.lease, from.next()) => match message {
                         Ok(Some(message)) => {
                             let read = match message {
-                                Ok(message) => read(message, &mut unfinished).await,
+                                Ok(message) => read(message, &mut partial).await,
                                 Err(error) => Err(End::from(error)),
                             };
                             match read {
@@ -307,7 +307,7 @@ impl Connection<'_> {
         scheduler.agents.note_message(&self.id);
         // Stores the pending reports of an earlier connection. Otherwise the agent would send them again.
         scheduler.agents.inbox.flush().await;
-        let revoked = scheduler.agents.leases.greet(&self.id, &hello.attempts);
+        let revoked = scheduler.agents.leases.renew_at_connect(&self.id, &hello.attempts);
         let mut acknowledged = Vec::new();
         for attempt in &hello.attempts {
             acknowledged.extend(scheduler.store.acknowledged(attempt, &self.id).await.map_err(failed)?);
@@ -318,7 +318,9 @@ impl Connection<'_> {
             acknowledged,
             revoked,
             server_lock: Some(
-                crate::util::private::server_lock(&scheduler.config.data_dir).to_string_lossy().into_owned(),
+                crate::util::private_files::server_lock(&scheduler.config.data_dir)
+                    .to_string_lossy()
+                    .into_owned(),
             ),
         };
         scheduler.agents.machines.connected(&self.id);

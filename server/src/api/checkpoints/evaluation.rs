@@ -21,7 +21,7 @@ use crate::{
     },
     scheduler::Scheduler,
     store::CheckpointRow,
-    util::regular,
+    util::regular_files,
 };
 use axum::{
     Extension, Json,
@@ -97,7 +97,7 @@ impl Running {
 pub(crate) struct EvaluationQuery {
     /// Id of a checkpoint, `best` (default) or `latest`.
     checkpoint: Option<String>,
-    /// `model` for the trained weights (default), `ema` for their running average.
+    /// `model` for the trained weights (default), `ema` for their moving average.
     #[serde(default)]
     #[param(inline)]
     weights: Weights,
@@ -112,7 +112,7 @@ pub(crate) struct EvaluationQuery {
 pub(crate) struct NeighboursQuery {
     /// Id of a checkpoint, `best` (default) or `latest`.
     checkpoint: Option<String>,
-    /// `model` for the trained weights (default), `ema` for their running average.
+    /// `model` for the trained weights (default), `ema` for their moving average.
     #[serde(default)]
     #[param(inline)]
     weights: Weights,
@@ -185,7 +185,7 @@ async fn find(
         None => None,
         // The name of a registered dataset is safe in a file's name.
         Some(name) => {
-            let datasets = datasets::seen_by(&*scheduler.store, caller).await?;
+            let datasets = datasets::visible_datasets(&*scheduler.store, caller).await?;
             let found = datasets.iter().find(|dataset| dataset.name == name).cloned();
             Some(found.ok_or_else(|| refused(jobs::no_dataset(name, &datasets)))?)
         }
@@ -198,7 +198,7 @@ async fn find(
     let by = neighbours.map(|k| format!("-{k}-neighbours")).unwrap_or_default();
     let name = format!("{}-{}{of}{by}{on}.json", row.info.epoch, row.info.step);
     let file = scheduler.config.job_dir(&row.job).join("evaluations").join(name);
-    if let Ok(known) = regular::read(&file).await
+    if let Ok(known) = regular_files::read(&file).await
         && is_of_pictures_now(scheduler, &job, other.as_ref(), &known).await
     {
         return Ok(([(header::CONTENT_TYPE, "application/json")], known).into_response());
@@ -217,7 +217,10 @@ async fn find(
     };
     match outcome {
         Some(Err(failure)) => Err(failure.into()),
-        _ => Ok(([(header::CONTENT_TYPE, "application/json")], regular::read(&file).await?).into_response()),
+        _ => {
+            Ok(([(header::CONTENT_TYPE, "application/json")], regular_files::read(&file).await?)
+                .into_response())
+        }
     }
 }
 

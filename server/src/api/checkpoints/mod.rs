@@ -20,7 +20,7 @@ use crate::{
     },
     scheduler::Scheduler,
     store::{CheckpointRow, Copies, Store},
-    util::regular,
+    util::regular_files,
 };
 use axum::{Json, extract::State, http::HeaderMap, response::Response};
 use jiff::Timestamp;
@@ -46,7 +46,7 @@ pub(crate) enum Weights {
     /// The weights from which training continues.
     #[default]
     Model,
-    /// The running average of the weights, for jobs with `train.ema_decay`.
+    /// The moving average of the weights, for jobs with `train.ema_decay`.
     Ema,
 }
 
@@ -284,7 +284,7 @@ pub(super) async fn manifest(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow
     check_here(checkpoints, row).await?;
     let path = checkpoints.folder(row).join("MANIFEST.json");
     check_regular(&path)?;
-    let text = regular::read(&path).await.map_err(|_| removed())?;
+    let text = regular_files::read(&path).await.map_err(|_| removed())?;
     serde_json::from_slice(&text).map_err(|e| {
         damaged(format_args!("checkpoint {}", row.id), &format!("its MANIFEST.json is not JSON ({e})"))
     })

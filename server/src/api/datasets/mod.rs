@@ -88,7 +88,7 @@ pub(crate) struct NewDataset {
 ///
 /// # Errors
 /// The store cannot be read.
-pub(super) async fn seen_by(store: &dyn Store, caller: &Caller) -> Result<Vec<Dataset>> {
+pub(super) async fn visible_datasets(store: &dyn Store, caller: &Caller) -> Result<Vec<Dataset>> {
     let mut datasets = store.datasets().await?;
     datasets.retain(|dataset| caller.sees(dataset.private, dataset.owner.as_deref()));
     Ok(datasets)
@@ -367,7 +367,7 @@ pub(crate) async fn list(
     headers: HeaderMap,
     Query(params): Query<ListParams>,
 ) -> Result<Response> {
-    tagged(&headers, &DatasetList::from(LIST.page(seen_by(&*store, &caller).await?, &params)?))
+    tagged(&headers, &DatasetList::from(LIST.page(visible_datasets(&*store, &caller).await?, &params)?))
 }
 
 /// Show a dataset

@@ -1,9 +1,9 @@
 //! The page of datasets with its form.
 
-use super::{NewDataset, Registered, inspections::LONGEST_WAIT, register, seen_by};
+use super::{NewDataset, Registered, inspections::LONGEST_WAIT, register, visible_datasets};
 use crate::{
     api::{
-        html::{Page, html, viewer},
+        html::{Page, current_user, html},
         server_url::ServerUrl,
     },
     auth::{Auth, access::Caller},
@@ -40,7 +40,7 @@ async fn datasets_page(
     server_url: String,
     form: views::DatasetForm,
 ) -> Page {
-    let seen = seen_by(&*datasets.store, caller).await?;
+    let seen = visible_datasets(&*datasets.store, caller).await?;
     let may_change = |dataset: &&Dataset| auth.may_change(caller, dataset.owner.as_deref());
     let changeable = seen.iter().filter(may_change).map(|d| d.name.clone());
     let changeable = changeable.collect();
@@ -51,7 +51,7 @@ async fn datasets_page(
         form,
         server_url,
         now: crate::now(),
-        viewer: viewer(caller),
+        user: current_user(caller),
     };
     html(page.render())
 }

@@ -114,7 +114,7 @@ pub(crate) async fn change(
     if let Some(detail) = change.notes.as_deref().and_then(labels::notes_mistake) {
         mistake("/notes", detail);
     }
-    let tags = change.tags.as_deref().map(labels::tidy_tags);
+    let tags = change.tags.as_deref().map(labels::normalise_tags);
     if let Some(detail) = tags.as_deref().and_then(labels::tags_mistake) {
         mistake("/tags", detail);
     }

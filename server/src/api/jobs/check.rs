@@ -217,7 +217,7 @@ async fn current_datasets<'a>(
     documents: impl IntoIterator<Item = &'a Value>,
 ) -> Result<Vec<Dataset>> {
     let names: HashSet<&str> = documents.into_iter().filter_map(dataset_name).collect();
-    let mut datasets = datasets::seen_by(&*scheduler.store, caller).await?;
+    let mut datasets = datasets::visible_datasets(&*scheduler.store, caller).await?;
     for dataset in &mut datasets {
         if names.contains(dataset.name.as_str()) {
             datasets::refresh(&scheduler.datasets, dataset).await;

@@ -5,7 +5,7 @@ use crate::{
     auth::access::Caller,
     checkpoints::Checkpoints,
     http::error::{Error, Result},
-    util::regular,
+    util::regular_files,
 };
 use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
@@ -114,7 +114,7 @@ pub(crate) fn mistakes(
         let detail = format!("it was trained on pictures of {was}, but pictures of {name} have {is}");
         mistake("/data/dataset", detail);
     }
-    let (was, is) = (trained.image_size, spec.data.evaluation_size().unwrap_or(info.height));
+    let (was, is) = (trained.image_size, spec.data.effective_validation_size().unwrap_or(info.height));
     let (had, has) = (source.model.stem_for(was as usize), spec.model.stem_for(is as usize));
     if had != has && spec.model.stem == source.model.stem {
         let detail = format!(
@@ -177,7 +177,7 @@ fn about(folder: &Path) -> io::Result<HashMap<String, String>> {
 }
 
 fn metadata(path: &Path) -> io::Result<HashMap<String, String>> {
-    let mut file = regular::open(path)?;
+    let mut file = regular_files::open(path)?;
     let mut size = [0; 8];
     file.read_exact(&mut size)?;
     let size = u64::from_le_bytes(size);

@@ -6,7 +6,11 @@ use crate::{
         error::{Error, Problem, Result},
         extract::{Path, Query, count},
     },
-    metrics::{self, chunk::Bucket, compaction, query},
+    metrics::{
+        self,
+        chunk::{Bucket, SeriesKey},
+        compaction, query,
+    },
     scheduler::Scheduler,
     store::{self, MetricChunk, MetricFilter, Store},
 };
@@ -160,7 +164,8 @@ pub(crate) fn answer(found: query::Found) -> Metrics {
     }
 }
 
-fn series(((name, attempt, rank), buckets): (query::Key, Vec<Bucket>)) -> Series {
+fn series((key, buckets): (SeriesKey, Vec<Bucket>)) -> Series {
+    let SeriesKey { name, attempt, rank } = key;
     let of = |value: fn(&Bucket) -> f32| {
         buckets.iter().map(|b| (b.finite > 0).then(|| value(b))).collect::<Vec<_>>()
     };

@@ -5,7 +5,7 @@ use crate::{
     agents::Agents,
     api::{
         datasets,
-        html::{Page, html, viewer},
+        html::{Page, current_user, html},
         server_url::ServerUrl,
     },
     auth::{Auth, access::Caller},
@@ -77,7 +77,7 @@ pub(crate) async fn jobs(
             next: query.next_cursor(page.next.as_ref())?,
             server_url,
             now: crate::now(),
-            viewer: viewer(&caller),
+            user: current_user(&caller),
         }
         .render(),
     )
@@ -99,7 +99,7 @@ pub(crate) async fn new_job(
     ServerUrl(server_url): ServerUrl,
     PageQuery(query): PageQuery<NewJobQuery>,
 ) -> Page {
-    let datasets = datasets::seen_by(&*scheduler.store, &caller).await?;
+    let datasets = datasets::visible_datasets(&*scheduler.store, &caller).await?;
     let mut page = submit_views::SubmitPage::fresh(
         query.preset.as_deref(),
         query.dataset.as_deref(),
@@ -107,7 +107,7 @@ pub(crate) async fn new_job(
         slots(&scheduler.agents),
         server_url,
     );
-    page.viewer = viewer(&caller);
+    page.user = current_user(&caller);
     if let Some(id) = &query.from {
         let job = seen(&scheduler, &caller, id).await?;
         check_readable(&job)?;
@@ -132,14 +132,14 @@ pub(crate) async fn submit_job(
     match submit(&scheduler, &caller, &form.document(), None).await {
         Ok((_, job)) => Ok(Redirect::to(&format!("/jobs/{}", job.id)).into_response()),
         Err(Error::Invalid(mistakes)) => {
-            let datasets = datasets::seen_by(&*scheduler.store, &caller).await?;
+            let datasets = datasets::visible_datasets(&*scheduler.store, &caller).await?;
             let page = submit_views::SubmitPage {
                 form,
                 mistakes,
                 datasets,
                 slots: slots(&scheduler.agents),
                 server_url,
-                viewer: viewer(&caller),
+                user: current_user(&caller),
             };
             Ok((StatusCode::UNPROCESSABLE_ENTITY, html(page.render())?).into_response())
         }
@@ -206,7 +206,7 @@ pub(crate) async fn job(
             size_bytes,
             files,
             server_url,
-            viewer: viewer(&caller),
+            user: current_user(&caller),
             may_change,
             panels: panels.into(),
             has_histograms,
@@ -219,5 +219,5 @@ pub(crate) async fn job(
 
 /// `GET /compare`: the script reads the jobs' ids from the URL.
 pub(crate) async fn compare(Extension(caller): Extension<Caller>) -> Page {
-    html(compare::ComparePage { viewer: viewer(&caller) }.render())
+    html(compare::ComparePage { user: current_user(&caller) }.render())
 }

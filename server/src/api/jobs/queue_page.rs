@@ -2,7 +2,7 @@
 
 use super::queue::{self, QueuePage, QueueQuery};
 use crate::{
-    api::html::{Page, html, viewer},
+    api::html::{Page, current_user, html},
     auth::{Auth, access::Caller},
     http::extract::PageQuery,
     scheduler::Scheduler,
@@ -35,7 +35,7 @@ pub(crate) async fn show(
         is_first: query.is_first(),
         next: next_cursor,
         now: crate::now(),
-        viewer: viewer(&caller),
+        user: current_user(&caller),
     };
     html(page.render())
 }

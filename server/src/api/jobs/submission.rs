@@ -161,7 +161,7 @@ pub(crate) async fn pretrained(
     let request = AgentRequest::FitWeights(FitWeights {
         weights,
         model: spec.model.clone(),
-        image_size: spec.data.evaluation_size().unwrap_or(info.height),
+        image_size: spec.data.effective_validation_size().unwrap_or(info.height),
         channels: info.channels,
         classes: u32::try_from(info.classes.len()).unwrap_or(u32::MAX),
         allowed: if is_checkpoint { None } else { scheduler.datasets.roots.allowed_weights(given) },

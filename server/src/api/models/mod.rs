@@ -16,7 +16,7 @@ use crate::{
         gate::AuditSubject,
     },
     store::{CheckpointRow, NewVersion, Store, VersionRow},
-    util::regular,
+    util::regular_files,
 };
 use axum::{
     Extension, Json,
@@ -102,7 +102,11 @@ fn invalid(pointer: &str, detail: impl Into<String>) -> Error {
 ///
 /// # Errors
 /// The store cannot be read.
-async fn seen_by(store: &dyn Store, caller: &Caller, model: Option<&str>) -> Result<Vec<ModelVersion>> {
+async fn visible_versions(
+    store: &dyn Store,
+    caller: &Caller,
+    model: Option<&str>,
+) -> Result<Vec<ModelVersion>> {
     let mut rows = store.model_versions(model).await?;
     rows.retain(|row| is_seen(caller, row));
     Ok(rows.into_iter().map(|row| row.version).collect())
@@ -116,8 +120,8 @@ fn is_seen(caller: &Caller, row: &VersionRow) -> bool {
 ///
 /// # Errors
 /// The store cannot be read.
-async fn models_seen_by(store: &dyn Store, caller: &Caller) -> Result<Vec<Model>> {
-    let versions = seen_by(store, caller, None).await?;
+async fn visible_models(store: &dyn Store, caller: &Caller) -> Result<Vec<Model>> {
+    let versions = visible_versions(store, caller, None).await?;
     let of_models = versions.chunk_by(|a, b| a.model == b.model);
     Ok(of_models.filter_map(|versions| Model::of(versions.to_vec())).collect())
 }
@@ -127,7 +131,7 @@ async fn models_seen_by(store: &dyn Store, caller: &Caller) -> Result<Vec<Model>
 /// # Errors
 /// 404: the model has no such version that the caller may see.
 async fn find(store: &dyn Store, caller: &Caller, model: &str, which: &Which) -> Result<ModelVersion> {
-    let mut versions = seen_by(store, caller, Some(model)).await?.into_iter();
+    let mut versions = visible_versions(store, caller, Some(model)).await?.into_iter();
     let found = versions.find(|version| which.is(version));
     found.ok_or_else(|| {
         Error::NotFound(match which {
@@ -147,7 +151,7 @@ pub(crate) async fn list(
     Extension(caller): Extension<Caller>,
     Query(params): Query<ListParams>,
 ) -> Result<Json<ModelList>> {
-    Ok(Json(LIST.page(models_seen_by(&*store, &caller).await?, &params)?.into()))
+    Ok(Json(LIST.page(visible_models(&*store, &caller).await?, &params)?.into()))
 }
 
 /// Show a model
@@ -158,7 +162,7 @@ pub(crate) async fn show(
     Extension(caller): Extension<Caller>,
     Path(name): Path<String>,
 ) -> Result<Json<ModelDetail>> {
-    let mut versions = seen_by(&*store, &caller, Some(&name)).await?;
+    let mut versions = visible_versions(&*store, &caller, Some(&name)).await?;
     if versions.is_empty() {
         return Err(no_such_model());
     }
@@ -270,7 +274,7 @@ async fn lineage(
         versions: BTreeMap<String, String>,
     }
     // Fields that are missing in the checkpoint are empty in the registered version, too.
-    let state = regular::read(&checkpoints.folder(row).join(STATE)).await.unwrap_or_default();
+    let state = regular_files::read(&checkpoints.folder(row).join(STATE)).await.unwrap_or_default();
     let State { versions } = serde_json::from_slice(&state).unwrap_or_default();
     let job_dir = checkpoints.config.job_dir(&row.job);
     let note = tokio::task::spawn_blocking(move || notes::dataset_note(&job_dir)).await;

@@ -1,8 +1,8 @@
 //! The pages of models.
 
-use super::{is_seen, models_seen_by, no_such_model};
+use super::{is_seen, no_such_model, visible_models};
 use crate::{
-    api::html::{Page, html, viewer},
+    api::html::{Page, current_user, html},
     auth::{Auth, access::Caller},
     http::extract::Path,
     store::Store,
@@ -16,8 +16,8 @@ pub(crate) async fn models(
     State(store): State<Arc<dyn Store>>,
     Extension(caller): Extension<Caller>,
 ) -> Page {
-    let models = models_seen_by(&*store, &caller).await?;
-    html(views::ModelsPage { models, now: crate::now(), viewer: viewer(&caller) }.render())
+    let models = visible_models(&*store, &caller).await?;
+    html(views::ModelsPage { models, now: crate::now(), user: current_user(&caller) }.render())
 }
 
 /// `GET /models/{name}`
@@ -34,5 +34,8 @@ pub(crate) async fn model(
         return Err(no_such_model().into());
     }
     let versions = rows.into_iter().rev().map(|row| row.version).collect();
-    html(views::ModelPage { name, versions, may_change, now: crate::now(), viewer: viewer(&caller) }.render())
+    html(
+        views::ModelPage { name, versions, may_change, now: crate::now(), user: current_user(&caller) }
+            .render(),
+    )
 }

@@ -139,7 +139,7 @@ pub(crate) async fn show(
         next,
         who: query.who.unwrap_or_default(),
         text: query.q.unwrap_or_default(),
-        viewer: html::viewer(&caller),
+        user: html::current_user(&caller),
     };
     html::html(page.render())
 }

@@ -6,7 +6,7 @@ use super::{
 };
 use crate::{
     api::{
-        html::{Page, html, viewer},
+        html::{Page, current_user, html},
         people::{self, NewPerson, OwnPassword, PersonChange},
     },
     auth::{
@@ -43,7 +43,7 @@ fn people_page(auth: &Auth, caller: &Caller, name: &str, error: &str) -> Page {
             name: name.to_owned(),
             error: error.to_owned(),
             me: caller.person().unwrap_or_default().to_owned(),
-            viewer: viewer(caller),
+            user: current_user(caller),
         }
         .render(),
     )
@@ -170,7 +170,7 @@ fn account_page(auth: &Auth, caller: &Caller, notice: AccountNotice) -> Page {
             secret: notice.secret,
             done: notice.done,
             error: notice.error,
-            viewer: viewer(caller),
+            user: current_user(caller),
         }
         .render(),
     )

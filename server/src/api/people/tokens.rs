@@ -101,11 +101,11 @@ pub(crate) async fn list(
     Extension(caller): Extension<Caller>,
     Query(params): Query<ListParams>,
 ) -> Result<Json<TokenList>> {
-    Ok(Json(LIST.page(seen_by(&auth, &caller), &params)?.into()))
+    Ok(Json(LIST.page(visible_tokens(&auth, &caller), &params)?.into()))
 }
 
 /// Returns the tokens that a caller may see and revoke.
-pub(crate) fn seen_by(auth: &Auth, caller: &Caller) -> Vec<Token> {
+pub(crate) fn visible_tokens(auth: &Auth, caller: &Caller) -> Vec<Token> {
     let mut tokens = auth.access.tokens();
     tokens.retain(|token| is_seen(token, caller));
     tokens

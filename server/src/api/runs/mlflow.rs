@@ -601,7 +601,7 @@ fn pair(asked: &Asked, what: &str, limit: usize) -> Result<(String, String)> {
 fn project(experiment: &str) -> String {
     match experiment {
         DEFAULT_ID | DEFAULT_NAME => DEFAULT_PROJECT.into(),
-        name => labels::project_of(name),
+        name => labels::to_project_name(name),
     }
 }
 

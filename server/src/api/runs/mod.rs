@@ -150,7 +150,7 @@ async fn begin(runs: &Runs, auth: &Auth, caller: &Caller, new: NewRun) -> Result
         private: new.private.unwrap_or(false),
         ..JobSpec::default()
     };
-    let tags = labels::tidy_tags(&new.tags.unwrap_or_default());
+    let tags = labels::normalise_tags(&new.tags.unwrap_or_default());
     let now = crate::now();
     let started_at = new.started_at.and_then(|ms| Timestamp::from_millisecond(ms).ok());
     let external = External { id: new.id, config: config.clone(), summary: Map::new(), values: new.values };

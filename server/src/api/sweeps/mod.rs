@@ -94,7 +94,7 @@ async fn with_trials(store: &dyn Store, row: &SweepRow) -> Result<Sweep> {
 ///
 /// # Errors
 /// The store cannot be read.
-async fn seen_by(store: &dyn Store, caller: &Caller) -> Result<Vec<SweepRow>> {
+async fn visible_sweeps(store: &dyn Store, caller: &Caller) -> Result<Vec<SweepRow>> {
     let mut rows = store.sweeps().await?;
     rows.retain(|row| caller.sees(row.owned.private, row.owned.owner.as_deref()));
     Ok(rows)
@@ -128,7 +128,7 @@ pub(crate) async fn create(
 /// Returns the sweep that an earlier identical request has made.
 ///
 /// # Errors
-/// 409: another request has made the sweep, or the caller may not see the sweep.
+/// 409: the idempotency key was used with another request, or the caller may not see the sweep.
 async fn made_before(
     store: &dyn Store,
     caller: &Caller,
@@ -162,12 +162,13 @@ async fn submit(
     if has_key && let Some(row) = store.sweep(&id).await? {
         return made_before(store, caller, &row, &document).await;
     }
-    let all = usize::MAX;
-    let checked = check_sweep(scheduler, caller, (&section, &job), &id, all, query.slots()).await?;
+    let full_checks = usize::MAX; // check every trial in full
+    let checked = check_sweep(scheduler, caller, (&section, &job), &id, full_checks, query.slots()).await?;
     // A set, because trials share most warnings.
     let warnings: BTreeSet<_> = checked.trials.iter().flat_map(|trial| &trial.warnings).cloned().collect();
     let specs: Vec<_> = checked.trials.into_iter().map(|trial| trial.spec).collect();
-    let first = specs.first().ok_or_else(|| Error::Internal("a sweep without trials was checked".into()))?;
+    let first =
+        specs.first().ok_or_else(|| Error::Internal("the check accepted a sweep without trials".into()))?;
     let name = job.get("name").and_then(Value::as_str);
     let row = SweepRow {
         id,
@@ -205,7 +206,8 @@ pub(crate) async fn list(
     Extension(caller): Extension<Caller>,
     Query(params): Query<ListParams>,
 ) -> Result<Json<SweepList>> {
-    let rows = seen_by(&*store, &caller).await?;
+    let rows = visible_sweeps(&*store, &caller).await?;
+    // `ended`, `best` and `steps` are computed from the trials, so the trials of this page's sweeps are read, but not listed.
     let mut page = LIST.page(rows.iter().map(|row| shown(row, &[])).collect(), &params)?;
     for sweep in &mut page.elements.items {
         if let Some(row) = rows.iter().find(|row| row.id == sweep.id) {
@@ -285,8 +287,9 @@ async fn change(
 ) -> Result<(StatusCode, Json<Sweep>)> {
     let row = find(store, id).await?;
     if !from.contains(&row.state) || !store.set_sweep_state(id, to, None, None).await? {
-        let detail = format!("the sweep is {}", row.state.as_str());
-        return Err(Error::Conflict(detail, None));
+        // The sweep may have ended since it was read.
+        let state = find(store, id).await?.state;
+        return Err(Error::Conflict(format!("the sweep is {}", state.as_str()), None));
     }
     sweeps.wake();
     let row = find(store, id).await?;

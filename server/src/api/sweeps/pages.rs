@@ -1,8 +1,8 @@
 //! The pages of sweeps.
 
-use super::{find, seen_by, with_trials};
+use super::{find, visible_sweeps, with_trials};
 use crate::{
-    api::html::{Page, html, viewer},
+    api::html::{Page, current_user, html},
     auth::{Auth, access::Caller},
     http::extract::Path,
     store::Store,
@@ -18,10 +18,10 @@ pub(crate) async fn sweeps(
     Extension(caller): Extension<Caller>,
 ) -> Page {
     let mut sweeps: Vec<Sweep> = Vec::new();
-    for row in seen_by(&*store, &caller).await? {
+    for row in visible_sweeps(&*store, &caller).await? {
         sweeps.push(with_trials(&*store, &row).await?);
     }
-    html(views::SweepsPage { sweeps, now: crate::now(), viewer: viewer(&caller) }.render())
+    html(views::SweepsPage { sweeps, now: crate::now(), user: current_user(&caller) }.render())
 }
 
 /// `GET /sweeps/{id}`
@@ -34,5 +34,5 @@ pub(crate) async fn sweep(
     let row = find(&*store, &id).await?;
     let may_change = auth.may_change(&caller, row.owned.owner.as_deref());
     let sweep = with_trials(&*store, &row).await?;
-    html(views::SweepPage { sweep, may_change, now: crate::now(), viewer: viewer(&caller) }.render())
+    html(views::SweepPage { sweep, may_change, now: crate::now(), user: current_user(&caller) }.render())
 }

@@ -2,7 +2,7 @@
 
 use jiff::Timestamp;
 use lockstep_protocol::access::{Scope, Token};
-use lockstep_web::layout::Viewer;
+use lockstep_web::layout::CurrentUser;
 use std::sync::{
     Arc,
     atomic::{AtomicI64, Ordering},
@@ -123,8 +123,8 @@ impl Caller {
     }
 
     /// The caller's properties that pages need.
-    pub(crate) fn viewer(&self) -> Viewer {
-        Viewer {
+    pub(crate) fn current_user(&self) -> CurrentUser {
+        CurrentUser {
             who: self.token().map(Token::who).unwrap_or_default(),
             signed_in: self.session().is_some(),
             is_admin: self.may(Scope::Admin),

@@ -77,7 +77,7 @@ impl Authority {
         // A rename makes the folder visible completely or not at all, also if another process creates an authority at the same time.
         let unfinished = data_dir.join(format!("ca.{id}"));
         let written = || -> std::io::Result<()> {
-            crate::util::private::data_dir(data_dir)?;
+            crate::util::private_files::data_dir(data_dir)?;
             DirBuilder::new().mode(0o700).create(&unfinished)?;
             write(&unfinished.join("ca.key"), key.serialize_pem().as_bytes())?;
             write(&unfinished.join("ca.crt"), certificate.pem().as_bytes())?;

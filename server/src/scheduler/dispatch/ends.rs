@@ -2,7 +2,7 @@
 
 use super::leaving_reason;
 use crate::{
-    agents::{Online, leases::EndAt},
+    agents::{Online, leases::RanksEnd},
     lifecycle::{self, EndOnAgent},
     scheduler::Scheduler,
     store::{JobRow, Place, Result, StoreError},
@@ -126,7 +126,7 @@ pub(super) async fn end_attempt_on_agent(
             if changed.job.attempt != attempt.attempt {
                 scheduler.agents.leases.release(&attempt.job, attempt.attempt);
             }
-            let others = scheduler.agents.leases.ended_at(attempt, &place.agent_id, EndAt::Lost);
+            let others = scheduler.agents.leases.ended_at(attempt, &place.agent_id, RanksEnd::Unknown);
             stop_others(scheduler, attempt, &place.agent, &others, patient);
             Ok(())
         }
@@ -145,8 +145,8 @@ pub(crate) fn ended_at(scheduler: &Scheduler, attempt: &AttemptRef, agent_id: &s
     let agent =
         scheduler.agents.leases.places_of(&attempt.job).into_iter().find(|place| place.agent_id == agent_id);
     let how = match ending {
-        Ending::Secondary { .. } => EndAt::LostContact,
-        _ => EndAt::ByThemselves,
+        Ending::Secondary { .. } => RanksEnd::LostContact,
+        _ => RanksEnd::OnTheirOwn,
     };
     let others = scheduler.agents.leases.ended_at(attempt, agent_id, how);
     if failed && let Some(agent) = agent {

@@ -12,7 +12,7 @@ use crate::{
         new_jobs::{NewJobError, add_job, new_job},
     },
     store::{JobRow, NewTrial, Result, StoreError, SweepRow},
-    util::failing::Failing,
+    util::failure_log::Failing,
 };
 use decide::{Action, Rules, TrialState, decide};
 use lockstep_protocol::{

@@ -20,12 +20,12 @@ impl SqlStore {
     pub(in crate::store) async fn annotations(
         &self,
         seen_by: Option<&str>,
-        behind: &str,
+        after: &str,
         limit: u32,
     ) -> Result<AnnotationPage> {
         let mut query = QueryBuilder::new("SELECT job_id, notes, tags");
         push_annotated(&mut query, seen_by);
-        query.push(" AND job_id > ").push_bind(strip_nul(behind).into_owned());
+        query.push(" AND job_id > ").push_bind(strip_nul(after).into_owned());
         query.push(" ORDER BY job_id LIMIT ").push_bind(i64::from(limit) + 1);
         let rows = query.build_query_as::<(String, String, String)>().fetch(&self.reader);
         let (mut rows, is_cut) = bounded(rows, |(_, notes, tags)| notes.len() + tags.len()).await?;
@@ -33,10 +33,10 @@ impl SqlStore {
         rows.truncate(limit as usize);
         let next = rows.last().filter(|_| more).map(|(id, ..)| id.clone());
         let read = |(id, notes, tags): (String, String, String)| {
-            let flawed =
-                |what: &str| StoreError::Corrupt(format!("{what} in the notes and tags of job {id:?}"));
-            let tags = from_json(&tags).map_err(|_| flawed("tags"))?;
-            Ok((id.parse().map_err(|_| flawed("the id"))?, Annotation { notes, tags }))
+            let corrupt =
+                |what: &str| StoreError::Corrupt(format!("annotation of job {id:?}: {what} cannot be read"));
+            let tags = from_json(&tags).map_err(|_| corrupt("its tags"))?;
+            Ok((id.parse().map_err(|_| corrupt("its job id"))?, Annotation { notes, tags }))
         };
         Ok(AnnotationPage { jobs: readable(rows.into_iter().map(read)).into_iter().collect(), next })
     }
@@ -89,7 +89,7 @@ impl SqlStore {
             .bind(job.as_str())
             .execute(&mut *db)
             .await?;
-        purge::forget_projects(&mut db).await?;
+        purge::delete_panels_of_lost_projects(&mut db).await?;
         Ok(db.commit().await?)
     }
 }

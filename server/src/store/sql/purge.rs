@@ -98,7 +98,7 @@ impl SqlStore {
         let done = sqlx::query(sources).bind(id).execute(&mut *db).await?;
         if done.rows_affected() == 0 {
             sqlx::query("DELETE FROM jobs WHERE id = $1").bind(id).execute(&mut *db).await?;
-            forget_projects(&mut db).await?;
+            delete_panels_of_lost_projects(&mut db).await?;
         }
         db.commit().await?;
         Ok(())
@@ -106,7 +106,7 @@ impl SqlStore {
 }
 
 /// Deletes the panels of projects that no longer exist. A project exists while a job names it.
-pub(super) async fn forget_projects(db: &mut Connection) -> Result<()> {
+pub(super) async fn delete_panels_of_lost_projects(db: &mut Connection) -> Result<()> {
     let projects = "DELETE FROM project_panels WHERE NOT EXISTS \
         (SELECT 1 FROM jobs WHERE jobs.project = project_panels.project)";
     sqlx::query(projects).execute(db).await?;

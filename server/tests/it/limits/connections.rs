@@ -54,11 +54,11 @@ async fn protocol_errors_of_agents_get_a_close_code_and_reason() {
         (zeros(2 << 20), 1002, "cannot be read"),
         (zeros((2 << 20) + 1), 1002, "longer than the 2 MiB"),
         (parts(2 << 20), 1002, "cannot be read"),
-        (parts((2 << 20) + 1), 1002, "a message of more than 2 MiB"),
+        (parts((2 << 20) + 1), 1002, "incomplete messages of more than 2 MiB"),
         (after_hello(zeros(16 << 20)), 1002, "cannot be read"),
         (after_hello(zeros((16 << 20) + 1)), 1009, "too long"),
         (after_hello(parts(16 << 20)), 1002, "cannot be read"),
-        (after_hello(parts((16 << 20) + 1)), 1002, "a message of more than 16 MiB"),
+        (after_hello(parts((16 << 20) + 1)), 1002, "incomplete messages of more than 16 MiB"),
         (after_hello(vec![hello.clone()]), 1002, "Hello twice"),
     ];
     for (messages, code, fragment) in cases {

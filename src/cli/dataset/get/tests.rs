@@ -14,7 +14,7 @@ use tempfile::TempDir;
 #[derive(Clone)]
 pub(crate) struct Behaviour {
     /// Whether the server supports `Range`.
-    pub(crate) ranges: bool,
+    pub(crate) supports_ranges: bool,
     /// Numbers of body bytes after which the first connections are cut.
     pub(crate) cuts: Vec<usize>,
     /// A status instead of 200.
@@ -44,7 +44,7 @@ impl Mirror {
         Self { base, seen }
     }
 
-    pub(crate) fn ranges(&self) -> Vec<Option<usize>> {
+    pub(crate) fn requested_starts(&self) -> Vec<Option<usize>> {
         self.seen.lock().unwrap().iter().map(|(_, range)| *range).collect()
     }
 }
@@ -71,7 +71,7 @@ fn respond(connection: &mut TcpStream, behaviour: &Behaviour, seen: &Mutex<Vec<(
         let _ = write!(connection, "HTTP/1.1 {status}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n");
         return;
     };
-    let begin = range.filter(|_| behaviour.ranges).unwrap_or(0);
+    let begin = range.filter(|_| behaviour.supports_ranges).unwrap_or(0);
     let rest = &body[begin.min(body.len())..];
     let (status, more) = match begin {
         0 => ("200 OK", String::new()),
@@ -103,7 +103,7 @@ fn known(files: Vec<Remote>) -> Known {
 }
 
 pub(crate) fn serve_files(files: Vec<(&'static str, Vec<u8>)>) -> Behaviour {
-    Behaviour { ranges: true, cuts: Vec::new(), status: None, files }
+    Behaviour { supports_ranges: true, cuts: Vec::new(), status: None, files }
 }
 
 fn folder() -> (TempDir, PathBuf) {
@@ -125,11 +125,11 @@ fn a_broken_download_is_continued() {
     });
     fetch(&set, &mirror.base, &to).unwrap();
     assert_eq!(fs::read(to.join("a.bin")).unwrap(), content);
-    assert_eq!(mirror.ranges(), [None, Some(100_000), Some(150_000), Some(150_000)]);
+    assert_eq!(mirror.requested_starts(), [None, Some(100_000), Some(150_000), Some(150_000)]);
     // No temporary file is left, and a second call downloads nothing.
     assert_eq!(fs::read_dir(to.parent().unwrap()).unwrap().count(), 1);
     fetch(&set, &mirror.base, &to).unwrap();
-    assert_eq!(mirror.ranges().len(), 4);
+    assert_eq!(mirror.requested_starts().len(), 4);
 }
 
 #[test]
@@ -138,11 +138,12 @@ fn a_server_without_ranges_sends_the_whole_file_again() {
     let set = known(vec![remote("a.bin", &content, &[])]);
     let (_folder, to) = folder();
     let files = vec![("a.bin", content.clone())];
-    let mirror = Mirror::start(Behaviour { ranges: false, cuts: vec![200_000, 100], ..serve_files(files) });
+    let mirror =
+        Mirror::start(Behaviour { supports_ranges: false, cuts: vec![200_000, 100], ..serve_files(files) });
     fetch(&set, &mirror.base, &to).unwrap();
     assert_eq!(fs::read(to.join("a.bin")).unwrap(), content);
     // Earlier bytes are not used as the start of the new response. The second connection is cut earlier than the first.
-    assert_eq!(mirror.ranges(), [None, Some(200_000), Some(100)]);
+    assert_eq!(mirror.requested_starts(), [None, Some(200_000), Some(100)]);
 }
 
 #[test]
@@ -159,7 +160,7 @@ fn an_abandoned_download_is_continued_by_the_next() {
     assert!(!to.exists());
     fetch(&set, &mirror.base, &to).unwrap();
     assert_eq!(fs::read(to.join("a.bin")).unwrap(), content);
-    assert_eq!(mirror.ranges().last(), Some(&Some(120_000)));
+    assert_eq!(mirror.requested_starts().last(), Some(&Some(120_000)));
 }
 
 #[test]
@@ -184,7 +185,7 @@ fn bytes_of_another_file_are_not_kept() {
     fs::write(&part, bytes(1000, 9)).unwrap();
     let mirror = Mirror::start(serve_files(vec![("a.bin", content.clone())]));
     fetch(&set, &mirror.base, &to).unwrap();
-    assert_eq!(mirror.ranges(), [Some(1000), None]);
+    assert_eq!(mirror.requested_starts(), [Some(1000), None]);
     assert_eq!(fs::read(to.join("a.bin")).unwrap(), content);
 }
 
@@ -203,7 +204,10 @@ fn unreachable_urls_are_named_with_advice() {
     {
         assert!(message.contains(words), "{words:?} in {message}");
     }
-    assert!(!error.is::<crate::cli::WrongRequest>(), "another time it may be there");
+    assert!(
+        !error.is::<crate::cli::WrongRequest>(),
+        "an unreachable server is no wrong request: a later download may succeed"
+    );
     // The user puts the file there, as the message advises.
     fs::write(work.join("a.bin"), &content).unwrap();
     fetch(&set, &format!("http://{gone}/data"), &to).unwrap();
@@ -241,7 +245,7 @@ fn an_archive_is_unpacked_completely_or_not_at_all() {
     fetch(&set, &mirror.base, &to).unwrap();
     let mut names: Vec<_> = fs::read_dir(&to).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     names.sort();
-    assert_eq!(names, ["test.bin", "train.bin"], "what is needed alone");
+    assert_eq!(names, ["test.bin", "train.bin"], "only the files in `members` are unpacked");
     assert_eq!(fs::read(to.join("train.bin")).unwrap(), b"train");
     assert!(!partial(&to).exists());
 
@@ -259,7 +263,7 @@ fn an_archive_is_unpacked_completely_or_not_at_all() {
 }
 
 #[test]
-fn two_downloads_do_not_write_into_one_file() {
+fn a_download_is_refused_while_another_holds_the_lock() {
     let content = bytes(1000, 7);
     let set = known(vec![remote("a.bin", &content, &[])]);
     let (_folder, to) = folder();

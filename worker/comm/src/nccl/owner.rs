@@ -21,7 +21,7 @@ pub(super) trait Handle: Copy + Send {
 #[derive(Debug)]
 pub(super) struct Owner<H: Handle> {
     state: Mutex<State<H>>,
-    free: Condvar,
+    not_busy: Condvar,
 }
 
 #[derive(Debug)]
@@ -45,7 +45,7 @@ impl<H: Handle> Owner<H> {
     pub(super) fn new(handle: H) -> Self {
         Self {
             state: Mutex::new(State { handle: Some(handle), busy: false, aborted: None }),
-            free: Condvar::new(),
+            not_busy: Condvar::new(),
         }
     }
 
@@ -57,7 +57,7 @@ impl<H: Handle> Owner<H> {
     /// Waits until no other thread uses the handle, and borrows it for one call.
     ///
     /// # Errors
-    /// The reason of an abort, before or during the wait.
+    /// The reason of the abort, or that the handle has been taken ("the group has ended").
     pub(super) fn acquire(&self) -> Result<HandleGuard<'_, H>, String> {
         let mut state = self.state();
         loop {
@@ -68,7 +68,7 @@ impl<H: Handle> Owner<H> {
                     state.busy = true;
                     return Ok(HandleGuard { owner: self, handle });
                 }
-                _ => state = self.free.wait(state).unwrap_or_else(PoisonError::into_inner),
+                _ => state = self.not_busy.wait(state).unwrap_or_else(PoisonError::into_inner),
             }
         }
     }
@@ -83,13 +83,14 @@ impl<H: Handle> Owner<H> {
         state.aborted = Some(reason.into());
         let handle = if state.busy { None } else { state.handle.take() };
         drop(state);
-        self.free.notify_all();
+        self.not_busy.notify_all();
         if let Some(handle) = handle {
             handle.abort();
         }
     }
 
-    /// Takes the handle, so that the caller can end it in order. `None` if it was aborted or is in use.
+    /// Takes the handle, so that the caller can destroy it with `ncclCommDestroy`. `None` if it was taken or aborted, or is
+    /// in use.
     pub(super) fn take(&self) -> Option<H> {
         let mut state = self.state();
         if state.busy || state.aborted.is_some() { None } else { state.handle.take() }
@@ -103,7 +104,7 @@ impl<H: Handle> Drop for HandleGuard<'_, H> {
         // An abort during this call has left the handle for this thread to free.
         let handle = if state.aborted.is_some() { state.handle.take() } else { None };
         drop(state);
-        self.owner.free.notify_one();
+        self.owner.not_busy.notify_one();
         if let Some(handle) = handle {
             handle.abort();
         }
@@ -164,7 +165,7 @@ mod tests {
                         scope.spawn(|| {
                             loop {
                                 match owner.acquire() {
-                                    Ok(acquire) => acquire.handle.call(),
+                                    Ok(guard) => guard.handle.call(),
                                     Err(reason) => return reason,
                                 }
                             }
@@ -201,10 +202,10 @@ mod tests {
         std::thread::scope(|scope| {
             let owner = &owner;
             let hanging = scope.spawn(move || {
-                let acquire = owner.acquire().unwrap();
+                let guard = owner.acquire().unwrap();
                 inside.send(()).unwrap();
                 let _ = hang.recv_timeout(Duration::from_secs(60));
-                acquire.handle.call();
+                guard.handle.call();
             });
             is_inside.recv_timeout(Duration::from_secs(20)).unwrap();
             let waiting = scope.spawn(move || owner.acquire().map(drop));
@@ -221,15 +222,15 @@ mod tests {
     }
 
     #[test]
-    fn an_aborted_handle_cannot_be_taken() {
+    fn a_taken_handle_is_not_freed_by_abort() {
         let fake = Fake::default();
         let owner = Owner::new(&fake);
-        let acquire = owner.acquire().unwrap();
+        let guard = owner.acquire().unwrap();
         assert!(owner.take().is_none(), "the handle is in use");
-        drop(acquire);
+        drop(guard);
         assert!(owner.take().is_some());
         owner.abort("too late");
-        assert_eq!(fake.freed.load(Ordering::SeqCst), 0, "the thread that uses it frees it");
+        assert_eq!(fake.freed.load(Ordering::SeqCst), 0, "the caller of `take` frees it");
         assert_eq!(owner.acquire().unwrap_err(), "too late");
     }
 }

@@ -342,7 +342,7 @@ fn network_sizes(
         }
     };
     let largest = training_sizes.last().map_or(height, |(_, side)| *side);
-    let side = spec.evaluation_size().map_or(largest, |side| side as usize);
+    let side = spec.effective_validation_size().map_or(largest, |side| side as usize);
     if side < largest {
         return Err(DataError::Invalid(format!(
             "data.validation_size: {side} pixels are less than training's {largest}; give {largest} or more"

@@ -130,7 +130,7 @@ pub(super) fn open_splits(
                 (Pixels::Memory(Arc::new(pixels)), width, height, channels)
             }
             Samples::Listed(mut files) => {
-                let largest = spec.image_size.as_ref().and(spec.evaluation_size());
+                let largest = spec.image_size.as_ref().and(spec.effective_validation_size());
                 let (square, width, height) = match (common, largest) {
                     (Some((width, height)), None) => (None, width, height),
                     (Some((width, height)), Some(side)) if width == height && width <= side => {

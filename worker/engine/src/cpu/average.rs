@@ -1,4 +1,4 @@
-//! The running average of weights and running statistics (`train.ema_decay`), which only rank 0 keeps. As in torchvision's script, the
+//! The moving average of weights and running statistics (`train.ema_decay`), which only rank 0 keeps. As in torchvision's script, the
 //! average equals the weights up to the first update after the warm-up.
 
 use super::executor::Norm;

@@ -41,10 +41,10 @@ impl Executor {
         Ok(())
     }
 
-    /// Slot numbers of the weight and the bias of `name`.
-    fn slots(&self, name: &str) -> Result<[usize; 2], EngineError> {
-        let slot = |suffix| self.layout.slot(&format!("{name}.{suffix}"));
-        Ok([slot("weight")?, slot("bias")?])
+    /// Numbers of the weight and the bias of `name`.
+    fn parameter_numbers(&self, name: &str) -> Result<[usize; 2], EngineError> {
+        let parameter = |suffix| self.layout.parameter(&format!("{name}.{suffix}"));
+        Ok([parameter("weight")?, parameter("bias")?])
     }
 
     fn op_backward(
@@ -72,8 +72,9 @@ impl Executor {
         }
 
         if let FusedOp::Norm(Norm { name, norm, input, shortcut, relu, output, .. }) = &op {
-            let slots = self.slots(name)?;
-            let [gamma, beta] = slots.map(|s| &self.state.weights[self.layout.slots[s].range.clone()]);
+            let parameters = self.parameter_numbers(name)?;
+            let [gamma, beta] =
+                parameters.map(|s| &self.state.weights[self.layout.parameters[s].range.clone()]);
             let affine = Affine { statistics: &self.norms[*norm].statistics, gamma, beta };
             let x = &self.activations[*input][..len(*input)];
             let frozen = self.network.frozen_norm;
@@ -113,8 +114,8 @@ impl Executor {
             }
             // Sends buckets that were complete before: their reduction overlaps with the next convolution.
             self.send_ready();
-            self.add_sums(slots[0], micro_batch, &dgamma);
-            self.add_sums(slots[1], micro_batch, &dbeta);
+            self.add_sums(parameters[0], micro_batch, &dgamma);
+            self.add_sums(parameters[1], micro_batch, &dbeta);
             return Ok(());
         }
 
@@ -154,16 +155,17 @@ impl Executor {
                 return Ok(());
             }
             FusedOp::Gelu { bias, input, .. } => {
-                let slot = bias.as_ref().map(|name| self.layout.slot(&format!("{name}.bias"))).transpose()?;
-                let values = match slot {
-                    Some(slot) => &self.state.weights[self.layout.slots[slot].range.clone()],
+                let parameter =
+                    bias.as_ref().map(|name| self.layout.parameter(&format!("{name}.bias"))).transpose()?;
+                let values = match parameter {
+                    Some(parameter) => &self.state.weights[self.layout.parameters[parameter].range.clone()],
                     None => &[0.0][..],
                 };
                 elementwise::gelu_backward(&self.activations[*input][..len(*input)], values, &mut dy);
-                if let Some(slot) = slot {
+                if let Some(parameter) = parameter {
                     let channels = shapes[*input].channels;
                     let sums = batch_norm::sums(&dy, channels);
-                    self.add_sums(slot, micro_batch, &sums[..channels]);
+                    self.add_sums(parameter, micro_batch, &sums[..channels]);
                 }
                 self.gradient_parts[*input].push(dy);
                 return Ok(());
@@ -177,25 +179,25 @@ impl Executor {
             }
             FusedOp::Conv(Conv { name, shape, input, output, needs_input_gradient, .. }) => {
                 let shape = ConvShape { batch: pictures, ..*shape };
-                let slot = self.layout.slot(&format!("{name}.weight"))?;
+                let parameter = self.layout.parameter(&format!("{name}.weight"))?;
                 if *needs_input_gradient {
                     let mut dx = self.pool.alloc(len(*input));
-                    let weight = &self.state.weights[self.layout.slots[slot].range.clone()];
+                    let weight = &self.state.weights[self.layout.parameters[parameter].range.clone()];
                     if pictures > 0 {
                         conv::backward_input(&shape, &dy, weight, &mut dx, &mut self.scratch);
                     }
                     self.gradient_parts[*input].push(dx);
                 }
-                if self.layout.slots[slot].is_frozen {
-                    let zeros = vec![0.0; self.layout.slots[slot].range.len()];
-                    self.add_sums(slot, micro_batch, &zeros);
+                if self.layout.parameters[parameter].is_frozen {
+                    let zeros = vec![0.0; self.layout.parameters[parameter].range.len()];
+                    self.add_sums(parameter, micro_batch, &zeros);
                     self.pool.free(dy);
                     return Ok(());
                 }
                 // After the last use of the weights, which may change as soon as their gradient is complete.
                 let x = std::mem::take(&mut self.activations[*input]);
                 let (from, to) = (shapes[*input].len(), shapes[*output].len());
-                self.add_gradient(slot, micro_batch, pictures, |share, out, scratch| {
+                self.add_gradient(parameter, micro_batch, pictures, |share, out, scratch| {
                     let shape = ConvShape { batch: share.len(), ..shape };
                     let x = &x[share.start * from..share.end * from];
                     let dy = &dy[share.start * to..share.end * to];
@@ -218,13 +220,13 @@ impl Executor {
                 self.gradient_parts[*input].push(dx);
             }
             FusedOp::Linear { name, input, output, is_head } => {
-                let slots = self.slots(name)?;
+                let parameters = self.parameter_numbers(name)?;
                 let sample = self.sample.clone().filter(|_| *is_head);
                 let inputs = shapes[*input].len();
                 let outputs = sample.as_ref().map_or(shapes[*output].len(), |sample| sample.rows.len());
                 let mut dx = self.pool.alloc(len(*input));
                 let x = std::mem::take(&mut self.activations[*input]);
-                let weight = &self.state.weights[self.layout.slots[slots[0]].range.clone()];
+                let weight = &self.state.weights[self.layout.parameters[parameters[0]].range.clone()];
                 let rows = sample.as_ref().map(|sample| sample.rows_of(weight, inputs));
                 let weight = rows.as_deref().unwrap_or(weight);
                 // Features and weights of length 1, where logits are their cosines.
@@ -242,7 +244,7 @@ impl Executor {
                 }
                 self.gradient_parts[*input].push(dx);
                 let dy_of = |share: &Range<usize>| &dy[share.start * outputs..share.end * outputs];
-                self.add_gradient(slots[0], micro_batch, pictures, |share, out, _| {
+                self.add_gradient(parameters[0], micro_batch, pictures, |share, out, _| {
                     let compute = |rows: &mut [f32]| match &units {
                         None => {
                             let x = &x[share.start * inputs..share.end * inputs];
@@ -263,7 +265,7 @@ impl Executor {
                         Some(sample) => sample.fill(out, inputs, compute),
                     }
                 });
-                self.add_gradient(slots[1], micro_batch, pictures, |share, out, _| {
+                self.add_gradient(parameters[1], micro_batch, pictures, |share, out, _| {
                     let compute = |rows: &mut [f32]| match &units {
                         None => linear::backward_bias(dy_of(&share), rows),
                         Some(_) => rows.fill(0.0),

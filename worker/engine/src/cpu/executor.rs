@@ -312,9 +312,9 @@ impl Executor {
         let sample = Arc::new(Sample { rows });
         self.sample = Some(sample.clone());
         let parameter = |suffix: &str| -> Result<_, EngineError> {
-            let slot = self.layout.slot(&format!("{}.{suffix}", self.network.head()))?;
-            let range = &self.layout.slots[slot].range;
-            Ok((slot, range.start, range.len() / own.len()))
+            let parameter = self.layout.parameter(&format!("{}.{suffix}", self.network.head()))?;
+            let range = &self.layout.parameters[parameter].range;
+            Ok((parameter, range.start, range.len() / own.len()))
         };
         Ok(Some(SampledRows { sample, parameters: [parameter("weight")?, parameter("bias")?] }))
     }

@@ -54,8 +54,8 @@ impl Executor {
         let y = &mut y[..pictures * shapes[op.output()].len()];
         let x = |tensor: TensorId| &self.activations[tensor][..count(tensor) * shapes[tensor].len()];
         let weight = |name: &str, suffix: &str| -> Result<&[f32], EngineError> {
-            let slot = self.layout.slot(&format!("{name}.{suffix}"))?;
-            Ok(&self.state.weights[self.layout.slots[slot].range.clone()])
+            let parameter = self.layout.parameter(&format!("{name}.{suffix}"))?;
+            Ok(&self.state.weights[self.layout.parameters[parameter].range.clone()])
         };
         match op {
             // A rank without pictures still takes part in the reduction of statistics.
@@ -152,8 +152,8 @@ impl Executor {
             }
         };
         let weight = |suffix: &str| -> Result<&[f32], EngineError> {
-            let slot = self.layout.slot(&format!("{name}.{suffix}"))?;
-            Ok(&self.state.weights[self.layout.slots[slot].range.clone()])
+            let parameter = self.layout.parameter(&format!("{name}.{suffix}"))?;
+            Ok(&self.state.weights[self.layout.parameters[parameter].range.clone()])
         };
         let affine = Affine { statistics: &statistics, gamma: weight("weight")?, beta: weight("bias")? };
         batch_norm::forward(x(*input), affine, shortcut.map(|s| x(s.tensor)), *relu, y);

@@ -31,12 +31,13 @@ impl Executor {
     /// gradient summed over the pictures of `range`.
     pub(super) fn add_gradient(
         &mut self,
-        slot: usize,
+        parameter: usize,
         micro_batch: MicroBatch,
         pictures: usize,
         compute: impl Fn(Range<usize>, &mut [f32], &mut Scratch) + Sync,
     ) {
-        let (bucket, range) = (self.layout.slots[slot].bucket, self.layout.slots[slot].in_bucket.clone());
+        let (bucket, range) =
+            (self.layout.parameters[parameter].bucket, self.layout.parameters[parameter].in_bucket.clone());
         match self.state.gradient(bucket) {
             Bucket::F32(values) => {
                 let out = &mut values[range];
@@ -78,12 +79,13 @@ impl Executor {
                 self.pool.free(parts);
             }
         }
-        self.complete(slot, micro_batch);
+        self.complete(parameter, micro_batch);
     }
 
     /// Adds a gradient that is already summed in float64, one value per element of the parameter.
-    pub(super) fn add_sums(&mut self, slot: usize, micro_batch: MicroBatch, added: &[f64]) {
-        let (bucket, range) = (self.layout.slots[slot].bucket, self.layout.slots[slot].in_bucket.clone());
+    pub(super) fn add_sums(&mut self, parameter: usize, micro_batch: MicroBatch, added: &[f64]) {
+        let (bucket, range) =
+            (self.layout.parameters[parameter].bucket, self.layout.parameters[parameter].in_bucket.clone());
         match self.state.gradient(bucket) {
             Bucket::F32(values) => values[range].iter_mut().zip(added).for_each(|(o, s)| {
                 *o = if micro_batch.first { *s as f32 } else { *o + *s as f32 };
@@ -92,13 +94,13 @@ impl Executor {
                 *o = if micro_batch.first { *s } else { *o + *s };
             }),
         }
-        self.complete(slot, micro_batch);
+        self.complete(parameter, micro_batch);
     }
 
-    /// Marks a bucket complete if `slot` is its last slot and the micro-batch is the step's last.
-    fn complete(&mut self, slot: usize, micro_batch: MicroBatch) {
-        let bucket = self.layout.slots[slot].bucket;
-        if !micro_batch.last || self.layout.last_slots[bucket] != slot {
+    /// Marks a bucket complete if `parameter` is its last parameter and the micro-batch is the step's last.
+    fn complete(&mut self, parameter: usize, micro_batch: MicroBatch) {
+        let bucket = self.layout.parameters[parameter].bucket;
+        if !micro_batch.last || self.layout.last_parameters[bucket] != parameter {
             return;
         }
         if self.reducer.carries_gradients() {

@@ -18,9 +18,9 @@ fn bucket_len(parameters: usize) -> usize {
     (parameters / 8).clamp(1 << 16, 1 << 18)
 }
 
-/// One trained parameter.
+/// The place of one parameter, trained or frozen, in the flat buffer.
 #[derive(Debug, Clone)]
-pub(super) struct Slot {
+pub(super) struct ParameterPlace {
     pub(super) name: String,
     /// torchvision's shape, or that of this rank's part.
     pub(super) shape: Vec<usize>,
@@ -39,7 +39,7 @@ pub(super) struct Slot {
     pub(super) is_split: bool,
 }
 
-impl Slot {
+impl ParameterPlace {
     /// Converts values from the engine's order to torchvision's.
     fn export(&self, flat: &[f32]) -> HostTensor {
         let ours = &flat[self.range.clone()];
@@ -65,16 +65,16 @@ impl Slot {
     }
 }
 
-/// All trained parameters of a network.
+/// The places of all parameters of a network in the flat buffer.
 #[derive(Debug, Clone)]
 pub(super) struct Layout {
     /// In the order in which backward produces gradients.
-    pub(super) slots: Vec<Slot>,
+    pub(super) parameters: Vec<ParameterPlace>,
     by_name: BTreeMap<String, usize>,
     /// Range of the flat buffer of each bucket.
     pub(super) buckets: Vec<Range<usize>>,
-    /// Last slot of each bucket.
-    pub(super) last_slots: Vec<usize>,
+    /// Last parameter of each bucket.
+    pub(super) last_parameters: Vec<usize>,
     /// By bucket: the axes over which gradients are summed.
     pub(super) axes: Vec<Axes>,
     /// Number of values of all whole parameters.
@@ -87,10 +87,10 @@ impl Layout {
             network.parameters().into_iter().map(|p| (p.name.clone(), p)).collect();
         let trained = parameters.values().filter(|p| p.role.is_trained());
         let mut layout = Self {
-            slots: Vec::new(),
+            parameters: Vec::new(),
             by_name: BTreeMap::new(),
             buckets: Vec::new(),
-            last_slots: Vec::new(),
+            last_parameters: Vec::new(),
             axes: Vec::new(),
             whole_len: trained.map(Parameter::whole_len).sum(),
         };
@@ -121,8 +121,8 @@ impl Layout {
             axes = of_op;
             for p in suffixes.iter().filter_map(|s| parameters.get(&format!("{name}.{s}"))) {
                 let range = bucket.end..bucket.end + p.len();
-                layout.by_name.insert(p.name.clone(), layout.slots.len());
-                layout.slots.push(Slot {
+                layout.by_name.insert(p.name.clone(), layout.parameters.len());
+                layout.parameters.push(ParameterPlace {
                     name: p.name.clone(),
                     shape: p.shape.clone(),
                     conv,
@@ -147,7 +147,7 @@ impl Layout {
 
     /// Closes the current bucket.
     fn close(&mut self, bucket: &mut Range<usize>, axes: Axes) {
-        self.last_slots.push(self.slots.len() - 1);
+        self.last_parameters.push(self.parameters.len() - 1);
         self.axes.push(axes);
         self.buckets.push(bucket.clone());
         *bucket = bucket.end..bucket.end;
@@ -158,25 +158,29 @@ impl Layout {
         self.buckets.last().map_or(0, |b| b.end)
     }
 
-    /// Slot number of the parameter `name`.
+    /// Number of the parameter `name`.
     ///
     /// # Errors
     /// The network has no such parameter.
-    pub(super) fn slot(&self, name: &str) -> Result<usize, EngineError> {
-        let slot = self.by_name.get(name).copied();
-        slot.ok_or_else(|| EngineError::Parameters(format!("the network has no parameter {name}")))
+    pub(super) fn parameter(&self, name: &str) -> Result<usize, EngineError> {
+        let parameter = self.by_name.get(name).copied();
+        parameter.ok_or_else(|| EngineError::Parameters(format!("the network has no parameter {name}")))
     }
 
-    /// Adds every parameter of the flat buffer to `tensors`, in torchvision's layout. `kept` is the name of an
-    /// optimizer slot if the buffer contains that slot instead of the parameters.
-    pub(super) fn export(&self, kept: Option<&str>, flat: &[f32], tensors: &mut NamedTensors) {
-        tensors.extend(self.slots.iter().map(|slot| (tensor_name(&slot.name, kept), slot.export(flat))));
+    /// Adds every parameter of the flat buffer to `tensors`, in torchvision's layout. `optimizer_slot`: the buffer
+    /// contains this state of the optimizer (such as `exp_avg`) and not the parameters.
+    pub(super) fn export(&self, optimizer_slot: Option<&str>, flat: &[f32], tensors: &mut NamedTensors) {
+        tensors.extend(
+            self.parameters
+                .iter()
+                .map(|parameter| (tensor_name(&parameter.name, optimizer_slot), parameter.export(flat))),
+        );
     }
 
     /// Fills the flat buffer from `tensors`, which must have been checked.
-    pub(super) fn import(&self, kept: Option<&str>, tensors: &dyn TensorSource, flat: &mut [f32]) {
-        for slot in &self.slots {
-            slot.import(&tensor_name(&slot.name, kept), tensors, flat);
+    pub(super) fn import(&self, optimizer_slot: Option<&str>, tensors: &dyn TensorSource, flat: &mut [f32]) {
+        for parameter in &self.parameters {
+            parameter.import(&tensor_name(&parameter.name, optimizer_slot), tensors, flat);
         }
     }
 }
@@ -191,10 +195,10 @@ mod tests {
     fn an_unknown_parameter_is_an_error() {
         let network = resnet::build(&ModelSpec::default(), 8, 3, 10).unwrap();
         let layout = Layout::new(&network, &fuse::fuse(&network, &fuse::Capabilities::default()));
-        for (number, slot) in layout.slots.iter().enumerate() {
-            assert_eq!(layout.slot(&slot.name).unwrap(), number);
+        for (number, parameter) in layout.parameters.iter().enumerate() {
+            assert_eq!(layout.parameter(&parameter.name).unwrap(), number);
         }
-        let error = layout.slot("conv1.weigth").unwrap_err().to_string();
+        let error = layout.parameter("conv1.weigth").unwrap_err().to_string();
         assert_eq!(error, "the network has no parameter conv1.weigth");
     }
 }

@@ -111,7 +111,7 @@ impl Engine for CpuEngine {
         Ok(if is_first { BatchFormat::Normalised } else { BatchFormat::AugmentParams })
     }
 
-    fn take_sizes(&mut self, training: &[usize], evaluation: &[usize]) -> Result<(), EngineError> {
+    fn add_image_sizes(&mut self, training: &[usize], evaluation: &[usize]) -> Result<(), EngineError> {
         let sizes = training.iter().chain(evaluation);
         self.sizes.extend(sizes.map(|size| Arc::new(self.network.resized(*size))));
         Ok(())
@@ -144,7 +144,11 @@ impl Engine for CpuEngine {
         if let Some(reduced) = state.reduced_gradients() {
             layout.export(None, reduced, &mut all);
         }
-        layout.slots.iter().filter(|slot| slot.is_frozen).for_each(|slot| drop(all.remove(&slot.name)));
+        layout
+            .parameters
+            .iter()
+            .filter(|parameter| parameter.is_frozen)
+            .for_each(|parameter| drop(all.remove(&parameter.name)));
         Ok(all)
     }
 
@@ -272,9 +276,9 @@ impl Engine for CpuEngine {
     fn checksum(&self) -> Result<[u64; 2], EngineError> {
         let Executor { layout, state, .. } = &self.executor;
         let mut sums = [crc32fast::Hasher::new(), crc32fast::Hasher::new()];
-        for slot in &layout.slots {
-            let values = bytemuck::cast_slice(&state.weights[slot.range.clone()]);
-            sums[usize::from(slot.is_split)].update(values);
+        for parameter in &layout.parameters {
+            let values = bytemuck::cast_slice(&state.weights[parameter.range.clone()]);
+            sums[usize::from(parameter.is_split)].update(values);
         }
         Ok(sums.map(|sum| sum.finalize().into()))
     }

@@ -10,7 +10,7 @@ const PIECE: usize = 1 << 14;
 /// A range of the values of one parameter.
 #[derive(Debug, Clone)]
 pub(super) struct Piece {
-    pub(super) slot: usize,
+    pub(super) parameter: usize,
     pub(super) bucket: usize,
     /// Range in the flat buffer.
     pub(super) range: Range<usize>,
@@ -46,7 +46,7 @@ pub(super) struct Task {
 /// rank has one empty piece, which holds the parameter's sums of squares.
 pub(super) fn pieces(layout: &Layout, shares: &[Share]) -> Vec<Piece> {
     let (mut pieces, mut kept) = (Vec::new(), 0);
-    for (slot, at) in layout.slots.iter().enumerate() {
+    for (parameter, at) in layout.parameters.iter().enumerate() {
         let bucket = &layout.buckets[at.bucket];
         let own = shares[at.bucket].of(bucket.len());
         let from = own.start.max(at.in_bucket.start).min(at.in_bucket.end);
@@ -57,7 +57,7 @@ pub(super) fn pieces(layout: &Layout, shares: &[Share]) -> Vec<Piece> {
             let range = bucket.start + in_bucket.start..bucket.start + in_bucket.end;
             let in_slots = kept..kept + in_bucket.len();
             (start, kept) = (in_bucket.end, in_slots.end);
-            pieces.push(Piece { slot, bucket: at.bucket, range, in_bucket, in_slots });
+            pieces.push(Piece { parameter, bucket: at.bucket, range, in_bucket, in_slots });
             if start == end {
                 break;
             }
@@ -67,7 +67,7 @@ pub(super) fn pieces(layout: &Layout, shares: &[Share]) -> Vec<Piece> {
 }
 
 /// The tasks of a step. `in_two`: two passes, in which updates follow all sums of their bucket or, if `at_once`, of all buckets.
-/// `is_matrix` tells which slots have one task for the update of the whole parameter.
+/// `is_matrix` tells which parameters have one task for the update of the whole parameter.
 pub(super) fn tasks(
     pieces: &[Piece],
     in_two: bool,
@@ -85,9 +85,9 @@ pub(super) fn tasks(
         tasks.extend(these.clone().map(|piece| Task { piece, work: Work::Sum, after: 0 }));
         let after = tasks.len();
         tasks.extend(these.filter_map(|piece| {
-            let slot = pieces[piece].slot;
-            let work = match is_matrix(slot) {
-                true if piece > 0 && pieces[piece - 1].slot == slot => return None,
+            let parameter = pieces[piece].parameter;
+            let work = match is_matrix(parameter) {
+                true if piece > 0 && pieces[piece - 1].parameter == parameter => return None,
                 true => Work::Orthogonalise,
                 false => Work::Update,
             };

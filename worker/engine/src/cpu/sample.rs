@@ -61,15 +61,20 @@ pub(super) fn forward(
 #[derive(Debug)]
 pub(super) struct SampledRows {
     pub(super) sample: Arc<Sample>,
-    /// For the weight and the bias: slot number, offset in the flat buffer, and number of values of a row.
+    /// For the weight and the bias: parameter number, offset in the flat buffer, and number of values of a row.
     pub(super) parameters: [(usize, usize, usize); 2],
 }
 
 impl SampledRows {
     /// Calls `update` with each part of `range` that the step updates, relative to the start of `range`. `range` is a range of the flat buffer
-    /// within parameter number `slot`.
-    pub(super) fn each_part(&self, slot: usize, range: Range<usize>, mut update: impl FnMut(Range<usize>)) {
-        let Some((_, first, width)) = self.parameters.iter().find(|(of, ..)| *of == slot) else {
+    /// within parameter number `parameter`.
+    pub(super) fn each_part(
+        &self,
+        parameter: usize,
+        range: Range<usize>,
+        mut update: impl FnMut(Range<usize>),
+    ) {
+        let Some((_, first, width)) = self.parameters.iter().find(|(of, ..)| *of == parameter) else {
             return update(0..range.len());
         };
         let (from, to) = (range.start - first, range.end - first);

@@ -19,7 +19,7 @@ mod sharding;
 use super::{
     conv::ConvShape,
     groups::Group,
-    layout::{Layout, Slot},
+    layout::{Layout, ParameterPlace},
     pieces::{self, Piece, Task, Work},
     reduce::Bucket,
     sample::SampledRows,
@@ -87,14 +87,14 @@ pub(super) struct State {
     /// For each parameter that Muon orthogonalises: the layout of its filters.
     filters: Vec<Option<ConvShape>>,
     /// By parameter: the range of its pieces.
-    slot_pieces: Vec<Range<usize>>,
+    parameter_pieces: Vec<Range<usize>>,
     pieces: Vec<Piece>,
     tasks: Vec<Task>,
     /// Number of leading tasks that threads may take.
     open_tasks: usize,
     /// The ranks that have the other parts of split parameters.
     model_group: Option<Group>,
-    /// Slot numbers of split parameters.
+    /// Numbers of split parameters.
     split: Vec<usize>,
     /// Set if ranks divide the optimizer's state.
     sharding: Option<Sharding>,
@@ -166,15 +166,15 @@ impl State {
         }
         let in_two_passes = model_group.is_some() || sharding.is_some();
         let policies: Vec<ParameterPolicy> =
-            layout.slots.iter().map(|slot| policy(&optimizer, slot)).collect();
-        let filters: Vec<_> = std::iter::zip(&layout.slots, &policies)
-            .map(|(slot, policy)| slot.conv.filter(|_| optimizer.is_muon() && policy.adapted))
+            layout.parameters.iter().map(|parameter| policy(&optimizer, parameter)).collect();
+        let filters: Vec<_> = std::iter::zip(&layout.parameters, &policies)
+            .map(|(parameter, policy)| parameter.conv.filter(|_| optimizer.is_muon() && policy.adapted))
             .collect();
         let in_two = optimizer.needs_norms() || optimizer.is_muon();
-        let tasks = pieces::tasks(&pieces, in_two, in_two_passes, |slot| filters[slot].is_some());
-        let mut slot_pieces = vec![0..0; layout.slots.len()];
+        let tasks = pieces::tasks(&pieces, in_two, in_two_passes, |parameter| filters[parameter].is_some());
+        let mut parameter_pieces = vec![0..0; layout.parameters.len()];
         for (index, piece) in pieces.iter().enumerate() {
-            let range = &mut slot_pieces[piece.slot];
+            let range = &mut parameter_pieces[piece.parameter];
             *range = if range.start == range.end { index..index + 1 } else { range.start..index + 1 };
         }
         let kept = match &memory {
@@ -232,12 +232,14 @@ impl State {
             sampled: None,
             policies,
             filters,
-            slot_pieces,
+            parameter_pieces,
             pieces,
             open_tasks: tasks.len(),
             tasks,
             model_group,
-            split: (0..layout.slots.len()).filter(|slot| layout.slots[*slot].is_split).collect(),
+            split: (0..layout.parameters.len())
+                .filter(|parameter| layout.parameters[*parameter].is_split)
+                .collect(),
             sharding,
             buckets,
             steps,
@@ -370,7 +372,7 @@ impl State {
         let piece = &self.pieces[index];
         if work == Work::Orthogonalise {
             // SAFETY: the caller's promise; no other task of this parameter runs, because all of its sums are done.
-            return unsafe { self.orthogonalise(piece.slot) };
+            return unsafe { self.orthogonalise(piece.parameter) };
         }
         // SAFETY: the caller's promise.
         let weights = unsafe { self.weights.part(piece.range.clone()) };
@@ -384,10 +386,10 @@ impl State {
             Some(reduced) if self.keeps_gradients => unsafe { reduced.part(piece.range.clone()) },
             _ => &mut [],
         };
-        let policy = self.policies[piece.slot];
+        let policy = self.policies[piece.parameter];
         let (rate, decay) = match work {
             Work::Sum => (0.0, policy.decay),
-            _ => self.update.rates(policy, || self.norms(piece.slot)),
+            _ => self.update.rates(policy, || self.norms(piece.parameter)),
         };
         let [mut squares, mut of_weights, mut of_prepared] = [Lanes::default(); 3];
         let mut block = [0.0f32; BLOCK];
@@ -426,7 +428,7 @@ impl State {
                     None => update(0..to - from),
                     Some(sampled) => {
                         let begin = piece.range.start;
-                        sampled.each_part(piece.slot, begin + from..begin + to, update);
+                        sampled.each_part(piece.parameter, begin + from..begin + to, update);
                     }
                 }
             }
@@ -442,9 +444,10 @@ impl State {
     ///
     /// # Safety
     /// No other thread uses this parameter's weights, optimizer state and gradients during the call.
-    unsafe fn orthogonalise(&self, slot: usize) {
-        let pieces = &self.pieces[self.slot_pieces[slot].clone()];
-        let (Some(first), Some(last), Some(shape)) = (pieces.first(), pieces.last(), &self.filters[slot])
+    unsafe fn orthogonalise(&self, parameter: usize) {
+        let pieces = &self.pieces[self.parameter_pieces[parameter].clone()];
+        let (Some(first), Some(last), Some(shape)) =
+            (pieces.first(), pieces.last(), &self.filters[parameter])
         else {
             return;
         };
@@ -457,17 +460,17 @@ impl State {
     }
 
     /// L2 norms of a parameter's prepared update and of its weights. All sums of its bucket must be done.
-    fn norms(&self, slot: usize) -> [f64; 2] {
-        let pieces = self.slot_pieces[slot].clone();
+    fn norms(&self, parameter: usize) -> [f64; 2] {
+        let pieces = self.parameter_pieces[parameter].clone();
         let [_, weights, prepared] = &self.squares;
         [prepared, weights].map(|of| of[pieces.clone()].iter().map(number).sum::<f64>().sqrt())
     }
 }
 
-fn policy(optimizer: &Optimizer, slot: &Slot) -> ParameterPolicy {
-    match slot.is_frozen {
+fn policy(optimizer: &Optimizer, parameter: &ParameterPlace) -> ParameterPolicy {
+    match parameter.is_frozen {
         true => ParameterPolicy::FROZEN,
-        false => optimizer.policy_of(slot.kind),
+        false => optimizer.policy_of(parameter.kind),
     }
 }
 

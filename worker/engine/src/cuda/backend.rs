@@ -174,7 +174,7 @@ impl Backend for Cuda {
 
     fn build(&self, args: BuildArgs<'_>) -> Result<Box<dyn Engine>, EngineError> {
         let gpu = GpuConfig {
-            plan: args.plan,
+            parallel_plan: args.plan,
             ordinal: args.ordinal,
             precision: args.precision,
             loss_scale: args.loss_scale,

@@ -61,7 +61,7 @@ pub(super) enum Region {
     /// During a step: running statistics as of the newest finished step; by block, the number of that step.
     KeptStatistics,
     KeptOf,
-    /// Running averages of the weights and of the running statistics.
+    /// Moving averages of the weights and of the running statistics.
     AverageWeights,
     AverageStatistics,
     /// Values that one pass of a batch norm computes for a later pass.

@@ -9,7 +9,7 @@ use std::sync::Arc;
 #[derive(Debug, Clone)]
 pub(super) struct GpuConfig {
     /// How the network is parallelised over the ranks.
-    pub(super) plan: Plan,
+    pub(super) parallel_plan: Plan,
     /// CUDA's number of the device in this process.
     pub(super) ordinal: i32,
     pub(super) precision: Precision,

@@ -4,7 +4,7 @@ use super::{backend::skip_exit_handlers, steps::parts, *};
 use crate::{Contribution, Distribution, Writers, distribution};
 
 impl Engine for CudaEngine {
-    fn take_sizes(&mut self, training: &[usize], evaluation: &[usize]) -> Result<(), EngineError> {
+    fn add_image_sizes(&mut self, training: &[usize], evaluation: &[usize]) -> Result<(), EngineError> {
         self.device.bind()?;
         self.device.synchronize()?;
         self.graphs.clear();
@@ -16,7 +16,7 @@ impl Engine for CudaEngine {
             sizes.iter().map(part).collect()
         };
         let (training, evaluation) = (parts(training)?, parts(evaluation)?);
-        self.program.take_sizes(&self.device, &training, &evaluation)
+        self.program.add_image_sizes(&self.device, &training, &evaluation)
     }
 
     fn set_image_size(&mut self, image_size: usize) -> Result<(), EngineError> {

@@ -45,9 +45,9 @@ enum Order {
     Vector,
 }
 
-/// One trained parameter.
+/// The place of one parameter, trained or fixed, in the flat buffers.
 #[derive(Debug, Clone)]
-pub(super) struct Slot {
+pub(super) struct ParameterPlace {
     pub(super) name: String,
     /// torchvision's shape, or that of this rank's part.
     shape: Vec<usize>,
@@ -63,7 +63,7 @@ pub(super) struct Slot {
     pub(super) is_split: bool,
 }
 
-impl Slot {
+impl ParameterPlace {
     /// The parameter's range including padding, up to the next parameter.
     pub(super) fn padded(&self) -> Range<usize> {
         self.range.start..self.end
@@ -88,10 +88,10 @@ impl Filter {
     }
 }
 
-/// All trained parameters.
+/// The places of all parameters in the flat buffers.
 #[derive(Debug, Clone)]
 pub(super) struct Layout {
-    pub(super) slots: Vec<Slot>,
+    pub(super) parameters: Vec<ParameterPlace>,
     by_name: BTreeMap<String, usize>,
     /// Number of values of the matrices; the vectors follow.
     pub(super) matrices: usize,
@@ -121,7 +121,7 @@ impl Layout {
         let parameters: BTreeMap<String, _> =
             network.parameters().into_iter().map(|p| (p.name.clone(), p)).collect();
         let mut layout = Self {
-            slots: Vec::new(),
+            parameters: Vec::new(),
             by_name: BTreeMap::new(),
             matrices: 0,
             split_matrices: 0,
@@ -163,7 +163,7 @@ impl Layout {
                     (Role::LinearBias, _) if p.slice.is_some() => (Order::Vector, padded_classes),
                     _ => (Order::Vector, p.len()),
                 };
-                let slot = Slot {
+                let parameter = ParameterPlace {
                     name: p.name.clone(),
                     shape: p.shape.clone(),
                     order,
@@ -173,18 +173,18 @@ impl Layout {
                     is_fixed: !network.trains(p),
                     is_split: p.slice.is_some(),
                 };
-                match slot.order {
-                    Order::Vector if slot.is_fixed => frozen.push(slot),
-                    Order::Vector => vectors.push(slot),
-                    _ if slot.is_split => layout.push(slot),
-                    _ => matrices.push(slot),
+                match parameter.order {
+                    Order::Vector if parameter.is_fixed => frozen.push(parameter),
+                    Order::Vector => vectors.push(parameter),
+                    _ if parameter.is_split => layout.push(parameter),
+                    _ => matrices.push(parameter),
                 }
             }
         }
         layout.split_matrices = layout.len;
         let mut bucket = layout.len;
-        for slot in matrices {
-            layout.push(slot);
+        for parameter in matrices {
+            layout.push(parameter);
             if layout.len - bucket >= BUCKET {
                 layout.pad(bucket, parts);
                 layout.buckets.push(bucket..layout.len);
@@ -196,21 +196,22 @@ impl Layout {
         if layout.matrices > bucket {
             layout.buckets.push(bucket..layout.matrices);
         }
-        vectors.sort_by_key(|slot: &Slot| !slot.is_split);
-        for slot in vectors {
-            let is_split = slot.is_split;
-            layout.push(slot);
+        vectors.sort_by_key(|parameter: &ParameterPlace| !parameter.is_split);
+        for parameter in vectors {
+            let is_split = parameter.is_split;
+            layout.push(parameter);
             if is_split {
                 layout.split_vectors = layout.len - layout.matrices;
             }
         }
         layout.pad(layout.matrices, parts);
         layout.trained = layout.len;
-        frozen.into_iter().for_each(|slot| layout.push(slot));
+        frozen.into_iter().for_each(|parameter| layout.push(parameter));
         layout
     }
 
-    /// The two planes of `values`, which must be in split matrices that are stored in planes.
+    /// The two 16-bit planes (`planes.rs`) of `values`: the nearest bfloat16, and the difference from it. `values` must be in
+    /// split matrices.
     pub(super) fn planes(&self, values: Range<usize>) -> [Operand; 2] {
         let plane = |from: usize| Operand::new(Region::Weights, 2 * (from + values.start), 2 * values.len());
         [plane(0), plane(self.split_matrices)]
@@ -225,18 +226,18 @@ impl Layout {
         ]
     }
 
-    fn push(&mut self, mut slot: Slot) {
-        slot.range = self.len..self.len + slot.range.len();
-        self.len = slot.range.end.next_multiple_of(ALIGN);
-        slot.end = self.len;
-        self.by_name.insert(slot.name.clone(), self.slots.len());
-        self.slots.push(slot);
+    fn push(&mut self, mut parameter: ParameterPlace) {
+        parameter.range = self.len..self.len + parameter.range.len();
+        self.len = parameter.range.end.next_multiple_of(ALIGN);
+        parameter.end = self.len;
+        self.by_name.insert(parameter.name.clone(), self.parameters.len());
+        self.parameters.push(parameter);
     }
 
     /// Pads the values from `from` on to a multiple of `parts` aligned parts.
     fn pad(&mut self, from: usize, parts: usize) {
         self.len = from + (self.len - from).next_multiple_of(ALIGN * parts);
-        if let Some(last) = self.slots.last_mut() {
+        if let Some(last) = self.parameters.last_mut() {
             last.end = self.len;
         }
     }
@@ -254,100 +255,110 @@ impl Layout {
         })
     }
 
-    /// For each trained parameter: the range that belongs to a rank with `share`, relative to the rank's part of the
+    /// For each parameter with a gradient: the range that belongs to a rank with `share`, relative to the rank's part of the
     /// reduced range.
     pub(super) fn own_segments(&self, share: Share) -> Vec<Range<usize>> {
         let own: Vec<_> = self.reduced().zip(self.own(share)).collect();
-        let of_slot = |slot: &Slot| {
-            let own = own.iter().find(|(range, _)| range.contains(&slot.range.start));
+        let of_parameter = |parameter: &ParameterPlace| {
+            let own = own.iter().find(|(range, _)| range.contains(&parameter.range.start));
             let own = own.map_or(0..0, |(_, own)| own.clone());
-            [slot.range.start, slot.range.end].map(|at| at.clamp(own.start, own.end) - own.start)
+            [parameter.range.start, parameter.range.end].map(|at| at.clamp(own.start, own.end) - own.start)
         };
-        self.trained_slots().iter().map(of_slot).map(|[start, end]| start..end).collect()
+        self.parameters_with_gradients().iter().map(of_parameter).map(|[start, end]| start..end).collect()
     }
 
-    /// The parameters that the optimizer changes, which come first.
-    pub(super) fn trained_slots(&self) -> &[Slot] {
-        &self.slots[..self.slots.partition_point(|slot| slot.range.start < self.trained)]
+    /// All matrices (also fixed ones, whose gradients are zeros) and the trained vectors. They come first.
+    pub(super) fn parameters_with_gradients(&self) -> &[ParameterPlace] {
+        &self.parameters[..self.parameters.partition_point(|parameter| parameter.range.start < self.trained)]
     }
 
     /// The matrices that Muon orthogonalises.
     pub(super) fn filters(&self) -> Vec<Filter> {
         let mut gram = 0;
-        let trained = |slot: &&Slot| slot.kind == ParameterKind::Filters && !slot.is_fixed;
-        let of_slot = |slot: &Slot| {
-            let (offset, rows) = (slot.range.start, slot.shape[0]);
-            let filter = Filter { offset, rows, columns: slot.range.len() / rows, gram };
+        let trained =
+            |parameter: &&ParameterPlace| parameter.kind == ParameterKind::Filters && !parameter.is_fixed;
+        let of_parameter = |parameter: &ParameterPlace| {
+            let (offset, rows) = (parameter.range.start, parameter.shape[0]);
+            let filter = Filter { offset, rows, columns: parameter.range.len() / rows, gram };
             gram += filter.side().pow(2).next_multiple_of(8);
             filter
         };
-        self.slots.iter().filter(trained).map(of_slot).collect()
+        self.parameters.iter().filter(trained).map(of_parameter).collect()
     }
 
-    /// The slot of a parameter, which must exist.
-    pub(super) fn slot(&self, name: &str, suffix: &str) -> &Slot {
-        &self.slots[self.by_name[&format!("{name}.{suffix}")]]
+    /// The place of a parameter, which must exist.
+    pub(super) fn parameter(&self, name: &str, suffix: &str) -> &ParameterPlace {
+        &self.parameters[self.by_name[&format!("{name}.{suffix}")]]
     }
 
-    /// Converts a flat buffer to torchvision's layout. `kept` is the name of an optimizer slot if the buffer contains
-    /// that slot instead of the parameters.
-    pub(super) fn export(&self, kept: Option<&str>, flat: &[f32], into: &mut NamedTensors) {
-        for slot in &self.slots {
-            let ours = &flat[slot.range.clone()];
-            let len: usize = slot.shape.iter().product();
-            let values = match (slot.order, &slot.shape[..]) {
+    /// Converts a flat buffer to torchvision's layout. `optimizer_slot`: the buffer contains this state of the optimizer
+    /// (such as `exp_avg`) and not the parameters.
+    pub(super) fn export(&self, optimizer_slot: Option<&str>, flat: &[f32], into: &mut NamedTensors) {
+        for parameter in &self.parameters {
+            let ours = &flat[parameter.range.clone()];
+            let len: usize = parameter.shape.iter().product();
+            let values = match (parameter.order, &parameter.shape[..]) {
                 (Order::Krsc { padded_in }, &[out, inputs, height, width]) => {
                     let mut values = vec![0.0; len];
-                    krsc(out, inputs, height, width, padded_in, |oihw, krsc| values[oihw] = ours[krsc]);
+                    for_each_krsc_index(out, inputs, height, width, padded_in, |oihw, krsc| {
+                        values[oihw] = ours[krsc]
+                    });
                     Cow::Owned(values)
                 }
                 (Order::Folded, &[out, inputs, ..]) => {
                     let mut values = vec![0.0; len];
-                    fold(out, inputs, |oihw, folded| values[oihw] = ours[folded]);
+                    for_each_folded_index(out, inputs, |oihw, folded| values[oihw] = ours[folded]);
                     Cow::Owned(values)
                 }
                 _ => Cow::Borrowed(&ours[..len]),
             };
-            let name = tensor_name(&slot.name, kept);
-            into.insert(name, HostTensor { shape: slot.shape.clone(), values: values.into_owned() });
+            let name = tensor_name(&parameter.name, optimizer_slot);
+            into.insert(name, HostTensor { shape: parameter.shape.clone(), values: values.into_owned() });
         }
     }
 
     /// Number of values of a buffer for [`Layout::import`].
-    pub(super) fn piece(&self) -> usize {
-        self.slots.iter().map(|slot| slot.padded().len()).max().unwrap_or(0).clamp(ALIGN, PIECE)
+    pub(super) fn piece_len(&self) -> usize {
+        self.parameters
+            .iter()
+            .map(|parameter| parameter.padded().len())
+            .max()
+            .unwrap_or(0)
+            .clamp(ALIGN, PIECE)
     }
 
     /// Converts `tensors`, which `check.rs` must have checked, to the order of the flat buffers, and calls `write` for each piece with the
-    /// offset of its first value. `kept` is as for [`Layout::export`]; `buffer` is for pieces, so that large matrices are never whole in
-    /// host memory.
+    /// offset of its first value. `optimizer_slot` is as for [`Layout::export`]; `buffer` is for pieces, so that large matrices are
+    /// never whole in host memory.
     pub(super) fn import(
         &self,
-        kept: Option<&str>,
+        optimizer_slot: Option<&str>,
         tensors: &dyn TensorSource,
         buffer: &mut [f32],
         mut write: impl FnMut(usize, &[f32]) -> Result<(), CudaError>,
     ) -> Result<(), EngineError> {
         let room = buffer.len();
-        for slot in &self.slots {
-            let name = tensor_name(&slot.name, kept);
+        for parameter in &self.parameters {
+            let name = tensor_name(&parameter.name, optimizer_slot);
             let read = |from: usize, to: &mut [f32]| match tensors.read(&name, from, to) {
                 true => Ok(()),
                 false => Err(EngineError::Parameters(format!("`{name}` is missing"))),
             };
-            let len: usize = slot.shape.iter().product();
-            let padded = slot.padded();
-            match (slot.order, &slot.shape[..]) {
+            let len: usize = parameter.shape.iter().product();
+            let padded = parameter.padded();
+            match (parameter.order, &parameter.shape[..]) {
                 (Order::Krsc { padded_in }, &[out, inputs, height, width]) => {
                     let (mut values, mut ours) = (vec![0.0; len], vec![0.0; padded.len()]);
                     read(0, &mut values)?;
-                    krsc(out, inputs, height, width, padded_in, |oihw, krsc| ours[krsc] = values[oihw]);
+                    for_each_krsc_index(out, inputs, height, width, padded_in, |oihw, krsc| {
+                        ours[krsc] = values[oihw]
+                    });
                     write(padded.start, &ours)?;
                 }
                 (Order::Folded, &[out, inputs, ..]) => {
                     let (mut values, mut ours) = (vec![0.0; len], vec![0.0; padded.len()]);
                     read(0, &mut values)?;
-                    fold(out, inputs, |oihw, folded| ours[folded] = values[oihw]);
+                    for_each_folded_index(out, inputs, |oihw, folded| ours[folded] = values[oihw]);
                     write(padded.start, &ours)?;
                 }
                 _ => {
@@ -367,14 +378,14 @@ impl Layout {
         Ok(())
     }
 
-    /// The flat buffer that [`Layout::import`] writes.
-    pub(super) fn flat(
+    /// Returns the flat buffer that [`Layout::import`] writes.
+    pub(super) fn flatten(
         &self,
-        kept: Option<&str>,
+        optimizer_slot: Option<&str>,
         tensors: &dyn TensorSource,
     ) -> Result<Vec<f32>, EngineError> {
-        let (mut flat, mut buffer) = (vec![0.0; self.len], vec![0.0; self.piece()]);
-        self.import(kept, tensors, &mut buffer, |at, piece| {
+        let (mut flat, mut buffer) = (vec![0.0; self.len], vec![0.0; self.piece_len()]);
+        self.import(optimizer_slot, tensors, &mut buffer, |at, piece| {
             flat[at..at + piece.len()].copy_from_slice(piece);
             Ok(())
         })?;
@@ -383,7 +394,7 @@ impl Layout {
 }
 
 /// Calls `each` with the index of every value in OIHW and in KRSC with padded inputs.
-fn krsc(
+fn for_each_krsc_index(
     out: usize,
     inputs: usize,
     height: usize,
@@ -406,7 +417,7 @@ fn krsc(
 }
 
 /// Calls `each` with the index of every value in `[out][inputs][7][7]` and in [`Order::Folded`].
-fn fold(out: usize, inputs: usize, mut each: impl FnMut(usize, usize)) {
+fn for_each_folded_index(out: usize, inputs: usize, mut each: impl FnMut(usize, usize)) {
     for o in 0..out {
         for i in 0..inputs {
             for y in 0..7 {
@@ -438,13 +449,13 @@ mod tests {
             Layout::new(&network, &fuse::fuse(&network, &fuse::Capabilities::default()), 4, 16, true, 1);
         let mut initial = init::initial_parameters(&network, false, 1);
         initial.retain(|name, _| !name.contains("running"));
-        let flat = layout.flat(None, &initial).unwrap();
+        let flat = layout.flatten(None, &initial).unwrap();
         let mut back = NamedTensors::new();
         layout.export(None, &flat, &mut back);
         assert!(back == initial);
 
-        let slot = layout.slot("layer1.0.conv2", "weight");
-        let (ours, oihw) = (&flat[slot.range.clone()], &initial["layer1.0.conv2.weight"].values);
+        let parameter = layout.parameter("layer1.0.conv2", "weight");
+        let (ours, oihw) = (&flat[parameter.range.clone()], &initial["layer1.0.conv2.weight"].values);
         assert_eq!(ours.len(), 128 * 3 * 3 * 4);
         let (out, input, y, x) = (77, 2, 1, 2);
         assert_eq!(ours[((out * 3 + y) * 3 + x) * 4 + input], oihw[((out * 4 + input) * 3 + y) * 3 + x]);

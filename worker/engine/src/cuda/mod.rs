@@ -119,7 +119,7 @@ fn build(
         needed.push(Library::Nccl);
     }
     libraries::ready(&needed).map_err(CudaError::Missing)?;
-    let mut plan = gpu.plan.clone();
+    let mut plan = gpu.parallel_plan.clone();
     if plan.cuts.is_empty() {
         // Networks for other image sizes have the same cuts. `part_of` reports errors in the plan.
         plan.cuts = plan::cuts(&network, plan.mesh.stage).unwrap_or_default();

@@ -64,8 +64,9 @@ pub(super) struct MicroBatch {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct StagePass {
     pub(super) is_backward: bool,
-    /// Number of the memory of this micro-batch. Micro-batches that are between their passes at the same time have different slots.
-    pub(super) slot: usize,
+    /// Number of this micro-batch's part of the memory ([`Program::micro_batches_in_flight`]). Micro-batches that are between their passes
+    /// at the same time have different parts.
+    pub(super) memory_part: usize,
     /// The gradient that the pass before has computed is still to be sent to the preceding stage.
     pub(super) sends_gradient: bool,
 }
@@ -157,15 +158,15 @@ pub(super) struct Program {
     data_ranks: usize,
     /// Number of micro-batches that may be between their passes at the same time: more than 1 in stages before the last one. Each has its own
     /// part of the arena, of the control blocks and of batch norms' values.
-    pub(super) slots: usize,
+    pub(super) micro_batches_in_flight: usize,
     /// Gradient of a stage's input, until it is sent to the preceding stage.
     input_gradient: Option<Buffer>,
     /// If ranks share the network: the control blocks of all ranks of the model group.
     group_controls: Option<Buffer>,
-    /// Gradients of the matrices in the activations' format, without the given number of leading values: the gradients of a split head that
-    /// are computed twice instead of stored.
+    /// Gradients of the matrices in the activations' format, without the first `unstored` values: the gradients of a split head that are
+    /// computed twice, or for a sample of classes (then they are in the arena).
     matrix_gradients: Buffer,
-    recomputed: usize,
+    unstored: usize,
     /// Gradients of the vectors, float32, at the vectors' offsets in the flat layout.
     vector_gradients: Buffer,
     /// Float32 sums over micro-batches of the matrices' gradients.
@@ -292,9 +293,9 @@ impl Program {
         verify::verify(&emitted.commands, phase.carries_over()).map_err(CudaError::Commands)?;
         let Some(pass) = phase.pass() else { return Ok(emitted.commands) };
         Ok(emitted.of_pass(pass, |region| match region {
-            Region::Arena => self.arena.bytes / self.slots,
-            Region::Control => self.inputs.control.bytes / self.slots,
-            Region::NormValues => self.norm_values.bytes / self.slots,
+            Region::Arena => self.arena.bytes / self.micro_batches_in_flight,
+            Region::Control => self.inputs.control.bytes / self.micro_batches_in_flight,
+            Region::NormValues => self.norm_values.bytes / self.micro_batches_in_flight,
             _ => 0,
         }))
     }
@@ -324,7 +325,7 @@ impl Program {
         match &self.accumulated {
             Some(sums) => sums.read(0, &mut flat[..matrices])?,
             None => {
-                let stored = &mut flat[self.recomputed..matrices];
+                let stored = &mut flat[self.unstored..matrices];
                 read_as_float(&self.matrix_gradients, 0, self.dtype, stored)?;
             }
         }
@@ -336,7 +337,7 @@ impl Program {
         }
         let mut all = NamedTensors::new();
         self.state.layout.export(None, &flat, &mut all);
-        for fixed in self.state.layout.slots.iter().filter(|slot| slot.is_fixed) {
+        for fixed in self.state.layout.parameters.iter().filter(|parameter| parameter.is_fixed) {
             all.remove(&fixed.name);
         }
         Ok(all)

@@ -94,7 +94,7 @@ unsafe impl bytemuck::Pod for Record {}
 /// The ring of control blocks.
 pub(super) struct Inputs {
     pub(super) ring: Pinned,
-    /// The current micro-batch's control block on the GPU, in each slot.
+    /// The current control block on the GPU of each micro-batch in flight.
     pub(super) control: Buffer,
     /// Number of control blocks that the GPU has read.
     pub(super) counter: Buffer,
@@ -107,11 +107,15 @@ pub(super) struct Inputs {
 }
 
 impl Inputs {
-    pub(super) fn new(device: &Device, batch: usize, slots: usize) -> Result<Self, CudaError> {
+    pub(super) fn new(
+        device: &Device,
+        batch: usize,
+        micro_batches_in_flight: usize,
+    ) -> Result<Self, CudaError> {
         let bytes = 4 * Self::words_for(batch);
         Ok(Self {
             ring: Pinned::new(SLOTS * bytes)?,
-            control: device.zeros(bytes * slots)?,
+            control: device.zeros(bytes * micro_batches_in_flight)?,
             counter: device.zeros(256)?,
             taken: Pinned::new(256)?,
             batch,

@@ -78,7 +78,7 @@ pub(super) struct State {
     /// A `u32` that stops all further updates if set. It is in host memory, because no copy to the GPU completes while a collective waits for
     /// another machine (seen with NCCL 2.28 over sockets and driver 580); copies from the GPU do.
     pub(super) held: Pinned,
-    /// Running averages of the weights and of the running statistics.
+    /// Moving averages of the weights and of the running statistics.
     average: Option<[Buffer; 2]>,
 }
 
@@ -163,7 +163,7 @@ impl State {
     fn read_weights(&self) -> Result<Vec<f32>, CudaError> {
         let mut weights = vec![0f32; self.layout.len];
         let (planar, others) = weights.split_at_mut(self.planar);
-        let room = self.layout.piece();
+        let room = self.layout.piece_len();
         let mut halves = vec![0u16; if planar.is_empty() { 0 } else { 2 * room }];
         for (number, piece) in planar.chunks_mut(room).enumerate() {
             let (nearest, rests) = halves[..2 * piece.len()].split_at_mut(piece.len());
@@ -194,7 +194,7 @@ impl State {
 
     /// Page-locked memory for a piece of the weights, from which the GPU copies several times as fast as from other memory.
     fn staging(&self) -> Result<Pinned, CudaError> {
-        Pinned::new(4 * self.layout.piece())
+        Pinned::new(4 * self.layout.piece_len())
     }
 
     fn read_tensors(&self, weights: &[f32], running: &Buffer) -> Result<NamedTensors, EngineError> {
@@ -452,13 +452,12 @@ impl State {
     pub(super) fn set_optimizer_state(&mut self, to: &OptimizerState) -> Result<(), EngineError> {
         let mut pieces = self.staging()?;
         for (&name, buffer) in self.optimizer.slots().iter().zip(&self.optimizer_slots) {
-            let kept = Some(name);
             let Some(share) = self.share else {
                 let write = |at: usize, piece: &[f32]| buffer.write_at(4 * at, piece);
-                self.layout.import(kept, &to.slots, pieces.values(), write)?;
+                self.layout.import(Some(name), &to.slots, pieces.values(), write)?;
                 continue;
             };
-            let flat = self.layout.flat(kept, &to.slots)?;
+            let flat = self.layout.flatten(Some(name), &to.slots)?;
             let own: Vec<f32> = self.layout.own(share).flat_map(|own| flat[own].to_vec()).collect();
             buffer.write(&own)?;
         }

@@ -41,8 +41,8 @@ impl CudaEngine {
             let is_backward = pass == Pass::Backward(number);
             let (mut phase, control) = self.micro_batch(&parts[number], gradient_scale, lr);
             if let Phase::Train(micro_batch) = &mut phase {
-                let slot = number % self.program.slots;
-                micro_batch.pass = Some(StagePass { is_backward, slot, sends_gradient });
+                let memory_part = number % self.program.micro_batches_in_flight;
+                micro_batch.pass = Some(StagePass { is_backward, memory_part, sends_gradient });
             }
             if is_backward {
                 self.launch(phase, NO_PICTURES)?;

@@ -125,7 +125,7 @@ fn cuda_from(
 /// Settings with which every run computes the same bits; [`defaults`] tests the default settings.
 fn deterministic() -> GpuConfig {
     GpuConfig {
-        plan: Plan::data(1),
+        parallel_plan: Plan::data(1),
         ordinal: 0,
         precision: Precision::Fp32,
         loss_scale: LossScale::Static(1024.0),

@@ -46,7 +46,7 @@ pub(super) fn zeros(shapes: Shapes) -> NamedTensors {
 }
 
 impl Engine for Scripted {
-    fn take_sizes(&mut self, _: &[usize], _: &[usize]) -> Result<(), EngineError> {
+    fn add_image_sizes(&mut self, _: &[usize], _: &[usize]) -> Result<(), EngineError> {
         Ok(())
     }
     fn set_image_size(&mut self, _: usize) -> Result<(), EngineError> {

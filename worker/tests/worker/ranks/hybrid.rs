@@ -356,7 +356,7 @@ fn a_shared_network_supports_other_image_sizes() {
             let counts = mesh.height_rank(rank) == 0 && mesh.stage_rank(rank) + 1 == mesh.stage;
             let initial = init::initial_parameters(&network, false, 1);
             let mut engine = build_cpu_with(network.clone(), &initial, config(own), comm, plan).unwrap();
-            engine.take_sizes(&[13], &[11]).unwrap();
+            engine.add_image_sizes(&[13], &[11]).unwrap();
             let of_size = |side: usize| {
                 let len = side * side * 3;
                 let images =

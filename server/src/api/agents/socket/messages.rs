@@ -7,7 +7,7 @@ use axum::{
 };
 use lockstep_protocol::{
     agent::FromAgent,
-    wire::{self, Unfinished},
+    wire::{self, PartialMessages},
 };
 use tokio::sync::Semaphore;
 
@@ -23,7 +23,7 @@ static DECODING: Semaphore = Semaphore::const_new(1);
 /// Returns a message and its length; `None` until the last part of a message has come.
 pub(super) async fn read(
     message: Message,
-    unfinished: &mut Unfinished,
+    partial: &mut PartialMessages,
 ) -> std::result::Result<Option<(FromAgent, usize)>, End> {
     let bytes = match message {
         Message::Binary(bytes) => bytes,
@@ -34,7 +34,7 @@ pub(super) async fn read(
     };
     let length = bytes.len();
     match decoded(bytes).await? {
-        FromAgent::Part(part) => match unfinished.add(part).map_err(End::protocol)? {
+        FromAgent::Part(part) => match partial.add(part).map_err(End::protocol)? {
             Some(whole) => {
                 let length = whole.len();
                 Ok(Some((decoded(whole.into()).await?, length)))
@@ -59,10 +59,10 @@ async fn decoded(bytes: Bytes) -> std::result::Result<FromAgent, End> {
 /// Reads the first message, which must be `Hello`.
 pub(super) async fn first(
     message: Message,
-    unfinished: &mut Unfinished,
+    partial: &mut PartialMessages,
 ) -> std::result::Result<Option<FromAgent>, End> {
     if matches!(&message, Message::Binary(bytes) if bytes.len() > HELLO_BYTES) {
         return Err(End::protocol("its first message is longer than the 2 MiB of a Hello"));
     }
-    Ok(read(message, unfinished).await?.map(|(message, _)| message))
+    Ok(read(message, partial).await?.map(|(message, _)| message))
 }

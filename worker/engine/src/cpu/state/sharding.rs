@@ -20,8 +20,8 @@ pub(in crate::cpu) struct Sharding {
     pub(super) shares: Vec<Share>,
     /// Per bucket: its range in the flat buffer.
     buckets: Vec<Range<usize>>,
-    /// Per group: its axes and the slot numbers (parameters) of its buckets, in the order in which all ranks sum norms.
-    slots: Vec<(Axes, Vec<usize>)>,
+    /// Per group: its axes and the parameters of its buckets, in the order in which all ranks sum norms.
+    parameters: Vec<(Axes, Vec<usize>)>,
 }
 
 impl Sharding {
@@ -31,19 +31,19 @@ impl Sharding {
             let group = groups.of(*axes);
             Share { rank: group.rank() as usize, ranks: group.size() as usize }
         };
-        let mut slots: Vec<(Axes, Vec<usize>)> = Vec::new();
-        for (index, slot) in layout.slots.iter().enumerate() {
-            let axes = layout.axes[slot.bucket];
-            match slots.iter_mut().find(|(group, _)| *group == axes) {
-                Some((_, slots)) => slots.push(index),
-                None => slots.push((axes, vec![index])),
+        let mut parameters: Vec<(Axes, Vec<usize>)> = Vec::new();
+        for (index, parameter) in layout.parameters.iter().enumerate() {
+            let axes = layout.axes[parameter.bucket];
+            match parameters.iter_mut().find(|(group, _)| *group == axes) {
+                Some((_, parameters)) => parameters.push(index),
+                None => parameters.push((axes, vec![index])),
             }
         }
         Self {
             shares: layout.axes.iter().map(share).collect(),
             axes: layout.axes.clone(),
             buckets: layout.buckets.clone(),
-            slots,
+            parameters,
             groups,
         }
     }
@@ -73,8 +73,8 @@ impl State {
     /// Sums the pieces' squares over the ranks that have parts of the same parameters. Collective if such ranks exist.
     pub(super) fn add_up_squares(&self) -> Result<(), CommError> {
         if let Some(sharding) = &self.sharding {
-            for (axes, slots) in &sharding.slots {
-                self.add_up_squares_of(slots, sharding.groups.of(*axes))?;
+            for (axes, parameters) in &sharding.parameters {
+                self.add_up_squares_of(parameters, sharding.groups.of(*axes))?;
             }
         }
         match &self.model_group {
@@ -84,15 +84,15 @@ impl State {
     }
 
     /// Sums the squares of parameters over the ranks that have their parts.
-    fn add_up_squares_of(&self, slots: &[usize], group: &Group) -> Result<(), CommError> {
-        let of_slot = |slot: &usize| {
-            let pieces = self.slot_pieces[*slot].clone();
+    fn add_up_squares_of(&self, parameters: &[usize], group: &Group) -> Result<(), CommError> {
+        let of_parameter = |parameter: &usize| {
+            let pieces = self.parameter_pieces[*parameter].clone();
             self.squares.iter().map(move |of| &of[pieces.clone()])
         };
-        let of_slots = || slots.iter().flat_map(of_slot);
-        let mut sums: Vec<f64> = of_slots().map(|pieces| pieces.iter().map(number).sum()).collect();
+        let of_parameters = || parameters.iter().flat_map(of_parameter);
+        let mut sums: Vec<f64> = of_parameters().map(|pieces| pieces.iter().map(number).sum()).collect();
         group.all_reduce((&mut sums).into(), Reduction::Sum)?;
-        for (pieces, sum) in of_slots().zip(sums) {
+        for (pieces, sum) in of_parameters().zip(sums) {
             // Only the sum over the pieces is used, so the first piece holds the total.
             pieces.iter().for_each(|piece| piece.store(0, Ordering::Relaxed));
             if let Some(first) = pieces.first() {

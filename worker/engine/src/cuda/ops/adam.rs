@@ -15,9 +15,9 @@ pub(in crate::cuda) struct Moments {
 }
 
 impl Moments {
-    /// Kernel arguments. `changed`: the kernel also writes the moments.
-    fn args(self, changed: bool) -> [Arg; 5] {
-        let moment = if changed { Arg::InOut } else { Arg::In };
+    /// Kernel arguments. `writes`: the kernel also writes the moments.
+    fn args(self, writes: bool) -> [Arg; 5] {
+        let moment = if writes { Arg::InOut } else { Arg::In };
         [
             moment(self.first),
             moment(self.second),
@@ -45,8 +45,8 @@ pub(in crate::cuda) struct Lamb {
 }
 
 impl Ops {
-    /// Runs after [`Ops::gradient_norm`]. Traffic: weights and moments twice, gradients and low_precision once: 28 bytes per value in
-    /// the 16-bit formats.
+    /// Runs after [`Ops::gradient_norm`]. Memory traffic: reads and writes weights and moments, reads gradients, writes the
+    /// low-precision copy of the weights: 28 bytes per value in the 16-bit formats.
     pub(in crate::cuda) fn adamw(&self, p: AdamW) -> Kernel {
         let AdamW { flat, moments } = p;
         let mut args = flat.weights_args().to_vec();
@@ -61,8 +61,8 @@ impl Ops {
         )
     }
 
-    /// Runs after [`Ops::gradient_norm`]. Updates the moments and computes sums of squares. Traffic: weights and
-    /// gradients once, moments twice.
+    /// Runs after [`Ops::gradient_norm`]. Updates the moments, and sums the squares of each parameter's weights and of its update into
+    /// `rates.squares`. Memory traffic: reads weights and gradients, reads and writes moments.
     pub(in crate::cuda) fn lamb_moments(&self, p: Lamb) -> Kernel {
         let Lamb { flat, moments, rates } = p;
         let mut args = vec![Arg::In(flat.weights)];
@@ -73,21 +73,22 @@ impl Ops {
         kernel("lamb_moments", plain(rates.norm_blocks(), [256, 1, 1]), args)
     }
 
-    /// Runs after [`Ops::lamb_moments`]. `decay` is the weight decay of adapted parameters.
+    /// Runs after [`Ops::lamb_moments`]. `decay`: weight decay of the parameters whose rate LAMB scales by norm(weights) / norm(update).
     pub(in crate::cuda) fn lamb_rates(&self, rates: Rates, decay: f32) -> Kernel {
         let (segments, count) = (Arg::In(rates.segments), Arg::U32(rates.count));
-        let args = [Arg::In(rates.squares), segments, count, Arg::F32(decay), Arg::Out(rates.rates)];
+        let args = [Arg::In(rates.squares), segments, count, Arg::F32(decay), Arg::Out(rates.per_parameter)];
         kernel("lamb_rates", plain([rates.count.div_ceil(128), 1, 1], [128, 1, 1]), args)
     }
 
-    /// Runs after [`Ops::lamb_rates`]. Traffic: weights twice, moments and low_precision once.
+    /// Runs after [`Ops::lamb_rates`]. Memory traffic: reads and writes weights, reads moments, writes the low-precision copy of the
+    /// weights.
     pub(in crate::cuda) fn lamb(&self, p: Lamb) -> Kernel {
         let Lamb { flat, moments, rates } = p;
         let mut args = flat.weights_args().to_vec();
         args.extend(moments.args(false));
         args.extend([Arg::U64(flat.gradients.first_length), Arg::U64(flat.gradients.length)]);
         args.extend([Arg::In(flat.control), Arg::In(flat.scaler), Arg::In(rates.segments)]);
-        args.extend([Arg::In(rates.rates), Arg::U32(rates.count)]);
+        args.extend([Arg::In(rates.per_parameter), Arg::U32(rates.count)]);
         kernel("lamb", self.items(flat.gradients.length / 8, 6), args)
     }
 }

@@ -30,7 +30,7 @@ pub(in crate::cuda) struct CrossEntropy {
     /// evaluation.
     pub(in crate::cuda) accumulate: bool,
     /// Result of [`Ops::put_margin`]; may be absent.
-    pub(in crate::cuda) with_margin: Operand,
+    pub(in crate::cuda) label_logits: Operand,
 }
 
 /// Logits for the host.
@@ -73,7 +73,7 @@ impl Ops {
             Arg::U32(p.accumulate.into()),
             Arg::Out(self.partials()),
             self.counter(LOSS_COUNTER),
-            Arg::In(p.with_margin),
+            Arg::In(p.label_logits),
         ];
         kernel("cross_entropy", plain([blocks(p.pictures), 1, 1], [32 * LOSS_ROWS, 1, 1]), args)
     }

@@ -16,7 +16,7 @@ pub(in crate::cuda) struct Cosines {
     pub(in crate::cuda) of_rows: Operand,
     pub(in crate::cuda) of_classes: Operand,
     /// Result of [`Ops::put_margin`], for a gradient; may be absent.
-    pub(in crate::cuda) labels: Operand,
+    pub(in crate::cuda) label_logits: Operand,
     pub(in crate::cuda) rows: u32,
     /// Classes of a chunk, a multiple of 8.
     pub(in crate::cuda) chunk: u32,
@@ -53,14 +53,19 @@ impl Ops {
             Arg::U32(p.rows),
             Arg::U32(p.chunk),
             Arg::U64(groups),
-            Arg::In(p.labels),
+            Arg::In(p.label_logits),
         ];
         kernel("scale_cosines", self.items(groups, 8), args)
     }
 
-    /// Applies the margin to the logit of each row's label, and writes to `labels` the derivative and the logit without
-    /// margin, which the gradient and the accuracy need.
-    pub(in crate::cuda) fn put_margin(&self, p: SplitLogits, margin: &Margin, labels: Operand) -> Kernel {
+    /// Applies the margin to the logit of each row's label, and writes to `label_logits` the derivative and the logit
+    /// without margin, which the gradient and the accuracy need.
+    pub(in crate::cuda) fn put_margin(
+        &self,
+        p: SplitLogits,
+        margin: &Margin,
+        label_logits: Operand,
+    ) -> Kernel {
         let MarginTerms { limit, cos, sin, shift } = margin.terms();
         let args = [
             Arg::InOut(p.logits),
@@ -78,7 +83,7 @@ impl Ops {
             Arg::F64(cos),
             Arg::F64(sin),
             Arg::F64(shift),
-            Arg::Out(labels),
+            Arg::Out(label_logits),
         ];
         kernel("put_margin", plain([p.rows().div_ceil(256), 1, 1], [256, 1, 1]), args)
     }

@@ -12,17 +12,19 @@ const THREADS: u32 = 128;
 /// One step of all weights: filters by orthogonalised momentum, all others by SGD with Nesterov momentum.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Muon<'a> {
-    /// All values, from the first one on.
+    /// Operands of the whole flat buffers: `muon.cu` addresses them by the offsets in `filters` and segments.
     pub(in crate::cuda) flat: Flat,
     /// The momentum buffers.
     pub(in crate::cuda) velocity: Operand,
     pub(in crate::cuda) momentum: f32,
     pub(in crate::cuda) filter_momentum: f32,
-    /// The segments of all parameters, and memory for the norms of filters.
+    /// The segments of all parameters, and memory for filters' norms.
     pub(in crate::cuda) rates: Rates,
-    /// `Filter` and `Policy` arrays of `muon.cu`, and the filters' shapes.
+    /// Array of `Filter` of `muon.cu`.
     pub(in crate::cuda) filters: Operand,
+    /// Array of `Policy` of `muon.cu`, one for each parameter.
     pub(in crate::cuda) policies: Operand,
+    /// The same filters on the host, for the grids.
     pub(in crate::cuda) shapes: &'a [Filter],
     /// bfloat16, at the offsets of the matrices in the flat buffers: the filters before and after an iteration.
     pub(in crate::cuda) matrices: [Operand; 2],
@@ -43,24 +45,24 @@ impl Ops {
         };
         let of_gram = tiles(&|filter| [filter.side(); 2]);
         let of_matrix = tiles(&|filter| [filter.rows, filter.columns]);
-        let [gram, factor] = p.grams;
+        let [gram, polynomial] = p.grams;
 
         let mut args = vec![Arg::In(flat.weights), Arg::InOut(p.velocity), Arg::Out(p.matrices[0])];
         args.extend(flat.gradients.args());
         args.extend([scaler, Arg::F32(p.filter_momentum), filters, Arg::Out(rates.squares)]);
         let blocks = rates.norm_blocks()[0];
-        let mut all = vec![kernel("muon_prepare", plain([blocks, count, 1], [256, 1, 1]), args)];
-        let args = [scaler, Arg::In(rates.squares), filters, Arg::U32(count), Arg::Out(rates.rates)];
-        all.push(kernel("muon_norms", plain([count.div_ceil(128).max(1), 1, 1], [128, 1, 1]), args));
+        let mut kernels = vec![kernel("muon_prepare", plain([blocks, count, 1], [256, 1, 1]), args)];
+        let args = [scaler, Arg::In(rates.squares), filters, Arg::U32(count), Arg::Out(rates.per_parameter)];
+        kernels.push(kernel("muon_norms", plain([count.div_ceil(128).max(1), 1, 1], [128, 1, 1]), args));
         for step in 0..STEPS {
             let [from, to] = [step, step + 1].map(|number| p.matrices[number % 2]);
-            let (first, norms) = (Arg::U32(u32::from(step == 0)), Arg::In(rates.rates));
-            let args = [scaler, Arg::In(from), filters, norms, first, Arg::Out(gram)];
-            all.push(kernel("muon_gram", of_gram, args));
-            let args = [scaler, Arg::In(gram), filters, Arg::Out(factor)];
-            all.push(kernel("muon_polynomial", of_gram, args));
-            let args = [scaler, Arg::In(from), Arg::In(factor), filters, norms, first, Arg::Out(to)];
-            all.push(kernel("muon_multiply", of_matrix, args));
+            let (is_first, norms) = (Arg::U32(u32::from(step == 0)), Arg::In(rates.per_parameter));
+            let args = [scaler, Arg::In(from), filters, norms, is_first, Arg::Out(gram)];
+            kernels.push(kernel("muon_gram", of_gram, args));
+            let args = [scaler, Arg::In(gram), filters, Arg::Out(polynomial)];
+            kernels.push(kernel("muon_polynomial", of_gram, args));
+            let args = [scaler, Arg::In(from), Arg::In(polynomial), filters, norms, is_first, Arg::Out(to)];
+            kernels.push(kernel("muon_multiply", of_matrix, args));
         }
 
         let [weights, low_precision] = flat.weights_args();
@@ -73,10 +75,10 @@ impl Ops {
             Arg::In(rates.segments),
             Arg::U32(rates.count),
             Arg::In(p.policies),
-            Arg::In(rates.rates),
+            Arg::In(rates.per_parameter),
             Arg::In(p.matrices[STEPS % 2]),
         ]);
-        all.push(kernel("muon_update", self.items(flat.gradients.length / 8, 6), args));
-        all
+        kernels.push(kernel("muon_update", self.items(flat.gradients.length / 8, 6), args));
+        kernels
     }
 }

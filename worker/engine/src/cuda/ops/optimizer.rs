@@ -86,11 +86,11 @@ impl Flat {
 /// Learning rates by parameter.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Rates {
-    /// `u64 offset, length; u32 adapted, 0` for each parameter, in order.
+    /// `u64 offset, length; u32 adapted, 0` for each parameter, in order. `adapted`: LARS and LAMB scale the rate by norms.
     pub(in crate::cuda) segments: Operand,
     pub(in crate::cuda) count: u32,
-    /// `f32 rate, decay` for each parameter.
-    pub(in crate::cuda) rates: Operand,
+    /// 8 bytes for each parameter: `f32 rate, decay` (LARS, LAMB), or `FilterNorms` of `muon.cu` for each filter.
+    pub(in crate::cuda) per_parameter: Operand,
     /// `f64 [NORM_PARTS][2]` for each parameter: partial sums of squares for the norms.
     pub(in crate::cuda) squares: Operand,
 }
@@ -106,7 +106,7 @@ impl Rates {
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct LarsRates {
     pub(in crate::cuda) scaler: Operand,
-    /// Weight decay of adapted parameters.
+    /// Weight decay of the parameters whose rate LARS scales by norms.
     pub(in crate::cuda) decay: f32,
     pub(in crate::cuda) rates: Rates,
     pub(in crate::cuda) trust: f32,
@@ -193,16 +193,17 @@ impl Ops {
             Arg::In(scaler),
             Arg::F32(trust),
             Arg::F32(decay),
-            Arg::Out(rates.rates),
+            Arg::Out(rates.per_parameter),
         ];
         kernel("lars_rates", plain([rates.count.div_ceil(128), 1, 1], [128, 1, 1]), args)
     }
 
-    /// Runs after [`Ops::gradient_norm`]. Traffic: weights and velocity twice, gradients and low_precision once: 20 bytes
-    /// per value in the 16-bit formats.
+    /// Runs after [`Ops::gradient_norm`]. Memory traffic: reads and writes weights and velocity, reads gradients, writes the
+    /// low-precision copy of the weights: 20 bytes per value in the 16-bit formats.
     pub(in crate::cuda) fn sgd(&self, p: Sgd) -> Kernel {
-        let none = Rates { segments: Operand::NONE, count: 0, rates: Operand::NONE, squares: Operand::NONE };
-        let (name, Rates { segments, count, rates, .. }) = match (p.update, p.flat.planar) {
+        let none =
+            Rates { segments: Operand::NONE, count: 0, per_parameter: Operand::NONE, squares: Operand::NONE };
+        let (name, Rates { segments, count, per_parameter, .. }) = match (p.update, p.flat.planar) {
             (Update::Momentum, false) => ("sgd_momentum", none),
             (Update::Momentum, true) => ("sgd_momentum_planes", none),
             (Update::Nesterov, false) => ("sgd_nesterov", none),
@@ -220,7 +221,7 @@ impl Ops {
             Arg::F32(flat.decay[0]),
             Arg::F32(flat.decay[1]),
             Arg::In(segments),
-            Arg::In(rates),
+            Arg::In(per_parameter),
             Arg::U32(count),
         ]);
         kernel(name, self.items(flat.gradients.length / 8, 6), args)

@@ -31,9 +31,9 @@ pub(in crate::cuda) struct SampleClasses {
 }
 
 impl SampleClasses {
-    /// Bytes of a sample of at most `slots` classes.
-    pub(in crate::cuda) fn bytes(slots: usize) -> usize {
-        HEADER + 4 * slots
+    /// Bytes of a sample of at most `capacity` classes.
+    pub(in crate::cuda) fn bytes(capacity: usize) -> usize {
+        HEADER + 4 * capacity
     }
 }
 
@@ -44,15 +44,16 @@ pub(in crate::cuda) struct Rows {
     pub(in crate::cuda) some: Operand,
     /// Bytes of a row: 4, or a multiple of 16.
     pub(in crate::cuda) row_bytes: usize,
-    pub(in crate::cuda) slots: usize,
+    /// Maximum number of rows of the sample.
+    pub(in crate::cuda) capacity: usize,
 }
 
 impl Rows {
-    /// Number of elements of a row, whether an element has 16 bytes (else 4), and number of elements of all slots.
+    /// Number of elements of a row, whether an element has 16 bytes (else 4), and number of elements of the largest sample.
     fn elements(&self) -> (u32, bool, u64) {
         let wide = self.row_bytes.is_multiple_of(16);
         let width = self.row_bytes / if wide { 16 } else { 4 };
-        (width as u32, wide, width as u64 * self.slots as u64)
+        (width as u32, wide, width as u64 * self.capacity as u64)
     }
 }
 

@@ -3,8 +3,8 @@
 
 use super::{Arg, Kernel, Operand, Ops, kernel, plain};
 
-/// Number of groups of 8 classes of a row that a block reads: eight per thread.
-const GROUPS_OF_BLOCK: u32 = 8 * 256;
+/// Number of groups of 8 classes that a block reads: 256 threads, 8 groups each.
+const CLASS_GROUPS_PER_BLOCK: u32 = 8 * 256;
 /// Sizes in bytes of `ClassPart`, `ClassRecord` and `ClassRow` in `split_loss.cu`.
 const PART_BYTES: usize = 24;
 const RECORD_BYTES: usize = 48;
@@ -13,12 +13,13 @@ const ROW_BYTES: usize = 32;
 /// The logits of one rank's classes, for all pictures of the group, and their labels.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct SplitLogits {
-    /// T, in chunks of classes: each `[rows, chunk]`, without the bias.
+    /// In the activations' format, one `[rows, chunk]` array for each chunk of classes, before the bias is added.
     pub(in crate::cuda) logits: Operand,
     /// float32, for this rank's classes and padding; may be absent.
     pub(in crate::cuda) bias: Operand,
-    /// Results of [`Ops::sample_classes`] if the classes are a sample; may be absent.
+    /// The sampled classes ([`Ops::sample_classes`]); absent if all classes are computed.
     pub(in crate::cuda) sample: Operand,
+    /// Positions of the pictures' labels in `sample`.
     pub(in crate::cuda) places: Operand,
     /// Control blocks of all ranks of the group.
     pub(in crate::cuda) controls: Operand,
@@ -61,7 +62,7 @@ impl SplitLogits {
 
     /// Number of blocks that divide the classes of one row and one chunk.
     fn pieces(&self) -> u32 {
-        (self.chunk / 8).div_ceil(GROUPS_OF_BLOCK).max(1)
+        (self.chunk / 8).div_ceil(CLASS_GROUPS_PER_BLOCK).max(1)
     }
 
     /// Bytes of the partial results of [`Ops::class_records`].
@@ -81,14 +82,14 @@ impl SplitLogits {
 }
 
 impl Ops {
-    /// Reduces this rank's classes of each row to a record in `records`. Only these two kernels use `parts`.
-    /// `with_margin` is the result of [`Ops::put_margin`], and may be absent. Traffic: logits once.
+    /// Reduces this rank's classes of each row to a record in `records`. `parts`: scratch memory of
+    /// [`SplitLogits::part_bytes`] bytes. `label_logits`: what [`Ops::put_margin`] wrote; may be absent. Memory traffic: reads logits.
     pub(in crate::cuda) fn class_records(
         &self,
         p: SplitLogits,
         parts: Operand,
         records: Operand,
-        with_margin: Operand,
+        label_logits: Operand,
     ) -> [Kernel; 2] {
         let (rows, pieces) = (p.rows(), p.pieces());
         let args = [
@@ -115,7 +116,7 @@ impl Ops {
             Arg::In(p.sample),
             Arg::In(p.places),
             Arg::Out(records),
-            Arg::In(with_margin),
+            Arg::In(label_logits),
         ];
         [of_parts, kernel("class_records", plain([rows, 1, 1], [32, 1, 1]), args)]
     }
@@ -140,7 +141,7 @@ impl Ops {
     }
 
     /// Runs after [`Ops::class_loss`]. Replaces the logits by their gradient, and computes the gradient of the bias.
-    /// With `accumulate`, the latter is added to. Traffic: logits twice.
+    /// With `accumulate`, the gradient of the bias is added to `dbias`. Memory traffic: reads and writes logits.
     pub(in crate::cuda) fn class_gradient(
         &self,
         p: SplitLogits,

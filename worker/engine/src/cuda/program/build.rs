@@ -1,4 +1,4 @@
-//! Builds a program: plans, memory and settings.
+//! Builds a program: step plan, memory and settings.
 
 use super::{
     facts::{SEGMENT_SQUARES, policies},
@@ -32,7 +32,7 @@ impl Program {
                         out, or set parallel.device = \"cpu\"";
             return Err(CudaError::Unsupported(text.into()).into());
         }
-        let share = (gpu.plan.optimizer_sharding && !plan.is_split() && comm.size() > 1)
+        let share = (gpu.parallel_plan.optimizer_sharding && !plan.is_split() && comm.size() > 1)
             .then(|| Share { rank: comm.rank() as usize, ranks: comm.size() as usize });
         let parts = share.unwrap_or(Share::WHOLE).ranks;
         let layout =
@@ -79,21 +79,22 @@ impl Program {
             _ => Some(device.zeros(4 * layout.matrices)?),
         };
         let data_ranks = groups.map_or(1, |groups| groups.data.size() as usize);
-        // The gradient of a sample is in the arena.
-        let is_elsewhere = plan.recomputes(accumulated.is_some(), data_ranks) || plan.sampled().is_some();
-        let recomputed = if is_elsewhere { layout.split_matrices } else { 0 };
-        let matrix_gradients = device.zeros(dtype.size() * (layout.matrices - recomputed))?;
-        let slots = layout.trained_slots();
-        let whole = slots.iter().map(|slot| slot.range.clone()).collect();
+        // The gradients of a split head are not in `matrix_gradients` if they are computed twice, or if classes are sampled (then they are
+        // in the arena).
+        let is_unstored = plan.recomputes(accumulated.is_some(), data_ranks) || plan.sampled().is_some();
+        let unstored = if is_unstored { layout.split_matrices } else { 0 };
+        let matrix_gradients = device.zeros(dtype.size() * (layout.matrices - unstored))?;
+        let parameters = layout.parameters_with_gradients();
+        let whole = parameters.iter().map(|parameter| parameter.range.clone()).collect();
         let segments: Vec<u64> = [whole, share.map_or_else(Vec::new, |share| layout.own_segments(share))]
             .iter()
-            .flat_map(|ranges| ranges.iter().zip(slots))
-            .flat_map(|(range, slot)| {
-                let adapted = config.optimizer.policy_of(slot.kind).adapted && !slot.is_fixed;
+            .flat_map(|ranges| ranges.iter().zip(parameters))
+            .flat_map(|(range, parameter)| {
+                let adapted = config.optimizer.policy_of(parameter.kind).adapted && !parameter.is_fixed;
                 [range.start as u64, range.len() as u64, u64::from(adapted)]
             })
             .collect();
-        let count = slots.len();
+        let count = parameters.len();
         let policies = match config.optimizer.is_muon() {
             true => Some(device.upload(&policies(&layout, &config.optimizer))?),
             false => None,
@@ -106,9 +107,9 @@ impl Program {
             }
         };
         let (segments, rates) = (device.upload(&segments)?, device.zeros(8 * count)?);
-        // The number of micro-batches that the schedule has between their forward and backward passes.
-        let slots = (stages - network.stage().0).min(config.accumulate.max(1));
-        let inputs = Inputs::new(device, config.batch_size, slots)?;
+        // The schedule has at most this many micro-batches between forward and backward pass: one for each stage from this one to the last.
+        let micro_batches_in_flight = (stages - network.stage().0).min(config.accumulate.max(1));
+        let inputs = Inputs::new(device, config.batch_size, micro_batches_in_flight)?;
         // A split head has separate kernels and does not copy its logits.
         let (padded, logits) = match &plan.head {
             None => (plan.padded_classes, 4 * config.batch_size * network.classes),
@@ -134,7 +135,7 @@ impl Program {
             tuner: Tuner::new(device, cudnn, gpu.deterministic),
             inputs,
             data_ranks,
-            slots,
+            micro_batches_in_flight,
             input_gradient: None,
             group_controls: controls,
             results: Results::new(device)?,
@@ -159,10 +160,10 @@ impl Program {
             state,
             reducer,
             matrix_gradients,
-            recomputed,
+            unstored,
             vector_gradients,
             accumulated,
-            norm_values: device.zeros(norm_bytes.max(4) * slots)?,
+            norm_values: device.zeros(norm_bytes.max(4) * micro_batches_in_flight)?,
             channel_sums: device.zeros(8 * network.tensors.iter().map(|t| t.channels).max().unwrap_or(1))?,
             norms,
             sizes: vec![network],
@@ -172,9 +173,9 @@ impl Program {
         Ok(program)
     }
 
-    /// Prepares for more image sizes, some of which are never trained on, from this rank's part of the network for each size. No graph may be
-    /// captured yet, because memory moves.
-    pub(in crate::cuda) fn take_sizes(
+    /// Prepares for more image sizes. `training` and `evaluation` have this rank's part of the network for each size; the sizes of
+    /// `evaluation` are never trained on. No graph may be captured yet, because memory moves.
+    pub(in crate::cuda) fn add_image_sizes(
         &mut self,
         device: &Device,
         training: &[Arc<Network>],
@@ -185,19 +186,20 @@ impl Program {
         if let Some(odd) = training.iter().chain(evaluation).find(is_odd) {
             let odd = odd.image_size;
             let text = format!(
-                "pictures of {odd} pixels beside those of {}: sizes of one run are even",
+                "an image size of {odd} in a run with the size {}: the GPU reads 2x2 pixels at once. Choose even sizes \
+                 (data.image_size, data.validation_size), or set parallel.device = \"cpu\"",
                 own.image_size
             );
             return Err(CudaError::Unsupported(text).into());
         }
         // Memory suffices for the largest size.
-        let mut bytes = self.arena.bytes / self.slots;
+        let mut bytes = self.arena.bytes / self.micro_batches_in_flight;
         for (networks, trains) in [(training, true), (evaluation, false)] {
             for network in networks {
                 check(network)?;
                 self.sizes.push(network.clone());
                 self.plan.set_network(network.clone());
-                self.prepare_plans(device, trains)?;
+                self.tune_convolutions(device, trains)?;
                 bytes = bytes.max(self.arena_bytes(trains)?);
             }
         }
@@ -205,15 +207,15 @@ impl Program {
         self.allocate(device, bytes)
     }
 
-    /// Prepares plans and memory.
+    /// Tunes convolutions and allocates memory.
     fn reserve(&mut self, device: &Device) -> Result<(), EngineError> {
-        self.prepare_plans(device, true)?;
+        self.tune_convolutions(device, true)?;
         let bytes = self.arena_bytes(true)?;
         self.allocate(device, bytes)
     }
 
-    /// Finds a plan for each convolution of the current size; for all passes if `trains`.
-    fn prepare_plans(&mut self, device: &Device, trains: bool) -> Result<(), EngineError> {
+    /// Chooses cuDNN's algorithm for each convolution of the current size; for all passes if `trains`.
+    fn tune_convolutions(&mut self, device: &Device, trains: bool) -> Result<(), EngineError> {
         let mut wanted = Vec::new();
         for op in &self.plan.ops {
             let Some((convolution, first)) = self.plan.convolution(op) else { continue };
@@ -237,14 +239,14 @@ impl Program {
         Ok(self.tuner.prepare(device, &wanted)?)
     }
 
-    /// Allocates memory for activations, `bytes` a slot, and workspaces of all plans.
+    /// Allocates memory for activations, `bytes` for each micro-batch in flight, and the workspaces of all convolutions.
     fn allocate(&mut self, device: &Device, bytes: usize) -> Result<(), EngineError> {
         let own = self.tuner.workspace_bytes(false).max(self.ops.bottleneck_bytes());
         self.workspace = device.alloc(own)?;
         self.side_workspace = device.alloc(self.tuner.workspace_bytes(true))?;
         // Frees the old arena first, because both arenas may not fit.
         self.arena = device.alloc(256)?;
-        self.arena = device.zeros(bytes * self.slots)?;
+        self.arena = device.zeros(bytes * self.micro_batches_in_flight)?;
         if self.plan.network.stage().0 > 0 {
             let values = |network: &Arc<Network>| network.tensors[network.input()].len();
             let values = self.sizes.iter().map(values).max().unwrap_or(0);

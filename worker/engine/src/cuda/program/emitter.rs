@@ -100,11 +100,11 @@ pub(super) struct Emitted {
 }
 
 impl Emitted {
-    /// The commands of one pass, in the memory of its slot: `slot_bytes` gives the bytes of a slot in each region.
-    pub(super) fn of_pass(mut self, pass: StagePass, slot_bytes: impl Fn(Region) -> usize) -> Vec<Command> {
+    /// The commands of one pass, in its part of the memory: `part_bytes` gives the bytes of a part in each region.
+    pub(super) fn of_pass(mut self, pass: StagePass, part_bytes: impl Fn(Region) -> usize) -> Vec<Command> {
         let backward = self.commands.split_off(self.forward_commands);
         let mut commands = if pass.is_backward { backward } else { self.commands };
-        commands.iter_mut().for_each(|command| command.shift(|region| pass.slot * slot_bytes(region)));
+        commands.iter_mut().for_each(|command| command.shift(|region| pass.memory_part * part_bytes(region)));
         commands
     }
 }

@@ -129,7 +129,7 @@ impl Program {
             Region::GroupControls => self.group_controls.as_ref(),
             Region::ResultCounter => Some(&self.results.counter),
             Region::MatrixGradients => {
-                let missing = (self.recomputed * self.dtype.size()) as u64;
+                let missing = (self.unstored * self.dtype.size()) as u64;
                 return Some(self.matrix_gradients.ptr.wrapping_sub(missing));
             }
             Region::InputGradient => self.input_gradient.as_ref(),

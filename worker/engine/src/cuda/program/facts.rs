@@ -8,7 +8,7 @@ use crate::{
         command::{Operand, Region},
         convolution::Convolution,
         dtype::DType,
-        layout::{Layout, Slot},
+        layout::{Layout, ParameterPlace},
         ops::{self, NormSite, Ops, ScaleTable},
         running::Running,
         statistics::Statistics,
@@ -25,7 +25,7 @@ use std::ops::Range;
 pub(super) struct Updated {
     pub(super) flat: ops::Flat,
     /// The optimizer's slots for the range.
-    pub(super) slots: [Operand; 2],
+    pub(super) optimizer_slots: [Operand; 2],
     pub(super) rates: ops::Rates,
 }
 
@@ -56,15 +56,15 @@ pub(in crate::cuda) struct Facts<'a> {
 }
 
 impl Facts<'_> {
-    fn slot(&self, name: &str, suffix: &str) -> &Slot {
-        self.layout.slot(name, suffix)
+    fn parameter(&self, name: &str, suffix: &str) -> &ParameterPlace {
+        self.layout.parameter(name, suffix)
     }
 
     /// The weights of a convolution or linear layer in the activations' format.
     pub(super) fn matrix(&self, name: &str) -> Operand {
-        let slot = self.slot(name, "weight");
-        if self.plan.is_planar() && slot.is_split {
-            let [nearest, _] = self.layout.planes(slot.padded());
+        let weight = self.parameter(name, "weight");
+        if self.plan.is_planar() && weight.is_split {
+            let [nearest, _] = self.layout.planes(weight.padded());
             return nearest;
         }
         let region = if self.plan.dtype == DType::F32 { Region::Weights } else { Region::LowPrecision };
@@ -76,7 +76,7 @@ impl Facts<'_> {
     }
 
     fn matrix_in(&self, region: Region, name: &str) -> Operand {
-        let (range, size) = (self.slot(name, "weight").padded(), self.plan.dtype.size());
+        let (range, size) = (self.parameter(name, "weight").padded(), self.plan.dtype.size());
         Operand::new(region, range.start * size, range.len() * size)
     }
 
@@ -136,24 +136,24 @@ impl Facts<'_> {
             let gradients = gradients.part(split..matrices, matrices..layout.trained);
             return vec![self.updated_from(gradients, split, split)];
         };
-        let (mut parameter, mut in_slots, mut updated) = (0, 0, Vec::new());
+        let (mut first, mut in_slots, mut updated) = (0, 0, Vec::new());
         for (range, own) in layout.reduced().zip(layout.own(share)).filter(|(_, own)| !own.is_empty()) {
             let none = matrices..matrices;
             let gradients = match own.start < matrices {
                 true => gradients.part(own.clone(), none),
                 false => gradients.part(none, own.clone()),
             };
-            let is_in_range = |slot: &&Slot| range.contains(&slot.range.start);
-            let count = layout.trained_slots().iter().filter(is_in_range).count();
-            let of_parameters = |all: Operand, size: usize| all.part(parameter * size, count * size);
+            let is_in_range = |parameter: &&ParameterPlace| range.contains(&parameter.range.start);
+            let count = layout.parameters_with_gradients().iter().filter(is_in_range).count();
+            let of_parameters = |all: Operand, size: usize| all.part(first * size, count * size);
             let rates = ops::Rates {
                 segments: of_parameters(self.own_segments(), SEGMENT),
                 count: count as u32,
-                rates: of_parameters(rates.rates, RATE),
+                per_parameter: of_parameters(rates.per_parameter, RATE),
                 squares: of_parameters(rates.squares, SEGMENT_SQUARES),
             };
             updated.push(Updated { rates, ..self.updated_from(gradients, own.start, in_slots) });
-            (parameter, in_slots) = (parameter + count, in_slots + own.len());
+            (first, in_slots) = (first + count, in_slots + own.len());
         }
         updated
     }
@@ -183,17 +183,18 @@ impl Facts<'_> {
             // The matrices are all weights of convolutions and linear layers, and nothing else.
             decay: [true, false].map(|is_weight| self.optimizer.policy(is_weight).decay),
         };
-        let slots = [0, 1].map(|slot| Operand::new(Region::OptimizerSlot(slot), 4 * in_slots, bytes));
-        Updated { flat, slots, rates: self.all_rates() }
+        let optimizer_slots =
+            [0, 1].map(|slot| Operand::new(Region::OptimizerSlot(slot), 4 * in_slots, bytes));
+        Updated { flat, optimizer_slots, rates: self.all_rates() }
     }
 
     /// The rates of all parameters.
     pub(super) fn all_rates(&self) -> ops::Rates {
-        let count = self.layout.trained_slots().len();
-        let (segments, rates, squares) = match self.share {
+        let count = self.layout.parameters_with_gradients().len();
+        let (segments, per_parameter, squares) = match self.share {
             None => {
-                let [segments, rates] = [Region::Segments, Region::Rates].map(Operand::whole);
-                (segments, rates, self.ops.norm_squares())
+                let [segments, per_parameter] = [Region::Segments, Region::Rates].map(Operand::whole);
+                (segments, per_parameter, self.ops.norm_squares())
             }
             Some(_) => (
                 Operand::new(Region::Segments, 0, SEGMENT * count),
@@ -201,18 +202,18 @@ impl Facts<'_> {
                 Operand::new(Region::SegmentSquares, 0, SEGMENT_SQUARES * count),
             ),
         };
-        ops::Rates { segments, count: count as u32, rates, squares }
+        ops::Rates { segments, count: count as u32, per_parameter, squares }
     }
 
     /// The entries of filters, and the policies of trained parameters, in [`Region::Policies`].
     pub(super) fn policies(&self, filters: usize) -> [Operand; 2] {
-        let (first, second) = (FILTER * filters, POLICY * self.layout.trained_slots().len());
+        let (first, second) = (FILTER * filters, POLICY * self.layout.parameters_with_gradients().len());
         [Operand::new(Region::Policies, 0, first), Operand::new(Region::Policies, first, second)]
     }
 
     /// The segments of this rank's parts of parameters. They follow the segments of whole parameters.
     fn own_segments(&self) -> Operand {
-        let bytes = SEGMENT * self.layout.trained_slots().len();
+        let bytes = SEGMENT * self.layout.parameters_with_gradients().len();
         Operand::new(Region::Segments, bytes, bytes)
     }
 
@@ -230,7 +231,7 @@ impl Facts<'_> {
 
     /// Ranges of the head's weights and biases in the flat layout.
     pub(super) fn head_ranges(&self) -> [Range<usize>; 2] {
-        ["weight", "bias"].map(|suffix| self.slot(self.plan.network.head(), suffix).range.clone())
+        ["weight", "bias"].map(|suffix| self.parameter(self.plan.network.head(), suffix).range.clone())
     }
 
     /// The memory in which a convolution leaves the sums of its output for the following batch norm.
@@ -262,11 +263,11 @@ pub(super) fn policies(layout: &Layout, optimizer: &Optimizer) -> Vec<u64> {
             [filter.offset as u64, both(filter.rows as u32, filter.columns as u32), filter.gram as u64]
         })
         .collect();
-    words.extend(layout.trained_slots().iter().flat_map(|slot| {
-        let number = filters.iter().position(|filter| filter.offset == slot.range.start);
-        let policy = match slot.is_fixed {
+    words.extend(layout.parameters_with_gradients().iter().flat_map(|parameter| {
+        let number = filters.iter().position(|filter| filter.offset == parameter.range.start);
+        let policy = match parameter.is_fixed {
             true => ParameterPolicy::FROZEN,
-            false => optimizer.policy_of(slot.kind),
+            false => optimizer.policy_of(parameter.kind),
         };
         let number = number.map_or(u32::MAX, |number| number as u32);
         [both(policy.rate.to_bits(), policy.decay.to_bits()), both(number, 0)]
@@ -287,13 +288,13 @@ const RATE: usize = 8;
 pub(super) const SEGMENT_SQUARES: usize = ops::NORM_PARTS as usize * 2 * size_of::<f64>();
 
 fn vector(layout: &Layout, name: &str, suffix: &str) -> Operand {
-    let range = layout.slot(name, suffix).padded();
+    let range = layout.parameter(name, suffix).padded();
     Operand::new(Region::Weights, 4 * range.start, 4 * range.len())
 }
 
 /// The gradient of a vector; absent if the vector is frozen.
 fn vector_gradient(layout: &Layout, name: &str, suffix: &str) -> Operand {
-    let range = layout.slot(name, suffix).padded();
+    let range = layout.parameter(name, suffix).padded();
     if range.start >= layout.trained {
         return Operand::NONE;
     }

@@ -39,7 +39,7 @@ pub(in crate::cuda) struct SplitHead {
 pub(in crate::cuda) struct SampledClasses {
     pub(in crate::cuda) drawn: usize,
     /// Maximum number of sampled classes, and number of chunks in which they are multiplied.
-    pub(in crate::cuda) slots: usize,
+    pub(in crate::cuda) capacity: usize,
     pub(in crate::cuda) chunks: usize,
     pub(in crate::cuda) seed: u64,
 }
@@ -169,10 +169,10 @@ impl StepPlan {
         self.margin = loss.margin;
         if let (true, Some(head)) = (loss.samples(), &mut self.head) {
             // No label of the group need be among the drawn classes. The number is the same on every rank.
-            let slots = loss.drawn(head.most()) + 2 * head.ranks * self.batch;
-            let (drawn, chunks) = (loss.drawn(head.own().len()), chunks_of(&self.network, slots));
-            let slots = slots.next_multiple_of(PADDED_CLASSES * chunks);
-            head.sampled = Some(SampledClasses { drawn, slots, chunks, seed: loss.seed });
+            let capacity = loss.drawn(head.most()) + 2 * head.ranks * self.batch;
+            let (drawn, chunks) = (loss.drawn(head.own().len()), chunks_of(&self.network, capacity));
+            let capacity = capacity.next_multiple_of(PADDED_CLASSES * chunks);
+            head.sampled = Some(SampledClasses { drawn, capacity, chunks, seed: loss.seed });
         }
         self
     }
@@ -260,7 +260,7 @@ impl StepPlan {
     /// The forward convolution of a chunk of sampled classes.
     pub(super) fn sampled_convolution(&self) -> Option<Convolution> {
         let (sampled, (convolution, _)) = (self.sampled()?, self.convolution(self.ops.last()?)?);
-        Some(Convolution { out_c: sampled.slots / sampled.chunks, ..convolution })
+        Some(Convolution { out_c: sampled.capacity / sampled.chunks, ..convolution })
     }
 
     /// Number of values per picture in memory, including padding.

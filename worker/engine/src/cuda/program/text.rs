@@ -21,16 +21,16 @@ fn names(facts: &Facts<'_>) -> Names {
     let [counters, partials] = facts.ops.scratch();
     names.insert(counters, "counters", "");
     names.insert(partials, "partial sums", "");
-    for slot in &facts.layout.slots {
-        let Some((name, suffix)) = slot.name.rsplit_once('.') else { continue };
-        if slot.range.start < facts.layout.matrices {
-            names.insert(facts.matrix(name), &slot.name, "");
-            names.insert(facts.matrix_gradient(name), &slot.name, "gradient");
+    for parameter in &facts.layout.parameters {
+        let Some((name, suffix)) = parameter.name.rsplit_once('.') else { continue };
+        if parameter.range.start < facts.layout.matrices {
+            names.insert(facts.matrix(name), &parameter.name, "");
+            names.insert(facts.matrix_gradient(name), &parameter.name, "gradient");
         } else {
-            names.insert(facts.vector(name, suffix), &slot.name, "");
+            names.insert(facts.vector(name, suffix), &parameter.name, "");
             let gradient = facts.vector_gradient(name, suffix);
             if !gradient.is_none() {
-                names.insert(gradient, &slot.name, "gradient");
+                names.insert(gradient, &parameter.name, "gradient");
             }
         }
     }

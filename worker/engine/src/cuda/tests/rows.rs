@@ -104,7 +104,10 @@ impl Case {
 
     fn gpu(&self, comm: &Arc<dyn ProcessGroup>) -> GpuConfig {
         GpuConfig {
-            plan: Plan { optimizer_sharding: self.optimizer_sharding, ..Plan::on(self.mesh(), Vec::new()) },
+            parallel_plan: Plan {
+                optimizer_sharding: self.optimizer_sharding,
+                ..Plan::on(self.mesh(), Vec::new())
+            },
             ordinal: comm.rank().cast_signed(),
             precision: self.precision,
             ..deterministic()
@@ -124,7 +127,7 @@ struct Run {
 
 fn run(engine: &mut dyn Engine, case: &Case, network: &Network, set: Option<usize>) -> Run {
     let larger = network.resized(network.image_size + LARGER);
-    engine.take_sizes(&[], &[larger.image_size]).unwrap();
+    engine.add_image_sizes(&[], &[larger.image_size]).unwrap();
     let mut step = |number| engine.train_step(&case.step(network, number, set), LR).unwrap();
     let steps = (0..STEPS).map(&mut step).collect();
     let evaluated = [network, &larger].map(|network| {
@@ -237,7 +240,8 @@ fn gpus_that_share_rows_may_have_separate_statistics() {
         let gpu = CASE.gpu(&comm);
         let (network, config) = (network.clone(), config.clone());
         let mut cpu =
-            crate::build_cpu_with(network.clone(), &start, config.clone(), comm.clone(), &gpu.plan).unwrap();
+            crate::build_cpu_with(network.clone(), &start, config.clone(), comm.clone(), &gpu.parallel_plan)
+                .unwrap();
         let mut ours = crate::cuda::build(network.clone(), &start, config, comm, &gpu).unwrap();
         for number in 0..STEPS {
             let step = CASE.step(&network, number, Some(0));

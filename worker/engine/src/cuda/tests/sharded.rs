@@ -60,7 +60,11 @@ fn trained(
             losses.push(engine.train_step(&batches, lr).unwrap().loss);
         }
         let description = engine.exchange();
-        assert_eq!(description.contains("of optimizer state"), gpu.plan.optimizer_sharding, "{description}");
+        assert_eq!(
+            description.contains("of optimizer state"),
+            gpu.parallel_plan.optimizer_sharding,
+            "{description}"
+        );
         let both = Writers::deal(network, config.optimizer.slots(), AverageOn::NoRank, &[0, 1]);
         let states = [Writers::default(), both].map(|writers| engine.state_dict(&writers).unwrap());
         let checksum = engine.checksum().unwrap();
@@ -101,7 +105,7 @@ fn gpus_with_divided_optimizer_state_train_as_with_whole_state() {
             let config = EngineConfig { optimizer, accumulate: 1 + number % 2, ..config(BATCH) };
             let whole = GpuConfig { precision, ..deterministic() };
             let divided = Plan { optimizer_sharding: true, ..Plan::data(2) };
-            let divided = GpuConfig { plan: divided, ..whole.clone() };
+            let divided = GpuConfig { parallel_plan: divided, ..whole.clone() };
             let (wanted, wanted_state) = trained(&network, &config, &whole, lr, None);
             let (ours, state) = trained(&network, &config, &divided, lr, None);
             let start = initial(&network);

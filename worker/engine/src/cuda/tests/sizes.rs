@@ -23,7 +23,7 @@ fn gpu_changing_sizes_gives_the_bits_of_new_engines() {
             let [small, large] = sides.map(|side| network(arch, stem, side));
             let measured = network(arch, stem, checked);
             let mut one = cuda(&large, &config, precision);
-            one.take_sizes(&sides[..1], &[checked]).unwrap();
+            one.add_image_sizes(&sides[..1], &[checked]).unwrap();
             for (visit, sized) in [&small, &large, &small, &large].into_iter().enumerate() {
                 let side = sized.image_size;
                 let mut fresh = cuda(sized, &config, precision);
@@ -82,7 +82,7 @@ fn gpu_resident_pictures_are_scaled_to_each_size() {
         let mut data = DataSource::open(&fashion_mnist(), &spec, 3).unwrap();
         let mut engine =
             if on_gpu { cuda(&network, &config, Precision::Fp32) } else { cpu(&network, &config) };
-        engine.take_sizes(&[16], &[40]).unwrap();
+        engine.add_image_sizes(&[16], &[40]).unwrap();
         engine.take_data(&data).unwrap();
         data.set_format(format);
         let mut reported = Vec::new();

@@ -159,7 +159,7 @@ impl Case {
     fn engine(&self, comm: Arc<dyn ProcessGroup>) -> Box<dyn Engine> {
         let network = self.network();
         let gpu = GpuConfig {
-            plan: self.plan(),
+            parallel_plan: self.plan(),
             ordinal: comm.rank().cast_signed(),
             precision: self.precision,
             ..deterministic()

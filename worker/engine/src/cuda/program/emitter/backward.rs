@@ -63,14 +63,14 @@ impl<'a> GraphEmitter<'a> {
         let facts = self.facts;
         let (w, y, sums) = (facts.matrix_gradient(name), dy.operand(), Operand::NONE);
         let wgrad = Convolution { direction: Direction::Weight, ..convolution };
-        let slot = facts.layout.slot(name, "weight");
-        let stream = if slot.is_fixed {
-            self.zero_gradient(w, slot.padded().len() as u64)
+        let weight = facts.layout.parameter(name, "weight");
+        let stream = if weight.is_fixed {
+            self.zero_gradient(w, weight.padded().len() as u64)
         } else {
             self.weight_gradient(wgrad, Tensors { x: x.operand(), w, y, sums })
         };
         if first && self.plan.folded {
-            let values = slot.range.len();
+            let values = weight.range.len();
             self.start(stream, facts.ops.fold_gradient(w, values as u32));
         }
         let is_head = matches!(op, FusedOp::Linear { is_head: true, .. });

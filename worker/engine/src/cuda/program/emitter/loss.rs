@@ -29,7 +29,7 @@ impl GraphEmitter<'_> {
                 true => Operand::whole(Region::ClassWeights),
                 false => Operand::NONE,
             },
-            with_margin: self.put_margin(all_classes(&loss)),
+            label_logits: self.put_margin(all_classes(&loss)),
             ..loss
         };
         self.main(self.facts.ops.cross_entropy(loss));
@@ -77,7 +77,7 @@ impl GraphEmitter<'_> {
             dbias: Operand::NONE,
             totals: Operand::whole(Region::Totals),
             accumulate: false,
-            with_margin: Operand::NONE,
+            label_logits: Operand::NONE,
         }
     }
 }

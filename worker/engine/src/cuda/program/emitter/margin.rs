@@ -35,7 +35,7 @@ impl GraphEmitter<'_> {
             values,
             of_rows,
             of_classes,
-            labels: Operand::NONE,
+            label_logits: Operand::NONE,
             rows: batch as u32,
             chunk: out_c as u32,
             chunks: part.chunks as u32,
@@ -54,12 +54,12 @@ impl GraphEmitter<'_> {
         let (Some(margin), Some(mut of)) = (self.plan.margin, self.cosines.take()) else {
             return Operand::NONE;
         };
-        let labels = self.alloc_bytes(logits.label_bytes(), Content::OfHead);
-        self.main(self.facts.ops.put_margin(logits, &margin, labels.operand()));
-        of.cosines.labels = labels.operand();
-        of.memory.push(labels);
+        let label_logits = self.alloc_bytes(logits.label_bytes(), Content::OfHead);
+        self.main(self.facts.ops.put_margin(logits, &margin, label_logits.operand()));
+        of.cosines.label_logits = label_logits.operand();
+        of.memory.push(label_logits);
         self.cosines = Some(of);
-        labels.operand()
+        label_logits.operand()
     }
 
     /// Converts the gradient of the logits to the gradient of the products of features and weights.

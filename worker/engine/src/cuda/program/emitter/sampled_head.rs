@@ -32,8 +32,8 @@ impl GraphEmitter<'_> {
         let (facts, plan) = (self.facts, self.plan);
         let Some((head, sampled)) = plan.head.as_ref().zip(plan.sampled()) else { return };
         self.gather_controls();
-        let (slots, labels) = (sampled.slots, 2 * head.ranks * plan.batch);
-        let sample = self.alloc_bytes(ops::SampleClasses::bytes(slots), Content::OfHead);
+        let (capacity, labels) = (sampled.capacity, 2 * head.ranks * plan.batch);
+        let sample = self.alloc_bytes(ops::SampleClasses::bytes(capacity), Content::OfHead);
         let [places, found] = [1, 2].map(|words| self.alloc_bytes(4 * words * labels, Content::OfHead));
         let own = head.own();
         self.main(facts.ops.sample_classes(ops::SampleClasses {
@@ -89,13 +89,13 @@ impl GraphEmitter<'_> {
 
     /// The gradients of the sampled rows: of weights, then of biases.
     pub(super) fn sampled_gradients(&self) -> Option<ops::Gradients> {
-        let (of, slots) = (self.sampled.as_ref()?, self.plan.sampled()?.slots as u64);
-        let first_length = slots * self.row_values() as u64;
+        let (of, capacity) = (self.sampled.as_ref()?, self.plan.sampled()?.capacity as u64);
+        let first_length = capacity * self.row_values() as u64;
         Some(ops::Gradients {
             first: of.gradient?.operand(),
             second: of.bias_gradient?.operand(),
             first_length,
-            length: first_length + slots,
+            length: first_length + capacity,
             in_float32: self.plan.dtype == DType::F32,
         })
     }
@@ -134,7 +134,7 @@ impl GraphEmitter<'_> {
                 let slot = all(Operand::whole(Region::OptimizerSlot(slot)));
                 rows.push((slot, self.gather_rows(of.sample, slot, 4 * width), 4 * width));
             }
-            let length = (sampled.slots * width) as u64;
+            let length = (sampled.capacity * width) as u64;
             let gradients = ops::Gradients {
                 first: if is_matrix { gradient.operand() } else { Operand::NONE },
                 second: if is_matrix { Operand::NONE } else { gradient.operand() },
@@ -143,13 +143,13 @@ impl GraphEmitter<'_> {
                 in_float32: plan.dtype == DType::F32,
             };
             let low_precision = if has_copy { own.operand() } else { Operand::NONE };
-            let mut slots = [Operand::NONE; 2];
-            for (slot, (_, some, _)) in slots.iter_mut().zip(&rows[before_slots..]) {
+            let mut optimizer_slots = [Operand::NONE; 2];
+            for (slot, (_, some, _)) in optimizer_slots.iter_mut().zip(&rows[before_slots..]) {
                 *slot = some.operand();
             }
             let of_all = facts.updated_from(gradients, range.start, range.start);
             let flat = ops::Flat { weights: rows[0].1.operand(), low_precision, planar, ..of_all.flat };
-            self.update_weights(&[Updated { flat, slots, ..of_all }]);
+            self.update_weights(&[Updated { flat, optimizer_slots, ..of_all }]);
             for (all, some, row_bytes) in rows {
                 let rows = self.sampled_rows(all, some, row_bytes);
                 self.main(facts.ops.scatter_rows(rows, of.sample.operand()));
@@ -162,14 +162,14 @@ impl GraphEmitter<'_> {
     }
 
     fn sampled_rows(&self, all: Operand, some: Allocation, row_bytes: usize) -> ops::Rows {
-        let slots = self.plan.sampled().map_or(0, |sampled| sampled.slots);
-        ops::Rows { all, some: some.operand(), row_bytes, slots }
+        let capacity = self.plan.sampled().map_or(0, |sampled| sampled.capacity);
+        ops::Rows { all, some: some.operand(), row_bytes, capacity }
     }
 
     /// Gathers the sampled rows of a parameter or of an optimizer slot.
     fn gather_rows(&mut self, sample: Allocation, all: Operand, row_bytes: usize) -> Allocation {
-        let slots = self.plan.sampled().map_or(0, |sampled| sampled.slots);
-        let some = self.alloc_bytes(slots * row_bytes, Content::OfHead);
+        let capacity = self.plan.sampled().map_or(0, |sampled| sampled.capacity);
+        let some = self.alloc_bytes(capacity * row_bytes, Content::OfHead);
         let rows = self.sampled_rows(all, some, row_bytes);
         self.main(self.facts.ops.gather_rows(rows, sample.operand()));
         some

@@ -107,10 +107,10 @@ impl GraphEmitter<'_> {
             chunks: part.chunks as u32,
         };
         let bytes = split.record_bytes();
-        let with_margin = self.put_margin(split);
+        let label_logits = self.put_margin(split);
         let parts = self.alloc_bytes(split.part_bytes(), Content::OfHead);
         let records = self.alloc_bytes(bytes, Content::OfHead);
-        self.main(facts.ops.class_records(split, parts.operand(), records.operand(), with_margin));
+        self.main(facts.ops.class_records(split, parts.operand(), records.operand(), label_logits));
         let all = self.alloc_bytes(head.ranks * bytes, Content::OfHead);
         self.in_group(Collective::AllGather, records.operand(), all.operand(), bytes / 4, DType::F32);
         let rows = first.map(|_| self.alloc_bytes(split.row_bytes(), Content::OfHead));

@@ -12,8 +12,8 @@ impl GraphEmitter<'_> {
         let Facts { layout, accumulates, .. } = *self.facts;
         let (Some(ranks), true, false) = (self.facts.ranks, micro_batch.last, accumulates) else { return };
         let Some(bucket) = layout.buckets.get(self.sent) else { return };
-        // Slots are in the order of the backward pass, so a bucket is complete with its last slot.
-        if layout.slot(name, "weight").padded().end < bucket.end {
+        // Parameters are in the order of the backward pass, so a bucket is complete with its last parameter.
+        if layout.parameter(name, "weight").padded().end < bucket.end {
             return;
         }
         let producer = if self.side_stream && !ranks.is_ordered() { StreamId::Side } else { StreamId::Main };
@@ -159,8 +159,8 @@ impl GraphEmitter<'_> {
     pub(super) fn update_weights(&mut self, updated: &[Updated]) {
         let (facts, ops, optimizer) = (self.facts, self.facts.ops, &self.facts.optimizer);
         let moments = |part: &Updated| ops::Moments {
-            first: part.slots[0],
-            second: part.slots[1],
+            first: part.optimizer_slots[0],
+            second: part.optimizer_slots[1],
             beta1: optimizer.beta1,
             beta2: optimizer.beta2,
             epsilon: optimizer.epsilon as f32,
@@ -170,7 +170,7 @@ impl GraphEmitter<'_> {
             ops.sgd(ops::Sgd {
                 update,
                 flat: part.flat,
-                velocity: part.slots[0],
+                velocity: part.optimizer_slots[0],
                 momentum: optimizer.momentum,
             })
         };
@@ -212,7 +212,7 @@ impl GraphEmitter<'_> {
         let [of_filters, policies] = facts.policies(filters.len());
         self.main(facts.ops.muon(ops::Muon {
             flat: part.flat,
-            velocity: part.slots[0],
+            velocity: part.optimizer_slots[0],
             momentum: optimizer.momentum,
             filter_momentum: optimizer.filter_momentum,
             rates: part.rates,

@@ -79,13 +79,13 @@ fn the_ranks_parts_of_a_parameter_add_up_to_it() {
         };
         let of_ranks: Vec<_> = (0..ranks).map(part).collect();
         let (_, _, layout) = &of_ranks[0];
-        for (number, slot) in layout.trained_slots().iter().enumerate() {
+        for (number, parameter) in layout.parameters_with_gradients().iter().enumerate() {
             let parts: usize = of_ranks.iter().map(|(lengths, ..)| lengths[number]).sum();
-            assert_eq!(parts, slot.range.len(), "{} over {ranks}", slot.name);
+            assert_eq!(parts, parameter.range.len(), "{} over {ranks}", parameter.name);
         }
         assert!(of_ranks.iter().all(|(_, own, layout)| own * ranks == layout.trained));
         // Padding, which makes the parts equally long, is less than 1 %.
-        let parameters: usize = layout.slots.iter().map(|slot| slot.range.len()).sum();
+        let parameters: usize = layout.parameters.iter().map(|parameter| parameter.range.len()).sum();
         assert!(layout.trained < parameters + parameters / 100, "{} {parameters}", layout.trained);
     }
 }

@@ -213,7 +213,7 @@ fn parameters_of_all_ranks_are_the_network_s() {
         let part = part(&network, [1, 1, 4], rank, &[]);
         let setting = Setting::new(&part, 8, DType::F32, 90, Ranks::Apart);
         let layout = &setting.layout;
-        let flat = layout.flat(None, &PartOf::new(&initial, &network, &part).unwrap()).unwrap();
+        let flat = layout.flatten(None, &PartOf::new(&initial, &network, &part).unwrap()).unwrap();
         let mut back = NamedTensors::new();
         layout.export(None, &flat, &mut back);
         assert!(back.keys().eq(initial.keys().filter(|name| !name.contains("running"))));

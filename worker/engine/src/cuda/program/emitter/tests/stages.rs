@@ -3,23 +3,23 @@
 use super::*;
 use crate::plan::Pass;
 
-/// Bytes between two slots of a region: more than any test needs.
-const SLOT: usize = 1 << 32;
+/// Bytes of a micro-batch's part of a region: more than any test needs.
+const PART_BYTES: usize = 1 << 32;
 
 /// The passes of a step on one stage, as the engine launches them.
 fn step(setting: &Setting, micro_batches: usize) -> Vec<Command> {
     let (stage, stages) = setting.plan.network.stage();
-    let slots = (stages - stage).min(micro_batches);
+    let in_flight = (stages - stage).min(micro_batches);
     let (mut commands, mut sends_gradient) = (Vec::new(), false);
     for pass in plan::schedule(stage, stages, micro_batches) {
         let (Pass::Forward(number) | Pass::Backward(number)) = pass;
         let is_backward = pass == Pass::Backward(number);
-        let pass = StagePass { is_backward, slot: number % slots, sends_gradient };
+        let pass = StagePass { is_backward, memory_part: number % in_flight, sends_gradient };
         let (first, last) = (number == 0, number + 1 == micro_batches);
         let emitted = setting.sound(Phase::Train(MicroBatch { first, last, pass: Some(pass), ..ONLY }), true);
-        assert!(emitted.arena_bytes < SLOT);
+        assert!(emitted.arena_bytes < PART_BYTES);
         commands.extend(emitted.of_pass(pass, |region| match region {
-            Region::Arena | Region::Control | Region::NormValues => SLOT,
+            Region::Arena | Region::Control | Region::NormValues => PART_BYTES,
             _ => 0,
         }));
         sends_gradient = is_backward && stage > 0;

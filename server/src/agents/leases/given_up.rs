@@ -10,32 +10,41 @@ use std::{
 
 /// How the ranks of an attempt ended on one of its agents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum EndAt {
+pub(crate) enum RanksEnd {
     /// The ranks finished, were asked to stop, or failed for their own reason.
-    ByThemselves,
+    OnTheirOwn,
     /// The ranks lost the connection to ranks of other agents.
     LostContact,
-    /// Unknown, because the agent is lost.
-    Lost,
+    /// Unknown, because the agent is lost or was given up.
+    Unknown,
 }
 
-impl EndAt {
+impl RanksEnd {
     /// Converts the stored end.
     pub(crate) fn of(end: &EndOnAgent) -> Self {
         match end {
             EndOnAgent::Ended { ending: Ending::Secondary { .. }, .. } => Self::LostContact,
-            EndOnAgent::Ended { .. } | EndOnAgent::LeftUnreported(_) => Self::ByThemselves,
-            EndOnAgent::Lost(_) => Self::Lost,
+            EndOnAgent::Ended { .. } | EndOnAgent::LeftUnreported(_) => Self::OnTheirOwn,
+            EndOnAgent::Lost(_) => Self::Unknown,
         }
     }
 }
 
+/// An agent that gets no work, because its ranks of an attempt that it no longer has may still run.
+#[derive(Debug)]
+pub(super) struct GivenUp {
+    agent_id: String,
+    attempt: AttemptRef,
+    /// When the ranks end themselves at the latest.
+    until: Instant,
+}
+
 /// Maximum number of attempts that are remembered per agent.
-const MAX_CUT_OFF: usize = 64;
+const MAX_GIVEN_UP: usize = 64;
 
 impl Leases {
-    pub(super) fn cut_off(&self) -> MutexGuard<'_, Vec<(String, AttemptRef, Instant)>> {
-        self.cut_off.lock().unwrap_or_else(PoisonError::into_inner)
+    fn given_up(&self) -> MutexGuard<'_, Vec<GivenUp>> {
+        self.given_up.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Records the ranks of an attempt whose machines do not answer, as one of its other ranks has reported.
@@ -49,16 +58,16 @@ impl Leases {
         self.wake_dispatch();
     }
 
-    /// Whether ranks of an attempt have lost ranks of other agents. The attempt then cannot continue, and waits for all agents to end their
-    /// ranks.
-    pub(crate) fn is_contact_lost(&self) -> bool {
+    /// Whether the ranks of any attempt have lost the connection to ranks of other agents. Such an attempt ends when all agents have ended
+    /// its ranks; dispatch polls faster meanwhile.
+    pub(crate) fn any_attempt_lost_contact(&self) -> bool {
         self.by_job().values().any(Lease::has_lost_contact)
     }
 
     /// Agents that can be given up before their leases expire: a silent agent of an attempt whose ranks have lost each other,
     /// if its machine does not respond to other ranks or its connection is closed. An agent that is only slow has its
     /// connection, and its kernel responds to other ranks, so it keeps its lease.
-    pub(crate) fn abandoned(
+    pub(crate) fn agents_to_give_up(
         &self,
         is_silent: impl Fn(&str) -> bool,
         is_connected: impl Fn(&str) -> bool,
@@ -91,51 +100,54 @@ impl Leases {
         let leases = self.by_job();
         let hold = leases.get(&expired.attempt.job).and_then(|lease| lease.held_at(&expired.place.agent_id));
         if let Some(until) = hold.map(|hold| hold.until) {
-            let mut cut_off = self.cut_off();
-            cut_off.retain(|(_, _, until)| *until > Instant::now());
-            cut_off.push((expired.place.agent_id.clone(), expired.attempt.clone(), until));
+            let (agent_id, attempt) = (expired.place.agent_id.clone(), expired.attempt.clone());
+            let mut given_up = self.given_up();
+            given_up.retain(|entry| entry.until > Instant::now());
+            given_up.push(GivenUp { agent_id, attempt, until });
         }
     }
 
-    /// Updates an agent that was given up with the ranks that it reports.
-    pub(super) fn extend_cut_off(&self, agent_id: &str, attempts: &[AttemptRef], until: Instant) {
-        self.cut_off().retain_mut(|(id, attempt, at)| {
-            let is_its = id == agent_id;
+    /// Extends the time for which an agent stays given up because of the attempts that it still reports, and ends it for its other
+    /// attempts.
+    pub(super) fn update_given_up(&self, agent_id: &str, attempts: &[AttemptRef], until: Instant) {
+        self.given_up().retain_mut(|entry| {
+            let is_its = entry.agent_id == agent_id;
             if is_its {
-                *at = until;
+                entry.until = until;
             }
-            !is_its || attempts.contains(attempt)
+            !is_its || attempts.contains(&entry.attempt)
         });
     }
 
     /// Like [`Self::renew`], for an agent that has just connected. While the agent has ranks of another agent's attempt, it gets no work:
     /// an earlier server may have given it up.
-    pub(crate) fn greet(&self, agent_id: &str, attempts: &[AttemptRef]) -> Vec<AttemptRef> {
+    pub(crate) fn renew_at_connect(&self, agent_id: &str, attempts: &[AttemptRef]) -> Vec<AttemptRef> {
         let not_its = self.renew(agent_id, attempts);
         let (now, until) = (Instant::now(), Instant::now() + self.duration);
-        let mut cut_off = self.cut_off();
-        cut_off.retain(|(id, _, until)| id != agent_id && *until > now);
-        // One attempt is enough, and the list may have any length.
-        let kept = not_its.iter().take(MAX_CUT_OFF);
-        cut_off.extend(kept.map(|attempt| (agent_id.to_owned(), attempt.clone(), until)));
-        drop(cut_off);
+        let entry =
+            |attempt: &AttemptRef| GivenUp { agent_id: agent_id.into(), attempt: attempt.clone(), until };
+        let mut given_up = self.given_up();
+        given_up.retain(|entry| entry.agent_id != agent_id && entry.until > now);
+        // The agent may report any number of attempts, so at most `MAX_GIVEN_UP` are remembered. It gets no work while one of them remains.
+        given_up.extend(not_its.iter().take(MAX_GIVEN_UP).map(entry));
+        drop(given_up);
         not_its
     }
 
     /// Records that an agent's ranks of an attempt have ended.
     pub(crate) fn note_ranks_ended(&self, agent_id: &str, attempt: &AttemptRef) {
-        let mut cut_off = self.cut_off();
-        let before = cut_off.len();
-        cut_off.retain(|(id, of, _)| id != agent_id || of != attempt);
-        if cut_off.len() < before {
+        let mut given_up = self.given_up();
+        let before = given_up.len();
+        given_up.retain(|entry| entry.agent_id != agent_id || entry.attempt != *attempt);
+        if given_up.len() < before {
             self.wake_dispatch();
         }
     }
 
     /// Whether an agent was given up and its ranks may still run.
-    pub(crate) fn is_cut_off(&self, agent_id: &str) -> bool {
+    pub(crate) fn is_given_up(&self, agent_id: &str) -> bool {
         let now = Instant::now();
-        self.cut_off().iter().any(|(id, _, until)| id == agent_id && *until > now)
+        self.given_up().iter().any(|entry| entry.agent_id == agent_id && entry.until > now)
     }
 }
 
@@ -147,16 +159,20 @@ mod tests {
 
     #[test]
     fn at_most_64_unknown_attempts_of_an_agent_are_remembered() {
-        for (count, last) in [(MAX_CUT_OFF, MAX_CUT_OFF), (MAX_CUT_OFF + 1, MAX_CUT_OFF)] {
+        for (count, last) in [(MAX_GIVEN_UP, MAX_GIVEN_UP), (MAX_GIVEN_UP + 1, MAX_GIVEN_UP)] {
             let leases = Leases::new(Duration::from_secs(600));
             let one = || AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() };
             let unknown: Vec<_> = (0..count).map(|_| one()).collect();
-            assert_eq!(leases.greet("a", &unknown).len(), count, "the agent is told to end all of them");
+            assert_eq!(
+                leases.renew_at_connect("a", &unknown).len(),
+                count,
+                "the agent is told to end all of them"
+            );
             for attempt in &unknown[..last] {
-                assert!(leases.is_cut_off("a"));
+                assert!(leases.is_given_up("a"));
                 leases.note_ranks_ended("a", attempt);
             }
-            assert!(!leases.is_cut_off("a"), "of {count}");
+            assert!(!leases.is_given_up("a"), "of {count}");
         }
     }
 }

@@ -5,6 +5,7 @@
 
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
+use socket2::{SockRef, TcpKeepalive};
 use std::{
     io::{self, Read, Write},
     net::TcpStream,
@@ -16,6 +17,9 @@ const NONCE_BYTES: usize = 32;
 const PROOF_BYTES: usize = 32;
 /// Time limit for each read and write of the handshake.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
+/// After how long without data the kernel asks the other machine whether it is there, and how often it repeats that.
+const KEEPALIVE: Duration = Duration::from_secs(1);
+const KEEPALIVE_RETRIES: u32 = 3;
 
 /// The values that must be equal at both ends of a connection.
 #[derive(Debug, Clone, Copy)]
@@ -42,9 +46,7 @@ impl HandshakeTerms<'_> {
     /// # Errors
     /// `PermissionDenied` if the listener has another secret or purpose.
     pub fn initiate(&self, stream: &mut TcpStream, rank: u32) -> io::Result<()> {
-        stream.set_nodelay(true)?;
-        stream.set_read_timeout(Some(HANDSHAKE_TIMEOUT))?;
-        stream.set_write_timeout(Some(HANDSHAKE_TIMEOUT))?;
+        set_options(stream)?;
         let mine = nonce();
         let mut hello = Vec::from(MAGIC);
         hello.extend_from_slice(&mine);
@@ -68,9 +70,7 @@ impl HandshakeTerms<'_> {
     /// `PermissionDenied` if the caller has another secret or purpose; `InvalidData` if the caller uses another
     /// protocol.
     pub fn answer(&self, stream: &mut TcpStream) -> io::Result<u32> {
-        stream.set_nodelay(true)?;
-        stream.set_read_timeout(Some(HANDSHAKE_TIMEOUT))?;
-        stream.set_write_timeout(Some(HANDSHAKE_TIMEOUT))?;
+        set_options(stream)?;
         let mut hello = [0; MAGIC.len() + NONCE_BYTES + 4];
         stream.read_exact(&mut hello)?;
         let (magic, rest) = hello.split_at(MAGIC.len());
@@ -98,6 +98,16 @@ fn wrong_secret() -> io::Error {
         io::ErrorKind::PermissionDenied,
         "the other side belongs to another attempt (wrong secret or purpose)",
     )
+}
+
+/// Sets the handshake's time-outs, and options that stay. Keepalive detects a machine that was lost just after its rank ended: the end of a
+/// connection on which data was in flight may not have been sent any more.
+fn set_options(stream: &TcpStream) -> io::Result<()> {
+    stream.set_nodelay(true)?;
+    let keepalive = TcpKeepalive::new().with_time(KEEPALIVE).with_interval(KEEPALIVE);
+    SockRef::from(stream).set_tcp_keepalive(&keepalive.with_retries(KEEPALIVE_RETRIES))?;
+    stream.set_read_timeout(Some(HANDSHAKE_TIMEOUT))?;
+    stream.set_write_timeout(Some(HANDSHAKE_TIMEOUT))
 }
 
 /// Two version 4 UUIDs: 244 random bits.

@@ -338,7 +338,7 @@ pub(in crate::api) async fn check_sweep(
             Ok(document) if index >= full_checks => spec::read(&document).1,
             Ok(document) => match check_on(scheduler, caller, &datasets, &document, true, slots).await {
                 Ok(checked) => {
-                    let found = sweep.check(&checked.spec);
+                    let found = sweep.check_with_trial(&checked.spec);
                     trials.push(checked);
                     found
                 }

@@ -84,7 +84,25 @@ fn trained(
     part.parameters.extend(their_part.parameters);
     let their_slots = their_part.optimizer.unwrap().slots;
     part.optimizer.as_mut().unwrap().slots.extend(their_slots);
-    assert!(part == state, "the ranks' parts together are the whole state");
+    let slots = |of: &StateDict| of.optimizer.as_ref().unwrap().slots.clone();
+    for (ours, whole) in [(&part.parameters, &state.parameters), (&slots(&part), &slots(&state))] {
+        let differ = whole.iter().filter(|(name, tensor)| ours.get(*name) != Some(tensor));
+        let differ: Vec<_> = differ
+            .map(|(name, of)| (name, ours.get(name).map(|ours| (&ours.values[..4], &of.values[..4]))))
+            .collect();
+        assert!(
+            differ.is_empty() && ours.len() == whole.len(),
+            "{} and {} tensors: {differ:?}",
+            ours.len(),
+            whole.len()
+        );
+    }
+    assert!(
+        part == state,
+        "the ranks' parts together are the whole state: {:?} {:?}",
+        part.loss_scaling,
+        state.loss_scaling
+    );
     (losses.iter().zip(others).map(|(a, b)| (a + b) / 2.0).collect(), *state)
 }
 

@@ -53,9 +53,6 @@ impl Region {
 /// `x` holds this rank's `from` region. `y`, this rank's `to` region, is overwritten.
 ///
 /// In each round every rank exchanges with exactly one other rank, so there are no chains of waiting ranks.
-///
-/// # Errors
-/// As for [`lockstep_comm::ProcessGroup::send`].
 pub(super) fn exchange(
     group: &Group,
     (from, to): (&[Region], &[Region]),
@@ -149,9 +146,6 @@ impl Pictures {
 
     /// Redistributes the activation `x` over `group`, from any placement but [`Placement::Whole`] to any placement but
     /// [`Placement::Partial`]. `channels` is the number of channels of the whole activation.
-    ///
-    /// # Errors
-    /// As for [`exchange`].
     pub(super) fn redistribute(
         &self,
         group: &Group,

@@ -48,7 +48,7 @@ use crate::net::{Axes, Network};
 use average::Average;
 pub(super) use backend::Cpu;
 pub use backend::MAX_CPU_SLOTS;
-use executor::{Executor, part_of};
+use executor::Executor;
 use lockstep_comm::ProcessGroup;
 use lockstep_data::loader::{Batch, BatchFormat, DataSource};
 use lockstep_host::tensors::TensorSource;
@@ -121,7 +121,7 @@ impl Engine for CpuEngine {
         if self.network.image_size != image_size {
             let network = self.sizes.iter().find(|network| network.image_size == image_size);
             self.network = network.ok_or_else(|| unknown_size(image_size))?.clone();
-            self.executor.set_network(part_of(&self.network, &self.plan, self.comm.rank())?);
+            self.executor.set_network(plan::part_of(&self.network, &self.plan, self.comm.rank())?);
         }
         Ok(())
     }
@@ -250,10 +250,6 @@ impl Engine for CpuEngine {
             conv::Format::Float32 => Precision::Fp32,
             conv::Format::Bfloat16 => Precision::Bf16,
         }
-    }
-
-    fn replica(&self) -> u32 {
-        self.comm.rank()
     }
 
     fn state_dict(&self, writers: &Writers) -> Result<Contribution, EngineError> {
@@ -414,17 +410,8 @@ impl CpuEngine {
         self.executor.state.memory().is_none() || self.comm.rank() == 0
     }
 
-    /// Checks that a batch fits the network; the passes rely on this.
     fn check_batch(&self, batch: &Batch) -> Result<(), EngineError> {
-        let picture = self.network.tensors[self.network.input()].len();
         let reads_pictures = self.executor.network.stage().0 == 0;
-        if reads_pictures && batch.images.len() != batch.labels.len() * picture {
-            return Err(EngineError::Parameters(format!(
-                "a batch of {} labels has {} values instead of {picture} per picture",
-                batch.labels.len(),
-                batch.images.len()
-            )));
-        }
-        batch.check_labels(self.network.classes).map_err(EngineError::Parameters)
+        check::check_batch(&self.network, batch, reads_pictures.then_some(batch.images.len()))
     }
 }

@@ -92,9 +92,6 @@ impl Reducer {
 
     /// Sums `values` over all ranks along `data` and `axes`. While this rank waits in shared memory it calls `idle`, which does some other work, or
     /// returns false if there is none.
-    ///
-    /// # Errors
-    /// As for [`ProcessGroup::all_reduce`].
     pub(super) fn statistics(
         &mut self,
         values: &mut Vec<f64>,

@@ -10,7 +10,7 @@ use super::{
     kernels::Kernels,
 };
 use crate::nvjpeg::{self, Hardware, Nvjpeg, State};
-use cropper::{Cropper, grow_buffer};
+use cropper::{Cropper, grow_buffer, grow_pinned};
 use jpeg_encoder::{ColorType, SamplingFactor};
 use layout::{Cropping, MAX_DECODED, Planes, groups, planes_bytes};
 use lockstep_data::{
@@ -278,11 +278,7 @@ impl Session {
 /// Copies `files` to page-locked memory, which must not be in use.
 fn page_locked<'a>(memory: &'a mut Option<Pinned>, files: &[&[u8]]) -> Result<Vec<&'a [u8]>, CudaError> {
     let bytes: usize = files.iter().map(|file| file.len()).sum();
-    if memory.as_ref().is_none_or(|memory| memory.room() < bytes) {
-        *memory = None;
-        *memory = Some(Pinned::new((bytes + bytes / 8).next_multiple_of(1 << 20))?);
-    }
-    let Some(memory) = memory else { return Ok(Vec::new()) };
+    let memory = grow_pinned(memory, bytes)?;
     let mut at = 0;
     for file in files {
         memory.write(at, file);

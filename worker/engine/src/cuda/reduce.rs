@@ -106,10 +106,10 @@ impl Reducer {
         let abort = Pinned::new(256)?;
         let world = comm.size() as usize;
         let (statistics, memory) = match sync {
-            None if meets_between_kernels => (Statistics::ApartInOrder, Memory::None),
-            None => (Statistics::Apart, Memory::None),
+            None if meets_between_kernels => (Statistics::LocalInOrder, Memory::None),
+            None => (Statistics::Local, Memory::None),
             Some(channels) => {
-                let (exchanged, all, sequences) = Statistics::exchanged(channels, world);
+                let (exchanged, all, sequences) = Statistics::peer_memory(channels, world);
                 let wanted = match std::env::var_os("LOCKSTEP_NO_PEER_MEMORY") {
                     _ if meets_between_kernels => {
                         Err("GPUs that split operators, share rows of pictures or have stages meet between kernels anyway"
@@ -135,7 +135,7 @@ impl Reducer {
                     }
                     Err(reason) => {
                         let most = channels.iter().max().copied().unwrap_or(1);
-                        (Statistics::ByNccl, Memory::Nccl { sums: device.zeros(4 * 2 * most)?, reason })
+                        (Statistics::Nccl, Memory::Nccl { sums: device.zeros(4 * 2 * most)?, reason })
                     }
                 }
             }

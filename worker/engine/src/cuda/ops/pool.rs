@@ -1,10 +1,6 @@
 //! Max pooling fused with the batch norm and ReLU before it, and global average pooling; `pool.cu`.
 
-use super::{
-    Arg, Geometry, Kernel, Operand, Ops, kernel,
-    norm::{NormSite, Reduce},
-    plain,
-};
+use super::{Arg, Geometry, Kernel, NormBackward, Operand, Ops, Reduce, kernel, plain};
 
 /// A pooling of 3 x 3 windows, stride 2, padding 1. The output's sides are half of the input's, rounded up.
 #[derive(Debug, Clone, Copy)]
@@ -26,21 +22,6 @@ pub(in crate::cuda) struct MaxPool {
     /// Window position of each maximum, one byte per value; absent in inference.
     pub(in crate::cuda) argmax: Operand,
     pub(in crate::cuda) pool: Pool,
-}
-
-/// Backward of a [`MaxPool`], through the ReLU and the batch norm, to the convolution's output.
-#[derive(Debug, Clone, Copy)]
-pub(in crate::cuda) struct NormBackwardMaxPool {
-    pub(in crate::cuda) x: Operand,
-    /// Gradient of the pooling's output.
-    pub(in crate::cuda) dy: Operand,
-    pub(in crate::cuda) argmax: Operand,
-    pub(in crate::cuda) dx: Operand,
-    pub(in crate::cuda) control: Operand,
-    pub(in crate::cuda) pool: Pool,
-    pub(in crate::cuda) site: NormSite,
-    pub(in crate::cuda) accumulate: bool,
-    pub(in crate::cuda) reduce: Reduce,
 }
 
 /// y `[pictures, C]` = mean of x over its pixels.
@@ -88,31 +69,43 @@ impl Ops {
         kernel(name, geometry, args)
     }
 
+    /// Backward of a [`MaxPool`], through the ReLU and the batch norm, to the convolution's output. `p.gradient` is that of the pooling's output.
     /// Both passes; with [`Reduce::Leave`] only the sums (`norm_backward_finish` and then
     /// [`Ops::norm_backward_apply_max_pool`] must follow). Traffic: x, dy and argmax twice, dx once.
-    pub(in crate::cuda) fn norm_backward_max_pool(&self, p: NormBackwardMaxPool) -> Vec<Kernel> {
-        let (geometry, pool) = self.strips(p.pool, 512, 1);
-        let mut args = [p.x, p.dy, p.argmax, p.control].map(Arg::In).to_vec();
-        args.extend(pool);
-        args.extend([Arg::U32(p.pool.channels), Arg::Out(self.partials()), self.counters()]);
+    pub(in crate::cuda) fn norm_backward_max_pool(
+        &self,
+        p: NormBackward,
+        argmax: Operand,
+        pool: Pool,
+    ) -> Vec<Kernel> {
+        let (geometry, strips) = self.strips(pool, 512, 1);
+        let [dy, ..] = p.gradient.args();
+        let mut args = vec![Arg::In(p.x), dy, Arg::In(argmax), Arg::In(p.control)];
+        args.extend(strips);
+        args.extend([Arg::U32(pool.channels), Arg::Out(self.partials()), self.counters()]);
         args.extend(p.site.backward_args(p.accumulate, p.reduce));
         args.extend(p.reduce.args());
         let sums = kernel("norm_backward_sums_max_pool", geometry, args);
         if matches!(p.reduce, Reduce::Leave { .. }) {
             return vec![sums];
         }
-        vec![sums, self.norm_backward_apply_max_pool(p)]
+        vec![sums, self.norm_backward_apply_max_pool(p, argmax, pool)]
     }
 
     /// Only the second pass.
-    pub(in crate::cuda) fn norm_backward_apply_max_pool(&self, p: NormBackwardMaxPool) -> Kernel {
-        let (geometry, pool) = self.strips(p.pool, 256, 2);
-        let site = p.site;
-        let mut args =
-            [p.x, p.dy, p.argmax, site.scale, site.bias, site.slope, site.offset].map(Arg::In).to_vec();
+    pub(in crate::cuda) fn norm_backward_apply_max_pool(
+        &self,
+        p: NormBackward,
+        argmax: Operand,
+        pool: Pool,
+    ) -> Kernel {
+        let (geometry, strips) = self.strips(pool, 256, 2);
+        let (site, [dy, ..]) = (p.site, p.gradient.args());
+        let mut args = vec![Arg::In(p.x), dy, Arg::In(argmax)];
+        args.extend([site.scale, site.bias, site.slope, site.offset].map(Arg::In));
         args.extend([Arg::Out(p.dx), Arg::In(p.control)]);
-        args.extend(pool);
-        args.push(Arg::U32(p.pool.channels));
+        args.extend(strips);
+        args.push(Arg::U32(pool.channels));
         kernel("norm_backward_apply_max_pool", geometry, args)
     }
 

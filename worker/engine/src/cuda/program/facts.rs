@@ -178,8 +178,6 @@ impl Facts<'_> {
             low_precision,
             planar,
             gradients,
-            control: Operand::whole(Region::Control),
-            scaler: Operand::whole(Region::LossScale),
             // The matrices are all weights of convolutions and linear layers, and nothing else.
             decay: [true, false].map(|is_weight| self.optimizer.policy(is_weight).decay),
         };
@@ -236,7 +234,7 @@ impl Facts<'_> {
 
     /// The memory in which a convolution leaves the sums of its output for the following batch norm.
     pub(super) fn channel_sums(&self, tensor: TensorId) -> Operand {
-        let by_nccl = matches!(self.ranks, Some(Statistics::ByNccl));
+        let by_nccl = matches!(self.ranks, Some(Statistics::Nccl));
         let region = if by_nccl { Region::StatisticsSums } else { Region::ChannelSums };
         Operand::new(region, 0, 8 * self.plan.network.tensors[tensor].channels)
     }

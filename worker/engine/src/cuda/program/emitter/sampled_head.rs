@@ -45,7 +45,6 @@ impl GraphEmitter<'_> {
             first: own.start as u32,
             drawn: sampled.drawn as u32,
             seed: sampled.seed,
-            scaler: Operand::whole(Region::LossScale),
             sample: sample.operand(),
             places: places.operand(),
             found: found.operand(),

@@ -68,19 +68,13 @@ pub(super) fn exchange(
         let send = |buffer: &mut Vec<f32>| {
             buffer.clear();
             from[rank].runs(&given, |at| buffer.extend_from_slice(&x[at]));
-            if peer == rank || buffer.is_empty() {
-                Ok(())
-            } else {
-                group.send((&*buffer).into(), peer as u32)
-            }
+            if peer == rank { Ok(()) } else { group.send((&*buffer).into(), peer as u32) }
         };
         if rank <= peer {
             send(&mut buffer)?;
         }
         let mut received = vec![0.0; if peer == rank { 0 } else { taken.len() }];
-        if !received.is_empty() {
-            group.recv((&mut received).into(), peer as u32)?;
-        }
+        group.recv((&mut received).into(), peer as u32)?;
         if rank > peer {
             send(&mut buffer)?;
         }

@@ -286,8 +286,8 @@ impl Engine for CpuEngine {
             distribution::broadcast(
                 &self.executor.network,
                 &mut own,
-                |values| same_part.broadcast(values.into()),
-                |values| groups.model.broadcast(values.into()),
+                |values| same_part.call(|comm| comm.broadcast(values.into(), 0)),
+                |values| groups.model.call(|comm| comm.broadcast(values.into(), 0)),
             )?;
             return self.set_parameters(&own);
         }

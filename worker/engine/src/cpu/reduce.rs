@@ -202,7 +202,7 @@ where
     }
     let len = values.len() / group.size() as usize;
     let mut part = vec![T::default(); len];
-    group.reduce_scatter((&*values).into(), (&mut part[..]).into(), Reduction::Sum)?;
+    group.call(|comm| comm.reduce_scatter((&*values).into(), (&mut part[..]).into(), Reduction::Sum))?;
     values[group.rank() as usize * len..][..len].copy_from_slice(&part);
     Ok(())
 }

@@ -25,7 +25,7 @@ pub(super) fn gather(group: &Group, batch: &Batch) -> Result<(Pictures, Labels),
     message.extend(numbers(&batch.mixed_labels));
     let mut counts = Vec::new();
     let mut labels = Labels::default();
-    for message in group.all_gather_bytes(&message)? {
+    for message in group.call(|comm| comm.all_gather_bytes(&message))? {
         let words: Vec<[u8; 4]> = message.as_chunks::<4>().0.to_vec();
         let count = u32::from_le_bytes(words[1]) as usize;
         let (own, others) = words[2..].split_at(count);

@@ -121,38 +121,28 @@ impl Engine for CudaEngine {
     }
 
     fn eval_step(&mut self, batch: &Batch) -> Result<EvalResult, EngineError> {
-        self.device.bind()?;
         let mut result = EvalResult::default();
-        for part in parts(batch, self.config.batch_size, &self.network) {
-            let control = Control { valid: part.labels.len() as u32, ..Control::default() };
-            self.run(Phase::Evaluate, control, &part)?;
-            if !self.program.network().is_last_stage() {
-                continue;
-            }
-            let (loss, correct) = self.program.evaluated()?;
+        self.evaluate(batch, |engine, pictures| {
+            let (loss, correct) = engine.program.evaluated()?;
             result.loss_sum += loss;
             result.correct += correct;
-            result.samples += part.labels.len() as u64;
-        }
+            result.samples += pictures as u64;
+            Ok(())
+        })?;
         Ok(result)
     }
 
     fn predict(&mut self, batch: &Batch) -> Result<Vec<f32>, EngineError> {
-        self.device.bind()?;
         let mut logits = Vec::new();
-        for part in parts(batch, self.config.batch_size, &self.network) {
-            let control = Control { valid: part.labels.len() as u32, ..Control::default() };
-            self.run(Phase::Evaluate, control, &part)?;
-            if !self.program.network().is_last_stage() {
-                continue;
-            }
-            logits.extend(match &self.groups {
-                Some(groups) if self.program.head().is_some() => {
-                    split_logits(&mut self.program, groups, part.labels.len())?
+        self.evaluate(batch, |engine, pictures| {
+            logits.extend(match &engine.groups {
+                Some(groups) if engine.program.head().is_some() => {
+                    split_logits(&mut engine.program, groups, pictures)?
                 }
-                _ => self.program.logits(part.labels.len())?,
+                _ => engine.program.logits(pictures)?,
             });
-        }
+            Ok(())
+        })?;
         Ok(logits)
     }
 
@@ -320,6 +310,24 @@ fn split_logits(program: &mut Program, groups: &Groups, pictures: usize) -> Resu
 }
 
 impl CudaEngine {
+    /// Evaluates a batch in parts. On the last stage, calls `read` after each part with its number of pictures.
+    fn evaluate(
+        &mut self,
+        batch: &Batch,
+        mut read: impl FnMut(&mut Self, usize) -> Result<(), EngineError>,
+    ) -> Result<(), EngineError> {
+        self.device.bind()?;
+        for part in parts(batch, self.config.batch_size, &self.network) {
+            let pictures = part.labels.len();
+            let control = Control { valid: pictures as u32, ..Control::default() };
+            self.run(Phase::Evaluate, control, &part)?;
+            if self.program.network().is_last_stage() {
+                read(self, pictures)?;
+            }
+        }
+        Ok(())
+    }
+
     /// See [`Engine::set_parameters`].
     pub(super) fn set_from(&mut self, values: &dyn TensorSource) -> Result<(), EngineError> {
         check::check(self.program.network(), values)?;

@@ -243,7 +243,8 @@ impl Session {
                 self.wait()?;
             }
             let bytes = sizes[group.clone()].iter().sum();
-            let mut at = grey_buffer(&mut self.decoded, device, bytes).map_err(said)?;
+            let grey = |bytes: usize| device.filled(bytes, GREY);
+            let mut at = grow_buffer(&mut self.decoded, bytes, grey).map_err(said)?.ptr;
             let mut tables = Vec::new();
             let (mut decoded, mut croppings) = (Vec::new(), Vec::new());
             let of_group: Vec<&[u8]> =
@@ -292,9 +293,4 @@ fn page_locked<'a>(memory: &'a mut Option<Pinned>, files: &[&[u8]]) -> Result<Ve
         rest = others;
     }
     Ok(copies)
-}
-
-/// Address of a buffer of at least `bytes`; new memory is filled with [`GREY`].
-fn grey_buffer(buffer: &mut Option<Buffer>, device: &Device, bytes: usize) -> Result<u64, CudaError> {
-    Ok(grow_buffer(buffer, bytes, |bytes| device.filled(bytes, GREY))?.ptr)
 }

@@ -117,7 +117,7 @@ pub(super) fn grow_buffer(
 
 /// Page-locked memory of at least `bytes`, as [`grow_buffer`]. It must not be in use.
 pub(super) fn grow_pinned(memory: &mut Option<Pinned>, bytes: usize) -> Result<&mut Pinned, CudaError> {
-    let large_enough = match memory.take().filter(|there| there.room() >= bytes) {
+    let large_enough = match memory.take().filter(|there| there.bytes >= bytes) {
         Some(there) => there,
         None => Pinned::new((bytes + bytes / 8).next_multiple_of(1 << 20))?,
     };

@@ -21,35 +21,17 @@ pub(in crate::cuda) enum GatherMode {
 /// The pictures of the dataset or of the batch.
 const PICTURES: Operand = Operand::whole(Region::Pictures);
 
-/// Gathers a batch from pictures `uint8 [count, height, width, channels]`.
+/// The network's input.
 #[derive(Debug, Clone, Copy)]
-pub(in crate::cuda) struct Gather<'a> {
-    pub(in crate::cuda) height: u32,
-    pub(in crate::cuda) width: u32,
-    /// 1 or 3.
-    pub(in crate::cuda) channels: u32,
-    pub(in crate::cuda) mode: GatherMode,
-    /// Resampling tables from height and from width to side. `None` if height = width = side.
-    pub(in crate::cuda) scaling: Option<[&'a ScaleTable; 2]>,
+pub(in crate::cuda) struct BatchInput {
     /// Pictures of the batch, including padding, which becomes zeros.
     pub(in crate::cuda) pictures: u32,
     pub(in crate::cuda) side: u32,
+    /// 1 or 3.
+    pub(in crate::cuda) channels: u32,
     /// T `[pictures, side, side, padded]`, or [folded](Ops::fold_border).
     pub(in crate::cuda) to: Operand,
     /// Number of output channels, 4 or 8 (4 if folded); those past `channels` are zeros.
-    pub(in crate::cuda) padded: u32,
-    pub(in crate::cuda) folded: bool,
-}
-
-/// Converts normalised float32 pictures `[pictures, side, side, channels]` to T as in [`Gather`].
-#[derive(Debug, Clone, Copy)]
-pub(in crate::cuda) struct PadChannels {
-    pub(in crate::cuda) to: Operand,
-    pub(in crate::cuda) pictures: u32,
-    pub(in crate::cuda) side: u32,
-    /// At most 4.
-    pub(in crate::cuda) channels: u32,
-    /// 4 or 8.
     pub(in crate::cuda) padded: u32,
     pub(in crate::cuda) folded: bool,
 }
@@ -66,12 +48,25 @@ const BAND: u32 = 32;
 const SHARED: u32 = 44 << 10;
 
 impl Ops {
-    /// Traffic: the pictures' bytes once (twice if they are mixed), the batch once.
+    /// Gathers a batch from pictures `uint8 [count, height, width, channels]`. `scaling`: resampling tables from
+    /// height and from width to side; `None` if height = width = side. Traffic: the pictures' bytes once (twice if
+    /// they are mixed), the batch once.
     ///
     /// Wide pictures, for which one output row reads more than 44 KB, need more shared memory than the default
     /// limit: the launcher has to raise the kernel's limit to `shared_bytes`.
-    pub(in crate::cuda) fn gather(&self, p: Gather<'_>) -> Kernel {
-        let (mode, crop_padding) = match p.mode {
+    pub(in crate::cuda) fn gather(
+        &self,
+        p: BatchInput,
+        [height, width]: [u32; 2],
+        mode: GatherMode,
+        scaling: Option<[&ScaleTable; 2]>,
+    ) -> Kernel {
+        // A mixed picture has two sources.
+        let (names, made_of) = match mode {
+            GatherMode::Mixed { .. } => (["gather_mixed", "gather_scaled_mixed"], 2),
+            _ => (["gather", "gather_scaled"], 1),
+        };
+        let (mode, crop_padding) = match mode {
             GatherMode::Augmented { crop_padding, reflects }
             | GatherMode::Mixed { crop_padding, reflects } => {
                 (if reflects { REFLECTS } else { 0 }, crop_padding)
@@ -79,13 +74,8 @@ impl Ops {
             GatherMode::Indexed => (1, 0),
             GatherMode::InOrder => (2, 0),
         };
-        // A mixed picture has two sources.
-        let (names, made_of) = match p.mode {
-            GatherMode::Mixed { .. } => (["gather_mixed", "gather_scaled_mixed"], 2),
-            _ => (["gather", "gather_scaled"], 1),
-        };
         let mut args = vec![Arg::In(PICTURES)];
-        args.extend([p.height, p.width, p.channels, p.side, crop_padding, mode].map(Arg::U32));
+        args.extend([height, width, p.channels, p.side, crop_padding, mode].map(Arg::U32));
         args.extend([
             Arg::In(CONTROL),
             Arg::U32(p.pictures),
@@ -96,12 +86,12 @@ impl Ops {
         ]);
         let blocks = self.multiprocessors * 8;
         let pictures = p.pictures.max(1);
-        let Some([rows, columns]) = p.scaling else {
+        let Some([rows, columns]) = scaling else {
             // Each block loads a table of 3 KB, so a thread computes several pixels if there are enough.
             let x = (p.side * p.side).div_ceil(256).min(blocks.div_ceil(pictures)).max(1);
             return kernel(names[0], plain([x, pictures, 1], [256, 1, 1]), args);
         };
-        let room = |band: u32| (rows.span(band) + made_of * band) * p.width * 4;
+        let room = |band: u32| (rows.span(band) + made_of * band) * width * 4;
         let mut band = BAND.min(p.side);
         while band > 1 && room(band) > SHARED {
             band /= 2;
@@ -117,8 +107,8 @@ impl Ops {
         kernel(names[1], geometry, args)
     }
 
-    /// For batches of float32 pictures made by the host.
-    pub(in crate::cuda) fn pad_channels(&self, p: PadChannels) -> Kernel {
+    /// Converts normalised float32 pictures `[pictures, side, side, channels]`, made by the host, to T.
+    pub(in crate::cuda) fn pad_channels(&self, p: BatchInput) -> Kernel {
         let args = [
             Arg::In(PICTURES),
             Arg::out(p.to, p.folded),

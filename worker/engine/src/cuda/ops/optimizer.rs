@@ -277,10 +277,4 @@ impl Ops {
         let args = [Arg::In(values), Arg::U64(length), Arg::InOut(sum)];
         kernel("add_checksum", self.items(length, 4), args)
     }
-
-    /// to (T) = from (float32); `length` values, a multiple of 8.
-    pub(in crate::cuda) fn to_low_precision(self, from: Operand, to: Operand, length: u64) -> Kernel {
-        let args = [Arg::In(from), Arg::Out(to), Arg::U64(length)];
-        kernel("to_low_precision", self.items(length / 8, 8), args)
-    }
 }

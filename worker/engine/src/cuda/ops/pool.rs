@@ -1,6 +1,6 @@
 //! Max pooling fused with the batch norm and ReLU before it, and global average pooling; `pool.cu`.
 
-use super::{Arg, Geometry, Kernel, NormBackward, Operand, Ops, Reduce, kernel, plain};
+use super::{Arg, Geometry, Kernel, NormBackward, NormSite, Operand, Ops, Reduce, Shape, kernel, plain};
 
 /// A pooling of 3 x 3 windows, stride 2, padding 1. The output's sides are half of the input's, rounded up.
 #[derive(Debug, Clone, Copy)]
@@ -9,28 +9,6 @@ pub(in crate::cuda) struct Pool {
     pub(in crate::cuda) height: u32,
     pub(in crate::cuda) width: u32,
     /// A multiple of 8.
-    pub(in crate::cuda) channels: u32,
-}
-
-/// y = max_pool(relu(x * scale + bias)).
-#[derive(Debug, Clone, Copy)]
-pub(in crate::cuda) struct MaxPool {
-    pub(in crate::cuda) x: Operand,
-    /// Scale and bias, float32 per channel.
-    pub(in crate::cuda) norm: (Operand, Operand),
-    pub(in crate::cuda) y: Operand,
-    /// Window position of each maximum, one byte per value; absent in inference.
-    pub(in crate::cuda) argmax: Operand,
-    pub(in crate::cuda) pool: Pool,
-}
-
-/// y `[pictures, C]` = mean of x over its pixels.
-#[derive(Debug, Clone, Copy)]
-pub(in crate::cuda) struct GlobalAverage {
-    pub(in crate::cuda) x: Operand,
-    pub(in crate::cuda) y: Operand,
-    pub(in crate::cuda) pictures: u32,
-    pub(in crate::cuda) pixels: u32,
     pub(in crate::cuda) channels: u32,
 }
 
@@ -57,19 +35,24 @@ impl Ops {
         (geometry, args)
     }
 
-    /// Traffic: x once, y and argmax once.
-    pub(in crate::cuda) fn max_pool(&self, p: MaxPool) -> Kernel {
-        let name = if p.argmax.is_none() { "norm_max_pool" } else { "norm_max_pool_argmax" };
-        let (scale, bias) = p.norm;
-        let (geometry, pool) = self.strips(p.pool, 256, 2);
-        let mut args = [p.x, scale, bias].map(Arg::In).to_vec();
-        args.extend([p.y, p.argmax].map(Arg::Out));
-        args.extend(pool);
-        args.push(Arg::U32(p.pool.channels));
+    /// y = max_pool(relu(x * scale + bias)), with the scale and bias of `site`. argmax: window position of each
+    /// maximum, one byte per value; absent in inference. Traffic: x once, y and argmax once.
+    pub(in crate::cuda) fn max_pool(
+        &self,
+        [x, y, argmax]: [Operand; 3],
+        site: &NormSite,
+        pool: Pool,
+    ) -> Kernel {
+        let name = if argmax.is_none() { "norm_max_pool" } else { "norm_max_pool_argmax" };
+        let (geometry, strips) = self.strips(pool, 256, 2);
+        let mut args = [x, site.scale, site.bias].map(Arg::In).to_vec();
+        args.extend([y, argmax].map(Arg::Out));
+        args.extend(strips);
+        args.push(Arg::U32(pool.channels));
         kernel(name, geometry, args)
     }
 
-    /// Backward of a [`MaxPool`], through the ReLU and the batch norm, to the convolution's output. `p.gradient` is that of the pooling's output.
+    /// Backward of [`Ops::max_pool`], through the ReLU and the batch norm, to the convolution's output. `p.gradient` is that of the pooling's output.
     /// Both passes; with [`Reduce::Leave`] only the sums (`norm_backward_finish` and then
     /// [`Ops::norm_backward_apply_max_pool`] must follow). Traffic: x, dy and argmax twice, dx once.
     pub(in crate::cuda) fn norm_backward_max_pool(
@@ -109,19 +92,14 @@ impl Ops {
         kernel("norm_backward_apply_max_pool", geometry, args)
     }
 
-    /// Traffic: x once, y once.
-    pub(in crate::cuda) fn global_average(&self, p: GlobalAverage) -> Kernel {
-        let groups = p.channels / 8;
+    /// y `[pictures, C]` = mean of x, which has `shape`, over its pixels. Traffic: x once, y once.
+    pub(in crate::cuda) fn global_average(&self, x: Operand, y: Operand, shape: Shape) -> Kernel {
+        let Shape { pictures, pixels, channels } = shape;
+        let groups = channels / 8;
         let lanes = groups.next_power_of_two().clamp(1, 8);
-        let warps = p.pictures * groups.div_ceil(lanes);
-        let args = [
-            Arg::In(p.x),
-            Arg::Out(p.y),
-            Arg::U32(p.pictures),
-            Arg::U32(p.pixels),
-            Arg::U32(p.channels),
-            Arg::U32(lanes),
-        ];
+        let warps = pictures * groups.div_ceil(lanes);
+        let mut args = vec![Arg::In(x), Arg::Out(y)];
+        args.extend([pictures, pixels, channels, lanes].map(Arg::U32));
         // Few warps per block, so that a small batch uses every multiprocessor.
         kernel("global_average", plain([warps.div_ceil(4), 1, 1], [32, 4, 1]), args)
     }

@@ -163,7 +163,9 @@ impl Program {
             sizes: vec![network],
             plan,
         };
-        program.reserve(device)?;
+        program.tune_convolutions(device, true)?;
+        let bytes = program.arena_bytes(true)?;
+        program.allocate(device, bytes)?;
         Ok(program)
     }
 
@@ -198,13 +200,6 @@ impl Program {
             }
         }
         self.plan.set_network(own);
-        self.allocate(device, bytes)
-    }
-
-    /// Tunes convolutions and allocates memory.
-    fn reserve(&mut self, device: &Device) -> Result<(), EngineError> {
-        self.tune_convolutions(device, true)?;
-        let bytes = self.arena_bytes(true)?;
         self.allocate(device, bytes)
     }
 

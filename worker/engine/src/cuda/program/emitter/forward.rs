@@ -39,13 +39,12 @@ impl<'a> GraphEmitter<'a> {
         if folded {
             self.main(facts.ops.fold_border(to, pictures, side));
         }
-        let (height, width, mode, scaling) = match input {
+        let batch = ops::BatchInput { pictures, side, channels, to, padded, folded };
+        let (size, mode, scaling) = match input {
             Input::Staged { format: BatchFormat::Normalised | BatchFormat::AugmentParams, .. } => {
-                let pad = ops::PadChannels { to, pictures, side, channels, padded, folded };
-                self.main(facts.ops.pad_channels(pad));
-                return;
+                return self.main(facts.ops.pad_channels(batch));
             }
-            Input::Staged { format: BatchFormat::Bytes, .. } => (side, side, ops::GatherMode::InOrder, None),
+            Input::Staged { format: BatchFormat::Bytes, .. } => ([side; 2], ops::GatherMode::InOrder, None),
             Input::Dataset { height, width, crop_padding, reflects, training, mixes, .. } => {
                 let crop_padding = crop_padding as u32;
                 let mode = match (training, mixes) {
@@ -53,12 +52,10 @@ impl<'a> GraphEmitter<'a> {
                     (true, false) => ops::GatherMode::Augmented { crop_padding, reflects },
                     (true, true) => ops::GatherMode::Mixed { crop_padding, reflects },
                 };
-                (height as u32, width as u32, mode, facts.scaling)
+                ([height, width].map(|side| side as u32), mode, facts.scaling)
             }
         };
-        let gather =
-            ops::Gather { height, width, channels, mode, scaling, pictures, side, to, padded, folded };
-        self.main(facts.ops.gather(gather));
+        self.main(facts.ops.gather(batch, size, mode, scaling));
     }
 
     pub(super) fn forward(&mut self, index: usize, phase: Phase) -> Result<(), EngineError> {
@@ -99,8 +96,8 @@ impl<'a> GraphEmitter<'a> {
             FusedOp::Norm(norm) => self.norm_with_running_statistics(norm, training)?,
             FusedOp::GlobalAveragePool { input, output, .. } => {
                 let (x, y) = (self.activation(*input)?, self.alloc_activation(*output));
-                let average = self.average(*input, x, y);
-                self.main(self.facts.ops.global_average(average));
+                let shape = self.shape(*input);
+                self.main(self.facts.ops.global_average(x.operand(), y.operand(), shape));
                 // The backward pass does not read the input.
                 if training && self.readers[*input] == 0 && self.plan.read_once(*input) {
                     self.drop_activation(*input);
@@ -188,7 +185,8 @@ impl<'a> GraphEmitter<'a> {
         let norm = self.norm(node, x, y.operand(), mask)?;
         if node.pooled {
             self.statistics(norm, node);
-            self.main(ops.max_pool(self.pooling(node, x, y.operand(), mask)));
+            let operands = [x.operand(), y.operand(), mask];
+            self.main(ops.max_pool(operands, &self.facts.norms[node.norm], self.pool(node.input)));
             return Ok(());
         }
         if node.forward == NormForward::InNextConv {
@@ -256,7 +254,8 @@ impl<'a> GraphEmitter<'a> {
         }
         let y = self.alloc_activation(node.output);
         if node.pooled {
-            self.main(ops.max_pool(self.pooling(node, x, y.operand(), Operand::NONE)));
+            let operands = [x.operand(), y.operand(), Operand::NONE];
+            self.main(ops.max_pool(operands, &self.facts.norms[node.norm], self.pool(node.input)));
             return Ok(());
         }
         if training && node.shortcut.is_some() {
@@ -316,19 +315,7 @@ impl<'a> GraphEmitter<'a> {
         ops::Shape { pixels: self.plan.network.whole_pixels(tensor) as u32, ..self.shape(tensor) }
     }
 
-    /// The mean over all pixels. `x` is the memory of `tensor`; `y` has one mean per picture and channel.
-    pub(super) fn average(&self, tensor: TensorId, x: Allocation, y: Allocation) -> ops::GlobalAverage {
-        let ops::Shape { pictures, pixels, channels } = self.shape(tensor);
-        ops::GlobalAverage { x: x.operand(), y: y.operand(), pictures, pixels, channels }
-    }
-
-    /// The stem's pooling, fused with the preceding batch norm.
-    fn pooling(&self, node: &Norm, x: Allocation, y: Operand, argmax: Operand) -> ops::MaxPool {
-        let site = &self.facts.norms[node.norm];
-        let norm = (site.scale, site.bias);
-        ops::MaxPool { x: x.operand(), norm, y, argmax, pool: self.pool(node.input) }
-    }
-
+    /// The stem's pooling, which is fused with the preceding batch norm.
     pub(super) fn pool(&self, tensor: TensorId) -> ops::Pool {
         let shape = self.plan.network.tensors[tensor];
         ops::Pool {

@@ -212,39 +212,21 @@ fn run_rank(
     precision: Precision,
     comm: Arc<dyn ProcessGroup>,
 ) -> Result<Measurement, String> {
-    let Division { classes, accumulate, sample_share, .. } = *division;
-    let network = Arc::new(net::build(&case.model, case.image_size, 3, classes)?);
-    let initial = init::InitialParameters::new(&network, false, 0);
-    let (ranks, plan) = (comm.size(), division.plan(comm.size()));
-    let [readers, reader] = readers(plan.mesh, comm.rank() as usize);
+    let Division { classes, accumulate, .. } = *division;
+    let ranks = comm.size();
+    let [readers, reader] = readers(division.plan(ranks).mesh, comm.rank() as usize);
     let batch_size = case.batch_size / readers;
-    let config = EngineConfig {
-        batch_size,
-        optimizer: Optimizer { momentum: 0.9, weight_decay: 0.0, ..Optimizer::default() },
-        loss: LossConfig { sample_share, ..LossConfig::default() },
-        accumulate,
-        sync_batch_norm: true,
-        gradients_mean: true,
-        threads,
-    };
     let batch = synthetic(batch_size, case.image_size, classes.min(CLASSES), reader);
     let micro_batches = vec![Batch { global_samples: case.batch_size, ..batch }; accumulate];
-    let device = registry::device_of(None, Device::Cpu);
-    let built = device.backend.build(BuildArgs {
-        network,
-        initial: &initial,
-        config,
-        comm,
-        plan,
-        ordinal: device.ordinal,
+    let how = OnDevice {
+        device: registry::device_of(None, Device::Cpu),
         precision,
-        loss_scale: LossScale::Named("dynamic".into()),
         deterministic: true,
+        sync_batch_norm: true,
+        division: division.clone(),
         store: None,
-        watchdog: None,
-        generation: 0,
-    });
-    let mut engine = built.map_err(|e| e.to_string())?;
+    };
+    let mut engine = build(case, comm, how, batch_size, 0.0, threads)?;
     let mut steps = Vec::with_capacity(TIMED_STEPS);
     for step in 0..WARM_UP + TIMED_STEPS {
         let start = Instant::now();
@@ -253,20 +235,31 @@ fn run_rank(
             steps.push((start.elapsed().as_secs_f64(), result.all_reduce_secs));
         }
     }
+    Ok(measurement(case, engine.as_ref(), (threads, ranks), case.batch_size * accumulate, steps))
+}
+
+/// The results of `steps` of `pictures` pictures: for each step, its seconds and the seconds that rank 0 waited for other ranks.
+fn measurement(
+    case: &Case,
+    engine: &dyn Engine,
+    (threads, ranks): (usize, u32),
+    pictures: usize,
+    mut steps: Vec<(f64, f64)>,
+) -> Measurement {
     steps.sort_by(|a, b| a.0.total_cmp(&b.0));
-    let (median, waited) = steps[TIMED_STEPS / 2];
-    Ok(Measurement {
+    let (median, waited) = steps[steps.len() / 2];
+    Measurement {
         case: case.name.clone(),
         device: engine.device_name(),
         threads,
         ranks,
-        images_per_second: (case.batch_size * accumulate) as f64 / median,
+        images_per_second: pictures as f64 / median,
         step_ms: 1e3 * median,
         fastest_step_ms: 1e3 * steps[0].0,
         all_reduce_ms: 1e3 * waited,
         first_step_secs: 0.0,
-        gpu_memory_mb: 0.0,
-    })
+        gpu_memory_mb: engine.memory_bytes() as f64 / 1e6,
+    }
 }
 
 /// Number of untimed steps on a device, which load kernels and capture the step's graph.
@@ -276,7 +269,7 @@ const DEVICE_MEASURED: u64 = 60;
 /// Pictures in the synthetic dataset, as in CIFAR-10.
 const PICTURES: usize = 50_000;
 
-/// Settings of a rank that has its own device.
+/// The device of a rank, and how it computes.
 pub struct OnDevice {
     pub device: DeviceChoice,
     pub precision: Precision,
@@ -322,21 +315,10 @@ pub fn run_on_device(case: &Case, comm: Arc<dyn ProcessGroup>, how: OnDevice) ->
     let secs = clock.elapsed().as_secs_f64() / DEVICE_MEASURED as f64;
     // If a rank left now, ranks that still wait for their last step would consider it dead.
     comm.barrier().map_err(|e| e.to_string())?;
-    let mut steps: Vec<_> = results.iter().skip(1).map(|r| (r.step_secs, r.all_reduce_secs)).collect();
-    steps.sort_by(|a, b| a.0.total_cmp(&b.0));
-    let (median, waited) = steps[steps.len() / 2];
-    Ok(Measurement {
-        case: case.name.clone(),
-        device: engine.device_name(),
-        threads: 1,
-        ranks: comm.size(),
-        images_per_second: (mesh.data * mesh.model * case.batch_size * accumulate) as f64 / secs,
-        step_ms: 1e3 * median,
-        fastest_step_ms: 1e3 * steps[0].0,
-        all_reduce_ms: 1e3 * waited,
-        first_step_secs,
-        gpu_memory_mb: engine.memory_bytes() as f64 / 1e6,
-    })
+    let steps = results.iter().skip(1).map(|r| (r.step_secs, r.all_reduce_secs)).collect();
+    let pictures = mesh.data * mesh.model * case.batch_size * accumulate;
+    let measured = measurement(case, engine.as_ref(), (1, comm.size()), pictures, steps);
+    Ok(Measurement { images_per_second: pictures as f64 / secs, first_step_secs, ..measured })
 }
 
 /// Times of the calls of one step of `case` on a device: (call, milliseconds), in order.
@@ -362,17 +344,33 @@ fn on_device(
     comm: Arc<dyn ProcessGroup>,
     how: OnDevice,
 ) -> Result<(Box<dyn Engine>, DataSource), String> {
+    let threads = (lockstep_host::cores() / comm.size()).max(1) as usize;
+    let mut engine = build(case, comm, how, case.batch_size, 5e-4, threads)?;
+    let mut data = DataSource::synthetic(PICTURES, case.image_size, 0);
+    data.set_format(engine.take_data(&data).map_err(|e| e.to_string())?);
+    Ok((engine, data))
+}
+
+/// Builds the engine of one rank of `comm`.
+fn build(
+    case: &Case,
+    comm: Arc<dyn ProcessGroup>,
+    how: OnDevice,
+    batch_size: usize,
+    weight_decay: f32,
+    threads: usize,
+) -> Result<Box<dyn Engine>, String> {
     let Division { classes, accumulate, sample_share, .. } = how.division;
     let network = Arc::new(net::build(&case.model, case.image_size, 3, classes)?);
     let initial = init::InitialParameters::new(&network, false, 0);
     let config = EngineConfig {
-        batch_size: case.batch_size,
-        optimizer: Optimizer { momentum: 0.9, weight_decay: 5e-4, ..Optimizer::default() },
+        batch_size,
+        optimizer: Optimizer { momentum: 0.9, weight_decay, ..Optimizer::default() },
         loss: LossConfig { sample_share, ..LossConfig::default() },
         accumulate,
         sync_batch_norm: how.sync_batch_norm,
         gradients_mean: true,
-        threads: (lockstep_host::cores() / comm.size()).max(1) as usize,
+        threads,
     };
     let built = how.device.backend.build(BuildArgs {
         network,
@@ -388,10 +386,7 @@ fn on_device(
         watchdog: None,
         generation: 0,
     });
-    let mut engine = built.map_err(|e| e.to_string())?;
-    let mut data = DataSource::synthetic(PICTURES, case.image_size, 0);
-    data.set_format(engine.take_data(&data).map_err(|e| e.to_string())?);
-    Ok((engine, data))
+    built.map_err(|e| e.to_string())
 }
 
 /// This rank's batches of all epochs.

@@ -1,7 +1,8 @@
-//! Checks that tensors fit a network, for all engines.
+//! Checks that tensors and batches fit a network, for all engines.
 
 use super::EngineError;
 use crate::net::{Network, Parameter};
+use lockstep_data::loader::Batch;
 use lockstep_host::tensors::TensorSource;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,9 +16,6 @@ pub(super) fn check(network: &Network, tensors: &dyn TensorSource) -> Result<(),
 }
 
 /// Checks that `tensors` have exactly the names and shapes of `wanted`.
-///
-/// # Errors
-/// As for [`check`].
 pub(super) fn check_shapes(
     network: &Network,
     tensors: &dyn TensorSource,
@@ -49,6 +47,21 @@ pub(super) fn check_shapes(
     let more = if mistakes.len() > 3 { format!("; and {} more", mistakes.len() - 3) } else { String::new() };
     mistakes.truncate(3);
     Err(EngineError::Parameters(format!("{}{more}", mistakes.join("; "))))
+}
+
+/// Checks that a batch fits the network; engines rely on this. `values`: the number of values of its pictures, if the engine reads them.
+pub(super) fn check_batch(
+    network: &Network,
+    batch: &Batch,
+    values: Option<usize>,
+) -> Result<(), EngineError> {
+    let (pictures, picture) = (batch.labels.len(), network.tensors[network.input()].len());
+    if let Some(values) = values.filter(|values| *values != pictures * picture) {
+        return Err(EngineError::Parameters(format!(
+            "a batch of {pictures} labels has {values} values instead of {picture} per picture"
+        )));
+    }
+    batch.check_labels(network.classes).map_err(EngineError::Parameters)
 }
 
 /// A rank's part of whole tensors.

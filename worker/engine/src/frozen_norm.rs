@@ -1,7 +1,7 @@
 //! Tests of networks with frozen batch norms, on the CPU engine: gradients are the derivatives of the loss with running
 //! statistics, and no tensor of a batch norm changes.
 
-use super::{Engine, EngineConfig, LossConfig, Optimizer, build_cpu, unfused};
+use super::{Engine, EngineConfig, Optimizer, build_cpu, unfused};
 use crate::net::{Network, Role, init, resnet};
 use lockstep_comm::SingleRank;
 use lockstep_data::loader::Batch;
@@ -50,25 +50,14 @@ fn networks() -> Vec<Arc<Network>> {
     all
 }
 
-fn config(optimizer: Optimizer) -> EngineConfig {
-    EngineConfig {
-        batch_size: 6,
-        optimizer,
-        loss: LossConfig::default(),
-        accumulate: 1,
-        sync_batch_norm: true,
-        gradients_mean: true,
-        threads: 2,
-    }
-}
-
 /// An optimizer whose momentum after the first step is the gradient.
 fn plain_sgd() -> Optimizer {
-    Optimizer { momentum: 0.9, weight_decay: 0.0, ..Optimizer::default() }
+    unfused::config(6).optimizer
 }
 
 fn engine(network: &Arc<Network>, optimizer: Optimizer) -> Box<dyn Engine> {
-    build_cpu(network.clone(), &trained_parameters(network), config(optimizer), Arc::new(SingleRank)).unwrap()
+    let config = EngineConfig { optimizer, ..unfused::config(6) };
+    build_cpu(network.clone(), &trained_parameters(network), config, Arc::new(SingleRank)).unwrap()
 }
 
 fn batch(network: &Network, number: usize) -> Batch {
@@ -172,7 +161,7 @@ fn micro_batches_have_the_gradients_of_one_batch() {
             indices: of.map(|i| i as u64).collect(),
             ..Batch::default()
         };
-        let config = EngineConfig { accumulate: 2, ..config(plain_sgd()) };
+        let config = EngineConfig { accumulate: 2, ..unfused::config(6) };
         let gradients = |step: &[Batch]| {
             let comm = Arc::new(SingleRank);
             let mut engine =

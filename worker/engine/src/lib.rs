@@ -284,22 +284,12 @@ pub trait Engine: Send {
     fn precision(&self) -> Precision {
         Precision::Fp32
     }
-    /// Number of this rank's replica of the state: the rank in its data-parallel group.
-    fn replica(&self) -> u32;
     /// Collective: this rank's contribution to a checkpoint, in whole tensors. Of ranks that do not write, only those copy state off the device
     /// that have a part of a tensor that another rank writes.
     ///
     /// # Errors
     /// The device fails.
-    fn state_dict(&self, writers: &Writers) -> Result<Contribution, EngineError> {
-        let own = self.replica();
-        if !writers.include(own) {
-            return Ok(Contribution::Replica);
-        }
-        let mut state = self.own_state()?;
-        writers.retain(&mut state, |rank| rank == own);
-        Ok(writers.contribution(state))
-    }
+    fn state_dict(&self, writers: &Writers) -> Result<Contribution, EngineError>;
     /// This rank's own state, copied off the device.
     ///
     /// # Errors

@@ -67,18 +67,9 @@ impl<'a> Prologue<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{LossConfig, Optimizer};
 
     fn config(accumulate: usize) -> EngineConfig {
-        EngineConfig {
-            batch_size: 8,
-            optimizer: Optimizer::default(),
-            loss: LossConfig::default(),
-            accumulate,
-            sync_batch_norm: true,
-            gradients_mean: true,
-            threads: 1,
-        }
+        EngineConfig { accumulate, ..crate::unfused::config(8) }
     }
 
     fn batch(own: usize, global_samples: usize) -> Batch {

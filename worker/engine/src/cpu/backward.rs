@@ -4,7 +4,7 @@ use super::{
     batch_norm::{self, Affine, Mask},
     conv::{self, ConvShape},
     elementwise, exchange,
-    executor::{Executor, MicroBatch},
+    executor::Executor,
     forward::max_pool,
     linear,
     margin::Unit,
@@ -13,21 +13,18 @@ use super::{
 use crate::{
     EngineError,
     fuse::{Conv, FusedOp, Norm},
+    prologue::StepPart,
 };
 use std::{ops::Range, time::Instant};
 
 impl Executor {
-    /// Computes the gradients of all parameters from that of the logits or of the next stage's input. `statistics_of` as in forward.
-    pub(super) fn backward(
-        &mut self,
-        statistics_of: f64,
-        micro_batch: MicroBatch,
-    ) -> Result<(), EngineError> {
+    /// Computes the gradients of all parameters from that of the logits or of the next stage's input.
+    pub(super) fn backward(&mut self, micro_batch: StepPart<'_>) -> Result<(), EngineError> {
         self.receive_gradient()?;
         for index in (0..self.ops.len()).rev() {
             let parts = std::mem::take(&mut self.gradient_parts[self.ops[index].output()]);
             let began = Instant::now();
-            self.op_backward(index, statistics_of, micro_batch, parts)?;
+            self.op_backward(index, micro_batch, parts)?;
             self.count_time(index, began);
         }
         self.send_ready();
@@ -50,8 +47,7 @@ impl Executor {
     fn op_backward(
         &mut self,
         index: usize,
-        statistics_of: f64,
-        micro_batch: MicroBatch,
+        micro_batch: StepPart<'_>,
         parts: Vec<Vec<f32>>,
     ) -> Result<(), EngineError> {
         let network = self.network.clone();
@@ -94,12 +90,7 @@ impl Executor {
             if self.config.sync_batch_norm && !frozen {
                 self.reducer.statistics(&mut sums, network.axes(*input), &mut || self.state.advance())?;
             }
-            let of = if self.config.sync_batch_norm { statistics_of } else { pictures as f64 };
-            let pixels = match self.config.sync_batch_norm {
-                true => network.whole_pixels(*input),
-                false => shapes[*input].pixels(),
-            };
-            let count = if frozen { 1.0 } else { of * pixels as f64 };
+            let count = if frozen { 1.0 } else { self.statistics_count(*input, micro_batch.statistics_of) };
             if let Some(shortcut) = shortcut {
                 let mut dx = self.pool.alloc(len(*input));
                 batch_norm::backward_input(x, affine, &sums, count, &dy, &mut dx);
@@ -205,10 +196,11 @@ impl Executor {
                 });
                 self.activations[*input] = x;
             }
-            FusedOp::MaxPool { input, output, .. } => {
+            FusedOp::MaxPool { input, output, kernel, stride, padding } => {
                 let mut dx = self.pool.alloc(len(*input));
                 if pictures > 0 {
-                    max_pool(&network, &op).backward(&dy, &self.argmax[*output][..len(*output)], &mut dx);
+                    let pool = max_pool(&network, [*input, *output], [*kernel, *stride, *padding]);
+                    pool.backward(&dy, &self.argmax[*output][..len(*output)], &mut dx);
                 }
                 self.gradient_parts[*input].push(dx);
             }

@@ -53,9 +53,6 @@ impl Region {
 /// `x` holds this rank's `from` region. `y`, this rank's `to` region, is overwritten.
 ///
 /// In each round every rank exchanges with exactly one other rank, so there are no chains of waiting ranks.
-///
-/// # Errors
-/// As for [`lockstep_comm::ProcessGroup::send`].
 pub(super) fn exchange(
     group: &Group,
     (from, to): (&[Region], &[Region]),
@@ -71,19 +68,13 @@ pub(super) fn exchange(
         let send = |buffer: &mut Vec<f32>| {
             buffer.clear();
             from[rank].runs(&given, |at| buffer.extend_from_slice(&x[at]));
-            if peer == rank || buffer.is_empty() {
-                Ok(())
-            } else {
-                group.send((&*buffer).into(), peer as u32)
-            }
+            if peer == rank { Ok(()) } else { group.send((&*buffer).into(), peer as u32) }
         };
         if rank <= peer {
             send(&mut buffer)?;
         }
         let mut received = vec![0.0; if peer == rank { 0 } else { taken.len() }];
-        if !received.is_empty() {
-            group.recv((&mut received).into(), peer as u32)?;
-        }
+        group.recv((&mut received).into(), peer as u32)?;
         if rank > peer {
             send(&mut buffer)?;
         }
@@ -149,9 +140,6 @@ impl Pictures {
 
     /// Redistributes the activation `x` over `group`, from any placement but [`Placement::Whole`] to any placement but
     /// [`Placement::Partial`]. `channels` is the number of channels of the whole activation.
-    ///
-    /// # Errors
-    /// As for [`exchange`].
     pub(super) fn redistribute(
         &self,
         group: &Group,

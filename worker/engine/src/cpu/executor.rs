@@ -34,15 +34,6 @@ use std::{
 /// million). Sending twice the bytes takes little time compared with their steps.
 const F64_GRADIENTS_UP_TO: usize = 2_000_000;
 
-/// Position of a micro-batch in its step.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct MicroBatch {
-    /// The first micro-batch: its gradients overwrite those of the previous step.
-    pub(super) first: bool,
-    /// The last micro-batch: its gradients complete the step's.
-    pub(super) last: bool,
-}
-
 /// A batch norm's state, except for trained parameters.
 pub(super) struct Norm {
     pub(super) name: String,
@@ -128,7 +119,7 @@ impl Executor {
         comm: &Arc<dyn ProcessGroup>,
         capabilities: Capabilities,
     ) -> Result<Self, EngineError> {
-        let network = part_of(&network, plan, comm.rank())?;
+        let network = plan::part_of(&network, plan, comm.rank())?;
         config.loss.check_part(&network).map_err(EngineError::Parameters)?;
         let ops = fuse::fuse(&network, &capabilities);
         let layout = Layout::new(&network, &ops);
@@ -241,10 +232,10 @@ impl Executor {
         let (stage, stages) = self.network.stage();
         for pass in plan::schedule(stage, stages, parts.len()) {
             let (Pass::Forward(number) | Pass::Backward(number)) = pass;
-            let StepPart { batch, first, last, statistics_of } = parts[number];
+            let micro_batch @ StepPart { batch, statistics_of, .. } = parts[number];
             self.swap_kept(number);
             if pass == Pass::Backward(number) {
-                self.backward(statistics_of, MicroBatch { first, last })?;
+                self.backward(micro_batch)?;
             } else {
                 let labels = self.meet(batch)?;
                 self.forward(&batch.images, Some(statistics_of))?;
@@ -446,11 +437,6 @@ impl Executor {
         self.redistribute(tensor, (placement, &Placement::Batch), logits, &mut all)?;
         Ok(all)
     }
-}
-
-/// This rank's part of `network` under `plan`.
-pub(super) fn part_of(network: &Arc<Network>, plan: &Plan, rank: u32) -> Result<Arc<Network>, EngineError> {
-    plan::part_of(network, plan, rank).map_err(EngineError::Parameters)
 }
 
 fn norms(network: &Network, ops: &[FusedOp]) -> Vec<Norm> {

@@ -87,9 +87,10 @@ impl Executor {
                 elementwise::gelu(x(*input), bias, y);
             }
             FusedOp::Add { branch, shortcut, .. } => elementwise::add(x(*branch), x(*shortcut), y),
-            FusedOp::MaxPool { input, output, .. } => {
-                let len = y.len();
-                max_pool(&self.network, op).forward(x(*input), y, &mut self.argmax[*output][..len]);
+            FusedOp::MaxPool { input, output, kernel, stride, padding } => {
+                let (len, window) = (y.len(), [*kernel, *stride, *padding]);
+                let pool = max_pool(&self.network, [*input, *output], window);
+                pool.forward(x(*input), y, &mut self.argmax[*output][..len]);
             }
             FusedOp::GlobalAveragePool { input, .. } => pool::global_average(x(*input), shapes[*input], y),
             FusedOp::Linear { name, input, is_head, .. } => {
@@ -135,12 +136,7 @@ impl Executor {
                 if self.config.sync_batch_norm {
                     self.reducer.statistics(&mut sums, self.network.axes(*input), &mut || false)?;
                 }
-                let of = if self.config.sync_batch_norm { of } else { pictures as f64 };
-                let pixels = match self.config.sync_batch_norm {
-                    true => self.network.whole_pixels(*input),
-                    false => shapes[*input].pixels(),
-                };
-                let count = of * pixels as f64;
+                let count = self.statistics_count(*input, of);
                 if count == 0.0 {
                     return Ok(());
                 }
@@ -163,6 +159,16 @@ impl Executor {
 }
 
 impl Executor {
+    /// Number of values of each channel of `tensor` in batch norm's statistics: over `pictures` pictures on all ranks if statistics are
+    /// synchronised, else over this rank's own.
+    pub(super) fn statistics_count(&self, tensor: TensorId, pictures: f64) -> f64 {
+        if self.config.sync_batch_norm {
+            return pictures * self.network.whole_pixels(tensor) as f64;
+        }
+        let own = self.pictures.of(self.network.placement(tensor));
+        own as f64 * self.network.tensors[tensor].pixels() as f64
+    }
+
     /// Redistributes an activation with the shape of `tensor`, or its gradient, over the model group.
     pub(super) fn redistribute(
         &self,
@@ -247,22 +253,13 @@ impl Executor {
 /// Maximum number of rows above a picture at which a window begins.
 const ABOVE: isize = 1 << 16;
 
-/// Parameters of a [`FusedOp::MaxPool`] of `network`.
-pub(super) fn max_pool(network: &Network, op: &FusedOp) -> MaxPool {
-    let (mut pool, shapes) = (
-        MaxPool {
-            input: network.tensors[0],
-            output: network.tensors[0],
-            kernel: 1,
-            stride: 1,
-            padding: 0,
-            row_padding: 0,
-        },
-        &network.tensors,
-    );
-    if let FusedOp::MaxPool { input, output, kernel, stride, padding } = *op {
-        let row_padding = network.row_padding(input, padding);
-        pool = MaxPool { input: shapes[input], output: shapes[output], kernel, stride, padding, row_padding };
-    }
-    pool
+/// A max pooling of `network`.
+pub(super) fn max_pool(
+    network: &Network,
+    [input, output]: [TensorId; 2],
+    [kernel, stride, padding]: [usize; 3],
+) -> MaxPool {
+    let row_padding = network.row_padding(input, padding);
+    let [input, output] = [input, output].map(|tensor| network.tensors[tensor]);
+    MaxPool { input, output, kernel, stride, padding, row_padding }
 }

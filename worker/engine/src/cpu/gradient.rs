@@ -10,11 +10,8 @@
 //! Float64 doubles the bytes that ranks read and send. Large networks therefore reduce float32 in a fixed order: every run with the
 //! same number of ranks has the same bits, but another number of ranks has other bits.
 
-use super::{
-    conv::Scratch,
-    executor::{Executor, MicroBatch},
-    reduce::Bucket,
-};
+use super::{conv::Scratch, executor::Executor, reduce::Bucket};
+use crate::prologue::StepPart;
 use lockstep_kernels::sums;
 use rayon::prelude::*;
 use std::ops::Range;
@@ -32,7 +29,7 @@ impl Executor {
     pub(super) fn add_gradient(
         &mut self,
         parameter: usize,
-        micro_batch: MicroBatch,
+        micro_batch: StepPart<'_>,
         pictures: usize,
         compute: impl Fn(Range<usize>, &mut [f32], &mut Scratch) + Sync,
     ) {
@@ -83,7 +80,7 @@ impl Executor {
     }
 
     /// Adds a gradient that is already summed in float64, one value per element of the parameter.
-    pub(super) fn add_sums(&mut self, parameter: usize, micro_batch: MicroBatch, added: &[f64]) {
+    pub(super) fn add_sums(&mut self, parameter: usize, micro_batch: StepPart<'_>, added: &[f64]) {
         let (bucket, range) =
             (self.layout.parameters[parameter].bucket, self.layout.parameters[parameter].in_bucket.clone());
         match self.state.gradient(bucket) {
@@ -98,7 +95,7 @@ impl Executor {
     }
 
     /// Marks a bucket complete if `parameter` is its last parameter and the micro-batch is the step's last.
-    fn complete(&mut self, parameter: usize, micro_batch: MicroBatch) {
+    fn complete(&mut self, parameter: usize, micro_batch: StepPart<'_>) {
         let bucket = self.layout.parameters[parameter].bucket;
         if !micro_batch.last || self.layout.last_parameters[bucket] != parameter {
             return;

@@ -40,34 +40,17 @@ impl Group {
         self.call(|comm| comm.all_reduce(values, reduction))
     }
 
-    /// Sends the values of the group's first rank to all of its ranks.
-    pub(super) fn broadcast(&self, values: ValuesMut<'_>) -> Result<(), CommError> {
-        self.call(|comm| comm.broadcast(values, 0))
-    }
-
-    pub(super) fn reduce_scatter(
-        &self,
-        input: Values<'_>,
-        output: ValuesMut<'_>,
-        reduction: Reduction,
-    ) -> Result<(), CommError> {
-        self.call(|comm| comm.reduce_scatter(input, output, reduction))
-    }
-
     pub(super) fn all_gather(&self, input: Values<'_>, output: ValuesMut<'_>) -> Result<(), CommError> {
         self.call(|comm| comm.all_gather(input, output))
     }
 
-    pub(super) fn all_gather_bytes(&self, value: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
-        self.call(|comm| comm.all_gather_bytes(value))
-    }
-
+    /// Sends `values`. Ranks without pictures in a micro-batch send no message.
     pub(super) fn send(&self, values: Values<'_>, to: u32) -> Result<(), CommError> {
-        self.call(|comm| comm.send(values, to))
+        if values.is_empty() { Ok(()) } else { self.call(|comm| comm.send(values, to)) }
     }
 
     pub(super) fn recv(&self, values: ValuesMut<'_>, from: u32) -> Result<(), CommError> {
-        self.call(|comm| comm.recv(values, from))
+        if values.is_empty() { Ok(()) } else { self.call(|comm| comm.recv(values, from)) }
     }
 
     /// Time spent in this group's calls since the last call of this function.
@@ -75,7 +58,11 @@ impl Group {
         Duration::from_nanos(self.waited.swap(0, Ordering::Relaxed))
     }
 
-    fn call<T>(&self, call: impl FnOnce(&dyn ProcessGroup) -> Result<T, CommError>) -> Result<T, CommError> {
+    /// Makes a call of the group, and counts its time.
+    pub(super) fn call<T>(
+        &self,
+        call: impl FnOnce(&dyn ProcessGroup) -> Result<T, CommError>,
+    ) -> Result<T, CommError> {
         let began = Instant::now();
         let result = call(self.comm.as_ref());
         self.waited.fetch_add(began.elapsed().as_nanos() as u64, Ordering::Relaxed);

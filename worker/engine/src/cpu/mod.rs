@@ -48,7 +48,7 @@ use crate::net::{Axes, Network};
 use average::Average;
 pub(super) use backend::Cpu;
 pub use backend::MAX_CPU_SLOTS;
-use executor::{Executor, part_of};
+use executor::Executor;
 use lockstep_comm::ProcessGroup;
 use lockstep_data::loader::{Batch, BatchFormat, DataSource};
 use lockstep_host::tensors::TensorSource;
@@ -121,7 +121,7 @@ impl Engine for CpuEngine {
         if self.network.image_size != image_size {
             let network = self.sizes.iter().find(|network| network.image_size == image_size);
             self.network = network.ok_or_else(|| unknown_size(image_size))?.clone();
-            self.executor.set_network(part_of(&self.network, &self.plan, self.comm.rank())?);
+            self.executor.set_network(plan::part_of(&self.network, &self.plan, self.comm.rank())?);
         }
         Ok(())
     }
@@ -252,10 +252,6 @@ impl Engine for CpuEngine {
         }
     }
 
-    fn replica(&self) -> u32 {
-        self.comm.rank()
-    }
-
     fn state_dict(&self, writers: &Writers) -> Result<Contribution, EngineError> {
         let distribution = Distribution::new(&self.network, &self.plan, self.comm.as_ref())?;
         let optimizer = &self.executor.config.optimizer;
@@ -290,8 +286,8 @@ impl Engine for CpuEngine {
             distribution::broadcast(
                 &self.executor.network,
                 &mut own,
-                |values| same_part.broadcast(values.into()),
-                |values| groups.model.broadcast(values.into()),
+                |values| same_part.call(|comm| comm.broadcast(values.into(), 0)),
+                |values| groups.model.call(|comm| comm.broadcast(values.into(), 0)),
             )?;
             return self.set_parameters(&own);
         }
@@ -414,17 +410,8 @@ impl CpuEngine {
         self.executor.state.memory().is_none() || self.comm.rank() == 0
     }
 
-    /// Checks that a batch fits the network; the passes rely on this.
     fn check_batch(&self, batch: &Batch) -> Result<(), EngineError> {
-        let picture = self.network.tensors[self.network.input()].len();
         let reads_pictures = self.executor.network.stage().0 == 0;
-        if reads_pictures && batch.images.len() != batch.labels.len() * picture {
-            return Err(EngineError::Parameters(format!(
-                "a batch of {} labels has {} values instead of {picture} per picture",
-                batch.labels.len(),
-                batch.images.len()
-            )));
-        }
-        batch.check_labels(self.network.classes).map_err(EngineError::Parameters)
+        check::check_batch(&self.network, batch, reads_pictures.then_some(batch.images.len()))
     }
 }

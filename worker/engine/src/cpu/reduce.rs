@@ -92,9 +92,6 @@ impl Reducer {
 
     /// Sums `values` over all ranks along `data` and `axes`. While this rank waits in shared memory it calls `idle`, which does some other work, or
     /// returns false if there is none.
-    ///
-    /// # Errors
-    /// As for [`ProcessGroup::all_reduce`].
     pub(super) fn statistics(
         &mut self,
         values: &mut Vec<f64>,
@@ -205,7 +202,7 @@ where
     }
     let len = values.len() / group.size() as usize;
     let mut part = vec![T::default(); len];
-    group.reduce_scatter((&*values).into(), (&mut part[..]).into(), Reduction::Sum)?;
+    group.call(|comm| comm.reduce_scatter((&*values).into(), (&mut part[..]).into(), Reduction::Sum))?;
     values[group.rank() as usize * len..][..len].copy_from_slice(&part);
     Ok(())
 }

@@ -15,9 +15,6 @@ pub(super) struct Labels {
 }
 
 /// Collective: gathers the numbers of pictures and the labels of all ranks of the group.
-///
-/// # Errors
-/// As for [`lockstep_comm::ProcessGroup::all_gather_bytes`].
 pub(super) fn gather(group: &Group, batch: &Batch) -> Result<(Pictures, Labels), CommError> {
     let numbers = |values: &[u32]| values.iter().flat_map(|label| label.to_le_bytes()).collect::<Vec<u8>>();
     // The weight, the labels and, if pictures are mixed, the second labels.
@@ -28,7 +25,7 @@ pub(super) fn gather(group: &Group, batch: &Batch) -> Result<(Pictures, Labels),
     message.extend(numbers(&batch.mixed_labels));
     let mut counts = Vec::new();
     let mut labels = Labels::default();
-    for message in group.all_gather_bytes(&message)? {
+    for message in group.call(|comm| comm.all_gather_bytes(&message))? {
         let words: Vec<[u8; 4]> = message.as_chunks::<4>().0.to_vec();
         let count = u32::from_le_bytes(words[1]) as usize;
         let (own, others) = words[2..].split_at(count);
@@ -67,9 +64,6 @@ impl Classes<'_> {
 }
 
 /// Collective: the largest logit of each picture of the group and its class, which is the first one of equal logits.
-///
-/// # Errors
-/// As for [`lockstep_comm::ProcessGroup::all_gather`].
 pub(super) fn largest(
     group: &Group,
     logits: &[f32],
@@ -104,9 +98,6 @@ pub(super) fn largest(
 /// `classes`. `all_classes` is the number of classes of all ranks, which only `smoothing` uses. `best` is the result of
 /// [`largest`] for logits that are not smaller than these. The gradient, times `scale`, is written for all pictures;
 /// the loss is that of this rank's own.
-///
-/// # Errors
-/// As for [`lockstep_comm::ProcessGroup::all_reduce`].
 pub(super) fn cross_entropy(
     group: &Group,
     logits: &[f32],

@@ -4,12 +4,8 @@
 //! a later micro-batch before it receives a gradient, so the later stage receives that activation before it sends the gradient. Stages form
 //! a chain, so they never wait in a cycle.
 
-use super::{
-    executor::Executor,
-    groups::{Group, Groups},
-};
+use super::{executor::Executor, groups::Groups};
 use crate::{EngineError, net::TensorId};
-use lockstep_comm::CommError;
 use std::mem::swap;
 
 impl Executor {
@@ -46,7 +42,7 @@ impl Executor {
     pub(super) fn receive_input(&mut self) -> Result<bool, EngineError> {
         let input = self.network.input();
         let (len, mut values) = (self.len(input), std::mem::take(&mut self.activations[input]));
-        let taken = self.before().map(|(groups, from)| receive(&groups.stage, &mut values[..len], from));
+        let taken = self.before().map(|(groups, from)| groups.stage.recv((&mut values[..len]).into(), from));
         self.activations[input] = values;
         let Some(taken) = taken else { return Ok(false) };
         taken?;
@@ -58,7 +54,7 @@ impl Executor {
     pub(super) fn send_output(&self) -> Result<(), EngineError> {
         let Some((groups, to)) = self.after() else { return Ok(()) };
         let output = self.network.logits();
-        Ok(send(&groups.stage, &self.activations[output][..self.len(output)], to)?)
+        Ok(groups.stage.send((&self.activations[output][..self.len(output)]).into(), to)?)
     }
 
     /// Receives the gradient of the stage's output from the next stage, if there is one.
@@ -71,7 +67,7 @@ impl Executor {
         let len = self.len(output);
         let mut gradient = self.pool.alloc(len);
         if let Some((groups, from)) = self.after() {
-            receive(&groups.stage, &mut gradient, from)?;
+            groups.stage.recv((&mut gradient).into(), from)?;
         }
         self.gradient_parts[output].push(gradient);
         Ok(())
@@ -97,18 +93,9 @@ impl Executor {
     pub(super) fn send_input_gradient(&mut self) -> Result<(), EngineError> {
         let Some(gradient) = self.input_gradient.take() else { return Ok(()) };
         if let Some((groups, to)) = self.before() {
-            send(&groups.stage, &gradient, to)?;
+            groups.stage.send((&gradient).into(), to)?;
         }
         self.pool.free(gradient);
         Ok(())
     }
-}
-
-/// Sends `values`. Ranks without pictures in a micro-batch send no message.
-fn send(group: &Group, values: &[f32], to: u32) -> Result<(), CommError> {
-    if values.is_empty() { Ok(()) } else { group.send(values.into(), to) }
-}
-
-fn receive(group: &Group, values: &mut [f32], from: u32) -> Result<(), CommError> {
-    if values.is_empty() { Ok(()) } else { group.recv(values.into(), from) }
 }

@@ -111,19 +111,6 @@ struct SharedBuffers {
     squares: [SharedSlice<AtomicU64>; 3],
 }
 
-/// Assigns offsets in shared memory.
-struct Map {
-    next: usize,
-}
-
-impl Map {
-    fn take(&mut self, bytes: usize) -> usize {
-        let at = self.next;
-        self.next = (at + bytes).next_multiple_of(ALIGN);
-        at
-    }
-}
-
 impl State {
     /// State filled with zeros, and the reason if several ranks do not share memory. `model_group`: the ranks that have other parts of
     /// split parameters. `sharding`: how ranks divide the optimizer's state if they do not share memory.
@@ -142,18 +129,24 @@ impl State {
         let mut pieces = pieces::pieces(layout, &shares);
         let (world, len) = (comm.size() as usize, layout.len());
 
-        let mut map = Map { next: 0 };
-        let weights = map.take(4 * len);
-        let optimizer_slots: Vec<usize> = optimizer.slots().iter().map(|_| map.take(4 * len)).collect();
-        let counts = map.take(world * size_of::<Counts>());
-        let squares = [0; 3].map(|_| map.take(8 * pieces.len()));
+        // Assigns offsets in shared memory.
+        let mut shared_bytes = 0;
+        let mut take = |bytes: usize| {
+            let at = shared_bytes;
+            shared_bytes = (at + bytes).next_multiple_of(ALIGN);
+            at
+        };
+        let weights = take(4 * len);
+        let optimizer_slots: Vec<usize> = optimizer.slots().iter().map(|_| take(4 * len)).collect();
+        let counts = take(world * size_of::<Counts>());
+        let squares = [0; 3].map(|_| take(8 * pieces.len()));
         let width = if f64_gradients { 8 } else { 4 };
         let places: Vec<Vec<usize>> = (0..world)
-            .map(|_| layout.buckets.iter().map(|bucket| map.take(width * bucket.len())).collect())
+            .map(|_| layout.buckets.iter().map(|bucket| take(width * bucket.len())).collect())
             .collect();
         let (memory, shm_unavailable_reason) = match world {
             1 => (None, None),
-            _ => match comm.shared_memory(map.next)? {
+            _ => match comm.shared_memory(shared_bytes)? {
                 Ok(memory) => (Some(memory), None),
                 Err(why) => (None, Some(why)),
             },

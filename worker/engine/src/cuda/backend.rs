@@ -1,9 +1,9 @@
 //! NVIDIA's GPUs as a backend.
 
-use super::{CudaError, GpuConfig, build, build_decoder, check_sample, dtype_of, program, warm};
+use super::{GpuConfig, build, check_sample, dtype_of, jpeg, program, warm};
 use crate::{
     Engine, EngineError,
-    backend::{Backend, BuildArgs, DeviceError, DeviceMetrics, Devices, Needs, Selection, SharedMemory},
+    backend::{Backend, BuildArgs, DeviceMetrics, Devices, Needs, Selection, SharedMemory},
     net::Network,
     plan::{self, Plan},
 };
@@ -188,7 +188,8 @@ impl Backend for Cuda {
     }
 
     fn decoder(&self, ordinal: i32, precision: Precision) -> Result<Arc<dyn DeviceDecoder>, String> {
-        build_decoder(ordinal, precision)
+        libraries::ready(&[Library::Driver])?;
+        jpeg::open(ordinal, dtype_of(precision))
     }
 
     fn device_metrics(&self, given: Option<&RankGpu>) -> Result<Option<DeviceMetrics>, String> {
@@ -206,22 +207,6 @@ impl Backend for Cuda {
 
     fn may_run_exit_handlers(&self, limit: Duration) -> bool {
         !SKIPS_EXIT_HANDLERS.load(Ordering::Relaxed) && !warm::is_opening() && nccl::wait_for_aborts(limit)
-    }
-}
-
-impl DeviceError for CudaError {
-    fn is_retriable(&self) -> bool {
-        CudaError::is_retriable(self)
-    }
-
-    fn is_out_of_memory(&self) -> bool {
-        matches!(self, CudaError::OutOfMemory { .. })
-    }
-}
-
-impl From<CudaError> for EngineError {
-    fn from(error: CudaError) -> Self {
-        EngineError::Backend(Box::new(error))
     }
 }
 

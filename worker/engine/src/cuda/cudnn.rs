@@ -310,16 +310,8 @@ fn configurations(
     heuristic.set_descriptors(Name::CUDNN_ATTR_ENGINEHEUR_OPERATION_GRAPH, &[graph])?;
     heuristic.set(Name::CUDNN_ATTR_ENGINEHEUR_MODE, Type::CUDNN_TYPE_HEUR_MODE, &[mode])?;
     heuristic.finalize("a heuristic")?;
-    let configs = (0..MAX_CONFIGURATIONS)
-        .map(|_| Descriptor::new(Kind::CUDNN_BACKEND_ENGINECFG_DESCRIPTOR))
-        .collect::<Result<Vec<_>, _>>()?;
-    let mut handles: Vec<_> = configs.iter().map(|c| c.0).collect();
-    let found = heuristic.get(
-        Name::CUDNN_ATTR_ENGINEHEUR_RESULTS,
-        Type::CUDNN_TYPE_BACKEND_DESCRIPTOR,
-        &mut handles,
-    )?;
-    Ok(configs.into_iter().take(found).collect())
+    let kind = Kind::CUDNN_BACKEND_ENGINECFG_DESCRIPTOR;
+    heuristic.get_descriptors(Name::CUDNN_ATTR_ENGINEHEUR_RESULTS, kind, MAX_CONFIGURATIONS)
 }
 
 /// The engine of a configuration.
@@ -333,15 +325,9 @@ fn engine_of(config: &Descriptor) -> Result<Descriptor, CudaError> {
 fn choice_of(config: &Descriptor) -> Result<Choice, CudaError> {
     let mut index = [0i64];
     engine_of(config)?.get(Name::CUDNN_ATTR_ENGINE_GLOBAL_INDEX, Type::CUDNN_TYPE_INT64, &mut index)?;
-    let choices = (0..32)
-        .map(|_| Descriptor::new(Kind::CUDNN_BACKEND_KNOB_CHOICE_DESCRIPTOR))
-        .collect::<Result<Vec<_>, _>>()?;
-    let mut handles: Vec<_> = choices.iter().map(|c| c.0).collect();
-    let found = config
-        .get(Name::CUDNN_ATTR_ENGINECFG_KNOB_CHOICES, Type::CUDNN_TYPE_BACKEND_DESCRIPTOR, &mut handles)
-        .unwrap_or(0);
+    let (name, kind) = (Name::CUDNN_ATTR_ENGINECFG_KNOB_CHOICES, Kind::CUDNN_BACKEND_KNOB_CHOICE_DESCRIPTOR);
     let mut knobs = Vec::new();
-    for choice in choices.iter().take(found) {
+    for choice in config.get_descriptors(name, kind, 32).unwrap_or_default() {
         let (mut knob, mut value) = ([0i32], [0i64]);
         choice.get(Name::CUDNN_ATTR_KNOB_CHOICE_KNOB_TYPE, Type::CUDNN_TYPE_KNOB_TYPE, &mut knob)?;
         choice.get(Name::CUDNN_ATTR_KNOB_CHOICE_KNOB_VALUE, Type::CUDNN_TYPE_INT64, &mut value)?;

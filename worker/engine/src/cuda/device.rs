@@ -115,6 +115,12 @@ impl Device {
         Ok(buffer)
     }
 
+    /// Makes this GPU current on the calling thread, and waits for all of its work.
+    pub(super) fn wait_idle(&self) -> Result<(), CudaError> {
+        self.bind()?;
+        self.synchronize()
+    }
+
     /// Waits for all work on this GPU.
     pub(super) fn synchronize(&self) -> Result<(), CudaError> {
         result::ctx::synchronize().map_err(CudaError::driver("waiting for the GPU"))

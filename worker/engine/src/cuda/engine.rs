@@ -5,13 +5,12 @@ use crate::{Contribution, Distribution, Writers, distribution};
 
 impl Engine for CudaEngine {
     fn add_image_sizes(&mut self, training: &[usize], evaluation: &[usize]) -> Result<(), EngineError> {
-        self.device.bind()?;
-        self.device.synchronize()?;
+        self.device.wait_idle()?;
         self.graphs.clear();
         let parts = |sizes: &[usize]| -> Result<Vec<_>, EngineError> {
             let part = |size: &usize| {
                 let network = Arc::new(self.network.resized(*size));
-                part_of(&network, &self.plan, self.comm.as_ref())
+                plan::part_of(&network, &self.plan, self.comm.rank())
             };
             sizes.iter().map(part).collect()
         };
@@ -103,8 +102,7 @@ impl Engine for CudaEngine {
     }
 
     fn gradients(&self) -> Result<NamedTensors, EngineError> {
-        self.device.bind()?;
-        self.device.synchronize()?;
+        self.device.wait_idle()?;
         self.program.gradients()
     }
 
@@ -123,38 +121,28 @@ impl Engine for CudaEngine {
     }
 
     fn eval_step(&mut self, batch: &Batch) -> Result<EvalResult, EngineError> {
-        self.device.bind()?;
         let mut result = EvalResult::default();
-        for part in parts(batch, self.config.batch_size, &self.network) {
-            let control = Control { valid: part.labels.len() as u32, ..Control::default() };
-            self.run(Phase::Evaluate, control, &part)?;
-            if !self.program.network().is_last_stage() {
-                continue;
-            }
-            let (loss, correct) = self.program.evaluated()?;
+        self.evaluate(batch, |engine, pictures| {
+            let (loss, correct) = engine.program.evaluated()?;
             result.loss_sum += loss;
             result.correct += correct;
-            result.samples += part.labels.len() as u64;
-        }
+            result.samples += pictures as u64;
+            Ok(())
+        })?;
         Ok(result)
     }
 
     fn predict(&mut self, batch: &Batch) -> Result<Vec<f32>, EngineError> {
-        self.device.bind()?;
         let mut logits = Vec::new();
-        for part in parts(batch, self.config.batch_size, &self.network) {
-            let control = Control { valid: part.labels.len() as u32, ..Control::default() };
-            self.run(Phase::Evaluate, control, &part)?;
-            if !self.program.network().is_last_stage() {
-                continue;
-            }
-            logits.extend(match &self.groups {
-                Some(groups) if self.program.head().is_some() => {
-                    split_logits(&mut self.program, groups, part.labels.len())?
+        self.evaluate(batch, |engine, pictures| {
+            logits.extend(match &engine.groups {
+                Some(groups) if engine.program.head().is_some() => {
+                    split_logits(&mut engine.program, groups, pictures)?
                 }
-                _ => self.program.logits(part.labels.len())?,
+                _ => engine.program.logits(pictures)?,
             });
-        }
+            Ok(())
+        })?;
         Ok(logits)
     }
 
@@ -184,8 +172,7 @@ impl Engine for CudaEngine {
 
     fn set_averaged(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
         check::check(self.program.network(), values)?;
-        self.device.bind()?;
-        self.device.synchronize()?;
+        self.device.wait_idle()?;
         self.averaged_from = None;
         self.program.state.set_averaged(&self.device, values)
     }
@@ -198,8 +185,7 @@ impl Engine for CudaEngine {
         let network = self.program.network();
         let wanted = crate::optimizer::state_shapes(&self.config.optimizer, network);
         check::check_shapes(network, &to.slots, wanted)?;
-        self.device.bind()?;
-        self.device.synchronize()?;
+        self.device.wait_idle()?;
         self.program.state.set_optimizer_state(to)
     }
 
@@ -214,8 +200,7 @@ impl Engine for CudaEngine {
         if self.program.dynamic_scale != Some(true) {
             return Ok(());
         }
-        self.device.bind()?;
-        self.device.synchronize()?;
+        self.device.wait_idle()?;
         Ok(self.program.state.set_loss_scaling(scaling)?)
     }
 
@@ -227,10 +212,6 @@ impl Engine for CudaEngine {
         }
     }
 
-    fn replica(&self) -> u32 {
-        self.comm.rank()
-    }
-
     fn state_dict(&self, writers: &Writers) -> Result<Contribution, EngineError> {
         let distribution = Distribution::new(&self.network, &self.plan, self.comm.as_ref())?;
         distribution.contribution(self, writers, &self.config.optimizer, |keep| {
@@ -239,8 +220,7 @@ impl Engine for CudaEngine {
     }
 
     fn first_not_finite(&self) -> Result<Option<String>, EngineError> {
-        self.device.bind()?;
-        self.device.synchronize()?;
+        self.device.wait_idle()?;
         if self.program.is_finite()? {
             return Ok(None);
         }
@@ -248,8 +228,7 @@ impl Engine for CudaEngine {
     }
 
     fn checksum(&self) -> Result<[u64; 2], EngineError> {
-        self.device.bind()?;
-        self.device.synchronize()?;
+        self.device.wait_idle()?;
         Ok(self.program.checksum()?)
     }
 
@@ -264,8 +243,7 @@ impl Engine for CudaEngine {
     }
 
     fn broadcast_parameters(&mut self) -> Result<(), EngineError> {
-        self.device.bind()?;
-        self.device.synchronize()?;
+        self.device.wait_idle()?;
         if let Some(groups) = &self.groups {
             let mut own = self.parameters()?;
             distribution::broadcast(
@@ -286,8 +264,7 @@ impl Engine for CudaEngine {
             // Rank 0 has only a part of the statistics.
             return self.broadcast_parameters();
         }
-        self.device.bind()?;
-        self.device.synchronize()?;
+        self.device.wait_idle()?;
         let mut statistics = self.program.state.read_statistics()?;
         self.comm.broadcast((&mut statistics).into(), 0)?;
         Ok(self.program.state.write_statistics(&statistics)?)
@@ -333,11 +310,28 @@ fn split_logits(program: &mut Program, groups: &Groups, pictures: usize) -> Resu
 }
 
 impl CudaEngine {
+    /// Evaluates a batch in parts. On the last stage, calls `read` after each part with its number of pictures.
+    fn evaluate(
+        &mut self,
+        batch: &Batch,
+        mut read: impl FnMut(&mut Self, usize) -> Result<(), EngineError>,
+    ) -> Result<(), EngineError> {
+        self.device.bind()?;
+        for part in parts(batch, self.config.batch_size, &self.network) {
+            let pictures = part.labels.len();
+            let control = Control { valid: pictures as u32, ..Control::default() };
+            self.run(Phase::Evaluate, control, &part)?;
+            if self.program.network().is_last_stage() {
+                read(self, pictures)?;
+            }
+        }
+        Ok(())
+    }
+
     /// See [`Engine::set_parameters`].
     pub(super) fn set_from(&mut self, values: &dyn TensorSource) -> Result<(), EngineError> {
         check::check(self.program.network(), values)?;
-        self.device.bind()?;
-        self.device.synchronize()?;
+        self.device.wait_idle()?;
         self.program.set_parameters(values)
     }
 
@@ -356,6 +350,6 @@ impl Drop for CudaEngine {
         if let (true, Some(reducer)) = (self.failed, &self.program.reducer) {
             reducer.abort("this rank has failed");
         }
-        let _ = self.device.bind().and_then(|()| self.device.synchronize());
+        let _ = self.device.wait_idle();
     }
 }

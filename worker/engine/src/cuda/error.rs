@@ -1,5 +1,6 @@
 //! Errors of the CUDA engine.
 
+use crate::{DeviceError, EngineError};
 use cudarc::{
     cudnn::sys::cudnnStatus_t,
     driver::{result::DriverError, sys::CUresult},
@@ -55,9 +56,10 @@ impl CudaError {
         let retriable = passing.iter().any(|group| status.starts_with(group));
         CudaError::Cudnn { doing, status, detail, retriable }
     }
+}
 
-    /// Whether another attempt in new processes may succeed.
-    pub(super) fn is_retriable(&self) -> bool {
+impl DeviceError for CudaError {
+    fn is_retriable(&self) -> bool {
         match self {
             CudaError::Driver { retriable, .. } | CudaError::Cudnn { retriable, .. } => *retriable,
             CudaError::Hung { .. } => true,
@@ -68,6 +70,16 @@ impl CudaError {
             | CudaError::Commands(_)
             | CudaError::Missing(_) => false,
         }
+    }
+
+    fn is_out_of_memory(&self) -> bool {
+        matches!(self, CudaError::OutOfMemory { .. })
+    }
+}
+
+impl From<CudaError> for EngineError {
+    fn from(error: CudaError) -> Self {
+        EngineError::Backend(Box::new(error))
     }
 }
 
@@ -104,7 +116,6 @@ pub(super) fn may_pass(error: CUresult) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::EngineError;
 
     fn is_retried(error: CudaError) -> bool {
         matches!(EngineError::from(error), EngineError::Backend(error) if error.is_retriable())

@@ -10,7 +10,7 @@ use super::{
     kernels::Kernels,
 };
 use crate::nvjpeg::{self, Hardware, Nvjpeg, State};
-use cropper::{Cropper, grow_buffer};
+use cropper::{Cropper, grow_buffer, grow_pinned};
 use jpeg_encoder::{ColorType, SamplingFactor};
 use layout::{Cropping, MAX_DECODED, Planes, groups, planes_bytes};
 use lockstep_data::{
@@ -243,7 +243,8 @@ impl Session {
                 self.wait()?;
             }
             let bytes = sizes[group.clone()].iter().sum();
-            let mut at = grey_buffer(&mut self.decoded, device, bytes).map_err(said)?;
+            let grey = |bytes: usize| device.filled(bytes, GREY);
+            let mut at = grow_buffer(&mut self.decoded, bytes, grey).map_err(said)?.ptr;
             let mut tables = Vec::new();
             let (mut decoded, mut croppings) = (Vec::new(), Vec::new());
             let of_group: Vec<&[u8]> =
@@ -278,11 +279,7 @@ impl Session {
 /// Copies `files` to page-locked memory, which must not be in use.
 fn page_locked<'a>(memory: &'a mut Option<Pinned>, files: &[&[u8]]) -> Result<Vec<&'a [u8]>, CudaError> {
     let bytes: usize = files.iter().map(|file| file.len()).sum();
-    if memory.as_ref().is_none_or(|memory| memory.room() < bytes) {
-        *memory = None;
-        *memory = Some(Pinned::new((bytes + bytes / 8).next_multiple_of(1 << 20))?);
-    }
-    let Some(memory) = memory else { return Ok(Vec::new()) };
+    let memory = grow_pinned(memory, bytes)?;
     let mut at = 0;
     for file in files {
         memory.write(at, file);
@@ -296,9 +293,4 @@ fn page_locked<'a>(memory: &'a mut Option<Pinned>, files: &[&[u8]]) -> Result<Ve
         rest = others;
     }
     Ok(copies)
-}
-
-/// Address of a buffer of at least `bytes`; new memory is filled with [`GREY`].
-fn grey_buffer(buffer: &mut Option<Buffer>, device: &Device, bytes: usize) -> Result<u64, CudaError> {
-    Ok(grow_buffer(buffer, bytes, |bytes| device.filled(bytes, GREY))?.ptr)
 }

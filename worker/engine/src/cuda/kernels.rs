@@ -64,27 +64,6 @@ pub(super) const SOURCE: &str = concat!(
     include_str!("../../../kernels/step.cu"),
 );
 
-/// The value of one kernel argument.
-#[derive(Debug, Clone, Copy)]
-pub(super) enum Value {
-    Ptr(u64),
-    U32(u32),
-    F32(f32),
-    U64(u64),
-    F64(f64),
-}
-
-impl Value {
-    fn bits(self) -> u64 {
-        match self {
-            Value::Ptr(v) | Value::U64(v) => v,
-            Value::U32(v) => u64::from(v),
-            Value::F32(v) => u64::from(v.to_bits()),
-            Value::F64(v) => v.to_bits(),
-        }
-    }
-}
-
 /// The loaded kernels of one floating-point format on one GPU.
 pub(super) struct Kernels {
     module: sys::CUmodule,
@@ -140,20 +119,20 @@ impl Kernels {
         self
     }
 
-    /// Launches `name` on `stream`. Number, order and types of the arguments must be those of the kernel. Addresses must refer
-    /// to memory of the size that `ops` documents, which must stay allocated until the kernel has completed.
+    /// Launches `name` on `stream`. `args`: the bits of each argument; their number, order and types must be those of the kernel. Addresses
+    /// must refer to memory of the size that `ops` documents, which must stay allocated until the kernel has completed.
     pub(super) fn launch(
         &self,
         stream: Stream,
         name: &'static str,
         geometry: Geometry,
-        args: &[Value],
+        args: &[u64],
     ) -> Result<(), CudaError> {
         let (function, room) = self.function(name)?;
         has_room(name, geometry.shared_bytes, room)?;
         let mut bits = [0u64; 40];
         assert!(args.len() <= bits.len(), "{name} has too many arguments");
-        args.iter().zip(&mut bits).for_each(|(arg, bits)| *bits = arg.bits());
+        bits[..args.len()].copy_from_slice(args);
         let mut pointers: Vec<*mut c_void> =
             bits[..args.len()].iter_mut().map(|b| std::ptr::from_mut(b).cast()).collect();
         let [grid_x, grid_y, grid_z] = geometry.grid;

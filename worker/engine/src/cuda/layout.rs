@@ -16,7 +16,7 @@ use crate::{
     sharding::Share,
 };
 use lockstep_host::tensors::{HostTensor, NamedTensors, TensorSource};
-use std::{borrow::Cow, collections::BTreeMap, ops::Range};
+use std::{collections::BTreeMap, ops::Range};
 
 /// Alignment of parameters, in values: 16 bytes in any type, and whole tiles of the optimizer.
 const ALIGN: usize = 1024;
@@ -67,6 +67,23 @@ impl ParameterPlace {
     /// The parameter's range including padding, up to the next parameter.
     pub(super) fn padded(&self) -> Range<usize> {
         self.range.start..self.end
+    }
+
+    /// Number of values without padding.
+    fn len(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// For weights of a convolution: calls `each` with the index of every value in torchvision's order and on the GPU. Others have the same
+    /// order in both.
+    fn each_index(&self, each: impl FnMut(usize, usize)) {
+        match (self.order, &self.shape[..]) {
+            (Order::Krsc { padded_in }, &[out, inputs, height, width]) => {
+                for_each_krsc_index(out, inputs, height, width, padded_in, each);
+            }
+            (Order::Folded, &[out, inputs, ..]) => for_each_folded_index(out, inputs, each),
+            _ => {}
+        }
     }
 }
 
@@ -296,24 +313,11 @@ impl Layout {
     pub(super) fn export(&self, optimizer_slot: Option<&str>, flat: &[f32], into: &mut NamedTensors) {
         for parameter in &self.parameters {
             let ours = &flat[parameter.range.clone()];
-            let len: usize = parameter.shape.iter().product();
-            let values = match (parameter.order, &parameter.shape[..]) {
-                (Order::Krsc { padded_in }, &[out, inputs, height, width]) => {
-                    let mut values = vec![0.0; len];
-                    for_each_krsc_index(out, inputs, height, width, padded_in, |oihw, krsc| {
-                        values[oihw] = ours[krsc]
-                    });
-                    Cow::Owned(values)
-                }
-                (Order::Folded, &[out, inputs, ..]) => {
-                    let mut values = vec![0.0; len];
-                    for_each_folded_index(out, inputs, |oihw, folded| values[oihw] = ours[folded]);
-                    Cow::Owned(values)
-                }
-                _ => Cow::Borrowed(&ours[..len]),
-            };
+            // A convolution's weights are then put into torchvision's order.
+            let mut values = ours[..parameter.len()].to_vec();
+            parameter.each_index(|oihw, gpu| values[oihw] = ours[gpu]);
             let name = tensor_name(&parameter.name, optimizer_slot);
-            into.insert(name, HostTensor { shape: parameter.shape.clone(), values: values.into_owned() });
+            into.insert(name, HostTensor { shape: parameter.shape.clone(), values });
         }
     }
 
@@ -344,24 +348,15 @@ impl Layout {
                 true => Ok(()),
                 false => Err(EngineError::Parameters(format!("`{name}` is missing"))),
             };
-            let len: usize = parameter.shape.iter().product();
-            let padded = parameter.padded();
-            match (parameter.order, &parameter.shape[..]) {
-                (Order::Krsc { padded_in }, &[out, inputs, height, width]) => {
+            let (len, padded) = (parameter.len(), parameter.padded());
+            match parameter.order {
+                Order::Krsc { .. } | Order::Folded => {
                     let (mut values, mut ours) = (vec![0.0; len], vec![0.0; padded.len()]);
                     read(0, &mut values)?;
-                    for_each_krsc_index(out, inputs, height, width, padded_in, |oihw, krsc| {
-                        ours[krsc] = values[oihw]
-                    });
+                    parameter.each_index(|oihw, gpu| ours[gpu] = values[oihw]);
                     write(padded.start, &ours)?;
                 }
-                (Order::Folded, &[out, inputs, ..]) => {
-                    let (mut values, mut ours) = (vec![0.0; len], vec![0.0; padded.len()]);
-                    read(0, &mut values)?;
-                    for_each_folded_index(out, inputs, |oihw, folded| ours[folded] = values[oihw]);
-                    write(padded.start, &ours)?;
-                }
-                _ => {
+                Order::Rows | Order::Vector => {
                     for from in (0..padded.len()).step_by(room) {
                         let count = room.min(padded.len() - from);
                         let piece = &mut buffer[..count];

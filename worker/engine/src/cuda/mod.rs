@@ -55,10 +55,7 @@ use device::{Device, Graph};
 use held::RecoveryStream;
 pub use kernels::compile_all as compile_kernels;
 use lockstep_comm::{CommError, ProcessGroup, watchdog::Watchdog};
-use lockstep_data::{
-    device::DeviceDecoder,
-    loader::{Batch, BatchFormat, DataSource},
-};
+use lockstep_data::loader::{Batch, BatchFormat, DataSource};
 use lockstep_host::{
     gpu::libraries::{self, Library},
     tensors::TensorSource,
@@ -94,12 +91,6 @@ fn check_sample(ranks: u32, model: u32, accumulate: u32) -> Result<(), String> {
         .into())
 }
 
-/// Opens the JPEG decoder of GPU `ordinal`, for an engine that computes in `precision`.
-fn build_decoder(ordinal: i32, precision: Precision) -> Result<Arc<dyn DeviceDecoder>, String> {
-    libraries::ready(&[Library::Driver])?;
-    jpeg::open(ordinal, dtype_of(precision))
-}
-
 /// Builds the engine on the GPU given by `gpu`.
 fn build(
     network: Arc<Network>,
@@ -129,7 +120,7 @@ fn build(
         let model = plan.mesh.model as u32;
         check_sample(comm.size(), model, config.accumulate as u32).map_err(CudaError::Unsupported)?;
     }
-    let part = part_of(&network, &plan, comm.as_ref())?;
+    let part = plan::part_of(&network, &plan, comm.rank())?;
     config.loss.check_part(&part).map_err(EngineError::Parameters)?;
     let initial = PartOf::new(initial, &network, &part)?;
     // The ranks over which gradients and statistics are reduced.
@@ -180,15 +171,6 @@ fn build(
     // Initial values are drawn on these threads.
     thread_pool(engine.config.threads)?.install(|| engine.set_from(&initial))?;
     Ok(engine)
-}
-
-/// This rank's part of `network` under `plan`.
-fn part_of(
-    network: &Arc<Network>,
-    plan: &Plan,
-    comm: &dyn ProcessGroup,
-) -> Result<Arc<Network>, EngineError> {
-    plan::part_of(network, plan, comm.rank()).map_err(EngineError::Parameters)
 }
 
 /// Checks, before plans are timed with tensors of that size, that the GPU's memory is large enough for the activations

@@ -33,23 +33,20 @@ mod split_loss;
 mod step;
 mod through;
 
-pub(super) use adam::{AdamW, Lamb, Moments};
-pub(super) use block_end::BlockEnd;
+pub(super) use adam::Moments;
 pub(super) use bottleneck::{Before, Bottleneck, BottleneckForward};
 pub(super) use elementwise::{PlainPool, SUMMED_CHANNELS};
-pub(super) use input::{Gather, GatherMode, PadChannels, ScaleTable, Scaling};
-pub(super) use loss::{BiasedLogits, CrossEntropy, LOSS_ROWS};
+pub(super) use input::{BatchInput, GatherMode, ScaleTable};
+pub(super) use loss::{CrossEntropy, LOSS_ROWS};
 pub(super) use margin::Cosines;
 pub(super) use muon::Muon;
-pub(super) use norm::{
-    Gradient, NormBackward, NormFold, NormForward, NormSite, Reduce, SMALL_GROUPS, Shape, Shortcut,
-};
-pub(super) use optimizer::{Flat, GradientNorm, Gradients, LarsRates, NORM_PARTS, Rates, Sgd, Update};
-pub(super) use pool::{GlobalAverage, MaxPool, NormBackwardMaxPool, Pool};
+pub(super) use norm::{Gradient, NormBackward, NormForward, NormSite, Reduce, SMALL_GROUPS, Shape, Shortcut};
+pub(super) use optimizer::{Flat, Gradients, NORM_PARTS, Rates, Update};
+pub(super) use pool::Pool;
 pub(super) use rows::{AddRows, TakeRows};
 pub(super) use sample::{Rows, SampleClasses};
-pub(super) use split_loss::{SplitLogits, SplitLoss};
-pub(super) use step::{Fetch, Keep, Record};
+pub(super) use split_loss::SplitLogits;
+pub(super) use step::Keep;
 pub(super) use through::{ROW_PADDING, TILE_CHANNELS, TILE_ROWS, Through};
 
 use super::{
@@ -61,6 +58,13 @@ use super::{
 const COUNTERS: usize = 1024;
 const LOSS_COUNTER: usize = 1022;
 const NORM_COUNTER: usize = 1023;
+
+/// The control block of the current micro-batch.
+pub(super) const CONTROL: Operand = Operand::whole(Region::Control);
+/// `Scaler` of `optimizer.cu`.
+const SCALER: Operand = Operand::whole(Region::LossScale);
+/// Loss and number of correct predictions.
+const TOTALS: Operand = Operand::whole(Region::Totals);
 
 /// Number of groups of 8 values, each of another row, that a thread loads at a time: 64 bytes.
 pub(super) fn in_flight(dtype: DType) -> u32 {

@@ -15,7 +15,7 @@ use super::{
     groups::Groups,
     kernels::Kernels,
     layout::Layout,
-    ops::{self, NormSite, Ops, ScaleTable},
+    ops::{self, CONTROL, NormSite, Ops, ScaleTable},
     profile::TimedCall,
     reduce::Reducer,
     rings::{self, Inputs, Results},
@@ -139,16 +139,10 @@ pub(super) struct Program {
     deterministic: bool,
     pub(super) ops: Ops,
     kernels: Kernels,
-    /// Counters and partial sums of the kernels.
-    scratch: Buffer,
-    /// For LARS and LAMB: each parameter's range, and its learning rate.
-    segments: Buffer,
-    rates: Buffer,
-    /// For Muon: see [`Region::Policies`].
-    policies: Option<Buffer>,
-    /// This one among the ranks that divide the optimizer's state, and room for sums of squares of gradients and of parameters' norms.
+    /// Memory that only kernels use.
+    buffers: HashMap<Region, Buffer>,
+    /// This rank among the ranks that divide the optimizer's state.
     share: Option<Share>,
-    shard_squares: Option<[Buffer; 2]>,
     tuner: Tuner,
     pub(super) state: State,
     pub(super) inputs: Inputs,
@@ -159,10 +153,6 @@ pub(super) struct Program {
     /// Number of micro-batches that may be between their passes at the same time: more than 1 in stages before the last one. Each has its own
     /// part of the arena, of the control blocks and of batch norms' values.
     pub(super) micro_batches_in_flight: usize,
-    /// Gradient of a stage's input, until it is sent to the preceding stage.
-    input_gradient: Option<Buffer>,
-    /// If ranks share the network: the control blocks of all ranks of the model group.
-    group_controls: Option<Buffer>,
     /// Gradients of the matrices in the activations' format, without the first `unstored` values: the gradients of a split head that are
     /// computed twice, or for a sample of classes (then they are in the arena).
     matrix_gradients: Buffer,
@@ -172,8 +162,6 @@ pub(super) struct Program {
     /// Float32 sums over micro-batches of the matrices' gradients.
     accumulated: Option<Buffer>,
     norm_values: Buffer,
-    /// Float32 `[2, channels]`: sums that a convolution computes for the following batch norm.
-    channel_sums: Buffer,
     /// Normalised float32 value of each byte of each channel.
     normalisation: Buffer,
     /// Float32 weights of the classes in the loss, if they have some.
@@ -184,7 +172,6 @@ pub(super) struct Program {
     found: Buffer,
     /// Loss and number of correct predictions of the step.
     totals: Buffer,
-    stamps: Buffer,
     arena: Buffer,
     workspace: Buffer,
     side_workspace: Buffer,
@@ -331,7 +318,7 @@ impl Program {
         }
         self.vector_gradients.read(0, &mut flat[matrices..trained])?;
         // The gradients are multiplied by the loss scale.
-        let inverse = self.state.inverse_scale()?;
+        let inverse = self.state.read_scaling()?.inverse;
         if inverse != 1.0 {
             flat.iter_mut().for_each(|value| *value *= inverse);
         }

@@ -50,15 +50,8 @@ enum Memory {
 }
 
 pub(super) struct Reducer {
-    /// The group of all ranks, or of the ranks of this rank's stage. `None` if this rank is the only one.
-    nccl: Option<Arc<Nccl>>,
-    /// If ranks share the network: the ranks of this copy, and, if there are several copies, the ranks with the same part.
-    model: Option<Arc<Nccl>>,
-    data: Option<Arc<Nccl>>,
-    /// The group of ranks that share the rows of this rank's pictures.
-    height: Option<Arc<Nccl>>,
-    /// The group of ranks with the same coordinates in the other stages.
-    stage: Option<Arc<Nccl>>,
+    /// Groups of several ranks. `World` has the ranks of this rank's stage, `Data` exists only if ranks share the network.
+    groups: Vec<(Group, Arc<Nccl>)>,
     pub(super) statistics: Statistics,
     memory: Memory,
     /// A nonzero value ends all waits for other ranks.
@@ -106,10 +99,10 @@ impl Reducer {
         let abort = Pinned::new(256)?;
         let world = comm.size() as usize;
         let (statistics, memory) = match sync {
-            None if meets_between_kernels => (Statistics::ApartInOrder, Memory::None),
-            None => (Statistics::Apart, Memory::None),
+            None if meets_between_kernels => (Statistics::LocalInOrder, Memory::None),
+            None => (Statistics::Local, Memory::None),
             Some(channels) => {
-                let (exchanged, all, sequences) = Statistics::exchanged(channels, world);
+                let (exchanged, all, sequences) = Statistics::peer_memory(channels, world);
                 let wanted = match std::env::var_os("LOCKSTEP_NO_PEER_MEMORY") {
                     _ if meets_between_kernels => {
                         Err("GPUs that split operators, share rows of pictures or have stages meet between kernels anyway"
@@ -135,7 +128,7 @@ impl Reducer {
                     }
                     Err(reason) => {
                         let most = channels.iter().max().copied().unwrap_or(1);
-                        (Statistics::ByNccl, Memory::Nccl { sums: device.zeros(4 * 2 * most)?, reason })
+                        (Statistics::Nccl, Memory::Nccl { sums: device.zeros(4 * 2 * most)?, reason })
                     }
                 }
             }
@@ -148,12 +141,15 @@ impl Reducer {
                  another kind. Give the job GPUs of one kind, and all machines the same lockstep"
             )));
         }
+        let groups = [
+            (Group::World, nccl),
+            (Group::Model, model),
+            (Group::Data, data),
+            (Group::Height, height),
+            (Group::Stage, stage),
+        ];
         Ok(Self {
-            nccl,
-            model,
-            data,
-            height,
-            stage,
+            groups: groups.into_iter().filter_map(|(group, nccl)| Some((group, nccl?))).collect(),
             statistics,
             memory,
             abort,
@@ -209,35 +205,29 @@ impl Reducer {
     }
 
     fn of(&self, group: Group) -> Result<&Arc<Nccl>, EngineError> {
-        let nccl = match group {
-            Group::World => self.nccl.as_ref(),
-            Group::Model => self.model.as_ref(),
-            Group::Height => self.height.as_ref(),
-            Group::Data => self.data.as_ref(),
-            Group::Stage => self.stage.as_ref(),
-        };
         let absent = || format!("this engine has no communicator for a collective{group}");
+        let nccl = self.groups.iter().find(|(of, _)| *of == group).map(|(_, nccl)| nccl);
         nccl.ok_or_else(|| EngineError::Device(absent()))
     }
 
-    fn all(&self) -> impl Iterator<Item = &Arc<Nccl>> {
-        [&self.nccl, &self.model, &self.data, &self.height, &self.stage].into_iter().flatten()
+    fn has(&self, group: Group) -> bool {
+        self.groups.iter().any(|(of, _)| *of == group)
     }
 
     /// Whether gradients are added over several ranks.
     pub(super) fn reduces(&self) -> bool {
-        self.nccl.is_some()
+        self.has(Group::World)
     }
 
     /// How gradients and statistics are exchanged between ranks, for the log.
     pub(super) fn exchange(&self) -> String {
-        let stages = if self.stage.is_some() { "stages exchange activations through NCCL" } else { "" };
+        let stages = if self.has(Group::Stage) { "stages exchange activations through NCCL" } else { "" };
         if !self.reduces() {
             return stages.into();
         }
         let stages = if stages.is_empty() { String::new() } else { format!("{stages}; ") };
-        let split = if self.model.is_some() { "the network is split over ranks; " } else { "" };
-        let rows = if self.height.is_some() { "ranks share the rows of pictures; " } else { "" };
+        let split = if self.has(Group::Model) { "the network is split over ranks; " } else { "" };
+        let rows = if self.has(Group::Height) { "ranks share the rows of pictures; " } else { "" };
         let rest = match &self.memory {
             Memory::None => {
                 String::from("gradients go through NCCL; each rank has its own batch norm statistics")
@@ -256,12 +246,12 @@ impl Reducer {
 
     /// Checks for asynchronous NCCL errors.
     pub(super) fn health(&self) -> Result<(), CommError> {
-        self.all().try_for_each(|nccl| nccl.async_error())
+        self.groups.iter().try_for_each(|(_, nccl)| nccl.async_error())
     }
 
     /// Ends all waits for other ranks on this GPU. Values that other ranks receive from it afterwards are garbage.
     pub(super) fn abort(&self, reason: &str) {
         self.abort.write(0, &[1u32]);
-        self.all().for_each(|nccl| nccl.abort(reason));
+        self.groups.iter().for_each(|(_, nccl)| nccl.abort(reason));
     }
 }

@@ -7,7 +7,6 @@ use super::{
     command::{Operand, Region},
     device::{Buffer, Device, Pinned},
     error::CudaError,
-    ops,
 };
 use lockstep_data::loader::{Batch, MixParams};
 use std::{
@@ -20,7 +19,7 @@ pub(super) const SLOTS: usize = 64;
 /// `Totals` in `loss.cu`: loss, number of correct predictions and of pictures.
 pub(super) const TOTALS: Operand = Operand::new(Region::Totals, 0, 24);
 /// Maximum number of results that the host has not read yet.
-const RESULTS: usize = 64;
+pub(super) const RESULTS: usize = 64;
 // Counts wrap at 2^32, which must not skip a slot.
 const _: () = assert!(SLOTS.is_power_of_two() && RESULTS.is_power_of_two());
 
@@ -112,7 +111,7 @@ impl Inputs {
         batch: usize,
         micro_batches_in_flight: usize,
     ) -> Result<Self, CudaError> {
-        let bytes = 4 * Self::words_for(batch);
+        let bytes = 4 * Self::words(batch);
         Ok(Self {
             ring: Pinned::new(SLOTS * bytes)?,
             control: device.zeros(bytes * micro_batches_in_flight)?,
@@ -123,13 +122,9 @@ impl Inputs {
         })
     }
 
-    fn words_for(batch: usize) -> usize {
+    /// Number of `u32` words of a slot for at most `batch` pictures.
+    pub(super) fn words(batch: usize) -> usize {
         (CONTROL_WORDS + 4 * batch).next_multiple_of(64)
-    }
-
-    /// Number of `u32` words of a slot.
-    pub(super) fn words(&self) -> usize {
-        Self::words_for(self.batch)
     }
 
     /// Number of micro-batches that the GPU has not read yet.
@@ -147,7 +142,7 @@ impl Inputs {
         alive: impl FnMut() -> Result<(), E>,
     ) -> Result<(), E> {
         wait_until(|| self.under_way() < SLOTS as u32, patience, alive)?;
-        let mut words = vec![0u32; self.words()];
+        let mut words = vec![0u32; Self::words(self.batch)];
         words[..CONTROL_WORDS].copy_from_slice(bytemuck::cast_slice(&[control]));
         let mut lists = words[CONTROL_WORDS..].chunks_exact_mut(self.batch);
         let mut next = || lists.next().into_iter().flatten();
@@ -212,30 +207,4 @@ pub(super) fn wait_until<E: From<CudaError>>(
         }
     }
     Ok(())
-}
-
-/// The kernel that reads the next control block, for at most `batch` pictures. `keeps` is what it copies at the start
-/// of a step.
-pub(super) fn fetch(batch: usize, keeps: Option<ops::Keep>) -> ops::Fetch {
-    ops::Fetch {
-        control: Operand::whole(Region::Control),
-        ring: Operand::whole(Region::InputRing),
-        counter: Operand::new(Region::InputCounter, 0, 4),
-        taken: Operand::new(Region::InputsTaken, 0, 4),
-        slots: SLOTS as u32,
-        words: Inputs::words_for(batch) as u32,
-        keeps,
-    }
-}
-
-/// The kernel that writes the next result.
-pub(super) fn record() -> ops::Record {
-    ops::Record {
-        ring: Operand::whole(Region::ResultRing),
-        counter: Operand::new(Region::ResultCounter, 0, 4),
-        slots: RESULTS as u32,
-        totals: TOTALS,
-        scaler: Operand::whole(Region::LossScale),
-        stamps: Operand::new(Region::Stamps, 0, size_of::<[u64; 4]>()),
-    }
 }

@@ -150,10 +150,6 @@ impl State {
         buffer.map(|buffer| buffer.ptr)
     }
 
-    fn has_low_precision(&self) -> bool {
-        self.low_precision.is_some()
-    }
-
     /// Weights, biases and running statistics.
     pub(super) fn parameters(&self) -> Result<NamedTensors, EngineError> {
         let running = if self.is_unfinished { &self.kept_values } else { &self.running_values };
@@ -338,7 +334,7 @@ impl State {
         let [weights, low_precision] = [(Region::Weights, 4), (Region::LowPrecision, 2)]
             .map(|(region, size)| Operand::new(region, size * copied.start, size * copied.len()));
         let length = copied.len() as u64;
-        self.has_low_precision().then(|| ops.to_low_precision(weights, low_precision, length))
+        self.low_precision.is_some().then(|| ops.to_low_precision(weights, low_precision, length))
     }
 
     /// Loss scaling of the next step.
@@ -350,11 +346,6 @@ impl State {
     pub(super) fn set_loss_scaling(&mut self, to: LossScaling) -> Result<(), CudaError> {
         let now = self.read_scaling()?;
         self.scaling.write(&[Scaling { scale: to.scale, good_steps: to.growth_tracker, ..now }])
-    }
-
-    /// 1 / the loss scale of the latest step's gradients.
-    pub(super) fn inverse_scale(&self) -> Result<f32, CudaError> {
-        Ok(self.read_scaling()?.inverse)
     }
 
     pub(super) fn read_scaling(&self) -> Result<Scaling, CudaError> {

@@ -5,9 +5,9 @@ use super::{
     ops::Reduce,
 };
 
-/// Where one batch norm's sums meet those of the other ranks.
+/// The memory in which ranks exchange the sums of one batch norm.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Meeting {
+pub(super) struct ExchangeSlot {
     /// Of this batch norm in each rank's exchange buffer.
     offset: u64,
     /// Exchanges so far, by value.
@@ -17,34 +17,34 @@ pub(super) struct Meeting {
 #[derive(Debug)]
 pub(super) enum Statistics {
     /// Each rank has its own.
-    Apart,
+    Local,
     /// Each rank has its own, and ranks exchange other values between kernels.
-    ApartInOrder,
-    /// Through each other's memory, inside the kernels: by batch norm, forward's meeting and backward's.
-    Exchanged(Vec<[Meeting; 2]>),
-    ByNccl,
+    LocalInOrder,
+    /// Through each other's memory, inside the kernels: by batch norm, the forward and the backward pass's slot.
+    PeerMemory(Vec<[ExchangeSlot; 2]>),
+    Nccl,
 }
 
 impl Statistics {
     /// Through the memory of `world` ranks, for batch norms of so many `channels`. Also gives the bytes of an exchange buffer
     /// and of the sequences.
-    pub(super) fn exchanged(channels: &[usize], world: usize) -> (Self, usize, usize) {
+    pub(super) fn peer_memory(channels: &[usize], world: usize) -> (Self, usize, usize) {
         let (mut offset, mut sequence) = (0, 0);
         let mut next = |channels: usize| {
             let bytes = 4 * 2 * channels;
-            let meeting = Meeting {
+            let slot = ExchangeSlot {
                 offset: offset as u64,
                 sequence: Operand::new(Region::PeerSequences, sequence, bytes),
             };
             offset += Self::room(channels, world);
             sequence += bytes;
-            meeting
+            slot
         };
-        let meetings = channels.iter().map(|c| [next(*c), next(*c)]).collect();
-        (Self::Exchanged(meetings), offset, sequence)
+        let slots = channels.iter().map(|c| [next(*c), next(*c)]).collect();
+        (Self::PeerMemory(slots), offset, sequence)
     }
 
-    /// Bytes of a meeting in an exchange buffer.
+    /// Bytes of a slot in an exchange buffer.
     fn room(channels: usize, world: usize) -> usize {
         (2 * world * 2 * channels * 8).next_multiple_of(256)
     }
@@ -52,26 +52,24 @@ impl Statistics {
     /// What becomes of the sums of batch norm number `norm`, which has `channels`.
     pub(super) fn reduction(&self, norm: usize, channels: usize, backward: bool) -> Reduce {
         match self {
-            Statistics::Apart | Statistics::ApartInOrder => Reduce::Local,
-            Statistics::Exchanged(meetings) => {
-                let Meeting { offset, sequence } = meetings[norm][usize::from(backward)];
+            Statistics::Local | Statistics::LocalInOrder => Reduce::Local,
+            Statistics::PeerMemory(slots) => {
+                let ExchangeSlot { offset, sequence } = slots[norm][usize::from(backward)];
                 Reduce::Exchange { peers: Operand::whole(Region::PeerTable), at: offset, sequence }
             }
-            Statistics::ByNccl => {
-                Reduce::Leave { sums: Operand::new(Region::StatisticsSums, 0, 8 * channels) }
-            }
+            Statistics::Nccl => Reduce::Leave { sums: Operand::new(Region::StatisticsSums, 0, 8 * channels) },
         }
     }
 
     /// Whether kernels wait for other ranks.
     pub(super) fn waits(&self) -> bool {
-        matches!(self, Statistics::Exchanged(_))
+        matches!(self, Statistics::PeerMemory(_))
     }
 
     /// Whether ranks meet through NCCL between kernels. Neither one group of ranks nor two groups that wait for each other's ranks may be used
     /// from two streams at once, so gradients are then sent from the main stream, too.
     pub(super) fn is_ordered(&self) -> bool {
-        matches!(self, Statistics::ByNccl | Statistics::ApartInOrder)
+        matches!(self, Statistics::Nccl | Statistics::LocalInOrder)
     }
 }
 
@@ -83,7 +81,7 @@ mod tests {
     #[test]
     fn exchanges_do_not_share_memory() {
         let (channels, world) = ([64, 8, 256], 3);
-        let (statistics, bytes, sequences) = Statistics::exchanged(&channels, world);
+        let (statistics, bytes, sequences) = Statistics::peer_memory(&channels, world);
         let (mut offset, mut counted) = (0, 0);
         for (norm, channels) in channels.into_iter().enumerate() {
             for backward in [false, true] {

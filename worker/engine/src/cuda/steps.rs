@@ -56,8 +56,15 @@ impl CudaEngine {
 
     /// Sends a micro-batch and runs `phase` on it.
     pub(super) fn run(&mut self, phase: Phase, control: Control, batch: &Batch) -> Result<(), EngineError> {
-        let reads_pictures = self.program.network().stage().0 == 0;
-        check_batch(&self.network, batch, self.config.batch_size, reads_pictures)?;
+        let (pictures, room) = (batch.labels.len(), self.config.batch_size);
+        if pictures > room {
+            return Err(EngineError::Parameters(format!(
+                "a batch has {pictures} pictures, but at most {room} fit"
+            )));
+        }
+        let has_pixels = self.program.network().stage().0 == 0 && batch.augment_params.len() != pictures;
+        let values = has_pixels.then_some(batch.images.len().max(batch.bytes.len()));
+        check::check_batch(&self.network, batch, values)?;
         let input = self.input(phase, batch)?;
         self.wait_on_gpu(|inputs, _, patience, alive| inputs.send(control, batch, patience, alive))?;
         if matches!(phase, Phase::Train(MicroBatch { first: true, .. })) {
@@ -241,26 +248,4 @@ pub(super) fn parts(batch: &Batch, room: usize, network: &Network) -> Vec<Batch>
         }
     };
     (0..batch.labels.len()).step_by(room).map(part).collect()
-}
-
-/// Checks that a batch fits the network; the kernels rely on this.
-fn check_batch(
-    network: &Network,
-    batch: &Batch,
-    room: usize,
-    reads_pictures: bool,
-) -> Result<(), EngineError> {
-    let picture = network.tensors[network.input()].len();
-    let (pictures, values) = (batch.labels.len(), batch.images.len().max(batch.bytes.len()));
-    if pictures > room {
-        return Err(EngineError::Parameters(format!(
-            "a batch has {pictures} pictures, but at most {room} fit"
-        )));
-    }
-    if reads_pictures && batch.augment_params.len() != pictures && values != pictures * picture {
-        return Err(EngineError::Parameters(format!(
-            "a batch of {pictures} labels has {values} values instead of {picture} per picture"
-        )));
-    }
-    batch.check_labels(network.classes).map_err(EngineError::Parameters)
 }

@@ -24,18 +24,13 @@ const SIDES: [usize; 2] = [9, 128];
 /// Builds the network for square inputs of `image_size` pixels.
 ///
 /// # Errors
-/// A sentence: the image is too small or too large, or there are no classes.
+/// A sentence: the image is too small or too large.
 pub(super) fn build(
     model: &ModelSpec,
     image_size: usize,
     channels: usize,
     classes: usize,
 ) -> Result<Network, String> {
-    if channels == 0 || classes == 0 {
-        return Err(format!(
-            "a network needs at least one input channel and one class, not {channels} and {classes}"
-        ));
-    }
     let [least, most] = SIDES;
     if !(least..=most).contains(&image_size) {
         return Err(format!(
@@ -44,12 +39,12 @@ pub(super) fn build(
     }
     let mut net = Network::new(Arch::CifarNet.name(), image_size, channels, classes);
     net.frozen_norm = model.freeze_norm;
-    let mut x = net.valid_conv("whiten", net.input(), 2 * channels * KERNEL * KERNEL, KERNEL);
+    let mut x = net.padded_conv("whiten", net.input(), 2 * channels * KERNEL * KERNEL, (KERNEL, 1, 0), 1);
     x = net.gelu(Some("whiten"), x);
     let mut fixed = vec![WHITENED.to_owned()];
     for (number, width) in (1..).zip(WIDTHS) {
         x = net.conv(format!("group{number}.conv1"), x, width, 3, 1);
-        x = net.tiled_max_pool(x, 2);
+        x = net.padded_max_pool(x, 2, 2, 0);
         x = net.batch_norm(format!("group{number}.norm1"), x);
         x = net.gelu(None, x);
         x = net.conv(format!("group{number}.conv2"), x, width, 3, 1);
@@ -57,7 +52,8 @@ pub(super) fn build(
         x = net.gelu(None, x);
         fixed.extend(["norm1", "norm2"].map(|norm| format!("group{number}.{norm}.weight")));
     }
-    x = net.tiled_max_pool(x, net.tensors[x].height);
+    let side = net.tensors[x].height;
+    x = net.padded_max_pool(x, side, side, 0);
     net.linear("head", x, classes);
     net.fixed = fixed;
     Ok(net)

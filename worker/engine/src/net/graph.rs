@@ -435,18 +435,8 @@ impl Network {
         self.padded_conv(name, input, channels, (kernel, stride, kernel / 2), groups)
     }
 
-    /// A convolution without padding and with stride 1.
-    pub fn valid_conv(
-        &mut self,
-        name: impl Into<String>,
-        input: TensorId,
-        channels: usize,
-        kernel: usize,
-    ) -> TensorId {
-        self.padded_conv(name, input, channels, (kernel, 1, 0), 1)
-    }
-
-    fn padded_conv(
+    /// Appends a convolution with any padding.
+    pub(super) fn padded_conv(
         &mut self,
         name: impl Into<String>,
         input: TensorId,
@@ -500,12 +490,14 @@ impl Network {
         self.padded_max_pool(input, kernel, stride, kernel / 2)
     }
 
-    /// Appends a max pooling over windows that do not overlap or extend beyond the border.
-    pub fn tiled_max_pool(&mut self, input: TensorId, kernel: usize) -> TensorId {
-        self.padded_max_pool(input, kernel, kernel, 0)
-    }
-
-    fn padded_max_pool(&mut self, input: TensorId, kernel: usize, stride: usize, padding: usize) -> TensorId {
+    /// Appends a max pooling with any padding.
+    pub(super) fn padded_max_pool(
+        &mut self,
+        input: TensorId,
+        kernel: usize,
+        stride: usize,
+        padding: usize,
+    ) -> TensorId {
         let from = self.tensors[input];
         let height = Self::window(from.height, kernel, stride, padding);
         let width = Self::window(from.width, kernel, stride, padding);

@@ -27,6 +27,11 @@ pub fn build(
     channels: usize,
     classes: usize,
 ) -> Result<Network, String> {
+    if channels == 0 || classes == 0 {
+        return Err(format!(
+            "a network needs at least one input channel and one class, not {channels} and {classes}"
+        ));
+    }
     match model.arch {
         Arch::CifarNet => cifarnet::build(model, image_size, channels, classes),
         _ => resnet::build(model, image_size, channels, classes),

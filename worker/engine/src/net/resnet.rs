@@ -48,7 +48,7 @@ fn stages(arch: Arch) -> (Block, &'static [usize]) {
 /// Builds the network that `model` names, for square inputs of `image_size` pixels and `channels` channels.
 ///
 /// # Errors
-/// A sentence: the image is too small for the architecture, or there are no classes.
+/// A sentence: the image is too small for the architecture.
 pub fn build(
     model: &ModelSpec,
     image_size: usize,
@@ -57,11 +57,6 @@ pub fn build(
 ) -> Result<Network, String> {
     if model.arch == Arch::CifarNet {
         return Err("cifarnet is not a ResNet".into());
-    }
-    if channels == 0 || classes == 0 {
-        return Err(format!(
-            "a network needs at least one input channel and one class, not {channels} and {classes}"
-        ));
     }
     let stem = model.stem_for(image_size);
     let smallest = (1..).find(|&size| halvings_fit(model.arch, stem, size)).unwrap_or(1);

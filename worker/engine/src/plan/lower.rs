@@ -12,7 +12,10 @@
 //! stage; neighbouring stages have that activation in the same placement.
 
 use super::{Plan, cuts, stages::stage_of};
-use crate::net::{Network, NetworkPart, Op, Placement, Rows, TensorId, bounds};
+use crate::{
+    EngineError,
+    net::{Network, NetworkPart, Op, Placement, Rows, TensorId, bounds},
+};
 use lockstep_protocol::spec::{ShardSpec, Split};
 use std::{collections::HashMap, sync::Arc};
 
@@ -66,11 +69,11 @@ pub fn lower(network: &Network, plan: &Plan, rank: usize) -> Result<Network, Str
 ///
 /// # Errors
 /// As for [`lower()`].
-pub fn part_of(network: &Arc<Network>, plan: &Plan, rank: u32) -> Result<Arc<Network>, String> {
+pub fn part_of(network: &Arc<Network>, plan: &Plan, rank: u32) -> Result<Arc<Network>, EngineError> {
     if plan.is_data() {
         return Ok(network.clone());
     }
-    lower(network, plan, rank as usize).map(Arc::new)
+    lower(network, plan, rank as usize).map(Arc::new).map_err(EngineError::Parameters)
 }
 
 /// Maximum number of operators that an error names.

@@ -60,10 +60,4 @@ impl ConvShape {
     pub fn output_len(&self) -> usize {
         self.batch * self.out_h() * self.out_w() * self.out_c
     }
-
-    /// Floating-point operations of one pass as they are usually counted: two for every weight at every
-    /// output pixel, those that meet zero padding included.
-    pub fn flops(&self) -> f64 {
-        2.0 * (self.output_len() * self.kernel * self.kernel * self.group_in_c()) as f64
-    }
 }

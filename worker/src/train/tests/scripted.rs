@@ -1,7 +1,7 @@
 //! A simulated engine, whose float16 overflows as requested.
 
 use lockstep_data::loader::Batch;
-use lockstep_engine::{Engine, EngineError, EvalResult, OptimizerState, StepResult};
+use lockstep_engine::{Contribution, Engine, EngineError, EvalResult, OptimizerState, StepResult, Writers};
 use lockstep_host::tensors::{HostTensor, NamedTensors, fit::Shapes};
 use lockstep_protocol::spec::Precision;
 use std::sync::{
@@ -102,8 +102,13 @@ impl Engine for Scripted {
     fn set_averaged(&mut self, _: &NamedTensors) -> Result<(), EngineError> {
         Ok(())
     }
-    fn replica(&self) -> u32 {
-        self.replica
+    fn state_dict(&self, writers: &Writers) -> Result<Contribution, EngineError> {
+        if !writers.include(self.replica) {
+            return Ok(Contribution::Replica);
+        }
+        let mut state = self.own_state()?;
+        writers.retain(&mut state, |rank| rank == self.replica);
+        Ok(writers.contribution(state))
     }
     fn precision(&self) -> Precision {
         self.precision

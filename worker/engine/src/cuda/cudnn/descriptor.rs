@@ -54,6 +54,19 @@ impl Descriptor {
         Ok((found.max(0) as usize).min(values.len()))
     }
 
+    /// Reads an attribute that consists of at most `most` descriptors of `kind`.
+    pub(super) fn get_descriptors(
+        &self,
+        name: Name,
+        kind: Kind,
+        most: usize,
+    ) -> Result<Vec<Descriptor>, CudaError> {
+        let mut all = (0..most).map(|_| Descriptor::new(kind)).collect::<Result<Vec<_>, _>>()?;
+        let mut handles: Vec<_> = all.iter().map(|descriptor| descriptor.0).collect();
+        all.truncate(self.get(name, Type::CUDNN_TYPE_BACKEND_DESCRIPTOR, &mut handles)?);
+        Ok(all)
+    }
+
     pub(super) fn finalize(&self, what: &str) -> Result<(), CudaError> {
         // SAFETY: the descriptor is alive.
         check(unsafe { sys::cudnnBackendFinalize(self.0) }, || format!("preparing {what}"))

@@ -58,7 +58,7 @@ pub(in crate::cuda) struct Pinned {
     pub(super) host: NonNull<u8>,
     /// Device address.
     pub(in crate::cuda) device: Ptr,
-    pub(super) bytes: usize,
+    pub(in crate::cuda) bytes: usize,
 }
 
 // SAFETY: this value owns the memory, which is only accessed through methods that copy.
@@ -105,10 +105,6 @@ impl Pinned {
     pub(in crate::cuda) fn values<T: bytemuck::AnyBitPattern>(&mut self) -> &mut [T] {
         // SAFETY: initialised by `new`, aligned to pages; any bits are a value of the type.
         unsafe { std::slice::from_raw_parts_mut(self.host.as_ptr().cast(), self.bytes / size_of::<T>()) }
-    }
-
-    pub(in crate::cuda) fn room(&self) -> usize {
-        self.bytes
     }
 
     /// The `u32` at byte offset `offset`, which the GPU may write concurrently.

@@ -5,7 +5,7 @@ use crate::cuda::{
     command::Geometry,
     device::{Buffer, Device, OwnedStream, Pinned},
     error::CudaError,
-    kernels::{Kernels, Value},
+    kernels::Kernels,
 };
 
 /// Converts decoded pictures to RGB, crops and resizes them, and copies them to the host.
@@ -43,10 +43,7 @@ impl Cropper {
         self.size = size;
         let bytes = pictures * self.bytes();
         at_least(&mut self.outputs, device, bytes)?;
-        if self.host_outputs.as_ref().is_none_or(|host| host.room() < bytes) {
-            self.host_outputs = None;
-            self.host_outputs = Some(Pinned::new(bytes)?);
-        }
+        grow_pinned(&mut self.host_outputs, bytes)?;
         Ok(())
     }
 
@@ -63,25 +60,14 @@ impl Cropper {
         let tables_after = size_of_val(croppings).next_multiple_of(256);
         let bytes = tables_after + size_of_val(tables);
         let lists = at_least(&mut self.lists, device, bytes)?;
-        if self.host_lists.as_ref().is_none_or(|host| host.room() < bytes) {
-            self.host_lists = None;
-            self.host_lists = Some(Pinned::new(bytes + bytes / 8)?);
-        }
-        let lists_at = lists.ptr;
-        if let Some(host) = &self.host_lists {
-            host.write(0, croppings);
-            host.write(tables_after, tables);
-            self.stream.0.upload(lists, host, 0, bytes)?;
-        }
+        let host = grow_pinned(&mut self.host_lists, bytes)?;
+        host.write(0, croppings);
+        host.write(tables_after, tables);
+        self.stream.0.upload(lists, host, 0, bytes)?;
         let (rows, shared_bytes) = rows_per_block(croppings, height);
-        let args = [
-            Value::Ptr(lists_at),
-            Value::Ptr(lists_at + tables_after as u64),
-            Value::Ptr(outputs.ptr),
-            Value::U32(width),
-            Value::U32(height),
-            Value::U32(rows),
-        ];
+        let [croppings_at, tables_at] = [lists.ptr, lists.ptr + tables_after as u64];
+        let [to_width, to_height, block_rows] = [width, height, rows].map(u64::from);
+        let args = [croppings_at, tables_at, outputs.ptr, to_width, to_height, block_rows];
         let geometry = Geometry {
             grid: [height.div_ceil(rows), croppings.len() as u32, 1],
             block: [256, 1, 1],
@@ -127,4 +113,13 @@ pub(super) fn grow_buffer(
         None => take((bytes + bytes / 8).next_multiple_of(1 << 20))?,
     };
     Ok(buffer.insert(large_enough))
+}
+
+/// Page-locked memory of at least `bytes`, as [`grow_buffer`]. It must not be in use.
+pub(super) fn grow_pinned(memory: &mut Option<Pinned>, bytes: usize) -> Result<&mut Pinned, CudaError> {
+    let large_enough = match memory.take().filter(|there| there.bytes >= bytes) {
+        Some(there) => there,
+        None => Pinned::new((bytes + bytes / 8).next_multiple_of(1 << 20))?,
+    };
+    Ok(memory.insert(large_enough))
 }

@@ -1,6 +1,6 @@
 //! AdamW and LAMB over flat buffers; `adam.cu`.
 
-use super::{Arg, Flat, Kernel, Operand, Ops, Rates, kernel, plain};
+use super::{Arg, CONTROL, Flat, Kernel, Operand, Ops, Rates, SCALER, kernel, plain};
 
 /// Adam's running means of the gradient and of its square, and the decay rates of the means. The number of updates is
 /// `Scaler::updates`.
@@ -28,31 +28,14 @@ impl Moments {
     }
 }
 
-/// One step of all weights by AdamW.
-#[derive(Debug, Clone, Copy)]
-pub(in crate::cuda) struct AdamW {
-    pub(in crate::cuda) flat: Flat,
-    pub(in crate::cuda) moments: Moments,
-}
-
-/// One step of all weights by LAMB.
-#[derive(Debug, Clone, Copy)]
-pub(in crate::cuda) struct Lamb {
-    pub(in crate::cuda) flat: Flat,
-    pub(in crate::cuda) moments: Moments,
-    /// The learning rates of all parameters.
-    pub(in crate::cuda) rates: Rates,
-}
-
 impl Ops {
-    /// Runs after [`Ops::gradient_norm`]. Memory traffic: reads and writes weights and moments, reads gradients, writes the
-    /// low-precision copy of the weights: 28 bytes per value in the 16-bit formats.
-    pub(in crate::cuda) fn adamw(&self, p: AdamW) -> Kernel {
-        let AdamW { flat, moments } = p;
+    /// One step of all weights by AdamW. Runs after [`Ops::gradient_norm`]. Memory traffic: reads and writes weights and moments, reads
+    /// gradients, writes the low-precision copy of the weights: 28 bytes per value in the 16-bit formats.
+    pub(in crate::cuda) fn adamw(&self, flat: Flat, moments: Moments) -> Kernel {
         let mut args = flat.weights_args().to_vec();
         args.extend(moments.args(true));
         args.extend(flat.gradients.args());
-        args.extend([Arg::In(flat.control), Arg::In(flat.scaler)]);
+        args.extend([Arg::In(CONTROL), Arg::In(SCALER)]);
         args.extend(flat.decay.map(Arg::F32));
         kernel(
             if flat.planar { "adamw_planes" } else { "adamw" },
@@ -63,12 +46,11 @@ impl Ops {
 
     /// Runs after [`Ops::gradient_norm`]. Updates the moments, and sums the squares of each parameter's weights and of its update into
     /// `rates.squares`. Memory traffic: reads weights and gradients, reads and writes moments.
-    pub(in crate::cuda) fn lamb_moments(&self, p: Lamb) -> Kernel {
-        let Lamb { flat, moments, rates } = p;
+    pub(in crate::cuda) fn lamb_moments(&self, flat: Flat, moments: Moments, rates: Rates) -> Kernel {
         let mut args = vec![Arg::In(flat.weights)];
         args.extend(moments.args(true));
         args.extend(flat.gradients.args());
-        args.extend([Arg::In(flat.scaler), Arg::F32(flat.decay[0])]);
+        args.extend([Arg::In(SCALER), Arg::F32(flat.decay[0])]);
         args.extend([Arg::In(rates.segments), Arg::Out(rates.squares)]);
         kernel("lamb_moments", plain(rates.norm_blocks(), [256, 1, 1]), args)
     }
@@ -80,14 +62,13 @@ impl Ops {
         kernel("lamb_rates", plain([rates.count.div_ceil(128), 1, 1], [128, 1, 1]), args)
     }
 
-    /// Runs after [`Ops::lamb_rates`]. Memory traffic: reads and writes weights, reads moments, writes the low-precision copy of the
-    /// weights.
-    pub(in crate::cuda) fn lamb(&self, p: Lamb) -> Kernel {
-        let Lamb { flat, moments, rates } = p;
+    /// One step of all weights by LAMB. Runs after [`Ops::lamb_rates`]. Memory traffic: reads and writes weights, reads moments, writes the
+    /// low-precision copy of the weights.
+    pub(in crate::cuda) fn lamb(&self, flat: Flat, moments: Moments, rates: Rates) -> Kernel {
         let mut args = flat.weights_args().to_vec();
         args.extend(moments.args(false));
         args.extend([Arg::U64(flat.gradients.first_length), Arg::U64(flat.gradients.length)]);
-        args.extend([Arg::In(flat.control), Arg::In(flat.scaler), Arg::In(rates.segments)]);
+        args.extend([Arg::In(CONTROL), Arg::In(SCALER), Arg::In(rates.segments)]);
         args.extend([Arg::In(rates.per_parameter), Arg::U32(rates.count)]);
         kernel("lamb", self.items(flat.gradients.length / 8, 6), args)
     }

@@ -2,12 +2,14 @@
 //! `bottleneck_forward.cu`.
 
 use super::{
-    Arg, Geometry, Kernel, NormSite, Operand, Ops, Reduce, Shape, kernel,
+    Arg, CONTROL, Geometry, Kernel, NormSite, Operand, Ops, Reduce, Region, Shape, kernel,
     norm::shape_args,
     plain,
     through::{ROW_PADDING, TILE_ROWS},
 };
 use crate::fuse::{EXPANDED, REDUCED};
+
+const WORKSPACE: Operand = Operand::whole(Region::Workspace);
 
 /// The batch norm and ReLU before the convolution.
 #[derive(Debug, Clone, Copy)]
@@ -18,7 +20,7 @@ pub(in crate::cuda) struct Before {
     pub(in crate::cuda) reduce: Reduce,
 }
 
-/// A 1x1 convolution from 64 to 256 channels, backward.
+/// A 1x1 convolution from 64 to 256 channels, backward. Needs a workspace of [`Ops::bottleneck_bytes`] bytes.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Bottleneck {
     /// T `[rows, 256]`: the convolution's output, which the batch norm `after` reads.
@@ -34,11 +36,8 @@ pub(in crate::cuda) struct Bottleneck {
     pub(in crate::cuda) dinput: Operand,
     /// T `[256, 64]`.
     pub(in crate::cuda) dweights: Operand,
-    pub(in crate::cuda) control: Operand,
     pub(in crate::cuda) shape: Shape,
     pub(in crate::cuda) before: Option<Before>,
-    /// Scratch memory of [`Ops::bottleneck_bytes`] bytes.
-    pub(in crate::cuda) scratch: Operand,
 }
 
 /// A 1x1 convolution from 64 to 256 channels, forward.
@@ -52,7 +51,6 @@ pub(in crate::cuda) struct BottleneckForward {
     pub(in crate::cuda) weights: Operand,
     /// T `[rows, 256]`.
     pub(in crate::cuda) y: Operand,
-    pub(in crate::cuda) control: Operand,
     pub(in crate::cuda) shape: Shape,
     /// The batch norm that reads y, and how its sums are reduced.
     pub(in crate::cuda) after: NormSite,
@@ -67,7 +65,7 @@ impl Ops {
         let (scale, bias) = p.before.map_or((Operand::NONE, Operand::NONE), |site| (site.scale, site.bias));
         let mut args = [p.input, scale, bias, p.weights].map(Arg::In).to_vec();
         args.push(Arg::Out(p.y));
-        let [control, pixels, rows, _] = shape_args(p.control, p.shape);
+        let [control, pixels, rows, _] = shape_args(CONTROL, p.shape);
         args.extend([control, pixels, rows, Arg::Out(self.partials()), self.counters()]);
         args.extend(p.after.forward_args(p.reduce));
         args.extend(p.reduce.args());
@@ -91,8 +89,8 @@ impl Ops {
         let mut args = [p.x, p.g, p.after.scale, p.after.slope, p.after.offset, p.weights, p.input]
             .map(Arg::In)
             .to_vec();
-        args.extend([p.dinput, p.scratch].map(Arg::Out));
-        let [control, pixels, rows, _] = shape_args(p.control, p.shape);
+        args.extend([p.dinput, WORKSPACE].map(Arg::Out));
+        let [control, pixels, rows, _] = shape_args(CONTROL, p.shape);
         args.extend([control, pixels, rows, Arg::Out(self.partials()), self.counters()]);
         match p.before {
             Some(before) => {
@@ -114,7 +112,7 @@ impl Ops {
         let name = if p.before.is_some() { "bottleneck_backward" } else { "projection_backward" };
         let gradients = kernel(name, geometry, args);
         let length = EXPANDED * REDUCED;
-        let args = [Arg::In(p.scratch), Arg::Out(p.dweights), Arg::U32(blocks), Arg::U32(length)];
+        let args = [Arg::In(WORKSPACE), Arg::Out(p.dweights), Arg::U32(blocks), Arg::U32(length)];
         [gradients, kernel("sum_weight_gradients", plain([length / 128, 1, 1], [32, 8, 1]), args)]
     }
 }

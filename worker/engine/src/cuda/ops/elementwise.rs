@@ -1,6 +1,6 @@
 //! Operations that are not fused; `elementwise.cu`. `length` is a number of values, a multiple of 8.
 
-use super::{Arg, GlobalAverage, Kernel, NORM_COUNTER, Operand, Ops, Shape, kernel, plain};
+use super::{Arg, Kernel, NORM_COUNTER, Operand, Ops, Shape, kernel, plain};
 
 /// Maximum number of channels of [`Ops::row_sums`].
 pub(in crate::cuda) const SUMMED_CHANNELS: usize = 512;
@@ -35,22 +35,47 @@ impl PlainPool {
 }
 
 impl Ops {
-    /// y = max(x, 0). Traffic: x and y once.
+    /// The kernel `name`, which computes `to` from `from`, each of `length` values. Traffic: all of them once.
+    fn elementwise<const N: usize>(
+        &self,
+        name: &'static str,
+        from: [Operand; N],
+        to: Operand,
+        length: u64,
+    ) -> Kernel {
+        let mut args = from.map(Arg::In).to_vec();
+        args.extend([Arg::Out(to), Arg::U64(length)]);
+        kernel(name, self.items(length / 8, 8), args)
+    }
+
+    /// y = max(x, 0).
     pub(in crate::cuda) fn relu(&self, [x, y]: [Operand; 2], length: u64) -> Kernel {
-        let args = [Arg::In(x), Arg::Out(y), Arg::U64(length)];
-        kernel("relu_forward", self.items(length / 8, 8), args)
+        self.elementwise("relu_forward", [x], y, length)
     }
 
-    /// y = gelu(x). Traffic: x and y once.
+    /// dx = dy where y = relu(x) is above 0.
+    pub(in crate::cuda) fn relu_backward(&self, [y, dy, dx]: [Operand; 3], length: u64) -> Kernel {
+        self.elementwise("relu_backward", [y, dy], dx, length)
+    }
+
+    /// y = gelu(x).
     pub(in crate::cuda) fn gelu(&self, [x, y]: [Operand; 2], length: u64) -> Kernel {
-        let args = [Arg::In(x), Arg::Out(y), Arg::U64(length)];
-        kernel("gelu_forward", self.items(length / 8, 8), args)
+        self.elementwise("gelu_forward", [x], y, length)
     }
 
-    /// dx from dy and the input x of [`Ops::gelu`]. Traffic: x, dy and dx once.
+    /// dx from dy and the input x of [`Ops::gelu`].
     pub(in crate::cuda) fn gelu_backward(&self, [x, dy, dx]: [Operand; 3], length: u64) -> Kernel {
-        let args = [Arg::In(x), Arg::In(dy), Arg::Out(dx), Arg::U64(length)];
-        kernel("gelu_backward", self.items(length / 8, 8), args)
+        self.elementwise("gelu_backward", [x, dy], dx, length)
+    }
+
+    /// sum = a + b.
+    pub(in crate::cuda) fn add_forward(&self, [a, b, sum]: [Operand; 3], length: u64) -> Kernel {
+        self.elementwise("add_forward", [a, b], sum, length)
+    }
+
+    /// to (T) = from (float32).
+    pub(in crate::cuda) fn to_low_precision(&self, from: Operand, to: Operand, length: u64) -> Kernel {
+        self.elementwise("to_low_precision", [from], to, length)
     }
 
     /// Zeros the gradient of a parameter that is not trained; T, `length` values.
@@ -86,18 +111,6 @@ impl Ops {
         kernel("scale_values", self.items(length / 8, 8), args)
     }
 
-    /// dx = dy where y = relu(x) is above 0. Traffic: y, dy and dx once.
-    pub(in crate::cuda) fn relu_backward(&self, [y, dy, dx]: [Operand; 3], length: u64) -> Kernel {
-        let args = [Arg::In(y), Arg::In(dy), Arg::Out(dx), Arg::U64(length)];
-        kernel("relu_backward", self.items(length / 8, 8), args)
-    }
-
-    /// sum = a + b. Traffic: all three once.
-    pub(in crate::cuda) fn add_forward(&self, [a, b, sum]: [Operand; 3], length: u64) -> Kernel {
-        let args = [Arg::In(a), Arg::In(b), Arg::Out(sum), Arg::U64(length)];
-        kernel("add_forward", self.items(length / 8, 8), args)
-    }
-
     /// y += bias, float32 `[channels]`. Traffic: y twice.
     pub(in crate::cuda) fn add_bias(&self, y: Operand, bias: Operand, shape: Shape) -> Kernel {
         let (rows, channels) = (shape.pictures * shape.pixels, shape.channels);
@@ -121,11 +134,11 @@ impl Ops {
         kernel("bias_gradient", plain(grid, [32, 4, 1]), args)
     }
 
-    /// Spreads `p.y`, the gradient of the mean, over the pixels of `p.x`. Traffic: `p.x` once.
-    pub(in crate::cuda) fn global_average_backward(&self, p: GlobalAverage) -> Kernel {
-        let args =
-            [Arg::In(p.y), Arg::Out(p.x), Arg::U32(p.pictures), Arg::U32(p.pixels), Arg::U32(p.channels)];
-        let items = u64::from(p.pictures) * u64::from(p.pixels) * u64::from(p.channels / 8);
+    /// Spreads `dy`, the gradient of the mean, over the pixels of `dx`, which has `shape`. Traffic: dx once.
+    pub(in crate::cuda) fn global_average_backward(&self, dy: Operand, dx: Operand, shape: Shape) -> Kernel {
+        let Shape { pictures, pixels, channels } = shape;
+        let args = [Arg::In(dy), Arg::Out(dx), Arg::U32(pictures), Arg::U32(pixels), Arg::U32(channels)];
+        let items = u64::from(pictures) * u64::from(pixels) * u64::from(channels / 8);
         kernel("global_average_backward", self.items(items, 8), args)
     }
 

@@ -1,6 +1,6 @@
 //! Kernels that make the network's input from uint8 pictures on the GPU; `gather.cu`.
 
-use super::{Arg, Geometry, Kernel, Operand, Ops, kernel, plain};
+use super::{Arg, CONTROL, Geometry, Kernel, Operand, Ops, Region, kernel, plain};
 
 pub(in crate::cuda) use lockstep_data::device::ScaleTable;
 
@@ -18,34 +18,17 @@ pub(in crate::cuda) enum GatherMode {
     InOrder,
 }
 
-/// Resampling tables from height x width to side x side, and their copies in device memory.
-#[derive(Debug, Clone, Copy)]
-pub(in crate::cuda) struct Scaling<'a> {
-    /// Table from height to side.
-    pub(in crate::cuda) rows: &'a ScaleTable,
-    pub(in crate::cuda) rows_at: Operand,
-    /// Table from width to side.
-    pub(in crate::cuda) columns: &'a ScaleTable,
-    pub(in crate::cuda) columns_at: Operand,
-}
+/// The pictures of the dataset or of the batch.
+const PICTURES: Operand = Operand::whole(Region::Pictures);
 
-/// Gathers a batch from pictures `uint8 [count, height, width, channels]`.
+/// The network's input.
 #[derive(Debug, Clone, Copy)]
-pub(in crate::cuda) struct Gather<'a> {
-    pub(in crate::cuda) source: Operand,
-    pub(in crate::cuda) height: u32,
-    pub(in crate::cuda) width: u32,
-    /// 1 or 3.
-    pub(in crate::cuda) channels: u32,
-    pub(in crate::cuda) mode: GatherMode,
-    /// `None` if height = width = side.
-    pub(in crate::cuda) scaling: Option<Scaling<'a>>,
-    pub(in crate::cuda) control: Operand,
+pub(in crate::cuda) struct BatchInput {
     /// Pictures of the batch, including padding, which becomes zeros.
     pub(in crate::cuda) pictures: u32,
     pub(in crate::cuda) side: u32,
-    /// float32 `[channels, 256]`: the normalised value of each byte.
-    pub(in crate::cuda) table: Operand,
+    /// 1 or 3.
+    pub(in crate::cuda) channels: u32,
     /// T `[pictures, side, side, padded]`, or [folded](Ops::fold_border).
     pub(in crate::cuda) to: Operand,
     /// Number of output channels, 4 or 8 (4 if folded); those past `channels` are zeros.
@@ -53,23 +36,8 @@ pub(in crate::cuda) struct Gather<'a> {
     pub(in crate::cuda) folded: bool,
 }
 
-/// Converts normalised float32 pictures `[pictures, side, side, channels]` to T as in [`Gather`].
-#[derive(Debug, Clone, Copy)]
-pub(in crate::cuda) struct PadChannels {
-    pub(in crate::cuda) from: Operand,
-    pub(in crate::cuda) to: Operand,
-    pub(in crate::cuda) control: Operand,
-    pub(in crate::cuda) pictures: u32,
-    pub(in crate::cuda) side: u32,
-    /// At most 4.
-    pub(in crate::cuda) channels: u32,
-    /// 4 or 8.
-    pub(in crate::cuda) padded: u32,
-    pub(in crate::cuda) folded: bool,
-}
-
-fn scale_args(table: &ScaleTable, at: Operand) -> [Arg; 3] {
-    [Arg::In(at), Arg::U32(table.taps), Arg::U32(table.shift)]
+fn scale_args(table: &ScaleTable, at: Region) -> [Arg; 3] {
+    [Arg::In(Operand::whole(at)), Arg::U32(table.taps), Arg::U32(table.shift)]
 }
 
 /// As in `gather.cu`.
@@ -80,12 +48,25 @@ const BAND: u32 = 32;
 const SHARED: u32 = 44 << 10;
 
 impl Ops {
-    /// Traffic: the pictures' bytes once (twice if they are mixed), the batch once.
+    /// Gathers a batch from pictures `uint8 [count, height, width, channels]`. `scaling`: resampling tables from
+    /// height and from width to side; `None` if height = width = side. Traffic: the pictures' bytes once (twice if
+    /// they are mixed), the batch once.
     ///
     /// Wide pictures, for which one output row reads more than 44 KB, need more shared memory than the default
     /// limit: the launcher has to raise the kernel's limit to `shared_bytes`.
-    pub(in crate::cuda) fn gather(&self, p: Gather<'_>) -> Kernel {
-        let (mode, crop_padding) = match p.mode {
+    pub(in crate::cuda) fn gather(
+        &self,
+        p: BatchInput,
+        [height, width]: [u32; 2],
+        mode: GatherMode,
+        scaling: Option<[&ScaleTable; 2]>,
+    ) -> Kernel {
+        // A mixed picture has two sources.
+        let (names, made_of) = match mode {
+            GatherMode::Mixed { .. } => (["gather_mixed", "gather_scaled_mixed"], 2),
+            _ => (["gather", "gather_scaled"], 1),
+        };
+        let (mode, crop_padding) = match mode {
             GatherMode::Augmented { crop_padding, reflects }
             | GatherMode::Mixed { crop_padding, reflects } => {
                 (if reflects { REFLECTS } else { 0 }, crop_padding)
@@ -93,29 +74,24 @@ impl Ops {
             GatherMode::Indexed => (1, 0),
             GatherMode::InOrder => (2, 0),
         };
-        // A mixed picture has two sources.
-        let (names, made_of) = match p.mode {
-            GatherMode::Mixed { .. } => (["gather_mixed", "gather_scaled_mixed"], 2),
-            _ => (["gather", "gather_scaled"], 1),
-        };
-        let mut args = vec![Arg::In(p.source)];
-        args.extend([p.height, p.width, p.channels, p.side, crop_padding, mode].map(Arg::U32));
+        let mut args = vec![Arg::In(PICTURES)];
+        args.extend([height, width, p.channels, p.side, crop_padding, mode].map(Arg::U32));
         args.extend([
-            Arg::In(p.control),
+            Arg::In(CONTROL),
             Arg::U32(p.pictures),
-            Arg::In(p.table),
+            Arg::In(Operand::whole(Region::Normalisation)),
             Arg::out(p.to, p.folded),
             Arg::U32(p.padded),
             Arg::U32(p.folded.into()),
         ]);
         let blocks = self.multiprocessors * 8;
         let pictures = p.pictures.max(1);
-        let Some(s) = p.scaling else {
+        let Some([rows, columns]) = scaling else {
             // Each block loads a table of 3 KB, so a thread computes several pixels if there are enough.
             let x = (p.side * p.side).div_ceil(256).min(blocks.div_ceil(pictures)).max(1);
             return kernel(names[0], plain([x, pictures, 1], [256, 1, 1]), args);
         };
-        let room = |band: u32| (s.rows.span(band) + made_of * band) * p.width * 4;
+        let room = |band: u32| (rows.span(band) + made_of * band) * width * 4;
         let mut band = BAND.min(p.side);
         while band > 1 && room(band) > SHARED {
             band /= 2;
@@ -123,20 +99,20 @@ impl Ops {
         while band > 4 && pictures * p.side.div_ceil(band) < self.multiprocessors * 2 {
             band /= 2;
         }
-        args.extend(scale_args(s.rows, s.rows_at));
-        args.extend(scale_args(s.columns, s.columns_at));
-        args.extend([Arg::U32(band), Arg::U32(s.rows.span(band))]);
+        args.extend(scale_args(rows, Region::ScaleRows));
+        args.extend(scale_args(columns, Region::ScaleColumns));
+        args.extend([Arg::U32(band), Arg::U32(rows.span(band))]);
         let geometry =
             Geometry { shared_bytes: room(band), ..plain([p.side.div_ceil(band), pictures, 1], [256, 1, 1]) };
         kernel(names[1], geometry, args)
     }
 
-    /// For batches of float32 pictures made by the host.
-    pub(in crate::cuda) fn pad_channels(&self, p: PadChannels) -> Kernel {
+    /// Converts normalised float32 pictures `[pictures, side, side, channels]`, made by the host, to T.
+    pub(in crate::cuda) fn pad_channels(&self, p: BatchInput) -> Kernel {
         let args = [
-            Arg::In(p.from),
+            Arg::In(PICTURES),
             Arg::out(p.to, p.folded),
-            Arg::In(p.control),
+            Arg::In(CONTROL),
             Arg::U32(p.pictures),
             Arg::U32(p.side),
             Arg::U32(p.channels),

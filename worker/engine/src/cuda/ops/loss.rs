@@ -1,15 +1,15 @@
 //! Softmax cross-entropy; `loss.cu`.
 
-use super::{Arg, Kernel, LOSS_COUNTER, Operand, Ops, kernel, plain};
+use super::{Arg, CONTROL, Kernel, LOSS_COUNTER, Operand, Ops, SCALER, TOTALS, kernel, plain};
 
-/// Loss of `logits` + `bias`, its gradient, and totals.
+/// Loss of `logits` + `bias`, its gradient, and totals: `f64 loss_sum; u64 correct; u64 samples`, of the real pictures. The gradient is multiplied
+/// by the loss scale in addition to the control block's grad_scale.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct CrossEntropy {
     /// T `[pictures, padded]`, without the bias.
     pub(in crate::cuda) logits: Operand,
     /// float32 `[classes]`; may be absent.
     pub(in crate::cuda) bias: Operand,
-    pub(in crate::cuda) control: Operand,
     pub(in crate::cuda) pictures: u32,
     pub(in crate::cuda) classes: u32,
     /// Length of a row: classes rounded up to a multiple of 8.
@@ -17,34 +17,15 @@ pub(in crate::cuda) struct CrossEntropy {
     pub(in crate::cuda) smoothing: f32,
     /// float32 `[classes]`; if absent, all weights are 1.
     pub(in crate::cuda) class_weights: Operand,
-    /// float32 factor of the gradients in addition to the control block's grad_scale (`Scaler`'s first
-    /// field).
-    pub(in crate::cuda) loss_scale: Operand,
     /// T `[pictures, padded]`, zero in the padding; absent in evaluation, which computes no gradients.
     pub(in crate::cuda) dlogits: Operand,
     /// float32 `[classes]`; may be absent.
     pub(in crate::cuda) dbias: Operand,
-    /// `f64 loss_sum; u64 correct; u64 samples`, of the real pictures.
-    pub(in crate::cuda) totals: Operand,
     /// Whether to add to the totals and to dbias instead of replacing them, as for later micro-batches and in
     /// evaluation.
     pub(in crate::cuda) accumulate: bool,
     /// Result of [`Ops::put_margin`]; may be absent.
     pub(in crate::cuda) label_logits: Operand,
-}
-
-/// Logits for the host.
-#[derive(Debug, Clone, Copy)]
-pub(in crate::cuda) struct BiasedLogits {
-    /// T `[pictures, padded]`.
-    pub(in crate::cuda) logits: Operand,
-    /// May be absent.
-    pub(in crate::cuda) bias: Operand,
-    /// float32 `[pictures, classes]`.
-    pub(in crate::cuda) to: Operand,
-    pub(in crate::cuda) pictures: u32,
-    pub(in crate::cuda) classes: u32,
-    pub(in crate::cuda) padded: u32,
 }
 
 /// Rows per block: one per warp.
@@ -60,16 +41,16 @@ impl Ops {
         let args = [
             Arg::In(p.logits),
             Arg::In(p.bias),
-            Arg::In(p.control),
+            Arg::In(CONTROL),
             Arg::U32(p.pictures),
             Arg::U32(p.classes),
             Arg::U32(p.padded),
             Arg::F32(p.smoothing),
             Arg::In(p.class_weights),
-            Arg::In(p.loss_scale),
+            Arg::In(SCALER),
             Arg::Out(p.dlogits),
             Arg::out(p.dbias, p.accumulate),
-            Arg::out(p.totals, p.accumulate),
+            Arg::out(TOTALS, p.accumulate),
             Arg::U32(p.accumulate.into()),
             Arg::Out(self.partials()),
             self.counter(LOSS_COUNTER),
@@ -78,12 +59,12 @@ impl Ops {
         kernel("cross_entropy", plain([blocks(p.pictures), 1, 1], [32 * LOSS_ROWS, 1, 1]), args)
     }
 
-    /// Adds the bias and drops the padding.
-    pub(in crate::cuda) fn biased_logits(&self, p: BiasedLogits) -> Kernel {
+    /// Logits for the host, float32 `[pictures, classes]`: adds the bias and drops the padding.
+    pub(in crate::cuda) fn biased_logits(&self, p: CrossEntropy, to: Operand) -> Kernel {
         let args = [
             Arg::In(p.logits),
             Arg::In(p.bias),
-            Arg::Out(p.to),
+            Arg::Out(to),
             Arg::U32(p.pictures),
             Arg::U32(p.classes),
             Arg::U32(p.padded),

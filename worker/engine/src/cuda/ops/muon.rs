@@ -1,6 +1,6 @@
 //! Muon over flat buffers; `muon.cu`.
 
-use super::{Arg, Flat, Kernel, Operand, Ops, Rates, kernel, plain};
+use super::{Arg, CONTROL, Flat, Kernel, Operand, Ops, Rates, SCALER, kernel, plain};
 use crate::cuda::layout::Filter;
 use lockstep_kernels::orthogonal::STEPS;
 
@@ -36,7 +36,7 @@ impl Ops {
     /// Runs after [`Ops::gradient_norm`]. Traffic: weights and velocity twice, gradients once, and in each iteration the filters in 16 bits
     /// about four times.
     pub(in crate::cuda) fn muon(&self, p: Muon<'_>) -> Vec<Kernel> {
-        let (flat, rates, scaler) = (p.flat, p.rates, Arg::In(p.flat.scaler));
+        let (flat, rates, scaler) = (p.flat, p.rates, Arg::In(SCALER));
         let (filters, count) = (Arg::In(p.filters), p.shapes.len() as u32);
         let tiles = |of: &dyn Fn(&Filter) -> [usize; 2]| {
             let of_filter =
@@ -69,7 +69,7 @@ impl Ops {
         let mut args = vec![weights, Arg::InOut(p.velocity), low_precision];
         args.extend(flat.gradients.args());
         args.extend([
-            Arg::In(flat.control),
+            Arg::In(CONTROL),
             scaler,
             Arg::F32(p.momentum),
             Arg::In(rates.segments),

@@ -11,7 +11,7 @@ mod backward;
 mod forward;
 
 pub(in crate::cuda) use backward::{Gradient, NormBackward};
-pub(in crate::cuda) use forward::{NormFold, NormForward};
+pub(in crate::cuda) use forward::NormForward;
 
 /// An activation: rows = pictures x pixels.
 #[derive(Debug, Clone, Copy)]

@@ -3,7 +3,8 @@
 //! All flat buffers have the same order: a first part with the weights of convolutions and linear layers, and a
 //! second part with batch norms and biases. Each parameter begins and ends at a multiple of 8 values.
 
-use super::{Arg, Geometry, Kernel, NORM_COUNTER, Operand, Ops, Region, kernel, plain};
+use super::{Arg, CONTROL, Geometry, Kernel, NORM_COUNTER, Operand, Ops, Region, SCALER, kernel, plain};
+use lockstep_kernels::optimizer::LARS_TRUST;
 use std::ops::Range;
 
 /// Number of blocks that compute the norm of one parameter.
@@ -47,18 +48,6 @@ impl Gradients {
     }
 }
 
-/// Computes the norm of the gradients and the state that depends on it, in `Scaler`:
-/// `f32 scale; u32 good_steps; u32 finite; f32 norm; f32 inverse; u32 apply, updates, refused, updating, 0; u64 held`. The host initialises
-/// `scale` (1 without scaling), `updates` if a run continues, `held` (the address of a `u32` in host memory that stops further updates if
-/// set, or 0), and all other fields to 0.
-#[derive(Debug, Clone, Copy)]
-pub(in crate::cuda) struct GradientNorm {
-    pub(in crate::cuda) gradients: Gradients,
-    pub(in crate::cuda) scaler: Operand,
-    /// Halves the scale if a gradient is not finite, and doubles the scale after 2,000 finite steps.
-    pub(in crate::cuda) dynamic: bool,
-}
-
 /// Operands of every optimizer's update.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Flat {
@@ -69,9 +58,6 @@ pub(in crate::cuda) struct Flat {
     /// Whether weights are two planes of 16 bits (bfloat16; SGD and AdamW).
     pub(in crate::cuda) planar: bool,
     pub(in crate::cuda) gradients: Gradients,
-    /// The control block, which has the learning rate.
-    pub(in crate::cuda) control: Operand,
-    pub(in crate::cuda) scaler: Operand,
     /// Weight decay of the first part and of the second.
     pub(in crate::cuda) decay: [f32; 2],
 }
@@ -102,16 +88,6 @@ impl Rates {
     }
 }
 
-/// LARS: computes the rates.
-#[derive(Debug, Clone, Copy)]
-pub(in crate::cuda) struct LarsRates {
-    pub(in crate::cuda) scaler: Operand,
-    /// Weight decay of the parameters whose rate LARS scales by norms.
-    pub(in crate::cuda) decay: f32,
-    pub(in crate::cuda) rates: Rates,
-    pub(in crate::cuda) trust: f32,
-}
-
 /// The update rule; formulas as in the CPU engine (`worker/kernels/src/optimizer.rs`).
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) enum Update {
@@ -121,38 +97,33 @@ pub(in crate::cuda) enum Update {
     Lars(Rates),
 }
 
-/// One step of all weights by SGD or LARS.
-#[derive(Debug, Clone, Copy)]
-pub(in crate::cuda) struct Sgd {
-    pub(in crate::cuda) update: Update,
-    pub(in crate::cuda) flat: Flat,
-    /// The momentum buffers.
-    pub(in crate::cuda) velocity: Operand,
-    pub(in crate::cuda) momentum: f32,
-}
-
 impl Ops {
-    /// Traffic: all gradients once.
-    pub(in crate::cuda) fn gradient_norm(&self, p: GradientNorm) -> Kernel {
-        let mut args = p.gradients.args().to_vec();
+    /// Computes the norm of the gradients and the state that depends on it, in `Scaler`:
+    /// `f32 scale; u32 good_steps; u32 finite; f32 norm; f32 inverse; u32 apply, updates, refused, updating, 0; u64 held`. The host
+    /// initialises `scale` (1 without scaling), `updates` if a run continues, `held` (the address of a `u32` in host memory that stops
+    /// further updates if set, or 0), and all other fields to 0. `dynamic`: halves the scale if a gradient is not finite, and doubles the
+    /// scale after 2,000 finite steps. Traffic: all gradients once.
+    pub(in crate::cuda) fn gradient_norm(&self, gradients: Gradients, dynamic: bool) -> Kernel {
+        let mut args = gradients.args().to_vec();
         args.extend([
-            Arg::InOut(p.scaler),
-            Arg::U32(p.dynamic.into()),
+            Arg::InOut(SCALER),
+            Arg::U32(dynamic.into()),
             Arg::Out(self.partials()),
             self.counter(NORM_COUNTER),
         ]);
-        kernel("gradient_norm", self.norm_geometry(p.gradients), args)
+        kernel("gradient_norm", self.norm_geometry(gradients), args)
     }
 
     /// [`Ops::gradient_norm`] where ranks have parts of some parameters: `others` are `count` sums of squares (f64) of
-    /// gradients that are not in `p`.
+    /// gradients that are not in `gradients`.
     pub(in crate::cuda) fn gradient_norm_of_parts(
         &self,
-        p: GradientNorm,
+        gradients: Gradients,
+        dynamic: bool,
         others: Operand,
         count: u32,
     ) -> Kernel {
-        let Kernel { geometry, mut args, .. } = self.gradient_norm(p);
+        let Kernel { geometry, mut args, .. } = self.gradient_norm(gradients, dynamic);
         args.splice(5..5, [Arg::In(others), Arg::U32(count)]);
         kernel("gradient_norm_of_parts", geometry, args)
     }
@@ -183,41 +154,45 @@ impl Ops {
         kernel("lars_norms", plain(rates.norm_blocks(), [256, 1, 1]), args)
     }
 
-    /// Runs after [`Ops::lars_norms`].
-    pub(in crate::cuda) fn lars_rates(&self, p: LarsRates) -> Kernel {
-        let LarsRates { scaler, decay, rates, trust } = p;
+    /// Runs after [`Ops::lars_norms`]. `decay`: weight decay of the parameters whose rate LARS scales by norms.
+    pub(in crate::cuda) fn lars_rates(&self, rates: Rates, decay: f32) -> Kernel {
         let args = [
             Arg::In(rates.squares),
             Arg::In(rates.segments),
             Arg::U32(rates.count),
-            Arg::In(scaler),
-            Arg::F32(trust),
+            Arg::In(SCALER),
+            Arg::F32(LARS_TRUST),
             Arg::F32(decay),
             Arg::Out(rates.per_parameter),
         ];
         kernel("lars_rates", plain([rates.count.div_ceil(128), 1, 1], [128, 1, 1]), args)
     }
 
-    /// Runs after [`Ops::gradient_norm`]. Memory traffic: reads and writes weights and velocity, reads gradients, writes the
-    /// low-precision copy of the weights: 20 bytes per value in the 16-bit formats.
-    pub(in crate::cuda) fn sgd(&self, p: Sgd) -> Kernel {
+    /// One step of all weights by SGD or LARS. `velocity`: the momentum buffers. Runs after [`Ops::gradient_norm`]. Memory traffic: reads and
+    /// writes weights and velocity, reads gradients, writes the low-precision copy of the weights: 20 bytes per value in the 16-bit formats.
+    pub(in crate::cuda) fn sgd(
+        &self,
+        update: Update,
+        flat: Flat,
+        velocity: Operand,
+        momentum: f32,
+    ) -> Kernel {
         let none =
             Rates { segments: Operand::NONE, count: 0, per_parameter: Operand::NONE, squares: Operand::NONE };
-        let (name, Rates { segments, count, per_parameter, .. }) = match (p.update, p.flat.planar) {
+        let (name, Rates { segments, count, per_parameter, .. }) = match (update, flat.planar) {
             (Update::Momentum, false) => ("sgd_momentum", none),
             (Update::Momentum, true) => ("sgd_momentum_planes", none),
             (Update::Nesterov, false) => ("sgd_nesterov", none),
             (Update::Nesterov, true) => ("sgd_nesterov_planes", none),
             (Update::Lars(rates), _) => ("sgd_lars", rates),
         };
-        let flat = p.flat;
         let [weights, low_precision] = flat.weights_args();
-        let mut args = vec![weights, Arg::InOut(p.velocity), low_precision];
+        let mut args = vec![weights, Arg::InOut(velocity), low_precision];
         args.extend(flat.gradients.args());
         args.extend([
-            Arg::In(flat.control),
-            Arg::In(flat.scaler),
-            Arg::F32(p.momentum),
+            Arg::In(CONTROL),
+            Arg::In(SCALER),
+            Arg::F32(momentum),
             Arg::F32(flat.decay[0]),
             Arg::F32(flat.decay[1]),
             Arg::In(segments),
@@ -301,11 +276,5 @@ impl Ops {
     pub(in crate::cuda) fn add_checksum(&self, values: Operand, length: u64, sum: Operand) -> Kernel {
         let args = [Arg::In(values), Arg::U64(length), Arg::InOut(sum)];
         kernel("add_checksum", self.items(length, 4), args)
-    }
-
-    /// to (T) = from (float32); `length` values, a multiple of 8.
-    pub(in crate::cuda) fn to_low_precision(self, from: Operand, to: Operand, length: u64) -> Kernel {
-        let args = [Arg::In(from), Arg::Out(to), Arg::U64(length)];
-        kernel("to_low_precision", self.items(length / 8, 8), args)
     }
 }

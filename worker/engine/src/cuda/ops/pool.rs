@@ -1,10 +1,6 @@
 //! Max pooling fused with the batch norm and ReLU before it, and global average pooling; `pool.cu`.
 
-use super::{
-    Arg, Geometry, Kernel, Operand, Ops, kernel,
-    norm::{NormSite, Reduce},
-    plain,
-};
+use super::{Arg, Geometry, Kernel, NormBackward, NormSite, Operand, Ops, Reduce, Shape, kernel, plain};
 
 /// A pooling of 3 x 3 windows, stride 2, padding 1. The output's sides are half of the input's, rounded up.
 #[derive(Debug, Clone, Copy)]
@@ -13,43 +9,6 @@ pub(in crate::cuda) struct Pool {
     pub(in crate::cuda) height: u32,
     pub(in crate::cuda) width: u32,
     /// A multiple of 8.
-    pub(in crate::cuda) channels: u32,
-}
-
-/// y = max_pool(relu(x * scale + bias)).
-#[derive(Debug, Clone, Copy)]
-pub(in crate::cuda) struct MaxPool {
-    pub(in crate::cuda) x: Operand,
-    /// Scale and bias, float32 per channel.
-    pub(in crate::cuda) norm: (Operand, Operand),
-    pub(in crate::cuda) y: Operand,
-    /// Window position of each maximum, one byte per value; absent in inference.
-    pub(in crate::cuda) argmax: Operand,
-    pub(in crate::cuda) pool: Pool,
-}
-
-/// Backward of a [`MaxPool`], through the ReLU and the batch norm, to the convolution's output.
-#[derive(Debug, Clone, Copy)]
-pub(in crate::cuda) struct NormBackwardMaxPool {
-    pub(in crate::cuda) x: Operand,
-    /// Gradient of the pooling's output.
-    pub(in crate::cuda) dy: Operand,
-    pub(in crate::cuda) argmax: Operand,
-    pub(in crate::cuda) dx: Operand,
-    pub(in crate::cuda) control: Operand,
-    pub(in crate::cuda) pool: Pool,
-    pub(in crate::cuda) site: NormSite,
-    pub(in crate::cuda) accumulate: bool,
-    pub(in crate::cuda) reduce: Reduce,
-}
-
-/// y `[pictures, C]` = mean of x over its pixels.
-#[derive(Debug, Clone, Copy)]
-pub(in crate::cuda) struct GlobalAverage {
-    pub(in crate::cuda) x: Operand,
-    pub(in crate::cuda) y: Operand,
-    pub(in crate::cuda) pictures: u32,
-    pub(in crate::cuda) pixels: u32,
     pub(in crate::cuda) channels: u32,
 }
 
@@ -76,59 +35,71 @@ impl Ops {
         (geometry, args)
     }
 
-    /// Traffic: x once, y and argmax once.
-    pub(in crate::cuda) fn max_pool(&self, p: MaxPool) -> Kernel {
-        let name = if p.argmax.is_none() { "norm_max_pool" } else { "norm_max_pool_argmax" };
-        let (scale, bias) = p.norm;
-        let (geometry, pool) = self.strips(p.pool, 256, 2);
-        let mut args = [p.x, scale, bias].map(Arg::In).to_vec();
-        args.extend([p.y, p.argmax].map(Arg::Out));
-        args.extend(pool);
-        args.push(Arg::U32(p.pool.channels));
+    /// y = max_pool(relu(x * scale + bias)), with the scale and bias of `site`. argmax: window position of each
+    /// maximum, one byte per value; absent in inference. Traffic: x once, y and argmax once.
+    pub(in crate::cuda) fn max_pool(
+        &self,
+        [x, y, argmax]: [Operand; 3],
+        site: &NormSite,
+        pool: Pool,
+    ) -> Kernel {
+        let name = if argmax.is_none() { "norm_max_pool" } else { "norm_max_pool_argmax" };
+        let (geometry, strips) = self.strips(pool, 256, 2);
+        let mut args = [x, site.scale, site.bias].map(Arg::In).to_vec();
+        args.extend([y, argmax].map(Arg::Out));
+        args.extend(strips);
+        args.push(Arg::U32(pool.channels));
         kernel(name, geometry, args)
     }
 
+    /// Backward of [`Ops::max_pool`], through the ReLU and the batch norm, to the convolution's output. `p.gradient` is that of the pooling's output.
     /// Both passes; with [`Reduce::Leave`] only the sums (`norm_backward_finish` and then
     /// [`Ops::norm_backward_apply_max_pool`] must follow). Traffic: x, dy and argmax twice, dx once.
-    pub(in crate::cuda) fn norm_backward_max_pool(&self, p: NormBackwardMaxPool) -> Vec<Kernel> {
-        let (geometry, pool) = self.strips(p.pool, 512, 1);
-        let mut args = [p.x, p.dy, p.argmax, p.control].map(Arg::In).to_vec();
-        args.extend(pool);
-        args.extend([Arg::U32(p.pool.channels), Arg::Out(self.partials()), self.counters()]);
+    pub(in crate::cuda) fn norm_backward_max_pool(
+        &self,
+        p: NormBackward,
+        argmax: Operand,
+        pool: Pool,
+    ) -> Vec<Kernel> {
+        let (geometry, strips) = self.strips(pool, 512, 1);
+        let [dy, ..] = p.gradient.args();
+        let mut args = vec![Arg::In(p.x), dy, Arg::In(argmax), Arg::In(p.control)];
+        args.extend(strips);
+        args.extend([Arg::U32(pool.channels), Arg::Out(self.partials()), self.counters()]);
         args.extend(p.site.backward_args(p.accumulate, p.reduce));
         args.extend(p.reduce.args());
         let sums = kernel("norm_backward_sums_max_pool", geometry, args);
         if matches!(p.reduce, Reduce::Leave { .. }) {
             return vec![sums];
         }
-        vec![sums, self.norm_backward_apply_max_pool(p)]
+        vec![sums, self.norm_backward_apply_max_pool(p, argmax, pool)]
     }
 
     /// Only the second pass.
-    pub(in crate::cuda) fn norm_backward_apply_max_pool(&self, p: NormBackwardMaxPool) -> Kernel {
-        let (geometry, pool) = self.strips(p.pool, 256, 2);
-        let site = p.site;
-        let mut args =
-            [p.x, p.dy, p.argmax, site.scale, site.bias, site.slope, site.offset].map(Arg::In).to_vec();
+    pub(in crate::cuda) fn norm_backward_apply_max_pool(
+        &self,
+        p: NormBackward,
+        argmax: Operand,
+        pool: Pool,
+    ) -> Kernel {
+        let (geometry, strips) = self.strips(pool, 256, 2);
+        let (site, [dy, ..]) = (p.site, p.gradient.args());
+        let mut args = vec![Arg::In(p.x), dy, Arg::In(argmax)];
+        args.extend([site.scale, site.bias, site.slope, site.offset].map(Arg::In));
         args.extend([Arg::Out(p.dx), Arg::In(p.control)]);
-        args.extend(pool);
-        args.push(Arg::U32(p.pool.channels));
+        args.extend(strips);
+        args.push(Arg::U32(pool.channels));
         kernel("norm_backward_apply_max_pool", geometry, args)
     }
 
-    /// Traffic: x once, y once.
-    pub(in crate::cuda) fn global_average(&self, p: GlobalAverage) -> Kernel {
-        let groups = p.channels / 8;
+    /// y `[pictures, C]` = mean of x, which has `shape`, over its pixels. Traffic: x once, y once.
+    pub(in crate::cuda) fn global_average(&self, x: Operand, y: Operand, shape: Shape) -> Kernel {
+        let Shape { pictures, pixels, channels } = shape;
+        let groups = channels / 8;
         let lanes = groups.next_power_of_two().clamp(1, 8);
-        let warps = p.pictures * groups.div_ceil(lanes);
-        let args = [
-            Arg::In(p.x),
-            Arg::Out(p.y),
-            Arg::U32(p.pictures),
-            Arg::U32(p.pixels),
-            Arg::U32(p.channels),
-            Arg::U32(lanes),
-        ];
+        let warps = pictures * groups.div_ceil(lanes);
+        let mut args = vec![Arg::In(x), Arg::Out(y)];
+        args.extend([pictures, pixels, channels, lanes].map(Arg::U32));
         // Few warps per block, so that a small batch uses every multiprocessor.
         kernel("global_average", plain([warps.div_ceil(4), 1, 1], [32, 4, 1]), args)
     }

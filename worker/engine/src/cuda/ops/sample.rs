@@ -1,6 +1,6 @@
 //! The classes of a split head that a step samples, and their rows of parameters; `sample.cu`.
 
-use super::{Arg, Kernel, Operand, Ops, kernel, plain};
+use super::{Arg, Kernel, Operand, Ops, SCALER, kernel, plain};
 
 /// Bytes before a sample's classes.
 const HEADER: usize = 16;
@@ -20,8 +20,6 @@ pub(in crate::cuda) struct SampleClasses {
     /// Number of this rank's classes that are drawn at random.
     pub(in crate::cuda) drawn: u32,
     pub(in crate::cuda) seed: u64,
-    /// `Scaler`, which has the number of updates.
-    pub(in crate::cuda) scaler: Operand,
     /// The sample, [`SampleClasses::bytes`] long.
     pub(in crate::cuda) sample: Operand,
     /// Two `u32` for each picture of the group: positions of its labels in the sample.
@@ -68,7 +66,8 @@ impl Ops {
             Arg::U32(p.classes),
             Arg::U32(p.drawn),
             Arg::U64(p.seed),
-            Arg::In(p.scaler),
+            // Has the number of updates.
+            Arg::In(SCALER),
             Arg::Out(p.sample),
             Arg::Out(p.places),
             Arg::Out(p.found),

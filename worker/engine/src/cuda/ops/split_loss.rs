@@ -1,7 +1,7 @@
 //! Softmax cross-entropy whose classes are split over the ranks of a model group; `split_loss.cu`. Rows are the
 //! pictures of the whole group in the order of ranks, `batch` per rank.
 
-use super::{Arg, Kernel, Operand, Ops, kernel, plain};
+use super::{Arg, Kernel, Operand, Ops, SCALER, TOTALS, kernel, plain};
 
 /// Number of groups of 8 classes that a block reads: 256 threads, 8 groups each.
 const CLASS_GROUPS_PER_BLOCK: u32 = 8 * 256;
@@ -40,21 +40,6 @@ pub(in crate::cuda) struct SplitLogits {
     pub(in crate::cuda) chunks: u32,
 }
 
-/// The loss of this rank's pictures, from the records of all ranks.
-#[derive(Debug, Clone, Copy)]
-pub(in crate::cuda) struct SplitLoss {
-    /// Results of [`Ops::class_records`] of all ranks of the group.
-    pub(in crate::cuda) records: Operand,
-    pub(in crate::cuda) smoothing: f32,
-    pub(in crate::cuda) loss_scale: Operand,
-    /// The values from which [`Ops::class_gradient`] computes gradients; may be absent.
-    pub(in crate::cuda) rows: Operand,
-    /// As in [`super::CrossEntropy`].
-    pub(in crate::cuda) totals: Operand,
-    /// Adds to the totals instead of replacing them.
-    pub(in crate::cuda) accumulate: bool,
-}
-
 impl SplitLogits {
     pub(super) fn rows(&self) -> u32 {
         self.ranks * self.batch
@@ -75,7 +60,7 @@ impl SplitLogits {
         self.rows() as usize * RECORD_BYTES
     }
 
-    /// Bytes of [`SplitLoss::rows`].
+    /// Bytes of the rows of [`Ops::class_loss`].
     pub(in crate::cuda) fn row_bytes(&self) -> usize {
         self.rows() as usize * ROW_BYTES
     }
@@ -121,21 +106,29 @@ impl Ops {
         [of_parts, kernel("class_records", plain([rows, 1, 1], [32, 1, 1]), args)]
     }
 
-    /// Runs after [`Ops::class_records`] of all ranks.
-    pub(in crate::cuda) fn class_loss(&self, p: SplitLogits, loss: SplitLoss) -> Kernel {
+    /// The loss of this rank's pictures, from the `records` that [`Ops::class_records`] has written on all ranks of the group. Writes `rows`, from
+    /// which [`Ops::class_gradient`] computes gradients; may be absent. With `accumulate`, adds to the totals instead of replacing them.
+    pub(in crate::cuda) fn class_loss(
+        &self,
+        p: SplitLogits,
+        records: Operand,
+        rows: Operand,
+        smoothing: f32,
+        accumulate: bool,
+    ) -> Kernel {
         let args = [
-            Arg::In(loss.records),
+            Arg::In(records),
             Arg::In(p.controls),
             Arg::U32(p.words),
             Arg::U32(p.batch),
             Arg::U32(p.ranks),
             Arg::U32(p.rank),
             Arg::U32(p.all_classes),
-            Arg::F32(loss.smoothing),
-            Arg::In(loss.loss_scale),
-            Arg::Out(loss.rows),
-            Arg::out(loss.totals, loss.accumulate),
-            Arg::U32(loss.accumulate.into()),
+            Arg::F32(smoothing),
+            Arg::In(SCALER),
+            Arg::Out(rows),
+            Arg::out(TOTALS, accumulate),
+            Arg::U32(accumulate.into()),
         ];
         kernel("class_loss", plain([1, 1, 1], [256, 1, 1]), args)
     }

@@ -95,18 +95,20 @@ impl Program {
             })
             .collect();
         let count = parameters.len();
-        let policies = match config.optimizer.is_muon() {
-            true => Some(device.upload(&policies(&layout, &config.optimizer))?),
-            false => None,
-        };
-        let shard_squares = match share {
-            None => None,
-            Some(_) => {
-                let of_buckets = 8 * layout.reduced().count();
-                Some([device.zeros(of_buckets)?, device.zeros(count * SEGMENT_SQUARES)?])
-            }
-        };
-        let (segments, rates) = (device.upload(&segments)?, device.zeros(8 * count)?);
+        let channels = network.tensors.iter().map(|tensor| tensor.channels).max().unwrap_or(1);
+        let mut buffers = HashMap::from([
+            (Region::Segments, device.upload(&segments)?),
+            (Region::Rates, device.zeros(8 * count)?),
+            (Region::ChannelSums, device.zeros(8 * channels)?),
+            (Region::Stamps, device.zeros(256)?),
+        ]);
+        if config.optimizer.is_muon() {
+            buffers.insert(Region::Policies, device.upload(&policies(&layout, &config.optimizer))?);
+        }
+        if share.is_some() {
+            buffers.insert(Region::BucketSquares, device.zeros(8 * layout.reduced().count())?);
+            buffers.insert(Region::SegmentSquares, device.zeros(count * SEGMENT_SQUARES)?);
+        }
         // The schedule has at most this many micro-batches between forward and backward pass: one for each stage from this one to the last.
         let micro_batches_in_flight = (stages - network.stage().0).min(config.accumulate.max(1));
         let inputs = Inputs::new(device, config.batch_size, micro_batches_in_flight)?;
@@ -115,35 +117,28 @@ impl Program {
             None => (plan.padded_classes, 4 * config.batch_size * network.classes),
             Some(_) => (0, 4),
         };
-        let controls = match plan.is_split() {
-            true => Some(device.zeros((plan.model_ranks + 1) * inputs.control.bytes)?),
-            false => None,
-        };
-        let scratch =
-            device.zeros(ops.scratch_bytes(config.batch_size as u32, padded as u32, count as u32))?;
+        if plan.is_split() {
+            let bytes = (plan.model_ranks + 1) * inputs.control.bytes;
+            buffers.insert(Region::GroupControls, device.zeros(bytes)?);
+        }
+        let scratch = ops.scratch_bytes(config.batch_size as u32, padded as u32, count as u32);
+        buffers.insert(Region::Scratch, device.zeros(scratch)?);
         let class_weights = config.loss.class_weights.as_ref().map(|weights| device.upload(&weights[..]));
         let mut program = Self {
             class_weights: class_weights.transpose()?,
             ops,
             kernels,
-            scratch,
-            segments,
-            rates,
-            policies,
+            buffers,
             share,
-            shard_squares,
             tuner: Tuner::new(device, cudnn, gpu.deterministic),
             inputs,
             data_ranks,
             micro_batches_in_flight,
-            input_gradient: None,
-            group_controls: controls,
             results: Results::new(device)?,
             normalisation: device.zeros(4 * 256 * network.channels)?,
             scalings: HashMap::new(),
             found: device.zeros(256)?,
             totals: device.zeros(256)?,
-            stamps: device.zeros(256)?,
             arena: device.alloc(256)?,
             workspace: device.alloc(256)?,
             side_workspace: device.alloc(256)?,
@@ -164,12 +159,13 @@ impl Program {
             vector_gradients,
             accumulated,
             norm_values: device.zeros(norm_bytes.max(4) * micro_batches_in_flight)?,
-            channel_sums: device.zeros(8 * network.tensors.iter().map(|t| t.channels).max().unwrap_or(1))?,
             norms,
             sizes: vec![network],
             plan,
         };
-        program.reserve(device)?;
+        program.tune_convolutions(device, true)?;
+        let bytes = program.arena_bytes(true)?;
+        program.allocate(device, bytes)?;
         Ok(program)
     }
 
@@ -204,13 +200,6 @@ impl Program {
             }
         }
         self.plan.set_network(own);
-        self.allocate(device, bytes)
-    }
-
-    /// Tunes convolutions and allocates memory.
-    fn reserve(&mut self, device: &Device) -> Result<(), EngineError> {
-        self.tune_convolutions(device, true)?;
-        let bytes = self.arena_bytes(true)?;
         self.allocate(device, bytes)
     }
 
@@ -250,7 +239,8 @@ impl Program {
         if self.plan.network.stage().0 > 0 {
             let values = |network: &Arc<Network>| network.tensors[network.input()].len();
             let values = self.sizes.iter().map(values).max().unwrap_or(0);
-            self.input_gradient = Some(device.zeros(self.plan.batch * values * self.dtype.size())?);
+            let bytes = self.plan.batch * values * self.dtype.size();
+            self.buffers.insert(Region::InputGradient, device.zeros(bytes)?);
         }
         let (own, side) = (self.workspace.bytes >> 20, self.side_workspace.bytes >> 20);
         tracing::debug!("activations take {} MB, workspaces {own} and {side} MB", self.arena.bytes >> 20);

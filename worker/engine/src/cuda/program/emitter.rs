@@ -292,6 +292,17 @@ impl<'a> GraphEmitter<'a> {
         }
     }
 
+    /// In the backward pass: notes that an operation has read `tensor`, and frees the tensor after the last operation. A weight gradient on the
+    /// side stream may still read the tensor.
+    fn read_in_backward(&mut self, tensor: TensorId) {
+        self.readers[tensor] -= 1;
+        if self.readers[tensor] == 0
+            && let Some(allocation) = self.activations[tensor].take()
+        {
+            self.free_with_newest(allocation);
+        }
+    }
+
     /// In evaluation: notes that an operation has read `tensor`, and frees the tensor after the last operation.
     fn evaluated(&mut self, tensor: TensorId) {
         self.readers[tensor] -= 1;
@@ -318,9 +329,6 @@ pub(super) fn arena_bytes(facts: &Facts<'_>, trains: bool) -> Result<usize, Engi
     // A step whose calls are timed one by one has no side stream.
     Ok(evaluated.max(peak(Phase::Train(only), true)?).max(peak(Phase::Train(only), false)?))
 }
-
-/// The control block of the current micro-batch, which the host has written.
-const CONTROL: Operand = Operand::whole(Region::Control);
 
 /// The memory of one of four time stamps.
 fn stamp(number: usize) -> Operand {

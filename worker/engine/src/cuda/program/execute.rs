@@ -1,10 +1,7 @@
 //! Launches commands: converts operands to addresses, and streams and events to the driver's handles.
 
 use super::*;
-use crate::cuda::{
-    command::{Arg, EventId, Kernel, StreamId},
-    kernels::Value,
-};
+use crate::cuda::command::{Arg, EventId, Kernel, StreamId};
 
 impl Program {
     /// Launches a list in order. `pictures`: address of [`Region::Pictures`].
@@ -56,12 +53,12 @@ impl Program {
         let values = kernel.args.iter().map(|arg| {
             Ok(match *arg {
                 Arg::In(operand) | Arg::Out(operand) | Arg::InOut(operand) | Arg::Unused(operand) => {
-                    Value::Ptr(self.address(operand, pictures)?)
+                    self.address(operand, pictures)?
                 }
-                Arg::U32(value) => Value::U32(value),
-                Arg::U64(value) => Value::U64(value),
-                Arg::F32(value) => Value::F32(value),
-                Arg::F64(value) => Value::F64(value),
+                Arg::U32(value) => u64::from(value),
+                Arg::U64(value) => value,
+                Arg::F32(value) => u64::from(value.to_bits()),
+                Arg::F64(value) => value.to_bits(),
             })
         });
         let values = values.collect::<Result<Vec<_>, CudaError>>()?;
@@ -126,27 +123,27 @@ impl Program {
             Region::ScaleColumns => scaling(1),
             Region::InputCounter => Some(&self.inputs.counter),
             Region::Control => Some(&self.inputs.control),
-            Region::GroupControls => self.group_controls.as_ref(),
             Region::ResultCounter => Some(&self.results.counter),
             Region::MatrixGradients => {
                 let missing = (self.unstored * self.dtype.size()) as u64;
                 return Some(self.matrix_gradients.ptr.wrapping_sub(missing));
             }
-            Region::InputGradient => self.input_gradient.as_ref(),
             Region::VectorGradients => Some(&self.vector_gradients),
             Region::Accumulated => self.accumulated.as_ref(),
             Region::NormValues => Some(&self.norm_values),
-            Region::ChannelSums => Some(&self.channel_sums),
             Region::Totals => Some(&self.totals),
-            Region::Stamps => Some(&self.stamps),
             Region::EvaluatedLogits => Some(&self.evaluated_logits),
-            Region::Segments => Some(&self.segments),
-            Region::Rates => Some(&self.rates),
-            Region::Policies => self.policies.as_ref(),
-            Region::BucketSquares => self.shard_squares.as_ref().map(|[of_buckets, _]| of_buckets),
-            Region::SegmentSquares => self.shard_squares.as_ref().map(|[_, of_segments]| of_segments),
             Region::Found => Some(&self.found),
-            Region::Scratch => Some(&self.scratch),
+            Region::GroupControls
+            | Region::InputGradient
+            | Region::ChannelSums
+            | Region::Stamps
+            | Region::Segments
+            | Region::Rates
+            | Region::Policies
+            | Region::BucketSquares
+            | Region::SegmentSquares
+            | Region::Scratch => self.buffers.get(&region),
             Region::Workspace => Some(&self.workspace),
             Region::SideWorkspace => Some(&self.side_workspace),
         };

@@ -18,7 +18,6 @@ use crate::{
     sharding::Share,
 };
 use lockstep_kernels::optimizer::ParameterPolicy;
-use std::ops::Range;
 
 /// A range of parameters, with their gradients, optimizer state and rates.
 #[derive(Debug, Clone, Copy)]
@@ -56,13 +55,9 @@ pub(in crate::cuda) struct Facts<'a> {
 }
 
 impl Facts<'_> {
-    fn parameter(&self, name: &str, suffix: &str) -> &ParameterPlace {
-        self.layout.parameter(name, suffix)
-    }
-
     /// The weights of a convolution or linear layer in the activations' format.
     pub(super) fn matrix(&self, name: &str) -> Operand {
-        let weight = self.parameter(name, "weight");
+        let weight = self.layout.parameter(name, "weight");
         if self.plan.is_planar() && weight.is_split {
             let [nearest, _] = self.layout.planes(weight.padded());
             return nearest;
@@ -76,7 +71,7 @@ impl Facts<'_> {
     }
 
     fn matrix_in(&self, region: Region, name: &str) -> Operand {
-        let (range, size) = (self.parameter(name, "weight").padded(), self.plan.dtype.size());
+        let (range, size) = (self.layout.parameter(name, "weight").padded(), self.plan.dtype.size());
         Operand::new(region, range.start * size, range.len() * size)
     }
 
@@ -178,8 +173,6 @@ impl Facts<'_> {
             low_precision,
             planar,
             gradients,
-            control: Operand::whole(Region::Control),
-            scaler: Operand::whole(Region::LossScale),
             // The matrices are all weights of convolutions and linear layers, and nothing else.
             decay: [true, false].map(|is_weight| self.optimizer.policy(is_weight).decay),
         };
@@ -229,14 +222,9 @@ impl Facts<'_> {
         }
     }
 
-    /// Ranges of the head's weights and biases in the flat layout.
-    pub(super) fn head_ranges(&self) -> [Range<usize>; 2] {
-        ["weight", "bias"].map(|suffix| self.parameter(self.plan.network.head(), suffix).range.clone())
-    }
-
     /// The memory in which a convolution leaves the sums of its output for the following batch norm.
     pub(super) fn channel_sums(&self, tensor: TensorId) -> Operand {
-        let by_nccl = matches!(self.ranks, Some(Statistics::ByNccl));
+        let by_nccl = matches!(self.ranks, Some(Statistics::Nccl));
         let region = if by_nccl { Region::StatisticsSums } else { Region::ChannelSums };
         Operand::new(region, 0, 8 * self.plan.network.tensors[tensor].channels)
     }

@@ -76,7 +76,7 @@ impl Gradient {
         }
     }
 
-    fn args(self) -> [Arg; 3] {
+    pub(in crate::cuda::ops) fn args(self) -> [Arg; 3] {
         let (dy, more, mask) = match self {
             Gradient::All { dy } => (dy, Operand::NONE, Operand::NONE),
             Gradient::Relu { dy, more } => (dy, more, Operand::NONE),

@@ -19,48 +19,6 @@ pub(in crate::cuda) struct NormForward {
     pub(in crate::cuda) reduce: Reduce,
 }
 
-/// [`NormForward`] with given scale and bias: inference, or the second pass.
-#[derive(Debug, Clone, Copy)]
-pub(in crate::cuda) struct NormApply {
-    pub(in crate::cuda) x: Operand,
-    pub(in crate::cuda) scale: Operand,
-    pub(in crate::cuda) bias: Operand,
-    pub(in crate::cuda) y: Operand,
-    pub(in crate::cuda) shortcut: Shortcut,
-    pub(in crate::cuda) relu: bool,
-    /// As in [`NormForward`]; may be absent.
-    pub(in crate::cuda) mask: Operand,
-    pub(in crate::cuda) shape: Shape,
-}
-
-/// Scale and bias from running statistics.
-#[derive(Debug, Clone, Copy)]
-pub(in crate::cuda) struct NormFold {
-    pub(in crate::cuda) gamma: Operand,
-    pub(in crate::cuda) beta: Operand,
-    pub(in crate::cuda) running_mean: Operand,
-    pub(in crate::cuda) running_var: Operand,
-    pub(in crate::cuda) scale: Operand,
-    pub(in crate::cuda) bias: Operand,
-    /// Channels of one batch norm, or of all of them if each buffer is contiguous over all batch norms.
-    pub(in crate::cuda) channels: u32,
-}
-
-impl From<NormForward> for NormApply {
-    fn from(p: NormForward) -> Self {
-        Self {
-            x: p.x,
-            scale: p.site.scale,
-            bias: p.site.bias,
-            y: p.y,
-            shortcut: p.shortcut,
-            relu: p.relu,
-            mask: p.mask,
-            shape: p.shape,
-        }
-    }
-}
-
 impl Ops {
     /// Batch norm forward in the variant that suits the shape; with [`Reduce::Leave`] only the statistics.
     ///
@@ -70,7 +28,7 @@ impl Ops {
         let Some(geometry) = self.small(p.shape, p.reduce.waits()).filter(|_| !leaves) else {
             let mut both = vec![self.norm_statistics(p)];
             if !leaves {
-                both.push(self.norm_apply(p.into()));
+                both.push(self.norm_apply(p));
             }
             return both;
         };
@@ -127,14 +85,14 @@ impl Ops {
         kernel(name, geometry, args)
     }
 
-    /// Only the second pass. Traffic: x and the shortcut once, y and mask once.
-    pub(in crate::cuda) fn norm_apply(&self, p: NormApply) -> Kernel {
+    /// With the scale and bias of `site`: inference, or only the second pass. Traffic: x and the shortcut once, y and mask once.
+    pub(in crate::cuda) fn norm_apply(&self, p: NormForward) -> Kernel {
         let (name, resident) = match p.shortcut {
             Shortcut::None => ("norm_apply", 3),
             Shortcut::Plain(_) => ("norm_apply_add", 3),
             Shortcut::Norm { .. } => ("norm_apply_add_norm", 2),
         };
-        let mut args = [p.x, p.scale, p.bias].map(Arg::In).to_vec();
+        let mut args = [p.x, p.site.scale, p.site.bias].map(Arg::In).to_vec();
         args.extend(p.shortcut.args());
         args.extend([
             Arg::Out(p.y),
@@ -147,17 +105,11 @@ impl Ops {
         kernel(name, geometry, args)
     }
 
-    /// Scale and bias for inference.
-    pub(in crate::cuda) fn norm_fold(&self, p: NormFold) -> Kernel {
-        let args = [
-            Arg::In(p.gamma),
-            Arg::In(p.beta),
-            Arg::In(p.running_mean),
-            Arg::In(p.running_var),
-            Arg::Out(p.scale),
-            Arg::Out(p.bias),
-            Arg::U32(p.channels),
-        ];
-        kernel("norm_fold", plain([p.channels.div_ceil(256), 1, 1], [256, 1, 1]), args)
+    /// Scale and bias from running statistics.
+    pub(in crate::cuda) fn norm_fold(&self, site: &NormSite) -> Kernel {
+        let channels = site.channels() as u32;
+        let mut args = [site.gamma, site.beta, site.running_mean, site.running_var].map(Arg::In).to_vec();
+        args.extend([Arg::Out(site.scale), Arg::Out(site.bias), Arg::U32(channels)]);
+        kernel("norm_fold", plain([channels.div_ceil(256), 1, 1], [256, 1, 1]), args)
     }
 }

@@ -64,11 +64,13 @@ impl<'a> GraphEmitter<'a> {
         let (w, y, sums) = (facts.matrix_gradient(name), dy.operand(), Operand::NONE);
         let wgrad = Convolution { direction: Direction::Weight, ..convolution };
         let weight = facts.layout.parameter(name, "weight");
-        let stream = if weight.is_fixed {
-            self.zero_gradient(w, weight.padded().len() as u64)
+        self.fork();
+        let stream = self.weight_gradient_stream();
+        if weight.is_fixed {
+            self.start(stream, facts.ops.zero_gradient(w, weight.padded().len() as u64));
         } else {
-            self.weight_gradient(wgrad, Tensors { x: x.operand(), w, y, sums })
-        };
+            self.convolve(stream, wgrad, Tensors { x: x.operand(), w, y, sums });
+        }
         if first && self.plan.folded {
             let values = weight.range.len();
             self.start(stream, facts.ops.fold_gradient(w, values as u32));
@@ -148,12 +150,7 @@ impl<'a> GraphEmitter<'a> {
         if node.overwrites_input {
             self.activations[node.input] = None;
         } else {
-            self.readers[node.input] -= 1;
-            if self.readers[node.input] == 0
-                && let Some(allocation) = self.activations[node.input].take()
-            {
-                self.free_with_newest(allocation);
-            }
+            self.read_in_backward(node.input);
         }
         if let (Some(dz), Some(shortcut)) = (dz, node.shortcut) {
             self.gradients[shortcut.tensor].push(Gradient::Whole(dz));
@@ -249,32 +246,23 @@ impl<'a> GraphEmitter<'a> {
             let values = self.plan.pictures(node.output) * self.plan.values(node.output);
             self.main(ops.add(dy, more, values as u64));
         }
-        let backward = ops::NormBackwardMaxPool {
+        let backward = ops::NormBackward {
             x: x.operand(),
-            dy,
-            argmax,
+            gradient: ops::Gradient::All { dy },
+            dz: Operand::NONE,
             dx: dx.operand(),
             control: self.control_of(node.input),
-            pool: self.pool(node.input),
+            shape: self.whole_shape(node.input),
             site: self.facts.norms[node.norm],
             accumulate: !first,
             reduce: self.facts.reduction(node, true),
         };
-        self.main(ops.norm_backward_max_pool(backward));
+        let pool = self.pool(node.input);
+        self.main(ops.norm_backward_max_pool(backward, argmax, pool));
         if let Some(sums) = self.added_sums(backward.reduce, node) {
-            let local = ops::NormBackward {
-                x: x.operand(),
-                gradient: ops::Gradient::All { dy },
-                dz: Operand::NONE,
-                dx: dx.operand(),
-                control: backward.control,
-                shape: self.whole_shape(node.input),
-                site: backward.site,
-                accumulate: backward.accumulate,
-                reduce: ops::Reduce::Local,
-            };
+            let local = ops::NormBackward { reduce: ops::Reduce::Local, ..backward };
             self.main(ops.norm_backward_finish(sums, local));
-            self.main(ops.norm_backward_apply_max_pool(backward));
+            self.main(ops.norm_backward_apply_max_pool(backward, argmax, pool));
         }
     }
 
@@ -296,20 +284,9 @@ impl<'a> GraphEmitter<'a> {
         self.weight_gradients += 1;
     }
 
-    /// A convolution's weight gradient, on the main or the side stream. Returns the stream.
-    fn weight_gradient(&mut self, convolution: Convolution, tensors: Tensors<Operand>) -> StreamId {
-        let stream = if self.side_stream { StreamId::Side } else { StreamId::Main };
-        self.fork();
-        self.convolve(stream, convolution, tensors);
-        stream
-    }
-
-    /// Zeros the gradient of a weight that is not trained, on the stream of weight gradients. Returns the stream.
-    fn zero_gradient(&mut self, gradient: Operand, length: u64) -> StreamId {
-        let stream = if self.side_stream { StreamId::Side } else { StreamId::Main };
-        self.fork();
-        self.start(stream, self.facts.ops.zero_gradient(gradient, length));
-        stream
+    /// The stream on which weight gradients run.
+    pub(super) fn weight_gradient_stream(&self) -> StreamId {
+        if self.side_stream { StreamId::Side } else { StreamId::Main }
     }
 
     /// Makes the side stream wait for the main stream's commands so far.

@@ -23,7 +23,8 @@ impl<'a> GraphEmitter<'a> {
     pub(super) fn fetch(&mut self, phase: Phase) {
         let facts = self.facts;
         let begins_step = matches!(phase, Phase::Train(MicroBatch { first: true, .. }));
-        self.main(facts.ops.fetch(rings::fetch(self.plan.batch, begins_step.then(|| facts.kept()))));
+        let keeps = begins_step.then(|| facts.kept());
+        self.main(facts.ops.fetch(rings::SLOTS as u32, self.words(), keeps));
         self.main(facts.ops.stamp(stamp(0), Operand::NONE));
     }
 
@@ -31,22 +32,19 @@ impl<'a> GraphEmitter<'a> {
     pub(super) fn take_in(&mut self, phase: Phase, input: Input, allocation: Allocation) {
         self.fetch(phase);
         let (facts, plan) = (self.facts, self.plan);
-        let (control, pictures, to) = (CONTROL, plan.batch as u32, allocation.operand());
+        let (pictures, to) = (plan.batch as u32, allocation.operand());
         let [side, channels, padded] =
             [plan.network.image_size, plan.network.channels, plan.padded_input].map(|number| number as u32);
         let folded = plan.folded;
         if folded {
             self.main(facts.ops.fold_border(to, pictures, side));
         }
-        let source = Operand::whole(Region::Pictures);
-        let (height, width, mode, scaling) = match input {
+        let batch = ops::BatchInput { pictures, side, channels, to, padded, folded };
+        let (size, mode, scaling) = match input {
             Input::Staged { format: BatchFormat::Normalised | BatchFormat::AugmentParams, .. } => {
-                let pad =
-                    ops::PadChannels { from: source, to, control, pictures, side, channels, padded, folded };
-                self.main(facts.ops.pad_channels(pad));
-                return;
+                return self.main(facts.ops.pad_channels(batch));
             }
-            Input::Staged { format: BatchFormat::Bytes, .. } => (side, side, ops::GatherMode::InOrder, None),
+            Input::Staged { format: BatchFormat::Bytes, .. } => ([side; 2], ops::GatherMode::InOrder, None),
             Input::Dataset { height, width, crop_padding, reflects, training, mixes, .. } => {
                 let crop_padding = crop_padding as u32;
                 let mode = match (training, mixes) {
@@ -54,32 +52,10 @@ impl<'a> GraphEmitter<'a> {
                     (true, false) => ops::GatherMode::Augmented { crop_padding, reflects },
                     (true, true) => ops::GatherMode::Mixed { crop_padding, reflects },
                 };
-                (height as u32, width as u32, mode, facts.scaling)
+                ([height, width].map(|side| side as u32), mode, facts.scaling)
             }
         };
-        let scaling = scaling.map(|[rows, columns]| ops::Scaling {
-            rows,
-            rows_at: Operand::whole(Region::ScaleRows),
-            columns,
-            columns_at: Operand::whole(Region::ScaleColumns),
-        });
-        let table = Operand::whole(Region::Normalisation);
-        let gather = ops::Gather {
-            source,
-            height,
-            width,
-            channels,
-            mode,
-            scaling,
-            control,
-            pictures,
-            side,
-            table,
-            to,
-            padded,
-            folded,
-        };
-        self.main(facts.ops.gather(gather));
+        self.main(facts.ops.gather(batch, size, mode, scaling));
     }
 
     pub(super) fn forward(&mut self, index: usize, phase: Phase) -> Result<(), EngineError> {
@@ -116,13 +92,12 @@ impl<'a> GraphEmitter<'a> {
                     false => self.bias(name, *output)?,
                 }
             }
-            FusedOp::Norm(norm) if training && norm.is_frozen() => self.norm_frozen(norm)?,
-            FusedOp::Norm(norm) if training => self.norm_forward(norm)?,
-            FusedOp::Norm(norm) => return self.norm_evaluate(norm),
+            FusedOp::Norm(norm) if training && !norm.is_frozen() => self.norm_forward(norm)?,
+            FusedOp::Norm(norm) => self.norm_with_running_statistics(norm, training)?,
             FusedOp::GlobalAveragePool { input, output, .. } => {
                 let (x, y) = (self.activation(*input)?, self.alloc_activation(*output));
-                let average = self.average(*input, x, y);
-                self.main(self.facts.ops.global_average(average));
+                let shape = self.shape(*input);
+                self.main(self.facts.ops.global_average(x.operand(), y.operand(), shape));
                 // The backward pass does not read the input.
                 if training && self.readers[*input] == 0 && self.plan.read_once(*input) {
                     self.drop_activation(*input);
@@ -210,7 +185,8 @@ impl<'a> GraphEmitter<'a> {
         let norm = self.norm(node, x, y.operand(), mask)?;
         if node.pooled {
             self.statistics(norm, node);
-            self.main(ops.max_pool(self.pooling(node, x, y.operand(), mask)));
+            let operands = [x.operand(), y.operand(), mask];
+            self.main(ops.max_pool(operands, &self.facts.norms[node.norm], self.pool(node.input)));
             return Ok(());
         }
         if node.forward == NormForward::InNextConv {
@@ -220,7 +196,7 @@ impl<'a> GraphEmitter<'a> {
             return Ok(());
         }
         if taken {
-            self.main(ops.norm_apply(norm.into()));
+            self.main(ops.norm_apply(norm));
             return Ok(());
         }
         let summed = self.summed == Some(node.input);
@@ -230,7 +206,7 @@ impl<'a> GraphEmitter<'a> {
             self.main(ops.norm_finish_apply(sum, square, norm));
         } else if summed || matches!(norm.reduce, ops::Reduce::Leave { .. }) {
             self.statistics(norm, node);
-            self.main(ops.norm_apply(norm.into()));
+            self.main(ops.norm_apply(norm));
         } else {
             self.main(ops.norm_forward(norm));
         }
@@ -269,55 +245,25 @@ impl<'a> GraphEmitter<'a> {
         self.norm(&alone, self.activation(node.input)?, Operand::NONE, Operand::NONE)
     }
 
-    /// A frozen batch norm in training: uses running statistics, and keeps the ReLU's mask for the backward pass.
-    fn norm_frozen(&mut self, node: &Norm) -> Result<(), EngineError> {
-        self.fold(node);
-        if node.forward == NormForward::InShortcut {
-            return Ok(());
-        }
-        let x = self.activation(node.input)?;
-        let y = self.alloc_activation(node.output);
-        let values = self.plan.pictures(node.output) * self.plan.values(node.output);
-        let mask = node.shortcut.map(|_| self.alloc_bytes(values / 8, Content::ReluMask(node.norm)));
-        self.masks[node.norm] = mask;
-        let norm = self.norm(node, x, y.operand(), optional(mask))?;
-        self.main(self.facts.ops.norm_apply(norm.into()));
-        Ok(())
-    }
-
-    /// Computes scale and bias from the running statistics.
-    fn fold(&mut self, node: &Norm) {
-        let site = &self.facts.norms[node.norm];
-        let fold = ops::NormFold {
-            gamma: site.gamma,
-            beta: site.beta,
-            running_mean: site.running_mean,
-            running_var: site.running_var,
-            scale: site.scale,
-            bias: site.bias,
-            channels: self.shape(node.input).channels,
-        };
-        self.main(self.facts.ops.norm_fold(fold));
-    }
-
-    /// A batch norm in evaluation: uses running statistics.
-    fn norm_evaluate(&mut self, node: &Norm) -> Result<(), EngineError> {
+    /// A batch norm with running statistics: in evaluation, or frozen, where training keeps the ReLU's mask for the backward pass.
+    fn norm_with_running_statistics(&mut self, node: &Norm, training: bool) -> Result<(), EngineError> {
         let (ops, x) = (self.facts.ops, self.activation(node.input)?);
-        self.fold(node);
+        self.main(ops.norm_fold(&self.facts.norms[node.norm]));
         if node.forward == NormForward::InShortcut {
             return Ok(());
         }
         let y = self.alloc_activation(node.output);
         if node.pooled {
-            self.main(ops.max_pool(self.pooling(node, x, y.operand(), Operand::NONE)));
-        } else {
-            let norm = self.norm(node, x, y.operand(), Operand::NONE)?;
-            self.main(ops.norm_apply(norm.into()));
+            let operands = [x.operand(), y.operand(), Operand::NONE];
+            self.main(ops.max_pool(operands, &self.facts.norms[node.norm], self.pool(node.input)));
+            return Ok(());
         }
-        self.evaluated(node.input);
-        if let Some(shortcut) = node.shortcut {
-            self.evaluated(shortcut.read());
+        if training && node.shortcut.is_some() {
+            let values = self.plan.pictures(node.output) * self.plan.values(node.output);
+            self.masks[node.norm] = Some(self.alloc_bytes(values / 8, Content::ReluMask(node.norm)));
         }
+        let norm = self.norm(node, x, y.operand(), optional(self.masks[node.norm]))?;
+        self.main(ops.norm_apply(norm));
         Ok(())
     }
 
@@ -369,19 +315,7 @@ impl<'a> GraphEmitter<'a> {
         ops::Shape { pixels: self.plan.network.whole_pixels(tensor) as u32, ..self.shape(tensor) }
     }
 
-    /// The mean over all pixels. `x` is the memory of `tensor`; `y` has one mean per picture and channel.
-    pub(super) fn average(&self, tensor: TensorId, x: Allocation, y: Allocation) -> ops::GlobalAverage {
-        let ops::Shape { pictures, pixels, channels } = self.shape(tensor);
-        ops::GlobalAverage { x: x.operand(), y: y.operand(), pictures, pixels, channels }
-    }
-
-    /// The stem's pooling, fused with the preceding batch norm.
-    fn pooling(&self, node: &Norm, x: Allocation, y: Operand, argmax: Operand) -> ops::MaxPool {
-        let site = &self.facts.norms[node.norm];
-        let norm = (site.scale, site.bias);
-        ops::MaxPool { x: x.operand(), norm, y, argmax, pool: self.pool(node.input) }
-    }
-
+    /// The stem's pooling, which is fused with the preceding batch norm.
     pub(super) fn pool(&self, tensor: TensorId) -> ops::Pool {
         let shape = self.plan.network.tensors[tensor];
         ops::Pool {

@@ -19,7 +19,6 @@ impl<'a> GraphEmitter<'a> {
             before: before.map(|n| facts.norms[n.norm]),
             weights: facts.matrix(&conv.name),
             y: y.operand(),
-            control: CONTROL,
             shape: self.shape(conv.input),
             after: facts.norms[after.norm],
             reduce: facts.reduction(after, false),
@@ -37,20 +36,8 @@ impl<'a> GraphEmitter<'a> {
         let (facts, after) = (self.facts, self.norm_after(conv)?);
         let mask = optional(self.masks[end.norm]);
         let norm = self.norm(end, x, y.operand(), mask)?;
-        let block_end = ops::BlockEnd {
-            x: norm.x,
-            site: norm.site,
-            shortcut: norm.shortcut,
-            y: norm.y,
-            mask,
-            weights: facts.matrix(&conv.name),
-            z: z.operand(),
-            control: CONTROL,
-            shape: self.shape(conv.input),
-            after: facts.norms[after.norm],
-            reduce: facts.reduction(after, false),
-        };
-        self.main(facts.ops.block_end(block_end));
+        let (weights, reduce) = (facts.matrix(&conv.name), facts.reduction(after, false));
+        self.main(facts.ops.block_end(norm, weights, z.operand(), facts.norms[after.norm], reduce));
         self.statistics_left(self.norm_alone(after)?, after);
         Ok(())
     }
@@ -87,14 +74,12 @@ impl<'a> GraphEmitter<'a> {
             input: from.operand(),
             dinput: dinput.operand(),
             dweights: facts.matrix_gradient(&conv.name),
-            control: CONTROL,
             shape: self.shape(input),
             before: before.map(|n| ops::Before {
                 norm: facts.norms[n.norm],
                 accumulate: !micro_batch.first,
                 reduce: facts.reduction(n, true),
             }),
-            scratch: Operand::whole(Region::Workspace),
         };
         self.main(facts.ops.bottleneck_backward(bottleneck));
         if facts.ranks.is_some() {
@@ -108,12 +93,7 @@ impl<'a> GraphEmitter<'a> {
         });
         self.free(g);
         self.free(x);
-        self.readers[input] -= 1;
-        if self.readers[input] == 0
-            && let Some(allocation) = self.activations[input].take()
-        {
-            self.free_with_newest(allocation);
-        }
+        self.read_in_backward(input);
         Ok(())
     }
 }

@@ -49,15 +49,7 @@ impl GraphEmitter<'_> {
         let allocation = self.activation(self.plan.network.logits())?;
         let loss = ops::CrossEntropy { smoothing: 0.0, ..self.cross_entropy(allocation) };
         self.main(self.facts.ops.cross_entropy(loss));
-        let logits = ops::BiasedLogits {
-            logits: loss.logits,
-            bias: loss.bias,
-            to: Operand::whole(Region::EvaluatedLogits),
-            pictures: loss.pictures,
-            classes: loss.classes,
-            padded: loss.padded,
-        };
-        self.main(self.facts.ops.biased_logits(logits));
+        self.main(self.facts.ops.biased_logits(loss, Operand::whole(Region::EvaluatedLogits)));
         Ok(())
     }
 
@@ -66,16 +58,13 @@ impl GraphEmitter<'_> {
         ops::CrossEntropy {
             logits: logits.operand(),
             bias: self.facts.head_bias(),
-            control: CONTROL,
             pictures: self.plan.batch as u32,
             classes: self.plan.network.classes as u32,
             padded: self.plan.padded_classes as u32,
             smoothing: self.facts.label_smoothing,
             class_weights: Operand::NONE,
-            loss_scale: Operand::whole(Region::LossScale),
             dlogits: Operand::NONE,
             dbias: Operand::NONE,
-            totals: Operand::whole(Region::Totals),
             accumulate: false,
             label_logits: Operand::NONE,
         }
@@ -89,7 +78,7 @@ fn all_classes(loss: &ops::CrossEntropy) -> ops::SplitLogits {
         bias: loss.bias,
         sample: Operand::NONE,
         places: Operand::NONE,
-        controls: loss.control,
+        controls: CONTROL,
         words: 0,
         batch: loss.pictures,
         ranks: 1,

@@ -84,8 +84,7 @@ impl<'a> GraphEmitter<'a> {
             }
             FusedOp::GlobalAveragePool { input, .. } => {
                 let dx = self.alloc(input, Content::Gradient);
-                let average = self.average(input, dx, dy);
-                self.main(ops.global_average_backward(average));
+                self.main(ops.global_average_backward(dy.operand(), dx.operand(), self.shape(input)));
                 self.gradients[input].push(Gradient::Whole(dx));
             }
             _ => {}

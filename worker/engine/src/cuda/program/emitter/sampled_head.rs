@@ -45,7 +45,6 @@ impl GraphEmitter<'_> {
             first: own.start as u32,
             drawn: sampled.drawn as u32,
             seed: sampled.seed,
-            scaler: Operand::whole(Region::LossScale),
             sample: sample.operand(),
             places: places.operand(),
             found: found.operand(),
@@ -108,7 +107,10 @@ impl GraphEmitter<'_> {
         else {
             return;
         };
-        let (name, [weight, bias]) = (plan.network.head(), facts.head_ranges());
+        let name = plan.network.head();
+        // Ranges in the flat layout.
+        let range = |suffix: &str| facts.layout.parameter(name, suffix).range.clone();
+        let [weight, bias] = ["weight", "bias"].map(range);
         for (range, is_matrix, own, gradient) in
             [(weight, true, of.weights, gradient), (bias, false, of.bias, bias_gradient)]
         {

@@ -65,7 +65,7 @@ impl GraphEmitter<'_> {
             self.head = Some([x, dy]);
             return Ok(());
         }
-        let stream = if self.side_stream { StreamId::Side } else { StreamId::Main };
+        let stream = self.weight_gradient_stream();
         let wgrad = Convolution { direction: Direction::Weight, ..convolution };
         let dw = of_sample.map_or_else(|| self.facts.matrix_gradient(name), Allocation::operand);
         for chunk in 0..chunks {
@@ -114,15 +114,8 @@ impl GraphEmitter<'_> {
         let all = self.alloc_bytes(head.ranks * bytes, Content::OfHead);
         self.in_group(Collective::AllGather, records.operand(), all.operand(), bytes / 4, DType::F32);
         let rows = first.map(|_| self.alloc_bytes(split.row_bytes(), Content::OfHead));
-        let loss = ops::SplitLoss {
-            records: all.operand(),
-            smoothing,
-            loss_scale: Operand::whole(Region::LossScale),
-            rows: optional(rows),
-            totals: Operand::whole(Region::Totals),
-            accumulate: first == Some(false),
-        };
-        self.main(facts.ops.class_loss(split, loss));
+        let accumulate = first == Some(false);
+        self.main(facts.ops.class_loss(split, all.operand(), optional(rows), smoothing, accumulate));
         if let (Some(first), Some(rows)) = (first, rows) {
             let of_all = facts.vector_gradient(plan.network.head(), "bias");
             let dbias = self.alloc_sampled_bias_gradient().map_or(of_all, Allocation::operand);
@@ -255,7 +248,7 @@ impl GraphEmitter<'_> {
 
     /// Number of `u32` words of a control block.
     pub(super) fn words(&self) -> u32 {
-        rings::fetch(self.plan.batch, None).words
+        Inputs::words(self.plan.batch) as u32
     }
 
     /// Gathers the control blocks of all ranks of the model group.

@@ -99,9 +99,9 @@ impl Setting {
         let channels: Vec<usize> = norms.iter().map(NormSite::channels).collect();
         let statistics = match ranks {
             Ranks::Single => None,
-            Ranks::Apart => Some(Statistics::Apart),
-            Ranks::Exchanged => Some(Statistics::exchanged(&channels, 2).0),
-            Ranks::ByNccl => Some(Statistics::ByNccl),
+            Ranks::Apart => Some(Statistics::Local),
+            Ranks::Exchanged => Some(Statistics::peer_memory(&channels, 2).0),
+            Ranks::ByNccl => Some(Statistics::Nccl),
         };
         let optimizer = OptimizerKind::Momentum;
         let (accumulates, data_ranks, sums) = (false, 1, false);

@@ -3,7 +3,6 @@
 use super::{split_head::Squares, *};
 use crate::cuda::program::facts::Updated;
 use lockstep_comm::DataType;
-use lockstep_kernels::optimizer::LARS_TRUST;
 use lockstep_protocol::spec::OptimizerKind;
 
 impl GraphEmitter<'_> {
@@ -118,16 +117,15 @@ impl GraphEmitter<'_> {
         };
         // From here on, a rank with the whole optimizer state waits for no other rank, so an update that begins also ends.
         self.main(ops.stamp(stamp(2), UPDATING));
-        let (scaler, dynamic) = (Operand::whole(Region::LossScale), self.facts.dynamic_scale);
-        let norm = |gradients| ops::GradientNorm { gradients, scaler, dynamic };
+        let dynamic = self.facts.dynamic_scale;
         match (squares, parts) {
-            (None, None) => self.main(ops.gradient_norm(norm(gradients))),
+            (None, None) => self.main(ops.gradient_norm(gradients, dynamic)),
             (None, Some((all, count))) => {
                 let none = gradients.part(0..0, layout.matrices..layout.matrices);
-                self.main(ops.gradient_norm_of_parts(norm(none), all, count as u32));
+                self.main(ops.gradient_norm_of_parts(none, dynamic, all, count as u32));
             }
             (Some(Squares { at, count }), _) => {
-                self.main(ops.gradient_norm_of_parts(norm(whole), at.operand(), count as u32));
+                self.main(ops.gradient_norm_of_parts(whole, dynamic, at.operand(), count as u32));
                 self.free_now(at);
             }
         }
@@ -141,7 +139,7 @@ impl GraphEmitter<'_> {
             self.gather_weights(share);
         }
         self.main(ops.stamp(stamp(3), Operand::NONE));
-        self.main(ops.record(rings::record()));
+        self.main(ops.record(rings::RESULTS as u32, rings::TOTALS));
         Ok(())
     }
 
@@ -165,17 +163,10 @@ impl GraphEmitter<'_> {
             beta2: optimizer.beta2,
             epsilon: optimizer.epsilon as f32,
         };
-        let lamb = |part: &Updated| ops::Lamb { flat: part.flat, moments: moments(part), rates: part.rates };
         let sgd = |part: &Updated, update: ops::Update| {
-            ops.sgd(ops::Sgd {
-                update,
-                flat: part.flat,
-                velocity: part.optimizer_slots[0],
-                momentum: optimizer.momentum,
-            })
+            ops.sgd(update, part.flat, part.optimizer_slots[0], optimizer.momentum)
         };
         let (rates, decay) = (facts.all_rates(), optimizer.policy(true).decay);
-        let scaler = Operand::whole(Region::LossScale);
         match optimizer.kind {
             OptimizerKind::Momentum => {
                 updated.iter().for_each(|part| self.main(sgd(part, ops::Update::Momentum)));
@@ -186,18 +177,20 @@ impl GraphEmitter<'_> {
             OptimizerKind::Lars => {
                 updated.iter().for_each(|part| self.main(ops.lars_norms(part.flat, part.rates)));
                 self.add_up_norms(rates);
-                self.main(ops.lars_rates(ops::LarsRates { scaler, decay, rates, trust: LARS_TRUST }));
+                self.main(ops.lars_rates(rates, decay));
                 updated.iter().for_each(|part| self.main(sgd(part, ops::Update::Lars(part.rates))));
             }
-            OptimizerKind::AdamW => updated.iter().for_each(|part| {
-                self.main(ops.adamw(ops::AdamW { flat: part.flat, moments: moments(part) }));
-            }),
+            OptimizerKind::AdamW => {
+                updated.iter().for_each(|part| self.main(ops.adamw(part.flat, moments(part))));
+            }
             OptimizerKind::Muon => updated.iter().for_each(|part| self.muon(part)),
             OptimizerKind::Lamb => {
-                updated.iter().for_each(|part| self.main(ops.lamb_moments(lamb(part))));
+                let each = |part: &Updated| ops.lamb_moments(part.flat, moments(part), part.rates);
+                updated.iter().for_each(|part| self.main(each(part)));
                 self.add_up_norms(rates);
                 self.main(ops.lamb_rates(rates, decay));
-                updated.iter().for_each(|part| self.main(ops.lamb(lamb(part))));
+                let each = |part: &Updated| ops.lamb(part.flat, moments(part), part.rates);
+                updated.iter().for_each(|part| self.main(each(part)));
             }
         }
     }

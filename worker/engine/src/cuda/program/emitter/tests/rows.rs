@@ -48,7 +48,7 @@ fn their_commands_are_sound_and_meet_those_of_the_other_ranks() {
                     }
                     let (mut collectives, mut pieces) = (Vec::new(), Vec::new());
                     for part in parts(network, [1, height, model]) {
-                        let statistics = if apart { Statistics::ApartInOrder } else { Statistics::ByNccl };
+                        let statistics = if apart { Statistics::LocalInOrder } else { Statistics::Nccl };
                         let setting = setting(&part, dtype, statistics);
                         let setting = Setting { accumulates, sums: true, data_ranks: height, ..setting };
                         setting.sound(phase, false);
@@ -214,7 +214,7 @@ fn rows_come_from_the_ranks_that_have_them_and_gradients_go_back() {
     for (network, height) in [(&networks[0], 2), (&networks[0], 3), (&networks[0], 4), (&networks[1], 3)] {
         let settings: Vec<Setting> = parts(network, [1, height, 1])
             .iter()
-            .map(|part| setting(part, DType::F32, Statistics::ByNccl))
+            .map(|part| setting(part, DType::F32, Statistics::Nccl))
             .collect();
         let emitted: Vec<Emitted> =
             settings.iter().map(|setting| setting.sound(Phase::Train(ONLY), true)).collect();
@@ -278,10 +278,10 @@ fn ranks_that_share_rows_need_less_memory() {
     let bytes = |part: &Arc<Network>, statistics: Statistics| {
         setting(part, DType::Bf16, statistics).with_facts(|facts| arena_bytes(facts, true)).unwrap() as f64
     };
-    let whole = bytes(&network, Statistics::ByNccl);
+    let whole = bytes(&network, Statistics::Nccl);
     for height in [2, 4] {
         for part in parts(&network, [1, height, 1]) {
-            let share = bytes(&part, Statistics::ByNccl) / whole * height as f64;
+            let share = bytes(&part, Statistics::Nccl) / whole * height as f64;
             assert!((0.9..1.3).contains(&share), "{height}: {share}");
         }
     }

@@ -64,6 +64,15 @@ impl ServerArgs {
     }
 }
 
+/// Arguments of commands about one job.
+#[derive(clap::Args)]
+pub(crate) struct JobArgs {
+    /// The job's id, the start of its id, or its name
+    pub(crate) job: String,
+    #[command(flatten)]
+    pub(crate) server: ServerArgs,
+}
+
 /// A connection to a server.
 #[derive(Debug, Clone)]
 pub(crate) struct Api {
@@ -151,7 +160,7 @@ impl Api {
             return Ok((self.get(&format!("/jobs/{id}")).await?, None));
         }
         // Includes jobs that this version cannot read: the name may be the name of such a job.
-        let mut all = self.all_jobs().await?;
+        let mut all = self.all("/jobs", "jobs", &[], None).await?;
         let called = |job: &Value| named::text(job, "name") == id;
         let is_other = |job: &Value| !named::text(job, "state").parse::<JobState>().is_ok_and(&is_meant);
         if all.iter().any(|job| called(job) && !is_other(job)) {
@@ -190,16 +199,12 @@ impl Api {
         self.get(&format!("/sweeps/{}", named::text(sweep, "id"))).await
     }
 
-    /// Returns all jobs, newest first.
+    /// Reads a whole list. An element that this version cannot read is reported and left out, as in [`list`].
     ///
     /// # Errors
     /// See [`Api::get`].
-    pub(crate) async fn jobs(&self) -> anyhow::Result<Vec<Job>> {
-        list(&Value::Array(self.all_jobs().await?), "jobs")
-    }
-
-    async fn all_jobs(&self) -> anyhow::Result<Vec<Value>> {
-        self.all("/jobs", "jobs", &[], None).await
+    pub(crate) async fn list<T: DeserializeOwned>(&self, path: &str, key: &str) -> anyhow::Result<Vec<T>> {
+        list(&Value::Array(self.all(path, key, &[], None).await?), key)
     }
 
     /// Reads a list page by page: all elements, or the first `most`. `key` is the list's key in the response.

@@ -6,7 +6,7 @@ pub(super) mod known;
 mod prepare;
 
 use super::{
-    api::{Api, ServerArgs, list},
+    api::{Api, ServerArgs},
     block_on,
     confirm::confirmed,
     output, usage_error,
@@ -63,10 +63,7 @@ enum Action {
     /// Write a copy that trains faster: shards of small pictures (no server needed; register the copy with `dataset add`)
     Prepare(prepare::Args),
     /// List the registered datasets
-    List {
-        #[command(flatten)]
-        server: ServerArgs,
-    },
+    List(ServerArgs),
     /// Show what a dataset contains: a registered dataset, or a path on this machine (a path needs no server)
     Inspect {
         /// A registered name, or a path
@@ -110,10 +107,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         }
         Action::Get(args) => get::run(&args),
         Action::Prepare(args) => prepare::run(&args),
-        Action::List { server } => {
+        Action::List(server) => {
             let api = server.api()?;
-            let all = block_on(api.all("/datasets", "datasets", &[], None))?;
-            let datasets: Vec<Dataset> = list(&Value::Array(all), "datasets")?;
+            let datasets: Vec<Dataset> = block_on(api.list("/datasets", "datasets"))?;
             if server.json {
                 return output::json(&datasets);
             }
@@ -162,8 +158,7 @@ fn prepared(
 
 /// Returns the dataset that is registered under this name.
 async fn find(api: &Api, name: &str) -> anyhow::Result<Option<Dataset>> {
-    let all = api.all("/datasets", "datasets", &[], None).await?;
-    Ok(list::<Dataset>(&Value::Array(all), "datasets")?.into_iter().find(|d| d.name == name))
+    Ok(api.list::<Dataset>("/datasets", "datasets").await?.into_iter().find(|d| d.name == name))
 }
 
 fn unknown(name: &str) -> anyhow::Error {
@@ -185,10 +180,8 @@ fn remove(name: &str, yes: bool, server: &ServerArgs) -> anyhow::Result<()> {
         );
         confirmed(yes, question, format_args!("dataset {name}"))?;
         api.request(Method::DELETE, &format!("/datasets/{name}"), None::<&()>).await?;
-        if server.json {
-            return output::json(&json!({ "removed": name, "path": dataset.path }));
-        }
-        output::line(format_args!("{name} removed; {kept}"))
+        let value = json!({ "removed": name, "path": dataset.path });
+        output::print(server.json, &value, format_args!("{name} removed; {kept}"))
     })
 }
 
@@ -215,8 +208,7 @@ pub(super) async fn register_as(
 
 /// Returns the registered dataset with this path.
 pub(super) async fn at(api: &Api, path: &Path) -> anyhow::Result<Option<Dataset>> {
-    let response: Value = api.get("/datasets").await?;
-    Ok(list::<Dataset>(&response, "datasets")?.into_iter().find(|d| Path::new(&d.path) == path))
+    Ok(api.list::<Dataset>("/datasets", "datasets").await?.into_iter().find(|d| Path::new(&d.path) == path))
 }
 
 /// Registers a dataset, and polls until the server has inspected the files, which takes minutes if there are many.

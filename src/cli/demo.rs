@@ -147,7 +147,7 @@ fn unpack(data_dir: &Path) -> anyhow::Result<PathBuf> {
 
 /// Cancels jobs of an earlier, interrupted demo in this folder: they would occupy the slots of this demo's job.
 async fn cancel_leftovers(api: &Api) -> anyhow::Result<()> {
-    for job in api.jobs().await? {
+    for job in api.list::<Job>("/jobs", "jobs").await? {
         if !job.state.is_final() {
             let _: Value = api.post(&format!("/jobs/{}/cancel", job.id), &json!({})).await?;
         }
@@ -159,8 +159,7 @@ async fn cancel_leftovers(api: &Api) -> anyhow::Result<()> {
 async fn register(api: &Api, path: &Path, data_dir: &Path) -> anyhow::Result<()> {
     let began = Instant::now();
     loop {
-        let agents: Value = api.get("/agents").await?;
-        if super::api::list::<Value>(&agents, "agents")?.iter().any(|agent| agent["online"] == true) {
+        if api.list::<Value>("/agents", "agents").await?.iter().any(|agent| agent["online"] == true) {
             break;
         }
         if began.elapsed() > AGENT_TIMEOUT {
@@ -170,8 +169,7 @@ async fn register(api: &Api, path: &Path, data_dir: &Path) -> anyhow::Result<()>
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     // An earlier demo in the same folder may have registered the pictures.
-    let known: Value = api.get("/datasets").await?;
-    if super::api::list::<Value>(&known, "datasets")?.iter().any(|d| d["name"] == DATASET) {
+    if api.list::<Value>("/datasets", "datasets").await?.iter().any(|d| d["name"] == DATASET) {
         return Ok(());
     }
     let _: Value = api.post("/datasets", &json!({ "name": DATASET, "path": path })).await?;

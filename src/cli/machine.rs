@@ -32,10 +32,7 @@ struct Named {
 #[derive(clap::Subcommand)]
 enum Action {
     /// List machines with their slots and warnings
-    List {
-        #[command(flatten)]
-        server: ServerArgs,
-    },
+    List(ServerArgs),
     /// Assign no new work to a machine; ranks that run there continue to their end (admins only)
     Drain(Named),
     /// Assign new work to a machine again (admins only)
@@ -82,7 +79,7 @@ struct Slot {
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     block_on(async {
         match args.action {
-            Action::List { server } => list_machines(&server).await,
+            Action::List(server) => list_machines(&server).await,
             Action::Drain(named) => drain(&named, true).await,
             Action::Undrain(named) => drain(&named, false).await,
             Action::Remove { named, yes } => remove(&named, yes).await,
@@ -145,8 +142,7 @@ impl Machine {
 /// # Errors
 /// Exit status 2 if no machine or several machines have the name.
 async fn find(api: &Api, asked: &str) -> anyhow::Result<Machine> {
-    let all = Value::Array(api.all("/agents", "agents", &[], None).await?);
-    chosen(list(&all, "agents")?, asked)
+    chosen(api.list("/agents", "agents").await?, asked)
 }
 
 fn chosen(mut machines: Vec<Machine>, asked: &str) -> anyhow::Result<Machine> {
@@ -210,10 +206,8 @@ async fn remove(named: &Named, yes: bool) -> anyhow::Result<()> {
     );
     confirmed(yes, question, format_args!("machine {name}"))?;
     api.request(Method::DELETE, &path, None::<&()>).await?;
-    if named.server.json {
-        return output::json(&json!({ "removed": name, "id": id }));
-    }
-    output::line(output::one_line(&format!("{name} removed")))
+    let value = json!({ "removed": name, "id": id });
+    output::print(named.server.json, &value, output::one_line(&format!("{name} removed")))
 }
 
 #[cfg(test)]

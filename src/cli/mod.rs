@@ -29,7 +29,6 @@ pub(crate) mod help;
 mod history;
 pub(crate) mod import;
 pub(crate) mod init;
-pub(crate) mod inspect;
 pub(crate) mod job_actions;
 mod job_file;
 mod job_loss;

@@ -36,10 +36,7 @@ enum Action {
         server: ServerArgs,
     },
     /// List the models with their newest versions
-    List {
-        #[command(flatten)]
-        server: ServerArgs,
-    },
+    List(ServerArgs),
     /// Show a model's versions, newest first
     Show {
         /// Name of the model
@@ -87,23 +84,20 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 let new = json!({"name": model, "checkpoint": chosen.id, "description": description});
                 api.post("/models", &new).await
             })?;
-            if server.json {
-                return output::json(&version);
-            }
             let accuracy = version.accuracy_in_words().map(|words| format!(", validation accuracy {words}"));
-            output::line(format_args!(
+            let text = format!(
                 "{SCHEME}{}/{}: checkpoint {} of {}{}",
                 version.model,
                 version.version,
                 version.checkpoint_name(),
                 version.job_name,
                 accuracy.unwrap_or_default()
-            ))
+            );
+            output::print(server.json, &version, text)
         }
-        Action::List { server } => {
+        Action::List(server) => {
             let api = server.api()?;
-            let all = block_on(api.all("/models", "models", &[], None))?;
-            let models: Vec<Model> = list(&Value::Array(all), "models")?;
+            let models: Vec<Model> = block_on(api.list("/models", "models"))?;
             if server.json {
                 return output::json(&models);
             }
@@ -171,7 +165,7 @@ fn send(
     let api = server.api()?;
     let response: Value =
         block_on(async { api.read(api.request(method, path, body.as_ref()).await?).await })?;
-    if server.json { output::json(&response) } else { output::line(message) }
+    output::print(server.json, &response, message)
 }
 
 fn row_of_model(model: &Model) -> [String; 5] {

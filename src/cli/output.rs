@@ -31,6 +31,14 @@ pub(crate) fn json(value: &impl Serialize) -> anyhow::Result<()> {
     line(serde_json::to_string_pretty(value)?)
 }
 
+/// Prints a result: `value` as JSON, or `text` as a line.
+///
+/// # Errors
+/// See [`line`].
+pub(crate) fn print(as_json: bool, value: &impl Serialize, text: impl fmt::Display) -> anyhow::Result<()> {
+    if as_json { json(value) } else { line(text) }
+}
+
 /// Prints a line to standard error. Errors are ignored.
 pub(crate) fn warn(text: impl fmt::Display) {
     let mut out = io::stderr().lock();

@@ -3,7 +3,7 @@
 use super::{
     WrongRequest,
     age::age,
-    api::{Api, Outage, SERVER_TIMEOUT, ServerArgs, list},
+    api::{Api, Outage, SERVER_TIMEOUT, ServerArgs},
     block_on,
     confirm::confirmed,
     output,
@@ -31,10 +31,7 @@ pub(crate) struct Args {
 #[derive(clap::Subcommand)]
 enum Action {
     /// List the sweeps, newest first
-    List {
-        #[command(flatten)]
-        server: ServerArgs,
-    },
+    List(ServerArgs),
     /// Show a sweep's trials
     Show(SweepArgs),
     /// Pause a sweep: no trial starts or resumes; running trials continue until their next rung or their end
@@ -67,9 +64,8 @@ struct SweepArgs {
 /// Exit status 2 if the sweep does not exist, or its state does not allow the change.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     match args.action {
-        Action::List { server } => {
-            let all = block_on(server.api()?.all("/sweeps", "sweeps", &[], None))?;
-            let sweeps: Vec<Sweep> = list(&Value::Array(all), "sweeps")?;
+        Action::List(server) => {
+            let sweeps: Vec<Sweep> = block_on(server.api()?.list("/sweeps", "sweeps"))?;
             if server.json {
                 return output::json(&sweeps);
             }
@@ -110,10 +106,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 api.request(Method::DELETE, &format!("/sweeps/{id}"), None::<&()>).await?;
                 Ok(id)
             })?;
-            match server.json {
-                true => output::json(&json!({ "deleted": id })),
-                false => output::line(format_args!("{id} deleted")),
-            }
+            output::print(server.json, &json!({ "deleted": id }), format_args!("{id} deleted"))
         }
     }
 }
@@ -203,7 +196,7 @@ fn change(SweepArgs { sweep, server }: &SweepArgs, action: &str) -> anyhow::Resu
         let Sweep { id, .. } = api.find_sweep(sweep, true).await?;
         api.post(&format!("/sweeps/{id}/{action}"), &json!({})).await
     })?;
-    if server.json { output::json(&changed) } else { output::line(describe(&changed)) }
+    output::print(server.json, &changed, describe(&changed))
 }
 
 /// `cifar-lr: asha, compared by val_accuracy after epochs 1, 3, 9, 27`

@@ -44,10 +44,7 @@ enum Command {
         server: ServerArgs,
     },
     /// List tokens
-    List {
-        #[command(flatten)]
-        server: ServerArgs,
-    },
+    List(ServerArgs),
     /// Revoke a token; connections that use it are closed at once
     Revoke {
         /// The token's id, or its name if only one valid token has this name
@@ -55,13 +52,6 @@ enum Command {
         #[command(flatten)]
         server: ServerArgs,
     },
-}
-
-/// Print a link that signs in one browser, once, within ten minutes
-#[derive(clap::Args)]
-pub(crate) struct LinkArgs {
-    #[command(flatten)]
-    server: ServerArgs,
 }
 
 /// Parses `90s`, `15m`, `12h`, `30d`, `8w`, `1y` as seconds.
@@ -97,7 +87,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 ));
                 output::line(created.get("secret").and_then(Value::as_str).unwrap_or_default())
             }
-            Command::List { server } => {
+            Command::List(server) => {
                 let all = Value::Array(server.api()?.all("/tokens", "tokens", &[], None).await?);
                 if server.json {
                     return output::json(&json!({ "tokens": all }));
@@ -109,8 +99,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             }
             Command::Revoke { token, server } => {
                 let api = server.api()?;
-                let all = Value::Array(api.all("/tokens", "tokens", &[], None).await?);
-                let all = api::list::<Token>(&all, "tokens")?;
+                let all: Vec<Token> = api.list("/tokens", "tokens").await?;
                 let is_valid = |t: &&Token| t.name == token && t.revoked_at.is_none();
                 let named: Vec<_> = all.iter().filter(is_valid).collect();
                 let id = match (all.iter().find(|t| t.id == token), &named[..]) {
@@ -129,7 +118,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                     }
                 };
                 api.request(Method::DELETE, &format!("/tokens/{id}"), None::<&()>).await?;
-                if server.json { output::json(&json!({ "revoked": id })) } else { output::line(id) }
+                output::print(server.json, &json!({ "revoked": id }), &id)
             }
         }
     })
@@ -183,13 +172,10 @@ fn line(token: &Token) -> String {
 ///
 /// # Errors
 /// The server refuses the request.
-pub(crate) fn login_link(args: LinkArgs) -> anyhow::Result<()> {
+pub(crate) fn login_link(server: ServerArgs) -> anyhow::Result<()> {
     block_on(async {
-        let response: Value = args.server.api()?.post("/login-links", &json!({})).await?;
-        if args.server.json {
-            return output::json(&response);
-        }
-        output::line(response.get("url").and_then(Value::as_str).unwrap_or_default())
+        let response: Value = server.api()?.post("/login-links", &json!({})).await?;
+        output::print(server.json, &response, response["url"].as_str().unwrap_or_default())
     })
 }
 

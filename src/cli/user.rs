@@ -60,10 +60,7 @@ enum Command {
     /// Remove the link to an account at the OpenID provider; the person's sessions end
     Unlink(Named),
     /// List people
-    List {
-        #[command(flatten)]
-        server: ServerArgs,
-    },
+    List(ServerArgs),
     /// Remove a person; sessions end, tokens are revoked, and jobs keep the person's name
     Remove(Named),
     /// Set a person's password: asked for, or read from the first line of standard input; the person's sessions end
@@ -107,7 +104,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             Command::Unlink(Named { name, server }) => {
                 change(&server, &name, &json!({ "subject": "" })).await
             }
-            Command::List { server } => {
+            Command::List(server) => {
                 let response: Value = server.api()?.get("/people").await?;
                 if server.json {
                     return output::json(&response);
@@ -119,7 +116,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             }
             Command::Remove(Named { name, server }) => {
                 server.api()?.request(Method::DELETE, &path(&name)?, None::<&()>).await?;
-                if server.json { output::json(&json!({ "removed": name })) } else { output::line(name) }
+                output::print(server.json, &json!({ "removed": name }), &name)
             }
             Command::Password(Named { name, server }) => {
                 change(&server, &name, &json!({ "password": password()? })).await

@@ -30,10 +30,7 @@ enum Command {
         server: ServerArgs,
     },
     /// List webhooks
-    List {
-        #[command(flatten)]
-        server: ServerArgs,
-    },
+    List(ServerArgs),
     /// Send a test message to a webhook and print the outcome
     Test(WebhookArgs),
     /// Remove a webhook with all its messages, including waiting messages
@@ -65,7 +62,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 output::warn(format_args!("webhook {}; its secret is shown once", text(&webhook, "id")));
                 output::line(text(&webhook, "secret"))
             }
-            Command::List { server } => {
+            Command::List(server) => {
                 let all = server.api()?.all("/webhooks", "webhooks", &[], None).await?;
                 if server.json {
                     return output::json(&json!({ "webhooks": all }));
@@ -91,7 +88,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             }
             Command::Remove(WebhookArgs { id, server }) => {
                 server.api()?.request(Method::DELETE, &path(&id)?, None::<&()>).await?;
-                if server.json { output::json(&json!({ "removed": id })) } else { output::line(id) }
+                output::print(server.json, &json!({ "removed": id }), &id)
             }
         }
     })

@@ -1,7 +1,7 @@
 //! `lockstep export tensorboard`: writes jobs' metrics and settings as TensorBoard's event files.
 
 use crate::cli::{
-    api::{Api, ServerArgs, list},
+    api::{Api, ServerArgs},
     block_on,
     event_files::{Event, FILE_VERSION, Hparam, Summary, SummaryValue},
     history::{self, Point},
@@ -66,8 +66,8 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
 }
 
 async fn export(api: &Api, job: &Job, output: &Path) -> anyhow::Result<Run> {
-    let attempts = api.all(&format!("/jobs/{}/attempts", job.id), "attempts", &[], None).await?;
-    let mut attempts: Vec<AttemptTimes> = list(&Value::Array(attempts), "attempts")?;
+    let mut attempts: Vec<AttemptTimes> =
+        api.list(&format!("/jobs/{}/attempts", job.id), "attempts").await?;
     // A run that another program has logged has one attempt, which is not in the list.
     if let (true, Some(started_at)) = (attempts.is_empty(), job.started_at) {
         attempts.push(AttemptTimes { attempt: job.attempt, started_at, ended_at: job.finished_at });

@@ -6,7 +6,7 @@ mod requests;
 mod stream;
 
 use super::{
-    access::{AccessArgs, DEFAULT_SERVER, NO_TOKEN},
+    access::{AccessArgs, DEFAULT_SERVER, NO_TOKEN, is_loopback, with_scheme},
     output, usage_error,
 };
 use anyhow::{Context, anyhow};
@@ -21,7 +21,6 @@ use serde::{Serialize, de::DeserializeOwned};
 use serde_json::Value;
 use std::{
     fmt::Write,
-    net::IpAddr,
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -88,8 +87,7 @@ impl Api {
     /// # Errors
     /// The address, the CA file or the token is invalid.
     pub(crate) fn at(server: &str, ca_file: Option<&Path>, token: Option<String>) -> anyhow::Result<Self> {
-        let with_scheme = if server.contains("://") { server.to_owned() } else { format!("http://{server}") };
-        let base = with_scheme.trim_end_matches('/').to_owned();
+        let base = with_scheme(server).trim_end_matches('/').to_owned();
         let url = reqwest::Url::parse(&base)
             .map_err(|e| usage_error(format!("{server}: {e}; write an address such as {DEFAULT_SERVER}")))?;
         let tls = match url.scheme() {
@@ -290,8 +288,7 @@ impl Api {
         }
         let body: Value = response.json().await.unwrap_or_default();
         let errors = body.get("errors").and_then(Value::as_array).into_iter().flatten();
-        let part =
-            |error: &Value, key: &str| error.get(key).and_then(Value::as_str).unwrap_or_default().to_owned();
+        let part = |error: &Value, key: &str| error[key].as_str().unwrap_or_default().to_owned();
         errors.map(|error| (part(error, "pointer"), part(error, "detail"))).collect()
     }
 
@@ -343,8 +340,7 @@ impl Api {
 
 /// Returns the variable that names the proxy for requests to a server (curl's names). Only https requests to other machines use a proxy.
 fn proxy_variable(server: &reqwest::Url) -> Option<&'static str> {
-    let host = server.host_str()?.trim_matches(['[', ']']);
-    let is_here = host == "localhost" || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback());
+    let is_here = is_loopback(server.host_str()?);
     let is_set = |name: &&str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
     let names = ["HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"];
     names.into_iter().find(is_set).filter(|_| server.scheme() == "https" && !is_here)
@@ -402,8 +398,8 @@ async fn problem(response: Response) -> anyhow::Error {
             n => format!("the server found {n} mistakes:"),
         };
         for error in errors {
-            let part = |key: &str| error.get(key).and_then(Value::as_str).unwrap_or("");
-            let _ = write!(message, "\n  {}", mistake(part("pointer"), part("detail")));
+            let [pointer, detail] = ["pointer", "detail"].map(|key| error[key].as_str().unwrap_or_default());
+            let _ = write!(message, "\n  {}", mistake(pointer, detail));
         }
     }
     if status == StatusCode::UNAUTHORIZED {

@@ -11,7 +11,7 @@ use super::{
     confirm::confirmed,
     output, usage_error,
 };
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::ProgressBar;
 use lockstep_data::PrepareSettings;
 use lockstep_protocol::dataset::{Dataset, DatasetInfo, SplitInfo};
 use lockstep_protocol::numbers::plural;
@@ -228,8 +228,7 @@ async fn register(api: &Api, new: &Value) -> anyhow::Result<Dataset> {
 
 /// Returns a progress bar, which is hidden if standard error is not a terminal.
 fn inspection_bar() -> ProgressBar {
-    let style = ProgressStyle::with_template("inspecting {pos} of {len} [{bar:30}] {eta} left");
-    ProgressBar::new(0).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+    ProgressBar::new(0).with_style(output::bar_style("inspecting {pos} of {len} [{bar:30}] {eta} left"))
 }
 
 fn show(bar: &ProgressBar, inspected: Option<(u64, u64)>) {

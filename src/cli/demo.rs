@@ -1,6 +1,7 @@
 //! `lockstep demo`: a server with a bundled dataset and a job that trains on it.
 
 use super::{
+    access::from_file,
     api::Api,
     browser::Opened,
     bundled::PICTURES,
@@ -76,28 +77,27 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 
 /// Runs the demo on a running server. Returns the demo's result.
 async fn show(server: &mut Server, data_dir: &Path, args: &Args) -> anyhow::Result<()> {
-    let api = Api::at(&server.url(), None, Some(server.token()?))?;
+    let api = Api::at(&server.url(), None, Some(from_file(&data_dir.join("token"))?))?;
     let dataset = unpack(data_dir)?;
-    let cores = std::thread::available_parallelism().map_or(1, |n| n.get() as u32);
     cancel_leftovers(&api).await?;
-    server.start_agent(Slots::Cpu(cores.max(args.ranks)), true).await?;
+    server.start_agent(Slots::Cpu(lockstep_host::cores().max(args.ranks)), true).await?;
     register(&api, &dataset, data_dir).await?;
     let job: Job = api.post("/jobs", &specification(args.ranks)).await?;
     let page = format!("/jobs/{}", job.id);
     // The link signs in one browser, once. `lockstep login-link` prints another link.
-    output::line(format_args!("dashboard: {}", server.login_link(&page)?))?;
-    let _opened = Opened::of(server.running(), &page, data_dir, !args.no_open);
+    output::line(format_args!("dashboard: {}", server.running.login_link(&page)?))?;
+    let _opened = Opened::of(&server.running, &page, data_dir, !args.no_open);
     output::line(format_args!(
         "training {} with {} on {DATASET}: {}{page}",
         job.spec.model.arch.name(),
         if args.ranks == 1 { "1 rank".to_owned() } else { format!("{} ranks in lockstep", args.ranks) },
-        server.running().url(),
+        server.running.url(),
     ))?;
     let result = watch::to_the_end(&api, job, false).await;
     if args.exit_when_done {
         return result;
     }
-    output::line(format_args!("the dashboard stays at {}; Ctrl-C stops the server", server.running().url()))?;
+    output::line(format_args!("the dashboard stays at {}; Ctrl-C stops the server", server.running.url()))?;
     let mut signals = StopSignals::listen()?;
     tokio::select! {
         () = signals.next() => result,
@@ -122,7 +122,7 @@ async fn start(args: &Args) -> anyhow::Result<(Server, PathBuf)> {
         let mut config = ServeConfig::new(&dir);
         config.listen = listen;
         config.insecure_http = args.insecure_http;
-        match Server::start_or(config).await {
+        match Server::start(config).await {
             Ok(server) => return Ok((server, dir)),
             Err(ServeError::DataDirInUse { .. }) if index < last => {}
             Err(error) => return Err(usage_error(error.to_string())),

@@ -2,6 +2,7 @@
 //! contain control characters (for colours, titles, the clipboard). On a terminal, control characters and invisible characters are escaped.
 //! A pipe receives the text unchanged; errors and warnings are always escaped.
 
+use indicatif::ProgressStyle;
 use lockstep_protocol::{cut::middle, invisible::escape_invisible};
 use serde::Serialize;
 use std::{
@@ -44,6 +45,11 @@ pub(crate) fn warn(text: impl fmt::Display) {
     let mut out = io::stderr().lock();
     let text = text.to_string();
     let _ = writeln!(out, "{}", escape_invisible(&text));
+}
+
+/// Returns the style of a progress bar.
+pub(crate) fn bar_style(template: &str) -> ProgressStyle {
+    ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar())
 }
 
 /// Whether the reader of standard output has exited (`lockstep list | head -1`), which is not an error.

@@ -60,7 +60,8 @@ pub(crate) async fn to_the_end(api: &Api, job: Job, json: bool) -> anyhow::Resul
         output::json(&job)?;
     } else {
         // If the server no longer responds, the summary does not name a checkpoint.
-        let checkpoints = api.list(&format!("/jobs/{}/checkpoints", job.id), "checkpoints").await;
+        let checkpoints =
+            api.list::<CheckpointInfo>(&format!("/jobs/{}/checkpoints", job.id), "checkpoints").await;
         output::line(summary(&job, &checkpoints.unwrap_or_default()))?;
     }
     match job.state {

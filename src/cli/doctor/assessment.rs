@@ -19,7 +19,7 @@ const MAX_ROUND_TRIP_MS: f64 = 1.0;
 const CLOCK_NOTE_MS: f64 = 1_000.0;
 const CLOCK_PROBLEM_MS: f64 = 60_000.0;
 
-fn finding(what: &str, grade: Grade, found: String, advice: String) -> Finding {
+pub(super) fn finding(what: &str, grade: Grade, found: String, advice: String) -> Finding {
     Finding { what: what.into(), grade, found, advice: Some(advice) }
 }
 

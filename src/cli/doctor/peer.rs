@@ -43,16 +43,20 @@ pub(super) enum Order {
     Meet { rank: u32, addr: String, port: u16 },
 }
 
+/// A machine's description.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Greeting {
+    pub(super) facts: Facts,
+    /// Port for probes, and a free port for a rendezvous.
+    pub(super) port: u16,
+    pub(super) meeting_port: u16,
+}
+
 /// A message from a machine: first its description, then a response to each order.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum PeerMessage {
-    Hello {
-        facts: Facts,
-        /// Port for probes, and a free port for a rendezvous.
-        port: u16,
-        meeting_port: u16,
-    },
+    Hello(Greeting),
     Link(Result<LinkMeasurement, String>),
     Met(Result<Option<Gathered>, String>),
     /// The reason why the machine cannot take orders.
@@ -70,7 +74,7 @@ pub(super) fn run() -> anyhow::Result<()> {
         Err(why) => return send(&PeerMessage::Failed(why)),
     };
     let meeting_port = lockstep_comm::rendezvous::free_port(&facts.address.to_string())?;
-    send(&PeerMessage::Hello { facts: facts.clone(), port, meeting_port })?;
+    send(&PeerMessage::Hello(Greeting { facts: facts.clone(), port, meeting_port }))?;
     let mut lines = BufReader::new(io::stdin());
     loop {
         let mut line = Vec::new();

@@ -66,8 +66,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
 }
 
 async fn export(api: &Api, job: &Job, output: &Path) -> anyhow::Result<Run> {
-    let mut attempts: Vec<AttemptTimes> =
-        api.list(&format!("/jobs/{}/attempts", job.id), "attempts").await?;
+    let mut attempts: Vec<AttemptTimes> = api.list(&format!("/jobs/{}/attempts", job.id), "attempts").await?;
     // A run that another program has logged has one attempt, which is not in the list.
     if let (true, Some(started_at)) = (attempts.is_empty(), job.started_at) {
         attempts.push(AttemptTimes { attempt: job.attempt, started_at, ended_at: job.finished_at });

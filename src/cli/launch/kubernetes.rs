@@ -9,7 +9,13 @@ mod steer;
 mod template;
 mod words;
 
-use super::{super::output, Args, Launch, LaunchDetached, follow::until_over, hosts::Host, tokens};
+use super::{
+    super::{access::is_this_machine, output},
+    Args, Launch, LaunchDetached,
+    follow::until_over,
+    hosts::Host,
+    tokens,
+};
 use cleanup::Cleanup;
 use cluster::{Cluster, Created, Kind};
 use lockstep_protocol::{Job, JobSpec};
@@ -44,7 +50,8 @@ pub(super) fn show(
 pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::Result<()> {
     let cluster = Cluster::connect(&launch.args).await?;
     let name = objects::name_of(&launch.job);
-    if is_here(&launch.bundle.server) {
+    // In a pod, a loopback address means the pod itself.
+    if is_this_machine(&launch.bundle.server) {
         output::warn(format_args!(
             "the server's address is {}, which means the pod itself in each pod: give the server's address for pods with --agent-server",
             launch.bundle.server
@@ -103,15 +110,6 @@ pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::R
             done
         }
     }
-}
-
-/// Whether an address is loopback. In a pod, a loopback address means the pod itself.
-fn is_here(server: &str) -> bool {
-    let host = reqwest::Url::parse(server).ok().and_then(|url| url.host_str().map(ToOwned::to_owned));
-    host.is_some_and(|host| {
-        let ip = host.trim_matches(['[', ']']).parse::<std::net::IpAddr>();
-        host == "localhost" || ip.is_ok_and(|ip| ip.is_loopback())
-    })
 }
 
 /// Whether an object belongs to this job.

@@ -14,7 +14,7 @@ use lockstep_protocol::{Job, JobState, sweep::Sweep};
 use lockstep_worker::tls;
 pub(crate) use outage::Outage;
 use reqwest::{
-    Client, Method, Response, StatusCode,
+    Client, Method, RequestBuilder, Response, StatusCode,
     header::{AUTHORIZATION, HeaderValue},
 };
 use serde::{Serialize, de::DeserializeOwned};
@@ -269,10 +269,19 @@ impl Api {
         path: &str,
         body: Option<&impl Serialize>,
     ) -> anyhow::Result<Response> {
-        let mut request = self.client.request(method, format!("{}/api/v1{path}", self.base));
+        let mut request = self.client.request(method, self.url(path));
         if let Some(body) = body {
             request = request.json(body);
         }
+        self.send(request).await
+    }
+
+    /// Returns the URL of a path under `/api/v1`.
+    fn url(&self, path: &str) -> String {
+        format!("{}/api/v1{path}", self.base)
+    }
+
+    async fn send(&self, request: RequestBuilder) -> anyhow::Result<Response> {
         let response = request.send().await.map_err(|error| self.unreachable(&error))?;
         if response.status().is_success() { Ok(response) } else { Err(problem(response).await) }
     }
@@ -280,7 +289,7 @@ impl Api {
     /// Returns the mistakes that the server finds in a job, as pointers and details. `launched`: agents for the job are about to be
     /// started. Empty if the server finds no mistake, is unreachable or does not allow this request.
     pub(crate) async fn mistakes(&self, document: &Value, launched: bool) -> Vec<(String, String)> {
-        let url = format!("{}/api/v1/jobs/validate?launched={launched}", self.base);
+        let url = self.url(&format!("/jobs/validate?launched={launched}"));
         let asked = self.client.post(url).json(document).send().await;
         let Ok(response) = asked else { return Vec::new() };
         if response.status() != StatusCode::UNPROCESSABLE_ENTITY {
@@ -301,10 +310,9 @@ impl Api {
         path: &str,
         bytes: Vec<u8>,
     ) -> anyhow::Result<T> {
-        let request = self.client.post(format!("{}/api/v1{path}", self.base));
+        let request = self.client.post(self.url(path));
         let request = request.header("content-type", "application/octet-stream").body(bytes);
-        let response = request.send().await.map_err(|error| self.unreachable(&error))?;
-        if response.status().is_success() { self.read(response).await } else { Err(problem(response).await) }
+        self.read(self.send(request).await?).await
     }
 
     /// Parses the body of a response.

@@ -78,18 +78,16 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         named?;
         let job: Job = api.post("/jobs", &document).await?;
         job.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
-        if shows_progress(&args) {
-            if !args.server.json {
-                output::line(format_args!("{}  {}/jobs/{}", job.id, api.base(), job.id))?;
-            }
-            watch::announce(&job);
-            return watch::to_the_end(&api, job, args.server.json).await;
+        let (follows, as_json) = (shows_progress(&args), args.server.json);
+        // With both, the only output is the job at its end.
+        if !(follows && as_json) {
+            output::print(as_json, &job, format_args!("{0}  {1}/jobs/{0}", job.id, api.base()))?;
         }
-        if args.server.json {
-            output::json(&job)
-        } else {
-            output::line(format_args!("{}  {}/jobs/{}", job.id, api.base(), job.id))
+        if !follows {
+            return Ok(());
         }
+        watch::announce(&job);
+        watch::to_the_end(&api, job, as_json).await
     })
 }
 

@@ -7,7 +7,7 @@ mod part;
 mod resume;
 mod show;
 
-use super::{api::mistake, init_tracing, output, usage_error};
+use super::{init_tracing, job_file, output, usage_error};
 use launcher::{LaunchedRank, Ranks};
 use local::Ended;
 use lockstep_comm::rendezvous::free_port;
@@ -19,12 +19,12 @@ use lockstep_host::{
         libraries::{self, Library},
     },
 };
-use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
     JobSpec,
     agent::StartAttempt,
     dataset::{default_validation, held_out_share},
-    spec::{Validation, apply_set, shortened, toml_document},
+    numbers::plural,
+    spec::Validation,
 };
 use lockstep_worker::{
     checkpoint,
@@ -308,9 +308,6 @@ fn choose_validation(spec: &mut JobSpec, dataset: &Path) {
 
 /// Reads the specification. Also returns whether it gives `data.validation`. A launcher or `--ranks` sets the number of ranks.
 fn read(args: &Args, world: Option<(&str, u32)>) -> anyhow::Result<(JobSpec, bool)> {
-    let shown = args.job.display();
-    let text = super::job_file::job_file(&args.job)?;
-    let mut document = toml_document(&text).map_err(|e| usage_error(format!("{shown}: {}", e.detail)))?;
     let mut sets = args.sets.clone();
     if let Some((by, ranks)) = world {
         if args.ranks.is_some_and(|given| given != ranks) {
@@ -320,14 +317,8 @@ fn read(args: &Args, world: Option<(&str, u32)>) -> anyhow::Result<(JobSpec, boo
     } else if let Some(ranks) = args.ranks {
         sets.push(format!("parallel.ranks={ranks}"));
     }
-    for set in sets {
-        apply_set(&mut document, &set).map_err(|e| usage_error(format!("--set {}: {e}", shortened(&set))))?;
-    }
-    super::job_file::find_weights(&mut document)?;
-    let spec = super::job_file::read(&document).map_err(|mistakes| {
-        let lines: Vec<_> = mistakes.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
-        usage_error(format!("{shown}:\n  {}", lines.join("\n  ")))
-    })?;
+    let document = job_file::document_as_written(&args.job, &sets)?;
+    let spec = job_file::check(&args.job, &document)?;
     let given = document.pointer("/data/validation").is_some_and(|given| !given.is_null());
     Ok((spec, given))
 }

@@ -56,22 +56,18 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let say = |text: String| if args.server.json { Ok(()) } else { output::line(text) };
     say(format!("{} is in {}", known.name, path.display()))?;
     let api = args.server.api()?;
-    let manually = format!("lockstep dataset add {} {}", known.name, path.display());
     if args.no_register || !block_on(async { Ok(api.is_reachable().await) })? {
-        if args.server.json {
-            return output::json(
-                &serde_json::json!({ "name": known.name, "path": path, "registered": false }),
-            );
-        }
-        return output::line(format_args!(
-            "register it with `{manually}`, or train from the folder with `lockstep train`"
-        ));
+        let value = serde_json::json!({ "name": known.name, "path": path, "registered": false });
+        let text = format!(
+            "register it with `lockstep dataset add {} {}`, or train from the folder with `lockstep train`",
+            known.name,
+            path.display()
+        );
+        return output::print(args.server.json, &value, text);
     }
     let dataset = block_on(register_as(&api, known.name, &path, false))?;
-    if args.server.json {
-        return output::json(&dataset);
-    }
-    output::line(format_args!("{}: {}", dataset.name, describe(&dataset.info)))
+    let text = format!("{}: {}", dataset.name, describe(&dataset.info));
+    output::print(args.server.json, &dataset, text)
 }
 
 /// Puts all of the dataset's files into `to`, or none. Until then, downloaded files are kept next to `to`.

@@ -49,7 +49,7 @@ pub(super) fn show(
 /// Kubernetes refuses an object, its Job ends before Lockstep's job, or Lockstep's job does not succeed.
 pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::Result<()> {
     let cluster = Cluster::connect(&launch.args).await?;
-    let name = objects::name_of(&launch.job);
+    let name = objects::name(launch.job.id.as_str(), &launch.job.name);
     // In a pod, a loopback address means the pod itself.
     if is_this_machine(&launch.bundle.server) {
         output::warn(format_args!(
@@ -163,7 +163,7 @@ async fn create(
     let plan = Plan {
         name: name.to_owned(),
         job: launch.job.id.as_str(),
-        launch: objects::new_launch_id(),
+        launch: uuid::Uuid::new_v4().simple().to_string(),
         program: &launch.args.program,
         hosts: &launch.hosts,
         spec: &launch.job.spec,

@@ -119,22 +119,14 @@ pub(super) fn check_on_path(program: &str) -> anyhow::Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use clap::Parser as _;
+    use super::{super::tests::parse, *};
     use std::fs;
-
-    #[derive(clap::Parser)]
-    struct Command {
-        #[command(flatten)]
-        args: Args,
-    }
 
     #[test]
     fn a_ca_file_has_up_to_a_mebibyte() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("ca.crt");
-        let words = ["launch", "job.toml", "--with", "ssh", "--ca-file", path.to_str().unwrap(), "-H", "a"];
-        let args = Command::try_parse_from(words).unwrap().args;
+        let args = parse(&["job.toml", "--with", "ssh", "--ca-file", path.to_str().unwrap(), "-H", "a"]);
         fs::write(&path, vec![b'#'; 1 << 20]).unwrap();
         assert_eq!(ca(&args).unwrap().map(|text| text.len()), Some(1 << 20));
         fs::write(&path, vec![b'#'; (1 << 20) + 1]).unwrap();

@@ -136,9 +136,7 @@ impl Api {
     ) -> anyhow::Result<Job> {
         match self.named(id, is_meant).await? {
             (job, None) => Ok(job),
-            (_, Some(_)) => Err(usage_error(format!(
-                "several jobs are called {id}: give a job's id; `lockstep list` shows the ids"
-            ))),
+            (_, Some(_)) => Err(usage_error(named::several(named::JOB, id))),
         }
     }
 
@@ -157,15 +155,11 @@ impl Api {
         if id.parse::<lockstep_protocol::JobId>().is_ok() {
             return Ok((self.get(&format!("/jobs/{id}")).await?, None));
         }
+        let is_meant = |job: &Value| named::text(job, "state").parse::<JobState>().is_ok_and(&is_meant);
         // Includes jobs that this version cannot read: the name may be the name of such a job.
-        let mut all = self.all("/jobs", "jobs", &[], None).await?;
-        let called = |job: &Value| named::text(job, "name") == id;
-        let is_other = |job: &Value| !named::text(job, "state").parse::<JobState>().is_ok_and(&is_meant);
-        if all.iter().any(|job| called(job) && !is_other(job)) {
-            all.retain(|job| !(called(job) && is_other(job)));
-        }
-        let (job, note) = named::choose(named::JOB, &all, id).map_err(usage_error)?;
-        Ok((self.get(&format!("/jobs/{}", named::text(job, "id"))).await?, note))
+        let all = self.all("/jobs", "jobs", &[], None).await?;
+        let (job, note) = named::choose(named::JOB, all, id, is_meant).map_err(usage_error)?;
+        Ok((self.get(&format!("/jobs/{job}")).await?, note))
     }
 
     /// Returns the sweep with this id, name or start of an id. `changes`: for a command that changes the sweep, a name means the only sweep
@@ -178,23 +172,15 @@ impl Api {
         if id.strip_prefix("sweep-").is_some_and(is_whole) {
             return self.get(&format!("/sweeps/{id}")).await;
         }
-        let mut all = self.all("/sweeps", "sweeps", &[], None).await?;
-        let called = |sweep: &Value| named::text(sweep, "name") == id;
-        let is_over = |sweep: &Value| !named::text(sweep, "finished_at").is_empty();
-        if changes && all.iter().any(|sweep| called(sweep) && !is_over(sweep)) {
-            all.retain(|sweep| !(called(sweep) && is_over(sweep)));
-        }
-        let (sweep, note) = named::choose(named::SWEEP, &all, id).map_err(usage_error)?;
+        let is_meant = |sweep: &Value| !changes || named::text(sweep, "finished_at").is_empty();
+        let all = self.all("/sweeps", "sweeps", &[], None).await?;
+        let (sweep, note) = named::choose(named::SWEEP, all, id, is_meant).map_err(usage_error)?;
         match note {
-            Some(_) if changes => {
-                return Err(usage_error(format!(
-                    "several sweeps are called {id}: give a sweep's id; `lockstep sweep list` shows the ids"
-                )));
-            }
+            Some(_) if changes => return Err(usage_error(named::several(named::SWEEP, id))),
             Some(note) => output::warn(note),
             None => {}
         }
-        self.get(&format!("/sweeps/{}", named::text(sweep, "id"))).await
+        self.get(&format!("/sweeps/{sweep}")).await
     }
 
     /// Reads a whole list. An element that this version cannot read is reported and left out, as in [`list`].

@@ -134,6 +134,13 @@ pub(super) fn format_mistakes(path: &Path, lines: &[String]) -> String {
     format!("{} has {}:\n  {}", path.display(), count(lines.len(), "mistake"), lines.join("\n  "))
 }
 
+/// Returns the path of a job's dataset on this machine. A relative path refers to the working directory or to the job file's folder.
+pub(super) fn dataset_path(spec: &JobSpec, job: &Path) -> Option<PathBuf> {
+    let given = Path::new(&spec.data.dataset);
+    let there = |path: &Path| lockstep_data::canonical(path).ok();
+    there(given).or_else(|| there(&job.parent()?.join(given)))
+}
+
 /// Reads the text of a job file, or of a pipe that the shell has connected.
 ///
 /// # Errors

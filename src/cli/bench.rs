@@ -239,25 +239,9 @@ fn threads(args: &Args) -> u32 {
 
 /// Runs a process on each device.
 fn on_devices(case: &Case, args: &Args, devices: &[String]) -> anyhow::Result<Value> {
-    let precision = serde_json::to_value(args.precision)?;
-    let mut arguments: Vec<OsString> = [
-        "bench".into(),
-        format!("--case={}", case.name),
-        format!("--precision={}", precision.as_str().unwrap_or_default()),
-        format!("--sync-batch-norm={}", args.sync_batch_norm),
-        format!("--optimizer-sharding={}", args.optimizer_sharding),
-        format!("--deterministic={}", args.deterministic),
-        format!("--classes={}", args.classes),
-        format!("--parallel-model={}", args.parallel_model),
-        format!("--sample-share={}", args.sample_share),
-        format!("--parallel-height={}", args.parallel_height),
-        format!("--parallel-pipeline={}", args.parallel_pipeline),
-        format!("--accumulate={}", args.accumulate),
-    ]
-    .map(OsString::from)
-    .into();
-    let strategy = |of: &ShardSpec| format!("--parallel-shard={}={}", of.pattern, of.split.name()).into();
-    arguments.extend(args.shards.iter().map(strategy));
+    // The case is the last that the rank's arguments name.
+    let case_argument = format!("--case={}", case.name).into();
+    let arguments: Vec<OsString> = std::env::args_os().skip(1).chain([case_argument]).collect();
     let members = local_group::members_on(args.ranks, devices)?;
     let printed = local_group::run(&arguments, &members, CASE_TIMEOUT)
         .map_err(|e| anyhow::anyhow!("{}: {e}", case.name))?;
@@ -265,8 +249,8 @@ fn on_devices(case: &Case, args: &Args, devices: &[String]) -> anyhow::Result<Va
 }
 
 fn run_rank(args: &Args, member: &Member) -> anyhow::Result<()> {
-    let (Some(gpu), [case]) = (&member.gpu, &args.cases[..]) else {
-        return Err(usage_error("a rank of a group measures exactly one case on one device"));
+    let (Some(gpu), Some(case)) = (&member.gpu, args.cases.last()) else {
+        return Err(usage_error("a rank of a group measures a case on one device"));
     };
     let device = registry::device_of(Some(gpu), args.device);
     device.backend.preflight(member.world_size).map_err(|e| anyhow::anyhow!(e))?;

@@ -99,11 +99,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 if let Some(detail) = subject_mistake(&subject) {
                     return Err(usage_error(format!("a subject {detail}")));
                 }
-                change(&server, &name, &json!({ "subject": subject })).await
+                Named { name, server }.change(json!({ "subject": subject })).await
             }
-            Command::Unlink(Named { name, server }) => {
-                change(&server, &name, &json!({ "subject": "" })).await
-            }
+            Command::Unlink(named) => named.change(json!({ "subject": "" })).await,
             Command::List(server) => {
                 let response: Value = server.api()?.get("/people").await?;
                 if server.json {
@@ -118,24 +116,22 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 server.api()?.request(Method::DELETE, &path(&name)?, None::<&()>).await?;
                 output::print(server.json, &json!({ "removed": name }), &name)
             }
-            Command::Password(Named { name, server }) => {
-                change(&server, &name, &json!({ "password": password()? })).await
+            Command::Password(named) => named.change(json!({ "password": password()? })).await,
+            Command::Role { name, role, server } => {
+                Named { name, server }.change(json!({ "role": role })).await
             }
-            Command::Role { name, role, server } => change(&server, &name, &json!({ "role": role })).await,
-            Command::Disable(Named { name, server }) => {
-                change(&server, &name, &json!({ "disabled": true })).await
-            }
-            Command::Enable(Named { name, server }) => {
-                change(&server, &name, &json!({ "disabled": false })).await
-            }
+            Command::Disable(named) => named.change(json!({ "disabled": true })).await,
+            Command::Enable(named) => named.change(json!({ "disabled": false })).await,
         }
     })
 }
 
-async fn change(server: &ServerArgs, name: &str, body: &Value) -> anyhow::Result<()> {
-    let api = server.api()?;
-    let changed: Value = api.read(api.request(Method::PATCH, &path(name)?, Some(body)).await?).await?;
-    show(server, &changed)
+impl Named {
+    async fn change(&self, body: Value) -> anyhow::Result<()> {
+        let api = self.server.api()?;
+        let response = api.request(Method::PATCH, &path(&self.name)?, Some(&body)).await?;
+        show(&self.server, &api.read(response).await?)
+    }
 }
 
 /// Returns the URL path of a person. An invalid name must not lead to another path.

@@ -101,26 +101,24 @@ async fn received(signal: Option<&mut Signal>) {
     }
 }
 
-/// Ctrl-C, SIGTERM, or a closed terminal.
-struct Interrupt;
-
 impl Policy for Command {
     type Records = Vec<AttemptEvent>;
-    type Order = Interrupt;
+    /// Ctrl-C, SIGTERM, or a closed terminal.
+    type Order = ();
     type Error = TailError;
 
     const POLL_EVERY: Duration = POLL_INTERVAL;
 
-    async fn order(&mut self) -> Interrupt {
+    async fn order(&mut self) {
         tokio::select! {
-            _ = self.interrupt.recv() => Interrupt,
-            _ = self.terminate.recv() => Interrupt,
-            () = received(self.hangup.as_mut()) => Interrupt,
+            _ = self.interrupt.recv() => {}
+            _ = self.terminate.recv() => {}
+            () = received(self.hangup.as_mut()) => {}
         }
     }
 
     /// The first interrupt makes ranks write a checkpoint; the second kills them.
-    fn obey(&mut self, _order: Interrupt, ranks: &mut RankGroup<Vec<AttemptEvent>>) {
+    fn obey(&mut self, (): (), ranks: &mut RankGroup<Vec<AttemptEvent>>) {
         self.interrupted = true;
         ranks.stop(if ranks.is_stopping() { Stop::Kill } else { Stop::Terminate });
     }

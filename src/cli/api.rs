@@ -75,7 +75,8 @@ pub(crate) struct JobArgs {
 /// A connection to a server.
 #[derive(Debug, Clone)]
 pub(crate) struct Api {
-    base: String,
+    /// The server's address.
+    pub(crate) base: String,
     client: Client,
     /// Environment variable that names the proxy for requests, if they use a proxy.
     proxy: Option<&'static str>,
@@ -104,11 +105,6 @@ impl Api {
         // A proxy must not see an unencrypted token.
         let client = if proxy.is_none() { client.no_proxy() } else { client };
         Ok(Self { base, client: client.build()?, proxy })
-    }
-
-    /// Returns the server's address.
-    pub(crate) fn base(&self) -> &str {
-        &self.base
     }
 
     /// Returns the job with this id, name or start of an id. If several jobs have the name, returns the newest of them and prints a note to
@@ -272,11 +268,9 @@ impl Api {
         if response.status().is_success() { Ok(response) } else { Err(problem(response).await) }
     }
 
-    /// Returns the mistakes that the server finds in a job, as pointers and details. `launched`: agents for the job are about to be
-    /// started. Empty if the server finds no mistake, is unreachable or does not allow this request.
-    pub(crate) async fn mistakes(&self, document: &Value, launched: bool) -> Vec<(String, String)> {
-        let url = self.url(&format!("/jobs/validate?launched={launched}"));
-        let asked = self.client.post(url).json(document).send().await;
+    /// Returns the mistakes that the server finds in a job, as pointers and details. Empty if the server finds no mistake, is unreachable or does not allow this request.
+    pub(crate) async fn mistakes(&self, document: &Value) -> Vec<(String, String)> {
+        let asked = self.client.post(self.url("/jobs/validate")).json(document).send().await;
         let Ok(response) = asked else { return Vec::new() };
         if response.status() != StatusCode::UNPROCESSABLE_ENTITY {
             return Vec::new();

@@ -130,12 +130,6 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
     let devices = devices(&args)?;
     let Args { ranks, parallel_model, parallel_height, parallel_pipeline, optimizer_sharding, .. } = args;
-    if !ranks.is_multiple_of(parallel_model * parallel_height) {
-        return Err(usage_error(format!(
-            "--parallel-model {parallel_model}, --parallel-height {parallel_height}: {ranks} ranks cannot be divided into groups of \
-             {parallel_model} x {parallel_height}"
-        )));
-    }
     let on_gpus = !devices.is_empty();
     if on_gpus && parallel_model > 1 && optimizer_sharding {
         return Err(usage_error(

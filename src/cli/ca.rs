@@ -10,15 +10,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Manage the certificate authority (CA) of a server: create and show it, issue and revoke certificates
-#[derive(clap::Args)]
-pub(crate) struct Args {
-    #[command(subcommand)]
-    action: Action,
-}
-
 #[derive(clap::Subcommand)]
-enum Action {
+pub(crate) enum Action {
     /// Create the authority; `serve --tls-own-ca` does this at its first start
     Init(AuthorityArgs),
     /// Print the authority's certificate, which browsers and clients have to trust
@@ -66,7 +59,7 @@ enum Action {
 }
 
 #[derive(clap::Args)]
-struct AuthorityArgs {
+pub(crate) struct AuthorityArgs {
     /// The server's data directory; the authority is in its folder `ca`
     #[arg(long, value_name = "DIR", default_value = "lockstep-data")]
     data_dir: PathBuf,
@@ -76,9 +69,9 @@ struct AuthorityArgs {
 ///
 /// # Errors
 /// Exit status 2 if the authority exists already or does not exist, or a name is invalid.
-pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+pub(crate) fn run(action: Action) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
-    match args.action {
+    match action {
         Action::Init(which) => show(&Authority::init(&which.data_dir).map_err(usage_error)?),
         Action::Show(which) => show(&Authority::open(&which.data_dir).map_err(usage_error)?),
         Action::Issue { names, agent, pkcs12, pkcs12_password_file, days, output, which } => {

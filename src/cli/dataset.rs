@@ -27,15 +27,8 @@ use std::{
 /// Interval between two updates of the progress of an inspection on this machine.
 const UPDATE_INTERVAL: Duration = Duration::from_millis(200);
 
-/// Download, prepare, register, list, inspect and remove datasets
-#[derive(clap::Args)]
-pub(crate) struct Args {
-    #[command(subcommand)]
-    action: Action,
-}
-
 #[derive(clap::Subcommand)]
-enum Action {
+pub(crate) enum Action {
     /// Register the files under PATH as NAME; the format is detected
     Add {
         /// Name of the dataset in job files
@@ -88,8 +81,8 @@ enum Action {
 ///
 /// # Errors
 /// Exit status 2 if the files are not a dataset, no dataset has the name, or jobs need the dataset.
-pub(crate) fn run(args: Args) -> anyhow::Result<()> {
-    match args.action {
+pub(crate) fn run(action: Action) -> anyhow::Result<()> {
+    match action {
         Action::Add { name, path, prepare, to, pictures, server, private } => {
             let mut path = lockstep_data::canonical(&path)
                 .map_err(|e| usage_error(format!("{}: {e}", path.display())))?;

@@ -46,6 +46,6 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             watch::announce(&job);
             return watch::to_the_end(&api, job, args.server.json).await;
         }
-        output::print(args.server.json, &job, format_args!("{0}  {1}/jobs/{0}", job.id, api.base()))
+        output::print(args.server.json, &job, format_args!("{0}  {1}/jobs/{0}", job.id, api.base))
     })
 }

@@ -213,7 +213,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             (None, None) => return Ok(()),
         };
         if !args.server.json {
-            output::line(format_args!("{}  {}/jobs/{}", job.id, api.base(), job.id))?;
+            output::line(format_args!("{}  {}/jobs/{}", job.id, api.base, job.id))?;
         }
         let mut launch = Launch::new(&args, &api, job, is_ours, hosts, ca);
         let done = match &template {

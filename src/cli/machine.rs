@@ -13,15 +13,8 @@ use reqwest::Method;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-/// List, drain and remove the machines whose agents have joined the server
 #[derive(clap::Args)]
-pub(crate) struct Args {
-    #[command(subcommand)]
-    action: Action,
-}
-
-#[derive(clap::Args)]
-struct Named {
+pub(crate) struct Named {
     /// The machine's name or id, as in `machine list`
     #[arg(value_name = "NAME")]
     machine: String,
@@ -30,7 +23,7 @@ struct Named {
 }
 
 #[derive(clap::Subcommand)]
-enum Action {
+pub(crate) enum Action {
     /// List machines with their slots and warnings
     List(ServerArgs),
     /// Assign no new work to a machine; ranks that run there continue to their end (admins only)
@@ -76,9 +69,9 @@ struct Slot {
 ///
 /// # Errors
 /// Exit status 2 if no machine or several machines have the name, or the removal is not confirmed; or the server refuses the request.
-pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+pub(crate) fn run(action: Action) -> anyhow::Result<()> {
     block_on(async {
-        match args.action {
+        match action {
             Action::List(server) => list_machines(&server).await,
             Action::Drain(named) => drain(&named, true).await,
             Action::Undrain(named) => drain(&named, false).await,

@@ -11,15 +11,8 @@ use lockstep_protocol::models::{Model, ModelVersion, SCHEME, alias_mistake, name
 use reqwest::Method;
 use serde_json::{Value, json};
 
-/// Register checkpoints as versions of models, and give aliases to versions
-#[derive(clap::Args)]
-pub(crate) struct Args {
-    #[command(subcommand)]
-    action: Action,
-}
-
 #[derive(clap::Subcommand)]
-enum Action {
+pub(crate) enum Action {
     /// Register a checkpoint of a finished job as the next version of a model; the first version creates the model
     Register {
         /// Name of the model
@@ -74,8 +67,8 @@ enum Action {
 ///
 /// # Errors
 /// Exit status 2 if the model, version, job or checkpoint does not exist, or the server refuses the change.
-pub(crate) fn run(args: Args) -> anyhow::Result<()> {
-    match args.action {
+pub(crate) fn run(action: Action) -> anyhow::Result<()> {
+    match action {
         Action::Register { model, job, checkpoint, description, server } => {
             let api = server.api()?;
             let version: ModelVersion = block_on(async {

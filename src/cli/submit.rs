@@ -81,7 +81,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         let (follows, as_json) = (shows_progress(&args), args.server.json);
         // With both, the only output is the job at its end.
         if !(follows && as_json) {
-            output::print(as_json, &job, format_args!("{0}  {1}/jobs/{0}", job.id, api.base()))?;
+            output::print(as_json, &job, format_args!("{0}  {1}/jobs/{0}", job.id, api.base))?;
         }
         if !follows {
             return Ok(());
@@ -109,7 +109,7 @@ fn submit_sweep(args: &Args, mut document: Value) -> anyhow::Result<()> {
             sweeps::announce(&api, &sweep, as_json)?;
         }
         if args.grid.folds.is_some() && !as_json {
-            let (base, id) = (api.base(), &sweep.id);
+            let (base, id) = (&api.base, &sweep.id);
             output::line(format_args!("mean and standard deviation: {base}/jobs?tag={id}&group_by=tag"))?;
         }
         if follows { sweeps::to_the_end(&api, sweep, as_json).await } else { Ok(()) }
@@ -137,7 +137,7 @@ fn label(document: &mut Value, args: &Args) {
 /// Combines a job's local mistakes with the mistakes that only the server finds, so that the user can correct all of them at once.
 async fn all_mistakes(api: &Api, path: &Path, document: &Value, local: &[SpecError]) -> anyhow::Error {
     let mut lines: Vec<_> = local.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
-    for (pointer, detail) in api.mistakes(document, false).await {
+    for (pointer, detail) in api.mistakes(document).await {
         let line = mistake(&pointer, &detail);
         if !lines.contains(&line) {
             lines.push(line);

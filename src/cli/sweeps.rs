@@ -21,15 +21,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Show, pause, cancel and delete sweeps, which `lockstep submit` starts
-#[derive(clap::Args)]
-pub(crate) struct Args {
-    #[command(subcommand)]
-    action: Action,
-}
-
 #[derive(clap::Subcommand)]
-enum Action {
+pub(crate) enum Action {
     /// List the sweeps, newest first
     List(ServerArgs),
     /// Show a sweep's trials
@@ -51,7 +44,7 @@ enum Action {
 }
 
 #[derive(clap::Args)]
-struct SweepArgs {
+pub(crate) struct SweepArgs {
     /// The sweep's id, the start of its id, or its name
     sweep: String,
     #[command(flatten)]
@@ -62,8 +55,8 @@ struct SweepArgs {
 ///
 /// # Errors
 /// Exit status 2 if the sweep does not exist, or its state does not allow the change.
-pub(crate) fn run(args: Args) -> anyhow::Result<()> {
-    match args.action {
+pub(crate) fn run(action: Action) -> anyhow::Result<()> {
+    match action {
         Action::List(server) => {
             let sweeps: Vec<Sweep> = block_on(server.api()?.list("/sweeps", "sweeps"))?;
             if server.json {
@@ -121,7 +114,7 @@ pub(crate) fn announce(api: &Api, sweep: &Sweep, as_json: bool) -> anyhow::Resul
     }
     sweep.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
     let trials = plural(u64::from(sweep.trial_count), "trial");
-    output::line(format_args!("{0}  {1}/sweeps/{0}  {trials} of {2}", sweep.id, api.base(), sweep.name))
+    output::line(format_args!("{0}  {1}/sweeps/{0}  {trials} of {2}", sweep.id, api.base, sweep.name))
 }
 
 /// Interval between two requests for the state of a sweep.

@@ -14,15 +14,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Create, list and revoke access tokens
-#[derive(clap::Args)]
-pub(crate) struct Args {
-    #[command(subcommand)]
-    command: Command,
-}
-
 #[derive(clap::Subcommand)]
-enum Command {
+pub(crate) enum Command {
     /// Create a token, which is printed only once, or written to a file
     Create {
         /// Rights of the token: read, submit (includes read), admin (includes both), or agent (join as one agent)
@@ -66,9 +59,9 @@ fn seconds(text: &str) -> Result<u64, String> {
 ///
 /// # Errors
 /// The server refuses the request.
-pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+pub(crate) fn run(command: Command) -> anyhow::Result<()> {
     block_on(async {
-        match args.command {
+        match command {
             Command::Create { scope, name, expires, agent, out, server } => {
                 let name = name.or_else(|| agent.clone()).unwrap_or_else(|| scope.to_string());
                 let body =

@@ -16,15 +16,8 @@ use std::io::{self, BufRead, IsTerminal};
 /// Maximum length in bytes of a line on standard input that is read as a password.
 const LINE_BYTES: u64 = 8192;
 
-/// Add, list, change and remove people who sign in with a name and a password
 #[derive(clap::Args)]
-pub(crate) struct Args {
-    #[command(subcommand)]
-    command: Command,
-}
-
-#[derive(clap::Args)]
-struct Named {
+pub(crate) struct Named {
     /// The person's name
     name: String,
     #[command(flatten)]
@@ -32,7 +25,7 @@ struct Named {
 }
 
 #[derive(clap::Subcommand)]
-enum Command {
+pub(crate) enum Command {
     /// Add a person. The command asks for the password, or reads the first line of standard input; with --subject, the person has no
     /// password
     Add {
@@ -84,9 +77,9 @@ enum Command {
 ///
 /// # Errors
 /// The server refuses the request, or the password is invalid.
-pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+pub(crate) fn run(command: Command) -> anyhow::Result<()> {
     block_on(async {
-        match args.command {
+        match command {
             Command::Add { name, role, subject, server } => {
                 let body = match subject {
                     Some(subject) => json!({ "name": name, "role": role, "subject": subject }),

@@ -30,15 +30,8 @@ const POINTER_BYTES: usize = 1024;
 /// 2021).
 const KNOWN: [&str; 5] = ["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"];
 
-/// Download trained weights for fine-tuning
-#[derive(clap::Args)]
-pub(crate) struct Args {
-    #[command(subcommand)]
-    action: Action,
-}
-
 #[derive(clap::Subcommand)]
-enum Action {
+pub(crate) enum Action {
     /// Download a network's weights, trained on ImageNet, and check them; jobs then use them by name, as in model.pretrained = "resnet18"
     Get {
         /// The network
@@ -54,8 +47,8 @@ enum Action {
 ///
 /// # Errors
 /// Exit status 1 if the URL cannot be reached, 2 if the content does not match its checksum.
-pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    let Action::Get { name, from } = &args.action;
+pub(crate) fn run(action: &Action) -> anyhow::Result<()> {
+    let Action::Get { name, from } = action;
     let place = place_of(name).ok_or_else(|| {
         usage_error("there is no cache directory for the weights: set HOME, or LOCKSTEP_CACHE to a folder")
     })?;

@@ -23,7 +23,7 @@ use std::{
 const MAX_MEMBER_BYTES: u64 = 1 << 30;
 
 #[derive(clap::Args)]
-pub(super) struct Args {
+pub(crate) struct Args {
     /// The dataset to download
     #[arg(value_name = "NAME", value_parser = KNOWN.map(|known| known.name))]
     name: String,

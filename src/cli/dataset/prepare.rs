@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 const MAX_BROKEN_FILES: usize = 100;
 
 #[derive(clap::Args)]
-pub(super) struct Args {
+pub(crate) struct Args {
     /// Dataset of pictures in files or shards, in a format that `dataset add` accepts
     path: PathBuf,
     /// Folder for the copy. A repeated command continues an interrupted copy
@@ -29,7 +29,7 @@ pub(super) struct Args {
 
 /// Options for the pictures of a copy.
 #[derive(Clone, Copy, clap::Args)]
-pub(super) struct Pictures {
+pub(crate) struct Pictures {
     /// JPEG quality of the copy
     #[arg(long, default_value_t = 90, value_parser = clap::value_parser!(u8).range(i64::from(*QUALITIES.start())..=i64::from(*QUALITIES.end())))]
     quality: u8,

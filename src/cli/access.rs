@@ -135,12 +135,9 @@ pub(crate) fn open_file_warning(path: &Path) -> Option<String> {
 /// # Errors
 /// The file cannot be read, or is empty.
 pub(crate) fn from_file(path: &Path) -> anyhow::Result<String> {
-    let read = || -> io::Result<String> {
-        let mut text = String::new();
-        File::open(path)?.take(TOKEN_FILE_BYTES + 1).read_to_string(&mut text)?;
-        Ok(text)
-    };
-    let text = read().map_err(|error| {
+    let mut text = String::new();
+    let read = File::open(path).and_then(|file| file.take(TOKEN_FILE_BYTES + 1).read_to_string(&mut text));
+    read.map_err(|error| {
         let hint = match error.kind() {
             ErrorKind::PermissionDenied => {
                 "; run this as the account that runs the server, or ask for a token"

@@ -68,7 +68,7 @@ pub(super) enum PeerMessage {
 /// # Errors
 /// Standard input has an invalid line, or standard output is closed.
 pub(super) fn run() -> anyhow::Result<()> {
-    let Ok(secret) = std::env::var(SECRET) else { return Err(start_with_environment()) };
+    let Ok(secret) = std::env::var(SECRET) else { return start_with_environment() };
     let (facts, port) = match begin(&secret) {
         Ok(begun) => begun,
         Err(why) => return send(&PeerMessage::Failed(why)),
@@ -101,28 +101,17 @@ fn begin(secret: &str) -> Result<(Facts, u16), String> {
 
 /// Reads the first line, and starts this program again with the line's environment variables: they decide where libraries are found and
 /// which network interface is used.
-fn start_with_environment() -> anyhow::Error {
-    let read = || -> anyhow::Result<Start> {
-        // Reads exactly this line: the rest of the input is for the program that replaces this one (exec).
-        let mut input = File::from(io::stdin().as_fd().try_clone_to_owned()?);
-        let (mut line, mut byte) = (Vec::new(), [0]);
-        while line.len() < LINE_BYTES as usize && input.read(&mut byte)? == 1 && byte[0] != b'\n' {
-            line.push(byte[0]);
-        }
-        serde_json::from_slice(&line).map_err(|e| {
-            usage_error(format!("--peer is for `lockstep doctor --hosts`, which starts it ({e})"))
-        })
-    };
-    let Start { secret, env } = match read() {
-        Ok(start) => start,
-        Err(error) => return error,
-    };
-    match own_program() {
-        Ok(program) => {
-            Command::new(program).args(["doctor", "--peer"]).envs(env).env(SECRET, secret).exec().into()
-        }
-        Err(error) => error.into(),
+fn start_with_environment() -> anyhow::Result<()> {
+    // Reads exactly this line: the rest of the input is for the program that replaces this one (exec).
+    let mut input = File::from(io::stdin().as_fd().try_clone_to_owned()?);
+    let (mut line, mut byte) = (Vec::new(), [0]);
+    while line.len() < LINE_BYTES as usize && input.read(&mut byte)? == 1 && byte[0] != b'\n' {
+        line.push(byte[0]);
     }
+    let Start { secret, env } = serde_json::from_slice(&line).map_err(|e| {
+        usage_error(format!("--peer is for `lockstep doctor --hosts`, which starts it ({e})"))
+    })?;
+    Err(Command::new(own_program()?).args(["doctor", "--peer"]).envs(env).env(SECRET, secret).exec().into())
 }
 
 fn send(message: &PeerMessage) -> anyhow::Result<()> {

@@ -268,7 +268,8 @@ impl Api {
         if response.status().is_success() { Ok(response) } else { Err(problem(response).await) }
     }
 
-    /// Returns the mistakes that the server finds in a job, as pointers and details. Empty if the server finds no mistake, is unreachable or does not allow this request.
+    /// Returns the mistakes that the server finds in a job, as pointers and details. Empty if the server finds no mistake, is unreachable or
+    /// does not allow this request.
     pub(crate) async fn mistakes(&self, document: &Value) -> Vec<(String, String)> {
         let asked = self.client.post(self.url("/jobs/validate")).json(document).send().await;
         let Ok(response) = asked else { return Vec::new() };

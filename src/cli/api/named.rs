@@ -16,9 +16,8 @@ pub(super) fn text<'a>(job: &'a Value, key: &str) -> &'a str {
     job.get(key).and_then(Value::as_str).unwrap_or_default()
 }
 
-/// Chooses among `jobs` (newest first) the newest job called `name`, or the only job whose id begins with `name`. Of jobs called `name`,
-/// only jobs that `is_meant` accepts count if there are any. If several remain, a note names the chosen job. The first argument is [`JOB`] or
-/// [`SWEEP`]. Returns the job's id.
+/// Returns the id of the newest of the `jobs` (newest first) called `name`, or of the only job whose id begins with `name`. If `is_meant`
+/// accepts jobs called `name`, only these count. If several remain, a note names the chosen job. The first argument is [`JOB`] or [`SWEEP`].
 ///
 /// # Errors
 /// No job matches, or several ids begin with `name`. The error is a sentence.

@@ -2,7 +2,6 @@
 
 use super::examined::{ExaminedMachine, Pair};
 use lockstep_worker::doctor::{Finding, Grade, LinkMeasurement};
-use std::time::Duration;
 
 /// Speed in bytes per second below which all-reduces take longer than most steps, so that several machines are not faster than one. A
 /// gigabit link transfers about 117 million bytes of TCP data per second.
@@ -258,12 +257,6 @@ pub(super) fn is_suspicious(link: &LinkMeasurement) -> bool {
 /// Returns the worst grade among the findings.
 pub(super) fn worst(findings: &[Finding]) -> Grade {
     findings.iter().map(|finding| finding.grade).max().unwrap_or(Grade::Ok)
-}
-
-/// Returns the expected time to measure all pairs of `hosts` machines. Disjoint pairs are measured at the same time.
-pub(super) fn expected(hosts: usize) -> Duration {
-    let rounds = if hosts.is_multiple_of(2) { hosts.saturating_sub(1) } else { hosts };
-    Duration::from_secs(3) * u32::try_from(rounds).unwrap_or(u32::MAX)
 }
 
 #[cfg(test)]

@@ -232,7 +232,8 @@ pub(super) fn cancel(id: &str) {
     let _ = Command::new("scancel").arg(id).status();
 }
 
-/// Returns the output of `squeue` about Slurm's job, which is empty if Slurm no longer has the job. `None` if the controller does not respond.
+/// Returns the output of `squeue` about Slurm's job, which is empty if Slurm no longer has the job. `None` if the controller does not
+/// respond.
 fn squeue(id: &str, options: &[&str]) -> Option<String> {
     let printed = Command::new("squeue").args(["-h", "-t", "all", "-j", id]).args(options).output().ok()?;
     if !printed.status.success() {

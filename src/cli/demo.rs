@@ -5,9 +5,7 @@ use super::{
     api::Api,
     browser::Opened,
     bundled::PICTURES,
-    init_tracing,
-    local_agent::Slots,
-    output,
+    init_tracing, output,
     serve::{FILE_THREADS_TIMEOUT, Server, StopSignals, resolve},
     usage_error, watch,
 };
@@ -80,7 +78,8 @@ async fn show(server: &mut Server, data_dir: &Path, args: &Args) -> anyhow::Resu
     let api = Api::at(&server.url(), None, Some(from_file(&data_dir.join("token"))?))?;
     let dataset = unpack(data_dir)?;
     cancel_leftovers(&api).await?;
-    server.start_agent(Slots::Cpu(lockstep_host::cores().max(args.ranks)), true).await?;
+    let slots = lockstep_host::cores().max(args.ranks);
+    server.start_agent(vec![("--cpu-slots", slots.to_string())], true).await?;
     register(&api, &dataset, data_dir).await?;
     let job: Job = api.post("/jobs", &specification(args.ranks)).await?;
     let page = format!("/jobs/{}", job.id);

@@ -4,7 +4,7 @@ use super::{
     access,
     browser::Opened,
     init_tracing,
-    local_agent::{LocalAgent, Settings, Slots},
+    local_agent::{LocalAgent, Settings},
     oidc::OidcArgs,
     output, usage_error,
 };
@@ -196,12 +196,11 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     config.lease = Duration::from_secs(args.lease.into());
     config.keep_points = Duration::from_secs(args.keep_points.into());
     config.run_silence = Duration::from_secs(args.run_silence.into());
-    let slots = match (args.cpu_slots, args.gpus) {
-        (Some(count), _) => Slots::Cpu(count),
-        (None, Some(list)) => Slots::Gpus(list),
-        (None, None) => Slots::Found,
-    };
-    let local_agent = !args.no_local_agent;
+    let agent_options = [
+        ("--cpu-slots", args.cpu_slots.map(|count| count.to_string())),
+        ("--gpus", args.gpus),
+        ("--warm", args.warm),
+    ];
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let result = runtime.block_on(async {
         // Listens before the address is printed: a program that reads the address may stop the server at once.
@@ -216,10 +215,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             output::line(format_args!("sign in: {}", server.running.login_link(START_PAGE)?))?;
         }
         let _opened = Opened::of(&server.running, START_PAGE, &server.data_dir, !args.no_open);
-        if local_agent {
+        if !args.no_local_agent {
             server.advertise = args.advertise.or(server.advertise);
-            server.warm = args.warm;
-            server.start_agent(slots, false).await?;
+            let options = agent_options.into_iter().filter_map(|(name, value)| Some((name, value?)));
+            server.start_agent(options.collect(), false).await?;
         }
         tokio::select! {
             () = signals.next() => {}
@@ -270,10 +269,9 @@ pub(crate) struct Server {
     /// Completes when the server ends, for any reason.
     pub(crate) ended: tokio::task::JoinHandle<Result<(), ServeError>>,
     agent: Option<LocalAgent>,
-    /// Address by which ranks on other machines reach this machine's ranks.
+    /// Address by which ranks on other machines reach this machine's ranks. The agent connects to the server over loopback, so it cannot
+    /// find this address itself.
     advertise: Option<String>,
-    /// As in `--warm`.
-    warm: Option<String>,
 }
 
 impl Server {
@@ -312,8 +310,7 @@ impl Server {
                 let advertise =
                     (is_free && !ip.is_unspecified() && !ip.is_loopback()).then(|| ip.to_string());
                 let shutdown = Some(shutdown);
-                let server =
-                    Self { running, local, data_dir, shutdown, ended, agent: None, advertise, warm: None };
+                let server = Self { running, local, data_dir, shutdown, ended, agent: None, advertise };
                 if let Err(error) = access::record_address(&server.data_dir, &server.url()) {
                     tracing::warn!("{error}; commands in this folder need the option --server");
                 }
@@ -332,17 +329,21 @@ impl Server {
         format!("http://{}", self.local)
     }
 
-    /// Starts the agent of this machine.
+    /// Starts the agent of this machine with these options.
     ///
     /// # Errors
     /// The agent cannot be started.
-    pub(crate) async fn start_agent(&mut self, slots: Slots, quiet: bool) -> anyhow::Result<()> {
+    pub(crate) async fn start_agent(
+        &mut self,
+        mut options: Vec<(&'static str, String)>,
+        quiet: bool,
+    ) -> anyhow::Result<()> {
+        options.extend(self.advertise.clone().map(|address| ("--advertise", address)));
         let dir = self.data_dir.join("agent");
         let agent_id = state_dir::agent_id(&dir)?;
         let token = dir.join("token");
         let token_file = self.running.agent_token(&agent_id, &token).await?.then_some(token);
-        let (advertise, warm) = (self.advertise.clone(), self.warm.clone());
-        let settings = Settings { server: self.url(), dir, advertise, slots, quiet, token_file, warm };
+        let settings = Settings { server: self.url(), dir, options, quiet, token_file };
         self.agent = Some(LocalAgent::start(settings).await?);
         Ok(())
     }

@@ -79,7 +79,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         let job: Job = api.post("/jobs", &document).await?;
         job.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
         let (follows, as_json) = (shows_progress(&args), args.server.json);
-        // With both, the only output is the job at its end.
+        // With both, `to_the_end` prints all output.
         if !(follows && as_json) {
             output::print(as_json, &job, format_args!("{0}  {1}/jobs/{0}", job.id, api.base))?;
         }

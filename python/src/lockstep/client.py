@@ -90,15 +90,15 @@ class _Resource(Calls):
         target = Path(path or name)
         target = target / name if target.is_dir() else target
         partial = target.with_name(target.name + ".part")
-        is_checked, size_bytes = size_bytes is None, 1 if size_bytes is None else size_bytes
+        is_checked, end = size_bytes is None, 1 if size_bytes is None else size_bytes
         try:
             with open(partial, "wb") as file:
                 digest = hashlib.sha256()
-                while file.tell() < size_bytes:
+                while file.tell() < end:
                     headers = {"Range": f"bytes={file.tell()}-{file.tell() + PIECE_BYTES - 1}"}
                     piece = await self._send("GET", source, query, may_repeat=True, headers=headers)
                     if is_checked:
-                        size_bytes = int(piece.headers["content-range"].rpartition("/")[2])
+                        end = int(piece.headers["content-range"].rpartition("/")[2])
                     digest.update(piece.content)
                     file.write(piece.content)
             if is_checked and digest.hexdigest() != piece.headers["x-checksum-sha256"]:

@@ -149,7 +149,12 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
     let cases = if args.cases.is_empty() { defaults(on_gpus)? } else { args.cases.clone() };
     for case in &cases {
-        let measured = if on_gpus { on_devices(case, &args, &devices)? } else { on_cpu(case, &args)? };
+        let measured = if on_gpus {
+            on_devices(case, &args, &devices)?
+        } else {
+            let measured = bench::run(case, threads(&args) as usize, ranks, &division(&args), args.precision);
+            serde_json::to_value(measured.map_err(|e| usage_error(format!("{}: {e}", case.name)))?)?
+        };
         if args.json {
             output::line(measured.to_string())?;
             continue;
@@ -205,12 +210,6 @@ fn devices(args: &Args) -> anyhow::Result<Vec<String>> {
     }
     devices.truncate(args.ranks as usize);
     Ok(devices)
-}
-
-fn on_cpu(case: &Case, args: &Args) -> anyhow::Result<Value> {
-    let measured = bench::run(case, threads(args) as usize, args.ranks, &division(args), args.precision)
-        .map_err(|e| usage_error(format!("{}: {e}", case.name)))?;
-    Ok(serde_json::to_value(measured)?)
 }
 
 fn division(args: &Args) -> Division {

@@ -151,10 +151,15 @@ async fn end_earlier_agent(dir: &Path) -> anyhow::Result<()> {
     let Some(pid) = running_agent(dir).and_then(Pid::from_raw) else { return Ok(()) };
     tracing::info!(process = pid.as_raw_nonzero(), "taking over from an earlier server's agent");
     for signal in [Signal::USR1, Signal::KILL] {
-        // Waits for the lock instead of the process, which is not a child of this process.
-        let gone = || running_agent(dir) != Some(pid.as_raw_nonzero().get());
-        if kill_process(pid, signal).is_err() || wait_until(gone).await {
+        if kill_process(pid, signal).is_err() {
             return Ok(());
+        }
+        // Waits for the lock instead of the process, which is not a child of this process.
+        for _ in 0..100 {
+            if running_agent(dir) != Some(pid.as_raw_nonzero().get()) {
+                return Ok(());
+            }
+            sleep(Duration::from_millis(50)).await;
         }
     }
     Err(usage_error(format!(
@@ -162,14 +167,4 @@ async fn end_earlier_agent(dir: &Path) -> anyhow::Result<()> {
         pid.as_raw_nonzero(),
         dir.display()
     )))
-}
-
-async fn wait_until(done: impl Fn() -> bool) -> bool {
-    for _ in 0..100 {
-        if done() {
-            return true;
-        }
-        sleep(Duration::from_millis(50)).await;
-    }
-    false
 }

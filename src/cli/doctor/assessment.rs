@@ -5,14 +5,14 @@ use lockstep_worker::doctor::{Finding, Grade, LinkMeasurement};
 
 /// Speed in bytes per second below which all-reduces take longer than most steps, so that several machines are not faster than one. A
 /// gigabit link transfers about 117 million bytes of TCP data per second.
-const SLOW_BYTES_PER_SECOND: f64 = 110e6;
+pub(super) const SLOW_BYTES_PER_SECOND: f64 = 110e6;
 const USELESS_BYTES_PER_SECOND: f64 = 11e6;
 /// A link gets a finding if another link is faster by this factor.
 const SPEED_RATIO: f64 = 2.5;
 /// Bytes of ResNet-50's gradients in float32, as an example in messages.
 const RESNET_50_BYTES: f64 = 102e6;
 /// Maximum round trip time, in milliseconds, between machines in one room.
-const MAX_ROUND_TRIP_MS: f64 = 1.0;
+pub(super) const MAX_ROUND_TRIP_MS: f64 = 1.0;
 /// Clock differences in milliseconds that lead to a note and to a problem: log lines are in order to about a second, and certificates may
 /// be rejected from about a minute.
 const CLOCK_NOTE_MS: f64 = 1_000.0;
@@ -247,11 +247,6 @@ fn speed_findings(
         ));
     }
     findings
-}
-
-/// Whether the link should be measured again, because a busy machine may have caused the finding.
-pub(super) fn is_suspicious(link: &LinkMeasurement) -> bool {
-    link.bytes_per_second < SLOW_BYTES_PER_SECOND || link.round_trip_ms > MAX_ROUND_TRIP_MS
 }
 
 /// Returns the worst grade among the findings.

@@ -7,7 +7,7 @@ use super::{
         output, usage_error,
     },
     Args,
-    assessment::{self, finding},
+    assessment::{self, MAX_ROUND_TRIP_MS, SLOW_BYTES_PER_SECOND, finding},
     check_count,
     examined::{ExaminedMachine, Pair},
     mark,
@@ -196,7 +196,7 @@ fn run_all_reduces(
 fn measure_link(by: &mut Remote, to: SocketAddr) -> Result<LinkMeasurement, String> {
     let mut best = call(by, to)?;
     for _ in 1..MAX_MEASUREMENTS {
-        if !assessment::is_suspicious(&best) {
+        if best.bytes_per_second >= SLOW_BYTES_PER_SECOND && best.round_trip_ms <= MAX_ROUND_TRIP_MS {
             break;
         }
         // If a repetition fails, the earlier measurement is kept.

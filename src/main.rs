@@ -16,7 +16,9 @@ struct Program {
 #[derive(Subcommand)]
 enum Command {
     Serve(Box<cli::serve::Args>),
-    Ca(cli::ca::Args),
+    /// Manage the certificate authority (CA) of a server: create and show it, issue and revoke certificates
+    #[command(subcommand)]
+    Ca(cli::ca::Action),
     Demo(cli::demo::Args),
     Agent(cli::agent::Args),
     Train(cli::train::Args),
@@ -31,36 +33,66 @@ enum Command {
     Plan(cli::plan::Args),
     List(cli::list::Args),
     Queue(cli::queue::Args),
-    Show(cli::show::Args),
-    Watch(cli::watch::Args),
+    /// Show one job
+    Show(cli::api::JobArgs),
+    /// Show a job's progress until it ends
+    Watch(cli::api::JobArgs),
     Logs(cli::logs::Args),
     Metrics(cli::metrics::Args),
     Compare(cli::compare::Args),
-    Pause(cli::job_actions::PauseArgs),
-    Resume(cli::job_actions::ResumeArgs),
-    Cancel(cli::job_actions::CancelArgs),
-    Retry(cli::job_actions::RetryArgs),
+    /// Pause a job: its ranks write a checkpoint and free their slots
+    Pause(cli::job_actions::Args),
+    /// Resume a paused job; its final weights are the same as without a pause
+    Resume(cli::job_actions::Args),
+    /// Cancel a job: its ranks end, but its checkpoints stay
+    Cancel(cli::job_actions::Args),
+    /// Retry a failed or cancelled job from its newest checkpoint
+    Retry(cli::job_actions::Args),
     Fork(cli::fork::Args),
     Edit(cli::edit::Args),
-    Checkpoints(cli::checkpoints::Args),
+    /// List a job's checkpoints, newest first
+    Checkpoints(cli::api::JobArgs),
     Download(cli::download::Args),
     Export(cli::export::Args),
-    Import(cli::import::Args),
+    /// Import runs of other programs: from TensorBoard, MLflow, W&B, CSV or Parquet
+    ///
+    /// Each run becomes a run from elsewhere with its settings and every point. A second import of the same run adds only new points.
+    #[command(subcommand)]
+    Import(cli::import::Format),
     Delete(cli::delete::Args),
     Predict(cli::predict::Args),
     Evaluate(cli::evaluate::Args),
+    /// Handle a request about a model or a dataset (started by agents)
     #[command(hide = true)]
-    Inspect(cli::inspect::Args),
-    Dataset(cli::dataset::Args),
-    Sweep(cli::sweeps::Args),
-    Model(cli::model::Args),
-    Weights(cli::weights::Args),
-    Machine(cli::machine::Args),
-    Token(cli::token::Args),
-    User(cli::user::Args),
-    Webhook(cli::webhook::Args),
-    LoginLink(cli::token::LinkArgs),
-    Migrate(cli::database::MigrateArgs),
+    Inspect,
+    /// Download, prepare, register, list, inspect and remove datasets
+    #[command(subcommand)]
+    Dataset(cli::dataset::Action),
+    /// Show, pause, cancel and delete sweeps, which `lockstep submit` starts
+    #[command(subcommand)]
+    Sweep(cli::sweeps::Action),
+    /// Register checkpoints as versions of models, and give aliases to versions
+    #[command(subcommand)]
+    Model(cli::model::Action),
+    /// Download trained weights for fine-tuning
+    #[command(subcommand)]
+    Weights(cli::weights::Action),
+    /// List, drain and remove the machines whose agents have joined the server
+    #[command(subcommand)]
+    Machine(cli::machine::Action),
+    /// Create, list and revoke access tokens
+    #[command(subcommand)]
+    Token(cli::token::Command),
+    /// Add, list, change and remove people who sign in with a name and a password
+    #[command(subcommand)]
+    User(cli::user::Command),
+    /// Add, list, test and remove webhooks, which send events of jobs to chats, people and programs
+    #[command(subcommand)]
+    Webhook(cli::webhook::Command),
+    /// Print a link that signs in one browser, once, within ten minutes
+    LoginLink(cli::api::ServerArgs),
+    /// Apply migrations to a database (the server does this when it starts)
+    Migrate(cli::database::DatabaseArgs),
     Backup(cli::database::BackupArgs),
     Restore(cli::database::RestoreArgs),
     Doctor(cli::doctor::Args),
@@ -84,7 +116,7 @@ fn main() -> ExitCode {
     };
     cli::exit_code(match command {
         Command::Serve(args) => cli::serve::run(*args),
-        Command::Ca(args) => cli::ca::run(args),
+        Command::Ca(action) => cli::ca::run(action),
         Command::Demo(args) => cli::demo::run(args),
         Command::Agent(args) => cli::agent::run(args),
         Command::Train(args) => cli::train::run(args),
@@ -102,28 +134,28 @@ fn main() -> ExitCode {
         Command::Logs(args) => cli::logs::run(args),
         Command::Metrics(args) => cli::metrics::run(args),
         Command::Compare(args) => cli::compare::run(args),
-        Command::Pause(args) => cli::job_actions::pause(args),
-        Command::Resume(args) => cli::job_actions::resume(args),
-        Command::Cancel(args) => cli::job_actions::cancel(args),
-        Command::Retry(args) => cli::job_actions::retry(args),
+        Command::Pause(args) => cli::job_actions::run(&args, "pause"),
+        Command::Resume(args) => cli::job_actions::run(&args, "resume"),
+        Command::Cancel(args) => cli::job_actions::run(&args, "cancel"),
+        Command::Retry(args) => cli::job_actions::run(&args, "retry"),
         Command::Fork(args) => cli::fork::run(args),
         Command::Edit(args) => cli::edit::run(args),
         Command::Checkpoints(args) => cli::checkpoints::run(args),
         Command::Download(args) => cli::download::run(args),
         Command::Export(args) => cli::export::run(&args),
-        Command::Import(args) => cli::import::run(&args),
+        Command::Import(format) => cli::import::run(&format),
         Command::Delete(args) => cli::delete::run(args),
         Command::Evaluate(args) => cli::evaluate::run(args),
         Command::Predict(args) => cli::predict::run(args),
-        Command::Inspect(args) => cli::inspect::run(args),
-        Command::Dataset(args) => cli::dataset::run(args),
-        Command::Sweep(args) => cli::sweeps::run(args),
-        Command::Model(args) => cli::model::run(args),
-        Command::Weights(args) => cli::weights::run(&args),
-        Command::Machine(args) => cli::machine::run(args),
-        Command::Token(args) => cli::token::run(args),
-        Command::User(args) => cli::user::run(args),
-        Command::Webhook(args) => cli::webhook::run(args),
+        Command::Inspect => lockstep_worker::inspect::run().map_err(Into::into),
+        Command::Dataset(action) => cli::dataset::run(action),
+        Command::Sweep(action) => cli::sweeps::run(action),
+        Command::Model(action) => cli::model::run(action),
+        Command::Weights(action) => cli::weights::run(&action),
+        Command::Machine(action) => cli::machine::run(action),
+        Command::Token(command) => cli::token::run(command),
+        Command::User(command) => cli::user::run(command),
+        Command::Webhook(command) => cli::webhook::run(command),
         Command::LoginLink(args) => cli::token::login_link(args),
         Command::Migrate(args) => cli::database::migrate(args),
         Command::Backup(args) => cli::database::back_up(args),

@@ -17,6 +17,8 @@ pub(crate) const NO_TOKEN: &str = "a command looks for its token in --token-file
     the server's data directory (lockstep-data here, or the folder in --data-dir); on that machine, `lockstep token create` makes a token \
     for another machine or person";
 
+/// User id of root.
+const ROOT: u32 = 0;
 /// Maximum size of a token file. A token has about 50 bytes.
 const TOKEN_FILE_BYTES: u64 = 4 << 10;
 
@@ -51,7 +53,6 @@ pub(crate) fn forget_address(data_dir: &Path) {
 /// Returns the address that the server of a data directory has recorded. Only an address of this machine counts, in a file of this account
 /// or of root: otherwise another account could receive the tokens of users who run commands in its folder.
 fn recorded_address(data_dir: &Path) -> Option<String> {
-    const ROOT: u32 = 0;
     let path = data_dir.join(ADDRESS);
     let owner = fs::symlink_metadata(&path).ok().filter(|about| about.is_file())?.uid();
     let is_own = [rustix::process::geteuid().as_raw(), ROOT].contains(&owner);
@@ -99,8 +100,7 @@ impl AccessArgs {
 /// # Errors
 /// Another account listens at `server`.
 fn check_listener(server: &str, owner: u32, token: &Path) -> anyhow::Result<()> {
-    const ROOT: u32 = 0;
-    let Some((addresses, port)) = url(server).as_ref().and_then(addresses_of) else { return Ok(()) };
+    let Some((addresses, port)) = loopback_addresses(server) else { return Ok(()) };
     let owners: Vec<u32> =
         addresses.into_iter().flat_map(|address| lockstep_host::listener_owners(address, port)).collect();
     match owners.iter().find(|uid| ![owner, ROOT].contains(uid)) {
@@ -118,7 +118,6 @@ fn check_listener(server: &str, owner: u32, token: &Path) -> anyhow::Result<()> 
 /// pods mount secrets in this way for a process of another user. After a warning the file is still used, because Kubernetes mounts secrets
 /// with mode 0644 by default.
 pub(crate) fn open_file_warning(path: &Path) -> Option<String> {
-    const ROOT: u32 = 0;
     let about = fs::metadata(path).ok()?;
     let open_to = about.mode() & if about.uid() == ROOT { 0o004 } else { 0o044 };
     let shown = path.display();
@@ -136,12 +135,9 @@ pub(crate) fn open_file_warning(path: &Path) -> Option<String> {
 /// # Errors
 /// The file cannot be read, or is empty.
 pub(crate) fn from_file(path: &Path) -> anyhow::Result<String> {
-    let read = || -> io::Result<String> {
-        let mut text = String::new();
-        File::open(path)?.take(TOKEN_FILE_BYTES + 1).read_to_string(&mut text)?;
-        Ok(text)
-    };
-    let text = read().map_err(|error| {
+    let mut text = String::new();
+    let read = File::open(path).and_then(|file| file.take(TOKEN_FILE_BYTES + 1).read_to_string(&mut text));
+    read.map_err(|error| {
         let hint = match error.kind() {
             ErrorKind::PermissionDenied => {
                 "; run this as the account that runs the server, or ask for a token"
@@ -164,17 +160,23 @@ pub(crate) fn from_file(path: &Path) -> anyhow::Result<String> {
 }
 
 /// Whether an address is this machine's loopback. A token from a data directory is sent only to such an address.
-fn is_this_machine(server: &str) -> bool {
-    url(server).as_ref().is_some_and(|url| addresses_of(url).is_some())
+pub(crate) fn is_this_machine(server: &str) -> bool {
+    loopback_addresses(server).is_some()
 }
 
-fn url(server: &str) -> Option<reqwest::Url> {
-    let with_scheme = if server.contains("://") { server.to_owned() } else { format!("http://{server}") };
-    reqwest::Url::parse(&with_scheme).ok()
+/// Whether the host of a URL is this machine's loopback.
+pub(crate) fn is_loopback(host: &str) -> bool {
+    host == "localhost" || host.trim_matches(['[', ']']).parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
 }
 
-/// Returns the IP addresses and the port of a URL whose host is this machine's loopback.
-fn addresses_of(url: &reqwest::Url) -> Option<(Vec<IpAddr>, u16)> {
+/// Returns a server's address with a scheme, `http` if none is given.
+pub(crate) fn with_scheme(server: &str) -> String {
+    if server.contains("://") { server.to_owned() } else { format!("http://{server}") }
+}
+
+/// Returns the IP addresses and the port of a server whose host is this machine's loopback.
+fn loopback_addresses(server: &str) -> Option<(Vec<IpAddr>, u16)> {
+    let url = reqwest::Url::parse(&with_scheme(server)).ok()?;
     let host = url.host_str().unwrap_or_default().trim_matches(['[', ']']);
     let addresses = if host.eq_ignore_ascii_case("localhost") {
         // The client may connect to either address.

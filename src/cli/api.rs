@@ -6,7 +6,7 @@ mod requests;
 mod stream;
 
 use super::{
-    access::{AccessArgs, DEFAULT_SERVER, NO_TOKEN},
+    access::{AccessArgs, DEFAULT_SERVER, NO_TOKEN, is_loopback, with_scheme},
     output, usage_error,
 };
 use anyhow::{Context, anyhow};
@@ -14,14 +14,13 @@ use lockstep_protocol::{Job, JobState, sweep::Sweep};
 use lockstep_worker::tls;
 pub(crate) use outage::Outage;
 use reqwest::{
-    Client, Method, Response, StatusCode,
+    Client, Method, RequestBuilder, Response, StatusCode,
     header::{AUTHORIZATION, HeaderValue},
 };
 use serde::{Serialize, de::DeserializeOwned};
 use serde_json::Value;
 use std::{
     fmt::Write,
-    net::IpAddr,
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -64,10 +63,20 @@ impl ServerArgs {
     }
 }
 
+/// Arguments of commands about one job.
+#[derive(clap::Args)]
+pub(crate) struct JobArgs {
+    /// The job's id, the start of its id, or its name
+    pub(crate) job: String,
+    #[command(flatten)]
+    pub(crate) server: ServerArgs,
+}
+
 /// A connection to a server.
 #[derive(Debug, Clone)]
 pub(crate) struct Api {
-    base: String,
+    /// The server's address.
+    pub(crate) base: String,
     client: Client,
     /// Environment variable that names the proxy for requests, if they use a proxy.
     proxy: Option<&'static str>,
@@ -79,8 +88,7 @@ impl Api {
     /// # Errors
     /// The address, the CA file or the token is invalid.
     pub(crate) fn at(server: &str, ca_file: Option<&Path>, token: Option<String>) -> anyhow::Result<Self> {
-        let with_scheme = if server.contains("://") { server.to_owned() } else { format!("http://{server}") };
-        let base = with_scheme.trim_end_matches('/').to_owned();
+        let base = with_scheme(server).trim_end_matches('/').to_owned();
         let url = reqwest::Url::parse(&base)
             .map_err(|e| usage_error(format!("{server}: {e}; write an address such as {DEFAULT_SERVER}")))?;
         let tls = match url.scheme() {
@@ -97,11 +105,6 @@ impl Api {
         // A proxy must not see an unencrypted token.
         let client = if proxy.is_none() { client.no_proxy() } else { client };
         Ok(Self { base, client: client.build()?, proxy })
-    }
-
-    /// Returns the server's address.
-    pub(crate) fn base(&self) -> &str {
-        &self.base
     }
 
     /// Returns the job with this id, name or start of an id. If several jobs have the name, returns the newest of them and prints a note to
@@ -129,9 +132,7 @@ impl Api {
     ) -> anyhow::Result<Job> {
         match self.named(id, is_meant).await? {
             (job, None) => Ok(job),
-            (_, Some(_)) => Err(usage_error(format!(
-                "several jobs are called {id}: give a job's id; `lockstep list` shows the ids"
-            ))),
+            (_, Some(_)) => Err(usage_error(named::several(named::JOB, id))),
         }
     }
 
@@ -150,15 +151,11 @@ impl Api {
         if id.parse::<lockstep_protocol::JobId>().is_ok() {
             return Ok((self.get(&format!("/jobs/{id}")).await?, None));
         }
+        let is_meant = |job: &Value| named::text(job, "state").parse::<JobState>().is_ok_and(&is_meant);
         // Includes jobs that this version cannot read: the name may be the name of such a job.
-        let mut all = self.all_jobs().await?;
-        let called = |job: &Value| named::text(job, "name") == id;
-        let is_other = |job: &Value| !named::text(job, "state").parse::<JobState>().is_ok_and(&is_meant);
-        if all.iter().any(|job| called(job) && !is_other(job)) {
-            all.retain(|job| !(called(job) && is_other(job)));
-        }
-        let (job, note) = named::choose(named::JOB, &all, id).map_err(usage_error)?;
-        Ok((self.get(&format!("/jobs/{}", named::text(job, "id"))).await?, note))
+        let all = self.all("/jobs", "jobs", &[], None).await?;
+        let (job, note) = named::choose(named::JOB, all, id, is_meant).map_err(usage_error)?;
+        Ok((self.get(&format!("/jobs/{job}")).await?, note))
     }
 
     /// Returns the sweep with this id, name or start of an id. `changes`: for a command that changes the sweep, a name means the only sweep
@@ -171,35 +168,23 @@ impl Api {
         if id.strip_prefix("sweep-").is_some_and(is_whole) {
             return self.get(&format!("/sweeps/{id}")).await;
         }
-        let mut all = self.all("/sweeps", "sweeps", &[], None).await?;
-        let called = |sweep: &Value| named::text(sweep, "name") == id;
-        let is_over = |sweep: &Value| !named::text(sweep, "finished_at").is_empty();
-        if changes && all.iter().any(|sweep| called(sweep) && !is_over(sweep)) {
-            all.retain(|sweep| !(called(sweep) && is_over(sweep)));
-        }
-        let (sweep, note) = named::choose(named::SWEEP, &all, id).map_err(usage_error)?;
+        let is_meant = |sweep: &Value| !changes || named::text(sweep, "finished_at").is_empty();
+        let all = self.all("/sweeps", "sweeps", &[], None).await?;
+        let (sweep, note) = named::choose(named::SWEEP, all, id, is_meant).map_err(usage_error)?;
         match note {
-            Some(_) if changes => {
-                return Err(usage_error(format!(
-                    "several sweeps are called {id}: give a sweep's id; `lockstep sweep list` shows the ids"
-                )));
-            }
+            Some(_) if changes => return Err(usage_error(named::several(named::SWEEP, id))),
             Some(note) => output::warn(note),
             None => {}
         }
-        self.get(&format!("/sweeps/{}", named::text(sweep, "id"))).await
+        self.get(&format!("/sweeps/{sweep}")).await
     }
 
-    /// Returns all jobs, newest first.
+    /// Reads a whole list. An element that this version cannot read is reported and left out, as in [`list`].
     ///
     /// # Errors
     /// See [`Api::get`].
-    pub(crate) async fn jobs(&self) -> anyhow::Result<Vec<Job>> {
-        list(&Value::Array(self.all_jobs().await?), "jobs")
-    }
-
-    async fn all_jobs(&self) -> anyhow::Result<Vec<Value>> {
-        self.all("/jobs", "jobs", &[], None).await
+    pub(crate) async fn list<T: DeserializeOwned>(&self, path: &str, key: &str) -> anyhow::Result<Vec<T>> {
+        list(&Value::Array(self.all(path, key, &[], None).await?), key)
     }
 
     /// Reads a list page by page: all elements, or the first `most`. `key` is the list's key in the response.
@@ -266,27 +251,34 @@ impl Api {
         path: &str,
         body: Option<&impl Serialize>,
     ) -> anyhow::Result<Response> {
-        let mut request = self.client.request(method, format!("{}/api/v1{path}", self.base));
+        let mut request = self.client.request(method, self.url(path));
         if let Some(body) = body {
             request = request.json(body);
         }
+        self.send(request).await
+    }
+
+    /// Returns the URL of a path under `/api/v1`.
+    fn url(&self, path: &str) -> String {
+        format!("{}/api/v1{path}", self.base)
+    }
+
+    async fn send(&self, request: RequestBuilder) -> anyhow::Result<Response> {
         let response = request.send().await.map_err(|error| self.unreachable(&error))?;
         if response.status().is_success() { Ok(response) } else { Err(problem(response).await) }
     }
 
-    /// Returns the mistakes that the server finds in a job, as pointers and details. `launched`: agents for the job are about to be
-    /// started. Empty if the server finds no mistake, is unreachable or does not allow this request.
-    pub(crate) async fn mistakes(&self, document: &Value, launched: bool) -> Vec<(String, String)> {
-        let url = format!("{}/api/v1/jobs/validate?launched={launched}", self.base);
-        let asked = self.client.post(url).json(document).send().await;
+    /// Returns the mistakes that the server finds in a job, as pointers and details. Empty if the server finds no mistake, is unreachable or
+    /// does not allow this request.
+    pub(crate) async fn mistakes(&self, document: &Value) -> Vec<(String, String)> {
+        let asked = self.client.post(self.url("/jobs/validate")).json(document).send().await;
         let Ok(response) = asked else { return Vec::new() };
         if response.status() != StatusCode::UNPROCESSABLE_ENTITY {
             return Vec::new();
         }
         let body: Value = response.json().await.unwrap_or_default();
         let errors = body.get("errors").and_then(Value::as_array).into_iter().flatten();
-        let part =
-            |error: &Value, key: &str| error.get(key).and_then(Value::as_str).unwrap_or_default().to_owned();
+        let part = |error: &Value, key: &str| error[key].as_str().unwrap_or_default().to_owned();
         errors.map(|error| (part(error, "pointer"), part(error, "detail"))).collect()
     }
 
@@ -299,10 +291,9 @@ impl Api {
         path: &str,
         bytes: Vec<u8>,
     ) -> anyhow::Result<T> {
-        let request = self.client.post(format!("{}/api/v1{path}", self.base));
+        let request = self.client.post(self.url(path));
         let request = request.header("content-type", "application/octet-stream").body(bytes);
-        let response = request.send().await.map_err(|error| self.unreachable(&error))?;
-        if response.status().is_success() { self.read(response).await } else { Err(problem(response).await) }
+        self.read(self.send(request).await?).await
     }
 
     /// Parses the body of a response.
@@ -338,8 +329,7 @@ impl Api {
 
 /// Returns the variable that names the proxy for requests to a server (curl's names). Only https requests to other machines use a proxy.
 fn proxy_variable(server: &reqwest::Url) -> Option<&'static str> {
-    let host = server.host_str()?.trim_matches(['[', ']']);
-    let is_here = host == "localhost" || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback());
+    let is_here = is_loopback(server.host_str()?);
     let is_set = |name: &&str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
     let names = ["HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"];
     names.into_iter().find(is_set).filter(|_| server.scheme() == "https" && !is_here)
@@ -397,8 +387,8 @@ async fn problem(response: Response) -> anyhow::Error {
             n => format!("the server found {n} mistakes:"),
         };
         for error in errors {
-            let part = |key: &str| error.get(key).and_then(Value::as_str).unwrap_or("");
-            let _ = write!(message, "\n  {}", mistake(part("pointer"), part("detail")));
+            let [pointer, detail] = ["pointer", "detail"].map(|key| error[key].as_str().unwrap_or_default());
+            let _ = write!(message, "\n  {}", mistake(pointer, detail));
         }
     }
     if status == StatusCode::UNAUTHORIZED {

@@ -9,7 +9,7 @@ use lockstep_engine::{
     bench::{self, Case, Division, OnDevice},
     registry,
 };
-use lockstep_host::gpu::RankGpu;
+use lockstep_host::{cores, gpu::RankGpu};
 use lockstep_protocol::spec::{DEVICE_NAMES, Device, Precision, ShardSpec, Split};
 use lockstep_worker::local_group::{self, JoinedGroup, Member};
 use serde_json::Value;
@@ -32,8 +32,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "DEVICE", value_parser = device_parser(), default_value = "auto")]
     device: Device,
     /// Precision of the convolutions; on CPUs auto is fp32, and bf16 needs AVX512-BF16
-    #[arg(long, value_enum, default_value = "auto")]
-    precision: Float,
+    #[arg(long, value_parser = precision_parser(), default_value = "auto")]
+    precision: Precision,
     /// Number of ranks: processes on one GPU each, or CPU processes that are connected over loopback
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     ranks: u32,
@@ -102,23 +102,10 @@ fn device_parser() -> impl TypedValueParser<Value = Device> {
     PossibleValuesParser::new(DEVICE_NAMES).try_map(device)
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-enum Float {
-    Auto,
-    Fp32,
-    Bf16,
-    Fp16,
-}
-
-impl Float {
-    fn precision(self) -> Precision {
-        match self {
-            Self::Auto => Precision::Auto,
-            Self::Fp32 => Precision::Fp32,
-            Self::Bf16 => Precision::Bf16,
-            Self::Fp16 => Precision::Fp16,
-        }
-    }
+/// Parses a precision by its name in a job file.
+fn precision_parser() -> impl TypedValueParser<Value = Precision> {
+    let precision = |name: String| serde_json::from_value::<Precision>(name.into());
+    PossibleValuesParser::new(["auto", "fp32", "bf16", "fp16"]).try_map(precision)
 }
 
 /// Runs the cases one after the other.
@@ -143,12 +130,6 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
     let devices = devices(&args)?;
     let Args { ranks, parallel_model, parallel_height, parallel_pipeline, optimizer_sharding, .. } = args;
-    if !ranks.is_multiple_of(parallel_model * parallel_height) {
-        return Err(usage_error(format!(
-            "--parallel-model {parallel_model}, --parallel-height {parallel_height}: {ranks} ranks cannot be divided into groups of \
-             {parallel_model} x {parallel_height}"
-        )));
-    }
     let on_gpus = !devices.is_empty();
     if on_gpus && parallel_model > 1 && optimizer_sharding {
         return Err(usage_error(
@@ -166,10 +147,14 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             "--parallel-pipeline: not possible on GPUs with --parallel-model, --parallel-height or --optimizer-sharding. Leave these out",
         ));
     }
-    let cases = if args.cases.is_empty() { defaults(!devices.is_empty())? } else { args.cases.clone() };
+    let cases = if args.cases.is_empty() { defaults(on_gpus)? } else { args.cases.clone() };
     for case in &cases {
-        let measured =
-            if devices.is_empty() { on_cpu(case, &args)? } else { on_devices(case, &args, &devices)? };
+        let measured = if on_gpus {
+            on_devices(case, &args, &devices)?
+        } else {
+            let measured = bench::run(case, threads(&args) as usize, ranks, &division(&args), args.precision);
+            serde_json::to_value(measured.map_err(|e| usage_error(format!("{}: {e}", case.name)))?)?
+        };
         if args.json {
             output::line(measured.to_string())?;
             continue;
@@ -208,7 +193,7 @@ fn devices(args: &Args) -> anyhow::Result<Vec<String>> {
     let mut devices: Vec<String> = slots.into_iter().filter_map(|slot| slot.uuid).collect();
     let first = devices.first().map(|_| RankGpu { ordinal: 0, visible: devices.clone() });
     let backend = registry::device_of(first.as_ref(), args.device).backend;
-    if args.precision == Float::Fp16 && !backend.needs().half_precision {
+    if args.precision == Precision::Fp16 && !backend.needs().half_precision {
         let precisions = Device::Cpu.kind().map_or("", |kind| kind.precisions);
         let why = match (args.device, hindrance) {
             (device, _) if device.is_cpu() => format!("CPU ranks compute in {precisions}"),
@@ -227,13 +212,6 @@ fn devices(args: &Args) -> anyhow::Result<Vec<String>> {
     Ok(devices)
 }
 
-fn on_cpu(case: &Case, args: &Args) -> anyhow::Result<Value> {
-    let precision = args.precision.precision();
-    let measured = bench::run(case, threads(args) as usize, args.ranks, &division(args), precision)
-        .map_err(|e| usage_error(format!("{}: {e}", case.name)))?;
-    Ok(serde_json::to_value(measured)?)
-}
-
 fn division(args: &Args) -> Division {
     Division {
         classes: args.classes as usize,
@@ -249,31 +227,14 @@ fn division(args: &Args) -> Division {
 
 /// Returns the number of threads per rank.
 fn threads(args: &Args) -> u32 {
-    let cores = std::thread::available_parallelism().map_or(1, |n| n.get() as u32);
-    args.threads.unwrap_or((cores / args.ranks).max(1))
+    args.threads.unwrap_or((cores() / args.ranks).max(1))
 }
 
 /// Runs a process on each device.
 fn on_devices(case: &Case, args: &Args, devices: &[String]) -> anyhow::Result<Value> {
-    let name = |value: &dyn std::fmt::Debug| format!("{value:?}").to_lowercase();
-    let mut arguments: Vec<OsString> = [
-        "bench".into(),
-        format!("--case={}", case.name),
-        format!("--precision={}", name(&args.precision)),
-        format!("--sync-batch-norm={}", args.sync_batch_norm),
-        format!("--optimizer-sharding={}", args.optimizer_sharding),
-        format!("--deterministic={}", args.deterministic),
-        format!("--classes={}", args.classes),
-        format!("--parallel-model={}", args.parallel_model),
-        format!("--sample-share={}", args.sample_share),
-        format!("--parallel-height={}", args.parallel_height),
-        format!("--parallel-pipeline={}", args.parallel_pipeline),
-        format!("--accumulate={}", args.accumulate),
-    ]
-    .map(OsString::from)
-    .into();
-    let strategy = |of: &ShardSpec| format!("--parallel-shard={}={}", of.pattern, of.split.name()).into();
-    arguments.extend(args.shards.iter().map(strategy));
+    // The case is the last that the rank's arguments name.
+    let case_argument = format!("--case={}", case.name).into();
+    let arguments: Vec<OsString> = std::env::args_os().skip(1).chain([case_argument]).collect();
     let members = local_group::members_on(args.ranks, devices)?;
     let printed = local_group::run(&arguments, &members, CASE_TIMEOUT)
         .map_err(|e| anyhow::anyhow!("{}: {e}", case.name))?;
@@ -281,15 +242,15 @@ fn on_devices(case: &Case, args: &Args, devices: &[String]) -> anyhow::Result<Va
 }
 
 fn run_rank(args: &Args, member: &Member) -> anyhow::Result<()> {
-    let (Some(gpu), [case]) = (&member.gpu, &args.cases[..]) else {
-        return Err(usage_error("a rank of a group measures exactly one case on one device"));
+    let (Some(gpu), Some(case)) = (&member.gpu, args.cases.last()) else {
+        return Err(usage_error("a rank of a group measures a case on one device"));
     };
     let device = registry::device_of(Some(gpu), args.device);
     device.backend.preflight(member.world_size).map_err(|e| anyhow::anyhow!(e))?;
     let JoinedGroup { comm, store } = member.meet(RANK_TIMEOUT)?;
     let how = OnDevice {
         device,
-        precision: args.precision.precision(),
+        precision: args.precision,
         deterministic: args.deterministic,
         sync_batch_norm: args.sync_batch_norm,
         division: division(args),

@@ -10,15 +10,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Manage the certificate authority (CA) of a server: create and show it, issue and revoke certificates
-#[derive(clap::Args)]
-pub(crate) struct Args {
-    #[command(subcommand)]
-    action: Action,
-}
-
 #[derive(clap::Subcommand)]
-enum Action {
+pub(crate) enum Action {
     /// Create the authority; `serve --tls-own-ca` does this at its first start
     Init(AuthorityArgs),
     /// Print the authority's certificate, which browsers and clients have to trust
@@ -66,7 +59,7 @@ enum Action {
 }
 
 #[derive(clap::Args)]
-struct AuthorityArgs {
+pub(crate) struct AuthorityArgs {
     /// The server's data directory; the authority is in its folder `ca`
     #[arg(long, value_name = "DIR", default_value = "lockstep-data")]
     data_dir: PathBuf,
@@ -76,19 +69,11 @@ struct AuthorityArgs {
 ///
 /// # Errors
 /// Exit status 2 if the authority exists already or does not exist, or a name is invalid.
-pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+pub(crate) fn run(action: Action) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
-    match args.action {
-        Action::Init(which) => {
-            let authority = Authority::init(&which.data_dir).map_err(usage_error)?;
-            print_about(&authority);
-            output::line(format_args!("{}", authority.pem().trim_end()))
-        }
-        Action::Show(which) => {
-            let authority = Authority::open(&which.data_dir).map_err(usage_error)?;
-            print_about(&authority);
-            output::line(format_args!("{}", authority.pem().trim_end()))
-        }
+    match action {
+        Action::Init(which) => show(&Authority::init(&which.data_dir).map_err(usage_error)?),
+        Action::Show(which) => show(&Authority::open(&which.data_dir).map_err(usage_error)?),
         Action::Issue { names, agent, pkcs12, pkcs12_password_file, days, output, which } => {
             let authority = Authority::open(&which.data_dir).map_err(usage_error)?;
             // A `*` in a file name would have to be quoted in a shell.
@@ -145,14 +130,13 @@ fn password(file: Option<&Path>) -> anyhow::Result<String> {
     }
     if !std::io::stdin().is_terminal() {
         return Err(usage_error(
-            "there is no terminal to ask for the password; name a file with --pkcs12-password-file"
-                .to_owned(),
+            "there is no terminal to ask for the password; name a file with --pkcs12-password-file",
         ));
     }
     let ask = |what: &str| rpassword::prompt_password(format!("{what}: "));
     let (first, second) = (ask("Password for the PKCS#12 file")?, ask("Repeat the password")?);
     match first.is_empty() || first != second {
-        true => Err(usage_error("the passwords are empty or differ; nothing was issued".to_owned())),
+        true => Err(usage_error("the passwords are empty or differ; nothing was issued")),
         false => Ok(first),
     }
 }
@@ -170,14 +154,12 @@ fn list(records: &[Record], json: bool) -> anyhow::Result<()> {
     let width = records.iter().map(|record| record.name.len()).max().unwrap_or(0).max("NAME".len());
     output::line(format_args!("{:<width$}  {:<7}  {:<7}  {:<10}  SERIAL", "NAME", "FOR", "STATE", "UNTIL"))?;
     for record in records {
-        let (until, kind) = (
-            record.not_after.to_string(),
-            match record.kind {
-                Kind::Server => "server",
-                Kind::Agent => "agent",
-                Kind::Unknown => "?",
-            },
-        );
+        let kind = match record.kind {
+            Kind::Server => "server",
+            Kind::Agent => "agent",
+            Kind::Unknown => "?",
+        };
+        let until = record.not_after.to_string();
         let until = until.get(..10).unwrap_or(&until);
         output::line(format_args!(
             "{:<width$}  {kind:<7}  {:<7}  {until:<10}  {}",
@@ -189,8 +171,8 @@ fn list(records: &[Record], json: bool) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Prints an explanation to standard error, because standard output contains only the certificate.
-fn print_about(authority: &Authority) {
+/// Prints the certificate, and an explanation to standard error, because standard output contains only the certificate.
+fn show(authority: &Authority) -> anyhow::Result<()> {
     let until = authority.facts().not_after.to_string();
     output::warn(format_args!(
         "SHA-256 {}\nvalid until {}\nsave the certificate below on each client, and name the file with --ca-file or LOCKSTEP_CA_FILE; \
@@ -198,6 +180,7 @@ fn print_about(authority: &Authority) {
         authority.fingerprint(),
         until.get(..10).unwrap_or(&until)
     ));
+    output::line(authority.pem().trim_end())
 }
 
 fn write(path: &Path, mode: u32, content: &[u8]) -> std::io::Result<()> {

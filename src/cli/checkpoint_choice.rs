@@ -1,9 +1,6 @@
 //! Options that choose a job's checkpoint.
 
-use super::{
-    api::{Api, list},
-    usage_error,
-};
+use super::{api::Api, usage_error};
 use lockstep_protocol::{
     Job,
     agent::CheckpointInfo,
@@ -108,8 +105,7 @@ fn parse(name: &str) -> Option<(Option<u32>, u64)> {
 /// # Errors
 /// Exit status 2 if the checkpoint does not exist.
 pub(crate) async fn choose(api: &Api, job: &Job, wanted: &str) -> anyhow::Result<Listed> {
-    let all = api.all(&format!("/jobs/{}/checkpoints", job.id), "checkpoints", &[], None).await?;
-    let all: Vec<Listed> = list(&Value::Array(all), "checkpoints")?;
+    let all: Vec<Listed> = api.list(&format!("/jobs/{}/checkpoints", job.id), "checkpoints").await?;
     if all.is_empty() && job.external.is_some() {
         return Err(only_files(api, job).await?);
     }
@@ -142,10 +138,8 @@ async fn only_files(api: &Api, job: &Job) -> anyhow::Result<anyhow::Error> {
     const MAX_FILES_NAMED: usize = 20;
     let id = &job.id;
     let found: Value = api.get(&format!("/runs/{id}/files")).await?;
-    let none = Vec::new();
-    let files = found.get("files").and_then(Value::as_array).unwrap_or(&none);
-    let names: Vec<_> =
-        files.iter().filter_map(|file| file.get("path")?.as_str()).take(MAX_FILES_NAMED).collect();
+    let files = found["files"].as_array().map_or(&[][..], Vec::as_slice);
+    let names: Vec<_> = files.iter().filter_map(|file| file["path"].as_str()).take(MAX_FILES_NAMED).collect();
     let it_has = match files.len() {
         0 => "the run has no files".to_owned(),
         count => {

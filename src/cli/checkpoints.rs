@@ -1,23 +1,14 @@
 //! `lockstep checkpoints`: the checkpoints of a job.
 
-use super::{api::ServerArgs, block_on, output};
+use super::{api::JobArgs, block_on, output};
 use lockstep_protocol::numbers::{accuracy_of, percent};
 use serde_json::Value;
-
-/// List a job's checkpoints, newest first
-#[derive(clap::Args)]
-pub(crate) struct Args {
-    /// The job's id, the start of its id, or its name
-    job: String,
-    #[command(flatten)]
-    server: ServerArgs,
-}
 
 /// Prints the checkpoints.
 ///
 /// # Errors
 /// Exit status 2 if the job does not exist.
-pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+pub(crate) fn run(args: JobArgs) -> anyhow::Result<()> {
     let api = args.server.api()?;
     let all = block_on(async {
         let job = api.find_job(&args.job).await?;

@@ -107,7 +107,8 @@ fn settings(job: &Job) -> anyhow::Result<BTreeMap<String, Value>> {
     Ok(settings)
 }
 
-fn flatten(key: String, value: Value, settings: &mut BTreeMap<String, Value>) {
+/// Adds the values in `value` under keys such as `train.lr`. `key`: the key of `value` itself, or an empty text.
+pub(crate) fn flatten(key: String, value: Value, settings: &mut BTreeMap<String, Value>) {
     match value {
         Value::Object(table) => {
             for (name, value) in table {

@@ -1,7 +1,10 @@
 //! `lockstep completions`: shell completions of commands and options.
 
 use super::output;
-use clap::{Command, ValueEnum};
+use clap::{
+    Command,
+    builder::{PossibleValuesParser, TypedValueParser as _},
+};
 use clap_complete::{Generator as _, Shell};
 
 /// Print completions for a shell
@@ -11,16 +14,8 @@ use clap_complete::{Generator as _, Shell};
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The shell to print completions for
-    #[arg(value_enum)]
-    shell: ShellName,
-}
-
-/// Supported shells.
-#[derive(Debug, Clone, Copy, ValueEnum)]
-enum ShellName {
-    Bash,
-    Zsh,
-    Fish,
+    #[arg(value_parser = PossibleValuesParser::new(["bash", "zsh", "fish"]).try_map(|name| name.parse::<Shell>()))]
+    shell: Shell,
 }
 
 /// Prints the completions.
@@ -28,14 +23,9 @@ enum ShellName {
 /// # Errors
 /// Standard output is closed or full.
 pub(crate) fn run(args: &Args, mut program: Command) -> anyhow::Result<()> {
-    let shell = match args.shell {
-        ShellName::Bash => Shell::Bash,
-        ShellName::Zsh => Shell::Zsh,
-        ShellName::Fish => Shell::Fish,
-    };
     let mut text = Vec::new();
     program.set_bin_name("lockstep");
     program.build();
-    shell.try_generate(&program, &mut text)?;
+    args.shell.try_generate(&program, &mut text)?;
     output::line(String::from_utf8(text)?.trim_end())
 }

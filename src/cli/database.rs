@@ -9,6 +9,7 @@ use lockstep_server::{
         backup::{BackupError, Summary, backup, restore},
     },
 };
+use serde_json::json;
 use std::{
     fs,
     os::unix::fs::MetadataExt as _,
@@ -35,13 +36,6 @@ impl DatabaseArgs {
         config.database.clone_from(&self.database);
         Location::of(&config).map_err(|e| usage_error(e.to_string()))
     }
-}
-
-/// Apply migrations to a database (the server does this when it starts)
-#[derive(clap::Args)]
-pub(crate) struct MigrateArgs {
-    #[command(flatten)]
-    which: DatabaseArgs,
 }
 
 /// Back up a database into one file; the server may be running
@@ -73,16 +67,14 @@ pub(crate) struct RestoreArgs {
 ///
 /// # Errors
 /// Exit status 2 if the database cannot be opened or a server uses it.
-pub(crate) fn migrate(args: MigrateArgs) -> anyhow::Result<()> {
+pub(crate) fn migrate(args: DatabaseArgs) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
-    let location = args.which.location()?;
-    std::fs::create_dir_all(&args.which.data_dir)?;
+    let location = args.location()?;
+    fs::create_dir_all(&args.data_dir)?;
     block_on(async {
         location.open().await.map_err(|e| usage_error(e.to_string()))?.close().await;
-        if args.which.json {
-            return output::json(&serde_json::json!({ "database": location.to_string() }));
-        }
-        output::line(format_args!("{location} is up to date"))
+        let value = json!({ "database": location.to_string() });
+        output::print(args.json, &value, format_args!("{location} is up to date"))
     })
 }
 
@@ -120,7 +112,7 @@ pub(crate) fn back_up(args: BackupArgs) -> anyhow::Result<()> {
 pub(crate) fn run_restore(args: RestoreArgs) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
     let location = args.which.location()?;
-    std::fs::create_dir_all(&args.which.data_dir)?;
+    fs::create_dir_all(&args.which.data_dir)?;
     let done = block_on(async { restore(&location, &args.file).await.map_err(with_exit_status) })?;
     report("restored", &location, &args.file, &done, args.which.json)
 }
@@ -152,19 +144,12 @@ fn with_exit_status(error: BackupError) -> anyhow::Error {
 }
 
 fn report(did: &str, location: &Location, file: &Path, done: &Summary, json: bool) -> anyhow::Result<()> {
-    if json {
-        let file = file.display().to_string();
-        return output::json(&serde_json::json!({
-            "database": location.to_string(), "file": file, "tables": done.tables, "size_bytes": done.size_bytes,
-        }));
-    }
+    let file = file.display().to_string();
+    let value = json!({
+        "database": location.to_string(), "file": file, "tables": done.tables, "size_bytes": done.size_bytes,
+    });
     let rows: u64 = done.tables.iter().map(|(_, rows)| rows).sum();
     let jobs = done.tables.iter().find(|(name, _)| name == "jobs").map_or(0, |(_, rows)| *rows);
-    output::line(format_args!(
-        "{did} {} ({}, {:.1} MB): {location}, {}",
-        plural(jobs, "job"),
-        plural(rows, "row"),
-        done.size_bytes as f64 / 1e6,
-        file.display()
-    ))
+    let (jobs, rows, mb) = (plural(jobs, "job"), plural(rows, "row"), done.size_bytes as f64 / 1e6);
+    output::print(json, &value, format_args!("{did} {jobs} ({rows}, {mb:.1} MB): {location}, {file}"))
 }

@@ -6,12 +6,12 @@ pub(super) mod known;
 mod prepare;
 
 use super::{
-    api::{Api, ServerArgs, list},
+    api::{Api, ServerArgs},
     block_on,
     confirm::confirmed,
     output, usage_error,
 };
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::ProgressBar;
 use lockstep_data::PrepareSettings;
 use lockstep_protocol::dataset::{Dataset, DatasetInfo, SplitInfo};
 use lockstep_protocol::numbers::plural;
@@ -27,15 +27,8 @@ use std::{
 /// Interval between two updates of the progress of an inspection on this machine.
 const UPDATE_INTERVAL: Duration = Duration::from_millis(200);
 
-/// Download, prepare, register, list, inspect and remove datasets
-#[derive(clap::Args)]
-pub(crate) struct Args {
-    #[command(subcommand)]
-    action: Action,
-}
-
 #[derive(clap::Subcommand)]
-enum Action {
+pub(crate) enum Action {
     /// Register the files under PATH as NAME; the format is detected
     Add {
         /// Name of the dataset in job files
@@ -63,10 +56,7 @@ enum Action {
     /// Write a copy that trains faster: shards of small pictures (no server needed; register the copy with `dataset add`)
     Prepare(prepare::Args),
     /// List the registered datasets
-    List {
-        #[command(flatten)]
-        server: ServerArgs,
-    },
+    List(ServerArgs),
     /// Show what a dataset contains: a registered dataset, or a path on this machine (a path needs no server)
     Inspect {
         /// A registered name, or a path
@@ -91,8 +81,8 @@ enum Action {
 ///
 /// # Errors
 /// Exit status 2 if the files are not a dataset, no dataset has the name, or jobs need the dataset.
-pub(crate) fn run(args: Args) -> anyhow::Result<()> {
-    match args.action {
+pub(crate) fn run(action: Action) -> anyhow::Result<()> {
+    match action {
         Action::Add { name, path, prepare, to, pictures, server, private } => {
             let mut path = lockstep_data::canonical(&path)
                 .map_err(|e| usage_error(format!("{}: {e}", path.display())))?;
@@ -110,10 +100,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         }
         Action::Get(args) => get::run(&args),
         Action::Prepare(args) => prepare::run(&args),
-        Action::List { server } => {
+        Action::List(server) => {
             let api = server.api()?;
-            let all = block_on(api.all("/datasets", "datasets", &[], None))?;
-            let datasets: Vec<Dataset> = list(&Value::Array(all), "datasets")?;
+            let datasets: Vec<Dataset> = block_on(api.list("/datasets", "datasets"))?;
             if server.json {
                 return output::json(&datasets);
             }
@@ -162,8 +151,7 @@ fn prepared(
 
 /// Returns the dataset that is registered under this name.
 async fn find(api: &Api, name: &str) -> anyhow::Result<Option<Dataset>> {
-    let all = api.all("/datasets", "datasets", &[], None).await?;
-    Ok(list::<Dataset>(&Value::Array(all), "datasets")?.into_iter().find(|d| d.name == name))
+    Ok(api.list::<Dataset>("/datasets", "datasets").await?.into_iter().find(|d| d.name == name))
 }
 
 fn unknown(name: &str) -> anyhow::Error {
@@ -185,10 +173,8 @@ fn remove(name: &str, yes: bool, server: &ServerArgs) -> anyhow::Result<()> {
         );
         confirmed(yes, question, format_args!("dataset {name}"))?;
         api.request(Method::DELETE, &format!("/datasets/{name}"), None::<&()>).await?;
-        if server.json {
-            return output::json(&json!({ "removed": name, "path": dataset.path }));
-        }
-        output::line(format_args!("{name} removed; {kept}"))
+        let value = json!({ "removed": name, "path": dataset.path });
+        output::print(server.json, &value, format_args!("{name} removed; {kept}"))
     })
 }
 
@@ -215,8 +201,7 @@ pub(super) async fn register_as(
 
 /// Returns the registered dataset with this path.
 pub(super) async fn at(api: &Api, path: &Path) -> anyhow::Result<Option<Dataset>> {
-    let response: Value = api.get("/datasets").await?;
-    Ok(list::<Dataset>(&response, "datasets")?.into_iter().find(|d| Path::new(&d.path) == path))
+    Ok(api.list::<Dataset>("/datasets", "datasets").await?.into_iter().find(|d| Path::new(&d.path) == path))
 }
 
 /// Registers a dataset, and polls until the server has inspected the files, which takes minutes if there are many.
@@ -236,8 +221,7 @@ async fn register(api: &Api, new: &Value) -> anyhow::Result<Dataset> {
 
 /// Returns a progress bar, which is hidden if standard error is not a terminal.
 fn inspection_bar() -> ProgressBar {
-    let style = ProgressStyle::with_template("inspecting {pos} of {len} [{bar:30}] {eta} left");
-    ProgressBar::new(0).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+    ProgressBar::new(0).with_style(output::bar_style("inspecting {pos} of {len} [{bar:30}] {eta} left"))
 }
 
 fn show(bar: &ProgressBar, inspected: Option<(u64, u64)>) {

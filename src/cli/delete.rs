@@ -32,9 +32,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         );
         confirmed(args.yes, question, &job.id)?;
         api.request(Method::DELETE, &format!("/jobs/{}", job.id), None::<&()>).await?;
-        if args.server.json {
-            return output::json(&serde_json::json!({ "deleted": job.id }));
-        }
-        output::line(format_args!("{} deleted", job.id))
+        let value = serde_json::json!({ "deleted": job.id });
+        output::print(args.server.json, &value, format_args!("{} deleted", job.id))
     })
 }

@@ -1,12 +1,11 @@
 //! `lockstep demo`: a server with a bundled dataset and a job that trains on it.
 
 use super::{
+    access::from_file,
     api::Api,
     browser::Opened,
     bundled::PICTURES,
-    init_tracing,
-    local_agent::Slots,
-    output,
+    init_tracing, output,
     serve::{FILE_THREADS_TIMEOUT, Server, StopSignals, resolve},
     usage_error, watch,
 };
@@ -76,28 +75,28 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 
 /// Runs the demo on a running server. Returns the demo's result.
 async fn show(server: &mut Server, data_dir: &Path, args: &Args) -> anyhow::Result<()> {
-    let api = Api::at(&server.url(), None, Some(server.token()?))?;
+    let api = Api::at(&server.url(), None, Some(from_file(&data_dir.join("token"))?))?;
     let dataset = unpack(data_dir)?;
-    let cores = std::thread::available_parallelism().map_or(1, |n| n.get() as u32);
     cancel_leftovers(&api).await?;
-    server.start_agent(Slots::Cpu(cores.max(args.ranks)), true).await?;
+    let slots = lockstep_host::cores().max(args.ranks);
+    server.start_agent(vec![("--cpu-slots", slots.to_string())], true).await?;
     register(&api, &dataset, data_dir).await?;
     let job: Job = api.post("/jobs", &specification(args.ranks)).await?;
     let page = format!("/jobs/{}", job.id);
     // The link signs in one browser, once. `lockstep login-link` prints another link.
-    output::line(format_args!("dashboard: {}", server.login_link(&page)?))?;
-    let _opened = Opened::of(server.running(), &page, data_dir, !args.no_open);
+    output::line(format_args!("dashboard: {}", server.running.login_link(&page)?))?;
+    let _opened = Opened::of(&server.running, &page, data_dir, !args.no_open);
     output::line(format_args!(
         "training {} with {} on {DATASET}: {}{page}",
         job.spec.model.arch.name(),
         if args.ranks == 1 { "1 rank".to_owned() } else { format!("{} ranks in lockstep", args.ranks) },
-        server.running().url(),
+        server.running.url(),
     ))?;
     let result = watch::to_the_end(&api, job, false).await;
     if args.exit_when_done {
         return result;
     }
-    output::line(format_args!("the dashboard stays at {}; Ctrl-C stops the server", server.running().url()))?;
+    output::line(format_args!("the dashboard stays at {}; Ctrl-C stops the server", server.running.url()))?;
     let mut signals = StopSignals::listen()?;
     tokio::select! {
         () = signals.next() => result,
@@ -122,7 +121,7 @@ async fn start(args: &Args) -> anyhow::Result<(Server, PathBuf)> {
         let mut config = ServeConfig::new(&dir);
         config.listen = listen;
         config.insecure_http = args.insecure_http;
-        match Server::start_or(config).await {
+        match Server::start(config).await {
             Ok(server) => return Ok((server, dir)),
             Err(ServeError::DataDirInUse { .. }) if index < last => {}
             Err(error) => return Err(usage_error(error.to_string())),
@@ -147,7 +146,7 @@ fn unpack(data_dir: &Path) -> anyhow::Result<PathBuf> {
 
 /// Cancels jobs of an earlier, interrupted demo in this folder: they would occupy the slots of this demo's job.
 async fn cancel_leftovers(api: &Api) -> anyhow::Result<()> {
-    for job in api.jobs().await? {
+    for job in api.list::<Job>("/jobs", "jobs").await? {
         if !job.state.is_final() {
             let _: Value = api.post(&format!("/jobs/{}/cancel", job.id), &json!({})).await?;
         }
@@ -159,8 +158,7 @@ async fn cancel_leftovers(api: &Api) -> anyhow::Result<()> {
 async fn register(api: &Api, path: &Path, data_dir: &Path) -> anyhow::Result<()> {
     let began = Instant::now();
     loop {
-        let agents: Value = api.get("/agents").await?;
-        if super::api::list::<Value>(&agents, "agents")?.iter().any(|agent| agent["online"] == true) {
+        if api.list::<Value>("/agents", "agents").await?.iter().any(|agent| agent["online"] == true) {
             break;
         }
         if began.elapsed() > AGENT_TIMEOUT {
@@ -170,8 +168,7 @@ async fn register(api: &Api, path: &Path, data_dir: &Path) -> anyhow::Result<()>
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     // An earlier demo in the same folder may have registered the pictures.
-    let known: Value = api.get("/datasets").await?;
-    if super::api::list::<Value>(&known, "datasets")?.iter().any(|d| d["name"] == DATASET) {
+    if api.list::<Value>("/datasets", "datasets").await?.iter().any(|d| d["name"] == DATASET) {
         return Ok(());
     }
     let _: Value = api.post("/datasets", &json!({ "name": DATASET, "path": path })).await?;

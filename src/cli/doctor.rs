@@ -7,9 +7,12 @@ mod peer;
 mod remote;
 
 use super::{init_tracing, output, usage_error};
-use lockstep_host::gpu::{
-    devices::{self, Gpu},
-    libraries::{Libraries, links_dir},
+use lockstep_host::{
+    cores,
+    gpu::{
+        devices::{self, Gpu},
+        libraries::{Libraries, links_dir},
+    },
 };
 use lockstep_server::tls::{ca, examine as examine_certificate, expires_soon};
 use lockstep_worker::{
@@ -81,14 +84,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         return peer::run();
     }
     if args.hosts.is_some() || args.hostfile.is_some() {
-        let Args { hosts, hostfile, program, options, json, .. } = &args;
-        return hosts::run(&hosts::Request {
-            list: hosts.as_deref(),
-            hostfile: hostfile.as_deref(),
-            program,
-            options,
-            json: *json,
-        });
+        return hosts::run(&args);
     }
     if !args.options.is_empty() {
         return Err(usage_error("options after -- are for ssh: give --hosts or --hostfile as well"));
@@ -111,12 +107,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         output::json(&Report { findings, all_gather })?;
     } else {
         for Finding { what, grade, found, advice } in &findings {
-            let mark = match grade {
-                Grade::Ok => "ok",
-                Grade::Note => "note",
-                Grade::Problem => "PROBLEM",
-            };
-            output::line(format_args!("{mark:<8} {what:<11} {found}"))?;
+            output::line(format_args!("{:<8} {what:<11} {found}", mark(*grade)))?;
             if let Some(advice) = advice {
                 output::line(format_args!("{:<8} {:<11} -> {advice}", "", ""))?;
             }
@@ -145,10 +136,23 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             }
         }
     }
+    check_count(problems, "")
+}
+
+/// Returns an error if there are problems. `place` is the end of the sentence.
+fn check_count(problems: usize, place: &str) -> anyhow::Result<()> {
     match problems {
         0 => Ok(()),
-        1 => anyhow::bail!("a problem would prevent jobs from training"),
-        n => anyhow::bail!("{n} problems would prevent jobs from training"),
+        1 => anyhow::bail!("a problem would prevent jobs from training{place}"),
+        n => anyhow::bail!("{n} problems would prevent jobs from training{place}"),
+    }
+}
+
+fn mark(grade: Grade) -> &'static str {
+    match grade {
+        Grade::Ok => "ok",
+        Grade::Note => "note",
+        Grade::Problem => "PROBLEM",
     }
 }
 
@@ -163,8 +167,8 @@ fn check_all_gather(args: &Args, findings: &mut Vec<Finding>) -> Option<Gathered
     match all_gather(ranks, &gpus) {
         Ok(gathered) => Some(gathered),
         Err(error) => {
-            let cores = std::thread::available_parallelism().map_or(1, usize::from);
-            let advice = if gpus.is_empty() && ranks as usize > 2 * cores {
+            let cores = cores();
+            let advice = if gpus.is_empty() && ranks > 2 * cores {
                 format!("{ranks} ranks may be too many for {cores} cores; try --ranks {cores}.")
             } else if gpus.is_empty() {
                 "Ranks on this machine cannot communicate; see loopback above.".into()
@@ -193,16 +197,14 @@ fn certificates(args: &Args) -> Vec<Finding> {
         let (grade, found, advice) = match examine_certificate(&path) {
             Ok(facts) => {
                 let left = facts.days_left(jiff::Timestamp::now());
-                let found = format!("{name}: {left} days left");
-                match expires_soon("it", &facts, jiff::Timestamp::now()) {
-                    None => (Grade::Ok, found, None),
-                    Some(_) if left == 0 => (Grade::Problem, found, Some("Renew it.".to_owned())),
-                    Some(_) => (
-                        Grade::Note,
-                        found,
-                        Some("Renew it. The server renews only certificates that it made.".to_owned()),
-                    ),
-                }
+                let (grade, advice) = match expires_soon("it", &facts, jiff::Timestamp::now()) {
+                    None => (Grade::Ok, None),
+                    Some(_) if left == 0 => (Grade::Problem, Some("Renew it.")),
+                    Some(_) => {
+                        (Grade::Note, Some("Renew it. The server renews only certificates that it made."))
+                    }
+                };
+                (grade, format!("{name}: {left} days left"), advice.map(str::to_owned))
             }
             Err(error) => (Grade::Problem, error, None),
         };

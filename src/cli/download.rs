@@ -39,12 +39,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 (joined.size_bytes, joined.sha256)
             }
         };
-        if args.server.json {
-            let file = args.output.display().to_string();
-            return output::json(&serde_json::json!({
-                "file": file, "size_bytes": size_bytes, "sha256": sha256, "checkpoint": chosen,
-            }));
-        }
+        let file = args.output.display().to_string();
+        let value = serde_json::json!({
+            "file": file, "size_bytes": size_bytes, "sha256": sha256, "checkpoint": chosen,
+        });
         let accuracy = chosen
             .info
             .accuracy_in_words()
@@ -52,11 +50,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             .filter(|_| args.which.weights == Weights::Model)
             .map(|accuracy| format!(", validation accuracy {accuracy}"))
             .unwrap_or_default();
-        output::line(format_args!(
-            "{}: epoch {}, step {}{accuracy}, {size_bytes} bytes, sha256 {sha256}",
-            args.output.display(),
-            chosen.info.epoch,
-            chosen.info.step
-        ))
+        let (epoch, step) = (chosen.info.epoch, chosen.info.step);
+        let text =
+            format!("{file}: epoch {epoch}, step {step}{accuracy}, {size_bytes} bytes, sha256 {sha256}");
+        output::print(args.server.json, &value, text)
     })
 }

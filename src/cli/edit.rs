@@ -4,7 +4,7 @@ use super::{api::ServerArgs, block_on, output};
 use clap::ArgGroup;
 use lockstep_protocol::Job;
 use reqwest::Method;
-use serde::Serialize;
+use serde_json::{Map, Value};
 
 /// Change a job's priority in the queue, its project, notes or tags
 #[derive(clap::Args)]
@@ -31,42 +31,29 @@ pub(crate) struct Args {
     server: ServerArgs,
 }
 
-/// The body of the request. Absent fields stay unchanged.
-#[derive(Serialize)]
-struct Change {
-    #[serde(skip_serializing_if = "Option::is_none")]
-    priority: Option<i32>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    project: Option<String>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    notes: Option<String>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    tags: Option<Vec<String>>,
-}
-
 /// Sends the change and prints the job's new properties.
 ///
 /// # Errors
 /// Exit status 2 if the job does not exist or a value is invalid.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
-    let change =
-        Change { priority: args.priority, project: args.project, notes: args.notes, tags: args.tags };
+    let fields = [
+        ("priority", args.priority.map(Value::from)),
+        ("project", args.project.map(Value::from)),
+        ("notes", args.notes.map(Value::from)),
+        ("tags", args.tags.map(Value::from)),
+    ];
+    // Absent fields stay unchanged.
+    let change: Map<String, Value> =
+        fields.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?))).collect();
     block_on(async {
         let job = api.find_job(&args.job).await?;
         let path = format!("/jobs/{}", job.id);
         api.request(Method::PATCH, &path, Some(&change)).await?;
         let job: Job = api.get(&path).await?;
-        if args.server.json {
-            return output::json(&job);
-        }
         let tags = if job.tags.is_empty() { "none".into() } else { job.tags.join(", ") };
-        output::line(format_args!(
-            "{} {}: priority {}, project {}, tags {tags}",
-            job.id,
-            output::one_line(&job.name),
-            job.spec.priority,
-            job.project
-        ))
+        let (id, name, priority) = (&job.id, output::one_line(&job.name), job.spec.priority);
+        let text = format!("{id} {name}: priority {priority}, project {}, tags {tags}", job.project);
+        output::print(args.server.json, &job, text)
     })
 }

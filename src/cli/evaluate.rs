@@ -1,13 +1,14 @@
 //! `lockstep evaluate`: evaluates a checkpoint on validation pictures.
 
 use super::{
-    api::{Api, ServerArgs},
+    api::{Api, ServerArgs, given, with_query},
     block_on,
     checkpoint_choice::{CheckpointArgs, Weights},
     output,
 };
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::ProgressBar;
 use lockstep_protocol::{
+    JobId,
     inspect::{MAX_NEIGHBOURS, ModelEvaluation, NearestNeighbours},
     numbers::{percent, plural, standard_error},
 };
@@ -39,9 +40,8 @@ pub(crate) struct Args {
 
 /// An evaluation, and the checkpoint that was evaluated.
 #[derive(Serialize)]
-struct Evaluated {
-    /// The job's id.
-    job: String,
+struct Evaluated<'a> {
+    job: &'a JobId,
     /// Epoch and step of the checkpoint.
     checkpoint: String,
     #[serde(flatten)]
@@ -56,20 +56,18 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     block_on(async {
         let (job, chosen) = args.which.find(&api).await?;
-        let mut query = vec![("checkpoint", chosen.id.as_str())];
-        if args.which.weights == Weights::Ema {
-            query.push(("weights", "ema"));
-        }
-        query.extend(args.dataset.as_deref().map(|name| ("dataset", name)));
-        let k = args.knn.map(|k| k.to_string());
-        query.extend(k.as_deref().map(|k| ("k", k)));
-        let by = if k.is_some() { "/neighbours" } else { "" };
-        let query = reqwest::Url::parse_with_params("http://none/", &query)?;
-        let path = format!("/jobs/{}/evaluation{by}?{}", job.id, query.query().unwrap_or_default());
+        let query = given([
+            ("checkpoint", Some(chosen.id.clone())),
+            ("weights", (args.which.weights == Weights::Ema).then(|| "ema".to_owned())),
+            ("dataset", args.dataset),
+            ("k", args.knn.map(|k| k.to_string())),
+        ]);
+        let by = if args.knn.is_some() { "/neighbours" } else { "" };
+        let path = with_query(&format!("/jobs/{}/evaluation{by}", job.id), &query)?;
         let found = wait(&api, &path).await?;
         let checkpoint = chosen.name();
         if args.server.json {
-            return output::json(&Evaluated { job: job.id.to_string(), checkpoint, found });
+            return output::json(&Evaluated { job: &job.id, checkpoint, found });
         }
         match args.knn {
             Some(_) => print_neighbours(&checkpoint, &serde_json::from_value(found)?),
@@ -81,9 +79,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 /// Polls the server for the result. On a terminal, also shows what the server is waiting for.
 async fn wait(api: &Api, path: &str) -> anyhow::Result<Value> {
     let bar = ProgressBar::new_spinner();
-    bar.set_style(
-        ProgressStyle::with_template("{msg} {elapsed}").unwrap_or_else(|_| ProgressStyle::default_bar()),
-    );
+    bar.set_style(output::bar_style("{msg} {elapsed}"));
     loop {
         let response = api.request(Method::GET, path, None::<&()>).await?;
         let ready = response.status() != StatusCode::ACCEPTED;

@@ -193,8 +193,8 @@ pub(super) fn read(path: &Path, mut each: impl FnMut(Event)) -> io::Result<Optio
     let mut from = BufReader::new(File::open(path)?);
     let mut record = Vec::new();
     loop {
-        let mut head = [0; 12];
-        match fill(&mut from, &mut head)? {
+        let mut head = Vec::new();
+        match (&mut from).take(12).read_to_end(&mut head)? {
             0 => return Ok(None),
             12 => {}
             _ => return Ok(UNFINISHED),
@@ -207,8 +207,8 @@ pub(super) fn read(path: &Path, mut each: impl FnMut(Event)) -> io::Result<Optio
         if length > MAX_EVENT_BYTES {
             return Ok(DAMAGED);
         }
-        record.resize(length as usize + 4, 0);
-        if fill(&mut from, &mut record)? < record.len() {
+        record.clear();
+        if (&mut from).take(length + 4).read_to_end(&mut record)? < length as usize + 4 {
             return Ok(UNFINISHED);
         }
         let (data, checksum) = record.split_at(length as usize);
@@ -217,18 +217,6 @@ pub(super) fn read(path: &Path, mut each: impl FnMut(Event)) -> io::Result<Optio
             _ => return Ok(DAMAGED),
         }
     }
-}
-
-/// Reads until `into` is full or the file ends. Returns the number of bytes.
-fn fill(from: &mut impl Read, into: &mut [u8]) -> io::Result<usize> {
-    let mut filled = 0;
-    while filled < into.len() {
-        match from.read(&mut into[filled..])? {
-            0 => break,
-            bytes => filled += bytes,
-        }
-    }
-    Ok(filled)
 }
 
 fn masked_checksum(bytes: &[u8]) -> u32 {

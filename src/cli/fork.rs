@@ -46,9 +46,6 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             watch::announce(&job);
             return watch::to_the_end(&api, job, args.server.json).await;
         }
-        if args.server.json {
-            return output::json(&job);
-        }
-        output::line(format_args!("{}  {}/jobs/{}", job.id, api.base(), job.id))
+        output::print(args.server.json, &job, format_args!("{0}  {1}/jobs/{0}", job.id, api.base))
     })
 }

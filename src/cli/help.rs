@@ -19,20 +19,16 @@ pub(crate) struct Args {
 /// Exit status 2 if the command, section or key does not exist.
 pub(crate) fn run(args: &Args, program: Command) -> anyhow::Result<()> {
     match &args.topic[..] {
-        [job] if job == "job" => output::line(job_file::text(None).map_err(usage_error)?.trim_end()),
-        [job, key] if job == "job" => {
-            output::line(job_file::text(Some(key)).map_err(usage_error)?.trim_end())
+        [job, key @ ..] if job == "job" && key.len() < 2 => {
+            let key = key.first().map(String::as_str);
+            output::line(job_file::text(key).map_err(usage_error)?.trim_end())
         }
         names => {
             let mut command = &program;
             for name in names {
-                let known = command.get_subcommands().filter(|c| !c.is_hide_set());
-                let known: Vec<_> = known.map(|c| c.get_name().to_owned()).collect();
-                if !known.contains(name) {
-                    return Err(usage_error(unknown(name, &known)));
-                }
-                command = match command.find_subcommand(name) {
-                    Some(found) => found,
+                let known: Vec<_> = command.get_subcommands().filter(|c| !c.is_hide_set()).collect();
+                command = match known.iter().find(|c| c.get_name() == name) {
+                    Some(found) => *found,
                     None => return Err(usage_error(unknown(name, &known))),
                 };
             }
@@ -52,10 +48,10 @@ pub(crate) fn run(args: &Args, program: Command) -> anyhow::Result<()> {
     }
 }
 
-fn unknown(name: &str, known: &[String]) -> String {
-    let meant = mistyped::equivalent(name).filter(|meant| known.iter().any(|known| known == meant));
+fn unknown(name: &str, known: &[&Command]) -> String {
+    let meant = mistyped::equivalent(name).filter(|meant| known.iter().any(|c| c.get_name() == *meant));
     let near = meant
-        .or_else(|| nearest(name, known.iter().map(String::as_str).chain(["job"])))
+        .or_else(|| nearest(name, known.iter().map(|c| c.get_name()).chain(["job"])))
         .map_or_else(|| "`lockstep help` lists them".to_owned(), |near| format!("did you mean {near:?}?"));
     format!("there is no command {name:?} to help with; {near}")
 }

@@ -30,17 +30,8 @@ use std::{
 const NAME_CHARS: usize = 200;
 const REQUEST_BYTES: usize = 900 << 10;
 
-/// Import runs of other programs: from TensorBoard, MLflow, W&B, CSV or Parquet
-///
-/// Each run becomes a run from elsewhere with its settings and every point. A second import of the same run adds only new points.
-#[derive(clap::Args)]
-pub(crate) struct Args {
-    #[command(subcommand)]
-    format: Format,
-}
-
 #[derive(clap::Subcommand)]
-enum Format {
+pub(crate) enum Format {
     /// Import runs from TensorBoard's event files: a run for each folder with event files
     Tensorboard(Source),
     /// Import runs from a folder to which MLflow has logged, such as mlruns, or from the URL of an MLflow server
@@ -60,7 +51,7 @@ enum Format {
 }
 
 #[derive(clap::Args)]
-struct Source {
+pub(crate) struct Source {
     /// The folder, file or URL
     #[arg(value_name = "PATH")]
     path: PathBuf,
@@ -72,7 +63,7 @@ struct Source {
 }
 
 #[derive(clap::Args)]
-struct TableSource {
+pub(crate) struct TableSource {
     #[command(flatten)]
     source: Source,
     /// Identify the file's runs by this text, also after the file is renamed [default: the file's absolute path]
@@ -89,8 +80,8 @@ type Sources = Vec<(String, Read)>;
 ///
 /// # Errors
 /// Exit status 2 if the source has no runs, 1 if a run cannot be read or the server refuses it.
-pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    let (source, found) = match &args.format {
+pub(crate) fn run(format: &Format) -> anyhow::Result<()> {
+    let (source, found) = match format {
         Format::Tensorboard(source) => (source, tensorboard::sources(&source.path)),
         Format::Mlflow(source) => (source, mlflow::sources(&source.path)),
         Format::Wandb(source) => (source, wandb::sources(&source.path)),

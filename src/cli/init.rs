@@ -195,27 +195,22 @@ fn job_file(path: &Path, info: &DatasetInfo, choice: &Suggestion) -> String {
          listed here have their defaults.\n\n",
     );
     let _ = writeln!(text, "name = {name:?}\n\n[data]");
-    let location = toml_text(&path.to_string_lossy());
     comment(&mut text, &format!("{}.", dataset::describe(info)));
     comment(&mut text, &classes(info));
     comment(
         &mut text,
         "A path, for `lockstep train`; `lockstep submit` registers the folder under its name, and accepts that name here, too.",
     );
-    let _ = writeln!(text, "dataset = {location}");
-    for CommentedKeys { comment: words, toml } in &choice.data {
-        comment(&mut text, words);
-        let _ = writeln!(text, "{toml}");
-    }
-    text += "\n[model]\n";
-    for CommentedKeys { comment: words, toml } in &choice.model {
-        comment(&mut text, words);
-        let _ = writeln!(text, "{toml}");
-    }
-    text += "\n[train]\n";
-    for CommentedKeys { comment: words, toml } in &choice.train {
-        comment(&mut text, words);
-        let _ = writeln!(text, "{toml}");
+    // JSON's escapes are valid in TOML.
+    let _ = writeln!(text, "dataset = {}", serde_json::Value::from(path.to_string_lossy()));
+    for (section, keys) in
+        [("", &choice.data), ("\n[model]\n", &choice.model), ("\n[train]\n", &choice.train)]
+    {
+        text += section;
+        for CommentedKeys { comment: words, toml } in keys {
+            comment(&mut text, words);
+            let _ = writeln!(text, "{toml}");
+        }
     }
     text += "\n[parallel]\n";
     comment(
@@ -253,11 +248,6 @@ fn comment(text: &mut String, words: &str) {
         line.push_str(word);
     }
     let _ = writeln!(text, "{line}");
-}
-
-/// Formats a TOML string. JSON's escapes are valid in TOML.
-fn toml_text(text: &str) -> String {
-    serde_json::Value::from(text).to_string()
 }
 
 #[cfg(test)]

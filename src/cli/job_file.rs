@@ -59,11 +59,21 @@ fn dataset_name(path: &Path) -> String {
     if plain.is_empty() { "dataset".into() } else { plain }
 }
 
-/// Reads a TOML file and applies `sets`.
+/// Reads a TOML file, applies `sets` and makes paths absolute.
 ///
 /// # Errors
 /// Exit status 2 if the file cannot be read, or a change is invalid.
 pub(super) fn document(path: &Path, sets: &[String]) -> anyhow::Result<Value> {
+    let mut document = document_as_written(path, sets)?;
+    make_paths_absolute(&mut document);
+    Ok(document)
+}
+
+/// Like [`document`], with paths as the file has them.
+///
+/// # Errors
+/// See [`document`].
+pub(super) fn document_as_written(path: &Path, sets: &[String]) -> anyhow::Result<Value> {
     let shown = path.display();
     let text = job_file(path)?;
     let mut document = toml_document(&text).map_err(|e| usage_error(format!("{shown}: {}", e.detail)))?;
@@ -71,7 +81,6 @@ pub(super) fn document(path: &Path, sets: &[String]) -> anyhow::Result<Value> {
         apply_set(&mut document, set).map_err(|e| usage_error(format!("--set {}: {e}", shortened(set))))?;
     }
     find_weights(&mut document)?;
-    make_paths_absolute(&mut document);
     Ok(document)
 }
 
@@ -79,7 +88,7 @@ pub(super) fn document(path: &Path, sets: &[String]) -> anyhow::Result<Value> {
 ///
 /// # Errors
 /// Exit status 2 if the weights have not been downloaded.
-pub(super) fn find_weights(document: &mut Value) -> anyhow::Result<()> {
+fn find_weights(document: &mut Value) -> anyhow::Result<()> {
     let Some(given) = document.pointer_mut("/model/pretrained") else { return Ok(()) };
     let Some(place) = given.as_str().filter(|name| !Path::new(name).exists()).and_then(weights::place_of)
     else {
@@ -100,10 +109,13 @@ pub(super) fn find_weights(document: &mut Value) -> anyhow::Result<()> {
 /// # Errors
 /// Exit status 2. The message lists every mistake in the document.
 pub(super) fn check(path: &Path, document: &Value) -> anyhow::Result<JobSpec> {
-    read(document).map_err(|mistakes| {
-        let lines: Vec<_> = mistakes.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
-        usage_error(format_mistakes(path, &lines))
-    })
+    read(document).map_err(|mistakes| refused(path, &mistakes))
+}
+
+/// Returns the error for a job file with these mistakes.
+pub(super) fn refused(path: &Path, mistakes: &[SpecError]) -> anyhow::Error {
+    let lines: Vec<_> = mistakes.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
+    usage_error(format_mistakes(path, &lines))
 }
 
 /// Parses a job's document, and checks that its strategies fit its network.
@@ -122,11 +134,18 @@ pub(super) fn format_mistakes(path: &Path, lines: &[String]) -> String {
     format!("{} has {}:\n  {}", path.display(), count(lines.len(), "mistake"), lines.join("\n  "))
 }
 
+/// Returns the path of a job's dataset on this machine. A relative path refers to the working directory or to the job file's folder.
+pub(super) fn dataset_path(spec: &JobSpec, job: &Path) -> Option<PathBuf> {
+    let given = Path::new(&spec.data.dataset);
+    let there = |path: &Path| lockstep_data::canonical(path).ok();
+    there(given).or_else(|| there(&job.parent()?.join(given)))
+}
+
 /// Reads the text of a job file, or of a pipe that the shell has connected.
 ///
 /// # Errors
 /// Exit status 2 if the file is not a regular file, is too large, is not text, or cannot be read.
-pub(crate) fn job_file(path: &Path) -> anyhow::Result<String> {
+fn job_file(path: &Path) -> anyhow::Result<String> {
     let failed = |detail: &str| usage_error(format!("{}: {detail}", path.display()));
     if path.is_dir() {
         return Err(failed("is a folder; give a job's TOML file"));

@@ -191,11 +191,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 job.id, job.state
             )));
         }
-        let spec = match (&spec, &found) {
-            (Some(spec), _) => spec,
-            (None, Some(job)) => &job.spec,
-            (None, None) => return Ok(()),
-        };
+        let Some(spec) = spec.as_ref().or(found.as_ref().map(|job| &job.spec)) else { return Ok(()) };
         if let Some(template) = &template {
             template.give_slots(&mut hosts, &args, spec)?;
         }
@@ -217,7 +213,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             (None, None) => return Ok(()),
         };
         if !args.server.json {
-            output::line(format_args!("{}  {}/jobs/{}", job.id, api.base(), job.id))?;
+            output::line(format_args!("{}  {}/jobs/{}", job.id, api.base, job.id))?;
         }
         let mut launch = Launch::new(&args, &api, job, is_ours, hosts, ca);
         let done = match &template {
@@ -411,8 +407,20 @@ pub(crate) fn quoted(word: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use clap::Parser as _;
     use lockstep_protocol::spec::Device;
     use std::collections::BTreeMap;
+
+    #[derive(clap::Parser)]
+    struct Command {
+        #[command(flatten)]
+        args: Args,
+    }
+
+    /// Parses the arguments of `lockstep launch`.
+    pub(super) fn parse(words: &[&str]) -> Args {
+        Command::try_parse_from(["launch"].iter().chain(words)).unwrap().args
+    }
 
     #[test]
     fn machines_of_a_job_are_named_as_in_the_list() {

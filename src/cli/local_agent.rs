@@ -35,16 +35,6 @@ pub(crate) struct LocalAgent {
     task: JoinHandle<()>,
 }
 
-/// The slots of the local agent.
-#[derive(Debug, Clone)]
-pub(crate) enum Slots {
-    /// All slots of the machine: one per GPU, or one per core without GPUs.
-    Found,
-    Cpu(u32),
-    /// A list, as in `--gpus`.
-    Gpus(String),
-}
-
 /// Settings of the local agent.
 #[derive(Debug, Clone)]
 pub(crate) struct Settings {
@@ -52,14 +42,11 @@ pub(crate) struct Settings {
     pub(crate) server: String,
     /// The agent's folder.
     pub(crate) dir: PathBuf,
-    pub(crate) slots: Slots,
-    /// See `--advertise`. The agent itself connects to the server over loopback, and so cannot find this address.
-    pub(crate) advertise: Option<String>,
+    /// More options of `lockstep agent` with their values.
+    pub(crate) options: Vec<(&'static str, String)>,
     /// File with the agent's token, or `None` if it needs no token. The token is not passed in an argument or a variable, which other
     /// accounts could read and ranks would inherit.
     pub(crate) token_file: Option<PathBuf>,
-    /// The value of `--warm`.
-    pub(crate) warm: Option<String>,
     /// Whether diagnostics are written to `agent.log` in the agent's folder instead of standard error.
     pub(crate) quiet: bool,
 }
@@ -101,22 +88,19 @@ async fn supervise(settings: Settings, mut child: Child, mut stopped: oneshot::R
                 }
             }
         }
-        loop {
+        child = loop {
             tokio::select! {
                 _ = &mut stopped => return,
                 () = sleep(backoff.pause()) => {}
             }
             match spawn(&settings) {
-                Ok(again) => {
-                    child = again;
-                    born = Instant::now();
-                    break;
-                }
+                Ok(again) => break again,
                 Err(error) => {
                     tracing::error!(error = describe_error(&error), "the local agent does not start")
                 }
             }
-        }
+        };
+        born = Instant::now();
     }
 }
 
@@ -136,20 +120,8 @@ fn spawn(settings: &Settings) -> anyhow::Result<Child> {
     if let Some(path) = &settings.token_file {
         command.arg("--token-file").arg(path);
     }
-    if let Some(address) = &settings.advertise {
-        command.args(["--advertise", address]);
-    }
-    if let Some(warm) = &settings.warm {
-        command.args(["--warm", warm]);
-    }
-    match &settings.slots {
-        Slots::Found => {}
-        Slots::Cpu(count) => {
-            command.args(["--cpu-slots", &count.to_string()]);
-        }
-        Slots::Gpus(list) => {
-            command.args(["--gpus", list]);
-        }
+    for (name, value) in &settings.options {
+        command.args([*name, value.as_str()]);
     }
     if settings.quiet {
         std::fs::create_dir_all(&settings.dir)?;
@@ -179,10 +151,15 @@ async fn end_earlier_agent(dir: &Path) -> anyhow::Result<()> {
     let Some(pid) = running_agent(dir).and_then(Pid::from_raw) else { return Ok(()) };
     tracing::info!(process = pid.as_raw_nonzero(), "taking over from an earlier server's agent");
     for signal in [Signal::USR1, Signal::KILL] {
-        // Waits for the lock instead of the process, which is not a child of this process.
-        let gone = || running_agent(dir) != Some(pid.as_raw_nonzero().get());
-        if kill_process(pid, signal).is_err() || wait_until(gone).await {
+        if kill_process(pid, signal).is_err() {
             return Ok(());
+        }
+        // Waits for the lock instead of the process, which is not a child of this process.
+        for _ in 0..100 {
+            if running_agent(dir) != Some(pid.as_raw_nonzero().get()) {
+                return Ok(());
+            }
+            sleep(Duration::from_millis(50)).await;
         }
     }
     Err(usage_error(format!(
@@ -190,14 +167,4 @@ async fn end_earlier_agent(dir: &Path) -> anyhow::Result<()> {
         pid.as_raw_nonzero(),
         dir.display()
     )))
-}
-
-async fn wait_until(done: impl Fn() -> bool) -> bool {
-    for _ in 0..100 {
-        if done() {
-            return true;
-        }
-        sleep(Duration::from_millis(50)).await;
-    }
-    false
 }

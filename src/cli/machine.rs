@@ -13,15 +13,8 @@ use reqwest::Method;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-/// List, drain and remove the machines whose agents have joined the server
 #[derive(clap::Args)]
-pub(crate) struct Args {
-    #[command(subcommand)]
-    action: Action,
-}
-
-#[derive(clap::Args)]
-struct Named {
+pub(crate) struct Named {
     /// The machine's name or id, as in `machine list`
     #[arg(value_name = "NAME")]
     machine: String,
@@ -30,12 +23,9 @@ struct Named {
 }
 
 #[derive(clap::Subcommand)]
-enum Action {
+pub(crate) enum Action {
     /// List machines with their slots and warnings
-    List {
-        #[command(flatten)]
-        server: ServerArgs,
-    },
+    List(ServerArgs),
     /// Assign no new work to a machine; ranks that run there continue to their end (admins only)
     Drain(Named),
     /// Assign new work to a machine again (admins only)
@@ -79,10 +69,10 @@ struct Slot {
 ///
 /// # Errors
 /// Exit status 2 if no machine or several machines have the name, or the removal is not confirmed; or the server refuses the request.
-pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+pub(crate) fn run(action: Action) -> anyhow::Result<()> {
     block_on(async {
-        match args.action {
-            Action::List { server } => list_machines(&server).await,
+        match action {
+            Action::List(server) => list_machines(&server).await,
             Action::Drain(named) => drain(&named, true).await,
             Action::Undrain(named) => drain(&named, false).await,
             Action::Remove { named, yes } => remove(&named, yes).await,
@@ -145,8 +135,7 @@ impl Machine {
 /// # Errors
 /// Exit status 2 if no machine or several machines have the name.
 async fn find(api: &Api, asked: &str) -> anyhow::Result<Machine> {
-    let all = Value::Array(api.all("/agents", "agents", &[], None).await?);
-    chosen(list(&all, "agents")?, asked)
+    chosen(api.list("/agents", "agents").await?, asked)
 }
 
 fn chosen(mut machines: Vec<Machine>, asked: &str) -> anyhow::Result<Machine> {
@@ -210,10 +199,8 @@ async fn remove(named: &Named, yes: bool) -> anyhow::Result<()> {
     );
     confirmed(yes, question, format_args!("machine {name}"))?;
     api.request(Method::DELETE, &path, None::<&()>).await?;
-    if named.server.json {
-        return output::json(&json!({ "removed": name, "id": id }));
-    }
-    output::line(output::one_line(&format!("{name} removed")))
+    let value = json!({ "removed": name, "id": id });
+    output::print(named.server.json, &value, output::one_line(&format!("{name} removed")))
 }
 
 #[cfg(test)]

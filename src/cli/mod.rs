@@ -29,7 +29,6 @@ pub(crate) mod help;
 mod history;
 pub(crate) mod import;
 pub(crate) mod init;
-pub(crate) mod inspect;
 pub(crate) mod job_actions;
 mod job_file;
 mod job_loss;
@@ -99,19 +98,21 @@ pub(crate) fn exit_code(result: anyhow::Result<()>) -> ExitCode {
     ExitCode::from(if error.is::<WrongRequest>() { 2 } else { 1 })
 }
 
-/// Formats an error and its causes, separated by colons. Leaves out a cause whose text the error before it contains.
+/// Formats an error and its causes, as in [`with_causes`].
 pub(crate) fn describe_error(error: &anyhow::Error) -> String {
-    let mut sentence = String::new();
-    let mut quoted_in = String::new();
-    for cause in error.chain() {
-        let text = cause.to_string();
-        if sentence.is_empty() {
-            sentence.clone_from(&text);
-        } else if !quoted_in.contains(&text) {
-            sentence.push_str(": ");
-            sentence.push_str(&text);
+    with_causes(&**error)
+}
+
+/// Formats an error and its causes, separated by colons. Leaves out a cause whose text is already there.
+pub(crate) fn with_causes(error: &dyn std::error::Error) -> String {
+    let mut sentence = error.to_string();
+    let mut cause = error.source();
+    while let Some(inner) = cause {
+        let text = inner.to_string();
+        if !sentence.contains(&text) {
+            sentence = format!("{sentence}: {text}");
         }
-        quoted_in = text;
+        cause = inner.source();
     }
     sentence
 }

@@ -11,15 +11,8 @@ use lockstep_protocol::models::{Model, ModelVersion, SCHEME, alias_mistake, name
 use reqwest::Method;
 use serde_json::{Value, json};
 
-/// Register checkpoints as versions of models, and give aliases to versions
-#[derive(clap::Args)]
-pub(crate) struct Args {
-    #[command(subcommand)]
-    action: Action,
-}
-
 #[derive(clap::Subcommand)]
-enum Action {
+pub(crate) enum Action {
     /// Register a checkpoint of a finished job as the next version of a model; the first version creates the model
     Register {
         /// Name of the model
@@ -36,10 +29,7 @@ enum Action {
         server: ServerArgs,
     },
     /// List the models with their newest versions
-    List {
-        #[command(flatten)]
-        server: ServerArgs,
-    },
+    List(ServerArgs),
     /// Show a model's versions, newest first
     Show {
         /// Name of the model
@@ -77,8 +67,8 @@ enum Action {
 ///
 /// # Errors
 /// Exit status 2 if the model, version, job or checkpoint does not exist, or the server refuses the change.
-pub(crate) fn run(args: Args) -> anyhow::Result<()> {
-    match args.action {
+pub(crate) fn run(action: Action) -> anyhow::Result<()> {
+    match action {
         Action::Register { model, job, checkpoint, description, server } => {
             let api = server.api()?;
             let version: ModelVersion = block_on(async {
@@ -87,23 +77,20 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 let new = json!({"name": model, "checkpoint": chosen.id, "description": description});
                 api.post("/models", &new).await
             })?;
-            if server.json {
-                return output::json(&version);
-            }
             let accuracy = version.accuracy_in_words().map(|words| format!(", validation accuracy {words}"));
-            output::line(format_args!(
+            let text = format!(
                 "{SCHEME}{}/{}: checkpoint {} of {}{}",
                 version.model,
                 version.version,
                 version.checkpoint_name(),
                 version.job_name,
                 accuracy.unwrap_or_default()
-            ))
+            );
+            output::print(server.json, &version, text)
         }
-        Action::List { server } => {
+        Action::List(server) => {
             let api = server.api()?;
-            let all = block_on(api.all("/models", "models", &[], None))?;
-            let models: Vec<Model> = list(&Value::Array(all), "models")?;
+            let models: Vec<Model> = block_on(api.list("/models", "models"))?;
             if server.json {
                 return output::json(&models);
             }
@@ -171,7 +158,7 @@ fn send(
     let api = server.api()?;
     let response: Value =
         block_on(async { api.read(api.request(method, path, body.as_ref()).await?).await })?;
-    if server.json { output::json(&response) } else { output::line(message) }
+    output::print(server.json, &response, message)
 }
 
 fn row_of_model(model: &Model) -> [String; 5] {

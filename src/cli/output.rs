@@ -2,6 +2,7 @@
 //! contain control characters (for colours, titles, the clipboard). On a terminal, control characters and invisible characters are escaped.
 //! A pipe receives the text unchanged; errors and warnings are always escaped.
 
+use indicatif::ProgressStyle;
 use lockstep_protocol::{cut::middle, invisible::escape_invisible};
 use serde::Serialize;
 use std::{
@@ -31,11 +32,24 @@ pub(crate) fn json(value: &impl Serialize) -> anyhow::Result<()> {
     line(serde_json::to_string_pretty(value)?)
 }
 
+/// Prints a result: `value` as JSON, or `text` as a line.
+///
+/// # Errors
+/// See [`line`].
+pub(crate) fn print(as_json: bool, value: &impl Serialize, text: impl fmt::Display) -> anyhow::Result<()> {
+    if as_json { json(value) } else { line(text) }
+}
+
 /// Prints a line to standard error. Errors are ignored.
 pub(crate) fn warn(text: impl fmt::Display) {
     let mut out = io::stderr().lock();
     let text = text.to_string();
     let _ = writeln!(out, "{}", escape_invisible(&text));
+}
+
+/// Returns the style of a progress bar.
+pub(crate) fn bar_style(template: &str) -> ProgressStyle {
+    ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar())
 }
 
 /// Whether the reader of standard output has exited (`lockstep list | head -1`), which is not an error.

@@ -266,14 +266,10 @@ fn network(args: &Args, spec: &JobSpec) -> anyhow::Result<Network> {
             ((evaluation as usize, side as usize), 3, classes as usize)
         }
         None => {
-            let given = Path::new(&spec.data.dataset);
-            let beside = args.job.parent().map(|folder| folder.join(given));
-            let found = [Some(given.to_path_buf()), beside].into_iter().flatten();
-            let dataset = found.into_iter().find_map(|path| lockstep_data::canonical(&path).ok());
-            let dataset = dataset.ok_or_else(|| {
+            let dataset = job_file::dataset_path(spec, &args.job).ok_or_else(|| {
+                let given = &spec.data.dataset;
                 usage_error(format!(
-                    "data.dataset: {} does not exist on this machine: give --classes N and data.image_size instead",
-                    given.display()
+                    "data.dataset: {given} does not exist on this machine: give --classes N and data.image_size instead"
                 ))
             })?;
             let mut data = spec.data.clone();

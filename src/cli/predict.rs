@@ -6,12 +6,11 @@ use super::{
     checkpoint_choice::{Weights, find},
     file, output, usage_error,
 };
-use anyhow::Context;
 use lockstep_data::has_picture_extension;
 use lockstep_protocol::{
     JobId,
     inspect::{Prediction, Probability},
-    numbers::plural,
+    numbers::{percent, plural},
 };
 use lockstep_worker::inspect;
 use serde::Serialize;
@@ -155,27 +154,17 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Writes embeddings next to `place` and renames the file, so that `place` is never incomplete.
+/// Writes embeddings to `place`.
 fn write(place: &Path, predictions: &[Prediction]) -> anyhow::Result<()> {
-    let mut partial = place.as_os_str().to_owned();
-    partial.push(".part");
-    let partial = PathBuf::from(partial);
-    // An earlier run may have left its partial file.
-    let _ = fs::remove_file(&partial);
-    let [rows, width] = inspect::write_embeddings(&partial, predictions).map_err(usage_error)?;
-    fs::rename(&partial, place).with_context(|| place.display().to_string())?;
+    let write = |partial: &Path| inspect::write_embeddings(partial, predictions).map_err(usage_error);
+    let [rows, width] = file::replace(place, write)?;
     output::line(format_args!("{}: {} of {width} values", place.display(), plural(rows as u64, "embedding")))
 }
 
 /// Formats a prediction as one line. Control characters are escaped in names of classes, which come from the model's file.
 fn line(prediction: &Prediction) -> String {
-    let words = |c: &Probability| {
-        format!(
-            "{} {}",
-            output::one_line(&c.class),
-            lockstep_protocol::numbers::percent(f64::from(c.probability))
-        )
-    };
+    let words =
+        |c: &Probability| format!("{} {}", output::one_line(&c.class), percent(f64::from(c.probability)));
     let top: Vec<String> = prediction.classes.iter().map(words).collect();
     format!("{}: {}", output::one_line(&prediction.name), top.join(", "))
 }

@@ -88,15 +88,15 @@ struct Entries {
 
 impl Entries {
     fn add_servers(&mut self, table: &Value) -> Result<(), String> {
-        let servers = list(table, "server_list", "server_list")?;
-        check_count(table, "server_count", "server_count", "server_list", servers.len())?;
+        let servers = list(table, "server_list", "")?;
+        check_count(table, "server_count", "server_list", "", servers.len())?;
         for (s, server) in servers.iter().enumerate() {
             let at = format!("server_list[{s}]");
             let address = address(server, &at)?;
             if self.machines.iter().any(|machine| machine.address == address) {
                 return Err(format!("{at}.server_id: {address} is in the list twice"));
             }
-            for (d, device) in list(server, "device", &format!("{at}.device"))?.iter().enumerate() {
+            for (d, device) in list(server, "device", &at)?.iter().enumerate() {
                 let at = format!("{at}.device[{d}]");
                 let rank = number(device, "rank_id", &at)?;
                 self.add(&address, rank, number(device, "device_id", &at)?, &at)?;
@@ -107,21 +107,15 @@ impl Entries {
 
     /// Reads the older format: a list of ranks, each with its machine and one device.
     fn add_groups(&mut self, table: &Value) -> Result<(), String> {
-        let groups = list(table, "group_list", "group_list")?;
-        check_count(table, "group_count", "group_count", "group_list", groups.len())?;
+        let groups = list(table, "group_list", "")?;
+        check_count(table, "group_count", "group_list", "", groups.len())?;
         for (g, group) in groups.iter().enumerate() {
-            let at = format!("group_list[{g}].instance_list");
+            let at = format!("group_list[{g}]");
             let instances = list(group, "instance_list", &at)?;
-            check_count(
-                group,
-                "instance_count",
-                &format!("group_list[{g}].instance_count"),
-                &at,
-                instances.len(),
-            )?;
+            check_count(group, "instance_count", "instance_list", &at, instances.len())?;
             for (i, instance) in instances.iter().enumerate() {
-                let at = format!("{at}[{i}]");
-                let devices = list(instance, "devices", &format!("{at}.devices"))?;
+                let at = format!("{at}.instance_list[{i}]");
+                let devices = list(instance, "devices", &at)?;
                 let [device] = &devices[..] else {
                     return Err(format!("{at}.devices: has {} devices and must have one", devices.len()));
                 };
@@ -170,34 +164,42 @@ impl Entries {
     }
 }
 
+/// Returns the path of a key of the object at `at`, which is empty for the table itself.
+fn path(at: &str, key: &str) -> String {
+    if at.is_empty() { key.to_owned() } else { format!("{at}.{key}") }
+}
+
 fn list<'a>(of: &'a Value, key: &str, at: &str) -> Result<&'a Vec<Value>, String> {
     match of.get(key) {
         Some(Value::Array(list)) => Ok(list),
-        Some(_) => Err(format!("{at}: must be a list")),
-        None => Err(format!("{at}: is missing")),
+        Some(_) => Err(format!("{}: must be a list", path(at, key))),
+        None => Err(format!("{}: is missing", path(at, key))),
     }
 }
 
 /// Parses a number, which tables contain as a text.
 fn number(of: &Value, key: &str, at: &str) -> Result<u32, String> {
-    let invalid = |given: &dyn Display| format!("{at}.{key}: is {given} and must be a whole number from 0");
+    let path = path(at, key);
+    let invalid = |given: &dyn Display| format!("{path}: is {given} and must be a whole number from 0");
     match of.get(key) {
         Some(Value::String(text)) => text.trim().parse().map_err(|_| invalid(&format!("{text:?}"))),
         Some(Value::Number(number)) => {
             number.as_u64().and_then(|n| u32::try_from(n).ok()).ok_or_else(|| invalid(number))
         }
         Some(other) => Err(invalid(other)),
-        None => Err(format!("{at}.{key}: is missing")),
+        None => Err(format!("{path}: is missing")),
     }
 }
 
 /// Checks that an optional count equals the length of its list.
-fn check_count(of: &Value, key: &str, at: &str, list: &str, found: usize) -> Result<(), String> {
+fn check_count(of: &Value, key: &str, list: &str, at: &str, found: usize) -> Result<(), String> {
     if of.get(key).is_none() {
         return Ok(());
     }
-    let count = number(of, key, at.rsplit_once('.').map_or("the table", |(parent, _)| parent))?;
-    if count as usize == found { Ok(()) } else { Err(format!("{at}: says {count}, and {list} has {found}")) }
+    match number(of, key, at)? {
+        count if count as usize == found => Ok(()),
+        count => Err(format!("{}: says {count}, and {} has {found}", path(at, key), path(at, list))),
+    }
 }
 
 fn address(of: &Value, at: &str) -> Result<String, String> {

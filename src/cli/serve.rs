@@ -4,7 +4,7 @@ use super::{
     access,
     browser::Opened,
     init_tracing,
-    local_agent::{LocalAgent, Settings, Slots},
+    local_agent::{LocalAgent, Settings},
     oidc::OidcArgs,
     output, usage_error,
 };
@@ -18,7 +18,7 @@ use lockstep_worker::agent::state_dir;
 use std::{
     io,
     net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, ToSocketAddrs},
-    path::{Path, PathBuf},
+    path::PathBuf,
     sync::Arc,
     time::Duration,
 };
@@ -196,30 +196,29 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     config.lease = Duration::from_secs(args.lease.into());
     config.keep_points = Duration::from_secs(args.keep_points.into());
     config.run_silence = Duration::from_secs(args.run_silence.into());
-    let slots = match (args.cpu_slots, args.gpus) {
-        (Some(count), _) => Slots::Cpu(count),
-        (None, Some(list)) => Slots::Gpus(list),
-        (None, None) => Slots::Found,
-    };
-    let local_agent = !args.no_local_agent;
+    let agent_options = [
+        ("--cpu-slots", args.cpu_slots.map(|count| count.to_string())),
+        ("--gpus", args.gpus),
+        ("--warm", args.warm),
+    ];
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let result = runtime.block_on(async {
         // Listens before the address is printed: a program that reads the address may stop the server at once.
         let mut signals = StopSignals::listen()?;
-        let mut server = Server::start(config).await?;
+        let mut server = Server::start(config).await.map_err(with_exit_status)?;
         output::line(format_args!("dashboard: {}", server.running.url()))?;
         if !args.no_auth {
             // The link works once, within ten minutes; `lockstep login-link` prints another. The link is printed even into a log, like the
             // links of notebook servers: people who start a server with nohup or in a container look there, and a command to print a link
             // would need the address and the certificate, which only the server knows. If another reader of the log uses the link first, it
             // no longer works.
-            output::line(format_args!("sign in: {}", server.login_link(START_PAGE)?))?;
+            output::line(format_args!("sign in: {}", server.running.login_link(START_PAGE)?))?;
         }
-        let _opened = Opened::of(server.running(), START_PAGE, server.data_dir(), !args.no_open);
-        if local_agent {
+        let _opened = Opened::of(&server.running, START_PAGE, &server.data_dir, !args.no_open);
+        if !args.no_local_agent {
             server.advertise = args.advertise.or(server.advertise);
-            server.warm = args.warm;
-            server.start_agent(slots, false).await?;
+            let options = agent_options.into_iter().filter_map(|(name, value)| Some((name, value?)));
+            server.start_agent(options.collect(), false).await?;
         }
         tokio::select! {
             () = signals.next() => {}
@@ -262,7 +261,7 @@ impl StopSignals {
 
 /// A running server, and the agent of its machine.
 pub(crate) struct Server {
-    running: Running,
+    pub(crate) running: Running,
     /// Address without TLS for programs on this machine.
     local: SocketAddr,
     data_dir: PathBuf,
@@ -270,29 +269,17 @@ pub(crate) struct Server {
     /// Completes when the server ends, for any reason.
     pub(crate) ended: tokio::task::JoinHandle<Result<(), ServeError>>,
     agent: Option<LocalAgent>,
-    /// Address by which ranks on other machines reach this machine's ranks.
+    /// Address by which ranks on other machines reach this machine's ranks. The agent connects to the server over loopback, so it cannot
+    /// find this address itself.
     advertise: Option<String>,
-    /// As in `--warm`.
-    warm: Option<String>,
 }
 
 impl Server {
     /// Starts the server. Returns when the server accepts connections.
     ///
     /// # Errors
-    /// See [`run`].
-    pub(crate) async fn start(config: ServeConfig) -> anyhow::Result<Self> {
-        Self::start_or(config).await.map_err(|error| match error.exit_code() {
-            2 => usage_error(error.to_string()),
-            _ => error.into(),
-        })
-    }
-
-    /// Like [`Server::start`], for callers that handle the error themselves.
-    ///
-    /// # Errors
     /// Returns the reason why the server cannot start.
-    pub(crate) async fn start_or(mut config: ServeConfig) -> Result<Self, ServeError> {
+    pub(crate) async fn start(mut config: ServeConfig) -> Result<Self, ServeError> {
         let data_dir = config.data_dir.clone();
         // The certificate is for public names, so this machine's own agent connects to a separate listener.
         let mut local_listener = None;
@@ -323,9 +310,7 @@ impl Server {
                 let advertise =
                     (is_free && !ip.is_unspecified() && !ip.is_loopback()).then(|| ip.to_string());
                 let shutdown = Some(shutdown);
-                let server =
-                    Self { running, local, data_dir, shutdown, ended, agent: None, advertise, warm: None };
-                // Without this file, commands need the option --server.
+                let server = Self { running, local, data_dir, shutdown, ended, agent: None, advertise };
                 if let Err(error) = access::record_address(&server.data_dir, &server.url()) {
                     tracing::warn!("{error}; commands in this folder need the option --server");
                 }
@@ -344,41 +329,21 @@ impl Server {
         format!("http://{}", self.local)
     }
 
-    pub(crate) fn running(&self) -> &Running {
-        &self.running
-    }
-
-    pub(crate) fn data_dir(&self) -> &Path {
-        &self.data_dir
-    }
-
-    /// Returns a link that signs in one browser, once, and leads to this page.
-    ///
-    /// # Errors
-    /// The system has no random bits.
-    pub(crate) fn login_link(&self, page: &str) -> std::io::Result<String> {
-        self.running.login_link(page)
-    }
-
-    /// Returns the token for programs on this machine.
-    ///
-    /// # Errors
-    /// The token's file cannot be read.
-    pub(crate) fn token(&self) -> anyhow::Result<String> {
-        access::from_file(&self.data_dir.join("token"))
-    }
-
-    /// Starts the agent of this machine.
+    /// Starts the agent of this machine with these options.
     ///
     /// # Errors
     /// The agent cannot be started.
-    pub(crate) async fn start_agent(&mut self, slots: Slots, quiet: bool) -> anyhow::Result<()> {
+    pub(crate) async fn start_agent(
+        &mut self,
+        mut options: Vec<(&'static str, String)>,
+        quiet: bool,
+    ) -> anyhow::Result<()> {
+        options.extend(self.advertise.clone().map(|address| ("--advertise", address)));
         let dir = self.data_dir.join("agent");
         let agent_id = state_dir::agent_id(&dir)?;
         let token = dir.join("token");
         let token_file = self.running.agent_token(&agent_id, &token).await?.then_some(token);
-        let (advertise, warm) = (self.advertise.clone(), self.warm.clone());
-        let settings = Settings { server: self.url(), dir, advertise, slots, quiet, token_file, warm };
+        let settings = Settings { server: self.url(), dir, options, quiet, token_file };
         self.agent = Some(LocalAgent::start(settings).await?);
         Ok(())
     }
@@ -409,11 +374,13 @@ fn reachable(mut address: SocketAddr) -> SocketAddr {
 
 fn server_error(ended: Result<Result<(), ServeError>, tokio::task::JoinError>) -> anyhow::Result<()> {
     match ended {
-        Ok(Ok(())) => Ok(()),
-        Ok(Err(error)) if error.exit_code() == 2 => Err(usage_error(error.to_string())),
-        Ok(Err(error)) => Err(error.into()),
+        Ok(result) => result.map_err(with_exit_status),
         Err(error) => Err(anyhow::anyhow!("the server failed: {error}")),
     }
+}
+
+fn with_exit_status(error: ServeError) -> anyhow::Error {
+    if error.exit_code() == 2 { usage_error(error.to_string()) } else { error.into() }
 }
 
 fn stopped(why: &str) -> ServeError {

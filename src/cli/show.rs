@@ -1,7 +1,7 @@
 //! `lockstep show`: prints one job.
 
 use super::{
-    api::{ServerArgs, list},
+    api::{JobArgs, list},
     block_on, output,
 };
 use lockstep_protocol::numbers::rate;
@@ -17,27 +17,18 @@ use lockstep_protocol::{
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-/// Show one job
-#[derive(clap::Args)]
-pub(crate) struct Args {
-    /// The job's id, the start of its id, or its name
-    job: String,
-    #[command(flatten)]
-    server: ServerArgs,
-}
-
 /// Prints a job.
 ///
 /// # Errors
 /// Exit status 2 if the job does not exist.
-pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+pub(crate) fn run(args: JobArgs) -> anyhow::Result<()> {
     let api = args.server.api()?;
     let (job, response, checkpoints, plan) = block_on(async {
         let job = api.find_job(&args.job).await?;
         let response: Value = api.get(&format!("/jobs/{}/attempts", job.id)).await?;
-        let checkpoints = match args.server.json {
+        let checkpoints: Vec<CheckpointInfo> = match args.server.json {
             true => Vec::new(),
-            false => api.all(&format!("/jobs/{}/checkpoints", job.id), "checkpoints", &[], None).await?,
+            false => api.list(&format!("/jobs/{}/checkpoints", job.id), "checkpoints").await?,
         };
         let plan = match args.server.json || job.spec.parallel.mode == "data" {
             true => None,
@@ -51,7 +42,6 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         return output::json(&JobWithAttempts { job, attempts });
     }
     let attempts: Vec<AttemptRow> = list(&response, "attempts")?;
-    let checkpoints: Vec<CheckpointInfo> = list(&Value::Array(checkpoints), "checkpoints")?;
     let plan = plan.map(|plan| ("plan".to_owned(), planned(&plan)));
     for (key, value) in lines(&job, &checkpoints).into_iter().chain(plan).chain(attempts.iter().map(line)) {
         output::line(format_args!("{key:<20}{value}"))?;

@@ -78,18 +78,16 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         named?;
         let job: Job = api.post("/jobs", &document).await?;
         job.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
-        if shows_progress(&args) {
-            if !args.server.json {
-                output::line(format_args!("{}  {}/jobs/{}", job.id, api.base(), job.id))?;
-            }
-            watch::announce(&job);
-            return watch::to_the_end(&api, job, args.server.json).await;
+        let (follows, as_json) = (shows_progress(&args), args.server.json);
+        // With both, `to_the_end` prints all output.
+        if !(follows && as_json) {
+            output::print(as_json, &job, format_args!("{0}  {1}/jobs/{0}", job.id, api.base))?;
         }
-        if args.server.json {
-            output::json(&job)
-        } else {
-            output::line(format_args!("{}  {}/jobs/{}", job.id, api.base(), job.id))
+        if !follows {
+            return Ok(());
         }
+        watch::announce(&job);
+        watch::to_the_end(&api, job, as_json).await
     })
 }
 
@@ -111,7 +109,7 @@ fn submit_sweep(args: &Args, mut document: Value) -> anyhow::Result<()> {
             sweeps::announce(&api, &sweep, as_json)?;
         }
         if args.grid.folds.is_some() && !as_json {
-            let (base, id) = (api.base(), &sweep.id);
+            let (base, id) = (&api.base, &sweep.id);
             output::line(format_args!("mean and standard deviation: {base}/jobs?tag={id}&group_by=tag"))?;
         }
         if follows { sweeps::to_the_end(&api, sweep, as_json).await } else { Ok(()) }
@@ -139,7 +137,7 @@ fn label(document: &mut Value, args: &Args) {
 /// Combines a job's local mistakes with the mistakes that only the server finds, so that the user can correct all of them at once.
 async fn all_mistakes(api: &Api, path: &Path, document: &Value, local: &[SpecError]) -> anyhow::Error {
     let mut lines: Vec<_> = local.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
-    for (pointer, detail) in api.mistakes(document, false).await {
+    for (pointer, detail) in api.mistakes(document).await {
         let line = mistake(&pointer, &detail);
         if !lines.contains(&line) {
             lines.push(line);

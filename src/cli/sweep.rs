@@ -1,6 +1,6 @@
 //! Sweeps in job files: the section `sweep`, which `--sweep` and `--folds` write.
 
-use super::{api::mistake, job_file, usage_error};
+use super::{job_file, usage_error};
 use lockstep_protocol::{
     JobSpec,
     numbers::plural,
@@ -45,8 +45,7 @@ pub(crate) fn check(path: &Path, document: &Value) -> anyhow::Result<Option<usiz
     if mistakes.is_empty() {
         return Ok(Some(trials));
     }
-    let lines: Vec<_> = mistakes.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
-    Err(usage_error(job_file::format_mistakes(path, &lines)))
+    Err(job_file::refused(path, &mistakes))
 }
 
 /// Returns the number of trials of a job file with a section `sweep`, and each distinct mistake. `None` for a file without this section.

@@ -3,7 +3,7 @@
 use super::{
     WrongRequest,
     age::age,
-    api::{Api, Outage, SERVER_TIMEOUT, ServerArgs, list},
+    api::{Api, Outage, SERVER_TIMEOUT, ServerArgs},
     block_on,
     confirm::confirmed,
     output,
@@ -21,20 +21,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Show, pause, cancel and delete sweeps, which `lockstep submit` starts
-#[derive(clap::Args)]
-pub(crate) struct Args {
-    #[command(subcommand)]
-    action: Action,
-}
-
 #[derive(clap::Subcommand)]
-enum Action {
+pub(crate) enum Action {
     /// List the sweeps, newest first
-    List {
-        #[command(flatten)]
-        server: ServerArgs,
-    },
+    List(ServerArgs),
     /// Show a sweep's trials
     Show(SweepArgs),
     /// Pause a sweep: no trial starts or resumes; running trials continue until their next rung or their end
@@ -54,7 +44,7 @@ enum Action {
 }
 
 #[derive(clap::Args)]
-struct SweepArgs {
+pub(crate) struct SweepArgs {
     /// The sweep's id, the start of its id, or its name
     sweep: String,
     #[command(flatten)]
@@ -65,11 +55,10 @@ struct SweepArgs {
 ///
 /// # Errors
 /// Exit status 2 if the sweep does not exist, or its state does not allow the change.
-pub(crate) fn run(args: Args) -> anyhow::Result<()> {
-    match args.action {
-        Action::List { server } => {
-            let all = block_on(server.api()?.all("/sweeps", "sweeps", &[], None))?;
-            let sweeps: Vec<Sweep> = list(&Value::Array(all), "sweeps")?;
+pub(crate) fn run(action: Action) -> anyhow::Result<()> {
+    match action {
+        Action::List(server) => {
+            let sweeps: Vec<Sweep> = block_on(server.api()?.list("/sweeps", "sweeps"))?;
             if server.json {
                 return output::json(&sweeps);
             }
@@ -110,10 +99,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 api.request(Method::DELETE, &format!("/sweeps/{id}"), None::<&()>).await?;
                 Ok(id)
             })?;
-            match server.json {
-                true => output::json(&json!({ "deleted": id })),
-                false => output::line(format_args!("{id} deleted")),
-            }
+            output::print(server.json, &json!({ "deleted": id }), format_args!("{id} deleted"))
         }
     }
 }
@@ -128,7 +114,7 @@ pub(crate) fn announce(api: &Api, sweep: &Sweep, as_json: bool) -> anyhow::Resul
     }
     sweep.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
     let trials = plural(u64::from(sweep.trial_count), "trial");
-    output::line(format_args!("{0}  {1}/sweeps/{0}  {trials} of {2}", sweep.id, api.base(), sweep.name))
+    output::line(format_args!("{0}  {1}/sweeps/{0}  {trials} of {2}", sweep.id, api.base, sweep.name))
 }
 
 /// Interval between two requests for the state of a sweep.
@@ -203,7 +189,7 @@ fn change(SweepArgs { sweep, server }: &SweepArgs, action: &str) -> anyhow::Resu
         let Sweep { id, .. } = api.find_sweep(sweep, true).await?;
         api.post(&format!("/sweeps/{id}/{action}"), &json!({})).await
     })?;
-    if server.json { output::json(&changed) } else { output::line(describe(&changed)) }
+    output::print(server.json, &changed, describe(&changed))
 }
 
 /// `cifar-lr: asha, compared by val_accuracy after epochs 1, 3, 9, 27`

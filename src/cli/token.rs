@@ -14,15 +14,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Create, list and revoke access tokens
-#[derive(clap::Args)]
-pub(crate) struct Args {
-    #[command(subcommand)]
-    command: Command,
-}
-
 #[derive(clap::Subcommand)]
-enum Command {
+pub(crate) enum Command {
     /// Create a token, which is printed only once, or written to a file
     Create {
         /// Rights of the token: read, submit (includes read), admin (includes both), or agent (join as one agent)
@@ -44,10 +37,7 @@ enum Command {
         server: ServerArgs,
     },
     /// List tokens
-    List {
-        #[command(flatten)]
-        server: ServerArgs,
-    },
+    List(ServerArgs),
     /// Revoke a token; connections that use it are closed at once
     Revoke {
         /// The token's id, or its name if only one valid token has this name
@@ -55,13 +45,6 @@ enum Command {
         #[command(flatten)]
         server: ServerArgs,
     },
-}
-
-/// Print a link that signs in one browser, once, within ten minutes
-#[derive(clap::Args)]
-pub(crate) struct LinkArgs {
-    #[command(flatten)]
-    server: ServerArgs,
 }
 
 /// Parses `90s`, `15m`, `12h`, `30d`, `8w`, `1y` as seconds.
@@ -76,9 +59,9 @@ fn seconds(text: &str) -> Result<u64, String> {
 ///
 /// # Errors
 /// The server refuses the request.
-pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+pub(crate) fn run(command: Command) -> anyhow::Result<()> {
     block_on(async {
-        match args.command {
+        match command {
             Command::Create { scope, name, expires, agent, out, server } => {
                 let name = name.or_else(|| agent.clone()).unwrap_or_else(|| scope.to_string());
                 let body =
@@ -97,7 +80,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 ));
                 output::line(created.get("secret").and_then(Value::as_str).unwrap_or_default())
             }
-            Command::List { server } => {
+            Command::List(server) => {
                 let all = Value::Array(server.api()?.all("/tokens", "tokens", &[], None).await?);
                 if server.json {
                     return output::json(&json!({ "tokens": all }));
@@ -109,8 +92,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             }
             Command::Revoke { token, server } => {
                 let api = server.api()?;
-                let all = Value::Array(api.all("/tokens", "tokens", &[], None).await?);
-                let all = api::list::<Token>(&all, "tokens")?;
+                let all: Vec<Token> = api.list("/tokens", "tokens").await?;
                 let is_valid = |t: &&Token| t.name == token && t.revoked_at.is_none();
                 let named: Vec<_> = all.iter().filter(is_valid).collect();
                 let id = match (all.iter().find(|t| t.id == token), &named[..]) {
@@ -129,7 +111,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                     }
                 };
                 api.request(Method::DELETE, &format!("/tokens/{id}"), None::<&()>).await?;
-                if server.json { output::json(&json!({ "revoked": id })) } else { output::line(id) }
+                output::print(server.json, &json!({ "revoked": id }), &id)
             }
         }
     })
@@ -183,13 +165,10 @@ fn line(token: &Token) -> String {
 ///
 /// # Errors
 /// The server refuses the request.
-pub(crate) fn login_link(args: LinkArgs) -> anyhow::Result<()> {
+pub(crate) fn login_link(server: ServerArgs) -> anyhow::Result<()> {
     block_on(async {
-        let response: Value = args.server.api()?.post("/login-links", &json!({})).await?;
-        if args.server.json {
-            return output::json(&response);
-        }
-        output::line(response.get("url").and_then(Value::as_str).unwrap_or_default())
+        let response: Value = server.api()?.post("/login-links", &json!({})).await?;
+        output::print(server.json, &response, response["url"].as_str().unwrap_or_default())
     })
 }
 

@@ -7,7 +7,7 @@ mod part;
 mod resume;
 mod show;
 
-use super::{api::mistake, init_tracing, output, usage_error};
+use super::{init_tracing, job_file, output, usage_error};
 use launcher::{LaunchedRank, Ranks};
 use local::Ended;
 use lockstep_comm::rendezvous::free_port;
@@ -19,12 +19,12 @@ use lockstep_host::{
         libraries::{self, Library},
     },
 };
-use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
     JobSpec,
     agent::StartAttempt,
     dataset::{default_validation, held_out_share},
-    spec::{Validation, apply_set, shortened, toml_document},
+    numbers::plural,
+    spec::Validation,
 };
 use lockstep_worker::{
     checkpoint,
@@ -85,7 +85,12 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         libraries::reexec_if_needed(Library::needed(place.world_size));
     }
     let (mut spec, validation_given) = read(&args, part.world())?;
-    let dataset = dataset_path(&spec, &args.job)?;
+    let dataset = job_file::dataset_path(&spec, &args.job).ok_or_else(|| {
+        let given = &spec.data.dataset;
+        usage_error(format!(
+            "data.dataset: {given} does not exist; without a server a dataset is given by its path"
+        ))
+    })?;
     if !validation_given {
         choose_validation(&mut spec, &dataset);
     }
@@ -308,39 +313,16 @@ fn choose_validation(spec: &mut JobSpec, dataset: &Path) {
 
 /// Reads the specification. Also returns whether it gives `data.validation`. A launcher or `--ranks` sets the number of ranks.
 fn read(args: &Args, world: Option<(&str, u32)>) -> anyhow::Result<(JobSpec, bool)> {
-    let shown = args.job.display();
-    let text = super::job_file::job_file(&args.job)?;
-    let mut document = toml_document(&text).map_err(|e| usage_error(format!("{shown}: {}", e.detail)))?;
     let mut sets = args.sets.clone();
-    if let Some((by, ranks)) = world {
-        if args.ranks.is_some_and(|given| given != ranks) {
-            return Err(usage_error(format!("--ranks: {by} has started {ranks} ranks; leave it out")));
-        }
-        sets.push(format!("parallel.ranks={ranks}"));
-    } else if let Some(ranks) = args.ranks {
-        sets.push(format!("parallel.ranks={ranks}"));
+    if let Some((by, ranks)) = world
+        && args.ranks.is_some_and(|given| given != ranks)
+    {
+        return Err(usage_error(format!("--ranks: {by} has started {ranks} ranks; leave it out")));
     }
-    for set in sets {
-        apply_set(&mut document, &set).map_err(|e| usage_error(format!("--set {}: {e}", shortened(&set))))?;
-    }
-    super::job_file::find_weights(&mut document)?;
-    let spec = super::job_file::read(&document).map_err(|mistakes| {
-        let lines: Vec<_> = mistakes.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
-        usage_error(format!("{shown}:\n  {}", lines.join("\n  ")))
-    })?;
+    let ranks = world.map(|(_, ranks)| ranks).or(args.ranks);
+    sets.extend(ranks.map(|ranks| format!("parallel.ranks={ranks}")));
+    let document = job_file::document_as_written(&args.job, &sets)?;
+    let spec = job_file::check(&args.job, &document)?;
     let given = document.pointer("/data/validation").is_some_and(|given| !given.is_null());
     Ok((spec, given))
-}
-
-/// Returns the dataset's path. A relative path refers to the working directory or to the job file's folder.
-fn dataset_path(spec: &JobSpec, job: &Path) -> anyhow::Result<PathBuf> {
-    let given = Path::new(&spec.data.dataset);
-    let from_job_file = job.parent().map(|dir| dir.join(given));
-    let there = |path: PathBuf| lockstep_data::canonical(&path).ok();
-    [Some(given.to_path_buf()), from_job_file].into_iter().flatten().find_map(there).ok_or_else(|| {
-        usage_error(format!(
-            "data.dataset: {} does not exist; without a server a dataset is given by its path",
-            given.display()
-        ))
-    })
 }

@@ -16,15 +16,8 @@ use std::io::{self, BufRead, IsTerminal};
 /// Maximum length in bytes of a line on standard input that is read as a password.
 const LINE_BYTES: u64 = 8192;
 
-/// Add, list, change and remove people who sign in with a name and a password
 #[derive(clap::Args)]
-pub(crate) struct Args {
-    #[command(subcommand)]
-    command: Command,
-}
-
-#[derive(clap::Args)]
-struct Named {
+pub(crate) struct Named {
     /// The person's name
     name: String,
     #[command(flatten)]
@@ -32,7 +25,7 @@ struct Named {
 }
 
 #[derive(clap::Subcommand)]
-enum Command {
+pub(crate) enum Command {
     /// Add a person. The command asks for the password, or reads the first line of standard input; with --subject, the person has no
     /// password
     Add {
@@ -60,10 +53,7 @@ enum Command {
     /// Remove the link to an account at the OpenID provider; the person's sessions end
     Unlink(Named),
     /// List people
-    List {
-        #[command(flatten)]
-        server: ServerArgs,
-    },
+    List(ServerArgs),
     /// Remove a person; sessions end, tokens are revoked, and jobs keep the person's name
     Remove(Named),
     /// Set a person's password: asked for, or read from the first line of standard input; the person's sessions end
@@ -87,9 +77,9 @@ enum Command {
 ///
 /// # Errors
 /// The server refuses the request, or the password is invalid.
-pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+pub(crate) fn run(command: Command) -> anyhow::Result<()> {
     block_on(async {
-        match args.command {
+        match command {
             Command::Add { name, role, subject, server } => {
                 let body = match subject {
                     Some(subject) => json!({ "name": name, "role": role, "subject": subject }),
@@ -102,12 +92,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 if let Some(detail) = subject_mistake(&subject) {
                     return Err(usage_error(format!("a subject {detail}")));
                 }
-                change(&server, &name, &json!({ "subject": subject })).await
+                Named { name, server }.change(json!({ "subject": subject })).await
             }
-            Command::Unlink(Named { name, server }) => {
-                change(&server, &name, &json!({ "subject": "" })).await
-            }
-            Command::List { server } => {
+            Command::Unlink(named) => named.change(json!({ "subject": "" })).await,
+            Command::List(server) => {
                 let response: Value = server.api()?.get("/people").await?;
                 if server.json {
                     return output::json(&response);
@@ -119,26 +107,24 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             }
             Command::Remove(Named { name, server }) => {
                 server.api()?.request(Method::DELETE, &path(&name)?, None::<&()>).await?;
-                if server.json { output::json(&json!({ "removed": name })) } else { output::line(name) }
+                output::print(server.json, &json!({ "removed": name }), &name)
             }
-            Command::Password(Named { name, server }) => {
-                change(&server, &name, &json!({ "password": password()? })).await
+            Command::Password(named) => named.change(json!({ "password": password()? })).await,
+            Command::Role { name, role, server } => {
+                Named { name, server }.change(json!({ "role": role })).await
             }
-            Command::Role { name, role, server } => change(&server, &name, &json!({ "role": role })).await,
-            Command::Disable(Named { name, server }) => {
-                change(&server, &name, &json!({ "disabled": true })).await
-            }
-            Command::Enable(Named { name, server }) => {
-                change(&server, &name, &json!({ "disabled": false })).await
-            }
+            Command::Disable(named) => named.change(json!({ "disabled": true })).await,
+            Command::Enable(named) => named.change(json!({ "disabled": false })).await,
         }
     })
 }
 
-async fn change(server: &ServerArgs, name: &str, body: &Value) -> anyhow::Result<()> {
-    let api = server.api()?;
-    let changed: Value = api.read(api.request(Method::PATCH, &path(name)?, Some(body)).await?).await?;
-    show(server, &changed)
+impl Named {
+    async fn change(&self, body: Value) -> anyhow::Result<()> {
+        let api = self.server.api()?;
+        let response = api.request(Method::PATCH, &path(&self.name)?, Some(&body)).await?;
+        show(&self.server, &api.read(response).await?)
+    }
 }
 
 /// Returns the URL path of a person. An invalid name must not lead to another path.

@@ -80,7 +80,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         } else {
             format!(
                 "no server answers at {}, so the dataset's registration, its classes and the number of slots were not checked",
-                api.base()
+                api.base
             )
         };
         if args.json {

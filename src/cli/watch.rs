@@ -3,7 +3,7 @@
 mod progress;
 
 use super::{
-    api::{Api, Outage, SERVER_TIMEOUT, ServerArgs, list},
+    api::{Api, JobArgs, Outage, SERVER_TIMEOUT},
     block_on, describe_error, output, usage_error,
 };
 use lockstep_protocol::{
@@ -16,17 +16,7 @@ use lockstep_protocol::{
     stream::{Event, EventBody, Frame},
 };
 use progress::Progress;
-use serde_json::Value;
 use std::time::{Duration, Instant};
-
-/// Show a job's progress until it ends
-#[derive(clap::Args)]
-pub(crate) struct Args {
-    /// The job's id, the start of its id, or its name
-    job: String,
-    #[command(flatten)]
-    server: ServerArgs,
-}
 
 /// Interval between two requests for a waiting job's position in the queue. It depends on other jobs, so no event of this job reports it.
 const QUEUE_INTERVAL: Duration = Duration::from_secs(2);
@@ -37,7 +27,7 @@ const RETRY: Backoff = Backoff::new(Duration::from_millis(200), Duration::from_s
 ///
 /// # Errors
 /// Exit status 1 if the job does not succeed.
-pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+pub(crate) fn run(args: JobArgs) -> anyhow::Result<()> {
     let api = args.server.api()?;
     block_on(async {
         let job = api.find_job(&args.job).await?;
@@ -70,15 +60,14 @@ pub(crate) async fn to_the_end(api: &Api, job: Job, json: bool) -> anyhow::Resul
         output::json(&job)?;
     } else {
         // If the server no longer responds, the summary does not name a checkpoint.
-        let checkpoints = api.all(&format!("/jobs/{}/checkpoints", job.id), "checkpoints", &[], None).await;
-        let checkpoints: Vec<CheckpointInfo> =
-            list(&Value::Array(checkpoints.unwrap_or_default()), "checkpoints")?;
-        output::line(summary(&job, &checkpoints))?;
+        let checkpoints =
+            api.list::<CheckpointInfo>(&format!("/jobs/{}/checkpoints", job.id), "checkpoints").await;
+        output::line(summary(&job, &checkpoints.unwrap_or_default()))?;
     }
     match job.state {
         JobState::Succeeded => Ok(()),
         // The line above contains the reason.
-        _ => Err(NotSucceeded(job.state).into()),
+        state => Err(anyhow::anyhow!("the job is {state}")),
     }
 }
 
@@ -107,18 +96,6 @@ pub(crate) async fn until(api: &Api, mut job: Job, done: impl Fn(&Job) -> bool) 
     }
     Ok(job)
 }
-
-/// The error for a job that did not succeed. `watch` exits with status 1.
-#[derive(Debug)]
-pub(crate) struct NotSucceeded(JobState);
-
-impl std::fmt::Display for NotSucceeded {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "the job is {}", self.0)
-    }
-}
-
-impl std::error::Error for NotSucceeded {}
 
 /// Passes every frame of a job's stream to `progress`, each event once even if the connection breaks, and prints the place in the queue
 /// while the job waits. Returns the job after its end.

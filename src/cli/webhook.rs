@@ -4,15 +4,8 @@ use super::{api::ServerArgs, block_on, output, usage_error};
 use reqwest::Method;
 use serde_json::{Value, json};
 
-/// Add, list, test and remove webhooks, which send events of jobs to chats, people and programs
-#[derive(clap::Args)]
-pub(crate) struct Args {
-    #[command(subcommand)]
-    command: Command,
-}
-
 #[derive(clap::Subcommand)]
-enum Command {
+pub(crate) enum Command {
     /// Add a webhook; the secret that signs its messages is printed only once
     Add {
         /// URL to which messages are posted; for e-mail, mailto: with addresses separated by commas
@@ -30,10 +23,7 @@ enum Command {
         server: ServerArgs,
     },
     /// List webhooks
-    List {
-        #[command(flatten)]
-        server: ServerArgs,
-    },
+    List(ServerArgs),
     /// Send a test message to a webhook and print the outcome
     Test(WebhookArgs),
     /// Remove a webhook with all its messages, including waiting messages
@@ -41,7 +31,7 @@ enum Command {
 }
 
 #[derive(clap::Args)]
-struct WebhookArgs {
+pub(crate) struct WebhookArgs {
     /// The webhook's id
     id: String,
     #[command(flatten)]
@@ -52,9 +42,9 @@ struct WebhookArgs {
 ///
 /// # Errors
 /// The server refuses the request, or the test message was not delivered.
-pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+pub(crate) fn run(command: Command) -> anyhow::Result<()> {
     block_on(async {
-        match args.command {
+        match command {
             Command::Add { url, form, project, event, server } => {
                 let events = Some(event).filter(|events| !events.is_empty());
                 let body = json!({ "url": url, "form": form, "project": project, "events": events });
@@ -65,7 +55,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 output::warn(format_args!("webhook {}; its secret is shown once", text(&webhook, "id")));
                 output::line(text(&webhook, "secret"))
             }
-            Command::List { server } => {
+            Command::List(server) => {
                 let all = server.api()?.all("/webhooks", "webhooks", &[], None).await?;
                 if server.json {
                     return output::json(&json!({ "webhooks": all }));
@@ -91,7 +81,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             }
             Command::Remove(WebhookArgs { id, server }) => {
                 server.api()?.request(Method::DELETE, &path(&id)?, None::<&()>).await?;
-                if server.json { output::json(&json!({ "removed": id })) } else { output::line(id) }
+                output::print(server.json, &json!({ "removed": id }), &id)
             }
         }
     })

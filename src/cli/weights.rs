@@ -3,11 +3,11 @@
 use super::{
     block_on,
     dataset::{
-        download::{Failure, chain, download},
+        download::{Failure, download},
         get::{bar, client},
         known::Remote,
     },
-    output, usage_error,
+    output, usage_error, with_causes,
 };
 use anyhow::anyhow;
 use lockstep_host::cache;
@@ -26,28 +26,16 @@ const FILE: &str = "model.safetensors";
 /// Maximum size of a Git LFS pointer, from its specification.
 const POINTER_BYTES: usize = 1024;
 
-/// Networks and repositories with their weights, which were trained on ImageNet-1k by timm's recipe A1 (Wightman et al. 2021).
-const KNOWN: [(&str, &str); 5] = [
-    ("resnet18", "timm/resnet18.a1_in1k"),
-    ("resnet34", "timm/resnet34.a1_in1k"),
-    ("resnet50", "timm/resnet50.a1_in1k"),
-    ("resnet101", "timm/resnet101.a1_in1k"),
-    ("resnet152", "timm/resnet152.a1_in1k"),
-];
-
-/// Download trained weights for fine-tuning
-#[derive(clap::Args)]
-pub(crate) struct Args {
-    #[command(subcommand)]
-    action: Action,
-}
+/// Networks whose repositories `timm/NAME.a1_in1k` have weights, which were trained on ImageNet-1k by timm's recipe A1 (Wightman et al.
+/// 2021).
+const KNOWN: [&str; 5] = ["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"];
 
 #[derive(clap::Subcommand)]
-enum Action {
+pub(crate) enum Action {
     /// Download a network's weights, trained on ImageNet, and check them; jobs then use them by name, as in model.pretrained = "resnet18"
     Get {
         /// The network
-        #[arg(value_name = "NAME", value_parser = KNOWN.map(|(name, _)| name))]
+        #[arg(value_name = "NAME", value_parser = KNOWN)]
         name: String,
         /// URL of a mirror of the Hugging Face hub
         #[arg(long, value_name = "URL", env = HUB_VARIABLE, default_value = HUB)]
@@ -59,8 +47,8 @@ enum Action {
 ///
 /// # Errors
 /// Exit status 1 if the URL cannot be reached, 2 if the content does not match its checksum.
-pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    let Action::Get { name, from } = &args.action;
+pub(crate) fn run(action: &Action) -> anyhow::Result<()> {
+    let Action::Get { name, from } = action;
     let place = place_of(name).ok_or_else(|| {
         usage_error("there is no cache directory for the weights: set HOME, or LOCKSTEP_CACHE to a folder")
     })?;
@@ -70,8 +58,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 
 /// Returns the path of the weights with this name, which may not exist yet. `None` for unknown names.
 pub(super) fn place_of(name: &str) -> Option<PathBuf> {
-    let is_known = KNOWN.iter().any(|(known, _)| *known == name);
-    Some(cache::dir().filter(|_| is_known)?.join("weights").join(format!("{name}.safetensors")))
+    Some(cache::dir().filter(|_| KNOWN.contains(&name))?.join("weights").join(format!("{name}.safetensors")))
 }
 
 /// Downloads a network's weights from a hub to `place`.
@@ -79,9 +66,7 @@ fn fetch(name: &str, hub: &str, place: &Path) -> anyhow::Result<()> {
     if place.is_file() {
         return check(place);
     }
-    let repository = KNOWN.iter().find(|(known, _)| *known == name).map(|(_, repository)| *repository);
-    let repository = repository.ok_or_else(|| usage_error(format!("no weights are called {name}")))?;
-    let base = format!("{}/{repository}", hub.trim_end_matches('/'));
+    let base = format!("{}/timm/{name}.a1_in1k", hub.trim_end_matches('/'));
     if reqwest::Url::parse(&base).is_err() {
         return Err(usage_error(format!("--from {hub} is not a URL; write a URL such as {HUB}")));
     }
@@ -100,17 +85,13 @@ fn fetch(name: &str, hub: &str, place: &Path) -> anyhow::Result<()> {
     let folder = place.parent().unwrap_or(Path::new("."));
     fs::create_dir_all(folder).map_err(|e| anyhow!("{}: {e}", folder.display()))?;
     let client = client()?;
-    let got = block_on(async {
-        let remote = match pointer(&client, &format!("{base}/raw/main/{FILE}")).await {
-            Ok(remote) => remote,
-            Err(failure) => return Ok(Err(failure)),
-        };
+    block_on(async {
+        let remote = pointer(&client, &format!("{base}/raw/main/{FILE}")).await.map_err(explained)?;
         let bar = bar(remote.bytes);
         let got = download(&client, &url, &remote, place, &|bytes| bar.set_position(bytes)).await;
         bar.finish_and_clear();
-        Ok(got)
+        got.map_err(explained)
     })?;
-    got.map_err(explained)?;
     check(place)
 }
 
@@ -126,14 +107,10 @@ fn check(place: &Path) -> anyhow::Result<()> {
 /// # Errors
 /// The URL cannot be reached, or its content is not a pointer.
 async fn pointer(client: &Client, url: &str) -> Result<Remote, Failure> {
-    let lost = |error: reqwest::Error| Failure::Unreachable(chain(&error));
+    let lost = |error: reqwest::Error| Failure::Unreachable(with_causes(&error));
     let mut response = client.get(url).send().await.map_err(lost)?;
-    match response.status() {
-        StatusCode::OK => {}
-        status if status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS => {
-            return Err(Failure::Unreachable(format!("{url} answers {status}")));
-        }
-        status => return Err(Failure::Refused(format!("{url} answers {status}"))),
+    if response.status() != StatusCode::OK {
+        return Err(Failure::of_status(url, response.status()));
     }
     let mut text = Vec::new();
     while let Some(bytes) = response.chunk().await.map_err(lost)? {

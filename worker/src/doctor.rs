@@ -38,7 +38,7 @@ const MIN_OPEN_FILES: u64 = 1024;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The grade of a finding.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Grade {
     /// Everything is in order.

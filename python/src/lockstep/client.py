@@ -80,6 +80,34 @@ class _Resource(Calls):
         """Number of completed optimizer steps when `data` was read."""
         return int(self.data["step"])
 
+    async def _save(
+        self, source: str, query: Json | None, name: str, path: PathLike | None, size_bytes: int | None = None
+    ) -> Path:
+        """Downloads a file as `path`, a file or a folder (default: `name` here), and returns the file's path.
+
+        `size_bytes`: None if the responses have the size and the checksum.
+        """
+        target = Path(path or name)
+        target = target / name if target.is_dir() else target
+        partial = target.with_name(target.name + ".part")
+        is_checked, end = size_bytes is None, 1 if size_bytes is None else size_bytes
+        try:
+            with open(partial, "wb") as file:
+                digest = hashlib.sha256()
+                while file.tell() < end:
+                    headers = {"Range": f"bytes={file.tell()}-{file.tell() + PIECE_BYTES - 1}"}
+                    piece = await self._send("GET", source, query, may_repeat=True, headers=headers)
+                    if is_checked:
+                        end = int(piece.headers["content-range"].rpartition("/")[2])
+                    digest.update(piece.content)
+                    file.write(piece.content)
+            if is_checked and digest.hexdigest() != piece.headers["x-checksum-sha256"]:
+                raise LockstepError(f"{target} is damaged: its SHA-256 is not the checkpoint's; download it again")
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+        return target
+
 
 class CheckpointCalls(_Resource):
     """The calls of `Checkpoint` and `AsyncCheckpoint`."""
@@ -96,24 +124,7 @@ class CheckpointCalls(_Resource):
         damaged during the download. A failed download leaves no file.
         """
         name = f"{weights}.safetensors"
-        target = Path(path or name)
-        target = target / name if target.is_dir() else target
-        partial = target.with_name(target.name + ".part")
-        try:
-            with open(partial, "wb") as file:
-                digest, size_bytes = hashlib.sha256(), 1
-                while file.tell() < size_bytes:
-                    headers = {"Range": f"bytes={file.tell()}-{file.tell() + PIECE_BYTES - 1}"}
-                    piece = await self._send("GET", f"/checkpoints/{self.id}/{name}", may_repeat=True, headers=headers)
-                    size_bytes = int(piece.headers["content-range"].rpartition("/")[2])
-                    digest.update(piece.content)
-                    file.write(piece.content)
-            if digest.hexdigest() != piece.headers["x-checksum-sha256"]:
-                raise LockstepError(f"{target} is damaged: its SHA-256 is not the checkpoint's; download it again")
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
-        return target
+        return await self._save(f"/checkpoints/{self.id}/{name}", None, name, path)
 
 
 C = TypeVar("C", bound=CheckpointCalls)
@@ -297,20 +308,7 @@ class JobCalls(_Resource, Generic[J, C]):
         if name not in sizes:
             raise LockstepError(f"job {self.id} has no file {name!r}; its files: {', '.join(sizes) or 'none'}")
         own_name = name.rpartition("/")[2]
-        target = Path(path or own_name)
-        target = target / own_name if target.is_dir() else target
-        partial = target.with_name(target.name + ".part")
-        try:
-            with open(partial, "wb") as file:
-                while file.tell() < sizes[name]:
-                    headers = {"Range": f"bytes={file.tell()}-{file.tell() + PIECE_BYTES - 1}"}
-                    query = {"path": name}
-                    piece = await self._send("GET", f"/runs/{self.id}/file", query, may_repeat=True, headers=headers)
-                    file.write(piece.content)
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
-        return target
+        return await self._save(f"/runs/{self.id}/file", {"path": name}, own_name, path, sizes[name])
 
     async def _follow(self, key: str, path: str, follow: bool, query: Json) -> AsyncGenerator[Json, None]:
         """Yields the elements of a growing list, in order of `seq`."""

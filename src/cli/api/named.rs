@@ -16,33 +16,44 @@ pub(super) fn text<'a>(job: &'a Value, key: &str) -> &'a str {
     job.get(key).and_then(Value::as_str).unwrap_or_default()
 }
 
-/// Chooses among `jobs` (newest first) the newest job called `name`, or the only job whose id begins with `name`. If several jobs are
-/// called `name`, a note names the chosen job. The first argument is [`JOB`] or [`SWEEP`].
+/// Returns the id of the newest of the `jobs` (newest first) called `name`, or of the only job whose id begins with `name`. If `is_meant`
+/// accepts jobs called `name`, only these count. If several remain, a note names the chosen job. The first argument is [`JOB`] or [`SWEEP`].
 ///
 /// # Errors
 /// No job matches, or several ids begin with `name`. The error is a sentence.
-pub(super) fn choose<'a>(
+pub(super) fn choose(
     (noun, list): (&str, &str),
-    jobs: &'a [Value],
+    mut jobs: Vec<Value>,
     name: &str,
-) -> Result<(&'a Value, Option<String>), String> {
-    let called: Vec<_> = jobs.iter().filter(|job| text(job, "name") == name).collect();
+    is_meant: impl Fn(&Value) -> bool,
+) -> Result<(String, Option<String>), String> {
+    let is_called = |job: &Value| text(job, "name") == name;
+    if jobs.iter().any(|job| is_called(job) && is_meant(job)) {
+        jobs.retain(|job| !is_called(job) || is_meant(job));
+    }
+    let id = |job: &Value| text(job, "id").to_owned();
+    let called: Vec<_> = jobs.iter().filter(|job| is_called(job)).collect();
     if let [newest, others @ ..] = &called[..] {
         let note = || {
             format!("{} {noun}s are called {name}; the newest is taken: {}", called.len(), describe(newest))
         };
-        return Ok((*newest, (!others.is_empty()).then(note)));
+        return Ok((id(newest), (!others.is_empty()).then(note)));
     }
     let begins = |job: &&Value| name.len() >= MIN_PREFIX_CHARS && text(job, "id").starts_with(name);
     let begin: Vec<_> = jobs.iter().filter(begins).collect();
     match &begin[..] {
-        [job] => Ok((*job, None)),
+        [job] => Ok((id(job), None)),
         [] if noun == JOB.0 && Path::new(name).is_file() => Err(format!(
             "no job is called {name}; it is a file, and the job comes first, as in `lockstep predict JOB {name}`"
         )),
         [] => Err(format!("no {noun} is called {name}; `{list}` shows all {noun}s")),
         several => Err(ambiguous(several, name)),
     }
+}
+
+/// Returns the message for a command that needs the only job called `name`.
+pub(super) fn several((noun, list): (&str, &str), name: &str) -> String {
+    format!("several {noun}s are called {name}: give a {noun}'s id; `{list}` shows the ids")
 }
 
 /// Formats a job's id, state and age.
@@ -96,20 +107,17 @@ mod tests {
                 "it is a file, and the job comes first, as in `lockstep predict JOB Cargo.toml`",
             ),
         ] {
-            match choose(JOB, &jobs, name) {
+            match choose(JOB, jobs.to_vec(), name, |_| true) {
                 Ok((job, note)) => {
-                    assert_eq!(
-                        (Some(text(job, "id")), note.unwrap_or_default().as_str()),
-                        (chosen, note_or_error)
-                    );
+                    assert_eq!((Some(&*job), &*note.unwrap_or_default()), (chosen, note_or_error));
                 }
                 Err(why) => assert!(chosen.is_none() && why.contains(note_or_error), "{name}: {why}"),
             }
         }
-        let error = choose(JOB, &jobs[..2], "j000").unwrap_err();
+        let error = choose(JOB, jobs[..2].to_vec(), "j000", |_| true).unwrap_err();
         let listed = "2 ids begin with j000; give a longer part of the id:\n  j0002, running, 1 h ago  pics\n  j0001, failed, 3 d ago  pics";
         assert_eq!(error, listed);
         let many: Vec<_> = (0..12).map(|n| job(&format!("j000{n}"), "x", "succeeded", n)).collect();
-        assert!(choose(JOB, &many, "j000").unwrap_err().ends_with("\n  and 2 more"));
+        assert!(choose(JOB, many, "j000", |_| true).unwrap_err().ends_with("\n  and 2 more"));
     }
 }

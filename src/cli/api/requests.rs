@@ -21,7 +21,7 @@ impl Api {
     /// # Errors
     /// See [`Api::get`].
     pub(crate) async fn find<T: DeserializeOwned>(&self, path: &str) -> anyhow::Result<Option<T>> {
-        let request = self.client.get(format!("{}/api/v1{path}", self.base)).timeout(RESPONSE_TIMEOUT);
+        let request = self.client.get(self.url(path)).timeout(RESPONSE_TIMEOUT);
         let response = request.send().await.map_err(|error| self.unreachable(&error))?;
         match response.status() {
             StatusCode::NOT_FOUND => {
@@ -51,12 +51,10 @@ impl Api {
         let began = Instant::now();
         let mut backoff = RETRY;
         loop {
-            let request = self.client.post(format!("{}/api/v1{path}", self.base)).timeout(RESPONSE_TIMEOUT);
-            let sent = request.header("idempotency-key", &key).json(body).send().await;
-            let response = match sent {
-                Ok(response) if response.status().is_success() => self.read(response).await,
-                Ok(response) => Err(problem(response).await),
-                Err(error) => Err(self.unreachable(&error)),
+            let request = self.client.post(self.url(path)).timeout(RESPONSE_TIMEOUT);
+            let response = match self.send(request.header("idempotency-key", &key).json(body)).await {
+                Ok(response) => self.read(response).await,
+                Err(error) => Err(error),
             };
             match response {
                 Err(error) if !error.is::<WrongRequest>() && began.elapsed() < SERVER_TIMEOUT => {

@@ -51,7 +51,7 @@ impl Api {
     /// # Errors
     /// The server is unreachable.
     pub(crate) async fn stream(&self, job: &Job, since: u64) -> anyhow::Result<Stream> {
-        let url = format!("{}/api/v1/jobs/{}/stream?since={since}", self.base, job.id);
+        let url = self.url(&format!("/jobs/{}/stream?since={since}", job.id));
         let request = self.client.get(url).header(CONNECTION, "upgrade").header(UPGRADE, "websocket");
         let request = request.header(SEC_WEBSOCKET_VERSION, "13").header(SEC_WEBSOCKET_KEY, generate_key());
         let opening = async {

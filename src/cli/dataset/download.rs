@@ -1,6 +1,7 @@
 //! Downloads a file over HTTP: continues after a broken connection, checks the file, and renames it only when it is complete.
 
 use super::known::Remote;
+use crate::cli::{file::partial, with_causes};
 use futures_util::StreamExt as _;
 use lockstep_protocol::backoff::Backoff;
 use reqwest::{
@@ -9,10 +10,9 @@ use reqwest::{
 };
 use sha2::{Digest as _, Sha256};
 use std::{
-    fmt::Write as _,
     fs::{self, File, OpenOptions},
     io::{self, Read as _, Seek as _, SeekFrom, Write as _},
-    path::{Path, PathBuf},
+    path::Path,
     time::Duration,
 };
 
@@ -31,17 +31,21 @@ pub(crate) enum Failure {
     Local(String),
 }
 
+impl Failure {
+    /// Returns the failure of a request that got an unexpected status.
+    pub(crate) fn of_status(url: &str, status: StatusCode) -> Self {
+        let why = format!("{url} answers {status}");
+        match status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS {
+            true => Failure::Unreachable(why),
+            false => Failure::Refused(why),
+        }
+    }
+}
+
 impl From<io::Error> for Failure {
     fn from(error: io::Error) -> Self {
         Failure::Local(error.to_string())
     }
-}
-
-/// Returns the path under which `path` is written until the file is complete.
-pub(super) fn partial(path: &Path) -> PathBuf {
-    let mut name = path.as_os_str().to_owned();
-    name.push(".part");
-    name.into()
 }
 
 /// Downloads `url`, whose content must match `remote`, to `path`. `progress` receives the number of bytes so far.
@@ -149,7 +153,7 @@ async fn once(
     if have > 0 {
         request = request.header(RANGE, format!("bytes={have}-"));
     }
-    let lost = |error: reqwest::Error| Failure::Unreachable(chain(&error));
+    let lost = |error: reqwest::Error| Failure::Unreachable(with_causes(&error));
     let response = request.send().await.map_err(lost)?;
     let mut at = match response.status() {
         StatusCode::PARTIAL_CONTENT if begins_at(&response, have, remote.bytes) => have,
@@ -159,10 +163,7 @@ async fn once(
             return Err(Failure::Unreachable(format!("{url} does not continue at the requested position")));
         }
         StatusCode::OK => 0,
-        status if status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS => {
-            return Err(Failure::Unreachable(format!("{url} answers {status}")));
-        }
-        status => return Err(Failure::Refused(format!("{url} answers {status}"))),
+        status => return Err(Failure::of_status(url, status)),
     };
     let other = |bytes: u64| {
         Failure::Refused(format!("{url} has {bytes} bytes, but {} has {}", remote.name, remote.bytes))
@@ -202,26 +203,8 @@ fn sha256(file: &mut File) -> io::Result<String> {
     file.seek(SeekFrom::Start(0))?;
     let mut hash = Sha256::new();
     let mut buffer = vec![0; 1 << 20];
-    loop {
-        let read = file.read(&mut buffer)?;
-        if read == 0 {
-            break;
-        }
+    while let read @ 1.. = file.read(&mut buffer)? {
         hash.update(&buffer[..read]);
     }
     Ok(hex::encode(hash.finalize()))
-}
-
-/// Formats an error with its causes: the outermost error only says that sending failed.
-pub(crate) fn chain(error: &reqwest::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = std::error::Error::source(error);
-    while let Some(inner) = cause {
-        let message = inner.to_string();
-        if !text.contains(&message) {
-            let _ = write!(text, ": {message}");
-        }
-        cause = inner.source();
-    }
-    text
 }

@@ -2,14 +2,14 @@
 
 use super::{
     describe,
-    download::{Failure, download, partial},
+    download::{Failure, download},
     known::{KNOWN, Known, Remote},
     register_as,
 };
-use crate::cli::{api::ServerArgs, block_on, output, usage_error};
+use crate::cli::{api::ServerArgs, block_on, file::partial, output, usage_error};
 use anyhow::anyhow;
 use flate2::read::GzDecoder;
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::ProgressBar;
 use lockstep_worker::tls;
 use reqwest::Client;
 use std::{
@@ -23,7 +23,7 @@ use std::{
 const MAX_MEMBER_BYTES: u64 = 1 << 30;
 
 #[derive(clap::Args)]
-pub(super) struct Args {
+pub(crate) struct Args {
     /// The dataset to download
     #[arg(value_name = "NAME", value_parser = KNOWN.map(|known| known.name))]
     name: String,
@@ -49,29 +49,25 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let known = known.ok_or_else(|| usage_error(format!("no dataset {} is known", args.name)))?;
     let to = args.to.clone().unwrap_or_else(|| Path::new("datasets").join(known.name));
     // Removes a trailing slash.
-    let to: std::path::PathBuf = to.components().collect();
+    let to: PathBuf = to.components().collect();
     let base = args.from.as_deref().unwrap_or(known.base);
     fetch(&known, base, &to)?;
     let path = lockstep_data::canonical(&to)?;
     let say = |text: String| if args.server.json { Ok(()) } else { output::line(text) };
     say(format!("{} is in {}", known.name, path.display()))?;
     let api = args.server.api()?;
-    let manually = format!("lockstep dataset add {} {}", known.name, path.display());
     if args.no_register || !block_on(async { Ok(api.is_reachable().await) })? {
-        if args.server.json {
-            return output::json(
-                &serde_json::json!({ "name": known.name, "path": path, "registered": false }),
-            );
-        }
-        return output::line(format_args!(
-            "register it with `{manually}`, or train from the folder with `lockstep train`"
-        ));
+        let value = serde_json::json!({ "name": known.name, "path": path, "registered": false });
+        let text = format!(
+            "register it with `lockstep dataset add {} {}`, or train from the folder with `lockstep train`",
+            known.name,
+            path.display()
+        );
+        return output::print(args.server.json, &value, text);
     }
     let dataset = block_on(register_as(&api, known.name, &path, false))?;
-    if args.server.json {
-        return output::json(&dataset);
-    }
-    output::line(format_args!("{}: {}", dataset.name, describe(&dataset.info)))
+    let text = format!("{}: {}", dataset.name, describe(&dataset.info));
+    output::print(args.server.json, &dataset, text)
 }
 
 /// Puts all of the dataset's files into `to`, or none. Until then, downloaded files are kept next to `to`.
@@ -100,10 +96,10 @@ fn fetch(known: &Known, base: &str, to: &Path) -> anyhow::Result<()> {
     for file in known.files {
         let url = format!("{base}{}", file.name);
         let place = work.join(file.name);
-        let got = block_on(async {
-            Ok(download(&client, &url, file, &place, &|bytes| bar.set_position(before + bytes)).await)
+        block_on(async {
+            let got = download(&client, &url, file, &place, &|bytes| bar.set_position(before + bytes)).await;
+            got.map_err(|failure| with_advice(failure, known, &base, &work, to))
         })?;
-        got.map_err(|failure| with_advice(failure, known, &base, &work, to))?;
         before += file.bytes;
     }
     bar.finish_and_clear();
@@ -165,9 +161,8 @@ pub(crate) fn client() -> anyhow::Result<Client> {
 
 /// Returns a progress bar, which is hidden if standard error is not a terminal.
 pub(crate) fn bar(bytes: u64) -> ProgressBar {
-    let style =
-        ProgressStyle::with_template("{bytes} of {total_bytes} [{bar:30}] {bytes_per_sec}, {eta} left");
-    ProgressBar::new(bytes).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+    let template = "{bytes} of {total_bytes} [{bar:30}] {bytes_per_sec}, {eta} left";
+    ProgressBar::new(bytes).with_style(output::bar_style(template))
 }
 
 /// Adds advice to a failure.

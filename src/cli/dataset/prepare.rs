@@ -2,7 +2,8 @@
 
 use super::{UPDATE_INTERVAL, unnamed};
 use crate::cli::{output, usage_error};
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use indicatif::{ProgressBar, ProgressDrawTarget};
 use lockstep_data::{PrepareSettings, Prepared, QUALITIES, SHORT_SIDES};
 use lockstep_protocol::numbers::plural;
 use lockstep_protocol::spec::BrokenFiles;
@@ -13,7 +14,7 @@ use std::path::{Path, PathBuf};
 const MAX_BROKEN_FILES: usize = 100;
 
 #[derive(clap::Args)]
-pub(super) struct Args {
+pub(crate) struct Args {
     /// Dataset of pictures in files or shards, in a format that `dataset add` accepts
     path: PathBuf,
     /// Folder for the copy. A repeated command continues an interrupted copy
@@ -28,22 +29,19 @@ pub(super) struct Args {
 
 /// Options for the pictures of a copy.
 #[derive(Clone, Copy, clap::Args)]
-pub(super) struct Pictures {
+pub(crate) struct Pictures {
     /// JPEG quality of the copy
     #[arg(long, default_value_t = 90, value_parser = clap::value_parser!(u8).range(i64::from(*QUALITIES.start())..=i64::from(*QUALITIES.end())))]
     quality: u8,
     /// How to handle a picture that cannot be decoded: fail, or skip the picture and report it
-    #[arg(long, default_value = "fail")]
-    broken_files: Policy,
+    #[arg(long, value_parser = policy(), default_value = "fail")]
+    broken_files: BrokenFiles,
 }
 
 impl Pictures {
     pub(super) fn settings(self, short_side: u32) -> PrepareSettings {
-        let broken_files = match self.broken_files {
-            Policy::Fail => BrokenFiles::Fail,
-            Policy::Skip => BrokenFiles::Skip,
-        };
-        PrepareSettings { short_side, quality: self.quality, broken_files, ..PrepareSettings::default() }
+        let Self { quality, broken_files } = self;
+        PrepareSettings { short_side, quality, broken_files, ..PrepareSettings::default() }
     }
 }
 
@@ -52,10 +50,9 @@ pub(super) fn side() -> clap::builder::RangedI64ValueParser<u32> {
     clap::value_parser!(u32).range(i64::from(*SHORT_SIDES.start())..=i64::from(*SHORT_SIDES.end()))
 }
 
-#[derive(Clone, Copy, clap::ValueEnum)]
-enum Policy {
-    Fail,
-    Skip,
+fn policy() -> impl TypedValueParser<Value = BrokenFiles> {
+    let policy = |name: String| serde_json::from_value::<BrokenFiles>(name.into());
+    PossibleValuesParser::new(["fail", "skip"]).try_map(policy)
 }
 
 /// Writes the copy and prints what it contains.
@@ -83,10 +80,9 @@ pub(super) fn default_target(path: &Path, short_side: u32) -> Option<PathBuf> {
 /// # Errors
 /// See [`run`].
 pub(super) fn copy(path: &Path, to: &Path, settings: &PrepareSettings) -> anyhow::Result<Prepared> {
-    let style = ProgressStyle::with_template("{pos} of {len} pictures [{bar:30}] {per_sec}, {eta} left");
     let per_second = (1000 / UPDATE_INTERVAL.as_millis()) as u8;
     let bar = ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::stderr_with_hz(per_second));
-    bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+    bar.set_style(output::bar_style("{pos} of {len} pictures [{bar:30}] {per_sec}, {eta} left"));
     let prepared = lockstep_data::prepare(path, to, settings, |progress| {
         bar.set_length(progress.total);
         bar.set_position(progress.done);

@@ -2,25 +2,24 @@
 
 use super::examined::{ExaminedMachine, Pair};
 use lockstep_worker::doctor::{Finding, Grade, LinkMeasurement};
-use std::time::Duration;
 
 /// Speed in bytes per second below which all-reduces take longer than most steps, so that several machines are not faster than one. A
 /// gigabit link transfers about 117 million bytes of TCP data per second.
-const SLOW_BYTES_PER_SECOND: f64 = 110e6;
+pub(super) const SLOW_BYTES_PER_SECOND: f64 = 110e6;
 const USELESS_BYTES_PER_SECOND: f64 = 11e6;
 /// A link gets a finding if another link is faster by this factor.
 const SPEED_RATIO: f64 = 2.5;
 /// Bytes of ResNet-50's gradients in float32, as an example in messages.
 const RESNET_50_BYTES: f64 = 102e6;
 /// Maximum round trip time, in milliseconds, between machines in one room.
-const MAX_ROUND_TRIP_MS: f64 = 1.0;
+pub(super) const MAX_ROUND_TRIP_MS: f64 = 1.0;
 /// Clock differences in milliseconds that lead to a note and to a problem: log lines are in order to about a second, and certificates may
 /// be rejected from about a minute.
 const CLOCK_NOTE_MS: f64 = 1_000.0;
 const CLOCK_PROBLEM_MS: f64 = 60_000.0;
 
-fn finding(what: &str, grade: Grade, found: String, advice: String) -> Finding {
-    Finding { what: what.into(), grade, found, advice: Some(advice) }
+pub(super) fn finding(what: &str, grade: Grade, found: String, advice: impl Into<String>) -> Finding {
+    Finding { what: what.into(), grade, found, advice: Some(advice.into()) }
 }
 
 /// Compares the versions that must be equal on two machines.
@@ -34,7 +33,7 @@ pub(super) fn versions(a: &ExaminedMachine, b: &ExaminedMachine) -> Vec<Finding>
             "Lockstep",
             Grade::Problem,
             format!("{x} on {one}, {y} on {other}"),
-            "Install the same version on both: ranks of different versions refuse each other.".into(),
+            "Install the same version on both: ranks of different versions refuse each other.",
         ));
     }
     let (Some(of_a), Some(of_b)) = (&a.facts, &b.facts) else { return findings };
@@ -43,7 +42,7 @@ pub(super) fn versions(a: &ExaminedMachine, b: &ExaminedMachine) -> Vec<Finding>
             "machine",
             Grade::Note,
             format!("{one} and {other} are the same machine"),
-            "List the machine once, with more slots.".into(),
+            "List the machine once, with more slots.",
         ));
     }
     if of_a.gpus.is_empty() != of_b.gpus.is_empty() {
@@ -64,7 +63,7 @@ pub(super) fn versions(a: &ExaminedMachine, b: &ExaminedMachine) -> Vec<Finding>
             "NCCL",
             Grade::Problem,
             format!("{} on {one}, {} on {other}", shown(&of_a.nccl), shown(&of_b.nccl)),
-            "Install the same version on both (pip install nvidia-nccl-cu13==VERSION): NCCL refuses or hangs with another.".into(),
+            "Install the same version on both (pip install nvidia-nccl-cu13==VERSION): NCCL refuses or hangs with another.",
         ));
     }
     if of_a.driver != of_b.driver {
@@ -76,8 +75,7 @@ pub(super) fn versions(a: &ExaminedMachine, b: &ExaminedMachine) -> Vec<Finding>
             "GPU driver",
             grade,
             format!("{} on {one}, {} on {other}", shown(&of_a.driver), shown(&of_b.driver)),
-            "Install the same driver on both: each driver chooses and compiles kernels, which may differ in speed and rounding."
-                .into(),
+            "Install the same driver on both: each driver chooses and compiles kernels, which may differ in speed and rounding.",
         ));
     }
     findings
@@ -210,16 +208,14 @@ fn speed_findings(
             Grade::Problem,
             format!("{} from {slow_from} to {slow_to}: {meaning}", speed(least)),
             "Look at the link's speed (ethtool INTERFACE), the cable and the switch, and for a rate limit or a tunnel between the machines; otherwise \
-             leave one of the two out."
-                .into(),
+             leave one of the two out.",
         ));
     } else if least * SPEED_RATIO < most {
         findings.push(finding(
             "speed",
             Grade::Note,
             format!("{} from {slow_from} to {slow_to}, {} the other way", speed(least), speed(most)),
-            "Look for errors and a half-duplex link (ethtool -S INTERFACE), and for other traffic in that direction."
-                .into(),
+            "Look for errors and a half-duplex link (ethtool -S INTERFACE), and for other traffic in that direction.",
         ));
     } else if least * SPEED_RATIO < fastest {
         findings.push(finding(
@@ -230,15 +226,14 @@ fn speed_findings(
                 speed(least),
                 speed(fastest)
             ),
-            "Check that both use the same interface as the others, and check its speed (ethtool INTERFACE)."
-                .into(),
+            "Check that both use the same interface as the others, and check its speed (ethtool INTERFACE).",
         ));
     } else if least < SLOW_BYTES_PER_SECOND {
         findings.push(finding(
             "speed",
             Grade::Note,
             format!("{}: {meaning}", speed(least)),
-            "Use a faster network, a larger train.accumulate (fewer all-reduces), or fewer machines.".into(),
+            "Use a faster network, a larger train.accumulate (fewer all-reduces), or fewer machines.",
         ));
     }
     let far = there.round_trip_ms.min(back.round_trip_ms);
@@ -248,34 +243,15 @@ fn speed_findings(
             Grade::Note,
             format!("{}: a step waits for two round trips for each machine in the ring", duration(far)),
             "Between machines in one room it is 0.1 ms. Larger batches or train.accumulate cause fewer waits; parallel.sync_batch_norm = false \
-             avoids most of them."
-                .into(),
+             avoids most of them.",
         ));
     }
     findings
 }
 
-/// Whether the link should be measured again, because a busy machine may have caused the finding.
-pub(super) fn is_suspicious(link: &LinkMeasurement) -> bool {
-    link.bytes_per_second < SLOW_BYTES_PER_SECOND || link.round_trip_ms > MAX_ROUND_TRIP_MS
-}
-
 /// Returns the worst grade among the findings.
 pub(super) fn worst(findings: &[Finding]) -> Grade {
-    let has = |grade| findings.iter().any(|finding| finding.grade == grade);
-    if has(Grade::Problem) {
-        Grade::Problem
-    } else if has(Grade::Note) {
-        Grade::Note
-    } else {
-        Grade::Ok
-    }
-}
-
-/// Returns the expected time to measure all pairs of `hosts` machines. Disjoint pairs are measured at the same time.
-pub(super) fn expected(hosts: usize) -> Duration {
-    let rounds = if hosts.is_multiple_of(2) { hosts.saturating_sub(1) } else { hosts };
-    Duration::from_secs(3) * u32::try_from(rounds).unwrap_or(u32::MAX)
+    findings.iter().map(|finding| finding.grade).max().unwrap_or(Grade::Ok)
 }
 
 #[cfg(test)]

@@ -34,20 +34,10 @@ pub(super) struct Pair {
     pub(super) findings: Vec<Finding>,
 }
 
-#[derive(Serialize)]
-#[serde(untagged)]
-enum ValueOrError<'a, T> {
-    Value(&'a T),
-    Error { error: &'a str },
-}
-
 fn or_error<T: Serialize, S: Serializer>(result: &Result<T, String>, to: S) -> Result<S::Ok, S::Error> {
     match result {
-        Ok(value) => ValueOrError::Value(value).serialize(to),
-        Err(error) => {
-            let reported: ValueOrError<'_, T> = ValueOrError::Error { error };
-            reported.serialize(to)
-        }
+        Ok(value) => value.serialize(to),
+        Err(error) => serde_json::json!({ "error": error }).serialize(to),
     }
 }
 

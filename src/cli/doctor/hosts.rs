@@ -6,17 +6,19 @@ use super::{
         launch::{Host, hosts_of_list, read_hostfile},
         output, usage_error,
     },
-    assessment,
+    Args,
+    assessment::{self, MAX_ROUND_TRIP_MS, SLOW_BYTES_PER_SECOND, finding},
+    check_count,
     examined::{ExaminedMachine, Pair},
-    peer::{ALL_REDUCE_TIMEOUT, Order, PeerMessage},
-    remote::{Greeting, NoGreeting, Remote},
+    mark,
+    peer::{ALL_REDUCE_TIMEOUT, Greeting, Order, PeerMessage},
+    remote::{NoGreeting, Remote},
 };
 use lockstep_protocol::numbers::plural;
 use lockstep_worker::doctor::{Finding, Gathered, Grade, LinkMeasurement};
 use serde::Serialize;
 use std::{
     net::SocketAddr,
-    path::Path,
     sync::{Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
@@ -50,31 +52,20 @@ impl Connected {
     }
 }
 
-/// The machines, and how to reach them.
-pub(super) struct Request<'a> {
-    pub(super) list: Option<&'a str>,
-    pub(super) hostfile: Option<&'a Path>,
-    pub(super) program: &'a str,
-    /// Options for ssh.
-    pub(super) options: &'a [String],
-    pub(super) json: bool,
-}
-
 /// Checks the machines and prints findings with advice.
 ///
 /// # Errors
 /// Exit status 2 for mistakes in the lists, 1 if a finding would prevent training on these machines.
-pub(super) fn run(request: &Request<'_>) -> anyhow::Result<()> {
-    let hosts = match (request.hostfile, request.list) {
+pub(super) fn run(args: &Args) -> anyhow::Result<()> {
+    let hosts = match (&args.hostfile, args.hosts.as_deref().unwrap_or_default()) {
         (Some(path), _) => read_hostfile(path)?,
-        (None, list) => {
-            hosts_of_list(list.unwrap_or_default()).map_err(|e| usage_error(format!("--hosts: {e}")))?
-        }
+        (None, list) => hosts_of_list(list).map_err(|e| usage_error(format!("--hosts: {e}")))?,
     };
     let secret = format!("{}{}", uuid::Uuid::new_v4().simple(), uuid::Uuid::new_v4().simple());
-    let (machines, connected) = connect(&hosts, request, &secret);
+    let (machines, connected) = connect(&hosts, args, &secret);
     if hosts.len() > MANY_MACHINES {
-        let secs = assessment::expected(hosts.len()).as_secs();
+        // A round of measurements takes about 3 s.
+        let secs = 3 * rounds(hosts.len()).len();
         output::warn(format_args!(
             "{} machines have {} pairs, which are measured in about {secs} s if all machines reach each other",
             hosts.len(),
@@ -85,46 +76,37 @@ pub(super) fn run(request: &Request<'_>) -> anyhow::Result<()> {
     drop(connected);
     assess(&machines, &mut pairs);
     let report = Report { hosts: machines, pairs };
-    if request.json {
+    if args.json {
         output::json(&report)?;
     } else {
         show(&report)?;
     }
     let all = report.hosts.iter().flat_map(|host| &host.findings);
     let all = all.chain(report.pairs.iter().flat_map(|pair| &pair.findings));
-    match all.filter(|finding| finding.grade == Grade::Problem).count() {
-        0 => Ok(()),
-        1 => anyhow::bail!("a problem would prevent jobs from training on these machines"),
-        n => anyhow::bail!("{n} problems would prevent jobs from training on these machines"),
-    }
+    check_count(all.filter(|finding| finding.grade == Grade::Problem).count(), " on these machines")
 }
 
 /// Connects to all machines at the same time.
-fn connect(
-    hosts: &[Host],
-    request: &Request<'_>,
-    secret: &str,
-) -> (Vec<ExaminedMachine>, Vec<Option<Connected>>) {
-    let start = |host: &Host| Remote::start(host, request.program, request.options, secret);
+fn connect(hosts: &[Host], args: &Args, secret: &str) -> (Vec<ExaminedMachine>, Vec<Option<Connected>>) {
+    let start = |host: &Host| Remote::start(host, &args.program, &args.options, secret);
     let started: Vec<_> = std::thread::scope(|scope| {
         let threads: Vec<_> = hosts.iter().map(|host| scope.spawn(move || start(host))).collect();
         threads.into_iter().map(|thread| thread.join().ok()).collect()
     });
     let examine = |(host, started): (&Host, Option<Result<(Remote, String, Greeting), NoGreeting>>)| {
         let name = host.name.clone();
+        let mut machine = ExaminedMachine { name, lockstep: None, facts: None, findings: Vec::new() };
         match started {
             Some(Ok((remote, lockstep, greeting))) => {
-                let facts = Some(greeting.facts.clone());
-                let examined =
-                    ExaminedMachine { name, lockstep: Some(lockstep), facts, findings: Vec::new() };
-                (examined, Some(Connected { remote: Mutex::new(remote), greeting }))
+                (machine.lockstep, machine.facts) = (Some(lockstep), Some(greeting.facts.clone()));
+                (machine, Some(Connected { remote: Mutex::new(remote), greeting }))
             }
             Some(Err(NoGreeting { lockstep, why, advice })) => {
-                let finding =
-                    Finding { what: "host".into(), grade: Grade::Problem, found: why, advice: Some(advice) };
-                (ExaminedMachine { name, lockstep, facts: None, findings: vec![finding] }, None)
+                machine.lockstep = lockstep;
+                machine.findings.push(finding("host", Grade::Problem, why, advice));
+                (machine, None)
             }
-            None => (ExaminedMachine { name, lockstep: None, facts: None, findings: Vec::new() }, None),
+            None => (machine, None),
         }
     };
     hosts.iter().zip(started).map(examine).unzip()
@@ -194,9 +176,9 @@ fn run_all_reduces(
     (b, by_b): (&str, &mut Remote),
     (addr, port): (String, u16),
 ) -> Result<Gathered, String> {
-    by_a.order(&Order::Meet { rank: 0, addr: addr.clone(), port })?;
+    by_a.send(&Order::Meet { rank: 0, addr: addr.clone(), port })?;
     // Rank 0 still waits for rank 1. Its late response would be taken for the response to the next order, so its connection is closed.
-    by_b.order(&Order::Meet { rank: 1, addr, port }).inspect_err(|_| by_a.close())?;
+    by_b.send(&Order::Meet { rank: 1, addr, port }).inspect_err(|_| by_a.close())?;
     let patience = ALL_REDUCE_TIMEOUT + Duration::from_secs(20);
     let responses = [by_a.wait_for_response(patience), by_b.wait_for_response(patience)];
     let mut found = None;
@@ -214,7 +196,7 @@ fn run_all_reduces(
 fn measure_link(by: &mut Remote, to: SocketAddr) -> Result<LinkMeasurement, String> {
     let mut best = call(by, to)?;
     for _ in 1..MAX_MEASUREMENTS {
-        if !assessment::is_suspicious(&best) {
+        if best.bytes_per_second >= SLOW_BYTES_PER_SECOND && best.round_trip_ms <= MAX_ROUND_TRIP_MS {
             break;
         }
         // If a repetition fails, the earlier measurement is kept.
@@ -225,7 +207,7 @@ fn measure_link(by: &mut Remote, to: SocketAddr) -> Result<LinkMeasurement, Stri
 }
 
 fn call(by: &mut Remote, to: SocketAddr) -> Result<LinkMeasurement, String> {
-    by.order(&Order::Probe { to })?;
+    by.send(&Order::Probe { to })?;
     match by.wait_for_response(PROBE_TIMEOUT)? {
         PeerMessage::Link(link) => link,
         other => Err(format!("the machine gave an unexpected answer: {other:?}")),
@@ -246,14 +228,6 @@ fn assess(machines: &[ExaminedMachine], pairs: &mut [Pair]) {
         }
         pair.grade = assessment::worst(&findings);
         pair.findings = findings;
-    }
-}
-
-fn mark(grade: Grade) -> &'static str {
-    match grade {
-        Grade::Ok => "ok",
-        Grade::Note => "note",
-        Grade::Problem => "PROBLEM",
     }
 }
 

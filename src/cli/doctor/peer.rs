@@ -43,16 +43,20 @@ pub(super) enum Order {
     Meet { rank: u32, addr: String, port: u16 },
 }
 
+/// A machine's description.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Greeting {
+    pub(super) facts: Facts,
+    /// Port for probes, and a free port for a rendezvous.
+    pub(super) port: u16,
+    pub(super) meeting_port: u16,
+}
+
 /// A message from a machine: first its description, then a response to each order.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum PeerMessage {
-    Hello {
-        facts: Facts,
-        /// Port for probes, and a free port for a rendezvous.
-        port: u16,
-        meeting_port: u16,
-    },
+    Hello(Greeting),
     Link(Result<LinkMeasurement, String>),
     Met(Result<Option<Gathered>, String>),
     /// The reason why the machine cannot take orders.
@@ -64,13 +68,13 @@ pub(super) enum PeerMessage {
 /// # Errors
 /// Standard input has an invalid line, or standard output is closed.
 pub(super) fn run() -> anyhow::Result<()> {
-    let Ok(secret) = std::env::var(SECRET) else { return Err(start_with_environment()) };
+    let Ok(secret) = std::env::var(SECRET) else { return start_with_environment() };
     let (facts, port) = match begin(&secret) {
         Ok(begun) => begun,
         Err(why) => return send(&PeerMessage::Failed(why)),
     };
     let meeting_port = lockstep_comm::rendezvous::free_port(&facts.address.to_string())?;
-    send(&PeerMessage::Hello { facts: facts.clone(), port, meeting_port })?;
+    send(&PeerMessage::Hello(Greeting { facts: facts.clone(), port, meeting_port }))?;
     let mut lines = BufReader::new(io::stdin());
     loop {
         let mut line = Vec::new();
@@ -97,28 +101,17 @@ fn begin(secret: &str) -> Result<(Facts, u16), String> {
 
 /// Reads the first line, and starts this program again with the line's environment variables: they decide where libraries are found and
 /// which network interface is used.
-fn start_with_environment() -> anyhow::Error {
-    let read = || -> anyhow::Result<Start> {
-        // Reads exactly this line: the rest of the input is for the program that replaces this one (exec).
-        let mut input = File::from(io::stdin().as_fd().try_clone_to_owned()?);
-        let (mut line, mut byte) = (Vec::new(), [0]);
-        while line.len() < LINE_BYTES as usize && input.read(&mut byte)? == 1 && byte[0] != b'\n' {
-            line.push(byte[0]);
-        }
-        serde_json::from_slice(&line).map_err(|e| {
-            usage_error(format!("--peer is for `lockstep doctor --hosts`, which starts it ({e})"))
-        })
-    };
-    let Start { secret, env } = match read() {
-        Ok(start) => start,
-        Err(error) => return error,
-    };
-    match own_program() {
-        Ok(program) => {
-            Command::new(program).args(["doctor", "--peer"]).envs(env).env(SECRET, secret).exec().into()
-        }
-        Err(error) => error.into(),
+fn start_with_environment() -> anyhow::Result<()> {
+    // Reads exactly this line: the rest of the input is for the program that replaces this one (exec).
+    let mut input = File::from(io::stdin().as_fd().try_clone_to_owned()?);
+    let (mut line, mut byte) = (Vec::new(), [0]);
+    while line.len() < LINE_BYTES as usize && input.read(&mut byte)? == 1 && byte[0] != b'\n' {
+        line.push(byte[0]);
     }
+    let Start { secret, env } = serde_json::from_slice(&line).map_err(|e| {
+        usage_error(format!("--peer is for `lockstep doctor --hosts`, which starts it ({e})"))
+    })?;
+    Err(Command::new(own_program()?).args(["doctor", "--peer"]).envs(env).env(SECRET, secret).exec().into())
 }
 
 fn send(message: &PeerMessage) -> anyhow::Result<()> {

@@ -1,10 +1,9 @@
 //! A machine with `lockstep doctor --peer` at the other end of an SSH connection.
 
 use super::{
-    super::launch::{Host, ssh},
-    peer::{LINE_BYTES, Order, PeerMessage, Start},
+    super::launch::{Host, quoted, ssh},
+    peer::{Greeting, LINE_BYTES, PeerMessage, Start},
 };
-use lockstep_worker::doctor::Facts;
 use std::{
     io::{BufRead as _, BufReader, Read, Write as _},
     process::{Child, ChildStdin, Command, Stdio},
@@ -28,13 +27,6 @@ pub(super) struct Remote {
     words: Option<JoinHandle<String>>,
 }
 
-/// A machine's description.
-pub(super) struct Greeting {
-    pub(super) facts: Facts,
-    pub(super) port: u16,
-    pub(super) meeting_port: u16,
-}
-
 /// The reason why a machine sent no description, and the version of Lockstep on the machine if it is known.
 pub(super) struct NoGreeting {
     pub(super) lockstep: Option<String>,
@@ -51,43 +43,39 @@ impl Remote {
         secret: &str,
     ) -> Result<(Self, String, Greeting), NoGreeting> {
         let name = &host.name;
-        let silent = |why: String, advice: &str| NoGreeting { lockstep: None, why, advice: advice.into() };
-        let mut remote = Self::spawn(host, program, options).map_err(|e| {
-            silent(format!("ssh cannot be started: {e}"), "Install OpenSSH's client (openssh-client).")
+        let silent = |lockstep: Option<String>, why: String, advice: &str| NoGreeting {
+            lockstep,
+            why,
+            advice: advice.into(),
+        };
+        let program = quoted(program);
+        // Programs of every version can print their version.
+        let there = format!("{program} --version && exec {program} doctor --peer");
+        let mut remote = Self::run(ssh::to(options, name, &there)).map_err(|e| {
+            silent(None, format!("ssh cannot be started: {e}"), "Install OpenSSH's client (openssh-client).")
         })?;
         let start = Start { secret: secret.into(), env: host.env.clone() };
         // If the program cannot read the message, its exit status and output explain why.
-        let _ = remote.write(&start);
+        let _ = remote.send(&start);
         let version = match remote.line(CONNECT_TIMEOUT) {
             Ok(line) => line.trim().trim_start_matches("lockstep ").to_owned(),
             Err(why) => {
                 let (why, advice) = remote.explain(name, &why);
-                return Err(silent(why, &advice));
+                return Err(silent(None, why, &advice));
             }
         };
-        let silent =
-            |why: String, advice: String| NoGreeting { lockstep: Some(version.clone()), why, advice };
         match remote.receive(GREETING_TIMEOUT) {
-            Ok(PeerMessage::Hello { facts, port, meeting_port }) => {
-                Ok((remote, version, Greeting { facts, port, meeting_port }))
-            }
+            Ok(PeerMessage::Hello(greeting)) => Ok((remote, version, greeting)),
             Ok(PeerMessage::Failed(why)) => {
-                let advice = format!("`lockstep doctor` on {name} may say more.");
-                Err(silent(why, advice))
+                Err(silent(Some(version), why, &format!("`lockstep doctor` on {name} may say more.")))
             }
             Ok(_) | Err(_) => {
                 let why =
                     format!("Lockstep {version} there cannot examine the machine: {}", remote.last_line());
-                Err(silent(why, format!("Install Lockstep {} there.", env!("CARGO_PKG_VERSION"))))
+                let advice = concat!("Install Lockstep ", env!("CARGO_PKG_VERSION"), " there.");
+                Err(silent(Some(version), why, advice))
             }
         }
-    }
-
-    fn spawn(host: &Host, program: &str, options: &[String]) -> std::io::Result<Self> {
-        let program = super::super::launch::quoted(program);
-        // Programs of every version can print their version.
-        let there = format!("{program} --version && exec {program} doctor --peer");
-        Self::run(ssh::to(options, &host.name, &there))
     }
 
     /// Starts a command, with which messages are exchanged over its standard input and output.
@@ -125,7 +113,8 @@ impl Remote {
         Ok(Self { child, to, from, words: words.transpose()? })
     }
 
-    fn write(&mut self, what: &impl serde::Serialize) -> Result<(), String> {
+    /// Sends a message. [`Self::wait_for_response`] waits for the response to an order.
+    pub(super) fn send(&mut self, what: &impl serde::Serialize) -> Result<(), String> {
         let mut line = serde_json::to_vec(what).map_err(|e| e.to_string())?;
         line.push(b'\n');
         let to = self.to.as_mut().ok_or("the connection is closed")?;
@@ -142,11 +131,6 @@ impl Remote {
     fn receive(&self, patience: Duration) -> Result<PeerMessage, String> {
         let line = self.line(patience)?;
         serde_json::from_str(&line).map_err(|e| format!("unexpected output ({e})"))
-    }
-
-    /// Sends an order. [`Self::wait_for_response`] waits for the response.
-    pub(super) fn order(&mut self, order: &Order) -> Result<(), String> {
-        self.write(order)
     }
 
     pub(super) fn wait_for_response(&mut self, patience: Duration) -> Result<PeerMessage, String> {
@@ -169,10 +153,10 @@ impl Remote {
         let last = self.last_line();
         match status.and_then(|status| ssh::no_start(name, status, &last)) {
             Some(explained) => explained,
-            None if last.is_empty() => {
-                (format!("{name}: {why}"), format!("Try ssh -o BatchMode=yes {name} true."))
+            None => {
+                let last = if last.is_empty() { last } else { format!(": {last}") };
+                (format!("{name}: {why}{last}"), format!("Try ssh -o BatchMode=yes {name} true."))
             }
-            None => (format!("{name}: {why}: {last}"), format!("Try ssh -o BatchMode=yes {name} true.")),
         }
     }
 

@@ -61,11 +61,9 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
         fs::write(partial, &model).with_context(|| partial.display().to_string())
     })?;
     let (size_bytes, sha256) = (model.len(), hex::encode(Sha256::digest(&model)));
-    if args.server.json {
-        let file = place.display().to_string();
-        return output::json(&json!({"file": file, "size_bytes": size_bytes, "sha256": sha256}));
-    }
-    output::line(format_args!("{}: {size_bytes} bytes, sha256 {sha256}", place.display()))
+    let file = place.display().to_string();
+    let value = json!({"file": file, "size_bytes": size_bytes, "sha256": sha256});
+    output::print(args.server.json, &value, format_args!("{file}: {size_bytes} bytes, sha256 {sha256}"))
 }
 
 /// Whether the source is a path: a file, a folder with a checkpoint, or a text that looks like a path. Another folder may have the same

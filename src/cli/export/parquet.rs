@@ -55,10 +55,8 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     let points = file::replace(&args.output, |partial| block_on(write(&api, &args.jobs, partial)))?;
     let file = args.output.display().to_string();
-    if args.server.json {
-        return output::json(&json!({"file": file, "points": points}));
-    }
-    output::line(format_args!("{file}: {points} points"))
+    let value = json!({"file": file, "points": points});
+    output::print(args.server.json, &value, format_args!("{file}: {points} points"))
 }
 
 /// Writes a row group for each rank of each job. Returns the number of points.

@@ -1,8 +1,9 @@
 //! `lockstep export tensorboard`: writes jobs' metrics and settings as TensorBoard's event files.
 
 use crate::cli::{
-    api::{Api, ServerArgs, list},
+    api::{Api, ServerArgs},
     block_on,
+    compare::flatten,
     event_files::{Event, FILE_VERSION, Hparam, Summary, SummaryValue},
     history::{self, Point},
     output, usage_error,
@@ -66,8 +67,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
 }
 
 async fn export(api: &Api, job: &Job, output: &Path) -> anyhow::Result<Run> {
-    let attempts = api.all(&format!("/jobs/{}/attempts", job.id), "attempts", &[], None).await?;
-    let mut attempts: Vec<AttemptTimes> = list(&Value::Array(attempts), "attempts")?;
+    let mut attempts: Vec<AttemptTimes> = api.list(&format!("/jobs/{}/attempts", job.id), "attempts").await?;
     // A run that another program has logged has one attempt, which is not in the list.
     if let (true, Some(started_at)) = (attempts.is_empty(), job.started_at) {
         attempts.push(AttemptTimes { attempt: job.attempt, started_at, ended_at: job.finished_at });
@@ -110,14 +110,12 @@ fn write(folder: &Path, settings: Option<&Job>, clock: &Clock, series: &Series) 
     let version = Event { wall_time: begin, file_version: Some(FILE_VERSION.into()), ..Event::default() };
     version.write(&mut out)?;
     if let Some(job) = settings {
-        let mut all = BTreeMap::new();
         let settings = match &job.external {
             Some(run) => run.config.clone().into(),
             // Converted through text, so that a 32-bit 0.1 stays 0.1.
             None => serde_json::from_str(&serde_json::to_string(&job.spec)?)?,
         };
-        add_settings(&mut all, "", &settings);
-        Event::start(begin, all).write(&mut out)?;
+        Event::start(begin, hparams(settings)).write(&mut out)?;
     }
     let mut points: Vec<(Point, &str)> = Vec::new();
     for (name, all) in series {
@@ -145,24 +143,17 @@ fn write(folder: &Path, settings: Option<&Job>, clock: &Clock, series: &Series) 
     Ok(points.len())
 }
 
-/// Adds the values of a specification under paths such as `train.lr`.
-fn add_settings(all: &mut BTreeMap<String, Hparam>, path: &str, value: &Value) {
-    let mut hparam = Hparam::default();
-    match value {
-        Value::Null => return,
-        Value::Object(fields) => {
-            for (name, value) in fields {
-                let path = if path.is_empty() { name.clone() } else { format!("{path}.{name}") };
-                add_settings(all, &path, value);
-            }
-            return;
-        }
-        Value::Bool(flag) => hparam.flag = Some(*flag),
-        Value::Number(number) => hparam.number = number.as_f64(),
-        Value::String(text) => hparam.text = Some(text.clone()),
-        Value::Array(_) => hparam.text = Some(value.to_string()),
-    }
-    all.insert(path.to_owned(), hparam);
+/// Returns the values of a specification by keys such as `train.lr`.
+fn hparams(settings: Value) -> BTreeMap<String, Hparam> {
+    let mut values = BTreeMap::new();
+    flatten(String::new(), settings, &mut values);
+    let hparam = |value| match value {
+        Value::Bool(flag) => Hparam { flag: Some(flag), ..Hparam::default() },
+        Value::Number(number) => Hparam { number: number.as_f64(), ..Hparam::default() },
+        Value::String(text) => Hparam { text: Some(text), ..Hparam::default() },
+        other => Hparam { text: Some(other.to_string()), ..Hparam::default() },
+    };
+    values.into_iter().map(|(key, value)| (key, hparam(value))).collect()
 }
 
 /// Start and end of an attempt.
@@ -270,9 +261,7 @@ mod tests {
             "name": "shoes", "train": {"lr": 0.1, "steps": 40, "nesterov": true, "ema_decay": null},
             "tags": ["a", "b"],
         });
-        let mut all = BTreeMap::new();
-        add_settings(&mut all, "", &spec);
-        let event = Event::start(5.0, all);
+        let event = Event::start(5.0, hparams(spec));
         let content = event.summary.unwrap().value[0].metadata.clone().unwrap().plugin_data.unwrap().content;
         let start = HparamsData::decode(&content[..]).unwrap().session_start_info.unwrap();
         let text = |text: &str| Hparam { text: Some(text.into()), ..Hparam::default() };

@@ -132,12 +132,9 @@ impl Item {
         if self.nested_key.is_empty() { self.key.clone() } else { self.nested_key.join(".") }
     }
 
-    /// The value. Python writes NaN and infinities, which JSON does not have.
+    /// The value. Python writes NaN and infinities, which JSON does not have and which become text.
     fn value(&self) -> Value {
-        match self.value_json.as_str() {
-            text @ ("NaN" | "Infinity" | "-Infinity") => text.into(),
-            text => serde_json::from_str(text).unwrap_or_else(|_| text.into()),
-        }
+        serde_json::from_str(&self.value_json).unwrap_or_else(|_| self.value_json.as_str().into())
     }
 }
 

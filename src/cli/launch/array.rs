@@ -280,18 +280,11 @@ fn tell(args: &Args, job: &Job) -> anyhow::Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use clap::Parser as _;
-
-    #[derive(clap::Parser)]
-    struct Command {
-        #[command(flatten)]
-        args: Args,
-    }
+    use super::{super::tests::parse, *};
 
     #[test]
     fn a_sweep_has_up_to_500_agents() {
-        let args = Command::try_parse_from(["launch", "job.toml", "--with", "slurm"]).unwrap().args;
+        let args = parse(&["job.toml", "--with", "slurm"]);
         let room = |jobs: usize, machines: usize| {
             let job = json!({"data": {"dataset": "d"}, "parallel": {"ranks": machines}});
             room(&args, vec![Host::default(); machines], &vec![job; jobs])

@@ -40,10 +40,9 @@ pub(crate) fn read(path: &Path) -> anyhow::Result<Vec<Host>> {
 fn parse(text: &str) -> Result<Vec<Host>, String> {
     let mut hosts = Vec::new();
     for (number, line) in (1..).zip(text.lines()) {
-        let words = words(line).map_err(|e| format!("line {number}: {e}"))?;
-        if let [name, rest @ ..] = &words[..] {
-            add(&mut hosts, of_line(name, rest).map_err(|e| format!("line {number}: {e}"))?)
-                .map_err(|e| format!("line {number}: {e}"))?;
+        let at = |e: String| format!("line {number}: {e}");
+        if let [name, rest @ ..] = &words(line).map_err(at)?[..] {
+            of_line(name, rest).and_then(|host| add(&mut hosts, host)).map_err(at)?;
         }
     }
     if hosts.is_empty() { Err("names no machine".into()) } else { Ok(hosts) }

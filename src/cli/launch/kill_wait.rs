@@ -1,11 +1,8 @@
 //! Reads the time that Slurm waits between SIGTERM and SIGKILL for a job's processes: `KillWait` in Slurm's configuration.
 
-use std::{
-    io::Read as _,
-    process::{Command, Stdio},
-    thread,
-    time::{Duration, Instant},
-};
+use super::super::block_on;
+use std::{process::Stdio, time::Duration};
+use tokio::{process::Command, time::timeout};
 
 /// Time limit for Slurm's response. Without a response, the agent uses its default.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -13,25 +10,12 @@ const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Returns KillWait in seconds. `None` outside Slurm, or if Slurm does not respond.
 pub(super) fn of_slurm() -> Option<u32> {
     std::env::var_os("SLURM_JOB_ID")?;
-    let mut asked = Command::new("scontrol");
-    asked.args(["show", "config"]).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
-    let mut child = asked.spawn().ok()?;
-    let mut stdout = child.stdout.take()?;
-    // The output is longer than the buffer of a pipe, so it is read while the program runs.
-    let reading = thread::spawn(move || {
-        let mut text = String::new();
-        stdout.read_to_string(&mut text).map(|_| text)
+    let printed = block_on(async {
+        let mut asked = Command::new("scontrol");
+        asked.args(["show", "config"]).stdin(Stdio::null()).kill_on_drop(true);
+        Ok(timeout(RESPONSE_TIMEOUT, asked.output()).await??)
     });
-    let began = Instant::now();
-    while child.try_wait().ok()?.is_none() {
-        if began.elapsed() > RESPONSE_TIMEOUT {
-            let _ = child.kill();
-            let _ = child.wait();
-            return None;
-        }
-        thread::sleep(Duration::from_millis(20));
-    }
-    seconds(&reading.join().ok()?.ok()?)
+    seconds(&String::from_utf8_lossy(&printed.ok()?.stdout))
 }
 
 /// Parses a line such as `KillWait                = 30 sec`.

@@ -9,7 +9,13 @@ mod steer;
 mod template;
 mod words;
 
-use super::{super::output, Args, Launch, LaunchDetached, follow::until_over, hosts::Host, tokens};
+use super::{
+    super::{access::is_this_machine, output},
+    Args, Launch, LaunchDetached,
+    follow::until_over,
+    hosts::Host,
+    tokens,
+};
 use cleanup::Cleanup;
 use cluster::{Cluster, Created, Kind};
 use lockstep_protocol::{Job, JobSpec};
@@ -43,8 +49,9 @@ pub(super) fn show(
 /// Kubernetes refuses an object, its Job ends before Lockstep's job, or Lockstep's job does not succeed.
 pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::Result<()> {
     let cluster = Cluster::connect(&launch.args).await?;
-    let name = objects::name_of(&launch.job);
-    if is_here(&launch.bundle.server) {
+    let name = objects::name(launch.job.id.as_str(), &launch.job.name);
+    // In a pod, a loopback address means the pod itself.
+    if is_this_machine(&launch.bundle.server) {
         output::warn(format_args!(
             "the server's address is {}, which means the pod itself in each pod: give the server's address for pods with --agent-server",
             launch.bundle.server
@@ -105,15 +112,6 @@ pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::R
     }
 }
 
-/// Whether an address is loopback. In a pod, a loopback address means the pod itself.
-fn is_here(server: &str) -> bool {
-    let host = reqwest::Url::parse(server).ok().and_then(|url| url.host_str().map(ToOwned::to_owned));
-    host.is_some_and(|host| {
-        let ip = host.trim_matches(['[', ']']).parse::<std::net::IpAddr>();
-        host == "localhost" || ip.is_ok_and(|ip| ip.is_loopback())
-    })
-}
-
 /// Whether an object belongs to this job.
 fn is_ours(object: &Value, job: &Job) -> bool {
     object["metadata"]["labels"][JOB_LABEL] == job.id.as_str()
@@ -165,7 +163,7 @@ async fn create(
     let plan = Plan {
         name: name.to_owned(),
         job: launch.job.id.as_str(),
-        launch: objects::new_launch_id(),
+        launch: uuid::Uuid::new_v4().simple().to_string(),
         program: &launch.args.program,
         hosts: &launch.hosts,
         spec: &launch.job.spec,

@@ -1,14 +1,17 @@
 //! The machines of a launch and their slots, with checks before the launch starts.
 
 use super::{
-    super::{file, output, rank_table::RankTable, usage_error},
+    super::{
+        access::{is_loopback, with_scheme},
+        file, output,
+        rank_table::RankTable,
+        usage_error,
+    },
     Args, LauncherKind, MAX_SLOTS,
     bundle::BUNDLE_BYTES,
     hosts::{self, Host},
 };
-use lockstep_protocol::JobSpec;
-use lockstep_protocol::numbers::plural;
-use std::net::IpAddr;
+use lockstep_protocol::{JobSpec, numbers::plural};
 
 /// Returns the machines that the arguments name. Machines that Slurm or Kubernetes chooses have no name.
 pub(super) fn machines(args: &Args) -> anyhow::Result<Vec<Host>> {
@@ -70,29 +73,24 @@ pub(super) fn share_out(hosts: &mut [Host], each: Option<u32>, spec: &JobSpec) -
 /// Checks that other machines can reach the server at the given address.
 pub(super) fn check_reachable(args: &Args, hosts: &[Host]) -> anyhow::Result<()> {
     let server = &args.agent_server.clone().unwrap_or_else(|| args.server.address());
-    let with_scheme = if server.contains("://") { server.clone() } else { format!("http://{server}") };
-    let url = reqwest::Url::parse(&with_scheme)
+    let url = reqwest::Url::parse(&with_scheme(server))
         .map_err(|e| usage_error(format!("--agent-server {server}: {e}")))?;
-    let own = |name: &str| {
-        let name = name.rsplit_once('@').map_or(name, |(_, host)| host).trim_matches(['[', ']']);
-        name == "localhost" || name.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
-    };
+    if !is_loopback(url.host_str().unwrap_or_default()) {
+        return Ok(());
+    }
     // Slurm or Kubernetes chooses the machines without a name, which may be this machine.
-    if hosts.iter().any(|host| host.name.is_empty()) && own(url.host_str().unwrap_or_default()) {
+    if hosts.iter().any(|host| host.name.is_empty()) {
         output::warn(format_args!(
             "warning: only this machine reaches the server at {server}: give its address for other machines with --agent-server"
         ));
     }
-    let elsewhere = hosts.iter().find(|host| !host.name.is_empty() && !own(&host.name));
-    if let Some(host) = elsewhere
-        && own(url.host_str().unwrap_or_default())
-    {
-        return Err(usage_error(format!(
-            "{} cannot reach the server at {server}: give its address for these machines with --agent-server",
-            host.name
-        )));
+    let own = |name: &str| is_loopback(name.rsplit_once('@').map_or(name, |(_, host)| host));
+    match hosts.iter().find(|host| !host.name.is_empty() && !own(&host.name)) {
+        None => Ok(()),
+        Some(Host { name, .. }) => Err(usage_error(format!(
+            "{name} cannot reach the server at {server}: give its address for these machines with --agent-server"
+        ))),
     }
-    Ok(())
 }
 
 /// Returns the CA certificates that agents trust in addition to the system's.
@@ -121,22 +119,14 @@ pub(super) fn check_on_path(program: &str) -> anyhow::Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use clap::Parser as _;
+    use super::{super::tests::parse, *};
     use std::fs;
-
-    #[derive(clap::Parser)]
-    struct Command {
-        #[command(flatten)]
-        args: Args,
-    }
 
     #[test]
     fn a_ca_file_has_up_to_a_mebibyte() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("ca.crt");
-        let words = ["launch", "job.toml", "--with", "ssh", "--ca-file", path.to_str().unwrap(), "-H", "a"];
-        let args = Command::try_parse_from(words).unwrap().args;
+        let args = parse(&["job.toml", "--with", "ssh", "--ca-file", path.to_str().unwrap(), "-H", "a"]);
         fs::write(&path, vec![b'#'; 1 << 20]).unwrap();
         assert_eq!(ca(&args).unwrap().map(|text| text.len()), Some(1 << 20));
         fs::write(&path, vec![b'#'; (1 << 20) + 1]).unwrap();

@@ -232,16 +232,20 @@ pub(super) fn cancel(id: &str) {
     let _ = Command::new("scancel").arg(id).status();
 }
 
-/// Returns the state and reason of Slurm's job from `squeue`, or `None` if Slurm's job has ended.
-fn state(id: &str) -> Option<String> {
-    let printed =
-        Command::new("squeue").args(["-h", "-t", "all", "-o", "%T (%r)", "-j", id]).output().ok()?;
+/// Returns the output of `squeue` about Slurm's job, which is empty if Slurm no longer has the job. `None` if the controller does not
+/// respond.
+fn squeue(id: &str, options: &[&str]) -> Option<String> {
+    let printed = Command::new("squeue").args(["-h", "-t", "all", "-j", id]).args(options).output().ok()?;
     if !printed.status.success() {
-        let why = String::from_utf8_lossy(&printed.stderr).into_owned();
-        // Without a response of the controller, the job counts as existing.
-        return if why.contains("Invalid job id") { None } else { Some("UNKNOWN".into()) };
+        return String::from_utf8_lossy(&printed.stderr).contains("Invalid job id").then(String::new);
     }
-    let text = String::from_utf8_lossy(&printed.stdout).trim().to_owned();
+    Some(String::from_utf8_lossy(&printed.stdout).trim().to_owned())
+}
+
+/// Returns the state and reason of Slurm's job, or `None` if Slurm's job has ended. Without a response of the controller, the job counts as
+/// existing.
+fn state(id: &str) -> Option<String> {
+    let text = squeue(id, &["-o", "%T (%r)"]).unwrap_or_else(|| "UNKNOWN".into());
     if text.is_empty() || is_over(&text) { None } else { Some(text) }
 }
 
@@ -265,13 +269,7 @@ fn is_over(state: &str) -> bool {
 
 /// Returns the states and reasons of an array's unfinished tasks by number, or `None` if the controller does not respond.
 pub(super) fn tasks(id: &str) -> Option<BTreeMap<usize, String>> {
-    let printed =
-        Command::new("squeue").args(["-h", "-r", "-t", "all", "-o", "%K %T (%r)", "-j", id]).output().ok()?;
-    if !printed.status.success() {
-        let why = String::from_utf8_lossy(&printed.stderr).into_owned();
-        return why.contains("Invalid job id").then(BTreeMap::new);
-    }
-    let text = String::from_utf8_lossy(&printed.stdout).into_owned();
+    let text = squeue(id, &["-r", "-o", "%K %T (%r)"])?;
     let task = |line: &str| {
         let (number, state) = line.trim().split_once(' ')?;
         Some((number.parse().ok()?, state.to_owned()))

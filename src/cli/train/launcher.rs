@@ -5,7 +5,7 @@ mod nodelist;
 mod table;
 
 pub(super) use mindspore::is_scheduler;
-pub(super) use table::{RANK_TABLE, Ranks, of_machine, of_rank, rank_id};
+pub(super) use table::{RANK_TABLE, Ranks, of_machine, of_rank};
 
 use nodelist::{first_node, tasks_of};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -103,7 +103,8 @@ pub(super) fn detect(variable: impl Fn(&str) -> Option<String>) -> Result<Option
     Ok(Some(LaunchedRank { by, rank, world_size, local_rank, local_ranks, device: None, addr, port, secret }))
 }
 
-fn number(variable: &impl Fn(&str) -> Option<String>, name: &str) -> Result<Option<u32>, String> {
+/// Reads a variable with a number.
+pub(super) fn number(variable: &impl Fn(&str) -> Option<String>, name: &str) -> Result<Option<u32>, String> {
     variable(name).map(|v| v.trim().parse().map_err(|_| format!("{name}={v:?} is not a number"))).transpose()
 }
 

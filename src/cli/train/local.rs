@@ -1,7 +1,7 @@
 //! Starts, monitors and ends the ranks of this machine without an agent.
 
 use super::{
-    super::{block_on, output},
+    super::{block_on, output, serve::StopSignals},
     show::Show,
 };
 use lockstep_engine::registry;
@@ -53,8 +53,7 @@ pub(super) fn run(configs: &[RankConfig]) -> anyhow::Result<Ended> {
     };
     block_on(async {
         let mut command = Command {
-            interrupt: signal(SignalKind::interrupt())?,
-            terminate: signal(SignalKind::terminate())?,
+            signals: StopSignals::listen()?,
             hangup: if ignores_hangup() { None } else { Some(signal(SignalKind::hangup())?) },
             interrupted: false,
             show: Show::new(&start.spec, &configs.iter().map(|config| config.rank).collect::<Vec<_>>()),
@@ -77,8 +76,7 @@ pub(super) fn run(configs: &[RankConfig]) -> anyhow::Result<Ended> {
 
 /// The state of this command while its ranks train.
 struct Command {
-    interrupt: Signal,
-    terminate: Signal,
+    signals: StopSignals,
     /// The signal that a closed terminal sends; `None` if it is ignored.
     hangup: Option<Signal>,
     interrupted: bool,
@@ -101,26 +99,23 @@ async fn received(signal: Option<&mut Signal>) {
     }
 }
 
-/// Ctrl-C, SIGTERM, or a closed terminal.
-struct Interrupt;
-
 impl Policy for Command {
     type Records = Vec<AttemptEvent>;
-    type Order = Interrupt;
+    /// Ctrl-C, SIGTERM, or a closed terminal.
+    type Order = ();
     type Error = TailError;
 
     const POLL_EVERY: Duration = POLL_INTERVAL;
 
-    async fn order(&mut self) -> Interrupt {
+    async fn order(&mut self) {
         tokio::select! {
-            _ = self.interrupt.recv() => Interrupt,
-            _ = self.terminate.recv() => Interrupt,
-            () = received(self.hangup.as_mut()) => Interrupt,
+            () = self.signals.next() => {}
+            () = received(self.hangup.as_mut()) => {}
         }
     }
 
     /// The first interrupt makes ranks write a checkpoint; the second kills them.
-    fn obey(&mut self, _order: Interrupt, ranks: &mut RankGroup<Vec<AttemptEvent>>) {
+    fn obey(&mut self, (): (), ranks: &mut RankGroup<Vec<AttemptEvent>>) {
         self.interrupted = true;
         ranks.stop(if ranks.is_stopping() { Stop::Kill } else { Stop::Terminate });
     }

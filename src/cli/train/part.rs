@@ -45,7 +45,8 @@ impl Part {
     /// Exit status 2 if an argument or a variable is missing or invalid.
     pub(super) fn find(args: &Args) -> anyhow::Result<Self> {
         let variable = |name: &str| std::env::var(name).ok();
-        let rank = || launcher::rank_id(&variable).map_err(usage_error);
+        // MindSpore's scripts assign ranks by this variable.
+        let rank = || launcher::number(&variable, "RANK_ID").map_err(usage_error);
         let table = match (&args.rank_table, variable(TABLE_FILE).filter(|path| !path.trim().is_empty())) {
             (Some(path), _) => RankTable::read(path)?,
             (None, given) => match (launcher::detect(variable).map_err(usage_error)?, given) {

@@ -1,7 +1,7 @@
 //! The display of `lockstep train`: a progress bar on a terminal, otherwise rank 0's log lines, with the mean loss of all ranks.
 
 use super::super::{job_loss::JobLoss, output};
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::{ProgressBar, ProgressDrawTarget};
 use lockstep_protocol::{
     JobSpec,
     agent::{AttemptEvent, CheckpointInfo},
@@ -39,17 +39,13 @@ pub(super) struct Show {
     pub(super) step: u64,
 }
 
-fn style(template: &str) -> ProgressStyle {
-    ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar())
-}
-
 impl Show {
     /// Creates a display for a run in which this process reads the records of `ranks`.
     pub(super) fn new(spec: &JobSpec, ranks: &[u32]) -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
             let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
             // Nothing is shown until the run's length is known.
-            bar.set_style(style(""));
+            bar.set_style(output::bar_style(""));
             bar
         });
         Self {
@@ -81,7 +77,7 @@ impl Show {
                     self.steps_per_epoch = steps_per_epoch;
                     self.step = self.step.max(start_step);
                     if let Some(bar) = &self.bar {
-                        bar.set_style(style("{bar:30} {pos}/{len}"));
+                        bar.set_style(output::bar_style("{bar:30} {pos}/{len}"));
                         bar.set_length(total_steps);
                         bar.set_position(start_step);
                         bar.reset_eta();
@@ -163,7 +159,7 @@ impl Show {
         let accuracy = self.accuracy.map(|(a, _)| format!(", accuracy {}", percent(a))).unwrap_or_default();
         let speed = self.speed.images_per_second();
         let speed = speed.map(|v| format!(", {} images/s", rate(v))).unwrap_or_default();
-        bar.set_style(style("{bar:30} {pos}/{len} {msg}, {eta} left"));
+        bar.set_style(output::bar_style("{bar:30} {pos}/{len} {msg}, {eta} left"));
         bar.set_message(format!("epoch {epoch}, loss {loss:.4}{}{accuracy}{speed}", self.whose));
     }
 

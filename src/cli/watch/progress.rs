@@ -1,7 +1,7 @@
 //! The display of `lockstep watch` while a job waits and trains.
 
 use crate::cli::{age::span, job_loss::JobLoss, output};
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::{ProgressBar, ProgressDrawTarget};
 use lockstep_protocol::numbers::rate;
 use lockstep_protocol::{
     Job, JobState,
@@ -77,9 +77,7 @@ impl Progress {
     /// Sets the prefix and the message of the bar.
     fn name_state(&self) {
         let Some(bar) = &self.bar else { return };
-        if let Ok(style) = ProgressStyle::with_template("{prefix:.bold} {wide_bar} {pos}/{len} {msg}") {
-            bar.set_style(style);
-        }
+        bar.set_style(output::bar_style("{prefix:.bold} {wide_bar} {pos}/{len} {msg}"));
         bar.set_prefix(self.state.as_str());
         bar.set_message(self.words());
     }
@@ -112,11 +110,10 @@ impl Progress {
     }
 
     fn say_once(&mut self, text: String) -> anyhow::Result<()> {
-        if self.last_place == text {
-            return Ok(());
+        if self.last_place != text {
+            self.say(text.clone())?;
+            self.last_place = text;
         }
-        self.say(text.clone())?;
-        self.last_place = text;
         Ok(())
     }
 
@@ -124,21 +121,19 @@ impl Progress {
         if self.json {
             return output::line(serde_json::to_string(frame)?);
         }
-        let event = match frame {
-            Frame::Event(event) => event,
-            Frame::Progress(pace) => {
-                (self.images_per_second, self.eta_secs) = (pace.images_per_second, pace.eta_secs);
-                self.name_state();
-                return Ok(());
-            }
-            Frame::Hello { job, .. } => {
-                (self.images_per_second, self.eta_secs) = (job.images_per_second, job.eta_secs);
-                self.name_state();
-                return Ok(());
-            }
+        let (images_per_second, eta_secs) = match frame {
+            Frame::Event(event) => return self.show_event(&event.body),
+            Frame::Progress(pace) => (pace.images_per_second, pace.eta_secs),
+            Frame::Hello { job, .. } => (job.images_per_second, job.eta_secs),
             _ => return Ok(()),
         };
-        match &event.body {
+        (self.images_per_second, self.eta_secs) = (images_per_second, eta_secs);
+        self.name_state();
+        Ok(())
+    }
+
+    fn show_event(&mut self, body: &EventBody) -> anyhow::Result<()> {
+        match body {
             EventBody::State { state, reason, cause, attempt } => {
                 let fewer = match cause.as_ref().map(Reason::kind) {
                     Some(ReasonKind::FewerRanks { ranks, .. }) => Some(*ranks),
@@ -197,12 +192,9 @@ impl Progress {
     /// Prints a line that stays above the bar.
     fn say(&mut self, text: String) -> anyhow::Result<()> {
         match &self.bar {
-            Some(bar) => {
-                bar.suspend(|| output::line(text))?;
-            }
-            None => output::line(text)?,
+            Some(bar) => bar.suspend(|| output::line(text)),
+            None => output::line(text),
         }
-        Ok(())
     }
 
     /// Prints a line to standard error.

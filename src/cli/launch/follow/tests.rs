@@ -1,8 +1,7 @@
 //! Tests against a server that does not respond to the first requests, like a restarting server.
 
 use super::*;
-use crate::cli::launch::{Args, Launch, bundle::Node};
-use clap::Parser;
+use crate::cli::launch::{Launch, bundle::Node, tests::parse};
 use lockstep_protocol::{JobId, spec::JobSpec};
 use serde_json::json;
 use std::{
@@ -16,12 +15,6 @@ use std::{
 
 /// Longer than any request in these tests, and shorter than [`SERVER_TIMEOUT`].
 const DEADLINE: Duration = Duration::from_secs(30);
-
-#[derive(Parser)]
-struct Cli {
-    #[command(flatten)]
-    args: Args,
-}
 
 /// Closes the first `broken` connections, then responds like a server with this job and an agent `node`. Also counts connections.
 fn server(broken: usize, job: &Value) -> (String, Arc<AtomicUsize>) {
@@ -60,7 +53,7 @@ fn job_in(state: &str, attempt: u32) -> Value {
 }
 
 fn launch_at(url: &str, job: &Value) -> Launch {
-    let args = Cli::parse_from(["launch", "job", "--with", "ssh", "--detach", "--server", url]).args;
+    let args = parse(&["job", "--with", "ssh", "--detach", "--server", url]);
     let (api, job) = (Api::at(url, None, None).unwrap(), serde_json::from_value(job.clone()).unwrap());
     Launch::new(&Arc::new(args), &api, job, true, Vec::new(), None)
 }

@@ -1,14 +1,14 @@
 //! A client for Kubernetes' API: objects as plain JSON, with retries after conflicts and while the API server is unreachable.
 
 use super::super::{
-    super::{api::SERVER_TIMEOUT, output, usage_error},
+    super::{api::SERVER_TIMEOUT, output, usage_error, with_causes},
     Args,
 };
 use kube::{
     Client, Config, Error,
     api::{Api, DeleteParams, DynamicObject, PostParams, Preconditions},
     config::KubeConfigOptions,
-    core::{ApiResource, GroupVersionKind, Status},
+    core::{ApiResource, GroupVersionKind},
 };
 use lockstep_protocol::backoff::Backoff;
 use serde_json::Value;
@@ -78,14 +78,14 @@ impl Cluster {
     /// # Errors
     /// Neither of the two exists, or the connection fails.
     pub(super) async fn connect(args: &Args) -> anyhow::Result<Self> {
-        let unusable = |e: &dyn std::error::Error| usage_error(format!("Kubernetes: {}", chain(e)));
+        let unusable = |e: &dyn std::error::Error| usage_error(format!("Kubernetes: {}", with_causes(e)));
         let config = match &args.context {
             None => Config::infer().await.map_err(|e| unusable(&e))?,
             Some(context) => {
                 let options = KubeConfigOptions { context: Some(context.clone()), ..Default::default() };
                 Config::from_kubeconfig(&options)
                     .await
-                    .map_err(|e| usage_error(format!("--context {context}: {}", chain(&e))))?
+                    .map_err(|e| usage_error(format!("--context {context}: {}", with_causes(&e))))?
             }
         };
         let namespace = args.namespace.clone().unwrap_or_else(|| config.default_namespace.clone());
@@ -108,7 +108,7 @@ impl Cluster {
         if !self.is_unreachable.swap(true, Ordering::Relaxed) {
             output::warn(format_args!(
                 "Kubernetes' API server does not answer ({}); trying again",
-                chain(error)
+                with_causes(error)
             ));
         }
     }
@@ -160,7 +160,7 @@ impl Cluster {
                 status.message
             )),
             Error::Api(status) => anyhow::anyhow!("{doing}: Kubernetes refuses: {}", status.message),
-            error => anyhow::anyhow!("{doing}: {}", chain(error)),
+            error => anyhow::anyhow!("{doing}: {}", with_causes(error)),
         }
     }
 
@@ -234,14 +234,10 @@ impl Cluster {
             ..DeleteParams::foreground()
         };
         match self.with_retries(async || api.delete(name, &params).await).await {
+            Ok(_) => Ok(()),
             // 409: another object has this name now.
-            Err(Error::Api(status)) if ![404, 409].contains(&status.code) => {
-                Err(self.explain(&format!("deleting {kind:?} {name}"), &Error::Api(status)))
-            }
-            Err(error) if !matches!(error, Error::Api(_)) => {
-                Err(self.explain(&format!("deleting {kind:?} {name}"), &error))
-            }
-            _ => Ok(()),
+            Err(Error::Api(status)) if [404, 409].contains(&status.code) => Ok(()),
+            Err(error) => Err(self.explain(&format!("deleting {kind:?} {name}"), &error)),
         }
     }
 
@@ -271,33 +267,15 @@ impl Cluster {
 /// Whether a retry of the request may succeed.
 pub(super) fn is_retryable(error: &Error) -> bool {
     match error {
-        Error::Api(status) => is_temporary(status),
+        // A server that is starting, stopping or overloaded.
+        Error::Api(status) => status.code == 429 || status.code >= 500,
         Error::HyperError(_) | Error::Service(_) | Error::ReadEvents(_) => true,
         _ => false,
     }
 }
 
-/// Whether the error comes from a server that is starting, stopping or overloaded.
-fn is_temporary(status: &Status) -> bool {
-    status.code == 429 || status.code >= 500
-}
-
 pub(super) fn plain(object: DynamicObject) -> Value {
     serde_json::to_value(object).unwrap_or_default()
-}
-
-/// Formats an error and its causes. Leaves out a cause whose text the error before it contains.
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(one) = cause {
-        let description = one.to_string();
-        if !text.contains(&description) {
-            text = format!("{text}: {description}");
-        }
-        cause = one.source();
-    }
-    text
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@ use super::{
     template::{BUNDLE_FILE, Template},
 };
 use crate::cli::agent::{IN_POD_JOB_FAILED, IN_POD_SIGNALLED};
-use lockstep_protocol::{Job, JobSpec};
+use lockstep_protocol::JobSpec;
 use serde_json::{Map, Value, json};
 
 /// Label with the id of Lockstep's job.
@@ -153,16 +153,6 @@ fn own(metadata: &mut Value, owner: Option<&Value>) {
         metadata["ownerReferences"] =
             json!([{"apiVersion": "batch/v1", "kind": "Job", "name": of("name"), "uid": of("uid")}]);
     }
-}
-
-/// Returns a new random id for a launch.
-pub(super) fn new_launch_id() -> String {
-    uuid::Uuid::new_v4().simple().to_string()
-}
-
-/// Returns the name of a job's objects.
-pub(super) fn name_of(job: &Job) -> String {
-    name(job.id.as_str(), &job.name)
 }
 
 #[cfg(test)]

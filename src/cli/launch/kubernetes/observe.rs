@@ -31,14 +31,6 @@ pub(super) enum Seen {
     Gone(Value),
 }
 
-/// The reason why a watch ended.
-enum Ended {
-    /// The watch can continue from the last version.
-    Cut,
-    /// Changes since the last version are lost: the objects must be listed again.
-    Lost,
-}
-
 /// Sends the objects and then their changes, until the receiver is dropped.
 ///
 /// # Errors
@@ -76,11 +68,11 @@ pub(super) async fn observe(
             ..WatchParams::default()
         };
         loop {
-            let ended = match api.watch(&follow, &version).await {
+            let is_lost = match api.watch(&follow, &version).await {
                 Ok(events) => {
                     cluster.report_restored();
                     let (before, began) = (version.clone(), Instant::now());
-                    let ended = until_cut(kind, events, &mut version, &to).await;
+                    let is_lost = until_end(kind, events, &mut version, &to).await;
                     if to.is_closed() {
                         return Ok(());
                     }
@@ -91,21 +83,21 @@ pub(super) async fn observe(
                     } else {
                         backoff = RETRY;
                     }
-                    ended
+                    is_lost
                 }
                 Err(Error::Api(status)) if status.code == STATUS_GONE => {
                     // The API server no longer has the version that it just listed, which happens under load.
                     sleep(backoff.pause()).await;
-                    Ended::Lost
+                    true
                 }
                 Err(error) if is_retryable(&error) => {
                     cluster.report_lost(&error);
                     sleep(backoff.pause()).await;
-                    Ended::Cut
+                    false
                 }
                 Err(error) => return Err(cluster.explain(&format!("watching {kind:?}s"), &error)),
             };
-            if matches!(ended, Ended::Lost) {
+            if is_lost {
                 break;
             }
         }
@@ -118,18 +110,19 @@ fn seen_version(version: &mut String, object: &DynamicObject) {
     }
 }
 
-/// Forwards the events of one watch until the watch ends.
-async fn until_cut(
+/// Forwards the events of one watch until the watch ends. Returns whether changes since the last version are lost, so that the objects must
+/// be listed again. Otherwise the watch can continue from the last version.
+async fn until_end(
     kind: Kind,
     events: impl futures_util::Stream<Item = Result<WatchEvent<DynamicObject>, Error>>,
     version: &mut String,
     to: &Sender<(Kind, Seen)>,
-) -> Ended {
+) -> bool {
     let mut events = pin!(events);
     loop {
         let next = tokio::select! {
             next = tokio::time::timeout(SILENCE_TIMEOUT, events.next()) => next,
-            () = to.closed() => return Ended::Cut,
+            () = to.closed() => return false,
         };
         let seen = match next {
             Ok(Some(Ok(WatchEvent::Bookmark(mark)))) => {
@@ -145,12 +138,12 @@ async fn until_cut(
                 Seen::Gone(plain(object))
             }
             // Usually status 410. Listing the objects again also handles other errors.
-            Ok(Some(Ok(WatchEvent::Error(_)))) => return Ended::Lost,
-            Ok(Some(Err(Error::Api(status)))) if status.code == STATUS_GONE => return Ended::Lost,
-            Ok(Some(Err(_)) | None) | Err(_) => return Ended::Cut,
+            Ok(Some(Ok(WatchEvent::Error(_)))) => return true,
+            Ok(Some(Err(Error::Api(status)))) if status.code == STATUS_GONE => return true,
+            Ok(Some(Err(_)) | None) | Err(_) => return false,
         };
         if to.send((kind, seen)).await.is_err() {
-            return Ended::Cut;
+            return false;
         }
     }
 }

@@ -170,7 +170,9 @@ mod tests {
         let evicted =
             json!({"phase": "Failed", "reason": "Evicted", "message": "The node was low on memory"});
         assert!(describe(evicted).contains("was evicted from its node: The node was low on memory"));
-        assert!(describe(waiting("ErrImagePull").with_a_long_message()).chars().count() < MAX_CHARS + 100);
+        let mut long = waiting("ErrImagePull");
+        long["containerStatuses"][0]["state"]["waiting"]["message"] = json!("x".repeat(10 * MAX_CHARS));
+        assert!(describe(long).chars().count() < MAX_CHARS + 100);
     }
 
     #[test]
@@ -180,17 +182,6 @@ mod tests {
         let output = of_pod(&pod("gpu-7")).unwrap();
         assert!(output.contains("never happens on a lost node: if gpu-7 is"), "{output}");
         assert!(output.contains("kubectl taint nodes gpu-7 node.kubernetes.io/out-of-service"), "{output}");
-    }
-
-    trait Long {
-        fn with_a_long_message(self) -> Value;
-    }
-
-    impl Long for Value {
-        fn with_a_long_message(mut self) -> Value {
-            self["containerStatuses"][0]["state"]["waiting"]["message"] = json!("x".repeat(10 * MAX_CHARS));
-            self
-        }
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! Reads the environment variables of MindSpore's dynamic cluster, which `msrun` sets: a scheduler process and workers. Each worker is a rank.
 
 use super::{LaunchedRank, number, port, table::of_rank};
-use crate::cli::rank_table::RankTable;
-use std::{net::IpAddr, path::Path};
+use crate::cli::{access::is_loopback, rank_table::RankTable};
+use std::path::Path;
 
 const LAUNCHER: &str = "MindSpore";
 
@@ -56,9 +56,8 @@ pub(super) fn detect(variable: &impl Fn(&str) -> Option<String>) -> Result<Launc
     }
     let device = number(variable, "DEVICE_ID")?;
     // If the scheduler is at a loopback address, all workers are on one machine. Otherwise the number of workers on each machine is unknown.
-    let is_one_machine = addr == "localhost" || addr.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback());
-    let here = number(variable, "LOCAL_WORLD_SIZE")?;
-    let local_ranks = here.unwrap_or(if is_one_machine { world_size } else { 1 }).clamp(1, world_size);
+    let usual = if is_loopback(&addr) { world_size } else { 1 };
+    let local_ranks = number(variable, "LOCAL_WORLD_SIZE")?.unwrap_or(usual).clamp(1, world_size);
     let local_rank = number(variable, "LOCAL_RANK")?.or(device).unwrap_or(rank % local_ranks);
     Ok(LaunchedRank { by: LAUNCHER, rank, world_size, local_rank, local_ranks, device, addr, port, secret })
 }

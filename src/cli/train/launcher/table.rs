@@ -1,6 +1,6 @@
 //! Finds ranks in a rank table.
 
-use super::{LaunchedRank, number, port, port_for};
+use super::{LaunchedRank, port, port_for};
 use crate::cli::rank_table::{Machine, RankTable};
 use std::fmt::Write as _;
 
@@ -79,11 +79,6 @@ fn rendezvous_address(
     let port = port(variable)?.unwrap_or_else(|| port_for(&text));
     let secret = variable("LOCKSTEP_SECRET").unwrap_or_else(|| format!("{RANK_TABLE}/{text}/{addr}/{port}"));
     Ok(RendezvousAddress { addr, port, secret })
-}
-
-/// Reads `RANK_ID`, the rank that MindSpore's scripts assign to a process.
-pub(in super::super) fn rank_id(variable: &impl Fn(&str) -> Option<String>) -> Result<Option<u32>, String> {
-    number(variable, "RANK_ID")
 }
 
 #[cfg(test)]

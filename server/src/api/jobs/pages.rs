@@ -26,7 +26,7 @@ use axum::{
     response::{IntoResponse, Redirect},
 };
 use lockstep_protocol::{access::Scope, spec::JobSpec};
-use lockstep_web::{compare, job as job_views, jobs as jobs_views, submit as submit_views};
+use lockstep_web::{Template as _, compare, job as job_views, jobs as jobs_views, submit as submit_views};
 use serde::Deserialize;
 use std::sync::Arc;
 

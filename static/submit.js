@@ -2,7 +2,7 @@
 // copy. Without this script, the form posts itself, and the server responds with the mistakes.
 
 import { offerBundled } from "./bundled.js";
-import { ask, byId, copyFrom, press, Problem, errorText, text } from "./page.js";
+import { ask, byId, copy, make, press, Problem, errorText, text } from "./page.js";
 import { count, plural } from "./numbers.js";
 import { section, showSection, tomlSection } from "./submit/sweep.js";
 
@@ -178,13 +178,8 @@ function showMistakes(errors) {
   for (const error of errors) {
     const path = error.pointer.replace(/^\//, "").replaceAll("/", ".");
     const field = fields.find((f) => path === f.name || path.startsWith(`${f.name}.`));
-    const line = document.createElement("li");
-    if (field) {
-      of.get(field).push(error.detail);
-      line.append(Object.assign(document.createElement("a"), { href: `#${field.id}`, textContent: field.labels[0].textContent.trim() }), ": ");
-    }
-    line.append(error.detail);
-    listed.push(line);
+    if (field) of.get(field).push(error.detail);
+    listed.push(make("li", {}, ...(field ? [make("a", { href: `#${field.id}`, textContent: field.labels[0].textContent.trim() }), ": "] : []), error.detail));
   }
   for (const [field, details] of of) {
     const shown = sent || touched.has(field) ? details : [];
@@ -328,7 +323,7 @@ form.addEventListener("submit", async (event) => {
 
 const notations = [...document.querySelectorAll("[data-notation]")];
 for (const button of notations) button.addEventListener("click", () => { notation = button.dataset.notation; press(notations, button); showSpec(); });
-byId("copy-spec").addEventListener("click", (event) => copyFrom(event.currentTarget, byId("spec-text").value));
+byId("copy-spec").addEventListener("click", (event) => copy(byId("spec-text").value, event.currentTarget));
 
 byId("sweep-settings").hidden = false;
 byId("spec-side").hidden = false;

@@ -102,10 +102,9 @@ export class Actions {
 
   /** Asks for settings to change, then starts a new job from a checkpoint of this job. */
   fork(checkpoint) {
-    const job = this.page.job(), all = this.page.checkpoints.sorted, dialog = byId("fork-dialog"), error = byId("fork-error");
-    const choice = byId("fork-checkpoint");
-    choice.replaceChildren(...all.map((c) => new Option(`${c.epoch}-${c.step}${c.best ? ", best" : ""}`, c.id, false, c.id === checkpoint)));
-    text(byId("fork-title"), `Fork ${job.name}`);
+    const dialog = byId("fork-dialog"), error = byId("fork-error"), choice = byId("fork-checkpoint");
+    this.page.checkpoints.offer(choice, checkpoint);
+    text(byId("fork-title"), `Fork ${this.page.job().name}`);
     text(error, "");
     /** Returns the request that the fields describe. Throws an error about an invalid line. */
     const request = () => {

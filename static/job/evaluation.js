@@ -32,9 +32,8 @@ export class Evaluation {
   }
 
   #options() {
-    const all = this.checkpoints.sorted, wanted = this.choice.value || read("checkpoint") || all.find((c) => c.best)?.id;
-    this.choice.replaceChildren(...all.map((c) => new Option(`${c.epoch}-${c.step}${c.best ? ", best" : ""}`, c.id, false, c.id === wanted)));
-    this.choice.disabled = !all.length;
+    this.checkpoints.offer(this.choice, this.choice.value || read("checkpoint") || this.checkpoints.best?.id);
+    this.choice.disabled = !this.checkpoints.size;
   }
 
   /** Shows one checkpoint. */

@@ -1,11 +1,11 @@
 // A job's facts: the row of numbers, the line under the title, and the banner.
 
-import { byId, say, text } from "../page.js";
+import { byId, make, say, text } from "../page.js";
 import { bestWords } from "./checkpoints.js";
 import { ELSEWHERE, ownMetrics } from "./names.js";
 import { sentenceOf } from "../cut.js";
 import { waits } from "../jobs/queue.js";
-import { clock, count, percent, plural, rate, standardError, timeOfDay, value } from "../numbers.js";
+import { clock, count, percent, plural, rate, standardError, timeAndDay, value } from "../numbers.js";
 
 const FINAL = ["succeeded", "failed", "cancelled"], ACTIVE = ["starting", "running", "pausing"];
 /** Time without a new step after which the banner reports a running job (or the time of 20 steps, if longer). */
@@ -40,12 +40,6 @@ export function pictures({ batch, spec: { train, parallel } }) {
   // The last step of an epoch has the remaining pictures.
   const steps = Math.ceil(epoch / whole);
   return (n) => Math.floor(n / steps) * epoch + (n % steps) * whole;
-}
-
-/** Formats the reader's time after this number of seconds, with the date if it is another day. */
-function timeAfter(now, secs) {
-  const at = new Date(now + 1000 * secs);
-  return `${at.toDateString() === new Date(now).toDateString() ? "" : `${at.toLocaleDateString()} `}${timeOfDay(at).slice(0, 5)}`;
 }
 
 export class Facts {
@@ -91,7 +85,7 @@ export class Facts {
     } else {
       setLabel("left", "Left");
       const left = job.state === "running" ? job.eta_secs : null;
-      setFact("left", left === null ? "–" : clock(left), left > 60 ? `until ${timeAfter(now, left)}` : "");
+      setFact("left", left === null ? "–" : clock(left), left > 60 ? `until ${timeAndDay(now + 1000 * left, 5, now)}` : "");
     }
     const speed = job.images_per_second;
     setFact("speed", speed ? rate(speed) : "–", speed && this.#ranksNow > 1 ? `${rate(speed / this.#ranksNow)} per rank` : "");
@@ -123,14 +117,10 @@ export class Facts {
 
   /** Replaces the results of a run from elsewhere in the row of numbers. Such a run has no estimate of the time that is left. */
   #drawOwnResults() {
-    const row = byId("facts"), make = (tag, words) => Object.assign(document.createElement(tag), { textContent: words });
+    const row = byId("facts");
     byId("left").closest("div").hidden = !isFinal(this.job.state) || this.job.ran_secs == null;
     for (const node of row.querySelectorAll(".own-result")) node.remove();
-    row.append(...ownResults(this.job, this.metrics).map(([name, v]) => {
-      const node = Object.assign(document.createElement("div"), { className: "own-result" });
-      node.append(make("dt", name), make("dd", ownResult(name, v)));
-      return node;
-    }));
+    row.append(...ownResults(this.job, this.metrics).map(([name, v]) => make("div", { className: "own-result" }, make("dt", { textContent: name }), make("dd", { textContent: ownResult(name, v) }))));
   }
 
   #accuracy() {
@@ -159,10 +149,9 @@ export class Facts {
       `${job.spec.model.arch} on ${job.spec.data.dataset}`].filter(Boolean).join(" · "));
     text(byId("project-name"), job.project);
     byId("project-name").setAttribute("href", `/jobs?project=${encodeURIComponent(job.project)}`);
-    byId("job-tags").replaceChildren(...job.tags.map((tag) => Object.assign(document.createElement("a"), { className: "tag", textContent: tag, href: `/jobs?tag=${encodeURIComponent(tag)}` })));
+    byId("job-tags").replaceChildren(...job.tags.map((tag) => make("a", { className: "tag", textContent: tag, href: `/jobs?tag=${encodeURIComponent(tag)}` })));
     if (job.started_at) {
-      const started = job.started_at, at = new Date(started), today = at.toDateString() === new Date().toDateString();
-      text(byId("started"), ` · started ${today ? "" : `${at.toLocaleDateString()} `}${timeOfDay(started).slice(0, 5)}`);
+      text(byId("started"), ` · started ${timeAndDay(job.started_at)}`);
       byId("started").title = job.started_at;
     }
   }

@@ -1,7 +1,7 @@
 // The list by groups. Each group has a row with the mean and the spread of every column over all its jobs, which the server computes. If
 // the group is open, its jobs follow. The open groups are in the URL.
 
-import { ask, Problem, serverNow, text } from "../page.js";
+import { ask, make, Problem, serverNow, text } from "../page.js";
 import { ALL } from "../job/names.js";
 import { age, count, percent, plural, rate } from "../numbers.js";
 import { read, write } from "../address.js";
@@ -24,7 +24,6 @@ const NUMBERS = [...Object.keys(ALL), "step", "epoch", "attempt", "ranks"];
 const NO_MEAN = { created: "newest", started: "newest", finished: "newest", name: "group", state: "group", project: "group", owner: "group" };
 
 const plain = (v) => String(Number(v.toPrecision(4)));
-const make = (tag, properties = {}, ...children) => { const node = Object.assign(document.createElement(tag), properties); node.append(...children); return node; };
 
 /** Returns a row with a button below the names. A cell that spans more columns than the table has would add columns of full width. */
 const buttonRow = (button) => make("tr", { className: "group-rest" }, make("td"), make("td"), make("td", { className: "c-name" }, button));
@@ -134,12 +133,9 @@ export class Groups {
 
   #createEntry(group, key) {
     const cell = (className, ...children) => make("td", { className }, ...children), words = describeGroup(group.values);
-    const name = make("span"), toggle = make("button", { type: "button", className: "group-name" }, name);
+    const name = make("span"), toggle = make("button", { type: "button", className: "group-name", "aria-label": words, "aria-expanded": "false" }, name);
     cut(name, words);
-    toggle.setAttribute("aria-label", words);
-    toggle.setAttribute("aria-expanded", "false");
-    const box = make("input", { type: "checkbox" });
-    box.setAttribute("aria-label", `Select the jobs of ${words}`);
+    const box = make("input", { type: "checkbox", "aria-label": `Select the jobs of ${words}` });
     const head = make("tr", { className: "group-head" }, cell("c-choose", box), cell("c-state"), make("th", { scope: "rowgroup", className: "c-name" }, toggle), cell("c-progress", make("span", { className: "states" })), cell("c-loss"), cell("num c-best"), cell("num c-speed"), cell("num c-age"));
     const entry = { group, key, words, rows: [], cursor: null, toggle, head, body: make("tbody", { className: "group" }, head) };
     toggle.addEventListener("click", () => this.#toggle(entry));
@@ -175,9 +171,8 @@ export class Groups {
     for (const [name, of] of Object.entries(OWN)) this.#spread(at(`c-${name}`), group.metrics[of], FORMATS[name], group.jobs);
     for (const cell of head.querySelectorAll(".c-extra")) cell.remove();
     for (const key of this.extra()) {
-      const cell = make("td", { className: "num c-extra" });
+      const cell = make("td", { className: "num c-extra", "data-label": key });
       this.#spread(cell, group.metrics[metrics.get(key)], FORMATS[key] ?? plain, group.jobs);
-      cell.dataset.label = key;
       at("c-age").before(cell);
     }
     text(at("c-age"), age(Date.parse(group.newest_at), serverNow()));

@@ -14,6 +14,7 @@ import { Scatter } from "./compare/scatter.js";
 import { Selection } from "./compare/selection.js";
 import { Tables } from "./compare/tables.js";
 import { ALL, axisTitle, ownMetrics } from "./job/names.js";
+import { isFinal } from "./job/states.js";
 import { plural } from "./numbers.js";
 
 /** Maximum number of charts. */
@@ -144,7 +145,6 @@ setUpButtons("settings", "different", (v) => tables.setAll(v === "all"));
 
 /** Pause between requests for the curves of running jobs. */
 const CURVES_EVERY_MS = 2000;
-const isFinal = (job) => ["succeeded", "failed", "cancelled"].includes(job.state);
 let frame = 0, stale = false;
 new Stream({
   path: () => "/api/v1/stream",
@@ -161,7 +161,7 @@ new Stream({
 });
 /** Reads the jobs again after an interruption of the stream, which does not repeat missed frames. */
 async function reloadJobs() {
-  await Promise.all(list().filter((job) => !isFinal(job)).map(async ({ id }) => {
+  await Promise.all(list().filter((job) => !isFinal(job.state)).map(async ({ id }) => {
     const now = await ask(`/api/v1/jobs/${encodeURIComponent(id)}`).catch(() => null), known = jobs.get(id);
     if (!now || !known || known.last_seq > now.last_seq) return;
     if (known.last_seq < now.last_seq) curves.changed(id);

@@ -4,6 +4,7 @@ import { ask, byId, drawn, notify, Problem, errorText, showLive, text } from "./
 import { write } from "./address.js";
 import { count } from "./numbers.js";
 import { Stream } from "./stream.js";
+import { isFinal } from "./job/states.js";
 import { Bulk } from "./jobs/bulk.js";
 import { Columns } from "./jobs/columns.js";
 import { groupedBy, Grouping } from "./jobs/grouping.js";
@@ -11,7 +12,7 @@ import { Groups } from "./jobs/groups.js";
 import { Narrow } from "./jobs/narrow.js";
 import { filter, fits, mentions, parameters, part } from "./jobs/query.js";
 import { Queue } from "./jobs/queue.js";
-import { blank, fill as fillRow, FINAL } from "./jobs/row.js";
+import { blank, fill as fillRow } from "./jobs/row.js";
 import { arrange, drawHeads, key, order, DEFAULT_ORDER, defaultOrder } from "./jobs/sort.js";
 import { Views } from "./jobs/views.js";
 import { Window } from "./jobs/window.js";
@@ -197,7 +198,7 @@ function countSoon() {
 function tellEnd(job) {
   const before = stateOf.get(job.id), end = `${job.id} ${job.finished_at}`;
   stateOf.set(job.id, job.state);
-  if (!before || FINAL.includes(before) || !FINAL.includes(job.state) || notified.has(end)) return;
+  if (!before || isFinal(before) || !isFinal(job.state) || notified.has(end)) return;
   notified.add(end);
   notify(`${job.name}: ${job.state}`, job.reason ?? "", `/jobs/${job.id}`);
 }

@@ -9,9 +9,10 @@ import { rangeMenu, smoothingSlider } from "../chart/range.js";
 import { RANK_COLOURS } from "../chart/palette.js";
 import { Speeds } from "../chart/speeds.js";
 import { axisName, View } from "../chart/view.js";
-import { isFinal, pictures } from "./facts.js";
+import { pictures } from "./facts.js";
 import { about, axisTitle, GROUPS, MACHINE, quantity, SELECTABLE, short, shortPercent } from "./names.js";
 import { colourOf } from "./ranks.js";
+import { isFinal } from "./states.js";
 
 /** Minimum time between requests while the reader zooms. The first request is sent at once. */
 const SETTLE_MS = 80;

@@ -4,21 +4,15 @@ import { byId, make, say, text } from "../page.js";
 import { bestWords } from "./checkpoints.js";
 import { ELSEWHERE, ownMetrics } from "./names.js";
 import { sentenceOf } from "../cut.js";
-import { waits } from "../jobs/queue.js";
+import { isActive, isFinal, waits } from "./states.js";
 import { clock, count, percent, plural, rate, standardError, timeAndDay, value } from "../numbers.js";
 
-const FINAL = ["succeeded", "failed", "cancelled"], ACTIVE = ["starting", "running", "pausing"];
 /** Time without a new step after which the banner reports a running job (or the time of 20 steps, if longer). */
 const NO_STEP_MS = 15_000;
 /** Maximum number of results of a run from elsewhere in the row of numbers. */
 const MAX_RESULTS = 4;
 /** Time for which a refused action stays in the banner. */
 const REFUSED_MS = 10_000;
-
-export const isFinal = (state) => FINAL.includes(state);
-
-/** Whether a job in this state has slots. */
-export const isActive = (state) => ACTIVE.includes(state);
 
 /** Whether there is nothing to chart. The same as `is_bare` in web/src/job.rs. */
 const isBare = (job, metrics) => !job.external && !job.step && !job.sparkline?.length && !metrics.of("loss").last && (waits(job) || ["paused", "failed", "cancelled"].includes(job.state));
@@ -143,7 +137,7 @@ export class Facts {
     const state = byId("state");
     text(state, job.state);
     state.dataset.state = job.state;
-    byId("no-checkpoints").classList.toggle("over", FINAL.includes(job.state));
+    byId("no-checkpoints").classList.toggle("over", isFinal(job.state));
     const where = job.agents.length ? ` on ${job.agents.join(", ")}` : "";
     text(byId("about"), job.external ? ELSEWHERE : [job.attempt ? `attempt ${job.attempt}` : "", `${this.#ranksNow < job.ranks ? `${this.#ranksNow} of ` : ""}${plural(job.ranks, "rank")}${where}`,
       `${job.spec.model.arch} on ${job.spec.data.dataset}`].filter(Boolean).join(" · "));

@@ -5,8 +5,8 @@ import { read, write } from "../address.js";
 import { byId, make, text } from "../page.js";
 import { bytes, count, millis, percent, rate } from "../numbers.js";
 import { RANK_COLOURS } from "../chart/palette.js";
-import { isFinal } from "./facts.js";
 import { inMesh } from "./mesh.js";
+import { isFinal } from "./states.js";
 
 /** Number of the newest steps over which times are averaged. */
 const WINDOW = 50;

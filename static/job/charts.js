@@ -1,8 +1,8 @@
 // The charts of a job: their content and resolution, and the controls, whose choices are in the page's URL.
 
-import { byId, note, press } from "../page.js";
+import { byId, make, note } from "../page.js";
 import { clock, count, percent, plural, rate, value } from "../numbers.js";
-import { read, write } from "../address.js";
+import { choices, read, write } from "../address.js";
 import { Chart } from "../chart/chart.js";
 import { headOf, saveMenu, tools } from "../chart/export.js";
 import { rangeMenu, smoothingSlider } from "../chart/range.js";
@@ -160,24 +160,15 @@ export class Charts {
 
   #controls() {
     const { loss } = this.all, { view } = this;
-    const groups = {
-      scale: ["linear", (v) => { loss.scale = v; }],
-      axis: ["step", (v) => view.setAxis(v)],
-      lines: ["ranks", (v) => { this.lines = v; }],
-    };
-    for (const [key, [defaultValue, apply]] of Object.entries(groups)) {
-      const buttons = [...document.querySelectorAll(`button[data-${key}]`)];
-      const choose = (button) => { press(buttons, button); apply(button.dataset[key]); this.redraw(true); };
-      for (const button of buttons) button.addEventListener("click", () => { choose(button); write({ [key]: button.dataset[key] === defaultValue ? "" : button.dataset[key] }); });
-      const wanted = buttons.find((b) => b.dataset[key] === read(key, defaultValue));
-      if (wanted && wanted.dataset[key] !== defaultValue) choose(wanted);
-    }
+    choices("scale", "linear", (v) => { loss.scale = v; this.redraw(true); });
+    choices("axis", "step", (v) => { view.setAxis(v); this.redraw(true); });
+    choices("lines", "ranks", (v) => { this.lines = v; this.redraw(true); });
     smoothingSlider(byId("smooth"), byId("smooth-value"), (factor) => { loss.smoothing = factor; loss.invalidate(true); });
     const metric = byId("other-metric");
     let group = metric;
     for (const [name, { label }] of Object.entries(SELECTABLE)) {
       const [title] = GROUPS.find(([, first]) => first === name) ?? [];
-      if (title) metric.append(group = Object.assign(document.createElement("optgroup"), { label: title }));
+      if (title) metric.append(group = make("optgroup", { label: title }));
       group.append(new Option(label, name, false, name === this.other));
     }
     metric.addEventListener("change", async () => {

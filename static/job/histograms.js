@@ -1,8 +1,8 @@
 // Histograms of weights and gradients: a layer over the steps as a heat map, and all layers at a step as a table.
 
-import { ask, byId, press, say, errorText, text } from "../page.js";
+import { ask, byId, make, say, errorText, text } from "../page.js";
 import { count, plural } from "../numbers.js";
-import { read, write } from "../address.js";
+import { choices, read, write } from "../address.js";
 import { Heat } from "../chart/heat.js";
 import { short } from "./names.js";
 
@@ -36,19 +36,14 @@ export class Histograms {
   #behind = false;
   /** Whether the panel shows the newest step. */
   follows = true;
-  kind = read("values", "weight") === "gradient" ? "gradient" : "weight";
   layer = read("layer");
 
   constructor(job) {
     this.job = job;
     this.heat = new Heat(byId("histogram-chart"), (at) => this.#showStep(at), number);
-    const buttons = [...document.querySelectorAll("button[data-values]")];
-    press(buttons, buttons.find((b) => b.dataset.values === this.kind));
-    for (const button of buttons) button.addEventListener("click", () => {
-      press(buttons, button);
-      this.kind = button.dataset.values;
-      write({ values: this.kind === "weight" ? "" : this.kind });
-      this.#load();
+    choices("values", "weight", (kind) => {
+      this.kind = kind;
+      if (this.#opened) this.#load();
     });
     byId("histogram-layer").addEventListener("change", (event) => this.#choose(event.target.value));
   }
@@ -128,17 +123,11 @@ export class Histograms {
   }
 
   #row(histogram) {
-    const { layer, min, max, counts } = histogram, row = document.createElement("tr"), name = document.createElement("th");
-    const button = Object.assign(document.createElement("button"), { type: "button", className: "quiet", textContent: layer });
+    const { layer, min, max, counts } = histogram, button = make("button", { type: "button", className: "quiet", textContent: layer });
     if (layer === this.layer) button.setAttribute("aria-current", "true");
     button.addEventListener("click", () => this.#choose(layer));
-    name.scope = "row";
-    name.append(button);
-    row.append(name, profile(counts));
-    for (const words of [number(min), number(quantile(histogram, 0.5)), number(max), count(counts.reduce((a, b) => a + b, 0))]) {
-      row.append(Object.assign(document.createElement("td"), { className: "num", textContent: words }));
-    }
-    return row;
+    const numbers = [number(min), number(quantile(histogram, 0.5)), number(max), count(counts.reduce((a, b) => a + b, 0))];
+    return make("tr", {}, make("th", { scope: "row" }, button), profile(counts), ...numbers.map((textContent) => make("td", { className: "num", textContent })));
   }
 }
 

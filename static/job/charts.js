@@ -29,11 +29,11 @@ export class Charts {
     // Charts are held until the history has been read, so that they are not drawn twice.
     const xName = () => axisName(view.axis), empty = () => this.#empty();
     this.draw = (root, options) => new Chart(root, view, { tick: short, describe, xName, empty, held: !this.released, ...options });
-    const make = (id, options) => this.draw(byId(`${id}-chart`), options);
+    const chart = (id, options) => this.draw(byId(`${id}-chart`), options);
     const withRanks = (shown) => shown && `${shown} · ${plural(metrics.ranks, "rank")}`;
     this.all = {
-      loss: make("loss", { label: "Loss of each rank", yName: () => axisTitle("loss"), format: value, layers: () => this.#perRank("loss"), onNote: (shown) => note(byId("loss-note"), withRanks(shown)) }),
-      accuracy: make("accuracy", {
+      loss: chart("loss", { label: "Loss of each rank", yName: () => axisTitle("loss"), format: value, layers: () => this.#perRank("loss"), onNote: (shown) => note(byId("loss-note"), withRanks(shown)) }),
+      accuracy: chart("accuracy", {
         label: "Accuracy in training and validation", yName: () => axisTitle("accuracy"), format: percent, limits: [0, 1], tick: shortPercent,
         layers: () => [
           { label: "train", colour: "accent", series: metrics.mean("accuracy"), smoothing: 0.9 },
@@ -41,15 +41,15 @@ export class Charts {
         ],
         onNote: () => note(byId("acc-note"), "train (smooth 0.9) · validation"),
       }),
-      images_per_second: make("speed", {
+      images_per_second: chart("speed", {
         label: "Images per second, of all ranks", yName: () => axisTitle("images_per_second"), format: rate, layers: () => [{ label: "all ranks", colour: "accent", series: new Speeds(metrics.of("step_ms"), pictures(job())) }],
         onNote: (shown) => note(byId("speed-note"), [job().images_per_second ? `${rate(job().images_per_second)} in all` : "", shown].filter(Boolean).join(" · ")),
       }),
-      lr: make("lr", { label: "Another metric", yName: () => axisTitle(this.other), format: (v) => SELECTABLE[this.other].format(v), tick: (v) => (SELECTABLE[this.other].format === value ? short(v) : SELECTABLE[this.other].format(v)), layers: () => this.#otherLayers(), zero: true, onNote: (shown) => note(byId("lr-note"), shown) }),
+      lr: chart("lr", { label: "Another metric", yName: () => axisTitle(this.other), format: (v) => SELECTABLE[this.other].format(v), tick: (v) => (SELECTABLE[this.other].format === value ? short(v) : SELECTABLE[this.other].format(v)), layers: () => this.#otherLayers(), zero: true, onNote: (shown) => note(byId("lr-note"), shown) }),
     };
     for (const name of this.extra) {
       const { label, format } = SELECTABLE[name];
-      this.all[name] = make(name, { label, yName: () => axisTitle(name), format, zero: true, layers: () => [{ label: label.toLowerCase(), colour: "accent", series: metrics.of(name) }] });
+      this.all[name] = chart(name, { label, yName: () => axisTitle(name), format, zero: true, layers: () => [{ label: label.toLowerCase(), colour: "accent", series: metrics.of(name) }] });
     }
     this.#controls();
     view.addEventListener("zoom", () => this.#zoomed());

@@ -222,7 +222,7 @@ impl JobTemplate<'_> {
         self.page.may_change && !self.page.user.reads_only
     }
 
-    /// Whether the job's priority has an effect: the job waits, or can be preempted by jobs of higher priority. The same as `isRanked` in
+    /// Whether the job's priority has an effect: the job waits, or can be preempted by jobs of higher priority. The same as `hasPriority` in
     /// `static/job/actions.js`.
     fn has_priority(&self) -> bool {
         let state = self.job.state;
@@ -302,7 +302,7 @@ fn own_result(name: &str, v: f64) -> String {
     }
 }
 
-/// Describes the job's place in the queue, and the current reason for waiting. The same as `#waiting` in `static/job/facts.js`.
+/// Describes the job's place in the queue, and the current reason for waiting. The same as `#waitingBanner` in `static/job/facts.js`.
 fn waiting(job: &Job) -> Option<(String, String)> {
     let again = job.state == JobState::Restarting;
     let why = waits_for(job);

@@ -127,16 +127,9 @@ impl MachinesTemplate<'_> {
     }
 }
 
-impl Holder {
-    fn name(&self) -> Shown {
-        Shown::name(&self.job_name)
-    }
-}
-
-impl KeptFor {
-    fn name(&self) -> Shown {
-        Shown::name(&self.job_name)
-    }
+/// Returns the name of a job, shortened for a slot.
+fn shown(name: &str) -> Shown {
+    Shown::name(name)
 }
 
 impl AgentCard {

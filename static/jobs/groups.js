@@ -6,16 +6,13 @@ import { ALL } from "../job/names.js";
 import { age, count, percent, plural, rate } from "../numbers.js";
 import { read, write } from "../address.js";
 import { cut } from "../cut.js";
-import { alsoRead, filter, parameters } from "./query.js";
+import { alsoRead, filter, MIN_PAUSE_MS, parameters, pauseAfter } from "./query.js";
 import { groupedBy, describeGroup, isIn } from "./grouping.js";
 import { blank } from "./row.js";
 import { order } from "./sort.js";
 
-/**
- * Number of groups and of jobs in a first request; maximum number of groups or jobs in a request, and of open groups; minimum and maximum pause
- * between requests while jobs change.
- */
-const GROUPS = 100, JOBS = 25, MAX_PER_REQUEST = 1000, MAX_OPEN = 20, MIN_PAUSE_MS = 3000, MAX_PAUSE_MS = 30_000;
+/** Number of groups and of jobs in a first request; maximum number of groups or jobs in a request, and of open groups. */
+const GROUPS = 100, JOBS = 25, MAX_PER_REQUEST = 1000, MAX_OPEN = 20;
 /** For each column of numbers, the format of its mean. */
 const FORMATS = { ...Object.fromEntries(Object.entries(ALL).map(([name, { format }]) => [name, format])), best: percent, speed: rate };
 const OWN = { loss: "loss", best: "best", speed: "speed" };
@@ -104,8 +101,7 @@ export class Groups {
 
   async #read(cursor) {
     const mine = ++this.#loads, began = performance.now(), response = await this.#ask(cursor);
-    // The pause grows with the response time of the server.
-    this.#pause = Math.min(MAX_PAUSE_MS, Math.max(MIN_PAUSE_MS, 4 * (performance.now() - began)));
+    this.#pause = pauseAfter(began);
     if (mine !== this.#loads || !this.on) return;
     const open = openKeys(), seen = new Set();
     for (const group of response.groups) {

@@ -10,6 +10,14 @@ export function make(tag, properties = {}, ...children) {
   return node;
 }
 
+/** Creates an element of SVG. */
+export function makeSvg(tag, attributes, ...children) {
+  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  node.append(...children);
+  return node;
+}
+
 /** Difference between the server's clock when the page was rendered and this machine's clock when the page was loaded, in milliseconds. */
 const skew = Date.parse(document.documentElement.dataset.now) - Date.now() || 0;
 

@@ -1,6 +1,6 @@
 // Histograms of weights and gradients: a layer over the steps as a heat map, and all layers at a step as a table.
 
-import { ask, byId, make, say, errorText, text } from "../page.js";
+import { ask, byId, make, makeSvg, say, errorText, text } from "../page.js";
 import { count, plural } from "../numbers.js";
 import { choices, read, write } from "../address.js";
 import { Heat } from "../chart/heat.js";
@@ -12,7 +12,6 @@ const RELOAD_INTERVAL_MS = 3000;
 const MAX_STEPS = 200;
 /** Number of table rows that are drawn at once. */
 const ROWS = 100;
-const SVG = "http://www.w3.org/2000/svg";
 
 const number = (v) => short(Number(v.toPrecision(3)));
 
@@ -133,13 +132,6 @@ export class Histograms {
 
 /** Returns a table cell with the shape of a histogram. The cells beside it have the range. */
 function profile(counts) {
-  const cell = document.createElement("td"), svg = document.createElementNS(SVG, "svg"), area = document.createElementNS(SVG, "polygon"), most = Math.max(1, ...counts);
-  svg.setAttribute("viewBox", `0 0 ${counts.length} 20`);
-  svg.setAttribute("preserveAspectRatio", "none");
-  svg.setAttribute("aria-hidden", "true");
-  svg.classList.add("profile");
-  area.setAttribute("points", ["0,20", ...counts.flatMap((n, i) => { const y = (20 - 19 * n / most).toFixed(1); return [`${i},${y}`, `${i + 1},${y}`]; }), `${counts.length},20`].join(" "));
-  svg.append(area);
-  cell.append(svg);
-  return cell;
+  const most = Math.max(1, ...counts), points = ["0,20", ...counts.flatMap((n, i) => { const y = (20 - 19 * n / most).toFixed(1); return [`${i},${y}`, `${i + 1},${y}`]; }), `${counts.length},20`].join(" ");
+  return make("td", {}, makeSvg("svg", { class: "profile", viewBox: `0 0 ${counts.length} 20`, preserveAspectRatio: "none", "aria-hidden": "true" }, makeSvg("polygon", { points })));
 }

@@ -10,7 +10,8 @@ export function rangeMenu(chart, key, unit = 1) {
   const id = `range-${++menus}`, line = (...children) => make("label", { className: "inline" }, ...children);
   const [from, to] = ["from", "to"].map((name) => make("input", { type: "text", inputMode: "decimal", placeholder: "auto", maxLength: 20, autocomplete: "off", id: `${id}-${name}` }));
   const outliers = make("input", { type: "checkbox", id: `${id}-outliers` });
-  const menu = make("details", { className: "menu range" }, make("summary", { textContent: "Range", "aria-label": `Vertical range of ${chart.label}` }), make("div", {}, line("from", from), line("to", to), line(outliers, "ignore outliers")));
+  const summary = make("summary", { textContent: "Range", "aria-label": `Vertical range of ${chart.label}` });
+  const menu = make("details", { className: "menu range" }, summary, make("div", {}, line("from", from), line("to", to), line(outliers, "ignore outliers")));
   const end = (input) => { const v = Number(input.value.trim().replace(",", ".")); return input.value.trim() === "" || !Number.isFinite(v) ? null : v; };
   const apply = () => {
     const ends = [end(from), end(to)], wrong = ends[0] !== null && ends[1] !== null && ends[0] >= ends[1];

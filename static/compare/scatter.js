@@ -27,8 +27,11 @@ export class Scatter {
   #points = [];
 
   constructor(root, jobs, selection) {
-    // The label of the canvas counts until the first drawing.
-    Object.assign(this, { root, jobs, selection, canvas: make("canvas", { role: "img", "aria-label": "Points of the jobs" }), tip: make("div", { className: "tip", hidden: true }), status: make("p", { className: "sr", role: "status" }) });
+    Object.assign(this, { root, jobs, selection });
+    // The canvas has this label until the first drawing.
+    this.canvas = make("canvas", { role: "img", "aria-label": "Points of the jobs" });
+    this.tip = make("div", { className: "tip", hidden: true });
+    this.status = make("p", { className: "sr", role: "status" });
     root.append(this.canvas, this.tip, this.status);
     root.tabIndex = 0;
     root.setAttribute("role", "group");

@@ -74,7 +74,8 @@ export class Tables {
   #settings() {
     const jobs = this.jobs(), all = settings(jobs), shown = all.filter((r) => this.#all || r.different).sort((a, b) => b.different - a.different);
     byId("settings-head").replaceChildren(make("tr", {}, make("th", { scope: "col", textContent: "setting" }), ...jobs.map((job) => make("th", { scope: "col" }, this.#swatch(job)))));
-    byId("settings").replaceChildren(...shown.map(({ key, values, different }) => make("tr", { className: different ? "different" : "" }, make("th", { scope: "row", textContent: key }), ...values.map((v) => make("td", { textContent: formatted(v) })))));
+    byId("settings").replaceChildren(...shown.map(({ key, values, different }) => make("tr", { className: different ? "different" : "" },
+      make("th", { scope: "row", textContent: key }), ...values.map((v) => make("td", { textContent: formatted(v) })))));
     text(byId("settings-note"), jobs.length < 2 ? "" : `${all.filter((r) => r.different).length} of ${all.length} differ`);
     byId("settings-none").hidden = shown.length > 0;
   }

@@ -46,7 +46,9 @@ export class Classify {
 
 async function card(prediction, file, checkpoint) {
   const lines = prediction.classes.slice(0, TOP).map(({ class: label, probability }) => make("li", {},
-    make("span", { textContent: label, title: label }), make("meter", { value: probability, "aria-label": `probability of ${label}` }), make("b", { textContent: percent(probability), title: String(probability) })));
+    make("span", { textContent: label, title: label }),
+    make("meter", { value: probability, "aria-label": `probability of ${label}` }),
+    make("b", { textContent: percent(probability), title: String(probability) })));
   if (prediction.error) lines.unshift(make("li", { className: "error", textContent: `${file.name} ${prediction.error}` }));
   const canvas = await thumbnail(file), name = make("p", { className: "name", textContent: file.name, title: `checkpoint ${checkpoint}` });
   return make("li", {}, ...(canvas ? [canvas] : []), make("div", {}, name, make("ol", {}, ...lines)));

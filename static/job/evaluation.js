@@ -108,7 +108,8 @@ export class Evaluation {
       td.append(button);
       return td;
     };
-    byId("matrix").replaceChildren(make("tr", {}, make("td"), ...chosen.map((j) => name(j, "col"))), ...chosen.map((i) => make("tr", {}, name(i, "row"), ...chosen.map((j) => cell(i, j)))));
+    const head = make("tr", {}, make("td"), ...chosen.map((j) => name(j, "col")));
+    byId("matrix").replaceChildren(head, ...chosen.map((i) => make("tr", {}, name(i, "row"), ...chosen.map((j) => cell(i, j)))));
   }
 
   #cell(i, j, names) {

@@ -70,7 +70,8 @@ export class Network {
     const meter = (title, value, of) => make("meter", { min: 0, max: of || 1, value, title, "aria-label": `${title}: ${percent(of ? value / of : 0)}` });
     byId("network-stages").replaceChildren(...found.map((stage) => {
       const parameters = sum(stage.layers, "parameters"), took = sum(stage.layers, "time_us");
-      const item = make("li", {}, named("b", stage.name), named("span", shape(stage.layers.at(-1).output_shape)), named("small", plural(stage.layers.length, "layer")), named("small", plural(parameters, "parameter")), meter("Share of the parameters", parameters, all));
+      const item = make("li", {}, named("b", stage.name), named("span", shape(stage.layers.at(-1).output_shape)), named("small", plural(stage.layers.length, "layer")),
+        named("small", plural(parameters, "parameter")), meter("Share of the parameters", parameters, all));
       if (timed) item.append(named("small", stage.layers.some((layer) => layer.time_us !== undefined) ? time(took) : "–"), meter("Share of the time", took, whole));
       return item;
     }));

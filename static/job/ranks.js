@@ -227,7 +227,8 @@ export class Ranks {
       write({ ranks: [...this.chosen].sort((a, b) => a - b).join(",") });
       this.onChoose();
     });
-    const compute = part("k-compute"), wait = part("k-wait"), data = part("k-data"), checkpoint = part("k-checkpoint"), lane = make("div", { className: "lane", role: "img" }, compute, wait, data, checkpoint);
+    const compute = part("k-compute"), wait = part("k-wait"), data = part("k-data"), checkpoint = part("k-checkpoint");
+    const lane = make("div", { className: "lane", role: "img" }, compute, wait, data, checkpoint);
     const ms = part("num"), axes = make("div", { className: "rank-axes", title: "Share of a step in exchanges along each axis of the mesh, including waits for other ranks" });
     const line = make("div", { className: "rank-line" }, name, lane, ms, axes), about = part("rank-about", "div"), item = make("li", { "data-rank": rank }, line, about);
     const row = { item, lane, compute, wait, data, checkpoint, line, ms, axes, about, key: "" };

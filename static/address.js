@@ -1,5 +1,7 @@
 // Reads and writes values in the page's URL, which contains the whole view, so that a link shows the same view.
 
+import { press } from "./page.js";
+
 const now = () => new URL(location.href);
 
 /** Returns the value of `key` in the URL, or `otherwise`. */
@@ -13,4 +15,16 @@ export function write(values) {
     else url.searchParams.set(key, String(value));
   }
   if (url.href !== location.href) history.replaceState(history.state, "", url);
+}
+
+/**
+ * Sets up the buttons with `data-KEY`, one of which is pressed. The choice is in the URL, unless it is `initial`. Calls `apply(value)` at once
+ * and after each click.
+ */
+export function choices(key, initial, apply) {
+  const buttons = [...document.querySelectorAll(`button[data-${key}]`)], find = (value) => buttons.find((button) => button.dataset[key] === value);
+  const choose = (button) => { press(buttons, button); apply(button.dataset[key]); };
+  for (const button of buttons) button.addEventListener("click", () => { choose(button); write({ [key]: button.dataset[key] === initial ? "" : button.dataset[key] }); });
+  const chosen = find(read(key, initial)) ?? find(initial);
+  if (chosen) choose(chosen);
 }

@@ -1,6 +1,6 @@
 // On a new server, registers the program's bundled pictures with one click.
 
-import { ask, Problem, errorText, text } from "./page.js";
+import { ask, make, Problem, errorText, text } from "./page.js";
 
 export function offerBundled() {
   for (const button of document.querySelectorAll("[data-bundled]")) button.addEventListener("click", async () => {
@@ -16,8 +16,7 @@ export function offerBundled() {
       if (error instanceof Problem && error.status === 409) { location.href = button.dataset.bundled; return; }
       button.disabled = false;
       text(button, label);
-      const output = button.parentElement.querySelector(".error") ?? button.parentElement.appendChild(Object.assign(document.createElement("span"), { className: "error" }));
-      output.setAttribute("role", "alert");
+      const output = button.parentElement.querySelector(".error") ?? button.parentElement.appendChild(make("span", { className: "error", role: "alert" }));
       text(output, ` ${errorText(error)}`);
     }
   });

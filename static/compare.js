@@ -3,17 +3,18 @@
 
 import { ask, byId, press, errorText, showLive, text } from "./page.js";
 import { Stream } from "./stream.js";
-import { read, write } from "./address.js";
+import { choices, read, write } from "./address.js";
 import { smoothingSlider } from "./chart/range.js";
 import { assign, COLOURS } from "./compare/colours.js";
 import { Curves } from "./compare/curves.js";
-import { choices, groups } from "./compare/grouped.js";
+import { groupKeys, groups } from "./compare/grouped.js";
 import { Parallel } from "./compare/parallel.js";
 import { Picker } from "./compare/picker.js";
 import { Scatter } from "./compare/scatter.js";
 import { Selection } from "./compare/selection.js";
 import { Tables } from "./compare/tables.js";
 import { ALL, axisTitle, ownMetrics } from "./job/names.js";
+import { isFinal } from "./job/states.js";
 import { plural } from "./numbers.js";
 
 /** Maximum number of charts. */
@@ -65,7 +66,7 @@ function redraw() {
 
 /** Offers the keys by which these jobs can be grouped, and groups the jobs by the key in the URL. */
 function applyGrouping() {
-  const select = byId("group-by"), wanted = read("group"), keys = [...new Set([...choices(list()), ...(wanted ? [wanted] : [])])];
+  const select = byId("group-by"), wanted = read("group"), keys = [...new Set([...groupKeys(list()), ...(wanted ? [wanted] : [])])];
   if ([...select.options].slice(1).map((option) => option.value).join() !== keys.join()) select.replaceChildren(new Option("nothing", ""), ...keys.map((key) => new Option(key, key)));
   select.value = wanted;
   const band = read("band") === "range" ? "range" : "std";
@@ -99,14 +100,6 @@ byId("selection-keep").addEventListener("click", () => { const kept = chosen(); 
 
 // --- controls -----------------------------------------------------------------------------------------
 
-const setUpButtons = (key, initial, apply) => {
-  const buttons = [...document.querySelectorAll(`button[data-${key}]`)];
-  const set = (button) => { press(buttons, button); apply(button.dataset[key]); };
-  for (const button of buttons) button.addEventListener("click", () => { set(button); write({ [key]: button.dataset[key] === initial ? "" : button.dataset[key] }); });
-  const wanted = buttons.find((b) => b.dataset[key] === read(key, initial));
-  if (wanted) set(wanted);
-};
-
 /** Default metric: the validation accuracy, or the loss if no job has a validation accuracy. */
 const defaultMetric = () => (!list().length || list().some((job) => job.last.val_accuracy != null) ? "val_accuracy" : "loss");
 
@@ -136,15 +129,14 @@ function toggle(name) {
 for (const button of document.querySelectorAll("button[data-metric]")) button.addEventListener("click", () => toggle(button.dataset.metric));
 byId("more-metrics").addEventListener("change", ({ target }) => { if (target.value) toggle(target.value); });
 showCharts();
-setUpButtons("axis", "step", (v) => curves.setAxis(v));
-setUpButtons("scale", "linear", (v) => curves.setScale(v));
+choices("axis", "step", (v) => curves.setAxis(v));
+choices("scale", "linear", (v) => curves.setScale(v));
 smoothingSlider(byId("smooth"), byId("smooth-value"), (factor) => curves.setSmoothing(factor));
-setUpButtons("settings", "different", (v) => tables.setAll(v === "all"));
+choices("settings", "different", (v) => tables.setAll(v === "all"));
 // --- live ---------------------------------------------------------------------------------------------
 
 /** Pause between requests for the curves of running jobs. */
 const CURVES_EVERY_MS = 2000;
-const isFinal = (job) => ["succeeded", "failed", "cancelled"].includes(job.state);
 let frame = 0, stale = false;
 new Stream({
   path: () => "/api/v1/stream",
@@ -161,7 +153,7 @@ new Stream({
 });
 /** Reads the jobs again after an interruption of the stream, which does not repeat missed frames. */
 async function reloadJobs() {
-  await Promise.all(list().filter((job) => !isFinal(job)).map(async ({ id }) => {
+  await Promise.all(list().filter((job) => !isFinal(job.state)).map(async ({ id }) => {
     const now = await ask(`/api/v1/jobs/${encodeURIComponent(id)}`).catch(() => null), known = jobs.get(id);
     if (!now || !known || known.last_seq > now.last_seq) return;
     if (known.last_seq < now.last_seq) curves.changed(id);

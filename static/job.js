@@ -7,7 +7,7 @@ import { Charts } from "./job/charts.js";
 import { Checkpoints } from "./job/checkpoints.js";
 import { Classify } from "./job/classify.js";
 import { Evaluation } from "./job/evaluation.js";
-import { Facts, isFinal } from "./job/facts.js";
+import { Facts } from "./job/facts.js";
 import { History } from "./job/history.js";
 import { Log } from "./job/log.js";
 import { Metrics } from "./job/metrics.js";
@@ -16,8 +16,8 @@ import { Network } from "./job/network.js";
 import { Panels } from "./job/panels.js";
 import { Ranks } from "./job/ranks.js";
 import { register } from "./job/register.js";
+import { isFinal, waits } from "./job/states.js";
 import { Tabs } from "./job/tabs.js";
-import { waits } from "./jobs/queue.js";
 
 /** Number of events by which the page may lag behind. If it lags further, it reads the history over REST again instead of each event. */
 const MAX_MISSED_EVENTS = 20_000;

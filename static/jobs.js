@@ -4,14 +4,15 @@ import { ask, byId, drawn, notify, Problem, errorText, showLive, text } from "./
 import { write } from "./address.js";
 import { count } from "./numbers.js";
 import { Stream } from "./stream.js";
+import { isFinal } from "./job/states.js";
 import { Bulk } from "./jobs/bulk.js";
 import { Columns } from "./jobs/columns.js";
 import { groupedBy, Grouping } from "./jobs/grouping.js";
 import { Groups } from "./jobs/groups.js";
 import { Narrow } from "./jobs/narrow.js";
-import { filter, fits, mentions, parameters, part } from "./jobs/query.js";
+import { filter, fits, mentions, MIN_PAUSE_MS, parameters, part, pauseAfter } from "./jobs/query.js";
 import { Queue } from "./jobs/queue.js";
-import { blank, fill as fillRow, FINAL } from "./jobs/row.js";
+import { blank, fill as fillRow } from "./jobs/row.js";
 import { arrange, drawHeads, key, order, DEFAULT_ORDER, defaultOrder } from "./jobs/sort.js";
 import { Views } from "./jobs/views.js";
 import { Window } from "./jobs/window.js";
@@ -22,11 +23,8 @@ if (experiment) location.replace(run ? `/jobs/${run}` : `/jobs?project=${experim
 
 /** Number of jobs per request. Older jobs are read when the reader scrolls to them, with larger requests further down. */
 const PART = 50, LARGEST_PART = 250;
-/**
- * Maximum number of jobs that are read again when the order or search results may have changed, and the minimum and maximum pause between these
- * requests.
- */
-const MAX_RELOAD = 200, MIN_PAUSE_MS = 3000, MAX_PAUSE_MS = 30_000;
+/** Maximum number of jobs that are read again when the order or search results may have changed. */
+const MAX_RELOAD = 200;
 const rows = byId("rows"), search = byId("search");
 const jobs = new Map(), rowOf = new Map([...rows.children].map((row) => [row.dataset.id, row]));
 /** For jobs from the stream that are not in the list: the sort value for which the list was read again. Only the server knows a job's place. */
@@ -136,8 +134,8 @@ function readSoon() {
     // Rows to which the reader scrolls come first.
     if (catching || reading) return readSoon();
     const began = performance.now();
-    // The pause grows with the response time of the server. A failed request does not change it.
-    await load().then(() => { pause = Math.min(MAX_PAUSE_MS, Math.max(MIN_PAUSE_MS, 4 * (performance.now() - began))); }, () => {});
+    // A failed request does not change the pause.
+    await load().then(() => { pause = pauseAfter(began); }, () => {});
   }, pause);
 }
 
@@ -184,7 +182,7 @@ function countSoon() {
     const began = performance.now();
     countPause = MIN_PAUSE_MS;
     const found = await ask(`/api/v1/jobs/groups?${new URLSearchParams([...parameters({ ...filter(), states: [] }), ["by", "state"]])}`).catch(() => null);
-    countPause = Math.min(MAX_PAUSE_MS, Math.max(MIN_PAUSE_MS, 4 * (performance.now() - began)));
+    countPause = pauseAfter(began);
     if (!found) return;
     const jobsIn = new Map(found.groups.map(({ values: [state], jobs }) => [state, jobs])), all = [...jobsIn.values()].reduce((sum, n) => sum + n, 0);
     for (const a of document.querySelectorAll("#filters [data-state]")) {
@@ -197,7 +195,7 @@ function countSoon() {
 function tellEnd(job) {
   const before = stateOf.get(job.id), end = `${job.id} ${job.finished_at}`;
   stateOf.set(job.id, job.state);
-  if (!before || FINAL.includes(before) || !FINAL.includes(job.state) || notified.has(end)) return;
+  if (!before || isFinal(before) || !isFinal(job.state) || notified.has(end)) return;
   notified.add(end);
   notify(`${job.name}: ${job.state}`, job.reason ?? "", `/jobs/${job.id}`);
 }

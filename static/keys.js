@@ -1,6 +1,6 @@
 // The script that every page loads: keyboard shortcuts (`?` lists them), notifications, and the wrapping of long names.
 
-import { ask, byId } from "./page.js";
+import { ask, byId, make, openDialog, store, stored } from "./page.js";
 import { wrap } from "./cut.js";
 import { notifications } from "./notify.js";
 
@@ -13,7 +13,7 @@ const HELP = [
 ];
 
 /** Shortcuts without Ctrl or Alt disturb users of speech input (WCAG 2.1.4), so they can be switched off. */
-const areShortcutsOff = () => { try { return localStorage.getItem("shortcuts") === "off"; } catch { return false; } };
+const areShortcutsOff = () => stored("shortcuts") === "off";
 
 const isTextField = (target) => target.matches?.("input, textarea, select, [contenteditable]");
 /** When g was pressed, which waits 1.5 s for the key of a page. */
@@ -45,30 +45,10 @@ function openPanel(number) {
 }
 
 function help() {
-  let dialog = byId("help");
-  if (!dialog) {
-    dialog = Object.assign(document.createElement("dialog"), { id: "help" });
-    dialog.setAttribute("aria-labelledby", "help-title");
-    const title = Object.assign(document.createElement("h2"), { id: "help-title", textContent: "Keyboard" });
-    const list = document.createElement("dl");
-    for (const [keys, what] of HELP) list.append(Object.assign(document.createElement("dt"), { textContent: keys }), Object.assign(document.createElement("dd"), { textContent: what }));
-    const actions = Object.assign(document.createElement("div"), { className: "actions" });
-    actions.append(Object.assign(document.createElement("a"), { href: "/docs", className: "button", textContent: "Documentation" }));
-    const close = Object.assign(document.createElement("button"), { type: "button", textContent: "Close" });
-    close.addEventListener("click", () => dialog.close());
-    actions.append(close);
-    dialog.append(title, shortcutSwitch(), list, actions);
-    document.body.append(dialog);
-  }
-  if (!dialog.open) dialog.showModal();
-}
-
-function shortcutSwitch() {
-  const label = document.createElement("label"), box = Object.assign(document.createElement("input"), { type: "checkbox", id: "shortcuts", checked: !areShortcutsOff() });
-  label.className = "inline";
-  label.append(box, "single-key shortcuts");
-  box.addEventListener("change", () => { try { if (box.checked) localStorage.removeItem("shortcuts"); else localStorage.setItem("shortcuts", "off"); } catch { /* not kept */ } });
-  return label;
+  const box = make("input", { type: "checkbox", id: "shortcuts", checked: !areShortcutsOff() });
+  box.addEventListener("change", () => store("shortcuts", box.checked ? null : "off"));
+  const list = make("dl", {}, ...HELP.flatMap(([keys, what]) => [make("dt", { textContent: keys }), make("dd", { textContent: what })]));
+  openDialog("help", "Keyboard", [make("label", { className: "inline" }, box, "single-key shortcuts"), list], make("a", { href: "/docs", className: "button", textContent: "Documentation" }));
 }
 
 document.addEventListener("keydown", (event) => {

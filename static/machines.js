@@ -1,31 +1,23 @@
 // The page Machines: updates the cards every few seconds and when jobs start and end; drains and removes machines.
 
-import { read, write } from "./address.js";
-import { ask, byId, confirmThen, pageNow, press, errorText, showLive, text } from "./page.js";
-import { Stream } from "./stream.js";
-import { Lines, RANGES } from "./machines/lines.js";
-import { morph } from "./machines/morph.js";
+import { choices } from "./address.js";
+import { ask, byId, confirmThen, errorText, text } from "./page.js";
+import { Lines } from "./machines/lines.js";
+import { followJobs, morph, refresher } from "./machines/morph.js";
 
-const REFRESH_INTERVAL_MS = 5000;
 const lines = new Lines(byId("machines"));
-let refreshing = false, changing = false, timer = 0;
+let changing = false;
 
-/** Requests the page again and updates the cards from it, because only the server renders cards. */
-async function refresh() {
-  if (refreshing || document.hidden) return;
-  refreshing = true;
-  try {
-    const page = await pageNow("/machines");
-    if (!page) return;
-    for (const id of ["machines", "summary"]) {
-      const fresh = page.getElementById(id), shown = byId(id);
-      if (!fresh || !shown) { if (fresh || shown) location.reload(); continue; }
-      morph(shown, fresh);
-    }
-    lines.draw();
-    await lines.refresh();
-  } catch { /* The stream's status shows that the server is unreachable. */ } finally { refreshing = false; }
-}
+/** Updates the cards from the page as it is now, because only the server renders cards. */
+const refresh = refresher(async (page) => {
+  for (const id of ["machines", "summary"]) {
+    const fresh = page.getElementById(id), shown = byId(id);
+    if (!fresh || !shown) { if (fresh || shown) location.reload(); continue; }
+    morph(shown, fresh);
+  }
+  lines.draw();
+  await lines.refresh();
+});
 
 byId("machines").addEventListener("click", async (event) => {
   const button = event.target.closest("[data-drain]");
@@ -49,19 +41,6 @@ byId("machines").addEventListener("click", (event) => {
   });
 });
 
-new Stream({
-  path: () => "/api/v1/stream",
-  onStatus: showLive,
-  onFrame: () => { clearTimeout(timer); timer = setTimeout(refresh, 300); },
-});
-setInterval(refresh, REFRESH_INTERVAL_MS);
-document.addEventListener("visibilitychange", refresh);
-
-const ranges = [...document.querySelectorAll("#range button")], DEFAULT_RANGE = "1h";
-function show(range) {
-  press(ranges, ranges.find((button) => button.dataset.range === range));
-  // If the request fails, the next refresh repeats it.
-  lines.show(range).catch(() => {});
-}
-for (const button of ranges) button.addEventListener("click", () => { show(button.dataset.range); write({ range: button.dataset.range === DEFAULT_RANGE ? "" : button.dataset.range }); });
-show(RANGES[read("range", DEFAULT_RANGE)] ? read("range", DEFAULT_RANGE) : DEFAULT_RANGE);
+followJobs(refresh, 300);
+// If the request fails, the next refresh repeats it.
+choices("range", "1h", (range) => { lines.show(range).catch(() => {}); });

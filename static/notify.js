@@ -1,9 +1,6 @@
 // The switch for notifications in the bar of every page: whether the browser reports the end of a job while the page is hidden.
 
-import { byId, text } from "./page.js";
-
-const isWanted = () => { try { return localStorage.getItem("notify") === "yes"; } catch { return false; } };
-const isOn = () => "Notification" in window && isWanted() && Notification.permission === "granted";
+import { byId, isNotifying, make, openDialog, store } from "./page.js";
 
 /** Returns why notifications are impossible, with advice; empty if they are possible. */
 function findObstacle() {
@@ -13,23 +10,8 @@ function findObstacle() {
   return "";
 }
 
-function showObstacle(words) {
-  let dialog = byId("notify-dialog");
-  if (!dialog) {
-    dialog = Object.assign(document.createElement("dialog"), { id: "notify-dialog" });
-    dialog.setAttribute("aria-labelledby", "notify-title");
-    const close = Object.assign(document.createElement("button"), { type: "button", textContent: "Close" }), actions = Object.assign(document.createElement("div"), { className: "actions" });
-    close.addEventListener("click", () => dialog.close());
-    actions.append(close);
-    dialog.append(Object.assign(document.createElement("h2"), { id: "notify-title", textContent: "No notifications" }), document.createElement("p"), actions);
-    document.body.append(dialog);
-  }
-  text(dialog.querySelector("p"), words);
-  dialog.showModal();
-}
-
 function draw(button) {
-  const on = isOn(), words = on ? "Do not notify me when jobs end" : "Notify me when jobs end";
+  const on = isNotifying(), words = on ? "Do not notify me when jobs end" : "Notify me when jobs end";
   button.dataset.on = on ? "yes" : "no";
   button.setAttribute("aria-label", words);
   button.title = on ? "You are notified when a job ends while this page is hidden" : findObstacle() ? "Notifications are not possible here: press to see why" : words;
@@ -42,14 +24,12 @@ export function notifications() {
   button.hidden = false;
   draw(button);
   button.addEventListener("click", async () => {
-    const on = isOn();
+    const on = isNotifying();
     let why = on ? "" : findObstacle();
-    if (!on && !why) {
-      // If the reader closes the browser's question, the permission stays undecided.
-      if ((await Notification.requestPermission()) === "denied") why = findObstacle();
-    }
-    try { localStorage.setItem("notify", !on && !why && Notification.permission === "granted" ? "yes" : "no"); } catch { why ||= "This browser stores nothing for this page, so the choice would be lost on the next page."; }
+    // If the reader closes the browser's question, the permission stays undecided.
+    if (!on && !why && (await Notification.requestPermission()) === "denied") why = findObstacle();
+    if (!store("notify", !on && !why && Notification.permission === "granted" ? "yes" : "no")) why ||= "This browser stores nothing for this page, so the choice would be lost on the next page.";
     draw(button);
-    if (why) showObstacle(why);
+    if (why) openDialog("notify-dialog", "No notifications", [make("p", { textContent: why })]);
   });
 }

@@ -61,6 +61,12 @@ export const plural = (n, noun) => `${count(n)} ${nouns(n, noun)}`;
 /** Formats a time: `24.9 ms`, `1.52 s`. */
 export const millis = (ms) => (ms >= 1000 ? `${(ms / 1000).toFixed(2)} s` : `${ms.toFixed(ms < 100 ? 1 : 0)} ms`);
 
+/** Formats a time: `14:03`, or with `length` 8 `14:03:41`. Begins with the date if the time is on another day than `now`. */
+export function timeAndDay(at, length = 5, now = Date.now()) {
+  const day = new Date(at);
+  return `${day.toDateString() === new Date(now).toDateString() ? "" : `${day.toLocaleDateString()} `}${timeOfDay(day).slice(0, length)}`;
+}
+
 /** Formats a time of day in the reader's time zone: `14:03:41.208`. */
 export function timeOfDay(at) {
   const d = new Date(at), two = (n) => String(n).padStart(2, "0");

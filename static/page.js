@@ -2,6 +2,22 @@
 
 export const byId = (id) => document.getElementById(id);
 
+/** Creates an element. Names that are no writable properties, such as `aria-label` and `list`, become attributes. */
+export function make(tag, properties = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) if (name in node && name !== "list") node[name] = value; else node.setAttribute(name, value);
+  node.append(...children);
+  return node;
+}
+
+/** Creates an element of SVG. */
+export function makeSvg(tag, attributes, ...children) {
+  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  node.append(...children);
+  return node;
+}
+
 /** Difference between the server's clock when the page was rendered and this machine's clock when the page was loaded, in milliseconds. */
 const skew = Date.parse(document.documentElement.dataset.now) - Date.now() || 0;
 
@@ -134,7 +150,8 @@ export function confirmThen({ title, detail, yes, act }) {
   dialog.showModal();
 }
 
-async function copy(value, button) {
+/** Copies a text, and says so on the button. */
+export async function copy(value, button) {
   try {
     await navigator.clipboard.writeText(value);
   } catch {
@@ -148,8 +165,6 @@ async function copy(value, button) {
   setTimeout(() => text(button, label), 1500);
 }
 
-export function copyFrom(button, value) { copy(value, button); }
-
 document.addEventListener("click", (event) => {
   const button = event.target.closest?.("[data-copy], [data-copy-from]");
   if (button) copy(button.dataset.copy ?? byId(button.dataset.copyFrom).textContent, button);
@@ -160,12 +175,36 @@ export function press(group, chosen) {
   for (const button of group) button.setAttribute("aria-pressed", String(button === chosen));
 }
 
-/** Whether the reader wants notifications, as notify.js has stored. A browser may refuse access to its storage. */
-const wanted = () => { try { return localStorage.getItem("notify") === "yes"; } catch { return false; } };
+/** Closes a menu (`details`) after a click beside it, and on Escape. `signal`: removes the listeners when it is aborted. */
+export function closable(menu, signal) {
+  document.addEventListener("click", (event) => { if (!event.composedPath().includes(menu)) menu.open = false; }, { signal });
+  menu.addEventListener("keydown", (event) => { if (event.key === "Escape") { menu.open = false; menu.querySelector("summary").focus(); } });
+}
+
+/** Opens a dialog with a title, `content`, `links` and a button that closes it. */
+export function openDialog(id, title, content, ...links) {
+  const close = make("button", { type: "button", textContent: "Close" });
+  const dialog = make("dialog", { id, "aria-labelledby": `${id}-title` }, make("h2", { id: `${id}-title`, textContent: title }), ...content, make("div", { className: "actions" }, ...links, close));
+  close.addEventListener("click", () => dialog.close());
+  byId(id)?.remove();
+  document.body.append(dialog);
+  dialog.showModal();
+}
+
+/** Returns a value that the browser stores; null without a value, or if the browser refuses access to its storage. */
+export const stored = (key) => { try { return localStorage.getItem(key); } catch { return null; } };
+
+/** Stores a value, or removes it for null. Returns whether the browser allows it. */
+export function store(key, value) {
+  try { if (value === null) localStorage.removeItem(key); else localStorage.setItem(key, value); return true; } catch { return false; }
+}
+
+/** Whether the reader wants notifications and the browser allows them. */
+export const isNotifying = () => "Notification" in window && stored("notify") === "yes" && Notification.permission === "granted";
 
 /** Shows a notification that a job has ended, if the reader has asked for notifications and the page is hidden. */
 export function notify(title, body, path) {
-  if (!wanted() || !document.hidden || !("Notification" in window) || Notification.permission !== "granted") return;
+  if (!isNotifying() || !document.hidden) return;
   const note = new Notification(title, { body, tag: path, icon: "/static/icon.svg" });
   note.onclick = () => { focus(); if (location.pathname !== path) location.href = path; };
 }

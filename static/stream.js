@@ -85,9 +85,7 @@ export class Stream {
   reconnect(seq = this.seq) {
     if (this.#closed) return;
     this.seq = seq;
-    const old = this.#socket;
-    this.#socket = null;
-    old?.close();
+    this.hold();
     this.#delay = FIRST_DELAY_MS;
     this.onStatus("reconnecting");
     this.#open();

@@ -2,7 +2,7 @@
 // copy. Without this script, the form posts itself, and the server responds with the mistakes.
 
 import { offerBundled } from "./bundled.js";
-import { ask, byId, copyFrom, press, Problem, errorText, text } from "./page.js";
+import { ask, byId, copy, make, press, Problem, errorText, text } from "./page.js";
 import { count, plural } from "./numbers.js";
 import { section, showSection, tomlSection } from "./submit/sweep.js";
 
@@ -33,11 +33,13 @@ const valueOf = (field) => (field.type === "checkbox" ? String(field.checked) : 
 const effective = (field, recipe) => valueOf(field) || (field.name in (recipes[recipe] ?? {}) ? "" : field.dataset.default);
 
 /**
- * Writes a value into a text field. Defaults are shown as the placeholder. If the recipe sets the key, the default is written out, because
- * an empty field means the recipe's value.
+ * Writes a value, as text, into a field. Defaults are shown as the placeholder. If the recipe sets the key, the default is written out,
+ * because an empty field means the recipe's value. A choice that the field lacks is added with `label`.
  */
-function put(field, value, recipe) {
-  field.value = field.type === "text" && value === field.dataset.default && !(field.name in (recipes[recipe] ?? {})) ? "" : value;
+function put(field, value, recipe, label = value) {
+  if (field.type === "checkbox") field.checked = value === "true";
+  else if (field.tagName === "SELECT" && value && ![...field.options].some((option) => option.value === value)) field.add(new Option(label, value, true, true));
+  else field.value = field.type === "text" && value === field.dataset.default && !(field.name in (recipes[recipe] ?? {})) ? "" : value;
 }
 
 /**
@@ -144,9 +146,7 @@ function fillForm(spec) {
   for (const field of fields) {
     const [table, key] = field.name.includes(".") ? field.name.split(".") : [null, field.name];
     const value = (table ? spec[table] : spec)?.[key] ?? "";
-    if (field.type === "checkbox") field.checked = value === true;
-    else if (field.tagName === "SELECT" && value !== "" && ![...field.options].some((o) => o.value === value)) field.add(new Option(value, value, true, true));
-    else put(field, Array.isArray(value) ? value.map((v) => (Array.isArray(v) ? v.join(": ") : v)).join(", ") : typeof value === "object" ? JSON.stringify(value) : String(value), spec.train.recipe);
+    put(field, Array.isArray(value) ? value.map((v) => (Array.isArray(v) ? v.join(": ") : v)).join(", ") : typeof value === "object" ? JSON.stringify(value) : String(value), spec.train.recipe);
     // A recipe that is chosen later must not replace values that were written in the text.
     if (effective(field, spec.train.recipe) !== untouched(field, spec.train.recipe)) touched.add(field);
   }
@@ -160,9 +160,7 @@ function fillRecipe(name) {
   for (const field of fields) {
     const ofPreset = field.name in own && !touched.has(field);
     if (field.name === "train.recipe" || (effective(field, filled.value) !== untouched(field, filled.value) && !ofPreset)) continue;
-    const value = untouched(field, name);
-    if (field.type === "checkbox") field.checked = value === "true";
-    else put(field, value, name);
+    put(field, untouched(field, name), name);
   }
   filled.value = name;
 }
@@ -178,13 +176,8 @@ function showMistakes(errors) {
   for (const error of errors) {
     const path = error.pointer.replace(/^\//, "").replaceAll("/", ".");
     const field = fields.find((f) => path === f.name || path.startsWith(`${f.name}.`));
-    const line = document.createElement("li");
-    if (field) {
-      of.get(field).push(error.detail);
-      line.append(Object.assign(document.createElement("a"), { href: `#${field.id}`, textContent: field.labels[0].textContent.trim() }), ": ");
-    }
-    line.append(error.detail);
-    listed.push(line);
+    if (field) of.get(field).push(error.detail);
+    listed.push(make("li", {}, ...(field ? [make("a", { href: `#${field.id}`, textContent: field.labels[0].textContent.trim() }), ": "] : []), error.detail));
   }
   for (const [field, details] of of) {
     const shown = sent || touched.has(field) ? details : [];
@@ -282,10 +275,7 @@ for (const preset of presets) {
     const values = JSON.parse(preset.dataset.values);
     for (const field of fields) {
       const value = values[field.name] ?? "";
-      if (field.type === "checkbox") field.checked = value === "true";
-      else if (field.tagName === "SELECT" && value && ![...field.options].some((o) => o.value === value)) {
-        field.add(new Option(`${value}, not registered`, value, true, true));
-      } else put(field, value, "");
+      put(field, value, "", `${value}, not registered`);
     }
     filled.value = "";
     unmarkPresets();
@@ -328,7 +318,7 @@ form.addEventListener("submit", async (event) => {
 
 const notations = [...document.querySelectorAll("[data-notation]")];
 for (const button of notations) button.addEventListener("click", () => { notation = button.dataset.notation; press(notations, button); showSpec(); });
-byId("copy-spec").addEventListener("click", (event) => copyFrom(event.currentTarget, byId("spec-text").value));
+byId("copy-spec").addEventListener("click", (event) => copy(byId("spec-text").value, event.currentTarget));
 
 byId("sweep-settings").hidden = false;
 byId("spec-side").hidden = false;

@@ -1,15 +1,15 @@
 // The page of a sweep. The server renders it; the script reads it again every few seconds until the sweep has ended, and changes the parts that
 // differ. The parallel coordinates are those of the page Compare.
 
-import { ask, byId, confirmThen, pageNow, errorText, text } from "./page.js";
+import { ask, byId, confirmThen, errorText, text } from "./page.js";
 import { assign } from "./compare/colours.js";
 import { Parallel } from "./compare/parallel.js";
 import { Selection } from "./compare/selection.js";
-import { morph } from "./machines/morph.js";
+import { morph, refresher } from "./machines/morph.js";
 
 const EVERY_MS = 4000, JOBS = 200;
 const sweep = byId("sweep"), at = `/api/v1/sweeps/${encodeURIComponent(sweep.dataset.sweep)}`;
-let jobs = [], asking = false;
+let jobs = [];
 
 const selection = new Selection(() => jobs), parallel = new Parallel(byId("parallel"), () => jobs, selection);
 
@@ -27,15 +27,10 @@ async function draw() {
   if (jobs.length > 1) parallel.draw();
 }
 
-async function refresh() {
-  if (asking || document.hidden) return;
-  asking = true;
-  try {
-    const page = await pageNow(location.pathname);
-    if (page) morph(sweep, page.getElementById("sweep"));
-    await draw();
-  } catch { /* The next round tries again. */ } finally { asking = false; }
-}
+const refresh = refresher((page) => {
+  morph(sweep, page.getElementById("sweep"));
+  return draw();
+});
 
 async function act(what) {
   text(byId("sweep-error"), "");

@@ -17,15 +17,19 @@ export function drawAxes(ctx, plot, { x, y, xTicks, yTicks, xLabel, yLabel, colo
   ctx.textBaseline = "middle";
   ctx.textAlign = "right";
   for (const t of yTicks) ctx.fillText(yLabel(t), plot.left - 8, y.to(t));
+  drawLabels(ctx, xTicks.map((t) => [x.to(t), xLabel(t)]), 0, plot.right + plot.margin, plot.bottom + 7);
+}
+
+/** Draws labels, `[position, text]`, at the height `y` from `left` to `right`. Labels without enough space are left out. */
+export function drawLabels(ctx, labels, left, right, y) {
   ctx.textBaseline = "top";
   ctx.textAlign = "center";
   let taken = -Infinity;
-  for (const t of xTicks) {
-    const text = xLabel(t), half = ctx.measureText(text).width / 2;
-    const p = Math.min(Math.max(x.to(t), half), plot.right + plot.margin - half);
+  for (const [at, text] of labels) {
+    const half = ctx.measureText(text).width / 2, p = Math.min(Math.max(at, left + half), right - half);
     if (p - half < taken + 10) continue;
     taken = p + half;
-    ctx.fillText(text, p, plot.bottom + 7);
+    ctx.fillText(text, p, y);
   }
 }
 

@@ -8,6 +8,7 @@
 // The reader's actions are drawn at once. New data is drawn at most ten times a second, one chart per frame (the chart that has waited
 // longest), because drawing all charts in one frame would delay visible movements.
 
+import { make } from "../page.js";
 import { drawAttempts, drawAxes, drawRight, labelWidth, startsOf, within, xAxis } from "./axes.js";
 import { Gestures } from "./gestures.js";
 import { dot, drawSegment, MAX_POINTS_PER_PIXEL, visible } from "./lines.js";
@@ -58,20 +59,14 @@ export class Chart {
   constructor(root, view, { label, layers, format, tick = format, describe, onNote, empty = () => "No point yet.", xName = () => "step", yName = () => label, column = () => "step", zero = false, limits, second = null, held = false }) {
     Object.assign(this, { root, view, label, layers, format, tick, describe, onNote, empty, xName, yName, column, zero, limits, held });
     this.second = second && { ends: [null, null], robust: false, ...second };
-    this.canvas = root.appendChild(document.createElement("canvas"));
-    this.over = root.appendChild(document.createElement("canvas"));
-    this.tip = root.appendChild(document.createElement("div"));
-    this.tip.className = "tip";
-    this.tip.hidden = true;
+    this.canvas = make("canvas", { role: "img", "aria-label": label });
+    this.over = make("canvas", { "aria-hidden": "true" });
+    this.tip = make("div", { className: "tip", hidden: true });
+    this.status = make("p", { className: "sr", role: "status" });
+    root.append(this.canvas, this.over, this.tip, this.status);
     root.tabIndex = 0;
     root.setAttribute("role", "group");
     root.setAttribute("aria-label", `${label}. Arrow keys move the crosshair, plus and minus zoom, 0 shows all.`);
-    this.canvas.setAttribute("role", "img");
-    this.canvas.setAttribute("aria-label", label);
-    this.over.setAttribute("aria-hidden", "true");
-    this.status = root.appendChild(document.createElement("p"));
-    this.status.className = "sr";
-    this.status.setAttribute("role", "status");
     charts.add(this);
     const { signal } = this.#gone, size = new ResizeObserver(() => this.invalidate(true));
     size.observe(root);
@@ -300,25 +295,14 @@ export class Chart {
   }
 
   #showTip(rows, p, colours) {
-    const head = document.createElement("p");
-    head.textContent = this.describe(rows.length ? rows[0].x : this.view.cursor);
     const list = rows.map((row) => {
-      const line = document.createElement("p");
-      const swatch = document.createElement("i"), label = document.createElement("span"), value = document.createElement("b");
+      const swatch = make("i", { className: row.dash ?? "" }), words = Number.isFinite(row.value) ? row.format(row.value) : "not finite";
       swatch.style.background = colours[row.colour] ?? row.colour;
-      swatch.className = row.dash ?? "";
-      label.textContent = row.label;
-      value.textContent = Number.isFinite(row.value) ? row.format(row.value) : "not finite";
-      value.title = String(row.value);
-      line.append(swatch, label, value);
-      if (row.range[0] < row.range[1]) {
-        const range = document.createElement("small");
-        range.textContent = `${row.format(row.range[0])} to ${row.format(row.range[1])}`;
-        line.append(range);
-      }
+      const line = make("p", {}, swatch, make("span", { textContent: row.label }), make("b", { textContent: words, title: String(row.value) }));
+      if (row.range[0] < row.range[1]) line.append(make("small", { textContent: `${row.format(row.range[0])} to ${row.format(row.range[1])}` }));
       return line;
     });
-    this.tip.replaceChildren(head, ...list);
+    this.tip.replaceChildren(make("p", { textContent: this.describe(rows.length ? rows[0].x : this.view.cursor) }), ...list);
     this.tip.hidden = false;
     const width = this.tip.offsetWidth;
     const left = p + 14 + width > this.plot.right ? p - 14 - width : p + 14;

@@ -1,5 +1,6 @@
 // Saves a chart as a file: PNG and SVG as on the page, or CSV of the drawn data.
 
+import { closable, make } from "../page.js";
 import { drawKey } from "./lines.js";
 import { palette } from "./palette.js";
 import { SvgContext } from "./svg.js";
@@ -98,9 +99,7 @@ const KINDS = { PNG: [png, "png"], SVG: [svg, "svg"], CSV: [(chart) => chart.csv
 export async function save(chart, kind, name, title) {
   const [make, extension] = KINDS[kind];
   const blob = await make(chart, title);
-  const link = document.createElement("a");
-  link.href = URL.createObjectURL(blob);
-  link.download = `${name.replace(/[^\w.-]+/g, "-")}.${extension}`;
+  const link = make("a", { href: URL.createObjectURL(blob), download: `${name.replace(/[^\w.-]+/g, "-")}.${extension}` });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
 }
@@ -112,29 +111,17 @@ export function headOf(root) {
 }
 
 /** Groups a chart's menus. */
-export function tools(...menus) {
-  const box = document.createElement("div");
-  box.className = "tools";
-  box.append(...menus);
-  return box;
-}
+export const tools = (...menus) => make("div", { className: "tools" }, ...menus);
 
 /** Returns a small menu with all formats. `name()` and `title()`: see `save`. `every`: URL of the CSV file with all points. */
 export function saveMenu(chart, name, title, every) {
-  const menu = document.createElement("details");
-  menu.className = "menu";
-  const summary = document.createElement("summary");
-  summary.textContent = "Save";
-  summary.setAttribute("aria-label", `Save ${chart.label}`);
-  const list = document.createElement("div");
-  for (const kind of Object.keys(KINDS)) {
-    const button = Object.assign(document.createElement("button"), { type: "button", className: "quiet", textContent: kind });
+  const buttons = Object.keys(KINDS).map((kind) => {
+    const button = make("button", { type: "button", className: "quiet", textContent: kind });
     button.addEventListener("click", () => { menu.open = false; save(chart, kind, name(), title()); });
-    list.append(button);
-  }
-  if (every) list.append(Object.assign(document.createElement("a"), { className: "button quiet", href: every, textContent: "CSV, every point", download: "" }));
-  menu.append(summary, list);
-  document.addEventListener("click", (event) => { if (!menu.contains(event.target)) menu.open = false; }, { signal: chart.gone });
-  menu.addEventListener("keydown", (event) => { if (event.key === "Escape") { menu.open = false; summary.focus(); } });
+    return button;
+  });
+  if (every) buttons.push(make("a", { className: "button quiet", href: every, textContent: "CSV, every point", download: "" }));
+  const menu = make("details", { className: "menu" }, make("summary", { textContent: "Save", "aria-label": `Save ${chart.label}` }), make("div", {}, ...buttons));
+  closable(menu, chart.gone);
   return menu;
 }

@@ -1,10 +1,9 @@
 // A heat map of histograms over steps: one column per step, darker for more values.
 
-import { labelWidth } from "./axes.js";
+import { count } from "../numbers.js";
+import { drawLabels, labelWidth } from "./axes.js";
 import { onThemeChange, palette } from "./palette.js";
 import { linear, linearTicks } from "./scale.js";
-
-const grouped = (v) => String(v).replace(/\B(?=(\d{3})+$)/g, ",");
 
 export class Heat {
   #all = [];
@@ -76,15 +75,8 @@ export class Heat {
     ctx.textBaseline = "middle";
     ctx.textAlign = "right";
     for (const t of ticks) ctx.fillText(this.format(t), plot.left - 8, y.to(t));
-    ctx.textBaseline = "top";
-    ctx.textAlign = "center";
-    let taken = -Infinity;
-    for (const t of last > first ? linearTicks(first, last, Math.max(2, Math.floor((plot.right - plot.left) / 90))).filter(Number.isInteger) : [first]) {
-      const words = grouped(t), half = ctx.measureText(words).width / 2, p = Math.min(Math.max(x.to(t), plot.left + half), plot.right - half);
-      if (p - half < taken + 10) continue;
-      taken = p + half;
-      ctx.fillText(words, p, plot.bottom + 7);
-    }
+    const steps = last > first ? linearTicks(first, last, Math.max(2, Math.floor((plot.right - plot.left) / 90))).filter(Number.isInteger) : [first];
+    drawLabels(ctx, steps.map((t) => [x.to(t), count(t)]), plot.left, plot.right, plot.bottom + 7);
     if (this.#at === null) return;
     const [from, to] = this.edges[this.#at];
     ctx.strokeStyle = colours.text;

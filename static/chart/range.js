@@ -1,27 +1,17 @@
 // Menus for a chart: the vertical range (fixed ends, and whether outliers count), and smoothing. The choices are in the page's URL.
 
 import { read, write } from "../address.js";
+import { closable, make } from "../page.js";
 
 let menus = 0; // for unique ids
 
 /** Returns a small menu for a chart's head. `key`: the chart's name in the URL. `unit`: the axis value of 1 in the menu (0.01 for percent). */
 export function rangeMenu(chart, key, unit = 1) {
-  const menu = document.createElement("details"), summary = document.createElement("summary"), box = document.createElement("div"), id = `range-${++menus}`;
-  menu.className = "menu range";
-  summary.textContent = "Range";
-  summary.setAttribute("aria-label", `Vertical range of ${chart.label}`);
-  const field = (label, name) => {
-    const line = document.createElement("label"), input = Object.assign(document.createElement("input"), { type: "text", inputMode: "decimal", placeholder: "auto", maxLength: 20, autocomplete: "off", id: `${id}-${name}` });
-    line.className = "inline";
-    line.append(label, input);
-    box.append(line);
-    return input;
-  };
-  const from = field("from", "from"), to = field("to", "to");
-  const outliers = Object.assign(document.createElement("input"), { type: "checkbox", id: `${id}-outliers` }), line = document.createElement("label");
-  line.className = "inline";
-  line.append(outliers, "ignore outliers");
-  box.append(line);
+  const id = `range-${++menus}`, line = (...children) => make("label", { className: "inline" }, ...children);
+  const [from, to] = ["from", "to"].map((name) => make("input", { type: "text", inputMode: "decimal", placeholder: "auto", maxLength: 20, autocomplete: "off", id: `${id}-${name}` }));
+  const outliers = make("input", { type: "checkbox", id: `${id}-outliers` });
+  const summary = make("summary", { textContent: "Range", "aria-label": `Vertical range of ${chart.label}` });
+  const menu = make("details", { className: "menu range" }, summary, make("div", {}, line("from", from), line("to", to), line(outliers, "ignore outliers")));
   const end = (input) => { const v = Number(input.value.trim().replace(",", ".")); return input.value.trim() === "" || !Number.isFinite(v) ? null : v; };
   const apply = () => {
     const ends = [end(from), end(to)], wrong = ends[0] !== null && ends[1] !== null && ends[0] >= ends[1];
@@ -38,9 +28,7 @@ export function rangeMenu(chart, key, unit = 1) {
   [from.value, to.value] = `${read(`${key}-range`)}~`.split("~");
   outliers.checked = read(`${key}-outliers`) === "no";
   apply();
-  menu.append(summary, box);
-  document.addEventListener("click", (event) => { if (!menu.contains(event.target)) menu.open = false; }, { signal: chart.gone });
-  menu.addEventListener("keydown", (event) => { if (event.key === "Escape") { menu.open = false; summary.focus(); } });
+  closable(menu, chart.gone);
   return menu;
 }
 

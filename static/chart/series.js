@@ -213,16 +213,10 @@ export class MeanSeries extends Series {
 
   /** Like `load`, for the buckets of all ranks of an attempt. Buckets of the same step are joined. */
   loadRanks(attempt, ranks, exact, width = 0) {
-    const [{ steps: firstSteps }] = ranks, rankCount = this.ranksIn(attempt);
-    if (ranks.length === rankCount && ranks.every(({ steps }) => steps.length === firstSteps.length && steps.every((s, i) => s === firstSteps[i]))) {
-      return this.load(attempt, {
-        steps: firstSteps, min: firstSteps.map((_, i) => lowest(ranks, i)), max: firstSteps.map((_, i) => highest(ranks, i)),
-        mean: firstSteps.map((_, i) => ranks.reduce((sum, r) => sum + (r.mean[i] ?? NaN), 0) / ranks.length),
-      }, exact, width);
-    }
-    const joined = new Map();
+    const rankCount = this.ranksIn(attempt), joined = new Map();
     for (const { steps, min, max, mean } of ranks) {
       for (let i = 0; i < steps.length; i++) {
+        // A mean, a minimum or a maximum that is not finite is null, and becomes a gap.
         const value = mean[i] ?? NaN, at = joined.get(steps[i]);
         const low = min?.[i] ?? value, high = max?.[i] ?? value;
         if (!at) joined.set(steps[i], { n: 1, sum: value, low, high });
@@ -242,7 +236,3 @@ export class MeanSeries extends Series {
     }
   }
 }
-
-// min and max are null for a bucket without a finite value; the mean may be null, too. Then the result is NaN.
-function lowest(ranks, i) { let low = Infinity; for (const r of ranks) low = Math.min(low, r.min?.[i] ?? r.mean[i] ?? NaN); return low; }
-function highest(ranks, i) { let high = -Infinity; for (const r of ranks) high = Math.max(high, r.max?.[i] ?? r.mean[i] ?? NaN); return high; }

@@ -1,13 +1,15 @@
 // The look of a job, a colour and a style of line. It stays the same while other jobs are added and removed, and on the next visit. There are
 // eight colours. The second job with the same colour has a dashed line, the third a dotted line.
 
+import { make, store, stored } from "../page.js";
+
 export const COLOURS = 8;
 const DASHES = ["", "dashed", "dotted"], LOOKS = COLOURS * DASHES.length, STORAGE_KEY = "colours";
 /** Maximum number of jobs whose looks are stored. */
 const MAX_STORED = 200;
 
 function loadStored() {
-  try { const all = JSON.parse(localStorage.getItem(STORAGE_KEY)); return Array.isArray(all) ? all.filter(([id, n]) => typeof id === "string" && Number.isInteger(n)) : []; } catch { return []; }
+  try { const all = JSON.parse(stored(STORAGE_KEY)); return Array.isArray(all) ? all.filter(([id, n]) => typeof id === "string" && Number.isInteger(n)) : []; } catch { return []; }
 }
 
 const known = new Map(loadStored());
@@ -23,7 +25,8 @@ export function assign(ids) {
     known.delete(id);
     known.set(id, mine);
   }
-  try { localStorage.setItem(STORAGE_KEY, JSON.stringify([...known].slice(-MAX_STORED))); } catch { /* Without storage, looks last as long as the page. */ }
+  // Without storage, looks last as long as the page.
+  store(STORAGE_KEY, JSON.stringify([...known].slice(-MAX_STORED)));
 }
 
 /** Returns the name of a job's colour in styles/charts.css. */
@@ -33,4 +36,4 @@ export const colour = (id) => `rank-${(known.get(id) ?? 0) % COLOURS}`;
 export const dash = (id) => DASHES[Math.floor((known.get(id) ?? 0) / COLOURS)];
 
 /** Returns the mark before a job's name. */
-export const swatch = (id) => Object.assign(document.createElement("i"), { className: `swatch bg-${colour(id)} ${dash(id)}`.trim() });
+export const swatch = (id) => make("i", { className: `swatch bg-${colour(id)} ${dash(id)}`.trim() });

@@ -2,7 +2,7 @@
 
 import { colour, dash, swatch } from "./colours.js";
 import { titleOf } from "./names.js";
-import { ask, byId, text } from "../page.js";
+import { ask, byId, make, text } from "../page.js";
 import { cut, middle } from "../cut.js";
 import { clock, count } from "../numbers.js";
 import { Chart } from "../chart/chart.js";
@@ -11,8 +11,9 @@ import { rangeMenu } from "../chart/range.js";
 import { MeanSeries, Series } from "../chart/series.js";
 import { Speeds } from "../chart/speeds.js";
 import { axisName, times, View } from "../chart/view.js";
-import { isActive, pictures, ranksNow, isRankCountKnown } from "../job/facts.js";
+import { pictures, ranksNow, isRankCountKnown } from "../job/facts.js";
 import { about, ALL, axisOf, axisTitle, MACHINE, unitOf } from "../job/names.js";
+import { isActive } from "../job/states.js";
 import { groups, mean } from "./grouped.js";
 
 /** Whether every rank reports the metric. Metrics of machines are read from the first rank. */
@@ -53,12 +54,9 @@ export class Curves {
   get charts() { return Object.fromEntries(this.#charts); }
 
   #make(metric) {
-    const root = Object.assign(document.createElement("div"), { className: "curve" }), head = Object.assign(document.createElement("header"), { className: "card-head" });
     const label = axisTitle(metric), { format, tick, limits } = axisOf(metric);
-    const title = Object.assign(document.createElement("h3"), { textContent: label }), note = Object.assign(document.createElement("span"), { className: "small" }), place = Object.assign(document.createElement("div"), { className: "chart tall" });
-    head.append(title, note);
-    root.append(head, place);
-    root.dataset.metric = metric;
+    const note = make("span", { className: "small" }), head = make("header", { className: "card-head" }, make("h3", { textContent: label }), note);
+    const place = make("div", { className: "chart tall" }), root = make("div", { className: "curve", "data-metric": metric }, head, place);
     const describe = (x) => (this.axis === "step" ? `step ${count(Math.round(x))}` : this.axis === "epoch" ? `epoch ${x.toFixed(2)}` : clock(x));
     const chart = new Chart(place, this.view, {
       label: `${label} of the jobs`, describe, format, tick, limits,
@@ -153,11 +151,9 @@ export class Curves {
 
   #legend() {
     const item = (id, label, href) => {
-      const li = document.createElement("li"), name = document.createElement(href ? "a" : "span");
-      if (href) name.href = href;
-      li.append(swatch(id), name);
+      const name = href ? make("a", { href }) : make("span");
       cut(name, label);
-      return li;
+      return make("li", {}, swatch(id), name);
     };
     const lines = this.groupBy ? groups(this.jobs(), this.groupBy).map(({ id, label, jobs }) => item(id, `${label} (n = ${jobs.length})`)) : this.jobs().map((job) => item(job.id, titleOf(job, this.jobs()), `/jobs/${job.id}`));
     byId("compare-legend").replaceChildren(...lines);

@@ -10,7 +10,7 @@ const MAX_POINTS = 1000;
 const FIELDS = { tag: "tag", name: "name", owner: "owner", project: "project" };
 
 /** Returns the keys by which these jobs can be grouped: keys with several values, `name`, and `tag` if a job has tags. */
-export function choices(jobs) {
+export function groupKeys(jobs) {
   const differing = settings(jobs).filter((row) => row.different).map((row) => row.key);
   return [...Object.keys(FIELDS).filter((key) => key === "tag" ? jobs.some((job) => job.tags.length) : new Set(jobs.map((job) => valuesOf(job, key)[0])).size > 1 || key === "name"), ...differing.filter((key) => !(key in FIELDS))];
 }

@@ -1,7 +1,7 @@
 // Parallel coordinates: axes for the first `SETTINGS` settings that differ and for the `RESULTS`, and a line for each job. Dragging along an
 // axis selects the jobs whose lines cross the dragged part.
 
-import { text } from "../page.js";
+import { makeSvg, text } from "../page.js";
 import { colour, dash } from "./colours.js";
 import { titleOf } from "./names.js";
 import { columns, varies } from "./columns.js";
@@ -10,7 +10,6 @@ import { columns, varies } from "./columns.js";
 const HEIGHT = 330, TOP = 34, BOTTOM = 26, AXIS_WIDTH = 112;
 /** Maximum number of settings with an axis. */
 const SETTINGS = 10;
-const SVG = "http://www.w3.org/2000/svg";
 /** Results with an axis. */
 const RESULTS = ["result:loss", "result:val_loss", "result:best"];
 /** Minimum movement of a pointer that makes a brush, and radius of a point, in pixels. */
@@ -18,12 +17,6 @@ const MIN_BRUSH = 4, DOT = 4;
 /** Part of an axis by which an arrow key moves the end of a brush. */
 const KEY_STEP = 0.05;
 
-const make = (tag, attributes, words) => {
-  const node = document.createElementNS(SVG, tag);
-  for (const [key, v] of Object.entries(attributes)) node.setAttribute(key, v);
-  if (words !== undefined) node.textContent = words;
-  return node;
-};
 const short = (words) => (words.length > 15 ? `${words.slice(0, 6)}…${words.slice(-7)}` : words);
 
 export class Parallel {
@@ -85,21 +78,21 @@ export class Parallel {
     const axes = this.axes = [...settings.filter((c) => c.different && varies(c)).slice(0, SETTINGS), ...results.filter((c) => RESULTS.includes(c.key) && c.values.some(Number.isFinite))];
     const width = Math.max(this.root.clientWidth, axes.length * AXIS_WIDTH), focused = document.activeElement?.dataset?.axis;
     const x = (i) => 62 + i * (width - 124) / Math.max(1, axes.length - 1), y = (v) => HEIGHT - BOTTOM - v * (HEIGHT - TOP - BOTTOM);
-    const svg = make("svg", { width, height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}`, role: "group", "aria-label": `One line per job across ${axes.map((a) => a.name).join(", ")}` });
+    const svg = makeSvg("svg", { width, height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}`, role: "group", "aria-label": `One line per job across ${axes.map((a) => a.name).join(", ")}` });
     jobs.map((job, j) => ({ job, j })).sort((a, b) => chosen.has(a.job.id) - chosen.has(b.job.id)).forEach(({ job, j }) => {
       const points = axes.map((a, i) => [x(i), y(a.at(a.values[j]))]).filter(([, v]) => Number.isFinite(v)), spoken = axes.map((a) => `${a.name} ${a.words(a.values[j])}`);
-      const line = make("g", { class: `job stroke-${colour(job.id)} ${dash(job.id)}${chosen.has(job.id) ? "" : " out"}`, tabindex: 0, role: "img", "data-job": job.id, "aria-label": `${titleOf(job, jobs)}: ${spoken.join(", ")}` });
-      line.append(make("title", {}, `${titleOf(job, jobs)}\n${spoken.join("\n")}`), make("polyline", { points: points.map((p) => p.map((v) => v.toFixed(1)).join(",")).join(" ") }), ...points.map(([cx, cy]) => make("circle", { cx, cy, r: 3.5 })));
+      const line = makeSvg("g", { class: `job stroke-${colour(job.id)} ${dash(job.id)}${chosen.has(job.id) ? "" : " out"}`, tabindex: 0, role: "img", "data-job": job.id, "aria-label": `${titleOf(job, jobs)}: ${spoken.join(", ")}` });
+      line.append(makeSvg("title", {}, `${titleOf(job, jobs)}\n${spoken.join("\n")}`), makeSvg("polyline", { points: points.map((p) => p.map((v) => v.toFixed(1)).join(",")).join(" ") }), ...points.map(([cx, cy]) => makeSvg("circle", { cx, cy, r: 3.5 })));
       svg.append(line);
     });
     axes.forEach((axis, i) => {
-      const range = this.selection.range(axis), name = make("text", { x: x(i), y: 12, class: "name" }, short(axis.name));
-      name.append(make("title", {}, axis.name));
-      svg.append(make("line", { x1: x(i), x2: x(i), y1: TOP, y2: HEIGHT - BOTTOM, class: "axis" }), name,
-        make("text", { x: x(i), y: TOP - 8, class: "end" }, short(axis.ends[1])), make("text", { x: x(i), y: HEIGHT - 8, class: "end" }, short(axis.ends[0])));
-      if (range) svg.append(make("rect", { x: x(i) - 8, width: 16, y: y(range[1]) - 2, height: y(range[0]) - y(range[1]) + 4, rx: 3, class: "brush" }));
+      const range = this.selection.range(axis), name = makeSvg("text", { x: x(i), y: 12, class: "name" }, short(axis.name));
+      name.append(makeSvg("title", {}, axis.name));
+      svg.append(makeSvg("line", { x1: x(i), x2: x(i), y1: TOP, y2: HEIGHT - BOTTOM, class: "axis" }), name,
+        makeSvg("text", { x: x(i), y: TOP - 8, class: "end" }, short(axis.ends[1])), makeSvg("text", { x: x(i), y: HEIGHT - 8, class: "end" }, short(axis.ends[0])));
+      if (range) svg.append(makeSvg("rect", { x: x(i) - 8, width: 16, y: y(range[1]) - 2, height: y(range[0]) - y(range[1]) + 4, rx: 3, class: "brush" }));
       const words = range ? (axis.kinds ? this.selection.brushes.get(axis.key).words.join(", ") : range.map((v) => axis.words(axis.from(v))).join(" to ")) : "all";
-      svg.append(make("rect", {
+      svg.append(makeSvg("rect", {
         x: x(i) - 14, width: 28, y: TOP - 8, height: HEIGHT - TOP - BOTTOM + 16, class: "hit", tabindex: 0, role: "slider", "data-axis": axis.key, "aria-orientation": "vertical",
         "aria-label": `Select jobs by ${axis.name}`, "aria-valuemin": 0, "aria-valuemax": 100, "aria-valuenow": Math.round(100 * (range?.[0] ?? 0)), "aria-valuetext": words,
       }));

@@ -1,6 +1,6 @@
 // The choice of jobs: a search over all jobs, in which the chosen jobs are marked and come first.
 
-import { ask, byId } from "../page.js";
+import { ask, byId, make } from "../page.js";
 import { cut, SIDE } from "../cut.js";
 import { percent } from "../numbers.js";
 import { swatch } from "./colours.js";
@@ -33,13 +33,10 @@ export class Picker {
     if (!this.input.value.trim()) this.#jobs.unshift(...this.compared().filter(({ id }) => !this.#jobs.some((job) => job.id === id)));
     byId("no-jobs").hidden = this.#jobs.length > 0 || this.input.value.trim() !== "";
     this.list.replaceChildren(...this.#jobs.map((job) => {
-      const item = document.createElement("li"), label = document.createElement("label"), box = Object.assign(document.createElement("input"), { type: "checkbox", value: job.id, checked: chosen.has(job.id) });
-      const name = document.createElement("span");
+      const box = make("input", { type: "checkbox", value: job.id, checked: chosen.has(job.id) }), name = make("span");
       cut(name, job.name, SIDE);
-      label.append(box, ...(chosen.has(job.id) ? [swatch(job.id)] : []), name, Object.assign(document.createElement("small"), { className: "muted", textContent: job.best ? percent(job.best.value) : job.state }));
-      item.append(label);
       if (focused === job.id) queueMicrotask(() => box.focus());
-      return item;
+      return make("li", {}, make("label", {}, box, ...(chosen.has(job.id) ? [swatch(job.id)] : []), name, make("small", { className: "muted", textContent: job.best ? percent(job.best.value) : job.state })));
     }));
   }
 }

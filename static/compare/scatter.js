@@ -2,9 +2,9 @@
 
 import { colour, dash } from "./colours.js";
 import { titleOf } from "./names.js";
-import { byId, text } from "../page.js";
+import { byId, make, text } from "../page.js";
 import { read, write } from "../address.js";
-import { labelWidth } from "../chart/axes.js";
+import { drawAxes, labelWidth } from "../chart/axes.js";
 import { headOf, saveMenu, tools } from "../chart/export.js";
 import { onHold } from "../chart/hold.js";
 import { mark } from "../chart/lines.js";
@@ -27,14 +27,11 @@ export class Scatter {
   #points = [];
 
   constructor(root, jobs, selection) {
-    Object.assign(this, { root, jobs, selection, canvas: document.createElement("canvas"), tip: document.createElement("div"), status: document.createElement("p") });
-    this.canvas.setAttribute("role", "img");
-    // Labels until the first drawing.
-    this.canvas.setAttribute("aria-label", "Points of the jobs");
-    this.tip.className = "tip";
-    this.tip.hidden = true;
-    this.status.className = "sr";
-    this.status.setAttribute("role", "status");
+    Object.assign(this, { root, jobs, selection });
+    // The canvas has this label until the first drawing.
+    this.canvas = make("canvas", { role: "img", "aria-label": "Points of the jobs" });
+    this.tip = make("div", { className: "tip", hidden: true });
+    this.status = make("p", { className: "sr", role: "status" });
     root.append(this.canvas, this.tip, this.status);
     root.tabIndex = 0;
     root.setAttribute("role", "group");
@@ -69,7 +66,7 @@ export class Scatter {
       this[which] = all.find((c) => c.key === wanted) ?? usual[which];
       const known = [...select.options].map((option) => option.value).join("\n");
       if (known !== all.map((c) => c.key).join("\n")) {
-        const part = (label, some) => { const group = document.createElement("optgroup"); group.label = label; group.append(...some.map((c) => new Option(c.name, c.key))); return group; };
+        const part = (label, some) => make("optgroup", { label }, ...some.map((c) => new Option(c.name, c.key)));
         const parts = [["Settings that differ", all.filter((c) => !c.result && c.different)], ["Results", all.filter((c) => c.result)], ["Other settings", all.filter((c) => !c.result && !c.different)]];
         select.replaceChildren(...parts.filter(([, some]) => some.length).map(([label, some]) => part(label, some)));
       }
@@ -106,31 +103,12 @@ export class Scatter {
   /** Draws into any context with a canvas's methods. `live`: also draws the brush and the reader's position. */
   paint(ctx, width, height, live = false) {
     const colours = palette(), jobs = this.jobs(), chosen = this.selection.ids(), { x: across, y: up } = this;
-    const rows = Math.max(2, Math.floor(height / 52)), crisp = (p) => Math.round(p) + 0.5;
+    const rows = Math.max(2, Math.floor(height / 52));
     const left = labelWidth(ctx, this.#scale(up, 0, 1, rows).ticks.map(this.#scale(up, 0, 1, rows).label), colours, 24) + 12;
-    const plot = { left, right: width - 12, top: 10, bottom: height - 26 };
+    const plot = { left, right: width - 12, top: 10, bottom: height - 26, margin: 10 };
     if (plot.right - plot.left < 20) return;
     const x = this.#scale(across, plot.left, plot.right, Math.max(2, Math.floor((plot.right - plot.left) / 90))), y = this.#scale(up, plot.bottom, plot.top, rows);
-    ctx.font = colours.font;
-    ctx.lineWidth = 1;
-    ctx.strokeStyle = colours.grid;
-    ctx.beginPath();
-    for (const tick of x.ticks) { const p = crisp(x.to(tick)); ctx.moveTo(p, plot.top); ctx.lineTo(p, plot.bottom); }
-    for (const tick of y.ticks) { const p = crisp(y.to(tick)); ctx.moveTo(plot.left, p); ctx.lineTo(plot.right, p); }
-    ctx.stroke();
-    ctx.fillStyle = colours.muted;
-    ctx.textBaseline = "middle";
-    ctx.textAlign = "right";
-    for (const tick of y.ticks) ctx.fillText(y.label(tick), plot.left - 8, y.to(tick));
-    ctx.textBaseline = "top";
-    ctx.textAlign = "center";
-    let taken = -Infinity;
-    for (const tick of x.ticks) {
-      const words = x.label(tick), half = ctx.measureText(words).width / 2, p = Math.min(Math.max(x.to(tick), half), width - 2 - half);
-      if (p - half < taken + 8) continue;
-      taken = p + half;
-      ctx.fillText(words, p, plot.bottom + 7);
-    }
+    drawAxes(ctx, plot, { x, y, xTicks: x.ticks, yTicks: y.ticks, xLabel: x.label, yLabel: y.label, colours });
     const points = jobs.map((job, i) => ({ job, i, x: x.to(across.values[i]), y: y.to(up.values[i]), out: !chosen.has(job.id) })).filter((p) => Number.isFinite(p.x) && Number.isFinite(p.y));
     if (live) {
       Object.assign(this, { plot, sx: x, sy: y });
@@ -177,10 +155,8 @@ export class Scatter {
     const point = this.#points.find(({ job }) => job.id === this.#focusedJob);
     this.tip.hidden = !point;
     if (!point) return;
-    const line = (label, words) => { const p = document.createElement("p"), name = document.createElement("span"), v = document.createElement("b"); name.textContent = label; v.textContent = words; p.append(name, v); return p; };
-    const head = document.createElement("p");
-    head.textContent = titleOf(point.job, this.jobs());
-    this.tip.replaceChildren(head, line(this.x.name, this.x.words(this.x.values[point.i])), line(this.y.name, this.y.words(this.y.values[point.i])));
+    const line = (label, words) => make("p", {}, make("span", { textContent: label }), make("b", { textContent: words }));
+    this.tip.replaceChildren(make("p", { textContent: titleOf(point.job, this.jobs()) }), line(this.x.name, this.x.words(this.x.values[point.i])), line(this.y.name, this.y.words(this.y.values[point.i])));
     const wide = this.tip.offsetWidth, left = point.x + 12 + wide > this.plot.right ? point.x - 12 - wide : point.x + 12;
     this.tip.style.transform = `translate(${Math.max(0, left)}px, ${Math.min(point.y, this.plot.bottom - this.tip.offsetHeight)}px)`;
     text(this.status, [...this.tip.children].map((p) => p.textContent).join(", "));

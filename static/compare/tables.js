@@ -3,7 +3,7 @@
 import { swatch } from "./colours.js";
 import { settings, titleOf } from "./names.js";
 import { RESULTS } from "./columns.js";
-import { byId, text } from "../page.js";
+import { byId, make, text } from "../page.js";
 import { cut } from "../cut.js";
 import { read, write } from "../address.js";
 import { formatted } from "../settings.js";
@@ -32,12 +32,9 @@ export class Tables {
   }
 
   #swatch(job) {
-    const name = document.createElement("span");
-    const link = Object.assign(document.createElement("a"), { href: `/jobs/${job.id}` });
-    name.className = "job-name";
+    const link = make("a", { href: `/jobs/${job.id}` });
     cut(link, titleOf(job, this.jobs()));
-    name.append(swatch(job.id), link);
-    return name;
+    return make("span", { className: "job-name" }, swatch(job.id), link);
   }
 
   #results() {
@@ -47,55 +44,38 @@ export class Tables {
       if (typeof x === "string") return x.localeCompare(y) * (way === "up" ? 1 : -1);
       return (Number.isNaN(x) - Number.isNaN(y)) || (x - y) * (way === "up" ? 1 : -1);
     });
-    const head = document.createElement("tr");
+    const head = make("tr");
     for (const [name] of COLUMNS) {
-      const th = document.createElement("th"), button = document.createElement("button");
-      th.scope = "col";
-      th.className = name === "job" || name === "state" ? "" : "num";
-      Object.assign(button, { type: "button", className: "sort", textContent: name });
+      const button = make("button", { type: "button", className: "sort", textContent: name }), th = make("th", { scope: "col", className: name === "job" || name === "state" ? "" : "num" }, button);
       if (name === column[0]) th.setAttribute("aria-sort", way === "up" ? "ascending" : "descending");
       button.addEventListener("click", () => { write({ sort: `${name}:${name === column[0] && way === "down" ? "up" : "down"}` }); this.#results(); });
-      th.append(button);
       head.append(th);
     }
-    head.append(Object.assign(document.createElement("td"), { className: "num" }));
+    head.append(make("td", { className: "num" }));
     byId("results-head").replaceChildren(head);
     const chosen = this.chosen();
     byId("results").replaceChildren(...order.map((job) => {
-      const row = document.createElement("tr");
-      row.classList.toggle("out", !chosen.has(job.id));
+      const row = make("tr", { className: chosen.has(job.id) ? "" : "out" });
       COLUMNS.forEach(([name, of, words], i) => {
-        const cell = document.createElement(i ? "td" : "th"), v = of(job);
-        if (!i) cell.scope = "row";
-        if (i > 1) cell.className = "num";
-        if (!i) cell.append(this.#swatch(job)); else text(cell, typeof v === "number" && Number.isNaN(v) ? "–" : words(v));
+        const v = of(job), cell = i ? make("td", { className: i > 1 ? "num" : "", "data-column": name }) : make("th", { scope: "row", "data-column": name }, this.#swatch(job));
+        if (i) text(cell, typeof v === "number" && Number.isNaN(v) ? "–" : words(v));
         if (typeof v === "number") cell.title = String(v);
-        cell.dataset.column = name;
-        if (NEWEST.includes(name) && Number.isFinite(v) && !job.finished_at) cell.append(Object.assign(document.createElement("small"), { className: "muted", textContent: " so far" }));
-        if (VALIDATED.includes(name) && Number.isFinite(v)) cell.append(Object.assign(document.createElement("small"), { className: "small uncertainty", textContent: uncertainty(v, job.last.val_pictures) }));
+        if (NEWEST.includes(name) && Number.isFinite(v) && !job.finished_at) cell.append(make("small", { className: "muted", textContent: " so far" }));
+        if (VALIDATED.includes(name) && Number.isFinite(v)) cell.append(make("small", { className: "small uncertainty", textContent: uncertainty(v, job.last.val_pictures) }));
         row.append(cell);
       });
-      const cell = document.createElement("td"), button = Object.assign(document.createElement("button"), { type: "button", className: "quiet", textContent: "Leave out" });
-      button.setAttribute("aria-label", `Leave out ${titleOf(job, this.jobs())}`);
+      const button = make("button", { type: "button", className: "quiet", textContent: "Leave out", "aria-label": `Leave out ${titleOf(job, this.jobs())}` });
       button.addEventListener("click", () => this.remove(job.id));
-      cell.className = "num";
-      cell.append(button);
-      row.append(cell);
+      row.append(make("td", { className: "num" }, button));
       return row;
     }));
   }
 
   #settings() {
-    const jobs = this.jobs(), all = settings(jobs), shown = all.filter((r) => this.#all || r.different).sort((a, b) => b.different - a.different), head = document.createElement("tr");
-    head.append(Object.assign(document.createElement("th"), { scope: "col", textContent: "setting" }));
-    for (const job of jobs) { const th = document.createElement("th"); th.scope = "col"; th.append(this.#swatch(job)); head.append(th); }
-    byId("settings-head").replaceChildren(head);
-    byId("settings").replaceChildren(...shown.map(({ key, values, different }) => {
-      const row = document.createElement("tr");
-      if (different) row.className = "different";
-      row.append(Object.assign(document.createElement("th"), { scope: "row", textContent: key }), ...values.map((v) => Object.assign(document.createElement("td"), { textContent: formatted(v) })));
-      return row;
-    }));
+    const jobs = this.jobs(), all = settings(jobs), shown = all.filter((r) => this.#all || r.different).sort((a, b) => b.different - a.different);
+    byId("settings-head").replaceChildren(make("tr", {}, make("th", { scope: "col", textContent: "setting" }), ...jobs.map((job) => make("th", { scope: "col" }, this.#swatch(job)))));
+    byId("settings").replaceChildren(...shown.map(({ key, values, different }) => make("tr", { className: different ? "different" : "" },
+      make("th", { scope: "row", textContent: key }), ...values.map((v) => make("td", { textContent: formatted(v) })))));
     text(byId("settings-note"), jobs.length < 2 ? "" : `${all.filter((r) => r.different).length} of ${all.length} differ`);
     byId("settings-none").hidden = shown.length > 0;
   }

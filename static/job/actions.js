@@ -1,21 +1,14 @@
 // Actions on a job: pause, resume, cancel, retry, fork, delete and annotate.
 
 import { ask, byId, confirmThen, errorText, errorTexts, text } from "../page.js";
-import { waits } from "../jobs/queue.js";
 import { bytes, count, plural } from "../numbers.js";
-
-/** The states in which a button is visible. */
-const VISIBLE_STATES = {
-  pause: ["queued", "running"], resume: ["paused"], retry: ["failed", "cancelled"],
-  cancel: ["queued", "starting", "running", "pausing", "paused", "restarting", "lost"],
-  delete: ["succeeded", "failed", "cancelled"],
-};
+import { APPLIES, isActive, waits } from "./states.js";
 
 /**
  * Whether a job's priority has an effect: the job waits, or can be preempted by jobs of higher priority. The same as `has_priority` in
  * web/src/job.rs.
  */
-const hasPriority = (job) => waits(job) || (job.spec.preemptible === true && ["starting", "running", "pausing"].includes(job.state));
+const hasPriority = (job) => waits(job) || (job.spec.preemptible === true && isActive(job.state));
 
 export class Actions {
   /** Fields of the panel Notes in which the reader has unsaved text. */
@@ -40,13 +33,11 @@ export class Actions {
   }
 
   show() {
-    const { state, cause } = this.page.job();
-    for (const [what, states] of Object.entries(VISIBLE_STATES)) byId(what).hidden = !states.includes(state);
-    // A trial at a rung is resumed by its sweep.
-    if (cause?.code === "paused_by_sweep") byId("resume").hidden = true;
+    const job = this.page.job();
+    for (const [what, applies] of Object.entries(APPLIES)) byId(what).hidden = !applies(job);
     byId("fork").hidden = !this.page.checkpoints.size;
-    const priority = byId("priority"), now = String(this.page.job().spec.priority);
-    if (priority) byId("waits").hidden = !hasPriority(this.page.job());
+    const priority = byId("priority"), now = String(job.spec.priority);
+    if (priority) byId("waits").hidden = !hasPriority(job);
     if (priority && document.activeElement !== priority && priority.value !== now) priority.value = now;
     this.#keepFocus();
   }
@@ -102,10 +93,9 @@ export class Actions {
 
   /** Asks for settings to change, then starts a new job from a checkpoint of this job. */
   fork(checkpoint) {
-    const job = this.page.job(), all = this.page.checkpoints.sorted, dialog = byId("fork-dialog"), error = byId("fork-error");
-    const choice = byId("fork-checkpoint");
-    choice.replaceChildren(...all.map((c) => new Option(`${c.epoch}-${c.step}${c.best ? ", best" : ""}`, c.id, false, c.id === checkpoint)));
-    text(byId("fork-title"), `Fork ${job.name}`);
+    const dialog = byId("fork-dialog"), error = byId("fork-error"), choice = byId("fork-checkpoint");
+    this.page.checkpoints.offer(choice, checkpoint);
+    text(byId("fork-title"), `Fork ${this.page.job().name}`);
     text(error, "");
     /** Returns the request that the fields describe. Throws an error about an invalid line. */
     const request = () => {

@@ -1,17 +1,18 @@
 // The charts of a job: their content and resolution, and the controls, whose choices are in the page's URL.
 
-import { byId, note, press } from "../page.js";
+import { byId, make, note } from "../page.js";
 import { clock, count, percent, plural, rate, value } from "../numbers.js";
-import { read, write } from "../address.js";
+import { choices, read, write } from "../address.js";
 import { Chart } from "../chart/chart.js";
 import { headOf, saveMenu, tools } from "../chart/export.js";
 import { rangeMenu, smoothingSlider } from "../chart/range.js";
 import { RANK_COLOURS } from "../chart/palette.js";
 import { Speeds } from "../chart/speeds.js";
 import { axisName, View } from "../chart/view.js";
-import { isFinal, pictures } from "./facts.js";
+import { pictures } from "./facts.js";
 import { about, axisTitle, GROUPS, MACHINE, quantity, SELECTABLE, short, shortPercent } from "./names.js";
 import { colourOf } from "./ranks.js";
+import { isFinal } from "./states.js";
 
 /** Minimum time between requests while the reader zooms. The first request is sent at once. */
 const SETTLE_MS = 80;
@@ -28,11 +29,11 @@ export class Charts {
     // Charts are held until the history has been read, so that they are not drawn twice.
     const xName = () => axisName(view.axis), empty = () => this.#empty();
     this.draw = (root, options) => new Chart(root, view, { tick: short, describe, xName, empty, held: !this.released, ...options });
-    const make = (id, options) => this.draw(byId(`${id}-chart`), options);
+    const chart = (id, options) => this.draw(byId(`${id}-chart`), options);
     const withRanks = (shown) => shown && `${shown} · ${plural(metrics.ranks, "rank")}`;
     this.all = {
-      loss: make("loss", { label: "Loss of each rank", yName: () => axisTitle("loss"), format: value, layers: () => this.#perRank("loss"), onNote: (shown) => note(byId("loss-note"), withRanks(shown)) }),
-      accuracy: make("accuracy", {
+      loss: chart("loss", { label: "Loss of each rank", yName: () => axisTitle("loss"), format: value, layers: () => this.#perRank("loss"), onNote: (shown) => note(byId("loss-note"), withRanks(shown)) }),
+      accuracy: chart("accuracy", {
         label: "Accuracy in training and validation", yName: () => axisTitle("accuracy"), format: percent, limits: [0, 1], tick: shortPercent,
         layers: () => [
           { label: "train", colour: "accent", series: metrics.mean("accuracy"), smoothing: 0.9 },
@@ -40,15 +41,15 @@ export class Charts {
         ],
         onNote: () => note(byId("acc-note"), "train (smooth 0.9) · validation"),
       }),
-      images_per_second: make("speed", {
+      images_per_second: chart("speed", {
         label: "Images per second, of all ranks", yName: () => axisTitle("images_per_second"), format: rate, layers: () => [{ label: "all ranks", colour: "accent", series: new Speeds(metrics.of("step_ms"), pictures(job())) }],
         onNote: (shown) => note(byId("speed-note"), [job().images_per_second ? `${rate(job().images_per_second)} in all` : "", shown].filter(Boolean).join(" · ")),
       }),
-      lr: make("lr", { label: "Another metric", yName: () => axisTitle(this.other), format: (v) => SELECTABLE[this.other].format(v), tick: (v) => (SELECTABLE[this.other].format === value ? short(v) : SELECTABLE[this.other].format(v)), layers: () => this.#otherLayers(), zero: true, onNote: (shown) => note(byId("lr-note"), shown) }),
+      lr: chart("lr", { label: "Another metric", yName: () => axisTitle(this.other), format: (v) => SELECTABLE[this.other].format(v), tick: (v) => (SELECTABLE[this.other].format === value ? short(v) : SELECTABLE[this.other].format(v)), layers: () => this.#otherLayers(), zero: true, onNote: (shown) => note(byId("lr-note"), shown) }),
     };
     for (const name of this.extra) {
       const { label, format } = SELECTABLE[name];
-      this.all[name] = make(name, { label, yName: () => axisTitle(name), format, zero: true, layers: () => [{ label: label.toLowerCase(), colour: "accent", series: metrics.of(name) }] });
+      this.all[name] = chart(name, { label, yName: () => axisTitle(name), format, zero: true, layers: () => [{ label: label.toLowerCase(), colour: "accent", series: metrics.of(name) }] });
     }
     this.#controls();
     view.addEventListener("zoom", () => this.#zoomed());
@@ -159,24 +160,15 @@ export class Charts {
 
   #controls() {
     const { loss } = this.all, { view } = this;
-    const groups = {
-      scale: ["linear", (v) => { loss.scale = v; }],
-      axis: ["step", (v) => view.setAxis(v)],
-      lines: ["ranks", (v) => { this.lines = v; }],
-    };
-    for (const [key, [defaultValue, apply]] of Object.entries(groups)) {
-      const buttons = [...document.querySelectorAll(`button[data-${key}]`)];
-      const choose = (button) => { press(buttons, button); apply(button.dataset[key]); this.redraw(true); };
-      for (const button of buttons) button.addEventListener("click", () => { choose(button); write({ [key]: button.dataset[key] === defaultValue ? "" : button.dataset[key] }); });
-      const wanted = buttons.find((b) => b.dataset[key] === read(key, defaultValue));
-      if (wanted && wanted.dataset[key] !== defaultValue) choose(wanted);
-    }
+    choices("scale", "linear", (v) => { loss.scale = v; this.redraw(true); });
+    choices("axis", "step", (v) => { view.setAxis(v); this.redraw(true); });
+    choices("lines", "ranks", (v) => { this.lines = v; this.redraw(true); });
     smoothingSlider(byId("smooth"), byId("smooth-value"), (factor) => { loss.smoothing = factor; loss.invalidate(true); });
     const metric = byId("other-metric");
     let group = metric;
     for (const [name, { label }] of Object.entries(SELECTABLE)) {
       const [title] = GROUPS.find(([, first]) => first === name) ?? [];
-      if (title) metric.append(group = Object.assign(document.createElement("optgroup"), { label: title }));
+      if (title) metric.append(group = make("optgroup", { label: title }));
       group.append(new Option(label, name, false, name === this.other));
     }
     metric.addEventListener("change", async () => {

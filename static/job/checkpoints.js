@@ -1,6 +1,6 @@
 // The checkpoints, newest first, with their actions.
 
-import { ask, byId, text } from "../page.js";
+import { ask, byId, make, text } from "../page.js";
 import { accuracyOf, bytes, count, percent } from "../numbers.js";
 
 /** Links of a row. Only some jobs have `average`, and only sharded checkpoints have `state`. */
@@ -44,6 +44,11 @@ export class Checkpoints {
   has(step) { return [...this.#all.values()].some((c) => c.step === step); }
   get bytes() { return [...this.#all.values()].reduce((sum, c) => sum + c.size_bytes, 0); }
   get sorted() { return [...this.#all.values()].sort((a, b) => b.step - a.step || b.attempt - a.attempt); }
+
+  /** Offers the checkpoints in a list of choices, with one chosen by its id. */
+  offer(choice, chosen) {
+    choice.replaceChildren(...this.sorted.map((c) => new Option(`${c.epoch}-${c.step}${c.best ? ", best" : ""}`, c.id, false, c.id === chosen)));
+  }
 
   apply(event) {
     // `best` means best so far: the mark moves to a better checkpoint.
@@ -106,10 +111,7 @@ async function downloadAll(id, menu) {
   const at = `/api/v1/checkpoints/${encodeURIComponent(id)}`, { files } = await ask(at).catch(() => ({ files: {} }));
   for (const [i, file] of [...Object.keys(files), "MANIFEST.json"].entries()) {
     setTimeout(() => {
-      const link = document.createElement("a");
-      link.href = `${at}/${file}`;
-      link.download = `${id}-${file}`;
-      link.click();
+      make("a", { href: `${at}/${file}`, download: `${id}-${file}` }).click();
     }, i * 300);
   }
 }

@@ -1,6 +1,6 @@
 // Predictions of a checkpoint for pictures that the reader drops on the page.
 
-import { byId, Problem, errorText, text } from "../page.js";
+import { byId, make, Problem, errorText, text } from "../page.js";
 import { percent, plural } from "../numbers.js";
 
 const TOP = 5;
@@ -20,10 +20,9 @@ export class Classify {
   }
 
   #options() {
-    const all = this.checkpoints.sorted, wanted = this.choice.value || all.find((c) => c.best)?.id;
-    this.choice.replaceChildren(...all.map((c) => new Option(`${c.epoch}-${c.step}${c.best ? ", best" : ""}`, c.id, false, c.id === wanted)));
-    this.choice.disabled = byId("classify-files").disabled = !all.length;
-    if (!all.length) text(byId("classify-status"), "No checkpoint yet. Classes can be predicted as soon as there is one.");
+    this.checkpoints.offer(this.choice, this.choice.value || this.checkpoints.best?.id);
+    this.choice.disabled = byId("classify-files").disabled = !this.checkpoints.size;
+    if (!this.checkpoints.size) text(byId("classify-status"), "No checkpoint yet. Classes can be predicted as soon as there is one.");
   }
 
   choose(id) { this.choice.value = id; }
@@ -46,38 +45,24 @@ export class Classify {
 }
 
 async function card(prediction, file, checkpoint) {
-  const item = document.createElement("li"), name = document.createElement("p"), list = document.createElement("ol");
-  name.className = "name";
-  name.textContent = file.name;
-  name.title = `checkpoint ${checkpoint}`;
-  const canvas = await thumbnail(file);
-  if (canvas) item.append(canvas);
-  if (prediction.error) list.append(Object.assign(document.createElement("li"), { className: "error", textContent: `${file.name} ${prediction.error}` }));
-  for (const { class: label, probability } of prediction.classes.slice(0, TOP)) {
-    const line = document.createElement("li"), meter = document.createElement("meter");
-    meter.value = probability;
-    meter.setAttribute("aria-label", `probability of ${label}`);
-    const words = Object.assign(document.createElement("span"), { textContent: label, title: label }), share = Object.assign(document.createElement("b"), { textContent: percent(probability), title: String(probability) });
-    line.append(words, meter, share);
-    list.append(line);
-  }
-  const body = document.createElement("div");
-  body.append(name, list);
-  item.append(body);
-  return item;
+  const lines = prediction.classes.slice(0, TOP).map(({ class: label, probability }) => make("li", {},
+    make("span", { textContent: label, title: label }),
+    make("meter", { value: probability, "aria-label": `probability of ${label}` }),
+    make("b", { textContent: percent(probability), title: String(probability) })));
+  if (prediction.error) lines.unshift(make("li", { className: "error", textContent: `${file.name} ${prediction.error}` }));
+  const canvas = await thumbnail(file), name = make("p", { className: "name", textContent: file.name, title: `checkpoint ${checkpoint}` });
+  return make("li", {}, ...(canvas ? [canvas] : []), make("div", {}, name, make("ol", {}, ...lines)));
 }
 
 /** Returns a thumbnail, drawn onto a canvas, which the page's content security policy allows. */
 async function thumbnail(file) {
   const bitmap = await createImageBitmap(file).catch(() => null);
   if (!bitmap) return null;
-  const canvas = document.createElement("canvas"), side = 96, scale = side / Math.max(bitmap.width, bitmap.height);
+  const canvas = make("canvas", { role: "img", "aria-label": file.name }), side = 96, scale = side / Math.max(bitmap.width, bitmap.height);
   canvas.width = Math.max(1, bitmap.width * scale);
   canvas.height = Math.max(1, bitmap.height * scale);
   const ctx = canvas.getContext("2d");
   ctx.imageSmoothingEnabled = scale < 1;
   ctx.drawImage(bitmap, 0, 0, canvas.width, canvas.height);
-  canvas.setAttribute("role", "img");
-  canvas.setAttribute("aria-label", file.name);
   return canvas;
 }

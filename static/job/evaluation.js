@@ -1,6 +1,6 @@
 // Evaluation of a checkpoint on the validation pictures: scores by class, the confusion matrix, and the pictures of a cell.
 
-import { ask, byId, Problem, errorText, text } from "../page.js";
+import { ask, byId, make, Problem, errorText, text } from "../page.js";
 import { accuracyOf, count, percent, value } from "../numbers.js";
 import { read, write } from "../address.js";
 import { predicted } from "./pictures.js";
@@ -10,8 +10,6 @@ const FIRST_PICTURES = 24;
 const ASK_AGAIN_MS = 1500;
 /** Number of classes above which the matrix shows only the most confused classes. */
 const MAX_MATRIX_CLASSES = 25;
-
-const make = (tag, words, className) => Object.assign(document.createElement(tag), { textContent: words ?? "", className: className ?? "" });
 
 /** Shows the current activity and its duration. A screen reader announces only the activity, and not every second. */
 function tell(doing, secs = "") {
@@ -32,9 +30,8 @@ export class Evaluation {
   }
 
   #options() {
-    const all = this.checkpoints.sorted, wanted = this.choice.value || read("checkpoint") || all.find((c) => c.best)?.id;
-    this.choice.replaceChildren(...all.map((c) => new Option(`${c.epoch}-${c.step}${c.best ? ", best" : ""}`, c.id, false, c.id === wanted)));
-    this.choice.disabled = !all.length;
+    this.checkpoints.offer(this.choice, this.choice.value || read("checkpoint") || this.checkpoints.best?.id);
+    this.choice.disabled = !this.checkpoints.size;
   }
 
   /** Shows one checkpoint. */
@@ -86,11 +83,8 @@ export class Evaluation {
     tell("");
     text(byId("evaluation-sum"), `${accuracyOf(found.accuracy, found.samples, 2)} right · loss ${value(found.loss)} · took ${found.secs.toFixed(1)} s`);
     text(byId("evaluation-note"), found.note ? `${found.note[0].toUpperCase()}${found.note.slice(1)}.` : "");
-    byId("class-rows").replaceChildren(...found.classes.map((c) => {
-      const row = make("tr");
-      row.append(Object.assign(make("th", c.name), { scope: "row" }), ...[count(c.samples), percent(c.precision), percent(c.recall), percent(c.f1)].map((v) => make("td", v, "num")));
-      return row;
-    }));
+    const scores = (c) => [count(c.samples), percent(c.precision), percent(c.recall), percent(c.f1)].map((textContent) => make("td", { textContent, className: "num" }));
+    byId("class-rows").replaceChildren(...found.classes.map((c) => make("tr", {}, make("th", { textContent: c.name, scope: "row" }), ...scores(c))));
     this.#matrix(found, names);
     out.hidden = false;
     this.#pictures("Most confident mistakes", found.mistakes, names);
@@ -103,28 +97,19 @@ export class Evaluation {
       chosen = chosen.toSorted((a, b) => wrong(b) - wrong(a)).slice(0, MAX_MATRIX_CLASSES).sort((a, b) => a - b);
     }
     text(byId("matrix-note"), chosen.length < names.length ? `the ${MAX_MATRIX_CLASSES} most confused of ${count(names.length)} classes` : "rows: true class, columns: predicted class");
-    const table = byId("matrix"), head = make("tr");
-    head.append(make("td"), ...chosen.map((j) => Object.assign(make("th", names[j]), { scope: "col", title: names[j] })));
-    const rows = chosen.map((i) => {
-      const row = make("tr");
-      row.append(Object.assign(make("th", names[i]), { scope: "row", title: names[i] }));
-      for (const j of chosen) {
-        const n = confusion[i][j], cell = make("td"), share = n / Math.max(1, classes[i].samples);
-        if (n) {
-          const button = make("button", count(n));
-          button.type = "button";
-          button.setAttribute("aria-label", i === j ? `${count(n)} of ${names[i]} are right` : `${count(n)} of ${names[i]} taken for ${names[j]}`);
-          button.addEventListener("click", () => this.#cell(i, j, names));
-          cell.append(button);
-        }
-        // The style sheet has eight shades, because inline styles are not allowed.
-        cell.dataset.share = n ? String(Math.max(1, Math.ceil(share * 8))) : "0";
-        cell.className = i === j ? "right" : "wrong";
-        row.append(cell);
-      }
-      return row;
-    });
-    table.replaceChildren(head, ...rows);
+    const name = (i, scope) => make("th", { textContent: names[i], scope, title: names[i] });
+    const cell = (i, j) => {
+      const n = confusion[i][j], share = n / Math.max(1, classes[i].samples);
+      // The style sheet has eight shades, because inline styles are not allowed.
+      const td = make("td", { className: i === j ? "right" : "wrong", "data-share": n ? Math.max(1, Math.ceil(share * 8)) : 0 });
+      if (!n) return td;
+      const button = make("button", { type: "button", textContent: count(n), "aria-label": `${count(n)} of ${names[i]} ${i === j ? "are right" : `taken for ${names[j]}`}` });
+      button.addEventListener("click", () => this.#cell(i, j, names));
+      td.append(button);
+      return td;
+    };
+    const head = make("tr", {}, make("td"), ...chosen.map((j) => name(j, "col")));
+    byId("matrix").replaceChildren(head, ...chosen.map((i) => make("tr", {}, name(i, "row"), ...chosen.map((j) => cell(i, j)))));
   }
 
   #cell(i, j, names) {
@@ -143,7 +128,7 @@ export class Evaluation {
     const next = async () => {
       more.hidden = true;
       const part = entries.slice(shown, shown + FIRST_PICTURES);
-      if (!part.length) return box.append(make("p", "None.", "muted"));
+      if (!part.length) return box.append(make("p", { textContent: "None.", className: "muted" }));
       box.setAttribute("aria-busy", "true");
       try {
         const figures = await predicted(this.job, part, names);

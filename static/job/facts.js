@@ -1,24 +1,18 @@
 // A job's facts: the row of numbers, the line under the title, and the banner.
 
-import { byId, say, text } from "../page.js";
+import { byId, make, say, text } from "../page.js";
 import { bestWords } from "./checkpoints.js";
 import { ELSEWHERE, ownMetrics } from "./names.js";
 import { sentenceOf } from "../cut.js";
-import { waits } from "../jobs/queue.js";
-import { clock, count, percent, plural, rate, standardError, timeOfDay, value } from "../numbers.js";
+import { isActive, isFinal, waits } from "./states.js";
+import { clock, count, percent, plural, rate, standardError, timeAndDay, value } from "../numbers.js";
 
-const FINAL = ["succeeded", "failed", "cancelled"], ACTIVE = ["starting", "running", "pausing"];
 /** Time without a new step after which the banner reports a running job (or the time of 20 steps, if longer). */
 const NO_STEP_MS = 15_000;
 /** Maximum number of results of a run from elsewhere in the row of numbers. */
 const MAX_RESULTS = 4;
 /** Time for which a refused action stays in the banner. */
 const REFUSED_MS = 10_000;
-
-export const isFinal = (state) => FINAL.includes(state);
-
-/** Whether a job in this state has slots. */
-export const isActive = (state) => ACTIVE.includes(state);
 
 /** Whether there is nothing to chart. The same as `is_bare` in web/src/job.rs. */
 const isBare = (job, metrics) => !job.external && !job.step && !job.sparkline?.length && !metrics.of("loss").last && (waits(job) || ["paused", "failed", "cancelled"].includes(job.state));
@@ -40,12 +34,6 @@ export function pictures({ batch, spec: { train, parallel } }) {
   // The last step of an epoch has the remaining pictures.
   const steps = Math.ceil(epoch / whole);
   return (n) => Math.floor(n / steps) * epoch + (n % steps) * whole;
-}
-
-/** Formats the reader's time after this number of seconds, with the date if it is another day. */
-function timeAfter(now, secs) {
-  const at = new Date(now + 1000 * secs);
-  return `${at.toDateString() === new Date(now).toDateString() ? "" : `${at.toLocaleDateString()} `}${timeOfDay(at).slice(0, 5)}`;
 }
 
 export class Facts {
@@ -91,7 +79,7 @@ export class Facts {
     } else {
       setLabel("left", "Left");
       const left = job.state === "running" ? job.eta_secs : null;
-      setFact("left", left === null ? "–" : clock(left), left > 60 ? `until ${timeAfter(now, left)}` : "");
+      setFact("left", left === null ? "–" : clock(left), left > 60 ? `until ${timeAndDay(now + 1000 * left, 5, now)}` : "");
     }
     const speed = job.images_per_second;
     setFact("speed", speed ? rate(speed) : "–", speed && this.#ranksNow > 1 ? `${rate(speed / this.#ranksNow)} per rank` : "");
@@ -123,14 +111,10 @@ export class Facts {
 
   /** Replaces the results of a run from elsewhere in the row of numbers. Such a run has no estimate of the time that is left. */
   #drawOwnResults() {
-    const row = byId("facts"), make = (tag, words) => Object.assign(document.createElement(tag), { textContent: words });
+    const row = byId("facts");
     byId("left").closest("div").hidden = !isFinal(this.job.state) || this.job.ran_secs == null;
     for (const node of row.querySelectorAll(".own-result")) node.remove();
-    row.append(...ownResults(this.job, this.metrics).map(([name, v]) => {
-      const node = Object.assign(document.createElement("div"), { className: "own-result" });
-      node.append(make("dt", name), make("dd", ownResult(name, v)));
-      return node;
-    }));
+    row.append(...ownResults(this.job, this.metrics).map(([name, v]) => make("div", { className: "own-result" }, make("dt", { textContent: name }), make("dd", { textContent: ownResult(name, v) }))));
   }
 
   #accuracy() {
@@ -153,16 +137,15 @@ export class Facts {
     const state = byId("state");
     text(state, job.state);
     state.dataset.state = job.state;
-    byId("no-checkpoints").classList.toggle("over", FINAL.includes(job.state));
+    byId("no-checkpoints").classList.toggle("over", isFinal(job.state));
     const where = job.agents.length ? ` on ${job.agents.join(", ")}` : "";
     text(byId("about"), job.external ? ELSEWHERE : [job.attempt ? `attempt ${job.attempt}` : "", `${this.#ranksNow < job.ranks ? `${this.#ranksNow} of ` : ""}${plural(job.ranks, "rank")}${where}`,
       `${job.spec.model.arch} on ${job.spec.data.dataset}`].filter(Boolean).join(" · "));
     text(byId("project-name"), job.project);
     byId("project-name").setAttribute("href", `/jobs?project=${encodeURIComponent(job.project)}`);
-    byId("job-tags").replaceChildren(...job.tags.map((tag) => Object.assign(document.createElement("a"), { className: "tag", textContent: tag, href: `/jobs?tag=${encodeURIComponent(tag)}` })));
+    byId("job-tags").replaceChildren(...job.tags.map((tag) => make("a", { className: "tag", textContent: tag, href: `/jobs?tag=${encodeURIComponent(tag)}` })));
     if (job.started_at) {
-      const started = job.started_at, at = new Date(started), today = at.toDateString() === new Date().toDateString();
-      text(byId("started"), ` · started ${today ? "" : `${at.toLocaleDateString()} `}${timeOfDay(started).slice(0, 5)}`);
+      text(byId("started"), ` · started ${timeAndDay(job.started_at)}`);
       byId("started").title = job.started_at;
     }
   }

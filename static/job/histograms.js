@@ -1,8 +1,8 @@
 // Histograms of weights and gradients: a layer over the steps as a heat map, and all layers at a step as a table.
 
-import { ask, byId, press, say, errorText, text } from "../page.js";
+import { ask, byId, make, makeSvg, say, errorText, text } from "../page.js";
 import { count, plural } from "../numbers.js";
-import { read, write } from "../address.js";
+import { choices, read, write } from "../address.js";
 import { Heat } from "../chart/heat.js";
 import { short } from "./names.js";
 
@@ -12,7 +12,6 @@ const RELOAD_INTERVAL_MS = 3000;
 const MAX_STEPS = 200;
 /** Number of table rows that are drawn at once. */
 const ROWS = 100;
-const SVG = "http://www.w3.org/2000/svg";
 
 const number = (v) => short(Number(v.toPrecision(3)));
 
@@ -36,19 +35,14 @@ export class Histograms {
   #behind = false;
   /** Whether the panel shows the newest step. */
   follows = true;
-  kind = read("values", "weight") === "gradient" ? "gradient" : "weight";
   layer = read("layer");
 
   constructor(job) {
     this.job = job;
     this.heat = new Heat(byId("histogram-chart"), (at) => this.#showStep(at), number);
-    const buttons = [...document.querySelectorAll("button[data-values]")];
-    press(buttons, buttons.find((b) => b.dataset.values === this.kind));
-    for (const button of buttons) button.addEventListener("click", () => {
-      press(buttons, button);
-      this.kind = button.dataset.values;
-      write({ values: this.kind === "weight" ? "" : this.kind });
-      this.#load();
+    choices("values", "weight", (kind) => {
+      this.kind = kind;
+      if (this.#opened) this.#load();
     });
     byId("histogram-layer").addEventListener("change", (event) => this.#choose(event.target.value));
   }
@@ -128,29 +122,16 @@ export class Histograms {
   }
 
   #row(histogram) {
-    const { layer, min, max, counts } = histogram, row = document.createElement("tr"), name = document.createElement("th");
-    const button = Object.assign(document.createElement("button"), { type: "button", className: "quiet", textContent: layer });
+    const { layer, min, max, counts } = histogram, button = make("button", { type: "button", className: "quiet", textContent: layer });
     if (layer === this.layer) button.setAttribute("aria-current", "true");
     button.addEventListener("click", () => this.#choose(layer));
-    name.scope = "row";
-    name.append(button);
-    row.append(name, profile(counts));
-    for (const words of [number(min), number(quantile(histogram, 0.5)), number(max), count(counts.reduce((a, b) => a + b, 0))]) {
-      row.append(Object.assign(document.createElement("td"), { className: "num", textContent: words }));
-    }
-    return row;
+    const numbers = [number(min), number(quantile(histogram, 0.5)), number(max), count(counts.reduce((a, b) => a + b, 0))];
+    return make("tr", {}, make("th", { scope: "row" }, button), profile(counts), ...numbers.map((textContent) => make("td", { className: "num", textContent })));
   }
 }
 
 /** Returns a table cell with the shape of a histogram. The cells beside it have the range. */
 function profile(counts) {
-  const cell = document.createElement("td"), svg = document.createElementNS(SVG, "svg"), area = document.createElementNS(SVG, "polygon"), most = Math.max(1, ...counts);
-  svg.setAttribute("viewBox", `0 0 ${counts.length} 20`);
-  svg.setAttribute("preserveAspectRatio", "none");
-  svg.setAttribute("aria-hidden", "true");
-  svg.classList.add("profile");
-  area.setAttribute("points", ["0,20", ...counts.flatMap((n, i) => { const y = (20 - 19 * n / most).toFixed(1); return [`${i},${y}`, `${i + 1},${y}`]; }), `${counts.length},20`].join(" "));
-  svg.append(area);
-  cell.append(svg);
-  return cell;
+  const most = Math.max(1, ...counts), points = ["0,20", ...counts.flatMap((n, i) => { const y = (20 - 19 * n / most).toFixed(1); return [`${i},${y}`, `${i + 1},${y}`]; }), `${counts.length},20`].join(" ");
+  return make("td", {}, makeSvg("svg", { class: "profile", viewBox: `0 0 ${counts.length} 20`, preserveAspectRatio: "none", "aria-hidden": "true" }, makeSvg("polygon", { points })));
 }

@@ -1,9 +1,8 @@
 // The history of a job: attempts, people's requests, alerts, and the jobs from which and into which it was forked.
 
-import { ask, byId, text } from "../page.js";
-import { clock, count, plural, timeOfDay } from "../numbers.js";
+import { ask, byId, make, text } from "../page.js";
+import { clock, count, plural, timeAndDay } from "../numbers.js";
 
-const make = (tag, props = {}, ...children) => { const node = Object.assign(document.createElement(tag), props); node.append(...children); return node; };
 /** Returns `1-38` from a checkpoint's id. */
 const short = (id) => id.slice(id.indexOf("-") + 1);
 const from = (id) => (id ? `from checkpoint ${short(id)}` : "from the start");
@@ -67,29 +66,23 @@ export class History {
     const box = byId("lineage"), relative = ({ job, name, state, checkpoint, who, at }) => {
       const label = name ?? "a job that was deleted";
       return make("li", {}, name == null ? make("span", { className: "muted", textContent: label }) : make("a", { href: `/jobs/${job}`, textContent: label, title: label }),
-        state ? Object.assign(make("span", { className: "pill", textContent: state }), {}) : "", make("span", { className: "small", textContent: `${from(checkpoint)}${who ? ` by ${who}` : ""}` }), at ? timeNode(at) : "");
+        state ? make("span", { className: "pill", textContent: state, "data-state": state }) : "", make("span", { className: "small", textContent: `${from(checkpoint)}${who ? ` by ${who}` : ""}` }), at ? timeNode(at) : "");
     };
     box.hidden = !parent && !forks.length;
     const list = (title, all) => (all.length ? [make("h3", { textContent: title }), make("ul", {}, ...all.map(relative))] : []);
     box.replaceChildren(...list("Forked from", parent ? [parent] : []), ...list(plural(forks.length, "fork"), forks));
-    box.querySelectorAll(".pill").forEach((pill) => { pill.dataset.state = pill.textContent; });
     const link = byId("parent");
     if (link && parent?.name) text(link, parent.name);
   }
 }
 
-function timeNode(at) {
-  const day = new Date(at), today = day.toDateString() === new Date().toDateString();
-  return make("time", { dateTime: at, title: at, textContent: `${today ? "" : `${day.toLocaleDateString()} `}${timeOfDay(at).slice(0, 8)}` });
-}
+const timeNode = (at) => make("time", { dateTime: at, title: at, textContent: timeAndDay(at, 8) });
 
 function row(entry, i, all) {
-  const [title, words] = describe(entry), at = new Date(entry.at), line = make("li", {});
-  line.dataset.what = entry.what;
+  const [title, words] = describe(entry), at = new Date(entry.at), line = make("li", { "data-what": entry.what });
   if (entry.attempt) line.dataset.attempt = entry.attempt;
   if (entry.state) line.dataset.state = entry.state;
   if (entry.reason) line.dataset.code = entry.reason.code;
-  const time = timeNode(entry.at);
   const what = make("div", {}, make("b", { textContent: title }));
   if (entry.who) what.append(make("span", { className: "small", textContent: ` by ${entry.who}` }));
   if (entry.what === "ended") {
@@ -97,6 +90,6 @@ function row(entry, i, all) {
     if (start) what.append(make("span", { className: "small", textContent: ` after ${clock((at - new Date(start.at)) / 1000)}` }));
   }
   if (words) what.append(make("p", { className: "small", textContent: words }));
-  line.append(time, what);
+  line.append(timeNode(entry.at), what);
   return line;
 }

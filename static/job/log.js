@@ -1,7 +1,7 @@
 // The log: a view of a file that may have millions of lines. It follows the newest line until the reader scrolls up, reads older and newer
 // lines when the reader scrolls to them, and searches on the server.
 
-import { ask, byId, text } from "../page.js";
+import { ask, byId, make, text } from "../page.js";
 import { read, write } from "../address.js";
 import { count, plural, timeOfDay } from "../numbers.js";
 import { colourOf } from "./ranks.js";
@@ -266,9 +266,7 @@ export class Log {
 
   #drawNote() {
     this.newest.hidden = this.follow.checked;
-    if (!this.box.childElementCount) {
-      this.box.append(Object.assign(document.createElement("p"), { className: "none" }));
-    }
+    if (!this.box.childElementCount) this.box.append(make("p", { className: "none" }));
     const none = this.box.querySelector(".none");
     if (none) text(none, !this.#searching ? "No line yet. Ranks write here as soon as they start." : this.#hasOlder ? "Searching older lines …" : "No line matches.");
     text(byId("log-note"), this.#unread ? `held still, ${plural(this.#unread, "new line")}`
@@ -286,17 +284,7 @@ function firstShown(lines) {
 }
 
 function row({ seq, attempt, rank, number, at, text: words }) {
-  const line = document.createElement("p");
-  const time = document.createElement("time"), who = document.createElement("b"), what = document.createElement("span");
-  line.dataset.at = `${seq}.${attempt}.${rank}.${number}`;
-  time.dateTime = at;
-  time.textContent = timeOfDay(at);
-  time.title = "Put this line into the page's URL";
-  who.textContent = `rank ${rank}`;
-  who.title = `attempt ${attempt}, line ${number}`;
-  who.className = `of-${colourOf(rank)}`;
-  what.textContent = words;
-  if (ERROR.test(words)) line.className = "bad"; else if (WARNING.test(words)) line.className = "loud";
-  line.append(time, who, what);
-  return line;
+  return make("p", { "data-at": `${seq}.${attempt}.${rank}.${number}`, className: ERROR.test(words) ? "bad" : WARNING.test(words) ? "loud" : "" },
+    make("time", { dateTime: at, textContent: timeOfDay(at), title: "Put this line into the page's URL" }),
+    make("b", { textContent: `rank ${rank}`, title: `attempt ${attempt}, line ${number}`, className: `of-${colourOf(rank)}` }), make("span", { textContent: words }));
 }

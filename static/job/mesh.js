@@ -1,8 +1,8 @@
 // The mesh of a job's ranks: stages, copies of the network, and for each rank its part of the pictures' rows and of the split layers.
 
 import { count } from "../numbers.js";
+import { make, makeSvg } from "../page.js";
 
-const SVG = "http://www.w3.org/2000/svg";
 /** Width and height of a rank's square, in pixels. */
 const SIDE = 28;
 /** Approximate maximum number of ranks that are drawn: at least one copy of the network. Further copies are only counted. */
@@ -25,26 +25,14 @@ export function inMesh(rank, plan, ranks) {
   return words;
 }
 
-const createSvg = (name, attributes) => {
-  const node = document.createElementNS(SVG, name);
-  for (const [key, v] of Object.entries(attributes)) node.setAttribute(key, v);
-  return node;
-};
-const createNode = (name, className, content = "") => Object.assign(document.createElement(name), { className, textContent: content });
-
 /** Returns a square that shows the rank's share of the rows as a part of the height, and its share of the layers as a part of the width. */
 function square(rank, plan, ranks) {
-  const { height = 1, model = 1 } = plan, { row, part } = place(rank, plan, ranks), cell = createNode("span", "mesh-rank");
-  const picture = createSvg("svg", { viewBox: `0 0 ${SIDE} ${SIDE}`, width: SIDE, height: SIDE, "aria-hidden": "true" });
-  picture.append(
-    createSvg("rect", { class: "all", x: 0.5, y: 0.5, width: SIDE - 1, height: SIDE - 1 }),
-    createSvg("rect", { class: "own", x: (SIDE * part) / model, y: (SIDE * row) / height, width: SIDE / model, height: SIDE / height }),
+  const { height = 1, model = 1 } = plan, { row, part } = place(rank, plan, ranks), title = [`rank ${rank}`, ...inMesh(rank, plan, ranks)].join(" · ");
+  const picture = makeSvg("svg", { viewBox: `0 0 ${SIDE} ${SIDE}`, width: SIDE, height: SIDE, "aria-hidden": "true" },
+    makeSvg("rect", { class: "all", x: 0.5, y: 0.5, width: SIDE - 1, height: SIDE - 1 }),
+    makeSvg("rect", { class: "own", x: (SIDE * part) / model, y: (SIDE * row) / height, width: SIDE / model, height: SIDE / height }),
   );
-  cell.title = [`rank ${rank}`, ...inMesh(rank, plan, ranks)].join(" · ");
-  cell.setAttribute("role", "img");
-  cell.setAttribute("aria-label", cell.title);
-  cell.append(picture, createNode("small", "", String(rank)));
-  return cell;
+  return make("span", { className: "mesh-rank", role: "img", title, "aria-label": title }, picture, make("small", { textContent: String(rank) }));
 }
 
 /** Draws a plan into a list, with an item for each stage. Returns a text that explains the drawing. */
@@ -52,16 +40,13 @@ export function drawMesh(list, plan) {
   const { pipeline = 1, data, height = 1, model = 1, later_stages: later = [] } = plan, of_copy = height * model;
   const ranks = pipeline * data * of_copy, copies = Math.min(data, Math.max(1, Math.floor(MAX_RANKS / (pipeline * of_copy))));
   list.replaceChildren(...Array.from({ length: pipeline }, (_, stage) => {
-    const item = createNode("li", ""), rows = createNode("div", "mesh-copies");
-    if (pipeline > 1) item.append(createNode("b", "", `stage ${stage}`), createNode("small", "", stage ? `from ${later[stage - 1] ?? "?"}` : "from the pictures"));
-    for (let copy = 0; copy < copies; copy++) {
-      const group = createNode("div", "mesh-copy"), first = (stage * data + copy) * of_copy;
+    const head = pipeline > 1 ? [make("b", { textContent: `stage ${stage}` }), make("small", { textContent: stage ? `from ${later[stage - 1] ?? "?"}` : "from the pictures" })] : [];
+    const groups = Array.from({ length: copies }, (_, copy) => {
+      const first = (stage * data + copy) * of_copy, group = make("div", { className: "mesh-copy" }, ...Array.from({ length: of_copy }, (_, at) => square(first + at, plan, ranks)));
       group.style.gridTemplateColumns = `repeat(${model}, auto)`;
-      group.append(...Array.from({ length: of_copy }, (_, at) => square(first + at, plan, ranks)));
-      rows.append(group);
-    }
-    item.append(rows);
-    return item;
+      return group;
+    });
+    return make("li", {}, ...head, make("div", { className: "mesh-copies" }, ...groups));
   }));
   const words = [of_copy > 1 ? "Ranks in one frame share pictures or layers" : "Each rank has pictures of its own"];
   if (height > 1) words.push("the filled height is a rank's share of the rows");

@@ -2,7 +2,8 @@
 
 import { ask } from "../page.js";
 import { MeanSeries, Series } from "../chart/series.js";
-import { isActive, ranksNow, isRankCountKnown } from "./facts.js";
+import { ranksNow, isRankCountKnown } from "./facts.js";
+import { isActive } from "./states.js";
 
 /** Metrics that the page always reads, besides `GPU`, with the first chart's metric first. For `MEANS`, the mean over ranks is kept, too. */
 const NAMES = ["loss", "accuracy", "step_ms", "data_ms", "all_reduce_ms", "val_accuracy"];

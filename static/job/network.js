@@ -1,6 +1,6 @@
 // A job's network, with its stages as blocks and its layers as a table.
 
-import { ask, byId, errorText, text } from "../page.js";
+import { ask, byId, errorText, make, text } from "../page.js";
 import { bytes, count, millis, percent, plural, rate } from "../numbers.js";
 import { drawMesh } from "./mesh.js";
 
@@ -11,12 +11,9 @@ const MAX_DEPTH = 3;
 
 const shape = (sizes) => sizes.map(count).join(" × ");
 const time = (us) => (us >= 1000 ? millis(us / 1000) : `${us.toFixed(us < 100 ? 1 : 0)} µs`);
-const make = (name, content = "", attributes = {}) => {
-  const node = document.createElement(name);
-  node.textContent = content;
-  for (const [key, v] of Object.entries(attributes)) node.setAttribute(key, v);
-  return node;
-};
+const named = (tag, textContent) => make(tag, { textContent });
+const heading = (textContent) => make("th", { textContent, scope: "row" });
+const number = (textContent) => make("td", { textContent, className: "num" });
 
 /** Groups consecutive layers whose names have the same first parts: `{ name, layers }`. */
 export function stages(layers) {
@@ -57,11 +54,8 @@ export class Network {
   #drawPlan(plan) {
     const of = plan.predicted, unknown = "predictions need `lockstep plan` on this machine";
     text(byId("plan-words"), [plan.words, ...(of ? [`limited by ${of.limited_by}`, of.why] : [unknown])].join(" · "));
-    byId("plan-rows").replaceChildren(...figures(plan).map(([name, predicted, measured, words]) => {
-      const row = make("tr");
-      row.append(make("th", name, { scope: "row" }), ...[predicted ? words(predicted) : "–", measured ? words(measured) : "–", difference(predicted, measured)].map((cell) => make("td", cell, { class: "num" })));
-      return row;
-    }));
+    byId("plan-rows").replaceChildren(...figures(plan).map(([name, predicted, measured, words]) => make("tr", {},
+      heading(name), number(predicted ? words(predicted) : "–"), number(measured ? words(measured) : "–"), number(difference(predicted, measured)))));
     text(byId("mesh-note"), drawMesh(byId("mesh"), plan));
   }
 
@@ -73,27 +67,22 @@ export class Network {
     const all = sum(layers, "parameters"), timed = layers.some((layer) => layer.time_us !== undefined), whole = sum(layers, "time_us"), found = stages(layers);
     text(byId("network-sum"), layers.length ? `${plural(layers.length, "layer")} · ${plural(all, "parameter")}${timed ? ` · ${time(whole)} in one step, timed once` : ""}` : "The network is not known yet.");
     byId("network-time").hidden = !timed;
+    const meter = (title, value, of) => make("meter", { min: 0, max: of || 1, value, title, "aria-label": `${title}: ${percent(of ? value / of : 0)}` });
     byId("network-stages").replaceChildren(...found.map((stage) => {
-      const parameters = sum(stage.layers, "parameters"), took = sum(stage.layers, "time_us"), item = make("li");
-      item.append(make("b", stage.name), make("span", shape(stage.layers.at(-1).output_shape)), make("small", plural(stage.layers.length, "layer")), make("small", plural(parameters, "parameter")));
-      item.append(make("meter", "", { min: 0, max: Math.max(1, all), value: parameters, "aria-label": `Share of the parameters: ${percent(all ? parameters / all : 0)}`, title: "Share of the parameters" }));
-      if (timed) {
-        item.append(make("small", stage.layers.some((layer) => layer.time_us !== undefined) ? time(took) : "–"));
-        item.append(make("meter", "", { min: 0, max: whole || 1, value: took, "aria-label": `Share of the time: ${percent(whole ? took / whole : 0)}`, title: "Share of the time" }));
-      }
+      const parameters = sum(stage.layers, "parameters"), took = sum(stage.layers, "time_us");
+      const item = make("li", {}, named("b", stage.name), named("span", shape(stage.layers.at(-1).output_shape)), named("small", plural(stage.layers.length, "layer")),
+        named("small", plural(parameters, "parameter")), meter("Share of the parameters", parameters, all));
+      if (timed) item.append(named("small", stage.layers.some((layer) => layer.time_us !== undefined) ? time(took) : "–"), meter("Share of the time", took, whole));
       return item;
     }));
     byId("network-rows").replaceChildren(...found.flatMap((stage) => {
-      const head = make("tr"), cell = make("th", stage.name, { scope: "rowgroup", colspan: 4 + (timed ? 1 : 0) + (predicts ? 4 : 0) });
-      head.className = "stage";
-      head.append(cell);
+      const head = make("tr", { className: "stage" }, make("th", { textContent: stage.name, scope: "rowgroup", colSpan: 4 + (timed ? 1 : 0) + (predicts ? 4 : 0) }));
       const rows = stage.layers.map((layer) => {
-        const row = make("tr");
-        row.append(make("th", layer.name, { scope: "row" }), make("td", layer.kind), make("td", shape(layer.output_shape)), make("td", layer.parameters ? count(layer.parameters) : "–", { class: "num" }));
-        if (timed) row.append(make("td", layer.time_us === undefined ? "–" : time(layer.time_us), { class: "num" }));
+        const row = make("tr", {}, heading(layer.name), named("td", layer.kind), named("td", shape(layer.output_shape)), number(layer.parameters ? count(layer.parameters) : "–"));
+        if (timed) row.append(number(layer.time_us === undefined ? "–" : time(layer.time_us)));
         if (predicts) {
           const of = layer.plan ?? { time_us: 0, placement: "–", memory_bytes: 0, sent_bytes: 0 };
-          row.append(make("td", time(of.time_us), { class: "num" }), make("td", of.placement), make("td", bytes(of.memory_bytes), { class: "num" }), make("td", bytes(of.sent_bytes), { class: "num" }));
+          row.append(number(time(of.time_us)), named("td", of.placement), number(bytes(of.memory_bytes)), number(bytes(of.sent_bytes)));
         }
         return row;
       });

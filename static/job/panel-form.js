@@ -1,6 +1,6 @@
 // The form that edits a panel.
 
-import { byId, Problem, errorText, text } from "../page.js";
+import { byId, make, Problem, errorText, text } from "../page.js";
 import { about, ALL, GROUPS, ownMetrics, unitOf } from "./names.js";
 
 const field = (name) => byId(`panel-${name}`);
@@ -14,13 +14,8 @@ export class PanelForm {
     for (const name of job.external ? ownMetrics(job) : Object.keys(ALL)) {
       const { label } = about(name);
       const [title] = GROUPS.find(([, first]) => first === name) ?? (group ? [] : ["Results"]);
-      if (title) {
-        group = box.appendChild(document.createElement("fieldset"));
-        group.append(Object.assign(document.createElement("legend"), { textContent: title }));
-      }
-      const line = group.appendChild(document.createElement("label"));
-      line.className = "inline";
-      line.append(Object.assign(document.createElement("input"), { type: "checkbox", value: name }), label);
+      if (title) box.append(group = make("fieldset", {}, make("legend", { textContent: title })));
+      group.append(make("label", { className: "inline" }, make("input", { type: "checkbox", value: name }), label));
     }
     field("smoothing").addEventListener("input", () => this.#tellSmoothing());
   }

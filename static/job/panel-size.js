@@ -1,6 +1,8 @@
 // The corner that changes a panel's size: it can be dragged with a mouse, a pen or a finger, or moved with arrow keys. Sizes are cells of
 // the page's grid: one to three columns, and one to three rows.
 
+import { make } from "../page.js";
+
 /** Maximum number of columns and of rows. */
 const MAX_CELLS = 3;
 /** Heights of a panel's chart, by rows; the same as in styles/job.css. */
@@ -28,7 +30,7 @@ export function showSize(card, panel) {
 
 /** Adds the corner to a panel's card. `keep(before)`: called to store the panel's new size, with the old size. */
 export function sizable(card, panel, keep) {
-  const grip = Object.assign(document.createElement("button"), { type: "button", className: "quiet grip", title: "Drag it, or press an arrow key" });
+  const grip = make("button", { type: "button", className: "quiet grip", title: "Drag it, or press an arrow key" });
   let drag = null;
   card.append(grip);
   showSize(card, panel);

@@ -1,7 +1,7 @@
 // Panels: configurable charts on a job's page. The server stores them with the job. A job without panels of its own shows the panels of its
 // project.
 
-import { ask, byId, confirmThen, note, text } from "../page.js";
+import { ask, byId, confirmThen, make, note, text } from "../page.js";
 import { saveMenu } from "../chart/export.js";
 import { fieldError, PanelForm } from "./panel-form.js";
 import { showSize, sizable, sizeOf } from "./panel-size.js";
@@ -121,12 +121,7 @@ export class Panels {
 
   #legend(list, panel, sides) {
     list.hidden = panel.metrics.length < 2;
-    list.replaceChildren(...panel.metrics.map((name, i) => {
-      const item = document.createElement("li"), swatch = document.createElement("i");
-      swatch.className = `swatch bg-rank-${i}`;
-      item.append(swatch, about(name).label + (quantity(name) === sides[1] ? " (right)" : ""));
-      return item;
-    }));
+    list.replaceChildren(...panel.metrics.map((name, i) => make("li", {}, make("i", { className: `swatch bg-rank-${i}` }), about(name).label + (quantity(name) === sides[1] ? " (right)" : ""))));
   }
 
   // --- changes -----------------------------------------------------------------------------------

@@ -1,24 +1,12 @@
 // Small pictures with a model's predictions.
 
-import { ask } from "../page.js";
+import { ask, make } from "../page.js";
 import { percent } from "../numbers.js";
 
-/** Returns a picture's image element. Small pictures are enlarged without smoothing. */
-export function image(png, alt) {
-  const img = document.createElement("img");
-  img.src = `data:image/png;base64,${png}`;
-  img.alt = alt;
-  img.loading = "lazy";
-  img.className = "picture";
-  return img;
-}
-
-/** Returns a figure with a caption. */
+/** Returns a picture with a caption, whose lines are `[text, class]`. Small pictures are enlarged without smoothing. */
 export function figure(png, alt, lines) {
-  const figure = document.createElement("figure"), caption = document.createElement("figcaption");
-  for (const [words, className] of lines) caption.append(Object.assign(document.createElement("span"), { textContent: words, className: className ?? "" }));
-  figure.append(image(png, alt), caption);
-  return figure;
+  const image = make("img", { src: `data:image/png;base64,${png}`, alt, loading: "lazy", className: "picture" });
+  return make("figure", {}, image, make("figcaption", {}, ...lines.map(([textContent, className = ""]) => make("span", { textContent, className }))));
 }
 
 /** Returns a figure for each entry of an evaluation (mistakes or right predictions), in order. */

@@ -2,11 +2,11 @@
 // A click on a rank's name emphasises the rank's line in the loss chart.
 
 import { read, write } from "../address.js";
-import { byId, text } from "../page.js";
+import { byId, make, text } from "../page.js";
 import { bytes, count, millis, percent, rate } from "../numbers.js";
 import { RANK_COLOURS } from "../chart/palette.js";
-import { isFinal } from "./facts.js";
 import { inMesh } from "./mesh.js";
+import { isFinal } from "./states.js";
 
 /** Number of the newest steps over which times are averaged. */
 const WINDOW = 50;
@@ -14,17 +14,6 @@ const WINDOW = 50;
 const SLOW_FACTOR = 1.2;
 /** Fraction of a step's time. If ranks wait longer for pictures, the list says that data loading limits the speed. */
 const MAX_DATA_SHARE = 0.05;
-
-/** Returns the index of a segment's bucket that contains a step: the last bucket that begins at or before the step. */
-function bucketAt({ steps, length }, step) {
-  let low = 0, high = length - 1;
-  while (low < high) {
-    const middle = (low + high + 1) >> 1;
-    if (steps[middle] <= step) low = middle;
-    else high = middle - 1;
-  }
-  return low;
-}
 
 export const colourOf = (rank) => `rank-${rank % RANK_COLOURS}`;
 
@@ -150,7 +139,8 @@ export class Ranks {
    * different widths, so each step is looked up in each metric.
    */
   #since(rank, others) {
-    const at = (name, r, step) => { const segment = this.metrics.of(name, r).last; return segment ? segment.mean[bucketAt(segment, step)] : NaN; };
+    // The bucket that contains a step is the last that begins at or before the step.
+    const at = (name, r, step) => { const segment = this.metrics.of(name, r).last; return segment ? segment.mean[Math.max(0, segment.find(step + 1) - 1)] : NaN; };
     const own = (r, step) => at("step_ms", r, step) - (at("all_reduce_ms", r, step) || 0);
     const all = ["step_ms", "all_reduce_ms"].map((name) => this.metrics.of(name, rank).last).filter(Boolean);
     const { steps, length, lastPushed } = all.reduce((a, b) => (b.length > a.length ? b : a));
@@ -196,7 +186,7 @@ export class Ranks {
       row.line.classList.toggle("with-axes", axes.length > 0);
       if (row.axes.dataset.key !== axes.join()) {
         row.axes.dataset.key = axes.join();
-        row.axes.replaceChildren(...axes.map((words) => Object.assign(document.createElement("span"), { textContent: words })));
+        row.axes.replaceChildren(...axes.map((textContent) => make("span", { textContent })));
       }
       row.lane.title = known
         ? `compute ${millis(s.compute)}, all-reduce ${millis(s.wait)}, data ${millis(s.data)}${s.checkpoint ? `, checkpoint ${millis(s.checkpoint)}` : ""}, idle ${millis(longest - s.step - s.checkpoint)}`
@@ -213,7 +203,7 @@ export class Ranks {
       const key = about.join("\n");
       if (row.key !== key) {
         row.key = key;
-        row.about.replaceChildren(...about.map((a) => Object.assign(document.createElement("span"), { textContent: a })));
+        row.about.replaceChildren(...about.map((textContent) => make("span", { textContent })));
         if (report) row.about.title = `process ${report.pid}`;
       }
     }
@@ -228,29 +218,20 @@ export class Ranks {
   }
 
   #make(rank) {
-    const make = (tag, className, parent) => { const n = document.createElement(tag); n.className = className; parent?.append(n); return n; };
-    const item = make("li", "");
-    item.dataset.rank = rank;
-    const line = make("div", "rank-line", item);
-    const name = make("button", "rank-name", line);
-    name.type = "button";
-    name.setAttribute("aria-pressed", String(this.chosen.has(rank)));
-    name.title = "Bring this rank's line forward";
-    make("i", "", name).style.backgroundColor = `var(--${colourOf(rank)})`;
-    name.append(`rank ${rank}`);
+    const part = (className, tag = "span") => make(tag, { className }), swatch = make("i");
+    swatch.style.backgroundColor = `var(--${colourOf(rank)})`;
+    const name = make("button", { type: "button", className: "rank-name", title: "Bring this rank's line forward", "aria-pressed": String(this.chosen.has(rank)) }, swatch, `rank ${rank}`);
     name.addEventListener("click", () => {
       if (!this.chosen.delete(rank)) this.chosen.add(rank);
       name.setAttribute("aria-pressed", String(this.chosen.has(rank)));
       write({ ranks: [...this.chosen].sort((a, b) => a - b).join(",") });
       this.onChoose();
     });
-    const lane = make("div", "lane", line);
-    lane.setAttribute("role", "img");
-    const row = {
-      item, lane, compute: make("span", "k-compute", lane), wait: make("span", "k-wait", lane), data: make("span", "k-data", lane), checkpoint: make("span", "k-checkpoint", lane),
-      line, ms: make("span", "num", line), axes: make("div", "rank-axes", line), about: make("div", "rank-about", item), key: "",
-    };
-    row.axes.title = "Share of a step in exchanges along each axis of the mesh, including waits for other ranks";
+    const compute = part("k-compute"), wait = part("k-wait"), data = part("k-data"), checkpoint = part("k-checkpoint");
+    const lane = make("div", { className: "lane", role: "img" }, compute, wait, data, checkpoint);
+    const ms = part("num"), axes = make("div", { className: "rank-axes", title: "Share of a step in exchanges along each axis of the mesh, including waits for other ranks" });
+    const line = make("div", { className: "rank-line" }, name, lane, ms, axes), about = part("rank-about", "div"), item = make("li", { "data-rank": rank }, line, about);
+    const row = { item, lane, compute, wait, data, checkpoint, line, ms, axes, about, key: "" };
     this.#rows.set(rank, row);
     this.list.append(item);
     return row;

@@ -2,12 +2,7 @@
 
 import { ask, byId, confirmThen, Problem, errorText, text } from "../page.js";
 import { bytes, plural } from "../numbers.js";
-import { FINAL } from "./row.js";
-
-const APPLIES = {
-  pause: (j) => j.state === "running" || j.state === "queued", resume: (j) => j.state === "paused" && j.cause?.code !== "paused_by_sweep", retry: (j) => j.state === "failed" || j.state === "cancelled",
-  cancel: (j) => !FINAL.includes(j.state), delete: (j) => FINAL.includes(j.state),
-};
+import { APPLIES } from "../job/states.js";
 
 export class Bulk {
   #selected = new Set();

@@ -3,7 +3,7 @@
 
 import { cut, NARROW } from "../cut.js";
 import { count, rate, uncertainty } from "../numbers.js";
-import { ask, byId, Problem, errorText, text } from "../page.js";
+import { ask, byId, closable, make, Problem, errorText, store, stored, text } from "../page.js";
 import { dotted, flat, setting, formatted } from "../settings.js";
 import { ALL } from "../job/names.js";
 import { readMetrics } from "./query.js";
@@ -28,9 +28,6 @@ const DEFAULT_COLUMNS = OWN.map(([name]) => name).join(",");
 /** The value in the URL if no column is chosen. */
 const NONE = "none";
 
-const loadStored = () => { try { return localStorage.getItem(STORAGE_KEY); } catch { return null; } };
-const store = (words) => { try { if (words === DEFAULT_COLUMNS) localStorage.removeItem(STORAGE_KEY); else localStorage.setItem(STORAGE_KEY, words); } catch { /* not stored */ } };
-
 export class Columns {
   #extra = [];
   /** Metrics that were requested for the current jobs. */
@@ -42,15 +39,12 @@ export class Columns {
     this.menu.hidden = false;
     const boxes = byId("own-columns");
     for (const [name, label] of OWN) {
-      const line = document.createElement("label"), box = Object.assign(document.createElement("input"), { type: "checkbox", value: name });
-      line.className = "inline";
-      line.append(box, label);
+      const box = make("input", { type: "checkbox", value: name });
       box.addEventListener("change", () => this.#choose());
-      boxes.append(line);
+      boxes.append(make("label", { className: "inline" }, box, label));
     }
     const add = byId("column-add");
-    this.error = Object.assign(document.createElement("p"), { className: "error" });
-    this.error.setAttribute("role", "alert");
+    this.error = make("p", { className: "error", role: "alert" });
     byId("column-form").after(this.error);
     byId("column-form").addEventListener("submit", async (event) => {
       event.preventDefault();
@@ -67,14 +61,13 @@ export class Columns {
       this.#choose();
     });
     this.menu.addEventListener("toggle", () => { if (this.menu.open) this.#offer(); });
-    document.addEventListener("click", (event) => { if (!event.composedPath().includes(this.menu)) this.menu.open = false; });
-    this.menu.addEventListener("keydown", (event) => { if (event.key === "Escape") { this.menu.open = false; this.menu.querySelector("summary").focus(); } });
+    closable(this.menu);
     this.fromAddress();
   }
 
   /** Reads the columns from the URL, or otherwise the last chosen columns. */
   fromAddress() {
-    const words = read("columns") || loadStored() || DEFAULT_COLUMNS, chosen = words.split(",").filter((name) => name && name !== NONE);
+    const words = read("columns") || stored(STORAGE_KEY) || DEFAULT_COLUMNS, chosen = words.split(",").filter((name) => name && name !== NONE);
     for (const box of byId("own-columns").querySelectorAll("input")) box.checked = chosen.includes(box.value);
     this.#extra = chosen.filter((name) => !OWN.some(([own]) => own === name)).slice(0, MAX_EXTRA);
     this.#draw();
@@ -95,7 +88,7 @@ export class Columns {
 
   #choose() {
     const words = this.words();
-    store(words);
+    store(STORAGE_KEY, words === DEFAULT_COLUMNS ? null : words);
     write({ columns: words === DEFAULT_COLUMNS ? "" : words });
     this.#draw();
   }
@@ -107,14 +100,9 @@ export class Columns {
     table.style.setProperty("--extra", this.#extra.length);
     const head = table.tHead.rows[0], before = head.querySelector(".c-age");
     for (const th of head.querySelectorAll(".c-extra")) th.remove();
-    for (const key of this.#extra) {
-      const th = Object.assign(document.createElement("th"), { scope: "col", className: "num c-extra", textContent: label(key), title: key });
-      th.dataset.key = key;
-      before.before(th);
-    }
+    for (const key of this.#extra) before.before(make("th", { scope: "col", className: "num c-extra", textContent: label(key), title: key, "data-key": key }));
     byId("extra-columns").replaceChildren(...this.#extra.map((key) => {
-      const button = Object.assign(document.createElement("button"), { type: "button", className: "quiet", textContent: `${label(key)} ×`, title: key });
-      button.setAttribute("aria-label", `Remove the column ${label(key)}`);
+      const button = make("button", { type: "button", className: "quiet", textContent: `${label(key)} ×`, title: key, "aria-label": `Remove the column ${label(key)}` });
       button.addEventListener("click", () => { this.#extra = this.#extra.filter((k) => k !== key); this.#choose(); byId("column-add").focus(); });
       return button;
     }));
@@ -132,13 +120,7 @@ export class Columns {
     const cells = row.querySelectorAll(".c-extra"), before = row.querySelector(".c-age");
     if (cells.length !== this.#extra.length || this.#extra.some((key, i) => cells[i].dataset.key !== key)) {
       for (const cell of cells) cell.remove();
-      for (const key of this.#extra) {
-        const cell = Object.assign(document.createElement("td"), { className: "num c-extra" });
-        cell.dataset.key = key;
-        cell.dataset.label = label(key);
-        cell.append(document.createElement("span"), Object.assign(document.createElement("small"), { className: "small uncertainty" }));
-        before.before(cell);
-      }
+      for (const key of this.#extra) before.before(make("td", { className: "num c-extra", "data-key": key, "data-label": label(key) }, make("span"), make("small", { className: "small uncertainty" })));
     }
     for (const cell of row.querySelectorAll(".c-extra")) {
       const words = valueOf(job, cell.dataset.key), span = cell.firstChild;
@@ -151,7 +133,7 @@ export class Columns {
     const { jobs, tags } = this.known(), keys = new Set(Object.keys(METRICS));
     for (const job of jobs.slice(0, 50)) for (const [key] of flat(job.spec)) if (key !== "name") keys.add(key);
     for (const tag of tags) keys.add(`tag:${tag}`);
-    byId("column-keys").replaceChildren(...[...keys].map((key) => Object.assign(document.createElement("option"), { value: key, label: METRICS[key]?.[0] ?? "" })));
+    byId("column-keys").replaceChildren(...[...keys].map((key) => make("option", { value: key, label: METRICS[key]?.[0] ?? "" })));
   }
 }
 

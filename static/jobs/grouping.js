@@ -1,6 +1,6 @@
 // The keys by which the list is grouped: a menu and the URL. Keys have the same names as in `by` of GET /jobs/groups.
 
-import { text } from "../page.js";
+import { make, text } from "../page.js";
 import { read } from "../address.js";
 import { setting } from "../settings.js";
 import { field, menu } from "./narrow.js";
@@ -35,20 +35,13 @@ export class Grouping {
   /** `change(values)`: writes values into the URL and reads the list again. `keys()`: returns the settings to offer. */
   constructor(change, keys) {
     this.change = change;
-    const make = (tag, properties) => Object.assign(document.createElement(tag), properties);
-    this.error = make("p", { className: "error" });
-    this.error.setAttribute("role", "alert");
-    this.input = make("input", { id: "group-key", placeholder: "train.lr", maxLength: 100, autocomplete: "off", spellcheck: false });
-    this.input.setAttribute("list", "group-keys");
-    const list = make("datalist", { id: "group-keys" }), form = document.createElement("form");
-    form.append(field("Group by a setting", this.input), make("button", { textContent: "Add" }));
+    this.error = make("p", { className: "error", role: "alert" });
+    this.input = make("input", { id: "group-key", list: "group-keys", placeholder: "train.lr", maxLength: 100, autocomplete: "off", spellcheck: false });
+    const list = make("datalist", { id: "group-keys" }), form = make("form", {}, field("Group by a setting", this.input), make("button", { textContent: "Add" }));
     form.addEventListener("submit", (event) => { event.preventDefault(); this.add(this.input.value.trim()); });
-    this.own = make("div", { className: "own-keys" });
-    this.own.setAttribute("role", "group");
-    this.own.setAttribute("aria-label", "Group by");
+    this.own = make("div", { className: "own-keys", role: "group", "aria-label": "Group by" });
     for (const key of Object.keys(OWN)) {
-      const button = make("button", { type: "button", textContent: key });
-      button.dataset.key = key;
+      const button = make("button", { type: "button", textContent: key, "data-key": key });
       button.addEventListener("click", () => (groupedBy().includes(key) ? this.remove(key) : this.add(key)));
       this.own.append(button);
     }

@@ -1,21 +1,18 @@
 // The list by groups. Each group has a row with the mean and the spread of every column over all its jobs, which the server computes. If
 // the group is open, its jobs follow. The open groups are in the URL.
 
-import { ask, Problem, serverNow, text } from "../page.js";
+import { ask, make, Problem, serverNow, text } from "../page.js";
 import { ALL } from "../job/names.js";
 import { age, count, percent, plural, rate } from "../numbers.js";
 import { read, write } from "../address.js";
 import { cut } from "../cut.js";
-import { alsoRead, filter, parameters } from "./query.js";
+import { alsoRead, filter, MIN_PAUSE_MS, parameters, pauseAfter } from "./query.js";
 import { groupedBy, describeGroup, isIn } from "./grouping.js";
 import { blank } from "./row.js";
 import { order } from "./sort.js";
 
-/**
- * Number of groups and of jobs in a first request; maximum number of groups or jobs in a request, and of open groups; minimum and maximum pause
- * between requests while jobs change.
- */
-const GROUPS = 100, JOBS = 25, MAX_PER_REQUEST = 1000, MAX_OPEN = 20, MIN_PAUSE_MS = 3000, MAX_PAUSE_MS = 30_000;
+/** Number of groups and of jobs in a first request; maximum number of groups or jobs in a request, and of open groups. */
+const GROUPS = 100, JOBS = 25, MAX_PER_REQUEST = 1000, MAX_OPEN = 20;
 /** For each column of numbers, the format of its mean. */
 const FORMATS = { ...Object.fromEntries(Object.entries(ALL).map(([name, { format }]) => [name, format])), best: percent, speed: rate };
 const OWN = { loss: "loss", best: "best", speed: "speed" };
@@ -24,7 +21,6 @@ const NUMBERS = [...Object.keys(ALL), "step", "epoch", "attempt", "ranks"];
 const NO_MEAN = { created: "newest", started: "newest", finished: "newest", name: "group", state: "group", project: "group", owner: "group" };
 
 const plain = (v) => String(Number(v.toPrecision(4)));
-const make = (tag, properties = {}, ...children) => { const node = Object.assign(document.createElement(tag), properties); node.append(...children); return node; };
 
 /** Returns a row with a button below the names. A cell that spans more columns than the table has would add columns of full width. */
 const buttonRow = (button) => make("tr", { className: "group-rest" }, make("td"), make("td"), make("td", { className: "c-name" }, button));
@@ -105,8 +101,7 @@ export class Groups {
 
   async #read(cursor) {
     const mine = ++this.#loads, began = performance.now(), response = await this.#ask(cursor);
-    // The pause grows with the response time of the server.
-    this.#pause = Math.min(MAX_PAUSE_MS, Math.max(MIN_PAUSE_MS, 4 * (performance.now() - began)));
+    this.#pause = pauseAfter(began);
     if (mine !== this.#loads || !this.on) return;
     const open = openKeys(), seen = new Set();
     for (const group of response.groups) {
@@ -134,12 +129,9 @@ export class Groups {
 
   #createEntry(group, key) {
     const cell = (className, ...children) => make("td", { className }, ...children), words = describeGroup(group.values);
-    const name = make("span"), toggle = make("button", { type: "button", className: "group-name" }, name);
+    const name = make("span"), toggle = make("button", { type: "button", className: "group-name", "aria-label": words, "aria-expanded": "false" }, name);
     cut(name, words);
-    toggle.setAttribute("aria-label", words);
-    toggle.setAttribute("aria-expanded", "false");
-    const box = make("input", { type: "checkbox" });
-    box.setAttribute("aria-label", `Select the jobs of ${words}`);
+    const box = make("input", { type: "checkbox", "aria-label": `Select the jobs of ${words}` });
     const head = make("tr", { className: "group-head" }, cell("c-choose", box), cell("c-state"), make("th", { scope: "rowgroup", className: "c-name" }, toggle), cell("c-progress", make("span", { className: "states" })), cell("c-loss"), cell("num c-best"), cell("num c-speed"), cell("num c-age"));
     const entry = { group, key, words, rows: [], cursor: null, toggle, head, body: make("tbody", { className: "group" }, head) };
     toggle.addEventListener("click", () => this.#toggle(entry));
@@ -175,9 +167,8 @@ export class Groups {
     for (const [name, of] of Object.entries(OWN)) this.#spread(at(`c-${name}`), group.metrics[of], FORMATS[name], group.jobs);
     for (const cell of head.querySelectorAll(".c-extra")) cell.remove();
     for (const key of this.extra()) {
-      const cell = make("td", { className: "num c-extra" });
+      const cell = make("td", { className: "num c-extra", "data-label": key });
       this.#spread(cell, group.metrics[metrics.get(key)], FORMATS[key] ?? plain, group.jobs);
-      cell.dataset.label = key;
       at("c-age").before(cell);
     }
     text(at("c-age"), age(Date.parse(group.newest_at), serverNow()));

@@ -1,7 +1,7 @@
 // Filters other than states and the search: conditions on settings, project, tags, owner, days, and filters from a link. Each filter is
 // shown as a chip, which removes it.
 
-import { ask, byId, text } from "../page.js";
+import { ask, byId, closable, make, text } from "../page.js";
 import { read } from "../address.js";
 import { count } from "../numbers.js";
 import { condition, filter } from "./query.js";
@@ -11,7 +11,6 @@ const MAX_CONDITIONS = 10;
 /** Maximum number of tags. The same as for a job (protocol/src/labels.rs). */
 const MAX_TAGS = 20;
 
-const make = (tag, properties = {}, ...children) => { const node = Object.assign(document.createElement(tag), properties); node.append(...children); return node; };
 /** Returns a field of a menu, with its label above it. */
 export const field = (label, input) => make("label", { className: "small" }, label, input);
 
@@ -19,8 +18,7 @@ export const field = (label, input) => make("label", { className: "small" }, lab
 export function menu(label, className, ...children) {
   const node = make("details", { className: `menu columns ${className}` }, make("summary", { textContent: label }), make("div", {}, ...children));
   byId("columns").before(node);
-  document.addEventListener("click", (event) => { if (!event.composedPath().includes(node)) node.open = false; });
-  node.addEventListener("keydown", (event) => { if (event.key === "Escape") { node.open = false; node.querySelector("summary").focus(); } });
+  closable(node);
   return node;
 }
 
@@ -40,8 +38,7 @@ export class Narrow {
   /** `change(values)`: writes values into the URL and reads the list again. */
   constructor(change, keys) {
     this.change = change;
-    const input = make("input", { id: "condition", placeholder: "lr > 0.1", maxLength: 300, autocomplete: "off", spellcheck: false }), error = make("p", { className: "error", role: "alert" });
-    input.setAttribute("list", "condition-keys");
+    const input = make("input", { id: "condition", list: "condition-keys", placeholder: "lr > 0.1", maxLength: 300, autocomplete: "off", spellcheck: false }), error = make("p", { className: "error", role: "alert" });
     const list = make("datalist", { id: "condition-keys" });
     const form = make("form", {}, field("A setting: = != < <= > >=", input), make("button", { textContent: "Add" }));
     form.addEventListener("submit", (event) => {
@@ -77,8 +74,7 @@ export class Narrow {
     });
     this.chips = make("div", { className: "chips", id: "chips", hidden: true });
     document.querySelector(".filter-row").after(this.chips);
-    this.problem = make("p", { className: "error", id: "list-problem" });
-    this.problem.setAttribute("role", "alert");
+    this.problem = make("p", { className: "error", id: "list-problem", role: "alert" });
     this.chips.after(this.problem);
     this.draw();
   }
@@ -105,8 +101,7 @@ export class Narrow {
   draw() {
     const { conditions, after, before, owner, project, tags } = filter(), chips = [];
     const chip = (words, values, what = "filter") => {
-      const button = make("button", { type: "button", className: "quiet", textContent: `${words} ×` });
-      button.setAttribute("aria-label", `Remove the ${what} ${words}`);
+      const button = make("button", { type: "button", className: "quiet", textContent: `${words} ×`, "aria-label": `Remove the ${what} ${words}` });
       button.addEventListener("click", () => { this.change(values()); this.menu.querySelector("summary").focus(); });
       chips.push(button);
     };

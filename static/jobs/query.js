@@ -57,6 +57,11 @@ let metrics = "";
 export const readMetrics = (names) => { metrics = names.join(","); };
 export const alsoRead = () => (metrics ? [["metrics", metrics]] : []);
 
+/** Minimum pause before the list is read again while jobs change. */
+export const MIN_PAUSE_MS = 3000;
+/** Returns the pause after a request that began at this time: it grows with the response time of the server. */
+export const pauseAfter = (began) => Math.min(30_000, Math.max(MIN_PAUSE_MS, 4 * (performance.now() - began)));
+
 /** Reads one page of matching jobs, after `cursor` (`next_cursor` of the previous page). */
 export async function part(filter, cursor, limit) {
   const given = new URLSearchParams([...parameters(filter), ["sort", order()], ["limit", limit], ...alsoRead()]);

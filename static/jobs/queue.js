@@ -1,10 +1,10 @@
 // The places of waiting jobs in the queue, and their reasons for waiting. No stream reports them, because other jobs and machines change them
 // without an event of the waiting job. So the page polls them while it shows a waiting job.
 
+import { waits } from "../job/states.js";
 import { ask } from "../page.js";
 
 const EVERY_MS = 5000, MAX_JOBS = 1000;
-export const waits = (job) => ["queued", "restarting"].includes(job.state);
 
 export class Queue {
   /** `jobs()`: jobs on the page. `changed(job)`: a job's place or reason has changed. */

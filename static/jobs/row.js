@@ -1,16 +1,15 @@
 // A row of the list. The script fills it like the server (web/src/jobs.rs), and again when the job changes.
 
-import { byId, serverNow, text } from "../page.js";
+import { byId, make, serverNow, text } from "../page.js";
 import { cut, sentenceOf } from "../cut.js";
-import { waits } from "./queue.js";
 import { ELSEWHERE } from "../job/names.js";
+import { isFinal, waits } from "../job/states.js";
 import { age, clock, percent, plural, rate, uncertainty, value } from "../numbers.js";
 
 /** Maximum number of tags in a row (further tags are only counted), and length up to which a tag is never shortened. */
 const TAGS = 4, SHORT = 8;
 /** Maximum length of a path in a reason, in characters. */
 const PATH = 24;
-export const FINAL = ["succeeded", "failed", "cancelled"];
 
 /** Returns an empty row for a job. */
 export function blank(job) {
@@ -55,8 +54,8 @@ export function fill(row, job) {
   // The job's page shows the other tags.
   const more = tags.slice(TAGS);
   box.replaceChildren(
-    ...tags.slice(0, TAGS).map((tag) => Object.assign(document.createElement("a"), { className: tag.length > SHORT ? "tag" : "tag short", textContent: tag, title: tag, href: `/jobs?tag=${encodeURIComponent(tag)}` })),
-    ...(more.length ? [Object.assign(document.createElement("span"), { className: "tag", textContent: `+${more.length}`, title: more.join(", ") })] : []),
+    ...tags.slice(0, TAGS).map((tag) => make("a", { className: tag.length > SHORT ? "tag" : "tag short", textContent: tag, title: tag, href: `/jobs?tag=${encodeURIComponent(tag)}` })),
+    ...(more.length ? [make("span", { className: "tag", textContent: `+${more.length}`, title: more.join(", ") })] : []),
   );
 }
 
@@ -65,13 +64,13 @@ function about(node, words, project) {
   if (node.dataset.whole === words + project) return;
   node.dataset.whole = node.title = words + project;
   node.classList.add("parts");
-  const of = Object.assign(document.createElement("span"), { className: "of" });
-  node.replaceChildren(Object.assign(document.createElement("span"), { textContent: words }), of);
+  const of = make("span", { className: "of" });
+  node.replaceChildren(make("span", { textContent: words }), of);
   cut(of, project);
 }
 
 function progress(job) {
-  if (FINAL.includes(job.state)) {
+  if (isFinal(job.state)) {
     if (!job.started_at) return "never started";
     return job.ran_secs == null ? "" : `ran for ${clock(job.ran_secs)}`;
   }

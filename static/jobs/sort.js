@@ -3,7 +3,7 @@
 import { read } from "../address.js";
 import { cut, NARROW } from "../cut.js";
 import { ALL } from "../job/names.js";
-import { text } from "../page.js";
+import { make, text } from "../page.js";
 import { setting } from "../settings.js";
 
 /** The default order of jobs. Groups start with the best group by default. */
@@ -53,8 +53,8 @@ export function drawHeads(row, choose) {
     if (!sort) continue;
     let button = th.querySelector("button");
     if (!button) {
-      const label = th.textContent, name = document.createElement("span");
-      button = Object.assign(document.createElement("button"), { type: "button", className: "sort" });
+      const label = th.textContent, name = make("span");
+      button = make("button", { type: "button", className: "sort" });
       if (th.matches(".c-extra")) { cut(name, label, NARROW); name.title = th.title || label; button.append(name); button.setAttribute("aria-label", label); } else text(button, label);
       button.addEventListener("click", () => choose(button.dataset.next));
       th.replaceChildren(button);

@@ -1,13 +1,13 @@
 // Named views of the list. A view is a URL: filters, order and columns. The browser stores the names. To share a view, send its URL.
 
-import { text } from "../page.js";
+import { make, store, stored, text } from "../page.js";
 import { field, menu } from "./narrow.js";
 
 const STORAGE_KEY = "views", MAX_VIEWS = 50, MAX_NAME = 60, MAX_QUERY = 4000;
 
 function loadViews() {
   try {
-    const found = JSON.parse(localStorage.getItem(STORAGE_KEY) ?? "[]");
+    const found = JSON.parse(stored(STORAGE_KEY));
     return Array.isArray(found) ? found.filter((v) => typeof v?.name === "string" && typeof v.query === "string").slice(0, MAX_VIEWS) : [];
   } catch { return []; }
 }
@@ -16,12 +16,10 @@ export class Views {
   /** `columns()`: returns the visible columns, as in the URL. */
   constructor(columns) {
     this.columns = columns;
-    this.list = Object.assign(document.createElement("ul"), { className: "views" });
-    this.input = Object.assign(document.createElement("input"), { id: "view-name", maxLength: MAX_NAME, autocomplete: "off", placeholder: "Name of this view" });
-    this.error = Object.assign(document.createElement("p"), { className: "error" });
-    this.error.setAttribute("role", "alert");
-    const form = document.createElement("form");
-    form.append(field("Save what is shown now", this.input), Object.assign(document.createElement("button"), { textContent: "Save" }));
+    this.list = make("ul", { className: "views" });
+    this.input = make("input", { id: "view-name", maxLength: MAX_NAME, autocomplete: "off", placeholder: "Name of this view" });
+    this.error = make("p", { className: "error", role: "alert" });
+    const form = make("form", {}, field("Save what is shown now", this.input), make("button", { textContent: "Save" }));
     form.addEventListener("submit", (event) => { event.preventDefault(); this.#save(this.input.value.trim().slice(0, MAX_NAME)); });
     this.menu = menu("Views", "saved-views", this.list, form, this.error);
     this.menu.addEventListener("toggle", () => { if (this.menu.open) this.#draw(); });
@@ -36,7 +34,9 @@ export class Views {
   }
 
   #keep(views) {
-    try { localStorage.setItem(STORAGE_KEY, JSON.stringify(views)); text(this.error, ""); return true; } catch { text(this.error, "This browser stores no data: bookmark this page instead."); return false; }
+    const isKept = store(STORAGE_KEY, JSON.stringify(views));
+    text(this.error, isKept ? "" : "This browser stores no data: bookmark this page instead.");
+    return isKept;
   }
 
   #save(name) {
@@ -53,12 +53,9 @@ export class Views {
     const views = loadViews();
     this.list.hidden = !views.length;
     this.list.replaceChildren(...views.map(({ name, query }) => {
-      const line = document.createElement("li"), link = Object.assign(document.createElement("a"), { href: `/jobs?${query}`, textContent: name });
-      const remove = Object.assign(document.createElement("button"), { type: "button", className: "quiet", textContent: "×", title: "Remove" });
-      remove.setAttribute("aria-label", `Remove the view ${name}`);
+      const remove = make("button", { type: "button", className: "quiet", textContent: "×", title: "Remove", "aria-label": `Remove the view ${name}` });
       remove.addEventListener("click", () => { this.#keep(loadViews().filter((view) => view.name !== name)); this.#draw(); this.input.focus(); });
-      line.append(link, remove);
-      return line;
+      return make("li", {}, make("a", { href: `/jobs?${query}`, textContent: name }), remove);
     }));
   }
 }

@@ -1,6 +1,8 @@
 // Lays out only rows near the visible part, so that a list of ten thousand rows scrolls like a list of a hundred. `content-visibility` does
 // not work for table rows. So all other rows are hidden, and empty rows above and below have their height.
 
+import { make } from "../page.js";
+
 /**
  * Up to `MIN_WINDOWED` rows, all rows are laid out. `OVERSCAN`: number of rows that are laid out on either side of the visible part.
  * `MIN_OVERSCAN`: the range of rows stays as long as this number is laid out on either side, because cards differ in height, and a small scroll
@@ -21,13 +23,7 @@ export class Window {
   /** `enter(row)`: called before a hidden row becomes visible. */
   constructor(rows, enter) {
     Object.assign(this, { rows, enter });
-    const pad = () => {
-      const body = document.createElement("tbody"), row = body.insertRow(), cell = row.insertCell();
-      body.hidden = true;
-      row.className = "pad";
-      body.setAttribute("aria-hidden", "true");
-      return body;
-    };
+    const pad = () => make("tbody", { hidden: true, "aria-hidden": "true" }, make("tr", { className: "pad" }, make("td")));
     this.above = pad();
     this.below = pad();
     rows.before(this.above);

@@ -1,6 +1,37 @@
 // Updates a part of the page to the server's new version, and changes only nodes that differ. The focus, the selection and the position of
 // a screen reader stay.
 
+import { pageNow, showLive } from "../page.js";
+import { Stream } from "../stream.js";
+
+const REFRESH_INTERVAL_MS = 5000;
+
+/**
+ * Returns a function that requests the page again and calls `update(page)`. It does nothing while the last call is running or the page is
+ * hidden. After a failed request, the next call tries again.
+ */
+export function refresher(update) {
+  let isRunning = false;
+  return async () => {
+    if (isRunning || document.hidden) return;
+    isRunning = true;
+    try {
+      const page = await pageNow(location.pathname + location.search);
+      if (page) await update(page);
+    } catch { /* The stream's status shows that the server is unreachable. */ } finally { isRunning = false; }
+  };
+}
+
+/** Calls `refresh` every few seconds, and `delayMs` after the last change of a job. Returns a function that calls it after this delay, too. */
+export function followJobs(refresh, delayMs) {
+  let timer = 0;
+  const soon = () => { clearTimeout(timer); timer = setTimeout(refresh, delayMs); };
+  new Stream({ path: () => "/api/v1/stream", onStatus: showLive, onFrame: soon });
+  setInterval(refresh, REFRESH_INTERVAL_MS);
+  document.addEventListener("visibilitychange", refresh);
+  return soon;
+}
+
 /** Elements that scripts fill, which are not changed: lines, and the error of a button. */
 const UNCHANGED = ".spark, .error";
 

@@ -2,7 +2,6 @@
 
 import assert from "node:assert/strict";
 import { simulateAgent, spec } from "./agent.mjs";
-import { until } from "./test-server.mjs";
 
 /** A name of the maximum length, 120 characters, without a place for a line break. */
 const LONG = "resnet50-imagenet-with-a-name-that-says-all-lr-0.4-cosine-warmup-5-label-smoothing-0.1-mixup-0.2-cutmix-1.0-ema-0.9999-x";
@@ -11,12 +10,11 @@ const LONG = "resnet50-imagenet-with-a-name-that-says-all-lr-0.4-cosine-warmup-5
 export async function fillServer(server, browser, many = 60) {
   const jobs = {};
   const agent = await simulateAgent(browser.chromium, server, 8);
-  const call = (method, ...given) => agent.evaluate(([method, given]) => window.simulatedAgent[method](...given), [method, given]);
   const submit = (name, ranks, more = {}) => server.ask("/jobs", { ...spec(name, ranks, 1000), ...more });
   const about = { project: "a-project-with-a-long-name-of-forty-chars", tags: ["a-tag-that-is-forty-characters-long-truly", "b"].map((tag) => tag.slice(0, 40)), notes: `${"a-word-without-an-end".repeat(12)}\n\nand a second line` };
   const train = async (id, ranks, last) => {
-    const attempt = await call("attempt", id);
-    await call("report", attempt, 0, [{ type: "running", total_steps: 1000, steps_per_epoch: 100, start_step: 0 }]);
+    const attempt = await agent.attempt(id);
+    await agent.report(attempt, 0, [{ type: "running", total_steps: 1000, steps_per_epoch: 100, start_step: 0 }]);
     await agent.evaluate(async ([attempt, ranks, last]) => {
       const steps = Array.from({ length: last }, (_, i) => i + 1), column = (name, of) => ({ name, steps, values: steps.map(of) });
       for (let rank = 0; rank < ranks; rank++) await window.simulatedAgent.report(attempt, rank, [
@@ -32,12 +30,11 @@ export async function fillServer(server, browser, many = 60) {
   jobs.running = (await submit(LONG, 4, about)).id;
   await train(jobs.running, 4, 200);
   jobs.done = (await submit("done", 1)).id;
-  await call("end", await train(jobs.done, 1, 300), 300);
+  await agent.endAttempt(await train(jobs.done, 1, 300), { how: "succeeded", step: 300 });
   jobs.failed = (await submit(`failed-${LONG}`.slice(0, 120), 1, about)).id;
   const lost = await train(jobs.failed, 1, 50);
   const message = `rank 0 cannot read /data/${"a-directory-with-a-long-name/".repeat(6)}train-images-idx3-ubyte.gz: No such file or directory (os error 2)`;
-  await agent.evaluate(([attempt, message]) => window.simulatedAgent.say({ type: "report", attempt, source: "agent", first: 0, events: [{ type: "ended", how: "failed", step: 50, retriable: false, reason: { code: "dataset_unusable", words: message } }] }), [lost, message]);
-  for (const id of [jobs.done, jobs.failed]) await until("the job has ended", async () => ["succeeded", "failed"].includes((await server.job(id)).state));
+  await agent.endAttempt(lost, { how: "failed", step: 50, retriable: false, reason: { code: "dataset_unusable", words: message } });
   jobs.queued = (await submit(`queued-${LONG}`.slice(0, 120), 8, about)).id;
   for (let n = 0; n < many; n++) { const { id } = await submit(`many ${n}`, 8, n % 2 ? about : {}); if (n % 3) await server.ask(`/jobs/${id}/cancel`, {}); }
   const panels = ["loss", "lr", "step_ms"].map((metric) => ({ title: `${metric}, and a title as long as it may be, which is eighty characters and no more`.slice(0, 80), metrics: [metric] }));

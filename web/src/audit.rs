@@ -137,14 +137,6 @@ const KINDS: [(&str, &str); 7] = [
 ];
 
 impl AuditPage {
-    /// Renders the page as HTML.
-    ///
-    /// # Errors
-    /// See [`askama::Template::render`]; no data can cause an error.
-    pub fn render(&self) -> Result<String, askama::Error> {
-        Template::render(self)
-    }
-
     fn nav(&self) -> Bar<'_> {
         Nav::Audit.bar_for(&self.user)
     }

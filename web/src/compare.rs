@@ -12,14 +12,6 @@ pub struct ComparePage {
 }
 
 impl ComparePage {
-    /// Renders the page as HTML.
-    ///
-    /// # Errors
-    /// See [`askama::Template::render`]; no data can cause an error.
-    pub fn render(&self) -> Result<String, askama::Error> {
-        Template::render(self)
-    }
-
     fn nav(&self) -> Bar<'_> {
         Nav::Compare.bar_for(&self.user)
     }

@@ -67,12 +67,8 @@ pub struct JobPage {
     pub checkpoints: Vec<Checkpoint>,
     /// Attempts in order.
     pub attempts: Vec<Attempt>,
-    /// Bytes that deleting the job frees (checkpoints, logs, metrics), if known.
-    pub size_bytes: Option<u64>,
     /// Files of a run from elsewhere.
     pub files: Vec<RunFile>,
-    /// This server's URL in the browser, for commands to copy.
-    pub server_url: String,
     /// The person or token that looks at the page.
     pub user: CurrentUser,
     /// Whether the user may change the job.
@@ -226,7 +222,7 @@ impl JobTemplate<'_> {
         self.page.may_change && !self.page.user.reads_only
     }
 
-    /// Whether the job's priority has an effect: the job waits, or can be preempted by jobs of higher priority. The same as `isRanked` in
+    /// Whether the job's priority has an effect: the job waits, or can be preempted by jobs of higher priority. The same as `hasPriority` in
     /// `static/job/actions.js`.
     fn has_priority(&self) -> bool {
         let state = self.job.state;
@@ -269,10 +265,6 @@ impl JobTemplate<'_> {
         if self.job.state == JobState::Failed && self.job.unreadable.is_none() { "bad" } else { "warn" }
     }
 
-    fn size(&self) -> String {
-        self.page.size_bytes.map(bytes).unwrap_or_default()
-    }
-
     fn checkpoint_rows(&self) -> Vec<CheckpointRow> {
         self.page
             .checkpoints
@@ -283,9 +275,6 @@ impl JobTemplate<'_> {
                 best: c.info.best,
                 is_uploading: c.stored == Some("uploading"),
                 accuracy: c.info.accuracy_in_words().unwrap_or_default(),
-                sharded: self.job.spec.checkpoint.sharded,
-                averaged: self.is_averaged(),
-                averaged_from: self.job.spec.train.ema_steps,
                 step: c.info.step,
                 size: bytes(c.info.size_bytes),
                 size_bytes: c.info.size_bytes,
@@ -293,15 +282,14 @@ impl JobTemplate<'_> {
             .collect()
     }
 
+    /// Whether the job keeps a moving average of the weights.
     fn is_averaged(&self) -> bool {
         self.job.spec.train.ema_decay > 0.0
     }
 
     /// Returns an empty row, which the script fills and inserts.
     fn blank(&self) -> CheckpointRow {
-        let averaged_from = self.job.spec.train.ema_steps;
-        let sharded = self.job.spec.checkpoint.sharded;
-        CheckpointRow { sharded, averaged: self.is_averaged(), averaged_from, ..CheckpointRow::default() }
+        CheckpointRow::default()
     }
 }
 
@@ -314,7 +302,7 @@ fn own_result(name: &str, v: f64) -> String {
     }
 }
 
-/// Describes the job's place in the queue, and the current reason for waiting. The same as `#waiting` in `static/job/facts.js`.
+/// Describes the job's place in the queue, and the current reason for waiting. The same as `#waitingBanner` in `static/job/facts.js`.
 fn waiting(job: &Job) -> Option<(String, String)> {
     let again = job.state == JobState::Restarting;
     let why = waits_for(job);
@@ -352,12 +340,6 @@ struct CheckpointRow {
     /// Whether the checkpoint is still being uploaded to the object store.
     is_uploading: bool,
     accuracy: String,
-    /// Whether each rank writes its part of a checkpoint.
-    sharded: bool,
-    /// Whether the job keeps a moving average of the weights.
-    averaged: bool,
-    /// The first step with averaged weights. Earlier checkpoints have no averaged weights.
-    averaged_from: u64,
     step: u64,
     size: String,
     size_bytes: u64,

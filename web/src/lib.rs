@@ -23,6 +23,9 @@
 //! The pages contain no inline script and no inline style, so they work under
 //! `default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; form-action 'self'`.
 
+/// Renders a page as HTML. No data of a page can cause an error.
+pub use askama::Template;
+
 pub mod audit;
 pub mod compare;
 pub mod datasets;

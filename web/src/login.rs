@@ -32,14 +32,6 @@ pub struct ProviderButton {
 }
 
 impl LoginPage {
-    /// Renders the page as HTML.
-    ///
-    /// # Errors
-    /// See [`askama::Template::render`]; no data can cause an error.
-    pub fn render(&self) -> Result<String, askama::Error> {
-        Template::render(self)
-    }
-
     fn nav(&self) -> Bar<'static> {
         static NOBODY: CurrentUser = CurrentUser::NOBODY;
         // The user who adds the first admin is already signed in with a token.

@@ -71,7 +71,8 @@ pub struct AgentCard {
 }
 
 /// `GET /machines`.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Template)]
+#[template(path = "machines.html")]
 pub struct MachinesPage {
     /// Online agents first, then sorted by name.
     pub agents: Vec<AgentCard>,
@@ -84,39 +85,23 @@ pub struct MachinesPage {
 }
 
 impl MachinesPage {
-    /// Renders the page as HTML.
-    ///
-    /// # Errors
-    /// See [`askama::Template::render`]; no data can cause an error.
-    pub fn render(&self) -> Result<String, askama::Error> {
-        MachinesTemplate { page: self }.render()
-    }
-}
-
-#[derive(Template)]
-#[template(path = "machines.html")]
-struct MachinesTemplate<'a> {
-    page: &'a MachinesPage,
-}
-
-impl MachinesTemplate<'_> {
     fn nav(&self) -> Bar<'_> {
-        Nav::Machines.bar_for(&self.page.user)
+        Nav::Machines.bar_for(&self.user)
     }
 
     /// Whether another machine has the same name.
     fn is_twin(&self, card: &AgentCard) -> bool {
-        self.page.agents.iter().filter(|other| other.name == card.name).count() > 1
+        self.agents.iter().filter(|other| other.name == card.name).count() > 1
     }
 
     /// Whether the user may remove the machine: it must be offline and have no slot in use.
     fn may_remove(&self, card: &AgentCard) -> bool {
-        self.page.user.is_admin && !card.online
+        self.user.is_admin && !card.online
     }
 
     /// Counts slots and machines: `3 of 8 slots busy on 2 machines`.
     fn summary(&self) -> String {
-        let online = || self.page.agents.iter().filter(|a| a.online);
+        let online = || self.agents.iter().filter(|a| a.online);
         let slots = || online().flat_map(|a| &a.slots);
         format!(
             "{} of {} busy · {} online",
@@ -127,16 +112,9 @@ impl MachinesTemplate<'_> {
     }
 }
 
-impl Holder {
-    fn name(&self) -> Shown {
-        Shown::name(&self.job_name)
-    }
-}
-
-impl KeptFor {
-    fn name(&self) -> Shown {
-        Shown::name(&self.job_name)
-    }
+/// Returns the name of a job, shortened for a slot.
+fn shown(name: &str) -> Shown {
+    Shown::name(name)
 }
 
 impl AgentCard {

@@ -24,14 +24,6 @@ pub struct ModelsPage {
 }
 
 impl ModelsPage {
-    /// Renders the page as HTML.
-    ///
-    /// # Errors
-    /// See [`askama::Template::render`]; no data can cause an error.
-    pub fn render(&self) -> Result<String, askama::Error> {
-        Template::render(self)
-    }
-
     fn nav(&self) -> Bar<'_> {
         Nav::Models.bar_for(&self.user)
     }
@@ -58,14 +50,6 @@ pub struct ModelPage {
 }
 
 impl ModelPage {
-    /// Renders the page as HTML.
-    ///
-    /// # Errors
-    /// See [`askama::Template::render`]; no data can cause an error.
-    pub fn render(&self) -> Result<String, askama::Error> {
-        Template::render(self)
-    }
-
     fn nav(&self) -> Bar<'_> {
         Nav::Models.bar_for(&self.user)
     }

@@ -24,14 +24,6 @@ pub struct PeoplePage {
 }
 
 impl PeoplePage {
-    /// Renders the page as HTML.
-    ///
-    /// # Errors
-    /// See [`askama::Template::render`]; no data can cause an error.
-    pub fn render(&self) -> Result<String, askama::Error> {
-        Template::render(self)
-    }
-
     fn nav(&self) -> Bar<'_> {
         Nav::People.bar_for(&self.user)
     }
@@ -71,14 +63,6 @@ pub struct AccountPage {
 }
 
 impl AccountPage {
-    /// Renders the page as HTML.
-    ///
-    /// # Errors
-    /// See [`askama::Template::render`]; no data can cause an error.
-    pub fn render(&self) -> Result<String, askama::Error> {
-        Template::render(self)
-    }
-
     fn nav(&self) -> Bar<'_> {
         Nav::None.bar_for(&self.user)
     }

@@ -40,14 +40,6 @@ pub struct QueuePage {
 }
 
 impl QueuePage {
-    /// Renders the page as HTML.
-    ///
-    /// # Errors
-    /// See [`askama::Template::render`]; no data can cause an error.
-    pub fn render(&self) -> Result<String, askama::Error> {
-        Template::render(self)
-    }
-
     fn nav(&self) -> Bar<'_> {
         Nav::Queue.bar_for(&self.user)
     }

@@ -22,14 +22,6 @@ pub struct SweepsPage {
 }
 
 impl SweepsPage {
-    /// The page as HTML.
-    ///
-    /// # Errors
-    /// See [`askama::Template::render`]; no data can cause an error.
-    pub fn render(&self) -> Result<String, askama::Error> {
-        Template::render(self)
-    }
-
     fn nav(&self) -> Bar<'_> {
         Nav::Jobs.bar_for(&self.user)
     }
@@ -54,14 +46,6 @@ pub struct SweepPage {
 }
 
 impl SweepPage {
-    /// The page as HTML.
-    ///
-    /// # Errors
-    /// See [`askama::Template::render`]; no data can cause an error.
-    pub fn render(&self) -> Result<String, askama::Error> {
-        Template::render(self)
-    }
-
     fn nav(&self) -> Bar<'_> {
         Nav::Jobs.bar_for(&self.user)
     }

@@ -57,14 +57,6 @@ pub struct WebhooksPage {
 }
 
 impl WebhooksPage {
-    /// Renders the page as HTML.
-    ///
-    /// # Errors
-    /// See [`askama::Template::render`]; no data can cause an error.
-    pub fn render(&self) -> Result<String, askama::Error> {
-        Template::render(self)
-    }
-
     fn nav(&self) -> Bar<'_> {
         Nav::None.bar_for(&self.user)
     }

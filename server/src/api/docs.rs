@@ -9,7 +9,10 @@ use crate::{
     },
 };
 use axum::Extension;
-use lockstep_web::docs::{DocsEntry, DocsPage, title};
+use lockstep_web::{
+    Template as _,
+    docs::{DocsEntry, DocsPage, title},
+};
 use rust_embed::RustEmbed;
 use serde::Deserialize;
 

@@ -22,7 +22,7 @@ use axum::{
     response::{IntoResponse, Redirect},
 };
 use lockstep_protocol::{labels::project_mistake, spec::SpecError};
-use lockstep_web::webhooks as views;
+use lockstep_web::{Template as _, webhooks as views};
 use reqwest::Url;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;

@@ -11,7 +11,10 @@ use axum::{
     response::{Html, IntoResponse, Response},
 };
 use lockstep_protocol::{JobState, spec::SpecError};
-use lockstep_web::layout::{CurrentUser, ErrorPage};
+use lockstep_web::{
+    Template as _,
+    layout::{CurrentUser, ErrorPage},
+};
 use serde::Serialize;
 use std::io;
 use utoipa::ToSchema;

@@ -99,36 +99,19 @@ pub(super) fn of_machine(sample: Option<&MachineSample>) -> [Gauge; 5] {
 /// Returns the gauges of a GPU with this memory. For a slot of CPU cores, returns the gauges of the rank's process (`memory_bytes` 0: no
 /// limit).
 pub(super) fn of_slot(sample: Option<&GpuSample>, memory_bytes: u64) -> [Gauge; 4] {
-    let shown = |text: fn(&GpuSample) -> Option<String>| sample.and_then(text).unwrap_or(UNKNOWN.into());
+    let gauge = |name: &'static str, value: Option<String>, lines: &'static [&'static str], top: f64| {
+        let value = value.unwrap_or(UNKNOWN.into());
+        Gauge { name, value, note: String::new(), lines, top }
+    };
+    let used = sample.and_then(|s| s.utilization).map(|share| percent(share.into()));
+    let memory = sample.map(|s| bytes(s.memory_used_bytes));
+    let temperature = sample.and_then(|s| s.temperature_celsius).map(|celsius| format!("{celsius:.0} °C"));
+    let power = sample.and_then(|s| s.power_watts).map(|watts| format!("{watts:.0} W"));
     [
-        Gauge {
-            name: "use",
-            value: shown(|s| s.utilization.map(|share| percent(share.into()))),
-            note: String::new(),
-            lines: &["utilization"],
-            top: 1.0,
-        },
-        Gauge {
-            name: "memory",
-            value: shown(|s| Some(bytes(s.memory_used_bytes))),
-            note: String::new(),
-            lines: &["memory_used_bytes"],
-            top: memory_bytes as f64,
-        },
-        Gauge {
-            name: "temperature",
-            value: shown(|s| s.temperature_celsius.map(|celsius| format!("{celsius:.0} °C"))),
-            note: String::new(),
-            lines: &["temperature_celsius"],
-            top: 100.0,
-        },
-        Gauge {
-            name: "power",
-            value: shown(|s| s.power_watts.map(|watts| format!("{watts:.0} W"))),
-            note: String::new(),
-            lines: &["power_watts"],
-            top: 0.0,
-        },
+        gauge("use", used, &["utilization"], 1.0),
+        gauge("memory", memory, &["memory_used_bytes"], memory_bytes as f64),
+        gauge("temperature", temperature, &["temperature_celsius"], 100.0),
+        gauge("power", power, &["power_watts"], 0.0),
     ]
 }
 

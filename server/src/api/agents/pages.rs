@@ -11,7 +11,7 @@ use crate::{
     scheduler::Scheduler,
 };
 use axum::{Extension, extract::State};
-use lockstep_web::machines;
+use lockstep_web::{Template as _, machines};
 use std::sync::Arc;
 
 /// `GET /machines`

@@ -168,7 +168,7 @@ pub(crate) async fn size(
 }
 
 /// Total size of the files in a folder, in bytes; `None` if the folder cannot be read.
-pub(crate) fn folder_bytes(folder: &std::path::Path) -> Option<u64> {
+fn folder_bytes(folder: &std::path::Path) -> Option<u64> {
     let mut total = 0;
     for entry in std::fs::read_dir(folder).ok()? {
         let entry = entry.ok()?;

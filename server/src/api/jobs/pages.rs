@@ -1,6 +1,6 @@
 //! Pages of jobs: stored data in the views of `lockstep_web`.
 
-use super::{ListQuery, annotations::folder_bytes, check_readable, diagnosed, panels, seen, submit};
+use super::{ListQuery, check_readable, diagnosed, panels, seen, submit};
 use crate::{
     agents::Agents,
     api::{
@@ -26,7 +26,7 @@ use axum::{
     response::{IntoResponse, Redirect},
 };
 use lockstep_protocol::{access::Scope, spec::JobSpec};
-use lockstep_web::{compare, job as job_views, jobs as jobs_views, submit as submit_views};
+use lockstep_web::{Template as _, compare, job as job_views, jobs as jobs_views, submit as submit_views};
 use serde::Deserialize;
 use std::sync::Arc;
 
@@ -153,7 +153,6 @@ pub(crate) async fn job(
     State(metrics): State<Arc<Metrics>>,
     State(auth): State<Arc<Auth>>,
     Extension(caller): Extension<Caller>,
-    ServerUrl(server_url): ServerUrl,
     Path(id): Path<String>,
 ) -> Page {
     let id = job_id(&id)?;
@@ -190,22 +189,19 @@ pub(crate) async fn job(
     let panels = panels::of_job(&*scheduler.store, &id, &job.project).await?;
     let has_histograms = !scheduler.store.histogram_index(&id).await?.steps.is_empty();
     let has_network = scheduler.store.network(&id).await?.is_some();
-    let folder = scheduler.config.job_dir(&id);
-    let is_external = job.external.is_some();
-    let on_disk = move || {
-        let files = is_external.then(|| RunFiles::of(folder.clone()).list().unwrap_or_default());
-        (folder_bytes(&folder), files.unwrap_or_default())
+    let files = if job.external.is_some() {
+        let run = RunFiles::of(scheduler.config.job_dir(&id));
+        tokio::task::spawn_blocking(move || run.list().unwrap_or_default()).await.unwrap_or_default()
+    } else {
+        Vec::new()
     };
-    let (size_bytes, files) = tokio::task::spawn_blocking(on_disk).await.unwrap_or_default();
     html(
         job_views::JobPage {
             job,
             ranks,
             checkpoints,
             attempts,
-            size_bytes,
             files,
-            server_url,
             user: current_user(&caller),
             may_change,
             panels: panels.into(),

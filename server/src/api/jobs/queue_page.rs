@@ -9,7 +9,7 @@ use crate::{
 };
 use axum::{Extension, extract::State};
 use lockstep_protocol::{access::Scope, queue::QueuedJob};
-use lockstep_web::queue as views;
+use lockstep_web::{Template as _, queue as views};
 use std::sync::Arc;
 
 /// `GET /queue`

@@ -8,7 +8,7 @@ use crate::{
     store::Store,
 };
 use axum::{Extension, extract::State};
-use lockstep_web::models as views;
+use lockstep_web::{Template as _, models as views};
 use std::sync::Arc;
 
 /// `GET /models`

@@ -14,7 +14,7 @@ use crate::{
 };
 use axum::{Extension, Json, extract::State};
 use lockstep_protocol::JobId;
-use lockstep_web::audit as views;
+use lockstep_web::{Template as _, audit as views};
 use serde::{Deserialize, Serialize};
 use std::{collections::HashMap, sync::Arc};
 use utoipa::{IntoParams, ToSchema};

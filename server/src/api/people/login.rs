@@ -26,7 +26,10 @@ use axum::{
 };
 use jiff::Timestamp;
 use lockstep_protocol::{access::Scope, people::Role};
-use lockstep_web::login::{LoginPage, ProviderButton};
+use lockstep_web::{
+    Template as _,
+    login::{LoginPage, ProviderButton},
+};
 use serde::{Deserialize, Serialize};
 use std::{net::IpAddr, sync::Arc, time::Duration};
 use utoipa::ToSchema;

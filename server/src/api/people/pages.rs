@@ -27,7 +27,10 @@ use axum::{
     response::{IntoResponse, Redirect, Response},
 };
 use lockstep_protocol::{access::Scope, people::Role, spec::SpecError};
-use lockstep_web::people::{AccountPage, PeoplePage};
+use lockstep_web::{
+    Template as _,
+    people::{AccountPage, PeoplePage},
+};
 use serde::Deserialize;
 use std::sync::Arc;
 

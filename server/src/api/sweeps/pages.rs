@@ -9,7 +9,7 @@ use crate::{
 };
 use axum::{Extension, extract::State};
 use lockstep_protocol::sweep::Sweep;
-use lockstep_web::sweeps as views;
+use lockstep_web::{Template as _, sweeps as views};
 use std::sync::Arc;
 
 /// `GET /sweeps`

@@ -69,7 +69,7 @@ mod tests {
 
     fn trial() -> JobRow {
         let at = Timestamp::UNIX_EPOCH;
-        let job = json!({"id": JobId::generate(), "name": "a trial", "state": "queued", "spec": JobSpec::default(), "attempt": 0,
+        let job = json!({"id": JobId::generate(), "name": "a trial", "project": "default", "state": "queued", "spec": JobSpec::default(), "attempt": 0,
             "ranks": 1, "agents": [], "step": 0, "epoch": 0, "total_steps": 0, "steps_per_epoch": 0, "created_at": at, "last": {},
             "last_seq": 1, "sparkline": [], "trial": {"sweep": "sweep-1", "number": 2}});
         JobRow {

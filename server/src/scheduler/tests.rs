@@ -42,7 +42,7 @@ fn at(second: u32) -> Timestamp {
 
 /// A job that tests copy, since parsing one from JSON takes longer than making most plans.
 static JOB: LazyLock<JobRow> = LazyLock::new(|| {
-    let job = json!({"id": JobId::generate(), "name": "a job", "state": "queued", "spec": JobSpec::default(), "attempt": 0,
+    let job = json!({"id": JobId::generate(), "name": "a job", "project": "default", "state": "queued", "spec": JobSpec::default(), "attempt": 0,
         "ranks": 1, "agents": [], "step": 0, "epoch": 0, "total_steps": 0, "steps_per_epoch": 0, "created_at": at(0), "last": {},
         "last_seq": 1, "sparkline": []});
     JobRow {

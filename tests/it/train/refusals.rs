@@ -52,7 +52,7 @@ async fn impossible_training_is_refused_with_advice() {
         fs::write(&pickled, b"PK\x03\x04").expect("a file");
         let (status, error) = error_of(&[&format!("model.pretrained={}", pickled.display())]);
         assert_eq!(status, Some(1), "{error}");
-        assert!(error.contains(&format!("{name}: is a pickle")), "{error}");
+        assert!(error.contains(&format!("{name}: is a PyTorch pickle")), "{error}");
         assert!(error.contains("save_file(torch.load("), "{error}");
     }
     let (status, error) = error_of(&["data.dataset=/none", "train.lrr=1"]);

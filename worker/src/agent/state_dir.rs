@@ -286,7 +286,7 @@ mod tests {
             let start: StartAttempt = serde_json::from_value(serde_json::json!({
                 "attempt": AttemptRef { job: job.clone(), attempt: 2, fencing_token },
                 "spec": lockstep_protocol::JobSpec::default(), "dataset_path": "/none", "world_size": 1, "ranks": [[0, 0]],
-                "master_addr": "127.0.0.1", "master_port": 1, "secret": "", "job_dir": null, "resume": null,
+                "master_addr": "127.0.0.1", "master_port": 1, "secret": "", "job_dir": null, "resume": null, "files": {},
             }))
             .unwrap();
             let stored = StoredAttempt { start, job_dir: "/none".into() };

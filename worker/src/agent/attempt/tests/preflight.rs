@@ -54,7 +54,7 @@ fn files_are_checked_before_the_first_start_and_folders_before_later_ones() {
         assert_eq!(result, Ok(()));
         let request = fs::read_to_string(fixture.dir.path().join("asked")).unwrap();
         fs::remove_file(fixture.dir.path().join("asked")).unwrap();
-        request.contains("\"known\":true")
+        request.contains("\"has_begun\":true")
     };
     assert_eq!([knows_fingerprint(), knows_fingerprint(), knows_fingerprint()], [false, true, true]);
 }

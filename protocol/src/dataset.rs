@@ -50,17 +50,14 @@ impl DatasetInfo {
         let long = |file: &BrokenFile| {
             [&file.file, &file.detail].into_iter().any(|text| text.chars().count() > BROKEN_FILE_CHARS)
         };
-        class_names_mistake(&self.classes)
-            .or_else(|| {
-                self.broken
-                    .iter()
-                    .any(long)
-                    .then(|| format!("describes a broken file in more than {BROKEN_FILE_CHARS} characters"))
-            })
-            .or_else(|| {
-                let is_long = self.fingerprint.as_ref().is_some_and(|of| of.sha256.len() > HASH_BYTES);
-                is_long.then(|| format!("has a fingerprint of more than {HASH_BYTES} bytes"))
-            })
+        if let mistake @ Some(_) = class_names_mistake(&self.classes) {
+            return mistake;
+        }
+        if self.broken.iter().any(long) {
+            return Some(format!("describes a broken file in more than {BROKEN_FILE_CHARS} characters"));
+        }
+        let has_long_hash = self.fingerprint.as_ref().is_some_and(|of| of.sha256.len() > HASH_BYTES);
+        has_long_hash.then(|| format!("has a fingerprint of more than {HASH_BYTES} bytes"))
     }
 
     /// A sentence about splits that are left out because they have no labels, and the alternative for measuring jobs; `None` without such

@@ -3,13 +3,13 @@
 
 mod confirm;
 
-use crate::checkpoints::object_storage::ObjectStorage;
+use crate::{checkpoints::object_storage::ObjectStorage, util::lock};
 use lockstep_protocol::{JobId, backoff::Backoff};
 use serde::Serialize;
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
     fmt,
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::Mutex,
     time::{Duration, Instant},
 };
 use tokio::sync::{Notify, OnceCell, Semaphore, watch};
@@ -166,10 +166,6 @@ impl Queue {
             self.order.remove(&place);
         }
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl ArtifactStore {

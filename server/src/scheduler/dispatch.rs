@@ -185,7 +185,7 @@ async fn make_plan(scheduler: &Scheduler) -> Result<(Snapshot, Plan)> {
 
 async fn take_snapshot(scheduler: &Scheduler) -> Result<Snapshot> {
     let now = crate::now();
-    let mut held = scheduler.agents.leases.all_slots_in_use();
+    let mut held = scheduler.agents.leases.jobs_in_slots();
     let agents = scheduler.agents.online().into_iter().map(|agent| {
         let id = &agent.row.id;
         let is_drained = scheduler.agents.is_draining(id);
@@ -195,7 +195,7 @@ async fn take_snapshot(scheduler: &Scheduler) -> Result<Snapshot> {
             && agent.row.last_seen_at > now - scheduler.agents.leases.duration
             && !scheduler.agents.leases.is_given_up(id)
             && !is_drained;
-        let in_use = held.remove(id).unwrap_or_default();
+        let in_use = held.remove(id).unwrap_or_default().into_keys().collect();
         Arc::new(AgentState { only_job: agent.only_job, takes_work, is_drained, in_use, row: agent.row })
     });
     let agents = agents.collect();

@@ -5,12 +5,12 @@ use super::{
     Checkpoints, artifact_checks,
     artifact_store::{ArtifactStore, Asked, Fetch, Fetched, NotFetched},
     manifest::{MANIFEST, ManifestFile, Verifier},
+    name_of,
     object_storage::{Place, describe},
 };
 use crate::store::{self, CheckpointRow, Copies};
 use futures_util::StreamExt;
 use lockstep_protocol::{
-    agent::CheckpointInfo,
     job::Job,
     reason::{Reason, ReasonKind},
 };
@@ -197,9 +197,6 @@ pub(crate) enum Availability {
 
 /// Finds out whether a checkpoint is available, and begins to check or fetch it if necessary. `waiting` is the job that needs the
 /// checkpoint, which may be another job than the one that wrote it.
-///
-/// # Errors
-/// A database error.
 pub(crate) async fn fetch_if_missing(
     checkpoints: &Arc<Checkpoints>,
     row: &CheckpointRow,
@@ -252,9 +249,9 @@ fn lost(row: &CheckpointRow, waiting: &Job, why: &NotFetched) -> String {
         _ => "is not there".to_owned(),
     };
     if row.job == waiting.id {
-        let CheckpointInfo { epoch, step, .. } = row.info;
+        let name = name_of(row);
         return format!(
-            "checkpoint {epoch}-{step} cannot be fetched from the object store: it {how}; the job continues from the previous one"
+            "checkpoint {name} cannot be fetched from the object store: it {how}; the job continues from the previous one"
         );
     }
     let id = &row.id;
@@ -273,8 +270,7 @@ pub(crate) async fn wait(mut fetch: Fetch, patience: Duration) -> Fetched {
 
 /// The folder into which the files of a checkpoint are fetched.
 fn gathering(checkpoints: &Checkpoints, row: &CheckpointRow) -> PathBuf {
-    let name = format!("{}-{}", row.info.epoch, row.info.step);
-    checkpoints.config.job_dir(&row.job).join(FETCHED).join(name)
+    checkpoints.config.job_dir(&row.job).join(FETCHED).join(name_of(row))
 }
 
 /// Removes the files of a failed fetch. If the job was deleted during the fetch, the fetch has created the job's folder again, which is

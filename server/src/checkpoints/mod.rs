@@ -89,18 +89,12 @@ impl Checkpoints {
     }
 
     /// The copies of a job's checkpoints, by the checkpoint's id.
-    ///
-    /// # Errors
-    /// A database error.
     pub(crate) async fn copies(&self, job: &JobId) -> Result<HashMap<String, Copies>> {
         let object_store = self.artifact_store.as_deref().map_or("", |store| store.storage.url());
         self.store.copies(job, object_store).await
     }
 
     /// The copies of a checkpoint.
-    ///
-    /// # Errors
-    /// A database error.
     pub(crate) async fn copies_of(&self, row: &CheckpointRow) -> Result<Copies> {
         Ok(self.copies(&row.job).await?.remove(&row.id).unwrap_or_default())
     }
@@ -146,9 +140,6 @@ impl Checkpoints {
 
     /// Why a job must not start on `agent` yet: another agent, which is online, is uploading a newer checkpoint than the server has, or the
     /// newest checkpoint is being fetched from the object store or checked. `patience` is the time for which this call may wait for checks.
-    ///
-    /// # Errors
-    /// A database error.
     pub(crate) async fn wait_for_newer(
         self: &Arc<Self>,
         of: &JobRow,
@@ -207,9 +198,6 @@ impl Checkpoints {
     /// Drops reported removals of checkpoints that the server still has. A machine with its own disk removes old checkpoints there, but the
     /// server's copies may be the only ones until newer checkpoints arrive; [`Checkpoints::tidy`] removes them. Ranks on the server's disk
     /// remove old and damaged checkpoints. A damaged checkpoint stays if the object store has an undamaged copy.
-    ///
-    /// # Errors
-    /// A database error.
     pub(crate) async fn keep_uploaded(&self, report: &mut Report) -> Result<()> {
         if !report.events.iter().any(|event| matches!(event, AttemptEvent::CheckpointRemoved { .. })) {
             return Ok(());
@@ -240,9 +228,6 @@ impl Checkpoints {
 
     /// Removes checkpoints that the job no longer keeps, after an upload. The machine that trains knows only the checkpoints on its own
     /// disk, but the server also has checkpoints of earlier machines.
-    ///
-    /// # Errors
-    /// A database error.
     pub(crate) async fn tidy(&self, attempt: &AttemptRef) -> Result<()> {
         // Another attempt is training, possibly on this disk.
         if self.agents.leases.attempt_of(&attempt.job).is_some_and(|live| live != *attempt) {
@@ -281,9 +266,6 @@ impl Checkpoints {
     }
 
     /// Removes the rows of checkpoints.
-    ///
-    /// # Errors
-    /// A database error.
     pub(crate) async fn remove(&self, job: &JobId, gone: Vec<(u32, u64)>) -> Result<()> {
         if gone.is_empty() {
             return Ok(());
@@ -299,9 +281,6 @@ impl Checkpoints {
     }
 
     /// Removes checkpoints that a job no longer keeps and that only the object store has. Ranks only remove checkpoints on the disk.
-    ///
-    /// # Errors
-    /// A database error.
     pub(crate) async fn forget_old(&self, job: &JobId) -> Result<()> {
         let _removing = self.removing.lock().await;
         let Some((rows, old)) = self.old_checkpoints(job).await? else { return Ok(()) };

@@ -14,7 +14,7 @@ mod marker;
 
 pub(crate) use check::{Unusable, describe};
 
-use crate::checkpoints::manifest::{MANIFEST, Manifest};
+use crate::checkpoints::manifest::{MANIFEST, Manifest, ManifestFile};
 use bytes::Bytes;
 use futures_util::{TryStreamExt, stream::BoxStream};
 use location::Location;
@@ -151,17 +151,11 @@ impl ObjectStorage {
     }
 
     /// Writes a checkpoint's manifest, which completes the checkpoint.
-    ///
-    /// # Errors
-    /// A store error.
     pub(crate) async fn put_manifest(&self, place: &Place, text: Bytes) -> Result<()> {
         within(self.objects.put(&place.path.clone().join(MANIFEST), text.into())).await.map(drop)
     }
 
     /// Whether the store has a file with this checksum and size.
-    ///
-    /// # Errors
-    /// A store error.
     pub(crate) async fn has(&self, place: &Place, name: &str, sha256: &str, size_bytes: u64) -> Result<bool> {
         match within(self.objects.head(&place.file(name, sha256))).await {
             Ok(found) => Ok(found.size == size_bytes),
@@ -171,17 +165,11 @@ impl ObjectStorage {
     }
 
     /// Writes a small file whose bytes were verified by the caller.
-    ///
-    /// # Errors
-    /// A store error.
     pub(crate) async fn put(&self, place: &Place, name: &str, sha256: &str, bytes: Bytes) -> Result<()> {
         within(self.objects.put(&place.file(name, sha256), bytes.into())).await.map(drop)
     }
 
     /// The bytes of a file. The caller must verify them.
-    ///
-    /// # Errors
-    /// A store error.
     pub(crate) async fn get(
         &self,
         place: &Place,
@@ -192,18 +180,13 @@ impl ObjectStorage {
     }
 
     /// Deletes the objects of a checkpoint that the manifest `kept` does not name. Without `kept`, deletes all objects, the manifest first.
-    ///
-    /// # Errors
-    /// A store error.
     pub(crate) async fn delete(&self, place: &Place, kept: Option<&Manifest>) -> Result<()> {
         let manifest = place.path.clone().join(MANIFEST);
         if kept.is_none() {
             self.delete_one(&manifest).await?;
         }
         let is_kept = |path: &Path| {
-            let file = |(name, file): (&String, &crate::checkpoints::manifest::ManifestFile)| {
-                place.file(name, &file.sha256)
-            };
+            let file = |(name, file): (&String, &ManifestFile)| place.file(name, &file.sha256);
             kept.is_some_and(|kept| {
                 *path == manifest || kept.files.iter().map(file).any(|kept| kept == *path)
             })

@@ -65,9 +65,6 @@ impl Upload {
     }
 
     /// The number of bytes of each file that have arrived.
-    ///
-    /// # Errors
-    /// An I/O error.
     pub(crate) fn state(&self) -> Result<UploadState> {
         let hash = |folder: &Path| match fs::read(folder.join(MANIFEST)) {
             Ok(text) => Ok(Some(sha256(&text))),

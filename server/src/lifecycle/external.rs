@@ -179,11 +179,11 @@ pub fn text_of(value: &Value) -> String {
 
 /// Returns the events of points, and updates the job's newest values.
 fn points(row: &mut JobRow, columns: &[MetricColumn]) -> Result<Vec<EventBody>, Refused> {
-    let (last, progress) = (&row.job.last.others, &row.progress);
-    let is_new = |name: &str| !last.contains_key(name) && !progress.knows(name);
+    // A metric whose newest value is not finite is in `known`, but not in `last`.
+    let (last, known) = (&row.job.last.others, &row.progress.others);
+    let is_new = |name: &str| !last.contains_key(name) && !known.contains_key(name);
     let new = columns.iter().filter(|column| is_new(&column.name)).count();
-    // A metric whose newest value is not finite is not in `last`.
-    if last.len().max(progress.known()) + new > RUN_METRICS {
+    if last.len().max(known.len()) + new > RUN_METRICS {
         let detail = format!("the run would have more than {RUN_METRICS} metrics; log fewer names");
         return Err(refused(row.job.state, detail));
     }

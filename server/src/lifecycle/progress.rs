@@ -126,16 +126,6 @@ impl Progress {
         self.parts.truncate(keep as usize);
     }
 
-    /// Whether a metric is known, even if its newest value is not finite.
-    pub(super) fn knows(&self, metric: &str) -> bool {
-        self.others.contains_key(metric)
-    }
-
-    /// Number of known metrics.
-    pub(super) fn known(&self) -> usize {
-        self.others.len()
-    }
-
     /// Sets a rank's newest value of a metric, or `None` if it is not finite. Returns the mean over ranks.
     pub(super) fn newest(&mut self, metric: &str, rank: u32, value: Option<f32>) -> Option<f64> {
         let ranks = self.others.entry(metric.to_owned()).or_default();
@@ -150,11 +140,6 @@ impl Progress {
     /// Number of pictures in an epoch whose last step may be smaller than the others. 0 if all steps have the same size.
     pub fn epoch_samples(&self) -> u64 {
         self.speed.epoch_samples()
-    }
-
-    /// Removes the values that only a live job needs.
-    pub(super) fn over(&mut self) {
-        self.others.clear();
     }
 
     /// About [`SPARKLINE_POINTS`] mean losses, in the order of steps.

@@ -1,7 +1,7 @@
 //! Trials of sweeps: jobs that pause at a rung, after an epoch at which their sweep compares them. The sweep then resumes or ends them
 //! (`sweeps/decide.rs`).
 
-use super::{JobRow, Refused, go, progress::Rung, queue, refused};
+use super::{JobRow, Refused, go, progress::Rung, queue_anew, refused};
 use jiff::Timestamp;
 use lockstep_protocol::{
     job::JobState,
@@ -48,10 +48,8 @@ fn require_waiting(row: &JobRow) -> Result<(), Refused> {
 /// Resumes a trial for its sweep, to the end of epoch `pause_after`, or to the end of training.
 pub fn promote(row: &mut JobRow, pause_after: Option<u32>, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     require_waiting(row)?;
-    row.restarts = 0;
-    row.progress.not_begun = 0;
     row.progress.pause_after = pause_after;
-    Ok(vec![queue(row, ReasonKind::ResumedBySweep.into(), at)?])
+    queue_anew(row, ReasonKind::ResumedBySweep, at)
 }
 
 /// Ends a trial for its sweep, because other trials are better.

@@ -9,9 +9,8 @@ use crate::{
     store::{AttemptRow, JobRow, Occupant, Result, quarantine},
     util::failure_log::Failing,
 };
-use ends::{end_attempt, end_attempt_on_agent, order_stop};
+use ends::{end_attempt, end_attempt_on_agent, order_stop, send_stop};
 use lockstep_protocol::{
-    agent::ToAgent,
     job::{Job, JobId},
     reason::{Reason, ReasonKind, Text},
 };
@@ -309,8 +308,7 @@ async fn expire(scheduler: &Scheduler, expired: Expired, secs: f64, how: Option<
         end_attempt(scheduler, &attempt, move |row| lifecycle::lost(row, &why(row), crate::now())).await?;
     }
     let reason = if how.is_some() { "the attempt has ended without it" } else { "its lease ran out" };
-    let reason = reason.to_owned();
-    scheduler.agents.send(&place.agent_id, ToAgent::Stop { attempt, reason, patient: false });
+    send_stop(scheduler, &[place], &attempt, reason, false);
     Ok(())
 }
 

@@ -147,9 +147,6 @@ impl WaitingJobs {
     }
 
     /// Compares all waiting jobs with the store. Returns whether some jobs must be read again.
-    ///
-    /// # Errors
-    /// Errors of the store.
     pub(crate) async fn compare(&self, store: &dyn Store) -> Result<bool> {
         if !lock(&self.known).is_loaded {
             return Ok(false);

@@ -21,9 +21,6 @@ pub(crate) enum FileUpload {
 
 impl ObjectStorage {
     /// Begins the upload of a file in parts.
-    ///
-    /// # Errors
-    /// A store error.
     pub(crate) async fn begin(&self, place: &Place, name: &str, sha256: &str) -> Result<FileUpload> {
         let path = place.file(name, sha256);
         match &self.bucket {
@@ -40,9 +37,6 @@ impl ObjectStorage {
 
     /// Aborts the multipart upload of a server that was killed. Until then, the bucket keeps the parts and charges for them. `parts` is the
     /// result of [`FileUpload::parts`] for the upload.
-    ///
-    /// # Errors
-    /// A store error.
     pub(crate) async fn drop_parts(&self, parts: &str) -> Result<()> {
         let (Some(bucket), Some((path, id))) = (&self.bucket, parts.split_once(' ')) else { return Ok(()) };
         match within(bucket.abort_multipart(&Path::from(path), &id.to_owned())).await {
@@ -79,9 +73,6 @@ impl FileUpload {
     }
 
     /// Sends the next part. All parts except the last must have the same size.
-    ///
-    /// # Errors
-    /// A store error.
     pub(crate) async fn send(&mut self, part: Bytes) -> Result<()> {
         match self {
             Self::Parts { bucket, path, id, sent } => {
@@ -94,9 +85,6 @@ impl FileUpload {
     }
 
     /// Combines the parts into an object.
-    ///
-    /// # Errors
-    /// A store error.
     pub(crate) async fn finish(&mut self) -> Result<()> {
         match self {
             Self::Parts { bucket, path, id, sent } => {

@@ -44,9 +44,6 @@ impl ObjectStorage {
     }
 
     /// Writes the marker with the identity `store`.
-    ///
-    /// # Errors
-    /// A store error.
     pub(crate) async fn mark(&self, store: Uuid) -> Result<(), Unusable> {
         let text = format!("{}\n", serde_json::json!({"store": store}));
         within(self.objects.put(&self.marker_path(), Bytes::from(text).into())).await?;

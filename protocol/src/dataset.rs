@@ -279,19 +279,9 @@ mod tests {
     #[test]
     fn what_an_agent_says_of_a_dataset_is_stored_up_to_its_limits() {
         let info = |broken: usize, hash: usize| DatasetInfo {
-            format: "idx".into(),
-            classes: names("cat dog"),
-            splits: Vec::new(),
-            height: 1,
-            width: 1,
-            channels: 1,
-            mean: vec![0.5],
-            std: vec![0.5],
             broken: vec![BrokenFile { file: "a".into(), detail: "\u{e9}".repeat(broken) }],
-            broken_count: 1,
-            unlabelled: Vec::new(),
             fingerprint: Some(PicturesFingerprint { sha256: "f".repeat(hash), ..Default::default() }),
-            inspected_at: None,
+            ..DatasetInfo::default()
         };
         assert_eq!(info(BROKEN_FILE_CHARS, HASH_BYTES).too_long(), None);
         let words = info(BROKEN_FILE_CHARS + 1, HASH_BYTES).too_long().unwrap();

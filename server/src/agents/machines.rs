@@ -177,7 +177,6 @@ impl Machines {
         }
     }
 
-    /// Forgets a machine.
     pub(crate) fn forget(&self, agent: &str) {
         lock(&self.by_agent).remove(agent);
     }

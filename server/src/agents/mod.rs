@@ -326,7 +326,6 @@ impl Agents {
         }
     }
 
-    /// Whether an agent is drained.
     pub(crate) fn is_draining(&self, id: &str) -> bool {
         lock(&self.draining).contains(id)
     }

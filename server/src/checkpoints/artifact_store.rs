@@ -8,7 +8,6 @@ use lockstep_protocol::{JobId, backoff::Backoff};
 use serde::Serialize;
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
-    fmt,
     sync::Mutex,
     time::{Duration, Instant},
 };
@@ -47,27 +46,18 @@ impl StoredState {
 }
 
 /// Why a checkpoint could not be fetched.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum NotFetched {
-    /// The store does not have the complete checkpoint.
+    #[error("the store does not have the complete checkpoint")]
     Missing,
     /// The files in the store do not match the manifest.
+    #[error("it is damaged there: {0}")]
     Damaged(String),
     /// The store does not respond, or refuses the request.
+    #[error("the store cannot be used: {0}")]
     Away(String),
-    /// The checkpoint cannot be written to this server's disk.
+    #[error("it cannot be written to the server's disk: {0}")]
     Disk(String),
-}
-
-impl fmt::Display for NotFetched {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Missing => f.write_str("the store does not have the complete checkpoint"),
-            Self::Damaged(how) => write!(f, "it is damaged there: {how}"),
-            Self::Away(why) => write!(f, "the store cannot be used: {why}"),
-            Self::Disk(why) => write!(f, "it cannot be written to the server's disk: {why}"),
-        }
-    }
 }
 
 /// The outcome of a fetch. `None` while the fetch runs.

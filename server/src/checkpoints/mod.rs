@@ -94,7 +94,6 @@ impl Checkpoints {
         self.store.copies(job, object_store).await
     }
 
-    /// The copies of a checkpoint.
     pub(crate) async fn copies_of(&self, row: &CheckpointRow) -> Result<Copies> {
         Ok(self.copies(&row.job).await?.remove(&row.id).unwrap_or_default())
     }

@@ -71,6 +71,14 @@ async fn within<T>(request: impl Future<Output = Result<T>>) -> Result<T> {
     tokio::time::timeout(REQUEST_TIMEOUT, request).await.map_err(|_| late())?
 }
 
+/// `None` if there is no such object.
+fn optional<T>(found: Result<T>) -> Result<Option<T>> {
+    match found {
+        Err(Error::NotFound { .. }) => Ok(None),
+        found => found.map(Some),
+    }
+}
+
 impl ObjectStorage {
     /// Opens the store at `given`, the value of `--artifacts`. Does not send a request.
     ///
@@ -143,11 +151,9 @@ impl ObjectStorage {
     /// A store error. A manifest that is too large is cut off, and then refused by [`Place::read`].
     pub(crate) async fn manifest(&self, place: &Place) -> Result<Option<Bytes>> {
         let options = GetOptions::new().with_range(Some(0..MANIFEST_BYTES as u64 + 1));
-        match within(self.objects.get_opts(&place.path.clone().join(MANIFEST), options)).await {
-            Ok(found) => within(found.bytes()).await.map(Some),
-            Err(Error::NotFound { .. }) => Ok(None),
-            Err(error) => Err(error),
-        }
+        let found = within(self.objects.get_opts(&place.path.clone().join(MANIFEST), options)).await;
+        let Some(found) = optional(found)? else { return Ok(None) };
+        within(found.bytes()).await.map(Some)
     }
 
     /// Writes a checkpoint's manifest, which completes the checkpoint.
@@ -157,11 +163,8 @@ impl ObjectStorage {
 
     /// Whether the store has a file with this checksum and size.
     pub(crate) async fn has(&self, place: &Place, name: &str, sha256: &str, size_bytes: u64) -> Result<bool> {
-        match within(self.objects.head(&place.file(name, sha256))).await {
-            Ok(found) => Ok(found.size == size_bytes),
-            Err(Error::NotFound { .. }) => Ok(false),
-            Err(error) => Err(error),
-        }
+        let found = optional(within(self.objects.head(&place.file(name, sha256))).await)?;
+        Ok(found.is_some_and(|found| found.size == size_bytes))
     }
 
     /// Writes a small file whose bytes were verified by the caller.
@@ -204,10 +207,7 @@ impl ObjectStorage {
     }
 
     async fn delete_one(&self, path: &Path) -> Result<()> {
-        match within(self.objects.delete(path)).await {
-            Ok(()) | Err(Error::NotFound { .. }) => Ok(()),
-            Err(error) => Err(error),
-        }
+        optional(within(self.objects.delete(path)).await).map(drop)
     }
 }
 

@@ -62,31 +62,12 @@ pub fn end(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
 mod tests {
     use super::*;
     use crate::lifecycle::{pause, resume};
-    use lockstep_protocol::{job::JobId, spec::JobSpec};
-    use serde_json::json;
-
-    fn trial() -> JobRow {
-        let at = Timestamp::UNIX_EPOCH;
-        let job = json!({"id": JobId::generate(), "name": "a trial", "state": "queued", "spec": JobSpec::default(), "attempt": 0,
-            "ranks": 1, "agents": [], "step": 0, "epoch": 0, "total_steps": 0, "steps_per_epoch": 0, "created_at": at, "last": {},
-            "last_seq": 1, "sparkline": [], "trial": {"sweep": "sweep-1", "number": 2}});
-        JobRow {
-            job: serde_json::from_value(job).unwrap(),
-            announced: JobState::Queued,
-            stop: None,
-            private_parent: None,
-            restarts: 0,
-            waiting_since: None,
-            fencing_token: None,
-            progress: Default::default(),
-            ended: None,
-            unknown_state: None,
-        }
-    }
+    use lockstep_protocol::job::TrialOf;
 
     #[test]
     fn users_resume_trials_between_rungs_and_only_the_sweep_at_a_rung() {
-        let (mut row, at) = (trial(), Timestamp::UNIX_EPOCH);
+        let (mut row, at) = (JobRow::queued(), Timestamp::UNIX_EPOCH);
+        row.job.trial = Some(TrialOf { sweep: "sweep-1".into(), number: 2 });
         row.progress.pause_after = Some(1);
         pause(&mut row, at).unwrap();
         resume(&mut row, at).unwrap();

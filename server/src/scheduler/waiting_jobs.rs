@@ -16,7 +16,6 @@ use std::{
 /// The sort key of the queue: highest priority first, then the oldest job.
 type Place = (Reverse<i32>, i64, JobId);
 
-/// All waiting jobs.
 #[derive(Debug, Default)]
 pub(crate) struct WaitingJobs {
     known: Mutex<Known>,

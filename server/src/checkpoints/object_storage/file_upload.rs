@@ -1,9 +1,9 @@
 //! The upload of a large file to the store in parts. The object appears with the last part.
 
-use super::{ObjectStorage, Place, Result, other, within};
+use super::{ObjectStorage, Place, Result, optional, other, within};
 use bytes::Bytes;
 use object_store::{
-    Error, MultipartUpload, ObjectStoreExt,
+    MultipartUpload, ObjectStoreExt,
     aws::AmazonS3,
     multipart::{MultipartStore, PartId},
     path::Path,
@@ -39,11 +39,8 @@ impl ObjectStorage {
     /// result of [`FileUpload::parts`] for the upload.
     pub(crate) async fn drop_parts(&self, parts: &str) -> Result<()> {
         let (Some(bucket), Some((path, id))) = (&self.bucket, parts.split_once(' ')) else { return Ok(()) };
-        match within(bucket.abort_multipart(&Path::from(path), &id.to_owned())).await {
-            // The upload was finished, or was dropped by the store.
-            Ok(()) | Err(Error::NotFound { .. }) => Ok(()),
-            Err(error) => Err(error),
-        }
+        // Nothing is found if the upload was finished, or was dropped by the store.
+        optional(within(bucket.abort_multipart(&Path::from(path), &id.to_owned())).await).map(drop)
     }
 
     /// Removes the incomplete uploads of a file in a directory. Names of incomplete uploads end in `#` and a number.

@@ -28,7 +28,7 @@ const MAX_TRIES: usize = 2;
 /// Number of bytes that a fetch leaves free on the disk, for other writers.
 const SPARE_BYTES: u64 = 256 << 20;
 /// Time limit for all checks for which a round of dispatch waits. The round does nothing else while it waits.
-const CHECK_TIMEOUT: Duration = Duration::from_millis(500);
+pub(crate) const CHECK_TIMEOUT: Duration = Duration::from_millis(500);
 /// Name of the folder in a job's folder that has the files of checkpoints which are being fetched.
 const FETCHED: &str = "fetched";
 
@@ -162,24 +162,12 @@ async fn have_whole(checkpoints: &Checkpoints, store: &ArtifactStore, row: &Chec
     fetched
 }
 
-/// The remaining time for which a round of dispatch may wait for checks.
-#[derive(Debug)]
-pub(crate) struct CheckWait(Duration);
-
-impl Default for CheckWait {
-    fn default() -> Self {
-        Self(CHECK_TIMEOUT)
-    }
-}
-
-impl CheckWait {
-    /// Waits for the end of a check, at most for the remaining time.
-    async fn wait(&mut self, check: Fetch) -> Fetched {
-        let began = Instant::now();
-        let ended = wait(check, self.0).await;
-        self.0 = self.0.saturating_sub(began.elapsed());
-        ended
-    }
+/// Waits for the end of a check, at most for `patience`, which becomes shorter by the time of the wait.
+async fn wait_for_check(check: Fetch, patience: &mut Duration) -> Fetched {
+    let began = Instant::now();
+    let ended = wait(check, *patience).await;
+    *patience = patience.saturating_sub(began.elapsed());
+    ended
 }
 
 /// Whether a job can continue from a checkpoint, or begin from it.
@@ -202,7 +190,7 @@ pub(crate) async fn fetch_if_missing(
     row: &CheckpointRow,
     copies: Option<&Copies>,
     waiting: &Job,
-    patience: &mut CheckWait,
+    patience: &mut Duration,
 ) -> store::Result<Availability> {
     let Some(store) = &checkpoints.artifact_store else { return Ok(Availability::Here) };
     let waits = |failed: Option<String>| -> Reason {
@@ -214,7 +202,8 @@ pub(crate) async fn fetch_if_missing(
         && let Some((fetch, begins)) = check(checkpoints, row, copies, Some(waiting))
     {
         // Most checks are quick. Without a wait, the job would start one round later.
-        let ended = if begins { patience.wait(fetch).await } else { wait(fetch, Duration::ZERO).await };
+        let ended =
+            if begins { wait_for_check(fetch, patience).await } else { wait(fetch, Duration::ZERO).await };
         if ended.is_none() {
             let why = waits(None);
             // If the check has found damage, the checkpoint is being fetched now.

@@ -21,12 +21,13 @@ use crate::{
     store::{CheckpointRow, Copies, CopyState, Holder, JobRow, Report, Result, Store},
     util::tasks::Tasks,
 };
-use artifact_fetches::{Availability, CheckWait, fetch_if_missing};
+use artifact_fetches::{Availability, fetch_if_missing};
 use artifact_store::{ArtifactStore, StoredState};
 use evaluations::Evaluations;
 use lockstep_protocol::{
     JobId,
     agent::{AttemptEvent, AttemptRef},
+    checkpoint_files::{folder_name, parse_folder_name},
     reason::{Reason, ReasonKind},
 };
 use std::{
@@ -34,12 +35,13 @@ use std::{
     fs, io,
     path::{Path, PathBuf},
     sync::Arc,
+    time::Duration,
 };
 use verified_files::VerifiedFiles;
 use waits::CheckpointWaits;
 
 fn name_of(row: &CheckpointRow) -> String {
-    format!("{}-{}", row.info.epoch, row.info.step)
+    folder_name(row.info.epoch, row.info.step)
 }
 
 /// The checkpoints of all jobs: on the server's disk, in its object store, and on disks of agents.
@@ -143,7 +145,7 @@ impl Checkpoints {
         self: &Arc<Self>,
         of: &JobRow,
         agent: &str,
-        patience: &mut CheckWait,
+        patience: &mut Duration,
     ) -> Result<Option<Wait>> {
         let job = &of.job;
         // Pretrained weights are a checkpoint of another job.
@@ -214,7 +216,7 @@ impl Checkpoints {
         let has_own_disk = place.is_some_and(|place| place.has_own_disk);
         for event in &mut report.events {
             let AttemptEvent::CheckpointRemoved { epoch, step } = event else { continue };
-            let name = format!("{epoch}-{step}");
+            let name = folder_name(*epoch, *step);
             let is_stored = copies.get(&format!("{job}-{name}")).is_some_and(Copies::is_stored);
             let is_here = is_stored || self.config.job_dir(job).join("checkpoints").join(&name).exists();
             let is_wanted = is_stored && !old.contains(&(*epoch, *step));
@@ -238,7 +240,7 @@ impl Checkpoints {
             .iter()
             .map(|row| (row.info.epoch, row.info.step))
             .filter(|row| !old.contains(row))
-            .map(|(epoch, step)| format!("{epoch}-{step}"))
+            .map(|(epoch, step)| folder_name(epoch, step))
             .collect();
         self.remove(&attempt.job, old).await?;
         let job_dir = self.config.job_dir(&attempt.job);
@@ -314,10 +316,7 @@ fn sweep(job_dir: &Path, kept: &HashSet<String>) -> io::Result<()> {
         for entry in entries {
             let entry = entry?;
             let name = entry.file_name().to_string_lossy().into_owned();
-            let is_checkpoint = name
-                .split_once('-')
-                .is_some_and(|(epoch, step)| epoch.parse::<u32>().is_ok() && step.parse::<u64>().is_ok());
-            if is_checkpoint && !kept.contains(&name) {
+            if parse_folder_name(&name).is_some() && !kept.contains(&name) {
                 // Renamed first, so that a partly removed checkpoint is never visible.
                 let hidden = job_dir.join(all).join(format!(".tmp-gone-{name}"));
                 fs::rename(entry.path(), &hidden)?;

@@ -18,7 +18,11 @@ use crate::checkpoints::manifest::{MANIFEST, Manifest, ManifestFile};
 use bytes::Bytes;
 use futures_util::{TryStreamExt, stream::BoxStream};
 use location::Location;
-use lockstep_protocol::{JobId, limits::MANIFEST_BYTES};
+use lockstep_protocol::{
+    JobId,
+    checkpoint_files::{folder_name, parse_folder_name},
+    limits::MANIFEST_BYTES,
+};
 use object_store::{
     BackoffConfig, Error, GetOptions, ObjectStore, ObjectStoreExt, RetryConfig,
     aws::{AmazonS3, AmazonS3Builder, AmazonS3ConfigKey},
@@ -138,11 +142,8 @@ impl ObjectStorage {
     pub(crate) fn place(&self, id: &str) -> Option<Place> {
         let (job, name) = (id.get(..27)?, id.get(27..)?.strip_prefix('-')?);
         job.parse::<JobId>().ok()?;
-        let (epoch, step) = name.split_once('-')?;
-        (epoch.parse::<u32>().is_ok() && step.parse::<u64>().is_ok()).then(|| Place {
-            path: self.root.clone().join("jobs").join(job).join(name),
-            name: name.to_owned(),
-        })
+        parse_folder_name(name)?;
+        Some(Place { path: self.root.clone().join("jobs").join(job).join(name), name: name.to_owned() })
     }
 
     /// The text of a checkpoint's manifest. `None` if the store does not have the complete checkpoint.
@@ -227,7 +228,7 @@ impl Place {
         }
         let manifest: Manifest =
             serde_json::from_slice(text).map_err(|error| wrong(format!("cannot be read ({error})")))?;
-        let name = format!("{}-{}", manifest.epoch, manifest.step);
+        let name = folder_name(manifest.epoch, manifest.step);
         if name != self.name {
             return Err(wrong(format!("belongs to {name}")));
         }

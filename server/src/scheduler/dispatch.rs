@@ -2,7 +2,7 @@
 
 use crate::{
     agents::leases::{Expired, RanksEnd},
-    checkpoints::{Wait, artifact_fetches::CheckWait},
+    checkpoints::{Wait, artifact_fetches::CHECK_TIMEOUT},
     config::FairShare,
     lifecycle::{self, EndOnAgent},
     scheduler::{AgentState, Plan, Scheduler, Snapshot, Yielding, plan},
@@ -162,7 +162,7 @@ async fn round(scheduler: &Scheduler, unstored: &Unstored) -> Result<()> {
 /// Plans again and again until all checkpoints that the planned starts need are known.
 async fn make_plan(scheduler: &Scheduler) -> Result<(Snapshot, Plan)> {
     let mut snapshot = take_snapshot(scheduler).await?;
-    let mut patience = CheckWait::default();
+    let mut patience = CHECK_TIMEOUT;
     loop {
         let plan = plan(&snapshot);
         if plan.unknown.is_empty() {

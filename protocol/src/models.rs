@@ -3,6 +3,7 @@
 use crate::{
     dataset::{DatasetNote, ValidationSet},
     job::JobId,
+    labels::plain_name_mistake,
     numbers::{accuracy_of, percent},
 };
 use jiff::Timestamp;
@@ -144,13 +145,7 @@ impl fmt::Display for VersionName {
 
 /// Why a model cannot have this name; `None` if it can.
 pub fn name_mistake(name: &str) -> Option<String> {
-    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
-    let fits = (1..=NAME_CHARS).contains(&name.len()) && name.chars().all(is_plain) && !name.starts_with('.');
-    (!fits).then(|| {
-        format!(
-            "must have 1 to {NAME_CHARS} characters, each a letter (a to z, A to Z), a digit, '-', '_' or '.', the first not a dot"
-        )
-    })
+    plain_name_mistake(name, NAME_CHARS)
 }
 
 /// Why an alias cannot have this name; `None` if it can.

@@ -54,6 +54,19 @@ pub fn rate(v: f64) -> String {
     if v >= 99.95 { format!("{v:.0}") } else { format!("{:.1}", v.max(0.0)) }
 }
 
+/// Formats `2736` as `2,736`.
+pub fn count(n: u64) -> String {
+    let digits = n.to_string();
+    let mut out = String::with_capacity(digits.len() + digits.len() / 3);
+    for (i, digit) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
+            out.push(',');
+        }
+        out.push(digit);
+    }
+    out
+}
+
 /// `1 rank`, `4 ranks`, `2 classes`.
 pub fn plural(n: u64, noun: &str) -> String {
     format!("{n} {}", nouns(n, noun))

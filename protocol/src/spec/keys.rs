@@ -6,7 +6,7 @@ use super::{
     nearest::nearest,
     shard, stop,
 };
-use crate::labels;
+use crate::{labels, numbers::count};
 use serde_json::Value;
 
 /// Values that a key accepts.
@@ -440,13 +440,5 @@ fn one_of(words: &[&str]) -> String {
 
 /// With separators of thousands: `1,000,000`.
 pub(super) fn grouped(n: i64) -> String {
-    let digits = n.unsigned_abs().to_string();
-    let mut out = String::from(if n < 0 { "-" } else { "" });
-    for (i, digit) in digits.chars().enumerate() {
-        if i > 0 && (digits.len() - i).is_multiple_of(3) {
-            out.push(',');
-        }
-        out.push(digit);
-    }
-    out
+    format!("{}{}", if n < 0 { "-" } else { "" }, count(n.unsigned_abs()))
 }

@@ -1,7 +1,11 @@
 //! Runs from elsewhere: jobs that another program trains and reports to the server. Such a job takes no slots. It has one attempt of one rank,
 //! to which the points belong, and no fencing token: every program with the right to change the job may report.
 
-use super::{JobRow, Refused, go, refused, reports::note, state_event};
+use super::{
+    JobRow, Refused, go, refused,
+    reports::{note, points_event},
+    state_event,
+};
 use jiff::Timestamp;
 use lockstep_protocol::{
     job::{Alert, External, JobState},
@@ -203,13 +207,7 @@ fn points(row: &mut JobRow, columns: &[MetricColumn]) -> Result<Vec<EventBody>, 
             "val_accuracy" => job.last.val_accuracy = newest.map(exact),
             _ => {}
         }
-        events.push(EventBody::Metrics {
-            attempt,
-            rank: RANK,
-            name: column.name.clone(),
-            steps: column.steps.clone(),
-            values: column.values.iter().map(|value| value.is_finite().then_some(*value)).collect(),
-        });
+        events.push(points_event(attempt, RANK, column.clone()));
     }
     Ok(events)
 }

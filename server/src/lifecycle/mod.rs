@@ -68,7 +68,7 @@ fn go(
     }
     let job = &mut row.job;
     match (job.state.is_active(), state.is_active()) {
-        (false, true) => row.progress.begin(at),
+        (false, true) => row.progress.began = Some(at),
         (true, false) => job.ran_secs = row.progress.end(at),
         _ => {}
     }

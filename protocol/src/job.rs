@@ -1,7 +1,7 @@
 //! A job as the server knows it: its id, its states and their transitions.
 
 use crate::{
-    numbers::{accuracy_of, percent},
+    numbers::accuracy_of,
     reason::{Reason, ReasonKind},
     spec::{JobSpec, named::words},
 };
@@ -418,7 +418,6 @@ pub struct LastValues {
 impl LastValues {
     /// The validation accuracy, with its number of pictures if known.
     pub fn accuracy_in_words(&self) -> Option<String> {
-        let accuracy = self.val_accuracy?;
-        Some(self.val_pictures.map_or_else(|| percent(accuracy), |pictures| accuracy_of(accuracy, pictures)))
+        Some(accuracy_of(self.val_accuracy?, self.val_pictures))
     }
 }

@@ -4,7 +4,7 @@ use crate::{
     dataset::{DatasetNote, ValidationSet},
     job::JobId,
     labels::plain_name_mistake,
-    numbers::{accuracy_of, percent},
+    numbers::accuracy_of,
 };
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -53,9 +53,7 @@ pub struct ModelVersion {
 impl ModelVersion {
     /// The checkpoint's accuracy, with its number of pictures if known.
     pub fn accuracy_in_words(&self) -> Option<String> {
-        let accuracy = self.val_accuracy?;
-        let words = |set: &ValidationSet| accuracy_of(accuracy, set.pictures);
-        Some(self.validation.as_ref().map_or_else(|| percent(accuracy), words))
+        Some(accuracy_of(self.val_accuracy?, self.validation.as_ref().map(|set| set.pictures)))
     }
 
     /// Epoch and step of the checkpoint, as every command prints them.

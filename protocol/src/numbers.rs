@@ -27,9 +27,10 @@ pub fn exact(value: f32) -> f64 {
 /// With fewer pictures than this, an accuracy is shown with its standard error.
 const FEW_PICTURES: u64 = 10_000;
 
-/// `84.0 % ± 2.6 of 200 pictures`: an accuracy, its standard error in percent, and its number of pictures. The same as
-/// `accuracyOf` in `static/numbers.js`.
-pub fn accuracy_of(accuracy: f64, pictures: u64) -> String {
+/// `84.0 % ± 2.6 of 200 pictures`: an accuracy and, if its number of pictures is known, its standard error in percent and this number. The
+/// same as `accuracyOf` in `static/numbers.js`.
+pub fn accuracy_of(accuracy: f64, pictures: Option<u64>) -> String {
+    let Some(pictures) = pictures else { return percent(accuracy) };
     format!("{}{} of {}", percent(accuracy), standard_error(accuracy, pictures), plural(pictures, "picture"))
 }
 
@@ -115,7 +116,7 @@ mod tests {
             (0.9, 9_999, "90.0 % ± 0.3 of 9999 pictures"),
             (0.9, 10_000, "90.0 % of 10000 pictures"),
         ] {
-            assert_eq!(accuracy_of(accuracy, pictures), words);
+            assert_eq!(accuracy_of(accuracy, Some(pictures)), words);
         }
         for (accuracy, pictures, words) in [
             (0.84, Some(200), " ± 2.6 of 200"),

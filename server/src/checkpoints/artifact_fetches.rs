@@ -2,7 +2,7 @@
 //! prediction, a fork, or the next attempt of a job.
 
 use super::{
-    Checkpoints, artifact_checks,
+    Checkpoints, Wait, artifact_checks,
     artifact_store::{ArtifactStore, Asked, Fetch, Fetched, NotFetched},
     manifest::{MANIFEST, ManifestFile, Verifier},
     name_of,
@@ -174,11 +174,9 @@ async fn wait_for_check(check: Fetch, patience: &mut Duration) -> Fetched {
 pub(crate) enum Availability {
     /// The checkpoint is on the disk, or there is no object store.
     Here,
-    /// The copy on the disk is being checked.
-    Checking(Reason),
-    /// The checkpoint is being fetched from the object store. The job waits without a time limit, because an older checkpoint would lose
-    /// training.
-    Fetching(Reason),
+    /// The copy on the disk is being checked, or the checkpoint is being fetched from the object store. The job waits without a time limit,
+    /// because an older checkpoint would lose training.
+    Waits(Wait),
     /// The checkpoint is neither on the disk nor in the object store, or the copy in the object store is damaged.
     Lost,
 }
@@ -193,9 +191,10 @@ pub(crate) async fn fetch_if_missing(
     patience: &mut Duration,
 ) -> store::Result<Availability> {
     let Some(store) = &checkpoints.artifact_store else { return Ok(Availability::Here) };
-    let waits = |failed: Option<String>| -> Reason {
+    let waits = |failed: Option<String>, is_kept: bool| {
         let (checkpoint, detail) = (row.id.as_str().into(), failed.map(Into::into));
-        ReasonKind::WaitingForCheckpoint { checkpoint, agent: None, detail }.into()
+        let why = ReasonKind::WaitingForCheckpoint { checkpoint, agent: None, detail };
+        Availability::Waits(Wait { why: Reason::from(why).into(), is_kept })
     };
     // Without this check, a rank would rename a damaged checkpoint and continue from an older one.
     if !store.is_checked(&row.id, &waiting.id, waiting.attempt)
@@ -205,12 +204,9 @@ pub(crate) async fn fetch_if_missing(
         let ended =
             if begins { wait_for_check(fetch, patience).await } else { wait(fetch, Duration::ZERO).await };
         if ended.is_none() {
-            let why = waits(None);
-            // If the check has found damage, the checkpoint is being fetched now.
-            return Ok(match checkpoints.folder(row).exists() {
-                true => Availability::Checking(why),
-                false => Availability::Fetching(why),
-            });
+            // A check is as fast as reading the checkpoint, so the slots are kept for the job. If the check has found damage, the checkpoint
+            // is being fetched now.
+            return Ok(waits(None, checkpoints.folder(row).exists()));
         }
     }
     let Some(fetch) = fetch(checkpoints, row, copies) else {
@@ -219,10 +215,8 @@ pub(crate) async fn fetch_if_missing(
     };
     let outcome = fetch.outcome.borrow().clone();
     match outcome {
-        None | Some(Ok(())) => Ok(Availability::Fetching(waits(None))),
-        Some(Err(NotFetched::Away(why) | NotFetched::Disk(why))) => {
-            Ok(Availability::Fetching(waits(Some(why))))
-        }
+        None | Some(Ok(())) => Ok(waits(None, false)),
+        Some(Err(NotFetched::Away(why) | NotFetched::Disk(why))) => Ok(waits(Some(why), false)),
         Some(Err(why @ (NotFetched::Missing | NotFetched::Damaged(_)))) => {
             checkpoints.store.mark_damaged(store.storage.url(), &row.id).await?;
             checkpoints.events.log(&waiting.id, lost(row, waiting, &why)).await;

@@ -36,16 +36,6 @@ pub(crate) enum StoredState {
     Stored,
 }
 
-impl StoredState {
-    /// The name of the state in JSON.
-    pub(crate) fn as_str(self) -> &'static str {
-        match self {
-            Self::Uploading => "uploading",
-            Self::Stored => "stored",
-        }
-    }
-}
-
 /// Why a checkpoint could not be fetched.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum NotFetched {

@@ -153,7 +153,8 @@ impl Checkpoints {
             && let Some(row) = self.store.checkpoint(given).await?
             && let copies = self.copies_of(&row).await?
             && copies.may_be_fetched()
-            && let Some(wait) = fetch_if_missing(self, &row, Some(&copies), job, patience).await?.wait()
+            && let Availability::Waits(wait) =
+                fetch_if_missing(self, &row, Some(&copies), job, patience).await?
         {
             return Ok(Some(wait));
         }
@@ -172,7 +173,7 @@ impl Checkpoints {
                 match fetch_if_missing(self, &row, copies, job, patience).await? {
                     Availability::Here => break,
                     Availability::Lost => continue,
-                    waits => return Ok(waits.wait()),
+                    Availability::Waits(wait) => return Ok(Some(wait)),
                 }
             }
             is_coming = true;
@@ -291,18 +292,6 @@ impl Checkpoints {
         };
         let gone = old.into_iter().filter(|old| !on_disk(old)).collect();
         self.remove(job, gone).await
-    }
-}
-
-impl Availability {
-    fn wait(self) -> Option<Wait> {
-        let (why, is_kept) = match self {
-            // A check is as fast as reading the checkpoint, so the slots are kept for the job.
-            Self::Checking(why) => (why.into(), true),
-            Self::Fetching(why) => (why.into(), false),
-            Self::Here | Self::Lost => return None,
-        };
-        Some(Wait { why, is_kept })
     }
 }
 

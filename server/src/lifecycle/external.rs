@@ -8,7 +8,7 @@ use super::{
 };
 use jiff::Timestamp;
 use lockstep_protocol::{
-    job::{Alert, External, JobState},
+    job::{Alert, JobState},
     limits::{RUN_CONFIG_BYTES, RUN_METRICS},
     metric::MetricColumn,
     numbers::exact,
@@ -53,13 +53,6 @@ pub(super) fn refuse_external(row: &JobRow, what: &str) -> Result<(), Refused> {
         format!("the job is a run from elsewhere, which its own program trains, so it cannot be {what} here")
     };
     row.job.external.as_ref().map_or(Ok(()), |_| Err(refused(row.job.state, why())))
-}
-
-fn require_external(row: &mut JobRow) -> Result<&mut External, Refused> {
-    let state = row.job.state;
-    row.job.external.as_mut().ok_or_else(|| {
-        refused(state, "this server's ranks train the job; programs can change only runs from elsewhere")
-    })
 }
 
 /// Begins a new run. Its state is `running` at once.
@@ -123,7 +116,9 @@ fn reason(state: JobState, text: Option<&str>) -> Option<Reason> {
 /// Applies settings, results and tags. Returns the new alerts.
 fn merge(row: &mut JobRow, change: &RunChange) -> Result<Vec<Alert>, Refused> {
     let (state, id) = (row.job.state, row.job.id.clone());
-    let external = require_external(row)?;
+    let external = row.job.external.as_mut().ok_or_else(|| {
+        refused(state, "this server's ranks train the job; programs can change only runs from elsewhere")
+    })?;
     let alerts = new_alerts(&external.summary, &change.summary);
     for (name, value) in &change.params {
         let before = external.config.get(name).map(text_of);

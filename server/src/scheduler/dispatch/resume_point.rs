@@ -6,10 +6,7 @@ use crate::{
     scheduler::Scheduler,
     store::{Copies, JobRow, Result},
 };
-use lockstep_protocol::{
-    agent::{AttemptEvent, CheckpointInfo},
-    job::Job,
-};
+use lockstep_protocol::{agent::AttemptEvent, job::Job};
 use std::collections::BTreeSet;
 
 /// Why a job fails if all its checkpoints are lost. Ranks that find only damaged checkpoints report the same.
@@ -59,12 +56,15 @@ pub(super) async fn forget_missing(scheduler: &Scheduler, job: &Job, agent: &str
         }
     }
     let newest_left = left.last().map(|(step, _)| *step);
-    if newest_left.is_some() && newest_left == newest {
-        return forget(scheduler, job, missing, Vec::new(), None).await;
+    let mut found = Vec::new();
+    if newest_left.is_none() || newest_left != newest {
+        found = unreported::find(checkpoints).await;
+        found.retain(|one| !left.contains(&(one.step, one.epoch)));
+        if found.last().is_none_or(|newest| Some(newest.step) <= newest_left) {
+            found.clear();
+        }
     }
-    let mut found = unreported::find(checkpoints).await;
-    found.retain(|one| !left.contains(&(one.step, one.epoch)));
-    if let Some(newest) = found.last().filter(|newest| Some(newest.step) > newest_left) {
+    let text = if let Some(newest) = found.last() {
         let mut text = format!(
             "checkpoint {}-{} was written and never reported: training continues from there",
             newest.epoch, newest.step
@@ -72,32 +72,20 @@ pub(super) async fn forget_missing(scheduler: &Scheduler, job: &Job, agent: &str
         if newest.step > job.step {
             text += &format!("; there are no points of steps {} to {}", job.step + 1, newest.step);
         }
-        return forget(scheduler, job, missing, found, Some(text)).await;
-    }
-    if missing.len() < all || missing.is_empty() {
-        return forget(scheduler, job, missing, Vec::new(), None).await;
-    }
-    // The rows stay, because a disk that is not mounted may return.
-    if scheduler.checkpoints.artifact_store.is_some() && lost == all {
+        Some(text)
+    } else if missing.len() < all || missing.is_empty() {
+        None
+    } else if scheduler.checkpoints.artifact_store.is_some() && lost == all {
+        // The rows stay, because a disk that is not mounted may return.
         return Ok(ResumePoint::AllLost);
-    }
-    let text = if elsewhere.is_empty() {
-        "the known checkpoints are no longer on the server's disk: training begins from the start".to_owned()
+    } else if elsewhere.is_empty() {
+        Some(
+            "the known checkpoints are no longer on the server's disk: training begins from the start".into(),
+        )
     } else {
         let names: Vec<_> = elsewhere.into_iter().collect();
-        format!("{} did not upload a checkpoint: training begins from the start", names.join(", "))
+        Some(format!("{} did not upload a checkpoint: training begins from the start", names.join(", ")))
     };
-    forget(scheduler, job, missing, Vec::new(), Some(text)).await
-}
-
-/// Removes the rows of `missing` checkpoints, adds the `found` ones, and writes `text` to the job's log.
-async fn forget(
-    scheduler: &Scheduler,
-    job: &Job,
-    missing: Vec<(u32, u64)>,
-    found: Vec<CheckpointInfo>,
-    text: Option<String>,
-) -> Result<ResumePoint> {
     if missing.is_empty() && found.is_empty() {
         return Ok(ResumePoint::Available);
     }

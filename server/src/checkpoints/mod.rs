@@ -26,7 +26,7 @@ use artifact_store::{ArtifactStore, StoredState};
 use evaluations::Evaluations;
 use lockstep_protocol::{
     JobId,
-    agent::{AttemptEvent, AttemptRef},
+    agent::{AttemptEvent, AttemptRef, CheckpointInfo},
     checkpoint_files::{folder_name, parse_folder_name},
     reason::{Reason, ReasonKind},
 };
@@ -243,7 +243,7 @@ impl Checkpoints {
             .filter(|row| !old.contains(row))
             .map(|(epoch, step)| folder_name(epoch, step))
             .collect();
-        self.remove(&attempt.job, old).await?;
+        self.replace(&attempt.job, old, Vec::new()).await?;
         let job_dir = self.config.job_dir(&attempt.job);
         let swept = tokio::task::spawn_blocking(move || sweep(&job_dir, &kept)).await;
         if let Err(error) = swept.map_err(io::Error::other).flatten() {
@@ -267,19 +267,27 @@ impl Checkpoints {
         Ok(Some((rows, old)))
     }
 
-    /// Removes the rows of checkpoints.
-    pub(crate) async fn remove(&self, job: &JobId, gone: Vec<(u32, u64)>) -> Result<()> {
-        if gone.is_empty() {
+    /// Removes the rows of the checkpoints `gone`, and adds rows of the checkpoints `found`.
+    pub(crate) async fn replace(
+        &self,
+        job: &JobId,
+        gone: Vec<(u32, u64)>,
+        found: Vec<CheckpointInfo>,
+    ) -> Result<()> {
+        if gone.is_empty() && found.is_empty() {
             return Ok(());
         }
-        let removed = move |row: &mut JobRow| {
-            let events = gone.iter().map(|(epoch, step)| {
-                let event = AttemptEvent::CheckpointRemoved { epoch: *epoch, step: *step };
-                lifecycle::report(row, event, None, crate::now())
-            });
-            Ok(events.collect::<std::result::Result<Vec<_>, _>>()?.concat())
+        let change = move |row: &mut JobRow| {
+            let gone = gone.iter();
+            let removed =
+                gone.map(|(epoch, step)| AttemptEvent::CheckpointRemoved { epoch: *epoch, step: *step });
+            let mut events = Vec::new();
+            for event in removed.chain(found.iter().cloned().map(AttemptEvent::Checkpoint)) {
+                events.extend(lifecycle::report(row, event, None, crate::now())?);
+            }
+            Ok(events)
         };
-        self.events.change_job(job, Box::new(removed)).await.map(drop)
+        self.events.change_job(job, Box::new(change)).await.map(drop)
     }
 
     /// Removes checkpoints that a job no longer keeps and that only the object store has. Ranks only remove checkpoints on the disk.
@@ -291,7 +299,7 @@ impl Checkpoints {
             row.is_some_and(|row| self.folder(row).exists())
         };
         let gone = old.into_iter().filter(|old| !on_disk(old)).collect();
-        self.remove(job, gone).await
+        self.replace(job, gone, Vec::new()).await
     }
 }
 

@@ -2,11 +2,10 @@
 
 use super::unreported;
 use crate::{
-    lifecycle,
     scheduler::Scheduler,
-    store::{Copies, JobRow, Result},
+    store::{Copies, Result},
 };
-use lockstep_protocol::{agent::AttemptEvent, job::Job};
+use lockstep_protocol::job::Job;
 use std::collections::BTreeSet;
 
 /// Why a job fails if all its checkpoints are lost. Ranks that find only damaged checkpoints report the same.
@@ -86,21 +85,7 @@ pub(super) async fn forget_missing(scheduler: &Scheduler, job: &Job, agent: &str
         let names: Vec<_> = elsewhere.into_iter().collect();
         Some(format!("{} did not upload a checkpoint: training begins from the start", names.join(", ")))
     };
-    if missing.is_empty() && found.is_empty() {
-        return Ok(ResumePoint::Available);
-    }
-    let change = move |row: &mut JobRow| {
-        let removed = missing
-            .iter()
-            .map(|(epoch, step)| AttemptEvent::CheckpointRemoved { epoch: *epoch, step: *step });
-        let added = found.iter().cloned().map(AttemptEvent::Checkpoint);
-        let mut events = Vec::new();
-        for event in removed.chain(added) {
-            events.extend(lifecycle::report(row, event, None, crate::now())?);
-        }
-        Ok(events)
-    };
-    scheduler.events.change_job(&job.id, Box::new(change)).await?;
+    scheduler.checkpoints.replace(&job.id, missing, found).await?;
     if let Some(text) = text {
         scheduler.events.log(&job.id, text).await;
     }

@@ -268,14 +268,14 @@ pub(super) fn ended(
     leaving: Option<&Reason>,
     at: Timestamp,
 ) -> Result<Vec<EventBody>, Refused> {
-    let mut events = Vec::new();
     let ending = match ending {
         // No rank or agent has reported the primary cause.
         Ending::Secondary { reason } => Ending::Failed { reason, retriable: true },
         ending => ending,
     };
-    match (ending, row.stop.take()) {
+    Ok(match (ending, row.stop.take()) {
         (Ending::Succeeded { step }, _) => {
+            let mut events = Vec::new();
             if row.job.state == JobState::Starting {
                 events.push(go(row, JobState::Running, None, None, at)?);
             }
@@ -283,23 +283,22 @@ pub(super) fn ended(
             let is_early = |cause: &Reason| matches!(cause.kind(), ReasonKind::StoppedEarly { .. });
             let early = row.job.cause.clone().filter(is_early);
             events.push(go(row, JobState::Succeeded, early, None, at)?);
+            events
         }
         // The cancelled job also shows a failure that a person must handle, such as ranks that could not be ended.
         (Ending::Failed { reason, retriable: false }, Some(_)) => {
             let reason = ReasonKind::CancelledByUser { detail: Some(reason.words().into()) };
-            events.push(go(row, JobState::Cancelled, Some(reason.into()), None, at)?);
+            vec![go(row, JobState::Cancelled, Some(reason.into()), None, at)?]
         }
-        (_, Some(stop)) => events.push(go(row, JobState::Cancelled, Some(stop), None, at)?),
-        (Ending::Stopped, None) if row.job.state == JobState::Pausing => {
-            events.push(set_aside(row, None, at)?)
-        }
+        (_, Some(stop)) => vec![go(row, JobState::Cancelled, Some(stop), None, at)?],
+        (Ending::Stopped, None) if row.job.state == JobState::Pausing => vec![set_aside(row, None, at)?],
         (Ending::Failed { reason, retriable: true }, None) if row.job.state == JobState::Pausing => {
-            events.push(set_aside(row, Some(&reason), at)?);
+            vec![set_aside(row, Some(&reason), at)?]
         }
-        (Ending::Stopped, None) if trial::is_at_rung(row) => events.push(trial::reached(row, at)?),
+        (Ending::Stopped, None) if trial::is_at_rung(row) => vec![trial::reached(row, at)?],
         (Ending::Stopped, None) => {
             let agent_stopped = ReasonKind::AgentStopped { agent: None, detail: None }.into();
-            events.extend(requeue(row, leaving.unwrap_or(&agent_stopped), at)?);
+            requeue(row, leaving.unwrap_or(&agent_stopped), at)?
         }
         // No rank has run, so this end does not count as a restart, unless it happens too often in a row.
         (Ending::Failed { reason, retriable: true }, None)
@@ -307,14 +306,13 @@ pub(super) fn ended(
                 && row.progress.not_begun < MAX_NOT_BEGUN =>
         {
             row.progress.not_begun += 1;
-            events.extend(requeue(row, &reason, at)?);
+            requeue(row, &reason, at)?
         }
-        (Ending::Failed { reason, retriable: true }, None) => events.push(restart_or_fail(row, reason, at)?),
+        (Ending::Failed { reason, retriable: true }, None) => vec![restart_or_fail(row, reason, at)?],
         (Ending::Failed { reason, retriable: false } | Ending::Secondary { reason }, None) => {
-            events.push(go(row, JobState::Failed, Some(reason), None, at)?);
+            vec![go(row, JobState::Failed, Some(reason), None, at)?]
         }
-    }
-    Ok(events)
+    })
 }
 
 #[cfg(test)]

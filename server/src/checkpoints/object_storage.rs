@@ -46,8 +46,6 @@ pub(crate) type Result<T> = std::result::Result<T, Error>;
 #[derive(Debug, Clone)]
 pub(crate) struct Place {
     path: Path,
-    /// `<epoch>-<step>`.
-    name: String,
 }
 
 /// An open object store.
@@ -143,7 +141,7 @@ impl ObjectStorage {
         let (job, name) = (id.get(..27)?, id.get(27..)?.strip_prefix('-')?);
         job.parse::<JobId>().ok()?;
         parse_folder_name(name)?;
-        Some(Place { path: self.root.clone().join("jobs").join(job).join(name), name: name.to_owned() })
+        Some(Place { path: self.root.clone().join("jobs").join(job).join(name) })
     }
 
     /// The text of a checkpoint's manifest. `None` if the store does not have the complete checkpoint.
@@ -229,7 +227,7 @@ impl Place {
         let manifest: Manifest =
             serde_json::from_slice(text).map_err(|error| wrong(format!("cannot be read ({error})")))?;
         let name = folder_name(manifest.epoch, manifest.step);
-        if name != self.name {
+        if self.path.filename() != Some(name.as_str()) {
             return Err(wrong(format!("belongs to {name}")));
         }
         for (name, file) in &manifest.files {

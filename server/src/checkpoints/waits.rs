@@ -42,12 +42,8 @@ impl CheckpointWaits {
     }
 
     /// Forgets all jobs except those that still wait.
-    pub(crate) fn keep(&self, waiting: &[JobId]) {
-        let mut waits = lock(&self.0);
-        if !waits.is_empty() {
-            let waiting: HashSet<&JobId> = waiting.iter().collect();
-            waits.retain(|job, _| waiting.contains(job));
-        }
+    pub(crate) fn keep(&self, waiting: &HashSet<&JobId>) {
+        lock(&self.0).retain(|job, _| waiting.contains(job));
     }
 }
 
@@ -69,13 +65,13 @@ mod tests {
         );
         // The wait continues when the job is checked again, also if its agent was offline meanwhile.
         assert_eq!(waits.awaited(&job, &[], none), None);
-        waits.keep(std::slice::from_ref(&job));
+        waits.keep(&HashSet::from([&job]));
         let first = lock(&waits.0)[&job]["1-30"];
         assert_eq!(waits.awaited(&job, &newest, none), None);
         assert_eq!(lock(&waits.0)[&job]["1-30"], first);
         // A checkpoint of a later attempt is waited for again.
         assert_eq!(waits.awaited(&job, &["2-40".to_owned()], long), Some(0));
-        waits.keep(&[]);
+        waits.keep(&HashSet::new());
         assert!(lock(&waits.0).is_empty(), "waits of cancelled jobs are removed");
     }
 }

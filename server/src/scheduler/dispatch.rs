@@ -256,8 +256,7 @@ async fn carry_out(
     }
     // Starts come before less urgent work.
     start_all(scheduler, starts.collect()).await?;
-    let waiting: Vec<_> = plan.waiting.iter().map(|waiting| waiting.row.job.id.clone()).collect();
-    scheduler.checkpoints.waits.keep(&waiting);
+    scheduler.checkpoints.waits.keep(&plan.waiting.iter().map(|waiting| &waiting.row.job.id).collect());
     for (row, why) in plan.waiting.iter().filter_map(|of| Some((&of.row, of.why.as_ref()?))) {
         unstored.note(scheduler, row, why);
     }

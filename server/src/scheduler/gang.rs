@@ -36,9 +36,6 @@ fn fewest(group: &Group, ranks: usize, slots: impl Fn(usize) -> usize) -> Option
             chosen.extend(fullest);
             return Some(chosen);
         }
-        if slots(c) == 0 {
-            return None;
-        }
         missing -= slots(c);
         chosen.push(c);
     }
@@ -116,9 +113,6 @@ pub(super) fn reserve(candidates: &Candidates, ranks: usize) -> Option<Group> {
         return Some(vec![one]);
     }
     let enough = |group: &Group| {
-        if group.iter().map(|c| candidates[*c].all.len()).sum::<usize>() < ranks {
-            return None;
-        }
         let mut group = group.clone();
         group.sort_by_key(|c| Reverse(size(*c)));
         let mut sum = 0;

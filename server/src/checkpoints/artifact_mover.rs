@@ -313,27 +313,20 @@ async fn write(checkpoints: &Checkpoints, store: &ArtifactStore, record: &Stored
     Ok(())
 }
 
-/// Reads a file part by part and computes its checksum.
+/// A file that is read part by part, and its checksum.
 struct Reader {
     file: File,
     verifier: Verifier,
 }
 
-impl Reader {
-    fn open(path: &Path) -> io::Result<Self> {
-        Ok(Self { file: regular_files::open(path)?, verifier: Verifier::default() })
-    }
-
-    fn part(&mut self, bytes: u64) -> io::Result<Bytes> {
-        let mut part = Vec::with_capacity(usize::try_from(bytes).unwrap_or(0));
-        (&mut self.file).take(bytes).read_to_end(&mut part)?;
-        self.verifier.add(&part);
-        Ok(part.into())
-    }
-}
-
 async fn next(mut reader: Reader, bytes: u64) -> io::Result<(Bytes, Reader)> {
-    blocking(move || reader.part(bytes).map(|part| (part, reader))).await
+    blocking(move || {
+        let mut part = Vec::with_capacity(usize::try_from(bytes).unwrap_or(0));
+        (&mut reader.file).take(bytes).read_to_end(&mut part)?;
+        reader.verifier.add(&part);
+        Ok((Bytes::from(part), reader))
+    })
+    .await
 }
 
 /// Runs blocking work on a thread for blocking work.
@@ -352,7 +345,8 @@ async fn send(
 ) -> Result<()> {
     let part = part_bytes(wanted.size_bytes);
     let path = path.to_owned();
-    let mut reader = blocking(move || Reader::open(&path)).await?;
+    let file = blocking(move || regular_files::open(&path)).await?;
+    let mut reader = Reader { file, verifier: Verifier::default() };
     let bytes;
     (bytes, reader) = next(reader, part).await?;
     if wanted.size_bytes <= PART_BYTES {

@@ -1,7 +1,8 @@
 //! Access tokens, as `GET /tokens` lists them, and the rights of each scope.
 
+use crate::spec::named::words;
 use serde::{Deserialize, Serialize};
-use std::{fmt, str::FromStr};
+use std::str::FromStr;
 use utoipa::ToSchema;
 
 /// The rights of a token. `submit` includes `read`, and `admin` includes both.
@@ -18,20 +19,9 @@ pub enum Scope {
     Agent,
 }
 
+words!(Scope: Read = "read", Submit = "submit", Admin = "admin", Agent = "agent");
+
 impl Scope {
-    /// Ascending, then `agent`.
-    pub const ALL: [Scope; 4] = [Scope::Read, Scope::Submit, Scope::Admin, Scope::Agent];
-
-    /// The word used in SQL, JSON and on the command line.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Scope::Read => "read",
-            Scope::Submit => "submit",
-            Scope::Admin => "admin",
-            Scope::Agent => "agent",
-        }
-    }
-
     /// `other`, or `self` if `other` includes it.
     #[must_use]
     pub fn at_most(self, other: Scope) -> Scope {
@@ -40,23 +30,10 @@ impl Scope {
 
     /// Whether this scope includes `needed`.
     pub fn allows(self, needed: Scope) -> bool {
-        let rank = |scope| match scope {
-            Scope::Read => Some(1),
-            Scope::Submit => Some(2),
-            Scope::Admin => Some(3),
-            Scope::Agent => None,
-        };
-        match (rank(self), rank(needed)) {
-            (Some(mine), Some(needed)) => mine >= needed,
-            (None, None) => true,
-            _ => false,
+        match (self, needed) {
+            (Scope::Agent, _) | (_, Scope::Agent) => self == needed,
+            _ => self as u8 >= needed as u8,
         }
-    }
-}
-
-impl fmt::Display for Scope {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
     }
 }
 

@@ -1,8 +1,8 @@
 //! An attempt, as `GET /jobs/{id}/attempts` lists it: one start of a job's ranks, and how it ended.
 
-use crate::reason::Reason;
+use crate::{reason::Reason, spec::named::words};
 use serde::{Deserialize, Serialize};
-use std::{fmt, str::FromStr};
+use std::str::FromStr;
 use utoipa::ToSchema;
 
 /// The state of an attempt.
@@ -25,42 +25,18 @@ pub enum AttemptState {
     Unknown,
 }
 
-impl AttemptState {
-    const ALL: [AttemptState; 10] = [
-        AttemptState::Starting,
-        AttemptState::Running,
-        AttemptState::Pausing,
-        AttemptState::Succeeded,
-        AttemptState::Failed,
-        AttemptState::Lost,
-        AttemptState::Cancelled,
-        AttemptState::Paused,
-        AttemptState::Stopped,
-        AttemptState::Unknown,
-    ];
-
-    /// The word used in SQL, JSON and on pages.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            AttemptState::Starting => "starting",
-            AttemptState::Running => "running",
-            AttemptState::Pausing => "pausing",
-            AttemptState::Succeeded => "succeeded",
-            AttemptState::Failed => "failed",
-            AttemptState::Lost => "lost",
-            AttemptState::Cancelled => "cancelled",
-            AttemptState::Paused => "paused",
-            AttemptState::Stopped => "stopped",
-            AttemptState::Unknown => "unknown",
-        }
-    }
-}
-
-impl fmt::Display for AttemptState {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
-    }
-}
+words!(AttemptState:
+    Starting = "starting",
+    Running = "running",
+    Pausing = "pausing",
+    Succeeded = "succeeded",
+    Failed = "failed",
+    Lost = "lost",
+    Cancelled = "cancelled",
+    Paused = "paused",
+    Stopped = "stopped",
+    Unknown = "unknown",
+);
 
 impl FromStr for AttemptState {
     type Err = String;

@@ -38,6 +38,19 @@ pub struct ManifestFile {
     pub sha256: String,
 }
 
+/// The name of a checkpoint's folder: `<epoch>-<step>`.
+pub fn folder_name(epoch: u32, step: u64) -> String {
+    format!("{epoch}-{step}")
+}
+
+/// The epoch and step in the name of a checkpoint's folder.
+pub fn parse_folder_name(name: &str) -> Option<(u32, u64)> {
+    let (epoch, step) = name.split_once('-')?;
+    let parsed = (epoch.parse().ok()?, step.parse().ok()?);
+    // Only the format of [`folder_name`]: no signs, no leading zeros.
+    (folder_name(parsed.0, parsed.1) == name).then_some(parsed)
+}
+
 /// The name of part `number` (from 1) of `count` parts of `file`: `model-00002-of-00004.safetensors`.
 pub fn part(file: &str, number: usize, count: usize) -> String {
     let kind = file.trim_end_matches(".safetensors");

@@ -50,17 +50,14 @@ impl DatasetInfo {
         let long = |file: &BrokenFile| {
             [&file.file, &file.detail].into_iter().any(|text| text.chars().count() > BROKEN_FILE_CHARS)
         };
-        class_names_mistake(&self.classes)
-            .or_else(|| {
-                self.broken
-                    .iter()
-                    .any(long)
-                    .then(|| format!("describes a broken file in more than {BROKEN_FILE_CHARS} characters"))
-            })
-            .or_else(|| {
-                let is_long = self.fingerprint.as_ref().is_some_and(|of| of.sha256.len() > HASH_BYTES);
-                is_long.then(|| format!("has a fingerprint of more than {HASH_BYTES} bytes"))
-            })
+        if let mistake @ Some(_) = class_names_mistake(&self.classes) {
+            return mistake;
+        }
+        if self.broken.iter().any(long) {
+            return Some(format!("describes a broken file in more than {BROKEN_FILE_CHARS} characters"));
+        }
+        let has_long_hash = self.fingerprint.as_ref().is_some_and(|of| of.sha256.len() > HASH_BYTES);
+        has_long_hash.then(|| format!("has a fingerprint of more than {HASH_BYTES} bytes"))
     }
 
     /// A sentence about splits that are left out because they have no labels, and the alternative for measuring jobs; `None` without such
@@ -282,19 +279,9 @@ mod tests {
     #[test]
     fn what_an_agent_says_of_a_dataset_is_stored_up_to_its_limits() {
         let info = |broken: usize, hash: usize| DatasetInfo {
-            format: "idx".into(),
-            classes: names("cat dog"),
-            splits: Vec::new(),
-            height: 1,
-            width: 1,
-            channels: 1,
-            mean: vec![0.5],
-            std: vec![0.5],
             broken: vec![BrokenFile { file: "a".into(), detail: "\u{e9}".repeat(broken) }],
-            broken_count: 1,
-            unlabelled: Vec::new(),
             fingerprint: Some(PicturesFingerprint { sha256: "f".repeat(hash), ..Default::default() }),
-            inspected_at: None,
+            ..DatasetInfo::default()
         };
         assert_eq!(info(BROKEN_FILE_CHARS, HASH_BYTES).too_long(), None);
         let words = info(BROKEN_FILE_CHARS + 1, HASH_BYTES).too_long().unwrap();

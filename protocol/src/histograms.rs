@@ -1,8 +1,11 @@
 //! Histograms of a network's weights and gradients, layer by layer. Rank 0 reports them every `log.histograms` steps.
 
-use crate::limits::{HISTOGRAM_BINS, HISTOGRAM_LAYERS, LAYER_NAME_BYTES};
+use crate::{
+    limits::{HISTOGRAM_BINS, HISTOGRAM_LAYERS, LAYER_NAME_BYTES},
+    spec::named::words,
+};
 use serde::{Deserialize, Serialize};
-use std::{collections::HashSet, fmt};
+use std::collections::HashSet;
 use utoipa::ToSchema;
 
 /// The histograms of one step: at most [`HISTOGRAM_LAYERS`], weights and gradients together.
@@ -36,21 +39,7 @@ pub enum HistogramKind {
     Gradient,
 }
 
-impl HistogramKind {
-    /// Name in URLs and in JSON.
-    pub fn name(self) -> &'static str {
-        match self {
-            HistogramKind::Weight => "weight",
-            HistogramKind::Gradient => "gradient",
-        }
-    }
-}
-
-impl fmt::Display for HistogramKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
+words!(HistogramKind: Weight = "weight", Gradient = "gradient");
 
 impl LayerHistograms {
     /// Checks all limits, before a server stores the histograms.

@@ -12,19 +12,16 @@ const fn is_invisible(c: char) -> bool {
         | '\u{e0000}'..='\u{e0fff}')
 }
 
-/// Whether `c` is a zero-width joiner or non-joiner. Between two visible non-ASCII characters these have a purpose: in emoji,
-/// and in Persian and Indic scripts.
-const fn is_joiner(c: char) -> bool {
-    matches!(c, '\u{200c}' | '\u{200d}')
-}
-
 /// The invisible characters of `text`, with their byte offsets.
 fn invisible_chars(text: &str) -> impl Iterator<Item = (usize, char)> {
     let mut before = None;
     text.char_indices().filter(move |&(at, c)| {
         let after = text[at + c.len_utf8()..].chars().next();
         let is_joinable = |c: Option<char>| c.is_some_and(|c| !c.is_ascii() && !is_invisible(c));
-        let is_useful_joiner = is_joiner(c) && is_joinable(before) && is_joinable(after);
+        // Zero-width joiners and non-joiners between two visible non-ASCII characters have a purpose: in emoji, and in Persian and Indic
+        // scripts.
+        let is_useful_joiner =
+            matches!(c, '\u{200c}' | '\u{200d}') && is_joinable(before) && is_joinable(after);
         before = Some(c);
         is_invisible(c) && !is_useful_joiner
     })

@@ -1,9 +1,9 @@
 //! A job as the server knows it: its id, its states and their transitions.
 
 use crate::{
-    numbers::{accuracy_of, percent},
+    numbers::accuracy_of,
     reason::{Reason, ReasonKind},
-    spec::JobSpec,
+    spec::{JobSpec, named::words},
 };
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -41,27 +41,18 @@ impl fmt::Display for JobId {
     }
 }
 
-/// The error for text that is not a job id.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct InvalidJobId;
-
-impl fmt::Display for InvalidJobId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a job id is the letter j and 26 lower-case letters and digits")
-    }
-}
-
-impl std::error::Error for InvalidJobId {}
-
 impl FromStr for JobId {
-    type Err = InvalidJobId;
+    type Err = &'static str;
 
     /// Accepts the letter j and any 26 lower-case letters and digits, so an id is always safe as a file name.
-    fn from_str(text: &str) -> Result<Self, InvalidJobId> {
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
         let well_formed = text.len() == 27
             && text.starts_with('j')
             && text.bytes().all(|b| b.is_ascii_digit() || b.is_ascii_lowercase());
-        if well_formed { Ok(Self(text.into())) } else { Err(InvalidJobId) }
+        if !well_formed {
+            return Err("a job id is the letter j and 26 lower-case letters and digits");
+        }
+        Ok(Self(text.into()))
     }
 }
 
@@ -83,37 +74,21 @@ pub enum JobState {
     Cancelled,
 }
 
+// In the order of a job's life.
+words!(JobState:
+    Queued = "queued",
+    Starting = "starting",
+    Running = "running",
+    Pausing = "pausing",
+    Paused = "paused",
+    Restarting = "restarting",
+    Lost = "lost",
+    Succeeded = "succeeded",
+    Failed = "failed",
+    Cancelled = "cancelled",
+);
+
 impl JobState {
-    /// Every state, in the order of a job's life.
-    pub const ALL: [JobState; 10] = [
-        JobState::Queued,
-        JobState::Starting,
-        JobState::Running,
-        JobState::Pausing,
-        JobState::Paused,
-        JobState::Restarting,
-        JobState::Lost,
-        JobState::Succeeded,
-        JobState::Failed,
-        JobState::Cancelled,
-    ];
-
-    /// The word used in SQL, JSON and on pages.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            JobState::Queued => "queued",
-            JobState::Starting => "starting",
-            JobState::Running => "running",
-            JobState::Pausing => "pausing",
-            JobState::Paused => "paused",
-            JobState::Restarting => "restarting",
-            JobState::Lost => "lost",
-            JobState::Succeeded => "succeeded",
-            JobState::Failed => "failed",
-            JobState::Cancelled => "cancelled",
-        }
-    }
-
     /// Whether the job has ended: no attempt will start unless the job is retried.
     pub fn is_final(self) -> bool {
         matches!(self, JobState::Succeeded | JobState::Failed | JobState::Cancelled)
@@ -142,12 +117,6 @@ impl JobState {
             Lost => matches!(next, Restarting | Failed | Cancelled | Running),
             Succeeded | Failed | Cancelled => matches!(next, Queued),
         }
-    }
-}
-
-impl fmt::Display for JobState {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
     }
 }
 
@@ -449,7 +418,6 @@ pub struct LastValues {
 impl LastValues {
     /// The validation accuracy, with its number of pictures if known.
     pub fn accuracy_in_words(&self) -> Option<String> {
-        let accuracy = self.val_accuracy?;
-        Some(self.val_pictures.map_or_else(|| percent(accuracy), |pictures| accuracy_of(accuracy, pictures)))
+        Some(accuracy_of(self.val_accuracy?, self.val_pictures))
     }
 }

@@ -28,11 +28,15 @@ pub fn to_project_name(name: &str) -> String {
 
 /// Why a project cannot have this name; `None` if it can.
 pub fn project_mistake(name: &str) -> Option<String> {
-    let fits =
-        (1..=PROJECT_CHARS).contains(&name.len()) && name.chars().all(is_plain) && !name.starts_with('.');
+    plain_name_mistake(name, PROJECT_CHARS)
+}
+
+/// Why a text cannot be a name of at most `most` characters that means nothing in addresses and paths; `None` if it can.
+pub(crate) fn plain_name_mistake(name: &str, most: usize) -> Option<String> {
+    let fits = (1..=most).contains(&name.len()) && name.chars().all(is_plain) && !name.starts_with('.');
     (!fits).then(|| {
         format!(
-            "must have 1 to {PROJECT_CHARS} characters, each a letter (a to z, A to Z), a digit, '-', '_' or '.', the first not a dot"
+            "must have 1 to {most} characters, each a letter (a to z, A to Z), a digit, '-', '_' or '.', the first not a dot"
         )
     })
 }

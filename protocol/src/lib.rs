@@ -3,21 +3,17 @@
 
 pub mod access;
 pub mod agent;
-// Folders that may contain the files that a path names.
 pub mod allowed;
 pub mod attempt;
 pub mod backoff;
-// A job's best checkpoint.
 pub mod best;
 pub mod checkpoint_files;
-// Shortens long names in the middle.
 pub mod cut;
 pub mod dataset;
 pub mod fault;
 pub mod histograms;
 pub mod history;
 pub mod inspect;
-// Finds and escapes invisible characters.
 pub mod invisible;
 pub mod job;
 pub mod labels;

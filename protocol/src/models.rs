@@ -3,7 +3,8 @@
 use crate::{
     dataset::{DatasetNote, ValidationSet},
     job::JobId,
-    numbers::{accuracy_of, percent},
+    labels::plain_name_mistake,
+    numbers::accuracy_of,
 };
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -52,9 +53,7 @@ pub struct ModelVersion {
 impl ModelVersion {
     /// The checkpoint's accuracy, with its number of pictures if known.
     pub fn accuracy_in_words(&self) -> Option<String> {
-        let accuracy = self.val_accuracy?;
-        let words = |set: &ValidationSet| accuracy_of(accuracy, set.pictures);
-        Some(self.validation.as_ref().map_or_else(|| percent(accuracy), words))
+        Some(accuracy_of(self.val_accuracy?, self.validation.as_ref().map(|set| set.pictures)))
     }
 
     /// Epoch and step of the checkpoint, as every command prints them.
@@ -144,13 +143,7 @@ impl fmt::Display for VersionName {
 
 /// Why a model cannot have this name; `None` if it can.
 pub fn name_mistake(name: &str) -> Option<String> {
-    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
-    let fits = (1..=NAME_CHARS).contains(&name.len()) && name.chars().all(is_plain) && !name.starts_with('.');
-    (!fits).then(|| {
-        format!(
-            "must have 1 to {NAME_CHARS} characters, each a letter (a to z, A to Z), a digit, '-', '_' or '.', the first not a dot"
-        )
-    })
+    plain_name_mistake(name, NAME_CHARS)
 }
 
 /// Why an alias cannot have this name; `None` if it can.

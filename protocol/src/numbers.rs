@@ -27,9 +27,10 @@ pub fn exact(value: f32) -> f64 {
 /// With fewer pictures than this, an accuracy is shown with its standard error.
 const FEW_PICTURES: u64 = 10_000;
 
-/// `84.0 % ± 2.6 of 200 pictures`: an accuracy, its standard error in percent, and its number of pictures. The same as
-/// `accuracyOf` in `static/numbers.js`.
-pub fn accuracy_of(accuracy: f64, pictures: u64) -> String {
+/// `84.0 % ± 2.6 of 200 pictures`: an accuracy and, if its number of pictures is known, its standard error in percent and this number. The
+/// same as `accuracyOf` in `static/numbers.js`.
+pub fn accuracy_of(accuracy: f64, pictures: Option<u64>) -> String {
+    let Some(pictures) = pictures else { return percent(accuracy) };
     format!("{}{} of {}", percent(accuracy), standard_error(accuracy, pictures), plural(pictures, "picture"))
 }
 
@@ -52,6 +53,19 @@ pub fn uncertainty(accuracy: f64, pictures: Option<u64>) -> String {
 /// Images per second: formats `38940.2` as `38940`, `9.73` as `9.7`. Pages also separate thousands by commas.
 pub fn rate(v: f64) -> String {
     if v >= 99.95 { format!("{v:.0}") } else { format!("{:.1}", v.max(0.0)) }
+}
+
+/// Formats `2736` as `2,736`.
+pub fn count(n: u64) -> String {
+    let digits = n.to_string();
+    let mut out = String::with_capacity(digits.len() + digits.len() / 3);
+    for (i, digit) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
+            out.push(',');
+        }
+        out.push(digit);
+    }
+    out
 }
 
 /// `1 rank`, `4 ranks`, `2 classes`.
@@ -102,7 +116,7 @@ mod tests {
             (0.9, 9_999, "90.0 % ± 0.3 of 9999 pictures"),
             (0.9, 10_000, "90.0 % of 10000 pictures"),
         ] {
-            assert_eq!(accuracy_of(accuracy, pictures), words);
+            assert_eq!(accuracy_of(accuracy, Some(pictures)), words);
         }
         for (accuracy, pictures, words) in [
             (0.84, Some(200), " ± 2.6 of 200"),

@@ -3,9 +3,10 @@
 use crate::{
     access::Scope,
     limits::{PASSWORD_CHARS, PERSON_NAME_CHARS, SUBJECT_BYTES},
+    spec::named::words,
 };
 use serde::{Deserialize, Serialize};
-use std::{fmt, str::FromStr};
+use std::str::FromStr;
 use utoipa::ToSchema;
 
 /// What a person may do. Each role includes the one before it.
@@ -20,19 +21,9 @@ pub enum Role {
     Admin,
 }
 
+words!(Role: Viewer = "viewer", Member = "member", Admin = "admin");
+
 impl Role {
-    /// Ascending.
-    pub const ALL: [Role; 3] = [Role::Viewer, Role::Member, Role::Admin];
-
-    /// The word used in SQL, JSON and on the command line.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Role::Viewer => "viewer",
-            Role::Member => "member",
-            Role::Admin => "admin",
-        }
-    }
-
     /// The scope of a token that may do the same.
     pub fn scope(self) -> Scope {
         match self {
@@ -40,12 +31,6 @@ impl Role {
             Role::Member => Scope::Submit,
             Role::Admin => Scope::Admin,
         }
-    }
-}
-
-impl fmt::Display for Role {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
     }
 }
 

@@ -595,25 +595,9 @@ impl Reason {
 
     /// The rank that failed first, and the optimizer steps done at that time, as far as they are facts of the reason.
     pub fn rank_and_step(&self) -> (Option<u32>, Option<u64>) {
-        use ReasonKind::*;
-        match *self.kind {
-            RankFailed { rank, step, .. }
-            | RankExited { rank, step, .. }
-            | RankKilled { rank, step, .. }
-            | RankStopped { rank, step }
-            | RankVanished { rank, step }
-            | Stalled { rank, step, .. }
-            | Diverged { rank, step, .. }
-            | PrecisionTooNarrow { rank, step, .. } => (Some(rank), Some(step)),
-            OutOfMemory { rank, step, .. } | DatasetUnusable { rank, step, .. } => (rank, step),
-            PrecisionFallback { step, .. }
-            | StoppedEarly { step, .. }
-            | Forked { step, .. }
-            | AgentLost { step, .. }
-            | AgentWithoutRanks { step, .. }
-            | StartLost { step, .. } => (None, Some(step)),
-            _ => (None, None),
-        }
+        let facts = facts(&self.kind);
+        let fact = |name: &str| facts.get(name).and_then(Value::as_u64);
+        (fact("rank").and_then(|rank| u32::try_from(rank).ok()), fact("step"))
     }
 }
 

@@ -12,38 +12,25 @@ use crate::spec::{ScheduleKind, TrainSpec};
 /// - `one_cycle` (Smith 2018): `lr (i + 1) / r` in the first `r = pct_start * n` steps, then linearly down to `end` at the last step
 #[derive(Debug, Clone)]
 pub struct Schedule {
-    kind: ScheduleKind,
-    lr: f64,
-    end: f64,
+    spec: TrainSpec,
     warmup: u64,
     total: u64,
     steps_per_epoch: u64,
-    milestones: Vec<u32>,
-    gamma: f64,
-    pct_start: f64,
 }
 
 impl Schedule {
     /// The schedule of a run of `total` steps.
     pub fn new(spec: &TrainSpec, steps_per_epoch: u64, total: u64) -> Self {
         let warmup = (f64::from(spec.warmup_epochs) * steps_per_epoch as f64).round() as u64;
-        Self {
-            kind: spec.schedule,
-            lr: f64::from(spec.lr),
-            end: f64::from(spec.lr) * f64::from(spec.final_lr_fraction),
-            warmup: warmup.min(total),
-            total,
-            steps_per_epoch: steps_per_epoch.max(1),
-            milestones: spec.milestones.clone(),
-            gamma: f64::from(spec.gamma),
-            pct_start: f64::from(spec.pct_start),
-        }
+        let (warmup, steps_per_epoch) = (warmup.min(total), steps_per_epoch.max(1));
+        Self { spec: spec.clone(), warmup, total, steps_per_epoch }
     }
 
     /// The decay of the weights' moving average in the update after step `step`, counted from 1; `None` if no update
     /// follows this step. As in torchvision's training script, the average is a copy of the weights until the first
     /// update after the warm-up.
-    pub fn average_decay(&self, spec: &TrainSpec, step: u64) -> Option<f64> {
+    pub fn average_decay(&self, step: u64) -> Option<f64> {
+        let spec = &self.spec;
         if spec.ema_decay <= 0.0 || !step.is_multiple_of(spec.ema_steps) {
             return None;
         }
@@ -53,31 +40,34 @@ impl Schedule {
 
     /// The learning rate of a step, counted from 0.
     pub fn lr(&self, step: u64) -> f32 {
+        let spec = &self.spec;
+        let highest = f64::from(spec.lr);
+        let end = highest * f64::from(spec.final_lr_fraction);
         if step < self.warmup {
-            return (self.lr * (step + 1) as f64 / self.warmup as f64) as f32;
+            return (highest * (step + 1) as f64 / self.warmup as f64) as f32;
         }
         let steps = self.total - self.warmup;
         let at = step - self.warmup;
         // 0 at the first step, 1 at the last.
         let progress = |at: u64, of: u64| if of > 1 { (at as f64 / (of - 1) as f64).min(1.0) } else { 0.0 };
-        let lr = match self.kind {
-            ScheduleKind::Constant => self.lr,
+        let lr = match spec.schedule {
+            ScheduleKind::Constant => highest,
             ScheduleKind::Step => {
                 let epoch = step / self.steps_per_epoch;
-                let begun = self.milestones.iter().filter(|m| u64::from(**m) <= epoch).count();
-                self.lr * self.gamma.powi(begun as i32)
+                let begun = spec.milestones.iter().filter(|m| u64::from(**m) <= epoch).count();
+                highest * f64::from(spec.gamma).powi(begun as i32)
             }
             ScheduleKind::Cosine => {
                 let angle = std::f64::consts::PI * progress(at, steps);
-                self.end + (self.lr - self.end) * (1.0 + libm::cos(angle)) / 2.0
+                end + (highest - end) * (1.0 + libm::cos(angle)) / 2.0
             }
             ScheduleKind::OneCycle => {
-                let rise = ((self.pct_start * steps as f64).round() as u64).clamp(1, steps.max(1));
+                let rise = ((f64::from(spec.pct_start) * steps as f64).round() as u64).clamp(1, steps.max(1));
                 if at < rise {
-                    self.lr * (at + 1) as f64 / rise as f64
+                    highest * (at + 1) as f64 / rise as f64
                 } else {
                     // The step before already had `lr`.
-                    self.lr + (self.end - self.lr) * progress(at - rise + 1, steps - rise + 1)
+                    highest + (end - highest) * progress(at - rise + 1, steps - rise + 1)
                 }
             }
         };
@@ -93,7 +83,7 @@ pub fn describe_change(old: &Schedule, step: u64, new: &Schedule, new_step: u64)
     }
     let (old_lr, new_lr) = (old.lr(step - 1), new.lr(new_step - 1));
     // If an epoch has a step more or less than expected, the positions in the two schedules differ a little.
-    if f64::from((new_lr - old_lr).abs()) <= old.lr.max(new.lr) / 20.0 {
+    if f64::from((new_lr - old_lr).abs()) <= f64::from(old.spec.lr.max(new.spec.lr)) / 20.0 {
         return None;
     }
     let middle = new_step + (new.total - new_step) / 2;
@@ -106,7 +96,7 @@ pub fn describe_change(old: &Schedule, step: u64, new: &Schedule, new_step: u64)
         three_digits(new.lr(middle.saturating_sub(1))),
         three_digits(new.lr(new.total - 1)),
         new.total,
-        new.kind.name(),
+        new.spec.schedule.name(),
         new.total,
     ))
 }
@@ -142,13 +132,12 @@ mod tests {
         let spec = TrainSpec { ema_decay: 0.9, ema_steps: 4, ..TrainSpec::default() };
         let updates = |warmup_epochs: f32| -> Vec<(u64, f64)> {
             let schedule = Schedule::new(&TrainSpec { warmup_epochs, ..spec.clone() }, 10, 20);
-            (1..=20).filter_map(|step| Some((step, schedule.average_decay(&spec, step)?))).collect()
+            (1..=20).filter_map(|step| Some((step, schedule.average_decay(step)?))).collect()
         };
         assert_eq!(updates(0.0), [(4, 0.9), (8, 0.9), (12, 0.9), (16, 0.9), (20, 0.9)]);
         assert_eq!(updates(0.7), [(4, 0.0), (8, 0.0), (12, 0.9), (16, 0.9), (20, 0.9)]);
         assert_eq!(updates(0.8), [(4, 0.0), (8, 0.0), (12, 0.0), (16, 0.9), (20, 0.9)]);
-        let off = TrainSpec::default();
-        assert_eq!(Schedule::new(&off, 10, 20).average_decay(&off, 32), None);
+        assert_eq!(Schedule::new(&TrainSpec::default(), 10, 20).average_decay(32), None);
     }
 
     #[test]

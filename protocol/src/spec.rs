@@ -13,7 +13,7 @@ mod keys;
 mod loss;
 mod mistake;
 mod model;
-mod named;
+pub(crate) mod named;
 mod nearest;
 mod recipe;
 mod reference;

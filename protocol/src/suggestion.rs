@@ -159,13 +159,7 @@ fn data(info: &DatasetInfo, side: Option<u32>, usual: u32, validation: Commented
 /// The validation split or fraction, the number of training pictures that the fraction removes, and the number of validation pictures.
 fn validation(info: &DatasetInfo) -> (CommentedKeys, u64, u64) {
     let others = info.splits.iter().filter(|split| split.name != "train" && split.samples > 0);
-    let others: Vec<_> = others.map(|split| split.name.as_str()).collect();
-    let found = if others.contains(&"test") {
-        Some("test")
-    } else {
-        default_validation("test", others.iter().copied())
-    };
-    if let Some(split) = found {
+    if let Some(split) = default_validation("test", others.map(|split| split.name.as_str())) {
         let samples = info.splits.iter().find(|of| of.name == split).map_or(0, |of| of.samples);
         let keys = CommentedKeys {
             comment: format!("The pictures of {split} validate the network."),

@@ -3,7 +3,7 @@
 use crate::{
     job::{JobId, JobState},
     numbers::{percent, uncertainty, value},
-    spec::Setting,
+    spec::{Setting, named::words},
 };
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -21,21 +21,7 @@ pub enum SweepState {
     Cancelled,
 }
 
-impl SweepState {
-    /// Every state.
-    pub const ALL: [SweepState; 4] =
-        [SweepState::Running, SweepState::Paused, SweepState::Finished, SweepState::Cancelled];
-
-    /// The word used in SQL, JSON and on pages.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            SweepState::Running => "running",
-            SweepState::Paused => "paused",
-            SweepState::Finished => "finished",
-            SweepState::Cancelled => "cancelled",
-        }
-    }
-}
+words!(SweepState: Running = "running", Paused = "paused", Finished = "finished", Cancelled = "cancelled");
 
 /// A job that is submitted with several settings. Each setting is a trial: a job that the sweep starts.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]

@@ -1,7 +1,7 @@
 //! `lockstep checkpoints`: the checkpoints of a job.
 
 use super::{api::JobArgs, block_on, output};
-use lockstep_protocol::numbers::{accuracy_of, percent};
+use lockstep_protocol::numbers::accuracy_of;
 use serde_json::Value;
 
 /// Prints the checkpoints.
@@ -30,10 +30,10 @@ fn row(checkpoint: &Value) -> [String; 7] {
         number("step"),
         number("epoch"),
         number("attempt"),
-        match (checkpoint["val_accuracy"].as_f64(), checkpoint["validation"]["pictures"].as_u64()) {
-            (Some(accuracy), Some(pictures)) => accuracy_of(accuracy, pictures),
-            (accuracy, _) => accuracy.map(percent).unwrap_or_default(),
-        },
+        checkpoint["val_accuracy"]
+            .as_f64()
+            .map(|accuracy| accuracy_of(accuracy, checkpoint["validation"]["pictures"].as_u64()))
+            .unwrap_or_default(),
         checkpoint["size_bytes"].as_f64().map(|b| format!("{:.1} MB", b / 1e6)).unwrap_or_default(),
         if checkpoint["best"] == true { "best".into() } else { String::new() },
         checkpoint["id"].as_str().unwrap_or_default().to_owned(),

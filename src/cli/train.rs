@@ -249,7 +249,7 @@ fn conclude(ended: &Ended, out: &Path, began: Instant) -> anyhow::Result<()> {
     match ended {
         Ended::Succeeded { accuracy: Some((accuracy, pictures)), best, .. } => output::line(format_args!(
             "succeeded: validation accuracy {} in {:.0} s; checkpoints are in {}{}",
-            lockstep_protocol::numbers::accuracy_of(*accuracy, *pictures),
+            lockstep_protocol::numbers::accuracy_of(*accuracy, Some(*pictures)),
             began.elapsed().as_secs_f64(),
             out.join("checkpoints").display(),
             best.as_deref().unwrap_or_default()

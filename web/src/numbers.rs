@@ -3,21 +3,8 @@
 use jiff::Timestamp;
 use lockstep_protocol::cut;
 
-/// Formats `2736` as `2,736`.
-pub fn count(n: u64) -> String {
-    let digits = n.to_string();
-    let mut out = String::with_capacity(digits.len() + digits.len() / 3);
-    for (i, digit) in digits.chars().enumerate() {
-        if i > 0 && (digits.len() - i).is_multiple_of(3) {
-            out.push(',');
-        }
-        out.push(digit);
-    }
-    out
-}
-
 use lockstep_protocol::numbers::nouns;
-pub use lockstep_protocol::numbers::{percent, value};
+pub use lockstep_protocol::numbers::{count, percent, value};
 
 /// A text, shortened to the space that a page has for it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

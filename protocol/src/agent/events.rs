@@ -5,7 +5,7 @@ use crate::{
     histograms::LayerHistograms,
     metric::MetricColumn,
     network::NetworkDescription,
-    numbers::{accuracy_of, percent},
+    numbers::accuracy_of,
     reason::{FailureCode, Reason},
 };
 use serde::{Deserialize, Serialize};
@@ -169,9 +169,7 @@ pub struct CheckpointInfo {
 impl CheckpointInfo {
     /// The checkpoint's accuracy, with its number of pictures if known.
     pub fn accuracy_in_words(&self) -> Option<String> {
-        let accuracy = self.val_accuracy?;
-        let words = |set: &ValidationSet| accuracy_of(accuracy, set.pictures);
-        Some(self.validation.as_ref().map_or_else(|| percent(accuracy), words))
+        Some(accuracy_of(self.val_accuracy?, self.validation.as_ref().map(|set| set.pictures)))
     }
 }
 

@@ -206,9 +206,8 @@ fn unknown_key(key: &str, section: &str, names: &[&str]) -> String {
 }
 
 fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
-    let flawed = |pointer: &str, errors: &[SpecError]| errors.iter().any(|e| e.pointer == pointer);
     let mut mistake = |pointer: &str, detail: String| {
-        if !flawed(pointer, errors) {
+        if !errors.iter().any(|error| error.pointer == pointer) {
             errors.push(SpecError { pointer: pointer.into(), detail });
         }
     };

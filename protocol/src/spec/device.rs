@@ -56,15 +56,7 @@ pub const DEVICE_KINDS: &[DeviceKind] = &[
 ];
 
 /// Values of `parallel.device`: `auto` and all kinds.
-pub const DEVICE_NAMES: [&str; DEVICE_KINDS.len() + 1] = {
-    let mut names = [AUTO; DEVICE_KINDS.len() + 1];
-    let mut n = 0;
-    while n < DEVICE_KINDS.len() {
-        names[n + 1] = DEVICE_KINDS[n].name;
-        n += 1;
-    }
-    names
-};
+pub const DEVICE_NAMES: [&str; DEVICE_KINDS.len() + 1] = [AUTO, DEVICE_KINDS[0].name, DEVICE_KINDS[1].name];
 
 const AUTO: &str = "auto";
 

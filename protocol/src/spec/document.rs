@@ -33,16 +33,11 @@ fn measure(text: &str) -> Result<(), (usize, String)> {
         match token.kind() {
             TokenKind::Dot => parts += 1,
             TokenKind::Whitespace | TokenKind::Atom | TokenKind::LiteralString | TokenKind::BasicString => {}
-            kind => {
-                parts = 1;
-                match kind {
-                    TokenKind::LeftSquareBracket | TokenKind::LeftCurlyBracket => nesting += 1,
-                    TokenKind::RightSquareBracket | TokenKind::RightCurlyBracket => {
-                        nesting = usize::saturating_sub(nesting, 1);
-                    }
-                    _ => {}
-                }
+            TokenKind::LeftSquareBracket | TokenKind::LeftCurlyBracket => (parts, nesting) = (1, nesting + 1),
+            TokenKind::RightSquareBracket | TokenKind::RightCurlyBracket => {
+                (parts, nesting) = (1, usize::saturating_sub(nesting, 1));
             }
+            _ => parts = 1,
         }
         if parts > KEY_PARTS {
             return Err((token.span().start(), format!("a key has more than {KEY_PARTS} parts")));

@@ -1,12 +1,12 @@
 //! The table of keys: the values that each key accepts, and the error for any other value.
 
 use super::{
-    Arch, DEVICE_NAMES, LossKind, OptimizerKind, Recipe, Stem, image_size, loss,
+    Arch, DEVICE_NAMES, LossKind, OptimizerKind, Recipe, ScheduleKind, Stem, image_size, loss,
     mistake::{describe_value, shortened},
     nearest::nearest,
     shard, stop,
 };
-use crate::labels;
+use crate::{labels, numbers::count};
 use serde_json::Value;
 
 /// Values that a key accepts.
@@ -181,7 +181,7 @@ pub const KEYS: &[Section] = &[
             ("beta2", below(0.0, 1.0)),
             // With 0, a weight without a gradient would become 0 / 0; much smaller values do not exist in a GPU's float32.
             ("epsilon", number(1e-16, 1.0)),
-            ("schedule", Kind::Word(&["constant", "step", "cosine", "one_cycle"])),
+            ("schedule", Kind::Word(&ScheduleKind::NAMES)),
             ("warmup_epochs", number(0.0, 100_000.0)),
             ("milestones", Kind::Epochs),
             ("gamma", above(0.0, 1.0)),
@@ -321,24 +321,14 @@ impl Kind {
                 }
                 None => is(&one_of(words)),
             },
-            Kind::Bool => {
-                if value.is_boolean() {
-                    Ok(())
-                } else {
-                    is("true or false")
-                }
-            }
+            Kind::Bool if value.is_boolean() => Ok(()),
+            Kind::Bool => is("true or false"),
             Kind::Whole { min, max } => match value.as_i64() {
                 Some(n) if (min..=max).contains(&n) => Ok(()),
                 _ => is(&format!("a whole number from {} to {}", grouped(min), grouped(max))),
             },
-            Kind::Seed => {
-                if value.as_u64().is_some() {
-                    Ok(())
-                } else {
-                    is("a whole number from 0 to 2^64 - 1")
-                }
-            }
+            Kind::Seed if value.is_u64() => Ok(()),
+            Kind::Seed => is("a whole number from 0 to 2^64 - 1"),
             Kind::Number { min, max, excludes_min, excludes_max } => match value.as_f64() {
                 Some(n)
                     if n.abs() <= FINITE
@@ -450,13 +440,5 @@ fn one_of(words: &[&str]) -> String {
 
 /// With separators of thousands: `1,000,000`.
 pub(super) fn grouped(n: i64) -> String {
-    let digits = n.unsigned_abs().to_string();
-    let mut out = String::from(if n < 0 { "-" } else { "" });
-    for (i, digit) in digits.chars().enumerate() {
-        if i > 0 && (digits.len() - i).is_multiple_of(3) {
-            out.push(',');
-        }
-        out.push(digit);
-    }
-    out
+    format!("{}{}", if n < 0 { "-" } else { "" }, count(n.unsigned_abs()))
 }

@@ -1,4 +1,4 @@
-//! Enums whose values are names in a specification.
+//! Enums whose values are words in specifications, messages and the database.
 
 /// Gives an enum the constants `ALL` and `NAMES` and the method `name`. The names must equal serde's; the test below
 /// compares them, so add each new enum to its list.
@@ -23,9 +23,42 @@ macro_rules! named {
 
 pub(super) use named;
 
+/// Gives an enum the constant `ALL`, the method `as_str` and `Display`. As for `named`, the words must equal serde's.
+macro_rules! words {
+    ($kind:ident: $($variant:ident = $word:literal),+ $(,)?) => {
+        impl $kind {
+            /// Every value.
+            pub const ALL: [$kind; [$($word),+].len()] = [$($kind::$variant),+];
+
+            /// The word used in SQL, JSON, on pages and on the command line.
+            pub fn as_str(self) -> &'static str {
+                match self {
+                    $($kind::$variant => $word),+
+                }
+            }
+        }
+
+        impl std::fmt::Display for $kind {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str(self.as_str())
+            }
+        }
+    };
+}
+
+pub(crate) use words;
+
 #[cfg(test)]
 mod tests {
-    use crate::spec::{Arch, LossKind, OptimizerKind, Recipe, Split, Stem};
+    use crate::{
+        access::Scope,
+        attempt::AttemptState,
+        histograms::HistogramKind,
+        job::JobState,
+        people::Role,
+        spec::{Arch, LossKind, OptimizerKind, Recipe, ScheduleKind, Split, Stem},
+        sweep::SweepState,
+    };
     use serde_json::json;
 
     #[test]
@@ -37,6 +70,14 @@ mod tests {
                 })+
             };
         }
-        compare!(Arch, Stem, OptimizerKind, Recipe, Split, LossKind);
+        compare!(Arch, Stem, OptimizerKind, ScheduleKind, Recipe, Split, LossKind);
+        macro_rules! compare_words {
+            ($($kind:ident),+) => {
+                $(for value in $kind::ALL {
+                    assert_eq!(json!(value), value.as_str());
+                })+
+            };
+        }
+        compare_words!(Scope, Role, JobState, AttemptState, SweepState, HistogramKind);
     }
 }

@@ -192,8 +192,11 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
         }
         return;
     }
+    // The largest divisor of `count` that is at most `given`.
+    let divisor =
+        |count: u32, given: u32| (1..=count.min(given)).rev().find(|n| count.is_multiple_of(*n)).unwrap_or(1);
     if !ranks.is_multiple_of(model) {
-        let near = (1..=ranks.min(model)).rev().find(|model| ranks.is_multiple_of(*model)).unwrap_or(1);
+        let near = divisor(ranks, model);
         mistake(
             "/parallel/model",
             format!(
@@ -201,8 +204,7 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
             ),
         );
     } else if !(ranks / model).is_multiple_of(height) {
-        let left = ranks / model;
-        let near = (1..=left.min(height)).rev().find(|height| left.is_multiple_of(*height)).unwrap_or(1);
+        let near = divisor(ranks / model, height);
         mistake(
             "/parallel/height",
             format!(
@@ -210,8 +212,7 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
             ),
         );
     } else if !(ranks / model / height).is_multiple_of(pipeline) {
-        let left = ranks / model / height;
-        let near = (1..=left.min(pipeline)).rev().find(|stages| left.is_multiple_of(*stages)).unwrap_or(1);
+        let near = divisor(ranks / model / height, pipeline);
         mistake(
             "/parallel/pipeline",
             format!(

@@ -149,16 +149,7 @@ pub enum ScheduleKind {
     OneCycle,
 }
 
-impl ScheduleKind {
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Constant => "constant",
-            Self::Step => "step",
-            Self::Cosine => "cosine",
-            Self::OneCycle => "one_cycle",
-        }
-    }
-}
+named!(ScheduleKind: Constant = "constant", Step = "step", Cosine = "cosine", OneCycle = "one_cycle");
 
 /// Arithmetic of the convolutions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]

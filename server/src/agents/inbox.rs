@@ -1,11 +1,11 @@
 //! The queue of reports that wait to be stored (`ingest/`), with back-pressure by their size in bytes.
 
-use crate::store::Report;
+use crate::{store::Report, util::lock};
 use lockstep_protocol::agent::{AttemptEvent, AttemptRef};
 use std::{
     collections::HashSet,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex,
         atomic::{AtomicUsize, Ordering},
     },
     time::Duration,
@@ -50,19 +50,15 @@ impl ReportConnection {
         (Self { cut, incomplete: Arc::default() }, cut_off)
     }
 
-    fn incomplete(&self) -> MutexGuard<'_, HashSet<AttemptRef>> {
-        self.incomplete.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Closes the connection, because a report of this attempt was not stored.
     pub(crate) fn close_for(&self, attempt: &AttemptRef) {
-        self.incomplete().insert(attempt.clone());
+        lock(&self.incomplete).insert(attempt.clone());
         let _ = self.cut.try_send(());
     }
 
     /// Whether records of this attempt are missing. Later records must then not be stored, in particular the attempt's end.
     pub(crate) fn is_incomplete(&self, attempt: &AttemptRef) -> bool {
-        self.incomplete().contains(attempt)
+        lock(&self.incomplete).contains(attempt)
     }
 }
 

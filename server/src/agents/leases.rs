@@ -3,12 +3,12 @@
 //! Leases are in memory and use the monotonic clock, so a change of the system time expires no lease. Which attempt may write is in the
 //! store (its fencing token). A restarted server therefore gives every live attempt one full lease, within which its agent has to report.
 
-use crate::store::Place;
+use crate::{store::Place, util::lock};
 use lockstep_protocol::{agent::AttemptRef, job::JobId};
 use std::{
     collections::{HashMap, HashSet},
     ops::Deref,
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::Mutex,
     time::{Duration, Instant},
 };
 use tokio::sync::Notify;
@@ -51,23 +51,12 @@ struct Lease {
 struct AgentHold {
     place: Place,
     until: Instant,
-    state: Ranks,
+    /// How the ranks have ended here. `None` while they may run.
+    end: Option<RanksEnd>,
     /// Whether the agent has reported the attempt to this server, so the order to start has reached the agent.
     has_order: bool,
     /// For an attempt over several agents: the agent has finished its preflight check. Rank 0's agent also gives the port.
     ready: Option<Option<u16>>,
-}
-
-/// The state of an attempt's ranks on one agent.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Ranks {
-    There,
-    /// The agent has reported the ranks' end. Other agents still have ranks.
-    Ended,
-    /// The ranks ended because they lost the connection to ranks of other agents: the attempt cannot continue.
-    LostContact,
-    /// The lease has expired.
-    Lost,
 }
 
 /// The part of an attempt on one agent, whose lease has expired or which was given up.
@@ -83,11 +72,11 @@ pub(crate) struct Expired {
 
 impl Lease {
     fn held(&self) -> impl Iterator<Item = &AgentHold> {
-        self.holds.iter().filter(|hold| hold.state == Ranks::There)
+        self.holds.iter().filter(|hold| hold.end.is_none())
     }
 
     fn has_lost_contact(&self) -> bool {
-        !self.unreachable.is_empty() || self.holds.iter().any(|hold| hold.state == Ranks::LostContact)
+        !self.unreachable.is_empty() || self.holds.iter().any(|hold| hold.end == Some(RanksEnd::LostContact))
     }
 
     fn expired_at(&self, hold: &AgentHold) -> Expired {
@@ -133,8 +122,13 @@ impl Held {
         }
     }
 
-    fn get_mut(&mut self, job: &JobId) -> Option<&mut Lease> {
-        self.leases.get_mut(job)
+    /// The lease of an attempt. `None` if the attempt has ended.
+    fn of(&self, attempt: &AttemptRef) -> Option<&Lease> {
+        self.leases.get(&attempt.job).filter(|lease| lease.attempt == *attempt)
+    }
+
+    fn of_mut(&mut self, attempt: &AttemptRef) -> Option<&mut Lease> {
+        self.leases.get_mut(&attempt.job).filter(|lease| lease.attempt == *attempt)
     }
 
     /// Leases with ranks on an agent.
@@ -150,10 +144,6 @@ impl Leases {
         Self { duration, by_job: Mutex::default(), given_up: Mutex::default(), wake: Notify::new() }
     }
 
-    fn by_job(&self) -> MutexGuard<'_, Held> {
-        self.by_job.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Wakes dispatch, which then processes the queue.
     pub(crate) fn wake_dispatch(&self) {
         self.wake.notify_one();
@@ -162,26 +152,26 @@ impl Leases {
     /// Adds a lease. `has_order`: the agents may already have the order to start.
     pub(crate) fn hold(&self, attempt: AttemptRef, places: Vec<Place>, has_order: bool) {
         let until = Instant::now() + self.duration;
-        let hold = |place| AgentHold { place, until, state: Ranks::There, has_order, ready: None };
+        let hold = |place| AgentHold { place, until, end: None, has_order, ready: None };
         let holds = places.into_iter().map(hold).collect();
-        self.by_job().put(Lease { attempt, holds, stop_requested: false, unreachable: HashSet::new() });
+        lock(&self.by_job).put(Lease { attempt, holds, stop_requested: false, unreachable: HashSet::new() });
     }
 
     /// Records that the agents of an attempt were requested to stop its ranks.
     pub(crate) fn note_stop_requested(&self, attempt: &AttemptRef) {
-        if let Some(lease) = self.by_job().get_mut(&attempt.job).filter(|lease| lease.attempt == *attempt) {
+        if let Some(lease) = lock(&self.by_job).of_mut(attempt) {
             lease.stop_requested = true;
         }
     }
 
     /// Whether the agents of a job's attempt were requested to stop it.
     pub(crate) fn is_stop_requested(&self, job: &JobId) -> bool {
-        self.by_job().get(job).is_some_and(|lease| lease.stop_requested)
+        lock(&self.by_job).get(job).is_some_and(|lease| lease.stop_requested)
     }
 
     /// Releases the slots of an attempt. The slots of a later attempt of the job stay occupied.
     pub(crate) fn release(&self, job: &JobId, attempt: u32) {
-        let mut leases = self.by_job();
+        let mut leases = lock(&self.by_job);
         if leases.get(job).is_some_and(|lease| lease.attempt.attempt <= attempt) {
             leases.remove(job);
         }
@@ -192,16 +182,10 @@ impl Leases {
     /// Frees an attempt's slots on an agent whose ranks have ended or whose lease has expired. Returns the other agents that still have
     /// ranks of the attempt.
     pub(crate) fn ended_at(&self, attempt: &AttemptRef, agent_id: &str, how: RanksEnd) -> Vec<Place> {
-        let mut leases = self.by_job();
-        let Some(lease) = leases.get_mut(&attempt.job).filter(|lease| lease.attempt == *attempt) else {
-            return Vec::new();
-        };
+        let mut leases = lock(&self.by_job);
+        let Some(lease) = leases.of_mut(attempt) else { return Vec::new() };
         for hold in lease.holds.iter_mut().filter(|hold| hold.place.agent_id == agent_id) {
-            hold.state = match how {
-                RanksEnd::OnTheirOwn => Ranks::Ended,
-                RanksEnd::LostContact => Ranks::LostContact,
-                RanksEnd::Unknown => Ranks::Lost,
-            };
+            hold.end = Some(how);
         }
         let others = lease.held().map(|hold| hold.place.clone()).collect();
         drop(leases);
@@ -213,12 +197,11 @@ impl Leases {
     pub(crate) fn renew(&self, agent_id: &str, attempts: &[AttemptRef]) -> Vec<AttemptRef> {
         let until = Instant::now() + self.duration;
         self.update_given_up(agent_id, attempts, until);
-        let mut leases = self.by_job();
+        let mut leases = lock(&self.by_job);
         let mut is_theirs = |attempt: &AttemptRef| {
-            let lease = leases.get_mut(&attempt.job).filter(|lease| lease.attempt == *attempt);
-            let mut holds = lease.into_iter().flat_map(|lease| lease.holds.iter_mut());
+            let mut holds = leases.of_mut(attempt).into_iter().flat_map(|lease| lease.holds.iter_mut());
             match holds.find(|hold| hold.place.agent_id == agent_id) {
-                Some(hold) if hold.state != Ranks::Lost => {
+                Some(hold) if hold.end != Some(RanksEnd::Unknown) => {
                     hold.until = until;
                     hold.has_order = true;
                     true
@@ -237,8 +220,8 @@ impl Leases {
         agent_id: &str,
         port: Option<u16>,
     ) -> Option<(u16, Vec<Place>)> {
-        let mut leases = self.by_job();
-        let lease = leases.get_mut(&attempt.job).filter(|lease| lease.attempt == *attempt)?;
+        let mut leases = lock(&self.by_job);
+        let lease = leases.of_mut(attempt)?;
         let hold = lease.holds.iter_mut().find(|hold| hold.place.agent_id == agent_id)?;
         hold.has_order = true;
         // Only rank 0's agent may choose the port.
@@ -251,7 +234,7 @@ impl Leases {
 
     /// Live attempts on an agent, each with all places that have its ranks.
     pub(crate) fn of_agent(&self, agent_id: &str) -> Vec<(AttemptRef, Vec<Place>)> {
-        self.by_job()
+        lock(&self.by_job)
             .on(agent_id)
             .map(|(lease, _)| (lease.attempt.clone(), lease.held().map(|hold| hold.place.clone()).collect()))
             .collect()
@@ -259,47 +242,38 @@ impl Leases {
 
     /// Number of agents to which an attempt was given; 0 if the attempt has ended.
     pub(crate) fn places(&self, attempt: &AttemptRef) -> usize {
-        let leases = self.by_job();
-        leases
-            .get(&attempt.job)
-            .filter(|lease| lease.attempt == *attempt)
-            .map_or(0, |lease| lease.holds.len())
+        lock(&self.by_job).of(attempt).map_or(0, |lease| lease.holds.len())
     }
 
     /// Whether a rank of an attempt, of which this agent has ranks, was given to another agent.
     pub(crate) fn is_elsewhere(&self, agent_id: &str, attempt: &AttemptRef, rank: u32) -> bool {
-        let leases = self.by_job();
-        let lease = leases.get(&attempt.job).filter(|lease| lease.attempt == *attempt);
         let has = |hold: &AgentHold| hold.place.ranks.iter().any(|(of, _)| *of == rank);
         let is_its = |hold: &AgentHold| hold.place.agent_id == agent_id;
-        lease.is_some_and(|lease| {
+        lock(&self.by_job).of(attempt).is_some_and(|lease| {
             lease.holds.iter().any(is_its) && lease.holds.iter().any(|hold| !is_its(hold) && has(hold))
         })
     }
 
     /// Whether an agent has ranks of an attempt that may run; if so, whether rank 0 is among them.
     pub(crate) fn held_by(&self, agent_id: &str, attempt: &AttemptRef) -> Option<bool> {
-        let leases = self.by_job();
-        let lease = leases.get(&attempt.job).filter(|lease| lease.attempt == *attempt)?;
-        let hold = lease.held_at(agent_id)?;
-        Some(hold.place.has_rank_0())
+        Some(lock(&self.by_job).of(attempt)?.held_at(agent_id)?.place.has_rank_0())
     }
 
     /// The attempt of a job that may run.
     pub(crate) fn attempt_of(&self, job: &JobId) -> Option<AttemptRef> {
-        self.by_job().get(job).map(|lease| lease.attempt.clone())
+        lock(&self.by_job).get(job).map(|lease| lease.attempt.clone())
     }
 
     /// The shortest time that an attempt on this agent may continue without contact; `None` if there is no attempt.
     pub(crate) fn left(&self, agent_id: &str) -> Option<Duration> {
         let now = Instant::now();
-        let leases = self.by_job();
+        let leases = lock(&self.by_job);
         leases.on(agent_id).map(|(_, hold)| hold.until.saturating_duration_since(now)).min()
     }
 
     /// Job and rank of each slot in use on an agent.
     pub(crate) fn slots_in_use(&self, agent_id: &str) -> HashMap<u32, (JobId, u32)> {
-        let leases = self.by_job();
+        let leases = lock(&self.by_job);
         let slots = leases.on(agent_id).flat_map(|(lease, hold)| {
             let job = &lease.attempt.job;
             hold.place.ranks.iter().map(move |(rank, slot)| (*slot, (job.clone(), *rank)))
@@ -307,20 +281,10 @@ impl Leases {
         slots.collect()
     }
 
-    /// The slots in use on every agent, by its id.
-    pub(crate) fn all_slots_in_use(&self) -> HashMap<String, HashSet<u32>> {
-        let mut in_use: HashMap<String, HashSet<u32>> = HashMap::new();
-        for hold in self.by_job().values().flat_map(Lease::held) {
-            let slots = hold.place.ranks.iter().map(|(_, slot)| *slot);
-            in_use.entry(hold.place.agent_id.clone()).or_default().extend(slots);
-        }
-        in_use
-    }
-
     /// The job in each slot in use on every agent, by its id.
     pub(crate) fn jobs_in_slots(&self) -> HashMap<String, HashMap<u32, JobId>> {
         let mut found: HashMap<String, HashMap<u32, JobId>> = HashMap::new();
-        for (job, lease) in self.by_job().iter() {
+        for (job, lease) in lock(&self.by_job).iter() {
             for hold in lease.held() {
                 let slots = hold.place.ranks.iter().map(|(_, slot)| (*slot, job.clone()));
                 found.entry(hold.place.agent_id.clone()).or_default().extend(slots);
@@ -331,13 +295,13 @@ impl Leases {
 
     /// Jobs whose ranks have ended on one of their agents, so that the others will end, too.
     pub(crate) fn ending(&self) -> Vec<JobId> {
-        let ends = |lease: &Lease| lease.holds.iter().any(|hold| hold.state != Ranks::There);
-        self.by_job().iter().filter(|(_, lease)| ends(lease)).map(|(job, _)| job.clone()).collect()
+        let ends = |lease: &Lease| lease.holds.iter().any(|hold| hold.end.is_some());
+        lock(&self.by_job).iter().filter(|(_, lease)| ends(lease)).map(|(job, _)| job.clone()).collect()
     }
 
     /// The places of a job's ranks.
     pub(crate) fn places_of(&self, job: &JobId) -> Vec<Place> {
-        let leases = self.by_job();
+        let leases = lock(&self.by_job);
         let held = leases.get(job).into_iter().flat_map(Lease::held);
         held.map(|hold| hold.place.clone()).collect()
     }
@@ -347,10 +311,10 @@ impl Leases {
         let expired = |lease: &Lease| -> Vec<Expired> {
             // Without holds the attempt has ended, although the store may not have all ends yet.
             let has_no_holds = lease.held().next().is_none();
-            let counts = |hold: &&AgentHold| has_no_holds || hold.state == Ranks::There;
+            let counts = |hold: &&AgentHold| has_no_holds || hold.end.is_none();
             let holds = lease.holds.iter().filter(counts).filter(|hold| hold.until <= now);
             holds.map(|hold| lease.expired_at(hold)).collect()
         };
-        self.by_job().values().flat_map(expired).collect()
+        lock(&self.by_job).values().flat_map(expired).collect()
     }
 }

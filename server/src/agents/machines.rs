@@ -9,7 +9,10 @@ pub(crate) use minutes::{minute_of, point_of};
 pub(crate) use point::{GPU_METRICS, MACHINE_METRICS, Point, buckets};
 pub(crate) use warnings::{MachineState, warnings};
 
-use crate::store::{MinuteRow, Store};
+use crate::{
+    store::{MinuteRow, Store},
+    util::lock,
+};
 use jiff::Timestamp;
 use lockstep_protocol::{
     agent::{MachineSample, MachineWarning, Slot},
@@ -19,7 +22,7 @@ use lockstep_protocol::{
 use minutes::Minute;
 use std::{
     collections::{HashMap, VecDeque},
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::Mutex,
     time::{Duration, Instant},
 };
 use tokio::time::{MissedTickBehavior, interval};
@@ -129,16 +132,12 @@ pub(crate) fn checked_findings(findings: Vec<MachineWarning>) -> Vec<MachineWarn
 }
 
 impl Machines {
-    fn all(&self) -> MutexGuard<'_, HashMap<String, Measured>> {
-        self.by_agent.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Adds a sample of an agent with these slots, which arrived at the time `at` of this server's clock.
     pub(crate) fn add(&self, agent: &str, sample: MachineSample, slots: &[Slot], at: Timestamp) {
         let behind = at.as_millisecond() - sample.at.as_millisecond();
         let sample = checked(sample, slots);
         let point = Point::of(at, &sample);
-        let mut all = self.all();
+        let mut all = lock(&self.by_agent);
         if !all.contains_key(agent)
             && all.len() >= MEASURED_MACHINES
             && let Some(oldest) = all.iter().min_by_key(|(_, m)| m.heard).map(|(id, _)| id.clone())
@@ -173,19 +172,18 @@ impl Machines {
 
     /// Called when an agent connects. Earlier differences of the clocks are dropped.
     pub(crate) fn connected(&self, agent: &str) {
-        if let Some(measured) = self.all().get_mut(agent) {
+        if let Some(measured) = lock(&self.by_agent).get_mut(agent) {
             measured.clock.clear();
         }
     }
 
-    /// Forgets a machine.
     pub(crate) fn forget(&self, agent: &str) {
-        self.all().remove(agent);
+        lock(&self.by_agent).remove(agent);
     }
 
     /// The newest sample of a machine.
     pub(crate) fn newest(&self, agent: &str) -> Option<Newest> {
-        let all = self.all();
+        let all = lock(&self.by_agent);
         let measured = all.get(agent)?;
         let nearest = measured.clock.iter().copied().min_by_key(|ms| ms.abs());
         Some(Newest {
@@ -197,7 +195,7 @@ impl Machines {
 
     /// The finished minutes that are not in the database, and the samples in memory, from `since` on; both in order of time.
     pub(crate) fn since(&self, agent: &str, since: Timestamp) -> (Vec<MinuteRow>, Vec<Point>) {
-        let all = self.all();
+        let all = lock(&self.by_agent);
         let Some(measured) = all.get(agent) else { return (Vec::new(), Vec::new()) };
         let recent = measured.recent.iter().filter(|point| point.at >= since).cloned();
         (measured.unstored.iter().cloned().collect(), recent.collect())
@@ -206,7 +204,7 @@ impl Machines {
     /// Takes the minutes to store. `unfinished`: also the current minute, because the server stops.
     pub(crate) fn take_minutes(&self, now: Timestamp, unfinished: bool) -> Vec<MinuteRow> {
         let mut taken = Vec::new();
-        for (agent, measured) in self.all().iter_mut() {
+        for (agent, measured) in lock(&self.by_agent).iter_mut() {
             // This also ends the last minute of a machine that has disconnected.
             if let Some(finished) = measured.minute.finish(agent, now, unfinished) {
                 measured.unstored.push_back(finished);
@@ -218,7 +216,7 @@ impl Machines {
 
     /// Takes minutes back that could not be stored.
     pub(crate) fn give_back(&self, minutes: Vec<MinuteRow>) {
-        let mut all = self.all();
+        let mut all = lock(&self.by_agent);
         for minute in minutes.into_iter().rev() {
             if let Some(measured) = all.get_mut(&minute.agent_id)
                 && measured.unstored.len() < MAX_UNSTORED
@@ -227,9 +225,7 @@ impl Machines {
             }
         }
     }
-}
 
-impl Machines {
     /// Stores finished minutes and removes old ones. Runs until dropped.
     pub(crate) async fn keep_minutes(&self, store: &dyn Store) {
         let mut tick = interval(STORE_INTERVAL);

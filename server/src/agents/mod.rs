@@ -7,7 +7,7 @@ pub(crate) mod refusals;
 pub(crate) mod requests;
 pub(crate) mod rows;
 
-use crate::store::AgentRow;
+use crate::{store::AgentRow, util::lock};
 use inbox::Inbox;
 use jiff::Timestamp;
 use leases::Leases;
@@ -24,7 +24,7 @@ use std::{
     collections::{BTreeMap, HashMap, HashSet},
     net::IpAddr,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex,
         atomic::{AtomicU64, Ordering},
     },
     time::{Duration, Instant},
@@ -141,10 +141,8 @@ struct Pending {
     connection: u64,
     agent: String,
     queue: RequestQueue,
-    reply_to: ReplyTo,
+    reply_to: oneshot::Sender<Result<AgentReply, String>>,
 }
-
-type ReplyTo = oneshot::Sender<Result<AgentReply, String>>;
 
 /// Agents by id.
 #[derive(Debug)]
@@ -165,10 +163,6 @@ pub(crate) struct Agents {
     last_message_at: Mutex<HashMap<String, Instant>>,
     /// Ids of drained agents, connected or not. Drained agents get no new work.
     draining: Mutex<HashSet<String>>,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Compares names with numbers by their values: node-2 comes before node-10. Names that differ only in leading zeros keep the order of
@@ -332,7 +326,6 @@ impl Agents {
         }
     }
 
-    /// Whether an agent is drained.
     pub(crate) fn is_draining(&self, id: &str) -> bool {
         lock(&self.draining).contains(id)
     }

@@ -1,10 +1,11 @@
 //! Log lines about refused agents. The first refusal of an agent is logged at once with the reason, and repetitions only once in a while,
 //! because an agent retries every few seconds, and a scanner more often.
 
+use crate::util::lock;
 use std::{
     collections::HashMap,
     net::IpAddr,
-    sync::{Mutex, PoisonError},
+    sync::Mutex,
     time::{Duration, Instant},
 };
 
@@ -42,7 +43,7 @@ impl Refusals {
 
     /// The number of refusals that were not logged, if this one must be logged now.
     fn is_due(&self, key: Key, now: Instant) -> Option<u64> {
-        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = lock(&self.0);
         if !all.contains_key(&key) && all.len() >= MAX_DISTINCT {
             all.retain(|_, (logged, _)| now.duration_since(*logged) < REPEAT_INTERVAL);
         }

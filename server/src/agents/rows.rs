@@ -1,8 +1,11 @@
 //! Rows of agents that wait to be stored. After a restart, all agents reconnect at the same time. Rows that arrive while a transaction is
 //! written are stored together in the next one.
 
-use crate::store::{AgentRow, Result, Store, StoreError};
-use std::sync::{Mutex, PoisonError};
+use crate::{
+    store::{AgentRow, Result, Store, StoreError},
+    util::lock,
+};
+use std::sync::Mutex;
 use tokio::sync::oneshot;
 
 /// Maximum number of rows in a transaction.
@@ -25,7 +28,7 @@ impl AgentRows {
     /// The database refuses the row.
     pub(crate) async fn put(&self, store: &dyn Store, row: AgentRow) -> Result<()> {
         let (to, mut written) = oneshot::channel();
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner).push((row, to));
+        lock(&self.waiting).push((row, to));
         loop {
             let _writing = self.writing.lock().await;
             match written.try_recv() {
@@ -40,7 +43,7 @@ impl AgentRows {
 
     async fn write(&self, store: &dyn Store) {
         let (rows, replies): (Vec<_>, Vec<_>) = {
-            let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut waiting = lock(&self.waiting);
             let some = MAX_BATCH.min(waiting.len());
             waiting.drain(..some).unzip()
         };

@@ -4,6 +4,7 @@
 use super::{
     Checkpoints,
     manifest::{MANIFEST, Manifest, check_whole, is_media_error},
+    name_of,
 };
 use crate::{store::CheckpointRow, util::regular_files};
 use std::{
@@ -25,10 +26,9 @@ pub(crate) async fn set_damaged_aside(
     let done = tokio::task::spawn_blocking(move || set_aside(&folder)).await;
     if let Some(how) = done.map_err(io::Error::other)?? {
         tracing::warn!(checkpoint = row.id, how, "a checkpoint on the disk is damaged; it is set aside");
-        let (epoch, step) = (row.info.epoch, row.info.step);
-        let text = format!(
-            "checkpoint {epoch}-{step} on the server's disk is damaged ({how}); it is set aside and {then}"
-        );
+        let name = name_of(row);
+        let text =
+            format!("checkpoint {name} on the server's disk is damaged ({how}); it is set aside and {then}");
         checkpoints.events.log(&row.job, text).await;
     }
     Ok(())

@@ -2,15 +2,15 @@
 //! prediction, a fork, or the next attempt of a job.
 
 use super::{
-    Checkpoints, artifact_checks,
+    Checkpoints, Wait, artifact_checks,
     artifact_store::{ArtifactStore, Asked, Fetch, Fetched, NotFetched},
     manifest::{MANIFEST, ManifestFile, Verifier},
+    name_of,
     object_storage::{Place, describe},
 };
 use crate::store::{self, CheckpointRow, Copies};
 use futures_util::StreamExt;
 use lockstep_protocol::{
-    agent::CheckpointInfo,
     job::Job,
     reason::{Reason, ReasonKind},
 };
@@ -28,7 +28,7 @@ const MAX_TRIES: usize = 2;
 /// Number of bytes that a fetch leaves free on the disk, for other writers.
 const SPARE_BYTES: u64 = 256 << 20;
 /// Time limit for all checks for which a round of dispatch waits. The round does nothing else while it waits.
-const CHECK_TIMEOUT: Duration = Duration::from_millis(500);
+pub(crate) const CHECK_TIMEOUT: Duration = Duration::from_millis(500);
 /// Name of the folder in a job's folder that has the files of checkpoints which are being fetched.
 const FETCHED: &str = "fetched";
 
@@ -162,69 +162,51 @@ async fn have_whole(checkpoints: &Checkpoints, store: &ArtifactStore, row: &Chec
     fetched
 }
 
-/// The remaining time for which a round of dispatch may wait for checks.
-#[derive(Debug)]
-pub(crate) struct CheckWait(Duration);
-
-impl Default for CheckWait {
-    fn default() -> Self {
-        Self(CHECK_TIMEOUT)
-    }
-}
-
-impl CheckWait {
-    /// Waits for the end of a check, at most for the remaining time.
-    async fn wait(&mut self, check: Fetch) -> Fetched {
-        let began = Instant::now();
-        let ended = wait(check, self.0).await;
-        self.0 = self.0.saturating_sub(began.elapsed());
-        ended
-    }
+/// Waits for the end of a check, at most for `patience`, which becomes shorter by the time of the wait.
+async fn wait_for_check(check: Fetch, patience: &mut Duration) -> Fetched {
+    let began = Instant::now();
+    let ended = wait(check, *patience).await;
+    *patience = patience.saturating_sub(began.elapsed());
+    ended
 }
 
 /// Whether a job can continue from a checkpoint, or begin from it.
 pub(crate) enum Availability {
     /// The checkpoint is on the disk, or there is no object store.
     Here,
-    /// The copy on the disk is being checked.
-    Checking(Reason),
-    /// The checkpoint is being fetched from the object store. The job waits without a time limit, because an older checkpoint would lose
-    /// training.
-    Fetching(Reason),
+    /// The copy on the disk is being checked, or the checkpoint is being fetched from the object store. The job waits without a time limit,
+    /// because an older checkpoint would lose training.
+    Waits(Wait),
     /// The checkpoint is neither on the disk nor in the object store, or the copy in the object store is damaged.
     Lost,
 }
 
 /// Finds out whether a checkpoint is available, and begins to check or fetch it if necessary. `waiting` is the job that needs the
 /// checkpoint, which may be another job than the one that wrote it.
-///
-/// # Errors
-/// A database error.
 pub(crate) async fn fetch_if_missing(
     checkpoints: &Arc<Checkpoints>,
     row: &CheckpointRow,
     copies: Option<&Copies>,
     waiting: &Job,
-    patience: &mut CheckWait,
+    patience: &mut Duration,
 ) -> store::Result<Availability> {
     let Some(store) = &checkpoints.artifact_store else { return Ok(Availability::Here) };
-    let waits = |failed: Option<String>| -> Reason {
+    let waits = |failed: Option<String>, is_kept: bool| {
         let (checkpoint, detail) = (row.id.as_str().into(), failed.map(Into::into));
-        ReasonKind::WaitingForCheckpoint { checkpoint, agent: None, detail }.into()
+        let why = ReasonKind::WaitingForCheckpoint { checkpoint, agent: None, detail };
+        Availability::Waits(Wait { why: Reason::from(why).into(), is_kept })
     };
     // Without this check, a rank would rename a damaged checkpoint and continue from an older one.
     if !store.is_checked(&row.id, &waiting.id, waiting.attempt)
         && let Some((fetch, begins)) = check(checkpoints, row, copies, Some(waiting))
     {
         // Most checks are quick. Without a wait, the job would start one round later.
-        let ended = if begins { patience.wait(fetch).await } else { wait(fetch, Duration::ZERO).await };
+        let ended =
+            if begins { wait_for_check(fetch, patience).await } else { wait(fetch, Duration::ZERO).await };
         if ended.is_none() {
-            let why = waits(None);
-            // If the check has found damage, the checkpoint is being fetched now.
-            return Ok(match checkpoints.folder(row).exists() {
-                true => Availability::Checking(why),
-                false => Availability::Fetching(why),
-            });
+            // A check is as fast as reading the checkpoint, so the slots are kept for the job. If the check has found damage, the checkpoint
+            // is being fetched now.
+            return Ok(waits(None, checkpoints.folder(row).exists()));
         }
     }
     let Some(fetch) = fetch(checkpoints, row, copies) else {
@@ -233,10 +215,8 @@ pub(crate) async fn fetch_if_missing(
     };
     let outcome = fetch.outcome.borrow().clone();
     match outcome {
-        None | Some(Ok(())) => Ok(Availability::Fetching(waits(None))),
-        Some(Err(NotFetched::Away(why) | NotFetched::Disk(why))) => {
-            Ok(Availability::Fetching(waits(Some(why))))
-        }
+        None | Some(Ok(())) => Ok(waits(None, false)),
+        Some(Err(NotFetched::Away(why) | NotFetched::Disk(why))) => Ok(waits(Some(why), false)),
         Some(Err(why @ (NotFetched::Missing | NotFetched::Damaged(_)))) => {
             checkpoints.store.mark_damaged(store.storage.url(), &row.id).await?;
             checkpoints.events.log(&waiting.id, lost(row, waiting, &why)).await;
@@ -252,9 +232,9 @@ fn lost(row: &CheckpointRow, waiting: &Job, why: &NotFetched) -> String {
         _ => "is not there".to_owned(),
     };
     if row.job == waiting.id {
-        let CheckpointInfo { epoch, step, .. } = row.info;
+        let name = name_of(row);
         return format!(
-            "checkpoint {epoch}-{step} cannot be fetched from the object store: it {how}; the job continues from the previous one"
+            "checkpoint {name} cannot be fetched from the object store: it {how}; the job continues from the previous one"
         );
     }
     let id = &row.id;
@@ -273,8 +253,7 @@ pub(crate) async fn wait(mut fetch: Fetch, patience: Duration) -> Fetched {
 
 /// The folder into which the files of a checkpoint are fetched.
 fn gathering(checkpoints: &Checkpoints, row: &CheckpointRow) -> PathBuf {
-    let name = format!("{}-{}", row.info.epoch, row.info.step);
-    checkpoints.config.job_dir(&row.job).join(FETCHED).join(name)
+    checkpoints.config.job_dir(&row.job).join(FETCHED).join(name_of(row))
 }
 
 /// Removes the files of a failed fetch. If the job was deleted during the fetch, the fetch has created the job's folder again, which is

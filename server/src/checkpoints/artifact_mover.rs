@@ -8,6 +8,7 @@ use super::{
     Checkpoints,
     artifact_store::{ArtifactStore, Asked},
     manifest::{MANIFEST, ManifestFile, Verifier, sha256},
+    name_of,
     object_storage::{PART_BYTES, Place, Unusable, describe, part_bytes},
 };
 use crate::{
@@ -130,9 +131,6 @@ async fn queue_if_missing(
 }
 
 /// Queues a job's checkpoints, and the objects of deleted checkpoints, because some may have been stored or deleted without a notification.
-///
-/// # Errors
-/// A database error.
 pub(crate) async fn catch_up(checkpoints: &Checkpoints, job: &JobId) -> store::Result<()> {
     let Some(store) = &checkpoints.artifact_store else { return Ok(()) };
     note_abandoned(checkpoints, store).await?;
@@ -215,7 +213,7 @@ async fn refuse(checkpoints: &Checkpoints, id: &str, how: &str) {
     if let Ok(true) = checkpoints.store.mark_damaged(Copies::SERVER, id).await
         && let Ok(Some(row)) = checkpoints.store.checkpoint(id).await
     {
-        let name = format!("{}-{}", row.info.epoch, row.info.step);
+        let name = name_of(&row);
         let text = format!(
             "checkpoint {name} on the server's disk is damaged ({how}); it is not uploaded to the object store"
         );
@@ -315,27 +313,20 @@ async fn write(checkpoints: &Checkpoints, store: &ArtifactStore, record: &Stored
     Ok(())
 }
 
-/// Reads a file part by part and computes its checksum.
+/// A file that is read part by part, and its checksum.
 struct Reader {
     file: File,
     verifier: Verifier,
 }
 
-impl Reader {
-    fn open(path: &Path) -> io::Result<Self> {
-        Ok(Self { file: regular_files::open(path)?, verifier: Verifier::default() })
-    }
-
-    fn part(&mut self, bytes: u64) -> io::Result<Bytes> {
-        let mut part = Vec::with_capacity(usize::try_from(bytes).unwrap_or(0));
-        (&mut self.file).take(bytes).read_to_end(&mut part)?;
-        self.verifier.add(&part);
-        Ok(part.into())
-    }
-}
-
 async fn next(mut reader: Reader, bytes: u64) -> io::Result<(Bytes, Reader)> {
-    blocking(move || reader.part(bytes).map(|part| (part, reader))).await
+    blocking(move || {
+        let mut part = Vec::with_capacity(usize::try_from(bytes).unwrap_or(0));
+        (&mut reader.file).take(bytes).read_to_end(&mut part)?;
+        reader.verifier.add(&part);
+        Ok((Bytes::from(part), reader))
+    })
+    .await
 }
 
 /// Runs blocking work on a thread for blocking work.
@@ -353,11 +344,9 @@ async fn send(
     record: &mut StoredCheckpoint,
 ) -> Result<()> {
     let part = part_bytes(wanted.size_bytes);
-    let opened = {
-        let path = path.to_owned();
-        blocking(move || Reader::open(&path)).await
-    };
-    let mut reader = opened?;
+    let path = path.to_owned();
+    let file = blocking(move || regular_files::open(&path)).await?;
+    let mut reader = Reader { file, verifier: Verifier::default() };
     let bytes;
     (bytes, reader) = next(reader, part).await?;
     if wanted.size_bytes <= PART_BYTES {
@@ -365,7 +354,7 @@ async fn send(
         return Ok(store.storage.put(place, name, &wanted.sha256, bytes).await?);
     }
     let mut upload = store.storage.begin(place, name, &wanted.sha256).await?;
-    let sent = async {
+    let sent: Result<()> = async {
         record.parts = upload.parts();
         if record.parts.is_some() {
             write(checkpoints, store, record).await?;
@@ -379,12 +368,10 @@ async fn send(
         Ok(upload.finish().await?)
     }
     .await;
-    match sent {
-        Ok(()) => record.parts = None,
-        Err(trouble) => {
-            upload.abort().await;
-            return Err(trouble);
-        }
+    if sent.is_ok() {
+        record.parts = None;
+    } else {
+        upload.abort().await;
     }
-    Ok(())
+    sent
 }

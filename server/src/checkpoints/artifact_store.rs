@@ -3,13 +3,13 @@
 
 mod confirm;
 
-use crate::checkpoints::object_storage::ObjectStorage;
+use crate::{checkpoints::object_storage::ObjectStorage, util::lock};
+use hashlink::LinkedHashSet;
 use lockstep_protocol::{JobId, backoff::Backoff};
 use serde::Serialize;
 use std::{
-    collections::{BTreeMap, HashMap, HashSet},
-    fmt,
-    sync::{Mutex, MutexGuard, PoisonError},
+    collections::{HashMap, HashSet},
+    sync::Mutex,
     time::{Duration, Instant},
 };
 use tokio::sync::{Notify, OnceCell, Semaphore, watch};
@@ -36,38 +36,19 @@ pub(crate) enum StoredState {
     Stored,
 }
 
-impl StoredState {
-    /// The name of the state in JSON.
-    pub(crate) fn as_str(self) -> &'static str {
-        match self {
-            Self::Uploading => "uploading",
-            Self::Stored => "stored",
-        }
-    }
-}
-
 /// Why a checkpoint could not be fetched.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum NotFetched {
-    /// The store does not have the complete checkpoint.
+    #[error("the store does not have the complete checkpoint")]
     Missing,
     /// The files in the store do not match the manifest.
+    #[error("it is damaged there: {0}")]
     Damaged(String),
     /// The store does not respond, or refuses the request.
+    #[error("the store cannot be used: {0}")]
     Away(String),
-    /// The checkpoint cannot be written to this server's disk.
+    #[error("it cannot be written to the server's disk: {0}")]
     Disk(String),
-}
-
-impl fmt::Display for NotFetched {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Missing => f.write_str("the store does not have the complete checkpoint"),
-            Self::Damaged(how) => write!(f, "it is damaged there: {how}"),
-            Self::Away(why) => write!(f, "the store cannot be used: {why}"),
-            Self::Disk(why) => write!(f, "it cannot be written to the server's disk: {why}"),
-        }
-    }
 }
 
 /// The outcome of a fetch. `None` while the fetch runs.
@@ -148,28 +129,9 @@ impl Failing {
 #[derive(Debug, Default)]
 struct Queue {
     /// The waiting checkpoints. The last comes first, because a job would continue from the newest checkpoint.
-    order: BTreeMap<i64, String>,
-    places: HashMap<String, i64>,
+    waiting: LinkedHashSet<String>,
     /// The checkpoints that the mover is processing, or tries again after a pause.
     busy: HashSet<String>,
-}
-
-impl Queue {
-    /// Adds a checkpoint. The largest `place` comes first.
-    fn enter(&mut self, id: &str, place: i64) {
-        self.order.insert(place, id.to_owned());
-        self.places.insert(id.to_owned(), place);
-    }
-
-    fn leave(&mut self, id: &str) {
-        if let Some(place) = self.places.remove(id) {
-            self.order.remove(&place);
-        }
-    }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl ArtifactStore {
@@ -193,34 +155,30 @@ impl ArtifactStore {
     /// Whether an existing checkpoint is being uploaded, or waits for its upload. Deleted checkpoints wait in the same queue.
     pub(crate) fn is_uploading(&self, id: &str) -> bool {
         let queue = lock(&self.queue);
-        queue.places.contains_key(id) || queue.busy.contains(id)
+        queue.waiting.contains(id) || queue.busy.contains(id)
     }
 
     /// Queues a checkpoint that is new on the disk, was replaced, or was deleted.
     pub(crate) fn note(&self, id: &str) {
-        {
-            let mut queue = lock(&self.queue);
-            queue.leave(id);
-            let place = queue.order.last_key_value().map_or(0, |(last, _)| last + 1);
-            queue.enter(id, place);
-        }
+        // A checkpoint that waits already moves to the end.
+        lock(&self.queue).waiting.insert(id.to_owned());
         self.waiting.notify_waiters();
     }
 
     /// Queues a checkpoint again after a failure, behind all others, so that a permanent failure does not delay other checkpoints.
     pub(crate) fn note_again(&self, id: &str) {
         let mut queue = lock(&self.queue);
-        if !queue.places.contains_key(id) {
-            let place = queue.order.first_key_value().map_or(0, |(first, _)| first - 1);
-            queue.enter(id, place);
+        if !queue.waiting.contains(id) {
+            queue.waiting.insert(id.to_owned());
+            queue.waiting.to_front(id);
         }
     }
 
     /// Takes the next checkpoint from the queue. No other caller gets the checkpoint before [`ArtifactStore::done`].
     pub(crate) fn take(&self) -> Option<String> {
         let mut queue = lock(&self.queue);
-        let id = queue.order.values().rev().find(|id| !queue.busy.contains(*id))?.clone();
-        queue.leave(&id);
+        let id = queue.waiting.iter().rev().find(|id| !queue.busy.contains(*id))?.clone();
+        queue.waiting.remove(&id);
         queue.busy.insert(id.clone());
         Some(id)
     }

@@ -21,12 +21,13 @@ use crate::{
     store::{CheckpointRow, Copies, CopyState, Holder, JobRow, Report, Result, Store},
     util::tasks::Tasks,
 };
-use artifact_fetches::{Availability, CheckWait, fetch_if_missing};
+use artifact_fetches::{Availability, fetch_if_missing};
 use artifact_store::{ArtifactStore, StoredState};
 use evaluations::Evaluations;
 use lockstep_protocol::{
     JobId,
-    agent::{AttemptEvent, AttemptRef},
+    agent::{AttemptEvent, AttemptRef, CheckpointInfo},
+    checkpoint_files::{folder_name, parse_folder_name},
     reason::{Reason, ReasonKind},
 };
 use std::{
@@ -34,12 +35,13 @@ use std::{
     fs, io,
     path::{Path, PathBuf},
     sync::Arc,
+    time::Duration,
 };
 use verified_files::VerifiedFiles;
 use waits::CheckpointWaits;
 
 fn name_of(row: &CheckpointRow) -> String {
-    format!("{}-{}", row.info.epoch, row.info.step)
+    folder_name(row.info.epoch, row.info.step)
 }
 
 /// The checkpoints of all jobs: on the server's disk, in its object store, and on disks of agents.
@@ -89,18 +91,11 @@ impl Checkpoints {
     }
 
     /// The copies of a job's checkpoints, by the checkpoint's id.
-    ///
-    /// # Errors
-    /// A database error.
     pub(crate) async fn copies(&self, job: &JobId) -> Result<HashMap<String, Copies>> {
         let object_store = self.artifact_store.as_deref().map_or("", |store| store.storage.url());
         self.store.copies(job, object_store).await
     }
 
-    /// The copies of a checkpoint.
-    ///
-    /// # Errors
-    /// A database error.
     pub(crate) async fn copies_of(&self, row: &CheckpointRow) -> Result<Copies> {
         Ok(self.copies(&row.job).await?.remove(&row.id).unwrap_or_default())
     }
@@ -146,14 +141,11 @@ impl Checkpoints {
 
     /// Why a job must not start on `agent` yet: another agent, which is online, is uploading a newer checkpoint than the server has, or the
     /// newest checkpoint is being fetched from the object store or checked. `patience` is the time for which this call may wait for checks.
-    ///
-    /// # Errors
-    /// A database error.
     pub(crate) async fn wait_for_newer(
         self: &Arc<Self>,
         of: &JobRow,
         agent: &str,
-        patience: &mut CheckWait,
+        patience: &mut Duration,
     ) -> Result<Option<Wait>> {
         let job = &of.job;
         // Pretrained weights are a checkpoint of another job.
@@ -161,7 +153,8 @@ impl Checkpoints {
             && let Some(row) = self.store.checkpoint(given).await?
             && let copies = self.copies_of(&row).await?
             && copies.may_be_fetched()
-            && let Some(wait) = fetch_if_missing(self, &row, Some(&copies), job, patience).await?.wait()
+            && let Availability::Waits(wait) =
+                fetch_if_missing(self, &row, Some(&copies), job, patience).await?
         {
             return Ok(Some(wait));
         }
@@ -180,7 +173,7 @@ impl Checkpoints {
                 match fetch_if_missing(self, &row, copies, job, patience).await? {
                     Availability::Here => break,
                     Availability::Lost => continue,
-                    waits => return Ok(waits.wait()),
+                    Availability::Waits(wait) => return Ok(Some(wait)),
                 }
             }
             is_coming = true;
@@ -207,9 +200,6 @@ impl Checkpoints {
     /// Drops reported removals of checkpoints that the server still has. A machine with its own disk removes old checkpoints there, but the
     /// server's copies may be the only ones until newer checkpoints arrive; [`Checkpoints::tidy`] removes them. Ranks on the server's disk
     /// remove old and damaged checkpoints. A damaged checkpoint stays if the object store has an undamaged copy.
-    ///
-    /// # Errors
-    /// A database error.
     pub(crate) async fn keep_uploaded(&self, report: &mut Report) -> Result<()> {
         if !report.events.iter().any(|event| matches!(event, AttemptEvent::CheckpointRemoved { .. })) {
             return Ok(());
@@ -227,7 +217,7 @@ impl Checkpoints {
         let has_own_disk = place.is_some_and(|place| place.has_own_disk);
         for event in &mut report.events {
             let AttemptEvent::CheckpointRemoved { epoch, step } = event else { continue };
-            let name = format!("{epoch}-{step}");
+            let name = folder_name(*epoch, *step);
             let is_stored = copies.get(&format!("{job}-{name}")).is_some_and(Copies::is_stored);
             let is_here = is_stored || self.config.job_dir(job).join("checkpoints").join(&name).exists();
             let is_wanted = is_stored && !old.contains(&(*epoch, *step));
@@ -240,9 +230,6 @@ impl Checkpoints {
 
     /// Removes checkpoints that the job no longer keeps, after an upload. The machine that trains knows only the checkpoints on its own
     /// disk, but the server also has checkpoints of earlier machines.
-    ///
-    /// # Errors
-    /// A database error.
     pub(crate) async fn tidy(&self, attempt: &AttemptRef) -> Result<()> {
         // Another attempt is training, possibly on this disk.
         if self.agents.leases.attempt_of(&attempt.job).is_some_and(|live| live != *attempt) {
@@ -254,9 +241,9 @@ impl Checkpoints {
             .iter()
             .map(|row| (row.info.epoch, row.info.step))
             .filter(|row| !old.contains(row))
-            .map(|(epoch, step)| format!("{epoch}-{step}"))
+            .map(|(epoch, step)| folder_name(epoch, step))
             .collect();
-        self.remove(&attempt.job, old).await?;
+        self.replace(&attempt.job, old, Vec::new()).await?;
         let job_dir = self.config.job_dir(&attempt.job);
         let swept = tokio::task::spawn_blocking(move || sweep(&job_dir, &kept)).await;
         if let Err(error) = swept.map_err(io::Error::other).flatten() {
@@ -280,28 +267,30 @@ impl Checkpoints {
         Ok(Some((rows, old)))
     }
 
-    /// Removes the rows of checkpoints.
-    ///
-    /// # Errors
-    /// A database error.
-    pub(crate) async fn remove(&self, job: &JobId, gone: Vec<(u32, u64)>) -> Result<()> {
-        if gone.is_empty() {
+    /// Removes the rows of the checkpoints `gone`, and adds rows of the checkpoints `found`.
+    pub(crate) async fn replace(
+        &self,
+        job: &JobId,
+        gone: Vec<(u32, u64)>,
+        found: Vec<CheckpointInfo>,
+    ) -> Result<()> {
+        if gone.is_empty() && found.is_empty() {
             return Ok(());
         }
-        let removed = move |row: &mut JobRow| {
-            let events = gone.iter().map(|(epoch, step)| {
-                let event = AttemptEvent::CheckpointRemoved { epoch: *epoch, step: *step };
-                lifecycle::report(row, event, None, crate::now())
-            });
-            Ok(events.collect::<std::result::Result<Vec<_>, _>>()?.concat())
+        let change = move |row: &mut JobRow| {
+            let gone = gone.iter();
+            let removed =
+                gone.map(|(epoch, step)| AttemptEvent::CheckpointRemoved { epoch: *epoch, step: *step });
+            let mut events = Vec::new();
+            for event in removed.chain(found.iter().cloned().map(AttemptEvent::Checkpoint)) {
+                events.extend(lifecycle::report(row, event, None, crate::now())?);
+            }
+            Ok(events)
         };
-        self.events.change_job(job, Box::new(removed)).await.map(drop)
+        self.events.change_job(job, Box::new(change)).await.map(drop)
     }
 
     /// Removes checkpoints that a job no longer keeps and that only the object store has. Ranks only remove checkpoints on the disk.
-    ///
-    /// # Errors
-    /// A database error.
     pub(crate) async fn forget_old(&self, job: &JobId) -> Result<()> {
         let _removing = self.removing.lock().await;
         let Some((rows, old)) = self.old_checkpoints(job).await? else { return Ok(()) };
@@ -310,19 +299,7 @@ impl Checkpoints {
             row.is_some_and(|row| self.folder(row).exists())
         };
         let gone = old.into_iter().filter(|old| !on_disk(old)).collect();
-        self.remove(job, gone).await
-    }
-}
-
-impl Availability {
-    fn wait(self) -> Option<Wait> {
-        let (why, is_kept) = match self {
-            // A check is as fast as reading the checkpoint, so the slots are kept for the job.
-            Self::Checking(why) => (why.into(), true),
-            Self::Fetching(why) => (why.into(), false),
-            Self::Here | Self::Lost => return None,
-        };
-        Some(Wait { why, is_kept })
+        self.replace(job, gone, Vec::new()).await
     }
 }
 
@@ -336,10 +313,7 @@ fn sweep(job_dir: &Path, kept: &HashSet<String>) -> io::Result<()> {
         for entry in entries {
             let entry = entry?;
             let name = entry.file_name().to_string_lossy().into_owned();
-            let is_checkpoint = name
-                .split_once('-')
-                .is_some_and(|(epoch, step)| epoch.parse::<u32>().is_ok() && step.parse::<u64>().is_ok());
-            if is_checkpoint && !kept.contains(&name) {
+            if parse_folder_name(&name).is_some() && !kept.contains(&name) {
                 // Renamed first, so that a partly removed checkpoint is never visible.
                 let hidden = job_dir.join(all).join(format!(".tmp-gone-{name}"));
                 fs::rename(entry.path(), &hidden)?;

@@ -14,11 +14,15 @@ mod marker;
 
 pub(crate) use check::{Unusable, describe};
 
-use crate::checkpoints::manifest::{MANIFEST, Manifest};
+use crate::checkpoints::manifest::{MANIFEST, Manifest, ManifestFile};
 use bytes::Bytes;
 use futures_util::{TryStreamExt, stream::BoxStream};
 use location::Location;
-use lockstep_protocol::{JobId, limits::MANIFEST_BYTES};
+use lockstep_protocol::{
+    JobId,
+    checkpoint_files::{folder_name, parse_folder_name},
+    limits::MANIFEST_BYTES,
+};
 use object_store::{
     BackoffConfig, Error, GetOptions, ObjectStore, ObjectStoreExt, RetryConfig,
     aws::{AmazonS3, AmazonS3Builder, AmazonS3ConfigKey},
@@ -42,8 +46,6 @@ pub(crate) type Result<T> = std::result::Result<T, Error>;
 #[derive(Debug, Clone)]
 pub(crate) struct Place {
     path: Path,
-    /// `<epoch>-<step>`.
-    name: String,
 }
 
 /// An open object store.
@@ -69,6 +71,14 @@ fn other(detail: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Error {
 async fn within<T>(request: impl Future<Output = Result<T>>) -> Result<T> {
     let late = || other(format!("it has not answered within {} s", REQUEST_TIMEOUT.as_secs()));
     tokio::time::timeout(REQUEST_TIMEOUT, request).await.map_err(|_| late())?
+}
+
+/// `None` if there is no such object.
+fn optional<T>(found: Result<T>) -> Result<Option<T>> {
+    match found {
+        Err(Error::NotFound { .. }) => Ok(None),
+        found => found.map(Some),
+    }
 }
 
 impl ObjectStorage {
@@ -130,11 +140,8 @@ impl ObjectStorage {
     pub(crate) fn place(&self, id: &str) -> Option<Place> {
         let (job, name) = (id.get(..27)?, id.get(27..)?.strip_prefix('-')?);
         job.parse::<JobId>().ok()?;
-        let (epoch, step) = name.split_once('-')?;
-        (epoch.parse::<u32>().is_ok() && step.parse::<u64>().is_ok()).then(|| Place {
-            path: self.root.clone().join("jobs").join(job).join(name),
-            name: name.to_owned(),
-        })
+        parse_folder_name(name)?;
+        Some(Place { path: self.root.clone().join("jobs").join(job).join(name) })
     }
 
     /// The text of a checkpoint's manifest. `None` if the store does not have the complete checkpoint.
@@ -143,45 +150,28 @@ impl ObjectStorage {
     /// A store error. A manifest that is too large is cut off, and then refused by [`Place::read`].
     pub(crate) async fn manifest(&self, place: &Place) -> Result<Option<Bytes>> {
         let options = GetOptions::new().with_range(Some(0..MANIFEST_BYTES as u64 + 1));
-        match within(self.objects.get_opts(&place.path.clone().join(MANIFEST), options)).await {
-            Ok(found) => within(found.bytes()).await.map(Some),
-            Err(Error::NotFound { .. }) => Ok(None),
-            Err(error) => Err(error),
-        }
+        let found = within(self.objects.get_opts(&place.path.clone().join(MANIFEST), options)).await;
+        let Some(found) = optional(found)? else { return Ok(None) };
+        within(found.bytes()).await.map(Some)
     }
 
     /// Writes a checkpoint's manifest, which completes the checkpoint.
-    ///
-    /// # Errors
-    /// A store error.
     pub(crate) async fn put_manifest(&self, place: &Place, text: Bytes) -> Result<()> {
         within(self.objects.put(&place.path.clone().join(MANIFEST), text.into())).await.map(drop)
     }
 
     /// Whether the store has a file with this checksum and size.
-    ///
-    /// # Errors
-    /// A store error.
     pub(crate) async fn has(&self, place: &Place, name: &str, sha256: &str, size_bytes: u64) -> Result<bool> {
-        match within(self.objects.head(&place.file(name, sha256))).await {
-            Ok(found) => Ok(found.size == size_bytes),
-            Err(Error::NotFound { .. }) => Ok(false),
-            Err(error) => Err(error),
-        }
+        let found = optional(within(self.objects.head(&place.file(name, sha256))).await)?;
+        Ok(found.is_some_and(|found| found.size == size_bytes))
     }
 
     /// Writes a small file whose bytes were verified by the caller.
-    ///
-    /// # Errors
-    /// A store error.
     pub(crate) async fn put(&self, place: &Place, name: &str, sha256: &str, bytes: Bytes) -> Result<()> {
         within(self.objects.put(&place.file(name, sha256), bytes.into())).await.map(drop)
     }
 
     /// The bytes of a file. The caller must verify them.
-    ///
-    /// # Errors
-    /// A store error.
     pub(crate) async fn get(
         &self,
         place: &Place,
@@ -192,18 +182,13 @@ impl ObjectStorage {
     }
 
     /// Deletes the objects of a checkpoint that the manifest `kept` does not name. Without `kept`, deletes all objects, the manifest first.
-    ///
-    /// # Errors
-    /// A store error.
     pub(crate) async fn delete(&self, place: &Place, kept: Option<&Manifest>) -> Result<()> {
         let manifest = place.path.clone().join(MANIFEST);
         if kept.is_none() {
             self.delete_one(&manifest).await?;
         }
         let is_kept = |path: &Path| {
-            let file = |(name, file): (&String, &crate::checkpoints::manifest::ManifestFile)| {
-                place.file(name, &file.sha256)
-            };
+            let file = |(name, file): (&String, &ManifestFile)| place.file(name, &file.sha256);
             kept.is_some_and(|kept| {
                 *path == manifest || kept.files.iter().map(file).any(|kept| kept == *path)
             })
@@ -221,10 +206,7 @@ impl ObjectStorage {
     }
 
     async fn delete_one(&self, path: &Path) -> Result<()> {
-        match within(self.objects.delete(path)).await {
-            Ok(()) | Err(Error::NotFound { .. }) => Ok(()),
-            Err(error) => Err(error),
-        }
+        optional(within(self.objects.delete(path)).await).map(drop)
     }
 }
 
@@ -244,8 +226,8 @@ impl Place {
         }
         let manifest: Manifest =
             serde_json::from_slice(text).map_err(|error| wrong(format!("cannot be read ({error})")))?;
-        let name = format!("{}-{}", manifest.epoch, manifest.step);
-        if name != self.name {
+        let name = folder_name(manifest.epoch, manifest.step);
+        if self.path.filename() != Some(name.as_str()) {
             return Err(wrong(format!("belongs to {name}")));
         }
         for (name, file) in &manifest.files {

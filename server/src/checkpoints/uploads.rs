@@ -65,9 +65,6 @@ impl Upload {
     }
 
     /// The number of bytes of each file that have arrived.
-    ///
-    /// # Errors
-    /// An I/O error.
     pub(crate) fn state(&self) -> Result<UploadState> {
         let hash = |folder: &Path| match fs::read(folder.join(MANIFEST)) {
             Ok(text) => Ok(Some(sha256(&text))),
@@ -247,8 +244,9 @@ impl Upload {
             return Err(wrong(format!("it has {} bytes, at most {MANIFEST_BYTES} are allowed", text.len())));
         }
         let manifest: Manifest = serde_json::from_slice(text).map_err(|e| wrong(e.to_string()))?;
-        if format!("{}-{}", manifest.epoch, manifest.step) != self.name {
-            return Err(wrong(format!("it belongs to {}-{}", manifest.epoch, manifest.step)));
+        let name = checkpoint_files::folder_name(manifest.epoch, manifest.step);
+        if name != self.name {
+            return Err(wrong(format!("it belongs to {name}")));
         }
         if let Some(other) = manifest.files.keys().find(|name| !is_file(name)) {
             return Err(wrong(format!("{other:?} is not a file of a checkpoint")));

@@ -2,16 +2,9 @@
 
 use crate::{
     checkpoints::manifest::{ManifestFile, verify},
-    util::regular_files,
+    util::{lock, regular_files},
 };
-use std::{
-    collections::HashSet,
-    fs::Metadata,
-    io,
-    os::unix::fs::MetadataExt,
-    path::PathBuf,
-    sync::{Mutex, MutexGuard, PoisonError},
-};
+use std::{collections::HashSet, fs::Metadata, io, os::unix::fs::MetadataExt, path::PathBuf, sync::Mutex};
 
 /// Maximum number of files that are remembered as verified. With more files, a file may be read again.
 const MAX_REMEMBERED: usize = 4096;
@@ -43,17 +36,13 @@ impl Seen {
 pub(crate) struct VerifiedFiles(Mutex<HashSet<Seen>>);
 
 impl VerifiedFiles {
-    fn lock(&self) -> MutexGuard<'_, HashSet<Seen>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Checks that a file has the size and checksum of its manifest.
     ///
     /// # Errors
     /// [`io::ErrorKind::InvalidData`] if the file is damaged; the text says how. Other errors if the file cannot be read now.
     pub(crate) async fn check(&self, path: PathBuf, written: &ManifestFile) -> io::Result<()> {
         let about = tokio::fs::metadata(&path).await?;
-        if self.lock().contains(&Seen::of(&about, &written.sha256)) {
+        if lock(&self.0).contains(&Seen::of(&about, &written.sha256)) {
             return Ok(());
         }
         let wanted = written.clone();
@@ -65,7 +54,7 @@ impl VerifiedFiles {
             verify(file, &name, &wanted).map(|()| seen)
         };
         let seen = tokio::task::spawn_blocking(seen).await.map_err(io::Error::other)??;
-        let mut known = self.lock();
+        let mut known = lock(&self.0);
         if known.len() >= MAX_REMEMBERED {
             known.clear();
         }

@@ -1,9 +1,10 @@
 //! The times for which jobs have waited for checkpoints that other machines are uploading.
 
+use crate::util::lock;
 use lockstep_protocol::{job::JobId, reason::Reason};
 use std::{
     collections::{HashMap, HashSet},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex},
     time::{Duration, Instant},
 };
 
@@ -21,16 +22,12 @@ pub(crate) struct Wait {
 pub(crate) struct CheckpointWaits(Mutex<HashMap<JobId, HashMap<String, Instant>>>);
 
 impl CheckpointWaits {
-    fn lock(&self) -> MutexGuard<'_, HashMap<JobId, HashMap<String, Instant>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// The index of the first of these checkpoints for which the job has waited less than `most`. Starts the wait for checkpoints that are new.
     pub(crate) fn awaited(&self, job: &JobId, checkpoints: &[String], most: Duration) -> Option<usize> {
         if checkpoints.is_empty() {
             return None;
         }
-        let mut waits = self.lock();
+        let mut waits = lock(&self.0);
         let since = waits.entry(job.clone()).or_default();
         let now = Instant::now();
         for checkpoint in checkpoints {
@@ -41,16 +38,12 @@ impl CheckpointWaits {
 
     /// Forgets a job that has started, or whose checkpoints are not being uploaded.
     pub(crate) fn forget(&self, job: &JobId) {
-        self.lock().remove(job);
+        lock(&self.0).remove(job);
     }
 
     /// Forgets all jobs except those that still wait.
-    pub(crate) fn keep(&self, waiting: &[JobId]) {
-        let mut waits = self.lock();
-        if !waits.is_empty() {
-            let waiting: HashSet<&JobId> = waiting.iter().collect();
-            waits.retain(|job, _| waiting.contains(job));
-        }
+    pub(crate) fn keep(&self, waiting: &HashSet<&JobId>) {
+        lock(&self.0).retain(|job, _| waiting.contains(job));
     }
 }
 
@@ -72,13 +65,13 @@ mod tests {
         );
         // The wait continues when the job is checked again, also if its agent was offline meanwhile.
         assert_eq!(waits.awaited(&job, &[], none), None);
-        waits.keep(std::slice::from_ref(&job));
-        let first = waits.lock()[&job]["1-30"];
+        waits.keep(&HashSet::from([&job]));
+        let first = lock(&waits.0)[&job]["1-30"];
         assert_eq!(waits.awaited(&job, &newest, none), None);
-        assert_eq!(waits.lock()[&job]["1-30"], first);
+        assert_eq!(lock(&waits.0)[&job]["1-30"], first);
         // A checkpoint of a later attempt is waited for again.
         assert_eq!(waits.awaited(&job, &["2-40".to_owned()], long), Some(0));
-        waits.keep(&[]);
-        assert!(waits.lock().is_empty(), "waits of cancelled jobs are removed");
+        waits.keep(&HashSet::new());
+        assert!(lock(&waits.0).is_empty(), "waits of cancelled jobs are removed");
     }
 }

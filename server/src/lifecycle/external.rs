@@ -1,10 +1,14 @@
 //! Runs from elsewhere: jobs that another program trains and reports to the server. Such a job takes no slots. It has one attempt of one rank,
 //! to which the points belong, and no fencing token: every program with the right to change the job may report.
 
-use super::{JobRow, Refused, go, refused, reports::note, state_event};
+use super::{
+    JobRow, Refused, go, refused,
+    reports::{note, points_event},
+    state_event,
+};
 use jiff::Timestamp;
 use lockstep_protocol::{
-    job::{Alert, External, JobState},
+    job::{Alert, JobState},
     limits::{RUN_CONFIG_BYTES, RUN_METRICS},
     metric::MetricColumn,
     numbers::exact,
@@ -49,13 +53,6 @@ pub(super) fn refuse_external(row: &JobRow, what: &str) -> Result<(), Refused> {
         format!("the job is a run from elsewhere, which its own program trains, so it cannot be {what} here")
     };
     row.job.external.as_ref().map_or(Ok(()), |_| Err(refused(row.job.state, why())))
-}
-
-fn require_external(row: &mut JobRow) -> Result<&mut External, Refused> {
-    let state = row.job.state;
-    row.job.external.as_mut().ok_or_else(|| {
-        refused(state, "this server's ranks train the job; programs can change only runs from elsewhere")
-    })
 }
 
 /// Begins a new run. Its state is `running` at once.
@@ -119,7 +116,9 @@ fn reason(state: JobState, text: Option<&str>) -> Option<Reason> {
 /// Applies settings, results and tags. Returns the new alerts.
 fn merge(row: &mut JobRow, change: &RunChange) -> Result<Vec<Alert>, Refused> {
     let (state, id) = (row.job.state, row.job.id.clone());
-    let external = require_external(row)?;
+    let external = row.job.external.as_mut().ok_or_else(|| {
+        refused(state, "this server's ranks train the job; programs can change only runs from elsewhere")
+    })?;
     let alerts = new_alerts(&external.summary, &change.summary);
     for (name, value) in &change.params {
         let before = external.config.get(name).map(text_of);
@@ -179,11 +178,11 @@ pub fn text_of(value: &Value) -> String {
 
 /// Returns the events of points, and updates the job's newest values.
 fn points(row: &mut JobRow, columns: &[MetricColumn]) -> Result<Vec<EventBody>, Refused> {
-    let (last, progress) = (&row.job.last.others, &row.progress);
-    let is_new = |name: &str| !last.contains_key(name) && !progress.knows(name);
+    // A metric whose newest value is not finite is in `known`, but not in `last`.
+    let (last, known) = (&row.job.last.others, &row.progress.others);
+    let is_new = |name: &str| !last.contains_key(name) && !known.contains_key(name);
     let new = columns.iter().filter(|column| is_new(&column.name)).count();
-    // A metric whose newest value is not finite is not in `last`.
-    if last.len().max(progress.known()) + new > RUN_METRICS {
+    if last.len().max(known.len()) + new > RUN_METRICS {
         let detail = format!("the run would have more than {RUN_METRICS} metrics; log fewer names");
         return Err(refused(row.job.state, detail));
     }
@@ -203,13 +202,7 @@ fn points(row: &mut JobRow, columns: &[MetricColumn]) -> Result<Vec<EventBody>, 
             "val_accuracy" => job.last.val_accuracy = newest.map(exact),
             _ => {}
         }
-        events.push(EventBody::Metrics {
-            attempt,
-            rank: RANK,
-            name: column.name.clone(),
-            steps: column.steps.clone(),
-            values: column.values.iter().map(|value| value.is_finite().then_some(*value)).collect(),
-        });
+        events.push(points_event(attempt, RANK, column.clone()));
     }
     Ok(events)
 }

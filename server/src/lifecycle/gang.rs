@@ -36,11 +36,6 @@ pub fn find_end_on_agent<'a>(row: &'a JobRow, agent_id: &str) -> Option<&'a EndO
     row.progress.ends.iter().find(|(known, _)| known == agent_id).map(|(_, end)| end)
 }
 
-/// Whether the ranks of the live attempt have ended on an agent, while ranks on other agents have not.
-pub fn has_ended_on_agent(row: &JobRow, agent_id: &str) -> bool {
-    find_end_on_agent(row, agent_id).is_some()
-}
-
 /// Whether the remaining ranks of the live attempt must end, because ranks on an agent have ended.
 pub fn is_ending(row: &JobRow) -> bool {
     row.progress.ends.iter().any(|(_, end)| end.ends_others())

@@ -21,7 +21,7 @@ mod row;
 pub mod trial;
 
 pub use end_on_agent::EndOnAgent;
-pub use gang::{find_end_on_agent, has_ended_on_agent, is_ending, record_end_on_agent};
+pub use gang::{find_end_on_agent, is_ending, record_end_on_agent};
 pub use preemption::preempt;
 pub use progress::{Progress, Rung};
 use reports::MAX_NOT_BEGUN;
@@ -68,7 +68,7 @@ fn go(
     }
     let job = &mut row.job;
     match (job.state.is_active(), state.is_active()) {
-        (false, true) => row.progress.begin(at),
+        (false, true) => row.progress.began = Some(at),
         (true, false) => job.ran_secs = row.progress.end(at),
         _ => {}
     }
@@ -89,7 +89,7 @@ fn go(
         _ if state.is_final() => {
             job.finished_at = Some(at);
             row.stop = None;
-            row.progress.over();
+            row.progress.others.clear();
         }
         _ => {}
     }
@@ -206,9 +206,7 @@ pub fn resume(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused
         };
         return Err(refused(state, format!("the job is {state}; only a paused job can be resumed{hint}")));
     }
-    row.restarts = 0;
-    row.progress.not_begun = 0;
-    Ok(vec![queue(row, ReasonKind::ResumedByUser.into(), at)?])
+    queue_anew(row, ReasonKind::ResumedByUser, at)
 }
 
 /// Changes a job without running ranks to `paused`. `why` is the reason if its ranks have not ended in an orderly way.
@@ -224,6 +222,13 @@ fn queue(row: &mut JobRow, reason: Reason, at: Timestamp) -> Result<EventBody, R
     go(row, JobState::Queued, Some(reason), Some(next), at)
 }
 
+/// Like [`queue`], and earlier restarts no longer count.
+fn queue_anew(row: &mut JobRow, reason: ReasonKind, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
+    row.restarts = 0;
+    row.progress.not_begun = 0;
+    Ok(vec![queue(row, reason.into(), at)?])
+}
+
 /// Retries a failed or cancelled job from its newest checkpoint, for a user.
 pub fn retry(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     external::refuse_external(row, "retried")?;
@@ -234,9 +239,7 @@ pub fn retry(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused>
             format!("the job is {state}; only a job that has failed or was cancelled can be retried"),
         ));
     }
-    row.restarts = 0;
-    row.progress.not_begun = 0;
-    Ok(vec![queue(row, ReasonKind::RetriedByUser.into(), at)?])
+    queue_anew(row, ReasonKind::RetriedByUser, at)
 }
 
 /// Ends an attempt whose agent was silent for longer than the lease, or has reconnected without the attempt's ranks.

@@ -23,14 +23,10 @@ pub fn preempt(row: &mut JobRow, by: &Job, at: Timestamp) -> Result<Vec<EventBod
     Ok(vec![go(row, JobState::Pausing, Some(reason.into()), None, at)?])
 }
 
-/// Whether the ranks of a job are ending for another job, and no user has paused the job.
-fn is_preempted(row: &JobRow) -> bool {
-    matches!(row.job.cause.as_ref().map(Reason::kind), Some(ReasonKind::Preempting { .. }))
-}
-
-/// Pauses a job that is being preempted, for a user. The job then does not continue by itself.
+/// Pauses a job that is being preempted, for a user. The job then does not continue by itself. Nothing changes for a job that a user has
+/// paused.
 pub(super) fn pause_instead(row: &mut JobRow) -> Vec<EventBody> {
-    if !is_preempted(row) {
+    if !matches!(row.job.cause.as_ref().map(Reason::kind), Some(ReasonKind::Preempting { .. })) {
         return Vec::new();
     }
     row.job.set_reason(Some(ReasonKind::Pausing.into()));

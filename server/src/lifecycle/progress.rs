@@ -28,7 +28,7 @@ pub struct Progress {
     /// Whether ranks of the newest attempt have trained.
     pub(crate) trained: bool,
     /// The speed of the newest attempt that has trained.
-    pub(super) speed: Throughput,
+    pub(crate) speed: Throughput,
     /// The ids of agents on which the ranks of the live attempt have ended, with these ends, in order. Empty if a single agent has all ranks.
     pub(super) ends: Vec<(String, EndOnAgent)>,
     /// Ranks of the live attempt whose machines do not respond, as reported by neighbouring ranks.
@@ -46,7 +46,7 @@ pub struct Progress {
     /// Number of steps that `parts` cover, for a run of unknown length.
     span: u64,
     /// When the live attempt began.
-    began: Option<Timestamp>,
+    pub(super) began: Option<Timestamp>,
     /// Total time for which earlier attempts had their slots, in milliseconds. `None` before the end of the first attempt.
     ran_ms: Option<u64>,
 }
@@ -68,11 +68,6 @@ fn is_zero(number: &u32) -> bool {
 }
 
 impl Progress {
-    /// Notes that an attempt has its slots from `at` on.
-    pub(super) fn begin(&mut self, at: Timestamp) {
-        self.began = Some(at);
-    }
-
     /// Notes that an attempt has freed its slots. Returns the total time for which all attempts had slots, in seconds.
     pub(super) fn end(&mut self, at: Timestamp) -> Option<f64> {
         if let Some(began) = self.began.take() {
@@ -126,16 +121,6 @@ impl Progress {
         self.parts.truncate(keep as usize);
     }
 
-    /// Whether a metric is known, even if its newest value is not finite.
-    pub(super) fn knows(&self, metric: &str) -> bool {
-        self.others.contains_key(metric)
-    }
-
-    /// Number of known metrics.
-    pub(super) fn known(&self) -> usize {
-        self.others.len()
-    }
-
     /// Sets a rank's newest value of a metric, or `None` if it is not finite. Returns the mean over ranks.
     pub(super) fn newest(&mut self, metric: &str, rank: u32, value: Option<f32>) -> Option<f64> {
         let ranks = self.others.entry(metric.to_owned()).or_default();
@@ -145,16 +130,6 @@ impl Progress {
         };
         let sum: f64 = ranks.values().map(|value| exact(*value)).sum();
         (!ranks.is_empty()).then(|| sum / ranks.len() as f64)
-    }
-
-    /// Number of pictures in an epoch whose last step may be smaller than the others. 0 if all steps have the same size.
-    pub fn epoch_samples(&self) -> u64 {
-        self.speed.epoch_samples()
-    }
-
-    /// Removes the values that only a live job needs.
-    pub(super) fn over(&mut self) {
-        self.others.clear();
     }
 
     /// About [`SPARKLINE_POINTS`] mean losses, in the order of steps.

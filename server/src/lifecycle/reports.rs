@@ -29,12 +29,6 @@ fn mean(values: &BTreeMap<u32, Option<f64>>) -> Option<f64> {
     (!values.is_empty()).then(|| sum / values.len() as f64)
 }
 
-fn shorten(text: &mut String, bytes: usize) {
-    if text.len() > bytes {
-        text.truncate(text.floor_char_boundary(bytes));
-    }
-}
-
 /// Applies a record of a rank or its agent to a job, and returns the events to store. Invalid records have no effect, such as points of an
 /// unknown metric, or records of a rank that the job does not have.
 pub fn report(
@@ -43,8 +37,7 @@ pub fn report(
     leaving: Option<&Reason>,
     at: Timestamp,
 ) -> Result<Vec<EventBody>, Refused> {
-    let attempt = row.job.attempt;
-    let has = |row: &JobRow, rank: u32| rank < row.job.ranks;
+    let (attempt, ranks) = (row.job.attempt, row.job.ranks);
     Ok(match event {
         AttemptEvent::Running { total_steps, steps_per_epoch, start_step, train_samples }
             if start_step <= total_steps && total_steps <= MAX_STEPS =>
@@ -55,7 +48,7 @@ pub fn report(
             row.progress.restart_at(start_step, total_steps);
             row.progress.speed = Throughput::new(&job.spec, train_samples);
             if let Some(batch) = &mut job.batch {
-                batch.epoch_samples = row.progress.epoch_samples();
+                batch.epoch_samples = row.progress.speed.epoch_samples();
             }
             row.progress.trained = true;
             row.progress.not_begun = 0;
@@ -85,28 +78,24 @@ pub fn report(
             row.job.set_reason(Some(ReasonKind::StoppedEarly { step, detail: why.into() }.into()));
             vec![state_event(row)]
         }
-        AttemptEvent::Metrics { rank, columns } if has(row, rank) => {
+        AttemptEvent::Metrics { rank, columns } if rank < ranks => {
             let columns = columns.into_iter().filter(is_column);
             let events = columns
                 .map(|column| {
                     note(row, rank, &column);
-                    EventBody::Metrics {
-                        attempt,
-                        rank,
-                        name: column.name,
-                        steps: column.steps,
-                        values: column.values.into_iter().map(|v| v.is_finite().then_some(v)).collect(),
-                    }
+                    points_event(attempt, rank, column)
                 })
                 .collect();
             note_speed(row);
             events
         }
-        AttemptEvent::Log { rank, mut lines } if has(row, rank) && !lines.is_empty() => {
-            lines.iter_mut().for_each(|line| shorten(&mut line.text, MAX_LINE_BYTES));
+        AttemptEvent::Log { rank, mut lines } if rank < ranks && !lines.is_empty() => {
+            for line in &mut lines {
+                line.text.truncate(line.text.floor_char_boundary(MAX_LINE_BYTES));
+            }
             vec![EventBody::Log { attempt, rank, lines }]
         }
-        AttemptEvent::Rank { rank, mut report } if has(row, rank) => {
+        AttemptEvent::Rank { rank, mut report } if rank < ranks => {
             // Other numbers become 0, because JSON has no NaN or infinity, and readers expect numbers.
             let times = [&mut report.step_ms, &mut report.all_reduce_ms, &mut report.data_ms];
             let of_axes = report.axis_ms.iter_mut().flat_map(AxisTimes::values_mut);
@@ -153,7 +142,6 @@ pub fn report(
         AttemptEvent::Ended(ending) => ended(row, ending, leaving, at)?,
         // Stored for a server that is restarted before the attempt's end.
         AttemptEvent::RankFailed { unreachable, .. } => {
-            let ranks = row.job.ranks;
             row.progress.unreachable.extend(unreachable.into_iter().filter(|rank| *rank < ranks));
             Vec::new()
         }
@@ -168,6 +156,13 @@ pub fn report(
         | AttemptEvent::Network(_)
         | AttemptEvent::Unknown => Vec::new(),
     })
+}
+
+/// The event of a column of metrics.
+pub(super) fn points_event(attempt: u32, rank: u32, column: MetricColumn) -> EventBody {
+    let MetricColumn { name, steps, values } = column;
+    let values = values.into_iter().map(|value| value.is_finite().then_some(value)).collect();
+    EventBody::Metrics { attempt, rank, name, steps, values }
 }
 
 /// Whether a column of metrics is valid: a known name, and as many values as steps, at least one.
@@ -273,14 +268,14 @@ pub(super) fn ended(
     leaving: Option<&Reason>,
     at: Timestamp,
 ) -> Result<Vec<EventBody>, Refused> {
-    let mut events = Vec::new();
     let ending = match ending {
         // No rank or agent has reported the primary cause.
         Ending::Secondary { reason } => Ending::Failed { reason, retriable: true },
         ending => ending,
     };
-    match (ending, row.stop.take()) {
+    Ok(match (ending, row.stop.take()) {
         (Ending::Succeeded { step }, _) => {
+            let mut events = Vec::new();
             if row.job.state == JobState::Starting {
                 events.push(go(row, JobState::Running, None, None, at)?);
             }
@@ -288,23 +283,22 @@ pub(super) fn ended(
             let is_early = |cause: &Reason| matches!(cause.kind(), ReasonKind::StoppedEarly { .. });
             let early = row.job.cause.clone().filter(is_early);
             events.push(go(row, JobState::Succeeded, early, None, at)?);
+            events
         }
         // The cancelled job also shows a failure that a person must handle, such as ranks that could not be ended.
         (Ending::Failed { reason, retriable: false }, Some(_)) => {
             let reason = ReasonKind::CancelledByUser { detail: Some(reason.words().into()) };
-            events.push(go(row, JobState::Cancelled, Some(reason.into()), None, at)?);
+            vec![go(row, JobState::Cancelled, Some(reason.into()), None, at)?]
         }
-        (_, Some(stop)) => events.push(go(row, JobState::Cancelled, Some(stop), None, at)?),
-        (Ending::Stopped, None) if row.job.state == JobState::Pausing => {
-            events.push(set_aside(row, None, at)?)
-        }
+        (_, Some(stop)) => vec![go(row, JobState::Cancelled, Some(stop), None, at)?],
+        (Ending::Stopped, None) if row.job.state == JobState::Pausing => vec![set_aside(row, None, at)?],
         (Ending::Failed { reason, retriable: true }, None) if row.job.state == JobState::Pausing => {
-            events.push(set_aside(row, Some(&reason), at)?);
+            vec![set_aside(row, Some(&reason), at)?]
         }
-        (Ending::Stopped, None) if trial::is_at_rung(row) => events.push(trial::reached(row, at)?),
+        (Ending::Stopped, None) if trial::is_at_rung(row) => vec![trial::reached(row, at)?],
         (Ending::Stopped, None) => {
             let agent_stopped = ReasonKind::AgentStopped { agent: None, detail: None }.into();
-            events.extend(requeue(row, leaving.unwrap_or(&agent_stopped), at)?);
+            requeue(row, leaving.unwrap_or(&agent_stopped), at)?
         }
         // No rank has run, so this end does not count as a restart, unless it happens too often in a row.
         (Ending::Failed { reason, retriable: true }, None)
@@ -312,14 +306,13 @@ pub(super) fn ended(
                 && row.progress.not_begun < MAX_NOT_BEGUN =>
         {
             row.progress.not_begun += 1;
-            events.extend(requeue(row, &reason, at)?);
+            requeue(row, &reason, at)?
         }
-        (Ending::Failed { reason, retriable: true }, None) => events.push(restart_or_fail(row, reason, at)?),
+        (Ending::Failed { reason, retriable: true }, None) => vec![restart_or_fail(row, reason, at)?],
         (Ending::Failed { reason, retriable: false } | Ending::Secondary { reason }, None) => {
-            events.push(go(row, JobState::Failed, Some(reason), None, at)?);
+            vec![go(row, JobState::Failed, Some(reason), None, at)?]
         }
-    }
-    Ok(events)
+    })
 }
 
 #[cfg(test)]

@@ -36,6 +36,26 @@ pub struct JobRow {
 }
 
 impl JobRow {
+    /// A new job for tests.
+    #[cfg(test)]
+    pub(crate) fn queued() -> Self {
+        let job = serde_json::json!({"id": lockstep_protocol::JobId::generate(), "name": "a job", "state": "queued",
+            "spec": lockstep_protocol::JobSpec::default(), "attempt": 0, "ranks": 1, "agents": [], "step": 0, "epoch": 0,
+            "total_steps": 0, "steps_per_epoch": 0, "created_at": Timestamp::UNIX_EPOCH, "last": {}, "last_seq": 1, "sparkline": []});
+        Self {
+            job: serde_json::from_value(job).unwrap(),
+            announced: JobState::Queued,
+            stop: None,
+            private_parent: None,
+            restarts: 0,
+            waiting_since: None,
+            fencing_token: None,
+            progress: Progress::default(),
+            ended: None,
+            unknown_state: None,
+        }
+    }
+
     /// Whether the job was forked from another job.
     pub fn is_fork(&self) -> bool {
         self.job.parent.is_some() || self.private_parent.is_some()

@@ -1,7 +1,7 @@
 //! Trials of sweeps: jobs that pause at a rung, after an epoch at which their sweep compares them. The sweep then resumes or ends them
 //! (`sweeps/decide.rs`).
 
-use super::{JobRow, Refused, go, progress::Rung, queue, refused};
+use super::{JobRow, Refused, go, progress::Rung, queue_anew, refused};
 use jiff::Timestamp;
 use lockstep_protocol::{
     job::JobState,
@@ -48,10 +48,8 @@ fn require_waiting(row: &JobRow) -> Result<(), Refused> {
 /// Resumes a trial for its sweep, to the end of epoch `pause_after`, or to the end of training.
 pub fn promote(row: &mut JobRow, pause_after: Option<u32>, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     require_waiting(row)?;
-    row.restarts = 0;
-    row.progress.not_begun = 0;
     row.progress.pause_after = pause_after;
-    Ok(vec![queue(row, ReasonKind::ResumedBySweep.into(), at)?])
+    queue_anew(row, ReasonKind::ResumedBySweep, at)
 }
 
 /// Ends a trial for its sweep, because other trials are better.
@@ -64,31 +62,12 @@ pub fn end(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
 mod tests {
     use super::*;
     use crate::lifecycle::{pause, resume};
-    use lockstep_protocol::{job::JobId, spec::JobSpec};
-    use serde_json::json;
-
-    fn trial() -> JobRow {
-        let at = Timestamp::UNIX_EPOCH;
-        let job = json!({"id": JobId::generate(), "name": "a trial", "project": "default", "state": "queued", "spec": JobSpec::default(), "attempt": 0,
-            "ranks": 1, "agents": [], "step": 0, "epoch": 0, "total_steps": 0, "steps_per_epoch": 0, "created_at": at, "last": {},
-            "last_seq": 1, "sparkline": [], "trial": {"sweep": "sweep-1", "number": 2}});
-        JobRow {
-            job: serde_json::from_value(job).unwrap(),
-            announced: JobState::Queued,
-            stop: None,
-            private_parent: None,
-            restarts: 0,
-            waiting_since: None,
-            fencing_token: None,
-            progress: Default::default(),
-            ended: None,
-            unknown_state: None,
-        }
-    }
+    use lockstep_protocol::job::TrialOf;
 
     #[test]
     fn users_resume_trials_between_rungs_and_only_the_sweep_at_a_rung() {
-        let (mut row, at) = (trial(), Timestamp::UNIX_EPOCH);
+        let (mut row, at) = (JobRow::queued(), Timestamp::UNIX_EPOCH);
+        row.job.trial = Some(TrialOf { sweep: "sweep-1".into(), number: 2 });
         row.progress.pause_after = Some(1);
         pause(&mut row, at).unwrap();
         resume(&mut row, at).unwrap();

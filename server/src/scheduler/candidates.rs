@@ -24,8 +24,6 @@ pub(super) struct Candidate {
     pub(super) all: Vec<u32>,
     /// The free slots among `all`.
     pub(super) free: Vec<u32>,
-    /// Position of the first slot of `all` in the agent's list of slots.
-    first: Option<usize>,
 }
 
 /// Agents on which a job may be started, by name.
@@ -70,13 +68,12 @@ impl Candidate {
     pub(super) fn of(agent: Arc<AgentState>, in_use: &HashSet<u32>, device: Device) -> Self {
         let all = slots_for(&agent.row.slots, device);
         let free = all.iter().copied().filter(|slot| !in_use.contains(slot)).collect();
-        let first =
-            all.first().and_then(|index| agent.row.slots.iter().position(|slot| slot.index == *index));
-        Self { agent, all, free, first }
+        Self { agent, all, free }
     }
 
     fn first(&self) -> Option<&Slot> {
-        self.agent.row.slots.get(self.first?)
+        let first = self.all.first()?;
+        self.agent.row.slots.iter().find(|slot| slot.index == *first)
     }
 
     /// The kind of the candidate's slots.

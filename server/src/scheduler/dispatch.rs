@@ -2,16 +2,15 @@
 
 use crate::{
     agents::leases::{Expired, RanksEnd},
-    checkpoints::{Wait, artifact_fetches::CheckWait},
+    checkpoints::{Wait, artifact_fetches::CHECK_TIMEOUT},
     config::FairShare,
     lifecycle::{self, EndOnAgent},
     scheduler::{AgentState, Plan, Scheduler, Snapshot, Yielding, plan},
     store::{AttemptRow, JobRow, Occupant, Result, quarantine},
     util::failure_log::Failing,
 };
-use ends::{end_attempt, end_attempt_on_agent, order_stop};
+use ends::{end_attempt, end_attempt_on_agent, order_stop, send_stop};
 use lockstep_protocol::{
-    agent::ToAgent,
     job::{Job, JobId},
     reason::{Reason, ReasonKind, Text},
 };
@@ -163,7 +162,7 @@ async fn round(scheduler: &Scheduler, unstored: &Unstored) -> Result<()> {
 /// Plans again and again until all checkpoints that the planned starts need are known.
 async fn make_plan(scheduler: &Scheduler) -> Result<(Snapshot, Plan)> {
     let mut snapshot = take_snapshot(scheduler).await?;
-    let mut patience = CheckWait::default();
+    let mut patience = CHECK_TIMEOUT;
     loop {
         let plan = plan(&snapshot);
         if plan.unknown.is_empty() {
@@ -185,7 +184,7 @@ async fn make_plan(scheduler: &Scheduler) -> Result<(Snapshot, Plan)> {
 
 async fn take_snapshot(scheduler: &Scheduler) -> Result<Snapshot> {
     let now = crate::now();
-    let mut held = scheduler.agents.leases.all_slots_in_use();
+    let mut held = scheduler.agents.leases.jobs_in_slots();
     let agents = scheduler.agents.online().into_iter().map(|agent| {
         let id = &agent.row.id;
         let is_drained = scheduler.agents.is_draining(id);
@@ -195,7 +194,7 @@ async fn take_snapshot(scheduler: &Scheduler) -> Result<Snapshot> {
             && agent.row.last_seen_at > now - scheduler.agents.leases.duration
             && !scheduler.agents.leases.is_given_up(id)
             && !is_drained;
-        let in_use = held.remove(id).unwrap_or_default();
+        let in_use = held.remove(id).unwrap_or_default().into_keys().collect();
         Arc::new(AgentState { only_job: agent.only_job, takes_work, is_drained, in_use, row: agent.row })
     });
     let agents = agents.collect();
@@ -257,8 +256,7 @@ async fn carry_out(
     }
     // Starts come before less urgent work.
     start_all(scheduler, starts.collect()).await?;
-    let waiting: Vec<_> = plan.waiting.iter().map(|waiting| waiting.row.job.id.clone()).collect();
-    scheduler.checkpoints.waits.keep(&waiting);
+    scheduler.checkpoints.waits.keep(&plan.waiting.iter().map(|waiting| &waiting.row.job.id).collect());
     for (row, why) in plan.waiting.iter().filter_map(|of| Some((&of.row, of.why.as_ref()?))) {
         unstored.note(scheduler, row, why);
     }
@@ -309,8 +307,7 @@ async fn expire(scheduler: &Scheduler, expired: Expired, secs: f64, how: Option<
         end_attempt(scheduler, &attempt, move |row| lifecycle::lost(row, &why(row), crate::now())).await?;
     }
     let reason = if how.is_some() { "the attempt has ended without it" } else { "its lease ran out" };
-    let reason = reason.to_owned();
-    scheduler.agents.send(&place.agent_id, ToAgent::Stop { attempt, reason, patient: false });
+    send_stop(scheduler, &[place], &attempt, reason, false);
     Ok(())
 }
 

@@ -36,9 +36,6 @@ fn fewest(group: &Group, ranks: usize, slots: impl Fn(usize) -> usize) -> Option
             chosen.extend(fullest);
             return Some(chosen);
         }
-        if slots(c) == 0 {
-            return None;
-        }
         missing -= slots(c);
         chosen.push(c);
     }
@@ -66,6 +63,17 @@ fn choose_fastest(
     Some((found, slowest))
 }
 
+/// Chooses from the group in which `choose` needs the fewest agents. Of equally few, those with slots of one model come first, then those
+/// whose slowest link is fastest.
+fn choose_group(candidates: &Candidates, choose: impl Fn(&Group) -> Option<Group>) -> Option<Group> {
+    let found = candidates.groups.iter().filter_map(|(group, is_mixed)| {
+        let (chosen, slowest) = choose_fastest(candidates, group, &choose)?;
+        Some((chosen, *is_mixed, slowest))
+    });
+    let best = found.min_by_key(|(chosen, is_mixed, slowest)| (chosen.len(), *is_mixed, Reverse(*slowest)));
+    best.map(|(chosen, ..)| chosen)
+}
+
 /// Chooses agents and slots to start a job of `ranks` ranks now. The first agent gets rank 0.
 pub(super) fn choose(
     candidates: &Candidates,
@@ -81,15 +89,7 @@ pub(super) fn choose(
         return Some(vec![(one, candidates[one].take(ranks))]);
     }
     let free = |c: usize| if is_reserved(c) { 0 } else { candidates[c].free.len() };
-    let mut found = candidates
-        .groups
-        .iter()
-        .filter_map(|(group, is_mixed)| {
-            let (chosen, slowest) = choose_fastest(candidates, group, |group| fewest(group, ranks, free))?;
-            Some((chosen, *is_mixed, slowest))
-        })
-        .min_by_key(|(chosen, is_mixed, slowest)| (chosen.len(), *is_mixed, Reverse(*slowest)))?
-        .0;
+    let mut found = choose_group(candidates, |group| fewest(group, ranks, free))?;
     // Agents of a launch serve only this job, and ranks are in the order of the launch's list of machines.
     if found.iter().all(|c| candidates[*c].agent.only_job.is_some()) {
         found.sort_unstable();
@@ -113,9 +113,6 @@ pub(super) fn reserve(candidates: &Candidates, ranks: usize) -> Option<Group> {
         return Some(vec![one]);
     }
     let enough = |group: &Group| {
-        if group.iter().map(|c| candidates[*c].all.len()).sum::<usize>() < ranks {
-            return None;
-        }
         let mut group = group.clone();
         group.sort_by_key(|c| Reverse(size(*c)));
         let mut sum = 0;
@@ -126,12 +123,7 @@ pub(super) fn reserve(candidates: &Candidates, ranks: usize) -> Option<Group> {
         group.truncate(needed + 1);
         Some(group)
     };
-    let found = candidates.groups.iter().filter_map(|(group, is_mixed)| {
-        let (chosen, slowest) = choose_fastest(candidates, group, enough)?;
-        Some((chosen, *is_mixed, slowest))
-    });
-    let best = found.min_by_key(|(group, is_mixed, slowest)| (group.len(), *is_mixed, Reverse(*slowest)));
-    best.map(|(group, ..)| group)
+    choose_group(candidates, enough)
 }
 
 /// The largest capacity for one job, on one machine or on several machines that can share a job.

@@ -2,14 +2,14 @@
 //! `reason` of a job may instead be the end of its last attempt, which is more useful where only one reason is shown.
 
 use super::{Plan, Reservation};
-use crate::lifecycle;
+use crate::{lifecycle, util::lock};
 use lockstep_protocol::{
     job::{Job, JobId, Waiting},
     reason::Reason,
 };
 use std::{
     collections::HashMap,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex},
 };
 
 /// The newest plan. It is not stored, because a restarted server makes a new plan.
@@ -25,14 +25,10 @@ struct Shown {
 }
 
 impl LastPlan {
-    fn lock(&self) -> MutexGuard<'_, Shown> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Replaces the plan by a newer one. A reservation of the same job on the same machine keeps its age. A job without a reason in the
     /// newer plan keeps its previous reason.
     pub(crate) fn replace(&self, plan: Plan) {
-        let mut shown = self.lock();
+        let mut shown = lock(&self.0);
         let before = std::mem::take(&mut *shown);
         let waiting = plan.waiting.into_iter().zip(1..).map(|(waiting, place)| {
             let id = waiting.row.job.id.clone();
@@ -51,14 +47,14 @@ impl LastPlan {
 
     /// A job's place in the queue and the reason why it waits. `None` if the newest plan has no such waiting job.
     pub(crate) fn of(&self, job: &JobId) -> Option<Waiting> {
-        let shown = self.lock();
+        let shown = lock(&self.0);
         let (place, why) = shown.waiting.get(job)?;
         Some(Waiting { place: *place, reason: why.as_deref().cloned() })
     }
 
     /// Sorts jobs by their place. Jobs that were queued since the plan was made keep their order, at the end.
     pub(crate) fn sort<T>(&self, jobs: &mut [T], id: impl Fn(&T) -> &JobId) {
-        let shown = self.lock();
+        let shown = lock(&self.0);
         // The sort is stable.
         jobs.sort_by_cached_key(|job| shown.waiting.get(id(job)).map_or(u64::MAX, |(place, _)| *place));
     }
@@ -78,12 +74,12 @@ impl LastPlan {
 
     /// The reservations of waiting jobs, in the order of the queue.
     pub(crate) fn reservations(&self) -> Vec<Reservation> {
-        self.lock().reservations.clone()
+        lock(&self.0).reservations.clone()
     }
 
     /// Removes the reservations of a job that has started.
     pub(crate) fn release(&self, job: &JobId) {
-        self.lock().reservations.retain(|kept| kept.job != *job);
+        lock(&self.0).reservations.retain(|kept| kept.job != *job);
     }
 }
 

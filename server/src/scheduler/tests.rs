@@ -7,9 +7,8 @@ use super::{
 use lockstep_protocol::{
     agent::{Machine, Slot},
     reason::ReasonKind,
-    spec::{Device, JobSpec},
+    spec::Device,
 };
-use serde_json::json;
 use std::{cmp::Reverse, sync::LazyLock};
 
 const CASES: u64 = 500;
@@ -41,23 +40,7 @@ fn at(second: u32) -> Timestamp {
 }
 
 /// A job that tests copy, since parsing one from JSON takes longer than making most plans.
-static JOB: LazyLock<JobRow> = LazyLock::new(|| {
-    let job = json!({"id": JobId::generate(), "name": "a job", "project": "default", "state": "queued", "spec": JobSpec::default(), "attempt": 0,
-        "ranks": 1, "agents": [], "step": 0, "epoch": 0, "total_steps": 0, "steps_per_epoch": 0, "created_at": at(0), "last": {},
-        "last_seq": 1, "sparkline": []});
-    JobRow {
-        job: serde_json::from_value(job).unwrap(),
-        announced: JobState::Queued,
-        stop: None,
-        private_parent: None,
-        restarts: 0,
-        waiting_since: None,
-        fencing_token: None,
-        progress: Default::default(),
-        ended: None,
-        unknown_state: None,
-    }
-});
+static JOB: LazyLock<JobRow> = LazyLock::new(JobRow::queued);
 
 fn job(ranks: u32) -> JobRow {
     let mut row = JOB.clone();
@@ -68,9 +51,6 @@ fn job(ranks: u32) -> JobRow {
 fn agent(name: &str, devices: &[&str], change: impl FnOnce(&mut Machine)) -> AgentState {
     let mut machine = Machine {
         hostname: name.into(),
-        cpu: String::new(),
-        cores: 1,
-        version: String::new(),
         address: Some("10.0.0.1".into()),
         network_id: Some(name.into()),
         ..Machine::default()

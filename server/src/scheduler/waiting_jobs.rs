@@ -2,18 +2,20 @@
 //! [`WaitingJobs::note`], and the next reader of the queue reads the job again. Every few seconds all jobs are compared with the store
 //! ([`WaitingJobs::compare`]), which finds changes that were stored but not noted, as when a connection breaks after the commit.
 
-use crate::store::{JobRow, QueuePlace, Result, Store, WaitingVersion};
+use crate::{
+    store::{JobRow, QueuePlace, Result, Store, WaitingVersion},
+    util::lock,
+};
 use lockstep_protocol::job::{Job, JobId, JobState};
 use std::{
     cmp::Reverse,
     collections::{BTreeMap, HashMap, HashSet},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex},
 };
 
 /// The sort key of the queue: highest priority first, then the oldest job.
 type Place = (Reverse<i32>, i64, JobId);
 
-/// All waiting jobs.
 #[derive(Debug, Default)]
 pub(crate) struct WaitingJobs {
     known: Mutex<Known>,
@@ -41,7 +43,7 @@ struct Reading<'a> {
 
 impl Drop for Reading<'_> {
     fn drop(&mut self) {
-        let mut known = self.jobs.known();
+        let mut known = lock(&self.jobs.known);
         known.is_reading = false;
         known.changed.extend(std::mem::take(&mut self.changed));
     }
@@ -78,13 +80,9 @@ impl Known {
 }
 
 impl WaitingJobs {
-    fn known(&self) -> MutexGuard<'_, Known> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Notes that a job was changed in the store.
     pub(crate) fn note(&self, job: &Job) {
-        let mut known = self.known();
+        let mut known = lock(&self.known);
         // Running jobs change all the time, so only waiting ones are noted. A job that is being read just now may not be known as waiting
         // yet.
         let may_be_read = known.is_reading && !job.state.is_active();
@@ -95,7 +93,7 @@ impl WaitingJobs {
 
     /// Removes a job that has been given slots.
     pub(crate) fn remove(&self, id: &JobId) {
-        self.known().remove(id);
+        lock(&self.known).remove(id);
     }
 
     /// Reads changed jobs again, and returns the waiting jobs in order.
@@ -105,7 +103,7 @@ impl WaitingJobs {
     pub(crate) async fn read(&self, store: &dyn Store) -> Result<Vec<Arc<JobRow>>> {
         let _one = self.reading.lock().await;
         let (is_loaded, changed) = {
-            let mut known = self.known();
+            let mut known = lock(&self.known);
             known.is_reading = true;
             (known.is_loaded, known.changed.drain().collect())
         };
@@ -115,18 +113,18 @@ impl WaitingJobs {
         }
         self.read_changed(store, &reading.changed).await?;
         reading.changed.clear();
-        Ok(self.known().rows.values().cloned().collect())
+        Ok(lock(&self.known).rows.values().cloned().collect())
     }
 
     async fn load(&self, store: &dyn Store) -> Result<()> {
         let mut from = Some(QueuePlace::default());
         while let Some(place) = from {
             let (page, next) = store.waiting(&place).await?;
-            let mut known = self.known();
+            let mut known = lock(&self.known);
             page.into_iter().for_each(|row| known.put(row));
             from = next;
         }
-        self.known().is_loaded = true;
+        lock(&self.known).is_loaded = true;
         Ok(())
     }
 
@@ -137,7 +135,7 @@ impl WaitingJobs {
         // Unreadable jobs are left out: they wait for a version that can read them.
         let mut rows: HashMap<_, _> =
             store.jobs_of(changed).await?.into_iter().map(|row| (row.job.id.clone(), row)).collect();
-        let mut known = self.known();
+        let mut known = lock(&self.known);
         for id in changed {
             match rows.remove(id) {
                 Some(row) => known.put(row),
@@ -148,15 +146,12 @@ impl WaitingJobs {
     }
 
     /// Compares all waiting jobs with the store. Returns whether some jobs must be read again.
-    ///
-    /// # Errors
-    /// Errors of the store.
     pub(crate) async fn compare(&self, store: &dyn Store) -> Result<bool> {
-        if !self.known().is_loaded {
+        if !lock(&self.known).is_loaded {
             return Ok(false);
         }
         let stored = store.waiting_versions().await?;
-        let mut known = self.known();
+        let mut known = lock(&self.known);
         let is_known = |(id, of): &(&JobId, &WaitingVersion)| {
             let mine = known.places.get(*id).and_then(|place| known.rows.get(place));
             mine.is_some_and(|row| version(row) == **of)

@@ -170,7 +170,7 @@ impl Progress {
                 self.say(format!(
                     "epoch {}: validation accuracy {}, loss {:.4}",
                     evaluation.epoch,
-                    lockstep_protocol::numbers::accuracy_of(evaluation.accuracy, evaluation.samples),
+                    lockstep_protocol::numbers::accuracy_of(evaluation.accuracy, Some(evaluation.samples)),
                     evaluation.loss
                 ))?;
             }

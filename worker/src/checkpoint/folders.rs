@@ -1,24 +1,12 @@
 //! The folders of a job's checkpoints: names, listing and removal.
 
 use super::{CheckpointError, TEMPORARY, at, manifest::validate};
+pub use lockstep_protocol::checkpoint_files::{folder_name, parse_folder_name};
 use lockstep_protocol::fault;
 use std::{
     fs, io,
     path::{Path, PathBuf},
 };
-
-/// The name of a checkpoint's folder: `<epoch>-<step>`.
-pub fn folder_name(epoch: u32, step: u64) -> String {
-    format!("{epoch}-{step}")
-}
-
-/// The epoch and step in the name of a checkpoint's folder.
-pub fn parse_folder_name(name: &str) -> Option<(u32, u64)> {
-    let (epoch, step) = name.split_once('-')?;
-    let parsed = (epoch.parse().ok()?, step.parse().ok()?);
-    // Only the format that this module writes: no signs, no leading zeros.
-    (folder_name(parsed.0, parsed.1) == name).then_some(parsed)
-}
 
 /// The folders with names of checkpoints, by ascending step, unchecked.
 ///

@@ -63,7 +63,7 @@ impl Run<'_> {
     /// Updates the moving average of the weights when an update is due. Rank 0 keeps the average, and the other ranks
     /// receive it when it is evaluated. If ranks share a network, each keeps the average of its part.
     pub(super) fn average(&mut self) -> Result<(), TrainError> {
-        let decay = self.schedule.average_decay(&self.training.spec.train, self.step);
+        let decay = self.schedule.average_decay(self.step);
         if let Some(decay) = decay.filter(|_| self.keeps_average()) {
             self.engine.average(decay)?;
         }

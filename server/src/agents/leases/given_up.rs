@@ -1,12 +1,9 @@
 //! Attempts whose ranks have lost their connections, and agents that are given up before their leases expire.
 
 use super::{Expired, Lease, Leases};
-use crate::lifecycle::EndOnAgent;
+use crate::{lifecycle::EndOnAgent, util::lock};
 use lockstep_protocol::agent::{AttemptRef, Ending};
-use std::{
-    sync::{MutexGuard, PoisonError},
-    time::Instant,
-};
+use std::time::Instant;
 
 /// How the ranks of an attempt ended on one of its agents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,16 +40,10 @@ pub(super) struct GivenUp {
 const MAX_GIVEN_UP: usize = 64;
 
 impl Leases {
-    fn given_up(&self) -> MutexGuard<'_, Vec<GivenUp>> {
-        self.given_up.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Records the ranks of an attempt whose machines do not answer, as one of its other ranks has reported.
     pub(crate) fn mark_unreachable(&self, attempt: &AttemptRef, ranks: &[u32]) {
-        let mut leases = self.by_job();
-        let Some(lease) = leases.get_mut(&attempt.job).filter(|lease| lease.attempt == *attempt) else {
-            return;
-        };
+        let mut leases = lock(&self.by_job);
+        let Some(lease) = leases.of_mut(attempt) else { return };
         lease.unreachable.extend(ranks);
         drop(leases);
         self.wake_dispatch();
@@ -61,7 +52,7 @@ impl Leases {
     /// Whether the ranks of any attempt have lost the connection to ranks of other agents. Such an attempt ends when all agents have ended
     /// its ranks; dispatch polls faster meanwhile.
     pub(crate) fn any_attempt_lost_contact(&self) -> bool {
-        self.by_job().values().any(Lease::has_lost_contact)
+        lock(&self.by_job).values().any(Lease::has_lost_contact)
     }
 
     /// Agents that can be given up before their leases expire: a silent agent of an attempt whose ranks have lost each other,
@@ -72,7 +63,7 @@ impl Leases {
         is_silent: impl Fn(&str) -> bool,
         is_connected: impl Fn(&str) -> bool,
     ) -> Vec<Expired> {
-        let leases = self.by_job();
+        let leases = lock(&self.by_job);
         let mut found = Vec::new();
         for lease in leases.values().filter(|lease| lease.has_lost_contact()) {
             for hold in lease.held().filter(|hold| is_silent(&hold.place.agent_id)) {
@@ -89,19 +80,18 @@ impl Leases {
     /// Whether a lease that had expired was renewed.
     pub(crate) fn is_renewed(&self, expired: &Expired) -> bool {
         let now = Instant::now();
-        let leases = self.by_job();
-        let lease = leases.get(&expired.attempt.job).filter(|lease| lease.attempt == expired.attempt);
-        let mut holds = lease.into_iter().flat_map(|lease| &lease.holds);
+        let leases = lock(&self.by_job);
+        let mut holds = leases.of(&expired.attempt).into_iter().flat_map(|lease| &lease.holds);
         holds.any(|hold| hold.place.agent_id == expired.place.agent_id && hold.until > now)
     }
 
     /// Gives up an agent before its lease expires. Until the expiry, or until the agent reports no ranks of the attempt, it gets no work.
     pub(crate) fn give_up(&self, expired: &Expired) {
-        let leases = self.by_job();
+        let leases = lock(&self.by_job);
         let hold = leases.get(&expired.attempt.job).and_then(|lease| lease.held_at(&expired.place.agent_id));
         if let Some(until) = hold.map(|hold| hold.until) {
             let (agent_id, attempt) = (expired.place.agent_id.clone(), expired.attempt.clone());
-            let mut given_up = self.given_up();
+            let mut given_up = lock(&self.given_up);
             given_up.retain(|entry| entry.until > Instant::now());
             given_up.push(GivenUp { agent_id, attempt, until });
         }
@@ -110,7 +100,7 @@ impl Leases {
     /// Extends the time for which an agent stays given up because of the attempts that it still reports, and ends it for its other
     /// attempts.
     pub(super) fn update_given_up(&self, agent_id: &str, attempts: &[AttemptRef], until: Instant) {
-        self.given_up().retain_mut(|entry| {
+        lock(&self.given_up).retain_mut(|entry| {
             let is_its = entry.agent_id == agent_id;
             if is_its {
                 entry.until = until;
@@ -126,7 +116,7 @@ impl Leases {
         let (now, until) = (Instant::now(), Instant::now() + self.duration);
         let entry =
             |attempt: &AttemptRef| GivenUp { agent_id: agent_id.into(), attempt: attempt.clone(), until };
-        let mut given_up = self.given_up();
+        let mut given_up = lock(&self.given_up);
         given_up.retain(|entry| entry.agent_id != agent_id && entry.until > now);
         // The agent may report any number of attempts, so at most `MAX_GIVEN_UP` are remembered. It gets no work while one of them remains.
         given_up.extend(not_its.iter().take(MAX_GIVEN_UP).map(entry));
@@ -136,7 +126,7 @@ impl Leases {
 
     /// Records that an agent's ranks of an attempt have ended.
     pub(crate) fn note_ranks_ended(&self, agent_id: &str, attempt: &AttemptRef) {
-        let mut given_up = self.given_up();
+        let mut given_up = lock(&self.given_up);
         let before = given_up.len();
         given_up.retain(|entry| entry.agent_id != agent_id || entry.attempt != *attempt);
         if given_up.len() < before {
@@ -147,7 +137,7 @@ impl Leases {
     /// Whether an agent was given up and its ranks may still run.
     pub(crate) fn is_given_up(&self, agent_id: &str) -> bool {
         let now = Instant::now();
-        self.given_up().iter().any(|entry| entry.agent_id == agent_id && entry.until > now)
+        lock(&self.given_up).iter().any(|entry| entry.agent_id == agent_id && entry.until > now)
     }
 }
 

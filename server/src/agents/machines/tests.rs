@@ -116,13 +116,13 @@ fn machines_and_samples_are_bounded() {
     for number in 0..=MEASURED_MACHINES {
         machines.add(&format!("m{number}"), sample(0.5, 1), &slots(1), at(number as i64));
     }
-    assert_eq!(machines.all().len(), MEASURED_MACHINES);
+    assert_eq!(lock(&machines.by_agent).len(), MEASURED_MACHINES);
     assert!(machines.newest("m0").is_none() && machines.newest("m1").is_some());
     // A second sample at the same time is ignored.
     machines.add("m1", sample(0.9, 1), &slots(1), at(2));
     assert_eq!(machines.newest("m1").unwrap().sample.cpu_utilization, Some(0.5));
     for number in 0..2 * RECENT_SAMPLES as i64 {
-        if let Some(measured) = machines.all().get_mut("m1") {
+        if let Some(measured) = lock(&machines.by_agent).get_mut("m1") {
             measured.heard -= MIN_SAMPLE_INTERVAL;
         }
         machines.add("m1", sample(0.5, 1), &slots(1), at(100 + 5 * number));

@@ -181,7 +181,7 @@ async fn fall_back(checkpoints: &Checkpoints, row: &CheckpointRow, error: Error)
         return Ok(error);
     }
     let _removing = checkpoints.removing.lock().await;
-    checkpoints.remove(&row.job, vec![(row.info.epoch, row.info.step)]).await?;
+    checkpoints.replace(&row.job, vec![(row.info.epoch, row.info.step)], Vec::new()).await?;
     let detail =
         format!("checkpoint {} is damaged; the next attempt continues from the previous checkpoint", row.id);
     Ok(Error::Of(Code::CheckpointDamaged, detail))

@@ -110,7 +110,7 @@ impl Course {
                 "Training accuracy is {}, validation accuracy {}: the network overfits its training pictures. Augment them \
                  (data.augment), raise train.weight_decay, or add pictures.",
                 percent(training),
-                self.pictures.map_or_else(|| percent(last), |pictures| accuracy_of(last, pictures))
+                accuracy_of(last, self.pictures)
             ));
         }
         let training = self.training?;

@@ -69,8 +69,7 @@ impl From<HistogramRow> for Histogram {
 }
 
 fn kind(text: &str) -> Result<HistogramKind> {
-    let all = [HistogramKind::Weight, HistogramKind::Gradient];
-    let found = all.into_iter().find(|kind| kind.name() == text);
+    let found = HistogramKind::ALL.into_iter().find(|kind| kind.as_str() == text);
     found.ok_or_else(|| Error::BadRequest("kind must be weight or gradient".into()))
 }
 

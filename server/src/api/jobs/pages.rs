@@ -180,7 +180,10 @@ pub(crate) async fn job(
         .into_iter()
         .map(|row| {
             let stored = scheduler.checkpoints.stored_state(&row, copies.get(&row.id));
-            let stored = stored.map(StoredState::as_str);
+            let stored = stored.map(|state| match state {
+                StoredState::Uploading => "uploading",
+                StoredState::Stored => "stored",
+            });
             job_views::Checkpoint { id: row.id, attempt: row.attempt, info: row.info, stored }
         })
         .collect();

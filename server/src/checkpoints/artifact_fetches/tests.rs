@@ -32,12 +32,12 @@ async fn all_checks_of_a_round_share_one_waiting_time() {
     let store = ArtifactStore::new(storage, false);
     let check = |id| store.fetch(id);
     let ((first, first_runs), (second, second_runs)) = (check("a"), check("b"));
-    let mut check_wait = CheckWait(Duration::from_millis(20));
-    assert_eq!(check_wait.wait(first.clone()).await, None);
-    assert_eq!(check_wait.0, Duration::ZERO, "no time is left for others");
-    assert_eq!(check_wait.wait(second).await, None);
+    let mut patience = Duration::from_millis(20);
+    assert_eq!(wait_for_check(first.clone(), &mut patience).await, None);
+    assert_eq!(patience, Duration::ZERO, "no time is left for others");
+    assert_eq!(wait_for_check(second, &mut patience).await, None);
     // A check that has ended needs no time.
     store.end_fetch("a", &first_runs.unwrap(), Ok(()));
-    assert_eq!(check_wait.wait(first).await, Some(Ok(())));
+    assert_eq!(wait_for_check(first, &mut patience).await, Some(Ok(())));
     drop(second_runs);
 }

@@ -1,9 +1,9 @@
 //! The upload of a large file to the store in parts. The object appears with the last part.
 
-use super::{ObjectStorage, Place, Result, other, within};
+use super::{ObjectStorage, Place, Result, optional, other, within};
 use bytes::Bytes;
 use object_store::{
-    Error, MultipartUpload, ObjectStoreExt,
+    MultipartUpload, ObjectStoreExt,
     aws::AmazonS3,
     multipart::{MultipartStore, PartId},
     path::Path,
@@ -21,9 +21,6 @@ pub(crate) enum FileUpload {
 
 impl ObjectStorage {
     /// Begins the upload of a file in parts.
-    ///
-    /// # Errors
-    /// A store error.
     pub(crate) async fn begin(&self, place: &Place, name: &str, sha256: &str) -> Result<FileUpload> {
         let path = place.file(name, sha256);
         match &self.bucket {
@@ -40,16 +37,10 @@ impl ObjectStorage {
 
     /// Aborts the multipart upload of a server that was killed. Until then, the bucket keeps the parts and charges for them. `parts` is the
     /// result of [`FileUpload::parts`] for the upload.
-    ///
-    /// # Errors
-    /// A store error.
     pub(crate) async fn drop_parts(&self, parts: &str) -> Result<()> {
         let (Some(bucket), Some((path, id))) = (&self.bucket, parts.split_once(' ')) else { return Ok(()) };
-        match within(bucket.abort_multipart(&Path::from(path), &id.to_owned())).await {
-            // The upload was finished, or was dropped by the store.
-            Ok(()) | Err(Error::NotFound { .. }) => Ok(()),
-            Err(error) => Err(error),
-        }
+        // Nothing is found if the upload was finished, or was dropped by the store.
+        optional(within(bucket.abort_multipart(&Path::from(path), &id.to_owned())).await).map(drop)
     }
 
     /// Removes the incomplete uploads of a file in a directory. Names of incomplete uploads end in `#` and a number.
@@ -79,9 +70,6 @@ impl FileUpload {
     }
 
     /// Sends the next part. All parts except the last must have the same size.
-    ///
-    /// # Errors
-    /// A store error.
     pub(crate) async fn send(&mut self, part: Bytes) -> Result<()> {
         match self {
             Self::Parts { bucket, path, id, sent } => {
@@ -94,9 +82,6 @@ impl FileUpload {
     }
 
     /// Combines the parts into an object.
-    ///
-    /// # Errors
-    /// A store error.
     pub(crate) async fn finish(&mut self) -> Result<()> {
         match self {
             Self::Parts { bucket, path, id, sent } => {

@@ -90,12 +90,8 @@ pub(super) async fn end_attempt(
         if row.live().as_ref() == Some(&expected) { change(row) } else { Ok(Vec::new()) }
     };
     match scheduler.events.change_job(&attempt.job, Box::new(change)).await {
-        Ok(_) => {
-            // The attempt has ended, regardless of the job's new state.
-            scheduler.agents.leases.release(&attempt.job, attempt.attempt);
-            Ok(())
-        }
-        Err(StoreError::NotFound(_)) => {
+        // The attempt has ended, regardless of the job's new state.
+        Ok(_) | Err(StoreError::NotFound(_)) => {
             scheduler.agents.leases.release(&attempt.job, attempt.attempt);
             Ok(())
         }
@@ -127,7 +123,8 @@ pub(super) async fn end_attempt_on_agent(
                 scheduler.agents.leases.release(&attempt.job, attempt.attempt);
             }
             let others = scheduler.agents.leases.ended_at(attempt, &place.agent_id, RanksEnd::Unknown);
-            stop_others(scheduler, attempt, &place.agent, &others, patient);
+            let reason = format!("its ranks on {:?} have ended", place.agent);
+            send_stop(scheduler, &others, attempt, &reason, patient);
             Ok(())
         }
         Err(StoreError::NotFound(_)) => {
@@ -150,24 +147,30 @@ pub(crate) fn ended_at(scheduler: &Scheduler, attempt: &AttemptRef, agent_id: &s
     };
     let others = scheduler.agents.leases.ended_at(attempt, agent_id, how);
     if failed && let Some(agent) = agent {
-        stop_others(scheduler, attempt, &agent.agent, &others, false);
+        let reason = format!("its ranks on {:?} have ended", agent.agent);
+        send_stop(scheduler, &others, attempt, &reason, false);
     }
 }
 
-fn stop_others(scheduler: &Scheduler, attempt: &AttemptRef, agent: &str, others: &[Place], patient: bool) {
-    for other in others {
-        let reason = format!("its ranks on {agent:?} have ended");
-        scheduler.agents.send(&other.agent_id, ToAgent::Stop { attempt: attempt.clone(), reason, patient });
+/// Orders agents to end their ranks of an attempt. `patient`: the ranks may write a checkpoint first.
+pub(super) fn send_stop(
+    scheduler: &Scheduler,
+    places: &[Place],
+    attempt: &AttemptRef,
+    reason: &str,
+    patient: bool,
+) {
+    for place in places {
+        let (attempt, reason) = (attempt.clone(), reason.to_owned());
+        scheduler.agents.send(&place.agent_id, ToAgent::Stop { attempt, reason, patient });
     }
 }
 
 /// Orders the other agents of a leaving agent's attempts to end their ranks with a checkpoint, as the leaving agent does.
 pub(crate) fn leaves(scheduler: &Scheduler, agent_id: &str, agent: &str) {
     for (attempt, places) in scheduler.agents.leases.of_agent(agent_id) {
-        for other in places.iter().filter(|place| place.agent_id != agent_id) {
-            let (attempt, reason) = (attempt.clone(), format!("{agent:?} is being stopped in order"));
-            scheduler.agents.send(&other.agent_id, ToAgent::Stop { attempt, reason, patient: true });
-        }
+        let others: Vec<_> = places.into_iter().filter(|place| place.agent_id != agent_id).collect();
+        send_stop(scheduler, &others, &attempt, &format!("{agent:?} is being stopped in order"), true);
     }
 }
 
@@ -186,10 +189,7 @@ pub(super) async fn order_stop(scheduler: &Scheduler, job: &JobId) -> Result<()>
     if let Some(row) = scheduler.store.job(job).await?
         && let (Some(attempt), Some((reason, patient))) = (row.live(), wanted(&row))
     {
-        for place in &places {
-            let (attempt, reason) = (attempt.clone(), reason.clone());
-            scheduler.agents.send(&place.agent_id, ToAgent::Stop { attempt, reason, patient });
-        }
+        send_stop(scheduler, &places, &attempt, &reason, patient);
         scheduler.agents.leases.note_stop_requested(&attempt);
     }
     Ok(())

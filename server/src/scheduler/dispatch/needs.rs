@@ -6,8 +6,8 @@ use crate::{
     store::{JobRow, Result},
 };
 use lockstep_protocol::{
-    agent::AllowedFolders,
-    dataset::{Dataset, PicturesFingerprint},
+    agent::StartFiles,
+    dataset::Dataset,
     job::{Job, JobId},
     reason::{Reason, ReasonKind},
     spec::JobSpec,
@@ -20,14 +20,8 @@ pub(super) struct Needs {
     pub(super) spec: JobSpec,
     /// The dataset's path.
     pub(super) dataset_path: String,
-    /// The dataset's fingerprint at its last inspection.
-    pub(super) registered: Option<PicturesFingerprint>,
-    /// The checkpoint's id, if `model.pretrained` is one.
-    pub(super) pretrained: Option<String>,
-    /// Folders in which the file of `model.pretrained` may be.
-    pub(super) weights_in: Option<AllowedFolders>,
-    /// Folders in which the dataset may be.
-    pub(super) dataset_in: Option<AllowedFolders>,
+    /// The files, without those of the job's folder.
+    pub(super) files: StartFiles,
 }
 
 /// The datasets of jobs, by name. Each dataset is read once.
@@ -78,10 +72,13 @@ pub(super) async fn needs(
     Ok(Ok(Needs {
         spec,
         dataset_path: dataset.path.clone(),
-        registered: dataset.info.fingerprint.clone(),
-        pretrained,
-        weights_in,
-        dataset_in: scheduler.datasets.roots.allowed(),
+        files: StartFiles {
+            registered: dataset.info.fingerprint.clone(),
+            pretrained,
+            weights_in,
+            dataset_in: scheduler.datasets.roots.allowed(),
+            ..StartFiles::default()
+        },
     }))
 }
 

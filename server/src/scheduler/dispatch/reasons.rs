@@ -5,16 +5,13 @@ use crate::{
     lifecycle,
     scheduler::Scheduler,
     store::{Change, JobRow, StoreError, quarantine},
+    util::lock,
 };
 use lockstep_protocol::{
     job::{Job, JobId},
     reason::{Reason, ReasonKind, SlotWait},
 };
-use std::{
-    collections::BTreeMap,
-    sync::{Mutex, MutexGuard, PoisonError},
-    time::Duration,
-};
+use std::{collections::BTreeMap, sync::Mutex, time::Duration};
 use tokio::sync::Notify;
 
 /// Pause after a failed write.
@@ -30,10 +27,6 @@ pub(super) struct Unstored {
 }
 
 impl Unstored {
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<JobId, Reason>> {
-        self.reasons.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Queues the reason why a job waits, if it is worth an event.
     pub(super) fn note(&self, scheduler: &Scheduler, row: &JobRow, why: &Reason) {
         let is_event = !machines_may_come_back(scheduler, &row.job)
@@ -41,7 +34,7 @@ impl Unstored {
             && row.job.reason.as_deref() != Some(why.words())
             && !row.job.cause.as_ref().is_some_and(|known| is_steady(known, why));
         if is_event {
-            self.lock().insert(row.job.id.clone(), why.clone());
+            lock(&self.reasons).insert(row.job.id.clone(), why.clone());
             self.wake.notify_one();
         }
     }
@@ -50,7 +43,7 @@ impl Unstored {
     pub(super) async fn store_all(&self, scheduler: &Scheduler) {
         loop {
             let reasons: Vec<_> = {
-                let mut reasons = self.lock();
+                let mut reasons = lock(&self.reasons);
                 std::iter::from_fn(|| reasons.pop_first()).take(BATCH_SIZE).collect()
             };
             if reasons.is_empty() {

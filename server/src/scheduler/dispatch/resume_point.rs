@@ -2,14 +2,10 @@
 
 use super::unreported;
 use crate::{
-    lifecycle,
     scheduler::Scheduler,
-    store::{Copies, JobRow, Result},
+    store::{Copies, Result},
 };
-use lockstep_protocol::{
-    agent::{AttemptEvent, CheckpointInfo},
-    job::Job,
-};
+use lockstep_protocol::job::Job;
 use std::collections::BTreeSet;
 
 /// Why a job fails if all its checkpoints are lost. Ranks that find only damaged checkpoints report the same.
@@ -59,12 +55,15 @@ pub(super) async fn forget_missing(scheduler: &Scheduler, job: &Job, agent: &str
         }
     }
     let newest_left = left.last().map(|(step, _)| *step);
-    if newest_left.is_some() && newest_left == newest {
-        return forget(scheduler, job, missing, Vec::new(), None).await;
+    let mut found = Vec::new();
+    if newest_left.is_none() || newest_left != newest {
+        found = unreported::find(checkpoints).await;
+        found.retain(|one| !left.contains(&(one.step, one.epoch)));
+        if found.last().is_none_or(|newest| Some(newest.step) <= newest_left) {
+            found.clear();
+        }
     }
-    let mut found = unreported::find(checkpoints).await;
-    found.retain(|one| !left.contains(&(one.step, one.epoch)));
-    if let Some(newest) = found.last().filter(|newest| Some(newest.step) > newest_left) {
+    let text = if let Some(newest) = found.last() {
         let mut text = format!(
             "checkpoint {}-{} was written and never reported: training continues from there",
             newest.epoch, newest.step
@@ -72,47 +71,21 @@ pub(super) async fn forget_missing(scheduler: &Scheduler, job: &Job, agent: &str
         if newest.step > job.step {
             text += &format!("; there are no points of steps {} to {}", job.step + 1, newest.step);
         }
-        return forget(scheduler, job, missing, found, Some(text)).await;
-    }
-    if missing.len() < all || missing.is_empty() {
-        return forget(scheduler, job, missing, Vec::new(), None).await;
-    }
-    // The rows stay, because a disk that is not mounted may return.
-    if scheduler.checkpoints.artifact_store.is_some() && lost == all {
+        Some(text)
+    } else if missing.len() < all || missing.is_empty() {
+        None
+    } else if scheduler.checkpoints.artifact_store.is_some() && lost == all {
+        // The rows stay, because a disk that is not mounted may return.
         return Ok(ResumePoint::AllLost);
-    }
-    let text = if elsewhere.is_empty() {
-        "the known checkpoints are no longer on the server's disk: training begins from the start".to_owned()
+    } else if elsewhere.is_empty() {
+        Some(
+            "the known checkpoints are no longer on the server's disk: training begins from the start".into(),
+        )
     } else {
         let names: Vec<_> = elsewhere.into_iter().collect();
-        format!("{} did not upload a checkpoint: training begins from the start", names.join(", "))
+        Some(format!("{} did not upload a checkpoint: training begins from the start", names.join(", ")))
     };
-    forget(scheduler, job, missing, Vec::new(), Some(text)).await
-}
-
-/// Removes the rows of `missing` checkpoints, adds the `found` ones, and writes `text` to the job's log.
-async fn forget(
-    scheduler: &Scheduler,
-    job: &Job,
-    missing: Vec<(u32, u64)>,
-    found: Vec<CheckpointInfo>,
-    text: Option<String>,
-) -> Result<ResumePoint> {
-    if missing.is_empty() && found.is_empty() {
-        return Ok(ResumePoint::Available);
-    }
-    let change = move |row: &mut JobRow| {
-        let removed = missing
-            .iter()
-            .map(|(epoch, step)| AttemptEvent::CheckpointRemoved { epoch: *epoch, step: *step });
-        let added = found.iter().cloned().map(AttemptEvent::Checkpoint);
-        let mut events = Vec::new();
-        for event in removed.chain(added) {
-            events.extend(lifecycle::report(row, event, None, crate::now())?);
-        }
-        Ok(events)
-    };
-    scheduler.events.change_job(&job.id, Box::new(change)).await?;
+    scheduler.checkpoints.replace(&job.id, missing, found).await?;
     if let Some(text) = text {
         scheduler.events.log(&job.id, text).await;
     }

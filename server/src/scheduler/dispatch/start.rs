@@ -2,7 +2,7 @@
 //! because the transaction may have been committed nevertheless.
 
 use super::{
-    ends::{end_attempt, wanted},
+    ends::{end_attempt, send_stop, wanted},
     needs::{Needs, datasets, fail, needs},
     resume_point::{ALL_LOST, ResumePoint, forget_missing},
     skip_permanent_error,
@@ -261,6 +261,7 @@ fn order(scheduler: &Scheduler, prepared: Prepared, files: StartFiles, claimed: 
     scheduler.checkpoints.waits.forget(&job.id);
     scheduler.last_plan.release(&job.id);
     scheduler.events.publish(&claimed.changed);
+    let master_addr = master_address(&chosen);
     let mut start = StartAttempt {
         attempt: attempt.clone(),
         world_size: needs.spec.parallel.ranks,
@@ -268,7 +269,7 @@ fn order(scheduler: &Scheduler, prepared: Prepared, files: StartFiles, claimed: 
         dataset_path: needs.dataset_path,
         ranks: Vec::new(),
         // Ranks of one machine connect to each other over the loopback address. The agent of rank 0 chooses a free port.
-        master_addr: master_address(&chosen).unwrap_or("127.0.0.1").into(),
+        master_addr: master_addr.unwrap_or("127.0.0.1").into(),
         master_port: 0,
         secret: format!("{:032x}{:032x}", uuid::Uuid::new_v4().as_u128(), uuid::Uuid::new_v4().as_u128()),
         // An agent that does not find the mark in this folder uses its own folder.
@@ -276,20 +277,13 @@ fn order(scheduler: &Scheduler, prepared: Prepared, files: StartFiles, claimed: 
         resume: claimed.resume,
         pause_after: row.progress.pause_after,
         network: None,
-        files: StartFiles {
-            pretrained: needs.pretrained,
-            registered: needs.registered,
-            weights_in: needs.weights_in,
-            dataset_in: needs.dataset_in,
-            ..files
-        },
+        files: StartFiles { mark: files.mark, dataset: files.dataset, ..needs.files },
     };
-    let meets_at_loopback = master_address(&chosen).is_none();
     let mut gone = None;
     for ((agent, _), place) in chosen.iter().zip(&places) {
         let machine = &agent.row.machine;
         start.ranks.clone_from(&place.ranks);
-        start.network = address(machine).filter(|_| !meets_at_loopback).map(|address| RankNetwork {
+        start.network = address(machine).filter(|_| master_addr.is_some()).map(|address| RankNetwork {
             address: address.into(),
             interface: machine.interface.clone(),
             named_by: None,
@@ -315,7 +309,7 @@ async fn follow_up(scheduler: &Scheduler, ordered: Vec<Ordered>) -> Result<()> {
         let ended =
             end_attempt(scheduler, &attempt, move |row| lifecycle::requeue(row, &why, crate::now())).await;
         passing = passing.and(skip_permanent_error(&attempt.job, ended));
-        stop(scheduler, &attempt, &places, "an agent disconnected before it could start", false);
+        send_stop(scheduler, &places, &attempt, "an agent disconnected before it could start", false);
     }
     let ids: Vec<_> = ordered.iter().map(|ordered| ordered.attempt.job.clone()).collect();
     let rows = scheduler.store.jobs_of(&ids).await?;
@@ -333,17 +327,10 @@ async fn follow_up(scheduler: &Scheduler, ordered: Vec<Ordered>) -> Result<()> {
             _ => Some((ReasonKind::CancelledByUser { detail: None }.to_string(), false)),
         };
         if let Some((reason, patient)) = wish {
-            stop(scheduler, &attempt, &places, &reason, patient);
+            send_stop(scheduler, &places, &attempt, &reason, patient);
         }
     }
     passing
-}
-
-fn stop(scheduler: &Scheduler, attempt: &AttemptRef, places: &[Place], reason: &str, patient: bool) {
-    for place in places {
-        let (attempt, reason) = (attempt.clone(), reason.to_owned());
-        scheduler.agents.send(&place.agent_id, ToAgent::Stop { attempt, reason, patient });
-    }
 }
 
 /// The address at which rank 0 listens; `None` if all agents are on one machine.
@@ -361,7 +348,7 @@ async fn start_files(scheduler: &Scheduler, prepared: &[Prepared]) -> Vec<StartF
     let folders: Vec<_> =
         prepared.iter().map(|prepared| scheduler.config.job_dir(&prepared.claim.job)).collect();
     let number = folders.len();
-    // The other fields are set when the order is sent.
+    // The job's requirements have the other fields.
     let files = |folder: PathBuf| StartFiles {
         mark: write_mark(&folder),
         dataset: notes::dataset_note(&folder),

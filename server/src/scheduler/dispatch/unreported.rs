@@ -5,7 +5,12 @@ use crate::checkpoints::{
     artifact_checks::looks_whole,
     manifest::{MANIFEST, Manifest},
 };
-use lockstep_protocol::{agent::CheckpointInfo, dataset::ValidationSet, limits::STATE_FILE_BYTES};
+use lockstep_protocol::{
+    agent::CheckpointInfo,
+    checkpoint_files::{folder_name, parse_folder_name},
+    dataset::ValidationSet,
+    limits::STATE_FILE_BYTES,
+};
 use serde::Deserialize;
 use std::{
     fs::{self, File},
@@ -39,11 +44,12 @@ pub(super) async fn find(checkpoints: PathBuf) -> Vec<CheckpointInfo> {
         let mut found: Vec<(u64, u32)> = fs::read_dir(&checkpoints)
             .into_iter()
             .flatten()
-            .filter_map(|entry| named(&entry.ok()?.file_name().to_string_lossy()))
+            .filter_map(|entry| parse_folder_name(&entry.ok()?.file_name().to_string_lossy()))
+            .map(|(epoch, step)| (step, epoch))
             .collect();
         found.sort_unstable_by(|a, b| b.cmp(a));
         let newest = found.into_iter().take(MAX_TRIED).find_map(|(step, epoch)| {
-            let folder = checkpoints.join(format!("{epoch}-{step}"));
+            let folder = checkpoints.join(folder_name(epoch, step));
             let failed = |error: &io::Error| {
                 tracing::warn!(folder = %folder.display(), %error, "no checkpoint to continue from");
             };
@@ -58,16 +64,9 @@ pub(super) async fn find(checkpoints: PathBuf) -> Vec<CheckpointInfo> {
     tokio::task::spawn_blocking(work).await.unwrap_or_default()
 }
 
-/// Step and epoch of a checkpoint's folder, `<epoch>-<step>`.
-fn named(folder: &str) -> Option<(u64, u32)> {
-    let (epoch, step) = folder.split_once('-')?;
-    let (epoch, step) = (epoch.parse().ok()?, step.parse().ok()?);
-    (format!("{epoch}-{step}") == folder).then_some((step, epoch))
-}
-
 fn read(checkpoints: &Path, epoch: u32, step: u64) -> io::Result<(CheckpointInfo, Option<Best>)> {
     let wrong = |what: &str| io::Error::new(io::ErrorKind::InvalidData, what);
-    let folder = checkpoints.join(format!("{epoch}-{step}"));
+    let folder = checkpoints.join(folder_name(epoch, step));
     if !looks_whole(&folder) {
         return Err(wrong("a file is missing, or has another size than was written"));
     }
@@ -84,17 +83,4 @@ fn read(checkpoints: &Path, epoch: u32, step: u64) -> io::Result<(CheckpointInfo
     let size_bytes = files + text.len() as u64;
     let info = CheckpointInfo { epoch, step, val_accuracy, val_loss, validation, best: is_best, size_bytes };
     Ok((info, best))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::named;
-
-    #[test]
-    fn only_names_of_complete_checkpoints_are_parsed() {
-        assert_eq!(named("2-460"), Some((460, 2)));
-        for name in ["", "2", "2-", "-2", "02-460", "2-460-1", ".tmp-2-460", "2-460.bad", "2-+460"] {
-            assert_eq!(named(name), None, "{name}");
-        }
-    }
 }

@@ -20,17 +20,12 @@ fn candidates_with_links(
         let (interface_mbits, nvlink_groups) = links(name);
         let machine = Machine {
             hostname: (*name).into(),
-            cpu: String::new(),
-            cores: *slots,
-            memory_bytes: 0,
-            disk_free_bytes: 0,
-            version: String::new(),
             address: address.map(Into::into),
-            interface: None,
             interface_mbits,
             nvlink_groups,
             // Agents whose names begin with the same part before a dash are on one machine.
             network_id: address.and_then(|_| name.split('-').next()).map(Into::into),
+            ..Machine::default()
         };
         let row = AgentRow {
             id: format!("id-{name}"),

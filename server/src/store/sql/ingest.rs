@@ -256,7 +256,7 @@ async fn store_report(
         return Ok((Ingested::Stored { acknowledged, changed: None }, false));
     }
     // The attempt has ended, or, with several agents, this agent's lease has expired or its ranks have already ended.
-    if row.live().as_ref() != Some(attempt) || lifecycle::has_ended_on_agent(row, agent_id) {
+    if row.live().as_ref() != Some(attempt) || lifecycle::find_end_on_agent(row, agent_id).is_some() {
         return Ok((Ingested::Stale, false));
     }
     if first > have {

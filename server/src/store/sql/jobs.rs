@@ -94,7 +94,7 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
         trial,
         owner: optional("owner")?,
         batch: (flaws.is_empty() && external.is_none())
-            .then(|| Batch { epoch_samples: progress.epoch_samples(), ..Batch::of(&spec) }),
+            .then(|| Batch { epoch_samples: progress.speed.epoch_samples(), ..Batch::of(&spec) }),
         unreadable: (!flaws.is_empty()).then(|| flaws.join("; ")),
         warnings: Vec::new(),
         attempt: to_u32(row.try_get("attempt")?),

@@ -66,7 +66,7 @@ async fn keep_histograms(
                 query = query
                     .bind(job.as_str())
                     .bind(&layer.name)
-                    .bind(layer.kind.name())
+                    .bind(layer.kind.as_str())
                     .bind(int(histograms.step))
                     .bind(i64::from(attempt))
                     .bind(int(*index as u64))
@@ -180,7 +180,7 @@ impl SqlStore {
             query.push(" AND layer = ").push_bind(strip_nul(layer));
         }
         if let Some(kind) = filter.kind {
-            query.push(" AND kind = ").push_bind(kind.name());
+            query.push(" AND kind = ").push_bind(kind.as_str());
         }
         if let Some(step) = filter.step {
             query.push(" AND step = ").push_bind(int(step));

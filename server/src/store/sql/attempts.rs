@@ -9,7 +9,7 @@ use crate::{
     store::{
         AttemptRow, Changed, Claim, Claimed, GivenPlace, Occupant, Place, Result, StoreError,
         quarantine::{self, read, readable},
-        values::{fault_point, fencing, json, new_fencing, time, to_u32, uint},
+        values::{fault_point, fencing, job_id, json, new_fencing, time, to_u32, uint},
     },
 };
 use lockstep_protocol::{
@@ -117,7 +117,6 @@ impl SqlStore {
             "SELECT id, priority, preemptible, state, stop, cause FROM jobs WHERE fencing_token IS NOT NULL \
              AND deleted_at IS NULL AND {condition} ORDER BY priority, created_at DESC, id DESC"
         );
-        let rows = sqlx::query(AssertSqlSafe(query)).fetch_all(&self.reader).await?;
         let occupant = |row: &DbRow| {
             let id: String = row.try_get("id")?;
             // A job in a state of another version counts as running and is not preempted.
@@ -131,26 +130,24 @@ impl SqlStore {
                 preemptible: state.is_some() && row.try_get::<i64, _>("preemptible")? != 0,
                 ends: !runs || row.try_get::<Option<&str>, _>("stop")?.is_some(),
                 preempted: cause.is_some_and(|cause| matches!(cause.kind(), ReasonKind::Preempting { .. })),
-                job: id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))?,
+                job: job_id(&id)?,
             })
         };
-        Ok(readable(rows.iter().map(occupant)))
+        self.list(sqlx::query(AssertSqlSafe(query)), occupant).await
     }
 
     pub(in crate::store) async fn live_attempts(&self) -> Result<Vec<AttemptRow>> {
-        let rows = sqlx::query(
+        let query = sqlx::query(
             "SELECT a.fencing_token, a.fencing_secret, a.job_id, a.attempt, a.places, j.stop, j.state FROM attempts a \
              JOIN jobs j ON j.id = a.job_id AND j.fencing_token = a.fencing_token WHERE j.deleted_at IS NULL ORDER BY a.fencing_token",
-        )
-        .fetch_all(&self.reader)
-        .await?;
+        );
         let live = |row: &DbRow| {
             let id: String = row.try_get("job_id")?;
             Ok(AttemptRow {
                 // If the places cannot be read, no agent renews the lease, and the attempt is lost when it expires.
                 places: read(&id, "places", row.try_get("places")?),
                 attempt: AttemptRef {
-                    job: id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))?,
+                    job: job_id(&id)?,
                     attempt: to_u32(row.try_get("attempt")?),
                     fencing_token: fencing(row.try_get("fencing_token")?, row.try_get("fencing_secret")?),
                 },
@@ -158,7 +155,7 @@ impl SqlStore {
                     || row.try_get::<&str, _>("state")? == JobState::Pausing.as_str(),
             })
         };
-        Ok(readable(rows.iter().map(live)))
+        self.list(query, live).await
     }
 }
 
@@ -180,8 +177,7 @@ async fn take(db: &mut Connection, claims: &[Claim]) -> Result<HashMap<JobId, Ta
             query.bind(claim.job.as_str()).bind(i64::from(claim.after_attempt))
         });
         for row in query.fetch_all(&mut *db).await? {
-            let id: &str = row.try_get("id")?;
-            let job = id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))?;
+            let job = job_id(row.try_get("id")?)?;
             taken.insert(job, (to_u32(row.try_get("attempt")?), row.try_get("resume")?));
         }
     }
@@ -209,8 +205,7 @@ async fn insert(db: &mut Connection, attempts: &[(&Claim, Taken)]) -> Result<Has
                 .bind(new_fencing(0).secret_text());
         }
         for row in query.fetch_all(&mut *db).await? {
-            let id: &str = row.try_get("job_id")?;
-            let job = id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))?;
+            let job = job_id(row.try_get("job_id")?)?;
             tokens.insert(job, fencing(row.try_get("fencing_token")?, row.try_get("fencing_secret")?));
         }
     }

@@ -119,7 +119,6 @@ impl SqlStore {
     }
 
     pub(in crate::store) async fn mark_damaged(&self, location: &str, id: &str) -> Result<bool> {
-        let mut db = self.begin().await?;
         let done = sqlx::query(
             "INSERT INTO checkpoint_copies (checkpoint_id, location, state) SELECT $1, $2, $3 \
              WHERE EXISTS (SELECT 1 FROM checkpoints WHERE id = $1) ON CONFLICT (checkpoint_id, location) \
@@ -128,22 +127,20 @@ impl SqlStore {
         .bind(id)
         .bind(location)
         .bind(CopyState::Damaged.as_str())
-        .execute(&mut *db)
+        .execute(&self.writer)
         .await?;
-        db.commit().await?;
         Ok(done.rows_affected() > 0)
     }
 
     pub(in crate::store) async fn forget_damaged(&self, store: &str) -> Result<()> {
-        let mut db = self.begin().await?;
         sqlx::query(
             "UPDATE checkpoint_copies SET state = CASE WHEN manifest IS NULL THEN 'copying' ELSE 'complete' END \
              WHERE location = $1 AND state = 'damaged'",
         )
         .bind(store)
-        .execute(&mut *db)
+        .execute(&self.writer)
         .await?;
-        Ok(db.commit().await?)
+        Ok(())
     }
 
     pub(in crate::store) async fn uploaded_checkpoints(
@@ -217,13 +214,12 @@ impl SqlStore {
     }
 
     pub(in crate::store) async fn replace_restored_marker(&self, restored: &str, own: &str) -> Result<()> {
-        let mut db = self.begin().await?;
         sqlx::query("UPDATE artifact_stores SET marker = $2 WHERE marker = $1")
             .bind(format!("{RESTORED}{restored}"))
             .bind(own)
-            .execute(&mut *db)
+            .execute(&self.writer)
             .await?;
-        Ok(db.commit().await?)
+        Ok(())
     }
 
     pub(in crate::store) async fn put_artifact_marker(&self, store: &str, marker: &str) -> Result<()> {
@@ -251,12 +247,11 @@ impl SqlStore {
     }
 
     pub(in crate::store) async fn forget_stored_checkpoint(&self, store: &str, id: &str) -> Result<()> {
-        let mut db = self.begin().await?;
         sqlx::query("DELETE FROM checkpoint_copies WHERE checkpoint_id = $1 AND location = $2")
             .bind(id)
             .bind(store)
-            .execute(&mut *db)
+            .execute(&self.writer)
             .await?;
-        Ok(db.commit().await?)
+        Ok(())
     }
 }

@@ -1,6 +1,6 @@
 //! Chunks of metrics: written by the compaction task, read by charts.
 
-use super::{BEGIN_SNAPSHOT, Connection, DbRow, SqlStore, reads::ranks};
+use super::{BEGIN_SNAPSHOT, Connection, DbRow, SqlStore, batch, reads::ranks};
 use crate::store::{
     MetricChunk, MetricFilter, Result, StoreError,
     values::{int, strip_nul, to_u32, uint},
@@ -23,17 +23,10 @@ fn chunk(row: &DbRow) -> Result<MetricChunk> {
     })
 }
 
-/// Numbers of chunks in a statement, the largest first.
-const BATCH_SIZES: [usize; 2] = [32, 1];
-
 async fn insert(db: &mut Connection, job: &JobId, chunks: &[&MetricChunk]) -> Result<()> {
-    let row = |n: usize| {
-        let placeholders: Vec<_> = (1..=8).map(|column| format!("${}", 8 * n + column)).collect();
-        format!("({})", placeholders.join(", "))
-    };
     let text = format!(
         "INSERT INTO metric_chunks (job_id, name, rank, attempt, level, first_step, last_step, data) VALUES {}",
-        (0..chunks.len()).map(row).collect::<Vec<_>>().join(", ")
+        batch::values(chunks.len(), 8)
     );
     let mut query = sqlx::query(AssertSqlSafe(text));
     for chunk in chunks {
@@ -145,10 +138,8 @@ impl SqlStore {
                 .fetch_optional(&mut *db)
                 .await?;
         known.ok_or(StoreError::NotFound("job"))?;
-        let replaced = chunks
-            .iter()
-            .filter(|chunk| chunk.replaces_series)
-            .map(|chunk| (&chunk.name, chunk.rank, chunk.attempt));
+        let replaced = chunks.iter().filter(|chunk| chunk.replaces_series);
+        let replaced = replaced.map(|chunk| (&chunk.name, chunk.rank, chunk.attempt));
         for (name, rank, attempt) in replaced.collect::<BTreeSet<_>>() {
             sqlx::query(
                 "DELETE FROM metric_chunks WHERE job_id = $1 AND name = $2 AND rank = $3 AND attempt = $4",
@@ -177,12 +168,8 @@ impl SqlStore {
             .await?;
         }
         let new: Vec<_> = chunks.iter().filter(|chunk| !chunk.replaces_chunk).collect();
-        let mut rest = &new[..];
-        for size in BATCH_SIZES {
-            while let Some((part, later)) = rest.split_at_checked(size) {
-                rest = later;
-                insert(&mut db, job, part).await?;
-            }
+        for part in batch::split(&new) {
+            insert(&mut db, job, part).await?;
         }
         sqlx::query(
             "INSERT INTO metric_compaction (job_id, watermark) VALUES ($1, $2) \

@@ -6,7 +6,7 @@ use crate::{
     store::{
         Appended, Changed, EventRow, Ingested, JobRow, Place, RecordsChange, Report, Result, RunRecords,
         StoreError, quarantine,
-        values::{fault_point, fencing, int, to_u32, uint},
+        values::{fault_point, fencing, int, job_id, to_u32, uint},
     },
 };
 use lockstep_protocol::{
@@ -59,8 +59,7 @@ async fn read_attempts(db: &mut Connection, attempts: &[Named]) -> Result<HashMa
         });
         for row in query.fetch_all(&mut *db).await? {
             let id: &str = row.try_get("job_id")?;
-            let job = id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))?;
-            let (_, records) = match found.entry((job, to_u32(row.try_get("attempt")?))) {
+            let (_, records) = match found.entry((job_id(id)?, to_u32(row.try_get("attempt")?))) {
                 Entry::Occupied(known) => known.into_mut(),
                 Entry::Vacant(unknown) => {
                     let places: Vec<Place> = quarantine::read(id, "places", row.try_get("places")?);
@@ -108,12 +107,6 @@ async fn acknowledge(db: &mut Connection, numbers: &[(&JobId, u32, SourceNumber,
         query.execute(&mut *db).await?;
     }
     Ok(())
-}
-
-impl Loaded {
-    fn new(row: JobRow) -> Self {
-        Self { row, attempts: HashMap::new(), events: Vec::new(), first_report: None }
-    }
 }
 
 fn acknowledgement(attempt: AttemptRef, source: Source, records: u64) -> Acknowledged {
@@ -220,9 +213,11 @@ async fn load(db: &mut Connection, reports: &[Report]) -> Result<HashMap<JobId, 
     let attempts: Vec<_> = attempts.into_iter().collect();
     let mut ids: Vec<_> = attempts.iter().map(|(job, _)| job.clone()).collect();
     ids.dedup();
-    let rows = jobs::load_all(db, &ids).await?;
-    let mut loaded: HashMap<_, _> =
-        rows.into_iter().map(|row| (row.job.id.clone(), Loaded::new(row))).collect();
+    let loaded = |row: JobRow| {
+        let id = row.job.id.clone();
+        (id, Loaded { row, attempts: HashMap::new(), events: Vec::new(), first_report: None })
+    };
+    let mut loaded: HashMap<_, _> = jobs::load_all(db, &ids).await?.into_iter().map(loaded).collect();
     for ((job, attempt), (given, records)) in read_attempts(db, &attempts).await? {
         if let Some(job) = loaded.get_mut(&job) {
             job.attempts.insert(attempt, Attempt { given: Some(given), records, grown: BTreeSet::new() });

@@ -6,7 +6,7 @@ use crate::{
     store::{
         Annotation, Changed, Created, JobRow, NewJob, Result, StoreError,
         quarantine::{self, read, read_spec},
-        values::{fault_point, fencing, from_json, int, json, strip_nul, time, to_u32, uint},
+        values::{fault_point, fencing, from_json, int, job_id, json, strip_nul, time, to_u32, uint},
     },
 };
 use jiff::Timestamp;
@@ -117,7 +117,7 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
         last,
         last_seq: unsigned("last_seq")?,
         sparkline: progress.sparkline(),
-        id: id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))?,
+        id: job_id(&id)?,
     };
     Ok(JobRow {
         announced: job.state,
@@ -145,15 +145,17 @@ pub(super) async fn load(db: &mut Connection, id: &JobId) -> Result<Option<JobRo
 
 /// Loads jobs, in any order. Deleted jobs are left out.
 pub(super) async fn load_all(db: &mut Connection, ids: &[JobId]) -> Result<Vec<JobRow>> {
+    rows_of(db, JOB_AND_NOTES, ids).await?.iter().map(job_row).collect()
+}
+
+/// The rows of `select` ([`JOB`] or [`JOB_AND_NOTES`]) for jobs, in any order. Deleted jobs are left out.
+pub(super) async fn rows_of(db: &mut Connection, select: &str, ids: &[JobId]) -> Result<Vec<DbRow>> {
     let mut found = Vec::with_capacity(ids.len());
     for ids in batch::split(ids) {
         let placeholders = batch::values(ids.len(), 1);
-        let text = format!("{JOB_AND_NOTES} WHERE jobs.id IN ({placeholders}) AND jobs.deleted_at IS NULL");
+        let text = format!("{select} WHERE jobs.id IN ({placeholders}) AND jobs.deleted_at IS NULL");
         let query = sqlx::query(AssertSqlSafe(text));
-        let query = ids.iter().fold(query, |query, id| query.bind(id.as_str()));
-        for row in query.fetch_all(&mut *db).await? {
-            found.push(job_row(&row)?);
-        }
+        found.extend(ids.iter().fold(query, |query, id| query.bind(id.as_str())).fetch_all(&mut *db).await?);
     }
     Ok(found)
 }
@@ -327,8 +329,7 @@ async fn find_by_key(db: &mut Connection, (key, request): &(String, String)) -> 
     if found.try_get::<String, _>("request")? != *request {
         return Err(StoreError::KeyReused);
     }
-    let id: String = found.try_get("job_id")?;
-    let id = id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))?;
+    let id = job_id(found.try_get("job_id")?)?;
     let row = load(db, &id).await?.ok_or(StoreError::NotFound("job"))?;
     Ok(Some(row.job))
 }

@@ -6,7 +6,7 @@ use crate::{
     store::{
         NewVersion, Owned, Result, StoreError, VersionRow,
         quarantine::{read_spec, readable},
-        values::{from_json, json, strip_nul, time, to_u32},
+        values::{from_json, job_id, json, strip_nul, time, to_u32},
     },
 };
 use lockstep_protocol::{
@@ -27,14 +27,13 @@ const VERSION: &str = "SELECT v.*, jobs.name AS job_name, jobs.project, jobs.spe
     LEFT JOIN checkpoints c ON c.id = v.checkpoint_id WHERE v.deleted_at IS NULL";
 
 fn version(row: &DbRow) -> Result<VersionRow> {
-    let job: String = row.try_get("job_id")?;
     let text = |column: &str| row.try_get::<Option<String>, _>(column);
     let version = ModelVersion {
         model: row.try_get("model")?,
         version: to_u32(row.try_get("version")?),
         aliases: Vec::new(),
         checkpoint: row.try_get("checkpoint_id")?,
-        job: job.parse().map_err(|_| StoreError::Corrupt(format!("job id {job:?}")))?,
+        job: job_id(row.try_get("job_id")?)?,
         job_name: row.try_get("job_name")?,
         project: row.try_get("project")?,
         val_accuracy: row.try_get("val_accuracy")?,

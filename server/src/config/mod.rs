@@ -27,7 +27,6 @@ pub enum TlsConfig {
     Files {
         /// The server's certificate, followed by intermediate certificates.
         certificate: PathBuf,
-        /// The certificate's key.
         key: PathBuf,
     },
     /// The certificate authority in the data directory (`lockstep ca`), which is created if it is missing.
@@ -37,7 +36,6 @@ pub enum TlsConfig {
 /// The destination of the access log.
 #[derive(Debug, Clone)]
 pub enum AccessLogTo {
-    /// The standard output.
     Stdout,
     /// A file that only this user can read. A full file is renamed to `FILE.1`, which replaces an earlier file of this name.
     File(PathBuf),
@@ -46,7 +44,6 @@ pub enum AccessLogTo {
 /// How agents of other machines identify themselves. The agent of the server's machine always has its own token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AgentAuth {
-    /// By a token.
     Token,
     /// Only by a certificate.
     Certificate,

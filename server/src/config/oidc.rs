@@ -99,7 +99,6 @@ impl FromStr for ClientSecret {
 /// The claim that gives a new person's name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NameClaim {
-    /// `preferred_username`
     PreferredUsername,
     /// `email`, if the provider has verified it.
     Email,
@@ -144,7 +143,6 @@ pub struct Groups {
 /// An OpenID provider that signs people in.
 #[derive(Debug, Clone)]
 pub struct OidcConfig {
-    /// The provider's issuer URL.
     pub issuer: Issuer,
     /// The client id of this server at the provider.
     pub client_id: String,

@@ -34,7 +34,6 @@ pub enum ServeError {
     /// The certificate cannot be used.
     #[error("TLS: {0}")]
     Tls(String),
-    /// The access log cannot be written.
     #[error("the access log cannot be written: {0}; choose another file with --access-log")]
     AccessLog(String),
     /// Another program listens at the address.
@@ -42,28 +41,15 @@ pub enum ServeError {
     PortTaken(SocketAddr, IpAddr),
     /// Listening at the address fails for another reason.
     #[error("cannot listen on {address}: {source}; choose another address with --listen")]
-    Listen {
-        /// The configured address.
-        address: SocketAddr,
-        /// The system's error message.
-        source: std::io::Error,
-    },
-    /// The data directory cannot be created or written.
+    Listen { address: SocketAddr, source: std::io::Error },
     #[error("the data directory {} cannot be used: {source}; make it writable or choose another with --data-dir", path.display())]
-    DataDir {
-        /// The directory.
-        path: PathBuf,
-        /// The system's error message.
-        source: std::io::Error,
-    },
-    /// Another server uses the data directory.
+    DataDir { path: PathBuf, source: std::io::Error },
     #[error(
         "the data directory {} is in use by another lockstep server{}; stop that one or choose another with --data-dir",
         path.display(),
         .pid.as_ref().map(|p| format!(" (process {p})")).unwrap_or_default()
     )]
     DataDirInUse {
-        /// The directory.
         path: PathBuf,
         /// The process id of the other server, if known.
         pid: Option<String>,
@@ -79,49 +65,35 @@ pub enum ServeError {
     /// A database URL that this build cannot open.
     #[error("the database {0:?} cannot be used: {1}")]
     DatabaseUrl(String, String),
-    /// The database was written by a later version.
     #[error(
         "the database {path} was written by a newer version of lockstep (it has migration {found}, this version \
          knows up to {known}); install that version, or choose another --data-dir"
     )]
     DatabaseTooNew {
-        /// The database.
         path: String,
         /// The newest migration in it.
         found: i64,
         /// The newest migration here.
         known: i64,
     },
-    /// A migration was started and not completed.
     #[error(
         "migration {version} of the database {path} was started and never finished, so its tables may be partly changed; \
          replace it with a copy from before the upgrade, or restore a backup into a new database (`lockstep restore FILE \
          --database URL`)"
     )]
-    DatabaseHalfMigrated {
-        /// The database.
-        path: String,
-        /// The migration.
-        version: i64,
-    },
+    DatabaseHalfMigrated { path: String, version: i64 },
     /// A migration of the database differs from this program's migration of the same number.
     #[error(
         "the database {path} was made by another build of lockstep: its migration {version} is not the one that this \
          build has; use the build that made it, or back up with that one and restore into a new database with this one"
     )]
-    DatabaseOfAnotherBuild {
-        /// The database.
-        path: String,
-        /// The migration.
-        version: i64,
-    },
+    DatabaseOfAnotherBuild { path: String, version: i64 },
     /// Another server, or another command of this program, uses the database.
     #[error(
         "the database {path} is in use by another lockstep server{}; stop that one, or name another with --database",
         .by.as_ref().map(|by| format!(" ({by})")).unwrap_or_default()
     )]
     DatabaseInUse {
-        /// The database.
         path: String,
         /// Who uses the database, if known.
         by: Option<String>,
@@ -133,20 +105,17 @@ pub enum ServeError {
          another program (such as sqlite3) has already written the log into the database, remove {}", log.display(), lock.display()
     )]
     LogMissing {
-        /// The database.
         path: String,
         /// The path of the write-ahead log.
         log: PathBuf,
         /// The file that shows that the log is needed.
         lock: PathBuf,
     },
-    /// The database file is damaged.
     #[error(
         "the database {path} is damaged ({detail}): put back a copy of the file with its -wal, or bring a backup into a new database \
          (`lockstep restore FILE --database URL`), and check the disk (smartctl, dmesg)"
     )]
     DatabaseDamaged {
-        /// The database.
         path: String,
         /// What SQLite found.
         detail: String,
@@ -158,21 +127,13 @@ pub enum ServeError {
          --data-dir. To begin again here, move {}/jobs away", data_dir.display(), data_dir.display()
     )]
     DatabaseEmpty {
-        /// The database.
         path: String,
-        /// The directory.
         data_dir: PathBuf,
         /// One of its jobs.
         job: String,
     },
-    /// The database cannot be opened.
     #[error("the database {path} cannot be opened: {detail}")]
-    Database {
-        /// The database.
-        path: String,
-        /// What went wrong.
-        detail: String,
-    },
+    Database { path: String, detail: String },
     /// The file that holds the token of this machine cannot be used.
     #[error(
         "the token of this machine cannot be kept: {0}; make the file `token` of the data directory writable, or remove it"

@@ -19,20 +19,9 @@ const FORMAT: u32 = 1;
 pub enum BackupError {
     /// The file cannot be read or written.
     #[error("{}: {source}", path.display())]
-    File {
-        /// The backup.
-        path: PathBuf,
-        /// The system's error.
-        source: io::Error,
-    },
-    /// The file is not a complete backup.
+    File { path: PathBuf, source: io::Error },
     #[error("{} is not a complete backup: {detail}", path.display())]
-    NotWhole {
-        /// The backup.
-        path: PathBuf,
-        /// The fault that was found.
-        detail: String,
-    },
+    NotWhole { path: PathBuf, detail: String },
     /// The target database of a restore has rows.
     #[error(
         "the database {0} is not empty; a backup can only be restored into a new database: name a new one with --database or --data-dir"

@@ -18,22 +18,10 @@ mod rows;
 pub mod sqlite;
 mod values;
 
+pub use crate::lifecycle::JobRow;
 pub use error::{Result, StoreError};
 pub use location::Location;
-
-pub(crate) use rows::principal;
-pub use rows::{
-    AgentRow, Annotation, AnnotationPage, Appended, ArtifactMarker, AttemptRow, AuditEntry, Changed,
-    CheckpointRow, Claim, Claimed, Comparison, Condition, Copies, CopyState, Counts, Created, Cursor,
-    Delivery, DeliveryAttempt, EventRow, GivenPlace, GroupBy, GroupRow, GroupValue, HistogramFilter,
-    HistogramIndex, HistogramRow, HistoryRows, Holder, Ingested, JobFilter, JobSort, LogFilter, LogPage,
-    MetricChunk, MetricFilter, MetricPage, MinuteRow, NewJob, NewTrial, NewVersion, Occupant, Owned, Page,
-    PanelsOf, PersonRow, Place, ProjectRow, QueuePlace, Report, RunRecords, SessionRow, SettingKind,
-    SettingValue, SortBy, SortValue, Spread, Stored, StoredCheckpoint, SweepRow, TokenRow, VersionRow,
-    WaitingVersion, Webhook, WebhookEvent, WebhookForm, WebhookRow,
-};
-
-pub use crate::lifecycle::JobRow;
+pub use rows::*;
 
 use crate::{
     config::{FairShare, serve_error::ServeError},

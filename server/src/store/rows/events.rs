@@ -18,7 +18,6 @@ pub struct EventRow {
     pub seq: u64,
     /// The time of the events, to the millisecond.
     pub at: Timestamp,
-    /// The row's content.
     pub stored: Stored,
 }
 
@@ -29,9 +28,7 @@ pub enum Stored {
     Body(String),
     /// Points of a rank's metrics.
     Points {
-        /// The attempt.
         attempt: u32,
-        /// The rank.
         rank: u32,
         /// Encoded by `crate::store::points`.
         data: Vec<u8>,

@@ -45,17 +45,14 @@ pub struct JobFilter {
 pub struct Condition {
     /// The table of the key; empty for a top-level key of the specification.
     pub table: &'static str,
-    /// The key.
     pub key: &'static str,
     /// The comparison of the setting (left) with the value (right).
     pub comparison: Comparison,
-    /// The value to compare with.
     pub value: SettingValue,
 }
 
 /// A comparison operator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[allow(missing_docs)]
 pub enum Comparison {
     Equal,
     /// Also true if the setting is missing.
@@ -68,7 +65,6 @@ pub enum Comparison {
 
 /// A value of a setting.
 #[derive(Debug, Clone, PartialEq)]
-#[allow(missing_docs)]
 pub enum SettingValue {
     Number(f64),
     Text(String),
@@ -78,7 +74,6 @@ pub enum SettingValue {
 /// The order of a list of jobs. Jobs with the same value are sorted by id, and jobs without a value come last.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct JobSort {
-    /// The sort key.
     pub by: SortBy,
     /// Whether the largest value is first.
     pub descending: bool,
@@ -92,7 +87,6 @@ impl Default for JobSort {
 
 /// The sort key of a list of jobs.
 #[derive(Debug, Clone, PartialEq, Eq)]
-#[allow(missing_docs)]
 pub enum SortBy {
     Created,
     Started,
@@ -147,9 +141,7 @@ pub struct Cursor {
 pub enum SortValue {
     /// A count, or milliseconds since 1970.
     Integer(i64),
-    /// A floating-point number.
     Number(f64),
-    /// A text.
     Text(String),
     /// The job has no value.
     Missing,
@@ -167,7 +159,6 @@ pub struct Page {
 /// A project. A project exists while at least one job names it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ProjectRow {
-    /// The project's name.
     pub name: String,
     /// Number of jobs in each state that at least one job has.
     pub states: Vec<(JobState, u64)>,

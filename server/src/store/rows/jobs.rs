@@ -11,13 +11,11 @@ use lockstep_protocol::{
 /// A new job.
 #[derive(Debug, Clone)]
 pub struct NewJob {
-    /// The job's id.
     pub id: JobId,
     /// The validated specification. Tags and notes are in `annotation`.
     pub spec: JobSpec,
     /// The job's tags and notes.
     pub annotation: Annotation,
-    /// The current time.
     pub at: Timestamp,
     /// The client's idempotency key and the hash of the request.
     pub idempotency: Option<(String, String)>,
@@ -61,7 +59,6 @@ pub struct Changed {
 /// The result of [`crate::store::Store::create_job`].
 #[derive(Debug, Clone)]
 pub enum Created {
-    /// A new job.
     New(Box<Changed>),
     /// The job that the same request created before.
     Before(Box<Job>),

@@ -47,7 +47,6 @@ pub struct MetricPage {
 /// A chunk: successive points of one series, or successive buckets that summarize points.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MetricChunk {
-    /// The metric's name.
     pub name: String,
     /// The rank that reported the points.
     pub rank: u32,

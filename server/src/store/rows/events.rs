@@ -76,13 +76,15 @@ impl EventRow {
         }
     }
 
+    /// The event, if the row has one whose type begins with `kind`. Other bodies are not parsed.
+    fn body(&self, kind: &str) -> Option<EventBody> {
+        let Stored::Body(body) = &self.stored else { return None };
+        body.strip_prefix("{\"type\":\"")?.starts_with(kind).then(|| serde_json::from_str(body).ok())?
+    }
+
     /// Id of the checkpoint whose writing or removal the row reports.
     pub(crate) fn checkpoint(&self) -> Option<String> {
-        let Stored::Body(body) = &self.stored else { return None };
-        if !body.starts_with("{\"type\":\"checkpoint") {
-            return None;
-        }
-        match serde_json::from_str(body).ok()? {
+        match self.body("checkpoint")? {
             EventBody::Checkpoint { id, .. } | EventBody::CheckpointRemoved { id, .. } => Some(id),
             _ => None,
         }
@@ -90,11 +92,7 @@ impl EventRow {
 
     /// The job's new state, if the row reports a change of state.
     pub(crate) fn state(&self) -> Option<JobState> {
-        let Stored::Body(body) = &self.stored else { return None };
-        if !body.starts_with("{\"type\":\"state\"") {
-            return None;
-        }
-        match serde_json::from_str(body).ok()? {
+        match self.body("state")? {
             EventBody::State { state, .. } => Some(state),
             _ => None,
         }

@@ -102,16 +102,6 @@ pub enum SortBy {
     Ranks,
     /// Images per second.
     Speed,
-    /// The newest loss.
-    Loss,
-    /// The newest accuracy in training.
-    Accuracy,
-    /// The newest validation loss.
-    ValLoss,
-    /// The newest validation accuracy.
-    ValAccuracy,
-    /// The newest learning rate.
-    LearningRate,
     /// The best validation accuracy.
     Best,
     /// The newest value of the metric of this name.

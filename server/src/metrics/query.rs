@@ -118,7 +118,7 @@ async fn try_find(
         series.retain(|_, buckets| !buckets.is_empty());
         Ok(Some(series))
     };
-    let Some(series) = read(plan.level).await? else { return Ok(None) };
+    let Some(mut series) = read(plan.level).await? else { return Ok(None) };
     let fits = |series: &BTreeMap<SeriesKey, Vec<Bucket>>, slack: usize| {
         series.values().all(|b| b.iter().map(|b| b.points).sum::<u64>() <= (points + slack) as u64)
     };
@@ -132,7 +132,7 @@ async fn try_find(
             return Ok(Some(Found { as_of, exact: true, bucket_steps: 1, series: every }));
         }
     }
-    let series = series.into_iter().map(|(key, buckets)| (key, coarser(&buckets, &plan))).collect();
+    series.values_mut().for_each(|buckets| chunk::join_neighbours(buckets, |bucket| plan.index(bucket)));
     Ok(Some(Found { as_of, exact: false, bucket_steps: plan.width, series }))
 }
 
@@ -152,17 +152,6 @@ fn add_tail(
             _ => points.for_each(|point| chunk::put(of_series, &point, width)),
         }
     }
-}
-
-fn coarser(buckets: &[Bucket], plan: &Plan) -> Vec<Bucket> {
-    let mut out: Vec<Bucket> = Vec::new();
-    for bucket in buckets {
-        match out.last_mut() {
-            Some(last) if plan.index(last) == plan.index(bucket) => last.join(bucket),
-            _ => out.push(*bucket),
-        }
-    }
-    out
 }
 
 #[cfg(test)]

@@ -36,8 +36,11 @@ use super::dialect::{
     SOME_METRIC_CHUNKS,
 };
 use crate::store::{Result, quarantine::readable};
-use sqlx::{Database, Pool, Transaction, query::Query};
+use sqlx::{Database, Pool, Transaction};
 use std::sync::Arc;
+
+/// A statement with its parameters.
+type Query<'q> = sqlx::query::Query<'q, Db, <Db as Database>::Arguments>;
 
 /// A database. One connection writes, so writers queue for it and never conflict in the database. A pool of other connections reads
 /// concurrently.
@@ -64,21 +67,13 @@ impl SqlStore {
     }
 
     /// The rows of a query that can be read. Errors of the others are logged.
-    async fn list<T>(
-        &self,
-        query: Query<'_, Db, <Db as Database>::Arguments>,
-        read: fn(&DbRow) -> Result<T>,
-    ) -> Result<Vec<T>> {
+    async fn list<T>(&self, query: Query<'_>, read: fn(&DbRow) -> Result<T>) -> Result<Vec<T>> {
         let rows = query.fetch_all(&self.reader).await?;
         Ok(readable(rows.iter().map(read)))
     }
 
     /// The row of a query; `None` if there is none.
-    async fn find<T>(
-        &self,
-        query: Query<'_, Db, <Db as Database>::Arguments>,
-        read: fn(&DbRow) -> Result<T>,
-    ) -> Result<Option<T>> {
+    async fn find<T>(&self, query: Query<'_>, read: fn(&DbRow) -> Result<T>) -> Result<Option<T>> {
         query.fetch_optional(&self.reader).await?.as_ref().map(read).transpose()
     }
 

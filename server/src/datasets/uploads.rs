@@ -180,18 +180,12 @@ impl Upload {
     }
 
     /// Removes the zip file, after its pictures have become a dataset.
-    ///
-    /// # Errors
-    /// A disk error.
     pub(crate) fn finish(&self) -> io::Result<()> {
         unless_missing(fs::remove_file(self.0.join(ARCHIVE)))
     }
 }
 
 /// Removes the folder of an upload, or of a dataset that was uploaded.
-///
-/// # Errors
-/// A disk error.
 pub(crate) fn remove(folder: &Path) -> io::Result<()> {
     unless_missing(fs::remove_dir_all(folder))
 }

@@ -121,9 +121,6 @@ impl Hub {
     }
 
     /// Reads a job with `read`, and publishes the job's labels to the list and the job's stream.
-    ///
-    /// # Errors
-    /// The errors of `read`.
     pub(crate) async fn labelled<E>(&self, read: impl Future<Output = Result<Job, E>>) -> Result<Job, E> {
         let _newest_last = self.labelling.lock().await;
         let job = read.await?;

@@ -59,9 +59,6 @@ impl Runs {
     }
 
     /// Creates a run. Returns `None` if a run has the same id, or if rows of a deleted run with this id are left.
-    ///
-    /// # Errors
-    /// A store error.
     pub(crate) async fn create(&self, new: NewJob) -> Result<Option<Job>> {
         let id = new.id.clone();
         match self.store.create_job(new).await {
@@ -88,9 +85,6 @@ impl Runs {
     }
 
     /// Stores records of a run. `columns_of(n)` returns the columns of all records except the first `n`, which are stored already.
-    ///
-    /// # Errors
-    /// Same as [`Runs::tell`].
     pub(crate) async fn log(
         &self,
         records: RunRecords,

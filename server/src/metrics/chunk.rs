@@ -146,9 +146,6 @@ pub(crate) fn encode(level: u32, buckets: &[Bucket]) -> Vec<u8> {
 }
 
 /// Decodes the output of [`encode`].
-///
-/// # Errors
-/// The bytes are damaged.
 pub(crate) fn decode(level: u32, data: &[u8]) -> Result<Vec<Bucket>, StoreError> {
     let mut from = Reader(data);
     let mut buckets = Vec::with_capacity(data.len() / if level == 0 { 5 } else { 20 });

@@ -71,9 +71,6 @@ pub(super) struct Writer {
 
 impl Writer {
     /// Creates a file, which the caller finishes or removes.
-    ///
-    /// # Errors
-    /// The file cannot be created.
     pub(super) fn create(path: &Path) -> io::Result<Self> {
         let to = BufWriter::new(File::create(path)?);
         Ok(Self { to, hash: Sha256::new(), tables: Vec::new(), size_bytes: 0 })

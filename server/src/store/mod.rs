@@ -478,9 +478,6 @@ pub trait Store {
 
 impl dyn Store + '_ {
     /// Like [`Store::claim_all`], for one job.
-    ///
-    /// # Errors
-    /// As [`Store::claim_all`].
     pub async fn claim(&self, claim: Claim) -> Result<Option<Claimed>> {
         Ok(self.claim_all(std::slice::from_ref(&claim)).await?.pop().flatten())
     }

@@ -163,16 +163,11 @@ pub trait Store {
     async fn slots_of_shares(&self, by: FairShare) -> Result<HashMap<String, u64>>;
     /// All unfinished jobs.
     async fn unfinished(&self) -> Result<Vec<Job>>;
-    /// Applies `change` to a job, completely or not at all.
+    /// Applies changes to jobs in order, all or none. Several changes may be for one job. Returns `None` for a job that does not exist.
     ///
     /// # Errors
-    /// [`StoreError::NotFound`]; [`StoreError::Refused`]: `change` refuses. If `change` resumes a job that had ended:
-    /// [`StoreError::NoDataset`], and [`StoreError::Refused`] if the job has registered versions.
-    async fn change_job(&self, id: &JobId, change: Change) -> Result<Changed>;
-    /// Like [`Store::change_job`], for several jobs in one transaction. Returns `None` for a job that does not exist.
-    ///
-    /// # Errors
-    /// Errors of [`Store::change_job`] for any job. Then no job is changed.
+    /// [`StoreError::Refused`]: a change refuses. If a change resumes a job that had ended: [`StoreError::NoDataset`], and
+    /// [`StoreError::Refused`] if the job has registered versions.
     async fn change_jobs(&self, changes: &[(JobId, Change)]) -> Result<Vec<Option<Changed>>>;
     /// Deletes a job that has ended. The job is no longer found; [`Store::purge_deleted`] removes its rows in small steps.
     ///
@@ -477,6 +472,15 @@ pub trait Store {
 }
 
 impl dyn Store + '_ {
+    /// Like [`Store::change_jobs`], for one job.
+    ///
+    /// # Errors
+    /// Errors of [`Store::change_jobs`]; [`StoreError::NotFound`].
+    pub async fn change_job(&self, id: &JobId, change: Change) -> Result<Changed> {
+        let changed = self.change_jobs(&[(id.clone(), change)]).await?.pop().flatten();
+        changed.ok_or(StoreError::NotFound("job"))
+    }
+
     /// Like [`Store::claim_all`], for one job.
     pub async fn claim(&self, claim: Claim) -> Result<Option<Claimed>> {
         Ok(self.claim_all(std::slice::from_ref(&claim)).await?.pop().flatten())

@@ -3,7 +3,6 @@
 use super::{DbRow, SqlStore, jobs::part_of};
 use crate::store::{
     AuditEntry, Result,
-    quarantine::readable,
     values::{strip_nul, time},
 };
 use jiff::Timestamp;
@@ -73,8 +72,7 @@ impl SqlStore {
                 .push(") ESCAPE '!'");
         }
         query.push(" ORDER BY id DESC LIMIT ").push_bind(i64::from(limit));
-        let rows = query.build().fetch_all(&self.reader).await?;
-        Ok(readable(rows.iter().map(entry)))
+        self.list(query.build(), entry).await
     }
 
     pub(in crate::store) async fn has_audit(&self, action: &str, object: &str) -> Result<bool> {

@@ -1,6 +1,6 @@
 //! Copies of checkpoints: on agents' disks, in object stores, and damaged copies on the server's disk.
 
-use super::{Connection, SqlStore};
+use super::{Connection, DbRow, SqlStore};
 use crate::store::{
     ArtifactMarker, Copies, CopyState, Holder, Place, Result, StoredCheckpoint, quarantine::read,
 };
@@ -106,16 +106,13 @@ impl SqlStore {
         store: &str,
         id: &str,
     ) -> Result<Option<StoredCheckpoint>> {
-        let row = sqlx::query("SELECT * FROM checkpoint_copies WHERE location = $1 AND checkpoint_id = $2")
-            .bind(store)
-            .bind(id)
-            .fetch_optional(&self.reader)
-            .await?;
-        let Some(row) = row else { return Ok(None) };
-        let is_complete = row.try_get::<&str, _>("state")? == CopyState::Complete.as_str();
-        let manifest: Option<String> = row.try_get("manifest")?;
-        let manifest = manifest.filter(|_| is_complete);
-        Ok(Some(StoredCheckpoint { id: id.to_owned(), manifest, parts: row.try_get("parts")? }))
+        let query = sqlx::query("SELECT * FROM checkpoint_copies WHERE location = $1 AND checkpoint_id = $2");
+        let stored = |row: &DbRow| {
+            let is_complete = row.try_get::<&str, _>("state")? == CopyState::Complete.as_str();
+            let manifest = row.try_get::<Option<String>, _>("manifest")?.filter(|_| is_complete);
+            Ok(StoredCheckpoint { id: row.try_get("checkpoint_id")?, manifest, parts: row.try_get("parts")? })
+        };
+        self.find(query.bind(store).bind(id), stored).await
     }
 
     pub(in crate::store) async fn mark_damaged(&self, location: &str, id: &str) -> Result<bool> {

@@ -253,7 +253,6 @@ pub trait Store {
 
     /// A job's checkpoints, newest first.
     async fn checkpoints(&self, job: &JobId) -> Result<Vec<CheckpointRow>>;
-    /// One checkpoint.
     async fn checkpoint(&self, id: &str) -> Result<Option<CheckpointRow>>;
     /// At most `limit` checkpoints of all jobs after this id, by id.
     async fn checkpoints_behind(&self, id: &str, limit: u32) -> Result<Vec<CheckpointRow>>;
@@ -283,12 +282,10 @@ pub trait Store {
     /// Stores the marker of an object store. If another address has the same marker, the store has moved: its copies are assigned to the
     /// new address.
     async fn put_artifact_marker(&self, store: &str, marker: &str) -> Result<()>;
-    /// Removes the record of a checkpoint in an object store.
     async fn forget_stored_checkpoint(&self, store: &str, id: &str) -> Result<()>;
 
     /// All datasets, by name.
     async fn datasets(&self) -> Result<Vec<Dataset>>;
-    /// One dataset.
     async fn dataset(&self, name: &str) -> Result<Option<Dataset>>;
     /// Registers a dataset.
     ///
@@ -401,9 +398,7 @@ pub trait Store {
     async fn note_token_use(&self, used: &[(String, Timestamp)]) -> Result<()>;
     /// All sessions that have not expired, the oldest first.
     async fn sessions(&self, now: Timestamp) -> Result<Vec<SessionRow>>;
-    /// Stores a session.
     async fn add_session(&self, session: &SessionRow) -> Result<()>;
-    /// Removes a session.
     async fn remove_session(&self, hash: &str) -> Result<()>;
     /// Removes some expired sessions, and some tokens that became invalid before `before`.
     async fn purge_access(&self, now: Timestamp, before: Timestamp) -> Result<()>;
@@ -443,7 +438,6 @@ pub trait Store {
     async fn sweeps(&self) -> Result<Vec<SweepRow>>;
     /// Unfinished sweeps, oldest first.
     async fn unfinished_sweeps(&self) -> Result<Vec<SweepRow>>;
-    /// One sweep.
     async fn sweep(&self, id: &str) -> Result<Option<SweepRow>>;
     /// The specifications of a sweep's trials, in the order in which they start; none if there is no such sweep.
     async fn sweep_specs(&self, id: &str) -> Result<Vec<JobSpec>>;

@@ -9,19 +9,16 @@ use std::{
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ServeError {
-    /// `--no-auth` at an address that other machines can reach.
     #[error(
         "refusing to listen on {0} with --no-auth: it can be reached from other machines, and anybody there could run jobs \
          here; leave out --no-auth, so that requests need a token, or listen on 127.0.0.1 or [::1]"
     )]
     NotLoopback(IpAddr),
-    /// `--no-auth` on a server that others reach through a proxy.
     #[error(
         "refusing --no-auth with --trusted-proxy or --public-url: whoever reaches the proxy could run jobs here; leave out --no-auth, so that \
          requests need a token"
     )]
     OpenToOthers,
-    /// An address that other machines can reach, without TLS.
     #[error(
         "refusing to listen on {0} without TLS: whoever can listen to the network could read tokens and weights; give it a \
          certificate with --tls-cert and --tls-key, or have it make its own with --tls-own-ca, or name the proxy that \
@@ -36,7 +33,6 @@ pub enum ServeError {
     Tls(String),
     #[error("the access log cannot be written: {0}; choose another file with --access-log")]
     AccessLog(String),
-    /// Another program listens at the address.
     #[error("{0} is taken by another program; stop it, or choose another port with --listen {1}:0")]
     PortTaken(SocketAddr, IpAddr),
     /// Listening at the address fails for another reason.
@@ -82,7 +78,6 @@ pub enum ServeError {
          --database URL`)"
     )]
     DatabaseHalfMigrated { path: String, version: i64 },
-    /// A migration of the database differs from this program's migration of the same number.
     #[error(
         "the database {path} was made by another build of lockstep: its migration {version} is not the one that this \
          build has; use the build that made it, or back up with that one and restore into a new database with this one"
@@ -98,7 +93,6 @@ pub enum ServeError {
         /// Who uses the database, if known.
         by: Option<String>,
     },
-    /// The write-ahead log with the last commits is missing.
     #[error(
         "the database {path} was not closed cleanly, and its write-ahead log {} is missing or empty, so its latest writes are missing. Put \
          that file back; or move the database away and restore a backup (`lockstep restore`). To start without these writes, or if \
@@ -120,7 +114,6 @@ pub enum ServeError {
         /// What SQLite found.
         detail: String,
     },
-    /// The database is empty, but the data directory has folders of jobs.
     #[error(
         "the database {path} has nothing in it, and the data directory {} has folders of jobs ({job}): the database was lost, or it is \
          another one; name the right one with --database, bring a backup into this one (`lockstep restore FILE`), or choose another \
@@ -134,7 +127,6 @@ pub enum ServeError {
     },
     #[error("the database {path} cannot be opened: {detail}")]
     Database { path: String, detail: String },
-    /// The file that holds the token of this machine cannot be used.
     #[error(
         "the token of this machine cannot be kept: {0}; make the file `token` of the data directory writable, or remove it"
     )]

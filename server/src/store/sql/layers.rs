@@ -117,11 +117,8 @@ async fn keep_network(
 }
 
 fn kind(text: &str) -> Result<HistogramKind> {
-    match text {
-        "weight" => Ok(HistogramKind::Weight),
-        "gradient" => Ok(HistogramKind::Gradient),
-        other => Err(StoreError::Corrupt(format!("unknown kind of histogram {other:?}"))),
-    }
+    let known = [HistogramKind::Weight, HistogramKind::Gradient].into_iter().find(|kind| kind.name() == text);
+    known.ok_or_else(|| StoreError::Corrupt(format!("unknown kind of histogram {text:?}")))
 }
 
 fn row(row: &DbRow) -> Result<HistogramRow> {

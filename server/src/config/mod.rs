@@ -240,8 +240,12 @@ impl ServeConfig {
 
     /// How agents identify themselves, with the default applied.
     pub(crate) fn agent_auth(&self) -> AgentAuth {
-        let has_authority = self.agent_ca.is_some() || matches!(self.tls, Some(TlsConfig::OwnCa));
-        self.agent_auth.unwrap_or(if has_authority { AgentAuth::Either } else { AgentAuth::Token })
+        let default = if self.has_agent_authority() { AgentAuth::Either } else { AgentAuth::Token };
+        self.agent_auth.unwrap_or(default)
+    }
+
+    fn has_agent_authority(&self) -> bool {
+        self.agent_ca.is_some() || matches!(self.tls, Some(TlsConfig::OwnCa))
     }
 
     /// Whether TLS handshakes request client certificates.
@@ -268,10 +272,7 @@ impl ServeConfig {
         if self.agent_ca.is_some() && !self.agents_show_certificates() {
             return Err("--agent-ca has no effect with --agent-auth token; leave out one of the two".into());
         }
-        if self.agents_show_certificates()
-            && self.agent_ca.is_none()
-            && !matches!(self.tls, Some(TlsConfig::OwnCa))
-        {
+        if self.agents_show_certificates() && !self.has_agent_authority() {
             return Err(
                 "--agent-auth needs the authority of agents' certificates; name it with --agent-ca".into()
             );

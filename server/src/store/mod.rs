@@ -191,9 +191,8 @@ pub trait Store {
     async fn note_own_disk(&self, attempt: &AttemptRef, agent_id: &str) -> Result<()>;
     /// All attempts that may write.
     async fn live_attempts(&self) -> Result<Vec<AttemptRow>>;
-    /// Jobs that have an attempt that may write, by ascending priority, then the newest first.
-    async fn occupants(&self) -> Result<Vec<Occupant>>;
-    /// Like [`Store::occupants`], but only jobs that are ending or may be preempted, so that their slots may become free for other jobs.
+    /// Jobs with an attempt that may write whose slots may become free for other jobs, because the jobs are ending or may be preempted. By
+    /// ascending priority, then the newest first.
     async fn yielding(&self) -> Result<Vec<Occupant>>;
     /// The number of stored records of each source of an attempt, as one of its agents names the sources. Empty if the fencing token is
     /// not the attempt's, or the agent has none of its ranks.

@@ -21,10 +21,6 @@ use lockstep_protocol::{
 use sqlx::{AssertSqlSafe, Row};
 use std::collections::HashMap;
 
-/// Condition for jobs whose slots may become free for other jobs: preemptible jobs, and jobs whose ranks are ending. SQLite uses the index `jobs_yielding` only if the index's condition has the same
-/// text.
-const YIELDS: &str = "(preemptible <> 0 OR stop IS NOT NULL OR state NOT IN ('starting', 'running'))";
-
 impl SqlStore {
     pub(in crate::store) async fn attempts(&self, job: &JobId) -> Result<Vec<Attempt>> {
         let rows = sqlx::query(
@@ -103,19 +99,12 @@ impl SqlStore {
         Ok(made)
     }
 
-    pub(in crate::store) async fn occupants(&self) -> Result<Vec<Occupant>> {
-        self.list_occupants("TRUE").await
-    }
-
     pub(in crate::store) async fn yielding(&self) -> Result<Vec<Occupant>> {
-        self.list_occupants(YIELDS).await
-    }
-
-    /// Jobs that hold slots and fulfil `condition`.
-    async fn list_occupants(&self, condition: &'static str) -> Result<Vec<Occupant>> {
-        let query = format!(
+        // SQLite uses the index `jobs_yielding` only if the index's condition has the same text.
+        let query = sqlx::query(
             "SELECT id, priority, preemptible, state, stop, cause FROM jobs WHERE fencing_token IS NOT NULL \
-             AND deleted_at IS NULL AND {condition} ORDER BY priority, created_at DESC, id DESC"
+             AND deleted_at IS NULL AND (preemptible <> 0 OR stop IS NOT NULL OR state NOT IN ('starting', 'running')) \
+             ORDER BY priority, created_at DESC, id DESC",
         );
         let occupant = |row: &DbRow| {
             let id: String = row.try_get("id")?;
@@ -133,7 +122,7 @@ impl SqlStore {
                 job: job_id(&id)?,
             })
         };
-        self.list(sqlx::query(AssertSqlSafe(query)), occupant).await
+        self.list(query, occupant).await
     }
 
     pub(in crate::store) async fn live_attempts(&self) -> Result<Vec<AttemptRow>> {

@@ -221,25 +221,15 @@ impl SqlStore {
 
     pub(in crate::store) async fn put_artifact_marker(&self, store: &str, marker: &str) -> Result<()> {
         let mut db = self.begin().await?;
-        sqlx::query(
+        for query in [
             "UPDATE checkpoint_copies SET location = $1 WHERE location <> $1 AND location IN (SELECT store FROM artifact_stores \
              WHERE marker = $2) AND NOT EXISTS (SELECT 1 FROM checkpoint_copies other WHERE other.location = $1 AND \
              other.checkpoint_id = checkpoint_copies.checkpoint_id)",
-        )
-        .bind(store)
-        .bind(marker)
-        .execute(&mut *db)
-        .await?;
-        sqlx::query("DELETE FROM artifact_stores WHERE marker = $1 OR store = $2")
-            .bind(marker)
-            .bind(store)
-            .execute(&mut *db)
-            .await?;
-        sqlx::query("INSERT INTO artifact_stores (store, marker) VALUES ($1, $2)")
-            .bind(store)
-            .bind(marker)
-            .execute(&mut *db)
-            .await?;
+            "DELETE FROM artifact_stores WHERE store = $1 OR marker = $2",
+            "INSERT INTO artifact_stores (store, marker) VALUES ($1, $2)",
+        ] {
+            sqlx::query(query).bind(store).bind(marker).execute(&mut *db).await?;
+        }
         Ok(db.commit().await?)
     }
 

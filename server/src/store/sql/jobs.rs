@@ -11,7 +11,7 @@ use crate::{
 };
 use jiff::Timestamp;
 use lockstep_protocol::{
-    job::{Batch, External, Failure, Job, JobId, JobState, LastValues, Parent, TrialOf},
+    job::{Batch, External, Failure, Job, JobId, JobState, Parent, TrialOf},
     reason::Reason,
     stream::EventBody,
 };
@@ -59,8 +59,6 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
         flaws.push(format!("its state {state:?}"));
     }
     let progress: lifecycle::Progress = read(&id, "progress", row.try_get("progress")?);
-    let agents: Vec<String> = read(&id, "agents", row.try_get("agents")?);
-    let last: LastValues = read(&id, "last", row.try_get("last")?);
     let optional = |name: &str| row.try_get::<Option<String>, _>(name);
     let time_of = |at: i64| {
         time(at).unwrap_or_else(|error| {
@@ -101,7 +99,7 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
         ranks: spec.parallel.ranks,
         external,
         spec,
-        agents,
+        agents: read(&id, "agents", row.try_get("agents")?),
         step: unsigned("step")?,
         epoch: to_u32(row.try_get("epoch")?),
         total_steps: unsigned("total_steps")?,
@@ -114,7 +112,7 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
         ran_secs: progress.ran_secs(),
         best: optional("best")?.and_then(|text| read(&id, "best", &text)),
         diagnosis: None,
-        last,
+        last: read(&id, "last", row.try_get("last")?),
         last_seq: unsigned("last_seq")?,
         sparkline: progress.sparkline(),
         id: job_id(&id)?,

@@ -96,15 +96,16 @@ impl SqlStore {
                 .fetch_optional(&mut *db)
                 .await?;
         let checkpoint = found.ok_or(StoreError::NotFound("checkpoint"))?;
-        let count = "SELECT count(*) FROM model_versions WHERE deleted_at IS NULL AND";
-        let of_model: i64 = sqlx::query_scalar(AssertSqlSafe(format!("{count} model = $1")))
-            .bind(&new.model)
-            .fetch_one(&mut *db)
-            .await?;
-        let of_job: i64 = sqlx::query_scalar(AssertSqlSafe(format!("{count} job_id = $1")))
-            .bind(new.job.as_str())
-            .fetch_one(&mut *db)
-            .await?;
+        // The newest version includes removed versions, so that numbers are not reused.
+        let (of_model, of_job, newest): (i64, i64, Option<i64>) = sqlx::query_as(
+            "SELECT (SELECT count(*) FROM model_versions WHERE model = $1 AND deleted_at IS NULL), \
+             (SELECT count(*) FROM model_versions WHERE job_id = $2 AND deleted_at IS NULL), \
+             (SELECT max(version) FROM model_versions WHERE model = $1)",
+        )
+        .bind(&new.model)
+        .bind(new.job.as_str())
+        .fetch_one(&mut *db)
+        .await?;
         if of_model >= MAX_VERSIONS_PER_MODEL || of_job >= MAX_VERSIONS_PER_JOB {
             let detail = format!(
                 "the model has {of_model} versions and the job {of_job}; the limits are {MAX_VERSIONS_PER_MODEL} per model and \
@@ -112,12 +113,6 @@ impl SqlStore {
             );
             return Err(Refused { state, detail }.into());
         }
-        // Includes removed versions, so that numbers are not reused.
-        let newest: Option<i64> =
-            sqlx::query_scalar("SELECT max(version) FROM model_versions WHERE model = $1")
-                .bind(&new.model)
-                .fetch_one(&mut *db)
-                .await?;
         let version = newest.unwrap_or(0) + 1;
         sqlx::query(
             "INSERT INTO model_versions (model, version, job_id, checkpoint_id, dataset_fingerprint, programs, \

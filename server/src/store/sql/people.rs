@@ -89,11 +89,11 @@ impl SqlStore {
 
     pub(in crate::store) async fn remove_person(&self, row: &PersonRow, at: Timestamp) -> Result<()> {
         let mut db = self.begin().await?;
-        sqlx::query("DELETE FROM people WHERE name = $1").bind(&row.person.name).execute(&mut *db).await?;
-        sqlx::query("UPDATE identities SET person = NULL WHERE person = $1")
-            .bind(&row.person.name)
-            .execute(&mut *db)
-            .await?;
+        for query in
+            ["DELETE FROM people WHERE name = $1", "UPDATE identities SET person = NULL WHERE person = $1"]
+        {
+            sqlx::query(query).bind(&row.person.name).execute(&mut *db).await?;
+        }
         sqlx::query("DELETE FROM sessions WHERE token_id = $1")
             .bind(row.principal())
             .execute(&mut *db)

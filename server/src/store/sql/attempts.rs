@@ -92,11 +92,43 @@ impl SqlStore {
     pub(in crate::store) async fn claim_all(&self, claims: &[Claim]) -> Result<Vec<Option<Claimed>>> {
         let mut db = self.begin().await?;
         fault_point("claim.begin")?;
-        let made = make_attempts(&mut db, claims).await?;
+        let mut taken = take(&mut db, claims).await?;
+        // If several claims name a job, the first gets it.
+        let attempts: Vec<_> = claims.iter().map(|claim| Some((claim, taken.remove(&claim.job)?))).collect();
+        let made: Vec<_> = attempts.iter().flatten().cloned().collect();
+        let tokens = insert(&mut db, &made).await?;
+        let ids: Vec<_> = made.iter().map(|(claim, _)| claim.job.clone()).collect();
+        let rows = load_all(&mut db, &ids).await?;
+        let mut rows: HashMap<_, _> = rows.into_iter().map(|row| (row.job.id.clone(), row)).collect();
+        let (mut claimed, mut new) = (Vec::with_capacity(claims.len()), Vec::new());
+        let mut changed = Vec::with_capacity(made.len());
+        for attempt in attempts {
+            let Some((claim, (attempt, resume))) = attempt else {
+                claimed.push(None);
+                continue;
+            };
+            let mut row = rows.remove(&claim.job).ok_or(StoreError::NotFound("job"))?;
+            let fencing_token = *tokens.get(&claim.job).ok_or(StoreError::NotFound("attempt"))?;
+            row.fencing_token = Some(fencing_token);
+            row.job.agents = agents(&claim.places);
+            let bodies = lifecycle::started(&mut row, claim.fewer.clone(), claim.at)?;
+            let appended = append(&mut db, &mut row, bodies, claim.at).await?;
+            let events = appended.iter().map(|new| new.row.clone()).collect();
+            new.extend(appended);
+            let attempt = AttemptRef { job: claim.job.clone(), attempt, fencing_token };
+            claimed.push(Some(Claimed {
+                attempt,
+                resume,
+                changed: Changed { job: row.job.clone(), events },
+            }));
+            changed.push(row);
+        }
+        save(&mut db, &changed.iter().collect::<Vec<_>>(), crate::now()).await?;
+        events::insert(&mut db, &new).await?;
         fault_point("claim.commit")?;
         db.commit().await?;
         fault_point("claim.committed")?;
-        Ok(made)
+        Ok(claimed)
     }
 
     pub(in crate::store) async fn yielding(&self) -> Result<Vec<Occupant>> {
@@ -199,40 +231,6 @@ async fn insert(db: &mut Connection, attempts: &[(&Claim, Taken)]) -> Result<Has
         }
     }
     Ok(tokens)
-}
-
-/// Claims jobs. Returns `None` for a claim whose job no longer waits or has a newer attempt.
-async fn make_attempts(db: &mut Connection, claims: &[Claim]) -> Result<Vec<Option<Claimed>>> {
-    let mut taken = take(db, claims).await?;
-    // If several claims name a job, the first gets it.
-    let attempts: Vec<_> = claims.iter().map(|claim| Some((claim, taken.remove(&claim.job)?))).collect();
-    let made: Vec<_> = attempts.iter().flatten().cloned().collect();
-    let tokens = insert(db, &made).await?;
-    let ids: Vec<_> = made.iter().map(|(claim, _)| claim.job.clone()).collect();
-    let rows = load_all(db, &ids).await?;
-    let mut rows: HashMap<_, _> = rows.into_iter().map(|row| (row.job.id.clone(), row)).collect();
-    let (mut claimed, mut new) = (Vec::with_capacity(claims.len()), Vec::new());
-    let mut changed = Vec::with_capacity(made.len());
-    for attempt in attempts {
-        let Some((claim, (attempt, resume))) = attempt else {
-            claimed.push(None);
-            continue;
-        };
-        let mut row = rows.remove(&claim.job).ok_or(StoreError::NotFound("job"))?;
-        let fencing_token = *tokens.get(&claim.job).ok_or(StoreError::NotFound("attempt"))?;
-        row.fencing_token = Some(fencing_token);
-        row.job.agents = agents(&claim.places);
-        let bodies = lifecycle::started(&mut row, claim.fewer.clone(), claim.at)?;
-        let appended = append(db, &mut row, bodies, claim.at).await?;
-        let events = appended.iter().map(|new| new.row.clone()).collect();
-        new.extend(appended);
-        let attempt = AttemptRef { job: claim.job.clone(), attempt, fencing_token };
-        claimed.push(Some(Claimed { attempt, resume, changed: Changed { job: row.job.clone(), events } }));
-        changed.push(row);
-    }
-    save(db, &changed.iter().collect::<Vec<_>>(), crate::now()).await?;
-    events::insert(db, &new).await?;
-    Ok(claimed)
 }
 
 /// The names of an attempt's agents, without duplicates.

@@ -12,7 +12,6 @@ use crate::{
 use jiff::Timestamp;
 use lockstep_protocol::{
     job::{Batch, External, Failure, Job, JobId, JobState, Parent, TrialOf},
-    reason::Reason,
     stream::EventBody,
 };
 use sqlx::{AssertSqlSafe, Row};
@@ -119,7 +118,8 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     };
     Ok(JobRow {
         announced: job.state,
-        stop: optional("stop")?.map(|text| stop_reason(&text)),
+        // A text that is not valid JSON becomes the reason's words.
+        stop: optional("stop")?.map(|text| from_json(&text).unwrap_or_else(|_| text.as_str().into())),
         job,
         private_parent,
         restarts: to_u32(row.try_get("restarts")?),
@@ -129,11 +129,6 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
         ended: None,
         unknown_state,
     })
-}
-
-/// The reason why a job's ranks are being stopped. A text that is not valid JSON becomes the reason's words.
-pub(super) fn stop_reason(text: &str) -> Reason {
-    from_json(text).unwrap_or_else(|_| text.into())
 }
 
 /// Loads a job; `None` if it does not exist or was deleted.

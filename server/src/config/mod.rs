@@ -89,7 +89,6 @@ impl std::str::FromStr for FairShare {
     }
 }
 
-/// The configuration of the server.
 #[derive(Debug, Clone)]
 pub struct ServeConfig {
     /// The address to listen on. Port 0 means a free port. See [`may_listen`].
@@ -100,7 +99,6 @@ pub struct ServeConfig {
     pub tls: Option<TlsConfig>,
     /// The accepted cipher suites. `None`: all.
     pub tls_suites: Option<TlsSuites>,
-    /// The minimum version of TLS.
     pub tls_lowest: TlsVersion,
     /// Authorities of agents' certificates (PEM). `None`: the server's own authority, if it has one.
     pub agent_ca: Option<PathBuf>,
@@ -138,7 +136,6 @@ pub struct ServeConfig {
     pub heartbeat: Duration,
     /// An attempt whose agent has been silent for this long is lost.
     pub lease: Duration,
-    /// The units (owners or projects) between which slots are shared fairly, among waiting jobs of the same priority.
     pub fair_share: FairShare,
     /// Maximum wait for the upload of a checkpoint, if its job can only continue on a machine that does not have the checkpoint.
     pub checkpoint_wait: Duration,
@@ -178,7 +175,6 @@ pub struct ServeConfig {
 /// A dataset that is part of the program.
 #[derive(Debug, Clone, Copy)]
 pub struct Bundled {
-    /// Name of the dataset.
     pub name: &'static str,
     /// Names and contents of the dataset's files.
     pub files: fn() -> Vec<(String, Cow<'static, [u8]>)>,

@@ -154,7 +154,6 @@ pub struct OidcConfig {
     pub role: Option<Role>,
     /// The claim that gives the name of a person who signs in for the first time.
     pub name_claim: NameClaim,
-    /// Groups that set roles.
     pub groups: Option<Groups>,
     /// Authorities (PEM) that are trusted in addition to the system's.
     pub ca_file: Option<PathBuf>,

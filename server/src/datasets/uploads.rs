@@ -47,7 +47,6 @@ pub(crate) enum Refused {
     Wrong(String),
     /// The piece does not continue the file, which has this many bytes.
     Offset(u64),
-    /// A disk error.
     Io(io::Error),
 }
 

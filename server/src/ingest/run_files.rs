@@ -22,13 +22,11 @@ static PLACE_LOCK: Mutex<()> = Mutex::new(());
 /// Why a file is refused.
 #[derive(Debug)]
 pub(crate) enum Refused {
-    /// The path is not allowed.
     Path(String),
     /// A file or folder conflicts with the path.
     Taken(String),
     /// The run has too many files, or they are too large.
     Full(String),
-    /// A disk error.
     Io(io::Error),
 }
 

@@ -2,7 +2,6 @@
 
 use crate::lifecycle::Refused;
 
-/// An error of a store.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
     /// No job, dataset, ... has this name or id.

@@ -22,9 +22,7 @@ pub struct SessionRow {
     /// Id of the token with whose rights the session acts, or the person's principal. The session ends when the token is revoked or the
     /// person is removed.
     pub token_id: String,
-    /// When the session began.
     pub created_at: Timestamp,
-    /// When the session expires.
     pub expires_at: Timestamp,
 }
 

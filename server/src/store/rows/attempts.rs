@@ -98,7 +98,6 @@ pub struct WaitingVersion {
 #[derive(Debug, Clone)]
 pub struct Occupant {
     pub job: JobId,
-    /// The job's current priority.
     pub priority: i32,
     /// Whether a job of higher priority may take the slots.
     pub preemptible: bool,
@@ -158,7 +157,6 @@ pub enum Appended {
 pub enum Ingested {
     /// The report's records are on disk.
     Stored {
-        /// The acknowledgement for the agent.
         acknowledged: Acknowledged,
         /// The changes of the job by the transaction, in the result of the transaction's first new report; otherwise `None`.
         changed: Option<Box<Changed>>,
@@ -166,8 +164,5 @@ pub enum Ingested {
     /// The attempt may not write: it was fenced, has ended, or its job was deleted.
     Stale,
     /// Earlier records are missing: the connection lost them, or the agent is faulty.
-    Gap {
-        /// Number of stored records.
-        stored: u64,
-    },
+    Gap { stored: u64 },
 }

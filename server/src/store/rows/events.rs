@@ -124,7 +124,6 @@ impl EventRow {
     }
 }
 
-/// A page of log events.
 #[derive(Debug, Clone, Default)]
 pub struct LogPage {
     /// The events that can be read.

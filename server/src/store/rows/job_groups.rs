@@ -45,7 +45,6 @@ pub enum GroupValue {
     Missing,
 }
 
-/// A group of jobs.
 #[derive(Debug, Clone, PartialEq)]
 pub struct GroupRow {
     /// The group's value of each criterion.

@@ -32,7 +32,6 @@ pub struct JobFilter {
     pub created_before: Option<Timestamp>,
     /// Whether the listed jobs include their notes.
     pub with_notes: bool,
-    /// The order of the list.
     pub sort: JobSort,
     /// Maximum number of jobs (default 50 if 0).
     pub limit: u32,
@@ -51,7 +50,6 @@ pub struct Condition {
     pub value: SettingValue,
 }
 
-/// A comparison operator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Comparison {
     Equal,

@@ -8,13 +8,11 @@ use lockstep_protocol::{
     spec::JobSpec,
 };
 
-/// A new job.
 #[derive(Debug, Clone)]
 pub struct NewJob {
     pub id: JobId,
     /// The validated specification. Tags and notes are in `annotation`.
     pub spec: JobSpec,
-    /// The job's tags and notes.
     pub annotation: Annotation,
     pub at: Timestamp,
     /// The client's idempotency key and the hash of the request.

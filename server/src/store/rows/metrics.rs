@@ -29,7 +29,6 @@ impl MetricFilter {
     }
 }
 
-/// A page of metrics.
 #[derive(Debug, Clone, Default)]
 pub struct MetricPage {
     /// All matching events up to this sequence number are in the page.

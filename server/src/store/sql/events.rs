@@ -18,7 +18,6 @@ pub(super) struct New {
     kind: &'static str,
     attempt: u32,
     rank: Option<u32>,
-    /// The notice for webhooks.
     notice: Option<Box<Notice>>,
     pub(super) row: EventRow,
 }

@@ -77,27 +77,27 @@ impl SqlStore {
         let events = "DELETE FROM events WHERE job_id = $1 AND seq <= (SELECT max(seq) FROM \
             (SELECT seq FROM events WHERE job_id = $1 ORDER BY seq LIMIT $2) AS first)";
         let chunks = format!("DELETE FROM metric_chunks WHERE {SOME_METRIC_CHUNKS}");
-        let mut db = self.begin().await?;
-        for (query, rows) in [(events, MAX_EVENTS), (chunks.as_str(), MAX_CHUNKS)] {
-            let done = sqlx::query(AssertSqlSafe(query)).bind(id).bind(rows).execute(&mut *db).await?;
-            if done.rows_affected() > 0 {
-                return Ok(db.commit().await?);
-            }
-        }
         // Removes the histograms of all layers of a step.
         let histograms = "DELETE FROM histograms WHERE job_id = $1 \
             AND step = (SELECT min(step) FROM histograms WHERE job_id = $1)";
-        if sqlx::query(histograms).bind(id).execute(&mut *db).await?.rows_affected() > 0 {
-            return Ok(db.commit().await?);
-        }
         // Removes the rows of all sources of an attempt.
         let sources = "DELETE FROM acknowledged WHERE job_id = $1 \
             AND attempt = (SELECT min(attempt) FROM acknowledged WHERE job_id = $1)";
-        let done = sqlx::query(sources).bind(id).execute(&mut *db).await?;
-        if done.rows_affected() == 0 {
-            sqlx::query("DELETE FROM jobs WHERE id = $1").bind(id).execute(&mut *db).await?;
-            delete_panels_of_lost_projects(&mut db).await?;
+        let mut db = self.begin().await?;
+        for (query, rows) in [
+            (events, Some(MAX_EVENTS)),
+            (chunks.as_str(), Some(MAX_CHUNKS)),
+            (histograms, None),
+            (sources, None),
+        ] {
+            let query = sqlx::query(AssertSqlSafe(query)).bind(id);
+            let query = rows.into_iter().fold(query, |query, rows| query.bind(rows));
+            if query.execute(&mut *db).await?.rows_affected() > 0 {
+                return Ok(db.commit().await?);
+            }
         }
+        sqlx::query("DELETE FROM jobs WHERE id = $1").bind(id).execute(&mut *db).await?;
+        delete_panels_of_lost_projects(&mut db).await?;
         Ok(db.commit().await?)
     }
 }

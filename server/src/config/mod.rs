@@ -45,7 +45,6 @@ pub enum AccessLogTo {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AgentAuth {
     Token,
-    /// Only by a certificate.
     Certificate,
     /// By a certificate, or by a token if they have no certificate.
     Either,

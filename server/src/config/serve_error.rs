@@ -28,7 +28,6 @@ pub enum ServeError {
     /// The options of the OpenID provider are wrong.
     #[error("--oidc-issuer: {0}")]
     Oidc(String),
-    /// The certificate cannot be used.
     #[error("TLS: {0}")]
     Tls(String),
     #[error("the access log cannot be written: {0}; choose another file with --access-log")]
@@ -53,7 +52,6 @@ pub enum ServeError {
     /// The object store cannot be used.
     #[error("--artifacts {url}: {detail}")]
     Artifacts {
-        /// As given.
         url: String,
         /// What is wrong, and what to change.
         detail: String,
@@ -109,11 +107,7 @@ pub enum ServeError {
         "the database {path} is damaged ({detail}): put back a copy of the file with its -wal, or bring a backup into a new database \
          (`lockstep restore FILE --database URL`), and check the disk (smartctl, dmesg)"
     )]
-    DatabaseDamaged {
-        path: String,
-        /// What SQLite found.
-        detail: String,
-    },
+    DatabaseDamaged { path: String, detail: String },
     #[error(
         "the database {path} has nothing in it, and the data directory {} has folders of jobs ({job}): the database was lost, or it is \
          another one; name the right one with --database, bring a backup into this one (`lockstep restore FILE`), or choose another \

@@ -104,8 +104,7 @@ pub(crate) fn offered(
     lowest: TlsVersion,
     key: &CertifiedKey,
 ) -> Result<OfferedTls, String> {
-    let provider = provider();
-    let mut provider = CryptoProvider::clone(&provider);
+    let mut provider = CryptoProvider::clone(&provider());
     if let Some(TlsSuites(suites)) = suites {
         provider.cipher_suites.clone_from(suites);
     }

@@ -27,7 +27,6 @@ pub enum BackupError {
         "the database {0} is not empty; a backup can only be restored into a new database: name a new one with --database or --data-dir"
     )]
     NotEmpty(String),
-    /// The database cannot be opened.
     #[error(transparent)]
     Open(#[from] ServeError),
     /// A query failed; nothing was changed.

@@ -35,7 +35,6 @@ pub struct CheckpointRow {
     /// An opaque id.
     pub id: String,
     pub job: JobId,
-    /// The attempt that wrote the checkpoint.
     pub attempt: u32,
     /// Step, size and validation results.
     pub info: CheckpointInfo,

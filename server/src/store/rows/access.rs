@@ -8,7 +8,6 @@ use utoipa::ToSchema;
 /// A token and the hash by which the server recognises it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TokenRow {
-    /// The token's public part.
     pub token: Token,
     /// SHA-256 of the token, hexadecimal.
     pub hash: String,

@@ -48,7 +48,6 @@ impl NewJob {
 /// The job after a change, and the events that the change stored.
 #[derive(Debug, Clone)]
 pub struct Changed {
-    /// The job after the change.
     pub job: Job,
     /// The stored events, in order; may be empty.
     pub events: Vec<EventRow>,

@@ -25,10 +25,8 @@ pub struct HistogramFilter {
 #[derive(Debug, Clone, PartialEq)]
 pub struct HistogramRow {
     pub step: u64,
-    /// The attempt that reported the histogram.
     pub attempt: u32,
     pub layer: String,
-    /// Whether the values are weights or gradients.
     pub kind: HistogramKind,
     pub min: f32,
     pub max: f32,

@@ -47,9 +47,7 @@ pub struct MetricPage {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MetricChunk {
     pub name: String,
-    /// The rank that reported the points.
     pub rank: u32,
-    /// The attempt that reported the points.
     pub attempt: u32,
     /// 0: points; `k`: buckets of `16^k` steps.
     pub level: u32,

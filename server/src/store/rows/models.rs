@@ -9,14 +9,12 @@ use std::collections::BTreeMap;
 #[derive(Debug, Clone)]
 pub struct NewVersion {
     pub model: String,
-    /// The checkpoint's job.
     pub job: JobId,
     pub checkpoint: String,
     /// Fingerprint of the dataset's content at the job's first start, if known.
     pub dataset_fingerprint: Option<DatasetNote>,
     /// Versions of the programs that wrote the checkpoint.
     pub programs: BTreeMap<String, String>,
-    /// A description by the user.
     pub description: String,
     /// Name of the person or token that registers the version.
     pub by: Option<String>,

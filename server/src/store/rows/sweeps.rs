@@ -9,9 +9,7 @@ use serde_json::Value;
 #[derive(Debug, Clone, PartialEq)]
 pub struct SweepRow {
     pub id: String,
-    /// The name in the job file.
     pub name: String,
-    /// The project in the job file.
     pub project: String,
     /// Whether trials start.
     pub state: SweepState,

@@ -27,7 +27,6 @@ pub enum TlsConfig {
     Files {
         /// The server's certificate, followed by intermediate certificates.
         certificate: PathBuf,
-        /// The certificate's key.
         key: PathBuf,
     },
     /// The certificate authority in the data directory (`lockstep ca`), which is created if it is missing.
@@ -37,7 +36,6 @@ pub enum TlsConfig {
 /// The destination of the access log.
 #[derive(Debug, Clone)]
 pub enum AccessLogTo {
-    /// The standard output.
     Stdout,
     /// A file that only this user can read. A full file is renamed to `FILE.1`, which replaces an earlier file of this name.
     File(PathBuf),
@@ -46,9 +44,7 @@ pub enum AccessLogTo {
 /// How agents of other machines identify themselves. The agent of the server's machine always has its own token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AgentAuth {
-    /// By a token.
     Token,
-    /// Only by a certificate.
     Certificate,
     /// By a certificate, or by a token if they have no certificate.
     Either,
@@ -92,7 +88,6 @@ impl std::str::FromStr for FairShare {
     }
 }
 
-/// The configuration of the server.
 #[derive(Debug, Clone)]
 pub struct ServeConfig {
     /// The address to listen on. Port 0 means a free port. See [`may_listen`].
@@ -103,7 +98,6 @@ pub struct ServeConfig {
     pub tls: Option<TlsConfig>,
     /// The accepted cipher suites. `None`: all.
     pub tls_suites: Option<TlsSuites>,
-    /// The minimum version of TLS.
     pub tls_lowest: TlsVersion,
     /// Authorities of agents' certificates (PEM). `None`: the server's own authority, if it has one.
     pub agent_ca: Option<PathBuf>,
@@ -141,7 +135,6 @@ pub struct ServeConfig {
     pub heartbeat: Duration,
     /// An attempt whose agent has been silent for this long is lost.
     pub lease: Duration,
-    /// The units (owners or projects) between which slots are shared fairly, among waiting jobs of the same priority.
     pub fair_share: FairShare,
     /// Maximum wait for the upload of a checkpoint, if its job can only continue on a machine that does not have the checkpoint.
     pub checkpoint_wait: Duration,
@@ -181,7 +174,6 @@ pub struct ServeConfig {
 /// A dataset that is part of the program.
 #[derive(Debug, Clone, Copy)]
 pub struct Bundled {
-    /// Name of the dataset.
     pub name: &'static str,
     /// Names and contents of the dataset's files.
     pub files: fn() -> Vec<(String, Cow<'static, [u8]>)>,
@@ -243,8 +235,12 @@ impl ServeConfig {
 
     /// How agents identify themselves, with the default applied.
     pub(crate) fn agent_auth(&self) -> AgentAuth {
-        let has_authority = self.agent_ca.is_some() || matches!(self.tls, Some(TlsConfig::OwnCa));
-        self.agent_auth.unwrap_or(if has_authority { AgentAuth::Either } else { AgentAuth::Token })
+        let default = if self.has_agent_authority() { AgentAuth::Either } else { AgentAuth::Token };
+        self.agent_auth.unwrap_or(default)
+    }
+
+    fn has_agent_authority(&self) -> bool {
+        self.agent_ca.is_some() || matches!(self.tls, Some(TlsConfig::OwnCa))
     }
 
     /// Whether TLS handshakes request client certificates.
@@ -271,10 +267,7 @@ impl ServeConfig {
         if self.agent_ca.is_some() && !self.agents_show_certificates() {
             return Err("--agent-ca has no effect with --agent-auth token; leave out one of the two".into());
         }
-        if self.agents_show_certificates()
-            && self.agent_ca.is_none()
-            && !matches!(self.tls, Some(TlsConfig::OwnCa))
-        {
+        if self.agents_show_certificates() && !self.has_agent_authority() {
             return Err(
                 "--agent-auth needs the authority of agents' certificates; name it with --agent-ca".into()
             );

@@ -99,7 +99,6 @@ impl FromStr for ClientSecret {
 /// The claim that gives a new person's name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NameClaim {
-    /// `preferred_username`
     PreferredUsername,
     /// `email`, if the provider has verified it.
     Email,
@@ -144,7 +143,6 @@ pub struct Groups {
 /// An OpenID provider that signs people in.
 #[derive(Debug, Clone)]
 pub struct OidcConfig {
-    /// The provider's issuer URL.
     pub issuer: Issuer,
     /// The client id of this server at the provider.
     pub client_id: String,
@@ -156,7 +154,6 @@ pub struct OidcConfig {
     pub role: Option<Role>,
     /// The claim that gives the name of a person who signs in for the first time.
     pub name_claim: NameClaim,
-    /// Groups that set roles.
     pub groups: Option<Groups>,
     /// Authorities (PEM) that are trusted in addition to the system's.
     pub ca_file: Option<PathBuf>,

@@ -9,19 +9,16 @@ use std::{
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ServeError {
-    /// `--no-auth` at an address that other machines can reach.
     #[error(
         "refusing to listen on {0} with --no-auth: it can be reached from other machines, and anybody there could run jobs \
          here; leave out --no-auth, so that requests need a token, or listen on 127.0.0.1 or [::1]"
     )]
     NotLoopback(IpAddr),
-    /// `--no-auth` on a server that others reach through a proxy.
     #[error(
         "refusing --no-auth with --trusted-proxy or --public-url: whoever reaches the proxy could run jobs here; leave out --no-auth, so that \
          requests need a token"
     )]
     OpenToOthers,
-    /// An address that other machines can reach, without TLS.
     #[error(
         "refusing to listen on {0} without TLS: whoever can listen to the network could read tokens and weights; give it a \
          certificate with --tls-cert and --tls-key, or have it make its own with --tls-own-ca, or name the proxy that \
@@ -31,39 +28,23 @@ pub enum ServeError {
     /// The options of the OpenID provider are wrong.
     #[error("--oidc-issuer: {0}")]
     Oidc(String),
-    /// The certificate cannot be used.
     #[error("TLS: {0}")]
     Tls(String),
-    /// The access log cannot be written.
     #[error("the access log cannot be written: {0}; choose another file with --access-log")]
     AccessLog(String),
-    /// Another program listens at the address.
     #[error("{0} is taken by another program; stop it, or choose another port with --listen {1}:0")]
     PortTaken(SocketAddr, IpAddr),
     /// Listening at the address fails for another reason.
     #[error("cannot listen on {address}: {source}; choose another address with --listen")]
-    Listen {
-        /// The configured address.
-        address: SocketAddr,
-        /// The system's error message.
-        source: std::io::Error,
-    },
-    /// The data directory cannot be created or written.
+    Listen { address: SocketAddr, source: std::io::Error },
     #[error("the data directory {} cannot be used: {source}; make it writable or choose another with --data-dir", path.display())]
-    DataDir {
-        /// The directory.
-        path: PathBuf,
-        /// The system's error message.
-        source: std::io::Error,
-    },
-    /// Another server uses the data directory.
+    DataDir { path: PathBuf, source: std::io::Error },
     #[error(
         "the data directory {} is in use by another lockstep server{}; stop that one or choose another with --data-dir",
         path.display(),
         .pid.as_ref().map(|p| format!(" (process {p})")).unwrap_or_default()
     )]
     DataDirInUse {
-        /// The directory.
         path: PathBuf,
         /// The process id of the other server, if known.
         pid: Option<String>,
@@ -71,7 +52,6 @@ pub enum ServeError {
     /// The object store cannot be used.
     #[error("--artifacts {url}: {detail}")]
     Artifacts {
-        /// As given.
         url: String,
         /// What is wrong, and what to change.
         detail: String,
@@ -79,101 +59,68 @@ pub enum ServeError {
     /// A database URL that this build cannot open.
     #[error("the database {0:?} cannot be used: {1}")]
     DatabaseUrl(String, String),
-    /// The database was written by a later version.
     #[error(
         "the database {path} was written by a newer version of lockstep (it has migration {found}, this version \
          knows up to {known}); install that version, or choose another --data-dir"
     )]
     DatabaseTooNew {
-        /// The database.
         path: String,
         /// The newest migration in it.
         found: i64,
         /// The newest migration here.
         known: i64,
     },
-    /// A migration was started and not completed.
     #[error(
         "migration {version} of the database {path} was started and never finished, so its tables may be partly changed; \
          replace it with a copy from before the upgrade, or restore a backup into a new database (`lockstep restore FILE \
          --database URL`)"
     )]
-    DatabaseHalfMigrated {
-        /// The database.
-        path: String,
-        /// The migration.
-        version: i64,
-    },
-    /// A migration of the database differs from this program's migration of the same number.
+    DatabaseHalfMigrated { path: String, version: i64 },
     #[error(
         "the database {path} was made by another build of lockstep: its migration {version} is not the one that this \
          build has; use the build that made it, or back up with that one and restore into a new database with this one"
     )]
-    DatabaseOfAnotherBuild {
-        /// The database.
-        path: String,
-        /// The migration.
-        version: i64,
-    },
+    DatabaseOfAnotherBuild { path: String, version: i64 },
     /// Another server, or another command of this program, uses the database.
     #[error(
         "the database {path} is in use by another lockstep server{}; stop that one, or name another with --database",
         .by.as_ref().map(|by| format!(" ({by})")).unwrap_or_default()
     )]
     DatabaseInUse {
-        /// The database.
         path: String,
         /// Who uses the database, if known.
         by: Option<String>,
     },
-    /// The write-ahead log with the last commits is missing.
     #[error(
         "the database {path} was not closed cleanly, and its write-ahead log {} is missing or empty, so its latest writes are missing. Put \
          that file back; or move the database away and restore a backup (`lockstep restore`). To start without these writes, or if \
          another program (such as sqlite3) has already written the log into the database, remove {}", log.display(), lock.display()
     )]
     LogMissing {
-        /// The database.
         path: String,
         /// The path of the write-ahead log.
         log: PathBuf,
         /// The file that shows that the log is needed.
         lock: PathBuf,
     },
-    /// The database file is damaged.
     #[error(
         "the database {path} is damaged ({detail}): put back a copy of the file with its -wal, or bring a backup into a new database \
          (`lockstep restore FILE --database URL`), and check the disk (smartctl, dmesg)"
     )]
-    DatabaseDamaged {
-        /// The database.
-        path: String,
-        /// What SQLite found.
-        detail: String,
-    },
-    /// The database is empty, but the data directory has folders of jobs.
+    DatabaseDamaged { path: String, detail: String },
     #[error(
         "the database {path} has nothing in it, and the data directory {} has folders of jobs ({job}): the database was lost, or it is \
          another one; name the right one with --database, bring a backup into this one (`lockstep restore FILE`), or choose another \
          --data-dir. To begin again here, move {}/jobs away", data_dir.display(), data_dir.display()
     )]
     DatabaseEmpty {
-        /// The database.
         path: String,
-        /// The directory.
         data_dir: PathBuf,
         /// One of its jobs.
         job: String,
     },
-    /// The database cannot be opened.
     #[error("the database {path} cannot be opened: {detail}")]
-    Database {
-        /// The database.
-        path: String,
-        /// What went wrong.
-        detail: String,
-    },
-    /// The file that holds the token of this machine cannot be used.
+    Database { path: String, detail: String },
     #[error(
         "the token of this machine cannot be kept: {0}; make the file `token` of the data directory writable, or remove it"
     )]

@@ -75,7 +75,6 @@ fn iana(suite: &SupportedCipherSuite) -> String {
     format!("{:?}", suite.suite()).replacen("TLS13_", "TLS_", 1)
 }
 
-/// All names of a suite.
 fn names(suite: &SupportedCipherSuite) -> [String; 3] {
     let (rustls, iana) = (format!("{:?}", suite.suite()), iana(suite));
     // OpenSSL has its own names for suites before TLS 1.3, such as ECDHE-RSA-AES128-GCM-SHA256.
@@ -105,8 +104,7 @@ pub(crate) fn offered(
     lowest: TlsVersion,
     key: &CertifiedKey,
 ) -> Result<OfferedTls, String> {
-    let provider = provider();
-    let mut provider = CryptoProvider::clone(&provider);
+    let mut provider = CryptoProvider::clone(&provider());
     if let Some(TlsSuites(suites)) = suites {
         provider.cipher_suites.clone_from(suites);
     }

@@ -20,7 +20,6 @@ pub(crate) struct CopyProgress(Mutex<HashMap<(JobId, u32, String), Announced>>);
 struct Announced {
     /// Highest number of tenths that was logged. `None` before the first line.
     tenths: Option<u64>,
-    /// Number of logged restarts.
     restarts: u32,
 }
 

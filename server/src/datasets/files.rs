@@ -43,19 +43,8 @@ enum Kind {
     Pattern,
 }
 
-/// The reason why a part is not sent.
-#[derive(Debug)]
-enum Unsent {
-    /// The file has changed since it was listed.
-    Changed(String),
-    Refused(String),
-}
-
-/// The target of a path in a dataset.
-enum Found {
-    Folder,
-    File(Metadata),
-}
+/// Why a part is not sent: [`PART_CHANGED`] or [`PART_REFUSED`], and the message for the agent.
+type Unsent = (u8, String);
 
 impl Tree {
     /// Opens the dataset that was registered at `path`. `None` if it has no files; for a pattern, [`List::open`] finds this out.
@@ -105,18 +94,17 @@ impl Tree {
         Ok(names.into_iter().filter(|name| self.root.join(name).exists()).collect())
     }
 
-    /// Finds the target of `path`, an entry of a folder that was entered.
-    fn stat(&self, path: &Path) -> Result<Found, String> {
+    /// The file or folder at `path`, an entry of a folder that was entered.
+    fn stat(&self, path: &Path) -> Result<Metadata, String> {
         let failed = |e: io::Error| format!("{} cannot be read: {e}", path.display());
         let full = self.root.join(path);
         let mut found = fs::symlink_metadata(&full).map_err(failed)?;
         if found.is_symlink() {
             found = fs::metadata(self.root.join(self.real(path)?)).map_err(failed)?;
         }
-        match found {
-            found if found.is_dir() => Ok(Found::Folder),
-            found if found.is_file() => Ok(Found::File(found)),
-            _ => Err(format!("{} is neither a file nor a folder; take it out", path.display())),
+        match found.is_dir() || found.is_file() {
+            true => Ok(found),
+            false => Err(format!("{} is neither a file nor a folder; take it out", path.display())),
         }
     }
 
@@ -264,27 +252,19 @@ impl List {
                 Kind::Folder => self.tree.stat(&path)?,
                 Kind::File | Kind::Pattern => self.tree.file(&shown).and_then(|file| {
                     let found = file.metadata().map_err(|e| format!("{shown} cannot be read: {e}"))?;
-                    if found.is_file() {
-                        Ok(Found::File(found))
-                    } else {
-                        Err(format!("{shown} is not a file"))
-                    }
+                    if found.is_file() { Ok(found) } else { Err(format!("{shown} is not a file")) }
                 })?,
             };
-            return match found {
-                Found::Folder => {
-                    self.folders += 1;
-                    self.check_count(0)?;
-                    self.enter(path)?;
-                    Ok(DatasetEntry::Folder(shown))
-                }
-                Found::File(found) => {
-                    self.files += 1;
-                    self.bytes += found.len();
-                    self.check_count(0)?;
-                    Ok(DatasetEntry::File(shown, found.len(), changed_ns(&found)))
-                }
-            };
+            if found.is_dir() {
+                self.folders += 1;
+                self.check_count(0)?;
+                self.enter(path)?;
+                return Ok(DatasetEntry::Folder(shown));
+            }
+            self.files += 1;
+            self.bytes += found.len();
+            self.check_count(0)?;
+            return Ok(DatasetEntry::File(shown, found.len(), changed_ns(&found)));
         }
     }
 
@@ -336,11 +316,7 @@ impl Parts {
             // response again and again.
             let begin = out.len();
             out.push(PART_FOLLOWS);
-            if let Err(unsent) = self.read(&part, &mut out) {
-                let (code, words) = match unsent {
-                    Unsent::Changed(words) => (PART_CHANGED, words),
-                    Unsent::Refused(words) => (PART_REFUSED, words),
-                };
+            if let Err((code, words)) = self.read(&part, &mut out) {
                 self.ended = true;
                 out.truncate(begin);
                 out.push(code);
@@ -353,16 +329,16 @@ impl Parts {
 
     /// Appends a part's bytes and their SHA-256 to `out`.
     fn read(&self, part: &DatasetPart, out: &mut Vec<u8>) -> Result<(), Unsent> {
-        let changed = || Unsent::Changed(format!("{} has changed since it was listed", part.path));
+        let changed = || (PART_CHANGED, format!("{} has changed since it was listed", part.path));
         let failed = |e: io::Error| match e.kind() {
             io::ErrorKind::UnexpectedEof => changed(),
-            _ => Unsent::Refused(format!("{} cannot be read: {e}", part.path)),
+            _ => (PART_REFUSED, format!("{} cannot be read: {e}", part.path)),
         };
         let mut file = match self.tree.file(&part.path) {
             Ok(file) => file,
             // The file was removed after it was listed. The agent then requests a new list.
             Err(_) if self.tree.has(&part.path) && self.tree.is_gone(&part.path) => return Err(changed()),
-            Err(words) => return Err(Unsent::Refused(words)),
+            Err(words) => return Err((PART_REFUSED, words)),
         };
         let found = file.metadata().map_err(failed)?;
         if !found.is_file()

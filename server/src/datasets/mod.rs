@@ -22,7 +22,6 @@ pub(crate) struct Datasets {
     pub(crate) agents: Arc<Agents>,
     pub(crate) tasks: Tasks,
     pub(crate) roots: DatasetRoots,
-    /// Inspections that agents are running.
     pub(crate) inspections: Inspections,
     /// Progress of copies to machines, as last written into the logs of jobs.
     pub(crate) copies: CopyProgress,

@@ -13,9 +13,6 @@ use std::{
 static NOTE_LOCK: Mutex<()> = Mutex::new(());
 
 /// Stores the note of a job's first start, if the job has no note yet. If the stored note has another dataset, returns its description.
-///
-/// # Errors
-/// The note cannot be read or written.
 pub(crate) fn keep_dataset_note(job_dir: &Path, own: &DatasetNote) -> io::Result<Option<String>> {
     let _one_at_a_time = NOTE_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
     let text = match fs::read(job_dir.join(DATASET_NOTE)) {

@@ -94,7 +94,7 @@ impl DatasetRoots {
     /// The path is not allowed. The text says what can be given instead.
     pub(crate) async fn check_weights(&self, path: &str, caller: &Caller) -> Result<(), String> {
         let leads = leads_to(path).await;
-        if !caller.sees_all() && leads.iter().flatten().any(|to| self.is_own(to)) {
+        if !caller.sees_all() && leads.iter().any(|to| self.is_own(to)) {
             return Err(OWN_DATA.into());
         }
         if self.roots.is_empty() {
@@ -106,10 +106,7 @@ impl DatasetRoots {
                 )),
             };
         }
-        match leads {
-            Some(leads) => self.check_leads(path, &leads),
-            None => Err(self.leads_elsewhere(path)),
-        }
+        self.check_leads(path, &leads)
     }
 
     /// Checks a job's path of weights again when the job starts: a link may have been made after its submission.
@@ -121,8 +118,7 @@ impl DatasetRoots {
             return Ok(());
         }
         match tokio::time::timeout(LINKS_TIMEOUT, leads_to(path)).await {
-            Ok(Some(leads)) => self.check_leads(path, &leads),
-            Ok(None) => Err(self.leads_elsewhere(path)),
+            Ok(leads) => self.check_leads(path, &leads),
             Err(_) => Ok(()),
         }
     }
@@ -131,11 +127,12 @@ impl DatasetRoots {
         if !self.is_written_out(path) && leads.iter().any(|to| self.is_own(to)) {
             return Err(OWN_DATA.into());
         }
-        if leads.iter().all(|to| self.has(to)) { Ok(()) } else { Err(self.leads_elsewhere(path)) }
-    }
-
-    fn leads_elsewhere(&self, path: &str) -> String {
-        format!("{}; {INSTEAD}", self.refusal(&format!("{path}, or where its links lead,")))
+        match leads.iter().all(|to| self.has(to)) {
+            true => Ok(()),
+            false => {
+                Err(format!("{}; {INSTEAD}", self.refusal(&format!("{path}, or where its links lead,"))))
+            }
+        }
     }
 
     /// The folders in which weights given by this path may be, on the machine that reads them. `None` if every folder is allowed.
@@ -226,14 +223,15 @@ impl DatasetRoots {
 
 /// A path of weights with its links resolved, and the resolved path of the file that is read if the path is a folder. Paths that do not
 /// exist are resolved, too, so that a refusal does not reveal which paths exist.
-async fn leads_to(path: &str) -> Option<[PathBuf; 2]> {
+async fn leads_to(path: &str) -> [PathBuf; 2] {
     let path = PathBuf::from(path);
     // A file system that does not respond must not delay other requests.
     let leads = tokio::task::spawn_blocking(move || {
         let path = std::path::absolute(&path).unwrap_or(path);
         [resolved(&path), resolved(&path.join(WEIGHTS))]
     });
-    leads.await.ok()
+    // Empty paths, which no root contains, if the task was cancelled.
+    leads.await.unwrap_or_default()
 }
 
 /// Whether `..` follows a brace of a pattern. The text in braces may contain `/`, and then `..` leads to an unexpected folder.

@@ -47,7 +47,6 @@ pub(crate) enum Refused {
     Wrong(String),
     /// The piece does not continue the file, which has this many bytes.
     Offset(u64),
-    /// A disk error.
     Io(io::Error),
 }
 
@@ -58,6 +57,10 @@ impl From<io::Error> for Refused {
 }
 
 type Result<T> = std::result::Result<T, Refused>;
+
+fn refuse<T>(why: impl Into<String>) -> Result<T> {
+    Err(Refused::Wrong(why.into()))
+}
 
 /// The number of an archive's unpacked files, and their folder.
 #[derive(Debug)]
@@ -96,10 +99,10 @@ impl Upload {
     /// The piece does not continue the file, the file is too large, or a disk error.
     pub(crate) fn write(&self, offset: u64, piece: &[u8]) -> Result<()> {
         if offset.saturating_add(piece.len() as u64) > MAX_ARCHIVE_BYTES {
-            return Err(Refused::Wrong(format!(
+            return refuse(format!(
                 "a zip file may have at most {} GiB; register a larger dataset by the path of its folder",
                 MAX_ARCHIVE_BYTES >> 30
-            )));
+            ));
         }
         if offset == 0 {
             remove(&self.0)?;
@@ -129,7 +132,7 @@ impl Upload {
     pub(crate) fn unpack(&self, until: Instant) -> Result<Unpacked> {
         let path = self.0.join(ARCHIVE);
         let Ok(end) = File::open(&path) else {
-            return Err(Refused::Wrong("no zip file was uploaded under this name; send it first".into()));
+            return refuse("no zip file was uploaded under this name; send it first");
         };
         let end = Bounded { file: BufReader::new(end), left: Rc::new(Cell::new(MAX_END_BYTES)) };
         let left = end.left.clone();
@@ -137,20 +140,20 @@ impl Upload {
         let mut zip = ZipIterable::try_new(end, config).map_err(unreadable)?;
         left.set(u64::MAX);
         if zip.len() > MAX_FILES {
-            return Err(Refused::Wrong(format!(
+            return refuse(format!(
                 "the zip file has {} entries; at most {MAX_FILES} are allowed",
                 zip.len()
-            )));
+            ));
         }
         let files = listed(&mut zip)?;
         let total = files.iter().flatten().count() as u64;
         let bytes = files.iter().flatten().fold(0_u64, |sum, file| sum.saturating_add(file.bytes));
         if bytes > MAX_UNPACKED_BYTES {
-            return Err(Refused::Wrong(format!(
+            return refuse(format!(
                 "the zip file unpacks to {} GiB; at most {} GiB are allowed",
                 bytes >> 30,
                 MAX_UNPACKED_BYTES >> 30
-            )));
+            ));
         }
         let root = self.pictures()?;
         let so_far = |files| Unpacked { pictures: root.clone(), files, total };
@@ -180,18 +183,12 @@ impl Upload {
     }
 
     /// Removes the zip file, after its pictures have become a dataset.
-    ///
-    /// # Errors
-    /// A disk error.
     pub(crate) fn finish(&self) -> io::Result<()> {
         unless_missing(fs::remove_file(self.0.join(ARCHIVE)))
     }
 }
 
 /// Removes the folder of an upload, or of a dataset that was uploaded.
-///
-/// # Errors
-/// A disk error.
 pub(crate) fn remove(folder: &Path) -> io::Result<()> {
     unless_missing(fs::remove_dir_all(folder))
 }
@@ -230,6 +227,12 @@ struct Listed {
     bytes: u64,
 }
 
+impl Listed {
+    fn shown(&self) -> String {
+        shortened(&self.path.to_string_lossy())
+    }
+}
+
 /// The files of an archive in order; `None` for folders and for files that operating systems add. A folder that contains all others is left
 /// out.
 fn listed(zip: &mut ZipIterable<Bounded>) -> Result<Vec<Option<Listed>>> {
@@ -239,14 +242,13 @@ fn listed(zip: &mut ZipIterable<Bounded>) -> Result<Vec<Option<Listed>>> {
         let entry = entry.map_err(unreadable)?;
         // Some programs of Windows write `\` as the separator.
         let name = entry.name().map_err(unreadable)?.replace('\\', "/");
-        let wrong =
-            |what: &str| Err(Refused::Wrong(format!("{:?} in the zip file {what}", shortened(&name))));
+        let wrong = |what: &str| refuse(format!("{:?} in the zip file {what}", shortened(&name)));
         names_bytes += name.len();
         if names_bytes > MAX_NAMES_BYTES {
-            return Err(Refused::Wrong(format!(
+            return refuse(format!(
                 "the names in the zip file have more than {} MiB together; shorten them",
                 MAX_NAMES_BYTES >> 20
-            )));
+            ));
         }
         let parts: Vec<String> = name.split('/').filter(|part| *part != ".").map(str::to_owned).collect();
         if entry.is_dir() || name.ends_with('/') {
@@ -274,7 +276,7 @@ fn listed(zip: &mut ZipIterable<Bounded>) -> Result<Vec<Option<Listed>>> {
     }
     let mut files = all.iter().flatten().map(|(parts, _)| parts);
     let Some(first) = files.next() else {
-        return Err(Refused::Wrong("the zip file has no file; pack a folder of classes".into()));
+        return refuse("the zip file has no file; pack a folder of classes");
     };
     let folders = |parts: &Vec<String>| parts.len() - 1;
     let common = files.fold(folders(first), |common, parts| {
@@ -287,10 +289,7 @@ fn listed(zip: &mut ZipIterable<Bounded>) -> Result<Vec<Option<Listed>>> {
     let listed: Vec<_> = all.into_iter().map(|file| file.map(below)).collect();
     let mut seen = HashSet::new();
     if let Some(twice) = listed.iter().flatten().find(|file| !seen.insert(&file.path)) {
-        return Err(Refused::Wrong(format!(
-            "the zip file has {:?} twice; pack the folder again",
-            shortened(&twice.path.to_string_lossy())
-        )));
+        return refuse(format!("the zip file has {:?} twice; pack the folder again", twice.shown()));
     }
     drop(seen);
     let is_picture = |file: &Listed| {
@@ -303,9 +302,9 @@ fn listed(zip: &mut ZipIterable<Bounded>) -> Result<Vec<Option<Listed>>> {
             || "has no class folder: its pictures are at the top level".into(),
             |folder| format!("has only one class folder ({})", shortened(&folder)),
         );
-        return Err(Refused::Wrong(format!(
+        return refuse(format!(
             "the zip file {found}; put the pictures of each class into a separate folder, at least two folders"
-        )));
+        ));
     }
     Ok(listed)
 }
@@ -318,7 +317,7 @@ fn write_file(mut entry: impl Read, file: &Listed, root: &Path) -> Result<()> {
     let mut to = created.map_err(|error| match error.kind() {
         AlreadyExists | IsADirectory | NotADirectory => Refused::Wrong(format!(
             "the zip file has a file and a folder with the same path at {:?}; pack the folder again",
-            shortened(&file.path.to_string_lossy())
+            file.shown()
         )),
         _ => Refused::Io(error),
     })?;
@@ -331,10 +330,7 @@ fn write_file(mut entry: impl Read, file: &Listed, root: &Path) -> Result<()> {
         _ => {}
     }
     fs::remove_file(&path)?;
-    Err(Refused::Wrong(format!(
-        "{:?} in the zip file is damaged; pack the folder again",
-        shortened(&file.path.to_string_lossy())
-    )))
+    refuse(format!("{:?} in the zip file is damaged; pack the folder again", file.shown()))
 }
 
 fn unreadable(error: ZipError) -> Refused {

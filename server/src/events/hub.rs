@@ -42,7 +42,7 @@ enum Unpublished {
     Deleted { owner: Option<String>, private: bool },
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Watched {
     last_seq: watch::Sender<u64>,
     /// The newest events, without a gap.
@@ -121,9 +121,6 @@ impl Hub {
     }
 
     /// Reads a job with `read`, and publishes the job's labels to the list and the job's stream.
-    ///
-    /// # Errors
-    /// The errors of `read`.
     pub(crate) async fn labelled<E>(&self, read: impl Future<Output = Result<Job, E>>) -> Result<Job, E> {
         let _newest_last = self.labelling.lock().await;
         let job = read.await?;
@@ -164,13 +161,7 @@ impl Hub {
     /// Subscribes to a job. Subscribe before reading the store, so that no event is missed in between.
     pub(crate) fn subscribe(self: &Arc<Self>, id: &JobId) -> Subscription {
         let mut jobs = lock(&self.jobs);
-        let watched = jobs.entry(id.clone()).or_insert_with(|| Watched {
-            last_seq: watch::channel(0).0,
-            recent: VecDeque::new(),
-            recent_bytes: 0,
-            pace: None,
-            labels: watch::channel(None).0,
-        });
+        let watched = jobs.entry(id.clone()).or_default();
         let (last_seq, labels) = (watched.last_seq.subscribe(), watched.labels.subscribe());
         Subscription { hub: self.clone(), id: id.clone(), last_seq, labels }
     }

@@ -5,14 +5,10 @@ pub(crate) mod run_files;
 pub(crate) mod runs;
 
 use crate::{
-    agents::{
-        Agents,
-        inbox::{Queue, Work},
-    },
-    checkpoints::{Checkpoints, artifact_mover},
-    events::Events,
+    agents::inbox::{Queue, Work},
+    checkpoints::artifact_mover,
     scheduler::{Scheduler, dispatch},
-    store::{Changed, EventRow, Ingested, Report, Result, Store},
+    store::{Changed, EventRow, Ingested, Report, Result},
     util::failure_log::Failing,
 };
 use jiff::Timestamp;
@@ -32,22 +28,12 @@ const BATCH_BYTES: usize = 4 << 20;
 
 /// Stores reports, publishes the stored changes, and acknowledges the reports to agents.
 pub(crate) struct Ingest {
-    store: Arc<dyn Store>,
-    events: Arc<Events>,
-    agents: Arc<Agents>,
-    checkpoints: Arc<Checkpoints>,
     scheduler: Arc<Scheduler>,
 }
 
 impl Ingest {
     pub(crate) fn new(scheduler: Arc<Scheduler>) -> Self {
-        Self {
-            store: Arc::clone(&scheduler.store),
-            events: Arc::clone(&scheduler.events),
-            agents: Arc::clone(&scheduler.agents),
-            checkpoints: Arc::clone(&scheduler.checkpoints),
-            scheduler,
-        }
+        Self { scheduler }
     }
 
     /// Stores reports. Runs until dropped.
@@ -68,6 +54,7 @@ impl Ingest {
     }
 
     async fn store_batch(&self, batch: Vec<Work>) {
+        let Scheduler { events, agents, checkpoints, .. } = &*self.scheduler;
         let mut reports = Vec::with_capacity(batch.len());
         let mut from = Vec::with_capacity(batch.len());
         let mut flushes = Vec::new();
@@ -79,10 +66,10 @@ impl Ingest {
                     if connection.is_incomplete(&report.attempt) {
                         continue;
                     }
-                    if let Err(error) = self.checkpoints.keep_uploaded(&mut report).await {
+                    if let Err(error) = checkpoints.keep_uploaded(&mut report).await {
                         let job = &report.attempt.job;
                         let why = format!("the list of the checkpoints of job {job} cannot be read: {error}");
-                        self.agents.refusals.note_cut_off(&agent, &why);
+                        agents.refusals.note_cut_off(&agent, &why);
                         connection.close_for(&report.attempt);
                         continue;
                     }
@@ -101,33 +88,33 @@ impl Ingest {
         }
         for ((agent, connection, attempt, gist), answer) in from.into_iter().zip(answers) {
             if gist.ending.is_some() && !matches!(answer, Ingested::Gap { .. }) {
-                self.agents.leases.note_ranks_ended(&agent, &attempt);
+                agents.leases.note_ranks_ended(&agent, &attempt);
             }
             match answer {
                 Ingested::Stored { mut acknowledged, changed } => {
                     if let Some(changed) = changed {
-                        let events = changed.events.iter().map(EventRow::count).sum();
-                        self.events.stored.fetch_add(events, Ordering::Relaxed);
-                        self.events.steps.fetch_add(gist.steps, Ordering::Relaxed);
+                        let count = changed.events.iter().map(EventRow::count).sum();
+                        events.stored.fetch_add(count, Ordering::Relaxed);
+                        events.steps.fetch_add(gist.steps, Ordering::Relaxed);
                         if let Some(at) = gist.first_line_at {
                             let lag = crate::now().duration_since(at);
                             // Negative if the clock of the rank's machine is ahead.
-                            self.events.ingest_lag.observe(Duration::try_from(lag).unwrap_or_default());
+                            events.ingest_lag.observe(Duration::try_from(lag).unwrap_or_default());
                         }
-                        self.events.publish(&changed);
+                        events.publish(&changed);
                     }
                     if !gist.unreachable.is_empty() {
-                        self.agents.leases.mark_unreachable(&attempt, &gist.unreachable);
+                        agents.leases.mark_unreachable(&attempt, &gist.unreachable);
                     }
                     if let Some(ending) = &gist.ending {
                         dispatch::ended_at(&self.scheduler, &attempt, &agent, ending);
                     }
-                    acknowledged.watched = self.events.hub.is_watched(&attempt.job);
-                    self.agents.send(&agent, ToAgent::Ack(acknowledged));
+                    acknowledged.watched = events.hub.is_watched(&attempt.job);
+                    agents.send(&agent, ToAgent::Ack(acknowledged));
                 }
                 Ingested::Stale => {
                     let reason = "another attempt has taken its place, or the job is over".into();
-                    self.agents.send(&agent, ToAgent::Stop { attempt, reason, patient: false });
+                    agents.send(&agent, ToAgent::Stop { attempt, reason, patient: false });
                 }
                 Ingested::Gap { stored } => {
                     tracing::warn!(agent, job = %attempt.job, stored, "records are missing before a report; the agent sends them again");
@@ -146,7 +133,7 @@ impl Ingest {
         let mut backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(2));
         let mut failing = Failing::default();
         loop {
-            match self.store.ingest(reports).await {
+            match self.scheduler.store.ingest(reports).await {
                 Err(error) if error.may_pass() => {
                     if failing.is_new(&error) {
                         tracing::error!(%error, "reports cannot be stored; trying again");
@@ -229,12 +216,13 @@ impl Ingest {
     /// Publishes events that may have been stored without being published: if the connection to the database broke at the end of a
     /// transaction, the retry finds the records stored and returns no events.
     async fn catch_up(&self, jobs: HashSet<&JobId>) {
+        let Scheduler { store, events, checkpoints, .. } = &*self.scheduler;
         for id in jobs {
-            match self.store.job(id).await {
+            match store.job(id).await {
                 Ok(Some(row)) => {
-                    self.events.hub.catch_up(&row.job);
-                    self.events.publish(&Changed { job: row.job, events: Vec::new() });
-                    if let Err(error) = artifact_mover::catch_up(&self.checkpoints, id).await {
+                    events.hub.catch_up(&row.job);
+                    events.publish(&Changed { job: row.job, events: Vec::new() });
+                    if let Err(error) = artifact_mover::catch_up(checkpoints, id).await {
                         tracing::warn!(%error, job = %id, "the upload of a checkpoint may be delayed until the server's next start");
                     }
                 }

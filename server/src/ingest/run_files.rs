@@ -22,13 +22,11 @@ static PLACE_LOCK: Mutex<()> = Mutex::new(());
 /// Why a file is refused.
 #[derive(Debug)]
 pub(crate) enum Refused {
-    /// The path is not allowed.
     Path(String),
     /// A file or folder conflicts with the path.
     Taken(String),
     /// The run has too many files, or they are too large.
     Full(String),
-    /// A disk error.
     Io(io::Error),
 }
 
@@ -73,9 +71,6 @@ impl RunFiles {
     }
 
     /// All files, in the order of their paths.
-    ///
-    /// # Errors
-    /// A disk error.
     pub(crate) fn list(&self) -> io::Result<Vec<RunFile>> {
         let mut all = Vec::new();
         collect(&self.folder(), "", &mut all)?;
@@ -118,9 +113,6 @@ impl RunFiles {
     }
 
     /// A new file for an upload.
-    ///
-    /// # Errors
-    /// A disk error.
     pub(crate) fn incoming(&self) -> io::Result<Incoming> {
         let folder = self.job_dir.join(INCOMING);
         fs::create_dir_all(&folder)?;
@@ -214,9 +206,6 @@ pub(crate) fn clear_incoming(jobs: &Path) {
 }
 
 /// Checks that a file of this size fits.
-///
-/// # Errors
-/// The file is too large.
 pub(crate) fn check_size(size_bytes: u64, room: u64) -> Result<()> {
     if size_bytes <= room {
         return Ok(());

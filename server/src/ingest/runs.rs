@@ -31,14 +31,6 @@ pub(crate) struct Runs {
     heard: Mutex<HashMap<JobId, Instant>>,
 }
 
-/// The outcome of a request to log.
-pub(crate) enum Logged {
-    /// The number of records of the run that are stored.
-    Stored(u64),
-    /// Records are missing. The number of the next expected record.
-    Gap(u64),
-}
-
 impl Runs {
     pub(crate) fn new(store: Arc<dyn Store>, events: Arc<Events>, silence: Duration) -> Self {
         Self { store, events, silence, heard: Mutex::default() }
@@ -59,9 +51,6 @@ impl Runs {
     }
 
     /// Creates a run. Returns `None` if a run has the same id, or if rows of a deleted run with this id are left.
-    ///
-    /// # Errors
-    /// A store error.
     pub(crate) async fn create(&self, new: NewJob) -> Result<Option<Job>> {
         let id = new.id.clone();
         match self.store.create_job(new).await {
@@ -88,29 +77,24 @@ impl Runs {
     }
 
     /// Stores records of a run. `columns_of(n)` returns the columns of all records except the first `n`, which are stored already.
-    ///
-    /// # Errors
-    /// Same as [`Runs::tell`].
     pub(crate) async fn log(
         &self,
         records: RunRecords,
         columns_of: impl Fn(u64) -> Vec<MetricColumn> + Send + Sync + 'static,
         change: RunChange,
-    ) -> Result<Logged> {
+    ) -> Result<Appended> {
         self.note(&records.job);
         let at = crate::now();
         let change = move |row: &mut JobRow, known: u64| {
             external::told(row, &RunChange { columns: columns_of(known), ..change.clone() }, at)
         };
-        match self.store.append_records(&records, Box::new(change)).await? {
-            Appended::Gap { expected } => Ok(Logged::Gap(expected)),
-            Appended::Stored { records, changed } => {
-                let events = changed.events.iter().map(EventRow::count).sum();
-                self.events.stored.fetch_add(events, Ordering::Relaxed);
-                self.events.publish(&changed);
-                Ok(Logged::Stored(records))
-            }
+        let appended = self.store.append_records(&records, Box::new(change)).await?;
+        if let Appended::Stored { changed, .. } = &appended {
+            let events = changed.events.iter().map(EventRow::count).sum();
+            self.events.stored.fetch_add(events, Ordering::Relaxed);
+            self.events.publish(changed);
         }
+        Ok(appended)
     }
 
     /// Fails runs whose programs are silent. Runs until dropped.

@@ -83,12 +83,15 @@ impl Bucket {
     }
 }
 
-/// Appends a bucket, or joins it with the last one if both belong to the same bucket of `width` steps.
-pub(crate) fn push(to: &mut Vec<Bucket>, bucket: &Bucket, width: u64) {
-    match to.last_mut() {
-        Some(last) if width > 1 && last.index(width) == bucket.index(width) => last.join(bucket),
-        _ => to.push(*bucket),
-    }
+/// Joins neighbours that have the same `index`.
+pub(crate) fn join_neighbours(buckets: &mut Vec<Bucket>, index: impl Fn(&Bucket) -> u64) {
+    buckets.dedup_by(|later, earlier| {
+        let is_same = index(later) == index(earlier);
+        if is_same {
+            earlier.join(later);
+        }
+        is_same
+    });
 }
 
 /// Merges points in any order into a series with ascending steps. If a step has several points, the last point replaces the others.
@@ -143,9 +146,6 @@ pub(crate) fn encode(level: u32, buckets: &[Bucket]) -> Vec<u8> {
 }
 
 /// Decodes the output of [`encode`].
-///
-/// # Errors
-/// The bytes are damaged.
 pub(crate) fn decode(level: u32, data: &[u8]) -> Result<Vec<Bucket>, StoreError> {
     let mut from = Reader(data);
     let mut buckets = Vec::with_capacity(data.len() / if level == 0 { 5 } else { 20 });

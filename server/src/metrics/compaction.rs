@@ -116,7 +116,10 @@ fn grow(
             let old = newest.remove(&(key.clone(), level));
             let mut buckets = old.as_ref().map(|old| readable_chunk(level, old)).unwrap_or_default();
             let old_len = buckets.len();
-            points.iter().for_each(|p| chunk::push(&mut buckets, p, width(level)));
+            buckets.extend(&points);
+            if level > 0 {
+                chunk::join_neighbours(&mut buckets, |bucket| bucket.index(width(level)));
+            }
             // A full chunk of points does not change. At higher levels, the last bucket of a full chunk may have grown.
             let is_unchanged = old_len == capacity(level) && level == 0;
             for (i, part) in buckets.chunks(capacity(level)).enumerate() {

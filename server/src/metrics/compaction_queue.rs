@@ -1,6 +1,5 @@
 //! The queue of compaction: jobs whose newest rows of events are not compacted yet. A job is compacted when these rows make up a batch.
 
-use crate::store::{Changed, EventRow, Stored};
 use lockstep_protocol::job::JobId;
 use std::{
     collections::HashMap,
@@ -8,7 +7,7 @@ use std::{
 };
 use tokio::sync::Notify;
 
-/// Cost per rank ([`EventRow::cost`], in bytes) of a batch of rows: 15 to 40 reports of a rank. Every compaction rewrites the newest chunk of
+/// Cost per rank (`EventRow::cost`, in bytes) of a batch of rows: 15 to 40 reports of a rank. Every compaction rewrites the newest chunk of
 /// each series, so smaller batches would write more. Every query reads the rows that are not compacted, so larger batches would read more.
 const COST_PER_RANK: u64 = 12 << 10;
 /// Minimum cost of a batch, for jobs of few ranks.
@@ -36,12 +35,6 @@ pub(crate) fn batch_cost(ranks: u32) -> u64 {
 impl CompactionQueue {
     fn lock(&self) -> MutexGuard<'_, HashMap<JobId, Waiting>> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Adds the cost of a stored change's points to the job's waiting rows.
-    pub(crate) fn note(&self, changed: &Changed) {
-        let points = changed.events.iter().filter(|row| matches!(row.stored, Stored::Points { .. }));
-        self.add_cost(&changed.job.id, changed.job.ranks, points.map(EventRow::cost).sum());
     }
 
     /// Adds `cost` to the cost of a job's waiting rows, and wakes the compaction task when they make up a batch.

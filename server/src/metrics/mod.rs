@@ -10,7 +10,7 @@ mod compaction_queue;
 pub(crate) mod query;
 pub(crate) mod retire;
 
-use crate::store::{Changed, Store};
+use crate::store::{Changed, EventRow, Store, Stored};
 use compaction_queue::CompactionQueue;
 use std::{sync::Arc, time::Duration};
 
@@ -27,8 +27,9 @@ impl Metrics {
         Self { store, queue: CompactionQueue::default(), keep_points }
     }
 
-    /// Counts the points of a stored change.
+    /// Adds the cost of a stored change's points to the job's waiting rows.
     pub(crate) fn note(&self, changed: &Changed) {
-        self.queue.note(changed);
+        let points = changed.events.iter().filter(|row| matches!(row.stored, Stored::Points { .. }));
+        self.queue.add_cost(&changed.job.id, changed.job.ranks, points.map(EventRow::cost).sum());
     }
 }

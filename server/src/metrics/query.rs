@@ -6,10 +6,7 @@ use super::{
     compaction, compaction_queue,
 };
 use crate::store::{MetricFilter, Result};
-use lockstep_protocol::{
-    job::{Job, JobId},
-    metric::MetricColumn,
-};
+use lockstep_protocol::{job::Job, metric::MetricColumn};
 use std::collections::BTreeMap;
 
 /// The data of a chart.
@@ -56,84 +53,69 @@ pub(crate) async fn find(
     filter: &MetricFilter,
     points: usize,
 ) -> Result<Found> {
+    // Reads again if a compaction has moved the watermark between two reads.
     loop {
-        if let Some(found) = try_find(metrics, &job.id, job.ranks, filter, points).await? {
-            return Ok(found);
+        let (watermark, extent) = metrics.store.metric_extent(&job.id, filter).await?;
+        // Reads the newest rows without a range, because a bucket that crosses an end of the range is returned whole. `inside` removes
+        // the other points.
+        let newest = MetricFilter { after: watermark, from: None, to: None, ..filter.clone() };
+        let page = metrics.store.metrics(&job.id, &newest).await?;
+        let (as_of, tail) = (page.as_of, page.columns);
+        if page.cost > 2 * compaction_queue::batch_cost(job.ranks) {
+            // So many rows should have been compacted. The queue is in memory, and a failed compaction is not queued again, so the job is
+            // queued here.
+            metrics.queue.add_cost(&job.id, job.ranks, compaction_queue::batch_cost(job.ranks));
         }
-    }
-}
-
-/// As [`find`]. `None` if a compaction has moved the watermark between two reads, which must then be repeated.
-async fn try_find(
-    metrics: &Metrics,
-    job: &JobId,
-    ranks: u32,
-    filter: &MetricFilter,
-    points: usize,
-) -> Result<Option<Found>> {
-    let (watermark, extent) = metrics.store.metric_extent(job, filter).await?;
-    // Reads the newest rows without a range, because a bucket that crosses an end of the range is returned whole. `inside` removes
-    // the other points.
-    let newest = MetricFilter { after: watermark, from: None, to: None, ..filter.clone() };
-    let page = metrics.store.metrics(job, &newest).await?;
-    let (as_of, tail) = (page.as_of, page.columns);
-    if page.cost > 2 * compaction_queue::batch_cost(ranks) {
-        // So many rows should have been compacted. The queue is in memory, and a failed compaction is not queued again, so the job is
-        // queued here.
-        metrics.queue.add_cost(job, ranks, compaction_queue::batch_cost(ranks));
-    }
-    let (from, to) = (filter.from.unwrap_or(0), filter.to.unwrap_or(u64::MAX));
-    let tail_steps = tail.iter().filter_map(|(_, _, c)| c.ends());
-    let ends = tail_steps.chain(extent);
-    let Some((first, last)) = ends.reduce(|a, b| (a.0.min(b.0), a.1.max(b.1))) else {
-        return Ok(Some(Found { as_of, exact: true, bucket_steps: 1, series: BTreeMap::new() }));
-    };
-    let plan = Plan::new(first.max(from), last.min(to).max(first.max(from)), points as u64);
-
-    let read = async |level: u32| -> Result<Option<BTreeMap<SeriesKey, Vec<Bucket>>>> {
-        // The range is extended to bucket boundaries. Buckets of width w cover the steps k w + 1 to (k + 1) w; the first one also
-        // covers step 0.
-        let w = width(level);
-        let before = from.saturating_sub(1) / w * w;
-        let from = if w == 1 {
-            from
-        } else if before == 0 {
-            0
-        } else {
-            before + 1
+        let (from, to) = (filter.from.unwrap_or(0), filter.to.unwrap_or(u64::MAX));
+        let tail_steps = tail.iter().filter_map(|(_, _, c)| c.ends());
+        let ends = tail_steps.chain(extent);
+        let Some((first, last)) = ends.reduce(|a, b| (a.0.min(b.0), a.1.max(b.1))) else {
+            return Ok(Found { as_of, exact: true, bucket_steps: 1, series: BTreeMap::new() });
         };
-        let to = to.div_ceil(w).saturating_mul(w);
-        let whole = MetricFilter { from: Some(from), to: Some(to), ..filter.clone() };
-        let (now, chunks) = metrics.store.metric_chunks(job, level, &whole).await?;
-        if now != watermark {
-            return Ok(None);
+        let plan = Plan::new(first.max(from), last.min(to).max(first.max(from)), points as u64);
+
+        let read = async |level: u32| -> Result<Option<BTreeMap<SeriesKey, Vec<Bucket>>>> {
+            // The range is extended to bucket boundaries. Buckets of width w cover the steps k w + 1 to (k + 1) w; the first one also
+            // covers step 0.
+            let w = width(level);
+            let from = match from.saturating_sub(1) / w * w {
+                _ if w == 1 => from,
+                0 => 0,
+                before => before + 1,
+            };
+            let to = to.div_ceil(w).saturating_mul(w);
+            let whole = MetricFilter { from: Some(from), to: Some(to), ..filter.clone() };
+            let (now, chunks) = metrics.store.metric_chunks(&job.id, level, &whole).await?;
+            if now != watermark {
+                return Ok(None);
+            }
+            let inside = |b: &Bucket| (from..=to).contains(&b.step);
+            let mut series: BTreeMap<SeriesKey, Vec<Bucket>> = BTreeMap::new();
+            for chunk in chunks {
+                let buckets = compaction::readable_chunk(level, &chunk);
+                series.entry(SeriesKey::of(&chunk)).or_default().extend(buckets.into_iter().filter(inside));
+            }
+            add_tail(&mut series, &tail, width(level), inside);
+            series.retain(|_, buckets| !buckets.is_empty());
+            Ok(Some(series))
+        };
+        let Some(mut series) = read(plan.level).await? else { continue };
+        let fits = |series: &BTreeMap<SeriesKey, Vec<Bucket>>, slack: usize| {
+            series.values().all(|b| b.iter().map(|b| b.points).sum::<u64>() <= (points + slack) as u64)
+        };
+        if plan.level == 0 && fits(&series, 0) {
+            return Ok(Found { as_of, exact: true, bucket_steps: 1, series });
         }
-        let inside = |b: &Bucket| (from..=to).contains(&b.step);
-        let mut series: BTreeMap<SeriesKey, Vec<Bucket>> = BTreeMap::new();
-        for chunk in chunks {
-            let buckets = compaction::readable_chunk(level, &chunk);
-            series.entry(SeriesKey::of(&chunk)).or_default().extend(buckets.into_iter().filter(inside));
+        // Sparse points may fit although the range has too many steps. The slack is for points outside the range in the buckets at its ends.
+        if plan.level > 0 && fits(&series, 2 * width(plan.level) as usize) {
+            let Some(every) = read(0).await? else { continue };
+            if fits(&every, 0) {
+                return Ok(Found { as_of, exact: true, bucket_steps: 1, series: every });
+            }
         }
-        add_tail(&mut series, &tail, width(level), inside);
-        series.retain(|_, buckets| !buckets.is_empty());
-        Ok(Some(series))
-    };
-    let Some(series) = read(plan.level).await? else { return Ok(None) };
-    let fits = |series: &BTreeMap<SeriesKey, Vec<Bucket>>, slack: usize| {
-        series.values().all(|b| b.iter().map(|b| b.points).sum::<u64>() <= (points + slack) as u64)
-    };
-    if plan.level == 0 && fits(&series, 0) {
-        return Ok(Some(Found { as_of, exact: true, bucket_steps: 1, series }));
+        series.values_mut().for_each(|buckets| chunk::join_neighbours(buckets, |bucket| plan.index(bucket)));
+        return Ok(Found { as_of, exact: false, bucket_steps: plan.width, series });
     }
-    // Sparse points may fit although the range has too many steps. The slack is for points outside the range in the buckets at its ends.
-    if plan.level > 0 && fits(&series, 2 * width(plan.level) as usize) {
-        let Some(every) = read(0).await? else { return Ok(None) };
-        if fits(&every, 0) {
-            return Ok(Some(Found { as_of, exact: true, bucket_steps: 1, series: every }));
-        }
-    }
-    let series = series.into_iter().map(|(key, buckets)| (key, coarser(&buckets, &plan))).collect();
-    Ok(Some(Found { as_of, exact: false, bucket_steps: plan.width, series }))
 }
 
 fn add_tail(
@@ -152,17 +134,6 @@ fn add_tail(
             _ => points.for_each(|point| chunk::put(of_series, &point, width)),
         }
     }
-}
-
-fn coarser(buckets: &[Bucket], plan: &Plan) -> Vec<Bucket> {
-    let mut out: Vec<Bucket> = Vec::new();
-    for bucket in buckets {
-        match out.last_mut() {
-            Some(last) if plan.index(last) == plan.index(bucket) => last.join(bucket),
-            _ => out.push(*bucket),
-        }
-    }
-    out
 }
 
 #[cfg(test)]

@@ -10,8 +10,9 @@ pub use super::backup_file::{BackupError, Summary};
 
 use super::{
     Location,
-    backup_file::{Rows, Writer, verify},
-    migrations, postgres,
+    backup_file::{Writer, verify},
+    migrations,
+    postgres::{self, PostgresStore},
     sqlite::{self, SqliteStore},
 };
 use crate::config::serve_error::ServeError;
@@ -55,14 +56,8 @@ fn newest_known(location: &Location) -> i64 {
 
 async fn dump(location: &Location, writer: &mut Writer) -> Result<(), BackupError> {
     let known = newest_known(location);
-    // This version does not know how to read the tables of a newer version.
-    let check = |found: i64| match found > known {
-        true => Err(ServeError::DatabaseTooNew { path: location.to_string(), found, known }),
-        false => Ok(found),
-    };
     let failed =
         |error: sqlx::Error| ServeError::Database { path: location.to_string(), detail: error.to_string() };
-    let newest = "SELECT max(version) FROM _sqlx_migrations";
     match location {
         Location::Sqlite(path) => {
             // If no server runs, closing this connection moves a killed server's write-ahead log into the database and deletes the log. The
@@ -76,24 +71,16 @@ async fn dump(location: &Location, writer: &mut Writer) -> Result<(), BackupErro
             };
             let options = sqlite::options(path).pragma("query_only", "1");
             let mut db = sqlx::SqliteConnection::connect_with(&options).await.map_err(failed)?;
-            let mut moment = db.begin().await?;
-            let migration = check(sqlx::query_scalar(newest).fetch_one(&mut *moment).await.map_err(failed)?)?;
-            writer.heading(migration)?;
-            sqlite::copy::dump(&mut moment, writer).await?;
-            moment.rollback().await?;
+            sqlite::copy::dump(&mut db, location, known, writer).await?;
             db.close().await?;
             drop(alone);
         }
         Location::Postgres(url) => {
             let options = postgres::options(url)?;
             let mut db = sqlx::PgConnection::connect_with(&options).await.map_err(failed)?;
-            let mut moment = db.begin_with("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY").await?;
             // Reading a large table takes longer than the limit for requests.
-            sqlx::query("SET LOCAL statement_timeout = 0").execute(&mut *moment).await?;
-            let migration = check(sqlx::query_scalar(newest).fetch_one(&mut *moment).await.map_err(failed)?)?;
-            writer.heading(migration)?;
-            postgres::copy::dump(&mut moment, writer).await?;
-            moment.rollback().await?;
+            sqlx::query("SET statement_timeout = 0").execute(&mut db).await?;
+            postgres::copy::dump(&mut db, location, known, writer).await?;
             db.close().await?;
         }
     }
@@ -113,36 +100,8 @@ pub async fn restore(location: &Location, path: &Path) -> Result<Summary, Backup
         return Err(ServeError::DatabaseTooNew { path, found: heading.migration, known }.into());
     }
     match location {
-        Location::Sqlite(file) => {
-            let store = SqliteStore::open(file).await?;
-            let mut db = store.writer.begin_with("BEGIN IMMEDIATE").await?;
-            if !sqlite::copy::is_empty(&mut db).await? {
-                return Err(BackupError::NotEmpty(location.to_string()));
-            }
-            let mut rows = Rows::open(path)?;
-            while let Some((table, row)) = rows.next()? {
-                sqlite::copy::insert(&mut db, &table, row).await?;
-            }
-            sqlite::copy::mark_restored(&mut db).await?;
-            sqlite::copy::advance_counters(&mut db).await?;
-            db.commit().await?;
-            super::Store::close(&store).await;
-        }
-        Location::Postgres(url) => {
-            let store = postgres::PostgresStore::open(url).await?;
-            let mut db = store.writer.begin().await?;
-            if !postgres::copy::is_empty(&mut db).await? {
-                return Err(BackupError::NotEmpty(location.to_string()));
-            }
-            let mut rows = Rows::open(path)?;
-            while let Some((table, row)) = rows.next()? {
-                postgres::copy::insert(&mut db, &table, row).await?;
-            }
-            postgres::copy::mark_restored(&mut db).await?;
-            postgres::copy::advance_counters(&mut db).await?;
-            db.commit().await?;
-            super::Store::close(&store).await;
-        }
+        Location::Sqlite(file) => SqliteStore::open(file).await?.restore(location, path).await?,
+        Location::Postgres(url) => PostgresStore::open(url).await?.restore(location, path).await?,
     }
     Ok(summary)
 }

@@ -19,26 +19,14 @@ const FORMAT: u32 = 1;
 pub enum BackupError {
     /// The file cannot be read or written.
     #[error("{}: {source}", path.display())]
-    File {
-        /// The backup.
-        path: PathBuf,
-        /// The system's error.
-        source: io::Error,
-    },
-    /// The file is not a complete backup.
+    File { path: PathBuf, source: io::Error },
     #[error("{} is not a complete backup: {detail}", path.display())]
-    NotWhole {
-        /// The backup.
-        path: PathBuf,
-        /// The fault that was found.
-        detail: String,
-    },
+    NotWhole { path: PathBuf, detail: String },
     /// The target database of a restore has rows.
     #[error(
         "the database {0} is not empty; a backup can only be restored into a new database: name a new one with --database or --data-dir"
     )]
     NotEmpty(String),
-    /// The database cannot be opened.
     #[error(transparent)]
     Open(#[from] ServeError),
     /// A query failed; nothing was changed.
@@ -77,17 +65,13 @@ pub(super) struct Writer {
     to: BufWriter<File>,
     hash: Sha256,
     tables: Vec<(String, u64)>,
-    size_bytes: u64,
 }
 
 impl Writer {
     /// Creates a file, which the caller finishes or removes.
-    ///
-    /// # Errors
-    /// The file cannot be created.
     pub(super) fn create(path: &Path) -> io::Result<Self> {
         let to = BufWriter::new(File::create(path)?);
-        Ok(Self { to, hash: Sha256::new(), tables: Vec::new(), size_bytes: 0 })
+        Ok(Self { to, hash: Sha256::new(), tables: Vec::new() })
     }
 
     /// Writes the first line, for a database whose newest migration is `migration`.
@@ -99,7 +83,6 @@ impl Writer {
         let mut line = serde_json::to_vec(value)?;
         line.push(b'\n');
         self.hash.update(&line);
-        self.size_bytes += line.len() as u64;
         self.to.write_all(&line)
     }
 
@@ -121,7 +104,7 @@ impl Writer {
         let sha256 = hex::encode(self.hash.clone().finalize());
         self.line(&End { rows, sha256 })?;
         self.to.flush().and_then(|()| self.to.get_ref().sync_all())?;
-        Ok(Summary { tables: self.tables, size_bytes: self.size_bytes })
+        Ok(Summary { tables: self.tables, size_bytes: self.to.get_ref().metadata()?.len() })
     }
 }
 
@@ -132,10 +115,9 @@ pub(super) fn verify(path: &Path) -> Result<(Heading, Summary), BackupError> {
     let mut from = BufReader::new(regular_files::open(path).map_err(failed)?);
     let mut hash = Sha256::new();
     let (mut line, mut last) = (Vec::new(), Vec::new());
-    let (mut tables, mut size_bytes, mut heading) = (Vec::<(String, u64)>::new(), 0, None);
+    let (mut tables, mut heading) = (Vec::<(String, u64)>::new(), None);
     while from.read_until(b'\n', &mut line).map_err(failed)? > 0 {
         hash.update(&last);
-        size_bytes += line.len() as u64;
         match line.first() {
             Some(b'[') => match tables.last_mut() {
                 Some((_, rows)) => *rows += 1,
@@ -162,6 +144,7 @@ pub(super) fn verify(path: &Path) -> Result<(Heading, Summary), BackupError> {
     if end.sha256 != hex::encode(hash.finalize()) {
         return Err(not_whole("its checksum does not match"));
     }
+    let size_bytes = from.get_ref().metadata().map_err(failed)?.len();
     Ok((heading, Summary { tables, size_bytes }))
 }
 

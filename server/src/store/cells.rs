@@ -66,14 +66,9 @@ impl Cell {
         Some(match kind {
             Kind::Integer if value.is_null() => Cell::Integer(None),
             Kind::Integer => Cell::Integer(Some(value.as_i64()?)),
-            Kind::Real => Cell::Real(
-                text(value)?.map(|t| t.parse().ok()).map_or(Some(None), |v: Option<f64>| v.map(Some))?,
-            ),
+            Kind::Real => Cell::Real(text(value)?.map(|text| text.parse::<f64>()).transpose().ok()?),
             Kind::Text => Cell::Text(text(value)?),
-            Kind::Bytes => Cell::Bytes(match text(value)? {
-                None => None,
-                Some(text) => Some(hex::decode(text).ok()?),
-            }),
+            Kind::Bytes => Cell::Bytes(text(value)?.map(hex::decode).transpose().ok()?),
         })
     }
 }

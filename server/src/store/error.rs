@@ -2,7 +2,6 @@
 
 use crate::lifecycle::Refused;
 
-/// An error of a store.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
     /// No job, dataset, ... has this name or id.
@@ -11,10 +10,8 @@ pub enum StoreError {
     /// The job's state forbids the change.
     #[error(transparent)]
     Refused(#[from] Refused),
-    /// The name is in use.
     #[error("the name {0:?} is taken")]
     NameTaken(String),
-    /// The job's dataset is no longer registered.
     #[error("the dataset {0:?} is no longer registered")]
     NoDataset(String),
     /// Unfinished jobs train on the dataset.

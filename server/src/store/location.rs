@@ -9,7 +9,6 @@ use std::{
 /// The location of a database.
 #[derive(Debug, Clone)]
 pub enum Location {
-    /// The path of a file.
     Sqlite(PathBuf),
     /// A connection URL, as for libpq.
     Postgres(String),

@@ -18,22 +18,10 @@ mod rows;
 pub mod sqlite;
 mod values;
 
+pub use crate::lifecycle::JobRow;
 pub use error::{Result, StoreError};
 pub use location::Location;
-
-pub(crate) use rows::principal;
-pub use rows::{
-    AgentRow, Annotation, AnnotationPage, Appended, ArtifactMarker, AttemptRow, AuditEntry, Changed,
-    CheckpointRow, Claim, Claimed, Comparison, Condition, Copies, CopyState, Counts, Created, Cursor,
-    Delivery, DeliveryAttempt, EventRow, GivenPlace, GroupBy, GroupRow, GroupValue, HistogramFilter,
-    HistogramIndex, HistogramRow, HistoryRows, Holder, Ingested, JobFilter, JobSort, LogFilter, LogPage,
-    MetricChunk, MetricFilter, MetricPage, MinuteRow, NewJob, NewTrial, NewVersion, Occupant, Owned, Page,
-    PanelsOf, PersonRow, Place, ProjectRow, QueuePlace, Report, RunRecords, SessionRow, SettingKind,
-    SettingValue, SortBy, SortValue, Spread, Stored, StoredCheckpoint, SweepRow, TokenRow, VersionRow,
-    WaitingVersion, Webhook, WebhookEvent, WebhookForm, WebhookRow,
-};
-
-pub use crate::lifecycle::JobRow;
+pub use rows::*;
 
 use crate::{
     config::{FairShare, serve_error::ServeError},
@@ -175,16 +163,11 @@ pub trait Store {
     async fn slots_of_shares(&self, by: FairShare) -> Result<HashMap<String, u64>>;
     /// All unfinished jobs.
     async fn unfinished(&self) -> Result<Vec<Job>>;
-    /// Applies `change` to a job, completely or not at all.
+    /// Applies changes to jobs in order, all or none. Several changes may be for one job. Returns `None` for a job that does not exist.
     ///
     /// # Errors
-    /// [`StoreError::NotFound`]; [`StoreError::Refused`]: `change` refuses. If `change` resumes a job that had ended:
-    /// [`StoreError::NoDataset`], and [`StoreError::Refused`] if the job has registered versions.
-    async fn change_job(&self, id: &JobId, change: Change) -> Result<Changed>;
-    /// Like [`Store::change_job`], for several jobs in one transaction. Returns `None` for a job that does not exist.
-    ///
-    /// # Errors
-    /// Errors of [`Store::change_job`] for any job. Then no job is changed.
+    /// [`StoreError::Refused`]: a change refuses. If a change resumes a job that had ended: [`StoreError::NoDataset`], and
+    /// [`StoreError::Refused`] if the job has registered versions.
     async fn change_jobs(&self, changes: &[(JobId, Change)]) -> Result<Vec<Option<Changed>>>;
     /// Deletes a job that has ended. The job is no longer found; [`Store::purge_deleted`] removes its rows in small steps.
     ///
@@ -208,9 +191,8 @@ pub trait Store {
     async fn note_own_disk(&self, attempt: &AttemptRef, agent_id: &str) -> Result<()>;
     /// All attempts that may write.
     async fn live_attempts(&self) -> Result<Vec<AttemptRow>>;
-    /// Jobs that have an attempt that may write, by ascending priority, then the newest first.
-    async fn occupants(&self) -> Result<Vec<Occupant>>;
-    /// Like [`Store::occupants`], but only jobs that are ending or may be preempted, so that their slots may become free for other jobs.
+    /// Jobs with an attempt that may write whose slots may become free for other jobs, because the jobs are ending or may be preempted. By
+    /// ascending priority, then the newest first.
     async fn yielding(&self) -> Result<Vec<Occupant>>;
     /// The number of stored records of each source of an attempt, as one of its agents names the sources. Empty if the fencing token is
     /// not the attempt's, or the agent has none of its ranks.
@@ -270,7 +252,6 @@ pub trait Store {
 
     /// A job's checkpoints, newest first.
     async fn checkpoints(&self, job: &JobId) -> Result<Vec<CheckpointRow>>;
-    /// One checkpoint.
     async fn checkpoint(&self, id: &str) -> Result<Option<CheckpointRow>>;
     /// At most `limit` checkpoints of all jobs after this id, by id.
     async fn checkpoints_behind(&self, id: &str, limit: u32) -> Result<Vec<CheckpointRow>>;
@@ -300,12 +281,10 @@ pub trait Store {
     /// Stores the marker of an object store. If another address has the same marker, the store has moved: its copies are assigned to the
     /// new address.
     async fn put_artifact_marker(&self, store: &str, marker: &str) -> Result<()>;
-    /// Removes the record of a checkpoint in an object store.
     async fn forget_stored_checkpoint(&self, store: &str, id: &str) -> Result<()>;
 
     /// All datasets, by name.
     async fn datasets(&self) -> Result<Vec<Dataset>>;
-    /// One dataset.
     async fn dataset(&self, name: &str) -> Result<Option<Dataset>>;
     /// Registers a dataset.
     ///
@@ -418,9 +397,7 @@ pub trait Store {
     async fn note_token_use(&self, used: &[(String, Timestamp)]) -> Result<()>;
     /// All sessions that have not expired, the oldest first.
     async fn sessions(&self, now: Timestamp) -> Result<Vec<SessionRow>>;
-    /// Stores a session.
     async fn add_session(&self, session: &SessionRow) -> Result<()>;
-    /// Removes a session.
     async fn remove_session(&self, hash: &str) -> Result<()>;
     /// Removes some expired sessions, and some tokens that became invalid before `before`.
     async fn purge_access(&self, now: Timestamp, before: Timestamp) -> Result<()>;
@@ -460,7 +437,6 @@ pub trait Store {
     async fn sweeps(&self) -> Result<Vec<SweepRow>>;
     /// Unfinished sweeps, oldest first.
     async fn unfinished_sweeps(&self) -> Result<Vec<SweepRow>>;
-    /// One sweep.
     async fn sweep(&self, id: &str) -> Result<Option<SweepRow>>;
     /// The specifications of a sweep's trials, in the order in which they start; none if there is no such sweep.
     async fn sweep_specs(&self, id: &str) -> Result<Vec<JobSpec>>;
@@ -489,10 +465,16 @@ pub trait Store {
 }
 
 impl dyn Store + '_ {
-    /// Like [`Store::claim_all`], for one job.
+    /// Like [`Store::change_jobs`], for one job.
     ///
     /// # Errors
-    /// As [`Store::claim_all`].
+    /// Errors of [`Store::change_jobs`]; [`StoreError::NotFound`].
+    pub async fn change_job(&self, id: &JobId, change: Change) -> Result<Changed> {
+        let changed = self.change_jobs(&[(id.clone(), change)]).await?.pop().flatten();
+        changed.ok_or(StoreError::NotFound("job"))
+    }
+
+    /// Like [`Store::claim_all`], for one job.
     pub async fn claim(&self, claim: Claim) -> Result<Option<Claimed>> {
         Ok(self.claim_all(std::slice::from_ref(&claim)).await?.pop().flatten())
     }

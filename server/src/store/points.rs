@@ -44,9 +44,6 @@ pub(crate) fn count(data: &[u8]) -> u64 {
 }
 
 /// Decodes the columns called `name`, or all. Other columns are skipped without allocations, because a chart shows one metric of many.
-///
-/// # Errors
-/// The bytes are invalid.
 pub(crate) fn decode(data: &[u8], name: Option<&str>) -> Result<Vec<MetricColumn>, StoreError> {
     columns(data, name).ok_or_else(|| StoreError::Corrupt("the points of a report".into()))
 }

@@ -32,6 +32,7 @@ impl Lock {
     pub(super) fn closes(&self) {}
 }
 
+/// The comments in the module of the same name in `sqlite.rs` apply here, too.
 mod dialect {
     pub(super) use super::Lock;
 
@@ -40,9 +41,7 @@ mod dialect {
     pub(super) type DbRow = sqlx::postgres::PgRow;
     /// Needs no write lock: only the session with the advisory lock writes.
     pub(super) const BEGIN_WRITE: &str = "BEGIN";
-    /// All reads of the transaction see one snapshot.
     pub(super) const BEGIN_SNAPSHOT: &str = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY";
-    /// Table, name and type of every column. The table `jobs` is first, because others refer to it.
     pub(super) const SCHEMA: &str = "SELECT table_name::text, column_name::text, data_type::text \
         FROM information_schema.columns WHERE table_schema = current_schema() \
         AND table_name <> '_sqlx_migrations' ORDER BY table_name <> 'jobs', table_name::text, ordinal_position";
@@ -54,27 +53,22 @@ mod dialect {
     /// Condition for up to `$2` chunks of the job `$1`, by their position in the table. The array makes Postgres read only these rows.
     pub(super) const SOME_METRIC_CHUNKS: &str =
         "ctid = ANY (ARRAY (SELECT ctid FROM metric_chunks WHERE job_id = $1 LIMIT $2))";
-    /// Function that returns the position of the second text in the first, from 1; 0 if it is not contained.
     pub(super) const POSITION: &str = "strpos";
 
-    /// The size of the database with its indexes.
     pub(super) const DATABASE_BYTES: &str = "SELECT pg_database_size(current_database())";
 
-    /// JSON's `true` and `false` as returned by `json_text`.
     pub(super) const TRUE: &str = "'true'";
     pub(super) const FALSE: &str = "'false'";
 
-    /// Expression for a number in a column of JSON. NULL if the number is missing or the column is not valid JSON.
     pub(super) fn json_number(column: &str, path: &[&str]) -> String {
         format!("json_number_in({column}, '{}')", path.join("', '"))
     }
 
-    /// Expression for a text in a column of JSON. NULL if the text is missing or the column is not valid JSON.
     pub(super) fn json_text(column: &str, path: &[&str]) -> String {
         format!("json_text_in({column}, '{}')", path.join("', '"))
     }
 
-    /// Condition that a column of JSON has a number at the path, or a text that is wholly a number. [`json_number`] checks that itself.
+    /// Always true, because [`json_number`] checks the condition itself.
     pub(super) fn json_is_number(_column: &str, _path: &[&str]) -> String {
         "TRUE".into()
     }

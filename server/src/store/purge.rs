@@ -14,7 +14,7 @@ use tokio::sync::Notify;
 /// Pause after a failure. The database may be unreachable.
 const RETRY_PAUSE: Duration = Duration::from_secs(5);
 /// Maximum number of further attempts to remove a folder in which files appear meanwhile.
-const MAX_TRIES: usize = 10;
+const MAX_RETRIES: usize = 10;
 /// Maximum pause between two steps.
 const MAX_PAUSE: Duration = Duration::from_millis(200);
 
@@ -60,22 +60,17 @@ impl DeletedJobs {
 
     async fn remove_files(&self, id: &JobId) {
         let folder = self.config.job_dir(id);
-        let mut removed = tokio::fs::remove_dir_all(&folder).await;
-        for _ in 0..MAX_TRIES {
-            match &removed {
+        for tried in 0..=MAX_RETRIES {
+            match tokio::fs::remove_dir_all(&folder).await {
                 // A file was written there meanwhile, such as the result of an evaluation.
-                Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty => {
-                    removed = tokio::fs::remove_dir_all(&folder).await;
+                Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty && tried < MAX_RETRIES => {}
+                Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                    // Users no longer see the job. The remaining files only use disk space.
+                    tracing::warn!(folder = %folder.display(), %error, "the folder of a deleted job could not be removed");
+                    return;
                 }
-                _ => break,
+                _ => return,
             }
-        }
-        match removed {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                // Users no longer see the job. The remaining files only use disk space.
-                tracing::warn!(folder = %folder.display(), %error, "the folder of a deleted job could not be removed");
-            }
-            _ => {}
         }
     }
 }

@@ -6,7 +6,7 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 use std::{
     collections::HashSet,
-    sync::{Mutex, PoisonError},
+    sync::{LazyLock, Mutex, PoisonError},
 };
 
 /// Maximum number of logged messages that are remembered. Lists are read several times per second.
@@ -14,7 +14,7 @@ const MAX_REMEMBERED: usize = 10_000;
 /// Maximum size of the description of an unreadable specification, in bytes.
 const DETAIL_BYTES: usize = 500;
 
-static LOGGED: Mutex<Option<HashSet<String>>> = Mutex::new(None);
+static LOGGED: LazyLock<Mutex<HashSet<String>>> = LazyLock::new(Mutex::default);
 
 /// The value in a job's column of JSON; the default, and a logged error, if it cannot be read.
 pub(crate) fn read<T: DeserializeOwned + Default>(job: &str, column: &str, text: &str) -> T {
@@ -30,7 +30,6 @@ pub(crate) fn read<T: DeserializeOwned + Default>(job: &str, column: &str, text:
 /// Logs an error in a row when it is found for the first time.
 pub(crate) fn log_once(what: &str) {
     let mut logged = LOGGED.lock().unwrap_or_else(PoisonError::into_inner);
-    let logged = logged.get_or_insert_default();
     if logged.len() < MAX_REMEMBERED && logged.insert(what.to_owned()) {
         tracing::error!(what, "a stored value cannot be read; it is skipped and left unchanged");
     }

@@ -15,27 +15,10 @@ mod people;
 mod sweeps;
 mod webhooks;
 
-pub use access::{AuditEntry, SessionRow, TokenRow};
-pub use attempts::{
-    Appended, AttemptRow, Claim, Claimed, GivenPlace, Ingested, Occupant, Place, QueuePlace, Report,
-    RunRecords, WaitingVersion,
+pub use self::{
+    access::*, attempts::*, events::*, history::*, job_groups::*, job_list::*, jobs::*, layers::*,
+    machines::*, metrics::*, models::*, people::*, sweeps::*, webhooks::*,
 };
-pub(super) use events::ROW_COST;
-pub use events::{EventRow, LogFilter, LogPage, Stored};
-pub use history::HistoryRows;
-pub use job_groups::{GroupBy, GroupRow, GroupValue, SettingKind, Spread};
-pub use job_list::{
-    Comparison, Condition, Cursor, JobFilter, JobSort, Page, ProjectRow, SettingValue, SortBy, SortValue,
-};
-pub use jobs::{Changed, Created, NewJob};
-pub use layers::{HistogramFilter, HistogramIndex, HistogramRow, PanelsOf};
-pub use machines::MinuteRow;
-pub use metrics::{MetricChunk, MetricFilter, MetricPage};
-pub use models::{NewVersion, VersionRow};
-pub(crate) use people::principal;
-pub use people::{Owned, PersonRow};
-pub use sweeps::{NewTrial, SweepRow};
-pub use webhooks::{Delivery, DeliveryAttempt, Webhook, WebhookEvent, WebhookForm, WebhookRow};
 
 use jiff::Timestamp;
 use lockstep_protocol::{
@@ -51,9 +34,7 @@ use utoipa::ToSchema;
 pub struct CheckpointRow {
     /// An opaque id.
     pub id: String,
-    /// The job.
     pub job: JobId,
-    /// The attempt that wrote the checkpoint.
     pub attempt: u32,
     /// Step, size and validation results.
     pub info: CheckpointInfo,
@@ -64,7 +45,6 @@ pub struct CheckpointRow {
 /// An agent that has a checkpoint on its own disk, not the server's.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Holder {
-    /// The agent's id.
     pub agent_id: String,
     /// The agent's name when it was given the attempt.
     pub agent: String,
@@ -79,7 +59,6 @@ pub struct Holder {
 pub enum CopyState {
     /// The upload is not complete.
     Copying,
-    /// The copy is complete.
     Complete,
     /// Files of the copy are missing or differ from what was written.
     Damaged,
@@ -130,7 +109,6 @@ impl Copies {
 /// The record of a checkpoint in an object store.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StoredCheckpoint {
-    /// The checkpoint's id.
     pub id: String,
     /// SHA-256 of the manifest of a complete copy; `None` while the copy is being uploaded, or if it is damaged.
     pub manifest: Option<String>,
@@ -176,7 +154,6 @@ pub struct AnnotationPage {
 pub struct AgentRow {
     /// The agent's id, which it keeps over restarts.
     pub id: String,
-    /// The agent's name.
     pub name: String,
     /// The agent's machine, as the agent last described it.
     pub machine: Machine,

@@ -108,6 +108,7 @@ impl SqliteStore {
     pub async fn open(path: &Path) -> Result<Self, ServeError> {
         let name = path.display().to_string();
         let failed = |detail: String| ServeError::Database { path: name.clone(), detail };
+        let failed_query = |error: sqlx::Error| failed(error.to_string());
         // Creates the file if it is missing, so that links to it can be resolved: a database has one lock file, regardless of the path by
         // which it is opened.
         private_files::file(path).map_err(|e| failed(e.to_string()))?;
@@ -121,11 +122,10 @@ impl SqliteStore {
             options.idle_timeout(None).max_lifetime(None)
         };
 
-        let writer = pool(1).connect_with(options.clone()).await.map_err(|e| failed(e.to_string()))?;
-        let version: String = sqlx::query_scalar("SELECT sqlite_version()")
-            .fetch_one(&writer)
-            .await
-            .map_err(|e| failed(e.to_string()))?;
+        let writer = pool(1).connect_with(options.clone()).await.map_err(failed_query)?;
+        let version: sqlx::Result<String> =
+            sqlx::query_scalar("SELECT sqlite_version()").fetch_one(&writer).await;
+        let version = version.map_err(failed_query)?;
         let mut numbers = version.split('.').map(|n| n.parse().unwrap_or(0));
         let mut number = || numbers.next().unwrap_or(0);
         if (number(), number(), number()) < OLDEST_SQLITE {
@@ -136,19 +136,13 @@ impl SqliteStore {
             lock.is_unclean = false;
         }
         MIGRATIONS.run(&writer).await.map_err(|error| migration_error(&name, &MIGRATIONS, error))?;
-        let reader = pool(READERS)
-            .connect_with(options.pragma("query_only", "1"))
-            .await
-            .map_err(|e| failed(e.to_string()))?;
+        let options = options.pragma("query_only", "1");
+        let reader = pool(READERS).connect_with(options).await.map_err(failed_query)?;
         // Commits a change, so that the write-ahead log is not empty from now on.
-        let times: i32 = sqlx::query_scalar("PRAGMA user_version")
-            .fetch_one(&writer)
-            .await
-            .map_err(|e| failed(e.to_string()))?;
-        sqlx::query(AssertSqlSafe(format!("PRAGMA user_version = {}", times.wrapping_add(1))))
-            .execute(&writer)
-            .await
-            .map_err(|e| failed(e.to_string()))?;
+        let times: sqlx::Result<i32> = sqlx::query_scalar("PRAGMA user_version").fetch_one(&writer).await;
+        let next = times.map_err(failed_query)?.wrapping_add(1);
+        let next = AssertSqlSafe(format!("PRAGMA user_version = {next}"));
+        sqlx::query(next).execute(&writer).await.map_err(failed_query)?;
         lock.note(NEEDS_WAL).map_err(|e| failed(e.to_string()))?;
         Ok(Self { writer, reader, lock: Arc::new(lock) })
     }

@@ -2,7 +2,7 @@
 
 use super::error::{Result, StoreError};
 use jiff::Timestamp;
-use lockstep_protocol::agent::FencingToken;
+use lockstep_protocol::{JobId, agent::FencingToken};
 use sqlx::{
     error::{DatabaseError, ErrorKind},
     sqlite::SqliteError,
@@ -45,6 +45,10 @@ pub(super) fn json<T: serde::Serialize>(value: &T) -> Result<String> {
 
 pub(super) fn from_json<T: serde::de::DeserializeOwned>(text: &str) -> Result<T> {
     serde_json::from_str(text).map_err(|e| StoreError::Corrupt(e.to_string()))
+}
+
+pub(super) fn job_id(text: &str) -> Result<JobId> {
+    text.parse().map_err(|_| StoreError::Corrupt(format!("job id {text:?}")))
 }
 
 pub(super) fn time(milliseconds: i64) -> Result<Timestamp> {

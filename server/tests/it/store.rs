@@ -320,7 +320,7 @@ async fn test_concurrent_changes(store: &dyn Store) {
     assert_eq!(yielding().await, [jobs[2].clone()]);
     store.change_job(&jobs[0], Box::new(move |row| lifecycle::pause(row, at))).await.unwrap();
     assert_eq!(yielding().await, [jobs[2].clone(), jobs[0].clone()], "the lowest priority first");
-    assert_eq!(store.occupants().await.unwrap().len(), 2);
+    assert_eq!(store.live_attempts().await.unwrap().len(), 2);
 
     let agent = |id: &str, name: &str| AgentRow {
         id: id.into(),

@@ -26,11 +26,11 @@ const SORTS: [(&str, SortBy); 19] = [
     ("attempt", SortBy::Attempt),
     ("ranks", SortBy::Ranks),
     ("speed", SortBy::Speed),
-    ("loss", SortBy::Loss),
-    ("accuracy", SortBy::Accuracy),
-    ("val_loss", SortBy::ValLoss),
-    ("val_accuracy", SortBy::ValAccuracy),
-    ("lr", SortBy::LearningRate),
+    ("loss", SortBy::Metric("loss")),
+    ("accuracy", SortBy::Metric("accuracy")),
+    ("val_loss", SortBy::Metric("val_loss")),
+    ("val_accuracy", SortBy::Metric("val_accuracy")),
+    ("lr", SortBy::Metric("lr")),
     ("best", SortBy::Best),
 ];
 
@@ -136,7 +136,7 @@ mod tests {
             let is_number = found.map(|by| matches!(by, SortBy::Setting { is_number: true, .. }));
             assert_eq!(is_number, expected, "{path}");
         }
-        assert_eq!(sort("-loss").unwrap(), JobSort { by: SortBy::Loss, descending: true });
+        assert_eq!(sort("-loss").unwrap(), JobSort { by: SortBy::Metric("loss"), descending: true });
         assert_eq!(sort("grad_norm").unwrap().by, SortBy::Metric("grad_norm"));
         assert_eq!(sort("images_per_second").unwrap().by, SortBy::Speed);
         assert_eq!(

@@ -11,9 +11,9 @@ use crate::{
         error::{Error, Problem, Result},
         extract::{Body, Path},
     },
-    ingest::runs::{Logged, Runs},
+    ingest::runs::Runs,
     lifecycle::external::RunChange,
-    store::{Annotation, NewJob, RunRecords},
+    store::{Annotation, Appended, NewJob, RunRecords},
 };
 use axum::{
     Extension, Json,
@@ -330,8 +330,8 @@ pub(crate) async fn log(
     };
     let logged = to_the_end(async move { Ok(runs.log(records, columns_of, RunChange::default()).await?) });
     match logged.await? {
-        Logged::Stored(acknowledged) => Ok(Json(RecordsStored { acknowledged })),
-        Logged::Gap(expected) => Err(Error::Gap(
+        Appended::Stored { records, .. } => Ok(Json(RecordsStored { acknowledged: records })),
+        Appended::Gap { expected } => Err(Error::Gap(
             format!(
                 "record {first} does not follow the stored records; send the records from number {expected} on"
             ),

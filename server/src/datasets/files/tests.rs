@@ -57,17 +57,8 @@ fn sent(bytes: &[u8]) -> Vec<u8> {
     [&[PART_FOLLOWS], bytes, &Sha256::digest(bytes)[..]].concat()
 }
 
-/// The message for a file that cannot be read.
-fn refused_detail(response: &[u8]) -> String {
-    error_text(response, PART_REFUSED)
-}
-
-/// The message for a file that has changed since it was listed.
-fn changed_detail(response: &[u8]) -> String {
-    error_text(response, PART_CHANGED)
-}
-
-fn error_text(response: &[u8], code: u8) -> String {
+/// The message of a response that ends with this code.
+fn message(code: u8, response: &[u8]) -> String {
     assert_eq!(response[0], code, "{response:?}");
     String::from_utf8(response[5..].to_vec()).unwrap()
 }
@@ -137,7 +128,7 @@ fn nothing_outside_the_folder_is_listed_or_read() {
         assert!(detail.contains("link is a link that leads out of the dataset's folder"), "{detail}");
         for path in ["link", "link/secret", "link/passwd"] {
             let wanted = DatasetPart { size_bytes: 6, ..part(&all, path, 0, 6) };
-            let response = refused_detail(&read(all.clone(), vec![wanted]));
+            let response = message(PART_REFUSED, &read(all.clone(), vec![wanted]));
             assert!(
                 response.contains("leads out of") || response.contains("cannot be read"),
                 "{path}: {response}"
@@ -149,8 +140,8 @@ fn nothing_outside_the_folder_is_listed_or_read() {
     for path in ["../inside", "/etc/passwd", "", ".", "a/../../x", &secret] {
         let response = read(all.clone(), vec![part(&all, path, 0, 1)]);
         // A file that does not exist counts as changed.
-        let response =
-            if path == "a/../../x" { changed_detail(&response) } else { refused_detail(&response) };
+        let code = if path == "a/../../x" { PART_CHANGED } else { PART_REFUSED };
+        let response = message(code, &response);
         assert!(
             response.contains("not a file of the dataset") || response.contains("has changed"),
             "{path}: {response}"
@@ -159,7 +150,9 @@ fn nothing_outside_the_folder_is_listed_or_read() {
     // A pipe is refused, too.
     rustix::fs::mknodat(rustix::fs::CWD, &link, rustix::fs::FileType::Fifo, Mode::RUSR, 0).unwrap();
     assert!(refused(dir.path()).contains("neither a file nor a folder"));
-    assert!(changed_detail(&read(all.clone(), vec![part(&all, "link", 0, 1)])).contains("has changed"));
+    assert!(
+        message(PART_CHANGED, &read(all.clone(), vec![part(&all, "link", 0, 1)])).contains("has changed")
+    );
 }
 
 #[test]
@@ -186,7 +179,7 @@ fn links_made_after_registration_are_not_followed() {
                 let detail = Tree::open(path).unwrap_err();
                 assert!(detail.contains("is not what was registered"), "{detail}");
             }
-            let response = refused_detail(&read(tree.clone(), vec![wanted.clone()]));
+            let response = message(PART_REFUSED, &read(tree.clone(), vec![wanted.clone()]));
             assert!(response.contains("a-0.tar"), "opened before: {response}");
         }
         fs::remove_file(from).unwrap();
@@ -214,16 +207,20 @@ fn parts_have_checksums_and_changed_files_are_not_sent() {
     let expected = [sent(b"small"), sent(&large[..2_500_000]), sent(&large[2_500_000..])].concat();
     assert!(read(all.clone(), wanted) == expected);
     let past = part(&all, "small", 1, 5);
-    assert!(changed_detail(&read(all.clone(), vec![past])).contains("has changed since it was listed"));
+    assert!(
+        message(PART_CHANGED, &read(all.clone(), vec![past])).contains("has changed since it was listed")
+    );
     let (before, other) = (part(&all, "small", 0, 5), part(&all, "large", 0, 1));
     fs::write(dir.path().join("small"), "larger").unwrap();
     let response = read(all.clone(), vec![other.clone(), before, other]);
     let (first, rest) = response.split_at(34);
     assert_eq!(first, sent(&large[..1]));
-    assert!(changed_detail(rest).contains("small has changed since it was listed"), "nothing follows");
+    assert!(message(PART_CHANGED, rest).contains("small has changed since it was listed"), "nothing follows");
     let before = part(&all, "small", 0, 5);
     fs::remove_file(dir.path().join("small")).unwrap();
-    assert!(changed_detail(&read(all, vec![before])).contains("small has changed since it was listed"));
+    assert!(
+        message(PART_CHANGED, &read(all, vec![before])).contains("small has changed since it was listed")
+    );
 }
 
 #[test]
@@ -232,7 +229,7 @@ fn a_file_shorter_than_its_size_is_reported_and_not_sent() {
     let online = tree(Path::new("/sys/devices/system/cpu/online"));
     let wanted = part(&online, "online", 0, 4096);
     assert_eq!(wanted.size_bytes, 4096);
-    let response = changed_detail(&read(online, vec![wanted.clone(), wanted]));
+    let response = message(PART_CHANGED, &read(online, vec![wanted.clone(), wanted]));
     assert!(response.contains("online has changed"), "{response}");
 }
 
@@ -247,7 +244,7 @@ fn a_dataset_of_files_does_not_include_other_files_of_the_folder() {
     assert_eq!(begin(&listed(one.clone(), 9)), DatasetEntry::Begin("train-0.tar".into()));
     assert_eq!(names(&dir.path().join("train-0.tar")).0, ["train-0.tar"]);
     assert!(
-        refused_detail(&read(one.clone(), vec![part(&one, "other.tar", 0, 1)]))
+        message(PART_REFUSED, &read(one.clone(), vec![part(&one, "other.tar", 0, 1)]))
             .contains("not a file of the dataset")
     );
     assert_eq!(read(one.clone(), vec![part(&one, "train-0.tar", 0, 5)]), sent(b"train"));
@@ -256,7 +253,7 @@ fn a_dataset_of_files_does_not_include_other_files_of_the_folder() {
     let several = tree(&pattern);
     assert_eq!(begin(&listed(several.clone(), 9)), DatasetEntry::Begin("train-{0..3}.tar".into()));
     assert!(
-        refused_detail(&read(several.clone(), vec![part(&several, "other.tar", 0, 1)]))
+        message(PART_REFUSED, &read(several.clone(), vec![part(&several, "other.tar", 0, 1)]))
             .contains("not a file of the dataset")
     );
     // A name of the pattern that is a link out of the folder is refused.

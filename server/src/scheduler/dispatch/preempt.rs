@@ -27,7 +27,7 @@ pub(super) async fn preempt(
         if let Err(why) = needs(scheduler, job, &datasets(scheduler, [job]).await?).await? {
             return fail(scheduler, &job.id, why).await.map(|()| false);
         }
-        let live = scheduler.store.occupants().await?.into_iter().map(|by| by.job).collect();
+        let live = scheduler.store.live_attempts().await?.into_iter().map(|row| row.attempt.job).collect();
         let agents = snapshot.agents.iter().filter(|agent| agent.takes_work);
         let held = agents.map(|agent| (agent.row.id.as_str(), &agent.in_use));
         is_done = all_still_held(held, &scheduler.agents.leases, &live);

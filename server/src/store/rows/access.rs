@@ -8,7 +8,6 @@ use utoipa::ToSchema;
 /// A token and the hash by which the server recognises it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TokenRow {
-    /// The token's public part.
     pub token: Token,
     /// SHA-256 of the token, hexadecimal.
     pub hash: String,
@@ -22,9 +21,7 @@ pub struct SessionRow {
     /// Id of the token with whose rights the session acts, or the person's principal. The session ends when the token is revoked or the
     /// person is removed.
     pub token_id: String,
-    /// When the session began.
     pub created_at: Timestamp,
-    /// When the session expires.
     pub expires_at: Timestamp,
 }
 

@@ -12,7 +12,6 @@ use serde::{Deserialize, Serialize};
 /// The ranks of an attempt on one agent.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Place {
-    /// The agent's id.
     pub agent_id: String,
     /// The agent's name when the attempt was created.
     pub agent: String,
@@ -39,7 +38,6 @@ pub struct GivenPlace {
 /// A request to create a job's next attempt.
 #[derive(Debug, Clone)]
 pub struct Claim {
-    /// The job.
     pub job: JobId,
     /// Number of the job's newest attempt, so that only one of two concurrent claims succeeds.
     pub after_attempt: u32,
@@ -47,7 +45,6 @@ pub struct Claim {
     pub places: Vec<Place>,
     /// The reason if the attempt has fewer ranks than the job.
     pub fewer: Option<Reason>,
-    /// The current time.
     pub at: Timestamp,
 }
 
@@ -76,11 +73,9 @@ pub struct AttemptRow {
 /// A position in the queue, after a job. The default is the beginning.
 #[derive(Debug, Clone)]
 pub struct QueuePlace {
-    /// The job's priority.
     pub(crate) priority: i64,
     /// When the job was submitted, in milliseconds since 1970.
     pub(crate) created_at: i64,
-    /// The job's id.
     pub(crate) job: String,
 }
 
@@ -95,18 +90,14 @@ impl Default for QueuePlace {
 pub struct WaitingVersion {
     /// Sequence number of the job's newest event. All changes except those of priority and project store an event.
     pub last_seq: u64,
-    /// The job's priority.
     pub priority: i32,
-    /// The job's project.
     pub project: String,
 }
 
 /// A job whose ranks hold slots.
 #[derive(Debug, Clone)]
 pub struct Occupant {
-    /// The job.
     pub job: JobId,
-    /// The job's current priority.
     pub priority: i32,
     /// Whether a job of higher priority may take the slots.
     pub preemptible: bool,
@@ -121,9 +112,7 @@ pub struct Occupant {
 pub struct Report {
     /// Id of the sending agent, authenticated by its connection. Only agents of the attempt may send records.
     pub agent_id: String,
-    /// The attempt.
     pub attempt: AttemptRef,
-    /// The source of the records.
     pub source: Source,
     /// Number of the first record.
     pub first: u64,
@@ -138,11 +127,9 @@ pub struct Report {
 /// Records of a run from elsewhere.
 #[derive(Debug, Clone)]
 pub struct RunRecords {
-    /// The run.
     pub job: JobId,
     /// Number of the first record, from 1. `None` if the records follow the stored records.
     pub first: Option<u64>,
-    /// Number of records.
     pub count: u64,
     /// The time of the records.
     pub at: Timestamp,
@@ -170,7 +157,6 @@ pub enum Appended {
 pub enum Ingested {
     /// The report's records are on disk.
     Stored {
-        /// The acknowledgement for the agent.
         acknowledged: Acknowledged,
         /// The changes of the job by the transaction, in the result of the transaction's first new report; otherwise `None`.
         changed: Option<Box<Changed>>,
@@ -178,8 +164,5 @@ pub enum Ingested {
     /// The attempt may not write: it was fenced, has ended, or its job was deleted.
     Stale,
     /// Earlier records are missing: the connection lost them, or the agent is faulty.
-    Gap {
-        /// Number of stored records.
-        stored: u64,
-    },
+    Gap { stored: u64 },
 }

@@ -18,7 +18,6 @@ pub struct EventRow {
     pub seq: u64,
     /// The time of the events, to the millisecond.
     pub at: Timestamp,
-    /// The row's content.
     pub stored: Stored,
 }
 
@@ -29,9 +28,7 @@ pub enum Stored {
     Body(String),
     /// Points of a rank's metrics.
     Points {
-        /// The attempt.
         attempt: u32,
-        /// The rank.
         rank: u32,
         /// Encoded by `crate::store::points`.
         data: Vec<u8>,
@@ -79,13 +76,15 @@ impl EventRow {
         }
     }
 
+    /// The event, if the row has one whose type begins with `kind`. Other bodies are not parsed.
+    fn body(&self, kind: &str) -> Option<EventBody> {
+        let Stored::Body(body) = &self.stored else { return None };
+        body.strip_prefix("{\"type\":\"")?.starts_with(kind).then(|| serde_json::from_str(body).ok())?
+    }
+
     /// Id of the checkpoint whose writing or removal the row reports.
     pub(crate) fn checkpoint(&self) -> Option<String> {
-        let Stored::Body(body) = &self.stored else { return None };
-        if !body.starts_with("{\"type\":\"checkpoint") {
-            return None;
-        }
-        match serde_json::from_str(body).ok()? {
+        match self.body("checkpoint")? {
             EventBody::Checkpoint { id, .. } | EventBody::CheckpointRemoved { id, .. } => Some(id),
             _ => None,
         }
@@ -93,11 +92,7 @@ impl EventRow {
 
     /// The job's new state, if the row reports a change of state.
     pub(crate) fn state(&self) -> Option<JobState> {
-        let Stored::Body(body) = &self.stored else { return None };
-        if !body.starts_with("{\"type\":\"state\"") {
-            return None;
-        }
-        match serde_json::from_str(body).ok()? {
+        match self.body("state")? {
             EventBody::State { state, .. } => Some(state),
             _ => None,
         }
@@ -129,7 +124,6 @@ impl EventRow {
     }
 }
 
-/// A page of log events.
 #[derive(Debug, Clone, Default)]
 pub struct LogPage {
     /// The events that can be read.

@@ -6,7 +6,6 @@ use lockstep_protocol::{
     stream::Event,
 };
 
-/// The parts of a job's history except its attempts.
 #[derive(Debug, Clone, Default)]
 pub struct HistoryRows {
     /// The job's newest changes of state and alerts, in order.

@@ -7,7 +7,6 @@ use utoipa::ToSchema;
 
 /// A criterion by which jobs are grouped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[allow(missing_docs)]
 pub enum GroupBy {
     Project,
     Owner,
@@ -25,7 +24,6 @@ pub enum GroupBy {
 
 /// The type of a setting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[allow(missing_docs)]
 pub enum SettingKind {
     Number,
     Text,
@@ -47,7 +45,6 @@ pub enum GroupValue {
     Missing,
 }
 
-/// A group of jobs.
 #[derive(Debug, Clone, PartialEq)]
 pub struct GroupRow {
     /// The group's value of each criterion.

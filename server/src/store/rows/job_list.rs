@@ -32,7 +32,6 @@ pub struct JobFilter {
     pub created_before: Option<Timestamp>,
     /// Whether the listed jobs include their notes.
     pub with_notes: bool,
-    /// The order of the list.
     pub sort: JobSort,
     /// Maximum number of jobs (default 50 if 0).
     pub limit: u32,
@@ -45,17 +44,13 @@ pub struct JobFilter {
 pub struct Condition {
     /// The table of the key; empty for a top-level key of the specification.
     pub table: &'static str,
-    /// The key.
     pub key: &'static str,
     /// The comparison of the setting (left) with the value (right).
     pub comparison: Comparison,
-    /// The value to compare with.
     pub value: SettingValue,
 }
 
-/// A comparison operator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[allow(missing_docs)]
 pub enum Comparison {
     Equal,
     /// Also true if the setting is missing.
@@ -68,7 +63,6 @@ pub enum Comparison {
 
 /// A value of a setting.
 #[derive(Debug, Clone, PartialEq)]
-#[allow(missing_docs)]
 pub enum SettingValue {
     Number(f64),
     Text(String),
@@ -78,7 +72,6 @@ pub enum SettingValue {
 /// The order of a list of jobs. Jobs with the same value are sorted by id, and jobs without a value come last.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct JobSort {
-    /// The sort key.
     pub by: SortBy,
     /// Whether the largest value is first.
     pub descending: bool,
@@ -92,7 +85,6 @@ impl Default for JobSort {
 
 /// The sort key of a list of jobs.
 #[derive(Debug, Clone, PartialEq, Eq)]
-#[allow(missing_docs)]
 pub enum SortBy {
     Created,
     Started,
@@ -108,16 +100,6 @@ pub enum SortBy {
     Ranks,
     /// Images per second.
     Speed,
-    /// The newest loss.
-    Loss,
-    /// The newest accuracy in training.
-    Accuracy,
-    /// The newest validation loss.
-    ValLoss,
-    /// The newest validation accuracy.
-    ValAccuracy,
-    /// The newest learning rate.
-    LearningRate,
     /// The best validation accuracy.
     Best,
     /// The newest value of the metric of this name.
@@ -147,9 +129,7 @@ pub struct Cursor {
 pub enum SortValue {
     /// A count, or milliseconds since 1970.
     Integer(i64),
-    /// A floating-point number.
     Number(f64),
-    /// A text.
     Text(String),
     /// The job has no value.
     Missing,
@@ -167,7 +147,6 @@ pub struct Page {
 /// A project. A project exists while at least one job names it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ProjectRow {
-    /// The project's name.
     pub name: String,
     /// Number of jobs in each state that at least one job has.
     pub states: Vec<(JobState, u64)>,

@@ -8,16 +8,12 @@ use lockstep_protocol::{
     spec::JobSpec,
 };
 
-/// A new job.
 #[derive(Debug, Clone)]
 pub struct NewJob {
-    /// The job's id.
     pub id: JobId,
     /// The validated specification. Tags and notes are in `annotation`.
     pub spec: JobSpec,
-    /// The job's tags and notes.
     pub annotation: Annotation,
-    /// The current time.
     pub at: Timestamp,
     /// The client's idempotency key and the hash of the request.
     pub idempotency: Option<(String, String)>,
@@ -52,7 +48,6 @@ impl NewJob {
 /// The job after a change, and the events that the change stored.
 #[derive(Debug, Clone)]
 pub struct Changed {
-    /// The job after the change.
     pub job: Job,
     /// The stored events, in order; may be empty.
     pub events: Vec<EventRow>,
@@ -61,7 +56,6 @@ pub struct Changed {
 /// The result of [`crate::store::Store::create_job`].
 #[derive(Debug, Clone)]
 pub enum Created {
-    /// A new job.
     New(Box<Changed>),
     /// The job that the same request created before.
     Before(Box<Job>),

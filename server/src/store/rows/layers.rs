@@ -5,7 +5,6 @@ use lockstep_protocol::{histograms::HistogramKind, job::JobId};
 /// The job or project that panels belong to.
 #[derive(Debug, Clone, Copy)]
 pub enum PanelsOf<'a> {
-    /// Panels of one job.
     Job(&'a JobId),
     /// Panels of a project, for its jobs without their own panels.
     Project(&'a str),
@@ -25,17 +24,11 @@ pub struct HistogramFilter {
 /// A histogram of a layer at a step.
 #[derive(Debug, Clone, PartialEq)]
 pub struct HistogramRow {
-    /// The step.
     pub step: u64,
-    /// The attempt that reported the histogram.
     pub attempt: u32,
-    /// The layer's name.
     pub layer: String,
-    /// Whether the values are weights or gradients.
     pub kind: HistogramKind,
-    /// The smallest value.
     pub min: f32,
-    /// The largest value.
     pub max: f32,
     /// Number of values in each bin, from `min` to `max`. All bins have the same width.
     pub counts: Vec<u32>,

@@ -3,7 +3,6 @@
 /// The means of a machine's measurements over a minute.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MinuteRow {
-    /// Id of the machine's agent.
     pub agent_id: String,
     /// Minutes since 1970.
     pub minute: i64,

@@ -29,7 +29,6 @@ impl MetricFilter {
     }
 }
 
-/// A page of metrics.
 #[derive(Debug, Clone, Default)]
 pub struct MetricPage {
     /// All matching events up to this sequence number are in the page.
@@ -47,11 +46,8 @@ pub struct MetricPage {
 /// A chunk: successive points of one series, or successive buckets that summarize points.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MetricChunk {
-    /// The metric's name.
     pub name: String,
-    /// The rank that reported the points.
     pub rank: u32,
-    /// The attempt that reported the points.
     pub attempt: u32,
     /// 0: points; `k`: buckets of `16^k` steps.
     pub level: u32,

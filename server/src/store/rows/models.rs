@@ -8,28 +8,22 @@ use std::collections::BTreeMap;
 /// A new version of a model.
 #[derive(Debug, Clone)]
 pub struct NewVersion {
-    /// The model's name.
     pub model: String,
-    /// The checkpoint's job.
     pub job: JobId,
-    /// The checkpoint's id.
     pub checkpoint: String,
     /// Fingerprint of the dataset's content at the job's first start, if known.
     pub dataset_fingerprint: Option<DatasetNote>,
     /// Versions of the programs that wrote the checkpoint.
     pub programs: BTreeMap<String, String>,
-    /// A description by the user.
     pub description: String,
     /// Name of the person or token that registers the version.
     pub by: Option<String>,
-    /// The current time.
     pub at: Timestamp,
 }
 
 /// A version, and the owner of its job.
 #[derive(Debug, Clone)]
 pub struct VersionRow {
-    /// The version.
     pub version: ModelVersion,
     /// The job's owner and privacy, which also apply to the version.
     pub owned: Owned,

@@ -5,7 +5,6 @@ use lockstep_protocol::people::Person;
 /// A person and the hash of the person's password.
 #[derive(Clone, PartialEq, Eq)]
 pub struct PersonRow {
-    /// The person's public part.
     pub person: Person,
     /// Argon2id hash as a PHC string; `None` without a password.
     pub hash: Option<String>,

@@ -8,11 +8,8 @@ use serde_json::Value;
 /// A sweep without its trials, which are jobs.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SweepRow {
-    /// The sweep's id.
     pub id: String,
-    /// The name in the job file.
     pub name: String,
-    /// The project in the job file.
     pub project: String,
     /// Whether trials start.
     pub state: SweepState,

@@ -145,7 +145,6 @@ pub struct Webhook {
 /// A webhook and the secret that signs its messages.
 #[derive(Clone, PartialEq, Eq)]
 pub struct WebhookRow {
-    /// The webhook's public part.
     pub webhook: Webhook,
     /// `whsec_` and the key in base64.
     pub secret: String,

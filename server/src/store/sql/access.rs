@@ -3,7 +3,6 @@
 use super::{DbRow, SqlStore};
 use crate::store::{
     Result, SessionRow, StoreError, TokenRow,
-    quarantine::readable,
     values::{strip_nul, time},
 };
 use jiff::Timestamp;
@@ -45,9 +44,7 @@ fn session(row: &DbRow) -> Result<SessionRow> {
 
 impl SqlStore {
     pub(in crate::store) async fn tokens(&self) -> Result<Vec<TokenRow>> {
-        let rows =
-            sqlx::query("SELECT * FROM tokens ORDER BY created_at, id").fetch_all(&self.reader).await?;
-        Ok(readable(rows.iter().map(token)))
+        self.list(sqlx::query("SELECT * FROM tokens ORDER BY created_at, id"), token).await
     }
 
     pub(in crate::store) async fn put_token(&self, row: &TokenRow) -> Result<()> {
@@ -89,11 +86,8 @@ impl SqlStore {
     }
 
     pub(in crate::store) async fn sessions(&self, now: Timestamp) -> Result<Vec<SessionRow>> {
-        let rows = sqlx::query("SELECT * FROM sessions WHERE expires_at > $1 ORDER BY created_at, hash")
-            .bind(now.as_millisecond())
-            .fetch_all(&self.reader)
-            .await?;
-        Ok(readable(rows.iter().map(session)))
+        let query = sqlx::query("SELECT * FROM sessions WHERE expires_at > $1 ORDER BY created_at, hash");
+        self.list(query.bind(now.as_millisecond()), session).await
     }
 
     pub(in crate::store) async fn add_session(&self, session: &SessionRow) -> Result<()> {

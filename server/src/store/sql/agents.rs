@@ -3,7 +3,6 @@
 use super::{DbRow, SqlStore};
 use crate::store::{
     AgentRow, Result, StoreError,
-    quarantine::readable,
     values::{from_json, json, strip_nul, time},
 };
 use sqlx::Row;
@@ -50,17 +49,12 @@ impl SqlStore {
     }
 
     pub(in crate::store) async fn agents_called(&self, name: &str, id: &str) -> Result<Vec<AgentRow>> {
-        let rows = sqlx::query("SELECT * FROM agents WHERE name = $1 OR id = $2 ORDER BY name, id")
-            .bind(strip_nul(name))
-            .bind(strip_nul(id))
-            .fetch_all(&self.reader)
-            .await?;
-        Ok(readable(rows.iter().map(agent)))
+        let query = sqlx::query("SELECT * FROM agents WHERE name = $1 OR id = $2 ORDER BY name, id");
+        self.list(query.bind(strip_nul(name)).bind(strip_nul(id)), agent).await
     }
 
     pub(in crate::store) async fn agents(&self) -> Result<Vec<AgentRow>> {
-        let rows = sqlx::query("SELECT * FROM agents ORDER BY name, id").fetch_all(&self.reader).await?;
-        Ok(readable(rows.iter().map(agent)))
+        self.list(sqlx::query("SELECT * FROM agents ORDER BY name, id"), agent).await
     }
 
     pub(in crate::store) async fn draining(&self) -> Result<Vec<String>> {

@@ -9,7 +9,7 @@ use crate::{
     store::{
         AttemptRow, Changed, Claim, Claimed, GivenPlace, Occupant, Place, Result, StoreError,
         quarantine::{self, read, readable},
-        values::{fault_point, fencing, json, new_fencing, time, to_u32, uint},
+        values::{fault_point, fencing, job_id, json, new_fencing, time, to_u32, uint},
     },
 };
 use lockstep_protocol::{
@@ -20,10 +20,6 @@ use lockstep_protocol::{
 };
 use sqlx::{AssertSqlSafe, Row};
 use std::collections::HashMap;
-
-/// Condition for jobs whose slots may become free for other jobs: preemptible jobs, and jobs whose ranks are ending. SQLite uses the index `jobs_yielding` only if the index's condition has the same
-/// text.
-const YIELDS: &str = "(preemptible <> 0 OR stop IS NOT NULL OR state NOT IN ('starting', 'running'))";
 
 impl SqlStore {
     pub(in crate::store) async fn attempts(&self, job: &JobId) -> Result<Vec<Attempt>> {
@@ -96,28 +92,52 @@ impl SqlStore {
     pub(in crate::store) async fn claim_all(&self, claims: &[Claim]) -> Result<Vec<Option<Claimed>>> {
         let mut db = self.begin().await?;
         fault_point("claim.begin")?;
-        let made = make_attempts(&mut db, claims).await?;
+        let mut taken = take(&mut db, claims).await?;
+        // If several claims name a job, the first gets it.
+        let attempts: Vec<_> = claims.iter().map(|claim| Some((claim, taken.remove(&claim.job)?))).collect();
+        let made: Vec<_> = attempts.iter().flatten().cloned().collect();
+        let tokens = insert(&mut db, &made).await?;
+        let ids: Vec<_> = made.iter().map(|(claim, _)| claim.job.clone()).collect();
+        let rows = load_all(&mut db, &ids).await?;
+        let mut rows: HashMap<_, _> = rows.into_iter().map(|row| (row.job.id.clone(), row)).collect();
+        let (mut claimed, mut new) = (Vec::with_capacity(claims.len()), Vec::new());
+        let mut changed = Vec::with_capacity(made.len());
+        for attempt in attempts {
+            let Some((claim, (attempt, resume))) = attempt else {
+                claimed.push(None);
+                continue;
+            };
+            let mut row = rows.remove(&claim.job).ok_or(StoreError::NotFound("job"))?;
+            let fencing_token = *tokens.get(&claim.job).ok_or(StoreError::NotFound("attempt"))?;
+            row.fencing_token = Some(fencing_token);
+            row.job.agents = agents(&claim.places);
+            let bodies = lifecycle::started(&mut row, claim.fewer.clone(), claim.at)?;
+            let appended = append(&mut db, &mut row, bodies, claim.at).await?;
+            let events = appended.iter().map(|new| new.row.clone()).collect();
+            new.extend(appended);
+            let attempt = AttemptRef { job: claim.job.clone(), attempt, fencing_token };
+            claimed.push(Some(Claimed {
+                attempt,
+                resume,
+                changed: Changed { job: row.job.clone(), events },
+            }));
+            changed.push(row);
+        }
+        save(&mut db, &changed.iter().collect::<Vec<_>>(), crate::now()).await?;
+        events::insert(&mut db, &new).await?;
         fault_point("claim.commit")?;
         db.commit().await?;
         fault_point("claim.committed")?;
-        Ok(made)
-    }
-
-    pub(in crate::store) async fn occupants(&self) -> Result<Vec<Occupant>> {
-        self.list_occupants("TRUE").await
+        Ok(claimed)
     }
 
     pub(in crate::store) async fn yielding(&self) -> Result<Vec<Occupant>> {
-        self.list_occupants(YIELDS).await
-    }
-
-    /// Jobs that hold slots and fulfil `condition`.
-    async fn list_occupants(&self, condition: &'static str) -> Result<Vec<Occupant>> {
-        let query = format!(
+        // SQLite uses the index `jobs_yielding` only if the index's condition has the same text.
+        let query = sqlx::query(
             "SELECT id, priority, preemptible, state, stop, cause FROM jobs WHERE fencing_token IS NOT NULL \
-             AND deleted_at IS NULL AND {condition} ORDER BY priority, created_at DESC, id DESC"
+             AND deleted_at IS NULL AND (preemptible <> 0 OR stop IS NOT NULL OR state NOT IN ('starting', 'running')) \
+             ORDER BY priority, created_at DESC, id DESC",
         );
-        let rows = sqlx::query(AssertSqlSafe(query)).fetch_all(&self.reader).await?;
         let occupant = |row: &DbRow| {
             let id: String = row.try_get("id")?;
             // A job in a state of another version counts as running and is not preempted.
@@ -131,26 +151,24 @@ impl SqlStore {
                 preemptible: state.is_some() && row.try_get::<i64, _>("preemptible")? != 0,
                 ends: !runs || row.try_get::<Option<&str>, _>("stop")?.is_some(),
                 preempted: cause.is_some_and(|cause| matches!(cause.kind(), ReasonKind::Preempting { .. })),
-                job: id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))?,
+                job: job_id(&id)?,
             })
         };
-        Ok(readable(rows.iter().map(occupant)))
+        self.list(query, occupant).await
     }
 
     pub(in crate::store) async fn live_attempts(&self) -> Result<Vec<AttemptRow>> {
-        let rows = sqlx::query(
+        let query = sqlx::query(
             "SELECT a.fencing_token, a.fencing_secret, a.job_id, a.attempt, a.places, j.stop, j.state FROM attempts a \
              JOIN jobs j ON j.id = a.job_id AND j.fencing_token = a.fencing_token WHERE j.deleted_at IS NULL ORDER BY a.fencing_token",
-        )
-        .fetch_all(&self.reader)
-        .await?;
+        );
         let live = |row: &DbRow| {
             let id: String = row.try_get("job_id")?;
             Ok(AttemptRow {
                 // If the places cannot be read, no agent renews the lease, and the attempt is lost when it expires.
                 places: read(&id, "places", row.try_get("places")?),
                 attempt: AttemptRef {
-                    job: id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))?,
+                    job: job_id(&id)?,
                     attempt: to_u32(row.try_get("attempt")?),
                     fencing_token: fencing(row.try_get("fencing_token")?, row.try_get("fencing_secret")?),
                 },
@@ -158,7 +176,7 @@ impl SqlStore {
                     || row.try_get::<&str, _>("state")? == JobState::Pausing.as_str(),
             })
         };
-        Ok(readable(rows.iter().map(live)))
+        self.list(query, live).await
     }
 }
 
@@ -180,8 +198,7 @@ async fn take(db: &mut Connection, claims: &[Claim]) -> Result<HashMap<JobId, Ta
             query.bind(claim.job.as_str()).bind(i64::from(claim.after_attempt))
         });
         for row in query.fetch_all(&mut *db).await? {
-            let id: &str = row.try_get("id")?;
-            let job = id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))?;
+            let job = job_id(row.try_get("id")?)?;
             taken.insert(job, (to_u32(row.try_get("attempt")?), row.try_get("resume")?));
         }
     }
@@ -209,46 +226,11 @@ async fn insert(db: &mut Connection, attempts: &[(&Claim, Taken)]) -> Result<Has
                 .bind(new_fencing(0).secret_text());
         }
         for row in query.fetch_all(&mut *db).await? {
-            let id: &str = row.try_get("job_id")?;
-            let job = id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))?;
+            let job = job_id(row.try_get("job_id")?)?;
             tokens.insert(job, fencing(row.try_get("fencing_token")?, row.try_get("fencing_secret")?));
         }
     }
     Ok(tokens)
-}
-
-/// Claims jobs. Returns `None` for a claim whose job no longer waits or has a newer attempt.
-async fn make_attempts(db: &mut Connection, claims: &[Claim]) -> Result<Vec<Option<Claimed>>> {
-    let mut taken = take(db, claims).await?;
-    // If several claims name a job, the first gets it.
-    let attempts: Vec<_> = claims.iter().map(|claim| Some((claim, taken.remove(&claim.job)?))).collect();
-    let made: Vec<_> = attempts.iter().flatten().cloned().collect();
-    let tokens = insert(db, &made).await?;
-    let ids: Vec<_> = made.iter().map(|(claim, _)| claim.job.clone()).collect();
-    let rows = load_all(db, &ids).await?;
-    let mut rows: HashMap<_, _> = rows.into_iter().map(|row| (row.job.id.clone(), row)).collect();
-    let (mut claimed, mut new) = (Vec::with_capacity(claims.len()), Vec::new());
-    let mut changed = Vec::with_capacity(made.len());
-    for attempt in attempts {
-        let Some((claim, (attempt, resume))) = attempt else {
-            claimed.push(None);
-            continue;
-        };
-        let mut row = rows.remove(&claim.job).ok_or(StoreError::NotFound("job"))?;
-        let fencing_token = *tokens.get(&claim.job).ok_or(StoreError::NotFound("attempt"))?;
-        row.fencing_token = Some(fencing_token);
-        row.job.agents = agents(&claim.places);
-        let bodies = lifecycle::started(&mut row, claim.fewer.clone(), claim.at)?;
-        let appended = append(db, &mut row, bodies, claim.at).await?;
-        let events = appended.iter().map(|new| new.row.clone()).collect();
-        new.extend(appended);
-        let attempt = AttemptRef { job: claim.job.clone(), attempt, fencing_token };
-        claimed.push(Some(Claimed { attempt, resume, changed: Changed { job: row.job.clone(), events } }));
-        changed.push(row);
-    }
-    save(db, &changed.iter().collect::<Vec<_>>(), crate::now()).await?;
-    events::insert(db, &new).await?;
-    Ok(claimed)
 }
 
 /// The names of an attempt's agents, without duplicates.

@@ -3,7 +3,6 @@
 use super::{DbRow, SqlStore, jobs::part_of};
 use crate::store::{
     AuditEntry, Result,
-    quarantine::readable,
     values::{strip_nul, time},
 };
 use jiff::Timestamp;
@@ -73,8 +72,7 @@ impl SqlStore {
                 .push(") ESCAPE '!'");
         }
         query.push(" ORDER BY id DESC LIMIT ").push_bind(i64::from(limit));
-        let rows = query.build().fetch_all(&self.reader).await?;
-        Ok(readable(rows.iter().map(entry)))
+        self.list(query.build(), entry).await
     }
 
     pub(in crate::store) async fn has_audit(&self, action: &str, object: &str) -> Result<bool> {
@@ -84,20 +82,14 @@ impl SqlStore {
     }
 
     pub(in crate::store) async fn purge_audit(&self, before: Timestamp, keep: u32) -> Result<bool> {
-        let old = sqlx::query(
-            "DELETE FROM audit WHERE id IN (SELECT id FROM audit WHERE at < $1 ORDER BY at LIMIT $2)",
-        )
-        .bind(before.as_millisecond())
-        .bind(PURGE_ROWS)
-        .execute(&self.writer)
-        .await?;
-        let beyond = sqlx::query(
-            "DELETE FROM audit WHERE id IN (SELECT id FROM audit ORDER BY id DESC LIMIT $2 OFFSET $1)",
-        )
-        .bind(i64::from(keep))
-        .bind(PURGE_ROWS)
-        .execute(&self.writer)
-        .await?;
-        Ok(old.rows_affected() + beyond.rows_affected() > 0)
+        let old = "DELETE FROM audit WHERE id IN (SELECT id FROM audit WHERE at < $1 ORDER BY at LIMIT $2)";
+        let beyond =
+            "DELETE FROM audit WHERE id IN (SELECT id FROM audit ORDER BY id DESC LIMIT $2 OFFSET $1)";
+        let mut removed = 0;
+        for (query, parameter) in [(old, before.as_millisecond()), (beyond, i64::from(keep))] {
+            let query = sqlx::query(query).bind(parameter).bind(PURGE_ROWS);
+            removed += query.execute(&self.writer).await?.rows_affected();
+        }
+        Ok(removed > 0)
     }
 }

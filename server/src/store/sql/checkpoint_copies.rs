@@ -1,6 +1,6 @@
 //! Copies of checkpoints: on agents' disks, in object stores, and damaged copies on the server's disk.
 
-use super::{Connection, SqlStore};
+use super::{Connection, DbRow, SqlStore};
 use crate::store::{
     ArtifactMarker, Copies, CopyState, Holder, Place, Result, StoredCheckpoint, quarantine::read,
 };
@@ -106,20 +106,16 @@ impl SqlStore {
         store: &str,
         id: &str,
     ) -> Result<Option<StoredCheckpoint>> {
-        let row = sqlx::query("SELECT * FROM checkpoint_copies WHERE location = $1 AND checkpoint_id = $2")
-            .bind(store)
-            .bind(id)
-            .fetch_optional(&self.reader)
-            .await?;
-        let Some(row) = row else { return Ok(None) };
-        let is_complete = row.try_get::<&str, _>("state")? == CopyState::Complete.as_str();
-        let manifest: Option<String> = row.try_get("manifest")?;
-        let manifest = manifest.filter(|_| is_complete);
-        Ok(Some(StoredCheckpoint { id: id.to_owned(), manifest, parts: row.try_get("parts")? }))
+        let query = sqlx::query("SELECT * FROM checkpoint_copies WHERE location = $1 AND checkpoint_id = $2");
+        let stored = |row: &DbRow| {
+            let is_complete = row.try_get::<&str, _>("state")? == CopyState::Complete.as_str();
+            let manifest = row.try_get::<Option<String>, _>("manifest")?.filter(|_| is_complete);
+            Ok(StoredCheckpoint { id: row.try_get("checkpoint_id")?, manifest, parts: row.try_get("parts")? })
+        };
+        self.find(query.bind(store).bind(id), stored).await
     }
 
     pub(in crate::store) async fn mark_damaged(&self, location: &str, id: &str) -> Result<bool> {
-        let mut db = self.begin().await?;
         let done = sqlx::query(
             "INSERT INTO checkpoint_copies (checkpoint_id, location, state) SELECT $1, $2, $3 \
              WHERE EXISTS (SELECT 1 FROM checkpoints WHERE id = $1) ON CONFLICT (checkpoint_id, location) \
@@ -128,22 +124,20 @@ impl SqlStore {
         .bind(id)
         .bind(location)
         .bind(CopyState::Damaged.as_str())
-        .execute(&mut *db)
+        .execute(&self.writer)
         .await?;
-        db.commit().await?;
         Ok(done.rows_affected() > 0)
     }
 
     pub(in crate::store) async fn forget_damaged(&self, store: &str) -> Result<()> {
-        let mut db = self.begin().await?;
         sqlx::query(
             "UPDATE checkpoint_copies SET state = CASE WHEN manifest IS NULL THEN 'copying' ELSE 'complete' END \
              WHERE location = $1 AND state = 'damaged'",
         )
         .bind(store)
-        .execute(&mut *db)
+        .execute(&self.writer)
         .await?;
-        Ok(db.commit().await?)
+        Ok(())
     }
 
     pub(in crate::store) async fn uploaded_checkpoints(
@@ -217,46 +211,34 @@ impl SqlStore {
     }
 
     pub(in crate::store) async fn replace_restored_marker(&self, restored: &str, own: &str) -> Result<()> {
-        let mut db = self.begin().await?;
         sqlx::query("UPDATE artifact_stores SET marker = $2 WHERE marker = $1")
             .bind(format!("{RESTORED}{restored}"))
             .bind(own)
-            .execute(&mut *db)
+            .execute(&self.writer)
             .await?;
-        Ok(db.commit().await?)
+        Ok(())
     }
 
     pub(in crate::store) async fn put_artifact_marker(&self, store: &str, marker: &str) -> Result<()> {
         let mut db = self.begin().await?;
-        sqlx::query(
+        for query in [
             "UPDATE checkpoint_copies SET location = $1 WHERE location <> $1 AND location IN (SELECT store FROM artifact_stores \
              WHERE marker = $2) AND NOT EXISTS (SELECT 1 FROM checkpoint_copies other WHERE other.location = $1 AND \
              other.checkpoint_id = checkpoint_copies.checkpoint_id)",
-        )
-        .bind(store)
-        .bind(marker)
-        .execute(&mut *db)
-        .await?;
-        sqlx::query("DELETE FROM artifact_stores WHERE marker = $1 OR store = $2")
-            .bind(marker)
-            .bind(store)
-            .execute(&mut *db)
-            .await?;
-        sqlx::query("INSERT INTO artifact_stores (store, marker) VALUES ($1, $2)")
-            .bind(store)
-            .bind(marker)
-            .execute(&mut *db)
-            .await?;
+            "DELETE FROM artifact_stores WHERE store = $1 OR marker = $2",
+            "INSERT INTO artifact_stores (store, marker) VALUES ($1, $2)",
+        ] {
+            sqlx::query(query).bind(store).bind(marker).execute(&mut *db).await?;
+        }
         Ok(db.commit().await?)
     }
 
     pub(in crate::store) async fn forget_stored_checkpoint(&self, store: &str, id: &str) -> Result<()> {
-        let mut db = self.begin().await?;
         sqlx::query("DELETE FROM checkpoint_copies WHERE checkpoint_id = $1 AND location = $2")
             .bind(id)
             .bind(store)
-            .execute(&mut *db)
+            .execute(&self.writer)
             .await?;
-        Ok(db.commit().await?)
+        Ok(())
     }
 }

@@ -1,6 +1,6 @@
 //! Chunks of metrics: written by the compaction task, read by charts.
 
-use super::{BEGIN_SNAPSHOT, Connection, DbRow, SqlStore, reads::ranks};
+use super::{BEGIN_SNAPSHOT, Connection, DbRow, Query, SqlStore, batch, reads::ranks};
 use crate::store::{
     MetricChunk, MetricFilter, Result, StoreError,
     values::{int, strip_nul, to_u32, uint},
@@ -23,17 +23,10 @@ fn chunk(row: &DbRow) -> Result<MetricChunk> {
     })
 }
 
-/// Numbers of chunks in a statement, the largest first.
-const BATCH_SIZES: [usize; 2] = [32, 1];
-
 async fn insert(db: &mut Connection, job: &JobId, chunks: &[&MetricChunk]) -> Result<()> {
-    let row = |n: usize| {
-        let placeholders: Vec<_> = (1..=8).map(|column| format!("${}", 8 * n + column)).collect();
-        format!("({})", placeholders.join(", "))
-    };
     let text = format!(
         "INSERT INTO metric_chunks (job_id, name, rank, attempt, level, first_step, last_step, data) VALUES {}",
-        (0..chunks.len()).map(row).collect::<Vec<_>>().join(", ")
+        batch::values(chunks.len(), 8)
     );
     let mut query = sqlx::query(AssertSqlSafe(text));
     for chunk in chunks {
@@ -87,9 +80,7 @@ impl SqlStore {
         level: u32,
         filter: &MetricFilter,
     ) -> Result<(u64, Vec<MetricChunk>)> {
-        let mut db = self.reader.begin_with(BEGIN_SNAPSHOT).await?;
-        let watermark = watermark(&mut db, job).await?;
-        let rows = sqlx::query(
+        let query = sqlx::query(
             "SELECT name, rank, attempt, level, first_step, last_step, data FROM metric_chunks \
              WHERE job_id = $1 AND level = $2 AND ($3 IS NULL OR name = $3) \
              AND ($4 = '' OR $4 LIKE '%,' || rank || ',%') \
@@ -101,29 +92,30 @@ impl SqlStore {
         .bind(filter.name.as_deref().map(strip_nul))
         .bind(ranks(filter))
         .bind(filter.from.map(int))
-        .bind(filter.to.map(int))
-        .fetch_all(&mut *db)
-        .await?;
-        db.rollback().await?;
-        Ok((watermark, rows.iter().map(chunk).collect::<Result<_>>()?))
+        .bind(filter.to.map(int));
+        self.with_watermark(job, query).await
     }
 
     pub(in crate::store) async fn newest_metric_chunks(
         &self,
         job: &JobId,
     ) -> Result<(u64, Vec<MetricChunk>)> {
-        let mut db = self.reader.begin_with(BEGIN_SNAPSHOT).await?;
-        let watermark = watermark(&mut db, job).await?;
-        let rows = sqlx::query(
+        let query = sqlx::query(
             "SELECT c.name, c.rank, c.attempt, c.level, c.first_step, c.last_step, c.data FROM metric_chunks c \
              JOIN (SELECT name, level, rank, attempt, max(first_step) AS first_step FROM metric_chunks \
                    WHERE job_id = $1 GROUP BY name, level, rank, attempt) n \
              ON c.job_id = $1 AND c.name = n.name AND c.level = n.level AND c.rank = n.rank \
              AND c.attempt = n.attempt AND c.first_step = n.first_step",
         )
-        .bind(job.as_str())
-        .fetch_all(&mut *db)
-        .await?;
+        .bind(job.as_str());
+        self.with_watermark(job, query).await
+    }
+
+    /// The job's watermark, and the chunks that a query finds, from one snapshot.
+    async fn with_watermark(&self, job: &JobId, query: Query<'_>) -> Result<(u64, Vec<MetricChunk>)> {
+        let mut db = self.reader.begin_with(BEGIN_SNAPSHOT).await?;
+        let watermark = watermark(&mut db, job).await?;
+        let rows = query.fetch_all(&mut *db).await?;
         db.rollback().await?;
         Ok((watermark, rows.iter().map(chunk).collect::<Result<_>>()?))
     }
@@ -145,10 +137,8 @@ impl SqlStore {
                 .fetch_optional(&mut *db)
                 .await?;
         known.ok_or(StoreError::NotFound("job"))?;
-        let replaced = chunks
-            .iter()
-            .filter(|chunk| chunk.replaces_series)
-            .map(|chunk| (&chunk.name, chunk.rank, chunk.attempt));
+        let replaced = chunks.iter().filter(|chunk| chunk.replaces_series);
+        let replaced = replaced.map(|chunk| (&chunk.name, chunk.rank, chunk.attempt));
         for (name, rank, attempt) in replaced.collect::<BTreeSet<_>>() {
             sqlx::query(
                 "DELETE FROM metric_chunks WHERE job_id = $1 AND name = $2 AND rank = $3 AND attempt = $4",
@@ -177,12 +167,8 @@ impl SqlStore {
             .await?;
         }
         let new: Vec<_> = chunks.iter().filter(|chunk| !chunk.replaces_chunk).collect();
-        let mut rest = &new[..];
-        for size in BATCH_SIZES {
-            while let Some((part, later)) = rest.split_at_checked(size) {
-                rest = later;
-                insert(&mut db, job, part).await?;
-            }
+        for part in batch::split(&new) {
+            insert(&mut db, job, part).await?;
         }
         sqlx::query(
             "INSERT INTO metric_compaction (job_id, watermark) VALUES ($1, $2) \

@@ -3,18 +3,23 @@
 
 use super::{
     super::dialect::{AFTER_COPY, SCHEMA},
-    Connection, DbRow,
+    BEGIN_SNAPSHOT, BEGIN_WRITE, Connection, DbRow, SqlStore,
     checkpoint_copies::RESTORED,
 };
-use crate::store::{
-    backup_file::{BackupError, Writer},
-    cells::{Cell, Column, Kind, Table},
+use crate::{
+    config::serve_error::ServeError,
+    store::{
+        Location,
+        backup_file::{BackupError, Rows, Writer},
+        cells::{Cell, Column, Kind, Table},
+    },
 };
 use futures_util::TryStreamExt;
-use sqlx::{AssertSqlSafe, Row};
+use sqlx::{AssertSqlSafe, Connection as _, Row};
+use std::path::Path;
 
 /// The database's tables. A table comes before the tables that refer to it.
-pub(in crate::store) async fn tables(db: &mut Connection) -> sqlx::Result<Vec<Table>> {
+async fn tables(db: &mut Connection) -> sqlx::Result<Vec<Table>> {
     let columns: Vec<(String, String, String)> = sqlx::query_as(SCHEMA).fetch_all(db).await?;
     let mut tables: Vec<Table> = Vec::new();
     for (table, name, kind) in columns {
@@ -29,9 +34,24 @@ pub(in crate::store) async fn tables(db: &mut Connection) -> sqlx::Result<Vec<Ta
     Ok(tables)
 }
 
-/// Writes all rows of all tables. The caller has begun a snapshot transaction.
-pub(in crate::store) async fn dump(db: &mut Connection, to: &mut Writer) -> Result<(), BackupError> {
-    for table in tables(db).await? {
+/// Writes the heading and all rows of all tables, as of one snapshot. `known` is the newest migration in this build.
+pub(in crate::store) async fn dump(
+    db: &mut Connection,
+    location: &Location,
+    known: i64,
+    to: &mut Writer,
+) -> Result<(), BackupError> {
+    let mut db = db.begin_with(BEGIN_SNAPSHOT).await?;
+    let newest = sqlx::query_scalar::<_, i64>("SELECT max(version) FROM _sqlx_migrations");
+    let path = location.to_string();
+    let found = match newest.fetch_one(&mut *db).await {
+        // This version does not know how to read the tables of a newer version.
+        Ok(found) if found > known => return Err(ServeError::DatabaseTooNew { path, found, known }.into()),
+        Ok(found) => found,
+        Err(error) => return Err(ServeError::Database { path, detail: error.to_string() }.into()),
+    };
+    to.heading(found)?;
+    for table in tables(&mut db).await? {
         to.table(&table)?;
         let query = format!("SELECT {} FROM {}", names(&table), table.name);
         let mut rows = sqlx::query(AssertSqlSafe(query)).fetch(&mut *db);
@@ -39,7 +59,7 @@ pub(in crate::store) async fn dump(db: &mut Connection, to: &mut Writer) -> Resu
             to.row(&cells(&table, &row)?)?;
         }
     }
-    Ok(())
+    Ok(db.rollback().await?)
 }
 
 fn names(table: &Table) -> String {
@@ -60,7 +80,7 @@ fn cells(table: &Table, row: &DbRow) -> sqlx::Result<Vec<Cell>> {
 }
 
 /// Inserts a row. The backup's table may have fewer columns than the database's.
-pub(in crate::store) async fn insert(db: &mut Connection, table: &Table, row: Vec<Cell>) -> sqlx::Result<()> {
+async fn insert(db: &mut Connection, table: &Table, row: Vec<Cell>) -> sqlx::Result<()> {
     let placeholders: Vec<_> = (1..=table.columns.len()).map(|n| format!("${n}")).collect();
     let query = format!("INSERT INTO {} ({}) VALUES ({})", table.name, names(table), placeholders.join(", "));
     let mut query = sqlx::query(AssertSqlSafe(query));
@@ -76,7 +96,7 @@ pub(in crate::store) async fn insert(db: &mut Connection, table: &Table, row: Ve
 }
 
 /// Whether all tables are empty.
-pub(in crate::store) async fn is_empty(db: &mut Connection) -> sqlx::Result<bool> {
+async fn is_empty(db: &mut Connection) -> sqlx::Result<bool> {
     for table in tables(db).await? {
         let query = format!("SELECT count(*) FROM (SELECT 1 FROM {} LIMIT 1) AS first", table.name);
         let rows: i64 = sqlx::query_scalar(AssertSqlSafe(query)).fetch_one(&mut *db).await?;
@@ -87,13 +107,33 @@ pub(in crate::store) async fn is_empty(db: &mut Connection) -> sqlx::Result<bool
     Ok(true)
 }
 
-/// Prefixes object stores' markers with [`RESTORED`], as another server may still use the stores.
-pub(in crate::store) async fn mark_restored(db: &mut Connection) -> sqlx::Result<()> {
-    let query = "UPDATE artifact_stores SET marker = $1 || marker WHERE marker NOT LIKE $1 || '%'";
-    sqlx::query(query).bind(RESTORED).execute(db).await.map(drop)
-}
-
-/// Advances counters, so that new rows get greater numbers than the restored rows.
-pub(in crate::store) async fn advance_counters(db: &mut Connection) -> sqlx::Result<()> {
-    sqlx::query(AFTER_COPY).execute(db).await.map(drop)
+impl SqlStore {
+    /// Restores the rows of a verified backup in one transaction, and closes the database.
+    ///
+    /// # Errors
+    /// The database is not empty, a row does not fit its table, or the database refuses a row.
+    pub(in crate::store) async fn restore(
+        &self,
+        location: &Location,
+        path: &Path,
+    ) -> Result<(), BackupError> {
+        let mut db = self.writer.begin_with(BEGIN_WRITE).await?;
+        if !is_empty(&mut db).await? {
+            return Err(BackupError::NotEmpty(location.to_string()));
+        }
+        let mut rows = Rows::open(path)?;
+        while let Some((table, row)) = rows.next()? {
+            insert(&mut db, &table, row).await?;
+        }
+        // Another server may still use the object stores.
+        sqlx::query("UPDATE artifact_stores SET marker = $1 || marker WHERE marker NOT LIKE $1 || '%'")
+            .bind(RESTORED)
+            .execute(&mut *db)
+            .await?;
+        // New rows get greater numbers than the restored rows.
+        sqlx::query(AFTER_COPY).execute(&mut *db).await?;
+        db.commit().await?;
+        self.close().await;
+        Ok(())
+    }
 }

@@ -3,7 +3,7 @@
 use super::{Connection, DbRow, SqlStore};
 use crate::store::{
     Result, StoreError,
-    quarantine::{read_spec, readable},
+    quarantine::read_spec,
     values::{from_json, json, strip_nul, time},
 };
 use lockstep_protocol::dataset::Dataset;
@@ -36,16 +36,12 @@ pub(super) async fn require_dataset(db: &mut Connection, name: &str) -> Result<(
 
 impl SqlStore {
     pub(in crate::store) async fn datasets(&self) -> Result<Vec<Dataset>> {
-        let rows = sqlx::query("SELECT * FROM datasets ORDER BY name").fetch_all(&self.reader).await?;
-        Ok(readable(rows.iter().map(dataset)))
+        self.list(sqlx::query("SELECT * FROM datasets ORDER BY name"), dataset).await
     }
 
     pub(in crate::store) async fn dataset(&self, name: &str) -> Result<Option<Dataset>> {
-        let row = sqlx::query("SELECT * FROM datasets WHERE name = $1")
-            .bind(strip_nul(name))
-            .fetch_optional(&self.reader)
-            .await?;
-        row.as_ref().map(dataset).transpose()
+        let query = sqlx::query("SELECT * FROM datasets WHERE name = $1").bind(strip_nul(name));
+        self.find(query, dataset).await
     }
 
     pub(in crate::store) async fn add_dataset(&self, dataset: &Dataset) -> Result<()> {

@@ -1,7 +1,7 @@
 //! Edits of stored jobs by functions of `crate::lifecycle`, and deletion of jobs.
 
 use super::{
-    Connection, SqlStore, datasets, events,
+    SqlStore, datasets, events,
     jobs::{append, load, load_all, save},
     models, sweeps,
 };
@@ -13,57 +13,42 @@ use lockstep_protocol::job::JobId;
 use sqlx::AssertSqlSafe;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Applies changes to jobs, in order. Several changes may be for one job. Returns `None` for jobs that do not exist.
-async fn edit(db: &mut Connection, changes: &[(&JobId, &Change)]) -> Result<Vec<Option<Changed>>> {
-    let ids: BTreeSet<&JobId> = changes.iter().map(|(id, _)| *id).collect();
-    let rows = load_all(db, &ids.into_iter().cloned().collect::<Vec<_>>()).await?;
-    let mut rows: BTreeMap<_, _> = rows.into_iter().map(|row| (row.job.id.clone(), row)).collect();
-    let at = crate::now();
-    let (mut changed, mut new) = (Vec::with_capacity(changes.len()), Vec::new());
-    for (id, change) in changes {
-        let Some(row) = rows.get_mut(id) else {
-            changed.push(None);
-            continue;
-        };
-        if let (Some((state, _)), None) = (&row.unknown_state, row.fencing_token) {
-            let detail = format!(
-                "the job is {state:?}, a state that only another version of lockstep knows; start that version"
-            );
-            return Err(lifecycle::Refused { state: row.job.state, detail }.into());
-        }
-        // The dataset of an unfinished job cannot be removed, so only jobs that had ended need this check.
-        let state = row.job.state;
-        let bodies = change(row)?;
-        let appended = append(db, row, bodies, at).await?;
-        if state.is_final() && !row.job.state.is_final() && row.job.external.is_none() {
-            datasets::require_dataset(db, &row.job.spec.data.dataset).await?;
-            models::require_unregistered(db, id, state, "run again").await?;
-        }
-        let events = appended.iter().map(|new| new.row.clone()).collect();
-        changed.push(Some(Changed { job: row.job.clone(), events }));
-        new.extend(appended);
-    }
-    save(db, &rows.values().collect::<Vec<_>>(), at).await?;
-    events::insert(db, &new).await?;
-    Ok(changed)
-}
-
 impl SqlStore {
-    pub(in crate::store) async fn change_job(&self, id: &JobId, change: Change) -> Result<Changed> {
-        let mut db = self.begin().await?;
-        let changed =
-            edit(&mut db, &[(id, &change)]).await?.pop().flatten().ok_or(StoreError::NotFound("job"))?;
-        db.commit().await?;
-        Ok(changed)
-    }
-
     pub(in crate::store) async fn change_jobs(
         &self,
         changes: &[(JobId, Change)],
     ) -> Result<Vec<Option<Changed>>> {
         let mut db = self.begin().await?;
-        let changes: Vec<_> = changes.iter().map(|(id, change)| (id, change)).collect();
-        let changed = edit(&mut db, &changes).await?;
+        let ids: BTreeSet<&JobId> = changes.iter().map(|(id, _)| id).collect();
+        let rows = load_all(&mut db, &ids.into_iter().cloned().collect::<Vec<_>>()).await?;
+        let mut rows: BTreeMap<_, _> = rows.into_iter().map(|row| (row.job.id.clone(), row)).collect();
+        let at = crate::now();
+        let (mut changed, mut new) = (Vec::with_capacity(changes.len()), Vec::new());
+        for (id, change) in changes {
+            let Some(row) = rows.get_mut(id) else {
+                changed.push(None);
+                continue;
+            };
+            if let (Some((state, _)), None) = (&row.unknown_state, row.fencing_token) {
+                let detail = format!(
+                    "the job is {state:?}, a state that only another version of lockstep knows; start that version"
+                );
+                return Err(lifecycle::Refused { state: row.job.state, detail }.into());
+            }
+            // The dataset of an unfinished job cannot be removed, so only jobs that had ended need this check.
+            let state = row.job.state;
+            let bodies = change(row)?;
+            let appended = append(&mut db, row, bodies, at).await?;
+            if state.is_final() && !row.job.state.is_final() && row.job.external.is_none() {
+                datasets::require_dataset(&mut db, &row.job.spec.data.dataset).await?;
+                models::require_unregistered(&mut db, id, state, "run again").await?;
+            }
+            let events = appended.iter().map(|new| new.row.clone()).collect();
+            changed.push(Some(Changed { job: row.job.clone(), events }));
+            new.extend(appended);
+        }
+        save(&mut db, &rows.values().collect::<Vec<_>>(), at).await?;
+        events::insert(&mut db, &new).await?;
         db.commit().await?;
         Ok(changed)
     }

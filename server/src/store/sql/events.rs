@@ -4,12 +4,9 @@ use super::{
     Connection, batch,
     webhooks::{self, Notice},
 };
-use crate::{
-    store::points,
-    store::{
-        EventRow, JobRow, Result, Stored,
-        values::{int, json},
-    },
+use crate::store::{
+    EventRow, JobRow, Result, Stored, points,
+    values::{int, json},
 };
 use jiff::Timestamp;
 use lockstep_protocol::{job::JobId, metric::MetricColumn, stream::EventBody};
@@ -21,7 +18,6 @@ pub(super) struct New {
     kind: &'static str,
     attempt: u32,
     rank: Option<u32>,
-    /// The notice for webhooks.
     notice: Option<Box<Notice>>,
     pub(super) row: EventRow,
 }
@@ -33,7 +29,8 @@ pub(super) fn rows(job: &mut JobRow, bodies: Vec<EventBody>, at: Timestamp) -> R
     let mut points: Option<(u32, u32, Vec<MetricColumn>)> = None;
     let id = job.job.id.clone();
     let current = job.job.attempt;
-    let mut add = |kind, attempt, rank, events: u64, stored, notice| {
+    type Content = (&'static str, u32, Option<u32>, u64, Stored);
+    let mut add = |(kind, attempt, rank, events, stored): Content, notice| {
         job.job.last_seq += events;
         let row = EventRow { seq: job.job.last_seq, at, stored };
         rows.push(New { job: id.clone(), kind, attempt, rank, notice, row });
@@ -55,8 +52,7 @@ pub(super) fn rows(job: &mut JobRow, bodies: Vec<EventBody>, at: Timestamp) -> R
                     }
                     other => {
                         if let Some(before) = other.replace((attempt, rank, vec![column])) {
-                            let (kind, attempt, rank, events, stored) = stored(before);
-                            add(kind, attempt, rank, events, stored, None);
+                            add(stored(before), None);
                         }
                     }
                 }
@@ -74,14 +70,12 @@ pub(super) fn rows(job: &mut JobRow, bodies: Vec<EventBody>, at: Timestamp) -> R
             EventBody::Alert { .. } => ("alert", None),
         };
         if let Some(before) = points.take() {
-            let (kind, attempt, rank, events, stored) = stored(before);
-            add(kind, attempt, rank, events, stored, None);
+            add(stored(before), None);
         }
-        add(kind, current, rank, 1, Stored::Body(json(&body)?), notice);
+        add((kind, current, rank, 1, Stored::Body(json(&body)?)), notice);
     }
     if let Some(before) = points {
-        let (kind, attempt, rank, events, stored) = stored(before);
-        add(kind, attempt, rank, events, stored, None);
+        add(stored(before), None);
     }
     Ok(rows)
 }

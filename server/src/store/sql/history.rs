@@ -6,7 +6,6 @@ use super::{
 };
 use crate::store::{
     HistoryRows, Result,
-    quarantine::readable,
     values::{from_json, time, uint},
 };
 use lockstep_protocol::{
@@ -26,50 +25,46 @@ fn event(row: &DbRow) -> Result<Event> {
     })
 }
 
-/// The checkpoint from which a job was forked.
-fn parent(row: &DbRow) -> Option<Parent> {
-    let text = |name: &str| row.try_get::<Option<String>, _>(name).ok().flatten();
-    Some(Parent { job: text("parent_job")?, checkpoint: text("parent_checkpoint")? })
-}
-
 impl SqlStore {
     pub(in crate::store) async fn history(&self, job: &Job, with_requests: bool) -> Result<HistoryRows> {
         let mut events = Vec::new();
         for kind in ["state", "alert"] {
             // As in the condition of the index `events_history`.
-            let rows = sqlx::query(
+            let query = sqlx::query(
                 "SELECT seq, at, body FROM events WHERE job_id = $1 AND kind IN ('state', 'alert') AND kind = $2 \
                  ORDER BY seq DESC LIMIT $3",
             )
             .bind(job.id.as_str())
             .bind(kind)
-            .bind(MAX_ENTRIES)
-            .fetch_all(&self.reader)
-            .await?;
-            events.extend(readable(rows.iter().map(event)));
+            .bind(MAX_ENTRIES);
+            events.extend(self.list(query, event).await?);
         }
         events.sort_by_key(|event| event.seq);
-        let own = sqlx::query("SELECT parent_job, parent_checkpoint FROM jobs WHERE id = $1")
-            .bind(job.id.as_str())
-            .fetch_optional(&self.reader)
-            .await?;
+        let parent: Option<(String, String)> = sqlx::query_as(
+            "SELECT parent_job, parent_checkpoint FROM jobs WHERE id = $1 AND parent_job IS NOT NULL \
+             AND parent_checkpoint IS NOT NULL",
+        )
+        .bind(job.id.as_str())
+        .fetch_optional(&self.reader)
+        .await?;
         let query =
             format!("{JOB} WHERE parent_job = $1 AND deleted_at IS NULL ORDER BY created_at, id LIMIT $2");
-        let forks = sqlx::query(AssertSqlSafe(query))
-            .bind(job.id.as_str())
-            .bind(MAX_ENTRIES)
-            .fetch_all(&self.reader)
-            .await?;
+        let query = sqlx::query(AssertSqlSafe(query)).bind(job.id.as_str()).bind(MAX_ENTRIES);
+        let fork = |row: &DbRow| {
+            let begun = row.try_get::<Option<String>, _>("parent_checkpoint")?;
+            Ok((job_row(row)?.job, begun.unwrap_or_default()))
+        };
+        let forks = self.list(query, fork).await?;
         let mut requests = Vec::new();
         if with_requests {
-            requests = sqlx::query(
+            let query = sqlx::query(
                 "SELECT * FROM audit WHERE at >= $1 AND object LIKE $2 AND status < 400 ORDER BY id DESC LIMIT $3",
             )
             .bind(job.created_at.as_millisecond())
             .bind(format!("/api/v1/jobs/{}/%", job.id))
-            .bind(MAX_ENTRIES)
-            .fetch_all(&self.reader)
-            .await?;
+            .bind(MAX_ENTRIES);
+            requests = self.list(query, audit::entry).await?;
+            requests.reverse();
         }
         // Counts in the order of `waiting`, which ignores fair share.
         let before_it: i64 = sqlx::query_scalar(
@@ -83,12 +78,9 @@ impl SqlStore {
         .await?;
         Ok(HistoryRows {
             events,
-            parent: own.as_ref().and_then(parent),
-            forks: readable(forks.iter().map(|row| {
-                let begun = row.try_get::<Option<String>, _>("parent_checkpoint")?;
-                Ok((job_row(row)?.job, begun.unwrap_or_default()))
-            })),
-            requests: readable(requests.iter().rev().map(audit::entry)),
+            parent: parent.map(|(job, checkpoint)| Parent { job, checkpoint }),
+            forks,
+            requests,
             before_it: uint(before_it),
         })
     }

@@ -6,7 +6,7 @@ use crate::{
     store::{
         Appended, Changed, EventRow, Ingested, JobRow, Place, RecordsChange, Report, Result, RunRecords,
         StoreError, quarantine,
-        values::{fault_point, fencing, int, to_u32, uint},
+        values::{fault_point, fencing, int, job_id, to_u32, uint},
     },
 };
 use lockstep_protocol::{
@@ -35,18 +35,23 @@ fn source(stored: SourceNumber, place: usize) -> Option<Source> {
     }
 }
 
-/// The stored fencing token of an attempt, and the ids of its agents.
-type Given = (FencingToken, Vec<String>);
-
-/// The number of stored records of each source.
-type Records = HashMap<SourceNumber, u64>;
-
 /// The attempt of a report: its job and number.
 type Named = (JobId, u32);
 
-/// Reads the tokens, agents and numbers of records of attempts. Attempts that do not exist are left out.
-async fn read_attempts(db: &mut Connection, attempts: &[Named]) -> Result<HashMap<Named, (Given, Records)>> {
-    let mut found: HashMap<Named, (Given, Records)> = HashMap::with_capacity(attempts.len());
+/// An attempt as stored.
+struct Attempt {
+    token: FencingToken,
+    /// Ids of the agents, by place.
+    agents: Vec<String>,
+    /// The number of stored records of each source.
+    records: HashMap<SourceNumber, u64>,
+    /// Sources with new records.
+    grown: BTreeSet<SourceNumber>,
+}
+
+/// Reads attempts. Attempts that do not exist are left out.
+async fn read_attempts(db: &mut Connection, attempts: &[Named]) -> Result<HashMap<Named, Attempt>> {
+    let mut found = HashMap::with_capacity(attempts.len());
     for attempts in batch::split(attempts) {
         let text = format!(
             "SELECT a.job_id, a.attempt, fencing_token, fencing_secret, places, source, records \
@@ -59,18 +64,17 @@ async fn read_attempts(db: &mut Connection, attempts: &[Named]) -> Result<HashMa
         });
         for row in query.fetch_all(&mut *db).await? {
             let id: &str = row.try_get("job_id")?;
-            let job = id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))?;
-            let (_, records) = match found.entry((job, to_u32(row.try_get("attempt")?))) {
+            let attempt: &mut Attempt = match found.entry((job_id(id)?, to_u32(row.try_get("attempt")?))) {
                 Entry::Occupied(known) => known.into_mut(),
                 Entry::Vacant(unknown) => {
                     let places: Vec<Place> = quarantine::read(id, "places", row.try_get("places")?);
                     let token = fencing(row.try_get("fencing_token")?, row.try_get("fencing_secret")?);
                     let agents = places.into_iter().map(|place| place.agent_id).collect();
-                    unknown.insert(((token, agents), Records::new()))
+                    unknown.insert(Attempt { token, agents, records: HashMap::new(), grown: BTreeSet::new() })
                 }
             };
             if let Some(source) = row.try_get("source")? {
-                records.insert(source, uint(row.try_get("records")?));
+                attempt.records.insert(source, uint(row.try_get("records")?));
             }
         }
     }
@@ -84,14 +88,6 @@ struct Loaded {
     /// Events of the transaction, and the index of the first report with new records, whose result returns the events.
     events: Vec<EventRow>,
     first_report: Option<usize>,
-}
-
-#[derive(Default)]
-struct Attempt {
-    given: Option<Given>,
-    records: Records,
-    /// Sources with new records.
-    grown: BTreeSet<SourceNumber>,
 }
 
 async fn acknowledge(db: &mut Connection, numbers: &[(&JobId, u32, SourceNumber, u64)]) -> Result<()> {
@@ -108,12 +104,6 @@ async fn acknowledge(db: &mut Connection, numbers: &[(&JobId, u32, SourceNumber,
         query.execute(&mut *db).await?;
     }
     Ok(())
-}
-
-impl Loaded {
-    fn new(row: JobRow) -> Self {
-        Self { row, attempts: HashMap::new(), events: Vec::new(), first_report: None }
-    }
 }
 
 fn acknowledgement(attempt: AttemptRef, source: Source, records: u64) -> Acknowledged {
@@ -202,14 +192,14 @@ impl SqlStore {
         let mut db = self.reader.acquire().await?;
         let named = (attempt.job.clone(), attempt.attempt);
         let known = read_attempts(&mut db, std::slice::from_ref(&named)).await?.remove(&named);
-        let Some(((_, agents), records)) = known.filter(|((token, _), _)| *token == attempt.fencing_token)
-        else {
+        let Some(known) = known.filter(|known| known.token == attempt.fencing_token) else {
             return Ok(Vec::new());
         };
-        let Some(place) = agents.iter().position(|agent| agent == agent_id) else { return Ok(Vec::new()) };
-        let known =
-            records.into_iter().filter_map(|(number, records)| Some((source(number, place)?, records)));
-        Ok(known.map(|(source, records)| acknowledgement(attempt.clone(), source, records)).collect())
+        let place = known.agents.iter().position(|agent| agent == agent_id);
+        let acknowledged = known.records.into_iter().filter_map(|(number, records)| {
+            Some(acknowledgement(attempt.clone(), source(number, place?)?, records))
+        });
+        Ok(acknowledged.collect())
     }
 }
 
@@ -220,12 +210,14 @@ async fn load(db: &mut Connection, reports: &[Report]) -> Result<HashMap<JobId, 
     let attempts: Vec<_> = attempts.into_iter().collect();
     let mut ids: Vec<_> = attempts.iter().map(|(job, _)| job.clone()).collect();
     ids.dedup();
-    let rows = jobs::load_all(db, &ids).await?;
-    let mut loaded: HashMap<_, _> =
-        rows.into_iter().map(|row| (row.job.id.clone(), Loaded::new(row))).collect();
-    for ((job, attempt), (given, records)) in read_attempts(db, &attempts).await? {
+    let loaded = |row: JobRow| {
+        let id = row.job.id.clone();
+        (id, Loaded { row, attempts: HashMap::new(), events: Vec::new(), first_report: None })
+    };
+    let mut loaded: HashMap<_, _> = jobs::load_all(db, &ids).await?.into_iter().map(loaded).collect();
+    for ((job, number), attempt) in read_attempts(db, &attempts).await? {
         if let Some(job) = loaded.get_mut(&job) {
-            job.attempts.insert(attempt, Attempt { given: Some(given), records, grown: BTreeSet::new() });
+            job.attempts.insert(number, attempt);
         }
     }
     Ok(loaded)
@@ -241,14 +233,13 @@ async fn store_report(
     let Report { agent_id, attempt, source, first, events, at, leaving } = report;
     let (source, first, at) = (*source, *first, *at);
     let Loaded { row, attempts, .. } = job;
-    let known = attempts.entry(attempt.attempt).or_default();
-    let given = known.given.as_ref().filter(|(token, _)| *token == attempt.fencing_token);
-    let agents = given.map_or(&[][..], |(_, agents)| agents);
+    let known = attempts.get_mut(&attempt.attempt).filter(|known| known.token == attempt.fencing_token);
+    let Some(Attempt { agents, records, grown, .. }) = known else { return Ok((Ingested::Stale, false)) };
     let Some(place) = agents.iter().position(|agent| agent == agent_id) else {
         return Ok((Ingested::Stale, false));
     };
     let number = number(source, place);
-    let have = known.records.get(&number).copied().unwrap_or(0);
+    let have = records.get(&number).copied().unwrap_or(0);
     let end = first.saturating_add(events.len() as u64);
     if end <= have {
         // The report is a duplicate, perhaps after the attempt's end: its agent has not received the acknowledgement.
@@ -307,8 +298,8 @@ async fn store_report(
             }
         }
     }
-    known.records.insert(number, end);
-    known.grown.insert(number);
+    records.insert(number, end);
+    grown.insert(number);
     Ok((
         Ingested::Stored { acknowledged: acknowledgement(attempt.clone(), source, end), changed: None },
         true,

@@ -58,11 +58,6 @@ fn expression(by: &SortBy) -> (String, Holds, bool) {
         SortBy::Attempt => ("jobs.attempt".into(), Holds::Integer, false),
         SortBy::Ranks => ("jobs.ranks".into(), Holds::Integer, false),
         SortBy::Speed => ("jobs.images_per_second".into(), Holds::Number, true),
-        SortBy::Loss => (json_number("jobs.last", &["loss"]), Holds::Number, true),
-        SortBy::Accuracy => (json_number("jobs.last", &["accuracy"]), Holds::Number, true),
-        SortBy::ValLoss => (json_number("jobs.last", &["val_loss"]), Holds::Number, true),
-        SortBy::LearningRate => (json_number("jobs.last", &["lr"]), Holds::Number, true),
-        SortBy::ValAccuracy => (json_number("jobs.last", &["val_accuracy"]), Holds::Number, true),
         SortBy::Best => (json_number("jobs.best", &["value"]), Holds::Number, true),
         SortBy::Metric(name) => (json_number("jobs.last", &[name]), Holds::Number, true),
         SortBy::Tag(_) => {

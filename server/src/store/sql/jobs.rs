@@ -6,13 +6,12 @@ use crate::{
     store::{
         Annotation, Changed, Created, JobRow, NewJob, Result, StoreError,
         quarantine::{self, read, read_spec},
-        values::{fault_point, fencing, from_json, int, json, strip_nul, time, to_u32, uint},
+        values::{fault_point, fencing, from_json, int, job_id, json, strip_nul, time, to_u32, uint},
     },
 };
 use jiff::Timestamp;
 use lockstep_protocol::{
-    job::{Batch, External, Failure, Job, JobId, JobState, LastValues, Parent, TrialOf},
-    reason::Reason,
+    job::{Batch, External, Failure, Job, JobId, JobState, Parent, TrialOf},
     stream::EventBody,
 };
 use sqlx::{AssertSqlSafe, Row};
@@ -59,8 +58,6 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
         flaws.push(format!("its state {state:?}"));
     }
     let progress: lifecycle::Progress = read(&id, "progress", row.try_get("progress")?);
-    let agents: Vec<String> = read(&id, "agents", row.try_get("agents")?);
-    let last: LastValues = read(&id, "last", row.try_get("last")?);
     let optional = |name: &str| row.try_get::<Option<String>, _>(name);
     let time_of = |at: i64| {
         time(at).unwrap_or_else(|error| {
@@ -101,7 +98,7 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
         ranks: spec.parallel.ranks,
         external,
         spec,
-        agents,
+        agents: read(&id, "agents", row.try_get("agents")?),
         step: unsigned("step")?,
         epoch: to_u32(row.try_get("epoch")?),
         total_steps: unsigned("total_steps")?,
@@ -114,14 +111,15 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
         ran_secs: progress.ran_secs(),
         best: optional("best")?.and_then(|text| read(&id, "best", &text)),
         diagnosis: None,
-        last,
+        last: read(&id, "last", row.try_get("last")?),
         last_seq: unsigned("last_seq")?,
         sparkline: progress.sparkline(),
-        id: id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))?,
+        id: job_id(&id)?,
     };
     Ok(JobRow {
         announced: job.state,
-        stop: optional("stop")?.map(|text| stop_reason(&text)),
+        // A text that is not valid JSON becomes the reason's words.
+        stop: optional("stop")?.map(|text| from_json(&text).unwrap_or_else(|_| text.as_str().into())),
         job,
         private_parent,
         restarts: to_u32(row.try_get("restarts")?),
@@ -133,11 +131,6 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     })
 }
 
-/// The reason why a job's ranks are being stopped. A text that is not valid JSON becomes the reason's words.
-pub(super) fn stop_reason(text: &str) -> Reason {
-    from_json(text).unwrap_or_else(|_| text.into())
-}
-
 /// Loads a job; `None` if it does not exist or was deleted.
 pub(super) async fn load(db: &mut Connection, id: &JobId) -> Result<Option<JobRow>> {
     Ok(load_all(db, std::slice::from_ref(id)).await?.pop())
@@ -145,15 +138,17 @@ pub(super) async fn load(db: &mut Connection, id: &JobId) -> Result<Option<JobRo
 
 /// Loads jobs, in any order. Deleted jobs are left out.
 pub(super) async fn load_all(db: &mut Connection, ids: &[JobId]) -> Result<Vec<JobRow>> {
+    rows_of(db, JOB_AND_NOTES, ids).await?.iter().map(job_row).collect()
+}
+
+/// The rows of `select` ([`JOB`] or [`JOB_AND_NOTES`]) for jobs, in any order. Deleted jobs are left out.
+pub(super) async fn rows_of(db: &mut Connection, select: &str, ids: &[JobId]) -> Result<Vec<DbRow>> {
     let mut found = Vec::with_capacity(ids.len());
     for ids in batch::split(ids) {
         let placeholders = batch::values(ids.len(), 1);
-        let text = format!("{JOB_AND_NOTES} WHERE jobs.id IN ({placeholders}) AND jobs.deleted_at IS NULL");
+        let text = format!("{select} WHERE jobs.id IN ({placeholders}) AND jobs.deleted_at IS NULL");
         let query = sqlx::query(AssertSqlSafe(text));
-        let query = ids.iter().fold(query, |query, id| query.bind(id.as_str()));
-        for row in query.fetch_all(&mut *db).await? {
-            found.push(job_row(&row)?);
-        }
+        found.extend(ids.iter().fold(query, |query, id| query.bind(id.as_str())).fetch_all(&mut *db).await?);
     }
     Ok(found)
 }
@@ -327,8 +322,7 @@ async fn find_by_key(db: &mut Connection, (key, request): &(String, String)) -> 
     if found.try_get::<String, _>("request")? != *request {
         return Err(StoreError::KeyReused);
     }
-    let id: String = found.try_get("job_id")?;
-    let id = id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))?;
+    let id = job_id(found.try_get("job_id")?)?;
     let row = load(db, &id).await?.ok_or(StoreError::NotFound("job"))?;
     Ok(Some(row.job))
 }

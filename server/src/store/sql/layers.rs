@@ -1,6 +1,6 @@
 //! Reports of ranks about their network: histograms of weights and gradients of layers, and the description of the network.
 
-use super::{Connection, Db, DbRow, SqlStore};
+use super::{Connection, Db, DbRow, SqlStore, batch};
 use crate::store::{
     HistogramFilter, HistogramIndex, HistogramRow, Result, StoreError,
     values::{from_json, int, json, strip_nul, to_u32, uint},
@@ -13,10 +13,6 @@ use lockstep_protocol::{
     network::NetworkDescription,
 };
 use sqlx::{AssertSqlSafe, QueryBuilder, Row};
-
-/// Numbers of rows in a statement, the largest first. The driver caches one statement for each number.
-const BATCH_SIZES: [usize; 3] = [64, 8, 1];
-const COLUMNS: usize = 9;
 
 /// Stores the histograms or the network of an event. A report that exceeds the limits comes from a faulty rank and is not stored.
 pub(super) async fn keep(db: &mut Connection, job: &JobId, attempt: u32, event: &AttemptEvent) -> Result<()> {
@@ -49,33 +45,25 @@ async fn keep_histograms(
         .execute(&mut *db)
         .await?;
     let layers: Vec<(usize, &LayerHistogram)> = histograms.layers.iter().enumerate().collect();
-    let mut rest = &layers[..];
-    for size in BATCH_SIZES {
-        while let Some((part, later)) = rest.split_at_checked(size) {
-            rest = later;
-            let row = |n| {
-                let placeholders: Vec<_> = (1..=COLUMNS).map(|c| format!("${}", n * COLUMNS + c)).collect();
-                format!("({})", placeholders.join(", "))
-            };
-            let text = format!(
-                "INSERT INTO histograms (job_id, layer, kind, step, attempt, place, min, max, counts) VALUES {}",
-                (0..size).map(row).collect::<Vec<_>>().join(", ")
-            );
-            let mut query = sqlx::query(AssertSqlSafe(text));
-            for (index, layer) in part {
-                query = query
-                    .bind(job.as_str())
-                    .bind(&layer.name)
-                    .bind(layer.kind.as_str())
-                    .bind(int(histograms.step))
-                    .bind(i64::from(attempt))
-                    .bind(int(*index as u64))
-                    .bind(f64::from(layer.min))
-                    .bind(f64::from(layer.max))
-                    .bind(layer.counts.iter().flat_map(|count| count.to_le_bytes()).collect::<Vec<u8>>());
-            }
-            query.execute(&mut *db).await?;
+    for part in batch::split(&layers) {
+        let text = format!(
+            "INSERT INTO histograms (job_id, layer, kind, step, attempt, place, min, max, counts) VALUES {}",
+            batch::values(part.len(), 9)
+        );
+        let mut query = sqlx::query(AssertSqlSafe(text));
+        for (index, layer) in part {
+            query = query
+                .bind(job.as_str())
+                .bind(&layer.name)
+                .bind(layer.kind.as_str())
+                .bind(int(histograms.step))
+                .bind(i64::from(attempt))
+                .bind(int(*index as u64))
+                .bind(f64::from(layer.min))
+                .bind(f64::from(layer.max))
+                .bind(layer.counts.iter().flat_map(|count| count.to_le_bytes()).collect::<Vec<u8>>());
         }
+        query.execute(&mut *db).await?;
     }
     let mut steps = steps(db, job).await?;
     while let Some(index) = step_to_remove(&steps) {
@@ -129,11 +117,8 @@ async fn keep_network(
 }
 
 fn kind(text: &str) -> Result<HistogramKind> {
-    match text {
-        "weight" => Ok(HistogramKind::Weight),
-        "gradient" => Ok(HistogramKind::Gradient),
-        other => Err(StoreError::Corrupt(format!("unknown kind of histogram {other:?}"))),
-    }
+    let known = [HistogramKind::Weight, HistogramKind::Gradient].into_iter().find(|kind| kind.name() == text);
+    known.ok_or_else(|| StoreError::Corrupt(format!("unknown kind of histogram {text:?}")))
 }
 
 fn row(row: &DbRow) -> Result<HistogramRow> {

@@ -35,9 +35,12 @@ use super::dialect::{
     BEGIN_SNAPSHOT, BEGIN_WRITE, BY_LOG, BY_METRICS, Connection, DATABASE_BYTES, Db, DbRow, LIKE, Lock,
     SOME_METRIC_CHUNKS,
 };
-use crate::store::Result;
-use sqlx::{Pool, Transaction};
+use crate::store::{Result, quarantine::readable};
+use sqlx::{Database, Pool, Transaction};
 use std::sync::Arc;
+
+/// A statement with its parameters.
+type Query<'q> = sqlx::query::Query<'q, Db, <Db as Database>::Arguments>;
 
 /// A database. One connection writes, so writers queue for it and never conflict in the database. A pool of other connections reads
 /// concurrently.
@@ -61,6 +64,17 @@ impl SqlStore {
             }
             other => Ok(other?),
         }
+    }
+
+    /// The rows of a query that can be read. Errors of the others are logged.
+    async fn list<T>(&self, query: Query<'_>, read: fn(&DbRow) -> Result<T>) -> Result<Vec<T>> {
+        let rows = query.fetch_all(&self.reader).await?;
+        Ok(readable(rows.iter().map(read)))
+    }
+
+    /// The row of a query; `None` if there is none.
+    async fn find<T>(&self, query: Query<'_>, read: fn(&DbRow) -> Result<T>) -> Result<Option<T>> {
+        query.fetch_optional(&self.reader).await?.as_ref().map(read).transpose()
     }
 
     pub(in crate::store) async fn settled(&self) -> Result<()> {

@@ -6,7 +6,7 @@ use crate::{
     store::{
         NewVersion, Owned, Result, StoreError, VersionRow,
         quarantine::{read_spec, readable},
-        values::{from_json, json, strip_nul, time, to_u32},
+        values::{from_json, job_id, json, strip_nul, time, to_u32},
     },
 };
 use lockstep_protocol::{
@@ -27,14 +27,13 @@ const VERSION: &str = "SELECT v.*, jobs.name AS job_name, jobs.project, jobs.spe
     LEFT JOIN checkpoints c ON c.id = v.checkpoint_id WHERE v.deleted_at IS NULL";
 
 fn version(row: &DbRow) -> Result<VersionRow> {
-    let job: String = row.try_get("job_id")?;
     let text = |column: &str| row.try_get::<Option<String>, _>(column);
     let version = ModelVersion {
         model: row.try_get("model")?,
         version: to_u32(row.try_get("version")?),
         aliases: Vec::new(),
         checkpoint: row.try_get("checkpoint_id")?,
-        job: job.parse().map_err(|_| StoreError::Corrupt(format!("job id {job:?}")))?,
+        job: job_id(row.try_get("job_id")?)?,
         job_name: row.try_get("job_name")?,
         project: row.try_get("project")?,
         val_accuracy: row.try_get("val_accuracy")?,
@@ -97,15 +96,16 @@ impl SqlStore {
                 .fetch_optional(&mut *db)
                 .await?;
         let checkpoint = found.ok_or(StoreError::NotFound("checkpoint"))?;
-        let count = "SELECT count(*) FROM model_versions WHERE deleted_at IS NULL AND";
-        let of_model: i64 = sqlx::query_scalar(AssertSqlSafe(format!("{count} model = $1")))
-            .bind(&new.model)
-            .fetch_one(&mut *db)
-            .await?;
-        let of_job: i64 = sqlx::query_scalar(AssertSqlSafe(format!("{count} job_id = $1")))
-            .bind(new.job.as_str())
-            .fetch_one(&mut *db)
-            .await?;
+        // The newest version includes removed versions, so that numbers are not reused.
+        let (of_model, of_job, newest): (i64, i64, Option<i64>) = sqlx::query_as(
+            "SELECT (SELECT count(*) FROM model_versions WHERE model = $1 AND deleted_at IS NULL), \
+             (SELECT count(*) FROM model_versions WHERE job_id = $2 AND deleted_at IS NULL), \
+             (SELECT max(version) FROM model_versions WHERE model = $1)",
+        )
+        .bind(&new.model)
+        .bind(new.job.as_str())
+        .fetch_one(&mut *db)
+        .await?;
         if of_model >= MAX_VERSIONS_PER_MODEL || of_job >= MAX_VERSIONS_PER_JOB {
             let detail = format!(
                 "the model has {of_model} versions and the job {of_job}; the limits are {MAX_VERSIONS_PER_MODEL} per model and \
@@ -113,12 +113,6 @@ impl SqlStore {
             );
             return Err(Refused { state, detail }.into());
         }
-        // Includes removed versions, so that numbers are not reused.
-        let newest: Option<i64> =
-            sqlx::query_scalar("SELECT max(version) FROM model_versions WHERE model = $1")
-                .bind(&new.model)
-                .fetch_one(&mut *db)
-                .await?;
         let version = newest.unwrap_or(0) + 1;
         sqlx::query(
             "INSERT INTO model_versions (model, version, job_id, checkpoint_id, dataset_fingerprint, programs, \

@@ -3,7 +3,6 @@
 use super::{DbRow, SqlStore};
 use crate::store::{
     Owned, PersonRow, Result, StoreError,
-    quarantine::readable,
     values::{strip_nul, time},
 };
 use jiff::Timestamp;
@@ -37,8 +36,7 @@ fn owned(row: &DbRow) -> Result<Owned> {
 impl SqlStore {
     pub(in crate::store) async fn people(&self) -> Result<Vec<PersonRow>> {
         let query = "SELECT people.*, issuer, subject FROM people LEFT JOIN identities ON person = name ORDER BY name";
-        let rows = sqlx::query(query).fetch_all(&self.reader).await?;
-        Ok(readable(rows.iter().map(person)))
+        self.list(sqlx::query(query), person).await
     }
 
     pub(in crate::store) async fn refused_identities(&self) -> Result<Vec<Identity>> {
@@ -91,11 +89,11 @@ impl SqlStore {
 
     pub(in crate::store) async fn remove_person(&self, row: &PersonRow, at: Timestamp) -> Result<()> {
         let mut db = self.begin().await?;
-        sqlx::query("DELETE FROM people WHERE name = $1").bind(&row.person.name).execute(&mut *db).await?;
-        sqlx::query("UPDATE identities SET person = NULL WHERE person = $1")
-            .bind(&row.person.name)
-            .execute(&mut *db)
-            .await?;
+        for query in
+            ["DELETE FROM people WHERE name = $1", "UPDATE identities SET person = NULL WHERE person = $1"]
+        {
+            sqlx::query(query).bind(&row.person.name).execute(&mut *db).await?;
+        }
         sqlx::query("DELETE FROM sessions WHERE token_id = $1")
             .bind(row.principal())
             .execute(&mut *db)
@@ -109,11 +107,8 @@ impl SqlStore {
     }
 
     pub(in crate::store) async fn owned_job(&self, id: &JobId) -> Result<Option<Owned>> {
-        let row = sqlx::query("SELECT owner, private FROM jobs WHERE id = $1 AND deleted_at IS NULL")
-            .bind(id.as_str())
-            .fetch_optional(&self.reader)
-            .await?;
-        row.as_ref().map(owned).transpose()
+        let query = sqlx::query("SELECT owner, private FROM jobs WHERE id = $1 AND deleted_at IS NULL");
+        self.find(query.bind(id.as_str()), owned).await
     }
 
     pub(in crate::store) async fn jobs_hidden_from(&self, owner: &str) -> Result<Vec<JobId>> {
@@ -127,10 +122,7 @@ impl SqlStore {
     }
 
     pub(in crate::store) async fn owned_dataset(&self, name: &str) -> Result<Option<Owned>> {
-        let row = sqlx::query("SELECT owner, private FROM datasets WHERE name = $1")
-            .bind(strip_nul(name))
-            .fetch_optional(&self.reader)
-            .await?;
-        row.as_ref().map(owned).transpose()
+        let query = sqlx::query("SELECT owner, private FROM datasets WHERE name = $1");
+        self.find(query.bind(strip_nul(name)), owned).await
     }
 }

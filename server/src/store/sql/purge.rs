@@ -2,7 +2,10 @@
 //! removes all of them would delay all other writers, or exceed the database's time limit.
 
 use super::{Connection, SOME_METRIC_CHUNKS, SqlStore};
-use crate::store::{Result, StoreError, values::uint};
+use crate::store::{
+    Result,
+    values::{job_id, uint},
+};
 use jiff::Timestamp;
 use lockstep_protocol::JobId;
 use sqlx::AssertSqlSafe;
@@ -11,10 +14,6 @@ use sqlx::AssertSqlSafe;
 const MAX_EVENTS: i64 = 1000;
 /// Maximum number of chunks of metrics that a statement removes. A chunk has about three kilobytes.
 const MAX_CHUNKS: i64 = 500;
-
-fn found(id: Option<String>) -> Result<Option<JobId>> {
-    id.map(|id| id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))).transpose()
-}
 
 impl SqlStore {
     pub(in crate::store) async fn first_seq(&self, job: &JobId) -> Result<u64> {
@@ -41,7 +40,7 @@ impl SqlStore {
         .bind(behind.map(JobId::as_str))
         .fetch_optional(&self.reader)
         .await?;
-        found(id)
+        id.as_deref().map(job_id).transpose()
     }
 
     pub(in crate::store) async fn remove_points(&self, job: &JobId) -> Result<bool> {
@@ -70,7 +69,7 @@ impl SqlStore {
     pub(in crate::store) async fn oldest_deleted(&self) -> Result<Option<JobId>> {
         let oldest = "SELECT id FROM jobs WHERE deleted_at IS NOT NULL ORDER BY deleted_at LIMIT 1";
         let id: Option<String> = sqlx::query_scalar(oldest).fetch_optional(&self.reader).await?;
-        found(id)
+        id.as_deref().map(job_id).transpose()
     }
 
     pub(in crate::store) async fn purge_deleted(&self, id: &JobId) -> Result<()> {
@@ -78,30 +77,28 @@ impl SqlStore {
         let events = "DELETE FROM events WHERE job_id = $1 AND seq <= (SELECT max(seq) FROM \
             (SELECT seq FROM events WHERE job_id = $1 ORDER BY seq LIMIT $2) AS first)";
         let chunks = format!("DELETE FROM metric_chunks WHERE {SOME_METRIC_CHUNKS}");
-        let mut db = self.begin().await?;
-        for (query, rows) in [(events, MAX_EVENTS), (chunks.as_str(), MAX_CHUNKS)] {
-            let done = sqlx::query(AssertSqlSafe(query)).bind(id).bind(rows).execute(&mut *db).await?;
-            if done.rows_affected() > 0 {
-                db.commit().await?;
-                return Ok(());
-            }
-        }
         // Removes the histograms of all layers of a step.
         let histograms = "DELETE FROM histograms WHERE job_id = $1 \
             AND step = (SELECT min(step) FROM histograms WHERE job_id = $1)";
-        if sqlx::query(histograms).bind(id).execute(&mut *db).await?.rows_affected() > 0 {
-            return Ok(db.commit().await?);
-        }
         // Removes the rows of all sources of an attempt.
         let sources = "DELETE FROM acknowledged WHERE job_id = $1 \
             AND attempt = (SELECT min(attempt) FROM acknowledged WHERE job_id = $1)";
-        let done = sqlx::query(sources).bind(id).execute(&mut *db).await?;
-        if done.rows_affected() == 0 {
-            sqlx::query("DELETE FROM jobs WHERE id = $1").bind(id).execute(&mut *db).await?;
-            delete_panels_of_lost_projects(&mut db).await?;
+        let mut db = self.begin().await?;
+        for (query, rows) in [
+            (events, Some(MAX_EVENTS)),
+            (chunks.as_str(), Some(MAX_CHUNKS)),
+            (histograms, None),
+            (sources, None),
+        ] {
+            let query = sqlx::query(AssertSqlSafe(query)).bind(id);
+            let query = rows.into_iter().fold(query, |query, rows| query.bind(rows));
+            if query.execute(&mut *db).await?.rows_affected() > 0 {
+                return Ok(db.commit().await?);
+            }
         }
-        db.commit().await?;
-        Ok(())
+        sqlx::query("DELETE FROM jobs WHERE id = $1").bind(id).execute(&mut *db).await?;
+        delete_panels_of_lost_projects(&mut db).await?;
+        Ok(db.commit().await?)
     }
 }
 

@@ -1,12 +1,16 @@
 //! The queue: jobs that wait for slots, and the slots in use by each owner or project.
 
 use super::{
-    SqlStore, batch,
-    jobs::{JOB, job_row},
+    SqlStore,
+    jobs::{JOB, job_row, rows_of},
 };
 use crate::{
     config::FairShare,
-    store::{JobRow, QueuePlace, Result, StoreError, WaitingVersion, quarantine::readable, values::uint},
+    store::{
+        JobRow, QueuePlace, Result, WaitingVersion,
+        quarantine::readable,
+        values::{job_id, uint},
+    },
 };
 use lockstep_protocol::job::JobId;
 use sqlx::{AssertSqlSafe, Row};
@@ -44,16 +48,8 @@ impl SqlStore {
     }
 
     pub(in crate::store) async fn jobs_of(&self, ids: &[JobId]) -> Result<Vec<JobRow>> {
-        let mut found = Vec::with_capacity(ids.len());
-        for ids in batch::split(ids) {
-            let placeholders = batch::values(ids.len(), 1);
-            let text = format!("{JOB} WHERE jobs.id IN ({placeholders}) AND jobs.deleted_at IS NULL");
-            let query = sqlx::query(AssertSqlSafe(text));
-            let query = ids.iter().fold(query, |query, id| query.bind(id.as_str()));
-            let rows = query.fetch_all(&self.reader).await?;
-            found.extend(readable(rows.iter().map(job_row)));
-        }
-        Ok(found)
+        let rows = rows_of(&mut *self.reader.acquire().await?, JOB, ids).await?;
+        Ok(readable(rows.iter().map(job_row)))
     }
 
     pub(in crate::store) async fn waiting_versions(&self) -> Result<HashMap<JobId, WaitingVersion>> {
@@ -65,8 +61,7 @@ impl SqlStore {
         .await?;
         let version = |(id, last_seq, priority, project): (String, i64, i64, String)| {
             let priority = i32::try_from(priority).unwrap_or(i32::MAX);
-            let id = id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))?;
-            Ok((id, WaitingVersion { last_seq: uint(last_seq), priority, project }))
+            Ok((job_id(&id)?, WaitingVersion { last_seq: uint(last_seq), priority, project }))
         };
         Ok(readable(rows.into_iter().map(version)).into_iter().collect())
     }

@@ -2,7 +2,7 @@
 
 use super::{
     BEGIN_SNAPSHOT, BY_LOG, BY_METRICS, DATABASE_BYTES, DbRow, LIKE, SqlStore,
-    jobs::{JOB, job_row},
+    jobs::{JOB, job_row, part_of},
     pages::bounded,
 };
 use crate::store::{
@@ -10,7 +10,7 @@ use crate::store::{
     Stored,
     quarantine::readable,
     rows::ROW_COST,
-    values::{from_json, int, strip_nul, time, to_u32, uint},
+    values::{from_json, int, job_id, strip_nul, time, to_u32, uint},
 };
 use futures_util::TryStreamExt;
 use lockstep_protocol::{
@@ -48,24 +48,13 @@ pub(super) fn ranks(filter: &MetricFilter) -> String {
 fn pattern(text: &str) -> Option<String> {
     let is_plain =
         !text.is_empty() && text.bytes().all(|b| (b' '..=b'~').contains(&b) && b != b'"' && b != b'\\');
-    is_plain.then(|| {
-        let mut pattern = String::from("%");
-        for letter in text.chars() {
-            if matches!(letter, '%' | '_' | '!') {
-                pattern.push('!');
-            }
-            pattern.push(letter);
-        }
-        pattern.push('%');
-        pattern
-    })
+    is_plain.then(|| part_of(text))
 }
 
 fn checkpoint_row(row: &DbRow) -> Result<CheckpointRow> {
-    let job: String = row.try_get("job_id")?;
     Ok(CheckpointRow {
         id: row.try_get("id")?,
-        job: job.parse().map_err(|_| StoreError::Corrupt(format!("job id {job:?}")))?,
+        job: job_id(row.try_get("job_id")?)?,
         attempt: to_u32(row.try_get("attempt")?),
         info: CheckpointInfo {
             epoch: to_u32(row.try_get("epoch")?),
@@ -88,8 +77,7 @@ impl SqlStore {
     pub(in crate::store) async fn unfinished(&self) -> Result<Vec<Job>> {
         let query =
             format!("{JOB} WHERE state NOT IN ('succeeded', 'failed', 'cancelled') AND deleted_at IS NULL");
-        let rows = sqlx::query(AssertSqlSafe(query)).fetch_all(&self.reader).await?;
-        Ok(readable(rows.iter().map(|r| Ok(job_row(r)?.job))))
+        self.list(sqlx::query(AssertSqlSafe(query)), |row| Ok(job_row(row)?.job)).await
     }
 
     pub(in crate::store) async fn events(
@@ -201,11 +189,8 @@ impl SqlStore {
     }
 
     pub(in crate::store) async fn checkpoints(&self, job: &JobId) -> Result<Vec<CheckpointRow>> {
-        let rows = sqlx::query("SELECT * FROM checkpoints WHERE job_id = $1 ORDER BY step DESC, epoch DESC")
-            .bind(job.as_str())
-            .fetch_all(&self.reader)
-            .await?;
-        Ok(readable(rows.iter().map(checkpoint_row)))
+        let query = sqlx::query("SELECT * FROM checkpoints WHERE job_id = $1 ORDER BY step DESC, epoch DESC");
+        self.list(query.bind(job.as_str()), checkpoint_row).await
     }
 
     pub(in crate::store) async fn checkpoints_behind(
@@ -213,20 +198,13 @@ impl SqlStore {
         id: &str,
         limit: u32,
     ) -> Result<Vec<CheckpointRow>> {
-        let rows = sqlx::query("SELECT * FROM checkpoints WHERE id > $1 ORDER BY id LIMIT $2")
-            .bind(id)
-            .bind(i64::from(limit))
-            .fetch_all(&self.reader)
-            .await?;
-        Ok(readable(rows.iter().map(checkpoint_row)))
+        let query = sqlx::query("SELECT * FROM checkpoints WHERE id > $1 ORDER BY id LIMIT $2");
+        self.list(query.bind(id).bind(i64::from(limit)), checkpoint_row).await
     }
 
     pub(in crate::store) async fn checkpoint(&self, id: &str) -> Result<Option<CheckpointRow>> {
-        let row = sqlx::query("SELECT * FROM checkpoints WHERE id = $1")
-            .bind(strip_nul(id))
-            .fetch_optional(&self.reader)
-            .await?;
-        row.as_ref().map(checkpoint_row).transpose()
+        let query = sqlx::query("SELECT * FROM checkpoints WHERE id = $1");
+        self.find(query.bind(strip_nul(id)), checkpoint_row).await
     }
 
     pub(in crate::store) async fn counts(&self) -> Result<Counts> {

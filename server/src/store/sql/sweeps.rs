@@ -8,7 +8,6 @@ use crate::{
     lifecycle::Refused,
     store::{
         JobRow, Owned, Result, StoreError, SweepRow,
-        quarantine::readable,
         values::{from_json, json, strip_nul, time},
     },
 };
@@ -83,19 +82,17 @@ impl SqlStore {
 
     pub(in crate::store) async fn sweeps(&self) -> Result<Vec<SweepRow>> {
         let query = format!("{SWEEP} ORDER BY created_at DESC, id");
-        let rows = sqlx::query(AssertSqlSafe(query)).fetch_all(&self.reader).await?;
-        Ok(readable(rows.iter().map(sweep)))
+        self.list(sqlx::query(AssertSqlSafe(query)), sweep).await
     }
 
     pub(in crate::store) async fn unfinished_sweeps(&self) -> Result<Vec<SweepRow>> {
         let query = format!("{SWEEP} WHERE finished_at IS NULL ORDER BY created_at, id");
-        let rows = sqlx::query(AssertSqlSafe(query)).fetch_all(&self.reader).await?;
-        Ok(readable(rows.iter().map(sweep)))
+        self.list(sqlx::query(AssertSqlSafe(query)), sweep).await
     }
 
     pub(in crate::store) async fn sweep(&self, id: &str) -> Result<Option<SweepRow>> {
         let query = sqlx::query(AssertSqlSafe(format!("{SWEEP} WHERE id = $1"))).bind(strip_nul(id));
-        query.fetch_optional(&self.reader).await?.as_ref().map(sweep).transpose()
+        self.find(query, sweep).await
     }
 
     pub(in crate::store) async fn sweep_specs(&self, id: &str) -> Result<Vec<JobSpec>> {
@@ -138,7 +135,6 @@ impl SqlStore {
 
     pub(in crate::store) async fn trials(&self, sweep: &str) -> Result<Vec<JobRow>> {
         let query = format!("{JOB} WHERE jobs.sweep = $1 AND jobs.deleted_at IS NULL ORDER BY jobs.trial");
-        let rows = sqlx::query(AssertSqlSafe(query)).bind(strip_nul(sweep)).fetch_all(&self.reader).await?;
-        Ok(readable(rows.iter().map(job_row)))
+        self.list(sqlx::query(AssertSqlSafe(query)).bind(strip_nul(sweep)), job_row).await
     }
 }

@@ -143,8 +143,7 @@ fn delivery(row: &DbRow) -> Result<Delivery> {
 
 impl SqlStore {
     pub(in crate::store) async fn webhooks(&self) -> Result<Vec<WebhookRow>> {
-        let rows = sqlx::query("SELECT * FROM webhooks ORDER BY id").fetch_all(&self.reader).await?;
-        Ok(readable(rows.iter().map(webhook)))
+        self.list(sqlx::query("SELECT * FROM webhooks ORDER BY id"), webhook).await
     }
 
     pub(in crate::store) async fn put_webhook(&self, row: &WebhookRow) -> Result<()> {
@@ -180,8 +179,7 @@ impl SqlStore {
 
     pub(in crate::store) async fn deliveries(&self, webhook: &str, limit: u32) -> Result<Vec<Delivery>> {
         let text = "SELECT * FROM webhook_deliveries WHERE webhook_id = $1 ORDER BY id DESC LIMIT $2";
-        let rows = sqlx::query(text).bind(webhook).bind(i64::from(limit)).fetch_all(&self.reader).await?;
-        Ok(readable(rows.iter().map(delivery)))
+        self.list(sqlx::query(text).bind(webhook).bind(i64::from(limit)), delivery).await
     }
 
     pub(in crate::store) async fn next_deliveries(&self) -> Result<Vec<(WebhookRow, Delivery)>> {
@@ -190,17 +188,15 @@ impl SqlStore {
         if webhooks.is_empty() {
             return Ok(Vec::new());
         }
-        let rows = sqlx::query(
+        let query = sqlx::query(
             "SELECT d.* FROM webhooks w JOIN webhook_deliveries d ON d.id = (SELECT id FROM webhook_deliveries \
              WHERE webhook_id = w.id AND next_at IS NOT NULL ORDER BY next_at, id LIMIT 1) WHERE w.enabled <> 0",
-        )
-        .fetch_all(&self.reader)
-        .await?;
+        );
         let with_webhook = |delivery: Delivery| {
             let row = webhooks.iter().find(|row| row.webhook.id == delivery.webhook)?;
             Some((row.clone(), delivery))
         };
-        Ok(readable(rows.iter().map(delivery)).into_iter().filter_map(with_webhook).collect())
+        Ok(self.list(query, delivery).await?.into_iter().filter_map(with_webhook).collect())
     }
 
     pub(in crate::store) async fn add_delivery(&self, delivery: &Delivery) -> Result<()> {

@@ -36,23 +36,20 @@ pub(super) fn push_group(query: &mut QueryBuilder<Db>, group: &[(GroupBy, GroupV
     for (by, value) in group {
         let column = grouped_by(*by);
         match (by, value) {
-            (GroupBy::Tag, GroupValue::Text(tag)) => push_tag(query, tag)?,
-            (GroupBy::Tag, GroupValue::Missing) => {
-                query.push(" AND COALESCE(annotations.tags, '[]') = '[]'");
+            (GroupBy::Tag, GroupValue::Text(tag)) => {
+                push_tag(query, tag)?;
+                continue;
             }
-            (_, GroupValue::Missing) => {
-                query.push(format!(" AND {column} IS NULL"));
-            }
+            (GroupBy::Tag, GroupValue::Missing) => query.push(" AND COALESCE(annotations.tags, '[]') = '[]'"),
+            (_, GroupValue::Missing) => query.push(format!(" AND {column} IS NULL")),
             (_, GroupValue::Text(text)) => {
-                query.push(format!(" AND {column} = ")).push_bind(strip_nul(text).into_owned());
+                query.push(format!(" AND {column} = ")).push_bind(strip_nul(text).into_owned())
             }
-            (_, GroupValue::Number(number)) => {
-                query.push(format!(" AND {column} = ")).push_bind(*number);
-            }
+            (_, GroupValue::Number(number)) => query.push(format!(" AND {column} = ")).push_bind(*number),
             (_, GroupValue::Bool(value)) => {
-                query.push(format!(" AND {column} = ")).push_bind(i64::from(*value));
+                query.push(format!(" AND {column} = ")).push_bind(i64::from(*value))
             }
-        }
+        };
     }
     Ok(())
 }

@@ -114,7 +114,7 @@ impl Wire<'_> {
     /// Replaces `values` by their reduction over all ranks.
     pub(super) fn all_reduce<E: Element>(
         &mut self,
-        values: &mut [E::Raw],
+        values: &mut [E],
         reduction: Reduction,
     ) -> Result<(), CommError> {
         let n = self.ring.size;
@@ -131,8 +131,8 @@ impl Wire<'_> {
     /// + 1`.
     pub(super) fn reduce_scatter<E: Element>(
         &mut self,
-        input: &[E::Raw],
-        output: &mut [E::Raw],
+        input: &[E],
+        output: &mut [E],
         reduction: Reduction,
     ) -> Result<(), CommError> {
         match reduction {

@@ -4,7 +4,6 @@ use super::{Call, Operation, Part, Ring};
 use crate::{
     CommError, ProcessGroup, Reduction, SharedMemoryOrReason, SingleRank, Values, ValuesMut, values::check,
 };
-use half::{bf16, f16};
 use std::{sync::Arc, time::Duration};
 
 impl ProcessGroup for Ring {
@@ -20,10 +19,8 @@ impl ProcessGroup for Ring {
         check::reducible("all_reduce", values.data_type())?;
         let call = Call::of(Operation::AllReduce, &values.as_values()).reducing(reduction);
         self.call(call, |wire| match values {
-            ValuesMut::F16(values) => wire.all_reduce::<f16>(values, reduction),
-            ValuesMut::Bf16(values) => wire.all_reduce::<bf16>(values, reduction),
-            ValuesMut::F32(values) => wire.all_reduce::<f32>(values, reduction),
-            ValuesMut::F64(values) => wire.all_reduce::<f64>(values, reduction),
+            ValuesMut::F32(values) => wire.all_reduce(values, reduction),
+            ValuesMut::F64(values) => wire.all_reduce(values, reduction),
             // Rejected by `check::reducible`.
             ValuesMut::U8(_) => Ok(()),
         })
@@ -39,10 +36,8 @@ impl ProcessGroup for Ring {
         check::parts("reduce_scatter", (&input, self.size), (&output, 1))?;
         let call = Call::of(Operation::ReduceScatter, &input).reducing(reduction);
         self.call(call, |wire| match (input, output) {
-            (Values::F16(from), ValuesMut::F16(to)) => wire.reduce_scatter::<f16>(from, to, reduction),
-            (Values::Bf16(from), ValuesMut::Bf16(to)) => wire.reduce_scatter::<bf16>(from, to, reduction),
-            (Values::F32(from), ValuesMut::F32(to)) => wire.reduce_scatter::<f32>(from, to, reduction),
-            (Values::F64(from), ValuesMut::F64(to)) => wire.reduce_scatter::<f64>(from, to, reduction),
+            (Values::F32(from), ValuesMut::F32(to)) => wire.reduce_scatter(from, to, reduction),
+            (Values::F64(from), ValuesMut::F64(to)) => wire.reduce_scatter(from, to, reduction),
             // Rejected by the checks above.
             _ => Ok(()),
         })

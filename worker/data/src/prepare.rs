@@ -258,10 +258,8 @@ fn unread_detail(detail: &str) -> String {
 }
 
 fn cannot_be_written(path: &Path, error: &std::io::Error) -> DataError {
-    DataError::File {
-        path: path.display().to_string(),
-        detail: format!(
-            "cannot be written: {error}. Finished shards are kept, and the same command continues after them"
-        ),
-    }
+    let detail = format!(
+        "cannot be written: {error}. Finished shards are kept, and the same command continues after them"
+    );
+    DataError::file(path, detail)
 }

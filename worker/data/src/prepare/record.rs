@@ -86,7 +86,7 @@ impl Destination {
     /// # Errors
     /// The folder is inside the dataset, another process is writing to it, or it cannot be used.
     pub(super) fn open(source: &Path, to: &Path) -> Result<Self, DataError> {
-        let wrong = |detail: String| DataError::File { path: to.display().to_string(), detail };
+        let wrong = |detail: String| DataError::file(to, detail);
         let io = |error| wrong(format!("cannot be used: {error}"));
         let is_new = !to.exists();
         fs::create_dir_all(to).map_err(io)?;
@@ -126,7 +126,7 @@ impl Destination {
     /// # Errors
     /// The folder has other content; the error names the difference.
     pub(super) fn continues(&self, plan: &Plan) -> Result<bool, DataError> {
-        let wrong = |detail: String| Err(DataError::File { path: self.dir.display().to_string(), detail });
+        let wrong = |detail: String| Err(DataError::file(&self.dir, detail));
         let Some(Record { version, plan: begun, .. }) = &self.record else {
             return match self
                 .found

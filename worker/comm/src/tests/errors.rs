@@ -52,7 +52,7 @@ type OnRank = fn(&dyn ProcessGroup) -> Result<(), CommError>;
 
 #[test]
 fn errors_name_differing_calls_of_ranks() {
-    let cases: [(OnRank, OnRank, &str, &str); 7] = [
+    let cases: [(OnRank, OnRank, &str, &str); 9] = [
         (
             |g| g.all_reduce((&mut [0.0f32; 10]).into(), Reduction::Sum),
             |g| g.all_reduce((&mut [0.0f32; 11]).into(), Reduction::Sum),
@@ -64,6 +64,18 @@ fn errors_name_differing_calls_of_ranks() {
             |g| g.all_reduce((&mut [0.0f32; 10]).into(), Reduction::Max),
             "all_reduce of 10 float32 values (0)",
             "all_reduce of 10 float32 values (2)",
+        ),
+        (
+            |g| g.all_reduce((&mut [0.0f32; 10]).into(), Reduction::Sum),
+            |g| g.all_reduce((&mut [0.0f64; 12]).into(), Reduction::Sum),
+            "all_reduce of 10 float32 values",
+            "all_reduce of 12 float64 values",
+        ),
+        (
+            |g| g.all_reduce((&mut [0.0f32; 10]).into(), Reduction::Sum),
+            |g| g.broadcast((&mut [0.0f32; 12]).into(), 0),
+            "all_reduce of 10 float32 values",
+            "broadcast of 12 float32 values",
         ),
         (
             |g| g.reduce_scatter((&[0.0f32; 4]).into(), (&mut [0.0f32; 2]).into(), Reduction::Sum),

@@ -37,7 +37,6 @@ const MIN_SHM: u64 = GIB;
 const MIN_OPEN_FILES: u64 = 1024;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// The grade of a finding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Grade {
@@ -55,7 +54,6 @@ pub struct Finding {
     /// What was checked: `CPU`, `memory`, ...
     pub what: String,
     pub grade: Grade,
-    /// What was found.
     pub found: String,
     /// What to do, if anything.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -183,7 +183,6 @@ impl Policy for Measuring {
     }
 }
 
-/// The output of a member.
 struct Output {
     stdout: Option<JoinHandle<Vec<u8>>>,
     stderr: Option<JoinHandle<Vec<u8>>>,

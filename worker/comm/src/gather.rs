@@ -100,7 +100,6 @@ pub fn gather(store: &Store, ordinal: i32) -> Result<Gathered, CommError> {
     Ok(Gathered { device: "GPU".into(), values, short_us, bytes_per_second, no_peer_memory })
 }
 
-/// A GPU and a stream on it.
 struct Gpu {
     context: Arc<CudaContext>,
     stream: CUstream,

@@ -99,7 +99,6 @@ impl Peers {
         })
     }
 
-    /// Allocates this rank's buffer.
     fn allocate(rank: u32, world: u32, ordinal: i32, bytes: usize) -> Result<Self, String> {
         libraries::ready(&[Library::Driver])?;
         let text = |e: DriverError| format!("GPU {ordinal}: {e}");

@@ -25,13 +25,10 @@ const MAX_SERVER_WAIT: Duration = Duration::from_millis(100);
 pub struct RendezvousConfig {
     /// The address or name at which rank 0 listens.
     pub addr: String,
-    /// The port at which rank 0 listens.
     pub port: u16,
     /// The attempt's secret, which only the attempt's ranks know.
     pub secret: Vec<u8>,
-    /// The rank of this process.
     pub rank: u32,
-    /// The number of ranks.
     pub world_size: u32,
     /// The longest wait for other ranks.
     pub timeout: Duration,

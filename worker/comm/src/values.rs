@@ -16,7 +16,6 @@ pub enum DataType {
 }
 
 impl DataType {
-    /// The size of a value in bytes.
     pub fn size_bytes(self) -> usize {
         match self {
             Self::U8 => 1,

@@ -280,7 +280,6 @@ fn check_tail(source: &Source) -> Result<(), UnusableFile> {
     Ok(())
 }
 
-/// The name of an unsupported codec.
 fn unsupported_codec(codec: CompressionCodec) -> Option<String> {
     use CompressionCodec::{GZIP, SNAPPY, UNCOMPRESSED, ZSTD};
     (!matches!(codec, UNCOMPRESSED | SNAPPY | GZIP | ZSTD)).then(|| format!("{codec:?}").to_lowercase())

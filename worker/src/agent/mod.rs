@@ -329,7 +329,6 @@ impl Agent {
         }
     }
 
-    /// Handles a signal.
     fn handle_signal(&mut self, detach: bool) -> LoopControl {
         if detach {
             tracing::info!("detaching: the ranks stay for the next agent");

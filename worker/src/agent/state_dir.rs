@@ -49,21 +49,11 @@ impl StoredAttempt {
 pub enum StateDirError {
     /// The folder cannot be created, read or written.
     #[error("the agent's folder {}: {error}", path.display())]
-    Io {
-        /// The file or folder.
-        path: PathBuf,
-        /// The operating system's error.
-        error: io::Error,
-    },
+    Io { path: PathBuf, error: io::Error },
     /// Another agent uses the folder.
     #[error("the agent's folder {} is in use by another agent{}; stop that one, or choose another folder with --data-dir",
         path.display(), pid.map(|p| format!(" (process {p})")).unwrap_or_default())]
-    Taken {
-        /// The folder.
-        path: PathBuf,
-        /// The process id of the other agent.
-        pid: Option<i32>,
-    },
+    Taken { path: PathBuf, pid: Option<i32> },
 }
 
 impl StateDir {

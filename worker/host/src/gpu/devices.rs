@@ -19,7 +19,6 @@ const DEVICE_ORDER: &str = "CUDA_DEVICE_ORDER";
 /// Maximum number of NVLink connections of a GPU (an H200 has 18).
 const MAX_LINKS: u32 = 36;
 
-/// A GPU.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Gpu {
     /// The number among all GPUs of this machine in the order of their PCI addresses, as in `nvidia-smi`.

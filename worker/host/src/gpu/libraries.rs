@@ -55,7 +55,6 @@ pub enum Library {
 }
 
 impl Library {
-    /// All libraries.
     pub const ALL: [Self; 7] =
         [Self::Driver, Self::Nvml, Self::Nvrtc, Self::Cudnn, Self::CublasLt, Self::Nccl, Self::Nvjpeg];
 

@@ -43,10 +43,6 @@ pub struct Member {
     pub interface: Option<String>,
 }
 
-fn loopback() -> String {
-    "127.0.0.1".into()
-}
-
 /// A member's connections to the other members.
 pub struct JoinedGroup {
     pub comm: Arc<dyn ProcessGroup>,
@@ -107,7 +103,7 @@ pub fn members_on(world_size: u32, devices: &[String]) -> io::Result<Vec<Member>
     let member = |rank: u32| Member {
         rank,
         world_size,
-        addr: loopback(),
+        addr: "127.0.0.1".into(),
         port,
         secret: secret.clone(),
         interface: None,

@@ -200,11 +200,6 @@ pub fn memory_and_swap() -> Option<u64> {
     Some(of_group.map_or(of_machine, |of_group| of_group.min(of_machine)))
 }
 
-/// The memory of this machine or container, in bytes.
-pub fn memory_bytes() -> u64 {
-    memory(&ControlGroups::of_this_process()).bytes
-}
-
 /// Free and total memory of this machine or container, in bytes.
 pub fn memory_free() -> (u64, u64) {
     let memory = memory(&ControlGroups::of_this_process());

@@ -1,6 +1,6 @@
 //! The description of this machine.
 
-use lockstep_host::{cores, cpu_name, hostname, usage::memory_bytes};
+use lockstep_host::{cores, cpu_name, hostname, usage::memory_free};
 use lockstep_protocol::agent::Machine;
 use std::path::Path;
 
@@ -11,7 +11,7 @@ pub fn describe(dir: &Path) -> Machine {
         hostname: hostname(),
         cpu: cpu_name(),
         cores: cores(),
-        memory_bytes: memory_bytes(),
+        memory_bytes: memory_free().1,
         disk_free_bytes,
         version: env!("CARGO_PKG_VERSION").into(),
         address: None,

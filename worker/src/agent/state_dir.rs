@@ -129,12 +129,12 @@ impl StateDir {
     /// # Errors
     /// The file cannot be written.
     pub fn store(&self, stored: &StoredAttempt) -> io::Result<()> {
-        write_private(&self.attempt_path(&stored.start.attempt), &serde_json::to_vec_pretty(stored)?)
+        write_private(&attempt_path(&self.dir, &stored.start.attempt), &serde_json::to_vec_pretty(stored)?)
     }
 
     /// Deletes a stored attempt after the server has all of its records or refuses them.
     pub fn forget(&self, attempt: &AttemptRef) {
-        let path = self.attempt_path(attempt);
+        let path = attempt_path(&self.dir, attempt);
         if let Err(error) = fs::remove_file(&path)
             && error.kind() != io::ErrorKind::NotFound
         {
@@ -191,10 +191,6 @@ impl StateDir {
     pub(super) fn server_is_here(&self) -> bool {
         let noted = fs::read_to_string(self.dir.join("server"));
         noted.is_ok_and(|lock| is_locked(Path::new(&lock)) == Some(true))
-    }
-
-    fn attempt_path(&self, attempt: &AttemptRef) -> PathBuf {
-        attempt_path(&self.dir, attempt)
     }
 }
 

@@ -12,6 +12,7 @@ use super::{
 };
 use crate::agent::remote::AttemptClient;
 use incoming::receive;
+use lockstep_host::usage::disk_free;
 use lockstep_protocol::agent::{
     DATASET_PART_BYTES, DATASET_PARTS, DATASET_PARTS_BYTES, DatasetEntry, DatasetPart, DatasetParts,
 };
@@ -200,8 +201,7 @@ async fn check_disk(
     let needed = missing.disk_bytes.saturating_add(SPARE_BYTES);
     loop {
         let unused = copies.unused_bytes().map_err(on_disk(entry.dir()))?;
-        let found = rustix::fs::statvfs(entry.dir()).map_err(|e| on_disk(entry.dir())(e.into()))?;
-        let free = found.f_bavail.saturating_mul(found.f_frsize);
+        let free = disk_free(entry.dir()).map_err(on_disk(entry.dir()))?;
         if free >= needed {
             return Ok(());
         }

@@ -38,9 +38,6 @@ impl Datasets {
 /// shares the server's disk: the agent must read the random mark that the server has just written there, and be able to
 /// write to the same folder. Equal paths do not prove a shared disk. Locks do not either, because some network file
 /// systems do not propagate locks.
-///
-/// # Errors
-/// No folder can be created.
 pub(super) fn choose_job_dir(
     state_dir: &StateDir,
     mut start: StartAttempt,

@@ -59,8 +59,6 @@ pub(super) struct Session {
 }
 
 impl Session {
-    /// # Errors
-    /// Why the connection failed.
     pub(super) async fn connect(address: &Address, stream: TcpStream) -> Result<Self, NoSession> {
         let connector = Some(address.connector()?);
         let local = stream.local_addr().ok().map(|address| address.ip());

@@ -25,9 +25,6 @@ pub(super) fn jittered(pause: Duration) -> Duration {
 }
 
 /// Opens a connection to the server, without sending anything.
-///
-/// # Errors
-/// Why the connection failed.
 pub(super) async fn reach(address: &Address) -> Result<TcpStream, String> {
     match time::timeout(CONNECT_TIMEOUT, TcpStream::connect(address.host_and_port())).await {
         Err(_) => Err("it does not answer".into()),

@@ -157,18 +157,12 @@ pub fn read(path: &Path) -> Result<NamedTensors, String> {
 }
 
 /// As [`read`], for an opened file with its size.
-///
-/// # Errors
-/// As [`read`].
 pub(crate) fn read_opened(path: &Path, opened: (File, u64)) -> Result<NamedTensors, String> {
     read_wanted(path, opened, &|_| true)
 }
 
 /// Reads the tensors whose names are `wanted`, as [`read_opened`]. Other tensors are not read, so they may be larger than
 /// the memory.
-///
-/// # Errors
-/// As [`read`].
 pub(super) fn read_wanted(
     path: &Path,
     (file, file_bytes): (File, u64),
@@ -259,9 +253,6 @@ pub fn shapes(path: &Path) -> Result<BTreeMap<String, Vec<usize>>, String> {
 }
 
 /// As [`shapes`], for an opened file with its size.
-///
-/// # Errors
-/// As [`shapes`].
 pub(crate) fn shapes_opened(
     path: &Path,
     (file, file_bytes): (File, u64),

@@ -23,9 +23,6 @@ impl Sampler {
     /// Calls `measure` at intervals and reports the results, at the step in `progress`. While `progress` does not
     /// change, nothing is measured or reported: a rank that has hung must be silent, and a metric has one value per
     /// step.
-    ///
-    /// # Errors
-    /// The thread cannot be started.
     pub(crate) fn start(
         name: &str,
         every: Duration,

@@ -124,9 +124,6 @@ impl Store {
     }
 
     /// As [`Store::exchange`], with another time-out.
-    ///
-    /// # Errors
-    /// As [`Store::exchange`].
     pub(crate) fn exchange_within(
         &self,
         what: &str,

@@ -227,9 +227,6 @@ pub(super) struct IndexBuilder {
 
 impl IndexBuilder {
     /// Stores results, so that they survive an interruption.
-    ///
-    /// # Errors
-    /// The file cannot be written.
     pub(super) fn append(&mut self, container: &[u8], block: BlockRef<'_>) -> io::Result<()> {
         let mut bytes = Vec::new();
         write_block(&mut bytes, container, &encoded(&block)?)?;
@@ -247,9 +244,6 @@ impl IndexBuilder {
     }
 
     /// Writes the index atomically.
-    ///
-    /// # Errors
-    /// The file cannot be written.
     pub(super) fn finish<'a>(self, blocks: impl Iterator<Item = (&'a [u8], BlockRef<'a>)>) -> io::Result<()> {
         let folder = self.index.parent().unwrap_or(Path::new("."));
         let mut file = BufWriter::with_capacity(1 << 20, tempfile::NamedTempFile::new_in(folder)?);

@@ -46,9 +46,6 @@ const PIECES: u64 = 16;
 const PIECE_BYTES: u64 = 4096;
 
 /// CRC-32 of pieces at even intervals in a file, to detect changes without reading the whole file.
-///
-/// # Errors
-/// The file cannot be read.
 pub(super) fn sampled(file: &File) -> io::Result<u32> {
     let last = file.metadata()?.len().saturating_sub(PIECE_BYTES);
     let (mut sum, mut piece) = (crc32fast::Hasher::new(), vec![0; PIECE_BYTES as usize]);
@@ -161,8 +158,6 @@ impl Destination {
         Ok(true)
     }
 
-    /// # Errors
-    /// The record cannot be written.
     pub(super) fn begin(&mut self, plan: Plan) -> Result<(), DataError> {
         self.record = Some(Record { version: VERSION, plan, shards: BTreeMap::new() });
         self.save()
@@ -181,8 +176,6 @@ impl Destination {
         (whole && same()).then(|| found.clone())
     }
 
-    /// # Errors
-    /// The record cannot be written.
     pub(super) fn add(&mut self, file: &str, shard: Finished) -> Result<(), DataError> {
         if let Some(record) = &mut self.record {
             record.shards.insert(file.to_owned(), shard);
@@ -191,9 +184,6 @@ impl Destination {
     }
 
     /// Marks the copy as complete.
-    ///
-    /// # Errors
-    /// The record cannot be written.
     pub(super) fn finish(self) -> Result<(), DataError> {
         let (from, to) = (self.dir.join(UNFINISHED), self.dir.join(PREPARED));
         if !from.exists() {

@@ -175,9 +175,6 @@ fn create_private_dir(dir: &Path) -> io::Result<()> {
 
 impl Copies {
     /// Opens or creates the folder. Drops the uses of its copies by attempts that are not in `live`.
-    ///
-    /// # Errors
-    /// The folder cannot be used.
     pub(in crate::agent) fn open(
         dir: &Path,
         limit_bytes: u64,

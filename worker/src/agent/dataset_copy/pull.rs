@@ -34,9 +34,6 @@ const SPARE_BYTES: u64 = 64 << 20;
 
 /// Pulls the missing parts of a copy, and renames the copy to its final name. Returns whether anything was missing. The
 /// first request contains the reason why the copy starts again (`anew`).
-///
-/// # Errors
-/// Some data did not arrive, or the disk is full.
 pub(super) async fn complete(
     client: &AttemptClient<'_>,
     (entry, turn): (&Entry, &CopyLock),

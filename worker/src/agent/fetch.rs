@@ -49,8 +49,9 @@ fn on_disk(path: &Path) -> impl Fn(io::Error) -> FetchError + '_ {
 /// The server refuses the report, and a retry would not help.
 pub(super) async fn begin(stored: &StoredAttempt, remote: &Remote) -> Result<(), Refusal> {
     let mut tries = Retries::of(remote);
-    while let Err(error) = try_to_begin(stored, remote).await {
-        tries.wait(error).await?;
+    let begin = || async { remote.client(&stored.start.attempt)?.begin().await };
+    while let Err(failed) = begin().await {
+        tries.wait(failed.into()).await?;
     }
     Ok(())
 }
@@ -144,10 +145,6 @@ async fn ensure_checkpoint(
     }
     tracing::info!(checkpoint = id, "fetched");
     Ok(())
-}
-
-async fn try_to_begin(stored: &StoredAttempt, remote: &Remote) -> Result<(), FetchError> {
-    Ok(remote.client(&stored.start.attempt)?.begin().await?)
 }
 
 /// Sends the fingerprint. Returns the server's description of its own fingerprint of the job's dataset if the two

@@ -13,7 +13,7 @@ use lockstep_protocol::agent::{AttemptRef, StartAttempt};
 use serde::{Deserialize, Serialize};
 use std::{
     fs::{self, File, TryLockError},
-    io::{self, Read, Seek, Write},
+    io::{self, Seek, Write},
     path::{Path, PathBuf},
 };
 
@@ -85,9 +85,7 @@ impl StateDir {
                 }
             }
             Err(TryLockError::WouldBlock) => {
-                let mut pid = String::new();
-                let pid = lock.read_to_string(&mut pid).ok().and_then(|_| pid.trim().parse().ok());
-                return Err(StateDirError::Taken { path: dir, pid });
+                return Err(StateDirError::Taken { path: dir, pid: pid_in(&lock) });
             }
             Err(TryLockError::Error(error)) => return Err(failed(&lock_path)(error)),
         }
@@ -246,15 +244,15 @@ fn is_locked(path: &Path) -> Option<bool> {
 
 /// The process id of the agent that uses `dir` now.
 pub fn running_agent(dir: &Path) -> Option<i32> {
-    let mut lock = File::open(dir.join("agent.lock")).ok()?;
+    let lock = File::open(dir.join("agent.lock")).ok()?;
     match lock.try_lock_shared() {
-        Err(TryLockError::WouldBlock) => {
-            let mut pid = String::new();
-            lock.read_to_string(&mut pid).ok()?;
-            pid.trim().parse().ok()
-        }
+        Err(TryLockError::WouldBlock) => pid_in(&lock),
         _ => None,
     }
+}
+
+fn pid_in(lock: &File) -> Option<i32> {
+    io::read_to_string(lock).ok()?.trim().parse().ok()
 }
 
 #[cfg(test)]

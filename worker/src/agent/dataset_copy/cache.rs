@@ -167,10 +167,7 @@ fn is_leftover(name: &OsStr) -> bool {
 
 /// Creates a folder that other accounts cannot read. An existing folder is left unchanged.
 fn create_private_dir(dir: &Path) -> io::Result<()> {
-    match DirBuilder::new().mode(MODE).create(dir) {
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
-        other => other,
-    }
+    DirBuilder::new().recursive(true).mode(MODE).create(dir)
 }
 
 impl Copies {

@@ -57,14 +57,13 @@ pub(super) async fn complete(
     let mut work = Work::new(entry)?;
     let mut unsynced = 0;
     loop {
-        let (back, parts) = turn
+        let parts;
+        (work, parts) = turn
             .blocking(move || {
-                let parts = work.next();
+                let parts = work.next()?;
                 Ok((work, parts))
             })
             .await?;
-        work = back;
-        let parts = parts?;
         if parts.is_empty() {
             break;
         }

@@ -7,16 +7,6 @@ mod error;
 mod machine_metrics;
 mod signals;
 mod spare;
-/// Parses an address, or resolves a name to an address that is not a loopback address.
-fn outside_address(address: &str) -> Option<std::net::IpAddr> {
-    use std::net::ToSocketAddrs;
-    if let Ok(ip) = address.parse() {
-        return Some(ip);
-    }
-    let found = (address, 0).to_socket_addrs().ok()?;
-    found.map(|at| at.ip()).find(|ip| !ip.is_loopback())
-}
-
 #[cfg(test)]
 mod tests;
 
@@ -40,6 +30,7 @@ use lockstep_engine::registry;
 use lockstep_protocol::agent::{AttemptEvent, RankReport};
 use signals::listen_to_signals;
 use std::{
+    net::{IpAddr, ToSocketAddrs},
     panic::{AssertUnwindSafe, catch_unwind},
     path::Path,
     sync::{
@@ -256,6 +247,15 @@ fn attempt(
         (Err(_), Some(why)) => Err(RankError::Stalled(why.into())),
         (outcome, _) => Ok(outcome?),
     }
+}
+
+/// Parses an address, or resolves a name to an address that is not a loopback address.
+fn outside_address(address: &str) -> Option<IpAddr> {
+    if let Ok(ip) = address.parse() {
+        return Some(ip);
+    }
+    let found = (address, 0).to_socket_addrs().ok()?;
+    found.map(|at| at.ip()).find(|ip| !ip.is_loopback())
 }
 
 /// Collective: fails if ranks have different backends, which would not call the same collectives.

@@ -50,10 +50,7 @@ pub(super) fn sampled(file: &File) -> io::Result<u32> {
     let last = file.metadata()?.len().saturating_sub(PIECE_BYTES);
     let (mut sum, mut piece) = (crc32fast::Hasher::new(), vec![0; PIECE_BYTES as usize]);
     for number in 0..PIECES {
-        let mut at = last / (PIECES - 1) * number;
-        if number == PIECES - 1 {
-            at = last;
-        }
+        let at = if number == PIECES - 1 { last } else { last / (PIECES - 1) * number };
         let read = file.read_at(&mut piece, at)?;
         sum.update(&piece[..read]);
     }

@@ -85,21 +85,16 @@ fn each_rank_gets_the_sum_of_its_part() {
                     |i: usize| -> f64 { (0..size).map(|rank| f64::from(values(rank, n * part)[i])).sum() };
                 let first = group.rank() as usize * part;
                 let is_checked = |i: usize| part < 100 || i.is_multiple_of(997);
-                for (reduction, scale) in [(Reduction::Sum, 1.0), (Reduction::Mean, f64::from(size))] {
-                    let single = values(group.rank(), n * part);
-                    let mut of_single = vec![0.0f32; part];
-                    group.reduce_scatter((&single).into(), (&mut of_single).into(), reduction).unwrap();
-                    let double: Vec<f64> = single.iter().copied().map(f64::from).collect();
-                    let mut of_double = vec![0.0f64; part];
-                    group.reduce_scatter((&double).into(), (&mut of_double).into(), reduction).unwrap();
-                    for i in (0..part).filter(|i| is_checked(*i)) {
-                        let wanted = exact(first + i) / scale;
-                        assert!(
-                            (f64::from(of_single[i]) - wanted).abs() < 1e-5,
-                            "{kind:?} {size} {part} {i}"
-                        );
-                        assert!((of_double[i] - wanted).abs() < 1e-12, "{kind:?} {size} {part} {i}");
-                    }
+                let single = values(group.rank(), n * part);
+                let mut of_single = vec![0.0f32; part];
+                group.reduce_scatter((&single).into(), (&mut of_single).into()).unwrap();
+                let double: Vec<f64> = single.iter().copied().map(f64::from).collect();
+                let mut of_double = vec![0.0f64; part];
+                group.reduce_scatter((&double).into(), (&mut of_double).into()).unwrap();
+                for i in (0..part).filter(|i| is_checked(*i)) {
+                    let wanted = exact(first + i);
+                    assert!((f64::from(of_single[i]) - wanted).abs() < 1e-5, "{kind:?} {size} {part} {i}");
+                    assert!((of_double[i] - wanted).abs() < 1e-12, "{kind:?} {size} {part} {i}");
                 }
             }
         });
@@ -130,27 +125,6 @@ fn parts_are_scattered_and_gathered() {
                 group.broadcast((&mut got).into(), size - 1).unwrap();
                 assert_eq!(got, bytes(size - 1, part), "broadcast, {kind:?}, {size} ranks, {part} bytes");
             }
-        });
-    }
-}
-
-#[test]
-fn maxima_over_ranks_keep_nan() {
-    for kind in KINDS {
-        on_ranks(kind, 3, TIMEOUT, |group| {
-            let rank = group.rank() as f32;
-            let mut values = [rank, -rank, if rank == 1.0 { f32::NAN } else { 7.0 }];
-            group.all_reduce((&mut values).into(), Reduction::Max).unwrap();
-            assert_eq!(values[..2], [2.0, 0.0]);
-            assert!(values[2].is_nan());
-            let mut long = vec![f64::from(rank); 20_000];
-            group.all_reduce((&mut long).into(), Reduction::Max).unwrap();
-            assert!(long.iter().all(|v| *v == 2.0));
-            let mut own = [0.0f32];
-            group
-                .reduce_scatter((&[rank, 2.0 * rank, -rank]).into(), (&mut own).into(), Reduction::Max)
-                .unwrap();
-            assert_eq!(own, [[2.0], [4.0], [0.0]][group.rank() as usize]);
         });
     }
 }
@@ -220,10 +194,10 @@ fn gathered_bytes_may_have_any_length_up_to_the_limit() {
 fn a_group_of_one_returns_its_own_values() {
     let group = SingleRank;
     let mut sum = [3.0f32];
-    group.all_reduce((&mut sum).into(), Reduction::Mean).unwrap();
+    group.all_reduce((&mut sum).into()).unwrap();
     assert_eq!(sum, [3.0]);
     let mut to = [0.0f64; 2];
-    group.reduce_scatter((&[1.0, 2.0]).into(), (&mut to).into(), Reduction::Sum).unwrap();
+    group.reduce_scatter((&[1.0, 2.0]).into(), (&mut to).into()).unwrap();
     assert_eq!(to, [1.0, 2.0]);
     group.all_gather((&[3.0, 4.0]).into(), (&mut to).into()).unwrap();
     assert_eq!(to, [3.0, 4.0]);
@@ -238,7 +212,7 @@ fn a_group_of_one_returns_its_own_values() {
         group.broadcast((&mut to).into(), 1),
         group.send((&[1u8]).into(), 0),
         group.recv((&mut [0u8]).into(), 1),
-        group.all_reduce(ValuesMut::U8(&mut [1]), Reduction::Sum),
+        group.all_reduce(ValuesMut::U8(&mut [1])),
         group.all_gather((&[1.0f64]).into(), (&mut to).into()),
     ] {
         assert!(matches!(error, Err(CommError::Invalid { .. })), "{error:?}");

@@ -43,17 +43,6 @@ impl DataType {
     }
 }
 
-/// How the values of several ranks are combined.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Reduction {
-    /// The sum. Values are added in a fixed order, so the bits are the same on every rank and in every run.
-    Sum,
-    /// The sum divided by the group's size.
-    Mean,
-    /// The maximum. It is NaN if any rank has NaN.
-    Max,
-}
-
 /// Values to read.
 #[derive(Debug, Clone, Copy)]
 pub enum Values<'a> {

@@ -8,6 +8,7 @@ use cudarc::{
     driver::sys::CUstream,
     nccl::sys::{self, ncclResult_t},
 };
+use std::ffi::c_void;
 
 const SUM: sys::ncclRedOp_t = sys::ncclRedOp_t::ncclSum;
 
@@ -29,7 +30,7 @@ impl Nccl {
         stream: CUstream,
     ) -> Result<(), CommError> {
         self.call("all_reduce", |comm| {
-            let (at, stream) = (ptr as *mut _, stream.cast());
+            let (at, stream) = (ptr as *mut c_void, stream.cast());
             // SAFETY: the caller guarantees that the range and the stream are valid. `comm` is alive, and only this
             // thread uses it during the call.
             unsafe { sys::ncclAllReduce(at, at, count, nccl_type(dtype), SUM, comm, stream) }
@@ -112,19 +113,27 @@ impl Nccl {
         dtype: DataType,
         stream: CUstream,
     ) -> Result<(), CommError> {
-        let sends = sends.iter().map(|range| (true, range));
-        let all: Vec<_> = sends.chain(receives.iter().map(|range| (false, range))).collect();
+        let dtype = nccl_type(dtype);
         self.call("exchange", |comm| {
-            // SAFETY: as in `all_reduce`.
+            // SAFETY: as in `all_reduce`. The group is started and ended on this thread.
             unsafe {
-                grouped(&all, |&(is_send, &(peer, at, count))| {
-                    let (peer, dtype, stream) = (peer.cast_signed(), nccl_type(dtype), stream.cast());
-                    if is_send {
-                        sys::ncclSend(at as *const _, count, dtype, peer, comm, stream)
-                    } else {
-                        sys::ncclRecv(at as *mut _, count, dtype, peer, comm, stream)
-                    }
-                })
+                let begun = sys::ncclGroupStart();
+                if begun != ncclResult_t::ncclSuccess {
+                    return begun;
+                }
+                let sent = sends.iter().map(|&(peer, at, count)| {
+                    sys::ncclSend(at as *const _, count, dtype, peer.cast_signed(), comm, stream.cast())
+                });
+                let received = receives.iter().map(|&(peer, at, count)| {
+                    sys::ncclRecv(at as *mut _, count, dtype, peer.cast_signed(), comm, stream.cast())
+                });
+                let failed = sent.chain(received).fold(None, |failed, status| match status {
+                    ncclResult_t::ncclSuccess | ncclResult_t::ncclInProgress => failed,
+                    status => Some(status),
+                });
+                // Also after a failure, because a started group must be ended.
+                let ended = sys::ncclGroupEnd();
+                failed.unwrap_or(ended)
             }
         })
     }
@@ -138,31 +147,4 @@ fn nccl_type(of: DataType) -> sys::ncclDataType_t {
         DataType::F32 => sys::ncclDataType_t::ncclFloat32,
         DataType::F64 => sys::ncclDataType_t::ncclFloat64,
     }
-}
-
-fn is_failure(status: ncclResult_t) -> bool {
-    !matches!(status, ncclResult_t::ncclSuccess | ncclResult_t::ncclInProgress)
-}
-
-/// Makes one call for each of `items`, as a group that NCCL starts together.
-///
-/// # Safety
-/// As for the calls.
-unsafe fn grouped<T>(items: &[T], call: impl Fn(&T) -> ncclResult_t) -> ncclResult_t {
-    // SAFETY: the group is started and ended on this thread.
-    let begun = unsafe { sys::ncclGroupStart() };
-    if begun != ncclResult_t::ncclSuccess {
-        return begun;
-    }
-    let mut worst = ncclResult_t::ncclSuccess;
-    for item in items {
-        let status = call(item);
-        if is_failure(status) {
-            worst = status;
-        }
-    }
-    // Also after a failure, because a started group must be ended.
-    // SAFETY: as above.
-    let ended = unsafe { sys::ncclGroupEnd() };
-    if worst == ncclResult_t::ncclSuccess { ended } else { worst }
 }

@@ -1,7 +1,7 @@
 //! The header of a call or a message.
 
 use crate::{
-    CommError, Reduction,
+    CommError,
     values::{DataType, Values},
 };
 
@@ -51,7 +51,7 @@ impl Operation {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Call {
     pub(crate) operation: Operation,
-    /// The root of a broadcast, or the reduction.
+    /// The root of a broadcast, or another number that distinguishes calls.
     pub(crate) detail: u32,
     pub(crate) data_type: DataType,
     /// Number of values.
@@ -66,10 +66,6 @@ impl Call {
 
     pub(crate) fn of(operation: Operation, values: &Values<'_>) -> Self {
         Self { operation, detail: 0, data_type: values.data_type(), length: values.len() }
-    }
-
-    pub(crate) fn reducing(self, reduction: Reduction) -> Self {
-        Self { detail: reduction as u32, ..self }
     }
 
     pub(crate) fn of_root(self, root: u32) -> Self {

@@ -1,9 +1,7 @@
 //! The ring as a [`ProcessGroup`].
 
 use super::{Call, Operation, Part, Ring};
-use crate::{
-    CommError, ProcessGroup, Reduction, SharedMemoryOrReason, SingleRank, Values, ValuesMut, values::check,
-};
+use crate::{CommError, ProcessGroup, SharedMemoryOrReason, SingleRank, Values, ValuesMut, values::check};
 use std::{sync::Arc, time::Duration};
 
 impl ProcessGroup for Ring {
@@ -15,29 +13,23 @@ impl ProcessGroup for Ring {
         self.size
     }
 
-    fn all_reduce(&self, values: ValuesMut<'_>, reduction: Reduction) -> Result<(), CommError> {
+    fn all_reduce(&self, values: ValuesMut<'_>) -> Result<(), CommError> {
         check::reducible("all_reduce", values.data_type())?;
-        let call = Call::of(Operation::AllReduce, &values.as_values()).reducing(reduction);
+        let call = Call::of(Operation::AllReduce, &values.as_values());
         self.call(call, |wire| match values {
-            ValuesMut::F32(values) => wire.all_reduce(values, reduction),
-            ValuesMut::F64(values) => wire.all_reduce(values, reduction),
+            ValuesMut::F32(values) => wire.all_reduce(values),
+            ValuesMut::F64(values) => wire.all_reduce(values),
             // Rejected by `check::reducible`.
             ValuesMut::U8(_) => Ok(()),
         })
     }
 
-    fn reduce_scatter(
-        &self,
-        input: Values<'_>,
-        output: ValuesMut<'_>,
-        reduction: Reduction,
-    ) -> Result<(), CommError> {
+    fn reduce_scatter(&self, input: Values<'_>, output: ValuesMut<'_>) -> Result<(), CommError> {
         check::reducible("reduce_scatter", input.data_type())?;
         check::parts("reduce_scatter", (&input, self.size), (&output, 1))?;
-        let call = Call::of(Operation::ReduceScatter, &input).reducing(reduction);
-        self.call(call, |wire| match (input, output) {
-            (Values::F32(from), ValuesMut::F32(to)) => wire.reduce_scatter(from, to, reduction),
-            (Values::F64(from), ValuesMut::F64(to)) => wire.reduce_scatter(from, to, reduction),
+        self.call(Call::of(Operation::ReduceScatter, &input), |wire| match (input, output) {
+            (Values::F32(from), ValuesMut::F32(to)) => wire.reduce_scatter(from, to),
+            (Values::F64(from), ValuesMut::F64(to)) => wire.reduce_scatter(from, to),
             // Rejected by the checks above.
             _ => Ok(()),
         })

@@ -7,7 +7,7 @@ use super::{
     wait_queue::WaitQueue,
 };
 use crate::{
-    CommError, ProcessGroup, Reduction, SharedMemoryOrReason, SingleRank, Values, ValuesMut,
+    CommError, ProcessGroup, SharedMemoryOrReason, SingleRank, Values, ValuesMut,
     rendezvous::{RendezvousError, Store},
     ring::{Call, Operation, Part, Ring},
     values::check,
@@ -202,10 +202,10 @@ impl ShmProcessGroup {
         values: &mut [f64],
         idle: &mut dyn FnMut() -> bool,
     ) -> Result<Duration, CommError> {
-        let what = Call::of(Operation::AllReduce, &(&*values).into()).reducing(Reduction::Sum);
+        let what = Call::of(Operation::AllReduce, &(&*values).into());
         if values.len() > SLOT_VALUES {
             self.announce(what)?;
-            return self.ring.all_reduce(values.into(), Reduction::Sum).map(|()| Duration::ZERO);
+            return self.ring.all_reduce(values.into()).map(|()| Duration::ZERO);
         }
         let mine = values.to_vec();
         self.round(what, &mine, idle, |slots, waited| {
@@ -247,27 +247,22 @@ impl ProcessGroup for Arc<ShmProcessGroup> {
         self.ring.size()
     }
 
-    fn all_reduce(&self, values: ValuesMut<'_>, reduction: Reduction) -> Result<(), CommError> {
+    fn all_reduce(&self, values: ValuesMut<'_>) -> Result<(), CommError> {
         check::reducible("all_reduce", values.data_type())?;
-        match (values, reduction) {
-            (ValuesMut::F64(values), Reduction::Sum) => self.sum(values, &mut || false).map(drop),
-            (values, reduction) => {
-                self.announce(Call::of(Operation::AllReduce, &values.as_values()).reducing(reduction))?;
-                self.ring.all_reduce(values, reduction)
+        match values {
+            ValuesMut::F64(values) => self.sum(values, &mut || false).map(drop),
+            values => {
+                self.announce(Call::of(Operation::AllReduce, &values.as_values()))?;
+                self.ring.all_reduce(values)
             }
         }
     }
 
-    fn reduce_scatter(
-        &self,
-        input: Values<'_>,
-        output: ValuesMut<'_>,
-        reduction: Reduction,
-    ) -> Result<(), CommError> {
+    fn reduce_scatter(&self, input: Values<'_>, output: ValuesMut<'_>) -> Result<(), CommError> {
         check::reducible("reduce_scatter", input.data_type())?;
         check::parts("reduce_scatter", (&input, self.size()), (&output, 1))?;
-        self.announce(Call::of(Operation::ReduceScatter, &input).reducing(reduction))?;
-        self.ring.reduce_scatter(input, output, reduction)
+        self.announce(Call::of(Operation::ReduceScatter, &input))?;
+        self.ring.reduce_scatter(input, output)
     }
 
     fn all_gather(&self, input: Values<'_>, output: ValuesMut<'_>) -> Result<(), CommError> {

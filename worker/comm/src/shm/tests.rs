@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::{
-    ProcessGroup, Reduction,
+    ProcessGroup,
     rendezvous::{
         Store,
         loopback::{rendezvous_config, unused_port},
@@ -37,7 +37,7 @@ fn sums_of_any_length_are_equal_on_every_rank_in_every_call() {
                 let length = [0, 1, 128, 8192, 8193][call % 5];
                 let value = |i: usize| (i as f64 + 0.1) * f64::from(group.rank() + 1) / (call as f64 + 3.0);
                 let mut values: Vec<f64> = (0..length).map(value).collect();
-                group.all_reduce((&mut values).into(), Reduction::Sum).unwrap();
+                group.all_reduce((&mut values).into()).unwrap();
                 for (i, sum) in values.iter().enumerate() {
                     let ranks = f64::from(world * (world + 1) / 2);
                     let exact = (i as f64 + 0.1) * ranks / (call as f64 + 3.0);
@@ -56,10 +56,10 @@ fn ring_calls_keep_their_order_among_shared_memory_calls() {
     on_ranks(3, TIMEOUT, |group| {
         for _ in 0..3 {
             let mut values = vec![group.rank() as f32; 100_000];
-            group.all_reduce((&mut values).into(), Reduction::Mean).unwrap();
-            assert!(values.iter().all(|v| *v == 1.0));
+            group.all_reduce((&mut values).into()).unwrap();
+            assert!(values.iter().all(|v| *v == 3.0));
             let mut count = [1.0f64];
-            group.all_reduce((&mut count).into(), Reduction::Sum).unwrap();
+            group.all_reduce((&mut count).into()).unwrap();
             assert_eq!(count, [3.0]);
             group.broadcast((&mut values).into(), 2).unwrap();
             let mut all = [0.0f32; 3];
@@ -111,7 +111,7 @@ fn errors_name_a_silent_rank_and_a_dead_rank_is_detected_immediately() {
             done.wait();
             return None;
         }
-        let error = group.all_reduce((&mut [0.0f64; 10]).into(), Reduction::Sum).unwrap_err();
+        let error = group.all_reduce((&mut [0.0f64; 10]).into()).unwrap_err();
         done.wait();
         Some(error)
     });
@@ -123,7 +123,7 @@ fn errors_name_a_silent_rank_and_a_dead_rank_is_detected_immediately() {
             return None;
         }
         let began = Instant::now();
-        let error = group.all_reduce((&mut [0.0f64; 10]).into(), Reduction::Sum).unwrap_err();
+        let error = group.all_reduce((&mut [0.0f64; 10]).into()).unwrap_err();
         assert!(began.elapsed() < Duration::from_secs(5));
         assert!(group.barrier().is_err(), "the group has ended");
         Some(error)

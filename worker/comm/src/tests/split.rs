@@ -7,7 +7,7 @@ use std::sync::Barrier;
 /// The sum of `value` over the ranks of `group`.
 fn sum_of(group: &dyn ProcessGroup, value: u32) -> f64 {
     let mut sum = [f64::from(value)];
-    group.all_reduce((&mut sum).into(), Reduction::Sum).unwrap();
+    group.all_reduce((&mut sum).into()).unwrap();
     sum[0]
 }
 
@@ -128,7 +128,7 @@ fn a_failed_subgroup_does_not_end_the_group() {
         on_ranks(kind, 2, Duration::from_secs(5), |all| {
             let part = all.split(Some(0), 0).unwrap().unwrap();
             let length = 10 + all.rank() as usize;
-            part.all_reduce((&mut vec![0.0f32; length]).into(), Reduction::Sum).unwrap_err();
+            part.all_reduce((&mut vec![0.0f32; length]).into()).unwrap_err();
             assert_eq!(sum_of(all.as_ref(), 1), 2.0);
             all.barrier().unwrap();
         });

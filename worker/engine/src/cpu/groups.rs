@@ -1,7 +1,7 @@
 //! The process groups of a plan: one for each set of axes over which values are summed or exchanged.
 
 use crate::{net::Axes, plan::Mesh};
-use lockstep_comm::{CommError, ProcessGroup, Reduction, Values, ValuesMut};
+use lockstep_comm::{CommError, ProcessGroup, Values, ValuesMut};
 use lockstep_protocol::agent::AxisTimes;
 use std::{
     sync::{
@@ -36,8 +36,8 @@ impl Group {
         self.comm.size()
     }
 
-    pub(super) fn all_reduce(&self, values: ValuesMut<'_>, reduction: Reduction) -> Result<(), CommError> {
-        self.call(|comm| comm.all_reduce(values, reduction))
+    pub(super) fn all_reduce(&self, values: ValuesMut<'_>) -> Result<(), CommError> {
+        self.call(|comm| comm.all_reduce(values))
     }
 
     /// Sends the values of the group's first rank to all of its ranks.
@@ -45,13 +45,8 @@ impl Group {
         self.call(|comm| comm.broadcast(values, 0))
     }
 
-    pub(super) fn reduce_scatter(
-        &self,
-        input: Values<'_>,
-        output: ValuesMut<'_>,
-        reduction: Reduction,
-    ) -> Result<(), CommError> {
-        self.call(|comm| comm.reduce_scatter(input, output, reduction))
+    pub(super) fn reduce_scatter(&self, input: Values<'_>, output: ValuesMut<'_>) -> Result<(), CommError> {
+        self.call(|comm| comm.reduce_scatter(input, output))
     }
 
     pub(super) fn all_gather(&self, input: Values<'_>, output: ValuesMut<'_>) -> Result<(), CommError> {

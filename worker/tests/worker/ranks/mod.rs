@@ -14,7 +14,7 @@ mod sampled;
 mod sharded;
 
 use lockstep_comm::{
-    CommError, ProcessGroup, Reduction, SingleRank, Values, ValuesMut,
+    CommError, ProcessGroup, SingleRank, Values, ValuesMut,
     rendezvous::{RendezvousConfig, Store, free_port, loopback::rendezvous_config},
     ring::Ring,
     shm::ShmProcessGroup,
@@ -252,16 +252,11 @@ impl ProcessGroup for OneRing {
     fn size(&self) -> u32 {
         self.0.size()
     }
-    fn all_reduce(&self, values: ValuesMut<'_>, reduction: Reduction) -> Result<(), CommError> {
-        self.0.all_reduce(values, reduction)
+    fn all_reduce(&self, values: ValuesMut<'_>) -> Result<(), CommError> {
+        self.0.all_reduce(values)
     }
-    fn reduce_scatter(
-        &self,
-        input: Values<'_>,
-        output: ValuesMut<'_>,
-        reduction: Reduction,
-    ) -> Result<(), CommError> {
-        self.0.reduce_scatter(input, output, reduction)
+    fn reduce_scatter(&self, input: Values<'_>, output: ValuesMut<'_>) -> Result<(), CommError> {
+        self.0.reduce_scatter(input, output)
     }
     fn all_gather(&self, input: Values<'_>, output: ValuesMut<'_>) -> Result<(), CommError> {
         self.0.all_gather(input, output)

@@ -201,17 +201,11 @@ pub(super) mod check {
         Ok(())
     }
 
-    /// Fails unless `rank` is a rank of the group.
-    pub(crate) fn root(operation: &'static str, rank: u32, size: u32) -> Result<(), CommError> {
-        if rank < size {
-            return Ok(());
-        }
-        invalid(operation, format!("there is no rank {rank} in a group of {size}"))
-    }
-
     /// Fails unless `peer` is another rank of the group.
     pub(crate) fn peer(operation: &'static str, peer: u32, own: u32, size: u32) -> Result<(), CommError> {
-        root(operation, peer, size)?;
+        if peer >= size {
+            return invalid(operation, format!("there is no rank {peer} in a group of {size}"));
+        }
         if peer == own {
             return invalid(operation, format!("rank {peer} is this rank itself"));
         }

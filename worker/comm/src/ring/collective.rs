@@ -66,11 +66,11 @@ impl Wire<'_> {
         Ok(())
     }
 
-    /// Replaces `bytes` by the `bytes` of rank `root`, which are passed along the ring.
-    pub(super) fn broadcast(&mut self, bytes: &mut [u8], root: u32) -> Result<(), CommError> {
-        let (rank, next) = (self.ring.rank, self.ring.next_rank());
-        if rank == root {
-            let out = if next == root { &mut [] } else { bytes };
+    /// Replaces `bytes` by the `bytes` of rank 0, which are passed along the ring.
+    pub(super) fn broadcast(&mut self, bytes: &mut [u8]) -> Result<(), CommError> {
+        let is_last = self.ring.next_rank() == 0;
+        if self.ring.rank == 0 {
+            let out = if is_last { &mut [] } else { bytes };
             return self.exchange(out, &mut Fill::new(&mut []));
         }
         // One block is received while the previous block is sent.
@@ -81,7 +81,7 @@ impl Wire<'_> {
                 return Ok(());
             }
             let (out, into) = borrow_two(bytes, passed, coming.clone());
-            let out = if next == root { &[] } else { out };
+            let out = if is_last { &[] } else { out };
             self.exchange(out, &mut Fill::new(into))?;
             passed = coming;
         }

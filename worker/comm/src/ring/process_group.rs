@@ -51,10 +51,9 @@ impl ProcessGroup for Ring {
         self.call(call, |wire| wire.all_to_all(input.bytes(), output.bytes_mut()))
     }
 
-    fn broadcast(&self, mut values: ValuesMut<'_>, root: u32) -> Result<(), CommError> {
-        check::root("broadcast", root, self.size)?;
-        let call = Call::of(Operation::Broadcast, &values.as_values()).of_root(root);
-        self.call(call, |wire| wire.broadcast(values.bytes_mut(), root))
+    fn broadcast(&self, mut values: ValuesMut<'_>) -> Result<(), CommError> {
+        let call = Call::of(Operation::Broadcast, &values.as_values());
+        self.call(call, |wire| wire.broadcast(values.bytes_mut()))
     }
 
     fn barrier(&self) -> Result<(), CommError> {
@@ -71,8 +70,8 @@ impl ProcessGroup for Ring {
         self.mesh.recv(values, from, || self.check_neighbours("recv"))
     }
 
-    fn split(&self, color: Option<u32>, key: i32) -> Result<Option<Arc<dyn ProcessGroup>>, CommError> {
-        self.split_with(color, key, |part| {
+    fn split(&self, color: u32) -> Result<Arc<dyn ProcessGroup>, CommError> {
+        self.split_with(color, |part| {
             Ok(match part {
                 Part::Single => Arc::new(SingleRank) as Arc<dyn ProcessGroup>,
                 Part::Ring(ring) => ring,

@@ -130,11 +130,9 @@ fn broadcasts_gathers_sums_and_barriers_work_at_any_size() {
     for world in 1..=5 {
         on_ranks(world, TIMEOUT, |ring| {
             for length in [0, 1, 1000, 200_001] {
-                for root in 0..world {
-                    let mut got = values(ring.rank(), length);
-                    ring.broadcast((&mut got).into(), root).unwrap();
-                    assert_eq!(got, values(root, length));
-                }
+                let mut got = values(ring.rank(), length);
+                ring.broadcast((&mut got).into()).unwrap();
+                assert_eq!(got, values(0, length));
                 let all: Vec<f32> = (0..world).flat_map(|rank| values(rank, length)).collect();
                 let mut gathered = vec![0.0f32; all.len()];
                 ring.all_gather((&values(ring.rank(), length)).into(), (&mut gathered).into()).unwrap();

@@ -224,7 +224,7 @@ impl ShmProcessGroup {
         let what = Call { length: bytes, ..Call::empty(Operation::SharedMemory) };
         self.announce(what)?;
         let grown = if self.ring.rank() == 0 { self.file.grow(offset, bytes) } else { Ok(()) };
-        self.announce(Call { detail: 1, ..what })?;
+        self.announce(what)?;
         let mapped = grown.and_then(|()| self.file.map(offset, bytes));
         let mut without = [f64::from(u8::from(mapped.is_err()))];
         self.sum(&mut without, &mut || false)?;
@@ -277,10 +277,9 @@ impl ProcessGroup for Arc<ShmProcessGroup> {
         self.ring.all_to_all(input, output)
     }
 
-    fn broadcast(&self, values: ValuesMut<'_>, root: u32) -> Result<(), CommError> {
-        check::root("broadcast", root, self.size())?;
-        self.announce(Call::of(Operation::Broadcast, &values.as_values()).of_root(root))?;
-        self.ring.broadcast(values, root)
+    fn broadcast(&self, values: ValuesMut<'_>) -> Result<(), CommError> {
+        self.announce(Call::of(Operation::Broadcast, &values.as_values()))?;
+        self.ring.broadcast(values)
     }
 
     fn barrier(&self) -> Result<(), CommError> {
@@ -296,9 +295,9 @@ impl ProcessGroup for Arc<ShmProcessGroup> {
     }
 
     /// The ranks of each new group share separate memory, if they can.
-    fn split(&self, color: Option<u32>, key: i32) -> Result<Option<Arc<dyn ProcessGroup>>, CommError> {
+    fn split(&self, color: u32) -> Result<Arc<dyn ProcessGroup>, CommError> {
         self.announce(Call::empty(Operation::Split))?;
-        self.ring.split_with(color, key, |part| match part {
+        self.ring.split_with(color, |part| match part {
             Part::Single => Ok(Arc::new(SingleRank) as Arc<dyn ProcessGroup>),
             Part::Ring(ring) => ShmProcessGroup::over(&ring, |_, value| ring.all_gather_bytes(value)),
         })

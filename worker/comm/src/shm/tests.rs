@@ -61,7 +61,7 @@ fn ring_calls_keep_their_order_among_shared_memory_calls() {
             let mut count = [1.0f64];
             group.all_reduce((&mut count).into()).unwrap();
             assert_eq!(count, [3.0]);
-            group.broadcast((&mut values).into(), 2).unwrap();
+            group.broadcast((&mut values).into()).unwrap();
             let mut all = [0.0f32; 3];
             group.all_gather((&[group.rank() as f32]).into(), (&mut all).into()).unwrap();
             assert_eq!(all, [0.0, 1.0, 2.0]);

@@ -42,7 +42,7 @@ impl Group {
 
     /// Sends the values of the group's first rank to all of its ranks.
     pub(super) fn broadcast(&self, values: ValuesMut<'_>) -> Result<(), CommError> {
-        self.call(|comm| comm.broadcast(values, 0))
+        self.call(|comm| comm.broadcast(values))
     }
 
     pub(super) fn reduce_scatter(&self, input: Values<'_>, output: ValuesMut<'_>) -> Result<(), CommError> {
@@ -155,10 +155,7 @@ impl Groups {
         let of = |color: &dyn Fn(usize) -> usize| -> Result<Group, CommError> {
             let own = color(all.rank() as usize);
             let ranks = (0..all.size()).filter(|rank| color(*rank as usize) == own).collect();
-            match all.split(Some(own as u32), all.rank() as i32)? {
-                Some(comm) => Ok(Group { comm, ranks, waited: Arc::default() }),
-                None => Err(CommError::Failed { operation: "split", detail: "there is no group".into() }),
-            }
+            Ok(Group { comm: all.split(own as u32)?, ranks, waited: Arc::default() })
         };
         let (model, height) = (|rank| mesh.model_rank(rank), |rank| mesh.height_rank(rank));
         let stage = |rank| mesh.stage_rank(rank);

@@ -2,6 +2,7 @@
 //! removed.
 
 use super::file::{BlockRef, Facts, MAGIC, encoded, write_block, write_head};
+use lockstep_host::open_lock;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::{
@@ -108,8 +109,7 @@ impl IndexStore {
         fs::create_dir_all(dir).map_err(|e| named(dir, e))?;
         let file = |extension| self.file(dataset, extension).unwrap_or_default();
         let lock_path = file("lock");
-        let lock = File::options().create(true).truncate(false).write(true).open(&lock_path);
-        let lock = lock.map_err(|e| named(&lock_path, e))?;
+        let lock = open_lock(&lock_path).map_err(|e| named(&lock_path, e))?;
         // If the file system does not support locks, several processes may do the same work. Each file is still
         // written atomically.
         let _ = lock.lock();

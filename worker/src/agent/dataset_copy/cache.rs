@@ -10,6 +10,7 @@ use super::{
     on_disk,
     size::{megabytes, sizes},
 };
+use lockstep_host::open_lock;
 use lockstep_protocol::agent::AttemptRef;
 use serde::{Deserialize, Serialize};
 use std::{
@@ -182,8 +183,7 @@ impl Copies {
         fs::create_dir_all(above).map_err(|error| CacheError::Io(above.into(), error))?;
         create_private_dir(dir).map_err(failed)?;
         let dir = dir.canonicalize().map_err(failed)?;
-        let lock = File::options().write(true).create(true).truncate(false).open(dir.join(LOCK));
-        let lock = lock.map_err(failed)?;
+        let lock = open_lock(&dir.join(LOCK)).map_err(failed)?;
         match lock.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => return Err(CacheError::Taken(dir)),

@@ -16,7 +16,7 @@ use crate::{
 use lockstep_comm::{CommError, rendezvous::RendezvousError};
 use lockstep_host::{
     gpu::libraries::{self, Library},
-    usage::memory_free,
+    usage::{disk_free, memory_free},
 };
 use serde::{Deserialize, Serialize};
 use std::{
@@ -37,7 +37,6 @@ const MIN_SHM: u64 = GIB;
 const MIN_OPEN_FILES: u64 = 1024;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// The grade of a finding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Grade {
@@ -55,7 +54,6 @@ pub struct Finding {
     /// What was checked: `CPU`, `memory`, ...
     pub what: String,
     pub grade: Grade,
-    /// What was found.
     pub found: String,
     /// What to do, if anything.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -110,21 +108,16 @@ fn simd() -> Finding {
 fn memory() -> Finding {
     let (free, total) = memory_free();
     let found = format!("{} free of {}", gib(free), gib(total));
-    let grade = if free < MIN_FREE_MEMORY { Grade::Problem } else { Grade::Ok };
-    let advice = if free < MIN_FREE_MEMORY {
-        "A rank of ResNet-50 at batch 32 needs about 2 GiB: stop other programs, or train a smaller network."
-    } else {
-        ""
-    };
-    finding("memory", grade, found, advice)
+    if free < MIN_FREE_MEMORY {
+        let advice = "A rank of ResNet-50 at batch 32 needs about 2 GiB: stop other programs, or train a smaller \
+                      network.";
+        return finding("memory", Grade::Problem, found, advice);
+    }
+    finding("memory", Grade::Ok, found, "")
 }
 
 fn gib(bytes: u64) -> String {
     format!("{:.1} GiB", bytes as f64 / GIB as f64)
-}
-
-fn free_space(path: &Path) -> Option<u64> {
-    rustix::fs::statvfs(path).ok().map(|s| s.f_bavail * s.f_frsize)
 }
 
 fn disk(dir: &Path) -> Finding {
@@ -134,7 +127,7 @@ fn disk(dir: &Path) -> Finding {
         let advice = "Choose another folder (--data-dir, --out), or make this folder writable.";
         return finding("disk", Grade::Problem, format!("{shown} cannot be written: {error}"), advice);
     }
-    let free = free_space(dir).unwrap_or(0);
+    let free = disk_free(dir).unwrap_or(0);
     let found = format!("{} free in {shown}", gib(free));
     if free < MIN_FREE_DISK {
         return finding("disk", Grade::Note, found, "Free some space, or lower checkpoint.keep.");

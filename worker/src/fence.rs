@@ -31,9 +31,6 @@ pub(crate) struct Fence {
 
 impl Fence {
     /// Opens or creates the file in an agent's folder.
-    ///
-    /// # Errors
-    /// The file cannot be opened.
     pub(crate) fn open(agent_dir: &Path) -> io::Result<Self> {
         let path = agent_dir.join("lease");
         let file = OpenOptions::new().write(true).create(true).truncate(false).open(&path)?;
@@ -47,9 +44,6 @@ impl Fence {
 
     /// Lets ranks continue for `left` from now. The file is overwritten in place with a fixed length, so this works
     /// on a full disk, and readers never see a partial number.
-    ///
-    /// # Errors
-    /// The file cannot be written.
     pub(crate) fn set(&self, left: Duration) -> io::Result<()> {
         let deadline = uptime() + u64::try_from(left.as_millis() / 10).unwrap_or(u64::MAX / 2);
         self.file.write_all_at(format!("{deadline:>width$}\n", width = FILE_BYTES - 1).as_bytes(), 0)

@@ -1,24 +1,8 @@
 //! Tests how ranks of a group reach each other, by an all-gather and timed all-reduces.
 
-use lockstep_comm::{CommError, ProcessGroup, Reduction, rendezvous::Store};
-use serde::{Deserialize, Serialize};
+pub use lockstep_comm::gather::Gathered;
+use lockstep_comm::{CommError, ProcessGroup, gather::gather, rendezvous::Store};
 use std::time::Instant;
-
-/// The results of the test.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Gathered {
-    /// `CPU` or `GPU`.
-    pub device: String,
-    /// The gathered values; rank `r` contributes the value `r`.
-    pub values: Vec<f32>,
-    /// Mean time of an all-reduce of 1 KiB, in microseconds.
-    pub short_us: f64,
-    /// Throughput of an all-reduce of 16 MiB, in bytes per second.
-    pub bytes_per_second: f64,
-    /// Why the ranks cannot share GPU memory; absent if they can.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub no_peer_memory: Option<String>,
-}
 
 /// Collective: runs the test in a group, over NCCL if ranks have the GPUs `ordinal`.
 ///
@@ -30,16 +14,7 @@ pub fn measure(
     ordinal: Option<i32>,
 ) -> Result<Gathered, CommError> {
     let gathered = match (ordinal, store) {
-        (Some(ordinal), Some(store)) => {
-            let found = lockstep_comm::gather::gather(store, ordinal)?;
-            Gathered {
-                device: "GPU".into(),
-                values: found.values,
-                short_us: found.short_us,
-                bytes_per_second: found.bytes_per_second,
-                no_peer_memory: found.no_peer_memory,
-            }
-        }
+        (Some(ordinal), Some(store)) => gather(store, ordinal)?,
         _ => over_tcp(comm)?,
     };
     comm.barrier()?;
@@ -50,11 +25,11 @@ fn over_tcp(comm: &dyn ProcessGroup) -> Result<Gathered, CommError> {
     let mut values = vec![0.0f32; comm.size() as usize];
     comm.all_gather((&[comm.rank() as f32]).into(), (&mut values).into())?;
     let all_reduces = |length: usize, rounds: u32| -> Result<(f64, f64), CommError> {
-        let mut vector = vec![1.0f32; length];
+        let mut vector = vec![0.0f32; length];
         let (mut best, mut sum) = (f64::MAX, 0.0);
         for _ in 0..rounds {
             let began = Instant::now();
-            comm.all_reduce((&mut vector).into(), Reduction::Mean)?;
+            comm.all_reduce((&mut vector).into())?;
             let secs = began.elapsed().as_secs_f64();
             (best, sum) = (best.min(secs), sum + secs);
         }

@@ -1,6 +1,6 @@
 //! Short-lived rank processes on this machine, which measure something together. Used by `doctor` and `bench`.
 
-use crate::supervisor::{Exit, Orphans, Policy, Rank, RankGroup, RankProcess, UnixProcessGroup, supervise};
+use crate::supervisor::{Exit, Orphans, Rank, RankGroup, RankProcess, UnixProcessGroup};
 use lockstep_comm::{
     ProcessGroup, SingleRank,
     rendezvous::{RendezvousConfig, RendezvousError, Store, free_port},
@@ -15,7 +15,6 @@ use lockstep_host::{
 use lockstep_protocol::spec::Device;
 use serde::{Deserialize, Serialize};
 use std::{
-    convert::Infallible,
     ffi::OsString,
     io::{self, Read},
     process::{Command, Stdio},
@@ -27,6 +26,8 @@ use std::{
 /// The environment variable with a member's description for its process. It is not an argument, because other users
 /// can read arguments.
 const MEMBER_VARIABLE: &str = "LOCKSTEP_LOCAL_GROUP";
+/// Interval between two polls of the members.
+const POLL_EVERY: Duration = Duration::from_millis(5);
 
 /// One rank of the group.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -41,10 +42,6 @@ pub struct Member {
     pub gpu: Option<RankGpu>,
     /// The network interface for NCCL. `None`: NCCL chooses.
     pub interface: Option<String>,
-}
-
-fn loopback() -> String {
-    "127.0.0.1".into()
 }
 
 /// A member's connections to the other members.
@@ -107,7 +104,7 @@ pub fn members_on(world_size: u32, devices: &[String]) -> io::Result<Vec<Member>
     let member = |rank: u32| Member {
         rank,
         world_size,
-        addr: loopback(),
+        addr: "127.0.0.1".into(),
         port,
         secret: secret.clone(),
         interface: None,
@@ -123,45 +120,22 @@ pub fn members_on(world_size: u32, devices: &[String]) -> io::Result<Vec<Member>
 pub fn run(arguments: &[OsString], members: &[Member], limit: Duration) -> Result<Vec<u8>, String> {
     // Dropping `ranks` kills its processes, so they end with this call.
     let mut ranks = RankGroup::new(Orphans::Kill);
-    let mut measuring = Measuring { outputs: Vec::new(), began: Instant::now(), limit };
+    let mut outputs = Vec::new();
     for member in members {
         let rank = member.rank;
         let (process, output) =
             start(arguments, member).map_err(|e| format!("rank {rank} cannot be started: {e}"))?;
         ranks.ranks.push(Rank::without_records(process, ()));
-        measuring.outputs.push(output);
+        outputs.push(output);
     }
-    measuring.began = Instant::now();
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build();
-    runtime.map_err(|e| e.to_string())?.block_on(supervise(&mut measuring, &mut ranks))?;
-    let first = measuring.outputs.first_mut().and_then(|output| output.stdout.take());
-    Ok(first.map_or_else(Vec::new, joined))
-}
-
-/// Waits for the members, and gives up when one fails.
-struct Measuring {
-    outputs: Vec<Output>,
-    began: Instant,
-    limit: Duration,
-}
-
-impl Policy for Measuring {
-    type Records = ();
-    type Order = Infallible;
-    type Error = String;
-
-    const POLL_EVERY: Duration = Duration::from_millis(5);
-
-    async fn order(&mut self) -> Infallible {
-        std::future::pending().await
-    }
-
-    fn obey(&mut self, order: Infallible, _ranks: &mut RankGroup<()>) {
-        match order {}
-    }
-
-    fn observe(&mut self, ranks: &mut RankGroup<()>) -> Result<(), String> {
-        for (end, output) in ranks.ends().zip(&mut self.outputs) {
+    let began = Instant::now();
+    while !ranks.has_ended() {
+        if began.elapsed() > limit {
+            return Err(format!("not done after {:.0} s", limit.as_secs_f64()));
+        }
+        std::thread::sleep(POLL_EVERY);
+        ranks.poll();
+        for (end, output) in ranks.ends().zip(&mut outputs) {
             if let Some(exit) = end.exit.filter(|exit| *exit != Exit::Status(0)) {
                 let words = output.stderr.take().map_or_else(Vec::new, joined);
                 let words = String::from_utf8_lossy(&words).trim().to_owned();
@@ -169,21 +143,11 @@ impl Policy for Measuring {
                 return Err(format!("rank {}: {words}", end.rank));
             }
         }
-        if !ranks.has_ended() && self.began.elapsed() > self.limit {
-            return Err(format!("not done after {:.0} s", self.limit.as_secs_f64()));
-        }
-        Ok(())
     }
-
-    /// `observe` returns an error for a failed member, which ends all members.
-    fn decide(&mut self, _ranks: &mut RankGroup<()>) {}
-
-    fn grace(&self, _ranks: &RankGroup<()>) -> Duration {
-        Duration::ZERO
-    }
+    let first = outputs.first_mut().and_then(|output| output.stdout.take());
+    Ok(first.map_or_else(Vec::new, joined))
 }
 
-/// The output of a member.
 struct Output {
     stdout: Option<JoinHandle<Vec<u8>>>,
     stderr: Option<JoinHandle<Vec<u8>>>,

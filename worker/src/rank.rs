@@ -7,16 +7,6 @@ mod error;
 mod machine_metrics;
 mod signals;
 mod spare;
-/// Parses an address, or resolves a name to an address that is not a loopback address.
-fn outside_address(address: &str) -> Option<std::net::IpAddr> {
-    use std::net::ToSocketAddrs;
-    if let Ok(ip) = address.parse() {
-        return Some(ip);
-    }
-    let found = (address, 0).to_socket_addrs().ok()?;
-    found.map(|at| at.ip()).find(|ip| !ip.is_loopback())
-}
-
 #[cfg(test)]
 mod tests;
 
@@ -29,7 +19,7 @@ use crate::{
 };
 use error::RankError;
 use lockstep_comm::{
-    ProcessGroup, Reduction, SingleRank, first_to_differ,
+    ProcessGroup, SingleRank, first_to_differ,
     rendezvous::{RendezvousConfig, Store},
     ring::Ring,
     shm::ShmProcessGroup,
@@ -40,6 +30,7 @@ use lockstep_engine::registry;
 use lockstep_protocol::agent::{AttemptEvent, RankReport};
 use signals::listen_to_signals;
 use std::{
+    net::{IpAddr, ToSocketAddrs},
     panic::{AssertUnwindSafe, catch_unwind},
     path::Path,
     sync::{
@@ -258,6 +249,15 @@ fn attempt(
     }
 }
 
+/// Parses an address, or resolves a name to an address that is not a loopback address.
+fn outside_address(address: &str) -> Option<IpAddr> {
+    if let Ok(ip) = address.parse() {
+        return Some(ip);
+    }
+    let found = (address, 0).to_socket_addrs().ok()?;
+    found.map(|at| at.ip()).find(|ip| !ip.is_loopback())
+}
+
 /// Collective: fails if ranks have different backends, which would not call the same collectives.
 fn check_backends(store: &Store, name: &str) -> Result<(), RankError> {
     let names = store.exchange("backend", name.as_bytes())?;
@@ -273,7 +273,7 @@ fn check_backends(store: &Store, name: &str) -> Result<(), RankError> {
 /// Runs an all-reduce with a known sum, before training depends on the connections.
 fn all_reduce_once(comm: &dyn ProcessGroup) -> Result<(), RankError> {
     let mut sum = [f64::from(comm.rank())];
-    comm.all_reduce((&mut sum).into(), Reduction::Sum).map_err(TrainError::from)?;
+    comm.all_reduce((&mut sum).into()).map_err(TrainError::from)?;
     let n = f64::from(comm.size());
     if sum[0] == n * (n - 1.0) / 2.0 {
         return Ok(());
@@ -300,7 +300,7 @@ fn warn_if_unencrypted(
     reporter: &Reporter,
 ) -> Result<(), RankError> {
     let mut any = [f64::from(u8::from(next_is_elsewhere))];
-    comm.all_reduce((&mut any).into(), Reduction::Max).map_err(TrainError::from)?;
+    comm.all_reduce((&mut any).into()).map_err(TrainError::from)?;
     if any[0] > 0.0 && comm.rank() == 0 {
         reporter.log(unencrypted_warning(on_cores));
     }

@@ -141,7 +141,6 @@ pub trait Observer: Send + Sync {
 pub struct Reporter {
     shared: Arc<Shared>,
     flusher: Option<JoinHandle<()>>,
-    rank: u32,
 }
 
 #[derive(Debug)]
@@ -200,12 +199,7 @@ impl Reporter {
             let shared = shared.clone();
             move || flush_in_time(&shared)
         })?;
-        Ok(Self { shared, flusher: Some(flusher), rank })
-    }
-
-    /// The rank whose reports these are.
-    pub fn rank(&self) -> u32 {
-        self.rank
+        Ok(Self { shared, flusher: Some(flusher) })
     }
 
     /// Writes all pending reports.
@@ -216,14 +210,6 @@ impl Reporter {
         self.shared.lock().flush()
     }
 
-    /// Writes all pending reports and syncs them, so that they survive a power failure.
-    ///
-    /// # Errors
-    /// As [`Reporter::flush`].
-    pub fn close(mut self) -> io::Result<()> {
-        self.stop()
-    }
-
     fn flush_or_wake(&self, mut state: MutexGuard<'_, State>) {
         let waiting = state.lines.len() + state.columns.iter().map(|c| c.steps.len()).sum::<usize>();
         if waiting >= FLUSH_AT {
@@ -232,18 +218,6 @@ impl Reporter {
             state.since = Some(Instant::now());
             self.shared.wake.notify_one();
         }
-    }
-
-    fn stop(&mut self) -> io::Result<()> {
-        let Some(flusher) = self.flusher.take() else { return Ok(()) };
-        let result = {
-            let mut state = self.shared.lock();
-            state.closed = true;
-            self.shared.wake.notify_one();
-            state.flush().and_then(|()| state.records.sync())
-        };
-        let _ = flusher.join();
-        result
     }
 }
 
@@ -286,8 +260,16 @@ impl Observer for Reporter {
 }
 
 impl Drop for Reporter {
+    /// Writes all pending reports and syncs them, so that they survive a power failure.
     fn drop(&mut self) {
-        log_error(self.stop());
+        let Some(flusher) = self.flusher.take() else { return };
+        {
+            let mut state = self.shared.lock();
+            state.closed = true;
+            self.shared.wake.notify_one();
+            log_error(state.flush().and_then(|()| state.records.sync()));
+        }
+        let _ = flusher.join();
     }
 }
 

@@ -1,5 +1,5 @@
 //! Starts the rank processes of this machine, watches them, ends them in order or by force, and determines why each
-//! ended. Each caller (the agent, `lockstep train`, `doctor`, `bench`) has its own [`Policy`].
+//! ended. The agent and `lockstep train` have their own [`Policy`].
 //!
 //! - [`RankProcess`]: one process, started or adopted, signals also reach the processes that it has
 //!   started

@@ -9,12 +9,7 @@ use rustls::{
     crypto::ring,
     pki_types::{CertificateDer, pem::PemObject},
 };
-use std::{
-    error::Error,
-    io,
-    path::Path,
-    sync::{Arc, LazyLock},
-};
+use std::{error::Error, io, path::Path, sync::Arc};
 
 /// Maximum number of names in a certificate that an error lists.
 const MAX_NAMES: usize = 8;
@@ -69,9 +64,7 @@ pub fn client_config_as(
 /// # Errors
 /// Never, unless the cryptographic library supports no version of TLS.
 pub fn without_roots() -> Result<Arc<ClientConfig>, String> {
-    static NONE: LazyLock<Result<Arc<ClientConfig>, String>> =
-        LazyLock::new(|| config(RootCertStore::empty(), None));
-    NONE.clone()
+    config(RootCertStore::empty(), None)
 }
 
 fn config(roots: RootCertStore, identity: Option<&IdentityFiles>) -> Result<Arc<ClientConfig>, String> {

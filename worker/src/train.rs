@@ -72,11 +72,9 @@ pub struct Training<'a> {
     pub resume: Option<&'a Path>,
     /// The epoch (from 1) at whose end the ranks stop by themselves, with a checkpoint.
     pub pause_after: Option<u32>,
-    /// The device of this rank.
     pub device: DeviceChoice,
     /// Number of ranks that share this machine's memory.
     pub local_ranks: u32,
-    /// Number of threads of this rank.
     pub threads: usize,
     /// This rank's number in the job, as used in reports.
     pub rank: u32,

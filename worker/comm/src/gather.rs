@@ -2,12 +2,13 @@
 //! can share memory.
 #![allow(unsafe_code)] // Raw device addresses; all device memory is allocated here and outlives its use.
 
-use crate::{CommError, DataType, Exchange, Reduction, nccl::Nccl, peers::Peers, rendezvous::Store};
+use crate::{CommError, DataType, Exchange, nccl::Nccl, peers::Peers, rendezvous::Store};
 use cudarc::driver::{
     CudaContext, DriverError, result,
     result::stream::StreamKind,
     sys::{self, CUdeviceptr, CUresult, CUstream},
 };
+use serde::{Deserialize, Serialize};
 use std::{
     sync::Arc,
     time::{Duration, Instant},
@@ -20,17 +21,20 @@ const SHORT: usize = 256;
 /// Number of values in the long all-reduce (16 MiB).
 const LONG: usize = 4 << 20;
 
-/// Results of the test.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Found {
+/// Results of a test of the connections between ranks.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Gathered {
+    /// `CPU` or `GPU`.
+    pub device: String,
     /// The gathered values; rank `r` contributes the value `r`.
     pub values: Vec<f32>,
-    /// Mean time in microseconds of an all-reduce of 1 KiB. The all-reduces run one after the other in a CUDA graph,
-    /// as in training.
+    /// Mean time of an all-reduce of 1 KiB, in microseconds. On GPUs, the all-reduces run one after the other in a CUDA
+    /// graph, as in training.
     pub short_us: f64,
     /// Throughput of an all-reduce of 16 MiB, in bytes per second.
     pub bytes_per_second: f64,
-    /// Why the ranks cannot share GPU memory; `None` if they can.
+    /// Why the ranks cannot share GPU memory; absent if they can.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub no_peer_memory: Option<String>,
 }
 
@@ -38,7 +42,7 @@ pub struct Found {
 ///
 /// # Errors
 /// NCCL or a GPU fails, or does not finish within a minute.
-pub fn gather(store: &Store, ordinal: i32) -> Result<Found, CommError> {
+pub fn gather(store: &Store, ordinal: i32) -> Result<Gathered, CommError> {
     const OPERATION: &str = "all-gather over NCCL";
     let failed =
         |e: DriverError| CommError::Failed { operation: OPERATION, detail: format!("GPU {ordinal}: {e}") };
@@ -70,9 +74,8 @@ pub fn gather(store: &Store, ordinal: i32) -> Result<Found, CommError> {
         unsafe {
             let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
             result::stream::begin_capture(gpu.stream, mode).map_err(failed)?;
-            let all = (0..rounds).try_for_each(|_| {
-                nccl.all_reduce(vector.0, count, DataType::F32, Reduction::Sum, gpu.stream)
-            });
+            let all =
+                (0..rounds).try_for_each(|_| nccl.all_reduce(vector.0, count, DataType::F32, gpu.stream));
             let recorded = result::stream::end_capture(gpu.stream).map_err(failed)?;
             all?;
             let graph =
@@ -94,10 +97,9 @@ pub fn gather(store: &Store, ordinal: i32) -> Result<Found, CommError> {
     let bytes_per_second = 4.0 * LONG as f64 / mean_secs(LONG, 20)?.max(1e-9);
     let no_peer_memory =
         Peers::connect(Exchange::Store(store, GPU_TIMEOUT), "doctor", ordinal, 4096, 256, Ok(()))?.err();
-    Ok(Found { values, short_us, bytes_per_second, no_peer_memory })
+    Ok(Gathered { device: "GPU".into(), values, short_us, bytes_per_second, no_peer_memory })
 }
 
-/// A GPU and a stream on it.
 struct Gpu {
     context: Arc<CudaContext>,
     stream: CUstream,

@@ -26,7 +26,7 @@ pub mod watchdog;
 pub use error::CommError;
 pub use exchange::Exchange;
 pub use single::SingleRank;
-pub use values::{DataType, Reduction, Values, ValuesMut};
+pub use values::{DataType, Values, ValuesMut};
 
 use shm::SharedMemory;
 use std::{sync::Arc, time::Duration};
@@ -44,8 +44,8 @@ pub type SharedMemoryOrReason = Result<SharedMemory, String>;
 
 /// A group of processes. Each process is one rank of the group.
 ///
-/// Every rank of the group calls *collective* methods in the same order, with equal lengths, types, reductions and
-/// roots. Each call returns when this rank's part is done. Buffers may be empty. In a group of one rank, all
+/// Every rank of the group calls *collective* methods in the same order, with equal lengths and types. Each call
+/// returns when this rank's part is done. Buffers may be empty. In a group of one rank, all
 /// collectives return at once.
 ///
 /// Every call may fail with one of these errors. All except [`CommError::Invalid`] end the group on this rank and on
@@ -65,25 +65,20 @@ pub trait ProcessGroup: Send + Sync {
     fn rank(&self) -> u32;
     /// Not collective: the number of ranks in the group.
     fn size(&self) -> u32;
-    /// Collective: replaces `values` by the reduction of all ranks' `values`. The result is bit-identical on every
-    /// rank.
+    /// Collective: replaces `values` by the sum of all ranks' `values`. They are added in a fixed order, so the bits are
+    /// the same on every rank and in every run.
     ///
     /// # Errors
     /// [`CommError::Invalid`] if the values are bytes; also the errors of [every call](ProcessGroup).
-    fn all_reduce(&self, values: ValuesMut<'_>, reduction: Reduction) -> Result<(), CommError>;
-    /// Collective: `input` has one part for each rank, in rank order. `output` receives the reduction of all ranks'
+    fn all_reduce(&self, values: ValuesMut<'_>) -> Result<(), CommError>;
+    /// Collective: `input` has one part for each rank, in rank order. `output` receives the sum of all ranks'
     /// parts for this rank. The result has the same bits in every run, but they may differ from the result of
     /// [`ProcessGroup::all_reduce`], which may add in another order.
     ///
     /// # Errors
     /// [`CommError::Invalid`] if the values are bytes, the types differ, or `input` is not `size` times as long as
     /// `output`.
-    fn reduce_scatter(
-        &self,
-        input: Values<'_>,
-        output: ValuesMut<'_>,
-        reduction: Reduction,
-    ) -> Result<(), CommError>;
+    fn reduce_scatter(&self, input: Values<'_>, output: ValuesMut<'_>) -> Result<(), CommError>;
     /// Collective: `output` receives the `input` of every rank, in rank order. All inputs have the same length.
     ///
     /// # Errors
@@ -95,11 +90,11 @@ pub trait ProcessGroup: Send + Sync {
     /// # Errors
     /// [`CommError::Invalid`] if the types or lengths differ, or the length is not a multiple of `size`.
     fn all_to_all(&self, input: Values<'_>, output: ValuesMut<'_>) -> Result<(), CommError>;
-    /// Collective: replaces `values` by the `values` of rank `root`.
+    /// Collective: replaces `values` by the `values` of rank 0.
     ///
     /// # Errors
-    /// [`CommError::Invalid`] if the group has no rank `root`.
-    fn broadcast(&self, values: ValuesMut<'_>, root: u32) -> Result<(), CommError>;
+    /// The errors of [every call](ProcessGroup).
+    fn broadcast(&self, values: ValuesMut<'_>) -> Result<(), CommError>;
     /// Collective: returns when every rank has called it.
     ///
     /// # Errors
@@ -119,13 +114,12 @@ pub trait ProcessGroup: Send + Sync {
     /// [`CommError::Invalid`] if the group has no rank `from`, or `from` is this rank. [`CommError::Mismatch`] if the
     /// message has another length or type.
     fn recv(&self, values: ValuesMut<'_>, from: u32) -> Result<(), CommError>;
-    /// Collective: divides the group into one new group for each `color`. A rank's number in the new group follows
-    /// from `key`, and from its rank in this group where keys are equal. Ranks that pass no color get `None`. Calls,
+    /// Collective: divides the group into one new group for each `color`, with the ranks in the same order. Calls,
     /// failures and aborts of a new group affect neither this group nor other groups split from it.
     ///
     /// # Errors
     /// [`CommError::Failed`] on every rank if any rank could not connect. This group remains usable.
-    fn split(&self, color: Option<u32>, key: i32) -> Result<Option<Arc<dyn ProcessGroup>>, CommError>;
+    fn split(&self, color: u32) -> Result<Arc<dyn ProcessGroup>, CommError>;
     /// Not collective, may be called by any thread: ends the calls in progress with [`CommError::Aborted`]. This ends
     /// this group, its [concurrent](ProcessGroup::concurrent) group and all groups split from either, but not the
     /// group from which this group was split. Other ranks see that their connections to this rank close.

@@ -3,20 +3,17 @@
 //! [`Nccl`] operates on device memory during a step. Votes, checkpoints and other host data use the TCP ring
 //! ([`super::ring`]), which GPU ranks also have. The communicator is non-blocking: every call returns, and another
 //! thread can abort the work in progress at any time. [`owner`] decides who frees a communicator that is aborted
-//! during a call. [`NcclProcessGroup`] operates on host memory.
+//! during a call.
 #![allow(unsafe_code)] // NCCL's calls take a communicator.
 
 mod abort;
 mod collective;
 mod owner;
-mod process_group;
-mod staging;
 mod status;
 #[cfg(test)]
 mod tests;
 
 pub use abort::wait_for_aborts;
-pub use process_group::NcclProcessGroup;
 
 use super::{CommError, Exchange};
 use abort::Comm;
@@ -52,12 +49,6 @@ pub struct Nccl {
     size: u32,
     timeout: Duration,
     context: Arc<CudaContext>,
-    state: Arc<State>,
-}
-
-/// The state that another thread needs in order to abort.
-#[derive(Debug)]
-struct State {
     name: String,
     comm: Owner<Comm>,
     /// Held from a call until NCCL has enqueued it, so that calls of several threads are not interleaved.
@@ -92,9 +83,8 @@ impl Nccl {
         if comm.is_null() {
             return Err(failed(error_text(status, comm)));
         }
-        let state =
-            Arc::new(State { name: name.into(), comm: Owner::new(Comm(comm)), calls: Mutex::new(()) });
-        let this = Self { rank, size, timeout, context, state };
+        let (name, comm, calls) = (name.into(), Owner::new(Comm(comm)), Mutex::new(()));
+        let this = Self { rank, size, timeout, context, name, comm, calls };
         let connected = this.wait_while_in_progress(OPERATION, status, &|| place.gives_up());
         connected.inspect_err(|error| this.abort(&error.to_string()))?;
         Ok(Arc::new(this))
@@ -127,12 +117,12 @@ impl Nccl {
     /// Their results are undefined, also on ranks that have not aborted: those ranks use incomplete data as if this
     /// rank had sent it.
     pub fn abort(&self, reason: &str) {
-        self.state.comm.abort(reason);
+        self.comm.abort(reason);
     }
 
     /// Makes one call with the communicator. No other thread uses or frees the communicator meanwhile.
     fn with<R>(&self, operation: &'static str, call: impl FnOnce(ncclComm_t) -> R) -> Result<R, CommError> {
-        let using = self.state.comm.acquire().map_err(|reason| CommError::Aborted { operation, reason })?;
+        let using = self.comm.acquire().map_err(|reason| CommError::Aborted { operation, reason })?;
         Ok(call(using.handle.0))
     }
 
@@ -147,7 +137,7 @@ impl Nccl {
         operation: &'static str,
         call: impl FnOnce(ncclComm_t) -> ncclResult_t,
     ) -> Result<(), CommError> {
-        let _held = self.state.calls.lock().unwrap_or_else(PoisonError::into_inner);
+        let _held = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
         self.context
             .bind_to_thread()
             .map_err(|e| CommError::Failed { operation, detail: format!("its GPU: {e}") })?;
@@ -175,7 +165,7 @@ impl Nccl {
             }
             if waited > self.timeout {
                 let secs = waited.as_secs_f64();
-                let detail = format!("group {}: not done after {secs:.0} s", self.state.name);
+                let detail = format!("group {}: not done after {secs:.0} s", self.name);
                 return Err(CommError::Failed { operation, detail });
             }
             // Most calls are enqueued within microseconds.
@@ -192,7 +182,7 @@ impl Nccl {
 
 impl Drop for Nccl {
     fn drop(&mut self) {
-        let Some(comm) = self.state.comm.take() else { return };
+        let Some(comm) = self.comm.take() else { return };
         // Finalizes the communicator together with the other ranks if they arrive in time. The wait is bounded,
         // whatever NCCL does.
         let (done, is_done) = mpsc::channel();

@@ -36,6 +36,8 @@ pub struct Peers {
     /// By rank: the address of the flags on this rank's GPU, `flag_bytes` each.
     pub flags: [u64; MAX_PEERS],
     own: CUdeviceptr,
+    /// The UUID of this rank's GPU.
+    gpu: [u8; 16],
     /// The buffers of other ranks, opened in this process.
     opened: Vec<CUdeviceptr>,
     context: Arc<CudaContext>,
@@ -76,133 +78,81 @@ impl Peers {
         }
         let flags_at = data_bytes.next_multiple_of(ALIGNMENT);
         let bytes = (flags_at + flag_bytes).next_multiple_of(BLOCK_BYTES);
-        let allocated = permission.and_then(|()| Allocated::new(ordinal, bytes));
+        let mut allocated = permission.and_then(|()| Self::allocate(rank, world, ordinal, bytes));
         let descriptor = IpcDescriptor {
             host: host(),
-            gpu: allocated.as_ref().map_or([0; 16], |a| a.gpu),
-            handle: allocated.as_ref().map_err(Clone::clone).and_then(Allocated::handle),
+            gpu: allocated.as_ref().map_or([0; 16], |own| own.gpu),
+            handle: allocated.as_ref().map_err(Clone::clone).and_then(Self::handle),
         };
         let message = serde_json::to_vec(&descriptor).unwrap_or_default();
         let messages = place.exchange(OPERATION, &format!("peers/{name}"), &message)?;
-        let opened = match (&allocated, parse_descriptors(&messages)) {
-            (Ok(own), Ok(descriptors)) => own.open(rank, &descriptors),
-            (Err(reason), _) => Err(reason.clone()),
-            (_, Err(reason)) => Err(reason),
+        let opened = match &mut allocated {
+            Ok(own) => parse_descriptors(&messages).and_then(|all| own.open(&all, flags_at)),
+            Err(reason) => Err(reason.clone()),
         };
         // If one rank cannot open a buffer, no rank uses them.
-        let reason = opened.as_ref().err().cloned().unwrap_or_default();
+        let reason = opened.err().unwrap_or_default();
         let reasons = place.exchange(OPERATION, &format!("peers/{name}/opened"), reason.as_bytes())?;
-        let failed = (0..).zip(&reasons).find(|(_, reason)| !reason.is_empty());
-        let (Ok(own), Ok(mapped), None) = (allocated, opened, failed) else {
-            let reason = failed.map_or_else(
-                || "no GPU memory".to_owned(),
-                |(rank, reason): (u32, _)| format!("rank {rank}: {}", String::from_utf8_lossy(reason)),
-            );
-            return Ok(Err(reason));
-        };
-        let mut peers = Self {
-            rank,
-            world,
-            data: [0; MAX_PEERS],
-            flags: [0; MAX_PEERS],
-            own: own.release(),
-            opened: Vec::new(),
-            context: own.context.clone(),
-        };
-        for (of, address) in mapped.release().into_iter().enumerate() {
-            let address = address.unwrap_or(peers.own);
-            peers.data[of] = address;
-            peers.flags[of] = address + flags_at as u64;
-            if address != peers.own {
-                peers.opened.push(address);
-            }
-        }
-        Ok(Ok(peers))
+        Ok(match reasons.iter().position(|reason| !reason.is_empty()) {
+            Some(rank) => Err(format!("rank {rank}: {}", String::from_utf8_lossy(&reasons[rank]))),
+            None => allocated,
+        })
     }
-}
 
-impl Drop for Peers {
-    fn drop(&mut self) {
-        if self.context.bind_to_thread().is_err() {
-            return;
-        }
-        // SAFETY: opened and allocated by `connect`, and freed only here.
-        unsafe {
-            for address in &self.opened {
-                let _ = sys::cuIpcCloseMemHandle(*address);
-            }
-            let _ = result::free_sync(self.own);
-        }
-    }
-}
-
-/// This rank's own buffer, freed on drop unless it is released.
-struct Allocated {
-    context: Arc<CudaContext>,
-    gpu: [u8; 16],
-    address: std::cell::Cell<CUdeviceptr>,
-}
-
-impl Allocated {
-    fn new(ordinal: i32, bytes: usize) -> Result<Self, String> {
+    fn allocate(rank: u32, world: u32, ordinal: i32, bytes: usize) -> Result<Self, String> {
         libraries::ready(&[Library::Driver])?;
         let text = |e: DriverError| format!("GPU {ordinal}: {e}");
         let number = usize::try_from(ordinal).map_err(|_| format!("no GPU {ordinal}"))?;
         let context = CudaContext::new(number).map_err(text)?;
         let gpu = result::device::get_uuid(context.cu_device()).map_err(text)?.bytes.map(|b| b as u8);
-        // SAFETY: the context is current on this thread. The address was just allocated, and the buffer is zeroed
-        // before another process can open it.
-        let address = unsafe {
-            let address = result::malloc_sync(bytes).map_err(text)?;
-            let zeroed = result::memset_d8_sync(address, 0, bytes).and_then(|()| context.synchronize());
-            if let Err(error) = zeroed {
-                let _ = result::free_sync(address);
-                return Err(text(error));
-            }
-            address
-        };
-        Ok(Self { context, gpu, address: address.into() })
+        // SAFETY: the context is current on this thread.
+        let own = unsafe { result::malloc_sync(bytes) }.map_err(text)?;
+        let (data, flags) = ([0; MAX_PEERS], [0; MAX_PEERS]);
+        let peers = Self { rank, world, data, flags, own, gpu, opened: Vec::new(), context };
+        // SAFETY: the buffer was just allocated, and is zeroed before another process can open it.
+        unsafe { result::memset_d8_sync(own, 0, bytes) }.map_err(text)?;
+        peers.context.synchronize().map_err(text)?;
+        Ok(peers)
     }
 
     fn handle(&self) -> Result<Vec<u8>, String> {
         let mut handle = CUipcMemHandle { reserved: [0; 64] };
         // SAFETY: the address is a plain allocation of this process.
-        unsafe { sys::cuIpcGetMemHandle(&mut handle, self.address.get()) }
+        unsafe { sys::cuIpcGetMemHandle(&mut handle, self.own) }
             .result()
             .map_err(|e| format!("GPU memory cannot be shared: {e}"))?;
         Ok(handle.reserved.iter().map(|byte| *byte as u8).collect())
     }
 
-    /// Opens the buffers of the other ranks. The entry of this rank is `None`.
-    fn open(&self, rank: u32, descriptors: &[IpcDescriptor]) -> Result<Mapped, String> {
-        let mut mapped = Mapped { addresses: Vec::new() };
-        let here = &descriptors[rank as usize].host;
+    /// Opens the buffers of the other ranks. `flags_at` is the offset of the flags in each buffer.
+    fn open(&mut self, descriptors: &[IpcDescriptor], flags_at: usize) -> Result<(), String> {
+        let here = &descriptors[self.rank as usize].host;
         for (other, descriptor) in (0..).zip(descriptors) {
             let bytes = descriptor.handle.as_ref().map_err(|reason| format!("rank {other}: {reason}"))?;
-            if other == rank {
-                mapped.addresses.push(None);
-                continue;
+            let mut address = self.own;
+            if other != self.rank {
+                if descriptor.host != *here {
+                    return Err(format!("rank {other} is on another machine"));
+                }
+                self.check_access(other, descriptor.gpu)?;
+                let mut handle = CUipcMemHandle { reserved: [0; 64] };
+                if bytes.len() != handle.reserved.len() {
+                    return Err(format!("rank {other} sent an IPC handle of {} bytes", bytes.len()));
+                }
+                for (into, byte) in handle.reserved.iter_mut().zip(bytes) {
+                    *into = *byte as _;
+                }
+                let flags = sys::CUipcMem_flags_enum::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
+                // SAFETY: another live process has just exported the handle; CUDA reports an error if it is invalid.
+                unsafe { sys::cuIpcOpenMemHandle_v2(&mut address, handle, flags) }
+                    .result()
+                    .map_err(|e| format!("the GPU memory of rank {other} cannot be opened: {e}"))?;
+                self.opened.push(address);
             }
-            if descriptor.host != *here {
-                return Err(format!("rank {other} is on another machine"));
-            }
-            self.check_access(other, descriptor.gpu)?;
-            let mut handle = CUipcMemHandle { reserved: [0; 64] };
-            if bytes.len() != handle.reserved.len() {
-                return Err(format!("rank {other} sent an IPC handle of {} bytes", bytes.len()));
-            }
-            for (into, byte) in handle.reserved.iter_mut().zip(bytes) {
-                *into = *byte as _;
-            }
-            let mut address: CUdeviceptr = 0;
-            let flags = sys::CUipcMem_flags_enum::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
-            // SAFETY: another live process has just exported the handle; CUDA reports an error if it is invalid.
-            unsafe { sys::cuIpcOpenMemHandle_v2(&mut address, handle, flags) }
-                .result()
-                .map_err(|e| format!("the GPU memory of rank {other} cannot be opened: {e}"))?;
-            mapped.addresses.push(Some(address));
+            self.data[other as usize] = address;
+            self.flags[other as usize] = address + flags_at as u64;
         }
-        Ok(mapped)
+        Ok(())
     }
 
     /// Fails if this GPU cannot access the memory of `gpu`, the GPU of rank `rank`.
@@ -228,37 +178,19 @@ impl Allocated {
         }
         Err(format!("the GPU of rank {rank} is not visible"))
     }
-
-    fn release(&self) -> CUdeviceptr {
-        self.address.replace(0)
-    }
 }
 
-impl Drop for Allocated {
+impl Drop for Peers {
     fn drop(&mut self) {
-        if self.address.get() != 0 && self.context.bind_to_thread().is_ok() {
-            // SAFETY: allocated by `new`, not released.
-            let _ = unsafe { result::free_sync(self.address.get()) };
+        if self.context.bind_to_thread().is_err() {
+            return;
         }
-    }
-}
-
-/// The opened buffers by rank, closed on drop unless they are released.
-struct Mapped {
-    addresses: Vec<Option<CUdeviceptr>>,
-}
-
-impl Mapped {
-    fn release(mut self) -> Vec<Option<CUdeviceptr>> {
-        std::mem::take(&mut self.addresses)
-    }
-}
-
-impl Drop for Mapped {
-    fn drop(&mut self) {
-        for address in self.addresses.iter().flatten() {
-            // SAFETY: opened by `open`, not released. The context is current on this thread.
-            let _ = unsafe { sys::cuIpcCloseMemHandle(*address) };
+        // SAFETY: allocated by `allocate` and opened by `open`, and freed only here.
+        unsafe {
+            for address in &self.opened {
+                let _ = sys::cuIpcCloseMemHandle(*address);
+            }
+            let _ = result::free_sync(self.own);
         }
     }
 }

@@ -25,13 +25,10 @@ const MAX_SERVER_WAIT: Duration = Duration::from_millis(100);
 pub struct RendezvousConfig {
     /// The address or name at which rank 0 listens.
     pub addr: String,
-    /// The port at which rank 0 listens.
     pub port: u16,
     /// The attempt's secret, which only the attempt's ranks know.
     pub secret: Vec<u8>,
-    /// The rank of this process.
     pub rank: u32,
-    /// The number of ranks.
     pub world_size: u32,
     /// The longest wait for other ranks.
     pub timeout: Duration,
@@ -40,12 +37,18 @@ pub struct RendezvousConfig {
     pub stop: Arc<AtomicBool>,
 }
 
-/// Returns a port of this machine that is free now.
+/// A port that is free now. If another program binds the port before rank 0 does, rank 0 reports it, and the next
+/// attempt gets another port.
 ///
 /// # Errors
-/// No port is free, or `addr` is not an address of this machine.
+/// No port is free.
 pub fn free_port(addr: &str) -> io::Result<u16> {
-    Ok(TcpListener::bind((addr, 0))?.local_addr()?.port())
+    let listener = match TcpListener::bind((addr, 0)) {
+        // The address may belong to a router or service in front of this machine.
+        Err(e) if e.kind() == io::ErrorKind::AddrNotAvailable => TcpListener::bind(("0.0.0.0", 0)),
+        other => other,
+    };
+    Ok(listener?.local_addr()?.port())
 }
 
 #[cfg(test)]

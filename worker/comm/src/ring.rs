@@ -10,7 +10,6 @@
 
 mod collective;
 mod connect;
-mod element;
 mod end;
 mod header;
 mod link;

@@ -65,8 +65,7 @@ impl SharedMemory {
         self.group.wait(operation, idle, ready, behind)
     }
 
-    /// Collective: [`super::ProcessGroup::all_reduce`] with [`Sum`](super::Reduction::Sum). Calls `idle` as
-    /// [`SharedMemory::wait`] does.
+    /// Collective: as [`super::ProcessGroup::all_reduce`]. Calls `idle` as [`SharedMemory::wait`] does.
     ///
     /// # Errors
     /// As [`super::ProcessGroup::all_reduce`].

@@ -1,6 +1,6 @@
 //! A process group of one rank.
 
-use super::{CommError, ProcessGroup, Reduction, Values, ValuesMut, values::check};
+use super::{CommError, ProcessGroup, Values, ValuesMut, values::check};
 use std::{sync::Arc, time::Duration};
 
 /// A group of one rank: the result of each collective is this rank's own input. Calls fail only for invalid
@@ -24,16 +24,11 @@ impl ProcessGroup for SingleRank {
         1
     }
 
-    fn all_reduce(&self, values: ValuesMut<'_>, _: Reduction) -> Result<(), CommError> {
+    fn all_reduce(&self, values: ValuesMut<'_>) -> Result<(), CommError> {
         check::reducible("all_reduce", values.data_type())
     }
 
-    fn reduce_scatter(
-        &self,
-        input: Values<'_>,
-        output: ValuesMut<'_>,
-        _: Reduction,
-    ) -> Result<(), CommError> {
+    fn reduce_scatter(&self, input: Values<'_>, output: ValuesMut<'_>) -> Result<(), CommError> {
         check::reducible("reduce_scatter", input.data_type())?;
         copy("reduce_scatter", input, output)
     }
@@ -46,8 +41,8 @@ impl ProcessGroup for SingleRank {
         copy("all_to_all", input, output)
     }
 
-    fn broadcast(&self, _: ValuesMut<'_>, root: u32) -> Result<(), CommError> {
-        check::root("broadcast", root, 1)
+    fn broadcast(&self, _: ValuesMut<'_>) -> Result<(), CommError> {
+        Ok(())
     }
 
     fn barrier(&self) -> Result<(), CommError> {
@@ -62,8 +57,8 @@ impl ProcessGroup for SingleRank {
         check::peer("recv", from, 0, 1)
     }
 
-    fn split(&self, color: Option<u32>, _: i32) -> Result<Option<Arc<dyn ProcessGroup>>, CommError> {
-        Ok(color.map(|_| Arc::new(SingleRank) as Arc<dyn ProcessGroup>))
+    fn split(&self, _: u32) -> Result<Arc<dyn ProcessGroup>, CommError> {
+        Ok(Arc::new(SingleRank))
     }
 
     fn abort(&self, _: &str) {}

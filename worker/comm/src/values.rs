@@ -7,16 +7,15 @@ use super::CommError;
 pub enum DataType {
     /// Bytes, which are moved but never reduced.
     U8,
-    /// IEEE binary16.
+    /// IEEE binary16. Only in device memory.
     F16,
-    /// bfloat16: the upper half of a float32.
+    /// bfloat16: the upper half of a float32. Only in device memory.
     Bf16,
     F32,
     F64,
 }
 
 impl DataType {
-    /// The size of a value in bytes.
     pub fn size_bytes(self) -> usize {
         match self {
             Self::U8 => 1,
@@ -44,35 +43,18 @@ impl DataType {
     }
 }
 
-/// How the values of several ranks are combined.
-///
-/// 16-bit values are added in float32 and rounded to the nearest after each addition, as in NCCL.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Reduction {
-    /// The sum. Values are added in a fixed order, so the bits are the same on every rank and in every run.
-    Sum,
-    /// The sum divided by the group's size.
-    Mean,
-    /// The maximum. It is NaN if any rank has NaN, except with NCCL, whose maximum ignores NaN.
-    Max,
-}
-
-/// Values to read. 16-bit values are given by their bit patterns.
+/// Values to read.
 #[derive(Debug, Clone, Copy)]
 pub enum Values<'a> {
     U8(&'a [u8]),
-    F16(&'a [u16]),
-    Bf16(&'a [u16]),
     F32(&'a [f32]),
     F64(&'a [f64]),
 }
 
-/// Values that are written, or read and replaced. 16-bit values are given by their bit patterns.
+/// Values that are written, or read and replaced.
 #[derive(Debug)]
 pub enum ValuesMut<'a> {
     U8(&'a mut [u8]),
-    F16(&'a mut [u16]),
-    Bf16(&'a mut [u16]),
     F32(&'a mut [f32]),
     F64(&'a mut [f64]),
 }
@@ -81,8 +63,6 @@ impl<'a> Values<'a> {
     pub fn data_type(&self) -> DataType {
         match self {
             Self::U8(_) => DataType::U8,
-            Self::F16(_) => DataType::F16,
-            Self::Bf16(_) => DataType::Bf16,
             Self::F32(_) => DataType::F32,
             Self::F64(_) => DataType::F64,
         }
@@ -101,7 +81,6 @@ impl<'a> Values<'a> {
     pub fn bytes(&self) -> &'a [u8] {
         match self {
             Self::U8(values) => values,
-            Self::F16(values) | Self::Bf16(values) => bytemuck::cast_slice(values),
             Self::F32(values) => bytemuck::cast_slice(values),
             Self::F64(values) => bytemuck::cast_slice(values),
         }
@@ -113,8 +92,6 @@ impl ValuesMut<'_> {
     pub(crate) fn as_values(&self) -> Values<'_> {
         match self {
             Self::U8(values) => Values::U8(values),
-            Self::F16(values) => Values::F16(values),
-            Self::Bf16(values) => Values::Bf16(values),
             Self::F32(values) => Values::F32(values),
             Self::F64(values) => Values::F64(values),
         }
@@ -137,14 +114,13 @@ impl ValuesMut<'_> {
     pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
         match self {
             Self::U8(values) => values,
-            Self::F16(values) | Self::Bf16(values) => bytemuck::cast_slice_mut(values),
             Self::F32(values) => bytemuck::cast_slice_mut(values),
             Self::F64(values) => bytemuck::cast_slice_mut(values),
         }
     }
 }
 
-/// Conversions from slices, arrays and vectors, for number types that determine the [`DataType`].
+/// Conversions from slices, arrays and vectors.
 macro_rules! from_slices {
     ($($variant:ident of $number:ty),*) => {$(
         impl<'a> From<&'a [$number]> for Values<'a> {
@@ -193,10 +169,7 @@ pub(super) mod check {
     /// Fails for bytes, which can be moved but not reduced.
     pub(crate) fn reducible(operation: &'static str, of: DataType) -> Result<(), CommError> {
         match of {
-            DataType::U8 => invalid(
-                operation,
-                "bytes cannot be reduced; use float16, bfloat16, float32 or float64".into(),
-            ),
+            DataType::U8 => invalid(operation, "bytes cannot be reduced; use float32 or float64".into()),
             _ => Ok(()),
         }
     }
@@ -228,17 +201,11 @@ pub(super) mod check {
         Ok(())
     }
 
-    /// Fails unless `rank` is a rank of the group.
-    pub(crate) fn root(operation: &'static str, rank: u32, size: u32) -> Result<(), CommError> {
-        if rank < size {
-            return Ok(());
-        }
-        invalid(operation, format!("there is no rank {rank} in a group of {size}"))
-    }
-
     /// Fails unless `peer` is another rank of the group.
     pub(crate) fn peer(operation: &'static str, peer: u32, own: u32, size: u32) -> Result<(), CommError> {
-        root(operation, peer, size)?;
+        if peer >= size {
+            return invalid(operation, format!("there is no rank {peer} in a group of {size}"));
+        }
         if peer == own {
             return invalid(operation, format!("rank {peer} is this rank itself"));
         }

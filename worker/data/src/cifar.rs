@@ -1,9 +1,8 @@
 //! CIFAR-10 and CIFAR-100 in the binary version (Krizhevsky 2009): records of one or two label bytes, then 3,072
 //! bytes in red, green and blue planes.
 
-use super::{Catalog, DataError, Format, Samples, Split, names_from, packed};
+use super::{Catalog, DataError, Format, Samples, Split, broken_file, names_from, packed};
 use lockstep_host::files::{self, FileKind};
-use lockstep_protocol::dataset::BrokenFile;
 use std::{
     fs,
     path::{Path, PathBuf},
@@ -72,7 +71,7 @@ fn read(dir: &Path, layout: &Layout) -> Result<Catalog, DataError> {
                 .and_then(|bytes| append(&bytes, layout, &mut pixels, &mut labels))
             {
                 Ok(()) => {}
-                Err(detail) => broken.push(BrokenFile { file: file.display().to_string(), detail }),
+                Err(detail) => broken.push(broken_file(file, detail)),
             }
         }
         splits.push(Split {

@@ -105,7 +105,7 @@ struct IdxFile {
 
 impl IdxFile {
     fn open(path: &Path, magic: u32) -> Result<Self, DataError> {
-        let broken = |detail: String| DataError::File { path: path.display().to_string(), detail };
+        let broken = |detail: String| DataError::file(path, detail);
         let (file, size) = files::open(path).map_err(broken)?;
         if size > MAX_BYTES {
             return Err(broken(format!("has {size} bytes; at most {MAX_BYTES} are allowed")));
@@ -135,7 +135,7 @@ impl IdxFile {
     }
 
     fn broken(&self, detail: String) -> DataError {
-        DataError::File { path: self.path.display().to_string(), detail }
+        DataError::file(&self.path, detail)
     }
 
     /// The number of data bytes according to the header.

@@ -8,7 +8,7 @@
 //! that are not in the index are read.
 
 use super::{
-    Catalog, DataError, Format, MAX_ENTRIES_READ, Samples, Split, has_pictures,
+    Catalog, DataError, Format, MAX_ENTRIES_READ, Samples, Split, broken_file, has_pictures,
     index::{self, CachedFolders, Folder, FolderStamp, FoundFile, IndexStore},
     label::normalise_nfc,
     listing::{ContainerKind, Listing},
@@ -63,7 +63,7 @@ pub(super) fn find(dir: &Path, store: &IndexStore) -> Option<Result<Catalog, Dat
         Ok(FileKind::Folder) => contains_folders(&train).then(|| read(dir, &train, store)),
         Ok(FileKind::File { .. }) => None,
         // For example, a link whose target does not exist.
-        Err(detail) => Some(Err(DataError::File { path: train.display().to_string(), detail })),
+        Err(detail) => Some(Err(DataError::file(&train, detail))),
     }
 }
 
@@ -142,7 +142,7 @@ fn read(dir: &Path, training: &Path, store: &IndexStore) -> Result<Catalog, Data
             why.join("; ")
         )));
     }
-    let mut folders = entries(dir).map_err(|detail| at(dir, detail))?;
+    let mut folders = entries(dir).map_err(|detail| DataError::file(dir, detail))?;
     // `train` first, as everywhere.
     folders.sort_by_key(|path| path != training);
     for path in folders {
@@ -300,7 +300,7 @@ struct Classes {
 
 fn classes(split: &Path) -> Result<Classes, DataError> {
     let mut found = Classes { folders: BTreeMap::new(), broken: Vec::new() };
-    for path in entries(split).map_err(|detail| at(split, detail))? {
+    for path in entries(split).map_err(|detail| DataError::file(split, detail))? {
         match files::stat(&path) {
             Ok(FileKind::Folder) => match path.file_name().and_then(|n| n.to_str()) {
                 Some(name) => match found.folders.entry(normalise_nfc(name)) {
@@ -326,7 +326,7 @@ fn classes(split: &Path) -> Result<Classes, DataError> {
             },
             Ok(FileKind::File { .. }) => {
                 if is_picture(&path).unwrap_or(true) {
-                    let detail = "is not in a class folder; move it into one, or out of the dataset".into();
+                    let detail = "is not in a class folder; move it into one, or out of the dataset";
                     found.broken.push(broken_file(&path, detail));
                 }
             }
@@ -389,12 +389,4 @@ pub(super) fn entries(dir: &Path) -> Result<Vec<PathBuf>, String> {
     // Within one folder this is the order of the paths, and faster to compute.
     found.sort_unstable_by(|a, b| a.as_os_str().cmp(b.as_os_str()));
     Ok(found)
-}
-
-fn broken_file(path: &Path, detail: String) -> BrokenFile {
-    BrokenFile { file: path.display().to_string(), detail }
-}
-
-fn at(path: &Path, detail: String) -> DataError {
-    DataError::File { path: path.display().to_string(), detail }
 }

@@ -81,15 +81,12 @@ pub(super) fn describe_files(
     let mut builder = None;
     let files = folders.iter().map(|f| f.files.len()).sum::<usize>()
         + same.values().map(|(_, entries)| entries.len()).sum::<usize>();
-    if missing > 0 && store.keeps(files, missing) {
-        match store.begin(root) {
-            Ok(Some((begun, facts))) => {
-                known = match_files(&facts, root, folders);
-                builder = Some(begun);
-            }
-            Ok(None) => {}
-            Err(error) => log_not_stored(&error),
-        }
+    if missing > 0
+        && store.keeps(files, missing)
+        && let Some((begun, facts)) = begin(store, root)
+    {
+        known = match_files(&facts, root, folders);
+        builder = Some(begun);
     }
     for (folder, slots) in folders.iter().zip(&mut known) {
         if let Some((_, entries)) = same.remove(&folder.path) {
@@ -108,7 +105,7 @@ pub(super) fn describe_files(
     if store.keeps(files, usize::MAX) {
         let examined = folders.iter().zip(&entries);
         let examined = examined.filter_map(|(f, all)| Some((f.path.as_path(), f.stamp?, &all[..])));
-        store.folder_cache(root).note(examined, store.min_age(), began);
+        store.folder_cache(root).note(examined, store.min_age, began);
     }
     entries
 }
@@ -118,6 +115,13 @@ enum Slot {
     Known(Entry),
     Unknown,
     NoPicture,
+}
+
+fn begin(store: &IndexStore, dataset: &Path) -> Option<(IndexBuilder, Facts)> {
+    store.begin(dataset).unwrap_or_else(|error| {
+        log_not_stored(&error);
+        None
+    })
 }
 
 fn log_not_stored(error: &std::io::Error) {
@@ -260,15 +264,11 @@ pub(super) fn describe_shards(
         let missing = shards.iter().zip(&known).filter(|(_, known)| known.is_none());
         let missing = missing.map(|((_, stamp), _)| stamp.size).sum();
         let mut builder = None;
-        if store.keeps(pictures(all), pictures(missing)) {
-            match store.begin(dataset) {
-                Ok(Some((begun, facts))) => {
-                    known = recall(&facts);
-                    builder = Some(begun);
-                }
-                Ok(None) => {}
-                Err(error) => log_not_stored(&error),
-            }
+        if store.keeps(pictures(all), pictures(missing))
+            && let Some((begun, facts)) = begin(store, dataset)
+        {
+            known = recall(&facts);
+            builder = Some(begun);
         }
         let unknown: Vec<usize> = (0..shards.len()).filter(|i| known[*i].is_none()).collect();
         let mut done = (shards.len() - unknown.len()) as u64;

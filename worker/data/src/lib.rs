@@ -64,6 +64,16 @@ pub enum DataError {
     },
 }
 
+impl DataError {
+    fn file(path: &Path, detail: impl Into<String>) -> Self {
+        Self::File { path: path.display().to_string(), detail: detail.into() }
+    }
+}
+
+fn broken_file(path: &Path, detail: impl Into<String>) -> BrokenFile {
+    BrokenFile { file: path.display().to_string(), detail: detail.into() }
+}
+
 /// How opening a dataset of pictures in folders detects changes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ChangeDetection {
@@ -187,7 +197,7 @@ impl Catalog {
         }
         if !path.is_dir() {
             let what = if path.exists() { "is a file; give its folder" } else { "does not exist" };
-            return Err(DataError::File { path: path.display().to_string(), detail: what.into() });
+            return Err(DataError::file(path, what));
         }
         // An archive unpacks into its own folder. Accept that folder and the folder around it.
         for dir in [path.to_owned(), path.join("cifar-10-batches-bin"), path.join("cifar-100-binary")] {
@@ -327,13 +337,17 @@ fn names_from(path: &Path, classes: usize) -> Result<Vec<String>, DataError> {
     if fs::symlink_metadata(path).is_err() {
         return Ok((0..classes).map(|c| c.to_string()).collect());
     }
-    let wrong = |detail: String| DataError::File { path: path.display().to_string(), detail };
-    let text = files::read(path, MAX_NAMES_BYTES).map_err(wrong)?;
-    let text = String::from_utf8(text).map_err(|_| wrong("is not UTF-8".into()))?;
-    let names: Vec<String> =
-        text.lines().map(str::trim).filter(|l| !l.is_empty()).map(str::to_owned).collect();
+    let names = read_names(path)?;
     if names.len() != classes {
-        return Err(wrong(format!("names {} classes, but the data has {classes}", names.len())));
+        let detail = format!("names {} classes, but the data has {classes}", names.len());
+        return Err(DataError::file(path, detail));
     }
     Ok(names)
+}
+
+/// The lines of a file of class names that are not empty.
+fn read_names(path: &Path) -> Result<Vec<String>, DataError> {
+    let text = files::read(path, MAX_NAMES_BYTES).map_err(|detail| DataError::file(path, detail))?;
+    let text = String::from_utf8(text).map_err(|_| DataError::file(path, "is not UTF-8"))?;
+    Ok(text.lines().map(str::trim).filter(|l| !l.is_empty()).map(str::to_owned).collect())
 }

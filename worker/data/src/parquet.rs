@@ -152,9 +152,6 @@ impl ParquetFile {
     }
 
     /// The file's contents at `path`, whose stamp is now `found`. The footer is read once for each stamp.
-    ///
-    /// # Errors
-    /// The file can no longer be used.
     pub(super) fn reopened(&self, path: &Path, found: Stamp) -> Result<Arc<Self>, UnusableFile> {
         let mut newer = self.newer.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, file)) = newer.as_ref().filter(|(stamp, _)| *stamp == found) {
@@ -280,7 +277,6 @@ fn check_tail(source: &Source) -> Result<(), UnusableFile> {
     Ok(())
 }
 
-/// The name of an unsupported codec.
 fn unsupported_codec(codec: CompressionCodec) -> Option<String> {
     use CompressionCodec::{GZIP, SNAPPY, UNCOMPRESSED, ZSTD};
     (!matches!(codec, UNCOMPRESSED | SNAPPY | GZIP | ZSTD)).then(|| format!("{codec:?}").to_lowercase())

@@ -38,7 +38,6 @@ const ORDER_SEED: u64 = 0x7368_7566_666c_6564;
 /// Maximum number of pictures that are converted in advance to estimate the mean size.
 const MAX_MEASURED: usize = 256;
 
-/// The settings of a copy.
 #[derive(Debug, Clone)]
 pub struct PrepareSettings {
     /// Larger pictures are resized to a short side of this many pixels; see [`SHORT_SIDES`].
@@ -183,7 +182,6 @@ fn check_settings(settings: &PrepareSettings) -> Result<(), DataError> {
     Ok(())
 }
 
-/// The splits to copy.
 fn sources<'a>(path: &Path, catalog: &'a Catalog) -> Result<Vec<(&'a Split, &'a Listing)>, DataError> {
     let one = |split: &'a Split| match &split.samples {
         Samples::Memory { .. } => Err(DataError::Invalid(format!(
@@ -258,10 +256,8 @@ fn unread_detail(detail: &str) -> String {
 }
 
 fn cannot_be_written(path: &Path, error: &std::io::Error) -> DataError {
-    DataError::File {
-        path: path.display().to_string(),
-        detail: format!(
-            "cannot be written: {error}. Finished shards are kept, and the same command continues after them"
-        ),
-    }
+    let detail = format!(
+        "cannot be written: {error}. Finished shards are kept, and the same command continues after them"
+    );
+    DataError::file(path, detail)
 }

@@ -12,7 +12,7 @@ mod tests;
 pub(super) use folder::{names_split, only_compressed};
 
 use super::{
-    Catalog, DataError, Samples, Split,
+    Catalog, DataError, Samples, Split, broken_file,
     copy::{damage, is_unfinished},
     index::{self, IndexStore, Members, Stamp},
     listing::{ContainerKind, Listing},
@@ -34,8 +34,8 @@ use std::{
 pub(super) fn open_named(path: &Path, store: &IndexStore) -> Option<Result<Catalog, DataError>> {
     if let Some((folder, rest)) = fixed_part(path) {
         let expanded = pattern::expand(&rest.to_string_lossy(), MAX_SHARDS);
-        let wrong = |detail| DataError::File { path: path.display().to_string(), detail };
-        let shards = expanded.map_err(wrong).map(|all| all.into_iter().map(PathBuf::from).collect());
+        let shards = expanded.map_err(|detail| DataError::file(path, detail));
+        let shards = shards.map(|all| all.into_iter().map(PathBuf::from).collect());
         let kind = Kind::of(&rest).unwrap_or(Kind::Tar);
         return Some(shards.and_then(|shards| read(kind, path, &folder, shards, store)));
     }
@@ -58,7 +58,7 @@ fn find_kind(
     dir: &Path,
     store: &IndexStore,
 ) -> Option<Result<Catalog, DataError>> {
-    let wrong = |detail| DataError::File { path: dir.display().to_string(), detail };
+    let wrong = |detail: String| DataError::file(dir, detail);
     let FolderContents { shards, compressed, unread } = match contents(kind, dir) {
         Ok(found) => found,
         Err(detail) => return Some(Err(wrong(detail))),
@@ -74,7 +74,7 @@ fn find_kind(
     let shards: Vec<_> = shards.into_iter().map(relative).collect();
     let left_out = compressed.iter().filter(|path| !is_unpacked(path)).map(|path| {
         let detail = "is compressed, but pictures are read at arbitrary offsets: decompress it to a .tar, or remove it";
-        named_broken(path, detail.into())
+        broken_file(path, detail)
     });
     Some(read(kind, dataset, dir, shards, store).map(|mut catalog| {
         catalog.broken.extend(unread.into_iter().chain(left_out));
@@ -91,10 +91,8 @@ fn read(
     store: &IndexStore,
 ) -> Result<Catalog, DataError> {
     if is_unfinished(root) {
-        return Err(DataError::File {
-            path: root.display().to_string(),
-            detail: "is an incomplete copy: run its `lockstep dataset prepare` again to continue it".into(),
-        });
+        let detail = "is an incomplete copy: run its `lockstep dataset prepare` again to continue it";
+        return Err(DataError::file(root, detail));
     }
     let any = shards.iter().any(|shard| split_in_path(shard).is_some());
     let (mut broken, mut found_shards) = (Vec::new(), Vec::new());
@@ -106,16 +104,15 @@ fn read(
         .collect();
     // If the path is one shard or a pattern, the user may want only some shards.
     if let Some(detail) = damage(root, dataset.is_dir(), |shard| sizes.get(Path::new(shard)).copied()) {
-        return Err(DataError::File { path: root.display().to_string(), detail });
+        return Err(DataError::file(root, detail));
     }
     for (shard, stamp) in shards.into_iter().zip(stamps) {
         match (stamp, split_in_path(&shard)) {
-            (Err(detail), _) => broken.push(named_broken(&root.join(shard), detail)),
+            (Err(detail), _) => broken.push(broken_file(&root.join(shard), detail)),
             // The folder may have other archives, but a job must not silently ignore what could be training data.
-            (Ok(_), None) if any => broken.push(named_broken(
+            (Ok(_), None) if any => broken.push(broken_file(
                 &root.join(shard),
-                "has no split in its name as other shards have: rename it to train-..., val-... or test-..., or remove it"
-                    .into(),
+                "has no split in its name as other shards have: rename it to train-..., val-... or test-..., or remove it",
             )),
             (Ok(stamp), split) => found_shards.push((split.unwrap_or("train"), shard, stamp)),
         }
@@ -146,7 +143,7 @@ fn read(
                 found.add(root, shard, ContainerKind::Parquet(*stamp, Arc::clone(file)), members)
             }
             // The members are from the index, but the footer cannot be read now.
-            Some(Err(error)) => found.broken.push(named_broken(&root.join(shard), error.detail.clone())),
+            Some(Err(error)) => found.broken.push(broken_file(&root.join(shard), error.detail.clone())),
         }
     }
     let names = class_names(
@@ -211,7 +208,7 @@ impl Found {
 
     fn add(&mut self, root: &Path, shard: &Path, kind: ContainerKind, members: Members) {
         let path = root.join(shard);
-        self.broken.extend(members.shard_error.map(|detail| named_broken(&path, detail)));
+        self.broken.extend(members.shard_error.map(|detail| broken_file(&path, detail)));
         self.listing.add_container(shard, kind);
         for entry in members.entries {
             match (&entry.broken, &entry.label) {
@@ -225,7 +222,7 @@ impl Found {
                     if [members::NO_LABEL, parquet::NO_LABEL].contains(&detail.as_str()) {
                         self.without_label += 1;
                     }
-                    self.broken.push(named_broken(&name, detail));
+                    self.broken.push(broken_file(&name, detail));
                 }
             }
         }
@@ -250,8 +247,4 @@ fn stamp(path: &Path) -> Result<Stamp, String> {
         (files::FileKind::File { size_bytes }, modified_ns) => Ok(Stamp { size: size_bytes, modified_ns }),
         (files::FileKind::Folder, _) => Err("is a folder, not a file".into()),
     }
-}
-
-fn named_broken(path: &Path, detail: String) -> BrokenFile {
-    BrokenFile { file: path.display().to_string(), detail }
 }

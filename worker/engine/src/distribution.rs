@@ -70,7 +70,7 @@ impl<'a> Distribution<'a> {
             let mut values;
             if parts.iter().all(|(_, part)| part.is_all()) {
                 values = given.unwrap_or_else(|| vec![0.0; shape.iter().product()]);
-                self.comm.broadcast((&mut values).into(), 0)?;
+                self.comm.broadcast((&mut values).into())?;
             } else if let (0, Some(given)) = (own, given) {
                 let read = |part: &Slice, from: usize, to: &mut [f32]| {
                     part.read(from, to, |at, to| to.copy_from_slice(&given[at..at + to.len()]));

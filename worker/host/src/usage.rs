@@ -3,7 +3,7 @@
 use super::cgroup::ControlGroups;
 use rustix::thread::{CpuSet, sched_getaffinity};
 use std::{
-    fs,
+    fs, io,
     path::{Path, PathBuf},
     time::Instant,
 };
@@ -200,11 +200,6 @@ pub fn memory_and_swap() -> Option<u64> {
     Some(of_group.map_or(of_machine, |of_group| of_group.min(of_machine)))
 }
 
-/// The memory of this machine or container, in bytes.
-pub fn memory_bytes() -> u64 {
-    memory(&ControlGroups::of_this_process()).bytes
-}
-
 /// Free and total memory of this machine or container, in bytes.
 pub fn memory_free() -> (u64, u64) {
     let memory = memory(&ControlGroups::of_this_process());
@@ -214,6 +209,15 @@ pub fn memory_free() -> (u64, u64) {
 /// The largest size of this process's memory so far, in bytes. `None` if the system does not report it.
 pub fn largest_memory() -> Option<u64> {
     meminfo(&read("/proc/self/status"), "VmHWM:")
+}
+
+/// The bytes that this account can still use on a folder's file system.
+///
+/// # Errors
+/// The folder cannot be read.
+pub fn disk_free(dir: &Path) -> io::Result<u64> {
+    let found = rustix::fs::statvfs(dir)?;
+    Ok(found.f_bavail.saturating_mul(found.f_frsize))
 }
 
 /// Used bytes of a folder's file system, and the sum of used bytes and bytes available to this account.

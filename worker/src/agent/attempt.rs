@@ -30,7 +30,7 @@ mod conclusion;
 mod gang;
 mod watch;
 
-pub(super) use gang::{Gang, free_port};
+pub(super) use gang::Gang;
 
 /// Orders from the agent to an attempt.
 #[derive(Debug)]

@@ -2,10 +2,11 @@
 
 use super::{
     Agent, AttemptKey, Shutdown,
-    attempt::{Attempt, Order, free_port},
+    attempt::{Attempt, Order},
     place,
     preflight::Refusal,
 };
+use lockstep_comm::rendezvous::free_port;
 use lockstep_protocol::{
     agent::{AttemptRef, StartAttempt},
     job::JobId,
@@ -73,7 +74,7 @@ impl Agent {
             context.copies = None;
         }
         if let Some(network) = &mut start.network {
-            network.named_by = Some(self.network.named_by().to_owned());
+            network.named_by = Some(self.network.named_by.to_owned());
         }
         let (mut stored, made) = place::choose_job_dir(&self.state_dir, start);
         if !is_mapped && !place::is_own_disk(&stored) {

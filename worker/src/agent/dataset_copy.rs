@@ -35,9 +35,6 @@ pub(super) const HINT: &str =
     "the agent's options --dataset NAME=PATH and --path-map say where its machine has a dataset";
 
 /// Opens the copies of datasets. `None` if datasets are not copied.
-///
-/// # Errors
-/// The folder cannot be used.
 pub(super) fn open(
     options: &Options,
     state_dir: &Path,

@@ -49,8 +49,9 @@ fn on_disk(path: &Path) -> impl Fn(io::Error) -> FetchError + '_ {
 /// The server refuses the report, and a retry would not help.
 pub(super) async fn begin(stored: &StoredAttempt, remote: &Remote) -> Result<(), Refusal> {
     let mut tries = Retries::of(remote);
-    while let Err(error) = try_to_begin(stored, remote).await {
-        tries.wait(error).await?;
+    let begin = || async { remote.client(&stored.start.attempt)?.begin().await };
+    while let Err(failed) = begin().await {
+        tries.wait(failed.into()).await?;
     }
     Ok(())
 }
@@ -146,10 +147,6 @@ async fn ensure_checkpoint(
     Ok(())
 }
 
-async fn try_to_begin(stored: &StoredAttempt, remote: &Remote) -> Result<(), FetchError> {
-    Ok(remote.client(&stored.start.attempt)?.begin().await?)
-}
-
 /// Sends the fingerprint. Returns the server's description of its own fingerprint of the job's dataset if the two
 /// differ, and `None` if they are equal or the server had none.
 async fn report(stored: &StoredAttempt, remote: &Remote, note: &[u8]) -> Result<Option<String>, FetchError> {
@@ -168,7 +165,7 @@ async fn fetch(stored: &StoredAttempt, remote: &Remote, id: &str, target: &Path)
     let (Some(all), Some(name)) = (target.parent(), target.file_name()) else { return Ok(()) };
     let gathering = all.join(format!(".fetch-{}", name.to_string_lossy()));
     fs::create_dir_all(&gathering).map_err(on_disk(&gathering))?;
-    let text = fetch_manifest(&client, id, MANIFEST).await?;
+    let text = fetch_manifest(&client, id).await?;
     let manifest: Manifest =
         serde_json::from_slice(&text).map_err(|e| FetchError::Damaged(format!("{MANIFEST}: {e}")))?;
     let path = gathering.join(MANIFEST);
@@ -228,13 +225,13 @@ fn finish(gathering: &Path, target: &Path, all: &Path) -> Result<(), FetchError>
     sync(all)
 }
 
-async fn fetch_manifest(client: &AttemptClient<'_>, id: &str, file: &str) -> Result<Vec<u8>, FetchError> {
-    let mut download = client.file(id, file, 0).await?;
+async fn fetch_manifest(client: &AttemptClient<'_>, id: &str) -> Result<Vec<u8>, FetchError> {
+    let mut download = client.file(id, MANIFEST, 0).await?;
     let mut all = Vec::new();
     while let Some(bytes) = download.next().await? {
         all.extend_from_slice(&bytes);
         if all.len() > MANIFEST_BYTES {
-            return Err(FetchError::Damaged(format!("{file} has more than {MANIFEST_BYTES} bytes")));
+            return Err(FetchError::Damaged(format!("{MANIFEST} has more than {MANIFEST_BYTES} bytes")));
         }
     }
     Ok(all)

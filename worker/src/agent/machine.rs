@@ -1,18 +1,20 @@
 //! The description of this machine.
 
-use lockstep_host::{cores, cpu_name, hostname, usage::memory_bytes};
+use lockstep_host::{
+    cores, cpu_name, hostname,
+    usage::{disk_free, memory_free},
+};
 use lockstep_protocol::agent::Machine;
 use std::path::Path;
 
 /// Describes this machine. Free disk space is measured at `dir`.
 pub fn describe(dir: &Path) -> Machine {
-    let disk_free_bytes = rustix::fs::statvfs(dir).map_or(0, |s| s.f_bavail * s.f_frsize);
     Machine {
         hostname: hostname(),
         cpu: cpu_name(),
         cores: cores(),
-        memory_bytes: memory_bytes(),
-        disk_free_bytes,
+        memory_bytes: memory_free().1,
+        disk_free_bytes: disk_free(dir).unwrap_or(0),
         version: env!("CARGO_PKG_VERSION").into(),
         address: None,
         interface: None,

@@ -51,6 +51,7 @@ use spares::Spares;
 use state_dir::StateDir;
 use std::{
     collections::BTreeMap,
+    ops::ControlFlow,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -211,14 +212,6 @@ struct Shutdown {
     ranks_gone: Option<Instant>,
 }
 
-/// How to continue after a signal or a check of the state.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum LoopControl {
-    Continue,
-    /// Return from the agent.
-    End,
-}
-
 impl Agent {
     async fn serve(&mut self, server: &str, request: &Address) -> Result<(), AgentError> {
         let mut signals = Signals::new()?;
@@ -246,7 +239,7 @@ impl Agent {
                     session.unwrap_or_else(|_| Err("it does not answer".to_owned().into()))
                 }
                 detach = signals.next() => {
-                    if self.handle_signal(detach) == LoopControl::End {
+                    if self.handle_signal(detach).is_break() {
                         return self.result();
                     }
                     continue;
@@ -298,7 +291,7 @@ impl Agent {
                 tracing::warn!(%server, %lost, "no connection to the server; retrying");
                 logged_reasons.push(lost);
             }
-            if self.wait(jittered(backoff.pause()), &mut signals).await == LoopControl::End {
+            if self.wait(jittered(backoff.pause()), &mut signals).await.is_break() {
                 return self.result();
             }
         }
@@ -312,28 +305,24 @@ impl Agent {
     }
 
     /// Waits without a connection. Signals are still handled.
-    async fn wait(&mut self, pause: Duration, signals: &mut Signals) -> LoopControl {
+    async fn wait(&mut self, pause: Duration, signals: &mut Signals) -> ControlFlow<()> {
         let until = tokio::time::Instant::now() + pause;
         loop {
             let wake = self.context.wake.clone();
             tokio::select! {
-                detach = signals.next() => {
-                    if self.handle_signal(detach) == LoopControl::End { return LoopControl::End }
-                }
+                detach = signals.next() => self.handle_signal(detach)?,
                 () = wake.notified() => {}
                 () = tokio::time::sleep_until(until) => return self.poll(false),
             }
-            if self.poll(false) == LoopControl::End {
-                return LoopControl::End;
-            }
+            self.poll(false)?;
         }
     }
 
-    /// Handles a signal.
-    fn handle_signal(&mut self, detach: bool) -> LoopControl {
+    /// Breaks if the agent must end now.
+    fn handle_signal(&mut self, detach: bool) -> ControlFlow<()> {
         if detach {
             tracing::info!("detaching: the ranks stay for the next agent");
-            return LoopControl::End;
+            return ControlFlow::Break(());
         }
         if self.leaving.is_some() {
             tracing::warn!("second signal: killing the ranks");
@@ -343,11 +332,11 @@ impl Agent {
                     RankProcess::adopt(&stored.attempt_dir(), *rank).signal(rustix::process::Signal::KILL);
                 }
             }
-            return LoopControl::End;
+            return ControlFlow::Break(());
         }
         tracing::info!("ending in order");
         self.leave("the agent was stopped".into());
-        LoopControl::Continue
+        ControlFlow::Continue(())
     }
 
     /// Whether all checkpoints that were written before `moment` are on the server.
@@ -355,15 +344,15 @@ impl Agent {
         self.uploaded.is_done_since(moment) || uploads::is_empty(self.state_dir.dir())
     }
 
-    /// Checks whether it is time to end.
-    fn poll(&mut self, connected: bool) -> LoopControl {
+    /// Breaks if it is time to end.
+    fn poll(&mut self, connected: bool) -> ControlFlow<()> {
         let all_over = self.attempts.values().all(Attempt::is_over);
         if !connected && !all_over {
             self.measure_spool();
         }
         if let Some(leaving) = &mut self.leaving {
             if !all_over {
-                return LoopControl::Continue;
+                return ControlFlow::Continue(());
             }
             let since = *leaving.ranks_gone.get_or_insert_with(Instant::now);
             let is_reported = self.attempts.is_empty() && leaving.announced;
@@ -372,20 +361,20 @@ impl Agent {
             // A server that could not store a report has closed the connection, so that the agent connects again.
             let is_cut_off = !connected && self.attempts.is_empty();
             if is_uploaded || is_cut_off || since.elapsed() > patience {
-                return LoopControl::End;
+                return ControlFlow::Break(());
             }
-            return LoopControl::Continue;
+            return ControlFlow::Continue(());
         }
         if self.parent.is_some() && self.parent != rustix::process::getppid() && all_over {
             tracing::info!("the server that started this agent has ended, and no rank is left here");
-            return LoopControl::End;
+            return ControlFlow::Break(());
         }
         if let Some(since) = self.only_job_is_final
             && self.attempts.is_empty()
             && (self.is_uploaded(since) || since.elapsed() > ONLY_JOB_UPLOAD_TIMEOUT)
         {
             tracing::info!("the job is over");
-            return LoopControl::End;
+            return ControlFlow::Break(());
         }
         let timeout = self.next_attempt_timeout(connected);
         match self.waiting_since {
@@ -395,9 +384,9 @@ impl Agent {
                     && since.elapsed() >= timeout
                     && self.is_uploaded(since) =>
             {
-                LoopControl::End
+                ControlFlow::Break(())
             }
-            _ => LoopControl::Continue,
+            _ => ControlFlow::Continue(()),
         }
     }
 }

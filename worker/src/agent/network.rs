@@ -9,23 +9,14 @@ use lockstep_protocol::agent::{Machine, RankNetwork};
 use std::net::IpAddr;
 
 /// The address from the options, or chosen by the agent.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub(super) struct Network {
     advertised: Option<String>,
     interface: Option<String>,
-    source: Source,
+    /// Where the address comes from, for messages.
+    pub(super) named_by: &'static str,
     /// The last logged description of the address.
     logged: Option<String>,
-}
-
-/// The source of the address. Earlier variants take precedence.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-enum Source {
-    Advertise,
-    Interface,
-    Variable,
-    #[default]
-    Route,
 }
 
 impl Network {
@@ -49,33 +40,24 @@ impl Network {
                 ));
             }
             let (advertised, interface) = (Some(address.to_owned()), interface.map(str::to_owned));
-            return Ok(Self { advertised, interface, source: Source::Advertise, logged: None });
+            return Ok(Self { advertised, interface, named_by: "named by --advertise", logged: None });
         }
         let all = || interfaces().map_err(|e| format!("the network interfaces cannot be listed: {e}"));
-        let (found, source) = match (interface, variable) {
+        let found = match (interface, variable) {
             (Some(name), _) => {
                 let found = first_of(&all()?, |of| of == name);
-                (Some(found.map_err(|why| format!("--interface {name}: {why}"))?), Source::Interface)
+                Some((found.map_err(|why| format!("--interface {name}: {why}"))?, "named by --interface"))
             }
-            (None, Some(value)) => (of_variable(&all()?, value)?, Source::Variable),
-            (None, None) => (None, Source::Route),
+            (None, Some(value)) => {
+                of_variable(&all()?, value)?.map(|found| (found, "named by NCCL_SOCKET_IFNAME"))
+            }
+            (None, None) => None,
         };
-        Ok(match found {
-            Some((name, ip)) => {
-                Self { advertised: Some(ip.to_string()), interface: Some(name), source, logged: None }
-            }
-            None => Self::default(),
-        })
-    }
-
-    /// Where the address comes from, for messages.
-    pub(super) fn named_by(&self) -> &'static str {
-        match self.source {
-            Source::Advertise => "named by --advertise",
-            Source::Interface => "named by --interface",
-            Source::Variable => "named by NCCL_SOCKET_IFNAME",
-            Source::Route => "from the route to the server",
-        }
+        let (advertised, interface, named_by) = match found {
+            Some(((name, ip), named_by)) => (Some(ip.to_string()), Some(name), named_by),
+            None => (None, None, "from the route to the server"),
+        };
+        Ok(Self { advertised, interface, named_by, logged: None })
     }
 
     /// Adds the facts about the address to the machine's description. `local` is the local address of the connection
@@ -90,7 +72,7 @@ impl Network {
         machine.interface_mbits = machine.interface.as_deref().and_then(speed_mbits);
         machine.network_id = network_id();
         let Some(address) = machine.address.clone() else { return };
-        let named_by = Some(self.named_by().to_owned());
+        let named_by = Some(self.named_by.to_owned());
         let words = RankNetwork { address, interface: machine.interface.clone(), named_by }.in_words();
         if self.logged.as_ref() != Some(&words) {
             tracing::info!("ranks listen at {words}");

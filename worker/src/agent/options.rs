@@ -5,7 +5,6 @@ use crate::{rank::TO_LEAVE_SECS, tls::IdentityFiles};
 use lockstep_protocol::{agent::Slot, job::JobId};
 use std::path::PathBuf;
 
-/// The options of an agent.
 #[derive(Debug, Clone, Default)]
 pub struct Options {
     /// The server's address: `http://HOST:PORT` or `https://HOST:PORT`.
@@ -98,12 +97,7 @@ pub enum AgentError {
     StateDir(#[from] StateDirError),
     /// The server refused this agent.
     #[error("the server at {server} refused this agent: {reason}")]
-    Refused {
-        /// The server's address.
-        server: String,
-        /// The server's reason.
-        reason: String,
-    },
+    Refused { server: String, reason: String },
     /// The agent's only job has failed.
     #[error("the job failed on this agent")]
     JobFailed,

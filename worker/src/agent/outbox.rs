@@ -219,7 +219,6 @@ mod tests {
             for step in 1..=3 {
                 reporter.event(&AttemptEvent::CheckpointRemoved { epoch: 1, step });
             }
-            reporter.close().unwrap();
         }
         let mut outbox = Outbox::new(&held, &[]);
         let mut reports = Vec::new();

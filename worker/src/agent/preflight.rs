@@ -5,7 +5,7 @@ pub(super) mod dataset;
 
 use super::state_dir::StoredAttempt;
 use lockstep_engine::{SharedMemory, net, registry, slots};
-use lockstep_host::gpu::RankGpu;
+use lockstep_host::{gpu::RankGpu, usage::disk_free};
 use lockstep_protocol::spec::JobSpec;
 use std::{path::Path, sync::atomic::AtomicBool};
 
@@ -44,8 +44,8 @@ pub(super) fn check(
     let backend = registry::device_of(given.as_ref(), start.spec.parallel.device).backend;
     let ranks = start.ranks.len();
     let SharedMemory { bytes, library } = backend.shared_memory(&start.spec, ranks);
-    match free_bytes(Path::new("/dev/shm")) {
-        Some(free) if free < bytes => Err(Refusal::SharedMemoryTooSmall(format!(
+    match disk_free(Path::new("/dev/shm")) {
+        Ok(free) if free < bytes => Err(Refusal::SharedMemoryTooSmall(format!(
             "/dev/shm has {} free, and {ranks} ranks of {library} need {}; in a container raise --shm-size",
             megabytes(free),
             megabytes(bytes)
@@ -67,8 +67,8 @@ fn disk(stored: &StoredAttempt, spec: &JobSpec) -> Result<(), String> {
     // The checkpoints to keep, the best checkpoint, and the checkpoint that is being written.
     let missing = (u64::from(spec.checkpoint.keep.max(2)) + 2).saturating_sub(kept).max(2);
     let needed = each * missing + OTHER_BYTES;
-    match free_bytes(&stored.job_dir) {
-        Some(free) if free < needed => Err(format!(
+    match disk_free(&stored.job_dir) {
+        Ok(free) if free < needed => Err(format!(
             "the disk of {} has {} free, and the job needs {} ({missing} checkpoints of {}); free some space or lower \
              checkpoint.keep, and retry the job",
             stored.job_dir.display(),
@@ -78,11 +78,6 @@ fn disk(stored: &StoredAttempt, spec: &JobSpec) -> Result<(), String> {
         )),
         _ => Ok(()),
     }
-}
-
-fn free_bytes(path: &Path) -> Option<u64> {
-    let found = rustix::fs::statvfs(path).ok()?;
-    Some(found.f_bavail.saturating_mul(found.f_frsize))
 }
 
 fn megabytes(bytes: u64) -> String {

@@ -18,9 +18,6 @@ const NVML_RETRY_SAMPLES: u32 = 12;
 
 /// The newest measurement, made by a thread that ends when the receiver is dropped. A file system or a GPU that does
 /// not respond blocks only this thread.
-///
-/// # Errors
-/// The thread cannot be started.
 pub(super) fn start(dir: PathBuf, slots: &[Slot]) -> std::io::Result<watch::Receiver<Option<MachineSample>>> {
     let (to, samples) = watch::channel(None);
     let gpus: Vec<_> = slots.iter().filter_map(|slot| Some((slot.index, slot.uuid.clone()?))).collect();

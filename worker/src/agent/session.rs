@@ -1,7 +1,7 @@
 //! One connection to the server, from `Hello` until it is lost.
 
 use super::{
-    Agent, LoopControl, Signals,
+    Agent, Signals,
     address::Address,
     attempt::{Attempt, Order},
     findings, machine,
@@ -18,6 +18,7 @@ use lockstep_protocol::{
 use std::{
     collections::{HashMap, HashSet, VecDeque},
     net::IpAddr,
+    ops::ControlFlow,
     path::Path,
     time::{Duration, Instant},
 };
@@ -59,8 +60,6 @@ pub(super) struct Session {
 }
 
 impl Session {
-    /// # Errors
-    /// Why the connection failed.
     pub(super) async fn connect(address: &Address, stream: TcpStream) -> Result<Self, NoSession> {
         let connector = Some(address.connector()?);
         let local = stream.local_addr().ok().map(|address| address.ip());
@@ -210,9 +209,9 @@ impl Connected {
                     None => Ok(()),
                 },
                 detach = signals.next() => match agent.handle_signal(detach) {
-                    LoopControl::End => Err(Outcome::End),
+                    ControlFlow::Break(()) => Err(Outcome::End),
                     // `pump` announces the shutdown to the server.
-                    LoopControl::Continue => Ok(()),
+                    ControlFlow::Continue(()) => Ok(()),
                 },
             };
             if let Err(outcome) = outcome {
@@ -226,7 +225,7 @@ impl Connected {
     }
 
     async fn beat(&mut self, agent: &mut Agent) -> Result<(), Outcome> {
-        if agent.poll(true) == LoopControl::End {
+        if agent.poll(true).is_break() {
             return Err(Outcome::End);
         }
         let limit = MIN_SILENCE_TIMEOUT.max(self.heartbeat * 3);
@@ -287,7 +286,7 @@ impl Connected {
             self.reported_ready.remove(&attempt);
             agent.forget(&attempt, is_refused);
         }
-        if agent.poll(true) == LoopControl::End { Err(Outcome::End) } else { Ok(()) }
+        if agent.poll(true).is_break() { Err(Outcome::End) } else { Ok(()) }
     }
 
     /// Reports that attempts on several machines are ready, unless already sent.

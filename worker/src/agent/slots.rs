@@ -5,7 +5,6 @@ use lockstep_engine::{Devices, Selection, registry};
 use lockstep_host::gpu::metrics::Reader;
 use lockstep_protocol::agent::Slot;
 
-/// The slots of this machine.
 pub(super) fn slots(options: &Options) -> Result<Vec<Slot>, String> {
     let list = options.gpus.as_deref();
     let of_list = |why: String| match list {

@@ -6,6 +6,7 @@ use lockstep_protocol::{
     agent::{FromAgent, ToAgent},
     wire::{self, PartialMessages},
 };
+use serde_json::Value;
 use std::time::Duration;
 use tokio::{net::TcpStream, time};
 use tokio_tungstenite::{
@@ -25,9 +26,6 @@ pub(super) fn jittered(pause: Duration) -> Duration {
 }
 
 /// Opens a connection to the server, without sending anything.
-///
-/// # Errors
-/// Why the connection failed.
 pub(super) async fn reach(address: &Address) -> Result<TcpStream, String> {
     match time::timeout(CONNECT_TIMEOUT, TcpStream::connect(address.host_and_port())).await {
         Err(_) => Err("it does not answer".into()),
@@ -51,10 +49,12 @@ pub(super) enum NoSession {
 impl NoSession {
     pub(super) fn from_response(answer: &tungstenite::http::Response<Option<Vec<u8>>>) -> Self {
         let body = answer.body().as_deref().unwrap_or_default();
-        let words = format!("it answered {} {}", answer.status(), detail(body));
-        // A response without a code of Lockstep comes from a proxy in between.
-        let problem: serde_json::Value = serde_json::from_slice(body).unwrap_or_default();
-        match problem.get("code").and_then(serde_json::Value::as_str) {
+        // A problem document (RFC 9457). A response without a code of Lockstep comes from a proxy in between.
+        let problem: Value = serde_json::from_slice(body).unwrap_or_default();
+        let text = |key: &str| problem.get(key).and_then(Value::as_str);
+        let body = String::from_utf8_lossy(body);
+        let words = format!("it answered {} {}", answer.status(), text("detail").unwrap_or(body.trim()));
+        match text("code") {
             Some("unauthorized") => Self::Unauthorized(words),
             _ => Self::Other(words),
         }
@@ -71,15 +71,6 @@ impl std::fmt::Display for NoSession {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let (Self::Unauthorized(words) | Self::Other(words)) = self;
         f.write_str(words)
-    }
-}
-
-/// The detail of a problem (RFC 9457), or the body itself if it is not a problem document.
-fn detail(body: &[u8]) -> String {
-    let problem: serde_json::Value = serde_json::from_slice(body).unwrap_or_default();
-    match problem.get("detail").and_then(serde_json::Value::as_str) {
-        Some(detail) => detail.to_owned(),
-        None => String::from_utf8_lossy(body).trim().to_owned(),
     }
 }
 

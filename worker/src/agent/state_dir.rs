@@ -13,7 +13,7 @@ use lockstep_protocol::agent::{AttemptRef, StartAttempt};
 use serde::{Deserialize, Serialize};
 use std::{
     fs::{self, File, TryLockError},
-    io::{self, Read, Seek, Write},
+    io::{self, Seek, Write},
     path::{Path, PathBuf},
 };
 
@@ -49,21 +49,11 @@ impl StoredAttempt {
 pub enum StateDirError {
     /// The folder cannot be created, read or written.
     #[error("the agent's folder {}: {error}", path.display())]
-    Io {
-        /// The file or folder.
-        path: PathBuf,
-        /// The operating system's error.
-        error: io::Error,
-    },
+    Io { path: PathBuf, error: io::Error },
     /// Another agent uses the folder.
     #[error("the agent's folder {} is in use by another agent{}; stop that one, or choose another folder with --data-dir",
         path.display(), pid.map(|p| format!(" (process {p})")).unwrap_or_default())]
-    Taken {
-        /// The folder.
-        path: PathBuf,
-        /// The process id of the other agent.
-        pid: Option<i32>,
-    },
+    Taken { path: PathBuf, pid: Option<i32> },
 }
 
 impl StateDir {
@@ -95,9 +85,7 @@ impl StateDir {
                 }
             }
             Err(TryLockError::WouldBlock) => {
-                let mut pid = String::new();
-                let pid = lock.read_to_string(&mut pid).ok().and_then(|_| pid.trim().parse().ok());
-                return Err(StateDirError::Taken { path: dir, pid });
+                return Err(StateDirError::Taken { path: dir, pid: pid_in(&lock) });
             }
             Err(TryLockError::Error(error)) => return Err(failed(&lock_path)(error)),
         }
@@ -139,12 +127,12 @@ impl StateDir {
     /// # Errors
     /// The file cannot be written.
     pub fn store(&self, stored: &StoredAttempt) -> io::Result<()> {
-        write_private(&self.attempt_path(&stored.start.attempt), &serde_json::to_vec_pretty(stored)?)
+        write_private(&attempt_path(&self.dir, &stored.start.attempt), &serde_json::to_vec_pretty(stored)?)
     }
 
     /// Deletes a stored attempt after the server has all of its records or refuses them.
     pub fn forget(&self, attempt: &AttemptRef) {
-        let path = self.attempt_path(attempt);
+        let path = attempt_path(&self.dir, attempt);
         if let Err(error) = fs::remove_file(&path)
             && error.kind() != io::ErrorKind::NotFound
         {
@@ -202,10 +190,6 @@ impl StateDir {
         let noted = fs::read_to_string(self.dir.join("server"));
         noted.is_ok_and(|lock| is_locked(Path::new(&lock)) == Some(true))
     }
-
-    fn attempt_path(&self, attempt: &AttemptRef) -> PathBuf {
-        attempt_path(&self.dir, attempt)
-    }
 }
 
 /// The file of a stored attempt in an agent's folder.
@@ -260,15 +244,15 @@ fn is_locked(path: &Path) -> Option<bool> {
 
 /// The process id of the agent that uses `dir` now.
 pub fn running_agent(dir: &Path) -> Option<i32> {
-    let mut lock = File::open(dir.join("agent.lock")).ok()?;
+    let lock = File::open(dir.join("agent.lock")).ok()?;
     match lock.try_lock_shared() {
-        Err(TryLockError::WouldBlock) => {
-            let mut pid = String::new();
-            lock.read_to_string(&mut pid).ok()?;
-            pid.trim().parse().ok()
-        }
+        Err(TryLockError::WouldBlock) => pid_in(&lock),
         _ => None,
     }
+}
+
+fn pid_in(lock: &File) -> Option<i32> {
+    io::read_to_string(lock).ok()?.trim().parse().ok()
 }
 
 #[cfg(test)]

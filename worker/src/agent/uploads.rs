@@ -262,12 +262,11 @@ async fn upload(
         }
     }
     if let Err(failed) = client.upload_done(name).await {
-        return if is_refused(&failed) && is_damaged(folder.to_owned()).await {
-            Ok(Sent::Damaged)
-        } else {
-            // A file may have been damaged in transit, or replaced meanwhile.
-            Err(later(failed))
-        };
+        if matches!(failed, Failed::Never(..)) && is_damaged(folder.to_owned()).await {
+            return Ok(Sent::Damaged);
+        }
+        // A file may have been damaged in transit, or replaced meanwhile.
+        return Err(later(failed));
     }
     tracing::info!(checkpoint = name, secs = began.elapsed().as_secs_f64(), "uploaded");
     Ok(Sent::Done)
@@ -286,10 +285,6 @@ fn refused(failed: Failed, name: &str, may_be_reported: bool) -> Result<Sent, Fa
         }
         failed => Err(failed),
     }
-}
-
-fn is_refused(failed: &Failed) -> bool {
-    matches!(failed, Failed::Never(..))
 }
 
 /// Whether files of a checkpoint differ from its manifest. Files that cannot be read now may be intact.

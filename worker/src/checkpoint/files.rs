@@ -2,7 +2,8 @@
 
 use super::{
     AVERAGE, Best, CheckpointError, Files, MANIFEST, MODEL, Manifest, ManifestFile, OPTIMIZER, STATE,
-    Snapshot, State, TEMPORARY, at, folders::folder_name, manifest::size_of, tensors, validate,
+    Snapshot, State, TEMPORARY, at, folders::folder_name, manifest::size_of, tensors, unverified_state,
+    validate,
 };
 use lockstep_protocol::fault;
 use serde::Serialize;
@@ -57,10 +58,12 @@ pub(super) fn size_if_complete(directory: &Path, state: &State) -> Result<Option
         return Ok(None);
     }
     match validate(&place) {
-        Ok(manifest) if state.val_accuracy.is_none() || is_measured(&place) => {
-            Ok(Some(size_of(&place, &manifest)))
+        Ok(manifest) => {
+            let has_evaluation =
+                || unverified_state(&place).is_some_and(|state| state.val_accuracy.is_some());
+            let is_kept = state.val_accuracy.is_none() || has_evaluation();
+            Ok(is_kept.then(|| size_of(&place, &manifest)))
         }
-        Ok(_) => Ok(None),
         Err(CheckpointError::Damaged { .. }) => {
             fs::remove_dir_all(&place).map_err(at(&place))?;
             Ok(None)
@@ -68,13 +71,6 @@ pub(super) fn size_if_complete(directory: &Path, state: &State) -> Result<Option
         // The checkpoint cannot be read now, but may be intact. It is kept, and the caller may retry.
         Err(error) => Err(error),
     }
-}
-
-/// Whether a complete checkpoint includes the evaluation of its step.
-fn is_measured(folder: &Path) -> bool {
-    let state =
-        fs::read(folder.join(STATE)).ok().and_then(|text| serde_json::from_slice::<State>(&text).ok());
-    state.is_some_and(|state| state.val_accuracy.is_some())
 }
 
 /// Exchanges two folders atomically.

@@ -27,8 +27,6 @@ impl OwnDiskNote {
         serde_json::from_slice(&fs::read(Self::path(job_dir)).ok()?).ok()
     }
 
-    /// # Errors
-    /// The errors of the file system.
     pub(crate) fn write(&self, job_dir: &Path) -> io::Result<()> {
         lockstep_host::write_private(&Self::path(job_dir), &serde_json::to_vec(self)?)
     }

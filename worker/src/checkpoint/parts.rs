@@ -151,9 +151,6 @@ pub fn read_files(files: &[PathBuf]) -> Result<NamedTensors, String> {
 }
 
 /// Reads the tensors of several files whose names are `wanted`.
-///
-/// # Errors
-/// As [`read_tensors`](super::read_tensors).
 pub(crate) fn read_wanted(files: &[PathBuf], wanted: &dyn Fn(&str) -> bool) -> Result<NamedTensors, String> {
     let mut all = NamedTensors::new();
     for file in files {

@@ -66,15 +66,7 @@ pub fn load_average(folder: &Path) -> Result<Option<NamedTensors>, CheckpointErr
 pub fn verified_info(folder: &Path) -> Result<CheckpointInfo, CheckpointError> {
     let manifest = validate(folder)?;
     let state = read_state(folder, &folder_name(manifest.epoch, manifest.step))?;
-    Ok(CheckpointInfo {
-        epoch: state.epoch,
-        step: state.step,
-        val_accuracy: state.val_accuracy,
-        val_loss: state.val_loss,
-        validation: state.validation,
-        best: state.best.is_some_and(|best| best.step == state.step),
-        size_bytes: size_of(folder, &manifest),
-    })
+    Ok(state.info(state.best.as_ref(), size_of(folder, &manifest)))
 }
 
 /// Reads the state of the checkpoint `name` in `folder`, after [`validate`] has compared its size with the limit.

@@ -18,8 +18,9 @@ use std::{
     borrow::Cow,
     cmp::Reverse,
     collections::{BTreeMap, HashMap},
+    fmt::Display,
     fs::File,
-    io::{self, BufWriter, Write},
+    io::{self, BufWriter, Read, Write},
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
 };
@@ -156,27 +157,19 @@ pub fn read(path: &Path) -> Result<NamedTensors, String> {
 }
 
 /// As [`read`], for an opened file with its size.
-///
-/// # Errors
-/// As [`read`].
 pub(crate) fn read_opened(path: &Path, opened: (File, u64)) -> Result<NamedTensors, String> {
     read_wanted(path, opened, &|_| true)
 }
 
 /// Reads the tensors whose names are `wanted`, as [`read_opened`]. Other tensors are not read, so they may be larger than
 /// the memory.
-///
-/// # Errors
-/// As [`read`].
 pub(super) fn read_wanted(
     path: &Path,
     (file, file_bytes): (File, u64),
     wanted: &dyn Fn(&str) -> bool,
 ) -> Result<NamedTensors, String> {
     let with_path = |e: String| format!("{}: {e}", path.display());
-    let mut header = header::read(&file, file_bytes).map_err(|why| no_header(path, why))?;
-    readable_types(&header).map_err(with_path)?;
-    header.check_layout().map_err(|e| with_path(format!("not a whole safetensors file: {e}")))?;
+    let mut header = checked_header(path, &file, file_bytes)?;
     header.tensors.retain(|name, _| !name.ends_with(BATCHES_TRACKED) && wanted(name));
     let bytes: u64 = header.tensors.values().filter_map(Entry::bytes).sum();
     if bytes > MAX_TENSOR_BYTES {
@@ -216,11 +209,8 @@ fn read_bytes(path: &Path, opened: (File, u64)) -> Result<Vec<u8>, String> {
 
 /// The header and the tensors of a file. Fails if a tensor's type is not supported.
 fn parse<'a>(path: &Path, bytes: &'a [u8]) -> Result<(Header, SafeTensors<'a>), String> {
-    let header = header::read(bytes, bytes.len() as u64).map_err(|why| no_header(path, why))?;
-    readable_types(&header).map_err(|e| format!("{}: {e}", path.display()))?;
-    let torn = |e: String| format!("{}: not a whole safetensors file: {e}", path.display());
-    header.check_layout().map_err(torn)?;
-    let tensors = SafeTensors::deserialize(bytes).map_err(|e| torn(e.to_string()))?;
+    let header = checked_header(path, bytes, bytes.len() as u64)?;
+    let tensors = SafeTensors::deserialize(bytes).map_err(|e| torn(path, e))?;
     Ok((header, tensors))
 }
 
@@ -228,25 +218,30 @@ fn halves(data: &[u8]) -> impl Iterator<Item = u16> {
     bytemuck::pod_collect_to_vec::<u8, u16>(data).into_iter()
 }
 
-/// The error for a file without a header.
-fn no_header(path: &Path, why: NoHeader) -> String {
-    match why {
+fn read_header(path: &Path, file: impl Read, file_bytes: u64) -> Result<Header, String> {
+    header::read(file, file_bytes).map_err(|why| match why {
         NoHeader::Pickled => {
             format!("{}: {}", path.display(), pickle::conversion_advice(&path.to_string_lossy()))
         }
-        NoHeader::Other(detail) => format!("{}: not a whole safetensors file: {detail}", path.display()),
-    }
+        NoHeader::Other(detail) => torn(path, detail),
+    })
 }
 
-/// Checks that [`read`] supports the types of all tensors.
-fn readable_types(header: &Header) -> Result<(), String> {
-    let read = |(name, entry): &(&String, &Entry)| {
+/// The header of a file whose layout is valid, and whose types [`read`] supports.
+fn checked_header(path: &Path, file: impl Read, file_bytes: u64) -> Result<Header, String> {
+    let header = read_header(path, file, file_bytes)?;
+    let is_readable = |(name, entry): &(&String, &Entry)| {
         name.ends_with(BATCHES_TRACKED) || ["F32", "F64", "BF16", "F16"].contains(&&*entry.dtype)
     };
-    match header.tensors.iter().find(|tensor| !read(tensor)) {
-        None => Ok(()),
-        Some((name, entry)) => Err(format!("{name} is of type {}; {SUPPORTED_TYPES}", entry.dtype)),
+    if let Some((name, entry)) = header.tensors.iter().find(|tensor| !is_readable(tensor)) {
+        return Err(format!("{}: {name} is of type {}; {SUPPORTED_TYPES}", path.display(), entry.dtype));
     }
+    header.check_layout().map_err(|e| torn(path, e))?;
+    Ok(header)
+}
+
+fn torn(path: &Path, detail: impl Display) -> String {
+    format!("{}: not a whole safetensors file: {detail}", path.display())
 }
 
 /// Names and shapes of the tensors that [`read`] would read, from the file's header only.
@@ -258,19 +253,12 @@ pub fn shapes(path: &Path) -> Result<BTreeMap<String, Vec<usize>>, String> {
 }
 
 /// As [`shapes`], for an opened file with its size.
-///
-/// # Errors
-/// As [`shapes`].
 pub(crate) fn shapes_opened(
     path: &Path,
     (file, file_bytes): (File, u64),
 ) -> Result<BTreeMap<String, Vec<usize>>, String> {
-    let with_path = |e: String| format!("{}: {e}", path.display());
-    let header = header::read(file, file_bytes).map_err(|why| no_header(path, why))?;
-    readable_types(&header).map_err(with_path)?;
-    header.check_layout().map_err(|e| with_path(format!("not a whole safetensors file: {e}")))?;
-    let mut shapes: BTreeMap<_, _> =
-        header.tensors.into_iter().map(|(name, entry)| (name, entry.shape)).collect();
+    let tensors = checked_header(path, file, file_bytes)?.tensors;
+    let mut shapes: BTreeMap<_, _> = tensors.into_iter().map(|(name, entry)| (name, entry.shape)).collect();
     shapes.retain(|name, _| !name.ends_with(BATCHES_TRACKED));
     Ok(shapes)
 }
@@ -278,8 +266,8 @@ pub(crate) fn shapes_opened(
 /// The size of each tensor of a file in bytes, from its header only.
 pub(super) fn sizes(path: &Path) -> Result<BTreeMap<String, u64>, String> {
     let (file, file_bytes) = open(path)?;
-    let header = header::read(file, file_bytes).map_err(|why| no_header(path, why))?;
-    Ok(header.tensors.into_iter().map(|(name, entry)| (name, entry.bytes().unwrap_or(0))).collect())
+    let tensors = read_header(path, file, file_bytes)?.tensors;
+    Ok(tensors.into_iter().map(|(name, entry)| (name, entry.bytes().unwrap_or(0))).collect())
 }
 
 /// The metadata of a file, from its header only.
@@ -288,7 +276,7 @@ pub(super) fn sizes(path: &Path) -> Result<BTreeMap<String, u64>, String> {
 /// The file cannot be read, or is not a safetensors file.
 pub fn metadata(path: &Path) -> Result<HashMap<String, String>, String> {
     let (file, file_bytes) = open(path)?;
-    Ok(header::read(file, file_bytes).map_err(|why| no_header(path, why))?.metadata)
+    Ok(read_header(path, file, file_bytes)?.metadata)
 }
 
 pub(super) fn open(path: &Path) -> Result<(File, u64), String> {

@@ -17,32 +17,18 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Events of the checkpoint writer.
 #[derive(Debug, Clone, PartialEq)]
 pub enum CheckpointEvent {
     /// The checkpoint is complete on disk.
     Written(CheckpointInfo),
     /// An older checkpoint was removed according to `checkpoint.keep`.
-    Removed {
-        /// The epoch of the checkpoint.
-        epoch: u32,
-        /// The step of the checkpoint.
-        step: u64,
-    },
+    Removed { epoch: u32, step: u64 },
     /// The checkpoint was replaced by a newer one, because an earlier checkpoint was still being written.
-    Dropped {
-        /// The epoch of the checkpoint.
-        epoch: u32,
-        /// The step of the checkpoint.
-        step: u64,
-    },
+    Dropped { epoch: u32, step: u64 },
     /// The checkpoint could not be written (for example, the disk is full). The previous checkpoint is kept.
     Failed {
-        /// The epoch of the checkpoint.
         epoch: u32,
-        /// The step of the checkpoint.
         step: u64,
-        /// The operating system's error.
         reason: String,
         /// Whether this was a retry. The last checkpoint is retried until it succeeds.
         again: bool,

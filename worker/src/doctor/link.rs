@@ -20,11 +20,9 @@ const PURPOSE: &str = "doctor";
 const CLOCK: u8 = b'c';
 /// Request: data until the caller closes the connection.
 const DATA: u8 = b'd';
-/// Time limit for connecting.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time limit for the next byte.
 const READ_TIMEOUT: Duration = Duration::from_secs(5);
-/// Maximum number of round trips.
 const MAX_ROUND_TRIPS: usize = 200;
 const MAX_ROUND_TRIPS_TIME: Duration = Duration::from_secs(1);
 /// Time for TCP's slow start, excluded from the measurement.

@@ -11,13 +11,10 @@ use std::path::PathBuf;
 pub struct RankConfig {
     /// The order to start, with a `master_port`.
     pub start: StartAttempt,
-    /// The rank of this process, from 0.
     pub rank: u32,
-    /// The slot in which the rank runs.
     pub slot: u32,
     /// The number of the attempt's ranks on this machine.
     pub local_ranks: u32,
-    /// The number of threads of this rank.
     pub threads: u32,
     /// The GPU. Absent: the rank computes on CPU cores.
     pub gpu: Option<RankGpu>,
@@ -42,7 +39,6 @@ pub const KILLED_AFTER_SECS: u32 = 30;
 pub const TO_LEAVE_SECS: u32 = 10;
 
 impl RankConfig {
-    /// The attempt's folder.
     pub fn attempt_dir(&self) -> PathBuf {
         self.job_dir.join("attempts").join(self.start.attempt.folder_name())
     }
@@ -52,7 +48,6 @@ impl RankConfig {
         registry::device_of(self.gpu.as_ref(), self.start.spec.parallel.device)
     }
 
-    /// The folder of the job's checkpoints.
     pub fn checkpoints_dir(&self) -> PathBuf {
         self.job_dir.join("checkpoints")
     }

@@ -13,9 +13,6 @@ const MACHINE_EVERY: Duration = Duration::from_secs(2);
 const DEVICE_EVERY: Duration = Duration::from_secs(1);
 
 /// Reports metrics of the machine until the result is dropped. `None` if another rank of this machine reports them.
-///
-/// # Errors
-/// The thread cannot be started.
 pub(super) fn start(
     config: &RankConfig,
     observer: Arc<dyn Observer>,

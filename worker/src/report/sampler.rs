@@ -3,8 +3,9 @@
 use super::Observer;
 use std::{
     sync::{
-        Arc, Condvar, Mutex, PoisonError,
+        Arc,
         atomic::{AtomicU64, Ordering},
+        mpsc::{RecvTimeoutError, Sender, channel},
     },
     thread::JoinHandle,
     time::Duration,
@@ -13,7 +14,8 @@ use std::{
 /// A thread that measures and reports until it is dropped.
 #[derive(Debug)]
 pub(crate) struct Sampler {
-    ended: Arc<(Mutex<bool>, Condvar)>,
+    /// The thread ends when this is dropped.
+    running: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -21,9 +23,6 @@ impl Sampler {
     /// Calls `measure` at intervals and reports the results, at the step in `progress`. While `progress` does not
     /// change, nothing is measured or reported: a rank that has hung must be silent, and a metric has one value per
     /// step.
-    ///
-    /// # Errors
-    /// The thread cannot be started.
     pub(crate) fn start(
         name: &str,
         every: Duration,
@@ -31,19 +30,10 @@ impl Sampler {
         progress: Arc<AtomicU64>,
         mut measure: impl FnMut() -> Vec<(&'static str, f32)> + Send + 'static,
     ) -> std::io::Result<Self> {
-        let ended = Arc::new((Mutex::new(false), Condvar::new()));
-        let asked_to_end = ended.clone();
+        let (running, ended) = channel();
         let mut last = progress.load(Ordering::Relaxed);
         let watch = move || {
-            let (flag, changed) = &*asked_to_end;
-            let mut has_ended = flag.lock().unwrap_or_else(PoisonError::into_inner);
-            loop {
-                (has_ended, _) = changed
-                    .wait_timeout_while(has_ended, every, |has_ended| !*has_ended)
-                    .unwrap_or_else(PoisonError::into_inner);
-                if *has_ended {
-                    return;
-                }
+            while ended.recv_timeout(every) == Err(RecvTimeoutError::Timeout) {
                 let step = progress.load(Ordering::Relaxed);
                 if step == last {
                     continue;
@@ -55,14 +45,13 @@ impl Sampler {
             }
         };
         let thread = std::thread::Builder::new().name(name.into()).spawn(watch)?;
-        Ok(Self { ended, thread: Some(thread) })
+        Ok(Self { running: Some(running), thread: Some(thread) })
     }
 }
 
 impl Drop for Sampler {
     fn drop(&mut self) {
-        *self.ended.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
-        self.ended.1.notify_all();
+        self.running = None;
         if let Some(thread) = self.thread.take() {
             // The thread only reads and reports.
             let _ = thread.join();
@@ -74,7 +63,10 @@ impl Drop for Sampler {
 mod tests {
     use super::*;
     use lockstep_protocol::agent::AttemptEvent;
-    use std::{sync::mpsc, time::Instant};
+    use std::{
+        sync::{Mutex, mpsc},
+        time::Instant,
+    };
 
     struct Reports(Mutex<mpsc::Sender<(String, u64, f32)>>);
 

@@ -33,22 +33,14 @@ pub struct Tail {
 pub enum TailError {
     /// The file cannot be read.
     #[error("{path}: {error}")]
-    Io {
-        /// The path of the file.
-        path: PathBuf,
-        /// The operating system's error.
-        error: io::Error,
-    },
+    Io { path: PathBuf, error: io::Error },
     /// A record before the end of the file is damaged.
     #[error("{path}: record {record} at byte {offset} is damaged: {detail}")]
     Damaged {
-        /// The path of the file.
         path: PathBuf,
         /// The number of the record, from 0.
         record: u64,
-        /// The offset of the record.
         offset: u64,
-        /// The kind of damage.
         detail: String,
     },
 }

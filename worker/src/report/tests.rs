@@ -58,7 +58,7 @@ fn reports_are_read_in_order_including_nan() {
     reporter.log("epoch: 1 step: 1, loss is 2.5\nsecond");
     reporter.event(&removed(7));
     reporter.log(&"ä".repeat(3000));
-    reporter.close().unwrap();
+    drop(reporter);
 
     let events = drain(&mut Tail::open(&events_path(dir.path(), 3), 0));
     let AttemptEvent::Metrics { rank: 3, columns } = &events[0] else { panic!("{events:?}") };
@@ -95,7 +95,7 @@ fn a_point_is_readable_soon_without_a_flush() {
 #[test]
 fn a_rank_of_an_attempt_runs_once() {
     let dir = tempfile::tempdir().unwrap();
-    Reporter::create(dir.path(), 0).unwrap().close().unwrap();
+    drop(Reporter::create(dir.path(), 0).unwrap());
     let error = Reporter::create(dir.path(), 0).unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::AlreadyExists);
 }

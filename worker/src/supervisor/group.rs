@@ -37,13 +37,12 @@ impl Stop {
         }
     }
 
-    fn is_more_urgent_than(self, other: Self) -> bool {
-        let urgency = |stop| match stop {
+    fn urgency(self) -> u8 {
+        match self {
             Stop::Save { .. } => 0,
             Stop::Terminate => 1,
             Stop::Kill => 2,
-        };
-        urgency(self) > urgency(other)
+        }
     }
 }
 
@@ -149,7 +148,7 @@ impl<N: RecordSink> RankGroup<N> {
                     rank.end.asked_to_end = rank.end.exit.is_none();
                 }
             }
-            Some(before) if !how.is_more_urgent_than(before.how) => return,
+            Some(before) if how.urgency() <= before.how.urgency() => return,
             Some(_) => {}
         }
         self.stopping = Some(Stopping { how, since: Instant::now(), kills: u32::from(how == Stop::Kill) });

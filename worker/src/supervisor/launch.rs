@@ -47,7 +47,6 @@ fn write_files(config: &RankConfig) -> io::Result<(PathBuf, File)> {
     Ok((config_path, stderr))
 }
 
-/// Adds the path to an error.
 fn with_path(path: &Path, error: io::Error) -> io::Error {
     io::Error::new(error.kind(), format!("{}: {error}", path.display()))
 }

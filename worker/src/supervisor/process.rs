@@ -97,7 +97,6 @@ impl RankProcess {
         Self { rank, group: UnixProcessGroup::Own, identity, child: None, exit }
     }
 
-    /// The rank of the process.
     pub fn rank(&self) -> u32 {
         self.rank
     }

@@ -36,7 +36,6 @@ impl RecordSink for Vec<AttemptEvent> {
     }
 }
 
-/// A rank.
 pub struct Rank<N> {
     pub process: RankProcess,
     /// The folder of the attempt, and the rank's records in it. `None` for a rank without records.
@@ -56,7 +55,6 @@ impl<N: RecordSink> Rank<N> {
         Self { records: Some((attempt_dir.to_owned(), tail)), ..Self::without_records(process, notes) }
     }
 
-    /// A rank without records.
     pub fn without_records(process: RankProcess, notes: N) -> Self {
         let end = RankEnd { rank: process.rank(), ..RankEnd::default() };
         Self { process, records: None, end, last_report: Instant::now(), notes, damaged: None }

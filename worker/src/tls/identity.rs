@@ -21,14 +21,12 @@ const MAX_PASSWORD_BYTES: usize = 1024;
 pub enum IdentityFiles {
     /// PEM. The client's certificate comes first, then the intermediate certificates.
     Pem {
-        /// The certificate chain.
         certificate: PathBuf,
         /// The key. Other users must not be able to read it.
         key: PathBuf,
     },
     /// PKCS#12, a format in which many certificate authorities issue certificates.
     Pkcs12 {
-        /// The certificate and the key.
         file: PathBuf,
         /// The file with the password. Other users must not be able to read it.
         password: PathBuf,

@@ -5,7 +5,6 @@ use crate::planning::{self, Planned};
 use lockstep_engine::net::Network;
 use lockstep_protocol::spec::JobSpec;
 
-/// The result of the choice.
 pub(super) struct Choice {
     /// The job, with the plan in place of `auto`.
     pub(super) spec: JobSpec,

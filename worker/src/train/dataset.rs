@@ -81,8 +81,8 @@ fn share_normalisation(training: &Training<'_>, data: &mut DataSource) -> Result
             let kept = if training.is_first() && asked.is_none() { of_checkpoint(key) } else { None };
             kept.unwrap_or_else(|| found.clone())
         });
-    training.group.broadcast((&mut mean).into(), 0)?;
-    training.group.broadcast((&mut std).into(), 0)?;
+    training.group.broadcast((&mut mean).into())?;
+    training.group.broadcast((&mut std).into())?;
     data.set_normalisation(mean, std);
     Ok(())
 }

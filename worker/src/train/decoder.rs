@@ -9,7 +9,6 @@ use std::ffi::OsStr;
 /// The environment variable that selects the decoder: `auto`, `cpu` or `gpu`.
 const DECODER: &str = "LOCKSTEP_DECODER";
 
-/// The choice for a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum DecoderChoice {
     /// The GPU decodes the files that it supports, and CPU cores decode the others.

@@ -2,7 +2,6 @@
 //! evaluation, and reports.
 
 use super::{Run, TrainError, Training, dataset::report_broken, plan::RunPlan, votes::Votes};
-use lockstep_comm::Reduction;
 use lockstep_data::{
     DataError,
     loader::{Batch, Shape, View, replaced},
@@ -98,7 +97,7 @@ impl Run<'_> {
             return Ok(false);
         }
         let mut has = [f64::from(u8::from(self.engine.has_average()))];
-        self.training.group.all_reduce((&mut has).into(), Reduction::Sum)?;
+        self.training.group.all_reduce((&mut has).into())?;
         Ok(has != [0.0])
     }
 
@@ -158,7 +157,7 @@ impl Run<'_> {
             if votes.is_due(number) {
                 let stop = self.training.stop.load(Ordering::Relaxed);
                 let mut vote = [f64::from(u8::from(stop)), votes.step_secs(number)];
-                group.all_reduce((&mut vote).into(), Reduction::Sum)?;
+                group.all_reduce((&mut vote).into())?;
                 votes.voted(number, vote[1] / f64::from(group.size()));
                 if vote[0] > 0.0 {
                     return Ok(None);
@@ -166,7 +165,7 @@ impl Run<'_> {
             }
         }
         report_broken(self.training, &self.data);
-        group.all_reduce((&mut sums).into(), Reduction::Sum)?;
+        group.all_reduce((&mut sums).into())?;
         let (seen, all) = (sums[2] as usize, self.data.shape.validation_samples as usize);
         if replaced::too_many(all.saturating_sub(seen), all, all) {
             return Err(DataError::Invalid(replaced::too_many_text(all - seen, all, None)).into());

@@ -35,20 +35,15 @@ impl Run<'_> {
         }
         if self.parts.is_some() {
             self.begin_part(contribution)?;
-            self.throughput.report("training");
-            return Ok(());
+        } else if let Some(writer) = &self.writer {
+            // Other ranks wait for this rank meanwhile, and must not consider it stalled.
+            let patience = self.stall_timeout() / 4;
+            let saved = writer.save(self.snapshot(*whole_state(contribution)?), patience);
+            if let Err(CheckpointError::NotFinite { detail, .. }) = saved {
+                return Err(self.diverged(detail));
+            }
+            announce(self.training, saved?.into_iter().collect());
         }
-        let Some(writer) = &self.writer else {
-            self.throughput.report("training");
-            return Ok(());
-        };
-        // Other ranks wait for this rank meanwhile, and must not consider it stalled.
-        let patience = self.stall_timeout() / 4;
-        let saved = writer.save(self.snapshot(*whole_state(contribution)?), patience);
-        if let Err(CheckpointError::NotFinite { detail, .. }) = saved {
-            return Err(self.diverged(detail));
-        }
-        announce(self.training, saved?.into_iter().collect());
         self.throughput.report("training");
         self.announce_checkpoints();
         Ok(())

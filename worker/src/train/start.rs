@@ -459,8 +459,8 @@ pub(super) fn broadcast_json<T: Serialize + DeserializeOwned>(
         None => Vec::new(),
     };
     let mut length = [text.len() as f64];
-    group.broadcast((&mut length).into(), 0)?;
+    group.broadcast((&mut length).into())?;
     text.resize(length[0] as usize, 0);
-    group.broadcast((&mut text).into(), 0)?;
+    group.broadcast((&mut text).into())?;
     Ok(serde_json::from_slice(&text).map_err(std::io::Error::from)?)
 }

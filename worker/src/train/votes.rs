@@ -5,7 +5,6 @@
 //! all ranks. That mean is part of the vote, so all ranks choose the same step.
 
 use super::{Run, TrainError, parts::Parts, replicas::compare_replicas};
-use lockstep_comm::Reduction;
 use lockstep_engine::StepResult;
 use std::{
     sync::atomic::Ordering,
@@ -100,7 +99,7 @@ impl Run<'_> {
         let is_written = self.parts.as_ref().is_some_and(Parts::is_done);
         let own = [stop, not_finite[0], not_finite[1], is_written].map(|vote| f64::from(u8::from(vote)));
         let mut votes = [own[0], own[1], own[2], own[3], self.votes.step_secs(self.step)];
-        group.all_reduce((&mut votes).into(), Reduction::Sum)?;
+        group.all_reduce((&mut votes).into())?;
         let [stop, not_finite, losses, written, step_secs] = votes;
         // Only votes that were due measure the duration of a step.
         if !always {
@@ -128,7 +127,7 @@ impl Run<'_> {
     pub(super) fn check_state(&self) -> Result<(), TrainError> {
         let own = self.engine.first_not_finite()?;
         let mut votes = [f64::from(u8::from(own.is_some()))];
-        self.training.group.all_reduce((&mut votes).into(), Reduction::Sum)?;
+        self.training.group.all_reduce((&mut votes).into())?;
         if votes == [0.0] {
             return self.check_replicas();
         }

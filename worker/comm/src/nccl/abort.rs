@@ -9,7 +9,6 @@ use std::{
     time::Duration,
 };
 
-/// NCCL's pointer to a communicator.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Comm(pub(super) ncclComm_t);
 

@@ -3,14 +3,17 @@
 #![allow(unsafe_code)] // NCCL's calls take device pointers and streams; callers guarantee that they are valid.
 
 use super::Nccl;
-use crate::{CommError, DataType, Reduction};
+use crate::{CommError, DataType};
 use cudarc::{
     driver::sys::CUstream,
     nccl::sys::{self, ncclResult_t},
 };
+use std::ffi::c_void;
+
+const SUM: sys::ncclRedOp_t = sys::ncclRedOp_t::ncclSum;
 
 impl Nccl {
-    /// Collective: replaces `count` values at `ptr` by their reduction over all ranks, in the order of `stream`.
+    /// Collective: replaces `count` values at `ptr` by their sum over all ranks, in the order of `stream`.
     /// Returns when NCCL has enqueued the operation or, if `stream` is being captured, has added it to the graph.
     ///
     /// # Errors
@@ -24,73 +27,13 @@ impl Nccl {
         ptr: u64,
         count: usize,
         dtype: DataType,
-        reduction: Reduction,
         stream: CUstream,
     ) -> Result<(), CommError> {
-        // SAFETY: as for this function.
-        unsafe { self.all_reduce_many(&[(ptr, count)], dtype, reduction, stream) }
-    }
-
-    /// As [`Nccl::all_reduce`], for several ranges at once. NCCL may execute them in one kernel.
-    ///
-    /// # Errors
-    /// As [`Nccl::all_reduce`].
-    ///
-    /// # Safety
-    /// As [`Nccl::all_reduce`], for each range `(ptr, count)`.
-    pub(crate) unsafe fn all_reduce_many(
-        &self,
-        ranges: &[(u64, usize)],
-        dtype: DataType,
-        reduction: Reduction,
-        stream: CUstream,
-    ) -> Result<(), CommError> {
-        let operation = operation_of(reduction);
         self.call("all_reduce", |comm| {
-            // SAFETY: the caller guarantees that the ranges and the stream are valid. `comm` is alive, and only this
+            let (at, stream) = (ptr as *mut c_void, stream.cast());
+            // SAFETY: the caller guarantees that the range and the stream are valid. `comm` is alive, and only this
             // thread uses it during the call.
-            unsafe {
-                if let [(ptr, count)] = ranges {
-                    let at = *ptr as *mut _;
-                    return sys::ncclAllReduce(
-                        at,
-                        at,
-                        *count,
-                        nccl_type(dtype),
-                        operation,
-                        comm,
-                        stream.cast(),
-                    );
-                }
-                grouped(ranges, |(ptr, count)| {
-                    let at = *ptr as *mut _;
-                    sys::ncclAllReduce(at, at, *count, nccl_type(dtype), operation, comm, stream.cast())
-                })
-            }
-        })
-    }
-
-    /// Collective: replaces `count` values at `ptr` by the values of rank `root`, in the order of `stream`.
-    ///
-    /// # Errors
-    /// As [`Nccl::all_reduce`].
-    ///
-    /// # Safety
-    /// As [`Nccl::all_reduce`].
-    pub unsafe fn broadcast(
-        &self,
-        ptr: u64,
-        count: usize,
-        dtype: DataType,
-        root: u32,
-        stream: CUstream,
-    ) -> Result<(), CommError> {
-        let at = ptr as *mut _;
-        self.call("broadcast", |comm| {
-            // SAFETY: as in `all_reduce_many`.
-            unsafe {
-                sys::ncclBroadcast(at, at, count, nccl_type(dtype), root.cast_signed(), comm, stream.cast())
-            }
+            unsafe { sys::ncclAllReduce(at, at, count, nccl_type(dtype), SUM, comm, stream) }
         })
     }
 
@@ -110,7 +53,7 @@ impl Nccl {
         stream: CUstream,
     ) -> Result<(), CommError> {
         self.call("all_gather", |comm| {
-            // SAFETY: as in `all_reduce_many`.
+            // SAFETY: as in `all_reduce`.
             unsafe {
                 sys::ncclAllGather(
                     from as *const _,
@@ -124,8 +67,7 @@ impl Nccl {
         })
     }
 
-    /// Collective: reduces the values at `from` over all ranks. `to` receives this rank's part of the result, `count`
-    /// values.
+    /// Collective: sums the values at `from` over all ranks. `to` receives this rank's part of the sum, `count` values.
     ///
     /// # Errors
     /// As [`Nccl::all_reduce`].
@@ -138,57 +80,20 @@ impl Nccl {
         to: u64,
         count: usize,
         dtype: DataType,
-        reduction: Reduction,
         stream: CUstream,
     ) -> Result<(), CommError> {
-        let operation = operation_of(reduction);
         self.call("reduce_scatter", |comm| {
-            // SAFETY: as in `all_reduce_many`.
+            // SAFETY: as in `all_reduce`.
             unsafe {
                 sys::ncclReduceScatter(
                     from as *const _,
                     to as *mut _,
                     count,
                     nccl_type(dtype),
-                    operation,
+                    SUM,
                     comm,
                     stream.cast(),
                 )
-            }
-        })
-    }
-
-    /// Collective: sends the `r`th part of `from` to rank `r`. `to` receives the parts from all ranks, in rank order.
-    /// A part has `count` values.
-    ///
-    /// # Errors
-    /// As [`Nccl::all_reduce`].
-    ///
-    /// # Safety
-    /// As [`Nccl::all_reduce`]; `from` has `count` values for each rank, and `to` has room for as many.
-    pub unsafe fn all_to_all(
-        &self,
-        from: u64,
-        to: u64,
-        count: usize,
-        dtype: DataType,
-        stream: CUstream,
-    ) -> Result<(), CommError> {
-        let part_bytes = (count * dtype.size_bytes()) as u64;
-        let peers: Vec<u32> = (0..self.size()).collect();
-        // Not `ncclAlltoAll`, which needs NCCL 2.28.
-        self.call("all_to_all", |comm| {
-            // SAFETY: as in `all_reduce_many`.
-            unsafe {
-                grouped(&peers, |&peer| {
-                    let at = part_bytes * u64::from(peer);
-                    let (peer, dtype, stream) = (peer.cast_signed(), nccl_type(dtype), stream.cast());
-                    let sent = sys::ncclSend((from + at) as *const _, count, dtype, peer, comm, stream);
-                    if is_failure(sent) {
-                        return sent;
-                    }
-                    sys::ncclRecv((to + at) as *mut _, count, dtype, peer, comm, stream)
-                })
             }
         })
     }
@@ -208,68 +113,27 @@ impl Nccl {
         dtype: DataType,
         stream: CUstream,
     ) -> Result<(), CommError> {
-        let sends = sends.iter().map(|range| (true, range));
-        let all: Vec<_> = sends.chain(receives.iter().map(|range| (false, range))).collect();
+        let dtype = nccl_type(dtype);
         self.call("exchange", |comm| {
-            // SAFETY: as in `all_reduce_many`.
+            // SAFETY: as in `all_reduce`. The group is started and ended on this thread.
             unsafe {
-                grouped(&all, |&(is_send, &(peer, at, count))| {
-                    let (peer, dtype, stream) = (peer.cast_signed(), nccl_type(dtype), stream.cast());
-                    if is_send {
-                        sys::ncclSend(at as *const _, count, dtype, peer, comm, stream)
-                    } else {
-                        sys::ncclRecv(at as *mut _, count, dtype, peer, comm, stream)
-                    }
-                })
-            }
-        })
-    }
-
-    /// Not collective: sends `count` values at `from` to rank `to`, in the order of `stream`. Rank `to` calls
-    /// [`Nccl::recv`], and later work on `stream` waits for that.
-    ///
-    /// # Errors
-    /// As [`Nccl::all_reduce`].
-    ///
-    /// # Safety
-    /// As [`Nccl::all_reduce`].
-    pub unsafe fn send(
-        &self,
-        from: u64,
-        count: usize,
-        dtype: DataType,
-        to: u32,
-        stream: CUstream,
-    ) -> Result<(), CommError> {
-        self.call("send", |comm| {
-            // SAFETY: as in `all_reduce_many`.
-            unsafe {
-                let to = to.cast_signed();
-                sys::ncclSend(from as *const _, count, nccl_type(dtype), to, comm, stream.cast())
-            }
-        })
-    }
-
-    /// Not collective: replaces `count` values at `to` by the values that rank `from` sends with [`Nccl::send`].
-    ///
-    /// # Errors
-    /// As [`Nccl::all_reduce`].
-    ///
-    /// # Safety
-    /// As [`Nccl::all_reduce`].
-    pub unsafe fn recv(
-        &self,
-        to: u64,
-        count: usize,
-        dtype: DataType,
-        from: u32,
-        stream: CUstream,
-    ) -> Result<(), CommError> {
-        self.call("recv", |comm| {
-            // SAFETY: as in `all_reduce_many`.
-            unsafe {
-                let from = from.cast_signed();
-                sys::ncclRecv(to as *mut _, count, nccl_type(dtype), from, comm, stream.cast())
+                let begun = sys::ncclGroupStart();
+                if begun != ncclResult_t::ncclSuccess {
+                    return begun;
+                }
+                let sent = sends.iter().map(|&(peer, at, count)| {
+                    sys::ncclSend(at as *const _, count, dtype, peer.cast_signed(), comm, stream.cast())
+                });
+                let received = receives.iter().map(|&(peer, at, count)| {
+                    sys::ncclRecv(at as *mut _, count, dtype, peer.cast_signed(), comm, stream.cast())
+                });
+                let failed = sent.chain(received).fold(None, |failed, status| match status {
+                    ncclResult_t::ncclSuccess | ncclResult_t::ncclInProgress => failed,
+                    status => Some(status),
+                });
+                // Also after a failure, because a started group must be ended.
+                let ended = sys::ncclGroupEnd();
+                failed.unwrap_or(ended)
             }
         })
     }
@@ -283,39 +147,4 @@ fn nccl_type(of: DataType) -> sys::ncclDataType_t {
         DataType::F32 => sys::ncclDataType_t::ncclFloat32,
         DataType::F64 => sys::ncclDataType_t::ncclFloat64,
     }
-}
-
-fn operation_of(reduction: Reduction) -> sys::ncclRedOp_t {
-    match reduction {
-        Reduction::Sum => sys::ncclRedOp_t::ncclSum,
-        Reduction::Mean => sys::ncclRedOp_t::ncclAvg,
-        Reduction::Max => sys::ncclRedOp_t::ncclMax,
-    }
-}
-
-fn is_failure(status: ncclResult_t) -> bool {
-    !matches!(status, ncclResult_t::ncclSuccess | ncclResult_t::ncclInProgress)
-}
-
-/// Makes one call for each of `items`, as a group that NCCL starts together.
-///
-/// # Safety
-/// As for the calls.
-unsafe fn grouped<T>(items: &[T], call: impl Fn(&T) -> ncclResult_t) -> ncclResult_t {
-    // SAFETY: the group is started and ended on this thread.
-    let begun = unsafe { sys::ncclGroupStart() };
-    if begun != ncclResult_t::ncclSuccess {
-        return begun;
-    }
-    let mut worst = ncclResult_t::ncclSuccess;
-    for item in items {
-        let status = call(item);
-        if is_failure(status) {
-            worst = status;
-        }
-    }
-    // Also after a failure, because a started group must be ended.
-    // SAFETY: as above.
-    let ended = unsafe { sys::ncclGroupEnd() };
-    if worst == ncclResult_t::ncclSuccess { ended } else { worst }
 }

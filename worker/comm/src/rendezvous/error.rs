@@ -7,40 +7,17 @@ use std::io;
 pub enum RendezvousError {
     /// Another program listens on the port. The next attempt gets another port.
     #[error("port {port} of {addr} is taken by another program")]
-    PortTaken {
-        /// The address on which rank 0 was to listen.
-        addr: String,
-        /// The port on which rank 0 was to listen.
-        port: u16,
-    },
+    PortTaken { addr: String, port: u16 },
     /// Listening failed for another reason, such as a wrong address or a missing permission.
     #[error("rank 0 cannot listen on {addr}:{port}: {error}")]
-    Listen {
-        /// The address on which rank 0 was to listen.
-        addr: String,
-        /// The port on which rank 0 was to listen.
-        port: u16,
-        /// The operating system's error.
-        error: io::Error,
-    },
+    Listen { addr: String, port: u16, error: io::Error },
     /// Rank 0 does not respond, or rejects the handshake.
     #[error("rank 0 does not answer at {addr}:{port} after {secs:.0} s: {detail}")]
-    Unreachable {
-        /// The address of rank 0.
-        addr: String,
-        /// The port of rank 0.
-        port: u16,
-        /// How long this rank has tried to connect.
-        secs: f64,
-        /// The last failure.
-        detail: String,
-    },
+    Unreachable { addr: String, port: u16, secs: f64, detail: String },
     /// Some ranks did not arrive in time.
     #[error("{} after {secs:.0} s ({what})", not_arrived(ranks))]
     Missing {
-        /// The ranks that are missing.
         ranks: Vec<u32>,
-        /// How long the other ranks waited.
         secs: f64,
         /// The exchange for which they waited.
         what: String,

@@ -20,17 +20,12 @@ pub(super) enum Request {
         keys: Vec<String>,
         wait_ms: u64,
     },
-    Add {
-        key: String,
-        amount: i64,
-    },
 }
 
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Reply {
     Done,
     Values(Vec<Option<Vec<u8>>>),
-    Count(i64),
 }
 
 pub(super) fn send(stream: &mut TcpStream, message: &impl Serialize) -> io::Result<()> {

@@ -18,14 +18,8 @@ use std::{
 
 #[derive(Debug, Default)]
 struct SharedValues {
-    values: Mutex<Values>,
+    values: Mutex<BTreeMap<String, Vec<u8>>>,
     changed: Condvar,
-}
-
-#[derive(Debug, Default)]
-struct Values {
-    values: BTreeMap<String, Vec<u8>>,
-    counters: BTreeMap<String, i64>,
 }
 
 #[derive(Debug)]
@@ -109,23 +103,18 @@ impl SharedValues {
         let mut values = self.values.lock().unwrap_or_else(PoisonError::into_inner);
         match request {
             Request::Set { key, value } => {
-                values.values.insert(key, value);
+                values.insert(key, value);
                 self.changed.notify_all();
                 Reply::Done
             }
-            Request::Add { key, amount } => {
-                let count = values.counters.entry(key).or_default();
-                *count += amount;
-                Reply::Count(*count)
-            }
             Request::Get { keys, wait_ms } => {
                 let wait = Duration::from_millis(wait_ms.min(MAX_SERVER_WAIT.as_millis() as u64));
-                let lacking = |s: &mut Values| keys.iter().any(|key| !s.values.contains_key(key));
+                let lacking = |s: &mut BTreeMap<String, Vec<u8>>| keys.iter().any(|key| !s.contains_key(key));
                 let (values, _) = self
                     .changed
                     .wait_timeout_while(values, wait, lacking)
                     .unwrap_or_else(PoisonError::into_inner);
-                Reply::Values(keys.iter().map(|key| values.values.get(key).cloned()).collect())
+                Reply::Values(keys.iter().map(|key| values.get(key).cloned()).collect())
             }
         }
     }

@@ -106,34 +106,12 @@ impl Store {
         }
     }
 
-    /// Waits until a rank has set the value, and returns it. `None` after the time-out.
-    ///
-    /// # Errors
-    /// The connection to rank 0 is lost, or this rank is asked to stop.
-    pub fn get(&self, key: &str) -> Result<Option<Vec<u8>>, RendezvousError> {
-        Ok(self.wait_for(vec![key.into()], self.config.timeout)?.pop().flatten())
-    }
-
     /// Returns the values that are set now, without waiting.
     ///
     /// # Errors
     /// The connection to rank 0 is lost.
     pub fn peek(&self, keys: &[String]) -> Result<Vec<Option<Vec<u8>>>, RendezvousError> {
-        match self.request_reply(&Request::Get { keys: keys.to_vec(), wait_ms: 0 })? {
-            Reply::Values(values) => Ok(values),
-            other => Err(RendezvousError::Protocol(format!("unexpected {other:?}"))),
-        }
-    }
-
-    /// Adds `amount` to a counter, which starts at 0, and returns the new value.
-    ///
-    /// # Errors
-    /// The connection to rank 0 is lost.
-    pub fn add(&self, key: &str, amount: i64) -> Result<i64, RendezvousError> {
-        match self.request_reply(&Request::Add { key: key.into(), amount })? {
-            Reply::Count(count) => Ok(count),
-            other => Err(RendezvousError::Protocol(format!("unexpected {other:?}"))),
-        }
+        self.get(keys, Duration::ZERO)
     }
 
     /// Collective: returns the values of all ranks, in rank order. `what` names the exchange and must be unique
@@ -146,9 +124,6 @@ impl Store {
     }
 
     /// As [`Store::exchange`], with another time-out.
-    ///
-    /// # Errors
-    /// As [`Store::exchange`].
     pub(crate) fn exchange_within(
         &self,
         what: &str,
@@ -157,7 +132,18 @@ impl Store {
     ) -> Result<Vec<Vec<u8>>, RendezvousError> {
         let key = |rank: u32| format!("{what}/{rank}");
         self.set(&key(self.config.rank), value)?;
-        let values = self.wait_for((0..self.config.world_size).map(key).collect(), timeout)?;
+        let keys: Vec<String> = (0..self.config.world_size).map(key).collect();
+        let began = Instant::now();
+        let values = loop {
+            let remaining = timeout.saturating_sub(began.elapsed());
+            let values = self.get(&keys, remaining.min(MAX_SERVER_WAIT))?;
+            if remaining.is_zero() || values.iter().all(Option::is_some) {
+                break values;
+            }
+            if self.gives_up() {
+                return Err(RendezvousError::Stopped);
+            }
+        };
         let missing: Vec<u32> =
             (0..).zip(&values).filter(|(_, value)| value.is_none()).map(|(rank, _)| rank).collect();
         if missing.is_empty() {
@@ -174,25 +160,12 @@ impl Store {
         self.exchange(&format!("barrier/{what}"), &[]).map(drop)
     }
 
-    fn wait_for(
-        &self,
-        keys: Vec<String>,
-        timeout: Duration,
-    ) -> Result<Vec<Option<Vec<u8>>>, RendezvousError> {
-        let began = Instant::now();
-        loop {
-            let remaining = timeout.saturating_sub(began.elapsed());
-            let wait_ms = remaining.min(MAX_SERVER_WAIT).as_millis() as u64;
-            match self.request_reply(&Request::Get { keys: keys.clone(), wait_ms })? {
-                Reply::Values(values) if remaining.is_zero() || values.iter().all(Option::is_some) => {
-                    return Ok(values);
-                }
-                Reply::Values(_) => {}
-                other => return Err(RendezvousError::Protocol(format!("unexpected {other:?}"))),
-            }
-            if self.gives_up() {
-                return Err(RendezvousError::Stopped);
-            }
+    /// Returns the values when all of them are set, or after `wait`.
+    fn get(&self, keys: &[String], wait: Duration) -> Result<Vec<Option<Vec<u8>>>, RendezvousError> {
+        let wait_ms = wait.as_millis() as u64;
+        match self.request_reply(&Request::Get { keys: keys.to_vec(), wait_ms })? {
+            Reply::Values(values) => Ok(values),
+            other => Err(RendezvousError::Protocol(format!("unexpected {other:?}"))),
         }
     }
 

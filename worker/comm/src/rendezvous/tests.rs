@@ -6,27 +6,19 @@ use crate::Exchange;
 use std::{sync::atomic::Ordering, time::Instant};
 
 #[test]
-fn ranks_exchange_values_and_count() {
+fn ranks_exchange_values() {
     let port = unused_port();
     let all = |rank| {
         let store = Store::join(rendezvous_config(port, rank, 4)).unwrap();
         let values = store.exchange("names", format!("rank {rank}").as_bytes()).unwrap();
-        let count = store.add("arrived", 1).unwrap();
-        if rank == 2 {
-            store.set("late", b"word").unwrap();
-        }
-        assert_eq!(store.get("late").unwrap().as_deref(), Some(b"word".as_slice()));
         store.barrier("end").unwrap();
-        (values, count)
+        values
     };
     let results: Vec<_> = std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..4).rev().map(|rank| scope.spawn(move || all(rank))).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     });
-    let mut counts: Vec<_> = results.iter().map(|(_, count)| *count).collect();
-    counts.sort_unstable();
-    assert_eq!(counts, [1, 2, 3, 4]);
-    for (values, _) in results {
+    for values in results {
         assert_eq!(values, [b"rank 0", b"rank 1", b"rank 2", b"rank 3"]);
     }
 }

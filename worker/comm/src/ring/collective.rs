@@ -2,13 +2,12 @@
 
 use super::{
     BLOCK_BYTES, MAX_GATHERED_BYTES, Ring, Wire,
-    element::Element,
     header::{self, HEADER_BYTES},
     link::Link,
-    sink::{Combine, Fill, HeaderSink, Sink},
+    sink::{self, Fill, HeaderSink, Sink},
 };
-use crate::{CommError, Reduction};
-use std::ops::Range;
+use crate::CommError;
+use std::ops::{Add, Range};
 
 impl Wire<'_> {
     /// Sends this rank's header and checks the previous rank's header, unless the call's first exchange has done so.
@@ -67,11 +66,11 @@ impl Wire<'_> {
         Ok(())
     }
 
-    /// Replaces `bytes` by the `bytes` of rank `root`, which are passed along the ring.
-    pub(super) fn broadcast(&mut self, bytes: &mut [u8], root: u32) -> Result<(), CommError> {
-        let (rank, next) = (self.ring.rank, self.ring.next_rank());
-        if rank == root {
-            let out = if next == root { &mut [] } else { bytes };
+    /// Replaces `bytes` by the `bytes` of rank 0, which are passed along the ring.
+    pub(super) fn broadcast(&mut self, bytes: &mut [u8]) -> Result<(), CommError> {
+        let is_last = self.ring.next_rank() == 0;
+        if self.ring.rank == 0 {
+            let out = if is_last { &mut [] } else { bytes };
             return self.exchange(out, &mut Fill::new(&mut []));
         }
         // One block is received while the previous block is sent.
@@ -82,7 +81,7 @@ impl Wire<'_> {
                 return Ok(());
             }
             let (out, into) = borrow_two(bytes, passed, coming.clone());
-            let out = if next == root { &[] } else { out };
+            let out = if is_last { &[] } else { out };
             self.exchange(out, &mut Fill::new(into))?;
             passed = coming;
         }
@@ -111,56 +110,21 @@ impl Wire<'_> {
         Ok(())
     }
 
-    /// Replaces `values` by their reduction over all ranks.
-    pub(super) fn all_reduce<E: Element>(
-        &mut self,
-        values: &mut [E::Raw],
-        reduction: Reduction,
-    ) -> Result<(), CommError> {
-        let n = self.ring.size;
-        match reduction {
-            Reduction::Sum => self.reduce(values, E::add, |_| ()),
-            Reduction::Mean => {
-                self.reduce(values, E::add, |part| part.iter_mut().for_each(|v| *v = E::divide(*v, n)))
-            }
-            Reduction::Max => self.reduce(values, E::max, |_| ()),
-        }
-    }
-
-    /// Returns the reduction of this rank's part of `input`. Part `r` is summed along the ring, starting with rank `r
-    /// + 1`.
-    pub(super) fn reduce_scatter<E: Element>(
-        &mut self,
-        input: &[E::Raw],
-        output: &mut [E::Raw],
-        reduction: Reduction,
-    ) -> Result<(), CommError> {
-        match reduction {
-            Reduction::Sum | Reduction::Mean => self.scatter(input, output, E::add)?,
-            Reduction::Max => self.scatter(input, output, E::max)?,
-        }
-        if reduction == Reduction::Mean {
-            let n = self.ring.size;
-            output.iter_mut().for_each(|value| *value = E::divide(*value, n));
-        }
-        Ok(())
-    }
-
-    fn scatter<T: bytemuck::Pod>(
+    /// Returns the sum of this rank's part of `input`. Part `r` is summed along the ring, starting with rank `r + 1`.
+    pub(super) fn reduce_scatter<T: bytemuck::Pod + Add<Output = T>>(
         &mut self,
         input: &[T],
         output: &mut [T],
-        combine: impl Fn(T, T) -> T + Copy,
     ) -> Result<(), CommError> {
         let n = self.ring.size as usize;
         let rank = self.ring.rank as usize;
         let size = output.len();
         let part = |rank: usize| &input[rank % n * size..][..size];
-        // While a part is sent, the part that arrives is combined with this rank's own part.
+        // While a part is sent, the part that arrives is added to this rank's own part.
         let mut out = part(rank + n - 1).to_vec();
         for hop in 1..n {
             output.copy_from_slice(part(rank + 2 * n - 1 - hop));
-            self.exchange_combining(&out, output, combine)?;
+            self.exchange_adding(&out, output)?;
             out.copy_from_slice(output);
         }
         if n == 1 {
@@ -169,32 +133,28 @@ impl Wire<'_> {
         Ok(())
     }
 
-    /// Sends `out` while combining the values that arrive with `target`.
-    fn exchange_combining<T: bytemuck::Pod>(
+    /// Sends `out` while adding the values that arrive to `target`.
+    fn exchange_adding<T: bytemuck::Pod + Add<Output = T>>(
         &mut self,
         out: &[T],
         target: &mut [T],
-        combine: impl Fn(T, T) -> T,
     ) -> Result<(), CommError> {
         let mut block = std::mem::take(&mut self.sockets.block);
-        let mut sink =
-            Combine { target, combine, done: 0, block: bytemuck::cast_slice_mut(&mut block), held: 0 };
+        let mut sink = sink::Add { target, done: 0, block: bytemuck::cast_slice_mut(&mut block), held: 0 };
         let done = self.exchange(bytemuck::cast_slice(out), &mut sink);
         self.sockets.block = block;
         done
     }
 
-    /// Up to [`MAX_GATHERED_BYTES`] bytes, every rank gathers all vectors and adds them in rank order. A longer vector is cut into
-    /// one part per rank: part `r` is summed along the ring, starting with rank `r`, and the result is passed along
-    /// the ring once more. `scale` is applied to a complete part by the only rank that has it.
-    fn reduce<T: bytemuck::Pod>(
+    /// Replaces `values` by their sum over all ranks. Up to [`MAX_GATHERED_BYTES`] bytes, every rank gathers all vectors
+    /// and adds them in rank order. A longer vector is cut into one part per rank: part `r` is summed along the ring,
+    /// starting with rank `r`, and the result is passed along the ring once more.
+    pub(super) fn all_reduce<T: bytemuck::Pod + Add<Output = T>>(
         &mut self,
         values: &mut [T],
-        combine: impl Fn(T, T) -> T + Copy,
-        scale: impl Fn(&mut [T]),
     ) -> Result<(), CommError> {
         if size_of_val(values) > MAX_GATHERED_BYTES {
-            return self.reduce_long(values, combine, scale);
+            return self.all_reduce_long(values);
         }
         let n = self.ring.size as usize;
         let (length, at) = (values.len(), self.ring.rank as usize * values.len());
@@ -202,17 +162,14 @@ impl Wire<'_> {
         slots[at..at + length].copy_from_slice(values);
         self.gather(bytemuck::cast_slice_mut(&mut slots))?;
         for (i, value) in values.iter_mut().enumerate() {
-            *value = (1..n).fold(slots[i], |sum, rank| combine(sum, slots[rank * length + i]));
+            *value = (1..n).fold(slots[i], |sum, rank| sum + slots[rank * length + i]);
         }
-        scale(values);
         Ok(())
     }
 
-    fn reduce_long<T: bytemuck::Pod>(
+    fn all_reduce_long<T: bytemuck::Pod + Add<Output = T>>(
         &mut self,
         values: &mut [T],
-        combine: impl Fn(T, T) -> T + Copy,
-        scale: impl Fn(&mut [T]),
     ) -> Result<(), CommError> {
         let n = self.ring.size as usize;
         let rank = self.ring.rank as usize;
@@ -223,9 +180,8 @@ impl Wire<'_> {
         };
         for hop in 0..n - 1 {
             let (out, target) = borrow_two(values, chunk(rank + n - hop), chunk(rank + 2 * n - hop - 1));
-            self.exchange_combining(out, target, combine)?;
+            self.exchange_adding(out, target)?;
         }
-        scale(&mut values[chunk(rank + 1)]);
         for hop in 0..n - 1 {
             let (out, into) = borrow_two(values, chunk(rank + 1 + n - hop), chunk(rank + n - hop));
             self.exchange(bytemuck::cast_slice(out), &mut Fill::new(bytemuck::cast_slice_mut(into)))?;

@@ -1,7 +1,7 @@
 //! The header of a call or a message.
 
 use crate::{
-    CommError, Reduction,
+    CommError,
     values::{DataType, Values},
 };
 
@@ -51,8 +51,6 @@ impl Operation {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Call {
     pub(crate) operation: Operation,
-    /// The root of a broadcast, or the reduction.
-    pub(crate) detail: u32,
     pub(crate) data_type: DataType,
     /// Number of values.
     pub(crate) length: usize,
@@ -61,36 +59,27 @@ pub(crate) struct Call {
 impl Call {
     /// A call without values.
     pub(crate) fn empty(operation: Operation) -> Self {
-        Self { operation, detail: 0, data_type: DataType::U8, length: 0 }
+        Self { operation, data_type: DataType::U8, length: 0 }
     }
 
     pub(crate) fn of(operation: Operation, values: &Values<'_>) -> Self {
-        Self { operation, detail: 0, data_type: values.data_type(), length: values.len() }
-    }
-
-    pub(crate) fn reducing(self, reduction: Reduction) -> Self {
-        Self { detail: reduction as u32, ..self }
-    }
-
-    pub(crate) fn of_root(self, root: u32) -> Self {
-        Self { detail: root, ..self }
+        Self { operation, data_type: values.data_type(), length: values.len() }
     }
 
     /// Encodes the call as two numbers. The second is the length.
     pub(crate) fn packed(&self) -> [u64; 2] {
-        let what = (self.operation as u64) << 40 | (self.data_type as u64) << 32 | u64::from(self.detail);
-        [what, self.length as u64]
+        [(self.operation as u64) << 40 | (self.data_type as u64) << 32, self.length as u64]
     }
 
     /// Describes a call encoded by [`Call::packed`]. Another process wrote the numbers, so they may be invalid.
     pub(crate) fn describe([what, length]: [u64; 2]) -> String {
-        describe_fields((what >> 40) as u32, (what >> 32) as u32 & 0xff, what as u32, length)
+        describe_fields((what >> 40) as u32, (what >> 32) as u32 & 0xff, length)
     }
 }
 
-fn describe_fields(operation: u32, data_type: u32, detail: u32, length: u64) -> String {
+fn describe_fields(operation: u32, data_type: u32, length: u64) -> String {
     let name = Operation::from_code(operation).map_or("an unknown operation", Operation::name);
-    format!("{name} of {length} {} values ({detail})", DataType::name_of_code(data_type))
+    format!("{name} of {length} {} values", DataType::name_of_code(data_type))
 }
 
 /// Encodes the header of call number `sequence` on a connection.
@@ -98,7 +87,6 @@ pub(super) fn encode(call: Call, sequence: u64) -> [u8; HEADER_BYTES] {
     let mut header = [0; HEADER_BYTES];
     header[..4].copy_from_slice(&MAGIC.to_ne_bytes());
     header[4..8].copy_from_slice(&(call.operation as u32).to_ne_bytes());
-    header[8..12].copy_from_slice(&call.detail.to_ne_bytes());
     header[12..16].copy_from_slice(&(call.data_type as u32).to_ne_bytes());
     header[16..24].copy_from_slice(&sequence.to_ne_bytes());
     header[24..].copy_from_slice(&(call.length as u64).to_ne_bytes());
@@ -126,8 +114,8 @@ pub(super) fn compare(
         format!(
             "is at call {}: {}; this rank is at call {sequence}: {}",
             long(16),
-            describe_fields(word(4), word(12), word(8), long(24)),
-            describe_fields(call.operation as u32, call.data_type as u32, call.detail, call.length as u64),
+            describe_fields(word(4), word(12), long(24)),
+            describe_fields(call.operation as u32, call.data_type as u32, call.length as u64),
         )
     };
     Err(CommError::Mismatch { operation, peer, detail })

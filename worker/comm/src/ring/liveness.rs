@@ -38,9 +38,6 @@ pub(super) struct Neighbour {
 }
 
 /// Ends the group as soon as the machine of a neighbour does not respond.
-///
-/// # Errors
-/// No thread can be started.
 pub(super) fn watch(mut neighbours: [Neighbour; 2], end: Arc<End>) -> io::Result<()> {
     for neighbour in &neighbours {
         SockRef::from(&neighbour.stream).set_tcp_user_timeout(Some(USER_TIMEOUT))?;

@@ -72,9 +72,6 @@ struct Incoming {
 
 impl Mesh {
     /// Accepts connections on `listener` until `end`. `addresses` are the addresses of all ranks.
-    ///
-    /// # Errors
-    /// No thread or file descriptor is available.
     pub(super) fn start(
         identity: &Identity,
         rank: u32,

@@ -1,10 +1,7 @@
 //! The ring as a [`ProcessGroup`].
 
 use super::{Call, Operation, Part, Ring};
-use crate::{
-    CommError, ProcessGroup, Reduction, SharedMemoryOrReason, SingleRank, Values, ValuesMut, values::check,
-};
-use half::{bf16, f16};
+use crate::{CommError, ProcessGroup, SharedMemoryOrReason, SingleRank, Values, ValuesMut, values::check};
 use std::{sync::Arc, time::Duration};
 
 impl ProcessGroup for Ring {
@@ -16,33 +13,23 @@ impl ProcessGroup for Ring {
         self.size
     }
 
-    fn all_reduce(&self, values: ValuesMut<'_>, reduction: Reduction) -> Result<(), CommError> {
+    fn all_reduce(&self, values: ValuesMut<'_>) -> Result<(), CommError> {
         check::reducible("all_reduce", values.data_type())?;
-        let call = Call::of(Operation::AllReduce, &values.as_values()).reducing(reduction);
+        let call = Call::of(Operation::AllReduce, &values.as_values());
         self.call(call, |wire| match values {
-            ValuesMut::F16(values) => wire.all_reduce::<f16>(values, reduction),
-            ValuesMut::Bf16(values) => wire.all_reduce::<bf16>(values, reduction),
-            ValuesMut::F32(values) => wire.all_reduce::<f32>(values, reduction),
-            ValuesMut::F64(values) => wire.all_reduce::<f64>(values, reduction),
+            ValuesMut::F32(values) => wire.all_reduce(values),
+            ValuesMut::F64(values) => wire.all_reduce(values),
             // Rejected by `check::reducible`.
             ValuesMut::U8(_) => Ok(()),
         })
     }
 
-    fn reduce_scatter(
-        &self,
-        input: Values<'_>,
-        output: ValuesMut<'_>,
-        reduction: Reduction,
-    ) -> Result<(), CommError> {
+    fn reduce_scatter(&self, input: Values<'_>, output: ValuesMut<'_>) -> Result<(), CommError> {
         check::reducible("reduce_scatter", input.data_type())?;
         check::parts("reduce_scatter", (&input, self.size), (&output, 1))?;
-        let call = Call::of(Operation::ReduceScatter, &input).reducing(reduction);
-        self.call(call, |wire| match (input, output) {
-            (Values::F16(from), ValuesMut::F16(to)) => wire.reduce_scatter::<f16>(from, to, reduction),
-            (Values::Bf16(from), ValuesMut::Bf16(to)) => wire.reduce_scatter::<bf16>(from, to, reduction),
-            (Values::F32(from), ValuesMut::F32(to)) => wire.reduce_scatter::<f32>(from, to, reduction),
-            (Values::F64(from), ValuesMut::F64(to)) => wire.reduce_scatter::<f64>(from, to, reduction),
+        self.call(Call::of(Operation::ReduceScatter, &input), |wire| match (input, output) {
+            (Values::F32(from), ValuesMut::F32(to)) => wire.reduce_scatter(from, to),
+            (Values::F64(from), ValuesMut::F64(to)) => wire.reduce_scatter(from, to),
             // Rejected by the checks above.
             _ => Ok(()),
         })
@@ -64,10 +51,9 @@ impl ProcessGroup for Ring {
         self.call(call, |wire| wire.all_to_all(input.bytes(), output.bytes_mut()))
     }
 
-    fn broadcast(&self, mut values: ValuesMut<'_>, root: u32) -> Result<(), CommError> {
-        check::root("broadcast", root, self.size)?;
-        let call = Call::of(Operation::Broadcast, &values.as_values()).of_root(root);
-        self.call(call, |wire| wire.broadcast(values.bytes_mut(), root))
+    fn broadcast(&self, mut values: ValuesMut<'_>) -> Result<(), CommError> {
+        let call = Call::of(Operation::Broadcast, &values.as_values());
+        self.call(call, |wire| wire.broadcast(values.bytes_mut()))
     }
 
     fn barrier(&self) -> Result<(), CommError> {
@@ -84,8 +70,8 @@ impl ProcessGroup for Ring {
         self.mesh.recv(values, from, || self.check_neighbours("recv"))
     }
 
-    fn split(&self, color: Option<u32>, key: i32) -> Result<Option<Arc<dyn ProcessGroup>>, CommError> {
-        self.split_with(color, key, |part| {
+    fn split(&self, color: u32) -> Result<Arc<dyn ProcessGroup>, CommError> {
+        self.split_with(color, |part| {
             Ok(match part {
                 Part::Single => Arc::new(SingleRank) as Arc<dyn ProcessGroup>,
                 Part::Ring(ring) => ring,

@@ -6,6 +6,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::{
     io::{self, Read},
     net::TcpStream,
+    ops,
 };
 
 /// Time limit for reading a neighbour's header after the connection has failed. The neighbour may have sent the header
@@ -46,20 +47,18 @@ impl Sink for Fill<'_> {
     }
 }
 
-/// Combines the values that arrive with the values of `target`, block by block.
-pub(super) struct Combine<'a, T, F> {
+/// Adds the values that arrive to the values of `target`, block by block.
+pub(super) struct Add<'a, T> {
     pub(super) target: &'a mut [T],
-    /// Computes the new value from the target's value and the value that arrived.
-    pub(super) combine: F,
-    /// The number of values already combined.
+    /// The number of values already added.
     pub(super) done: usize,
-    /// Scratch memory for one read: received values before they are combined.
+    /// Scratch memory for one read: received values before they are added.
     pub(super) block: &'a mut [T],
     /// The number of bytes at the block's start that belong to an incomplete value.
     pub(super) held: usize,
 }
 
-impl<T: bytemuck::Pod, F: Fn(T, T) -> T> Sink for Combine<'_, T, F> {
+impl<T: bytemuck::Pod + ops::Add<Output = T>> Sink for Add<'_, T> {
     fn wanted(&self) -> usize {
         size_of_val(&self.target[self.done..]) - self.held
     }
@@ -72,7 +71,7 @@ impl<T: bytemuck::Pod, F: Fn(T, T) -> T> Sink for Combine<'_, T, F> {
         let total = self.held + received;
         let whole = total / size_of::<T>();
         for (target, value) in self.target[self.done..].iter_mut().zip(&self.block[..whole]) {
-            *target = (self.combine)(*target, *value);
+            *target = *target + *value;
         }
         self.done += whole;
         self.held = total % size_of::<T>();

@@ -19,8 +19,7 @@ const MAX_REASON_BYTES: usize = 1000;
 /// A rank's request, sent to the other ranks before a split.
 #[derive(Debug, Serialize, Deserialize)]
 struct SplitRequest {
-    color: Option<u32>,
-    key: i32,
+    color: u32,
     /// The addresses at which this rank listens, or why it cannot listen.
     addresses: Result<Addresses, String>,
 }
@@ -37,23 +36,20 @@ impl Ring {
     /// rank, the split fails on all ranks.
     pub(crate) fn split_with<T>(
         &self,
-        color: Option<u32>,
-        key: i32,
+        color: u32,
         build: impl FnOnce(Part) -> Result<T, CommError>,
-    ) -> Result<Option<T>, CommError> {
+    ) -> Result<T, CommError> {
         self.announce(Call::empty(Operation::Split))?;
         let number = self.splits.fetch_add(1, Ordering::Relaxed);
         let listeners = Listeners::bind(self.identity.local_ip);
         let addresses = listeners.as_ref().map_err(ToString::to_string);
         let addresses = addresses.and_then(|listeners| listeners.addresses().map_err(|e| e.to_string()));
-        let request = serde_json::to_vec(&SplitRequest { color, key, addresses }).unwrap_or_default();
+        let request = serde_json::to_vec(&SplitRequest { color, addresses }).unwrap_or_default();
         let requests = self.requests(&request)?;
-        let joined = match (color, listeners) {
-            (Some(color), Ok(listeners)) => {
-                self.join(&requests, color, number, listeners).and_then(build).map(Some)
-            }
-            _ => Ok(None),
-        };
+        let joined = listeners
+            .map_err(|error| failed(error.to_string()))
+            .and_then(|listeners| self.join(&requests, color, number, listeners))
+            .and_then(build);
         // The split succeeds on all ranks or on none: a rank in a group that others could not join would wait for them.
         let reason = joined.as_ref().err().map(ToString::to_string).unwrap_or_default();
         let reason: String = reason.chars().take(MAX_REASON_BYTES / 4).collect();
@@ -89,13 +85,12 @@ impl Ring {
         number: u64,
         listeners: Listeners,
     ) -> Result<Part, CommError> {
-        let mut members: Vec<(i32, u32, Addresses)> = (0..)
+        let members: Vec<(u32, Addresses)> = (0..)
             .zip(requests)
-            .filter(|(_, request)| request.color == Some(color))
-            .filter_map(|(rank, request)| Some((request.key, rank, *request.addresses.as_ref().ok()?)))
+            .filter(|(_, request)| request.color == color)
+            .filter_map(|(rank, request)| Some((rank, *request.addresses.as_ref().ok()?)))
             .collect();
-        members.sort_by_key(|(key, rank, _)| (*key, *rank));
-        let rank = members.iter().position(|(_, rank, _)| *rank == self.rank).unwrap_or(0) as u32;
+        let rank = members.iter().position(|(rank, _)| *rank == self.rank).unwrap_or(0) as u32;
         if members.len() == 1 {
             return Ok(Part::Single);
         }
@@ -106,7 +101,7 @@ impl Ring {
                 ..self.identity.clone()
             },
             rank,
-            addresses: members.into_iter().map(|(_, _, addresses)| addresses).collect(),
+            addresses: members.into_iter().map(|(_, addresses)| addresses).collect(),
             patience: self.timeout.min(CONNECT_TIMEOUT),
             timeout: self.timeout,
             gives_up: &|| end.has_ended(),

@@ -7,7 +7,7 @@ use super::{
     wait_queue::WaitQueue,
 };
 use crate::{
-    CommError, ProcessGroup, Reduction, SharedMemoryOrReason, SingleRank, Values, ValuesMut,
+    CommError, ProcessGroup, SharedMemoryOrReason, SingleRank, Values, ValuesMut,
     rendezvous::{RendezvousError, Store},
     ring::{Call, Operation, Part, Ring},
     values::check,
@@ -202,10 +202,10 @@ impl ShmProcessGroup {
         values: &mut [f64],
         idle: &mut dyn FnMut() -> bool,
     ) -> Result<Duration, CommError> {
-        let what = Call::of(Operation::AllReduce, &(&*values).into()).reducing(Reduction::Sum);
+        let what = Call::of(Operation::AllReduce, &(&*values).into());
         if values.len() > SLOT_VALUES {
             self.announce(what)?;
-            return self.ring.all_reduce(values.into(), Reduction::Sum).map(|()| Duration::ZERO);
+            return self.ring.all_reduce(values.into()).map(|()| Duration::ZERO);
         }
         let mine = values.to_vec();
         self.round(what, &mine, idle, |slots, waited| {
@@ -224,7 +224,7 @@ impl ShmProcessGroup {
         let what = Call { length: bytes, ..Call::empty(Operation::SharedMemory) };
         self.announce(what)?;
         let grown = if self.ring.rank() == 0 { self.file.grow(offset, bytes) } else { Ok(()) };
-        self.announce(Call { detail: 1, ..what })?;
+        self.announce(what)?;
         let mapped = grown.and_then(|()| self.file.map(offset, bytes));
         let mut without = [f64::from(u8::from(mapped.is_err()))];
         self.sum(&mut without, &mut || false)?;
@@ -247,27 +247,22 @@ impl ProcessGroup for Arc<ShmProcessGroup> {
         self.ring.size()
     }
 
-    fn all_reduce(&self, values: ValuesMut<'_>, reduction: Reduction) -> Result<(), CommError> {
+    fn all_reduce(&self, values: ValuesMut<'_>) -> Result<(), CommError> {
         check::reducible("all_reduce", values.data_type())?;
-        match (values, reduction) {
-            (ValuesMut::F64(values), Reduction::Sum) => self.sum(values, &mut || false).map(drop),
-            (values, reduction) => {
-                self.announce(Call::of(Operation::AllReduce, &values.as_values()).reducing(reduction))?;
-                self.ring.all_reduce(values, reduction)
+        match values {
+            ValuesMut::F64(values) => self.sum(values, &mut || false).map(drop),
+            values => {
+                self.announce(Call::of(Operation::AllReduce, &values.as_values()))?;
+                self.ring.all_reduce(values)
             }
         }
     }
 
-    fn reduce_scatter(
-        &self,
-        input: Values<'_>,
-        output: ValuesMut<'_>,
-        reduction: Reduction,
-    ) -> Result<(), CommError> {
+    fn reduce_scatter(&self, input: Values<'_>, output: ValuesMut<'_>) -> Result<(), CommError> {
         check::reducible("reduce_scatter", input.data_type())?;
         check::parts("reduce_scatter", (&input, self.size()), (&output, 1))?;
-        self.announce(Call::of(Operation::ReduceScatter, &input).reducing(reduction))?;
-        self.ring.reduce_scatter(input, output, reduction)
+        self.announce(Call::of(Operation::ReduceScatter, &input))?;
+        self.ring.reduce_scatter(input, output)
     }
 
     fn all_gather(&self, input: Values<'_>, output: ValuesMut<'_>) -> Result<(), CommError> {
@@ -282,10 +277,9 @@ impl ProcessGroup for Arc<ShmProcessGroup> {
         self.ring.all_to_all(input, output)
     }
 
-    fn broadcast(&self, values: ValuesMut<'_>, root: u32) -> Result<(), CommError> {
-        check::root("broadcast", root, self.size())?;
-        self.announce(Call::of(Operation::Broadcast, &values.as_values()).of_root(root))?;
-        self.ring.broadcast(values, root)
+    fn broadcast(&self, values: ValuesMut<'_>) -> Result<(), CommError> {
+        self.announce(Call::of(Operation::Broadcast, &values.as_values()))?;
+        self.ring.broadcast(values)
     }
 
     fn barrier(&self) -> Result<(), CommError> {
@@ -301,9 +295,9 @@ impl ProcessGroup for Arc<ShmProcessGroup> {
     }
 
     /// The ranks of each new group share separate memory, if they can.
-    fn split(&self, color: Option<u32>, key: i32) -> Result<Option<Arc<dyn ProcessGroup>>, CommError> {
+    fn split(&self, color: u32) -> Result<Arc<dyn ProcessGroup>, CommError> {
         self.announce(Call::empty(Operation::Split))?;
-        self.ring.split_with(color, key, |part| match part {
+        self.ring.split_with(color, |part| match part {
             Part::Single => Ok(Arc::new(SingleRank) as Arc<dyn ProcessGroup>),
             Part::Ring(ring) => ShmProcessGroup::over(&ring, |_, value| ring.all_gather_bytes(value)),
         })

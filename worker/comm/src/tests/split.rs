@@ -7,33 +7,22 @@ use std::sync::Barrier;
 /// The sum of `value` over the ranks of `group`.
 fn sum_of(group: &dyn ProcessGroup, value: u32) -> f64 {
     let mut sum = [f64::from(value)];
-    group.all_reduce((&mut sum).into(), Reduction::Sum).unwrap();
+    group.all_reduce((&mut sum).into()).unwrap();
     sum[0]
 }
 
 #[test]
-fn ranks_of_a_color_are_a_group_in_the_order_of_their_keys() {
+fn ranks_of_a_color_are_a_group_in_their_order() {
     for kind in KINDS {
         on_ranks(kind, 6, TIMEOUT, |all| {
             let rank = all.rank();
-            // Even ranks in reverse order, odd ranks in order; rank 5 takes no part.
-            let (color, key) = match rank {
-                5 => (None, 0),
-                even if even.is_multiple_of(2) => (Some(10), -(even as i32)),
-                _ => (Some(3), 0),
-            };
-            let part = all.split(color, key).unwrap();
-            let Some(part) = part else {
-                assert_eq!(rank, 5);
-                assert_eq!(sum_of(all.as_ref(), 1), 6.0);
-                return;
-            };
-            let (wanted_rank, wanted_size) = [(2, 3), (0, 2), (1, 3), (1, 2), (0, 3)][rank as usize];
-            assert_eq!((part.rank(), part.size()), (wanted_rank, wanted_size));
-            assert_eq!(sum_of(part.as_ref(), rank), [6.0, 4.0][rank as usize % 2]);
-            let mut members = vec![0.0f64; part.size() as usize];
+            let parity = rank as usize % 2;
+            let part = all.split([10, 3][parity]).unwrap();
+            assert_eq!((part.rank(), part.size()), (rank / 2, 3));
+            assert_eq!(sum_of(part.as_ref(), rank), [6.0, 9.0][parity]);
+            let mut members = [0.0f64; 3];
             part.all_gather((&[f64::from(rank)]).into(), (&mut members).into()).unwrap();
-            assert_eq!(members, [vec![4.0, 2.0, 0.0], vec![1.0, 3.0]][rank as usize % 2]);
+            assert_eq!(members, [[0.0, 2.0, 4.0], [1.0, 3.0, 5.0]][parity]);
             // The concurrent group, and messages, with the rank numbers of the new group.
             let concurrent = part.concurrent().unwrap();
             assert_eq!(sum_of(concurrent.as_ref(), 1), f64::from(part.size()));
@@ -58,12 +47,12 @@ fn ranks_of_a_color_are_a_group_in_the_order_of_their_keys() {
 fn a_subgroup_can_be_split_again_down_to_one_rank() {
     for kind in KINDS {
         on_ranks(kind, 4, TIMEOUT, |all| {
-            let half = all.split(Some(all.rank() / 2), 0).unwrap().unwrap();
-            let one = half.split(Some(half.rank()), 0).unwrap().unwrap();
+            let half = all.split(all.rank() / 2).unwrap();
+            let one = half.split(half.rank()).unwrap();
             assert_eq!((half.size(), one.size(), one.rank()), (2, 1, 0));
             assert_eq!(sum_of(one.as_ref(), all.rank()), f64::from(all.rank()));
             // A second split with the same colors makes new groups.
-            let again = all.split(Some(all.rank() / 2), 0).unwrap().unwrap();
+            let again = all.split(all.rank() / 2).unwrap();
             assert_eq!(sum_of(again.as_ref(), 1) + sum_of(half.as_ref(), 1), 4.0);
         });
     }
@@ -73,7 +62,7 @@ fn a_subgroup_can_be_split_again_down_to_one_rank() {
 fn aborting_a_subgroup_does_not_affect_other_groups() {
     for kind in KINDS {
         on_ranks(kind, 4, TIMEOUT, |all| {
-            let part = all.split(Some(all.rank() / 2), 0).unwrap().unwrap();
+            let part = all.split(all.rank() / 2).unwrap();
             if all.rank() < 2 {
                 let error = match part.rank() {
                     0 => {
@@ -92,7 +81,7 @@ fn aborting_a_subgroup_does_not_affect_other_groups() {
                 assert_eq!(sum_of(part.as_ref(), 1), 2.0);
             }
             assert_eq!(sum_of(all.as_ref(), 1), 4.0);
-            let new = all.split(Some(0), 0).unwrap().unwrap();
+            let new = all.split(0).unwrap();
             assert_eq!(sum_of(new.as_ref(), 1), 4.0);
             all.barrier().unwrap();
         });
@@ -104,8 +93,8 @@ fn aborting_a_group_aborts_all_its_subgroups() {
     for kind in KINDS {
         let done = Barrier::new(4);
         on_ranks(kind, 4, Duration::from_secs(600), |all| {
-            let part = all.split(Some(all.rank() / 2), 0).unwrap().unwrap();
-            let inner = part.split(Some(0), 0).unwrap().unwrap();
+            let part = all.split(all.rank() / 2).unwrap();
+            let inner = part.split(0).unwrap();
             all.barrier().unwrap();
             if all.rank() == 0 {
                 // No other rank calls these.
@@ -115,7 +104,7 @@ fn aborting_a_group_aborts_all_its_subgroups() {
                     assert_eq!(waiting.join().unwrap().to_string(), "barrier: aborted: asked to stop");
                 });
                 assert!(matches!(part.barrier(), Err(CommError::Aborted { .. })));
-                assert!(matches!(all.split(None, 0), Err(CommError::Aborted { .. })));
+                assert!(matches!(all.split(0), Err(CommError::Aborted { .. })));
             }
             done.wait();
         });
@@ -126,9 +115,9 @@ fn aborting_a_group_aborts_all_its_subgroups() {
 fn a_failed_subgroup_does_not_end_the_group() {
     for kind in KINDS {
         on_ranks(kind, 2, Duration::from_secs(5), |all| {
-            let part = all.split(Some(0), 0).unwrap().unwrap();
+            let part = all.split(0).unwrap();
             let length = 10 + all.rank() as usize;
-            part.all_reduce((&mut vec![0.0f32; length]).into(), Reduction::Sum).unwrap_err();
+            part.all_reduce((&mut vec![0.0f32; length]).into()).unwrap_err();
             assert_eq!(sum_of(all.as_ref(), 1), 2.0);
             all.barrier().unwrap();
         });
@@ -151,7 +140,7 @@ fn if_one_rank_cannot_join_a_split_all_fail_with_the_reason() {
                     }
                     _ => Ok(()),
                 };
-                let error = ring.split_with(Some(rank % 2), 0, build).unwrap_err();
+                let error = ring.split_with(rank % 2, build).unwrap_err();
                 assert_eq!(error.to_string(), "split: rank 1 could not join its group: NCCL start: no GPU 9");
                 assert_eq!(sum_of(ring.as_ref(), 1), 3.0);
                 store.barrier("done").unwrap();
@@ -169,9 +158,9 @@ fn subgroups_connect_over_their_parent_group() {
                 let store = Store::join(rendezvous_config(port, rank, 3)).unwrap();
                 let ring = Ring::connect(&store, TIMEOUT).unwrap();
                 assert!(matches!(Exchange::of(ring.as_ref(), Some(&store)), Exchange::Store(..)));
-                let pair = ring.split((rank > 0).then_some(1), 0).unwrap();
-                if let Some(pair) = &pair {
-                    let exchange = Exchange::of(pair.as_ref(), Some(&store));
+                let part = ring.split(u32::from(rank > 0)).unwrap();
+                if rank > 0 {
+                    let exchange = Exchange::of(part.as_ref(), Some(&store));
                     assert!(matches!(exchange, Exchange::Group(_)));
                     let name = format!("rank {rank}");
                     let all = exchange.exchange("test", "names", name.as_bytes()).unwrap();

@@ -98,7 +98,7 @@ impl CachedFolders {
 /// Loads the cached facts about the dataset at `root`. Folders are included only if `store` trusts unchanged folders.
 pub(crate) fn load_cached(root: &Path, store: &IndexStore) -> CachedFolders {
     let facts = store.load(root);
-    let record = if store.trusts_folders() { store.folder_cache(root).read() } else { Record::default() };
+    let record = if store.trusts_folders { store.folder_cache(root).read() } else { Record::default() };
     let same = |(path, known): (&String, &Known)| {
         if FolderStamp::of(&root.join(path)) != Some(known.stamp) {
             return None;

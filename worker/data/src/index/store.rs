@@ -2,6 +2,7 @@
 //! removed.
 
 use super::file::{BlockRef, Facts, MAGIC, encoded, write_block, write_head};
+use lockstep_host::open_lock;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::{
@@ -32,13 +33,14 @@ const PROGRESS_EVERY: Duration = Duration::from_millis(300);
 #[derive(Debug, Clone)]
 pub(crate) struct IndexStore {
     /// `None` if nothing is stored.
-    dir: Option<PathBuf>,
-    min_pictures: usize,
-    min_unknown: usize,
-    reader: u32,
+    pub(super) dir: Option<PathBuf>,
+    pub(super) min_pictures: usize,
+    pub(super) min_unknown: usize,
+    pub(super) reader: u32,
     /// Whether unchanged folders are trusted, that is, not listed.
-    trusts_folders: bool,
-    min_age: Option<Duration>,
+    pub(super) trusts_folders: bool,
+    /// How long a folder must be unchanged to be trusted. `None`: there is no minimum.
+    pub(super) min_age: Option<Duration>,
 }
 
 impl IndexStore {
@@ -61,15 +63,6 @@ impl IndexStore {
         Self { trusts_folders: true, ..self }
     }
 
-    pub(super) fn trusts_folders(&self) -> bool {
-        self.trusts_folders
-    }
-
-    /// How long a folder must be unchanged to be trusted. `None`: there is no minimum.
-    pub(super) fn min_age(&self) -> Option<Duration> {
-        self.min_age
-    }
-
     /// A store in `dir`, for datasets of at least `min_pictures` pictures.
     #[cfg(test)]
     pub(crate) fn at(dir: &Path, min_pictures: usize) -> Self {
@@ -81,24 +74,6 @@ impl IndexStore {
             trusts_folders: false,
             min_age: None,
         }
-    }
-
-    /// Sets the version of the picture reader.
-    #[cfg(test)]
-    pub(super) fn of_reader(self, reader: u32) -> Self {
-        Self { reader, ..self }
-    }
-
-    /// Sets how long a folder must be unchanged to be trusted.
-    #[cfg(test)]
-    pub(super) fn with_min_age(self, min_age: Duration) -> Self {
-        Self { min_age: Some(min_age), ..self }
-    }
-
-    /// Sets the number of unknown pictures above which results are stored.
-    #[cfg(test)]
-    pub(super) fn with_min_unknown(self, min_unknown: usize) -> Self {
-        Self { min_unknown, ..self }
     }
 
     /// Whether results are stored for a dataset with this number of pictures, `unknown` of which are not in the
@@ -124,8 +99,7 @@ impl IndexStore {
         facts
     }
 
-    /// Waits until no other process builds the dataset's index, and starts to build it. `None` if another process has
-    /// completed it meanwhile.
+    /// Waits until no other process builds the dataset's index, and starts to build it. `None` if nothing is stored.
     ///
     /// # Errors
     /// The cache directory is not writable.
@@ -135,8 +109,7 @@ impl IndexStore {
         fs::create_dir_all(dir).map_err(|e| named(dir, e))?;
         let file = |extension| self.file(dataset, extension).unwrap_or_default();
         let lock_path = file("lock");
-        let lock = File::options().create(true).truncate(false).write(true).open(&lock_path);
-        let lock = lock.map_err(|e| named(&lock_path, e))?;
+        let lock = open_lock(&lock_path).map_err(|e| named(&lock_path, e))?;
         // If the file system does not support locks, several processes may do the same work. Each file is still
         // written atomically.
         let _ = lock.lock();
@@ -254,9 +227,6 @@ pub(super) struct IndexBuilder {
 
 impl IndexBuilder {
     /// Stores results, so that they survive an interruption.
-    ///
-    /// # Errors
-    /// The file cannot be written.
     pub(super) fn append(&mut self, container: &[u8], block: BlockRef<'_>) -> io::Result<()> {
         let mut bytes = Vec::new();
         write_block(&mut bytes, container, &encoded(&block)?)?;
@@ -274,9 +244,6 @@ impl IndexBuilder {
     }
 
     /// Writes the index atomically.
-    ///
-    /// # Errors
-    /// The file cannot be written.
     pub(super) fn finish<'a>(self, blocks: impl Iterator<Item = (&'a [u8], BlockRef<'a>)>) -> io::Result<()> {
         let folder = self.index.parent().unwrap_or(Path::new("."));
         let mut file = BufWriter::with_capacity(1 << 20, tempfile::NamedTempFile::new_in(folder)?);

@@ -239,7 +239,7 @@ fn shards_are_cached_until_they_change() {
     let shard = data.path().join("train.tar");
     let bytes = fs::read(fixture).unwrap();
     fs::write(&shard, &bytes).unwrap();
-    let store = IndexStore::at(cache.path(), 0).with_min_unknown(0);
+    let store = IndexStore { min_unknown: 0, ..IndexStore::at(cache.path(), 0) };
     let open = || Catalog::open_with(data.path(), &store);
     assert_eq!(open().unwrap().splits[0].labels.len(), 6);
     edit_index(&store, data.path(), vec!["train.tar".into()], |entry| entry.label = Some("cat".into()));
@@ -306,7 +306,7 @@ fn files_broken_for_another_version_are_checked_again() {
     });
     let (pictures, broken) = counts(&fixture.open().unwrap());
     assert!(pictures == 3 && broken[0].contains("of a kind that is not read"), "{broken:?}");
-    let newer = fixture.store().of_reader(u32::MAX);
+    let newer = IndexStore { reader: u32::MAX, ..fixture.store() };
     let reopened = Catalog::open_with(fixture.data.path(), &newer).unwrap();
     assert_eq!(counts(&reopened), (4, vec![]));
     let Samples::Listed(listing) = &reopened.splits[0].samples else { panic!("{reopened:?}") };
@@ -317,8 +317,10 @@ fn files_broken_for_another_version_are_checked_again() {
 #[test]
 fn a_few_pictures_are_checked_without_the_lock() {
     let fixture = Fixture::new(1, 8);
-    let open =
-        |few: usize| Catalog::open_with(fixture.data.path(), &fixture.store().with_min_unknown(few)).unwrap();
+    let open = |min_unknown| {
+        let store = IndexStore { min_unknown, ..fixture.store() };
+        Catalog::open_with(fixture.data.path(), &store).unwrap()
+    };
     assert_eq!(counts(&open(9)).0, 8);
     assert!(fixture.cached_file("index").is_none() && fixture.cached_file("lock").is_none());
     assert_eq!(counts(&open(8)).0, 8);

@@ -127,30 +127,22 @@ impl DataSource {
         let (mean, std) = normalisation(spec, &train, channels, height * width * channels);
         let size = [height, width, channels];
         let resize = evaluation_resize(spec, side);
-        let broken = || Broken::new(spec.broken_files == BrokenFiles::Skip);
-        let mut identities = train.identities;
-        let validation = match opened.next().filter(|_| has_validation_split) {
+        let part = |pixels, labels, files_digest, chosen, whole| {
+            let broken = Broken::new(spec.broken_files == BrokenFiles::Skip);
+            Part { pixels, files_digest, labels, chosen, size, whole, broken }
+        };
+        let (pixels, labels) = (train.pixels.clone(), train.labels.clone());
+        let (identities, validation) = match opened.next().filter(|_| has_validation_split) {
             Some(split) => {
-                let (chosen, whole) = (all(split.labels.len()), resize.is_some());
-                let Opened { pixels, files_digest, labels, .. } = split;
-                identities = split.identities;
-                Part { pixels, files_digest, labels, chosen, size, whole, broken: broken() }
+                let chosen = all(split.labels.len());
+                let validation =
+                    part(split.pixels, split.labels, split.files_digest, chosen, resize.is_some());
+                (split.identities, validation)
             }
-            None => {
-                let (pixels, labels, whole) = (train.pixels.clone(), train.labels.clone(), resize.is_some());
-                let files_digest = train.files_digest;
-                Part { pixels, files_digest, labels, chosen: held_out, size, whole, broken: broken() }
-            }
+            None => (train.identities, part(pixels, labels, train.files_digest, held_out, resize.is_some())),
         };
-        let train = Part {
-            pixels: train.pixels,
-            files_digest: train.files_digest,
-            labels: train.labels,
-            chosen: train_chosen,
-            size,
-            whole: spec.random_resized_crop,
-            broken: broken(),
-        };
+        let train =
+            part(train.pixels, train.labels, train.files_digest, train_chosen, spec.random_resized_crop);
         let measured: Vec<Identity> =
             validation.chosen.iter().map(|place| identities[*place as usize]).collect();
         let of_chosen = validation.chosen.iter().map(|place| validation.labels[*place as usize]);

@@ -45,24 +45,10 @@ impl Part {
             counts.asked = (counts.asked + chosen.len()).min(self.chosen.len());
             counts.asked
         };
-        loop {
-            let places: Vec<u32> = {
-                let broken = &self.broken.counts().broken;
-                chosen.iter().map(|place| replacement(self, *place, broken)).collect()
-            };
-            match make(&places) {
-                Err(error) if self.broken.allowed => self.note(&places, error)?,
-                made => return made,
-            }
-            let counts = self.broken.counts();
-            if too_many(counts.broken.len(), asked, self.chosen.len()) {
-                return Err(DataError::Invalid(too_many_text(
-                    counts.broken.len(),
-                    asked,
-                    counts.news.last(),
-                )));
-            }
-        }
+        let replaced = |broken: &BTreeSet<u32>| -> Vec<u32> {
+            chosen.iter().map(|place| replacement(self, *place, broken)).collect()
+        };
+        self.retry(replaced, make, Some(asked))
     }
 
     /// Makes a batch of the pictures at the positions `chosen`, without the broken pictures. Too many broken pictures
@@ -73,14 +59,32 @@ impl Part {
         chosen: &[u32],
         make: impl Fn(&[u32]) -> Result<Batch, DataError>,
     ) -> Result<Batch, DataError> {
+        let readable = |broken: &BTreeSet<u32>| -> Vec<u32> {
+            chosen.iter().copied().filter(|place| !broken.contains(place)).collect()
+        };
+        self.retry(readable, make, None)
+    }
+
+    /// Makes a batch of the pictures at `places`, which depend on the broken pictures, until no further picture is found
+    /// to be broken. Fails if too many of `asked` pictures are broken.
+    fn retry(
+        &self,
+        places: impl Fn(&BTreeSet<u32>) -> Vec<u32>,
+        make: impl Fn(&[u32]) -> Result<Batch, DataError>,
+        asked: Option<usize>,
+    ) -> Result<Batch, DataError> {
         loop {
-            let places: Vec<u32> = {
-                let broken = &self.broken.counts().broken;
-                chosen.iter().copied().filter(|place| !broken.contains(place)).collect()
-            };
+            let places = places(&self.broken.counts().broken);
             match make(&places) {
                 Err(error) if self.broken.allowed => self.note(&places, error)?,
                 made => return made,
+            }
+            let counts = self.broken.counts();
+            if let Some(asked) = asked
+                && too_many(counts.broken.len(), asked, self.chosen.len())
+            {
+                let text = too_many_text(counts.broken.len(), asked, counts.news.last());
+                return Err(DataError::Invalid(text));
             }
         }
     }

@@ -39,9 +39,6 @@ impl Workers {
     }
 
     /// Starts `threads` threads, and half as many for [`Work::AroundDevice`] if a device decodes.
-    ///
-    /// # Errors
-    /// The system does not start more threads.
     pub(super) fn pool(threads: usize, has_device: bool) -> Result<Self, DataError> {
         let pool = |threads: usize| {
             ThreadPoolBuilder::new()

@@ -26,9 +26,7 @@ pub(crate) const NO_LABEL: &str = "has no class: its label is null, negative, em
 pub(crate) fn of(file: &ParquetFile, path: &Path) -> Members {
     let (handle, size) = match files::open(path) {
         Ok(found) => found,
-        Err(detail) => {
-            return Members { shard_error: Some(detail), is_transient: true, ..Members::default() };
-        }
+        Err(detail) => return UnusableFile::transient(detail).into(),
     };
     let source = Arc::new(Source::new(handle, size));
     let mut members = Members::default();

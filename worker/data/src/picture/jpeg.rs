@@ -229,9 +229,6 @@ impl<'a> Frame<'a> {
     }
 
     /// Checks whether a hardware decoder can decode the file.
-    ///
-    /// # Errors
-    /// Why cores decode the file.
     pub(super) fn for_hardware(&self) -> Result<Subsampling, CpuDecodeReason> {
         match (self.coding, self.precision, self.channels.len() / 3) {
             (0xc2, ..) => return Err(CpuDecodeReason::Progressive),

@@ -46,17 +46,11 @@ const PIECES: u64 = 16;
 const PIECE_BYTES: u64 = 4096;
 
 /// CRC-32 of pieces at even intervals in a file, to detect changes without reading the whole file.
-///
-/// # Errors
-/// The file cannot be read.
 pub(super) fn sampled(file: &File) -> io::Result<u32> {
     let last = file.metadata()?.len().saturating_sub(PIECE_BYTES);
     let (mut sum, mut piece) = (crc32fast::Hasher::new(), vec![0; PIECE_BYTES as usize]);
     for number in 0..PIECES {
-        let mut at = last / (PIECES - 1) * number;
-        if number == PIECES - 1 {
-            at = last;
-        }
+        let at = if number == PIECES - 1 { last } else { last / (PIECES - 1) * number };
         let read = file.read_at(&mut piece, at)?;
         sum.update(&piece[..read]);
     }
@@ -86,7 +80,7 @@ impl Destination {
     /// # Errors
     /// The folder is inside the dataset, another process is writing to it, or it cannot be used.
     pub(super) fn open(source: &Path, to: &Path) -> Result<Self, DataError> {
-        let wrong = |detail: String| DataError::File { path: to.display().to_string(), detail };
+        let wrong = |detail: String| DataError::file(to, detail);
         let io = |error| wrong(format!("cannot be used: {error}"));
         let is_new = !to.exists();
         fs::create_dir_all(to).map_err(io)?;
@@ -126,7 +120,7 @@ impl Destination {
     /// # Errors
     /// The folder has other content; the error names the difference.
     pub(super) fn continues(&self, plan: &Plan) -> Result<bool, DataError> {
-        let wrong = |detail: String| Err(DataError::File { path: self.dir.display().to_string(), detail });
+        let wrong = |detail: String| Err(DataError::file(&self.dir, detail));
         let Some(Record { version, plan: begun, .. }) = &self.record else {
             return match self
                 .found
@@ -161,8 +155,6 @@ impl Destination {
         Ok(true)
     }
 
-    /// # Errors
-    /// The record cannot be written.
     pub(super) fn begin(&mut self, plan: Plan) -> Result<(), DataError> {
         self.record = Some(Record { version: VERSION, plan, shards: BTreeMap::new() });
         self.save()
@@ -181,8 +173,6 @@ impl Destination {
         (whole && same()).then(|| found.clone())
     }
 
-    /// # Errors
-    /// The record cannot be written.
     pub(super) fn add(&mut self, file: &str, shard: Finished) -> Result<(), DataError> {
         if let Some(record) = &mut self.record {
             record.shards.insert(file.to_owned(), shard);
@@ -191,9 +181,6 @@ impl Destination {
     }
 
     /// Marks the copy as complete.
-    ///
-    /// # Errors
-    /// The record cannot be written.
     pub(super) fn finish(self) -> Result<(), DataError> {
         let (from, to) = (self.dir.join(UNFINISHED), self.dir.join(PREPARED));
         if !from.exists() {

@@ -104,10 +104,8 @@ impl Task<'_> {
             let all = self.labels.len();
             if let Some(last) = finished.broken.last().filter(|_| too_many(broken, all, all)) {
                 return Err(DataError::Invalid(format!(
-                    "{broken} of {} pictures are broken, the last one {}, which {}. Check the dataset's disk",
-                    self.labels.len(),
-                    last.file,
-                    last.detail
+                    "{broken} of {all} pictures are broken, the last one {}, which {}. Check the dataset's disk",
+                    last.file, last.detail
                 )));
             }
             finished.pictures += waiting.len() as u64;

@@ -1,8 +1,7 @@
 //! The classes of a dataset of shards. The labels of samples are numbers or names.
 
 use super::Found;
-use crate::{DataError, MAX_NAMES_BYTES, label::CLASSES};
-use lockstep_host::files;
+use crate::{DataError, label::CLASSES, read_names};
 use std::{collections::BTreeMap, fs, path::Path};
 
 /// The names of the classes, and whether labels are numbers or names.
@@ -53,7 +52,7 @@ pub(super) fn classes(
     splits: &BTreeMap<&str, Found>,
 ) -> Result<Classes, DataError> {
     let path = root.join("classes.txt");
-    let wrong = |detail: String| DataError::File { path: path.display().to_string(), detail };
+    let wrong = |detail: String| DataError::file(&path, detail);
     let has_names = fs::symlink_metadata(&path).is_ok();
     let (mut numbers, mut other) = (Vec::<u32>::new(), None);
     for (split, label) in splits.iter().flat_map(|(split, f)| f.labels.iter().map(move |l| (*split, l))) {
@@ -99,10 +98,7 @@ pub(super) fn classes(
     if !has_names {
         return Ok(Classes { names: (0..count).map(|c| c.to_string()).collect(), by_name: None });
     }
-    let text = files::read(&path, MAX_NAMES_BYTES).map_err(wrong)?;
-    let text = String::from_utf8(text).map_err(|_| wrong("is not UTF-8".into()))?;
-    let names: Vec<String> =
-        text.lines().map(str::trim).filter(|l| !l.is_empty()).map(str::to_owned).collect();
+    let names = read_names(&path)?;
     // A few shards need not have samples of every class.
     if names.len() < count as usize || names.len() > CLASSES as usize {
         return Err(wrong(format!("names {} classes, but the data has {count}", names.len())));

@@ -1,13 +1,9 @@
 //! Finds the shards in a folder, and the split of each shard.
 
-use super::named_broken;
-use crate::Format;
+use crate::{Format, broken_file, image_folder::entries};
 use lockstep_host::files;
 use lockstep_protocol::dataset::BrokenFile;
-use std::{
-    fs,
-    path::{Path, PathBuf},
-};
+use std::path::{Path, PathBuf};
 
 /// Names of splits in the path of a shard, as in Hugging Face's `datasets`.
 const SPLITS: [&str; 10] =
@@ -79,7 +75,7 @@ pub(super) fn contents(kind: Kind, dir: &Path) -> Result<FolderContents, String>
     // Parquet files are compressed internally.
     let is_compressed = |path: &Path| kind == Kind::Tar && is_compressed(path);
     let mut found = FolderContents { shards: Vec::new(), compressed: Vec::new(), unread: Vec::new() };
-    for path in sorted_entries(dir)? {
+    for path in entries(dir)? {
         if is_one(&path) {
             found.shards.push(path);
         } else if is_compressed(&path) {
@@ -90,7 +86,7 @@ pub(super) fn contents(kind: Kind, dir: &Path) -> Result<FolderContents, String>
             .is_some_and(|n| split_in_path(Path::new(n)).is_some())
         {
             let inside = match files::stat(&path) {
-                Ok(files::FileKind::Folder) => sorted_entries(&path),
+                Ok(files::FileKind::Folder) => entries(&path),
                 // For example, a list of names.
                 Ok(files::FileKind::File { .. }) => continue,
                 Err(_) if path.extension().is_some() => continue,
@@ -103,24 +99,11 @@ pub(super) fn contents(kind: Kind, dir: &Path) -> Result<FolderContents, String>
                     found.compressed.extend(compressed);
                     found.shards.extend(others.into_iter().filter(|path| is_one(path)));
                 }
-                Err(detail) => found.unread.push(named_broken(&path, detail)),
+                Err(detail) => found.unread.push(broken_file(&path, detail)),
             }
         }
     }
     Ok(found)
-}
-
-/// The entries of a folder by name, without hidden files.
-pub(super) fn sorted_entries(dir: &Path) -> Result<Vec<PathBuf>, String> {
-    let mut all = Vec::new();
-    for entry in fs::read_dir(dir).map_err(files::cannot_be_read)? {
-        let entry = entry.map_err(files::cannot_be_read)?;
-        if !entry.file_name().as_encoded_bytes().starts_with(b".") {
-            all.push(entry.path());
-        }
-    }
-    all.sort();
-    Ok(all)
 }
 
 /// The split in a shard's path. The name of the file takes precedence over the names of folders.

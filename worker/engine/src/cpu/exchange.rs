@@ -2,7 +2,7 @@
 
 use super::groups::Group;
 use crate::net::{Placement, TensorShape};
-use lockstep_comm::{CommError, Reduction};
+use lockstep_comm::CommError;
 use std::ops::Range;
 
 /// A box of an NHWC activation.
@@ -152,7 +152,7 @@ impl Pictures {
         match (from, to) {
             (Placement::Partial, Placement::Whole) => {
                 y.copy_from_slice(x);
-                if y.is_empty() { Ok(()) } else { group.all_reduce(y.into(), Reduction::Sum) }
+                if y.is_empty() { Ok(()) } else { group.all_reduce(y.into()) }
             }
             _ => exchange(group, (&sources, &targets), x, y),
         }

@@ -21,7 +21,7 @@ use crate::{
     plan::{self, Pass, Plan},
     prologue::{Prologue, StepPart},
 };
-use lockstep_comm::{ProcessGroup, Reduction, SingleRank};
+use lockstep_comm::{ProcessGroup, SingleRank};
 use lockstep_data::loader::Batch;
 use lockstep_protocol::agent::AxisTimes;
 use std::{
@@ -253,7 +253,7 @@ impl Executor {
         // Only the last stage has measured something, and each has the gradient of its own parameters.
         let mut sums = [square_sum, measured.sum, measured.correct as f64];
         if let Some(groups) = &self.groups {
-            groups.stage.all_reduce((&mut sums).into(), Reduction::Sum)?;
+            groups.stage.all_reduce((&mut sums).into())?;
         }
         let waited = self.reducer.take_waited();
         let axis_secs = self.groups.as_ref().map(|groups| groups.take_waited(&waited));

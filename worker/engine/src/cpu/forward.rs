@@ -15,7 +15,6 @@ use crate::{
     fuse::{Conv, FusedOp, Norm},
     net::{Network, Placement, TensorId},
 };
-use lockstep_comm::Reduction;
 use std::{ops::Range, time::Instant};
 
 impl Executor {
@@ -244,7 +243,7 @@ impl Executor {
         let share = self.network.share_of_rows(input);
         y.iter_mut().zip(x).for_each(|(y, x)| *y = x * share);
         if !y.is_empty() {
-            groups.height.all_reduce(y.into(), Reduction::Sum)?;
+            groups.height.all_reduce(y.into())?;
         }
         Ok(())
     }

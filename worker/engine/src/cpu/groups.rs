@@ -1,7 +1,7 @@
 //! The process groups of a plan: one for each set of axes over which values are summed or exchanged.
 
 use crate::{net::Axes, plan::Mesh};
-use lockstep_comm::{CommError, ProcessGroup, Reduction, Values, ValuesMut};
+use lockstep_comm::{CommError, ProcessGroup, Values, ValuesMut};
 use lockstep_protocol::agent::AxisTimes;
 use std::{
     sync::{
@@ -36,8 +36,8 @@ impl Group {
         self.comm.size()
     }
 
-    pub(super) fn all_reduce(&self, values: ValuesMut<'_>, reduction: Reduction) -> Result<(), CommError> {
-        self.call(|comm| comm.all_reduce(values, reduction))
+    pub(super) fn all_reduce(&self, values: ValuesMut<'_>) -> Result<(), CommError> {
+        self.call(|comm| comm.all_reduce(values))
     }
 
     pub(super) fn all_gather(&self, input: Values<'_>, output: ValuesMut<'_>) -> Result<(), CommError> {
@@ -147,10 +147,7 @@ impl Groups {
         let of = |color: &dyn Fn(usize) -> usize| -> Result<Group, CommError> {
             let own = color(all.rank() as usize);
             let ranks = (0..all.size()).filter(|rank| color(*rank as usize) == own).collect();
-            match all.split(Some(own as u32), all.rank() as i32)? {
-                Some(comm) => Ok(Group { comm, ranks, waited: Arc::default() }),
-                None => Err(CommError::Failed { operation: "split", detail: "there is no group".into() }),
-            }
+            Ok(Group { comm: all.split(own as u32)?, ranks, waited: Arc::default() })
         };
         let (model, height) = (|rank| mesh.model_rank(rank), |rank| mesh.height_rank(rank));
         let stage = |rank| mesh.stage_rank(rank);

@@ -292,7 +292,7 @@ impl Engine for CpuEngine {
             return self.set_parameters(&own);
         }
         if self.executor.state.memory().is_none() {
-            self.comm.broadcast((&mut self.executor.state.weights[..]).into(), 0)?;
+            self.comm.broadcast((&mut self.executor.state.weights[..]).into())?;
         }
         self.broadcast_statistics()
     }
@@ -308,7 +308,7 @@ impl Engine for CpuEngine {
             .iter()
             .flat_map(|n| n.running_mean.iter().chain(&n.running_var).copied())
             .collect();
-        self.comm.broadcast((&mut running).into(), 0)?;
+        self.comm.broadcast((&mut running).into())?;
         let mut rest = &running[..];
         for norm in &mut self.executor.norms {
             for values in [&mut norm.running_mean, &mut norm.running_var] {

@@ -15,7 +15,7 @@
 use super::groups::{ByAxes, Group, Groups, TimesByAxes};
 use crate::net::Axes;
 use lockstep_comm::{
-    CommError, ProcessGroup, Reduction, Values, ValuesMut,
+    CommError, ProcessGroup, Values, ValuesMut,
     shm::{SharedMemory, SharedSlice},
 };
 use std::{
@@ -108,7 +108,7 @@ impl Reducer {
         };
         let start = Instant::now();
         match statistics {
-            Some(groups) => groups.of(axes).all_reduce(values.into(), Reduction::Sum)?,
+            Some(groups) => groups.of(axes).all_reduce(values.into())?,
             None => {
                 let group = gradients.of(axes).clone();
                 // If the thread has ended, the wait for its result fails.
@@ -170,7 +170,7 @@ impl Thread {
             while let Ok(request) = incoming.recv() {
                 let delivered = match request {
                     Request::Statistics(group, mut values) => {
-                        let done = group.all_reduce((&mut values).into(), Reduction::Sum);
+                        let done = group.all_reduce((&mut values).into());
                         statistics_out.send(done.map(|()| values)).is_ok()
                     }
                     Request::Bucket(group, mut bucket) => {
@@ -198,11 +198,11 @@ where
     for<'a> ValuesMut<'a>: From<&'a mut [T]>,
 {
     if !sharded {
-        return group.all_reduce(values.into(), Reduction::Sum);
+        return group.all_reduce(values.into());
     }
     let len = values.len() / group.size() as usize;
     let mut part = vec![T::default(); len];
-    group.call(|comm| comm.reduce_scatter((&*values).into(), (&mut part[..]).into(), Reduction::Sum))?;
+    group.call(|comm| comm.reduce_scatter((&*values).into(), (&mut part[..]).into()))?;
     values[group.rank() as usize * len..][..len].copy_from_slice(&part);
     Ok(())
 }

@@ -2,7 +2,7 @@
 //! logit, the sum of exponentials and the labels' logits of each picture, never all logits.
 
 use super::{exchange::Pictures, groups::Group, loss::Loss, sample::Sample};
-use lockstep_comm::{CommError, Reduction};
+use lockstep_comm::CommError;
 use lockstep_data::loader::Batch;
 use std::ops::Range;
 
@@ -122,7 +122,7 @@ pub(super) fn cross_entropy(
             [exponentials, logits, logit_of(row, label(picture)), other]
         })
         .collect();
-    group.all_reduce((&mut sums).into(), Reduction::Sum)?;
+    group.all_reduce((&mut sums).into())?;
 
     let smoothing = f64::from(smoothing);
     let even = smoothing / all_classes as f64;

@@ -249,13 +249,13 @@ impl Engine for CudaEngine {
             distribution::broadcast(
                 self.program.network(),
                 &mut own,
-                |values| groups.data.broadcast(values.into(), 0),
-                |values| groups.model.broadcast(values.into(), 0),
+                |values| groups.data.broadcast(values.into()),
+                |values| groups.model.broadcast(values.into()),
             )?;
             return self.set_parameters(&own);
         }
         let mut flat = self.program.state.read_flat()?;
-        self.comm.broadcast((&mut flat).into(), 0)?;
+        self.comm.broadcast((&mut flat).into())?;
         self.program.write_flat(&flat)
     }
 
@@ -266,7 +266,7 @@ impl Engine for CudaEngine {
         }
         self.device.wait_idle()?;
         let mut statistics = self.program.state.read_statistics()?;
-        self.comm.broadcast((&mut statistics).into(), 0)?;
+        self.comm.broadcast((&mut statistics).into())?;
         Ok(self.program.state.write_statistics(&statistics)?)
     }
 

@@ -2,7 +2,7 @@
 //! hosts.
 
 use crate::{EngineError, plan::Mesh};
-use lockstep_comm::{CommError, ProcessGroup};
+use lockstep_comm::ProcessGroup;
 use std::sync::Arc;
 
 pub(super) struct Groups {
@@ -23,10 +23,7 @@ impl Groups {
             return Ok(None);
         }
         let rank = all.rank() as usize;
-        let of = |color: usize| {
-            let group = all.split(Some(color as u32), rank as i32)?;
-            group.ok_or(CommError::Failed { operation: "split", detail: "there is no group".into() })
-        };
+        let of = |color: usize| all.split(color as u32);
         let same_part = mesh.stage_rank(rank) * mesh.model + mesh.model_rank(rank);
         let [model, height, data, stage] =
             [mesh.model_group(rank), mesh.height_group(rank), same_part, rank % mesh.ranks_of_stage()]

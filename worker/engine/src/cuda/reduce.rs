@@ -12,7 +12,7 @@ use super::{
 };
 use crate::{EngineError, cuda::GpuConfig};
 use lockstep_comm::{
-    CommError, DataType, Exchange, ProcessGroup, Reduction, first_to_differ,
+    CommError, DataType, Exchange, ProcessGroup, first_to_differ,
     nccl::Nccl,
     peers::{MAX_PEERS, Peers},
 };
@@ -183,11 +183,9 @@ impl Reducer {
         // their lengths.
         Ok(unsafe {
             match kind {
-                Collective::AllReduce => nccl.all_reduce(to, count, dtype, Reduction::Sum, stream),
+                Collective::AllReduce => nccl.all_reduce(to, count, dtype, stream),
                 Collective::AllGather => nccl.all_gather(from, to, count, dtype, stream),
-                Collective::ReduceScatter => {
-                    nccl.reduce_scatter(from, to, count, dtype, Reduction::Sum, stream)
-                }
+                Collective::ReduceScatter => nccl.reduce_scatter(from, to, count, dtype, stream),
             }
         }?)
     }

@@ -10,7 +10,6 @@ use nvml_wrapper::{
     enum_wrappers::device::{P2pCapabilitiesIndex, P2pStatus, TopologyLevel},
     error::NvmlError,
 };
-use serde::Serialize;
 
 /// The environment variable that restricts the GPUs of a process and sets their order.
 pub const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
@@ -19,8 +18,7 @@ const DEVICE_ORDER: &str = "CUDA_DEVICE_ORDER";
 /// Maximum number of NVLink connections of a GPU (an H200 has 18).
 const MAX_LINKS: u32 = 36;
 
-/// A GPU.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Gpu {
     /// The number among all GPUs of this machine in the order of their PCI addresses, as in `nvidia-smi`.
     pub index: u32,
@@ -38,7 +36,7 @@ pub struct Gpu {
 }
 
 /// The connection between two GPUs.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Link {
     /// The numbers of the GPUs, as in `nvidia-smi`.
     pub between: (u32, u32),

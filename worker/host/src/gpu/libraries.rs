@@ -8,7 +8,6 @@
 #![allow(unsafe_code)] // Loading a library runs its initialisers; versions are queried by symbol.
 
 use libloading::os::unix::{Library as Handle, RTLD_LAZY, RTLD_LOCAL};
-use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::{
     ffi::{OsStr, OsString},
@@ -35,8 +34,7 @@ pub const SETTING: &str = "LOCKSTEP_CUDA_LIBS";
 const LIBRARY_PATH: &str = "LD_LIBRARY_PATH";
 
 /// A library that GPU ranks use.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Library {
     /// The driver, `libcuda`.
     Driver,
@@ -55,7 +53,6 @@ pub enum Library {
 }
 
 impl Library {
-    /// All libraries.
     pub const ALL: [Self; 7] =
         [Self::Driver, Self::Nvml, Self::Nvrtc, Self::Cudnn, Self::CublasLt, Self::Nccl, Self::Nvjpeg];
 
@@ -124,7 +121,7 @@ impl Library {
 }
 
 /// A library that was found.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FoundLibrary {
     pub which: Library,
     pub path: PathBuf,
@@ -132,12 +129,10 @@ pub struct FoundLibrary {
     pub by_itself: bool,
 }
 
-/// The libraries that were found, and the folders that were searched for the others.
-#[derive(Debug, Clone, Default, Serialize)]
+/// The libraries that were found.
+#[derive(Debug, Clone, Default)]
 pub struct Libraries {
     pub found: Vec<FoundLibrary>,
-    /// The existing folders that were searched, other than the dynamic linker's own.
-    pub searched: Vec<PathBuf>,
 }
 
 impl Libraries {
@@ -170,8 +165,7 @@ impl Libraries {
             };
             found.extend(library.or_else(copied));
         }
-        let searched = folders.setting.iter().chain(&folders.usual).cloned().collect();
-        Self { found, searched }
+        Self { found }
     }
 
     /// The library `which`, if it was found.

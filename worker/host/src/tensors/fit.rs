@@ -15,7 +15,6 @@ const IN_FIRST_BLOCK: &str = "layer1.0.conv1.weight";
 /// Maximum number of tensors of a kind that a message names.
 const MAX_NAMES: usize = 3;
 
-/// The shapes of `tensors`.
 pub fn shapes(tensors: &NamedTensors) -> Shapes {
     tensors.iter().map(|(name, tensor)| (name.clone(), tensor.shape.clone())).collect()
 }

@@ -3,10 +3,9 @@
 //! dataset, and no rank is started if the check of another machine fails.
 
 use super::super::preflight::Refusal;
+use lockstep_comm::rendezvous::free_port;
 use lockstep_protocol::agent::StartAttempt;
 use std::{
-    io,
-    net::TcpListener,
     sync::{Arc, OnceLock},
     time::Duration,
 };
@@ -60,15 +59,4 @@ impl Gang {
             ))),
         }
     }
-}
-
-/// A port that is free now. If another program binds the port before rank 0 does, rank 0 reports it, and the next
-/// attempt gets another port.
-pub(in crate::agent) fn free_port(address: &str) -> io::Result<u16> {
-    let listener = match TcpListener::bind((address, 0)) {
-        // The address may belong to a router or service in front of this machine.
-        Err(e) if e.kind() == io::ErrorKind::AddrNotAvailable => TcpListener::bind(("0.0.0.0", 0)),
-        other => other,
-    };
-    Ok(listener?.local_addr()?.port())
 }

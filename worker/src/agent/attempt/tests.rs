@@ -55,7 +55,6 @@ impl Fixture {
         let reporter = Reporter::create(&self.stored.attempt_dir(), rank).unwrap();
         reporter.log("one line");
         events.iter().for_each(|event| reporter.event(event));
-        reporter.close().unwrap();
     }
 
     async fn wait_for_end(&self, attempt: &Attempt) -> Ending {

@@ -10,6 +10,7 @@ use super::{
     on_disk,
     size::{megabytes, sizes},
 };
+use lockstep_host::open_lock;
 use lockstep_protocol::agent::AttemptRef;
 use serde::{Deserialize, Serialize};
 use std::{
@@ -167,17 +168,11 @@ fn is_leftover(name: &OsStr) -> bool {
 
 /// Creates a folder that other accounts cannot read. An existing folder is left unchanged.
 fn create_private_dir(dir: &Path) -> io::Result<()> {
-    match DirBuilder::new().mode(MODE).create(dir) {
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
-        other => other,
-    }
+    DirBuilder::new().recursive(true).mode(MODE).create(dir)
 }
 
 impl Copies {
     /// Opens or creates the folder. Drops the uses of its copies by attempts that are not in `live`.
-    ///
-    /// # Errors
-    /// The folder cannot be used.
     pub(in crate::agent) fn open(
         dir: &Path,
         limit_bytes: u64,
@@ -188,8 +183,7 @@ impl Copies {
         fs::create_dir_all(above).map_err(|error| CacheError::Io(above.into(), error))?;
         create_private_dir(dir).map_err(failed)?;
         let dir = dir.canonicalize().map_err(failed)?;
-        let lock = File::options().write(true).create(true).truncate(false).open(dir.join(LOCK));
-        let lock = lock.map_err(failed)?;
+        let lock = open_lock(&dir.join(LOCK)).map_err(failed)?;
         match lock.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => return Err(CacheError::Taken(dir)),

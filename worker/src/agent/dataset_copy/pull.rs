@@ -12,6 +12,7 @@ use super::{
 };
 use crate::agent::remote::AttemptClient;
 use incoming::receive;
+use lockstep_host::usage::disk_free;
 use lockstep_protocol::agent::{
     DATASET_PART_BYTES, DATASET_PARTS, DATASET_PARTS_BYTES, DatasetEntry, DatasetPart, DatasetParts,
 };
@@ -33,9 +34,6 @@ const SPARE_BYTES: u64 = 64 << 20;
 
 /// Pulls the missing parts of a copy, and renames the copy to its final name. Returns whether anything was missing. The
 /// first request contains the reason why the copy starts again (`anew`).
-///
-/// # Errors
-/// Some data did not arrive, or the disk is full.
 pub(super) async fn complete(
     client: &AttemptClient<'_>,
     (entry, turn): (&Entry, &CopyLock),
@@ -59,14 +57,13 @@ pub(super) async fn complete(
     let mut work = Work::new(entry)?;
     let mut unsynced = 0;
     loop {
-        let (back, parts) = turn
+        let parts;
+        (work, parts) = turn
             .blocking(move || {
-                let parts = work.next();
+                let parts = work.next()?;
                 Ok((work, parts))
             })
             .await?;
-        work = back;
-        let parts = parts?;
         if parts.is_empty() {
             break;
         }
@@ -200,8 +197,7 @@ async fn check_disk(
     let needed = missing.disk_bytes.saturating_add(SPARE_BYTES);
     loop {
         let unused = copies.unused_bytes().map_err(on_disk(entry.dir()))?;
-        let found = rustix::fs::statvfs(entry.dir()).map_err(|e| on_disk(entry.dir())(e.into()))?;
-        let free = found.f_bavail.saturating_mul(found.f_frsize);
+        let free = disk_free(entry.dir()).map_err(on_disk(entry.dir()))?;
         if free >= needed {
             return Ok(());
         }

@@ -14,7 +14,7 @@ mod sampled;
 mod sharded;
 
 use lockstep_comm::{
-    CommError, ProcessGroup, Reduction, SingleRank, Values, ValuesMut,
+    CommError, ProcessGroup, SingleRank, Values, ValuesMut,
     rendezvous::{RendezvousConfig, Store, free_port, loopback::rendezvous_config},
     ring::Ring,
     shm::ShmProcessGroup,
@@ -252,16 +252,11 @@ impl ProcessGroup for OneRing {
     fn size(&self) -> u32 {
         self.0.size()
     }
-    fn all_reduce(&self, values: ValuesMut<'_>, reduction: Reduction) -> Result<(), CommError> {
-        self.0.all_reduce(values, reduction)
+    fn all_reduce(&self, values: ValuesMut<'_>) -> Result<(), CommError> {
+        self.0.all_reduce(values)
     }
-    fn reduce_scatter(
-        &self,
-        input: Values<'_>,
-        output: ValuesMut<'_>,
-        reduction: Reduction,
-    ) -> Result<(), CommError> {
-        self.0.reduce_scatter(input, output, reduction)
+    fn reduce_scatter(&self, input: Values<'_>, output: ValuesMut<'_>) -> Result<(), CommError> {
+        self.0.reduce_scatter(input, output)
     }
     fn all_gather(&self, input: Values<'_>, output: ValuesMut<'_>) -> Result<(), CommError> {
         self.0.all_gather(input, output)
@@ -269,8 +264,8 @@ impl ProcessGroup for OneRing {
     fn all_to_all(&self, input: Values<'_>, output: ValuesMut<'_>) -> Result<(), CommError> {
         self.0.all_to_all(input, output)
     }
-    fn broadcast(&self, values: ValuesMut<'_>, root: u32) -> Result<(), CommError> {
-        self.0.broadcast(values, root)
+    fn broadcast(&self, values: ValuesMut<'_>) -> Result<(), CommError> {
+        self.0.broadcast(values)
     }
     fn barrier(&self) -> Result<(), CommError> {
         self.0.barrier()
@@ -281,8 +276,8 @@ impl ProcessGroup for OneRing {
     fn recv(&self, values: ValuesMut<'_>, from: u32) -> Result<(), CommError> {
         self.0.recv(values, from)
     }
-    fn split(&self, color: Option<u32>, key: i32) -> Result<Option<Arc<dyn ProcessGroup>>, CommError> {
-        self.0.split(color, key)
+    fn split(&self, color: u32) -> Result<Arc<dyn ProcessGroup>, CommError> {
+        self.0.split(color)
     }
     fn abort(&self, reason: &str) {
         self.0.abort(reason);
@@ -308,7 +303,7 @@ fn an_engine_uses_only_its_own_group_of_ranks() {
         let of_ranks = run_ranks(4, shared, |comm| {
             // Ranks 0 and 2 read other pictures than ranks 1 and 3.
             let color = comm.rank() % 2;
-            let group = comm.split(Some(color), 0).unwrap().unwrap();
+            let group = comm.split(color).unwrap();
             let weights = weights(group, 100 * color as usize);
             // Ranks wait for each other before they release the shared memory.
             comm.barrier().unwrap();

@@ -56,7 +56,7 @@ fn errors_name_a_split_that_cannot_be_listed() {
     fs::copy(fixtures().join("numbers/train-000000.tar"), dir.path().join("train.tar")).unwrap();
     let messages = broken(&open(dir.path()).expect("opens"));
     assert!(messages.len() == 1 && messages[0].contains("val is a link to gone"), "{messages:?}");
-    assert!(super::super::folder::sorted_entries(&dir.path().join("train.tar")).is_err());
+    assert!(crate::image_folder::entries(&dir.path().join("train.tar")).is_err());
 }
 
 #[test]

@@ -9,7 +9,7 @@ use crate::{
     net::Axes,
     sharding::{Share, saving_in_words},
 };
-use lockstep_comm::{CommError, Reduction};
+use lockstep_comm::CommError;
 use std::{ops::Range, sync::atomic::Ordering};
 
 /// The ranks that divide each bucket.
@@ -91,7 +91,7 @@ impl State {
         };
         let of_parameters = || parameters.iter().flat_map(of_parameter);
         let mut sums: Vec<f64> = of_parameters().map(|pieces| pieces.iter().map(number).sum()).collect();
-        group.all_reduce((&mut sums).into(), Reduction::Sum)?;
+        group.all_reduce((&mut sums).into())?;
         for (pieces, sum) in of_parameters().zip(sums) {
             // Only the sum over the pieces is used, so the first piece holds the total.
             pieces.iter().for_each(|piece| piece.store(0, Ordering::Relaxed));

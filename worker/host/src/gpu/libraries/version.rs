@@ -14,60 +14,43 @@ impl FoundLibrary {
         let handle = unsafe { Handle::open(Some(&self.path), RTLD_LAZY | RTLD_LOCAL) }
             .map_err(|e| format!("{shown} cannot be loaded: {e}"))?;
         let lacks = |e: libloading::Error| format!("{shown}: {e}");
-        let failed = |status: i32| format!("{shown} does not report its version (error {status})");
+        let check = |status: i32| match status {
+            0 => Ok(()),
+            _ => Err(format!("{shown} does not report its version (error {status})")),
+        };
         let three = |v: usize| format!("{}.{}.{}", v / 10_000, v % 10_000 / 100, v % 100);
         type Pointer = unsafe extern "C" fn(*mut i32) -> i32;
         type Pair = unsafe extern "C" fn(*mut i32, *mut i32) -> i32;
         type Plain = unsafe extern "C" fn() -> usize;
         type Property = unsafe extern "C" fn(i32, *mut i32) -> i32;
         let (mut a, mut b) = (0, 0);
-        let pointer = |name: &str, value: &mut i32| -> Result<(), String> {
-            // SAFETY: these functions take a pointer to an int and return an enumeration.
-            let status = unsafe {
-                let ask = handle.get::<Pointer>(name.as_bytes()).map_err(lacks)?;
-                ask(value)
-            };
-            if status == 0 { Ok(()) } else { Err(failed(status)) }
-        };
-        let plain = |name: &str| -> Result<usize, String> {
-            // SAFETY: these functions take no arguments and return a size_t.
-            unsafe { Ok(handle.get::<Plain>(name.as_bytes()).map_err(lacks)?()) }
-        };
-        let version = match self.which {
-            Library::Driver => {
-                pointer("cuDriverGetVersion", &mut a)?;
-                format!("{}.{}", a / 1000, a % 1000 / 10)
-            }
-            Library::Nvrtc => {
-                // SAFETY: nvrtcVersion takes two pointers to ints.
-                let status = unsafe {
-                    let ask = handle.get::<Pair>(b"nvrtcVersion").map_err(lacks)?;
-                    ask(&mut a, &mut b)
-                };
-                if status != 0 {
-                    return Err(failed(status));
+        // SAFETY: each symbol has the type that NVIDIA's headers declare, and the pointers are valid.
+        let version = unsafe {
+            match self.which {
+                Library::Driver => {
+                    check(handle.get::<Pointer>(b"cuDriverGetVersion").map_err(lacks)?(&mut a))?;
+                    format!("{}.{}", a / 1000, a % 1000 / 10)
                 }
-                format!("{a}.{b}")
+                Library::Nvrtc => {
+                    check(handle.get::<Pair>(b"nvrtcVersion").map_err(lacks)?(&mut a, &mut b))?;
+                    format!("{a}.{b}")
+                }
+                Library::Nccl => {
+                    check(handle.get::<Pointer>(b"ncclGetVersion").map_err(lacks)?(&mut a))?;
+                    three(usize::try_from(a).unwrap_or(0))
+                }
+                Library::Cudnn => three(handle.get::<Plain>(b"cudnnGetVersion").map_err(lacks)?()),
+                Library::CublasLt => three(handle.get::<Plain>(b"cublasLtGetVersion").map_err(lacks)?()),
+                Library::Nvjpeg => {
+                    let ask = handle.get::<Property>(b"nvjpegGetProperty").map_err(lacks)?;
+                    let mut parts = [0; 3];
+                    for (which, part) in (0..).zip(&mut parts) {
+                        check(ask(which, part))?;
+                    }
+                    parts.map(|part| part.to_string()).join(".")
+                }
+                Library::Nvml => String::new(),
             }
-            Library::Nccl => {
-                pointer("ncclGetVersion", &mut a)?;
-                three(usize::try_from(a).unwrap_or(0))
-            }
-            Library::Cudnn => three(plain("cudnnGetVersion")?),
-            Library::CublasLt => three(plain("cublasLtGetVersion")?),
-            Library::Nvjpeg => {
-                let of = |which: i32| {
-                    let mut value = 0;
-                    // SAFETY: nvjpegGetProperty takes a number and a pointer to an int.
-                    let status = unsafe {
-                        let ask = handle.get::<Property>(b"nvjpegGetProperty").map_err(lacks)?;
-                        ask(which, &mut value)
-                    };
-                    if status == 0 { Ok(value) } else { Err(failed(status)) }
-                };
-                format!("{}.{}.{}", of(0)?, of(1)?, of(2)?)
-            }
-            Library::Nvml => String::new(),
         };
         // Unloading CUDA's libraries can crash.
         std::mem::forget(handle);

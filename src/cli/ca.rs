@@ -82,12 +82,12 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         Action::Init(which) => {
             let authority = Authority::init(&which.data_dir).map_err(usage_error)?;
             print_about(&authority);
-            output::line(format_args!("{}", authority.pem().trim_end()))
+            output::line(format_args!("{}", authority.pem.trim_end()))
         }
         Action::Show(which) => {
             let authority = Authority::open(&which.data_dir).map_err(usage_error)?;
             print_about(&authority);
-            output::line(format_args!("{}", authority.pem().trim_end()))
+            output::line(format_args!("{}", authority.pem.trim_end()))
         }
         Action::Issue { names, agent, pkcs12, pkcs12_password_file, days, output, which } => {
             let authority = Authority::open(&which.data_dir).map_err(usage_error)?;
@@ -191,11 +191,11 @@ fn list(records: &[Record], json: bool) -> anyhow::Result<()> {
 
 /// Prints an explanation to standard error, because standard output contains only the certificate.
 fn print_about(authority: &Authority) {
-    let until = authority.facts().not_after.to_string();
+    let until = authority.facts.not_after.to_string();
     output::warn(format_args!(
         "SHA-256 {}\nvalid until {}\nsave the certificate below on each client, and name the file with --ca-file or LOCKSTEP_CA_FILE; \
          browsers import it as an authority for web sites",
-        authority.fingerprint(),
+        authority.fingerprint,
         until.get(..10).unwrap_or(&until)
     ));
 }

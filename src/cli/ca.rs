@@ -173,14 +173,14 @@ fn list(records: &[Record], json: bool) -> anyhow::Result<()> {
 
 /// Prints the certificate, and an explanation to standard error, because standard output contains only the certificate.
 fn show(authority: &Authority) -> anyhow::Result<()> {
-    let until = authority.facts().not_after.to_string();
+    let until = authority.facts.not_after.to_string();
     output::warn(format_args!(
         "SHA-256 {}\nvalid until {}\nsave the certificate below on each client, and name the file with --ca-file or LOCKSTEP_CA_FILE; \
          browsers import it as an authority for web sites",
-        authority.fingerprint(),
+        authority.fingerprint,
         until.get(..10).unwrap_or(&until)
     ));
-    output::line(authority.pem().trim_end())
+    output::line(authority.pem.trim_end())
 }
 
 fn write(path: &Path, mode: u32, content: &[u8]) -> std::io::Result<()> {

@@ -1,7 +1,7 @@
 //! The documentation of this build: pages from the Markdown files in `docs/`, which are embedded in the binary.
 
 use crate::{
-    api::html::{Page, current_user, html},
+    api::html::{Page, html},
     auth::access::Caller,
     http::{
         error::{Error, PageError},
@@ -76,7 +76,7 @@ pub(crate) async fn index(
     Extension(caller): Extension<Caller>,
     PageQuery(DocsQuery { q }): PageQuery<DocsQuery>,
 ) -> Page {
-    let (pages, user) = (entries(), current_user(&caller));
+    let (pages, user) = (entries(), caller.current_user());
     let page = match q.trim() {
         "" => DocsPage::index(&pages, user),
         query => DocsPage::found(query, &search(query), &pages, user),
@@ -90,7 +90,7 @@ pub(crate) async fn page(Extension(caller): Extension<Caller>, Path(path): Path<
     let source = source(path).ok_or_else(|| {
         PageError(Error::NotFound("The documentation has no such page; /docs lists all pages.".into()))
     })?;
-    html(DocsPage::new(path, &source, &entries(), current_user(&caller)).render())
+    html(DocsPage::new(path, &source, &entries(), caller.current_user()).render())
 }
 
 #[cfg(test)]

@@ -50,14 +50,11 @@ pub(crate) async fn readyz(
     }
     // Clients without a token get no details, and cause at most one check per second.
     let mut last = ingress.last_ready.lock().await;
-    let is_ready = match *last {
-        Some((at, is_ready)) if at.elapsed() < CHECK_INTERVAL => is_ready,
-        _ => ready(&*store, &config, &ingress).await.is_ok(),
-    };
     if last.is_none_or(|(at, _)| at.elapsed() >= CHECK_INTERVAL) {
+        let is_ready = ready(&*store, &config, &ingress).await.is_ok();
         *last = Some((Instant::now(), is_ready));
     }
-    match is_ready {
+    match last.is_some_and(|(_, is_ready)| is_ready) {
         true => Ok(READY.into()),
         false => Err(Error::Unavailable("nothing can be stored now; send a token to see the reason".into())),
     }

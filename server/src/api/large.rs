@@ -1,7 +1,7 @@
 //! Responses that may have megabytes. At most two are produced at a time, and blocking threads serialize them, so that other requests are
 //! not delayed.
 
-use crate::http::error::{Error, Result};
+use crate::http::error::{Error, Result, blocking};
 use axum::{
     http::header,
     response::{IntoResponse, Response},
@@ -35,12 +35,8 @@ pub(super) async fn permit(limit: u32) -> Result<Option<SemaphorePermit<'static>
 }
 
 /// Returns a response with this value as JSON.
-///
-/// # Errors
-/// The value cannot be serialized.
 pub(super) async fn json(value: impl Serialize + Send + 'static) -> Result<Response> {
-    let written = tokio::task::spawn_blocking(move || serde_json::to_vec(&value)).await;
-    let failed = |error: String| Error::Internal(format!("a response: {error}"));
-    let bytes = written.map_err(|e| failed(e.to_string()))?.map_err(|e| failed(e.to_string()))?;
+    let written = blocking(move || serde_json::to_vec(&value)).await?;
+    let bytes = written.map_err(|error| Error::Internal(format!("a response: {error}")))?;
     Ok(([(header::CONTENT_TYPE, "application/json")], bytes).into_response())
 }

@@ -69,9 +69,26 @@ pub(super) struct Page<T> {
     pub(super) total: Option<u64>,
 }
 
-/// Makes the body of a response, which has the field `elements`, from a [`Page`].
+/// Declares the body of a response with a page of a list, which is made from a [`Page`].
 macro_rules! list_of {
-    ($list:ident, $elements:ident: $element:ty) => {
+    (
+        $(#[$about:meta])* $list:ident
+        $(#[$order:meta])* $elements:ident: $element:ident
+        $(#[$count:meta])* total
+    ) => {
+        $(#[$about])*
+        #[derive(Debug, serde::Serialize, utoipa::ToSchema)]
+        pub(crate) struct $list {
+            $(#[$order])*
+            #[schema(value_type = Vec<$element>)]
+            $elements: $crate::api::list::Elements<$element>,
+            /// Value of `cursor` for the next page; null on the last page.
+            next_cursor: Option<String>,
+            $(#[$count])*
+            #[serde(skip_serializing_if = "Option::is_none")]
+            total: Option<u64>,
+        }
+
         impl From<$crate::api::list::Page<$element>> for $list {
             fn from(page: $crate::api::list::Page<$element>) -> Self {
                 Self { $elements: page.elements, next_cursor: page.next_cursor, total: page.total }
@@ -125,6 +142,11 @@ pub(super) fn known_name(what: &str, name: &str, known: &[&'static str]) -> Resu
         None => format!("the names are {}", known.join(", ")),
     };
     Err(Error::BadRequest(format!("there is no {what} {:?} here; {names}", shortened(name))))
+}
+
+/// The non-empty parts of a comma-separated list.
+pub(super) fn parts(text: Option<&str>) -> impl Iterator<Item = &str> {
+    text.unwrap_or_default().split(',').map(str::trim).filter(|part| !part.is_empty())
 }
 
 /// Splits a sort key of a request into the name and whether the order is descending.
@@ -220,7 +242,7 @@ impl<T> List<T> {
     /// # Errors
     /// 400: a parameter is invalid.
     pub(super) fn page(&self, items: Vec<T>, params: &ListParams) -> Result<Page<T>> {
-        self.cut(items, params, Pages::new(self.name, self.sort(params)))
+        self.cut(items, params, None)
     }
 
     /// Returns the requested page of a list of a job.
@@ -228,14 +250,12 @@ impl<T> List<T> {
     /// # Errors
     /// 400: a parameter is invalid.
     pub(super) fn page_of_job(&self, job: &JobId, items: Vec<T>, params: &ListParams) -> Result<Page<T>> {
-        self.cut(items, params, Pages::new(self.name, self.sort(params)).of_job(job.as_str()))
+        self.cut(items, params, Some(job))
     }
 
-    fn sort<'a>(&self, params: &'a ListParams) -> &'a str {
-        params.sort.as_deref().unwrap_or(self.default_sort)
-    }
-
-    fn cut(&self, mut items: Vec<T>, params: &ListParams, pages: Pages) -> Result<Page<T>> {
+    fn cut(&self, mut items: Vec<T>, params: &ListParams, job: Option<&JobId>) -> Result<Page<T>> {
+        let pages = Pages::new(self.name, params.sort.as_deref().unwrap_or(self.default_sort));
+        let pages = job.map_or(pages, |job| pages.of("job", job.as_str()));
         let limit = count("limit", params.limit, MAX_LIMIT, MAX_LIMIT)? as usize;
         let (by, _) = sort_key(pages.sort());
         let names: Vec<_> = self.sorts.iter().map(|(name, _)| *name).collect();

@@ -1,8 +1,8 @@
 //! Webhooks, for admins: add, list, change, remove and test webhooks, list their messages, and the page.
 
 use super::{
-    html::{Page as HtmlPage, current_user, html},
-    list::{Elements, List, ListParams, list_of},
+    html::{Page as HtmlPage, html},
+    list::{List, ListParams, list_of},
     people::pages::form_error,
 };
 use crate::{
@@ -21,7 +21,7 @@ use axum::{
     http::StatusCode,
     response::{IntoResponse, Redirect},
 };
-use lockstep_protocol::{labels::project_mistake, spec::SpecError};
+use lockstep_protocol::labels::project_mistake;
 use lockstep_web::{Template as _, webhooks as views};
 use reqwest::Url;
 use serde::{Deserialize, Serialize};
@@ -75,35 +75,23 @@ pub(crate) struct MadeWebhook {
     webhook: Webhook,
 }
 
-/// A page of webhooks.
-#[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct WebhookList {
+list_of! {
+    /// A page of webhooks.
+    WebhookList
     /// Oldest first, unless `sort` is given.
-    #[schema(value_type = Vec<Webhook>)]
-    webhooks: Elements<Webhook>,
-    /// Value of `cursor` for the next page; null on the last page.
-    next_cursor: Option<String>,
+    webhooks: Webhook
     /// Number of webhooks on all pages; absent without `count=true`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    total: Option<u64>,
+    total
 }
 
-list_of!(WebhookList, webhooks: Webhook);
-
-/// A page of messages of a webhook.
-#[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct DeliveryList {
+list_of! {
+    /// A page of messages of a webhook.
+    DeliveryList
     /// Newest first, unless `sort` is given.
-    #[schema(value_type = Vec<Delivery>)]
-    deliveries: Elements<Delivery>,
-    /// Value of `cursor` for the next page; null on the last page.
-    next_cursor: Option<String>,
+    deliveries: Delivery
     /// Number of messages on all pages; absent without `count=true`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    total: Option<u64>,
+    total
 }
-
-list_of!(DeliveryList, deliveries: Delivery);
 
 const LIST: List<Webhook> = List {
     name: "webhooks",
@@ -126,14 +114,7 @@ const DELIVERIES: List<Delivery> = List {
     created: Some(|delivery| delivery.created_at),
 };
 
-fn mistake(pointer: &str, detail: String) -> Error {
-    Error::Invalid(vec![SpecError { pointer: pointer.into(), detail }])
-}
-
 /// Returns the webhook with this id.
-///
-/// # Errors
-/// No webhook has this id, or the store cannot be read.
 async fn find(webhooks: &Webhooks, id: &str) -> Result<WebhookRow> {
     let found = webhooks.store.webhooks().await?.into_iter().find(|row| row.webhook.id == id);
     found.ok_or_else(|| Error::NotFound("no webhook has this id".into()))
@@ -146,7 +127,7 @@ async fn find(webhooks: &Webhooks, id: &str) -> Result<WebhookRow> {
 fn check_url(webhooks: &Webhooks, form: WebhookForm, text: &str) -> Result<Url> {
     let is_email = form == WebhookForm::Email;
     if is_email && !webhooks.has_smtp {
-        return Err(mistake("/form", mail::NO_SMTP.into()));
+        return Err(Error::invalid("/form", mail::NO_SMTP));
     }
     let is_usable = |url: &Url| match is_email {
         true => mail::recipients(url).is_some(),
@@ -157,18 +138,15 @@ fn check_url(webhooks: &Webhooks, form: WebhookForm, text: &str) -> Result<Url> 
     let Some(url) = url else {
         let example = if is_email { "mailto:ada@example.org" } else { "https://example.org/hook" };
         let detail = format!("must be a URL such as {example}, of at most {MAX_URL_BYTES} bytes");
-        return Err(mistake("/url", detail));
+        return Err(Error::invalid("/url", detail));
     };
     if !webhooks.allow_private {
-        addresses::check_literal(&url).map_err(|refusal| mistake("/url", refusal))?;
+        addresses::check_literal(&url).map_err(|refusal| Error::invalid("/url", refusal))?;
     }
     Ok(url)
 }
 
 /// Applies a change to a webhook.
-///
-/// # Errors
-/// The change has a mistake.
 fn apply(webhooks: &Webhooks, webhook: &mut Webhook, change: WebhookChange) -> Result<()> {
     let form = change.form.unwrap_or(webhook.form);
     // The form decides which URLs are valid.
@@ -179,17 +157,15 @@ fn apply(webhooks: &Webhooks, webhook: &mut Webhook, change: WebhookChange) -> R
     if let Some(project) = change.project {
         webhook.project = Some(project).filter(|project| !project.is_empty());
         if let Some(detail) = webhook.project.as_deref().and_then(project_mistake) {
-            return Err(mistake("/project", detail));
+            return Err(Error::invalid("/project", detail));
         }
     }
     if let Some(mut events) = change.events {
         events.sort_unstable();
         events.dedup();
         if events.is_empty() {
-            return Err(mistake(
-                "/events",
-                "must name an event; to send nothing, disable the webhook".into(),
-            ));
+            let detail = "must name an event; to send nothing, disable the webhook";
+            return Err(Error::invalid("/events", detail));
         }
         webhook.events = events;
     }
@@ -222,7 +198,7 @@ async fn add(webhooks: &Webhooks, new: NewWebhook) -> Result<WebhookRow> {
         let detail = format!(
             "there are already {MAX_WEBHOOKS} webhooks, the maximum; remove webhooks that nobody needs"
         );
-        return Err(Error::Conflict(detail, None));
+        return Err(Error::Conflict(detail));
     }
     let row = WebhookRow { webhook, secret: new_secret()? };
     webhooks.store.put_webhook(&row).await?;
@@ -230,9 +206,6 @@ async fn add(webhooks: &Webhooks, new: NewWebhook) -> Result<WebhookRow> {
 }
 
 /// Changes a webhook.
-///
-/// # Errors
-/// No webhook has this id, or the change has a mistake.
 async fn edit(webhooks: &Webhooks, id: &str, change: WebhookChange) -> Result<Webhook> {
     let _one_at_a_time = webhooks.changing.lock().await;
     let mut row = find(webhooks, id).await?;
@@ -244,9 +217,6 @@ async fn edit(webhooks: &Webhooks, id: &str, change: WebhookChange) -> Result<We
 }
 
 /// Removes a webhook.
-///
-/// # Errors
-/// No webhook has this id, or the store cannot be written.
 async fn remove(webhooks: &Webhooks, id: &str) -> Result<()> {
     let _one_at_a_time = webhooks.changing.lock().await;
     find(webhooks, id).await?;
@@ -370,20 +340,18 @@ async fn page(webhooks: &Webhooks, caller: &Caller, notice: Notice) -> HtmlPage 
         });
     }
     let Notice { url, error, secret } = notice;
-    html(
-        views::WebhooksPage {
-            webhooks: lines,
-            formats: WebhookForm::ALL.map(WebhookForm::as_str).into(),
-            events: WebhookEvent::ALL
-                .map(|event| (event.as_str(), WebhookEvent::DEFAULTS.contains(&event)))
-                .into(),
-            url,
-            error,
-            secret,
-            user: current_user(caller),
-        }
-        .render(),
-    )
+    let page = views::WebhooksPage {
+        webhooks: lines,
+        formats: WebhookForm::ALL.map(WebhookForm::as_str).into(),
+        events: WebhookEvent::ALL
+            .map(|event| (event.as_str(), WebhookEvent::DEFAULTS.contains(&event)))
+            .into(),
+        url,
+        error,
+        secret,
+        user: caller.current_user(),
+    };
+    html(page.render())
 }
 
 fn line(delivery: Delivery) -> views::DeliveryLine {
@@ -414,22 +382,19 @@ pub(crate) async fn submit(
     };
     let (action, id) = (field("action"), field("id"));
     let enable = |enabled| WebhookChange { enabled: Some(enabled), ..Default::default() };
-    let done = match action.as_str() {
-        "add" => match read_form(&pairs, &field) {
-            Ok(new) => add(&webhooks, new).await.map(Some),
-            Err(error) => Err(error),
-        },
-        "test" => match find(&webhooks, &id).await {
-            Ok(row) => webhooks.test(&row).await.map(|_| None).map_err(Error::from),
-            Err(error) => Err(error),
-        },
-        "enable" => edit(&webhooks, &id, enable(true)).await.map(|_| None),
-        "disable" => edit(&webhooks, &id, enable(false)).await.map(|_| None),
-        "remove" => remove(&webhooks, &id).await.map(|()| None),
-        _ => Err(mistake("/action", "is not an action of this page".into())),
+    let work = async {
+        match action.as_str() {
+            "add" => return add(&webhooks, read_form(&pairs, &field)?).await.map(Some),
+            "test" => drop(webhooks.test(&find(&webhooks, &id).await?).await?),
+            "enable" => drop(edit(&webhooks, &id, enable(true)).await?),
+            "disable" => drop(edit(&webhooks, &id, enable(false)).await?),
+            "remove" => remove(&webhooks, &id).await?,
+            _ => return Err(Error::invalid("/action", "is not an action of this page")),
+        }
+        Ok(None)
     };
     let subject = |id: &str| Extension(AuditSubject(format!("{action} {id:?}")));
-    match done {
+    match work.await {
         Ok(Some(WebhookRow { webhook, secret })) => {
             // E-mail is not signed.
             let secret = if webhook.form == WebhookForm::Email { String::new() } else { secret };
@@ -450,7 +415,7 @@ pub(crate) async fn submit(
 /// # Errors
 /// The form of messages or an event is unknown.
 fn read_form(pairs: &[(String, String)], field: &impl Fn(&str) -> String) -> Result<NewWebhook> {
-    let unknown = |pointer: &str| mistake(pointer, "is not a choice of this page".into());
+    let unknown = |pointer: &str| Error::invalid(pointer, "is not a choice of this page");
     let form = WebhookForm::ALL.into_iter().find(|form| form.as_str() == field("form"));
     let chosen = pairs.iter().filter(|(key, _)| key == "event");
     let events = chosen.map(|(_, value)| {

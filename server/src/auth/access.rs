@@ -21,7 +21,7 @@ pub(crate) use passwords::{Password, PasswordError};
 pub(crate) use people::NotSignedIn;
 pub(crate) use secret::{Secret, is_token, same as same_secret};
 
-use crate::store::{PersonRow, SessionRow, Store, TokenRow};
+use crate::store::{SessionRow, Store, TokenRow};
 use attempts::Attempts;
 use caller::{Credential, Usage};
 use codes::Codes;
@@ -35,7 +35,6 @@ use passwords::Passwords;
 use people::KnownPerson;
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
-    net::IpAddr,
     sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard},
     time::Duration,
 };
@@ -67,11 +66,13 @@ pub(crate) enum Denied {
 #[derive(Debug)]
 pub(crate) struct Access {
     /// Whether callers must authenticate. False with `serve --no-auth`, where everybody may do everything.
-    required: bool,
+    pub(crate) required: bool,
     known: RwLock<Known>,
-    codes: Codes,
-    attempts: Attempts,
-    passwords: Passwords,
+    /// Codes that sign a browser in.
+    pub(crate) codes: Codes,
+    /// Failed attempts to sign in.
+    pub(crate) attempts: Attempts,
+    pub(crate) passwords: Passwords,
     /// Held while a token or a person is read, changed and stored, so that concurrent changes do not overwrite each other.
     pub(crate) changing: tokio::sync::Mutex<()>,
 }
@@ -106,24 +107,6 @@ impl Access {
 
     fn write(&self) -> RwLockWriteGuard<'_, Known> {
         self.known.write().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Whether callers must authenticate.
-    pub(crate) fn is_required(&self) -> bool {
-        self.required
-    }
-
-    /// Loads the stored people, tokens and sessions.
-    pub(crate) fn load(&self, people: Vec<PersonRow>, tokens: Vec<TokenRow>, sessions: Vec<SessionRow>) {
-        for row in people {
-            self.put_person(row);
-        }
-        for row in tokens {
-            self.put_token(row);
-        }
-        for row in sessions {
-            self.put_session(row);
-        }
     }
 
     /// Adds a token, or replaces the token with its id. Connections of the old token are closed, unless the new one is valid and has the
@@ -229,9 +212,6 @@ impl Access {
     }
 
     /// The caller with this token.
-    ///
-    /// # Errors
-    /// The token is unknown or no longer valid.
     pub(crate) fn by_token(&self, secret: &str) -> Result<Caller, Denied> {
         let hash = secret::hash(secret);
         let now = crate::now();
@@ -247,7 +227,7 @@ impl Access {
             return Err(Denied::Disabled);
         }
         credential.used(now);
-        Ok(Caller::known(credential))
+        Ok(Caller(Some(credential)))
     }
 
     /// The caller with this session cookie.
@@ -260,7 +240,7 @@ impl Access {
             return None;
         }
         session.used(now);
-        Some(Caller::known(session.clone()))
+        Some(Caller(Some(session.clone())))
     }
 
     /// All tokens, the oldest first.
@@ -298,20 +278,6 @@ impl Access {
         self.read().stands_for(id).map(|credential| credential.token.who())
     }
 
-    /// A code that signs a browser in once, within ten minutes, as a token or a person. The session ends at `until` at the latest, when the
-    /// session that requested the code ends.
-    ///
-    /// # Errors
-    /// The system has no random bits.
-    pub(crate) fn login_code(&self, token_id: &str, until: Option<Timestamp>) -> std::io::Result<String> {
-        self.codes.make(token_id, until)
-    }
-
-    /// Whether a code can still be used.
-    pub(crate) fn has_login_code(&self, code: &str) -> bool {
-        self.codes.has(code)
-    }
-
     /// Uses up a code. Returns the token or person that it signs in, and the latest end of the session.
     pub(crate) fn take_login_code(&self, code: &str) -> Option<(String, Option<Timestamp>)> {
         let (id, until) = self.codes.take(code)?;
@@ -320,30 +286,6 @@ impl Access {
         (is_valid && of.token.scope != Scope::Agent).then_some((id, until))
     }
 
-    /// Counts a failed sign-in.
-    ///
-    /// # Errors
-    /// Too many sign-ins have failed. The error is the time to wait.
-    pub(crate) fn sign_in_failed(&self, from: IpAddr) -> Result<(), Duration> {
-        self.attempts.failed(from)
-    }
-
-    /// Counts an attempt before it is made; [`Access::sign_in_was_right`] uncounts it.
-    ///
-    /// # Errors
-    /// Too many attempts have failed. The error is the time to wait.
-    pub(crate) fn try_sign_in(&self, from: IpAddr) -> Result<(), Duration> {
-        self.attempts.check(from)?;
-        self.attempts.failed(from)
-    }
-
-    /// Uncounts an attempt, because it was correct.
-    pub(crate) fn sign_in_was_right(&self, from: IpAddr) {
-        self.attempts.was_right(from);
-    }
-}
-
-impl Access {
     /// Ends expired tokens and sessions, stores when tokens were used, and removes old tokens. Runs until dropped.
     pub(crate) async fn upkeep(&self, store: &dyn Store) {
         let mut tick = interval(EXPIRE_INTERVAL);

@@ -46,19 +46,16 @@ impl Auth {
     }
 
     /// Loads people, tokens and sessions from the store.
-    ///
-    /// # Errors
-    /// A store error.
     pub(crate) async fn load(&self) -> Result<()> {
         let sessions = self.store.sessions(crate::now()).await?;
-        self.access.load(self.store.people().await?, self.store.tokens().await?, sessions);
+        let (people, tokens) = (self.store.people().await?, self.store.tokens().await?);
+        people.into_iter().for_each(|row| self.access.put_person(row));
+        tokens.into_iter().for_each(|row| self.access.put_token(row));
+        for row in sessions {
+            self.access.put_session(row);
+        }
         self.access.load_refused(self.store.refused_identities().await?);
         Ok(())
-    }
-
-    /// Keeps tokens and sessions up to date. Runs until dropped.
-    pub(crate) async fn upkeep(&self) {
-        self.access.upkeep(&*self.store).await;
     }
 
     /// The job with the given id of a run: the job's own id, or an id that the caller's program chose. The job's id is a hash of the chosen
@@ -76,10 +73,5 @@ impl Auth {
     /// Whether a caller may change a job of this owner. The gate checks the same for requests whose path names the job.
     pub(crate) fn may_change(&self, caller: &Caller, owner: Option<&str>) -> bool {
         caller.sees_all() || !self.access.has_people() || caller.owns(owner)
-    }
-
-    /// Stores when tokens were last used.
-    pub(crate) async fn store_use(&self) {
-        self.access.store_use(&*self.store).await;
     }
 }

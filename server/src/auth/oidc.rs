@@ -17,8 +17,9 @@ use id_token::Expected;
 use lockstep_protocol::people::{Identity, Role, name_mistake};
 use open_requests::OpenRequests;
 use provider::Provider;
+use serde::Deserialize;
 use serde_json::{Map, Value};
-use std::{io, net::IpAddr};
+use std::{io, net::IpAddr, sync::Arc};
 
 /// Time limit for a browser to return from the provider.
 pub(crate) use open_requests::{LIFE as REQUEST_LIFE, OpenRequest};
@@ -39,27 +40,23 @@ pub(crate) enum OidcError {
 
 /// The OpenID provider of a server.
 pub(crate) struct Oidc {
-    pub(crate) config: OidcConfig,
+    pub(crate) config: Arc<OidcConfig>,
     provider: Provider,
     requests: OpenRequests,
 }
 
-/// The redirect of a browser to the provider.
-pub(crate) struct AuthorizationRedirect {
-    /// The provider's URL with all parameters.
-    pub(crate) location: String,
-    /// The value of the cookie that the browser must send when it returns.
-    pub(crate) cookie: String,
-}
-
 /// The parameters with which a browser returns.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
 pub(crate) struct Answer {
-    pub(crate) code: Option<String>,
-    pub(crate) error: Option<String>,
-    pub(crate) description: Option<String>,
+    pub(crate) state: String,
+    code: Option<String>,
+    error: Option<String>,
+    #[serde(rename = "error_description")]
+    description: Option<String>,
     /// RFC 9207.
-    pub(crate) issuer: Option<String>,
+    #[serde(rename = "iss")]
+    issuer: Option<String>,
 }
 
 /// An account that the provider has signed in.
@@ -76,7 +73,8 @@ impl Oidc {
     /// # Errors
     /// A sentence: the CA file cannot be used.
     pub(crate) fn new(config: OidcConfig) -> Result<Self, String> {
-        let provider = Provider::new(&config)?;
+        let config = Arc::new(config);
+        let provider = Provider::new(config.clone())?;
         Ok(Self { config, provider, requests: OpenRequests::default() })
     }
 
@@ -85,16 +83,14 @@ impl Oidc {
         self.config.name.as_deref().unwrap_or_else(|| self.config.issuer.host())
     }
 
-    /// Begins a sign-in, after which the browser goes to `next`.
-    ///
-    /// # Errors
-    /// The provider cannot be reached, or the system has no random bits.
+    /// Begins a sign-in, after which the browser goes to `next`. Returns the provider's URL with all parameters, and the value of the cookie
+    /// that the browser must send when it returns.
     pub(crate) async fn begin(
         &self,
         callback: &str,
         next: &str,
         from: IpAddr,
-    ) -> Result<AuthorizationRedirect, OidcError> {
+    ) -> Result<(String, String), OidcError> {
         let metadata = self.provider.metadata().await?;
         let failed = |error: io::Error| OidcError::Unavailable(error.to_string());
         let redirect = self.requests.begin(callback, next, from).map_err(failed)?;
@@ -110,7 +106,7 @@ impl Oidc {
             .append_pair("nonce", &redirect.nonce)
             .append_pair("code_challenge", &redirect.challenge)
             .append_pair("code_challenge_method", "S256");
-        Ok(AuthorizationRedirect { location: location.into(), cookie: redirect.cookie })
+        Ok((location.into(), redirect.cookie))
     }
 
     /// Takes the request to which a returning browser belongs. The request cannot be used again.
@@ -119,9 +115,6 @@ impl Oidc {
     }
 
     /// Exchanges the code of a returning browser for the account that the provider has signed in.
-    ///
-    /// # Errors
-    /// The sign-in failed, or a check failed.
     pub(crate) async fn finish(&self, request: &OpenRequest, answer: Answer) -> Result<Account, OidcError> {
         let refused = |detail: String| Err(OidcError::Refused(detail));
         let metadata = self.provider.metadata().await?;

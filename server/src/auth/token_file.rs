@@ -7,7 +7,7 @@ use std::{
     fs::{self, File},
     io::{self, Read, Write},
     os::unix::fs::{MetadataExt, OpenOptionsExt},
-    path::{Path, PathBuf},
+    path::Path,
 };
 
 /// Maximum size of a file: more than any token has.
@@ -45,11 +45,8 @@ pub(crate) fn read(path: &Path) -> io::Result<Option<String>> {
 }
 
 /// Writes a token into a new file atomically.
-///
-/// # Errors
-/// The file cannot be created.
 pub(crate) fn write(path: &Path, token: &str) -> io::Result<()> {
-    let new = temporary_of(path);
+    let new = path.with_added_extension("new");
     // A file that a killed server has left.
     match fs::remove_file(&new) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -66,12 +63,6 @@ pub(crate) fn write(path: &Path, token: &str) -> io::Result<()> {
     fs::rename(&new, path)
 }
 
-fn temporary_of(path: &Path) -> PathBuf {
-    let mut new = path.as_os_str().to_owned();
-    new.push(".new");
-    new.into()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -84,7 +75,7 @@ mod tests {
         let path = dir.path().join("token");
         assert_eq!(read(&path).unwrap(), None);
         let token = Secret::token().unwrap().text;
-        fs::write(temporary_of(&path), "half a tok").unwrap();
+        fs::write(path.with_added_extension("new"), "half a tok").unwrap();
         write(&path, &token).unwrap();
         assert_eq!(path.metadata().unwrap().mode() & 0o777, 0o600);
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "no temporary file is left");

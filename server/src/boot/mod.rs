@@ -76,7 +76,7 @@ pub async fn serve(
     }
 
     let app = open(config, certificate, artifacts).await?;
-    ready(Running::new(app.config.clone(), app.auth.clone()));
+    ready(Running { config: app.config.clone(), auth: app.auth.clone() });
     let limit = app.config.connections.unwrap_or_else(listener::connection_limit);
     let stopping = app.tasks.stopping.clone();
     let stop = async {
@@ -93,7 +93,7 @@ pub async fn serve(
     stopping.cancel();
     app.tasks.tracker.close();
     let _ = tokio::time::timeout(STOP_TIMEOUT, app.tasks.tracker.wait()).await;
-    app.auth.store_use().await;
+    app.auth.access.store_use(&*app.store).await;
     app.agents.machines.store_minutes(&*app.store, true).await;
     app.store.close().await;
     Ok(())
@@ -241,7 +241,7 @@ async fn open(
         },
         None => None,
     };
-    wire::start(wire::Parts { config, store, artifact_store, oidc, certificate }).await
+    wire::start(config, store, artifact_store, oidc, certificate).await
 }
 
 fn open_log(to: &AccessLogTo, most_bytes: u64) -> Result<AccessLog, ServeError> {

@@ -22,15 +22,11 @@ const AGENT_TOKEN: (&str, &str) = ("local-agent", "this machine's agent");
 /// A server that accepts connections. Cheap to clone.
 #[derive(Clone)]
 pub struct Running {
-    config: Arc<ServeConfig>,
-    auth: Arc<Auth>,
+    pub(super) config: Arc<ServeConfig>,
+    pub(super) auth: Arc<Auth>,
 }
 
 impl Running {
-    pub(crate) fn new(config: Arc<ServeConfig>, auth: Arc<Auth>) -> Self {
-        Self { config, auth }
-    }
-
     /// The address on which the server listens.
     pub fn address(&self) -> SocketAddr {
         self.config.listen
@@ -56,10 +52,10 @@ impl Running {
     /// The system has no random bits.
     pub fn login_link(&self, page: &str) -> io::Result<String> {
         let url = self.url();
-        match self.auth.access.is_required() {
+        match self.auth.access.required {
             true => Ok(format!(
                 "{url}/login?code={}&next={page}",
-                self.auth.access.login_code(ADMIN_TOKEN.0, None)?
+                self.auth.access.codes.make(ADMIN_TOKEN.0, None)?
             )),
             false => Ok(format!("{url}{page}")),
         }
@@ -68,7 +64,7 @@ impl Running {
     /// Whether a link of [`Running::login_link`] can still sign a browser in.
     pub fn is_valid_link(&self, link: &str) -> bool {
         let code = link.split_once("/login?code=").and_then(|(_, rest)| rest.split('&').next());
-        code.is_some_and(|code| self.auth.access.has_login_code(code))
+        code.is_some_and(|code| self.auth.access.codes.has(code))
     }
 
     /// Makes sure that a file has a token with which only this agent may join. Returns false if no token is needed.
@@ -76,7 +72,7 @@ impl Running {
     /// # Errors
     /// The file or the database cannot be read or written.
     pub async fn agent_token(&self, agent_id: &str, path: &Path) -> io::Result<bool> {
-        if !self.auth.access.is_required() {
+        if !self.auth.access.required {
             return Ok(false);
         }
         let agent = Some(("local".to_owned(), agent_id.to_owned()));
@@ -87,7 +83,7 @@ impl Running {
 
 /// Makes sure that the data directory has a token for programs of this machine.
 pub(super) async fn own_token(config: &ServeConfig, auth: &Auth) -> io::Result<()> {
-    if !auth.access.is_required() {
+    if !auth.access.required {
         return Ok(());
     }
     ensure(auth, ADMIN_TOKEN, Scope::Admin, None, &config.data_dir.join("token")).await

@@ -20,59 +20,14 @@ use crate::{
 use std::sync::Arc;
 use tokio::sync::Notify;
 
-/// The parts from which the subsystems are created.
-pub(super) struct Parts {
-    /// The configuration as given, with an absolute data directory.
-    pub(super) config: ServeConfig,
-    pub(super) store: Arc<dyn Store>,
-    pub(super) artifact_store: Option<ArtifactStore>,
-    pub(super) oidc: Option<Oidc>,
-    pub(super) certificate: Option<Arc<ServerCertificate>>,
-}
-
-/// The subscribers to stored changes, in the order in which they are called.
-fn subscribers(
-    waiting: Arc<WaitingJobs>,
-    hub: Arc<Hub>,
-    metrics: Arc<Metrics>,
-    webhooks: Arc<Webhooks>,
-    trials_changed: Arc<Notify>,
-    artifact_store: Option<Arc<ArtifactStore>>,
-    agents: Arc<Agents>,
-) -> Vec<Subscriber> {
-    let mut all: Vec<Subscriber> = vec![
-        Box::new(move |changed: &Changed| waiting.note(&changed.job)),
-        Box::new(move |changed: &Changed| hub.publish(changed)),
-        Box::new(move |changed: &Changed| metrics.note(changed)),
-        Box::new(move |changed: &Changed| {
-            if changed.events.iter().any(|event| event.state().is_some() || event.is_alert()) {
-                webhooks.wake();
-                if changed.job.trial.is_some() {
-                    trials_changed.notify_one();
-                }
-            }
-        }),
-    ];
-    if let Some(artifacts) = artifact_store {
-        all.push(Box::new(move |changed: &Changed| {
-            changed.events.iter().filter_map(EventRow::checkpoint).for_each(|id| artifacts.note(&id));
-        }));
-    }
-    // The slots of a job that is no longer active are free.
-    all.push(Box::new(move |changed: &Changed| {
-        if !changed.job.state.is_active() {
-            agents.leases.release(&changed.job.id, changed.job.attempt);
-        }
-    }));
-    all
-}
-
 /// Creates all subsystems, restores their state from the store, and starts their tasks.
-///
-/// # Errors
-/// A store error, or the file of this machine's token cannot be read or written.
-pub(super) async fn start(parts: Parts) -> Result<App, ServeError> {
-    let Parts { config, store, artifact_store, oidc, certificate } = parts;
+pub(super) async fn start(
+    config: ServeConfig,
+    store: Arc<dyn Store>,
+    artifact_store: Option<ArtifactStore>,
+    oidc: Option<Oidc>,
+    certificate: Option<Arc<ServerCertificate>>,
+) -> Result<App, ServeError> {
     let (config, tasks) = (Arc::new(config), Tasks::default());
     let artifact_store = artifact_store.map(Arc::new);
     let (inbox, reports) = Inbox::new();
@@ -82,15 +37,36 @@ pub(super) async fn start(parts: Parts) -> Result<App, ServeError> {
     let hub = Arc::new(Hub::new());
     let webhooks = Arc::new(Webhooks::new(&config, store.clone()));
     let trials_changed = Arc::new(Notify::new());
-    let subscribers = subscribers(
-        waiting.clone(),
-        hub.clone(),
-        metrics.clone(),
-        webhooks.clone(),
-        trials_changed.clone(),
-        artifact_store.clone(),
-        agents.clone(),
-    );
+    // Called with each stored change, in this order.
+    let subscribers: Vec<Subscriber> = {
+        let (waiting, hub, metrics, agents) = (waiting.clone(), hub.clone(), metrics.clone(), agents.clone());
+        let (webhooks, trials_changed) = (webhooks.clone(), trials_changed.clone());
+        let artifact_store = artifact_store.clone();
+        vec![
+            Box::new(move |changed: &Changed| waiting.note(&changed.job)),
+            Box::new(move |changed: &Changed| hub.publish(changed)),
+            Box::new(move |changed: &Changed| metrics.note(changed)),
+            Box::new(move |changed: &Changed| {
+                if changed.events.iter().any(|event| event.state().is_some() || event.is_alert()) {
+                    webhooks.wake();
+                    if changed.job.trial.is_some() {
+                        trials_changed.notify_one();
+                    }
+                }
+            }),
+            Box::new(move |changed: &Changed| {
+                if let Some(artifacts) = &artifact_store {
+                    changed.events.iter().filter_map(EventRow::checkpoint).for_each(|id| artifacts.note(&id));
+                }
+            }),
+            // The slots of a job that is no longer active are free.
+            Box::new(move |changed: &Changed| {
+                if !changed.job.state.is_active() {
+                    agents.leases.release(&changed.job.id, changed.job.attempt);
+                }
+            }),
+        ]
+    };
     let events = Arc::new(Events::new(store.clone(), hub, subscribers));
     let (audit, audit_writer) = Audit::new(store.clone(), config.audit_entries, tasks.stopping.clone());
     let auth = Arc::new(Auth::new(&config, store.clone(), audit, oidc));
@@ -164,7 +140,7 @@ fn run_tasks(app: &App) {
     let tasks = &app.tasks;
     let (auth, deleted_jobs, hub) = (app.auth.clone(), app.deleted_jobs.clone(), app.events.hub.clone());
     let (agents, store, runs) = (app.agents.clone(), app.store.clone(), app.runs.clone());
-    tasks.spawn(async move { auth.upkeep().await });
+    tasks.spawn(async move { auth.access.upkeep(&*auth.store).await });
     tasks.spawn(dispatch::run(app.scheduler.clone()));
     tasks.spawn(compaction::run(app.metrics.clone()));
     tasks.spawn(retire::run(app.metrics.clone()));

@@ -46,9 +46,6 @@ pub(crate) struct Line {
 
 impl AccessLog {
     /// Opens the log. A file that reaches `most_bytes` is followed by a new file.
-    ///
-    /// # Errors
-    /// The file cannot be written.
     pub(crate) fn open(to: &AccessLogTo, most_bytes: u64) -> io::Result<Self> {
         let mut out = LogSink::open(to, most_bytes)?;
         let (lines, waiting) = sync_channel(MAX_WAITING);
@@ -125,7 +122,7 @@ impl LogSink {
             LogSink::File { path, file, bytes, most_bytes } => {
                 if *bytes > 0 && *bytes + line.len() as u64 > *most_bytes {
                     file.flush()?;
-                    fs::rename(&*path, older(path))?;
+                    fs::rename(&*path, path.with_added_extension("1"))?;
                     let (fresh, length) = append(path)?;
                     (*file, *bytes) = (BufWriter::new(fresh), length);
                 }
@@ -142,12 +139,6 @@ impl LogSink {
             LogSink::File { file, .. } => file.flush(),
         }
     }
-}
-
-fn older(path: &Path) -> PathBuf {
-    let mut name = path.as_os_str().to_owned();
-    name.push(".1");
-    name.into()
 }
 
 /// Opens a file that only this user can read. Returns the file and its length.
@@ -222,8 +213,9 @@ mod tests {
         out.flush().unwrap();
         let read = |path: &Path| fs::read_to_string(path).unwrap();
         // A file is full at the limit; the next line goes to a new file.
-        assert_eq!((read(&older(&path)), read(&path)), ("first line\nsecond\n".into(), "third\n".into()));
-        for path in [&path, &older(&path)] {
+        let older = path.with_added_extension("1");
+        assert_eq!((read(&older), read(&path)), ("first line\nsecond\n".into(), "third\n".into()));
+        for path in [&path, &older] {
             assert_eq!(path.metadata().unwrap().permissions().mode() & 0o777, 0o600);
         }
         assert!(AccessLog::open(&AccessLogTo::File(dir.path().to_owned()), 20).is_err());

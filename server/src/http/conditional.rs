@@ -13,9 +13,6 @@ pub(crate) const CACHING: &str = "private, no-cache";
 
 /// A response with `value` as JSON and an entity tag of its content, or 304 if the client has it already. The tag is weak, because
 /// responses may be compressed.
-///
-/// # Errors
-/// The value cannot be serialised.
 pub(crate) fn tagged(headers: &HeaderMap, value: &impl Serialize) -> Result<Response> {
     let body = serde_json::to_vec(value).map_err(|e| Error::Internal(format!("an answer: {e}")))?;
     let tag = format!("\"{}\"", hex::encode(&Sha256::digest(&body)[..16]));
@@ -33,8 +30,7 @@ pub(crate) fn is_known(headers: &HeaderMap, tag: &str) -> bool {
 }
 
 /// Whether `Range` applies. `Range` is ignored if `If-Range` is present and is not `tag`: the client then has a part of other content.
-/// Dates in
-/// `If-Range` never match, because all content here has a tag.
+/// Dates in `If-Range` never match, because all content here has a tag.
 pub(crate) fn range_counts(headers: &HeaderMap, tag: &str) -> bool {
     headers.get(header::IF_RANGE).is_none_or(|condition| condition == tag)
 }

@@ -61,15 +61,13 @@ pub(crate) fn complete(mut document: OpenApi) -> OpenApi {
                 responses.entry(status.to_owned()).or_insert_with(|| RefOr::T(problem(description)));
             }
             for (status, response) in &mut operation.responses.responses {
-                if let RefOr::T(response) = response
-                    && status.parse::<u16>().is_ok_and(|status| status >= 400)
+                let RefOr::T(response) = response else { continue };
+                if status.parse::<u16>().is_ok_and(|status| status >= 400)
                     && let Some(content) = response.content.shift_remove("application/json")
                 {
                     response.content.insert(PROBLEM.to_owned(), content);
                 }
-                if let RefOr::T(response) = response
-                    && RETRY_STATUSES.contains(&status.as_str())
-                {
+                if RETRY_STATUSES.contains(&status.as_str()) {
                     let seconds = ObjectBuilder::new().schema_type(Type::Integer).build();
                     let header =
                         HeaderBuilder::new().schema(Some(seconds)).description(Some("Seconds to wait"));

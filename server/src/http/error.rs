@@ -6,7 +6,10 @@ pub(crate) use code::Code;
 
 use crate::{agents::RequestError, store::StoreError};
 use axum::{
-    extract::rejection::{PathRejection, QueryRejection},
+    extract::{
+        rejection::{BytesRejection, PathRejection, QueryRejection},
+        ws::rejection::WebSocketUpgradeRejection,
+    },
     http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header},
     response::{Html, IntoResponse, Response},
 };
@@ -28,8 +31,10 @@ pub(crate) enum Error {
     BadRequest(String),
     /// Mistakes in a job file or form, each with its location.
     Invalid(Vec<SpecError>),
-    /// The state of the object does not allow the request. With the job's state, if the object is a job.
-    Conflict(String, Option<JobState>),
+    /// The request conflicts with existing data.
+    Conflict(String),
+    /// The job's state does not allow the request.
+    WrongState(String, JobState),
     /// Records are missing. With the number of the next expected record.
     Gap(String, u64),
     /// The caller is not authenticated.
@@ -75,61 +80,60 @@ pub(crate) struct Problem {
 }
 
 impl Error {
-    fn code(&self) -> Code {
-        match self {
-            Error::NotFound(_) => Code::NotFound,
-            Error::BadRequest(_) => Code::BadRequest,
-            Error::Invalid(_) => Code::Invalid,
-            Error::Conflict(_, Some(_)) => Code::WrongState,
-            Error::Conflict(_, None) | Error::Gap(..) => Code::Conflict,
-            Error::Unauthorized(_) => Code::Unauthorized,
-            Error::Forbidden(_) => Code::Forbidden,
-            Error::TooMany(..) => Code::TooManyRequests,
-            Error::Of(code, _) => *code,
-            Error::Refused(status, _) => Code::of(*status),
-            Error::Unavailable(_) => Code::Unavailable,
-            Error::Internal(_) => Code::Internal,
-        }
+    /// A mistake in a job file or form, at the location `pointer`.
+    pub(crate) fn invalid(pointer: &str, detail: impl Into<String>) -> Self {
+        Error::Invalid(vec![SpecError { pointer: pointer.into(), detail: detail.into() }])
+    }
+
+    /// A valid request that is impossible with the existing data.
+    pub(crate) fn unprocessable(detail: String) -> Self {
+        Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, detail)
     }
 
     fn problem(self) -> Problem {
-        let code = self.code();
-        let mut status = code.status();
-        let expected = if let Error::Gap(_, expected) = &self { Some(*expected) } else { None };
-        let (detail, errors, state) = match self {
-            Error::Invalid(errors) => {
-                let detail = match &errors[..] {
+        let (mut own_status, mut errors, mut state, mut expected) = (None, Vec::new(), None, None);
+        let (code, detail) = match self {
+            Error::NotFound(detail) => (Code::NotFound, detail),
+            Error::BadRequest(detail) => (Code::BadRequest, detail),
+            Error::Unauthorized(detail) => (Code::Unauthorized, detail),
+            Error::Forbidden(detail) => (Code::Forbidden, detail),
+            Error::TooMany(detail, _) => (Code::TooManyRequests, detail),
+            Error::Conflict(detail) => (Code::Conflict, detail),
+            Error::Of(code, detail) => (code, detail),
+            Error::WrongState(detail, of_job) => {
+                state = Some(of_job);
+                (Code::WrongState, detail)
+            }
+            Error::Gap(detail, next) => {
+                expected = Some(next);
+                (Code::Conflict, detail)
+            }
+            Error::Refused(status, detail) => {
+                own_status = Some(status);
+                (Code::of(status), detail)
+            }
+            Error::Invalid(mistakes) => {
+                let detail = match &mistakes[..] {
                     [one] => format!("{} {}", one.pointer, one.detail).trim().to_owned(),
                     many => format!("{} mistakes; see errors", many.len()),
                 };
-                (detail, errors, None)
-            }
-            Error::Conflict(detail, state) => (detail, Vec::new(), state),
-            Error::Refused(of_its_own, detail) => {
-                status = of_its_own;
-                (detail, Vec::new(), None)
+                errors = mistakes;
+                (Code::Invalid, detail)
             }
             Error::Unavailable(detail) => {
                 tracing::warn!(detail, "a request could not be served for now");
-                (detail, Vec::new(), None)
+                (Code::Unavailable, detail)
             }
             Error::Internal(detail) => {
                 tracing::error!(detail, "a request failed");
-                ("the server failed to do this; its log says why".to_owned(), Vec::new(), None)
+                (Code::Internal, "the server failed to do this; its log says why".to_owned())
             }
-            Error::NotFound(detail)
-            | Error::BadRequest(detail)
-            | Error::Unauthorized(detail)
-            | Error::Forbidden(detail)
-            | Error::TooMany(detail, _)
-            | Error::Gap(detail, _)
-            | Error::Of(_, detail) => (detail, Vec::new(), None),
         };
-        let title = status.canonical_reason().unwrap_or("Error").to_owned();
+        let status = own_status.unwrap_or_else(|| code.status());
         Problem {
             kind: code.type_uri(),
             code: code.as_str(),
-            title,
+            title: status.canonical_reason().unwrap_or("Error").to_owned(),
             status: status.as_u16(),
             detail,
             errors,
@@ -137,9 +141,7 @@ impl Error {
             expected,
         }
     }
-}
 
-impl Error {
     /// The status and the sentence, for interfaces with another form of errors.
     pub(crate) fn in_short(self) -> (StatusCode, String) {
         let Problem { status, detail, .. } = self.problem();
@@ -151,8 +153,7 @@ impl Error {
         match self {
             Error::Unauthorized(_) => Some((header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"))),
             Error::TooMany(_, secs) => Some((header::RETRY_AFTER, (*secs).into())),
-            Error::Unavailable(_) => Some((header::RETRY_AFTER, HeaderValue::from_static("2"))),
-            Error::Refused(StatusCode::SERVICE_UNAVAILABLE, _) => {
+            Error::Unavailable(_) | Error::Refused(StatusCode::SERVICE_UNAVAILABLE, _) => {
                 Some((header::RETRY_AFTER, HeaderValue::from_static("2")))
             }
             _ => None,
@@ -222,14 +223,13 @@ impl From<StoreError> for Error {
     fn from(error: StoreError) -> Self {
         match error {
             StoreError::NotFound(what) => Error::NotFound(format!("there is no such {what}")),
-            StoreError::Refused(refused) => Error::Conflict(refused.detail, Some(refused.state)),
+            StoreError::Refused(refused) => Error::WrongState(refused.detail, refused.state),
             StoreError::NameTaken(name) => {
                 Error::Of(Code::NameTaken, format!("the name {name:?} is taken; choose another"))
             }
-            StoreError::NoDataset(_) => Error::Invalid(vec![SpecError {
-                pointer: "/data/dataset".into(),
-                detail: format!("{error}; add it again under this name"),
-            }]),
+            StoreError::NoDataset(_) => {
+                Error::invalid("/data/dataset", format!("{error}; add it again under this name"))
+            }
             StoreError::DatasetInUse(_) => Error::Of(Code::DatasetInUse, error.to_string()),
             StoreError::KeyReused => Error::Of(Code::IdempotencyKeyReused, error.to_string()),
             StoreError::Cursor => Error::Of(Code::WrongCursor, error.to_string()),
@@ -244,7 +244,7 @@ impl RequestError {
     pub(crate) fn without_pointer(self) -> Error {
         match self {
             RequestError::Refused(_) | RequestError::NobodyHasFiles { .. } => {
-                Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, self.in_words())
+                Error::unprocessable(self.in_words())
             }
             other => Error::Unavailable(other.in_words()),
         }
@@ -255,7 +255,7 @@ impl From<RequestError> for Error {
     fn from(error: RequestError) -> Self {
         match error {
             RequestError::Refused(_) | RequestError::NobodyHasFiles { .. } => {
-                Error::Invalid(vec![SpecError { pointer: "/path".into(), detail: error.in_words() }])
+                Error::invalid("/path", error.in_words())
             }
             other => Error::Unavailable(other.in_words()),
         }
@@ -271,6 +271,19 @@ impl From<QueryRejection> for Error {
 impl From<PathRejection> for Error {
     fn from(rejection: PathRejection) -> Self {
         Error::BadRequest(rejection.body_text())
+    }
+}
+
+impl From<BytesRejection> for Error {
+    fn from(rejection: BytesRejection) -> Self {
+        Error::Refused(rejection.status(), rejection.body_text())
+    }
+}
+
+impl From<WebSocketUpgradeRejection> for Error {
+    fn from(rejection: WebSocketUpgradeRejection) -> Self {
+        let detail = format!("this URL is a websocket: {}", rejection.body_text());
+        Error::Refused(StatusCode::UPGRADE_REQUIRED, detail)
     }
 }
 

@@ -83,10 +83,14 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
     }
 }
 
+fn is_of_type(request: &Request, media_type: &str) -> bool {
+    let given = request.headers().get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
+    given.and_then(|given| given.split(';').next()).map(str::trim) == Some(media_type)
+}
+
 async fn json_bytes<S: Send + Sync>(request: Request, state: &S) -> Result<Bytes> {
-    let kind = request.headers().get(header::CONTENT_TYPE).and_then(|v| v.to_str().ok()).unwrap_or_default();
     // Browsers do not send this type to another origin without a preflight request.
-    if kind.split(';').next().map(str::trim) != Some("application/json") {
+    if !is_of_type(&request, "application/json") {
         return Err(Error::Refused(
             StatusCode::UNSUPPORTED_MEDIA_TYPE,
             "the body must be JSON, with content-type: application/json".into(),
@@ -119,10 +123,8 @@ impl<S: Send + Sync> FromRequest<S> for Document {
     type Rejection = Error;
 
     async fn from_request(request: Request, state: &S) -> Result<Self> {
-        let kind =
-            request.headers().get(header::CONTENT_TYPE).and_then(|v| v.to_str().ok()).unwrap_or_default();
         // Like JSON, browsers do not send this type to another origin without a preflight request.
-        if kind.split(';').next().map(str::trim) != Some("application/toml") {
+        if !is_of_type(&request, "application/toml") {
             let bytes = json_bytes(request, state).await?;
             return Ok(Self(read(&bytes)?, bytes));
         }
@@ -135,15 +137,11 @@ impl<S: Send + Sync> FromRequest<S> for Document {
 }
 
 /// Checks the length of a text to search for. A pattern that is too long for a database would be reported as an internal error.
-///
-/// # Errors
-/// The text is too long.
 pub(crate) fn search_text(key: &str, text: Option<&str>) -> Result<()> {
     match text.map(|text| text.chars().count()) {
-        Some(chars) if chars > SEARCH_CHARS => Err(Error::Refused(
-            StatusCode::UNPROCESSABLE_ENTITY,
-            format!("{key} has {chars} characters; search for at most {SEARCH_CHARS}"),
-        )),
+        Some(chars) if chars > SEARCH_CHARS => Err(Error::unprocessable(format!(
+            "{key} has {chars} characters; search for at most {SEARCH_CHARS}"
+        ))),
         _ => Ok(()),
     }
 }

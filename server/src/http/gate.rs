@@ -102,9 +102,9 @@ pub(crate) async fn gate(State(gate): State<Arc<Gate>>, mut request: Request, ne
         Err(error) => return error.into_response(),
     };
     if let Some(caller) = caller.as_ref().filter(|_| needed != Requirement::Nothing)
-        && let Err(seconds) = take_one(&gate, caller)
+        && let Err(error) = take_one(&gate, caller)
     {
-        return answered(caller, too_many(seconds), &path);
+        return answered(caller, error, &path);
     }
     match (&caller, needed) {
         (Some(caller), Requirement::Scope(scope)) if !caller.may(scope) => {
@@ -198,7 +198,7 @@ fn created(response: &Response) -> Option<&str> {
 
 /// The caller that these headers authenticate; `None` without credentials. A token in `Authorization` is preferred to a cookie.
 fn identify(gate: &Gate, headers: &HeaderMap, path: &str) -> Result<Option<Caller>, Error> {
-    if !gate.auth.access.is_required() {
+    if !gate.auth.access.required {
         return Ok(Some(Caller::anybody()));
     }
     if let Some(value) = headers.get(header::AUTHORIZATION) {
@@ -300,30 +300,31 @@ fn answered(caller: &Caller, error: Error, path: &str) -> Response {
 
 /// Counts a request against the rate limit of its token or person. Requests of agents are limited by size instead (`agents/inbox.rs`,
 /// `checkpoints/uploads.rs`).
-///
-/// # Errors
-/// The rate is exceeded. The error is the number of seconds to wait.
-fn take_one(gate: &Gate, caller: &Caller) -> Result<(), u64> {
-    match caller.token() {
-        Some(token) if caller.scope() != Some(Scope::Agent) => gate.token_limit.take(token.id.as_str()),
-        _ => Ok(()),
-    }
+fn take_one(gate: &Gate, caller: &Caller) -> Result<(), Error> {
+    let Some(token) = caller.token().filter(|_| caller.scope() != Some(Scope::Agent)) else { return Ok(()) };
+    gate.token_limit.take(token.id.as_str()).map_err(|seconds| {
+        let detail = format!(
+            "too many requests with this token or of this person; ask again in {seconds} s (`lockstep serve --token-requests-per-second` \
+             sets how many are answered)"
+        );
+        Error::TooMany(detail, seconds)
+    })
 }
 
-fn too_many(seconds: u64) -> Error {
-    let detail = format!(
-        "too many requests with this token or of this person; ask again in {seconds} s (`lockstep serve --token-requests-per-second` \
-         sets how many are answered)"
-    );
-    Error::TooMany(detail, seconds)
-}
-
-/// The header that sets or removes the session's cookie.
-pub(crate) fn set_cookie(auth: &Auth, peer: &Peer, value: &str, seconds: u64) -> Option<HeaderValue> {
+/// Sets a cookie for the URLs below `path`, or removes it (`seconds` is 0). It must be `SameSite=Lax`, because browsers return from an OpenID
+/// provider through a link from the provider's site.
+pub(crate) fn set_cookie(
+    response: &mut Response,
+    peer: &Peer,
+    (name, path): (&str, &str),
+    value: &str,
+    seconds: u64,
+) {
     let secure = if peer.https { "; Secure" } else { "" };
-    let name = &auth.cookie_name;
-    let text = format!("{name}={value}; Path=/; Max-Age={seconds}; HttpOnly; SameSite=Lax{secure}");
-    HeaderValue::from_str(&text).ok()
+    let text = format!("{name}={value}; Path={path}; Max-Age={seconds}; HttpOnly; SameSite=Lax{secure}");
+    if let Ok(value) = HeaderValue::from_str(&text) {
+        response.headers_mut().append(header::SET_COOKIE, value);
+    }
 }
 
 #[cfg(test)]

@@ -79,7 +79,7 @@ impl Ingress {
 
     /// The certificates that identify agents. `None` if agents identify themselves by tokens only.
     pub(crate) fn agents(&self) -> Option<&Arc<AgentTrust>> {
-        self.certificate.as_ref()?.agents()
+        self.certificate.as_ref()?.agents.as_ref()
     }
 
     pub(crate) fn trusts(&self, address: IpAddr) -> bool {
@@ -89,15 +89,10 @@ impl Ingress {
     /// The sender of a request. `X-Forwarded-*` headers are used only if the request comes from a trusted proxy.
     pub(crate) fn peer(&self, transport: Transport, headers: &HeaderMap) -> Peer {
         let Transport { from, tls, .. } = transport;
-        if self.proxies.is_empty() || !self.trusts(from) {
-            return Peer {
-                address: from,
-                https: tls,
-                by_proxy: false,
-                host: None,
-                transport,
-                certificate: None,
-            };
+        let direct =
+            Peer { address: from, https: tls, by_proxy: false, host: None, transport, certificate: None };
+        if !self.trusts(from) {
+            return direct;
         }
         // The proxy has added the last of several values.
         let last = |name: HeaderName| {
@@ -106,14 +101,7 @@ impl Ingress {
         };
         let https = last(FORWARDED_PROTO).map_or(tls, |proto| proto.eq_ignore_ascii_case("https"));
         let host = last(FORWARDED_HOST).map(Into::into);
-        Peer {
-            address: self.client(from, headers),
-            https,
-            by_proxy: true,
-            host,
-            transport,
-            certificate: None,
-        }
+        Peer { address: self.client(from, headers), https, by_proxy: true, host, ..direct }
     }
 
     /// The client's address in `X-Forwarded-For`. Every proxy appends the address from which it got the request, so the client is the

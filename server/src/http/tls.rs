@@ -41,8 +41,8 @@ pub(crate) struct ServerCertificate {
     files: Mutex<Watched>,
     /// Present when the server signs its certificate itself.
     own: Option<OwnAuthority>,
-    /// Present when agents may show certificates.
-    agents: Option<Arc<AgentTrust>>,
+    /// The certificates that identify agents. `None` if agents identify themselves by tokens only.
+    pub(crate) agents: Option<Arc<AgentTrust>>,
     suites: Option<TlsSuites>,
     lowest: TlsVersion,
     current: RwLock<Arc<Loaded>>,
@@ -70,10 +70,6 @@ fn stamp_of(path: &Path) -> Option<FileStamp> {
     fs::metadata(path).ok().map(|about| (about.ino(), about.len(), about.mtime(), about.mtime_nsec()))
 }
 
-fn stamp(certificate: &Path, key: &Path) -> Stamp {
-    [certificate, key].map(stamp_of)
-}
-
 impl ServerCertificate {
     /// Loads the certificate from files, or from the server's own authority, which issues a new one if necessary.
     ///
@@ -91,7 +87,7 @@ impl ServerCertificate {
         if let Some(own) = &own {
             own.renew_if_due()?;
         }
-        let stamp = stamp(&certificate, &key);
+        let stamp = [certificate.as_path(), key.as_path()].map(stamp_of);
         let loaded = load(&certificate, &key)?;
         let files = Mutex::new(Watched { certificate, key, stamp, refused: None, reminded: None });
         let agents = AgentTrust::open(config, tls)?.map(Arc::new);
@@ -117,11 +113,6 @@ impl ServerCertificate {
         Ok(TlsAcceptor::from(Arc::new(config)))
     }
 
-    /// The certificates that identify agents. `None` if agents identify themselves by tokens only.
-    pub(crate) fn agents(&self) -> Option<&Arc<AgentTrust>> {
-        self.agents.as_ref()
-    }
-
     fn current(&self) -> Arc<Loaded> {
         self.current.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -143,16 +134,10 @@ impl ServerCertificate {
     /// Warnings for the operator: a certificate expires soon, or its files cannot be used.
     pub(crate) fn warnings(&self) -> Vec<String> {
         let now = crate::now();
-        let mut warnings = Vec::new();
-        if let Some(remark) = expires_soon("the TLS certificate", &self.current().facts, now) {
-            warnings.push(remark);
-        }
-        if let Some(own) = &self.own
-            && let Some(remark) =
-                expires_soon("the certificate authority of this server", own.authority.facts(), now)
-        {
-            warnings.push(remark);
-        }
+        let mut warnings = Vec::from_iter(expires_soon("the TLS certificate", &self.current().facts, now));
+        warnings.extend(self.own.as_ref().and_then(|own| {
+            expires_soon("the certificate authority of this server", &own.authority.facts, now)
+        }));
         if let Some(refused) = &self.files().refused {
             warnings.push(format!("the new TLS certificate is not served: {refused}"));
         }
@@ -182,7 +167,7 @@ impl ServerCertificate {
             agents.reload_if_changed();
         }
         let mut files = self.files();
-        let now = stamp(&files.certificate, &files.key);
+        let now = [files.certificate.as_path(), files.key.as_path()].map(stamp_of);
         if now != files.stamp {
             files.stamp = now;
             match load(&files.certificate, &files.key) {
@@ -219,7 +204,7 @@ impl OwnAuthority {
         } else {
             let made = Authority::init(&config.data_dir)?;
             tracing::info!(
-                sha256 = made.fingerprint(),
+                sha256 = made.fingerprint,
                 "made a certificate authority; `lockstep ca show` prints what clients need to trust it"
             );
             made
@@ -246,7 +231,7 @@ impl OwnAuthority {
                     && self.names.iter().all(has)
                     && loaded.key.cert.len() > 1
                     && loaded.key.cert.last().map(|c| files::fingerprint(c)).as_deref()
-                        == Some(self.authority.fingerprint())
+                        == Some(self.authority.fingerprint.as_str())
             });
         if good { Ok(()) } else { self.authority.issue_for_server(&self.names) }
     }

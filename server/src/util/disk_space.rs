@@ -6,9 +6,6 @@ use std::{io, path::Path};
 const MIN_FREE_BYTES: u64 = 1 << 30;
 
 /// Checks that `bytes` bytes fit on the disk of `path` and leave [`MIN_FREE_BYTES`] free.
-///
-/// # Errors
-/// Too little space is free, or the disk cannot be queried.
 pub(crate) fn check_space(path: &Path, bytes: u64) -> io::Result<()> {
     let disk = rustix::fs::statvfs(path)?;
     let free = disk.f_bavail.saturating_mul(disk.f_frsize);

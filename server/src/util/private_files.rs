@@ -40,9 +40,6 @@ pub(crate) fn server_lock(data_dir: &Path) -> PathBuf {
 
 /// Creates a data directory with its folder `jobs`. If an existing directory has only files of a server, permissions of other accounts are
 /// removed. A directory with other files keeps its permissions.
-///
-/// # Errors
-/// A folder cannot be created, or its permissions cannot be changed.
 pub(crate) fn data_dir(path: &Path) -> io::Result<()> {
     let folder = |path: &Path| DirBuilder::new().recursive(true).mode(FOLDER).create(path);
     folder(path)?;
@@ -81,9 +78,6 @@ pub(crate) fn lock_file(path: &Path) -> io::Result<File> {
 }
 
 /// Creates a file if it does not exist, and removes the permissions of other accounts.
-///
-/// # Errors
-/// The file cannot be opened, or its permissions cannot be changed.
 pub(crate) fn file(path: &Path) -> io::Result<()> {
     File::options().write(true).create(true).truncate(false).mode(FILE).open(path)?;
     close(path, FILE)?;

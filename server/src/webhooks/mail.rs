@@ -22,9 +22,6 @@ pub(crate) fn recipients(url: &Url) -> Option<Vec<Address>> {
 }
 
 /// Sends an e-mail. Returns the mail server's reply code. `id` is the same in each attempt.
-///
-/// # Errors
-/// The mail server cannot be reached, or rejects the e-mail.
 pub(super) async fn send(
     smtp: Option<&SmtpConfig>,
     id: &str,

@@ -125,6 +125,8 @@ impl Webhooks {
             if busy.contains(&row.webhook.id) {
                 continue;
             }
+            let until =
+                |at: Timestamp| Duration::try_from(at.duration_since(crate::now())).unwrap_or_default();
             let due_in = delivery.next_at.map_or(Duration::ZERO, until);
             if due_in.is_zero() {
                 busy.insert(row.webhook.id.clone());
@@ -205,9 +207,4 @@ enum Outcome {
     Failed,
     /// The receiver wants no more messages.
     Gone,
-}
-
-/// The time until `at`. Zero if `at` has passed.
-fn until(at: Timestamp) -> Duration {
-    Duration::try_from(at.duration_since(crate::now())).unwrap_or_default()
 }

@@ -41,9 +41,6 @@ impl Sender {
     }
 
     /// Sends a message. Returns the status of the receiver's response, or the mail server's reply code.
-    ///
-    /// # Errors
-    /// The message could not be sent, or the receiver did not respond.
     pub(super) async fn send(
         &self,
         row: &WebhookRow,

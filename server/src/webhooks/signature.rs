@@ -9,9 +9,6 @@ const PREFIX: &str = "whsec_";
 const SECRET_BYTES: usize = 32;
 
 /// Creates a secret.
-///
-/// # Errors
-/// The system has no random bits.
 pub(crate) fn new_secret() -> io::Result<String> {
     let mut bytes = [0; SECRET_BYTES];
     getrandom::fill(&mut bytes).map_err(|error| io::Error::other(format!("no random bits: {error}")))?;

@@ -69,7 +69,7 @@ impl Files {
     }
 
     pub fn client(&self) -> Arc<ClientConfig> {
-        trusting(self.ca.pem().as_bytes())
+        trusting(self.ca.pem.as_bytes())
     }
 }
 
@@ -171,7 +171,7 @@ async fn a_server_creates_its_ca_and_renews_its_certificate() {
         (0o700, 0o600, 0o600)
     );
     let authority = Authority::open(server.dir.path()).unwrap();
-    let config = trusting(authority.pem().as_bytes());
+    let config = trusting(authority.pem.as_bytes());
     let client = http(&config, &server.token);
     for host in ["localhost", "127.0.0.1"] {
         let url = format!("https://{host}:{}/readyz", server.address.port());
@@ -233,10 +233,10 @@ fn a_ca_is_created_once_and_issues_certificates() {
     let dir = tempfile::tempdir().unwrap();
     assert!(Authority::open(dir.path()).unwrap_err().contains("lockstep ca init"));
     let authority = Authority::init(dir.path()).unwrap();
-    assert_eq!(authority.fingerprint().len(), 32 * 3 - 1);
+    assert_eq!(authority.fingerprint.len(), 32 * 3 - 1);
     let error = Authority::init(dir.path()).unwrap_err();
     assert!(error.contains("exists already") && error.contains("ca show"), "{error}");
-    assert_eq!(Authority::open(dir.path()).unwrap().fingerprint(), authority.fingerprint());
+    assert_eq!(Authority::open(dir.path()).unwrap().fingerprint, authority.fingerprint);
     let names = |names: &[&str]| names.iter().map(ToString::to_string).collect::<Vec<_>>();
     for wrong in [names(&[]), names(&["a b"]), names(&["https://a"]), names(&["a", ""])] {
         assert!(authority.issue(&wrong, 30).is_err(), "{wrong:?}");

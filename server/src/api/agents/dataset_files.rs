@@ -3,22 +3,17 @@
 
 use super::requesting_agent::RequestingAgent;
 use crate::{
-    auth::{Auth, access::Caller},
     datasets::{
         Datasets,
         copies::CopyNotice,
         files::{List, MAX_FILES, Parts, Tree},
     },
-    http::{
-        error::{Error, Problem, Result, blocking},
-        extract::Path,
-    },
+    http::error::{Error, Problem, Result, blocking},
 };
 use axum::{
-    Extension,
     body::{Body, Bytes},
     extract::{State, rejection::BytesRejection},
-    http::{HeaderMap, StatusCode, header},
+    http::header,
     response::{IntoResponse, Response},
 };
 use futures_util::stream;
@@ -39,17 +34,10 @@ use std::sync::Arc;
     responses((status = 200, content_type = "application/x-ndjson", body = String), (status = 403, body = Problem),
         (status = 404, body = Problem, description = "The server has no such files"),
         (status = 422, body = Problem, description = "The files cannot be copied")))]
-pub(crate) async fn list(
-    State(auth): State<Arc<Auth>>,
-    State(datasets): State<Arc<Datasets>>,
-    Extension(caller): Extension<Caller>,
-    Path((job, attempt)): Path<(String, u32)>,
-    headers: HeaderMap,
-) -> Result<Response> {
-    let asking = RequestingAgent::of(&auth, &caller, &headers, &job, attempt)?;
+pub(crate) async fn list(State(datasets): State<Arc<Datasets>>, asking: RequestingAgent) -> Result<Response> {
     asking.holds(&datasets.agents)?;
     let (dataset, tree) = tree(&datasets, &asking).await?;
-    let list = blocking(move || List::open(tree, MAX_FILES)).await?.map_err(unusable)?;
+    let list = blocking(move || List::open(tree, MAX_FILES)).await?.map_err(Error::unprocessable)?;
     let body = chunks(list.ok_or_else(|| no_files(&dataset))?, List::chunk);
     Ok(([(header::CONTENT_TYPE, "application/x-ndjson")], body).into_response())
 }
@@ -63,16 +51,12 @@ pub(crate) async fn list(
         (status = 404, body = Problem, description = "The server has no such files"),
         (status = 422, body = Problem, description = "The request is invalid, or the files cannot be copied")))]
 pub(crate) async fn parts(
-    State(auth): State<Arc<Auth>>,
     State(datasets): State<Arc<Datasets>>,
-    Extension(caller): Extension<Caller>,
-    Path((job, attempt)): Path<(String, u32)>,
-    headers: HeaderMap,
+    asking: RequestingAgent,
     body: std::result::Result<Bytes, BytesRejection>,
 ) -> Result<Response> {
-    let asking = RequestingAgent::of(&auth, &caller, &headers, &job, attempt)?;
     asking.holds(&datasets.agents)?;
-    let body = body.map_err(|why| Error::Refused(why.status(), why.body_text()))?;
+    let body = body?;
     let wanted: DatasetParts = serde_json::from_slice(&body)
         .map_err(|e| Error::BadRequest(format!("a request for parts of a dataset must be JSON: {e}")))?;
     check(&wanted)?;
@@ -87,7 +71,7 @@ pub(crate) async fn parts(
 /// # Errors
 /// 422: the request has too many or too large parts, or its sizes contradict each other.
 fn check(wanted: &DatasetParts) -> Result<()> {
-    let wrong = |detail: String| Err(unusable(detail));
+    let wrong = |detail: String| Err(Error::unprocessable(detail));
     let bytes = wanted.parts.iter().fold(0, |sum: u64, part| sum.saturating_add(part.length));
     if wanted.parts.is_empty() || wanted.parts.len() > DATASET_PARTS {
         return wrong(format!("request 1 to {DATASET_PARTS} parts at once"));
@@ -111,10 +95,6 @@ fn check(wanted: &DatasetParts) -> Result<()> {
     Ok(())
 }
 
-fn unusable(detail: String) -> Error {
-    Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, detail)
-}
-
 fn no_files(dataset: &Dataset) -> Error {
     Error::NotFound(format!("the server's machine has no files at {}", dataset.path))
 }
@@ -127,9 +107,9 @@ async fn tree(datasets: &Datasets, asking: &RequestingAgent) -> Result<(Dataset,
     let dataset = datasets.store.dataset(&name).await?.ok_or_else(|| gone("the dataset"))?;
     let path = dataset.path.clone();
     let found = blocking(move || Tree::open(std::path::Path::new(&path))).await?;
-    let tree = found.map_err(unusable)?.ok_or_else(|| no_files(&dataset))?;
+    let tree = found.map_err(Error::unprocessable)?.ok_or_else(|| no_files(&dataset))?;
     // The server may have other roots than when the dataset was registered. The tree refuses links that lead out of it.
-    datasets.roots.check_found(&dataset.path).map_err(unusable)?;
+    datasets.roots.check_found(&dataset.path).map_err(Error::unprocessable)?;
     Ok((dataset, tree))
 }
 

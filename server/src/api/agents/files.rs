@@ -5,12 +5,13 @@
 //! An agent may download the files that its current attempt may need. It may upload the checkpoints that it has reported: as the agent of
 //! rank 0, or as another agent after a rank was lost. It may also upload them after the attempt's end, and with a later attempt.
 
-use super::requesting_agent::RequestingAgent;
+use super::requesting_agent::{AttemptPath, RequestingAgent};
 use crate::{
     api::checkpoints::{self, files as checkpoint_files},
-    auth::{Auth, access::Caller},
+    auth::Auth,
     checkpoints::{
         Checkpoints, artifact_checks,
+        manifest::MANIFEST,
         uploads::{PIECE_BYTES, Refused, Upload},
     },
     datasets::notes,
@@ -19,13 +20,13 @@ use crate::{
         error::{Code, Error, Problem, Result, blocking, disk},
         extract::{Path, Query},
     },
-    store::{CheckpointRow, Store},
+    store::CheckpointRow,
 };
 use axum::{
-    Extension, Json,
+    Json,
     body::Body,
     extract::{State, rejection::BytesRejection},
-    http::{HeaderMap, Request, StatusCode},
+    http::{Request, StatusCode},
     response::Response,
 };
 use bytes::Bytes;
@@ -41,13 +42,6 @@ use utoipa::IntoParams;
 /// Maximum size of a dataset's fingerprint, in bytes.
 const NOTE_BYTES: usize = 64 << 10;
 
-/// A request's body, or why it could not be read.
-type Read = std::result::Result<Bytes, BytesRejection>;
-
-fn unread(why: BytesRejection) -> Error {
-    Error::Refused(why.status(), why.body_text())
-}
-
 /// Report that an agent has its own disk
 ///
 /// The agent sends this before it starts ranks of an attempt. The server then expects the agent to upload the attempt's checkpoints.
@@ -55,13 +49,9 @@ fn unread(why: BytesRejection) -> Error {
     params(("job" = String, Path), ("attempt" = u32, Path)),
     responses((status = 204), (status = 403, body = Problem, description = "The attempt does not belong to this agent")))]
 pub(crate) async fn begin(
-    State(auth): State<Arc<Auth>>,
     State(checkpoints): State<Arc<Checkpoints>>,
-    Extension(caller): Extension<Caller>,
-    Path((job, attempt)): Path<(String, u32)>,
-    headers: HeaderMap,
+    asking: RequestingAgent,
 ) -> Result<StatusCode> {
-    let asking = RequestingAgent::of(&auth, &caller, &headers, &job, attempt)?;
     asking.holds(&checkpoints.agents)?;
     checkpoints.store.note_own_disk(&asking.attempt, &asking.agent_id).await?;
     Ok(StatusCode::NO_CONTENT)
@@ -74,22 +64,18 @@ pub(crate) async fn begin(
     params(("job" = String, Path), ("attempt" = u32, Path)), responses((status = 200, body = WhatIsNeeded)))]
 pub(crate) async fn needed(
     State(auth): State<Arc<Auth>>,
-    State(store): State<Arc<dyn Store>>,
-    Extension(caller): Extension<Caller>,
-    Path((job, attempt)): Path<(String, u32)>,
-    headers: HeaderMap,
+    asking: RequestingAgent,
 ) -> Result<Json<WhatIsNeeded>> {
-    let asking = RequestingAgent::of(&auth, &caller, &headers, &job, attempt)?;
-    let job = &asking.attempt.job;
-    Ok(Json(match store.job(job).await? {
+    let AttemptRef { job, attempt, .. } = &asking.attempt;
+    Ok(Json(match auth.store.job(job).await? {
         // After the restore of a backup, another attempt may have the same number, but not the same fencing token.
-        Some(row) if store.given_place(&asking.attempt, &asking.agent_id).await?.is_some() => {
-            match row.job.attempt == attempt && !row.job.state.is_final() {
+        Some(row) if auth.store.given_place(&asking.attempt, &asking.agent_id).await?.is_some() => {
+            match row.job.attempt == *attempt && !row.job.state.is_final() {
                 true => WhatIsNeeded::Folder,
                 false => WhatIsNeeded::Nothing,
             }
         }
-        None if was_deleted(&auth, &*store, job).await? => WhatIsNeeded::Nothing,
+        None if was_deleted(&auth, job).await? => WhatIsNeeded::Nothing,
         _ => {
             let agent = asking.agent_id.as_str();
             tracing::warn!(
@@ -103,10 +89,10 @@ pub(crate) async fn needed(
 }
 
 /// Whether the audit log has the deletion of a job.
-async fn was_deleted(auth: &Auth, store: &dyn Store, job: &JobId) -> Result<bool> {
+async fn was_deleted(auth: &Auth, job: &JobId) -> Result<bool> {
     // Entries are written after the response.
     auth.audit.flush().await;
-    Ok(store.has_audit("DELETE /api/v1/jobs/{id}", &format!("/api/v1/jobs/{job}")).await?)
+    Ok(auth.store.has_audit("DELETE /api/v1/jobs/{id}", &format!("/api/v1/jobs/{job}")).await?)
 }
 
 /// Download a file of a checkpoint to the agent that continues from it
@@ -120,30 +106,28 @@ async fn was_deleted(auth: &Auth, store: &dyn Store, job: &JobId) -> Result<bool
         (status = 409, body = Problem, description = "The checkpoint is damaged, and the job has no other checkpoint"),
         (status = 422, body = Problem, description = "The checkpoint is damaged: end the attempt")))]
 pub(crate) async fn file(
-    State(auth): State<Arc<Auth>>,
     State(checkpoints): State<Arc<Checkpoints>>,
-    Extension(caller): Extension<Caller>,
-    Path((job, attempt, id, file)): Path<(String, u32, String, String)>,
+    asking: RequestingAgent,
     request: Request<Body>,
 ) -> Result<Response> {
-    let asking = RequestingAgent::of(&auth, &caller, request.headers(), &job, attempt)?;
     asking.holds(&checkpoints.agents)?;
-    let row = checkpoints::find(&*checkpoints.store, &id).await?;
+    let AttemptPath { id, file, .. } = &asking.path;
+    let row = checkpoints::find(&*checkpoints.store, id).await?;
     if row.job != asking.attempt.job {
         let of = checkpoints.store.job(&asking.attempt.job).await?;
         let begins_with = of.and_then(|row| row.job.spec.model.pretrained);
-        if begins_with.as_deref() != Some(id.as_str()) {
+        if begins_with.as_ref() != Some(id) {
             return Err(Error::Forbidden("the attempt does not need this checkpoint".into()));
         }
     }
-    if file == crate::checkpoints::manifest::MANIFEST {
+    if file == MANIFEST {
         let megabytes = row.info.size_bytes as f64 / 1e6;
-        let name = checkpoints.agents.online().into_iter().find(|online| online.row.id == asking.agent_id);
-        let name = name.map_or_else(String::new, |online| online.row.name.clone());
+        let name = asking.agent_name(&checkpoints.agents);
         let text = format!("{name} fetches checkpoint {id} ({megabytes:.1} MB) from the server");
-        checkpoints.events.log_once(&asking.attempt.job, attempt, "fetched", text).await;
+        checkpoints.events.log_once(&asking.attempt.job, asking.attempt.attempt, "fetched", text).await;
     }
-    match checkpoint_files::file(State(Arc::clone(&checkpoints)), Path((id, file)), request).await {
+    let wanted = Path((id.clone(), file.clone()));
+    match checkpoint_files::file(State(Arc::clone(&checkpoints)), wanted, request).await {
         Err(error @ (Error::Of(Code::CheckpointDamaged, _) | Error::NotFound(_)))
             if row.job == asking.attempt.job =>
         {
@@ -161,13 +145,10 @@ async fn fall_back(checkpoints: &Checkpoints, row: &CheckpointRow, error: Error)
     let mut others = rows.iter().filter(|other| other.id != row.id);
     if !others.any(|other| checkpoints.is_kept(other, copies.get(&other.id))) {
         return Ok(match error {
-            Error::Of(..) => Error::Conflict(
-                format!(
-                    "checkpoint {} is damaged, and no valid checkpoint is left to continue from; submit the job again to begin from the start",
-                    row.id
-                ),
-                None,
-            ),
+            Error::Of(..) => Error::Conflict(format!(
+                "checkpoint {} is damaged, and no valid checkpoint is left to continue from; submit the job again to begin from the start",
+                row.id
+            )),
             missing => missing,
         });
     }
@@ -194,16 +175,12 @@ async fn fall_back(checkpoints: &Checkpoints, row: &CheckpointRow, error: Error)
     params(("job" = String, Path), ("attempt" = u32, Path)), request_body = Object,
     responses((status = 204), (status = 403, body = Problem), (status = 409, body = Problem, description = "Another machine of the job has another dataset")))]
 pub(crate) async fn dataset(
-    State(auth): State<Arc<Auth>>,
     State(checkpoints): State<Arc<Checkpoints>>,
-    Extension(caller): Extension<Caller>,
-    Path((job, attempt)): Path<(String, u32)>,
-    headers: HeaderMap,
-    body: Read,
+    asking: RequestingAgent,
+    body: std::result::Result<Bytes, BytesRejection>,
 ) -> Result<StatusCode> {
-    let asking = RequestingAgent::of(&auth, &caller, &headers, &job, attempt)?;
     asking.holds(&checkpoints.agents)?;
-    let body = body.map_err(unread)?;
+    let body = body?;
     if body.len() > NOTE_BYTES {
         let detail = format!("a dataset's fingerprint has at most {NOTE_BYTES} bytes");
         return Err(Error::Refused(StatusCode::PAYLOAD_TOO_LARGE, detail));
@@ -211,13 +188,11 @@ pub(crate) async fn dataset(
     let fingerprint = serde_json::from_slice(&body)
         .map_err(|e| Error::BadRequest(format!("a dataset's fingerprint is JSON: {e}")))?;
     let job_dir = checkpoints.config.job_dir(&asking.attempt.job);
-    let name = checkpoints.agents.online().into_iter().find(|online| online.row.id == asking.agent_id);
-    let name = name.map_or_else(|| asking.agent_id.clone(), |online| online.row.name.clone());
-    let own = DatasetNote { fingerprint, machine: Some(name) };
+    let own = DatasetNote { fingerprint, machine: Some(asking.agent_name(&checkpoints.agents)) };
     let other = blocking(move || notes::keep_dataset_note(&job_dir, &own)).await?;
     match other.map_err(|e| disk(&e))? {
         None => Ok(StatusCode::NO_CONTENT),
-        Some(other) => Err(Error::Conflict(other, None)),
+        Some(other) => Err(Error::Conflict(other)),
     }
 }
 
@@ -226,15 +201,11 @@ pub(crate) async fn dataset(
     params(("job" = String, Path), ("attempt" = u32, Path), ("name" = String, Path)),
     responses((status = 200, body = UploadState), (status = 403, body = Problem), (status = 404, body = Problem)))]
 pub(crate) async fn upload_state(
-    State(auth): State<Arc<Auth>>,
     State(checkpoints): State<Arc<Checkpoints>>,
-    Extension(caller): Extension<Caller>,
-    Path((job, attempt, name)): Path<(String, u32, String)>,
-    headers: HeaderMap,
+    asking: RequestingAgent,
 ) -> Result<Json<UploadState>> {
-    let asking = RequestingAgent::of(&auth, &caller, &headers, &job, attempt)?;
-    asking.uploads(&checkpoints, &name).await?;
-    let upload = Upload::of(&checkpoints.config.job_dir(&asking.attempt.job), &name);
+    asking.uploads(&checkpoints).await?;
+    let upload = Upload::of(&checkpoints.config.job_dir(&asking.attempt.job), &asking.path.name);
     let state = blocking(move || upload.state()).await?;
     Ok(Json(state.map_err(refusal)?))
 }
@@ -259,29 +230,27 @@ pub(crate) struct PieceQuery {
         (status = 422, body = Problem, description = "The manifest or the piece is invalid"),
         (status = 507, body = Problem, description = "The server's disk is full")))]
 pub(crate) async fn upload_piece(
-    State(auth): State<Arc<Auth>>,
     State(checkpoints): State<Arc<Checkpoints>>,
-    Extension(caller): Extension<Caller>,
-    Path((job, attempt, name, file)): Path<(String, u32, String, String)>,
+    asking: RequestingAgent,
     Query(piece): Query<PieceQuery>,
     request: Request<Body>,
 ) -> Result<StatusCode> {
-    let asking = RequestingAgent::of(&auth, &caller, request.headers(), &job, attempt)?;
-    asking.uploads(&checkpoints, &name).await?;
+    asking.uploads(&checkpoints).await?;
     // Read only after the check of the agent, because pieces are large.
     let body = axum::body::to_bytes(request.into_body(), PIECE_BYTES).await.map_err(|error| {
         let detail = format!("a piece of at most {PIECE_BYTES} bytes was expected: {error}");
         Error::Refused(StatusCode::PAYLOAD_TOO_LARGE, detail)
     })?;
-    let upload = Upload::of(&checkpoints.config.job_dir(&asking.attempt.job), &name);
+    let upload = Upload::of(&checkpoints.config.job_dir(&asking.attempt.job), &asking.path.name);
     let is_live = asking.holds(&checkpoints.agents).is_ok();
+    let file = asking.path.file.clone();
     let done = blocking(move || match file.as_str() {
-        crate::checkpoints::manifest::MANIFEST => upload.begin(&body, is_live),
+        MANIFEST => upload.begin(&body, is_live),
         file => upload.append(file, piece.offset, &body).map(|_| ()),
     });
     match done.await? {
         Ok(()) => Ok(StatusCode::NO_CONTENT),
-        Err(why) => Err(report_refusal(&checkpoints.events, &asking.attempt, &name, why).await),
+        Err(why) => Err(report_refusal(&checkpoints.events, &asking, why).await),
     }
 }
 
@@ -294,28 +263,25 @@ pub(crate) async fn upload_piece(
         (status = 422, body = Problem, description = "The files differ from the manifest: upload the checkpoint again"),
         (status = 507, body = Problem, description = "The server's disk is full")))]
 pub(crate) async fn upload_done(
-    State(auth): State<Arc<Auth>>,
     State(checkpoints): State<Arc<Checkpoints>>,
-    Extension(caller): Extension<Caller>,
-    Path((job, attempt, name)): Path<(String, u32, String)>,
-    headers: HeaderMap,
+    asking: RequestingAgent,
 ) -> Result<StatusCode> {
-    let asking = RequestingAgent::of(&auth, &caller, &headers, &job, attempt)?;
-    asking.uploads(&checkpoints, &name).await?;
-    let upload = Upload::of(&checkpoints.config.job_dir(&asking.attempt.job), &name);
+    asking.uploads(&checkpoints).await?;
+    let upload = Upload::of(&checkpoints.config.job_dir(&asking.attempt.job), &asking.path.name);
     let is_live = asking.holds(&checkpoints.agents).is_ok();
     if let Err(why) = blocking(move || upload.commit(is_live)).await? {
-        return Err(report_refusal(&checkpoints.events, &asking.attempt, &name, why).await);
+        return Err(report_refusal(&checkpoints.events, &asking, why).await);
     }
     if let Some(store) = &checkpoints.artifact_store {
-        store.note(&format!("{}-{name}", asking.attempt.job));
+        store.note(&format!("{}-{}", asking.attempt.job, asking.path.name));
     }
     checkpoints.tidy(&asking.attempt).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
 /// Returns the error for a refused upload. Also reports a full disk or damaged files in the job's log, once.
-async fn report_refusal(events: &Events, attempt: &AttemptRef, name: &str, why: Refused) -> Error {
+async fn report_refusal(events: &Events, asking: &RequestingAgent, why: Refused) -> Error {
+    let (attempt, name) = (&asking.attempt, &asking.path.name);
     let (what, text) = match &why {
         Refused::Io(error) => (
             "disk",
@@ -342,11 +308,10 @@ async fn report_refusal(events: &Events, attempt: &AttemptRef, name: &str, why: 
 
 fn refusal(why: Refused) -> Error {
     match why {
-        Refused::Wrong(detail) => Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, detail),
-        Refused::Offset(there) => Error::Conflict(
-            format!("the server has {there} bytes of this file: continue at offset={there}"),
-            None,
-        ),
+        Refused::Wrong(detail) => Error::unprocessable(detail),
+        Refused::Offset(there) => {
+            Error::Conflict(format!("the server has {there} bytes of this file: continue at offset={there}"))
+        }
         Refused::Damaged(how) => {
             Error::Of(Code::CheckpointDamaged, format!("{how}; send the checkpoint again"))
         }

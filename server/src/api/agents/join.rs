@@ -5,7 +5,7 @@ use crate::{
     http::{ingress::Ingress, tls::addresses},
 };
 use lockstep_web::machines::Join;
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
 /// Returns the parts of the commands to join. `seen` is the server's URL in the browser of the page's reader.
 pub(crate) fn commands(
@@ -18,10 +18,10 @@ pub(crate) fn commands(
     let (ip, port) = (config.listen.ip(), config.listen.port());
     let scheme = if config.tls.is_some() { "https" } else { "http" };
     // If the server listens on a specific address, loopback does not work.
-    let own_host = if ip.is_unspecified() || ip.is_loopback() { "127.0.0.1".into() } else { host(ip) };
+    let own = if ip.is_unspecified() || ip.is_loopback() { Ipv4Addr::LOCALHOST.into() } else { ip };
     Join {
         server_url: reachable(ingress, seen, ip, scheme, port),
-        own_url: format!("{scheme}://{own_host}:{port}"),
+        own_url: format!("{scheme}://{}", SocketAddr::new(own, port)),
         port,
         name: free_name(known),
         with_token: !config.no_auth,
@@ -46,13 +46,6 @@ fn is_local(url: &str) -> bool {
     is_name || ip.is_ok_and(|ip| ip.is_loopback() || ip.is_unspecified())
 }
 
-fn host(ip: IpAddr) -> String {
-    match ip {
-        IpAddr::V4(ip) => ip.to_string(),
-        IpAddr::V6(ip) => format!("[{ip}]"),
-    }
-}
-
 /// Returns the URL at which another machine reaches the server: the public URL or the one that the reader uses. If the reader is on the
 /// server's machine, one of the machine's addresses; `None` if the server listens only on loopback.
 fn reachable(ingress: &Ingress, seen: &str, ip: IpAddr, scheme: &str, port: u16) -> Option<String> {
@@ -70,7 +63,7 @@ fn reachable(ingress: &Ingress, seen: &str, ip: IpAddr, scheme: &str, port: u16)
     } else {
         ip
     };
-    Some(format!("{scheme}://{}:{port}", host(own)))
+    Some(format!("{scheme}://{}", SocketAddr::new(own, port)))
 }
 
 #[cfg(test)]

@@ -5,9 +5,10 @@ use crate::{
         Agents,
         machines::{GPU_METRICS, KEPT, MACHINE_METRICS, Point, buckets, minute_of, point_of},
     },
+    api::list,
     http::{
         error::{Error, Problem, Result},
-        extract::{Path, Query},
+        extract::{Path, Query, count},
     },
     store::Store,
 };
@@ -65,26 +66,16 @@ pub(crate) async fn find(
     Path(id): Path<String>,
     Query(query): Query<MachineMetricsQuery>,
 ) -> Result<Json<MachineMetrics>> {
-    if let Some(points) = query.points
-        && !(1..=MAX_POINTS).contains(&points)
-    {
-        return Err(Error::BadRequest(format!("points must be 1 to {MAX_POINTS}, is {points}")));
-    }
+    count("points", query.points, MAX_POINTS, MAX_POINTS)?;
     let now = crate::now();
-    let since = match query.since.as_deref().map(str::parse::<Timestamp>) {
-        None => now - KEPT,
-        Some(Ok(since)) => since.max(now - KEPT),
-        Some(Err(_)) => {
-            let detail = "since must be a time such as 2026-01-02T03:04:05Z";
-            return Err(Error::BadRequest(detail.into()));
-        }
-    };
+    let since = list::time("since", query.since.as_deref())?;
+    let since = since.map_or(now - KEPT, |since| since.max(now - KEPT));
     if !store.agents().await?.iter().any(|agent| agent.id == id) {
         return Err(Error::NotFound("no machine has this id".into()));
     }
     let mut points = measured(&*store, &agents, &id, since).await?;
-    if let Some(count) = query.points {
-        points = buckets(&points, since, now.max(since), count);
+    if let Some(wanted) = query.points {
+        points = buckets(&points, since, now.max(since), wanted);
     }
     Ok(Json(columns(&points)))
 }

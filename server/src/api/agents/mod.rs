@@ -10,11 +10,11 @@ pub(crate) mod socket;
 
 use super::{
     jobs,
-    list::{Elements, List, ListParams, list_of},
+    list::{List, ListParams, list_of},
 };
 use crate::{
     agents::{
-        Agents, Online,
+        Online,
         machines::{MachineState, warnings},
     },
     auth::access::Caller,
@@ -24,7 +24,7 @@ use crate::{
         ingress::Ingress,
     },
     scheduler::{Reservation, Scheduler},
-    store::{AgentRow, Store},
+    store::AgentRow,
 };
 use axum::{Extension, Json, extract::State, http::StatusCode};
 use jiff::{SignedDuration, Timestamp};
@@ -40,20 +40,14 @@ use utoipa::ToSchema;
 /// Time for which a warning about a second agent with the same identity is shown. A refused agent retries every few seconds.
 const TWIN_WARNING_LIFE: SignedDuration = SignedDuration::from_secs(60);
 
-/// A page of machines.
-#[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct AgentList {
+list_of! {
+    /// A page of machines.
+    AgentList
     /// Ordered by name, unless `sort` is given.
-    #[schema(value_type = Vec<Agent>)]
-    agents: Elements<Agent>,
-    /// Value of `cursor` for the next page; null on the last page.
-    next_cursor: Option<String>,
+    agents: Agent
     /// Number of machines on all pages; absent without `count=true`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    total: Option<u64>,
+    total
 }
-
-list_of!(AgentList, agents: Agent);
 
 const LIST: List<Agent> = List {
     name: "agents",
@@ -152,22 +146,20 @@ pub(crate) async fn list(
 #[utoipa::path(post, path = "/agents/{id}/drain", tag = "agents", params(("id" = String, Path)),
     responses((status = 204), (status = 404, body = Problem)))]
 pub(crate) async fn drain(
-    State(store): State<Arc<dyn Store>>,
-    State(agents): State<Arc<Agents>>,
+    State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,
 ) -> Result<StatusCode> {
-    set_draining(&*store, &agents, &id, true).await
+    set_draining(&scheduler, &id, true).await
 }
 
 /// Undrain a machine
 #[utoipa::path(post, path = "/agents/{id}/undrain", tag = "agents", params(("id" = String, Path)),
     responses((status = 204), (status = 404, body = Problem)))]
 pub(crate) async fn undrain(
-    State(store): State<Arc<dyn Store>>,
-    State(agents): State<Arc<Agents>>,
+    State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,
 ) -> Result<StatusCode> {
-    set_draining(&*store, &agents, &id, false).await
+    set_draining(&scheduler, &id, false).await
 }
 
 /// Remove a machine that is offline
@@ -176,61 +168,55 @@ pub(crate) async fn undrain(
 #[utoipa::path(delete, path = "/agents/{id}", tag = "agents", params(("id" = String, Path)),
     responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem)))]
 pub(crate) async fn remove(
-    State(store): State<Arc<dyn Store>>,
-    State(agents): State<Arc<Agents>>,
+    State(scheduler): State<Arc<Scheduler>>,
     Path(id): Path<String>,
 ) -> Result<StatusCode> {
-    let known = store.agents().await?;
+    let known = scheduler.store.agents().await?;
     let Some(agent) = known.iter().find(|agent| agent.id == id) else {
         return Err(Error::NotFound("no machine has this id".into()));
     };
     let name = &agent.name;
-    if agents.is_connected(&id) {
-        return Err(Error::Conflict(
-            format!("{name:?} is online: stop its agent first (or drain it, so that it gets no new work)"),
-            None,
-        ));
+    if scheduler.agents.is_connected(&id) {
+        let detail =
+            format!("{name:?} is online: stop its agent first (or drain it, so that it gets no new work)");
+        return Err(Error::Conflict(detail));
     }
-    if let Some((attempt, _)) = agents.leases.of_agent(&id).first() {
-        return Err(Error::Conflict(
-            format!(
-                "{name:?} may still have ranks of job {}: wait until its lease has expired, or cancel the job",
-                attempt.job
-            ),
-            None,
-        ));
+    if let Some((attempt, _)) = scheduler.agents.leases.of_agent(&id).first() {
+        return Err(Error::Conflict(format!(
+            "{name:?} may still have ranks of job {}: wait until its lease has expired, or cancel the job",
+            attempt.job
+        )));
     }
-    forget(&*store, &agents, &id).await?;
+    forget(&scheduler, &id).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
 /// Removes a machine that is offline and has no attempts.
-pub(super) async fn forget(store: &dyn Store, agents: &Agents, id: &str) -> crate::store::Result<()> {
-    store.remove_agent(id).await?;
+pub(super) async fn forget(scheduler: &Scheduler, id: &str) -> crate::store::Result<()> {
+    let agents = &scheduler.agents;
+    scheduler.store.remove_agent(id).await?;
     agents.machines.forget(id);
     agents.drain(id, false);
     // The machine has reconnected meanwhile.
     if let Some(online) = agents.online().into_iter().find(|online| online.row.id == id) {
-        agents.rows.put(store, AgentRow::clone(&online.row)).await?;
+        agents.rows.put(&*scheduler.store, AgentRow::clone(&online.row)).await?;
     }
     agents.leases.wake_dispatch();
     Ok(())
 }
 
-async fn set_draining(store: &dyn Store, agents: &Agents, id: &str, draining: bool) -> Result<StatusCode> {
-    if !store.agents().await?.iter().any(|a| a.id == id) {
+async fn set_draining(scheduler: &Scheduler, id: &str, draining: bool) -> Result<StatusCode> {
+    let agents = &scheduler.agents;
+    if !scheduler.store.agents().await?.iter().any(|a| a.id == id) {
         return Err(Error::NotFound("no machine has this id".into()));
     }
-    store.set_draining(id, draining).await?;
+    scheduler.store.set_draining(id, draining).await?;
     agents.drain(id, draining);
     agents.leases.wake_dispatch();
     Ok(StatusCode::NO_CONTENT)
 }
 
 /// Returns all known machines with their current state.
-///
-/// # Errors
-/// The store cannot be read.
 pub(super) async fn all(scheduler: &Scheduler, ingress: &Ingress, caller: &Caller) -> Result<Vec<Agent>> {
     let reservations = scheduler.last_plan.reservations();
     let mut kept_slots: HashMap<(&str, u32), &Reservation> = HashMap::new();

@@ -3,7 +3,7 @@
 use super::{KeptFor, all, join};
 use crate::{
     api::{
-        html::{Page, current_user, html},
+        html::{Page, html},
         server_url::ServerUrl,
     },
     auth::access::Caller,
@@ -40,11 +40,10 @@ pub(crate) async fn machines(
                 }),
             };
             let kept_for = match held.kept_for {
-                Some(KeptFor { job: Some(id), .. }) => scheduler
-                    .store
-                    .job(&id)
-                    .await?
-                    .map(|row| machines::KeptFor { job_id: id.to_string(), job_name: row.job.name }),
+                Some(KeptFor { job: Some(id), .. }) => {
+                    let row = scheduler.store.job(&id).await?;
+                    row.map(|row| machines::KeptFor { job_id: id.to_string(), job_name: row.job.name })
+                }
                 Some(KeptFor { job: None, .. }) => {
                     Some(machines::KeptFor { job_id: String::new(), job_name: "a private job".into() })
                 }
@@ -69,19 +68,7 @@ pub(crate) async fn machines(
             slots,
         });
     }
-    html(
-        machines::MachinesPage {
-            agents: cards,
-            join: join::commands(
-                &scheduler.config,
-                &ingress,
-                &server_url,
-                &names,
-                current_user(&caller).is_admin,
-            ),
-            now: crate::now(),
-            user: current_user(&caller),
-        }
-        .render(),
-    )
+    let user = caller.current_user();
+    let join = join::commands(&scheduler.config, &ingress, &server_url, &names, user.is_admin);
+    html(machines::MachinesPage { agents: cards, join, now: crate::now(), user }.render())
 }

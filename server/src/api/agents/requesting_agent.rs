@@ -6,37 +6,52 @@ use crate::{
     checkpoints::Checkpoints,
     http::{
         error::{Error, Result},
-        extract::job_id,
+        extract::{Path, job_id},
     },
     store::{CheckpointRow, Holder},
 };
-use axum::http::HeaderMap;
-use lockstep_protocol::{
-    JobId,
-    agent::{AttemptRef, FencingToken},
+use axum::{
+    extract::{FromRef, FromRequestParts},
+    http::request::Parts,
 };
+use lockstep_protocol::agent::{AttemptRef, FencingToken};
+use serde::Deserialize;
 use serde_json::Value;
+use std::sync::Arc;
 
-/// The agent that sends a request, and its attempt.
+/// The agent that sends a request, its attempt, and the parameters of the path.
 pub(crate) struct RequestingAgent {
     pub(crate) agent_id: String,
     pub(crate) attempt: AttemptRef,
+    pub(crate) path: AttemptPath,
 }
 
-impl RequestingAgent {
-    /// Reads the agent and the fencing token from the headers of a request, and checks the access token.
-    ///
-    /// # Errors
-    /// A header is missing, or the token belongs to another agent.
-    pub(crate) fn of(
-        auth: &Auth,
-        caller: &Caller,
-        headers: &HeaderMap,
-        job: &str,
-        attempt: u32,
-    ) -> Result<Self> {
+/// The parameters of a path. Those that a route does not have are empty.
+#[derive(Deserialize)]
+pub(crate) struct AttemptPath {
+    job: String,
+    attempt: u32,
+    /// A checkpoint that is uploaded.
+    #[serde(default)]
+    pub(crate) name: String,
+    /// A checkpoint that is downloaded.
+    #[serde(default)]
+    pub(crate) id: String,
+    #[serde(default)]
+    pub(crate) file: String,
+}
+
+/// Reads the agent and the fencing token from the headers of a request, and checks the access token.
+impl<S: Send + Sync> FromRequestParts<S> for RequestingAgent
+where
+    Arc<Auth>: FromRef<S>,
+{
+    type Rejection = Error;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self> {
+        let Path(path) = Path::<AttemptPath>::from_request_parts(parts, state).await?;
         let header = |name: &str| {
-            let value = headers.get(name).and_then(|value| value.to_str().ok());
+            let value = parts.headers.get(name).and_then(|value| value.to_str().ok());
             value.ok_or_else(|| {
                 Error::BadRequest(format!("the header {name} is missing: only agents send this request"))
             })
@@ -45,17 +60,21 @@ impl RequestingAgent {
         let token = Value::String(header("x-lockstep-fencing-token")?.to_owned());
         let fencing_token: FencingToken = serde_json::from_value(token)
             .map_err(|e| Error::BadRequest(format!("x-lockstep-fencing-token: {e}")))?;
+        let caller = parts.extensions.get::<Caller>();
+        let caller = caller.ok_or_else(|| Error::Internal("a request without its caller".into()))?;
         if let Some(token) = caller.token() {
             // Reads the token again, because the agent may have joined after the token was made.
-            let bound = auth.access.token(&token.id).and_then(|bound| bound.token.agent_id);
-            if bound.as_deref() != Some(agent_id.as_str()) {
+            let bound = Arc::<Auth>::from_ref(state).access.token(&token.id);
+            if bound.and_then(|bound| bound.token.agent_id).as_deref() != Some(agent_id.as_str()) {
                 return Err(Error::Forbidden("this token belongs to another agent".into()));
             }
         }
-        let job: JobId = job_id(job)?;
-        Ok(Self { agent_id, attempt: AttemptRef { job, attempt, fencing_token } })
+        let attempt = AttemptRef { job: job_id(&path.job)?, attempt: path.attempt, fencing_token };
+        Ok(Self { agent_id, attempt, path })
     }
+}
 
+impl RequestingAgent {
     /// Returns whether rank 0 of the attempt is on this agent.
     ///
     /// # Errors
@@ -73,7 +92,8 @@ impl RequestingAgent {
     }
 
     /// Returns the row of a checkpoint that this agent has on its disk and may upload.
-    pub(crate) async fn uploads(&self, checkpoints: &Checkpoints, name: &str) -> Result<CheckpointRow> {
+    pub(crate) async fn uploads(&self, checkpoints: &Checkpoints) -> Result<CheckpointRow> {
+        let name = &self.path.name;
         let not_its = || Error::Forbidden("this agent may not upload this attempt's checkpoints".into());
         let place =
             checkpoints.store.given_place(&self.attempt, &self.agent_id).await?.ok_or_else(not_its)?;

@@ -13,7 +13,7 @@ use crate::{
     api::agents,
     auth::{Auth, access::Caller},
     http::{
-        error::{Error, Problem, Result},
+        error::{Problem, Result},
         ingress::{Ingress, Peer},
     },
     lifecycle,
@@ -26,7 +26,6 @@ use axum::{
         State, WebSocketUpgrade,
         ws::{CloseFrame, Message, WebSocket, close_code, rejection::WebSocketUpgradeRejection},
     },
-    http::StatusCode,
     response::Response,
 };
 use futures_util::{SinkExt, StreamExt, stream::SplitSink};
@@ -64,10 +63,7 @@ pub(crate) async fn socket(
     Extension(peer): Extension<Peer>,
     upgrade: std::result::Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
 ) -> Result<Response> {
-    let upgrade = upgrade.map_err(|e| {
-        Error::Refused(StatusCode::UPGRADE_REQUIRED, format!("this URL is a websocket: {}", e.body_text()))
-    })?;
-    let upgrade = upgrade.max_message_size(MESSAGE_BYTES).max_frame_size(MESSAGE_BYTES);
+    let upgrade = upgrade?.max_message_size(MESSAGE_BYTES).max_frame_size(MESSAGE_BYTES);
     Ok(upgrade.on_upgrade(move |socket| {
         let tasks = scheduler.tasks.tracker.clone();
         tasks.track_future(serve(scheduler, auth, ingress, caller, peer, socket))
@@ -136,11 +132,7 @@ async fn serve(
             Ok(Some(message)) => message,
             Ok(None) | Err(_) => return close(&mut to, close_code::POLICY, "no Hello came").await,
         };
-        let read = match message {
-            Ok(message) => first(message, &mut partial).await,
-            Err(error) => Err(End::from(error)),
-        };
-        match read {
+        match first(message, &mut partial).await {
             Ok(Some(message)) => break message,
             Ok(None) => {}
             Err(End { why, code }) => {
@@ -204,17 +196,11 @@ async fn serve(
             loop {
                 tokio::select! {
                     message = tokio::time::timeout(scheduler.config.lease, from.next()) => match message {
-                        Ok(Some(message)) => {
-                            let read = match message {
-                                Ok(message) => read(message, &mut partial).await,
-                                Err(error) => Err(End::from(error)),
-                            };
-                            match read {
-                                Ok(Some((message, bytes))) => if let ControlFlow::Break(end) = agent.handle(message, bytes).await { break end },
-                                Ok(None) => {}
-                                Err(end) => break end,
-                            }
-                        }
+                        Ok(Some(message)) => match read(message, &mut partial).await {
+                            Ok(Some((message, bytes))) => if let ControlFlow::Break(end) = agent.handle(message, bytes).await { break end },
+                            Ok(None) => {}
+                            Err(end) => break end,
+                        },
                         Ok(None) => break "it closed the connection".to_owned().into(),
                         Err(_) => break "it was silent for the length of a lease".to_owned().into(),
                     },
@@ -276,7 +262,7 @@ async fn serve(
             && scheduler.agents.leases.of_agent(&id).is_empty()
             && is_over(&*scheduler.store, &job).await
             && !scheduler.agents.is_connected(&id)
-            && let Err(error) = agents::forget(&*scheduler.store, &scheduler.agents, &id).await
+            && let Err(error) = agents::forget(&scheduler, &id).await
         {
             tracing::warn!(%error, "an agent that has ended with its job stays on the list");
         }

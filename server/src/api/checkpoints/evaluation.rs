@@ -47,15 +47,6 @@ use std::{
 use tokio::sync::watch;
 use utoipa::{IntoParams, ToSchema};
 
-impl From<Failure> for Error {
-    fn from(failure: Failure) -> Self {
-        match failure {
-            Failure::Agent(error) => error.without_pointer(),
-            Failure::Lost(detail) => Error::Unavailable(detail),
-        }
-    }
-}
-
 /// Time limit of an evaluation. A large validation split takes long on a busy machine's CPU.
 const EVALUATION_TIMEOUT: Duration = Duration::from_secs(3600);
 
@@ -178,7 +169,10 @@ async fn find(
         && which.dataset.is_none()
         && !caller.sees(owned.private, owned.owner.as_deref())
     {
-        return Err(refused(format!("the dataset {:?} is no longer registered", job.spec.data.dataset)));
+        return Err(Error::unprocessable(format!(
+            "the dataset {:?} is no longer registered",
+            job.spec.data.dataset
+        )));
     }
     let of = if which.weights == Weights::Ema { "-ema" } else { "" };
     let other = match which.dataset.as_deref() {
@@ -187,7 +181,7 @@ async fn find(
         Some(name) => {
             let datasets = datasets::visible_datasets(&*scheduler.store, caller).await?;
             let found = datasets.iter().find(|dataset| dataset.name == name).cloned();
-            Some(found.ok_or_else(|| refused(jobs::no_dataset(name, &datasets)))?)
+            Some(found.ok_or_else(|| Error::unprocessable(jobs::no_dataset(name, &datasets)))?)
         }
     };
     // The job's own dataset keeps the job's validation pictures, even if the request names it.
@@ -198,29 +192,27 @@ async fn find(
     let by = neighbours.map(|k| format!("-{k}-neighbours")).unwrap_or_default();
     let name = format!("{}-{}{of}{by}{on}.json", row.info.epoch, row.info.step);
     let file = scheduler.config.job_dir(&row.job).join("evaluations").join(name);
+    let answer =
+        |evaluation: Vec<u8>| ([(header::CONTENT_TYPE, "application/json")], evaluation).into_response();
     if let Ok(known) = regular_files::read(&file).await
         && is_of_pictures_now(scheduler, &job, other.as_ref(), &known).await
     {
-        return Ok(([(header::CONTENT_TYPE, "application/json")], known).into_response());
+        return Ok(answer(known));
     }
     checkpoints::check_here(&scheduler.checkpoints, &row).await?;
     let mut running = start(scheduler, &row, which.weights, other, neighbours, file.clone()).await?;
     let done = async { running.outcome.wait_for(Option::is_some).await.map(|outcome| outcome.clone()) };
     let outcome = match tokio::time::timeout(scheduler.config.evaluation_wait, done).await {
         Err(_) => {
-            return Ok(
-                (StatusCode::ACCEPTED, Json(running.under_way(&scheduler.agents, &row))).into_response()
-            );
+            let progress = running.under_way(&scheduler.agents, &row);
+            return Ok((StatusCode::ACCEPTED, Json(progress)).into_response());
         }
-        Ok(Ok(outcome)) => outcome,
-        Ok(Err(_)) => Some(Err(stopping())),
+        Ok(outcome) => outcome.unwrap_or_else(|_| Some(Err(stopping()))),
     };
     match outcome {
-        Some(Err(failure)) => Err(failure.into()),
-        _ => {
-            Ok(([(header::CONTENT_TYPE, "application/json")], regular_files::read(&file).await?)
-                .into_response())
-        }
+        Some(Err(Failure::Agent(error))) => Err(error.without_pointer()),
+        Some(Err(Failure::Lost(detail))) => Err(Error::Unavailable(detail)),
+        _ => Ok(answer(regular_files::read(&file).await?)),
     }
 }
 
@@ -267,11 +259,13 @@ async fn measured_on(datasets: &Datasets, job: &Job, other: Option<Dataset>) -> 
             other
         }
         None => {
-            let gone = || refused(format!("the dataset {:?} is no longer registered", spec.data.dataset));
+            let gone = || {
+                Error::unprocessable(format!("the dataset {:?} is no longer registered", spec.data.dataset))
+            };
             datasets.store.dataset(&spec.data.dataset).await?.ok_or_else(gone)?
         }
     };
-    datasets.roots.check_registered(&dataset.path).await.map_err(refused)?;
+    datasets.roots.check_registered(&dataset.path).await.map_err(Error::unprocessable)?;
     Ok((spec, dataset))
 }
 
@@ -297,7 +291,7 @@ async fn start(
         && let Some(trained) = Trained::of(&scheduler.checkpoints.folder(row)).await
         && let Some(detail) = fit::not_measurable(&trained, &dataset)
     {
-        return Err(refused(detail));
+        return Err(Error::unprocessable(detail));
     }
     let for_agent = AgentRequest::Evaluate(EvaluateModel {
         model: model.to_string_lossy().into_owned(),
@@ -354,7 +348,7 @@ fn check_measures(spec: &JobSpec, other: &Dataset) -> Result<()> {
         return Ok(());
     }
     let names: Vec<_> = splits.iter().map(|split| split.name.as_str()).collect();
-    Err(refused(format!(
+    Err(Error::unprocessable(format!(
         "{} has no split for an evaluation: it has {}, and an evaluation needs a split called test, val, validation, valid, dev \
          or eval. Give the split one of these names, and register the dataset again",
         other.name,
@@ -362,26 +356,20 @@ fn check_measures(spec: &JobSpec, other: &Dataset) -> Result<()> {
     )))
 }
 
-fn refused(detail: String) -> Error {
-    Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, detail)
-}
-
 /// Stores an evaluation atomically. Does not create the job's folder, because a folder of a deleted job would never be removed.
 async fn keep(file: &std::path::Path, found: &impl Serialize) -> std::result::Result<(), Failure> {
-    write(file, found)
-        .await
-        .map_err(|error| Failure::Lost(format!("{} cannot be written: {error}; ask again", file.display())))
-}
-
-async fn write(file: &std::path::Path, found: &impl Serialize) -> std::io::Result<()> {
-    let words = serde_json::to_vec(found).map_err(std::io::Error::other)?;
-    if let Some(folder) = file.parent() {
-        match tokio::fs::create_dir(folder).await {
-            Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => return Err(error),
-            _ => {}
+    let written = async {
+        let words = serde_json::to_vec(found).map_err(std::io::Error::other)?;
+        if let Some(folder) = file.parent() {
+            match tokio::fs::create_dir(folder).await {
+                Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => return Err(error),
+                _ => {}
+            }
         }
-    }
-    let partial = file.with_extension("part");
-    tokio::fs::write(&partial, words).await?;
-    tokio::fs::rename(&partial, file).await
+        let partial = file.with_extension("part");
+        tokio::fs::write(&partial, words).await?;
+        tokio::fs::rename(&partial, file).await
+    };
+    let failed = |error| Failure::Lost(format!("{} cannot be written: {error}; ask again", file.display()));
+    written.await.map_err(failed)
 }

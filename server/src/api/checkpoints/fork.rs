@@ -24,7 +24,7 @@ use crate::{
 use axum::{
     Extension, Json,
     extract::{OriginalUri, State},
-    http::{HeaderMap, header},
+    http::{HeaderMap, StatusCode, header},
     response::{IntoResponse, Response},
 };
 use lockstep_protocol::{
@@ -74,15 +74,16 @@ pub(crate) async fn fork(
     Body(request, bytes): Body<ForkRequest>,
 ) -> Result<Response> {
     let key = jobs::idempotency_key(&auth, &caller, &headers, &uri, &bytes)?;
-    if let Some(job) = jobs::made_before(&*scheduler.store, &caller, key.as_ref()).await? {
-        let at = format!("/api/v1/jobs/{}", job.id);
-        return Ok((axum::http::StatusCode::OK, [(header::LOCATION, at)], Json(job)).into_response());
-    }
-    let Prepared { source, from, checked: Checked { spec, warnings, .. } } =
-        prepare(&scheduler, &caller, &id, request).await?;
-    let (status, mut job) =
-        to_the_end(async move { make(&scheduler, &caller, &source, from, spec, key).await }).await?;
-    job.warnings = warnings;
+    let (status, job) = match jobs::made_before(&*scheduler.store, &caller, key.as_ref()).await? {
+        Some(job) => (StatusCode::OK, job),
+        None => {
+            let Prepared { source, from, checked: Checked { spec, warnings, .. } } =
+                prepare(&scheduler, &caller, &id, request).await?;
+            let make = async move { make(&scheduler, &caller, &source, from, spec, key).await };
+            let (status, job) = to_the_end(make).await?;
+            (status, Job { warnings, ..job })
+        }
+    };
     Ok((status, [(header::LOCATION, format!("/api/v1/jobs/{}", job.id))], Json(job)).into_response())
 }
 
@@ -104,9 +105,9 @@ async fn prepare(scheduler: &Scheduler, caller: &Caller, id: &str, request: Fork
     checkpoints::check_here(&scheduler.checkpoints, &from).await?;
     let mut document =
         serde_json::to_value(&source.spec).map_err(|e| Error::Internal(format!("a specification: {e}")))?;
-    set(&mut document, "name", Value::String(fork_name(&source.name)))?;
+    document["name"] = fork_name(&source.name).into();
     // The fork keeps its parent's tags, and so stays in the same groups.
-    set(&mut document, "tags", source.tags.clone().into())?;
+    document["tags"] = source.tags.clone().into();
     let gives_validation = request.set.contains_key("data.validation")
         || request.set.get("data").is_some_and(|data| data.get("validation").is_some());
     for (path, value) in request.set {
@@ -116,15 +117,12 @@ async fn prepare(scheduler: &Scheduler, caller: &Caller, id: &str, request: Fork
     let pretrained = document.pointer("/model/pretrained").and_then(Value::as_str);
     if pretrained != source.spec.model.pretrained.as_deref() {
         let detail = "a fork begins with its checkpoint's weights, not with these: leave the key out, or submit a new job";
-        return Err(Error::Invalid(vec![SpecError {
-            pointer: "/model/pretrained".into(),
-            detail: detail.into(),
-        }]));
+        return Err(Error::invalid("/model/pretrained", detail));
     }
     if !gives_validation {
         choose_validation_again(&*scheduler.store, &source, &mut document).await?;
     }
-    let mut checked = jobs::check(scheduler, caller, &document, false).await?;
+    let mut checked = jobs::check(scheduler, caller, &document, false, false).await?;
     let Checked { spec, dataset, .. } = &checked;
     let trained = Trained::of(&scheduler.checkpoints.folder(&from)).await;
     let mut mistakes = fit::mistakes(trained.as_ref(), &source.spec, spec, dataset);
@@ -223,7 +221,7 @@ async fn make(
     from: CheckpointRow,
     mut spec: JobSpec,
     key: Option<(String, String)>,
-) -> Result<(axum::http::StatusCode, Job)> {
+) -> Result<(StatusCode, Job)> {
     // Others may see the fork but not its parent, so the fork must not show the parent's name and tags.
     let hides_parent = source.spec.private && !spec.private;
     if hides_parent {
@@ -292,10 +290,8 @@ fn check_recipe(source: &Job, document: &Value) -> Result<()> {
     if wanted.is_none() || wanted == source.spec.train.recipe.map(Recipe::name) {
         return Ok(());
     }
-    let detail =
-        "a fork continues with its job's settings, all of which have a value: set the keys that should differ"
-            .into();
-    Err(Error::Invalid(vec![SpecError { pointer: "/train/recipe".into(), detail }]))
+    let detail = "a fork continues with its job's settings, all of which have a value: set the keys that should differ";
+    Err(Error::invalid("/train/recipe", detail))
 }
 
 /// On another dataset the validation split is chosen as for a new job, unless the parent's was given. A stored specification does
@@ -329,19 +325,9 @@ fn fork_name(name: &str) -> String {
     format!("{short} (fork)")
 }
 
-fn set(document: &mut Value, key: &str, value: Value) -> Result<()> {
-    match document.as_object_mut() {
-        Some(table) => {
-            table.insert(key.to_owned(), value);
-            Ok(())
-        }
-        None => Err(Error::Internal("a specification is not a table".into())),
-    }
-}
-
 /// Sets the value at a path of keys. A table is merged into the existing one.
 fn merge(document: &mut Value, path: &str, value: Value) -> Result<()> {
-    let mistake = |detail| Error::Invalid(vec![SpecError { pointer: "/set".into(), detail }]);
+    let mistake = |detail: String| Error::invalid("/set", detail);
     // Checked here, because the path grows with every nested table.
     key_parts(path).map_err(mistake)?;
     if let Value::Object(inner) = value {
@@ -353,17 +339,16 @@ fn merge(document: &mut Value, path: &str, value: Value) -> Result<()> {
     // Parses paths in the same way as the command line.
     set_key(document, path, value).map_err(mistake)?;
     // These keys exclude each other, so a new value removes the other key.
-    let (is_one, other) = match path {
-        "train.batch_size" => (true, "global_batch_size"),
-        "train.global_batch_size" => (true, "batch_size"),
-        "train.epochs" => (true, "steps"),
-        "train.steps" => (true, "epochs"),
-        "checkpoint.every_steps" => (true, "every_epochs"),
-        "checkpoint.every_epochs" => (true, "every_steps"),
-        _ => (false, ""),
+    let (table, other) = match path {
+        "train.batch_size" => ("train", "global_batch_size"),
+        "train.global_batch_size" => ("train", "batch_size"),
+        "train.epochs" => ("train", "steps"),
+        "train.steps" => ("train", "epochs"),
+        "checkpoint.every_steps" => ("checkpoint", "every_epochs"),
+        "checkpoint.every_epochs" => ("checkpoint", "every_steps"),
+        _ => return Ok(()),
     };
-    let table = path.split('.').next().unwrap_or_default();
-    if is_one && let Some(table) = document.get_mut(table).and_then(Value::as_object_mut) {
+    if let Some(table) = document.get_mut(table).and_then(Value::as_object_mut) {
         table.remove(other);
     }
     Ok(())
@@ -377,19 +362,14 @@ async fn choose(store: &dyn Store, job: &Job, wanted: &Value) -> Result<Checkpoi
         Value::Number(step) => step.to_string(),
         _ => return Err(Error::BadRequest("checkpoint must be an id, best, latest or a step".into())),
     };
-    let found = match text.as_str() {
-        "latest" => all.first(),
-        "best" => all.iter().find(|c| c.info.best).or(all.first()),
-        text => all.iter().find(|c| c.id == text || c.info.step.to_string() == text),
-    };
-    found.cloned().ok_or_else(|| {
+    checkpoints::named(&all, &text).cloned().ok_or_else(|| {
         let steps: Vec<_> = all.iter().map(|c| c.info.step.to_string()).collect();
         let there = if steps.is_empty() {
             "it has no checkpoint yet".into()
         } else {
             format!("it has checkpoints of the steps {}", steps.join(", "))
         };
-        Error::Conflict(format!("the job has no checkpoint {text}; {there}"), Some(job.state))
+        Error::WrongState(format!("the job has no checkpoint {text}; {there}"), job.state)
     })
 }
 

@@ -5,7 +5,7 @@ pub(crate) mod files;
 pub(crate) mod fork;
 pub(crate) mod predict;
 
-use super::list::{Elements, List, ListParams, list_of};
+use super::list::{List, ListParams, list_of};
 use crate::{
     api::jobs,
     checkpoints::{
@@ -79,20 +79,14 @@ pub(super) fn no_average() -> Error {
     Error::NotFound(detail.into())
 }
 
-/// A job's checkpoints.
-#[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct CheckpointList {
+list_of! {
+    /// A job's checkpoints.
+    CheckpointList
     /// Newest first, unless `sort` is given.
-    #[schema(value_type = Vec<Checkpoint>)]
-    checkpoints: Elements<Checkpoint>,
-    /// Value of `cursor` for the next page; null on the last page.
-    next_cursor: Option<String>,
+    checkpoints: Checkpoint
     /// Number of checkpoints on all pages; absent without `count=true`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    total: Option<u64>,
+    total
 }
-
-list_of!(CheckpointList, checkpoints: Checkpoint);
 
 const LIST: List<Checkpoint> = List {
     name: "checkpoints",
@@ -166,17 +160,16 @@ impl Checkpoint {
     responses((status = 200, body = CheckpointList), (status = 304, description = "The list is unchanged since the response whose `ETag` is in `If-None-Match`"), (status = 400, body = Problem), (status = 404, body = Problem)))]
 pub(crate) async fn list(
     State(scheduler): State<Arc<Scheduler>>,
-    State(checkpoints): State<Arc<Checkpoints>>,
     Path(id): Path<String>,
     headers: HeaderMap,
     Query(params): Query<ListParams>,
 ) -> Result<Response> {
     let job = jobs::find(&scheduler, &id).await?;
     let rows = scheduler.store.checkpoints(&job.id).await?;
-    let copies = checkpoints.copies(&job.id).await?;
+    let copies = scheduler.checkpoints.copies(&job.id).await?;
     let of = |row: CheckpointRow| {
         let copies = copies.get(&row.id);
-        Checkpoint::of(&checkpoints, row, copies)
+        Checkpoint::of(&scheduler.checkpoints, row, copies)
     };
     let rows = rows.into_iter().map(of).collect();
     tagged(&headers, &CheckpointList::from(LIST.page_of_job(&job.id, rows, &params)?))
@@ -213,15 +206,18 @@ pub(super) fn choose(rows: Vec<CheckpointRow>, wanted: &str) -> Result<Checkpoin
     if rows.is_empty() {
         return Err(Error::NotFound("this job has no checkpoint yet".into()));
     }
-    // Newest first. A job without validation has no best checkpoint.
-    let found = match wanted {
-        "latest" => rows.first(),
-        "best" => rows.iter().find(|r| r.info.best).or(rows.first()),
-        id => rows.iter().find(|r| r.id == id || r.info.step.to_string() == id),
-    };
-    found.cloned().ok_or_else(|| {
+    named(&rows, wanted).cloned().ok_or_else(|| {
         Error::NotFound(format!("this job has no checkpoint {wanted:?}: give best, latest, an id or a step"))
     })
+}
+
+/// Finds a checkpoint among `rows`, newest first. A job without validation has no best checkpoint.
+fn named<'a>(rows: &'a [CheckpointRow], wanted: &str) -> Option<&'a CheckpointRow> {
+    match wanted {
+        "latest" => rows.first(),
+        "best" => rows.iter().find(|row| row.info.best).or(rows.first()),
+        id => rows.iter().find(|row| row.id == id || row.info.step.to_string() == id),
+    }
 }
 
 /// Makes sure that the files of a checkpoint are on this disk. Fetches the checkpoint from the object store if files are missing or
@@ -232,13 +228,10 @@ pub(super) fn choose(rows: Vec<CheckpointRow>, wanted: &str) -> Result<Checkpoin
 pub(super) async fn check_here(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow) -> Result<()> {
     let copies = checkpoints.copies_of(row).await?;
     if let Some(holder) = checkpoints.on_its_way(row, Some(&copies)).into_iter().next() {
-        return Err(Error::Conflict(
-            format!(
-                "this checkpoint is still being uploaded from {}; ask again, or use an older one",
-                holder.agent
-            ),
-            None,
-        ));
+        return Err(Error::Conflict(format!(
+            "this checkpoint is still being uploaded from {}; ask again, or use an older one",
+            holder.agent
+        )));
     }
     let fetch = match artifact_fetches::fetch(checkpoints, row, Some(&copies)) {
         None => artifact_fetches::mend(checkpoints, row, Some(&copies)).await,

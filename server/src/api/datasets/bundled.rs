@@ -2,18 +2,13 @@
 
 use super::inspections::{InspectionProgress, LONGEST_WAIT};
 use crate::{
-    api::datasets::{self, NewDataset, Registered},
+    api::datasets::{self, NewDataset},
     auth::access::Caller,
     config::{Bundled, ServeConfig},
     datasets::Datasets,
-    http::error::{Code, Error, Problem, Result},
+    http::error::{Code, Error, Problem, Result, blocking},
 };
-use axum::{
-    Extension, Json,
-    extract::State,
-    http::{StatusCode, header},
-    response::{IntoResponse, Response},
-};
+use axum::{Extension, extract::State, response::Response};
 use lockstep_protocol::dataset::Dataset;
 use std::{
     fs, io,
@@ -40,22 +35,11 @@ pub(crate) async fn register(
         return Err(Error::Of(Code::NameTaken, format!("a dataset is already called {:?}", bundled.name)));
     }
     let folder = config.data_dir.join("datasets").join(bundled.name);
-    let unpacked = tokio::task::spawn_blocking(move || unpack(&bundled, &folder)).await;
-    let path = match unpacked {
-        Ok(Ok(path)) => path.to_string_lossy().into_owned(),
-        Ok(Err(error)) => return Err(Error::Internal(format!("the pictures cannot be unpacked: {error}"))),
-        Err(error) => return Err(Error::Internal(error.to_string())),
-    };
+    let path = blocking(move || unpack(&bundled, &folder)).await?;
+    let path = path.map_err(|error| Error::Internal(format!("the pictures cannot be unpacked: {error}")))?;
+    let path = path.to_string_lossy().into_owned();
     let new = NewDataset { name: bundled.name.into(), path, private: false };
-    match datasets::register(&datasets, &caller, new, LONGEST_WAIT).await? {
-        Registered::Done(dataset) => Ok((
-            StatusCode::CREATED,
-            [(header::LOCATION, format!("/api/v1/datasets/{}", dataset.name))],
-            Json(dataset),
-        )
-            .into_response()),
-        Registered::UnderWay(under_way) => Ok((StatusCode::ACCEPTED, Json(under_way)).into_response()),
-    }
+    Ok(datasets::register(&datasets, &caller, new, LONGEST_WAIT).await?.answered(datasets::created))
 }
 
 /// Writes the files that are missing or different.

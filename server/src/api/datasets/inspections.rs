@@ -6,6 +6,11 @@ use crate::{
     datasets::{Datasets, inspections::Inspection},
     http::error::{Error, Result},
 };
+use axum::{
+    Json,
+    http::StatusCode,
+    response::{IntoResponse, Response},
+};
 use lockstep_protocol::{
     agent::{AgentReply, AgentRequest},
     dataset::DatasetInfo,
@@ -64,20 +69,39 @@ pub(crate) struct InspectionProgress {
 
 /// The outcome of an inspection within the time that a request waits.
 #[derive(Debug)]
-pub(crate) enum Inspected {
-    Done {
-        /// The canonical path, without symbolic links.
-        path: String,
-        info: Box<DatasetInfo>,
-    },
+pub(crate) enum Inspected<T> {
+    Done(T),
+    /// The inspection is in progress; the request must be sent again.
     UnderWay(InspectionProgress),
 }
 
-/// Lets an agent inspect the files under `path`, or joins a running inspection, and waits for at most `patience`.
+impl<T> Inspected<T> {
+    pub(crate) fn try_map<U>(self, done: impl FnOnce(T) -> Result<U>) -> Result<Inspected<U>> {
+        Ok(match self {
+            Inspected::Done(value) => Inspected::Done(done(value)?),
+            Inspected::UnderWay(progress) => Inspected::UnderWay(progress),
+        })
+    }
+
+    /// The response that `done` makes of the result, or 202 with the progress.
+    pub(crate) fn answered(self, done: impl FnOnce(T) -> Response) -> Response {
+        match self {
+            Inspected::Done(value) => done(value),
+            Inspected::UnderWay(progress) => (StatusCode::ACCEPTED, Json(progress)).into_response(),
+        }
+    }
+}
+
+/// Lets an agent inspect the files under `path`, or joins a running inspection, and waits for at most `patience`. Returns the canonical
+/// path, without symbolic links.
 ///
 /// # Errors
 /// No agent is online or has the files, or the files are not a valid dataset.
-pub(crate) async fn inspect(datasets: &Arc<Datasets>, path: String, patience: Duration) -> Result<Inspected> {
+pub(crate) async fn inspect(
+    datasets: &Arc<Datasets>,
+    path: String,
+    patience: Duration,
+) -> Result<Inspected<(String, DatasetInfo)>> {
     let Inspection { agent, mut outcome, .. } = begin(datasets, &path);
     let done = async { outcome.wait_for(Option::is_some).await.map(|outcome| outcome.clone()) };
     match tokio::time::timeout(patience, done).await {
@@ -85,7 +109,7 @@ pub(crate) async fn inspect(datasets: &Arc<Datasets>, path: String, patience: Du
         Ok(found) => {
             datasets.inspections.forget(&path);
             match found.ok().flatten() {
-                Some(Ok((path, info))) => Ok(Inspected::Done { path, info: Box::new(info) }),
+                Some(Ok(found)) => Ok(Inspected::Done(found)),
                 Some(Err(error)) => Err(error.into()),
                 None => Err(Error::Unavailable("the server is stopping; ask again".into())),
             }

@@ -6,7 +6,7 @@ pub(crate) mod pages;
 pub(crate) mod uploads;
 
 use super::{
-    list::{Elements, List, ListParams, list_of},
+    list::{List, ListParams, list_of},
     to_the_end,
 };
 use crate::{
@@ -44,20 +44,14 @@ const REFRESH_WAIT: Duration = Duration::from_secs(10);
 /// Maximum number of jobs that an error message names.
 const MAX_NAMED_JOBS: usize = 10;
 
-/// A page of datasets.
-#[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct DatasetList {
+list_of! {
+    /// A page of datasets.
+    DatasetList
     /// Ordered by name, unless `sort` is given.
-    #[schema(value_type = Vec<Dataset>)]
-    datasets: Elements<Dataset>,
-    /// Value of `cursor` for the next page; null on the last page.
-    next_cursor: Option<String>,
+    datasets: Dataset
     /// Number of datasets on all pages; absent without `count=true`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    total: Option<u64>,
+    total
 }
-
-list_of!(DatasetList, datasets: Dataset);
 
 const LIST: List<Dataset> = List {
     name: "datasets",
@@ -85,9 +79,6 @@ pub(crate) struct NewDataset {
 }
 
 /// Returns the datasets that a caller may see.
-///
-/// # Errors
-/// The store cannot be read.
 pub(super) async fn visible_datasets(store: &dyn Store, caller: &Caller) -> Result<Vec<Dataset>> {
     let mut datasets = store.datasets().await?;
     datasets.retain(|dataset| caller.sees(dataset.private, dataset.owner.as_deref()));
@@ -107,24 +98,12 @@ pub(crate) async fn create(
     Query(wait): Query<WaitQuery>,
     Body(new, _): Body<NewDataset>,
 ) -> Result<Response> {
-    let dataset = match register(&datasets, &caller, new, wait.patience()?).await? {
-        Registered::Done(dataset) => dataset,
-        Registered::UnderWay(under_way) => return Ok((StatusCode::ACCEPTED, Json(under_way)).into_response()),
-    };
-    Ok((
-        StatusCode::CREATED,
-        [(header::LOCATION, format!("/api/v1/datasets/{}", dataset.name))],
-        Json(dataset),
-    )
-        .into_response())
+    Ok(register(&datasets, &caller, new, wait.patience()?).await?.answered(created))
 }
 
-/// The outcome of a registration within the time that a request waits.
-#[derive(Debug)]
-pub(crate) enum Registered {
-    Done(Box<Dataset>),
-    /// The inspection is in progress; the request must be sent again.
-    UnderWay(InspectionProgress),
+fn created(dataset: Dataset) -> Response {
+    let location = [(header::LOCATION, format!("/api/v1/datasets/{}", dataset.name))];
+    (StatusCode::CREATED, location, Json(dataset)).into_response()
 }
 
 /// Checks a registration, lets an agent inspect the files, and stores the dataset. Waits for the inspection for at most `patience`.
@@ -136,28 +115,21 @@ pub(crate) async fn register(
     caller: &Caller,
     new: NewDataset,
     patience: Duration,
-) -> Result<Registered> {
+) -> Result<Inspected<Dataset>> {
     let mut errors: Vec<SpecError> = name_mistake(&new.name).into_iter().collect();
-    let wrong_path = match path_mistake(&new.path) {
-        Some(detail) => Some(detail),
-        None => datasets.roots.check_asked(&new.path, caller).await.err(),
-    };
-    errors.extend(wrong_path.map(|detail| SpecError { pointer: "/path".into(), detail }));
+    errors.extend(path_mistake(datasets, caller, &new.path).await);
     if !errors.is_empty() {
         return Err(Error::Invalid(errors));
     }
     check_free(datasets, &new.name).await?;
     let registered = inspected(datasets, caller, new, patience).await?;
-    if let Registered::Done(dataset) = &registered {
+    if let Inspected::Done(dataset) = &registered {
         datasets.store.add_dataset(dataset).await?;
     }
     Ok(registered)
 }
 
 /// Checks that no dataset has this name.
-///
-/// # Errors
-/// The name is taken.
 async fn check_free(datasets: &Datasets, name: &str) -> Result<()> {
     if datasets.store.dataset(name).await?.is_none() {
         return Ok(());
@@ -173,35 +145,26 @@ async fn inspected(
     caller: &Caller,
     new: NewDataset,
     patience: Duration,
-) -> Result<Registered> {
-    let (path, info) = match inspections::inspect(datasets, new.path, patience).await? {
-        Inspected::Done { path, info } => {
-            found(datasets, &path)?;
-            (path, checked(*info)?)
-        }
-        Inspected::UnderWay(under_way) => return Ok(Registered::UnderWay(under_way)),
-    };
-    Ok(Registered::Done(Box::new(Dataset {
-        name: new.name,
-        path,
-        info,
-        added_at: crate::now(),
-        owner: caller.owner().map(str::to_owned),
-        private: new.private,
-    })))
+) -> Result<Inspected<Dataset>> {
+    inspections::inspect(datasets, new.path, patience).await?.try_map(|(path, info)| {
+        Ok(Dataset {
+            name: new.name,
+            info: checked(datasets, &path, info)?,
+            path,
+            added_at: crate::now(),
+            owner: caller.owner().map(str::to_owned),
+            private: new.private,
+        })
+    })
 }
 
-/// Checks the canonical path of a dataset.
+/// Checks the canonical path of a dataset, and the result of its inspection.
 ///
 /// # Errors
-/// The files are outside the folders that are allowed for datasets.
-fn found(datasets: &Datasets, path: &str) -> Result<()> {
-    let mistake = |detail| Error::Invalid(vec![SpecError { pointer: "/path".into(), detail }]);
-    datasets.roots.check_found(path).map_err(mistake)
-}
-
-fn checked(info: DatasetInfo) -> Result<DatasetInfo> {
-    let mistake = |detail| Error::Invalid(vec![SpecError { pointer: "/path".into(), detail }]);
+/// The files are outside the folders that are allowed for datasets, or cannot be trained on.
+fn checked(datasets: &Datasets, path: &str, info: DatasetInfo) -> Result<DatasetInfo> {
+    let mistake = |detail: String| Error::invalid("/path", detail);
+    datasets.roots.check_found(path).map_err(mistake)?;
     info_mistake(&info).map_or(Ok(info), |detail| Err(mistake(detail)))
 }
 
@@ -245,20 +208,15 @@ pub(crate) async fn inspect(
     Query(wait): Query<WaitQuery>,
     Body(folder, _): Body<Folder>,
 ) -> Result<Response> {
-    let mistake = match path_mistake(&folder.path) {
-        Some(detail) => Some(detail.to_owned()),
-        None => datasets.roots.check_asked(&folder.path, &caller).await.err(),
-    };
-    if let Some(detail) = mistake {
-        return Err(Error::Invalid(vec![SpecError { pointer: "/path".into(), detail }]));
+    if let Some(mistake) = path_mistake(&datasets, &caller, &folder.path).await {
+        return Err(Error::Invalid(vec![mistake]));
     }
-    match inspections::inspect(&datasets, folder.path, wait.patience()?).await? {
-        Inspected::Done { path, info } => {
-            found(&datasets, &path)?;
-            Ok(Json(InspectedFolder { path, info: checked(*info)? }).into_response())
-        }
-        Inspected::UnderWay(under_way) => Ok((StatusCode::ACCEPTED, Json(under_way)).into_response()),
-    }
+    let inspected = inspections::inspect(&datasets, folder.path, wait.patience()?).await?;
+    let folder = inspected.try_map(|(path, info)| {
+        let info = checked(&datasets, &path, info)?;
+        Ok(InspectedFolder { path, info })
+    });
+    Ok(folder?.answered(|folder| Json(folder).into_response()))
 }
 
 /// Inspect a registered dataset again
@@ -273,10 +231,8 @@ pub(crate) async fn inspect_again(
     Path(name): Path<String>,
 ) -> Result<Response> {
     let dataset = datasets.store.dataset(&name).await?.ok_or_else(no_such_dataset)?;
-    match inspect_registered(&datasets, dataset, wait.patience()?).await? {
-        Registered::Done(dataset) => Ok(Json(dataset).into_response()),
-        Registered::UnderWay(under_way) => Ok((StatusCode::ACCEPTED, Json(under_way)).into_response()),
-    }
+    let inspected = inspect_registered(&datasets, dataset, wait.patience()?).await?;
+    Ok(inspected.answered(|dataset| Json(dataset).into_response()))
 }
 
 /// Lets an agent inspect a registered dataset, and stores the result. Waits for the inspection for at most `patience`.
@@ -284,16 +240,14 @@ async fn inspect_registered(
     datasets: &Arc<Datasets>,
     dataset: Dataset,
     patience: Duration,
-) -> Result<Registered> {
-    match inspections::inspect(datasets, dataset.path.clone(), patience).await? {
-        Inspected::Done { path, info } => {
-            found(datasets, &path)?;
-            let dataset = Dataset { info: checked(*info)?, ..dataset };
-            datasets.store.update_dataset(&dataset).await?;
-            Ok(Registered::Done(Box::new(dataset)))
-        }
-        Inspected::UnderWay(under_way) => Ok(Registered::UnderWay(under_way)),
+) -> Result<Inspected<Dataset>> {
+    let inspected = inspections::inspect(datasets, dataset.path.clone(), patience).await?;
+    let inspected =
+        inspected.try_map(|(path, info)| Ok(Dataset { info: checked(datasets, &path, info)?, ..dataset }))?;
+    if let Inspected::Done(dataset) = &inspected {
+        datasets.store.update_dataset(dataset).await?;
     }
+    Ok(inspected)
 }
 
 /// Inspects a dataset again if it has changed since its last inspection. If the inspection fails, `dataset` stays as it is. If the
@@ -306,11 +260,11 @@ pub(super) async fn refresh(datasets: &Arc<Datasets>, dataset: &mut Dataset) {
     let inspection =
         to_the_end(async move { inspect_registered(&shared, registered, INSPECTION_TIMEOUT).await });
     match tokio::time::timeout(REFRESH_WAIT, inspection).await {
-        Ok(Ok(Registered::Done(inspected))) => *dataset = *inspected,
+        Ok(Ok(Inspected::Done(inspected))) => *dataset = inspected,
         Ok(Err(error)) => {
             tracing::warn!(dataset = %dataset.name, ?error, "the dataset has changed and was not inspected again");
         }
-        Ok(Ok(Registered::UnderWay(_))) | Err(_) => {}
+        Ok(Ok(Inspected::UnderWay(_))) | Err(_) => {}
     }
 }
 
@@ -344,16 +298,18 @@ fn is_plain(c: char) -> bool {
     c.is_ascii_alphanumeric() || "-_.".contains(c)
 }
 
-fn path_mistake(path: &str) -> Option<String> {
-    if !path.starts_with('/') {
-        Some("must be an absolute path, such as /data/cifar10, on the machines that train on it".into())
+/// Returns the mistake in the path of a request, if any.
+async fn path_mistake(datasets: &Datasets, caller: &Caller, path: &str) -> Option<SpecError> {
+    let detail = if !path.starts_with('/') {
+        "must be an absolute path, such as /data/cifar10, on the machines that train on it".into()
     } else if path.len() > MAX_PATH_BYTES {
-        Some(format!("has {} bytes; a path has at most {MAX_PATH_BYTES}", path.len()))
+        format!("has {} bytes; a path has at most {MAX_PATH_BYTES}", path.len())
     } else if path.contains('\0') {
-        Some("is not a path: it has a zero byte".into())
+        "is not a path: it has a zero byte".into()
     } else {
-        None
-    }
+        datasets.roots.check_asked(path, caller).await.err()?
+    };
+    Some(SpecError { pointer: "/path".into(), detail })
 }
 
 /// List datasets
@@ -403,16 +359,12 @@ pub(crate) async fn delete(
         Err(error @ StoreError::DatasetInUse(_)) => {
             let mut jobs = store.unfinished().await?;
             jobs.retain(|job| job.spec.data.dataset == name);
-            let seen = |job: &Job| caller.sees(job.spec.private, job.owner.as_deref());
-            if !jobs.iter().all(seen) {
+            if !jobs.iter().all(|job| caller.sees_job(job)) {
                 let detail = "jobs of others train on it, some of them private; ask an admin for their names";
                 return Err(Error::Of(Code::DatasetInUse, detail.into()));
             }
-            Err(match jobs.first() {
-                // If no job is left, the jobs have ended meanwhile.
-                Some(_) => Error::Of(Code::DatasetInUse, needed_by(&jobs)),
-                None => error.into(),
-            })
+            // If no job is left, the jobs have ended meanwhile.
+            Err(if jobs.is_empty() { error.into() } else { Error::Of(Code::DatasetInUse, needed_by(&jobs)) })
         }
         Err(error) => Err(error.into()),
     }

@@ -1,9 +1,13 @@
 //! The page of datasets with its form.
 
-use super::{NewDataset, Registered, inspections::LONGEST_WAIT, register, visible_datasets};
+use super::{
+    NewDataset,
+    inspections::{Inspected, LONGEST_WAIT},
+    register, visible_datasets,
+};
 use crate::{
     api::{
-        html::{Page, current_user, html},
+        html::{Page, html},
         server_url::ServerUrl,
     },
     auth::{Auth, access::Caller},
@@ -51,7 +55,7 @@ async fn datasets_page(
         form,
         server_url,
         now: crate::now(),
-        user: current_user(caller),
+        user: caller.current_user(),
     };
     html(page.render())
 }
@@ -67,11 +71,11 @@ pub(crate) async fn add_dataset(
     let (name, path) = (new.name.clone(), new.path.clone());
     let mut form = views::DatasetForm { name, path, ..Default::default() };
     let status = match register(&datasets, &caller, new, LONGEST_WAIT).await {
-        Ok(Registered::Done(dataset)) => {
+        Ok(Inspected::Done(dataset)) => {
             let created = Extension(AuditSubject(dataset.name));
             return Ok((created, Redirect::to("/datasets")).into_response());
         }
-        Ok(Registered::UnderWay(under_way)) => {
+        Ok(Inspected::UnderWay(under_way)) => {
             form.path_error = Some(format!("{}: send this form again to continue", under_way.detail));
             StatusCode::ACCEPTED
         }
@@ -83,7 +87,7 @@ pub(crate) async fn add_dataset(
             }
             StatusCode::UNPROCESSABLE_ENTITY
         }
-        Err(Error::Conflict(detail, _) | Error::Of(Code::NameTaken, detail)) => {
+        Err(Error::Conflict(detail) | Error::Of(Code::NameTaken, detail)) => {
             form.name_error = Some(detail);
             StatusCode::CONFLICT
         }

@@ -2,8 +2,8 @@
 //! short and a failed request can be repeated.
 
 use super::{
-    NewDataset, Registered, check_free, inspected,
-    inspections::{InspectionProgress, WaitQuery},
+    NewDataset, check_free, created, inspected,
+    inspections::{Inspected, InspectionProgress, WaitQuery},
     name_mistake,
 };
 use crate::{
@@ -20,10 +20,10 @@ use crate::{
     store::StoreError,
 };
 use axum::{
-    Extension, Json,
+    Extension,
     extract::{Request, State},
-    http::{StatusCode, header},
-    response::{IntoResponse, Response},
+    http::StatusCode,
+    response::Response,
 };
 use lockstep_protocol::dataset::Dataset;
 use serde::Deserialize;
@@ -88,7 +88,7 @@ pub(crate) async fn upload_archive(
     let known = paths(&datasets).await?;
     if known.iter().any(|path| upload.has(path)) {
         let detail = "a dataset uses the pictures of an earlier upload of this name; choose another name";
-        return Err(Error::Conflict(detail.into(), None));
+        return Err(Error::Conflict(detail.into()));
     }
     let folder = datasets.roots.uploads.clone();
     let written = blocking(move || {
@@ -137,7 +137,7 @@ pub(crate) async fn register_upload(
         let detail = format!("unpacking {name}: {} of {} files; ask again", unpacked.files, unpacked.total);
         let progress =
             InspectionProgress { detail, inspected: Some(unpacked.files), total: Some(unpacked.total) };
-        return Ok((StatusCode::ACCEPTED, Json(progress)).into_response());
+        return Ok(Inspected::UnderWay(progress).answered(created));
     }
     let path = unpacked.pictures.to_string_lossy().into_owned();
     let new = NewDataset { name, path: path.clone(), private: new.private };
@@ -146,21 +146,16 @@ pub(crate) async fn register_upload(
         Error::Invalid(mistakes) => {
             let details: Vec<_> = mistakes.into_iter().map(|mistake| mistake.detail).collect();
             let detail = details.join("; ").replace(&path, "the zip file");
-            Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, detail)
+            Error::unprocessable(detail)
         }
         other => other,
     });
     match registered? {
-        Registered::Done(dataset) => {
-            to_the_end(add(datasets, upload, unpacked.pictures, *dataset)).await.map(created)
+        Inspected::Done(dataset) => {
+            to_the_end(add(datasets, upload, unpacked.pictures, dataset)).await.map(created)
         }
-        Registered::UnderWay(under_way) => Ok((StatusCode::ACCEPTED, Json(under_way)).into_response()),
+        under_way => Ok(under_way.answered(created)),
     }
-}
-
-fn created(dataset: Dataset) -> Response {
-    let location = [(header::LOCATION, format!("/api/v1/datasets/{}", dataset.name))];
-    (StatusCode::CREATED, location, Json(dataset)).into_response()
 }
 
 /// Stores the dataset of inspected `pictures`, and removes the zip file.
@@ -176,7 +171,7 @@ async fn add(
     let lock = FOLDERS.lock().await;
     if !tokio::fs::try_exists(&pictures).await? {
         let detail = "the zip file was sent again during the inspection of its pictures; ask again";
-        return Err(Error::Conflict(detail.into(), None));
+        return Err(Error::Conflict(detail.into()));
     }
     datasets.store.add_dataset(&dataset).await?;
     let finished = blocking(move || {
@@ -219,9 +214,6 @@ async fn paths(datasets: &Datasets) -> Result<Vec<String>> {
 }
 
 /// Returns the caller's upload of this name.
-///
-/// # Errors
-/// The name is invalid.
 fn upload(datasets: &Datasets, caller: &Caller, name: &str) -> Result<Upload> {
     if let Some(mistake) = name_mistake(name) {
         return Err(Error::Invalid(vec![mistake]));
@@ -231,11 +223,10 @@ fn upload(datasets: &Datasets, caller: &Caller, name: &str) -> Result<Upload> {
 
 fn refusal(why: Refused) -> Error {
     match why {
-        Refused::Wrong(detail) => Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, detail),
-        Refused::Offset(there) => Error::Conflict(
-            format!("the server has {there} bytes of this file: continue at offset={there}"),
-            None,
-        ),
+        Refused::Wrong(detail) => Error::unprocessable(detail),
+        Refused::Offset(there) => {
+            Error::Conflict(format!("the server has {there} bytes of this file: continue at offset={there}"))
+        }
         Refused::Io(error) => disk(&error),
     }
 }

@@ -3,35 +3,26 @@
 use crate::{
     api::{
         jobs,
-        list::{Elements, List, ListParams, list_of},
+        list::{List, ListParams, list_of},
     },
     http::{
         error::{Problem, Result},
         extract::{Path, Query},
     },
     scheduler::Scheduler,
-    store::Store,
 };
 use axum::{Json, extract::State};
 use lockstep_protocol::attempt::Attempt;
-use serde::Serialize;
 use std::sync::Arc;
-use utoipa::ToSchema;
 
-/// A job's attempts.
-#[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct AttemptList {
+list_of! {
+    /// A job's attempts.
+    AttemptList
     /// Ordered by attempt, unless `sort` is given.
-    #[schema(value_type = Vec<Attempt>)]
-    attempts: Elements<Attempt>,
-    /// Value of `cursor` for the next page; null on the last page.
-    next_cursor: Option<String>,
+    attempts: Attempt
     /// Number of attempts on all pages; absent without `count=true`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    total: Option<u64>,
+    total
 }
-
-list_of!(AttemptList, attempts: Attempt);
 
 const LIST: List<Attempt> = List {
     name: "attempts",
@@ -51,10 +42,9 @@ const LIST: List<Attempt> = List {
     responses((status = 200, body = AttemptList), (status = 400, body = Problem), (status = 404, body = Problem)))]
 pub(crate) async fn list(
     State(scheduler): State<Arc<Scheduler>>,
-    State(store): State<Arc<dyn Store>>,
     Path(id): Path<String>,
     Query(params): Query<ListParams>,
 ) -> Result<Json<AttemptList>> {
     let job = jobs::find(&scheduler, &id).await?;
-    Ok(Json(LIST.page_of_job(&job.id, store.attempts(&job.id).await?, &params)?.into()))
+    Ok(Json(LIST.page_of_job(&job.id, scheduler.store.attempts(&job.id).await?, &params)?.into()))
 }

@@ -5,7 +5,7 @@ use crate::{
     agents::Agents,
     api::{
         datasets,
-        jobs::submission::{self, Weights},
+        jobs::submission::{self, WeightsCheck},
     },
     auth::access::Caller,
     http::{
@@ -38,13 +38,7 @@ use utoipa::{IntoParams, ToSchema};
 pub(crate) struct LaunchQuery {
     /// Set this if agents for the job will be started afterwards. The job may then have more ranks than the online machines have slots.
     #[serde(default)]
-    launched: bool,
-}
-
-impl LaunchQuery {
-    pub(in crate::api) fn slots(&self) -> Slots {
-        if self.launched { Slots::Later } else { Slots::Now }
-    }
+    pub(in crate::api) launched: bool,
 }
 
 /// Result of checking a specification.
@@ -99,15 +93,15 @@ const MIN_MEASURED_STEPS: u64 = 20;
 pub(crate) async fn validate(
     State(scheduler): State<Arc<Scheduler>>,
     Extension(caller): Extension<Caller>,
-    Query(query): Query<LaunchQuery>,
+    Query(LaunchQuery { launched }): Query<LaunchQuery>,
     Document(document, _): Document,
 ) -> Result<Json<CheckReport>> {
     if let Some((section, job)) = split_sweep(&document) {
         // Only the first trial is checked completely. A submission checks all trials.
-        let checked = check_sweep(&scheduler, &caller, (&section, &job), "sweep", 1, query.slots()).await?;
+        let checked = check_sweep(&scheduler, &caller, (&section, &job), "sweep", 1, launched).await?;
         return Ok(Json(checked.report(section, &job)?));
     }
-    let checked = check_with(&scheduler, &caller, &document, true, query.slots()).await?;
+    let checked = check(&scheduler, &caller, &document, true, launched).await?;
     let estimate = estimate(&scheduler, &caller, &checked).await?;
     Ok(Json(CheckReport { estimate, ..checked.report() }))
 }
@@ -176,38 +170,16 @@ impl Checked {
 }
 
 /// Checks a document: the specification itself, and its dataset and slots on this server. If the job `begins` at its first step, also
-/// checks whether the pretrained weights fit.
-///
-/// # Errors
-/// The document has mistakes, or the database cannot be read.
+/// checks whether the pretrained weights fit. If the job is `launched`, agents for it are started afterwards, so the slots are not checked.
 pub(in crate::api) async fn check(
     scheduler: &Scheduler,
     caller: &Caller,
     document: &Value,
     begins: bool,
-) -> Result<Checked> {
-    check_with(scheduler, caller, document, begins, Slots::Now).await
-}
-
-/// When the machines must have enough slots for the job's ranks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in crate::api) enum Slots {
-    /// Now, on machines that are online. Not checked if no machine is online.
-    Now,
-    /// Later: a launcher will start agents for the job.
-    Later,
-}
-
-/// Same as [`check`], with a choice of `slots`.
-pub(super) async fn check_with(
-    scheduler: &Scheduler,
-    caller: &Caller,
-    document: &Value,
-    begins: bool,
-    slots: Slots,
+    launched: bool,
 ) -> Result<Checked> {
     let datasets = current_datasets(scheduler, caller, [document]).await?;
-    check_on(scheduler, caller, &datasets, document, begins, slots).await
+    check_on(scheduler, caller, &datasets, document, begins, launched).await
 }
 
 /// The datasets that the caller may see. Of those that `documents` name, changed ones are inspected again.
@@ -237,7 +209,7 @@ async fn check_on(
     datasets: &[Dataset],
     document: &Value,
     begins: bool,
-    slots: Slots,
+    launched: bool,
 ) -> Result<Checked> {
     let mut not_checked = None;
     // The checks below also run for a document with mistakes, so that all mistakes are reported at once.
@@ -259,7 +231,7 @@ async fn check_on(
         errors.extend(submission::resolve_version(&*scheduler.store, caller, spec).await?);
     }
     if let Some(spec) = &spec
-        && slots == Slots::Now
+        && !launched
         && !in_document.touch(&["/parallel", "/train/precision"])
     {
         errors.extend(slots_mistake(&scheduler.agents, spec));
@@ -277,9 +249,9 @@ async fn check_on(
         errors.extend(found.into_iter().filter(|mistake| !in_document.may_cause(mistake)));
         if begins && !in_document.touch(&["/model", "/data", "/train/recipe"]) {
             match submission::pretrained(scheduler, caller, spec, dataset).await? {
-                Weights::Fit => {}
-                Weights::Mistake(mistake) => errors.push(mistake),
-                Weights::NotChecked(warning) => not_checked = Some(warning),
+                WeightsCheck::Fit => {}
+                WeightsCheck::Mistake(mistake) => errors.push(mistake),
+                WeightsCheck::NotChecked(warning) => not_checked = Some(warning),
             }
         }
     }
@@ -325,7 +297,7 @@ pub(in crate::api) async fn check_sweep(
     (section, job): (&Value, &Value),
     id: &str,
     full_checks: usize,
-    slots: Slots,
+    launched: bool,
 ) -> Result<CheckedSweep> {
     let sweep = read_sweep(section).map_err(Error::Invalid)?;
     let settings = sweep.settings();
@@ -336,7 +308,7 @@ pub(in crate::api) async fn check_sweep(
         let found = match document {
             Err(detail) => vec![SpecError { pointer: "/sweep/parameters".into(), detail }],
             Ok(document) if index >= full_checks => spec::read(&document).1,
-            Ok(document) => match check_on(scheduler, caller, &datasets, &document, true, slots).await {
+            Ok(document) => match check_on(scheduler, caller, &datasets, &document, true, launched).await {
                 Ok(checked) => {
                     let found = sweep.check_with_trial(&checked.spec);
                     trials.push(checked);

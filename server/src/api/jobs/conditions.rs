@@ -1,6 +1,7 @@
 //! Conditions on settings in a request: `train.lr>0.1,model.arch=resnet50`.
 
 use crate::{
+    api::list,
     http::error::{Error, Result},
     store::{Comparison, Condition, SettingValue},
 };
@@ -27,8 +28,7 @@ const COMPARISONS: [(&str, Comparison); 7] = [
 /// 400: the request has more than ten conditions, a condition cannot be parsed, its key is not a setting with one value, or its value does
 /// not fit the key.
 pub(super) fn parse(text: Option<&str>) -> Result<Vec<Condition>> {
-    let parts = text.unwrap_or_default().split(',').map(str::trim).filter(|part| !part.is_empty());
-    let parts: Vec<_> = parts.collect();
+    let parts: Vec<_> = list::parts(text).collect();
     if parts.len() > MAX_CONDITIONS {
         return Err(refused(format!("has {} conditions; give at most {MAX_CONDITIONS}", parts.len())));
     }

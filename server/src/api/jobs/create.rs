@@ -1,6 +1,6 @@
 //! Submitting a job. The server checks the job and stores it with its folder, once for each `Idempotency-Key`.
 
-use super::check::{Checked, LaunchQuery, Slots, check_with};
+use super::check::{Checked, LaunchQuery, check};
 use crate::{
     api::to_the_end,
     auth::{Auth, access::Caller},
@@ -44,40 +44,27 @@ pub(crate) async fn create(
     Extension(caller): Extension<Caller>,
     headers: HeaderMap,
     OriginalUri(uri): OriginalUri,
-    Query(query): Query<LaunchQuery>,
+    Query(LaunchQuery { launched }): Query<LaunchQuery>,
     Document(document, bytes): Document,
 ) -> Result<Response> {
     let key = idempotency_key(&auth, &caller, &headers, &uri, &bytes)?;
-    let slots = query.slots();
     let (status, job) =
-        to_the_end(async move { submit_with(&scheduler, &caller, &document, key, slots).await }).await?;
+        to_the_end(async move { submit(&scheduler, &caller, &document, key, launched).await }).await?;
     Ok((status, [(header::LOCATION, format!("/api/v1/jobs/{}", job.id))], Json(job)).into_response())
 }
 
-/// Checks a document and stores it as a job.
-///
-/// # Errors
-/// The document has mistakes, or the job cannot be stored.
+/// Checks a document and stores it as a job. If the job is `launched`, agents for it are started afterwards.
 pub(crate) async fn submit(
     scheduler: &Scheduler,
     caller: &Caller,
     document: &Value,
     key: Option<(String, String)>,
-) -> Result<(StatusCode, Job)> {
-    submit_with(scheduler, caller, document, key, Slots::Now).await
-}
-
-async fn submit_with(
-    scheduler: &Scheduler,
-    caller: &Caller,
-    document: &Value,
-    key: Option<(String, String)>,
-    slots: Slots,
+    launched: bool,
 ) -> Result<(StatusCode, Job)> {
     if let Some(job) = made_before(&*scheduler.store, caller, key.as_ref()).await? {
         return Ok((StatusCode::OK, job));
     }
-    let Checked { spec, warnings, .. } = check_with(scheduler, caller, document, true, slots).await?;
+    let Checked { spec, warnings, .. } = check(scheduler, caller, document, true, launched).await?;
     let (status, mut job) = store(scheduler, caller, JobId::generate(), spec, key, None).await?;
     job.warnings = warnings;
     Ok((status, job))
@@ -92,17 +79,12 @@ pub(in crate::api) async fn made_before(
 ) -> Result<Option<Job>> {
     let Some(key) = key else { return Ok(None) };
     match store.job_made_by(key).await? {
-        Some(job) if !caller.sees(job.spec.private, job.owner.as_deref()) => {
-            Err(StoreError::KeyReused.into())
-        }
+        Some(job) if !caller.sees_job(&job) => Err(StoreError::KeyReused.into()),
         found => Ok(found),
     }
 }
 
 /// Stores a checked specification as a job, with its folder.
-///
-/// # Errors
-/// The folder or the database cannot be written.
 pub(in crate::api) async fn store(
     scheduler: &Scheduler,
     caller: &Caller,

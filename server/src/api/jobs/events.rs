@@ -10,7 +10,7 @@ use crate::{
         extract::{Path, Query, count},
     },
     scheduler::Scheduler,
-    store::{PAGE_BYTES, Store, Stored},
+    store::{PAGE_BYTES, Stored},
 };
 use axum::{extract::State, response::Response};
 use lockstep_protocol::stream::Event;
@@ -119,24 +119,22 @@ pub(crate) struct EventsQuery {
     responses((status = 200, body = EventList), (status = 400, body = Problem), (status = 404, body = Problem)))]
 pub(crate) async fn list(
     State(scheduler): State<Arc<Scheduler>>,
-    State(store): State<Arc<dyn Store>>,
     Path(id): Path<String>,
     Query(query): Query<EventsQuery>,
 ) -> Result<Response> {
     let job = jobs::find(&scheduler, &id).await?;
     let limit = count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)?;
     let fields = Fields::parse(query.fields.as_deref(), FIELDS)?;
-    let types = query.types.as_deref().unwrap_or_default().split(',').map(str::trim);
-    let types = types.filter(|name| !name.is_empty()).map(|name| list::known_name("type", name, TYPES));
+    let types = list::parts(query.types.as_deref()).map(|name| list::known_name("type", name, TYPES));
     let types = types.collect::<Result<Vec<_>>>()?;
     let has_metrics = types.is_empty() || types.contains(&"metrics");
-    let pages = Pages::new("events", ORDER).of_job(job.id.as_str());
+    let pages = Pages::new("events", ORDER).of("job", job.id.as_str());
     let mut after: u64 = pages.read(query.cursor.as_deref())?.unwrap_or(0);
     let (mut items, mut bytes, mut examined, mut full) = (Vec::new(), 0, 0, false);
     let _permit = large::permit(limit).await?;
     let limit = limit as usize;
     while !full {
-        let rows = store.events(&job.id, after, ROWS).await?;
+        let rows = scheduler.store.events(&job.id, after, ROWS).await?;
         examined += rows.len();
         let ends = rows.len() < ROWS as usize;
         // Lets other requests run between two queries.

@@ -62,9 +62,8 @@ pub(crate) fn not_measurable(trained: &Trained, dataset: &Dataset) -> Option<Str
     }
     (trained.channels != info.channels).then(|| {
         format!(
-            "the model was trained on pictures of {} channel{}, but pictures of {name} have {}",
-            trained.channels,
-            if trained.channels == 1 { "" } else { "s" },
+            "the model was trained on pictures of {}, but pictures of {name} have {}",
+            plural(trained.channels.into(), "channel"),
             info.channels
         )
     })
@@ -149,8 +148,7 @@ pub(crate) async fn check_newest(checkpoints: &Checkpoints, caller: &Caller, job
         // A job in any other state cannot continue anyway; `lifecycle` reports that.
         let can_continue = matches!(job.state, JobState::Paused | JobState::Failed | JobState::Cancelled);
         let detail = format!("the dataset {name:?} is no longer registered; add it again under this name");
-        let mistake = SpecError { pointer: "/data/dataset".into(), detail };
-        return if can_continue { Err(Error::Invalid(vec![mistake])) } else { Ok(()) };
+        return if can_continue { Err(Error::invalid("/data/dataset", detail)) } else { Ok(()) };
     };
     let Some(newest) = checkpoints.store.checkpoints(&job.id).await?.into_iter().next() else {
         return Ok(());

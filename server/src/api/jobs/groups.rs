@@ -122,12 +122,6 @@ struct MeanAndSpread {
     max: Option<f64>,
 }
 
-impl From<&Spread> for MeanAndSpread {
-    fn from(of: &Spread) -> Self {
-        Self { n: of.n, mean: of.mean(), std: of.std(), min: of.min(), max: of.max() }
-    }
-}
-
 impl Group {
     fn new(row: GroupRow, metrics: &[&str]) -> Result<Self> {
         let json = serde_json::to_string(&row.values);
@@ -135,6 +129,13 @@ impl Group {
         if id.len() > ID_BYTES {
             id = hex::encode(Sha256::digest(&id));
         }
+        let spread = |of: &Spread| MeanAndSpread {
+            n: of.n,
+            mean: of.mean(),
+            std: of.std(),
+            min: of.min(),
+            max: of.max(),
+        };
         Ok(Self {
             jobs: row.states.iter().map(|(_, count)| count).sum(),
             states: row.states.into_iter().map(|(state, count)| (state.as_str(), count)).collect(),
@@ -142,7 +143,7 @@ impl Group {
             metrics: metrics
                 .iter()
                 .map(|name| (*name).to_owned())
-                .zip(row.metrics.iter().map(Into::into))
+                .zip(row.metrics.iter().map(spread))
                 .collect(),
             values: row.values,
             id,
@@ -162,7 +163,7 @@ impl Group {
 /// Parses the names of metrics in a request, without duplicates.
 fn names(text: Option<&str>) -> Result<Vec<&str>> {
     let mut names: Vec<&str> = Vec::new();
-    for name in text.unwrap_or_default().split(',').map(str::trim).filter(|name| !name.is_empty()) {
+    for name in list::parts(text) {
         if !names.contains(&name) {
             names.push(name);
         }
@@ -224,7 +225,7 @@ pub(crate) async fn list(
     let mut groups = found.into_iter().map(|row| Group::new(row, &names)).collect::<Result<Vec<_>>>()?;
     let total = (query.count == Some(true)).then_some(groups.len() as u64);
     let key = |group: &Group| group.key(sorted_by);
-    let pages = Pages::new("groups", sort).of_grouping(&query.by);
+    let pages = Pages::new("groups", sort).of("grouping", &query.by);
     let cursor = query.cursor.as_deref();
     let next_cursor = list::part(&mut groups, pages, key, |group| &group.id, cursor, limit)?;
     Ok(Json(GroupList { groups, next_cursor, total }))

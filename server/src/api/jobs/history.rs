@@ -61,7 +61,7 @@ pub(crate) async fn show(
 ) -> Result<Json<History>> {
     let limit = count("limit", query.limit, MAX_LIMIT, MAX_LIMIT)? as usize;
     let job = jobs::find(&scheduler, &id).await?;
-    let pages = Pages::new("history", ORDER).of_job(job.id.as_str());
+    let pages = Pages::new("history", ORDER).of("job", job.id.as_str());
     // Entries are only appended, so a cursor is the number of entries on the previous pages.
     let from: usize = pages.read(query.cursor.as_deref())?.unwrap_or(0);
     let may_see_who = caller.sees_all() || caller.owns(job.owner.as_deref());
@@ -75,7 +75,7 @@ pub(crate) async fn show(
     entries.extend(of_attempts(&attempts, &rows.events));
     // A stable sort: a request stays before the attempt's end that followed in the same millisecond.
     entries.sort_by_key(|entry| entry.at);
-    let forks = rows.forks.into_iter().filter(|(fork, _)| sees(&caller, fork));
+    let forks = rows.forks.into_iter().filter(|(fork, _)| caller.sees_job(fork));
     let forks = forks.map(|(fork, checkpoint)| Relative {
         job: fork.id.to_string(),
         name: Some(fork.name),
@@ -110,7 +110,7 @@ async fn parent(
     };
     let known = known.map(|row| row.job);
     // A deleted parent is shown unless it was private.
-    if known.as_ref().map_or(job.parent.is_none(), |known| !sees(caller, known)) {
+    if known.as_ref().map_or(job.parent.is_none(), |known| !caller.sees_job(known)) {
         let begun = checkpoint.strip_prefix(&id).map(|place| format!("{}{place}", job.id));
         return Ok((None, Some(begun.unwrap_or_default())));
     }
@@ -123,10 +123,6 @@ async fn parent(
         who: known.and_then(|job| job.owner),
     };
     Ok((Some(relative), Some(checkpoint)))
-}
-
-fn sees(caller: &Caller, job: &Job) -> bool {
-    caller.sees(job.spec.private, job.owner.as_deref())
 }
 
 /// Returns the reason if an attempt began with fewer ranks than the job has.

@@ -7,7 +7,7 @@ use crate::{
         extract::{Path, Query},
     },
     scheduler::Scheduler,
-    store::{HistogramFilter, HistogramRow, Store},
+    store::{HistogramFilter, HistogramRow},
 };
 use axum::{Json, extract::State};
 use lockstep_protocol::{histograms::HistogramKind, network::NetworkDescription};
@@ -61,13 +61,6 @@ pub(crate) struct Histogram {
     counts: Vec<u32>,
 }
 
-impl From<HistogramRow> for Histogram {
-    fn from(row: HistogramRow) -> Self {
-        let HistogramRow { step, attempt, layer, kind, min, max, counts } = row;
-        Self { step, attempt, layer, kind, min, max, counts }
-    }
-}
-
 fn kind(text: &str) -> Result<HistogramKind> {
     let found = HistogramKind::ALL.into_iter().find(|kind| kind.as_str() == text);
     found.ok_or_else(|| Error::BadRequest("kind must be weight or gradient".into()))
@@ -81,24 +74,27 @@ fn kind(text: &str) -> Result<HistogramKind> {
     responses((status = 200, body = Histograms), (status = 400, body = Problem), (status = 404, body = Problem)))]
 pub(crate) async fn histograms(
     State(scheduler): State<Arc<Scheduler>>,
-    State(store): State<Arc<dyn Store>>,
     Path(id): Path<String>,
     Query(query): Query<HistogramQuery>,
 ) -> Result<Json<Histograms>> {
     let kind = query.kind.as_deref().map(kind).transpose()?;
     let job = jobs::find(&scheduler, &id).await?;
-    let index = store.histogram_index(&job.id).await?;
+    let index = scheduler.store.histogram_index(&job.id).await?;
     let rows = if query.layer.is_some() || query.step.is_some() {
         let filter = HistogramFilter { kind, layer: query.layer, step: query.step };
-        store.histograms(&job.id, &filter).await?
+        scheduler.store.histograms(&job.id, &filter).await?
     } else {
         Vec::new()
+    };
+    let histogram = |row| {
+        let HistogramRow { step, attempt, layer, kind, min, max, counts } = row;
+        Histogram { step, attempt, layer, kind, min, max, counts }
     };
     let layers = index.layers.into_iter().filter(|(_, of)| kind.is_none_or(|kind| kind == *of));
     Ok(Json(Histograms {
         steps: index.steps,
         layers: layers.map(|(name, kind)| HistogramLayer { name, kind }).collect(),
-        histograms: rows.into_iter().map(Histogram::from).collect(),
+        histograms: rows.into_iter().map(histogram).collect(),
     }))
 }
 
@@ -109,10 +105,9 @@ pub(crate) async fn histograms(
     responses((status = 200, body = NetworkDescription), (status = 404, body = Problem)))]
 pub(crate) async fn network(
     State(scheduler): State<Arc<Scheduler>>,
-    State(store): State<Arc<dyn Store>>,
     Path(id): Path<String>,
 ) -> Result<Json<NetworkDescription>> {
     let job = jobs::find(&scheduler, &id).await?;
-    let network = store.network(&job.id).await?;
+    let network = scheduler.store.network(&job.id).await?;
     Ok(Json(network.unwrap_or_default()))
 }

@@ -12,7 +12,7 @@ use crate::{
         extract::{Query, count, search_text},
     },
     scheduler::Scheduler,
-    store::{JobFilter, Store},
+    store::JobFilter,
 };
 use axum::{Extension, extract::State, response::Response};
 use lockstep_protocol::{Job, JobState, labels, metric};
@@ -127,9 +127,6 @@ pub(crate) struct ListQuery {
 
 impl ListQuery {
     /// Parses the parameters.
-    ///
-    /// # Errors
-    /// A parameter is invalid, or a text to search for is too long.
     pub(crate) fn filter(&self, caller: &Caller) -> Result<JobFilter> {
         search_text("name", self.name.as_deref())?;
         search_text("q", self.q.as_deref())?;
@@ -138,12 +135,12 @@ impl ListQuery {
         if let Some(mistake) = project.as_deref().and_then(labels::project_mistake) {
             return Err(Error::BadRequest(format!("project {mistake}")));
         }
-        let tags: Vec<String> = parts(self.tag.as_deref()).map(str::to_owned).collect();
+        let tags: Vec<String> = list::parts(self.tag.as_deref()).map(str::to_owned).collect();
         if let Some(mistake) = labels::tags_mistake(&tags) {
             return Err(Error::BadRequest(format!("tag: {mistake}")));
         }
         let mut states: Vec<JobState> = Vec::new();
-        for state in parts(self.state.as_deref()) {
+        for state in list::parts(self.state.as_deref()) {
             let state = state.parse().map_err(Error::BadRequest)?;
             if !states.contains(&state) {
                 states.push(state);
@@ -197,12 +194,7 @@ impl ListQuery {
 /// # Errors
 /// 400: a metric is unknown.
 fn metrics(text: Option<&str>) -> Result<Vec<&'static str>> {
-    parts(text).map(|name| list::known_name("metric", name, &metric::NAMES)).collect()
-}
-
-/// The non-empty parts of a comma-separated list.
-fn parts(text: Option<&str>) -> impl Iterator<Item = &str> {
-    text.unwrap_or_default().split(',').map(str::trim).filter(|part| !part.is_empty())
+    list::parts(text).map(|name| list::known_name("metric", name, &metric::NAMES)).collect()
 }
 
 /// List jobs
@@ -210,7 +202,6 @@ fn parts(text: Option<&str>) -> impl Iterator<Item = &str> {
     responses((status = 200, body = JobList), (status = 400, body = Problem), (status = 422, body = Problem)))]
 pub(crate) async fn list(
     State(scheduler): State<Arc<Scheduler>>,
-    State(store): State<Arc<dyn Store>>,
     Extension(caller): Extension<Caller>,
     Query(query): Query<ListQuery>,
 ) -> Result<Response> {
@@ -219,14 +210,14 @@ pub(crate) async fn list(
     let filter = JobFilter { with_notes, ..query.filter(&caller)? };
     let metrics = metrics(query.metrics.as_deref())?;
     let _permit = large::permit(filter.limit).await?;
-    let mut page = store.jobs(&filter).await?;
+    let mut page = scheduler.store.jobs(&filter).await?;
     for job in &mut page.jobs {
         // All metrics would be most of a long list.
         job.last.others.retain(|name, _| metrics.contains(&name.as_str()));
         scheduler.last_plan.tell(job);
     }
     let total = match query.count {
-        Some(true) => Some(store.jobs_counted(&filter).await?),
+        Some(true) => Some(scheduler.store.jobs_counted(&filter).await?),
         _ => None,
     };
     let next_cursor = query.next_cursor(page.next.as_ref())?;

@@ -140,7 +140,6 @@ pub(crate) struct Line {
     responses((status = 200, content((Logs = "application/json"), (String = "text/plain"))), (status = 400, body = Problem), (status = 404, body = Problem), (status = 422, body = Problem)))]
 pub(crate) async fn query(
     State(scheduler): State<Arc<Scheduler>>,
-    State(store): State<Arc<dyn Store>>,
     Path(id): Path<String>,
     headers: HeaderMap,
     Query(query): Query<LogsQuery>,
@@ -153,41 +152,30 @@ pub(crate) async fn query(
     }
     let newest = query.newest_first()?;
     let limit = count("limit", query.limit, DEFAULT_LINES, MAX_LINES)?;
-    let pages = Pages::new("logs", if newest { "-seq" } else { "seq" }).of_job(job.id.as_str());
+    let pages = Pages::new("logs", if newest { "-seq" } else { "seq" }).of("job", job.id.as_str());
     let from: Option<u64> = pages.read(query.cursor.as_deref())?;
+    let LogsQuery { rank, attempt, after, before, .. } = query;
     if accepts.starts_with("text/plain") || query.format.is_some() {
         if query.sort.or(query.cursor).is_some() {
             let detail = "a file of the log has all lines, the oldest first: leave sort and cursor out";
             return Err(Error::BadRequest(detail.into()));
         }
-        let filter = LogFilter {
-            rank: query.rank,
-            attempt: query.attempt,
-            after: query.after,
-            before: query.before,
-            limit: DEFAULT_LINES,
-            newest: false,
-            containing: query.q,
-        };
-        return Ok(text_file(store, job.id, filter));
+        let containing = query.q;
+        let filter =
+            LogFilter { rank, attempt, after, before, limit: DEFAULT_LINES, newest: false, containing };
+        return Ok(text_file(scheduler.store.clone(), job.id, filter));
     }
-    let filter = LogFilter {
-        rank: query.rank,
-        attempt: query.attempt,
-        after: from.filter(|_| !newest).map_or(query.after, |from| query.after.max(from)),
-        before: match from.filter(|_| newest) {
-            Some(from) => Some(query.before.map_or(from, |before| before.min(from))),
-            None => query.before,
-        },
-        limit,
-        newest,
-        containing: None,
+    let (after, before) = match from {
+        None => (after, before),
+        Some(from) if newest => (after, Some(before.map_or(from, |before| before.min(from)))),
+        Some(from) => (after.max(from), before),
     };
+    let filter = LogFilter { rank, attempt, after, before, limit, newest, containing: None };
     if let Some(q) = query.q.as_deref().filter(|q| !q.is_empty()) {
-        let found = search(&*store, &job, filter, q).await?;
+        let found = search(&*scheduler.store, &job, filter, q).await?;
         return found.at_most(limit as usize, newest).page(pages, newest).await;
     }
-    let LogPage { events, range, full } = store.logs(&job_id(&id)?, &filter).await?;
+    let LogPage { events, range, full } = scheduler.store.logs(&job_id(&id)?, &filter).await?;
     let next = range.filter(|_| full).map(|(first, last)| if newest { first } else { last });
     let found = Found { lines: lines(events, query.q.as_deref()), next };
     found.at_most(limit as usize, newest).page(pages, newest).await

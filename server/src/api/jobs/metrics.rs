@@ -44,24 +44,19 @@ const CSV_EVENTS: u32 = 500;
 #[into_params(parameter_in = Query)]
 pub(crate) struct MetricsQuery {
     /// Name of a metric, such as `loss` (default: all metrics).
-    name: Option<String>,
+    pub(super) name: Option<String>,
     /// Comma-separated ranks, such as `0,1` (default: all ranks).
-    ranks: Option<String>,
+    pub(super) ranks: Option<String>,
     /// First step.
-    from: Option<u64>,
+    pub(super) from: Option<u64>,
     /// Last step.
-    to: Option<u64>,
+    pub(super) to: Option<u64>,
     /// Maximum number of buckets of each series, 1 to 10000 (default 1000).
     #[param(minimum = 1, maximum = 10000)]
-    points: Option<u32>,
+    pub(super) points: Option<u32>,
 }
 
 impl MetricsQuery {
-    /// Parameters for one metric.
-    pub(crate) fn of(name: String, ranks: Option<String>, from: Option<u64>, to: Option<u64>) -> Self {
-        Self { name: Some(name), ranks, from, to, points: None }
-    }
-
     /// Parses the parameters.
     ///
     /// # Errors
@@ -111,14 +106,7 @@ pub(crate) struct Metrics {
     exact: bool,
     /// Number of steps in a bucket; 1 if `exact`.
     bucket_steps: u64,
-    series: Vec<Series>,
-}
-
-impl Metrics {
-    /// Number of buckets of all series.
-    pub(crate) fn buckets(&self) -> usize {
-        self.series.iter().map(|series| series.steps.len()).sum()
-    }
+    pub(super) series: Vec<Series>,
 }
 
 /// One metric of one rank in one attempt. `null` stands for values that are not finite.
@@ -128,7 +116,7 @@ pub(crate) struct Series {
     rank: u32,
     attempt: u32,
     /// The first step of each bucket.
-    steps: Vec<u64>,
+    pub(super) steps: Vec<u64>,
     min: Vec<Option<f32>>,
     max: Vec<Option<f32>>,
     mean: Vec<Option<f32>>,
@@ -188,7 +176,6 @@ fn series((key, buckets): (SeriesKey, Vec<Bucket>)) -> Series {
     responses((status = 200, content_type = "text/csv", body = String), (status = 400, body = Problem), (status = 404, body = Problem)))]
 pub(crate) async fn csv(
     State(scheduler): State<Arc<Scheduler>>,
-    State(store): State<Arc<dyn Store>>,
     Path(id): Path<String>,
     Query(query): Query<MetricsQuery>,
 ) -> Result<Response> {
@@ -197,7 +184,7 @@ pub(crate) async fn csv(
     let job = jobs::find(&scheduler, &id).await?;
     check_name(filter.name.as_deref(), [&job])?;
     let name = format!("attachment; filename=\"{}-metrics.csv\"", job.id);
-    let csv = Csv::new(store, job, filter).await?;
+    let csv = Csv::new(scheduler.store.clone(), job, filter).await?;
     let parts = stream::try_unfold(csv, |mut csv| async move {
         let part = csv.next().await?;
         Ok::<_, Error>(part.map(|part| (part, csv)))

@@ -2,7 +2,7 @@
 
 use super::metrics::{self, Metrics, MetricsQuery};
 use crate::{
-    api::{jobs, large},
+    api::{jobs, large, list},
     auth::access::Caller,
     http::{
         error::{Error, Problem, Result},
@@ -72,7 +72,7 @@ pub(crate) async fn find(
     Query(asked): Query<JobsMetricsQuery>,
 ) -> Result<Response> {
     let mut ids: Vec<&str> = Vec::new();
-    for id in asked.jobs.split(',').map(str::trim).filter(|id| !id.is_empty()) {
+    for id in list::parts(Some(&asked.jobs)) {
         if !ids.contains(&id) {
             ids.push(id);
         }
@@ -93,7 +93,8 @@ pub(crate) async fn find(
             MAX_TOTAL_POINTS / ids.len()
         )));
     }
-    let filter = MetricsQuery::of(asked.name.clone(), asked.ranks.clone(), asked.from, asked.to).filter()?;
+    let JobsMetricsQuery { name, ranks, from, to, .. } = asked;
+    let filter = MetricsQuery { name: Some(name.clone()), ranks, from, to, points: None }.filter()?;
     let mut jobs = Vec::with_capacity(ids.len());
     for id in &ids {
         let job = jobs::seen(&scheduler, &caller, id).await.map_err(|error| match error {
@@ -104,11 +105,11 @@ pub(crate) async fn find(
         })?;
         jobs.push(job);
     }
-    metrics::check_name(Some(&asked.name), &jobs)?;
+    metrics::check_name(Some(&name), &jobs)?;
     let (mut found, mut buckets) = (Vec::new(), 0);
     for job in jobs {
         let metrics: Metrics = metrics::answer(query::find(&history, &job, &filter, points).await?);
-        buckets += metrics.buckets();
+        buckets += metrics.series.iter().map(|series| series.steps.len()).sum::<usize>();
         if buckets > MAX_RESPONSE_POINTS {
             return Err(Error::BadRequest(format!(
                 "the response would have more than {MAX_RESPONSE_POINTS} points, one of each rank and attempt: ask for fewer points, ranks or jobs"

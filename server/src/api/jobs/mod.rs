@@ -59,9 +59,6 @@ use std::{collections::HashSet, sync::Arc, time::Duration};
 use utoipa::IntoParams;
 
 /// Returns the ids of the jobs that a caller may not see.
-///
-/// # Errors
-/// The store cannot be read.
 pub(super) async fn hidden_from(store: &dyn Store, caller: &Caller) -> Result<HashSet<JobId>> {
     match caller.sees_as() {
         None => Ok(HashSet::new()),
@@ -88,9 +85,6 @@ pub(crate) async fn find(scheduler: &Scheduler, id: &str) -> Result<Job> {
 }
 
 /// Returns a job as the caller may see it: the parent is included only if the caller may see the parent.
-///
-/// # Errors
-/// The store cannot be read.
 pub(super) async fn shown_to(scheduler: &Scheduler, caller: &Caller, row: JobRow) -> Result<Job> {
     let mut job = row.job;
     if let Some(parent) = row.private_parent {
@@ -106,9 +100,6 @@ pub(super) async fn shown_to(scheduler: &Scheduler, caller: &Caller, row: JobRow
 }
 
 /// Same as [`shown_to`], with the diagnosis.
-///
-/// # Errors
-/// The store cannot be read.
 async fn diagnosed(metrics: &Metrics, scheduler: &Scheduler, caller: &Caller, row: JobRow) -> Result<Job> {
     let mut job = shown_to(scheduler, caller, row).await?;
     job.diagnosis = diagnosis::of(metrics, &job).await?;
@@ -121,7 +112,7 @@ async fn diagnosed(metrics: &Metrics, scheduler: &Scheduler, caller: &Caller, ro
 /// 404: no job that the caller may see has this id.
 pub(super) async fn seen(scheduler: &Scheduler, caller: &Caller, id: &str) -> Result<Job> {
     let job = find(scheduler, id).await?;
-    match caller.sees(job.spec.private, job.owner.as_deref()) {
+    match caller.sees_job(&job) {
         true => Ok(job),
         false => Err(Error::NotFound("no job has this id".into())),
     }
@@ -276,7 +267,7 @@ pub(super) fn check_readable(job: &Job) -> Result<()> {
             let detail = format!(
                 "the job was stored by another version of lockstep ({flaw}), and this version cannot read all of it; use that version"
             );
-            Err(Error::Conflict(detail, Some(job.state)))
+            Err(Error::WrongState(detail, job.state))
         }
     }
 }

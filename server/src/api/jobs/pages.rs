@@ -5,7 +5,7 @@ use crate::{
     agents::Agents,
     api::{
         datasets,
-        html::{Page, current_user, html},
+        html::{Page, html},
         server_url::ServerUrl,
     },
     auth::{Auth, access::Caller},
@@ -17,7 +17,7 @@ use crate::{
     ingest::run_files::RunFiles,
     metrics::Metrics,
     scheduler::Scheduler,
-    store::{JobFilter, Store},
+    store::JobFilter,
 };
 use axum::{
     Extension, Form,
@@ -41,7 +41,6 @@ pub(crate) async fn home() -> Redirect {
 /// `GET /jobs`
 pub(crate) async fn jobs(
     State(scheduler): State<Arc<Scheduler>>,
-    State(store): State<Arc<dyn Store>>,
     Extension(caller): Extension<Caller>,
     ServerUrl(server_url): ServerUrl,
     PageQuery(query): PageQuery<ListQuery>,
@@ -53,34 +52,28 @@ pub(crate) async fn jobs(
     if query.limit.is_none() {
         filter.limit = RENDERED_ROWS;
     }
-    let mut page = store.jobs(&filter).await?;
+    let mut page = scheduler.store.jobs(&filter).await?;
     page.jobs.iter_mut().for_each(|job| scheduler.last_plan.tell(job));
-    let any = !page.jobs.is_empty()
-        || !store
-            .jobs(&JobFilter { limit: 1, seen_by: caller.sees_as(), ..JobFilter::default() })
-            .await?
-            .jobs
-            .is_empty();
-    html(
-        jobs_views::JobsPage {
-            jobs: page.jobs,
-            filter: jobs_views::JobFilter {
-                states: filter.states,
-                text: filter.text.or(filter.name).unwrap_or_default(),
-                project: filter.project.unwrap_or_default(),
-                tag: filter.tags.join(","),
-                owner: filter.owner.unwrap_or_default(),
-                sort: query.sort.clone().unwrap_or_default(),
-                kept: query.kept(),
-            },
-            any,
-            next: query.next_cursor(page.next.as_ref())?,
-            server_url,
-            now: crate::now(),
-            user: current_user(&caller),
-        }
-        .render(),
-    )
+    let one = JobFilter { limit: 1, seen_by: caller.sees_as(), ..JobFilter::default() };
+    let any = !page.jobs.is_empty() || !scheduler.store.jobs(&one).await?.jobs.is_empty();
+    let page = jobs_views::JobsPage {
+        jobs: page.jobs,
+        filter: jobs_views::JobFilter {
+            states: filter.states,
+            text: filter.text.or(filter.name).unwrap_or_default(),
+            project: filter.project.unwrap_or_default(),
+            tag: filter.tags.join(","),
+            owner: filter.owner.unwrap_or_default(),
+            sort: query.sort.clone().unwrap_or_default(),
+            kept: query.kept(),
+        },
+        any,
+        next: query.next_cursor(page.next.as_ref())?,
+        server_url,
+        now: crate::now(),
+        user: caller.current_user(),
+    };
+    html(page.render())
 }
 
 /// `GET /jobs/new`: initial values of the form.
@@ -107,7 +100,7 @@ pub(crate) async fn new_job(
         slots(&scheduler.agents),
         server_url,
     );
-    page.user = current_user(&caller);
+    page.user = caller.current_user();
     if let Some(id) = &query.from {
         let job = seen(&scheduler, &caller, id).await?;
         check_readable(&job)?;
@@ -129,7 +122,7 @@ pub(crate) async fn submit_job(
     Form(pairs): Form<Vec<(String, String)>>,
 ) -> Page {
     let form = submit_views::Form::from_pairs(pairs);
-    match submit(&scheduler, &caller, &form.document(), None).await {
+    match submit(&scheduler, &caller, &form.document(), None, false).await {
         Ok((_, job)) => Ok(Redirect::to(&format!("/jobs/{}", job.id)).into_response()),
         Err(Error::Invalid(mistakes)) => {
             let datasets = datasets::visible_datasets(&*scheduler.store, &caller).await?;
@@ -139,7 +132,7 @@ pub(crate) async fn submit_job(
                 datasets,
                 slots: slots(&scheduler.agents),
                 server_url,
-                user: current_user(&caller),
+                user: caller.current_user(),
             };
             Ok((StatusCode::UNPROCESSABLE_ENTITY, html(page.render())?).into_response())
         }
@@ -198,25 +191,23 @@ pub(crate) async fn job(
     } else {
         Vec::new()
     };
-    html(
-        job_views::JobPage {
-            job,
-            ranks,
-            checkpoints,
-            attempts,
-            files,
-            user: current_user(&caller),
-            may_change,
-            panels: panels.into(),
-            has_histograms,
-            has_network,
-            has_artifact_store: scheduler.checkpoints.artifact_store.is_some(),
-        }
-        .render(),
-    )
+    let page = job_views::JobPage {
+        job,
+        ranks,
+        checkpoints,
+        attempts,
+        files,
+        user: caller.current_user(),
+        may_change,
+        panels: panels.into(),
+        has_histograms,
+        has_network,
+        has_artifact_store: scheduler.checkpoints.artifact_store.is_some(),
+    };
+    html(page.render())
 }
 
 /// `GET /compare`: the script reads the jobs' ids from the URL.
 pub(crate) async fn compare(Extension(caller): Extension<Caller>) -> Page {
-    html(compare::ComparePage { user: current_user(&caller) }.render())
+    html(compare::ComparePage { user: caller.current_user() }.render())
 }

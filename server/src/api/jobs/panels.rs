@@ -73,9 +73,6 @@ impl NewPanels {
 }
 
 /// Returns the panels of a job's page: the job's own panels, or else the project's.
-///
-/// # Errors
-/// The store cannot be read.
 pub(crate) async fn of_job(store: &dyn Store, job: &JobId, project: &str) -> Result<JobPanels> {
     if let Some(panels) = store.panels(PanelsOf::Job(job)).await? {
         return Ok(JobPanels { from: Origin::Job, panels });
@@ -93,11 +90,10 @@ pub(crate) async fn of_job(store: &dyn Store, job: &JobId, project: &str) -> Res
     responses((status = 200, body = JobPanels), (status = 404, body = Problem)))]
 pub(crate) async fn show(
     State(scheduler): State<Arc<Scheduler>>,
-    State(store): State<Arc<dyn Store>>,
     Path(id): Path<String>,
 ) -> Result<Json<JobPanels>> {
     let job = jobs::find(&scheduler, &id).await?;
-    Ok(Json(of_job(&*store, &job.id, &job.project).await?))
+    Ok(Json(of_job(&*scheduler.store, &job.id, &job.project).await?))
 }
 
 /// Set a job's own panels
@@ -107,13 +103,12 @@ pub(crate) async fn show(
     responses((status = 200, body = JobPanels), (status = 404, body = Problem), (status = 422, body = Problem)))]
 pub(crate) async fn put(
     State(scheduler): State<Arc<Scheduler>>,
-    State(store): State<Arc<dyn Store>>,
     Path(id): Path<String>,
     Body(new, _): Body<NewPanels>,
 ) -> Result<Json<JobPanels>> {
     let job = jobs::find(&scheduler, &id).await?;
     let panels = new.checked(job.external.is_some())?;
-    store.put_panels(PanelsOf::Job(&job.id), Some(&panels)).await?;
+    scheduler.store.put_panels(PanelsOf::Job(&job.id), Some(&panels)).await?;
     Ok(Json(JobPanels { from: Origin::Job, panels }))
 }
 
@@ -124,11 +119,10 @@ pub(crate) async fn put(
     responses((status = 204), (status = 404, body = Problem)))]
 pub(crate) async fn delete(
     State(scheduler): State<Arc<Scheduler>>,
-    State(store): State<Arc<dyn Store>>,
     Path(id): Path<String>,
 ) -> Result<StatusCode> {
     let job = jobs::find(&scheduler, &id).await?;
-    store.put_panels(PanelsOf::Job(&job.id), None).await?;
+    scheduler.store.put_panels(PanelsOf::Job(&job.id), None).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 

@@ -10,9 +10,8 @@ use crate::{
         extract::{Path, Query, count},
     },
     scheduler::Scheduler,
-    store::Store,
 };
-use axum::{Extension, Json, extract::State, http::StatusCode};
+use axum::{Extension, Json, extract::State};
 use lockstep_protocol::{
     agent::{AgentReply, AgentRequest},
     dataset::Dataset,
@@ -99,16 +98,15 @@ pub(crate) struct SamplePage {
     responses((status = 200, body = SamplePage), (status = 400, body = Problem), (status = 404, body = Problem), (status = 422, body = Problem), (status = 503, body = Problem)))]
 pub(crate) async fn of_dataset(
     State(scheduler): State<Arc<Scheduler>>,
-    State(store): State<Arc<dyn Store>>,
     Extension(caller): Extension<Caller>,
     Path(name): Path<String>,
     Query(query): Query<SamplesQuery>,
 ) -> Result<Json<SamplePage>> {
-    let dataset = store.dataset(&name).await?;
+    let dataset = scheduler.store.dataset(&name).await?;
     let dataset = dataset.ok_or_else(|| Error::NotFound("no dataset has this name".into()))?;
     let limit = count("limit", query.limit, DEFAULT_PICTURES, MAX_PICTURES)?;
     let (order, id) = (query.order(), dataset_id(&dataset));
-    let pages = Pages::new("samples", &order).of_dataset(&id);
+    let pages = Pages::new("samples", &order).of("dataset", &id);
     let begin = query.begin(pages)?;
     // Saturating, because a cursor may have any number.
     let end = |pictures: u64| begin.saturating_add(pictures);
@@ -153,7 +151,6 @@ pub(crate) struct IndicesQuery {
     responses((status = 200, body = Samples), (status = 400, body = Problem), (status = 404, body = Problem), (status = 422, body = Problem), (status = 503, body = Problem)))]
 pub(crate) async fn of_job(
     State(scheduler): State<Arc<Scheduler>>,
-    State(store): State<Arc<dyn Store>>,
     Extension(caller): Extension<Caller>,
     Path(id): Path<String>,
     Query(query): Query<IndicesQuery>,
@@ -161,7 +158,7 @@ pub(crate) async fn of_job(
     let job = jobs::find(&scheduler, &id).await?;
     jobs::check_readable(&job)?;
     let spec = job.spec;
-    let dataset = store.dataset(&spec.data.dataset).await?;
+    let dataset = scheduler.store.dataset(&spec.data.dataset).await?;
     // Another dataset may have this name now, so access is checked again.
     let dataset = dataset.filter(|dataset| caller.sees(dataset.private, dataset.owner.as_deref()));
     let dataset =
@@ -186,8 +183,7 @@ pub(crate) async fn of_job(
 }
 
 async fn ask(datasets: &Datasets, path: String, pick: Pick) -> Result<Samples> {
-    let not_allowed = |detail| Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, detail);
-    datasets.roots.check_registered(&path).await.map_err(not_allowed)?;
+    datasets.roots.check_registered(&path).await.map_err(Error::unprocessable)?;
     let request = AgentRequest::Samples { path, pick, allowed: datasets.roots.allowed() };
     match requests::call(&datasets.agents, request, TIMEOUT).await {
         Ok(AgentReply::Samples(samples)) => Ok(samples),

@@ -1,13 +1,13 @@
 //! Projects: names by which jobs are grouped.
 
 use crate::{
-    api::list::{Elements, List, ListParams, list_of},
+    api::list::{List, ListParams, list_of},
     auth::access::Caller,
     http::{
         error::{Problem, Result},
         extract::Query,
     },
-    store::{ProjectRow, Store},
+    store::Store,
 };
 use axum::{Extension, Json, extract::State};
 use jiff::Timestamp;
@@ -16,17 +16,13 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use utoipa::ToSchema;
 
-/// A page of projects.
-#[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct ProjectList {
+list_of! {
+    /// A page of projects.
+    ProjectList
     /// Ordered by name, unless `sort` is given.
-    #[schema(value_type = Vec<Project>)]
-    projects: Elements<Project>,
-    /// Value of `cursor` for the next page; null on the last page.
-    next_cursor: Option<String>,
+    projects: Project
     /// Number of projects on all pages; absent without `count=true`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    total: Option<u64>,
+    total
 }
 
 /// A project. A project exists while a job has its name.
@@ -42,8 +38,6 @@ pub(crate) struct Project {
     newest_at: Timestamp,
 }
 
-list_of!(ProjectList, projects: Project);
-
 const LIST: List<Project> = List {
     name: "projects",
     fields: &["name", "jobs", "states", "newest_at"],
@@ -57,17 +51,6 @@ const LIST: List<Project> = List {
     created: None,
 };
 
-impl From<ProjectRow> for Project {
-    fn from(row: ProjectRow) -> Self {
-        Self {
-            jobs: row.states.iter().map(|(_, count)| count).sum(),
-            states: row.states.into_iter().map(|(state, count)| (state.as_str(), count)).collect(),
-            name: row.name,
-            newest_at: row.newest_at,
-        }
-    }
-}
-
 /// List projects
 ///
 /// Each project has the number of its jobs in each state, without private jobs of others. `sort`: `name`, `jobs`, `newest`. Projects have no
@@ -79,6 +62,12 @@ pub(crate) async fn list(
     Extension(caller): Extension<Caller>,
     Query(params): Query<ListParams>,
 ) -> Result<Json<ProjectList>> {
-    let rows = store.projects(caller.sees_as().as_deref()).await?;
-    Ok(Json(LIST.page(rows.into_iter().map(Project::from).collect(), &params)?.into()))
+    let rows = store.projects(caller.sees_as().as_deref()).await?.into_iter();
+    let projects = rows.map(|row| Project {
+        jobs: row.states.iter().map(|(_, count)| count).sum(),
+        states: row.states.into_iter().map(|(state, count)| (state.as_str(), count)).collect(),
+        name: row.name,
+        newest_at: row.newest_at,
+    });
+    Ok(Json(LIST.page(projects.collect(), &params)?.into()))
 }

@@ -49,12 +49,12 @@ pub(crate) struct QueueQuery {
     #[param(minimum = 1, maximum = 1000)]
     limit: Option<u32>,
     /// `next_cursor` of the previous page.
-    cursor: Option<String>,
+    pub(super) cursor: Option<String>,
     /// Comma-separated names of the fields to return of each job.
     #[param(min_length = 1)]
     fields: Option<String>,
     /// Whether to return the number of jobs on all pages as `total`.
-    count: Option<bool>,
+    pub(super) count: Option<bool>,
     /// Only jobs of this project.
     pub(crate) project: Option<String>,
     /// Only jobs of this person or token; at most 200 characters.
@@ -62,16 +62,6 @@ pub(crate) struct QueueQuery {
 }
 
 impl QueueQuery {
-    /// Whether the request is for the first page.
-    pub(crate) fn is_first(&self) -> bool {
-        self.cursor.is_none()
-    }
-
-    /// The same parameters with `count`, because the page's title shows the number of jobs.
-    pub(crate) fn counted(self) -> Self {
-        Self { count: Some(true), ..self }
-    }
-
     /// Returns the project and the owner to filter by. Empty parameters are ignored.
     ///
     /// # Errors
@@ -112,9 +102,6 @@ pub(crate) async fn list(
 }
 
 /// Returns a page of the queue.
-///
-/// # Errors
-/// A parameter is invalid, or the store cannot be read.
 pub(crate) async fn page(scheduler: &Scheduler, caller: &Caller, query: &QueueQuery) -> Result<QueuePage> {
     let limit = count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)? as usize;
     let (project, owner) = query.filters()?;
@@ -130,7 +117,7 @@ pub(crate) async fn page(scheduler: &Scheduler, caller: &Caller, query: &QueueQu
         let is = |asked: Option<&str>, has: Option<&str>| asked.is_none() || is_seen && asked == has;
         is(project, Some(&row.job.project)) && is(owner, row.job.owner.as_deref())
     };
-    let placed = rows.iter().zip(1..).map(|(row, place)| (place, row, sees(caller, row)));
+    let placed = rows.iter().zip(1..).map(|(row, place)| (place, row, caller.sees_job(&row.job)));
     let mut jobs: Vec<Placed> = placed
         .filter(|(_, row, is_seen)| wanted(row, *is_seen))
         .map(|(place, row, is_seen)| Placed { place, row: is_seen.then_some(row) })
@@ -178,23 +165,16 @@ fn kept_slots(all: &[scheduler::Reservation]) -> HashMap<JobId, u32> {
     slots
 }
 
-fn sees(caller: &Caller, row: &JobRow) -> bool {
-    caller.sees(row.job.spec.private, row.job.owner.as_deref())
-}
-
 fn queued(scheduler: &Scheduler, slots: &HashMap<JobId, u32>, Placed { place, row }: Placed) -> QueuedJob {
     let Some(row) = row else {
         return QueuedJob { place, ..QueuedJob::default() };
     };
     let job = &row.job;
+    let planned = scheduler.last_plan.of(&job.id);
     QueuedJob {
         place,
         // A job that waits before its next attempt has its own reason.
-        reason: scheduler
-            .last_plan
-            .of(&job.id)
-            .and_then(|waiting| waiting.reason)
-            .or_else(|| job.cause.clone()),
+        reason: planned.and_then(|waiting| waiting.reason).or_else(|| job.cause.clone()),
         kept_slots: Some(slots.get(&job.id).copied().unwrap_or(0)),
         id: Some(job.id.clone()),
         name: Some(job.name.clone()),
@@ -222,7 +202,7 @@ fn reservations(
         // Skips a job that has just started, and a machine that has just disconnected.
         let row = by_id.get(&kept.job)?;
         let agent = online.iter().find(|agent| agent.row.id == kept.agent_id)?;
-        let is_seen = sees(caller, row);
+        let is_seen = caller.sees_job(&row.job);
         Some(Reservation {
             agent: agent.row.name.clone(),
             agent_id: kept.agent_id,

@@ -2,7 +2,7 @@
 
 use super::queue::{self, QueuePage, QueueQuery};
 use crate::{
-    api::html::{Page, current_user, html},
+    api::html::{Page, html},
     auth::{Auth, access::Caller},
     http::extract::PageQuery,
     scheduler::Scheduler,
@@ -17,9 +17,10 @@ pub(crate) async fn show(
     State(scheduler): State<Arc<Scheduler>>,
     State(auth): State<Arc<Auth>>,
     Extension(caller): Extension<Caller>,
-    PageQuery(query): PageQuery<QueueQuery>,
+    PageQuery(mut query): PageQuery<QueueQuery>,
 ) -> Page {
-    let query = query.counted();
+    // The page's title has the number of jobs.
+    query.count = Some(true);
     let QueuePage { jobs, reservations, next_cursor, total } =
         queue::page(&scheduler, &caller, &query).await?;
     let may_change =
@@ -32,10 +33,10 @@ pub(crate) async fn show(
         project: query.project.clone().unwrap_or_default(),
         owner: query.owner.clone().unwrap_or_default(),
         changeable,
-        is_first: query.is_first(),
+        is_first: query.cursor.is_none(),
         next: next_cursor,
         now: crate::now(),
-        user: current_user(&caller),
+        user: caller.current_user(),
     };
     html(page.render())
 }

@@ -5,7 +5,7 @@ use crate::{
     auth::access::Caller,
     events::hub::{JobUpdate, LIST_INTERVAL, Subscription},
     http::{
-        error::{Error, Problem, Result},
+        error::{Problem, Result},
         extract::{Path, Query, job_id},
     },
     scheduler::Scheduler,
@@ -17,7 +17,6 @@ use axum::{
         State, WebSocketUpgrade,
         ws::{CloseFrame, Message, WebSocket, rejection::WebSocketUpgradeRejection},
     },
-    http::StatusCode,
     response::Response,
 };
 use futures_util::{SinkExt, StreamExt, stream::SplitSink};
@@ -51,15 +50,6 @@ pub(crate) struct SinceQuery {
     keep_open: bool,
 }
 
-fn accept(
-    upgrade: std::result::Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
-) -> Result<WebSocketUpgrade> {
-    let upgrade = upgrade.map_err(|e| {
-        Error::Refused(StatusCode::UPGRADE_REQUIRED, format!("this URL is a websocket: {}", e.body_text()))
-    })?;
-    Ok(upgrade.max_message_size(INCOMING_BYTES).max_frame_size(INCOMING_BYTES))
-}
-
 /// Stream a job's events
 ///
 /// A websocket of JSON text frames: `hello`, every event after `since` in order, `live`, then new events. Between events come
@@ -80,7 +70,7 @@ pub(crate) async fn job_stream(
     upgrade: std::result::Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
 ) -> Result<Response> {
     let id = job_id(&id)?;
-    let upgrade = accept(upgrade)?;
+    let upgrade = upgrade?.max_message_size(INCOMING_BYTES).max_frame_size(INCOMING_BYTES);
     // Subscribed before the job is read, so that no event in between is missed.
     let subscription = scheduler.events.hub.subscribe(&id);
     let row = jobs::row(&*scheduler.store, &id).await?;
@@ -101,19 +91,13 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(60);
 /// The connection has ended.
 struct Disconnected;
 
-/// Why a reader's half of a connection ended.
-enum Closed {
-    ByReader,
-    /// The reader sent a message that is not allowed; the value is the close code.
-    Wrongly(u16),
-}
-
 /// The writing half of a browser's connection. A task watches the reading half for the close.
 struct Reader<'a> {
     scheduler: &'a Scheduler,
     caller: Caller,
     to: SplitSink<WebSocket, Message>,
-    closed: tokio::task::JoinHandle<Closed>,
+    /// The end of the reading half. The value is the close code if the reader sent a message that is not allowed.
+    closed: tokio::task::JoinHandle<Option<u16>>,
     /// Number of the last event that was written to the connection.
     sent: u64,
     /// Whether the reader was too slow and is no longer counted in `stream_clients`.
@@ -127,9 +111,9 @@ impl<'a> Reader<'a> {
         let closed = tokio::spawn(async move {
             loop {
                 match from.next().await {
-                    Some(Ok(Message::Close(_))) | None => return Closed::ByReader,
+                    Some(Ok(Message::Close(_))) | None => return None,
                     Some(Ok(_)) => {}
-                    Some(Err(error)) => return Closed::Wrongly(crate::api::close_code_of(&error)),
+                    Some(Err(error)) => return Some(crate::api::close_code_of(&error)),
                 }
             }
         });
@@ -207,8 +191,8 @@ impl<'a> Reader<'a> {
     }
 
     /// Handles the end of the reading half.
-    async fn ended(&mut self, closed: std::result::Result<Closed, tokio::task::JoinError>) {
-        if let Ok(Closed::Wrongly(code)) = closed {
+    async fn ended(&mut self, closed: std::result::Result<Option<u16>, tokio::task::JoinError>) {
+        if let Ok(Some(code)) = closed {
             self.close(code, "a reader of a stream may send only pongs").await;
         }
     }
@@ -359,7 +343,7 @@ pub(crate) async fn list_stream(
     Extension(caller): Extension<Caller>,
     upgrade: std::result::Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
 ) -> Result<Response> {
-    let upgrade = accept(upgrade)?;
+    let upgrade = upgrade?.max_message_size(INCOMING_BYTES).max_frame_size(INCOMING_BYTES);
     Ok(upgrade.on_upgrade(move |socket| {
         let tasks = scheduler.tasks.tracker.clone();
         tasks.track_future(async move {

@@ -76,7 +76,7 @@ pub(crate) fn warnings(spec: &JobSpec, dataset: &Dataset) -> Vec<String> {
 
 /// The result of checking the pretrained weights of a job.
 #[derive(Debug)]
-pub(crate) enum Weights {
+pub(crate) enum WeightsCheck {
     /// The job has no pretrained weights, or they fit.
     Fit,
     Mistake(SpecError),
@@ -86,9 +86,6 @@ pub(crate) enum Weights {
 
 /// Replaces the name of a model version (`models:/shoes@champion`) with its checkpoint, so that a moved alias does not change the job.
 /// Returns the mistake in the name, if any.
-///
-/// # Errors
-/// The database cannot be read.
 pub(crate) async fn resolve_version(
     store: &dyn Store,
     caller: &Caller,
@@ -122,10 +119,10 @@ pub(crate) async fn pretrained(
     caller: &Caller,
     spec: &JobSpec,
     dataset: &Dataset,
-) -> Result<Weights> {
-    let Some(given) = &spec.model.pretrained else { return Ok(Weights::Fit) };
+) -> Result<WeightsCheck> {
+    let Some(given) = &spec.model.pretrained else { return Ok(WeightsCheck::Fit) };
     let mistake =
-        |detail: String| Ok(Weights::Mistake(SpecError { pointer: "/model/pretrained".into(), detail }));
+        |detail: String| Ok(WeightsCheck::Mistake(SpecError { pointer: "/model/pretrained".into(), detail }));
     if given.contains("://") {
         return mistake(
             "is a URL, and weights are read from files: download the file to the machines that train, and give its path there"
@@ -167,7 +164,7 @@ pub(crate) async fn pretrained(
         allowed: if is_checkpoint { None } else { scheduler.datasets.roots.allowed_weights(given) },
     });
     let why = match requests::call(&scheduler.agents, request, HEADER_TIMEOUT).await {
-        Ok(AgentReply::Weights { mistake: None }) => return Ok(Weights::Fit),
+        Ok(AgentReply::Weights { mistake: None }) => return Ok(WeightsCheck::Fit),
         Ok(AgentReply::Weights { mistake: Some(detail) }) => return mistake(detail),
         Err(error @ RequestError::NobodyHasFiles { .. }) => return mistake(error.in_words()),
         Err(RequestError::NobodyOnline) => "no agent is online".to_owned(),
@@ -178,7 +175,7 @@ pub(crate) async fn pretrained(
     if pickle::has_pickle_extension(given) {
         return mistake(format!("{given}: {}", pickle::conversion_advice(given)));
     }
-    Ok(Weights::NotChecked(format!(
+    Ok(WeightsCheck::NotChecked(format!(
         "model.pretrained {given:?} was not checked ({why}): if the file is missing or does not fit, the job fails when it starts"
     )))
 }

@@ -36,17 +36,9 @@ impl<'a> Pages<'a> {
         Self { list, of: None, sort }
     }
 
-    pub(in crate::api) fn of_job(self, id: &'a str) -> Self {
-        Self { of: Some(("job", id)), ..self }
-    }
-
-    pub(in crate::api) fn of_dataset(self, id: &'a str) -> Self {
-        Self { of: Some(("dataset", id)), ..self }
-    }
-
-    /// Pages of groups of jobs by the keys `by`.
-    pub(in crate::api) fn of_grouping(self, by: &'a str) -> Self {
-        Self { of: Some(("grouping", by)), ..self }
+    /// Pages of the list of an owner, such as the `kind` `job` and a job's id.
+    pub(in crate::api) fn of(self, kind: &'static str, id: &'a str) -> Self {
+        Self { of: Some((kind, id)), ..self }
     }
 
     pub(in crate::api) fn sort(self) -> &'a str {
@@ -54,9 +46,6 @@ impl<'a> Pages<'a> {
     }
 
     /// Encodes a position as a cursor.
-    ///
-    /// # Errors
-    /// The position cannot be serialized.
     pub(in crate::api) fn cursor<K: Serialize>(self, at: &K) -> Result<String> {
         let of = self.of.map(|(_, id)| id.to_owned());
         let position = CursorPosition { list: self.list.to_owned(), of, sort: self.sort.to_owned(), at };

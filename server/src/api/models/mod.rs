@@ -4,14 +4,14 @@ pub(crate) mod pages;
 
 use super::{
     checkpoints,
-    list::{Elements, List, ListParams, list_of},
+    list::{List, ListParams, list_of},
 };
 use crate::{
     auth::{Auth, access::Caller},
     checkpoints::Checkpoints,
     datasets::notes,
     http::{
-        error::{Code, Error, Problem, Result},
+        error::{Code, Error, Problem, Result, blocking},
         extract::{Body, Path, Query, job_id},
         gate::AuditSubject,
     },
@@ -21,33 +21,27 @@ use crate::{
 use axum::{
     Extension, Json,
     extract::State,
-    http::{HeaderName, StatusCode, header},
+    http::{StatusCode, header},
+    response::IntoResponse,
 };
 use lockstep_protocol::{
     checkpoint_files::STATE,
     dataset::DatasetNote,
     labels,
     models::{Model, ModelVersion, Which, alias_mistake, name_mistake},
-    spec::SpecError,
 };
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeMap, sync::Arc};
 use utoipa::ToSchema;
 
-/// A page of models with at least one version that the caller may see.
-#[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct ModelList {
+list_of! {
+    /// A page of models with at least one version that the caller may see.
+    ModelList
     /// Ordered by name, unless `sort` is given.
-    #[schema(value_type = Vec<Model>)]
-    models: Elements<Model>,
-    /// Value of `cursor` for the next page; null on the last page.
-    next_cursor: Option<String>,
+    models: Model
     /// Number of models on all pages; absent without `count=true`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    total: Option<u64>,
+    total
 }
-
-list_of!(ModelList, models: Model);
 
 const LIST: List<Model> = List {
     name: "models",
@@ -92,16 +86,7 @@ pub(crate) struct AliasTarget {
     version: u32,
 }
 
-type Registered = (StatusCode, Extension<AuditSubject>, [(HeaderName, String); 1], Json<ModelVersion>);
-
-fn invalid(pointer: &str, detail: impl Into<String>) -> Error {
-    Error::Invalid(vec![SpecError { pointer: pointer.into(), detail: detail.into() }])
-}
-
 /// Returns the versions that a caller may see, of one model or of all models.
-///
-/// # Errors
-/// The store cannot be read.
 async fn visible_versions(
     store: &dyn Store,
     caller: &Caller,
@@ -117,9 +102,6 @@ fn is_seen(caller: &Caller, row: &VersionRow) -> bool {
 }
 
 /// Returns the models that a caller may see, by name.
-///
-/// # Errors
-/// The store cannot be read.
 async fn visible_models(store: &dyn Store, caller: &Caller) -> Result<Vec<Model>> {
     let versions = visible_versions(store, caller, None).await?;
     let of_models = versions.chunk_by(|a, b| a.model == b.model);
@@ -187,10 +169,10 @@ pub(crate) async fn create(
     State(auth): State<Arc<Auth>>,
     Extension(caller): Extension<Caller>,
     Body(new, _): Body<NewModel>,
-) -> Result<Registered> {
+) -> Result<impl IntoResponse> {
     let model = new.name.clone();
     if let Some(detail) = name_mistake(&model) {
-        return Err(invalid("/name", detail));
+        return Err(Error::invalid("/name", detail));
     }
     // The gate checks only models that are named in the URL.
     let versions = checkpoints.store.model_versions(Some(&model)).await?;
@@ -199,7 +181,7 @@ pub(crate) async fn create(
         return Err(Error::Of(Code::NameTaken, detail));
     }
     if let Some(detail) = labels::notes_mistake(&new.description) {
-        return Err(invalid("/description", detail));
+        return Err(Error::invalid("/description", detail));
     }
     let row = chosen(&checkpoints, &auth, &caller, &new).await?;
     checkpoints::check_here(&checkpoints, &row).await?;
@@ -245,7 +227,7 @@ async fn chosen(
             (row.job.clone(), Some(row))
         }
         (None, Some(id)) => (job_id(id)?, None),
-        _ => return Err(invalid("", "give either checkpoint or job")),
+        _ => return Err(Error::invalid("", "give either checkpoint or job")),
     };
     let owned = store.owned_job(&job).await?;
     let Some(owned) = owned.filter(|owned| caller.sees(owned.private, owned.owner.as_deref())) else {
@@ -277,8 +259,7 @@ async fn lineage(
     let state = regular_files::read(&checkpoints.folder(row).join(STATE)).await.unwrap_or_default();
     let State { versions } = serde_json::from_slice(&state).unwrap_or_default();
     let job_dir = checkpoints.config.job_dir(&row.job);
-    let note = tokio::task::spawn_blocking(move || notes::dataset_note(&job_dir)).await;
-    Ok((versions, note.map_err(|error| Error::Internal(error.to_string()))?))
+    Ok((versions, blocking(move || notes::dataset_note(&job_dir)).await?))
 }
 
 /// Show a version
@@ -308,7 +289,7 @@ pub(crate) async fn remove_version(
             "the version has the alias {}; move or remove its aliases first",
             found.aliases.join(", ")
         );
-        return Err(Error::Conflict(detail, None));
+        return Err(Error::Conflict(detail));
     }
     store.remove_model_version(&name, version).await?;
     Ok(StatusCode::NO_CONTENT)
@@ -337,7 +318,7 @@ pub(crate) async fn put_alias(
     Body(AliasTarget { version }, _): Body<AliasTarget>,
 ) -> Result<Json<ModelVersion>> {
     if let Some(detail) = alias_mistake(&alias) {
-        return Err(invalid("/alias", detail));
+        return Err(Error::invalid("/alias", detail));
     }
     let which = Which::Number(version);
     find(&*store, &caller, &name, &which).await?;

@@ -2,7 +2,7 @@
 
 use super::{is_seen, no_such_model, visible_models};
 use crate::{
-    api::html::{Page, current_user, html},
+    api::html::{Page, html},
     auth::{Auth, access::Caller},
     http::extract::Path,
     store::Store,
@@ -17,7 +17,7 @@ pub(crate) async fn models(
     Extension(caller): Extension<Caller>,
 ) -> Page {
     let models = visible_models(&*store, &caller).await?;
-    html(views::ModelsPage { models, now: crate::now(), user: current_user(&caller) }.render())
+    html(views::ModelsPage { models, now: crate::now(), user: caller.current_user() }.render())
 }
 
 /// `GET /models/{name}`
@@ -34,8 +34,6 @@ pub(crate) async fn model(
         return Err(no_such_model().into());
     }
     let versions = rows.into_iter().rev().map(|row| row.version).collect();
-    html(
-        views::ModelPage { name, versions, may_change, now: crate::now(), user: current_user(&caller) }
-            .render(),
-    )
+    let (now, user) = (crate::now(), caller.current_user());
+    html(views::ModelPage { name, versions, may_change, now, user }.render())
 }

@@ -73,9 +73,6 @@ pub(crate) async fn list(
 }
 
 /// Returns a page of the audit log.
-///
-/// # Errors
-/// A parameter is invalid, or the store cannot be read.
 pub(crate) async fn page(auth: &Auth, query: &AuditQuery) -> Result<AuditPage> {
     let limit = count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)?;
     let fields = Fields::parse(query.fields.as_deref(), FIELDS)?;
@@ -139,7 +136,7 @@ pub(crate) async fn show(
         next,
         who: query.who.unwrap_or_default(),
         text: query.q.unwrap_or_default(),
-        user: html::current_user(&caller),
+        user: caller.current_user(),
     };
     html::html(page.render())
 }

@@ -2,7 +2,7 @@
 
 use crate::{
     api::{
-        html::Page,
+        html::{Page, html},
         people::{self, NewPerson},
         server_url::ServerUrl,
     },
@@ -21,8 +21,8 @@ use crate::{
 use axum::{
     Extension, Form, Json,
     extract::State,
-    http::{Method, StatusCode, header},
-    response::{Html, IntoResponse, Redirect, Response},
+    http::{Method, StatusCode},
+    response::{IntoResponse, Redirect, Response},
 };
 use jiff::Timestamp;
 use lockstep_protocol::{access::Scope, people::Role};
@@ -72,7 +72,7 @@ pub(crate) fn return_path(next: Option<&str>) -> &str {
 /// Whether the caller may make the first person: the caller is an admin, and the server has no people yet.
 fn may_set_up(auth: &Auth, caller: Option<&Caller>) -> bool {
     let is_admin = caller.is_some_and(|caller| caller.may(Scope::Admin));
-    is_admin && auth.access.is_required() && !auth.access.has_people()
+    is_admin && auth.access.required && !auth.access.has_people()
 }
 
 /// `GET /login`: signs in with the code of a login link, or shows the form to sign in or to make the first person.
@@ -104,13 +104,11 @@ pub(crate) async fn show(
         }
         // The link was opened again in a browser that is already signed in.
         None if caller.is_some() => Ok(Redirect::to(next).into_response()),
-        None => failed(
-            &auth,
-            &ingress,
-            peer.address,
-            next,
-            "That link was used, or is older than ten minutes. `lockstep login-link` prints another.",
-        ),
+        None => {
+            let why =
+                "That link was used, or is older than ten minutes. `lockstep login-link` prints another.";
+            failed(&auth, &ingress, peer.address, next, why)
+        }
     }
 }
 
@@ -136,25 +134,14 @@ pub(crate) async fn submit(
             Err(other) => Err(PageError(people::refusal(other, peer.address))),
         };
     }
+    let failed = |why| failed(&auth, &ingress, peer.address, next, why);
     let caller = auth.access.by_token(input.token.trim()).ok();
     match caller.as_ref().and_then(Caller::token) {
         Some(token) if token.scope != Scope::Agent => {
             Ok(sign_in(&auth, &peer, &token.id, next, SESSION_LIFE).await?)
         }
-        Some(_) => failed(
-            &auth,
-            &ingress,
-            peer.address,
-            next,
-            "That token is an agent's. Sign in with one of another scope.",
-        ),
-        None => failed(
-            &auth,
-            &ingress,
-            peer.address,
-            next,
-            "This server does not know that token, or it is no longer valid.",
-        ),
+        Some(_) => failed("That token is an agent's. Sign in with one of another scope."),
+        None => failed("This server does not know that token, or it is no longer valid."),
     }
 }
 
@@ -188,63 +175,47 @@ fn set_up_form(name: &str, status: StatusCode, error: &str) -> Page {
         setup: true,
         provider: None,
     };
-    let html = page.render().map_err(|e| PageError(Error::Internal(e.to_string())))?;
-    Ok((status, Html(html)).into_response())
+    Ok((status, html(page.render())?).into_response())
 }
 
 fn form(auth: &Auth, ingress: &Ingress, next: &str, name: &str, error: Option<&str>) -> Page {
     let page = LoginPage {
-        next: next.to_owned(),
         error: error.unwrap_or_default().to_owned(),
         name: name.to_owned(),
-        has_people: auth.access.has_people(),
-        setup: false,
-        provider: button(auth, ingress, ""),
+        ..sign_in_page(auth, ingress, next, "")
     };
-    let html = page.render().map_err(|e| PageError(Error::Internal(e.to_string())))?;
     let status = if error.is_some() { StatusCode::UNAUTHORIZED } else { StatusCode::OK };
-    Ok((status, Html(html)).into_response())
+    Ok((status, html(page.render())?).into_response())
 }
 
-/// Returns the button to sign in with the OpenID provider, if one is configured. The link uses the public URL, to which the provider
-/// redirects.
-fn button(auth: &Auth, ingress: &Ingress, error: &str) -> Option<ProviderButton> {
+/// Returns the page to sign in. With an OpenID provider, it has the provider's button with `error`. The button's link uses the public URL,
+/// to which the provider redirects.
+fn sign_in_page(auth: &Auth, ingress: &Ingress, next: &str, error: &str) -> LoginPage {
     let server = ingress.public_url.as_ref().map(ToString::to_string).unwrap_or_default();
-    auth.oidc.as_ref().map(|oidc| ProviderButton {
+    let provider = auth.oidc.as_ref().map(|oidc| ProviderButton {
         name: oidc.name().to_owned(),
         href: format!("{server}/login/oidc"),
         error: error.to_owned(),
-    })
+    });
+    LoginPage {
+        next: next.to_owned(),
+        error: String::new(),
+        name: String::new(),
+        has_people: auth.access.has_people(),
+        setup: false,
+        provider,
+    }
 }
 
 /// Why a sign-in with the OpenID provider failed.
 pub(crate) struct Refused {
-    status: StatusCode,
-    detail: String,
+    pub(super) status: StatusCode,
+    pub(super) detail: String,
     /// Subject of the entry in the audit log.
-    about: Option<String>,
+    pub(super) about: Option<String>,
 }
 
 impl Refused {
-    /// The provider's response failed a check.
-    pub(crate) fn unknown(detail: String) -> Self {
-        Self { status: StatusCode::UNAUTHORIZED, detail, about: None }
-    }
-
-    /// The sign-in was not begun in this browser, or the provider declined it. Does not count as an attempt to guess.
-    pub(crate) fn not_begun(detail: String) -> Self {
-        Self { status: StatusCode::BAD_REQUEST, detail, about: None }
-    }
-
-    /// The account is valid, but may not use this server.
-    pub(crate) fn not_let_in(detail: String, about: String) -> Self {
-        Self { status: StatusCode::FORBIDDEN, detail, about: Some(about) }
-    }
-
-    pub(crate) fn unavailable(detail: String) -> Self {
-        Self { status: StatusCode::SERVICE_UNAVAILABLE, detail, about: None }
-    }
-
     /// Whether the failure counts towards the limit of attempts to sign in.
     pub(crate) fn is_failure(&self) -> bool {
         matches!(self.status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN)
@@ -253,16 +224,8 @@ impl Refused {
 
 /// Returns the form to sign in, with the reason why the sign-in with the OpenID provider failed.
 pub(crate) fn refused(auth: &Auth, ingress: &Ingress, next: &str, why: Refused) -> Page {
-    let page = LoginPage {
-        next: next.to_owned(),
-        error: String::new(),
-        name: String::new(),
-        has_people: auth.access.has_people(),
-        setup: false,
-        provider: button(auth, ingress, &why.detail),
-    };
-    let html = page.render().map_err(|e| PageError(Error::Internal(e.to_string())))?;
-    let mut response = (why.status, Html(html)).into_response();
+    let page = html(sign_in_page(auth, ingress, next, &why.detail).render())?;
+    let mut response = (why.status, page).into_response();
     if let Some(about) = why.about {
         response.extensions_mut().insert(AuditSubject(about));
     }
@@ -270,7 +233,7 @@ pub(crate) fn refused(auth: &Auth, ingress: &Ingress, next: &str, why: Refused) 
 }
 
 fn failed(auth: &Auth, ingress: &Ingress, from: IpAddr, next: &str, why: &str) -> Page {
-    match auth.access.sign_in_failed(from) {
+    match auth.access.attempts.failed(from) {
         Ok(()) => form(auth, ingress, next, "", Some(why)),
         Err(wait) => Err(PageError(people::too_often(from, wait))),
     }
@@ -310,9 +273,7 @@ async fn sign_in(auth: &Auth, peer: &Peer, token_id: &str, next: &str, life: Dur
     }
     let who = auth.access.name_of(token_id).unwrap_or_default();
     let mut response = Redirect::to(next).into_response();
-    if let Some(cookie) = set_cookie(auth, peer, &secret.text, life.as_secs()) {
-        response.headers_mut().insert(header::SET_COOKIE, cookie);
-    }
+    set_cookie(&mut response, peer, (&auth.cookie_name, "/"), &secret.text, life.as_secs());
     response.extensions_mut().insert(SignedIn { who, token_id: token_id.to_owned() });
     Ok(response)
 }
@@ -328,9 +289,7 @@ pub(crate) async fn sign_out(
         auth.access.remove_session(session);
     }
     let mut response = Redirect::to("/login").into_response();
-    if let Some(cookie) = set_cookie(&auth, &peer, "", 0) {
-        response.headers_mut().insert(header::SET_COOKIE, cookie);
-    }
+    set_cookie(&mut response, &peer, (&auth.cookie_name, "/"), "", 0);
     Ok(response)
 }
 
@@ -356,9 +315,9 @@ pub(crate) async fn link(
 ) -> Result<(StatusCode, Json<LoginLink>)> {
     let Some(token) = caller.token() else {
         let detail = "this server runs with --no-auth: open its URL; signing in is not needed";
-        return Err(Error::Conflict(detail.into(), None));
+        return Err(Error::Conflict(detail.into()));
     };
-    let code = auth.access.login_code(&token.id, caller.expires_at())?;
+    let code = auth.access.codes.make(&token.id, caller.expires_at())?;
     let url = format!("{server}/login?code={code}");
     Ok((StatusCode::CREATED, Json(LoginLink { url, expires_at: crate::now() + LINK_LIFE })))
 }

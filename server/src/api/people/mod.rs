@@ -6,7 +6,7 @@ pub(crate) mod oidc;
 pub(crate) mod pages;
 pub(crate) mod tokens;
 
-use super::list::{Elements, List, ListParams, list_of};
+use super::list::{List, ListParams, list_of};
 use crate::{
     auth::{
         Auth,
@@ -24,9 +24,8 @@ use axum::{Extension, Json, extract::State, http::StatusCode};
 use lockstep_protocol::{
     limits::PEOPLE,
     people::{Identity, Person, Role, name_mistake, password_mistake, subject_mistake},
-    spec::SpecError,
 };
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 use std::{net::IpAddr, sync::Arc, time::Duration};
 use utoipa::ToSchema;
 
@@ -58,20 +57,14 @@ pub(crate) struct PersonChange {
     pub(super) subject: Option<String>,
 }
 
-/// A page of people.
-#[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct PersonList {
+list_of! {
+    /// A page of people.
+    PersonList
     /// Ordered by name, unless `sort` is given.
-    #[schema(value_type = Vec<Person>)]
-    people: Elements<Person>,
-    /// Value of `cursor` for the next page; null on the last page.
-    next_cursor: Option<String>,
+    people: Person
     /// Number of people on all pages; absent without `count=true`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    total: Option<u64>,
+    total
 }
-
-list_of!(PersonList, people: Person);
 
 const LIST: List<Person> = List {
     name: "people",
@@ -97,12 +90,8 @@ pub(crate) struct OwnPassword {
     pub(super) new: Password,
 }
 
-fn mistake(pointer: &str, detail: String) -> Error {
-    Error::Invalid(vec![SpecError { pointer: pointer.into(), detail }])
-}
-
 fn checked(pointer: &str, password: &Password) -> Result<()> {
-    password_mistake(&password.0).map_or(Ok(()), |detail| Err(mistake(pointer, detail)))
+    password_mistake(&password.0).map_or(Ok(()), |detail| Err(Error::invalid(pointer, detail)))
 }
 
 impl From<PasswordError> for Error {
@@ -147,23 +136,23 @@ pub(crate) async fn create(
 /// # Errors
 /// The name or password is invalid, the name is taken, or the server cannot have further people.
 pub(super) async fn add(auth: &Auth, new: NewPerson, first: bool) -> Result<PersonRow> {
-    let conflict = |detail: String| Err(Error::Conflict(detail, None));
-    if !auth.access.is_required() {
+    let conflict = |detail: String| Err(Error::Conflict(detail));
+    if !auth.access.required {
         return conflict(
             "this server runs with --no-auth, without people; start it without --no-auth".into(),
         );
     }
     if let Some(detail) = name_mistake(&new.name) {
-        return Err(mistake("/name", detail));
+        return Err(Error::invalid("/name", detail));
     }
     let identity = new.subject.as_deref().map(|subject| identity(auth, subject)).transpose()?;
     let hash = match new.password {
         Some(password) => {
             checked("/password", &password)?;
-            Some(auth.access.hash_password(password).await?)
+            Some(auth.access.passwords.hash(password).await?)
         }
         None if identity.is_some() => None,
-        None => return Err(mistake("/password", "is missing; give a password or a subject".into())),
+        None => return Err(Error::invalid("/password", "is missing; give a password or a subject")),
     };
     let _one_at_a_time = auth.access.changing.lock().await;
     if first && auth.access.has_people() {
@@ -175,7 +164,7 @@ pub(super) async fn add(auth: &Auth, new: NewPerson, first: bool) -> Result<Pers
 
 /// Checks that nobody has the name or the account, and that the maximum number of people is not reached.
 pub(super) fn room_for(auth: &Auth, name: &str, identity: Option<&Identity>) -> Result<()> {
-    let conflict = |detail: String| Err(Error::Conflict(detail, None));
+    let conflict = |detail: String| Err(Error::Conflict(detail));
     let people = auth.access.people();
     if people.iter().any(|person| person.name == name) {
         return conflict(format!("the name {name:?} is taken; choose another"));
@@ -187,9 +176,6 @@ pub(super) fn room_for(auth: &Auth, name: &str, identity: Option<&Identity>) -> 
 }
 
 /// Checks that an account is not bound to another person.
-///
-/// # Errors
-/// The account is bound to another person.
 fn free(auth: &Auth, name: &str, identity: &Identity) -> Result<()> {
     match auth.access.by_identity(identity) {
         SignsInAs::Person(row) if row.person.name != name => {
@@ -197,7 +183,7 @@ fn free(auth: &Auth, name: &str, identity: &Identity) -> Result<()> {
             let detail = format!(
                 "the account already signs in as {other:?}; unlink it first (`lockstep user unlink {other}`)"
             );
-            Err(Error::Conflict(detail, None))
+            Err(Error::Conflict(detail))
         }
         _ => Ok(()),
     }
@@ -222,10 +208,10 @@ pub(super) async fn insert(
 fn identity(auth: &Auth, subject: &str) -> Result<Identity> {
     let Some(oidc) = &auth.oidc else {
         let detail = "this server has no OpenID provider; start it with --oidc-issuer";
-        return Err(Error::Conflict(detail.into(), None));
+        return Err(Error::Conflict(detail.into()));
     };
     match subject_mistake(subject) {
-        Some(detail) => Err(mistake("/subject", detail)),
+        Some(detail) => Err(Error::invalid("/subject", detail)),
         None => Ok(Identity { issuer: oidc.config.issuer.as_str().to_owned(), subject: subject.to_owned() }),
     }
 }
@@ -254,7 +240,7 @@ pub(super) async fn edit(auth: &Auth, name: &str, change: PersonChange) -> Resul
     let unknown = || Error::NotFound("nobody has this name".into());
     auth.access.person(name).ok_or_else(unknown)?;
     let hash = match change.password {
-        Some(password) => Some(auth.access.hash_password(password).await?),
+        Some(password) => Some(auth.access.passwords.hash(password).await?),
         None => None,
     };
     let identity = match change.subject.as_deref() {
@@ -296,9 +282,6 @@ pub(crate) async fn delete(State(auth): State<Arc<Auth>>, Path(name): Path<Strin
 }
 
 /// Removes a person.
-///
-/// # Errors
-/// No person has this name, or the store cannot be written.
 pub(super) async fn remove(auth: &Auth, name: &str) -> Result<()> {
     let _one_at_a_time = auth.access.changing.lock().await;
     let row = auth.access.person(name).ok_or_else(|| Error::NotFound("nobody has this name".into()))?;
@@ -335,28 +318,25 @@ pub(super) async fn set_own(
 ) -> Result<PersonRow> {
     let Some(name) = caller.person() else {
         let detail = "only a person has a password: sign in with a name and a password";
-        return Err(Error::Conflict(detail.into(), None));
+        return Err(Error::Conflict(detail.into()));
     };
     if auth.access.person(name).is_some_and(|row| row.hash.is_none()) {
         let detail =
             "you sign in with the OpenID provider and have no password here; an admin can give you one";
-        return Err(Error::Conflict(detail.into(), None));
+        return Err(Error::Conflict(detail.into()));
     }
     checked("/new", &passwords.new)?;
     let before = match auth.access.by_password(name, passwords.current, from).await {
         Ok(row) => row,
         Err(NotSignedIn::Wrong) => {
-            return Err(mistake("/current", "is not your current password".into()));
+            return Err(Error::invalid("/current", "is not your current password"));
         }
         Err(other) => return Err(refusal(other, from)),
     };
-    let hash = auth.access.hash_password(passwords.new).await?;
+    let hash = auth.access.passwords.hash(passwords.new).await?;
     let _one_at_a_time = auth.access.changing.lock().await;
     if auth.access.person(name).as_ref() != Some(&before) {
-        return Err(Error::Conflict(
-            "an admin has changed this person meanwhile; sign in again".into(),
-            None,
-        ));
+        return Err(Error::Conflict("an admin has changed this person meanwhile; sign in again".into()));
     }
     let row = PersonRow { hash: Some(hash), ..before };
     auth.store.put_person(&row).await?;

@@ -12,7 +12,7 @@ use crate::{
     http::{
         error::{Error, PageError, Result},
         extract::PageQuery,
-        gate::{AuditSubject, cookie},
+        gate::{AuditSubject, cookie, set_cookie},
         ingress::{Ingress, Peer},
     },
     store::{JobFilter, PersonRow},
@@ -20,7 +20,7 @@ use crate::{
 use axum::{
     Extension,
     extract::State,
-    http::{HeaderMap, HeaderValue, header},
+    http::{HeaderMap, StatusCode},
     response::{IntoResponse, Redirect, Response},
 };
 use serde::Deserialize;
@@ -31,21 +31,13 @@ use std::time::Duration;
 /// access soon.
 const SESSION_LIFE: Duration = Duration::from_secs(24 * 3600);
 
+/// Path of the cookie that a browser keeps while it is at the provider.
+const PATH: &str = "/login/oidc";
+
 /// `GET /login/oidc`
 #[derive(Debug, Default, Deserialize)]
 pub(crate) struct BeginQuery {
     next: Option<String>,
-}
-
-/// `GET /login/oidc/callback`: parameters from the provider.
-#[derive(Debug, Default, Deserialize)]
-#[serde(default)]
-pub(crate) struct CallbackQuery {
-    state: String,
-    code: Option<String>,
-    error: Option<String>,
-    error_description: Option<String>,
-    iss: Option<String>,
 }
 
 fn provider(auth: &Auth) -> std::result::Result<&Oidc, PageError> {
@@ -64,9 +56,10 @@ pub(crate) async fn begin(
     let oidc = provider(&auth)?;
     let next = login::return_path(query.next.as_deref());
     match oidc.begin(&format!("{server}/login/oidc/callback"), next, peer.address).await {
-        Ok(begun) => {
-            let mut response = Redirect::to(&begun.location).into_response();
-            set_cookie(&auth, &peer, &begun.cookie, REQUEST_LIFE.as_secs(), &mut response);
+        Ok((location, value)) => {
+            let mut response = Redirect::to(&location).into_response();
+            let cookie = own_cookie(&auth);
+            set_cookie(&mut response, &peer, (&cookie, PATH), &value, REQUEST_LIFE.as_secs());
             Ok(response)
         }
         Err(error) => login::refused(&auth, &ingress, next, error.into()),
@@ -79,30 +72,31 @@ pub(crate) async fn finish(
     State(ingress): State<Arc<Ingress>>,
     Extension(peer): Extension<Peer>,
     headers: HeaderMap,
-    PageQuery(query): PageQuery<CallbackQuery>,
+    PageQuery(answer): PageQuery<Answer>,
 ) -> Page {
     let oidc = provider(&auth)?;
-    let Some(request) = oidc.take(&query.state, cookie(&headers, &own_cookie(&auth))) else {
+    let Some(request) = oidc.take(&answer.state, cookie(&headers, &own_cookie(&auth))) else {
         let detail = "This sign-in was begun in another browser, is finished already, or is older than ten minutes. Begin again.";
-        return login::refused(&auth, &ingress, "/jobs", Refused::not_begun(detail.into()));
+        let refused = Refused { status: StatusCode::BAD_REQUEST, detail: detail.into(), about: None };
+        return login::refused(&auth, &ingress, "/jobs", refused);
     };
     // Counts the attempt before the request to the provider, so that aborted requests count, too.
     let too_often = |wait| PageError(people::too_often(peer.address, wait));
-    auth.access.try_sign_in(peer.address).map_err(too_often)?;
+    auth.access.attempts.try_sign_in(peer.address).map_err(too_often)?;
     let next = request.next.clone();
-    let mut response = match sign_in(&auth, oidc, &peer, request, query).await? {
+    let mut response = match sign_in(&auth, oidc, &peer, request, answer).await? {
         Ok(response) => {
-            auth.access.sign_in_was_right(peer.address);
+            auth.access.attempts.was_right(peer.address);
             response
         }
         Err(refused) => {
             if !refused.is_failure() {
-                auth.access.sign_in_was_right(peer.address);
+                auth.access.attempts.was_right(peer.address);
             }
             login::refused(&auth, &ingress, &next, refused)?
         }
     };
-    set_cookie(&auth, &peer, "", 0, &mut response);
+    set_cookie(&mut response, &peer, (&own_cookie(&auth), PATH), "", 0);
     Ok(response)
 }
 
@@ -111,14 +105,8 @@ async fn sign_in(
     oidc: &Oidc,
     peer: &Peer,
     request: OpenRequest,
-    query: CallbackQuery,
+    answer: Answer,
 ) -> Result<std::result::Result<Response, Refused>> {
-    let answer = Answer {
-        code: query.code,
-        error: query.error,
-        description: query.error_description,
-        issuer: query.iss,
-    };
     let account = match oidc.finish(&request, answer).await {
         Ok(account) => account,
         Err(error) => return Ok(Err(error.into())),
@@ -143,7 +131,10 @@ async fn person(
 ) -> Result<std::result::Result<(PersonRow, Option<String>), Refused>> {
     let Account { identity, name, role } = account;
     let subject = identity.subject.clone();
-    let refuse = |detail: String| Ok(Err(Refused::not_let_in(detail, format!("subject {subject:?}"))));
+    let refuse = |detail: String| {
+        let about = Some(format!("subject {subject:?}"));
+        Ok(Err(Refused { status: StatusCode::FORBIDDEN, detail, about }))
+    };
     let _one_at_a_time = auth.access.changing.lock().await;
     match auth.access.by_identity(&identity) {
         SignsInAs::Person(row) if row.person.disabled_at.is_some() => {
@@ -195,7 +186,7 @@ async fn person(
     }
     match people::room_for(auth, &name, Some(&identity)) {
         Ok(()) => {}
-        Err(Error::Conflict(why, _)) => return refuse(format!("You cannot be added: {why}.")),
+        Err(Error::Conflict(why)) => return refuse(format!("You cannot be added: {why}.")),
         Err(other) => return Err(other),
     }
     let row = people::insert(auth, name, role, None, Some(identity)).await?;
@@ -232,27 +223,18 @@ fn quoted(subject: &str) -> String {
 
 impl From<OidcError> for Refused {
     fn from(error: OidcError) -> Self {
-        match error {
-            OidcError::Unavailable(detail) => Self::unavailable(detail),
-            OidcError::Declined(detail) => Self::not_begun(detail),
-            OidcError::Refused(detail) => Self::unknown(detail),
-        }
+        let (status, detail) = match error {
+            OidcError::Unavailable(detail) => (StatusCode::SERVICE_UNAVAILABLE, detail),
+            OidcError::Declined(detail) => (StatusCode::BAD_REQUEST, detail),
+            OidcError::Refused(detail) => (StatusCode::UNAUTHORIZED, detail),
+        };
+        Self { status, detail, about: None }
     }
 }
 
 /// Name of the cookie that a browser keeps while it is at the provider.
 fn own_cookie(auth: &Auth) -> String {
     format!("{}_oidc", auth.cookie_name)
-}
-
-/// Sets the cookie. It must be `SameSite=Lax`, because the browser returns through a link from the provider's site.
-fn set_cookie(auth: &Auth, peer: &Peer, value: &str, seconds: u64, response: &mut Response) {
-    let secure = if peer.https { "; Secure" } else { "" };
-    let name = own_cookie(auth);
-    let text = format!("{name}={value}; Path=/login/oidc; Max-Age={seconds}; HttpOnly; SameSite=Lax{secure}");
-    if let Ok(value) = HeaderValue::from_str(&text) {
-        response.headers_mut().append(header::SET_COOKIE, value);
-    }
 }
 
 #[cfg(test)]

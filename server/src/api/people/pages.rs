@@ -6,7 +6,7 @@ use super::{
 };
 use crate::{
     api::{
-        html::{Page, current_user, html},
+        html::{Page, html},
         people::{self, NewPerson, OwnPassword, PersonChange},
     },
     auth::{
@@ -14,7 +14,7 @@ use crate::{
         access::{Caller, Password, SESSION_LIFE},
     },
     http::{
-        error::{Error, Result},
+        error::{Error, PageError, Result},
         extract::PageQuery,
         gate::AuditSubject,
         ingress::Peer,
@@ -24,9 +24,9 @@ use axum::{
     Extension, Form,
     extract::State,
     http::StatusCode,
-    response::{IntoResponse, Redirect, Response},
+    response::{IntoResponse, Redirect},
 };
-use lockstep_protocol::{access::Scope, people::Role, spec::SpecError};
+use lockstep_protocol::{access::Scope, people::Role};
 use lockstep_web::{
     Template as _,
     people::{AccountPage, PeoplePage},
@@ -40,16 +40,14 @@ pub(crate) async fn all(State(auth): State<Arc<Auth>>, Extension(caller): Extens
 }
 
 fn people_page(auth: &Auth, caller: &Caller, name: &str, error: &str) -> Page {
-    html(
-        PeoplePage {
-            people: auth.access.people(),
-            name: name.to_owned(),
-            error: error.to_owned(),
-            me: caller.person().unwrap_or_default().to_owned(),
-            user: current_user(caller),
-        }
-        .render(),
-    )
+    let page = PeoplePage {
+        people: auth.access.people(),
+        name: name.to_owned(),
+        error: error.to_owned(),
+        me: caller.person().unwrap_or_default().to_owned(),
+        user: caller.current_user(),
+    };
+    html(page.render())
 }
 
 /// Actions of the form on the page of people.
@@ -92,25 +90,19 @@ pub(crate) async fn change(
 }
 
 async fn apply(auth: &Auth, name: &str, form: PeopleForm) -> Result<()> {
-    let change = |change| people::edit(auth, name, change);
-    match form.action {
+    let change = match form.action {
         Action::Add => {
             let role = form.role.unwrap_or(Role::Member);
             let new = NewPerson { name: name.to_owned(), role, password: Some(form.password), subject: None };
-            people::add(auth, new, false).await.map(drop)
+            return people::add(auth, new, false).await.map(drop);
         }
-        Action::Role => change(PersonChange { role: form.role, ..Default::default() }).await.map(drop),
-        Action::Password => {
-            change(PersonChange { password: Some(form.password), ..Default::default() }).await.map(drop)
-        }
-        Action::Disable => {
-            change(PersonChange { disabled: Some(true), ..Default::default() }).await.map(drop)
-        }
-        Action::Enable => {
-            change(PersonChange { disabled: Some(false), ..Default::default() }).await.map(drop)
-        }
-        Action::Remove => people::remove(auth, name).await,
-    }
+        Action::Remove => return people::remove(auth, name).await,
+        Action::Role => PersonChange { role: form.role, ..Default::default() },
+        Action::Password => PersonChange { password: Some(form.password), ..Default::default() },
+        Action::Disable => PersonChange { disabled: Some(true), ..Default::default() },
+        Action::Enable => PersonChange { disabled: Some(false), ..Default::default() },
+    };
+    people::edit(auth, name, change).await.map(drop)
 }
 
 /// Returns the status and the text to show with the form.
@@ -123,7 +115,7 @@ pub(crate) fn form_error(error: Error) -> Result<(StatusCode, String)> {
             let each = mistakes.iter().map(|m| format!("{} {}", m.pointer.trim_start_matches('/'), m.detail));
             Ok((StatusCode::UNPROCESSABLE_ENTITY, each.collect::<Vec<_>>().join("; ")))
         }
-        Error::Conflict(detail, _) => Ok((StatusCode::CONFLICT, detail)),
+        Error::Conflict(detail) => Ok((StatusCode::CONFLICT, detail)),
         Error::NotFound(detail) => Ok((StatusCode::NOT_FOUND, detail)),
         other => Err(other),
     }
@@ -163,20 +155,18 @@ fn account_page(auth: &Auth, caller: &Caller, notice: AccountNotice) -> Page {
     tokens.retain(|token| token.owner.is_some() && token.owner.as_deref() == caller.person());
     tokens.retain(|token| token.is_valid(crate::now()));
     let scopes = [Scope::Submit, Scope::Read, Scope::Admin];
-    html(
-        AccountPage {
-            person,
-            has_password,
-            token: caller.token().map(|token| token.name.clone()).unwrap_or_default(),
-            tokens,
-            scopes: scopes.into_iter().filter(|scope| caller.may(*scope)).collect(),
-            secret: notice.secret,
-            done: notice.done,
-            error: notice.error,
-            user: current_user(caller),
-        }
-        .render(),
-    )
+    let page = AccountPage {
+        person,
+        has_password,
+        token: caller.token().map(|token| token.name.clone()).unwrap_or_default(),
+        tokens,
+        scopes: scopes.into_iter().filter(|scope| caller.may(*scope)).collect(),
+        secret: notice.secret,
+        done: notice.done,
+        error: notice.error,
+        user: caller.current_user(),
+    };
+    html(page.render())
 }
 
 /// `POST /account`
@@ -212,9 +202,8 @@ pub(crate) async fn change_account(
         AccountForm::Revoke { id } => format!("Revoke {id:?}"),
     });
     let mut response = match apply_account(&auth, &caller, &peer, form).await {
-        Ok(Outcome::Page(notice)) => account_page(&auth, &caller, notice)?,
-        Ok(Outcome::Response(response)) => response,
-        Err(error) => {
+        Ok(response) => response,
+        Err(PageError(error)) => {
             let (status, error) = form_error(error)?;
             let page = account_page(&auth, &caller, AccountNotice { error, ..AccountNotice::default() })?;
             (status, page).into_response()
@@ -224,44 +213,37 @@ pub(crate) async fn change_account(
     Ok(response)
 }
 
-enum Outcome {
-    Page(AccountNotice),
-    Response(Response),
-}
-
-async fn apply_account(auth: &Auth, caller: &Caller, peer: &Peer, form: AccountForm) -> Result<Outcome> {
-    let reload = || Outcome::Response(Redirect::to("/account?done=true").into_response());
+async fn apply_account(auth: &Auth, caller: &Caller, peer: &Peer, form: AccountForm) -> Page {
+    let reload = || Ok(Redirect::to("/account?done=true").into_response());
     match form {
         AccountForm::Password { current, new } => {
             let row = people::set_own(auth, caller, peer.address, OwnPassword { current, new }).await?;
             match caller.session() {
-                Some(_) => Ok(Outcome::Response(
-                    login::sign_in_person(auth, peer, &row, "/account?done=true", SESSION_LIFE).await?,
-                )),
-                None => Ok(reload()),
+                Some(_) => {
+                    Ok(login::sign_in_person(auth, peer, &row, "/account?done=true", SESSION_LIFE).await?)
+                }
+                None => reload(),
             }
         }
         AccountForm::Token { name, scope, days } => {
             if caller.person().is_none() {
-                return Err(Error::Conflict("only people have tokens of their own".into(), None));
+                return Err(Error::Conflict("only people have tokens of their own".into()).into());
             }
             let days = match days.trim() {
                 "" => None,
-                days => Some(days.parse::<u32>().map_err(|_| {
-                    Error::Invalid(vec![SpecError {
-                        pointer: "/days".into(),
-                        detail: "must be a number of days, or empty".into(),
-                    }])
-                })?),
+                days => {
+                    let wrong = |_| Error::invalid("/days", "must be a number of days, or empty");
+                    Some(days.parse::<u32>().map_err(wrong)?)
+                }
             };
             let expires_in_secs = days.map(|days| u64::from(days) * 24 * 3600);
             let new = NewToken { name, scope, agent: None, expires_in_secs };
             let secret = tokens::make(auth, caller, new).await?.secret;
-            Ok(Outcome::Page(AccountNotice { secret, ..AccountNotice::default() }))
+            account_page(auth, caller, AccountNotice { secret, ..AccountNotice::default() })
         }
         AccountForm::Revoke { id } => {
             tokens::revoke_token(auth, caller, &id).await?;
-            Ok(reload())
+            reload()
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Tokens: make, list, revoke.
 
 use crate::{
-    api::list::{Elements, Key, List, ListParams, list_of},
+    api::list::{Key, List, ListParams, list_of},
     auth::{
         Auth,
         access::{Caller, Secret},
@@ -18,7 +18,6 @@ use lockstep_protocol::{
     access::{Scope, Token},
     invisible::first_invisible,
     limits::{TOKEN_DAYS, TOKEN_NAME_CHARS, TOKENS},
-    spec::SpecError,
 };
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
@@ -50,20 +49,14 @@ pub(crate) struct MadeToken {
     token: Token,
 }
 
-/// A page of tokens.
-#[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct TokenList {
+list_of! {
+    /// A page of tokens.
+    TokenList
     /// Oldest first, unless `sort` is given. Tokens that are no longer valid are listed for 90 days.
-    #[schema(value_type = Vec<Token>)]
-    tokens: Elements<Token>,
-    /// Value of `cursor` for the next page; null on the last page.
-    next_cursor: Option<String>,
+    tokens: Token
     /// Number of tokens on all pages; absent without `count=true`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    total: Option<u64>,
+    total
 }
-
-list_of!(TokenList, tokens: Token);
 
 const LIST: List<Token> = List {
     name: "tokens",
@@ -101,16 +94,12 @@ pub(crate) async fn list(
     Extension(caller): Extension<Caller>,
     Query(params): Query<ListParams>,
 ) -> Result<Json<TokenList>> {
-    Ok(Json(LIST.page(visible_tokens(&auth, &caller), &params)?.into()))
-}
-
-/// Returns the tokens that a caller may see and revoke.
-pub(crate) fn visible_tokens(auth: &Auth, caller: &Caller) -> Vec<Token> {
     let mut tokens = auth.access.tokens();
-    tokens.retain(|token| is_seen(token, caller));
-    tokens
+    tokens.retain(|token| is_seen(token, &caller));
+    Ok(Json(LIST.page(tokens, &params)?.into()))
 }
 
+/// Whether a caller may see and revoke a token.
 fn is_seen(token: &Token, caller: &Caller) -> bool {
     caller.may(Scope::Admin) || (token.owner.is_some() && token.owner.as_deref() == caller.person())
 }
@@ -144,9 +133,7 @@ pub(crate) async fn create(
 /// # Errors
 /// The request has a mistake or exceeds the caller's rights, or the maximum number of tokens is reached.
 pub(crate) async fn make(auth: &Auth, caller: &Caller, new: NewToken) -> Result<MadeToken> {
-    let mistake = |pointer: &str, detail: String| {
-        Err(Error::Invalid(vec![SpecError { pointer: pointer.into(), detail }]))
-    };
+    let mistake = |pointer: &str, detail: String| Err(Error::invalid(pointer, detail));
     if new.name.trim().is_empty()
         || new.name.chars().count() > TOKEN_NAME_CHARS
         || first_invisible(&new.name).is_some()
@@ -196,22 +183,17 @@ pub(crate) async fn make(auth: &Auth, caller: &Caller, new: NewToken) -> Result<
     }
     if owner.is_none() && new.scope != Scope::Agent && auth.access.person(&new.name).is_some() {
         let detail = format!("{:?} is a person, who makes tokens of its own; choose another name", new.name);
-        return Err(Error::Conflict(detail, None));
+        return Err(Error::Conflict(detail));
     }
     let is_its = |token: &Token| owner.is_some() && token.owner == owner && token.is_valid(now);
     if auth.access.tokens().iter().filter(|token| is_its(token)).count() >= MAX_TOKENS_OF_A_PERSON {
-        return Err(Error::Conflict(
-            format!(
-                "you have {MAX_TOKENS_OF_A_PERSON} valid tokens already; revoke some that you do not need"
-            ),
-            None,
-        ));
+        return Err(Error::Conflict(format!(
+            "you have {MAX_TOKENS_OF_A_PERSON} valid tokens already; revoke some that you do not need"
+        )));
     }
     if auth.access.valid_tokens() >= TOKENS {
-        return Err(Error::Conflict(
-            format!("there are {TOKENS} valid tokens already; revoke some that nobody needs"),
-            None,
-        ));
+        let detail = format!("there are {TOKENS} valid tokens already; revoke some that nobody needs");
+        return Err(Error::Conflict(detail));
     }
     let secret = Secret::token()?;
     let token = Token {
@@ -233,10 +215,8 @@ pub(crate) async fn make(auth: &Auth, caller: &Caller, new: NewToken) -> Result<
     Ok(MadeToken { secret: secret.text, token })
 }
 
-type AgentNames = (Option<String>, Option<String>);
-
 /// Returns the name and id of the agent with a given name or id; `None` if the text cannot be either. The id is absent for an unknown name.
-async fn agent_named(auth: &Auth, agent: &str) -> Result<Option<AgentNames>> {
+async fn agent_named(auth: &Auth, agent: &str) -> Result<Option<(Option<String>, Option<String>)>> {
     if agent.trim().is_empty() || agent.len() > 100 || first_invisible(agent).is_some() {
         return Ok(None);
     }

@@ -13,7 +13,6 @@ use crate::{
         run_files::{Refused, RunFiles, check_size},
         runs::Runs,
     },
-    store::Store,
     util::disk_space::check_space,
 };
 use axum::{
@@ -61,14 +60,14 @@ pub(crate) struct FilesOfRun {
 }
 
 /// Returns the id of a run from elsewhere. Other jobs have no files.
-async fn run(store: &dyn Store, auth: &Auth, caller: &Caller, id: &str) -> Result<JobId> {
+async fn run(auth: &Auth, caller: &Caller, id: &str) -> Result<JobId> {
     let id = auth.run_id(caller, id);
-    let job = jobs::row(store, &id).await?.job;
+    let job = jobs::row(&*auth.store, &id).await?.job;
     match job.external {
         Some(_) => Ok(id),
         None => {
             let detail = "this server's ranks train the job; only runs from elsewhere have files";
-            Err(Error::Conflict(detail.into(), Some(job.state)))
+            Err(Error::WrongState(detail.into(), job.state))
         }
     }
 }
@@ -80,7 +79,7 @@ pub(super) fn of(config: &ServeConfig, job: &JobId) -> RunFiles {
 fn refusal(why: Refused) -> Error {
     match why {
         Refused::Path(detail) => Error::BadRequest(detail),
-        Refused::Taken(detail) => Error::Conflict(detail, None),
+        Refused::Taken(detail) => Error::Conflict(detail),
         Refused::Full(detail) => Error::Refused(StatusCode::PAYLOAD_TOO_LARGE, detail),
         Refused::Io(error) => disk(&error),
     }
@@ -91,19 +90,15 @@ fn refusal(why: Refused) -> Error {
     responses((status = 200, body = FilesOfRun), (status = 404, body = Problem), (status = 409, body = Problem, description = "The server's own ranks train the job")))]
 pub(crate) async fn list(
     State(config): State<Arc<ServeConfig>>,
-    State(store): State<Arc<dyn Store>>,
     State(auth): State<Arc<Auth>>,
     Extension(caller): Extension<Caller>,
     Path(id): Path<String>,
 ) -> Result<Json<FilesOfRun>> {
-    let files = of(&config, &run(&*store, &auth, &caller, &id).await?);
+    let files = of(&config, &run(&auth, &caller, &id).await?);
     Ok(Json(FilesOfRun { files: listed(files).await? }))
 }
 
 /// Returns all files of a run.
-///
-/// # Errors
-/// The disk cannot be read.
 pub(super) async fn listed(files: RunFiles) -> Result<Vec<RunFile>> {
     Ok(blocking(move || files.list()).await??)
 }
@@ -117,18 +112,16 @@ pub(super) async fn listed(files: RunFiles) -> Result<Vec<RunFile>> {
         (status = 409, body = Problem, description = "The server's own ranks train the job, or a folder has this path"),
         (status = 413, body = Problem, description = "The run has too many files, or they are too large"),
         (status = 507, body = Problem, description = "The server's disk is full")))]
-#[expect(clippy::too_many_arguments, reason = "what a handler needs, it extracts")]
 pub(crate) async fn upload(
     State(config): State<Arc<ServeConfig>>,
     State(runs): State<Arc<Runs>>,
-    State(store): State<Arc<dyn Store>>,
     State(auth): State<Arc<Auth>>,
     Extension(caller): Extension<Caller>,
     Path(id): Path<String>,
     Query(query): Query<UploadQuery>,
     request: Request<Body>,
 ) -> Result<Json<RunFile>> {
-    let id = run(&*store, &auth, &caller, &id).await?;
+    let id = run(&auth, &caller, &id).await?;
     let body = runs.noted(&id, request.into_body());
     Ok(Json(stored(of(&config, &id), query.path, query.modified_ms, body).await?))
 }
@@ -176,20 +169,16 @@ pub(super) async fn stored(
         (status = 409, body = Problem, description = "The server's own ranks train the job"), (status = 416, description = "There is no such range")))]
 pub(crate) async fn download(
     State(config): State<Arc<ServeConfig>>,
-    State(store): State<Arc<dyn Store>>,
     State(auth): State<Arc<Auth>>,
     Extension(caller): Extension<Caller>,
     Path(id): Path<String>,
     Query(query): Query<FileQuery>,
     request: Request<Body>,
 ) -> Result<Response> {
-    sent(&of(&config, &run(&*store, &auth, &caller, &id).await?), &query.path, request).await
+    sent(&of(&config, &run(&auth, &caller, &id).await?), &query.path, request).await
 }
 
 /// Returns the response with a file. Browsers save the file and do not show it, because it could contain scripts of its program.
-///
-/// # Errors
-/// The file does not exist, or the disk cannot be read.
 pub(super) async fn sent(files: &RunFiles, path: &str, mut request: Request<Body>) -> Result<Response> {
     let place = files.place(path).map_err(refusal)?;
     let missing = || Error::NotFound("the run has no such file; GET /api/v1/runs/ID/files lists them".into());
@@ -221,21 +210,17 @@ pub(super) async fn sent(files: &RunFiles, path: &str, mut request: Request<Body
     responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem, description = "The server's own ranks train the job")))]
 pub(crate) async fn delete(
     State(config): State<Arc<ServeConfig>>,
-    State(store): State<Arc<dyn Store>>,
     State(auth): State<Arc<Auth>>,
     Extension(caller): Extension<Caller>,
     Path(id): Path<String>,
     Query(query): Query<FileQuery>,
 ) -> Result<StatusCode> {
-    let files = of(&config, &run(&*store, &auth, &caller, &id).await?);
+    let files = of(&config, &run(&auth, &caller, &id).await?);
     to_the_end(removed(files, query.path)).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
 /// Removes a file or a folder.
-///
-/// # Errors
-/// The file or folder does not exist, or the disk cannot be written.
 pub(super) async fn removed(files: RunFiles, path: String) -> Result<()> {
     match blocking(move || files.remove(&path)).await?.map_err(refusal)? {
         true => Ok(()),

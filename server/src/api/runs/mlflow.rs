@@ -8,7 +8,6 @@ use super::{LAST_STEP, NAME_CHARS, NewRun, begin, columns, number};
 use crate::{
     api::{jobs, list::Pages, to_the_end},
     auth::{Auth, access::Caller},
-    config::ServeConfig,
     http::error::Error,
     ingest::runs::Runs,
     lifecycle::external::{RunChange, text_of},
@@ -18,7 +17,7 @@ use crate::{
 };
 use axum::{
     Extension, Json,
-    extract::{FromRequest, OriginalUri, Query, Request, State},
+    extract::{FromRequest, Query, Request, State},
     http::{Method, StatusCode},
     response::{IntoResponse, Response},
 };
@@ -32,7 +31,7 @@ use lockstep_protocol::{
     spec::shortened,
 };
 use serde_json::{Map, Value, json};
-use std::{collections::BTreeMap, sync::Arc};
+use std::{collections::BTreeMap, str::FromStr, sync::Arc};
 
 const PREFIX: &str = "/api/2.0/mlflow/";
 /// MLflow's default experiment, which clients use if none is named.
@@ -55,7 +54,7 @@ const PAGE_POINTS: u32 = 25_000;
 const PAGE_LIMIT: u32 = 50_000;
 
 /// An error in the format that MLflow's clients expect.
-struct Refusal {
+pub(crate) struct Refusal {
     status: StatusCode,
     code: &'static str,
     message: String,
@@ -179,6 +178,13 @@ impl Asked {
         at.transpose()
     }
 
+    /// Returns where the requested page begins.
+    fn begin<T: FromStr + Default>(&self) -> Result<T> {
+        let from = self.text("page_token")?.map(str::parse::<T>).transpose();
+        let from = from.map_err(|_| invalid("page_token must be the next_page_token of the previous page"));
+        Ok(from?.unwrap_or_default())
+    }
+
     /// Returns the size of the requested page, which is at most `most`.
     fn page(&self, most: u32) -> Result<u32> {
         match self.whole("max_results")? {
@@ -193,7 +199,6 @@ impl Asked {
 
 /// State that the calls need.
 struct Parts {
-    config: Arc<ServeConfig>,
     runs: Arc<Runs>,
     scheduler: Arc<Scheduler>,
     auth: Arc<Auth>,
@@ -203,35 +208,25 @@ struct Parts {
 }
 
 /// Handles all calls below [`PREFIX`].
-#[expect(clippy::too_many_arguments, reason = "what a handler needs, it extracts")]
 pub(crate) async fn call(
-    State(config): State<Arc<ServeConfig>>,
     State(runs): State<Arc<Runs>>,
     State(scheduler): State<Arc<Scheduler>>,
     State(auth): State<Arc<Auth>>,
     State(metrics): State<Arc<metrics::Metrics>>,
     State(deleted_jobs): State<Arc<DeletedJobs>>,
     Extension(caller): Extension<Caller>,
-    OriginalUri(uri): OriginalUri,
     request: Request,
-) -> Response {
-    let parts = Parts { config, runs, scheduler, auth, metrics, deleted_jobs, caller };
+) -> Result<Json<Value>> {
+    let parts = Parts { runs, scheduler, auth, metrics, deleted_jobs, caller };
     let method = request.method().clone();
-    let name = uri.path().strip_prefix(PREFIX).unwrap_or_default().to_owned();
-    let asked = match Asked::of(request).await {
-        Ok(asked) => asked,
-        Err(refusal) => return refusal.into_response(),
-    };
-    let done = to_the_end(async move { Ok(parts.answer(&method, &name, &asked).await) }).await;
-    match done.map_err(Refusal::from).flatten() {
-        Ok(answer) => Json(answer).into_response(),
-        Err(refusal) => refusal.into_response(),
-    }
+    let name = request.uri().path().strip_prefix(PREFIX).unwrap_or_default().to_owned();
+    let asked = Asked::of(request).await?;
+    let done = to_the_end(async move { Ok(parts.answer(&method, &name, &asked).await) }).await?;
+    Ok(Json(done?))
 }
 
 impl Parts {
     async fn answer(&self, method: &Method, name: &str, asked: &Asked) -> Result<Value> {
-        let nothing = json!({});
         Ok(match (method.as_str(), name) {
             ("POST", "experiments/create") => self.create_experiment(asked).await?,
             ("GET", "experiments/get") => {
@@ -242,30 +237,21 @@ impl Parts {
             ("POST", "runs/create") => self.create_run(asked).await?,
             ("GET", "runs/get") => json!({"run": run(&self.seen(asked).await?)}),
             ("POST", "runs/update") => self.update_run(asked).await?,
-            ("POST", "runs/delete") => {
-                self.delete_run(asked).await?;
-                nothing
-            }
+            ("POST", "runs/delete") => self.delete_run(asked).await?,
             ("POST", "runs/search") => self.search_runs(asked).await?,
             ("POST", "runs/log-metric") => {
                 let one = Asked(asked.0.clone());
-                self.log(asked, &[one], RunChange::default()).await?;
-                nothing
+                self.log(asked, &[one], RunChange::default()).await?
             }
             ("POST", "runs/log-parameter") => {
                 let params = BTreeMap::from([pair(asked, "Param", PARAM_CHARS)?]);
-                self.tell(asked, RunChange { params, ..RunChange::default() }).await?;
-                nothing
+                self.note(asked, RunChange { params, ..RunChange::default() }).await?
             }
-            ("POST", "runs/log-batch") => {
-                self.log_batch(asked).await?;
-                nothing
-            }
+            ("POST", "runs/log-batch") => self.log_batch(asked).await?,
             ("POST", "runs/set-tag") => {
                 let (key, value) = pair(asked, "Tag", TAG_CHARS)?;
                 let values = BTreeMap::from([(key, Some(value))]);
-                self.tell(asked, RunChange { values, ..RunChange::default() }).await?;
-                nothing
+                self.note(asked, RunChange { values, ..RunChange::default() }).await?
             }
             ("POST", "runs/delete-tag") => {
                 let key = asked.required("key")?;
@@ -276,18 +262,14 @@ impl Parts {
                     return Err(refuse("RESOURCE_DOES_NOT_EXIST", detail));
                 }
                 let values = BTreeMap::from([(key.to_owned(), None)]);
-                self.tell(asked, RunChange { values, ..RunChange::default() }).await?;
-                nothing
+                self.note(asked, RunChange { values, ..RunChange::default() }).await?
             }
             // The inputs of a run are not stored, and its models are its folders.
-            ("POST", "runs/log-inputs" | "runs/outputs") => {
-                self.tell(asked, RunChange::default()).await?;
-                nothing
-            }
+            ("POST", "runs/log-inputs" | "runs/outputs") => self.note(asked, RunChange::default()).await?,
             ("GET", "metrics/get-history") => self.history(asked).await?,
             ("GET", "artifacts/list") => {
                 let path = asked.text("path")?.unwrap_or_default();
-                artifacts::of_run(&self.config, &self.seen(asked).await?, path).await?
+                artifacts::of_run(&self.scheduler.config, &self.seen(asked).await?, path).await?
             }
             ("POST", "logged-models") => self.create_model(asked).await?,
             // Clients send this before they list the artifacts in a folder, and find a model there.
@@ -314,10 +296,7 @@ impl Parts {
             let detail = "Lockstep's experiments/search takes no filter: leave it out and choose among the experiments";
             return Err(invalid(detail));
         }
-        let from = asked.text("page_token")?.map(str::parse::<usize>).transpose();
-        let from = from
-            .map_err(|_| invalid("page_token must be the next_page_token of the previous page"))?
-            .unwrap_or(0);
+        let from: usize = asked.begin()?;
         let max = asked.page(PAGE_RUNS)? as usize;
         let are_deleted = asked.text("view_type")? == Some("DELETED_ONLY");
         let all = if are_deleted { Vec::new() } else { self.projects().await? };
@@ -387,6 +366,12 @@ impl Parts {
         Ok(self.runs.tell(&job.id, change).await?)
     }
 
+    /// Changes a run. The response is empty.
+    async fn note(&self, asked: &Asked, change: RunChange) -> Result<Value> {
+        self.tell(asked, change).await?;
+        Ok(json!({}))
+    }
+
     async fn update_run(&self, asked: &Asked) -> Result<Value> {
         let state = match asked.text("status")? {
             None => None,
@@ -404,13 +389,14 @@ impl Parts {
     }
 
     /// Deletes a run permanently. MLflow keeps deleted runs for a while.
-    async fn delete_run(&self, asked: &Asked) -> Result<()> {
+    async fn delete_run(&self, asked: &Asked) -> Result<Value> {
         let job = self.own(asked).await?;
         if !job.state.is_final() {
             let change = RunChange { state: Some(JobState::Cancelled), ..RunChange::default() };
             self.runs.tell(&job.id, change).await?;
         }
-        Ok(jobs::remove(&self.scheduler, &self.auth, &self.deleted_jobs, &job.id).await?)
+        jobs::remove(&self.scheduler, &self.auth, &self.deleted_jobs, &job.id).await?;
+        Ok(json!({}))
     }
 
     async fn search_runs(&self, asked: &Asked) -> Result<Value> {
@@ -418,20 +404,13 @@ impl Parts {
             let detail = "Lockstep's runs/search takes no filter: leave it out and choose among the runs, or ask GET /api/v1/jobs";
             return Err(invalid(detail));
         }
-        let (sort, descending) = match asked.texts("order_by")[..] {
-            [] => ("-created", true),
-            [by] => {
-                match by.to_lowercase().replace(['`', '"'], "").split_whitespace().collect::<Vec<_>>()[..] {
-                    ["attributes.start_time" | "attribute.start_time" | "start_time", "desc"] => {
-                        ("-created", true)
-                    }
-                    ["attributes.start_time" | "attribute.start_time" | "start_time"]
-                    | ["attributes.start_time" | "attribute.start_time" | "start_time", "asc"] => {
-                        ("created", false)
-                    }
-                    _ => return Err(invalid("Lockstep's runs/search orders by attributes.start_time only")),
-                }
+        let order = asked.texts("order_by").join(",").to_lowercase().replace(['`', '"'], "");
+        let (sort, descending) = match order.split_whitespace().collect::<Vec<_>>()[..] {
+            [] | ["attributes.start_time" | "attribute.start_time" | "start_time", "desc"] => {
+                ("-created", true)
             }
+            ["attributes.start_time" | "attribute.start_time" | "start_time"]
+            | ["attributes.start_time" | "attribute.start_time" | "start_time", "asc"] => ("created", false),
             _ => return Err(invalid("Lockstep's runs/search orders by attributes.start_time only")),
         };
         let wanted: Vec<_> = asked.texts("experiment_ids").into_iter().map(project).collect();
@@ -457,7 +436,7 @@ impl Parts {
         Ok(answer)
     }
 
-    async fn log_batch(&self, asked: &Asked) -> Result<()> {
+    async fn log_batch(&self, asked: &Asked) -> Result<Value> {
         let (metrics, params, tags) = (asked.list("metrics")?, asked.list("params")?, asked.list("tags")?);
         let limits = [
             ("metrics", metrics.len(), BATCH_METRICS),
@@ -475,9 +454,8 @@ impl Parts {
         let mut change = RunChange::default();
         for param in &params {
             let (key, value) = pair(param, "Param", PARAM_CHARS)?;
-            let detail = || invalid(format!("Duplicate parameter keys have been submitted: ['{key}']"));
             if change.params.get(&key).is_some_and(|before| *before != value) {
-                return Err(detail());
+                return Err(invalid(format!("Duplicate parameter keys have been submitted: ['{key}']")));
             }
             change.params.insert(key, value);
         }
@@ -489,7 +467,7 @@ impl Parts {
     }
 
     /// Appends points to the stored ones.
-    async fn log(&self, asked: &Asked, metrics: &[Asked], change: RunChange) -> Result<()> {
+    async fn log(&self, asked: &Asked, metrics: &[Asked], change: RunChange) -> Result<Value> {
         let job = self.own(asked).await?;
         let (mut points, mut newest) = (Vec::with_capacity(metrics.len()), None::<Timestamp>);
         for metric in metrics {
@@ -520,16 +498,13 @@ impl Parts {
         let at = newest.map_or(now, |at| at.min(now));
         let records = RunRecords { job: job.id, first: None, count: metrics.len() as u64, at };
         self.runs.log(records, move |_| columns.clone(), change).await?;
-        Ok(())
+        Ok(json!({}))
     }
 
     async fn history(&self, asked: &Asked) -> Result<Value> {
         let job = self.seen(asked).await?;
         let key = asked.required("metric_key")?;
-        let from = asked.text("page_token")?.map(str::parse::<u64>).transpose();
-        let from = from
-            .map_err(|_| invalid("page_token must be the next_page_token of the previous page"))?
-            .unwrap_or(0);
+        let from: u64 = asked.begin()?;
         let max = asked.page(PAGE_POINTS)? as usize;
         // Usually each step has a point, and the first range has a page. Where points are sparse, the range grows.
         let mut steps = max as u64;
@@ -564,10 +539,11 @@ impl Parts {
 
 /// Returns the run with this id, if the caller may see it.
 async fn seen_run(scheduler: &Scheduler, caller: &Caller, id: &str) -> Result<Job> {
-    let none = || refuse("RESOURCE_DOES_NOT_EXIST", format!("Run with id={} not found", shortened(id)));
     match jobs::seen(scheduler, caller, id).await {
         Ok(job) if job.external.is_some() => Ok(job),
-        Ok(_) | Err(Error::NotFound(_)) => Err(none()),
+        Ok(_) | Err(Error::NotFound(_)) => {
+            Err(refuse("RESOURCE_DOES_NOT_EXIST", format!("Run with id={} not found", shortened(id))))
+        }
         Err(error) => Err(error.into()),
     }
 }

@@ -184,9 +184,8 @@ async fn continued(
 ) -> Result<Option<Job>> {
     let Some(owned) = auth.store.owned_job(id).await? else { return Ok(None) };
     if !caller.sees(owned.private, owned.owner.as_deref()) {
-        let taken =
-            || Error::Conflict("a private run of somebody else has this id: choose another".into(), None);
-        return if is_own { Ok(None) } else { Err(taken()) };
+        let taken = "a private run of somebody else has this id: choose another";
+        return if is_own { Ok(None) } else { Err(Error::Conflict(taken.into())) };
     }
     if !auth.may_change(caller, owned.owner.as_deref()) {
         return Err(Error::Forbidden(

@@ -4,7 +4,7 @@ pub(crate) mod pages;
 
 use super::{
     jobs::{check::LaunchQuery, check_sweep, idempotency_key},
-    list::{Elements, List, ListParams, list_of},
+    list::{List, ListParams, list_of},
     to_the_end,
 };
 use crate::{
@@ -22,32 +22,25 @@ use crate::{
 use axum::{
     Extension, Json,
     extract::{OriginalUri, State},
-    http::{HeaderMap, HeaderName, StatusCode, header},
+    http::{HeaderMap, StatusCode, header},
+    response::IntoResponse,
 };
 use lockstep_protocol::{
-    spec::{SpecError, split_sweep},
+    spec::split_sweep,
     sweep::{Sweep, SweepState},
 };
-use serde::Serialize;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 use std::{collections::BTreeSet, sync::Arc};
-use utoipa::ToSchema;
 
-/// A page of sweeps that the caller may see.
-#[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct SweepList {
+list_of! {
+    /// A page of sweeps that the caller may see.
+    SweepList
     /// Newest first, unless `sort` is given.
-    #[schema(value_type = Vec<Sweep>)]
-    sweeps: Elements<Sweep>,
-    /// Value of `cursor` for the next page; null on the last page.
-    next_cursor: Option<String>,
+    sweeps: Sweep
     /// Number of sweeps on all pages; absent without `count=true`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    total: Option<u64>,
+    total
 }
-
-list_of!(SweepList, sweeps: Sweep);
 
 const LIST: List<Sweep> = List {
     name: "sweeps",
@@ -76,8 +69,6 @@ const LIST: List<Sweep> = List {
     created: Some(|sweep| sweep.created_at),
 };
 
-type Submitted = (StatusCode, [(HeaderName, String); 1], Json<Sweep>);
-
 /// Returns a sweep without its trials.
 ///
 /// # Errors
@@ -91,9 +82,6 @@ async fn with_trials(store: &dyn Store, row: &SweepRow) -> Result<Sweep> {
 }
 
 /// Returns the sweeps that a caller may see, newest first.
-///
-/// # Errors
-/// The store cannot be read.
 async fn visible_sweeps(store: &dyn Store, caller: &Caller) -> Result<Vec<SweepRow>> {
     let mut rows = store.sweeps().await?;
     rows.retain(|row| caller.sees(row.owned.private, row.owned.owner.as_deref()));
@@ -114,14 +102,15 @@ pub(crate) async fn create(
     State(sweeps): State<Arc<Sweeps>>,
     State(auth): State<Arc<Auth>>,
     Extension(caller): Extension<Caller>,
-    Query(query): Query<LaunchQuery>,
+    Query(LaunchQuery { launched }): Query<LaunchQuery>,
     headers: HeaderMap,
     OriginalUri(uri): OriginalUri,
     Document(document, bytes): Document,
-) -> Result<Submitted> {
+) -> Result<impl IntoResponse> {
     let key = idempotency_key(&auth, &caller, &headers, &uri, &bytes)?;
     let (status, sweep) =
-        to_the_end(async move { submit(&scheduler, &sweeps, &caller, document, query, key).await }).await?;
+        to_the_end(async move { submit(&scheduler, &sweeps, &caller, document, launched, key).await })
+            .await?;
     Ok((status, [(header::LOCATION, format!("/api/v1/sweeps/{}", sweep.id))], Json(sweep)))
 }
 
@@ -146,14 +135,14 @@ async fn submit(
     sweeps: &Sweeps,
     caller: &Caller,
     document: Value,
-    query: LaunchQuery,
+    launched: bool,
     key: Option<(String, String)>,
 ) -> Result<(StatusCode, Sweep)> {
     let store = &*scheduler.store;
     let (section, job) = split_sweep(&document).ok_or_else(|| {
         let detail =
             "is missing: a sweep is a job file with the section `sweep`; submit a job by POST /api/v1/jobs";
-        Error::Invalid(vec![SpecError { pointer: "/sweep".into(), detail: detail.into() }])
+        Error::invalid("/sweep", detail)
     })?;
     // The id is computed from the key, so that a repeated request finds its sweep.
     let has_key = key.is_some();
@@ -163,7 +152,7 @@ async fn submit(
         return made_before(store, caller, &row, &document).await;
     }
     let full_checks = usize::MAX; // check every trial in full
-    let checked = check_sweep(scheduler, caller, (&section, &job), &id, full_checks, query.slots()).await?;
+    let checked = check_sweep(scheduler, caller, (&section, &job), &id, full_checks, launched).await?;
     // A set, because trials share most warnings.
     let warnings: BTreeSet<_> = checked.trials.iter().flat_map(|trial| &trial.warnings).cloned().collect();
     let specs: Vec<_> = checked.trials.into_iter().map(|trial| trial.spec).collect();
@@ -275,7 +264,7 @@ pub(crate) async fn delete(
     if store.delete_sweep(&find(&*store, &id).await?.id).await? {
         return Ok(StatusCode::NO_CONTENT);
     }
-    Err(Error::Conflict("the sweep has not ended; cancel it before it is deleted".into(), None))
+    Err(Error::Conflict("the sweep has not ended; cancel it before it is deleted".into()))
 }
 
 async fn change(
@@ -289,7 +278,7 @@ async fn change(
     if !from.contains(&row.state) || !store.set_sweep_state(id, to, None, None).await? {
         // The sweep may have ended since it was read.
         let state = find(store, id).await?.state;
-        return Err(Error::Conflict(format!("the sweep is {}", state.as_str()), None));
+        return Err(Error::Conflict(format!("the sweep is {}", state.as_str())));
     }
     sweeps.wake();
     let row = find(store, id).await?;

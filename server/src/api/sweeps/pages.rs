@@ -2,7 +2,7 @@
 
 use super::{find, visible_sweeps, with_trials};
 use crate::{
-    api::html::{Page, current_user, html},
+    api::html::{Page, html},
     auth::{Auth, access::Caller},
     http::extract::Path,
     store::Store,
@@ -21,7 +21,7 @@ pub(crate) async fn sweeps(
     for row in visible_sweeps(&*store, &caller).await? {
         sweeps.push(with_trials(&*store, &row).await?);
     }
-    html(views::SweepsPage { sweeps, now: crate::now(), user: current_user(&caller) }.render())
+    html(views::SweepsPage { sweeps, now: crate::now(), user: caller.current_user() }.render())
 }
 
 /// `GET /sweeps/{id}`
@@ -34,5 +34,5 @@ pub(crate) async fn sweep(
     let row = find(&*store, &id).await?;
     let may_change = auth.may_change(&caller, row.owned.owner.as_deref());
     let sweep = with_trials(&*store, &row).await?;
-    html(views::SweepPage { sweep, may_change, now: crate::now(), user: current_user(&caller) }.render())
+    html(views::SweepPage { sweep, may_change, now: crate::now(), user: caller.current_user() }.render())
 }

@@ -27,7 +27,7 @@ const ADDRESSES: usize = 10_000;
 const NAMES: usize = 10_000;
 
 #[derive(Debug, Default)]
-pub(super) struct Attempts(Mutex<Counters>);
+pub(crate) struct Attempts(Mutex<Counters>);
 
 type Counts<K> = HashMap<K, (u32, Instant)>;
 
@@ -90,7 +90,10 @@ impl Attempts {
     }
 
     /// Counts a failure with a token or a code.
-    pub(super) fn failed(&self, from: IpAddr) -> Result<(), Duration> {
+    ///
+    /// # Errors
+    /// Too many attempts have failed. The error is the time to wait.
+    pub(crate) fn failed(&self, from: IpAddr) -> Result<(), Duration> {
         let mut counters = self.counters();
         let from = client_key(from);
         counters.make_room(from)?;
@@ -98,13 +101,17 @@ impl Attempts {
         if count <= MAX_FAILURES { Ok(()) } else { Err(WINDOW.saturating_sub(since.elapsed())) }
     }
 
-    /// Whether an address has failures left.
-    pub(super) fn check(&self, from: IpAddr) -> Result<(), Duration> {
-        full(&self.counters().addresses, &client_key(from), MAX_FAILURES).map_or(Ok(()), Err)
+    /// Counts an attempt before it is made; [`Attempts::was_right`] uncounts it.
+    ///
+    /// # Errors
+    /// Too many attempts have failed. The error is the time to wait.
+    pub(crate) fn try_sign_in(&self, from: IpAddr) -> Result<(), Duration> {
+        full(&self.counters().addresses, &client_key(from), MAX_FAILURES).map_or(Ok(()), Err)?;
+        self.failed(from)
     }
 
     /// Uncounts the last failure of an address, because it was not a failure.
-    pub(super) fn was_right(&self, from: IpAddr) {
+    pub(crate) fn was_right(&self, from: IpAddr) {
         take_back(&mut self.counters().addresses, &client_key(from));
     }
 

@@ -1,7 +1,10 @@
 //! The caller of a request.
 
 use jiff::Timestamp;
-use lockstep_protocol::access::{Scope, Token};
+use lockstep_protocol::{
+    Job,
+    access::{Scope, Token},
+};
 use lockstep_web::layout::CurrentUser;
 use std::sync::{
     Arc,
@@ -10,7 +13,7 @@ use std::sync::{
 use tokio_util::sync::CancellationToken;
 
 /// A token, or a session.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct Credential {
     /// The token as stored.
     pub(super) token: Token,
@@ -72,10 +75,6 @@ impl Caller {
         Self(None)
     }
 
-    pub(super) fn known(credential: Arc<Credential>) -> Self {
-        Self(Some(credential))
-    }
-
     /// Whether the caller has at least the scope `needed`.
     pub(crate) fn may(&self, needed: Scope) -> bool {
         self.0.as_ref().is_none_or(|c| c.scope.is_some_and(|scope| scope.allows(needed)))
@@ -109,6 +108,11 @@ impl Caller {
     /// Whether the caller sees an object of this owner, which may be private.
     pub(crate) fn sees(&self, private: bool, owner: Option<&str>) -> bool {
         !private || self.sees_all() || self.owns(owner)
+    }
+
+    /// Whether the caller sees a job.
+    pub(crate) fn sees_job(&self, job: &Job) -> bool {
+        self.sees(job.spec.private, job.owner.as_deref())
     }
 
     /// Whether the caller is this owner.

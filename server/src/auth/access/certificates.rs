@@ -67,7 +67,7 @@ impl Access {
         }
         let credential = find().ok_or(Denied::Unknown)?;
         credential.used(now);
-        Ok(Caller::known(credential))
+        Ok(Caller(Some(credential)))
     }
 }
 

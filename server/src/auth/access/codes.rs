@@ -15,7 +15,7 @@ const MAX_CODES: usize = 10;
 
 /// The unused codes, by their hashes.
 #[derive(Debug, Default)]
-pub(super) struct Codes(Mutex<HashMap<String, Code>>);
+pub(crate) struct Codes(Mutex<HashMap<String, Code>>);
 
 #[derive(Debug)]
 struct Code {
@@ -25,16 +25,17 @@ struct Code {
 }
 
 impl Codes {
-    pub(super) fn make(&self, token_id: &str, until: Option<Timestamp>) -> io::Result<String> {
+    /// A code that signs a browser in once, within ten minutes, as a token or a person. The session ends at `until` at the latest, when the
+    /// session that requested the code ends.
+    pub(crate) fn make(&self, token_id: &str, until: Option<Timestamp>) -> io::Result<String> {
         let secret = Secret::plain()?;
         let mut codes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         codes.retain(|_, code| code.made.elapsed() < LIFE);
-        let mut own: Vec<_> = codes.iter().filter(|(_, code)| code.token_id == token_id).collect();
-        own.sort_by_key(|(_, code)| code.made);
-        let excess = own.len().saturating_sub(MAX_CODES - 1);
-        let oldest: Vec<_> = own.into_iter().take(excess).map(|(hash, _)| hash.clone()).collect();
-        for hash in oldest {
-            codes.remove(&hash);
+        let own = codes.iter().filter(|(_, code)| code.token_id == token_id);
+        if own.clone().count() >= MAX_CODES
+            && let Some(oldest) = own.min_by_key(|(_, code)| code.made).map(|(hash, _)| hash.clone())
+        {
+            codes.remove(&oldest);
         }
         codes.insert(secret.hash, Code { token_id: token_id.to_owned(), until, made: Instant::now() });
         Ok(secret.text)
@@ -46,8 +47,8 @@ impl Codes {
         codes.retain(|_, code| code.token_id != token_id);
     }
 
-    /// Whether [`Codes::take`] would accept `code`.
-    pub(super) fn has(&self, code: &str) -> bool {
+    /// Whether a code can still be used.
+    pub(crate) fn has(&self, code: &str) -> bool {
         let codes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         codes.get(&secret::hash(code)).is_some_and(|code| code.made.elapsed() < LIFE)
     }

@@ -50,7 +50,7 @@ impl fmt::Debug for Password {
 
 /// Hashes passwords, a limited number at the same time.
 #[derive(Debug)]
-pub(super) struct Passwords {
+pub(crate) struct Passwords {
     permits: Arc<Semaphore>,
     waiting: Arc<Semaphore>,
     /// For [`Lane::Familiar`]: permits to hash, and permits to wait.
@@ -70,7 +70,7 @@ impl Default for Passwords {
 
 impl Passwords {
     /// The hash to store, with a random salt.
-    pub(super) async fn hash(&self, password: Password) -> Result<String, PasswordError> {
+    pub(crate) async fn hash(&self, password: Password) -> Result<String, PasswordError> {
         self.work(Lane::Strangers, move || {
             let hash = argon2()?.hash_password(password.0.as_bytes());
             hash.map(|hash| hash.to_string()).map_err(|error| error.to_string())

@@ -64,15 +64,7 @@ impl Known {
                 if scope.is_none() || !old.token.is_valid(crate::now()) {
                     ended.cancel();
                 }
-                let renewed = Credential {
-                    token: old.token.clone(),
-                    hash: old.hash.clone(),
-                    scope,
-                    session_since: None,
-                    expires_at: old.expires_at,
-                    ended,
-                    usage: old.usage.clone(),
-                };
+                let renewed = Credential { scope, ended, ..Credential::clone(&old) };
                 self.tokens.insert(old.hash.clone(), Arc::new(renewed));
             }
         }
@@ -117,14 +109,8 @@ impl Access {
             }
             !is_its
         });
-        let its: Vec<String> = known
-            .tokens
-            .values()
-            .filter(|c| c.token.owner.as_deref() == Some(name.as_str()))
-            .map(|c| c.token.id.clone())
-            .collect();
-        drop(known);
-        its.iter().for_each(|token| self.codes.forget(token));
+        let its = known.tokens.values().filter(|c| c.token.owner.as_deref() == Some(name.as_str()));
+        its.for_each(|c| self.codes.forget(&c.token.id));
         self.codes.forget(&principal(&name));
     }
 
@@ -141,18 +127,9 @@ impl Access {
         for old in known.tokens.values().filter(of_owner).cloned().collect::<Vec<_>>() {
             let revoked_at = old.token.revoked_at.or(Some(now));
             let token = Token { revoked_at, ..old.token.clone() };
-            let revoked = Credential {
-                token,
-                hash: old.hash.clone(),
-                scope: None,
-                session_since: None,
-                expires_at: old.expires_at,
-                ended: old.ended.clone(),
-                usage: old.usage.clone(),
-            };
+            let revoked = Credential { token, scope: None, ..Credential::clone(&old) };
             known.tokens.insert(old.hash.clone(), Arc::new(revoked));
         }
-        drop(known);
         self.codes.forget(&principal(name));
     }
 
@@ -171,18 +148,7 @@ impl Access {
         !self.read().people.is_empty()
     }
 
-    /// The hash of a new password.
-    ///
-    /// # Errors
-    /// See [`PasswordError`].
-    pub(crate) async fn hash_password(&self, password: Password) -> Result<String, PasswordError> {
-        self.passwords.hash(password).await
-    }
-
     /// The person with this name and password. A failure takes as long whether or not the person exists.
-    ///
-    /// # Errors
-    /// Why the sign-in failed.
     pub(crate) async fn by_password(
         &self,
         name: &str,

@@ -25,17 +25,11 @@ impl fmt::Debug for Secret {
 
 impl Secret {
     /// A new token.
-    ///
-    /// # Errors
-    /// The system has no random bits.
     pub(crate) fn token() -> io::Result<Self> {
         Ok(Self::of(format!("{PREFIX}{}", random()?)))
     }
 
     /// A new secret for a cookie or a link: without the prefix of tokens.
-    ///
-    /// # Errors
-    /// The system has no random bits.
     pub(crate) fn plain() -> io::Result<Self> {
         Ok(Self::of(random()?))
     }

@@ -125,7 +125,7 @@ fn a_login_code_of_a_revoked_token_is_refused() {
     let access = Access::new(true);
     let secret = Secret::token().unwrap();
     access.put_token(row("t", Scope::Submit, &secret));
-    let (good, bad) = (access.login_code("t", None).unwrap(), access.login_code("t", None).unwrap());
+    let (good, bad) = (access.codes.make("t", None).unwrap(), access.codes.make("t", None).unwrap());
     assert_eq!(access.take_login_code(&good), Some(("t".into(), None)));
     let mut revoked = access.token("t").unwrap();
     revoked.token.revoked_at = Some(crate::now());

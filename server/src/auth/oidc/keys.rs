@@ -85,9 +85,6 @@ impl Key {
     }
 
     /// Verifies that `signed` was signed with the private part of this key.
-    ///
-    /// # Errors
-    /// The signature is wrong.
     pub(super) fn verify(&self, alg: &str, signed: &[u8], signature: &[u8]) -> Result<(), OidcError> {
         let wrong = || OidcError::Refused("The ID token's signature is wrong.".into());
         let part = |text: &str| URL_SAFE_NO_PAD.decode(text.trim_end_matches('=')).map_err(|_| wrong());

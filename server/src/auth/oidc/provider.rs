@@ -6,7 +6,7 @@ use super::{
     keys::{self, Key},
     open_requests::OpenRequest,
 };
-use crate::config::oidc::{ClientSecret, Groups, Issuer, NameClaim, OidcConfig};
+use crate::config::oidc::{Groups, NameClaim, OidcConfig};
 use base64::{Engine, engine::general_purpose::STANDARD};
 use reqwest::{Client, RequestBuilder, Url, header, redirect};
 use serde::Deserialize;
@@ -30,10 +30,7 @@ const MAX_EXCHANGES: usize = 32;
 
 /// A client of the provider.
 pub(super) struct Provider {
-    issuer: Issuer,
-    client_id: String,
-    client_secret: Option<ClientSecret>,
-    key_refresh: Duration,
+    config: Arc<OidcConfig>,
     http: Client,
     metadata: Mutex<Fetched<Metadata>>,
     keys: Mutex<Fetched<Vec<Key>>>,
@@ -145,20 +142,17 @@ struct Refusal {
 }
 
 impl Provider {
-    pub(super) fn new(config: &OidcConfig) -> Result<Self, String> {
+    pub(super) fn new(config: Arc<OidcConfig>) -> Result<Self, String> {
         let builder = Client::builder()
             .timeout(TIMEOUT)
             .connect_timeout(TIMEOUT / 2)
             .redirect(redirect::Policy::none())
             .user_agent(concat!("lockstep/", env!("CARGO_PKG_VERSION")))
-            .tls_backend_preconfigured(authorities::tls(config)?);
+            .tls_backend_preconfigured(authorities::tls(&config)?);
         // Requests to this machine do not use a proxy.
         let builder = if config.issuer.is_plain() { builder.no_proxy() } else { builder };
         Ok(Self {
-            issuer: config.issuer.clone(),
-            client_id: config.client_id.clone(),
-            client_secret: config.client_secret.clone(),
-            key_refresh: config.key_refresh,
+            config,
             http: builder.build().map_err(|error| error.to_string())?,
             metadata: Mutex::default(),
             keys: Mutex::default(),
@@ -171,7 +165,7 @@ impl Provider {
     }
 
     async fn ask_metadata(&self) -> Result<Metadata, OidcError> {
-        let issuer = self.issuer.as_str();
+        let issuer = self.config.issuer.as_str();
         let url = format!("{}/.well-known/openid-configuration", issuer.trim_end_matches('/'));
         let metadata: Metadata = self.answer(self.http.get(&url), &url).await?;
         if metadata.issuer != issuer {
@@ -183,7 +177,7 @@ impl Provider {
         }
         let endpoints = [&metadata.authorization_endpoint, &metadata.token_endpoint, &metadata.jwks_uri];
         for Endpoint(url) in endpoints.into_iter().chain(&metadata.userinfo_endpoint) {
-            if !self.issuer.allows(url) {
+            if !self.config.issuer.allows(url) {
                 return Err(unusable(&format!("its endpoint {url} is not https")));
             }
         }
@@ -202,7 +196,7 @@ impl Provider {
         if let Some(key) = keys::find(&known, alg, kid) {
             return Ok(key);
         }
-        let renewed = keys.get(self.key_refresh, self.ask_keys(metadata)).await?;
+        let renewed = keys.get(self.config.key_refresh, self.ask_keys(metadata)).await?;
         keys::find(&renewed, alg, kid).ok_or_else(|| match &keys.failed {
             Some((error, _)) => error.clone(),
             None => OidcError::Refused(
@@ -220,7 +214,8 @@ impl Provider {
         kid: Option<&str>,
         old: &Key,
     ) -> Option<Key> {
-        let renewed = self.keys.lock().await.get(self.key_refresh, self.ask_keys(metadata)).await.ok()?;
+        let renewed =
+            self.keys.lock().await.get(self.config.key_refresh, self.ask_keys(metadata)).await.ok()?;
         keys::find(&renewed, alg, kid).filter(|key| key != old)
     }
 
@@ -252,15 +247,19 @@ impl Provider {
             self.http.post(metadata.token_endpoint.0.clone()).header(header::ACCEPT, "application/json");
         let methods = metadata.token_endpoint_auth_methods_supported.as_deref();
         let has = |method: &str| methods.is_some_and(|all| all.iter().any(|one| one == method));
-        match &self.client_secret {
-            None => form.push(("client_id", &self.client_id)),
+        match &self.config.client_secret {
+            None => form.push(("client_id", &self.config.client_id)),
             Some(secret) if has("client_secret_post") && !has("client_secret_basic") => {
-                form.extend([("client_id", self.client_id.as_str()), ("client_secret", secret.expose())]);
+                form.extend([
+                    ("client_id", self.config.client_id.as_str()),
+                    ("client_secret", secret.expose()),
+                ]);
             }
             // The default if the provider names no method.
             Some(secret) => {
                 // Id and secret are form-encoded (RFC 6749, 2.3.1).
-                let encoded = form_encoded(&[(&self.client_id, secret.expose())]).replacen('=', ":", 1);
+                let encoded =
+                    form_encoded(&[(&self.config.client_id, secret.expose())]).replacen('=', ":", 1);
                 let mut value = header::HeaderValue::try_from(format!("Basic {}", STANDARD.encode(encoded)))
                     .map_err(|error| unusable(&error.to_string()))?;
                 value.set_sensitive(true);
@@ -308,7 +307,7 @@ impl Provider {
             while let Some(source) = cause.source() {
                 cause = source;
             }
-            unreachable(self.issuer.host(), &format!("{url}: {cause}"))
+            unreachable(self.config.issuer.host(), &format!("{url}: {cause}"))
         };
         let mut answer = ask.send().await.map_err(failed)?;
         let status = answer.status();
@@ -328,7 +327,7 @@ impl Provider {
             let text = in_words(&refusal.error, refusal.error_description.as_deref());
             return Err(OidcError::Refused(format!("The provider refuses this sign-in: {text}")));
         }
-        Err(unreachable(self.issuer.host(), &format!("{url} answers {status}")))
+        Err(unreachable(self.config.issuer.host(), &format!("{url} answers {status}")))
     }
 }
 

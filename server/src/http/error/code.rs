@@ -12,7 +12,6 @@ macro_rules! codes {
 
         impl Code {
             /// Every code.
-            #[cfg(test)]
             pub(crate) const ALL: &[Code] = &[$(Code::$name,)*];
 
             /// As in JSON: snake_case.
@@ -68,23 +67,11 @@ codes! {
 impl Code {
     /// The code of a refusal that has no code of its own.
     pub(crate) fn of(status: StatusCode) -> Self {
+        let other = if status.is_server_error() { Code::Internal } else { Code::BadRequest };
         match status {
-            StatusCode::METHOD_NOT_ALLOWED => Code::MethodNotAllowed,
-            StatusCode::REQUEST_TIMEOUT => Code::BodyTimeout,
-            StatusCode::PAYLOAD_TOO_LARGE => Code::BodyTooLarge,
-            StatusCode::UNSUPPORTED_MEDIA_TYPE => Code::UnsupportedMediaType,
-            StatusCode::MISDIRECTED_REQUEST => Code::WrongHost,
+            // `Code::Invalid` has the same status, and lists mistakes.
             StatusCode::UNPROCESSABLE_ENTITY => Code::Unprocessable,
-            StatusCode::UPGRADE_REQUIRED => Code::UpgradeRequired,
-            StatusCode::TOO_MANY_REQUESTS => Code::TooManyRequests,
-            StatusCode::SERVICE_UNAVAILABLE => Code::Unavailable,
-            StatusCode::GATEWAY_TIMEOUT => Code::Timeout,
-            StatusCode::UNAUTHORIZED => Code::Unauthorized,
-            StatusCode::FORBIDDEN => Code::Forbidden,
-            StatusCode::NOT_FOUND => Code::NotFound,
-            StatusCode::CONFLICT => Code::Conflict,
-            status if status.is_server_error() => Code::Internal,
-            _ => Code::BadRequest,
+            _ => Code::ALL.iter().copied().find(|code| code.status() == status).unwrap_or(other),
         }
     }
 }

@@ -29,7 +29,7 @@ pub(crate) fn is_agent(gate: &Gate, headers: &HeaderMap, peer: &Peer) -> bool {
 /// The agent is refused. The refusal is also logged.
 pub(super) fn by_certificate(gate: &Gate, headers: &HeaderMap, peer: &Peer) -> Result<Option<Caller>, Error> {
     let auth = gate.config.agent_auth();
-    let Some(trust) = gate.ingress.agents().filter(|_| gate.auth.access.is_required()) else {
+    let Some(trust) = gate.ingress.agents().filter(|_| gate.auth.access.required) else {
         return Ok(None);
     };
     let refused = |who: &str, why: &str, advice: &str| {

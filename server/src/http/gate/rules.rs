@@ -24,7 +24,7 @@ use Methods::{All, Safe};
 use Requirement::{AdminOrPerson, Nothing, Scope as S};
 
 /// The exceptions. All other requests need `read` if their method is safe, and else `submit`.
-const RULES: [(Methods, &str, Requirement); 43] = [
+const RULES: [(Methods, &str, Requirement); 35] = [
     // Needed by browsers to sign in, and by health checks, which have no token. `/readyz` shows no details without a token.
     (All, "/login", Nothing),
     (Safe, "/login/oidc", Nothing),
@@ -66,15 +66,6 @@ const RULES: [(Methods, &str, Requirement); 43] = [
     (All, "/api/v1/agents/{id}", S(Scope::Admin)),
     (All, "/api/v1/agents/{id}/drain", S(Scope::Admin)),
     (All, "/api/v1/agents/{id}/undrain", S(Scope::Admin)),
-    // Listed although this is the default, because they expose much: metrics of jobs, and the streams of the dashboard.
-    (Safe, "/metrics", S(Scope::Read)),
-    (Safe, "/api/v1/metrics/query", S(Scope::Read)),
-    (Safe, "/api/v1/projects", S(Scope::Read)),
-    (Safe, "/api/v1/projects/{name}/panels", S(Scope::Read)),
-    (Safe, "/api/v1/jobs/groups", S(Scope::Read)),
-    (Safe, "/api/v1/queue", S(Scope::Read)),
-    (Safe, "/api/v1/jobs/{id}/events", S(Scope::Read)),
-    (Safe, "/api/v1/stream", S(Scope::Read)),
     // MLflow's read requests that have a body.
     (All, "/api/2.0/mlflow/experiments/search", S(Scope::Read)),
     (All, "/api/2.0/mlflow/runs/search", S(Scope::Read)),
@@ -101,12 +92,12 @@ pub(crate) fn needed(method: &Method, route: Option<&str>) -> Requirement {
     }
 }
 
-/// Requests that check a specification and change nothing.
-const CHECKS: [&str; 2] = ["/api/v1/jobs/validate", "/api/v1/jobs/{id}/fork/check"];
-
-/// Requests that a program sends many times a minute and that are not recorded: reports of a run, and parts of an upload. DELETE requests
-/// are recorded. The creation and deletion of a run, and an upload that becomes a dataset, are recorded. A run's end is in the run's history.
-const NOT_AUDITED: [&str; 7] = [
+/// Requests that are not recorded, except with DELETE: checks of a specification, and what a program sends many times a minute, which are
+/// reports of a run and parts of an upload. The creation of a run, and an upload that becomes a dataset, are recorded. A run's end is in the
+/// run's history.
+const NOT_AUDITED: [&str; 9] = [
+    "/api/v1/jobs/validate",
+    "/api/v1/jobs/{id}/fork/check",
     "/api/v1/runs/{id}",
     "/api/v1/runs/{id}/records",
     "/api/v1/datasets/uploads/{name}/archive",
@@ -126,8 +117,7 @@ pub(crate) fn is_upload(method: &Method, route: Option<&str>) -> bool {
 pub(super) fn is_recorded(method: &Method, route: Option<&str>) -> bool {
     // Requests of an agent for its job are not recorded: no person made them, and there would be an entry for each part of a file.
     let is_agents = route.is_some_and(|route| route.starts_with("/api/v1/agent/attempts/"));
-    let is_listed =
-        method != Method::DELETE && CHECKS.iter().chain(&NOT_AUDITED).any(|listed| route == Some(*listed));
+    let is_listed = method != Method::DELETE && route.is_some_and(|route| NOT_AUDITED.contains(&route));
     !is_safe(method) && !is_agents && !is_listed && !is_upload(method, route)
 }
 

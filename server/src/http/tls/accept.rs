@@ -48,8 +48,8 @@ pub(crate) async fn accept(
     tokio::time::timeout(patience, work).await.unwrap_or(Err(None))
 }
 
-/// Lets a refused client read the alert with the reason. A TLS 1.3 client has already sent its request. If the connection were closed
-/// before the request is read, the client would lose the alert.
+/// Lets a client read the last bytes that were sent: the alert with the reason of a refusal, or a response. If the connection were closed
+/// before the client's request is read, the client would lose them. A TLS 1.3 client has already sent its request.
 async fn drain(mut stream: TcpStream) {
     let answered = async {
         stream.shutdown().await?;
@@ -81,14 +81,7 @@ async fn answer_plain(mut stream: TcpStream) {
     );
     // Sent as one packet, because websocket clients read only the part of a response that arrives with its head.
     let answer = [head.as_bytes(), &body].concat();
-    let answered = async {
-        stream.write_all(&answer).await?;
-        stream.shutdown().await?;
-        // If the connection were closed before the request is read, the client would lose the response.
-        let mut rest = [0; 1024];
-        while stream.read(&mut rest).await? > 0 {}
-        std::io::Result::Ok(())
-    };
-    // A client that has disconnected needs no response.
-    let _ = tokio::time::timeout(LAST_BYTES, answered).await;
+    if let Ok(Ok(())) = tokio::time::timeout(LAST_BYTES, stream.write_all(&answer)).await {
+        drain(stream).await;
+    }
 }

@@ -107,11 +107,55 @@ struct Trust {
 }
 
 struct Watched {
-    stamp: [Option<super::FileStamp>; 2],
+    stamp: super::Stamp,
     /// Why the current files are not used.
     refused: Option<String>,
     /// Whether the log has a warning that the revocation list is out of date.
     is_outdated: bool,
+}
+
+fn stamp(authorities: &Path, revoked: Option<&Path>) -> super::Stamp {
+    [stamp_of(authorities), revoked.and_then(stamp_of)]
+}
+
+impl Trust {
+    /// Reads the CA certificates in `file`, and the revocation list.
+    fn read(file: &Path, revoked: Option<&Path>, is_own: bool) -> Result<Self, String> {
+        let shown = file.display();
+        let mut roots = RootCertStore::empty();
+        let mut authorities = Vec::new();
+        for certificate in files::certificates(file)? {
+            let facts = Facts::read(&certificate)
+                .ok_or_else(|| format!("{shown} has a certificate that cannot be read"))?;
+            roots.add(certificate).map_err(|error| {
+                format!("{shown} has a certificate that cannot be used as an authority: {error}")
+            })?;
+            authorities.push(facts);
+        }
+        let lists = match revoked {
+            // The server's own authority may not have revoked any certificate yet.
+            Some(path) if !is_own || path.exists() => files::revocation_lists(path)?,
+            Some(path) if ca::has_revoked(path) => {
+                return Err(format!(
+                    "{} is missing, and certificates were revoked: put it back, or revoke one of them again",
+                    path.display()
+                ));
+            }
+            _ => Vec::new(),
+        };
+        let next_update = lists.iter().filter_map(|list| next_update(list)).min();
+        // An outdated list is used nevertheless. Otherwise every agent would be refused as soon as the authority is late with a new list.
+        let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), tls_suites::provider())
+            .with_crls(lists)
+            .only_check_end_entity_revocation()
+            .allow_unauthenticated()
+            .build();
+        let verifier = verifier.map_err(|error| match revoked {
+            Some(list) => format!("{shown} with {}: {error}", list.display()),
+            None => format!("{shown}: {error}"),
+        })?;
+        Ok(Self { verifier, authorities, next_update })
+    }
 }
 
 impl AgentTrust {
@@ -129,67 +173,18 @@ impl AgentTrust {
             }
             (None, TlsConfig::Files { .. }) => return Ok(None),
         };
-        let mut trust = Self {
+        let stamp = stamp(&authorities, revoked.as_deref());
+        let read = Trust::read(&authorities, revoked.as_deref(), is_own)?;
+        Ok(Some(Self {
             authorities,
             revoked,
             is_own,
-            hints: Vec::new(),
-            current: RwLock::new(Arc::new(Trust {
-                verifier: WebPkiClientVerifier::no_client_auth(),
-                authorities: Vec::new(),
-                next_update: None,
-            })),
-            files: Mutex::new(Watched { stamp: [None; 2], refused: None, is_outdated: false }),
+            hints: read.verifier.root_hint_subjects().to_vec(),
+            current: RwLock::new(Arc::new(read)),
+            files: Mutex::new(Watched { stamp, refused: None, is_outdated: false }),
             changed: watch::Sender::new(()),
             seen: Mutex::default(),
-        };
-        let stamp = trust.stamp();
-        let read = trust.read()?;
-        trust.hints = read.verifier.root_hint_subjects().to_vec();
-        trust.current = RwLock::new(Arc::new(read));
-        trust.files = Mutex::new(Watched { stamp, refused: None, is_outdated: false });
-        Ok(Some(trust))
-    }
-
-    fn stamp(&self) -> [Option<super::FileStamp>; 2] {
-        [stamp_of(&self.authorities), self.revoked.as_deref().and_then(stamp_of)]
-    }
-
-    fn read(&self) -> Result<Trust, String> {
-        let shown = self.authorities.display();
-        let mut roots = RootCertStore::empty();
-        let mut authorities = Vec::new();
-        for certificate in files::certificates(&self.authorities)? {
-            let facts = Facts::read(&certificate)
-                .ok_or_else(|| format!("{shown} has a certificate that cannot be read"))?;
-            roots.add(certificate).map_err(|error| {
-                format!("{shown} has a certificate that cannot be used as an authority: {error}")
-            })?;
-            authorities.push(facts);
-        }
-        let lists = match &self.revoked {
-            // The server's own authority may not have revoked any certificate yet.
-            Some(path) if !self.is_own || path.exists() => files::revocation_lists(path)?,
-            Some(path) if ca::has_revoked(path) => {
-                return Err(format!(
-                    "{} is missing, and certificates were revoked: put it back, or revoke one of them again",
-                    path.display()
-                ));
-            }
-            _ => Vec::new(),
-        };
-        let next_update = lists.iter().filter_map(|list| next_update(list)).min();
-        // An outdated list is used nevertheless. Otherwise every agent would be refused as soon as the authority is late with a new list.
-        let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), tls_suites::provider())
-            .with_crls(lists)
-            .only_check_end_entity_revocation()
-            .allow_unauthenticated()
-            .build();
-        let verifier = verifier.map_err(|error| match &self.revoked {
-            Some(list) => format!("{shown} with {}: {error}", list.display()),
-            None => format!("{shown}: {error}"),
-        })?;
-        Ok(Trust { verifier, authorities, next_update })
+        }))
     }
 
     fn current(&self) -> Arc<Trust> {
@@ -221,12 +216,12 @@ impl AgentTrust {
 
     fn read_if_changed(&self) {
         let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
-        let now = self.stamp();
+        let now = stamp(&self.authorities, self.revoked.as_deref());
         if now == files.stamp {
             return;
         }
         files.stamp = now;
-        match self.read() {
+        match Trust::read(&self.authorities, self.revoked.as_deref(), self.is_own) {
             Ok(read) => {
                 tracing::info!(
                     "agents' certificates are verified with new CA certificates or a new revocation list"

@@ -39,9 +39,12 @@ const COMMON_NAME_CHARS: usize = 64;
 #[derive(Debug)]
 pub struct Authority {
     folder: PathBuf,
-    pem: String,
-    facts: Facts,
-    fingerprint: String,
+    /// The authority's certificate, to be given to browsers and clients.
+    pub pem: String,
+    /// The facts of the authority's certificate.
+    pub facts: Facts,
+    /// The SHA-256 of the authority's certificate, for comparison by people.
+    pub fingerprint: String,
     issuer: Issuer<'static, KeyPair>,
 }
 
@@ -111,7 +114,8 @@ impl Authority {
             return Err(format!("there is no {}; make it with `lockstep ca init`", certificate.display()));
         }
         // The key must belong to the certificate, and the certificate must not have expired.
-        let (der, facts) = authority_certificate(&certificate)?;
+        let der = files::certificates(&certificate)?.swap_remove(0);
+        let facts = Facts::read(&der).ok_or_else(|| not_ours(&certificate))?;
         let pem = String::from_utf8(files::read(&key, true)?).map_err(|_| not_ours(&key))?;
         let pair = KeyPair::from_pem(&pem).map_err(|_| not_ours(&key))?;
         files::pair(&certificate, &key)?;
@@ -130,21 +134,6 @@ impl Authority {
         params.key_usages = AUTHORITY_USES.to_vec();
         let pem = String::from_utf8(files::read(&certificate, false)?).map_err(|_| not_ours(&certificate))?;
         Ok(Self { folder, pem, facts, fingerprint: fingerprint(&der), issuer: Issuer::new(params, pair) })
-    }
-
-    /// The authority's certificate, to be given to browsers and clients.
-    pub fn pem(&self) -> &str {
-        &self.pem
-    }
-
-    /// The facts of the authority's certificate.
-    pub fn facts(&self) -> &Facts {
-        &self.facts
-    }
-
-    /// The SHA-256 of the authority's certificate, for comparison by people.
-    pub fn fingerprint(&self) -> &str {
-        &self.fingerprint
     }
 
     /// Issues a certificate for a server with these names.
@@ -233,9 +222,6 @@ impl Authority {
     }
 
     /// Issues the server's own certificate, and replaces the old file atomically.
-    ///
-    /// # Errors
-    /// The file cannot be written.
     pub(super) fn issue_for_server(&self, names: &[String]) -> Result<(), String> {
         let issued = self.issue(names, DAYS)?;
         self.replace("server.pem", format!("{}{}", issued.chain, issued.key).as_bytes())
@@ -257,16 +243,6 @@ fn new_authority(id: &str) -> Result<(CertificateParams, KeyPair), rcgen::Error>
     params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
     params.key_usages = AUTHORITY_USES.to_vec();
     Ok((params, KeyPair::generate()?))
-}
-
-/// The certificate of an authority (DER), and its facts.
-///
-/// # Errors
-/// The file cannot be read.
-fn authority_certificate(path: &Path) -> Result<(Vec<u8>, Facts), String> {
-    let der = files::certificates(path)?.swap_remove(0).to_vec();
-    let facts = Facts::read(&der).ok_or_else(|| not_ours(path))?;
-    Ok((der, facts))
 }
 
 fn not_ours(path: &Path) -> String {

@@ -52,9 +52,6 @@ pub(super) fn load(certificate: &Path, key: &Path) -> Result<Loaded, String> {
 }
 
 /// Reads a chain, and the key of its first certificate.
-///
-/// # Errors
-/// As [`load`].
 pub(super) fn pair(certificate: &Path, key: &Path) -> Result<CertifiedKey, String> {
     let chain = certificates(certificate)?;
     CertifiedKey::from_der(chain, private_key(key)?, &provider()).map_err(|error| match error {
@@ -74,9 +71,6 @@ pub(super) fn minute(time: Timestamp) -> String {
 }
 
 /// Reads the certificates of a file, at least one.
-///
-/// # Errors
-/// As [`load`].
 pub(super) fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, String> {
     let shown = path.display();
     let pem = read(path, false)?;
@@ -89,9 +83,6 @@ pub(super) fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, 
 }
 
 /// Reads the revocation lists of a file (PEM, or one in DER), at least one.
-///
-/// # Errors
-/// As [`load`].
 pub(super) fn revocation_lists(path: &Path) -> Result<Vec<CertificateRevocationListDer<'static>>, String> {
     const SEQUENCE: u8 = 0x30;
     let shown = path.display();
@@ -108,9 +99,6 @@ pub(super) fn revocation_lists(path: &Path) -> Result<Vec<CertificateRevocationL
 }
 
 /// Reads a key from a file that other users cannot read.
-///
-/// # Errors
-/// As [`load`].
 fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, String> {
     let pem = read(path, true)?;
     PrivateKeyDer::from_pem_slice(&pem).map_err(|_| {

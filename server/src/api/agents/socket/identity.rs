@@ -49,7 +49,7 @@ pub(super) async fn check(auth: &Auth, caller: &Caller, agent: &AgentRow) -> Res
     let Some(token) = caller.token() else { return Ok(()) };
     let _one_at_a_time = auth.access.changing.lock().await;
     // Reads the token again, because an earlier connection may have bound it.
-    let bound = auth.access.token(&token.id).ok_or("its token is no longer known")?;
+    let mut bound = auth.access.token(&token.id).ok_or("its token is no longer known")?;
     let failed = |error: crate::store::StoreError| error.to_string();
     let others = auth.store.agents_called(&agent.name, &agent.id).await.map_err(failed)?;
     match &bound.token.agent_id {
@@ -86,7 +86,6 @@ pub(super) async fn check(auth: &Auth, caller: &Caller, agent: &AgentRow) -> Res
             auth.store.put_token(&past).await.map_err(failed)?;
         }
     }
-    let mut bound = bound;
     bound.token.agent_id = Some(agent.id.clone());
     auth.store.put_token(&bound).await.map_err(failed)?;
     auth.access.put_token(bound);

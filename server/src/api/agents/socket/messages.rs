@@ -22,10 +22,10 @@ static DECODING: Semaphore = Semaphore::const_new(1);
 
 /// Returns a message and its length; `None` until the last part of a message has come.
 pub(super) async fn read(
-    message: Message,
+    message: std::result::Result<Message, axum::Error>,
     partial: &mut PartialMessages,
 ) -> std::result::Result<Option<(FromAgent, usize)>, End> {
-    let bytes = match message {
+    let bytes = match message? {
         Message::Binary(bytes) => bytes,
         Message::Text(_) => {
             return Err(End { why: "it sent text".into(), code: close_code::UNSUPPORTED });
@@ -58,10 +58,10 @@ async fn decoded(bytes: Bytes) -> std::result::Result<FromAgent, End> {
 
 /// Reads the first message, which must be `Hello`.
 pub(super) async fn first(
-    message: Message,
+    message: std::result::Result<Message, axum::Error>,
     partial: &mut PartialMessages,
 ) -> std::result::Result<Option<FromAgent>, End> {
-    if matches!(&message, Message::Binary(bytes) if bytes.len() > HELLO_BYTES) {
+    if matches!(&message, Ok(Message::Binary(bytes)) if bytes.len() > HELLO_BYTES) {
         return Err(End::protocol("its first message is longer than the 2 MiB of a Hello"));
     }
     Ok(read(message, partial).await?.map(|(message, _)| message))

@@ -73,65 +73,38 @@ fn check_path(files: &RunFiles, path: &str) -> Result<()> {
 
 /// `GET /api/2.0/mlflow-artifacts/artifacts?path=RUN/FOLDER`: lists the files and folders directly in a folder, by name.
 pub(crate) async fn list(
-    State(config): State<Arc<ServeConfig>>,
     State(scheduler): State<Arc<Scheduler>>,
     Extension(caller): Extension<Caller>,
     request: Request,
-) -> Response {
-    answered(in_address(&config, &scheduler, &caller, request).await.map(|value| Json(value).into_response()))
-}
-
-async fn in_address(
-    config: &ServeConfig,
-    scheduler: &Scheduler,
-    caller: &Caller,
-    request: Request,
-) -> Result<Value> {
+) -> Result<Json<Value>> {
     if request.method() != Method::GET {
         return Err(no_call(request.method(), NAME));
     }
     let asked = Asked::of(request).await?;
     let (run, path) = parts(asked.required("path")?);
-    let files = files::of(config, &seen_run(scheduler, caller, run).await?.id);
+    let files = files::of(&scheduler.config, &seen_run(&scheduler, &caller, run).await?.id);
     check_path(&files, path)?;
-    Ok(json!({"files": in_folder(&files::listed(files).await?, path, "")}))
+    Ok(Json(json!({"files": in_folder(&files::listed(files).await?, path, "")})))
 }
 
 /// `GET`, `PUT` and `DELETE /api/2.0/mlflow-artifacts/artifacts/RUN/PATH`.
 pub(crate) async fn file(
-    State(config): State<Arc<ServeConfig>>,
     State(runs): State<Arc<Runs>>,
     State(scheduler): State<Arc<Scheduler>>,
     State(auth): State<Arc<Auth>>,
     Extension(caller): Extension<Caller>,
     Path(address): Path<String>,
     request: Request,
-) -> Response {
-    answered(of_file(&config, &runs, &scheduler, &auth, &caller, &address, request).await)
-}
-
-fn answered(answer: Result<Response>) -> Response {
-    answer.unwrap_or_else(IntoResponse::into_response)
-}
-
-async fn of_file(
-    config: &ServeConfig,
-    runs: &Arc<Runs>,
-    scheduler: &Scheduler,
-    auth: &Auth,
-    caller: &Caller,
-    address: &str,
-    request: Request,
 ) -> Result<Response> {
-    let (run, path) = parts(address);
-    let job = seen_run(scheduler, caller, run).await?;
-    let files = files::of(config, &job.id);
+    let (run, path) = parts(&address);
+    let job = seen_run(&scheduler, &caller, run).await?;
+    let files = files::of(&scheduler.config, &job.id);
     check_path(&files, path)?;
     let method = request.method().clone();
     if matches!(method, Method::GET | Method::HEAD) {
         return Ok(files::sent(&files, path, request).await?);
     }
-    check_own(auth, caller, &job)?;
+    check_own(&auth, &caller, &job)?;
     match method {
         Method::PUT => {
             let body = runs.noted(&job.id, request.into_body());

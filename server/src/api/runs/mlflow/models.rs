@@ -29,7 +29,7 @@ impl Parts {
         })?;
         let job = seen_run(&self.scheduler, &self.caller, run).await?;
         check_own(&self.auth, &self.caller, &job)?;
-        if name.contains('/') || files::of(&self.config, &job.id).place(name).is_err() {
+        if name.contains('/') || files::of(&self.scheduler.config, &job.id).place(name).is_err() {
             return Err(invalid(format!(
                 "a model cannot have the name {name:?}: its files are in a folder with this name"
             )));
@@ -53,7 +53,7 @@ impl Parts {
             // PATCH says that all files are uploaded.
             ("GET" | "PATCH", "") => Ok(model(&job, name)),
             ("DELETE", "") => {
-                match files::removed(files::of(&self.config, &job.id), name.to_owned()).await {
+                match files::removed(files::of(&self.scheduler.config, &job.id), name.to_owned()).await {
                     // A model without files exists, too.
                     Ok(()) | Err(Error::NotFound(_)) => Ok(json!({})),
                     Err(error) => Err(error.into()),

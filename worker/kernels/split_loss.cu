@@ -195,6 +195,7 @@ extern "C" __global__ void __launch_bounds__(256)
 
 // Replaces the logits by their gradient, and computes the gradient of the bias, float32 [classes]. Block (x, y) computes 256 classes
 // of chunk y: a lane owns 8 of them, and a warp every eighth row. With `accumulate`, the gradient of the bias is added to.
+// `dbias` may be null.
 extern "C" __global__ void __launch_bounds__(256)
     class_gradient(T* logits, const float* bias, const ClassRow* rows, u32 count, u32 chunk, u32 classes, u32 first, float even,
                    const Sample* sample, const u32* places, float* dbias, u32 accumulate) {
@@ -226,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(256)
     for (int k = 0; k < 8; k++) sums[warp * 256 + lane * 8 + k] = s[k];
     __syncthreads();
     u32 own = blockIdx.x * 256 + threadIdx.x, class_ = blockIdx.y * chunk + own;
-    if (own >= chunk) return;
+    if (own >= chunk || !dbias) return;
     float sum = 0;
     for (u32 w = 0; w < 8 && bias; w++) sum += sums[w * 256 + threadIdx.x];
     dbias[class_] = accumulate ? dbias[class_] + sum : sum; // 0 behind the last class

@@ -263,7 +263,10 @@ async fn weights_that_do_not_fit_are_refused_at_submission() {
     }
     // Names of pickles are refused without an agent.
     let (status, response) = server.post("/jobs", &spec_with("/w/resnet18.pth")).await;
-    assert!(status == 422 && response.to_string().contains("/w/resnet18.pth: is a PyTorch pickle"), "{response}");
+    assert!(
+        status == 422 && response.to_string().contains("/w/resnet18.pth: is a PyTorch pickle"),
+        "{response}"
+    );
     assert_eq!(
         server.post("/jobs", &spec()).await.1.get("warnings"),
         None,

@@ -69,7 +69,7 @@ impl Files {
     }
 
     pub fn client(&self) -> Arc<ClientConfig> {
-        trusting(self.ca.pem.as_bytes())
+        trusting(self.ca.pem().as_bytes())
     }
 }
 

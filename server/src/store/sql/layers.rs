@@ -117,7 +117,8 @@ async fn keep_network(
 }
 
 fn kind(text: &str) -> Result<HistogramKind> {
-    let known = [HistogramKind::Weight, HistogramKind::Gradient].into_iter().find(|kind| kind.name() == text);
+    let known =
+        [HistogramKind::Weight, HistogramKind::Gradient].into_iter().find(|kind| kind.as_str() == text);
     known.ok_or_else(|| StoreError::Corrupt(format!("unknown kind of histogram {text:?}")))
 }
 

@@ -286,8 +286,8 @@ impl Engine for CpuEngine {
             distribution::broadcast(
                 &self.executor.network,
                 &mut own,
-                |values| same_part.call(|comm| comm.broadcast(values.into(), 0)),
-                |values| groups.model.call(|comm| comm.broadcast(values.into(), 0)),
+                |values| same_part.call(|comm| comm.broadcast(values.into())),
+                |values| groups.model.call(|comm| comm.broadcast(values.into())),
             )?;
             return self.set_parameters(&own);
         }

@@ -334,7 +334,7 @@ impl State {
         let [weights, low_precision] = [(Region::Weights, 4), (Region::LowPrecision, 2)]
             .map(|(region, size)| Operand::new(region, size * copied.start, size * copied.len()));
         let length = copied.len() as u64;
-        self.low_precision.is_some().then(|| ops.to_low_precision(weights, low_precision, length))
+        self.low_precision.is_some().then(|| ops.convert_to_low_precision(weights, low_precision, length))
     }
 
     /// Loss scaling of the next step.

@@ -74,7 +74,12 @@ impl Ops {
     }
 
     /// to (T) = from (float32).
-    pub(in crate::cuda) fn to_low_precision(&self, from: Operand, to: Operand, length: u64) -> Kernel {
+    pub(in crate::cuda) fn convert_to_low_precision(
+        &self,
+        from: Operand,
+        to: Operand,
+        length: u64,
+    ) -> Kernel {
         self.elementwise("to_low_precision", [from], to, length)
     }
 

@@ -265,6 +265,18 @@ fn compare(case: Case, loss: f32, way: f64) {
 }
 
 #[test]
+#[ignore = "needs a GPU"]
+fn gpu_a_wide_head_trains_as_on_cpu_ranks() {
+    let wide = Case { mesh: [1, 1], classes: 5003, ..CASE };
+    compare(wide, 1e-5, 1e-3);
+    compare(Case { accumulate: 2, ragged: true, lambda: Some(0.7), ..wide }, 1e-5, 1e-3);
+    compare(Case { margin: Some(LossKind::ArcFace), ..wide }, 1e-5, 1e-3);
+    for precision in [Precision::Bf16, Precision::Fp16] {
+        compare(Case { precision, ..wide }, 2e-2, 0.5);
+    }
+}
+
+#[test]
 #[ignore = "needs 2 GPUs"]
 fn gpus_a_split_head_trains_as_one_rank() {
     compare(CASE, 1e-5, 1e-3);

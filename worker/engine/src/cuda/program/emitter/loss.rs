@@ -2,6 +2,10 @@
 
 use super::*;
 
+/// From this number of classes on, several blocks compute a picture's loss. [`ops::CrossEntropy`] computes it in one warp, which is faster for
+/// fewer classes.
+const WIDE: usize = 4096;
+
 impl GraphEmitter<'_> {
     pub(super) fn loss(&mut self, MicroBatch { first, pass, .. }: MicroBatch) -> Result<(), EngineError> {
         if pass.is_some_and(|pass| pass.is_backward && pass.sends_gradient) {
@@ -13,7 +17,7 @@ impl GraphEmitter<'_> {
         }
         let logits = self.plan.network.logits();
         let allocation = self.activation(logits)?;
-        if self.plan.head.is_some() {
+        if self.plan.head.is_some() || self.is_wide() {
             self.split_loss(self.facts.label_smoothing, Some(first))?;
             self.activations[logits] = None;
             self.gradients[logits].push(Gradient::Whole(allocation));
@@ -48,13 +52,22 @@ impl GraphEmitter<'_> {
         }
         let allocation = self.activation(self.plan.network.logits())?;
         let loss = ops::CrossEntropy { smoothing: 0.0, ..self.cross_entropy(allocation) };
-        self.main(self.facts.ops.cross_entropy(loss));
+        if self.is_wide() {
+            self.split_loss(0.0, None)?;
+        } else {
+            self.main(self.facts.ops.cross_entropy(loss));
+        }
         self.main(self.facts.ops.biased_logits(loss, Operand::whole(Region::EvaluatedLogits)));
         Ok(())
     }
 
+    /// Whether [`Self::split_loss`] computes the loss although this rank has all classes.
+    fn is_wide(&self) -> bool {
+        self.plan.network.classes >= WIDE && !self.facts.has_class_weights
+    }
+
     /// The loss without gradients.
-    fn cross_entropy(&self, logits: Allocation) -> ops::CrossEntropy {
+    pub(super) fn cross_entropy(&self, logits: Allocation) -> ops::CrossEntropy {
         ops::CrossEntropy {
             logits: logits.operand(),
             bias: self.facts.head_bias(),
@@ -72,7 +85,7 @@ impl GraphEmitter<'_> {
 }
 
 /// The logits of a rank that has all classes, as one chunk.
-fn all_classes(loss: &ops::CrossEntropy) -> ops::SplitLogits {
+pub(super) fn all_classes(loss: &ops::CrossEntropy) -> ops::SplitLogits {
     ops::SplitLogits {
         logits: loss.logits,
         bias: loss.bias,

@@ -1,7 +1,7 @@
-//! The last layer, if each rank of a model group has some of the classes. Every rank multiplies the features of the whole group's
+//! The last layer, if each rank of a model group has some of the classes, and the loss of many classes. Every rank multiplies the features of the whole group's
 //! pictures with the weights of its own classes, one chunk of classes at a time. Logits are not exchanged.
 
-use super::*;
+use super::{loss::all_classes, *};
 
 /// `count` sums of squares (f64).
 #[derive(Debug, Clone, Copy)]
@@ -77,26 +77,22 @@ impl GraphEmitter<'_> {
         Ok(())
     }
 
-    /// The loss of this rank's pictures. In training, the gradient of the logits replaces the logits. `first`: in training, whether bias
-    /// gradients and totals are overwritten, not added to; `None` in evaluation.
-    pub(super) fn split_loss(&mut self, smoothing: f32, first: Option<bool>) -> Result<(), EngineError> {
-        let (facts, plan) = (self.facts, self.plan);
-        let Some(head) = &plan.head else { return Ok(()) };
-        let logits = self.activation(plan.network.logits())?;
-        let Some(op) = plan.ops.last() else { return Ok(()) };
-        let Some(part) = self.head_part(op, plan.network.head()) else { return Ok(()) };
-        let (controls, words) = (CONTROLS, self.words());
+    /// The logits of this rank's classes.
+    fn split_logits(&mut self, logits: Allocation) -> Option<ops::SplitLogits> {
+        let plan = self.plan;
+        let Some(head) = &plan.head else { return Some(all_classes(&self.cross_entropy(logits))) };
+        let part = self.head_part(plan.ops.last()?, plan.network.head())?;
         if self.sampled.is_none() && !plan.splits_operators {
             self.gather_controls();
         }
         let own = head.own();
-        let split = ops::SplitLogits {
+        Some(ops::SplitLogits {
             logits: logits.operand(),
             bias: part.bias,
             sample: part.sample,
             places: part.places,
-            controls,
-            words,
+            controls: CONTROLS,
+            words: self.words(),
             batch: plan.batch as u32,
             ranks: head.ranks as u32,
             rank: head.rank as u32,
@@ -105,24 +101,34 @@ impl GraphEmitter<'_> {
             first: own.start as u32,
             chunk: part.convolution.out_c as u32,
             chunks: part.chunks as u32,
-        };
+        })
+    }
+
+    /// The loss of this rank's pictures. In training, the gradient of the logits replaces the logits. `first`: in training, whether bias
+    /// gradients and totals are overwritten, not added to; `None` in evaluation.
+    pub(super) fn split_loss(&mut self, smoothing: f32, first: Option<bool>) -> Result<(), EngineError> {
+        let facts = self.facts;
+        let logits = self.activation(self.plan.network.logits())?;
+        let Some(split) = self.split_logits(logits) else { return Ok(()) };
         let bytes = split.record_bytes();
         let label_logits = self.put_margin(split);
         let parts = self.alloc_bytes(split.part_bytes(), Content::OfHead);
         let records = self.alloc_bytes(bytes, Content::OfHead);
         self.main(facts.ops.class_records(split, parts.operand(), records.operand(), label_logits));
-        let all = self.alloc_bytes(head.ranks * bytes, Content::OfHead);
-        self.in_group(Collective::AllGather, records.operand(), all.operand(), bytes / 4, DType::F32);
+        let all = (split.ranks > 1).then(|| self.alloc_bytes(split.ranks as usize * bytes, Content::OfHead));
+        if let Some(all) = all {
+            self.in_group(Collective::AllGather, records.operand(), all.operand(), bytes / 4, DType::F32);
+        }
         let rows = first.map(|_| self.alloc_bytes(split.row_bytes(), Content::OfHead));
-        let accumulate = first == Some(false);
-        self.main(facts.ops.class_loss(split, all.operand(), optional(rows), smoothing, accumulate));
+        let (of_all, accumulate) = (all.unwrap_or(records).operand(), first == Some(false));
+        self.main(facts.ops.class_loss(split, of_all, optional(rows), smoothing, accumulate));
         if let (Some(first), Some(rows)) = (first, rows) {
-            let of_all = facts.vector_gradient(plan.network.head(), "bias");
-            let dbias = self.alloc_sampled_bias_gradient().map_or(of_all, Allocation::operand);
+            let bias = facts.vector_gradient(self.plan.last_layer(), "bias");
+            let dbias = self.alloc_sampled_bias_gradient().map_or(bias, Allocation::operand);
             self.main(facts.ops.class_gradient(split, rows.operand(), smoothing, dbias, !first));
             self.cosine_gradient(logits.operand());
         }
-        [parts, records, all].into_iter().chain(rows).for_each(|at| self.free_now(at));
+        [parts, records].into_iter().chain(all).chain(rows).for_each(|at| self.free_now(at));
         Ok(())
     }
 

@@ -39,8 +39,8 @@ impl JobRow {
     /// A new job for tests.
     #[cfg(test)]
     pub(crate) fn queued() -> Self {
-        let job = serde_json::json!({"id": lockstep_protocol::JobId::generate(), "name": "a job", "project": "default", "state": "queued",
-            "spec": lockstep_protocol::JobSpec::default(), "attempt": 0, "ranks": 1, "agents": [], "step": 0, "epoch": 0,
+        let job = serde_json::json!({"id": lockstep_protocol::JobId::generate(), "name": "a job", "project": "default", "tags": [],
+            "state": "queued", "spec": lockstep_protocol::JobSpec::default(), "attempt": 0, "ranks": 1, "agents": [], "step": 0, "epoch": 0,
             "total_steps": 0, "steps_per_epoch": 0, "created_at": Timestamp::UNIX_EPOCH, "last": {}, "last_seq": 1, "sparkline": []});
         Self {
             job: serde_json::from_value(job).unwrap(),

@@ -316,14 +316,12 @@ pub fn cost(network: &Network, plan: &Plan, machine: &Machine, work: &Workload) 
     };
     let stages = (0..mesh.stage).map(stage).collect::<Result<Vec<_>, _>>()?;
     let most = |of: fn(&Stage) -> f64| stages.iter().map(of).fold(0.0, f64::max);
-    let [compute, exchange] = stages
-        .iter()
-        .map(|stage| [stage.spent.compute, stage.spent.exchange])
-        .max_by(|a, b| (a[0] + a[1]).total_cmp(&(b[0] + b[1])))
-        .unwrap_or_default();
-    // In the bubble, the first micro-batch passes through the other stages.
-    let (times, empty) = (work.accumulate.max(1) as f64, (mesh.stage - 1) as f64);
-    let bubble = empty * (compute + exchange);
+    let spent = |stage: &Stage| stage.spent.compute + stage.spent.exchange;
+    let slowest = stages.iter().max_by(|a, b| spent(a).total_cmp(&spent(b))).map(|stage| stage.spent);
+    let Spent { compute, exchange, .. } = slowest.unwrap_or_default();
+    let times = work.accumulate.max(1) as f64;
+    // In the bubble, a micro-batch passes through the other stages.
+    let bubble = stages.iter().map(spent).sum::<f64>() - (compute + exchange);
     let (gradients, update) = (most(|stage| stage.gradients), most(|stage| stage.update));
     let step = times * (compute + exchange) + bubble + gradients + update;
     let memory_bytes = most(|stage| stage.memory_bytes);
@@ -397,7 +395,12 @@ impl Walk<'_> {
             let trains = weights > 0.0 && !(local.frozen_norm && matches!(op, Op::BatchNorm { .. }));
             let (mut sent, mut memory) = (0.0, std::mem::take(&mut kept_before));
             if trains {
-                let (secs, sent_gradient) = self.gradient(output, weights * WEIGHT_BYTES);
+                // Sums of gradients over micro-batches are float32. They are read and written for each micro-batch but the first one.
+                let later = work.accumulate.saturating_sub(1) as f64;
+                let gradient = if later > 0.0 { WEIGHT_BYTES } else { value };
+                let passes = later * (2.0 * WEIGHT_BYTES - value) + gradient - value;
+                spent.compute += weights * passes / (later + 1.0) / machine.rates.memory_bytes_per_second;
+                let (secs, sent_gradient) = self.gradient(output, weights * gradient);
                 sent += sent_gradient;
                 // With divided state, gradients are reduce-scattered during the backward pass, and weights are gathered
                 // after the update.

@@ -84,25 +84,9 @@ fn trained(
     part.parameters.extend(their_part.parameters);
     let their_slots = their_part.optimizer.unwrap().slots;
     part.optimizer.as_mut().unwrap().slots.extend(their_slots);
-    let slots = |of: &StateDict| of.optimizer.as_ref().unwrap().slots.clone();
-    for (ours, whole) in [(&part.parameters, &state.parameters), (&slots(&part), &slots(&state))] {
-        let differ = whole.iter().filter(|(name, tensor)| ours.get(*name) != Some(tensor));
-        let differ: Vec<_> = differ
-            .map(|(name, of)| (name, ours.get(name).map(|ours| (&ours.values[..4], &of.values[..4]))))
-            .collect();
-        assert!(
-            differ.is_empty() && ours.len() == whole.len(),
-            "{} and {} tensors: {differ:?}",
-            ours.len(),
-            whole.len()
-        );
-    }
-    assert!(
-        part == state,
-        "the ranks' parts together are the whole state: {:?} {:?}",
-        part.loss_scaling,
-        state.loss_scaling
-    );
+    let missing = state.parameters.iter().filter(|of| part.parameters.get(of.0) != Some(of.1));
+    let missing: Vec<_> = missing.map(|(name, _)| name).collect();
+    assert!(part == state, "the ranks' parts together are the whole state; apart from {missing:?}");
     (losses.iter().zip(others).map(|(a, b)| (a + b) / 2.0).collect(), *state)
 }
 
@@ -121,7 +105,7 @@ fn gpus_with_divided_optimizer_state_train_as_with_whole_state() {
                 OptimizerKind::Muon => unreachable!("needs whole matrices"),
             };
             let config = EngineConfig { optimizer, accumulate: 1 + number % 2, ..config(BATCH) };
-            let whole = GpuConfig { precision, ..deterministic() };
+            let whole = GpuConfig { precision, parallel_plan: Plan::data(2), ..deterministic() };
             let divided = Plan { optimizer_sharding: true, ..Plan::data(2) };
             let divided = GpuConfig { parallel_plan: divided, ..whole.clone() };
             let (wanted, wanted_state) = trained(&network, &config, &whole, lr, None);

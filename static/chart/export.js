@@ -97,8 +97,8 @@ const KINDS = { PNG: [png, "png"], SVG: [svg, "svg"], CSV: [(chart) => chart.csv
 
 /** Saves a chart as `kind` (PNG, SVG, CSV), in a file called `name`. `title`: the heading in the picture. */
 export async function save(chart, kind, name, title) {
-  const [make, extension] = KINDS[kind];
-  const blob = await make(chart, title);
+  const [draw, extension] = KINDS[kind];
+  const blob = await draw(chart, title);
   const link = make("a", { href: URL.createObjectURL(blob), download: `${name.replace(/[^\w.-]+/g, "-")}.${extension}` });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);

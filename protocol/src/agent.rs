@@ -27,7 +27,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 /// Raised when a message changes so that older programs cannot read it. A server accepts only agents of its own version.
-pub const PROTOCOL_VERSION: u32 = 5;
+pub const PROTOCOL_VERSION: u32 = 6;
 
 /// A slot, on which one rank can run: a GPU, or a share of CPU cores.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]

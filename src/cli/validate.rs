@@ -54,23 +54,28 @@ struct Plan {
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let mut document = job_file::document(&args.job, &args.sets)?;
     args.grid.write(&args.job, &mut document)?;
-    let trials = sweep::check(&args.job, &document)?;
+    let trials = sweep::check(&args.job, &document);
     let server = args.access.server(args.server.as_deref());
     let api = Api::at(&server, args.ca_file.as_deref(), args.access.token(&server)?)?;
     let checked = match trials {
-        None => job_file::check(&args.job, &document),
+        Ok(None) => job_file::check(&args.job, &document),
         // The files of the first trial's job are checked.
-        Some(_) => job_file::check(&args.job, sweep::trials(&document).first().unwrap_or(&document)),
+        _ => job_file::check(&args.job, sweep::trials(&document).first().unwrap_or(&document)),
     };
     let is_path = |document: &Value| {
         let dataset = document.pointer("/data/dataset").and_then(Value::as_str);
         dataset.is_some_and(|dataset| dataset.contains(std::path::is_separator))
     };
-    let asks_server = args.server.is_some() || block_on(async { Ok(api.is_reachable().await) })?;
-    if asks_server {
-        block_on(job_file::name_dataset(&api, &mut document, false))?;
+    let mut asks_server = args.server.is_some() || block_on(async { Ok(api.is_reachable().await) })?;
+    if asks_server && let Err(error) = block_on(job_file::name_dataset(&api, &mut document, false)) {
+        // Another program, or another user's server, may listen at the default address.
+        if args.server.is_some() {
+            return Err(error);
+        }
+        asks_server = false;
     }
     if !asks_server || is_path(&document) {
+        trials?;
         let spec = checked?;
         check_files(&args.job, &spec)?;
         let why = if asks_server {
@@ -91,6 +96,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     }
     // The server's error lists the mistakes in the file too, so it comes first.
     let response: Value = block_on(api.post("/jobs/validate", &document))?;
+    let trials = trials?;
     checked?;
     let plan: Plan = serde_json::from_value(response.clone())?;
     plan.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));

@@ -27,7 +27,7 @@ export const SELECTABLE = {
   val_ema_accuracy: metric("Validation accuracy of averaged weights", percent, false, "accuracy"), val_ema_loss: metric("Validation loss of averaged weights", value, false, "loss"),
   step_ms: metric("Step time", millis, true, "time"), data_ms: metric("Data wait", millis, true, "time"), all_reduce_ms: metric("All-reduce wait", millis, true, "time"),
   loss_scale: metric("Loss scale (float16)", value, false, "loss scale"), skipped_steps: metric("Skipped steps (float16)", value, false, "steps"),
-  gpu_utilization: metric("GPU utilisation", (v) => percent(v, 0), true, "utilisation"), gpu_memory_bytes: metric("GPU memory", bytes, true, "bytes"),
+  gpu_utilization: metric("GPU utilisation", (v) => percent(v > 1 ? v / 100 : v, 0), true, "utilisation"), gpu_memory_bytes: metric("GPU memory", bytes, true, "bytes"),
   gpu_power_watts: metric("GPU power", (v) => `${v.toFixed(0)} W`, true, "power"), gpu_temperature_celsius: metric("GPU temperature", (v) => `${v.toFixed(0)} °C`, true, "temperature"),
   ...MACHINE,
 };

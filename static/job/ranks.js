@@ -212,7 +212,7 @@ export class Ranks {
   /** Describes utilisation, memory, temperature and power, if the rank's device reports them. */
   #gpu(rank) {
     const newest = (name) => this.#recent(name, rank, 1);
-    const reported = [["gpu_utilization", (v) => percent(v, 0)], ["gpu_memory_bytes", bytes],
+    const reported = [["gpu_utilization", (v) => percent(v > 1 ? v / 100 : v, 0)], ["gpu_memory_bytes", bytes],
       ["gpu_temperature_celsius", (v) => `${v.toFixed(0)} °C`], ["gpu_power_watts", (v) => `${v.toFixed(0)} W`]];
     return reported.map(([name, words]) => [newest(name), words]).filter(([v]) => Number.isFinite(v)).map(([v, words]) => words(v));
   }

@@ -9,7 +9,7 @@ import time
 import msgpack
 import websockets
 
-PROTOCOL = 5
+PROTOCOL = 6
 SAMPLE_SECS = 5
 # Time from a Start until the ranks' first report, in which real ranks start and find each other.
 LAUNCH_SECS = (0.5, 1.0)

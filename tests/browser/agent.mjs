@@ -93,7 +93,7 @@ function inPage() {
       socket.binaryType = "arraybuffer";
       this.ready = new Promise((done, failed) => { this.welcomed = done; socket.onclose = (e) => failed(new Error(`closed: ${e.code} ${e.reason}`)); });
       socket.onopen = () => this.say({
-        type: "hello", protocol: 5, agent_id: "made-up", name: "made-up", attempts: [], only_job: null,
+        type: "hello", protocol: 6, agent_id: "made-up", name: "made-up", attempts: [], only_job: null,
         machine: { hostname: "made-up", cpu: "none", cores: slots, memory_bytes: 1e9, disk_free_bytes: 1e9, version: "0" },
         slots: Array.from({ length: slots }, (_, index) => (gpus
           ? { index, device: "cuda", name: "a made-up GPU", memory_bytes: 80e9, uuid: `GPU-made-up-${index}` } : { index, device: "cpu", name: "a made-up core", memory_bytes: 0 })),

@@ -72,7 +72,7 @@ START = {"attempt": ATTEMPT, "spec": SPEC, "dataset_path": "/d", "world_size": 2
 ACKNOWLEDGED = {"attempt": ATTEMPT, "source": {"rank": 0}, "records": 3, "watched": True}
 # FromAgent and ToAgent of protocol/src/agent.rs, a message of each kind. protocol/tests/seeds.rs reads them.
 FROM_AGENT = [
-    {"type": "hello", "protocol": 5, "agent_id": "a", "name": "a", "machine": MACHINE, "slots": [SLOT], "attempts": [ATTEMPT],
+    {"type": "hello", "protocol": 6, "agent_id": "a", "name": "a", "machine": MACHINE, "slots": [SLOT], "attempts": [ATTEMPT],
      "only_job": None},
     {"type": "heartbeat", "attempts": [ATTEMPT]},
     {"type": "report", "attempt": ATTEMPT, "source": {"rank": 0}, "first": 0, "events": EVENTS},

@@ -90,6 +90,11 @@ impl Error {
         Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, detail)
     }
 
+    /// What is wrong, and what to do.
+    pub(crate) fn detail(self) -> String {
+        self.problem().detail
+    }
+
     fn problem(self) -> Problem {
         let (mut own_status, mut errors, mut state, mut expected) = (None, Vec::new(), None, None);
         let (code, detail) = match self {

@@ -19,7 +19,7 @@ const PROOF_BYTES: usize = 32;
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// After how long without data the kernel asks the other machine whether it is there, and how often it repeats that.
 const KEEPALIVE: Duration = Duration::from_secs(1);
-const KEEPALIVE_RETRIES: u32 = 3;
+const KEEPALIVE_RETRIES: u32 = 8;
 
 /// The values that must be equal at both ends of a connection.
 #[derive(Debug, Clone, Copy)]

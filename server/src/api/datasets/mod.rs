@@ -250,11 +250,11 @@ async fn inspect_registered(
     Ok(inspected)
 }
 
-/// Inspects a dataset again if it has changed since its last inspection. If the inspection fails, `dataset` stays as it is. If the
-/// inspection takes longer than [`REFRESH_WAIT`], later checks get its result.
-pub(super) async fn refresh(datasets: &Arc<Datasets>, dataset: &mut Dataset) {
+/// Inspects a dataset again if it has changed since its last inspection. If the inspection fails, `dataset` stays as it is, and a warning is
+/// returned. If the inspection takes longer than [`REFRESH_WAIT`], later checks get its result.
+pub(super) async fn refresh(datasets: &Arc<Datasets>, dataset: &mut Dataset) -> Option<String> {
     if !changes::has_changed(dataset).await {
-        return;
+        return None;
     }
     let (shared, registered) = (Arc::clone(datasets), dataset.clone());
     let inspection =
@@ -262,10 +262,16 @@ pub(super) async fn refresh(datasets: &Arc<Datasets>, dataset: &mut Dataset) {
     match tokio::time::timeout(REFRESH_WAIT, inspection).await {
         Ok(Ok(Inspected::Done(inspected))) => *dataset = inspected,
         Ok(Err(error)) => {
-            tracing::warn!(dataset = %dataset.name, ?error, "the dataset has changed and was not inspected again");
+            let name = &dataset.name;
+            return Some(format!(
+                "the files of the dataset {name:?} have changed, and could not be inspected again: {}. The job was checked with the \
+                 numbers of the last inspection",
+                error.detail()
+            ));
         }
         Ok(Ok(Inspected::UnderWay(_))) | Err(_) => {}
     }
+    None
 }
 
 fn no_such_dataset() -> Error {

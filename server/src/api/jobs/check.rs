@@ -16,6 +16,7 @@ use crate::{
     store::JobFilter,
 };
 use axum::{Extension, Json, extract::State};
+use futures_util::future::join_all;
 use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
     Job, JobId, JobSpec,
@@ -29,7 +30,10 @@ use lockstep_protocol::{
 };
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use std::{collections::HashSet, sync::Arc};
+use std::{
+    collections::{HashMap, HashSet},
+    sync::Arc,
+};
 use utoipa::{IntoParams, ToSchema};
 
 /// Whether the job's machines are already online.
@@ -182,20 +186,28 @@ pub(in crate::api) async fn check(
     check_on(scheduler, caller, &datasets, document, begins, launched).await
 }
 
+/// The datasets that a caller may see.
+struct CurrentDatasets {
+    datasets: Vec<Dataset>,
+    /// By name: why a dataset that has changed was not inspected again.
+    warnings: HashMap<String, String>,
+}
+
 /// The datasets that the caller may see. Of those that `documents` name, changed ones are inspected again.
 async fn current_datasets<'a>(
     scheduler: &Scheduler,
     caller: &Caller,
     documents: impl IntoIterator<Item = &'a Value>,
-) -> Result<Vec<Dataset>> {
+) -> Result<CurrentDatasets> {
     let names: HashSet<&str> = documents.into_iter().filter_map(dataset_name).collect();
     let mut datasets = datasets::visible_datasets(&*scheduler.store, caller).await?;
-    for dataset in &mut datasets {
-        if names.contains(dataset.name.as_str()) {
-            datasets::refresh(&scheduler.datasets, dataset).await;
-        }
-    }
-    Ok(datasets)
+    let named = datasets.iter_mut().filter(|dataset| names.contains(dataset.name.as_str()));
+    let refreshed = named.map(|dataset| async {
+        let warning = datasets::refresh(&scheduler.datasets, dataset).await?;
+        Some((dataset.name.clone(), warning))
+    });
+    let warnings = join_all(refreshed).await.into_iter().flatten().collect();
+    Ok(CurrentDatasets { datasets, warnings })
 }
 
 fn dataset_name(document: &Value) -> Option<&str> {
@@ -206,7 +218,7 @@ fn dataset_name(document: &Value) -> Option<&str> {
 async fn check_on(
     scheduler: &Scheduler,
     caller: &Caller,
-    datasets: &[Dataset],
+    CurrentDatasets { datasets, warnings }: &CurrentDatasets,
     document: &Value,
     begins: bool,
     launched: bool,
@@ -257,7 +269,9 @@ async fn check_on(
     }
     match (spec, dataset) {
         (Some(spec), Some(dataset)) if errors.is_empty() => {
+            let changed = warnings.get(&dataset.name).cloned();
             let mut warnings = submission::warnings(&spec, &dataset);
+            warnings.extend(changed);
             warnings.extend(not_checked);
             warnings.extend(best_without_checkpoint(&spec, &dataset));
             Ok(Checked { spec, dataset, warnings })

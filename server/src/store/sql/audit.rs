@@ -76,8 +76,9 @@ impl SqlStore {
     }
 
     pub(in crate::store) async fn has_audit(&self, action: &str, object: &str) -> Result<bool> {
-        let text = "SELECT status FROM audit WHERE action = $1 AND object = $2 AND status < 400 LIMIT 1";
-        let query = sqlx::query(text).bind(action).bind(object);
+        let text = "SELECT status FROM audit WHERE action = $1 AND (object = $2 OR object LIKE $3) AND status < 400 LIMIT 1";
+        // The object of a request with a query includes the query.
+        let query = sqlx::query(text).bind(action).bind(object).bind(format!("{object}?%"));
         Ok(query.fetch_optional(&self.reader).await?.is_some())
     }
 

@@ -404,10 +404,12 @@ impl Walk<'_> {
                 sent += sent_gradient;
                 // With divided state, gradients are reduce-scattered during the backward pass, and weights are gathered
                 // after the update.
-                let gathered =
-                    if plan.optimizer_sharding && !self.shares_memory() { 0.5 * secs } else { 0.0 };
-                gradient_secs += secs - gathered;
-                update_secs += gathered;
+                if plan.optimizer_sharding && !self.shares_memory() {
+                    gradient_secs += 0.5 * secs;
+                    update_secs += 0.5 * self.gradient(output, weights * value).0;
+                } else {
+                    gradient_secs += secs;
+                }
                 // Ranks that share one copy of the weights, or that divide the optimizer's state, each update a part.
                 let parts = self.dividing(output);
                 update_secs +=

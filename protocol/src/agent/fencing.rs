@@ -24,6 +24,7 @@ impl FencingToken {
 
     /// A token from its stored form; `None` if the secret is invalid.
     pub fn of(number: u64, secret: &str) -> Option<Self> {
+        // `from_str_radix` would also accept a sign and fewer digits.
         let is_whole = secret.len() == 32 && secret.bytes().all(|byte| byte.is_ascii_hexdigit());
         let secret = if is_whole { u128::from_str_radix(secret, 16).ok()? } else { return None };
         (secret != 0).then_some(Self { number, secret })
@@ -37,7 +38,7 @@ impl fmt::Debug for FencingToken {
     }
 }
 
-/// A token with a secret that no server accepts, for tests.
+/// A token without a secret (0), which no server accepts: of ranks that no server started, and in tests.
 impl From<u64> for FencingToken {
     fn from(number: u64) -> Self {
         Self { number, secret: 0 }
@@ -57,7 +58,7 @@ impl TryFrom<String> for FencingToken {
         let (number, secret) =
             text.split_once('.').ok_or("a fencing token is a number, a dot and a secret")?;
         let number = number.parse().map_err(|_| "a fencing token begins with its number")?;
-        let none = secret.bytes().all(|byte| byte == b'0');
+        let none = !secret.is_empty() && secret.bytes().all(|byte| byte == b'0');
         if none {
             Ok(Self::from(number))
         } else {
@@ -81,6 +82,7 @@ mod tests {
         for wrong in [
             "41",
             "\"41\"",
+            "\"41.\"",
             "\"41.abc\"",
             "\"x.00000000000000000000000000000abc\"",
             "-1",

@@ -128,8 +128,8 @@ function apply(event) {
   factsSoon();
 }
 
-/** Reads facts that a `state` event lacks: the machines, the start and the end. */
 let refreshTimer = 0, refreshRequest = null;
+/** Reads facts that a `state` event lacks: the machines, the start and the end. */
 function refresh() {
   clearTimeout(refreshTimer);
   refreshTimer = setTimeout(async () => {
@@ -138,7 +138,7 @@ function refresh() {
       const next = await ask(`/api/v1/jobs/${job.id}`, { signal: refreshRequest.signal });
       if (next.last_seq >= stream.seq || isFinal(next.state)) { setJob(next); factsSoon(); } else refresh();
       await Promise.all([jobHistory.load(), reloadAgents()]);
-    } catch { /* the stream's reconnection will show it */ }
+    } catch { /* if the server cannot be reached, the stream's status shows this */ }
   }, 150);
 }
 
@@ -177,8 +177,9 @@ function onFrame(frame) {
 /** Formats a duration: `40 s`, `3 min`. */
 const clockWords = (s) => (s < 120 ? `${s} s` : s < 7200 ? `${Math.round(s / 60)} min` : `${Math.round(s / 3600)} h`);
 
-/** Reads everything again over REST, and continues the stream after the last event that the responses include. */
+/** Number of the newest call of `reload`, which ends all earlier calls. */
 let reloading = 0;
+/** Reads everything again over REST, and continues the stream after the last event that the responses include. */
 async function reload() {
   const mine = ++reloading;
   stream.hold();
@@ -198,7 +199,10 @@ async function reload() {
   }
 }
 
-/** Returns the page as the server renders it now (`page`), and its data (`now`); null if the response is another page, such as the sign-in form. */
+/**
+ * Returns the page as the server renders it now (`page`), and its embedded data (`now`); null if the response is another page, such as the
+ * sign-in form.
+ */
 async function pageNow() {
   const [response, html] = await get(`/jobs/${job.id}`, {}, async (response) => [response, await response.text()]);
   if (!response.ok) throw new Problem(response.status, null);
@@ -212,7 +216,7 @@ async function reloadAgents() {
   const found = await pageNow();
   if (found?.now.job.attempt !== job.attempt) return;
   agentsAttempt = job.attempt;
-  // The stream's reports about ranks are newer.
+  // Only the machine is taken over, because the stream has newer reports about the rank than the page.
   for (const { rank, agent } of found.now.ranks) ranks.setAgent({ rank, agent });
   factsSoon();
 }
@@ -240,6 +244,7 @@ async function start() {
   while (seq === null) {
     try {
       let logged = null;
+      // Draws the first chart before other history is requested. The log is read in the meantime.
       seq = await metrics.load(charts.wanted, charts.meanFirst, async () => {
         charts.all.loss.release();
         await drawn();

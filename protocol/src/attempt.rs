@@ -57,7 +57,8 @@ pub struct Attempt {
     pub reason: Option<Reason>,
     /// Id of the checkpoint from which the attempt began; absent if it began from the start.
     pub checkpoint: Option<String>,
-    /// Optimizer steps of the run that were done when the attempt ended; absent if it ended before training.
+    /// Number of optimizer steps that the job had done when the attempt ended, counted from the start of its training;
+    /// absent if the attempt ended before training.
     pub step: Option<u64>,
     /// Names of the agents that had the attempt's ranks, in rank order, without repetition.
     pub agents: Vec<String>,

@@ -11,7 +11,8 @@ use utoipa::ToSchema;
 /// The history of a job.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct History {
-    /// The job from which this job was forked; absent if it is not a fork, or if that job is private to others.
+    /// The job from which this job was forked; absent if it is not a fork, or if that job is private and the reader may
+    /// not see it.
     pub parent: Option<Relative>,
     /// Jobs that were forked from this job, the oldest first; at most 1000.
     pub forks: Vec<Relative>,
@@ -26,7 +27,7 @@ pub struct History {
     pub total: Option<u64>,
 }
 
-/// The other end of a fork.
+/// A job related by a fork: the job from which this job was forked, or a fork of this job.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Relative {
     pub job: String,
@@ -64,7 +65,8 @@ pub enum What {
     Submitted,
     /// The job was made as a fork.
     Forked {
-        /// Id of the checkpoint from which the fork begins: the other job's, or the fork's own copy if the other job is private to others.
+        /// Id of the checkpoint from which the fork begins: the other job's, or the fork's own copy if the reader may not
+        /// see the other job.
         checkpoint: String,
     },
     /// An attempt began.
@@ -86,7 +88,8 @@ pub enum What {
         reason: Option<Reason>,
         /// The rank that failed first, if one rank's end was the cause.
         rank: Option<u32>,
-        /// Optimizer steps of the run that were done.
+        /// Number of optimizer steps that the job had done when the attempt ended, counted from the start of its training;
+        /// absent if the attempt ended before training.
         step: Option<u64>,
         /// Id of the checkpoint from which the next attempt continued; absent if it began from the start, or if there is no next attempt.
         next_checkpoint: Option<String>,

@@ -1,14 +1,14 @@
 // Converts step times to speeds. A bucket's speed is its pictures divided by its time, like the job's own speed
 // (protocol/src/throughput.rs). The mean of the speeds of the bucket's steps would be higher.
 
-/** Returns a segment of step times as speeds. `until`: see the constructor of `Speeds`. */
+/** Returns a segment of step times as speeds. `until(n)`: the number of pictures in steps 1 to n, over all ranks. */
 function toSpeeds(segment, until) {
   const { length, steps, counts } = segment;
   // Mean number of pictures in a step of each bucket: the last step of an epoch may have fewer pictures.
   const pictures = Float64Array.from({ length }, (_, i) => (until(steps[i] + counts[i] - 1) - until(steps[i] - 1)) / counts[i]);
   const column = (name) => segment[name].subarray(0, length).map((ms, i) => pictures[i] * 1000 / ms);
   return Object.assign(Object.create(segment), {
-    of: segment,
+    of: segment, // the segment of step times
     // The longest step time is the lowest speed.
     mean: column("mean"), min: column("max"), max: column("min"), lastValue: (until(segment.lastPushed) - until(segment.lastPushed - 1)) * 1000 / segment.lastValue,
     // The numbers of pictures are smoothed like step times, so that the last step of an epoch does not look too slow.
@@ -27,11 +27,11 @@ function smoothed(values, { mean, counts }, factor) {
 }
 
 export class Speeds {
-  /** `base`: a series of `step_ms`. `until(n)`: the number of pictures in steps 1 to n, over all ranks. */
+  /** `base`: a series of `step_ms`. `until`: as for `toSpeeds`. `rank`, for `Chart.snapshot`, is null: speeds are of all ranks. */
   constructor(base, until) { Object.assign(this, { base, until, rank: null }); }
 
   get segments() { return this.base.segments.map((segment) => toSpeeds(segment, this.until)); }
 
-  /** Returns the speeds that follow from `base`, another series of `step_ms`. */
+  /** Returns the speeds of `base`, a finer series of `step_ms` for the zoomed part. */
   over(base) { return new Speeds(base, this.until); }
 }

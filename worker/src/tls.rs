@@ -25,7 +25,7 @@ pub fn client_config(ca_file: Option<&Path>) -> Result<Arc<ClientConfig>, String
     client_config_as(ca_file, None)
 }
 
-/// As [`client_config`], for a client that presents a certificate if the server requests one.
+/// As [`client_config`], with a certificate (`identity`) that the client presents if the server requests one.
 ///
 /// # Errors
 /// Why a file cannot be used.
@@ -167,7 +167,8 @@ fn strip_name_type(presented: &str) -> String {
     presented.split_once('(').map_or(presented, |(_, rest)| rest).trim_matches([')', '"']).to_owned()
 }
 
-/// Finds the TLS error among the causes of an error. An I/O error contains its cause (`get_ref`).
+/// Finds the TLS error among the causes of an error. `source()` of an I/O error skips the error that it contains, so
+/// `get_ref` is used.
 fn find<'a>(error: &'a (dyn Error + 'static)) -> Option<&'a TlsError> {
     let mut next = Some(error);
     while let Some(error) = next {

@@ -10,14 +10,14 @@ use utoipa::ToSchema;
 pub struct DataSpec {
     /// A registered dataset's name, or (from the command line) a path.
     pub dataset: String,
-    /// Source of the validation pictures. When absent: the first split that the dataset has among `test` (with some recipes `val`),
-    /// `val`, `validation`, `valid`, `dev`, `test`, `eval` and `evaluation`. If the dataset has only training pictures, a tenth of
-    /// them is held out, or three tenths if they are fewer than 50.
+    /// Source of the validation pictures. When absent: the split `test` (with some recipes: `val`), if the dataset has it; otherwise
+    /// the first that it has of `val`, `validation`, `valid`, `dev`, `test`, `eval` and `evaluation`. If the dataset has only training
+    /// pictures, a tenth of them is held out, or three tenths if they are fewer than 50.
     pub validation: Validation,
-    /// Seed that chooses the pictures of `folds`, and the held-out pictures if `validation` is a fraction. With a fraction, each picture is
-    /// chosen independently, from this seed and its class and file name (in a folder of pictures) or its content (in other formats). Adding
-    /// or removing pictures therefore moves no other picture, and the fraction is the expected share of each class. `train.seed` has no
-    /// influence.
+    /// Seed that chooses the pictures of `folds`, and the held-out pictures if `validation` is a fraction. With a fraction, whether a
+    /// picture is held out depends only on this seed and on the picture: its class and file name in a folder of pictures, its content in
+    /// other formats. So pictures can be added or removed without effect on the others, and a class's held-out share is the fraction only
+    /// on average. `train.seed` has no influence.
     pub validation_seed: u64,
     /// Stratified k-fold cross-validation: the training pictures of each class are divided into this many equal parts, at random by
     /// `validation_seed`. Fold number `fold` validates the job, which trains on the other folds. `validation` is then not used, so a test
@@ -37,38 +37,39 @@ pub struct DataSpec {
     pub validation_size: Option<u32>,
     /// Zero padding, in pixels, around a picture before a random crop of the picture's size; 0: no crop.
     pub crop_padding: u32,
-    /// `crop_padding`: mirror the picture at its border (PyTorch's `reflect`) instead of padding with zeros.
+    /// With `crop_padding`: mirror the picture at its border (PyTorch's `reflect`) instead of padding with zeros.
     pub reflect_border: bool,
     /// Instead of the padded crop, use a random part of the whole picture, resized (torchvision's `RandomResizedCrop`).
     pub random_resized_crop: bool,
-    /// `random_resized_crop`: the smallest and the largest area of the crop, as a fraction of the picture's area.
+    /// With `random_resized_crop`: the smallest and the largest area of the crop, as a fraction of the picture's area.
     pub crop_scale: [f32; 2],
-    /// `random_resized_crop`: the smallest and the largest aspect ratio (width / height) of the crop.
+    /// With `random_resized_crop`: the smallest and the largest aspect ratio (width / height) of the crop.
     pub crop_ratio: [f32; 2],
-    /// Validation: resize the short side to this many pixels, then crop `validation_size` at the centre (torchvision's
+    /// In validation: resize the short side to this many pixels, then crop `validation_size` at the centre (torchvision's
     /// `Resize` and `CenterCrop`). When absent: `validation_size` * 256 / 224 with `random_resized_crop`; otherwise the
     /// largest centred square is scaled to `validation_size`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub resize_size: Option<u32>,
     /// Mirror a random half of the training pictures left to right.
     pub horizontal_flip: bool,
-    /// `horizontal_flip`: mirror a random half of the pictures in the first epoch, the other half in the second one, and so on in turn
+    /// With `horizontal_flip`: mirror a random half of the pictures in the first epoch, the other half in the second one, and so on in turn
     /// (Jordan 2024), so that every two epochs have both views of each picture.
     pub alternating_flip: bool,
     /// Mirror a random half of the training pictures top to bottom.
     pub vertical_flip: bool,
     /// How far brightness, contrast, saturation and hue may change (torchvision's `ColorJitter`).
     pub color_jitter: [f32; 4],
-    /// Policy that chooses random operations for each training picture: `trivial` applies one of any strength
-    /// (torchvision's `TrivialAugmentWide()`), `rand` applies two of strength 9 (`RandAugment(2, 9)`).
+    /// How training pictures are changed at random: `trivial` applies one operation of random strength to each picture (torchvision's
+    /// `TrivialAugmentWide()`), `rand` two operations of strength 9 (`RandAugment(2, 9)`), `none` no operation.
     pub augment: Augment,
     /// The probability that a random rectangle of a picture is set to 0 after normalisation (torchvision's `RandomErasing`).
     pub random_erasing: f32,
-    /// Mean of each channel, of pixels scaled to 0..1; the dataset's own when absent. For grey pictures, three values are averaged.
+    /// Mean of each channel, of pixels scaled to 0..1; the dataset's own when absent. If the pictures are
+    /// grey and three values are given, their average is used.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mean: Option<Vec<f32>>,
-    /// Standard deviation of each channel, of pixels scaled to 0..1; the dataset's own when absent. For grey pictures, three values are
-    /// averaged.
+    /// Standard deviation of each channel, of pixels scaled to 0..1; the dataset's own when absent. If the pictures are
+    /// grey and three values are given, their average is used.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub std: Option<Vec<f32>>,
     /// Leave out the last batch of an epoch if it is smaller than the others. With `false`, a last batch with fewer

@@ -42,12 +42,12 @@ pub struct SweepMetric {
 }
 
 impl SweepMetric {
-    /// The metric's value of a validation.
+    /// The value of this metric among the results of a validation.
     pub fn of(self, val_accuracy: Option<f64>, val_loss: Option<f64>) -> Option<f64> {
         if self.name == "val_loss" { val_loss } else { val_accuracy }
     }
 
-    /// The better value first. A missing value is the worst.
+    /// Orders two values of the metric: the better one is `Less`. A value that is missing or not finite is the worst.
     pub fn order(self, a: Option<f64>, b: Option<f64>) -> Ordering {
         let cost = |value: Option<f64>| match value.filter(|value| value.is_finite()) {
             Some(value) if self.maximize => -value,
@@ -69,9 +69,9 @@ enum Parameter {
 /// their validations. Only `lockstep submit` and `POST /api/v1/sweeps` take a file with this section.
 #[derive(Debug, Clone, PartialEq, ToSchema)]
 pub struct SweepSpec {
-    /// `grid`: every combination of the values; of several parameters, the one whose key sorts last changes fastest.
-    /// `random`: settings drawn with `seed`. `asha`: settings as with `random`; after each rung only the best
-    /// 1/`reduction` of the trials continue, and the others end but keep their checkpoints.
+    /// `grid`: every combination of the values, in the order of nested loops over the parameters sorted by key, with the
+    /// last parameter in the innermost loop. `random`: settings drawn with `seed`. `asha`: settings as with `random`;
+    /// after each rung only the best 1/`reduction` of the trials continue, and the others end but keep their checkpoints.
     #[schema(value_type = String)]
     pub method: SweepMethod,
     /// What trials are compared by: `name` is `val_accuracy` (when absent) or `val_loss`, `goal` is `maximize` or
@@ -89,7 +89,8 @@ pub struct SweepSpec {
     pub max_trials: Option<u32>,
     /// The largest number of trials that wait for slots or train at the same time. Default: all.
     pub max_concurrent: Option<u32>,
-    /// With `asha`: one in `reduction` trials continues after each rung; each rung has `reduction` times the epochs of the rung before.
+    /// With `asha`: one in `reduction` trials continues after each rung. The last rung is the end of training. The epoch
+    /// of each earlier rung is that of the next rung divided by `reduction`, rounded down.
     pub reduction: u32,
     /// With `asha`: no rung is before this epoch.
     pub min_epochs: u32,
@@ -97,7 +98,7 @@ pub struct SweepSpec {
     pub rungs: u32,
 }
 
-/// The section `sweep` of a document, and the document without it. `None` if it has none.
+/// The section `sweep` of a document, and the document without this section. `None` if the document has no such section.
 pub fn split_sweep(document: &Value) -> Option<(Value, Value)> {
     document.get("sweep").filter(|section| !section.is_null())?;
     let mut job = document.clone();
@@ -108,7 +109,7 @@ pub fn split_sweep(document: &Value) -> Option<(Value, Value)> {
 /// Reads the section `sweep` of a document.
 ///
 /// # Errors
-/// Every mistake in it.
+/// Every mistake in the section.
 pub fn read_sweep(section: &Value) -> Result<SweepSpec, Vec<SpecError>> {
     let mut errors = Vec::new();
     let Value::Object(table) = section else {
@@ -190,7 +191,8 @@ fn read_parameters(given: Option<&Value>, errors: &mut Vec<SpecError>) -> BTreeM
     found
 }
 
-/// Finds parameters under `"train.lr"` and under `train.lr`, which TOML reads as tables in tables.
+/// Collects the parameters of a table. TOML reads the quoted `"train.lr"` as one key, and the unquoted `train.lr` as a
+/// table in a table. Both name the parameter `train.lr`.
 fn flatten(
     table: &Map<String, Value>,
     above: &str,
@@ -265,7 +267,8 @@ impl SweepSpec {
             }
             (_, None, None) => "is missing: say how many settings are drawn from min and max".into(),
             (_, Some(many), None) if many > u64::from(MAX_TRIALS) => format!(
-                "is missing: the values have more than {MAX_TRIALS} combinations, the largest number of trials"
+                "is missing: the values have more than {MAX_TRIALS} combinations, and a sweep has at most {MAX_TRIALS} trials; \
+                 say how many to train"
             ),
             _ => return,
         };
@@ -287,6 +290,7 @@ impl SweepSpec {
             let detail = "nothing is validated, so trials cannot be compared: set data.validation";
             errors.push(mistake("/metric", detail.into()));
         }
+        // `asha` needs the same epochs and the same validations in every trial.
         let counted = ["train.epochs", "train.steps", "evaluate.every_epochs"];
         if trial.train.steps.is_some() || counted.iter().any(|key| self.parameters.contains_key(*key)) {
             let detail = format!(
@@ -386,7 +390,8 @@ impl Parameter {
         match self {
             Parameter::Values(values) => values[random.below(values.len() as u64) as usize].clone(),
             Parameter::Range { min, max, is_whole, is_log } => {
-                // A whole number stands for the interval around it.
+                // Each whole number gets an interval of length 1, so that `min` and `max` are as likely as the numbers
+                // between them. With `log`, the intervals of `min` and `max` have half of this length.
                 let (low, high) = match (is_whole, is_log) {
                     (true, false) => (min - 0.5, max + 0.5),
                     _ => (*min, *max),
@@ -406,8 +411,8 @@ impl Parameter {
     }
 }
 
-/// SplitMix64 (Steele, Lea and Flood, 2014): a library's generator may change with its version, and with it the
-/// settings of a sweep.
+/// SplitMix64 (Steele, Lea and Flood, 2014). Not a library's generator: a new version of the library could change it, and
+/// then the same file would give other settings.
 struct Random(u64);
 
 impl Random {
@@ -429,10 +434,11 @@ impl Random {
     }
 }
 
-/// The document of a trial: the job's with its setting, the setting in its name, and the sweep's id among its tags.
+/// The document of a trial: the job's document with the values of `setting` set, with these keys and values appended to
+/// the name, and with the sweep's id as another tag.
 ///
 /// # Errors
-/// A sentence: a key of the setting lies below a key that is no table.
+/// A sentence, if a key of the setting lies below a value that is not a table (such as `name.x`).
 pub fn trial_document(job: &Value, setting: &Setting, sweep: &str) -> Result<Value, String> {
     let mut document = job.clone();
     let mut name = job.get("name").and_then(Value::as_str).unwrap_or("untitled").to_owned();

@@ -17,7 +17,7 @@ pub struct StateDict {
     pub parameters: NamedTensors,
     /// The optimizer's named slots; `None`: the engine keeps its current slots.
     pub optimizer: Option<OptimizerState>,
-    /// Rank 0's moving average of the parameters, if one is kept.
+    /// The moving average of the parameters, or of those that this rank writes ([`AverageOn`]); `None` if this rank has none.
     pub average: Option<NamedTensors>,
     /// The loss scaling of float16.
     pub loss_scaling: Option<LossScaling>,
@@ -26,11 +26,11 @@ pub struct StateDict {
 /// The part of the group's state that one rank writes to a checkpoint.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Contribution {
-    /// All state: of rank 0, if no other rank writes.
+    /// Rank 0's whole state. No other rank writes.
     Whole(Box<StateDict>),
-    /// The tensors that this rank writes ([`Writers`]), none of them in parts.
+    /// The tensors that this rank writes ([`Writers`]). Each tensor is complete.
     Part(Box<StateDict>),
-    /// Nothing. No state was copied from the device.
+    /// This rank writes nothing.
     Replica,
 }
 
@@ -58,9 +58,10 @@ pub struct Writers {
 }
 
 impl Writers {
-    /// Assigns the parameters of a whole network, each with the optimizer slots `slots`, to `ranks` (ascending from 0). Largest first, each
-    /// parameter goes to the rank with the fewest bytes so far, where slots count for the rank of their parameter. Its slots go to the next ranks, so that no rank writes all tensors of a very
-    /// large layer. If rank 0 writes the whole average, and therefore fewer parameters, slots go to the rank of their parameter.
+    /// Divides the parameters of a whole network and their optimizer slots `slots` among `ranks` (ascending; the first is 0). Parameters
+    /// are assigned one by one, the largest first, each to the rank with the smallest load. A rank's load counts its parameters with all
+    /// their slots, wherever these go. The slots of a parameter go to the ranks after its own rank, so that no rank writes all tensors of a
+    /// very large layer. Exception: if rank 0 writes the whole average, and therefore fewer parameters, slots stay with their parameter.
     pub fn deal(network: &Network, slots: &[&str], average: AverageOn, ranks: &[u32]) -> Self {
         let (mut trained, running): (Vec<_>, Vec<_>) =
             network.parameters().into_iter().partition(|parameter| parameter.role.is_trained());
@@ -102,7 +103,8 @@ impl Writers {
         if self.ranks.is_empty() { rank == 0 } else { self.ranks.contains(&rank) }
     }
 
-    /// Number of the part that a rank writes, from 1, and number of parts.
+    /// The number of the rank's part (from 1), and the number of parts. `None` if the rank writes nothing, or if the state is not divided
+    /// into parts (`ranks` is empty).
     pub fn part_of(&self, rank: u32) -> Option<(usize, usize)> {
         self.ranks.binary_search(&rank).ok().map(|place| (place + 1, self.ranks.len()))
     }

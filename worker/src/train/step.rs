@@ -16,7 +16,8 @@ pub(super) struct InFlight {
 }
 
 impl Run<'_> {
-    /// Runs one optimizer step. Returns false if all ranks voted to stop after it.
+    /// Runs one optimizer step. Returns false, on every rank, if training stops after it because some rank was asked to
+    /// stop.
     pub(super) fn step(
         &mut self,
         batches: &mut dyn Iterator<Item = Result<Batch, DataError>>,
@@ -39,7 +40,8 @@ impl Run<'_> {
         let result = self.engine.start_step(&micro_batches, lr)?;
 
         if let Err(error) = self.average() {
-            // The result of an earlier step has arrived, so that step is no longer in flight.
+            // The engine has returned the result of an earlier step. It is reported before the error, so that `in_flight`
+            // contains only steps whose results the engine still has.
             if let Some(result) = result {
                 self.report_step(&result, 0.0);
             }
@@ -61,7 +63,7 @@ impl Run<'_> {
     }
 
     /// Updates the moving average of the weights when an update is due. Rank 0 keeps the average, and the other ranks
-    /// receive it when it is evaluated. If ranks share a network, each keeps the average of its part.
+    /// receive it for its evaluation. If the network is split among ranks, each rank keeps the average of its part.
     pub(super) fn average(&mut self) -> Result<(), TrainError> {
         let decay = self.schedule.average_decay(self.step);
         if let Some(decay) = decay.filter(|_| self.keeps_average()) {
@@ -71,13 +73,15 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Waits for the steps in flight. Afterwards the engine's state is that of step [`Run::step`].
+    /// Waits for all steps in flight. Afterwards the engine's state is that after step `self.step`, the newest started
+    /// step.
     pub(super) fn drain(&mut self) -> Result<(), TrainError> {
         let mut vote = Ok(true);
         for result in self.engine.finish_steps()? {
             self.note_not_finite(Some(&result));
-            // Every rank votes after every step here, so no rank returns before all ranks have finished their steps. A
-            // stop takes effect at the next vote. After a failed vote, the remaining steps are still completed.
+            // Every rank votes once per result, so no rank returns before all ranks have finished their steps. A vote to
+            // stop has no effect here, because the next vote of `step` repeats it. After a failed vote there are no
+            // further votes, but the remaining results are still reported.
             if vote.is_ok() {
                 vote = self.vote(true);
             }
@@ -123,10 +127,12 @@ impl Run<'_> {
         let times = StepTimes { secs, data_secs, all_reduce_secs, axis_secs: result.axis_secs };
         self.throughput.step(step, epoch, times, result.samples);
         let is_timed_by_engine = result.step_secs > 0.0;
+        // The engine's own time does not contain the wait for batches.
         self.compare_step_time(step, if is_timed_by_engine { secs } else { secs - data_secs });
     }
 
-    /// Logs which pictures the GPU could not decode, if there are new reasons.
+    /// Logs on rank 0 how many pictures CPU cores have decoded although the GPU decodes, and why, each time another
+    /// reason appears.
     pub(super) fn report_decoder(&mut self) {
         let Some(decoded) = self.data.decoded().filter(|_| self.training.is_first()) else { return };
         let reasons = decoded.by_cores.len() + usize::from(decoded.given_up);

@@ -124,8 +124,8 @@ pub(crate) struct Series {
 
 /// Show metrics for a chart
 ///
-/// Buckets are equal ranges of steps, the same for every series, so the response depends only on the stored points. Buckets at the ends of
-/// the requested range are returned complete.
+/// Buckets are equal ranges of steps, the same for every series. Their limits depend only on the stored points and the request, not on when
+/// points were stored. Buckets at the ends of the requested range are returned complete.
 #[utoipa::path(get, path = "/jobs/{id}/metrics", tag = "metrics", params(("id" = String, Path), MetricsQuery),
     responses((status = 200, body = Metrics), (status = 400, body = Problem), (status = 404, body = Problem)))]
 pub(crate) async fn find(
@@ -170,8 +170,9 @@ fn series((key, buckets): (SeriesKey, Vec<Bucket>)) -> Series {
 
 /// Export all points as CSV
 ///
-/// Columns: attempt, rank, name, step, value. Points are in the order in which they were stored. Points of a job that ended long ago are
-/// ordered by name and rank, and of a step that a run from elsewhere logged several times, only the last value remains. `points` has no effect.
+/// Columns: attempt, rank, name, step, value. Points are in the order in which they were stored. If the job ended long ago, points are
+/// ordered by name and rank instead, and a step that a run from elsewhere logged several times has only its last value. `points` has no
+/// effect.
 #[utoipa::path(get, path = "/jobs/{id}/metrics.csv", tag = "metrics", params(("id" = String, Path), MetricsQuery),
     responses((status = 200, content_type = "text/csv", body = String), (status = 400, body = Problem), (status = 404, body = Problem)))]
 pub(crate) async fn csv(
@@ -180,6 +181,7 @@ pub(crate) async fn csv(
     Query(query): Query<MetricsQuery>,
 ) -> Result<Response> {
     let filter = query.filter()?;
+    // As in `find`, an invalid `points` is refused, although it has no effect here.
     count("points", query.points, DEFAULT_POINTS, MAX_POINTS)?;
     let job = jobs::find(&scheduler, &id).await?;
     check_name(filter.name.as_deref(), [&job])?;
@@ -204,11 +206,12 @@ struct Csv {
     job: Job,
     filter: MetricFilter,
     begun: bool,
-    /// Metrics and ranks, some points of which are only in chunks.
+    /// Series (metric and rank) of which some points are only in chunks. They are sent first, then the events.
     series: VecDeque<(String, u32)>,
     /// Number of the last event whose points are in chunks, by metric and rank.
     watermarks: HashMap<(String, u32), u64>,
-    /// Number of the last event that was processed.
+    /// The number after which events are read next: at first that of the last event whose points were removed, then that of the last event
+    /// that was read.
     after: u64,
 }
 
@@ -249,6 +252,7 @@ impl Csv {
             let filter = MetricFilter { name: Some(name.clone()), ranks: vec![rank], ..self.filter.clone() };
             let (watermark, chunks) = self.store.metric_chunks(&self.job.id, 0, &filter).await?;
             for chunk in chunks {
+                // A bucket of level 0 is one point.
                 let points = compaction::readable_chunk(0, &chunk);
                 let points =
                     points.into_iter().map(|p| (p.step, if p.finite > 0 { p.min } else { f32::NAN }));
@@ -261,7 +265,8 @@ impl Csv {
             return Ok(None);
         }
         let events = self.store.events(&self.job.id, self.after, CSV_EVENTS).await?;
-        // The response is aborted, so that an incomplete file is not taken for a complete one.
+        // Points that were removed from events before they were read would be missing in the file. The response is then aborted, so that
+        // the file is not taken for a complete one.
         if self.store.first_seq(&self.job.id).await? > self.after + 1 {
             let why = "the job's points were removed from its events during this request; ask again";
             return Err(store::StoreError::Unavailable(why.into()));
@@ -301,7 +306,7 @@ impl Csv {
     }
 }
 
-/// A text as a field of CSV (RFC 4180).
+/// A metric's name as a field of CSV (RFC 4180). Names have no line breaks ([`metric::name_mistake`]).
 fn quoted(text: &str) -> Cow<'_, str> {
     if text.contains([',', '"']) { format!("\"{}\"", text.replace('"', "\"\"")).into() } else { text.into() }
 }

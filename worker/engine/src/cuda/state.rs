@@ -1,6 +1,6 @@
 //! The training state on the GPU: weights, optimizer state and batch norm's running statistics.
 
-#![allow(unsafe_code)] // Structs of plain numbers are declared as such, to be copied as bytes.
+#![allow(unsafe_code)] // `Scaling` is declared `bytemuck::Pod`, so that it can be copied as bytes.
 
 use super::{
     command::{Kernel, Operand, Region, UPDATING},
@@ -20,15 +20,21 @@ use lockstep_comm::ProcessGroup;
 use lockstep_host::tensors::{HostTensor, NamedTensors, TensorSource};
 use std::{mem::offset_of, ops::Range};
 
-/// fp16's loss scaling, and the state of the latest step's gradients and update; `Scaler` in `optimizer.cu`.
+/// Loss scaling, and the state of the latest step's gradients and update. The same layout as `Scaler` in `optimizer.cu`.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub(super) struct Scaling {
+    /// Loss scale of the next step.
     pub(super) scale: f32,
+    /// Number of consecutive finite steps since the scale changed.
     pub(super) good_steps: u32,
+    /// Whether the latest step's gradients are finite.
     pub(super) finite: u32,
+    /// L2 norm of the latest step's gradients, without the loss scale.
     pub(super) norm: f32,
+    /// 1 / the loss scale of the latest step's gradients.
     pub(super) inverse: f32,
+    /// Whether the latest step's update is applied.
     pub(super) apply: u32,
     /// Number of the optimizer's updates.
     pub(super) updates: u32,
@@ -54,12 +60,13 @@ const NO_STEP: u32 = u32::MAX;
 
 pub(super) struct State {
     pub(super) layout: Layout,
-    /// Number of weights in planes, which come first.
+    /// Number of weights that are stored in two planes of 16 bits (`planes.rs`). They come first.
     planar: usize,
     /// Float32, [`Layout::len`] values.
     pub(super) weights: Buffer,
     optimizer: Optimizer,
-    /// The optimizer's slots, each as long as the weights; or this rank's parts of the slots, one after another.
+    /// The optimizer's slots, each as long as the weights. If ranks divide the optimizer's state, a slot has only this rank's part of each
+    /// reduced range, one part after another.
     pub(super) optimizer_slots: Vec<Buffer>,
     pub(super) share: Option<Share>,
     /// The matrices in the format of the computation, except those in planes. `None` with float32, where the weights
@@ -67,9 +74,9 @@ pub(super) struct State {
     low_precision: Option<Buffer>,
     /// Running mean and variance of every batch norm.
     running_values: Buffer,
-    /// The running values before the current step, and for each block of the kernel that copies them, the number of
-    /// finished steps at the time of the copy.
+    /// A copy of `running_values` from before the current step.
     kept_values: Buffer,
+    /// For each block of the kernel that makes this copy, the number of finished steps at the time of the copy.
     pub(super) kept_of: Buffer,
     /// Whether a step was started that will never finish, so that the kept values apply.
     pub(super) is_unfinished: bool,
@@ -134,7 +141,8 @@ impl State {
         let buffer = match region {
             Region::Weights => Some(&self.weights),
             Region::LowPrecision => {
-                // As if the buffer also had the weights in planes, which come first.
+                // Offsets in this region count from the first matrix, but the buffer has no weights in planes, which come first. So the
+                // address is that of the absent first matrix.
                 let missing = 2 * self.planar as u64;
                 return self.low_precision.as_ref().map(|buffer| buffer.ptr.wrapping_sub(missing));
             }
@@ -171,7 +179,7 @@ impl State {
         Ok(weights)
     }
 
-    /// Writes weights from value `at` on. `staging` is for weights in planes.
+    /// Writes weights from value `at` on. They must be either all in planes or all outside planes. `staging` is used only for planes.
     fn write_weights(&self, staging: &mut Pinned, at: usize, weights: &[f32]) -> Result<(), CudaError> {
         if at >= self.planar {
             return self.weights.write_at(4 * at, weights);
@@ -232,7 +240,8 @@ impl State {
         statistics
     }
 
-    /// The kernels that update the average after the `steps` started steps; see [`crate::Engine::average`].
+    /// The kernels that update the average after step `steps`, the newest started step; see [`crate::Engine::average`]. They do nothing if
+    /// the GPU has not finished this step, because its update was refused.
     pub(super) fn average(
         &mut self,
         device: &Device,
@@ -328,7 +337,7 @@ impl State {
         Ok(self.update_low_precision(ops))
     }
 
-    /// A kernel that copies changed weights to their copies in the format of the computation, if there are such copies.
+    /// A kernel that converts the matrices, except those in planes, to `low_precision`. `None` with float32.
     fn update_low_precision(&self, ops: &Ops) -> Option<Kernel> {
         let copied = self.planar..self.layout.matrices;
         let [weights, low_precision] = [(Region::Weights, 4), (Region::LowPrecision, 2)]
@@ -361,6 +370,7 @@ impl State {
         let average = self.average.iter().flatten();
         let found = Operand::new(Region::Found, 0, 4);
         let planar = (self.planar > 0).then(|| {
+            // The first plane is enough: the nearest bfloat16 of a weight that is not finite is not finite either.
             let [nearest, _] = self.layout.planes(0..self.planar);
             ops.find_not_finite_nearest(nearest, self.planar as u64, found)
         });
@@ -452,7 +462,7 @@ impl State {
             let own: Vec<f32> = self.layout.own(share).flat_map(|own| flat[own].to_vec()).collect();
             buffer.write(&own)?;
         }
-        // No run has more updates, and bias corrections are 1 long before.
+        // `u32::MAX` is enough: no run has more updates, and Adam's bias corrections are 1 long before that number.
         let updates = u32::try_from(to.updates).unwrap_or(u32::MAX);
         let now = self.read_scaling()?;
         Ok(self.scaling.write(&[Scaling { updates, ..now }])?)

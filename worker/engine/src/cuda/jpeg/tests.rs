@@ -1,5 +1,5 @@
-//! Compares batches with device-decoded pictures with batches decoded on the CPU. Without a GPU, the host simulates the device: it
-//! decodes, and runs the kernel's algorithm on the same descriptions.
+//! Tests that batches whose pictures a device decodes equal batches decoded on CPU cores. Except in `gpu.rs`, the device is the host itself
+//! (`HostDecoder`): it decodes, and runs the algorithm of the kernel `crop` on the same `Cropping`s.
 
 use super::*;
 use lockstep_data::device::{Stored, Subsampling};
@@ -28,8 +28,10 @@ mod gpu;
 mod planes;
 mod together;
 
-/// The kernel `crop` in Rust. Addresses in descriptions are offsets in `memory`.
+/// The kernel `crop` in Rust. Addresses in `p` are offsets in `memory`.
 fn crop(memory: &[u8], tables: &[i32], p: &Cropping, (width, height): (u32, u32)) -> Vec<u8> {
+    // Entry `output` of a table: the first input, the number of weights, then `taps` weights, of which only this number are used.
+    // Sums are in fixed point with `shift` fractional bits.
     let weighted = |table: u32, taps: u32, shift: u32, output: u32, value: &dyn Fn(i64) -> u8| {
         let entry = &tables[(table + output * (2 + taps)) as usize..][..2 + taps as usize];
         let mut sum = 1 << (shift - 1);
@@ -40,10 +42,12 @@ fn crop(memory: &[u8], tables: &[i32], p: &Cropping, (width, height): (u32, u32)
     };
     let mut output = vec![0; (width * height * 3) as usize];
     for y in 0..height {
+        // One output row, resized only vertically.
         let mut scaled = vec![0; (p.column_count * 3) as usize];
         for (i, scaled) in scaled.iter_mut().enumerate() {
             let (x, channel) = (i64::from(p.first_column) + i as i64 / 3, i % 3);
             *scaled = weighted(p.row_table, p.row_taps, p.row_shift, y, &|row| {
+                // The same pixel in the stored picture, before its orientation is applied.
                 let column =
                     i64::from(p.column) + x * i64::from(p.column_right) + row * i64::from(p.column_down);
                 let row = i64::from(p.row) + x * i64::from(p.row_right) + row * i64::from(p.row_down);
@@ -130,8 +134,9 @@ fn jpeg(picture: &image::DynamicImage) -> Vec<u8> {
     file.into_inner()
 }
 
-/// Sixteen JPEG files, two per orientation, of sizes given by `size`, with every subsampling for which all decoders produce
-/// equal pixels at this size; and two pictures that only CPUs decode.
+/// Writes a dataset of 18 pictures, all in `train/all`. 16 are JPEG files, two for each EXIF orientation; file `n` has the size `size(n)`.
+/// They have the four subsamplings in turn, except at sizes where decoders may differ in subsampled chroma: those files are not subsampled.
+/// The last two, a PNG file and a grey JPEG file, are decoded only on CPU cores.
 fn folder(size: impl Fn(u32) -> (u32, u32)) -> TempDir {
     let dir = TempDir::new().unwrap();
     let home = dir.path().join("train/all");
@@ -254,14 +259,14 @@ fn cpu_cores_decode_what_a_device_refuses_or_fails_at() {
     let text = decoded.to_string();
     assert!(text.contains("1 progressive") && text.contains("refused by nvJPEG"), "{text}");
 
-    // A batch counts once, even if several of its groups fail.
+    // After four consecutive failed batches the device is not used any more. A batch counts once, even if several of its groups fail.
     let failing = Arc::new(HostDecoder { fails: true, max_pictures: Some(2), ..HostDecoder::default() });
     data.set_decoder(failing.clone());
     let whole = EpochPlan { batch_size: 16, threads: 1, ..PLAN };
     assert!(data.epoch(whole).all(|batch| batch.is_ok()));
     assert!(failing.calls.load(Ordering::Relaxed) > 4 && !data.decoded().unwrap().given_up, "{failing:?}");
 
-    // After four consecutive failed batches, the device is not used any more.
+    // Each failed batch is one call here, and the device gets no fifth batch.
     let failing = Arc::new(HostDecoder { fails: true, ..HostDecoder::default() });
     data.set_decoder(failing.clone());
     for epoch in 0..4 {
@@ -310,7 +315,7 @@ fn resized_and_mixed_pictures_of_a_device_equal_those_of_cpu_cores() {
     };
     for spec in [
         DataSpec { random_resized_crop: true, ..sized.clone() },
-        // The largest centred square is cropped, then a padded crop.
+        // In training: the largest centred square, then a random crop of the padded square.
         DataSpec { resize_size: Some(36), ..sized },
     ] {
         for mixing in
@@ -338,7 +343,8 @@ fn resized_and_mixed_pictures_of_a_device_equal_those_of_cpu_cores() {
 
 #[test]
 fn pictures_in_shards_are_decoded_as_in_files() {
-    // Odd sizes, since files use 4:2:0.
+    // Odd sizes, because `prepare` writes grey and PNG pictures as 4:2:0, and decoders agree in 4:2:0 only at odd sizes and
+    // multiples of 16.
     let dir = folder(|number| (41 + number % 7 * 2, 33 + number % 5 * 2));
     let to = TempDir::new().unwrap();
     let settings = lockstep_data::PrepareSettings::default();

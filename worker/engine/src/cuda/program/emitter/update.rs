@@ -9,6 +9,7 @@ impl GraphEmitter<'_> {
     /// Starts the reduction of the bucket of gradients that layer `name` completes, if any.
     pub(super) fn send_buckets(&mut self, name: &str, micro_batch: MicroBatch) {
         let Facts { layout, accumulates, .. } = *self.facts;
+        // With accumulation, `finish` sends the sums.
         let (Some(ranks), true, false) = (self.facts.ranks, micro_batch.last, accumulates) else { return };
         let Some(bucket) = layout.buckets.get(self.sent) else { return };
         // Parameters are in the order of the backward pass, so a bucket is complete with its last parameter.
@@ -57,7 +58,8 @@ impl GraphEmitter<'_> {
         self.wait(StreamId::Main, EventId::SideEnd);
     }
 
-    /// Reduces the remaining gradients over ranks, updates the weights and reports the result.
+    /// Ends a micro-batch. If gradients accumulate, adds this micro-batch's to the sums. After the last micro-batch: reduces the gradients
+    /// that are not reduced yet, updates the weights and records the result.
     pub(super) fn finish(&mut self, MicroBatch { first, last, .. }: MicroBatch) -> Result<(), EngineError> {
         let Facts { layout, ops, accumulates, .. } = *self.facts;
         if self.side_stream {
@@ -67,6 +69,7 @@ impl GraphEmitter<'_> {
             }
         }
         let gradients = self.facts.gradients();
+        // Gradients of the parameters that a model group splits, and of the parameters that every rank has whole.
         let [split, whole] = [0, 1].map(|which| {
             let [matrices, vectors] = &layout.split_and_whole()[which];
             gradients.part(matrices.clone(), vectors.start..vectors.end.min(layout.trained))
@@ -90,7 +93,7 @@ impl GraphEmitter<'_> {
                     self.send_bucket(number, StreamId::Main, at, DType::F32);
                 }
             }
-            // If every batch norm and the last layer are split, no vectors remain.
+            // If every batch norm and the last layer are split, there are no vectors that every rank has whole.
             if whole.second.bytes > 0 {
                 self.send_bucket(layout.buckets.len(), StreamId::Main, whole.second, DType::F32);
             }
@@ -195,7 +198,7 @@ impl GraphEmitter<'_> {
         }
     }
 
-    /// Muon's step. Its matrices use the arena, which activations no longer need.
+    /// Muon's step. Its temporary matrices are in the arena, whose memory activations no longer need.
     fn muon(&mut self, part: &Updated) {
         let (facts, optimizer) = (self.facts, &self.facts.optimizer);
         let filters = facts.layout.filters();

@@ -161,7 +161,9 @@ async fn the_speed_of_a_job_is_the_same_wherever_it_is_shown() {
             "{name}: {shown_speed} images/s, and {wanted} by its steps"
         );
         let (clock, steps) = training_secs(&server, id, attempt).await;
-        assert!((steps / clock - 1.0).abs() < 0.05, "{name}: {steps} s of steps in {clock} s of training");
+        // A continued attempt may have only a few steps left.
+        let slack = 0.05 * clock + 0.02;
+        assert!((steps - clock).abs() < slack, "{name}: {steps} s of steps in {clock} s of training");
 
         let in_list =
             listed["jobs"].as_array().expect("jobs").iter().find(|j| j["id"] == **id).expect("listed");

@@ -22,8 +22,10 @@ pub use manifest::{Files, Manifest, ManifestFile, validate};
 pub(crate) use own_disk::{OWN_DISK_NOTE, OwnDiskNote};
 pub(crate) use parts::read_wanted;
 pub use parts::{about, complete_parts, files_of, model_files, parts_folder, read_files, write_part};
-pub use read::{Loaded, load, load_average, unverified_state, verified_info};
-pub use state::{Best, DataPosition, OptimizerNote, RandomState, Snapshot, State, StopProgress};
+pub use read::{Loaded, load, load_average, verified_info};
+pub use state::{
+    Best, DataPosition, OptimizerNote, RandomState, Snapshot, State, StopProgress, unverified_state,
+};
 pub use tensors::{join, metadata, read as read_tensors, shapes};
 pub(crate) use tensors::{read_opened as read_opened_tensors, shapes_opened, write as write_tensors};
 pub use writer::{CheckpointEvent, CheckpointWriter, Retention};

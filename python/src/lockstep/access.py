@@ -18,8 +18,8 @@ DEFAULT_SERVER = "http://127.0.0.1:7070"
 # Added to the error of a request without a valid token.
 NO_TOKEN = (
     "a client takes its token from the argument `token`, the file that LOCKSTEP_TOKEN_FILE names, LOCKSTEP_TOKEN or, "
-    "on the server's machine, lockstep-data here (or the argument `data_dir`); on that machine, `lockstep token create` "
-    "makes a token for another machine or person"
+    "on the server's machine, lockstep-data here (or the argument `data_dir`); on that machine, "
+    "`lockstep token create` makes a token for another machine or person"
 )
 # The server answers `GET /jobs/{id}?wait=` and other long requests within 120 seconds.
 TIMEOUT = httpx.Timeout(150.0, connect=5.0)

@@ -7,8 +7,8 @@ use super::{
     parts::{files_of, read_files},
 };
 use lockstep_engine::first_not_finite;
-use lockstep_host::{files, tensors::NamedTensors};
-use lockstep_protocol::{agent::CheckpointInfo, checkpoint_files, limits::STATE_FILE_BYTES};
+use lockstep_host::tensors::NamedTensors;
+use lockstep_protocol::{agent::CheckpointInfo, checkpoint_files};
 use std::{fs, path::Path};
 
 /// A checkpoint in memory, without the moving average.
@@ -75,9 +75,4 @@ fn read_state(folder: &Path, name: &str) -> Result<State, CheckpointError> {
     let text = fs::read(&path).map_err(at(&path))?;
     serde_json::from_slice(&text)
         .map_err(|e| CheckpointError::Damaged { name: name.into(), detail: format!("{STATE}: {e}") })
-}
-
-/// The state of the checkpoint in `folder`, without verification of checksums. `None` if it cannot be read.
-pub fn unverified_state(folder: &Path) -> Option<State> {
-    serde_json::from_slice(&files::read(&folder.join(STATE), STATE_FILE_BYTES).ok()?).ok()
 }

@@ -2,15 +2,17 @@
 
 use crate::precision::SkippedSteps;
 use lockstep_engine::{LossScaling, first_not_finite};
-use lockstep_host::tensors::NamedTensors;
+use lockstep_host::{files, tensors::NamedTensors};
 use lockstep_protocol::{
     agent::CheckpointInfo,
     best::is_better,
+    checkpoint_files::STATE,
     dataset::ValidationSet,
+    limits::STATE_FILE_BYTES,
     spec::{OptimizerKind, Precision, ValidationDivision},
 };
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, path::Path};
 
 /// Everything besides tensors that training needs in order to continue as if it had never stopped.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -154,4 +156,9 @@ impl Snapshot {
                 first_not_finite(&self.optimizer).map(|found| format!("of the optimizer's state {found}"))
             })
     }
+}
+
+/// The state of the checkpoint in `folder`, without verification of checksums. `None` if it cannot be read.
+pub fn unverified_state(folder: &Path) -> Option<State> {
+    serde_json::from_slice(&files::read(&folder.join(STATE), STATE_FILE_BYTES).ok()?).ok()
 }

@@ -17,7 +17,8 @@ pub struct StateDict {
     pub parameters: NamedTensors,
     /// The optimizer's named slots; `None`: the engine keeps its current slots.
     pub optimizer: Option<OptimizerState>,
-    /// The moving average of the parameters, or of those that this rank writes ([`AverageOn`]); `None` if this rank has none.
+    /// The moving average of the parameters; with [`AverageOn::EveryRank`], only of the parameters that this rank writes. `None` if this rank
+    /// keeps no average.
     pub average: Option<NamedTensors>,
     /// The loss scaling of float16.
     pub loss_scaling: Option<LossScaling>,

@@ -193,7 +193,7 @@ struct CurrentDatasets {
     warnings: HashMap<String, String>,
 }
 
-/// The datasets that the caller may see. Of those that `documents` name, changed ones are inspected again.
+/// The datasets that the caller may see. A dataset that `documents` name is inspected again if its files have changed.
 async fn current_datasets<'a>(
     scheduler: &Scheduler,
     caller: &Caller,

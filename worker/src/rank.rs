@@ -27,6 +27,7 @@ use lockstep_comm::{
 };
 use lockstep_data::ChangeDetection;
 use lockstep_engine::registry;
+use lockstep_host::lock;
 use lockstep_protocol::agent::{AttemptEvent, RankReport};
 use signals::listen_to_signals;
 use std::{
@@ -34,7 +35,7 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     path::Path,
     sync::{
-        Arc, Mutex, OnceLock, PoisonError,
+        Arc, Mutex, OnceLock,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::Duration,
@@ -98,7 +99,7 @@ pub fn run_config(config: &RankConfig) -> i32 {
     store_panic_message();
     let result = listen_to_signals(config, &state, &reporter).map_err(RankError::from).and_then(|()| {
         catch_unwind(AssertUnwindSafe(|| attempt(config, &state, &reporter))).unwrap_or_else(|_| {
-            let message = PANIC.lock().unwrap_or_else(PoisonError::into_inner).take();
+            let message = lock(&PANIC).take();
             Err(RankError::System(std::io::Error::other(message.unwrap_or_else(|| "a panic".into()))))
         })
     });
@@ -405,7 +406,7 @@ fn store_panic_message() {
         let print = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |panic| {
             let words = format!("internal error (a bug in lockstep): {panic}").replace('\n', " ");
-            *PANIC.lock().unwrap_or_else(PoisonError::into_inner) = Some(words);
+            *lock(&PANIC) = Some(words);
             print(panic);
         }));
     });

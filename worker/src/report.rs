@@ -5,6 +5,7 @@
 //! [`AttemptEvent`] as MessagePack with named fields. The log lines are also in a text file next to it.
 
 use jiff::Timestamp;
+use lockstep_host::lock;
 use lockstep_protocol::{
     agent::{AttemptEvent, LogLine},
     metric::MetricColumn,
@@ -145,6 +146,8 @@ pub struct Reporter {
 
 #[derive(Debug)]
 struct Shared {
+    /// A thread that panics with the lock leaves only complete columns and lines behind. The state is still used,
+    /// because the panic must be reported.
     state: Mutex<State>,
     wake: Condvar,
 }
@@ -161,14 +164,6 @@ struct State {
     /// When the oldest entry of `columns` and `lines` was added.
     since: Option<Instant>,
     closed: bool,
-}
-
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        // A panic of another thread leaves only complete columns and lines behind. Continue, because that panic must be
-        // reported.
-        self.state.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
-    }
 }
 
 impl Reporter {
@@ -207,7 +202,7 @@ impl Reporter {
     /// # Errors
     /// The file cannot be written (the disk is full or gone). Reports stay pending, and later calls retry.
     pub fn flush(&self) -> io::Result<()> {
-        self.shared.lock().flush()
+        lock(&self.shared.state).flush()
     }
 
     fn flush_or_wake(&self, mut state: MutexGuard<'_, State>) {
@@ -223,7 +218,7 @@ impl Reporter {
 
 impl Observer for Reporter {
     fn metric(&self, name: &str, step: u64, value: f32) {
-        let mut state = self.shared.lock();
+        let mut state = lock(&self.shared.state);
         match state.columns.iter_mut().find(|c| c.name == name) {
             Some(column) => {
                 column.steps.push(step);
@@ -240,7 +235,7 @@ impl Observer for Reporter {
         self.flush_or_wake(state);
     }
     fn log(&self, text: &str) {
-        let mut state = self.shared.lock();
+        let mut state = lock(&self.shared.state);
         for line in text.lines() {
             let line = &line[..line.floor_char_boundary(MAX_LINE_BYTES)];
             state.log_pending.extend_from_slice(line.as_bytes());
@@ -252,7 +247,7 @@ impl Observer for Reporter {
         self.flush_or_wake(state);
     }
     fn event(&self, event: &AttemptEvent) {
-        let mut state = self.shared.lock();
+        let mut state = lock(&self.shared.state);
         let flushed = state.flush();
         let written = state.records.append(event);
         log_error(flushed.and(written));
@@ -264,7 +259,7 @@ impl Drop for Reporter {
     fn drop(&mut self) {
         let Some(flusher) = self.flusher.take() else { return };
         {
-            let mut state = self.shared.lock();
+            let mut state = lock(&self.shared.state);
             state.closed = true;
             self.shared.wake.notify_one();
             log_error(state.flush().and_then(|()| state.records.sync()));
@@ -306,7 +301,7 @@ fn log_error(result: io::Result<()>) {
 }
 
 fn flush_in_time(shared: &Shared) {
-    let mut state = shared.lock();
+    let mut state = lock(&shared.state);
     while !state.closed {
         let wait = match state.since {
             None => Duration::from_secs(3600),

@@ -21,12 +21,15 @@ use cudarc::{
     driver::CudaContext,
     nccl::sys::{self, ncclComm_t, ncclResult_t, ncclUniqueId},
 };
-use lockstep_host::gpu::libraries::{self, Library};
+use lockstep_host::{
+    gpu::libraries::{self, Library},
+    lock,
+};
 use owner::Owner;
 use status::{asynchronous, config, error_text, failure};
 use std::{
     ptr::null_mut,
-    sync::{Arc, Mutex, PoisonError, mpsc},
+    sync::{Arc, Mutex, mpsc},
     time::{Duration, Instant},
 };
 
@@ -137,7 +140,7 @@ impl Nccl {
         operation: &'static str,
         call: impl FnOnce(ncclComm_t) -> ncclResult_t,
     ) -> Result<(), CommError> {
-        let _held = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
+        let _held = lock(&self.calls);
         self.context
             .bind_to_thread()
             .map_err(|e| CommError::Failed { operation, detail: format!("its GPU: {e}") })?;

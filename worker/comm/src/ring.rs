@@ -24,12 +24,13 @@ mod tests;
 use super::CommError;
 use end::End;
 pub(crate) use header::{Call, Operation};
+use lockstep_host::lock;
 use mesh::Mesh;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 pub(crate) use split::Part;
 use std::{
     net::{IpAddr, TcpStream},
-    sync::{Arc, Mutex, OnceLock, PoisonError, atomic::AtomicU64},
+    sync::{Arc, Mutex, OnceLock, atomic::AtomicU64},
     time::Duration,
 };
 
@@ -97,7 +98,7 @@ impl Ring {
     ) -> Result<T, CommError> {
         let operation = what.operation.name();
         self.check_not_ended(operation)?;
-        let mut sockets = self.sockets.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut sockets = lock(&self.sockets);
         sockets.sequence += 1;
         let mut wire = Wire { ring: self, sockets: &mut sockets, operation, pending_header: Some(what) };
         let result = body(&mut wire).and_then(|done| wire.open().map(|()| done));
@@ -152,7 +153,7 @@ impl Ring {
     /// # Errors
     /// The connection has ended.
     pub fn next_is_elsewhere(&self) -> std::io::Result<bool> {
-        let sockets = self.sockets.lock().unwrap_or_else(PoisonError::into_inner);
+        let sockets = lock(&self.sockets);
         let (own, peer) = (sockets.next.local_addr()?.ip(), sockets.next.peer_addr()?.ip());
         Ok(own != peer && !peer.is_loopback())
     }

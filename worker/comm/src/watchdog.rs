@@ -6,11 +6,12 @@
 //! and ends its attempt.
 
 use crate::rendezvous::Store;
+use lockstep_host::lock;
 use std::{
     fmt::Write as _,
     io,
     sync::{
-        Arc, Mutex, OnceLock, PoisonError,
+        Arc, Mutex, OnceLock,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::{Duration, Instant},
@@ -152,7 +153,7 @@ impl Shared {
             let last_progress = Duration::from_millis(self.moved_ms.load(Ordering::Acquire));
             let since = self.began.elapsed().saturating_sub(last_progress);
             if waits && since > limit && !self.is_ended() {
-                let posted = self.posted.lock().unwrap_or_else(PoisonError::into_inner);
+                let posted = lock(&self.posted);
                 let text = posted.describe(
                     limit,
                     self.rank,
@@ -179,7 +180,7 @@ impl Shared {
             value.extend_from_slice(&beat.to_le_bytes());
             let posted = store.set(&key(self.rank), &value).and_then(|()| store.peek(&keys));
             let Ok(values) = posted else { return };
-            self.posted.lock().unwrap_or_else(PoisonError::into_inner).take(values, Instant::now());
+            lock(&self.posted).take(values, Instant::now());
             std::thread::sleep(every);
         }
     }

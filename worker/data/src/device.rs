@@ -2,11 +2,12 @@
 //! A device returns bytes in host memory, in the same layout as the CPU path. All steps after the crop are shared, and
 //! a batch may contain pictures from both paths.
 
+use lockstep_host::lock;
 use lockstep_protocol::numbers::plural;
 use std::{
     collections::BTreeMap,
     fmt,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex},
 };
 
 pub use super::picture::{
@@ -147,6 +148,6 @@ impl OnDevice {
     }
 
     fn with<T>(&self, look: impl FnOnce(&mut Decoded) -> T) -> T {
-        look(&mut self.decoded.lock().unwrap_or_else(PoisonError::into_inner))
+        look(&mut lock(&self.decoded))
     }
 }

@@ -26,7 +26,7 @@ use ::parquet::{
     },
 };
 use columns::Columns;
-use lockstep_host::files;
+use lockstep_host::{files, lock};
 use pages::{MAX_PAGE_BYTES, Pages, TooLarge};
 use source::Source;
 use std::{
@@ -35,7 +35,7 @@ use std::{
     os::unix::fs::FileExt,
     panic::{AssertUnwindSafe, catch_unwind},
     path::Path,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex},
 };
 
 /// The bytes at the beginning and end of a file.
@@ -153,7 +153,7 @@ impl ParquetFile {
 
     /// The file's contents at `path`, whose stamp is now `found`. The footer is read once for each stamp.
     pub(super) fn reopened(&self, path: &Path, found: Stamp) -> Result<Arc<Self>, UnusableFile> {
-        let mut newer = self.newer.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut newer = lock(&self.newer);
         if let Some((_, file)) = newer.as_ref().filter(|(stamp, _)| *stamp == found) {
             return Ok(Arc::clone(file));
         }

@@ -1,9 +1,10 @@
 //! How long ranks may continue without contact to the server.
 
 use crate::fence::Fence;
+use lockstep_host::lock;
 use std::{
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex,
         atomic::{AtomicBool, Ordering},
     },
     time::{Duration, Instant},
@@ -49,7 +50,7 @@ impl Lease {
     /// reads it.
     pub(super) fn renew(&self, sent: Instant) {
         {
-            let mut state = self.lock();
+            let mut state = lock(&self.state);
             (state.last, state.renewed) = (sent, true);
         }
         self.extend();
@@ -57,12 +58,12 @@ impl Lease {
 
     /// Sets the length of the lease, as sent by the server.
     pub(super) fn set_length(&self, length: Duration) {
-        self.lock().length = length;
+        lock(&self.state).length = length;
     }
 
     /// How long the server has been silent, if the lease has expired.
     pub(super) fn overdue(&self) -> Option<Duration> {
-        let State { last, length, .. } = *self.lock();
+        let State { last, length, .. } = *lock(&self.state);
         Some(last.elapsed()).filter(|silent| *silent > length)
     }
 
@@ -70,7 +71,7 @@ impl Lease {
     /// ranks have ended when the server gives the work to others. `None` before the first contact: the ranks of an
     /// earlier agent keep their deadline. Otherwise, they could train forever if the agent is restarted repeatedly.
     fn remaining(&self) -> Option<Duration> {
-        let State { last, length, renewed } = *self.lock();
+        let State { last, length, renewed } = *lock(&self.state);
         let length = length.saturating_sub((length / 5).min(MARGIN));
         length.checked_sub(last.elapsed()).filter(|_| renewed)
     }
@@ -83,11 +84,6 @@ impl Lease {
         {
             tracing::error!(%error, path = %self.fence.path().display(), "cannot extend the lease that ranks read");
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        // The values are valid even if the thread that held the lock panicked.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -2,12 +2,15 @@
 
 use super::Warm;
 use crate::supervisor::Spare;
-use lockstep_host::gpu::{RankGpu, metrics::Reader};
+use lockstep_host::{
+    gpu::{RankGpu, metrics::Reader},
+    lock,
+};
 use lockstep_protocol::agent::Slot;
 use std::{
     collections::BTreeMap,
     path::{Path, PathBuf},
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::Mutex,
 };
 
 /// The spare processes of an agent. A spare ends when the agent ends.
@@ -46,7 +49,7 @@ impl Spares {
 
     /// Starts a spare for each slot without an attempt and without a live spare.
     pub(super) fn fill(&self) {
-        for (slot, spare_slot) in &mut *self.slots_with_spares() {
+        for (slot, spare_slot) in &mut *lock(&self.slots_with_spares) {
             if spare_slot.attempts > 0 || spare_slot.spare.as_mut().is_some_and(Spare::is_alive) {
                 continue;
             }
@@ -61,7 +64,7 @@ impl Spares {
 
     /// Records that an attempt uses the slots of `ranks` (pairs of rank and slot).
     pub(super) fn reserve(&self, ranks: &[(u32, u32)]) {
-        let mut slots_with_spares = self.slots_with_spares();
+        let mut slots_with_spares = lock(&self.slots_with_spares);
         for (_, slot) in ranks {
             if let Some(spare_slot) = slots_with_spares.get_mut(slot) {
                 spare_slot.attempts += 1;
@@ -71,7 +74,7 @@ impl Spares {
 
     /// Records that the attempt has ended, and starts spares for the next attempt.
     pub(super) fn release(&self, ranks: &[(u32, u32)]) {
-        let mut slots_with_spares = self.slots_with_spares();
+        let mut slots_with_spares = lock(&self.slots_with_spares);
         for (_, slot) in ranks {
             if let Some(spare_slot) = slots_with_spares.get_mut(slot) {
                 spare_slot.attempts = spare_slot.attempts.saturating_sub(1);
@@ -83,16 +86,12 @@ impl Spares {
 
     /// Takes the spare for the next rank in a slot.
     pub(super) fn take(&self, slot: u32) -> Option<Spare> {
-        self.slots_with_spares().get_mut(&slot)?.spare.take()
+        lock(&self.slots_with_spares).get_mut(&slot)?.spare.take()
     }
 
     /// Ends all processes, and starts no more.
     pub(super) fn close(&self) {
-        self.slots_with_spares().clear();
-    }
-
-    fn slots_with_spares(&self) -> MutexGuard<'_, BTreeMap<u32, SpareSlot>> {
-        self.slots_with_spares.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.slots_with_spares).clear();
     }
 }
 
@@ -116,7 +115,7 @@ mod tests {
         ];
         let kept = |slots: &[Slot], warm| {
             let spares = Spares::new(Path::new("none"), slots, warm);
-            let slots_with_spares = spares.slots_with_spares();
+            let slots_with_spares = lock(&spares.slots_with_spares);
             slots_with_spares
                 .iter()
                 .map(|(slot, spare_slot)| (*slot, spare_slot.gpu.clone()))

@@ -10,6 +10,7 @@ use super::{
     state_dir::attempt_path,
 };
 use crate::checkpoint::{self, CheckpointError, MANIFEST, Manifest, OWN_DISK_NOTE};
+use lockstep_host::lock;
 use lockstep_protocol::{JobId, agent::WhatIsNeeded, backoff::Backoff};
 use reqwest::StatusCode;
 use sha2::{Digest, Sha256};
@@ -17,7 +18,7 @@ use std::{
     collections::HashMap,
     fs, io,
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex},
     time::{Duration, Instant},
 };
 use tokio::io::{AsyncReadExt, AsyncSeekExt};
@@ -43,11 +44,11 @@ pub(super) struct Progress(Mutex<Option<Instant>>);
 impl Progress {
     /// Whether all checkpoints from before `moment` are on the server, or the server has refused them.
     pub(super) fn is_done_since(&self, moment: Instant) -> bool {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).is_some_and(|done| done > moment)
+        lock(&self.0).is_some_and(|done| done > moment)
     }
 
     fn set(&self, began: Instant) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(began);
+        *lock(&self.0) = Some(began);
     }
 }
 

@@ -5,11 +5,12 @@ use super::{
     files::write,
     folders::{folder_name, list, remove},
 };
+use lockstep_host::lock;
 use lockstep_protocol::{agent::CheckpointInfo, spec::CheckpointSpec};
 use std::{
     path::{Path, PathBuf},
     sync::{
-        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        Arc, Condvar, Mutex, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering},
         mpsc::{Receiver, RecvTimeoutError, Sender, channel},
     },
@@ -53,14 +54,10 @@ struct QueueState {
 }
 
 impl Queue {
-    fn lock(&self) -> MutexGuard<'_, QueueState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Waits for the next snapshot. `None` after the queue was closed.
     fn next(&self) -> Option<Snapshot> {
         let is_idle = |state: &mut QueueState| state.waiting.is_none() && !state.is_closed;
-        let state = self.changed.wait_while(self.lock(), is_idle);
+        let state = self.changed.wait_while(lock(&self.state), is_idle);
         let next = state.unwrap_or_else(PoisonError::into_inner).waiting.take();
         self.changed.notify_all();
         next
@@ -69,14 +66,15 @@ impl Queue {
     /// Puts a snapshot into the queue when there is room. After `patience`, replaces the waiting snapshot and returns
     /// the replaced one.
     fn put(&self, snapshot: Snapshot, patience: Duration) -> Option<Snapshot> {
-        let waited = self.changed.wait_timeout_while(self.lock(), patience, |state| state.waiting.is_some());
+        let waited =
+            self.changed.wait_timeout_while(lock(&self.state), patience, |state| state.waiting.is_some());
         let replaced = waited.unwrap_or_else(PoisonError::into_inner).0.waiting.replace(snapshot);
         self.changed.notify_all();
         replaced
     }
 
     fn close(&self) {
-        self.lock().is_closed = true;
+        lock(&self.state).is_closed = true;
         self.changed.notify_all();
     }
 }

@@ -4,8 +4,9 @@
 
 use super::owner::Handle;
 use cudarc::nccl::sys::{self, ncclComm_t};
+use lockstep_host::lock;
 use std::{
-    sync::{Condvar, Mutex, PoisonError},
+    sync::{Condvar, Mutex},
     time::Duration,
 };
 
@@ -42,14 +43,14 @@ static ABORTS: Aborts = Aborts { pending: Mutex::new(0), changed: Condvar::new()
 
 impl Aborts {
     fn with(&self, change: impl FnOnce(&mut usize)) {
-        change(&mut self.pending.lock().unwrap_or_else(PoisonError::into_inner));
+        change(&mut lock(&self.pending));
         self.changed.notify_all();
     }
 }
 
 /// Waits until all aborts have finished, at most `limit`. Returns whether they have.
 pub fn wait_for_aborts(limit: Duration) -> bool {
-    let pending = ABORTS.pending.lock().unwrap_or_else(PoisonError::into_inner);
+    let pending = lock(&ABORTS.pending);
     match ABORTS.changed.wait_timeout_while(pending, limit, |pending| *pending > 0) {
         Ok((pending, _)) => *pending == 0,
         Err(poisoned) => *poisoned.into_inner().0 == 0,

@@ -9,6 +9,7 @@
 //!   when the call returns.
 //! - If the call never returns, the communicator is not freed. Its process is killed anyway.
 
+use lockstep_host::lock;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 /// A handle (NCCL's communicator) that can be aborted once.
@@ -51,7 +52,7 @@ impl<H: Handle> Owner<H> {
 
     /// The lock is never held during a call, so waiting for it is short.
     fn state(&self) -> MutexGuard<'_, State<H>> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// Waits until no other thread uses the handle, and borrows it for one call.

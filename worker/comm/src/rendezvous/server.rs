@@ -5,6 +5,7 @@ use super::{
     message::{Reply, Request, receive, send},
 };
 use crate::handshake::HandshakeTerms;
+use lockstep_host::lock;
 use std::{
     collections::BTreeMap,
     io,
@@ -100,7 +101,7 @@ fn serve_rank(mut stream: TcpStream, secret: &[u8], shared: &SharedValues) {
 
 impl SharedValues {
     fn answer(&self, request: Request) -> Reply {
-        let mut values = self.values.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut values = lock(&self.values);
         match request {
             Request::Set { key, value } => {
                 values.insert(key, value);

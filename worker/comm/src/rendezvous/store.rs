@@ -6,11 +6,12 @@ use super::{
     server::Listener,
 };
 use crate::handshake::HandshakeTerms;
+use lockstep_host::lock;
 use std::{
     io,
     net::{IpAddr, TcpListener, TcpStream, ToSocketAddrs},
     sync::{
-        Mutex, PoisonError,
+        Mutex,
         atomic::{AtomicBool, Ordering},
     },
     time::{Duration, Instant},
@@ -170,7 +171,7 @@ impl Store {
     }
 
     fn request_reply(&self, request: &Request) -> Result<Reply, RendezvousError> {
-        let mut stream = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut stream = lock(&self.stream);
         send(&mut stream, request).map_err(RendezvousError::Lost)?;
         receive(&mut stream).map_err(RendezvousError::Lost)
     }

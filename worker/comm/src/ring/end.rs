@@ -1,10 +1,11 @@
 //! The end of a process group, by a failure, a lost rank or an abort.
 
 use crate::CommError;
+use lockstep_host::lock;
 use socket2::SockRef;
 use std::{
     net::{Shutdown, TcpListener, TcpStream},
-    sync::{Arc, Mutex, OnceLock, PoisonError, Weak},
+    sync::{Arc, Mutex, OnceLock, Weak},
 };
 
 /// Whether and why a group has ended. The group and its concurrent group
@@ -47,7 +48,7 @@ impl End {
     /// Closes the connections, so that calls that wait on these connections return. The first cause is kept.
     fn close_with(&self, cause: Cause) {
         let _ = self.cause.set(cause);
-        for stream in self.streams.lock().unwrap_or_else(PoisonError::into_inner).iter() {
+        for stream in lock(&self.streams).iter() {
             let _ = stream.shutdown(Shutdown::Both);
         }
         if let Some(listener) = self.listener.get() {
@@ -60,13 +61,13 @@ impl End {
     pub(super) fn abort(&self, reason: &str) {
         let _ = self.abort_reason.set(reason.into());
         self.close(reason.into());
-        let split = std::mem::take(&mut *self.split.lock().unwrap_or_else(PoisonError::into_inner));
+        let split = std::mem::take(&mut *lock(&self.split));
         split.iter().filter_map(Weak::upgrade).for_each(|group| group.abort(reason));
     }
 
     /// Makes an abort of this group also abort `group`, which was split from this group.
     pub(super) fn propagate_abort_to(&self, group: &Arc<End>) {
-        let mut split = self.split.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut split = lock(&self.split);
         split.retain(|other| other.strong_count() > 0);
         split.push(Arc::downgrade(group));
         drop(split);
@@ -78,7 +79,7 @@ impl End {
     /// Registers a connection to be closed when the group ends.
     pub(super) fn add(&self, stream: &TcpStream) -> std::io::Result<()> {
         let clone = stream.try_clone()?;
-        self.streams.lock().unwrap_or_else(PoisonError::into_inner).push(clone);
+        lock(&self.streams).push(clone);
         if self.has_ended() {
             let _ = stream.shutdown(Shutdown::Both);
         }

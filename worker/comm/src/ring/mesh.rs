@@ -15,6 +15,7 @@ use crate::{
     handshake::HandshakeTerms,
     values::{Values, ValuesMut},
 };
+use lockstep_host::lock;
 use std::{
     collections::BTreeMap,
     io,
@@ -103,7 +104,7 @@ impl Mesh {
     pub(super) fn send(&self, values: Values<'_>, to: u32) -> Result<(), CommError> {
         const OPERATION: &str = "send";
         self.end.check_not_ended(OPERATION)?;
-        let mut slot = self.outgoing[to as usize].lock().unwrap_or_else(PoisonError::into_inner);
+        let mut slot = lock(&self.outgoing[to as usize]);
         let path = match slot.take() {
             Some(path) => Ok(path),
             None => self.connect(to).map_err(|error| {
@@ -132,7 +133,7 @@ impl Mesh {
         const OPERATION: &str = "recv";
         self.end.check_not_ended(OPERATION)?;
         let received = self.path_from(from, OPERATION, check).and_then(|path| {
-            let mut path = path.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut path = lock(&path);
             path.messages += 1;
             let call = Call::of(Operation::Message, &values.as_values());
             let link = self.link(&path.stream, from, OPERATION);
@@ -166,7 +167,7 @@ impl Mesh {
         check: impl Fn() -> Result<(), CommError>,
     ) -> Result<Arc<Mutex<Path>>, CommError> {
         let began = Instant::now();
-        let mut paths = self.incoming.paths.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut paths = lock(&self.incoming.paths);
         loop {
             if let Some(path) = paths.get(&from) {
                 return Ok(path.clone());
@@ -224,7 +225,7 @@ impl Acceptor {
         }
         stream.set_nonblocking(true)?;
         self.end.add(&stream)?;
-        let mut paths = self.incoming.paths.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut paths = lock(&self.incoming.paths);
         // A rank connects only once.
         paths.entry(rank).or_insert_with(|| Arc::new(Mutex::new(Path { stream, messages: 0 })));
         drop(paths);

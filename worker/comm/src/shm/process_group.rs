@@ -12,8 +12,9 @@ use crate::{
     ring::{Call, Operation, Part, Ring},
     values::check,
 };
+use lockstep_host::lock;
 use std::{
-    sync::{Arc, Mutex, PoisonError, atomic::Ordering},
+    sync::{Arc, Mutex, atomic::Ordering},
     time::Duration,
 };
 
@@ -160,7 +161,7 @@ impl ShmProcessGroup {
     ) -> Result<R, CommError> {
         let name = what.operation.name();
         self.ring.check_not_ended(name)?;
-        let mut own = self.own.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut own = lock(&self.own);
         own.calls += 1;
         let (call, half) = (own.calls, (own.calls % 2) as usize);
         let rank = self.ring.rank() as usize;
@@ -220,7 +221,7 @@ impl ShmProcessGroup {
     /// See [`ProcessGroup::shared_memory`].
     fn share(self: &Arc<Self>, bytes: usize) -> Result<SharedMemoryOrReason, CommError> {
         let bytes = whole_pages(bytes.max(1));
-        let offset = self.own.lock().unwrap_or_else(PoisonError::into_inner).used;
+        let offset = lock(&self.own).used;
         let what = Call { length: bytes, ..Call::empty(Operation::SharedMemory) };
         self.announce(what)?;
         let grown = if self.ring.rank() == 0 { self.file.grow(offset, bytes) } else { Ok(()) };
@@ -228,7 +229,7 @@ impl ShmProcessGroup {
         let mapped = grown.and_then(|()| self.file.map(offset, bytes));
         let mut without = [f64::from(u8::from(mapped.is_err()))];
         self.sum(&mut without, &mut || false)?;
-        self.own.lock().unwrap_or_else(PoisonError::into_inner).used = offset + bytes;
+        lock(&self.own).used = offset + bytes;
         let mib = bytes >> 20;
         Ok(match mapped {
             Ok(mapping) if without[0] == 0.0 => Ok(SharedMemory { mapping, group: self.clone() }),

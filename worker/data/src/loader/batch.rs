@@ -12,7 +12,8 @@ use crate::{
     picture::{PictureRef, Region},
     transform::{AugmentParams, Transform},
 };
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use lockstep_host::lock;
+use std::sync::Mutex;
 
 /// Which field of a [`Batch`] contains the pictures, depending on how much of the transform the engine does itself.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
@@ -224,11 +225,6 @@ impl Pictures<'_> {
         }
         Ok(())
     }
-}
-
-/// Only one thread makes each picture, so the lock is never contended.
-fn lock<T>(output: &Mutex<T>) -> MutexGuard<'_, T> {
-    output.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Sets a rectangle to 0, as torchvision's `RandomErasing` does after normalisation.

@@ -1,8 +1,9 @@
 //! Pictures of a part that were found to be broken during training.
 
+use lockstep_host::lock;
 use std::{
     collections::BTreeSet,
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{Mutex, MutexGuard},
 };
 
 /// The broken pictures of a part. [`Part::with_replacements`](super::part::Part::with_replacements) describes how they
@@ -36,6 +37,6 @@ impl Broken {
     }
 
     pub(super) fn counts(&self) -> MutexGuard<'_, BrokenCounts> {
-        self.counts.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.counts)
     }
 }

@@ -13,10 +13,8 @@ use crate::{
     shard::{self, EpochPlan},
     transform::Transform,
 };
-use std::{
-    ops::Range,
-    sync::{Arc, PoisonError},
-};
+use lockstep_host::lock;
+use std::{ops::Range, sync::Arc};
 
 /// Batches in the order of steps. The iterator ends after the first error.
 pub type Batches = Box<dyn Iterator<Item = Result<Batch, DataError>> + Send>;
@@ -151,7 +149,7 @@ impl DataSource {
             let workers = Arc::new(Workers::without_threads(threads));
             return Ok(Preparation { lanes: threads, ahead: AHEAD, workers });
         }
-        let mut kept = self.workers.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kept = lock(&self.workers);
         let has_device = self.device.is_some();
         let wanted = (threads, has_device);
         let workers = match kept.as_ref().filter(|(of, _)| *of == wanted) {

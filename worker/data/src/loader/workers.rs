@@ -2,8 +2,9 @@
 
 use super::part::Opener;
 use crate::{DataError, transform::Pipeline};
+use lockstep_host::lock;
 use rayon::{ThreadPool, ThreadPoolBuilder, prelude::*};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 /// The buffers of a thread.
 #[derive(Debug, Default)]
@@ -105,7 +106,7 @@ impl Workers {
         let own = rayon::current_thread_index().unwrap_or(0) % self.scratch.len();
         let others = (0..self.scratch.len()).map(|i| &self.scratch[(own + i) % self.scratch.len()]);
         let free = others.into_iter().find_map(|scratch| scratch.try_lock().ok());
-        free.unwrap_or_else(|| self.scratch[own].lock().unwrap_or_else(PoisonError::into_inner))
+        free.unwrap_or_else(|| lock(&self.scratch[own]))
     }
 }
 

@@ -10,7 +10,7 @@ use super::{
     on_disk,
     size::{megabytes, sizes},
 };
-use lockstep_host::open_lock;
+use lockstep_host::{lock, open_lock};
 use lockstep_protocol::agent::AttemptRef;
 use serde::{Deserialize, Serialize};
 use std::{
@@ -20,7 +20,7 @@ use std::{
     io,
     os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt},
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex},
 };
 
 /// Prefix of the names of entries that are incomplete or about to be removed.
@@ -237,7 +237,7 @@ impl Copies {
     /// Waits until no other job pulls this copy, and locks it.
     pub(super) async fn turn(&self, entry: &Entry) -> CopyLock {
         let turn = {
-            let mut turns = self.turns.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut turns = lock(&self.turns);
             turns.retain(|_, turn| Arc::strong_count(turn) > 1);
             turns.entry(entry.dir.clone()).or_default().clone()
         };
@@ -269,7 +269,7 @@ impl Copies {
         about: &About,
         attempt: &AttemptRef,
     ) -> Result<(Entry, Vec<PathBuf>), CopyError> {
-        let _changes = self.changes.lock().unwrap_or_else(PoisonError::into_inner);
+        let _changes = lock(&self.changes);
         let failed = on_disk(&self.dir);
         self.forget(attempt).map_err(&failed)?;
         let entry = Entry { dir: self.dir.join(&list.key) };
@@ -345,7 +345,7 @@ impl Copies {
 
     /// Hides the least recently used copy and returns its folder. `None` if all copies are in use.
     pub(super) fn evict_oldest(&self) -> io::Result<Option<PathBuf>> {
-        let _changes = self.changes.lock().unwrap_or_else(PoisonError::into_inner);
+        let _changes = lock(&self.changes);
         let all = self.entries()?;
         let unused = all.into_iter().map(|(entry, _)| entry).filter(|entry| entry.uses().is_empty());
         unused.min_by_key(Entry::used).map(|entry| self.hide(&entry)).transpose()
@@ -361,7 +361,7 @@ impl Copies {
 
     /// Releases the copy of an attempt whose ranks have ended.
     pub(in crate::agent) fn release(&self, attempt: &AttemptRef) {
-        let _changes = self.changes.lock().unwrap_or_else(PoisonError::into_inner);
+        let _changes = lock(&self.changes);
         if let Err(error) = self.forget(attempt) {
             tracing::warn!(%error, job = %attempt.job, "a copy of a dataset counts as used until the agent's next start");
         }

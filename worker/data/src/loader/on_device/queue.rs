@@ -1,6 +1,7 @@
 //! The pictures of a batch that the device decodes, and the groups in which threads claim them.
 
 use crate::DataError;
+use lockstep_host::lock;
 use std::{
     ops::Range,
     sync::{Mutex, PoisonError},
@@ -22,12 +23,12 @@ impl Queue {
     }
 
     pub(super) fn is_empty(&self) -> bool {
-        self.unclaimed.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
+        lock(&self.unclaimed).is_empty()
     }
 
     /// Claims up to `max` pictures, and returns their range in `numbers`.
     pub(super) fn claim(&self, max: usize) -> (usize, usize) {
-        let mut unclaimed = self.unclaimed.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut unclaimed = lock(&self.unclaimed);
         let from = unclaimed.start;
         unclaimed.start += max.min(unclaimed.len());
         (from, unclaimed.start)
@@ -40,7 +41,7 @@ impl Queue {
     /// Records the outcome for the group that begins at `at`.
     pub(super) fn note(&self, at: usize, outcome: Result<(), DataError>) {
         if let Err(error) = outcome {
-            let mut first = self.first_error.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut first = lock(&self.first_error);
             if first.as_ref().is_none_or(|(other, _)| at < *other) {
                 *first = Some((at, error));
             }

@@ -15,13 +15,13 @@ pub fn measure(
 ) -> Result<Gathered, CommError> {
     let gathered = match (ordinal, store) {
         (Some(ordinal), Some(store)) => gather(store, ordinal)?,
-        _ => over_tcp(comm)?,
+        _ => measure_over_tcp(comm)?,
     };
     comm.barrier()?;
     Ok(gathered)
 }
 
-fn over_tcp(comm: &dyn ProcessGroup) -> Result<Gathered, CommError> {
+fn measure_over_tcp(comm: &dyn ProcessGroup) -> Result<Gathered, CommError> {
     let mut values = vec![0.0f32; comm.size() as usize];
     comm.all_gather((&[comm.rank() as f32]).into(), (&mut values).into())?;
     let all_reduces = |length: usize, rounds: u32| -> Result<(f64, f64), CommError> {

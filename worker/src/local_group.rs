@@ -137,7 +137,7 @@ pub fn run(arguments: &[OsString], members: &[Member], limit: Duration) -> Resul
         ranks.poll();
         for (end, output) in ranks.ends().zip(&mut outputs) {
             if let Some(exit) = end.exit.filter(|exit| *exit != Exit::Status(0)) {
-                let words = output.stderr.take().map_or_else(Vec::new, joined);
+                let words = output.stderr.take().map_or_else(Vec::new, join_output);
                 let words = String::from_utf8_lossy(&words).trim().to_owned();
                 let words = if words.is_empty() { exit.to_string() } else { words };
                 return Err(format!("rank {}: {words}", end.rank));
@@ -145,7 +145,7 @@ pub fn run(arguments: &[OsString], members: &[Member], limit: Duration) -> Resul
         }
     }
     let first = outputs.first_mut().and_then(|output| output.stdout.take());
-    Ok(first.map_or_else(Vec::new, joined))
+    Ok(first.map_or_else(Vec::new, join_output))
 }
 
 struct Output {
@@ -183,6 +183,6 @@ fn read(mut from: impl Read + Send + 'static) -> io::Result<JoinHandle<Vec<u8>>>
     })
 }
 
-fn joined(thread: JoinHandle<Vec<u8>>) -> Vec<u8> {
+fn join_output(thread: JoinHandle<Vec<u8>>) -> Vec<u8> {
     thread.join().unwrap_or_default()
 }

@@ -75,7 +75,7 @@ pub fn measure(
             Some(Link::of_all_reduce(ranks, found.short_us, found.bytes_per_second))
         }
     };
-    let memory_bytes = facts(device, local_ranks).1;
+    let memory_bytes = name_and_memory(device, local_ranks).1;
     let (name, rates) = lockstep_engine::measure(sample, device, memory_bytes)?;
     // When the process of the first rank ends, the connections of the others may break.
     group.barrier()?;
@@ -92,7 +92,7 @@ pub fn measure(
 }
 
 /// A device's name, and the memory of a rank on it.
-fn facts(device: DeviceChoice, local_ranks: u32) -> (String, u64) {
+fn name_and_memory(device: DeviceChoice, local_ranks: u32) -> (String, u64) {
     if device.backend.needs().host_memory {
         return (cpu_name(), memory_free().1 / u64::from(local_ranks.max(1)));
     }
@@ -102,9 +102,9 @@ fn facts(device: DeviceChoice, local_ranks: u32) -> (String, u64) {
 }
 
 /// The file with the figures of `ranks` ranks for `sample`.
-fn file(sample: &Sample, device: DeviceChoice, ranks: u32) -> Option<PathBuf> {
-    let key = serde_json::to_string(&(sample, device.backend.name(), facts(device, 1), ranks)).ok()?;
-    let digest = Sha256::digest(key.as_bytes());
+fn figures_file(sample: &Sample, device: DeviceChoice, ranks: u32) -> Option<PathBuf> {
+    let key = (sample, device.backend.name(), name_and_memory(device, 1), ranks);
+    let digest = Sha256::digest(serde_json::to_vec(&key).ok()?);
     Some(cache::dir()?.join(format!("machine-{}.json", hex::encode(&digest[..8]))))
 }
 
@@ -112,7 +112,8 @@ fn file(sample: &Sample, device: DeviceChoice, ranks: u32) -> Option<PathBuf> {
 pub fn stored_figures(sample: &Sample, device: DeviceChoice, ranks: u32) -> Option<Machine> {
     let with = |heads: usize| -> Option<Machine> {
         let sample = Sample { heads: WIDE[..heads].to_vec(), ..sample.clone() };
-        let machine: Machine = serde_json::from_slice(&fs::read(file(&sample, device, ranks)?).ok()?).ok()?;
+        let text = fs::read(figures_file(&sample, device, ranks)?).ok()?;
+        let machine: Machine = serde_json::from_slice(&text).ok()?;
         machine.check().ok().map(|()| machine)
     };
     (sample.heads.len()..=WIDE.len()).find_map(with)
@@ -120,7 +121,7 @@ pub fn stored_figures(sample: &Sample, device: DeviceChoice, ranks: u32) -> Opti
 
 /// Stores figures. Without a cache directory they are measured again each time.
 pub fn store_figures(machine: &Machine, sample: &Sample, device: DeviceChoice, ranks: u32) {
-    let Some(file) = file(sample, device, ranks) else { return };
+    let Some(file) = figures_file(sample, device, ranks) else { return };
     let write = || -> std::io::Result<()> {
         fs::create_dir_all(file.parent().unwrap_or(&file))?;
         write_whole(&file, &serde_json::to_vec_pretty(machine)?)
@@ -192,8 +193,8 @@ impl Planned {
                 Candidate { plan, cost }
             }
         };
-        let why = why(&chosen, &considered, parallel, machine);
-        let limited_by = limited_by(&chosen, &considered, parallel, machine);
+        let why = explain(&chosen, &considered, parallel, machine);
+        let limited_by = name_limit(&chosen, &considered, parallel, machine);
         Ok(Self { chosen, considered, limited_by, why })
     }
 
@@ -299,7 +300,13 @@ fn can_run(spec: &JobSpec, machine: &Machine) -> Result<(), String> {
     registry::named(&machine.backend).map_or(Ok(()), |backend| backend.check(spec))
 }
 
-fn why(chosen: &Candidate, considered: &[Candidate], parallel: &ParallelSpec, machine: &Machine) -> String {
+/// Why `chosen` is the plan of the job.
+fn explain(
+    chosen: &Candidate,
+    considered: &[Candidate],
+    parallel: &ParallelSpec,
+    machine: &Machine,
+) -> String {
     let timed = |of: &Candidate| format!("{} ({:.1} ms per step)", of.plan, of.cost.step_ms);
     if parallel.ranks == 1 {
         return "there is one rank".into();
@@ -329,16 +336,17 @@ fn why(chosen: &Candidate, considered: &[Candidate], parallel: &ParallelSpec, ma
     }
 }
 
-fn limited_by(
+/// See [`Planned::limited_by`].
+fn name_limit(
     chosen: &Candidate,
     considered: &[Candidate],
     parallel: &ParallelSpec,
     machine: &Machine,
 ) -> &'static str {
-    let divides = chosen.plan.optimizer_sharding && !parallel.optimizer_sharding;
+    let shards_optimizer = chosen.plan.optimizer_sharding && !parallel.optimizer_sharding;
     let data_fits = considered.iter().filter(|of| of.plan.is_data()).all(|data| data.fits(machine));
     let cost = &chosen.cost;
-    if !chosen.fits(machine) || divides || !data_fits && !chosen.plan.is_data() {
+    if !chosen.fits(machine) || shards_optimizer || !data_fits && !chosen.plan.is_data() {
         "memory"
     } else if cost.exchange_ms + cost.bubble_ms + cost.gradients_ms > cost.compute_ms + cost.update_ms {
         "communication"

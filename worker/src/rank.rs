@@ -98,7 +98,7 @@ pub fn run_config(config: &RankConfig) -> i32 {
     let state = Arc::new(RankState::default());
     store_panic_message();
     let result = listen_to_signals(config, &state, &reporter).map_err(RankError::from).and_then(|()| {
-        catch_unwind(AssertUnwindSafe(|| attempt(config, &state, &reporter))).unwrap_or_else(|_| {
+        catch_unwind(AssertUnwindSafe(|| run_attempt(config, &state, &reporter))).unwrap_or_else(|_| {
             let message = lock(&PANIC).take();
             Err(RankError::System(std::io::Error::other(message.unwrap_or_else(|| "a panic".into()))))
         })
@@ -112,7 +112,7 @@ pub fn run_config(config: &RankConfig) -> i32 {
         Ok(Outcome::Stopped { .. }) => EXIT_STOPPED,
         Ok(Outcome::Paused { .. }) => EXIT_PAUSED,
         // The other ranks were asked to stop as well, and some have already ended.
-        Err(error) if asked_to_stop && error.is_secondary() => match state.lost(config.rank) {
+        Err(error) if asked_to_stop && error.is_secondary() => match state.describe_lost_steps(config.rank) {
             None => EXIT_STOPPED,
             Some(lost) => {
                 let (why, unreachable) = (error.to_string(), error.unreachable().to_vec());
@@ -161,7 +161,7 @@ fn report_failure(config: &RankConfig, state: &RankState, reporter: &Reporter, e
     reporter.event(&failed);
 }
 
-fn attempt(
+fn run_attempt(
     config: &RankConfig,
     state: &Arc<RankState>,
     reporter: &Arc<Reporter>,
@@ -173,11 +173,11 @@ fn attempt(
     // The device warms up while the ranks meet and the dataset is opened.
     device.backend.warm_up(device.ordinal, start.world_size, Some(start.spec.train.precision));
     let stall = Duration::from_secs(start.spec.recovery.stall_timeout_secs.into());
-    let mut met = None;
+    let mut store = None;
     let comm: Arc<dyn ProcessGroup> = if start.world_size == 1 {
         Arc::new(SingleRank)
     } else {
-        let mut store = Store::join(RendezvousConfig {
+        let mut joined = Store::join(RendezvousConfig {
             addr: start.master_addr.clone(),
             port: start.master_port,
             secret: start.secret.clone().into_bytes(),
@@ -187,25 +187,25 @@ fn attempt(
             stop: state.stop.clone(),
         })?;
         if let Some(ip) = start.network.as_ref().and_then(|network| outside_address(&network.address)) {
-            store.listen_at(ip);
+            joined.listen_at(ip);
         }
         log_listen_address(config, reporter);
-        let ring = Ring::connect(&store, stall + AFTER_THE_AGENT)?;
-        check_backends(&store, device.backend.name())?;
+        let ring = Ring::connect(&joined, stall + AFTER_THE_AGENT)?;
+        check_backends(&joined, device.backend.name())?;
         let next_is_elsewhere = ring.next_is_elsewhere().unwrap_or(false);
         let comm: Arc<dyn ProcessGroup> =
-            if needs.shared_memory { ShmProcessGroup::meet(&store, ring)? } else { ring };
+            if needs.shared_memory { ShmProcessGroup::meet(&joined, ring)? } else { ring };
         all_reduce_once(comm.as_ref())?;
         warn_if_unencrypted(comm.as_ref(), next_is_elsewhere, needs.shared_memory, reporter)?;
-        let store = Arc::new(store);
+        let joined = Arc::new(joined);
         // The store ends with the process of rank 0, and other ranks may still send requests.
-        let _ = state.store.set(store.clone());
-        met = Some(store);
+        let _ = state.store.set(joined.clone());
+        store = Some(joined);
         comm
     };
     let _ = state.comm.set(comm.clone());
     let watchdog = match needs.watchdog {
-        true => Some(watch(config, state, reporter, met.clone(), stall)?),
+        true => Some(watch(config, state, reporter, store.clone(), stall)?),
         false => None,
     };
     let watched = machine_metrics::start_device(config, reporter.clone(), state.progress.clone());
@@ -235,12 +235,12 @@ fn attempt(
         threads: config.threads as usize,
         rank: config.rank,
         group: comm,
-        store: met,
+        store,
         watchdog: watchdog.clone(),
         observer: reporter.as_ref(),
         stop: &state.stop,
         progress: &state.progress,
-        kept: &state.checkpointed_step,
+        checkpointed_step: &state.checkpointed_step,
         stop_within: Duration::from_secs(config.stop_within_secs.into()),
     });
     match (outcome, watchdog.as_ref().and_then(|dog| dog.stall_reason())) {
@@ -381,7 +381,7 @@ impl RankState {
     }
 
     /// A message about the steps that are lost if this process ends now. `None` if no steps are lost.
-    fn lost(&self, rank: u32) -> Option<String> {
+    fn describe_lost_steps(&self, rank: u32) -> Option<String> {
         let (step, checkpointed_step) =
             (self.progress.load(Ordering::Relaxed), self.checkpointed_step.load(Ordering::Relaxed));
         // During training, only rank 0 knows about checkpoints.

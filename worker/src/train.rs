@@ -78,8 +78,8 @@ pub struct Training<'a> {
     pub threads: usize,
     /// This rank's number in the job, as used in reports.
     pub rank: u32,
-    /// The ranks of the job. They see different pictures of a step and keep the same weights, or share copies of the
-    /// network. Rank 0 reports what concerns all ranks, and writes checkpoints.
+    /// The ranks of the job. They see different pictures of a step and keep the same weights, or each copy of the
+    /// network is split among several of them. Rank 0 reports what concerns all ranks, and writes checkpoints.
     pub group: Arc<dyn ProcessGroup>,
     /// The rendezvous store of all ranks of the job. Absent for a single rank.
     pub store: Option<Arc<Store>>,
@@ -92,7 +92,7 @@ pub struct Training<'a> {
     pub progress: &'a AtomicU64,
     /// The step of the newest checkpoint on disk that this rank knows (normally only rank 0 does), or 0. Later steps
     /// are lost if the run does not end in order.
-    pub kept: &'a AtomicU64,
+    pub checkpointed_step: &'a AtomicU64,
     /// Time for ranks that are asked to end to finish their step and its checkpoint.
     pub stop_within: Duration,
 }
@@ -153,12 +153,12 @@ fn train_with<'a>(
     data.set_format(engine.take_data(&data)?);
     let decoder = decoder::choose_decoder(training, engine.precision(), &mut data)?;
     training.log(decoder);
-    throughput.device(engine.device_name());
+    throughput.set_device(engine.device_name());
     let beginning = start::initialize(training, &plan, &data, engine.as_mut())?;
     training.log(&beginning.notes);
     training.log(plan.describe(&spec, &data.shape, engine.as_ref()));
     training.progress.store(beginning.step, Ordering::Relaxed);
-    training.kept.store(beginning.step, Ordering::Relaxed);
+    training.checkpointed_step.store(beginning.step, Ordering::Relaxed);
     if let Some(watchdog) = &training.watchdog {
         watchdog.continues_from(beginning.step);
     }
@@ -180,13 +180,13 @@ fn train_with<'a>(
             beginning.step,
         ),
         schedule: Schedule::new(&spec.train, plan.steps_per_epoch, plan.total_steps),
-        metadata: saving::metadata(&spec, &data.shape),
+        metadata: saving::model_metadata(&spec, &data.shape),
         lines: LossLines::new(spec.log.every_steps),
         votes: Votes::of_steps(training.group.size(), beginning.step),
         is_evaluation_missing: beginning.is_evaluation_missing,
         began_after: beginning.step,
         step: beginning.step,
-        averaged: beginning.step,
+        last_average_step: beginning.step,
         best: beginning.best,
         stop_progress: beginning.stop_progress,
         divisions: beginning.divisions,
@@ -195,7 +195,7 @@ fn train_with<'a>(
         not_finite: None,
         skipped: beginning.skipped,
         evaluation: None,
-        decoder_reasons: 0,
+        logged_decoder_reasons: 0,
         plan,
         data,
         engine: CurrentEngine(Some(engine)),
@@ -249,7 +249,7 @@ struct Run<'a> {
     /// Number of optimizer steps started.
     step: u64,
     /// The newest step after which the average of the weights is up to date.
-    averaged: u64,
+    last_average_step: u64,
     /// The best of the saved checkpoints.
     best: Option<Best>,
     /// See [`State::stop`](crate::checkpoint::State::stop).
@@ -266,7 +266,7 @@ struct Run<'a> {
     /// The newest evaluation.
     evaluation: Option<Evaluation>,
     /// Number of logged reasons for decoding on CPU cores although the GPU decodes.
-    decoder_reasons: usize,
+    logged_decoder_reasons: usize,
 }
 
 impl Run<'_> {
@@ -286,20 +286,20 @@ impl Run<'_> {
             && self.plan.evaluation_after_epoch(self.step);
         if is_evaluation_overdue || self.step >= total {
             if !self.evaluate()? {
-                return self.stopped();
+                return self.stop();
             }
-            let ends_here = self.stops_early().is_some() || self.is_at_pause();
+            let ends_here = self.early_stop_reason().is_some() || self.is_at_pause();
             if is_evaluation_overdue && (ends_here || self.plan.checkpoint_after_epoch(self.step)) {
                 self.save()?;
             }
         }
         while self.step < total {
-            if let Some(why) = self.stops_early() {
-                return self.stopped_early(why);
+            if let Some(why) = self.early_stop_reason() {
+                return self.stop_early(why);
             }
             // Also reached after a restart from the checkpoint of this epoch.
             if self.is_at_pause() {
-                return self.paused();
+                return self.pause();
             }
             let epoch = self.step / self.plan.steps_per_epoch;
             let end = total.min((epoch + 1) * self.plan.steps_per_epoch);
@@ -309,9 +309,9 @@ impl Run<'_> {
                 // The loop ends early if float16 overflows too often. The rest of the epoch is then prepared again
                 // for a bfloat16 engine.
                 while self.step < end && self.skipped.describe_if_persistent().is_none() {
-                    let continues = self.step(batches.as_mut())?;
+                    let continues = self.run_step(batches.as_mut())?;
                     if !continues {
-                        return self.stopped();
+                        return self.stop();
                     }
                     if self.step < end && self.plan.checkpoint_after_step(self.step) {
                         self.save()?;
@@ -322,19 +322,19 @@ impl Run<'_> {
                 self.report_decoder();
                 if let Some(steps) = self.skipped.describe_if_persistent() {
                     if !self.fall_back_to_bfloat16(&format!("the gradients of {steps}"))? {
-                        return self.stopped();
+                        return self.stop();
                     }
                     self.set_training_size(epoch as u32)?;
                 }
             }
             if self.plan.evaluation_after_epoch(self.step) && !self.evaluate()? {
-                return self.stopped();
+                return self.stop();
             }
-            if self.plan.checkpoint_after_epoch(self.step) || self.stops_early().is_some() {
+            if self.plan.checkpoint_after_epoch(self.step) || self.early_stop_reason().is_some() {
                 self.save()?;
             }
         }
-        self.finished()
+        self.finish()
     }
 
     /// Whether the epoch after which the run pauses is done.

@@ -23,6 +23,7 @@ pub struct Tail {
     file: Option<File>,
     /// The offset of the next record in the file.
     offset: u64,
+    /// The number of that record.
     next: u64,
     /// Records with a lower number are skipped.
     from: u64,

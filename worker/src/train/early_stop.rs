@@ -17,28 +17,28 @@ impl Run<'_> {
         let of = if stop.metric.starts_with("val_ema_") { averaged } else { Some(evaluation) };
         let Some(of) = of.filter(|_| stop.patience.is_some()) else { return };
         let value = if stop.metric.ends_with("loss") { of.loss } else { of.accuracy };
-        self.stop_progress = Some(after(self.stop_progress.take(), stop, value, of.epoch));
+        self.stop_progress = Some(progress_after(self.stop_progress.take(), stop, value, of.epoch));
     }
 
     /// Why the run ends before its last step, if it does.
-    pub(super) fn stops_early(&self) -> Option<String> {
+    pub(super) fn early_stop_reason(&self) -> Option<String> {
         let progress = self.stop_progress.as_ref().filter(|_| self.step < self.plan.total_steps)?;
         reason(progress, &self.training.spec.stop)
     }
 
     /// Ends a run that has not improved. All ranks are at the same step, whose checkpoint is written or being written.
-    pub(super) fn stopped_early(&mut self, why: String) -> Result<Outcome, TrainError> {
+    pub(super) fn stop_early(&mut self, why: String) -> Result<Outcome, TrainError> {
         let step = self.step;
         self.training.log([format!("stopped early after step {step}: {why}")]);
         if self.training.is_first() {
             self.training.observer.event(&AttemptEvent::StoppedEarly { step, why });
         }
-        self.finished()
+        self.finish()
     }
 }
 
 /// The progress after another validation.
-fn after(before: Option<StopProgress>, stop: &StopSpec, value: f64, epoch: u32) -> StopProgress {
+fn progress_after(before: Option<StopProgress>, stop: &StopSpec, value: f64, epoch: u32) -> StopProgress {
     match before {
         Some(before) if !stop.improves(value, before.value) => {
             StopProgress { without: before.without + 1, ..before }
@@ -70,7 +70,7 @@ mod tests {
     fn end(stop: &StopSpec, values: &[f64]) -> Option<(usize, String)> {
         let mut progress = None;
         values.iter().enumerate().find_map(|(number, value)| {
-            let now = after(progress.take(), stop, *value, number as u32 + 1);
+            let now = progress_after(progress.take(), stop, *value, number as u32 + 1);
             // A checkpoint in between changes nothing.
             let text = serde_json::to_string(&now).unwrap();
             let now: StopProgress = serde_json::from_str(&text).unwrap();

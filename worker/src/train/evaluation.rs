@@ -130,6 +130,7 @@ impl Run<'_> {
         let began = Instant::now();
         let Training { group, .. } = self.training;
         self.engine.set_image_size(self.data.shape.image_size)?;
+        // Of the loss, the correct predictions and the pictures.
         let mut sums = [0.0; 3];
         let parallel = &self.training.spec.parallel;
         let RunPlan { replica, replicas, .. } = self.plan;
@@ -142,7 +143,7 @@ impl Run<'_> {
         // vote.
         let most = self.data.shape.validation_samples.div_ceil(replicas.into());
         for number in 1..=most.div_ceil(batch_size as u64) {
-            // Ranks that share a network compute each batch together, even if one of them has no pictures left.
+            // Ranks among which the network is split compute each batch together, even if one has no pictures left.
             let none = parallel.is_hybrid().then(|| Ok(Batch::default()));
             if let Some(batch) = batches.next().or(none) {
                 let result = evaluate_batch(&mut *self.engine, &self.data.shape, &batch?, &views)?;
@@ -152,13 +153,13 @@ impl Run<'_> {
                     sums[1] += result.correct as f64;
                     sums[2] += result.samples as f64;
                 }
-                self.throughput.still_alive("evaluating");
+                self.throughput.report_if_due("evaluating");
             }
             if votes.is_due(number) {
                 let stop = self.training.stop.load(Ordering::Relaxed);
                 let mut vote = [f64::from(u8::from(stop)), votes.step_secs(number)];
                 group.all_reduce((&mut vote).into())?;
-                votes.voted(number, vote[1] / f64::from(group.size()));
+                votes.record(number, vote[1] / f64::from(group.size()));
                 if vote[0] > 0.0 {
                     return Ok(None);
                 }
@@ -166,19 +167,20 @@ impl Run<'_> {
         }
         report_broken(self.training, &self.data);
         group.all_reduce((&mut sums).into())?;
-        let (seen, all) = (sums[2] as usize, self.data.shape.validation_samples as usize);
+        let [loss_sum, correct, samples] = sums;
+        let (seen, all) = (samples as usize, self.data.shape.validation_samples as usize);
         if replaced::too_many(all.saturating_sub(seen), all, all) {
             return Err(DataError::Invalid(replaced::too_many_text(all - seen, all, None)).into());
         }
-        if !sums[0].is_finite() {
+        if !loss_sum.is_finite() {
             return Err(self.diverged(format!("{what} is not finite")));
         }
         Ok(Some(Evaluation {
             epoch: self.plan.epoch_of(self.step),
             step: self.step,
-            samples: sums[2] as u64,
-            accuracy: sums[1] / sums[2],
-            loss: sums[0] / sums[2],
+            samples: samples as u64,
+            accuracy: correct / samples,
+            loss: loss_sum / samples,
             secs: began.elapsed().as_secs_f64(),
         }))
     }

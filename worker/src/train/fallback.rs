@@ -29,11 +29,11 @@ impl Run<'_> {
     /// that a stop that arrived meanwhile does not wait for another step or evaluation. Returns false if the ranks have
     /// voted to stop; the engine then has the state to save.
     pub(super) fn fall_back_to_bfloat16(&mut self, what: &str) -> Result<bool, TrainError> {
-        if !self.vote(true)? {
+        if !self.vote_now()? {
             return Ok(false);
         }
         self.replace_engine(what)?;
-        self.vote(true)
+        self.vote_now()
     }
 
     fn replace_engine(&mut self, what: &str) -> Result<(), TrainError> {
@@ -61,7 +61,7 @@ impl Run<'_> {
         let mut engine = (self.build_engine)(training, &self.plan, 1)?;
         self.data.set_format(engine.take_data(&self.data)?);
         engine.load_state_dict(&state)?;
-        self.throughput.device(engine.device_name());
+        self.throughput.set_device(engine.device_name());
         self.throughput.report("training");
         self.engine = CurrentEngine(Some(engine));
         self.skipped.recent.clear();

@@ -36,12 +36,12 @@ impl Run<'_> {
     /// Called after another rank is lost: writes a checkpoint of the last finished step, if this rank has the whole
     /// state of this step and no other rank has written it.
     pub(super) fn keep_last_step(&mut self) {
-        let kept = match self.has_whole_step() {
+        let written = match self.has_whole_step() {
             Ok(true) => self.write_last_step(),
             Ok(false) => Ok(()),
             Err(error) => Err(error),
         };
-        if let Err(error) = kept {
+        if let Err(error) = written {
             let step = self.step;
             self.training.observer.log(&format!("no checkpoint of the last step, {step}: {error}"));
         }
@@ -66,9 +66,9 @@ impl Run<'_> {
         }
         self.step -= self.in_flight.len() as u64;
         self.in_flight.clear();
-        if self.averaged < self.step {
-            // The step was finished, but `step` failed before it updated the average.
-            self.average()?;
+        if self.last_average_step < self.step {
+            // The step was finished, but `run_step` failed before it updated the average.
+            self.update_average()?;
         }
         Ok(self.step > self.began_after && self.not_finite.is_none())
     }

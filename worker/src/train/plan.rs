@@ -164,7 +164,7 @@ impl RunPlan {
             }
         }
         let parts = u64::from(self.replicas) * self.config.accumulate as u64;
-        if let Some(words) = filled_up(spec, shape.train_samples, self.global_batch_size, parts) {
+        if let Some(words) = reuse_note(spec, shape.train_samples, self.global_batch_size, parts) {
             lines.push(words);
         }
         let (ema_steps, warmup) = (spec.train.ema_steps, f64::from(spec.train.warmup_epochs));
@@ -231,7 +231,7 @@ impl RunPlan {
 
 /// A note if the last step of an epoch reuses pictures from the beginning of the epoch, because fewer pictures are left
 /// than the `parts` into which a step is divided (one for each micro-batch of each rank).
-fn filled_up(spec: &JobSpec, samples: u64, global_batch_size: u64, parts: u64) -> Option<String> {
+fn reuse_note(spec: &JobSpec, samples: u64, global_batch_size: u64, parts: u64) -> Option<String> {
     let left = samples % global_batch_size.max(1);
     (!spec.data.drop_remainder && left > 0 && left < parts).then(|| {
         format!(
@@ -305,14 +305,14 @@ mod tests {
     fn a_last_step_with_fewer_pictures_than_ranks_is_named() {
         let mut spec = JobSpec::default();
         spec.data.drop_remainder = false;
-        let message = filled_up(&spec, 17, 16, 2).unwrap();
+        let message = reuse_note(&spec, 17, 16, 2).unwrap();
         let named = "has 1 picture for 2 micro-batches, so 1 of the epoch's first pictures";
         assert!(message.contains(named), "{message}");
         for (samples, parts) in [(17, 1), (16, 2), (18, 2), (31, 8)] {
-            assert_eq!(filled_up(&spec, samples, 16, parts), None, "{samples} {parts}");
+            assert_eq!(reuse_note(&spec, samples, 16, parts), None, "{samples} {parts}");
         }
         spec.data.drop_remainder = true;
-        assert_eq!(filled_up(&spec, 17, 16, 2), None);
+        assert_eq!(reuse_note(&spec, 17, 16, 2), None);
     }
 
     #[test]

@@ -18,7 +18,7 @@ use std::path::Path;
 ///
 /// # Errors
 /// The file cannot be read, or a tensor does not fit, is missing, or does not belong to this network.
-pub(super) fn weights(
+pub(super) fn load(
     training: &Training<'_>,
     path: &Path,
     initial: NamedTensors,

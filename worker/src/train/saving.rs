@@ -95,7 +95,7 @@ impl Run<'_> {
     }
 
     /// Ends a run that has done all its steps or stops early.
-    pub(super) fn finished(&mut self) -> Result<Outcome, TrainError> {
+    pub(super) fn finish(&mut self) -> Result<Outcome, TrainError> {
         self.drain()?;
         self.flush_checkpoints()?;
         self.throughput.report("finished");
@@ -104,14 +104,14 @@ impl Run<'_> {
 
     /// Ends a run after the ranks have voted to stop, with a checkpoint. All ranks are at the same step, so the
     /// checkpoint is complete.
-    pub(super) fn stopped(&mut self) -> Result<Outcome, TrainError> {
+    pub(super) fn stop(&mut self) -> Result<Outcome, TrainError> {
         self.save()?;
         self.end_after_step("asked to stop: stopped")?;
         Ok(Outcome::Stopped { step: self.step })
     }
 
     /// Ends a run after the epoch at which it pauses, with a checkpoint.
-    pub(super) fn paused(&mut self) -> Result<Outcome, TrainError> {
+    pub(super) fn pause(&mut self) -> Result<Outcome, TrainError> {
         if self.step > self.began_after && !self.plan.checkpoint_after_epoch(self.step) {
             self.save()?;
         }
@@ -222,7 +222,7 @@ fn whole_state(contribution: Contribution) -> Result<Box<StateDict>, TrainError>
 }
 
 /// The metadata of `model.safetensors`: only facts that equal jobs share.
-pub(super) fn metadata(spec: &JobSpec, shape: &Shape) -> BTreeMap<String, String> {
+pub(super) fn model_metadata(spec: &JobSpec, shape: &Shape) -> BTreeMap<String, String> {
     let json = |value: serde_json::Result<String>| value.unwrap_or_default();
     let mut shared = serde_json::to_value(spec).unwrap_or_default();
     if let Some(object) = shared.as_object_mut() {
@@ -254,7 +254,7 @@ pub(super) fn announce(training: &Training<'_>, events: Vec<CheckpointEvent>) {
     for event in events {
         match event {
             CheckpointEvent::Written(info) => {
-                training.kept.fetch_max(info.step, Ordering::Relaxed);
+                training.checkpointed_step.fetch_max(info.step, Ordering::Relaxed);
                 let best = if info.best { ", the best so far" } else { "" };
                 let megabytes = info.size_bytes as f64 / 1e6;
                 observer.log(&format!(

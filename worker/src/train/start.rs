@@ -70,8 +70,8 @@ pub(super) fn precision(training: &Training<'_>) -> Result<Precision, TrainError
     Ok(if broadcast_json(training.group.as_ref(), left_float16)? { Precision::Bf16 } else { asked })
 }
 
-/// Sets the engine's initial state: new weights, pretrained weights, or a checkpoint. Ranks that share a network get
-/// their parts of it; all other ranks get the same weights.
+/// Sets the engine's initial state: new weights, pretrained weights, or a checkpoint. If the network is split
+/// among ranks, each rank gets its part; otherwise all ranks get the same weights.
 pub(super) fn initialize(
     training: &Training<'_>,
     plan: &RunPlan,
@@ -89,10 +89,11 @@ pub(super) fn initialize(
             let (zero_init_residual, seed) =
                 (training.spec.model.zero_init_residual, training.spec.train.seed);
             let initial = net::init::initial_parameters(&plan.network, zero_init_residual, seed);
-            let (found, found_notes) = pretrained::weights(training, path, initial, plan.network.head())?;
+            let (found, found_notes) = pretrained::load(training, path, initial, plan.network.head())?;
             (weights, notes) = (Some(found), found_notes);
         }
-        // Ranks that share a network set their parts of the weights here. Other ranks receive the weights below.
+        // If the network is split among ranks, each sets its part of the weights here. Otherwise, the ranks receive the
+        // weights below.
         if training.spec.parallel.is_hybrid() {
             let distribution = distribution(training, plan)?;
             let own = distribution.scatter(weights, distribution.parameters())?;
@@ -105,7 +106,7 @@ pub(super) fn initialize(
     if let (Some(name), true) = (whitened, training.is_first()) {
         let mut weights = engine.parameters()?;
         let skips = training.spec.data.broken_files == BrokenFiles::Skip;
-        weights.insert(name.into(), whitening(data, skips)?);
+        weights.insert(name.into(), whitening_filters(data, skips)?);
         engine.set_parameters(&weights)?;
     }
     let parallel = &training.spec.parallel;
@@ -133,7 +134,7 @@ pub(super) fn initialize(
             .is_first()
             .then(|| folder.and_then(checkpoint::unverified_state).map(|state| state.divisions));
         divisions = broadcast_json(training.group.as_ref(), found.map(Option::unwrap_or_default))?;
-        notes.extend(trained_on(training, data, &divisions));
+        notes.extend(describe_trained_validation(training, data, &divisions));
     }
     Ok(InitialState {
         step: 0,
@@ -141,14 +142,14 @@ pub(super) fn initialize(
         stop_progress: None,
         skipped: SkippedSteps::default(),
         is_evaluation_missing: false,
-        divisions: with_own(divisions, training),
+        divisions: add_own(divisions, training),
         notes,
     })
 }
 
 /// Filters that whiten patches of at most [`MAX_WHITENING_PICTURES`] training pictures, spread over the split. `skips`:
 /// leaves out pictures that can no longer be read.
-fn whitening(data: &DataSource, skips: bool) -> Result<HostTensor, TrainError> {
+fn whitening_filters(data: &DataSource, skips: bool) -> Result<HostTensor, TrainError> {
     let Shape { channels, train_samples, mean, std, .. } = &data.shape;
     let count = (*train_samples).min(MAX_WHITENING_PICTURES);
     let mut patches = None;
@@ -170,7 +171,7 @@ fn whitening(data: &DataSource, skips: bool) -> Result<HostTensor, TrainError> {
 }
 
 /// The divisions by which a run has trained, including its own.
-fn with_own(mut divisions: Vec<ValidationDivision>, training: &Training<'_>) -> Vec<ValidationDivision> {
+fn add_own(mut divisions: Vec<ValidationDivision>, training: &Training<'_>) -> Vec<ValidationDivision> {
     let own = ValidationDivision::of(&training.spec.data);
     if !divisions.contains(&own) {
         divisions.push(own);
@@ -210,7 +211,7 @@ fn resume(
     } else {
         None
     };
-    // Only rank 0 has the average. If ranks share a network, each has the average of its part.
+    // Only rank 0 has the average. If the network is split among ranks, each has the average of its part.
     let average = match training.spec.parallel.is_hybrid() {
         true if broadcast_json(group, (group.rank() == 0).then_some(average.is_some()))? => {
             Some(scatter(&distribution, "average of the weights", average, distribution.parameters())?)
@@ -282,7 +283,7 @@ fn resume(
     let stop_progress = state.stop.filter(|progress| {
         progress.metric == training.spec.stop.metric && state.validation == shape.validation
     });
-    let divisions = with_own(state.divisions, training);
+    let divisions = add_own(state.divisions, training);
     let mut skipped = state.skipped_steps;
     if step != state.step {
         // The recorded steps are numbered for the other batch size.
@@ -342,12 +343,12 @@ fn compare_validation(training: &Training<'_>, data: &DataSource, state: &State)
          before and after this step",
         now.pictures, now.fingerprint
     );
-    std::iter::once(differ).chain(trained_on(training, data, &state.divisions)).collect()
+    std::iter::once(differ).chain(describe_trained_validation(training, data, &state.divisions)).collect()
 }
 
 /// A log line about how many validation pictures the initial weights were trained on, according to the `divisions` of
 /// earlier runs.
-fn trained_on(
+fn describe_trained_validation(
     training: &Training<'_>,
     data: &DataSource,
     divisions: &[ValidationDivision],

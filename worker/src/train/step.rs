@@ -18,7 +18,7 @@ pub(super) struct InFlight {
 impl Run<'_> {
     /// Runs one optimizer step. Returns false, on every rank, if training stops after it because some rank was asked to
     /// stop.
-    pub(super) fn step(
+    pub(super) fn run_step(
         &mut self,
         batches: &mut dyn Iterator<Item = Result<Batch, DataError>>,
     ) -> Result<bool, TrainError> {
@@ -39,7 +39,7 @@ impl Run<'_> {
 
         let result = self.engine.start_step(&micro_batches, lr)?;
 
-        if let Err(error) = self.average() {
+        if let Err(error) = self.update_average() {
             // The engine has returned the result of an earlier step. It is reported before the error, so that `in_flight`
             // contains only steps whose results the engine still has.
             if let Some(result) = result {
@@ -49,7 +49,7 @@ impl Run<'_> {
         }
         let waited = Instant::now();
         self.note_not_finite(result.as_ref());
-        let vote = self.vote(false);
+        let vote = self.vote_if_due();
         if let Some(result) = result {
             self.report_step(&result, waited.elapsed().as_secs_f64());
         }
@@ -64,12 +64,12 @@ impl Run<'_> {
 
     /// Updates the moving average of the weights when an update is due. Rank 0 keeps the average, and the other ranks
     /// receive it for its evaluation. If the network is split among ranks, each rank keeps the average of its part.
-    pub(super) fn average(&mut self) -> Result<(), TrainError> {
+    pub(super) fn update_average(&mut self) -> Result<(), TrainError> {
         let decay = self.schedule.average_decay(self.step);
         if let Some(decay) = decay.filter(|_| self.keeps_average()) {
             self.engine.average(decay)?;
         }
-        self.averaged = self.step;
+        self.last_average_step = self.step;
         Ok(())
     }
 
@@ -80,10 +80,10 @@ impl Run<'_> {
         for result in self.engine.finish_steps()? {
             self.note_not_finite(Some(&result));
             // Every rank votes once per result, so no rank returns before all ranks have finished their steps. A vote to
-            // stop has no effect here, because the next vote of `step` repeats it. After a failed vote there are no
+            // stop has no effect here, because the next vote of `run_step` repeats it. After a failed vote there are no
             // further votes, but the remaining results are still reported.
             if vote.is_ok() {
-                vote = self.vote(true);
+                vote = self.vote_now();
             }
             self.report_step(&result, 0.0);
         }
@@ -94,11 +94,11 @@ impl Run<'_> {
     pub(super) fn report_step(&mut self, result: &StepResult, waited_secs: f64) {
         let Some(InFlight { step, lr, began, data_secs }) = self.in_flight.pop_front() else { return };
         // An asynchronous engine times the step itself, because the time measured here would include other steps.
-        let secs = if result.step_secs > 0.0 { result.step_secs } else { began.elapsed().as_secs_f64() };
-        let all_reduce_secs = if result.step_secs > 0.0 {
-            result.all_reduce_secs
+        let is_timed_by_engine = result.step_secs > 0.0;
+        let (secs, all_reduce_secs) = if is_timed_by_engine {
+            (result.step_secs, result.all_reduce_secs)
         } else {
-            result.all_reduce_secs + waited_secs
+            (began.elapsed().as_secs_f64(), result.all_reduce_secs + waited_secs)
         };
         self.training.progress.store(step, Ordering::Relaxed);
         let observer = self.training.observer;
@@ -125,8 +125,7 @@ impl Run<'_> {
             observer.metric("images_per_second", step, (plan.pictures_of(step) as f64 / secs) as f32);
         }
         let times = StepTimes { secs, data_secs, all_reduce_secs, axis_secs: result.axis_secs };
-        self.throughput.step(step, epoch, times, result.samples);
-        let is_timed_by_engine = result.step_secs > 0.0;
+        self.throughput.record_step(step, epoch, times, result.samples);
         // The engine's own time does not contain the wait for batches.
         self.compare_step_time(step, if is_timed_by_engine { secs } else { secs - data_secs });
     }
@@ -136,8 +135,8 @@ impl Run<'_> {
     pub(super) fn report_decoder(&mut self) {
         let Some(decoded) = self.data.decoded().filter(|_| self.training.is_first()) else { return };
         let reasons = decoded.by_cores.len() + usize::from(decoded.given_up);
-        if reasons > self.decoder_reasons {
-            self.decoder_reasons = reasons;
+        if reasons > self.logged_decoder_reasons {
+            self.logged_decoder_reasons = reasons;
             self.training.observer.log(&format!("so far, {decoded}"));
         }
     }

@@ -194,7 +194,7 @@ impl TestJob {
         let (spec, log) = (self.spec(), Log::default());
         let checkpoints = self.folder.path().join("checkpoints");
         let resume = resume.map(|name| checkpoints.join(name));
-        let (progress, kept) = (AtomicU64::new(0), AtomicU64::new(0));
+        let (progress, checkpointed_step) = (AtomicU64::new(0), AtomicU64::new(0));
         let training = Training {
             spec: &spec,
             dataset: &self.folder.path().join("dataset"),
@@ -214,7 +214,7 @@ impl TestJob {
             observer: &log,
             stop: &stop,
             progress: &progress,
-            kept: &kept,
+            checkpointed_step: &checkpointed_step,
             stop_within: Duration::from_secs(20),
         };
         let outcome = train_with(&training, &build)?;

@@ -51,11 +51,18 @@ impl Votes {
     }
 
     /// Records that all ranks have voted after step `step`, and that their steps take `mean_secs`.
-    pub(super) fn voted(&mut self, step: u64, mean_secs: f64) {
+    pub(super) fn record(&mut self, step: u64, mean_secs: f64) {
         let steps = (VOTE_EVERY.as_secs_f64() / mean_secs.max(1e-9)) as u64;
         self.next = step + steps.clamp(1, MAX_STEPS);
         self.last = (Instant::now(), step);
     }
+}
+
+/// Whether a vote measures the duration of a step. Only votes that were due do.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Timing {
+    Measured,
+    Ignored,
 }
 
 /// The first step whose values were not finite and that was not skipped.
@@ -78,22 +85,29 @@ impl Run<'_> {
         }
     }
 
-    /// Votes if a vote is due, or if `always`. Returns false, on all ranks, if some rank was asked to stop.
+    /// Votes if a vote is due. Returns false, on all ranks, if some rank was asked to stop.
     ///
     /// # Errors
-    /// [`TrainError::Diverged`] on all ranks if the values of any rank are not finite.
-    pub(super) fn vote(&mut self, always: bool) -> Result<bool, TrainError> {
-        let group = &self.training.group;
-        // Callers pass `always` before a checkpoint or an evaluation, so that non-finite values are not saved and no
-        // evaluation starts after a stop.
-        let due = always
-            || self.votes.is_due(self.step)
+    /// As [`Run::vote_now`].
+    pub(super) fn vote_if_due(&mut self) -> Result<bool, TrainError> {
+        let is_due = self.votes.is_due(self.step)
             || self.step == self.plan.total_steps
             || self.step.is_multiple_of(self.plan.steps_per_epoch)
             || self.plan.checkpoint_after_step(self.step);
-        if !due {
-            return Ok(true);
-        }
+        if is_due { self.vote(Timing::Measured) } else { Ok(true) }
+    }
+
+    /// Votes before a checkpoint or an evaluation, so that non-finite values are not saved and no evaluation starts
+    /// after a stop. Returns false, on all ranks, if some rank was asked to stop.
+    ///
+    /// # Errors
+    /// [`TrainError::Diverged`] on all ranks if the values of any rank are not finite.
+    pub(super) fn vote_now(&mut self) -> Result<bool, TrainError> {
+        self.vote(Timing::Ignored)
+    }
+
+    fn vote(&mut self, timing: Timing) -> Result<bool, TrainError> {
+        let group = &self.training.group;
         let stop = self.training.stop.load(Ordering::Relaxed);
         let not_finite = [self.not_finite.is_some(), self.not_finite.is_some_and(|n| n.loss)];
         let is_written = self.parts.as_ref().is_some_and(Parts::is_done);
@@ -101,9 +115,8 @@ impl Run<'_> {
         let mut votes = [own[0], own[1], own[2], own[3], self.votes.step_secs(self.step)];
         group.all_reduce((&mut votes).into())?;
         let [stop, not_finite, losses, written, step_secs] = votes;
-        // Only votes that were due measure the duration of a step.
-        if !always {
-            self.votes.voted(self.step, step_secs / f64::from(group.size()));
+        if timing == Timing::Measured {
+            self.votes.record(self.step, step_secs / f64::from(group.size()));
         }
         // Complete a checkpoint of earlier steps before the run ends.
         if written == f64::from(group.size()) || not_finite > 0.0 {
@@ -157,7 +170,7 @@ mod tests {
     #[test]
     fn few_ranks_vote_every_step_and_many_four_times_per_second() {
         let mut few = Votes::of_steps(16, 0);
-        few.voted(1, 1e-3);
+        few.record(1, 1e-3);
         assert!(few.is_due(2));
 
         let mut many = Votes::of_steps(17, 40);
@@ -165,7 +178,7 @@ mod tests {
         for (step_secs, next) in
             [(0.01, 25), (0.1, 2), (0.2, 1), (60.0, 1), (1e-6, MAX_STEPS), (f64::NAN, MAX_STEPS)]
         {
-            many.voted(100, step_secs);
+            many.record(100, step_secs);
             assert!(!many.is_due(100 + next - 1) && many.is_due(100 + next), "{step_secs} s: {many:?}");
             assert!(many.is_due(100 + next + 1), "a vote that was passed by is due later");
         }
@@ -181,7 +194,7 @@ mod tests {
         let secs = votes.step_secs(4);
         assert!(secs >= 0.005 && secs <= began.elapsed().as_secs_f64() / 2.0, "{secs}");
         let voted = Instant::now();
-        votes.voted(4, secs);
+        votes.record(4, secs);
         let step_secs = votes.step_secs(5);
         assert!(step_secs <= voted.elapsed().as_secs_f64(), "{step_secs}");
     }

@@ -71,7 +71,7 @@ pub(super) fn listen_to_signals(
         tokio::time::sleep(LEAVE_WITHIN).await;
         // The rank still waits for something that cannot be interrupted otherwise. (A rank that has ended in order is
         // already exiting.)
-        let lost = state.lost(config.rank).filter(|_| !state.ended.load(Ordering::Relaxed));
+        let lost = state.describe_lost_steps(config.rank).filter(|_| !state.ended.load(Ordering::Relaxed));
         if lost.is_none() && state.ended.load(Ordering::Relaxed) {
             return;
         }

@@ -101,19 +101,19 @@ impl AttemptContext {
 impl Attempt {
     /// Starts the ranks. `refusal` is the reason if they cannot be started.
     pub(super) fn start(stored: StoredAttempt, refusal: Option<Refusal>, context: AttemptContext) -> Self {
-        Self::watched(stored, context, StartMode::Launch { refusal })
+        Self::begin_watch(stored, context, StartMode::Launch { refusal })
     }
 
     /// Adopts an attempt of an earlier agent, whose ranks may be alive, dead or never started.
     pub(super) fn adopt(stored: StoredAttempt, context: AttemptContext) -> Self {
-        Self::watched(stored, context, StartMode::Adopt)
+        Self::begin_watch(stored, context, StartMode::Adopt)
     }
 
-    fn watched(stored: StoredAttempt, context: AttemptContext, mode: StartMode) -> Self {
+    fn begin_watch(stored: StoredAttempt, context: AttemptContext, mode: StartMode) -> Self {
         let (orders, mut received) = mpsc::unbounded_channel();
         let over = Arc::new(AtomicBool::new(false));
         let gang = stored.start.is_shared().then(Gang::new);
-        if matches!(mode, StartMode::Adopt) && ending(&stored).is_some() {
+        if matches!(mode, StartMode::Adopt) && recorded_ending(&stored).is_some() {
             over.store(true, Ordering::Release);
             release(context.copies.as_ref(), &stored.start.attempt);
         } else {
@@ -122,7 +122,7 @@ impl Attempt {
             let StartAttempt { attempt, ranks: slots, .. } = stored.start.clone();
             context.spares.reserve(&slots);
             tokio::spawn(async move {
-                let mode = checked(mode, &mut stored, &context, gang.as_ref(), &mut received).await;
+                let mode = run_checks(mode, &mut stored, &context, gang.as_ref(), &mut received).await;
                 let (watch, ranks) = Watch::begin(stored, &context, received, mode).await;
                 watch.run(ranks).await;
                 release(context.copies.as_ref(), &attempt);
@@ -153,7 +153,7 @@ impl Attempt {
 
     /// Whether the attempt's recorded end is a failure.
     pub(super) fn has_failed(&self) -> bool {
-        matches!(ending(&self.stored), Some(Ending::Failed { .. } | Ending::Secondary { .. }))
+        matches!(recorded_ending(&self.stored), Some(Ending::Failed { .. } | Ending::Secondary { .. }))
     }
 
     pub(super) fn order(&self, order: Order) {
@@ -164,7 +164,7 @@ impl Attempt {
 
 /// Runs the preflight check, and waits for the check on the attempt's other machines, before any rank is started.
 /// Examining a large dataset takes time; an order ends the wait at once, even if a file system does not respond.
-async fn checked(
+async fn run_checks(
     mode: StartMode,
     stored: &mut StoredAttempt,
     context: &AttemptContext,
@@ -175,7 +175,7 @@ async fn checked(
     let cancelled = Arc::new(AtomicBool::new(false));
     let found = {
         let ready = async {
-            with_files(&mut *stored, context, &cancelled).await?;
+            check_with_files(&mut *stored, context, &cancelled).await?;
             match gang {
                 Some(gang) => gang.meet(&stored.start).await,
                 None => Ok(stored.start.master_port),
@@ -197,7 +197,7 @@ async fn checked(
 
 /// Runs the preflight check. An agent with its own disk first notifies the server and fetches missing files, and
 /// reports the dataset's fingerprint after the check.
-async fn with_files(
+async fn check_with_files(
     stored: &mut StoredAttempt,
     context: &AttemptContext,
     cancelled: &Arc<AtomicBool>,
@@ -285,7 +285,7 @@ pub(super) fn agent_events_path(stored: &StoredAttempt) -> PathBuf {
 }
 
 /// How an attempt ended, according to the records on disk.
-fn ending(stored: &StoredAttempt) -> Option<Ending> {
+fn recorded_ending(stored: &StoredAttempt) -> Option<Ending> {
     let mut tail = Tail::open(&agent_events_path(stored), 0);
     while let Ok(events) = tail.poll() {
         if events.is_empty() {

@@ -40,6 +40,10 @@ impl Agent {
         self.attempts.insert(key(attempt.attempt()), attempt);
     }
 
+    pub(super) fn find_attempt(&self, attempt: &AttemptRef) -> Option<&Attempt> {
+        self.attempts.get(&key(attempt))
+    }
+
     /// Every attempt whose end the server has not acknowledged.
     pub(super) fn attempt_refs(&self) -> Vec<AttemptRef> {
         self.attempts.values().map(|a| a.attempt().clone()).collect()
@@ -64,7 +68,7 @@ impl Agent {
             }
         }
         let mut context = self.context.clone();
-        let mapped = self.datasets.mapped(&start.spec.data.dataset, &start.dataset_path);
+        let mapped = self.datasets.local_path(&start.spec.data.dataset, &start.dataset_path);
         let is_mapped = mapped.is_some();
         if let Some(here) = mapped {
             start.dataset_path = here.to_string_lossy().into_owned();
@@ -179,10 +183,10 @@ impl Agent {
 
     /// Measures the spool: records stay on this machine's disk, up to a limit, until the server has stored them.
     pub(super) fn measure_spool(&mut self) {
-        if self.measured.elapsed() < MEASURE_EVERY {
+        if self.spool_measured_at.elapsed() < MEASURE_EVERY {
             return;
         }
-        self.measured = Instant::now();
+        self.spool_measured_at = Instant::now();
         let size = |a: &Attempt| {
             let dir = a.stored().attempt_dir();
             let ranks =

@@ -4,7 +4,7 @@ use super::{
     place::pretrained_dir,
     preflight::{
         Refusal,
-        dataset::{differs, read_note},
+        dataset::{describe_difference, read_note},
     },
     remote::{AttemptClient, Failed, Remote},
     state_dir::StoredAttempt,
@@ -106,7 +106,7 @@ pub(super) async fn publish_dataset(stored: &StoredAttempt, remote: &Remote) -> 
     };
     // Removed, so that the next start compares with the server's fingerprint.
     let _ = fs::remove_file(&path);
-    Err(Refusal::DatasetUnusable(differs(stored, &own, &other)))
+    Err(Refusal::DatasetUnusable(describe_difference(stored, &own, &other)))
 }
 
 /// Ensures that a valid checkpoint is at `target`, and fetches the checkpoint if necessary.

@@ -44,7 +44,7 @@ use lockstep_protocol::{
 use network::Network;
 use remote::Remote;
 use session::{Outcome, Session};
-use signals::Signals;
+use signals::{AgentSignal, Signals};
 use slots::{nvlink_groups, slots};
 use socket::{NoSession, jittered};
 use spares::Spares;
@@ -132,7 +132,7 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         no_work: None,
         declined: Vec::new(),
         spool_bytes: options.spool_bytes,
-        measured: Instant::now(),
+        spool_measured_at: Instant::now(),
         samples,
         findings: Arc::default(),
         parent: options.follow_parent.then(rustix::process::getppid).flatten(),
@@ -180,8 +180,7 @@ struct Agent {
     /// Attempts that this agent was ordered to start and did not, each with the reason for the server.
     declined: Vec<(AttemptRef, String)>,
     spool_bytes: u64,
-    /// When the spool was last measured.
-    measured: Instant,
+    spool_measured_at: Instant,
     /// The newest measurement of the machine's usage.
     samples: watch::Receiver<Option<MachineSample>>,
     /// The findings of `doctor`'s quick checks, after they have run.
@@ -238,8 +237,8 @@ impl Agent {
                 session = tokio::time::timeout(limit, connecting) => {
                     session.unwrap_or_else(|_| Err("it does not answer".to_owned().into()))
                 }
-                detach = signals.next() => {
-                    if self.handle_signal(detach).is_break() {
+                signal = signals.next() => {
+                    if self.handle_signal(signal).is_break() {
                         return self.result();
                     }
                     continue;
@@ -310,7 +309,7 @@ impl Agent {
         loop {
             let wake = self.context.wake.clone();
             tokio::select! {
-                detach = signals.next() => self.handle_signal(detach)?,
+                signal = signals.next() => self.handle_signal(signal)?,
                 () = wake.notified() => {}
                 () = tokio::time::sleep_until(until) => return self.poll(false),
             }
@@ -319,8 +318,8 @@ impl Agent {
     }
 
     /// Breaks if the agent must end now.
-    fn handle_signal(&mut self, detach: bool) -> ControlFlow<()> {
-        if detach {
+    fn handle_signal(&mut self, signal: AgentSignal) -> ControlFlow<()> {
+        if signal == AgentSignal::Detach {
             tracing::info!("detaching: the ranks stay for the next agent");
             return ControlFlow::Break(());
         }

@@ -24,11 +24,11 @@ impl Network {
     /// The interface does not exist or has no address.
     pub(super) fn of(options: &Options) -> Result<Self, AgentError> {
         let variable = nccl_variable();
-        Self::chosen(options.advertise.as_deref(), options.interface.as_deref(), variable.as_deref())
+        Self::choose(options.advertise.as_deref(), options.interface.as_deref(), variable.as_deref())
             .map_err(AgentError::Wrong)
     }
 
-    fn chosen(
+    fn choose(
         advertise: Option<&str>,
         interface: Option<&str>,
         variable: Option<&str>,
@@ -87,9 +87,9 @@ mod tests {
 
     #[test]
     fn an_interface_with_an_address_is_found_and_others_are_refused() {
-        let found = Network::chosen(None, Some("lo"), None).unwrap();
+        let found = Network::choose(None, Some("lo"), None).unwrap();
         assert_eq!(found.advertised.as_deref(), Some("127.0.0.1"));
-        let error = Network::chosen(None, Some("none-such"), None).unwrap_err();
+        let error = Network::choose(None, Some("none-such"), None).unwrap_err();
         assert!(error.contains("--interface none-such") && error.contains("lo"), "{error}");
     }
 
@@ -98,7 +98,7 @@ mod tests {
         let loopback = Some(IpAddr::from([127, 0, 0, 1]));
         let described = |advertise, interface, variable| {
             let mut machine = crate::agent::machine::describe(std::path::Path::new("/"));
-            let mut network = Network::chosen(advertise, interface, variable).unwrap();
+            let mut network = Network::choose(advertise, interface, variable).unwrap();
             network.describe(&mut machine, loopback);
             assert!(machine.network_id.is_some_and(|id| id.contains("net:")));
             network.logged.unwrap()
@@ -113,7 +113,7 @@ mod tests {
         ] {
             assert_eq!(described(advertise, interface, variable), logged);
         }
-        let error = Network::chosen(None, None, Some("=none-such")).unwrap_err();
+        let error = Network::choose(None, None, Some("=none-such")).unwrap_err();
         assert!(error.starts_with("NCCL_SOCKET_IFNAME==none-such: no such interface"), "{error}");
     }
 }

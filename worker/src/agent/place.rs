@@ -19,7 +19,7 @@ pub struct Datasets {
 
 impl Datasets {
     /// The path on this machine of the dataset `name`, which the server has at `path`. `None` if no option matches.
-    pub(super) fn mapped(&self, name: &str, path: &str) -> Option<PathBuf> {
+    pub(super) fn local_path(&self, name: &str, path: &str) -> Option<PathBuf> {
         if let Some((_, here)) = self.by_name.iter().find(|(known, _)| known == name) {
             return Some(here.clone());
         }
@@ -143,10 +143,10 @@ mod tests {
             ("cars", "/data/fast/cars", "/nvme/cars"),
             ("cars", "/data", "/mnt/a"),
         ] {
-            assert_eq!(datasets.mapped(name, path), Some(PathBuf::from(here)), "{name} {path}");
+            assert_eq!(datasets.local_path(name, path), Some(PathBuf::from(here)), "{name} {path}");
         }
         for path in ["/database/cars", "/data/../etc", "/elsewhere"] {
-            assert_eq!(datasets.mapped("cars", path), None, "{path}");
+            assert_eq!(datasets.local_path("cars", path), None, "{path}");
         }
     }
 }

@@ -39,7 +39,7 @@ pub(super) fn check(
 ) -> Result<(), Refusal> {
     let start = &stored.start;
     dataset::check(stored, program, cancelled, machine).map_err(Refusal::DatasetUnusable)?;
-    disk(stored, &start.spec).map_err(Refusal::DiskFull)?;
+    check_disk(stored, &start.spec).map_err(Refusal::DiskFull)?;
     let given = (!devices.is_empty()).then(|| RankGpu { ordinal: 0, visible: devices.to_vec() });
     let backend = registry::device_of(given.as_ref(), start.spec.parallel.device).backend;
     let ranks = start.ranks.len();
@@ -55,7 +55,7 @@ pub(super) fn check(
 }
 
 /// Checks that the disk has space for the checkpoints that will be kept.
-fn disk(stored: &StoredAttempt, spec: &JobSpec) -> Result<(), String> {
+fn check_disk(stored: &StoredAttempt, spec: &JobSpec) -> Result<(), String> {
     let side = spec.data.effective_validation_size().unwrap_or(32) as usize;
     // Rank 0 knows the dataset's classes, and reports errors in the model.
     let Ok(network) = net::build(&spec.model, side, 3, 1000) else { return Ok(()) };

@@ -51,7 +51,7 @@ impl Reported {
 
     /// A log line about the steps that are lost if an attempt is stopped after step `step`. `None` if no steps are
     /// lost. `unreported`: checkpoints that the attempt wrote and did not report.
-    pub(super) fn lost(&self, step: u64, unreported: &[CheckpointInfo]) -> Option<String> {
+    pub(super) fn describe_lost_steps(&self, step: u64, unreported: &[CheckpointInfo]) -> Option<String> {
         let known = self.start_step.into_iter().chain(self.steps.difference(&self.removed).copied());
         let newest = known.chain(unreported.iter().map(|info| info.step)).max()?;
         let none = if newest == 0 {
@@ -106,23 +106,23 @@ mod tests {
     #[test]
     fn a_stop_without_a_checkpoint_reports_the_lost_steps() {
         let mut reported = Reported::default();
-        assert_eq!(reported.lost(7, &[]), None, "the attempt never ran");
+        assert_eq!(reported.describe_lost_steps(7, &[]), None, "the attempt never ran");
         reported.note(&AttemptEvent::Running {
             total_steps: 200,
             steps_per_epoch: 200,
             start_step: 0,
             train_samples: 0,
         });
-        assert_eq!(reported.lost(0, &[]), None);
-        let message = reported.lost(7, &[]).unwrap();
+        assert_eq!(reported.describe_lost_steps(0, &[]), None);
+        let message = reported.describe_lost_steps(7, &[]).unwrap();
         assert!(message.contains("no checkpoint yet, steps 1 to 7 are lost"), "{message}");
         let checkpoint_of =
             |step| CheckpointInfo { epoch: 1, step, size_bytes: 1, ..CheckpointInfo::default() };
         reported.note(&AttemptEvent::Checkpoint(checkpoint_of(20)));
         // A checkpoint that was found damaged at the start.
         reported.note(&AttemptEvent::CheckpointRemoved { epoch: 2, step: 100 });
-        let message = reported.lost(57, &[]).unwrap();
+        let message = reported.describe_lost_steps(57, &[]).unwrap();
         assert!(message.contains("of step 20, steps 21 to 57 are lost"), "{message}");
-        assert_eq!(reported.lost(57, &[checkpoint_of(57)]), None, "the agent has found one");
+        assert_eq!(reported.describe_lost_steps(57, &[checkpoint_of(57)]), None, "the agent has found one");
     }
 }

@@ -175,7 +175,9 @@ impl Connected {
     async fn serve(mut self, agent: &mut Agent, signals: &mut Signals, revoked: Vec<AttemptRef>) -> Outcome {
         for attempt in revoked {
             tracing::warn!(job = %attempt.job, attempt = attempt.attempt, "the server has given the attempt to another agent: ending its ranks");
-            self.end(agent, &attempt, false);
+            if let Some(found) = agent.find_attempt(&attempt) {
+                found.order(Order::Stop { patient: false });
+            }
             self.unwanted.insert(attempt);
         }
         self.check_machine(agent);
@@ -208,7 +210,7 @@ impl Connected {
                     Some(part) => self.send_bytes(part).await,
                     None => Ok(()),
                 },
-                detach = signals.next() => match agent.handle_signal(detach) {
+                signal = signals.next() => match agent.handle_signal(signal) {
                     ControlFlow::Break(()) => Err(Outcome::End),
                     // `pump` announces the shutdown to the server.
                     ControlFlow::Continue(()) => Ok(()),
@@ -313,8 +315,7 @@ impl Connected {
             }
             ToAgent::Start(start) => agent.start(*start),
             ToAgent::Launch { attempt, master_port } => {
-                let found = agent.attempts.values().find(|a| *a.attempt() == attempt);
-                if let Some(gang) = found.and_then(Attempt::gang) {
+                if let Some(gang) = agent.find_attempt(&attempt).and_then(Attempt::gang) {
                     gang.launch(master_port);
                 }
             }
@@ -322,9 +323,11 @@ impl Connected {
             ToAgent::Stop { attempt, .. } if attempt.attempt == 0 => agent.job_is_final(&attempt.job),
             ToAgent::Stop { attempt, reason, patient } => {
                 tracing::info!(job = %attempt.job, attempt = attempt.attempt, reason, "asked to stop");
-                self.end(agent, &attempt, patient);
-                if agent.attempts.values().any(|a| *a.attempt() == attempt && a.is_over()) {
-                    self.stopped_late.entry(attempt).or_insert_with(Instant::now);
+                if let Some(found) = agent.find_attempt(&attempt) {
+                    found.order(Order::Stop { patient });
+                    if found.is_over() {
+                        self.stopped_late.entry(attempt).or_insert_with(Instant::now);
+                    }
                 }
             }
             ToAgent::Request { id, request } => self.request(agent, id, request),
@@ -333,12 +336,6 @@ impl Connected {
             ToAgent::Welcome { .. } | ToAgent::Part(_) => {}
         }
         Ok(())
-    }
-
-    fn end(&self, agent: &Agent, attempt: &AttemptRef, patient: bool) {
-        if let Some(attempt) = agent.attempts.values().find(|a| a.attempt() == attempt) {
-            Attempt::order(attempt, Order::Stop { patient });
-        }
     }
 
     /// Runs the quick checks once in the agent's life, and reports the findings on each connection.

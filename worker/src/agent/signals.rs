@@ -2,6 +2,14 @@
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum AgentSignal {
+    /// SIGTERM or SIGINT: end in order, together with the ranks.
+    End,
+    /// SIGUSR1: end at once, and leave the ranks to the next agent.
+    Detach,
+}
+
 /// Streams of the handled signals.
 pub(super) struct Signals {
     terminate: Signal,
@@ -18,12 +26,11 @@ impl Signals {
         })
     }
 
-    /// Waits for the next signal. True if the signal asks the agent to detach.
-    pub(super) async fn next(&mut self) -> bool {
+    pub(super) async fn next(&mut self) -> AgentSignal {
         tokio::select! {
-            _ = self.terminate.recv() => false,
-            _ = self.interrupt.recv() => false,
-            _ = self.detach.recv() => true,
+            _ = self.terminate.recv() => AgentSignal::End,
+            _ = self.interrupt.recv() => AgentSignal::End,
+            _ = self.detach.recv() => AgentSignal::Detach,
         }
     }
 }

@@ -231,7 +231,7 @@ async fn upload(
 ) -> Result<Sent, Failed> {
     let state = match client.upload_state(name).await {
         Ok(state) => state,
-        Err(failed) => return refused(failed, name, may_be_reported),
+        Err(failed) => return handle_refusal(failed, name, may_be_reported),
     };
     if state.stored.as_deref() == Some(sum) {
         return Ok(Sent::Done);
@@ -275,7 +275,7 @@ async fn upload(
 
 /// Handles the server's refusal to report the state of an upload. If `may_be_reported`, a report in flight may still
 /// announce this checkpoint or end the attempt, so the refusal is not final.
-fn refused(failed: Failed, name: &str, may_be_reported: bool) -> Result<Sent, Failed> {
+fn handle_refusal(failed: Failed, name: &str, may_be_reported: bool) -> Result<Sent, Failed> {
     match failed {
         Failed::Never(StatusCode::NOT_FOUND | StatusCode::FORBIDDEN, _) if may_be_reported => {
             Ok(Sent::NotYet)
@@ -391,14 +391,14 @@ mod tests {
     fn a_refusal_is_final_only_without_reports_in_flight() {
         let never = |status| Failed::Never(status, "no".into());
         for status in [StatusCode::NOT_FOUND, StatusCode::FORBIDDEN] {
-            assert_eq!(refused(never(status), "1-17", true), Ok(Sent::NotYet), "{status}");
-            assert_eq!(refused(never(status), "1-17", false), Ok(Sent::Done), "{status}");
+            assert_eq!(handle_refusal(never(status), "1-17", true), Ok(Sent::NotYet), "{status}");
+            assert_eq!(handle_refusal(never(status), "1-17", false), Ok(Sent::Done), "{status}");
         }
-        assert_eq!(refused(never(StatusCode::UNPROCESSABLE_ENTITY), "1-17", true), Ok(Sent::Done));
+        assert_eq!(handle_refusal(never(StatusCode::UNPROCESSABLE_ENTITY), "1-17", true), Ok(Sent::Done));
         // Another machine uploads the same checkpoint. If that machine is lost, this one takes its turn.
         for is_held in [true, false] {
             let later = Failed::Later("503".into());
-            assert_eq!(refused(later.clone(), "1-17", is_held), Err(later));
+            assert_eq!(handle_refusal(later.clone(), "1-17", is_held), Err(later));
         }
     }
 }

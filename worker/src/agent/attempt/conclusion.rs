@@ -39,7 +39,7 @@ impl Watch {
                 texts.extend(unreported.iter().map(found));
             }
             if rank == 0 && matches!(self.decided, Some(Ending::Stopped)) {
-                texts.extend(watched.notes.reported.lost(watched.end.step, &unreported));
+                texts.extend(watched.notes.reported.describe_lost_steps(watched.end.step, &unreported));
             }
             if !texts.is_empty() {
                 let at = jiff::Timestamp::now();

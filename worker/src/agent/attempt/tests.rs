@@ -68,7 +68,7 @@ impl Fixture {
             let mut process = RankProcess::adopt(&self.stored.attempt_dir(), *rank);
             assert!(process.poll().is_some(), "rank {rank} still runs");
         }
-        ending(&self.stored).unwrap()
+        recorded_ending(&self.stored).unwrap()
     }
 
     /// The log lines added by the agent.
@@ -311,7 +311,7 @@ async fn the_next_agent_takes_over_running_and_ended_ranks() {
     // A third agent finds that the attempt has ended, and reports nothing.
     let third = Attempt::adopt(fixture.stored.clone(), fixture.context.clone());
     assert!(third.is_over() && third.has_failed());
-    assert_eq!(self::ending(&fixture.stored), Some(ending));
+    assert_eq!(recorded_ending(&fixture.stored), Some(ending));
 }
 
 #[tokio::test]

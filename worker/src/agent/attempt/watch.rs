@@ -99,14 +99,14 @@ impl Watch {
         let decided = match beginning {
             StartMode::Launch { refusal: None } => {
                 let launched = this.launch(context, &mut ranks).await;
-                launched.err().map(|error| not_started(Refusal::NotStarted(error.to_string())))
+                launched.err().map(|error| refusal_ending(Refusal::NotStarted(error.to_string())))
             }
-            StartMode::Launch { refusal: Some(refusal) } => Some(not_started(refusal)),
+            StartMode::Launch { refusal: Some(refusal) } => Some(refusal_ending(refusal)),
             StartMode::Over(ending) => Some(ending),
             StartMode::Adopt => {
-                let adopt = |(rank, _): &(u32, u32)| this.watched(RankProcess::adopt(&this.dir, *rank));
+                let adopt = |(rank, _): &(u32, u32)| this.watch_rank(RankProcess::adopt(&this.dir, *rank));
                 ranks.ranks = this.stored.start.ranks.iter().map(adopt).collect();
-                this.never_begun().then(|| not_begun(context))
+                this.has_started_no_rank().then(|| restart_ending(context))
             }
         };
         if decided.is_some() {
@@ -124,17 +124,17 @@ impl Watch {
             let (program, spare) = (context.program.clone(), context.spares.take(config.slot));
             // Waits for the end of a spare that cannot become the rank.
             let start = move || RankProcess::start(&program, &config, spare);
-            ranks.ranks.push(self.watched(spawn_blocking(start).await??));
+            ranks.ranks.push(self.watch_rank(spawn_blocking(start).await??));
         }
         Ok(())
     }
 
     /// Whether an earlier agent ended before it started any of the ranks.
-    fn never_begun(&self) -> bool {
+    fn has_started_no_rank(&self) -> bool {
         !self.stored.start.ranks.iter().any(|(rank, _)| RankProcess::was_begun(&self.dir, *rank))
     }
 
-    fn watched(&self, process: RankProcess) -> Rank<RecordSummary> {
+    fn watch_rank(&self, process: RankProcess) -> Rank<RecordSummary> {
         Rank::of_attempt(process, &self.dir, RecordSummary::default())
     }
 
@@ -232,12 +232,13 @@ impl Policy for Watch {
     }
 }
 
-fn not_begun(context: &AttemptContext) -> Ending {
+/// How an attempt ends whose agent ended before it started any rank.
+fn restart_ending(context: &AttemptContext) -> Ending {
     let agent = context.remote.as_ref().map_or_else(lockstep_host::hostname, |remote| remote.name.clone());
     Ending::Failed { reason: ReasonKind::AgentRestarted { agent: agent.into() }.into(), retriable: true }
 }
 
-fn not_started(refusal: Refusal) -> Ending {
+fn refusal_ending(refusal: Refusal) -> Ending {
     let retriable = matches!(refusal, Refusal::CheckpointDamaged(_));
     let kind = match refusal {
         Refusal::DatasetUnusable(why) => {

@@ -8,7 +8,7 @@ use super::{
     cache::{self, About, Copies, CopyLock, Entry},
     list::Entries,
     on_disk,
-    size::{down, up},
+    size::{megabytes_down, megabytes_up},
 };
 use crate::agent::remote::AttemptClient;
 use incoming::receive;
@@ -218,12 +218,13 @@ async fn check_disk(
 fn too_small(folder: &Path, dataset: &str, missing: &Missing, free: u64) -> String {
     let needed = missing.disk_bytes.saturating_add(SPARE_BYTES);
     // Rounded up, so that freeing the named amount is enough.
-    let (left, spare, short) = (up(missing.disk_bytes), up(SPARE_BYTES), up(needed.saturating_sub(free)));
+    let [left, spare, short] =
+        [missing.disk_bytes, SPARE_BYTES, needed.saturating_sub(free)].map(megabytes_up);
     format!(
         "the copy of the dataset {dataset} needs {left} more on the disk of {}, with {spare} to be left free, and {} are free: free \
          {short} there, or give the agent a folder on another disk with --dataset-cache, and retry the job",
         folder.display(),
-        down(free),
+        megabytes_down(free),
     )
 }
 

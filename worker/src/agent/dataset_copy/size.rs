@@ -5,12 +5,12 @@ pub(super) fn megabytes(bytes: u64) -> String {
 }
 
 /// The size in megabytes, rounded up.
-pub(super) fn up(bytes: u64) -> String {
+pub(super) fn megabytes_up(bytes: u64) -> String {
     format!("{:.1} MB", bytes.div_ceil(100_000) as f64 / 10.0)
 }
 
 /// The size in megabytes, rounded down.
-pub(super) fn down(bytes: u64) -> String {
+pub(super) fn megabytes_down(bytes: u64) -> String {
     format!("{:.1} MB", (bytes / 100_000) as f64 / 10.0)
 }
 
@@ -35,7 +35,7 @@ mod tests {
     #[test]
     fn needed_space_is_rounded_up_and_free_space_down() {
         assert_eq!(
-            (up(100_000), up(100_001), down(199_999)),
+            (megabytes_up(100_000), megabytes_up(100_001), megabytes_down(199_999)),
             ("0.1 MB".into(), "0.2 MB".into(), "0.1 MB".into())
         );
     }

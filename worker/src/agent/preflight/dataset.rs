@@ -35,15 +35,15 @@ pub(super) fn check(
     let path = path.as_path();
     let note = stored.job_dir.join(DATASET_NOTE);
     let before = read_note(&note);
-    let found = take(path, before.is_some(), program, cancelled)?;
+    let fingerprint = take_fingerprint(path, before.is_some(), program, cancelled)?;
+    let own = DatasetNote { fingerprint, machine: machine.map(str::to_owned) };
     // Before the first start the server has no fingerprint to send. If there is a note, another machine of this
     // attempt wrote it meanwhile.
     let is_first_start = stored.start.files.dataset.is_none();
     match (before, &stored.start.files.registered) {
-        (Some(before), _) if before.fingerprint != found => {
-            let own = DatasetNote { fingerprint: found, machine: machine.map(str::to_owned) };
+        (Some(before), _) if before.fingerprint != own.fingerprint => {
             if is_first_start && before.machine.is_some() && before.machine != own.machine {
-                return Err(differs(stored, &own, &before.in_words()));
+                return Err(describe_difference(stored, &own, &before.in_words()));
             }
             let on = before.machine.as_ref().map(|name| format!(" on {name}")).unwrap_or_default();
             Err(format!(
@@ -55,24 +55,24 @@ pub(super) fn check(
             ))
         }
         (Some(_), _) => Ok(()),
-        (None, Some(registered)) if *registered != found => Err(format!(
+        (None, Some(registered)) if *registered != own.fingerprint => Err(format!(
             "the dataset {} is not the one that was registered as {:?}: {} here, {} there, or other content; copy the registered \
              one to this machine and retry the job or, if the dataset was changed on purpose, inspect it again on the page Datasets and \
              retry the job",
             path.display(),
             stored.start.spec.data.dataset,
-            found.in_words(),
+            own.fingerprint.in_words(),
             registered.in_words(),
         )),
         // The caller no longer waits for this check, and another check may have begun.
         (None, _) if cancelled.load(Ordering::Relaxed) => Err("cancelled".into()),
-        (None, _) => keep(stored, DatasetNote { fingerprint: found, machine: machine.map(str::to_owned) }),
+        (None, _) => store_note(stored, own),
     }
 }
 
 /// The fingerprint of the dataset now. Before the job has begun, each file is examined, so that ranks need not do so.
 /// Later starts examine only folders.
-fn take(
+fn take_fingerprint(
     path: &Path,
     has_begun: bool,
     program: &Path,
@@ -92,7 +92,7 @@ fn take(
 
 /// Stores the note of a job's first start. Agents of one attempt may share the job's folder and arrive at the same
 /// time: the first note counts, and the other agent compares its dataset with it.
-fn keep(stored: &StoredAttempt, own: DatasetNote) -> Result<(), String> {
+fn store_note(stored: &StoredAttempt, own: DatasetNote) -> Result<(), String> {
     let note = stored.job_dir.join(DATASET_NOTE);
     // The first rank of this machine is unique among agents.
     let first = stored.start.ranks.iter().map(|(rank, _)| *rank).min().unwrap_or(0);
@@ -103,7 +103,7 @@ fn keep(stored: &StoredAttempt, own: DatasetNote) -> Result<(), String> {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => match read_note(&note) {
             Some(first) if first.fingerprint != own.fingerprint => {
                 let _ = fs::remove_file(&temporary);
-                return Err(differs(stored, &own, &first.in_words()));
+                return Err(describe_difference(stored, &own, &first.in_words()));
             }
             Some(_) => fs::remove_file(&temporary),
             // A note that was written only partly.
@@ -117,7 +117,11 @@ fn keep(stored: &StoredAttempt, own: DatasetNote) -> Result<(), String> {
 }
 
 /// The error if two machines of a job have different datasets. `other` describes the other machine's.
-pub(in super::super) fn differs(stored: &StoredAttempt, own: &DatasetNote, other: &str) -> String {
+pub(in super::super) fn describe_difference(
+    stored: &StoredAttempt,
+    own: &DatasetNote,
+    other: &str,
+) -> String {
     format!(
         "the copies of the dataset {:?} differ: {} has {} at {}, and {other}. Lockstep cannot tell which of the two is correct: compare them, and \
          copy the correct files to the other machine",

@@ -22,14 +22,14 @@ const MAX_FILE_BYTES: u64 = 16 << 20;
 /// # Errors
 /// Why the file cannot be used.
 pub fn client_config(ca_file: Option<&Path>) -> Result<Arc<ClientConfig>, String> {
-    client_config_as(ca_file, None)
+    client_config_with_identity(ca_file, None)
 }
 
-/// As [`client_config`], with a certificate (`identity`) that the client presents if the server requests one.
+/// Like [`client_config`], with a certificate (`identity`) that the client presents if the server requests one.
 ///
 /// # Errors
 /// Why a file cannot be used.
-pub fn client_config_as(
+pub fn client_config_with_identity(
     ca_file: Option<&Path>,
     identity: Option<&IdentityFiles>,
 ) -> Result<Arc<ClientConfig>, String> {
@@ -135,20 +135,23 @@ fn refusal_in_words(alert: AlertDescription) -> Option<String> {
 fn certificate_in_words(problem: &CertificateError) -> String {
     match problem {
         CertificateError::UnknownIssuer | CertificateError::BadSignature => {
-            "this machine does not know the authority (CA) that signed its certificate. If the server makes its own, \
-             `lockstep ca show` prints the CA's certificate there: save it in a file here and name it with --ca-file or \
-             LOCKSTEP_CA_FILE"
+            "this machine does not know the authority (CA) that signed the server's certificate. If the server has a CA of its \
+             own, run `lockstep ca show` on the server's machine, save the output in a file on this machine, and give the file's \
+             path with --ca-file or LOCKSTEP_CA_FILE"
                 .into()
         }
-        CertificateError::NotValidForNameContext { expected, presented } => format!(
-            "its certificate is not for {} but for {}; use such a name in the address, or have a certificate issued for \
-             this one",
-            expected.to_str(),
-            match presented.is_empty() {
-                true => "no name at all".to_owned(),
-                false => presented.iter().take(MAX_NAMES).map(|name| strip_name_type(name)).collect::<Vec<_>>().join(", "),
-            }
-        ),
+        CertificateError::NotValidForNameContext { expected, presented } if presented.is_empty() => {
+            format!("its certificate is for no name; have a certificate issued for {}", expected.to_str())
+        }
+        CertificateError::NotValidForNameContext { expected, presented } => {
+            let (expected, names) = (expected.to_str(), presented.iter().take(MAX_NAMES));
+            let names: Vec<_> = names.map(|name| strip_name_type(name)).collect();
+            format!(
+                "its certificate is not for {expected} but for {}; use one of these names in the address, or have a certificate \
+                 issued for {expected}",
+                names.join(", ")
+            )
+        }
         CertificateError::NotValidForName => {
             "its certificate is not for the name in this address; use a name that it is for".into()
         }

@@ -106,10 +106,8 @@ impl Address {
     /// Files are read for each connection, so a new CA certificate or a renewed client certificate needs no restart.
     pub(super) fn connector(&self) -> Result<Connector, String> {
         match self.request.uri().scheme_str() {
-            Some("wss") => {
-                let config = tls::client_config_as(self.ca_file.as_deref(), self.identity.as_ref())?;
-                Ok(Connector::Rustls(config))
-            }
+            Some("wss") => tls::client_config_with_identity(self.ca_file.as_deref(), self.identity.as_ref())
+                .map(Connector::Rustls),
             _ => Ok(Connector::Plain),
         }
     }

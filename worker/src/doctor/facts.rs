@@ -48,7 +48,7 @@ impl Facts {
     pub fn find() -> Result<Self, String> {
         let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
         let all = interfaces().map_err(|e| format!("the network interfaces cannot be listed: {e}"))?;
-        let address = address(
+        let address = find_address(
             &all,
             variable(NCCL_INTERFACE).as_deref(),
             variable(SSH_CONNECTION).as_deref(),
@@ -74,7 +74,7 @@ impl Facts {
 
 /// The address of the named interface. Otherwise the address to which SSH connected, or the address of the default
 /// route.
-fn address(
+fn find_address(
     all: &[(String, IpAddr)],
     interface: Option<&str>,
     connection: Option<&str>,
@@ -144,17 +144,20 @@ mod tests {
         let route = || Ok(ip("10.0.0.5"));
         let none = || Err(io::Error::other("no route"));
         let ssh = Some("10.2.0.1 50000 10.2.0.5 22");
-        assert_eq!(address(&all, Some("=eth1"), ssh, route), Ok(ip("10.1.0.5")));
-        assert_eq!(address(&all, Some("eth10,ib"), ssh, route), Ok(ip("10.2.0.5")));
-        assert!(address(&all, Some("=eth"), ssh, route).unwrap_err().contains("lo, eth0, eth1, eth10"));
-        assert_eq!(address(&all, Some("^eth0"), ssh, route), Ok(ip("10.2.0.5")));
-        assert_eq!(address(&all, None, ssh, route), Ok(ip("10.2.0.5")));
+        assert_eq!(find_address(&all, Some("=eth1"), ssh, route), Ok(ip("10.1.0.5")));
+        assert_eq!(find_address(&all, Some("eth10,ib"), ssh, route), Ok(ip("10.2.0.5")));
+        assert!(find_address(&all, Some("=eth"), ssh, route).unwrap_err().contains("lo, eth0, eth1, eth10"));
+        assert_eq!(find_address(&all, Some("^eth0"), ssh, route), Ok(ip("10.2.0.5")));
+        assert_eq!(find_address(&all, None, ssh, route), Ok(ip("10.2.0.5")));
         // Behind network address translation, sshd names an address that this machine does not have. A loopback
         // address is not reachable from other machines.
-        assert_eq!(address(&all, None, Some("1.2.3.4 5 203.0.113.9 22"), route), Ok(ip("10.0.0.5")));
-        assert_eq!(address(&all, None, Some("127.0.0.1 5 127.0.0.1 22"), route), Ok(ip("10.0.0.5")));
-        assert_eq!(address(&all, None, None, none), Ok(ip("10.0.0.5")));
-        assert_eq!(address(&all[..1], None, Some("127.0.0.1 5 127.0.0.1 22"), none), Ok(ip("127.0.0.1")));
-        assert!(address(&all[..1], None, None, none).is_err());
+        assert_eq!(find_address(&all, None, Some("1.2.3.4 5 203.0.113.9 22"), route), Ok(ip("10.0.0.5")));
+        assert_eq!(find_address(&all, None, Some("127.0.0.1 5 127.0.0.1 22"), route), Ok(ip("10.0.0.5")));
+        assert_eq!(find_address(&all, None, None, none), Ok(ip("10.0.0.5")));
+        assert_eq!(
+            find_address(&all[..1], None, Some("127.0.0.1 5 127.0.0.1 22"), none),
+            Ok(ip("127.0.0.1"))
+        );
+        assert!(find_address(&all[..1], None, None, none).is_err());
     }
 }

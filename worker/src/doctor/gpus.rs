@@ -29,23 +29,23 @@ pub(super) fn findings(quick: bool) -> Vec<Finding> {
         }
     };
     let mut findings = vec![driver_finding(driver.as_deref())];
-    findings.extend(all.iter().map(gpu));
-    findings.extend(visible(&libraries, all.len()));
+    findings.extend(all.iter().map(gpu_finding));
+    findings.extend(visible_finding(&libraries, all.len()));
     if all.len() > 1 {
-        findings.extend(links(&libraries, &all));
+        findings.extend(link_findings(&libraries, &all));
     }
     let cuda = libraries.get(Library::Driver).and_then(|driver| driver.version().ok());
     for which in Library::ALL.into_iter().filter(|which| *which != Library::Nvml) {
-        findings.push(library(&libraries, which, all.len(), cuda.as_deref()));
+        findings.push(library_finding(&libraries, which, all.len(), cuda.as_deref()));
     }
     if !quick && libraries.get(Library::Nvjpeg).is_some() {
-        findings.push(jpeg_decoder(nvjpeg::hardware()));
+        findings.push(jpeg_decoder_finding(nvjpeg::hardware()));
     }
     findings
 }
 
 /// Whether GPUs decode JPEG files. `found` describes the decoder of one GPU.
-fn jpeg_decoder(found: Result<String, String>) -> Finding {
+fn jpeg_decoder_finding(found: Result<String, String>) -> Finding {
     match found {
         Ok(found) => finding("JPEG decoder", Grade::Ok, format!("in each GPU: {found}"), ""),
         Err(why) => {
@@ -63,7 +63,7 @@ fn driver_finding(version: Option<&str>) -> Finding {
     finding("GPU driver", Grade::Ok, found, "")
 }
 
-fn gpu(gpu: &Gpu) -> Finding {
+fn gpu_finding(gpu: &Gpu) -> Finding {
     let Gpu { index, uuid, name, memory_bytes, memory_used_bytes, pci, divided } = gpu;
     let what = format!("GPU {index}");
     let used = gib(*memory_used_bytes);
@@ -80,7 +80,7 @@ fn gpu(gpu: &Gpu) -> Finding {
     finding(&what, Grade::Ok, found, "")
 }
 
-fn visible(libraries: &Libraries, all: usize) -> Option<Finding> {
+fn visible_finding(libraries: &Libraries, all: usize) -> Option<Finding> {
     let value = std::env::var_os(devices::VISIBLE)?;
     let shown = format!("{}={}", devices::VISIBLE, value.to_string_lossy());
     Some(match devices::visible(libraries) {
@@ -97,7 +97,7 @@ fn visible(libraries: &Libraries, all: usize) -> Option<Finding> {
     })
 }
 
-fn links(libraries: &Libraries, gpus: &[Gpu]) -> Vec<Finding> {
+fn link_findings(libraries: &Libraries, gpus: &[Gpu]) -> Vec<Finding> {
     let links = match devices::links(libraries, gpus) {
         Ok(links) => links,
         Err(error) => {
@@ -130,7 +130,7 @@ fn links(libraries: &Libraries, gpus: &[Gpu]) -> Vec<Finding> {
 }
 
 /// A finding about a library. `cuda` is the version that the driver supports, such as `13.0`.
-fn library(libraries: &Libraries, which: Library, gpus: usize, cuda: Option<&str>) -> Finding {
+fn library_finding(libraries: &Libraries, which: Library, gpus: usize, cuda: Option<&str>) -> Finding {
     let Some(library) = libraries.get(which) else {
         // One GPU does not need NCCL.
         let needed = Library::needed(u32::try_from(gpus).unwrap_or(u32::MAX)).contains(&which);
@@ -170,19 +170,19 @@ mod tests {
     #[test]
     fn a_missing_library_is_a_problem_with_advice() {
         let nothing = Libraries::default();
-        let cudnn = library(&nothing, Library::Cudnn, 1, Some("13.0"));
+        let cudnn = library_finding(&nothing, Library::Cudnn, 1, Some("13.0"));
         assert_eq!((cudnn.what.as_str(), cudnn.grade), ("cuDNN", Grade::Problem));
         assert!(cudnn.advice.unwrap().contains("pip install nvidia-cudnn"));
-        assert_eq!(library(&nothing, Library::Nccl, 1, None).grade, Grade::Note);
-        assert_eq!(library(&nothing, Library::Nccl, 2, None).grade, Grade::Problem);
+        assert_eq!(library_finding(&nothing, Library::Nccl, 1, None).grade, Grade::Note);
+        assert_eq!(library_finding(&nothing, Library::Nccl, 2, None).grade, Grade::Problem);
     }
 
     #[test]
     fn a_missing_jpeg_decoder_is_a_note_that_names_the_cpu() {
-        assert_eq!(library(&Libraries::default(), Library::Nvjpeg, 1, None).grade, Grade::Note);
-        let without = jpeg_decoder(Err("this GPU has no JPEG decoder".into()));
+        assert_eq!(library_finding(&Libraries::default(), Library::Nvjpeg, 1, None).grade, Grade::Note);
+        let without = jpeg_decoder_finding(Err("this GPU has no JPEG decoder".into()));
         assert_eq!(without.grade, Grade::Note);
         assert!(without.advice.unwrap().contains("on CPU cores"));
-        assert_eq!(jpeg_decoder(Ok("8 engines".into())).grade, Grade::Ok);
+        assert_eq!(jpeg_decoder_finding(Ok("8 engines".into())).grade, Grade::Ok);
     }
 }

@@ -202,7 +202,7 @@ pub fn answer(request: AgentRequest) -> Result<AgentReply, String> {
             samples::pick(&path, pick).map(AgentReply::Samples).map_err(|e| e.to_string())
         }
         AgentRequest::FitWeights(request) => {
-            Ok(AgentReply::Weights { mistake: pretrained::mistake(&request) })
+            Ok(AgentReply::Weights { mistake: pretrained::find_mistake(&request) })
         }
         AgentRequest::Evaluate(request) => match request.neighbours {
             Some(k) => neighbours::evaluate(&request, k).map(AgentReply::Neighbours),

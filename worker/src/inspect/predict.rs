@@ -73,7 +73,7 @@ fn outputs(path: &Path, pictures: Vec<(String, Vec<u8>)>, output: Output) -> Res
             let values = input.and_then(|_| found.next().unwrap_or_else(|| Err("has no result".into())));
             let (classes, embedding, error) = match values {
                 Ok(logits) if output == Output::Logits => {
-                    (ranked(&model.classes, &softmax(&logits)), None, None)
+                    (rank_classes(&model.classes, &softmax(&logits)), None, None)
                 }
                 Ok(embedding) => (Vec::new(), Some(embedding), None),
                 Err(detail) => (Vec::new(), None, Some(detail)),
@@ -115,7 +115,7 @@ fn check_pixels<'a>(pictures: impl Iterator<Item = &'a [u8]>) -> Result<(), Stri
 }
 
 /// The classes in descending order of probability.
-fn ranked(classes: &[String], probabilities: &[f32]) -> Vec<Probability> {
+fn rank_classes(classes: &[String], probabilities: &[f32]) -> Vec<Probability> {
     let mut all: Vec<_> = classes
         .iter()
         .zip(probabilities)
@@ -132,7 +132,7 @@ fn input(model: &Model, bytes: &[u8]) -> Result<Vec<f32>, String> {
     }
     let mut picture = Picture::decode(bytes)?;
     if model.channels == 1 {
-        picture = grey(picture);
+        picture = to_grey(picture);
     }
     let side = model.image_size as u32;
     let picture = match model.resize {
@@ -148,7 +148,7 @@ fn input(model: &Model, bytes: &[u8]) -> Result<Vec<f32>, String> {
 }
 
 /// ITU-R BT.709 luminance. Grey pictures are unchanged.
-fn grey(picture: Picture) -> Picture {
+fn to_grey(picture: Picture) -> Picture {
     let luminance = |p: &[u8]| {
         ((2126 * u32::from(p[0]) + 7152 * u32::from(p[1]) + 722 * u32::from(p[2]) + 5000) / 10_000) as u8
     };

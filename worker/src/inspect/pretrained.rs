@@ -11,7 +11,7 @@ use lockstep_protocol::{agent::AllowedFolders, inspect::FitWeights};
 use std::path::{Path, PathBuf};
 
 /// Why a network cannot start from these weights. `None` if the weights fit.
-pub(super) fn mistake(request: &FitWeights) -> Option<String> {
+pub(super) fn find_mistake(request: &FitWeights) -> Option<String> {
     let (file, given) = match shapes(Path::new(&request.weights), request.allowed.as_ref()) {
         Ok(given) => given,
         Err(why) => return Some(why),
@@ -90,13 +90,13 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let ours = model(Arch::ResNet20, Stem::Auto);
         let file = write(dir.path(), &ours, |_| {});
-        assert_eq!(mistake(&fit_request(&file, ours.clone(), 10)), None);
-        assert_eq!(mistake(&fit_request(&file, ours.clone(), 131)), None, "the head may differ");
-        let message = mistake(&fit_request(&file, model(Arch::ResNet32, Stem::Auto), 10)).unwrap();
+        assert_eq!(find_mistake(&fit_request(&file, ours.clone(), 10)), None);
+        assert_eq!(find_mistake(&fit_request(&file, ours.clone(), 131)), None, "the head may differ");
+        let message = find_mistake(&fit_request(&file, model(Arch::ResNet32, Stem::Auto), 10)).unwrap();
         for part in ["does not hold a resnet32", "tensors of", "layer1.3.bn1.bias, ", "more are missing"] {
             assert!(message.contains(part), "{part:?} in {message}");
         }
-        let message = mistake(&fit_request(&file, model(Arch::ResNet20, Stem::Imagenet), 10)).unwrap();
+        let message = find_mistake(&fit_request(&file, model(Arch::ResNet20, Stem::Imagenet), 10)).unwrap();
         assert!(message.contains("(set model.stem = \"cifar\")"), "{message}");
         let tensor =
             |shape: &[usize]| HostTensor { shape: shape.to_vec(), values: vec![0.0; shape.iter().product()] };
@@ -104,7 +104,7 @@ mod tests {
             tensors.insert("bn1.bias".into(), tensor(&[9]));
             tensors.insert("layer9.bias".into(), tensor(&[1]));
         });
-        let message = mistake(&fit_request(&file, ours, 10)).unwrap();
+        let message = find_mistake(&fit_request(&file, ours, 10)).unwrap();
         assert!(
             message.contains("bn1.bias is [9], wanted [16]; layer9.bias is not in this network"),
             "{message}"
@@ -120,7 +120,7 @@ mod tests {
         std::fs::create_dir_all(root.join("folder")).unwrap();
         let allowed = AllowedFolders { below: vec![root.display().to_string()], except: Vec::new() };
         let weigh = |file: &Path| {
-            mistake(&FitWeights { allowed: Some(allowed.clone()), ..fit_request(file, ours(), 10) })
+            find_mistake(&FitWeights { allowed: Some(allowed.clone()), ..fit_request(file, ours(), 10) })
         };
         let inside = root.join("w.safetensors");
         std::fs::copy(&outside, &inside).unwrap();
@@ -158,11 +158,11 @@ mod tests {
             (&whole_numbers[..], "is of type I32; supported are float32, float64, bfloat16 and float16"),
         ] {
             std::fs::write(&file, content).unwrap();
-            let message = mistake(&fit_request(&file, ours(), 10)).unwrap();
+            let message = find_mistake(&fit_request(&file, ours(), 10)).unwrap();
             assert!(message.contains(detail), "{detail:?} in {message}");
         }
         std::fs::remove_file(&file).unwrap();
-        let message = mistake(&fit_request(&file, ours(), 10)).unwrap();
+        let message = find_mistake(&fit_request(&file, ours(), 10)).unwrap();
         assert!(message.contains("other.safetensors"), "{message}");
     }
 }

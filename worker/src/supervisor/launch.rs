@@ -86,7 +86,7 @@ impl RankProcess {
     /// The error names the file or program that could not be used.
     pub fn start(program: &Path, config: &RankConfig, spare: Option<Spare>) -> io::Result<Self> {
         if let Some(spare) = spare
-            && let Some(process) = Self::of_spare(program, config, spare)?
+            && let Some(process) = Self::from_spare(program, config, spare)?
         {
             return Ok(process);
         }
@@ -112,7 +112,7 @@ impl RankProcess {
 
     /// Turns a spare process into the rank. `None` if a new process would differ from the spare, or if the spare has
     /// ended.
-    fn of_spare(program: &Path, config: &RankConfig, mut spare: Spare) -> io::Result<Option<Self>> {
+    fn from_spare(program: &Path, config: &RankConfig, mut spare: Spare) -> io::Result<Option<Self>> {
         let config = RankConfig { gpu: Some(spare.gpu().clone()), ..config.clone() };
         if !spare.is_usable_as(program, &environment(&config)?) {
             spare.end();
@@ -125,7 +125,7 @@ impl RankProcess {
         // before it writes the path, the process ends by itself, and the next agent finds a rank that has ended.
         process.record(&dir)?;
         // The path fits into the pipe's buffer, so writing does not block.
-        if process.tell(config_path.as_os_str().as_bytes()).is_err() {
+        if process.write_to_stdin(config_path.as_os_str().as_bytes()).is_err() {
             spare::kill_and_wait(process);
             // Without this file, the new process is found by its arguments until it has its own file.
             fs::remove_file(rank_file(&dir, config.rank, "pid"))?;
@@ -160,7 +160,7 @@ impl RankProcess {
             let (pid, stat) = find_rank(&rank_file(attempt_dir, rank, "json"))?;
             Some(Identity { pid, start_time: stat.start_time, boot_id: boot_id() })
         };
-        Self::adopted(rank, recorded.or_else(by_argument))
+        Self::from_identity(rank, recorded.or_else(by_argument))
     }
 }
 
@@ -268,7 +268,7 @@ mod tests {
         let gpu = RankGpu { ordinal: 1, visible: vec![toy::device("a"), toy::device("b")] };
         let spare = || Spare::start(&script, &gpu).unwrap();
         let mut orphan = spare();
-        orphan.process().tell(b"").unwrap();
+        orphan.process().write_to_stdin(b"").unwrap();
         assert_eq!(wait(orphan.process()), Exit::Status(9), "the spare's agent has ended");
 
         type Change = fn(&mut Spare, &mut RankConfig, &Path);

@@ -91,7 +91,7 @@ impl RankProcess {
 
     /// Adopts a process that an earlier supervisor started in a separate group. `identity` is `None` if no process was
     /// found, so the rank has ended.
-    pub(super) fn adopted(rank: u32, identity: Option<Identity>) -> Self {
+    pub(super) fn from_identity(rank: u32, identity: Option<Identity>) -> Self {
         let exit = identity.is_none().then_some(Exit::Unseen);
         let identity = identity.unwrap_or(Identity { pid: 0, start_time: 0, boot_id: String::new() });
         Self { rank, group: UnixProcessGroup::Own, identity, child: None, exit }
@@ -110,7 +110,7 @@ impl RankProcess {
     ///
     /// # Errors
     /// The process does not read.
-    pub(super) fn tell(&mut self, text: &[u8]) -> io::Result<()> {
+    pub(super) fn write_to_stdin(&mut self, text: &[u8]) -> io::Result<()> {
         let input = self.child.as_mut().and_then(|child| child.stdin.take());
         input.ok_or(io::ErrorKind::BrokenPipe)?.write_all(text)
     }
@@ -226,7 +226,7 @@ mod tests {
             RankProcess::spawn(0, command.arg("1000"), UnixProcessGroup::Own).expect("sleep is installed");
         let Identity { pid, start_time, boot_id } = &stranger.identity;
         let before = Identity { pid: *pid, start_time: start_time - 1, boot_id: boot_id.clone() };
-        let mut rank = RankProcess::adopted(0, Some(before));
+        let mut rank = RankProcess::from_identity(0, Some(before));
         assert!(rank.sweep(), "{:?}", rank.remaining());
         assert_eq!((stranger.poll(), stranger.remaining().len()), (None, 1));
         stranger.kill_and_wait();

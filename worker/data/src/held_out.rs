@@ -34,7 +34,7 @@ pub(crate) struct Identity {
 }
 
 /// Whether each picture of the training split is held out for validation. `labels` has the class of each picture.
-pub(crate) fn held_out(division: &ValidationDivision, pictures: &[Identity], labels: &[u32]) -> Vec<bool> {
+pub(crate) fn hold_out(division: &ValidationDivision, pictures: &[Identity], labels: &[u32]) -> Vec<bool> {
     let Some((fold, folds)) = division.fold else {
         return pictures.iter().map(|picture| is_held_out(division, *picture)).collect();
     };
@@ -146,7 +146,7 @@ pub fn validation_set(path: &Path, spec: &DataSpec) -> Result<Option<ValidationS
     };
     let division = ValidationDivision::of(spec);
     let held_out = match division.holds_out() {
-        true => held_out(&division, &identities, &split.labels),
+        true => hold_out(&division, &identities, &split.labels),
         false => vec![true; identities.len()],
     };
     let pictures = identities.into_iter().zip(split.labels.iter().copied()).zip(held_out);
@@ -250,7 +250,7 @@ mod tests {
             // Another fold has trained on all of these pictures.
             let other =
                 [ValidationDivision::of(&spec(fold % 4 + 1, 0)), ValidationDivision::of(&spec(fold, 0))];
-            assert_eq!(source.trained_on(&foreign_divisions(&other, &spec(fold, 0))), 11);
+            assert_eq!(source.count_trained_on(&foreign_divisions(&other, &spec(fold, 0))), 11);
         }
         assert_eq!(seen.len(), 44);
         let set = |seed| validation_set(dir.path(), &spec(1, seed)).unwrap();
@@ -306,7 +306,7 @@ mod tests {
         let count_foreign = |fraction, seed| {
             let divisions =
                 [ValidationDivision::of(&spec(fraction, seed)), ValidationDivision::of(&spec(0.1, 0))];
-            source.trained_on(&foreign_divisions(&divisions, &spec(0.1, 0)))
+            source.count_trained_on(&foreign_divisions(&divisions, &spec(0.1, 0)))
         };
         assert_eq!(count_foreign(0.1, 0), 0, "its own");
         assert_eq!(count_foreign(0.2, 0), 0, "the other division holds them out, too");

@@ -214,7 +214,8 @@ fn examine(
     let mut all = labels.into_iter().zip(folders).zip(entries);
     let mut found = Vec::new();
     for ((name, mut broken), count) in named_splits.into_iter().zip(counts) {
-        let (mut listing, mut labels) = (Listing::new(dir).folder_cache(store.folder_cache(dir)), Vec::new());
+        let mut listing = Listing::new(dir).with_folder_cache(store.folder_cache(dir));
+        let mut labels = Vec::new();
         for ((label, folder), entries) in all.by_ref().take(count) {
             if entries.is_empty() && !folder.has_broken {
                 return Err(empty(&dir.join(&folder.path)));

@@ -307,6 +307,7 @@ pub fn canonical(path: &Path) -> io::Result<PathBuf> {
 /// The path of a registered dataset without links, if it leads to an allowed folder. The path had no links when it was
 /// registered, but links may have been created since. They are resolved only here: the returned path is the path that
 /// is opened. A path that does not exist is returned unchanged, and opening it fails.
+///
 /// # Errors
 /// The path leads outside the allowed folders, or cannot be read.
 pub fn resolve(path: &Path, allowed: Option<&AllowedFolders>) -> Result<PathBuf, String> {

@@ -67,7 +67,7 @@ impl Listing {
     }
 
     /// Sets the folder cache to invalidate when a file has changed.
-    pub(super) fn folder_cache(self, folder_cache: FolderCacheFile) -> Self {
+    pub(super) fn with_folder_cache(self, folder_cache: FolderCacheFile) -> Self {
         Self { folder_cache, ..self }
     }
 
@@ -242,7 +242,7 @@ fn read_row(row: &Row, path: &Path, stamp: Stamp, known: &ParquetFile) -> Result
         known.read(file, found.size, row.offset)?
     } else {
         // The file has changed, so its pages may be at other offsets.
-        let now = known.reopened(path, found);
+        let now = known.reopen(path, found);
         let now = now.map_err(|error| format!("cannot be read, as its file {}", error.detail))?;
         now.read(file, found.size, row.offset)?
     };

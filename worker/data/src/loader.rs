@@ -46,8 +46,7 @@ pub struct DataSource {
     evaluation: Arc<Transform>,
     train: Arc<Part>,
     validation: Arc<Part>,
-    /// The identities of the validation pictures.
-    measured: Vec<Identity>,
+    validation_identities: Vec<Identity>,
     seed: u64,
     format: BatchFormat,
     mixing: Mixing,
@@ -91,10 +90,10 @@ impl DataSource {
 
     /// The number of validation pictures that were training pictures under one of `divisions`, if a fraction is held
     /// out.
-    pub fn trained_on(&self, divisions: &[ValidationDivision]) -> u64 {
+    pub fn count_trained_on(&self, divisions: &[ValidationDivision]) -> u64 {
         let trained =
             |picture: &&Identity| divisions.iter().any(|division| !is_held_out(division, **picture));
-        self.measured.iter().filter(trained).count() as u64
+        self.validation_identities.iter().filter(trained).count() as u64
     }
 
     /// Replaces the normalisation by these values per channel. A run that continues from a checkpoint must normalise

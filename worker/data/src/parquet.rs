@@ -9,7 +9,7 @@ mod source;
 #[cfg(test)]
 mod tests;
 
-pub(super) use rows::{NO_LABEL, of as members};
+pub(super) use rows::{NO_LABEL, read_members};
 
 use super::index::{Members, Stamp};
 use ::parquet::{
@@ -101,7 +101,7 @@ impl From<ParquetError> for UnusableFile {
 }
 
 /// Runs `work` and turns a panic into an error: the decoder asserts some conditions that a damaged file violates.
-fn guarded<T>(work: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, UnusableFile> {
+fn guard<T>(work: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, UnusableFile> {
     match catch_unwind(AssertUnwindSafe(work)) {
         Ok(done) => Ok(done?),
         Err(_) => Err(UnusableFile::permanent("is damaged: its pages do not fit together; get it again")),
@@ -121,7 +121,7 @@ impl ParquetFile {
             .with_column_stats_policy(ParquetStatisticsPolicy::SkipAll)
             .with_size_stats_policy(ParquetStatisticsPolicy::SkipAll);
         let reader = ParquetMetaDataReader::new().with_metadata_options(Some(options));
-        let metadata = guarded(|| reader.parse_and_finish(source))?;
+        let metadata = guard(|| reader.parse_and_finish(source))?;
         let columns = columns::choose(metadata.file_metadata()).map_err(UnusableFile::permanent)?;
         let mut first_rows = vec![0u64];
         for group in metadata.row_groups() {
@@ -147,12 +147,12 @@ impl ParquetFile {
             .with_offset_index_policy(PageIndexPolicy::Optional)
             .with_offset_index_mask(ColumnChunkMask::columns([columns.picture]));
         let metadata =
-            guarded(|| indexed.read_page_indexes(source).and_then(|()| indexed.finish())).unwrap_or(metadata);
+            guard(|| indexed.read_page_indexes(source).and_then(|()| indexed.finish())).unwrap_or(metadata);
         Ok(Self { metadata, columns, first_rows, newer: Mutex::default() })
     }
 
     /// The file's contents at `path`, whose stamp is now `found`. The footer is read once for each stamp.
-    pub(super) fn reopened(&self, path: &Path, found: Stamp) -> Result<Arc<Self>, UnusableFile> {
+    pub(super) fn reopen(&self, path: &Path, found: Stamp) -> Result<Arc<Self>, UnusableFile> {
         let mut newer = lock(&self.newer);
         if let Some((_, file)) = newer.as_ref().filter(|(stamp, _)| *stamp == found) {
             return Ok(Arc::clone(file));
@@ -189,7 +189,7 @@ impl ParquetFile {
             column.read_records(1, Some(&mut levels), None, &mut values)?;
             Ok(values.pop().map(|value| value.data().to_vec()))
         };
-        let found = guarded(read).map_err(|error| format!("cannot be read, as its file {}", error.detail))?;
+        let found = guard(read).map_err(|error| format!("cannot be read, as its file {}", error.detail))?;
         found.ok_or_else(|| rows::NO_PICTURE.into())
     }
 
@@ -216,7 +216,7 @@ impl ParquetFile {
             column.skip_records((first - self.first_rows[group]) as usize)?;
             rows::next(&mut column, count as usize)
         };
-        let values = guarded(read).map_err(|error| error.detail)?;
+        let values = guard(read).map_err(|error| error.detail)?;
         Ok(values.into_iter().map(|value| value.map(|value| value.data().to_vec())).collect())
     }
 

@@ -131,12 +131,12 @@ fn prepare_with(
         Prepared { splits: Vec::new(), shards: 0, kept_shards: 0, bytes: 0, broken: Vec::new() };
     let mut done = 0;
     for (number, (Split { name, labels, .. }, listing)) in sources.iter().enumerate() {
-        let order = order::of(number, listing, destination.per_shard(number));
+        let order = order::shuffle(number, listing, destination.per_shard(number));
         let (mut pictures, mut left_out) = (0, 0);
         for (file, range) in planned_shards(name, listing.len(), destination.per_shard(number)) {
             let order = &order[range.clone()];
             let task = shard::Task { file: &file, first: range.start, order, labels, listing };
-            let finished = match destination.finished(&file) {
+            let finished = match destination.find_finished(&file) {
                 Some(finished) => {
                     prepared.kept_shards += 1;
                     finished

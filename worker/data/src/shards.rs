@@ -129,8 +129,8 @@ fn read(
         }
     };
     let look = |shard: &Path| match opened.get(shard) {
-        None => members::of(&root.join(shard)),
-        Some(Ok(file)) => parquet::members(file, &root.join(shard)),
+        None => members::read_members(&root.join(shard)),
+        Some(Ok(file)) => parquet::read_members(file, &root.join(shard)),
         Some(Err(error)) => error.clone().into(),
     };
     let members = index::describe_shards(dataset, &stamped, store, look);

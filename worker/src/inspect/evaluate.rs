@@ -143,7 +143,7 @@ pub(super) fn compare(
     // Folds depend on all pictures of the dataset.
     let has_moved = spec.folds.is_some() && !notes.is_empty();
     let is_known = !has_moved && state.divisions.iter().any(|division| division.dataset == spec.dataset);
-    let trained_on = is_known.then(|| data.trained_on(&foreign_divisions(&state.divisions, spec)));
+    let trained_on = is_known.then(|| data.count_trained_on(&foreign_divisions(&state.divisions, spec)));
     match trained_on {
         None if has_moved => notes.push(
             "it is not known whether some of these pictures were trained on: the dataset's pictures, and therefore its folds, have changed"

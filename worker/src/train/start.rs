@@ -353,7 +353,7 @@ fn describe_trained_validation(
     data: &DataSource,
     divisions: &[ValidationDivision],
 ) -> Option<String> {
-    let count = data.trained_on(&foreign_divisions(divisions, &training.spec.data));
+    let count = data.count_trained_on(&foreign_divisions(divisions, &training.spec.data));
     (count > 0).then(|| {
         format!(
             "{count} of the {} were training pictures of the run that the weights are from: their accuracy does not show how well the model handles new pictures",

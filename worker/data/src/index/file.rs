@@ -179,6 +179,6 @@ pub(super) fn write_head(to: &mut impl Write, dataset: &Path, reader: u32) -> io
     write_block(to, dataset.as_os_str().as_encoded_bytes(), &reader.to_le_bytes())
 }
 
-pub(super) fn encoded(block: &BlockRef<'_>) -> io::Result<Vec<u8>> {
+pub(super) fn encode(block: &BlockRef<'_>) -> io::Result<Vec<u8>> {
     rmp_serde::to_vec(block).map_err(io::Error::other)
 }

@@ -1,7 +1,7 @@
 //! The cache directory of indexes: which files belong to a dataset, which process may write them, and when they are
 //! removed.
 
-use super::file::{BlockRef, Facts, MAGIC, encoded, write_block, write_head};
+use super::file::{BlockRef, Facts, MAGIC, encode, write_block, write_head};
 use lockstep_host::open_lock;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -229,7 +229,7 @@ impl IndexBuilder {
     /// Stores results, so that they survive an interruption.
     pub(super) fn append(&mut self, container: &[u8], block: BlockRef<'_>) -> io::Result<()> {
         let mut bytes = Vec::new();
-        write_block(&mut bytes, container, &encoded(&block)?)?;
+        write_block(&mut bytes, container, &encode(&block)?)?;
         self.part.write_all(&bytes)
     }
 
@@ -249,7 +249,7 @@ impl IndexBuilder {
         let mut file = BufWriter::with_capacity(1 << 20, tempfile::NamedTempFile::new_in(folder)?);
         write_head(&mut file, &self.dataset, self.reader)?;
         for (container, block) in blocks {
-            write_block(&mut file, container, &encoded(&block)?)?;
+            write_block(&mut file, container, &encode(&block)?)?;
         }
         let file = file.into_inner().map_err(io::IntoInnerError::into_error)?;
         file.as_file().sync_all()?;

@@ -112,7 +112,7 @@ impl DataSource {
         let all = |count: usize| (0..count as u32).collect::<Vec<_>>();
         let division = ValidationDivision::of(spec);
         let is_held_out = match division.holds_out() {
-            true => held_out::held_out(&division, &train.identities, &train.labels),
+            true => held_out::hold_out(&division, &train.identities, &train.labels),
             false => vec![false; train.labels.len()],
         };
         let (held_out, train_chosen): (Vec<u32>, Vec<u32>) =
@@ -143,10 +143,10 @@ impl DataSource {
         };
         let train =
             part(train.pixels, train.labels, train.files_digest, train_chosen, spec.random_resized_crop);
-        let measured: Vec<Identity> =
+        let validation_identities: Vec<Identity> =
             validation.chosen.iter().map(|place| identities[*place as usize]).collect();
         let of_chosen = validation.chosen.iter().map(|place| validation.labels[*place as usize]);
-        let validation_set = held_out::fingerprint(measured.iter().copied().zip(of_chosen));
+        let validation_set = held_out::fingerprint(validation_identities.iter().copied().zip(of_chosen));
         let transform = |side: usize| Arc::new(Transform::new(spec, size, side, seed, (&mean, &std)));
         let training = training_sizes.iter().map(|(_, side)| transform(*side)).collect();
         let evaluation = transform(side);
@@ -166,7 +166,7 @@ impl DataSource {
             whole_pictures: height != width,
             resize,
         };
-        Ok(Self { measured, ..Self::new(shape, training, evaluation, train, validation) })
+        Ok(Self { validation_identities, ..Self::new(shape, training, evaluation, train, validation) })
     }
 
     /// A source with batches in the default format, without mixing and without a decoding device.
@@ -184,7 +184,7 @@ impl DataSource {
             evaluation,
             train: Arc::new(train),
             validation: Arc::new(validation),
-            measured: Vec::new(),
+            validation_identities: Vec::new(),
             format: BatchFormat::default(),
             mixing: Mixing::default(),
             stays_on_host: false,

@@ -91,10 +91,21 @@ fn no_readable_picture(split: &str, skipped: &[String]) -> DataError {
     ))
 }
 
-fn remove_broken<T>(
+/// The pixels of each file, or of its centred square scaled to the side `square`.
+fn decode_all(files: &Listing, square: Option<u32>) -> Vec<Result<Vec<u8>, DataError>> {
+    let decode = |number: usize| {
+        files.picture(number).map(|picture| match square {
+            Some(side) => picture.centre_square(side).pixels,
+            None => picture.pixels,
+        })
+    };
+    (0..files.len()).into_par_iter().map(decode).collect()
+}
+
+fn remove_broken(
     listing: &mut Listing,
     labels: &mut Vec<u32>,
-    examined: &[Result<T, DataError>],
+    examined: &[Result<Vec<u8>, DataError>],
     skipped: &mut Vec<String>,
 ) {
     skipped.extend(examined.iter().filter_map(|r| r.as_ref().err().map(ToString::to_string)));
@@ -144,29 +155,22 @@ pub(super) fn open_splits(
                     }
                 };
                 let size = width as usize * height as usize * 3;
-                let pixels = if !whole && files.len().saturating_mul(size) <= room {
-                    let decoded: Vec<_> = (0..files.len())
-                        .into_par_iter()
-                        .map(|i| {
-                            files.picture(i).map(|p| match square {
-                                Some(side) => p.centre_square(side).pixels,
-                                None => p.pixels,
-                            })
-                        })
-                        .collect();
-                    remove_broken(&mut files, &mut labels, &decoded, skipped);
+                let is_kept_decoded = !whole && files.len().saturating_mul(size) <= room;
+                let decoded = is_kept_decoded.then(|| decode_all(&files, square));
+                if let Some(decoded) = &decoded {
+                    remove_broken(&mut files, &mut labels, decoded, skipped);
                     let mut hash = crc32fast::Hasher::new();
                     (0..files.len()).for_each(|number| files.add_to(&mut hash, number));
                     files_digest = Some(hash.finalize());
-                    if has_validation {
-                        identities = held_out::identities_of_files(&files, &labels, &catalog.classes);
+                }
+                if has_validation {
+                    identities = held_out::identities_of_files(&files, &labels, &catalog.classes);
+                }
+                let pixels = match decoded {
+                    Some(decoded) => {
+                        Pixels::Memory(Arc::new(decoded.into_iter().flatten().flatten().collect()))
                     }
-                    Pixels::Memory(Arc::new(decoded.into_iter().flatten().flatten().collect()))
-                } else {
-                    if has_validation {
-                        identities = held_out::identities_of_files(&files, &labels, &catalog.classes);
-                    }
-                    Pixels::Files { files: Arc::new(files), square }
+                    None => Pixels::Files { files: Arc::new(files), square },
                 };
                 (pixels, width, height, 3)
             }

@@ -1,6 +1,6 @@
 //! The rows of a file, for the index.
 
-use super::{ParquetFile, Source, UnusableFile, guarded};
+use super::{ParquetFile, Source, UnusableFile, guard};
 use crate::{
     index::{Entry, Members, describe},
     label::{LABEL_BYTES, class_name},
@@ -23,7 +23,7 @@ pub(super) const NO_PICTURE: &str =
 pub(crate) const NO_LABEL: &str = "has no class: its label is null, negative, empty or too long";
 
 /// Reads all rows of the file at `path`.
-pub(crate) fn of(file: &ParquetFile, path: &Path) -> Members {
+pub(crate) fn read_members(file: &ParquetFile, path: &Path) -> Members {
     let (handle, size) = match files::open(path) {
         Ok(found) => found,
         Err(detail) => return UnusableFile::transient(detail).into(),
@@ -60,12 +60,12 @@ impl ParquetFile {
     ) -> Result<(), UnusableFile> {
         let label = self.metadata.row_group(group).column(self.columns.label).column_descr_ptr();
         let (mut row, end) = (self.first_rows[group], self.first_rows[group + 1]);
-        let mut pictures = guarded(|| self.pictures(source, group))?;
+        let mut pictures = guard(|| self.pictures(source, group))?;
         let mut labels =
-            guarded(|| Ok(get_column_reader(label, self.pages(source, group, self.columns.label)?)))?;
+            guard(|| Ok(get_column_reader(label, self.pages(source, group, self.columns.label)?)))?;
         while row < end {
             let count = (end - row).min(BATCH as u64) as usize;
-            let batch = guarded(|| {
+            let batch = guard(|| {
                 let pictures = next(&mut pictures, count)?;
                 Ok((pictures, next_labels(&mut labels, count)?))
             })?;

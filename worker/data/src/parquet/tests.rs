@@ -272,12 +272,12 @@ fn the_footer_of_a_touched_file_is_read_once_per_stamp() {
         crate::index::Stamp { size: ahead, modified_ns: 0 }
     };
     let (first, known) = (touch(60), super::ParquetFile::open(&file).unwrap());
-    let once = known.reopened(&file, first).unwrap();
-    assert!(std::sync::Arc::ptr_eq(&once, &known.reopened(&file, first).unwrap()));
+    let once = known.reopen(&file, first).unwrap();
+    assert!(std::sync::Arc::ptr_eq(&once, &known.reopen(&file, first).unwrap()));
     let second = touch(120);
-    let twice = known.reopened(&file, second).unwrap();
+    let twice = known.reopen(&file, second).unwrap();
     assert!(!std::sync::Arc::ptr_eq(&once, &twice));
-    assert!(std::sync::Arc::ptr_eq(&twice, &known.reopened(&file, second).unwrap()));
+    assert!(std::sync::Arc::ptr_eq(&twice, &known.reopen(&file, second).unwrap()));
     let listing = listing(&catalog, 0);
     assert!((0..listing.len()).all(|i| listing.read(i).is_ok()));
 }

@@ -16,7 +16,7 @@ pub(super) const WINDOW: usize = 1024;
 
 /// The pictures' positions in the listing, in the order of the copy, which is equal in every copy. A shard contains
 /// `per_shard` pictures.
-pub(super) fn of(split: usize, listing: &Listing, per_shard: u32) -> Vec<u32> {
+pub(super) fn shuffle(split: usize, listing: &Listing, per_shard: u32) -> Vec<u32> {
     if listing.has_parquet_rows() {
         in_runs(split, listing.len(), per_shard.max(1) as usize)
     } else {

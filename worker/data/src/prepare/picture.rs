@@ -31,7 +31,7 @@ impl Encoder {
         // A picture that is copied unchanged is decoded too, so that a broken picture is found now, not by a job that
         // trains on the copy.
         let picture = self.decoder.decode(&bytes)?;
-        let (width, height) = resized(picture.width, picture.height, self.short_side);
+        let (width, height) = output_size(picture.width, picture.height, self.short_side);
         let same_size = (width, height) == (picture.width, picture.height);
         if same_size && is_plain_jpeg(&bytes) {
             return Ok(bytes);
@@ -59,7 +59,7 @@ impl Encoder {
 
 /// Width and height after torchvision's `Resize(short_side)`, which truncates fractions. Small pictures are not
 /// enlarged.
-fn resized(width: u32, height: u32, short_side: u32) -> (u32, u32) {
+fn output_size(width: u32, height: u32, short_side: u32) -> (u32, u32) {
     let short = width.min(height);
     if short <= short_side {
         return (width, height);
@@ -83,7 +83,7 @@ mod tests {
             ((256, 9000), 256, (256, 9000)),
             ((257, 9000), 256, (256, 8964)),
         ] {
-            assert_eq!(resized(from.0, from.1, short_side), to, "{from:?}");
+            assert_eq!(output_size(from.0, from.1, short_side), to, "{from:?}");
         }
     }
 }

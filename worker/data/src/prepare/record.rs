@@ -34,7 +34,7 @@ pub(super) struct Plan {
 pub(super) struct Finished {
     pub(super) pictures: u64,
     pub(super) bytes: u64,
-    /// See [`sampled`].
+    /// See [`sample_checksum`].
     pub(super) sampled: u32,
     /// Pictures that were left out.
     pub(super) broken: Vec<BrokenFile>,
@@ -46,7 +46,7 @@ const PIECES: u64 = 16;
 const PIECE_BYTES: u64 = 4096;
 
 /// CRC-32 of pieces at even intervals in a file, to detect changes without reading the whole file.
-pub(super) fn sampled(file: &File) -> io::Result<u32> {
+pub(super) fn sample_checksum(file: &File) -> io::Result<u32> {
     let last = file.metadata()?.len().saturating_sub(PIECE_BYTES);
     let (mut sum, mut piece) = (crc32fast::Hasher::new(), vec![0; PIECE_BYTES as usize]);
     for number in 0..PIECES {
@@ -165,11 +165,11 @@ impl Destination {
     }
 
     /// The record of a shard, if the shard exists and is complete.
-    pub(super) fn finished(&self, file: &str) -> Option<Finished> {
+    pub(super) fn find_finished(&self, file: &str) -> Option<Finished> {
         let found = self.record.as_ref()?.shards.get(file)?;
         let shard = File::open(self.dir.join(file)).ok()?;
         let whole = shard.metadata().is_ok_and(|there| there.is_file() && there.len() == found.bytes);
-        let same = || sampled(&shard).is_ok_and(|sampled| sampled == found.sampled);
+        let same = || sample_checksum(&shard).is_ok_and(|sampled| sampled == found.sampled);
         (whole && same()).then(|| found.clone())
     }
 

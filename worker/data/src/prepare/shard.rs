@@ -3,7 +3,7 @@
 use super::{
     Encoder, PrepareSettings, cannot_be_written,
     order::{WINDOW, runs},
-    record::{Finished, sampled},
+    record::{Finished, sample_checksum},
     unread_detail,
 };
 use crate::{DataError, listing::Listing, loader::replaced::too_many};
@@ -118,7 +118,7 @@ impl Task<'_> {
         let file = written.map_err(unwritten)?;
         file.sync_all().map_err(unwritten)?;
         finished.bytes = file.metadata().map_err(unwritten)?.len();
-        finished.sampled = File::open(part).and_then(|file| sampled(&file)).map_err(unwritten)?;
+        finished.sampled = File::open(part).and_then(|file| sample_checksum(&file)).map_err(unwritten)?;
         Ok(finished)
     }
 

@@ -32,7 +32,7 @@ const COMPRESSED: [(&[u8], &str); 4] =
 pub(super) const NO_LABEL: &str = "has no class: put a member of the same name with .cls (a number or a name) or .json (with \"label\") beside it";
 
 /// Reads all members of the shard at `path`.
-pub(super) fn of(path: &Path) -> Members {
+pub(super) fn read_members(path: &Path) -> Members {
     let (file, size) = match files::open(path) {
         Ok(found) => found,
         Err(detail) => {

@@ -26,7 +26,7 @@ use lockstep_host::{
     lock,
 };
 use owner::Owner;
-use status::{asynchronous, config, error_text, failure};
+use status::{async_status, config, error_text, failure};
 use std::{
     ptr::null_mut,
     sync::{Arc, Mutex, mpsc},
@@ -109,7 +109,7 @@ impl Nccl {
     /// Enqueued work has failed, or the group was aborted.
     pub fn async_error(&self) -> Result<(), CommError> {
         const OPERATION: &str = "NCCL";
-        match self.with(OPERATION, asynchronous)? {
+        match self.with(OPERATION, async_status)? {
             ncclResult_t::ncclSuccess | ncclResult_t::ncclInProgress => Ok(()),
             status => Err(self.failure(OPERATION, status)),
         }
@@ -178,7 +178,7 @@ impl Nccl {
                 std::thread::yield_now();
             }
             // Fails if another thread has aborted the group.
-            status = self.with(operation, asynchronous)?;
+            status = self.with(operation, async_status)?;
         }
     }
 }
@@ -199,7 +199,7 @@ impl Drop for Nccl {
                     let began = Instant::now();
                     while status == ncclResult_t::ncclInProgress && began.elapsed() < FINALIZE_TIMEOUT {
                         std::thread::sleep(POLL);
-                        status = asynchronous(comm);
+                        status = async_status(comm);
                     }
                     // Otherwise another rank is late or has exited. Aborting a communicator during finalization has
                     // crashed (NCCL 2.28), so the end of the process frees it.

@@ -46,10 +46,19 @@ struct Shared {
 /// The newest posts of all ranks.
 #[derive(Debug, Default)]
 struct PostedSteps {
-    /// By rank: the last finished step, the post, and when this rank first saw that post.
-    ranks: Vec<Option<(u64, Vec<u8>, Instant)>>,
+    /// By rank.
+    ranks: Vec<Option<Post>>,
     /// When rank 0, which stores the posts, last responded.
     last_response: Option<Instant>,
+}
+
+#[derive(Debug, Clone)]
+struct Post {
+    /// The last finished step.
+    step: u64,
+    value: Vec<u8>,
+    /// When this rank first saw the post.
+    first_seen: Instant,
 }
 
 impl Watchdog {
@@ -63,10 +72,10 @@ impl Watchdog {
         limit: Duration,
         stalled: impl FnOnce(&str) + Send + 'static,
     ) -> io::Result<Arc<Self>> {
-        Self::with(store, limit, POST_EVERY, stalled)
+        Self::start_with_interval(store, limit, POST_EVERY, stalled)
     }
 
-    fn with(
+    fn start_with_interval(
         store: Option<Arc<Store>>,
         limit: Duration,
         post_every: Duration,
@@ -180,20 +189,20 @@ impl Shared {
             value.extend_from_slice(&beat.to_le_bytes());
             let posted = store.set(&key(self.rank), &value).and_then(|()| store.peek(&keys));
             let Ok(values) = posted else { return };
-            lock(&self.posted).take(values, Instant::now());
+            lock(&self.posted).record(values, Instant::now());
             std::thread::sleep(every);
         }
     }
 }
 
 impl PostedSteps {
-    fn take(&mut self, values: Vec<Option<Vec<u8>>>, now: Instant) {
+    fn record(&mut self, values: Vec<Option<Vec<u8>>>, now: Instant) {
         self.last_response = Some(now);
         for (known, value) in self.ranks.iter_mut().zip(values) {
             let Some(value) = value else { continue };
             let Some(step) = value.first_chunk().map(|bytes| u64::from_le_bytes(*bytes)) else { continue };
-            if known.as_ref().is_none_or(|(_, before, _)| *before != value) {
-                *known = Some((step, value, now));
+            if known.as_ref().is_none_or(|post| post.value != value) {
+                *known = Some(Post { step, value, first_seen: now });
             }
         }
     }
@@ -206,11 +215,11 @@ impl PostedSteps {
             .zip(&self.ranks)
             .map(|(rank, known)| match known {
                 _ if rank == own => (rank, Some(own_step), Duration::ZERO),
-                Some((step, _, at)) => {
+                Some(post) => {
                     // While rank 0 does not respond, no posts arrive. So silence is measured up to rank 0's last
                     // response.
-                    let seen = silence_of_rank_0.map_or(now, |silence_of_rank_0| now - silence_of_rank_0);
-                    (rank, Some(*step), seen.saturating_duration_since(*at))
+                    let until = self.last_response.map_or(now, |at| at.min(now));
+                    (rank, Some(post.step), until.saturating_duration_since(post.first_seen))
                 }
                 None => (rank, None, Duration::ZERO),
             })
@@ -221,21 +230,18 @@ impl PostedSteps {
         }
         let ahead = steps.iter().filter_map(|(_, step, _)| *step).max().unwrap_or(own_step);
         let mut behind = Vec::new();
-        for (rank, step, silence) in &steps {
-            let silent = if *rank == 0 && own != 0 {
-                (*silence).max(silence_of_rank_0.unwrap_or_default())
+        for &(rank, step, mut silence) in &steps {
+            if rank == 0 && own != 0 {
+                silence = silence.max(silence_of_rank_0.unwrap_or_default());
+            }
+            let silent = if silence >= SILENT_AFTER {
+                format!(" and silent for {:.0} s (suspended?)", silence.as_secs_f64())
             } else {
-                *silence
-            };
-            let silent = match silent {
-                silence if silence >= SILENT_AFTER => {
-                    format!(" and silent for {:.0} s (suspended?)", silence.as_secs_f64())
-                }
-                _ => String::new(),
+                String::new()
             };
             match step {
                 None => behind.push(format!("rank {rank} has not finished a step")),
-                Some(step) if *step < ahead || !silent.is_empty() => {
+                Some(step) if step < ahead || !silent.is_empty() => {
                     behind.push(format!("rank {rank} is at step {step}{silent}"));
                 }
                 Some(_) => {}
@@ -277,7 +283,8 @@ mod tests {
                 let (rank, sender) = (store.config().rank, sender.clone());
                 let stalled = move |text: &str| sender.send((rank, text.to_owned())).unwrap();
                 let limit = Duration::from_millis(400);
-                Watchdog::with(Some(store.clone()), limit, Duration::from_millis(5), stalled).unwrap()
+                Watchdog::start_with_interval(Some(store.clone()), limit, Duration::from_millis(5), stalled)
+                    .unwrap()
             })
             .collect();
         // Rank 1 never reaches step 813, and has no pending step.
@@ -306,7 +313,7 @@ mod tests {
         let (sender, receiver) = mpsc::channel();
         let stalled = move |text: &str| sender.send(text.to_owned()).unwrap();
         let limit = Duration::from_millis(100);
-        let dog = Watchdog::with(None, limit, limit, stalled).unwrap();
+        let dog = Watchdog::start_with_interval(None, limit, limit, stalled).unwrap();
         dog.submitted(1);
         dog.done(1);
         // An evaluation or a checkpoint takes longer than the limit, but no step is pending.
@@ -320,7 +327,7 @@ mod tests {
     fn a_suspended_rank_and_a_hung_collective_are_distinguished() {
         let now = Instant::now();
         let Some(earlier) = now.checked_sub(Duration::from_secs(60)) else { return };
-        let at = |step: u64, when| Some((step, step.to_le_bytes().to_vec(), when));
+        let at = |step: u64, when| Some(Post { step, value: step.to_le_bytes().to_vec(), first_seen: when });
         let limit = Duration::from_secs(120);
         let mut posted = PostedSteps { ranks: vec![at(7, now), at(7, now)], last_response: Some(now) };
         assert_eq!(

@@ -144,7 +144,7 @@ impl DataSource {
 
     /// Prevents engines from copying the pictures to their devices. Otherwise an engine copies them if they fit, and
     /// results could depend on the amount of free memory.
-    pub fn stay(&mut self) {
+    pub fn keep_on_host(&mut self) {
         self.stays_on_host = true;
     }
 

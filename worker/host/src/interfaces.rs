@@ -15,10 +15,10 @@ pub fn nccl_variable() -> Option<String> {
 ///
 /// # Errors
 /// No interface with such a name has an address; a sentence.
-pub fn of_environment() -> Result<Option<(String, IpAddr)>, String> {
+pub fn interface_of_environment() -> Result<Option<(String, IpAddr)>, String> {
     let Some(value) = nccl_variable() else { return Ok(None) };
     let all = interfaces().map_err(|e| format!("the network interfaces cannot be listed: {e}"))?;
-    of_variable(&all, &value)
+    interface_of_variable(&all, &value)
 }
 
 /// The first interface that a value of [`NCCL_INTERFACE`] names, as NCCL reads it: `=eth1` names one interface, `eth` every interface
@@ -26,14 +26,17 @@ pub fn of_environment() -> Result<Option<(String, IpAddr)>, String> {
 ///
 /// # Errors
 /// No interface with such a name has an address; a sentence.
-pub fn of_variable(all: &[(String, IpAddr)], value: &str) -> Result<Option<(String, IpAddr)>, String> {
+pub fn interface_of_variable(
+    all: &[(String, IpAddr)],
+    value: &str,
+) -> Result<Option<(String, IpAddr)>, String> {
     if value.starts_with('^') {
         return Ok(None);
     }
     let (exact, list) = value.strip_prefix('=').map_or((false, value), |list| (true, list));
     let is_named =
         |name: &str| list.split(',').any(|of| if exact { name == of } else { name.starts_with(of) });
-    first_of(all, is_named).map(Some).map_err(|why| format!("{NCCL_INTERFACE}={value}: {why}"))
+    first_address(all, is_named).map(Some).map_err(|why| format!("{NCCL_INTERFACE}={value}: {why}"))
 }
 
 /// The first address of the interfaces for which `is_meant` is true: IPv4 if there is one. Addresses that are valid only on their own
@@ -41,7 +44,7 @@ pub fn of_variable(all: &[(String, IpAddr)], value: &str) -> Result<Option<(Stri
 ///
 /// # Errors
 /// No such interface has an address; the sentence names the interfaces that have one.
-pub fn first_of(
+pub fn first_address(
     all: &[(String, IpAddr)],
     is_meant: impl Fn(&str) -> bool,
 ) -> Result<(String, IpAddr), String> {
@@ -113,7 +116,7 @@ mod tests {
             ("eth10".to_owned(), ip("10.2.0.5")),
             ("ib0".to_owned(), ip("fd01::5")),
         ];
-        let named = |value: &str| of_variable(&all, value).map(|found| found.map(|(name, _)| name));
+        let named = |value: &str| interface_of_variable(&all, value).map(|found| found.map(|(name, _)| name));
         for (value, name) in [
             ("=eth1", "eth1"),
             ("eth", "eth0"),
@@ -123,7 +126,7 @@ mod tests {
         ] {
             assert_eq!(named(value), Ok(Some(name.into())), "{value}");
         }
-        assert_eq!(of_variable(&all, "=eth1"), Ok(Some(("eth1".into(), ip("10.1.0.5")))));
+        assert_eq!(interface_of_variable(&all, "=eth1"), Ok(Some(("eth1".into(), ip("10.1.0.5")))));
         assert_eq!(named("^eth0"), Ok(None));
         assert_eq!(named("^=eth0"), Ok(None));
         let error = named("=eth").unwrap_err();

@@ -14,7 +14,7 @@ pub mod tensors;
 pub mod usage;
 
 pub use file_lock::{lock_within, open_lock};
-pub use interfaces::{NCCL_INTERFACE, nccl_variable, of_environment as nccl_interface};
+pub use interfaces::{NCCL_INTERFACE, interface_of_environment as nccl_interface, nccl_variable};
 pub use listener_owner::listener_owners;
 
 use std::{

@@ -55,7 +55,9 @@ struct Counters {
     /// Busy and total time of the CPUs that this process may use, in the kernel's unit.
     cpu: Option<(u64, u64)>,
     group_cpu_secs: Option<f64>,
+    /// Bytes read and written.
     disk: Option<(u64, u64)>,
+    /// Bytes received and sent.
     network: Option<(u64, u64)>,
 }
 
@@ -127,18 +129,16 @@ fn utilization(before: &Counters, now: &Counters, cpus: f64) -> Option<f64> {
 
 fn rates(before: &Counters, now: &Counters) -> Rates {
     let secs = (now.at - before.at).as_secs_f64();
-    let of = |before: Option<u64>, now: Option<u64>| {
+    let rate = |count: fn(&Counters) -> Option<u64>| {
         // A disk or an interface that has disappeared reduces the sum.
-        let rate = now?.checked_sub(before?)? as f64 / secs;
-        rate.is_finite().then_some(rate)
+        let per_second = count(now)?.checked_sub(count(before)?)? as f64 / secs;
+        per_second.is_finite().then_some(per_second)
     };
-    let first = |pair: Option<(u64, u64)>| pair.map(|(first, _)| first);
-    let second = |pair: Option<(u64, u64)>| pair.map(|(_, second)| second);
     Rates {
-        disk_read: of(first(before.disk), first(now.disk)),
-        disk_written: of(second(before.disk), second(now.disk)),
-        network_received: of(first(before.network), first(now.network)),
-        network_sent: of(second(before.network), second(now.network)),
+        disk_read: rate(|counters| counters.disk.map(|(read, _)| read)),
+        disk_written: rate(|counters| counters.disk.map(|(_, written)| written)),
+        network_received: rate(|counters| counters.network.map(|(received, _)| received)),
+        network_sent: rate(|counters| counters.network.map(|(_, sent)| sent)),
     }
 }
 

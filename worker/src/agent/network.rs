@@ -2,7 +2,7 @@
 
 use super::{AgentError, Options};
 use lockstep_host::{
-    interfaces::{first_of, interfaces, of_variable, speed_mbits},
+    interfaces::{first_address, interface_of_variable, interfaces, speed_mbits},
     nccl_variable, network_id,
 };
 use lockstep_protocol::agent::{Machine, RankNetwork};
@@ -45,11 +45,11 @@ impl Network {
         let all = || interfaces().map_err(|e| format!("the network interfaces cannot be listed: {e}"));
         let found = match (interface, variable) {
             (Some(name), _) => {
-                let found = first_of(&all()?, |of| of == name);
+                let found = first_address(&all()?, |of| of == name);
                 Some((found.map_err(|why| format!("--interface {name}: {why}"))?, "named by --interface"))
             }
             (None, Some(value)) => {
-                of_variable(&all()?, value)?.map(|found| (found, "named by NCCL_SOCKET_IFNAME"))
+                interface_of_variable(&all()?, value)?.map(|found| (found, "named by NCCL_SOCKET_IFNAME"))
             }
             (None, None) => None,
         };

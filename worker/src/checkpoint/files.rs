@@ -130,14 +130,14 @@ pub(super) fn write_tensors(
     for (kind, tensors, batches, metadata) in [model, average, optimizer].into_iter().flatten() {
         let name = name(kind);
         let path = folder.join(&name);
-        let file = written(kind, &path, tensors::write(&path, tensors, batches, metadata))?;
+        let file = with_fault_point(kind, &path, tensors::write(&path, tensors, batches, metadata))?;
         files.insert(name, file);
     }
     Ok(files)
 }
 
 /// Adds the path to an error, and triggers the fault point of `kind`.
-fn written(
+fn with_fault_point(
     kind: &str,
     path: &Path,
     written: io::Result<ManifestFile>,
@@ -160,7 +160,7 @@ pub(super) fn complete(
     let reached = |point: &str, path: &Path| fault::point(point).map_err(at(path));
     let state = State { best: best.cloned(), ..state.clone() };
     let path = temporary.join(STATE);
-    files.insert(STATE.into(), written(STATE, &path, write_json(&path, &state))?);
+    files.insert(STATE.into(), with_fault_point(STATE, &path, write_json(&path, &state))?);
     let manifest = Manifest { version: 1, epoch, step, files };
     let path = temporary.join(MANIFEST);
     write_json(&path, &manifest).map_err(at(&path))?;

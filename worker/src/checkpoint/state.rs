@@ -101,7 +101,7 @@ pub struct StopProgress {
 impl Best {
     /// A record of this state's checkpoint if it is better than `best` by `metric`. If values are equal, a lower loss
     /// is better; if losses are equal too, the newer checkpoint is better.
-    pub fn improved(best: Option<&Self>, metric: &str, state: &State) -> Option<Self> {
+    pub fn if_better(best: Option<&Self>, metric: &str, state: &State) -> Option<Self> {
         let measured = match metric {
             "val_accuracy" => state.val_accuracy,
             "val_loss" => state.val_loss,

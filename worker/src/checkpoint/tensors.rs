@@ -210,7 +210,7 @@ fn read_bytes(path: &Path, opened: (File, u64)) -> Result<Vec<u8>, String> {
 /// The header and the tensors of a file. Fails if a tensor's type is not supported.
 fn parse<'a>(path: &Path, bytes: &'a [u8]) -> Result<(Header, SafeTensors<'a>), String> {
     let header = checked_header(path, bytes, bytes.len() as u64)?;
-    let tensors = SafeTensors::deserialize(bytes).map_err(|e| torn(path, e))?;
+    let tensors = SafeTensors::deserialize(bytes).map_err(|e| layout_error(path, e))?;
     Ok((header, tensors))
 }
 
@@ -223,7 +223,7 @@ fn read_header(path: &Path, file: impl Read, file_bytes: u64) -> Result<Header, 
         NoHeader::Pickled => {
             format!("{}: {}", path.display(), pickle::conversion_advice(&path.to_string_lossy()))
         }
-        NoHeader::Other(detail) => torn(path, detail),
+        NoHeader::Other(detail) => layout_error(path, detail),
     })
 }
 
@@ -236,11 +236,11 @@ fn checked_header(path: &Path, file: impl Read, file_bytes: u64) -> Result<Heade
     if let Some((name, entry)) = header.tensors.iter().find(|tensor| !is_readable(tensor)) {
         return Err(format!("{}: {name} is of type {}; {SUPPORTED_TYPES}", path.display(), entry.dtype));
     }
-    header.check_layout().map_err(|e| torn(path, e))?;
+    header.check_layout().map_err(|e| layout_error(path, e))?;
     Ok(header)
 }
 
-fn torn(path: &Path, detail: impl Display) -> String {
+fn layout_error(path: &Path, detail: impl Display) -> String {
     format!("{}: not a whole safetensors file: {detail}", path.display())
 }
 

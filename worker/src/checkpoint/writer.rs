@@ -261,7 +261,7 @@ impl Retention {
         events: &mut Vec<CheckpointEvent>,
     ) -> Result<(), CheckpointError> {
         let (epoch, step) = (state.epoch, state.step);
-        if let Some(best) = Best::improved(self.best.as_ref(), &self.metric, state) {
+        if let Some(best) = Best::if_better(self.best.as_ref(), &self.metric, state) {
             self.best = Some(best);
         }
         let began = Instant::now();

@@ -7,7 +7,7 @@ use lockstep_host::{
         libraries::{Libraries, Library},
     },
     hostname,
-    interfaces::{interfaces, is_link_local, of_variable},
+    interfaces::{interface_of_variable, interfaces, is_link_local},
     network_id,
 };
 use serde::{Deserialize, Serialize};
@@ -80,7 +80,7 @@ fn find_address(
     connection: Option<&str>,
     by_route: impl Fn() -> io::Result<IpAddr>,
 ) -> Result<IpAddr, String> {
-    if let Some((_, ip)) = interface.map_or(Ok(None), |value| of_variable(all, value))? {
+    if let Some((_, ip)) = interface.map_or(Ok(None), |value| interface_of_variable(all, value))? {
         return Ok(ip);
     }
     let by_ssh = connection.and_then(|text| text.split_whitespace().nth(2)?.parse::<IpAddr>().ok());

@@ -20,13 +20,13 @@ pub(super) fn open(training: &Training<'_>) -> Result<DataSource, TrainError> {
     // A GPU mixes resident pictures in float32, and the host mixes bytes. For the same bits in every run, only the host
     // mixes.
     if spec.train.deterministic && mixing.is_on() {
-        data.stay();
+        data.keep_on_host();
     }
     // A GPU shifts the views of resident pictures before scaling, and the host after scaling.
     let side = data.shape.image_size;
     let is_scaled = data.resident().is_some_and(|all| (all.height, all.width) != (side, side));
     if spec.evaluate.views == 6 && is_scaled {
-        data.stay();
+        data.keep_on_host();
     }
     if let Some(weights) = &spec.loss.class_weights {
         let counts = data.class_counts();

@@ -29,7 +29,7 @@ impl Run<'_> {
         let contribution = self.engine.state_dict(writers)?;
         // Every rank tracks the best checkpoint, because any rank may have to write the next checkpoint.
         let keep_best = &self.training.spec.checkpoint.keep_best;
-        if let Some(best) = Best::improved(self.best.as_ref(), keep_best, &self.state(&StateDict::default()))
+        if let Some(best) = Best::if_better(self.best.as_ref(), keep_best, &self.state(&StateDict::default()))
         {
             self.best = Some(best);
         }

@@ -39,7 +39,8 @@ pub(super) fn config() -> ncclConfig_t {
     }
 }
 
-pub(super) fn asynchronous(comm: ncclComm_t) -> ncclResult_t {
+/// The status of the communicator's calls, which do not block.
+pub(super) fn async_status(comm: ncclComm_t) -> ncclResult_t {
     let mut status = ncclResult_t::ncclSuccess;
     // SAFETY: `comm` is alive: the caller has it from its owner, exclusively.
     let asked = unsafe { sys::ncclCommGetAsyncError(comm, &mut status) };

@@ -15,7 +15,7 @@ pub enum RendezvousError {
     #[error("rank 0 does not answer at {addr}:{port} after {secs:.0} s: {detail}")]
     Unreachable { addr: String, port: u16, secs: f64, detail: String },
     /// Some ranks did not arrive in time.
-    #[error("{} after {secs:.0} s ({what})", not_arrived(ranks))]
+    #[error("{} after {secs:.0} s ({what})", describe_missing(ranks))]
     Missing {
         ranks: Vec<u32>,
         secs: f64,
@@ -33,7 +33,7 @@ pub enum RendezvousError {
     Protocol(String),
 }
 
-fn not_arrived(ranks: &[u32]) -> String {
+fn describe_missing(ranks: &[u32]) -> String {
     let names: Vec<_> = ranks.iter().map(u32::to_string).collect();
     match names.as_slice() {
         [one] => format!("rank {one} has not arrived"),

@@ -51,7 +51,7 @@ impl Listeners {
 }
 
 /// A group that is about to connect.
-pub(super) struct Joining<'a> {
+pub(super) struct PendingRing<'a> {
     pub(super) identity: Identity,
     pub(super) rank: u32,
     /// The addresses by rank.
@@ -81,7 +81,7 @@ impl Ring {
                     .map_err(|_| RendezvousError::Protocol(format!("rank {rank} sent no valid address")))
             })
             .collect::<Result<Vec<Addresses>, _>>()?;
-        let joining = Joining {
+        let pending = PendingRing {
             identity: Identity {
                 name: "ring".into(),
                 secret: rendezvous.secret.clone(),
@@ -93,11 +93,11 @@ impl Ring {
             timeout,
             gives_up: &|| store.gives_up(),
         };
-        joining.connect(listeners)
+        pending.connect(listeners)
     }
 }
 
-impl Joining<'_> {
+impl PendingRing<'_> {
     /// Collective: connects the ranks of the group.
     pub(super) fn connect(self, listeners: Listeners) -> Result<Arc<Ring>, RendezvousError> {
         let end = Arc::new(End::default());
@@ -115,19 +115,19 @@ impl Joining<'_> {
         let mesh = Mesh::start(&self.identity, self.rank, mesh, places, self.timeout, end.clone());
         let mesh = Arc::new(mesh.map_err(protocol)?);
         // For example, the concurrent group carries statistics and the main group gradients.
-        let sockets = self.sockets("concurrent", &concurrent, |a| a.concurrent, end)?;
+        let sockets = self.ring_sockets("concurrent", &concurrent, |a| a.concurrent, end)?;
         let identity =
             Identity { name: format!("{}/concurrent", self.identity.name), ..self.identity.clone() };
-        let concurrent = self.ring(identity, sockets, mesh.clone(), end, None);
-        let sockets = self.sockets("main", &main, |a| a.main, end)?;
+        let concurrent = self.build_ring(identity, sockets, mesh.clone(), end, None);
+        let sockets = self.ring_sockets("main", &main, |a| a.main, end)?;
         let is_elsewhere = |a: &Addresses| a.main.ip() != self.addresses[0].main.ip();
         if self.addresses.iter().any(is_elsewhere) {
             self.watch_neighbours(&main, end)?;
         }
-        Ok(Arc::new(self.ring(self.identity.clone(), sockets, mesh, end, Some(Arc::new(concurrent)))))
+        Ok(Arc::new(self.build_ring(self.identity.clone(), sockets, mesh, end, Some(Arc::new(concurrent)))))
     }
 
-    fn ring(
+    fn build_ring(
         &self,
         identity: Identity,
         sockets: RingSockets,
@@ -150,20 +150,20 @@ impl Joining<'_> {
     }
 
     /// The connections to the neighbours, for collectives.
-    fn sockets(
+    fn ring_sockets(
         &self,
         name: &str,
         listener: &TcpListener,
         address: impl Fn(&Addresses) -> SocketAddr,
         end: &End,
     ) -> Result<RingSockets, RendezvousError> {
-        let (next, previous) = self.neighbours(name, listener, address, end)?;
+        let (next, previous) = self.connect_neighbours(name, listener, address, end)?;
         Ok(RingSockets { next, previous, sequence: 0, block: vec![0.0; BLOCK_BYTES / 8], sent_bytes: 0 })
     }
 
     /// Watches for neighbours' machines that do not respond. Used only if the ranks run on several machines.
     fn watch_neighbours(&self, listener: &TcpListener, end: &Arc<End>) -> Result<(), RendezvousError> {
-        let (next, previous) = self.neighbours("liveness", listener, |a| a.main, end)?;
+        let (next, previous) = self.connect_neighbours("liveness", listener, |a| a.main, end)?;
         let size = self.addresses.len() as u32;
         let neighbour = |rank: u32, stream| Neighbour {
             rank,
@@ -178,7 +178,7 @@ impl Joining<'_> {
     }
 
     /// Connects to the next rank, and accepts the connection of the previous rank.
-    fn neighbours(
+    fn connect_neighbours(
         &self,
         name: &str,
         listener: &TcpListener,

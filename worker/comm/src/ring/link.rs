@@ -81,6 +81,7 @@ impl Link<'_> {
     }
 }
 
-fn is_temporary(error: &io::Error) -> bool {
+/// Whether the call can be repeated when the connection is ready.
+pub(super) fn is_temporary(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
 }

@@ -6,7 +6,7 @@
 //! are not suitable: a rank that does not read lets its receive window close, and the kernel's time-out counts a
 //! closed window as silence. A lost packet is retransmitted several times within the time-out.
 
-use super::End;
+use super::{End, link::is_temporary};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use socket2::SockRef;
 use std::{
@@ -83,16 +83,13 @@ impl Neighbour {
     /// Sends a byte, and discards what has arrived.
     fn beat(&mut self) -> io::Result<()> {
         let mut stream = &self.stream;
-        let is_temporary =
-            |e: &io::Error| matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted);
         if let Err(error) = stream.write_all(&[0])
             && !is_temporary(&error)
         {
             return Err(error);
         }
         let mut dropped = [0; 64];
-        let read = stream.read(&mut dropped);
-        match read {
+        match stream.read(&mut dropped) {
             Ok(0) => Err(io::ErrorKind::UnexpectedEof.into()),
             Err(error) if !is_temporary(&error) => Err(error),
             Err(_) => Ok(()),

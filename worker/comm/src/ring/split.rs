@@ -2,7 +2,7 @@
 
 use super::{
     Call, Identity, Operation, Ring,
-    connect::{Addresses, Joining, Listeners},
+    connect::{Addresses, Listeners, PendingRing},
 };
 use crate::{CommError, ProcessGroup};
 use serde::{Deserialize, Serialize};
@@ -45,7 +45,7 @@ impl Ring {
         let addresses = listeners.as_ref().map_err(ToString::to_string);
         let addresses = addresses.and_then(|listeners| listeners.addresses().map_err(|e| e.to_string()));
         let request = serde_json::to_vec(&SplitRequest { color, addresses }).unwrap_or_default();
-        let requests = self.requests(&request)?;
+        let requests = self.gather_requests(&request)?;
         let joined = listeners
             .map_err(|error| failed(error.to_string()))
             .and_then(|listeners| self.join(&requests, color, number, listeners))
@@ -64,7 +64,7 @@ impl Ring {
     }
 
     /// Collective: gathers the requests of all ranks. Fails if a rank cannot listen.
-    fn requests(&self, own: &[u8]) -> Result<Vec<SplitRequest>, CommError> {
+    fn gather_requests(&self, own: &[u8]) -> Result<Vec<SplitRequest>, CommError> {
         let all = self.all_gather_bytes(own)?;
         let read = |(rank, text): (usize, &Vec<u8>)| -> Result<SplitRequest, CommError> {
             let request: SplitRequest = serde_json::from_slice(text)
@@ -95,7 +95,7 @@ impl Ring {
             return Ok(Part::Single);
         }
         let end = self.end.clone();
-        let joining = Joining {
+        let pending = PendingRing {
             identity: Identity {
                 name: format!("{}/split {number} color {color}", self.identity.name),
                 ..self.identity.clone()
@@ -106,7 +106,7 @@ impl Ring {
             timeout: self.timeout,
             gives_up: &|| end.has_ended(),
         };
-        let ring = joining.connect(listeners).map_err(|error| failed(error.to_string()))?;
+        let ring = pending.connect(listeners).map_err(|error| failed(error.to_string()))?;
         self.end.propagate_abort_to(&ring.end);
         Ok(Part::Ring(ring))
     }

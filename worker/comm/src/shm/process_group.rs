@@ -46,15 +46,15 @@ impl ShmProcessGroup {
     /// # Errors
     /// A rank does not respond within the store's time-out.
     pub fn meet(store: &Store, ring: Arc<Ring>) -> Result<Arc<dyn ProcessGroup>, RendezvousError> {
-        Self::over(&ring, |what, value| store.exchange(what, value))
+        Self::share_or_use_ring(&ring, |what, value| store.exchange(what, value))
     }
 
     /// As [`Self::meet`], with `exchange` as the all-gather of bytes.
-    fn over<E>(
+    fn share_or_use_ring<E>(
         ring: &Arc<Ring>,
         exchange: impl Fn(&str, &[u8]) -> Result<Vec<Vec<u8>>, E>,
     ) -> Result<Arc<dyn ProcessGroup>, E> {
-        Ok(match Self::among(ring, exchange)? {
+        Ok(match Self::share(ring, exchange)? {
             Ok(group) => Arc::new(group),
             Err(reason) => {
                 ring.set_shm_unavailable(reason);
@@ -64,7 +64,7 @@ impl ShmProcessGroup {
     }
 
     /// The group, or the reason why memory cannot be shared; the reason is the same on all ranks.
-    pub(super) fn among<E>(
+    pub(super) fn share<E>(
         ring: &Arc<Ring>,
         exchange: impl Fn(&str, &[u8]) -> Result<Vec<Vec<u8>>, E>,
     ) -> Result<Result<Arc<Self>, String>, E> {
@@ -300,7 +300,9 @@ impl ProcessGroup for Arc<ShmProcessGroup> {
         self.announce(Call::empty(Operation::Split))?;
         self.ring.split_with(color, |part| match part {
             Part::Single => Ok(Arc::new(SingleRank) as Arc<dyn ProcessGroup>),
-            Part::Ring(ring) => ShmProcessGroup::over(&ring, |_, value| ring.all_gather_bytes(value)),
+            Part::Ring(ring) => {
+                ShmProcessGroup::share_or_use_ring(&ring, |_, value| ring.all_gather_bytes(value))
+            }
         })
     }
 

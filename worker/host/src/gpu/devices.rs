@@ -64,7 +64,7 @@ pub fn all(libraries: &Libraries) -> Result<Vec<Gpu>, String> {
         }
     }
     match libraries.get(Library::Driver) {
-        Some(_) => by_driver(),
+        Some(_) => list_by_driver(),
         None => Ok(Vec::new()),
     }
 }
@@ -96,7 +96,7 @@ fn list(nvml: &Nvml) -> Result<Vec<Gpu>, NvmlError> {
 ///
 /// # Errors
 /// A sentence that says why the devices cannot be listed.
-fn by_driver() -> Result<Vec<Gpu>, String> {
+fn list_by_driver() -> Result<Vec<Gpu>, String> {
     libraries::ready(&[Library::Driver])?;
     let ask = || -> Result<Vec<Gpu>, DriverError> {
         result::init()?;
@@ -139,7 +139,7 @@ pub fn visible(libraries: &Libraries) -> Result<Vec<Gpu>, String> {
     let same = gpus.windows(2).all(|pair| pair[0].name == pair[1].name);
     if !same && variable(DEVICE_ORDER).as_deref() != Some("PCI_BUS_ID") {
         // Fastest first: only CUDA knows how it ranks GPUs.
-        let order = by_driver()?;
+        let order = list_by_driver()?;
         return Ok(order
             .iter()
             .filter_map(|seen| gpus.iter().find(|gpu| gpu.uuid == seen.uuid).cloned())
@@ -180,7 +180,7 @@ fn choose(gpus: &[Gpu], entries: &[&str]) -> Result<Vec<Gpu>, String> {
                 1 => format!("no GPU {entry}; there is one, number 0"),
                 n => format!("no GPU {entry}; there are {n}, 0 to {}", n - 1),
             })?,
-            Err(_) => by_uuid(gpus, entry)?,
+            Err(_) => find_by_uuid(gpus, entry)?,
         };
         if chosen.iter().any(|other| other.uuid == gpu.uuid) {
             return Err(format!("GPU {entry} is named twice"));
@@ -190,7 +190,7 @@ fn choose(gpus: &[Gpu], entries: &[&str]) -> Result<Vec<Gpu>, String> {
     Ok(chosen)
 }
 
-fn by_uuid<'a>(gpus: &'a [Gpu], entry: &str) -> Result<&'a Gpu, String> {
+fn find_by_uuid<'a>(gpus: &'a [Gpu], entry: &str) -> Result<&'a Gpu, String> {
     if entry.starts_with("MIG-") {
         return Err(format!("{entry}: instances of a divided GPU (MIG) are not supported"));
     }
@@ -235,7 +235,7 @@ pub fn usable(list: Option<&str>) -> Result<Usable, String> {
         return Ok(Usable { gpus, hindrance });
     }
     let needed = Library::needed(u32::try_from(gpus.len()).unwrap_or(u32::MAX));
-    let hindrance = libraries::complete(&libraries, needed).err();
+    let hindrance = libraries::check_found(&libraries, needed).err();
     Ok(Usable { gpus: if hindrance.is_some() { Vec::new() } else { gpus }, hindrance })
 }
 
@@ -364,7 +364,7 @@ mod tests {
     fn gpu_devices_have_cuda_s_numbers() {
         let libraries = Libraries::find();
         let ours: Vec<_> = visible(&libraries).unwrap().into_iter().map(|gpu| gpu.uuid).collect();
-        let cuda: Vec<_> = by_driver().unwrap().into_iter().map(|gpu| gpu.uuid).collect();
+        let cuda: Vec<_> = list_by_driver().unwrap().into_iter().map(|gpu| gpu.uuid).collect();
         assert!(!ours.is_empty());
         assert_eq!(ours, cuda);
         for library in libraries.found.iter().filter(|library| library.which != Library::Nvml) {

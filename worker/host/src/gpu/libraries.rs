@@ -253,7 +253,7 @@ impl Libraries {
 ///
 /// # Errors
 /// A sentence that names the missing libraries and how to install them.
-pub fn complete(libraries: &Libraries, needed: &[Library]) -> Result<(), String> {
+pub fn check_found(libraries: &Libraries, needed: &[Library]) -> Result<(), String> {
     let missing = libraries.missing(needed);
     if missing.is_empty() {
         return Ok(());
@@ -289,7 +289,7 @@ pub fn ready(needed: &[Library]) -> Result<(), String> {
         return Ok(());
     }
     let libraries = Libraries::find();
-    complete(&libraries, &absent)?;
+    check_found(&libraries, &absent)?;
     // The libraries exist, but not where this process searches, because its launcher did not set the path.
     let names: Vec<_> = absent.iter().map(|w| w.name()).collect();
     let folders: Vec<_> = libraries.folders().iter().map(|d| d.display().to_string()).collect();

@@ -268,7 +268,7 @@ mod tests {
         let identities = identities_of_packed(&pixels, 1);
         for fold in 1..=4 {
             let spec = DataSpec { folds: Some(4), fold: Some(fold), ..spec(0.1, 0) };
-            let held_out = super::held_out(&ValidationDivision::of(&spec), &identities, &labels);
+            let held_out = super::hold_out(&ValidationDivision::of(&spec), &identities, &labels);
             let (first, second) = held_out.split_at(20);
             assert_eq!(first, second);
             assert_eq!(first.iter().filter(|is_held_out| **is_held_out).count(), 5);

@@ -82,7 +82,7 @@ fn read(
         // Each label has one byte in the file and four in memory.
         labels.check_fits(5)?;
         let labels = labels.read_all()?;
-        let samples = pictures.samples(reading)?;
+        let samples = pictures.read_samples(reading)?;
         splits.push(Split {
             name: name.into(),
             labels: labels.into_iter().map(u32::from).collect(),
@@ -119,7 +119,7 @@ impl IdxFile {
         let dimensions = (magic & 0xff) as usize;
         let mut header = Vec::new();
         let read = data.by_ref().take(4 * (dimensions as u64 + 1)).read_to_end(&mut header);
-        read.map_err(|e| broken(not_read(e)))?;
+        read.map_err(|e| broken(describe_read_error(e)))?;
         let word =
             |i: usize| header.get(4 * i..4 * i + 4).map(|b| u32::from_be_bytes([b[0], b[1], b[2], b[3]]));
         let found = word(0).ok_or_else(|| broken("is too short for an IDX file".into()))?;
@@ -153,7 +153,7 @@ impl IdxFile {
     /// Appends up to `bytes` bytes to `to`.
     fn read(&mut self, bytes: usize, to: &mut Vec<u8>) -> Result<(), DataError> {
         let read = self.data.by_ref().take(bytes as u64).read_to_end(to);
-        read.map(|_| ()).map_err(|e| self.broken(not_read(e)))
+        read.map(|_| ()).map_err(|e| self.broken(describe_read_error(e)))
     }
 
     /// All data after the header.
@@ -179,7 +179,7 @@ impl IdxFile {
     }
 
     /// The pictures of a file of pictures.
-    fn samples(mut self, reading: Reading) -> Result<Samples, DataError> {
+    fn read_samples(mut self, reading: Reading) -> Result<Samples, DataError> {
         let [count, height, width] = self.shape[..] else {
             return Err(self.broken("has no pictures".into()));
         };
@@ -223,7 +223,7 @@ impl IdxFile {
 }
 
 /// The reason why reading or decompressing failed, as a phrase to follow the file's name.
-fn not_read(error: io::Error) -> String {
+fn describe_read_error(error: io::Error) -> String {
     match error.kind() {
         ErrorKind::InvalidInput | ErrorKind::InvalidData | ErrorKind::UnexpectedEof => {
             format!("cannot be decompressed: {error}; download it again")

@@ -32,7 +32,7 @@ pub use inspect::{inspect, splits};
 pub use picture::{Picture, has_picture_extension};
 pub use prepare::{PrepareSettings, Prepared, QUALITIES, SHORT_SIDES, prepare};
 pub use random::Random;
-pub use stored::{Stored, stored};
+pub use stored::{StoredPicture, StoredPictures, read_stored};
 
 use index::IndexStore;
 use inspect::Statistics;

@@ -5,14 +5,23 @@ use std::path::Path;
 
 /// Pictures of a split.
 #[derive(Debug)]
-pub struct Stored {
+pub struct StoredPictures {
     /// The number of all pictures that match.
     pub total: u64,
     /// The names of the classes, in the order of the labels.
     pub classes: Vec<String>,
-    /// For each picture: its position in the split, its class, its file (unless packed), and the decoded picture.
-    /// Broken files are left out.
-    pub pictures: Vec<(u64, u32, Option<String>, Picture)>,
+    /// Without the pictures whose files are broken.
+    pub pictures: Vec<StoredPicture>,
+}
+
+#[derive(Debug)]
+pub struct StoredPicture {
+    /// The position in the split.
+    pub place: u64,
+    pub label: u32,
+    /// `None` for a picture in a packed file.
+    pub file: Option<String>,
+    pub picture: Picture,
 }
 
 /// Reads `limit` pictures of a split, or of one of its classes, after skipping `offset` pictures. The order is the
@@ -20,14 +29,14 @@ pub struct Stored {
 ///
 /// # Errors
 /// The split, the class or the dataset does not exist.
-pub fn stored(
+pub fn read_stored(
     path: &Path,
     split: &str,
     class: Option<&str>,
     shuffle: Option<u64>,
     offset: u64,
     limit: usize,
-) -> Result<Stored, DataError> {
+) -> Result<StoredPictures, DataError> {
     let catalog = Catalog::open(path)?;
     let Some(found) = catalog.split(split) else {
         let names: Vec<_> = catalog.splits.iter().map(|s| s.name.as_str()).collect();
@@ -65,8 +74,8 @@ pub fn stored(
                 }
                 Samples::Listed(listing) => (Some(listing.name(i)), listing.picture(i).ok()?),
             };
-            Some((i as u64, found.labels[i], file, picture))
+            Some(StoredPicture { place: i as u64, label: found.labels[i], file, picture })
         })
         .collect();
-    Ok(Stored { total: matching.len() as u64, classes: catalog.classes.clone(), pictures })
+    Ok(StoredPictures { total: matching.len() as u64, classes: catalog.classes, pictures })
 }

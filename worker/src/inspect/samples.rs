@@ -2,7 +2,7 @@
 
 use base64::Engine as _;
 use image::{ExtendedColorType, ImageEncoder, codecs::png::PngEncoder, imageops::FilterType};
-use lockstep_data::{DataError, Picture, loader::DataSource, stored};
+use lockstep_data::{DataError, Picture, StoredPicture, loader::DataSource, read_stored};
 use lockstep_protocol::inspect::{Pick, Sample, Samples};
 use std::path::Path;
 
@@ -15,10 +15,9 @@ pub(super) fn pick(path: &Path, pick: Pick) -> Result<Samples, DataError> {
     match pick {
         Pick::Stored { split, class, shuffle, offset, limit } => {
             let limit = (limit as usize).min(MAX_PICTURES);
-            let found = stored(path, &split, class.as_deref(), shuffle, offset, limit)?;
-            let samples = found.pictures.into_iter().map(|(index, label, file, picture)| {
-                let png = png(picture)?;
-                Ok(Sample { index, label, epoch: None, file, png })
+            let found = read_stored(path, &split, class.as_deref(), shuffle, offset, limit)?;
+            let samples = found.pictures.into_iter().map(|StoredPicture { place, label, file, picture }| {
+                Ok(Sample { index: place, label, epoch: None, file, png: png(picture)? })
             });
             let samples = samples.collect::<Result<_, DataError>>()?;
             Ok(Samples { total: found.total, classes: found.classes, samples })

@@ -131,7 +131,6 @@ impl BatchBuilder<'_> {
             batch.augment_params = chosen.iter().map(packed).collect();
             return Ok(batch);
         }
-        let all: Vec<usize> = (0..chosen.len()).collect();
         let pictures = Pictures {
             outputs: match format {
                 BatchFormat::Bytes => {
@@ -150,7 +149,10 @@ impl BatchBuilder<'_> {
                 };
                 on_device::make(device, part, transform, chosen, epoch, workers, &fill)?;
             }
-            None => pictures.fill(Work::Decoding, &all, &[])?,
+            None => {
+                let all: Vec<usize> = (0..chosen.len()).collect();
+                pictures.fill(Work::Decoding, &all, &[])?;
+            }
         }
         Ok(batch)
     }
@@ -176,9 +178,9 @@ impl Pictures<'_> {
     fn fill(&self, work: Work, numbers: &[usize], begun: &[PartialPicture<'_>]) -> Result<(), DataError> {
         let BatchBuilder { transform, workers, .. } = *self.builder;
         let Transform { side, channels, .. } = *transform;
-        workers.each(work, numbers, |number, scratch| {
+        workers.for_each(work, numbers, |number, scratch| {
             let begun = begun.get(number).copied().unwrap_or(PartialPicture::Nothing);
-            self.one(number, begun, scratch, &mut |bytes, erased| match &self.outputs {
+            self.make_one(number, begun, scratch, &mut |bytes, erased| match &self.outputs {
                 Outputs::Bytes(outputs) => lock(&outputs[number]).copy_from_slice(bytes),
                 Outputs::Normalised(outputs) => {
                     let mut out = lock(&outputs[number]);
@@ -192,7 +194,7 @@ impl Pictures<'_> {
     }
 
     /// Makes one picture, and calls `then` with its pixels and the rectangle to erase.
-    fn one(
+    fn make_one(
         &self,
         number: usize,
         begun: PartialPicture<'_>,
@@ -208,7 +210,7 @@ impl Pictures<'_> {
         let channels = transform.channels as u32;
         let picture = match begun {
             PartialPicture::Nothing => part.picture(place, opener)?,
-            PartialPicture::Read(bytes) => part.decoded(place, bytes, opener)?,
+            PartialPicture::Read(bytes) => part.decode(place, bytes, opener)?,
             PartialPicture::Picture(pixels) => PictureRef { width, height, channels, pixels },
             PartialPicture::Cropped(pixels) => {
                 let made = match &params {

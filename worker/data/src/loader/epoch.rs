@@ -110,7 +110,7 @@ impl DataSource {
         let batches = self.prepare(part, transform, count, threads, move |builder, number| {
             let first = share.start + number * batch_size;
             let chosen = &builder.part.chosen[first..(first + batch_size).min(share.end)];
-            builder.part.without(chosen, |chosen| builder.make(chosen, None))
+            builder.part.without_broken(chosen, |chosen| builder.make(chosen, None))
         });
         // A batch is empty if all of its files are broken.
         Box::new(batches.filter(|batch| batch.as_ref().map_or(true, |batch| !batch.labels.is_empty())))

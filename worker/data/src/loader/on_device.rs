@@ -84,10 +84,10 @@ pub(super) fn make(
             device.count_for_cores(CpuDecodeReason::LongBatch, 1);
             return Ok(File::Released);
         }
-        let wanted =
-            for_hardware(&bytes).and_then(|stored| output.wanted(stored, transform, params(place).as_ref()));
-        Ok(match wanted {
-            Ok(wanted) => File::OnDevice(bytes, wanted),
+        let crop = for_hardware(&bytes)
+            .and_then(|stored| output.crop_params(stored, transform, params(place).as_ref()));
+        Ok(match crop {
+            Ok(crop) => File::OnDevice(bytes, crop),
             Err(why) => {
                 device.count_for_cores(why, 1);
                 File::OnCores(bytes)
@@ -150,9 +150,9 @@ impl DeviceWork<'_> {
                 self.output.size,
                 &mut |most| {
                     claimed.set(self.queue.claim(most));
-                    self.encoded(self.queue.numbers(claimed.get()))
+                    self.inputs(self.queue.numbers(claimed.get()))
                 },
-                &mut |made| filled = Some(self.decoded(self.queue.numbers(claimed.get()), made)),
+                &mut |made| filled = Some(self.complete(self.queue.numbers(claimed.get()), made)),
             );
             if let Err(why) = outcome {
                 if claimed.get().0 == claimed.get().1 {
@@ -173,18 +173,18 @@ impl DeviceWork<'_> {
     }
 
     /// The input of the device for the pictures `numbers`.
-    fn encoded(&self, numbers: &[usize]) -> Vec<Encoded<'_>> {
-        let encoded = |number: &usize| match &self.files[*number] {
+    fn inputs(&self, numbers: &[usize]) -> Vec<Encoded<'_>> {
+        let input = |number: &usize| match &self.files[*number] {
             File::OnDevice(bytes, CropParams { stored, left, top, rows, columns, flip }) => {
                 Some(Encoded { bytes, stored: *stored, left: *left, top: *top, rows, columns, flip: *flip })
             }
             File::OnCores(_) | File::Released => None,
         };
-        numbers.iter().filter_map(encoded).collect()
+        numbers.iter().filter_map(input).collect()
     }
 
     /// Completes the pictures `numbers` that the device has decoded. Cores make the pictures that it has refused.
-    fn decoded(&self, numbers: &[usize], made: &[Option<&[u8]>]) -> Result<(), DataError> {
+    fn complete(&self, numbers: &[usize], made: &[Option<&[u8]>]) -> Result<(), DataError> {
         let done = made.iter().flatten().count() as u64;
         self.device.count_decoded(done, made.len() as u64 - done);
         let mut begun = self.read.to_vec();

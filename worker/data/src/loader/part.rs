@@ -81,12 +81,12 @@ impl Part {
         };
         match &self.pixels {
             Pixels::Memory(bytes) => Ok(of(&bytes[place * size..][..size])),
-            Pixels::Files { files, .. } => self.decoded(place, &files.read(place)?, opener),
+            Pixels::Files { files, .. } => self.decode(place, &files.read(place)?, opener),
         }
     }
 
     /// As [`Part::picture`], from the `bytes` of its file or shard member.
-    pub(super) fn decoded<'a>(
+    pub(super) fn decode<'a>(
         &self,
         place: usize,
         bytes: &[u8],

@@ -54,7 +54,7 @@ impl Part {
     /// Makes a batch of the pictures at the positions `chosen`, without the broken pictures. Too many broken pictures
     /// are noticed when the pictures of all ranks are counted, because the pictures of one rank are consecutive and not
     /// representative.
-    pub(super) fn without(
+    pub(super) fn without_broken(
         &self,
         chosen: &[u32],
         make: impl Fn(&[u32]) -> Result<Batch, DataError>,
@@ -76,7 +76,7 @@ impl Part {
         loop {
             let places = places(&self.broken.counts().broken);
             match make(&places) {
-                Err(error) if self.broken.allowed => self.note(&places, error)?,
+                Err(error) if self.broken.allowed => self.record_broken(&places, error)?,
                 made => return made,
             }
             let counts = self.broken.counts();
@@ -91,7 +91,7 @@ impl Part {
 
     /// Records which of `places` are broken. All of them are examined, because broken pictures often come in runs (a
     /// lost shard), and after each discovery the batch is made again.
-    fn note(&self, places: &[u32], error: DataError) -> Result<(), DataError> {
+    fn record_broken(&self, places: &[u32], error: DataError) -> Result<(), DataError> {
         let (DataError::File { path, detail }, Pixels::Files { files, .. }) = (&error, &self.pixels) else {
             return Err(error);
         };

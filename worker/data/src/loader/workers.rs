@@ -65,7 +65,7 @@ impl Workers {
     ///
     /// # Errors
     /// The first error in the order of `numbers`, whichever occurred first.
-    pub(super) fn each(
+    pub(super) fn for_each(
         &self,
         work: Work,
         numbers: &[usize],

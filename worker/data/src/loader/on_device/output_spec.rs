@@ -49,7 +49,7 @@ impl OutputSpec {
         }
     }
 
-    pub(super) fn wanted(
+    pub(super) fn crop_params(
         &self,
         stored: jpeg::Stored,
         transform: &Transform,

@@ -99,7 +99,7 @@ const INSPECTS: &str = r#"[ "$1" = doctor ] && exit
     echo '{"Ok":{"type":"fingerprint","found":{"pictures":1,"picture_bytes":2,"sha256":"aa"}}}'; exit 0;; esac; }"#;
 
 /// A job whose ranks are this shell script; `$8` is the rank.
-fn job(dir: &Path, script: &str) -> (StartAttempt, Options) {
+fn fake_job(dir: &Path, script: &str) -> (StartAttempt, Options) {
     let program = dir.join("program");
     // Written by another process: nobody here holds it open for writing when it is started.
     let written = std::process::Command::new("sh")
@@ -132,13 +132,13 @@ fn job(dir: &Path, script: &str) -> (StartAttempt, Options) {
     (start, options)
 }
 
-async fn run(mut options: Options) -> (TcpListener, JoinHandle<Result<(), AgentError>>) {
+async fn start_agent(mut options: Options) -> (TcpListener, JoinHandle<Result<(), AgentError>>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     options.server = format!("http://{}", listener.local_addr().unwrap());
     (listener, tokio::spawn(agent::run(options)))
 }
 
-async fn end(agent: JoinHandle<Result<(), AgentError>>) -> Result<(), AgentError> {
+async fn wait_for_end(agent: JoinHandle<Result<(), AgentError>>) -> Result<(), AgentError> {
     timeout(PATIENCE, agent).await.expect("the agent does not end").unwrap()
 }
 
@@ -151,12 +151,12 @@ async fn reports_survive_a_broken_connection_and_the_end_is_last() {
     let dir = tempfile::tempdir().unwrap();
     // The rank ends when the test creates the file `go`.
     let (start, options) =
-        job(dir.path(), &format!("while [ ! -e {}/go ]; do sleep 0.02; done", dir.path().display()));
+        fake_job(dir.path(), &format!("while [ ! -e {}/go ]; do sleep 0.02; done", dir.path().display()));
     let attempt_dir = dir.path().join("job/attempts/1");
     fs::create_dir_all(&attempt_dir).unwrap();
     let reporter = Reporter::create(&attempt_dir, 0).unwrap();
     let removed = |step| AttemptEvent::CheckpointRemoved { epoch: 1, step };
-    let (listener, agent) = run(options).await;
+    let (listener, agent) = start_agent(options).await;
 
     let mut connection = Connection::accept(&listener).await;
     assert_eq!(connection.welcome(vec![], vec![]).await, []);
@@ -189,7 +189,7 @@ async fn reports_survive_a_broken_connection_and_the_end_is_last() {
         connection.send(&ToAgent::Ack(acknowledged(&start, source, records))).await;
     }
     assert_eq!(of_rank, [removed(1), removed(2)]);
-    end(agent).await.unwrap();
+    wait_for_end(agent).await.unwrap();
     // No report is left.
     assert_eq!(fs::read_dir(dir.path().join("agent/attempts")).unwrap().count(), 0);
 }
@@ -197,8 +197,8 @@ async fn reports_survive_a_broken_connection_and_the_end_is_last() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_stopped_agent_ends_its_ranks_and_reports_it() {
     let dir = tempfile::tempdir().unwrap();
-    let (start, options) = job(dir.path(), "while :; do sleep 0.05; done");
-    let (listener, agent) = run(options).await;
+    let (start, options) = fake_job(dir.path(), "while :; do sleep 0.05; done");
+    let (listener, agent) = start_agent(options).await;
     let mut connection = Connection::accept(&listener).await;
     connection.welcome(vec![], vec![]).await;
     connection.send(&ToAgent::Start(Box::new(start.clone()))).await;
@@ -207,14 +207,14 @@ async fn a_stopped_agent_ends_its_ranks_and_reports_it() {
     let (source, _, events) = connection.receive_report().await;
     assert_eq!((source, events), (Source::Agent, vec![AttemptEvent::Ended(Ending::Stopped)]));
     connection.send(&ToAgent::Ack(acknowledged(&start, Source::Agent, 1))).await;
-    end(agent).await.unwrap();
+    wait_for_end(agent).await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn revoked_attempts_are_ended_without_reports() {
     let dir = tempfile::tempdir().unwrap();
-    let (start, options) = job(dir.path(), "while :; do sleep 0.05; done");
-    let (listener, agent) = run(options).await;
+    let (start, options) = fake_job(dir.path(), "while :; do sleep 0.05; done");
+    let (listener, agent) = start_agent(options).await;
     let mut connection = Connection::accept(&listener).await;
     connection.welcome(vec![], vec![]).await;
     connection.send(&ToAgent::Start(Box::new(start.clone()))).await;
@@ -234,7 +234,7 @@ async fn revoked_attempts_are_ended_without_reports() {
     assert_eq!(connection.heartbeat().await, []);
     let ended = AttemptRef { attempt: 0, ..start.attempt };
     connection.send(&ToAgent::Stop { attempt: ended, reason: "failed".into(), patient: false }).await;
-    let result = end(agent).await;
+    let result = wait_for_end(agent).await;
     assert!(result.is_ok(), "{result:?}");
 }
 
@@ -244,8 +244,8 @@ async fn refusals_and_requests_are_handled() {
     // Requests are handled by the same program, started as `inspect`.
     let script =
         r#"[ "$1" = inspect ] && { echo "{\"Err\":\"asked: $(echo $question | tr -d '\"')\"}"; }; exit 0"#;
-    let (_, options) = job(dir.path(), script);
-    let (listener, agent) = run(options).await;
+    let (_, options) = fake_job(dir.path(), script);
+    let (listener, agent) = start_agent(options).await;
     let mut connection = Connection::accept(&listener).await;
     connection.welcome(vec![], vec![]).await;
     let path = dir.path().join("nothing").to_string_lossy().into_owned();
@@ -269,7 +269,7 @@ async fn refusals_and_requests_are_handled() {
         connection.send(&ToAgent::Refused { reason: "another version".into(), may_pass }).await;
     }
     assert!(!processes[0].is_empty() && processes.iter().all(|process| *process == processes[0]));
-    let error = end(agent).await.unwrap_err();
+    let error = wait_for_end(agent).await.unwrap_err();
     assert!(!error.is_wrong_request());
     assert!(error.to_string().contains("another version"), "{error}");
 }

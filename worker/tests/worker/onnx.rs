@@ -29,7 +29,7 @@ with open(f"{folder}/outputs", "wb") as out:
             out.write(outputs.astype("<f4").tobytes())
 "#;
 
-/// Checks that onnxruntime computes case the CPU engine computes, to 1e-4 of the largest output.
+/// Checks that onnxruntime and the CPU engine compute the same outputs, to 1e-4 of the largest output.
 fn compare(case: &str, network: Network, weights: &NamedTensors, margin: Option<Margin>) {
     let packages = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/onnx");
     assert!(packages.exists(), "onnxruntime is not in target/onnx: tests/run installs it");

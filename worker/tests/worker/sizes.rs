@@ -2,7 +2,10 @@
 //! engine that is built for the new size.
 
 use lockstep_comm::SingleRank;
-use lockstep_data::loader::{Batch, DataSource, EpochPlan};
+use lockstep_data::{
+    DataError,
+    loader::{Batch, DataSource, EpochPlan},
+};
 use lockstep_engine::{
     Engine, EngineConfig, LossConfig, Optimizer, build_cpu,
     net::{Network, init, resnet},
@@ -97,17 +100,9 @@ fn changing_the_image_size_gives_the_bits_of_a_new_engine() {
     }
 }
 
-/// The bundled pictures, of 28 x 28.
-fn bundled() -> Pictures {
-    Pictures(Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/fashion-mnist"))
-}
-
-struct Pictures(std::path::PathBuf);
-
-impl Pictures {
-    fn open(&self, spec: &DataSpec) -> DataSource {
-        DataSource::open(&self.0, spec, 5).expect("opens")
-    }
+/// Opens the bundled pictures, of 28 x 28.
+fn open(spec: &DataSpec) -> Result<DataSource, DataError> {
+    DataSource::open(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/fashion-mnist"), spec, 5)
 }
 
 fn plan(epoch: u32, first_step: u64) -> EpochPlan {
@@ -119,15 +114,16 @@ fn epochs_and_validation_have_pictures_of_their_sizes() {
     for random_resized_crop in [false, true] {
         let spec = DataSpec { random_resized_crop, ..DataSpec::default() };
         let sizes = [(1, 16), (3, 24), (4, 32)].map(|(epoch, size)| SizeFrom { epoch, size });
-        let scheduled = bundled().open(&DataSpec {
+        let scheduled = open(&DataSpec {
             image_size: Some(ImageSize::Schedule(sizes.to_vec())),
             validation_size: Some(40),
             ..spec.clone()
-        });
+        })
+        .expect("opens");
         assert_eq!(scheduled.shape.image_size, 40);
         assert_eq!(scheduled.shape.training_sizes, [(0, 16), (2, 24), (3, 32)]);
         let fixed = |side: u32| {
-            bundled().open(&DataSpec { image_size: Some(ImageSize::Fixed(side)), ..spec.clone() })
+            open(&DataSpec { image_size: Some(ImageSize::Fixed(side)), ..spec.clone() }).expect("opens")
         };
         for (epoch, side) in [(0, 16), (1, 16), (2, 24), (3, 32), (9, 32)] {
             assert_eq!(scheduled.shape.training_size(epoch), side as usize);
@@ -152,9 +148,9 @@ fn epochs_and_validation_have_pictures_of_their_sizes() {
 
 #[test]
 fn validation_may_be_larger_than_the_dataset_s_own_size_but_not_smaller() {
-    let larger = bundled().open(&DataSpec { validation_size: Some(32), ..DataSpec::default() });
+    let larger = open(&DataSpec { validation_size: Some(32), ..DataSpec::default() }).expect("opens");
     assert_eq!((larger.shape.image_size, larger.shape.training_size(0)), (32, 28));
     let smaller = DataSpec { validation_size: Some(26), ..DataSpec::default() };
-    let error = DataSource::open(&bundled().0, &smaller, 0).expect_err("refused").to_string();
+    let error = open(&smaller).expect_err("refused").to_string();
     assert!(error.contains("26 pixels are less than training's 28; give 28 or more"), "{error}");
 }

@@ -40,7 +40,7 @@ fn cifar_planes_become_pixels_and_a_truncated_file_is_named() {
     let whole = fs::read(&file).expect("readable");
     fs::write(inner.join("data_batch_2.bin"), &whole[..5000]).expect("writes");
     assert_contains(
-        &error(dir.path(), &DataSpec::default()),
+        &open_error(dir.path(), &DataSpec::default()),
         &["data_batch_2.bin", "5000 bytes", "3073", "broken_files = \"skip\""],
     );
     let skip = DataSpec { broken_files: BrokenFiles::Skip, ..DataSpec::default() };
@@ -51,7 +51,7 @@ fn cifar_planes_become_pixels_and_a_truncated_file_is_named() {
     let mut wrong = whole.clone();
     wrong[3073] = 11;
     fs::write(inner.join("data_batch_2.bin"), wrong).expect("writes");
-    assert_contains(&error(dir.path(), &DataSpec::default()), &["record 1 has label 11", "0 to 9"]);
+    assert_contains(&open_error(dir.path(), &DataSpec::default()), &["record 1 has label 11", "0 to 9"]);
 }
 
 /// Writes a folder of bundled pictures for each of `classes`, as PNG and JPEG files, in turn of each of `sizes`.
@@ -102,11 +102,11 @@ fn folders_may_contain_pictures_of_any_size() {
     );
 
     assert_contains(
-        &error(dir.path(), &DataSpec::default()),
+        &open_error(dir.path(), &DataSpec::default()),
         &["no split \"test\"", "train, val", "a fraction"],
     );
     let spec = DataSpec { validation: Validation::Split("val".into()), ..DataSpec::default() };
-    assert_contains(&error(dir.path(), &spec), &["differ in size", "data.image_size"]);
+    assert_contains(&open_error(dir.path(), &spec), &["differ in size", "data.image_size"]);
     let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), ..spec };
     let source = DataSource::open(dir.path(), &spec, 0).expect("opens");
     let batch = &batches(&source, EpochPlan { batch_size: 16, ..plan(0, 1) })[0];
@@ -134,7 +134,7 @@ fn broken_pictures_are_named_counted_and_fatal_or_skipped() {
         ..DataSpec::default()
     };
     assert_contains(
-        &error(dir.path(), &spec),
+        &open_error(dir.path(), &spec),
         &[
             "4 broken files",
             "text.jpg is text, not a JPEG, PNG, WebP, GIF, BMP or TIFF picture",
@@ -294,7 +294,10 @@ fn errors_name_git_lfs_pointers_in_every_format() {
         fs::write(dir.path().join("train-labels-idx1-ubyte"), pointer).expect("writes");
         fs::write(path, pointer).expect("writes");
         let spec = DataSpec { validation: Validation::Split("none".into()), ..DataSpec::default() };
-        assert_contains(&error(dir.path(), &spec), &[file, " is a Git LFS pointer", "run `git lfs pull`"]);
+        assert_contains(
+            &open_error(dir.path(), &spec),
+            &[file, " is a Git LFS pointer", "run `git lfs pull`"],
+        );
     }
 }
 
@@ -307,7 +310,7 @@ fn errors_for_missing_datasets_say_what_was_expected() {
         &inspect_error(),
         &["data_batch_1.bin", "train-images-idx3-ubyte", "train/<class>/", "is empty"],
     );
-    assert_contains(&error(&path.join("nowhere"), &DataSpec::default()), &["nowhere does not exist"]);
+    assert_contains(&open_error(&path.join("nowhere"), &DataSpec::default()), &["nowhere does not exist"]);
     fs::write(path.join("data_batch_1"), "pickle").expect("writes");
     assert_contains(&inspect_error(), &["Python version", "binary version"]);
     fs::create_dir_all(path.join("train/cat")).expect("a folder");
@@ -340,31 +343,31 @@ fn damaged_idx_files_are_named() {
     };
     let whole = fs::read(&pictures).expect("readable");
     fs::write(&pictures, &whole[..whole.len() / 2]).expect("writes");
-    assert_contains(&error(dir.path(), &spec), &["train-images", "cannot be decompressed"]);
+    assert_contains(&open_error(dir.path(), &spec), &["train-images", "cannot be decompressed"]);
     fs::write(&pictures, pack(&[0, 0, 8, 3, 0, 0, 0, 2, 0, 0, 0, 1, 0, 0, 0, 1, 9, 9])).expect("writes");
-    assert_contains(&error(dir.path(), &spec), &["2 pictures", "8000 labels"]);
+    assert_contains(&open_error(dir.path(), &spec), &["2 pictures", "8000 labels"]);
     fs::write(
         &pictures,
         [0, 0, 8, 3, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff],
     )
     .expect("writes");
-    assert_contains(&error(dir.path(), &spec), &["4294967295 pictures", "8000 labels"]);
+    assert_contains(&open_error(dir.path(), &spec), &["4294967295 pictures", "8000 labels"]);
     fs::copy(&labels, &pictures).expect("copies");
-    assert_contains(&error(dir.path(), &spec), &["0x00000801", "0x00000803"]);
+    assert_contains(&open_error(dir.path(), &spec), &["0x00000801", "0x00000803"]);
     // The header of the pictures has the number of labels, but the data is shorter.
     fs::write(&labels, pack(&[0, 0, 8, 1, 0, 0, 0, 2, 0, 1])).expect("writes");
     fs::write(&pictures, pack(&[0, 0, 8, 3, 0, 0, 0, 2, 0, 0, 0, 1, 0, 0, 0, 1, 9])).expect("writes");
-    assert_contains(&error(dir.path(), &spec), &["train-images", "[2, 1, 1]", "1 follow"]);
+    assert_contains(&open_error(dir.path(), &spec), &["train-images", "[2, 1, 1]", "1 follow"]);
     fs::write(
         &pictures,
         pack(&[&[0, 0, 8, 3, 0, 0, 0, 2, 0, 0, 0, 1, 0, 0, 0, 1][..], &[7; 1 << 20]].concat()),
     )
     .expect("writes");
-    assert_contains(&error(dir.path(), &spec), &["[2, 1, 1]", "more follow"]);
+    assert_contains(&open_error(dir.path(), &spec), &["[2, 1, 1]", "more follow"]);
     fs::write(&pictures, [0, 0, 8, 3, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 1]).expect("writes");
-    assert_contains(&error(dir.path(), &spec), &["[2, 0, 1]", "0 follow"]);
+    assert_contains(&open_error(dir.path(), &spec), &["[2, 0, 1]", "0 follow"]);
     fs::remove_file(&pictures).expect("removes");
-    assert_contains(&error(dir.path(), &spec), &["looked for"]);
+    assert_contains(&open_error(dir.path(), &spec), &["looked for"]);
 }
 
 #[test]
@@ -391,7 +394,7 @@ fn idx_files_may_be_gzipped_and_splits_must_match() {
     let mut bytes = fs::read(&test).expect("readable");
     (bytes[11], bytes[15]) = (14, 56);
     fs::write(&test, bytes).expect("writes");
-    assert_contains(&error(dir.path(), &DataSpec::default()), &["t10k-images", "56 x 14", "28 x 28"]);
+    assert_contains(&open_error(dir.path(), &DataSpec::default()), &["t10k-images", "56 x 14", "28 x 28"]);
 }
 
 #[test]
@@ -430,7 +433,7 @@ fn larger_pictures_are_scaled_and_other_folders_ignored() {
     }
     assert_eq!(source.validation(0, 1, 4, 1).count(), 0);
     assert_contains(
-        &error(dir.path(), &DataSpec { image_size: None, ..spec }),
+        &open_error(dir.path(), &DataSpec { image_size: None, ..spec }),
         &["300 x 100", "data.image_size"],
     );
 }

@@ -3,7 +3,7 @@
 use super::*;
 
 /// The bundled pictures, mixed by mixup and cutmix.
-fn mixed(spec: &DataSpec) -> DataSource {
+fn open_mixed(spec: &DataSpec) -> DataSource {
     let mut source = DataSource::open(&bundled(), spec, 5).expect("opens");
     source.set_mixing(Mixing { mixup: 0.4, cutmix: 1.0 });
     source
@@ -12,7 +12,7 @@ fn mixed(spec: &DataSpec) -> DataSource {
 #[test]
 fn mixed_pictures_of_a_step_are_the_same_at_any_number_of_ranks_and_micro_batches() {
     let spec = DataSpec { crop_padding: 2, horizontal_flip: true, ..DataSpec::default() };
-    let source = mixed(&spec);
+    let source = open_mixed(&spec);
     // The last steps of the epoch: 8000 = 133 * 60 + 20, so the last step is small.
     let whole = EpochPlan { first_step: 104, batch_size: 60, drop_remainder: false, ..plan(0, 1) };
     let single = batches(&source, whole);
@@ -55,7 +55,7 @@ fn mixed_pictures_of_a_step_are_the_same_at_any_number_of_ranks_and_micro_batche
 fn each_picture_of_a_step_is_mixed_with_its_cyclic_predecessor() {
     let spec = DataSpec { crop_padding: 2, ..DataSpec::default() };
     let plain = DataSource::open(&bundled(), &spec, 5).expect("opens");
-    let (plain, mixed) = (batches(&plain, plan(0, 1)), batches(&mixed(&spec), plan(0, 1)));
+    let (plain, mixed) = (batches(&plain, plan(0, 1)), batches(&open_mixed(&spec), plan(0, 1)));
     let size = 28 * 28;
     let (mut blended, mut cut) = (0, 0);
     for (plain, mixed) in plain.iter().zip(&mixed) {
@@ -83,7 +83,7 @@ fn each_picture_of_a_step_is_mixed_with_its_cyclic_predecessor() {
 fn mixed_bytes_match_mixed_normalised_pictures_to_the_nearest_byte() {
     let spec =
         DataSpec { crop_padding: 2, mean: Some(vec![0.0]), std: Some(vec![1.0]), ..DataSpec::default() };
-    let mut source = mixed(&spec);
+    let mut source = open_mixed(&spec);
     let normalised = batches(&source, plan(0, 1));
     source.set_format(BatchFormat::Bytes);
     for (bytes, normalised) in batches(&source, plan(0, 1)).iter().zip(&normalised) {
@@ -96,7 +96,7 @@ fn mixed_bytes_match_mixed_normalised_pictures_to_the_nearest_byte() {
 
 #[test]
 fn validation_pictures_are_never_mixed() {
-    let source = mixed(&DataSpec::default());
+    let source = open_mixed(&DataSpec::default());
     let plain = DataSource::open(&bundled(), &DataSpec::default(), 5).expect("opens");
     let all = |source: &DataSource| {
         source.validation(0, 1, 50, 1).map(|b| b.expect("readable")).collect::<Vec<_>>()
@@ -110,7 +110,7 @@ fn validation_pictures_are_never_mixed() {
 fn an_engine_with_resident_pictures_can_mix_them() {
     let spec = DataSpec { crop_padding: 2, horizontal_flip: true, ..DataSpec::default() };
     let plain = DataSource::open(&bundled(), &spec, 5).expect("opens");
-    let mut drawn = mixed(&spec);
+    let mut drawn = open_mixed(&spec);
     assert!(drawn.resident().is_some());
     assert!(drawn.is_prepared_each_step(), "CPU cores mix the pictures");
     drawn.set_format(BatchFormat::AugmentParams);
@@ -125,7 +125,7 @@ fn an_engine_with_resident_pictures_can_mix_them() {
                 world_size,
                 ..last_steps()
             };
-            let source = mixed(&spec);
+            let source = open_mixed(&spec);
             let wanted = batches(&source, plan);
             for (number, (ours, wanted)) in batches(&drawn, plan).iter().zip(&wanted).enumerate() {
                 assert!(ours.images.is_empty() && ours.bytes.is_empty());

@@ -39,7 +39,7 @@ fn first_batch(source: &DataSource) -> Batch {
     source.epoch(plan(0, 1)).next().expect("a batch").expect("readable")
 }
 
-fn error(path: &Path, spec: &DataSpec) -> String {
+fn open_error(path: &Path, spec: &DataSpec) -> String {
     DataSource::open(path, spec, 0).expect_err("must not open").to_string()
 }
 
@@ -190,7 +190,7 @@ fn grey_pictures_use_the_mean_of_a_colour_normalisation() {
 #[test]
 fn padding_wider_than_the_picture_is_refused() {
     let spec = DataSpec { crop_padding: 28, ..DataSpec::default() };
-    assert_contains(&error(&bundled(), &spec), &["data.crop_padding", "28 x 28"]);
+    assert_contains(&open_error(&bundled(), &spec), &["data.crop_padding", "28 x 28"]);
     let spec = DataSpec { crop_padding: 27, ..DataSpec::default() };
     assert_eq!(first_batch(&DataSource::open(&bundled(), &spec, 0).expect("opens")).labels.len(), 64);
 }

@@ -3,6 +3,7 @@
 
 mod pictures;
 
+use crate::pytorch::weights;
 use lockstep_engine::net::resnet;
 use lockstep_kernels::synthetic;
 use lockstep_protocol::{
@@ -72,20 +73,13 @@ fn write_changed_model(
     about(&mut metadata);
     header.insert("__metadata__".into(), metadata);
     let mut data: Vec<u8> = Vec::new();
+    let mut weights = weights(&network);
     for p in network.parameters() {
-        let mut values = synthetic::values(&format!("resnet20.{}", p.name), p.len());
-        let (scale, offset) = match p.name.as_str() {
-            _ if p.shape.len() == 4 => {
-                ((6.0 / (p.shape[0] * p.shape[2] * p.shape[3]) as f64).sqrt() as f32, 0.0)
-            }
-            "fc.weight" => ((1.0 / 8.0) * 512.0, 0.0),
-            name if name.ends_with("running_var") => (0.5, 1.5),
-            name if name.ends_with("weight") => (0.25, 0.5),
-            _ => (0.125, 0.0),
-        };
-        values.iter_mut().for_each(|v| *v = *v * scale + offset);
-        if p.name == "fc.bias" {
-            values.clone_from(&fixture.bias);
+        let mut values = weights.remove(&p.name).unwrap().values;
+        match p.name.as_str() {
+            "fc.weight" => values.iter_mut().for_each(|v| *v *= 512.0),
+            "fc.bias" => values.clone_from(&fixture.bias),
+            _ => {}
         }
         change(&p.name, &mut values);
         let start = data.len();
@@ -105,15 +99,17 @@ fn pixels(fixture: &Expected) -> Vec<u8> {
     values.iter().map(|v| ((v + 1.0) * 127.5) as u8).collect()
 }
 
-/// IDX files; training and test pictures are the same.
 fn write_dataset(folder: &Path, fixture: &Expected) {
+    let labels = synthetic::labels("looking.labels", fixture.count, 10);
+    let labels: Vec<u8> = labels.into_iter().map(|label| label as u8).collect();
+    write_idx(folder, [fixture.count, fixture.side, fixture.side], &pixels(fixture), &labels);
+}
+
+/// Writes IDX files of pictures, whose number, height and width are `shape`. They are training and test pictures.
+fn write_idx(folder: &Path, shape: [usize; 3], pixels: &[u8], labels: &[u8]) {
     let word = |n: usize| (n as u32).to_be_bytes();
-    let mut images = vec![0, 0, 8, 3];
-    images.extend([fixture.count, fixture.side, fixture.side].into_iter().flat_map(word));
-    images.extend(pixels(fixture));
-    let mut labels = vec![0, 0, 8, 1];
-    labels.extend(word(fixture.count));
-    labels.extend(synthetic::labels("looking.labels", fixture.count, 10).into_iter().map(|l| l as u8));
+    let images = [&[0, 0, 8, 3][..], &shape.map(word).concat(), pixels].concat();
+    let labels = [&[0, 0, 8, 1][..], &word(shape[0]), labels].concat();
     for split in ["train", "t10k"] {
         fs::write(folder.join(format!("{split}-images-idx3-ubyte")), &images).unwrap();
         fs::write(folder.join(format!("{split}-labels-idx1-ubyte")), &labels).unwrap();
@@ -122,9 +118,11 @@ fn write_dataset(folder: &Path, fixture: &Expected) {
 
 fn png(fixture: &Expected, index: usize) -> Vec<u8> {
     let size = fixture.side * fixture.side;
-    let side = fixture.side as u32;
-    let picture =
-        image::GrayImage::from_raw(side, side, pixels(fixture)[index * size..][..size].to_vec()).unwrap();
+    encode_png(fixture.side, fixture.side, &pixels(fixture)[index * size..][..size])
+}
+
+fn encode_png(width: usize, height: usize, pixels: &[u8]) -> Vec<u8> {
+    let picture = image::GrayImage::from_raw(width as u32, height as u32, pixels.to_vec()).unwrap();
     let mut bytes = std::io::Cursor::new(Vec::new());
     picture.write_to(&mut bytes, image::ImageFormat::Png).unwrap();
     bytes.into_inner()
@@ -196,17 +194,7 @@ fn the_confusion_matrix_matches_pytorch() {
     let dir = tempfile::tempdir().unwrap();
     write_model(dir.path(), &fixture);
     write_dataset(dir.path(), &fixture);
-    let here = dir.path().to_string_lossy().into_owned();
-    let request = AgentRequest::Evaluate(EvaluateModel {
-        model: here.clone(),
-        dataset: here,
-        spec: Box::new(spec(&fixture)),
-        allowed: None,
-        neighbours: None,
-    });
-    let Ok(AgentReply::Evaluation(found)) = inspect::answer(request) else {
-        panic!("the model can be evaluated")
-    };
+    let found = evaluate(dir.path(), spec(&fixture)).unwrap();
     assert_eq!(found.confusion, fixture.confusion);
     assert!((found.loss - fixture.loss).abs() < 1e-3, "{} instead of {}", found.loss, fixture.loss);
     let correct: u64 = (0..10).map(|c| fixture.confusion[c][c]).sum();
@@ -217,16 +205,20 @@ fn the_confusion_matrix_matches_pytorch() {
     assert!(found.mistakes.iter().all(|m| m.label != m.predicted && labels[m.index as usize] == m.label));
 }
 
-fn evaluate(folder: &Path, spec: JobSpec) -> Result<ModelEvaluation, String> {
-    let here = folder.to_string_lossy().into_owned();
-    let request = EvaluateModel {
-        model: here.clone(),
-        dataset: here,
+/// A request to evaluate the model in `folder` on the dataset in the same folder.
+fn evaluation_request(folder: &Path, spec: JobSpec, neighbours: Option<u32>) -> AgentRequest {
+    let folder = folder.to_string_lossy().into_owned();
+    AgentRequest::Evaluate(EvaluateModel {
+        model: folder.clone(),
+        dataset: folder,
         spec: Box::new(spec),
         allowed: None,
-        neighbours: None,
-    };
-    match inspect::answer(AgentRequest::Evaluate(request)) {
+        neighbours,
+    })
+}
+
+fn evaluate(folder: &Path, spec: JobSpec) -> Result<ModelEvaluation, String> {
+    match inspect::answer(evaluation_request(folder, spec, None)) {
         Ok(AgentReply::Evaluation(found)) => Ok(*found),
         Ok(other) => panic!("{other:?}"),
         Err(message) => Err(message),
@@ -398,16 +390,9 @@ fn neighbours_are_training_pictures_with_validation_transforms() {
     write_model(dir.path(), &fixture);
     // Training and test pictures are the same, so each picture's nearest neighbour is itself; training would crop and flip it.
     write_dataset(dir.path(), &fixture);
-    let here = dir.path().to_string_lossy().into_owned();
     let neighbours = |k: u32| {
-        let request = EvaluateModel {
-            model: here.clone(),
-            dataset: here.clone(),
-            spec: Box::new(spec(&fixture)),
-            allowed: None,
-            neighbours: Some(k),
-        };
-        let Ok(AgentReply::Neighbours(found)) = inspect::answer(AgentRequest::Evaluate(request)) else {
+        let request = evaluation_request(dir.path(), spec(&fixture), Some(k));
+        let Ok(AgentReply::Neighbours(found)) = inspect::answer(request) else {
             panic!("the model can be evaluated")
         };
         found

@@ -6,28 +6,16 @@ use std::os::unix::fs::symlink;
 
 /// Evaluates a packed set of pictures half as high as wide, with a model in the same folder. PNG files of these pictures get the same
 /// predictions.
-fn evaluated_as_predicted(dir: &Path, of: &Expected, job: JobSpec) -> ModelEvaluation {
-    let (height, width, count) = (of.side / 2, of.side, 40);
+fn evaluate_and_predict(dir: &Path, fixture: &Expected, job: JobSpec) -> ModelEvaluation {
+    let (height, width, count) = (fixture.side / 2, fixture.side, 40);
     let size = height * width;
-    let pictures = &pixels(of)[..count * size];
-    let word = |n: usize| (n as u32).to_be_bytes();
-    let images = [&[0, 0, 8, 3][..], &[count, height, width].map(word).concat(), pictures].concat();
+    let all = pixels(fixture);
+    let pictures = &all[..count * size];
     let labels: Vec<u8> = (0..count).map(|i| i as u8 % 10).collect();
-    let labels = [&[0, 0, 8, 1][..], &word(count), &labels].concat();
-    for split in ["train", "t10k"] {
-        fs::write(dir.join(format!("{split}-images-idx3-ubyte")), &images).unwrap();
-        fs::write(dir.join(format!("{split}-labels-idx1-ubyte")), &labels).unwrap();
-    }
+    write_idx(dir, [count, height, width], pictures, &labels);
     let evaluated = evaluate(dir, job).unwrap();
-    let files: Vec<_> = pictures
-        .chunks(size)
-        .map(|pixels| {
-            let mut png = std::io::Cursor::new(Vec::new());
-            let picture = image::GrayImage::from_raw(width as u32, height as u32, pixels.to_vec()).unwrap();
-            picture.write_to(&mut png, image::ImageFormat::Png).unwrap();
-            (String::new(), png.into_inner())
-        })
-        .collect();
+    let files: Vec<_> =
+        pictures.chunks(size).map(|pixels| (String::new(), encode_png(width, height, pixels))).collect();
     let mut confusion = vec![vec![0; 10]; 10];
     for (i, prediction) in inspect::predict(dir, files).unwrap().iter().enumerate() {
         confusion[i % 10][prediction.classes[0].class.parse::<usize>().unwrap()] += 1;
@@ -38,13 +26,13 @@ fn evaluated_as_predicted(dir: &Path, of: &Expected, job: JobSpec) -> ModelEvalu
 
 #[test]
 fn non_square_pictures_are_classified_with_training_s_transforms() {
-    let of = expected();
+    let fixture = expected();
     let dir = tempfile::tempdir().unwrap();
-    write_changed_model(dir.path(), &of, |about| about["whole_pictures"] = json!("true"), |_, _| {});
+    write_changed_model(dir.path(), &fixture, |about| about["whole_pictures"] = json!("true"), |_, _| {});
     // Jobs scale such pictures to a square as a whole.
-    let mut job = spec(&of);
-    job.data.image_size = Some((of.side as u32).into());
-    evaluated_as_predicted(dir.path(), &of, job);
+    let mut job = spec(&fixture);
+    job.data.image_size = Some((fixture.side as u32).into());
+    evaluate_and_predict(dir.path(), &fixture, job);
 }
 
 #[test]
@@ -56,7 +44,7 @@ fn pictures_are_resized_and_cropped_as_in_training() {
     // Whatever has become of the job's own keys since.
     let mut job = spec(&fixture);
     job.data.resize_size = Some(2 * fixture.side as u32);
-    let evaluated = evaluated_as_predicted(dir.path(), &fixture, job.clone());
+    let evaluated = evaluate_and_predict(dir.path(), &fixture, job.clone());
 
     // A model without `resize` was trained on stretched pictures, so the job's `resize_size` is ignored.
     write_changed_model(dir.path(), &fixture, |about| about["whole_pictures"] = json!("true"), |_, _| {});

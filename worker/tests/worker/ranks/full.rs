@@ -2,7 +2,7 @@
 
 use super::{
     hybrid::{max_excess, plan, staged},
-    pipeline::{Run, trained},
+    pipeline::{Run, train_with_plan},
     *,
 };
 use lockstep_engine::plan::Plan;
@@ -37,10 +37,10 @@ fn eight_ranks_with_any_plan_train_as_one_rank() {
     // Weights are compared after few steps, losses after many.
     let runs =
         [5, 25].map(|steps| Run { micro_batch: MICRO_BATCH, accumulate: 2, steps, zero_init_residual: true });
-    let single = runs.map(|run| trained(&network, &Plan::data(1), run, pictures));
+    let single = runs.map(|run| train_with_plan(&network, &Plan::data(1), run, pictures));
     let mut failures = Vec::new();
     for plan in plans {
-        let [short, long] = runs.map(|run| trained(&network, &plan, run, pictures));
+        let [short, long] = runs.map(|run| train_with_plan(&network, &plan, run, pictures));
         let (excess, name) = max_excess(&short.1.parameters, &single[0].1.parameters);
         let loss = |step: usize| {
             let mean = long.0.iter().map(|of_rank| of_rank[step].loss).sum::<f32>() / long.0.len() as f32;

@@ -38,7 +38,7 @@ fn with_margin(kind: LossKind) -> EngineConfig {
 }
 
 /// The result of a step from `weights`, and the gradient.
-fn step(kind: LossKind, weights: &NamedTensors) -> (StepResult, NamedTensors) {
+fn train_one_step(kind: LossKind, weights: &NamedTensors) -> (StepResult, NamedTensors) {
     let mut engine = build_cpu(plain_network(), weights, with_margin(kind), Arc::new(SingleRank)).unwrap();
     let result = engine.train_step(&[batch(0, GLOBAL)], 1e-3).unwrap();
     // Momentum is the gradient after the first step.
@@ -50,7 +50,7 @@ fn gradients_with_a_margin_match_finite_differences() {
     const H: f32 = 4e-3;
     for kind in [LossKind::ArcFace, LossKind::CosFace] {
         let initial = init::initial_parameters(&plain_network(), false, 1);
-        let (_, gradients) = step(kind, &initial);
+        let (_, gradients) = train_one_step(kind, &initial);
         for name in ["fc.weight", "conv1.weight"] {
             let gradient = &gradients[&format!("{name}.momentum")].values;
             let length = gradient.iter().map(|v| v * v).sum::<f32>().sqrt();
@@ -62,7 +62,7 @@ fn gradients_with_a_margin_match_finite_differences() {
                     let mut moved = initial.clone();
                     let weights = &mut moved.get_mut(name).unwrap().values;
                     weights.iter_mut().zip(&direction).for_each(|(w, d)| *w += distance * d);
-                    step(kind, &moved).0.loss
+                    train_one_step(kind, &moved).0.loss
                 };
                 let measured = (loss(H) - loss(-H)) / (2.0 * H);
                 let wanted: f32 = gradient.iter().zip(&direction).map(|(g, d)| g * d).sum();
@@ -83,7 +83,7 @@ struct Run {
     state: StateDict,
 }
 
-fn trained(kind: LossKind, plan: &Plan) -> Run {
+fn train_with_plan(kind: LossKind, plan: &Plan) -> Run {
     let (network, own) = (plain_network(), GLOBAL / data_ranks(plan));
     let of_ranks = on_ranks(plan.mesh.ranks() as u32, |comm| {
         let from = data_rank(plan, &comm) * own;
@@ -114,7 +114,7 @@ fn trained(kind: LossKind, plan: &Plan) -> Run {
 #[test]
 fn ranks_that_share_the_classes_train_as_one_rank() {
     for kind in [LossKind::ArcFace, LossKind::CosFace] {
-        let wanted = trained(kind, &Plan::data(1));
+        let wanted = train_with_plan(kind, &Plan::data(1));
         let last = f64::from(wanted.steps[STEPS - 1].0) * GLOBAL as f64;
         assert!(
             last > wanted.evaluated.0 + 1.0,
@@ -122,7 +122,7 @@ fn ranks_that_share_the_classes_train_as_one_rank() {
             wanted.evaluated
         );
         for plan in [Plan::data(2), plan([1, 1, 2], &[]), plan([2, 1, 2], &[])] {
-            let Run { steps, evaluated, state } = trained(kind, &plan);
+            let Run { steps, evaluated, state } = train_with_plan(kind, &plan);
             for ((loss, correct), (wanted, wanted_correct)) in steps.iter().zip(&wanted.steps) {
                 assert!((loss - wanted).abs() < 1e-5 * wanted, "{kind:?} {plan:?}: {loss} {wanted}");
                 assert_eq!(correct, wanted_correct, "{kind:?} {plan:?}");

@@ -78,6 +78,13 @@ fn part_of(all: usize, batch: Batch) -> Batch {
     Batch { global_samples: all, ..batch }
 }
 
+/// The part of rank `rank` of `ranks` in a step's batch of `all` pictures.
+fn part_of_rank(step: usize, all: usize, (rank, ranks): (u32, u32)) -> Batch {
+    let own = all / ranks as usize;
+    let from = rank as usize * own;
+    part_of(all, pictures(step, from, from + own))
+}
+
 /// Runs `body` on every rank, each in a thread, and returns the results. The ranks share memory.
 fn on_ranks<T: Send>(ranks: u32, body: impl Fn(Arc<dyn ProcessGroup>) -> T + Sync) -> Vec<T> {
     run_ranks(ranks, true, body)
@@ -109,13 +116,10 @@ fn run_ranks<T: Send>(ranks: u32, shared: bool, body: impl Fn(Arc<dyn ProcessGro
 /// Each rank's losses of `steps` steps, and its parameters after them.
 fn train(ranks: u32, global: usize, steps: usize, lr: f32) -> Vec<(Vec<f32>, NamedTensors)> {
     on_ranks(ranks, |comm| {
-        let (rank, own) = (comm.rank() as usize, global / ranks as usize);
-        let mut engine = engine(config(own), comm);
+        let rank = comm.rank();
+        let mut engine = engine(config(global / ranks as usize), comm);
         let losses = (0..steps)
-            .map(|step| {
-                let batch = part_of(global, pictures(step, rank * own, (rank + 1) * own));
-                engine.train_step(&[batch], lr).unwrap().loss
-            })
+            .map(|step| engine.train_step(&[part_of_rank(step, global, (rank, ranks))], lr).unwrap().loss)
             .collect();
         (losses, engine.parameters().unwrap())
     })
@@ -211,9 +215,9 @@ fn a_batch_without_the_global_number_of_pictures_is_refused() {
 fn summed_gradients_are_the_mean_times_the_number_of_ranks() {
     let norm = |gradients_mean| {
         on_ranks(2, move |comm| {
-            let from = 8 * comm.rank() as usize;
+            let rank = comm.rank();
             let mut engine = engine(EngineConfig { gradients_mean, ..config(8) }, comm);
-            engine.train_step(&[part_of(16, pictures(0, from, from + 8))], 0.1).unwrap().grad_norm
+            engine.train_step(&[part_of_rank(0, 16, (rank, 2))], 0.1).unwrap().grad_norm
         })[0]
     };
     assert!((norm(false) / norm(true) - 2.0).abs() < 1e-5);
@@ -222,9 +226,9 @@ fn summed_gradients_are_the_mean_times_the_number_of_ranks() {
 #[test]
 fn without_synchronised_statistics_each_rank_normalises_its_own_pictures() {
     let ranks = on_ranks(2, |comm| {
-        let from = 8 * comm.rank() as usize;
+        let rank = comm.rank();
         let mut engine = engine(EngineConfig { sync_batch_norm: false, ..config(8) }, comm);
-        engine.train_step(&[part_of(16, pictures(0, from, from + 8))], 0.1).unwrap();
+        engine.train_step(&[part_of_rank(0, 16, (rank, 2))], 0.1).unwrap();
         let before = engine.parameters().unwrap();
         engine.broadcast_parameters().unwrap();
         (before, engine.parameters().unwrap())
@@ -290,11 +294,10 @@ impl ProcessGroup for OneRing {
 #[test]
 fn an_engine_uses_only_its_own_group_of_ranks() {
     let weights = |comm: Arc<dyn ProcessGroup>, seed: usize| {
-        let from = 8 * comm.rank() as usize;
+        let rank = comm.rank();
         let mut engine = engine(config(8), comm);
         for step in 0..3 {
-            let batch = part_of(16, pictures(seed + step, from, from + 8));
-            engine.train_step(&[batch], 0.05).unwrap();
+            engine.train_step(&[part_of_rank(seed + step, 16, (rank, 2))], 0.05).unwrap();
         }
         engine.parameters().unwrap()
     };
@@ -320,13 +323,13 @@ fn an_engine_uses_only_its_own_group_of_ranks() {
 fn shared_memory_two_rings_and_one_ring_give_the_same_bits() {
     let weights = |shared: bool, single: bool| {
         run_ranks(2, shared, move |comm| {
-            let from = 8 * comm.rank() as usize;
+            let rank = comm.rank();
             let comm: Arc<dyn ProcessGroup> = if single { Arc::new(OneRing(comm)) } else { comm };
             let mut engine = engine(config(8), comm);
             let response = engine.exchange();
             assert_eq!(response.contains("share memory with one copy of the weights"), shared, "{response}");
             for step in 0..3 {
-                engine.train_step(&[part_of(16, pictures(step, from, from + 8))], 0.1).unwrap();
+                engine.train_step(&[part_of_rank(step, 16, (rank, 2))], 0.1).unwrap();
             }
             (engine.parameters().unwrap(), engine.optimizer_state().unwrap())
         })

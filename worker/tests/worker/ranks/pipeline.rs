@@ -27,7 +27,7 @@ pub(super) struct Run {
 const RUN: Run = Run { micro_batch: MICRO_BATCH, accumulate: 1, steps: STEPS, zero_init_residual: false };
 
 /// Each rank's results of the steps, and the state for a checkpoint after them.
-pub(super) fn trained(
+pub(super) fn train_with_plan(
     network: &Arc<Network>,
     plan: &Plan,
     Run { micro_batch, accumulate, steps, zero_init_residual }: Run,
@@ -78,11 +78,12 @@ fn stages_train_as_one_rank_with_as_many_micro_batches() {
         };
         if !single.iter().any(is_case) {
             let (results, state) =
-                trained(network, &Plan::data(1), Run { accumulate: *accumulate, ..RUN }, pictures);
+                train_with_plan(network, &Plan::data(1), Run { accumulate: *accumulate, ..RUN }, pictures);
             single.push((*network, *accumulate, results, state));
         }
         let (.., results, state) = single.iter().find(|result| is_case(result)).unwrap();
-        let (theirs, their_state) = trained(network, plan, Run { accumulate: *accumulate, ..RUN }, pictures);
+        let (theirs, their_state) =
+            train_with_plan(network, plan, Run { accumulate: *accumulate, ..RUN }, pictures);
         let case = format!("{} on {:?}, {accumulate} micro-batches", network.arch, plan.mesh);
         for (step, wanted) in results[0].iter().enumerate() {
             let mean = |value: &dyn Fn(&StepResult) -> f32| {
@@ -152,8 +153,9 @@ fn stages_with_long_messages_do_not_deadlock() {
         labels: labels("pipeline.large", to, 10).split_off(from),
         ..Batch::default()
     };
-    let (single, _) = trained(&network, &Plan::data(1), Run { accumulate: 4, steps: 1, ..RUN }, batch);
+    let (single, _) =
+        train_with_plan(&network, &Plan::data(1), Run { accumulate: 4, steps: 1, ..RUN }, batch);
     let (theirs, _) =
-        trained(&network, &staged(3, Plan::data(1)), Run { accumulate: 4, steps: 1, ..RUN }, batch);
+        train_with_plan(&network, &staged(3, Plan::data(1)), Run { accumulate: 4, steps: 1, ..RUN }, batch);
     assert!(theirs.iter().all(|of_rank| (of_rank[0].loss - single[0][0].loss).abs() < 1e-4), "{theirs:?}");
 }

@@ -41,7 +41,7 @@ fn of_kind(kind: OptimizerKind, accumulate: usize) -> EngineConfig {
 
 /// Mean losses of the steps, and the state for a checkpoint after them. The ranks share no memory. Of three ranks, the first has half
 /// of the pictures.
-fn trained(network: &Arc<Network>, plan: &Plan, config: &EngineConfig) -> (Vec<f32>, StateDict) {
+fn train_with_plan(network: &Arc<Network>, plan: &Plan, config: &EngineConfig) -> (Vec<f32>, StateDict) {
     let ranks = plan.mesh.ranks();
     let parts = ranks / plan.mesh.height;
     let of_ranks = run_ranks(ranks as u32, false, |comm| {
@@ -90,9 +90,9 @@ fn ranks_that_divide_optimizer_state_train_as_one_rank() {
             if of_ranks.is_empty() {
                 continue;
             }
-            let single = trained(&network, &Plan::data(1), &config);
+            let single = train_with_plan(&network, &Plan::data(1), &config);
             for ranks in of_ranks {
-                let divided = trained(&network, &sharded(Plan::data(*ranks)), &config);
+                let divided = train_with_plan(&network, &sharded(Plan::data(*ranks)), &config);
                 let case = format!("{}, {kind:?} on {ranks} ranks", network.arch);
                 failures
                     .extend(difference(&divided, &single).map(|difference| format!("{case}: {difference}")));
@@ -115,8 +115,8 @@ fn ranks_that_share_a_network_divide_the_state_of_their_parts() {
     ] {
         let plan = plan(mesh, shards);
         let config = of_kind(kind, 1);
-        let whole = trained(&network(), &plan, &config);
-        let divided = trained(&network(), &sharded(plan), &config);
+        let whole = train_with_plan(&network(), &plan, &config);
+        let divided = train_with_plan(&network(), &sharded(plan), &config);
         failures.extend(
             difference(&divided, &whole).map(|difference| format!("{kind:?}, {mesh:?}: {difference}")),
         );
@@ -127,7 +127,7 @@ fn ranks_that_share_a_network_divide_the_state_of_their_parts() {
 #[test]
 fn divided_state_can_be_loaded_on_any_ranks_with_and_without_sharding() {
     let (network, config) = (network(), of_kind(OptimizerKind::AdamW, 1));
-    let (_, state) = trained(&network, &sharded(Plan::data(3)), &config);
+    let (_, state) = train_with_plan(&network, &sharded(Plan::data(3)), &config);
     let next = |plan: &Plan| {
         let own = GLOBAL / plan.mesh.ranks();
         let mut of_ranks = run_ranks(plan.mesh.ranks() as u32, false, |comm| {

@@ -311,9 +311,9 @@ impl Agent {
             tokio::select! {
                 signal = signals.next() => self.handle_signal(signal)?,
                 () = wake.notified() => {}
-                () = tokio::time::sleep_until(until) => return self.poll(false),
+                () = tokio::time::sleep_until(until) => return self.check_end(false),
             }
-            self.poll(false)?;
+            self.check_end(false)?;
         }
     }
 
@@ -343,10 +343,10 @@ impl Agent {
         self.uploaded.is_done_since(moment) || uploads::is_empty(self.state_dir.dir())
     }
 
-    /// Breaks if it is time to end.
-    fn poll(&mut self, connected: bool) -> ControlFlow<()> {
+    /// Breaks if it is time to end. Without a connection, it also limits the spool.
+    fn check_end(&mut self, is_connected: bool) -> ControlFlow<()> {
         let all_over = self.attempts.values().all(Attempt::is_over);
-        if !connected && !all_over {
+        if !is_connected && !all_over {
             self.measure_spool();
         }
         if let Some(leaving) = &mut self.leaving {
@@ -358,7 +358,7 @@ impl Agent {
             let is_uploaded = is_reported && self.is_uploaded(since);
             let patience = if is_reported { FINAL_UPLOAD_TIMEOUT } else { FINAL_REPORT_TIMEOUT };
             // A server that could not store a report has closed the connection, so that the agent connects again.
-            let is_cut_off = !connected && self.attempts.is_empty();
+            let is_cut_off = !is_connected && self.attempts.is_empty();
             if is_uploaded || is_cut_off || since.elapsed() > patience {
                 return ControlFlow::Break(());
             }
@@ -375,7 +375,7 @@ impl Agent {
             tracing::info!("the job is over");
             return ControlFlow::Break(());
         }
-        let timeout = self.next_attempt_timeout(connected);
+        let timeout = self.next_attempt_timeout(is_connected);
         match self.waiting_since {
             Some(since)
                 if !self.until_final

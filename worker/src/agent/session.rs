@@ -227,7 +227,7 @@ impl Connected {
     }
 
     async fn beat(&mut self, agent: &mut Agent) -> Result<(), Outcome> {
-        if agent.poll(true).is_break() {
+        if agent.check_end(true).is_break() {
             return Err(Outcome::End);
         }
         let limit = MIN_SILENCE_TIMEOUT.max(self.heartbeat * 3);
@@ -288,7 +288,7 @@ impl Connected {
             self.reported_ready.remove(&attempt);
             agent.forget(&attempt, is_refused);
         }
-        if agent.poll(true).is_break() { Err(Outcome::End) } else { Ok(()) }
+        if agent.check_end(true).is_break() { Err(Outcome::End) } else { Ok(()) }
     }
 
     /// Reports that attempts on several machines are ready, unless already sent.

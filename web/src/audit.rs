@@ -1,9 +1,6 @@
 //! The audit log of requests.
 
-use crate::{
-    jobs::encoded,
-    layout::{Bar, CurrentUser, Nav},
-};
+use crate::{jobs::encoded, layout::CurrentUser};
 use askama::Template;
 use jiff::Timestamp;
 
@@ -137,10 +134,6 @@ const KINDS: [(&str, &str); 7] = [
 ];
 
 impl AuditPage {
-    fn nav(&self) -> Bar<'_> {
-        Nav::Audit.bar_for(&self.user)
-    }
-
     /// Returns label and URL of each kind, and whether the page shows this kind.
     fn kinds(&self) -> Vec<(&'static str, String, bool)> {
         let link = |(label, text): (&'static str, &str)| (label, self.address(text, ""), self.text == text);

@@ -4,7 +4,7 @@ mod markdown;
 
 pub use markdown::title;
 
-use crate::layout::{Bar, CurrentUser, Nav};
+use crate::layout::CurrentUser;
 use askama::Template;
 
 /// An entry of the list of pages.
@@ -67,10 +67,6 @@ impl DocsPage {
             source += &format!("- [{}]({}.md): {}\n", page.title, page.path, line.trim());
         }
         Self { query: query.into(), ..Self::new("", &source, pages, user) }
-    }
-
-    fn nav(&self) -> Bar<'_> {
-        Nav::None.bar_for(&self.user)
     }
 }
 

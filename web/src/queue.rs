@@ -2,7 +2,7 @@
 
 use crate::{
     jobs::encoded,
-    layout::{Bar, CurrentUser, Nav},
+    layout::CurrentUser,
     numbers::{Shown, age, plural},
 };
 use askama::Template;
@@ -33,17 +33,11 @@ pub struct QueuePage {
     pub is_first: bool,
     /// Cursor of the next page.
     pub next: Option<String>,
-    /// The time from which ages are computed.
-    pub now: Timestamp,
     /// The person or token that looks at the page.
     pub user: CurrentUser,
 }
 
 impl QueuePage {
-    fn nav(&self) -> Bar<'_> {
-        Nav::Queue.bar_for(&self.user)
-    }
-
     fn may_change(&self, job: &QueuedJob) -> bool {
         job.id.as_ref().is_some_and(|id| self.changeable.contains(id))
     }
@@ -88,7 +82,7 @@ impl QueuePage {
 
     /// Formats the waiting time: `for 3 min`.
     fn waited(&self, since: Timestamp) -> String {
-        match age(since, self.now).strip_suffix(" ago") {
+        match age(since).strip_suffix(" ago") {
             Some(age) => format!("for {age}"),
             None => "since a moment ago".into(),
         }
@@ -149,7 +143,6 @@ mod tests {
             changeable: HashSet::new(),
             is_first: true,
             next: None,
-            now: Timestamp::from_second(7200).expect("in range"),
             user: CurrentUser::NOBODY,
         }
     }
@@ -166,7 +159,7 @@ mod tests {
             owner: Some("ada".into()),
             priority: Some(5),
             ranks: Some(4),
-            waiting_since: Some(Timestamp::UNIX_EPOCH),
+            waiting_since: Some(Timestamp::now() - jiff::SignedDuration::from_hours(2)),
             reason: Some("waits for 4 slots".into()),
             kept_slots: Some(2),
         };

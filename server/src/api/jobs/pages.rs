@@ -70,7 +70,6 @@ pub(crate) async fn jobs(
         any,
         next: query.next_cursor(page.next.as_ref())?,
         server_url,
-        now: crate::now(),
         user: caller.current_user(),
     };
     html(page.render())

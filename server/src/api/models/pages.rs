@@ -17,7 +17,7 @@ pub(crate) async fn models(
     Extension(caller): Extension<Caller>,
 ) -> Page {
     let models = visible_models(&*store, &caller).await?;
-    html(views::ModelsPage { models, now: crate::now(), user: caller.current_user() }.render())
+    html(views::ModelsPage { models, user: caller.current_user() }.render())
 }
 
 /// `GET /models/{name}`
@@ -34,6 +34,5 @@ pub(crate) async fn model(
         return Err(no_such_model().into());
     }
     let versions = rows.into_iter().rev().map(|row| row.version).collect();
-    let (now, user) = (crate::now(), caller.current_user());
-    html(views::ModelPage { name, versions, may_change, now, user }.render())
+    html(views::ModelPage { name, versions, may_change, user: caller.current_user() }.render())
 }

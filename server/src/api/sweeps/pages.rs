@@ -21,7 +21,7 @@ pub(crate) async fn sweeps(
     for row in visible_sweeps(&*store, &caller).await? {
         sweeps.push(with_trials(&*store, &row).await?);
     }
-    html(views::SweepsPage { sweeps, now: crate::now(), user: caller.current_user() }.render())
+    html(views::SweepsPage { sweeps, user: caller.current_user() }.render())
 }
 
 /// `GET /sweeps/{id}`
@@ -34,5 +34,5 @@ pub(crate) async fn sweep(
     let row = find(&*store, &id).await?;
     let may_change = auth.may_change(&caller, row.owned.owner.as_deref());
     let sweep = with_trials(&*store, &row).await?;
-    html(views::SweepPage { sweep, may_change, now: crate::now(), user: caller.current_user() }.render())
+    html(views::SweepPage { sweep, may_change, user: caller.current_user() }.render())
 }

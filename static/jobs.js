@@ -47,7 +47,7 @@ const bulk = new Bulk(rows.parentElement, { find: (id) => jobs.get(id) ?? groups
 let round = 0;
 const written = new WeakMap();
 const viewed = new Window(rows, (row) => { const job = jobs.get(row.dataset.id); if (job && written.get(row) !== round) fill(row, job); });
-const queue = new Queue(() => [...jobs.values(), ...(groups?.jobs.values() ?? [])], (job) => { const row = rowOf.get(job.id); if (row) fill(row, job); groups?.again(job); });
+const queue = new Queue(() => [...jobs.values(), ...(groups?.jobs.values() ?? [])], (job) => { const row = rowOf.get(job.id); if (row) fill(row, job); groups?.refill(job); });
 
 const isSorted = () => order() !== DEFAULT_ORDER;
 const fill = (row, job) => { written.set(row, round); fillRow(row, job); columns.fill(row, job); };
@@ -115,7 +115,7 @@ async function loadShown(mine) {
   bulk.forgetUnshown();
 }
 
-const read = () => load().then(() => narrow.refused(""), (error) => {
+const read = () => load().then(() => narrow.showProblem(""), (error) => {
   if (!(error instanceof Problem) || error.status >= 500) return showLive("reconnecting");
   // For an invalid filter or order, no jobs are listed.
   next = null;
@@ -124,7 +124,7 @@ const read = () => load().then(() => narrow.refused(""), (error) => {
   groups.none = true;
   showEmpty();
   bulk.forgetUnshown();
-  narrow.refused(errorText(error));
+  narrow.showProblem(errorText(error));
 });
 
 /** Reads the list again after a pause, because the places of jobs may have changed. */
@@ -157,7 +157,7 @@ const nearEnd = () => !byId("older").hidden && byId("older").getBoundingClientRe
 
 /** Handles a job from the stream. A new job is inserted at its place in the order, which only the server knows. */
 function handleJob(job) {
-  if (groups.on) return groups.hear(job);
+  if (groups.on) return groups.handleJob(job);
   const known = jobs.get(job.id), { text: words } = filter();
   if (known) {
     if (known.last_seq <= job.last_seq && key(known) !== key(job)) readSoon();
@@ -214,7 +214,7 @@ function show(job) {
   if (known && known.last_seq > job.last_seq) return;
   if (!fits(job, filter())) return remove(job.id);
   tellEnd(job);
-  queue.keep(known, job);
+  queue.keepPlace(known, job);
   jobs.set(job.id, job);
   let row = rowOf.get(job.id);
   if (!row) {

@@ -53,14 +53,14 @@ export class Histograms {
   }
 
   /** Called when the server has a new step. */
-  more() {
+  handleStep() {
     if (!this.#opened) return;
     if (byId("histograms-panel").hidden) { this.#behind = true; return; }
     this.#timer ||= setTimeout(() => { this.#timer = 0; this.#load(); }, RELOAD_INTERVAL_MS);
   }
 
   /** Shows the steps that arrived while the panel was hidden. */
-  again() {
+  showMissedSteps() {
     if (!this.#behind) return;
     this.#behind = false;
     this.#load();

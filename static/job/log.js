@@ -58,9 +58,9 @@ export class Log {
   }
 
   /** Fills the filters with ranks and attempts. */
-  ranks(n, attempts = 1) {
-    for (let r = this.rank.options.length - 1; r < n; r++) this.rank.add(new Option(`rank ${r}`, r));
-    for (let a = this.attempt.options.length; a <= attempts; a++) this.attempt.add(new Option(a, a));
+  offerFilters(rankCount, attemptCount) {
+    for (let r = this.rank.options.length - 1; r < rankCount; r++) this.rank.add(new Option(`rank ${r}`, r));
+    for (let a = this.attempt.options.length; a <= attemptCount; a++) this.attempt.add(new Option(a, a));
     if (read("rank") !== "" && this.rank.value === "") this.rank.value = read("rank");
     if (read("attempt") !== "" && this.attempt.value === "") this.attempt.value = read("attempt");
     byId("log-download").href = `/api/v1/jobs/${this.job}/logs?${this.#filter({ format: "text" })}`;
@@ -103,7 +103,7 @@ export class Log {
   }
 
   /** Called after lines were missed: shows the newest lines if the log follows. Otherwise, missed lines are read when the reader scrolls. */
-  async again() {
+  async handleGap() {
     // An older database may have been restored, which sends lines with the same numbers again.
     this.#seen.clear();
     this.#heldSeq = 0;

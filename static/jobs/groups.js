@@ -244,7 +244,7 @@ export class Groups {
   }
 
   /** Handles a job from the stream: its rows change at once, and groups are read soon. */
-  hear(job) {
+  handleJob(job) {
     const known = this.jobs.get(job.id);
     if (known && known.last_seq <= job.last_seq) {
       this.jobs.set(job.id, job);
@@ -257,7 +257,7 @@ export class Groups {
   }
 
   /** Writes the rows of a job again. */
-  again(job) {
+  refill(job) {
     for (const { rows } of this.#shown.values()) for (const row of rows) if (row.dataset.id === job.id) this.fill(row, job);
   }
 

@@ -16,7 +16,7 @@ const ROWS = 100;
 const number = (v) => short(Number(v.toPrecision(3)));
 
 /** Returns the value below which the fraction `share` of the values is, as exactly as the bins allow. */
-export function quantile({ min, max, counts }, share) {
+function quantile({ min, max, counts }, share) {
   const all = counts.reduce((a, b) => a + b, 0), width = (max - min) / counts.length;
   let below = 0;
   for (let i = 0; i < counts.length; i++) {

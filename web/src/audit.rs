@@ -1,6 +1,6 @@
 //! The audit log of requests.
 
-use crate::{jobs::encoded, layout::CurrentUser};
+use crate::{jobs::percent_encode, layout::CurrentUser};
 use askama::Template;
 use jiff::Timestamp;
 
@@ -142,8 +142,9 @@ impl AuditPage {
 
     /// Returns the page's URL for a text, after a cursor.
     fn address(&self, text: &str, cursor: &str) -> String {
-        let cursor = if cursor.is_empty() { String::new() } else { format!("&cursor={}", encoded(cursor)) };
-        format!("/audit?who={}&q={}{cursor}", encoded(&self.who), encoded(text))
+        let cursor =
+            if cursor.is_empty() { String::new() } else { format!("&cursor={}", percent_encode(cursor)) };
+        format!("/audit?who={}&q={}{cursor}", percent_encode(&self.who), percent_encode(text))
     }
 }
 

@@ -144,8 +144,8 @@ impl JobPage {
     /// Returns settings that differ from the defaults or have no default, by their keys in a job file.
     fn own_settings(&self) -> Vec<(String, String)> {
         match &self.job.external {
-            Some(external) => own_settings::flat(&external.config),
-            None => own_settings::of(&self.job.spec),
+            Some(external) => own_settings::flatten(&external.config),
+            None => own_settings::non_default(&self.job.spec),
         }
     }
 
@@ -180,7 +180,7 @@ impl JobPage {
     fn summary(&self) -> Vec<(String, String)> {
         let Some(External { summary, values, .. }) = &self.job.external else { return Vec::new() };
         let values = values.iter().map(|(key, value)| (key.clone(), value.clone()));
-        own_settings::flat(summary).into_iter().chain(values).collect()
+        own_settings::flatten(summary).into_iter().chain(values).collect()
     }
 
     /// Returns URL, path and size of each file of a run from elsewhere.

@@ -64,7 +64,7 @@ impl JobsPage {
         let link = |state: JobState| {
             let on = chosen.contains(&state);
             let others = chosen.iter().copied().filter(|other| *other != state);
-            let leads_to = joined(others.chain((!on).then_some(state)));
+            let leads_to = join_states(others.chain((!on).then_some(state)));
             StateLink { label: state.as_str(), state: state.as_str(), leads_to, on }
         };
         std::iter::once(all).chain(shown.into_iter().map(link)).collect()
@@ -72,7 +72,7 @@ impl JobsPage {
 
     /// Returns the chosen states, as in the URL.
     fn chosen(&self) -> String {
-        joined(self.filter.states.iter().copied())
+        join_states(self.filter.states.iter().copied())
     }
 
     /// Returns all filters except states, for the end of a URL.
@@ -81,14 +81,14 @@ impl JobsPage {
         let given = [("q", text), ("project", project), ("tag", tag), ("owner", owner)].into_iter();
         let given = given.chain(kept.iter().map(|(key, value)| (*key, value)));
         let given = given.filter(|(_, value)| !value.is_empty());
-        given.map(|(key, value)| format!("&{key}={}", encoded(value))).collect()
+        given.map(|(key, value)| format!("&{key}={}", percent_encode(value))).collect()
     }
 
     /// Returns all keys except states, for the end of a URL.
     fn others(&self) -> String {
         let order = match self.filter.sort.as_str() {
             "" => String::new(),
-            sort => format!("&sort={}", encoded(sort)),
+            sort => format!("&sort={}", percent_encode(sort)),
         };
         self.filters() + &order
     }
@@ -152,12 +152,12 @@ struct StateLink {
     on: bool,
 }
 
-fn joined(states: impl Iterator<Item = JobState>) -> String {
+fn join_states(states: impl Iterator<Item = JobState>) -> String {
     states.map(JobState::as_str).collect::<Vec<_>>().join(",")
 }
 
 /// Percent-encodes a value for a URL.
-pub(crate) fn encoded(text: &str) -> String {
+pub(crate) fn percent_encode(text: &str) -> String {
     const ENCODED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'_').remove(b'.').remove(b'~');
     utf8_percent_encode(text, ENCODED).to_string()
 }

@@ -7,7 +7,7 @@ pub use join::Join;
 
 use crate::{
     layout::CurrentUser,
-    numbers::{Shown, age, bytes, plural},
+    numbers::{age, bytes, plural},
 };
 use askama::Template;
 use gauges::Gauge;
@@ -106,11 +106,6 @@ impl MachinesPage {
     }
 }
 
-/// Returns the name of a job, shortened for a slot.
-fn shown(name: &str) -> Shown {
-    Shown::name(name)
-}
-
 impl AgentCard {
     /// Returns the beginning of the agent's id, which distinguishes machines of the same name.
     fn short_id(&self) -> &str {
@@ -146,12 +141,12 @@ impl AgentCard {
     }
 
     fn gauges(&self) -> [Gauge; 5] {
-        gauges::of_machine(self.sample.as_ref())
+        gauges::machine_gauges(self.sample.as_ref())
     }
 
     fn slot_gauges(&self, slot: &Slot) -> Vec<Gauge> {
         let sample = self.sample.iter().flat_map(|sample| &sample.gpus).find(|seen| seen.slot == slot.index);
-        let all = gauges::of_slot(sample, slot.memory_bytes);
+        let all = gauges::slot_gauges(sample, slot.memory_bytes);
         // A slot of CPU cores has no temperature.
         let shown = if slot.uuid.is_some() { all.len() } else { 2 };
         all.into_iter().take(shown).collect()

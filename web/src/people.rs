@@ -42,8 +42,6 @@ pub struct AccountPage {
     pub person: Option<Person>,
     /// Whether the person has a password, and not only an account at an OpenID provider.
     pub has_password: bool,
-    /// Name of the token, if the user is not a person.
-    pub token: String,
     /// The person's valid tokens.
     pub tokens: Vec<Token>,
     /// Scopes that a token of the person may have.

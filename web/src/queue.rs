@@ -1,7 +1,7 @@
 //! The queue: waiting jobs in order, their reasons for waiting, and reserved slots.
 
 use crate::{
-    jobs::encoded,
+    jobs::percent_encode,
     layout::CurrentUser,
     numbers::{Shown, age, plural},
 };
@@ -55,15 +55,11 @@ impl QueuePage {
         format!("{} {waits}{kept}", plural(self.total, "job"))
     }
 
-    /// Returns the URL without one of the filters, or with a cursor.
-    fn address(&self, project: bool, owner: bool, cursor: &str) -> String {
-        let given = [
-            ("project", if project { self.project.as_str() } else { "" }),
-            ("owner", if owner { self.owner.as_str() } else { "" }),
-            ("cursor", cursor),
-        ];
-        let given = given.into_iter().filter(|(_, value)| !value.is_empty());
-        let given: Vec<_> = given.map(|(key, value)| format!("{key}={}", encoded(value))).collect();
+    /// Returns the page's URL with these filters, after a cursor. Empty parts are left out.
+    fn address(&self, project: &str, owner: &str, cursor: &str) -> String {
+        let given = [("project", project), ("owner", owner), ("cursor", cursor)].into_iter();
+        let given = given.filter(|(_, value)| !value.is_empty());
+        let given: Vec<_> = given.map(|(key, value)| format!("{key}={}", percent_encode(value))).collect();
         if given.is_empty() { "/queue".into() } else { format!("/queue?{}", given.join("&")) }
     }
 

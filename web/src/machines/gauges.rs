@@ -37,7 +37,7 @@ fn cpus(count: f32) -> String {
 }
 
 /// Returns the gauges of a machine. Without a sample the gauges have no values, so that the layout does not change when a sample arrives.
-pub(super) fn of_machine(sample: Option<&MachineSample>) -> [Gauge; 5] {
+pub(super) fn machine_gauges(sample: Option<&MachineSample>) -> [Gauge; 5] {
     let shown = |text: fn(&MachineSample) -> String| sample.map_or(UNKNOWN.into(), text);
     let note = |text: fn(&MachineSample) -> String| sample.map_or(String::new(), text);
     let number = |value: fn(&MachineSample) -> u64| sample.map_or(0.0, |s| value(s) as f64);
@@ -98,7 +98,7 @@ pub(super) fn of_machine(sample: Option<&MachineSample>) -> [Gauge; 5] {
 
 /// Returns the gauges of a GPU with this memory. For a slot of CPU cores, returns the gauges of the rank's process (`memory_bytes` 0: no
 /// limit).
-pub(super) fn of_slot(sample: Option<&GpuSample>, memory_bytes: u64) -> [Gauge; 4] {
+pub(super) fn slot_gauges(sample: Option<&GpuSample>, memory_bytes: u64) -> [Gauge; 4] {
     let gauge = |name: &'static str, value: Option<String>, lines: &'static [&'static str], top: f64| {
         let value = value.unwrap_or(UNKNOWN.into());
         Gauge { name, value, note: String::new(), lines, top }
@@ -139,7 +139,7 @@ mod tests {
             gpus: Vec::new(),
         };
         let reported = |sample: &MachineSample| {
-            of_machine(Some(sample)).map(|g| format!("{}: {} {}", g.name, g.value, g.note))
+            machine_gauges(Some(sample)).map(|g| format!("{}: {} {}", g.name, g.value, g.note))
         };
         assert_eq!(
             reported(&sample),
@@ -157,7 +157,7 @@ mod tests {
             reported(&MachineSample { cpus: 1.5, ..sample })[0].contains("1.5 CPUs of"),
             "a fraction of a CPU"
         );
-        assert!(of_machine(None).iter().all(|g| g.value == UNKNOWN && g.note.is_empty()));
-        assert!(of_slot(None, 1).iter().all(|g| g.value == UNKNOWN));
+        assert!(machine_gauges(None).iter().all(|g| g.value == UNKNOWN && g.note.is_empty()));
+        assert!(slot_gauges(None, 1).iter().all(|g| g.value == UNKNOWN));
     }
 }

@@ -40,7 +40,7 @@ pub struct JobsPage {
     /// The filter in the page's URL.
     pub filter: JobFilter,
     /// Whether any job exists, even if it does not match the filter. The text of an empty list depends on this.
-    pub any: bool,
+    pub has_jobs: bool,
     /// Cursor of the next page, with older jobs, if there are more.
     pub next: Option<String>,
     /// This server's URL in the browser, for commands to copy: `http://127.0.0.1:7070`.
@@ -297,7 +297,7 @@ mod tests {
         let page = JobsPage {
             jobs: vec![],
             filter: JobFilter::default(),
-            any: false,
+            has_jobs: false,
             next: None,
             server_url: "http://127.0.0.1:7070".into(),
             user: CurrentUser::NOBODY,
@@ -307,7 +307,7 @@ mod tests {
         assert!(html.contains("/jobs/new"), "a link to the form");
 
         let filtered = JobsPage {
-            any: true,
+            has_jobs: true,
             filter: JobFilter {
                 states: vec![JobState::Lost, JobState::Failed],
                 text: "x\"<y".into(),

@@ -174,11 +174,12 @@ function handleJob(job) {
   readSoon();
 }
 
+/** Timer of `countSoon`, and the pause before it counts. */
+let counting = 0, countPause = 0;
 /**
  * Shows how many of the jobs that match the other filters are in each state. The server reads all of these jobs, so the pause between
  * requests grows with its response time.
  */
-let counting = 0, countPause = 0;
 function countSoon() {
   counting ||= setTimeout(async () => {
     counting = 0;
@@ -188,10 +189,10 @@ function countSoon() {
     const found = await ask(`/api/v1/jobs/groups?${new URLSearchParams([...parameters({ ...filter(), states: [] }), ["by", "state"]])}`).catch(() => null);
     countPause = pauseAfter(began);
     if (!found) return;
-    const jobsIn = new Map(found.groups.map(({ values: [state], jobs }) => [state, jobs])), all = [...jobsIn.values()].reduce((sum, n) => sum + n, 0);
+    const jobsIn = new Map(found.groups.map((group) => [group.values[0], group.jobs])), all = [...jobsIn.values()].reduce((sum, n) => sum + n, 0);
     for (const a of document.querySelectorAll("#filters [data-state]")) {
-      const jobs = a.dataset.state ? jobsIn.get(a.dataset.state) : all;
-      text(a.querySelector("small"), jobs ? count(jobs) : "");
+      const jobCount = a.dataset.state ? jobsIn.get(a.dataset.state) : all;
+      text(a.querySelector("small"), jobCount ? count(jobCount) : "");
     }
   }, countPause);
 }

@@ -125,7 +125,7 @@ export class Log {
   /** Searches until the panel is full or the log's beginning is reached. The server searches for about a second per request. */
   async #searchOn() {
     while (this.#searching && this.#hasOlder && this.box.querySelectorAll("[data-at]").length < MIN_FOUND_LINES) {
-      if (await this.#loadOlder(true)) continue;
+      if (await this.#loadOlder({ staysAtEnd: true })) continue;
       if (!this.#reading) return;
       await new Promise((done) => setTimeout(done, 50));
     }
@@ -214,8 +214,8 @@ export class Log {
     this.#drawNote();
   }
 
-  /** Reads older lines. `held`: the log follows its end even so. Returns whether lines were read. */
-  async #loadOlder(held = false) {
+  /** Reads older lines. `staysAtEnd`: the log follows its end even so. Returns whether the server responded. */
+  async #loadOlder({ staysAtEnd = false } = {}) {
     if (this.#reading) return false;
     const first = this.box.querySelector("p[data-at]"), seq = Number(first?.dataset.at.split(".")[0]);
     const place = this.#searching ? { cursor: this.#cursor } : { before: seq };
@@ -228,7 +228,7 @@ export class Log {
     const height = this.box.scrollHeight;
     if (response.lines.length) this.box.querySelector(".none")?.remove();
     this.box.prepend(...response.lines.map(row));
-    if (held && this.follow.checked) this.#toEnd();
+    if (staysAtEnd && this.follow.checked) this.#toEnd();
     else {
       this.box.scrollTop += this.box.scrollHeight - height;
       this.#trim("last");

@@ -200,11 +200,6 @@ impl JobPage {
         job.external.is_none() && job.step == 0 && job.sparkline.is_empty() && idle.contains(&job.state)
     }
 
-    /// Whether the user may change the job.
-    fn may_change(&self) -> bool {
-        self.may_change && !self.user.reads_only
-    }
-
     /// Whether the job's priority has an effect: the job waits, or can be preempted by jobs of higher priority. The same as `hasPriority` in
     /// `static/job/actions.js`.
     fn has_priority(&self) -> bool {

@@ -32,10 +32,6 @@ pub struct ModelPage {
 }
 
 impl ModelPage {
-    fn may_change(&self) -> bool {
-        self.may_change && !self.user.reads_only
-    }
-
     fn count(&self) -> String {
         plural(self.versions.len() as u64, "version")
     }

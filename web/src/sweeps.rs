@@ -31,10 +31,6 @@ pub struct SweepPage {
 }
 
 impl SweepPage {
-    fn may_change(&self) -> bool {
-        self.may_change && !self.user.reads_only
-    }
-
     /// Counts trials and steps: `12 of 27 trials ended · 1,200 steps`.
     fn summary(&self) -> String {
         let Sweep { ended, trial_count, steps, .. } = &self.sweep;

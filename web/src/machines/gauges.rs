@@ -19,7 +19,7 @@ pub(super) struct Gauge {
 
 const UNKNOWN: &str = "–";
 
-fn percent(share: f64) -> String {
+fn whole_percent(share: f64) -> String {
     format!("{:.0} %", share * 100.0)
 }
 
@@ -27,7 +27,7 @@ fn share(part: u64, all: u64) -> f64 {
     if all == 0 { 0.0 } else { part as f64 / all as f64 }
 }
 
-fn rate(bytes_per_second: Option<u64>) -> String {
+fn byte_rate(bytes_per_second: Option<u64>) -> String {
     bytes_per_second.map_or(UNKNOWN.into(), |rate| format!("{}/s", bytes(rate)))
 }
 
@@ -44,7 +44,7 @@ pub(super) fn machine_gauges(sample: Option<&MachineSample>) -> [Gauge; 5] {
     [
         Gauge {
             name: "CPU",
-            value: shown(|s| s.cpu_utilization.map_or(UNKNOWN.into(), |busy| percent(busy.into()))),
+            value: shown(|s| s.cpu_utilization.map_or(UNKNOWN.into(), |busy| whole_percent(busy.into()))),
             note: note(|s| {
                 let all = if f64::from(s.cpus) < f64::from(s.host_cpus) {
                     format!("{} of the machine's {}", cpus(s.cpus), s.host_cpus)
@@ -71,7 +71,7 @@ pub(super) fn machine_gauges(sample: Option<&MachineSample>) -> [Gauge; 5] {
         },
         Gauge {
             name: "Disk",
-            value: shown(|s| percent(share(s.disk_used_bytes, s.disk_bytes))),
+            value: shown(|s| whole_percent(share(s.disk_used_bytes, s.disk_bytes))),
             note: note(|s| {
                 let free = s.disk_bytes.saturating_sub(s.disk_used_bytes);
                 format!("{} free of {}", bytes(free), bytes(s.disk_bytes))
@@ -81,15 +81,15 @@ pub(super) fn machine_gauges(sample: Option<&MachineSample>) -> [Gauge; 5] {
         },
         Gauge {
             name: "Disk traffic",
-            value: shown(|s| rate(s.disk_read_bytes_per_second)),
-            note: note(|s| format!("read · {} written", rate(s.disk_written_bytes_per_second))),
+            value: shown(|s| byte_rate(s.disk_read_bytes_per_second)),
+            note: note(|s| format!("read · {} written", byte_rate(s.disk_written_bytes_per_second))),
             lines: &["disk_read_bytes_per_second", "disk_written_bytes_per_second"],
             top: 0.0,
         },
         Gauge {
             name: "Network",
-            value: shown(|s| rate(s.network_received_bytes_per_second)),
-            note: note(|s| format!("received · {} sent", rate(s.network_sent_bytes_per_second))),
+            value: shown(|s| byte_rate(s.network_received_bytes_per_second)),
+            note: note(|s| format!("received · {} sent", byte_rate(s.network_sent_bytes_per_second))),
             lines: &["network_received_bytes_per_second", "network_sent_bytes_per_second"],
             top: 0.0,
         },
@@ -103,7 +103,7 @@ pub(super) fn slot_gauges(sample: Option<&GpuSample>, memory_bytes: u64) -> [Gau
         let value = value.unwrap_or(UNKNOWN.into());
         Gauge { name, value, note: String::new(), lines, top }
     };
-    let used = sample.and_then(|s| s.utilization).map(|share| percent(share.into()));
+    let used = sample.and_then(|s| s.utilization).map(|share| whole_percent(share.into()));
     let memory = sample.map(|s| bytes(s.memory_used_bytes));
     let temperature = sample.and_then(|s| s.temperature_celsius).map(|celsius| format!("{celsius:.0} °C"));
     let power = sample.and_then(|s| s.power_watts).map(|watts| format!("{watts:.0} W"));

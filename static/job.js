@@ -189,7 +189,7 @@ async function reload() {
   stream.hold();
   for (let delay = 250; mine === newestReload; delay = Math.min(10_000, delay * 2)) {
     try {
-      const seq = await metrics.load(charts.wanted, true);
+      const seq = await metrics.load(charts.wanted, charts.meanFirst);
       const stored = await ask(`/api/v1/jobs/${job.id}/checkpoints`);
       await Promise.all([log.handleGap(), jobHistory.load(), reloadPage()]);
       if (mine !== newestReload) return;

@@ -47,6 +47,7 @@ impl SubmitPage {
         datasets: Vec<Dataset>,
         slots: u32,
         server_url: String,
+        user: CurrentUser,
     ) -> Self {
         let chosen = match dataset {
             Some(name) => datasets.iter().find(|d| d.name == name),
@@ -65,7 +66,7 @@ impl SubmitPage {
         if let Some(dataset) = dataset {
             form.set("data.dataset", dataset);
         }
-        Self { form, mistakes: Vec::new(), datasets, slots, server_url, user: CurrentUser::NOBODY }
+        Self { form, mistakes: Vec::new(), datasets, slots, server_url, user }
     }
 
     /// Returns the fields that are always shown, in groups.
@@ -243,7 +244,7 @@ mod tests {
     fn page(mistakes: Vec<SpecError>) -> SubmitPage {
         SubmitPage {
             mistakes,
-            ..SubmitPage::fresh(Some("fashion-mnist"), None, vec![], 2, "http://127.0.0.1:7070".into())
+            ..SubmitPage::fresh(Some("fashion-mnist"), None, vec![], 2, String::new(), CurrentUser::NOBODY)
         }
     }
 
@@ -267,8 +268,10 @@ mod tests {
             owner: None,
             private: false,
         };
-        let fresh =
-            |dataset| SubmitPage::fresh(None, dataset, vec![photographs.clone()], 2, String::new()).form;
+        let new_page = |dataset, datasets| {
+            SubmitPage::fresh(None, dataset, datasets, 2, String::new(), CurrentUser::NOBODY)
+        };
+        let fresh = |dataset| new_page(dataset, vec![photographs.clone()]).form;
         for form in [fresh(Some("flowers")), fresh(None)] {
             for (key, value) in [
                 ("data.dataset", "flowers"),
@@ -290,7 +293,7 @@ mod tests {
             ..photographs.clone()
         };
         let all = vec![added("newer", 1, 0), photographs.clone(), added("broken", 2, 1)];
-        let page = SubmitPage::fresh(None, None, all, 2, String::new());
+        let page = new_page(None, all);
         assert_eq!(page.form.text("data.dataset"), "newer");
         let html = page.render().expect("renders");
         assert!(html.contains(r#"name="train.seed" value="" placeholder="0""#), "{html}");

@@ -98,8 +98,8 @@ pub(crate) async fn new_job(
         datasets,
         slots(&scheduler.agents),
         server_url,
+        caller.current_user(),
     );
-    page.user = caller.current_user();
     if let Some(id) = &query.from {
         let job = seen(&scheduler, &caller, id).await?;
         check_readable(&job)?;

@@ -1,6 +1,6 @@
 // The script of a job's page: reads the history over REST, then follows the stream from the end of the history.
 
-import { ask, byId, drawn, get, notify, Problem, errorText, serverNow, showLive, text } from "./page.js";
+import { ask, byId, drawn, notify, pageNow, Problem, errorText, serverNow, showLive, text } from "./page.js";
 import { Stream } from "./stream.js";
 import { Actions } from "./job/actions.js";
 import { Charts } from "./job/charts.js";
@@ -23,48 +23,55 @@ import { Tabs } from "./job/tabs.js";
 const MAX_MISSED_EVENTS = 20_000;
 const FACTS_EVERY_MS = 200;
 
-const data = JSON.parse(byId("data").textContent);
-let job = data.job;
+const initial = JSON.parse(byId("data").textContent);
+let job = initial.job;
 
-const metrics = new Metrics(job.id, job.ranks, (name) => charts.points(name));
-const ranks = new Ranks(metrics, () => charts.redraw(true));
+const metrics = new Metrics(job.id, job.ranks, (name) => charts.bucketCount(name));
+const ranks = new Ranks(metrics, () => charts.redraw());
 const charts = new Charts(() => job, metrics, ranks);
-const panels = new Panels(() => job, charts, metrics, data.panels, data.may_change);
+const panels = new Panels(() => job, charts, metrics, initial.panels, initial.may_change);
 const log = new Log(job.id);
-const jobHistory = new History(job.id, () => { charts.marks(jobHistory.reasons); facts.queue = jobHistory.queue; factsSoon(); });
-const checkpoints = new Checkpoints(data.checkpoints, (what, c) => {
+const jobHistory = new History(job.id, () => { charts.setMarks(jobHistory.reasons); facts.queue = jobHistory.queue; factsSoon(); });
+const checkpoints = new Checkpoints(initial.checkpoints, (what, c) => {
   if (what === "fork") return actions.fork(c.id);
   if (what === "register") return register(c);
   if (what === "evaluate") { tabs.show("evaluation"); evaluation.choose(c.id); } else { tabs.show("classify"); classify.choose(c.id); }
   byId("panels").scrollIntoView({ block: "nearest" });
-}, data.has_artifact_store ? job.id : null);
+}, initial.has_artifact_store ? job.id : null);
 checkpoints.draw();
 const facts = new Facts(job, metrics, ranks, checkpoints);
 checkpoints.changed.add(() => factsSoon());
 const evaluation = new Evaluation(job.id, checkpoints);
 const classify = new Classify(checkpoints);
 const actions = new Actions({
-  job: () => job, checkpoints, setJob: (next) => { setJob(next); factsSoon(); }, refused: (why) => facts.refused(why),
-  quiet: () => { refreshRequest?.abort(); clearTimeout(refreshTimer); stream?.close(); }, loud: () => follow(stream?.seq ?? 0),
+  job: () => job, checkpoints, setJob: (next) => { setJob(next); factsSoon(); }, showRefusal: (why) => facts.showRefusal(why),
+  beforeDelete: () => { refreshRequest?.abort(); clearTimeout(refreshTimer); stream?.close(); }, deleteFailed: () => follow(stream?.seq ?? 0),
 });
 const histograms = new Histograms(job.id), network = new Network(job.id, (plan) => { ranks.plan = plan; factsSoon(); });
 /** Whether the ranks choose the plan, which is then part of the network's description. */
 const isPlanned = () => job.spec.parallel.mode === "auto";
-const tabs = new Tabs({ evaluation: () => evaluation.load(), notes: () => actions.annotations(), histograms: () => histograms.open(), network: () => network.load() }, { histograms: () => histograms.again() });
+const tabs = new Tabs({
+  onFirstOpen: { evaluation: () => evaluation.load(), notes: () => actions.openAnnotations(), histograms: () => histograms.open(), network: () => network.load() },
+  onReopen: { histograms: () => histograms.showMissedSteps() },
+});
 checkpoints.changed.add(() => actions.show());
-for (const rank of data.ranks) ranks.setAgent(rank);
+for (const rank of initial.ranks) ranks.setAgent(rank);
 /** The attempt for which the ranks' machines are known. */
 let agentsAttempt = job.attempt;
-log.ranks(job.ranks, job.attempt);
+log.offerFilters(job.ranks, job.attempt);
 /** For tests and consoles: `lockstep.charts.loss.snapshot()`, `lockstep.seq`. */
 window.lockstep = { charts: charts.all, panels, view: charts.view, metrics, get seq() { return stream?.seq ?? 0; }, get job() { return job; } };
 
 // --- the stream ------------------------------------------------------------------------------------
 
 let stream = null;
-let behindAt = null;
+/** The number of seconds behind the server that the page shows; null if none is shown. */
+let shownLagSecs = null;
 let factsTimer = 0;
 let drawnAt = 0;
+let refreshTimer = 0, refreshRequest = null;
+/** Number of the newest call of `reload`, which ends all earlier calls. */
+let newestReload = 0;
 
 function drawFacts() {
   clearTimeout(factsTimer);
@@ -86,8 +93,8 @@ function setJob(next) {
   job = facts.job = next;
   metrics.follow(job);
   charts.view.stepsPerEpoch = job.steps_per_epoch;
-  log.ranks(job.ranks, job.attempt);
-  facts.title();
+  log.offerFilters(job.ranks, job.attempt);
+  facts.drawTitle();
   actions.show();
 }
 
@@ -95,29 +102,29 @@ function apply(event) {
   switch (event.type) {
     case "metrics":
       metrics.apply(event);
-      panels.noticed(event.name).catch(() => {});
-      charts.redraw();
+      panels.handlePoints(event.name).catch(() => {});
+      charts.dataChanged();
       break;
     case "log": log.apply(event); break;
     case "histograms":
       tabs.reveal("histograms");
-      histograms.more();
+      histograms.handleStep();
       break;
     case "network":
       tabs.reveal("network");
       if (tabs.isOpened("network") || isPlanned()) network.load();
       break;
-    case "rank": ranks.report(event); break;
+    case "rank": ranks.setReport(event); break;
     case "evaluation":
-      metrics.evaluated(event);
-      charts.redraw();
+      metrics.applyEvaluation(event);
+      charts.dataChanged();
       break;
     case "alert": jobHistory.load().catch(() => {}); break;
     case "checkpoint": checkpoints.apply(event); break;
     case "checkpoint_removed": checkpoints.remove(event); break;
     case "plan":
       setJob({ ...job, total_steps: event.total_steps, steps_per_epoch: event.steps_per_epoch });
-      charts.redraw();
+      charts.dataChanged();
       break;
     case "state":
       if (event.attempt > job.attempt) { ranks.forget(); agentsAttempt = null; }
@@ -128,7 +135,6 @@ function apply(event) {
   factsSoon();
 }
 
-let refreshTimer = 0, refreshRequest = null;
 /** Reads facts that a `state` event lacks: the machines, the start and the end. */
 function refresh() {
   clearTimeout(refreshTimer);
@@ -138,19 +144,19 @@ function refresh() {
       const next = await ask(`/api/v1/jobs/${job.id}`, { signal: refreshRequest.signal });
       if (next.last_seq >= stream.seq || isFinal(next.state)) { setJob(next); factsSoon(); } else refresh();
       await Promise.all([jobHistory.load(), reloadAgents()]);
-    } catch { /* if the server cannot be reached, the stream's status shows this */ }
+    } catch { /* If the server is unreachable, the stream ends, too, and its status shows this. */ }
   }, 150);
 }
 
 function onFrame(frame) {
   if (frame.type === "hello") {
     setJob(frame.job);
-    actions.annotated();
+    actions.reloadAnnotations();
     // An earlier request for the history may have failed while the server was unreachable.
     jobHistory.load().catch(() => {});
     // If the server has lost events, or the page has missed many, reads the history again.
     if (frame.last_seq < stream.seq || frame.last_seq - stream.seq > MAX_MISSED_EVENTS) return void reload();
-    behindAt = null;
+    shownLagSecs = null;
     factsSoon();
     return;
   }
@@ -165,11 +171,11 @@ function onFrame(frame) {
     setJob({ ...job, project, tags, spec: { ...job.spec, project, priority } });
     // The change may be a new fork.
     jobHistory.load().catch(() => {});
-    return void actions.annotated();
+    return void actions.reloadAnnotations();
   }
   if (!facts.live && frame.at) {
     const secs = Math.floor((serverNow() - Date.parse(frame.at)) / 1000);
-    if (secs !== behindAt) { behindAt = secs; showLive(secs > 1 ? `${clockWords(secs)} behind` : "live"); }
+    if (secs !== shownLagSecs) { shownLagSecs = secs; showLive(secs > 1 ? `${clockWords(secs)} behind` : "live"); }
   }
   apply(frame);
 }
@@ -177,20 +183,18 @@ function onFrame(frame) {
 /** Formats a duration: `40 s`, `3 min`. */
 const clockWords = (s) => (s < 120 ? `${s} s` : s < 7200 ? `${Math.round(s / 60)} min` : `${Math.round(s / 3600)} h`);
 
-/** Number of the newest call of `reload`, which ends all earlier calls. */
-let reloading = 0;
 /** Reads everything again over REST, and continues the stream after the last event that the responses include. */
 async function reload() {
-  const mine = ++reloading;
+  const mine = ++newestReload;
   stream.hold();
-  for (let delay = 250; mine === reloading; delay = Math.min(10_000, delay * 2)) {
+  for (let delay = 250; mine === newestReload; delay = Math.min(10_000, delay * 2)) {
     try {
-      const seq = await metrics.load(charts.wanted, true);
+      const seq = await metrics.load(charts.wanted, charts.meanFirst);
       const stored = await ask(`/api/v1/jobs/${job.id}/checkpoints`);
-      await Promise.all([log.again(), jobHistory.load(), reloadPage()]);
-      if (mine !== reloading) return;
+      await Promise.all([log.handleGap(), jobHistory.load(), reloadPage()]);
+      if (mine !== newestReload) return;
       checkpoints.replace(stored.checkpoints);
-      charts.redraw(true);
+      charts.redraw();
       return stream.reconnect(seq);
     } catch (error) {
       if (error instanceof Problem && error.status === 404) return showDeleted();
@@ -199,38 +203,32 @@ async function reload() {
   }
 }
 
-/**
- * Returns the page as the server renders it now (`page`), and its embedded data (`now`); null if the response is another page, such as the
- * sign-in form.
- */
-async function pageNow() {
-  const [response, html] = await get(`/jobs/${job.id}`, {}, async (response) => [response, await response.text()]);
-  if (!response.ok) throw new Problem(response.status, null);
-  const page = new DOMParser().parseFromString(html, "text/html"), now = page.getElementById("data");
-  return now && { page, now: JSON.parse(now.textContent) };
+/** Returns this page as the server renders it now (`page`), and its embedded data (`data`). */
+async function readPage() {
+  const page = await pageNow(`/jobs/${job.id}`);
+  if (!page) throw new Error("The server did not render the page.");
+  return { page, data: JSON.parse(page.getElementById("data").textContent) };
 }
 
 /** Reads which machines have the ranks of the shown attempt. No event reports the machines. */
 async function reloadAgents() {
   if (agentsAttempt === job.attempt) return;
-  const found = await pageNow();
-  if (found?.now.job.attempt !== job.attempt) return;
+  const { data } = await readPage();
+  if (data.job.attempt !== job.attempt) return;
   agentsAttempt = job.attempt;
   // Only the machine is taken over, because the stream has newer reports about the rank than the page.
-  for (const { rank, agent } of found.now.ranks) ranks.setAgent({ rank, agent });
+  for (const { rank, agent } of data.ranks) ranks.setAgent({ rank, agent });
   factsSoon();
 }
 
 /** Reads again what the page contained when it was loaded: the ranks' reports and machines, and the panels that not every job has. */
 async function reloadPage() {
-  const found = await pageNow();
-  if (!found) return;
-  const { page, now } = found;
+  const { page, data } = await readPage();
   ranks.forget();
-  for (const rank of now.ranks) ranks.setAgent(rank);
-  agentsAttempt = now.job.attempt;
+  for (const rank of data.ranks) ranks.setAgent(rank);
+  agentsAttempt = data.job.attempt;
   for (const name of ["histograms", "network"]) if (!page.querySelector(`[data-tab=${name}]`).hidden) tabs.reveal(name);
-  histograms.more();
+  histograms.handleStep();
   if (tabs.isOpened("network") || isPlanned()) network.load();
   factsSoon();
 }
@@ -244,13 +242,14 @@ async function start() {
   while (seq === null) {
     try {
       let logged = null;
-      // Draws the first chart before other history is requested. The log is read in the meantime.
-      seq = await metrics.load(charts.wanted, charts.meanFirst, async () => {
-        charts.all.loss.release();
+      // The first chart is drawn before other history is requested. The log is read in the meantime.
+      const drawFirstChart = async () => {
+        charts.all.loss.startDrawing();
         await drawn();
         logged = log.load();
         logged.catch(() => {});
-      });
+      };
+      seq = await metrics.load(charts.wanted, charts.meanFirst, drawFirstChart);
       await logged;
     } catch (error) {
       if (error instanceof Problem && error.status === 404) return showDeleted();
@@ -259,8 +258,8 @@ async function start() {
       delay = Math.min(10_000, delay * 2);
     }
   }
-  charts.release();
-  charts.detail();
+  charts.startDrawing();
+  charts.readZoomedPart();
   // Reads checkpoints that were written between the rendering of the page and the event from which the stream continues.
   const stored = await ask(`/api/v1/jobs/${job.id}/checkpoints`).catch(() => null);
   if (stored) checkpoints.replace(stored.checkpoints);
@@ -281,7 +280,7 @@ function follow(seq) {
 
 function showDeleted() {
   showLive("deleted");
-  facts.refused(null);
+  facts.showRefusal(null);
   const band = byId("banner");
   band.hidden = false;
   band.dataset.tone = "bad";

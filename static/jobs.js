@@ -33,12 +33,16 @@ const requestedKey = new Map();
 const stateOf = new Map([...rowOf].map(([id, row]) => [id, row.dataset.state]));
 /** Ends of jobs of which the reader was notified. The stream may report an end that a request after an interruption has reported. */
 const notified = new Set();
-/**
- * `loads`: number of the newest load. `next`: cursor of the next jobs. `reading`: whether they are being read. `reloadTimer`: timer of `readSoon`.
- * `isFilterChanged`: whether the filter or the order has changed since the list was read. `missed`: whether the stream was interrupted. `catching`: number
- * of the load that reads what was missed. `pause`: pause of `readSoon`.
- */
-let loads = 0, next = null, reading = false, reloadTimer = 0, isFilterChanged = true, missed = false, catching = 0, pause = MIN_PAUSE_MS;
+/** Number of the newest load. */
+let loads = 0;
+/** Cursor of the next jobs, and whether these jobs are being read. */
+let next = null, reading = false;
+/** Timer of `readSoon`, and the pause before it reads. */
+let reloadTimer = 0, pause = MIN_PAUSE_MS;
+/** Whether the filter or the order has changed since the list was read. */
+let isFilterChanged = true;
+/** Whether the stream was interrupted, and the number of the load that reads what was missed; 0 if there is none. */
+let wasInterrupted = false, catchUpLoad = 0;
 /** Resolves after the first rows are painted. No row is changed before. */
 const firstPaint = drawn();
 let groups = null;
@@ -47,15 +51,15 @@ const bulk = new Bulk(rows.parentElement, { find: (id) => jobs.get(id) ?? groups
 let round = 0;
 const written = new WeakMap();
 const viewed = new Window(rows, (row) => { const job = jobs.get(row.dataset.id); if (job && written.get(row) !== round) fill(row, job); });
-const queue = new Queue(() => [...jobs.values(), ...(groups?.jobs.values() ?? [])], (job) => { const row = rowOf.get(job.id); if (row) fill(row, job); groups?.again(job); });
+const queue = new Queue(() => loadedJobs(), (job) => { const row = rowOf.get(job.id); if (row) fill(row, job); groups?.refill(job); });
 
 const isSorted = () => order() !== DEFAULT_ORDER;
 const fill = (row, job) => { written.set(row, round); fillRow(row, job); columns.fill(row, job); };
-const heads = () => drawHeads(document.querySelector("#jobs thead tr"), (sort) => change({ sort: sort === defaultOrder() ? "" : sort }));
+const drawHeadings = () => drawHeads(document.querySelector("#jobs thead tr"), (sort) => change({ sort: sort === defaultOrder() ? "" : sort }));
 const fillAll = () => { round++; for (const row of viewed.shown) { const job = jobs.get(row.dataset.id); if (job) fill(row, job); } groups?.fillAll(); };
-const known = () => [...jobs.values(), ...(groups?.jobs.values() ?? [])];
-const tagsOf = () => new Set(known().flatMap((job) => job.tags));
-const columns = new Columns({ refill: (needsRead) => { fillAll(); heads(); if (groups?.on || needsRead) read(); }, known: () => ({ jobs: known(), tags: tagsOf() }) });
+const loadedJobs = () => [...jobs.values(), ...(groups?.jobs.values() ?? [])];
+const tagsOf = () => new Set(loadedJobs().flatMap((job) => job.tags));
+const columns = new Columns({ refill: (needsRead) => { fillAll(); drawHeadings(); if (groups?.on || needsRead) read(); }, known: () => ({ jobs: loadedJobs(), tags: tagsOf() }) });
 groups = new Groups(rows.parentElement, { fill, extra: () => columns.extra, changed: () => { showEmpty(); bulk.forgetUnshown(); }, ended: tellEnd });
 const narrow = new Narrow((values) => change(values), () => columns.settings());
 const grouping = new Grouping((values) => change(values), () => columns.settings());
@@ -73,11 +77,11 @@ async function load() {
   }
   groups.clear();
   const mine = ++loads, sorted = isSorted(), whole = isFilterChanged;
-  if (missed && !whole && rowOf.size > PART) return loadShown(mine);
+  if (wasInterrupted && !whole && rowOf.size > PART) return loadShown(mine);
   const response = await part(filter(), null, sorted && !whole ? Math.min(MAX_RELOAD, Math.max(PART, rowOf.size)) : PART);
   await firstPaint;
   if (mine !== loads) return;
-  isFilterChanged = missed = false;
+  isFilterChanged = wasInterrupted = false;
   const listed = new Set(response.jobs.map((j) => j.id)), last = response.jobs.at(-1)?.created_at ?? "";
   // Rows further down that the reader has reached stay. Jobs that are missing from this part of the list are removed.
   const stays = (id, row) => !whole && response.next_cursor && jobs.has(id) && (sorted || row.dataset.created < last);
@@ -85,7 +89,7 @@ async function load() {
   for (const job of response.jobs) show(job);
   if (sorted || whole) arrange(rows, response.jobs.map((job) => rowOf.get(job.id)).filter(Boolean));
   if (rowOf.size <= response.jobs.length) next = response.next_cursor;
-  heads();
+  drawHeadings();
   showEmpty();
   bulk.forgetUnshown();
 }
@@ -94,7 +98,7 @@ async function load() {
 async function loadShown(mine) {
   const before = new Map(jobs), shownBefore = [...rowOf.keys()], listed = [];
   let cursor = null;
-  catching = mine;
+  catchUpLoad = mine;
   try {
     do {
       const response = await part(filter(), cursor, LARGEST_PART);
@@ -103,19 +107,19 @@ async function loadShown(mine) {
       for (const job of response.jobs) { listed.push(job.id); show(job); }
       cursor = response.next_cursor;
     } while (cursor && listed.length < shownBefore.length);
-  } finally { if (catching === mine) catching = 0; }
+  } finally { if (catchUpLoad === mine) catchUpLoad = 0; }
   const there = new Set(listed);
   // Jobs that the stream reported in the meantime stay. Later parts contain other jobs.
   for (const id of shownBefore) if (!there.has(id) && jobs.get(id) === before.get(id)) remove(id);
   if (isSorted()) arrange(rows, listed.map((id) => rowOf.get(id)).filter(Boolean));
   next = cursor;
-  missed = false;
-  heads();
+  wasInterrupted = false;
+  drawHeadings();
   showEmpty();
   bulk.forgetUnshown();
 }
 
-const read = () => load().then(() => narrow.refused(""), (error) => {
+const read = () => load().then(() => narrow.showProblem(""), (error) => {
   if (!(error instanceof Problem) || error.status >= 500) return showLive("reconnecting");
   // For an invalid filter or order, no jobs are listed.
   next = null;
@@ -124,7 +128,7 @@ const read = () => load().then(() => narrow.refused(""), (error) => {
   groups.none = true;
   showEmpty();
   bulk.forgetUnshown();
-  narrow.refused(errorText(error));
+  narrow.showProblem(errorText(error));
 });
 
 /** Reads the list again after a pause, because the places of jobs may have changed. */
@@ -132,7 +136,7 @@ function readSoon() {
   reloadTimer ||= setTimeout(async () => {
     reloadTimer = 0;
     // Rows to which the reader scrolls come first.
-    if (catching || reading) return readSoon();
+    if (catchUpLoad || reading) return readSoon();
     const began = performance.now();
     // A failed request does not change the pause.
     await load().then(() => { pause = pauseAfter(began); }, () => {});
@@ -157,7 +161,7 @@ const nearEnd = () => !byId("older").hidden && byId("older").getBoundingClientRe
 
 /** Handles a job from the stream. A new job is inserted at its place in the order, which only the server knows. */
 function handleJob(job) {
-  if (groups.on) return groups.hear(job);
+  if (groups.on) return groups.handleJob(job);
   const known = jobs.get(job.id), { text: words } = filter();
   if (known) {
     if (known.last_seq <= job.last_seq && key(known) !== key(job)) readSoon();
@@ -170,11 +174,12 @@ function handleJob(job) {
   readSoon();
 }
 
+/** Timer of `countSoon`, and the pause before it counts. */
+let counting = 0, countPause = 0;
 /**
  * Shows how many of the jobs that match the other filters are in each state. The server reads all of these jobs, so the pause between
  * requests grows with its response time.
  */
-let counting = 0, countPause = 0;
 function countSoon() {
   counting ||= setTimeout(async () => {
     counting = 0;
@@ -184,10 +189,10 @@ function countSoon() {
     const found = await ask(`/api/v1/jobs/groups?${new URLSearchParams([...parameters({ ...filter(), states: [] }), ["by", "state"]])}`).catch(() => null);
     countPause = pauseAfter(began);
     if (!found) return;
-    const jobsIn = new Map(found.groups.map(({ values: [state], jobs }) => [state, jobs])), all = [...jobsIn.values()].reduce((sum, n) => sum + n, 0);
+    const jobsIn = new Map(found.groups.map((group) => [group.values[0], group.jobs])), all = [...jobsIn.values()].reduce((sum, n) => sum + n, 0);
     for (const a of document.querySelectorAll("#filters [data-state]")) {
-      const jobs = a.dataset.state ? jobsIn.get(a.dataset.state) : all;
-      text(a.querySelector("small"), jobs ? count(jobs) : "");
+      const jobCount = a.dataset.state ? jobsIn.get(a.dataset.state) : all;
+      text(a.querySelector("small"), jobCount ? count(jobCount) : "");
     }
   }, countPause);
 }
@@ -214,7 +219,7 @@ function show(job) {
   if (known && known.last_seq > job.last_seq) return;
   if (!fits(job, filter())) return remove(job.id);
   tellEnd(job);
-  queue.keep(known, job);
+  queue.keepPlace(known, job);
   jobs.set(job.id, job);
   let row = rowOf.get(job.id);
   if (!row) {
@@ -267,16 +272,16 @@ const searchFor = (words) => change({ q: words, name: "" });
 
 function filterChanged() {
   requestedKey.clear();
-  mark();
+  markStates();
   narrow.draw();
   grouping.draw();
-  heads();
+  drawHeadings();
 }
 
 /** Returns the chosen states after a click on this state, which adds or removes the state. */
 const toggleState = (states, state) => (!state ? [] : states.includes(state) ? states.filter((s) => s !== state) : [...states, state]);
 
-function mark() {
+function markStates() {
   const now = filter();
   for (const a of document.querySelectorAll("#filters [data-state]")) {
     const own = a.dataset.state, on = own ? now.states.includes(own) : !now.states.length;
@@ -311,7 +316,7 @@ new IntersectionObserver((seen) => { if (seen.some((s) => s.isIntersecting)) loa
 search.value = filter().text;
 // On this page these filters are chips.
 for (const id of ["tag-filter", "project-filter"]) byId(id).hidden = true;
-mark();
+markStates();
 
 let frame = 0;
 const waiting = new Map();
@@ -322,7 +327,7 @@ new Stream({
     if (message.type === "job") receive(message.job);
     else if (message.type === "job_deleted") { waiting.delete(message.id); remove(message.id); countSoon(); if (groups.on) groups.readSoon(); showEmpty(); }
     // The list is read after the stream has opened, so that no change is lost between the two.
-    else if (message.type === "hello" || message.type === "live") { missed = true; read(); countSoon(); }
+    else if (message.type === "hello" || message.type === "live") { wasInterrupted = true; read(); countSoon(); }
     frame ||= requestAnimationFrame(() => {
       frame = 0;
       for (const job of waiting.values()) handleJob(job);

@@ -31,7 +31,13 @@ function schedule() {
   });
 }
 
-onThemeChange(() => { for (const chart of charts) chart.invalidate(true); });
+onThemeChange(() => { for (const chart of charts) chart.invalidate(); });
+
+/** Returns the range that is shown without a zoom: the positions that have data, or from 0 if data covers more than half of the way from 0. */
+function fullRange(parts) {
+  const [low, high] = span(parts);
+  return [low > 0 && low < high / 2 ? 0 : low, high];
+}
 
 export class Chart {
   dirty = true;
@@ -54,7 +60,7 @@ export class Chart {
    * `describe(x)`: the tip's first line. `onNote(text)`: called with a note on the resolution. `empty()`: the text of a chart without
    * points. `xName()`, `yName()`: names of the axes with units, for saved pictures. `column()`: name of the column of steps in CSV. `zero`:
    * the axis starts at 0. `limits`: range that the axis never exceeds. `second`: options of the right axis. `held`: the chart draws nothing
-   * until `release`.
+   * until `startDrawing`.
    */
   constructor(root, view, { label, layers, format, tick = format, describe, onNote, empty = () => "No point yet.", xName = () => "step", yName = () => label, column = () => "step", zero = false, limits, second = null, held = false }) {
     Object.assign(this, { root, view, label, layers, format, tick, describe, onNote, empty, xName, yName, column, zero, limits, held });
@@ -68,19 +74,19 @@ export class Chart {
     root.setAttribute("role", "group");
     root.setAttribute("aria-label", `${label}. Arrow keys move the crosshair, plus and minus zoom, 0 shows all.`);
     charts.add(this);
-    const { signal } = this.#gone, size = new ResizeObserver(() => this.invalidate(true));
+    const { signal } = this.#gone, size = new ResizeObserver(() => this.invalidate());
     size.observe(root);
     signal.addEventListener("abort", () => { size.disconnect(); charts.delete(this); });
-    view.addEventListener("zoom", () => this.invalidate(true), { signal });
+    view.addEventListener("zoom", () => this.invalidate(), { signal });
     view.addEventListener("cursor", () => this.#drawOver(), { signal });
     this.#listen();
     schedule();
   }
 
   /** Starts drawing. */
-  release() {
+  startDrawing() {
     this.held = false;
-    this.invalidate(true);
+    this.invalidate();
   }
 
   /** Stops drawing, for a chart that is removed from the page. */
@@ -89,16 +95,22 @@ export class Chart {
   /** Signal that is aborted when the chart is removed, for event listeners. */
   get gone() { return this.#gone.signal; }
 
-  invalidate(urgent = false) {
+  /** Draws the chart in the next frame, after an action of the reader. */
+  invalidate() {
+    this.urgent = true;
+    this.dataChanged();
+  }
+
+  /** Draws the chart soon, because its data has changed. */
+  dataChanged() {
     this.dirty = true;
-    this.urgent ||= urgent;
     schedule();
   }
 
   /** Returns the series to draw for `series`: the finer series of the zoomed part, if it is loaded. */
   source(series) {
     const finer = this.detail && this.view.zoom && this.detail.zoom === this.view.zoom && this.detail.series.get(series.base ?? series);
-    return finer ? series.over?.(finer) ?? finer : series;
+    return finer ? series.withBase?.(finer) ?? finer : series;
   }
 
   /**
@@ -151,8 +163,7 @@ export class Chart {
 
     if (!parts.length) return this.#nothing(ctx, width, height, colours);
 
-    let [low, high] = span(parts);
-    [low, high] = view.zoom ?? [Math.min(low, low > 0 && low < high / 2 ? 0 : low), high > low ? high : low + 1];
+    const [first, last] = fullRange(parts), [low, high] = view.zoom ?? [first, last > first ? last : first + 1];
 
     const { shown, buckets, exact } = amount(gathered, low, high);
     const rows = Math.max(2, Math.floor(height / 52)), sides = this.second ? [this, this.second] : [this];
@@ -313,7 +324,7 @@ export class Chart {
     const { root, view } = this;
     this.#gestures = new Gestures(this, {
       brushed: (low, high) => this.#zoomTo(low, high), changed: () => this.#drawOver(),
-      ends: () => { const [low, high] = span(this.gathered.flatMap((g) => g.parts)); return [Math.min(low, low > 0 && low < high / 2 ? 0 : low), high]; },
+      ends: () => fullRange(this.gathered.flatMap((g) => g.parts)),
     });
     root.addEventListener("blur", () => { if (!this.#gestures.over) view.setCursor(null); });
     root.addEventListener("keydown", (event) => this.#key(event));

@@ -62,7 +62,7 @@ async function png(chart, title) {
   frame(chart, ctx, width, height, title, edge);
   ctx.translate(0, edge.head);
   chart.paint(ctx, width, height);
-  chart.invalidate(true);
+  chart.invalidate();
   return new Promise((done) => canvas.toBlob(done, "image/png"));
 }
 
@@ -72,21 +72,23 @@ function svg(chart, title) {
   const inner = new SvgContext(width, height, measure), outer = new SvgContext(width, height + edge.height, measure);
   frame(chart, outer, width, height, title, edge);
   chart.paint(inner, width, height);
-  chart.invalidate(true);
+  chart.invalidate();
   const body = inner.toString().replace("<svg ", `<svg y="${edge.head}" `);
   return new Blob([outer.toString().replace("</svg>", `${body.trim()}</svg>`)], { type: "image/svg+xml" });
 }
 
+/** Quotes a text for a CSV file if necessary. */
+export const csvCell = (text) => (/[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
+
 /** Returns the drawn data as CSV, with a row for each bucket. */
 function csv(chart) {
-  const cell = (text) => (/[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
   const lines = [`line,attempt,${chart.column()},points,min,max,mean`];
   const [low, high] = chart.view.zoom ?? [-Infinity, Infinity];
   for (const { label, series } of chart.layers()) {
     for (const g of chart.source(series).segments) {
       const xs = chart.view.places(g);
       for (let i = 0; i < g.length; i++) {
-        if (xs[i] >= low && xs[i] <= high) lines.push([cell(label), g.attempt, g.steps[i], g.counts[i], g.min[i], g.max[i], g.mean[i]].join(","));
+        if (xs[i] >= low && xs[i] <= high) lines.push([csvCell(label), g.attempt, g.steps[i], g.counts[i], g.min[i], g.max[i], g.mean[i]].join(","));
       }
     }
   }

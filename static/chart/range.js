@@ -20,7 +20,7 @@ export function rangeMenu(chart, key, unit = 1) {
     chart.robust = outliers.checked;
     const any = chart.ends.some((v) => v !== null);
     menu.classList.toggle("on", any || chart.robust);
-    chart.invalidate(true);
+    chart.invalidate();
     return any ? ends.map((v) => v ?? "").join("~") : "";
   };
   const changed = () => write({ [`${key}-range`]: apply(), [`${key}-outliers`]: outliers.checked ? "no" : "" });

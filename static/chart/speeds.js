@@ -1,16 +1,16 @@
 // Converts step times to speeds. A bucket's speed is its pictures divided by its time, like the job's own speed
 // (protocol/src/throughput.rs). The mean of the speeds of the bucket's steps would be higher.
 
-/** Returns a segment of step times as speeds. `until(n)`: the number of pictures in steps 1 to n, over all ranks. */
-function toSpeeds(segment, until) {
+/** Returns a segment of step times as speeds. `picturesUntil(n)`: the number of pictures in steps 1 to n, over all ranks. */
+function toSpeeds(segment, picturesUntil) {
   const { length, steps, counts } = segment;
   // Mean number of pictures in a step of each bucket: the last step of an epoch may have fewer pictures.
-  const pictures = Float64Array.from({ length }, (_, i) => (until(steps[i] + counts[i] - 1) - until(steps[i] - 1)) / counts[i]);
+  const pictures = Float64Array.from({ length }, (_, i) => (picturesUntil(steps[i] + counts[i] - 1) - picturesUntil(steps[i] - 1)) / counts[i]);
   const column = (name) => segment[name].subarray(0, length).map((ms, i) => pictures[i] * 1000 / ms);
   return Object.assign(Object.create(segment), {
-    of: segment, // the segment of step times
+    source: segment, // the segment of step times
     // The longest step time is the lowest speed.
-    mean: column("mean"), min: column("max"), max: column("min"), lastValue: (until(segment.lastPushed) - until(segment.lastPushed - 1)) * 1000 / segment.lastValue,
+    mean: column("mean"), min: column("max"), max: column("min"), lastValue: (picturesUntil(segment.lastPushed) - picturesUntil(segment.lastPushed - 1)) * 1000 / segment.lastValue,
     // The numbers of pictures are smoothed like step times, so that the last step of an epoch does not look too slow.
     smooth: (factor) => { const smoothPictures = smoothed(pictures, segment, factor); return segment.smooth(factor).subarray(0, length).map((ms, i) => smoothPictures[i] * 1000 / ms); },
   });
@@ -27,11 +27,11 @@ function smoothed(values, { mean, counts }, factor) {
 }
 
 export class Speeds {
-  /** `base`: a series of `step_ms`. `until`: as for `toSpeeds`. `rank`, for `Chart.snapshot`, is null: speeds are of all ranks. */
-  constructor(base, until) { Object.assign(this, { base, until, rank: null }); }
+  /** `base`: a series of `step_ms`. `picturesUntil`: as for `toSpeeds`. `rank`, for `Chart.snapshot`, is null: speeds are of all ranks. */
+  constructor(base, picturesUntil) { Object.assign(this, { base, picturesUntil, rank: null }); }
 
-  get segments() { return this.base.segments.map((segment) => toSpeeds(segment, this.until)); }
+  get segments() { return this.base.segments.map((segment) => toSpeeds(segment, this.picturesUntil)); }
 
   /** Returns the speeds of `base`, a finer series of `step_ms` for the zoomed part. */
-  over(base) { return new Speeds(base, this.until); }
+  withBase(base) { return new Speeds(base, this.picturesUntil); }
 }

@@ -9,11 +9,13 @@ import { settings } from "./names.js";
 const plain = (v) => String(Number(v.toPrecision(6)));
 /** Returns the training time in seconds, without pauses and waiting: of attempts that have ended, or of a running first attempt. */
 const ran = (j) => j.ran_secs ?? (j.attempt === 1 && j.started_at ? (serverNow() - Date.parse(j.started_at)) / 1000 : NaN);
-/** Results of a job: key in the URL, name, value of a job, and format. */
+/** `key`: the result's key in the URL. `get(job)`: its value. */
+const result = (key, name, get, format) => ({ key, name, get, format });
+/** Results of a job. */
 export const RESULTS = [
-  ["loss", "loss", (j) => j.last.loss, value], ["val_loss", "val. loss", (j) => j.last.val_loss, value], ["accuracy", "accuracy", (j) => j.last.accuracy, percent],
-  ["val_accuracy", "val. accuracy", (j) => j.last.val_accuracy, percent], ["best", "best accuracy", (j) => j.best?.value, percent],
-  ["images_per_second", "images/s", (j) => j.images_per_second, rate], ["step", "steps", (j) => j.step, count], ["time", "ran for", ran, clock],
+  result("loss", "loss", (j) => j.last.loss, value), result("val_loss", "val. loss", (j) => j.last.val_loss, value), result("accuracy", "accuracy", (j) => j.last.accuracy, percent),
+  result("val_accuracy", "val. accuracy", (j) => j.last.val_accuracy, percent), result("best", "best accuracy", (j) => j.best?.value, percent),
+  result("images_per_second", "images/s", (j) => j.images_per_second, rate), result("step", "steps", (j) => j.step, count), result("time", "ran for", ran, clock),
 ];
 
 /** Results for which low values are good. Low values are at the top of an axis. */
@@ -46,6 +48,6 @@ export function columns(jobs) {
     const column = values.every((v) => typeof v === "number" || v == null) ? numeric(key, key, values.map((v) => v ?? NaN), plain) : worded(key, key, values.map(formatted));
     return { ...column, different };
   });
-  const results = RESULTS.map(([key, name, of, words]) => ({ ...numeric(`result:${key}`, name, jobs.map((j) => of(j) ?? NaN), words, LOW_IS_GOOD.includes(key)), result: true }));
+  const results = RESULTS.map(({ key, name, get, format }) => ({ ...numeric(`result:${key}`, name, jobs.map((j) => get(j) ?? NaN), format, LOW_IS_GOOD.includes(key)), result: true }));
   return { settings: all, results, all: [...all.filter((c) => c.different), ...results, ...all.filter((c) => !c.different)] };
 }

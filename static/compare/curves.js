@@ -102,7 +102,7 @@ export class Curves {
   #places(segment) {
     if (this.axis === "step") return segment.steps;
     // Means of groups already have positions on the axis.
-    const known = [...this.#known.values()].find(({ series }) => (series.base ?? series).segments.includes(segment.of ?? segment)), job = known && this.jobs().find((j) => j.id === known.job);
+    const known = [...this.#known.values()].find(({ series }) => (series.base ?? series).segments.includes(segment.source ?? segment)), job = known && this.jobs().find((j) => j.id === known.job);
     if (!job) return segment.steps;
     if (this.axis === "epoch") return segment.steps.map((s) => s / (job.steps_per_epoch || 1));
     // Only the job's own attempts count: pauses and the steps of a fork's parent take no time.
@@ -120,7 +120,7 @@ export class Curves {
   setScale(scale) { this.#scale = scale; for (const chart of this.#charts.values()) chart.scale = scale; this.invalidate(); }
   setSmoothing(factor) { this.#smoothing = factor; for (const chart of this.#charts.values()) chart.smoothing = factor; this.invalidate(); }
   setGroups(by, band) { Object.assign(this, { groupBy: by, band }); this.#means.clear(); this.#legend(); this.invalidate(); }
-  invalidate() { for (const chart of this.#charts.values()) chart.invalidate(true); }
+  invalidate() { for (const chart of this.#charts.values()) chart.invalidate(); }
 
   async draw() {
     const mine = ++this.#asked;

@@ -5,7 +5,7 @@ import { titleOf } from "./names.js";
 import { byId, make, text } from "../page.js";
 import { read, write } from "../address.js";
 import { drawAxes, labelWidth } from "../chart/axes.js";
-import { headOf, saveMenu, tools } from "../chart/export.js";
+import { csvCell, headOf, saveMenu, tools } from "../chart/export.js";
 import { onHold } from "../chart/hold.js";
 import { mark } from "../chart/lines.js";
 import { onThemeChange, palette } from "../chart/palette.js";
@@ -51,9 +51,8 @@ export class Scatter {
   get lines() { const colours = palette(); return this.jobs().map((job) => ({ label: titleOf(job, this.jobs()), colour: colours[colour(job.id)], shape: SHAPES[dash(job.id)] ?? "disc" })); }
 
   csv() {
-    const cell = (v) => (/[",\n]/.test(v) ? `"${v.replaceAll('"', '""')}"` : v);
-    const rows = this.jobs().map((job, i) => [job.id, job.name, this.x.values[i], this.y.values[i]].map((v) => cell(String(v))).join(","));
-    return new Blob([`${[["id", "name", this.xName(), this.yName()].map(cell).join(","), ...rows].join("\n")}\n`], { type: "text/csv" });
+    const rows = this.jobs().map((job, i) => [job.id, job.name, this.x.values[i], this.y.values[i]].map((v) => csvCell(String(v))).join(","));
+    return new Blob([`${[["id", "name", this.xName(), this.yName()].map(csvCell).join(","), ...rows].join("\n")}\n`], { type: "text/csv" });
   }
 
   /** Reads the jobs again, and draws the plot. */

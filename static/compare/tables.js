@@ -9,8 +9,11 @@ import { read, write } from "../address.js";
 import { formatted } from "../settings.js";
 import { uncertainty } from "../numbers.js";
 
-/** Columns of the table of results: name, value of a job (also for sorting), and format. */
-const COLUMNS = [["job", (j) => j.name, (v) => v], ["state", (j) => j.state, (v) => v], ...RESULTS.map(([, name, of, words]) => [name, (j) => of(j) ?? NaN, words])];
+/** Columns of the table of results. `get(job)`: the value, also for sorting. */
+const COLUMNS = [
+  { name: "job", get: (j) => j.name, format: (v) => v }, { name: "state", get: (j) => j.state, format: (v) => v },
+  ...RESULTS.map(({ name, get, format }) => ({ name, get: (j) => get(j) ?? NaN, format })),
+];
 /** Columns with the newest values. While a job runs, they are marked as not final. */
 const NEWEST = ["loss", "val. loss", "accuracy", "val. accuracy"];
 /** Columns whose values rest on the validation pictures. */
@@ -38,17 +41,17 @@ export class Tables {
   }
 
   #results() {
-    const [key, way] = read("sort", "best accuracy:down").split(":"), column = COLUMNS.find(([name]) => name === key) ?? COLUMNS.find(([name]) => name === "best accuracy");
+    const [key, way] = read("sort", "best accuracy:down").split(":"), column = COLUMNS.find(({ name }) => name === key) ?? COLUMNS.find(({ name }) => name === "best accuracy");
     const order = this.jobs().toSorted((a, b) => {
-      const [x, y] = [column[1](a), column[1](b)];
+      const [x, y] = [column.get(a), column.get(b)];
       if (typeof x === "string") return x.localeCompare(y) * (way === "up" ? 1 : -1);
       return (Number.isNaN(x) - Number.isNaN(y)) || (x - y) * (way === "up" ? 1 : -1);
     });
     const head = make("tr");
-    for (const [name] of COLUMNS) {
+    for (const { name } of COLUMNS) {
       const button = make("button", { type: "button", className: "sort", textContent: name }), th = make("th", { scope: "col", className: name === "job" || name === "state" ? "" : "num" }, button);
-      if (name === column[0]) th.setAttribute("aria-sort", way === "up" ? "ascending" : "descending");
-      button.addEventListener("click", () => { write({ sort: `${name}:${name === column[0] && way === "down" ? "up" : "down"}` }); this.#results(); });
+      if (name === column.name) th.setAttribute("aria-sort", way === "up" ? "ascending" : "descending");
+      button.addEventListener("click", () => { write({ sort: `${name}:${name === column.name && way === "down" ? "up" : "down"}` }); this.#results(); });
       head.append(th);
     }
     head.append(make("td", { className: "num" }));
@@ -56,9 +59,9 @@ export class Tables {
     const chosen = this.chosen();
     byId("results").replaceChildren(...order.map((job) => {
       const row = make("tr", { className: chosen.has(job.id) ? "" : "out" });
-      COLUMNS.forEach(([name, of, words], i) => {
-        const v = of(job), cell = i ? make("td", { className: i > 1 ? "num" : "", "data-column": name }) : make("th", { scope: "row", "data-column": name }, this.#swatch(job));
-        if (i) text(cell, typeof v === "number" && Number.isNaN(v) ? "–" : words(v));
+      COLUMNS.forEach(({ name, get, format }, i) => {
+        const v = get(job), cell = i ? make("td", { className: i > 1 ? "num" : "", "data-column": name }) : make("th", { scope: "row", "data-column": name }, this.#swatch(job));
+        if (i) text(cell, typeof v === "number" && Number.isNaN(v) ? "–" : format(v));
         if (typeof v === "number") cell.title = String(v);
         if (NEWEST.includes(name) && Number.isFinite(v) && !job.finished_at) cell.append(make("small", { className: "muted", textContent: " so far" }));
         if (VALIDATED.includes(name) && Number.isFinite(v)) cell.append(make("small", { className: "small uncertainty", textContent: uncertainty(v, job.last.val_pictures) }));

@@ -41,10 +41,10 @@ export class Gallery {
       write({ pictures: name });
       if (!at("grid").childElementCount) { this.#offerJobs(); this.load(); }
     });
-    for (const key of ["split", "class", "order", "augmented"]) at(key).addEventListener("change", () => { this.#offset = 0; this.load(); });
+    for (const key of ["split", "class", "order", "augmented"]) at(key).addEventListener("change", () => this.load());
     at("shuffle").addEventListener("click", () => { this.#seed = Math.floor(Math.random() * 2 ** 32); at("order").value = "mixed"; this.load(); });
-    at("more").addEventListener("click", () => this.load(true));
-    for (const bar of card.querySelectorAll("[data-class]")) bar.addEventListener("click", () => { at("class").value = bar.dataset.class; at("open").open = true; this.#offset = 0; this.load(); });
+    at("more").addEventListener("click", () => this.#read(this.#cursor));
+    for (const bar of card.querySelectorAll("[data-class]")) bar.addEventListener("click", () => { at("class").value = bar.dataset.class; at("open").open = true; this.load(); });
     if (read("pictures") === name) at("open").open = true;
   }
 
@@ -65,14 +65,21 @@ export class Gallery {
     }
   }
 
-  async load(more = false) {
+  /** Shows the first pictures that match the choices. */
+  load() {
+    this.#offset = 0;
+    this.at("grid").replaceChildren();
+    return this.#read(null);
+  }
+
+  /** Adds pictures: the first, or those after `cursor`. */
+  async #read(cursor) {
     const mine = ++this.#requests, { at } = this, job = at("augmented").value, grid = at("grid");
-    if (!more) { this.#offset = 0; grid.replaceChildren(); }
     for (const key of ["split", "class", "order", "shuffle"]) at(key).disabled = job !== "";
     text(at("note"), "Reading …");
     at("more").hidden = true;
     const query = new URLSearchParams({ limit: job ? AUGMENTED_PICTURES * VERSIONS : PART, split: at("split").value });
-    if (more) query.set("cursor", this.#cursor);
+    if (cursor) query.set("cursor", cursor);
     if (job) query.set("augmented", job);
     else {
       if (at("class").value) query.set("class", at("class").value);

@@ -18,8 +18,8 @@ export class Actions {
   #opened = false;
 
   /**
-   * `page`: `job()`, `setJob(job)`, `checkpoints`. `refused(why)` shows why an action was refused; null removes the text. `quiet()` is called
-   * before the job is deleted, and `loud()` if the deletion fails.
+   * `page`: `job()`, `setJob(job)`, `checkpoints`. `showRefusal(why)` shows why an action was refused; null removes the text. `beforeDelete()`
+   * is called before the job is deleted, and `deleteFailed()` if the deletion fails.
    */
   constructor(page) {
     this.page = page;
@@ -56,8 +56,8 @@ export class Actions {
 
   async #do(what, button) {
     button.disabled = true;
-    this.page.refused(null);
-    try { this.page.setJob(await this.#post(what)); } catch (error) { this.page.refused(errorText(error)); }
+    this.page.showRefusal(null);
+    try { this.page.setJob(await this.#post(what)); } catch (error) { this.page.showRefusal(errorText(error)); }
     button.disabled = false;
   }
 
@@ -84,8 +84,8 @@ export class Actions {
       detail: `Its metrics, log and ${plural(checkpoints.size, "checkpoint")} (${bytes(size_bytes)}) are deleted for good.`,
       act: async () => {
         // The page must not report the deletion that it requested itself.
-        this.page.quiet();
-        try { await ask(`/api/v1/jobs/${job.id}`, { method: "DELETE" }); } catch (error) { this.page.loud(); throw error; }
+        this.page.beforeDelete();
+        try { await ask(`/api/v1/jobs/${job.id}`, { method: "DELETE" }); } catch (error) { this.page.deleteFailed(); throw error; }
         location.href = "/jobs";
       },
     });
@@ -128,7 +128,7 @@ export class Actions {
   }
 
   /** Sets up the panel with the job's notes, tags and project. */
-  async annotations() {
+  async openAnnotations() {
     const { id } = this.page.job(), status = byId("note-status");
     const fields = ["note", "tags", "project"].map(byId), [note, tags, project] = fields;
     const save = async (field, body) => {
@@ -149,11 +149,11 @@ export class Actions {
       text(status, "Only the job's owner and admins can change these.");
     }
     this.#opened = true;
-    await this.annotated();
+    await this.reloadAnnotations();
   }
 
   /** Reads the job's annotations again if the panel has been opened. */
-  async annotated() {
+  async reloadAnnotations() {
     if (!this.#opened) return;
     const job = await ask(`/api/v1/jobs/${this.page.job().id}`).catch(() => null);
     if (!job) return;

@@ -22,13 +22,13 @@ export class Charts {
 
   /** `job()`: the job's current state. */
   constructor(job, metrics, ranks) {
-    Object.assign(this, { job, metrics, ranks, released: false, panelled: () => [], panelPixels: () => 0 });
-    const view = this.view = new View(() => metrics.of("step_ms"));
+    Object.assign(this, { job, metrics, ranks, isDrawing: false, panelled: () => [], panelPixels: () => 0 });
+    const view = this.view = new View(() => metrics.series("step_ms"));
     view.stepsPerEpoch = job().steps_per_epoch;
     const describe = (x) => this.#describe(x);
     // Charts are held until the history has been read, so that they are not drawn twice.
     const xName = () => axisName(view.axis), empty = () => this.#empty();
-    this.draw = (root, options) => new Chart(root, view, { tick: short, describe, xName, empty, held: !this.released, ...options });
+    this.draw = (root, options) => new Chart(root, view, { tick: short, describe, xName, empty, held: !this.isDrawing, ...options });
     const chart = (id, options) => this.draw(byId(`${id}-chart`), options);
     const withRanks = (shown) => shown && `${shown} · ${plural(metrics.ranks, "rank")}`;
     this.all = {
@@ -37,19 +37,19 @@ export class Charts {
         label: "Accuracy in training and validation", yName: () => axisTitle("accuracy"), format: percent, limits: [0, 1], tick: shortPercent,
         layers: () => [
           { label: "train", colour: "accent", series: metrics.mean("accuracy"), smoothing: 0.9 },
-          { label: "validation", colour: "accent-2", series: metrics.of("val_accuracy"), rings: true, smoothing: 0 },
+          { label: "validation", colour: "accent-2", series: metrics.series("val_accuracy"), rings: true, smoothing: 0 },
         ],
         onNote: () => note(byId("acc-note"), "train (smooth 0.9) · validation"),
       }),
       images_per_second: chart("speed", {
-        label: "Images per second, of all ranks", yName: () => axisTitle("images_per_second"), format: rate, layers: () => [{ label: "all ranks", colour: "accent", series: new Speeds(metrics.of("step_ms"), pictures(job())) }],
+        label: "Images per second, of all ranks", yName: () => axisTitle("images_per_second"), format: rate, layers: () => [{ label: "all ranks", colour: "accent", series: new Speeds(metrics.series("step_ms"), pictures(job())) }],
         onNote: (shown) => note(byId("speed-note"), [job().images_per_second ? `${rate(job().images_per_second)} in all` : "", shown].filter(Boolean).join(" · ")),
       }),
       lr: chart("lr", { label: "Another metric", yName: () => axisTitle(this.other), format: (v) => SELECTABLE[this.other].format(v), tick: (v) => (SELECTABLE[this.other].format === value ? short(v) : SELECTABLE[this.other].format(v)), layers: () => this.#otherLayers(), zero: true, onNote: (shown) => note(byId("lr-note"), shown) }),
     };
     for (const name of this.extra) {
       const { label, format } = SELECTABLE[name];
-      this.all[name] = chart(name, { label, yName: () => axisTitle(name), format, zero: true, layers: () => [{ label: label.toLowerCase(), colour: "accent", series: metrics.of(name) }] });
+      this.all[name] = chart(name, { label, yName: () => axisTitle(name), format, zero: true, layers: () => [{ label: label.toLowerCase(), colour: "accent", series: metrics.series(name) }] });
     }
     this.#controls();
     view.addEventListener("zoom", () => this.#zoomed());
@@ -59,15 +59,15 @@ export class Charts {
   get meanFirst() { return this.lines === "mean" || this.metrics.ranks > RANK_COLOURS; }
 
   /** Marks the starts of attempts, with the reason why the previous attempt ended. */
-  marks(reasons) {
+  setMarks(reasons) {
     for (const chart of Object.values(this.all)) chart.marks = reasons;
-    this.redraw(true);
+    this.redraw();
   }
 
   /** Starts drawing all charts, after their history has been read. */
-  release() {
-    this.released = true;
-    for (const chart of Object.values(this.all)) chart.release();
+  startDrawing() {
+    this.isDrawing = true;
+    for (const chart of Object.values(this.all)) chart.startDrawing();
   }
 
   /** Charts of metrics that few jobs have. A card appears with the first point. */
@@ -79,14 +79,21 @@ export class Charts {
   /** Metrics to read at the start, in addition to the metrics that every page reads. */
   get wanted() { return [this.other, ...this.extra, ...this.panelled()]; }
 
-  redraw(urgent = false) {
-    for (const name of this.extra) byId(`${name}-card`).hidden = !this.metrics.of(name).segments.length;
+  /** Draws all charts in the next frame, after an action of the reader. */
+  redraw() {
+    for (const chart of Object.values(this.all)) chart.invalidate();
+    this.dataChanged();
+  }
+
+  /** Draws all charts soon, because their data has changed. */
+  dataChanged() {
+    for (const name of this.extra) byId(`${name}-card`).hidden = !this.metrics.series(name).segments.length;
     this.#offer();
-    for (const chart of Object.values(this.all)) chart.invalidate(urgent);
+    for (const chart of Object.values(this.all)) chart.dataChanged();
   }
 
   /** The number of buckets to request for a metric. */
-  points(name) { return Math.max((Object.hasOwn(this.all, name) ? this.all[name] : this.all.lr).pixels, this.panelPixels(name)); }
+  bucketCount(name) { return Math.max((Object.hasOwn(this.all, name) ? this.all[name] : this.all.lr).pixels, this.panelPixels(name)); }
 
   /** Visible metrics, the most important first. */
   get shown() { return [...new Set(["loss", "accuracy", "step_ms", ...this.wanted])]; }
@@ -95,7 +102,7 @@ export class Charts {
   offers(name) {
     if (["loss_scale", "skipped_steps"].includes(name)) return this.extra.includes(name) || name === this.other;
     if (!name.startsWith("gpu_") || name === this.other) return true;
-    return this.job().spec.parallel.device === "cuda" || this.metrics.of("gpu_utilization").segments.length > 0;
+    return this.job().spec.parallel.device === "cuda" || this.metrics.series("gpu_utilization").segments.length > 0;
   }
 
   /** Removes groups of metrics that this job does not have from the list. */
@@ -121,7 +128,7 @@ export class Charts {
 
   #perRank(name) {
     const { metrics, ranks } = this;
-    const line = (rank) => ({ label: `rank ${rank}`, colour: colourOf(rank), series: metrics.of(name, rank) });
+    const line = (rank) => ({ label: `rank ${rank}`, colour: colourOf(rank), series: metrics.series(name, rank) });
     const all = [...Array(metrics.ranks).keys()], front = ranks.chosen;
     if (this.lines === "mean" || metrics.ranks > RANK_COLOURS) {
       return [{ label: "mean of ranks", colour: "accent", series: metrics.mean(name), band: true }, ...all.filter((r) => front.has(r)).map(line)];
@@ -134,7 +141,7 @@ export class Charts {
     const { metrics } = this, { agents } = this.job(), reporting = metrics.ranksOf(name);
     // Machines are named in the order of their ranks. For attempts on other machines, only the rank is known.
     const machine = (i, rank) => (agents.length === reporting.length ? agents[i] : reporting.length > 1 ? `machine of rank ${rank}` : "machine");
-    return reporting.map((rank, i) => ({ label: machine(i, rank), colour: colourOf(rank), series: metrics.of(name, rank) }));
+    return reporting.map((rank, i) => ({ label: machine(i, rank), colour: colourOf(rank), series: metrics.series(name, rank) }));
   }
 
   /** Returns the layers of a panel. `lines`: `mean` or `ranks`. */
@@ -143,11 +150,11 @@ export class Charts {
     return names.flatMap((name, i) => {
       const side = sides.indexOf(quantity(name)), label = about(name).label === name ? name : about(name).label.toLowerCase(), colour = many ? `rank-${i}` : "accent";
       let layers;
-      if (name === "images_per_second") layers = [{ label, series: new Speeds(metrics.of("step_ms"), pictures(this.job())) }];
+      if (name === "images_per_second") layers = [{ label, series: new Speeds(metrics.series("step_ms"), pictures(this.job())) }];
       else if (Object.hasOwn(MACHINE, name)) layers = this.#perMachine(name).map((layer) => ({ ...layer, label: many ? `${label}, ${layer.label}` : layer.label }));
-      else if (!about(name).isPerRank) layers = [{ label, series: metrics.of(name), rings: name.startsWith("val_"), smoothing: name.startsWith("val_") ? 0 : undefined }];
+      else if (!about(name).isPerRank) layers = [{ label, series: metrics.series(name), rings: name.startsWith("val_"), smoothing: name.startsWith("val_") ? 0 : undefined }];
       else if (lines === "mean" || metrics.ranks > RANK_COLOURS) layers = [{ label: many ? label : "mean of ranks", series: metrics.mean(name), band: true }];
-      else layers = [...Array(metrics.ranks).keys()].map((rank) => ({ label: many ? `${label}, rank ${rank}` : `rank ${rank}`, colour: colourOf(rank), series: metrics.of(name, rank) }));
+      else layers = [...Array(metrics.ranks).keys()].map((rank) => ({ label: many ? `${label}, rank ${rank}` : `rank ${rank}`, colour: colourOf(rank), series: metrics.series(name, rank) }));
       return layers.map((layer) => ({ ...layer, side, colour: many ? colour : layer.colour ?? colour }));
     });
   }
@@ -155,15 +162,15 @@ export class Charts {
   #otherLayers() {
     const { label, isPerRank } = SELECTABLE[this.other];
     if (this.other in MACHINE) return this.#perMachine(this.other);
-    return isPerRank ? this.#perRank(this.other) : [{ label: label.toLowerCase(), colour: "accent", series: this.metrics.of(this.other) }];
+    return isPerRank ? this.#perRank(this.other) : [{ label: label.toLowerCase(), colour: "accent", series: this.metrics.series(this.other) }];
   }
 
   #controls() {
     const { loss } = this.all, { view } = this;
-    choices("scale", "linear", (v) => { loss.scale = v; this.redraw(true); });
-    choices("axis", "step", (v) => { view.setAxis(v); this.redraw(true); });
-    choices("lines", "ranks", (v) => { this.lines = v; this.redraw(true); });
-    smoothingSlider(byId("smooth"), byId("smooth-value"), (factor) => { loss.smoothing = factor; loss.invalidate(true); });
+    choices("scale", "linear", (v) => { loss.scale = v; this.redraw(); });
+    choices("axis", "step", (v) => { view.setAxis(v); this.redraw(); });
+    choices("lines", "ranks", (v) => { this.lines = v; this.redraw(); });
+    smoothingSlider(byId("smooth"), byId("smooth-value"), (factor) => { loss.smoothing = factor; loss.invalidate(); });
     const metric = byId("other-metric");
     let group = metric;
     for (const [name, { label }] of Object.entries(SELECTABLE)) {
@@ -176,7 +183,7 @@ export class Charts {
       write({ metric: metric.value === "lr" ? "" : metric.value });
       await this.metrics.need(this.other).catch(() => {});
       if (view.zoom) this.#zoomed();
-      this.redraw(true);
+      this.redraw();
     });
     const zoom = read("zoom").split("~").map(Number);
     if (zoom.length === 2 && zoom.every(Number.isFinite) && zoom[0] < zoom[1]) view.zoom = zoom;
@@ -200,18 +207,18 @@ export class Charts {
     if (!view.zoom || !this.metrics.coarse) return;
     const now = performance.now(), rest = this.#askedAt + SETTLE_MS - now;
     if (rest > 0) this.#timer = setTimeout(() => this.#zoomed(), rest);
-    else { this.#askedAt = now; this.detail(); }
+    else { this.#askedAt = now; this.readZoomedPart(); }
   }
 
   /** Reads the zoomed part in the resolution of the screen. Each chart is drawn when its part arrives. */
-  async detail() {
+  async readZoomedPart() {
     const { view, metrics } = this, zoom = view.zoom;
     if (!zoom) return;
     // If the request fails, the coarse points stay, and the chart's note shows the resolution.
     await metrics.zoom(this.shown, view.stepAt(zoom[0]), view.stepAt(zoom[1]), zoom, (detail) => {
       if (view.zoom !== zoom) return;
       for (const chart of Object.values(this.all)) chart.detail = detail;
-      this.redraw(true);
+      this.redraw();
     }).catch(() => {});
   }
 }

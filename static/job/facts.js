@@ -15,7 +15,7 @@ const MAX_RESULTS = 4;
 const REFUSED_MS = 10_000;
 
 /** Whether there is nothing to chart. The same as `is_bare` in web/src/job.rs. */
-const isBare = (job, metrics) => !job.external && !job.step && !job.sparkline?.length && !metrics.of("loss").last && (waits(job) || ["paused", "failed", "cancelled"].includes(job.state));
+const isBare = (job, metrics) => !job.external && !job.step && !job.sparkline?.length && !metrics.series("loss").last && (waits(job) || ["paused", "failed", "cancelled"].includes(job.state));
 
 /** The same as `Job::ranks_now` in protocol/src/job.rs. */
 export const ranksNow = (job) => (isActive(job.state) && job.cause?.code === "fewer_ranks" ? job.cause.ranks : job.ranks);
@@ -55,7 +55,7 @@ export class Facts {
   draw(now = Date.now()) {
     const { job, metrics } = this, total = job.total_steps;
     const loss = metrics.mean("loss").last;
-    const newest = metrics.of("loss").last;
+    const newest = metrics.series("loss").last;
     // A new attempt returns to its checkpoint, so the job's own step is used. Points in buckets are named by their first step, so the
     // server's step may be ahead.
     const reported = newest && !job.external && newest.attempt >= job.attempt ? newest.lastPushed : job.step;
@@ -120,7 +120,7 @@ export class Facts {
   #accuracy() {
     const { job, metrics } = this;
     let best = null, last = null;
-    for (const segment of metrics.of("val_accuracy").segments) {
+    for (const segment of metrics.series("val_accuracy").segments) {
       for (let i = 0; i < segment.length; i++) {
         const v = segment.mean[i];
         if (!Number.isFinite(v)) continue;
@@ -132,7 +132,7 @@ export class Facts {
     return [last ?? job.last.val_accuracy, job.best && !(best?.value > job.best.value) ? job.best : best];
   }
 
-  title() {
+  drawTitle() {
     const { job } = this;
     const state = byId("state");
     text(state, job.state);
@@ -151,11 +151,11 @@ export class Facts {
   }
 
   /** Shows that an action was refused, with the reason. null removes the message. */
-  refused(why) {
+  showRefusal(why) {
     clearTimeout(this.#refusalTimer);
     if (why === null && !this.#refusal) return;
     this.#refusal = why && { state: this.job.state, why };
-    if (why) this.#refusalTimer = setTimeout(() => this.refused(null), REFUSED_MS);
+    if (why) this.#refusalTimer = setTimeout(() => this.showRefusal(null), REFUSED_MS);
     this.draw();
   }
 
@@ -208,17 +208,17 @@ export class Facts {
       case "paused": return { tone: "warn", what: reason ? `${reason[0].toUpperCase()}${reason.slice(1)}.` : "Paused.", why: reason ? "" : "The checkpoint is kept; Resume continues from it.", link: ["#cp-title", "Checkpoints"] };
       default: return null;
     }
-    const stepMs = this.metrics.of("step_ms").recent(50) || 0;
+    const stepMs = this.metrics.series("step_ms").recent(50) || 0;
     const quiet = now - this.#lastStepAt;
     const busy = [...Array(this.#ranksNow).keys()].some((r) => ["evaluating", "checkpointing", "starting"].includes(ranks.reportOf(r)?.status));
     if (this.live && !job.external && !busy && step < job.total_steps && quiet > Math.max(NO_STEP_MS, 20 * stepMs)) {
-      const reports = [...Array(this.#ranksNow).keys()].map((r) => ({ rank: r, step: this.metrics.of("loss", r).last?.lastPushed ?? 0 }));
+      const reports = [...Array(this.#ranksNow).keys()].map((r) => ({ rank: r, step: this.metrics.series("loss", r).last?.lastPushed ?? 0 }));
       const behind = reports.reduce((a, b) => (b.step < a.step ? b : a));
       const hasOthersAhead = reports.some((r) => r.step > behind.step);
       return { tone: "warn", what: `${hasOthersAhead ? `Rank ${behind.rank} has not moved` : "No rank has moved"} for ${clock(quiet / 1000)}.`,
         why: `${hasOthersAhead ? "The others wait for it in all-reduce; its" : "The"} last step is ${count(behind.step)}. After ${plural(job.spec.recovery.stall_timeout_secs, "second")} without progress the job starts again.`, link: ["#ranks-title", "Ranks"] };
     }
-    const slow = ranks.slow();
+    const slow = ranks.findSlowRank();
     return slow && { tone: "warn", what: `Rank ${slow.rank} is ${percent(slow.share, 0)} slower since step ${count(slow.since)}.`, why: slow.cause, link: ["#ranks-title", "Ranks"] };
   }
 }
@@ -227,7 +227,7 @@ export class Facts {
 function ownResults({ external, last }, metrics) {
   const results = new Map(Object.entries(external.summary).filter(([, v]) => typeof v === "number"));
   for (const name of [...ownMetrics({ last }), ...metrics.reported]) {
-    const newest = metrics.of(name).last?.lastValue;
+    const newest = metrics.series(name).last?.lastValue;
     if (!results.has(name)) results.set(name, Number.isFinite(newest) ? newest : last[name]);
   }
   return [...results].filter(([name, v]) => !name.startsWith("_") && typeof v === "number").slice(0, MAX_RESULTS);

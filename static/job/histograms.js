@@ -16,7 +16,7 @@ const ROWS = 100;
 const number = (v) => short(Number(v.toPrecision(3)));
 
 /** Returns the value below which the fraction `share` of the values is, as exactly as the bins allow. */
-export function quantile({ min, max, counts }, share) {
+function quantile({ min, max, counts }, share) {
   const all = counts.reduce((a, b) => a + b, 0), width = (max - min) / counts.length;
   let below = 0;
   for (let i = 0; i < counts.length; i++) {
@@ -53,14 +53,14 @@ export class Histograms {
   }
 
   /** Called when the server has a new step. */
-  more() {
+  handleStep() {
     if (!this.#opened) return;
     if (byId("histograms-panel").hidden) { this.#behind = true; return; }
     this.#timer ||= setTimeout(() => { this.#timer = 0; this.#load(); }, RELOAD_INTERVAL_MS);
   }
 
   /** Shows the steps that arrived while the panel was hidden. */
-  again() {
+  showMissedSteps() {
     if (!this.#behind) return;
     this.#behind = false;
     this.#load();

@@ -34,7 +34,6 @@ function describeEnd({ reason, rank, step, state, next_checkpoint }) {
 
 export class History {
   #requests = 0;
-  #isLoaded = false;
   /** For each attempt, the reason why the previous attempt ended. Charts show it at the start of the attempt. */
   reasons = new Map();
   /** `{ place, reason }` while the job waits. */
@@ -52,15 +51,12 @@ export class History {
       next = more.next_cursor;
     }
     if (mine !== this.#requests) return;
-    this.#isLoaded = true;
     this.queue = history.queue;
     this.reasons = new Map(history.entries.filter((e) => e.what === "ended").map((e) => [e.attempt + 1, e.state === "paused" ? "a pause on request" : e.reason?.words ?? e.state]));
     byId("history-rows").replaceChildren(...history.entries.map(row));
     this.#relatives(history);
     this.changed();
   }
-
-  get known() { return this.#isLoaded; }
 
   #relatives({ parent, forks }) {
     const box = byId("lineage"), relative = ({ job, name, state, checkpoint, who, at }) => {

@@ -58,9 +58,9 @@ export class Log {
   }
 
   /** Fills the filters with ranks and attempts. */
-  ranks(n, attempts = 1) {
-    for (let r = this.rank.options.length - 1; r < n; r++) this.rank.add(new Option(`rank ${r}`, r));
-    for (let a = this.attempt.options.length; a <= attempts; a++) this.attempt.add(new Option(a, a));
+  offerFilters(rankCount, attemptCount) {
+    for (let r = this.rank.options.length - 1; r < rankCount; r++) this.rank.add(new Option(`rank ${r}`, r));
+    for (let a = this.attempt.options.length; a <= attemptCount; a++) this.attempt.add(new Option(a, a));
     if (read("rank") !== "" && this.rank.value === "") this.rank.value = read("rank");
     if (read("attempt") !== "" && this.attempt.value === "") this.attempt.value = read("attempt");
     byId("log-download").href = `/api/v1/jobs/${this.job}/logs?${this.#filter({ format: "text" })}`;
@@ -103,7 +103,7 @@ export class Log {
   }
 
   /** Called after lines were missed: shows the newest lines if the log follows. Otherwise, missed lines are read when the reader scrolls. */
-  async again() {
+  async handleGap() {
     // An older database may have been restored, which sends lines with the same numbers again.
     this.#seen.clear();
     this.#heldSeq = 0;
@@ -125,7 +125,7 @@ export class Log {
   /** Searches until the panel is full or the log's beginning is reached. The server searches for about a second per request. */
   async #searchOn() {
     while (this.#searching && this.#hasOlder && this.box.querySelectorAll("[data-at]").length < MIN_FOUND_LINES) {
-      if (await this.#loadOlder(true)) continue;
+      if (await this.#loadOlder({ staysAtEnd: true })) continue;
       if (!this.#reading) return;
       await new Promise((done) => setTimeout(done, 50));
     }
@@ -214,8 +214,8 @@ export class Log {
     this.#drawNote();
   }
 
-  /** Reads older lines. `held`: the log follows its end even so. Returns whether lines were read. */
-  async #loadOlder(held = false) {
+  /** Reads older lines. `staysAtEnd`: the log follows its end even so. Returns whether the server responded. */
+  async #loadOlder({ staysAtEnd = false } = {}) {
     if (this.#reading) return false;
     const first = this.box.querySelector("p[data-at]"), seq = Number(first?.dataset.at.split(".")[0]);
     const place = this.#searching ? { cursor: this.#cursor } : { before: seq };
@@ -228,7 +228,7 @@ export class Log {
     const height = this.box.scrollHeight;
     if (response.lines.length) this.box.querySelector(".none")?.remove();
     this.box.prepend(...response.lines.map(row));
-    if (held && this.follow.checked) this.#toEnd();
+    if (staysAtEnd && this.follow.checked) this.#toEnd();
     else {
       this.box.scrollTop += this.box.scrollHeight - height;
       this.#trim("last");

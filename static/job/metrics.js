@@ -25,14 +25,14 @@ export class Metrics {
   /** Events since the newest request for a zoomed part, which the response may lack; null if no request is open. */
   #newEvents = null;
 
-  /** `points(name)`: the number of buckets to request. */
-  constructor(job, ranks, points) {
-    Object.assign(this, { job, ranks, points, detail: null });
+  /** `bucketCount(name)`: the number of buckets to request. */
+  constructor(job, ranks, bucketCount) {
+    Object.assign(this, { job, ranks, bucketCount, detail: null });
   }
 
   #capacity() { return Math.max(1024, Math.min(16_384, Math.floor(CAPACITY / this.ranks))); }
 
-  of(name, rank = 0) {
+  series(name, rank = 0) {
     const key = `${name}:${rank}`;
     let series = this.#series.get(key);
     if (!series) this.#series.set(key, series = new Series(name, rank, this.#capacity()));
@@ -66,7 +66,7 @@ export class Metrics {
   }
 
   #get(name, range = "") {
-    return ask(`/api/v1/jobs/${this.job}/metrics?name=${encodeURIComponent(name)}&points=${this.points(name)}${range}`);
+    return ask(`/api/v1/jobs/${this.job}/metrics?name=${encodeURIComponent(name)}&points=${this.bucketCount(name)}${range}`);
   }
 
   /** Reads a metric's history unless it has been read. Waits for `first()` before the mean over ranks is computed. */
@@ -81,7 +81,7 @@ export class Metrics {
     await reading.done;
   }
 
-  /** `isStill()`: whether no newer request for the whole history was made in the meantime. */
+  /** `isCurrent()`: whether no newer request for the whole history was made in the meantime. */
   async #read(name, first, isCurrent, events) {
     const early = name === NAMES[0] ? window.earlyLoss : null;
     window.earlyLoss = null;
@@ -90,7 +90,7 @@ export class Metrics {
     for (const key of [...this.#series.keys()]) if (key.startsWith(`${name}:`)) this.#series.delete(key);
     this.#means.delete(name);
     this.#asOf.set(name, response.as_of_seq);
-    fill(response, (rank) => this.of(name, rank));
+    fill(response, (rank) => this.series(name, rank));
     this.attempt = response.series.reduce((newest, s) => Math.max(newest, s.attempt), this.attempt);
     await first?.();
     if (MEANS.has(name)) fillMean(response, this.mean(name));
@@ -122,20 +122,20 @@ export class Metrics {
     if (!this.#asOf.has(name)) return void this.#reading.get(name)?.events.push(event);
     if (seq <= this.#asOf.get(name)) return;
     this.attempt = Math.max(this.attempt, attempt);
-    this.of(name, rank).append(attempt, steps, values);
+    this.series(name, rank).append(attempt, steps, values);
     if (MEANS.has(name)) this.mean(name).appendRank(attempt, steps, values);
     this.#newEvents?.push({ attempt, rank, name, steps, values });
     if (this.detail) this.#applyDetail(this.detail, { attempt, rank, name, steps, values });
   }
 
   /** Handles an `evaluation` event, which has the same value as the point of `val_accuracy`. Either may arrive first. */
-  evaluated({ attempt, step, accuracy }) { this.of("val_accuracy").append(attempt, [step], [accuracy]); }
+  applyEvaluation({ attempt, step, accuracy }) { this.series("val_accuracy").append(attempt, [step], [accuracy]); }
 
   #applyDetail(detail, { attempt, rank, name, steps, values }) {
     if (!detail.names.has(name)) return;
     const until = steps.findIndex((s) => s > detail.to);
     const s = until < 0 ? steps : steps.slice(0, until), v = until < 0 ? values : values.slice(0, until);
-    detail.series.get(this.of(name, rank))?.append(attempt, s, v);
+    detail.series.get(this.series(name, rank))?.append(attempt, s, v);
     if (MEANS.has(name)) detail.series.get(this.mean(name))?.appendRank(attempt, s, v);
   }
 
@@ -150,7 +150,7 @@ export class Metrics {
     await Promise.all(names.map(async (name) => {
       const response = await this.#get(name, `&from=${Math.max(0, Math.floor(from))}&to=${Math.ceil(to)}`);
       if (since !== this.#newEvents) return;
-      fill(response, (rank) => detailSeries(this.of(name, rank), () => new Series(name, rank, 16_384)));
+      fill(response, (rank) => detailSeries(this.series(name, rank), () => new Series(name, rank, 16_384)));
       if (MEANS.has(name)) fillMean(response, detailSeries(this.mean(name), () => this.#meanOf(name, 16_384)));
       detail.names.add(name);
       for (const event of since) if (event.name === name) this.#applyDetail(detail, event);
@@ -161,8 +161,8 @@ export class Metrics {
   }
 }
 
-function fill(response, of) {
-  for (const s of response.series) of(s.rank).load(s.attempt, s, response.exact, response.bucket_steps);
+function fill(response, seriesOf) {
+  for (const s of response.series) seriesOf(s.rank).load(s.attempt, s, response.exact, response.bucket_steps);
 }
 
 function fillMean(response, mean) {

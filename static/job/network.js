@@ -16,7 +16,7 @@ const heading = (textContent) => make("th", { textContent, scope: "row" });
 const number = (textContent) => make("td", { textContent, className: "num" });
 
 /** Groups consecutive layers whose names have the same first parts: `{ name, layers }`. */
-export function stages(layers) {
+function stages(layers) {
   for (let depth = 1; ; depth++) {
     const found = [];
     for (const layer of layers) {

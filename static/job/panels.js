@@ -42,11 +42,11 @@ export class Panels {
   get #showsDefaults() { return this.from === "none" && Boolean(this.job().external); }
 
   /** Called when a metric has new points. The first points of a run's metric add its panel. */
-  async noticed(name) {
+  async handlePoints(name) {
     if (!this.#showsDefaults || this.list.length >= MAX_PANELS || this.list.some((panel) => panel.metrics.includes(name))) return;
     this.#show([...this.list, defaultPanel(name)]);
     await this.metrics.need(name);
-    this.charts.redraw(true);
+    this.charts.redraw();
   }
 
   get list() { return this.#shown.map((entry) => entry.panel); }
@@ -135,8 +135,8 @@ export class Panels {
       else list.splice(list.indexOf(entry.panel), 1);
       await this.#save(list);
       if (panel) await Promise.all(panel.metrics.map((name) => this.metrics.need(source(name)))).catch(() => {});
-      this.charts.detail();
-      this.charts.redraw(true);
+      this.charts.readZoomedPart();
+      this.charts.redraw();
       return this.#shown.find((e) => e.panel === panel)?.card.querySelector(".edit") ?? byId("panel-add");
     };
     this.form.open(entry?.panel ?? null, put);
@@ -175,7 +175,7 @@ export class Panels {
       await this.#save(this.list);
       this.#showMessage(`${panel.title} is ${sizeOf(panel)}.`);
       // Wider charts show more points.
-      await this.charts.detail();
+      await this.charts.readZoomedPart();
     } catch (error) {
       Object.assign(panel, before);
       showSize(card, panel);
@@ -245,7 +245,7 @@ export class Panels {
       this.#showMessage("");
       this.#show(panels);
       await Promise.all(this.charts.panelled().map((name) => this.metrics.need(name))).catch(() => {});
-      this.charts.redraw(true);
+      this.charts.redraw();
     };
     confirmThen({ title: "Remove this job's own panels?", detail: `The job then shows the panels of the project ${project}.`, yes: "Remove them", act });
   }

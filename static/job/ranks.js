@@ -40,7 +40,7 @@ export class Ranks {
     if (report) this.#reports.set(rank, report);
   }
 
-  report(event) {
+  setReport(event) {
     this.#reports.set(event.rank, event);
     const known = this.#writing.get(event.rank) ?? { since: 0, spans: [] }, at = Date.parse(event.at);
     if (event.status === "checkpointing") known.since ||= at;
@@ -63,7 +63,7 @@ export class Ranks {
 
   /** Returns the mean of the newest `n` values in the newest attempt; NaN if the rank has no values in that attempt. */
   #recent(name, rank, n = WINDOW) {
-    const series = this.metrics.of(name, rank);
+    const series = this.metrics.series(name, rank);
     return series.last?.attempt === this.metrics.attempt ? series.recent(n) : NaN;
   }
 
@@ -72,7 +72,7 @@ export class Ranks {
     const ranks = this.metrics.ranksIn(attempt);
     if (ranks !== undefined) return rank < ranks;
     // If the attempt ended before the page was opened, the rank's points decide.
-    const last = this.metrics.of("step_ms", rank).last;
+    const last = this.metrics.series("step_ms", rank).last;
     return !last || last.attempt === this.metrics.attempt || Boolean(this.#reports.get(rank) || this.#agents.get(rank));
   }
 
@@ -97,7 +97,7 @@ export class Ranks {
 
   /** Describes what limits the job's speed. Empty as long as there are too few steps. */
   #limit(splits) {
-    const known = splits.map((s, rank) => ({ rank, ...s })).filter((s) => s.step > 0 && this.metrics.of("step_ms", s.rank).last?.lastPushed >= WINDOW);
+    const known = splits.map((s, rank) => ({ rank, ...s })).filter((s) => s.step > 0 && this.metrics.series("step_ms", s.rank).last?.lastPushed >= WINDOW);
     if (!known.length) return "";
     // All ranks wait for the rank whose pictures arrive last.
     const pictures = Math.max(...known.map((s) => s.data / s.step));
@@ -110,13 +110,13 @@ export class Ranks {
   }
 
   /** Returns the rank that delays the others, `{ rank, share, since, cause }`, or null. */
-  slow() {
+  findSlowRank() {
     const splits = Array.from({ length: this.metrics.ranks }, (_, r) => ({ rank: r, ...this.split(r) }))
       .filter((s) => Number.isFinite(s.step));
     if (splits.length < 2) return null;
     let worst = null;
     for (const s of splits) {
-      const segment = this.metrics.of("step_ms", s.rank).last;
+      const segment = this.metrics.series("step_ms", s.rank).last;
       const others = splits.filter((o) => o !== s);
       const own = s.compute + s.data, usual = median(others.map((o) => o.compute + o.data));
       const slow = segment.lastPushed >= WINDOW && own > usual * SLOW_FACTOR && own - usual > 1;
@@ -140,9 +140,9 @@ export class Ranks {
    */
   #since(rank, others) {
     // The bucket that contains a step is the last that begins at or before the step.
-    const at = (name, r, step) => { const segment = this.metrics.of(name, r).last; return segment ? segment.mean[Math.max(0, segment.find(step + 1) - 1)] : NaN; };
+    const at = (name, r, step) => { const segment = this.metrics.series(name, r).last; return segment ? segment.mean[Math.max(0, segment.find(step + 1) - 1)] : NaN; };
     const own = (r, step) => at("step_ms", r, step) - (at("all_reduce_ms", r, step) || 0);
-    const all = ["step_ms", "all_reduce_ms"].map((name) => this.metrics.of(name, rank).last).filter(Boolean);
+    const all = ["step_ms", "all_reduce_ms"].map((name) => this.metrics.series(name, rank).last).filter(Boolean);
     const { steps, length, lastPushed } = all.reduce((a, b) => (b.length > a.length ? b : a));
     const BLOCK = 10;
     let since = lastPushed, misses = 0;
@@ -194,7 +194,7 @@ export class Ranks {
       row.lane.setAttribute("aria-label", row.lane.title);
       const report = this.#reports.get(r), about = [];
       if (report) {
-        const step = Math.max(report.step, this.metrics.of("loss", r).last?.lastPushed ?? 0);
+        const step = Math.max(report.step, this.metrics.series("loss", r).last?.lastPushed ?? 0);
         about.push(report.device, this.#status(r, report.status, live, cause), `step ${count(step)}`);
       } else about.push(live ? "no report yet" : "no report kept");
       if (this.#agents.get(r)) about.push(this.#agents.get(r));

@@ -6,9 +6,9 @@ import { read, write } from "../address.js";
 export class Tabs {
   #opened = new Set();
 
-  /** By panel's name: `opened`, functions that are called when a panel is first opened; `again`, functions for each later opening. */
-  constructor(opened, again = {}) {
-    Object.assign(this, { opened, again });
+  /** By panel's name: `onFirstOpen`, functions that are called when a panel is first opened; `onReopen`, functions for each later opening. */
+  constructor({ onFirstOpen, onReopen }) {
+    Object.assign(this, { onFirstOpen, onReopen });
     this.tabs = [...document.querySelectorAll("#panels [role=tab]")];
     for (const tab of this.tabs) {
       tab.addEventListener("click", () => this.show(tab.dataset.tab));
@@ -51,8 +51,8 @@ export class Tabs {
     byId("log-controls").hidden = name !== "log";
     byId("panels").dataset.shows = name;
     write({ tab: name === this.first ? "" : name });
-    if (this.#opened.has(name)) return void this.again[name]?.();
+    if (this.#opened.has(name)) return void this.onReopen[name]?.();
     this.#opened.add(name);
-    this.opened[name]?.();
+    this.onFirstOpen[name]?.();
   }
 }

@@ -11,12 +11,15 @@ import { read, write } from "../address.js";
 
 /** Default columns: name in the URL, and label. */
 const OWN = [["progress", "Progress"], ["loss", "Loss"], ["best", "Best accuracy"], ["speed", "Images/s"], ["age", "Submitted"]];
-/** Columns that can be added, besides settings and tags: label, value of a job, and format. */
+/** `get(job)`: the job's value; null or undefined if it has none. */
+const column = (label, get, format) => ({ label, get, format });
+/** Columns that can be added, besides settings and tags. */
 const METRICS = {
-  ...Object.fromEntries(Object.entries(ALL).map(([name, { label, format }]) => [name, [label, (j) => j.last[name], format]])),
-  accuracy: ["Training accuracy", (j) => j.last.accuracy, ALL.accuracy.format], lr: ["Learning rate now", (j) => j.last.lr, ALL.lr.format],
-  images_per_second: ["Images/s", (j) => j.images_per_second, rate], step: ["Step", (j) => j.step, count], epoch: ["Epoch", (j) => j.epoch, count], attempt: ["Attempt", (j) => j.attempt, count], ranks: ["Ranks", (j) => j.ranks, count],
-  owner: ["Owner", (j) => j.owner, String], project: ["Project", (j) => j.project, String],
+  ...Object.fromEntries(Object.entries(ALL).map(([name, { label, format }]) => [name, column(label, (j) => j.last[name], format)])),
+  accuracy: column("Training accuracy", (j) => j.last.accuracy, ALL.accuracy.format), lr: column("Learning rate now", (j) => j.last.lr, ALL.lr.format),
+  images_per_second: column("Images/s", (j) => j.images_per_second, rate), step: column("Step", (j) => j.step, count), epoch: column("Epoch", (j) => j.epoch, count),
+  attempt: column("Attempt", (j) => j.attempt, count), ranks: column("Ranks", (j) => j.ranks, count),
+  owner: column("Owner", (j) => j.owner, String), project: column("Project", (j) => j.project, String),
 };
 /** Metrics that every response contains. */
 const ALWAYS = ["loss", "accuracy", "lr", "val_loss", "val_accuracy", "images_per_second"];
@@ -133,7 +136,7 @@ export class Columns {
     const { jobs, tags } = this.known(), keys = new Set(Object.keys(METRICS));
     for (const job of jobs.slice(0, 50)) for (const [key] of flat(job.spec)) if (key !== "name") keys.add(key);
     for (const tag of tags) keys.add(`tag:${tag}`);
-    byId("column-keys").replaceChildren(...[...keys].map((key) => make("option", { value: key, label: METRICS[key]?.[0] ?? "" })));
+    byId("column-keys").replaceChildren(...[...keys].map((key) => make("option", { value: key, label: METRICS[key]?.label ?? "" })));
   }
 }
 
@@ -145,12 +148,12 @@ async function mistake(key) {
   }
 }
 
-const label = (key) => METRICS[key]?.[0] ?? key.replace(/^tag:/, "#");
+const label = (key) => METRICS[key]?.label ?? key.replace(/^tag:/, "#");
 
 function valueOf(job, key) {
   if (key.startsWith("tag:")) return job.tags.includes(key.slice(4)) ? "yes" : "";
   const metric = METRICS[key];
-  if (metric) { const v = metric[1](job); return v == null ? "" : metric[2](v); }
+  if (metric) { const v = metric.get(job); return v == null ? "" : metric.format(v); }
   const v = setting(job.spec, key);
   return v == null ? "" : formatted(v);
 }

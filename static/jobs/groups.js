@@ -121,7 +121,7 @@ export class Groups {
     this.more.hidden = !this.#next;
     this.none = !this.#shown.size;
     this.changed();
-    await Promise.all([...this.#shown].filter(([key]) => open.has(key)).map(([, entry]) => this.#openJobs(entry, false)));
+    await Promise.all([...this.#shown].filter(([key]) => open.has(key)).map(([, entry]) => this.#openJobs(entry)));
   }
 
   /** The element before the first group. */
@@ -133,7 +133,7 @@ export class Groups {
     cut(name, words);
     const box = make("input", { type: "checkbox", "aria-label": `Select the jobs of ${words}` });
     const head = make("tr", { className: "group-head" }, cell("c-choose", box), cell("c-state"), make("th", { scope: "rowgroup", className: "c-name" }, toggle), cell("c-progress", make("span", { className: "states" })), cell("c-loss"), cell("num c-best"), cell("num c-speed"), cell("num c-age"));
-    const entry = { group, key, words, rows: [], cursor: null, toggle, head, body: make("tbody", { className: "group" }, head) };
+    const entry = { group, key, words, rows: [], toggle, head, body: make("tbody", { className: "group" }, head) };
     toggle.addEventListener("click", () => this.#toggle(entry));
     box.addEventListener("change", async () => {
       const { checked } = box;
@@ -190,7 +190,7 @@ export class Groups {
 
   async #toggle(entry) {
     const open = entry.toggle.getAttribute("aria-expanded") === "false";
-    if (open) await this.#openJobs(entry, false).catch(() => {}); else this.#close(entry);
+    if (open) await this.#openJobs(entry).catch(() => {}); else this.#close(entry);
     this.#write();
     this.changed();
   }
@@ -204,15 +204,15 @@ export class Groups {
     this.#forgetUnshown();
   }
 
-  /** Reads the jobs of a group: the first jobs again, or further jobs. */
-  async #openJobs(entry, further) {
-    const limit = further ? JOBS : Math.min(MAX_PER_REQUEST, Math.max(JOBS, entry.rows.length));
+  /** Reads the jobs of a group: the first jobs again, or the jobs after `cursor`. */
+  async #openJobs(entry, cursor = null) {
+    const limit = cursor ? JOBS : Math.min(MAX_PER_REQUEST, Math.max(JOBS, entry.rows.length));
     const given = new URLSearchParams([...parameters(filter()), ["by", groupedBy().join(",")], ["group", entry.key], ["sort", order()], ["limit", limit], ...alsoRead()]);
-    if (further) given.set("cursor", entry.cursor);
+    if (cursor) given.set("cursor", cursor);
     entry.toggle.setAttribute("aria-expanded", "true");
     const mine = this.#loads, { jobs, next_cursor: next } = await ask(`/api/v1/jobs?${given}`);
     if (mine !== this.#loads || entry.toggle.getAttribute("aria-expanded") === "false") return;
-    const before = new Map(entry.rows.map((row) => [row.dataset.id, row])), rows = further ? [...entry.rows] : [];
+    const before = new Map(entry.rows.map((row) => [row.dataset.id, row])), rows = cursor ? [...entry.rows] : [];
     for (const job of jobs) {
       const known = this.jobs.get(job.id);
       this.ended(job);
@@ -223,14 +223,13 @@ export class Groups {
     }
     for (const row of entry.rows) if (!rows.includes(row)) row.remove();
     entry.rows = rows;
-    entry.cursor = next;
     let last = entry.head;
     for (const row of rows) { if (last.nextElementSibling !== row) last.after(row); last = row; }
     entry.rest?.remove();
     entry.rest = null;
     if (next) {
       const button = make("button", { type: "button", className: "quiet", textContent: `${rows.length} of ${count(entry.group.jobs)}: show more` });
-      button.addEventListener("click", () => this.#openJobs(entry, true).catch(() => {}));
+      button.addEventListener("click", () => this.#openJobs(entry, next).catch(() => {}));
       entry.rest = buttonRow(button);
       entry.body.append(entry.rest);
     }
@@ -244,7 +243,7 @@ export class Groups {
   }
 
   /** Handles a job from the stream: its rows change at once, and groups are read soon. */
-  hear(job) {
+  handleJob(job) {
     const known = this.jobs.get(job.id);
     if (known && known.last_seq <= job.last_seq) {
       this.jobs.set(job.id, job);
@@ -257,7 +256,7 @@ export class Groups {
   }
 
   /** Writes the rows of a job again. */
-  again(job) {
+  refill(job) {
     for (const { rows } of this.#shown.values()) for (const row of rows) if (row.dataset.id === job.id) this.fill(row, job);
   }
 

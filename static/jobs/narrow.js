@@ -125,5 +125,5 @@ export class Narrow {
   }
 
   /** Shows the server's error about the filter or the order. Empty without an error. */
-  refused(words) { text(this.problem, words); }
+  showProblem(words) { text(this.problem, words); }
 }

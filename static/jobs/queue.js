@@ -14,7 +14,7 @@ export class Queue {
   }
 
   /** Keeps the known place when the stream reports the job. */
-  keep(known, job) { if (waits(job) && !job.queue && known?.queue) job.queue = known.queue; }
+  keepPlace(known, job) { if (waits(job) && !job.queue && known?.queue) job.queue = known.queue; }
 
   async #ask() {
     const here = new Map(this.jobs().filter(waits).map((job) => [job.id, job]));

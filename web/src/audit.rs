@@ -1,9 +1,6 @@
 //! The audit log of requests.
 
-use crate::{
-    jobs::encoded,
-    layout::{Bar, CurrentUser, Nav},
-};
+use crate::{jobs::percent_encode, layout::CurrentUser};
 use askama::Template;
 use jiff::Timestamp;
 
@@ -137,10 +134,6 @@ const KINDS: [(&str, &str); 7] = [
 ];
 
 impl AuditPage {
-    fn nav(&self) -> Bar<'_> {
-        Nav::Audit.bar_for(&self.user)
-    }
-
     /// Returns label and URL of each kind, and whether the page shows this kind.
     fn kinds(&self) -> Vec<(&'static str, String, bool)> {
         let link = |(label, text): (&'static str, &str)| (label, self.address(text, ""), self.text == text);
@@ -149,8 +142,9 @@ impl AuditPage {
 
     /// Returns the page's URL for a text, after a cursor.
     fn address(&self, text: &str, cursor: &str) -> String {
-        let cursor = if cursor.is_empty() { String::new() } else { format!("&cursor={}", encoded(cursor)) };
-        format!("/audit?who={}&q={}{cursor}", encoded(&self.who), encoded(text))
+        let cursor =
+            if cursor.is_empty() { String::new() } else { format!("&cursor={}", percent_encode(cursor)) };
+        format!("/audit?who={}&q={}{cursor}", percent_encode(&self.who), percent_encode(text))
     }
 }
 

@@ -1,6 +1,6 @@
 //! Comparison of jobs. The URL contains the jobs, and the script reads them, so the page itself contains no data.
 
-use crate::layout::{Bar, CurrentUser, Nav};
+use crate::layout::CurrentUser;
 use askama::Template;
 
 /// `GET /compare`.
@@ -9,10 +9,4 @@ use askama::Template;
 pub struct ComparePage {
     /// The person or token that looks at the page.
     pub user: CurrentUser,
-}
-
-impl ComparePage {
-    fn nav(&self) -> Bar<'_> {
-        Nav::Compare.bar_for(&self.user)
-    }
 }

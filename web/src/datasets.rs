@@ -1,11 +1,10 @@
 //! The registered datasets and the form that registers one.
 
 use crate::{
-    layout::{Bar, CurrentUser, Nav},
+    layout::CurrentUser,
     numbers::{age, count, plural},
 };
 use askama::Template;
-use jiff::Timestamp;
 use lockstep_protocol::dataset::Dataset;
 use std::collections::HashSet;
 
@@ -21,7 +20,8 @@ pub struct DatasetForm {
 }
 
 /// `GET /datasets`, and the response to a `POST /datasets` with mistakes.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Template)]
+#[template(path = "datasets.html")]
 pub struct DatasetsPage {
     /// All datasets, sorted by name.
     pub datasets: Vec<Dataset>,
@@ -33,36 +33,13 @@ pub struct DatasetsPage {
     pub form: DatasetForm,
     /// This server's URL in the browser, for commands to copy.
     pub server_url: String,
-    /// The time from which ages are computed.
-    pub now: Timestamp,
     /// The person or token that looks at the page.
     pub user: CurrentUser,
 }
 
 impl DatasetsPage {
-    /// Renders the page as HTML.
-    ///
-    /// # Errors
-    /// See [`askama::Template::render`]; no data can cause an error.
-    pub fn render(&self) -> Result<String, askama::Error> {
-        DatasetsTemplate {
-            cards: self.datasets.iter().map(|d| DatasetCard::new(d, self.now)).collect(),
-            page: self,
-        }
-        .render()
-    }
-}
-
-#[derive(Template)]
-#[template(path = "datasets.html")]
-struct DatasetsTemplate<'a> {
-    cards: Vec<DatasetCard<'a>>,
-    page: &'a DatasetsPage,
-}
-
-impl DatasetsTemplate<'_> {
-    fn nav(&self) -> Bar<'_> {
-        Nav::Datasets.bar_for(&self.page.user)
+    fn cards(&self) -> Vec<DatasetCard<'_>> {
+        self.datasets.iter().map(DatasetCard::new).collect()
     }
 }
 
@@ -83,7 +60,7 @@ impl<'a> DatasetCard<'a> {
     /// Maximum number of classes that are listed (ImageNet has a thousand). Further classes are only counted.
     const CLASSES_SHOWN: usize = 100;
 
-    fn new(dataset: &'a Dataset, now: Timestamp) -> Self {
+    fn new(dataset: &'a Dataset) -> Self {
         let info = &dataset.info;
         let numbers = |v: &[f32]| v.iter().map(|x| format!("{x:.4}")).collect::<Vec<_>>().join(", ");
         let classes = info.classes.iter().enumerate().take(Self::CLASSES_SHOWN);
@@ -104,7 +81,7 @@ impl<'a> DatasetCard<'a> {
             },
             class_count: plural(info.classes.len() as u64, "class"),
             normalisation: format!("mean {} · std {}", numbers(&info.mean), numbers(&info.std)),
-            age: age(dataset.added_at, now),
+            age: age(dataset.added_at),
             classes: classes
                 .map(|(i, name)| {
                     let samples = |s: &lockstep_protocol::dataset::SplitInfo| {

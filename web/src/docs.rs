@@ -4,7 +4,7 @@ mod markdown;
 
 pub use markdown::title;
 
-use crate::layout::{Bar, CurrentUser, Nav};
+use crate::layout::CurrentUser;
 use askama::Template;
 
 /// An entry of the list of pages.
@@ -55,7 +55,12 @@ impl DocsPage {
     }
 
     /// Creates a page with search results: pages, each with a line that contains a word of the query.
-    pub fn found(query: &str, found: &[(DocsEntry, String)], pages: &[DocsEntry], user: CurrentUser) -> Self {
+    pub fn search_results(
+        query: &str,
+        found: &[(DocsEntry, String)],
+        pages: &[DocsEntry],
+        user: CurrentUser,
+    ) -> Self {
         // A line is shown as plain text, because its Markdown may continue in other lines.
         let is_text = |c: &char| c.is_alphanumeric() || " .,:;()'\"/-=+%_".contains(*c);
         let mut source = String::from("# Documentation\n\n");
@@ -67,10 +72,6 @@ impl DocsPage {
             source += &format!("- [{}]({}.md): {}\n", page.title, page.path, line.trim());
         }
         Self { query: query.into(), ..Self::new("", &source, pages, user) }
-    }
-
-    fn nav(&self) -> Bar<'_> {
-        Nav::None.bar_for(&self.user)
     }
 }
 
@@ -106,7 +107,9 @@ mod tests {
         let index = DocsPage::index(&pages, CurrentUser::NOBODY).render().expect("renders");
         assert!(index.contains(r#"<li><a href="/docs/reference/rest">REST</a></li>"#), "{index}");
         let found = [(pages[1].clone(), "| `<b>key` | [x](y) |".to_owned())];
-        let html = DocsPage::found("\"key\"", &found, &pages, CurrentUser::NOBODY).render().expect("renders");
+        let html = DocsPage::search_results("\"key\"", &found, &pages, CurrentUser::NOBODY)
+            .render()
+            .expect("renders");
         assert!(html.contains(r#"<a href="/docs/reference/rest">REST</a>: bkey  x(y)"#), "{html}");
         assert!(html.contains(r#"value="&#34;key&#34;""#), "{html}");
     }

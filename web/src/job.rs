@@ -4,7 +4,7 @@ mod own_settings;
 
 use crate::{
     jobs::ELSEWHERE,
-    layout::{Bar, CurrentUser, Nav, data_block},
+    layout::CurrentUser,
     numbers::{Shown, bytes, clock, count, percent, plural, rate, value},
 };
 use askama::Template;
@@ -57,7 +57,8 @@ pub struct Panels {
 }
 
 /// `GET /jobs/{id}`.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Template)]
+#[template(path = "job.html")]
 pub struct JobPage {
     /// The job's current state.
     pub job: Job,
@@ -83,50 +84,32 @@ pub struct JobPage {
     pub has_artifact_store: bool,
 }
 
+/// The data of the page's script.
+#[derive(Serialize)]
+struct Data<'a> {
+    job: &'a Job,
+    ranks: &'a [RankPlace],
+    checkpoints: &'a [Checkpoint],
+    panels: &'a Panels,
+    may_change: bool,
+    has_artifact_store: bool,
+}
+
 impl JobPage {
-    /// Renders the page as HTML.
-    ///
-    /// # Errors
-    /// See [`askama::Template::render`]; no data can cause an error.
-    pub fn render(&self) -> Result<String, askama::Error> {
-        #[derive(Serialize)]
-        struct Data<'a> {
-            job: &'a Job,
-            ranks: &'a [RankPlace],
-            checkpoints: &'a [Checkpoint],
-            panels: &'a Panels,
-            may_change: bool,
-            has_artifact_store: bool,
-        }
-        let data = data_block(&Data {
+    fn data(&self) -> Data<'_> {
+        Data {
             job: &self.job,
             ranks: &self.ranks,
             checkpoints: &self.checkpoints,
             panels: &self.panels,
             may_change: self.may_change,
             has_artifact_store: self.has_artifact_store,
-        })?;
-        JobTemplate { facts: Facts::new(self), page: self, job: &self.job, data }.render()
-    }
-}
-
-#[derive(Template)]
-#[template(path = "job.html")]
-struct JobTemplate<'a> {
-    page: &'a JobPage,
-    job: &'a Job,
-    facts: Facts,
-    data: String,
-}
-
-impl JobTemplate<'_> {
-    fn nav(&self) -> Bar<'_> {
-        Nav::Jobs.bar_for(&self.page.user)
+        }
     }
 
     /// Describes the newest attempt: `attempt 2 · 4 ranks on h200-a · resnet50 on pets`. The script adds the start time in the reader's time zone.
     fn about(&self) -> String {
-        let job = self.job;
+        let job = &self.job;
         if job.external.is_some() {
             return ELSEWHERE.to_owned();
         }
@@ -161,8 +144,8 @@ impl JobTemplate<'_> {
     /// Returns settings that differ from the defaults or have no default, by their keys in a job file.
     fn own_settings(&self) -> Vec<(String, String)> {
         match &self.job.external {
-            Some(external) => own_settings::flat(&external.config),
-            None => own_settings::of(&self.job.spec),
+            Some(external) => own_settings::flatten(&external.config),
+            None => own_settings::non_default(&self.job.spec),
         }
     }
 
@@ -197,7 +180,7 @@ impl JobTemplate<'_> {
     fn summary(&self) -> Vec<(String, String)> {
         let Some(External { summary, values, .. }) = &self.job.external else { return Vec::new() };
         let values = values.iter().map(|(key, value)| (key.clone(), value.clone()));
-        own_settings::flat(summary).into_iter().chain(values).collect()
+        own_settings::flatten(summary).into_iter().chain(values).collect()
     }
 
     /// Returns URL, path and size of each file of a run from elsewhere.
@@ -206,20 +189,15 @@ impl JobTemplate<'_> {
             let path = utf8_percent_encode(&file.path, NON_ALPHANUMERIC);
             format!("/api/v1/runs/{}/file?path={path}", self.job.id)
         };
-        self.page.files.iter().map(|file| (url(file), file.path.as_str(), bytes(file.size_bytes))).collect()
+        self.files.iter().map(|file| (url(file), file.path.as_str(), bytes(file.size_bytes))).collect()
     }
 
     /// Whether there is nothing to chart: the job has not trained yet, or ended before its first step. The same as `isBare` in
     /// `static/job/facts.js`.
     fn is_bare(&self) -> bool {
         use JobState::{Cancelled, Failed, Paused, Queued, Restarting};
-        let (job, idle) = (self.job, [Queued, Restarting, Paused, Failed, Cancelled]);
+        let (job, idle) = (&self.job, [Queued, Restarting, Paused, Failed, Cancelled]);
         job.external.is_none() && job.step == 0 && job.sparkline.is_empty() && idle.contains(&job.state)
-    }
-
-    /// Whether the user may change the job.
-    fn may_change(&self) -> bool {
-        self.page.may_change && !self.page.user.reads_only
     }
 
     /// Whether the job's priority has an effect: the job waits, or can be preempted by jobs of higher priority. The same as `hasPriority` in
@@ -236,13 +214,13 @@ impl JobTemplate<'_> {
         if let Some(flaw) = &self.job.unreadable {
             return Some((
                 "Not all of this job can be read.".to_owned(),
-                Shown::sentence(&unreadable(flaw, self.job, &reason)),
+                Shown::sentence(&unreadable(flaw, &self.job, &reason)),
             ));
         }
         let (mut what, why) = match self.job.state {
             JobState::Failed => ("The job failed.".to_owned(), reason),
             JobState::Lost => ("Its machine is silent.".to_owned(), reason),
-            JobState::Restarting | JobState::Queued => waiting(self.job)?,
+            JobState::Restarting | JobState::Queued => waiting(&self.job)?,
             JobState::Succeeded => {
                 let Some(ReasonKind::StoppedEarly { detail, .. }) = self.job.cause.as_ref().map(Reason::kind)
                 else {
@@ -266,8 +244,7 @@ impl JobTemplate<'_> {
     }
 
     fn checkpoint_rows(&self) -> Vec<CheckpointRow> {
-        self.page
-            .checkpoints
+        self.checkpoints
             .iter()
             .map(|c| CheckpointRow {
                 id: c.id.clone(),
@@ -359,15 +336,15 @@ struct Facts {
     accuracy: (String, String),
 }
 
-impl Facts {
-    fn new(page: &JobPage) -> Self {
-        let job = &page.job;
+impl JobPage {
+    fn facts(&self) -> Facts {
+        let job = &self.job;
         let dash = || "–".to_owned();
         let empty = String::new;
         let known = job.total_steps > 0;
         let epochs = job.total_steps.div_ceil(job.steps_per_epoch.max(1));
         let ran = job.ran_secs.filter(|_| job.state.is_final()).map(clock);
-        Self {
+        Facts {
             step: job.step.min(job.total_steps),
             total_steps: job.total_steps.max(1),
             epoch: if known {
@@ -399,7 +376,7 @@ impl Facts {
                     percent(accuracy) + &error.unwrap_or_default()
                 }),
                 job.best
-                    .map_or_else(empty, |best| best_words(best, page.checkpoints.iter().map(|c| &c.info))),
+                    .map_or_else(empty, |best| best_words(best, self.checkpoints.iter().map(|c| &c.info))),
             ),
         }
     }

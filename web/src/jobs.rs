@@ -1,11 +1,10 @@
 //! The list of jobs: one row per job, newest first.
 
 use crate::{
-    layout::{Bar, CurrentUser, Nav},
+    layout::CurrentUser,
     numbers::{age, clock, percent, plural, rate, value},
 };
 use askama::Template;
-use jiff::Timestamp;
 use lockstep_protocol::{
     job::{Job, JobState},
     labels::DEFAULT_PROJECT,
@@ -33,50 +32,31 @@ pub struct JobFilter {
 }
 
 /// `GET /jobs`.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Template)]
+#[template(path = "jobs.html")]
 pub struct JobsPage {
     /// Jobs that match `filter`, newest first.
     pub jobs: Vec<Job>,
     /// The filter in the page's URL.
     pub filter: JobFilter,
     /// Whether any job exists, even if it does not match the filter. The text of an empty list depends on this.
-    pub any: bool,
+    pub has_jobs: bool,
     /// Cursor of the next page, with older jobs, if there are more.
     pub next: Option<String>,
     /// This server's URL in the browser, for commands to copy: `http://127.0.0.1:7070`.
     pub server_url: String,
-    /// The time from which ages are computed.
-    pub now: Timestamp,
     /// The person or token that looks at the page.
     pub user: CurrentUser,
 }
 
 impl JobsPage {
-    /// Renders the page as HTML.
-    ///
-    /// # Errors
-    /// See [`askama::Template::render`]; no data can cause an error.
-    pub fn render(&self) -> Result<String, askama::Error> {
-        JobsTemplate { rows: self.jobs.iter().map(|job| JobRow::new(job, self.now)).collect(), page: self }
-            .render()
-    }
-}
-
-#[derive(Template)]
-#[template(path = "jobs.html")]
-struct JobsTemplate<'a> {
-    rows: Vec<JobRow>,
-    page: &'a JobsPage,
-}
-
-impl JobsTemplate<'_> {
-    fn nav(&self) -> Bar<'_> {
-        Nav::Jobs.bar_for(&self.page.user)
+    fn rows(&self) -> Vec<JobRow> {
+        self.jobs.iter().map(JobRow::new).collect()
     }
 
     fn states(&self) -> Vec<StateLink> {
         use JobState::{Cancelled, Failed, Paused, Queued, Restarting, Running, Succeeded};
-        let chosen = &self.page.filter.states;
+        let chosen = &self.filter.states;
         let mut shown = vec![Running, Queued, Restarting, Paused, Succeeded, Failed, Cancelled];
         // Short-lived states have no link, and are shown only if the URL names them.
         shown.extend(chosen.iter().copied().filter(|state| !shown.contains(state)).collect::<Vec<_>>());
@@ -84,7 +64,7 @@ impl JobsTemplate<'_> {
         let link = |state: JobState| {
             let on = chosen.contains(&state);
             let others = chosen.iter().copied().filter(|other| *other != state);
-            let leads_to = joined(others.chain((!on).then_some(state)));
+            let leads_to = join_states(others.chain((!on).then_some(state)));
             StateLink { label: state.as_str(), state: state.as_str(), leads_to, on }
         };
         std::iter::once(all).chain(shown.into_iter().map(link)).collect()
@@ -92,34 +72,34 @@ impl JobsTemplate<'_> {
 
     /// Returns the chosen states, as in the URL.
     fn chosen(&self) -> String {
-        joined(self.page.filter.states.iter().copied())
+        join_states(self.filter.states.iter().copied())
     }
 
     /// Returns all filters except states, for the end of a URL.
     fn filters(&self) -> String {
-        let JobFilter { states: _, text, project, tag, owner, sort: _, kept } = &self.page.filter;
+        let JobFilter { states: _, text, project, tag, owner, sort: _, kept } = &self.filter;
         let given = [("q", text), ("project", project), ("tag", tag), ("owner", owner)].into_iter();
         let given = given.chain(kept.iter().map(|(key, value)| (*key, value)));
         let given = given.filter(|(_, value)| !value.is_empty());
-        given.map(|(key, value)| format!("&{key}={}", encoded(value))).collect()
+        given.map(|(key, value)| format!("&{key}={}", percent_encode(value))).collect()
     }
 
     /// Returns all keys except states, for the end of a URL.
     fn others(&self) -> String {
-        let order = match self.page.filter.sort.as_str() {
+        let order = match self.filter.sort.as_str() {
             "" => String::new(),
-            sort => format!("&sort={}", encoded(sort)),
+            sort => format!("&sort={}", percent_encode(sort)),
         };
         self.filters() + &order
     }
 
     /// Returns the headings of the columns, with their links.
     fn heads(&self) -> Vec<Head> {
-        let now = match self.page.filter.sort.as_str() {
+        let current = match self.filter.sort.as_str() {
             "" => "-created",
             sort => sort,
         };
-        let (by, is_descending) = now.strip_prefix('-').map_or((now, false), |by| (by, true));
+        let (by, is_descending) = current.strip_prefix('-').map_or((current, false), |by| (by, true));
         let head =
             |(class, label, sort, largest_first): &(&'static str, &'static str, &'static str, bool)| {
                 let is_on = *sort == by;
@@ -172,12 +152,12 @@ struct StateLink {
     on: bool,
 }
 
-fn joined(states: impl Iterator<Item = JobState>) -> String {
+fn join_states(states: impl Iterator<Item = JobState>) -> String {
     states.map(JobState::as_str).collect::<Vec<_>>().join(",")
 }
 
 /// Percent-encodes a value for a URL.
-pub(crate) fn encoded(text: &str) -> String {
+pub(crate) fn percent_encode(text: &str) -> String {
     const ENCODED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'_').remove(b'.').remove(b'~');
     utf8_percent_encode(text, ENCODED).to_string()
 }
@@ -207,7 +187,7 @@ struct JobRow {
 }
 
 impl JobRow {
-    fn new(job: &Job, now: Timestamp) -> Self {
+    fn new(job: &Job) -> Self {
         Self {
             id: job.id.to_string(),
             state: job.state.to_string(),
@@ -241,7 +221,7 @@ impl JobRow {
             best: job.best.map(|b| percent(b.value)).unwrap_or_default(),
             uncertainty: job.best.map(|b| uncertainty(b.value, job.last.val_pictures)).unwrap_or_default(),
             speed: job.images_per_second.map(rate).unwrap_or_default(),
-            age: age(job.created_at, now),
+            age: age(job.created_at),
             created_at: job.created_at.to_string(),
         }
     }
@@ -317,10 +297,9 @@ mod tests {
         let page = JobsPage {
             jobs: vec![],
             filter: JobFilter::default(),
-            any: false,
+            has_jobs: false,
             next: None,
             server_url: "http://127.0.0.1:7070".into(),
-            now: Timestamp::UNIX_EPOCH,
             user: CurrentUser::NOBODY,
         };
         let html = page.render().expect("renders");
@@ -328,7 +307,7 @@ mod tests {
         assert!(html.contains("/jobs/new"), "a link to the form");
 
         let filtered = JobsPage {
-            any: true,
+            has_jobs: true,
             filter: JobFilter {
                 states: vec![JobState::Lost, JobState::Failed],
                 text: "x\"<y".into(),

@@ -1,7 +1,6 @@
-//! Parts that all pages share: the navigation, the data block for the page's script, and the error page.
+//! Parts that all pages share: the folder of styles and scripts, the current user, and the error page.
 
 use askama::Template;
-use serde::Serialize;
 use std::sync::OnceLock;
 
 static ASSETS: OnceLock<String> = OnceLock::new();
@@ -16,38 +15,8 @@ pub(crate) fn assets() -> &'static str {
     ASSETS.get().map_or("/static", String::as_str)
 }
 
-/// Returns the server's time, from which pages compute ages. A reader's clock may be wrong.
-pub(crate) fn now() -> jiff::Timestamp {
-    jiff::Timestamp::now()
-}
-
-/// The navigation entry to which a page belongs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Nav {
-    /// The list of jobs, the form for a new job, and the page of each job.
-    Jobs,
-    /// `/queue`.
-    Queue,
-    /// `/compare`.
-    Compare,
-    /// `/datasets`.
-    Datasets,
-    /// `/models` and each model.
-    Models,
-    /// `/machines`.
-    Machines,
-    /// `/people`, for admins.
-    People,
-    /// `/audit`, for admins.
-    Audit,
-    /// A page without a navigation entry, such as an error.
-    None,
-    /// The sign-in form, which has no navigation: other pages would lead back to the form.
-    SignIn,
-}
-
 /// The person or token that looks at a page, with the properties on which the bar at the top depends.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CurrentUser {
     /// The name of the person or token. Empty if the server requires no sign-in.
     pub who: String,
@@ -72,56 +41,6 @@ impl CurrentUser {
     };
 }
 
-/// The bar at the top of a page.
-#[derive(Debug, Clone, Copy)]
-pub struct Bar<'a> {
-    nav: Nav,
-    user: &'a CurrentUser,
-}
-
-impl Nav {
-    /// Returns the bar of a page with this entry, for this user.
-    pub fn bar_for(self, user: &CurrentUser) -> Bar<'_> {
-        Bar { nav: self, user }
-    }
-}
-
-impl<'a> Bar<'a> {
-    /// Returns URL and label of each entry, and whether it is the current page. Empty before sign-in.
-    pub fn entries(self) -> Vec<(&'static str, &'static str, bool)> {
-        if self.nav == Nav::SignIn {
-            return Vec::new();
-        }
-        let all = [
-            ("/jobs", "Jobs", Nav::Jobs),
-            ("/queue", "Queue", Nav::Queue),
-            ("/compare", "Compare", Nav::Compare),
-            ("/datasets", "Datasets", Nav::Datasets),
-            ("/models", "Models", Nav::Models),
-            ("/machines", "Machines", Nav::Machines),
-            ("/people", "People", Nav::People),
-            ("/audit", "Audit", Nav::Audit),
-        ];
-        let is_for_admins = |nav: &Nav| matches!(nav, Nav::People | Nav::Audit);
-        let shown = all.into_iter().filter(|(_, _, nav)| !is_for_admins(nav) || self.user.is_admin);
-        shown.map(|(address, label, nav)| (address, label, nav == self.nav)).collect()
-    }
-
-    /// Returns the person or token that looks at the page.
-    pub fn user(self) -> &'a CurrentUser {
-        self.user
-    }
-}
-
-/// Formats JSON for a `<script type="application/json">` block. `<`, `>` and `&` are escaped, so that no text can end the block.
-///
-/// # Errors
-/// The value has no JSON form, such as a map whose keys are not strings.
-pub(crate) fn data_block<T: Serialize>(value: &T) -> Result<String, askama::Error> {
-    let json = serde_json::to_string(value).map_err(askama::Error::custom)?;
-    Ok(json.replace('<', "\\u003c").replace('>', "\\u003e").replace('&', "\\u0026"))
-}
-
 /// A page that describes an error and what to do.
 #[derive(Debug, Clone, Template)]
 #[template(path = "message.html")]
@@ -136,44 +55,21 @@ pub struct ErrorPage {
     pub user: CurrentUser,
 }
 
-impl ErrorPage {
-    fn nav(&self) -> Bar<'_> {
-        Nav::None.bar_for(&self.user)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn a_data_block_cannot_be_closed_by_its_content() {
-        let block = data_block(&"</script><script>alert(1)</script>&").expect("a string is JSON");
-        assert!(!block.contains('<') && !block.contains('&'), "{block}");
-        assert_eq!(
-            serde_json::from_str::<String>(&block).expect("still JSON"),
-            "</script><script>alert(1)</script>&"
-        );
-    }
-
-    #[test]
-    fn only_admins_see_links_to_people_and_the_audit_log() {
-        let shown = |is_admin| {
-            let user = CurrentUser { is_admin, is_person: true, ..CurrentUser::NOBODY };
-            Nav::Jobs.bar_for(&user).entries()
-        };
-        assert!(shown(false).iter().all(|(address, _, _)| !["/people", "/audit"].contains(address)));
-        assert_eq!(shown(true).last(), Some(&("/audit", "Audit", false)));
-        assert_eq!(shown(true).first(), Some(&("/jobs", "Jobs", true)));
-    }
-
-    #[test]
-    fn a_message_is_escaped() {
+    fn a_message_is_escaped_and_the_bar_depends_on_the_user() {
         let (title, detail) = ("<b>".into(), "Go to Jobs.".into());
         let page = ErrorPage { status: 404, title, detail, user: CurrentUser::NOBODY };
         let html = page.render().expect("renders");
         assert!(html.contains("&#60;b&#62;") && html.contains("404"), "{html}");
         assert!(!html.contains("Sign out") && !html.contains("View only"), "{html}");
+        assert!(!html.contains("href=\"/people\"") && !html.contains("href=\"/audit\""), "{html}");
+        let user = CurrentUser { is_admin: true, ..CurrentUser::NOBODY };
+        let html = ErrorPage { user, ..page.clone() }.render().expect("renders");
+        assert!(html.contains("href=\"/people\"") && html.contains("href=\"/audit\""), "{html}");
         let who = "ada".to_owned();
         let user = CurrentUser { who, signed_in: true, is_admin: false, is_person: true, reads_only: true };
         let html = ErrorPage { user, ..page }.render().expect("renders");

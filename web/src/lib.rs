@@ -1,5 +1,5 @@
 //! The dashboard's pages. The pages are made from plain data, without input or output: the server's page handlers fill these structs and
-//! call `render`.
+//! call `render`. Only the clock is read, for ages.
 //!
 //! | URL | page | live data from |
 //! |---|---|---|
@@ -13,7 +13,7 @@
 //! | `GET /machines` | [`machines::MachinesPage`] | `/api/v1/agents` |
 //! | `GET /queue` | [`queue::QueuePage`] | `/api/v1/stream`, and the page itself, read again |
 //! | `GET /docs`, `GET /docs/{path}` | [`docs::DocsPage`] | |
-//! | `GET /login` | [`login::LoginPage`] | |
+//! | `GET /login` | [`login::LoginPage`], [`login::FirstAdminPage`] | |
 //! | `GET /people`, `POST /people` | [`people::PeoplePage`] | |
 //! | `GET /account`, `POST /account` | [`people::AccountPage`] | |
 //! | `GET /audit` | [`audit::AuditPage`] | |

@@ -1,6 +1,6 @@
-//! The sign-in form.
+//! The sign-in form, and the form for the first admin.
 
-use crate::layout::{Bar, CurrentUser, Nav};
+use crate::layout::CurrentUser;
 use askama::Template;
 
 /// `GET /login`.
@@ -11,13 +11,26 @@ pub struct LoginPage {
     pub next: String,
     /// Why the last attempt failed. Empty if no attempt failed.
     pub error: String,
+    /// The name in the form.
     pub name: String,
     /// Whether the server has people, who sign in with name and password.
     pub has_people: bool,
-    /// Whether the form adds the first person: the user has an admin's token, and no person exists.
-    pub setup: bool,
     /// The OpenID provider, if any.
     pub provider: Option<ProviderButton>,
+    /// Always [`CurrentUser::NOBODY`].
+    pub user: CurrentUser,
+}
+
+/// `GET /login` with an admin's token, while the server has no people: the form that adds the first person.
+#[derive(Debug, Clone, Template)]
+#[template(path = "first-admin.html")]
+pub struct FirstAdminPage {
+    /// The name in the form.
+    pub name: String,
+    /// Why the last attempt failed. Empty if no attempt failed.
+    pub error: String,
+    /// Always [`CurrentUser::NOBODY`].
+    pub user: CurrentUser,
 }
 
 /// The button for an OpenID provider.
@@ -29,13 +42,4 @@ pub struct ProviderButton {
     pub href: String,
     /// Why the last attempt failed. Empty if no attempt failed.
     pub error: String,
-}
-
-impl LoginPage {
-    fn nav(&self) -> Bar<'static> {
-        static NOBODY: CurrentUser = CurrentUser::NOBODY;
-        // The user who adds the first admin is already signed in with a token.
-        let nav = if self.setup { Nav::None } else { Nav::SignIn };
-        nav.bar_for(&NOBODY)
-    }
 }

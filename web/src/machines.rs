@@ -6,8 +6,8 @@ mod join;
 pub use join::Join;
 
 use crate::{
-    layout::{Bar, CurrentUser, Nav},
-    numbers::{Shown, age, bytes, plural},
+    layout::CurrentUser,
+    numbers::{age, bytes, plural},
 };
 use askama::Template;
 use gauges::Gauge;
@@ -78,17 +78,11 @@ pub struct MachinesPage {
     pub agents: Vec<AgentCard>,
     /// The commands that join another machine.
     pub join: Join,
-    /// The time from which ages are computed.
-    pub now: Timestamp,
     /// The person or token that looks at the page.
     pub user: CurrentUser,
 }
 
 impl MachinesPage {
-    fn nav(&self) -> Bar<'_> {
-        Nav::Machines.bar_for(&self.user)
-    }
-
     /// Whether another machine has the same name.
     fn is_twin(&self, card: &AgentCard) -> bool {
         self.agents.iter().filter(|other| other.name == card.name).count() > 1
@@ -112,11 +106,6 @@ impl MachinesPage {
     }
 }
 
-/// Returns the name of a job, shortened for a slot.
-fn shown(name: &str) -> Shown {
-    Shown::name(name)
-}
-
 impl AgentCard {
     /// Returns the beginning of the agent's id, which distinguishes machines of the same name.
     fn short_id(&self) -> &str {
@@ -125,9 +114,9 @@ impl AgentCard {
     }
 
     /// Describes hardware, version, and the state of the connection and of leases.
-    fn about(&self, now: Timestamp) -> String {
+    fn about(&self) -> String {
         let m = &self.machine;
-        let connected = self.connected_at.map_or(String::new(), |since| match age(since, now).as_str() {
+        let connected = self.connected_at.map_or(String::new(), |since| match age(since).as_str() {
             "just now" => " · connected just now".into(),
             age => format!(" · connected {age}"),
         });
@@ -152,19 +141,19 @@ impl AgentCard {
     }
 
     fn gauges(&self) -> [Gauge; 5] {
-        gauges::of_machine(self.sample.as_ref())
+        gauges::machine_gauges(self.sample.as_ref())
     }
 
     fn slot_gauges(&self, slot: &Slot) -> Vec<Gauge> {
         let sample = self.sample.iter().flat_map(|sample| &sample.gpus).find(|seen| seen.slot == slot.index);
-        let all = gauges::of_slot(sample, slot.memory_bytes);
+        let all = gauges::slot_gauges(sample, slot.memory_bytes);
         // A slot of CPU cores has no temperature.
         let shown = if slot.uuid.is_some() { all.len() } else { 2 };
         all.into_iter().take(shown).collect()
     }
 
-    fn status(&self, now: Timestamp) -> String {
-        if self.online { "online".into() } else { format!("last seen {}", age(self.last_seen_at, now)) }
+    fn status(&self) -> String {
+        if self.online { "online".into() } else { format!("last seen {}", age(self.last_seen_at)) }
     }
 }
 
@@ -214,7 +203,7 @@ mod tests {
             online: true,
             draining: false,
             last_seen_at: Timestamp::UNIX_EPOCH,
-            connected_at: Some(Timestamp::UNIX_EPOCH),
+            connected_at: Some(Timestamp::now() - jiff::SignedDuration::from_hours(2)),
             lease_secs_left: Some(14.2),
             machine: Machine {
                 hostname: "h".into(),
@@ -232,12 +221,7 @@ mod tests {
                 SlotCell { slot: slot(1), holder: None, kept_for: Some(kept("j1", "<i>large")) },
             ],
         };
-        let page = MachinesPage {
-            agents: vec![card],
-            join: Join::default(),
-            now: Timestamp::from_second(7200).expect("in range"),
-            user: CurrentUser::NOBODY,
-        };
+        let page = MachinesPage { agents: vec![card], join: Join::default(), user: CurrentUser::NOBODY };
         let html = page.render().expect("renders");
         for wanted in ["<b>97 %</b>", "<b>61 GB</b>", "<b>61 °C</b>", "connected 2 h ago", "rank 3"] {
             assert!(html.contains(wanted), "{wanted}: {html}");

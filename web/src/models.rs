@@ -1,11 +1,7 @@
 //! The list of registered models, and the page of a model with its versions.
 
-use crate::{
-    layout::{Bar, CurrentUser, Nav},
-    numbers::{age, plural},
-};
+use crate::{layout::CurrentUser, numbers::plural};
 use askama::Template;
-use jiff::Timestamp;
 use lockstep_protocol::models::{Model, ModelVersion};
 
 /// Number of characters of a fingerprint that are shown.
@@ -17,20 +13,8 @@ const FINGERPRINT_CHARS: usize = 12;
 pub struct ModelsPage {
     /// All models, sorted by name.
     pub models: Vec<Model>,
-    /// The time from which ages are computed.
-    pub now: Timestamp,
     /// The person or token that looks at the page.
     pub user: CurrentUser,
-}
-
-impl ModelsPage {
-    fn nav(&self) -> Bar<'_> {
-        Nav::Models.bar_for(&self.user)
-    }
-
-    fn age(&self, at: &Timestamp) -> String {
-        age(*at, self.now)
-    }
 }
 
 /// `GET /models/{name}`.
@@ -43,25 +27,11 @@ pub struct ModelPage {
     pub versions: Vec<ModelVersion>,
     /// Whether the user may move aliases and remove versions.
     pub may_change: bool,
-    /// The time from which ages are computed.
-    pub now: Timestamp,
     /// The person or token that looks at the page.
     pub user: CurrentUser,
 }
 
 impl ModelPage {
-    fn nav(&self) -> Bar<'_> {
-        Nav::Models.bar_for(&self.user)
-    }
-
-    fn may_change(&self) -> bool {
-        self.may_change && !self.user.reads_only
-    }
-
-    fn age(&self, at: &Timestamp) -> String {
-        age(*at, self.now)
-    }
-
     fn count(&self) -> String {
         plural(self.versions.len() as u64, "version")
     }
@@ -109,19 +79,17 @@ mod tests {
             programs: [("lockstep".into(), "0.1.0".into())].into(),
             description: "<b>fine</b>".into(),
             registered_by: Some("ada".into()),
-            registered_at: Timestamp::UNIX_EPOCH,
+            registered_at: jiff::Timestamp::UNIX_EPOCH,
         };
-        let now = Timestamp::UNIX_EPOCH;
         let models = Model::of(vec![version.clone()]).into_iter().collect();
-        let list = ModelsPage { models, now, user: CurrentUser::NOBODY }.render().expect("renders");
+        let list = ModelsPage { models, user: CurrentUser::NOBODY }.render().expect("renders");
         assert!(
             list.contains("href=\"/models/shoes\"") && list.contains("champion") && list.contains("50.0 %"),
             "{list}"
         );
         let page = |may_change| {
             let versions = vec![version.clone()];
-            let page =
-                ModelPage { name: "shoes".into(), versions, may_change, now, user: CurrentUser::NOBODY };
+            let page = ModelPage { name: "shoes".into(), versions, may_change, user: CurrentUser::NOBODY };
             page.render().expect("renders")
         };
         let html = page(true);

@@ -64,8 +64,12 @@ pub fn clock(secs: f64) -> String {
     }
 }
 
-/// Formats the time from `then` to `now`, rounded down: `just now`, `40 s ago`, `12 min ago`, `3 h ago`, `5 d ago`.
-pub fn age(then: Timestamp, now: Timestamp) -> String {
+/// Formats the time since `then`, rounded down: `just now`, `40 s ago`, `12 min ago`, `3 h ago`, `5 d ago`.
+pub fn age(then: Timestamp) -> String {
+    age_at(then, Timestamp::now())
+}
+
+fn age_at(then: Timestamp, now: Timestamp) -> String {
     match now.as_second() - then.as_second() {
         ..5 => "just now".into(),
         s @ 5..60 => format!("{s} s ago"),
@@ -109,9 +113,9 @@ mod tests {
     #[test]
     fn old_ages_are_rounded() {
         let at = |s| Timestamp::from_second(s).expect("in range");
-        assert_eq!(age(at(100), at(103)), "just now");
-        assert_eq!(age(at(100), at(159)), "59 s ago");
-        assert_eq!(age(at(100), at(100 + 7200)), "2 h ago");
-        assert_eq!(age(at(100), at(50)), "just now", "clocks may disagree");
+        assert_eq!(age_at(at(100), at(103)), "just now");
+        assert_eq!(age_at(at(100), at(159)), "59 s ago");
+        assert_eq!(age_at(at(100), at(100 + 7200)), "2 h ago");
+        assert_eq!(age_at(at(100), at(50)), "just now", "clocks may disagree");
     }
 }

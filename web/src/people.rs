@@ -1,6 +1,6 @@
 //! The page People, for admins, and the page of the user's own account.
 
-use crate::layout::{Bar, CurrentUser, Nav};
+use crate::layout::CurrentUser;
 use askama::Template;
 use lockstep_protocol::{
     access::{Scope, Token},
@@ -24,10 +24,6 @@ pub struct PeoplePage {
 }
 
 impl PeoplePage {
-    fn nav(&self) -> Bar<'_> {
-        Nav::People.bar_for(&self.user)
-    }
-
     /// Returns all roles. For the first person, the highest role comes first.
     fn roles(&self) -> Vec<Role> {
         let mut roles = vec![Role::Member, Role::Viewer, Role::Admin];
@@ -46,8 +42,6 @@ pub struct AccountPage {
     pub person: Option<Person>,
     /// Whether the person has a password, and not only an account at an OpenID provider.
     pub has_password: bool,
-    /// Name of the token, if the user is not a person.
-    pub token: String,
     /// The person's valid tokens.
     pub tokens: Vec<Token>,
     /// Scopes that a token of the person may have.
@@ -60,10 +54,4 @@ pub struct AccountPage {
     pub error: String,
     /// The person or token that looks at the page.
     pub user: CurrentUser,
-}
-
-impl AccountPage {
-    fn nav(&self) -> Bar<'_> {
-        Nav::None.bar_for(&self.user)
-    }
 }

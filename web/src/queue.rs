@@ -1,8 +1,8 @@
 //! The queue: waiting jobs in order, their reasons for waiting, and reserved slots.
 
 use crate::{
-    jobs::encoded,
-    layout::{Bar, CurrentUser, Nav},
+    jobs::percent_encode,
+    layout::CurrentUser,
     numbers::{Shown, age, plural},
 };
 use askama::Template;
@@ -33,17 +33,11 @@ pub struct QueuePage {
     pub is_first: bool,
     /// Cursor of the next page.
     pub next: Option<String>,
-    /// The time from which ages are computed.
-    pub now: Timestamp,
     /// The person or token that looks at the page.
     pub user: CurrentUser,
 }
 
 impl QueuePage {
-    fn nav(&self) -> Bar<'_> {
-        Nav::Queue.bar_for(&self.user)
-    }
-
     fn may_change(&self, job: &QueuedJob) -> bool {
         job.id.as_ref().is_some_and(|id| self.changeable.contains(id))
     }
@@ -61,15 +55,11 @@ impl QueuePage {
         format!("{} {waits}{kept}", plural(self.total, "job"))
     }
 
-    /// Returns the URL without one of the filters, or with a cursor.
-    fn address(&self, project: bool, owner: bool, cursor: &str) -> String {
-        let given = [
-            ("project", if project { self.project.as_str() } else { "" }),
-            ("owner", if owner { self.owner.as_str() } else { "" }),
-            ("cursor", cursor),
-        ];
-        let given = given.into_iter().filter(|(_, value)| !value.is_empty());
-        let given: Vec<_> = given.map(|(key, value)| format!("{key}={}", encoded(value))).collect();
+    /// Returns the page's URL with these filters, after a cursor. Empty parts are left out.
+    fn address(&self, project: &str, owner: &str, cursor: &str) -> String {
+        let given = [("project", project), ("owner", owner), ("cursor", cursor)].into_iter();
+        let given = given.filter(|(_, value)| !value.is_empty());
+        let given: Vec<_> = given.map(|(key, value)| format!("{key}={}", percent_encode(value))).collect();
         if given.is_empty() { "/queue".into() } else { format!("/queue?{}", given.join("&")) }
     }
 
@@ -88,7 +78,7 @@ impl QueuePage {
 
     /// Formats the waiting time: `for 3 min`.
     fn waited(&self, since: Timestamp) -> String {
-        match age(since, self.now).strip_suffix(" ago") {
+        match age(since).strip_suffix(" ago") {
             Some(age) => format!("for {age}"),
             None => "since a moment ago".into(),
         }
@@ -149,7 +139,6 @@ mod tests {
             changeable: HashSet::new(),
             is_first: true,
             next: None,
-            now: Timestamp::from_second(7200).expect("in range"),
             user: CurrentUser::NOBODY,
         }
     }
@@ -166,7 +155,7 @@ mod tests {
             owner: Some("ada".into()),
             priority: Some(5),
             ranks: Some(4),
-            waiting_since: Some(Timestamp::UNIX_EPOCH),
+            waiting_since: Some(Timestamp::now() - jiff::SignedDuration::from_hours(2)),
             reason: Some("waits for 4 slots".into()),
             kept_slots: Some(2),
         };

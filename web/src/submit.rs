@@ -2,10 +2,7 @@
 //!
 //! A field's name is its path in the specification (`train.lr`), so a mistake at `/train/lr` belongs to this field.
 
-use crate::{
-    layout::{Bar, CurrentUser, Nav},
-    numbers::plural,
-};
+use crate::{layout::CurrentUser, numbers::plural};
 use askama::Template;
 use fields::{Field, GROUPS, Kind};
 use form::{DEFAULTS, recipe_values};
@@ -24,7 +21,8 @@ mod presets;
 pub use form::Form;
 
 /// `GET /jobs/new`, and the response to a `POST /jobs/new` with mistakes.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Template)]
+#[template(path = "submit.html")]
 pub struct SubmitPage {
     /// The content of the fields.
     pub form: Form,
@@ -49,6 +47,7 @@ impl SubmitPage {
         datasets: Vec<Dataset>,
         slots: u32,
         server_url: String,
+        user: CurrentUser,
     ) -> Self {
         let chosen = match dataset {
             Some(name) => datasets.iter().find(|d| d.name == name),
@@ -67,34 +66,108 @@ impl SubmitPage {
         if let Some(dataset) = dataset {
             form.set("data.dataset", dataset);
         }
-        Self { form, mistakes: Vec::new(), datasets, slots, server_url, user: CurrentUser::NOBODY }
+        Self { form, mistakes: Vec::new(), datasets, slots, server_url, user }
     }
 
-    /// Renders the page as HTML.
-    ///
-    /// # Errors
-    /// See [`askama::Template::render`]; no data can cause an error.
-    pub fn render(&self) -> Result<String, askama::Error> {
+    /// Returns the fields that are always shown, in groups.
+    fn groups(&self) -> Vec<(&'static str, Vec<FieldView>)> {
+        self.groups_of(|field| !field.more)
+    }
+
+    /// Returns the fields below "More settings", in groups.
+    fn more_groups(&self) -> Vec<(&'static str, Vec<FieldView>)> {
+        self.groups_of(|field| field.more)
+    }
+
+    fn groups_of(&self, is_included: fn(&Field) -> bool) -> Vec<(&'static str, Vec<FieldView>)> {
         let recipe = recipe_values(self.form.filled());
         let view = |f: &'static Field| FieldView {
             field: f,
-            id: format!("f-{}", f.key.replace(['.', '_'], "-")),
+            id: f.id(),
             pointer: format!("/{}", f.key.replace('.', "/")),
             value: self.form.text(f.key).to_owned(),
             default: DEFAULTS.text(f.key).to_owned(),
             is_of_recipe: recipe.contains_key(f.key),
             errors: self.mistakes.iter().filter(|m| belongs(m, f)).map(|m| m.detail.clone()).collect(),
         };
-        let group = |more: bool| {
-            GROUPS
-                .iter()
-                .map(|(title, fields)| {
-                    (*title, fields.iter().filter(|f| f.more == more).map(view).collect::<Vec<_>>())
-                })
-                .filter(|(_, fields)| !fields.is_empty())
-                .collect::<Vec<_>>()
-        };
-        SubmitTemplate { page: self, groups: group(false), more: group(true) }.render()
+        GROUPS
+            .iter()
+            .map(|(title, fields)| {
+                (*title, fields.iter().filter(|f| is_included(f)).map(view).collect::<Vec<_>>())
+            })
+            .filter(|(_, fields)| !fields.is_empty())
+            .collect()
+    }
+
+    /// Returns the id of a section of "More settings".
+    fn anchor(&self, title: &str) -> String {
+        format!("more-{}", title.to_lowercase().replace(' ', "-"))
+    }
+
+    /// Returns every mistake. If it belongs to a field, also returns the id and the label of the field.
+    fn listed(&self) -> Vec<(Option<(String, &'static str)>, &str)> {
+        self.mistakes
+            .iter()
+            .map(|mistake| {
+                let field = fields::fields().find(|field| belongs(mistake, field));
+                (field.map(|field| (field.id(), field.label)), mistake.detail.as_str())
+            })
+            .collect()
+    }
+
+    /// Whether "More settings" must be open: the section contains a mistake, or the key that sets the job's length.
+    fn more_is_needed(&self) -> bool {
+        let has_steps = self.form.values.get("train.steps").is_some_and(|steps| !steps.is_empty());
+        let is_in_more = |mistake: &SpecError| fields::fields().any(|f| f.more && belongs(mistake, f));
+        has_steps || self.mistakes.iter().any(is_in_more)
+    }
+
+    /// Whether the bundled pictures are not registered under their own name.
+    fn lacks_bundled(&self) -> bool {
+        self.datasets.iter().all(|dataset| dataset.name != "fashion-mnist")
+    }
+
+    /// Returns key, title and description of each preset, and the values with which the script fills fields.
+    fn presets(&self) -> Vec<(&'static str, &'static str, &'static str, BTreeMap<String, String>)> {
+        let values = |p| preset_form(p, self.slots, &self.datasets).values;
+        PRESETS.iter().map(|p| (p.key, p.title, p.about, values(p))).collect()
+    }
+
+    /// Returns the values with which the script fills fields when a recipe is chosen.
+    fn recipes(&self) -> BTreeMap<&'static str, BTreeMap<String, String>> {
+        Recipe::NAMES.into_iter().map(|name| (name, recipe_values(name))).collect()
+    }
+
+    /// Returns name and description of each dataset, and whether it is selected. Includes an unregistered dataset in the form.
+    fn datasets(&self) -> Vec<(String, String, bool)> {
+        let chosen = self.form.text("data.dataset");
+        let mut options: Vec<_> = self
+            .datasets
+            .iter()
+            .map(|d| {
+                let train = d.info.splits.iter().find(|s| s.name == "train").or(d.info.splits.first());
+                let pictures = train.map_or(0, |s| s.samples);
+                let broken = match d.info.broken_count {
+                    0 => String::new(),
+                    n => format!(", {}", plural(n, "broken file")),
+                };
+                let (pictures, classes) =
+                    (plural(pictures, "picture"), plural(d.info.classes.len() as u64, "class"));
+                let about = format!("{}, {pictures}, {classes}{broken}", d.name);
+                (d.name.clone(), about, d.name == chosen)
+            })
+            .collect();
+        if !chosen.is_empty() && !options.iter().any(|(_, _, chosen)| *chosen) {
+            options.push((chosen.to_owned(), format!("{chosen}, not registered"), true));
+        }
+        options
+    }
+
+    fn slots(&self) -> String {
+        match self.slots {
+            0 => "no machine is online: the job will wait".into(),
+            n => format!("{} online", plural(n.into(), "slot")),
+        }
     }
 }
 
@@ -108,14 +181,6 @@ fn suggested(dataset: Option<&Dataset>) -> Option<Form> {
 fn belongs(mistake: &SpecError, field: &Field) -> bool {
     let path = mistake.pointer.trim_start_matches('/').replace('/', ".");
     path == field.key || path.strip_prefix(field.key).is_some_and(|rest| rest.starts_with('.'))
-}
-
-#[derive(Template)]
-#[template(path = "submit.html")]
-struct SubmitTemplate<'a> {
-    page: &'a SubmitPage,
-    groups: Vec<(&'static str, Vec<FieldView>)>,
-    more: Vec<(&'static str, Vec<FieldView>)>,
 }
 
 struct FieldView {
@@ -167,82 +232,6 @@ impl FieldView {
     }
 }
 
-impl SubmitTemplate<'_> {
-    fn nav(&self) -> Bar<'_> {
-        Nav::Jobs.bar_for(&self.page.user)
-    }
-
-    /// Returns the id of a section of "More settings".
-    fn anchor(&self, title: &str) -> String {
-        format!("more-{}", title.to_lowercase().replace(' ', "-"))
-    }
-
-    /// Returns every mistake. If it belongs to a field, also returns the id and the label of the field.
-    fn listed(&self) -> Vec<(Option<(&str, &str)>, &str)> {
-        let views = || self.groups.iter().chain(&self.more).flat_map(|(_, views)| views);
-        let of = |m: &SpecError| views().find(|view| belongs(m, view.field));
-        let listed = |m| (of(m).map(|view| (view.id.as_str(), view.field.label)), m.detail.as_str());
-        self.page.mistakes.iter().map(listed).collect()
-    }
-
-    /// Whether "More settings" must be open: the section contains a mistake, or the key that sets the job's length.
-    fn more_is_needed(&self) -> bool {
-        let has_steps = self.page.form.values.get("train.steps").is_some_and(|steps| !steps.is_empty());
-        has_steps || self.more.iter().any(|(_, fields)| fields.iter().any(|f| !f.errors.is_empty()))
-    }
-
-    /// Whether the bundled pictures are not registered under their own name.
-    fn lacks_bundled(&self) -> bool {
-        self.page.datasets.iter().all(|dataset| dataset.name != "fashion-mnist")
-    }
-
-    /// Returns key, title, description, and the preset's values as JSON for the script.
-    fn presets(&self) -> Vec<(&'static str, &'static str, &'static str, String)> {
-        let form = |p| preset_form(p, self.page.slots, &self.page.datasets);
-        let values = |p| serde_json::to_string(&form(p).values).unwrap_or_default();
-        PRESETS.iter().map(|p| (p.key, p.title, p.about, values(p))).collect()
-    }
-
-    /// Returns the values with which each recipe fills fields, as JSON for the script.
-    fn recipes(&self) -> String {
-        let all: BTreeMap<_, _> = Recipe::NAMES.into_iter().map(|name| (name, recipe_values(name))).collect();
-        serde_json::to_string(&all).unwrap_or_default()
-    }
-
-    /// Returns name and description of each dataset, and whether it is selected. Includes an unregistered dataset in the form.
-    fn datasets(&self) -> Vec<(String, String, bool)> {
-        let chosen = self.page.form.text("data.dataset");
-        let mut options: Vec<_> = self
-            .page
-            .datasets
-            .iter()
-            .map(|d| {
-                let train = d.info.splits.iter().find(|s| s.name == "train").or(d.info.splits.first());
-                let pictures = train.map_or(0, |s| s.samples);
-                let broken = match d.info.broken_count {
-                    0 => String::new(),
-                    n => format!(", {}", plural(n, "broken file")),
-                };
-                let (pictures, classes) =
-                    (plural(pictures, "picture"), plural(d.info.classes.len() as u64, "class"));
-                let about = format!("{}, {pictures}, {classes}{broken}", d.name);
-                (d.name.clone(), about, d.name == chosen)
-            })
-            .collect();
-        if !chosen.is_empty() && !options.iter().any(|(_, _, chosen)| *chosen) {
-            options.push((chosen.to_owned(), format!("{chosen}, not registered"), true));
-        }
-        options
-    }
-
-    fn slots(&self) -> String {
-        match self.page.slots {
-            0 => "no machine is online: the job will wait".into(),
-            n => format!("{} online", plural(n.into(), "slot")),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -255,7 +244,7 @@ mod tests {
     fn page(mistakes: Vec<SpecError>) -> SubmitPage {
         SubmitPage {
             mistakes,
-            ..SubmitPage::fresh(Some("fashion-mnist"), None, vec![], 2, "http://127.0.0.1:7070".into())
+            ..SubmitPage::fresh(Some("fashion-mnist"), None, vec![], 2, String::new(), CurrentUser::NOBODY)
         }
     }
 
@@ -279,8 +268,10 @@ mod tests {
             owner: None,
             private: false,
         };
-        let fresh =
-            |dataset| SubmitPage::fresh(None, dataset, vec![photographs.clone()], 2, String::new()).form;
+        let new_page = |dataset, datasets| {
+            SubmitPage::fresh(None, dataset, datasets, 2, String::new(), CurrentUser::NOBODY)
+        };
+        let fresh = |dataset| new_page(dataset, vec![photographs.clone()]).form;
         for form in [fresh(Some("flowers")), fresh(None)] {
             for (key, value) in [
                 ("data.dataset", "flowers"),
@@ -302,7 +293,7 @@ mod tests {
             ..photographs.clone()
         };
         let all = vec![added("newer", 1, 0), photographs.clone(), added("broken", 2, 1)];
-        let page = SubmitPage::fresh(None, None, all, 2, String::new());
+        let page = new_page(None, all);
         assert_eq!(page.form.text("data.dataset"), "newer");
         let html = page.render().expect("renders");
         assert!(html.contains(r#"name="train.seed" value="" placeholder="0""#), "{html}");

@@ -1,11 +1,10 @@
 //! Sweeps, and one sweep with its trials.
 
 use crate::{
-    layout::{Bar, CurrentUser, Nav},
-    numbers::{age, count, plural},
+    layout::CurrentUser,
+    numbers::{count, plural},
 };
 use askama::Template;
-use jiff::Timestamp;
 use lockstep_protocol::sweep::{Sweep, SweepState, Trial};
 use serde_json::Value;
 
@@ -15,20 +14,8 @@ use serde_json::Value;
 pub struct SweepsPage {
     /// Newest first.
     pub sweeps: Vec<Sweep>,
-    /// The time from which ages are computed.
-    pub now: Timestamp,
     /// The person or token that looks at the page.
     pub user: CurrentUser,
-}
-
-impl SweepsPage {
-    fn nav(&self) -> Bar<'_> {
-        Nav::Jobs.bar_for(&self.user)
-    }
-
-    fn age(&self, at: &Timestamp) -> String {
-        age(*at, self.now)
-    }
 }
 
 /// `GET /sweeps/{id}`.
@@ -39,25 +26,11 @@ pub struct SweepPage {
     pub sweep: Sweep,
     /// Whether the user may pause, cancel and delete the sweep.
     pub may_change: bool,
-    /// The time from which ages are computed.
-    pub now: Timestamp,
     /// The person or token that looks at the page.
     pub user: CurrentUser,
 }
 
 impl SweepPage {
-    fn nav(&self) -> Bar<'_> {
-        Nav::Jobs.bar_for(&self.user)
-    }
-
-    fn may_change(&self) -> bool {
-        self.may_change && !self.user.reads_only
-    }
-
-    fn age(&self, at: &Timestamp) -> String {
-        age(*at, self.now)
-    }
-
     /// Counts trials and steps: `12 of 27 trials ended · 1,200 steps`.
     fn summary(&self) -> String {
         let Sweep { ended, trial_count, steps, .. } = &self.sweep;
@@ -115,6 +88,7 @@ fn tone(state: SweepState) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use jiff::Timestamp;
     use lockstep_protocol::{JobId, JobState};
     use serde_json::json;
 
@@ -155,8 +129,8 @@ mod tests {
             finished_at: None,
         };
         let page = |may_change| {
-            let (now, user) = (Timestamp::UNIX_EPOCH, CurrentUser::NOBODY);
-            SweepPage { sweep: sweep.clone(), may_change, now, user }.render().expect("renders")
+            let page = SweepPage { sweep: sweep.clone(), may_change, user: CurrentUser::NOBODY };
+            page.render().expect("renders")
         };
         let html = page(true);
         for part in [
@@ -176,15 +150,10 @@ mod tests {
         assert!(!page(false).contains("data-act") && !html.contains("data-act=\"delete\""));
         let finished_at = Some(Timestamp::UNIX_EPOCH);
         let over = Sweep { finished_at, state: SweepState::Finished, ..sweep.clone() };
-        let over = SweepPage {
-            sweep: over,
-            may_change: true,
-            now: Timestamp::UNIX_EPOCH,
-            user: CurrentUser::NOBODY,
-        };
+        let over = SweepPage { sweep: over, may_change: true, user: CurrentUser::NOBODY };
         assert!(over.render().expect("renders").contains("data-act=\"delete\""));
-        let (now, user) = (Timestamp::UNIX_EPOCH, CurrentUser::NOBODY);
-        let list = SweepsPage { sweeps: vec![sweep.clone()], now, user }.render().expect("renders");
+        let list = SweepsPage { sweeps: vec![sweep], user: CurrentUser::NOBODY };
+        let list = list.render().expect("renders");
         assert!(list.contains("href=\"/sweeps/sweep-1\"") && list.contains("75.0 %"), "{list}");
     }
 }

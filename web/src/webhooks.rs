@@ -1,6 +1,6 @@
 //! The page Webhooks, for admins.
 
-use crate::layout::{Bar, CurrentUser, Nav};
+use crate::layout::CurrentUser;
 use askama::Template;
 use jiff::Timestamp;
 
@@ -54,10 +54,4 @@ pub struct WebhooksPage {
     pub secret: String,
     /// The person or token that looks at the page.
     pub user: CurrentUser,
-}
-
-impl WebhooksPage {
-    fn nav(&self) -> Bar<'_> {
-        Nav::None.bar_for(&self.user)
-    }
 }

@@ -79,7 +79,7 @@ pub(crate) async fn index(
     let (pages, user) = (entries(), caller.current_user());
     let page = match q.trim() {
         "" => DocsPage::index(&pages, user),
-        query => DocsPage::found(query, &search(query), &pages, user),
+        query => DocsPage::search_results(query, &search(query), &pages, user),
     };
     html(page.render())
 }

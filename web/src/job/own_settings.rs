@@ -4,24 +4,24 @@ use lockstep_protocol::spec::JobSpec;
 use serde_json::{Map, Value};
 
 /// Keys that the page shows elsewhere, and whose values may have changed since the job was submitted.
-const ELSEWHERE: [&str; 4] = ["name", "priority", "private", "project"];
+const SHOWN_ELSEWHERE: [&str; 4] = ["name", "priority", "private", "project"];
 
 /// Returns the settings of a job that differ from the defaults, by keys such as `train.lr`.
-pub(super) fn of(spec: &JobSpec) -> Vec<(String, String)> {
+pub(super) fn non_default(spec: &JobSpec) -> Vec<(String, String)> {
     let (own, usual) = (tables(spec), tables(&JobSpec::default()));
     let differs = |(key, value): &(String, Value)| {
-        !ELSEWHERE.contains(&&key[..]) && !usual.iter().any(|(k, v)| k == key && v == value)
+        !SHOWN_ELSEWHERE.contains(&&key[..]) && !usual.iter().any(|(k, v)| k == key && v == value)
     };
     own.into_iter().filter(differs).map(|(key, value)| (key, words(&value))).collect()
 }
 
 /// Returns values with names that a program chose. Keys of nested objects are joined.
-pub(super) fn flat(values: &Map<String, Value>) -> Vec<(String, String)> {
+pub(super) fn flatten(values: &Map<String, Value>) -> Vec<(String, String)> {
     let mut all = Vec::new();
     for (key, value) in values {
         match value {
             Value::Object(inner) => {
-                all.extend(flat(inner).into_iter().map(|(name, value)| (format!("{key}.{name}"), value)));
+                all.extend(flatten(inner).into_iter().map(|(name, value)| (format!("{key}.{name}"), value)));
             }
             value => all.push((key.clone(), words(value))),
         }
@@ -63,7 +63,7 @@ mod tests {
         spec.train.lr = 0.25;
         spec.train.milestones = vec![1, 2];
         let pair = |key: &str, value: &str| (key.to_owned(), value.to_owned());
-        let shown = of(&spec);
+        let shown = non_default(&spec);
         assert_eq!(
             shown,
             [pair("data.dataset", "pictures"), pair("train.lr", "0.25"), pair("train.milestones", "[1,2]")]

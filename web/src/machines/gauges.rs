@@ -19,7 +19,7 @@ pub(super) struct Gauge {
 
 const UNKNOWN: &str = "–";
 
-fn percent(share: f64) -> String {
+fn whole_percent(share: f64) -> String {
     format!("{:.0} %", share * 100.0)
 }
 
@@ -27,7 +27,7 @@ fn share(part: u64, all: u64) -> f64 {
     if all == 0 { 0.0 } else { part as f64 / all as f64 }
 }
 
-fn rate(bytes_per_second: Option<u64>) -> String {
+fn byte_rate(bytes_per_second: Option<u64>) -> String {
     bytes_per_second.map_or(UNKNOWN.into(), |rate| format!("{}/s", bytes(rate)))
 }
 
@@ -37,14 +37,14 @@ fn cpus(count: f32) -> String {
 }
 
 /// Returns the gauges of a machine. Without a sample the gauges have no values, so that the layout does not change when a sample arrives.
-pub(super) fn of_machine(sample: Option<&MachineSample>) -> [Gauge; 5] {
+pub(super) fn machine_gauges(sample: Option<&MachineSample>) -> [Gauge; 5] {
     let shown = |text: fn(&MachineSample) -> String| sample.map_or(UNKNOWN.into(), text);
     let note = |text: fn(&MachineSample) -> String| sample.map_or(String::new(), text);
     let number = |value: fn(&MachineSample) -> u64| sample.map_or(0.0, |s| value(s) as f64);
     [
         Gauge {
             name: "CPU",
-            value: shown(|s| s.cpu_utilization.map_or(UNKNOWN.into(), |busy| percent(busy.into()))),
+            value: shown(|s| s.cpu_utilization.map_or(UNKNOWN.into(), |busy| whole_percent(busy.into()))),
             note: note(|s| {
                 let all = if f64::from(s.cpus) < f64::from(s.host_cpus) {
                     format!("{} of the machine's {}", cpus(s.cpus), s.host_cpus)
@@ -71,7 +71,7 @@ pub(super) fn of_machine(sample: Option<&MachineSample>) -> [Gauge; 5] {
         },
         Gauge {
             name: "Disk",
-            value: shown(|s| percent(share(s.disk_used_bytes, s.disk_bytes))),
+            value: shown(|s| whole_percent(share(s.disk_used_bytes, s.disk_bytes))),
             note: note(|s| {
                 let free = s.disk_bytes.saturating_sub(s.disk_used_bytes);
                 format!("{} free of {}", bytes(free), bytes(s.disk_bytes))
@@ -81,15 +81,15 @@ pub(super) fn of_machine(sample: Option<&MachineSample>) -> [Gauge; 5] {
         },
         Gauge {
             name: "Disk traffic",
-            value: shown(|s| rate(s.disk_read_bytes_per_second)),
-            note: note(|s| format!("read · {} written", rate(s.disk_written_bytes_per_second))),
+            value: shown(|s| byte_rate(s.disk_read_bytes_per_second)),
+            note: note(|s| format!("read · {} written", byte_rate(s.disk_written_bytes_per_second))),
             lines: &["disk_read_bytes_per_second", "disk_written_bytes_per_second"],
             top: 0.0,
         },
         Gauge {
             name: "Network",
-            value: shown(|s| rate(s.network_received_bytes_per_second)),
-            note: note(|s| format!("received · {} sent", rate(s.network_sent_bytes_per_second))),
+            value: shown(|s| byte_rate(s.network_received_bytes_per_second)),
+            note: note(|s| format!("received · {} sent", byte_rate(s.network_sent_bytes_per_second))),
             lines: &["network_received_bytes_per_second", "network_sent_bytes_per_second"],
             top: 0.0,
         },
@@ -98,12 +98,12 @@ pub(super) fn of_machine(sample: Option<&MachineSample>) -> [Gauge; 5] {
 
 /// Returns the gauges of a GPU with this memory. For a slot of CPU cores, returns the gauges of the rank's process (`memory_bytes` 0: no
 /// limit).
-pub(super) fn of_slot(sample: Option<&GpuSample>, memory_bytes: u64) -> [Gauge; 4] {
+pub(super) fn slot_gauges(sample: Option<&GpuSample>, memory_bytes: u64) -> [Gauge; 4] {
     let gauge = |name: &'static str, value: Option<String>, lines: &'static [&'static str], top: f64| {
         let value = value.unwrap_or(UNKNOWN.into());
         Gauge { name, value, note: String::new(), lines, top }
     };
-    let used = sample.and_then(|s| s.utilization).map(|share| percent(share.into()));
+    let used = sample.and_then(|s| s.utilization).map(|share| whole_percent(share.into()));
     let memory = sample.map(|s| bytes(s.memory_used_bytes));
     let temperature = sample.and_then(|s| s.temperature_celsius).map(|celsius| format!("{celsius:.0} °C"));
     let power = sample.and_then(|s| s.power_watts).map(|watts| format!("{watts:.0} W"));
@@ -139,7 +139,7 @@ mod tests {
             gpus: Vec::new(),
         };
         let reported = |sample: &MachineSample| {
-            of_machine(Some(sample)).map(|g| format!("{}: {} {}", g.name, g.value, g.note))
+            machine_gauges(Some(sample)).map(|g| format!("{}: {} {}", g.name, g.value, g.note))
         };
         assert_eq!(
             reported(&sample),
@@ -157,7 +157,7 @@ mod tests {
             reported(&MachineSample { cpus: 1.5, ..sample })[0].contains("1.5 CPUs of"),
             "a fraction of a CPU"
         );
-        assert!(of_machine(None).iter().all(|g| g.value == UNKNOWN && g.note.is_empty()));
-        assert!(of_slot(None, 1).iter().all(|g| g.value == UNKNOWN));
+        assert!(machine_gauges(None).iter().all(|g| g.value == UNKNOWN && g.note.is_empty()));
+        assert!(slot_gauges(None, 1).iter().all(|g| g.value == UNKNOWN));
     }
 }

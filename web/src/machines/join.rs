@@ -32,7 +32,7 @@ fn quoted(word: &str) -> String {
 
 impl Join {
     /// Returns the commands for the server's machine.
-    pub(super) fn here(&self) -> Vec<String> {
+    pub(super) fn server_commands(&self) -> Vec<String> {
         let data_dir =
             || self.data_dir.iter().map(|dir| format!(" --data-dir {}", quoted(dir))).collect::<String>();
         let mut commands = Vec::new();
@@ -59,7 +59,7 @@ impl Join {
     }
 
     /// Returns the command for the other machine.
-    pub(super) fn there(&self) -> String {
+    pub(super) fn agent_command(&self) -> String {
         let mut command = match &self.server_url {
             Some(url) => format!("lockstep agent --server {url}"),
             None => format!("lockstep agent --server {}", self.own_url),
@@ -83,7 +83,7 @@ impl Join {
     }
 
     /// Returns the command that starts the server for other machines.
-    pub(super) fn open(&self) -> String {
+    pub(super) fn serve_command(&self) -> String {
         format!("lockstep serve --listen 0.0.0.0:{} --tls-own-ca", self.port)
     }
 }
@@ -97,9 +97,9 @@ mod tests {
         let name = "node-1".to_owned();
         let open =
             Join { server_url: Some("http://10.0.0.1:7070".into()), name: name.clone(), ..Join::default() };
-        assert_eq!(open.here(), [""; 0]);
+        assert_eq!(open.server_commands(), [""; 0]);
         assert_eq!(
-            open.there(),
+            open.agent_command(),
             "lockstep agent --server http://10.0.0.1:7070 --insecure-http --name node-1"
         );
         let closed = Join {
@@ -112,7 +112,7 @@ mod tests {
             data_dir: Some("/a b/it's".into()),
         };
         assert_eq!(
-            closed.here(),
+            closed.server_commands(),
             [
                 r"lockstep ca show --data-dir '/a b/it'\''s' > lockstep-ca.crt",
                 r"lockstep token create --scope agent --agent node-1 --server https://127.0.0.1:7070 --ca-file lockstep-ca.crt --data-dir '/a b/it'\''s' --out node-1.token",
@@ -120,12 +120,12 @@ mod tests {
         );
         assert_eq!(closed.files(), "lockstep-ca.crt and node-1.token");
         assert_eq!(
-            closed.there(),
+            closed.agent_command(),
             "lockstep agent --server https://gpu:7070 --ca-file lockstep-ca.crt --token-file node-1.token --name node-1"
         );
         let alone = Join { server_url: None, with_ca: false, with_token: false, ..closed };
         assert_eq!(
-            alone.there(),
+            alone.agent_command(),
             "lockstep agent --server https://127.0.0.1:7070 --name node-1 --data-dir node-1"
         );
     }

@@ -38,6 +38,13 @@ pub(super) struct Field {
     pub(super) more: bool,
 }
 
+impl Field {
+    /// Returns the id of the field's element.
+    pub(super) fn id(&self) -> String {
+        format!("f-{}", self.key.replace(['.', '_'], "-"))
+    }
+}
+
 const fn field(key: &'static str, label: &'static str, kind: Kind, hint: &'static str) -> Field {
     Field { key, label, kind, hint, more: false }
 }

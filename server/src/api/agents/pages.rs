@@ -70,5 +70,5 @@ pub(crate) async fn machines(
     }
     let user = caller.current_user();
     let join = join::commands(&scheduler.config, &ingress, &server_url, &names, user.is_admin);
-    html(machines::MachinesPage { agents: cards, join, now: crate::now(), user }.render())
+    html(machines::MachinesPage { agents: cards, join, user }.render())
 }

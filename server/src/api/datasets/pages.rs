@@ -24,7 +24,7 @@ use axum::{
     response::{IntoResponse, Redirect},
 };
 use lockstep_protocol::dataset::Dataset;
-use lockstep_web::datasets as views;
+use lockstep_web::{Template as _, datasets as views};
 use std::sync::Arc;
 
 /// `GET /datasets`
@@ -54,7 +54,6 @@ async fn datasets_page(
         may_add: datasets.roots.may_name(caller),
         form,
         server_url,
-        now: crate::now(),
         user: caller.current_user(),
     };
     html(page.render())

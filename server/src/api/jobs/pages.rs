@@ -55,7 +55,7 @@ pub(crate) async fn jobs(
     let mut page = scheduler.store.jobs(&filter).await?;
     page.jobs.iter_mut().for_each(|job| scheduler.last_plan.tell(job));
     let one = JobFilter { limit: 1, seen_by: caller.sees_as(), ..JobFilter::default() };
-    let any = !page.jobs.is_empty() || !scheduler.store.jobs(&one).await?.jobs.is_empty();
+    let has_jobs = !page.jobs.is_empty() || !scheduler.store.jobs(&one).await?.jobs.is_empty();
     let page = jobs_views::JobsPage {
         jobs: page.jobs,
         filter: jobs_views::JobFilter {
@@ -67,10 +67,9 @@ pub(crate) async fn jobs(
             sort: query.sort.clone().unwrap_or_default(),
             kept: query.kept(),
         },
-        any,
+        has_jobs,
         next: query.next_cursor(page.next.as_ref())?,
         server_url,
-        now: crate::now(),
         user: caller.current_user(),
     };
     html(page.render())
@@ -99,8 +98,8 @@ pub(crate) async fn new_job(
         datasets,
         slots(&scheduler.agents),
         server_url,
+        caller.current_user(),
     );
-    page.user = caller.current_user();
     if let Some(id) = &query.from {
         let job = seen(&scheduler, &caller, id).await?;
         check_readable(&job)?;

@@ -35,7 +35,6 @@ pub(crate) async fn show(
         changeable,
         is_first: query.cursor.is_none(),
         next: next_cursor,
-        now: crate::now(),
         user: caller.current_user(),
     };
     html(page.render())

@@ -8,6 +8,7 @@ use crate::{
     store::Store,
 };
 use axum::{Extension, extract::State};
+use lockstep_protocol::access::Scope;
 use lockstep_web::{Template as _, models as views};
 use std::sync::Arc;
 
@@ -17,7 +18,7 @@ pub(crate) async fn models(
     Extension(caller): Extension<Caller>,
 ) -> Page {
     let models = visible_models(&*store, &caller).await?;
-    html(views::ModelsPage { models, now: crate::now(), user: caller.current_user() }.render())
+    html(views::ModelsPage { models, user: caller.current_user() }.render())
 }
 
 /// `GET /models/{name}`
@@ -28,12 +29,12 @@ pub(crate) async fn model(
     Path(name): Path<String>,
 ) -> Page {
     let mut rows = store.model_versions(Some(&name)).await?;
-    let may_change = rows.first().is_some_and(|first| auth.may_change(&caller, first.owned.owner.as_deref()));
+    let is_own = rows.first().is_some_and(|first| auth.may_change(&caller, first.owned.owner.as_deref()));
+    let may_change = caller.may(Scope::Submit) && is_own;
     rows.retain(|row| is_seen(&caller, row));
     if rows.is_empty() {
         return Err(no_such_model().into());
     }
     let versions = rows.into_iter().rev().map(|row| row.version).collect();
-    let (now, user) = (crate::now(), caller.current_user());
-    html(views::ModelPage { name, versions, may_change, now, user }.render())
+    html(views::ModelPage { name, versions, may_change, user: caller.current_user() }.render())
 }

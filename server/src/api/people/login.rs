@@ -28,7 +28,8 @@ use jiff::Timestamp;
 use lockstep_protocol::{access::Scope, people::Role};
 use lockstep_web::{
     Template as _,
-    login::{LoginPage, ProviderButton},
+    layout::CurrentUser,
+    login::{FirstAdminPage, LoginPage, ProviderButton},
 };
 use serde::{Deserialize, Serialize};
 use std::{net::IpAddr, sync::Arc, time::Duration};
@@ -167,14 +168,7 @@ async fn set_up(auth: &Auth, caller: Option<&Caller>, peer: &Peer, input: LoginF
 }
 
 fn set_up_form(name: &str, status: StatusCode, error: &str) -> Page {
-    let page = LoginPage {
-        next: "/jobs".into(),
-        error: error.to_owned(),
-        name: name.to_owned(),
-        has_people: false,
-        setup: true,
-        provider: None,
-    };
+    let page = FirstAdminPage { name: name.to_owned(), error: error.to_owned(), user: CurrentUser::NOBODY };
     Ok((status, html(page.render())?).into_response())
 }
 
@@ -202,8 +196,8 @@ fn sign_in_page(auth: &Auth, ingress: &Ingress, next: &str, error: &str) -> Logi
         error: String::new(),
         name: String::new(),
         has_people: auth.access.has_people(),
-        setup: false,
         provider,
+        user: CurrentUser::NOBODY,
     }
 }
 

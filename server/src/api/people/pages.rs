@@ -158,7 +158,6 @@ fn account_page(auth: &Auth, caller: &Caller, notice: AccountNotice) -> Page {
     let page = AccountPage {
         person,
         has_password,
-        token: caller.token().map(|token| token.name.clone()).unwrap_or_default(),
         tokens,
         scopes: scopes.into_iter().filter(|scope| caller.may(*scope)).collect(),
         secret: notice.secret,

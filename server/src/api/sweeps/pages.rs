@@ -8,7 +8,7 @@ use crate::{
     store::Store,
 };
 use axum::{Extension, extract::State};
-use lockstep_protocol::sweep::Sweep;
+use lockstep_protocol::{access::Scope, sweep::Sweep};
 use lockstep_web::{Template as _, sweeps as views};
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ pub(crate) async fn sweeps(
     for row in visible_sweeps(&*store, &caller).await? {
         sweeps.push(with_trials(&*store, &row).await?);
     }
-    html(views::SweepsPage { sweeps, now: crate::now(), user: caller.current_user() }.render())
+    html(views::SweepsPage { sweeps, user: caller.current_user() }.render())
 }
 
 /// `GET /sweeps/{id}`
@@ -32,7 +32,7 @@ pub(crate) async fn sweep(
     Path(id): Path<String>,
 ) -> Page {
     let row = find(&*store, &id).await?;
-    let may_change = auth.may_change(&caller, row.owned.owner.as_deref());
+    let may_change = caller.may(Scope::Submit) && auth.may_change(&caller, row.owned.owner.as_deref());
     let sweep = with_trials(&*store, &row).await?;
-    html(views::SweepPage { sweep, may_change, now: crate::now(), user: caller.current_user() }.render())
+    html(views::SweepPage { sweep, may_change, user: caller.current_user() }.render())
 }

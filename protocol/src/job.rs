@@ -195,11 +195,8 @@ pub struct Job {
     pub images_per_second: Option<f64>,
     /// Seconds that the remaining steps take at that speed; absent unless the job trains.
     pub eta_secs: Option<f64>,
-    #[schema(value_type = String)]
     pub created_at: jiff::Timestamp,
-    #[schema(value_type = Option<String>)]
     pub started_at: Option<jiff::Timestamp>,
-    #[schema(value_type = Option<String>)]
     pub finished_at: Option<jiff::Timestamp>,
     /// Seconds in which attempts had their slots, from the start of each attempt to its end. Pauses, waiting in the
     /// queue and a running attempt do not count. Absent before the first attempt has ended.

@@ -32,7 +32,6 @@ pub enum Frame {
     /// Every 20 seconds ([`HEARTBEAT_SECS`]), with the server's time. A reader that receives nothing for twice as long has a broken
     /// connection, even if its system does not say so, and should reconnect. This frame is not an event and has no number.
     Heartbeat {
-        #[schema(value_type = String)]
         at: jiff::Timestamp,
     },
     /// The last frame on a job's stream: the job is over, and every stored event was sent. The server closes the
@@ -74,7 +73,6 @@ impl From<&Job> for Pace {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Event {
     pub seq: u64,
-    #[schema(value_type = String)]
     pub at: jiff::Timestamp,
     #[serde(flatten)]
     pub body: EventBody,

@@ -84,10 +84,8 @@ pub(crate) struct Agent {
     pub(super) online: bool,
     /// Whether the machine is drained and gets no new work.
     pub(super) draining: bool,
-    #[schema(value_type = String)]
     pub(super) last_seen_at: Timestamp,
     /// Start of the current connection; absent if the machine is offline.
-    #[schema(value_type = Option<String>)]
     pub(super) connected_at: Option<Timestamp>,
     /// Seconds until the machine's attempts end if its agent sends no message; absent without attempts.
     pub(super) lease_secs_left: Option<f64>,
@@ -122,7 +120,6 @@ pub(crate) struct KeptFor {
     /// The job's id; absent for a private job of another person.
     #[schema(value_type = Option<String>)]
     pub(super) job: Option<lockstep_protocol::JobId>,
-    #[schema(value_type = String)]
     pub(super) since: Timestamp,
 }
 

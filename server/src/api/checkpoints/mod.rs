@@ -123,7 +123,6 @@ pub(crate) struct Checkpoint {
     attempt: u32,
     #[serde(flatten)]
     info: CheckpointInfo,
-    #[schema(value_type = String)]
     created_at: Timestamp,
     /// The machine from which the checkpoint is still being uploaded. Until the end of the upload, the files are not available.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -98,7 +98,6 @@ pub(crate) struct Group {
     /// Number of jobs in each state, without states that no job is in: `{"running": 2, "failed": 1}`.
     states: BTreeMap<&'static str, u64>,
     /// Submission time of the newest job.
-    #[schema(value_type = String)]
     newest_at: Timestamp,
     /// Mean and spread of each of the requested `metrics`, by name.
     metrics: BTreeMap<String, MeanAndSpread>,

@@ -34,7 +34,6 @@ pub(crate) struct Project {
     /// Number of jobs in each state, without states that no job is in: `{"running": 2, "failed": 1}`.
     states: BTreeMap<&'static str, u64>,
     /// Submission time of the newest job.
-    #[schema(value_type = String)]
     newest_at: Timestamp,
 }
 

@@ -298,7 +298,6 @@ pub(crate) async fn sign_out(
 pub(crate) struct LoginLink {
     /// The link's URL, which is valid once.
     url: String,
-    #[schema(value_type = String)]
     expires_at: Timestamp,
 }
 

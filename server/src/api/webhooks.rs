@@ -95,7 +95,6 @@ list_of! {
 
 const LIST: List<Webhook> = List {
     name: "webhooks",
-    fields: &["id", "url", "form", "project", "events", "enabled", "created_at"],
     sorts: &[
         ("created", |webhook| webhook.created_at.into()),
         ("url", |webhook| webhook.url.as_str().into()),
@@ -107,7 +106,6 @@ const LIST: List<Webhook> = List {
 
 const DELIVERIES: List<Delivery> = List {
     name: "deliveries",
-    fields: &["id", "job", "event", "created_at", "next_at", "attempts"],
     sorts: &[("created", |delivery| delivery.created_at.into())],
     default_sort: "-created",
     id: |delivery| &delivery.id,

@@ -51,21 +51,6 @@ list_of! {
 
 const LIST: List<Agent> = List {
     name: "agents",
-    fields: &[
-        "id",
-        "name",
-        "online",
-        "draining",
-        "last_seen_at",
-        "connected_at",
-        "lease_secs_left",
-        "machine",
-        "links",
-        "sample",
-        "sample_age_secs",
-        "warnings",
-        "slots",
-    ],
     sorts: &[
         ("name", |agent| agent.name.as_str().into()),
         ("last_seen", |agent| agent.last_seen_at.into()),

@@ -90,20 +90,6 @@ list_of! {
 
 const LIST: List<Checkpoint> = List {
     name: "checkpoints",
-    fields: &[
-        "id",
-        "attempt",
-        "epoch",
-        "step",
-        "val_accuracy",
-        "val_loss",
-        "validation",
-        "best",
-        "size_bytes",
-        "created_at",
-        "uploading_from",
-        "stored",
-    ],
     sorts: &[
         ("step", |checkpoint| Some(checkpoint.info.step as f64).into()),
         ("created", |checkpoint| checkpoint.created_at.into()),

@@ -55,7 +55,6 @@ list_of! {
 
 const LIST: List<Dataset> = List {
     name: "datasets",
-    fields: &["name", "path", "info", "added_at", "owner", "private"],
     sorts: &[
         ("name", |dataset| dataset.name.as_str().into()),
         ("created", |dataset| dataset.added_at.into()),

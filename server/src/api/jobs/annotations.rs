@@ -50,7 +50,6 @@ pub(crate) struct AnnotationsQuery {
     count: Option<bool>,
 }
 
-const FIELDS: &[&str] = &["notes", "tags"];
 /// Pages of annotations for cursors. The only order is by id.
 const PAGES: Pages = Pages::new("annotations", "id");
 
@@ -77,7 +76,7 @@ pub(crate) async fn list(
     Query(query): Query<AnnotationsQuery>,
 ) -> Result<Response> {
     let limit = count("limit", query.limit, MAX_LIMIT, MAX_LIMIT)?;
-    let fields = Fields::parse(query.fields.as_deref(), FIELDS)?;
+    let fields = Fields::parse::<Annotation>(query.fields.as_deref())?;
     let after: Option<String> = PAGES.read(query.cursor.as_deref())?;
     let seen_by = caller.sees_as();
     let _permit = large::permit(limit).await?;

@@ -39,7 +39,6 @@ pub(crate) struct Project {
 
 const LIST: List<Project> = List {
     name: "projects",
-    fields: &["name", "jobs", "states", "newest_at"],
     sorts: &[
         ("name", |project| project.name.as_str().into()),
         ("jobs", |project| Some(project.jobs as f64).into()),

@@ -27,20 +27,6 @@ use utoipa::IntoParams;
 const DEFAULT_LIMIT: u32 = 100;
 /// Pages of the queue for cursors. The only sort key is the place.
 const PAGES: Pages = Pages::new("queue", "place");
-const FIELDS: &[&str] = &[
-    "place",
-    "id",
-    "name",
-    "state",
-    "project",
-    "owner",
-    "priority",
-    "ranks",
-    "waiting_since",
-    "reason",
-    "kept_slots",
-];
-
 /// Parameters of `GET /queue`.
 #[derive(Debug, Default, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
@@ -105,7 +91,7 @@ pub(crate) async fn list(
 pub(crate) async fn page(scheduler: &Scheduler, caller: &Caller, query: &QueueQuery) -> Result<QueuePage> {
     let limit = count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)? as usize;
     let (project, owner) = query.filters()?;
-    let fields = Fields::parse(query.fields.as_deref(), FIELDS)?;
+    let fields = Fields::parse::<QueuedJob>(query.fields.as_deref())?;
     let from: Option<(u64, Option<JobId>)> = PAGES.read(query.cursor.as_deref())?;
     let mut rows = scheduler.waiting.read(&*scheduler.store).await?;
     // The order of the newest round of dispatch. Jobs that were queued since then follow in the order of priority and age.

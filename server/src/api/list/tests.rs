@@ -1,7 +1,8 @@
 use super::*;
 use crate::http::error::Code;
+use lockstep_protocol::stream::Event;
 
-#[derive(Debug, Clone, Serialize, PartialEq)]
+#[derive(Debug, Clone, Serialize, PartialEq, ToSchema)]
 struct Item {
     id: String,
     size: Option<f64>,
@@ -10,7 +11,6 @@ struct Item {
 
 const ITEMS: List<Item> = List {
     name: "items",
-    fields: &["id", "size", "lr"],
     sorts: &[("id", |item| item.id.as_str().into()), ("size", |item| item.size.into())],
     default_sort: "id",
     id: |item| &item.id,
@@ -83,4 +83,11 @@ fn elements_have_only_the_requested_fields() {
     let page = ITEMS.page(items(), &params).unwrap();
     assert_eq!(serde_json::to_string(&page.elements).unwrap(), r#"[{"lr":0.1}]"#);
     assert_eq!((page.next_cursor.is_some(), page.total), (true, Some(5)));
+}
+
+#[test]
+fn fields_of_flattened_structs_can_be_requested() {
+    // An event has all fields of its body, and the body of a rank's event has all fields of the rank's report.
+    let fields = Fields::parse::<Event>(Some("seq,type,images_per_second")).unwrap().unwrap();
+    assert!(fields.has("seq") && fields.has("type") && fields.has("images_per_second"));
 }

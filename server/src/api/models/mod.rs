@@ -45,7 +45,6 @@ list_of! {
 
 const LIST: List<Model> = List {
     name: "models",
-    fields: &["name", "aliases", "version_count", "newest"],
     sorts: &[
         ("name", |model| model.name.as_str().into()),
         ("created", |model| model.newest.registered_at.into()),

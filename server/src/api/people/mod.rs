@@ -68,7 +68,6 @@ list_of! {
 
 const LIST: List<Person> = List {
     name: "people",
-    fields: &["name", "role", "created_at", "disabled_at", "identity"],
     sorts: &[
         ("name", |person| person.name.as_str().into()),
         ("role", |person| person.role.as_str().into()),

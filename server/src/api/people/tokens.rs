@@ -60,19 +60,6 @@ list_of! {
 
 const LIST: List<Token> = List {
     name: "tokens",
-    fields: &[
-        "id",
-        "name",
-        "scope",
-        "agent",
-        "agent_id",
-        "owner",
-        "made_with",
-        "created_at",
-        "expires_at",
-        "revoked_at",
-        "last_used_at",
-    ],
     sorts: &[
         ("created", |token| token.created_at.into()),
         ("name", |token| token.name.as_str().into()),

@@ -16,6 +16,7 @@ mod secret;
 
 pub(crate) use caller::Caller;
 pub(crate) use certificates::{certificate_id, is_certificate};
+pub(crate) use codes::LIFE as CODE_LIFE;
 pub(crate) use identities::SignsInAs;
 pub(crate) use passwords::{Password, PasswordError};
 pub(crate) use people::NotSignedIn;
@@ -172,13 +173,11 @@ impl Access {
         gone
     }
 
-    /// Ends a session. Returns false if it does not exist.
-    pub(crate) fn remove_session(&self, hash: &str) -> bool {
-        let removed = self.write().sessions.remove(hash);
-        if let Some(session) = &removed {
+    /// Ends a session, if it exists.
+    pub(crate) fn remove_session(&self, hash: &str) {
+        if let Some(session) = self.write().sessions.remove(hash) {
             session.ended.cancel();
         }
-        removed.is_some()
     }
 
     /// Closes the connections of expired tokens and sessions, and removes expired sessions.

@@ -92,7 +92,7 @@ pub(crate) struct SlotUse {
     #[serde(flatten)]
     pub(super) slot: Slot,
     #[schema(value_type = Option<String>)]
-    pub(super) job: Option<lockstep_protocol::JobId>,
+    pub(super) job: Option<JobId>,
     /// The job's rank in the slot. For a private job of another person, only the rank is given.
     pub(super) rank: Option<u32>,
     /// The waiting job for which the slot is reserved, even while another job still occupies it.
@@ -104,7 +104,7 @@ pub(crate) struct SlotUse {
 pub(crate) struct KeptFor {
     /// The job's id; absent for a private job of another person.
     #[schema(value_type = Option<String>)]
-    pub(super) job: Option<lockstep_protocol::JobId>,
+    pub(super) job: Option<JobId>,
     pub(super) since: Timestamp,
 }
 

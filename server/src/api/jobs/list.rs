@@ -4,7 +4,7 @@ use crate::{
     api::{
         jobs::{conditions, group_keys, sorting::sort},
         large,
-        list::{self, Elements, Fields, MAX_LIMIT, Pages},
+        list::{self, Elements, Fields, MAX_LIMIT, Page, Pages, list_of},
     },
     auth::access::Caller,
     http::{
@@ -16,23 +16,19 @@ use crate::{
 };
 use axum::{Extension, extract::State, response::Response};
 use lockstep_protocol::{Job, JobState, labels, metric};
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 use std::sync::Arc;
-use utoipa::{IntoParams, ToSchema};
+use utoipa::IntoParams;
 
 const DEFAULT_LIMIT: u32 = 50;
 
-/// A page of jobs.
-#[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct JobList {
+list_of! {
+    /// A page of jobs.
+    JobList
     /// In the order of `sort`. With `fields`, each job has only those fields.
-    #[schema(value_type = Vec<Job>)]
-    jobs: Elements<Job>,
-    /// Value of `cursor` for the next page; null on the last page.
-    next_cursor: Option<String>,
+    jobs: Job
     /// Number of jobs on all pages; absent without `count=true`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    total: Option<u64>,
+    total
 }
 
 /// Parameters of `GET /jobs`.
@@ -183,8 +179,8 @@ pub(crate) async fn list(
         _ => None,
     };
     let next_cursor = query.next_cursor(page.next.as_ref())?;
-    let jobs = Elements { items: page.jobs, fields };
-    large::json(JobList { jobs, next_cursor, total }).await
+    let elements = Elements { items: page.jobs, fields };
+    large::json(JobList::from(Page { elements, next_cursor, total })).await
 }
 
 #[cfg(test)]

@@ -3,12 +3,12 @@
 use crate::{
     api::{
         html::{Page, html},
-        people::{self, NewPerson},
+        people::{self, NewPerson, pages::form_error},
         server_url::ServerUrl,
     },
     auth::{
         Auth,
-        access::{Caller, NotSignedIn, Password, SESSION_LIFE, Secret},
+        access::{CODE_LIFE, Caller, NotSignedIn, Password, SESSION_LIFE, Secret},
     },
     http::{
         error::{Error, PageError, Problem, Result},
@@ -36,7 +36,6 @@ use utoipa::ToSchema;
 
 /// Maximum length of the path to return to, in bytes.
 const MAX_NEXT_BYTES: usize = 2000;
-const LINK_LIFE: Duration = Duration::from_secs(600);
 
 /// `GET /login`
 #[derive(Debug, Default, Deserialize)]
@@ -157,12 +156,10 @@ async fn set_up(auth: &Auth, caller: Option<&Caller>, peer: &Peer, input: LoginF
         NewPerson { name: name.clone(), role: Role::Admin, password: Some(input.password), subject: None };
     match people::add(auth, new, true).await {
         Ok(row) => Ok(sign_in_person(auth, peer, &row, "/people", SESSION_LIFE).await?),
-        Err(Error::Invalid(mistakes)) => {
-            let each = mistakes.iter().map(|m| format!("{} {}", m.pointer.trim_start_matches('/'), m.detail));
-            let error = each.collect::<Vec<_>>().join("; ");
-            set_up_form(&name, StatusCode::UNPROCESSABLE_ENTITY, &error)
+        Err(error) => {
+            let (status, text) = form_error(error)?;
+            set_up_form(&name, status, &text)
         }
-        Err(other) => Err(PageError(other)),
     }
 }
 
@@ -318,7 +315,7 @@ pub(crate) async fn link(
     };
     let code = auth.access.codes.make(&token.id, caller.expires_at())?;
     let url = format!("{server}/login?code={code}");
-    Ok((StatusCode::CREATED, Json(LoginLink { url, expires_at: crate::now() + LINK_LIFE })))
+    Ok((StatusCode::CREATED, Json(LoginLink { url, expires_at: crate::now() + CODE_LIFE })))
 }
 
 #[cfg(test)]

@@ -9,7 +9,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-const LIFE: Duration = Duration::from_secs(600);
+/// Time for which a code can be used.
+pub(crate) const LIFE: Duration = Duration::from_secs(600);
 /// Maximum number of unused codes of a token or person. A further code invalidates the oldest.
 const MAX_CODES: usize = 10;
 

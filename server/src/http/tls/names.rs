@@ -1,5 +1,6 @@
 //! The names and addresses of this machine, for the server's own certificate.
 
+use rustls::pki_types::DnsName;
 use std::net::{IpAddr, Ipv4Addr, UdpSocket};
 
 /// Maximum number of addresses. A machine with more, such as a host of many containers, is not reachable by all of them.
@@ -49,17 +50,9 @@ fn outward() -> Option<IpAddr> {
 
 /// Whether a certificate can be issued for `name`: it is an address, or a DNS name, whose first label may be `*`.
 pub(super) fn is_name(name: &str) -> bool {
-    if name.parse::<IpAddr>().is_ok() {
-        return true;
-    }
-    let name = name.strip_prefix("*.").unwrap_or(name);
-    let label = |label: &str| {
-        (1..=63).contains(&label.len())
-            && label.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'_')
-            && !label.starts_with('-')
-            && !label.ends_with('-')
-    };
-    name.len() <= 253 && name.split('.').all(label)
+    let dns_name = name.strip_prefix("*.").unwrap_or(name);
+    // Certificates have names without the final dot of the root domain.
+    name.parse::<IpAddr>().is_ok() || (!name.ends_with('.') && DnsName::try_from(dns_name).is_ok())
 }
 
 #[cfg(test)]

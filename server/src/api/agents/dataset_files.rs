@@ -22,8 +22,7 @@ use lockstep_protocol::{
     dataset::Dataset,
     spec::shortened,
 };
-use std::io;
-use std::sync::Arc;
+use std::{io, sync::Arc};
 
 /// List a dataset's files
 ///

@@ -33,8 +33,7 @@ use lockstep_protocol::{
     job::JobId,
 };
 use serde::Serialize;
-use std::collections::HashMap;
-use std::sync::Arc;
+use std::{collections::HashMap, sync::Arc};
 use utoipa::ToSchema;
 
 /// Time for which a warning about a second agent with the same identity is shown. A refused agent retries every few seconds.

@@ -30,8 +30,7 @@ use lockstep_protocol::{
 };
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use std::fmt::Display;
-use std::sync::Arc;
+use std::{fmt::Display, sync::Arc};
 use utoipa::ToSchema;
 
 /// Whether this is the name of a checkpoint's file. Other files in a checkpoint's folder are not served.

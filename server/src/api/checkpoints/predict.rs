@@ -21,8 +21,7 @@ use lockstep_protocol::{
     inspect::{NamedPicture, Prediction},
 };
 use serde::{Deserialize, Serialize};
-use std::sync::Arc;
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 use tokio::sync::Semaphore;
 use utoipa::{IntoParams, ToSchema};
 

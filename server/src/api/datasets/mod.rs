@@ -26,15 +26,14 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use inspections::{INSPECTION_TIMEOUT, Inspected, InspectionProgress, WaitQuery};
-use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
     Job,
     dataset::{Dataset, DatasetInfo},
+    numbers::plural,
     spec::SpecError,
 };
 use serde::{Deserialize, Serialize};
-use std::sync::Arc;
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 use utoipa::ToSchema;
 
 const MAX_PATH_BYTES: usize = 4096;

@@ -17,8 +17,7 @@ use axum::{Extension, Json, extract::State, response::Response};
 use lockstep_protocol::{labels, spec::SpecError};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::{collections::BTreeMap, sync::Arc};
 use utoipa::{IntoParams, ToSchema};
 
 /// Notes and tags of all jobs that have any. They are also fields of each job.

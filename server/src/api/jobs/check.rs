@@ -17,11 +17,11 @@ use crate::{
 };
 use axum::{Extension, Json, extract::State};
 use futures_util::future::join_all;
-use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
     Job, JobId, JobSpec,
     dataset::Dataset,
     limits::MISTAKES,
+    numbers::plural,
     spec::{
         self, Device, Setting, SpecError, SweepSpec, Validation, nearest, read_sweep, shortened, split_sweep,
         trial_document,

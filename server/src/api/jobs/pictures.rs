@@ -18,8 +18,7 @@ use lockstep_protocol::{
     inspect::{Pick, Samples},
 };
 use serde::{Deserialize, Serialize};
-use std::sync::Arc;
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 use utoipa::{IntoParams, ToSchema};
 
 const DEFAULT_PICTURES: u32 = 60;

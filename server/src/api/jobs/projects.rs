@@ -12,8 +12,7 @@ use crate::{
 use axum::{Extension, Json, extract::State};
 use jiff::Timestamp;
 use serde::Serialize;
-use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::{collections::BTreeMap, sync::Arc};
 use utoipa::ToSchema;
 
 list_of! {

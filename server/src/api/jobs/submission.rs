@@ -8,18 +8,17 @@ use crate::{
     scheduler::{Scheduler, dispatch},
     store::{CheckpointRow, Store},
 };
-use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
     JobSpec,
     agent::{AgentReply, AgentRequest},
     dataset::{Dataset, default_validation, held_out_share},
     inspect::FitWeights,
     models::{SCHEME, VersionName},
+    numbers::plural,
     pickle,
     spec::{BrokenFiles, SpecError, Validation},
 };
-use std::sync::Arc;
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 /// Time limit for an agent to check the header of a weights file. Without an answer, the ranks check the file when the job starts.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(5);

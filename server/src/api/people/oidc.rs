@@ -24,8 +24,7 @@ use axum::{
     response::{IntoResponse, Redirect, Response},
 };
 use serde::Deserialize;
-use std::sync::Arc;
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 /// Duration of a session. It is shorter than that of a session with a password, so that people who are locked out at the provider lose
 /// access soon.

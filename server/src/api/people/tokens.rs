@@ -20,8 +20,7 @@ use lockstep_protocol::{
     limits::{TOKEN_DAYS, TOKEN_NAME_CHARS, TOKENS},
 };
 use serde::{Deserialize, Serialize};
-use std::sync::Arc;
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 use utoipa::ToSchema;
 
 /// Maximum number of valid tokens of a person, so that nobody uses up the server's maximum.

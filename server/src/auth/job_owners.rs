@@ -39,26 +39,3 @@ impl JobOwners {
         self.owners().remove(id);
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_cache_is_limited_and_keeps_recently_used_jobs() {
-        let owners = JobOwners::default();
-        let owned = |owner: &str| Owned { owner: Some(owner.into()), private: true };
-        let jobs: Vec<_> = (0..=MAX_JOBS).map(|_| JobId::generate()).collect();
-        for (n, job) in jobs[..MAX_JOBS].iter().enumerate() {
-            owners.put(job, owned(&n.to_string()));
-        }
-        assert_eq!(owners.get(&jobs[0]), Some(owned("0")));
-        assert_eq!(owners.get(&jobs[MAX_JOBS]), None);
-        // Above the limit, the job whose last request is the oldest is removed.
-        owners.put(&jobs[MAX_JOBS], owned("last"));
-        assert_eq!(owners.get(&jobs[1]), None);
-        assert_eq!(owners.get(&jobs[0]), Some(owned("0")));
-        owners.remove(&jobs[0]);
-        assert_eq!(owners.get(&jobs[0]), None);
-    }
-}

@@ -6,6 +6,7 @@ use crate::{
         checkpoints,
         jobs::{
             self, CheckReport, Checked,
+            check::Start,
             fit::{self, Trained},
             submission,
         },
@@ -122,7 +123,7 @@ async fn prepare(scheduler: &Scheduler, caller: &Caller, id: &str, request: Fork
     if !gives_validation {
         choose_validation_again(&*scheduler.store, &source, &mut document).await?;
     }
-    let mut checked = jobs::check(scheduler, caller, &document, false, false).await?;
+    let mut checked = jobs::check(scheduler, caller, &document, Start::Checkpoint).await?;
     let Checked { spec, dataset, .. } = &checked;
     let trained = Trained::of(&scheduler.checkpoints.folder(&from)).await;
     let mut mistakes = fit::mistakes(trained.as_ref(), &source.spec, spec, dataset);

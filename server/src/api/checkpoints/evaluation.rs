@@ -254,7 +254,7 @@ async fn measured_on(datasets: &Datasets, job: &Job, other: Option<Dataset>) -> 
             spec.data.dataset.clone_from(&other.name);
             spec.data.validation = JobSpec::default().data.validation;
             (spec.data.folds, spec.data.fold) = (None, None);
-            submission::choose_validation(&mut spec, &other, false);
+            submission::choose_validation(&mut spec, &other);
             check_measures(&spec, &other)?;
             other
         }

@@ -307,7 +307,7 @@ async fn choose_validation_again(store: &dyn Store, source: &Job, document: &mut
     let Some(dataset) = store.dataset(&source.spec.data.dataset).await? else { return Ok(()) };
     forget_validation(&mut before);
     let Ok(mut chosen) = from_json(&before) else { return Ok(()) };
-    submission::choose_validation(&mut chosen, &dataset, false);
+    submission::choose_validation(&mut chosen, &dataset);
     if chosen.data.validation == source.spec.data.validation {
         forget_validation(document);
     }

@@ -242,9 +242,10 @@ async fn check_on(
     if dataset.is_none() && !name.is_empty() {
         errors.push(at("/data/dataset", no_dataset(name, datasets)));
     }
-    if let (Some(spec), Some(dataset)) = (&mut spec, &dataset) {
-        let given = document.pointer("/data/validation").is_some_and(|given| !given.is_null());
-        submission::choose_validation(spec, dataset, given);
+    if let (Some(spec), Some(dataset)) = (&mut spec, &dataset)
+        && document.pointer("/data/validation").is_none_or(Value::is_null)
+    {
+        submission::choose_validation(spec, dataset);
     }
     if let (Some(spec), Start::FirstStep { .. }) = (&mut spec, start) {
         errors.extend(submission::resolve_version(&*scheduler.store, caller, spec).await?);

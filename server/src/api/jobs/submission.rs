@@ -40,10 +40,10 @@ async fn fetch_from_store(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow) -
     Err(Error::Unavailable(format!("checkpoint {} must be fetched from the object store, {why}", row.id)))
 }
 
-/// Chooses a validation split that the dataset has, unless the submitted document names one (`given`).
-pub(crate) fn choose_validation(spec: &mut JobSpec, dataset: &Dataset, given: bool) {
+/// Chooses a validation split that the dataset has, for a document that names none.
+pub(crate) fn choose_validation(spec: &mut JobSpec, dataset: &Dataset) {
     let Validation::Split(usual) = &spec.data.validation else { return };
-    if given || usual == "none" || spec.data.folds.is_some() {
+    if usual == "none" || spec.data.folds.is_some() {
         return;
     }
     let splits: Vec<_> = dataset.info.splits.iter().filter(|split| split.samples > 0).collect();

@@ -3,7 +3,7 @@
 use crate::{
     api::{
         html::{Page, html},
-        people::{self, NewPerson, pages::form_error},
+        people::{self, NewPerson, Newcomer, pages::form_error},
         server_url::ServerUrl,
     },
     auth::{
@@ -154,7 +154,7 @@ async fn set_up(auth: &Auth, caller: Option<&Caller>, peer: &Peer, input: LoginF
     let name = input.name.trim().to_owned();
     let new =
         NewPerson { name: name.clone(), role: Role::Admin, password: Some(input.password), subject: None };
-    match people::add(auth, new, true).await {
+    match people::add(auth, new, Newcomer::First).await {
         Ok(row) => Ok(sign_in_person(auth, peer, &row, "/people", SESSION_LIFE).await?),
         Err(error) => {
             let (status, text) = form_error(error)?;

@@ -126,15 +126,23 @@ pub(crate) async fn create(
     State(auth): State<Arc<Auth>>,
     Body(new, _): Body<NewPerson>,
 ) -> Result<(StatusCode, Extension<AuditSubject>, Json<Person>)> {
-    let person = add(&auth, new, false).await?.person;
+    let person = add(&auth, new, Newcomer::Anybody).await?.person;
     Ok((StatusCode::CREATED, Extension(AuditSubject(person.name.clone())), Json(person)))
 }
 
-/// Adds a person; with `first`, only if the server has no people yet.
+/// Whom [`add`] may add.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Newcomer {
+    Anybody,
+    /// The first person of the server.
+    First,
+}
+
+/// Adds a person.
 ///
 /// # Errors
 /// The name or password is invalid, the name is taken, or the server cannot have further people.
-pub(super) async fn add(auth: &Auth, new: NewPerson, first: bool) -> Result<PersonRow> {
+pub(super) async fn add(auth: &Auth, new: NewPerson, allowed: Newcomer) -> Result<PersonRow> {
     let conflict = |detail: String| Err(Error::Conflict(detail));
     if !auth.access.required {
         return conflict(
@@ -154,7 +162,7 @@ pub(super) async fn add(auth: &Auth, new: NewPerson, first: bool) -> Result<Pers
         None => return Err(Error::invalid("/password", "is missing; give a password or a subject")),
     };
     let _one_at_a_time = auth.access.changing.lock().await;
-    if first && auth.access.has_people() {
+    if allowed == Newcomer::First && auth.access.has_people() {
         return conflict("somebody has been added meanwhile; sign in as an admin to add others".into());
     }
     room_for(auth, &new.name, identity.as_ref())?;

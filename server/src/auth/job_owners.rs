@@ -2,10 +2,10 @@
 //! change, and deleting a job removes its entry, so entries stay valid. Datasets are not cached, because their names can be registered
 //! again.
 
-use crate::store::Owned;
+use crate::{store::Owned, util::lock};
 use hashlink::LruCache;
 use lockstep_protocol::JobId;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 
 /// Maximum number of jobs. A job takes about 200 bytes.
 const MAX_JOBS: usize = 8192;
@@ -20,22 +20,18 @@ impl Default for JobOwners {
 }
 
 impl JobOwners {
-    fn owners(&self) -> MutexGuard<'_, LruCache<JobId, Owned>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// The owner of a job, if it is cached.
     pub(crate) fn get(&self, id: &JobId) -> Option<Owned> {
-        self.owners().get(id).cloned()
+        lock(&self.0).get(id).cloned()
     }
 
     /// Caches the owner of a job, as read from the store.
     pub(crate) fn put(&self, id: &JobId, owned: Owned) {
-        self.owners().insert(id.clone(), owned);
+        lock(&self.0).insert(id.clone(), owned);
     }
 
     /// Forgets a job that was deleted.
     pub(crate) fn remove(&self, id: &JobId) {
-        self.owners().remove(id);
+        lock(&self.0).remove(id);
     }
 }

@@ -18,6 +18,7 @@ use crate::{
         request_id,
         tls::{ClientCertificate, accept},
     },
+    util::lock,
 };
 use axum::{Router, body::Body, extract::Request, response::Response};
 use bytes::Bytes;
@@ -32,7 +33,7 @@ use std::{
     net::{IpAddr, SocketAddr},
     pin::pin,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex,
         atomic::{AtomicU64, Ordering},
     },
     time::{Duration, Instant},
@@ -121,10 +122,6 @@ impl Drop for InFlightRequest {
         state.requests -= 1;
         state.idle_since = Instant::now();
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Serves until the server stops and the requests in progress are answered.

@@ -21,7 +21,7 @@ use crate::{
     },
     scheduler::Scheduler,
     store::CheckpointRow,
-    util::regular_files,
+    util::{lock, regular_files},
 };
 use axum::{
     Extension, Json,
@@ -41,7 +41,7 @@ use lockstep_protocol::{
 use serde::{Deserialize, Serialize};
 use std::{
     path::PathBuf,
-    sync::{Arc, OnceLock, PoisonError},
+    sync::{Arc, OnceLock},
     time::Duration,
 };
 use tokio::sync::watch;
@@ -304,7 +304,7 @@ async fn start(
     let request = Arc::new(OnceLock::new());
     let running_evaluation = Running { request: request.clone(), outcome };
     {
-        let mut running = scheduler.checkpoints.evaluations.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut running = lock(&scheduler.checkpoints.evaluations.0);
         if let Some(known) = running.get(&file) {
             return Ok(known.clone());
         }
@@ -333,7 +333,7 @@ async fn start(
             outcome = work => outcome,
             () = scheduler.tasks.stopping.cancelled() => Err(stopping()),
         };
-        scheduler.checkpoints.evaluations.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&file);
+        lock(&scheduler.checkpoints.evaluations.0).remove(&file);
         let _ = sender.send(Some(outcome));
     });
     Ok(running_evaluation)

@@ -7,12 +7,12 @@
 //! checked, and refused without a check beyond the limit. An address from which the person has signed in before (since the server's
 //! start) has a counter of its own, so guessing elsewhere does not lock the person out.
 
-use crate::config::addresses::client_key;
+use crate::{config::addresses::client_key, util::lock};
 use std::{
     collections::HashMap,
     hash::Hash,
     net::IpAddr,
-    sync::{Mutex, PoisonError},
+    sync::Mutex,
     time::{Duration, Instant},
 };
 
@@ -86,7 +86,7 @@ impl Counters {
 
 impl Attempts {
     fn counters(&self) -> std::sync::MutexGuard<'_, Counters> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 
     /// Counts a failure with a token or a code.

@@ -3,6 +3,7 @@
 use crate::{
     auth::access::{Secret, same_secret},
     config::addresses::client_key,
+    util::lock,
 };
 use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
 use sha2::{Digest, Sha256};
@@ -10,7 +11,7 @@ use std::{
     collections::HashMap,
     io,
     net::IpAddr,
-    sync::{Mutex, PoisonError},
+    sync::Mutex,
     time::{Duration, Instant},
 };
 
@@ -63,7 +64,7 @@ impl OpenRequests {
             from,
             since: Instant::now(),
         };
-        let mut open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut open = lock(&self.0);
         if open.len() >= MAX_SIGN_INS {
             open.retain(|_, request| request.since.elapsed() < LIFE);
         }
@@ -80,7 +81,7 @@ impl OpenRequests {
     /// Takes the sign-in with this `state`, if the browser has its cookie. With another cookie the sign-in stays, so that a person who has
     /// only seen the URL cannot end it.
     pub(super) fn take(&self, state: &str, cookie: &str) -> Option<OpenRequest> {
-        let mut open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut open = lock(&self.0);
         // Looked up by the hash, so that the time of the lookup does not reveal anything about a state.
         let state = Secret::of(state.to_owned()).hash;
         let request = open.get(&state)?;

@@ -16,7 +16,10 @@ use super::{
     files::{self, minute},
     stamp_of,
 };
-use crate::config::{ServeConfig, TlsConfig, tls_suites};
+use crate::{
+    config::{ServeConfig, TlsConfig, tls_suites},
+    util::lock,
+};
 use jiff::Timestamp;
 use lockstep_protocol::numbers::plural;
 use rustls::{
@@ -196,7 +199,7 @@ impl AgentTrust {
     pub(super) fn reload_if_changed(&self) {
         self.read_if_changed();
         let outdated = self.outdated(crate::now());
-        let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut files = lock(&self.files);
         if let Some(warning) = outdated.as_ref().filter(|_| !files.is_outdated) {
             tracing::warn!("{warning}");
         }
@@ -215,7 +218,7 @@ impl AgentTrust {
     }
 
     fn read_if_changed(&self) {
-        let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut files = lock(&self.files);
         let now = stamp(&self.authorities, self.revoked.as_deref());
         if now == files.stamp {
             return;
@@ -293,7 +296,7 @@ impl AgentTrust {
 
     /// Records the certificate with which an agent has joined, for [`AgentTrust::warnings`].
     pub(crate) fn joined(&self, agent_id: &str, name: &str, certificate: Option<&ClientCertificate>) {
-        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut seen = lock(&self.seen);
         match certificate {
             Some(certificate) => {
                 seen.insert(agent_id.to_owned(), (name.to_owned(), certificate.facts.clone()));
@@ -306,7 +309,7 @@ impl AgentTrust {
 
     /// A warning that the certificate with which an agent last connected expires soon.
     pub(crate) fn warning_of(&self, agent_id: &str) -> Option<String> {
-        let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        let seen = lock(&self.seen);
         let (_, facts) = seen.get(agent_id)?;
         expires_soon("its certificate", facts, crate::now())
     }
@@ -321,13 +324,13 @@ impl AgentTrust {
             let what = "the authority of agents' certificates";
             warnings.extend(authorities.iter().filter_map(|facts| expires_soon(what, facts, now)));
         }
-        if let Some(refused) = &self.files.lock().unwrap_or_else(PoisonError::into_inner).refused {
+        if let Some(refused) = &lock(&self.files).refused {
             warnings.push(format!(
                 "the new CA certificates or revocation list of agents are not used: {refused}"
             ));
         }
         warnings.extend(self.outdated(now));
-        let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        let seen = lock(&self.seen);
         let ending: Vec<_> = seen
             .values()
             .filter_map(|(name, facts)| {

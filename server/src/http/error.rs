@@ -211,7 +211,7 @@ impl IntoResponse for PageError {
 }
 
 /// A response for `user`: an error's page has the user's navigation bar.
-pub(crate) fn shown_to(user: CurrentUser, mut response: Response) -> Response {
+pub(crate) fn render_for(user: CurrentUser, mut response: Response) -> Response {
     let page = response.extensions_mut().remove::<ErrorPage>();
     if let Some(html) = page.and_then(|page| ErrorPage { user, ..page }.render().ok()) {
         // These headers belong to the replaced page, which may have been compressed.

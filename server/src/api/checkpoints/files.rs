@@ -55,7 +55,7 @@ pub(crate) async fn file(
             let about = [(header::ETAG, tag.clone()), (header::CACHE_CONTROL, CACHING.into())];
             return Ok((StatusCode::NOT_MODIFIED, about).into_response());
         }
-        if !conditional::range_counts(request.headers(), tag) {
+        if !conditional::range_applies(request.headers(), tag) {
             request.headers_mut().remove(header::RANGE);
         }
         // An entity tag takes precedence over the time (RFC 9110, section 13.1.3).

@@ -96,12 +96,12 @@ pub(super) async fn check(
         return Ok(());
     };
     let owned = match kind {
-        Kind::Job => of_job(auth, caller, name).await?,
-        Kind::Run => of_job(auth, caller, auth.run_id(caller, name).as_str()).await?,
+        Kind::Job => job_owner(auth, caller, name).await?,
+        Kind::Run => job_owner(auth, caller, auth.run_id(caller, name).as_str()).await?,
         // A checkpoint's id begins with the id of its job. Whether the checkpoint exists is checked by the handler.
-        Kind::Checkpoint => of_job(auth, caller, name.split('-').next().unwrap_or_default()).await?,
+        Kind::Checkpoint => job_owner(auth, caller, name.split('-').next().unwrap_or_default()).await?,
         Kind::Dataset => auth.store.owned_dataset(name).await?,
-        Kind::Model => of_model(auth, caller, name).await?,
+        Kind::Model => model_owner(auth, caller, name).await?,
         Kind::Sweep => auth.store.sweep(name).await?.map(|row| row.owned),
     };
     let Some(owned) = owned.filter(|owned| caller.sees(owned.private, owned.owner.as_deref())) else {
@@ -116,7 +116,7 @@ pub(super) async fn check(
 
 /// The owner of a job. A job that the caller may not see is looked up in the store at each request, like a job that does not exist, so the
 /// response time does not distinguish the two.
-async fn of_job(auth: &Auth, caller: &Caller, id: &str) -> Result<Option<Owned>> {
+async fn job_owner(auth: &Auth, caller: &Caller, id: &str) -> Result<Option<Owned>> {
     let Ok(id) = id.parse::<JobId>() else { return Ok(None) };
     let known = auth.job_owners.get(&id);
     if let Some(owned) = known.filter(|owned| caller.sees(owned.private, owned.owner.as_deref())) {
@@ -130,7 +130,7 @@ async fn of_job(auth: &Auth, caller: &Caller, id: &str) -> Result<Option<Owned>>
 }
 
 /// The owner of a model, who is the owner of the job of its first version. A caller who may see any version may see the model.
-async fn of_model(auth: &Auth, caller: &Caller, name: &str) -> Result<Option<Owned>> {
+async fn model_owner(auth: &Auth, caller: &Caller, name: &str) -> Result<Option<Owned>> {
     let versions = auth.store.model_versions(Some(name)).await?;
     let is_seen = versions.iter().any(|row| caller.sees(row.owned.private, row.owned.owner.as_deref()));
     let first = versions.into_iter().next().filter(|_| is_seen);

@@ -77,7 +77,7 @@ fn is_safe(method: &Method) -> bool {
 }
 
 /// The requirement of a request. `route` is the router's pattern; `None` for an unknown path.
-pub(crate) fn needed(method: &Method, route: Option<&str>) -> Requirement {
+pub(crate) fn requirement(method: &Method, route: Option<&str>) -> Requirement {
     let rule = RULES.iter().find(|(methods, path, _)| {
         Some(*path) == route
             && match methods {
@@ -155,7 +155,7 @@ mod tests {
             (Method::POST, Some("/static/{*path}"), S(Scope::Submit)),
             (Method::GET, Some("/login/x"), S(Scope::Read)),
         ] {
-            assert_eq!(needed(&method, route), expected, "{method} {route:?}");
+            assert_eq!(requirement(&method, route), expected, "{method} {route:?}");
         }
     }
 }

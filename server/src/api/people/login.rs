@@ -230,7 +230,7 @@ pub(crate) fn refused(auth: &Auth, ingress: &Ingress, next: &str, why: Refused) 
 }
 
 fn failed(auth: &Auth, ingress: &Ingress, from: IpAddr, next: &str, why: &str) -> Page {
-    match auth.access.attempts.failed(from) {
+    match auth.access.attempts.count_failure(from) {
         Ok(()) => form(auth, ingress, next, "", Some(why)),
         Err(wait) => Err(PageError(people::too_often(from, wait))),
     }

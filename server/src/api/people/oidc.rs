@@ -85,12 +85,12 @@ pub(crate) async fn finish(
     let next = request.next.clone();
     let mut response = match sign_in(&auth, oidc, &peer, request, answer).await? {
         Ok(response) => {
-            auth.access.attempts.was_right(peer.address);
+            auth.access.attempts.uncount_failure(peer.address);
             response
         }
         Err(refused) => {
             if !refused.is_failure() {
-                auth.access.attempts.was_right(peer.address);
+                auth.access.attempts.uncount_failure(peer.address);
             }
             login::refused(&auth, &ingress, &next, refused)?
         }

@@ -46,7 +46,7 @@ impl Usage {
 }
 
 impl Credential {
-    pub(super) fn used(&self, now: Timestamp) {
+    pub(super) fn note_use(&self, now: Timestamp) {
         self.usage.last.fetch_max(now.as_millisecond(), Ordering::Relaxed);
     }
 
@@ -58,7 +58,7 @@ impl Credential {
     }
 
     /// The token with its current fields.
-    pub(super) fn shown(&self) -> Token {
+    pub(super) fn token_with_use(&self) -> Token {
         let used = self.usage.last.load(Ordering::Relaxed);
         let last_used_at = (used > 0).then(|| Timestamp::from_millisecond(used).ok()).flatten();
         Token { last_used_at, ..self.token.clone() }

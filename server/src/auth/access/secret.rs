@@ -57,7 +57,7 @@ pub(super) fn hash(text: &str) -> String {
 }
 
 /// Compares two hashes in constant time.
-pub(crate) fn same(a: &str, b: &str) -> bool {
+pub(crate) fn same_secret(a: &str, b: &str) -> bool {
     a.as_bytes().ct_eq(b.as_bytes()).into()
 }
 

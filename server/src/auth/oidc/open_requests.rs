@@ -42,7 +42,7 @@ pub(crate) struct OpenRequest {
 }
 
 /// The values that a browser gets when it is sent to the provider.
-pub(super) struct Opened {
+pub(super) struct RedirectValues {
     pub(super) state: String,
     pub(super) nonce: String,
     pub(super) challenge: String,
@@ -50,7 +50,7 @@ pub(super) struct Opened {
 }
 
 impl OpenRequests {
-    pub(super) fn begin(&self, callback: &str, next: &str, from: IpAddr) -> io::Result<Opened> {
+    pub(super) fn begin(&self, callback: &str, next: &str, from: IpAddr) -> io::Result<RedirectValues> {
         let (state, cookie) = (Secret::plain()?, Secret::plain()?);
         let (nonce, verifier) = (Secret::plain()?.text, Secret::plain()?.text);
         let challenge = URL_SAFE_NO_PAD.encode(Sha256::digest(verifier.as_bytes()));
@@ -75,7 +75,7 @@ impl OpenRequests {
             forget_oldest(&mut open, |_| true);
         }
         open.insert(state.hash, request);
-        Ok(Opened { state: state.text, nonce, challenge, cookie: cookie.text })
+        Ok(RedirectValues { state: state.text, nonce, challenge, cookie: cookie.text })
     }
 
     /// Takes the sign-in with this `state`, if the browser has its cookie. With another cookie the sign-in stays, so that a person who has
@@ -103,7 +103,7 @@ fn forget_oldest(open: &mut HashMap<String, OpenRequest>, of: impl Fn(&OpenReque
 mod tests {
     use super::*;
 
-    fn begin(requests: &OpenRequests, from: u32) -> Opened {
+    fn begin(requests: &OpenRequests, from: u32) -> RedirectValues {
         requests.begin("https://here/login/oidc/callback", "/jobs", IpAddr::from(from.to_be_bytes())).unwrap()
     }
 
@@ -128,8 +128,9 @@ mod tests {
         let requests = OpenRequests::default();
         let elsewhere = begin(&requests, 9);
         let of_one: Vec<_> = (0..=MAX_PER_ADDRESS).map(|_| begin(&requests, 1)).collect();
-        let is_open =
-            |one: &Opened| requests.0.lock().unwrap().contains_key(&Secret::of(one.state.clone()).hash);
+        let is_open = |one: &RedirectValues| {
+            requests.0.lock().unwrap().contains_key(&Secret::of(one.state.clone()).hash)
+        };
         assert!(!is_open(&of_one[0]) && of_one[1..].iter().all(is_open) && is_open(&elsewhere));
         let count = requests.0.lock().unwrap().len();
         for n in count..MAX_SIGN_INS {

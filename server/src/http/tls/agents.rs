@@ -45,7 +45,7 @@ const CHECK_INTERVAL: Duration = Duration::from_secs(60);
 
 /// A refused certificate.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Refused {
+pub(crate) struct RefusedCertificate {
     /// The certificate's name and serial number.
     pub(crate) who: String,
     pub(crate) why: String,
@@ -198,7 +198,7 @@ impl AgentTrust {
     /// that were revoked before must still be refused.
     pub(super) fn reload_if_changed(&self) {
         self.read_if_changed();
-        let outdated = self.outdated(crate::now());
+        let outdated = self.outdated_warning(crate::now());
         let mut files = lock(&self.files);
         if let Some(warning) = outdated.as_ref().filter(|_| !files.is_outdated) {
             tracing::warn!("{warning}");
@@ -207,7 +207,7 @@ impl AgentTrust {
     }
 
     /// A warning that the revocation list should have been replaced by now.
-    fn outdated(&self, now: Timestamp) -> Option<String> {
+    fn outdated_warning(&self, now: Timestamp) -> Option<String> {
         let due = self.current().next_update.filter(|due| *due < now)?;
         Some(format!(
             "the revocation list {} of agents' certificates is out of date: the next one was due at {}. It is still used, so agents that were \
@@ -254,7 +254,7 @@ impl AgentTrust {
     }
 
     /// Waits until a certificate is no longer accepted, and returns the reason.
-    pub(crate) async fn ended(&self, certificate: &ClientCertificate) -> String {
+    pub(crate) async fn wait_until_refused(&self, certificate: &ClientCertificate) -> String {
         let mut changed = self.changed.subscribe();
         loop {
             if let Err(why) = self.check(certificate) {
@@ -295,7 +295,7 @@ impl AgentTrust {
     }
 
     /// Records the certificate with which an agent has joined, for [`AgentTrust::warnings`].
-    pub(crate) fn joined(&self, agent_id: &str, name: &str, certificate: Option<&ClientCertificate>) {
+    pub(crate) fn note_join(&self, agent_id: &str, name: &str, certificate: Option<&ClientCertificate>) {
         let mut seen = lock(&self.seen);
         match certificate {
             Some(certificate) => {
@@ -329,7 +329,7 @@ impl AgentTrust {
                 "the new CA certificates or revocation list of agents are not used: {refused}"
             ));
         }
-        warnings.extend(self.outdated(now));
+        warnings.extend(self.outdated_warning(now));
         let seen = lock(&self.seen);
         let ending: Vec<_> = seen
             .values()

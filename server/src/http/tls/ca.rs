@@ -206,7 +206,7 @@ impl Authority {
             jiff::Timestamp::from_second(time.unix_timestamp()).map_err(|error| error.to_string())
         };
         // Recorded before it is returned: a certificate that is not in the list is harder to revoke.
-        self.note(Record {
+        self.add_record(Record {
             serial: serial_text(&serial),
             name: first.to_owned(),
             kind,

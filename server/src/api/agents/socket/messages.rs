@@ -33,11 +33,11 @@ pub(super) async fn read(
         Message::Ping(_) | Message::Pong(_) | Message::Close(_) => return Ok(None),
     };
     let length = bytes.len();
-    match decoded(bytes).await? {
+    match decode_message(bytes).await? {
         FromAgent::Part(part) => match partial.add(part).map_err(End::protocol)? {
             Some(whole) => {
                 let length = whole.len();
-                Ok(Some((decoded(whole.into()).await?, length)))
+                Ok(Some((decode_message(whole.into()).await?, length)))
             }
             None => Ok(None),
         },
@@ -45,7 +45,7 @@ pub(super) async fn read(
     }
 }
 
-async fn decoded(bytes: Bytes) -> std::result::Result<FromAgent, End> {
+async fn decode_message(bytes: Bytes) -> std::result::Result<FromAgent, End> {
     let decode = |bytes: &[u8]| {
         wire::decode(bytes).map_err(|e| End::protocol(format!("it sent a message that cannot be read: {e}")))
     };
@@ -57,7 +57,7 @@ async fn decoded(bytes: Bytes) -> std::result::Result<FromAgent, End> {
 }
 
 /// Reads the first message, which must be `Hello`.
-pub(super) async fn first(
+pub(super) async fn read_first(
     message: std::result::Result<Message, axum::Error>,
     partial: &mut PartialMessages,
 ) -> std::result::Result<Option<FromAgent>, End> {

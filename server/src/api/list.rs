@@ -59,7 +59,7 @@ pub(crate) struct Elements<T> {
 impl<T: Serialize> Serialize for Elements<T> {
     fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
         let Some(fields) = &self.fields else { return self.items.serialize(serializer) };
-        let select = |item| fields.of(item).map_err(S::Error::custom);
+        let select = |item| fields.select(item).map_err(S::Error::custom);
         self.items.iter().map(select).collect::<std::result::Result<Vec<Value>, _>>()?.serialize(serializer)
     }
 }
@@ -127,7 +127,7 @@ impl Fields {
     }
 
     /// Serializes the requested fields of an element.
-    pub(super) fn of(&self, item: &impl Serialize) -> serde_json::Result<Value> {
+    pub(super) fn select(&self, item: &impl Serialize) -> serde_json::Result<Value> {
         // Converts through text, so that an f32 of 0.1 stays 0.1.
         let mut item: Value = serde_json::from_str(&serde_json::to_string(item)?)?;
         if let Value::Object(fields) = &mut item {
@@ -173,7 +173,7 @@ pub(super) fn known_name<'a>(what: &str, name: &str, known: &[&'a str]) -> Resul
 }
 
 /// The non-empty parts of a comma-separated list.
-pub(super) fn parts(text: Option<&str>) -> impl Iterator<Item = &str> {
+pub(super) fn split_list(text: Option<&str>) -> impl Iterator<Item = &str> {
     text.unwrap_or_default().split(',').map(str::trim).filter(|part| !part.is_empty())
 }
 
@@ -186,7 +186,7 @@ pub(super) fn sort_key(sort: &str) -> (&str, bool) {
 ///
 /// # Errors
 /// 400: the text is not a time.
-pub(super) fn time(key: &str, text: Option<&str>) -> Result<Option<Timestamp>> {
+pub(super) fn parse_time(key: &str, text: Option<&str>) -> Result<Option<Timestamp>> {
     let Some(text) = text else { return Ok(None) };
     text.parse().map(Some).map_err(|_| {
         let text = shortened(text);
@@ -281,7 +281,7 @@ impl<T: ToSchema> List<T> {
 
     fn cut(&self, mut items: Vec<T>, params: &ListParams, job: Option<&JobId>) -> Result<Page<T>> {
         let pages = Pages::new(self.name, params.sort.as_deref().unwrap_or(self.default_sort));
-        let pages = job.map_or(pages, |job| pages.of("job", job.as_str()));
+        let pages = job.map_or(pages, |job| pages.owned_by("job", job.as_str()));
         let limit = count("limit", params.limit, MAX_LIMIT, MAX_LIMIT)? as usize;
         let (by, _) = sort_key(pages.sort());
         let names: Vec<_> = self.sorts.iter().map(|(name, _)| *name).collect();
@@ -289,8 +289,8 @@ impl<T: ToSchema> List<T> {
         let key = self.sorts.iter().find(|(name, _)| *name == by).map(|(_, key)| key);
         let key = |item: &T| key.map_or(Key::Missing, |key| key(item));
         let fields = Fields::parse::<T>(params.fields.as_deref())?;
-        let after = time("created_after", params.created_after.as_deref())?;
-        let before = time("created_before", params.created_before.as_deref())?;
+        let after = parse_time("created_after", params.created_after.as_deref())?;
+        let before = parse_time("created_before", params.created_before.as_deref())?;
         match self.created {
             Some(created) => items.retain(|item| {
                 after.is_none_or(|after| created(item) >= after)
@@ -306,7 +306,7 @@ impl<T: ToSchema> List<T> {
             None => {}
         }
         let total = (params.count == Some(true)).then_some(items.len() as u64);
-        let next_cursor = part(&mut items, pages, key, self.id, params.cursor.as_deref(), limit)?;
+        let next_cursor = sort_and_cut(&mut items, pages, key, self.id, params.cursor.as_deref(), limit)?;
         Ok(Page { elements: Elements { items, fields }, next_cursor, total })
     }
 }
@@ -315,7 +315,7 @@ impl<T: ToSchema> List<T> {
 ///
 /// # Errors
 /// 400: the cursor does not belong to these pages.
-pub(super) fn part<T>(
+pub(super) fn sort_and_cut<T>(
     items: &mut Vec<T>,
     pages: Pages,
     key: impl Fn(&T) -> Key,

@@ -320,8 +320,8 @@ async fn start(
                 scheduler.agents.reply(waiting, EVALUATION_TIMEOUT).await
             };
             match answer.await {
-                Ok(AgentReply::Evaluation(found)) if neighbours.is_none() => keep(&file, &found).await,
-                Ok(AgentReply::Neighbours(found)) if neighbours.is_some() => keep(&file, &found).await,
+                Ok(AgentReply::Evaluation(found)) if neighbours.is_none() => save(&file, &found).await,
+                Ok(AgentReply::Neighbours(found)) if neighbours.is_some() => save(&file, &found).await,
                 Ok(_) => {
                     let detail = "the agent's response is not the requested evaluation; run the same version of lockstep on both machines".to_owned();
                     Err(Failure::Agent(RequestError::Refused(detail)))
@@ -357,7 +357,7 @@ fn check_measures(spec: &JobSpec, other: &Dataset) -> Result<()> {
 }
 
 /// Stores an evaluation atomically. Does not create the job's folder, because a folder of a deleted job would never be removed.
-async fn keep(file: &std::path::Path, found: &impl Serialize) -> std::result::Result<(), Failure> {
+async fn save(file: &std::path::Path, found: &impl Serialize) -> std::result::Result<(), Failure> {
     let written = async {
         let words = serde_json::to_vec(found).map_err(std::io::Error::other)?;
         if let Some(folder) = file.parent() {

@@ -251,7 +251,7 @@ async fn make(
         && let Some((fetch, _)) = artifact_fetches::check(&scheduler.checkpoints, &from, Some(&copies), None)
     {
         let _ = tokio::fs::remove_dir_all(scheduler.config.job_dir(&new)).await;
-        checkpoints::fetched(&scheduler.config, &from, fetch).await?;
+        checkpoints::await_fetch(&scheduler.config, &from, fetch).await?;
         done = copied().await;
     }
     if let Err(error) = done {

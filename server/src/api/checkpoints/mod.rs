@@ -222,7 +222,7 @@ pub(super) async fn check_here(checkpoints: &Arc<Checkpoints>, row: &CheckpointR
         fetch => fetch,
     };
     match fetch {
-        Some(fetch) => fetched(&checkpoints.config, row, fetch).await,
+        Some(fetch) => await_fetch(&checkpoints.config, row, fetch).await,
         None => Ok(()),
     }
 }
@@ -231,7 +231,7 @@ pub(super) async fn check_here(checkpoints: &Arc<Checkpoints>, row: &CheckpointR
 ///
 /// # Errors
 /// The checkpoint cannot be fetched, or fetching takes too long.
-pub(super) async fn fetched(config: &ServeConfig, row: &CheckpointRow, fetch: Fetch) -> Result<()> {
+pub(super) async fn await_fetch(config: &ServeConfig, row: &CheckpointRow, fetch: Fetch) -> Result<()> {
     match artifact_fetches::wait(fetch, config.evaluation_wait).await {
         Some(Ok(())) => Ok(()),
         Some(Err(NotFetched::Missing)) => Err(removed()),

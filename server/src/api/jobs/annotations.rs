@@ -82,7 +82,7 @@ pub(crate) async fn list(
     let page = store.annotations(seen_by.as_deref(), &after.unwrap_or_default(), limit).await?;
     let jobs = page.jobs.into_iter().map(|(id, annotation)| {
         let annotation = match &fields {
-            Some(fields) => fields.of(&annotation),
+            Some(fields) => fields.select(&annotation),
             None => serde_json::to_value(&annotation),
         };
         Ok((id.to_string(), annotation.map_err(|error| Error::Internal(format!("an annotation: {error}")))?))

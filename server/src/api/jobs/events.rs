@@ -84,10 +84,10 @@ pub(crate) async fn list(
     let job = jobs::find(&scheduler, &id).await?;
     let limit = count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)?;
     let fields = Fields::parse::<Event>(query.fields.as_deref())?;
-    let types = list::parts(query.types.as_deref()).map(|name| list::known_name("type", name, TYPES));
+    let types = list::split_list(query.types.as_deref()).map(|name| list::known_name("type", name, TYPES));
     let types = types.collect::<Result<Vec<_>>>()?;
     let has_metrics = types.is_empty() || types.contains(&"metrics");
-    let pages = Pages::new("events", ORDER).of("job", job.id.as_str());
+    let pages = Pages::new("events", ORDER).owned_by("job", job.id.as_str());
     let mut after: u64 = pages.read(query.cursor.as_deref())?.unwrap_or(0);
     let (mut items, mut bytes, mut examined, mut full) = (Vec::new(), 0, 0, false);
     let _permit = large::permit(limit).await?;

@@ -93,12 +93,12 @@ impl ListQuery {
         if let Some(mistake) = project.as_deref().and_then(labels::project_mistake) {
             return Err(Error::BadRequest(format!("project {mistake}")));
         }
-        let tags: Vec<String> = list::parts(self.tag.as_deref()).map(str::to_owned).collect();
+        let tags: Vec<String> = list::split_list(self.tag.as_deref()).map(str::to_owned).collect();
         if let Some(mistake) = labels::tags_mistake(&tags) {
             return Err(Error::BadRequest(format!("tag: {mistake}")));
         }
         let mut states: Vec<JobState> = Vec::new();
-        for state in list::parts(self.state.as_deref()) {
+        for state in list::split_list(self.state.as_deref()) {
             let state = state.parse().map_err(Error::BadRequest)?;
             if !states.contains(&state) {
                 states.push(state);
@@ -115,8 +115,8 @@ impl ListQuery {
             project,
             tags,
             group: group_keys::group(self.by.as_deref(), self.group.as_deref())?,
-            created_after: list::time("created_after", self.created_after.as_deref())?,
-            created_before: list::time("created_before", self.created_before.as_deref())?,
+            created_after: list::parse_time("created_after", self.created_after.as_deref())?,
+            created_before: list::parse_time("created_before", self.created_before.as_deref())?,
             sort: sort(self.sort_text())?,
             limit: count("limit", self.limit, DEFAULT_LIMIT, MAX_LIMIT)?,
             cursor: self.pages().read(self.cursor.as_deref())?,
@@ -152,7 +152,7 @@ impl ListQuery {
 /// # Errors
 /// 400: a metric is unknown.
 fn metrics(text: Option<&str>) -> Result<Vec<&'static str>> {
-    list::parts(text).map(|name| list::known_name("metric", name, &metric::NAMES)).collect()
+    list::split_list(text).map(|name| list::known_name("metric", name, &metric::NAMES)).collect()
 }
 
 /// List jobs

@@ -111,7 +111,7 @@ pub(crate) async fn page(scheduler: &Scheduler, caller: &Caller, query: &QueueQu
     let total = (query.count == Some(true)).then_some(jobs.len() as u64);
     if let Some(from) = &from {
         let places: Vec<_> = jobs.iter().map(|job| (job.place, job.row.map(|row| &row.job.id))).collect();
-        jobs.drain(..behind(&places, from));
+        jobs.drain(..previous_count(&places, from));
     }
     let more = jobs.len() > limit;
     jobs.truncate(limit);
@@ -129,7 +129,7 @@ struct Placed<'a> {
 
 /// Returns the number of jobs on previous pages. The cursor has the place and id of the last job on these pages, whose place may have
 /// changed.
-fn behind(jobs: &[(u64, Option<&JobId>)], (place, last): &(u64, Option<JobId>)) -> usize {
+fn previous_count(jobs: &[(u64, Option<&JobId>)], (place, last): &(u64, Option<JobId>)) -> usize {
     let at = last.as_ref().and_then(|id| jobs.iter().position(|(_, job)| *job == Some(id)));
     match (at, last) {
         (Some(at), _) => at + 1,
@@ -215,11 +215,11 @@ mod tests {
             (1..).zip(of).map(|(place, n)| (place, ids.get(*n).filter(|_| *n != 3))).collect()
         };
         let last = (2, Some(ids[1].clone()));
-        assert_eq!(behind(&queue(&[0, 1, 2]), &last), 2);
-        assert_eq!(behind(&queue(&[1, 2]), &last), 1, "a job before it has started");
-        assert_eq!(behind(&queue(&[0, 2]), &last), 1, "the last job has started");
-        assert_eq!(behind(&queue(&[]), &last), 0);
-        assert_eq!(behind(&queue(&[0, 3, 2]), &(2, None)), 2, "a private job has only a place");
-        assert_eq!(behind(&queue(&[0, 1, 2]), &(u64::MAX, None)), 3);
+        assert_eq!(previous_count(&queue(&[0, 1, 2]), &last), 2);
+        assert_eq!(previous_count(&queue(&[1, 2]), &last), 1, "a job before it has started");
+        assert_eq!(previous_count(&queue(&[0, 2]), &last), 1, "the last job has started");
+        assert_eq!(previous_count(&queue(&[]), &last), 0);
+        assert_eq!(previous_count(&queue(&[0, 3, 2]), &(2, None)), 2, "a private job has only a place");
+        assert_eq!(previous_count(&queue(&[0, 1, 2]), &(u64::MAX, None)), 3);
     }
 }

@@ -240,7 +240,7 @@ async fn follow(
     // The job's state as of the last event that was sent, once that event is past `last_seq`.
     let mut state = row.job.state;
     let pace = Pace::from(&row.job);
-    let Ok(job) = jobs::shown_to(scheduler, &reader.caller, row).await else {
+    let Ok(job) = jobs::job_for(scheduler, &reader.caller, row).await else {
         return away(&mut reader).await;
     };
     let job = Box::new(Job { notes: None, queue: None, ..job });

@@ -182,7 +182,7 @@ pub(crate) async fn create(
     if let Some(detail) = labels::notes_mistake(&new.description) {
         return Err(Error::invalid("/description", detail));
     }
-    let row = chosen(&checkpoints, &auth, &caller, &new).await?;
+    let row = choose_checkpoint(&checkpoints, &auth, &caller, &new).await?;
     checkpoints::check_here(&checkpoints, &row).await?;
     let (programs, dataset_fingerprint) = lineage(&checkpoints, &row).await?;
     let version = {
@@ -213,7 +213,7 @@ pub(crate) async fn create(
 ///
 /// # Errors
 /// 404: the job or checkpoint does not exist, or the caller may not see it. 403: the job belongs to somebody else.
-async fn chosen(
+async fn choose_checkpoint(
     checkpoints: &Checkpoints,
     auth: &Auth,
     caller: &Caller,

@@ -74,8 +74,8 @@ pub(crate) async fn page(auth: &Auth, query: &AuditQuery) -> Result<AuditPage> {
     let limit = count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)?;
     let fields = Fields::parse::<AuditEntry>(query.fields.as_deref())?;
     let cursor: Option<String> = PAGES.read(query.cursor.as_deref())?;
-    let after = list::time("created_after", query.created_after.as_deref())?;
-    let before = list::time("created_before", query.created_before.as_deref())?;
+    let after = list::parse_time("created_after", query.created_after.as_deref())?;
+    let before = list::parse_time("created_before", query.created_before.as_deref())?;
     // Ids begin with the entry's time in milliseconds, as twelve hexadecimal digits.
     let first_id = before.map(|before| format!("{:012x}", before.as_millisecond().max(0)));
     let behind = match (cursor.as_deref(), first_id.as_deref()) {

@@ -539,7 +539,7 @@ impl Parts {
 
 /// Returns the run with this id, if the caller may see it.
 async fn seen_run(scheduler: &Scheduler, caller: &Caller, id: &str) -> Result<Job> {
-    match jobs::seen(scheduler, caller, id).await {
+    match jobs::find_visible(scheduler, caller, id).await {
         Ok(job) if job.external.is_some() => Ok(job),
         Ok(_) | Err(Error::NotFound(_)) => {
             Err(refuse("RESOURCE_DOES_NOT_EXIST", format!("Run with id={} not found", shortened(id))))

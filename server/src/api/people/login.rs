@@ -106,7 +106,7 @@ pub(crate) async fn show(
         None => {
             let why =
                 "That link was used, or is older than ten minutes. `lockstep login-link` prints another.";
-            failed(&auth, &ingress, peer.address, next, why)
+            failed_page(&auth, &ingress, peer.address, next, why)
         }
     }
 }
@@ -133,7 +133,7 @@ pub(crate) async fn submit(
             Err(other) => Err(PageError(people::refusal(other, peer.address))),
         };
     }
-    let failed = |why| failed(&auth, &ingress, peer.address, next, why);
+    let failed = |why| failed_page(&auth, &ingress, peer.address, next, why);
     let caller = auth.access.by_token(input.token.trim()).ok();
     match caller.as_ref().and_then(Caller::token) {
         Some(token) if token.scope != Scope::Agent => {
@@ -205,14 +205,14 @@ fn sign_in_page(auth: &Auth, ingress: &Ingress, next: &str, error: &str) -> Logi
 }
 
 /// Why a sign-in with the OpenID provider failed.
-pub(crate) struct Refused {
+pub(crate) struct FailedSignIn {
     pub(super) status: StatusCode,
     pub(super) detail: String,
     /// Subject of the entry in the audit log.
     pub(super) about: Option<String>,
 }
 
-impl Refused {
+impl FailedSignIn {
     /// Whether the failure counts towards the limit of attempts to sign in.
     pub(crate) fn is_failure(&self) -> bool {
         matches!(self.status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN)
@@ -220,7 +220,7 @@ impl Refused {
 }
 
 /// Returns the form to sign in, with the reason why the sign-in with the OpenID provider failed.
-pub(crate) fn refused(auth: &Auth, ingress: &Ingress, next: &str, why: Refused) -> Page {
+pub(crate) fn refused_page(auth: &Auth, ingress: &Ingress, next: &str, why: FailedSignIn) -> Page {
     let page = html(sign_in_page(auth, ingress, next, &why.detail).render())?;
     let mut response = (why.status, page).into_response();
     if let Some(about) = why.about {
@@ -229,7 +229,7 @@ pub(crate) fn refused(auth: &Auth, ingress: &Ingress, next: &str, why: Refused) 
     Ok(response)
 }
 
-fn failed(auth: &Auth, ingress: &Ingress, from: IpAddr, next: &str, why: &str) -> Page {
+fn failed_page(auth: &Auth, ingress: &Ingress, from: IpAddr, next: &str, why: &str) -> Page {
     match auth.access.attempts.count_failure(from) {
         Ok(()) => form(auth, ingress, next, "", Some(why)),
         Err(wait) => Err(PageError(people::too_often(from, wait))),

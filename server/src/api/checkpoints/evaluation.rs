@@ -167,7 +167,7 @@ async fn find(
     // Another dataset may have the name of the job's dataset now, so access is checked again.
     if let Some(owned) = scheduler.store.owned_dataset(&job.spec.data.dataset).await?
         && which.dataset.is_none()
-        && !caller.sees(owned.private, owned.owner.as_deref())
+        && !caller.sees_owned(&owned)
     {
         return Err(Error::unprocessable(format!(
             "the dataset {:?} is no longer registered",

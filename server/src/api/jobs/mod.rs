@@ -92,7 +92,7 @@ pub(super) async fn job_for(scheduler: &Scheduler, caller: &Caller, row: JobRow)
             Ok(id) => scheduler.store.owned_job(&id).await?,
             Err(_) => None,
         };
-        let is_seen = owned.is_some_and(|owned| caller.sees(owned.private, owned.owner.as_deref()));
+        let is_seen = owned.is_some_and(|owned| caller.sees_owned(&owned));
         job.parent = is_seen.then_some(parent);
     }
     scheduler.last_plan.tell(&mut job);

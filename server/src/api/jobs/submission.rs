@@ -99,7 +99,7 @@ pub(crate) async fn resolve_version(
         Err(detail) => return mistake(detail),
     };
     let versions = store.model_versions(Some(&name.model)).await?;
-    let seen = versions.iter().filter(|row| caller.sees(row.owned.private, row.owned.owner.as_deref()));
+    let seen = versions.iter().filter(|row| caller.sees_owned(&row.owned));
     match seen.map(|row| &row.version).find(|version| name.which.is(version)) {
         Some(version) => {
             spec.model.pretrained = Some(version.checkpoint.clone());
@@ -135,7 +135,7 @@ pub(crate) async fn pretrained(
             Some(row) => scheduler.store.owned_job(&row.job).await?,
             None => None,
         };
-        let is_seen = job.is_some_and(|job| caller.sees(job.private, job.owner.as_deref()));
+        let is_seen = job.is_some_and(|owned| caller.sees_owned(&owned));
         match row.filter(|_| is_seen) {
             Some(row) => {
                 fetch_from_store(&scheduler.checkpoints, &row).await?;

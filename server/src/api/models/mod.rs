@@ -15,7 +15,7 @@ use crate::{
         extract::{Body, Path, Query, job_id},
         gate::AuditSubject,
     },
-    store::{CheckpointRow, NewVersion, Store, VersionRow},
+    store::{CheckpointRow, NewVersion, Store},
     util::regular_files,
 };
 use axum::{
@@ -92,12 +92,8 @@ async fn visible_versions(
     model: Option<&str>,
 ) -> Result<Vec<ModelVersion>> {
     let mut rows = store.model_versions(model).await?;
-    rows.retain(|row| is_seen(caller, row));
+    rows.retain(|row| caller.sees_owned(&row.owned));
     Ok(rows.into_iter().map(|row| row.version).collect())
-}
-
-fn is_seen(caller: &Caller, row: &VersionRow) -> bool {
-    caller.sees(row.owned.private, row.owned.owner.as_deref())
 }
 
 /// Returns the models that a caller may see, by name.
@@ -229,7 +225,7 @@ async fn choose_checkpoint(
         _ => return Err(Error::invalid("", "give either checkpoint or job")),
     };
     let owned = store.owned_job(&job).await?;
-    let Some(owned) = owned.filter(|owned| caller.sees(owned.private, owned.owner.as_deref())) else {
+    let Some(owned) = owned.filter(|owned| caller.sees_owned(owned)) else {
         let what = if by_id.is_some() { "no checkpoint has this id" } else { "no job has this id" };
         return Err(Error::NotFound(what.into()));
     };

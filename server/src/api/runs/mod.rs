@@ -183,7 +183,7 @@ async fn continue_run(
     config: &Map<String, Value>,
 ) -> Result<Option<Job>> {
     let Some(owned) = auth.store.owned_job(id).await? else { return Ok(None) };
-    if !caller.sees(owned.private, owned.owner.as_deref()) {
+    if !caller.sees_owned(&owned) {
         let taken = "a private run of somebody else has this id: choose another";
         return if is_own { Ok(None) } else { Err(Error::Conflict(taken.into())) };
     }

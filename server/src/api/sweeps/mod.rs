@@ -65,7 +65,7 @@ async fn with_trials(store: &dyn Store, row: &SweepRow) -> Result<Sweep> {
 /// Returns the sweeps that a caller may see, newest first.
 async fn visible_sweeps(store: &dyn Store, caller: &Caller) -> Result<Vec<SweepRow>> {
     let mut rows = store.sweeps().await?;
-    rows.retain(|row| caller.sees(row.owned.private, row.owned.owner.as_deref()));
+    rows.retain(|row| caller.sees_owned(&row.owned));
     Ok(rows)
 }
 
@@ -105,7 +105,7 @@ async fn made_before(
     row: &SweepRow,
     document: &Value,
 ) -> Result<(StatusCode, Sweep)> {
-    if !caller.sees(row.owned.private, row.owned.owner.as_deref()) || row.spec != *document {
+    if !caller.sees_owned(&row.owned) || row.spec != *document {
         return Err(StoreError::KeyReused.into());
     }
     Ok((StatusCode::OK, with_trials(store, row).await?))

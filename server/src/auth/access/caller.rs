@@ -1,5 +1,6 @@
 //! The caller of a request.
 
+use crate::store::Owned;
 use jiff::Timestamp;
 use lockstep_protocol::{
     Job,
@@ -108,6 +109,11 @@ impl Caller {
     /// Whether the caller sees an object of this owner, which may be private.
     pub(crate) fn sees(&self, private: bool, owner: Option<&str>) -> bool {
         !private || self.sees_all() || self.owns(owner)
+    }
+
+    /// Whether the caller sees the object of which this is the owner and the privacy.
+    pub(crate) fn sees_owned(&self, owned: &Owned) -> bool {
+        self.sees(owned.private, owned.owner.as_deref())
     }
 
     /// Whether the caller sees a job.

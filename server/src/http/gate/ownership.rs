@@ -104,7 +104,7 @@ pub(super) async fn check(
         Kind::Model => model_owner(auth, caller, name).await?,
         Kind::Sweep => auth.store.sweep(name).await?.map(|row| row.owned),
     };
-    let Some(owned) = owned.filter(|owned| caller.sees(owned.private, owned.owner.as_deref())) else {
+    let Some(owned) = owned.filter(|owned| caller.sees_owned(owned)) else {
         return Err(kind.not_found(route));
     };
     let reads = matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS) || READING.contains(&route);
@@ -119,7 +119,7 @@ pub(super) async fn check(
 async fn job_owner(auth: &Auth, caller: &Caller, id: &str) -> Result<Option<Owned>> {
     let Ok(id) = id.parse::<JobId>() else { return Ok(None) };
     let known = auth.job_owners.get(&id);
-    if let Some(owned) = known.filter(|owned| caller.sees(owned.private, owned.owner.as_deref())) {
+    if let Some(owned) = known.filter(|owned| caller.sees_owned(owned)) {
         return Ok(Some(owned));
     }
     let owned = auth.store.owned_job(&id).await?;
@@ -132,7 +132,7 @@ async fn job_owner(auth: &Auth, caller: &Caller, id: &str) -> Result<Option<Owne
 /// The owner of a model, who is the owner of the job of its first version. A caller who may see any version may see the model.
 async fn model_owner(auth: &Auth, caller: &Caller, name: &str) -> Result<Option<Owned>> {
     let versions = auth.store.model_versions(Some(name)).await?;
-    let is_seen = versions.iter().any(|row| caller.sees(row.owned.private, row.owned.owner.as_deref()));
+    let is_seen = versions.iter().any(|row| caller.sees_owned(&row.owned));
     let first = versions.into_iter().next().filter(|_| is_seen);
     Ok(first.map(|row| Owned { private: false, ..row.owned }))
 }

@@ -32,7 +32,7 @@ use utoipa::ToSchema;
 const MAX_WEBHOOKS: usize = 50;
 /// Maximum length of a webhook's URL, in bytes.
 const MAX_URL_BYTES: usize = 2000;
-/// Maximum number of listed messages of a webhook: only the newest are listed.
+/// Maximum number of listed messages of a webhook, the newest.
 const MAX_LISTED_MESSAGES: u32 = 1000;
 /// Number of messages of each webhook on the page.
 const MESSAGES_ON_PAGE: u32 = 5;

@@ -1,4 +1,4 @@
-//! Deny by default: the layer around every route that authenticates and authorises each request.
+//! The layer around every route that authenticates and authorises each request. Access is denied by default.
 //!
 //! The table in `gate/rules.rs` has the scope that a request needs, by method and route. A route that is not in the table needs a token.
 //! Requests that may change something are written to the audit log here, so no handler can forget it.
@@ -83,7 +83,7 @@ pub(crate) async fn gate(State(gate): State<Arc<Gate>>, mut request: Request, ne
     let path = request.uri().path().to_owned();
     let object: String =
         request.uri().path_and_query().map_or("", |p| p.as_str()).chars().take(OBJECT_CHARS).collect();
-    // Always present: the guard refuses requests without it.
+    // Every request has a peer here, because the guard refuses others.
     let address = request.extensions().get::<Peer>().map(|peer| peer.address.to_string()).unwrap_or_default();
     let request_id = request_id::of(&request).to_owned();
     let by_certificate = match request.extensions().get::<Peer>() {

@@ -95,7 +95,7 @@ impl ServerCertificate {
         let files = Mutex::new(Watched { certificate, key, stamp, refused: None, reminded: None });
         let agents = AgentTrust::open(config, tls)?.map(Arc::new);
         let (suites, lowest) = (config.tls_suites.clone(), config.tls_lowest);
-        // Checked before the server listens: no client could connect.
+        // Checked before the server listens, because no client could connect if nothing were offered.
         tls_suites::offered(suites.as_ref(), lowest, &loaded.key)?;
         let current = RwLock::new(Arc::new(loaded));
         Ok(Arc::new(Self { files, own, agents, suites, lowest, current }))

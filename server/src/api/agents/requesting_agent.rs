@@ -80,8 +80,10 @@ impl RequestingAgent {
         agents.leases.held_by(&self.agent_id, &self.attempt).is_some()
     }
 
+    /// Checks that the agent has the attempt.
+    ///
     /// # Errors
-    /// The agent does not have the attempt.
+    /// The agent does not have it.
     pub(crate) fn check_attempt(&self, agents: &Agents) -> Result<()> {
         match self.has_attempt(agents) {
             true => Ok(()),
@@ -89,7 +91,7 @@ impl RequestingAgent {
         }
     }
 
-    /// The agent's name from the lease: after a restart of the server the agent may not have reconnected yet.
+    /// The agent's name from the lease, because after a restart of the server the agent may not have reconnected yet.
     pub(crate) fn agent_name(&self, agents: &Agents) -> String {
         let places = agents.leases.places_of(&self.attempt.job);
         let place = places.into_iter().find(|place| place.agent_id == self.agent_id);
@@ -119,7 +121,7 @@ impl RequestingAgent {
         let has_it = copies.holders.iter().any(is_its);
         let first = checkpoints.on_its_way(&row, Some(&copies)).into_iter().chain(copies.holders).next();
         match first.is_some_and(|first| is_its(&first)) {
-            // Allowed in any state of the agent's attempt: the checkpoint may be the newest one, and no other agent has it.
+            // Allowed in any state of the agent's attempt, because the checkpoint may be the newest one, and no other agent has it.
             true => Ok(()),
             // If the first agent disconnects, this one may upload.
             false if has_it && !checkpoints.folder(&row).exists() => {

@@ -156,7 +156,7 @@ async fn serve(
             process: std::mem::take(&mut hello.process),
             address: peer.address,
         };
-        // Half a lease: after an agent's process has ended, its next process is accepted before the lease of its attempts expires.
+        // Half a lease, so that after the end of an agent's process its next process is accepted before the lease of its attempts expires.
         scheduler.agents.join(joining, scheduler.config.lease / 2, outgoing).map(|c| (hello, c))
     });
     let (hello, connection) = match joined {

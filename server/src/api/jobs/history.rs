@@ -73,7 +73,7 @@ pub(crate) async fn show(
     let (parent, begun) = parent(&*scheduler.store, &caller, &job, rows.parent).await?;
     let mut entries = event_entries(&job, begun, &rows.events, &rows.requests);
     entries.extend(attempt_entries(&attempts, &rows.events));
-    // A stable sort: a request stays before the attempt's end that followed in the same millisecond.
+    // The sort is stable, so a request stays before the attempt's end that followed in the same millisecond.
     entries.sort_by_key(|entry| entry.at);
     let forks = rows.forks.into_iter().filter(|(fork, _)| caller.sees_job(fork));
     let forks = forks.map(|(fork, checkpoint)| Relative {

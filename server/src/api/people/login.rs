@@ -84,7 +84,7 @@ pub(crate) async fn show(
     PageQuery(query): PageQuery<LoginQuery>,
 ) -> Page {
     let next = return_path(query.next.as_deref());
-    // HEAD must not use the code, which is valid once: link previews send HEAD before a person opens the link.
+    // HEAD must not use the code, which is valid once, because link previews send HEAD before a person opens the link.
     let Some(code) = query.code.as_ref().filter(|_| method != Method::HEAD) else {
         return match caller {
             Some(Extension(caller)) if query.next.is_none() && may_set_up(&auth, Some(&caller)) => {

@@ -30,7 +30,7 @@ const RULES: [(Methods, &str, Requirement); 35] = [
     (Safe, "/login/oidc", Nothing),
     (Safe, "/login/oidc/callback", Nothing),
     (Safe, "/static/{*path}", Nothing),
-    // Other methods do not exist: the response is 405.
+    // Other methods do not exist, so the response is 405.
     (All, "/healthz", Nothing),
     (All, "/readyz", Nothing),
     // Every signed-in caller may sign out, and get a sign-in link with the caller's own scope.
@@ -115,7 +115,7 @@ pub(crate) fn is_upload(method: &Method, route: Option<&str>) -> bool {
 
 /// Whether a request is written to the audit log, because it may change something.
 pub(super) fn is_recorded(method: &Method, route: Option<&str>) -> bool {
-    // Requests of an agent for its job are not recorded: no person made them, and there would be an entry for each part of a file.
+    // Requests of an agent for its job are not recorded, because no person made them, and each part of a file would have an entry.
     let is_agents = route.is_some_and(|route| route.starts_with("/api/v1/agent/attempts/"));
     let is_listed = method != Method::DELETE && route.is_some_and(|route| NOT_AUDITED.contains(&route));
     !is_safe(method) && !is_agents && !is_listed && !is_upload(method, route)

@@ -194,8 +194,8 @@ impl AgentTrust {
         self.current.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Reloads changed files. Files that cannot be used are ignored, and the old ones stay in use: with a damaged revocation list, agents
-    /// that were revoked before must still be refused.
+    /// Reloads changed files. Files that cannot be used are ignored, and the old ones stay in use, because agents that were revoked before
+    /// must still be refused if the revocation list is damaged.
     pub(super) fn reload_if_changed(&self) {
         self.read_if_changed();
         let outdated = self.outdated_warning(crate::now());

@@ -205,7 +205,7 @@ impl Authority {
         let at = |time: OffsetDateTime| {
             jiff::Timestamp::from_second(time.unix_timestamp()).map_err(|error| error.to_string())
         };
-        // Recorded before it is returned: a certificate that is not in the list is harder to revoke.
+        // Recorded before it is returned, because a certificate that is not in the list is harder to revoke.
         self.add_record(Record {
             serial: serial_text(&serial),
             name: first.to_owned(),

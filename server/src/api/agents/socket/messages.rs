@@ -16,7 +16,7 @@ pub(super) const MESSAGE_BYTES: usize = 16 << 20;
 /// Maximum size of `Hello`, in bytes. The largest valid one, with all slots, attempts and descriptions at their limits, is smaller.
 pub(super) const HELLO_BYTES: usize = 2 << 20;
 /// Maximum size of a message that is decoded on the connection's thread, in bytes. Longer messages are decoded one at a time on a blocking
-/// thread: decoding may take a second, which would delay all heartbeats, and memory of up to forty times the message's size.
+/// thread, because decoding may take a second, which would delay all heartbeats, and memory of up to forty times the message's size.
 const DECODED_HERE_BYTES: usize = 2 << 20;
 static DECODING: Semaphore = Semaphore::const_new(1);
 

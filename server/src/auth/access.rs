@@ -2,8 +2,8 @@
 //!
 //! All of these are also in the database, which no other server uses. So authenticating a request takes a SHA-256 and a lookup in a map,
 //! but no query, and a revocation has effect at once. Tokens are 256 random bits, which cannot be guessed, so a fast hash is sufficient.
-//! Slow hashes such as argon2 are for passwords that people choose, and make guessing expensive. The lookup uses the hash, and a hash that is
-//! found is compared once more in constant time, so the time of a response says nothing about a secret.
+//! Slow hashes such as argon2 make guessing expensive, which protects passwords that people choose. The lookup uses the hash, and a hash
+//! that is found is compared once more in constant time, so the time of a response says nothing about a secret.
 
 mod attempts;
 mod caller;

@@ -31,7 +31,6 @@ const RETRY_STATUSES: [&str; 2] = ["429", "503"];
 pub(crate) fn complete(mut document: OpenApi) -> OpenApi {
     for (path, item) in &mut document.paths.paths {
         for (method, operation) in operations(item) {
-            let needed = gate::requirement(&method, Some(path));
             if path.starts_with(AGENT_ATTEMPTS_PATH) {
                 operation.parameters.get_or_insert_default().extend(AGENT_HEADERS.map(|(name, about)| {
                     let text = ObjectBuilder::new().schema_type(Type::String).min_length(Some(1)).build();
@@ -40,7 +39,7 @@ pub(crate) fn complete(mut document: OpenApi) -> OpenApi {
                     RefOr::T(header.build())
                 }));
             }
-            let scope = match needed {
+            let scope = match gate::requirement(&method, Some(path)) {
                 Requirement::Nothing => None,
                 Requirement::Scope(scope) => Some(scope),
                 Requirement::AdminOrPerson => Some(Scope::Read),

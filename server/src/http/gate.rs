@@ -85,7 +85,7 @@ pub(crate) async fn gate(State(gate): State<Arc<Gate>>, mut request: Request, ne
         request.uri().path_and_query().map_or("", |p| p.as_str()).chars().take(OBJECT_CHARS).collect();
     // Every request has a peer here, because the guard refuses others.
     let address = request.extensions().get::<Peer>().map(|peer| peer.address.to_string()).unwrap_or_default();
-    let request_id = request_id::of(&request).to_owned();
+    let request_id = request_id::read(&request).to_owned();
     let by_certificate = match request.extensions().get::<Peer>() {
         Some(peer) if needed == Requirement::Scope(Scope::Agent) => {
             agents::by_certificate(&gate, request.headers(), peer)

@@ -174,7 +174,7 @@ async fn find(
             job.spec.data.dataset
         )));
     }
-    let of = if which.weights == Weights::Ema { "-ema" } else { "" };
+    let weights = if which.weights == Weights::Ema { "-ema" } else { "" };
     let other = match which.dataset.as_deref() {
         None => None,
         // The name of a registered dataset is safe in a file's name.
@@ -187,10 +187,10 @@ async fn find(
     // The job's own dataset keeps the job's validation pictures, even if the request names it.
     let other = other.filter(|other| other.name != job.spec.data.dataset);
     // A dataset that was registered again under the same name is another dataset.
-    let on =
+    let dataset =
         other.as_ref().map(|d| format!("@{}@{}", d.name, d.added_at.as_millisecond())).unwrap_or_default();
-    let by = neighbours.map(|k| format!("-{k}-neighbours")).unwrap_or_default();
-    let name = format!("{}-{}{of}{by}{on}.json", row.info.epoch, row.info.step);
+    let method = neighbours.map(|k| format!("-{k}-neighbours")).unwrap_or_default();
+    let name = format!("{}-{}{weights}{method}{dataset}.json", row.info.epoch, row.info.step);
     let file = scheduler.config.job_dir(&row.job).join("evaluations").join(name);
     let answer =
         |evaluation: Vec<u8>| ([(header::CONTENT_TYPE, "application/json")], evaluation).into_response();

@@ -286,14 +286,14 @@ fn name_mistake(name: &str) -> Option<SpecError> {
     if is_good && !name.starts_with('.') {
         return None;
     }
-    let is = match name.chars().find(|c| !is_plain(*c)) {
+    let problem = match name.chars().find(|c| !is_plain(*c)) {
         _ if name.is_empty() => "this one is empty".to_owned(),
         Some(odd) => format!("this one has {odd:?}"),
         None if name.len() > MAX_NAME_BYTES => format!("this one has {}", name.len()),
         None => "this one begins with a dot".into(),
     };
     mistake(format!(
-        "must have 1 to {MAX_NAME_BYTES} characters, each a letter (a to z, A to Z), a digit, '-', '_' or '.', the first not a dot: {is}"
+        "must have 1 to {MAX_NAME_BYTES} characters, each a letter (a to z, A to Z), a digit, '-', '_' or '.', the first not a dot: {problem}"
     ))
 }
 

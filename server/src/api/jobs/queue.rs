@@ -100,8 +100,8 @@ pub(crate) async fn page(scheduler: &Scheduler, caller: &Caller, query: &QueueQu
     let slots = kept_slots(&kept);
     let reservations = reservations(&scheduler.agents, caller, kept, &rows);
     let wanted = |row: &JobRow, is_seen: bool| {
-        let is = |asked: Option<&str>, has: Option<&str>| asked.is_none() || is_seen && asked == has;
-        is(project, Some(&row.job.project)) && is(owner, row.job.owner.as_deref())
+        let matches = |asked: Option<&str>, has: Option<&str>| asked.is_none() || is_seen && asked == has;
+        matches(project, Some(&row.job.project)) && matches(owner, row.job.owner.as_deref())
     };
     let placed = rows.iter().zip(1..).map(|(row, place)| (place, row, caller.sees_job(&row.job)));
     let mut jobs: Vec<Placed> = placed

@@ -293,7 +293,8 @@ fn name_mistake(name: &str) -> Option<SpecError> {
         None => "this one begins with a dot".into(),
     };
     mistake(format!(
-        "must have 1 to {MAX_NAME_BYTES} characters, each a letter (a to z, A to Z), a digit, '-', '_' or '.', the first not a dot: {problem}"
+        "must have 1 to {MAX_NAME_BYTES} characters, each a letter (a to z, A to Z), a digit, '-', '_' or '.', the first not a dot: \
+         {problem}"
     ))
 }
 

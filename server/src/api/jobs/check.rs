@@ -176,8 +176,8 @@ impl Checked {
 /// Where the training of a checked job begins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::api) enum Start {
-    /// At the first step, possibly with pretrained weights. If the job is `launched`, agents for it are started afterwards, so the slots are
-    /// not checked.
+    /// At the first step, possibly with pretrained weights. If the job is `launched`, agents for it are started afterwards, so the slots
+    /// are not checked.
     FirstStep { launched: bool },
     /// At the checkpoint of another job, so pretrained weights are not checked.
     Checkpoint,

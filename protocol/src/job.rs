@@ -413,6 +413,20 @@ pub struct LastValues {
 }
 
 impl LastValues {
+    /// The values by the names of their metrics.
+    pub fn by_name(&self) -> impl Iterator<Item = (&str, f64)> {
+        let Self { loss, accuracy, lr, val_loss, val_accuracy, val_pictures: _, others } = self;
+        let fields = [
+            ("loss", *loss),
+            ("accuracy", *accuracy),
+            ("lr", *lr),
+            ("val_loss", *val_loss),
+            ("val_accuracy", *val_accuracy),
+        ];
+        let fields = fields.into_iter().filter_map(|(name, value)| Some((name, value?)));
+        fields.chain(others.iter().map(|(name, value)| (name.as_str(), *value)))
+    }
+
     /// The validation accuracy, with its number of pictures if known.
     pub fn accuracy_in_words(&self) -> Option<String> {
         Some(accuracy_of(self.val_accuracy?, self.val_pictures))

@@ -24,7 +24,7 @@ use axum::{
 use bytes::Bytes;
 use jiff::Timestamp;
 use lockstep_protocol::{
-    job::{External, Job, JobState, LastValues},
+    job::{External, Job, JobState},
     labels::{self, DEFAULT_PROJECT},
     metric::{MetricColumn, name_mistake},
     numbers::exact,
@@ -616,18 +616,8 @@ fn metric(key: &str, value: &Value, step: u64, job: &Job) -> Value {
 }
 
 fn run(job: &Job) -> Value {
-    let LastValues { loss, accuracy, lr, val_loss, val_accuracy, val_pictures: _, others } = &job.last;
-    let named = [
-        ("loss", loss),
-        ("accuracy", accuracy),
-        ("lr", lr),
-        ("val_loss", val_loss),
-        ("val_accuracy", val_accuracy),
-    ];
-    let named = named.into_iter().filter_map(|(name, value)| Some((name, (*value)?)));
-    let others = others.iter().map(|(name, value)| (name.as_str(), *value));
-    let metrics: Vec<_> =
-        named.chain(others).map(|(key, value)| metric(key, &value.into(), job.step, job)).collect();
+    let metrics = job.last.by_name().map(|(key, value)| metric(key, &value.into(), job.step, job));
+    let metrics: Vec<_> = metrics.collect();
     let of_no_program = External::default();
     let external = job.external.as_ref().unwrap_or(&of_no_program);
     let params: Vec<_> =

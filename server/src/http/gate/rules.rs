@@ -137,25 +137,3 @@ pub(super) fn is_failed_sign_in(route: Option<&str>, status: StatusCode) -> bool
     let is_refused_person = route == Some("/login/oidc/callback") && status == StatusCode::FORBIDDEN;
     is_refused_person || (is_sign_in(route) && status == StatusCode::UNAUTHORIZED)
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_listed_routes_are_open() {
-        for (method, route, expected) in [
-            (Method::GET, None, S(Scope::Read)),
-            (Method::POST, None, S(Scope::Submit)),
-            (Method::GET, Some("/jobs"), S(Scope::Read)),
-            (Method::DELETE, Some("/api/v1/jobs/{id}"), S(Scope::Submit)),
-            (Method::GET, Some("/login"), Nothing),
-            (Method::POST, Some("/login"), Nothing),
-            (Method::TRACE, Some("/healthz"), Nothing),
-            (Method::POST, Some("/static/{*path}"), S(Scope::Submit)),
-            (Method::GET, Some("/login/x"), S(Scope::Read)),
-        ] {
-            assert_eq!(requirement(&method, route), expected, "{method} {route:?}");
-        }
-    }
-}

@@ -63,15 +63,11 @@ pub struct Token {
     pub owner: Option<String>,
     /// Id of the person's token with which this token was made. It is revoked together with that token.
     pub made_with: Option<String>,
-    #[schema(value_type = String)]
     pub created_at: jiff::Timestamp,
     /// Absent: the token does not expire.
-    #[schema(value_type = Option<String>)]
     pub expires_at: Option<jiff::Timestamp>,
-    #[schema(value_type = Option<String>)]
     pub revoked_at: Option<jiff::Timestamp>,
     /// Time of the last use, to the minute.
-    #[schema(value_type = Option<String>)]
     pub last_used_at: Option<jiff::Timestamp>,
 }
 

@@ -62,8 +62,6 @@ pub struct Attempt {
     pub step: Option<u64>,
     /// Names of the agents that had the attempt's ranks, in rank order, without repetition.
     pub agents: Vec<String>,
-    #[schema(value_type = String)]
     pub started_at: jiff::Timestamp,
-    #[schema(value_type = Option<String>)]
     pub ended_at: Option<jiff::Timestamp>,
 }

@@ -40,7 +40,6 @@ pub struct DatasetInfo {
     pub fingerprint: Option<PicturesFingerprint>,
     /// When the inspection began, by the server's clock. Absent if no server asked for the inspection.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schema(value_type = Option<String>)]
     pub inspected_at: Option<jiff::Timestamp>,
 }
 
@@ -182,7 +181,6 @@ pub struct Dataset {
     /// The dataset's path on the machines that train on it.
     pub path: String,
     pub info: DatasetInfo,
-    #[schema(value_type = String)]
     pub added_at: jiff::Timestamp,
     /// The person who registered the dataset, or the name of the token that was used.
     pub owner: Option<String>,

@@ -41,14 +41,12 @@ pub struct Relative {
     pub who: Option<String>,
     /// Time of the submission; absent if the job was deleted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schema(value_type = Option<String>)]
     pub at: Option<jiff::Timestamp>,
 }
 
 /// An event in a job's history.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Entry {
-    #[schema(value_type = String)]
     pub at: jiff::Timestamp,
     #[serde(flatten)]
     pub what: What,

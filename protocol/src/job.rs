@@ -195,11 +195,8 @@ pub struct Job {
     pub images_per_second: Option<f64>,
     /// Seconds that the remaining steps take at that speed; absent unless the job trains.
     pub eta_secs: Option<f64>,
-    #[schema(value_type = String)]
     pub created_at: jiff::Timestamp,
-    #[schema(value_type = Option<String>)]
     pub started_at: Option<jiff::Timestamp>,
-    #[schema(value_type = Option<String>)]
     pub finished_at: Option<jiff::Timestamp>,
     /// Seconds in which attempts had their slots, from the start of each attempt to its end. Pauses, waiting in the
     /// queue and a running attempt do not count. Absent before the first attempt has ended.
@@ -416,6 +413,20 @@ pub struct LastValues {
 }
 
 impl LastValues {
+    /// The values by the names of their metrics.
+    pub fn by_name(&self) -> impl Iterator<Item = (&str, f64)> {
+        let Self { loss, accuracy, lr, val_loss, val_accuracy, val_pictures: _, others } = self;
+        let fields = [
+            ("loss", *loss),
+            ("accuracy", *accuracy),
+            ("lr", *lr),
+            ("val_loss", *val_loss),
+            ("val_accuracy", *val_accuracy),
+        ];
+        let fields = fields.into_iter().filter_map(|(name, value)| Some((name, value?)));
+        fields.chain(others.iter().map(|(name, value)| (name.as_str(), *value)))
+    }
+
     /// The validation accuracy, with its number of pictures if known.
     pub fn accuracy_in_words(&self) -> Option<String> {
         Some(accuracy_of(self.val_accuracy?, self.val_pictures))

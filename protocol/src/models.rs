@@ -46,7 +46,6 @@ pub struct ModelVersion {
     pub description: String,
     /// A person's or a token's name.
     pub registered_by: Option<String>,
-    #[schema(value_type = String)]
     pub registered_at: Timestamp,
 }
 

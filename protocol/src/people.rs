@@ -49,10 +49,8 @@ pub struct Person {
     /// Unique name, which also appears in the audit log and on the person's jobs.
     pub name: String,
     pub role: Role,
-    #[schema(value_type = String)]
     pub created_at: jiff::Timestamp,
     /// Absent if the person may sign in.
-    #[schema(value_type = Option<String>)]
     pub disabled_at: Option<jiff::Timestamp>,
     /// The account at an OpenID provider that signs in as the person.
     #[serde(default, skip_serializing_if = "Option::is_none")]

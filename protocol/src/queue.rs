@@ -50,7 +50,6 @@ pub struct QueuedJob {
     /// Number of slots that the job needs, all at once.
     pub ranks: Option<u32>,
     /// Time of the submission, or of the return to the queue.
-    #[schema(value_type = Option<String>)]
     pub waiting_since: Option<jiff::Timestamp>,
     /// Why the job waits. Null until the scheduler has considered it.
     pub reason: Option<Reason>,
@@ -77,6 +76,5 @@ pub struct Reservation {
     /// Whether all other slots of this machine are also kept as soon as they become free.
     pub whole_machine: bool,
     /// Time since which slots are kept; at the earliest, the server's start.
-    #[schema(value_type = String)]
     pub since: jiff::Timestamp,
 }

@@ -31,10 +31,7 @@ pub enum Frame {
     Changed(Labels),
     /// Every 20 seconds ([`HEARTBEAT_SECS`]), with the server's time. A reader that receives nothing for twice as long has a broken
     /// connection, even if its system does not say so, and should reconnect. This frame is not an event and has no number.
-    Heartbeat {
-        #[schema(value_type = String)]
-        at: jiff::Timestamp,
-    },
+    Heartbeat { at: jiff::Timestamp },
     /// The last frame on a job's stream: the job is over, and every stored event was sent. The server closes the
     /// connection with code 1000. This frame is not an event and has no number.
     End { state: JobState },
@@ -74,7 +71,6 @@ impl From<&Job> for Pace {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Event {
     pub seq: u64,
-    #[schema(value_type = String)]
     pub at: jiff::Timestamp,
     #[serde(flatten)]
     pub body: EventBody,

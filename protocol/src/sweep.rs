@@ -65,9 +65,7 @@ pub struct Sweep {
     /// Every trial, in the order in which they start. Only in `GET /sweeps/{id}` and in the answer to a submission.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub trials: Vec<Trial>,
-    #[schema(value_type = String)]
     pub created_at: jiff::Timestamp,
-    #[schema(value_type = Option<String>)]
     pub finished_at: Option<jiff::Timestamp>,
 }
 

@@ -19,7 +19,7 @@ use crate::{
 use axum::extract::FromRef;
 use std::sync::Arc;
 
-/// Cheap to clone.
+/// A clone is cheap, because it shares the subsystems.
 #[derive(Clone, FromRef)]
 pub(crate) struct App {
     /// The configuration as given, with an absolute data directory.

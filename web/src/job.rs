@@ -12,7 +12,7 @@ use lockstep_protocol::{
     agent::{CheckpointInfo, RankReport},
     attempt::Attempt,
     best::best_words,
-    job::{External, Job, JobState, LastValues, RunFile},
+    job::{External, Job, JobState, RunFile},
     numbers::standard_error,
     panels::Panel,
     queue::waits_for,
@@ -154,20 +154,9 @@ impl JobPage {
     fn own_results(&self) -> Vec<(String, String)> {
         const MAX_RESULTS: usize = 4;
         let Some(External { summary, .. }) = &self.job.external else { return Vec::new() };
-        let LastValues { loss, accuracy, lr, val_loss, val_accuracy, val_pictures: _, others } =
-            &self.job.last;
-        let fields = [
-            ("loss", *loss),
-            ("accuracy", *accuracy),
-            ("lr", *lr),
-            ("val_loss", *val_loss),
-            ("val_accuracy", *val_accuracy),
-        ];
-        let metrics = fields.into_iter().filter_map(|(name, value)| Some((name, value?)));
-        let metrics = metrics.chain(others.iter().map(|(name, value)| (name.as_str(), *value)));
         let numbers = summary.iter().filter_map(|(name, value)| Some((name.as_str(), value.as_f64()?)));
         let mut results: Vec<(&str, f64)> = Vec::new();
-        for (name, value) in numbers.chain(metrics) {
+        for (name, value) in numbers.chain(self.job.last.by_name()) {
             if !name.starts_with('_') && !results.iter().any(|(known, _)| *known == name) {
                 results.push((name, value));
             }

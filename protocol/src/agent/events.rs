@@ -88,7 +88,6 @@ pub enum AttemptEvent {
 pub struct LogLine {
     /// Number of the line, from 1, within the attempt and rank.
     pub number: u64,
-    #[schema(value_type = String)]
     pub at: jiff::Timestamp,
     /// Without the newline; at most 4096 bytes.
     pub text: String,

@@ -56,7 +56,6 @@ impl Machine {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct MachineSample {
     /// Time, by the machine's own clock.
-    #[schema(value_type = String)]
     pub at: Timestamp,
     /// CPUs that the agent's processes may use; with a container's limit, possibly a fraction.
     pub cpus: f32,

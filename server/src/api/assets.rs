@@ -1,10 +1,13 @@
 //! Styles and scripts, embedded in the binary.
 
 use super::bundle;
-use crate::http::{
-    conditional,
-    error::{Error, Result},
-    extract::Path,
+use crate::{
+    http::{
+        conditional,
+        error::{Error, Result},
+        extract::Path,
+    },
+    util::lock,
 };
 use axum::{
     http::{HeaderMap, StatusCode, header},
@@ -15,7 +18,7 @@ use sha2::{Digest, Sha256};
 use std::{
     borrow::Cow,
     collections::HashMap,
-    sync::{Mutex, OnceLock, PoisonError},
+    sync::{Mutex, OnceLock},
 };
 
 #[derive(RustEmbed)]
@@ -45,7 +48,7 @@ fn content(path: &str) -> Option<Cow<'static, [u8]>> {
         return Assets::get(path).map(|file| file.data);
     }
     static MADE: OnceLock<Mutex<HashMap<String, &'static [u8]>>> = OnceLock::new();
-    let mut made = MADE.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
+    let mut made = lock(MADE.get_or_init(Mutex::default));
     if let Some(text) = made.get(path) {
         return Some(Cow::Borrowed(text));
     }

@@ -52,7 +52,7 @@ impl<S: Fn(&str) -> Option<String>> Bundle<'_, S> {
                 let place = self.add(&resolve(path, from), depth + 1)?;
                 let _ = writeln!(body, "const {{{}}} = m{place};", names.replace(" as ", ": "));
             } else if let Some(declaration) = line.strip_prefix("export ") {
-                exports.push(declared(declaration)?.to_owned());
+                exports.push(declared_name(declaration)?.to_owned());
                 let _ = writeln!(body, "{declaration}");
             } else {
                 let _ = writeln!(body, "{line}");
@@ -74,7 +74,7 @@ fn import(line: &str) -> Option<(&str, &str)> {
 }
 
 /// Returns the name in `const name`, `class name`, `function name` or `async function name`; `None` for a list of names.
-fn declared(declaration: &str) -> Option<&str> {
+fn declared_name(declaration: &str) -> Option<&str> {
     if declaration.starts_with('{') {
         return None;
     }

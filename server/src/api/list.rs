@@ -16,8 +16,11 @@ use lockstep_protocol::{
 };
 use serde::{Deserialize, Serialize, Serializer, ser::Error as _};
 use serde_json::Value;
-use std::cmp::Ordering;
-use utoipa::IntoParams;
+use std::{cmp::Ordering, collections::BTreeSet};
+use utoipa::{
+    IntoParams, ToSchema,
+    openapi::{RefOr, schema::Schema},
+};
 
 /// Maximum page size. The documentation of each list's parameters repeats this number.
 pub(super) const MAX_LIMIT: u32 = 1000;
@@ -56,7 +59,7 @@ pub(crate) struct Elements<T> {
 impl<T: Serialize> Serialize for Elements<T> {
     fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
         let Some(fields) = &self.fields else { return self.items.serialize(serializer) };
-        let select = |item| fields.of(item).map_err(S::Error::custom);
+        let select = |item| fields.select(item).map_err(S::Error::custom);
         self.items.iter().map(select).collect::<std::result::Result<Vec<Value>, _>>()?.serialize(serializer)
     }
 }
@@ -98,34 +101,59 @@ macro_rules! list_of {
 }
 pub(super) use list_of;
 
-/// The requested fields.
-#[derive(Debug, PartialEq)]
-pub(crate) struct Fields(Vec<&'static str>);
+/// Names of the requested fields.
+#[derive(Debug)]
+pub(crate) struct Fields(BTreeSet<String>);
 
 impl Fields {
-    /// Parses the parameter `fields`; `None` if it is absent.
+    /// Parses the parameter `fields` of a list of `T`; `None` if it is absent.
     ///
     /// # Errors
-    /// 400: the elements do not have a field of this name.
-    pub(super) fn parse(text: Option<&str>, known: &'static [&'static str]) -> Result<Option<Self>> {
+    /// 400: the schema of `T` has no field of this name.
+    pub(super) fn parse<T: ToSchema>(text: Option<&str>) -> Result<Option<Self>> {
         let Some(text) = text else { return Ok(None) };
-        let named = text.split(',').map(|name| known_name("field", name.trim(), known));
-        Ok(Some(Self(named.collect::<Result<_>>()?)))
+        let mut components = Vec::new();
+        T::schemas(&mut components);
+        let known = field_names(&T::schema(), &components);
+        let known: Vec<&str> = known.iter().map(String::as_str).collect();
+        let requested =
+            text.split(',').map(|name| known_name("field", name.trim(), &known).map(str::to_owned));
+        Ok(Some(Self(requested.collect::<Result<_>>()?)))
     }
 
     /// Whether a field is requested.
     pub(super) fn has(&self, name: &str) -> bool {
-        self.0.contains(&name)
+        self.0.contains(name)
     }
 
     /// Serializes the requested fields of an element.
-    pub(super) fn of(&self, item: &impl Serialize) -> serde_json::Result<Value> {
+    pub(super) fn select(&self, item: &impl Serialize) -> serde_json::Result<Value> {
         // Converts through text, so that an f32 of 0.1 stays 0.1.
         let mut item: Value = serde_json::from_str(&serde_json::to_string(item)?)?;
         if let Value::Object(fields) = &mut item {
-            fields.retain(|name, _| self.0.contains(&name.as_str()));
+            fields.retain(|name, _| self.0.contains(name));
         }
         Ok(item)
+    }
+}
+
+/// Names of the fields of an object with this schema. `components` has the schemas to which it refers.
+fn field_names(schema: &RefOr<Schema>, components: &[(String, RefOr<Schema>)]) -> BTreeSet<String> {
+    let names_of_all = |parts: &[RefOr<Schema>]| -> BTreeSet<String> {
+        parts.iter().flat_map(|part| field_names(part, components)).collect()
+    };
+    match schema {
+        RefOr::T(Schema::Object(object)) => object.properties.keys().cloned().collect(),
+        // A struct with flattened fields.
+        RefOr::T(Schema::AllOf(parts)) => names_of_all(&parts.items),
+        // An enum.
+        RefOr::T(Schema::OneOf(variants)) => names_of_all(&variants.items),
+        RefOr::T(_) => BTreeSet::new(),
+        RefOr::Ref(reference) => {
+            let name = reference.ref_location.rsplit('/').next();
+            let component = components.iter().find(|(component, _)| Some(component.as_str()) == name);
+            component.map(|(_, schema)| field_names(schema, components)).unwrap_or_default()
+        }
     }
 }
 
@@ -133,7 +161,7 @@ impl Fields {
 ///
 /// # Errors
 /// 400: the name is unknown. The message suggests the most similar known name.
-pub(super) fn known_name(what: &str, name: &str, known: &[&'static str]) -> Result<&'static str> {
+pub(super) fn known_name<'a>(what: &str, name: &str, known: &[&'a str]) -> Result<&'a str> {
     if let Some(found) = known.iter().find(|known| **known == name) {
         return Ok(*found);
     }
@@ -145,7 +173,7 @@ pub(super) fn known_name(what: &str, name: &str, known: &[&'static str]) -> Resu
 }
 
 /// The non-empty parts of a comma-separated list.
-pub(super) fn parts(text: Option<&str>) -> impl Iterator<Item = &str> {
+pub(super) fn split_list(text: Option<&str>) -> impl Iterator<Item = &str> {
     text.unwrap_or_default().split(',').map(str::trim).filter(|part| !part.is_empty())
 }
 
@@ -158,7 +186,7 @@ pub(super) fn sort_key(sort: &str) -> (&str, bool) {
 ///
 /// # Errors
 /// 400: the text is not a time.
-pub(super) fn time(key: &str, text: Option<&str>) -> Result<Option<Timestamp>> {
+pub(super) fn parse_time(key: &str, text: Option<&str>) -> Result<Option<Timestamp>> {
     let Some(text) = text else { return Ok(None) };
     text.parse().map(Some).map_err(|_| {
         let text = shortened(text);
@@ -224,8 +252,6 @@ impl Key {
 pub(super) struct List<T: 'static> {
     /// Name of the list in responses, for cursors.
     pub(super) name: &'static str,
-    /// Names of the elements' fields in JSON.
-    pub(super) fields: &'static [&'static str],
     /// Sort keys.
     pub(super) sorts: &'static [(&'static str, fn(&T) -> Key)],
     /// Sort key if `sort` is absent.
@@ -236,7 +262,7 @@ pub(super) struct List<T: 'static> {
     pub(super) created: Option<fn(&T) -> Timestamp>,
 }
 
-impl<T> List<T> {
+impl<T: ToSchema> List<T> {
     /// Returns the requested page of a list that exists once in the server.
     ///
     /// # Errors
@@ -255,16 +281,16 @@ impl<T> List<T> {
 
     fn cut(&self, mut items: Vec<T>, params: &ListParams, job: Option<&JobId>) -> Result<Page<T>> {
         let pages = Pages::new(self.name, params.sort.as_deref().unwrap_or(self.default_sort));
-        let pages = job.map_or(pages, |job| pages.of("job", job.as_str()));
+        let pages = job.map_or(pages, |job| pages.owned_by("job", job.as_str()));
         let limit = count("limit", params.limit, MAX_LIMIT, MAX_LIMIT)? as usize;
         let (by, _) = sort_key(pages.sort());
         let names: Vec<_> = self.sorts.iter().map(|(name, _)| *name).collect();
         known_name("sort", by, &names)?;
         let key = self.sorts.iter().find(|(name, _)| *name == by).map(|(_, key)| key);
         let key = |item: &T| key.map_or(Key::Missing, |key| key(item));
-        let fields = Fields::parse(params.fields.as_deref(), self.fields)?;
-        let after = time("created_after", params.created_after.as_deref())?;
-        let before = time("created_before", params.created_before.as_deref())?;
+        let fields = Fields::parse::<T>(params.fields.as_deref())?;
+        let after = parse_time("created_after", params.created_after.as_deref())?;
+        let before = parse_time("created_before", params.created_before.as_deref())?;
         match self.created {
             Some(created) => items.retain(|item| {
                 after.is_none_or(|after| created(item) >= after)
@@ -280,7 +306,7 @@ impl<T> List<T> {
             None => {}
         }
         let total = (params.count == Some(true)).then_some(items.len() as u64);
-        let next_cursor = part(&mut items, pages, key, self.id, params.cursor.as_deref(), limit)?;
+        let next_cursor = sort_and_cut(&mut items, pages, key, self.id, params.cursor.as_deref(), limit)?;
         Ok(Page { elements: Elements { items, fields }, next_cursor, total })
     }
 }
@@ -289,7 +315,7 @@ impl<T> List<T> {
 ///
 /// # Errors
 /// 400: the cursor does not belong to these pages.
-pub(super) fn part<T>(
+pub(super) fn sort_and_cut<T>(
     items: &mut Vec<T>,
     pages: Pages,
     key: impl Fn(&T) -> Key,

@@ -32,7 +32,7 @@ use utoipa::ToSchema;
 const MAX_WEBHOOKS: usize = 50;
 /// Maximum length of a webhook's URL, in bytes.
 const MAX_URL_BYTES: usize = 2000;
-/// Maximum number of listed messages of a webhook: only the newest are listed.
+/// Maximum number of listed messages of a webhook, the newest.
 const MAX_LISTED_MESSAGES: u32 = 1000;
 /// Number of messages of each webhook on the page.
 const MESSAGES_ON_PAGE: u32 = 5;
@@ -95,7 +95,6 @@ list_of! {
 
 const LIST: List<Webhook> = List {
     name: "webhooks",
-    fields: &["id", "url", "form", "project", "events", "enabled", "created_at"],
     sorts: &[
         ("created", |webhook| webhook.created_at.into()),
         ("url", |webhook| webhook.url.as_str().into()),
@@ -107,7 +106,6 @@ const LIST: List<Webhook> = List {
 
 const DELIVERIES: List<Delivery> = List {
     name: "deliveries",
-    fields: &["id", "job", "event", "created_at", "next_at", "attempts"],
     sorts: &[("created", |delivery| delivery.created_at.into())],
     default_sort: "-created",
     id: |delivery| &delivery.id,

@@ -1,9 +1,9 @@
 //! Access control: tokens, sessions, people and their rights, in memory.
 //!
 //! All of these are also in the database, which no other server uses. So authenticating a request takes a SHA-256 and a lookup in a map,
-//! but no query, and a revocation has effect at once. Tokens are 256 random bits, which cannot be guessed, so a fast hash is sufficient:
-//! bcrypt and the like make guessing expensive, which protects passwords that people choose. The lookup uses the hash, and a hash that is
-//! found is compared once more in constant time, so the time of a response says nothing about a secret.
+//! but no query, and a revocation has effect at once. Tokens are 256 random bits, which cannot be guessed, so a fast hash is sufficient.
+//! Slow hashes such as argon2 make guessing expensive, which protects passwords that people choose. The lookup uses the hash, and a hash
+//! that is found is compared once more in constant time, so the time of a response says nothing about a secret.
 
 mod attempts;
 mod caller;
@@ -16,10 +16,11 @@ mod secret;
 
 pub(crate) use caller::Caller;
 pub(crate) use certificates::{certificate_id, is_certificate};
+pub(crate) use codes::LIFE as CODE_LIFE;
 pub(crate) use identities::SignsInAs;
 pub(crate) use passwords::{Password, PasswordError};
 pub(crate) use people::NotSignedIn;
-pub(crate) use secret::{Secret, is_token, same as same_secret};
+pub(crate) use secret::{Secret, is_token, same_secret};
 
 use crate::store::{SessionRow, Store, TokenRow};
 use attempts::Attempts;
@@ -139,7 +140,7 @@ impl Access {
     /// Adds a session of an existing token or person; returns the sessions that were ended for it.
     pub(crate) fn put_session(&self, row: SessionRow) -> Vec<String> {
         let mut known = self.write();
-        let Some(of) = known.stands_for(&row.token_id) else { return vec![row.hash] };
+        let Some(of) = known.session_credential(&row.token_id) else { return vec![row.hash] };
         let mut gone = Vec::new();
         loop {
             // Beyond the limit per token, only this token's oldest session is ended.
@@ -172,13 +173,11 @@ impl Access {
         gone
     }
 
-    /// Ends a session. Returns false if it does not exist.
-    pub(crate) fn remove_session(&self, hash: &str) -> bool {
-        let removed = self.write().sessions.remove(hash);
-        if let Some(session) = &removed {
+    /// Ends a session, if it exists.
+    pub(crate) fn remove_session(&self, hash: &str) {
+        if let Some(session) = self.write().sessions.remove(hash) {
             session.ended.cancel();
         }
-        removed.is_some()
     }
 
     /// Closes the connections of expired tokens and sessions, and removes expired sessions.
@@ -215,7 +214,7 @@ impl Access {
     pub(crate) fn by_token(&self, secret: &str) -> Result<Caller, Denied> {
         let hash = secret::hash(secret);
         let now = crate::now();
-        let found = self.read().tokens.get(&hash).filter(|c| secret::same(&c.hash, &hash)).cloned();
+        let found = self.read().tokens.get(&hash).filter(|c| secret::same_secret(&c.hash, &hash)).cloned();
         let credential = found.ok_or(Denied::Unknown)?;
         if credential.token.revoked_at.is_some() {
             return Err(Denied::Revoked);
@@ -226,7 +225,7 @@ impl Access {
         if credential.scope.is_none() {
             return Err(Denied::Disabled);
         }
-        credential.used(now);
+        credential.note_use(now);
         Ok(Caller(Some(credential)))
     }
 
@@ -235,17 +234,17 @@ impl Access {
         let hash = secret::hash(secret);
         let now = crate::now();
         let known = self.read();
-        let session = known.sessions.get(&hash).filter(|c| secret::same(&c.hash, &hash))?;
+        let session = known.sessions.get(&hash).filter(|c| secret::same_secret(&c.hash, &hash))?;
         if session.ended.is_cancelled() || session.expires_at.is_some_and(|at| at <= now) {
             return None;
         }
-        session.used(now);
+        session.note_use(now);
         Some(Caller(Some(session.clone())))
     }
 
     /// All tokens, the oldest first.
     pub(crate) fn tokens(&self) -> Vec<Token> {
-        let mut all: Vec<_> = self.read().tokens.values().map(|c| c.shown()).collect();
+        let mut all: Vec<_> = self.read().tokens.values().map(|c| c.token_with_use()).collect();
         all.sort_by(|a, b| (a.created_at, &a.id).cmp(&(b.created_at, &b.id)));
         all
     }
@@ -253,8 +252,8 @@ impl Access {
     /// The stored row of a token.
     pub(crate) fn token(&self, id: &str) -> Option<TokenRow> {
         let known = self.read();
-        let found = known.of_id(id)?;
-        Some(TokenRow { token: found.shown(), hash: found.hash.clone() })
+        let found = known.token_with_id(id)?;
+        Some(TokenRow { token: found.token_with_use(), hash: found.hash.clone() })
     }
 
     /// Number of valid tokens, without certificates.
@@ -275,13 +274,13 @@ impl Access {
 
     /// The name of the token or person with this id, to which sessions belong.
     pub(crate) fn name_of(&self, id: &str) -> Option<String> {
-        self.read().stands_for(id).map(|credential| credential.token.who())
+        self.read().session_credential(id).map(|credential| credential.token.who())
     }
 
     /// Uses up a code. Returns the token or person that it signs in, and the latest end of the session.
     pub(crate) fn take_login_code(&self, code: &str) -> Option<(String, Option<Timestamp>)> {
         let (id, until) = self.codes.take(code)?;
-        let of = self.read().stands_for(&id)?;
+        let of = self.read().session_credential(&id)?;
         let is_valid = of.token.is_valid(crate::now()) && !of.ended.is_cancelled();
         (is_valid && of.token.scope != Scope::Agent).then_some((id, until))
     }

@@ -2,10 +2,10 @@
 //! change, and deleting a job removes its entry, so entries stay valid. Datasets are not cached, because their names can be registered
 //! again.
 
-use crate::store::Owned;
+use crate::{store::Owned, util::lock};
 use hashlink::LruCache;
 use lockstep_protocol::JobId;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 
 /// Maximum number of jobs. A job takes about 200 bytes.
 const MAX_JOBS: usize = 8192;
@@ -20,45 +20,18 @@ impl Default for JobOwners {
 }
 
 impl JobOwners {
-    fn owners(&self) -> MutexGuard<'_, LruCache<JobId, Owned>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// The owner of a job, if it is cached.
     pub(crate) fn get(&self, id: &JobId) -> Option<Owned> {
-        self.owners().get(id).cloned()
+        lock(&self.0).get(id).cloned()
     }
 
     /// Caches the owner of a job, as read from the store.
     pub(crate) fn put(&self, id: &JobId, owned: Owned) {
-        self.owners().insert(id.clone(), owned);
+        lock(&self.0).insert(id.clone(), owned);
     }
 
     /// Forgets a job that was deleted.
     pub(crate) fn remove(&self, id: &JobId) {
-        self.owners().remove(id);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_cache_is_limited_and_keeps_recently_used_jobs() {
-        let owners = JobOwners::default();
-        let owned = |owner: &str| Owned { owner: Some(owner.into()), private: true };
-        let jobs: Vec<_> = (0..=MAX_JOBS).map(|_| JobId::generate()).collect();
-        for (n, job) in jobs[..MAX_JOBS].iter().enumerate() {
-            owners.put(job, owned(&n.to_string()));
-        }
-        assert_eq!(owners.get(&jobs[0]), Some(owned("0")));
-        assert_eq!(owners.get(&jobs[MAX_JOBS]), None);
-        // Above the limit, the job whose last request is the oldest is removed.
-        owners.put(&jobs[MAX_JOBS], owned("last"));
-        assert_eq!(owners.get(&jobs[1]), None);
-        assert_eq!(owners.get(&jobs[0]), Some(owned("0")));
-        owners.remove(&jobs[0]);
-        assert_eq!(owners.get(&jobs[0]), None);
+        lock(&self.0).remove(id);
     }
 }

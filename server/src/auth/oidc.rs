@@ -71,7 +71,7 @@ pub(crate) struct Account {
 
 impl Oidc {
     /// # Errors
-    /// A sentence: the CA file cannot be used.
+    /// The CA file cannot be used. The error is a sentence.
     pub(crate) fn new(config: OidcConfig) -> Result<Self, String> {
         let config = Arc::new(config);
         let provider = Provider::new(config.clone())?;

@@ -53,13 +53,13 @@ impl AccessLog {
         let log = Self { lines, lost: lost.clone() };
         std::thread::Builder::new()
             .name("access log".into())
-            .spawn(move || write(&mut out, &waiting, &lost))?;
+            .spawn(move || write_lines(&mut out, &waiting, &lost))?;
         Ok(log)
     }
 
     pub(crate) fn begin(&self, address: IpAddr, method: &Method, uri: &Uri) -> Line {
         let mut head = String::new();
-        let _ = write!(head, "{} {address} {method} {}", crate::now(), shown(uri));
+        let _ = write!(head, "{} {address} {method} {}", crate::now(), logged_path(uri));
         let status = StatusCode::INTERNAL_SERVER_ERROR;
         Line { log: self.clone(), began: Instant::now(), head, status, bytes: 0, request_id: None }
     }
@@ -81,7 +81,7 @@ impl Drop for Line {
 }
 
 /// The path, and the names of the query's parameters. Values are left out, because they may be secrets.
-fn shown(uri: &Uri) -> String {
+fn logged_path(uri: &Uri) -> String {
     let plain = |text: &str| -> String {
         let mut plain = String::new();
         for c in text.chars().take(PATH_CHARS) {
@@ -110,20 +110,20 @@ impl LogSink {
         match to {
             AccessLogTo::Stdout => Ok(LogSink::Stdout),
             AccessLogTo::File(path) => {
-                let (file, bytes) = append(path)?;
+                let (file, bytes) = open_private(path)?;
                 Ok(LogSink::File { path: path.clone(), file: BufWriter::new(file), bytes, most_bytes })
             }
         }
     }
 
-    fn line(&mut self, line: &str) -> io::Result<()> {
+    fn write_line(&mut self, line: &str) -> io::Result<()> {
         match self {
             LogSink::Stdout => io::stdout().lock().write_all(line.as_bytes()),
             LogSink::File { path, file, bytes, most_bytes } => {
                 if *bytes > 0 && *bytes + line.len() as u64 > *most_bytes {
                     file.flush()?;
                     fs::rename(&*path, path.with_added_extension("1"))?;
-                    let (fresh, length) = append(path)?;
+                    let (fresh, length) = open_private(path)?;
                     (*file, *bytes) = (BufWriter::new(fresh), length);
                 }
                 file.write_all(line.as_bytes())?;
@@ -142,7 +142,7 @@ impl LogSink {
 }
 
 /// Opens a file that only this user can read. Returns the file and its length.
-fn append(path: &Path) -> io::Result<(File, u64)> {
+fn open_private(path: &Path) -> io::Result<(File, u64)> {
     if path.exists() && !path.metadata()?.is_file() {
         return Err(io::Error::other("it is not a regular file"));
     }
@@ -153,10 +153,10 @@ fn append(path: &Path) -> io::Result<(File, u64)> {
 }
 
 /// Writes lines until all senders are dropped.
-fn write(out: &mut LogSink, lines: &Receiver<String>, lost: &AtomicU64) {
+fn write_lines(out: &mut LogSink, lines: &Receiver<String>, lost: &AtomicU64) {
     let mut failing = false;
     while let Ok(first) = lines.recv() {
-        let written = write_all(out, &first, lines, lost);
+        let written = write_batch(out, &first, lines, lost);
         // Logged once when writing begins to fail, not for each line.
         match written {
             Ok(()) => failing = false,
@@ -169,14 +169,14 @@ fn write(out: &mut LogSink, lines: &Receiver<String>, lost: &AtomicU64) {
 }
 
 /// Writes a line and all further waiting lines.
-fn write_all(out: &mut LogSink, first: &str, lines: &Receiver<String>, lost: &AtomicU64) -> io::Result<()> {
-    out.line(first)?;
+fn write_batch(out: &mut LogSink, first: &str, lines: &Receiver<String>, lost: &AtomicU64) -> io::Result<()> {
+    out.write_line(first)?;
     while let Ok(line) = lines.try_recv() {
-        out.line(&line)?;
+        out.write_line(&line)?;
     }
     let lost = lost.swap(0, Ordering::Relaxed);
     if lost > 0 {
-        out.line(&format!("{} {lost} lines were lost: too many at once\n", crate::now()))?;
+        out.write_line(&format!("{} {lost} lines were lost: too many at once\n", crate::now()))?;
     }
     out.flush()
 }
@@ -194,10 +194,10 @@ mod tests {
             ("/?secret", "/?..."),
             ("/a%0Ab", "/a%0Ab"),
         ] {
-            assert_eq!(shown(&uri.parse().unwrap()), logged);
+            assert_eq!(logged_path(&uri.parse().unwrap()), logged);
         }
         let long = format!("/{}", "a".repeat(5000));
-        assert_eq!(shown(&long.parse().unwrap()).len(), PATH_CHARS);
+        assert_eq!(logged_path(&long.parse().unwrap()).len(), PATH_CHARS);
     }
 
     #[test]
@@ -208,7 +208,7 @@ mod tests {
         fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).unwrap();
         let mut out = LogSink::open(&AccessLogTo::File(path.clone()), 18).unwrap();
         for line in ["first line\n", "second\n", "third\n"] {
-            out.line(line).unwrap();
+            out.write_line(line).unwrap();
         }
         out.flush().unwrap();
         let read = |path: &Path| fs::read_to_string(path).unwrap();

@@ -29,9 +29,9 @@ pub(crate) fn is_known(headers: &HeaderMap, tag: &str) -> bool {
     lists.any(|list| list.trim() == "*" || tags(list).any(|known| known == tag))
 }
 
-/// Whether `Range` applies. `Range` is ignored if `If-Range` is present and is not `tag`: the client then has a part of other content.
+/// Whether `Range` applies. It is ignored if `If-Range` is present and is not `tag`, because the client then has a part of other content.
 /// Dates in `If-Range` never match, because all content here has a tag.
-pub(crate) fn range_counts(headers: &HeaderMap, tag: &str) -> bool {
+pub(crate) fn range_applies(headers: &HeaderMap, tag: &str) -> bool {
     headers.get(header::IF_RANGE).is_none_or(|condition| condition == tag)
 }
 
@@ -104,9 +104,9 @@ mod tests {
         for (value, counts) in
             [("\"a\"", true), ("W/\"a\"", false), ("\"b\"", false), ("Sat, 01 Jan 2028 00:00:00 GMT", false)]
         {
-            assert_eq!(range_counts(&with(header::IF_RANGE, value), "\"a\""), counts, "{value}");
+            assert_eq!(range_applies(&with(header::IF_RANGE, value), "\"a\""), counts, "{value}");
         }
-        assert!(range_counts(&HeaderMap::new(), "\"a\""));
+        assert!(range_applies(&HeaderMap::new(), "\"a\""));
     }
 
     #[test]

@@ -19,7 +19,7 @@ const BEARER: &str = "bearer";
 const COOKIE: &str = "session";
 const PROBLEM: &str = "application/problem+json";
 /// Path of the calls in which agents name an attempt by headers.
-const OF_AGENTS: &str = "/api/v1/agent/attempts/";
+const AGENT_ATTEMPTS_PATH: &str = "/api/v1/agent/attempts/";
 const AGENT_HEADERS: [(&str, &str); 2] = [
     ("x-lockstep-agent", "The agent's id; the token must belong to this agent"),
     ("x-lockstep-fencing-token", "The fencing token of the attempt, as the agent received it"),
@@ -31,8 +31,7 @@ const RETRY_STATUSES: [&str; 2] = ["429", "503"];
 pub(crate) fn complete(mut document: OpenApi) -> OpenApi {
     for (path, item) in &mut document.paths.paths {
         for (method, operation) in operations(item) {
-            let needed = gate::needed(&method, Some(path));
-            if path.starts_with(OF_AGENTS) {
+            if path.starts_with(AGENT_ATTEMPTS_PATH) {
                 operation.parameters.get_or_insert_default().extend(AGENT_HEADERS.map(|(name, about)| {
                     let text = ObjectBuilder::new().schema_type(Type::String).min_length(Some(1)).build();
                     let header = ParameterBuilder::new().name(name).parameter_in(ParameterIn::Header);
@@ -40,12 +39,12 @@ pub(crate) fn complete(mut document: OpenApi) -> OpenApi {
                     RefOr::T(header.build())
                 }));
             }
-            let scope = match needed {
+            let scope = match gate::requirement(&method, Some(path)) {
                 Requirement::Nothing => None,
                 Requirement::Scope(scope) => Some(scope),
                 Requirement::AdminOrPerson => Some(Scope::Read),
             };
-            let mut refusals = common(operation, scope.is_some());
+            let mut refusals = common_refusals(operation, scope.is_some());
             if let Some(scope) = scope {
                 refusals.push(("401", "No valid token"));
                 refusals.push((
@@ -102,7 +101,7 @@ fn operations(item: &mut PathItem) -> impl Iterator<Item = (Method, &mut Operati
 
 /// The responses that do not come from a handler but from [`crate::http::guard`], the extractors, the store and the router. The guard
 /// checks every request, so every call may be answered with 400, 403, 421 or 429.
-fn common(operation: &Operation, needs_scope: bool) -> Vec<(&'static str, &'static str)> {
+fn common_refusals(operation: &Operation, needs_scope: bool) -> Vec<(&'static str, &'static str)> {
     let mut all = vec![
         ("400", "The request cannot be read"),
         ("421", "The Host is not a name of this server"),

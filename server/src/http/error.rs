@@ -92,10 +92,10 @@ impl Error {
 
     /// What is wrong, and what to do.
     pub(crate) fn detail(self) -> String {
-        self.problem().detail
+        self.problem().1.detail
     }
 
-    fn problem(self) -> Problem {
+    fn problem(self) -> (StatusCode, Problem) {
         let (mut own_status, mut errors, mut state, mut expected) = (None, Vec::new(), None, None);
         let (code, detail) = match self {
             Error::NotFound(detail) => (Code::NotFound, detail),
@@ -135,7 +135,7 @@ impl Error {
             }
         };
         let status = own_status.unwrap_or_else(|| code.status());
-        Problem {
+        let problem = Problem {
             kind: code.type_uri(),
             code: code.as_str(),
             title: status.canonical_reason().unwrap_or("Error").to_owned(),
@@ -144,13 +144,14 @@ impl Error {
             errors,
             state,
             expected,
-        }
+        };
+        (status, problem)
     }
 
     /// The status and the sentence, for interfaces with another form of errors.
     pub(crate) fn in_short(self) -> (StatusCode, String) {
-        let Problem { status, detail, .. } = self.problem();
-        (StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR), detail)
+        let (status, problem) = self.problem();
+        (status, problem.detail)
     }
 
     /// The response's additional header.
@@ -169,8 +170,7 @@ impl Error {
 impl IntoResponse for Error {
     fn into_response(self) -> Response {
         let header = self.header();
-        let problem = self.problem();
-        let status = StatusCode::from_u16(problem.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+        let (status, problem) = self.problem();
         let body = serde_json::to_vec(&problem).unwrap_or_default();
         let mut response =
             (status, [(header::CONTENT_TYPE, "application/problem+json")], body).into_response();
@@ -192,8 +192,7 @@ impl<E: Into<Error>> From<E> for PageError {
 impl IntoResponse for PageError {
     fn into_response(self) -> Response {
         let header = self.0.header();
-        let problem = self.0.problem();
-        let status = StatusCode::from_u16(problem.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+        let (status, problem) = self.0.problem();
         let page = ErrorPage {
             status: problem.status,
             title: problem.title,
@@ -212,7 +211,7 @@ impl IntoResponse for PageError {
 }
 
 /// A response for `user`: an error's page has the user's navigation bar.
-pub(crate) fn shown_to(user: CurrentUser, mut response: Response) -> Response {
+pub(crate) fn render_for(user: CurrentUser, mut response: Response) -> Response {
     let page = response.extensions_mut().remove::<ErrorPage>();
     if let Some(html) = page.and_then(|page| ErrorPage { user, ..page }.render().ok()) {
         // These headers belong to the replaced page, which may have been compressed.

@@ -79,7 +79,7 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
         if bytes.trim_ascii_start().first() != Some(&b'{') {
             return Err(Error::BadRequest("the body must be a JSON object".into()));
         }
-        Ok(Self(read(&bytes)?, bytes))
+        Ok(Self(parse_json(&bytes)?, bytes))
     }
 }
 
@@ -96,17 +96,17 @@ async fn json_bytes<S: Send + Sync>(request: Request, state: &S) -> Result<Bytes
             "the body must be JSON, with content-type: application/json".into(),
         ));
     }
-    whole(request, state).await
+    body_bytes(request, state).await
 }
 
-fn read<T: DeserializeOwned>(bytes: &Bytes) -> Result<T> {
+fn parse_json<T: DeserializeOwned>(bytes: &Bytes) -> Result<T> {
     json::check(bytes)
         .and_then(|()| serde_json::from_slice(bytes))
         .map_err(|e| Error::BadRequest(format!("the body is not the expected JSON: {e}")))
 }
 
 /// The body, within its limit.
-async fn whole<S: Send + Sync>(request: Request, state: &S) -> Result<Bytes> {
+async fn body_bytes<S: Send + Sync>(request: Request, state: &S) -> Result<Bytes> {
     Bytes::from_request(request, state).await.map_err(|rejection| match rejection.status() {
         StatusCode::PAYLOAD_TOO_LARGE => {
             Error::Refused(StatusCode::PAYLOAD_TOO_LARGE, "the body is larger than 1 MiB".into())
@@ -126,9 +126,9 @@ impl<S: Send + Sync> FromRequest<S> for Document {
         // Like JSON, browsers do not send this type to another origin without a preflight request.
         if !is_of_type(&request, "application/toml") {
             let bytes = json_bytes(request, state).await?;
-            return Ok(Self(read(&bytes)?, bytes));
+            return Ok(Self(parse_json(&bytes)?, bytes));
         }
-        let bytes = whole(request, state).await?;
+        let bytes = body_bytes(request, state).await?;
         let text = std::str::from_utf8(&bytes)
             .map_err(|_| Error::BadRequest("the body is not text (UTF-8)".into()))?;
         let document = spec::toml_document(text).map_err(|mistake| Error::Invalid(vec![mistake]))?;

@@ -1,4 +1,4 @@
-//! Deny by default: the layer around every route that authenticates and authorises each request.
+//! The layer around every route that authenticates and authorises each request. Access is denied by default.
 //!
 //! The table in `gate/rules.rs` has the scope that a request needs, by method and route. A route that is not in the table needs a token.
 //! Requests that may change something are written to the audit log here, so no handler can forget it.
@@ -8,7 +8,7 @@ mod ownership;
 mod rules;
 
 pub(crate) use agents::is_agent;
-pub(crate) use rules::{Requirement, is_upload, needed};
+pub(crate) use rules::{Requirement, is_upload, requirement};
 
 use crate::{
     agents::Agents,
@@ -18,7 +18,7 @@ use crate::{
     },
     config::ServeConfig,
     http::{
-        error::{Error, PageError, shown_to},
+        error::{Error, PageError, render_for},
         ingress::{Ingress, Peer},
         rate_limit::RateLimiter,
         request_id,
@@ -79,13 +79,13 @@ pub(crate) async fn gate(State(gate): State<Arc<Gate>>, mut request: Request, ne
     let tasks = gate.tasks.tracker.clone();
     let method = request.method().clone();
     let route = request.extensions().get::<MatchedPath>().map(|path| path.as_str().to_owned());
-    let needed = needed(&method, route.as_deref());
+    let needed = requirement(&method, route.as_deref());
     let path = request.uri().path().to_owned();
     let object: String =
         request.uri().path_and_query().map_or("", |p| p.as_str()).chars().take(OBJECT_CHARS).collect();
-    // Always present: the guard refuses requests without it.
+    // Every request has a peer here, because the guard refuses others.
     let address = request.extensions().get::<Peer>().map(|peer| peer.address.to_string()).unwrap_or_default();
-    let request_id = request_id::of(&request).to_owned();
+    let request_id = request_id::read(&request).to_owned();
     let by_certificate = match request.extensions().get::<Peer>() {
         Some(peer) if needed == Requirement::Scope(Scope::Agent) => {
             agents::by_certificate(&gate, request.headers(), peer)
@@ -102,28 +102,28 @@ pub(crate) async fn gate(State(gate): State<Arc<Gate>>, mut request: Request, ne
         Err(error) => return error.into_response(),
     };
     if let Some(caller) = caller.as_ref().filter(|_| needed != Requirement::Nothing)
-        && let Err(error) = take_one(&gate, caller)
+        && let Err(error) = check_token_rate(&gate, caller)
     {
-        return answered(caller, error, &path);
+        return error_response(caller, error, &path);
     }
     match (&caller, needed) {
         (Some(caller), Requirement::Scope(scope)) if !caller.may(scope) => {
-            return refused(caller, scope, &path);
+            return forbidden(caller, scope, &path);
         }
         (Some(caller), Requirement::AdminOrPerson)
             if !caller.may(Scope::Admin) && caller.person().is_none() =>
         {
-            return refused(caller, Scope::Admin, &path);
+            return forbidden(caller, Scope::Admin, &path);
         }
         (None, Requirement::Scope(_) | Requirement::AdminOrPerson) => {
-            return asked_to_sign_in(&method, &path, &object);
+            return sign_in_response(&method, &path, &object);
         }
         _ => {}
     }
     if let (Some(caller), Some(route)) = (&caller, &route)
         && let Err(error) = ownership::check(&gate.auth, caller, &method, route, &mut request).await
     {
-        return answered(caller, error, &path);
+        return error_response(caller, error, &path);
     }
     let user = caller.as_ref().map(Caller::current_user).unwrap_or_default();
     if let Some(caller) = &caller {
@@ -132,7 +132,7 @@ pub(crate) async fn gate(State(gate): State<Arc<Gate>>, mut request: Request, ne
     let is_change = rules::is_recorded(&method, route.as_deref());
     let is_detached = rules::is_detached(&method, route.as_deref());
     let work = async move {
-        let response = shown_to(user, next.run(request).await);
+        let response = render_for(user, next.run(request).await);
         let signed_in = response.extensions().get::<SignedIn>().cloned();
         let status = response.status();
         // Without a caller, only failed sign-ins are recorded, because their number is limited. Other requests could displace important
@@ -148,7 +148,7 @@ pub(crate) async fn gate(State(gate): State<Arc<Gate>>, mut request: Request, ne
             // The URL of a sign-in may contain a code or a token, which must not be recorded.
             let mut object = if is_sign_in { path } else { object };
             let subject = response.extensions().get::<AuditSubject>().map(|AuditSubject(what)| what.as_str());
-            if let Some(what) = subject.or_else(|| created(&response).filter(|_| !is_sign_in)) {
+            if let Some(what) = subject.or_else(|| created_object(&response).filter(|_| !is_sign_in)) {
                 object.push_str(": ");
                 object.extend(what.chars().take(OBJECT_CHARS));
             }
@@ -185,7 +185,7 @@ pub(crate) async fn gate(State(gate): State<Arc<Gate>>, mut request: Request, ne
 }
 
 /// The id or name of the created object: the last part of the response's `Location`.
-fn created(response: &Response) -> Option<&str> {
+fn created_object(response: &Response) -> Option<&str> {
     let location = response.headers().get(header::LOCATION)?.to_str().ok()?;
     let is_new = match response.status() {
         StatusCode::CREATED => true,
@@ -202,7 +202,7 @@ fn identify(gate: &Gate, headers: &HeaderMap, path: &str) -> Result<Option<Calle
         return Ok(Some(Caller::anybody()));
     }
     if let Some(value) = headers.get(header::AUTHORIZATION) {
-        let Some(token) = bearer(value).map(str::to_owned).or_else(|| password(value, path)) else {
+        let Some(token) = bearer(value).map(str::to_owned).or_else(|| mlflow_password(value, path)) else {
             let detail = "the Authorization header must be: Bearer TOKEN";
             return Err(Error::Unauthorized(detail.into()));
         };
@@ -227,7 +227,7 @@ fn bearer(value: &HeaderValue) -> Option<&str> {
 }
 
 /// The token that an MLflow client sends as a password (`MLFLOW_TRACKING_PASSWORD`).
-fn password(value: &HeaderValue, path: &str) -> Option<String> {
+fn mlflow_password(value: &HeaderValue, path: &str) -> Option<String> {
     let (scheme, sent) = value.to_str().ok()?.split_once(' ')?;
     let is_basic = scheme.eq_ignore_ascii_case("basic")
         && (path.starts_with("/api/2.0/mlflow/") || path.starts_with("/api/2.0/mlflow-artifacts/"));
@@ -248,7 +248,7 @@ fn is_for_programs(path: &str) -> bool {
     path.starts_with("/api/") || ["/metrics", "/healthz", "/readyz"].contains(&path)
 }
 
-fn asked_to_sign_in(method: &Method, path: &str, object: &str) -> Response {
+fn sign_in_response(method: &Method, path: &str, object: &str) -> Response {
     if is_for_programs(path) {
         let detail = "this needs an access token: send it as Authorization: Bearer TOKEN (the server's own is in the file \
             `token` of its data directory), or sign in at /login";
@@ -268,7 +268,7 @@ pub(crate) fn login_address(back: &str) -> String {
     }
 }
 
-fn refused(caller: &Caller, scope: Scope, path: &str) -> Response {
+fn forbidden(caller: &Caller, scope: Scope, path: &str) -> Response {
     let name = caller.token().map_or("", |token| &token.name);
     let has = caller.scope().map_or("none", Scope::as_str);
     // A session that a token's sign-in link began has the rights of that token.
@@ -287,20 +287,20 @@ fn refused(caller: &Caller, scope: Scope, path: &str) -> Response {
     } else {
         format!("this needs a token of the scope {scope}, and the token {name:?} has the scope {has}")
     };
-    answered(caller, Error::Forbidden(detail), path)
+    error_response(caller, Error::Forbidden(detail), path)
 }
 
 /// The response of a refusal: problem details, or a page.
-fn answered(caller: &Caller, error: Error, path: &str) -> Response {
+fn error_response(caller: &Caller, error: Error, path: &str) -> Response {
     match is_for_programs(path) {
         true => error.into_response(),
-        false => shown_to(caller.current_user(), PageError(error).into_response()),
+        false => render_for(caller.current_user(), PageError(error).into_response()),
     }
 }
 
 /// Counts a request against the rate limit of its token or person. Requests of agents are limited by size instead (`agents/inbox.rs`,
 /// `checkpoints/uploads.rs`).
-fn take_one(gate: &Gate, caller: &Caller) -> Result<(), Error> {
+fn check_token_rate(gate: &Gate, caller: &Caller) -> Result<(), Error> {
     let Some(token) = caller.token().filter(|_| caller.scope() != Some(Scope::Agent)) else { return Ok(()) };
     gate.token_limit.take(token.id.as_str()).map_err(|seconds| {
         let detail = format!(

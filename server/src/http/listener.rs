@@ -18,6 +18,7 @@ use crate::{
         request_id,
         tls::{ClientCertificate, accept},
     },
+    util::lock,
 };
 use axum::{Router, body::Body, extract::Request, response::Response};
 use bytes::Bytes;
@@ -32,7 +33,7 @@ use std::{
     net::{IpAddr, SocketAddr},
     pin::pin,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex,
         atomic::{AtomicU64, Ordering},
     },
     time::{Duration, Instant},
@@ -95,11 +96,11 @@ struct Shared {
 /// An HTTP connection. A connection that becomes a websocket leaves the list and keeps its permit.
 struct Connection {
     address: IpAddr,
-    state: Mutex<Use>,
+    state: Mutex<ConnectionUse>,
     give_up: CancellationToken,
 }
 
-struct Use {
+struct ConnectionUse {
     /// Number of requests whose response is not completely sent.
     requests: usize,
     idle_since: Instant,
@@ -121,10 +122,6 @@ impl Drop for InFlightRequest {
         state.requests -= 1;
         state.idle_since = Instant::now();
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Serves until the server stops and the requests in progress are answered.
@@ -177,7 +174,7 @@ impl Shared {
                     continue;
                 }
             };
-            let Some(counted) = self.count(from.ip()) else { continue };
+            let Some(counted) = self.count_connection(from.ip()) else { continue };
             let permit = loop {
                 if let Ok(permit) = self.room.clone().try_acquire_owned() {
                     break permit;
@@ -195,13 +192,13 @@ impl Shared {
             };
             let place = ConnectionPermit { _counted: counted, _permit: permit };
             let tls = listener.tls.clone();
-            tasks.spawn(self.clone().speak(stream, from, tls, place));
+            tasks.spawn(self.clone().handle_connection(stream, from, tls, place));
         }
     }
 
     /// Counts a connection of an address; `None` if the address has reached its limit and all its connections are in use. This machine and
     /// proxies are not counted, because many clients share them.
-    fn count(self: &Arc<Self>, address: IpAddr) -> Option<Option<AddressCount>> {
+    fn count_connection(self: &Arc<Self>, address: IpAddr) -> Option<Option<AddressCount>> {
         if address.to_canonical().is_loopback() || self.gate.ingress.trusts(address) {
             return Some(None);
         }
@@ -233,7 +230,7 @@ impl Shared {
         longest.is_some()
     }
 
-    async fn speak(
+    async fn handle_connection(
         self: Arc<Self>,
         stream: TcpStream,
         from: SocketAddr,
@@ -246,7 +243,7 @@ impl Shared {
         let _ = stream.set_nodelay(true);
         let _ = socket2::SockRef::from(&stream).set_tcp_user_timeout(Some(UNACKNOWLEDGED_TIMEOUT));
         let transport = Transport::new(from, stream.local_addr().ok(), tls.is_some());
-        let state = Mutex::new(Use { requests: 0, idle_since: Instant::now() });
+        let state = Mutex::new(ConnectionUse { requests: 0, idle_since: Instant::now() });
         let address = client_key(from.ip());
         let connection = Arc::new(Connection { address, state, give_up: CancellationToken::new() });
         lock(&self.open).insert(number, connection.clone());
@@ -278,7 +275,7 @@ impl Shared {
         let certificate = certificate.map(Arc::new);
         let service = service_fn(|request: hyper::Request<Incoming>| {
             let in_flight = InFlightRequest::begin(&connection);
-            self.answer(request.map(Body::new), transport, certificate.clone(), in_flight)
+            self.respond(request.map(Body::new), transport, certificate.clone(), in_flight)
         });
         // The stream owns the permit, so a connection keeps it after it has become a websocket.
         let io = TokioIo::new(InspectReader::new(stream, move |_: &[u8]| {
@@ -306,7 +303,7 @@ impl Shared {
         }
     }
 
-    fn answer(
+    fn respond(
         &self,
         mut request: Request,
         transport: Transport,

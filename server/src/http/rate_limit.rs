@@ -1,5 +1,6 @@
 //! Limits of the rate of requests of an address or a token. A request beyond the rate is refused with the time to wait (`Retry-After`).
 
+use crate::util::lock;
 use governor::{
     Quota,
     clock::{Clock, DefaultClock},
@@ -7,12 +8,7 @@ use governor::{
     state::{InMemoryState, NotKeyed},
 };
 use hashlink::LruCache;
-use std::{
-    borrow::Borrow,
-    hash::Hash,
-    num::NonZeroU32,
-    sync::{Mutex, PoisonError},
-};
+use std::{borrow::Borrow, hash::Hash, num::NonZeroU32, sync::Mutex};
 
 /// Burst size: an idle client may make as many requests at once as the rate allows in this many seconds.
 const BURST_SECS: u32 = 10;
@@ -56,7 +52,7 @@ impl<K: Hash + Eq, C: Clock + Clone> RateLimiter<K, C> {
         Q: Hash + Eq + ToOwned<Owned = K> + ?Sized,
     {
         let Some(quota) = self.quota else { return Ok(()) };
-        let mut buckets = self.buckets.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut buckets = lock(&self.buckets);
         let checked = match buckets.get(key) {
             Some(bucket) => bucket.check(),
             None => {

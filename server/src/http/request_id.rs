@@ -25,14 +25,14 @@ pub(crate) async fn refuse_unsafe(mut request: Request) -> Request {
 }
 
 /// The id of a request. Empty if the request has no id yet.
-pub(crate) fn of(request: &Request) -> &str {
+pub(crate) fn read(request: &Request) -> &str {
     let id = request.extensions().get::<RequestId>();
     id.and_then(|id| id.header_value().to_str().ok()).unwrap_or_default()
 }
 
 /// The span of a request, which its log lines begin with.
 pub(crate) fn span(request: &Request) -> Span {
-    tracing::info_span!("request", id = of(request))
+    tracing::info_span!("request", id = read(request))
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 //! resources until the handler's time limit. The rest of a body that is too large is read and dropped. If the connection were closed while
 //! the client sends, the client would get a broken pipe instead of the response.
 
-use crate::{config::ServeConfig, http::error::Error};
+use crate::{config::ServeConfig, http::error::Error, util::lock};
 use axum::{
     body::{Body, Bytes, HttpBody},
     extract::{Request, State},
@@ -15,7 +15,7 @@ use http_body_util::{BodyExt, Limited};
 use std::{
     pin::Pin,
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc, Mutex,
         atomic::{AtomicBool, Ordering},
     },
     task::{Context, Poll},
@@ -79,7 +79,7 @@ impl HttpBody for SharedBody {
         self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
-        let mut body = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut body = lock(&self.0);
         Pin::new(&mut *body).poll_frame(context)
     }
 }

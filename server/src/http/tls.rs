@@ -14,7 +14,10 @@ pub(crate) use agents::{AgentTrust, ClientCertificate};
 pub use certificate::{Facts, Name};
 pub use names::addresses;
 
-use crate::config::{ServeConfig, TlsConfig, tls_suites};
+use crate::{
+    config::{ServeConfig, TlsConfig, tls_suites},
+    util::lock,
+};
 use ca::Authority;
 use files::{Loaded, load, minute};
 use rustls::{
@@ -26,7 +29,7 @@ use std::{
     fmt, fs,
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock},
+    sync::{Arc, Mutex, PoisonError, RwLock},
     time::{Duration, Instant},
 };
 use tokio_rustls::TlsAcceptor;
@@ -92,7 +95,7 @@ impl ServerCertificate {
         let files = Mutex::new(Watched { certificate, key, stamp, refused: None, reminded: None });
         let agents = AgentTrust::open(config, tls)?.map(Arc::new);
         let (suites, lowest) = (config.tls_suites.clone(), config.tls_lowest);
-        // Checked before the server listens: no client could connect.
+        // Checked before the server listens, because no client could connect if nothing were offered.
         tls_suites::offered(suites.as_ref(), lowest, &loaded.key)?;
         let current = RwLock::new(Arc::new(loaded));
         Ok(Arc::new(Self { files, own, agents, suites, lowest, current }))
@@ -117,10 +120,6 @@ impl ServerCertificate {
         self.current.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    fn files(&self) -> MutexGuard<'_, Watched> {
-        self.files.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Whether the certificate is valid for `host` (without port and brackets).
     pub(crate) fn matches(&self, host: &str) -> bool {
         self.current().facts.names.iter().any(|name| name.matches(host))
@@ -138,7 +137,7 @@ impl ServerCertificate {
         warnings.extend(self.own.as_ref().and_then(|own| {
             expires_soon("the certificate authority of this server", &own.authority.facts, now)
         }));
-        if let Some(refused) = &self.files().refused {
+        if let Some(refused) = &lock(&self.files).refused {
             warnings.push(format!("the new TLS certificate is not served: {refused}"));
         }
         warnings.extend(self.agents.iter().flat_map(|agents| agents.warnings()));
@@ -166,7 +165,7 @@ impl ServerCertificate {
         if let Some(agents) = &self.agents {
             agents.reload_if_changed();
         }
-        let mut files = self.files();
+        let mut files = lock(&self.files);
         let now = [files.certificate.as_path(), files.key.as_path()].map(stamp_of);
         if now != files.stamp {
             files.stamp = now;

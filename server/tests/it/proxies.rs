@@ -34,6 +34,7 @@ async fn host_names_and_origins_must_be_those_of_the_public_url() {
     };
     for (host, forwarded, status) in [
         ("lockstep.example.org", None, 200),
+        ("Lockstep.Example.org:8443", None, 200),
         ("localhost", None, 200),
         ("evil.example", None, 421),
         ("127.0.0.1", Some("lockstep.example.org"), 200),
@@ -64,6 +65,7 @@ async fn host_names_and_origins_must_be_those_of_the_public_url() {
         (PUBLIC, "https", 422),
         (PUBLIC, "http", 422),
         ("http://lockstep.example.org", "https", 403),
+        ("https://lockstep.example.org:8443", "https", 403),
         ("https://evil.example", "https", 403),
         ("https://lockstep.example.org.evil.example", "https", 403),
         ("null", "https", 403),

@@ -22,8 +22,7 @@ use lockstep_protocol::{
     dataset::Dataset,
     spec::shortened,
 };
-use std::io;
-use std::sync::Arc;
+use std::{io, sync::Arc};
 
 /// List a dataset's files
 ///
@@ -35,7 +34,7 @@ use std::sync::Arc;
         (status = 404, body = Problem, description = "The server has no such files"),
         (status = 422, body = Problem, description = "The files cannot be copied")))]
 pub(crate) async fn list(State(datasets): State<Arc<Datasets>>, asking: RequestingAgent) -> Result<Response> {
-    asking.holds(&datasets.agents)?;
+    asking.check_attempt(&datasets.agents)?;
     let (dataset, tree) = tree(&datasets, &asking).await?;
     let list = blocking(move || List::open(tree, MAX_FILES)).await?.map_err(Error::unprocessable)?;
     let body = chunks(list.ok_or_else(|| no_files(&dataset))?, List::chunk);
@@ -55,7 +54,7 @@ pub(crate) async fn parts(
     asking: RequestingAgent,
     body: std::result::Result<Bytes, BytesRejection>,
 ) -> Result<Response> {
-    asking.holds(&datasets.agents)?;
+    asking.check_attempt(&datasets.agents)?;
     let body = body?;
     let wanted: DatasetParts = serde_json::from_slice(&body)
         .map_err(|e| Error::BadRequest(format!("a request for parts of a dataset must be JSON: {e}")))?;

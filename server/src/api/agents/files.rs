@@ -52,7 +52,7 @@ pub(crate) async fn begin(
     State(checkpoints): State<Arc<Checkpoints>>,
     asking: RequestingAgent,
 ) -> Result<StatusCode> {
-    asking.holds(&checkpoints.agents)?;
+    asking.check_attempt(&checkpoints.agents)?;
     checkpoints.store.note_own_disk(&asking.attempt, &asking.agent_id).await?;
     Ok(StatusCode::NO_CONTENT)
 }
@@ -110,7 +110,7 @@ pub(crate) async fn file(
     asking: RequestingAgent,
     request: Request<Body>,
 ) -> Result<Response> {
-    asking.holds(&checkpoints.agents)?;
+    asking.check_attempt(&checkpoints.agents)?;
     let AttemptPath { id, file, .. } = &asking.path;
     let row = checkpoints::find(&*checkpoints.store, id).await?;
     if row.job != asking.attempt.job {
@@ -179,7 +179,7 @@ pub(crate) async fn dataset(
     asking: RequestingAgent,
     body: std::result::Result<Bytes, BytesRejection>,
 ) -> Result<StatusCode> {
-    asking.holds(&checkpoints.agents)?;
+    asking.check_attempt(&checkpoints.agents)?;
     let body = body?;
     if body.len() > NOTE_BYTES {
         let detail = format!("a dataset's fingerprint has at most {NOTE_BYTES} bytes");
@@ -204,7 +204,7 @@ pub(crate) async fn upload_state(
     State(checkpoints): State<Arc<Checkpoints>>,
     asking: RequestingAgent,
 ) -> Result<Json<UploadState>> {
-    asking.uploads(&checkpoints).await?;
+    asking.check_upload(&checkpoints).await?;
     let upload = Upload::of(&checkpoints.config.job_dir(&asking.attempt.job), &asking.path.name);
     let state = blocking(move || upload.state()).await?;
     Ok(Json(state.map_err(refusal)?))
@@ -235,14 +235,14 @@ pub(crate) async fn upload_piece(
     Query(piece): Query<PieceQuery>,
     request: Request<Body>,
 ) -> Result<StatusCode> {
-    asking.uploads(&checkpoints).await?;
+    asking.check_upload(&checkpoints).await?;
     // Read only after the check of the agent, because pieces are large.
     let body = axum::body::to_bytes(request.into_body(), PIECE_BYTES).await.map_err(|error| {
         let detail = format!("a piece of at most {PIECE_BYTES} bytes was expected: {error}");
         Error::Refused(StatusCode::PAYLOAD_TOO_LARGE, detail)
     })?;
     let upload = Upload::of(&checkpoints.config.job_dir(&asking.attempt.job), &asking.path.name);
-    let is_live = asking.holds(&checkpoints.agents).is_ok();
+    let is_live = asking.has_attempt(&checkpoints.agents);
     let file = asking.path.file.clone();
     let done = blocking(move || match file.as_str() {
         MANIFEST => upload.begin(&body, is_live),
@@ -266,9 +266,9 @@ pub(crate) async fn upload_done(
     State(checkpoints): State<Arc<Checkpoints>>,
     asking: RequestingAgent,
 ) -> Result<StatusCode> {
-    asking.uploads(&checkpoints).await?;
+    asking.check_upload(&checkpoints).await?;
     let upload = Upload::of(&checkpoints.config.job_dir(&asking.attempt.job), &asking.path.name);
-    let is_live = asking.holds(&checkpoints.agents).is_ok();
+    let is_live = asking.has_attempt(&checkpoints.agents);
     if let Err(why) = blocking(move || upload.commit(is_live)).await? {
         return Err(report_refusal(&checkpoints.events, &asking, why).await);
     }

@@ -68,7 +68,7 @@ pub(crate) async fn find(
 ) -> Result<Json<MachineMetrics>> {
     count("points", query.points, MAX_POINTS, MAX_POINTS)?;
     let now = crate::now();
-    let since = list::time("since", query.since.as_deref())?;
+    let since = list::parse_time("since", query.since.as_deref())?;
     let since = since.map_or(now - KEPT, |since| since.max(now - KEPT));
     if !store.agents().await?.iter().any(|agent| agent.id == id) {
         return Err(Error::NotFound("no machine has this id".into()));

@@ -33,8 +33,7 @@ use lockstep_protocol::{
     job::JobId,
 };
 use serde::Serialize;
-use std::collections::HashMap;
-use std::sync::Arc;
+use std::{collections::HashMap, sync::Arc};
 use utoipa::ToSchema;
 
 /// Time for which a warning about a second agent with the same identity is shown. A refused agent retries every few seconds.
@@ -51,21 +50,6 @@ list_of! {
 
 const LIST: List<Agent> = List {
     name: "agents",
-    fields: &[
-        "id",
-        "name",
-        "online",
-        "draining",
-        "last_seen_at",
-        "connected_at",
-        "lease_secs_left",
-        "machine",
-        "links",
-        "sample",
-        "sample_age_secs",
-        "warnings",
-        "slots",
-    ],
     sorts: &[
         ("name", |agent| agent.name.as_str().into()),
         ("last_seen", |agent| agent.last_seen_at.into()),
@@ -84,10 +68,8 @@ pub(crate) struct Agent {
     pub(super) online: bool,
     /// Whether the machine is drained and gets no new work.
     pub(super) draining: bool,
-    #[schema(value_type = String)]
     pub(super) last_seen_at: Timestamp,
     /// Start of the current connection; absent if the machine is offline.
-    #[schema(value_type = Option<String>)]
     pub(super) connected_at: Option<Timestamp>,
     /// Seconds until the machine's attempts end if its agent sends no message; absent without attempts.
     pub(super) lease_secs_left: Option<f64>,
@@ -109,7 +91,7 @@ pub(crate) struct SlotUse {
     #[serde(flatten)]
     pub(super) slot: Slot,
     #[schema(value_type = Option<String>)]
-    pub(super) job: Option<lockstep_protocol::JobId>,
+    pub(super) job: Option<JobId>,
     /// The job's rank in the slot. For a private job of another person, only the rank is given.
     pub(super) rank: Option<u32>,
     /// The waiting job for which the slot is reserved, even while another job still occupies it.
@@ -121,8 +103,7 @@ pub(crate) struct SlotUse {
 pub(crate) struct KeptFor {
     /// The job's id; absent for a private job of another person.
     #[schema(value_type = Option<String>)]
-    pub(super) job: Option<lockstep_protocol::JobId>,
-    #[schema(value_type = String)]
+    pub(super) job: Option<JobId>,
     pub(super) since: Timestamp,
 }
 

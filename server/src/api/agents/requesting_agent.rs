@@ -8,7 +8,7 @@ use crate::{
         error::{Error, Result},
         extract::{Path, job_id},
     },
-    store::{CheckpointRow, Holder},
+    store::Holder,
 };
 use axum::{
     extract::{FromRef, FromRequestParts},
@@ -75,24 +75,31 @@ where
 }
 
 impl RequestingAgent {
-    /// Returns whether rank 0 of the attempt is on this agent.
-    ///
-    /// # Errors
-    /// The agent does not have the attempt.
-    pub(crate) fn holds(&self, agents: &Agents) -> Result<bool> {
-        let held = agents.leases.held_by(&self.agent_id, &self.attempt);
-        held.ok_or_else(|| Error::Forbidden("this agent does not have this attempt".into()))
+    /// Whether the agent has the attempt.
+    pub(crate) fn has_attempt(&self, agents: &Agents) -> bool {
+        agents.leases.held_by(&self.agent_id, &self.attempt).is_some()
     }
 
-    /// The agent's name from the lease: after a restart of the server the agent may not have reconnected yet.
+    /// Checks that the agent has the attempt.
+    ///
+    /// # Errors
+    /// The agent does not have it.
+    pub(crate) fn check_attempt(&self, agents: &Agents) -> Result<()> {
+        match self.has_attempt(agents) {
+            true => Ok(()),
+            false => Err(Error::Forbidden("this agent does not have this attempt".into())),
+        }
+    }
+
+    /// The agent's name from the lease, because after a restart of the server the agent may not have reconnected yet.
     pub(crate) fn agent_name(&self, agents: &Agents) -> String {
         let places = agents.leases.places_of(&self.attempt.job);
         let place = places.into_iter().find(|place| place.agent_id == self.agent_id);
         place.map_or_else(|| self.agent_id.clone(), |place| place.agent)
     }
 
-    /// Returns the row of a checkpoint that this agent has on its disk and may upload.
-    pub(crate) async fn uploads(&self, checkpoints: &Checkpoints) -> Result<CheckpointRow> {
+    /// Checks that this agent has the checkpoint of the path on its disk and may upload it.
+    pub(crate) async fn check_upload(&self, checkpoints: &Checkpoints) -> Result<()> {
         let name = &self.path.name;
         let not_its = || Error::Forbidden("this agent may not upload this attempt's checkpoints".into());
         let place =
@@ -104,26 +111,26 @@ impl RequestingAgent {
         if !place.has_own_disk && !is_earlier {
             return Err(not_its());
         }
-        let holds = checkpoints.agents.leases.held_by(&self.agent_id, &self.attempt).is_some();
+        let has_attempt = self.has_attempt(&checkpoints.agents);
         let Some(row) = row else {
             // An agent without rank 0 has a checkpoint only if a rank was lost, and its report may not have arrived yet.
-            return if has_rank_0 || holds { Err(self.no_such(name)) } else { Err(not_its()) };
+            return if has_rank_0 || has_attempt { Err(self.no_such(name)) } else { Err(not_its()) };
         };
         let is_its = |holder: &Holder| holder.agent_id == self.agent_id;
         let copies = checkpoints.copies_of(&row).await?;
         let has_it = copies.holders.iter().any(is_its);
         let first = checkpoints.on_its_way(&row, Some(&copies)).into_iter().chain(copies.holders).next();
         match first.is_some_and(|first| is_its(&first)) {
-            // Allowed in any state of the agent's attempt: the checkpoint may be the newest one, and no other agent has it.
-            true => Ok(row),
+            // Allowed in any state of the agent's attempt, because the checkpoint may be the newest one, and no other agent has it.
+            true => Ok(()),
             // If the first agent disconnects, this one may upload.
             false if has_it && !checkpoints.folder(&row).exists() => {
                 Err(Error::Unavailable("another machine uploads this checkpoint; try again".into()))
             }
             // The agent continued from this checkpoint, and learns that it is uploaded.
-            false if is_earlier && has_it && has_rank_0 => Ok(row),
+            false if is_earlier && has_it && has_rank_0 => Ok(()),
             // The agent's report of this checkpoint may not have arrived yet.
-            false if is_earlier || holds => Err(self.no_such(name)),
+            false if is_earlier || has_attempt => Err(self.no_such(name)),
             false => Err(not_its()),
         }
     }

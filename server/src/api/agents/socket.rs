@@ -29,14 +29,14 @@ use axum::{
     response::Response,
 };
 use futures_util::{SinkExt, StreamExt, stream::SplitSink};
-use introduction::{ATTEMPTS, Hello, TOO_MANY_ATTEMPTS, introduction, shortened};
+use introduction::{ATTEMPTS, Hello, TOO_MANY_ATTEMPTS, check_hello, shortened};
 use lockstep_protocol::{
     agent::{AttemptRef, FencingToken, FromAgent, Slot, Source, ToAgent},
     job::JobId,
     stream::CLOSE_SIGNED_OUT,
     wire::{self, PartialMessages},
 };
-use messages::{HELLO_BYTES, MESSAGE_BYTES, first, read};
+use messages::{HELLO_BYTES, MESSAGE_BYTES, read, read_first};
 use std::{
     collections::VecDeque,
     ops::ControlFlow,
@@ -132,7 +132,7 @@ async fn serve(
             Ok(Some(message)) => message,
             Ok(None) | Err(_) => return close(&mut to, close_code::POLICY, "no Hello came").await,
         };
-        match first(message, &mut partial).await {
+        match read_first(message, &mut partial).await {
             Ok(Some(message)) => break message,
             Ok(None) => {}
             Err(End { why, code }) => {
@@ -144,7 +144,7 @@ async fn serve(
     let (outgoing, mut outbox) = mpsc::unbounded_channel();
     // Only messages to agents contain pictures; those from agents are shorter.
     let mut partial = PartialMessages::with_limit(MESSAGE_BYTES);
-    let joined = match introduction(hello) {
+    let joined = match check_hello(hello) {
         Ok(hello) => identity::check(&auth, &caller, &hello.row).await.map(|()| hello),
         Err(reason) => Err(reason),
     };
@@ -156,7 +156,7 @@ async fn serve(
             process: std::mem::take(&mut hello.process),
             address: peer.address,
         };
-        // Half a lease: after an agent's process has ended, its next process is accepted before the lease of its attempts expires.
+        // Half a lease, so that after the end of an agent's process its next process is accepted before the lease of its attempts expires.
         scheduler.agents.join(joining, scheduler.config.lease / 2, outgoing).map(|c| (hello, c))
     });
     let (hello, connection) = match joined {
@@ -170,7 +170,7 @@ async fn serve(
     };
     let id = hello.row.id.clone();
     let name = hello.row.name.clone();
-    let certified = identity::Certified::of(&ingress, &caller, &peer, &hello.row);
+    let certificate = identity::AgentCertificate::of(&ingress, &caller, &peer, &hello.row);
     let (reports, mut cut_off) = ReportConnection::new();
     let mut agent = Connection {
         scheduler: &scheduler,
@@ -185,7 +185,7 @@ async fn serve(
     };
     let welcomed = agent.welcome(&mut to, hello).await;
     // One future for the whole connection, because its start verifies the certificate's signatures.
-    let mut no_longer_certified = std::pin::pin!(certified.ended());
+    let mut certificate_refused = std::pin::pin!(certificate.wait_until_refused());
     // Unsent parts of long messages. Other messages are sent between the parts.
     let (mut parts, mut in_parts) = (VecDeque::new(), 0);
     let End { why, code } = match welcomed {
@@ -230,7 +230,7 @@ async fn serve(
                     () = caller.ended() => {
                         break End { why: "its token is no longer valid".into(), code: CLOSE_SIGNED_OUT };
                     }
-                    why = &mut no_longer_certified => {
+                    why = &mut certificate_refused => {
                         scheduler.agents.refusals.note(peer.address, &name, &why);
                         break End { why, code: CLOSE_SIGNED_OUT };
                     }

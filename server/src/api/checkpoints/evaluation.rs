@@ -21,7 +21,7 @@ use crate::{
     },
     scheduler::Scheduler,
     store::CheckpointRow,
-    util::regular_files,
+    util::{lock, regular_files},
 };
 use axum::{
     Extension, Json,
@@ -41,7 +41,7 @@ use lockstep_protocol::{
 use serde::{Deserialize, Serialize};
 use std::{
     path::PathBuf,
-    sync::{Arc, OnceLock, PoisonError},
+    sync::{Arc, OnceLock},
     time::Duration,
 };
 use tokio::sync::watch;
@@ -167,14 +167,14 @@ async fn find(
     // Another dataset may have the name of the job's dataset now, so access is checked again.
     if let Some(owned) = scheduler.store.owned_dataset(&job.spec.data.dataset).await?
         && which.dataset.is_none()
-        && !caller.sees(owned.private, owned.owner.as_deref())
+        && !caller.sees_owned(&owned)
     {
         return Err(Error::unprocessable(format!(
             "the dataset {:?} is no longer registered",
             job.spec.data.dataset
         )));
     }
-    let of = if which.weights == Weights::Ema { "-ema" } else { "" };
+    let weights = if which.weights == Weights::Ema { "-ema" } else { "" };
     let other = match which.dataset.as_deref() {
         None => None,
         // The name of a registered dataset is safe in a file's name.
@@ -187,10 +187,10 @@ async fn find(
     // The job's own dataset keeps the job's validation pictures, even if the request names it.
     let other = other.filter(|other| other.name != job.spec.data.dataset);
     // A dataset that was registered again under the same name is another dataset.
-    let on =
+    let dataset =
         other.as_ref().map(|d| format!("@{}@{}", d.name, d.added_at.as_millisecond())).unwrap_or_default();
-    let by = neighbours.map(|k| format!("-{k}-neighbours")).unwrap_or_default();
-    let name = format!("{}-{}{of}{by}{on}.json", row.info.epoch, row.info.step);
+    let method = neighbours.map(|k| format!("-{k}-neighbours")).unwrap_or_default();
+    let name = format!("{}-{}{weights}{method}{dataset}.json", row.info.epoch, row.info.step);
     let file = scheduler.config.job_dir(&row.job).join("evaluations").join(name);
     let answer =
         |evaluation: Vec<u8>| ([(header::CONTENT_TYPE, "application/json")], evaluation).into_response();
@@ -254,7 +254,7 @@ async fn measured_on(datasets: &Datasets, job: &Job, other: Option<Dataset>) -> 
             spec.data.dataset.clone_from(&other.name);
             spec.data.validation = JobSpec::default().data.validation;
             (spec.data.folds, spec.data.fold) = (None, None);
-            submission::choose_validation(&mut spec, &other, false);
+            submission::choose_validation(&mut spec, &other);
             check_measures(&spec, &other)?;
             other
         }
@@ -304,7 +304,7 @@ async fn start(
     let request = Arc::new(OnceLock::new());
     let running_evaluation = Running { request: request.clone(), outcome };
     {
-        let mut running = scheduler.checkpoints.evaluations.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut running = lock(&scheduler.checkpoints.evaluations.0);
         if let Some(known) = running.get(&file) {
             return Ok(known.clone());
         }
@@ -320,8 +320,8 @@ async fn start(
                 scheduler.agents.reply(waiting, EVALUATION_TIMEOUT).await
             };
             match answer.await {
-                Ok(AgentReply::Evaluation(found)) if neighbours.is_none() => keep(&file, &found).await,
-                Ok(AgentReply::Neighbours(found)) if neighbours.is_some() => keep(&file, &found).await,
+                Ok(AgentReply::Evaluation(found)) if neighbours.is_none() => save(&file, &found).await,
+                Ok(AgentReply::Neighbours(found)) if neighbours.is_some() => save(&file, &found).await,
                 Ok(_) => {
                     let detail = "the agent's response is not the requested evaluation; run the same version of lockstep on both machines".to_owned();
                     Err(Failure::Agent(RequestError::Refused(detail)))
@@ -333,7 +333,7 @@ async fn start(
             outcome = work => outcome,
             () = scheduler.tasks.stopping.cancelled() => Err(stopping()),
         };
-        scheduler.checkpoints.evaluations.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&file);
+        lock(&scheduler.checkpoints.evaluations.0).remove(&file);
         let _ = sender.send(Some(outcome));
     });
     Ok(running_evaluation)
@@ -357,7 +357,7 @@ fn check_measures(spec: &JobSpec, other: &Dataset) -> Result<()> {
 }
 
 /// Stores an evaluation atomically. Does not create the job's folder, because a folder of a deleted job would never be removed.
-async fn keep(file: &std::path::Path, found: &impl Serialize) -> std::result::Result<(), Failure> {
+async fn save(file: &std::path::Path, found: &impl Serialize) -> std::result::Result<(), Failure> {
     let written = async {
         let words = serde_json::to_vec(found).map_err(std::io::Error::other)?;
         if let Some(folder) = file.parent() {

@@ -1,7 +1,7 @@
 //! Files of checkpoints, with ranges and checksums. Files are compared with the manifest before they are sent.
 
 use crate::{
-    api::checkpoints::{check_regular, damaged, fetched, find, is_file, manifest, no_average, removed},
+    api::checkpoints::{await_fetch, check_regular, damaged, find, is_file, manifest, no_average, removed},
     checkpoints::{Checkpoints, artifact_fetches, manifest::ManifestFile},
     http::{
         conditional::{self, CACHING},
@@ -48,14 +48,14 @@ pub(crate) async fn file(
     }
     conditional::keep_one_range(request.headers_mut());
     let row = find(&*checkpoints.store, &id).await?;
-    let checksum = whole(&checkpoints, &row, name).await?.map(|written| written.sha256);
+    let checksum = check_file(&checkpoints, &row, name).await?.map(|written| written.sha256);
     let tag = checksum.as_ref().map(|checksum| format!("\"{checksum}\""));
     if let Some(tag) = &tag {
         if conditional::is_known(request.headers(), tag) {
             let about = [(header::ETAG, tag.clone()), (header::CACHE_CONTROL, CACHING.into())];
             return Ok((StatusCode::NOT_MODIFIED, about).into_response());
         }
-        if !conditional::range_counts(request.headers(), tag) {
+        if !conditional::range_applies(request.headers(), tag) {
             request.headers_mut().remove(header::RANGE);
         }
         // An entity tag takes precedence over the time (RFC 9110, section 13.1.3).
@@ -67,7 +67,7 @@ pub(crate) async fn file(
         && let Some(kind) = checkpoint_files::kind(name)
     {
         let index = checkpoint_files::index(kind);
-        if whole(&checkpoints, &row, &index).await?.is_some() {
+        if check_file(&checkpoints, &row, &index).await?.is_some() {
             return Err(Error::NotFound(format!(
                 "this checkpoint is sharded and has no {name}: {index} names the files with its tensors, and `lockstep download` makes one \
                  file of them"
@@ -113,7 +113,7 @@ pub(crate) async fn file(
 ///
 /// # Errors
 /// The file is damaged, and the object store has no better copy.
-async fn whole(
+async fn check_file(
     checkpoints: &Arc<Checkpoints>,
     row: &CheckpointRow,
     name: &str,
@@ -140,7 +140,7 @@ async fn whole(
         }
         let copies = checkpoints.copies_of(row).await?;
         match artifact_fetches::check(checkpoints, row, Some(&copies), None) {
-            Some((fetch, _)) if tries < MAX_CHECKS => fetched(&checkpoints.config, row, fetch).await?,
+            Some((fetch, _)) if tries < MAX_CHECKS => await_fetch(&checkpoints.config, row, fetch).await?,
             _ => {
                 tracing::warn!(checkpoint = row.id, how, "a damaged checkpoint on the disk is not sent");
                 return Err(damaged(format_args!("checkpoint {}", row.id), &how));

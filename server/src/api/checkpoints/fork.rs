@@ -6,6 +6,7 @@ use crate::{
         checkpoints,
         jobs::{
             self, CheckReport, Checked,
+            check::Start,
             fit::{self, Trained},
             submission,
         },
@@ -122,7 +123,7 @@ async fn prepare(scheduler: &Scheduler, caller: &Caller, id: &str, request: Fork
     if !gives_validation {
         choose_validation_again(&*scheduler.store, &source, &mut document).await?;
     }
-    let mut checked = jobs::check(scheduler, caller, &document, false, false).await?;
+    let mut checked = jobs::check(scheduler, caller, &document, Start::Checkpoint).await?;
     let Checked { spec, dataset, .. } = &checked;
     let trained = Trained::of(&scheduler.checkpoints.folder(&from)).await;
     let mut mistakes = fit::mistakes(trained.as_ref(), &source.spec, spec, dataset);
@@ -250,7 +251,7 @@ async fn make(
         && let Some((fetch, _)) = artifact_fetches::check(&scheduler.checkpoints, &from, Some(&copies), None)
     {
         let _ = tokio::fs::remove_dir_all(scheduler.config.job_dir(&new)).await;
-        checkpoints::fetched(&scheduler.config, &from, fetch).await?;
+        checkpoints::await_fetch(&scheduler.config, &from, fetch).await?;
         done = copied().await;
     }
     if let Err(error) = done {
@@ -306,7 +307,7 @@ async fn choose_validation_again(store: &dyn Store, source: &Job, document: &mut
     let Some(dataset) = store.dataset(&source.spec.data.dataset).await? else { return Ok(()) };
     forget_validation(&mut before);
     let Ok(mut chosen) = from_json(&before) else { return Ok(()) };
-    submission::choose_validation(&mut chosen, &dataset, false);
+    submission::choose_validation(&mut chosen, &dataset);
     if chosen.data.validation == source.spec.data.validation {
         forget_validation(document);
     }

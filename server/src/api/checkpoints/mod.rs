@@ -30,8 +30,7 @@ use lockstep_protocol::{
 };
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use std::fmt::Display;
-use std::sync::Arc;
+use std::{fmt::Display, sync::Arc};
 use utoipa::ToSchema;
 
 /// Whether this is the name of a checkpoint's file. Other files in a checkpoint's folder are not served.
@@ -90,20 +89,6 @@ list_of! {
 
 const LIST: List<Checkpoint> = List {
     name: "checkpoints",
-    fields: &[
-        "id",
-        "attempt",
-        "epoch",
-        "step",
-        "val_accuracy",
-        "val_loss",
-        "validation",
-        "best",
-        "size_bytes",
-        "created_at",
-        "uploading_from",
-        "stored",
-    ],
     sorts: &[
         ("step", |checkpoint| Some(checkpoint.info.step as f64).into()),
         ("created", |checkpoint| checkpoint.created_at.into()),
@@ -123,7 +108,6 @@ pub(crate) struct Checkpoint {
     attempt: u32,
     #[serde(flatten)]
     info: CheckpointInfo,
-    #[schema(value_type = String)]
     created_at: Timestamp,
     /// The machine from which the checkpoint is still being uploaded. Until the end of the upload, the files are not available.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -238,7 +222,7 @@ pub(super) async fn check_here(checkpoints: &Arc<Checkpoints>, row: &CheckpointR
         fetch => fetch,
     };
     match fetch {
-        Some(fetch) => fetched(&checkpoints.config, row, fetch).await,
+        Some(fetch) => await_fetch(&checkpoints.config, row, fetch).await,
         None => Ok(()),
     }
 }
@@ -247,7 +231,7 @@ pub(super) async fn check_here(checkpoints: &Arc<Checkpoints>, row: &CheckpointR
 ///
 /// # Errors
 /// The checkpoint cannot be fetched, or fetching takes too long.
-pub(super) async fn fetched(config: &ServeConfig, row: &CheckpointRow, fetch: Fetch) -> Result<()> {
+pub(super) async fn await_fetch(config: &ServeConfig, row: &CheckpointRow, fetch: Fetch) -> Result<()> {
     match artifact_fetches::wait(fetch, config.evaluation_wait).await {
         Some(Ok(())) => Ok(()),
         Some(Err(NotFetched::Missing)) => Err(removed()),

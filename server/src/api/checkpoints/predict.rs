@@ -21,8 +21,7 @@ use lockstep_protocol::{
     inspect::{NamedPicture, Prediction},
 };
 use serde::{Deserialize, Serialize};
-use std::sync::Arc;
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 use tokio::sync::Semaphore;
 use utoipa::{IntoParams, ToSchema};
 
@@ -108,7 +107,7 @@ async fn pictures(request: Request) -> Result<Vec<NamedPicture>> {
                 "the body is empty; it must be a picture: JPEG, PNG, WebP, GIF, BMP or TIFF".into(),
             ));
         }
-        return Ok(vec![named(String::new(), &bytes)]);
+        return Ok(vec![named_picture(String::new(), &bytes)]);
     }
     let mut form =
         Multipart::from_request(request, &()).await.map_err(|e| Error::BadRequest(e.body_text()))?;
@@ -125,7 +124,7 @@ async fn pictures(request: Request) -> Result<Vec<NamedPicture>> {
         if together > MAX_BYTES {
             return Err(too_large());
         }
-        pictures.push(named(name, &bytes));
+        pictures.push(named_picture(name, &bytes));
         if pictures.len() > MAX_PICTURES {
             return Err(Error::BadRequest(format!("send at most {MAX_PICTURES} pictures at a time")));
         }
@@ -136,6 +135,6 @@ async fn pictures(request: Request) -> Result<Vec<NamedPicture>> {
     Ok(pictures)
 }
 
-fn named(name: String, bytes: &Bytes) -> NamedPicture {
+fn named_picture(name: String, bytes: &Bytes) -> NamedPicture {
     NamedPicture { name, content: base64::engine::general_purpose::STANDARD.encode(bytes) }
 }

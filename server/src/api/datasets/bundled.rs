@@ -39,7 +39,7 @@ pub(crate) async fn register(
     let path = path.map_err(|error| Error::Internal(format!("the pictures cannot be unpacked: {error}")))?;
     let path = path.to_string_lossy().into_owned();
     let new = NewDataset { name: bundled.name.into(), path, private: false };
-    Ok(datasets::register(&datasets, &caller, new, LONGEST_WAIT).await?.answered(datasets::created))
+    Ok(datasets::register(&datasets, &caller, new, LONGEST_WAIT).await?.respond(datasets::created_response))
 }
 
 /// Writes the files that are missing or different.

@@ -84,7 +84,7 @@ impl<T> Inspected<T> {
     }
 
     /// The response that `done` makes of the result, or 202 with the progress.
-    pub(crate) fn answered(self, done: impl FnOnce(T) -> Response) -> Response {
+    pub(crate) fn respond(self, done: impl FnOnce(T) -> Response) -> Response {
         match self {
             Inspected::Done(value) => done(value),
             Inspected::UnderWay(progress) => (StatusCode::ACCEPTED, Json(progress)).into_response(),

@@ -26,15 +26,14 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use inspections::{INSPECTION_TIMEOUT, Inspected, InspectionProgress, WaitQuery};
-use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
     Job,
     dataset::{Dataset, DatasetInfo},
+    numbers::plural,
     spec::SpecError,
 };
 use serde::{Deserialize, Serialize};
-use std::sync::Arc;
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 use utoipa::ToSchema;
 
 const MAX_PATH_BYTES: usize = 4096;
@@ -55,7 +54,6 @@ list_of! {
 
 const LIST: List<Dataset> = List {
     name: "datasets",
-    fields: &["name", "path", "info", "added_at", "owner", "private"],
     sorts: &[
         ("name", |dataset| dataset.name.as_str().into()),
         ("created", |dataset| dataset.added_at.into()),
@@ -98,10 +96,10 @@ pub(crate) async fn create(
     Query(wait): Query<WaitQuery>,
     Body(new, _): Body<NewDataset>,
 ) -> Result<Response> {
-    Ok(register(&datasets, &caller, new, wait.patience()?).await?.answered(created))
+    Ok(register(&datasets, &caller, new, wait.patience()?).await?.respond(created_response))
 }
 
-fn created(dataset: Dataset) -> Response {
+fn created_response(dataset: Dataset) -> Response {
     let location = [(header::LOCATION, format!("/api/v1/datasets/{}", dataset.name))];
     (StatusCode::CREATED, location, Json(dataset)).into_response()
 }
@@ -122,7 +120,7 @@ pub(crate) async fn register(
         return Err(Error::Invalid(errors));
     }
     check_free(datasets, &new.name).await?;
-    let registered = inspected(datasets, caller, new, patience).await?;
+    let registered = inspect_new(datasets, caller, new, patience).await?;
     if let Inspected::Done(dataset) = &registered {
         datasets.store.add_dataset(dataset).await?;
     }
@@ -140,7 +138,7 @@ async fn check_free(datasets: &Datasets, name: &str) -> Result<()> {
 }
 
 /// Lets an agent inspect files of an allowed path. Returns the dataset to store.
-async fn inspected(
+async fn inspect_new(
     datasets: &Arc<Datasets>,
     caller: &Caller,
     new: NewDataset,
@@ -149,7 +147,7 @@ async fn inspected(
     inspections::inspect(datasets, new.path, patience).await?.try_map(|(path, info)| {
         Ok(Dataset {
             name: new.name,
-            info: checked(datasets, &path, info)?,
+            info: check_info(datasets, &path, info)?,
             path,
             added_at: crate::now(),
             owner: caller.owner().map(str::to_owned),
@@ -162,7 +160,7 @@ async fn inspected(
 ///
 /// # Errors
 /// The files are outside the folders that are allowed for datasets, or cannot be trained on.
-fn checked(datasets: &Datasets, path: &str, info: DatasetInfo) -> Result<DatasetInfo> {
+fn check_info(datasets: &Datasets, path: &str, info: DatasetInfo) -> Result<DatasetInfo> {
     let mistake = |detail: String| Error::invalid("/path", detail);
     datasets.roots.check_found(path).map_err(mistake)?;
     info_mistake(&info).map_or(Ok(info), |detail| Err(mistake(detail)))
@@ -213,10 +211,10 @@ pub(crate) async fn inspect(
     }
     let inspected = inspections::inspect(&datasets, folder.path, wait.patience()?).await?;
     let folder = inspected.try_map(|(path, info)| {
-        let info = checked(&datasets, &path, info)?;
+        let info = check_info(&datasets, &path, info)?;
         Ok(InspectedFolder { path, info })
     });
-    Ok(folder?.answered(|folder| Json(folder).into_response()))
+    Ok(folder?.respond(|folder| Json(folder).into_response()))
 }
 
 /// Inspect a registered dataset again
@@ -232,7 +230,7 @@ pub(crate) async fn inspect_again(
 ) -> Result<Response> {
     let dataset = datasets.store.dataset(&name).await?.ok_or_else(no_such_dataset)?;
     let inspected = inspect_registered(&datasets, dataset, wait.patience()?).await?;
-    Ok(inspected.answered(|dataset| Json(dataset).into_response()))
+    Ok(inspected.respond(|dataset| Json(dataset).into_response()))
 }
 
 /// Lets an agent inspect a registered dataset, and stores the result. Waits for the inspection for at most `patience`.
@@ -242,8 +240,8 @@ async fn inspect_registered(
     patience: Duration,
 ) -> Result<Inspected<Dataset>> {
     let inspected = inspections::inspect(datasets, dataset.path.clone(), patience).await?;
-    let inspected =
-        inspected.try_map(|(path, info)| Ok(Dataset { info: checked(datasets, &path, info)?, ..dataset }))?;
+    let inspected = inspected
+        .try_map(|(path, info)| Ok(Dataset { info: check_info(datasets, &path, info)?, ..dataset }))?;
     if let Inspected::Done(dataset) = &inspected {
         datasets.store.update_dataset(dataset).await?;
     }
@@ -288,14 +286,15 @@ fn name_mistake(name: &str) -> Option<SpecError> {
     if is_good && !name.starts_with('.') {
         return None;
     }
-    let is = match name.chars().find(|c| !is_plain(*c)) {
+    let problem = match name.chars().find(|c| !is_plain(*c)) {
         _ if name.is_empty() => "this one is empty".to_owned(),
         Some(odd) => format!("this one has {odd:?}"),
         None if name.len() > MAX_NAME_BYTES => format!("this one has {}", name.len()),
         None => "this one begins with a dot".into(),
     };
     mistake(format!(
-        "must have 1 to {MAX_NAME_BYTES} characters, each a letter (a to z, A to Z), a digit, '-', '_' or '.', the first not a dot: {is}"
+        "must have 1 to {MAX_NAME_BYTES} characters, each a letter (a to z, A to Z), a digit, '-', '_' or '.', the first not a dot: \
+         {problem}"
     ))
 }
 

@@ -2,7 +2,7 @@
 //! short and a failed request can be repeated.
 
 use super::{
-    NewDataset, check_free, created, inspected,
+    NewDataset, check_free, created_response, inspect_new,
     inspections::{Inspected, InspectionProgress, WaitQuery},
     name_mistake,
 };
@@ -121,7 +121,7 @@ pub(crate) async fn register_upload(
     if let Some(dataset) = datasets.store.dataset(&name).await?
         && upload.has(&dataset.path)
     {
-        return Ok(created(dataset));
+        return Ok(created_response(dataset));
     }
     check_free(&datasets, &name).await?;
     let unpacked = {
@@ -137,11 +137,11 @@ pub(crate) async fn register_upload(
         let detail = format!("unpacking {name}: {} of {} files; ask again", unpacked.files, unpacked.total);
         let progress =
             InspectionProgress { detail, inspected: Some(unpacked.files), total: Some(unpacked.total) };
-        return Ok(Inspected::UnderWay(progress).answered(created));
+        return Ok(Inspected::UnderWay(progress).respond(created_response));
     }
     let path = unpacked.pictures.to_string_lossy().into_owned();
     let new = NewDataset { name, path: path.clone(), private: new.private };
-    let registered = inspected(&datasets, &caller, new, patience).await.map_err(|error| match error {
+    let registered = inspect_new(&datasets, &caller, new, patience).await.map_err(|error| match error {
         // The sender knows no path on the server.
         Error::Invalid(mistakes) => {
             let details: Vec<_> = mistakes.into_iter().map(|mistake| mistake.detail).collect();
@@ -152,9 +152,9 @@ pub(crate) async fn register_upload(
     });
     match registered? {
         Inspected::Done(dataset) => {
-            to_the_end(add(datasets, upload, unpacked.pictures, dataset)).await.map(created)
+            to_the_end(add(datasets, upload, unpacked.pictures, dataset)).await.map(created_response)
         }
-        under_way => Ok(under_way.answered(created)),
+        under_way => Ok(under_way.respond(created_response)),
     }
 }
 

@@ -17,8 +17,7 @@ use axum::{Extension, Json, extract::State, response::Response};
 use lockstep_protocol::{labels, spec::SpecError};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::{collections::BTreeMap, sync::Arc};
 use utoipa::{IntoParams, ToSchema};
 
 /// Notes and tags of all jobs that have any. They are also fields of each job.
@@ -50,7 +49,6 @@ pub(crate) struct AnnotationsQuery {
     count: Option<bool>,
 }
 
-const FIELDS: &[&str] = &["notes", "tags"];
 /// Pages of annotations for cursors. The only order is by id.
 const PAGES: Pages = Pages::new("annotations", "id");
 
@@ -77,14 +75,14 @@ pub(crate) async fn list(
     Query(query): Query<AnnotationsQuery>,
 ) -> Result<Response> {
     let limit = count("limit", query.limit, MAX_LIMIT, MAX_LIMIT)?;
-    let fields = Fields::parse(query.fields.as_deref(), FIELDS)?;
+    let fields = Fields::parse::<Annotation>(query.fields.as_deref())?;
     let after: Option<String> = PAGES.read(query.cursor.as_deref())?;
     let seen_by = caller.sees_as();
     let _permit = large::permit(limit).await?;
     let page = store.annotations(seen_by.as_deref(), &after.unwrap_or_default(), limit).await?;
     let jobs = page.jobs.into_iter().map(|(id, annotation)| {
         let annotation = match &fields {
-            Some(fields) => fields.of(&annotation),
+            Some(fields) => fields.select(&annotation),
             None => serde_json::to_value(&annotation),
         };
         Ok((id.to_string(), annotation.map_err(|error| Error::Internal(format!("an annotation: {error}")))?))

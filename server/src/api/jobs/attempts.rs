@@ -26,7 +26,6 @@ list_of! {
 
 const LIST: List<Attempt> = List {
     name: "attempts",
-    fields: &["attempt", "state", "reason", "checkpoint", "step", "agents", "started_at", "ended_at"],
     sorts: &[("attempt", |attempt| Some(f64::from(attempt.attempt)).into())],
     default_sort: "attempt",
     // Numbers of attempts are unique.

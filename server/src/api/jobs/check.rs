@@ -17,11 +17,11 @@ use crate::{
 };
 use axum::{Extension, Json, extract::State};
 use futures_util::future::join_all;
-use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
     Job, JobId, JobSpec,
     dataset::Dataset,
     limits::MISTAKES,
+    numbers::plural,
     spec::{
         self, Device, Setting, SpecError, SweepSpec, Validation, nearest, read_sweep, shortened, split_sweep,
         trial_document,
@@ -105,7 +105,7 @@ pub(crate) async fn validate(
         let checked = check_sweep(&scheduler, &caller, (&section, &job), "sweep", 1, launched).await?;
         return Ok(Json(checked.report(section, &job)?));
     }
-    let checked = check(&scheduler, &caller, &document, true, launched).await?;
+    let checked = check(&scheduler, &caller, &document, Start::FirstStep { launched }).await?;
     let estimate = estimate(&scheduler, &caller, &checked).await?;
     Ok(Json(CheckReport { estimate, ..checked.report() }))
 }
@@ -173,17 +173,25 @@ impl Checked {
     }
 }
 
-/// Checks a document: the specification itself, and its dataset and slots on this server. If the job `begins` at its first step, also
-/// checks whether the pretrained weights fit. If the job is `launched`, agents for it are started afterwards, so the slots are not checked.
+/// Where the training of a checked job begins.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::api) enum Start {
+    /// At the first step, possibly with pretrained weights. If the job is `launched`, agents for it are started afterwards, so the slots
+    /// are not checked.
+    FirstStep { launched: bool },
+    /// At the checkpoint of another job, so pretrained weights are not checked.
+    Checkpoint,
+}
+
+/// Checks a document: the specification itself, its dataset and slots on this server, and its pretrained weights.
 pub(in crate::api) async fn check(
     scheduler: &Scheduler,
     caller: &Caller,
     document: &Value,
-    begins: bool,
-    launched: bool,
+    start: Start,
 ) -> Result<Checked> {
     let datasets = current_datasets(scheduler, caller, [document]).await?;
-    check_on(scheduler, caller, &datasets, document, begins, launched).await
+    check_on(scheduler, caller, &datasets, document, start).await
 }
 
 /// The datasets that a caller may see.
@@ -220,8 +228,7 @@ async fn check_on(
     caller: &Caller,
     CurrentDatasets { datasets, warnings }: &CurrentDatasets,
     document: &Value,
-    begins: bool,
-    launched: bool,
+    start: Start,
 ) -> Result<Checked> {
     let mut not_checked = None;
     // The checks below also run for a document with mistakes, so that all mistakes are reported at once.
@@ -235,15 +242,16 @@ async fn check_on(
     if dataset.is_none() && !name.is_empty() {
         errors.push(at("/data/dataset", no_dataset(name, datasets)));
     }
-    if let (Some(spec), Some(dataset)) = (&mut spec, &dataset) {
-        let given = document.pointer("/data/validation").is_some_and(|given| !given.is_null());
-        submission::choose_validation(spec, dataset, given);
+    if let (Some(spec), Some(dataset)) = (&mut spec, &dataset)
+        && document.pointer("/data/validation").is_none_or(Value::is_null)
+    {
+        submission::choose_validation(spec, dataset);
     }
-    if let (Some(spec), true) = (&mut spec, begins) {
+    if let (Some(spec), Start::FirstStep { .. }) = (&mut spec, start) {
         errors.extend(submission::resolve_version(&*scheduler.store, caller, spec).await?);
     }
     if let Some(spec) = &spec
-        && !launched
+        && start != (Start::FirstStep { launched: true })
         && !in_document.touch(&["/parallel", "/train/precision"])
     {
         errors.extend(slots_mistake(&scheduler.agents, spec));
@@ -259,7 +267,7 @@ async fn check_on(
         }
         let found = dataset_mistakes(spec, dataset);
         errors.extend(found.into_iter().filter(|mistake| !in_document.may_cause(mistake)));
-        if begins && !in_document.touch(&["/model", "/data", "/train/recipe"]) {
+        if start != Start::Checkpoint && !in_document.touch(&["/model", "/data", "/train/recipe"]) {
             match submission::pretrained(scheduler, caller, spec, dataset).await? {
                 WeightsCheck::Fit => {}
                 WeightsCheck::Mistake(mistake) => errors.push(mistake),
@@ -315,6 +323,7 @@ pub(in crate::api) async fn check_sweep(
 ) -> Result<CheckedSweep> {
     let sweep = read_sweep(section).map_err(Error::Invalid)?;
     let settings = sweep.settings();
+    let start = Start::FirstStep { launched };
     let (mut mistakes, mut trials) = (Vec::new(), Vec::new());
     let documents: Vec<_> = settings.iter().map(|setting| trial_document(job, setting, id)).collect();
     let datasets = current_datasets(scheduler, caller, documents.iter().take(full_checks).flatten()).await?;
@@ -322,7 +331,7 @@ pub(in crate::api) async fn check_sweep(
         let found = match document {
             Err(detail) => vec![SpecError { pointer: "/sweep/parameters".into(), detail }],
             Ok(document) if index >= full_checks => spec::read(&document).1,
-            Ok(document) => match check_on(scheduler, caller, &datasets, &document, true, launched).await {
+            Ok(document) => match check_on(scheduler, caller, &datasets, &document, start).await {
                 Ok(checked) => {
                     let found = sweep.check_with_trial(&checked.spec);
                     trials.push(checked);

@@ -28,7 +28,7 @@ const COMPARISONS: [(&str, Comparison); 7] = [
 /// 400: the request has more than ten conditions, a condition cannot be parsed, its key is not a setting with one value, or its value does
 /// not fit the key.
 pub(super) fn parse(text: Option<&str>) -> Result<Vec<Condition>> {
-    let parts: Vec<_> = list::parts(text).collect();
+    let parts: Vec<_> = list::split_list(text).collect();
     if parts.len() > MAX_CONDITIONS {
         return Err(refused(format!("has {} conditions; give at most {MAX_CONDITIONS}", parts.len())));
     }

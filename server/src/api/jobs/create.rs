@@ -1,6 +1,6 @@
 //! Submitting a job. The server checks the job and stores it with its folder, once for each `Idempotency-Key`.
 
-use super::check::{Checked, LaunchQuery, check};
+use super::check::{Checked, LaunchQuery, Start, check};
 use crate::{
     api::to_the_end,
     auth::{Auth, access::Caller},
@@ -64,7 +64,8 @@ pub(crate) async fn submit(
     if let Some(job) = made_before(&*scheduler.store, caller, key.as_ref()).await? {
         return Ok((StatusCode::OK, job));
     }
-    let Checked { spec, warnings, .. } = check(scheduler, caller, document, true, launched).await?;
+    let Checked { spec, warnings, .. } =
+        check(scheduler, caller, document, Start::FirstStep { launched }).await?;
     let (status, mut job) = store(scheduler, caller, JobId::generate(), spec, key, None).await?;
     job.warnings = warnings;
     Ok((status, job))

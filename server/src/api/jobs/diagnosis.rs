@@ -28,7 +28,7 @@ const USUAL_GAP: f64 = 0.08;
 const MIN_RISE: f64 = 0.01;
 
 /// Returns the diagnosis of a job; `None` if the job did not succeed, was not validated, or needs no advice.
-pub(super) async fn of(metrics: &Metrics, job: &Job) -> Result<Option<String>> {
+pub(super) async fn find(metrics: &Metrics, job: &Job) -> Result<Option<String>> {
     if job.state != JobState::Succeeded || job.last.val_accuracy.is_none() || job.external.is_some() {
         return Ok(None);
     }

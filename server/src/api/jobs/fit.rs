@@ -7,11 +7,11 @@ use crate::{
     http::error::{Error, Result},
     util::regular_files,
 };
-use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
     Job, JobSpec, JobState,
     checkpoint_files::{self, MODEL},
     dataset::{Dataset, classes_differ},
+    numbers::plural,
     spec::SpecError,
 };
 use serde::Deserialize;

@@ -24,7 +24,7 @@ fn invalid_by(detail: impl std::fmt::Display) -> Error {
 /// # Errors
 /// 400: `by` has no key, more than three, a key twice, or a key that is not a setting with one value.
 pub(super) fn by(text: &str) -> Result<Vec<GroupBy>> {
-    let parts: Vec<_> = list::parts(Some(text)).collect();
+    let parts: Vec<_> = list::split_list(Some(text)).collect();
     if !(1..=MAX_KEYS).contains(&parts.len()) {
         return Err(invalid_by(format!(
             "must name 1 to {MAX_KEYS} of project, owner, tag, state, name and keys such as train.lr; names {}",

@@ -98,7 +98,6 @@ pub(crate) struct Group {
     /// Number of jobs in each state, without states that no job is in: `{"running": 2, "failed": 1}`.
     states: BTreeMap<&'static str, u64>,
     /// Submission time of the newest job.
-    #[schema(value_type = String)]
     newest_at: Timestamp,
     /// Mean and spread of each of the requested `metrics`, by name.
     metrics: BTreeMap<String, MeanAndSpread>,
@@ -163,7 +162,7 @@ impl Group {
 /// Parses the names of metrics in a request, without duplicates.
 fn names(text: Option<&str>) -> Result<Vec<&str>> {
     let mut names: Vec<&str> = Vec::new();
-    for name in list::parts(text) {
+    for name in list::split_list(text) {
         if !names.contains(&name) {
             names.push(name);
         }
@@ -225,8 +224,8 @@ pub(crate) async fn list(
     let mut groups = found.into_iter().map(|row| Group::new(row, &names)).collect::<Result<Vec<_>>>()?;
     let total = (query.count == Some(true)).then_some(groups.len() as u64);
     let key = |group: &Group| group.key(sorted_by);
-    let pages = Pages::new("groups", sort).of("grouping", &query.by);
+    let pages = Pages::new("groups", sort).owned_by("grouping", &query.by);
     let cursor = query.cursor.as_deref();
-    let next_cursor = list::part(&mut groups, pages, key, |group| &group.id, cursor, limit)?;
+    let next_cursor = list::sort_and_cut(&mut groups, pages, key, |group| &group.id, cursor, limit)?;
     Ok(Json(GroupList { groups, next_cursor, total }))
 }

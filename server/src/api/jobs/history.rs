@@ -61,7 +61,7 @@ pub(crate) async fn show(
 ) -> Result<Json<History>> {
     let limit = count("limit", query.limit, MAX_LIMIT, MAX_LIMIT)? as usize;
     let job = jobs::find(&scheduler, &id).await?;
-    let pages = Pages::new("history", ORDER).of("job", job.id.as_str());
+    let pages = Pages::new("history", ORDER).owned_by("job", job.id.as_str());
     // Entries are only appended, so a cursor is the number of entries on the previous pages.
     let from: usize = pages.read(query.cursor.as_deref())?.unwrap_or(0);
     let may_see_who = caller.sees_all() || caller.owns(job.owner.as_deref());
@@ -71,9 +71,9 @@ pub(crate) async fn show(
     let rows = scheduler.store.history(&job, may_see_who).await?;
     let attempts = scheduler.store.attempts(&job.id).await?;
     let (parent, begun) = parent(&*scheduler.store, &caller, &job, rows.parent).await?;
-    let mut entries = of_events(&job, begun, &rows.events, &rows.requests);
-    entries.extend(of_attempts(&attempts, &rows.events));
-    // A stable sort: a request stays before the attempt's end that followed in the same millisecond.
+    let mut entries = event_entries(&job, begun, &rows.events, &rows.requests);
+    entries.extend(attempt_entries(&attempts, &rows.events));
+    // The sort is stable, so a request stays before the attempt's end that followed in the same millisecond.
     entries.sort_by_key(|entry| entry.at);
     let forks = rows.forks.into_iter().filter(|(fork, _)| caller.sees_job(fork));
     let forks = forks.map(|(fork, checkpoint)| Relative {
@@ -137,7 +137,7 @@ fn fewer_ranks(states: &[Event], attempt: u32) -> Option<Reason> {
     })
 }
 
-fn of_attempts(attempts: &[Attempt], states: &[Event]) -> Vec<Entry> {
+fn attempt_entries(attempts: &[Attempt], states: &[Event]) -> Vec<Entry> {
     let mut entries = Vec::new();
     for (n, attempt) in attempts.iter().enumerate() {
         let Attempt { attempt: number, state, reason, checkpoint, step, agents, started_at, ended_at } =
@@ -162,7 +162,7 @@ fn of_attempts(attempts: &[Attempt], states: &[Event]) -> Vec<Entry> {
 }
 
 /// Returns the entries that come from the job's changes of state and alerts rather than from its attempts.
-fn of_events(job: &Job, begun: Option<String>, events: &[Event], requests: &[AuditEntry]) -> Vec<Entry> {
+fn event_entries(job: &Job, begun: Option<String>, events: &[Event], requests: &[AuditEntry]) -> Vec<Entry> {
     let begin = begun.map_or(What::Submitted, |checkpoint| What::Forked { checkpoint });
     let mut entries = vec![Entry { at: job.created_at, what: begin, who: job.owner.clone() }];
     let mut before: Option<(JobState, Option<&ReasonKind>)> = None;

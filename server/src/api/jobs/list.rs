@@ -4,7 +4,7 @@ use crate::{
     api::{
         jobs::{conditions, group_keys, sorting::sort},
         large,
-        list::{self, Elements, Fields, MAX_LIMIT, Pages},
+        list::{self, Elements, Fields, MAX_LIMIT, Page, Pages, list_of},
     },
     auth::access::Caller,
     http::{
@@ -16,61 +16,19 @@ use crate::{
 };
 use axum::{Extension, extract::State, response::Response};
 use lockstep_protocol::{Job, JobState, labels, metric};
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 use std::sync::Arc;
-use utoipa::{IntoParams, ToSchema};
+use utoipa::IntoParams;
 
 const DEFAULT_LIMIT: u32 = 50;
 
-/// Names of a job's fields in JSON.
-pub(super) const FIELDS: &[&str] = &[
-    "id",
-    "name",
-    "state",
-    "reason",
-    "cause",
-    "failure",
-    "project",
-    "tags",
-    "queue",
-    "notes",
-    "parent",
-    "trial",
-    "owner",
-    "unreadable",
-    "external",
-    "spec",
-    "batch",
-    "attempt",
-    "ranks",
-    "agents",
-    "step",
-    "epoch",
-    "total_steps",
-    "steps_per_epoch",
-    "images_per_second",
-    "eta_secs",
-    "created_at",
-    "started_at",
-    "finished_at",
-    "ran_secs",
-    "best",
-    "last",
-    "last_seq",
-    "sparkline",
-];
-
-/// A page of jobs.
-#[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct JobList {
+list_of! {
+    /// A page of jobs.
+    JobList
     /// In the order of `sort`. With `fields`, each job has only those fields.
-    #[schema(value_type = Vec<Job>)]
-    jobs: Elements<Job>,
-    /// Value of `cursor` for the next page; null on the last page.
-    next_cursor: Option<String>,
+    jobs: Job
     /// Number of jobs on all pages; absent without `count=true`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    total: Option<u64>,
+    total
 }
 
 /// Parameters of `GET /jobs`.
@@ -135,12 +93,12 @@ impl ListQuery {
         if let Some(mistake) = project.as_deref().and_then(labels::project_mistake) {
             return Err(Error::BadRequest(format!("project {mistake}")));
         }
-        let tags: Vec<String> = list::parts(self.tag.as_deref()).map(str::to_owned).collect();
+        let tags: Vec<String> = list::split_list(self.tag.as_deref()).map(str::to_owned).collect();
         if let Some(mistake) = labels::tags_mistake(&tags) {
             return Err(Error::BadRequest(format!("tag: {mistake}")));
         }
         let mut states: Vec<JobState> = Vec::new();
-        for state in list::parts(self.state.as_deref()) {
+        for state in list::split_list(self.state.as_deref()) {
             let state = state.parse().map_err(Error::BadRequest)?;
             if !states.contains(&state) {
                 states.push(state);
@@ -157,8 +115,8 @@ impl ListQuery {
             project,
             tags,
             group: group_keys::group(self.by.as_deref(), self.group.as_deref())?,
-            created_after: list::time("created_after", self.created_after.as_deref())?,
-            created_before: list::time("created_before", self.created_before.as_deref())?,
+            created_after: list::parse_time("created_after", self.created_after.as_deref())?,
+            created_before: list::parse_time("created_before", self.created_before.as_deref())?,
             sort: sort(self.sort_text())?,
             limit: count("limit", self.limit, DEFAULT_LIMIT, MAX_LIMIT)?,
             cursor: self.pages().read(self.cursor.as_deref())?,
@@ -189,14 +147,6 @@ impl ListQuery {
     }
 }
 
-/// Parses the names of further metrics.
-///
-/// # Errors
-/// 400: a metric is unknown.
-fn metrics(text: Option<&str>) -> Result<Vec<&'static str>> {
-    list::parts(text).map(|name| list::known_name("metric", name, &metric::NAMES)).collect()
-}
-
 /// List jobs
 #[utoipa::path(get, path = "/jobs", tag = "jobs", params(ListQuery),
     responses((status = 200, body = JobList), (status = 400, body = Problem), (status = 422, body = Problem)))]
@@ -205,10 +155,12 @@ pub(crate) async fn list(
     Extension(caller): Extension<Caller>,
     Query(query): Query<ListQuery>,
 ) -> Result<Response> {
-    let fields = Fields::parse(query.fields.as_deref(), FIELDS)?;
+    let fields = Fields::parse::<Job>(query.fields.as_deref())?;
     let with_notes = fields.as_ref().is_some_and(|fields| fields.has("notes"));
     let filter = JobFilter { with_notes, ..query.filter(&caller)? };
-    let metrics = metrics(query.metrics.as_deref())?;
+    let metrics = list::split_list(query.metrics.as_deref());
+    let metrics = metrics.map(|name| list::known_name("metric", name, &metric::NAMES));
+    let metrics = metrics.collect::<Result<Vec<_>>>()?;
     let _permit = large::permit(filter.limit).await?;
     let mut page = scheduler.store.jobs(&filter).await?;
     for job in &mut page.jobs {
@@ -221,40 +173,6 @@ pub(crate) async fn list(
         _ => None,
     };
     let next_cursor = query.next_cursor(page.next.as_ref())?;
-    let jobs = Elements { items: page.jobs, fields };
-    large::json(JobList { jobs, next_cursor, total }).await
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use utoipa::{
-        PartialSchema,
-        openapi::{RefOr, schema::Schema},
-    };
-
-    #[test]
-    fn every_field_of_a_job_can_be_requested() {
-        let RefOr::T(Schema::Object(job)) = Job::schema() else { panic!("a job is an object") };
-        let mut documented: Vec<_> = job.properties.keys().map(String::as_str).collect();
-        // Only the response to a submission has warnings, and only the response for one job has a diagnosis.
-        documented.retain(|name| !["warnings", "diagnosis"].contains(name));
-        documented.sort_unstable();
-        let mut fields = FIELDS.to_vec();
-        fields.sort_unstable();
-        assert_eq!(fields, documented);
-    }
-
-    #[test]
-    fn unknown_metrics_are_refused() {
-        assert_eq!(metrics(Some(" grad_norm, step_ms")).unwrap(), ["grad_norm", "step_ms"]);
-        assert!(metrics(None).unwrap().is_empty());
-        let Err(Error::BadRequest(reported)) = metrics(Some("grad_nrom")) else {
-            panic!("the metric does not exist")
-        };
-        assert!(
-            reported.contains("no metric \"grad_nrom\"") && reported.contains("did you mean \"grad_norm\"?"),
-            "{reported}"
-        );
-    }
+    let elements = Elements { items: page.jobs, fields };
+    large::json(JobList::from(Page { elements, next_cursor, total })).await
 }

@@ -152,7 +152,7 @@ pub(crate) async fn query(
     }
     let newest = query.newest_first()?;
     let limit = count("limit", query.limit, DEFAULT_LINES, MAX_LINES)?;
-    let pages = Pages::new("logs", if newest { "-seq" } else { "seq" }).of("job", job.id.as_str());
+    let pages = Pages::new("logs", if newest { "-seq" } else { "seq" }).owned_by("job", job.id.as_str());
     let from: Option<u64> = pages.read(query.cursor.as_deref())?;
     let LogsQuery { rank, attempt, after, before, .. } = query;
     if accepts.starts_with("text/plain") || query.format.is_some() {

@@ -72,7 +72,7 @@ pub(crate) async fn find(
     Query(asked): Query<JobsMetricsQuery>,
 ) -> Result<Response> {
     let mut ids: Vec<&str> = Vec::new();
-    for id in list::parts(Some(&asked.jobs)) {
+    for id in list::split_list(Some(&asked.jobs)) {
         if !ids.contains(&id) {
             ids.push(id);
         }
@@ -97,7 +97,7 @@ pub(crate) async fn find(
     let filter = MetricsQuery { name: Some(name.clone()), ranks, from, to, points: None }.filter()?;
     let mut jobs = Vec::with_capacity(ids.len());
     for id in &ids {
-        let job = jobs::seen(&scheduler, &caller, id).await.map_err(|error| match error {
+        let job = jobs::find_visible(&scheduler, &caller, id).await.map_err(|error| match error {
             Error::NotFound(_) => {
                 Error::NotFound(format!("no job has the id {:?}", lockstep_protocol::spec::shortened(id)))
             }

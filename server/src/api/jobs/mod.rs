@@ -85,24 +85,24 @@ pub(crate) async fn find(scheduler: &Scheduler, id: &str) -> Result<Job> {
 }
 
 /// Returns a job as the caller may see it: the parent is included only if the caller may see the parent.
-pub(super) async fn shown_to(scheduler: &Scheduler, caller: &Caller, row: JobRow) -> Result<Job> {
+pub(super) async fn job_for(scheduler: &Scheduler, caller: &Caller, row: JobRow) -> Result<Job> {
     let mut job = row.job;
     if let Some(parent) = row.private_parent {
         let owned = match parent.job.parse() {
             Ok(id) => scheduler.store.owned_job(&id).await?,
             Err(_) => None,
         };
-        let is_seen = owned.is_some_and(|owned| caller.sees(owned.private, owned.owner.as_deref()));
+        let is_seen = owned.is_some_and(|owned| caller.sees_owned(&owned));
         job.parent = is_seen.then_some(parent);
     }
     scheduler.last_plan.tell(&mut job);
     Ok(job)
 }
 
-/// Same as [`shown_to`], with the diagnosis.
-async fn diagnosed(metrics: &Metrics, scheduler: &Scheduler, caller: &Caller, row: JobRow) -> Result<Job> {
-    let mut job = shown_to(scheduler, caller, row).await?;
-    job.diagnosis = diagnosis::of(metrics, &job).await?;
+/// Same as [`job_for`], with the diagnosis.
+async fn diagnose(metrics: &Metrics, scheduler: &Scheduler, caller: &Caller, row: JobRow) -> Result<Job> {
+    let mut job = job_for(scheduler, caller, row).await?;
+    job.diagnosis = diagnosis::find(metrics, &job).await?;
     Ok(job)
 }
 
@@ -110,7 +110,7 @@ async fn diagnosed(metrics: &Metrics, scheduler: &Scheduler, caller: &Caller, ro
 ///
 /// # Errors
 /// 404: no job that the caller may see has this id.
-pub(super) async fn seen(scheduler: &Scheduler, caller: &Caller, id: &str) -> Result<Job> {
+pub(super) async fn find_visible(scheduler: &Scheduler, caller: &Caller, id: &str) -> Result<Job> {
     let job = find(scheduler, id).await?;
     match caller.sees_job(&job) {
         true => Ok(job),
@@ -180,7 +180,7 @@ pub(crate) async fn show(
         1..=MAX_WAIT_SECS => row_at_end(&scheduler, &id, Duration::from_secs(wait)).await?,
         _ => return Err(Error::BadRequest(format!("wait is {wait}; it may be 0 to {MAX_WAIT_SECS}"))),
     };
-    conditional::tagged(&headers, &diagnosed(&metrics, &scheduler, &caller, row).await?)
+    conditional::tagged(&headers, &diagnose(&metrics, &scheduler, &caller, row).await?)
 }
 
 /// Cancel a job

@@ -1,6 +1,6 @@
 //! Pages of jobs: stored data in the views of `lockstep_web`.
 
-use super::{ListQuery, check_readable, diagnosed, panels, seen, submit};
+use super::{ListQuery, check_readable, diagnose, find_visible, panels, submit};
 use crate::{
     agents::Agents,
     api::{
@@ -101,7 +101,7 @@ pub(crate) async fn new_job(
         caller.current_user(),
     );
     if let Some(id) = &query.from {
-        let job = seen(&scheduler, &caller, id).await?;
+        let job = find_visible(&scheduler, &caller, id).await?;
         check_readable(&job)?;
         let tags = job.tags.clone();
         page.form = submit_views::Form::from_spec(&JobSpec { tags, ..job.spec });
@@ -153,7 +153,7 @@ pub(crate) async fn job(
         .job(&id)
         .await?
         .ok_or_else(|| Error::NotFound("No job has this id. It may have been deleted.".into()))?;
-    let job = diagnosed(&metrics, &scheduler, &caller, row).await?;
+    let job = diagnose(&metrics, &scheduler, &caller, row).await?;
     let reports = scheduler.store.rank_reports(&id, job.attempt).await?;
     let places = scheduler.store.places(&id, job.attempt).await?;
     let ranks = (0..job.ranks_now())
@@ -181,7 +181,7 @@ pub(crate) async fn job(
         .collect();
     let attempts = scheduler.store.attempts(&id).await?;
     let may_change = caller.may(Scope::Submit) && auth.may_change(&caller, job.owner.as_deref());
-    let panels = panels::of_job(&*scheduler.store, &id, &job.project).await?;
+    let panels = panels::job_panels(&*scheduler.store, &id, &job.project).await?;
     let has_histograms = !scheduler.store.histogram_index(&id).await?.steps.is_empty();
     let has_network = scheduler.store.network(&id).await?.is_some();
     let files = if job.external.is_some() {

@@ -66,14 +66,14 @@ impl From<JobPanels> for lockstep_web::job::Panels {
 
 impl NewPanels {
     /// Checks the panels. With `allows_any_metric`, metrics may have any name, as in runs from elsewhere.
-    fn checked(self, allows_any_metric: bool) -> Result<Vec<Panel>> {
+    fn check(self, allows_any_metric: bool) -> Result<Vec<Panel>> {
         let mistakes = panels::mistakes(&self.panels, allows_any_metric);
         if mistakes.is_empty() { Ok(self.panels) } else { Err(Error::Invalid(mistakes)) }
     }
 }
 
 /// Returns the panels of a job's page: the job's own panels, or else the project's.
-pub(crate) async fn of_job(store: &dyn Store, job: &JobId, project: &str) -> Result<JobPanels> {
+pub(crate) async fn job_panels(store: &dyn Store, job: &JobId, project: &str) -> Result<JobPanels> {
     if let Some(panels) = store.panels(PanelsOf::Job(job)).await? {
         return Ok(JobPanels { from: Origin::Job, panels });
     }
@@ -93,7 +93,7 @@ pub(crate) async fn show(
     Path(id): Path<String>,
 ) -> Result<Json<JobPanels>> {
     let job = jobs::find(&scheduler, &id).await?;
-    Ok(Json(of_job(&*scheduler.store, &job.id, &job.project).await?))
+    Ok(Json(job_panels(&*scheduler.store, &job.id, &job.project).await?))
 }
 
 /// Set a job's own panels
@@ -107,7 +107,7 @@ pub(crate) async fn put(
     Body(new, _): Body<NewPanels>,
 ) -> Result<Json<JobPanels>> {
     let job = jobs::find(&scheduler, &id).await?;
-    let panels = new.checked(job.external.is_some())?;
+    let panels = new.check(job.external.is_some())?;
     scheduler.store.put_panels(PanelsOf::Job(&job.id), Some(&panels)).await?;
     Ok(Json(JobPanels { from: Origin::Job, panels }))
 }
@@ -167,7 +167,7 @@ pub(crate) async fn put_project(
 ) -> Result<Json<ProjectPanels>> {
     let project = visible_project(&*store, &caller, name).await?;
     // Jobs of a project may be runs from elsewhere, whose metrics have any names.
-    let panels = new.checked(true)?;
+    let panels = new.check(true)?;
     let kept = Some(&panels[..]).filter(|panels| !panels.is_empty());
     store.put_panels(PanelsOf::Project(&project), kept).await?;
     Ok(Json(ProjectPanels { panels }))

@@ -18,8 +18,7 @@ use lockstep_protocol::{
     inspect::{Pick, Samples},
 };
 use serde::{Deserialize, Serialize};
-use std::sync::Arc;
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 use utoipa::{IntoParams, ToSchema};
 
 const DEFAULT_PICTURES: u32 = 60;
@@ -106,7 +105,7 @@ pub(crate) async fn of_dataset(
     let dataset = dataset.ok_or_else(|| Error::NotFound("no dataset has this name".into()))?;
     let limit = count("limit", query.limit, DEFAULT_PICTURES, MAX_PICTURES)?;
     let (order, id) = (query.order(), dataset_id(&dataset));
-    let pages = Pages::new("samples", &order).of("dataset", &id);
+    let pages = Pages::new("samples", &order).owned_by("dataset", &id);
     let begin = query.begin(pages)?;
     // Saturating, because a cursor may have any number.
     let end = |pictures: u64| begin.saturating_add(pictures);
@@ -117,7 +116,7 @@ pub(crate) async fn of_dataset(
             (Pick::Stored { split, class, shuffle, offset: begin, limit }, end(u64::from(limit)))
         }
         Some(id) => {
-            let spec = jobs::seen(&scheduler, &caller, &id).await?.spec;
+            let spec = jobs::find_visible(&scheduler, &caller, &id).await?.spec;
             let next = end(u64::from(limit.div_ceil(VERSIONS)));
             let pick = Pick::Seen {
                 data: Box::new(spec.data),

@@ -12,8 +12,7 @@ use crate::{
 use axum::{Extension, Json, extract::State};
 use jiff::Timestamp;
 use serde::Serialize;
-use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::{collections::BTreeMap, sync::Arc};
 use utoipa::ToSchema;
 
 list_of! {
@@ -34,13 +33,11 @@ pub(crate) struct Project {
     /// Number of jobs in each state, without states that no job is in: `{"running": 2, "failed": 1}`.
     states: BTreeMap<&'static str, u64>,
     /// Submission time of the newest job.
-    #[schema(value_type = String)]
     newest_at: Timestamp,
 }
 
 const LIST: List<Project> = List {
     name: "projects",
-    fields: &["name", "jobs", "states", "newest_at"],
     sorts: &[
         ("name", |project| project.name.as_str().into()),
         ("jobs", |project| Some(project.jobs as f64).into()),

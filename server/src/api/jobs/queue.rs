@@ -27,20 +27,6 @@ use utoipa::IntoParams;
 const DEFAULT_LIMIT: u32 = 100;
 /// Pages of the queue for cursors. The only sort key is the place.
 const PAGES: Pages = Pages::new("queue", "place");
-const FIELDS: &[&str] = &[
-    "place",
-    "id",
-    "name",
-    "state",
-    "project",
-    "owner",
-    "priority",
-    "ranks",
-    "waiting_since",
-    "reason",
-    "kept_slots",
-];
-
 /// Parameters of `GET /queue`.
 #[derive(Debug, Default, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
@@ -105,7 +91,7 @@ pub(crate) async fn list(
 pub(crate) async fn page(scheduler: &Scheduler, caller: &Caller, query: &QueueQuery) -> Result<QueuePage> {
     let limit = count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)? as usize;
     let (project, owner) = query.filters()?;
-    let fields = Fields::parse(query.fields.as_deref(), FIELDS)?;
+    let fields = Fields::parse::<QueuedJob>(query.fields.as_deref())?;
     let from: Option<(u64, Option<JobId>)> = PAGES.read(query.cursor.as_deref())?;
     let mut rows = scheduler.waiting.read(&*scheduler.store).await?;
     // The order of the newest round of dispatch. Jobs that were queued since then follow in the order of priority and age.
@@ -114,8 +100,8 @@ pub(crate) async fn page(scheduler: &Scheduler, caller: &Caller, query: &QueueQu
     let slots = kept_slots(&kept);
     let reservations = reservations(&scheduler.agents, caller, kept, &rows);
     let wanted = |row: &JobRow, is_seen: bool| {
-        let is = |asked: Option<&str>, has: Option<&str>| asked.is_none() || is_seen && asked == has;
-        is(project, Some(&row.job.project)) && is(owner, row.job.owner.as_deref())
+        let matches = |asked: Option<&str>, has: Option<&str>| asked.is_none() || is_seen && asked == has;
+        matches(project, Some(&row.job.project)) && matches(owner, row.job.owner.as_deref())
     };
     let placed = rows.iter().zip(1..).map(|(row, place)| (place, row, caller.sees_job(&row.job)));
     let mut jobs: Vec<Placed> = placed
@@ -125,7 +111,7 @@ pub(crate) async fn page(scheduler: &Scheduler, caller: &Caller, query: &QueueQu
     let total = (query.count == Some(true)).then_some(jobs.len() as u64);
     if let Some(from) = &from {
         let places: Vec<_> = jobs.iter().map(|job| (job.place, job.row.map(|row| &row.job.id))).collect();
-        jobs.drain(..behind(&places, from));
+        jobs.drain(..previous_count(&places, from));
     }
     let more = jobs.len() > limit;
     jobs.truncate(limit);
@@ -143,7 +129,7 @@ struct Placed<'a> {
 
 /// Returns the number of jobs on previous pages. The cursor has the place and id of the last job on these pages, whose place may have
 /// changed.
-fn behind(jobs: &[(u64, Option<&JobId>)], (place, last): &(u64, Option<JobId>)) -> usize {
+fn previous_count(jobs: &[(u64, Option<&JobId>)], (place, last): &(u64, Option<JobId>)) -> usize {
     let at = last.as_ref().and_then(|id| jobs.iter().position(|(_, job)| *job == Some(id)));
     match (at, last) {
         (Some(at), _) => at + 1,
@@ -229,11 +215,11 @@ mod tests {
             (1..).zip(of).map(|(place, n)| (place, ids.get(*n).filter(|_| *n != 3))).collect()
         };
         let last = (2, Some(ids[1].clone()));
-        assert_eq!(behind(&queue(&[0, 1, 2]), &last), 2);
-        assert_eq!(behind(&queue(&[1, 2]), &last), 1, "a job before it has started");
-        assert_eq!(behind(&queue(&[0, 2]), &last), 1, "the last job has started");
-        assert_eq!(behind(&queue(&[]), &last), 0);
-        assert_eq!(behind(&queue(&[0, 3, 2]), &(2, None)), 2, "a private job has only a place");
-        assert_eq!(behind(&queue(&[0, 1, 2]), &(u64::MAX, None)), 3);
+        assert_eq!(previous_count(&queue(&[0, 1, 2]), &last), 2);
+        assert_eq!(previous_count(&queue(&[1, 2]), &last), 1, "a job before it has started");
+        assert_eq!(previous_count(&queue(&[0, 2]), &last), 1, "the last job has started");
+        assert_eq!(previous_count(&queue(&[]), &last), 0);
+        assert_eq!(previous_count(&queue(&[0, 3, 2]), &(2, None)), 2, "a private job has only a place");
+        assert_eq!(previous_count(&queue(&[0, 1, 2]), &(u64::MAX, None)), 3);
     }
 }

@@ -133,7 +133,7 @@ impl<'a> Reader<'a> {
         tokio::select! {
             sent = sending => return sent.map_err(|_| Disconnected),
             () = caller.ended() => {
-                self.signed_out().await;
+                self.close_signed_out().await;
                 return Err(Disconnected);
             }
             () = scheduler.tasks.stopping.cancelled() => {}
@@ -170,12 +170,12 @@ impl<'a> Reader<'a> {
         }
     }
 
-    async fn frame(&mut self, frame: &Frame) -> std::result::Result<(), Disconnected> {
+    async fn send_frame(&mut self, frame: &Frame) -> std::result::Result<(), Disconnected> {
         let text = serde_json::to_string(frame).map_err(|_| Disconnected)?;
         self.send(Message::Text(text.into()), None).await
     }
 
-    async fn events(&mut self, row: &EventRow) -> std::result::Result<(), Disconnected> {
+    async fn send_events(&mut self, row: &EventRow) -> std::result::Result<(), Disconnected> {
         for (seq, text) in row.frames(self.sent) {
             self.send(Message::Text(text.into()), Some(seq)).await?;
         }
@@ -187,17 +187,17 @@ impl<'a> Reader<'a> {
     /// Sends a ping, which the reader's browser answers, and a heartbeat, which the reader's script sees.
     async fn heartbeat(&mut self) -> std::result::Result<(), Disconnected> {
         self.send(Message::Ping(bytes::Bytes::new()), None).await?;
-        self.frame(&Frame::Heartbeat { at: crate::now() }).await
+        self.send_frame(&Frame::Heartbeat { at: crate::now() }).await
     }
 
     /// Handles the end of the reading half.
-    async fn ended(&mut self, closed: std::result::Result<Option<u16>, tokio::task::JoinError>) {
+    async fn handle_end(&mut self, closed: std::result::Result<Option<u16>, tokio::task::JoinError>) {
         if let Ok(Some(code)) = closed {
             self.close(code, "a reader of a stream may send only pongs").await;
         }
     }
 
-    async fn signed_out(&mut self) {
+    async fn close_signed_out(&mut self) {
         self.close(CLOSE_SIGNED_OUT, "the token or session is no longer valid").await;
     }
 
@@ -216,7 +216,7 @@ impl Drop for Reader<'_> {
     }
 }
 
-async fn away(reader: &mut Reader<'_>) -> std::result::Result<(), Disconnected> {
+async fn close_unavailable(reader: &mut Reader<'_>) -> std::result::Result<(), Disconnected> {
     reader.close(1013, "the database is not available; reconnect later").await;
     Err(Disconnected)
 }
@@ -230,7 +230,7 @@ async fn follow(
 ) -> std::result::Result<(), Disconnected> {
     let (id, last_seq) = (row.job.id.clone(), row.job.last_seq);
     let Ok(first_seq) = scheduler.store.first_seq(&id).await else {
-        return away(&mut reader).await;
+        return close_unavailable(&mut reader).await;
     };
     // Points of events before `first_seq` are only in the metrics.
     // A number above the last event means that an older database was restored. Waiting for that number would withhold all events
@@ -240,18 +240,18 @@ async fn follow(
     // The job's state as of the last event that was sent, once that event is past `last_seq`.
     let mut state = row.job.state;
     let pace = Pace::from(&row.job);
-    let Ok(job) = jobs::shown_to(scheduler, &reader.caller, row).await else {
-        return away(&mut reader).await;
+    let Ok(job) = jobs::job_for(scheduler, &reader.caller, row).await else {
+        return close_unavailable(&mut reader).await;
     };
     let job = Box::new(Job { notes: None, queue: None, ..job });
-    reader.frame(&Frame::Hello { job, first_seq, last_seq }).await?;
+    reader.send_frame(&Frame::Hello { job, first_seq, last_seq }).await?;
     let mut live = false;
     let (mut known_pace, mut due) = (Some(pace), Instant::now());
     let mut heartbeat = Instant::now() + HEARTBEAT;
     loop {
         if let Some(events) = subscription.after(reader.sent) {
             for event in &events {
-                reader.events(event).await?;
+                reader.send_events(event).await?;
                 state = event.state().filter(|_| event.seq > last_seq).unwrap_or(state);
             }
         } else {
@@ -259,13 +259,13 @@ async fn follow(
                 Ok(events) => events,
                 Err(error) => {
                     tracing::warn!(%error, "the events of a stream cannot be read");
-                    return away(&mut reader).await;
+                    return close_unavailable(&mut reader).await;
                 }
             };
             for event in &events {
                 if event.first() > reader.sent + 1 {
                     let Ok(first_seq) = scheduler.store.first_seq(&id).await else {
-                        return away(&mut reader).await;
+                        return close_unavailable(&mut reader).await;
                     };
                     if first_seq > reader.sent + 1 {
                         // The next events are only in the metrics now. `hello` of a new connection tells where the stream continues.
@@ -274,7 +274,7 @@ async fn follow(
                         return Err(Disconnected);
                     }
                 }
-                reader.events(event).await?;
+                reader.send_events(event).await?;
                 state = event.state().filter(|_| event.seq > last_seq).unwrap_or(state);
             }
             if events.len() == REPLAY_EVENTS as usize {
@@ -284,10 +284,10 @@ async fn follow(
         if !live && reader.sent >= last_seq {
             live = true;
             let seq = reader.sent;
-            reader.frame(&Frame::Live { seq }).await?;
+            reader.send_frame(&Frame::Live { seq }).await?;
         }
         if live && state.is_final() && !keep_open {
-            reader.frame(&Frame::End { state }).await?;
+            reader.send_frame(&Frame::End { state }).await?;
             reader.close_when_read(1000, "the job is over").await;
             return Ok(());
         }
@@ -297,25 +297,25 @@ async fn follow(
             if let Some(pace) = news
                 && Instant::now() >= due
             {
-                reader.frame(&Frame::Progress(pace)).await?;
+                reader.send_frame(&Frame::Progress(pace)).await?;
                 (known_pace, due) = (Some(pace), Instant::now() + LIST_INTERVAL);
                 continue;
             }
             tokio::select! {
                 news = subscription.wait(sent) => match news {
                     JobUpdate::Events => break,
-                    JobUpdate::Labels(labels) => reader.frame(&Frame::Changed(labels)).await?,
+                    JobUpdate::Labels(labels) => reader.send_frame(&Frame::Changed(labels)).await?,
                     JobUpdate::Deleted => {
                         reader.close(1000, "the job was deleted").await;
                         return Ok(());
                     }
                 },
                 closed = &mut reader.closed => {
-                    reader.ended(closed).await;
+                    reader.handle_end(closed).await;
                     return Ok(());
                 }
                 () = reader.caller.ended() => {
-                    reader.signed_out().await;
+                    reader.close_signed_out().await;
                     return Ok(());
                 }
                 () = scheduler.tasks.stopping.cancelled() => {
@@ -357,7 +357,7 @@ pub(crate) async fn list_stream(
 
 async fn follow_list(scheduler: &Scheduler, mut reader: Reader<'_>) -> std::result::Result<(), Disconnected> {
     let mut list = scheduler.events.hub.list();
-    reader.frame(&Frame::Live { seq: 0 }).await?;
+    reader.send_frame(&Frame::Live { seq: 0 }).await?;
     let mut heartbeat = Instant::now() + HEARTBEAT;
     loop {
         tokio::select! {
@@ -373,16 +373,16 @@ async fn follow_list(scheduler: &Scheduler, mut reader: Reader<'_>) -> std::resu
                     let filter = JobFilter { limit: REPLAY_EVENTS, seen_by: reader.caller.sees_as(), ..JobFilter::default() };
                     let page = scheduler.store.jobs(&filter).await.map_err(|_| Disconnected)?;
                     for job in page.jobs {
-                        reader.frame(&Frame::Job { job: Box::new(job) }).await?;
+                        reader.send_frame(&Frame::Job { job: Box::new(job) }).await?;
                     }
                 }
             },
             closed = &mut reader.closed => {
-                reader.ended(closed).await;
+                reader.handle_end(closed).await;
                 return Ok(());
             }
             () = reader.caller.ended() => {
-                reader.signed_out().await;
+                reader.close_signed_out().await;
                 return Ok(());
             }
             () = scheduler.tasks.stopping.cancelled() => {

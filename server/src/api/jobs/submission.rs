@@ -8,18 +8,17 @@ use crate::{
     scheduler::{Scheduler, dispatch},
     store::{CheckpointRow, Store},
 };
-use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
     JobSpec,
     agent::{AgentReply, AgentRequest},
     dataset::{Dataset, default_validation, held_out_share},
     inspect::FitWeights,
     models::{SCHEME, VersionName},
+    numbers::plural,
     pickle,
     spec::{BrokenFiles, SpecError, Validation},
 };
-use std::sync::Arc;
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 /// Time limit for an agent to check the header of a weights file. Without an answer, the ranks check the file when the job starts.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(5);
@@ -41,10 +40,10 @@ async fn fetch_from_store(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow) -
     Err(Error::Unavailable(format!("checkpoint {} must be fetched from the object store, {why}", row.id)))
 }
 
-/// Chooses a validation split that the dataset has, unless the submitted document names one (`given`).
-pub(crate) fn choose_validation(spec: &mut JobSpec, dataset: &Dataset, given: bool) {
+/// Chooses a validation split that the dataset has, for a document that names none.
+pub(crate) fn choose_validation(spec: &mut JobSpec, dataset: &Dataset) {
     let Validation::Split(usual) = &spec.data.validation else { return };
-    if given || usual == "none" || spec.data.folds.is_some() {
+    if usual == "none" || spec.data.folds.is_some() {
         return;
     }
     let splits: Vec<_> = dataset.info.splits.iter().filter(|split| split.samples > 0).collect();
@@ -100,7 +99,7 @@ pub(crate) async fn resolve_version(
         Err(detail) => return mistake(detail),
     };
     let versions = store.model_versions(Some(&name.model)).await?;
-    let seen = versions.iter().filter(|row| caller.sees(row.owned.private, row.owned.owner.as_deref()));
+    let seen = versions.iter().filter(|row| caller.sees_owned(&row.owned));
     match seen.map(|row| &row.version).find(|version| name.which.is(version)) {
         Some(version) => {
             spec.model.pretrained = Some(version.checkpoint.clone());
@@ -136,7 +135,7 @@ pub(crate) async fn pretrained(
             Some(row) => scheduler.store.owned_job(&row.job).await?,
             None => None,
         };
-        let is_seen = job.is_some_and(|job| caller.sees(job.private, job.owner.as_deref()));
+        let is_seen = job.is_some_and(|owned| caller.sees_owned(&owned));
         match row.filter(|_| is_seen) {
             Some(row) => {
                 fetch_from_store(&scheduler.checkpoints, &row).await?;

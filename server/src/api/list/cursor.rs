@@ -37,7 +37,7 @@ impl<'a> Pages<'a> {
     }
 
     /// Pages of the list of an owner, such as the `kind` `job` and a job's id.
-    pub(in crate::api) fn of(self, kind: &'static str, id: &'a str) -> Self {
+    pub(in crate::api) fn owned_by(self, kind: &'static str, id: &'a str) -> Self {
         Self { of: Some((kind, id)), ..self }
     }
 

@@ -15,7 +15,7 @@ use crate::{
         extract::{Body, Path, Query, job_id},
         gate::AuditSubject,
     },
-    store::{CheckpointRow, NewVersion, Store, VersionRow},
+    store::{CheckpointRow, NewVersion, Store},
     util::regular_files,
 };
 use axum::{
@@ -45,7 +45,6 @@ list_of! {
 
 const LIST: List<Model> = List {
     name: "models",
-    fields: &["name", "aliases", "version_count", "newest"],
     sorts: &[
         ("name", |model| model.name.as_str().into()),
         ("created", |model| model.newest.registered_at.into()),
@@ -93,12 +92,8 @@ async fn visible_versions(
     model: Option<&str>,
 ) -> Result<Vec<ModelVersion>> {
     let mut rows = store.model_versions(model).await?;
-    rows.retain(|row| is_seen(caller, row));
+    rows.retain(|row| caller.sees_owned(&row.owned));
     Ok(rows.into_iter().map(|row| row.version).collect())
-}
-
-fn is_seen(caller: &Caller, row: &VersionRow) -> bool {
-    caller.sees(row.owned.private, row.owned.owner.as_deref())
 }
 
 /// Returns the models that a caller may see, by name.
@@ -183,7 +178,7 @@ pub(crate) async fn create(
     if let Some(detail) = labels::notes_mistake(&new.description) {
         return Err(Error::invalid("/description", detail));
     }
-    let row = chosen(&checkpoints, &auth, &caller, &new).await?;
+    let row = choose_checkpoint(&checkpoints, &auth, &caller, &new).await?;
     checkpoints::check_here(&checkpoints, &row).await?;
     let (programs, dataset_fingerprint) = lineage(&checkpoints, &row).await?;
     let version = {
@@ -214,7 +209,7 @@ pub(crate) async fn create(
 ///
 /// # Errors
 /// 404: the job or checkpoint does not exist, or the caller may not see it. 403: the job belongs to somebody else.
-async fn chosen(
+async fn choose_checkpoint(
     checkpoints: &Checkpoints,
     auth: &Auth,
     caller: &Caller,
@@ -230,7 +225,7 @@ async fn chosen(
         _ => return Err(Error::invalid("", "give either checkpoint or job")),
     };
     let owned = store.owned_job(&job).await?;
-    let Some(owned) = owned.filter(|owned| caller.sees(owned.private, owned.owner.as_deref())) else {
+    let Some(owned) = owned.filter(|owned| caller.sees_owned(owned)) else {
         let what = if by_id.is_some() { "no checkpoint has this id" } else { "no job has this id" };
         return Err(Error::NotFound(what.into()));
     };

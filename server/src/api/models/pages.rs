@@ -1,6 +1,6 @@
 //! The pages of models.
 
-use super::{is_seen, no_such_model, visible_models};
+use super::{no_such_model, visible_models};
 use crate::{
     api::html::{Page, html},
     auth::{Auth, access::Caller},
@@ -31,7 +31,7 @@ pub(crate) async fn model(
     let mut rows = store.model_versions(Some(&name)).await?;
     let is_own = rows.first().is_some_and(|first| auth.may_change(&caller, first.owned.owner.as_deref()));
     let may_change = caller.may(Scope::Submit) && is_own;
-    rows.retain(|row| is_seen(&caller, row));
+    rows.retain(|row| caller.sees_owned(&row.owned));
     if rows.is_empty() {
         return Err(no_such_model().into());
     }

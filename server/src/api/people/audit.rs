@@ -57,9 +57,6 @@ pub(crate) struct AuditQuery {
     q: Option<String>,
 }
 
-const FIELDS: &[&str] =
-    &["id", "at", "who", "token_id", "address", "action", "object", "status", "request_id"];
-
 /// Read the audit log
 ///
 /// The log has every request that may have changed something and every attempt to sign in, with the sender, the sender's address, the action
@@ -75,10 +72,10 @@ pub(crate) async fn list(
 /// Returns a page of the audit log.
 pub(crate) async fn page(auth: &Auth, query: &AuditQuery) -> Result<AuditPage> {
     let limit = count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)?;
-    let fields = Fields::parse(query.fields.as_deref(), FIELDS)?;
+    let fields = Fields::parse::<AuditEntry>(query.fields.as_deref())?;
     let cursor: Option<String> = PAGES.read(query.cursor.as_deref())?;
-    let after = list::time("created_after", query.created_after.as_deref())?;
-    let before = list::time("created_before", query.created_before.as_deref())?;
+    let after = list::parse_time("created_after", query.created_after.as_deref())?;
+    let before = list::parse_time("created_before", query.created_before.as_deref())?;
     // Ids begin with the entry's time in milliseconds, as twelve hexadecimal digits.
     let first_id = before.map(|before| format!("{:012x}", before.as_millisecond().max(0)));
     let behind = match (cursor.as_deref(), first_id.as_deref()) {

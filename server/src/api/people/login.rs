@@ -3,12 +3,12 @@
 use crate::{
     api::{
         html::{Page, html},
-        people::{self, NewPerson},
+        people::{self, NewPerson, Newcomer, pages::form_error},
         server_url::ServerUrl,
     },
     auth::{
         Auth,
-        access::{Caller, NotSignedIn, Password, SESSION_LIFE, Secret},
+        access::{CODE_LIFE, Caller, NotSignedIn, Password, SESSION_LIFE, Secret},
     },
     http::{
         error::{Error, PageError, Problem, Result},
@@ -37,7 +37,6 @@ use utoipa::ToSchema;
 
 /// Maximum length of the path to return to, in bytes.
 const MAX_NEXT_BYTES: usize = 2000;
-const LINK_LIFE: Duration = Duration::from_secs(600);
 
 /// `GET /login`
 #[derive(Debug, Default, Deserialize)]
@@ -86,7 +85,7 @@ pub(crate) async fn show(
     PageQuery(query): PageQuery<LoginQuery>,
 ) -> Page {
     let next = return_path(query.next.as_deref());
-    // HEAD must not use the code, which is valid once: link previews send HEAD before a person opens the link.
+    // HEAD must not use the code, which is valid once, because link previews send HEAD before a person opens the link.
     let Some(code) = query.code.as_ref().filter(|_| method != Method::HEAD) else {
         return match caller {
             Some(Extension(caller)) if query.next.is_none() && may_set_up(&auth, Some(&caller)) => {
@@ -108,7 +107,7 @@ pub(crate) async fn show(
         None => {
             let why =
                 "That link was used, or is older than ten minutes. `lockstep login-link` prints another.";
-            failed(&auth, &ingress, peer.address, next, why)
+            failed_page(&auth, &ingress, peer.address, next, why)
         }
     }
 }
@@ -135,7 +134,7 @@ pub(crate) async fn submit(
             Err(other) => Err(PageError(people::refusal(other, peer.address))),
         };
     }
-    let failed = |why| failed(&auth, &ingress, peer.address, next, why);
+    let failed = |why| failed_page(&auth, &ingress, peer.address, next, why);
     let caller = auth.access.by_token(input.token.trim()).ok();
     match caller.as_ref().and_then(Caller::token) {
         Some(token) if token.scope != Scope::Agent => {
@@ -156,14 +155,12 @@ async fn set_up(auth: &Auth, caller: Option<&Caller>, peer: &Peer, input: LoginF
     let name = input.name.trim().to_owned();
     let new =
         NewPerson { name: name.clone(), role: Role::Admin, password: Some(input.password), subject: None };
-    match people::add(auth, new, true).await {
+    match people::add(auth, new, Newcomer::First).await {
         Ok(row) => Ok(sign_in_person(auth, peer, &row, "/people", SESSION_LIFE).await?),
-        Err(Error::Invalid(mistakes)) => {
-            let each = mistakes.iter().map(|m| format!("{} {}", m.pointer.trim_start_matches('/'), m.detail));
-            let error = each.collect::<Vec<_>>().join("; ");
-            set_up_form(&name, StatusCode::UNPROCESSABLE_ENTITY, &error)
+        Err(error) => {
+            let (status, text) = form_error(error)?;
+            set_up_form(&name, status, &text)
         }
-        Err(other) => Err(PageError(other)),
     }
 }
 
@@ -202,14 +199,14 @@ fn sign_in_page(auth: &Auth, ingress: &Ingress, next: &str, error: &str) -> Logi
 }
 
 /// Why a sign-in with the OpenID provider failed.
-pub(crate) struct Refused {
+pub(crate) struct FailedSignIn {
     pub(super) status: StatusCode,
     pub(super) detail: String,
     /// Subject of the entry in the audit log.
     pub(super) about: Option<String>,
 }
 
-impl Refused {
+impl FailedSignIn {
     /// Whether the failure counts towards the limit of attempts to sign in.
     pub(crate) fn is_failure(&self) -> bool {
         matches!(self.status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN)
@@ -217,7 +214,7 @@ impl Refused {
 }
 
 /// Returns the form to sign in, with the reason why the sign-in with the OpenID provider failed.
-pub(crate) fn refused(auth: &Auth, ingress: &Ingress, next: &str, why: Refused) -> Page {
+pub(crate) fn refused_page(auth: &Auth, ingress: &Ingress, next: &str, why: FailedSignIn) -> Page {
     let page = html(sign_in_page(auth, ingress, next, &why.detail).render())?;
     let mut response = (why.status, page).into_response();
     if let Some(about) = why.about {
@@ -226,8 +223,8 @@ pub(crate) fn refused(auth: &Auth, ingress: &Ingress, next: &str, why: Refused) 
     Ok(response)
 }
 
-fn failed(auth: &Auth, ingress: &Ingress, from: IpAddr, next: &str, why: &str) -> Page {
-    match auth.access.attempts.failed(from) {
+fn failed_page(auth: &Auth, ingress: &Ingress, from: IpAddr, next: &str, why: &str) -> Page {
+    match auth.access.attempts.count_failure(from) {
         Ok(()) => form(auth, ingress, next, "", Some(why)),
         Err(wait) => Err(PageError(people::too_often(from, wait))),
     }
@@ -292,7 +289,6 @@ pub(crate) async fn sign_out(
 pub(crate) struct LoginLink {
     /// The link's URL, which is valid once.
     url: String,
-    #[schema(value_type = String)]
     expires_at: Timestamp,
 }
 
@@ -313,7 +309,7 @@ pub(crate) async fn link(
     };
     let code = auth.access.codes.make(&token.id, caller.expires_at())?;
     let url = format!("{server}/login?code={code}");
-    Ok((StatusCode::CREATED, Json(LoginLink { url, expires_at: crate::now() + LINK_LIFE })))
+    Ok((StatusCode::CREATED, Json(LoginLink { url, expires_at: crate::now() + CODE_LIFE })))
 }
 
 #[cfg(test)]

@@ -68,7 +68,6 @@ list_of! {
 
 const LIST: List<Person> = List {
     name: "people",
-    fields: &["name", "role", "created_at", "disabled_at", "identity"],
     sorts: &[
         ("name", |person| person.name.as_str().into()),
         ("role", |person| person.role.as_str().into()),
@@ -90,7 +89,7 @@ pub(crate) struct OwnPassword {
     pub(super) new: Password,
 }
 
-fn checked(pointer: &str, password: &Password) -> Result<()> {
+fn check_password(pointer: &str, password: &Password) -> Result<()> {
     password_mistake(&password.0).map_or(Ok(()), |detail| Err(Error::invalid(pointer, detail)))
 }
 
@@ -127,15 +126,23 @@ pub(crate) async fn create(
     State(auth): State<Arc<Auth>>,
     Body(new, _): Body<NewPerson>,
 ) -> Result<(StatusCode, Extension<AuditSubject>, Json<Person>)> {
-    let person = add(&auth, new, false).await?.person;
+    let person = add(&auth, new, Newcomer::Anybody).await?.person;
     Ok((StatusCode::CREATED, Extension(AuditSubject(person.name.clone())), Json(person)))
 }
 
-/// Adds a person; with `first`, only if the server has no people yet.
+/// Whom [`add`] may add.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Newcomer {
+    Anybody,
+    /// The first person of the server.
+    First,
+}
+
+/// Adds a person.
 ///
 /// # Errors
 /// The name or password is invalid, the name is taken, or the server cannot have further people.
-pub(super) async fn add(auth: &Auth, new: NewPerson, first: bool) -> Result<PersonRow> {
+pub(super) async fn add(auth: &Auth, new: NewPerson, allowed: Newcomer) -> Result<PersonRow> {
     let conflict = |detail: String| Err(Error::Conflict(detail));
     if !auth.access.required {
         return conflict(
@@ -148,22 +155,22 @@ pub(super) async fn add(auth: &Auth, new: NewPerson, first: bool) -> Result<Pers
     let identity = new.subject.as_deref().map(|subject| identity(auth, subject)).transpose()?;
     let hash = match new.password {
         Some(password) => {
-            checked("/password", &password)?;
+            check_password("/password", &password)?;
             Some(auth.access.passwords.hash(password).await?)
         }
         None if identity.is_some() => None,
         None => return Err(Error::invalid("/password", "is missing; give a password or a subject")),
     };
     let _one_at_a_time = auth.access.changing.lock().await;
-    if first && auth.access.has_people() {
+    if allowed == Newcomer::First && auth.access.has_people() {
         return conflict("somebody has been added meanwhile; sign in as an admin to add others".into());
     }
-    room_for(auth, &new.name, identity.as_ref())?;
+    check_room(auth, &new.name, identity.as_ref())?;
     insert(auth, new.name, new.role, hash, identity).await
 }
 
 /// Checks that nobody has the name or the account, and that the maximum number of people is not reached.
-pub(super) fn room_for(auth: &Auth, name: &str, identity: Option<&Identity>) -> Result<()> {
+pub(super) fn check_room(auth: &Auth, name: &str, identity: Option<&Identity>) -> Result<()> {
     let conflict = |detail: String| Err(Error::Conflict(detail));
     let people = auth.access.people();
     if people.iter().any(|person| person.name == name) {
@@ -172,11 +179,11 @@ pub(super) fn room_for(auth: &Auth, name: &str, identity: Option<&Identity>) -> 
     if people.len() >= PEOPLE {
         return conflict(format!("there are already {PEOPLE} people, the maximum; remove people first"));
     }
-    identity.map_or(Ok(()), |identity| free(auth, name, identity))
+    identity.map_or(Ok(()), |identity| check_account(auth, name, identity))
 }
 
 /// Checks that an account is not bound to another person.
-fn free(auth: &Auth, name: &str, identity: &Identity) -> Result<()> {
+fn check_account(auth: &Auth, name: &str, identity: &Identity) -> Result<()> {
     match auth.access.by_identity(identity) {
         SignsInAs::Person(row) if row.person.name != name => {
             let other = row.person.name;
@@ -189,7 +196,7 @@ fn free(auth: &Auth, name: &str, identity: &Identity) -> Result<()> {
     }
 }
 
-/// Stores a new person after [`room_for`]. The caller must hold the lock `changing`.
+/// Stores a new person after [`check_room`]. The caller must hold the lock `changing`.
 pub(super) async fn insert(
     auth: &Auth,
     name: String,
@@ -235,7 +242,7 @@ pub(crate) async fn change(
 /// No person has this name, the password is invalid, or the account is bound to another person.
 pub(super) async fn edit(auth: &Auth, name: &str, change: PersonChange) -> Result<PersonRow> {
     if let Some(password) = &change.password {
-        checked("/password", password)?;
+        check_password("/password", password)?;
     }
     let unknown = || Error::NotFound("nobody has this name".into());
     auth.access.person(name).ok_or_else(unknown)?;
@@ -253,7 +260,7 @@ pub(super) async fn edit(auth: &Auth, name: &str, change: PersonChange) -> Resul
     let before = row.clone();
     row.hash = hash.or(row.hash);
     if let Some(identity) = identity {
-        identity.as_ref().map_or(Ok(()), |identity| free(auth, name, identity))?;
+        identity.as_ref().map_or(Ok(()), |identity| check_account(auth, name, identity))?;
         row.person.identity = identity;
     }
     row.person.role = change.role.unwrap_or(row.person.role);
@@ -325,7 +332,7 @@ pub(super) async fn set_own(
             "you sign in with the OpenID provider and have no password here; an admin can give you one";
         return Err(Error::Conflict(detail.into()));
     }
-    checked("/new", &passwords.new)?;
+    check_password("/new", &passwords.new)?;
     let before = match auth.access.by_password(name, passwords.current, from).await {
         Ok(row) => row,
         Err(NotSignedIn::Wrong) => {

@@ -1,7 +1,7 @@
 //! Signing in with the OpenID provider: the redirect to the provider, and the return. `auth::oidc` has the protocol. This module maps
 //! accounts to people.
 
-use super::login::{self, Refused};
+use super::login::{self, FailedSignIn};
 use crate::{
     api::{html::Page, people, server_url::ServerUrl},
     auth::{
@@ -24,8 +24,7 @@ use axum::{
     response::{IntoResponse, Redirect, Response},
 };
 use serde::Deserialize;
-use std::sync::Arc;
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 /// Duration of a session. It is shorter than that of a session with a password, so that people who are locked out at the provider lose
 /// access soon.
@@ -62,7 +61,7 @@ pub(crate) async fn begin(
             set_cookie(&mut response, &peer, (&cookie, PATH), &value, REQUEST_LIFE.as_secs());
             Ok(response)
         }
-        Err(error) => login::refused(&auth, &ingress, next, error.into()),
+        Err(error) => login::refused_page(&auth, &ingress, next, error.into()),
     }
 }
 
@@ -77,8 +76,8 @@ pub(crate) async fn finish(
     let oidc = provider(&auth)?;
     let Some(request) = oidc.take(&answer.state, cookie(&headers, &own_cookie(&auth))) else {
         let detail = "This sign-in was begun in another browser, is finished already, or is older than ten minutes. Begin again.";
-        let refused = Refused { status: StatusCode::BAD_REQUEST, detail: detail.into(), about: None };
-        return login::refused(&auth, &ingress, "/jobs", refused);
+        let refused = FailedSignIn { status: StatusCode::BAD_REQUEST, detail: detail.into(), about: None };
+        return login::refused_page(&auth, &ingress, "/jobs", refused);
     };
     // Counts the attempt before the request to the provider, so that aborted requests count, too.
     let too_often = |wait| PageError(people::too_often(peer.address, wait));
@@ -86,14 +85,14 @@ pub(crate) async fn finish(
     let next = request.next.clone();
     let mut response = match sign_in(&auth, oidc, &peer, request, answer).await? {
         Ok(response) => {
-            auth.access.attempts.was_right(peer.address);
+            auth.access.attempts.uncount_failure(peer.address);
             response
         }
         Err(refused) => {
             if !refused.is_failure() {
-                auth.access.attempts.was_right(peer.address);
+                auth.access.attempts.uncount_failure(peer.address);
             }
-            login::refused(&auth, &ingress, &next, refused)?
+            login::refused_page(&auth, &ingress, &next, refused)?
         }
     };
     set_cookie(&mut response, &peer, (&own_cookie(&auth), PATH), "", 0);
@@ -106,7 +105,7 @@ async fn sign_in(
     peer: &Peer,
     request: OpenRequest,
     answer: Answer,
-) -> Result<std::result::Result<Response, Refused>> {
+) -> Result<std::result::Result<Response, FailedSignIn>> {
     let account = match oidc.finish(&request, answer).await {
         Ok(account) => account,
         Err(error) => return Ok(Err(error.into())),
@@ -128,12 +127,12 @@ async fn person(
     auth: &Auth,
     oidc: &Oidc,
     account: Account,
-) -> Result<std::result::Result<(PersonRow, Option<String>), Refused>> {
+) -> Result<std::result::Result<(PersonRow, Option<String>), FailedSignIn>> {
     let Account { identity, name, role } = account;
     let subject = identity.subject.clone();
     let refuse = |detail: String| {
         let about = Some(format!("subject {subject:?}"));
-        Ok(Err(Refused { status: StatusCode::FORBIDDEN, detail, about }))
+        Ok(Err(FailedSignIn { status: StatusCode::FORBIDDEN, detail, about }))
     };
     let _one_at_a_time = auth.access.changing.lock().await;
     match auth.access.by_identity(&identity) {
@@ -181,10 +180,10 @@ async fn person(
         Ok(name) => name,
         Err(why) => return refuse(format!("You cannot be added: {why}. {}", by_admin("NAME"))),
     };
-    if let Some(why) = taken(auth, &name).await? {
+    if let Some(why) = why_taken(auth, &name).await? {
         return refuse(format!("You cannot be added as {name:?}: {why}. {}", by_admin("ANOTHER-NAME")));
     }
-    match people::room_for(auth, &name, Some(&identity)) {
+    match people::check_room(auth, &name, Some(&identity)) {
         Ok(()) => {}
         Err(Error::Conflict(why)) => return refuse(format!("You cannot be added: {why}.")),
         Err(other) => return Err(other),
@@ -196,7 +195,7 @@ async fn person(
 
 /// Returns why a sign-in cannot add a person with this name, if so. Names are chosen at the provider, and a new person with the name would
 /// own the jobs and datasets of removed people and of tokens with that name.
-async fn taken(auth: &Auth, name: &str) -> Result<Option<&'static str>> {
+async fn why_taken(auth: &Auth, name: &str) -> Result<Option<&'static str>> {
     if auth.access.person(name).is_some() {
         return Ok(Some("another person has this name"));
     }
@@ -221,7 +220,7 @@ fn quoted(subject: &str) -> String {
     }
 }
 
-impl From<OidcError> for Refused {
+impl From<OidcError> for FailedSignIn {
     fn from(error: OidcError) -> Self {
         let (status, detail) = match error {
             OidcError::Unavailable(detail) => (StatusCode::SERVICE_UNAVAILABLE, detail),

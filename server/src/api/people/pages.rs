@@ -7,7 +7,7 @@ use super::{
 use crate::{
     api::{
         html::{Page, html},
-        people::{self, NewPerson, OwnPassword, PersonChange},
+        people::{self, NewPerson, Newcomer, OwnPassword, PersonChange},
     },
     auth::{
         Auth,
@@ -94,7 +94,7 @@ async fn apply(auth: &Auth, name: &str, form: PeopleForm) -> Result<()> {
         Action::Add => {
             let role = form.role.unwrap_or(Role::Member);
             let new = NewPerson { name: name.to_owned(), role, password: Some(form.password), subject: None };
-            return people::add(auth, new, false).await.map(drop);
+            return people::add(auth, new, Newcomer::Anybody).await.map(drop);
         }
         Action::Remove => return people::remove(auth, name).await,
         Action::Role => PersonChange { role: form.role, ..Default::default() },

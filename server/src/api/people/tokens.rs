@@ -20,8 +20,7 @@ use lockstep_protocol::{
     limits::{TOKEN_DAYS, TOKEN_NAME_CHARS, TOKENS},
 };
 use serde::{Deserialize, Serialize};
-use std::sync::Arc;
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 use utoipa::ToSchema;
 
 /// Maximum number of valid tokens of a person, so that nobody uses up the server's maximum.
@@ -60,19 +59,6 @@ list_of! {
 
 const LIST: List<Token> = List {
     name: "tokens",
-    fields: &[
-        "id",
-        "name",
-        "scope",
-        "agent",
-        "agent_id",
-        "owner",
-        "made_with",
-        "created_at",
-        "expires_at",
-        "revoked_at",
-        "last_used_at",
-    ],
     sorts: &[
         ("created", |token| token.created_at.into()),
         ("name", |token| token.name.as_str().into()),

@@ -72,7 +72,7 @@ async fn run(auth: &Auth, caller: &Caller, id: &str) -> Result<JobId> {
     }
 }
 
-pub(super) fn of(config: &ServeConfig, job: &JobId) -> RunFiles {
+pub(super) fn run_files(config: &ServeConfig, job: &JobId) -> RunFiles {
     RunFiles::of(config.job_dir(job))
 }
 
@@ -94,12 +94,12 @@ pub(crate) async fn list(
     Extension(caller): Extension<Caller>,
     Path(id): Path<String>,
 ) -> Result<Json<FilesOfRun>> {
-    let files = of(&config, &run(&auth, &caller, &id).await?);
-    Ok(Json(FilesOfRun { files: listed(files).await? }))
+    let files = run_files(&config, &run(&auth, &caller, &id).await?);
+    Ok(Json(FilesOfRun { files: list_files(files).await? }))
 }
 
 /// Returns all files of a run.
-pub(super) async fn listed(files: RunFiles) -> Result<Vec<RunFile>> {
+pub(super) async fn list_files(files: RunFiles) -> Result<Vec<RunFile>> {
     Ok(blocking(move || files.list()).await??)
 }
 
@@ -123,14 +123,14 @@ pub(crate) async fn upload(
 ) -> Result<Json<RunFile>> {
     let id = run(&auth, &caller, &id).await?;
     let body = runs.noted(&id, request.into_body());
-    Ok(Json(stored(of(&config, &id), query.path, query.modified_ms, body).await?))
+    Ok(Json(store_file(run_files(&config, &id), query.path, query.modified_ms, body).await?))
 }
 
 /// Stores a file while it is received.
 ///
 /// # Errors
 /// The file does not fit into the run, the body is incomplete, or the disk cannot be written.
-pub(super) async fn stored(
+pub(super) async fn store_file(
     files: RunFiles,
     path: String,
     modified_ms: Option<u64>,
@@ -175,11 +175,11 @@ pub(crate) async fn download(
     Query(query): Query<FileQuery>,
     request: Request<Body>,
 ) -> Result<Response> {
-    sent(&of(&config, &run(&auth, &caller, &id).await?), &query.path, request).await
+    send_file(&run_files(&config, &run(&auth, &caller, &id).await?), &query.path, request).await
 }
 
 /// Returns the response with a file. Browsers save the file and do not show it, because it could contain scripts of its program.
-pub(super) async fn sent(files: &RunFiles, path: &str, mut request: Request<Body>) -> Result<Response> {
+pub(super) async fn send_file(files: &RunFiles, path: &str, mut request: Request<Body>) -> Result<Response> {
     let place = files.place(path).map_err(refusal)?;
     let missing = || Error::NotFound("the run has no such file; GET /api/v1/runs/ID/files lists them".into());
     // A folder can be opened, too.
@@ -215,13 +215,13 @@ pub(crate) async fn delete(
     Path(id): Path<String>,
     Query(query): Query<FileQuery>,
 ) -> Result<StatusCode> {
-    let files = of(&config, &run(&auth, &caller, &id).await?);
-    to_the_end(removed(files, query.path)).await?;
+    let files = run_files(&config, &run(&auth, &caller, &id).await?);
+    to_the_end(remove_path(files, query.path)).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
 /// Removes a file or a folder.
-pub(super) async fn removed(files: RunFiles, path: String) -> Result<()> {
+pub(super) async fn remove_path(files: RunFiles, path: String) -> Result<()> {
     match blocking(move || files.remove(&path)).await?.map_err(refusal)? {
         true => Ok(()),
         false => Err(Error::NotFound("the run has no such file".into())),

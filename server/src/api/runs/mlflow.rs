@@ -24,7 +24,7 @@ use axum::{
 use bytes::Bytes;
 use jiff::Timestamp;
 use lockstep_protocol::{
-    job::{External, Job, JobState, LastValues},
+    job::{External, Job, JobState},
     labels::{self, DEFAULT_PROJECT},
     metric::{MetricColumn, name_mistake},
     numbers::exact,
@@ -121,10 +121,10 @@ impl IntoResponse for Refusal {
 }
 
 /// Parameters of a request: the fields of the body or of the query.
-struct Asked(Map<String, Value>);
+struct Parameters(Map<String, Value>);
 
-impl Asked {
-    async fn of(request: Request) -> Result<Self> {
+impl Parameters {
+    async fn read(request: Request) -> Result<Self> {
         if request.method() == Method::GET {
             let pairs = Query::<Vec<(String, String)>>::try_from_uri(request.uri());
             let Query(pairs) = pairs.map_err(|error| invalid(error.body_text()))?;
@@ -151,10 +151,10 @@ impl Asked {
         self.text(key)?.ok_or_else(|| missing(key))
     }
 
-    fn list(&self, key: &str) -> Result<Vec<Asked>> {
+    fn list(&self, key: &str) -> Result<Vec<Parameters>> {
         let Some(list) = self.0.get(key).filter(|list| !list.is_null()) else { return Ok(Vec::new()) };
         let objects = list.as_array().and_then(|list| {
-            list.iter().map(|one| one.as_object().cloned().map(Asked)).collect::<Option<Vec<_>>>()
+            list.iter().map(|one| one.as_object().cloned().map(Parameters)).collect::<Option<Vec<_>>>()
         });
         objects.ok_or_else(|| invalid_value(key, list))
     }
@@ -165,7 +165,7 @@ impl Asked {
     }
 
     /// Returns an integer. Protobuf's JSON encodes 64-bit integers as text.
-    fn whole(&self, key: &str) -> Result<Option<i64>> {
+    fn integer(&self, key: &str) -> Result<Option<i64>> {
         let Some(value) = self.0.get(key).filter(|value| !value.is_null()) else { return Ok(None) };
         let number = value.as_i64().or_else(|| value.as_str()?.parse().ok());
         number.map(Some).ok_or_else(|| invalid_value(key, value))
@@ -173,21 +173,21 @@ impl Asked {
 
     /// Returns a point in time from milliseconds since 1970.
     fn time(&self, key: &str) -> Result<Option<Timestamp>> {
-        let ms = self.whole(key)?;
+        let ms = self.integer(key)?;
         let at = ms.map(|ms| Timestamp::from_millisecond(ms).map_err(|_| invalid_value(key, &ms.into())));
         at.transpose()
     }
 
     /// Returns where the requested page begins.
-    fn begin<T: FromStr + Default>(&self) -> Result<T> {
+    fn page_start<T: FromStr + Default>(&self) -> Result<T> {
         let from = self.text("page_token")?.map(str::parse::<T>).transpose();
         let from = from.map_err(|_| invalid("page_token must be the next_page_token of the previous page"));
         Ok(from?.unwrap_or_default())
     }
 
     /// Returns the size of the requested page, which is at most `most`.
-    fn page(&self, most: u32) -> Result<u32> {
-        match self.whole("max_results")? {
+    fn page_size(&self, most: u32) -> Result<u32> {
+        match self.integer("max_results")? {
             None => Ok(most),
             Some(wanted) => match u32::try_from(wanted) {
                 Ok(wanted) if (1..=PAGE_LIMIT).contains(&wanted) => Ok(wanted.min(most)),
@@ -198,7 +198,7 @@ impl Asked {
 }
 
 /// State that the calls need.
-struct Parts {
+struct CallState {
     runs: Arc<Runs>,
     scheduler: Arc<Scheduler>,
     auth: Arc<Auth>,
@@ -217,16 +217,16 @@ pub(crate) async fn call(
     Extension(caller): Extension<Caller>,
     request: Request,
 ) -> Result<Json<Value>> {
-    let parts = Parts { runs, scheduler, auth, metrics, deleted_jobs, caller };
+    let parts = CallState { runs, scheduler, auth, metrics, deleted_jobs, caller };
     let method = request.method().clone();
     let name = request.uri().path().strip_prefix(PREFIX).unwrap_or_default().to_owned();
-    let asked = Asked::of(request).await?;
+    let asked = Parameters::read(request).await?;
     let done = to_the_end(async move { Ok(parts.answer(&method, &name, &asked).await) }).await?;
     Ok(Json(done?))
 }
 
-impl Parts {
-    async fn answer(&self, method: &Method, name: &str, asked: &Asked) -> Result<Value> {
+impl CallState {
+    async fn answer(&self, method: &Method, name: &str, asked: &Parameters) -> Result<Value> {
         Ok(match (method.as_str(), name) {
             ("POST", "experiments/create") => self.create_experiment(asked).await?,
             ("GET", "experiments/get") => {
@@ -235,41 +235,41 @@ impl Parts {
             ("GET", "experiments/get-by-name") => self.experiment_by_name(asked).await?,
             ("POST" | "GET", "experiments/search") => self.search_experiments(asked).await?,
             ("POST", "runs/create") => self.create_run(asked).await?,
-            ("GET", "runs/get") => json!({"run": run(&self.seen(asked).await?)}),
+            ("GET", "runs/get") => json!({"run": run(&self.visible_run(asked).await?)}),
             ("POST", "runs/update") => self.update_run(asked).await?,
             ("POST", "runs/delete") => self.delete_run(asked).await?,
             ("POST", "runs/search") => self.search_runs(asked).await?,
             ("POST", "runs/log-metric") => {
-                let one = Asked(asked.0.clone());
+                let one = Parameters(asked.0.clone());
                 self.log(asked, &[one], RunChange::default()).await?
             }
             ("POST", "runs/log-parameter") => {
                 let params = BTreeMap::from([pair(asked, "Param", PARAM_CHARS)?]);
-                self.note(asked, RunChange { params, ..RunChange::default() }).await?
+                self.change(asked, RunChange { params, ..RunChange::default() }).await?
             }
             ("POST", "runs/log-batch") => self.log_batch(asked).await?,
             ("POST", "runs/set-tag") => {
                 let (key, value) = pair(asked, "Tag", TAG_CHARS)?;
                 let values = BTreeMap::from([(key, Some(value))]);
-                self.note(asked, RunChange { values, ..RunChange::default() }).await?
+                self.change(asked, RunChange { values, ..RunChange::default() }).await?
             }
             ("POST", "runs/delete-tag") => {
                 let key = asked.required("key")?;
-                let known = self.own(asked).await?.external.unwrap_or_default().values;
+                let known = self.own_run(asked).await?.external.unwrap_or_default().values;
                 if !known.contains_key(key) {
                     let id = asked.text("run_id")?.unwrap_or_default();
                     let detail = format!("No tag with name: {key} in run with id {id}");
                     return Err(refuse("RESOURCE_DOES_NOT_EXIST", detail));
                 }
                 let values = BTreeMap::from([(key.to_owned(), None)]);
-                self.note(asked, RunChange { values, ..RunChange::default() }).await?
+                self.change(asked, RunChange { values, ..RunChange::default() }).await?
             }
             // The inputs of a run are not stored, and its models are its folders.
-            ("POST", "runs/log-inputs" | "runs/outputs") => self.note(asked, RunChange::default()).await?,
+            ("POST", "runs/log-inputs" | "runs/outputs") => self.change(asked, RunChange::default()).await?,
             ("GET", "metrics/get-history") => self.history(asked).await?,
             ("GET", "artifacts/list") => {
                 let path = asked.text("path")?.unwrap_or_default();
-                artifacts::of_run(&self.scheduler.config, &self.seen(asked).await?, path).await?
+                artifacts::of_run(&self.scheduler.config, &self.visible_run(asked).await?, path).await?
             }
             ("POST", "logged-models") => self.create_model(asked).await?,
             // Clients send this before they list the artifacts in a folder, and find a model there.
@@ -291,13 +291,13 @@ impl Parts {
         Ok(names)
     }
 
-    async fn search_experiments(&self, asked: &Asked) -> Result<Value> {
+    async fn search_experiments(&self, asked: &Parameters) -> Result<Value> {
         if asked.text("filter")?.is_some() {
             let detail = "Lockstep's experiments/search takes no filter: leave it out and choose among the experiments";
             return Err(invalid(detail));
         }
-        let from: usize = asked.begin()?;
-        let max = asked.page(PAGE_RUNS)? as usize;
+        let from: usize = asked.page_start()?;
+        let max = asked.page_size(PAGE_RUNS)? as usize;
         let are_deleted = asked.text("view_type")? == Some("DELETED_ONLY");
         let all = if are_deleted { Vec::new() } else { self.projects().await? };
         let page = all.iter().skip(from).take(max).map(|name| experiment(name));
@@ -308,7 +308,7 @@ impl Parts {
         Ok(answer)
     }
 
-    async fn create_experiment(&self, asked: &Asked) -> Result<Value> {
+    async fn create_experiment(&self, asked: &Parameters) -> Result<Value> {
         let name = asked.required("name")?;
         // A project has neither of them.
         asked.text("artifact_location")?;
@@ -324,7 +324,7 @@ impl Parts {
         Ok(json!({"experiment_id": id_of(&project)}))
     }
 
-    async fn experiment_by_name(&self, asked: &Asked) -> Result<Value> {
+    async fn experiment_by_name(&self, asked: &Parameters) -> Result<Value> {
         let name = asked.required("experiment_name")?;
         let project = project(name);
         if !self.projects().await?.contains(&project) {
@@ -334,7 +334,7 @@ impl Parts {
         Ok(json!({"experiment": experiment(&project)}))
     }
 
-    async fn create_run(&self, asked: &Asked) -> Result<Value> {
+    async fn create_run(&self, asked: &Parameters) -> Result<Value> {
         let mut values = BTreeMap::new();
         for tag in asked.list("tags")? {
             values.extend([pair(&tag, "Tag", TAG_CHARS)?]);
@@ -350,29 +350,29 @@ impl Parts {
     }
 
     /// Returns the run that a request names, if the caller may see it.
-    async fn seen(&self, asked: &Asked) -> Result<Job> {
-        seen_run(&self.scheduler, &self.caller, asked.required("run_id")?).await
+    async fn visible_run(&self, asked: &Parameters) -> Result<Job> {
+        find_run(&self.scheduler, &self.caller, asked.required("run_id")?).await
     }
 
     /// Returns the run that a request names, if the caller may change it.
-    async fn own(&self, asked: &Asked) -> Result<Job> {
-        let job = self.seen(asked).await?;
+    async fn own_run(&self, asked: &Parameters) -> Result<Job> {
+        let job = self.visible_run(asked).await?;
         check_own(&self.auth, &self.caller, &job)?;
         Ok(job)
     }
 
-    async fn tell(&self, asked: &Asked, change: RunChange) -> Result<Job> {
-        let job = self.own(asked).await?;
+    async fn change_run(&self, asked: &Parameters, change: RunChange) -> Result<Job> {
+        let job = self.own_run(asked).await?;
         Ok(self.runs.tell(&job.id, change).await?)
     }
 
     /// Changes a run. The response is empty.
-    async fn note(&self, asked: &Asked, change: RunChange) -> Result<Value> {
-        self.tell(asked, change).await?;
+    async fn change(&self, asked: &Parameters, change: RunChange) -> Result<Value> {
+        self.change_run(asked, change).await?;
         Ok(json!({}))
     }
 
-    async fn update_run(&self, asked: &Asked) -> Result<Value> {
+    async fn update_run(&self, asked: &Parameters) -> Result<Value> {
         let state = match asked.text("status")? {
             None => None,
             Some("RUNNING" | "SCHEDULED") => Some(JobState::Running),
@@ -385,12 +385,12 @@ impl Parts {
         let ended_at = asked.time("end_time")?;
         let change =
             RunChange { state, ended_at, values: name.into_iter().collect(), ..RunChange::default() };
-        Ok(json!({"run_info": info(&self.tell(asked, change).await?)}))
+        Ok(json!({"run_info": info(&self.change_run(asked, change).await?)}))
     }
 
     /// Deletes a run permanently. MLflow keeps deleted runs for a while.
-    async fn delete_run(&self, asked: &Asked) -> Result<Value> {
-        let job = self.own(asked).await?;
+    async fn delete_run(&self, asked: &Parameters) -> Result<Value> {
+        let job = self.own_run(asked).await?;
         if !job.state.is_final() {
             let change = RunChange { state: Some(JobState::Cancelled), ..RunChange::default() };
             self.runs.tell(&job.id, change).await?;
@@ -399,7 +399,7 @@ impl Parts {
         Ok(json!({}))
     }
 
-    async fn search_runs(&self, asked: &Asked) -> Result<Value> {
+    async fn search_runs(&self, asked: &Parameters) -> Result<Value> {
         if asked.text("filter")?.is_some() {
             let detail = "Lockstep's runs/search takes no filter: leave it out and choose among the runs, or ask GET /api/v1/jobs";
             return Err(invalid(detail));
@@ -420,7 +420,7 @@ impl Parts {
             // With several projects, the others are filtered out below.
             project: if let [one] = &wanted[..] { Some(one.clone()) } else { None },
             sort: JobSort { by: SortBy::Created, descending },
-            limit: asked.page(PAGE_RUNS)?,
+            limit: asked.page_size(PAGE_RUNS)?,
             cursor: pages.read(asked.text("page_token")?)?,
             ..JobFilter::default()
         };
@@ -436,7 +436,7 @@ impl Parts {
         Ok(answer)
     }
 
-    async fn log_batch(&self, asked: &Asked) -> Result<Value> {
+    async fn log_batch(&self, asked: &Parameters) -> Result<Value> {
         let (metrics, params, tags) = (asked.list("metrics")?, asked.list("params")?, asked.list("tags")?);
         let limits = [
             ("metrics", metrics.len(), BATCH_METRICS),
@@ -467,8 +467,8 @@ impl Parts {
     }
 
     /// Appends points to the stored ones.
-    async fn log(&self, asked: &Asked, metrics: &[Asked], change: RunChange) -> Result<Value> {
-        let job = self.own(asked).await?;
+    async fn log(&self, asked: &Parameters, metrics: &[Parameters], change: RunChange) -> Result<Value> {
+        let job = self.own_run(asked).await?;
         let (mut points, mut newest) = (Vec::with_capacity(metrics.len()), None::<Timestamp>);
         for metric in metrics {
             let key = metric.required("key")?;
@@ -478,7 +478,7 @@ impl Parts {
             let value = metric.0.get("value").and_then(number).ok_or_else(|| {
                 invalid(format!("Got invalid value for metric '{key}'. Please specify value as a valid double (64-bit floating point)"))
             })?;
-            let step = metric.whole("step")?.unwrap_or(0);
+            let step = metric.integer("step")?.unwrap_or(0);
             // Negative steps are rare, and charts do not support them.
             let step = u64::try_from(step).ok().filter(|step| *step <= LAST_STEP);
             let step =
@@ -501,11 +501,11 @@ impl Parts {
         Ok(json!({}))
     }
 
-    async fn history(&self, asked: &Asked) -> Result<Value> {
-        let job = self.seen(asked).await?;
+    async fn history(&self, asked: &Parameters) -> Result<Value> {
+        let job = self.visible_run(asked).await?;
         let key = asked.required("metric_key")?;
-        let from: u64 = asked.begin()?;
-        let max = asked.page(PAGE_POINTS)? as usize;
+        let from: u64 = asked.page_start()?;
+        let max = asked.page_size(PAGE_POINTS)? as usize;
         // Usually each step has a point, and the first range has a page. Where points are sparse, the range grows.
         let mut steps = max as u64;
         let points = loop {
@@ -538,8 +538,8 @@ impl Parts {
 }
 
 /// Returns the run with this id, if the caller may see it.
-async fn seen_run(scheduler: &Scheduler, caller: &Caller, id: &str) -> Result<Job> {
-    match jobs::seen(scheduler, caller, id).await {
+async fn find_run(scheduler: &Scheduler, caller: &Caller, id: &str) -> Result<Job> {
+    match jobs::find_visible(scheduler, caller, id).await {
         Ok(job) if job.external.is_some() => Ok(job),
         Ok(_) | Err(Error::NotFound(_)) => {
             Err(refuse("RESOURCE_DOES_NOT_EXIST", format!("Run with id={} not found", shortened(id))))
@@ -559,7 +559,7 @@ fn check_own(auth: &Auth, caller: &Caller, job: &Job) -> Result<()> {
 }
 
 /// Returns a key and its value, checked against MLflow's limits.
-fn pair(asked: &Asked, what: &str, limit: usize) -> Result<(String, String)> {
+fn pair(asked: &Parameters, what: &str, limit: usize) -> Result<(String, String)> {
     let (key, value) = (asked.required("key")?, asked.text("value")?.unwrap_or_default());
     for (part, text, limit) in [("key", key, KEY_CHARS), ("value", value, limit)] {
         let chars = text.chars().count();
@@ -616,18 +616,8 @@ fn metric(key: &str, value: &Value, step: u64, job: &Job) -> Value {
 }
 
 fn run(job: &Job) -> Value {
-    let LastValues { loss, accuracy, lr, val_loss, val_accuracy, val_pictures: _, others } = &job.last;
-    let named = [
-        ("loss", loss),
-        ("accuracy", accuracy),
-        ("lr", lr),
-        ("val_loss", val_loss),
-        ("val_accuracy", val_accuracy),
-    ];
-    let named = named.into_iter().filter_map(|(name, value)| Some((name, (*value)?)));
-    let others = others.iter().map(|(name, value)| (name.as_str(), *value));
-    let metrics: Vec<_> =
-        named.chain(others).map(|(key, value)| metric(key, &value.into(), job.step, job)).collect();
+    let metrics = job.last.by_name().map(|(key, value)| metric(key, &value.into(), job.step, job));
+    let metrics: Vec<_> = metrics.collect();
     let of_no_program = External::default();
     let external = job.external.as_ref().unwrap_or(&of_no_program);
     let params: Vec<_> =

@@ -134,7 +134,7 @@ async fn begin(runs: &Runs, auth: &Auth, caller: &Caller, new: NewRun) -> Result
     let id = new.id.as_deref().map_or_else(JobId::generate, |id| auth.run_id(caller, id));
     let is_own = new.id.as_deref() == Some(id.as_str());
     if new.id.is_some()
-        && let Some(job) = continued(runs, auth, caller, &id, is_own, &config).await?
+        && let Some(job) = continue_run(runs, auth, caller, &id, is_own, &config).await?
     {
         return Ok((StatusCode::OK, job));
     }
@@ -165,7 +165,7 @@ async fn begin(runs: &Runs, auth: &Auth, caller: &Caller, new: NewRun) -> Result
         return Ok((StatusCode::CREATED, job));
     }
     // Another request with this id was faster.
-    match continued(runs, auth, caller, &id, is_own, &config).await? {
+    match continue_run(runs, auth, caller, &id, is_own, &config).await? {
         Some(job) => Ok((StatusCode::OK, job)),
         None => {
             Err(Error::Unavailable("the run that had this id is being deleted; try again in a moment".into()))
@@ -174,7 +174,7 @@ async fn begin(runs: &Runs, auth: &Auth, caller: &Caller, new: NewRun) -> Result
 }
 
 /// Continues the run with this id, if it exists. `is_own` means that the request has the job's own id.
-async fn continued(
+async fn continue_run(
     runs: &Runs,
     auth: &Auth,
     caller: &Caller,
@@ -183,7 +183,7 @@ async fn continued(
     config: &Map<String, Value>,
 ) -> Result<Option<Job>> {
     let Some(owned) = auth.store.owned_job(id).await? else { return Ok(None) };
-    if !caller.sees(owned.private, owned.owner.as_deref()) {
+    if !caller.sees_owned(&owned) {
         let taken = "a private run of somebody else has this id: choose another";
         return if is_own { Ok(None) } else { Err(Error::Conflict(taken.into())) };
     }

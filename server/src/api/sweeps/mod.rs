@@ -44,25 +44,6 @@ list_of! {
 
 const LIST: List<Sweep> = List {
     name: "sweeps",
-    fields: &[
-        "id",
-        "name",
-        "project",
-        "state",
-        "reason",
-        "owner",
-        "private",
-        "spec",
-        "metric",
-        "rungs",
-        "trial_count",
-        "ended",
-        "paused",
-        "best",
-        "steps",
-        "created_at",
-        "finished_at",
-    ],
     sorts: &[("created", |sweep| sweep.created_at.into()), ("name", |sweep| sweep.name.as_str().into())],
     default_sort: "-created",
     id: |sweep| &sweep.id,
@@ -84,7 +65,7 @@ async fn with_trials(store: &dyn Store, row: &SweepRow) -> Result<Sweep> {
 /// Returns the sweeps that a caller may see, newest first.
 async fn visible_sweeps(store: &dyn Store, caller: &Caller) -> Result<Vec<SweepRow>> {
     let mut rows = store.sweeps().await?;
-    rows.retain(|row| caller.sees(row.owned.private, row.owned.owner.as_deref()));
+    rows.retain(|row| caller.sees_owned(&row.owned));
     Ok(rows)
 }
 
@@ -124,7 +105,7 @@ async fn made_before(
     row: &SweepRow,
     document: &Value,
 ) -> Result<(StatusCode, Sweep)> {
-    if !caller.sees(row.owned.private, row.owned.owner.as_deref()) || row.spec != *document {
+    if !caller.sees_owned(&row.owned) || row.spec != *document {
         return Err(StoreError::KeyReused.into());
     }
     Ok((StatusCode::OK, with_trials(store, row).await?))

@@ -7,12 +7,12 @@
 //! checked, and refused without a check beyond the limit. An address from which the person has signed in before (since the server's
 //! start) has a counter of its own, so guessing elsewhere does not lock the person out.
 
-use crate::config::addresses::client_key;
+use crate::{config::addresses::client_key, util::lock};
 use std::{
     collections::HashMap,
     hash::Hash,
     net::IpAddr,
-    sync::{Mutex, PoisonError},
+    sync::Mutex,
     time::{Duration, Instant},
 };
 
@@ -40,7 +40,7 @@ struct Counters {
 }
 
 /// The time until a counter is reset, if it is full.
-fn full<K: Hash + Eq>(counts: &Counts<K>, key: &K, most: u32) -> Option<Duration> {
+fn wait_if_full<K: Hash + Eq>(counts: &Counts<K>, key: &K, most: u32) -> Option<Duration> {
     let (count, since) = counts.get(key)?;
     let left = WINDOW.checked_sub(since.elapsed()).filter(|left| !left.is_zero())?;
     (*count >= most).then_some(left)
@@ -86,14 +86,14 @@ impl Counters {
 
 impl Attempts {
     fn counters(&self) -> std::sync::MutexGuard<'_, Counters> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 
     /// Counts a failure with a token or a code.
     ///
     /// # Errors
     /// Too many attempts have failed. The error is the time to wait.
-    pub(crate) fn failed(&self, from: IpAddr) -> Result<(), Duration> {
+    pub(crate) fn count_failure(&self, from: IpAddr) -> Result<(), Duration> {
         let mut counters = self.counters();
         let from = client_key(from);
         counters.make_room(from)?;
@@ -101,17 +101,17 @@ impl Attempts {
         if count <= MAX_FAILURES { Ok(()) } else { Err(WINDOW.saturating_sub(since.elapsed())) }
     }
 
-    /// Counts an attempt before it is made; [`Attempts::was_right`] uncounts it.
+    /// Counts an attempt before it is made; [`Attempts::uncount_failure`] uncounts it.
     ///
     /// # Errors
     /// Too many attempts have failed. The error is the time to wait.
     pub(crate) fn try_sign_in(&self, from: IpAddr) -> Result<(), Duration> {
-        full(&self.counters().addresses, &client_key(from), MAX_FAILURES).map_or(Ok(()), Err)?;
-        self.failed(from)
+        wait_if_full(&self.counters().addresses, &client_key(from), MAX_FAILURES).map_or(Ok(()), Err)?;
+        self.count_failure(from)
     }
 
     /// Uncounts the last failure of an address, because it was not a failure.
-    pub(crate) fn was_right(&self, from: IpAddr) {
+    pub(crate) fn uncount_failure(&self, from: IpAddr) {
         take_back(&mut self.counters().addresses, &client_key(from));
     }
 
@@ -120,12 +120,12 @@ impl Attempts {
     ///
     /// # Errors
     /// The time to wait, if the limit is exceeded.
-    pub(super) fn begin(&self, name: &str, from: IpAddr) -> Result<bool, Duration> {
+    pub(super) fn try_password(&self, name: &str, from: IpAddr) -> Result<bool, Duration> {
         let mut counters = self.counters();
         let from = client_key(from);
         let pair = (name.to_owned(), from);
         if counters.familiar.contains_key(&pair) {
-            if let Some(wait) = full(&counters.familiar, &pair, MAX_FAILURES) {
+            if let Some(wait) = wait_if_full(&counters.familiar, &pair, MAX_FAILURES) {
                 return Err(wait);
             }
             add(&mut counters.familiar, pair);
@@ -133,8 +133,8 @@ impl Attempts {
         }
         counters.make_room(from)?;
         let waits = [
-            full(&counters.addresses, &from, MAX_FAILURES),
-            full(&counters.names, &pair.0, MAX_FAILURES_OF_A_NAME),
+            wait_if_full(&counters.addresses, &from, MAX_FAILURES),
+            wait_if_full(&counters.names, &pair.0, MAX_FAILURES_OF_A_NAME),
         ];
         if let Some(wait) = waits.into_iter().flatten().max() {
             return Err(wait);
@@ -148,8 +148,8 @@ impl Attempts {
     }
 
     /// Uncounts the last attempt, because its password was correct.
-    pub(super) fn succeeded(&self, name: &str, from: IpAddr) {
-        self.not_checked(name, from);
+    pub(super) fn note_success(&self, name: &str, from: IpAddr) {
+        self.uncount_password(name, from);
         let mut counters = self.counters();
         let pair = (name.to_owned(), client_key(from));
         if !counters.familiar.contains_key(&pair) {
@@ -159,7 +159,7 @@ impl Attempts {
     }
 
     /// Uncounts the last attempt, because it was not checked.
-    pub(super) fn not_checked(&self, name: &str, from: IpAddr) {
+    pub(super) fn uncount_password(&self, name: &str, from: IpAddr) {
         let mut counters = self.counters();
         let from = client_key(from);
         let pair = (name.to_owned(), from);
@@ -181,15 +181,15 @@ mod tests {
         let attempts = Attempts::default();
         let (here, there): (IpAddr, IpAddr) = ([127, 0, 0, 1].into(), [10, 0, 0, 1].into());
         for _ in 0..MAX_FAILURES {
-            assert_eq!(attempts.failed(here), Ok(()));
+            assert_eq!(attempts.count_failure(here), Ok(()));
         }
-        let wait = attempts.failed(here).expect_err("too many failures");
+        let wait = attempts.count_failure(here).expect_err("too many failures");
         assert!(wait <= WINDOW && wait > Duration::ZERO, "{wait:?}");
-        assert!(attempts.begin("ada", here).is_err(), "passwords are counted, too");
-        assert_eq!(attempts.failed(there), Ok(()), "another address");
+        assert!(attempts.try_password("ada", here).is_err(), "passwords are counted, too");
+        assert_eq!(attempts.count_failure(there), Ok(()), "another address");
         if let Some(earlier) = Instant::now().checked_sub(WINDOW) {
             attempts.counters().addresses.get_mut(&here).unwrap().1 = earlier;
-            assert_eq!(attempts.failed(here), Ok(()), "a minute later");
+            assert_eq!(attempts.count_failure(here), Ok(()), "a minute later");
         }
     }
 
@@ -197,10 +197,10 @@ mod tests {
     fn the_number_of_remembered_addresses_is_limited() {
         let attempts = Attempts::default();
         for n in 0..ADDRESSES as u32 {
-            assert_eq!(attempts.failed(IpAddr::from(n.to_be_bytes())), Ok(()));
+            assert_eq!(attempts.count_failure(IpAddr::from(n.to_be_bytes())), Ok(()));
         }
-        assert!(attempts.failed([255, 0, 0, 1].into()).is_err());
-        assert!(attempts.begin("ada", [255, 0, 0, 1].into()).is_err());
+        assert!(attempts.count_failure([255, 0, 0, 1].into()).is_err());
+        assert!(attempts.try_password("ada", [255, 0, 0, 1].into()).is_err());
     }
 
     #[test]
@@ -208,13 +208,13 @@ mod tests {
         let attempts = Attempts::default();
         let address = |n: u32| IpAddr::from((0x0a00_0000 + n).to_be_bytes());
         for n in 0..MAX_FAILURES_OF_A_NAME {
-            assert_eq!(attempts.begin("ada", address(n)), Ok(false), "{n}");
+            assert_eq!(attempts.try_password("ada", address(n)), Ok(false), "{n}");
         }
-        assert!(attempts.begin("ada", address(MAX_FAILURES_OF_A_NAME)).is_err(), "above the limit");
-        assert_eq!(attempts.begin("bob", address(0)), Ok(false), "another name");
+        assert!(attempts.try_password("ada", address(MAX_FAILURES_OF_A_NAME)).is_err(), "above the limit");
+        assert_eq!(attempts.try_password("bob", address(0)), Ok(false), "another name");
         if let Some(earlier) = Instant::now().checked_sub(WINDOW) {
             attempts.counters().names.get_mut("ada").unwrap().1 = earlier;
-            assert_eq!(attempts.begin("ada", address(MAX_FAILURES_OF_A_NAME)), Ok(false), "a minute later");
+            assert_eq!(attempts.try_password("ada", address(MAX_FAILURES_OF_A_NAME)), Ok(false), "later");
         }
     }
 
@@ -223,23 +223,23 @@ mod tests {
         let attempts = Attempts::default();
         let (office, elsewhere): (IpAddr, IpAddr) = ([10, 0, 0, 1].into(), [10, 0, 0, 2].into());
         for n in 0..100 {
-            assert_eq!(attempts.begin("ada", office), Ok(n > 0), "right passwords are not limited");
-            attempts.succeeded("ada", office);
+            assert_eq!(attempts.try_password("ada", office), Ok(n > 0), "right passwords are not limited");
+            attempts.note_success("ada", office);
         }
         for _ in 0..MAX_FAILURES {
-            assert_eq!(attempts.begin("bob", office), Ok(false));
+            assert_eq!(attempts.try_password("bob", office), Ok(false));
         }
-        assert!(attempts.begin("bob", office).is_err());
+        assert!(attempts.try_password("bob", office).is_err());
         for n in 3..200 {
-            let _ = attempts.begin("ada", [10, 0, 0, n].into());
+            let _ = attempts.try_password("ada", [10, 0, 0, n].into());
         }
-        assert!(attempts.begin("ada", elsewhere).is_err(), "there were too many guesses of her name");
+        assert!(attempts.try_password("ada", elsewhere).is_err(), "there were too many guesses of her name");
         for n in 0..MAX_FAILURES {
-            assert_eq!(attempts.begin("ada", office), Ok(true), "{n}");
+            assert_eq!(attempts.try_password("ada", office), Ok(true), "{n}");
         }
-        assert!(attempts.begin("ada", office).is_err(), "ten guesses are allowed there, too");
-        attempts.not_checked("ada", office);
-        assert_eq!(attempts.begin("ada", office), Ok(true), "one attempt does not count");
+        assert!(attempts.try_password("ada", office).is_err(), "ten guesses are allowed there, too");
+        attempts.uncount_password("ada", office);
+        assert_eq!(attempts.try_password("ada", office), Ok(true), "one attempt does not count");
     }
 
     #[test]
@@ -247,8 +247,8 @@ mod tests {
         let attempts = Attempts::default();
         for n in 0..=NAMES as u32 {
             let from = IpAddr::from((n / 5).to_be_bytes());
-            assert_eq!(attempts.begin(&format!("n{n}"), from), Ok(false));
-            attempts.succeeded(&format!("n{n}"), from);
+            assert_eq!(attempts.try_password(&format!("n{n}"), from), Ok(false));
+            attempts.note_success(&format!("n{n}"), from);
         }
         let counters = attempts.counters();
         assert_eq!((counters.names.len(), counters.familiar.len()), (NAMES, NAMES));

@@ -1,5 +1,6 @@
 //! The caller of a request.
 
+use crate::store::Owned;
 use jiff::Timestamp;
 use lockstep_protocol::{
     Job,
@@ -46,7 +47,7 @@ impl Usage {
 }
 
 impl Credential {
-    pub(super) fn used(&self, now: Timestamp) {
+    pub(super) fn note_use(&self, now: Timestamp) {
         self.usage.last.fetch_max(now.as_millisecond(), Ordering::Relaxed);
     }
 
@@ -58,7 +59,7 @@ impl Credential {
     }
 
     /// The token with its current fields.
-    pub(super) fn shown(&self) -> Token {
+    pub(super) fn token_with_use(&self) -> Token {
         let used = self.usage.last.load(Ordering::Relaxed);
         let last_used_at = (used > 0).then(|| Timestamp::from_millisecond(used).ok()).flatten();
         Token { last_used_at, ..self.token.clone() }
@@ -108,6 +109,11 @@ impl Caller {
     /// Whether the caller sees an object of this owner, which may be private.
     pub(crate) fn sees(&self, private: bool, owner: Option<&str>) -> bool {
         !private || self.sees_all() || self.owns(owner)
+    }
+
+    /// Whether the caller sees the object of which this is the owner and the privacy.
+    pub(crate) fn sees_owned(&self, owned: &Owned) -> bool {
+        self.sees(owned.private, owned.owner.as_deref())
     }
 
     /// Whether the caller sees a job.

@@ -31,7 +31,7 @@ impl Access {
         let begin = certificate_id(name) + UNTIL;
         let known = self.read();
         let past = known.tokens.values().filter(|c| c.token.id.starts_with(&begin));
-        past.map(|c| TokenRow { token: c.shown(), hash: c.hash.clone() }).collect()
+        past.map(|c| TokenRow { token: c.token_with_use(), hash: c.hash.clone() }).collect()
     }
 
     /// The caller with a valid certificate of this name. `not_before` is the beginning of its validity.
@@ -40,7 +40,7 @@ impl Access {
     /// The name was revoked after `not_before`, or the system has no random bits.
     pub(crate) fn by_certificate(&self, name: &str, not_before: Timestamp) -> Result<Caller, Denied> {
         let id = certificate_id(name);
-        let find = || self.read().of_id(&id).cloned();
+        let find = || self.read().token_with_id(&id).cloned();
         let known = find();
         let revoked = known.as_ref().filter(|c| c.token.revoked_at.is_some());
         let all = self.past_of(name).into_iter().filter_map(|row| row.token.revoked_at);
@@ -66,7 +66,7 @@ impl Access {
             self.put_token(TokenRow { token, hash });
         }
         let credential = find().ok_or(Denied::Unknown)?;
-        credential.used(now);
+        credential.note_use(now);
         Ok(Caller(Some(credential)))
     }
 }

@@ -1,15 +1,17 @@
 //! Links that sign a browser in. A link has a random code, which can be used once and within ten minutes. Codes exist only in memory.
 
 use super::secret::{self, Secret};
+use crate::util::lock;
 use jiff::Timestamp;
 use std::{
     collections::HashMap,
     io,
-    sync::{Mutex, PoisonError},
+    sync::Mutex,
     time::{Duration, Instant},
 };
 
-const LIFE: Duration = Duration::from_secs(600);
+/// Time for which a code can be used.
+pub(crate) const LIFE: Duration = Duration::from_secs(600);
 /// Maximum number of unused codes of a token or person. A further code invalidates the oldest.
 const MAX_CODES: usize = 10;
 
@@ -29,7 +31,7 @@ impl Codes {
     /// session that requested the code ends.
     pub(crate) fn make(&self, token_id: &str, until: Option<Timestamp>) -> io::Result<String> {
         let secret = Secret::plain()?;
-        let mut codes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut codes = lock(&self.0);
         codes.retain(|_, code| code.made.elapsed() < LIFE);
         let own = codes.iter().filter(|(_, code)| code.token_id == token_id);
         if own.clone().count() >= MAX_CODES
@@ -43,19 +45,19 @@ impl Codes {
 
     /// Invalidates the codes of a token or a person.
     pub(super) fn forget(&self, token_id: &str) {
-        let mut codes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut codes = lock(&self.0);
         codes.retain(|_, code| code.token_id != token_id);
     }
 
     /// Whether a code can still be used.
     pub(crate) fn has(&self, code: &str) -> bool {
-        let codes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let codes = lock(&self.0);
         codes.get(&secret::hash(code)).is_some_and(|code| code.made.elapsed() < LIFE)
     }
 
     /// Uses up a code. Returns the id of its token or person, and the latest end of the session.
     pub(super) fn take(&self, code: &str) -> Option<(String, Option<Timestamp>)> {
-        let mut codes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut codes = lock(&self.0);
         let code = codes.remove(&secret::hash(code))?;
         (code.made.elapsed() < LIFE).then_some((code.token_id, code.until))
     }

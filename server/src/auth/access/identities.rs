@@ -1,5 +1,5 @@
 //! Accounts at OpenID providers, and the persons they sign in as. An account is identified by its subject, never by a name that the
-//! provider sends: a provider may give a name to another account.
+//! provider sends, because a provider may give a name to another account.
 
 use super::Access;
 use crate::store::PersonRow;

@@ -33,16 +33,16 @@ pub(crate) enum NotSignedIn {
 
 impl Known {
     /// The credential that a session uses: a token's, or a person's.
-    pub(super) fn stands_for(&self, id: &str) -> Option<Arc<Credential>> {
+    pub(super) fn session_credential(&self, id: &str) -> Option<Arc<Credential>> {
         let person = id.strip_prefix(principal("").as_str()).and_then(|name| self.people.get(name));
         match person {
             Some(person) => Some(person.credential.clone()),
-            None => self.of_id(id).cloned(),
+            None => self.token_with_id(id).cloned(),
         }
     }
 
     /// The token with this id.
-    pub(super) fn of_id(&self, id: &str) -> Option<&Arc<Credential>> {
+    pub(super) fn token_with_id(&self, id: &str) -> Option<&Arc<Credential>> {
         self.tokens.get(self.hashes.get(id)?)
     }
 
@@ -157,7 +157,7 @@ impl Access {
     ) -> Result<PersonRow, NotSignedIn> {
         // All invalid names share one counter, so that they cannot fill the memory.
         let counted = if name_mistake(name).is_none() { name } else { "" };
-        let lane = match self.attempts.begin(counted, from).map_err(NotSignedIn::TooOften)? {
+        let lane = match self.attempts.try_password(counted, from).map_err(NotSignedIn::TooOften)? {
             true => Lane::Familiar,
             false => Lane::Strangers,
         };
@@ -169,11 +169,11 @@ impl Access {
             Ok(true) => {}
             Ok(false) => return Err(NotSignedIn::Wrong),
             Err(error) => {
-                self.attempts.not_checked(counted, from);
+                self.attempts.uncount_password(counted, from);
                 return Err(NotSignedIn::NotChecked(error));
             }
         }
-        self.attempts.succeeded(counted, from);
+        self.attempts.note_success(counted, from);
         row.ok_or(NotSignedIn::Wrong)
     }
 }

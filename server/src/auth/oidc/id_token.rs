@@ -33,18 +33,18 @@ pub(super) struct Expected<'a> {
     pub(super) now: i64,
 }
 
-fn refused<T>(detail: &str) -> Result<T, OidcError> {
+fn refuse<T>(detail: &str) -> Result<T, OidcError> {
     Err(OidcError::Refused(format!("The provider's ID token is not valid: {detail}.")))
 }
 
 /// The three parts of a token.
 fn parts(token: &str) -> Result<[&str; 3], OidcError> {
     if token.len() > MAX_BYTES {
-        return refused("it is too long");
+        return refuse("it is too long");
     }
     match token.split('.').collect::<Vec<_>>()[..] {
         [header, claims, signature] => Ok([header, claims, signature]),
-        _ => refused("it is not a signed token"),
+        _ => refuse("it is not a signed token"),
     }
 }
 
@@ -52,7 +52,7 @@ fn json<T: for<'a> Deserialize<'a>>(part: &str) -> Result<T, OidcError> {
     let bytes = URL_SAFE_NO_PAD.decode(part).ok();
     bytes
         .and_then(|bytes| serde_json::from_slice(&bytes).ok())
-        .map_or_else(|| refused("it cannot be read"), Ok)
+        .map_or_else(|| refuse("it cannot be read"), Ok)
 }
 
 /// The header of a token.
@@ -63,16 +63,16 @@ pub(super) fn header(token: &str) -> Result<Header, OidcError> {
     let header: Header = json(parts(token)?[0])?;
     if !keys::is_allowed(&header.alg) {
         let alg: String = header.alg.chars().take(20).collect();
-        return refused(&format!(
+        return refuse(&format!(
             "it is signed with {alg:?}, and only RS, PS, ES256, ES384 and EdDSA are accepted"
         ));
     }
     // The provider signs tokens of other kinds with the same keys.
     if header.typ.as_deref().is_some_and(|typ| !typ.eq_ignore_ascii_case("JWT")) {
-        return refused("it is a token of another kind");
+        return refuse("it is a token of another kind");
     }
     if header.crit.is_some() {
-        return refused("it has extensions that this server does not know");
+        return refuse("it has extensions that this server does not know");
     }
     Ok(header)
 }
@@ -89,13 +89,13 @@ pub(super) fn check(
 ) -> Result<(Claims, String), OidcError> {
     let [first, second, signature] = parts(token)?;
     let Ok(signature) = URL_SAFE_NO_PAD.decode(signature) else {
-        return refused("its signature cannot be read");
+        return refuse("its signature cannot be read");
     };
     key.verify(&header.alg, &token.as_bytes()[..first.len() + 1 + second.len()], &signature)?;
     let claims: Claims = json(second)?;
     let text = |name: &str| claims.get(name).and_then(Value::as_str);
     if text("iss") != Some(expected.issuer) {
-        return refused("it was made by another provider");
+        return refuse("it was made by another provider");
     }
     // A token with several audiences could have been stolen from another client.
     let is_for_us = match claims.get("aud") {
@@ -104,27 +104,27 @@ pub(super) fn check(
         _ => false,
     };
     if !is_for_us {
-        return refused("it is not for this server, or not only for this server");
+        return refuse("it is not for this server, or not only for this server");
     }
     if claims.get("azp").is_some_and(|azp| azp.as_str() != Some(expected.client_id)) {
-        return refused("it was given to another client");
+        return refuse("it was given to another client");
     }
     let seconds = |name: &str| claims.get(name).and_then(Value::as_f64).map(|at| at as i64);
     if seconds("exp").is_none_or(|at| at <= expected.now.saturating_sub(MAX_CLOCK_SKEW)) {
-        return refused("it has expired, or this server's clock is wrong");
+        return refuse("it has expired, or this server's clock is wrong");
     }
     let latest = expected.now.saturating_add(MAX_CLOCK_SKEW);
     let is_early =
         seconds("iat").is_none_or(|at| at > latest) || seconds("nbf").is_some_and(|at| at > latest);
     if is_early || claims.get("nbf").is_some_and(|nbf| !nbf.is_number()) {
-        return refused("it is from the future, or this server's clock is wrong");
+        return refuse("it is from the future, or this server's clock is wrong");
     }
     if !text("nonce").is_some_and(|nonce| same_secret(nonce, expected.nonce)) {
-        return refused("it was made for another sign-in");
+        return refuse("it was made for another sign-in");
     }
     match text("sub").filter(|subject| subject_mistake(subject).is_none()).map(str::to_owned) {
         Some(subject) => Ok((claims, subject)),
-        None => refused("it names no subject"),
+        None => refuse("it names no subject"),
     }
 }
 

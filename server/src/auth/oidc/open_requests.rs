@@ -3,6 +3,7 @@
 use crate::{
     auth::access::{Secret, same_secret},
     config::addresses::client_key,
+    util::lock,
 };
 use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
 use sha2::{Digest, Sha256};
@@ -10,7 +11,7 @@ use std::{
     collections::HashMap,
     io,
     net::IpAddr,
-    sync::{Mutex, PoisonError},
+    sync::Mutex,
     time::{Duration, Instant},
 };
 
@@ -41,7 +42,7 @@ pub(crate) struct OpenRequest {
 }
 
 /// The values that a browser gets when it is sent to the provider.
-pub(super) struct Opened {
+pub(super) struct RedirectValues {
     pub(super) state: String,
     pub(super) nonce: String,
     pub(super) challenge: String,
@@ -49,7 +50,7 @@ pub(super) struct Opened {
 }
 
 impl OpenRequests {
-    pub(super) fn begin(&self, callback: &str, next: &str, from: IpAddr) -> io::Result<Opened> {
+    pub(super) fn begin(&self, callback: &str, next: &str, from: IpAddr) -> io::Result<RedirectValues> {
         let (state, cookie) = (Secret::plain()?, Secret::plain()?);
         let (nonce, verifier) = (Secret::plain()?.text, Secret::plain()?.text);
         let challenge = URL_SAFE_NO_PAD.encode(Sha256::digest(verifier.as_bytes()));
@@ -63,7 +64,7 @@ impl OpenRequests {
             from,
             since: Instant::now(),
         };
-        let mut open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut open = lock(&self.0);
         if open.len() >= MAX_SIGN_INS {
             open.retain(|_, request| request.since.elapsed() < LIFE);
         }
@@ -74,13 +75,13 @@ impl OpenRequests {
             forget_oldest(&mut open, |_| true);
         }
         open.insert(state.hash, request);
-        Ok(Opened { state: state.text, nonce, challenge, cookie: cookie.text })
+        Ok(RedirectValues { state: state.text, nonce, challenge, cookie: cookie.text })
     }
 
     /// Takes the sign-in with this `state`, if the browser has its cookie. With another cookie the sign-in stays, so that a person who has
     /// only seen the URL cannot end it.
     pub(super) fn take(&self, state: &str, cookie: &str) -> Option<OpenRequest> {
-        let mut open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut open = lock(&self.0);
         // Looked up by the hash, so that the time of the lookup does not reveal anything about a state.
         let state = Secret::of(state.to_owned()).hash;
         let request = open.get(&state)?;
@@ -102,7 +103,7 @@ fn forget_oldest(open: &mut HashMap<String, OpenRequest>, of: impl Fn(&OpenReque
 mod tests {
     use super::*;
 
-    fn begin(requests: &OpenRequests, from: u32) -> Opened {
+    fn begin(requests: &OpenRequests, from: u32) -> RedirectValues {
         requests.begin("https://here/login/oidc/callback", "/jobs", IpAddr::from(from.to_be_bytes())).unwrap()
     }
 
@@ -127,8 +128,9 @@ mod tests {
         let requests = OpenRequests::default();
         let elsewhere = begin(&requests, 9);
         let of_one: Vec<_> = (0..=MAX_PER_ADDRESS).map(|_| begin(&requests, 1)).collect();
-        let is_open =
-            |one: &Opened| requests.0.lock().unwrap().contains_key(&Secret::of(one.state.clone()).hash);
+        let is_open = |one: &RedirectValues| {
+            requests.0.lock().unwrap().contains_key(&Secret::of(one.state.clone()).hash)
+        };
         assert!(!is_open(&of_one[0]) && of_one[1..].iter().all(is_open) && is_open(&elsewhere));
         let count = requests.0.lock().unwrap().len();
         for n in count..MAX_SIGN_INS {

@@ -205,8 +205,8 @@ impl Provider {
         })
     }
 
-    /// The newly published key with the same id, if it differs: some providers replace a key and keep its id. The keys are not requested
-    /// too often.
+    /// The newly published key with the same id, if it differs, because some providers replace a key and keep its id. The keys are not
+    /// requested too often.
     pub(super) async fn replaced_key(
         &self,
         metadata: &Metadata,

@@ -31,24 +31,24 @@ pub(super) fn complete(document: &mut OpenApi) {
                 {
                     object.pattern = Some((*pattern).to_owned());
                 }
-                parameter.schema.iter_mut().for_each(schema);
+                parameter.schema.iter_mut().for_each(complete_schema);
             }
             if let Some(RefOr::T(body)) = &mut operation.request_body {
-                body.content.iter_mut().for_each(content);
+                body.content.iter_mut().for_each(complete_content);
             }
             for response in operation.responses.responses.values_mut() {
                 if let RefOr::T(response) = response {
-                    response.content.iter_mut().for_each(content);
+                    response.content.iter_mut().for_each(complete_content);
                 }
             }
         }
     }
     if let Some(components) = &mut document.components {
-        components.schemas.values_mut().for_each(schema);
+        components.schemas.values_mut().for_each(complete_schema);
     }
 }
 
-fn content((media, content): (&String, &mut RefOr<Content>)) {
+fn complete_content((media, content): (&String, &mut RefOr<Content>)) {
     let RefOr::T(content) = content else { return };
     // `Vec<u8>` is a list of numbers.
     if media == "application/octet-stream" {
@@ -56,33 +56,33 @@ fn content((media, content): (&String, &mut RefOr<Content>)) {
         let bytes = bytes.format(Some(SchemaFormat::KnownFormat(KnownFormat::Binary)));
         content.schema = Some(bytes.into());
     }
-    content.schema.iter_mut().for_each(schema);
+    content.schema.iter_mut().for_each(complete_schema);
 }
 
-fn schema(of: &mut RefOr<Schema>) {
+fn complete_schema(of: &mut RefOr<Schema>) {
     let RefOr::T(of) = of else { return };
     match of {
         Schema::Object(object) => {
-            integer(object);
-            object.properties.values_mut().for_each(schema);
+            set_limits(object);
+            object.properties.values_mut().for_each(complete_schema);
             if let Some(AdditionalProperties::RefOr(values)) = object.additional_properties.as_deref_mut() {
-                schema(values);
+                complete_schema(values);
             }
         }
         Schema::Array(array) => {
             if let ArrayItems::RefOrSchema(items) = &mut array.items {
-                schema(items);
+                complete_schema(items);
             }
         }
-        Schema::OneOf(of) => of.items.iter_mut().for_each(schema),
-        Schema::AllOf(of) => of.items.iter_mut().for_each(schema),
-        Schema::AnyOf(of) => of.items.iter_mut().for_each(schema),
+        Schema::OneOf(of) => of.items.iter_mut().for_each(complete_schema),
+        Schema::AllOf(of) => of.items.iter_mut().for_each(complete_schema),
+        Schema::AnyOf(of) => of.items.iter_mut().for_each(complete_schema),
         _ => {}
     }
 }
 
 /// Sets the limits of an unsigned integer. The formats `int32` and `int64` are signed.
-fn integer(object: &mut Object) {
+fn set_limits(object: &mut Object) {
     let is_integer = match &object.schema_type {
         SchemaType::Type(kind) => *kind == Type::Integer,
         SchemaType::Array(kinds) => kinds.contains(&Type::Integer),

@@ -1,6 +1,6 @@
 //! TLS handshakes with a time limit. Requests in plain HTTP get an error that says to use HTTPS.
 
-use super::agents::{Refused, handshake};
+use super::agents::{RefusedCertificate, handshake};
 use crate::http::error::Error;
 use axum::response::IntoResponse;
 use std::time::Duration;
@@ -23,7 +23,7 @@ pub(crate) async fn accept(
     acceptor: &TlsAcceptor,
     stream: TcpStream,
     patience: Duration,
-) -> Result<TlsStream<TcpStream>, Option<Refused>> {
+) -> Result<TlsStream<TcpStream>, Option<RefusedCertificate>> {
     let work = async {
         let mut first = [0];
         if stream.peek(&mut first).await.unwrap_or(0) == 0 {

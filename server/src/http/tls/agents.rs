@@ -16,7 +16,10 @@ use super::{
     files::{self, minute},
     stamp_of,
 };
-use crate::config::{ServeConfig, TlsConfig, tls_suites};
+use crate::{
+    config::{ServeConfig, TlsConfig, tls_suites},
+    util::lock,
+};
 use jiff::Timestamp;
 use lockstep_protocol::numbers::plural;
 use rustls::{
@@ -42,7 +45,7 @@ const CHECK_INTERVAL: Duration = Duration::from_secs(60);
 
 /// A refused certificate.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Refused {
+pub(crate) struct RefusedCertificate {
     /// The certificate's name and serial number.
     pub(crate) who: String,
     pub(crate) why: String,
@@ -191,12 +194,12 @@ impl AgentTrust {
         self.current.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Reloads changed files. Files that cannot be used are ignored, and the old ones stay in use: with a damaged revocation list, agents
-    /// that were revoked before must still be refused.
+    /// Reloads changed files. Files that cannot be used are ignored, and the old ones stay in use, because agents that were revoked before
+    /// must still be refused if the revocation list is damaged.
     pub(super) fn reload_if_changed(&self) {
         self.read_if_changed();
-        let outdated = self.outdated(crate::now());
-        let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+        let outdated = self.outdated_warning(crate::now());
+        let mut files = lock(&self.files);
         if let Some(warning) = outdated.as_ref().filter(|_| !files.is_outdated) {
             tracing::warn!("{warning}");
         }
@@ -204,7 +207,7 @@ impl AgentTrust {
     }
 
     /// A warning that the revocation list should have been replaced by now.
-    fn outdated(&self, now: Timestamp) -> Option<String> {
+    fn outdated_warning(&self, now: Timestamp) -> Option<String> {
         let due = self.current().next_update.filter(|due| *due < now)?;
         Some(format!(
             "the revocation list {} of agents' certificates is out of date: the next one was due at {}. It is still used, so agents that were \
@@ -215,7 +218,7 @@ impl AgentTrust {
     }
 
     fn read_if_changed(&self) {
-        let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut files = lock(&self.files);
         let now = stamp(&self.authorities, self.revoked.as_deref());
         if now == files.stamp {
             return;
@@ -251,7 +254,7 @@ impl AgentTrust {
     }
 
     /// Waits until a certificate is no longer accepted, and returns the reason.
-    pub(crate) async fn ended(&self, certificate: &ClientCertificate) -> String {
+    pub(crate) async fn wait_until_refused(&self, certificate: &ClientCertificate) -> String {
         let mut changed = self.changed.subscribe();
         loop {
             if let Err(why) = self.check(certificate) {
@@ -292,8 +295,8 @@ impl AgentTrust {
     }
 
     /// Records the certificate with which an agent has joined, for [`AgentTrust::warnings`].
-    pub(crate) fn joined(&self, agent_id: &str, name: &str, certificate: Option<&ClientCertificate>) {
-        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+    pub(crate) fn note_join(&self, agent_id: &str, name: &str, certificate: Option<&ClientCertificate>) {
+        let mut seen = lock(&self.seen);
         match certificate {
             Some(certificate) => {
                 seen.insert(agent_id.to_owned(), (name.to_owned(), certificate.facts.clone()));
@@ -306,7 +309,7 @@ impl AgentTrust {
 
     /// A warning that the certificate with which an agent last connected expires soon.
     pub(crate) fn warning_of(&self, agent_id: &str) -> Option<String> {
-        let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        let seen = lock(&self.seen);
         let (_, facts) = seen.get(agent_id)?;
         expires_soon("its certificate", facts, crate::now())
     }
@@ -321,13 +324,13 @@ impl AgentTrust {
             let what = "the authority of agents' certificates";
             warnings.extend(authorities.iter().filter_map(|facts| expires_soon(what, facts, now)));
         }
-        if let Some(refused) = &self.files.lock().unwrap_or_else(PoisonError::into_inner).refused {
+        if let Some(refused) = &lock(&self.files).refused {
             warnings.push(format!(
                 "the new CA certificates or revocation list of agents are not used: {refused}"
             ));
         }
-        warnings.extend(self.outdated(now));
-        let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        warnings.extend(self.outdated_warning(now));
+        let seen = lock(&self.seen);
         let ending: Vec<_> = seen
             .values()
             .filter_map(|(name, facts)| {

@@ -10,7 +10,7 @@ pub use issued::{Kind, Record, has_revoked, revocation_list, serial_text};
 
 use super::{
     certificate::Facts,
-    files::{self, fingerprint, minute},
+    files::{self, Readers, fingerprint, minute},
     names::is_name,
 };
 use rcgen::{
@@ -116,7 +116,7 @@ impl Authority {
         // The key must belong to the certificate, and the certificate must not have expired.
         let der = files::certificates(&certificate)?.swap_remove(0);
         let facts = Facts::read(&der).ok_or_else(|| not_ours(&certificate))?;
-        let pem = String::from_utf8(files::read(&key, true)?).map_err(|_| not_ours(&key))?;
+        let pem = String::from_utf8(files::read(&key, Readers::Owner)?).map_err(|_| not_ours(&key))?;
         let pair = KeyPair::from_pem(&pem).map_err(|_| not_ours(&key))?;
         files::pair(&certificate, &key)?;
         if facts.not_after < crate::now() {
@@ -132,7 +132,8 @@ impl Authority {
         params.distinguished_name = rcgen::DistinguishedName::new();
         params.distinguished_name.push(DnType::CommonName, name);
         params.key_usages = AUTHORITY_USES.to_vec();
-        let pem = String::from_utf8(files::read(&certificate, false)?).map_err(|_| not_ours(&certificate))?;
+        let pem = String::from_utf8(files::read(&certificate, Readers::Anybody)?)
+            .map_err(|_| not_ours(&certificate))?;
         Ok(Self { folder, pem, facts, fingerprint: fingerprint(&der), issuer: Issuer::new(params, pair) })
     }
 
@@ -204,8 +205,8 @@ impl Authority {
         let at = |time: OffsetDateTime| {
             jiff::Timestamp::from_second(time.unix_timestamp()).map_err(|error| error.to_string())
         };
-        // Recorded before it is returned: a certificate that is not in the list is harder to revoke.
-        self.note(Record {
+        // Recorded before it is returned, because a certificate that is not in the list is harder to revoke.
+        self.add_record(Record {
             serial: serial_text(&serial),
             name: first.to_owned(),
             kind,

@@ -73,7 +73,7 @@ pub(super) fn minute(time: Timestamp) -> String {
 /// Reads the certificates of a file, at least one.
 pub(super) fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, String> {
     let shown = path.display();
-    let pem = read(path, false)?;
+    let pem = read(path, Readers::Anybody)?;
     let chain: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&pem).collect();
     match chain {
         Ok(chain) if !chain.is_empty() => Ok(chain),
@@ -86,7 +86,7 @@ pub(super) fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, 
 pub(super) fn revocation_lists(path: &Path) -> Result<Vec<CertificateRevocationListDer<'static>>, String> {
     const SEQUENCE: u8 = 0x30;
     let shown = path.display();
-    let content = read(path, false)?;
+    let content = read(path, Readers::Anybody)?;
     if content.first() == Some(&SEQUENCE) {
         return Ok(vec![CertificateRevocationListDer::from(content)]);
     }
@@ -100,18 +100,25 @@ pub(super) fn revocation_lists(path: &Path) -> Result<Vec<CertificateRevocationL
 
 /// Reads a key from a file that other users cannot read.
 fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, String> {
-    let pem = read(path, true)?;
+    let pem = read(path, Readers::Owner)?;
     PrivateKeyDer::from_pem_slice(&pem).map_err(|_| {
         format!("{} has no private key (PEM, \"BEGIN PRIVATE KEY\", without a passphrase)", path.display())
     })
 }
 
-/// Reads a file. If `private`, other users must not be able to read it: its mode is `0600`, or `0640` if root owns it, as with Debian's
-/// group `ssl-cert` and Postgres.
+/// Who may be able to read a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Readers {
+    Anybody,
+    /// Only the file's owner, so its mode is `0600`, or `0640` if root owns it, as with Debian's group `ssl-cert` and Postgres.
+    Owner,
+}
+
+/// Reads a file.
 ///
 /// # Errors
-/// The file cannot be read, is too long, or is readable by others.
-pub(super) fn read(path: &Path, private: bool) -> Result<Vec<u8>, String> {
+/// The file cannot be read, is too long, or can be read by more users than `readers`.
+pub(super) fn read(path: &Path, readers: Readers) -> Result<Vec<u8>, String> {
     let shown = path.display();
     let failed = |error: std::io::Error| format!("{shown}: {error}");
     let file = File::open(path).map_err(failed)?;
@@ -123,7 +130,7 @@ pub(super) fn read(path: &Path, private: bool) -> Result<Vec<u8>, String> {
         return Err(format!("{shown} has more than {} KiB", FILE_BYTES >> 10));
     }
     let open_to = about.mode() & if about.uid() == 0 { 0o037 } else { 0o077 };
-    if private && open_to != 0 {
+    if readers == Readers::Owner && open_to != 0 {
         return Err(format!(
             "the key {shown} can be read by others (mode {:04o}); close it with `chmod 600 {shown}`",
             about.mode() & 0o7777
@@ -148,9 +155,9 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("chain.pem");
         std::fs::write(&path, vec![b'#'; FILE_BYTES as usize]).unwrap();
-        assert_eq!(read(&path, false).unwrap().len() as u64, FILE_BYTES);
+        assert_eq!(read(&path, Readers::Anybody).unwrap().len() as u64, FILE_BYTES);
         std::fs::write(&path, vec![b'#'; FILE_BYTES as usize + 1]).unwrap();
-        let why = read(&path, false).unwrap_err();
+        let why = read(&path, Readers::Anybody).unwrap_err();
         assert!(why.contains("chain.pem has more than 1024 KiB"), "{why}");
     }
 }

@@ -1,5 +1,6 @@
 //! The names and addresses of this machine, for the server's own certificate.
 
+use rustls::pki_types::DnsName;
 use std::net::{IpAddr, Ipv4Addr, UdpSocket};
 
 /// Maximum number of addresses. A machine with more, such as a host of many containers, is not reachable by all of them.
@@ -39,8 +40,8 @@ pub fn addresses() -> Vec<IpAddr> {
     found
 }
 
-/// The address from which this machine connects to others. Nothing is sent: the system only looks up its route to an address that is
-/// reserved for documentation (RFC 5737).
+/// The address from which this machine connects to others. No packet is sent, because connecting a UDP socket only looks up the route, here
+/// to an address that is reserved for documentation (RFC 5737).
 fn outward() -> Option<IpAddr> {
     let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).ok()?;
     socket.connect((Ipv4Addr::new(203, 0, 113, 1), 9)).ok()?;
@@ -49,17 +50,9 @@ fn outward() -> Option<IpAddr> {
 
 /// Whether a certificate can be issued for `name`: it is an address, or a DNS name, whose first label may be `*`.
 pub(super) fn is_name(name: &str) -> bool {
-    if name.parse::<IpAddr>().is_ok() {
-        return true;
-    }
-    let name = name.strip_prefix("*.").unwrap_or(name);
-    let label = |label: &str| {
-        (1..=63).contains(&label.len())
-            && label.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'_')
-            && !label.starts_with('-')
-            && !label.ends_with('-')
-    };
-    name.len() <= 253 && name.split('.').all(label)
+    let dns_name = name.strip_prefix("*.").unwrap_or(name);
+    // Certificates have names without the final dot of the root domain.
+    name.parse::<IpAddr>().is_ok() || (!name.ends_with('.') && DnsName::try_from(dns_name).is_ok())
 }
 
 #[cfg(test)]

@@ -30,7 +30,6 @@ pub struct SessionRow {
 pub struct AuditEntry {
     /// Opaque. Ids sort by time.
     pub id: String,
-    #[schema(value_type = String)]
     /// When the request was answered.
     pub at: Timestamp,
     /// Name of the person or token; empty if the caller is unknown.

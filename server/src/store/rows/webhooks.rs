@@ -138,7 +138,6 @@ pub struct Webhook {
     pub events: Vec<WebhookEvent>,
     /// Whether messages are queued and sent. A receiver that answers 410 disables its webhook.
     pub enabled: bool,
-    #[schema(value_type = String)]
     pub created_at: Timestamp,
 }
 
@@ -160,7 +159,6 @@ impl fmt::Debug for WebhookRow {
 /// An attempt to send a message.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct DeliveryAttempt {
-    #[schema(value_type = String)]
     pub at: Timestamp,
     /// HTTP status of the response, or the reply code of the mail server that accepted the e-mail; null without a response.
     pub status: Option<u16>,
@@ -184,10 +182,8 @@ pub struct Delivery {
     /// The body in the format `standard`.
     #[serde(skip)]
     pub payload: String,
-    #[schema(value_type = String)]
     pub created_at: Timestamp,
     /// When the next attempt is due; null without a next attempt.
-    #[schema(value_type = Option<String>)]
     pub next_at: Option<Timestamp>,
     /// The attempts, the oldest first.
     pub attempts: Vec<DeliveryAttempt>,

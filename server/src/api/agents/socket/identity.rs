@@ -15,14 +15,14 @@ use lockstep_protocol::access::Token;
 use std::sync::Arc;
 
 /// The certificate of an agent that has joined with one.
-pub(super) struct Certified(Option<(Arc<AgentTrust>, Arc<ClientCertificate>)>);
+pub(super) struct AgentCertificate(Option<(Arc<AgentTrust>, Arc<ClientCertificate>)>);
 
-impl Certified {
+impl AgentCertificate {
     pub(super) fn of(ingress: &Ingress, caller: &Caller, peer: &Peer, agent: &AgentRow) -> Self {
         let came_with_it = caller.token().is_some_and(is_certificate);
         let both = ingress.agents().cloned().zip(peer.certificate.clone()).filter(|_| came_with_it);
         if let Some(trust) = ingress.agents() {
-            trust.joined(&agent.id, &agent.name, both.as_ref().map(|(_, certificate)| &**certificate));
+            trust.note_join(&agent.id, &agent.name, both.as_ref().map(|(_, certificate)| &**certificate));
             if let Some(warning) = trust.warning_of(&agent.id) {
                 tracing::warn!(agent = agent.name, "{warning}");
             }
@@ -31,9 +31,9 @@ impl Certified {
     }
 
     /// Waits until the certificate is revoked or expires, and returns the reason.
-    pub(super) async fn ended(&self) -> String {
+    pub(super) async fn wait_until_refused(&self) -> String {
         match &self.0 {
-            Some((trust, certificate)) => trust.ended(certificate).await,
+            Some((trust, certificate)) => trust.wait_until_refused(certificate).await,
             None => std::future::pending().await,
         }
     }

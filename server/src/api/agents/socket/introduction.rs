@@ -34,7 +34,7 @@ pub(super) fn shortened(mut words: String) -> String {
 }
 
 /// Checks an agent's first message. The error is for the agent's user.
-pub(super) fn introduction(message: FromAgent) -> Result<Hello, String> {
+pub(super) fn check_hello(message: FromAgent) -> Result<Hello, String> {
     let FromAgent::Hello { protocol, agent_id, name, machine, slots, attempts, only_job, no_work, process } =
         message
     else {
@@ -100,7 +100,7 @@ mod tests {
 
     /// Checks the introduction of an agent with these lengths and numbers.
     fn checked(name: usize, slots: usize, attempts: usize, description: usize) -> Result<Hello, String> {
-        introduction(hello_of(&"n".repeat(name), slots, attempts, description))
+        check_hello(hello_of(&"n".repeat(name), slots, attempts, description))
     }
 
     fn hello_of(name: &str, slots: usize, attempts: usize, description: usize) -> FromAgent {
@@ -143,7 +143,7 @@ mod tests {
             if let FromAgent::Hello { agent_id, .. } = &mut hello {
                 *agent_id = id.into();
             }
-            introduction(hello)
+            check_hello(hello)
         };
         assert!(hello("0af3-ID_a").is_ok());
         for id in [".", "..", "../people/ada", "a/b", "a?b", "a#b", "a%2Fb", "a b", "ä"] {
@@ -158,7 +158,7 @@ mod tests {
             if let FromAgent::Hello { slots, .. } = &mut hello {
                 slots.iter_mut().zip(indices).for_each(|(slot, index)| slot.index = index);
             }
-            introduction(hello)
+            check_hello(hello)
         };
         assert!(hello([0, 7]).is_ok());
         assert!(hello([3, 3]).err().unwrap().contains("names a slot twice"));

@@ -16,7 +16,7 @@ pub(super) const MESSAGE_BYTES: usize = 16 << 20;
 /// Maximum size of `Hello`, in bytes. The largest valid one, with all slots, attempts and descriptions at their limits, is smaller.
 pub(super) const HELLO_BYTES: usize = 2 << 20;
 /// Maximum size of a message that is decoded on the connection's thread, in bytes. Longer messages are decoded one at a time on a blocking
-/// thread: decoding may take a second, which would delay all heartbeats, and memory of up to forty times the message's size.
+/// thread, because decoding may take a second, which would delay all heartbeats, and memory of up to forty times the message's size.
 const DECODED_HERE_BYTES: usize = 2 << 20;
 static DECODING: Semaphore = Semaphore::const_new(1);
 
@@ -33,11 +33,11 @@ pub(super) async fn read(
         Message::Ping(_) | Message::Pong(_) | Message::Close(_) => return Ok(None),
     };
     let length = bytes.len();
-    match decoded(bytes).await? {
+    match decode_message(bytes).await? {
         FromAgent::Part(part) => match partial.add(part).map_err(End::protocol)? {
             Some(whole) => {
                 let length = whole.len();
-                Ok(Some((decoded(whole.into()).await?, length)))
+                Ok(Some((decode_message(whole.into()).await?, length)))
             }
             None => Ok(None),
         },
@@ -45,7 +45,7 @@ pub(super) async fn read(
     }
 }
 
-async fn decoded(bytes: Bytes) -> std::result::Result<FromAgent, End> {
+async fn decode_message(bytes: Bytes) -> std::result::Result<FromAgent, End> {
     let decode = |bytes: &[u8]| {
         wire::decode(bytes).map_err(|e| End::protocol(format!("it sent a message that cannot be read: {e}")))
     };
@@ -57,7 +57,7 @@ async fn decoded(bytes: Bytes) -> std::result::Result<FromAgent, End> {
 }
 
 /// Reads the first message, which must be `Hello`.
-pub(super) async fn first(
+pub(super) async fn read_first(
     message: std::result::Result<Message, axum::Error>,
     partial: &mut PartialMessages,
 ) -> std::result::Result<Option<FromAgent>, End> {

@@ -1,7 +1,7 @@
 //! MLflow's proxy for artifacts (`mlflow/protos/mlflow_artifacts.proto`): a run's artifacts are its files. The URI of an artifact has the
 //! run's id and the file's path: `mlflow-artifacts:/RUN/PATH`.
 
-use super::{Asked, Result, check_own, invalid, no_call, seen_run};
+use super::{Parameters, Result, check_own, find_run, invalid, no_call};
 use crate::{
     api::runs::files,
     auth::{Auth, access::Caller},
@@ -56,10 +56,10 @@ fn in_folder(all: &[RunFile], folder: &str, prefix: &str) -> Value {
 
 /// Lists the artifacts in a folder of a run, with their paths in the run, for `artifacts/list`.
 pub(super) async fn of_run(config: &ServeConfig, job: &Job, path: &str) -> Result<Value> {
-    let files = files::of(config, &job.id);
+    let files = files::run_files(config, &job.id);
     check_path(&files, path)?;
     let prefix = if path.is_empty() { String::new() } else { format!("{path}/") };
-    let all = files::listed(files).await?;
+    let all = files::list_files(files).await?;
     Ok(json!({"root_uri": uri(job), "files": in_folder(&all, path, &prefix)}))
 }
 
@@ -80,11 +80,11 @@ pub(crate) async fn list(
     if request.method() != Method::GET {
         return Err(no_call(request.method(), NAME));
     }
-    let asked = Asked::of(request).await?;
+    let asked = Parameters::read(request).await?;
     let (run, path) = parts(asked.required("path")?);
-    let files = files::of(&scheduler.config, &seen_run(&scheduler, &caller, run).await?.id);
+    let files = files::run_files(&scheduler.config, &find_run(&scheduler, &caller, run).await?.id);
     check_path(&files, path)?;
-    Ok(Json(json!({"files": in_folder(&files::listed(files).await?, path, "")})))
+    Ok(Json(json!({"files": in_folder(&files::list_files(files).await?, path, "")})))
 }
 
 /// `GET`, `PUT` and `DELETE /api/2.0/mlflow-artifacts/artifacts/RUN/PATH`.
@@ -97,26 +97,26 @@ pub(crate) async fn file(
     request: Request,
 ) -> Result<Response> {
     let (run, path) = parts(&address);
-    let job = seen_run(&scheduler, &caller, run).await?;
-    let files = files::of(&scheduler.config, &job.id);
+    let job = find_run(&scheduler, &caller, run).await?;
+    let files = files::run_files(&scheduler.config, &job.id);
     check_path(&files, path)?;
     let method = request.method().clone();
     if matches!(method, Method::GET | Method::HEAD) {
-        return Ok(files::sent(&files, path, request).await?);
+        return Ok(files::send_file(&files, path, request).await?);
     }
     check_own(&auth, &caller, &job)?;
     match method {
         Method::PUT => {
             let body = runs.noted(&job.id, request.into_body());
-            files::stored(files, path.to_owned(), None, body).await?;
+            files::store_file(files, path.to_owned(), None, body).await?;
         }
         // An empty path means all files of the run.
         Method::DELETE if path.is_empty() => {
-            for file in files::listed(files.clone()).await? {
-                files::removed(files.clone(), file.path).await?;
+            for file in files::list_files(files.clone()).await? {
+                files::remove_path(files.clone(), file.path).await?;
             }
         }
-        Method::DELETE => files::removed(files, path.to_owned()).await?,
+        Method::DELETE => files::remove_path(files, path.to_owned()).await?,
         other => return Err(no_call(&other, NAME)),
     }
     Ok(Json(json!({})).into_response())

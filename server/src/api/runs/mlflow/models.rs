@@ -1,7 +1,7 @@
 //! Logged models of MLflow 3 (`LoggedModel` in `mlflow/protos/service.proto`). A logged model is a folder of its run's files, as a model of
 //! MLflow 2 is. Its id is `m-`, the run's id, `-` and the folder's name. Its parameters and tags are not kept.
 
-use super::{Asked, Parts, Result, artifacts, check_own, id_of, invalid, no_call, refuse, seen_run};
+use super::{CallState, Parameters, Result, artifacts, check_own, find_run, id_of, invalid, no_call, refuse};
 use crate::{api::runs::files, http::error::Error};
 use axum::http::Method;
 use lockstep_protocol::job::Job;
@@ -20,16 +20,16 @@ fn model(job: &Job, name: &str) -> Value {
     }}})
 }
 
-impl Parts {
-    pub(super) async fn create_model(&self, asked: &Asked) -> Result<Value> {
+impl CallState {
+    pub(super) async fn create_model(&self, asked: &Parameters) -> Result<Value> {
         let name = asked.text("name")?.unwrap_or(DEFAULT_NAME);
         let run = asked.text("source_run_id")?;
         let run = run.ok_or_else(|| {
             invalid("a model needs a run, which keeps its files: call mlflow.start_run before log_model")
         })?;
-        let job = seen_run(&self.scheduler, &self.caller, run).await?;
+        let job = find_run(&self.scheduler, &self.caller, run).await?;
         check_own(&self.auth, &self.caller, &job)?;
-        if name.contains('/') || files::of(&self.scheduler.config, &job.id).place(name).is_err() {
+        if name.contains('/') || files::run_files(&self.scheduler.config, &job.id).place(name).is_err() {
             return Err(invalid(format!(
                 "a model cannot have the name {name:?}: its files are in a folder with this name"
             )));
@@ -44,7 +44,7 @@ impl Parts {
         let Some((run, name)) = id.strip_prefix("m-").and_then(|rest| rest.split_once('-')) else {
             return Err(refuse("RESOURCE_DOES_NOT_EXIST", format!("Logged model with ID '{id}' not found.")));
         };
-        let job = seen_run(&self.scheduler, &self.caller, run).await?;
+        let job = find_run(&self.scheduler, &self.caller, run).await?;
         if method != Method::GET {
             check_own(&self.auth, &self.caller, &job)?;
         }
@@ -53,7 +53,8 @@ impl Parts {
             // PATCH says that all files are uploaded.
             ("GET" | "PATCH", "") => Ok(model(&job, name)),
             ("DELETE", "") => {
-                match files::removed(files::of(&self.scheduler.config, &job.id), name.to_owned()).await {
+                let files = files::run_files(&self.scheduler.config, &job.id);
+                match files::remove_path(files, name.to_owned()).await {
                     // A model without files exists, too.
                     Ok(()) | Err(Error::NotFound(_)) => Ok(json!({})),
                     Err(error) => Err(error.into()),

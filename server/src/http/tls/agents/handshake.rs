@@ -1,6 +1,6 @@
 //! The certificate verifier of rustls for [`AgentTrust`], and the reason of a refusal in a handshake.
 
-use super::{AgentTrust, Refused, who};
+use super::{AgentTrust, RefusedCertificate, who};
 use crate::http::tls::certificate::Facts;
 use rustls::{
     DigitallySignedStruct, DistinguishedName, Error as TlsError, SignatureScheme,
@@ -12,11 +12,13 @@ use std::cell::RefCell;
 
 tokio::task_local! {
     /// Why the current handshake refused a certificate.
-    static REFUSED: RefCell<Option<Refused>>;
+    static REFUSED: RefCell<Option<RefusedCertificate>>;
 }
 
 /// Runs a handshake. Also returns the reason if the client's certificate was refused.
-pub(in crate::http::tls) async fn handshake<T>(work: impl Future<Output = T>) -> (T, Option<Refused>) {
+pub(in crate::http::tls) async fn handshake<T>(
+    work: impl Future<Output = T>,
+) -> (T, Option<RefusedCertificate>) {
     let watched = async {
         let result = work.await;
         (result, REFUSED.with(|refused| refused.borrow_mut().take()))
@@ -43,7 +45,7 @@ impl ClientCertVerifier for AgentTrust {
         self.current().verifier.verify_client_cert(end_entity, intermediates, now).inspect_err(|error| {
             let facts = Facts::read(end_entity);
             let who = facts.as_ref().map_or_else(|| "(unreadable)".to_owned(), who);
-            let refused = Refused { who, why: self.in_words(error, facts.as_ref()) };
+            let refused = RefusedCertificate { who, why: self.in_words(error, facts.as_ref()) };
             // Outside of `handshake`, the reason is not needed.
             let _ = REFUSED.try_with(|place| *place.borrow_mut() = Some(refused));
         })

@@ -118,7 +118,7 @@ impl Authority {
     ///
     /// # Errors
     /// There are too many records, or the file cannot be written.
-    pub(super) fn note(&self, record: Record) -> Result<(), String> {
+    pub(super) fn add_record(&self, record: Record) -> Result<(), String> {
         let _one_at_a_time = self.lock()?;
         let mut records = self.issued()?;
         let forgotten = crate::now().as_second() - KEPT_DAYS * 86_400;
@@ -295,7 +295,7 @@ mod tests {
             revoked_at: None,
         };
         authority.write_records(&(0..MAX_RECORDS - 1).map(record).collect::<Vec<_>>()).unwrap();
-        authority.note(record(MAX_RECORDS)).unwrap();
-        assert!(authority.note(record(MAX_RECORDS + 1)).unwrap_err().contains("10000"));
+        authority.add_record(record(MAX_RECORDS)).unwrap();
+        assert!(authority.add_record(record(MAX_RECORDS + 1)).unwrap_err().contains("10000"));
     }
 }

@@ -8,7 +8,6 @@ mod arena;
 mod backend;
 mod cache;
 mod command;
-mod config;
 mod convolution;
 mod cudnn;
 mod device;
@@ -38,14 +37,13 @@ mod tests;
 mod tuner;
 mod warm;
 
-use config::GpuConfig;
 use dtype::DType;
 use error::CudaError;
 use groups::Groups;
 
 use super::{
-    Engine, EngineConfig, EngineError, EvalResult, LayerTime, LossScaling, NamedTensors, OptimizerState,
-    StepResult, check, finite, plan,
+    DeviceConfig, Engine, EngineConfig, EngineError, EvalResult, LayerTime, LossScaling, NamedTensors,
+    OptimizerState, StepResult, check, finite, plan,
     prologue::{Prologue, StepPart},
     thread_pool, unknown_size,
 };
@@ -91,13 +89,13 @@ fn check_sample(ranks: u32, model: u32, accumulate: u32) -> Result<(), String> {
         .into())
 }
 
-/// Builds the engine on the GPU given by `gpu`.
+/// Builds the engine.
 fn build(
     network: Arc<Network>,
     initial: &dyn TensorSource,
     config: EngineConfig,
     comm: Arc<dyn ProcessGroup>,
-    gpu: &GpuConfig,
+    gpu: &DeviceConfig,
 ) -> Result<CudaEngine, EngineError> {
     let dtype = dtype_of(gpu.precision);
     let loss_scale = match (&gpu.loss_scale, dtype) {
@@ -110,7 +108,7 @@ fn build(
         needed.push(Library::Nccl);
     }
     libraries::ready(&needed).map_err(CudaError::Missing)?;
-    let mut plan = gpu.parallel_plan.clone();
+    let mut plan = gpu.plan.clone();
     if plan.cuts.is_empty() {
         // Networks for other image sizes have the same cuts. `part_of` reports errors in the plan.
         plan.cuts = plan::cuts(&network, plan.mesh.stage).unwrap_or_default();

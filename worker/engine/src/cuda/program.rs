@@ -5,7 +5,6 @@
 //! emission of a list uses the same memory, so a list can be launched directly or captured and replayed.
 
 use super::{
-    GpuConfig,
     arena::{Allocation, Arena},
     command::{Collective, Command, Content, Kernel, Operand, Part, Region, StreamId, UPDATING, verify},
     convolution::{Convolution, Direction, Tensors},
@@ -25,7 +24,7 @@ use super::{
     tuner::Tuner,
 };
 use crate::{
-    EngineConfig, EngineError, LayerTime,
+    DeviceConfig, EngineConfig, EngineError, LayerTime,
     fuse::{Conv, ConvBackward, ConvForward, DeferredNorm, FusedOp, Norm, NormForward, StatisticsIn},
     layers::layer_times,
     net::{Network, TensorId},

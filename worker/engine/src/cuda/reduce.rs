@@ -10,7 +10,7 @@ use super::{
     groups::Groups,
     statistics::Statistics,
 };
-use crate::{EngineError, cuda::GpuConfig};
+use crate::{DeviceConfig, EngineError};
 use lockstep_comm::{
     CommError, DataType, Exchange, ProcessGroup, first_to_differ,
     nccl::Nccl,
@@ -69,7 +69,7 @@ impl Reducer {
     #[allow(clippy::too_many_arguments)] // What an engine is built from.
     pub(super) fn new(
         device: &Device,
-        gpu: &GpuConfig,
+        gpu: &DeviceConfig,
         comm: &dyn ProcessGroup,
         groups: Option<&Groups>,
         splits_operators: bool,

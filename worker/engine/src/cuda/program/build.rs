@@ -16,7 +16,7 @@ impl Program {
         loss_scale: Option<(f32, bool)>,
         comm: Arc<dyn ProcessGroup>,
         groups: Option<&Groups>,
-        gpu: &GpuConfig,
+        gpu: &DeviceConfig,
         kernels: Kernels,
         cudnn: Cudnn,
     ) -> Result<Self, EngineError> {
@@ -32,7 +32,7 @@ impl Program {
                         out, or set parallel.device = \"cpu\"";
             return Err(CudaError::Unsupported(text.into()).into());
         }
-        let share = (gpu.parallel_plan.optimizer_sharding && !plan.is_split() && comm.size() > 1)
+        let share = (gpu.plan.optimizer_sharding && !plan.is_split() && comm.size() > 1)
             .then(|| Share { rank: comm.rank() as usize, ranks: comm.size() as usize });
         let parts = share.unwrap_or(Share::WHOLE).ranks;
         let layout =

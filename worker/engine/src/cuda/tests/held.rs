@@ -62,7 +62,7 @@ impl Run {
         let config = EngineConfig { optimizer, accumulate, ..config(16) };
         // The default of jobs: the first float16 steps overflow and are skipped.
         let loss_scale = LossScale::Named("dynamic".into());
-        let gpu = GpuConfig { precision, loss_scale, ..deterministic() };
+        let gpu = DeviceConfig { precision, loss_scale, ..deterministic() };
         let batches = (0..STEPS * accumulate).map(|number| pictures(&network, 16, number)).collect();
         let initial = init::initial_parameters(&network, false, 1);
         let engine = super::super::build(network, &initial, config, Arc::new(SingleRank), &gpu).unwrap();

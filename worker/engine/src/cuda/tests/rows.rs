@@ -102,12 +102,9 @@ impl Case {
         (0..self.accumulate).map(micro_batch).collect()
     }
 
-    fn gpu(&self, comm: &Arc<dyn ProcessGroup>) -> GpuConfig {
-        GpuConfig {
-            parallel_plan: Plan {
-                optimizer_sharding: self.optimizer_sharding,
-                ..Plan::on(self.mesh(), Vec::new())
-            },
+    fn gpu(&self, comm: &Arc<dyn ProcessGroup>) -> DeviceConfig {
+        DeviceConfig {
+            plan: Plan { optimizer_sharding: self.optimizer_sharding, ..Plan::on(self.mesh(), Vec::new()) },
             ordinal: comm.rank().cast_signed(),
             precision: self.precision,
             ..deterministic()
@@ -240,8 +237,7 @@ fn gpus_that_share_rows_may_have_separate_statistics() {
         let gpu = CASE.gpu(&comm);
         let (network, config) = (network.clone(), config.clone());
         let mut cpu =
-            crate::build_cpu_with(network.clone(), &start, config.clone(), comm.clone(), &gpu.parallel_plan)
-                .unwrap();
+            crate::build_cpu_with(network.clone(), &start, config.clone(), comm.clone(), &gpu.plan).unwrap();
         let mut ours = crate::cuda::build(network.clone(), &start, config, comm, &gpu).unwrap();
         for number in 0..STEPS {
             let step = CASE.step(&network, number, Some(0));

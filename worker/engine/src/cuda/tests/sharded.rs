@@ -38,7 +38,7 @@ fn step(network: &Network, number: usize, accumulate: usize, rank: usize, ranks:
 fn trained(
     network: &Arc<Network>,
     config: &EngineConfig,
-    gpu: &GpuConfig,
+    gpu: &DeviceConfig,
     lr: f32,
     from: Option<&StateDict>,
 ) -> (Vec<f32>, StateDict) {
@@ -46,7 +46,7 @@ fn trained(
     let rank = |number: u32| {
         let store = Store::join(rendezvous_config(port, number, 2)).unwrap();
         let ring = Ring::connect(&store, TIMEOUT).unwrap();
-        let gpu = GpuConfig { ordinal: number.cast_signed(), store: Some(Arc::new(store)), ..gpu.clone() };
+        let gpu = DeviceConfig { ordinal: number.cast_signed(), store: Some(Arc::new(store)), ..gpu.clone() };
         let config = EngineConfig { batch_size: BATCH / 2, ..config.clone() };
         let initial = initial(network);
         let mut engine =
@@ -60,11 +60,7 @@ fn trained(
             losses.push(engine.train_step(&batches, lr).unwrap().loss);
         }
         let description = engine.exchange();
-        assert_eq!(
-            description.contains("of optimizer state"),
-            gpu.parallel_plan.optimizer_sharding,
-            "{description}"
-        );
+        assert_eq!(description.contains("of optimizer state"), gpu.plan.optimizer_sharding, "{description}");
         let both = Writers::deal(network, config.optimizer.slots(), AverageOn::NoRank, &[0, 1]);
         let states = [Writers::default(), both].map(|writers| engine.state_dict(&writers).unwrap());
         let checksum = engine.checksum().unwrap();
@@ -105,9 +101,9 @@ fn gpus_with_divided_optimizer_state_train_as_with_whole_state() {
                 OptimizerKind::Muon => unreachable!("needs whole matrices"),
             };
             let config = EngineConfig { optimizer, accumulate: 1 + number % 2, ..config(BATCH) };
-            let whole = GpuConfig { precision, parallel_plan: Plan::data(2), ..deterministic() };
+            let whole = DeviceConfig { precision, plan: Plan::data(2), ..deterministic() };
             let divided = Plan { optimizer_sharding: true, ..Plan::data(2) };
-            let divided = GpuConfig { parallel_plan: divided, ..whole.clone() };
+            let divided = DeviceConfig { plan: divided, ..whole.clone() };
             let (wanted, wanted_state) = trained(&network, &config, &whole, lr, None);
             let (ours, state) = trained(&network, &config, &divided, lr, None);
             let start = initial(&network);

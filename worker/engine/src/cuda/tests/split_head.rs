@@ -158,8 +158,8 @@ impl Case {
 
     fn engine(&self, comm: Arc<dyn ProcessGroup>) -> Box<dyn Engine> {
         let network = self.network();
-        let gpu = GpuConfig {
-            parallel_plan: self.plan(),
+        let gpu = DeviceConfig {
+            plan: self.plan(),
             ordinal: comm.rank().cast_signed(),
             precision: self.precision,
             ..deterministic()

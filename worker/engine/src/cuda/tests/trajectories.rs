@@ -51,7 +51,7 @@ impl Job {
 
     fn gpu(&self, precision: Precision, deterministic: bool) -> Box<dyn Engine> {
         let loss_scale = LossScale::Named("dynamic".into());
-        let gpu = GpuConfig { precision, deterministic, loss_scale, ..super::deterministic() };
+        let gpu = DeviceConfig { precision, deterministic, loss_scale, ..super::deterministic() };
         cuda_as(&self.initial, &self.network, &self.config, gpu)
     }
 

@@ -22,8 +22,6 @@ mod layout;
 mod ops;
 mod pictures;
 mod planes;
-#[cfg(test)]
-mod plans;
 mod profile;
 mod program;
 mod reduce;

@@ -37,8 +37,6 @@ pub(super) struct Tuner {
     choices: BTreeMap<String, Option<Choice>>,
     file: String,
     deterministic: bool,
-    /// Convolutions that this process has timed, with the best plan's milliseconds.
-    pub(super) timed: Vec<(Convolution, f32)>,
 }
 
 impl Tuner {
@@ -48,14 +46,7 @@ impl Tuner {
             device.name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
         let any = if deterministic { "" } else { "-any" };
         let file = format!("plans-{gpu}-cudnn{}{any}.json", Cudnn::version());
-        Self {
-            cudnn,
-            plans: HashMap::new(),
-            choices: choices_in(&file),
-            file,
-            deterministic,
-            timed: Vec::new(),
-        }
+        Self { cudnn, plans: HashMap::new(), choices: choices_in(&file), file, deterministic }
     }
 
     pub(super) fn cudnn(&self) -> &Cudnn {
@@ -129,9 +120,8 @@ impl Tuner {
                 Some(found?)
             };
             self.choices.insert(name, found.as_ref().map(|(plan, _)| plan.choice.clone()));
-            if let Some((plan, millis)) = found {
+            if let Some((plan, _)) = found {
                 self.plans.insert(convolution, plan);
-                self.timed.push((convolution, millis));
             }
         }
         // A rank that did not get the lock may have timed the same candidates meanwhile: keep its choices. Replace older choices that

@@ -201,12 +201,6 @@ impl StepPlan {
         self.norms().find(|n| n.norm == norm).unwrap_or_else(|| unreachable!("no batch norm {norm}"))
     }
 
-    /// Every convolution of the forward pass, and whether it reads the pictures.
-    #[cfg(test)]
-    pub(in crate::cuda) fn convolutions(&self) -> impl Iterator<Item = (Convolution, bool)> {
-        self.ops.iter().filter_map(|op| self.convolution(op))
-    }
-
     /// Whether exactly one operation reads `tensor`.
     pub(super) fn read_once(&self, tensor: TensorId) -> bool {
         self.ops.iter().flat_map(FusedOp::reads).filter(|read| *read == tensor).count() == 1

@@ -230,7 +230,6 @@ mod full {
 
 #[test]
 fn every_optimizer_s_update_is_valid() {
-    let network = build(Arch::ResNet18, Stem::Cifar, 32, 10);
     use OptimizerKind::{AdamW, Lamb, Lars, Momentum, Muon, Nesterov};
     for (optimizer, kernel) in [
         (Momentum, "sgd_momentum"),
@@ -240,10 +239,13 @@ fn every_optimizer_s_update_is_valid() {
         (Lamb, "lamb"),
         (Muon, "muon_update"),
     ] {
-        for dtype in [DType::F32, DType::F16] {
-            let setting = Setting { optimizer, ..Setting::new(&network, 32, dtype, 90, Ranks::Single) };
-            let commands = setting.sound(Phase::Train(ONLY), true).commands;
-            assert_eq!(count(&commands, kernel), 1, "{kernel}");
+        for network in [build(Arch::ResNet18, Stem::Cifar, 32, 10), cifarnet()] {
+            for (dtype, accumulates) in [(DType::F32, false), (DType::F16, false), (DType::F16, true)] {
+                let setting = Setting::new(&network, 32, dtype, 90, Ranks::Single);
+                let setting = Setting { optimizer, accumulates, ..setting };
+                let commands = setting.sound(Phase::Train(ONLY), true).commands;
+                assert_eq!(count(&commands, kernel), 1, "{kernel}");
+            }
         }
     }
 }

@@ -76,8 +76,8 @@ pub(super) enum Region {
     /// All ranks' exchange buffers; exchanges so far.
     PeerTable,
     PeerSequences,
-    /// Loss scale, and the state of the latest gradients and update (`Scaler` in `optimizer.cu`).
-    LossScale,
+    /// Loss scale, and the state of the latest gradients and update ([`super::state::Scaler`]).
+    Scaler,
     /// Loss and number of correct predictions.
     Totals,
     /// The GPU's clock at four points of the step.
@@ -89,8 +89,8 @@ pub(super) enum Region {
     Rates,
     /// For Muon: the matrix of each convolution; each parameter's learning rate and weight decay.
     Policies,
-    /// Whether a non-finite value was found; a checksum of the weights.
-    Found,
+    /// The result of a check: whether a value is not finite, or a checksum of weights.
+    CheckResult,
     /// The kernels' counters and partial sums.
     Scratch,
     /// cuDNN's workspace on the main stream, and on the side stream.
@@ -135,7 +135,7 @@ impl Operand {
 }
 
 /// `Scaler::updating`, a `u32` that the GPU sets while an update may be under way.
-pub(super) const UPDATING: Operand = Operand::new(Region::LossScale, 32, size_of::<u32>());
+pub(super) const UPDATING: Operand = Operand::new(Region::Scaler, 32, size_of::<u32>());
 
 /// One argument of a kernel: a number, or memory and how the kernel accesses it.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -167,14 +167,14 @@ impl Engine for CudaEngine {
     }
 
     fn averaged(&self) -> Result<Option<NamedTensors>, EngineError> {
-        self.read(State::averaged)
+        self.read(State::read_average)
     }
 
     fn set_averaged(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
         check::check(self.program.network(), values)?;
         self.device.wait_idle()?;
         self.averaged_from = None;
-        self.program.state.set_averaged(&self.device, values)
+        self.program.state.write_average(&self.device, values)
     }
 
     fn optimizer_state(&self) -> Result<OptimizerState, EngineError> {
@@ -233,12 +233,12 @@ impl Engine for CudaEngine {
     }
 
     fn exchange(&self) -> String {
-        let saving = self.program.state.saving();
-        let begins = self.plan.later_stages(&self.network);
+        let stages = self.plan.later_stages(&self.network);
+        let saving = self.program.state.memory_saving_text();
         self.program
             .reducer
             .as_ref()
-            .map(|reducer| reducer.exchange() + &begins + &saving)
+            .map(|reducer| reducer.exchange() + &stages + &saving)
             .unwrap_or_default()
     }
 

@@ -308,6 +308,21 @@ impl Layout {
         &self.parameters[self.by_name[&format!("{name}.{suffix}")]]
     }
 
+    /// A batch norm's parameter or a bias, float32.
+    pub(super) fn vector(&self, name: &str, suffix: &str) -> Operand {
+        let range = self.parameter(name, suffix).padded();
+        Operand::new(Region::Weights, 4 * range.start, 4 * range.len())
+    }
+
+    /// The gradient of a vector; absent if the vector is frozen.
+    pub(super) fn vector_gradient(&self, name: &str, suffix: &str) -> Operand {
+        let range = self.parameter(name, suffix).padded();
+        if range.start >= self.trained {
+            return Operand::NONE;
+        }
+        Operand::new(Region::VectorGradients, 4 * (range.start - self.matrices), 4 * range.len())
+    }
+
     /// Converts a flat buffer to torchvision's layout. `optimizer_slot`: the buffer contains this state of the optimizer
     /// (such as `exp_avg`) and not the parameters.
     pub(super) fn export(&self, optimizer_slot: Option<&str>, flat: &[f32], into: &mut NamedTensors) {

@@ -62,7 +62,7 @@ const NORM_COUNTER: usize = 1023;
 /// The control block of the current micro-batch.
 pub(super) const CONTROL: Operand = Operand::whole(Region::Control);
 /// `Scaler` of `optimizer.cu`.
-const SCALER: Operand = Operand::whole(Region::LossScale);
+const SCALER: Operand = Operand::whole(Region::Scaler);
 /// Loss and number of correct predictions.
 const TOTALS: Operand = Operand::whole(Region::Totals);
 

@@ -39,7 +39,7 @@ impl Profile {
             drop(asked);
             return call();
         };
-        let (begin, end) = (Event::new(true)?, Event::new(true)?);
+        let (begin, end) = (Event::timed()?, Event::timed()?);
         begin.record(stream)?;
         let result = call()?;
         end.record(stream)?;

@@ -132,16 +132,12 @@ pub(super) struct Program {
     sizes: Vec<Arc<Network>>,
     norms: Vec<NormSite>,
     config: EngineConfig,
-    dtype: DType,
     /// Whether loss scaling is dynamic; `None` without loss scaling.
     pub(super) dynamic_scale: Option<bool>,
-    deterministic: bool,
     pub(super) ops: Ops,
     kernels: Kernels,
     /// Memory that only kernels use.
     buffers: HashMap<Region, Buffer>,
-    /// This rank among the ranks that divide the optimizer's state.
-    share: Option<Share>,
     tuner: Tuner,
     pub(super) state: State,
     pub(super) inputs: Inputs,
@@ -168,7 +164,7 @@ pub(super) struct Program {
     /// By image size of the network: resampling tables to this size.
     scalings: HashMap<usize, [Scaled; 2]>,
     /// `u32`: whether a check has found a non-finite value; `u64`: a checksum.
-    found: Buffer,
+    check_result: Buffer,
     /// Loss and number of correct predictions of the step.
     totals: Buffer,
     arena: Buffer,
@@ -205,7 +201,7 @@ impl Program {
     }
 
     pub(super) fn dtype(&self) -> DType {
-        self.dtype
+        self.plan.dtype
     }
 
     /// Sets the normalisation table. `mean` and `std` of each channel refer to bytes scaled to 0..1.
@@ -248,13 +244,13 @@ impl Program {
             has_class_weights: self.class_weights.is_some(),
             accumulates: self.accumulated.is_some(),
             dynamic_scale: self.dynamic_scale.unwrap_or(false),
-            ranks: self
+            statistics: self
                 .reducer
                 .as_ref()
                 .filter(|reducer| reducer.reduces())
                 .map(|reducer| &reducer.statistics),
             data_ranks: self.data_ranks,
-            share: self.share,
+            share: self.state.share,
             takes_sums: &|convolution| self.tuner.has(convolution),
             scaling: scaling.map(|[rows, columns]| [&rows.table, &columns.table]),
         })
@@ -312,12 +308,12 @@ impl Program {
             Some(sums) => sums.read(0, &mut flat[..matrices])?,
             None => {
                 let stored = &mut flat[self.unstored..matrices];
-                read_as_float(&self.matrix_gradients, 0, self.dtype, stored)?;
+                read_as_float(&self.matrix_gradients, 0, self.plan.dtype, stored)?;
             }
         }
         self.vector_gradients.read(0, &mut flat[matrices..trained])?;
         // The gradients are multiplied by the loss scale.
-        let inverse = self.state.read_scaling()?.inverse;
+        let inverse = self.state.read_scaler()?.inverse;
         if inverse != 1.0 {
             flat.iter_mut().for_each(|value| *value *= inverse);
         }
@@ -331,7 +327,7 @@ impl Program {
 
     /// Where ranks divide the optimizer's state, collective: starts to give each rank the float32 weights of the others.
     pub(super) fn gather_weights(&self) -> Result<(), EngineError> {
-        let Some(share) = self.share else { return Ok(()) };
+        let Some(share) = self.state.share else { return Ok(()) };
         let gather = |range: &Range<usize>| {
             let at = Operand::new(Region::Weights, 4 * range.start, 4 * range.len());
             Command::in_parts(StreamId::Main, Collective::AllGather, share, at, DType::F32)
@@ -356,11 +352,11 @@ impl Program {
 
     /// Whether all weights, biases, running statistics and optimizer slots are finite.
     pub(super) fn is_finite(&self) -> Result<bool, CudaError> {
-        self.found.write(&[0u32])?;
-        self.launch(self.state.find_not_finite(&self.ops))?;
+        self.check_result.write(&[0u32])?;
+        self.launch(self.state.finite_check_kernels(&self.ops))?;
         self.main.0.synchronize()?;
         let mut spoilt = [0u32];
-        self.found.read(0, &mut spoilt)?;
+        self.check_result.read(0, &mut spoilt)?;
         Ok(spoilt == [0])
     }
 
@@ -368,11 +364,11 @@ impl Program {
     pub(super) fn checksum(&self) -> Result<[u64; 2], CudaError> {
         let [split, whole] = self.state.layout.split_and_whole();
         let sum_of = |ranges: [Range<usize>; 2]| -> Result<u64, CudaError> {
-            self.found.write(&[0u64])?;
-            self.launch(ranges.map(|range| self.state.checksum(&self.ops, range)))?;
+            self.check_result.write(&[0u64])?;
+            self.launch(ranges.map(|range| self.state.checksum_kernel(&self.ops, range)))?;
             self.main.0.synchronize()?;
             let mut sum = [0u64];
-            self.found.read(0, &mut sum)?;
+            self.check_result.read(0, &mut sum)?;
             Ok(sum[0])
         };
         Ok([sum_of(whole)?, sum_of(split)?])
@@ -401,7 +397,7 @@ impl Program {
 
     /// Updates the average after the `steps` started steps; see [`crate::Engine::average`].
     pub(super) fn average(&mut self, device: &Device, decay: f64, steps: u32) -> Result<(), CudaError> {
-        let kernels = self.state.average(device, &self.ops, decay, steps)?;
+        let kernels = self.state.average_kernels(device, &self.ops, decay, steps)?;
         self.launch(kernels)
     }
 
@@ -418,7 +414,7 @@ impl Program {
         });
         let (rows, (chunks, chunk), own) = (self.plan.pictures(tensor), self.plan.chunks(), head.own().len());
         let mut values = vec![0f32; rows * chunks * chunk];
-        read_as_float(&self.arena, place.unwrap_or(0), self.dtype, &mut values)?;
+        read_as_float(&self.arena, place.unwrap_or(0), self.plan.dtype, &mut values)?;
         let bias = self.with_facts(|facts| facts.head_bias());
         let mut biases = vec![0f32; own];
         if !bias.is_none() {

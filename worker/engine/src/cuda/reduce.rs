@@ -153,9 +153,9 @@ impl Reducer {
             statistics,
             memory,
             abort,
-            stream: OwnedStream::new(true)?,
-            ready: (0..=buckets).map(|_| Event::new(false)).collect::<Result<_, _>>()?,
-            done: Event::new(false)?,
+            stream: OwnedStream::with_highest_priority()?,
+            ready: (0..=buckets).map(|_| Event::new()).collect::<Result<_, _>>()?,
+            done: Event::new()?,
         })
     }
 

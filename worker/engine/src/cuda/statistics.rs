@@ -66,9 +66,9 @@ impl Statistics {
         matches!(self, Statistics::PeerMemory(_))
     }
 
-    /// Whether ranks meet through NCCL between kernels. Neither one group of ranks nor two groups that wait for each other's ranks may be used
-    /// from two streams at once, so gradients are then sent from the main stream, too.
-    pub(super) fn is_ordered(&self) -> bool {
+    /// Whether gradients are sent from the main stream, because ranks also meet through NCCL between its kernels: neither one group of ranks nor
+    /// two groups that wait for each other's ranks may be used from two streams at once.
+    pub(super) fn uses_main_stream(&self) -> bool {
         matches!(self, Statistics::Nccl | Statistics::LocalInOrder)
     }
 }

@@ -31,26 +31,22 @@ const OTHERS_TIME_WITHIN: Duration = Duration::from_secs(60);
 
 /// Plans by convolution.
 pub(super) struct Tuner {
-    cudnn: Cudnn,
+    pub(super) cudnn: Cudnn,
     plans: HashMap<Convolution, Plan>,
     /// `None`: no plan is faster (convolutions with sums), or cuDNN has no plan.
     choices: BTreeMap<String, Option<Choice>>,
     file: String,
-    deterministic: bool,
+    /// Whether plans must give the same bits in every run.
+    pub(super) deterministic: bool,
 }
 
 impl Tuner {
-    /// `deterministic`: only plans that give the same bits in every run.
     pub(super) fn new(device: &Device, cudnn: Cudnn, deterministic: bool) -> Self {
         let gpu: String =
             device.name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
         let any = if deterministic { "" } else { "-any" };
         let file = format!("plans-{gpu}-cudnn{}{any}.json", Cudnn::version());
         Self { cudnn, plans: HashMap::new(), choices: choices_in(&file), file, deterministic }
-    }
-
-    pub(super) fn cudnn(&self) -> &Cudnn {
-        &self.cudnn
     }
 
     /// Whether a convolution has a plan. With sums, it has one only if that is faster.
@@ -65,10 +61,11 @@ impl Tuner {
             .ok_or_else(|| CudaError::Unsupported(format!("no plan was prepared for {convolution:?}")))
     }
 
-    /// The largest workspace of all plans for weight gradients (`weights`), or of all other plans.
-    pub(super) fn workspace_bytes(&self, weights: bool) -> usize {
-        let of = |c: &Convolution| (c.direction == Direction::Weight) == weights;
-        self.plans.iter().filter(|(c, _)| of(c)).map(|(_, p)| p.workspace_bytes).max().unwrap_or(0)
+    /// The largest workspace of all plans for weight gradients, and of all other plans.
+    pub(super) fn workspace_bytes(&self) -> [usize; 2] {
+        let (weights, others): (Vec<_>, Vec<_>) =
+            self.plans.iter().partition(|(convolution, _)| convolution.direction == Direction::Weight);
+        [weights, others].map(|all| all.iter().map(|(_, plan)| plan.workspace_bytes).max().unwrap_or(0))
     }
 
     /// Rebuilds the plans of `wanted` whose choices are cached; returns the other convolutions.
@@ -178,9 +175,9 @@ impl Bench {
             deterministic,
             tensors,
             workspace: device.alloc(MAX_WORKSPACE)?,
-            stream: OwnedStream::new(false)?,
-            begin: Event::new(true)?,
-            end: Event::new(true)?,
+            stream: OwnedStream::new()?,
+            begin: Event::timed()?,
+            end: Event::timed()?,
         })
     }
 

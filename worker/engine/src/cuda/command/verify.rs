@@ -321,10 +321,10 @@ fn is_initialised(region: Region, carries_over: bool) -> bool {
         | Region::AverageStatistics
         | Region::PeerTable
         | Region::PeerSequences
-        | Region::LossScale
+        | Region::Scaler
         | Region::Segments
         | Region::Policies
-        | Region::Found
+        | Region::CheckResult
         | Region::Scratch => true,
     }
 }

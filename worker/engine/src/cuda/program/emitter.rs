@@ -240,7 +240,7 @@ impl<'a> GraphEmitter<'a> {
             if let Some((number, _)) = done.last() {
                 self.wait(StreamId::Main, EventId::WeightGradient(*number));
             }
-            for allocation in done.into_iter().flat_map(|(_, read)| read) {
+            for allocation in done.into_iter().flat_map(|(_, allocations)| allocations) {
                 self.free(allocation);
             }
         }
@@ -275,7 +275,7 @@ impl<'a> GraphEmitter<'a> {
     /// Frees an allocation that a weight gradient on the side stream may still read, together with the allocations of the newest one.
     fn free_with_newest(&mut self, allocation: Allocation) {
         match self.pending.back_mut() {
-            Some((_, read)) => read.push(allocation),
+            Some((_, allocations)) => allocations.push(allocation),
             None => self.free(allocation),
         }
     }
@@ -330,9 +330,20 @@ pub(super) fn arena_bytes(facts: &Facts<'_>, trains: bool) -> Result<usize, Engi
     Ok(evaluated.max(peak(Phase::Train(only), true)?).max(peak(Phase::Train(only), false)?))
 }
 
-/// The memory of one of four time stamps.
-fn stamp(number: usize) -> Operand {
-    Operand::new(Region::Stamps, 8 * number, 8)
+/// The points of a step at which the GPU records its clock, in the order of [`rings::Record::stamps`].
+#[derive(Debug, Clone, Copy)]
+enum Stamp {
+    Begin,
+    BackwardDone,
+    Reduced,
+    End,
+}
+
+impl Stamp {
+    /// The memory of this time stamp.
+    fn operand(self) -> Operand {
+        Operand::new(Region::Stamps, 8 * self as usize, 8)
+    }
 }
 
 /// The operand of an allocation; [`Operand::NONE`] without an allocation.

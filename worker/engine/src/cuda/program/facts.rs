@@ -43,7 +43,7 @@ pub(in crate::cuda) struct Facts<'a> {
     /// Whether loss scaling is dynamic.
     pub(in crate::cuda) dynamic_scale: bool,
     /// How ranks reduce statistics; `None` for a single rank, which does not exchange gradients either.
-    pub(in crate::cuda) ranks: Option<&'a Statistics>,
+    pub(in crate::cuda) statistics: Option<&'a Statistics>,
     /// Number of ranks that have the same part of the network but different pictures, including this rank.
     pub(in crate::cuda) data_ranks: usize,
     /// This rank's number among the ranks that divide the optimizer's state; `None` if each rank has the whole state.
@@ -75,26 +75,17 @@ impl Facts<'_> {
         Operand::new(region, range.start * size, range.len() * size)
     }
 
-    /// A bias, float32.
-    pub(super) fn vector(&self, name: &str, suffix: &str) -> Operand {
-        vector(self.layout, name, suffix)
-    }
-
     /// The last layer's bias. With a margin, logits are cosines and have no bias.
     pub(super) fn head_bias(&self) -> Operand {
         match self.plan.margin {
-            None => self.vector(self.plan.last_layer(), "bias"),
+            None => self.layout.vector(self.plan.last_layer(), "bias"),
             Some(_) => Operand::NONE,
         }
     }
 
-    pub(super) fn vector_gradient(&self, name: &str, suffix: &str) -> Operand {
-        vector_gradient(self.layout, name, suffix)
-    }
-
-    /// See [`StepPlan::recomputes`].
-    pub(super) fn recomputes(&self) -> bool {
-        self.plan.recomputes(self.accumulates, self.data_ranks)
+    /// See [`StepPlan::recomputes_head_gradient`].
+    pub(super) fn recomputes_head_gradient(&self) -> bool {
+        self.plan.recomputes_head_gradient(self.accumulates, self.data_ranks)
     }
 
     /// The gradients of all parameters. Those of matrices are in the activations' format, or float32 sums over micro-batches.
@@ -224,7 +215,7 @@ impl Facts<'_> {
 
     /// The memory in which a convolution leaves the sums of its output for the following batch norm.
     pub(super) fn channel_sums(&self, tensor: TensorId) -> Operand {
-        let by_nccl = matches!(self.ranks, Some(Statistics::Nccl));
+        let by_nccl = matches!(self.statistics, Some(Statistics::Nccl));
         let region = if by_nccl { Region::StatisticsSums } else { Region::ChannelSums };
         Operand::new(region, 0, 8 * self.plan.network.tensors[tensor].channels)
     }
@@ -236,7 +227,8 @@ impl Facts<'_> {
             // This rank has all pictures of its channels.
             return ops::Reduce::Local;
         }
-        self.ranks.map_or(ops::Reduce::Local, |ranks| ranks.reduction(node.norm, channels, backward))
+        self.statistics
+            .map_or(ops::Reduce::Local, |statistics| statistics.reduction(node.norm, channels, backward))
     }
 }
 
@@ -275,20 +267,6 @@ const RATE: usize = 8;
 /// Bytes of the sums of squares from which a parameter's rate is computed.
 pub(super) const SEGMENT_SQUARES: usize = ops::NORM_PARTS as usize * 2 * size_of::<f64>();
 
-fn vector(layout: &Layout, name: &str, suffix: &str) -> Operand {
-    let range = layout.parameter(name, suffix).padded();
-    Operand::new(Region::Weights, 4 * range.start, 4 * range.len())
-}
-
-/// The gradient of a vector; absent if the vector is frozen.
-fn vector_gradient(layout: &Layout, name: &str, suffix: &str) -> Operand {
-    let range = layout.parameter(name, suffix).padded();
-    if range.start >= layout.trained {
-        return Operand::NONE;
-    }
-    Operand::new(Region::VectorGradients, 4 * (range.start - layout.matrices), 4 * range.len())
-}
-
 /// Values per channel in [`Region::NormValues`]: mean, 1/std, scale, bias, slope and offset.
 const VALUES: usize = 6;
 
@@ -302,8 +280,8 @@ pub(super) fn norm_sites(plan: &StepPlan, layout: &Layout, running: &[Running]) 
             let value = |number: usize| Operand::new(Region::NormValues, at + number * bytes, bytes);
             let [running_mean, running_var] = running[node.norm].operands();
             let site = NormSite {
-                gamma: vector(layout, &node.name, "weight"),
-                beta: vector(layout, &node.name, "bias"),
+                gamma: layout.vector(&node.name, "weight"),
+                beta: layout.vector(&node.name, "bias"),
                 running_mean,
                 running_var,
                 running_momentum: plan.network.running_momentum(),
@@ -311,8 +289,8 @@ pub(super) fn norm_sites(plan: &StepPlan, layout: &Layout, running: &[Running]) 
                 inv_std: value(1),
                 scale: value(2),
                 bias: value(3),
-                dgamma: vector_gradient(layout, &node.name, "weight"),
-                dbeta: vector_gradient(layout, &node.name, "bias"),
+                dgamma: layout.vector_gradient(&node.name, "weight"),
+                dbeta: layout.vector_gradient(&node.name, "bias"),
                 slope: value(4),
                 offset: value(5),
             };

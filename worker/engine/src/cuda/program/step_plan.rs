@@ -243,7 +243,7 @@ impl StepPlan {
     /// Whether the gradient of a split head's weights is never stored whole, but computed twice, one chunk at a time: for the norm and for the
     /// update. This adds a third of the head's multiplications and saves a sixth of its memory. False if gradients are summed over
     /// micro-batches or ranks, if classes are sampled, or if other weights are split.
-    pub(super) fn recomputes(&self, accumulates: bool, data_ranks: usize) -> bool {
+    pub(super) fn recomputes_head_gradient(&self, accumulates: bool, data_ranks: usize) -> bool {
         self.chunks().0 > 1
             && !self.splits_operators
             && !accumulates

@@ -34,7 +34,7 @@ struct Gate {
 
 impl Gate {
     fn close(stream: Stream) -> Self {
-        let (word, reached) = (Pinned::new(256).unwrap(), Event::new(false).unwrap());
+        let (word, reached) = (Pinned::new(256).unwrap(), Event::new().unwrap());
         reached.record(stream).unwrap();
         let at_least = sys::CUstreamWaitValue_flags::CU_STREAM_WAIT_VALUE_GEQ as u32;
         // SAFETY: the word is mapped, and stays allocated until the stream has passed the gate.

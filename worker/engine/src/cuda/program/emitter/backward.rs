@@ -79,7 +79,7 @@ impl<'a> GraphEmitter<'a> {
         if is_head {
             self.remove_along(stream, facts.matrix(name), w, [convolution.out_c, convolution.in_c]);
         }
-        self.send_buckets(name, micro_batch);
+        self.send_completed_bucket(name, micro_batch);
         self.readers[input] -= 1;
         let w = facts.matrix(name);
         if dgrad_in_norm {

@@ -25,7 +25,7 @@ impl<'a> GraphEmitter<'a> {
         let begins_step = matches!(phase, Phase::Train(MicroBatch { first: true, .. }));
         let keeps = begins_step.then(|| facts.kept());
         self.main(facts.ops.fetch(rings::SLOTS as u32, self.words(), keeps));
-        self.main(facts.ops.stamp(stamp(0), Operand::NONE));
+        self.main(facts.ops.stamp(Stamp::Begin.operand(), Operand::NONE));
     }
 
     /// Fetches the next control block, and writes the micro-batch's whole pictures to `allocation`.

@@ -82,10 +82,10 @@ impl<'a> GraphEmitter<'a> {
             }),
         };
         self.main(facts.ops.bottleneck_backward(bottleneck));
-        if facts.ranks.is_some() {
+        if facts.statistics.is_some() {
             // Gradients are sent from the side stream, which must wait for this weight gradient on the main stream.
             self.fork();
-            self.send_buckets(&conv.name, micro_batch);
+            self.send_completed_bucket(&conv.name, micro_batch);
         }
         self.gradients[input].push(match before {
             Some(_) => Gradient::Summed(dinput),

@@ -52,7 +52,7 @@ impl GraphEmitter<'_> {
         self.free_now(found);
         let row_bytes = plan.dtype.size() * self.row_values();
         let weights = self.gather_rows(sample, facts.matrix(name), row_bytes);
-        let bias = self.gather_rows(sample, facts.vector(name, "bias"), 4);
+        let bias = self.gather_rows(sample, facts.layout.vector(name, "bias"), 4);
         let (gradient, bias_gradient) = (None, None);
         self.sampled = Some(SampledHead { sample, places, weights, bias, gradient, bias_gradient });
     }
@@ -129,7 +129,7 @@ impl GraphEmitter<'_> {
             }
             rows.push(match is_matrix {
                 true => (facts.matrix(name), own, plan.dtype.size() * width),
-                false => (facts.vector(name, "bias"), own, 4),
+                false => (facts.layout.vector(name, "bias"), own, 4),
             });
             let before_slots = rows.len();
             for slot in 0..facts.optimizer.slots().len() {

@@ -61,7 +61,7 @@ impl GraphEmitter<'_> {
 
         // Only the head reads the gathered features.
         (self.readers[input], self.activations[input]) = (0, None);
-        if self.facts.recomputes() {
+        if self.facts.recomputes_head_gradient() {
             self.head = Some([x, dy]);
             return Ok(());
         }
@@ -123,7 +123,7 @@ impl GraphEmitter<'_> {
         let (of_all, accumulate) = (all.unwrap_or(records).operand(), first == Some(false));
         self.main(facts.ops.class_loss(split, of_all, optional(rows), smoothing, accumulate));
         if let (Some(first), Some(rows)) = (first, rows) {
-            let bias = facts.vector_gradient(self.plan.last_layer(), "bias");
+            let bias = facts.layout.vector_gradient(self.plan.last_layer(), "bias");
             let dbias = self.alloc_sampled_bias_gradient().map_or(bias, Allocation::operand);
             self.main(facts.ops.class_gradient(split, rows.operand(), smoothing, dbias, !first));
             self.cosine_gradient(logits.operand());
@@ -150,7 +150,7 @@ impl GraphEmitter<'_> {
             return Ok(None);
         }
         let ops = self.facts.ops;
-        if !self.facts.recomputes() {
+        if !self.facts.recomputes_head_gradient() {
             let at = self.alloc_bytes(8, Content::OfHead);
             self.main(ops.gradient_squares(split, at.operand()));
             return Ok(Some(Squares { at, count: 1 }));
@@ -180,7 +180,7 @@ impl GraphEmitter<'_> {
     /// Updates this rank's parts of weights.
     pub(super) fn update_head(&mut self, gradients: ops::Gradients) -> Result<(), EngineError> {
         let layout = self.facts.layout;
-        if self.facts.recomputes() {
+        if self.facts.recomputes_head_gradient() {
             self.each_chunk(|emitter, chunk, gradients| {
                 let from = chunk * gradients.length as usize;
                 emitter.update_weights(&[emitter.facts.updated_from(gradients, from, from)]);

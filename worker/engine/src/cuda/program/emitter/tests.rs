@@ -119,7 +119,7 @@ impl Setting {
             has_class_weights: true,
             accumulates: self.accumulates,
             dynamic_scale: true,
-            ranks: self.statistics.as_ref(),
+            statistics: self.statistics.as_ref(),
             data_ranks: self.data_ranks,
             share: self.share,
             takes_sums: &|convolution| self.sums && convolution.groups == 1,

@@ -171,7 +171,7 @@ fn a_margin_changes_labels_logits_and_gradients_of_features_and_weights() {
                     // A gradient that is computed twice is corrected twice, chunk by chunk.
                     let corrected = match phase {
                         Phase::Evaluate => 0,
-                        Phase::Train(_) if setting.plan.recomputes(accumulates, 1) => {
+                        Phase::Train(_) if setting.plan.recomputes_head_gradient(accumulates, 1) => {
                             1 + 2 * setting.plan.chunks().0
                         }
                         Phase::Train(_) => 2,

@@ -165,7 +165,7 @@ impl Backend for Cuda {
     }
 
     fn warm_up(&self, ordinal: i32, ranks: u32, precision: Option<Precision>) {
-        warm::begin(ordinal, ranks, precision.map(dtype_of));
+        warm::start_opening(ordinal, ranks, precision.map(dtype_of));
     }
 
     fn is_sound(&self) -> bool {

@@ -262,15 +262,15 @@ pub(super) enum Content {
     /// By batch norm or by tensor: one byte per value.
     Argmax(usize),
     /// Memory of a split head or of cosines, except for the logits and their gradient.
-    OfHead,
+    Head,
     /// Whole pictures, or the gradient of this rank's rows from another rank's windows.
-    OfRows,
+    Rows,
     /// Channels of an activation, or of its gradient, that ranks exchange.
-    OfChannels,
+    Channels,
     /// Sums that stages exchange.
-    OfStages,
+    Stages,
     /// Matrices that Muon orthogonalises.
-    OfUpdate,
+    Update,
 }
 
 /// A part of the step, for readers of the list.
@@ -403,7 +403,7 @@ impl Command {
     }
 
     /// Whether this command is a collective or an exchange by NCCL, which waits for other ranks.
-    pub(super) fn meets_ranks(&self) -> bool {
+    pub(super) fn waits_for_ranks(&self) -> bool {
         matches!(self, Command::Collective { .. } | Command::Exchange { .. })
     }
 

@@ -1,6 +1,6 @@
 //! Implementation of [`Engine`] for the CUDA engine.
 
-use super::{backend::skip_exit_handlers, steps::parts, *};
+use super::{backend::skip_exit_handlers, steps::split_batch, *};
 use crate::{Contribution, Distribution, Writers, distribution};
 
 impl Engine for CudaEngine {
@@ -66,9 +66,9 @@ impl Engine for CudaEngine {
         let divisor =
             loss.class_weights.is_some().then(|| micro_batches.iter().map(|batch| loss.divisor(batch)).sum());
         self.under_way.push_back(UnderWay::OnGpu { divisor });
-        self.steps.0 += 1;
+        self.submitted_steps += 1;
         if let Some(watchdog) = &self.watchdog {
-            watchdog.submitted(self.steps.0);
+            watchdog.submitted(self.submitted_steps);
         }
         if self.under_way.len() > AHEAD { self.result() } else { Ok(None) }
     }
@@ -157,9 +157,9 @@ impl Engine for CudaEngine {
     fn average(&mut self, decay: f64) -> Result<(), EngineError> {
         self.device.bind()?;
         if !self.has_average() {
-            self.averaged_from = Some(self.begun);
+            self.first_average_step = Some(self.started_steps);
         }
-        Ok(self.program.average(&self.device, decay, self.begun)?)
+        Ok(self.program.average(&self.device, decay, self.started_steps)?)
     }
 
     fn has_average(&self) -> bool {
@@ -173,7 +173,7 @@ impl Engine for CudaEngine {
     fn set_averaged(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
         check::check(self.program.network(), values)?;
         self.device.wait_idle()?;
-        self.averaged_from = None;
+        self.first_average_step = None;
         self.program.state.write_average(&self.device, values)
     }
 
@@ -317,7 +317,7 @@ impl CudaEngine {
         mut read: impl FnMut(&mut Self, usize) -> Result<(), EngineError>,
     ) -> Result<(), EngineError> {
         self.device.bind()?;
-        for part in parts(batch, self.config.batch_size, &self.network) {
+        for part in split_batch(batch, self.config.batch_size, &self.network) {
             let pictures = part.labels.len();
             let control = Control { valid: pictures as u32, ..Control::default() };
             self.run(Phase::Evaluate, control, &part)?;

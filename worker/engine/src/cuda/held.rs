@@ -83,7 +83,7 @@ impl CudaEngine {
         wait(until, "an update", || Ok(!self.is_updating(until)?))?;
         let finished = self.finished(until)?;
         self.recover_statistics(finished, until)?;
-        if self.averaged_from.is_some_and(|step| is_after(step, finished)) {
+        if self.first_average_step.is_some_and(|step| is_after(step, finished)) {
             self.program.state.leak_average();
         }
         let mut results = take(&mut self.unreturned);
@@ -119,7 +119,7 @@ impl CudaEngine {
 
     /// Waits until the state has the running statistics of step `finished`.
     fn recover_statistics(&mut self, finished: u32, until: Instant) -> Result<(), CudaError> {
-        if self.begun == finished {
+        if self.started_steps == finished {
             let main = self.program.main.0;
             return wait(until, "the started steps", || main.is_idle());
         }

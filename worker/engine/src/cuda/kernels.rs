@@ -72,7 +72,7 @@ pub(super) struct Kernels {
     /// Maximum shared memory per block.
     shared_bytes: u32,
     /// Whether kernels use programmatic dependent launch.
-    early: bool,
+    uses_early_launch: bool,
     pub(super) profile: Profile,
 }
 
@@ -103,19 +103,20 @@ impl Kernels {
                 }
             }
         };
-        let early = device.capability >= 90 && std::env::var_os("LOCKSTEP_CUDA_PLAIN_LAUNCH").is_none();
+        let uses_early_launch =
+            device.capability >= 90 && std::env::var_os("LOCKSTEP_CUDA_PLAIN_LAUNCH").is_none();
         Ok(Self {
             module,
             functions: Default::default(),
             shared_bytes: device.shared_bytes,
-            early,
+            uses_early_launch,
             profile: Profile::default(),
         })
     }
 
     /// The same kernels without programmatic dependent launch: each starts after all earlier work has completed.
-    pub(super) fn one_by_one(mut self) -> Self {
-        self.early = false;
+    pub(super) fn without_early_launch(mut self) -> Self {
+        self.uses_early_launch = false;
         self
     }
 
@@ -148,7 +149,7 @@ impl Kernels {
         attributes[0].value.programmaticStreamSerializationAllowed = 1;
         attributes[1].value.clusterDim =
             sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: geometry.cluster, y: 1, z: 1 };
-        let first = usize::from(!self.early);
+        let first = usize::from(!self.uses_early_launch);
         let attributes = &mut attributes[first..1 + usize::from(geometry.cluster > 1)];
         let config = sys::CUlaunchConfig {
             gridDimX: grid_x,

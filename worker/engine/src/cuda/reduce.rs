@@ -92,19 +92,19 @@ impl Reducer {
         let model = of(groups.map(|groups| &groups.model), "model")?;
         let height = of(groups.map(|groups| &groups.height), "height")?;
         let stage = of(groups.map(|groups| &groups.stage), "stage")?;
-        let meets_between_kernels = splits_operators || height.is_some() || stage.is_some();
+        let exchanges_between_kernels = splits_operators || height.is_some() || stage.is_some();
         // If each rank has the whole network, these are all ranks.
         let data = of(groups.filter(|groups| groups.model.size() > 1).map(|groups| &groups.data), "data")?;
         device.bind()?;
         let abort = Pinned::new(256)?;
         let world = comm.size() as usize;
         let (statistics, memory) = match sync {
-            None if meets_between_kernels => (Statistics::LocalInOrder, Memory::None),
+            None if exchanges_between_kernels => (Statistics::LocalInOrder, Memory::None),
             None => (Statistics::Local, Memory::None),
             Some(channels) => {
                 let (exchanged, all, sequences) = Statistics::peer_memory(channels, world);
                 let wanted = match std::env::var_os("LOCKSTEP_NO_PEER_MEMORY") {
-                    _ if meets_between_kernels => {
+                    _ if exchanges_between_kernels => {
                         Err("GPUs that split operators, share rows of pictures or have stages meet between kernels anyway"
                             .into())
                     }

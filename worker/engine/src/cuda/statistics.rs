@@ -66,7 +66,7 @@ impl Statistics {
         matches!(self, Statistics::PeerMemory(_))
     }
 
-    /// Whether gradients are sent from the main stream, because ranks also meet through NCCL between its kernels: neither one group of ranks nor
+    /// Whether gradients are sent from the main stream, because ranks also use NCCL between its kernels: neither one group of ranks nor
     /// two groups that wait for each other's ranks may be used from two streams at once.
     pub(super) fn uses_main_stream(&self) -> bool {
         matches!(self, Statistics::Nccl | Statistics::LocalInOrder)

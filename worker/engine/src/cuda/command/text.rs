@@ -7,7 +7,7 @@ use std::{
 };
 
 /// Names of ranges of memory: (name, name of a part).
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub(in crate::cuda) struct Names(HashMap<(Region, usize), (usize, String, String)>);
 
 impl Names {
@@ -46,7 +46,7 @@ impl Names {
 /// The commands as text, one per line; `title` names the parts of the step.
 pub(in crate::cuda) fn print(commands: &[Command], names: &Names, title: impl Fn(Part) -> String) -> String {
     let mut text = String::new();
-    let mut names = Names(names.0.clone());
+    let mut names = names.clone();
     for command in commands {
         let line = match command {
             Command::Part(part) => title(*part),
@@ -101,11 +101,11 @@ impl Display for Content {
             Content::Gradient(tensor) => write!(f, "gradient of t{tensor}"),
             Content::ReluMask(norm) => write!(f, "relu_mask of norm {norm}"),
             Content::Argmax(number) => write!(f, "argmax {number}"),
-            Content::OfHead => f.write_str("of the split head"),
-            Content::OfRows => f.write_str("of shared rows"),
-            Content::OfChannels => f.write_str("of split operators"),
-            Content::OfStages => f.write_str("of the stages"),
-            Content::OfUpdate => f.write_str("of the update"),
+            Content::Head => f.write_str("of the split head"),
+            Content::Rows => f.write_str("of shared rows"),
+            Content::Channels => f.write_str("of split operators"),
+            Content::Stages => f.write_str("of the stages"),
+            Content::Update => f.write_str("of the update"),
         }
     }
 }

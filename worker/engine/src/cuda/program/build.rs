@@ -5,6 +5,10 @@ use super::{
     *,
 };
 use crate::cuda::cudnn::Cudnn;
+use lockstep_protocol::spec::LossScale;
+
+/// Initial loss scale of dynamic loss scaling, as in PyTorch's `GradScaler`.
+const INITIAL_LOSS_SCALE: f32 = 65_536.0;
 
 impl Program {
     #[allow(clippy::too_many_arguments)] // Everything from which an engine is built.
@@ -13,7 +17,6 @@ impl Program {
         network: Arc<Network>,
         config: &EngineConfig,
         dtype: DType,
-        loss_scale: Option<(f32, bool)>,
         comm: Arc<dyn ProcessGroup>,
         groups: Option<&Groups>,
         gpu: &DeviceConfig,
@@ -38,7 +41,11 @@ impl Program {
         let layout =
             Layout::new(&network, &plan.ops, plan.padded_input, plan.padded_classes, plan.folded, parts);
         let ops = Ops::new(dtype, device.multiprocessors, device.capability);
-        let first_scale = loss_scale.map_or(1.0, |(scale, _)| scale);
+        let (first_scale, dynamic_scale) = match (&gpu.loss_scale, dtype) {
+            (_, DType::F32 | DType::Bf16) => (1.0, None),
+            (LossScale::Static(scale), DType::F16) => (*scale, Some(false)),
+            (LossScale::Named(_), DType::F16) => (INITIAL_LOSS_SCALE, Some(true)),
+        };
         let running = Running::of_all(&network, plan.norms());
         let (norms, norm_bytes) = norm_sites(&plan, &layout, &running);
         let state = State::new(
@@ -148,7 +155,7 @@ impl Program {
             side_end: Event::new()?,
             side_done: plan.ops.iter().map(|_| Event::new()).collect::<Result<_, _>>()?,
             evaluated_logits: device.zeros(logits)?,
-            dynamic_scale: loss_scale.map(|(_, dynamic)| dynamic),
+            dynamic_scale,
             config: config.clone(),
             state,
             reducer,

@@ -101,18 +101,16 @@ impl Run {
         let [part] = parts[..] else { panic!("a step of one micro-batch") };
         let (phase, control) = engine.micro_batch(&part, gradient_scale, LR);
         let input = engine.input(phase, part.batch).unwrap();
-        let send = |inputs: &mut crate::cuda::Inputs, patience, alive: &mut dyn FnMut() -> _| {
-            inputs.send(control, part.batch, patience, alive)
-        };
-        engine.wait_on_gpu(|inputs, _, patience, alive| send(inputs, patience, alive)).unwrap();
-        engine.begun += 1;
+        engine.wait_on_gpu(|program| program.inputs.has_room()).unwrap();
+        engine.program.inputs.send(control, part.batch);
+        engine.started_steps += 1;
         let commands = engine.program.commands(phase, input, true).unwrap();
         let at = commands.iter().position(wanted).unwrap();
         engine.program.start(&commands[..at], input.address()).unwrap();
         let gate = Gate::close(engine.program.main.0);
         engine.program.start(&commands[at..], input.address()).unwrap();
         engine.under_way.push_back(UnderWay::OnGpu { divisor: None });
-        engine.steps.0 += 1;
+        engine.submitted_steps += 1;
         self.average();
         gate
     }

@@ -1,7 +1,7 @@
 //! Compares ranks on two GPUs that divide the optimizer's state with ranks that each have the whole state, and with the CPU engine.
 
 use super::*;
-use crate::{AverageOn, Contribution, StateDict, Writers};
+use crate::{AverageOn, Contribution, StateDict, Writers, cuda::steps::split_batch};
 use lockstep_comm::{
     ProcessGroup,
     rendezvous::{
@@ -21,15 +21,8 @@ const STEPS: usize = 8;
 fn step(network: &Network, number: usize, accumulate: usize, rank: usize, ranks: usize) -> Vec<Batch> {
     let micro_batch = |micro: usize| {
         let all = pictures(network, BATCH, number * accumulate + micro);
-        let (own, picture) = (BATCH / ranks, network.tensors[0].len());
-        let range = rank * own..(rank + 1) * own;
-        Batch {
-            images: all.images[range.start * picture..range.end * picture].to_vec(),
-            labels: all.labels[range.clone()].to_vec(),
-            indices: all.indices[range].to_vec(),
-            global_samples: BATCH,
-            ..Batch::default()
-        }
+        let own = split_batch(&all, BATCH / ranks, network).swap_remove(rank);
+        Batch { global_samples: BATCH, ..own }
     };
     (0..accumulate).map(micro_batch).collect()
 }

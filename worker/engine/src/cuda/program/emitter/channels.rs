@@ -96,7 +96,7 @@ impl GraphEmitter<'_> {
             }
             [Partial, Whole] => self.add_in_group(x, y, plan.model_ranks * values),
             [Partial, Channels(bounds)] => {
-                let sum = self.alloc_bytes(x.bytes, Content::OfChannels);
+                let sum = self.alloc_bytes(x.bytes, Content::Channels);
                 self.add_in_group(x, sum, all_rows * all_of(bounds));
                 self.take_own(bounds, all_rows, [sum, y]);
                 self.free_now(sum);
@@ -106,7 +106,7 @@ impl GraphEmitter<'_> {
             [Channels(bounds), Whole] => self.join_channels(bounds, all_rows, true, [x, y]),
             [Channels(bounds), Channels(wanted)] => {
                 let bytes = all_rows * all_of(bounds) * dtype.size();
-                let all = self.alloc_bytes(bytes, Content::OfChannels);
+                let all = self.alloc_bytes(bytes, Content::Channels);
                 self.join_channels(bounds, all_rows, true, [x, all]);
                 self.take_own(wanted, all_rows, [all, y]);
                 self.free_now(all);
@@ -142,7 +142,7 @@ impl GraphEmitter<'_> {
                 (y.operand(), rank * own)
             } else {
                 let bytes = rows * channels * size;
-                let part = self.alloc_bytes(bytes, Content::OfChannels);
+                let part = self.alloc_bytes(bytes, Content::Channels);
                 sends.push((of as u32, part.operand().part(0, bytes)));
                 receives.push((of as u32, y.operand().part(of * own * size, own * size)));
                 parts.push(part);
@@ -165,7 +165,7 @@ impl GraphEmitter<'_> {
         let (mut sends, mut receives, mut parts) = (Vec::new(), Vec::new(), Vec::new());
         for of in (0..self.plan.model_ranks).filter(|of| *of != rank) {
             let bytes = rows * width(bounds, of) * size;
-            let part = self.alloc_bytes(bytes, Content::OfChannels);
+            let part = self.alloc_bytes(bytes, Content::Channels);
             sends.push((of as u32, x.operand().part(first(of) * size, own * size)));
             receives.push((of as u32, part.operand().part(0, bytes)));
             parts.push(part);

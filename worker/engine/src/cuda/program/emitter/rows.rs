@@ -54,7 +54,7 @@ impl<'a> GraphEmitter<'a> {
         let (plan, tensor) = (self.plan, self.plan.network.input());
         let side = plan.network.image_size;
         let row_bytes = self.row_bytes(tensor);
-        let at = self.alloc_bytes(plan.batch * side * row_bytes, Content::OfRows);
+        let at = self.alloc_bytes(plan.batch * side * row_bytes, Content::Rows);
         self.take_in(phase, input, at);
         let own = self.alloc_activation(tensor);
         let whole = Lines { at, rows: 0..side as isize, row_bytes };
@@ -113,7 +113,7 @@ impl<'a> GraphEmitter<'a> {
         for (peer, [given, taken]) in halo.others() {
             sends.extend(dy.pieces(peer, &taken, batch));
             if !given.is_empty() {
-                let at = self.alloc_bytes(batch * given.len() * dx.row_bytes, Content::OfRows);
+                let at = self.alloc_bytes(batch * given.len() * dx.row_bytes, Content::Rows);
                 let part = Lines { at, rows: given.clone(), ..dx };
                 receives.extend(part.pieces(peer, &given, batch));
                 parts.push(part);

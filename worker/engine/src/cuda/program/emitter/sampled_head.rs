@@ -33,8 +33,8 @@ impl GraphEmitter<'_> {
         let Some((head, sampled)) = plan.head.as_ref().zip(plan.sampled()) else { return };
         self.gather_controls();
         let (capacity, labels) = (sampled.capacity, 2 * head.ranks * plan.batch);
-        let sample = self.alloc_bytes(ops::SampleClasses::bytes(capacity), Content::OfHead);
-        let [places, found] = [1, 2].map(|words| self.alloc_bytes(4 * words * labels, Content::OfHead));
+        let sample = self.alloc_bytes(ops::SampleClasses::bytes(capacity), Content::Head);
+        let [places, found] = [1, 2].map(|words| self.alloc_bytes(4 * words * labels, Content::Head));
         let own = head.own();
         self.main(facts.ops.sample_classes(ops::SampleClasses {
             controls: CONTROLS,
@@ -73,7 +73,7 @@ impl GraphEmitter<'_> {
     /// Allocates the gradient of the sampled rows.
     pub(super) fn alloc_sampled_gradient(&mut self) -> Option<Allocation> {
         let bytes = self.sampled.as_ref()?.weights.bytes;
-        let at = self.alloc_bytes(bytes, Content::OfHead);
+        let at = self.alloc_bytes(bytes, Content::Head);
         self.sampled.as_mut()?.gradient = Some(at);
         Some(at)
     }
@@ -81,7 +81,7 @@ impl GraphEmitter<'_> {
     /// Allocates the gradient of the sampled biases.
     pub(super) fn alloc_sampled_bias_gradient(&mut self) -> Option<Allocation> {
         let bytes = self.sampled.as_ref()?.bias.bytes;
-        let at = self.alloc_bytes(bytes, Content::OfHead);
+        let at = self.alloc_bytes(bytes, Content::Head);
         self.sampled.as_mut()?.bias_gradient = Some(at);
         Some(at)
     }
@@ -171,7 +171,7 @@ impl GraphEmitter<'_> {
     /// Gathers the sampled rows of a parameter or of an optimizer slot.
     fn gather_rows(&mut self, sample: Allocation, all: Operand, row_bytes: usize) -> Allocation {
         let capacity = self.plan.sampled().map_or(0, |sampled| sampled.capacity);
-        let some = self.alloc_bytes(capacity * row_bytes, Content::OfHead);
+        let some = self.alloc_bytes(capacity * row_bytes, Content::Head);
         let rows = self.sampled_rows(all, some, row_bytes);
         self.main(self.facts.ops.gather_rows(rows, sample.operand()));
         some

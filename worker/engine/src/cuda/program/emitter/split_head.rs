@@ -112,14 +112,14 @@ impl GraphEmitter<'_> {
         let Some(split) = self.split_logits(logits) else { return Ok(()) };
         let bytes = split.record_bytes();
         let label_logits = self.put_margin(split);
-        let parts = self.alloc_bytes(split.part_bytes(), Content::OfHead);
-        let records = self.alloc_bytes(bytes, Content::OfHead);
+        let parts = self.alloc_bytes(split.part_bytes(), Content::Head);
+        let records = self.alloc_bytes(bytes, Content::Head);
         self.main(facts.ops.class_records(split, parts.operand(), records.operand(), label_logits));
-        let all = (split.ranks > 1).then(|| self.alloc_bytes(split.ranks as usize * bytes, Content::OfHead));
+        let all = (split.ranks > 1).then(|| self.alloc_bytes(split.ranks as usize * bytes, Content::Head));
         if let Some(all) = all {
             self.in_group(Collective::AllGather, records.operand(), all.operand(), bytes / 4, DType::F32);
         }
-        let rows = first.map(|_| self.alloc_bytes(split.row_bytes(), Content::OfHead));
+        let rows = first.map(|_| self.alloc_bytes(split.row_bytes(), Content::Head));
         let (of_all, accumulate) = (all.unwrap_or(records).operand(), first == Some(false));
         self.main(facts.ops.class_loss(split, of_all, optional(rows), smoothing, accumulate));
         if let (Some(first), Some(rows)) = (first, rows) {
@@ -151,12 +151,12 @@ impl GraphEmitter<'_> {
         }
         let ops = self.facts.ops;
         if !self.facts.recomputes_head_gradient() {
-            let at = self.alloc_bytes(8, Content::OfHead);
+            let at = self.alloc_bytes(8, Content::Head);
             self.main(ops.gradient_squares(split, at.operand()));
             return Ok(Some(Squares { at, count: 1 }));
         }
         let (chunks, _) = self.plan.chunks();
-        let at = self.alloc_bytes(8 * (chunks + 1), Content::OfHead);
+        let at = self.alloc_bytes(8 * (chunks + 1), Content::Head);
         let sum_at = |number: usize| at.operand().part(8 * number, 8);
         self.each_chunk(|emitter, chunk, gradients| {
             emitter.main(ops.gradient_squares(gradients, sum_at(chunk)));
@@ -170,7 +170,7 @@ impl GraphEmitter<'_> {
     /// Collective: replaces this rank's sums of squares by the sums of all ranks of the model group.
     pub(super) fn gather_squares(&mut self, own: Squares) -> Squares {
         let ranks = self.plan.model_ranks;
-        let all = self.alloc_bytes(8 * ranks * own.count, Content::OfHead);
+        let all = self.alloc_bytes(8 * ranks * own.count, Content::Head);
         let (from, count) = (own.at.operand().part(0, 8 * own.count), 2 * own.count);
         self.in_group(Collective::AllGather, from, all.operand(), count, DType::F32);
         self.free_now(own.at);
@@ -205,7 +205,7 @@ impl GraphEmitter<'_> {
         };
         let wgrad = Convolution { direction: Direction::Weight, ..convolution };
         let [_, bytes, of_y] = wgrad.bytes();
-        let at = self.alloc_bytes(bytes, Content::OfHead);
+        let at = self.alloc_bytes(bytes, Content::Head);
         let length = (bytes / self.plan.dtype.size()) as u64;
         let gradients = ops::Gradients {
             first: at.operand(),

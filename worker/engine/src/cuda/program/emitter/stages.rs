@@ -80,7 +80,7 @@ impl GraphEmitter<'_> {
         if stages == 1 {
             return None;
         }
-        let at = self.alloc_bytes(8 * stages, Content::OfStages);
+        let at = self.alloc_bytes(8 * stages, Content::Stages);
         let of = |stage: usize| at.operand().part(8 * stage, 8);
         self.main(self.facts.ops.gradient_squares(gradients, of(stage)));
         let others = || (0..stages).filter(move |other| *other != stage);

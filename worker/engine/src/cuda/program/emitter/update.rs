@@ -209,7 +209,7 @@ impl GraphEmitter<'_> {
         let filters = facts.layout.filters();
         let gram_len = filters.last().map_or(0, |last| last.gram + last.side().pow(2));
         let [iterates, grams] = [facts.layout.matrices, gram_len]
-            .map(|values| [(); 2].map(|()| self.alloc_bytes(2 * values, Content::OfUpdate)));
+            .map(|values| [(); 2].map(|()| self.alloc_bytes(2 * values, Content::Update)));
         let [of_filters, policies] = facts.policies(filters.len());
         self.main(facts.ops.muon(ops::Muon {
             flat: part.flat,

@@ -137,7 +137,7 @@ pub(super) fn check(kernel: &Kernel) {
 
 /// Pictures of a dataset on the GPU, scaled or not, mixed or not.
 #[test]
-fn every_way_to_gather_pictures_is_sound() {
+fn every_way_to_gather_pictures_is_valid() {
     let network = build(Arch::ResNet18, Stem::Imagenet, 224, 10);
     let setting = Setting::new(&network, 32, DType::F16, 90, Ranks::Single);
     let table = ops::ScaleTable::new(32, 224);

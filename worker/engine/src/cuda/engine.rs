@@ -36,7 +36,7 @@ impl Engine for CudaEngine {
         }
         if let Some(resident) = data.resident() {
             self.on_gpu = OnGpu::new(&self.device, &resident)?;
-            self.program.set_size(&self.device, resident.height, resident.width)?;
+            self.program.prepare_scaling(&self.device, resident.height, resident.width)?;
         }
         Ok(if self.on_gpu.is_some() { BatchFormat::AugmentParams } else { BatchFormat::Bytes })
     }
@@ -123,7 +123,7 @@ impl Engine for CudaEngine {
     fn eval_step(&mut self, batch: &Batch) -> Result<EvalResult, EngineError> {
         let mut result = EvalResult::default();
         self.evaluate(batch, |engine, pictures| {
-            let (loss, correct) = engine.program.evaluated()?;
+            let (loss, correct) = engine.program.read_evaluation()?;
             result.loss_sum += loss;
             result.correct += correct;
             result.samples += pictures as u64;
@@ -238,7 +238,7 @@ impl Engine for CudaEngine {
         self.program
             .reducer
             .as_ref()
-            .map(|reducer| reducer.exchange() + &stages + &saving)
+            .map(|reducer| reducer.describe_exchange() + &stages + &saving)
             .unwrap_or_default()
     }
 
@@ -292,7 +292,7 @@ impl Engine for CudaEngine {
 /// The logits of this rank's first `pictures` pictures, gathered from the ranks of its model group, which each have some classes.
 fn split_logits(program: &mut Program, groups: &Groups, pictures: usize) -> Result<Vec<f32>, EngineError> {
     let Some(head) = program.head().cloned() else { return Ok(Vec::new()) };
-    let (own, width, most) = (program.own_logits(&head)?, head.own().len(), head.most());
+    let (own, width, most) = (program.own_logits(&head)?, head.own_classes().len(), head.max_classes());
     // All ranks contribute rows of equal length.
     let padded = |row: &[f32]| [row, &vec![0.0; most - width]].concat();
     let given: Vec<f32> = own.chunks_exact(width).flat_map(padded).collect();

@@ -176,7 +176,7 @@ impl Kernels {
                     retriable: super::error::may_pass(error.0),
                 })
         };
-        self.profile.around(stream, || name.into(), start)
+        self.profile.time(stream, || name.into(), start)
     }
 
     /// A kernel, and its maximum dynamic shared memory per block in bytes.

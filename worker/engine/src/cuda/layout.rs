@@ -260,13 +260,13 @@ impl Layout {
     }
 
     /// The ranges that are reduced together: the buckets of matrices, then all vectors.
-    pub(super) fn reduced(&self) -> impl Iterator<Item = Range<usize>> {
+    pub(super) fn reduced_ranges(&self) -> impl Iterator<Item = Range<usize>> {
         self.buckets.iter().cloned().chain(std::iter::once(self.matrices..self.trained))
     }
 
     /// The range of the flat buffers that belongs to a rank with `share`, for each range that is reduced together.
-    pub(super) fn own(&self, share: Share) -> impl Iterator<Item = Range<usize>> {
-        self.reduced().map(move |range| {
+    pub(super) fn own_ranges(&self, share: Share) -> impl Iterator<Item = Range<usize>> {
+        self.reduced_ranges().map(move |range| {
             let own = share.of(range.len());
             range.start + own.start..range.start + own.end
         })
@@ -275,7 +275,7 @@ impl Layout {
     /// For each parameter with a gradient: the range that belongs to a rank with `share`, relative to the rank's part of the
     /// reduced range.
     pub(super) fn own_segments(&self, share: Share) -> Vec<Range<usize>> {
-        let own: Vec<_> = self.reduced().zip(self.own(share)).collect();
+        let own: Vec<_> = self.reduced_ranges().zip(self.own_ranges(share)).collect();
         let of_parameter = |parameter: &ParameterPlace| {
             let own = own.iter().find(|(range, _)| range.contains(&parameter.range.start));
             let own = own.map_or(0..0, |(_, own)| own.clone());

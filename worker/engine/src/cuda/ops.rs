@@ -116,7 +116,7 @@ impl Ops {
     }
 
     /// Partial results of blocks, for the last block to finish.
-    fn partials(&self) -> Operand {
+    pub(super) fn partials(&self) -> Operand {
         Operand::new(Region::Scratch, COUNTERS * 4, usize::MAX - COUNTERS * 4)
     }
 

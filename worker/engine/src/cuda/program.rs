@@ -20,7 +20,7 @@ use super::{
     rings::{self, Inputs, Results},
     running::Running,
     state::State,
-    statistics::Statistics,
+    statistics::{NormPass, Statistics},
     tuner::Tuner,
 };
 use crate::{
@@ -216,7 +216,12 @@ impl Program {
     }
 
     /// Prepares for pictures of `height` x `width` pixels on the GPU.
-    pub(super) fn set_size(&mut self, device: &Device, height: usize, width: usize) -> Result<(), CudaError> {
+    pub(super) fn prepare_scaling(
+        &mut self,
+        device: &Device,
+        height: usize,
+        width: usize,
+    ) -> Result<(), CudaError> {
         self.scalings.clear();
         for side in self.sizes.iter().map(|network| network.image_size) {
             if (height, width) == (side, side) {
@@ -274,7 +279,7 @@ impl Program {
         })?;
         verify::verify(&emitted.commands, phase.carries_over()).map_err(CudaError::Commands)?;
         let Some(pass) = phase.pass() else { return Ok(emitted.commands) };
-        Ok(emitted.of_pass(pass, |region| match region {
+        Ok(emitted.into_pass(pass, |region| match region {
             Region::Arena => self.arena.bytes / self.micro_batches_in_flight,
             Region::Control => self.inputs.control.bytes / self.micro_batches_in_flight,
             Region::NormValues => self.norm_values.bytes / self.micro_batches_in_flight,
@@ -342,7 +347,7 @@ impl Program {
     }
 
     /// Loss and number of correct predictions of the latest evaluated micro-batch.
-    pub(super) fn evaluated(&mut self) -> Result<(f64, u64), CudaError> {
+    pub(super) fn read_evaluation(&mut self) -> Result<(f64, u64), CudaError> {
         self.main.0.synchronize()?;
         let (mut loss, mut correct) = ([0f64], [0u64]);
         self.totals.read(0, &mut loss)?;
@@ -412,7 +417,8 @@ impl Program {
             Command::Alloc { content: Content::Activation(of), at } if *of == tensor => Some(at.offset),
             _ => None,
         });
-        let (rows, (chunks, chunk), own) = (self.plan.pictures(tensor), self.plan.chunks(), head.own().len());
+        let (rows, (chunks, chunk), own) =
+            (self.plan.pictures(tensor), self.plan.chunks(), head.own_classes().len());
         let mut values = vec![0f32; rows * chunks * chunk];
         read_as_float(&self.arena, place.unwrap_or(0), self.plan.dtype, &mut values)?;
         let bias = self.with_facts(|facts| facts.head_bias());

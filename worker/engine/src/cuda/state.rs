@@ -104,7 +104,7 @@ impl State {
     ) -> Result<Self, CudaError> {
         let slot_len = match share {
             None => layout.len,
-            Some(share) => layout.own(share).map(|own| own.len()).sum(),
+            Some(share) => layout.own_ranges(share).map(|own| own.len()).sum(),
         };
         let planar_len = if dtype == DType::Bf16 { layout.split_matrices } else { 0 };
         let low_precision = match dtype {
@@ -123,8 +123,8 @@ impl State {
                 .collect::<Result<_, _>>()?,
             share,
             low_precision,
-            running_values: device.zeros(4 * Running::values(&running).max(1))?,
-            kept_values: device.zeros(4 * Running::values(&running).max(1))?,
+            running_values: device.zeros(4 * Running::total_len(&running).max(1))?,
+            kept_values: device.zeros(4 * Running::total_len(&running).max(1))?,
             kept_of: device.upload(&vec![NO_STEP; keeping_blocks as usize])?,
             is_unfinished: false,
             running,
@@ -413,7 +413,7 @@ impl State {
             if let Some(share) = self.share {
                 let own = std::mem::replace(&mut flat, vec![0.0; self.layout.len]);
                 let mut rest = &own[..];
-                for range in self.layout.own(share) {
+                for range in self.layout.own_ranges(share) {
                     let (part, behind) = rest.split_at(range.len());
                     flat[range].copy_from_slice(part);
                     rest = behind;
@@ -436,7 +436,7 @@ impl State {
         for (&name, buffer) in self.optimizer.slots().iter().zip(&self.optimizer_slots) {
             let own = read(buffer)?;
             let (mut rest, mut flat) = (&own[..], Vec::new());
-            for range in self.layout.own(share) {
+            for range in self.layout.own_ranges(share) {
                 let (part, behind) = rest.split_at(range.len());
                 let mut all = vec![0.0; part.len() * share.ranks];
                 comm.all_gather(part.into(), (&mut all).into())?;
@@ -464,7 +464,7 @@ impl State {
                 continue;
             };
             let flat = self.layout.flatten(Some(name), &to.slots)?;
-            let own: Vec<f32> = self.layout.own(share).flat_map(|own| flat[own].to_vec()).collect();
+            let own: Vec<f32> = self.layout.own_ranges(share).flat_map(|own| flat[own].to_vec()).collect();
             buffer.write(&own)?;
         }
         // `u32::MAX` is enough: no run has more updates, and Adam's bias corrections are 1 long before that number.

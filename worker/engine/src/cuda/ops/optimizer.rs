@@ -77,7 +77,7 @@ pub(in crate::cuda) struct Rates {
     pub(in crate::cuda) count: u32,
     /// 8 bytes for each parameter: `f32 rate, decay` (LARS, LAMB), or `FilterNorms` of `muon.cu` for each filter.
     pub(in crate::cuda) per_parameter: Operand,
-    /// `f64 [NORM_PARTS][2]` for each parameter: partial sums of squares for the norms.
+    /// `f64 [NORM_PARTS][2]` for each parameter: partial sums of squares for the norms. [`Ops::partials`] on a GPU that has all parameters.
     pub(in crate::cuda) squares: Operand,
 }
 
@@ -139,11 +139,6 @@ impl Ops {
     fn norm_geometry(&self, gradients: Gradients) -> Geometry {
         let blocks = (gradients.length / 8).div_ceil(512).clamp(1, u64::from(self.multiprocessors) * 2);
         plain([blocks as u32, 1, 1], [512, 1, 1])
-    }
-
-    /// The operand for [`Rates::squares`] on a GPU that has all parameters.
-    pub(in crate::cuda) fn norm_squares(&self) -> Operand {
-        self.partials()
     }
 
     /// Runs after [`Ops::gradient_norm`]. Computes sums of squares. Traffic: all weights and gradients once.

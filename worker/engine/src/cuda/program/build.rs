@@ -46,7 +46,7 @@ impl Program {
             (LossScale::Static(scale), DType::F16) => (*scale, Some(false)),
             (LossScale::Named(_), DType::F16) => (INITIAL_LOSS_SCALE, Some(true)),
         };
-        let running = Running::of_all(&network, plan.norms());
+        let running = Running::for_network(&network, plan.norms());
         let (norms, norm_bytes) = norm_sites(&plan, &layout, &running);
         let state = State::new(
             device,
@@ -114,7 +114,7 @@ impl Program {
             buffers.insert(Region::Policies, device.upload(&policies(&layout, &config.optimizer))?);
         }
         if share.is_some() {
-            buffers.insert(Region::BucketSquares, device.zeros(8 * layout.reduced().count())?);
+            buffers.insert(Region::BucketSquares, device.zeros(8 * layout.reduced_ranges().count())?);
             buffers.insert(Region::SegmentSquares, device.zeros(count * SEGMENT_SQUARES)?);
         }
         // The schedule has at most this many micro-batches between forward and backward pass: one for each stage from this one to the last.

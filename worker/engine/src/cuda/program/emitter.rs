@@ -101,7 +101,7 @@ pub(super) struct Emitted {
 
 impl Emitted {
     /// The commands of one pass, in its part of the memory: `part_bytes` gives the bytes of a part in each region.
-    pub(super) fn of_pass(mut self, pass: StagePass, part_bytes: impl Fn(Region) -> usize) -> Vec<Command> {
+    pub(super) fn into_pass(mut self, pass: StagePass, part_bytes: impl Fn(Region) -> usize) -> Vec<Command> {
         let backward = self.commands.split_off(self.forward_commands);
         let mut commands = if pass.is_backward { backward } else { self.commands };
         commands.iter_mut().for_each(|command| command.shift(|region| pass.memory_part * part_bytes(region)));
@@ -120,7 +120,7 @@ pub(super) fn emit(
     side_stream: bool,
 ) -> Result<Emitted, EngineError> {
     let mut emitter = GraphEmitter::new(facts, side_stream);
-    emitter.network(phase, input)?;
+    emitter.emit_network(phase, input)?;
     let GraphEmitter { arena, commands, forward_commands, .. } = emitter;
     Ok(Emitted { commands, forward_commands, arena_bytes: arena.peak })
 }
@@ -152,28 +152,28 @@ impl<'a> GraphEmitter<'a> {
         }
     }
 
-    fn network(&mut self, phase: Phase, input: Input) -> Result<(), EngineError> {
+    fn emit_network(&mut self, phase: Phase, input: Input) -> Result<(), EngineError> {
         self.count_readers(phase);
-        self.part(Part::Begin);
+        self.begin_part(Part::Begin);
         self.begin(phase, input)?;
         for index in 0..self.plan.ops.len() {
-            self.part(Part::Forward(index));
+            self.begin_part(Part::Forward(index));
             self.forward(index, phase)?;
         }
         self.send_output()?;
         self.forward_commands = self.commands.len();
-        self.part(Part::Loss);
+        self.begin_part(Part::Loss);
         match phase {
             Phase::Evaluate => self.evaluate(),
             Phase::Train(micro_batch) => {
                 self.loss(micro_batch)?;
                 self.fork();
                 for index in (0..self.plan.ops.len()).rev() {
-                    self.part(Part::Backward(index));
+                    self.begin_part(Part::Backward(index));
                     self.backward(index, micro_batch)?;
                 }
                 self.keep_input_gradient(micro_batch)?;
-                self.part(Part::Update);
+                self.begin_part(Part::Update);
                 self.finish(micro_batch)
             }
         }
@@ -198,7 +198,7 @@ impl<'a> GraphEmitter<'a> {
         }
     }
 
-    fn part(&mut self, part: Part) {
+    fn begin_part(&mut self, part: Part) {
         self.commands.push(Command::Part(part));
     }
 
@@ -304,7 +304,7 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// In evaluation: notes that an operation has read `tensor`, and frees the tensor after the last operation.
-    fn evaluated(&mut self, tensor: TensorId) {
+    fn read_in_evaluation(&mut self, tensor: TensorId) {
         self.readers[tensor] -= 1;
         if self.readers[tensor] == 0 {
             self.drop_activation(tensor);

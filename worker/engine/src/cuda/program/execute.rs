@@ -12,7 +12,7 @@ impl Program {
     fn start_one(&self, command: &Command, pictures: Ptr) -> Result<(), EngineError> {
         let at = |operand: Operand| self.address(operand, pictures);
         match command {
-            Command::Part(part) => self.kernels.profile.part(*part),
+            Command::Part(part) => self.kernels.profile.begin_part(*part),
             Command::Alloc { .. } | Command::Free { .. } => {}
             Command::Kernel { stream, kernel } => self.launch_on(*stream, kernel, pictures)?,
             Command::Convolution { stream, convolution, tensors, workspace } => {
@@ -21,7 +21,7 @@ impl Program {
                 let tensors = Tensors { x: at(x)?, w: at(w)?, y: at(y)?, sums: at(sums)? };
                 let (stream, workspace) = (self.stream(*stream)?, at(*workspace)?);
                 let run = || self.tuner.cudnn.run(stream, plan, tensors, workspace);
-                self.kernels.profile.around(stream, || convolution.to_string(), run)?;
+                self.kernels.profile.time(stream, || convolution.to_string(), run)?;
             }
             Command::Record { stream, event } => self.event(*event)?.record(self.stream(*stream)?)?,
             Command::Wait { stream, event } => self.stream(*stream)?.wait(self.event(*event)?)?,

@@ -11,7 +11,7 @@ use crate::{
         layout::{Layout, ParameterPlace},
         ops::{self, NormSite, Ops, ScaleTable},
         running::Running,
-        statistics::Statistics,
+        statistics::{NormPass, Statistics},
     },
     fuse::Norm,
     net::{Placement, TensorId},
@@ -21,7 +21,7 @@ use lockstep_kernels::optimizer::ParameterPolicy;
 
 /// A range of parameters, with their gradients, optimizer state and rates.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Updated {
+pub(super) struct UpdatedRange {
     pub(super) flat: ops::Flat,
     /// The optimizer's slots for the range.
     pub(super) optimizer_slots: [Operand; 2],
@@ -106,7 +106,7 @@ impl Facts<'_> {
 
     /// The parameters that this rank updates, except its parts of split matrices: one range (two with sampled classes), or, if ranks divide
     /// the optimizer's state, this rank's part of each bucket of matrices and of the vectors.
-    pub(super) fn updated(&self) -> Vec<Updated> {
+    pub(super) fn updated_ranges(&self) -> Vec<UpdatedRange> {
         let (layout, gradients, rates) = (self.layout, self.gradients(), self.all_rates());
         let (split, matrices) = (layout.split_matrices, layout.matrices);
         let Some(share) = self.share else {
@@ -115,15 +115,17 @@ impl Facts<'_> {
                 // The biases of a sampled head lie between both ranges and are updated with the sampled rows.
                 let vectors = matrices + layout.split_vectors;
                 return vec![
-                    self.updated_from(gradients.part(split..matrices, none.clone()), split, split),
-                    self.updated_from(gradients.part(none, vectors..layout.trained), vectors, vectors),
+                    self.updated_range(gradients.part(split..matrices, none.clone()), split, split),
+                    self.updated_range(gradients.part(none, vectors..layout.trained), vectors, vectors),
                 ];
             }
             let gradients = gradients.part(split..matrices, matrices..layout.trained);
-            return vec![self.updated_from(gradients, split, split)];
+            return vec![self.updated_range(gradients, split, split)];
         };
         let (mut first, mut in_slots, mut updated) = (0, 0, Vec::new());
-        for (range, own) in layout.reduced().zip(layout.own(share)).filter(|(_, own)| !own.is_empty()) {
+        for (range, own) in
+            layout.reduced_ranges().zip(layout.own_ranges(share)).filter(|(_, own)| !own.is_empty())
+        {
             let none = matrices..matrices;
             let gradients = match own.start < matrices {
                 true => gradients.part(own.clone(), none),
@@ -138,14 +140,19 @@ impl Facts<'_> {
                 per_parameter: of_parameters(rates.per_parameter, RATE),
                 squares: of_parameters(rates.squares, SEGMENT_SQUARES),
             };
-            updated.push(Updated { rates, ..self.updated_from(gradients, own.start, in_slots) });
+            updated.push(UpdatedRange { rates, ..self.updated_range(gradients, own.start, in_slots) });
             (first, in_slots) = (first + count, in_slots + own.len());
         }
         updated
     }
 
     /// The parameters of these gradients. They begin at value `from` of the flat layout, and at value `in_slots` of the optimizer's slots.
-    pub(super) fn updated_from(&self, gradients: ops::Gradients, from: usize, in_slots: usize) -> Updated {
+    pub(super) fn updated_range(
+        &self,
+        gradients: ops::Gradients,
+        from: usize,
+        in_slots: usize,
+    ) -> UpdatedRange {
         let (length, bytes) = (gradients.length as usize, 4 * gradients.length as usize);
         let planar = self.plan.is_planar() && from < self.layout.split_matrices;
         let in_float32 = Operand::new(Region::Weights, 4 * from, bytes);
@@ -169,7 +176,7 @@ impl Facts<'_> {
         };
         let optimizer_slots =
             [0, 1].map(|slot| Operand::new(Region::OptimizerSlot(slot), 4 * in_slots, bytes));
-        Updated { flat, optimizer_slots, rates: self.all_rates() }
+        UpdatedRange { flat, optimizer_slots, rates: self.all_rates() }
     }
 
     /// The rates of all parameters.
@@ -178,7 +185,7 @@ impl Facts<'_> {
         let (segments, per_parameter, squares) = match self.share {
             None => {
                 let [segments, per_parameter] = [Region::Segments, Region::Rates].map(Operand::whole);
-                (segments, per_parameter, self.ops.norm_squares())
+                (segments, per_parameter, self.ops.partials())
             }
             Some(_) => (
                 Operand::new(Region::Segments, 0, SEGMENT * count),
@@ -202,9 +209,9 @@ impl Facts<'_> {
     }
 
     /// The copy of the running statistics from before the step.
-    pub(super) fn kept(&self) -> ops::Keep {
+    pub(super) fn keep_statistics(&self) -> ops::Keep {
         let end = self.norms.iter().map(|site| site.running_var.end()).max().unwrap_or(0);
-        let bytes = Running::padded(end);
+        let bytes = Running::padded_bytes(end);
         ops::Keep {
             running: Operand::new(Region::RunningStatistics, 0, bytes),
             kept: Operand::new(Region::KeptStatistics, 0, bytes),
@@ -221,14 +228,14 @@ impl Facts<'_> {
     }
 
     /// How a batch norm's sums are reduced.
-    pub(super) fn reduction(&self, node: &Norm, backward: bool) -> ops::Reduce {
+    pub(super) fn reduction(&self, node: &Norm, pass: NormPass) -> ops::Reduce {
         let channels = self.plan.network.tensors[node.input].channels;
         if *self.plan.network.placement(node.input) != Placement::Batch && self.data_ranks == 1 {
             // This rank has all pictures of its channels.
             return ops::Reduce::Local;
         }
         self.statistics
-            .map_or(ops::Reduce::Local, |statistics| statistics.reduction(node.norm, channels, backward))
+            .map_or(ops::Reduce::Local, |statistics| statistics.reduction(node.norm, channels, pass))
     }
 }
 

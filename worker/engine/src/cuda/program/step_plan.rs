@@ -49,29 +49,29 @@ impl SplitHead {
     fn of(network: &Network) -> Option<Self> {
         let Placement::Channels(bounds) = network.placement(network.logits()) else { return None };
         let (bounds, rank) = (bounds.clone(), network.part.as_ref()?.rank);
-        let chunks = chunks_of(network, most_classes(&bounds));
+        let chunks = chunk_count(network, max_classes(&bounds));
         Some(Self { ranks: bounds.len() - 1, rank, bounds, chunks, sampled: None })
     }
 
     /// This rank's classes.
-    pub(in crate::cuda) fn own(&self) -> Range<usize> {
+    pub(in crate::cuda) fn own_classes(&self) -> Range<usize> {
         self.bounds[self.rank]..self.bounds[self.rank + 1]
     }
 
     /// Maximum number of classes of a rank.
-    pub(in crate::cuda) fn most(&self) -> usize {
-        most_classes(&self.bounds)
+    pub(in crate::cuda) fn max_classes(&self) -> usize {
+        max_classes(&self.bounds)
     }
 }
 
 /// Number of chunks in which `classes` classes are multiplied.
-fn chunks_of(network: &Network, classes: usize) -> usize {
+fn chunk_count(network: &Network, classes: usize) -> usize {
     let inputs = network.ops.last().map_or(0, |op| network.tensors[op.inputs()[0]].channels);
     (classes * inputs).div_ceil(CHUNK).max(1)
 }
 
 /// The largest number of classes of a rank. The first ranks have one more class if the classes cannot be divided evenly.
-fn most_classes(bounds: &[usize]) -> usize {
+fn max_classes(bounds: &[usize]) -> usize {
     bounds[1] - bounds[0]
 }
 
@@ -145,7 +145,7 @@ impl StepPlan {
         // The same number on every rank.
         let padded_classes = match &head {
             None => network.classes.next_multiple_of(PADDED_CLASSES),
-            Some(head) => head.most().next_multiple_of(PADDED_CLASSES * head.chunks),
+            Some(head) => head.max_classes().next_multiple_of(PADDED_CLASSES * head.chunks),
         };
         Ok(Self {
             network,
@@ -169,8 +169,9 @@ impl StepPlan {
         self.margin = loss.margin;
         if let (true, Some(head)) = (loss.samples(), &mut self.head) {
             // No label of the group need be among the drawn classes. The number is the same on every rank.
-            let capacity = loss.drawn(head.most()) + 2 * head.ranks * self.batch;
-            let (drawn, chunks) = (loss.drawn(head.own().len()), chunks_of(&self.network, capacity));
+            let capacity = loss.drawn(head.max_classes()) + 2 * head.ranks * self.batch;
+            let (drawn, chunks) =
+                (loss.drawn(head.own_classes().len()), chunk_count(&self.network, capacity));
             let capacity = capacity.next_multiple_of(PADDED_CLASSES * chunks);
             head.sampled = Some(SampledClasses { drawn, capacity, chunks, seed: loss.seed });
         }

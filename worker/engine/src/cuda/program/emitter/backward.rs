@@ -184,7 +184,7 @@ impl<'a> GraphEmitter<'a> {
             shape: self.shape(node.input),
             site: self.facts.norms[node.norm],
             accumulate: !first,
-            reduce: self.facts.reduction(node, true),
+            reduce: self.facts.reduction(node, NormPass::Backward),
         };
         if node.is_frozen() {
             return self.main(ops.norm_backward_frozen(backward));
@@ -255,7 +255,7 @@ impl<'a> GraphEmitter<'a> {
             shape: self.whole_shape(node.input),
             site: self.facts.norms[node.norm],
             accumulate: !first,
-            reduce: self.facts.reduction(node, true),
+            reduce: self.facts.reduction(node, NormPass::Backward),
         };
         let pool = self.pool(node.input);
         self.main(ops.norm_backward_max_pool(backward, argmax, pool));

@@ -23,7 +23,7 @@ impl<'a> GraphEmitter<'a> {
     pub(super) fn fetch(&mut self, phase: Phase) {
         let facts = self.facts;
         let begins_step = matches!(phase, Phase::Train(MicroBatch { first: true, .. }));
-        let keeps = begins_step.then(|| facts.kept());
+        let keeps = begins_step.then(|| facts.keep_statistics());
         self.main(facts.ops.fetch(rings::SLOTS as u32, self.words(), keeps));
         self.main(facts.ops.stamp(Stamp::Begin.operand(), Operand::NONE));
     }
@@ -89,7 +89,7 @@ impl<'a> GraphEmitter<'a> {
                     true => self.cosines(op, name, [*input, *output], training)?,
                     // The loss adds the bias, also to a sum over ranks.
                     false if self.plan.network.has_logits(*output) => {}
-                    false => self.bias(name, *output)?,
+                    false => self.add_bias(name, *output)?,
                 }
             }
             FusedOp::Norm(norm) if training && !norm.is_frozen() => self.norm_forward(norm)?,
@@ -116,7 +116,7 @@ impl<'a> GraphEmitter<'a> {
             FusedOp::MeanOfRows { input, output } => self.mean_of_rows_forward(*input, *output)?,
         }
         if !training {
-            op.reads().into_iter().for_each(|tensor| self.evaluated(tensor));
+            op.reads().into_iter().for_each(|tensor| self.read_in_evaluation(tensor));
             return Ok(());
         }
         if matches!(op, FusedOp::Norm(_) | FusedOp::Redistribute { .. }) {
@@ -297,7 +297,7 @@ impl<'a> GraphEmitter<'a> {
             control: self.control_of(node.input),
             shape: self.shape(node.input),
             site: norms[node.norm],
-            reduce: self.facts.reduction(node, false),
+            reduce: self.facts.reduction(node, NormPass::Forward),
         })
     }
 

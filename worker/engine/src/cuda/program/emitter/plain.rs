@@ -94,7 +94,7 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// Adds a hidden linear layer's bias to its output. The loss adds the last layer's bias.
-    pub(super) fn bias(&mut self, name: &str, output: TensorId) -> Result<(), EngineError> {
+    pub(super) fn add_bias(&mut self, name: &str, output: TensorId) -> Result<(), EngineError> {
         let (facts, y) = (self.facts, self.activation(output)?.operand());
         self.main(facts.ops.add_bias(y, facts.layout.vector(name, "bias"), self.shape(output)));
         Ok(())

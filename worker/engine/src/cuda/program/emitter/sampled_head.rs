@@ -5,7 +5,7 @@ use super::{
     split_head::{CONTROLS, HeadPart},
     *,
 };
-use crate::cuda::program::facts::Updated;
+use crate::cuda::program::facts::UpdatedRange;
 
 /// Memory of a step for the sampled classes.
 #[derive(Debug, Clone, Copy)]
@@ -35,7 +35,7 @@ impl GraphEmitter<'_> {
         let (capacity, labels) = (sampled.capacity, 2 * head.ranks * plan.batch);
         let sample = self.alloc_bytes(ops::SampleClasses::bytes(capacity), Content::Head);
         let [places, found] = [1, 2].map(|words| self.alloc_bytes(4 * words * labels, Content::Head));
-        let own = head.own();
+        let own = head.own_classes();
         self.main(facts.ops.sample_classes(ops::SampleClasses {
             controls: CONTROLS,
             words: self.words(),
@@ -149,9 +149,9 @@ impl GraphEmitter<'_> {
             for (slot, (_, some, _)) in optimizer_slots.iter_mut().zip(&rows[before_slots..]) {
                 *slot = some.operand();
             }
-            let of_all = facts.updated_from(gradients, range.start, range.start);
+            let of_all = facts.updated_range(gradients, range.start, range.start);
             let flat = ops::Flat { weights: rows[0].1.operand(), low_precision, planar, ..of_all.flat };
-            self.update_weights(&[Updated { flat, optimizer_slots, ..of_all }]);
+            self.update_weights(&[UpdatedRange { flat, optimizer_slots, ..of_all }]);
             for (all, some, row_bytes) in rows {
                 let rows = self.sampled_rows(all, some, row_bytes);
                 self.main(facts.ops.scatter_rows(rows, of.sample.operand()));

@@ -85,7 +85,7 @@ impl GraphEmitter<'_> {
         if self.sampled.is_none() && !plan.splits_operators {
             self.gather_controls();
         }
-        let own = head.own();
+        let own = head.own_classes();
         Some(ops::SplitLogits {
             logits: logits.operand(),
             bias: part.bias,
@@ -183,12 +183,12 @@ impl GraphEmitter<'_> {
         if self.facts.recomputes_head_gradient() {
             self.each_chunk(|emitter, chunk, gradients| {
                 let from = chunk * gradients.length as usize;
-                emitter.update_weights(&[emitter.facts.updated_from(gradients, from, from)]);
+                emitter.update_weights(&[emitter.facts.updated_range(gradients, from, from)]);
             })?;
         } else if self.plan.is_split() {
             let none = layout.matrices..layout.matrices;
             let gradients = gradients.part(0..layout.split_matrices, none);
-            self.update_weights(&[self.facts.updated_from(gradients, 0, 0)]);
+            self.update_weights(&[self.facts.updated_range(gradients, 0, 0)]);
         }
         self.head.take().into_iter().flatten().for_each(|at| self.free_now(at));
         Ok(())

@@ -1,7 +1,7 @@
 //! Reduction of gradients over all ranks, and the optimizer's step.
 
 use super::{split_head::Squares, *};
-use crate::cuda::program::facts::Updated;
+use crate::cuda::program::facts::UpdatedRange;
 use lockstep_comm::DataType;
 use lockstep_protocol::spec::OptimizerKind;
 
@@ -115,7 +115,7 @@ impl GraphEmitter<'_> {
             split_squares = self.split_squares(split)?;
         }
         let split_squares = split_squares.map(|own| self.gather_squares(own));
-        let updated = self.facts.updated();
+        let updated = self.facts.updated_ranges();
         let bucket_squares = self.facts.share.map(|_| self.bucket_squares(&updated));
         let stage_squares = self.exchange_squares_and_loss(gradients);
         // Squares of all gradients, if each rank has only some of the gradients.
@@ -152,7 +152,7 @@ impl GraphEmitter<'_> {
     }
 
     /// Collective: the sum of squares (f64) of each bucket's gradients over the ranks that divide the bucket.
-    fn bucket_squares(&mut self, updated: &[Updated]) -> Operand {
+    fn bucket_squares(&mut self, updated: &[UpdatedRange]) -> Operand {
         let all = Operand::new(Region::BucketSquares, 0, 8 * updated.len());
         for (number, part) in updated.iter().enumerate() {
             self.main(self.facts.ops.gradient_squares(part.flat.gradients, all.part(8 * number, 8)));
@@ -162,16 +162,16 @@ impl GraphEmitter<'_> {
     }
 
     /// The optimizer's step for these ranges, after the norm of the gradients has been computed.
-    pub(super) fn update_weights(&mut self, updated: &[Updated]) {
+    pub(super) fn update_weights(&mut self, updated: &[UpdatedRange]) {
         let (facts, ops, optimizer) = (self.facts, self.facts.ops, &self.facts.optimizer);
-        let moments = |part: &Updated| ops::Moments {
+        let moments = |part: &UpdatedRange| ops::Moments {
             first: part.optimizer_slots[0],
             second: part.optimizer_slots[1],
             beta1: optimizer.beta1,
             beta2: optimizer.beta2,
             epsilon: optimizer.epsilon as f32,
         };
-        let sgd = |part: &Updated, update: ops::Update| {
+        let sgd = |part: &UpdatedRange, update: ops::Update| {
             ops.sgd(update, part.flat, part.optimizer_slots[0], optimizer.momentum)
         };
         let (rates, decay) = (facts.all_rates(), optimizer.weight_decay);
@@ -193,18 +193,18 @@ impl GraphEmitter<'_> {
             }
             OptimizerKind::Muon => updated.iter().for_each(|part| self.muon(part)),
             OptimizerKind::Lamb => {
-                let each = |part: &Updated| ops.lamb_moments(part.flat, moments(part), part.rates);
+                let each = |part: &UpdatedRange| ops.lamb_moments(part.flat, moments(part), part.rates);
                 updated.iter().for_each(|part| self.main(each(part)));
                 self.add_up_norms(rates);
                 self.main(ops.lamb_rates(rates, decay));
-                let each = |part: &Updated| ops.lamb(part.flat, moments(part), part.rates);
+                let each = |part: &UpdatedRange| ops.lamb(part.flat, moments(part), part.rates);
                 updated.iter().for_each(|part| self.main(each(part)));
             }
         }
     }
 
     /// Muon's step. Its temporary matrices are in the arena, whose memory activations no longer need.
-    fn muon(&mut self, part: &Updated) {
+    fn muon(&mut self, part: &UpdatedRange) {
         let (facts, optimizer) = (self.facts, &self.facts.optimizer);
         let filters = facts.layout.filters();
         let gram_len = filters.last().map_or(0, |last| last.gram + last.side().pow(2));
@@ -237,7 +237,7 @@ impl GraphEmitter<'_> {
     /// gathered only on request ([`Program::gather_weights`]).
     fn gather_weights(&mut self, share: Share) {
         let (layout, dtype) = (self.facts.layout, self.plan.dtype);
-        for range in layout.reduced().filter(|range| !range.is_empty()) {
+        for range in layout.reduced_ranges().filter(|range| !range.is_empty()) {
             let (region, dtype) = match dtype {
                 DType::F16 | DType::Bf16 if range.start < layout.matrices => (Region::LowPrecision, dtype),
                 _ => (Region::Weights, DType::F32),

@@ -74,7 +74,7 @@ fn the_ranks_parts_of_a_parameter_add_up_to_it() {
             let share = Share { rank, ranks };
             let setting = Setting::of_share(&network, 32, DType::F16, 90, (Ranks::Local, Some(share)));
             let lengths: Vec<_> = setting.layout.own_segments(share).iter().map(Range::len).collect();
-            let own: usize = setting.layout.own(share).map(|own| own.len()).sum();
+            let own: usize = setting.layout.own_ranges(share).map(|own| own.len()).sum();
             (lengths, own, setting.layout)
         };
         let of_ranks: Vec<_> = (0..ranks).map(part).collect();

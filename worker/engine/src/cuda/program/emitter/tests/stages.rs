@@ -19,7 +19,7 @@ fn step(setting: &Setting, micro_batches: usize) -> Vec<Command> {
         let emitted =
             setting.emit_valid(Phase::Train(MicroBatch { first, last, pass: Some(pass), ..ONLY }), true);
         assert!(emitted.arena_bytes < PART_BYTES);
-        commands.extend(emitted.of_pass(pass, |region| match region {
+        commands.extend(emitted.into_pass(pass, |region| match region {
             Region::Arena | Region::Control | Region::NormValues => PART_BYTES,
             _ => 0,
         }));

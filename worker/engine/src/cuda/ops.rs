@@ -5,8 +5,8 @@
 //! that change are in the [control block](self#control).
 //!
 //! # Control
-//! `Control` in `numbers.cu`, in device memory. The first `valid` pictures are real. The others are padding,
-//! which statistics, losses and gradients ignore (its gradients are zeros). `stat_pictures` is the number of
+//! `Control` in `numbers.cu`, in device memory. The first `valid` pictures are real. The other pictures are padding, which
+//! statistics and losses ignore, and whose gradients are zeros. `stat_pictures` is the number of
 //! pictures in batch norm's statistics, on all ranks if these are synchronised; `grad_scale` is 1 / (pictures of
 //! the whole step).
 //!

@@ -49,11 +49,11 @@ pub(super) use step_plan::{SplitHead, StepPlan, capabilities, check, split_opera
 /// Position of a micro-batch in its step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct MicroBatch {
-    /// The first micro-batch: its gradients overwrite those of the previous step.
+    /// Whether this is the first micro-batch, whose gradients overwrite the previous step's.
     pub(super) first: bool,
-    /// The last micro-batch: the update follows.
+    /// Whether this is the last micro-batch, after which the update follows.
     pub(super) last: bool,
-    /// No picture is padding, which statistics would have to ignore.
+    /// Whether no picture is padding, which statistics would have to ignore.
     pub(super) whole: bool,
     /// `None`: both passes, one after the other.
     pub(super) pass: Option<StagePass>,
@@ -66,7 +66,7 @@ pub(super) struct StagePass {
     /// Number of this micro-batch's part of the memory ([`Program::micro_batches_in_flight`]). Micro-batches that are between their passes
     /// at the same time have different parts.
     pub(super) memory_part: usize,
-    /// The gradient that the pass before has computed is still to be sent to the preceding stage.
+    /// Whether the gradient that the previous pass has computed must still be sent to the preceding stage.
     pub(super) sends_gradient: bool,
 }
 
@@ -103,7 +103,7 @@ pub(super) enum Input {
         crop_padding: usize,
         reflects: bool,
         training: bool,
-        /// The GPU mixes pictures (mixup, cutmix) as the control block says.
+        /// Whether the GPU mixes pictures (mixup, cutmix) as the control block says.
         mixes: bool,
     },
     /// The batch, cropped and scaled.
@@ -145,8 +145,8 @@ pub(super) struct Program {
     pub(super) reducer: Option<Reducer>,
     /// Number of ranks that have the same part of the network.
     data_ranks: usize,
-    /// Number of micro-batches that may be between their passes at the same time: more than 1 in stages before the last one. Each has its own
-    /// part of the arena, of the control blocks and of batch norms' values.
+    /// Number of micro-batches that may be between their passes at the same time: more than 1 in stages before the last one. Each of them
+    /// has a part of the arena, of the control blocks and of batch norms' values.
     pub(super) micro_batches_in_flight: usize,
     /// Gradients of the matrices in the activations' format, without the first `unstored` values: the gradients of a split head that are
     /// computed twice, or for a sample of classes (then they are in the arena).
@@ -161,7 +161,7 @@ pub(super) struct Program {
     normalisation: Buffer,
     /// Float32 weights of the classes in the loss, if they have some.
     class_weights: Option<Buffer>,
-    /// By image size of the network: resampling tables to this size.
+    /// By image size of the network: resampling tables to this size, for rows and for columns.
     scalings: HashMap<usize, [Scaled; 2]>,
     /// `u32`: whether a check has found a non-finite value; `u64`: a checksum.
     check_result: Buffer,

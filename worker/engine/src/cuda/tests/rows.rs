@@ -1,4 +1,5 @@
-//! Compares GPUs that share the rows of pictures with one CPU rank that has whole pictures. [`super::stages`] compares pipeline stages in the same way.
+//! Compares GPUs that share the rows of pictures with one CPU rank that has whole pictures. [`super::stages`] compares pipeline stages in the
+//! same way.
 
 use super::{split_head::on_gpus, *};
 use crate::{Contribution, StateDict, StepResult, Writers, plan::Mesh};

@@ -116,7 +116,8 @@ impl GraphEmitter<'_> {
         {
             let width = if is_matrix { self.row_values() } else { 1 };
             let all = |operand: Operand| operand.part(4 * range.start, 4 * range.len());
-            // (All rows, sampled rows, bytes of a row) of the trained weights, of their copy in the activations' format, and of the optimizer's slots.
+            // (All rows, sampled rows, bytes of a row) of the trained weights, of their copy in the activations' format, and of the
+            // optimizer's slots.
             let mut rows = Vec::new();
             let planar = is_matrix && plan.is_planar();
             let has_copy = is_matrix && plan.dtype != DType::F32;

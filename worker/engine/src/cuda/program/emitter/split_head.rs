@@ -1,9 +1,9 @@
-//! The last layer, if each rank of a model group has some of the classes, and the loss of many classes. Every rank multiplies the features of the whole group's
-//! pictures with the weights of its own classes, one chunk of classes at a time. Logits are not exchanged.
+//! The last layer, if each rank of a model group has some of the classes, and the loss of many classes. Every rank multiplies the features
+//! of the whole group's pictures with the weights of its own classes, one chunk of classes at a time. Logits are not exchanged.
 
 use super::{loss::all_classes, *};
 
-/// `count` sums of squares (f64).
+/// Memory with `count` sums of squares (f64).
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Squares {
     pub(super) at: Allocation,
@@ -240,8 +240,8 @@ impl GraphEmitter<'_> {
         self.commands.push(Command::Collective { stream, kind, group, from, to, count, dtype });
     }
 
-    /// The weights by which features are multiplied: of the sampled classes in training, if classes are sampled, otherwise of all classes of
-    /// this rank.
+    /// The weights by which features are multiplied: of the sampled classes in training with a sample, otherwise of all classes of this
+    /// rank.
     pub(super) fn head_part(&self, op: &FusedOp, name: &str) -> Option<HeadPart> {
         if let Some(part) = self.sampled_part() {
             return Some(part);

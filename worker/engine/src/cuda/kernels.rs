@@ -68,7 +68,7 @@ pub(super) const SOURCE: &str = concat!(
 pub(super) struct Kernels {
     module: sys::CUmodule,
     /// By name: the function, and its maximum dynamic shared memory per block.
-    functions: std::sync::Mutex<HashMap<&'static str, (sys::CUfunction, u32)>>,
+    functions: Mutex<HashMap<&'static str, (sys::CUfunction, u32)>>,
     /// Maximum shared memory per block.
     shared_bytes: u32,
     /// Whether kernels use programmatic dependent launch.
@@ -181,7 +181,7 @@ impl Kernels {
 
     /// A kernel, and its maximum dynamic shared memory per block in bytes.
     fn function(&self, name: &'static str) -> Result<(sys::CUfunction, u32), CudaError> {
-        let mut functions = self.functions.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(function) = functions.get(name) {
             return Ok(*function);
         }

@@ -360,9 +360,9 @@ impl Program {
         self.check_result.write(&[0u32])?;
         self.launch(self.state.finite_check_kernels(&self.ops))?;
         self.main.0.synchronize()?;
-        let mut spoilt = [0u32];
-        self.check_result.read(0, &mut spoilt)?;
-        Ok(spoilt == [0])
+        let mut found = [0u32];
+        self.check_result.read(0, &mut found)?;
+        Ok(found == [0])
     }
 
     /// Checksums of the weights that every rank has, and of this rank's parts of split weights.
@@ -381,19 +381,18 @@ impl Program {
 
     /// Replaces weights and running statistics by `values`, which must have been checked.
     pub(super) fn set_parameters(&mut self, values: &dyn TensorSource) -> Result<(), EngineError> {
-        let left = self.state.set_parameters(&self.ops, values)?;
-        self.complete(left)
+        let kernel = self.state.set_parameters(&self.ops, values)?;
+        self.launch_and_wait(kernel)
     }
 
     /// Replaces weights and running statistics by values in the order of [`State::read_flat`].
     pub(super) fn write_flat(&mut self, flat: &[f32]) -> Result<(), EngineError> {
-        let left = self.state.write_flat(&self.ops, flat)?;
-        self.complete(left)
+        let kernel = self.state.write_flat(&self.ops, flat)?;
+        self.launch_and_wait(kernel)
     }
 
-    /// Launches the kernel that completes a change of the state, if any.
-    fn complete(&self, left: Option<Kernel>) -> Result<(), EngineError> {
-        if let Some(kernel) = left {
+    fn launch_and_wait(&self, kernel: Option<Kernel>) -> Result<(), EngineError> {
+        if let Some(kernel) = kernel {
             self.launch(kernel)?;
             self.main.0.synchronize()?;
         }

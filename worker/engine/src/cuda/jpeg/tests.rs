@@ -137,7 +137,7 @@ fn jpeg(picture: &image::DynamicImage) -> Vec<u8> {
 /// Writes a dataset of 18 pictures, all in `train/all`. 16 are JPEG files, two for each EXIF orientation; file `n` has the size `size(n)`.
 /// They have the four subsamplings in turn, except at sizes where decoders may differ in subsampled chroma: those files are not subsampled.
 /// The last two, a PNG file and a grey JPEG file, are decoded only on CPU cores.
-fn folder(size: impl Fn(u32) -> (u32, u32)) -> TempDir {
+fn make_dataset(size: impl Fn(u32) -> (u32, u32)) -> TempDir {
     let dir = TempDir::new().unwrap();
     let home = dir.path().join("train/all");
     fs::create_dir_all(&home).unwrap();
@@ -160,7 +160,7 @@ fn folder(size: impl Fn(u32) -> (u32, u32)) -> TempDir {
 fn spec() -> DataSpec {
     DataSpec {
         validation: Validation::Fraction(0.3),
-        // With this seed, five pictures of `folder` are held out.
+        // With this seed, five pictures of `make_dataset` are held out.
         validation_seed: 9,
         mean: Some(vec![0.5; 3]),
         std: Some(vec![0.25; 3]),
@@ -178,7 +178,9 @@ fn open(dir: &Path, spec: &DataSpec, format: BatchFormat) -> DataSource {
 
 /// The batches of an epoch of training and of one of validation.
 fn batches(data: &DataSource) -> Vec<Batch> {
-    data.epoch(PLAN).chain(data.validation(0, 1, 4, 2)).map(Result::unwrap).collect()
+    let (rank, world_size, batch_size, threads) = (0, 1, 4, 2);
+    let validation = data.validation(rank, world_size, batch_size, threads);
+    data.epoch(PLAN).chain(validation).map(Result::unwrap).collect()
 }
 
 /// The pictures that a decoder makes of whole files, resized to `size`, in one group. `None` for refused files.
@@ -216,8 +218,8 @@ fn max_difference(a: &[u8], b: &[u8]) -> u8 {
 
 #[test]
 fn pictures_decoded_by_a_device_equal_those_of_cpu_cores() {
-    let of_all_sizes = folder(|number| (40 + number * 7 % 31, 32 + number * 5 % 23));
-    let of_one_size = folder(|_| (48, 48));
+    let of_all_sizes = make_dataset(|number| (40 + number * 7 % 31, 32 + number * 5 % 23));
+    let of_one_size = make_dataset(|_| (48, 48));
     let resized_crops =
         DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
     let augmented = DataSpec {
@@ -276,7 +278,7 @@ fn pictures_decoded_by_a_device_equal_those_of_cpu_cores() {
 
 #[test]
 fn cpu_cores_decode_what_a_device_refuses_or_fails_at() {
-    let dir = folder(|number| (40 + number * 7 % 31, 32 + number * 5 % 23));
+    let dir = make_dataset(|number| (40 + number * 7 % 31, 32 + number * 5 % 23));
     let home = dir.path().join("train/all");
     fs::write(home.join("progressive.jpg"), fixture!("progressive.jpg")).unwrap();
     let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
@@ -315,7 +317,7 @@ fn cpu_cores_decode_what_a_device_refuses_or_fails_at() {
 
 #[test]
 fn bytes_of_files_held_for_a_device_are_limited() {
-    let dir = folder(|_| (40, 40));
+    let dir = make_dataset(|_| (40, 40));
     let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
     let wanted = batches(&open(dir.path(), &spec, BatchFormat::Bytes));
     // One batch has all pictures of the training split.
@@ -339,7 +341,7 @@ fn bytes_of_files_held_for_a_device_are_limited() {
 
 #[test]
 fn resized_and_mixed_pictures_of_a_device_equal_those_of_cpu_cores() {
-    let dir = folder(|number| (40 + number * 7 % 31, 32 + number * 5 % 23));
+    let dir = make_dataset(|number| (40 + number * 7 % 31, 32 + number * 5 % 23));
     let sizes = [(1, 16), (3, 24)].map(|(epoch, size)| SizeFrom { epoch, size });
     let sized = DataSpec {
         image_size: Some(ImageSize::Schedule(sizes.to_vec())),
@@ -378,7 +380,7 @@ fn resized_and_mixed_pictures_of_a_device_equal_those_of_cpu_cores() {
 fn a_device_decodes_pictures_of_shards_like_cpu_cores() {
     // Odd sizes, because `prepare` writes grey and PNG pictures as 4:2:0, and decoders agree in 4:2:0 only at odd sizes and
     // multiples of 16.
-    let dir = folder(|number| (41 + number % 7 * 2, 33 + number % 5 * 2));
+    let dir = make_dataset(|number| (41 + number % 7 * 2, 33 + number % 5 * 2));
     let to = TempDir::new().unwrap();
     let settings = lockstep_data::PrepareSettings::default();
     lockstep_data::prepare(dir.path(), to.path(), &settings, |_| {}).unwrap();
@@ -395,7 +397,7 @@ fn a_device_decodes_pictures_of_shards_like_cpu_cores() {
 
 #[test]
 fn a_dataset_without_jpeg_files_uses_no_device_decoder() {
-    let dir = folder(|_| (40, 40));
+    let dir = make_dataset(|_| (40, 40));
     let home = dir.path().join("train/all");
     let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
     for file in fs::read_dir(&home).unwrap().map(|entry| entry.unwrap().path()) {

@@ -82,7 +82,7 @@ fn compare(dir: &Path, spec: &DataSpec) -> (DataSource, f64, u8) {
 #[ignore = "needs a GPU"]
 fn gpu_batches_decoded_by_the_gpu_are_close_to_those_of_cpu_cores() {
     let spec = DataSpec { image_size: Some(ImageSize::Fixed(64)), random_resized_crop: true, ..spec() };
-    let dir = folder(|number| (140 + number * 7 % 31, 132 + number * 5 % 23));
+    let dir = make_dataset(|number| (140 + number * 7 % 31, 132 + number * 5 % 23));
     let (data, mean, _) = compare(dir.path(), &spec);
     let decoded = data.decoded().unwrap();
     assert_eq!((decoded.by_device, decoded.by_cores.len()), (16, 2), "{decoded}");
@@ -158,7 +158,7 @@ fn gpu_a_damaged_picture_does_not_change_others() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_after_a_decoder_is_closed_cpu_cores_decode() {
-    let dir = folder(|_| (140, 132));
+    let dir = make_dataset(|_| (140, 132));
     let spec = DataSpec { image_size: Some(ImageSize::Fixed(64)), random_resized_crop: true, ..spec() };
     let mut data = open(dir.path(), &spec, BatchFormat::Bytes);
     data.set_decoder(super::super::open(0, DType::F16).unwrap());

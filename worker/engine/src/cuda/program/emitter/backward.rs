@@ -205,7 +205,7 @@ impl<'a> GraphEmitter<'a> {
             self.main(ops.norm_backward_sums(backward));
         }
         let local = ops::NormBackward { reduce: ops::Reduce::Local, ..backward };
-        let left = self.added_sums(backward.reduce, node);
+        let left = self.reduce_sums(backward.reduce, node);
         if let Some(sums) = left {
             let whole = ops::NormBackward { shape: self.whole_shape(node.input), ..local };
             self.main(ops.norm_backward_finish(sums, whole));
@@ -259,7 +259,7 @@ impl<'a> GraphEmitter<'a> {
         };
         let pool = self.pool(node.input);
         self.main(ops.norm_backward_max_pool(backward, argmax, pool));
-        if let Some(sums) = self.added_sums(backward.reduce, node) {
+        if let Some(sums) = self.reduce_sums(backward.reduce, node) {
             let local = ops::NormBackward { reduce: ops::Reduce::Local, ..backward };
             self.main(ops.norm_backward_finish(sums, local));
             self.main(ops.norm_backward_apply_max_pool(backward, argmax, pool));
@@ -267,7 +267,7 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// Reduces the backward pass's sums over all ranks, if NCCL and not the kernels reduce them.
-    fn added_sums(&mut self, reduce: ops::Reduce, node: &Norm) -> Option<Operand> {
+    fn reduce_sums(&mut self, reduce: ops::Reduce, node: &Norm) -> Option<Operand> {
         let ops::Reduce::Leave { sums } = reduce else { return None };
         self.add_statistics(sums, node);
         Some(sums)

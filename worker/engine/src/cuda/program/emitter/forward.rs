@@ -14,7 +14,7 @@ impl<'a> GraphEmitter<'a> {
         }
         let tensor = self.plan.network.input();
         let pictures = self.alloc_activation(tensor);
-        self.take_in(phase, input, pictures);
+        self.read_pictures(phase, input, pictures);
         self.begin_group();
         Ok(())
     }
@@ -29,7 +29,7 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// Fetches the next control block, and writes the micro-batch's whole pictures to `allocation`.
-    pub(super) fn take_in(&mut self, phase: Phase, input: Input, allocation: Allocation) {
+    pub(super) fn read_pictures(&mut self, phase: Phase, input: Input, allocation: Allocation) {
         self.fetch(phase);
         let (facts, plan) = (self.facts, self.plan);
         let (pictures, to) = (plan.batch as u32, allocation.operand());
@@ -165,9 +165,9 @@ impl<'a> GraphEmitter<'a> {
     /// A batch norm in training: the statistics of its input, and their application, unless fused with another operation.
     fn norm_forward(&mut self, node: &Norm) -> Result<(), EngineError> {
         let x = self.activation(node.input)?;
-        let taken = node.statistics != StatisticsIn::Norm;
+        let has_statistics = node.statistics != StatisticsIn::Norm;
         if matches!(node.forward, NormForward::InShortcut | NormForward::InConv) {
-            if !taken {
+            if !has_statistics {
                 let norm = self.norm_alone(node)?;
                 self.statistics(norm, node);
             }
@@ -190,12 +190,12 @@ impl<'a> GraphEmitter<'a> {
             return Ok(());
         }
         if node.forward == NormForward::InNextConv {
-            if !taken {
+            if !has_statistics {
                 self.statistics(norm, node);
             }
             return Ok(());
         }
-        if taken {
+        if has_statistics {
             self.main(ops.norm_apply(norm));
             return Ok(());
         }
@@ -222,15 +222,15 @@ impl<'a> GraphEmitter<'a> {
             self.main(self.facts.ops.norm_statistics(norm));
         }
         if matches!(norm.reduce, ops::Reduce::Leave { .. }) {
-            self.statistics_left(norm, node);
+            self.finish_statistics(norm, node);
         } else if summed {
             let [sum, square] = halves(self.facts.channel_sums(node.input));
             self.main(self.facts.ops.norm_finish(sum, square, norm));
         }
     }
 
-    /// Reduces the sums that a kernel has left over all ranks by NCCL, and computes the statistics. No effect if the kernels reduce sums.
-    pub(super) fn statistics_left(&mut self, norm: ops::NormForward, node: &Norm) {
+    /// If kernels do not reduce sums: reduces the sums that a kernel has stored over all ranks by NCCL, and computes the statistics.
+    pub(super) fn finish_statistics(&mut self, norm: ops::NormForward, node: &Norm) {
         let ops::Reduce::Leave { sums } = norm.reduce else { return };
         self.add_statistics(sums, node);
         let shape = self.whole_shape(node.input);

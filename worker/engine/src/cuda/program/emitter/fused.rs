@@ -24,7 +24,7 @@ impl<'a> GraphEmitter<'a> {
             reduce: facts.reduction(after, NormPass::Forward),
         };
         self.main(facts.ops.bottleneck_forward(bottleneck));
-        self.statistics_left(self.norm_alone(after)?, after);
+        self.finish_statistics(self.norm_alone(after)?, after);
         Ok(())
     }
 
@@ -38,7 +38,7 @@ impl<'a> GraphEmitter<'a> {
         let norm = self.norm(end, x, y.operand(), mask)?;
         let (weights, reduce) = (facts.matrix(&conv.name), facts.reduction(after, NormPass::Forward));
         self.main(facts.ops.block_end(norm, weights, z.operand(), facts.norms[after.norm], reduce));
-        self.statistics_left(self.norm_alone(after)?, after);
+        self.finish_statistics(self.norm_alone(after)?, after);
         Ok(())
     }
 

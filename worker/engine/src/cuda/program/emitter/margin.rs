@@ -51,14 +51,14 @@ impl GraphEmitter<'_> {
 
     /// In training: applies the margin to the labels' logits. Returns the logits before the margin; [`Operand::NONE`] without a margin.
     pub(super) fn put_margin(&mut self, logits: ops::SplitLogits) -> Operand {
-        let (Some(margin), Some(mut of)) = (self.plan.margin, self.cosines.take()) else {
+        let (Some(margin), Some(mut head)) = (self.plan.margin, self.cosines.take()) else {
             return Operand::NONE;
         };
         let label_logits = self.alloc_bytes(logits.label_bytes(), Content::Head);
         self.main(self.facts.ops.put_margin(logits, &margin, label_logits.operand()));
-        of.cosines.label_logits = label_logits.operand();
-        of.memory.push(label_logits);
-        self.cosines = Some(of);
+        head.cosines.label_logits = label_logits.operand();
+        head.memory.push(label_logits);
+        self.cosines = Some(head);
         label_logits.operand()
     }
 

@@ -55,7 +55,7 @@ impl<'a> GraphEmitter<'a> {
         let side = plan.network.image_size;
         let row_bytes = self.row_bytes(tensor);
         let at = self.alloc_bytes(plan.batch * side * row_bytes, Content::Rows);
-        self.take_in(phase, input, at);
+        self.read_pictures(phase, input, at);
         let own = self.alloc_activation(tensor);
         let whole = Lines { at, rows: 0..side as isize, row_bytes };
         let own = self.lines(tensor, own)?;

@@ -59,14 +59,14 @@ impl GraphEmitter<'_> {
 
     /// The sampled classes, for a pass over only these classes; `None` if classes are not sampled.
     pub(super) fn sampled_part(&self) -> Option<HeadPart> {
-        let (plan, of) = (self.plan, self.sampled.as_ref()?);
+        let (plan, memory) = (self.plan, self.sampled.as_ref()?);
         Some(HeadPart {
             convolution: plan.sampled_convolution()?,
             chunks: plan.sampled()?.chunks,
-            w: of.weights.operand(),
-            bias: if plan.margin.is_some() { Operand::NONE } else { of.bias.operand() },
-            sample: of.sample.operand(),
-            places: of.places.operand(),
+            w: memory.weights.operand(),
+            bias: if plan.margin.is_some() { Operand::NONE } else { memory.bias.operand() },
+            sample: memory.sample.operand(),
+            places: memory.places.operand(),
         })
     }
 
@@ -88,11 +88,11 @@ impl GraphEmitter<'_> {
 
     /// The gradients of the sampled rows: of weights, then of biases.
     pub(super) fn sampled_gradients(&self) -> Option<ops::Gradients> {
-        let (of, capacity) = (self.sampled.as_ref()?, self.plan.sampled()?.capacity as u64);
+        let (memory, capacity) = (self.sampled.as_ref()?, self.plan.sampled()?.capacity as u64);
         let first_length = capacity * self.row_values() as u64;
         Some(ops::Gradients {
-            first: of.gradient?.operand(),
-            second: of.bias_gradient?.operand(),
+            first: memory.gradient?.operand(),
+            second: memory.bias_gradient?.operand(),
             first_length,
             length: first_length + capacity,
             in_float32: self.plan.dtype == DType::F32,
@@ -100,10 +100,10 @@ impl GraphEmitter<'_> {
     }
 
     /// Updates the weights and biases of the sampled classes.
-    pub(super) fn update_sampled(&mut self, of: SampledHead) {
+    pub(super) fn update_sampled(&mut self, memory: SampledHead) {
         let (facts, plan) = (self.facts, self.plan);
         let (Some(sampled), [Some(gradient), Some(bias_gradient)]) =
-            (plan.sampled(), [of.gradient, of.bias_gradient])
+            (plan.sampled(), [memory.gradient, memory.bias_gradient])
         else {
             return;
         };
@@ -112,7 +112,7 @@ impl GraphEmitter<'_> {
         let range = |suffix: &str| facts.layout.parameter(name, suffix).range.clone();
         let [weight, bias] = ["weight", "bias"].map(range);
         for (range, is_matrix, own, gradient) in
-            [(weight, true, of.weights, gradient), (bias, false, of.bias, bias_gradient)]
+            [(weight, true, memory.weights, gradient), (bias, false, memory.bias, bias_gradient)]
         {
             let width = if is_matrix { self.row_values() } else { 1 };
             let all = |operand: Operand| operand.part(4 * range.start, 4 * range.len());
@@ -126,7 +126,7 @@ impl GraphEmitter<'_> {
                     true => (facts.layout.planes(range.clone())[1], 2 * width),
                     false => (all(Operand::whole(Region::Weights)), 4 * width),
                 };
-                rows.push((trained, self.gather_rows(of.sample, trained, bytes), bytes));
+                rows.push((trained, self.gather_rows(memory.sample, trained, bytes), bytes));
             }
             rows.push(match is_matrix {
                 true => (facts.matrix(name), own, plan.dtype.size() * width),
@@ -135,7 +135,7 @@ impl GraphEmitter<'_> {
             let before_slots = rows.len();
             for slot in 0..facts.optimizer.slots().len() {
                 let slot = all(Operand::whole(Region::OptimizerSlot(slot)));
-                rows.push((slot, self.gather_rows(of.sample, slot, 4 * width), 4 * width));
+                rows.push((slot, self.gather_rows(memory.sample, slot, 4 * width), 4 * width));
             }
             let length = (sampled.capacity * width) as u64;
             let gradients = ops::Gradients {
@@ -155,13 +155,13 @@ impl GraphEmitter<'_> {
             self.update_weights(&[UpdatedRange { flat, optimizer_slots, ..of_all }]);
             for (all, some, row_bytes) in rows {
                 let rows = self.sampled_rows(all, some, row_bytes);
-                self.main(facts.ops.scatter_rows(rows, of.sample.operand()));
+                self.main(facts.ops.scatter_rows(rows, memory.sample.operand()));
                 self.free_now(some);
             }
             self.free_now(gradient);
         }
-        self.free_now(of.places);
-        self.free_now(of.sample);
+        self.free_now(memory.places);
+        self.free_now(memory.sample);
     }
 
     fn sampled_rows(&self, all: Operand, some: Allocation, row_bytes: usize) -> ops::Rows {

@@ -1,4 +1,4 @@
-//! Tests of kept gradients and layer times.
+//! Tests of kept gradients, and of the times of layers and kernels.
 
 use super::*;
 use crate::frozen_norm::{freeze_norms, is_of_norm, trained_parameters};
@@ -83,7 +83,7 @@ fn gpu_timing_a_step_does_not_change_its_bits() {
 fn gpu_calls_of_a_step_are_timed() {
     use crate::{bench, registry};
     use lockstep_host::gpu::RankGpu;
-    use lockstep_protocol::spec::{Device, Precision};
+    use lockstep_protocol::spec::Device;
     let first = RankGpu { ordinal: 0, visible: Vec::new() };
     for case in std::env::var("CASES").as_deref().unwrap_or("resnet50:224:32").split(' ') {
         let how = bench::OnDevice {

@@ -79,9 +79,9 @@ struct GraphEmitter<'a> {
     /// Allocations with two owners. The first call of `free` removes the entry; the second frees the memory.
     shared: Vec<Allocation>,
     /// Number of buckets of gradients whose reduction has started.
-    sent: usize,
-    /// Features, and gradient of the logits, if the gradient of a split head's weights is computed in the update.
-    head: Option<[Allocation; 2]>,
+    sent_buckets: usize,
+    /// The operands of the gradient of a split head's weights, if it is computed in the update.
+    features_and_dlogits: Option<[Allocation; 2]>,
     /// The sampled classes of a split head, in training.
     sampled: Option<sampled_head::SampledHead>,
     /// In training with a margin: the memory of the cosines.
@@ -143,8 +143,8 @@ impl<'a> GraphEmitter<'a> {
             argmax: vec![None; tensors],
             gradients: vec![Vec::new(); tensors],
             shared: Vec::new(),
-            sent: 0,
-            head: None,
+            sent_buckets: 0,
+            features_and_dlogits: None,
             sampled: None,
             cosines: None,
             summed: None,

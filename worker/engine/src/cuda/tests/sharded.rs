@@ -1,19 +1,10 @@
 //! Compares ranks on two GPUs that divide the optimizer's state with ranks that each have the whole state, and with the CPU engine.
 
-use super::*;
+use super::{split_head::on_ranks, *};
 use crate::{AverageOn, Contribution, StateDict, Writers, cuda::steps::split_batch};
-use lockstep_comm::{
-    ProcessGroup,
-    rendezvous::{
-        Store,
-        loopback::{rendezvous_config, unused_port},
-    },
-    ring::Ring,
-};
+use lockstep_comm::{ProcessGroup, rendezvous::Store};
 use lockstep_protocol::spec::OptimizerKind;
-use std::time::Duration;
 
-const TIMEOUT: Duration = Duration::from_secs(60);
 const BATCH: usize = 32;
 const STEPS: usize = 8;
 
@@ -35,21 +26,18 @@ fn trained(
     lr: f32,
     from: Option<&StateDict>,
 ) -> (Vec<f32>, StateDict) {
-    let port = unused_port();
-    let rank = |number: u32| {
-        let store = Store::join(rendezvous_config(port, number, 2)).unwrap();
-        let ring = Ring::connect(&store, TIMEOUT).unwrap();
-        let gpu = DeviceConfig { ordinal: number.cast_signed(), store: Some(Arc::new(store)), ..gpu.clone() };
+    let work = |comm: Arc<dyn ProcessGroup>, store: Arc<Store>| {
+        let rank = comm.rank();
+        let gpu = DeviceConfig { ordinal: rank.cast_signed(), store: Some(store), ..gpu.clone() };
         let config = EngineConfig { batch_size: BATCH / 2, ..config.clone() };
         let initial = initial(network);
-        let mut engine =
-            crate::cuda::build(network.clone(), &initial, config.clone(), ring.clone(), &gpu).unwrap();
+        let mut engine = crate::cuda::build(network.clone(), &initial, config.clone(), comm, &gpu).unwrap();
         if let Some(from) = from {
             engine.load_state_dict(from).unwrap();
         }
         let mut losses = Vec::new();
         for number in 0..STEPS {
-            let batches = step(network, number, config.accumulate, ring.rank() as usize, 2);
+            let batches = step(network, number, config.accumulate, rank as usize, 2);
             losses.push(engine.train_step(&batches, lr).unwrap().loss);
         }
         let description = engine.exchange();
@@ -57,14 +45,11 @@ fn trained(
         let both = Writers::deal(network, config.optimizer.slots(), AverageOn::NoRank, &[0, 1]);
         let states = [Writers::default(), both].map(|writers| engine.state_dict(&writers).unwrap());
         let checksum = engine.checksum().unwrap();
-        ring.barrier().unwrap();
         (losses, checksum, states)
     };
-    let [(losses, checksum, states), (others, their_checksum, their_states)] = std::thread::scope(|scope| {
-        let rank = &rank;
-        let threads = [0, 1].map(|number| scope.spawn(move || rank(number)));
-        threads.map(|thread| thread.join().unwrap())
-    });
+    let mut results = on_ranks(2, work).into_iter();
+    let (losses, checksum, states) = results.next().unwrap();
+    let (others, their_checksum, their_states) = results.next().unwrap();
     assert_eq!(checksum, their_checksum, "both ranks have the same weights");
     let [Contribution::Whole(state), Contribution::Part(mut part)] = states else { panic!("rank 0 has all") };
     let [Contribution::Replica, Contribution::Part(their_part)] = their_states else {

@@ -62,7 +62,7 @@ impl GraphEmitter<'_> {
         // Only the head reads the gathered features.
         (self.readers[input], self.activations[input]) = (0, None);
         if self.facts.recomputes_head_gradient() {
-            self.head = Some([x, dy]);
+            self.features_and_dlogits = Some([x, dy]);
             return Ok(());
         }
         let stream = self.weight_gradient_stream();
@@ -190,7 +190,7 @@ impl GraphEmitter<'_> {
             let gradients = gradients.part(0..layout.split_matrices, none);
             self.update_weights(&[self.facts.updated_range(gradients, 0, 0)]);
         }
-        self.head.take().into_iter().flatten().for_each(|at| self.free_now(at));
+        self.features_and_dlogits.take().into_iter().flatten().for_each(|at| self.free_now(at));
         Ok(())
     }
 
@@ -200,7 +200,7 @@ impl GraphEmitter<'_> {
         use_gradient: impl Fn(&mut Self, usize, ops::Gradients),
     ) -> Result<(), EngineError> {
         let convolution = self.plan.ops.last().and_then(|op| self.plan.convolution(op));
-        let (Some((convolution, _)), Some([x, dy])) = (convolution, self.head) else {
+        let (Some((convolution, _)), Some([x, dy])) = (convolution, self.features_and_dlogits) else {
             return Err(EngineError::Parameters("the head has no gradient".into()));
         };
         let wgrad = Convolution { direction: Direction::Weight, ..convolution };

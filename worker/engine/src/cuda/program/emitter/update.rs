@@ -14,7 +14,7 @@ impl GraphEmitter<'_> {
             return;
         }
         let Some(statistics) = self.facts.statistics else { return };
-        let Some(bucket) = layout.buckets.get(self.sent) else { return };
+        let Some(bucket) = layout.buckets.get(self.sent_buckets) else { return };
         // Parameters are in the order of the backward pass, so a bucket is complete with its last parameter.
         if layout.parameter(name, "weight").padded().end < bucket.end {
             return;
@@ -26,8 +26,8 @@ impl GraphEmitter<'_> {
         }
         let size = self.plan.dtype.size();
         let at = Operand::new(Region::MatrixGradients, bucket.start * size, bucket.len() * size);
-        self.send_bucket(self.sent, producer, at, self.plan.dtype);
-        self.sent += 1;
+        self.send_bucket(self.sent_buckets, producer, at, self.plan.dtype);
+        self.sent_buckets += 1;
     }
 
     /// Reduces a range of gradients over all ranks after the commands so far on the stream `producer`.

@@ -237,7 +237,7 @@ fn options(capability: u32, dtype: DType) -> Vec<String> {
         "-default-device".into(),
         "--extra-device-vectorization".into(),
     ];
-    options.extend(constants::of(dtype).map(|(name, value)| format!("-D{name}={value}")));
+    options.extend(constants::for_dtype(dtype).map(|(name, value)| format!("-D{name}={value}")));
     options
 }
 

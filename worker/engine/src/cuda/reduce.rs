@@ -138,8 +138,8 @@ impl Reducer {
             }
         };
         // Also a barrier: no rank writes to another rank's buffer before its owner has cleared it.
-        let of_all = comm.all_gather_bytes(gradients.as_bytes())?;
-        if let Some(rank) = first_to_differ(&of_all) {
+        let all_gradients = comm.all_gather_bytes(gradients.as_bytes())?;
+        if let Some(rank) = first_to_differ(&all_gradients) {
             return Err(EngineError::Device(format!(
                 "rank {rank} has gradients of another layout than rank 0, so they cannot be added up: its GPU or its lockstep is of \
                  another kind. Give the job GPUs of one kind, and all machines the same lockstep"

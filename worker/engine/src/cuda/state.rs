@@ -261,8 +261,8 @@ impl State {
             (Region::AverageStatistics, Region::RunningStatistics, 0..self.running_values.bytes),
         ];
         let mut kernels = Vec::from(all.map(|(average, values, bytes)| {
-            let of = |region| Operand::new(region, bytes.start, bytes.len());
-            ops.average(of(average), of(values), bytes.len() as u64 / 4, decay, steps)
+            let operand = |region| Operand::new(region, bytes.start, bytes.len());
+            ops.average(operand(average), operand(values), bytes.len() as u64 / 4, decay, steps)
         }));
         if planar_bytes > 0 {
             let [nearest, rests] = self.layout.planes(0..self.planar_len);
@@ -290,8 +290,8 @@ impl State {
     }
 
     pub(super) fn read_average(&self) -> Result<Option<NamedTensors>, EngineError> {
-        let of = |[weights, running]: &[Buffer; 2]| self.read_tensors(&read(weights)?, running);
-        self.average.as_ref().map(of).transpose()
+        let read_tensors = |[weights, running]: &[Buffer; 2]| self.read_tensors(&read(weights)?, running);
+        self.average.as_ref().map(read_tensors).transpose()
     }
 
     /// Replaces the average; `values` must have been checked.

@@ -17,7 +17,7 @@ impl Names {
         self.0.insert((region, offset), (bytes, what.into(), part.into()));
     }
 
-    fn of(&self, operand: Operand) -> (String, String) {
+    fn name(&self, operand: Operand) -> (String, String) {
         let Operand { region, offset, bytes } = operand;
         match self.0.get(&(region, offset)) {
             Some((whole, what, part)) if *whole == bytes => (what.clone(), part.clone()),
@@ -29,7 +29,7 @@ impl Names {
     /// A list of operands, with parts of the same name joined.
     fn list(&self, operands: &[Operand]) -> String {
         let mut all: Vec<(String, String)> = Vec::new();
-        for (what, part) in operands.iter().map(|operand| self.of(*operand)) {
+        for (what, part) in operands.iter().map(|operand| self.name(*operand)) {
             match all.last_mut() {
                 Some((last, parts)) if *last == what && !part.is_empty() => {
                     let _ = write!(parts, "+{part}");
@@ -54,7 +54,7 @@ pub(in crate::cuda) fn print(commands: &[Command], names: &Names, title: impl Fn
                 names.insert(*at, &content.to_string(), "");
                 format!("  alloc {content}: {} at {}", kib(at.bytes), kib(at.offset))
             }
-            Command::Free { at } => format!("  free {}", names.of(*at).0),
+            Command::Free { at } => format!("  free {}", names.name(*at).0),
             Command::Record { stream, event } => format!("  {stream}: record {event:?}"),
             Command::Wait { stream, event } => format!("  {stream}: wait for {event:?}"),
             Command::Kernel { stream, kernel } => {

@@ -46,7 +46,7 @@ pub(in crate::cuda) struct SampledClasses {
 
 impl SplitHead {
     /// The split head of a network that ranks share.
-    fn of(network: &Network) -> Option<Self> {
+    fn for_network(network: &Network) -> Option<Self> {
         let Placement::Channels(bounds) = network.placement(network.logits()) else { return None };
         let (bounds, rank) = (bounds.clone(), network.part.as_ref()?.rank);
         let chunks = chunk_count(network, max_classes(&bounds));
@@ -137,7 +137,7 @@ impl StepPlan {
                 }
                 _ => false,
             });
-        let head = SplitHead::of(&network);
+        let head = SplitHead::for_network(&network);
         let (model_ranks, model_rank) = network.part.as_ref().map_or((1, 0), |part| {
             let bounds = part.placements.iter().find_map(bounds_of);
             bounds.map_or((1, 0), |bounds| (bounds.len() - 1, part.rank))

@@ -150,9 +150,9 @@ impl GraphEmitter<'_> {
             for (slot, (_, some, _)) in optimizer_slots.iter_mut().zip(&rows[before_slots..]) {
                 *slot = some.operand();
             }
-            let of_all = facts.updated_range(gradients, range.start, range.start);
-            let flat = ops::Flat { weights: rows[0].1.operand(), low_precision, planar, ..of_all.flat };
-            self.update_weights(&[UpdatedRange { flat, optimizer_slots, ..of_all }]);
+            let whole_range = facts.updated_range(gradients, range.start, range.start);
+            let flat = ops::Flat { weights: rows[0].1.operand(), low_precision, planar, ..whole_range.flat };
+            self.update_weights(&[UpdatedRange { flat, optimizer_slots, ..whole_range }]);
             for (all, some, row_bytes) in rows {
                 let rows = self.sampled_rows(all, some, row_bytes);
                 self.main(facts.ops.scatter_rows(rows, memory.sample.operand()));

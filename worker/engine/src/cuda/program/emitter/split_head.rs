@@ -39,7 +39,7 @@ impl GraphEmitter<'_> {
         let Some(HeadPart { convolution, chunks, w, .. }) = self.head_part(op, name) else { return Ok(()) };
         let (dy, x) = (self.gradient(output)?, self.activation(input)?);
         // Allocated before the fork. Otherwise the side stream could write to memory that the main stream frees after the fork.
-        let of_sample = self.alloc_sampled_gradient();
+        let sampled_gradient = self.alloc_sampled_gradient();
         self.fork();
         let dx = self.alloc(input, Content::Gradient);
         let [bytes, ..] = convolution.bytes();
@@ -67,7 +67,7 @@ impl GraphEmitter<'_> {
         }
         let stream = self.weight_gradient_stream();
         let wgrad = Convolution { direction: Direction::Weight, ..convolution };
-        let dw = of_sample.map_or_else(|| self.facts.matrix_gradient(name), Allocation::operand);
+        let dw = sampled_gradient.map_or_else(|| self.facts.matrix_gradient(name), Allocation::operand);
         for chunk in 0..chunks {
             let tensors = of_chunk(&wgrad, (chunk, chunks), x.operand(), dw, dy.operand());
             self.convolve(stream, wgrad, tensors);

@@ -89,20 +89,7 @@ impl Kernels {
     pub(super) fn load(device: &Device, dtype: DType) -> Result<Self, CudaError> {
         let options = options(device.capability, dtype);
         let name = cache_name(device.capability, dtype, &options);
-        let module = match cached(&name) {
-            Some(module) => module,
-            None => {
-                let _one_at_a_time = cache::lock(&name, OTHERS_COMPILE_WITHIN);
-                match cached(&name) {
-                    Some(module) => module,
-                    None => {
-                        let image = compile(&options)?;
-                        cache::write(&name, &image);
-                        load_module(&image)?
-                    }
-                }
-            }
-        };
+        let module = cached(&name).map_or_else(|| load_or_compile(&name, &options), Ok)?;
         let uses_early_launch =
             device.capability >= 90 && std::env::var_os("LOCKSTEP_CUDA_PLAIN_LAUNCH").is_none();
         Ok(Self {
@@ -297,6 +284,17 @@ fn cached(name: &str) -> Option<sys::CUmodule> {
     let installed =
         cache::read_installed(name).and_then(|image| load_module(&image).inspect_err(unusable).ok());
     installed.or_else(|| load_module(&cache::read(name)?).inspect_err(|e| cache::remove(name, e)).ok())
+}
+
+/// Loads the module that another rank of this machine compiles, or compiles it.
+fn load_or_compile(name: &str, options: &[String]) -> Result<sys::CUmodule, CudaError> {
+    let _one_at_a_time = cache::lock(name, OTHERS_COMPILE_WITHIN);
+    if let Some(module) = cached(name) {
+        return Ok(module);
+    }
+    let image = compile(options)?;
+    cache::write(name, &image);
+    load_module(&image)
 }
 
 /// Loads machine code. `image` must be undamaged: the driver crashes on truncated or damaged machine code.

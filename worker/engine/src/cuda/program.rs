@@ -14,7 +14,7 @@ use super::{
     groups::Groups,
     kernels::Kernels,
     layout::Layout,
-    ops::{self, CONTROL, NormSite, Ops, ScaleTable},
+    ops::{self, CONTROL, GatherMode, NormSite, Ops, ScaleTable},
     profile::TimedCall,
     reduce::Reducer,
     rings::{self, Inputs, Results},
@@ -96,16 +96,7 @@ impl Phase {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Input {
     /// The whole dataset as bytes, on the GPU.
-    Dataset {
-        pictures: Ptr,
-        height: usize,
-        width: usize,
-        crop_padding: usize,
-        reflects: bool,
-        training: bool,
-        /// Whether the GPU mixes pictures (mixup, cutmix) as the control block says.
-        mixes: bool,
-    },
+    Dataset { pictures: Ptr, height: usize, width: usize, mode: GatherMode },
     /// The batch, cropped and scaled.
     Staged { at: Ptr, format: BatchFormat },
 }

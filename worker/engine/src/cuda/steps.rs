@@ -1,6 +1,6 @@
 //! Sends micro-batches to the GPU and receives the results of steps.
 
-use super::*;
+use super::{ops::GatherMode, *};
 use crate::plan::Pass;
 use std::time::Instant;
 
@@ -109,11 +109,14 @@ impl CudaEngine {
         }
         let training = matches!(phase, Phase::Train(_));
         if let (Some(data), false) = (&self.on_gpu, batch.augment_params.len() != batch.labels.len()) {
-            let pictures = data.pictures(training);
+            let (crop_padding, reflects) = (data.crop_padding as u32, data.reflects);
+            let mode = match (training, &batch.mix_params) {
+                (false, _) => GatherMode::Indexed,
+                (true, None) => GatherMode::Augmented { crop_padding, reflects },
+                (true, Some(_)) => GatherMode::Mixed { crop_padding, reflects },
+            };
             let (height, width) = (data.height, data.width);
-            let (crop_padding, reflects) = (data.crop_padding, data.reflects);
-            let mixes = batch.mix_params.is_some();
-            return Ok(Input::Dataset { pictures, height, width, crop_padding, reflects, training, mixes });
+            return Ok(Input::Dataset { pictures: data.pictures(training), height, width, mode });
         }
         let format = if batch.bytes.is_empty() { BatchFormat::Normalised } else { BatchFormat::Bytes };
         if self.staging.as_ref().is_none_or(|s| s.format() != format && !batch.labels.is_empty()) {

@@ -44,14 +44,8 @@ impl<'a> GraphEmitter<'a> {
             Input::Staged { format: BatchFormat::Normalised | BatchFormat::AugmentParams, .. } => {
                 return self.main(facts.ops.pad_channels(batch));
             }
-            Input::Staged { format: BatchFormat::Bytes, .. } => ([side; 2], ops::GatherMode::InOrder, None),
-            Input::Dataset { height, width, crop_padding, reflects, training, mixes, .. } => {
-                let crop_padding = crop_padding as u32;
-                let mode = match (training, mixes) {
-                    (false, _) => ops::GatherMode::Indexed,
-                    (true, false) => ops::GatherMode::Augmented { crop_padding, reflects },
-                    (true, true) => ops::GatherMode::Mixed { crop_padding, reflects },
-                };
+            Input::Staged { format: BatchFormat::Bytes, .. } => ([side; 2], GatherMode::InOrder, None),
+            Input::Dataset { height, width, mode, .. } => {
                 ([height, width].map(|side| side as u32), mode, facts.scaling)
             }
         };

@@ -141,24 +141,17 @@ fn every_way_to_gather_pictures_is_valid() {
     let network = build(Arch::ResNet18, Stem::Imagenet, 224, 10);
     let setting = Setting::new(&network, 32, DType::F16, 90, Ranks::Single);
     let table = ops::ScaleTable::new(32, 224);
-    for (mixes, training, scales, name) in [
-        (false, true, false, "gather"),
-        (true, true, false, "gather_mixed"),
-        (false, true, true, "gather_scaled"),
-        (true, true, true, "gather_scaled_mixed"),
-        (false, false, true, "gather_scaled"),
+    let augmented = GatherMode::Augmented { crop_padding: 4, reflects: false };
+    let mixed = GatherMode::Mixed { crop_padding: 4, reflects: true };
+    for (mode, phase, scales, name) in [
+        (augmented, Phase::Train(ONLY), false, "gather"),
+        (mixed, Phase::Train(ONLY), false, "gather_mixed"),
+        (augmented, Phase::Train(ONLY), true, "gather_scaled"),
+        (mixed, Phase::Train(ONLY), true, "gather_scaled_mixed"),
+        (GatherMode::Indexed, Phase::Evaluate, true, "gather_scaled"),
     ] {
         let side = if scales { 32 } else { 224 };
-        let input = Input::Dataset {
-            pictures: 0,
-            height: side,
-            width: side,
-            crop_padding: 4,
-            reflects: mixes,
-            training,
-            mixes,
-        };
-        let phase = if training { Phase::Train(ONLY) } else { Phase::Evaluate };
+        let input = Input::Dataset { pictures: 0, height: side, width: side, mode };
         let commands = setting.with_facts(|facts| {
             let facts = Facts { scaling: scales.then_some([&table, &table]), ..*facts };
             emit(&facts, phase, input, true).unwrap().commands

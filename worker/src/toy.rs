@@ -79,7 +79,7 @@ impl Backend for Toy {
     }
 
     fn build(&self, args: BuildArgs<'_>) -> Result<Box<dyn Engine>, EngineError> {
-        note(format!("engine on device {}", args.ordinal));
+        note(format!("engine on device {}", args.device.ordinal));
         build_cpu(args.network, args.initial, args.config, args.comm)
     }
 

@@ -164,7 +164,13 @@ pub struct BuildArgs<'a> {
     pub initial: &'a dyn TensorSource,
     pub config: EngineConfig,
     pub comm: Arc<dyn ProcessGroup>,
-    /// How the network is parallelised over the ranks of `comm`.
+    pub device: DeviceConfig,
+}
+
+/// Settings of an engine on a device, in addition to [`EngineConfig`].
+#[derive(Debug, Clone)]
+pub struct DeviceConfig {
+    /// How the network is parallelised over the ranks.
     pub plan: Plan,
     /// The device's number among the devices that this process sees.
     pub ordinal: i32,
@@ -180,6 +186,22 @@ pub struct BuildArgs<'a> {
     pub watchdog: Option<Arc<Watchdog>>,
     /// Number of engines that this process has built before. It makes an engine's keys in the store unique.
     pub generation: u32,
+}
+
+impl DeviceConfig {
+    /// The settings of a process's first engine, with dynamic loss scaling, and without a store and a watchdog.
+    pub fn new(ordinal: i32, precision: Precision, plan: Plan) -> Self {
+        Self {
+            plan,
+            ordinal,
+            precision,
+            loss_scale: LossScale::Named("dynamic".into()),
+            deterministic: false,
+            store: None,
+            watchdog: None,
+            generation: 0,
+        }
+    }
 }
 
 /// An error of a device or of one of the device's libraries.

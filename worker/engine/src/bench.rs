@@ -1,7 +1,7 @@
 //! Training throughput of named cases on synthetic pictures.
 
 use super::{
-    BuildArgs, DeviceChoice, Engine, EngineConfig, LossConfig, Optimizer, StepResult,
+    BuildArgs, DeviceChoice, DeviceConfig, Engine, EngineConfig, LossConfig, Optimizer, StepResult,
     plan::{Mesh, Plan},
     registry,
 };
@@ -17,7 +17,7 @@ use lockstep_data::{
     loader::{Batch, DataSource, EpochPlan},
 };
 use lockstep_kernels::synthetic::values;
-use lockstep_protocol::spec::{Arch, Device, LossScale, ModelSpec, Precision, ShardSpec, Stem};
+use lockstep_protocol::spec::{Arch, Device, ModelSpec, Precision, ShardSpec, Stem};
 use serde::Serialize;
 use std::{
     sync::Arc,
@@ -376,15 +376,12 @@ fn build(
         network,
         initial: &initial,
         config,
-        plan: how.division.plan(comm.size()),
+        device: DeviceConfig {
+            deterministic: how.deterministic,
+            store: how.store,
+            ..DeviceConfig::new(how.device.ordinal, how.precision, how.division.plan(comm.size()))
+        },
         comm,
-        ordinal: how.device.ordinal,
-        precision: how.precision,
-        loss_scale: LossScale::Named("dynamic".into()),
-        deterministic: how.deterministic,
-        store: how.store,
-        watchdog: None,
-        generation: 0,
     });
     built.map_err(|e| e.to_string())
 }

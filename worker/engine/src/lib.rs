@@ -30,7 +30,8 @@ mod state_dict;
 mod unfused;
 
 pub use backend::{
-    Backend, BuildArgs, DeviceChoice, DeviceError, DeviceMetrics, Devices, Needs, Selection, SharedMemory,
+    Backend, BuildArgs, DeviceChoice, DeviceConfig, DeviceError, DeviceMetrics, Devices, Needs, Selection,
+    SharedMemory,
 };
 pub use cpu::MAX_CPU_SLOTS;
 pub use cuda::compile_kernels;

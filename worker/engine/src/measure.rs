@@ -1,14 +1,14 @@
 //! Measures a device's speed: steps of a network on synthetic pictures, and the time of each operation in one step.
 
 use super::{
-    BuildArgs, DeviceChoice, EngineConfig, EngineError, HostTensor, LayerTime, LossConfig, NamedTensors,
-    Optimizer,
+    BuildArgs, DeviceChoice, DeviceConfig, EngineConfig, EngineError, HostTensor, LayerTime, LossConfig,
+    NamedTensors, Optimizer,
     plan::{Plan, Rates},
 };
 use crate::net::{self, Network, init};
 use lockstep_comm::SingleRank;
 use lockstep_data::loader::{DataSource, EpochPlan};
-use lockstep_protocol::spec::{LossScale, ModelSpec, Precision};
+use lockstep_protocol::spec::{ModelSpec, Precision};
 use serde::{Deserialize, Serialize};
 use std::{sync::Arc, time::Instant};
 
@@ -110,14 +110,7 @@ fn run(
             threads,
         },
         comm: Arc::new(SingleRank),
-        plan: Plan::data(1),
-        ordinal: device.ordinal,
-        precision,
-        loss_scale: LossScale::Named("dynamic".into()),
-        deterministic: false,
-        store: None,
-        watchdog: None,
-        generation: 0,
+        device: DeviceConfig::new(device.ordinal, precision, Plan::data(1)),
     })?;
     let steps = WARM_UP + TIMED + 1;
     let mut data = DataSource::synthetic(pictures * steps, image_size, 0);

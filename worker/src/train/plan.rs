@@ -5,7 +5,7 @@ use super::{TrainError, Training, memory::RequiredMemory};
 use crate::planning;
 use lockstep_data::loader::{DataSource, EpochPlan, Shape};
 use lockstep_engine::{
-    BuildArgs, DeviceChoice, Engine, EngineConfig, LossConfig, Needs, Optimizer,
+    BuildArgs, DeviceChoice, DeviceConfig, Engine, EngineConfig, LossConfig, Needs, Optimizer,
     net::{self, Network},
     plan as parallel,
 };
@@ -278,14 +278,14 @@ pub(super) fn build_engine(
         initial: &initial,
         config: plan.config.clone(),
         comm: training.group.clone(),
-        plan: parallel::Plan::of(&spec.parallel),
-        ordinal,
-        precision: plan.precision,
-        loss_scale: spec.train.loss_scale.clone(),
-        deterministic: spec.train.deterministic,
-        store: training.store.clone(),
-        watchdog: training.watchdog.clone(),
-        generation,
+        device: DeviceConfig {
+            loss_scale: spec.train.loss_scale.clone(),
+            deterministic: spec.train.deterministic,
+            store: training.store.clone(),
+            watchdog: training.watchdog.clone(),
+            generation,
+            ..DeviceConfig::new(ordinal, plan.precision, parallel::Plan::of(&spec.parallel))
+        },
     })?;
     let evaluation = Some(plan.evaluation_size).filter(|side| side != largest);
     if !others.is_empty() || evaluation.is_some() {

@@ -73,8 +73,9 @@ impl Backend for Cpu {
     }
 
     fn build(&self, args: BuildArgs<'_>) -> Result<Box<dyn Engine>, EngineError> {
-        let format = format_of(args.precision, Format::Bfloat16.is_fast()).map_err(EngineError::Device)?;
-        build(args.network, args.initial, args.config, args.comm, &args.plan, format)
+        let format =
+            format_of(args.device.precision, Format::Bfloat16.is_fast()).map_err(EngineError::Device)?;
+        build(args.network, args.initial, args.config, args.comm, &args.device.plan, format)
     }
 }
 

@@ -1,6 +1,6 @@
 //! NVIDIA's GPUs as a backend.
 
-use super::{GpuConfig, build, check_sample, dtype_of, jpeg, program, warm};
+use super::{build, check_sample, dtype_of, jpeg, program, warm};
 use crate::{
     Engine, EngineError,
     backend::{Backend, BuildArgs, DeviceMetrics, Devices, Needs, Selection, SharedMemory},
@@ -165,7 +165,7 @@ impl Backend for Cuda {
     }
 
     fn warm_up(&self, ordinal: i32, ranks: u32, precision: Option<Precision>) {
-        warm::begin(ordinal, ranks, precision.map(dtype_of));
+        warm::start_opening(ordinal, ranks, precision.map(dtype_of));
     }
 
     fn is_sound(&self) -> bool {
@@ -173,18 +173,8 @@ impl Backend for Cuda {
     }
 
     fn build(&self, args: BuildArgs<'_>) -> Result<Box<dyn Engine>, EngineError> {
-        let gpu = GpuConfig {
-            parallel_plan: args.plan,
-            ordinal: args.ordinal,
-            precision: args.precision,
-            loss_scale: args.loss_scale,
-            deterministic: args.deterministic,
-            store: args.store,
-            watchdog: args.watchdog,
-            generation: args.generation,
-        };
         HAS_ENGINE.store(true, Ordering::Relaxed);
-        Ok(Box::new(build(args.network, args.initial, args.config, args.comm, &gpu)?))
+        Ok(Box::new(build(args.network, args.initial, args.config, args.comm, &args.device)?))
     }
 
     fn decoder(&self, ordinal: i32, precision: Precision) -> Result<Arc<dyn DeviceDecoder>, String> {

@@ -31,7 +31,7 @@ pub(super) enum Region {
     /// Resampling tables along one axis of a picture.
     ScaleRows,
     ScaleColumns,
-    /// Control blocks of coming micro-batches, in host memory; number of the next one; the same number in host memory.
+    /// Control blocks of coming micro-batches, in host memory; the number of the next micro-batch; the same number in host memory.
     InputRing,
     InputCounter,
     InputsTaken,
@@ -40,8 +40,8 @@ pub(super) enum Region {
     /// Results of steps, in host memory; number of results so far.
     ResultRing,
     ResultCounter,
-    /// The current micro-batch's control blocks of all ranks of the model group. Where operators are split, that of all pictures of the group
-    /// follows.
+    /// The current micro-batch's control blocks of all ranks of the model group. If operators are split, a control block for all pictures of
+    /// the group follows.
     GroupControls,
     /// Float32, all parameters.
     Weights,
@@ -58,7 +58,7 @@ pub(super) enum Region {
     Accumulated,
     /// Running statistics of batch norms.
     RunningStatistics,
-    /// During a step: running statistics as of the newest finished step; by block, the number of that step.
+    /// During a step: the running statistics after the newest finished step; for each block of the copying kernel, the number of this step.
     KeptStatistics,
     KeptOf,
     /// Moving averages of the weights and of the running statistics.
@@ -70,27 +70,27 @@ pub(super) enum Region {
     ChannelSums,
     /// Sums that NCCL reduces over ranks.
     StatisticsSums,
-    /// Where ranks divide the optimizer's state, float64 sums of squares: of the gradients of each bucket, and of each parameter's norms.
+    /// If ranks divide the optimizer's state: float64 sums of squares, of the gradients of each bucket and for each parameter's norms.
     BucketSquares,
     SegmentSquares,
-    /// All ranks' exchange buffers; exchanges so far.
+    /// Addresses of all ranks' exchange buffers; number of exchanges so far, by value.
     PeerTable,
     PeerSequences,
-    /// Loss scale, and the state of the latest gradients and update (`Scaler` in `optimizer.cu`).
-    LossScale,
+    /// Loss scale, and the state of the latest gradients and update ([`super::state::Scaler`]).
+    Scaler,
     /// Loss and number of correct predictions.
     Totals,
     /// The GPU's clock at four points of the step.
     Stamps,
     /// Logits of an evaluation, for the host.
     EvaluatedLogits,
-    /// Each parameter's range; each parameter's learning rate.
+    /// Range of each parameter; learning rate of each parameter.
     Segments,
     Rates,
     /// For Muon: the matrix of each convolution; each parameter's learning rate and weight decay.
     Policies,
-    /// Whether a non-finite value was found; a checksum of the weights.
-    Found,
+    /// The result of a check: whether a value is not finite, or a checksum of weights.
+    CheckResult,
     /// The kernels' counters and partial sums.
     Scratch,
     /// cuDNN's workspace on the main stream, and on the side stream.
@@ -135,7 +135,7 @@ impl Operand {
 }
 
 /// `Scaler::updating`, a `u32` that the GPU sets while an update may be under way.
-pub(super) const UPDATING: Operand = Operand::new(Region::LossScale, 32, size_of::<u32>());
+pub(super) const UPDATING: Operand = Operand::new(Region::Scaler, 32, size_of::<u32>());
 
 /// One argument of a kernel: a number, or memory and how the kernel accesses it.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -261,16 +261,16 @@ pub(super) enum Content {
     ReluMask(usize),
     /// By batch norm or by tensor: one byte per value.
     Argmax(usize),
-    /// Memory of a split head or of cosines, except for the logits and their gradient.
-    OfHead,
+    /// Memory of a split head or of cosines. Logits and their gradient are an activation and a gradient.
+    Head,
     /// Whole pictures, or the gradient of this rank's rows from another rank's windows.
-    OfRows,
+    Rows,
     /// Channels of an activation, or of its gradient, that ranks exchange.
-    OfChannels,
+    Channels,
     /// Sums that stages exchange.
-    OfStages,
+    Stages,
     /// Matrices that Muon orthogonalises.
-    OfUpdate,
+    Update,
 }
 
 /// A part of the step, for readers of the list.
@@ -403,7 +403,7 @@ impl Command {
     }
 
     /// Whether this command is a collective or an exchange by NCCL, which waits for other ranks.
-    pub(super) fn meets_ranks(&self) -> bool {
+    pub(super) fn waits_for_ranks(&self) -> bool {
         matches!(self, Command::Collective { .. } | Command::Exchange { .. })
     }
 

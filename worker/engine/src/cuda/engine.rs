@@ -1,6 +1,6 @@
 //! Implementation of [`Engine`] for the CUDA engine.
 
-use super::{backend::skip_exit_handlers, steps::parts, *};
+use super::{backend::skip_exit_handlers, steps::split_batch, *};
 use crate::{Contribution, Distribution, Writers, distribution};
 
 impl Engine for CudaEngine {
@@ -36,7 +36,7 @@ impl Engine for CudaEngine {
         }
         if let Some(resident) = data.resident() {
             self.on_gpu = OnGpu::new(&self.device, &resident)?;
-            self.program.set_size(&self.device, resident.height, resident.width)?;
+            self.program.prepare_scaling(&self.device, resident.height, resident.width)?;
         }
         Ok(if self.on_gpu.is_some() { BatchFormat::AugmentParams } else { BatchFormat::Bytes })
     }
@@ -66,9 +66,9 @@ impl Engine for CudaEngine {
         let divisor =
             loss.class_weights.is_some().then(|| micro_batches.iter().map(|batch| loss.divisor(batch)).sum());
         self.under_way.push_back(UnderWay::OnGpu { divisor });
-        self.steps.0 += 1;
+        self.submitted_steps += 1;
         if let Some(watchdog) = &self.watchdog {
-            watchdog.submitted(self.steps.0);
+            watchdog.submitted(self.submitted_steps);
         }
         if self.under_way.len() > AHEAD { self.result() } else { Ok(None) }
     }
@@ -123,7 +123,7 @@ impl Engine for CudaEngine {
     fn eval_step(&mut self, batch: &Batch) -> Result<EvalResult, EngineError> {
         let mut result = EvalResult::default();
         self.evaluate(batch, |engine, pictures| {
-            let (loss, correct) = engine.program.evaluated()?;
+            let (loss, correct) = engine.program.read_evaluation()?;
             result.loss_sum += loss;
             result.correct += correct;
             result.samples += pictures as u64;
@@ -157,9 +157,9 @@ impl Engine for CudaEngine {
     fn average(&mut self, decay: f64) -> Result<(), EngineError> {
         self.device.bind()?;
         if !self.has_average() {
-            self.averaged_from = Some(self.begun);
+            self.first_average_step = Some(self.started_steps);
         }
-        Ok(self.program.average(&self.device, decay, self.begun)?)
+        Ok(self.program.average(&self.device, decay, self.started_steps)?)
     }
 
     fn has_average(&self) -> bool {
@@ -167,14 +167,14 @@ impl Engine for CudaEngine {
     }
 
     fn averaged(&self) -> Result<Option<NamedTensors>, EngineError> {
-        self.read(State::averaged)
+        self.read(State::read_average)
     }
 
     fn set_averaged(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
         check::check(self.program.network(), values)?;
         self.device.wait_idle()?;
-        self.averaged_from = None;
-        self.program.state.set_averaged(&self.device, values)
+        self.first_average_step = None;
+        self.program.state.write_average(&self.device, values)
     }
 
     fn optimizer_state(&self) -> Result<OptimizerState, EngineError> {
@@ -233,12 +233,12 @@ impl Engine for CudaEngine {
     }
 
     fn exchange(&self) -> String {
-        let saving = self.program.state.saving();
-        let begins = self.plan.later_stages(&self.network);
+        let stages = self.plan.later_stages(&self.network);
+        let saving = self.program.state.memory_saving_text();
         self.program
             .reducer
             .as_ref()
-            .map(|reducer| reducer.exchange() + &begins + &saving)
+            .map(|reducer| reducer.describe_exchange() + &stages + &saving)
             .unwrap_or_default()
     }
 
@@ -292,7 +292,7 @@ impl Engine for CudaEngine {
 /// The logits of this rank's first `pictures` pictures, gathered from the ranks of its model group, which each have some classes.
 fn split_logits(program: &mut Program, groups: &Groups, pictures: usize) -> Result<Vec<f32>, EngineError> {
     let Some(head) = program.head().cloned() else { return Ok(Vec::new()) };
-    let (own, width, most) = (program.own_logits(&head)?, head.own().len(), head.most());
+    let (own, width, most) = (program.own_logits(&head)?, head.own_classes().len(), head.max_classes());
     // All ranks contribute rows of equal length.
     let padded = |row: &[f32]| [row, &vec![0.0; most - width]].concat();
     let given: Vec<f32> = own.chunks_exact(width).flat_map(padded).collect();
@@ -317,7 +317,7 @@ impl CudaEngine {
         mut read: impl FnMut(&mut Self, usize) -> Result<(), EngineError>,
     ) -> Result<(), EngineError> {
         self.device.bind()?;
-        for part in parts(batch, self.config.batch_size, &self.network) {
+        for part in split_batch(batch, self.config.batch_size, &self.network) {
             let pictures = part.labels.len();
             let control = Control { valid: pictures as u32, ..Control::default() };
             self.run(Phase::Evaluate, control, &part)?;

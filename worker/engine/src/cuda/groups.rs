@@ -23,11 +23,11 @@ impl Groups {
             return Ok(None);
         }
         let rank = all.rank() as usize;
-        let of = |color: usize| all.split(color as u32);
+        let split = |color: usize| all.split(color as u32);
         let same_part = mesh.stage_rank(rank) * mesh.model + mesh.model_rank(rank);
         let [model, height, data, stage] =
             [mesh.model_group(rank), mesh.height_group(rank), same_part, rank % mesh.ranks_of_stage()]
-                .map(of);
+                .map(split);
         Ok(Some(Self { model: model?, height: height?, data: data?, stage: stage? }))
     }
 }

@@ -15,7 +15,7 @@ use super::{
     CudaEngine, UnderWay,
     device::{Buffer, OwnedStream, Pinned},
     error::CudaError,
-    state::Scaling,
+    state::Scaler,
 };
 use crate::{EngineError, StepResult};
 use bytemuck::{AnyBitPattern, Zeroable};
@@ -40,7 +40,10 @@ pub(super) struct RecoveryStream {
 impl RecoveryStream {
     /// A stream that reads at most `bytes` at a time.
     pub(super) fn new(bytes: usize) -> Result<Self, CudaError> {
-        Ok(Self { stream: OwnedStream::new(true)?, words: Pinned::new(bytes.max(size_of::<Scaling>()))? })
+        Ok(Self {
+            stream: OwnedStream::with_highest_priority()?,
+            words: Pinned::new(bytes.max(size_of::<Scaler>()))?,
+        })
     }
 
     /// The first values of a buffer.
@@ -80,8 +83,8 @@ impl CudaEngine {
         wait(until, "an update", || Ok(!self.is_updating(until)?))?;
         let finished = self.finished(until)?;
         self.recover_statistics(finished, until)?;
-        if self.averaged_from.is_some_and(|step| is_after(step, finished)) {
-            self.program.state.forget_average();
+        if self.first_average_step.is_some_and(|step| is_after(step, finished)) {
+            self.program.state.leak_average();
         }
         let mut results = take(&mut self.unreturned);
         while let Some(step) = self.under_way.front() {
@@ -105,8 +108,8 @@ impl CudaEngine {
 
     /// Whether an update may be under way. With frozen updates, once this is false it stays false.
     pub(super) fn is_updating(&mut self, until: Instant) -> Result<bool, CudaError> {
-        let scaling: Vec<Scaling> = self.recovery_stream.read(&self.program.state.scaling, 1, until)?;
-        Ok(scaling.iter().any(|scaling| scaling.updating != 0))
+        let scaler: Vec<Scaler> = self.recovery_stream.read(&self.program.state.scaler, 1, until)?;
+        Ok(scaler.iter().any(|scaler| scaler.updating != 0))
     }
 
     /// Number of steps that the GPU has finished, modulo 2^32.
@@ -116,7 +119,7 @@ impl CudaEngine {
 
     /// Waits until the state has the running statistics of step `finished`.
     fn recover_statistics(&mut self, finished: u32, until: Instant) -> Result<(), CudaError> {
-        if self.begun == finished {
+        if self.started_steps == finished {
             let main = self.program.main.0;
             return wait(until, "the started steps", || main.is_idle());
         }

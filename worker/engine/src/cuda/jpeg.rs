@@ -80,7 +80,7 @@ impl JpegDecoder {
         let engines = hardware.engines();
         let engines = engines.map(|(engines, _)| format!(", {engines} engines")).unwrap_or_default();
         // No programmatic dependent launch: no kernel may overlap with work that nvJPEG launches on the stream.
-        let kernels = Kernels::load(&device, dtype).map_err(|e| e.to_string())?.one_by_one();
+        let kernels = Kernels::load(&device, dtype).map_err(|e| e.to_string())?.without_early_launch();
         let sessions = Sessions::new(sessions);
         let name = format!("nvJPEG {version}{engines}");
         Ok(Self { name, sessions, submission: Mutex::new(()), kernels, device })
@@ -161,11 +161,14 @@ impl DeviceDecoder for JpegDecoder {
         if pictures.is_empty() {
             return Ok(());
         }
-        let taken = session.decode(self, &pictures, size)?;
+        let supported = session.decode(self, &pictures, size)?;
         let bytes = size.0 as usize * size.1 as usize * 3;
         let all = session.cropper.pixels(pictures.len() * bytes);
-        let made: Vec<Option<&[u8]>> =
-            all.chunks_exact(bytes).zip(&taken).map(|(pixels, taken)| taken.then_some(pixels)).collect();
+        let made: Vec<Option<&[u8]>> = all
+            .chunks_exact(bytes)
+            .zip(&supported)
+            .map(|(pixels, supported)| supported.then_some(pixels))
+            .collect();
         then(&made);
         Ok(())
     }
@@ -213,27 +216,28 @@ impl Session {
         pictures: &[Encoded<'_>],
         size: (u32, u32),
     ) -> Result<Vec<bool>, String> {
-        let taken: Vec<bool> = pictures.iter().map(|picture| self.state.takes(picture.bytes)).collect();
-        let outcome = self.make(decoder, pictures, &taken, size);
+        let supported: Vec<bool> = pictures.iter().map(|picture| self.state.takes(picture.bytes)).collect();
+        let outcome = self.decode_supported(decoder, pictures, &supported, size);
         if outcome.is_err() {
             // Work may still be under way, also on nvJPEG's streams, and callers free the files.
             let _ = decoder.device.synchronize();
             self.decoded = None;
         }
-        outcome.map(|()| taken)
+        outcome.map(|()| supported)
     }
 
-    fn make(
+    /// Decodes the pictures whose entry in `supported` is true, in groups that fit in memory.
+    fn decode_supported(
         &mut self,
         decoder: &JpegDecoder,
         pictures: &[Encoded<'_>],
-        taken: &[bool],
+        supported: &[bool],
         size: (u32, u32),
     ) -> Result<(), String> {
         let JpegDecoder { submission, kernels, device, .. } = decoder;
         let said = |error: CudaError| error.to_string();
         let numbered: Vec<(usize, &Encoded<'_>)> =
-            pictures.iter().enumerate().filter(|(number, _)| taken[*number]).collect();
+            pictures.iter().enumerate().filter(|(number, _)| supported[*number]).collect();
         let sizes: Vec<usize> = numbered.iter().map(|(_, picture)| planes_bytes(picture.stored)).collect();
         let stream = self.cropper.stream.0;
         self.cropper.begin(device, pictures.len(), size).map_err(said)?;
@@ -286,11 +290,10 @@ fn page_locked<'a>(memory: &'a mut Option<Pinned>, files: &[&[u8]]) -> Result<Ve
         at += file.len();
     }
     let mut rest = memory.bytes(bytes);
-    let mut copies = Vec::with_capacity(files.len());
-    for file in files {
+    let next = |file: &&[u8]| {
         let (copy, others) = rest.split_at(file.len());
-        copies.push(copy);
         rest = others;
-    }
-    Ok(copies)
+        copy
+    };
+    Ok(files.iter().map(next).collect())
 }

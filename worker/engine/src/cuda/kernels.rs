@@ -68,11 +68,11 @@ pub(super) const SOURCE: &str = concat!(
 pub(super) struct Kernels {
     module: sys::CUmodule,
     /// By name: the function, and its maximum dynamic shared memory per block.
-    functions: std::sync::Mutex<HashMap<&'static str, (sys::CUfunction, u32)>>,
+    functions: Mutex<HashMap<&'static str, (sys::CUfunction, u32)>>,
     /// Maximum shared memory per block.
     shared_bytes: u32,
     /// Whether kernels use programmatic dependent launch.
-    early: bool,
+    uses_early_launch: bool,
     pub(super) profile: Profile,
 }
 
@@ -89,33 +89,21 @@ impl Kernels {
     pub(super) fn load(device: &Device, dtype: DType) -> Result<Self, CudaError> {
         let options = options(device.capability, dtype);
         let name = cache_name(device.capability, dtype, &options);
-        let module = match cached(&name) {
-            Some(module) => module,
-            None => {
-                let _one_at_a_time = cache::lock(&name, OTHERS_COMPILE_WITHIN);
-                match cached(&name) {
-                    Some(module) => module,
-                    None => {
-                        let image = compile(&options)?;
-                        cache::write(&name, &image);
-                        load_module(&image)?
-                    }
-                }
-            }
-        };
-        let early = device.capability >= 90 && std::env::var_os("LOCKSTEP_CUDA_PLAIN_LAUNCH").is_none();
+        let module = cached(&name).map_or_else(|| load_or_compile(&name, &options), Ok)?;
+        let uses_early_launch =
+            device.capability >= 90 && std::env::var_os("LOCKSTEP_CUDA_PLAIN_LAUNCH").is_none();
         Ok(Self {
             module,
             functions: Default::default(),
             shared_bytes: device.shared_bytes,
-            early,
+            uses_early_launch,
             profile: Profile::default(),
         })
     }
 
     /// The same kernels without programmatic dependent launch: each starts after all earlier work has completed.
-    pub(super) fn one_by_one(mut self) -> Self {
-        self.early = false;
+    pub(super) fn without_early_launch(mut self) -> Self {
+        self.uses_early_launch = false;
         self
     }
 
@@ -148,7 +136,7 @@ impl Kernels {
         attributes[0].value.programmaticStreamSerializationAllowed = 1;
         attributes[1].value.clusterDim =
             sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: geometry.cluster, y: 1, z: 1 };
-        let first = usize::from(!self.early);
+        let first = usize::from(!self.uses_early_launch);
         let attributes = &mut attributes[first..1 + usize::from(geometry.cluster > 1)];
         let config = sys::CUlaunchConfig {
             gridDimX: grid_x,
@@ -175,12 +163,12 @@ impl Kernels {
                     retriable: super::error::may_pass(error.0),
                 })
         };
-        self.profile.around(stream, || name.into(), start)
+        self.profile.time(stream, || name.into(), start)
     }
 
     /// A kernel, and its maximum dynamic shared memory per block in bytes.
     fn function(&self, name: &'static str) -> Result<(sys::CUfunction, u32), CudaError> {
-        let mut functions = self.functions.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(function) = functions.get(name) {
             return Ok(*function);
         }
@@ -236,7 +224,7 @@ fn options(capability: u32, dtype: DType) -> Vec<String> {
         "-default-device".into(),
         "--extra-device-vectorization".into(),
     ];
-    options.extend(constants::of(dtype).map(|(name, value)| format!("-D{name}={value}")));
+    options.extend(constants::for_dtype(dtype).map(|(name, value)| format!("-D{name}={value}")));
     options
 }
 
@@ -296,6 +284,17 @@ fn cached(name: &str) -> Option<sys::CUmodule> {
     let installed =
         cache::read_installed(name).and_then(|image| load_module(&image).inspect_err(unusable).ok());
     installed.or_else(|| load_module(&cache::read(name)?).inspect_err(|e| cache::remove(name, e)).ok())
+}
+
+/// Loads the module that another rank of this machine compiles, or compiles it.
+fn load_or_compile(name: &str, options: &[String]) -> Result<sys::CUmodule, CudaError> {
+    let _one_at_a_time = cache::lock(name, OTHERS_COMPILE_WITHIN);
+    if let Some(module) = cached(name) {
+        return Ok(module);
+    }
+    let image = compile(options)?;
+    cache::write(name, &image);
+    load_module(&image)
 }
 
 /// Loads machine code. `image` must be undamaged: the driver crashes on truncated or damaged machine code.

@@ -260,13 +260,13 @@ impl Layout {
     }
 
     /// The ranges that are reduced together: the buckets of matrices, then all vectors.
-    pub(super) fn reduced(&self) -> impl Iterator<Item = Range<usize>> {
+    pub(super) fn reduced_ranges(&self) -> impl Iterator<Item = Range<usize>> {
         self.buckets.iter().cloned().chain(std::iter::once(self.matrices..self.trained))
     }
 
     /// The range of the flat buffers that belongs to a rank with `share`, for each range that is reduced together.
-    pub(super) fn own(&self, share: Share) -> impl Iterator<Item = Range<usize>> {
-        self.reduced().map(move |range| {
+    pub(super) fn own_ranges(&self, share: Share) -> impl Iterator<Item = Range<usize>> {
+        self.reduced_ranges().map(move |range| {
             let own = share.of(range.len());
             range.start + own.start..range.start + own.end
         })
@@ -275,7 +275,7 @@ impl Layout {
     /// For each parameter with a gradient: the range that belongs to a rank with `share`, relative to the rank's part of the
     /// reduced range.
     pub(super) fn own_segments(&self, share: Share) -> Vec<Range<usize>> {
-        let own: Vec<_> = self.reduced().zip(self.own(share)).collect();
+        let own: Vec<_> = self.reduced_ranges().zip(self.own_ranges(share)).collect();
         let of_parameter = |parameter: &ParameterPlace| {
             let own = own.iter().find(|(range, _)| range.contains(&parameter.range.start));
             let own = own.map_or(0..0, |(_, own)| own.clone());
@@ -306,6 +306,21 @@ impl Layout {
     /// The place of a parameter, which must exist.
     pub(super) fn parameter(&self, name: &str, suffix: &str) -> &ParameterPlace {
         &self.parameters[self.by_name[&format!("{name}.{suffix}")]]
+    }
+
+    /// A batch norm's parameter or a bias, float32.
+    pub(super) fn vector(&self, name: &str, suffix: &str) -> Operand {
+        let range = self.parameter(name, suffix).padded();
+        Operand::new(Region::Weights, 4 * range.start, 4 * range.len())
+    }
+
+    /// The gradient of a vector; absent if the vector is frozen.
+    pub(super) fn vector_gradient(&self, name: &str, suffix: &str) -> Operand {
+        let range = self.parameter(name, suffix).padded();
+        if range.start >= self.trained {
+            return Operand::NONE;
+        }
+        Operand::new(Region::VectorGradients, 4 * (range.start - self.matrices), 4 * range.len())
     }
 
     /// Converts a flat buffer to torchvision's layout. `optimizer_slot`: the buffer contains this state of the optimizer

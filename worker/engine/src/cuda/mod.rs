@@ -8,7 +8,6 @@ mod arena;
 mod backend;
 mod cache;
 mod command;
-mod config;
 mod convolution;
 mod cudnn;
 mod device;
@@ -23,8 +22,6 @@ mod layout;
 mod ops;
 mod pictures;
 mod planes;
-#[cfg(test)]
-mod plans;
 mod profile;
 mod program;
 mod reduce;
@@ -38,14 +35,13 @@ mod tests;
 mod tuner;
 mod warm;
 
-use config::GpuConfig;
 use dtype::DType;
 use error::CudaError;
 use groups::Groups;
 
 use super::{
-    Engine, EngineConfig, EngineError, EvalResult, LayerTime, LossScaling, NamedTensors, OptimizerState,
-    StepResult, check, finite, plan,
+    DeviceConfig, Engine, EngineConfig, EngineError, EvalResult, LayerTime, LossScaling, NamedTensors,
+    OptimizerState, StepResult, check, finite, plan,
     prologue::{Prologue, StepPart},
     thread_pool, unknown_size,
 };
@@ -60,11 +56,11 @@ use lockstep_host::{
     gpu::libraries::{self, Library},
     tensors::TensorSource,
 };
-use lockstep_protocol::spec::{LossScale, Precision};
+use lockstep_protocol::spec::Precision;
 use pictures::{OnGpu, Staging};
 use profile::TimedCall;
 use program::{Input, MicroBatch, Phase, Program, StagePass};
-use rings::{Control, Inputs, Record, Results};
+use rings::Control;
 use state::State;
 use std::{
     collections::{HashMap, VecDeque},
@@ -74,9 +70,6 @@ use std::{
 
 /// Maximum number of steps by which the host may be ahead of the GPU.
 const AHEAD: usize = 2;
-
-/// Initial loss scale of fp16, as in PyTorch's `GradScaler`.
-const INITIAL_LOSS_SCALE: f32 = 65_536.0;
 
 /// Checks the plan of steps that sample classes.
 ///
@@ -91,26 +84,21 @@ fn check_sample(ranks: u32, model: u32, accumulate: u32) -> Result<(), String> {
         .into())
 }
 
-/// Builds the engine on the GPU given by `gpu`.
+/// Builds the engine.
 fn build(
     network: Arc<Network>,
     initial: &dyn TensorSource,
     config: EngineConfig,
     comm: Arc<dyn ProcessGroup>,
-    gpu: &GpuConfig,
+    gpu: &DeviceConfig,
 ) -> Result<CudaEngine, EngineError> {
     let dtype = dtype_of(gpu.precision);
-    let loss_scale = match (&gpu.loss_scale, dtype) {
-        (_, DType::F32 | DType::Bf16) => None,
-        (LossScale::Static(scale), DType::F16) => Some((*scale, false)),
-        (LossScale::Named(_), DType::F16) => Some((INITIAL_LOSS_SCALE, true)),
-    };
     let mut needed = vec![Library::Driver, Library::Cudnn];
     if comm.size() > 1 {
         needed.push(Library::Nccl);
     }
     libraries::ready(&needed).map_err(CudaError::Missing)?;
-    let mut plan = gpu.parallel_plan.clone();
+    let mut plan = gpu.plan.clone();
     if plan.cuts.is_empty() {
         // Networks for other image sizes have the same cuts. `part_of` reports errors in the plan.
         plan.cuts = plan::cuts(&network, plan.mesh.stage).unwrap_or_default();
@@ -124,26 +112,16 @@ fn build(
     config.loss.check_part(&part).map_err(EngineError::Parameters)?;
     let initial = PartOf::new(initial, &network, &part)?;
     // The ranks over which gradients and statistics are reduced.
-    let of_stage = match &groups {
+    let stage_ranks = match &groups {
         Some(groups) if plan.mesh.stage > 1 => groups.data.clone(),
         _ => comm.clone(),
     };
     let warm::Opened { device, kernels, cudnn, free_before, .. } = warm::open(gpu.ordinal, dtype)?;
-    fits(&part, config.batch_size, dtype, device.memory())?;
+    check_memory(&part, config.batch_size, dtype, device.memory())?;
     // The watchdog counts this process's steps, whichever engine does them.
-    let counted = gpu.watchdog.as_ref().map_or(0, |watchdog| watchdog.steps_done());
-    let program = Program::new(
-        &device,
-        part,
-        &config,
-        dtype,
-        loss_scale,
-        of_stage,
-        groups.as_ref(),
-        gpu,
-        kernels,
-        cudnn,
-    )?;
+    let steps_done = gpu.watchdog.as_ref().map_or(0, |watchdog| watchdog.steps_done());
+    let program =
+        Program::new(&device, part, &config, dtype, stage_ranks, groups.as_ref(), gpu, kernels, cudnn)?;
     let mut engine = CudaEngine {
         recovery_stream: RecoveryStream::new(program.state.kept_of.bytes)?,
         program,
@@ -153,14 +131,15 @@ fn build(
         under_way: VecDeque::new(),
         unreturned: Vec::new(),
         has_old_weights: false,
-        begun: 0,
-        averaged_from: None,
+        started_steps: 0,
+        first_average_step: None,
         last_end: None,
         free_before,
         failed: false,
         watchdog: gpu.watchdog.clone(),
         profiled: None,
-        steps: (counted, counted),
+        submitted_steps: steps_done,
+        done_steps: steps_done,
         config,
         network,
         plan,
@@ -176,7 +155,12 @@ fn build(
 /// Checks, before plans are timed with tensors of that size, that the GPU's memory is large enough for the activations
 /// of batch norm's backward pass. Only half of them count, because fused passes do not need all of them. The exact
 /// requirement is known and checked after plans have been chosen.
-fn fits(network: &Network, batch: usize, dtype: DType, (free, total): (u64, u64)) -> Result<(), CudaError> {
+fn check_memory(
+    network: &Network,
+    batch: usize,
+    dtype: DType,
+    (free, total): (u64, u64),
+) -> Result<(), CudaError> {
     let bytes = if dtype == DType::F32 { 4 } else { 2 };
     let needed = network.convolution_values().saturating_mul(batch as u64).saturating_mul(bytes) / 2;
     if total == 0 || needed <= total {
@@ -234,9 +218,9 @@ struct CudaEngine {
     /// Whether this GPU's copies of float32 weights that other ranks update are of an earlier step.
     has_old_weights: bool,
     /// Number of steps started on the GPU, modulo 2^32 like the GPU's count of finished steps.
-    begun: u32,
+    started_steps: u32,
     /// The step that creates the weights' average, unless an average was given.
-    averaged_from: Option<u32>,
+    first_average_step: Option<u32>,
     recovery_stream: RecoveryStream,
     /// End of the newest finished step, on the GPU's clock, while steps directly follow each other.
     last_end: Option<u64>,
@@ -247,8 +231,9 @@ struct CudaEngine {
     watchdog: Option<Arc<Watchdog>>,
     /// The timed calls, while profiling is on.
     profiled: Option<Vec<TimedCall>>,
-    /// Numbers of started and of finished steps, for the watchdog.
-    steps: (u64, u64),
+    /// Numbers of this process's submitted and completed steps, for the watchdog.
+    submitted_steps: u64,
+    done_steps: u64,
     config: EngineConfig,
     /// The whole network (not this rank's part) for the current image size.
     network: Arc<Network>,

@@ -5,8 +5,8 @@
 //! that change are in the [control block](self#control).
 //!
 //! # Control
-//! `Control` in `numbers.cu`, in device memory. The first `valid` pictures are real. The others are padding,
-//! which statistics, losses and gradients ignore (its gradients are zeros). `stat_pictures` is the number of
+//! `Control` in `numbers.cu`, in device memory. The first `valid` pictures are real. The other pictures are padding, which
+//! statistics and losses ignore, and whose gradients are zeros. `stat_pictures` is the number of
 //! pictures in batch norm's statistics, on all ranks if these are synchronised; `grad_scale` is 1 / (pictures of
 //! the whole step).
 //!
@@ -62,7 +62,7 @@ const NORM_COUNTER: usize = 1023;
 /// The control block of the current micro-batch.
 pub(super) const CONTROL: Operand = Operand::whole(Region::Control);
 /// `Scaler` of `optimizer.cu`.
-const SCALER: Operand = Operand::whole(Region::LossScale);
+const SCALER: Operand = Operand::whole(Region::Scaler);
 /// Loss and number of correct predictions.
 const TOTALS: Operand = Operand::whole(Region::Totals);
 
@@ -116,7 +116,7 @@ impl Ops {
     }
 
     /// Partial results of blocks, for the last block to finish.
-    fn partials(&self) -> Operand {
+    pub(super) fn partials(&self) -> Operand {
         Operand::new(Region::Scratch, COUNTERS * 4, usize::MAX - COUNTERS * 4)
     }
 

@@ -72,14 +72,14 @@ impl Staging {
     pub(super) fn new(device: &Device, format: BatchFormat, values: usize) -> Result<Self, CudaError> {
         let size = if format == BatchFormat::Bytes { 1 } else { 4 };
         let bytes = (values * size).next_multiple_of(256);
-        let events = || (0..AHEAD).map(|_| Event::new(false)).collect::<Result<Vec<_>, _>>();
+        let events = || (0..AHEAD).map(|_| Event::new()).collect::<Result<Vec<_>, _>>();
         Ok(Self {
             format,
             bytes,
             host: Pinned::new(AHEAD * bytes)?,
             gpu: device.alloc(AHEAD * bytes)?,
             input: device.zeros(bytes)?,
-            stream: OwnedStream::new(false)?,
+            stream: OwnedStream::new()?,
             copied: events()?,
             taken: events()?,
             sent: 0,

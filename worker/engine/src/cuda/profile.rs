@@ -28,18 +28,18 @@ pub(super) struct Profile(Mutex<Option<TimedCalls>>);
 
 impl Profile {
     /// Runs `call`, which launches work on `stream`, and times that work if profiling is on.
-    pub(super) fn around<T, E: From<CudaError>>(
+    pub(super) fn time<T, E: From<CudaError>>(
         &self,
         stream: Stream,
         name: impl FnOnce() -> String,
         call: impl FnOnce() -> Result<T, E>,
     ) -> Result<T, E> {
-        let mut asked = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(TimedCalls { part, calls }) = asked.as_mut() else {
-            drop(asked);
+        let mut timed_calls = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(TimedCalls { part, calls }) = timed_calls.as_mut() else {
+            drop(timed_calls);
             return call();
         };
-        let (begin, end) = (Event::new(true)?, Event::new(true)?);
+        let (begin, end) = (Event::timed()?, Event::timed()?);
         begin.record(stream)?;
         let result = call()?;
         end.record(stream)?;
@@ -48,22 +48,22 @@ impl Profile {
     }
 
     /// Assigns the following calls to `part`.
-    pub(super) fn part(&self, part: Part) {
-        if let Some(asked) = self.0.lock().unwrap_or_else(PoisonError::into_inner).as_mut() {
-            asked.part = part;
+    pub(super) fn begin_part(&self, part: Part) {
+        if let Some(timed_calls) = self.0.lock().unwrap_or_else(PoisonError::into_inner).as_mut() {
+            timed_calls.part = part;
         }
     }
 
     /// Starts profiling.
     pub(super) fn begin(&self) {
-        let asked = TimedCalls { part: Part::Begin, calls: Vec::new() };
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(asked);
+        let timed_calls = TimedCalls { part: Part::Begin, calls: Vec::new() };
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(timed_calls);
     }
 
     /// Stops profiling and returns the calls since [`Profile::begin`].
     pub(super) fn end(&self) -> Result<Vec<TimedCall>, CudaError> {
-        let asked = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let calls = asked.map(|asked| asked.calls).unwrap_or_default();
+        let timed_calls = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let calls = timed_calls.map(|timed_calls| timed_calls.calls).unwrap_or_default();
         let timed = |(part, name, begin, end): (Part, String, Event, Event)| {
             Ok(TimedCall { part, name, millis: f64::from(begin.millis_to(&end)?) })
         };

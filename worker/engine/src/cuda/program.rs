@@ -5,7 +5,6 @@
 //! emission of a list uses the same memory, so a list can be launched directly or captured and replayed.
 
 use super::{
-    GpuConfig,
     arena::{Allocation, Arena},
     command::{Collective, Command, Content, Kernel, Operand, Part, Region, StreamId, UPDATING, verify},
     convolution::{Convolution, Direction, Tensors},
@@ -15,17 +14,17 @@ use super::{
     groups::Groups,
     kernels::Kernels,
     layout::Layout,
-    ops::{self, CONTROL, NormSite, Ops, ScaleTable},
+    ops::{self, CONTROL, GatherMode, NormSite, Ops, ScaleTable},
     profile::TimedCall,
     reduce::Reducer,
     rings::{self, Inputs, Results},
     running::Running,
     state::State,
-    statistics::Statistics,
+    statistics::{NormPass, Statistics},
     tuner::Tuner,
 };
 use crate::{
-    EngineConfig, EngineError, LayerTime,
+    DeviceConfig, EngineConfig, EngineError, LayerTime,
     fuse::{Conv, ConvBackward, ConvForward, DeferredNorm, FusedOp, Norm, NormForward, StatisticsIn},
     layers::layer_times,
     net::{Network, TensorId},
@@ -50,11 +49,11 @@ pub(super) use step_plan::{SplitHead, StepPlan, capabilities, check, split_opera
 /// Position of a micro-batch in its step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct MicroBatch {
-    /// The first micro-batch: its gradients overwrite those of the previous step.
+    /// Whether this is the first micro-batch, whose gradients overwrite the previous step's.
     pub(super) first: bool,
-    /// The last micro-batch: the update follows.
+    /// Whether this is the last micro-batch, after which the update follows.
     pub(super) last: bool,
-    /// No picture is padding, which statistics would have to ignore.
+    /// Whether no picture is padding, which statistics would have to ignore.
     pub(super) whole: bool,
     /// `None`: both passes, one after the other.
     pub(super) pass: Option<StagePass>,
@@ -67,7 +66,7 @@ pub(super) struct StagePass {
     /// Number of this micro-batch's part of the memory ([`Program::micro_batches_in_flight`]). Micro-batches that are between their passes
     /// at the same time have different parts.
     pub(super) memory_part: usize,
-    /// The gradient that the pass before has computed is still to be sent to the preceding stage.
+    /// Whether the gradient that the previous pass has computed must still be sent to the preceding stage.
     pub(super) sends_gradient: bool,
 }
 
@@ -97,16 +96,7 @@ impl Phase {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Input {
     /// The whole dataset as bytes, on the GPU.
-    Dataset {
-        pictures: Ptr,
-        height: usize,
-        width: usize,
-        crop_padding: usize,
-        reflects: bool,
-        training: bool,
-        /// The GPU mixes pictures (mixup, cutmix) as the control block says.
-        mixes: bool,
-    },
+    Dataset { pictures: Ptr, height: usize, width: usize, mode: GatherMode },
     /// The batch, cropped and scaled.
     Staged { at: Ptr, format: BatchFormat },
 }
@@ -133,16 +123,12 @@ pub(super) struct Program {
     sizes: Vec<Arc<Network>>,
     norms: Vec<NormSite>,
     config: EngineConfig,
-    dtype: DType,
     /// Whether loss scaling is dynamic; `None` without loss scaling.
     pub(super) dynamic_scale: Option<bool>,
-    deterministic: bool,
     pub(super) ops: Ops,
     kernels: Kernels,
     /// Memory that only kernels use.
     buffers: HashMap<Region, Buffer>,
-    /// This rank among the ranks that divide the optimizer's state.
-    share: Option<Share>,
     tuner: Tuner,
     pub(super) state: State,
     pub(super) inputs: Inputs,
@@ -150,8 +136,8 @@ pub(super) struct Program {
     pub(super) reducer: Option<Reducer>,
     /// Number of ranks that have the same part of the network.
     data_ranks: usize,
-    /// Number of micro-batches that may be between their passes at the same time: more than 1 in stages before the last one. Each has its own
-    /// part of the arena, of the control blocks and of batch norms' values.
+    /// Number of micro-batches that may be between their passes at the same time: more than 1 in stages before the last one. Each of them
+    /// has a part of the arena, of the control blocks and of batch norms' values.
     pub(super) micro_batches_in_flight: usize,
     /// Gradients of the matrices in the activations' format, without the first `unstored` values: the gradients of a split head that are
     /// computed twice, or for a sample of classes (then they are in the arena).
@@ -166,10 +152,10 @@ pub(super) struct Program {
     normalisation: Buffer,
     /// Float32 weights of the classes in the loss, if they have some.
     class_weights: Option<Buffer>,
-    /// By image size of the network: resampling tables to this size.
+    /// By image size of the network: resampling tables to this size, for rows and for columns.
     scalings: HashMap<usize, [Scaled; 2]>,
     /// `u32`: whether a check has found a non-finite value; `u64`: a checksum.
-    found: Buffer,
+    check_result: Buffer,
     /// Loss and number of correct predictions of the step.
     totals: Buffer,
     arena: Buffer,
@@ -206,7 +192,7 @@ impl Program {
     }
 
     pub(super) fn dtype(&self) -> DType {
-        self.dtype
+        self.plan.dtype
     }
 
     /// Sets the normalisation table. `mean` and `std` of each channel refer to bytes scaled to 0..1.
@@ -221,7 +207,12 @@ impl Program {
     }
 
     /// Prepares for pictures of `height` x `width` pixels on the GPU.
-    pub(super) fn set_size(&mut self, device: &Device, height: usize, width: usize) -> Result<(), CudaError> {
+    pub(super) fn prepare_scaling(
+        &mut self,
+        device: &Device,
+        height: usize,
+        width: usize,
+    ) -> Result<(), CudaError> {
         self.scalings.clear();
         for side in self.sizes.iter().map(|network| network.image_size) {
             if (height, width) == (side, side) {
@@ -249,13 +240,13 @@ impl Program {
             has_class_weights: self.class_weights.is_some(),
             accumulates: self.accumulated.is_some(),
             dynamic_scale: self.dynamic_scale.unwrap_or(false),
-            ranks: self
+            statistics: self
                 .reducer
                 .as_ref()
                 .filter(|reducer| reducer.reduces())
                 .map(|reducer| &reducer.statistics),
             data_ranks: self.data_ranks,
-            share: self.share,
+            share: self.state.share,
             takes_sums: &|convolution| self.tuner.has(convolution),
             scaling: scaling.map(|[rows, columns]| [&rows.table, &columns.table]),
         })
@@ -279,7 +270,7 @@ impl Program {
         })?;
         verify::verify(&emitted.commands, phase.carries_over()).map_err(CudaError::Commands)?;
         let Some(pass) = phase.pass() else { return Ok(emitted.commands) };
-        Ok(emitted.of_pass(pass, |region| match region {
+        Ok(emitted.into_pass(pass, |region| match region {
             Region::Arena => self.arena.bytes / self.micro_batches_in_flight,
             Region::Control => self.inputs.control.bytes / self.micro_batches_in_flight,
             Region::NormValues => self.norm_values.bytes / self.micro_batches_in_flight,
@@ -313,12 +304,12 @@ impl Program {
             Some(sums) => sums.read(0, &mut flat[..matrices])?,
             None => {
                 let stored = &mut flat[self.unstored..matrices];
-                read_as_float(&self.matrix_gradients, 0, self.dtype, stored)?;
+                read_as_float(&self.matrix_gradients, 0, self.plan.dtype, stored)?;
             }
         }
         self.vector_gradients.read(0, &mut flat[matrices..trained])?;
         // The gradients are multiplied by the loss scale.
-        let inverse = self.state.read_scaling()?.inverse;
+        let inverse = self.state.read_scaler()?.inverse;
         if inverse != 1.0 {
             flat.iter_mut().for_each(|value| *value *= inverse);
         }
@@ -332,7 +323,7 @@ impl Program {
 
     /// Where ranks divide the optimizer's state, collective: starts to give each rank the float32 weights of the others.
     pub(super) fn gather_weights(&self) -> Result<(), EngineError> {
-        let Some(share) = self.share else { return Ok(()) };
+        let Some(share) = self.state.share else { return Ok(()) };
         let gather = |range: &Range<usize>| {
             let at = Operand::new(Region::Weights, 4 * range.start, 4 * range.len());
             Command::in_parts(StreamId::Main, Collective::AllGather, share, at, DType::F32)
@@ -347,7 +338,7 @@ impl Program {
     }
 
     /// Loss and number of correct predictions of the latest evaluated micro-batch.
-    pub(super) fn evaluated(&mut self) -> Result<(f64, u64), CudaError> {
+    pub(super) fn read_evaluation(&mut self) -> Result<(f64, u64), CudaError> {
         self.main.0.synchronize()?;
         let (mut loss, mut correct) = ([0f64], [0u64]);
         self.totals.read(0, &mut loss)?;
@@ -357,23 +348,23 @@ impl Program {
 
     /// Whether all weights, biases, running statistics and optimizer slots are finite.
     pub(super) fn is_finite(&self) -> Result<bool, CudaError> {
-        self.found.write(&[0u32])?;
-        self.launch(self.state.find_not_finite(&self.ops))?;
+        self.check_result.write(&[0u32])?;
+        self.launch(self.state.finite_check_kernels(&self.ops))?;
         self.main.0.synchronize()?;
-        let mut spoilt = [0u32];
-        self.found.read(0, &mut spoilt)?;
-        Ok(spoilt == [0])
+        let mut found = [0u32];
+        self.check_result.read(0, &mut found)?;
+        Ok(found == [0])
     }
 
     /// Checksums of the weights that every rank has, and of this rank's parts of split weights.
     pub(super) fn checksum(&self) -> Result<[u64; 2], CudaError> {
         let [split, whole] = self.state.layout.split_and_whole();
         let sum_of = |ranges: [Range<usize>; 2]| -> Result<u64, CudaError> {
-            self.found.write(&[0u64])?;
-            self.launch(ranges.map(|range| self.state.checksum(&self.ops, range)))?;
+            self.check_result.write(&[0u64])?;
+            self.launch(ranges.map(|range| self.state.checksum_kernel(&self.ops, range)))?;
             self.main.0.synchronize()?;
             let mut sum = [0u64];
-            self.found.read(0, &mut sum)?;
+            self.check_result.read(0, &mut sum)?;
             Ok(sum[0])
         };
         Ok([sum_of(whole)?, sum_of(split)?])
@@ -381,19 +372,18 @@ impl Program {
 
     /// Replaces weights and running statistics by `values`, which must have been checked.
     pub(super) fn set_parameters(&mut self, values: &dyn TensorSource) -> Result<(), EngineError> {
-        let left = self.state.set_parameters(&self.ops, values)?;
-        self.complete(left)
+        let kernel = self.state.set_parameters(&self.ops, values)?;
+        self.launch_and_wait(kernel)
     }
 
     /// Replaces weights and running statistics by values in the order of [`State::read_flat`].
     pub(super) fn write_flat(&mut self, flat: &[f32]) -> Result<(), EngineError> {
-        let left = self.state.write_flat(&self.ops, flat)?;
-        self.complete(left)
+        let kernel = self.state.write_flat(&self.ops, flat)?;
+        self.launch_and_wait(kernel)
     }
 
-    /// Launches the kernel that completes a change of the state, if any.
-    fn complete(&self, left: Option<Kernel>) -> Result<(), EngineError> {
-        if let Some(kernel) = left {
+    fn launch_and_wait(&self, kernel: Option<Kernel>) -> Result<(), EngineError> {
+        if let Some(kernel) = kernel {
             self.launch(kernel)?;
             self.main.0.synchronize()?;
         }
@@ -402,7 +392,7 @@ impl Program {
 
     /// Updates the average after the `steps` started steps; see [`crate::Engine::average`].
     pub(super) fn average(&mut self, device: &Device, decay: f64, steps: u32) -> Result<(), CudaError> {
-        let kernels = self.state.average(device, &self.ops, decay, steps)?;
+        let kernels = self.state.average_kernels(device, &self.ops, decay, steps)?;
         self.launch(kernels)
     }
 
@@ -417,9 +407,10 @@ impl Program {
             Command::Alloc { content: Content::Activation(of), at } if *of == tensor => Some(at.offset),
             _ => None,
         });
-        let (rows, (chunks, chunk), own) = (self.plan.pictures(tensor), self.plan.chunks(), head.own().len());
+        let (rows, (chunks, chunk), own) =
+            (self.plan.pictures(tensor), self.plan.chunks(), head.own_classes().len());
         let mut values = vec![0f32; rows * chunks * chunk];
-        read_as_float(&self.arena, place.unwrap_or(0), self.dtype, &mut values)?;
+        read_as_float(&self.arena, place.unwrap_or(0), self.plan.dtype, &mut values)?;
         let bias = self.with_facts(|facts| facts.head_bias());
         let mut biases = vec![0f32; own];
         if !bias.is_none() {

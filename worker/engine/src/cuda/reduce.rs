@@ -10,7 +10,7 @@ use super::{
     groups::Groups,
     statistics::Statistics,
 };
-use crate::{EngineError, cuda::GpuConfig};
+use crate::{DeviceConfig, EngineError};
 use lockstep_comm::{
     CommError, DataType, Exchange, ProcessGroup, first_to_differ,
     nccl::Nccl,
@@ -64,12 +64,13 @@ pub(super) struct Reducer {
 }
 
 impl Reducer {
-    /// Connects the GPUs of the ranks of `comm`, all ranks of this rank's stage, and of `groups`. `gradients` describes the gradients, and must
-    /// be equal on all ranks of `comm`. `splits_operators`: ranks exchange activations between kernels. `sync` has the channels of each batch norm if statistics are synchronised.
+    /// Connects the GPUs of the ranks of `comm`, which are all ranks of this rank's stage, and of `groups`. `gradients` describes the gradients,
+    /// and must be equal on all ranks of `comm`. `splits_operators`: ranks exchange activations between kernels. `sync` has the channels of each
+    /// batch norm if statistics are synchronised.
     #[allow(clippy::too_many_arguments)] // What an engine is built from.
     pub(super) fn new(
         device: &Device,
-        gpu: &GpuConfig,
+        gpu: &DeviceConfig,
         comm: &dyn ProcessGroup,
         groups: Option<&Groups>,
         splits_operators: bool,
@@ -82,29 +83,32 @@ impl Reducer {
         let name = |what: &str| format!("{what}/{}", gpu.generation);
         let connect = || Nccl::connect(place, &name("gradients"), gpu.ordinal, comm.timeout());
         let nccl = (comm.size() > 1).then(connect).transpose()?;
-        let of = |group: Option<&Arc<dyn ProcessGroup>>, what: &str| {
+        let connect_group = |group: Option<&Arc<dyn ProcessGroup>>, what: &str| {
             let connect = |group: &Arc<dyn ProcessGroup>| {
                 let place = Exchange::Group(group.as_ref());
                 Nccl::connect(place, &name(what), gpu.ordinal, comm.timeout())
             };
             group.filter(|group| group.size() > 1).map(connect).transpose()
         };
-        let model = of(groups.map(|groups| &groups.model), "model")?;
-        let height = of(groups.map(|groups| &groups.height), "height")?;
-        let stage = of(groups.map(|groups| &groups.stage), "stage")?;
-        let meets_between_kernels = splits_operators || height.is_some() || stage.is_some();
+        let model = connect_group(groups.map(|groups| &groups.model), "model")?;
+        let height = connect_group(groups.map(|groups| &groups.height), "height")?;
+        let stage = connect_group(groups.map(|groups| &groups.stage), "stage")?;
+        let exchanges_between_kernels = splits_operators || height.is_some() || stage.is_some();
         // If each rank has the whole network, these are all ranks.
-        let data = of(groups.filter(|groups| groups.model.size() > 1).map(|groups| &groups.data), "data")?;
+        let data = connect_group(
+            groups.filter(|groups| groups.model.size() > 1).map(|groups| &groups.data),
+            "data",
+        )?;
         device.bind()?;
         let abort = Pinned::new(256)?;
         let world = comm.size() as usize;
         let (statistics, memory) = match sync {
-            None if meets_between_kernels => (Statistics::LocalInOrder, Memory::None),
+            None if exchanges_between_kernels => (Statistics::LocalInOrder, Memory::None),
             None => (Statistics::Local, Memory::None),
             Some(channels) => {
                 let (exchanged, all, sequences) = Statistics::peer_memory(channels, world);
                 let wanted = match std::env::var_os("LOCKSTEP_NO_PEER_MEMORY") {
-                    _ if meets_between_kernels => {
+                    _ if exchanges_between_kernels => {
                         Err("GPUs that split operators, share rows of pictures or have stages meet between kernels anyway"
                             .into())
                     }
@@ -134,8 +138,8 @@ impl Reducer {
             }
         };
         // Also a barrier: no rank writes to another rank's buffer before its owner has cleared it.
-        let of_all = comm.all_gather_bytes(gradients.as_bytes())?;
-        if let Some(rank) = first_to_differ(&of_all) {
+        let all_gradients = comm.all_gather_bytes(gradients.as_bytes())?;
+        if let Some(rank) = first_to_differ(&all_gradients) {
             return Err(EngineError::Device(format!(
                 "rank {rank} has gradients of another layout than rank 0, so they cannot be added up: its GPU or its lockstep is of \
                  another kind. Give the job GPUs of one kind, and all machines the same lockstep"
@@ -153,9 +157,9 @@ impl Reducer {
             statistics,
             memory,
             abort,
-            stream: OwnedStream::new(true)?,
-            ready: (0..=buckets).map(|_| Event::new(false)).collect::<Result<_, _>>()?,
-            done: Event::new(false)?,
+            stream: OwnedStream::with_highest_priority()?,
+            ready: (0..=buckets).map(|_| Event::new()).collect::<Result<_, _>>()?,
+            done: Event::new()?,
         })
     }
 
@@ -178,7 +182,7 @@ impl Reducer {
         count: usize,
         dtype: DataType,
     ) -> Result<(), EngineError> {
-        let (nccl, stream) = (self.of(group)?, stream.0);
+        let (nccl, stream) = (self.communicator(group)?, stream.0);
         // SAFETY: ranges of buffers of this engine, which outlive the stream's work. `command::verify` has checked
         // their lengths.
         Ok(unsafe {
@@ -199,33 +203,34 @@ impl Reducer {
         dtype: DType,
     ) -> Result<(), EngineError> {
         // SAFETY: as in `collective`.
-        Ok(unsafe { self.of(group)?.exchange(sends, receives, dtype.into(), stream.0) }?)
+        Ok(unsafe { self.communicator(group)?.exchange(sends, receives, dtype.into(), stream.0) }?)
     }
 
-    fn of(&self, group: Group) -> Result<&Arc<Nccl>, EngineError> {
+    fn communicator(&self, group: Group) -> Result<&Arc<Nccl>, EngineError> {
         let absent = || format!("this engine has no communicator for a collective{group}");
         let nccl = self.groups.iter().find(|(of, _)| *of == group).map(|(_, nccl)| nccl);
         nccl.ok_or_else(|| EngineError::Device(absent()))
     }
 
-    fn has(&self, group: Group) -> bool {
+    fn has_group(&self, group: Group) -> bool {
         self.groups.iter().any(|(of, _)| *of == group)
     }
 
     /// Whether gradients are added over several ranks.
     pub(super) fn reduces(&self) -> bool {
-        self.has(Group::World)
+        self.has_group(Group::World)
     }
 
     /// How gradients and statistics are exchanged between ranks, for the log.
-    pub(super) fn exchange(&self) -> String {
-        let stages = if self.has(Group::Stage) { "stages exchange activations through NCCL" } else { "" };
+    pub(super) fn describe_exchange(&self) -> String {
+        let stages =
+            if self.has_group(Group::Stage) { "stages exchange activations through NCCL" } else { "" };
         if !self.reduces() {
             return stages.into();
         }
         let stages = if stages.is_empty() { String::new() } else { format!("{stages}; ") };
-        let split = if self.has(Group::Model) { "the network is split over ranks; " } else { "" };
-        let rows = if self.has(Group::Height) { "ranks share the rows of pictures; " } else { "" };
+        let split = if self.has_group(Group::Model) { "the network is split over ranks; " } else { "" };
+        let rows = if self.has_group(Group::Height) { "ranks share the rows of pictures; " } else { "" };
         let rest = match &self.memory {
             Memory::None => {
                 String::from("gradients go through NCCL; each rank has its own batch norm statistics")

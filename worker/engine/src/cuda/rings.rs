@@ -1,7 +1,7 @@
 //! Ring buffers in page-locked memory, through which the host sends control blocks to the GPU and receives results
 //! without driver calls.
 
-#![allow(unsafe_code)] // Structs of plain numbers are declared as such, to be copied as bytes.
+#![allow(unsafe_code)] // `Control` and `Record` are declared `bytemuck::Pod`, so that they can be copied as bytes.
 
 use super::{
     command::{Operand, Region},
@@ -9,10 +9,7 @@ use super::{
     error::CudaError,
 };
 use lockstep_data::loader::{Batch, MixParams};
-use std::{
-    ops::Range,
-    time::{Duration, Instant},
-};
+use std::ops::Range;
 
 /// Maximum number of micro-batches that the host has sent and the GPU has not read yet.
 pub(super) const SLOTS: usize = 64;
@@ -127,21 +124,13 @@ impl Inputs {
         (CONTROL_WORDS + 4 * batch).next_multiple_of(64)
     }
 
-    /// Number of micro-batches that the GPU has not read yet.
-    fn under_way(&self) -> u32 {
-        self.sent.wrapping_sub(self.taken.load(0))
+    /// Whether the GPU has read the previous content of the next slot.
+    pub(super) fn has_room(&self) -> bool {
+        self.sent.wrapping_sub(self.taken.load(0)) < SLOTS as u32
     }
 
-    /// Writes a micro-batch to the next slot, after the GPU has read the slot's previous content. While waiting,
-    /// regularly calls `alive`, which fails if the GPU cannot continue.
-    pub(super) fn send<E: From<CudaError>>(
-        &mut self,
-        control: Control,
-        batch: &Batch,
-        patience: Duration,
-        alive: impl FnMut() -> Result<(), E>,
-    ) -> Result<(), E> {
-        wait_until(|| self.under_way() < SLOTS as u32, patience, alive)?;
+    /// Writes a micro-batch to the next slot, which must be free ([`Inputs::has_room`]).
+    pub(super) fn send(&mut self, control: Control, batch: &Batch) {
         let mut words = vec![0u32; Self::words(self.batch)];
         words[..CONTROL_WORDS].copy_from_slice(bytemuck::cast_slice(&[control]));
         let mut lists = words[CONTROL_WORDS..].chunks_exact_mut(self.batch);
@@ -152,7 +141,6 @@ impl Inputs {
         next().zip(&batch.mixed_labels).for_each(|(w, v)| *w = *v);
         self.ring.write(self.sent as usize % SLOTS * words.len() * 4, &words);
         self.sent = self.sent.wrapping_add(1);
-        Ok(())
     }
 }
 
@@ -169,42 +157,19 @@ impl Results {
         Ok(Self { ring: Pinned::new(RESULTS * size_of::<Record>())?, counter: device.zeros(256)?, read: 0 })
     }
 
-    /// Waits for the next result. While waiting, regularly calls `alive`, which fails if the GPU cannot continue.
-    pub(super) fn wait<E: From<CudaError>>(
-        &mut self,
-        patience: Duration,
-        alive: impl FnMut() -> Result<(), E>,
-    ) -> Result<Record, E> {
-        let at = self.read as usize % RESULTS * size_of::<Record>();
-        let next = self.read.wrapping_add(1);
-        wait_until(|| self.ring.load(at) == next, patience, alive)?;
-        self.read = next;
-        Ok(self.ring.read(at))
+    /// Whether the GPU has written the next result.
+    pub(super) fn has_next(&self) -> bool {
+        self.ring.load(self.next_offset()) == self.read.wrapping_add(1)
     }
-}
 
-/// Waits until `done`, which reads host memory that the GPU writes, returns true.
-pub(super) fn wait_until<E: From<CudaError>>(
-    mut done: impl FnMut() -> bool,
-    patience: Duration,
-    mut alive: impl FnMut() -> Result<(), E>,
-) -> Result<(), E> {
-    let began = Instant::now();
-    let mut reads = 0u32;
-    while !done() {
-        reads += 1;
-        // Polls during short waits; sleeps during long ones, which leaves the core to other threads.
-        if reads < 2_000 {
-            std::hint::spin_loop();
-            continue;
-        }
-        std::thread::sleep(Duration::from_micros(20));
-        if reads.is_multiple_of(256) {
-            alive()?;
-            if began.elapsed() > patience {
-                return Err(CudaError::Hung { secs: began.elapsed().as_secs_f64(), what: "a step" }.into());
-            }
-        }
+    /// The next result, which the GPU must have written ([`Results::has_next`]).
+    pub(super) fn take(&mut self) -> Record {
+        let record = self.ring.read(self.next_offset());
+        self.read = self.read.wrapping_add(1);
+        record
     }
-    Ok(())
+
+    fn next_offset(&self) -> usize {
+        self.read as usize % RESULTS * size_of::<Record>()
+    }
 }

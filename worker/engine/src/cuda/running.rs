@@ -20,7 +20,7 @@ pub(super) struct Running {
 
 impl Running {
     /// The ranges, by number of batch norm. `norms` are in forward order.
-    pub(super) fn of_all<'a>(network: &Network, norms: impl IntoIterator<Item = &'a Norm>) -> Vec<Self> {
+    pub(super) fn for_network<'a>(network: &Network, norms: impl IntoIterator<Item = &'a Norm>) -> Vec<Self> {
         let mut all: Vec<(usize, Self)> = Vec::new();
         let mut at = 0;
         for Norm { name, norm, input, .. } in norms {
@@ -35,12 +35,12 @@ impl Running {
     }
 
     /// Number of values in the buffer of `all`.
-    pub(super) fn values(all: &[Self]) -> usize {
+    pub(super) fn total_len(all: &[Self]) -> usize {
         all.iter().map(|running| 2 * running.stride).sum()
     }
 
     /// Size in bytes of a buffer whose last batch norm ends at `end`.
-    pub(super) fn padded(end: usize) -> usize {
+    pub(super) fn padded_bytes(end: usize) -> usize {
         end.next_multiple_of(4 * STRIDE)
     }
 

@@ -1,6 +1,6 @@
 //! The training state on the GPU: weights, optimizer state and batch norm's running statistics.
 
-#![allow(unsafe_code)] // `Scaling` is declared `bytemuck::Pod`, so that it can be copied as bytes.
+#![allow(unsafe_code)] // `Scaler` is declared `bytemuck::Pod`, so that it can be copied as bytes.
 
 use super::{
     command::{Kernel, Operand, Region, UPDATING},
@@ -23,7 +23,7 @@ use std::{mem::offset_of, ops::Range};
 /// Loss scaling, and the state of the latest step's gradients and update. The same layout as `Scaler` in `optimizer.cu`.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
-pub(super) struct Scaling {
+pub(super) struct Scaler {
     /// Loss scale of the next step.
     pub(super) scale: f32,
     /// Number of consecutive finite steps since the scale changed.
@@ -47,13 +47,13 @@ pub(super) struct Scaling {
     pub(super) held: Ptr,
 }
 
-const _: () = assert!(UPDATING.offset == offset_of!(Scaling, updating));
-const _: () = assert!(offset_of!(Scaling, held) == 40 && size_of::<Scaling>() == 48);
+const _: () = assert!(UPDATING.offset == offset_of!(Scaler, updating));
+const _: () = assert!(offset_of!(Scaler, held) == 40 && size_of::<Scaler>() == 48);
 
 // SAFETY: numbers without padding.
-unsafe impl bytemuck::Zeroable for Scaling {}
+unsafe impl bytemuck::Zeroable for Scaler {}
 // SAFETY: as above.
-unsafe impl bytemuck::Pod for Scaling {}
+unsafe impl bytemuck::Pod for Scaler {}
 
 /// A value that is never a number of finished steps.
 const NO_STEP: u32 = u32::MAX;
@@ -61,13 +61,14 @@ const NO_STEP: u32 = u32::MAX;
 pub(super) struct State {
     pub(super) layout: Layout,
     /// Number of weights that are stored in two planes of 16 bits (`planes.rs`). They come first.
-    planar: usize,
+    planar_len: usize,
     /// Float32, [`Layout::len`] values.
     pub(super) weights: Buffer,
     optimizer: Optimizer,
     /// The optimizer's slots, each as long as the weights. If ranks divide the optimizer's state, a slot has only this rank's part of each
     /// reduced range, one part after another.
     pub(super) optimizer_slots: Vec<Buffer>,
+    /// This rank among the ranks that divide the optimizer's state. `None` if each rank has the whole state.
     pub(super) share: Option<Share>,
     /// The matrices in the format of the computation, except those in planes. `None` with float32, where the weights
     /// themselves are used.
@@ -81,7 +82,7 @@ pub(super) struct State {
     /// Whether a step was started that will never finish, so that the kept values apply.
     pub(super) is_unfinished: bool,
     running: Vec<Running>,
-    pub(super) scaling: Buffer,
+    pub(super) scaler: Buffer,
     /// A `u32` that stops all further updates if set. It is in host memory, because no copy to the GPU completes while a collective waits for
     /// another machine (seen with NCCL 2.28 over sockets and driver 580); copies from the GPU do.
     pub(super) held: Pinned,
@@ -103,15 +104,15 @@ impl State {
     ) -> Result<Self, CudaError> {
         let slot_len = match share {
             None => layout.len,
-            Some(share) => layout.own(share).map(|own| own.len()).sum(),
+            Some(share) => layout.own_ranges(share).map(|own| own.len()).sum(),
         };
-        let planar = if dtype == DType::Bf16 { layout.split_matrices } else { 0 };
+        let planar_len = if dtype == DType::Bf16 { layout.split_matrices } else { 0 };
         let low_precision = match dtype {
             DType::F32 => None,
-            _ => Some(device.zeros((layout.matrices - planar) * dtype.size())?),
+            _ => Some(device.zeros((layout.matrices - planar_len) * dtype.size())?),
         };
         let held = Pinned::new(size_of::<u32>())?;
-        let scaling = Scaling { scale: first_scale, held: held.device, ..bytemuck::Zeroable::zeroed() };
+        let scaler = Scaler { scale: first_scale, held: held.device, ..bytemuck::Zeroable::zeroed() };
         Ok(Self {
             weights: device.zeros(4 * layout.len)?,
             optimizer,
@@ -122,15 +123,15 @@ impl State {
                 .collect::<Result<_, _>>()?,
             share,
             low_precision,
-            running_values: device.zeros(4 * Running::values(&running).max(1))?,
-            kept_values: device.zeros(4 * Running::values(&running).max(1))?,
+            running_values: device.zeros(4 * Running::total_len(&running).max(1))?,
+            kept_values: device.zeros(4 * Running::total_len(&running).max(1))?,
             kept_of: device.upload(&vec![NO_STEP; keeping_blocks as usize])?,
             is_unfinished: false,
             running,
-            scaling: device.upload(&[scaling])?,
+            scaler: device.upload(&[scaler])?,
             held,
             average: None,
-            planar,
+            planar_len,
             layout,
         })
     }
@@ -143,8 +144,8 @@ impl State {
             Region::LowPrecision => {
                 // Offsets in this region count from the first matrix, but the buffer has no weights in planes, which come first. So the
                 // address is that of the absent first matrix.
-                let missing = 2 * self.planar as u64;
-                return self.low_precision.as_ref().map(|buffer| buffer.ptr.wrapping_sub(missing));
+                let absent_bytes = 2 * self.planar_len as u64;
+                return self.low_precision.as_ref().map(|buffer| buffer.ptr.wrapping_sub(absent_bytes));
             }
             Region::OptimizerSlot(slot) => self.optimizer_slots.get(slot),
             Region::RunningStatistics => Some(&self.running_values),
@@ -152,7 +153,7 @@ impl State {
             Region::KeptOf => Some(&self.kept_of),
             Region::AverageWeights => average(0),
             Region::AverageStatistics => average(1),
-            Region::LossScale => Some(&self.scaling),
+            Region::Scaler => Some(&self.scaler),
             _ => None,
         };
         buffer.map(|buffer| buffer.ptr)
@@ -166,22 +167,22 @@ impl State {
 
     fn read_weights(&self) -> Result<Vec<f32>, CudaError> {
         let mut weights = vec![0f32; self.layout.len];
-        let (planar, others) = weights.split_at_mut(self.planar);
+        let (planar, others) = weights.split_at_mut(self.planar_len);
         let room = self.layout.piece_len();
         let mut halves = vec![0u16; if planar.is_empty() { 0 } else { 2 * room }];
         for (number, piece) in planar.chunks_mut(room).enumerate() {
             let (nearest, rests) = halves[..2 * piece.len()].split_at_mut(piece.len());
             self.weights.read(2 * number * room, nearest)?;
-            self.weights.read(2 * (self.planar + number * room), rests)?;
+            self.weights.read(2 * (self.planar_len + number * room), rests)?;
             from_planes(nearest, rests, piece);
         }
-        self.weights.read(4 * self.planar, others)?;
+        self.weights.read(4 * self.planar_len, others)?;
         Ok(weights)
     }
 
     /// Writes weights from value `at` on. They must be either all in planes or all outside planes. `staging` is used only for planes.
     fn write_weights(&self, staging: &mut Pinned, at: usize, weights: &[f32]) -> Result<(), CudaError> {
-        if at >= self.planar {
+        if at >= self.planar_len {
             return self.weights.write_at(4 * at, weights);
         }
         let halves: &mut [u16] = staging.values();
@@ -191,7 +192,7 @@ impl State {
             let (nearest, rests) = halves[..2 * piece.len()].split_at_mut(piece.len());
             to_planes(piece, nearest, rests);
             self.weights.write_at(2 * at, nearest)?;
-            self.weights.write_at(2 * (self.planar + at), rests)?;
+            self.weights.write_at(2 * (self.planar_len + at), rests)?;
         }
         Ok(())
     }
@@ -221,11 +222,11 @@ impl State {
         ops: &Ops,
         values: &dyn TensorSource,
     ) -> Result<Option<Kernel>, EngineError> {
-        let (mut pieces, mut planes) = (self.staging()?, self.staging()?);
-        self.layout
-            .import(None, values, pieces.values(), |at, piece| self.write_weights(&mut planes, at, piece))?;
+        let (mut piece_buffer, mut plane_staging) = (self.staging()?, self.staging()?);
+        let write = |at: usize, piece: &[f32]| self.write_weights(&mut plane_staging, at, piece);
+        self.layout.import(None, values, piece_buffer.values(), write)?;
         self.running_values.write(&self.statistics_of(values))?;
-        Ok(self.update_low_precision(ops))
+        Ok(self.convert_kernel(ops))
     }
 
     /// The running statistics of `values`, in the order of the GPU's buffer.
@@ -242,7 +243,7 @@ impl State {
 
     /// The kernels that update the average after step `steps`, the newest started step; see [`crate::Engine::average`]. They do nothing if
     /// the GPU has not finished this step, because its update was refused.
-    pub(super) fn average(
+    pub(super) fn average_kernels(
         &mut self,
         device: &Device,
         ops: &Ops,
@@ -251,28 +252,28 @@ impl State {
     ) -> Result<Vec<Kernel>, CudaError> {
         let first = self.average.is_none();
         if first {
-            self.make_room_for_average(device)?;
+            self.allocate_average(device)?;
         }
         let decay = if first { 0.0 } else { decay };
-        let planar = 4 * self.planar;
+        let planar_bytes = 4 * self.planar_len;
         let all = [
-            (Region::AverageWeights, Region::Weights, planar..self.weights.bytes),
+            (Region::AverageWeights, Region::Weights, planar_bytes..self.weights.bytes),
             (Region::AverageStatistics, Region::RunningStatistics, 0..self.running_values.bytes),
         ];
         let mut kernels = Vec::from(all.map(|(average, values, bytes)| {
-            let of = |region| Operand::new(region, bytes.start, bytes.len());
-            ops.average(of(average), of(values), bytes.len() as u64 / 4, decay, steps)
+            let operand = |region| Operand::new(region, bytes.start, bytes.len());
+            ops.average(operand(average), operand(values), bytes.len() as u64 / 4, decay, steps)
         }));
-        if planar > 0 {
-            let [nearest, rests] = self.layout.planes(0..self.planar);
-            let average = Operand::new(Region::AverageWeights, 0, planar);
-            let length = self.planar as u64;
+        if planar_bytes > 0 {
+            let [nearest, rests] = self.layout.planes(0..self.planar_len);
+            let average = Operand::new(Region::AverageWeights, 0, planar_bytes);
+            let length = self.planar_len as u64;
             kernels.push(ops.average_planes(average, [rests, nearest], length, decay, steps));
         }
         Ok(kernels)
     }
 
-    fn make_room_for_average(&mut self, device: &Device) -> Result<(), CudaError> {
+    fn allocate_average(&mut self, device: &Device) -> Result<(), CudaError> {
         let [weights, running] = [&self.weights, &self.running_values].map(|of| device.zeros(of.bytes));
         self.average = Some([weights?, running?]);
         // The zeros must be written before another stream uses them.
@@ -280,7 +281,7 @@ impl State {
     }
 
     /// Discards an average whose step will never finish. Its memory is leaked: freeing would wait for the GPU.
-    pub(super) fn forget_average(&mut self) {
+    pub(super) fn leak_average(&mut self) {
         std::mem::forget(self.average.take());
     }
 
@@ -288,19 +289,24 @@ impl State {
         self.average.is_some()
     }
 
-    pub(super) fn averaged(&self) -> Result<Option<NamedTensors>, EngineError> {
-        let of = |[weights, running]: &[Buffer; 2]| self.read_tensors(&read(weights)?, running);
-        self.average.as_ref().map(of).transpose()
+    pub(super) fn read_average(&self) -> Result<Option<NamedTensors>, EngineError> {
+        let read_tensors = |[weights, running]: &[Buffer; 2]| self.read_tensors(&read(weights)?, running);
+        self.average.as_ref().map(read_tensors).transpose()
     }
 
     /// Replaces the average; `values` must have been checked.
-    pub(super) fn set_averaged(&mut self, device: &Device, values: &NamedTensors) -> Result<(), EngineError> {
+    pub(super) fn write_average(
+        &mut self,
+        device: &Device,
+        values: &NamedTensors,
+    ) -> Result<(), EngineError> {
         if self.average.is_none() {
-            self.make_room_for_average(device)?;
+            self.allocate_average(device)?;
         }
         if let Some([weights, running]) = &self.average {
-            let mut pieces = self.staging()?;
-            self.layout.import(None, values, pieces.values(), |at, piece| weights.write_at(4 * at, piece))?;
+            let mut piece_buffer = self.staging()?;
+            self.layout
+                .import(None, values, piece_buffer.values(), |at, piece| weights.write_at(4 * at, piece))?;
             running.write(&self.statistics_of(values))?;
         }
         Ok(())
@@ -329,17 +335,17 @@ impl State {
     /// Replaces weights and running statistics. Returns a kernel that the caller must launch, if any.
     pub(super) fn write_flat(&mut self, ops: &Ops, flat: &[f32]) -> Result<Option<Kernel>, EngineError> {
         let (weights, statistics) = flat.split_at(self.layout.len);
-        let (planar, others) = weights.split_at(self.planar);
-        let mut planes = self.staging()?;
-        self.write_weights(&mut planes, 0, planar)?;
-        self.write_weights(&mut planes, self.planar, others)?;
+        let (planar, others) = weights.split_at(self.planar_len);
+        let mut plane_staging = self.staging()?;
+        self.write_weights(&mut plane_staging, 0, planar)?;
+        self.write_weights(&mut plane_staging, self.planar_len, others)?;
         self.running_values.write(statistics)?;
-        Ok(self.update_low_precision(ops))
+        Ok(self.convert_kernel(ops))
     }
 
     /// A kernel that converts the matrices, except those in planes, to `low_precision`. `None` with float32.
-    fn update_low_precision(&self, ops: &Ops) -> Option<Kernel> {
-        let copied = self.planar..self.layout.matrices;
+    fn convert_kernel(&self, ops: &Ops) -> Option<Kernel> {
+        let copied = self.planar_len..self.layout.matrices;
         let [weights, low_precision] = [(Region::Weights, 4), (Region::LowPrecision, 2)]
             .map(|(region, size)| Operand::new(region, size * copied.start, size * copied.len()));
         let length = copied.len() as u64;
@@ -348,55 +354,54 @@ impl State {
 
     /// Loss scaling of the next step.
     pub(super) fn loss_scaling(&self) -> Result<LossScaling, CudaError> {
-        let now = self.read_scaling()?;
+        let now = self.read_scaler()?;
         Ok(LossScaling { scale: now.scale, growth_tracker: now.good_steps })
     }
 
     pub(super) fn set_loss_scaling(&mut self, to: LossScaling) -> Result<(), CudaError> {
-        let now = self.read_scaling()?;
-        self.scaling.write(&[Scaling { scale: to.scale, good_steps: to.growth_tracker, ..now }])
+        let now = self.read_scaler()?;
+        self.scaler.write(&[Scaler { scale: to.scale, good_steps: to.growth_tracker, ..now }])
     }
 
-    pub(super) fn read_scaling(&self) -> Result<Scaling, CudaError> {
-        let mut now: [Scaling; 1] = bytemuck::Zeroable::zeroed();
-        self.scaling.read(0, &mut now)?;
+    pub(super) fn read_scaler(&self) -> Result<Scaler, CudaError> {
+        let mut now: [Scaler; 1] = bytemuck::Zeroable::zeroed();
+        self.scaler.read(0, &mut now)?;
         Ok(now[0])
     }
 
-    /// Kernels that check all weights, biases, running statistics, optimizer slots and the average. [`Region::Found`] is set if
+    /// Kernels that check all weights, biases, running statistics, optimizer slots and the average. [`Region::CheckResult`] is set if
     /// a value is not finite.
-    pub(super) fn find_not_finite(&self, ops: &Ops) -> Vec<Kernel> {
+    pub(super) fn finite_check_kernels(&self, ops: &Ops) -> Vec<Kernel> {
         let slots = self.optimizer_slots.iter().enumerate();
         let average = self.average.iter().flatten();
-        let found = Operand::new(Region::Found, 0, 4);
-        let planar = (self.planar > 0).then(|| {
+        let found = Operand::new(Region::CheckResult, 0, 4);
+        let planes = (self.planar_len > 0).then(|| {
             // The first plane is enough: the nearest bfloat16 of a weight that is not finite is not finite either.
-            let [nearest, _] = self.layout.planes(0..self.planar);
-            ops.find_not_finite_nearest(nearest, self.planar as u64, found)
+            let [nearest, _] = self.layout.planes(0..self.planar_len);
+            ops.find_not_finite_nearest(nearest, self.planar_len as u64, found)
         });
         [(Region::Weights, &self.weights), (Region::RunningStatistics, &self.running_values)]
             .into_iter()
             .chain(slots.map(|(slot, buffer)| (Region::OptimizerSlot(slot), buffer)))
             .chain([Region::AverageWeights, Region::AverageStatistics].into_iter().zip(average))
             .map(|(region, buffer)| {
-                let from = if region == Region::Weights { 4 * self.planar } else { 0 };
+                let from = if region == Region::Weights { 4 * self.planar_len } else { 0 };
                 let values = Operand::new(region, from, buffer.bytes - from);
                 ops.find_not_finite(values, values.bytes as u64 / 4, found)
             })
-            .chain(planar)
+            .chain(planes)
             .collect()
     }
 
-    /// A kernel that adds a checksum of these weights to [`Region::Found`].
-    pub(super) fn checksum(&self, ops: &Ops, weights: Range<usize>) -> Kernel {
-        let length = weights.len() as u64;
-        let weights = Operand::new(Region::Weights, 4 * weights.start, 4 * weights.len());
-        ops.add_checksum(weights, length, Operand::new(Region::Found, 0, 8))
+    /// A kernel that adds a checksum of a range of the weights to [`Region::CheckResult`].
+    pub(super) fn checksum_kernel(&self, ops: &Ops, values: Range<usize>) -> Kernel {
+        let weights = Operand::new(Region::Weights, 4 * values.start, 4 * values.len());
+        ops.add_checksum(weights, values.len() as u64, Operand::new(Region::CheckResult, 0, 8))
     }
 
     /// A phrase for the log that says how much memory the sharding of the optimizer's state saves. Empty without
     /// sharding.
-    pub(super) fn saving(&self) -> String {
+    pub(super) fn memory_saving_text(&self) -> String {
         let own: usize = self.optimizer_slots.iter().map(|slot| slot.bytes).sum();
         self.share.map_or_else(String::new, |share| format!("; {}", saving_in_words(own, own * share.ranks)))
     }
@@ -408,7 +413,7 @@ impl State {
             if let Some(share) = self.share {
                 let own = std::mem::replace(&mut flat, vec![0.0; self.layout.len]);
                 let mut rest = &own[..];
-                for range in self.layout.own(share) {
+                for range in self.layout.own_ranges(share) {
                     let (part, behind) = rest.split_at(range.len());
                     flat[range].copy_from_slice(part);
                     rest = behind;
@@ -416,7 +421,7 @@ impl State {
             }
             self.layout.export(Some(name), &flat, &mut slots);
         }
-        Ok(OptimizerState { slots, updates: self.read_scaling()?.updates.into() })
+        Ok(OptimizerState { slots, updates: self.read_scaler()?.updates.into() })
     }
 
     /// The optimizer's state. Where ranks divide it, this is collective, and returns the whole state on ranks with
@@ -431,7 +436,7 @@ impl State {
         for (&name, buffer) in self.optimizer.slots().iter().zip(&self.optimizer_slots) {
             let own = read(buffer)?;
             let (mut rest, mut flat) = (&own[..], Vec::new());
-            for range in self.layout.own(share) {
+            for range in self.layout.own_ranges(share) {
                 let (part, behind) = rest.split_at(range.len());
                 let mut all = vec![0.0; part.len() * share.ranks];
                 comm.all_gather(part.into(), (&mut all).into())?;
@@ -446,26 +451,26 @@ impl State {
                 self.layout.export(Some(name), &flat, &mut slots);
             }
         }
-        Ok(keep.then_some(OptimizerState { slots, updates: self.read_scaling()?.updates.into() }))
+        Ok(keep.then_some(OptimizerState { slots, updates: self.read_scaler()?.updates.into() }))
     }
 
     /// Replaces the optimizer's state. `to` must be complete.
     pub(super) fn set_optimizer_state(&mut self, to: &OptimizerState) -> Result<(), EngineError> {
-        let mut pieces = self.staging()?;
+        let mut piece_buffer = self.staging()?;
         for (&name, buffer) in self.optimizer.slots().iter().zip(&self.optimizer_slots) {
             let Some(share) = self.share else {
                 let write = |at: usize, piece: &[f32]| buffer.write_at(4 * at, piece);
-                self.layout.import(Some(name), &to.slots, pieces.values(), write)?;
+                self.layout.import(Some(name), &to.slots, piece_buffer.values(), write)?;
                 continue;
             };
             let flat = self.layout.flatten(Some(name), &to.slots)?;
-            let own: Vec<f32> = self.layout.own(share).flat_map(|own| flat[own].to_vec()).collect();
+            let own: Vec<f32> = self.layout.own_ranges(share).flat_map(|own| flat[own].to_vec()).collect();
             buffer.write(&own)?;
         }
         // `u32::MAX` is enough: no run has more updates, and Adam's bias corrections are 1 long before that number.
         let updates = u32::try_from(to.updates).unwrap_or(u32::MAX);
-        let now = self.read_scaling()?;
-        Ok(self.scaling.write(&[Scaling { updates, ..now }])?)
+        let now = self.read_scaler()?;
+        Ok(self.scaler.write(&[Scaler { updates, ..now }])?)
     }
 }
 

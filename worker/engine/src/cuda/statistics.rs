@@ -5,29 +5,36 @@ use super::{
     ops::Reduce,
 };
 
+/// A pass of a batch norm.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum NormPass {
+    Forward,
+    Backward,
+}
+
 /// The memory in which ranks exchange the sums of one batch norm.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ExchangeSlot {
-    /// Of this batch norm in each rank's exchange buffer.
+    /// Offset of the sums in each rank's exchange buffer.
     offset: u64,
-    /// Exchanges so far, by value.
+    /// Number of exchanges so far, by value.
     sequence: Operand,
 }
 
 #[derive(Debug)]
 pub(super) enum Statistics {
-    /// Each rank has its own.
+    /// Each rank has its own statistics.
     Local,
-    /// Each rank has its own, and ranks exchange other values between kernels.
+    /// Each rank has its own statistics, and ranks exchange other values between kernels.
     LocalInOrder,
-    /// Through each other's memory, inside the kernels: by batch norm, the forward and the backward pass's slot.
+    /// Kernels of a batch norm add sums through the ranks' memory. By batch norm: the slots of the forward and of the backward pass.
     PeerMemory(Vec<[ExchangeSlot; 2]>),
     Nccl,
 }
 
 impl Statistics {
-    /// Through the memory of `world` ranks, for batch norms of so many `channels`. Also gives the bytes of an exchange buffer
-    /// and of the sequences.
+    /// Exchange through the memory of `world` ranks, for batch norms with these numbers of `channels`. Also returns the bytes of an
+    /// exchange buffer and of the sequences.
     pub(super) fn peer_memory(channels: &[usize], world: usize) -> (Self, usize, usize) {
         let (mut offset, mut sequence) = (0, 0);
         let mut next = |channels: usize| {
@@ -36,7 +43,7 @@ impl Statistics {
                 offset: offset as u64,
                 sequence: Operand::new(Region::PeerSequences, sequence, bytes),
             };
-            offset += Self::room(channels, world);
+            offset += Self::slot_bytes(channels, world);
             sequence += bytes;
             slot
         };
@@ -45,16 +52,16 @@ impl Statistics {
     }
 
     /// Bytes of a slot in an exchange buffer.
-    fn room(channels: usize, world: usize) -> usize {
+    fn slot_bytes(channels: usize, world: usize) -> usize {
         (2 * world * 2 * channels * 8).next_multiple_of(256)
     }
 
-    /// What becomes of the sums of batch norm number `norm`, which has `channels`.
-    pub(super) fn reduction(&self, norm: usize, channels: usize, backward: bool) -> Reduce {
+    /// How the sums of batch norm number `norm`, which has `channels`, are reduced.
+    pub(super) fn reduction(&self, norm: usize, channels: usize, pass: NormPass) -> Reduce {
         match self {
             Statistics::Local | Statistics::LocalInOrder => Reduce::Local,
             Statistics::PeerMemory(slots) => {
-                let ExchangeSlot { offset, sequence } = slots[norm][usize::from(backward)];
+                let ExchangeSlot { offset, sequence } = slots[norm][pass as usize];
                 Reduce::Exchange { peers: Operand::whole(Region::PeerTable), at: offset, sequence }
             }
             Statistics::Nccl => Reduce::Leave { sums: Operand::new(Region::StatisticsSums, 0, 8 * channels) },
@@ -66,9 +73,9 @@ impl Statistics {
         matches!(self, Statistics::PeerMemory(_))
     }
 
-    /// Whether ranks meet through NCCL between kernels. Neither one group of ranks nor two groups that wait for each other's ranks may be used
-    /// from two streams at once, so gradients are then sent from the main stream, too.
-    pub(super) fn is_ordered(&self) -> bool {
+    /// Whether gradients are sent from the main stream, because ranks also use NCCL between its kernels: neither one group of ranks nor
+    /// two groups that wait for each other's ranks may be used from two streams at once.
+    pub(super) fn uses_main_stream(&self) -> bool {
         matches!(self, Statistics::Nccl | Statistics::LocalInOrder)
     }
 }
@@ -84,9 +91,8 @@ mod tests {
         let (statistics, bytes, sequences) = Statistics::peer_memory(&channels, world);
         let (mut offset, mut counted) = (0, 0);
         for (norm, channels) in channels.into_iter().enumerate() {
-            for backward in [false, true] {
-                let Reduce::Exchange { at, sequence, .. } = statistics.reduction(norm, channels, backward)
-                else {
+            for pass in [NormPass::Forward, NormPass::Backward] {
+                let Reduce::Exchange { at, sequence, .. } = statistics.reduction(norm, channels, pass) else {
                     panic!("{norm} has no exchange");
                 };
                 assert_eq!((at, sequence.offset, sequence.bytes), (offset, counted, 8 * channels));

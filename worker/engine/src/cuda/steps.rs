@@ -1,6 +1,6 @@
 //! Sends micro-batches to the GPU and receives the results of steps.
 
-use super::*;
+use super::{ops::GatherMode, *};
 use crate::plan::Pass;
 use std::time::Instant;
 
@@ -66,9 +66,10 @@ impl CudaEngine {
         let values = has_pixels.then_some(batch.images.len().max(batch.bytes.len()));
         check::check_batch(&self.network, batch, values)?;
         let input = self.input(phase, batch)?;
-        self.wait_on_gpu(|inputs, _, patience, alive| inputs.send(control, batch, patience, alive))?;
+        self.wait_on_gpu(|program| program.inputs.has_room())?;
+        self.program.inputs.send(control, batch);
         if matches!(phase, Phase::Train(MicroBatch { first: true, .. })) {
-            self.begun = self.begun.wrapping_add(1);
+            self.started_steps = self.started_steps.wrapping_add(1);
         }
         self.launch(phase, input)
     }
@@ -108,11 +109,14 @@ impl CudaEngine {
         }
         let training = matches!(phase, Phase::Train(_));
         if let (Some(data), false) = (&self.on_gpu, batch.augment_params.len() != batch.labels.len()) {
-            let pictures = data.pictures(training);
+            let (crop_padding, reflects) = (data.crop_padding as u32, data.reflects);
+            let mode = match (training, &batch.mix_params) {
+                (false, _) => GatherMode::Indexed,
+                (true, None) => GatherMode::Augmented { crop_padding, reflects },
+                (true, Some(_)) => GatherMode::Mixed { crop_padding, reflects },
+            };
             let (height, width) = (data.height, data.width);
-            let (crop_padding, reflects) = (data.crop_padding, data.reflects);
-            let mixes = batch.mix_params.is_some();
-            return Ok(Input::Dataset { pictures, height, width, crop_padding, reflects, training, mixes });
+            return Ok(Input::Dataset { pictures: data.pictures(training), height, width, mode });
         }
         let format = if batch.bytes.is_empty() { BatchFormat::Normalised } else { BatchFormat::Bytes };
         if self.staging.as_ref().is_none_or(|s| s.format() != format && !batch.labels.is_empty()) {
@@ -123,9 +127,7 @@ impl CudaEngine {
         }
         if let Some(staging) = self.staging.take() {
             // An error of the GPU is reported when the batch is sent.
-            let is_free = || staging.is_free().unwrap_or(true);
-            let waited =
-                self.wait_on_gpu(|_, _, patience, alive| rings::wait_until(is_free, patience, alive));
+            let waited = self.wait_on_gpu(|_| staging.is_free().unwrap_or(true));
             self.staging = Some(staging);
             waited?;
         }
@@ -146,11 +148,12 @@ impl CudaEngine {
             }
             Some(UnderWay::OnGpu { divisor }) => *divisor,
         };
-        let record: Record = self.wait_on_gpu(|_, results, patience, alive| results.wait(patience, alive))?;
+        self.wait_on_gpu(|program| program.results.has_next())?;
+        let record = self.program.results.take();
         self.under_way.pop_front();
-        self.steps.1 += 1;
+        self.done_steps += 1;
         if let Some(watchdog) = &self.watchdog {
-            watchdog.done(self.steps.1);
+            watchdog.done(self.done_steps);
         }
         let [begin, backward, reduced, end] = record.stamps;
         let divisor = divisor.map_or(record.samples as f32, |divisor| divisor as f32);
@@ -176,37 +179,25 @@ impl CudaEngine {
             return Ok(());
         }
         self.program.gather_weights()?;
-        let main = self.program.main.0;
         // Reading the weights reports an error of the GPU again.
-        let is_done = || main.is_idle().unwrap_or(true);
-        self.wait_on_gpu(|_, _, patience, alive| rings::wait_until(is_done, patience, alive))
+        self.wait_on_gpu(|program| program.main.0.is_idle().unwrap_or(true))
     }
 
-    /// Waits until the GPU reads a micro-batch or returns a result, and checks meanwhile that other ranks are alive.
-    pub(super) fn wait_on_gpu<T>(
-        &mut self,
-        wait: impl FnOnce(
-            &mut Inputs,
-            &mut Results,
-            Duration,
-            &mut dyn FnMut() -> Result<(), EngineError>,
-        ) -> Result<T, EngineError>,
-    ) -> Result<T, EngineError> {
+    /// Waits for the GPU until `is_done`, and checks meanwhile that other ranks are alive.
+    pub(super) fn wait_on_gpu(&mut self, is_done: impl Fn(&Program) -> bool) -> Result<(), EngineError> {
         const OPERATION: &str = "a step on the GPU";
         let alone = self.comm.size() == 1;
-        let patience = if alone { Duration::from_secs(600) } else { self.comm.timeout() };
-        let comm = self.comm.clone();
-        let Program { inputs, results, reducer, main, .. } = &mut self.program;
-        let main = main.0;
-        let mut alive = || -> Result<(), EngineError> {
-            main.failure()?;
+        let time_limit = if alone { Duration::from_secs(600) } else { self.comm.timeout() };
+        let (program, comm) = (&self.program, self.comm.as_ref());
+        let check_alive = || -> Result<(), EngineError> {
+            program.main.0.failure()?;
             // On one machine NCCL does not detect a dead rank, but the connection of the ring does, immediately.
             comm.check(OPERATION)?;
-            let Some(reducer) = reducer else { return Ok(()) };
+            let Some(reducer) = &program.reducer else { return Ok(()) };
             // Between machines NCCL may detect a dead rank first, but only the ring knows which rank it is.
-            reducer.health().map_err(|error| end_of_a_rank(comm.as_ref(), OPERATION).unwrap_or(error).into())
+            reducer.health().map_err(|error| end_of_a_rank(comm, OPERATION).unwrap_or(error).into())
         };
-        wait(inputs, results, patience, &mut alive).map_err(|error| {
+        wait_until(|| is_done(program), time_limit, check_alive).map_err(|error| {
             self.failed = true;
             match self.watchdog.as_ref().and_then(|w| w.stall_reason()) {
                 Some(reason) => CommError::Aborted { operation: OPERATION, reason: reason.into() }.into(),
@@ -214,6 +205,32 @@ impl CudaEngine {
             }
         })
     }
+}
+
+/// Waits until `is_done`. While waiting, regularly calls `check_alive`, which fails if the GPU cannot continue.
+fn wait_until(
+    is_done: impl Fn() -> bool,
+    time_limit: Duration,
+    check_alive: impl Fn() -> Result<(), EngineError>,
+) -> Result<(), EngineError> {
+    let began = Instant::now();
+    let mut reads = 0u32;
+    while !is_done() {
+        reads += 1;
+        // Polls during short waits; sleeps during long ones, which leaves the core to other threads.
+        if reads < 2_000 {
+            std::hint::spin_loop();
+            continue;
+        }
+        std::thread::sleep(Duration::from_micros(20));
+        if reads.is_multiple_of(256) {
+            check_alive()?;
+            if began.elapsed() > time_limit {
+                return Err(CudaError::Hung { secs: began.elapsed().as_secs_f64(), what: "a step" }.into());
+            }
+        }
+    }
+    Ok(())
 }
 
 /// The ring's error for a failure that NCCL has detected, if another rank has ended.
@@ -229,7 +246,7 @@ fn end_of_a_rank(comm: &dyn ProcessGroup, operation: &'static str) -> Option<Com
 }
 
 /// Splits a batch into parts of at most `room` pictures.
-pub(super) fn parts(batch: &Batch, room: usize, network: &Network) -> Vec<Batch> {
+pub(super) fn split_batch(batch: &Batch, room: usize, network: &Network) -> Vec<Batch> {
     if batch.labels.len() <= room {
         return vec![batch.clone()];
     }

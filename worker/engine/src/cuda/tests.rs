@@ -2,8 +2,7 @@
 //! `tests/gpu/bundle` packs them for a machine with a GPU.
 
 use crate::{
-    Engine, EngineConfig, LossConfig, Margin, Optimizer,
-    cuda::GpuConfig,
+    DeviceConfig, Engine, EngineConfig, LossConfig, Margin, Optimizer,
     net::{Network, init, resnet},
     plan::Plan,
 };
@@ -119,20 +118,15 @@ fn cuda_from(
     config: &EngineConfig,
     precision: Precision,
 ) -> Box<dyn Engine> {
-    cuda_as(initial, network, config, GpuConfig { precision, ..deterministic() })
+    cuda_as(initial, network, config, DeviceConfig { precision, ..deterministic() })
 }
 
 /// Settings with which every run computes the same bits; [`defaults`] tests the default settings.
-fn deterministic() -> GpuConfig {
-    GpuConfig {
-        parallel_plan: Plan::data(1),
-        ordinal: 0,
-        precision: Precision::Fp32,
+fn deterministic() -> DeviceConfig {
+    DeviceConfig {
         loss_scale: LossScale::Static(1024.0),
         deterministic: true,
-        store: None,
-        watchdog: None,
-        generation: 0,
+        ..DeviceConfig::new(0, Precision::Fp32, Plan::data(1))
     }
 }
 
@@ -140,7 +134,7 @@ fn cuda_as(
     initial: &NamedTensors,
     network: &Arc<Network>,
     config: &EngineConfig,
-    gpu: GpuConfig,
+    gpu: DeviceConfig,
 ) -> Box<dyn Engine> {
     Box::new(super::build(network.clone(), initial, config.clone(), Arc::new(SingleRank), &gpu).unwrap())
 }
@@ -212,7 +206,7 @@ fn compare_one_step(
     precision: Precision,
     draw: usize,
 ) -> Differences {
-    compare_step(network, batch_size, &[batch_size], &GpuConfig { precision, ..deterministic() }, draw)
+    compare_step(network, batch_size, &[batch_size], &DeviceConfig { precision, ..deterministic() }, draw)
 }
 
 /// A step over micro-batches of `counts` pictures each, in engines with room for `batch_size`.
@@ -220,7 +214,7 @@ fn compare_step(
     network: &Arc<Network>,
     batch_size: usize,
     counts: &[usize],
-    gpu: &GpuConfig,
+    gpu: &DeviceConfig,
     draw: usize,
 ) -> Differences {
     CpuStep::compute(network, batch_size, counts, draw).compare_with(gpu)
@@ -260,7 +254,7 @@ impl CpuStep {
         }
     }
 
-    fn compare_with(&self, gpu: &GpuConfig) -> Differences {
+    fn compare_with(&self, gpu: &DeviceConfig) -> Differences {
         let (precision, mode) = (gpu.precision, if gpu.deterministic { "deterministic" } else { "default" });
         let network = &self.network;
         let mut engine = cuda_as(&initial(network), network, &self.config, gpu.clone());

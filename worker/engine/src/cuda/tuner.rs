@@ -31,35 +31,22 @@ const OTHERS_TIME_WITHIN: Duration = Duration::from_secs(60);
 
 /// Plans by convolution.
 pub(super) struct Tuner {
-    cudnn: Cudnn,
+    pub(super) cudnn: Cudnn,
     plans: HashMap<Convolution, Plan>,
     /// `None`: no plan is faster (convolutions with sums), or cuDNN has no plan.
     choices: BTreeMap<String, Option<Choice>>,
     file: String,
-    deterministic: bool,
-    /// Convolutions that this process has timed, with the best plan's milliseconds.
-    pub(super) timed: Vec<(Convolution, f32)>,
+    /// Whether plans must give the same bits in every run.
+    pub(super) deterministic: bool,
 }
 
 impl Tuner {
-    /// `deterministic`: only plans that give the same bits in every run.
     pub(super) fn new(device: &Device, cudnn: Cudnn, deterministic: bool) -> Self {
         let gpu: String =
             device.name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
         let any = if deterministic { "" } else { "-any" };
         let file = format!("plans-{gpu}-cudnn{}{any}.json", Cudnn::version());
-        Self {
-            cudnn,
-            plans: HashMap::new(),
-            choices: choices_in(&file),
-            file,
-            deterministic,
-            timed: Vec::new(),
-        }
-    }
-
-    pub(super) fn cudnn(&self) -> &Cudnn {
-        &self.cudnn
+        Self { cudnn, plans: HashMap::new(), choices: choices_in(&file), file, deterministic }
     }
 
     /// Whether a convolution has a plan. With sums, it has one only if that is faster.
@@ -74,10 +61,11 @@ impl Tuner {
             .ok_or_else(|| CudaError::Unsupported(format!("no plan was prepared for {convolution:?}")))
     }
 
-    /// The largest workspace of all plans for weight gradients (`weights`), or of all other plans.
-    pub(super) fn workspace_bytes(&self, weights: bool) -> usize {
-        let of = |c: &Convolution| (c.direction == Direction::Weight) == weights;
-        self.plans.iter().filter(|(c, _)| of(c)).map(|(_, p)| p.workspace_bytes).max().unwrap_or(0)
+    /// The largest workspace of all plans for weight gradients, and of all other plans.
+    pub(super) fn workspace_bytes(&self) -> [usize; 2] {
+        let (weights, others): (Vec<_>, Vec<_>) =
+            self.plans.iter().partition(|(convolution, _)| convolution.direction == Direction::Weight);
+        [weights, others].map(|all| all.iter().map(|(_, plan)| plan.workspace_bytes).max().unwrap_or(0))
     }
 
     /// Rebuilds the plans of `wanted` whose choices are cached; returns the other convolutions.
@@ -129,9 +117,8 @@ impl Tuner {
                 Some(found?)
             };
             self.choices.insert(name, found.as_ref().map(|(plan, _)| plan.choice.clone()));
-            if let Some((plan, millis)) = found {
+            if let Some((plan, _)) = found {
                 self.plans.insert(convolution, plan);
-                self.timed.push((convolution, millis));
             }
         }
         // A rank that did not get the lock may have timed the same candidates meanwhile: keep its choices. Replace older choices that
@@ -188,9 +175,9 @@ impl Bench {
             deterministic,
             tensors,
             workspace: device.alloc(MAX_WORKSPACE)?,
-            stream: OwnedStream::new(false)?,
-            begin: Event::new(true)?,
-            end: Event::new(true)?,
+            stream: OwnedStream::new()?,
+            begin: Event::timed()?,
+            end: Event::timed()?,
         })
     }
 

@@ -37,7 +37,7 @@ enum State {
 
 impl State {
     /// Waits for the thread. `None` if it failed: [`open`] then opens the parts and reports the error.
-    fn settled(self) -> Option<Opened> {
+    fn wait(self) -> Option<Opened> {
         match self {
             Self::Nothing => None,
             Self::Opening(thread) => thread.join().ok()?.ok(),
@@ -48,18 +48,18 @@ impl State {
 
 static STATE: Mutex<State> = Mutex::new(State::Nothing);
 
-fn locked() -> MutexGuard<'static, State> {
+fn lock_state() -> MutexGuard<'static, State> {
     STATE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Starts to open GPU `ordinal` for a job of `ranks` ranks that computes in `dtype`. `None` if no job is known yet.
-pub(super) fn begin(ordinal: i32, ranks: u32, dtype: Option<DType>) {
-    let mut state = locked();
+pub(super) fn start_opening(ordinal: i32, ranks: u32, dtype: Option<DType>) {
+    let mut state = lock_state();
     let before = mem::replace(&mut *state, State::Nothing);
     let open = move || -> Result<Opened, CudaError> {
         libraries::ready(&[Library::Driver, Library::Cudnn]).map_err(CudaError::Missing)?;
         // float16 is the format of `train.precision = "auto"`.
-        let opened = completed(before.settled(), ordinal, dtype.unwrap_or(DType::F16))?;
+        let opened = open_missing(before.wait(), ordinal, dtype.unwrap_or(DType::F16))?;
         if ranks > 1 && libraries::ready(&[Library::Nccl]).is_ok() {
             // Loads the library.
             let _ = cudarc::nccl::result::get_nccl_version();
@@ -77,29 +77,29 @@ pub(super) fn begin(ordinal: i32, ranks: u32, dtype: Option<DType>) {
 /// Opens GPU `ordinal` and makes it current on the calling thread. Uses the parts that were opened in advance.
 pub(super) fn open(ordinal: i32, dtype: DType) -> Result<Opened, CudaError> {
     // The lock is released before the wait for the thread.
-    let before = mem::replace(&mut *locked(), State::Nothing);
-    completed(before.settled(), ordinal, dtype)
+    let before = mem::replace(&mut *lock_state(), State::Nothing);
+    open_missing(before.wait(), ordinal, dtype)
 }
 
 /// Whether a thread is opening the GPU. Exit handlers must not run meanwhile.
 pub(super) fn is_opening() -> bool {
-    matches!(&*locked(), State::Opening(thread) if !thread.is_finished())
+    matches!(&*lock_state(), State::Opening(thread) if !thread.is_finished())
 }
 
 /// Whether the GPU can be used: it was opened, and has not been reset since then. True while it is being opened.
 pub(super) fn is_sound() -> bool {
-    let mut state = locked();
+    let mut state = lock_state();
     if matches!(&*state, State::Opening(thread) if !thread.is_finished()) {
         return true;
     }
-    let Some(opened) = mem::replace(&mut *state, State::Nothing).settled() else { return false };
+    let Some(opened) = mem::replace(&mut *state, State::Nothing).wait() else { return false };
     let works = opened.device.bind().and_then(|()| opened.device.zeros(256)).is_ok();
     *state = State::Open(Box::new(opened));
     works
 }
 
 /// Opens the parts that `before` lacks.
-fn completed(before: Option<Opened>, ordinal: i32, dtype: DType) -> Result<Opened, CudaError> {
+fn open_missing(before: Option<Opened>, ordinal: i32, dtype: DType) -> Result<Opened, CudaError> {
     let Some(opened) = before.filter(|opened| opened.ordinal == ordinal) else {
         let device = Device::open(ordinal)?;
         let (free_before, _) = device.memory();
@@ -147,12 +147,12 @@ mod tests {
     #[ignore = "needs a GPU"]
     fn gpu_parts_opened_in_advance_are_valid_and_used() {
         assert!(!is_sound(), "no parts were opened");
-        begin(0, 2, None);
+        start_opening(0, 2, None);
         assert!(is_sound(), "parts are being opened");
         drop(open(0, DType::F16).unwrap());
         assert!(!is_sound(), "the parts were taken");
-        begin(0, 1, None);
-        begin(0, 1, Some(DType::Bf16));
+        start_opening(0, 1, None);
+        start_opening(0, 1, Some(DType::Bf16));
         while is_opening() {
             thread::yield_now();
         }

@@ -7,7 +7,7 @@ use std::{
 };
 
 /// Names of ranges of memory: (name, name of a part).
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub(in crate::cuda) struct Names(HashMap<(Region, usize), (usize, String, String)>);
 
 impl Names {
@@ -17,7 +17,7 @@ impl Names {
         self.0.insert((region, offset), (bytes, what.into(), part.into()));
     }
 
-    fn of(&self, operand: Operand) -> (String, String) {
+    fn name(&self, operand: Operand) -> (String, String) {
         let Operand { region, offset, bytes } = operand;
         match self.0.get(&(region, offset)) {
             Some((whole, what, part)) if *whole == bytes => (what.clone(), part.clone()),
@@ -29,7 +29,7 @@ impl Names {
     /// A list of operands, with parts of the same name joined.
     fn list(&self, operands: &[Operand]) -> String {
         let mut all: Vec<(String, String)> = Vec::new();
-        for (what, part) in operands.iter().map(|operand| self.of(*operand)) {
+        for (what, part) in operands.iter().map(|operand| self.name(*operand)) {
             match all.last_mut() {
                 Some((last, parts)) if *last == what && !part.is_empty() => {
                     let _ = write!(parts, "+{part}");
@@ -46,7 +46,7 @@ impl Names {
 /// The commands as text, one per line; `title` names the parts of the step.
 pub(in crate::cuda) fn print(commands: &[Command], names: &Names, title: impl Fn(Part) -> String) -> String {
     let mut text = String::new();
-    let mut names = Names(names.0.clone());
+    let mut names = names.clone();
     for command in commands {
         let line = match command {
             Command::Part(part) => title(*part),
@@ -54,7 +54,7 @@ pub(in crate::cuda) fn print(commands: &[Command], names: &Names, title: impl Fn
                 names.insert(*at, &content.to_string(), "");
                 format!("  alloc {content}: {} at {}", kib(at.bytes), kib(at.offset))
             }
-            Command::Free { at } => format!("  free {}", names.of(*at).0),
+            Command::Free { at } => format!("  free {}", names.name(*at).0),
             Command::Record { stream, event } => format!("  {stream}: record {event:?}"),
             Command::Wait { stream, event } => format!("  {stream}: wait for {event:?}"),
             Command::Kernel { stream, kernel } => {
@@ -101,11 +101,11 @@ impl Display for Content {
             Content::Gradient(tensor) => write!(f, "gradient of t{tensor}"),
             Content::ReluMask(norm) => write!(f, "relu_mask of norm {norm}"),
             Content::Argmax(number) => write!(f, "argmax {number}"),
-            Content::OfHead => f.write_str("of the split head"),
-            Content::OfRows => f.write_str("of shared rows"),
-            Content::OfChannels => f.write_str("of split operators"),
-            Content::OfStages => f.write_str("of the stages"),
-            Content::OfUpdate => f.write_str("of the update"),
+            Content::Head => f.write_str("of the split head"),
+            Content::Rows => f.write_str("of shared rows"),
+            Content::Channels => f.write_str("of split operators"),
+            Content::Stages => f.write_str("of the stages"),
+            Content::Update => f.write_str("of the update"),
         }
     }
 }

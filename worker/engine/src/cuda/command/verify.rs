@@ -30,7 +30,7 @@ pub(in crate::cuda) fn verify(commands: &[Command], carries_over: bool) -> Resul
 
 /// Collectives and exchanges in launch order, which must be the same on all ranks of a group.
 #[cfg(test)]
-pub(in crate::cuda) fn meetings(commands: &[Command]) -> Vec<String> {
+pub(in crate::cuda) fn collective_calls(commands: &[Command]) -> Vec<String> {
     let exchange = |operand: &Operand| operand.region == Region::PeerSequences;
     commands
         .iter()
@@ -152,7 +152,7 @@ impl Check {
                 self.touch(operand, place, true)?;
             }
         }
-        if command.meets_ranks() {
+        if command.waits_for_ranks() {
             if self.collective.is_some_and(|last| !last.is_before(stream, &self.clocks[stream])) {
                 return Err("the collective before it may still run".into());
             }
@@ -175,7 +175,9 @@ impl Check {
         let of_update = |to: Operand| trained(to) || to.region == Region::SegmentSquares;
         let waits = match *command {
             Command::Collective { to, .. } => !of_update(to),
-            _ => command.meets_ranks() || written().any(|operand| operand.region == Region::PeerSequences),
+            _ => {
+                command.waits_for_ranks() || written().any(|operand| operand.region == Region::PeerSequences)
+            }
         };
         if self.updates && waits {
             return Err("it waits for other ranks after an update may have begun".into());
@@ -321,10 +323,10 @@ fn is_initialised(region: Region, carries_over: bool) -> bool {
         | Region::AverageStatistics
         | Region::PeerTable
         | Region::PeerSequences
-        | Region::LossScale
+        | Region::Scaler
         | Region::Segments
         | Region::Policies
-        | Region::Found
+        | Region::CheckResult
         | Region::Scratch => true,
     }
 }

@@ -20,10 +20,18 @@ unsafe impl Send for OwnedStream {}
 unsafe impl Sync for OwnedStream {}
 
 impl OwnedStream {
-    /// A stream that does not synchronise with the default stream. `urgent`: highest priority.
-    pub(in crate::cuda) fn new(urgent: bool) -> Result<Self, CudaError> {
-        let (_, greatest) = result::stream::get_priority_range().unwrap_or((0, 0));
-        let priority = if urgent { greatest } else { 0 };
+    /// A stream that does not synchronise with the default stream.
+    pub(in crate::cuda) fn new() -> Result<Self, CudaError> {
+        Self::with_priority(0)
+    }
+
+    /// As [`OwnedStream::new`]. The GPU prefers its work to that of other streams.
+    pub(in crate::cuda) fn with_highest_priority() -> Result<Self, CudaError> {
+        let (_, highest) = result::stream::get_priority_range().unwrap_or((0, 0));
+        Self::with_priority(highest)
+    }
+
+    fn with_priority(priority: i32) -> Result<Self, CudaError> {
         result::stream::create_with_priority(result::stream::StreamKind::NonBlocking, priority)
             .map(|s| Self(Stream(s)))
             .map_err(CudaError::driver("creating a stream"))
@@ -160,12 +168,17 @@ pub(in crate::cuda) struct Event(sys::CUevent, PhantomData<Cell<()>>);
 unsafe impl Send for Event {}
 
 impl Event {
-    /// An event that orders streams, and records the time if `timed`.
-    pub(in crate::cuda) fn new(timed: bool) -> Result<Self, CudaError> {
-        let flags = match timed {
-            true => sys::CUevent_flags::CU_EVENT_DEFAULT,
-            false => sys::CUevent_flags::CU_EVENT_DISABLE_TIMING,
-        };
+    /// An event that orders streams.
+    pub(in crate::cuda) fn new() -> Result<Self, CudaError> {
+        Self::with_flags(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
+    }
+
+    /// An event that also records the time.
+    pub(in crate::cuda) fn timed() -> Result<Self, CudaError> {
+        Self::with_flags(sys::CUevent_flags::CU_EVENT_DEFAULT)
+    }
+
+    fn with_flags(flags: sys::CUevent_flags) -> Result<Self, CudaError> {
         result::event::create(flags)
             .map(|e| Self(e, PhantomData))
             .map_err(CudaError::driver("creating an event"))

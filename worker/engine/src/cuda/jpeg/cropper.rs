@@ -24,7 +24,7 @@ impl Cropper {
     pub(super) fn new() -> Result<Self, CudaError> {
         // A stream of high priority: these kernels are few and short, and would otherwise wait for all kernels of a
         // training step.
-        let stream = OwnedStream::new(true)?;
+        let stream = OwnedStream::with_highest_priority()?;
         Ok(Self { stream, size: (0, 0), outputs: None, host_outputs: None, lists: None, host_lists: None })
     }
 
@@ -42,7 +42,7 @@ impl Cropper {
     ) -> Result<(), CudaError> {
         self.size = size;
         let bytes = pictures * self.bytes();
-        at_least(&mut self.outputs, device, bytes)?;
+        grow_buffer(&mut self.outputs, bytes, |bytes| device.alloc(bytes))?;
         grow_pinned(&mut self.host_outputs, bytes)?;
         Ok(())
     }
@@ -59,7 +59,7 @@ impl Cropper {
         // Tables follow croppings, on a separate cache line.
         let tables_after = size_of_val(croppings).next_multiple_of(256);
         let bytes = tables_after + size_of_val(tables);
-        let lists = at_least(&mut self.lists, device, bytes)?;
+        let lists = grow_buffer(&mut self.lists, bytes, |bytes| device.alloc(bytes))?;
         let host = grow_pinned(&mut self.host_lists, bytes)?;
         host.write(0, croppings);
         host.write(tables_after, tables);
@@ -92,25 +92,16 @@ impl Cropper {
     }
 }
 
-/// A buffer of at least `bytes`: the existing one, or a new one that replaces it.
-fn at_least<'a>(
-    buffer: &'a mut Option<Buffer>,
-    device: &Device,
-    bytes: usize,
-) -> Result<&'a Buffer, CudaError> {
-    grow_buffer(buffer, bytes, |bytes| device.alloc(bytes))
-}
-
-/// Memory of at least `bytes`: the existing memory, or memory from `take` that replaces it.
+/// Memory of at least `bytes`: the existing memory, or memory from `alloc` that replaces it.
 pub(super) fn grow_buffer(
     buffer: &mut Option<Buffer>,
     bytes: usize,
-    take: impl FnOnce(usize) -> Result<Buffer, CudaError>,
+    alloc: impl FnOnce(usize) -> Result<Buffer, CudaError>,
 ) -> Result<&Buffer, CudaError> {
     // Frees memory that is too small first. Allocates slightly more than requested, since groups differ.
     let large_enough = match buffer.take().filter(|there| there.bytes >= bytes) {
         Some(there) => there,
-        None => take((bytes + bytes / 8).next_multiple_of(1 << 20))?,
+        None => alloc((bytes + bytes / 8).next_multiple_of(1 << 20))?,
     };
     Ok(buffer.insert(large_enough))
 }

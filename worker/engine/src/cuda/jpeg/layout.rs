@@ -1,6 +1,6 @@
 //! Groups of pictures that are decoded together, their memory layout, and their descriptions for the kernel.
 
-#![allow(unsafe_code)] // Structs of plain numbers are declared as such, to be copied as bytes.
+#![allow(unsafe_code)] // `Planes` and `Cropping` are declared `bytemuck::Pod`, so that they can be copied as bytes.
 
 use super::super::device::Ptr;
 use crate::nvjpeg;

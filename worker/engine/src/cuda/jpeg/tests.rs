@@ -43,22 +43,22 @@ fn crop(memory: &[u8], tables: &[i32], p: &Cropping, (width, height): (u32, u32)
     let mut output = vec![0; (width * height * 3) as usize];
     for y in 0..height {
         // One output row, resized only vertically.
-        let mut scaled = vec![0; (p.column_count * 3) as usize];
-        for (i, scaled) in scaled.iter_mut().enumerate() {
+        let mut row_values = vec![0; (p.column_count * 3) as usize];
+        for (i, value) in row_values.iter_mut().enumerate() {
             let (x, channel) = (i64::from(p.first_column) + i as i64 / 3, i % 3);
-            *scaled = weighted(p.row_table, p.row_taps, p.row_shift, y, &|row| {
+            *value = weighted(p.row_table, p.row_taps, p.row_shift, y, &|row| {
                 // The same pixel in the stored picture, before its orientation is applied.
-                let column =
+                let stored_column =
                     i64::from(p.column) + x * i64::from(p.column_right) + row * i64::from(p.column_down);
-                let row = i64::from(p.row) + x * i64::from(p.row_right) + row * i64::from(p.row_down);
-                planes::pixel(memory, &p.planes, column as u32, row as u32)[channel]
+                let stored_row = i64::from(p.row) + x * i64::from(p.row_right) + row * i64::from(p.row_down);
+                planes::pixel(memory, &p.planes, stored_column as u32, stored_row as u32)[channel]
             });
         }
         for x in 0..width {
             let at = if p.flip == 1 { width - 1 - x } else { x };
             for channel in 0..3 {
                 let value = weighted(p.column_table, p.column_taps, p.column_shift, x, &|column| {
-                    scaled[((column - i64::from(p.first_column)) * 3) as usize + channel]
+                    row_values[((column - i64::from(p.first_column)) * 3) as usize + channel]
                 });
                 output[((y * width + at) * 3) as usize + channel] = value;
             }
@@ -137,15 +137,15 @@ fn jpeg(picture: &image::DynamicImage) -> Vec<u8> {
 /// Writes a dataset of 18 pictures, all in `train/all`. 16 are JPEG files, two for each EXIF orientation; file `n` has the size `size(n)`.
 /// They have the four subsamplings in turn, except at sizes where decoders may differ in subsampled chroma: those files are not subsampled.
 /// The last two, a PNG file and a grey JPEG file, are decoded only on CPU cores.
-fn folder(size: impl Fn(u32) -> (u32, u32)) -> TempDir {
+fn make_dataset(size: impl Fn(u32) -> (u32, u32)) -> TempDir {
     let dir = TempDir::new().unwrap();
     let home = dir.path().join("train/all");
     fs::create_dir_all(&home).unwrap();
     for number in 0..16 {
         let (width, height) = size(number);
-        let is_whole = [width, height].iter().all(|side| planes::is_whole(*side, 2));
+        let decoders_agree = [width, height].iter().all(|side| planes::decoders_agree(*side, 2));
         let sampling =
-            if is_whole { planes::SAMPLINGS[number as usize % 4] } else { SamplingFactor::R_4_4_4 };
+            if decoders_agree { planes::SAMPLINGS[number as usize % 4] } else { SamplingFactor::R_4_4_4 };
         let file = planes::encode(&picture(number, width, height), sampling);
         fs::write(home.join(format!("{number:02}.jpg")), with_orientation(&file, (number % 8 + 1) as u8))
             .unwrap();
@@ -160,7 +160,7 @@ fn folder(size: impl Fn(u32) -> (u32, u32)) -> TempDir {
 fn spec() -> DataSpec {
     DataSpec {
         validation: Validation::Fraction(0.3),
-        // With this seed, five pictures of `folder` are held out.
+        // With this seed, five pictures of `make_dataset` are held out.
         validation_seed: 9,
         mean: Some(vec![0.5; 3]),
         std: Some(vec![0.25; 3]),
@@ -178,39 +178,74 @@ fn open(dir: &Path, spec: &DataSpec, format: BatchFormat) -> DataSource {
 
 /// The batches of an epoch of training and of one of validation.
 fn batches(data: &DataSource) -> Vec<Batch> {
-    data.epoch(PLAN).chain(data.validation(0, 1, 4, 2)).map(Result::unwrap).collect()
+    let (rank, world_size, batch_size, threads) = (0, 1, 4, 2);
+    let validation = data.validation(rank, world_size, batch_size, threads);
+    data.epoch(PLAN).chain(validation).map(Result::unwrap).collect()
+}
+
+/// The pictures that a decoder makes of whole files, resized to `size`, in one group. `None` for refused files.
+fn decode(decoder: &dyn DeviceDecoder, files: &[impl AsRef<[u8]>], size: (u32, u32)) -> Vec<Option<Vec<u8>>> {
+    let tables = |file: &[u8]| {
+        let stored = for_hardware(file).unwrap();
+        let sides = (stored.width, stored.height);
+        let (width, height) = if stored.orientation > 4 { (sides.1, sides.0) } else { sides };
+        (stored, ScaleTable::new(height, size.1), ScaleTable::new(width, size.0))
+    };
+    let tables: Vec<_> = files.iter().map(|file| tables(file.as_ref())).collect();
+    let encoded = files.iter().zip(&tables).map(|(file, (stored, rows, columns))| Encoded {
+        bytes: file.as_ref(),
+        stored: *stored,
+        left: 0,
+        top: 0,
+        rows,
+        columns,
+        flip: false,
+    });
+    let mut given: Vec<Encoded<'_>> = encoded.collect();
+    let mut pictures = Vec::new();
+    decoder
+        .decode(size, &mut |_| std::mem::take(&mut given), &mut |decoded| {
+            pictures = decoded.iter().map(|pixels| pixels.map(<[u8]>::to_vec)).collect();
+        })
+        .unwrap();
+    pictures
+}
+
+/// Maximum difference of values.
+fn max_difference(a: &[u8], b: &[u8]) -> u8 {
+    a.iter().zip(b).map(|(a, b)| a.abs_diff(*b)).max().unwrap()
 }
 
 #[test]
 fn pictures_decoded_by_a_device_equal_those_of_cpu_cores() {
-    let of_all_sizes = folder(|number| (40 + number * 7 % 31, 32 + number * 5 % 23));
-    let of_one_size = folder(|_| (48, 48));
-    let photographs =
+    let of_all_sizes = make_dataset(|number| (40 + number * 7 % 31, 32 + number * 5 % 23));
+    let of_one_size = make_dataset(|_| (48, 48));
+    let resized_crops =
         DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
-    let changed = DataSpec {
+    let augmented = DataSpec {
         vertical_flip: true,
         color_jitter: [0.4, 0.4, 0.4, 0.1],
         augment: Augment::Trivial,
-        ..photographs.clone()
+        ..resized_crops.clone()
     };
     for (name, dir, spec, formats) in [
         (
             "random resized crops",
             &of_all_sizes,
-            photographs.clone(),
+            resized_crops.clone(),
             &[BatchFormat::Bytes, BatchFormat::Normalised][..],
         ),
         (
             "enlarged",
             &of_all_sizes,
-            DataSpec { image_size: Some(ImageSize::Fixed(90)), ..photographs },
+            DataSpec { image_size: Some(ImageSize::Fixed(90)), ..resized_crops },
             &[BatchFormat::Bytes][..],
         ),
-        ("changed", &of_all_sizes, changed.clone(), &[BatchFormat::Bytes][..]),
+        ("flipped and recoloured", &of_all_sizes, augmented.clone(), &[BatchFormat::Bytes][..]),
         (
             "erased",
             &of_all_sizes,
-            DataSpec { random_erasing: 0.5, ..changed },
+            DataSpec { random_erasing: 0.5, ..augmented },
             &[BatchFormat::Normalised][..],
         ),
         // Training crops the largest centred square; only validation needs the whole picture.
@@ -243,7 +278,7 @@ fn pictures_decoded_by_a_device_equal_those_of_cpu_cores() {
 
 #[test]
 fn cpu_cores_decode_what_a_device_refuses_or_fails_at() {
-    let dir = folder(|number| (40 + number * 7 % 31, 32 + number * 5 % 23));
+    let dir = make_dataset(|number| (40 + number * 7 % 31, 32 + number * 5 % 23));
     let home = dir.path().join("train/all");
     fs::write(home.join("progressive.jpg"), fixture!("progressive.jpg")).unwrap();
     let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
@@ -282,7 +317,7 @@ fn cpu_cores_decode_what_a_device_refuses_or_fails_at() {
 
 #[test]
 fn bytes_of_files_held_for_a_device_are_limited() {
-    let dir = folder(|_| (40, 40));
+    let dir = make_dataset(|_| (40, 40));
     let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
     let wanted = batches(&open(dir.path(), &spec, BatchFormat::Bytes));
     // One batch has all pictures of the training split.
@@ -293,11 +328,11 @@ fn bytes_of_files_held_for_a_device_are_limited() {
         fs::read_dir(dir.path().join("train/all")).unwrap().map(|e| e.unwrap().path()).collect();
     files.sort();
     let bytes: usize = chosen.iter().map(|i| fs::metadata(&files[*i as usize]).unwrap().len() as usize).sum();
-    for (room, passed_on) in [(bytes, None), (bytes - 1, Some(1))] {
+    for (room, left_to_cores) in [(bytes, None), (bytes - 1, Some(1))] {
         data.set_decoder_with_room(Arc::new(HostDecoder::default()), room);
         assert_eq!(data.epoch(plan).count(), 1);
         let decoded = data.decoded().unwrap();
-        assert_eq!(decoded.by_cores.get(&CpuDecodeReason::LongBatch).copied(), passed_on, "{decoded:?}");
+        assert_eq!(decoded.by_cores.get(&CpuDecodeReason::LongBatch).copied(), left_to_cores, "{decoded:?}");
     }
     data.set_decoder_with_room(Arc::new(HostDecoder::default()), 1);
     assert!(batches(&data) == wanted);
@@ -306,7 +341,7 @@ fn bytes_of_files_held_for_a_device_are_limited() {
 
 #[test]
 fn resized_and_mixed_pictures_of_a_device_equal_those_of_cpu_cores() {
-    let dir = folder(|number| (40 + number * 7 % 31, 32 + number * 5 % 23));
+    let dir = make_dataset(|number| (40 + number * 7 % 31, 32 + number * 5 % 23));
     let sizes = [(1, 16), (3, 24)].map(|(epoch, size)| SizeFrom { epoch, size });
     let sized = DataSpec {
         image_size: Some(ImageSize::Schedule(sizes.to_vec())),
@@ -342,10 +377,10 @@ fn resized_and_mixed_pictures_of_a_device_equal_those_of_cpu_cores() {
 }
 
 #[test]
-fn pictures_in_shards_are_decoded_as_in_files() {
+fn a_device_decodes_pictures_of_shards_like_cpu_cores() {
     // Odd sizes, because `prepare` writes grey and PNG pictures as 4:2:0, and decoders agree in 4:2:0 only at odd sizes and
     // multiples of 16.
-    let dir = folder(|number| (41 + number % 7 * 2, 33 + number % 5 * 2));
+    let dir = make_dataset(|number| (41 + number % 7 * 2, 33 + number % 5 * 2));
     let to = TempDir::new().unwrap();
     let settings = lockstep_data::PrepareSettings::default();
     lockstep_data::prepare(dir.path(), to.path(), &settings, |_| {}).unwrap();
@@ -362,7 +397,7 @@ fn pictures_in_shards_are_decoded_as_in_files() {
 
 #[test]
 fn a_dataset_without_jpeg_files_uses_no_device_decoder() {
-    let dir = folder(|_| (40, 40));
+    let dir = make_dataset(|_| (40, 40));
     let home = dir.path().join("train/all");
     let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
     for file in fs::read_dir(&home).unwrap().map(|entry| entry.unwrap().path()) {

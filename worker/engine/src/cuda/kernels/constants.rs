@@ -15,7 +15,7 @@ use lockstep_kernels::{
 };
 
 /// Names, and values in C++ syntax, for kernels that compute in `dtype`.
-pub(super) fn of(dtype: DType) -> [(&'static str, String); 17] {
+pub(super) fn for_dtype(dtype: DType) -> [(&'static str, String); 17] {
     [
         ("DTYPE", dtype.number().to_string()),
         ("IN_FLIGHT", in_flight(dtype).to_string()),

@@ -69,7 +69,7 @@ mod full {
 /// If kernels defined such a value themselves, it could silently differ from the host's.
 #[test]
 fn kernels_use_the_host_s_constants_and_do_not_redefine_them() {
-    for (name, value) in constants::of(DType::F16) {
+    for (name, value) in constants::for_dtype(DType::F16) {
         let is_name =
             |text: &str| text.split(|c: char| !c.is_alphanumeric() && c != '_').any(|word| word == name);
         assert!(SOURCE.lines().any(is_name), "no kernel uses {name} ({value})");

@@ -5,7 +5,7 @@ use super::{Arg, CONTROL, Geometry, Kernel, Operand, Ops, Region, kernel, plain}
 pub(in crate::cuda) use lockstep_data::device::ScaleTable;
 
 /// Which pictures a batch has, and whether they are augmented.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(in crate::cuda) enum GatherMode {
     /// The control block's indices and augmentation parameters: bits 0 to 14 are the top of the crop window, bits 15 to 29 the
     /// left (both from 0 to 2 x padding), bit 30 is the flip. The border mirrors the picture with `reflects`, else it is black.

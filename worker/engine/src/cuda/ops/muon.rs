@@ -27,7 +27,7 @@ pub(in crate::cuda) struct Muon<'a> {
     /// The same filters on the host, for the grids.
     pub(in crate::cuda) shapes: &'a [Filter],
     /// bfloat16, at the offsets of the matrices in the flat buffers: the filters before and after an iteration.
-    pub(in crate::cuda) matrices: [Operand; 2],
+    pub(in crate::cuda) iterates: [Operand; 2],
     /// bfloat16: Gram matrices, and polynomials of them.
     pub(in crate::cuda) grams: [Operand; 2],
 }
@@ -47,7 +47,7 @@ impl Ops {
         let of_matrix = tiles(&|filter| [filter.rows, filter.columns]);
         let [gram, polynomial] = p.grams;
 
-        let mut args = vec![Arg::In(flat.weights), Arg::InOut(p.velocity), Arg::Out(p.matrices[0])];
+        let mut args = vec![Arg::In(flat.weights), Arg::InOut(p.velocity), Arg::Out(p.iterates[0])];
         args.extend(flat.gradients.args());
         args.extend([scaler, Arg::F32(p.filter_momentum), filters, Arg::Out(rates.squares)]);
         let blocks = rates.norm_blocks()[0];
@@ -55,7 +55,7 @@ impl Ops {
         let args = [scaler, Arg::In(rates.squares), filters, Arg::U32(count), Arg::Out(rates.per_parameter)];
         kernels.push(kernel("muon_norms", plain([count.div_ceil(128).max(1), 1, 1], [128, 1, 1]), args));
         for step in 0..STEPS {
-            let [from, to] = [step, step + 1].map(|number| p.matrices[number % 2]);
+            let [from, to] = [step, step + 1].map(|number| p.iterates[number % 2]);
             let (is_first, norms) = (Arg::U32(u32::from(step == 0)), Arg::In(rates.per_parameter));
             let args = [scaler, Arg::In(from), filters, norms, is_first, Arg::Out(gram)];
             kernels.push(kernel("muon_gram", of_gram, args));
@@ -76,7 +76,7 @@ impl Ops {
             Arg::U32(rates.count),
             Arg::In(p.policies),
             Arg::In(rates.per_parameter),
-            Arg::In(p.matrices[STEPS % 2]),
+            Arg::In(p.iterates[STEPS % 2]),
         ]);
         kernels.push(kernel("muon_update", self.items(flat.gradients.length / 8, 6), args));
         kernels

@@ -77,7 +77,7 @@ pub(in crate::cuda) struct Rates {
     pub(in crate::cuda) count: u32,
     /// 8 bytes for each parameter: `f32 rate, decay` (LARS, LAMB), or `FilterNorms` of `muon.cu` for each filter.
     pub(in crate::cuda) per_parameter: Operand,
-    /// `f64 [NORM_PARTS][2]` for each parameter: partial sums of squares for the norms.
+    /// `f64 [NORM_PARTS][2]` for each parameter: partial sums of squares for the norms. [`Ops::partials`] on a GPU that has all parameters.
     pub(in crate::cuda) squares: Operand,
 }
 
@@ -141,11 +141,6 @@ impl Ops {
         plain([blocks as u32, 1, 1], [512, 1, 1])
     }
 
-    /// The operand for [`Rates::squares`] on a GPU that has all parameters.
-    pub(in crate::cuda) fn norm_squares(&self) -> Operand {
-        self.partials()
-    }
-
     /// Runs after [`Ops::gradient_norm`]. Computes sums of squares. Traffic: all weights and gradients once.
     pub(in crate::cuda) fn lars_norms(&self, flat: Flat, rates: Rates) -> Kernel {
         let mut args = vec![Arg::In(flat.weights)];
@@ -168,8 +163,9 @@ impl Ops {
         kernel("lars_rates", plain([rates.count.div_ceil(128), 1, 1], [128, 1, 1]), args)
     }
 
-    /// One step of all weights by SGD or LARS. `velocity`: the momentum buffers. Runs after [`Ops::gradient_norm`]. Memory traffic: reads and
-    /// writes weights and velocity, reads gradients, writes the low-precision copy of the weights: 20 bytes per value in the 16-bit formats.
+    /// One step of all weights by SGD or LARS. `velocity`: the momentum buffers. Runs after [`Ops::gradient_norm`]. Memory traffic: reads
+    /// and writes weights and velocity, reads gradients, writes the low-precision copy of the weights: 20 bytes per value in the 16-bit
+    /// formats.
     pub(in crate::cuda) fn sgd(
         &self,
         update: Update,

@@ -52,8 +52,8 @@ impl Ops {
         kernel(name, geometry, args)
     }
 
-    /// Backward of [`Ops::max_pool`], through the ReLU and the batch norm, to the convolution's output. `p.gradient` is that of the pooling's output.
-    /// Both passes; with [`Reduce::Leave`] only the sums (`norm_backward_finish` and then
+    /// Backward of [`Ops::max_pool`], through the ReLU and the batch norm, to the convolution's output. `p.gradient` is the gradient of
+    /// the pooling's output. Both passes; with [`Reduce::Leave`] only the sums (`norm_backward_finish` and then
     /// [`Ops::norm_backward_apply_max_pool`] must follow). Traffic: x, dy and argmax twice, dx once.
     pub(in crate::cuda) fn norm_backward_max_pool(
         &self,

@@ -57,7 +57,7 @@ impl Ops {
     /// The last kernel of a step. Writes the step's result to a ring of `slots` slots in page-locked host memory, 64 bytes per slot:
     /// `u32 sequence; f32 loss_sum; u32 correct, samples; f32 grad_norm, loss_scale; u32 finite, 0; u64 stamps[4]`.
     /// `sequence`, the step's number from 1, is written last (release at system scope). A step with a refused update has no result.
-    /// `totals`: those of the loss kernel.
+    /// `totals`: loss and correct predictions, from the kernel of the loss.
     pub(in crate::cuda) fn record(&self, slots: u32, totals: Operand) -> Kernel {
         let args = [
             Arg::Out(Operand::whole(Region::ResultRing)),

@@ -5,6 +5,10 @@ use super::{
     *,
 };
 use crate::cuda::cudnn::Cudnn;
+use lockstep_protocol::spec::LossScale;
+
+/// Initial loss scale of dynamic loss scaling, as in PyTorch's `GradScaler`.
+const INITIAL_LOSS_SCALE: f32 = 65_536.0;
 
 impl Program {
     #[allow(clippy::too_many_arguments)] // Everything from which an engine is built.
@@ -13,10 +17,9 @@ impl Program {
         network: Arc<Network>,
         config: &EngineConfig,
         dtype: DType,
-        loss_scale: Option<(f32, bool)>,
         comm: Arc<dyn ProcessGroup>,
         groups: Option<&Groups>,
-        gpu: &GpuConfig,
+        gpu: &DeviceConfig,
         kernels: Kernels,
         cudnn: Cudnn,
     ) -> Result<Self, EngineError> {
@@ -32,14 +35,18 @@ impl Program {
                         out, or set parallel.device = \"cpu\"";
             return Err(CudaError::Unsupported(text.into()).into());
         }
-        let share = (gpu.parallel_plan.optimizer_sharding && !plan.is_split() && comm.size() > 1)
+        let share = (gpu.plan.optimizer_sharding && !plan.is_split() && comm.size() > 1)
             .then(|| Share { rank: comm.rank() as usize, ranks: comm.size() as usize });
         let parts = share.unwrap_or(Share::WHOLE).ranks;
         let layout =
             Layout::new(&network, &plan.ops, plan.padded_input, plan.padded_classes, plan.folded, parts);
         let ops = Ops::new(dtype, device.multiprocessors, device.capability);
-        let first_scale = loss_scale.map_or(1.0, |(scale, _)| scale);
-        let running = Running::of_all(&network, plan.norms());
+        let (first_scale, dynamic_scale) = match (&gpu.loss_scale, dtype) {
+            (_, DType::F32 | DType::Bf16) => (1.0, None),
+            (LossScale::Static(scale), DType::F16) => (*scale, Some(false)),
+            (LossScale::Named(_), DType::F16) => (INITIAL_LOSS_SCALE, Some(true)),
+        };
+        let running = Running::for_network(&network, plan.norms());
         let (norms, norm_bytes) = norm_sites(&plan, &layout, &running);
         let state = State::new(
             device,
@@ -81,7 +88,8 @@ impl Program {
         let data_ranks = groups.map_or(1, |groups| groups.data.size() as usize);
         // The gradients of a split head are not in `matrix_gradients` if they are computed twice, or if classes are sampled (then they are
         // in the arena).
-        let is_unstored = plan.recomputes(accumulated.is_some(), data_ranks) || plan.sampled().is_some();
+        let is_unstored =
+            plan.recomputes_head_gradient(accumulated.is_some(), data_ranks) || plan.sampled().is_some();
         let unstored = if is_unstored { layout.split_matrices } else { 0 };
         let matrix_gradients = device.zeros(dtype.size() * (layout.matrices - unstored))?;
         let parameters = layout.parameters_with_gradients();
@@ -106,7 +114,7 @@ impl Program {
             buffers.insert(Region::Policies, device.upload(&policies(&layout, &config.optimizer))?);
         }
         if share.is_some() {
-            buffers.insert(Region::BucketSquares, device.zeros(8 * layout.reduced().count())?);
+            buffers.insert(Region::BucketSquares, device.zeros(8 * layout.reduced_ranges().count())?);
             buffers.insert(Region::SegmentSquares, device.zeros(count * SEGMENT_SQUARES)?);
         }
         // The schedule has at most this many micro-batches between forward and backward pass: one for each stage from this one to the last.
@@ -129,7 +137,6 @@ impl Program {
             ops,
             kernels,
             buffers,
-            share,
             tuner: Tuner::new(device, cudnn, gpu.deterministic),
             inputs,
             data_ranks,
@@ -137,21 +144,19 @@ impl Program {
             results: Results::new(device)?,
             normalisation: device.zeros(4 * 256 * network.channels)?,
             scalings: HashMap::new(),
-            found: device.zeros(256)?,
+            check_result: device.zeros(256)?,
             totals: device.zeros(256)?,
             arena: device.alloc(256)?,
             workspace: device.alloc(256)?,
             side_workspace: device.alloc(256)?,
-            main: OwnedStream::new(false)?,
-            side: OwnedStream::new(false)?,
-            side_begin: Event::new(false)?,
-            side_end: Event::new(false)?,
-            side_done: plan.ops.iter().map(|_| Event::new(false)).collect::<Result<_, _>>()?,
+            main: OwnedStream::new()?,
+            side: OwnedStream::new()?,
+            side_begin: Event::new()?,
+            side_end: Event::new()?,
+            side_done: plan.ops.iter().map(|_| Event::new()).collect::<Result<_, _>>()?,
             evaluated_logits: device.zeros(logits)?,
-            deterministic: gpu.deterministic,
-            dynamic_scale: loss_scale.map(|(_, dynamic)| dynamic),
+            dynamic_scale,
             config: config.clone(),
-            dtype,
             state,
             reducer,
             matrix_gradients,
@@ -230,20 +235,20 @@ impl Program {
 
     /// Allocates memory for activations, `bytes` for each micro-batch in flight, and the workspaces of all convolutions.
     fn allocate(&mut self, device: &Device, bytes: usize) -> Result<(), EngineError> {
-        let own = self.tuner.workspace_bytes(false).max(self.ops.bottleneck_bytes());
-        self.workspace = device.alloc(own)?;
-        self.side_workspace = device.alloc(self.tuner.workspace_bytes(true))?;
+        let [of_weight_gradients, of_others] = self.tuner.workspace_bytes();
+        self.workspace = device.alloc(of_others.max(self.ops.bottleneck_bytes()))?;
+        self.side_workspace = device.alloc(of_weight_gradients)?;
         // Frees the old arena first, because both arenas may not fit.
         self.arena = device.alloc(256)?;
         self.arena = device.zeros(bytes * self.micro_batches_in_flight)?;
         if self.plan.network.stage().0 > 0 {
             let values = |network: &Arc<Network>| network.tensors[network.input()].len();
             let values = self.sizes.iter().map(values).max().unwrap_or(0);
-            let bytes = self.plan.batch * values * self.dtype.size();
+            let bytes = self.plan.batch * values * self.plan.dtype.size();
             self.buffers.insert(Region::InputGradient, device.zeros(bytes)?);
         }
-        let (own, side) = (self.workspace.bytes >> 20, self.side_workspace.bytes >> 20);
-        tracing::debug!("activations take {} MB, workspaces {own} and {side} MB", self.arena.bytes >> 20);
+        let (main, side) = (self.workspace.bytes >> 20, self.side_workspace.bytes >> 20);
+        tracing::debug!("activations take {} MB, workspaces {main} and {side} MB", self.arena.bytes >> 20);
         Ok(())
     }
 
@@ -257,6 +262,9 @@ impl Program {
         };
         let waits = self.reducer.as_ref().is_some_and(|r| r.statistics.waits());
         let plain = convolution.groups == 1;
-        plain && self.dtype == DType::F16 && !self.deterministic && !self.ops.norm_is_small(shape, waits)
+        plain
+            && self.plan.dtype == DType::F16
+            && !self.tuner.deterministic
+            && !self.ops.norm_is_small(shape, waits)
     }
 }

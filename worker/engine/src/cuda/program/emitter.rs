@@ -79,9 +79,9 @@ struct GraphEmitter<'a> {
     /// Allocations with two owners. The first call of `free` removes the entry; the second frees the memory.
     shared: Vec<Allocation>,
     /// Number of buckets of gradients whose reduction has started.
-    sent: usize,
-    /// Features, and gradient of the logits, if the gradient of a split head's weights is computed in the update.
-    head: Option<[Allocation; 2]>,
+    sent_buckets: usize,
+    /// The operands of the gradient of a split head's weights, if it is computed in the update.
+    features_and_dlogits: Option<[Allocation; 2]>,
     /// The sampled classes of a split head, in training.
     sampled: Option<sampled_head::SampledHead>,
     /// In training with a margin: the memory of the cosines.
@@ -101,7 +101,7 @@ pub(super) struct Emitted {
 
 impl Emitted {
     /// The commands of one pass, in its part of the memory: `part_bytes` gives the bytes of a part in each region.
-    pub(super) fn of_pass(mut self, pass: StagePass, part_bytes: impl Fn(Region) -> usize) -> Vec<Command> {
+    pub(super) fn into_pass(mut self, pass: StagePass, part_bytes: impl Fn(Region) -> usize) -> Vec<Command> {
         let backward = self.commands.split_off(self.forward_commands);
         let mut commands = if pass.is_backward { backward } else { self.commands };
         commands.iter_mut().for_each(|command| command.shift(|region| pass.memory_part * part_bytes(region)));
@@ -120,7 +120,7 @@ pub(super) fn emit(
     side_stream: bool,
 ) -> Result<Emitted, EngineError> {
     let mut emitter = GraphEmitter::new(facts, side_stream);
-    emitter.network(phase, input)?;
+    emitter.emit_network(phase, input)?;
     let GraphEmitter { arena, commands, forward_commands, .. } = emitter;
     Ok(Emitted { commands, forward_commands, arena_bytes: arena.peak })
 }
@@ -143,8 +143,8 @@ impl<'a> GraphEmitter<'a> {
             argmax: vec![None; tensors],
             gradients: vec![Vec::new(); tensors],
             shared: Vec::new(),
-            sent: 0,
-            head: None,
+            sent_buckets: 0,
+            features_and_dlogits: None,
             sampled: None,
             cosines: None,
             summed: None,
@@ -152,28 +152,28 @@ impl<'a> GraphEmitter<'a> {
         }
     }
 
-    fn network(&mut self, phase: Phase, input: Input) -> Result<(), EngineError> {
+    fn emit_network(&mut self, phase: Phase, input: Input) -> Result<(), EngineError> {
         self.count_readers(phase);
-        self.part(Part::Begin);
+        self.begin_part(Part::Begin);
         self.begin(phase, input)?;
         for index in 0..self.plan.ops.len() {
-            self.part(Part::Forward(index));
+            self.begin_part(Part::Forward(index));
             self.forward(index, phase)?;
         }
         self.send_output()?;
         self.forward_commands = self.commands.len();
-        self.part(Part::Loss);
+        self.begin_part(Part::Loss);
         match phase {
             Phase::Evaluate => self.evaluate(),
             Phase::Train(micro_batch) => {
                 self.loss(micro_batch)?;
                 self.fork();
                 for index in (0..self.plan.ops.len()).rev() {
-                    self.part(Part::Backward(index));
+                    self.begin_part(Part::Backward(index));
                     self.backward(index, micro_batch)?;
                 }
                 self.keep_input_gradient(micro_batch)?;
-                self.part(Part::Update);
+                self.begin_part(Part::Update);
                 self.finish(micro_batch)
             }
         }
@@ -198,7 +198,7 @@ impl<'a> GraphEmitter<'a> {
         }
     }
 
-    fn part(&mut self, part: Part) {
+    fn begin_part(&mut self, part: Part) {
         self.commands.push(Command::Part(part));
     }
 
@@ -240,7 +240,7 @@ impl<'a> GraphEmitter<'a> {
             if let Some((number, _)) = done.last() {
                 self.wait(StreamId::Main, EventId::WeightGradient(*number));
             }
-            for allocation in done.into_iter().flat_map(|(_, read)| read) {
+            for allocation in done.into_iter().flat_map(|(_, allocations)| allocations) {
                 self.free(allocation);
             }
         }
@@ -275,7 +275,7 @@ impl<'a> GraphEmitter<'a> {
     /// Frees an allocation that a weight gradient on the side stream may still read, together with the allocations of the newest one.
     fn free_with_newest(&mut self, allocation: Allocation) {
         match self.pending.back_mut() {
-            Some((_, read)) => read.push(allocation),
+            Some((_, allocations)) => allocations.push(allocation),
             None => self.free(allocation),
         }
     }
@@ -304,7 +304,7 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// In evaluation: notes that an operation has read `tensor`, and frees the tensor after the last operation.
-    fn evaluated(&mut self, tensor: TensorId) {
+    fn read_in_evaluation(&mut self, tensor: TensorId) {
         self.readers[tensor] -= 1;
         if self.readers[tensor] == 0 {
             self.drop_activation(tensor);
@@ -330,9 +330,20 @@ pub(super) fn arena_bytes(facts: &Facts<'_>, trains: bool) -> Result<usize, Engi
     Ok(evaluated.max(peak(Phase::Train(only), true)?).max(peak(Phase::Train(only), false)?))
 }
 
-/// The memory of one of four time stamps.
-fn stamp(number: usize) -> Operand {
-    Operand::new(Region::Stamps, 8 * number, 8)
+/// The points of a step at which the GPU records its clock, in the order of [`rings::Record::stamps`].
+#[derive(Debug, Clone, Copy)]
+enum Stamp {
+    Begin,
+    BackwardDone,
+    Reduced,
+    End,
+}
+
+impl Stamp {
+    /// The memory of this time stamp.
+    fn operand(self) -> Operand {
+        Operand::new(Region::Stamps, 8 * self as usize, 8)
+    }
 }
 
 /// The operand of an allocation; [`Operand::NONE`] without an allocation.

@@ -12,7 +12,7 @@ impl Program {
     fn start_one(&self, command: &Command, pictures: Ptr) -> Result<(), EngineError> {
         let at = |operand: Operand| self.address(operand, pictures);
         match command {
-            Command::Part(part) => self.kernels.profile.part(*part),
+            Command::Part(part) => self.kernels.profile.begin_part(*part),
             Command::Alloc { .. } | Command::Free { .. } => {}
             Command::Kernel { stream, kernel } => self.launch_on(*stream, kernel, pictures)?,
             Command::Convolution { stream, convolution, tensors, workspace } => {
@@ -20,8 +20,8 @@ impl Program {
                 let Tensors { x, w, y, sums } = *tensors;
                 let tensors = Tensors { x: at(x)?, w: at(w)?, y: at(y)?, sums: at(sums)? };
                 let (stream, workspace) = (self.stream(*stream)?, at(*workspace)?);
-                let run = || self.tuner.cudnn().run(stream, plan, tensors, workspace);
-                self.kernels.profile.around(stream, || convolution.to_string(), run)?;
+                let run = || self.tuner.cudnn.run(stream, plan, tensors, workspace);
+                self.kernels.profile.time(stream, || convolution.to_string(), run)?;
             }
             Command::Record { stream, event } => self.event(*event)?.record(self.stream(*stream)?)?,
             Command::Wait { stream, event } => self.stream(*stream)?.wait(self.event(*event)?)?,
@@ -112,7 +112,7 @@ impl Program {
             | Region::KeptOf
             | Region::AverageWeights
             | Region::AverageStatistics
-            | Region::LossScale => return self.state.address(region),
+            | Region::Scaler => return self.state.address(region),
             Region::PeerTable | Region::PeerSequences | Region::StatisticsSums => {
                 return self.reducer.as_ref()?.address(region);
             }
@@ -125,15 +125,16 @@ impl Program {
             Region::Control => Some(&self.inputs.control),
             Region::ResultCounter => Some(&self.results.counter),
             Region::MatrixGradients => {
-                let missing = (self.unstored * self.dtype.size()) as u64;
-                return Some(self.matrix_gradients.ptr.wrapping_sub(missing));
+                // Offsets count from the first matrix, but the buffer has no unstored gradients, which come first.
+                let absent_bytes = (self.unstored * self.plan.dtype.size()) as u64;
+                return Some(self.matrix_gradients.ptr.wrapping_sub(absent_bytes));
             }
             Region::VectorGradients => Some(&self.vector_gradients),
             Region::Accumulated => self.accumulated.as_ref(),
             Region::NormValues => Some(&self.norm_values),
             Region::Totals => Some(&self.totals),
             Region::EvaluatedLogits => Some(&self.evaluated_logits),
-            Region::Found => Some(&self.found),
+            Region::CheckResult => Some(&self.check_result),
             Region::GroupControls
             | Region::InputGradient
             | Region::ChannelSums

@@ -11,7 +11,7 @@ use crate::{
         layout::{Layout, ParameterPlace},
         ops::{self, NormSite, Ops, ScaleTable},
         running::Running,
-        statistics::Statistics,
+        statistics::{NormPass, Statistics},
     },
     fuse::Norm,
     net::{Placement, TensorId},
@@ -21,7 +21,7 @@ use lockstep_kernels::optimizer::ParameterPolicy;
 
 /// A range of parameters, with their gradients, optimizer state and rates.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Updated {
+pub(super) struct UpdatedRange {
     pub(super) flat: ops::Flat,
     /// The optimizer's slots for the range.
     pub(super) optimizer_slots: [Operand; 2],
@@ -43,7 +43,7 @@ pub(in crate::cuda) struct Facts<'a> {
     /// Whether loss scaling is dynamic.
     pub(in crate::cuda) dynamic_scale: bool,
     /// How ranks reduce statistics; `None` for a single rank, which does not exchange gradients either.
-    pub(in crate::cuda) ranks: Option<&'a Statistics>,
+    pub(in crate::cuda) statistics: Option<&'a Statistics>,
     /// Number of ranks that have the same part of the network but different pictures, including this rank.
     pub(in crate::cuda) data_ranks: usize,
     /// This rank's number among the ranks that divide the optimizer's state; `None` if each rank has the whole state.
@@ -75,26 +75,17 @@ impl Facts<'_> {
         Operand::new(region, range.start * size, range.len() * size)
     }
 
-    /// A bias, float32.
-    pub(super) fn vector(&self, name: &str, suffix: &str) -> Operand {
-        vector(self.layout, name, suffix)
-    }
-
     /// The last layer's bias. With a margin, logits are cosines and have no bias.
     pub(super) fn head_bias(&self) -> Operand {
         match self.plan.margin {
-            None => self.vector(self.plan.last_layer(), "bias"),
+            None => self.layout.vector(self.plan.last_layer(), "bias"),
             Some(_) => Operand::NONE,
         }
     }
 
-    pub(super) fn vector_gradient(&self, name: &str, suffix: &str) -> Operand {
-        vector_gradient(self.layout, name, suffix)
-    }
-
-    /// See [`StepPlan::recomputes`].
-    pub(super) fn recomputes(&self) -> bool {
-        self.plan.recomputes(self.accumulates, self.data_ranks)
+    /// See [`StepPlan::recomputes_head_gradient`].
+    pub(super) fn recomputes_head_gradient(&self) -> bool {
+        self.plan.recomputes_head_gradient(self.accumulates, self.data_ranks)
     }
 
     /// The gradients of all parameters. Those of matrices are in the activations' format, or float32 sums over micro-batches.
@@ -115,7 +106,7 @@ impl Facts<'_> {
 
     /// The parameters that this rank updates, except its parts of split matrices: one range (two with sampled classes), or, if ranks divide
     /// the optimizer's state, this rank's part of each bucket of matrices and of the vectors.
-    pub(super) fn updated(&self) -> Vec<Updated> {
+    pub(super) fn updated_ranges(&self) -> Vec<UpdatedRange> {
         let (layout, gradients, rates) = (self.layout, self.gradients(), self.all_rates());
         let (split, matrices) = (layout.split_matrices, layout.matrices);
         let Some(share) = self.share else {
@@ -124,15 +115,17 @@ impl Facts<'_> {
                 // The biases of a sampled head lie between both ranges and are updated with the sampled rows.
                 let vectors = matrices + layout.split_vectors;
                 return vec![
-                    self.updated_from(gradients.part(split..matrices, none.clone()), split, split),
-                    self.updated_from(gradients.part(none, vectors..layout.trained), vectors, vectors),
+                    self.updated_range(gradients.part(split..matrices, none.clone()), split, split),
+                    self.updated_range(gradients.part(none, vectors..layout.trained), vectors, vectors),
                 ];
             }
             let gradients = gradients.part(split..matrices, matrices..layout.trained);
-            return vec![self.updated_from(gradients, split, split)];
+            return vec![self.updated_range(gradients, split, split)];
         };
         let (mut first, mut in_slots, mut updated) = (0, 0, Vec::new());
-        for (range, own) in layout.reduced().zip(layout.own(share)).filter(|(_, own)| !own.is_empty()) {
+        for (range, own) in
+            layout.reduced_ranges().zip(layout.own_ranges(share)).filter(|(_, own)| !own.is_empty())
+        {
             let none = matrices..matrices;
             let gradients = match own.start < matrices {
                 true => gradients.part(own.clone(), none),
@@ -147,14 +140,19 @@ impl Facts<'_> {
                 per_parameter: of_parameters(rates.per_parameter, RATE),
                 squares: of_parameters(rates.squares, SEGMENT_SQUARES),
             };
-            updated.push(Updated { rates, ..self.updated_from(gradients, own.start, in_slots) });
+            updated.push(UpdatedRange { rates, ..self.updated_range(gradients, own.start, in_slots) });
             (first, in_slots) = (first + count, in_slots + own.len());
         }
         updated
     }
 
     /// The parameters of these gradients. They begin at value `from` of the flat layout, and at value `in_slots` of the optimizer's slots.
-    pub(super) fn updated_from(&self, gradients: ops::Gradients, from: usize, in_slots: usize) -> Updated {
+    pub(super) fn updated_range(
+        &self,
+        gradients: ops::Gradients,
+        from: usize,
+        in_slots: usize,
+    ) -> UpdatedRange {
         let (length, bytes) = (gradients.length as usize, 4 * gradients.length as usize);
         let planar = self.plan.is_planar() && from < self.layout.split_matrices;
         let in_float32 = Operand::new(Region::Weights, 4 * from, bytes);
@@ -178,7 +176,7 @@ impl Facts<'_> {
         };
         let optimizer_slots =
             [0, 1].map(|slot| Operand::new(Region::OptimizerSlot(slot), 4 * in_slots, bytes));
-        Updated { flat, optimizer_slots, rates: self.all_rates() }
+        UpdatedRange { flat, optimizer_slots, rates: self.all_rates() }
     }
 
     /// The rates of all parameters.
@@ -187,7 +185,7 @@ impl Facts<'_> {
         let (segments, per_parameter, squares) = match self.share {
             None => {
                 let [segments, per_parameter] = [Region::Segments, Region::Rates].map(Operand::whole);
-                (segments, per_parameter, self.ops.norm_squares())
+                (segments, per_parameter, self.ops.partials())
             }
             Some(_) => (
                 Operand::new(Region::Segments, 0, SEGMENT * count),
@@ -211,9 +209,9 @@ impl Facts<'_> {
     }
 
     /// The copy of the running statistics from before the step.
-    pub(super) fn kept(&self) -> ops::Keep {
+    pub(super) fn keep_statistics(&self) -> ops::Keep {
         let end = self.norms.iter().map(|site| site.running_var.end()).max().unwrap_or(0);
-        let bytes = Running::padded(end);
+        let bytes = Running::padded_bytes(end);
         ops::Keep {
             running: Operand::new(Region::RunningStatistics, 0, bytes),
             kept: Operand::new(Region::KeptStatistics, 0, bytes),
@@ -224,19 +222,20 @@ impl Facts<'_> {
 
     /// The memory in which a convolution leaves the sums of its output for the following batch norm.
     pub(super) fn channel_sums(&self, tensor: TensorId) -> Operand {
-        let by_nccl = matches!(self.ranks, Some(Statistics::Nccl));
+        let by_nccl = matches!(self.statistics, Some(Statistics::Nccl));
         let region = if by_nccl { Region::StatisticsSums } else { Region::ChannelSums };
         Operand::new(region, 0, 8 * self.plan.network.tensors[tensor].channels)
     }
 
     /// How a batch norm's sums are reduced.
-    pub(super) fn reduction(&self, node: &Norm, backward: bool) -> ops::Reduce {
+    pub(super) fn reduction(&self, node: &Norm, pass: NormPass) -> ops::Reduce {
         let channels = self.plan.network.tensors[node.input].channels;
         if *self.plan.network.placement(node.input) != Placement::Batch && self.data_ranks == 1 {
             // This rank has all pictures of its channels.
             return ops::Reduce::Local;
         }
-        self.ranks.map_or(ops::Reduce::Local, |ranks| ranks.reduction(node.norm, channels, backward))
+        self.statistics
+            .map_or(ops::Reduce::Local, |statistics| statistics.reduction(node.norm, channels, pass))
     }
 }
 
@@ -275,20 +274,6 @@ const RATE: usize = 8;
 /// Bytes of the sums of squares from which a parameter's rate is computed.
 pub(super) const SEGMENT_SQUARES: usize = ops::NORM_PARTS as usize * 2 * size_of::<f64>();
 
-fn vector(layout: &Layout, name: &str, suffix: &str) -> Operand {
-    let range = layout.parameter(name, suffix).padded();
-    Operand::new(Region::Weights, 4 * range.start, 4 * range.len())
-}
-
-/// The gradient of a vector; absent if the vector is frozen.
-fn vector_gradient(layout: &Layout, name: &str, suffix: &str) -> Operand {
-    let range = layout.parameter(name, suffix).padded();
-    if range.start >= layout.trained {
-        return Operand::NONE;
-    }
-    Operand::new(Region::VectorGradients, 4 * (range.start - layout.matrices), 4 * range.len())
-}
-
 /// Values per channel in [`Region::NormValues`]: mean, 1/std, scale, bias, slope and offset.
 const VALUES: usize = 6;
 
@@ -302,8 +287,8 @@ pub(super) fn norm_sites(plan: &StepPlan, layout: &Layout, running: &[Running]) 
             let value = |number: usize| Operand::new(Region::NormValues, at + number * bytes, bytes);
             let [running_mean, running_var] = running[node.norm].operands();
             let site = NormSite {
-                gamma: vector(layout, &node.name, "weight"),
-                beta: vector(layout, &node.name, "bias"),
+                gamma: layout.vector(&node.name, "weight"),
+                beta: layout.vector(&node.name, "bias"),
                 running_mean,
                 running_var,
                 running_momentum: plan.network.running_momentum(),
@@ -311,8 +296,8 @@ pub(super) fn norm_sites(plan: &StepPlan, layout: &Layout, running: &[Running]) 
                 inv_std: value(1),
                 scale: value(2),
                 bias: value(3),
-                dgamma: vector_gradient(layout, &node.name, "weight"),
-                dbeta: vector_gradient(layout, &node.name, "bias"),
+                dgamma: layout.vector_gradient(&node.name, "weight"),
+                dbeta: layout.vector_gradient(&node.name, "bias"),
                 slope: value(4),
                 offset: value(5),
             };

@@ -46,32 +46,32 @@ pub(in crate::cuda) struct SampledClasses {
 
 impl SplitHead {
     /// The split head of a network that ranks share.
-    fn of(network: &Network) -> Option<Self> {
+    fn for_network(network: &Network) -> Option<Self> {
         let Placement::Channels(bounds) = network.placement(network.logits()) else { return None };
         let (bounds, rank) = (bounds.clone(), network.part.as_ref()?.rank);
-        let chunks = chunks_of(network, most_classes(&bounds));
+        let chunks = chunk_count(network, max_classes(&bounds));
         Some(Self { ranks: bounds.len() - 1, rank, bounds, chunks, sampled: None })
     }
 
     /// This rank's classes.
-    pub(in crate::cuda) fn own(&self) -> Range<usize> {
+    pub(in crate::cuda) fn own_classes(&self) -> Range<usize> {
         self.bounds[self.rank]..self.bounds[self.rank + 1]
     }
 
     /// Maximum number of classes of a rank.
-    pub(in crate::cuda) fn most(&self) -> usize {
-        most_classes(&self.bounds)
+    pub(in crate::cuda) fn max_classes(&self) -> usize {
+        max_classes(&self.bounds)
     }
 }
 
 /// Number of chunks in which `classes` classes are multiplied.
-fn chunks_of(network: &Network, classes: usize) -> usize {
+fn chunk_count(network: &Network, classes: usize) -> usize {
     let inputs = network.ops.last().map_or(0, |op| network.tensors[op.inputs()[0]].channels);
     (classes * inputs).div_ceil(CHUNK).max(1)
 }
 
 /// The largest number of classes of a rank. The first ranks have one more class if the classes cannot be divided evenly.
-fn most_classes(bounds: &[usize]) -> usize {
+fn max_classes(bounds: &[usize]) -> usize {
     bounds[1] - bounds[0]
 }
 
@@ -137,7 +137,7 @@ impl StepPlan {
                 }
                 _ => false,
             });
-        let head = SplitHead::of(&network);
+        let head = SplitHead::for_network(&network);
         let (model_ranks, model_rank) = network.part.as_ref().map_or((1, 0), |part| {
             let bounds = part.placements.iter().find_map(bounds_of);
             bounds.map_or((1, 0), |bounds| (bounds.len() - 1, part.rank))
@@ -145,7 +145,7 @@ impl StepPlan {
         // The same number on every rank.
         let padded_classes = match &head {
             None => network.classes.next_multiple_of(PADDED_CLASSES),
-            Some(head) => head.most().next_multiple_of(PADDED_CLASSES * head.chunks),
+            Some(head) => head.max_classes().next_multiple_of(PADDED_CLASSES * head.chunks),
         };
         Ok(Self {
             network,
@@ -169,8 +169,9 @@ impl StepPlan {
         self.margin = loss.margin;
         if let (true, Some(head)) = (loss.samples(), &mut self.head) {
             // No label of the group need be among the drawn classes. The number is the same on every rank.
-            let capacity = loss.drawn(head.most()) + 2 * head.ranks * self.batch;
-            let (drawn, chunks) = (loss.drawn(head.own().len()), chunks_of(&self.network, capacity));
+            let capacity = loss.drawn(head.max_classes()) + 2 * head.ranks * self.batch;
+            let (drawn, chunks) =
+                (loss.drawn(head.own_classes().len()), chunk_count(&self.network, capacity));
             let capacity = capacity.next_multiple_of(PADDED_CLASSES * chunks);
             head.sampled = Some(SampledClasses { drawn, capacity, chunks, seed: loss.seed });
         }
@@ -199,12 +200,6 @@ impl StepPlan {
     pub(super) fn norm(&self, norm: usize) -> &Norm {
         // All numbers come from operations of this plan.
         self.norms().find(|n| n.norm == norm).unwrap_or_else(|| unreachable!("no batch norm {norm}"))
-    }
-
-    /// Every convolution of the forward pass, and whether it reads the pictures.
-    #[cfg(test)]
-    pub(in crate::cuda) fn convolutions(&self) -> impl Iterator<Item = (Convolution, bool)> {
-        self.ops.iter().filter_map(|op| self.convolution(op))
     }
 
     /// Whether exactly one operation reads `tensor`.
@@ -249,7 +244,7 @@ impl StepPlan {
     /// Whether the gradient of a split head's weights is never stored whole, but computed twice, one chunk at a time: for the norm and for the
     /// update. This adds a third of the head's multiplications and saves a sixth of its memory. False if gradients are summed over
     /// micro-batches or ranks, if classes are sampled, or if other weights are split.
-    pub(super) fn recomputes(&self, accumulates: bool, data_ranks: usize) -> bool {
+    pub(super) fn recomputes_head_gradient(&self, accumulates: bool, data_ranks: usize) -> bool {
         self.chunks().0 > 1
             && !self.splits_operators
             && !accumulates

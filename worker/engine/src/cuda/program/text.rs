@@ -27,8 +27,8 @@ fn names(facts: &Facts<'_>) -> Names {
             names.insert(facts.matrix(name), &parameter.name, "");
             names.insert(facts.matrix_gradient(name), &parameter.name, "gradient");
         } else {
-            names.insert(facts.vector(name, suffix), &parameter.name, "");
-            let gradient = facts.vector_gradient(name, suffix);
+            names.insert(facts.layout.vector(name, suffix), &parameter.name, "");
+            let gradient = facts.layout.vector_gradient(name, suffix);
             if !gradient.is_none() {
                 names.insert(gradient, &parameter.name, "gradient");
             }

@@ -4,8 +4,8 @@
 use super::*;
 
 /// A job with default settings, except for the floating-point format.
-fn default_in(precision: Precision) -> GpuConfig {
-    GpuConfig { precision, deterministic: false, ..deterministic() }
+fn default_in(precision: Precision) -> DeviceConfig {
+    DeviceConfig { precision, deterministic: false, ..deterministic() }
 }
 
 /// A whole micro-batch, a ragged one, several whole ones, and several of which the last is ragged.
@@ -64,7 +64,7 @@ fn gpu_default_networks_are_close_to_the_cpu_engine() {
                 let found = cpu.compare_with(&default_in(precision));
                 // With ResNet-50's default initialisation, 16-bit gradients are too inexact to test an engine. So the test
                 // compares the errors with every fusion and in deterministic mode.
-                let fixed = cpu.compare_with(&GpuConfig { precision, ..deterministic() });
+                let fixed = cpu.compare_with(&DeviceConfig { precision, ..deterministic() });
                 let gradient = f64::max(gradient, 1.5 * fixed.gradient);
                 let all = [found.logits, found.loss, found.statistics];
                 let is_near = all.iter().all(|apart| *apart < near) && found.gradient < gradient;

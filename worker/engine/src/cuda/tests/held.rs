@@ -34,7 +34,7 @@ struct Gate {
 
 impl Gate {
     fn close(stream: Stream) -> Self {
-        let (word, reached) = (Pinned::new(256).unwrap(), Event::new(false).unwrap());
+        let (word, reached) = (Pinned::new(256).unwrap(), Event::new().unwrap());
         reached.record(stream).unwrap();
         let at_least = sys::CUstreamWaitValue_flags::CU_STREAM_WAIT_VALUE_GEQ as u32;
         // SAFETY: the word is mapped, and stays allocated until the stream has passed the gate.
@@ -62,7 +62,7 @@ impl Run {
         let config = EngineConfig { optimizer, accumulate, ..config(16) };
         // The default of jobs: the first float16 steps overflow and are skipped.
         let loss_scale = LossScale::Named("dynamic".into());
-        let gpu = GpuConfig { precision, loss_scale, ..deterministic() };
+        let gpu = DeviceConfig { precision, loss_scale, ..deterministic() };
         let batches = (0..STEPS * accumulate).map(|number| pictures(&network, 16, number)).collect();
         let initial = init::initial_parameters(&network, false, 1);
         let engine = super::super::build(network, &initial, config, Arc::new(SingleRank), &gpu).unwrap();
@@ -101,18 +101,16 @@ impl Run {
         let [part] = parts[..] else { panic!("a step of one micro-batch") };
         let (phase, control) = engine.micro_batch(&part, gradient_scale, LR);
         let input = engine.input(phase, part.batch).unwrap();
-        let send = |inputs: &mut crate::cuda::Inputs, patience, alive: &mut dyn FnMut() -> _| {
-            inputs.send(control, part.batch, patience, alive)
-        };
-        engine.wait_on_gpu(|inputs, _, patience, alive| send(inputs, patience, alive)).unwrap();
-        engine.begun += 1;
+        engine.wait_on_gpu(|program| program.inputs.has_room()).unwrap();
+        engine.program.inputs.send(control, part.batch);
+        engine.started_steps += 1;
         let commands = engine.program.commands(phase, input, true).unwrap();
         let at = commands.iter().position(wanted).unwrap();
         engine.program.start(&commands[..at], input.address()).unwrap();
         let gate = Gate::close(engine.program.main.0);
         engine.program.start(&commands[at..], input.address()).unwrap();
         engine.under_way.push_back(UnderWay::OnGpu { divisor: None });
-        engine.steps.0 += 1;
+        engine.submitted_steps += 1;
         self.average();
         gate
     }

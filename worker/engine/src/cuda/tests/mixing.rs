@@ -87,10 +87,6 @@ fn gpu_a_lambda_of_1_is_the_step_without_mixing_bit_for_bit() {
     }
 }
 
-fn plan(world_size: u32, accumulate: usize) -> EpochPlan {
-    EpochPlan { world_size, accumulate, ..EpochPlan::of(16) }
-}
-
 /// The bundled pictures, or synthetic ones in colour as CIFAR-10 files.
 fn source(colour: Option<&std::path::Path>, side: u32, mixing: Mixing) -> DataSource {
     let spec = DataSpec {
@@ -143,8 +139,9 @@ fn gpu_resident_pictures_are_mixed_bit_for_bit_as_on_the_host() {
                     let format = engine.take_data(&data).unwrap();
                     assert_eq!(format, BatchFormat::AugmentParams);
                     data.set_format(if resident { format } else { BatchFormat::Normalised });
+                    let plan = EpochPlan { accumulate, ..EpochPlan::of(16) };
                     let batches: Vec<Batch> =
-                        data.epoch(plan(1, accumulate)).take(8 * accumulate).map(Result::unwrap).collect();
+                        data.epoch(plan).take(8 * accumulate).map(Result::unwrap).collect();
                     assert!(batches.iter().all(|b| b.mix_params.is_some() == resident));
                     let steps = batches.chunks(accumulate);
                     let losses: Vec<f32> =
@@ -182,8 +179,8 @@ fn gpu_steps_on_resident_mixed_pictures_match_the_cpu_engine() {
                 let format = engine.take_data(&data).unwrap();
                 assert_eq!(format == BatchFormat::AugmentParams, on_gpu);
                 data.set_format(format);
-                let batches: Vec<Batch> =
-                    data.epoch(plan(1, accumulate)).take(5 * accumulate).map(Result::unwrap).collect();
+                let plan = EpochPlan { accumulate, ..EpochPlan::of(16) };
+                let batches: Vec<Batch> = data.epoch(plan).take(5 * accumulate).map(Result::unwrap).collect();
                 let results: Vec<_> =
                     batches.chunks(accumulate).map(|step| engine.train_step(step, 0.001).unwrap()).collect();
                 let checked = data.validation(0, 1, 10, 1).next().unwrap().unwrap();
@@ -208,7 +205,7 @@ fn gpu_steps_on_resident_mixed_pictures_match_the_cpu_engine() {
 fn gpu_mixed_pictures_come_from_the_host_as_bytes() {
     let path = fashion_mnist();
     let mut data = DataSource::open(&path, &DataSpec { crop_padding: 2, ..DataSpec::default() }, 1).unwrap();
-    data.set_mixing(Mixing { mixup: 0.4, cutmix: 1.0 });
+    data.set_mixing(BOTH);
     let network =
         resnet::build(&ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() }, 28, 1, 10).unwrap();
     let (network, config) = (Arc::new(network), config(16));

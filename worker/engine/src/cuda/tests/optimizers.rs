@@ -59,7 +59,7 @@ fn gpu_optimizers_in_float16_are_close_to_the_cpu_engine_with_a_skipped_step() {
         let network = operations().swap_remove(0);
         let config = EngineConfig { optimizer, ..config(32) };
         let loss_scale = LossScale::Named("dynamic".into());
-        let gpu = GpuConfig { precision: Precision::Fp16, loss_scale, ..deterministic() };
+        let gpu = DeviceConfig { precision: Precision::Fp16, loss_scale, ..deterministic() };
         let initial = initial(&network);
         let (mut a, mut b) = (cpu(&network, &config), cuda_as(&initial, &network, &config, gpu));
         b.set_loss_scaling(LossScaling { scale: 1024.0, growth_tracker: 0 }).unwrap();
@@ -162,7 +162,7 @@ fn gpu_adamw_and_lamb_match_their_formulas_and_continue_exactly() {
         for precision in [Precision::Fp32, Precision::Fp16, Precision::Bf16] {
             let name = format!("{name}, {precision:?}");
             let loss_scale = LossScale::Named("dynamic".into());
-            let gpu = GpuConfig { precision, loss_scale, ..deterministic() };
+            let gpu = DeviceConfig { precision, loss_scale, ..deterministic() };
             let mut engine = cuda_as(&initial, &network, &config, gpu.clone());
             let (mut was, mut before) = (engine.parameters().unwrap(), engine.optimizer_state().unwrap());
             assert_eq!(before.updates, 0);

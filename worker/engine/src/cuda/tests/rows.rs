@@ -1,21 +1,22 @@
-//! GPUs that share the rows of pictures, next to one CPU rank that has all of them. [`super::stages`] has pipeline stages in the same way.
+//! Compares GPUs that share the rows of pictures with one CPU rank that has whole pictures. [`super::stages`] compares pipeline stages in the
+//! same way.
 
 use super::{split_head::on_gpus, *};
 use crate::{Contribution, StateDict, StepResult, Writers, plan::Mesh};
 use lockstep_comm::ProcessGroup;
 
-/// Pictures of ranks that share their rows.
+/// Number of pictures of a set of ranks that share their rows.
 const OWN: usize = 8;
 const STEPS: usize = 6;
 const LR: f32 = 0.001;
-/// By how many pixels pictures are larger in the evaluation.
+/// Number of pixels by which pictures of the evaluation are larger.
 const LARGER: usize = 6;
 
-/// What is trained, and how.
+/// A network and how it is trained.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Case {
     pub(super) network: fn() -> Network,
-    /// Data, height and model.
+    /// Numbers of ranks along the axes data, height and model.
     pub(super) mesh: [usize; 3],
     pub(super) stages: usize,
     pub(super) accumulate: usize,
@@ -35,12 +36,12 @@ pub(super) const CASE: Case = Case {
     optimizer_sharding: false,
 };
 
-/// A residual block, of 18 and 9 rows. By [`initial`] values stay away from zero.
+/// A residual block whose activations have 18 and 9 rows. With the weights of [`initial`], values are far from zero.
 fn block() -> Network {
     residual_block(18, 10)
 }
 
-/// Windows of 7, 3 and 5 pixels, of 26, 13, 7 and 4 rows.
+/// Windows of 7, 3 and 5 pixels over activations with 26, 13, 7 and 4 rows.
 pub(super) fn large_windows() -> Network {
     let mut net = Network::new("rows of large windows", 26, 3, 10);
     let x = net.conv("conv1", net.input(), 16, 7, 2);
@@ -76,7 +77,7 @@ impl Case {
         self.mesh().data_rank(rank) * self.mesh[2] + self.mesh().model_rank(rank)
     }
 
-    /// The pictures of a micro-batch: those of a set of ranks, or all.
+    /// The pictures of a micro-batch: of the set `set` of ranks, or of all ranks.
     fn batch(&self, network: &Network, number: usize, few: bool, set: Option<usize>) -> Batch {
         let all = pictures(network, self.sets() * OWN, number);
         let count = |set: usize| if few { [OWN / 2, 3].get(set).copied().unwrap_or(0) } else { OWN };
@@ -102,12 +103,9 @@ impl Case {
         (0..self.accumulate).map(micro_batch).collect()
     }
 
-    fn gpu(&self, comm: &Arc<dyn ProcessGroup>) -> GpuConfig {
-        GpuConfig {
-            parallel_plan: Plan {
-                optimizer_sharding: self.optimizer_sharding,
-                ..Plan::on(self.mesh(), Vec::new())
-            },
+    fn gpu(&self, comm: &Arc<dyn ProcessGroup>) -> DeviceConfig {
+        DeviceConfig {
+            plan: Plan { optimizer_sharding: self.optimizer_sharding, ..Plan::on(self.mesh(), Vec::new()) },
             ordinal: comm.rank().cast_signed(),
             precision: self.precision,
             ..deterministic()
@@ -115,7 +113,7 @@ impl Case {
     }
 }
 
-/// What a run comes to on one rank.
+/// One rank's results of a run.
 struct Run {
     steps: Vec<StepResult>,
     checksum: [u64; 2],
@@ -143,7 +141,7 @@ fn run(engine: &mut dyn Engine, case: &Case, network: &Network, set: Option<usiz
     Run { steps, checksum: engine.checksum().unwrap(), logits, evaluated, state }
 }
 
-/// Trains a case on GPUs and on one CPU rank, and compares: losses by `loss` and weights by `way`, relative to how far they moved.
+/// Trains a case on GPUs and on one CPU rank, and compares. Losses may differ by `loss`, and weights by `way` relative to their change in training.
 pub(super) fn compare(case: Case, loss: f32, way: f64) {
     let network = Arc::new((case.network)());
     let of = |batch_size: usize| EngineConfig { accumulate: case.accumulate, ..config(batch_size) };
@@ -197,7 +195,7 @@ pub(super) fn compare(case: Case, loss: f32, way: f64) {
     for (ours, theirs) in evaluated.iter().zip(wanted.evaluated) {
         assert!((ours - theirs).abs() < way * theirs, "{case:?}");
     }
-    // A single rank continues from their checkpoint.
+    // A single rank can continue from the checkpoint.
     alone.load_state_dict(state).unwrap();
     assert!(alone.train_step(&case.step(&network, 0, None), LR).unwrap().loss.is_finite());
 }
@@ -240,8 +238,7 @@ fn gpus_that_share_rows_may_have_separate_statistics() {
         let gpu = CASE.gpu(&comm);
         let (network, config) = (network.clone(), config.clone());
         let mut cpu =
-            crate::build_cpu_with(network.clone(), &start, config.clone(), comm.clone(), &gpu.parallel_plan)
-                .unwrap();
+            crate::build_cpu_with(network.clone(), &start, config.clone(), comm.clone(), &gpu.plan).unwrap();
         let mut ours = crate::cuda::build(network.clone(), &start, config, comm, &gpu).unwrap();
         for number in 0..STEPS {
             let step = CASE.step(&network, number, Some(0));

@@ -3,10 +3,10 @@
 use super::*;
 use crate::LossScaling;
 
-/// The default settings of float16.
-fn dynamic() -> GpuConfig {
+/// Float16 with dynamic loss scaling, its default.
+fn dynamic() -> DeviceConfig {
     let loss_scale = LossScale::Named("dynamic".into());
-    GpuConfig { precision: Precision::Fp16, loss_scale, deterministic: true, ..deterministic() }
+    DeviceConfig { precision: Precision::Fp16, loss_scale, ..deterministic() }
 }
 
 #[test]
@@ -82,7 +82,7 @@ fn gpu_non_finite_values_are_reported_and_change_nothing() {
             let mut invalid = init::initial_parameters(&network, false, 1);
             let name = "layer2.0.conv1.weight";
             invalid.get_mut(name).unwrap().values[7] = value;
-            let mut engine = cuda_as(&invalid, &network, &config, GpuConfig { precision, ..dynamic() });
+            let mut engine = cuda_as(&invalid, &network, &config, DeviceConfig { precision, ..dynamic() });
             let found = engine.first_not_finite().unwrap().unwrap();
             assert!(found.starts_with(name), "{found}");
             let before = engine.parameters().unwrap();

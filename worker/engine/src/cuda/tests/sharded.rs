@@ -1,19 +1,10 @@
 //! Compares ranks on two GPUs that divide the optimizer's state with ranks that each have the whole state, and with the CPU engine.
 
-use super::*;
-use crate::{AverageOn, Contribution, StateDict, Writers};
-use lockstep_comm::{
-    ProcessGroup,
-    rendezvous::{
-        Store,
-        loopback::{rendezvous_config, unused_port},
-    },
-    ring::Ring,
-};
+use super::{split_head::on_ranks, *};
+use crate::{AverageOn, Contribution, StateDict, Writers, cuda::steps::split_batch};
+use lockstep_comm::{ProcessGroup, rendezvous::Store};
 use lockstep_protocol::spec::OptimizerKind;
-use std::time::Duration;
 
-const TIMEOUT: Duration = Duration::from_secs(60);
 const BATCH: usize = 32;
 const STEPS: usize = 8;
 
@@ -21,15 +12,8 @@ const STEPS: usize = 8;
 fn step(network: &Network, number: usize, accumulate: usize, rank: usize, ranks: usize) -> Vec<Batch> {
     let micro_batch = |micro: usize| {
         let all = pictures(network, BATCH, number * accumulate + micro);
-        let (own, picture) = (BATCH / ranks, network.tensors[0].len());
-        let range = rank * own..(rank + 1) * own;
-        Batch {
-            images: all.images[range.start * picture..range.end * picture].to_vec(),
-            labels: all.labels[range.clone()].to_vec(),
-            indices: all.indices[range].to_vec(),
-            global_samples: BATCH,
-            ..Batch::default()
-        }
+        let own = split_batch(&all, BATCH / ranks, network).swap_remove(rank);
+        Batch { global_samples: BATCH, ..own }
     };
     (0..accumulate).map(micro_batch).collect()
 }
@@ -38,44 +22,34 @@ fn step(network: &Network, number: usize, accumulate: usize, rank: usize, ranks:
 fn trained(
     network: &Arc<Network>,
     config: &EngineConfig,
-    gpu: &GpuConfig,
+    gpu: &DeviceConfig,
     lr: f32,
     from: Option<&StateDict>,
 ) -> (Vec<f32>, StateDict) {
-    let port = unused_port();
-    let rank = |number: u32| {
-        let store = Store::join(rendezvous_config(port, number, 2)).unwrap();
-        let ring = Ring::connect(&store, TIMEOUT).unwrap();
-        let gpu = GpuConfig { ordinal: number.cast_signed(), store: Some(Arc::new(store)), ..gpu.clone() };
+    let work = |comm: Arc<dyn ProcessGroup>, store: Arc<Store>| {
+        let rank = comm.rank();
+        let gpu = DeviceConfig { ordinal: rank.cast_signed(), store: Some(store), ..gpu.clone() };
         let config = EngineConfig { batch_size: BATCH / 2, ..config.clone() };
         let initial = initial(network);
-        let mut engine =
-            crate::cuda::build(network.clone(), &initial, config.clone(), ring.clone(), &gpu).unwrap();
+        let mut engine = crate::cuda::build(network.clone(), &initial, config.clone(), comm, &gpu).unwrap();
         if let Some(from) = from {
             engine.load_state_dict(from).unwrap();
         }
         let mut losses = Vec::new();
         for number in 0..STEPS {
-            let batches = step(network, number, config.accumulate, ring.rank() as usize, 2);
+            let batches = step(network, number, config.accumulate, rank as usize, 2);
             losses.push(engine.train_step(&batches, lr).unwrap().loss);
         }
         let description = engine.exchange();
-        assert_eq!(
-            description.contains("of optimizer state"),
-            gpu.parallel_plan.optimizer_sharding,
-            "{description}"
-        );
+        assert_eq!(description.contains("of optimizer state"), gpu.plan.optimizer_sharding, "{description}");
         let both = Writers::deal(network, config.optimizer.slots(), AverageOn::NoRank, &[0, 1]);
         let states = [Writers::default(), both].map(|writers| engine.state_dict(&writers).unwrap());
         let checksum = engine.checksum().unwrap();
-        ring.barrier().unwrap();
         (losses, checksum, states)
     };
-    let [(losses, checksum, states), (others, their_checksum, their_states)] = std::thread::scope(|scope| {
-        let rank = &rank;
-        let threads = [0, 1].map(|number| scope.spawn(move || rank(number)));
-        threads.map(|thread| thread.join().unwrap())
-    });
+    let mut results = on_ranks(2, work).into_iter();
+    let (losses, checksum, states) = results.next().unwrap();
+    let (others, their_checksum, their_states) = results.next().unwrap();
     assert_eq!(checksum, their_checksum, "both ranks have the same weights");
     let [Contribution::Whole(state), Contribution::Part(mut part)] = states else { panic!("rank 0 has all") };
     let [Contribution::Replica, Contribution::Part(their_part)] = their_states else {
@@ -105,9 +79,9 @@ fn gpus_with_divided_optimizer_state_train_as_with_whole_state() {
                 OptimizerKind::Muon => unreachable!("needs whole matrices"),
             };
             let config = EngineConfig { optimizer, accumulate: 1 + number % 2, ..config(BATCH) };
-            let whole = GpuConfig { precision, parallel_plan: Plan::data(2), ..deterministic() };
+            let whole = DeviceConfig { precision, plan: Plan::data(2), ..deterministic() };
             let divided = Plan { optimizer_sharding: true, ..Plan::data(2) };
-            let divided = GpuConfig { parallel_plan: divided, ..whole.clone() };
+            let divided = DeviceConfig { plan: divided, ..whole.clone() };
             let (wanted, wanted_state) = trained(&network, &config, &whole, lr, None);
             let (ours, state) = trained(&network, &config, &divided, lr, None);
             let start = initial(&network);

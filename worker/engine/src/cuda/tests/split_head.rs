@@ -24,18 +24,21 @@ pub(super) fn on_gpus<T: Send>(
         eprintln!("skipped: fewer than {size} GPUs");
         return None;
     }
-    Some(on_ranks(size, work))
+    Some(on_ranks(size, |comm, _| work(comm)))
 }
 
-/// Runs `work` on each of `size` ranks, and returns the results.
-fn on_ranks<T: Send>(size: u32, work: impl Fn(Arc<dyn ProcessGroup>) -> T + Sync) -> Vec<T> {
+/// Runs `work` on each of `size` ranks, with their group and their rendezvous store, and returns the results.
+pub(super) fn on_ranks<T: Send>(
+    size: u32,
+    work: impl Fn(Arc<dyn ProcessGroup>, Arc<Store>) -> T + Sync,
+) -> Vec<T> {
     let (port, timeout) = (free_port("127.0.0.1").unwrap(), Duration::from_secs(120));
     let rank = |number: u32| {
         let rendezvous = rendezvous_config(port, number, size);
-        let store = Store::join(RendezvousConfig { timeout, ..rendezvous }).unwrap();
+        let store = Arc::new(Store::join(RendezvousConfig { timeout, ..rendezvous }).unwrap());
         let ring = Ring::connect(&store, timeout).unwrap();
         store.barrier("connected").unwrap();
-        let result = work(ring);
+        let result = work(ring, store.clone());
         store.barrier("done").unwrap();
         result
     };
@@ -149,7 +152,7 @@ impl Case {
             let mut engine = cpu_from(&initial(&network), &network, &self.config(self.ranks() * OWN));
             return vec![run(engine.as_mut(), self, None)];
         }
-        on_ranks(self.ranks() as u32, |comm| {
+        on_ranks(self.ranks() as u32, |comm, _| {
             let (rank, initial) = (comm.rank() as usize, initial(&network));
             let engine = build_cpu_with(network.clone(), &initial, self.config(OWN), comm, &self.plan());
             run(engine.unwrap().as_mut(), self, Some(rank))
@@ -158,8 +161,8 @@ impl Case {
 
     fn engine(&self, comm: Arc<dyn ProcessGroup>) -> Box<dyn Engine> {
         let network = self.network();
-        let gpu = GpuConfig {
-            parallel_plan: self.plan(),
+        let gpu = DeviceConfig {
+            plan: self.plan(),
             ordinal: comm.rank().cast_signed(),
             precision: self.precision,
             ..deterministic()

@@ -51,7 +51,7 @@ impl Job {
 
     fn gpu(&self, precision: Precision, deterministic: bool) -> Box<dyn Engine> {
         let loss_scale = LossScale::Named("dynamic".into());
-        let gpu = GpuConfig { precision, deterministic, loss_scale, ..super::deterministic() };
+        let gpu = DeviceConfig { precision, deterministic, loss_scale, ..super::deterministic() };
         cuda_as(&self.initial, &self.network, &self.config, gpu)
     }
 
@@ -193,7 +193,8 @@ fn summary(name: &str, runs: &[RunResult]) -> String {
     )
 }
 
-/// The rank sum of validation losses (Mann and Whitney 1947), as a distance in standard deviations from the mean for two samples of the same distribution.
+/// The rank sum of validation losses (Mann and Whitney 1947), as a distance in standard deviations from the mean for two samples of the
+/// same distribution.
 fn rank_sum(ours: &[RunResult], theirs: &[RunResult]) -> f64 {
     let (m, n) = (ours.len() as f64, theirs.len() as f64);
     let pairs = ours.iter().flat_map(|a| theirs.iter().map(move |b| (a.validation_loss, b.validation_loss)));

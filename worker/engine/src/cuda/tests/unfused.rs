@@ -13,7 +13,7 @@ fn compare(precision: Precision, micro_batches: usize) -> Vec<(String, f64, f64)
             .map(|number| unfused::batch(&network, if number + 1 == micro_batches { 11 } else { 16 }))
             .collect();
         let mut cpu = cpu_from(&initial, &network, &config);
-        let gpu = GpuConfig { precision, ..deterministic() };
+        let gpu = DeviceConfig { precision, ..deterministic() };
         let mut cuda = cuda_as(&initial, &network, &config, gpu);
         let (ours, wanted) = (cuda.predict(&step[0]).unwrap(), cpu.predict(&step[0]).unwrap());
         let logits = (difference(&ours, &wanted) / square(&wanted)).sqrt();
@@ -36,9 +36,7 @@ fn gpu_unfused_operations_in_float32_match_pytorch() {
     // cuDNN may use other algorithms than the float64 sums of the fixtures.
     check_against_pytorch(
         &Tolerance { loss: 1e-4, gradient: 1e-3, running: 1e-4 },
-        |network, initial, config| {
-            cuda_as(initial, &network, &config, GpuConfig { precision: Precision::Fp32, ..deterministic() })
-        },
+        |network, initial, config| cuda_as(initial, &network, &config, deterministic()),
     );
 }
 

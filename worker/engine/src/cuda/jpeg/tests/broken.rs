@@ -16,7 +16,7 @@ fn errors_name_a_broken_picture_with_any_decoder() {
         (None, "03.jpg has changed since it was first inspected"),
         (Some(undecodable()), "03.jpg cannot be decoded"),
     ] {
-        let dir = folder(|_| (40, 40));
+        let dir = make_dataset(|_| (40, 40));
         let path = dir.path().join("train/all/03.jpg");
         if let Some(content) = &content {
             fs::write(&path, content).unwrap();
@@ -35,7 +35,7 @@ fn errors_name_a_broken_picture_with_any_decoder() {
 
 #[test]
 fn broken_pictures_are_replaced_equally_with_any_decoder() {
-    let dir = folder(|_| (40, 40));
+    let dir = make_dataset(|_| (40, 40));
     let home = dir.path().join("train/all");
     fs::write(home.join("05.jpg"), undecodable()).unwrap();
     let spec = DataSpec {
@@ -70,7 +70,7 @@ fn broken_pictures_are_replaced_equally_with_any_decoder() {
 
 #[test]
 fn a_damaged_scan_is_found_before_training_with_any_decoder() {
-    let dir = folder(|_| (40, 40));
+    let dir = make_dataset(|_| (40, 40));
     let path = dir.path().join("train/all/05.jpg");
     let file = fs::read(&path).unwrap();
     // Truncated in the middle, but with an end marker.

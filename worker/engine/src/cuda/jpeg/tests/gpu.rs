@@ -16,7 +16,7 @@ fn max_mean_difference() -> f64 {
 #[ignore = "needs a GPU"]
 fn gpu_crops_equal_the_host_s_bit_for_bit() {
     let device = Device::open(0).unwrap();
-    let kernels = Kernels::load(&device, DType::F16).unwrap().one_by_one();
+    let kernels = Kernels::load(&device, DType::F16).unwrap().without_early_launch();
     let mut cropper = Cropper::new().unwrap();
     // Includes pictures too wide for a block's shared memory, and a single pixel.
     for (width, height, size) in
@@ -82,7 +82,7 @@ fn compare(dir: &Path, spec: &DataSpec) -> (DataSource, f64, u8) {
 #[ignore = "needs a GPU"]
 fn gpu_batches_decoded_by_the_gpu_are_close_to_those_of_cpu_cores() {
     let spec = DataSpec { image_size: Some(ImageSize::Fixed(64)), random_resized_crop: true, ..spec() };
-    let dir = folder(|number| (140 + number * 7 % 31, 132 + number * 5 % 23));
+    let dir = make_dataset(|number| (140 + number * 7 % 31, 132 + number * 5 % 23));
     let (data, mean, _) = compare(dir.path(), &spec);
     let decoded = data.decoded().unwrap();
     assert_eq!((decoded.by_device, decoded.by_cores.len()), (16, 2), "{decoded}");
@@ -104,36 +104,6 @@ fn gpu_batches_decoded_by_the_gpu_are_close_to_those_of_cpu_cores() {
     }
 }
 
-/// Whole pictures decoded by the GPU in one group; `None` for refused pictures.
-fn decode(files: &[&[u8]], (width, height): (u32, u32)) -> Vec<Option<Vec<u8>>> {
-    let decoder = super::super::open(0, DType::F16).unwrap();
-    let (rows, columns) = (ScaleTable::new(height, height), ScaleTable::new(width, width));
-    let mut given: Vec<Encoded<'_>> = files
-        .iter()
-        .map(|bytes| Encoded {
-            bytes,
-            stored: for_hardware(bytes).unwrap(),
-            left: 0,
-            top: 0,
-            rows: &rows,
-            columns: &columns,
-            flip: false,
-        })
-        .collect();
-    let mut pictures = Vec::new();
-    decoder
-        .decode((width, height), &mut |_| std::mem::take(&mut given), &mut |decoded| {
-            pictures = decoded.iter().map(|pixels| pixels.map(<[u8]>::to_vec)).collect();
-        })
-        .unwrap();
-    pictures
-}
-
-/// Maximum difference of values.
-fn max_difference(a: &[u8], b: &[u8]) -> u8 {
-    a.iter().zip(b).map(|(a, b)| a.abs_diff(*b)).max().unwrap()
-}
-
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_jpeg_files_of_all_kinds_match_libjpeg_or_are_left_to_cpu_cores() {
@@ -145,9 +115,10 @@ fn gpu_jpeg_files_of_all_kinds_match_libjpeg_or_are_left_to_cpu_cores() {
             Err(why) => *for_cores.entry(why).or_insert(0) += 1,
         }
     }
+    let decoder = super::super::open(0, DType::F16).unwrap();
     for (size, cases) in by_size {
         let files: Vec<&[u8]> = cases.iter().map(|case| &case.file[..]).collect();
-        for (case, picture) in cases.iter().zip(decode(&files, size)) {
+        for (case, picture) in cases.iter().zip(decode(decoder.as_ref(), &files, size)) {
             match picture.map(|pixels| max_difference(&pixels, case.pixels.as_raw())) {
                 None => refused.push(case.name.clone()),
                 // Odd sizes differ as in `planes.rs`.
@@ -166,14 +137,15 @@ fn gpu_jpeg_files_of_all_kinds_match_libjpeg_or_are_left_to_cpu_cores() {
 #[ignore = "needs a GPU"]
 fn gpu_a_damaged_picture_does_not_change_others() {
     let whole = planes::encode(&picture(1, 160, 96), SamplingFactor::R_4_2_0);
-    let single = decode(&[&whole], (160, 96)).remove(0).unwrap();
+    let decoder = super::super::open(0, DType::F16).unwrap();
+    let single = decode(decoder.as_ref(), &[&whole], (160, 96)).remove(0).unwrap();
     // A truncated scan with an end marker, or a scan of zeros.
     let cut = [&whole[..whole.len() / 2], b"\xff\xd9"].concat();
     let mut zeros = whole.clone();
     let middle = whole.len() / 2;
     zeros[middle..middle + 40].fill(0);
     for damaged in [cut, zeros] {
-        let decoded = decode(&[&whole, &damaged, &whole], (160, 96));
+        let decoded = decode(decoder.as_ref(), &[&whole, &damaged, &whole], (160, 96));
         assert!(decoded[0].as_ref() == Some(&single) && decoded[2].as_ref() == Some(&single));
         // The GPU does not report damage, but the host excludes such files when it indexes the dataset.
         eprintln!(
@@ -186,7 +158,7 @@ fn gpu_a_damaged_picture_does_not_change_others() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_after_a_decoder_is_closed_cpu_cores_decode() {
-    let dir = folder(|_| (140, 132));
+    let dir = make_dataset(|_| (140, 132));
     let spec = DataSpec { image_size: Some(ImageSize::Fixed(64)), random_resized_crop: true, ..spec() };
     let mut data = open(dir.path(), &spec, BatchFormat::Bytes);
     data.set_decoder(super::super::open(0, DType::F16).unwrap());

@@ -22,7 +22,7 @@ pub(super) fn encode(picture: &image::RgbImage, sampling: SamplingFactor) -> Vec
 
 /// Whether, at a side of this length, decoders need no chroma beyond the border. The CPU's decoder reads there the content of
 /// the file's last block, which planes do not have.
-pub(super) fn is_whole(side: u32, step: u32) -> bool {
+pub(super) fn decoders_agree(side: u32, step: u32) -> bool {
     step == 1 || side % 2 == 1 || side.is_multiple_of(16)
 }
 
@@ -185,8 +185,8 @@ fn planes_become_the_pixels_that_cores_make() {
             let mut compared = 0;
             for (number, (found, wanted)) in found.iter().zip(wanted.pixels.chunks_exact(3)).enumerate() {
                 let (x, y) = (number as u32 % width, number as u32 / width);
-                let at_the_border = (x + 1 == width && !is_whole(width, columns))
-                    || (y + 1 == height && !is_whole(height, rows));
+                let at_the_border = (x + 1 == width && !decoders_agree(width, columns))
+                    || (y + 1 == height && !decoders_agree(height, rows));
                 if !at_the_border {
                     assert_eq!(found, wanted, "{sampling:?}, {width} x {height}, column {x}, row {y}");
                     compared += 1;
@@ -237,25 +237,8 @@ fn gpu_pictures_of_odd_sizes_match_cpu_cores_except_at_the_border() {
             });
             let file = encode(&drawn, sampling);
             let wanted = Picture::decode(&file).unwrap();
-            let (rows, columns) = (ScaleTable::new(height, height), ScaleTable::new(width, width));
-            let mut given = vec![Encoded {
-                bytes: &file,
-                stored: for_hardware(&file).unwrap(),
-                left: 0,
-                top: 0,
-                rows: &rows,
-                columns: &columns,
-                flip: false,
-            }];
-            let mut largest = None;
-            decoder
-                .decode((width, height), &mut |_| std::mem::take(&mut given), &mut |decoded| {
-                    let pairs = |decoded: &[u8]| {
-                        decoded.iter().zip(&wanted.pixels).map(|(a, b)| a.abs_diff(*b)).max().unwrap()
-                    };
-                    largest = decoded[0].map(pairs);
-                })
-                .unwrap();
+            let found = super::decode(decoder.as_ref(), &[&file], (width, height)).remove(0);
+            let largest = found.map(|pixels| max_difference(&pixels, &wanted.pixels));
             eprintln!("{sampling:?}, {width} x {height}: {largest:?} of 255 apart at most");
             assert!(
                 largest.is_none_or(|largest| largest <= 12),

@@ -33,8 +33,8 @@ pub(in crate::cuda) struct NormBackward {
     pub(in crate::cuda) reduce: Reduce,
 }
 
-/// Kernel names by kind of gradient: (sums, apply, one launch, frozen batch norm).
 impl Gradient {
+    /// Names of the kernels: sums, apply, one launch, frozen batch norm.
     fn names(self) -> [&'static str; 4] {
         match self {
             Gradient::All { .. } => [

@@ -79,7 +79,7 @@ impl<'a> GraphEmitter<'a> {
         if is_head {
             self.remove_along(stream, facts.matrix(name), w, [convolution.out_c, convolution.in_c]);
         }
-        self.send_buckets(name, micro_batch);
+        self.send_completed_bucket(name, micro_batch);
         self.readers[input] -= 1;
         let w = facts.matrix(name);
         if dgrad_in_norm {
@@ -184,7 +184,7 @@ impl<'a> GraphEmitter<'a> {
             shape: self.shape(node.input),
             site: self.facts.norms[node.norm],
             accumulate: !first,
-            reduce: self.facts.reduction(node, true),
+            reduce: self.facts.reduction(node, NormPass::Backward),
         };
         if node.is_frozen() {
             return self.main(ops.norm_backward_frozen(backward));
@@ -205,7 +205,7 @@ impl<'a> GraphEmitter<'a> {
             self.main(ops.norm_backward_sums(backward));
         }
         let local = ops::NormBackward { reduce: ops::Reduce::Local, ..backward };
-        let left = self.added_sums(backward.reduce, node);
+        let left = self.reduce_sums(backward.reduce, node);
         if let Some(sums) = left {
             let whole = ops::NormBackward { shape: self.whole_shape(node.input), ..local };
             self.main(ops.norm_backward_finish(sums, whole));
@@ -255,11 +255,11 @@ impl<'a> GraphEmitter<'a> {
             shape: self.whole_shape(node.input),
             site: self.facts.norms[node.norm],
             accumulate: !first,
-            reduce: self.facts.reduction(node, true),
+            reduce: self.facts.reduction(node, NormPass::Backward),
         };
         let pool = self.pool(node.input);
         self.main(ops.norm_backward_max_pool(backward, argmax, pool));
-        if let Some(sums) = self.added_sums(backward.reduce, node) {
+        if let Some(sums) = self.reduce_sums(backward.reduce, node) {
             let local = ops::NormBackward { reduce: ops::Reduce::Local, ..backward };
             self.main(ops.norm_backward_finish(sums, local));
             self.main(ops.norm_backward_apply_max_pool(backward, argmax, pool));
@@ -267,7 +267,7 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// Reduces the backward pass's sums over all ranks, if NCCL and not the kernels reduce them.
-    fn added_sums(&mut self, reduce: ops::Reduce, node: &Norm) -> Option<Operand> {
+    fn reduce_sums(&mut self, reduce: ops::Reduce, node: &Norm) -> Option<Operand> {
         let ops::Reduce::Leave { sums } = reduce else { return None };
         self.add_statistics(sums, node);
         Some(sums)

@@ -1,7 +1,7 @@
-//! Operators that the ranks of a model group split: what ranks exchange where an activation changes its placement, in both directions.
+//! Operators that the ranks of a model group split: the exchanges with which an activation, or its gradient, changes its placement.
 //!
 //! If an activation is not placed by pictures, each rank has the pictures of the whole group: `batch` pictures of each rank, in the order of
-//! ranks. Padding pictures are zeros, so that they do not change sums. The group's control block therefore counts no padding.
+//! ranks. Padding pictures are zeros and do not change sums, so the group's control block counts all pictures as real.
 
 use super::{split_head::CONTROLS, *};
 use crate::net::Placement;
@@ -96,7 +96,7 @@ impl GraphEmitter<'_> {
             }
             [Partial, Whole] => self.add_in_group(x, y, plan.model_ranks * values),
             [Partial, Channels(bounds)] => {
-                let sum = self.alloc_bytes(x.bytes, Content::OfChannels);
+                let sum = self.alloc_bytes(x.bytes, Content::Channels);
                 self.add_in_group(x, sum, all_rows * all_of(bounds));
                 self.take_own(bounds, all_rows, [sum, y]);
                 self.free_now(sum);
@@ -106,7 +106,7 @@ impl GraphEmitter<'_> {
             [Channels(bounds), Whole] => self.join_channels(bounds, all_rows, true, [x, y]),
             [Channels(bounds), Channels(wanted)] => {
                 let bytes = all_rows * all_of(bounds) * dtype.size();
-                let all = self.alloc_bytes(bytes, Content::OfChannels);
+                let all = self.alloc_bytes(bytes, Content::Channels);
                 self.join_channels(bounds, all_rows, true, [x, all]);
                 self.take_own(wanted, all_rows, [all, y]);
                 self.free_now(all);
@@ -131,7 +131,7 @@ impl GraphEmitter<'_> {
         self.main(self.facts.ops.copy_channels(from, to, [rows, own], false));
     }
 
-    /// Batch to channels: for its own pictures (`rows` rows), each rank sends every other rank the channels of that rank.
+    /// Batch to channels: of its own pictures (`rows` rows), each rank sends the receiver's channels to every other rank.
     fn send_channels(&mut self, bounds: &[usize], rows: usize, [x, y]: [Allocation; 2]) {
         let (rank, size) = (self.plan.model_rank, self.plan.dtype.size());
         let own = rows * width(bounds, rank);
@@ -142,7 +142,7 @@ impl GraphEmitter<'_> {
                 (y.operand(), rank * own)
             } else {
                 let bytes = rows * channels * size;
-                let part = self.alloc_bytes(bytes, Content::OfChannels);
+                let part = self.alloc_bytes(bytes, Content::Channels);
                 sends.push((of as u32, part.operand().part(0, bytes)));
                 receives.push((of as u32, y.operand().part(of * own * size, own * size)));
                 parts.push(part);
@@ -155,7 +155,7 @@ impl GraphEmitter<'_> {
         parts.into_iter().for_each(|part| self.free_now(part));
     }
 
-    /// Channels to batch or whole: each rank sends every other rank its own channels, of that rank's pictures, or with `of_all` of all
+    /// Channels to batch or whole: each rank sends its own channels to every other rank, of the receiver's pictures or, with `of_all`, of all
     /// pictures (`rows` rows).
     fn join_channels(&mut self, bounds: &[usize], rows: usize, of_all: bool, [x, y]: [Allocation; 2]) {
         let (rank, size) = (self.plan.model_rank, self.plan.dtype.size());
@@ -165,7 +165,7 @@ impl GraphEmitter<'_> {
         let (mut sends, mut receives, mut parts) = (Vec::new(), Vec::new(), Vec::new());
         for of in (0..self.plan.model_ranks).filter(|of| *of != rank) {
             let bytes = rows * width(bounds, of) * size;
-            let part = self.alloc_bytes(bytes, Content::OfChannels);
+            let part = self.alloc_bytes(bytes, Content::Channels);
             sends.push((of as u32, x.operand().part(first(of) * size, own * size)));
             receives.push((of as u32, part.operand().part(0, bytes)));
             parts.push(part);

@@ -14,7 +14,7 @@ impl<'a> GraphEmitter<'a> {
         }
         let tensor = self.plan.network.input();
         let pictures = self.alloc_activation(tensor);
-        self.take_in(phase, input, pictures);
+        self.read_pictures(phase, input, pictures);
         self.begin_group();
         Ok(())
     }
@@ -23,13 +23,13 @@ impl<'a> GraphEmitter<'a> {
     pub(super) fn fetch(&mut self, phase: Phase) {
         let facts = self.facts;
         let begins_step = matches!(phase, Phase::Train(MicroBatch { first: true, .. }));
-        let keeps = begins_step.then(|| facts.kept());
+        let keeps = begins_step.then(|| facts.keep_statistics());
         self.main(facts.ops.fetch(rings::SLOTS as u32, self.words(), keeps));
-        self.main(facts.ops.stamp(stamp(0), Operand::NONE));
+        self.main(facts.ops.stamp(Stamp::Begin.operand(), Operand::NONE));
     }
 
     /// Fetches the next control block, and writes the micro-batch's whole pictures to `allocation`.
-    pub(super) fn take_in(&mut self, phase: Phase, input: Input, allocation: Allocation) {
+    pub(super) fn read_pictures(&mut self, phase: Phase, input: Input, allocation: Allocation) {
         self.fetch(phase);
         let (facts, plan) = (self.facts, self.plan);
         let (pictures, to) = (plan.batch as u32, allocation.operand());
@@ -44,14 +44,8 @@ impl<'a> GraphEmitter<'a> {
             Input::Staged { format: BatchFormat::Normalised | BatchFormat::AugmentParams, .. } => {
                 return self.main(facts.ops.pad_channels(batch));
             }
-            Input::Staged { format: BatchFormat::Bytes, .. } => ([side; 2], ops::GatherMode::InOrder, None),
-            Input::Dataset { height, width, crop_padding, reflects, training, mixes, .. } => {
-                let crop_padding = crop_padding as u32;
-                let mode = match (training, mixes) {
-                    (false, _) => ops::GatherMode::Indexed,
-                    (true, false) => ops::GatherMode::Augmented { crop_padding, reflects },
-                    (true, true) => ops::GatherMode::Mixed { crop_padding, reflects },
-                };
+            Input::Staged { format: BatchFormat::Bytes, .. } => ([side; 2], GatherMode::InOrder, None),
+            Input::Dataset { height, width, mode, .. } => {
                 ([height, width].map(|side| side as u32), mode, facts.scaling)
             }
         };
@@ -89,7 +83,7 @@ impl<'a> GraphEmitter<'a> {
                     true => self.cosines(op, name, [*input, *output], training)?,
                     // The loss adds the bias, also to a sum over ranks.
                     false if self.plan.network.has_logits(*output) => {}
-                    false => self.bias(name, *output)?,
+                    false => self.add_bias(name, *output)?,
                 }
             }
             FusedOp::Norm(norm) if training && !norm.is_frozen() => self.norm_forward(norm)?,
@@ -116,7 +110,7 @@ impl<'a> GraphEmitter<'a> {
             FusedOp::MeanOfRows { input, output } => self.mean_of_rows_forward(*input, *output)?,
         }
         if !training {
-            op.reads().into_iter().for_each(|tensor| self.evaluated(tensor));
+            op.reads().into_iter().for_each(|tensor| self.read_in_evaluation(tensor));
             return Ok(());
         }
         if matches!(op, FusedOp::Norm(_) | FusedOp::Redistribute { .. }) {
@@ -165,9 +159,9 @@ impl<'a> GraphEmitter<'a> {
     /// A batch norm in training: the statistics of its input, and their application, unless fused with another operation.
     fn norm_forward(&mut self, node: &Norm) -> Result<(), EngineError> {
         let x = self.activation(node.input)?;
-        let taken = node.statistics != StatisticsIn::Norm;
+        let has_statistics = node.statistics != StatisticsIn::Norm;
         if matches!(node.forward, NormForward::InShortcut | NormForward::InConv) {
-            if !taken {
+            if !has_statistics {
                 let norm = self.norm_alone(node)?;
                 self.statistics(norm, node);
             }
@@ -190,12 +184,12 @@ impl<'a> GraphEmitter<'a> {
             return Ok(());
         }
         if node.forward == NormForward::InNextConv {
-            if !taken {
+            if !has_statistics {
                 self.statistics(norm, node);
             }
             return Ok(());
         }
-        if taken {
+        if has_statistics {
             self.main(ops.norm_apply(norm));
             return Ok(());
         }
@@ -222,15 +216,15 @@ impl<'a> GraphEmitter<'a> {
             self.main(self.facts.ops.norm_statistics(norm));
         }
         if matches!(norm.reduce, ops::Reduce::Leave { .. }) {
-            self.statistics_left(norm, node);
+            self.finish_statistics(norm, node);
         } else if summed {
             let [sum, square] = halves(self.facts.channel_sums(node.input));
             self.main(self.facts.ops.norm_finish(sum, square, norm));
         }
     }
 
-    /// Reduces the sums that a kernel has left over all ranks by NCCL, and computes the statistics. No effect if the kernels reduce sums.
-    pub(super) fn statistics_left(&mut self, norm: ops::NormForward, node: &Norm) {
+    /// If kernels do not reduce sums: reduces the sums that a kernel has stored over all ranks by NCCL, and computes the statistics.
+    pub(super) fn finish_statistics(&mut self, norm: ops::NormForward, node: &Norm) {
         let ops::Reduce::Leave { sums } = norm.reduce else { return };
         self.add_statistics(sums, node);
         let shape = self.whole_shape(node.input);
@@ -297,7 +291,7 @@ impl<'a> GraphEmitter<'a> {
             control: self.control_of(node.input),
             shape: self.shape(node.input),
             site: norms[node.norm],
-            reduce: self.facts.reduction(node, false),
+            reduce: self.facts.reduction(node, NormPass::Forward),
         })
     }
 

@@ -21,10 +21,10 @@ impl<'a> GraphEmitter<'a> {
             y: y.operand(),
             shape: self.shape(conv.input),
             after: facts.norms[after.norm],
-            reduce: facts.reduction(after, false),
+            reduce: facts.reduction(after, NormPass::Forward),
         };
         self.main(facts.ops.bottleneck_forward(bottleneck));
-        self.statistics_left(self.norm_alone(after)?, after);
+        self.finish_statistics(self.norm_alone(after)?, after);
         Ok(())
     }
 
@@ -36,9 +36,9 @@ impl<'a> GraphEmitter<'a> {
         let (facts, after) = (self.facts, self.norm_after(conv)?);
         let mask = optional(self.masks[end.norm]);
         let norm = self.norm(end, x, y.operand(), mask)?;
-        let (weights, reduce) = (facts.matrix(&conv.name), facts.reduction(after, false));
+        let (weights, reduce) = (facts.matrix(&conv.name), facts.reduction(after, NormPass::Forward));
         self.main(facts.ops.block_end(norm, weights, z.operand(), facts.norms[after.norm], reduce));
-        self.statistics_left(self.norm_alone(after)?, after);
+        self.finish_statistics(self.norm_alone(after)?, after);
         Ok(())
     }
 
@@ -78,14 +78,14 @@ impl<'a> GraphEmitter<'a> {
             before: before.map(|n| ops::Before {
                 norm: facts.norms[n.norm],
                 accumulate: !micro_batch.first,
-                reduce: facts.reduction(n, true),
+                reduce: facts.reduction(n, NormPass::Backward),
             }),
         };
         self.main(facts.ops.bottleneck_backward(bottleneck));
-        if facts.ranks.is_some() {
+        if facts.statistics.is_some() {
             // Gradients are sent from the side stream, which must wait for this weight gradient on the main stream.
             self.fork();
-            self.send_buckets(&conv.name, micro_batch);
+            self.send_completed_bucket(&conv.name, micro_batch);
         }
         self.gradients[input].push(match before {
             Some(_) => Gradient::Summed(dinput),

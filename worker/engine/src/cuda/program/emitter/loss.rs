@@ -27,7 +27,7 @@ impl GraphEmitter<'_> {
         let loss = self.cross_entropy(allocation);
         let loss = ops::CrossEntropy {
             dlogits: gradient.operand(),
-            dbias: self.facts.vector_gradient(self.plan.last_layer(), "bias"),
+            dbias: self.facts.layout.vector_gradient(self.plan.last_layer(), "bias"),
             accumulate: !first,
             class_weights: match self.facts.has_class_weights {
                 true => Operand::whole(Region::ClassWeights),

@@ -25,7 +25,7 @@ impl GraphEmitter<'_> {
         let mut memory = Vec::new();
         let [of_rows, of_classes] =
             [(x, batch, 1.0), (part.w, part.chunks * out_c, margin.scale)].map(|(rows, count, scale)| {
-                let factors = self.alloc_bytes(4 * count, Content::OfHead);
+                let factors = self.alloc_bytes(4 * count, Content::Head);
                 memory.push(factors);
                 let factors = factors.operand();
                 self.main(ops.row_factors(rows, factors, [count as u32, in_c as u32], scale));
@@ -51,14 +51,14 @@ impl GraphEmitter<'_> {
 
     /// In training: applies the margin to the labels' logits. Returns the logits before the margin; [`Operand::NONE`] without a margin.
     pub(super) fn put_margin(&mut self, logits: ops::SplitLogits) -> Operand {
-        let (Some(margin), Some(mut of)) = (self.plan.margin, self.cosines.take()) else {
+        let (Some(margin), Some(mut head)) = (self.plan.margin, self.cosines.take()) else {
             return Operand::NONE;
         };
-        let label_logits = self.alloc_bytes(logits.label_bytes(), Content::OfHead);
+        let label_logits = self.alloc_bytes(logits.label_bytes(), Content::Head);
         self.main(self.facts.ops.put_margin(logits, &margin, label_logits.operand()));
-        of.cosines.label_logits = label_logits.operand();
-        of.memory.push(label_logits);
-        self.cosines = Some(of);
+        head.cosines.label_logits = label_logits.operand();
+        head.memory.push(label_logits);
+        self.cosines = Some(head);
         label_logits.operand()
     }
 

@@ -16,7 +16,7 @@ impl<'a> GraphEmitter<'a> {
             FusedOp::Gelu { ref bias, input, .. } => {
                 let x = self.activation(input)?;
                 if let Some(name) = bias {
-                    let bias = self.facts.vector(name, "bias");
+                    let bias = self.facts.layout.vector(name, "bias");
                     self.main(ops.add_bias(x.operand(), bias, self.shape(input)));
                 }
                 self.main(ops.gelu([x, y].map(Allocation::operand), length));
@@ -59,7 +59,7 @@ impl<'a> GraphEmitter<'a> {
                 let dx = self.alloc(input, Content::Gradient);
                 self.main(ops.gelu_backward([x, dy, dx].map(Allocation::operand), self.length(input)));
                 if let Some(name) = bias {
-                    let dbias = self.facts.vector_gradient(name, "bias");
+                    let dbias = self.facts.layout.vector_gradient(name, "bias");
                     if !dbias.is_none() {
                         self.main(ops.row_sums(dx.operand(), dbias, self.shape(input), !first));
                     }
@@ -94,9 +94,9 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// Adds a hidden linear layer's bias to its output. The loss adds the last layer's bias.
-    pub(super) fn bias(&mut self, name: &str, output: TensorId) -> Result<(), EngineError> {
+    pub(super) fn add_bias(&mut self, name: &str, output: TensorId) -> Result<(), EngineError> {
         let (facts, y) = (self.facts, self.activation(output)?.operand());
-        self.main(facts.ops.add_bias(y, facts.vector(name, "bias"), self.shape(output)));
+        self.main(facts.ops.add_bias(y, facts.layout.vector(name, "bias"), self.shape(output)));
         Ok(())
     }
 
@@ -109,7 +109,7 @@ impl<'a> GraphEmitter<'a> {
     ) -> Result<(), EngineError> {
         let dy = self.gradient(output)?;
         let (facts, shape) = (self.facts, self.shape(output));
-        let dbias = facts.vector_gradient(name, "bias");
+        let dbias = facts.layout.vector_gradient(name, "bias");
         self.main(facts.ops.bias_gradient(dy.operand(), dbias, shape, !first));
         self.gradients[output].push(Gradient::Whole(dy));
         Ok(())

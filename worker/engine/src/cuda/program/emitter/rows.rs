@@ -17,8 +17,8 @@ impl Halo<'_> {
     /// For each other rank: the rows that it receives from this rank, and the rows that this rank receives from it.
     fn others(&self) -> impl Iterator<Item = (u32, [Range<isize>; 2])> {
         let given = |from: usize, to: usize| self.own.given(from, self.reached, to);
-        let of = move |peer: usize| (peer as u32, [given(self.rank, peer), given(peer, self.rank)]);
-        (0..self.own.of_rank.len()).filter(|peer| *peer != self.rank).map(of)
+        let with_peer = move |peer: usize| (peer as u32, [given(self.rank, peer), given(peer, self.rank)]);
+        (0..self.own.of_rank.len()).filter(|peer| *peer != self.rank).map(with_peer)
     }
 }
 
@@ -54,8 +54,8 @@ impl<'a> GraphEmitter<'a> {
         let (plan, tensor) = (self.plan, self.plan.network.input());
         let side = plan.network.image_size;
         let row_bytes = self.row_bytes(tensor);
-        let at = self.alloc_bytes(plan.batch * side * row_bytes, Content::OfRows);
-        self.take_in(phase, input, at);
+        let at = self.alloc_bytes(plan.batch * side * row_bytes, Content::Rows);
+        self.read_pictures(phase, input, at);
         let own = self.alloc_activation(tensor);
         let whole = Lines { at, rows: 0..side as isize, row_bytes };
         let own = self.lines(tensor, own)?;
@@ -113,7 +113,7 @@ impl<'a> GraphEmitter<'a> {
         for (peer, [given, taken]) in halo.others() {
             sends.extend(dy.pieces(peer, &taken, batch));
             if !given.is_empty() {
-                let at = self.alloc_bytes(batch * given.len() * dx.row_bytes, Content::OfRows);
+                let at = self.alloc_bytes(batch * given.len() * dx.row_bytes, Content::Rows);
                 let part = Lines { at, rows: given.clone(), ..dx };
                 receives.extend(part.pieces(peer, &given, batch));
                 parts.push(part);

@@ -5,7 +5,7 @@ use super::{
     split_head::{CONTROLS, HeadPart},
     *,
 };
-use crate::cuda::program::facts::Updated;
+use crate::cuda::program::facts::UpdatedRange;
 
 /// Memory of a step for the sampled classes.
 #[derive(Debug, Clone, Copy)]
@@ -33,9 +33,9 @@ impl GraphEmitter<'_> {
         let Some((head, sampled)) = plan.head.as_ref().zip(plan.sampled()) else { return };
         self.gather_controls();
         let (capacity, labels) = (sampled.capacity, 2 * head.ranks * plan.batch);
-        let sample = self.alloc_bytes(ops::SampleClasses::bytes(capacity), Content::OfHead);
-        let [places, found] = [1, 2].map(|words| self.alloc_bytes(4 * words * labels, Content::OfHead));
-        let own = head.own();
+        let sample = self.alloc_bytes(ops::SampleClasses::bytes(capacity), Content::Head);
+        let [places, found] = [1, 2].map(|words| self.alloc_bytes(4 * words * labels, Content::Head));
+        let own = head.own_classes();
         self.main(facts.ops.sample_classes(ops::SampleClasses {
             controls: CONTROLS,
             words: self.words(),
@@ -52,28 +52,28 @@ impl GraphEmitter<'_> {
         self.free_now(found);
         let row_bytes = plan.dtype.size() * self.row_values();
         let weights = self.gather_rows(sample, facts.matrix(name), row_bytes);
-        let bias = self.gather_rows(sample, facts.vector(name, "bias"), 4);
+        let bias = self.gather_rows(sample, facts.layout.vector(name, "bias"), 4);
         let (gradient, bias_gradient) = (None, None);
         self.sampled = Some(SampledHead { sample, places, weights, bias, gradient, bias_gradient });
     }
 
     /// The sampled classes, for a pass over only these classes; `None` if classes are not sampled.
     pub(super) fn sampled_part(&self) -> Option<HeadPart> {
-        let (plan, of) = (self.plan, self.sampled.as_ref()?);
+        let (plan, memory) = (self.plan, self.sampled.as_ref()?);
         Some(HeadPart {
             convolution: plan.sampled_convolution()?,
             chunks: plan.sampled()?.chunks,
-            w: of.weights.operand(),
-            bias: if plan.margin.is_some() { Operand::NONE } else { of.bias.operand() },
-            sample: of.sample.operand(),
-            places: of.places.operand(),
+            w: memory.weights.operand(),
+            bias: if plan.margin.is_some() { Operand::NONE } else { memory.bias.operand() },
+            sample: memory.sample.operand(),
+            places: memory.places.operand(),
         })
     }
 
     /// Allocates the gradient of the sampled rows.
     pub(super) fn alloc_sampled_gradient(&mut self) -> Option<Allocation> {
         let bytes = self.sampled.as_ref()?.weights.bytes;
-        let at = self.alloc_bytes(bytes, Content::OfHead);
+        let at = self.alloc_bytes(bytes, Content::Head);
         self.sampled.as_mut()?.gradient = Some(at);
         Some(at)
     }
@@ -81,18 +81,18 @@ impl GraphEmitter<'_> {
     /// Allocates the gradient of the sampled biases.
     pub(super) fn alloc_sampled_bias_gradient(&mut self) -> Option<Allocation> {
         let bytes = self.sampled.as_ref()?.bias.bytes;
-        let at = self.alloc_bytes(bytes, Content::OfHead);
+        let at = self.alloc_bytes(bytes, Content::Head);
         self.sampled.as_mut()?.bias_gradient = Some(at);
         Some(at)
     }
 
     /// The gradients of the sampled rows: of weights, then of biases.
     pub(super) fn sampled_gradients(&self) -> Option<ops::Gradients> {
-        let (of, capacity) = (self.sampled.as_ref()?, self.plan.sampled()?.capacity as u64);
+        let (memory, capacity) = (self.sampled.as_ref()?, self.plan.sampled()?.capacity as u64);
         let first_length = capacity * self.row_values() as u64;
         Some(ops::Gradients {
-            first: of.gradient?.operand(),
-            second: of.bias_gradient?.operand(),
+            first: memory.gradient?.operand(),
+            second: memory.bias_gradient?.operand(),
             first_length,
             length: first_length + capacity,
             in_float32: self.plan.dtype == DType::F32,
@@ -100,10 +100,10 @@ impl GraphEmitter<'_> {
     }
 
     /// Updates the weights and biases of the sampled classes.
-    pub(super) fn update_sampled(&mut self, of: SampledHead) {
+    pub(super) fn update_sampled(&mut self, memory: SampledHead) {
         let (facts, plan) = (self.facts, self.plan);
         let (Some(sampled), [Some(gradient), Some(bias_gradient)]) =
-            (plan.sampled(), [of.gradient, of.bias_gradient])
+            (plan.sampled(), [memory.gradient, memory.bias_gradient])
         else {
             return;
         };
@@ -112,11 +112,12 @@ impl GraphEmitter<'_> {
         let range = |suffix: &str| facts.layout.parameter(name, suffix).range.clone();
         let [weight, bias] = ["weight", "bias"].map(range);
         for (range, is_matrix, own, gradient) in
-            [(weight, true, of.weights, gradient), (bias, false, of.bias, bias_gradient)]
+            [(weight, true, memory.weights, gradient), (bias, false, memory.bias, bias_gradient)]
         {
             let width = if is_matrix { self.row_values() } else { 1 };
             let all = |operand: Operand| operand.part(4 * range.start, 4 * range.len());
-            // (All rows, sampled rows, bytes of a row) of the trained weights, of their copy in the activations' format, and of the optimizer's slots.
+            // (All rows, sampled rows, bytes of a row) of the trained weights, of their copy in the activations' format, and of the
+            // optimizer's slots.
             let mut rows = Vec::new();
             let planar = is_matrix && plan.is_planar();
             let has_copy = is_matrix && plan.dtype != DType::F32;
@@ -125,16 +126,16 @@ impl GraphEmitter<'_> {
                     true => (facts.layout.planes(range.clone())[1], 2 * width),
                     false => (all(Operand::whole(Region::Weights)), 4 * width),
                 };
-                rows.push((trained, self.gather_rows(of.sample, trained, bytes), bytes));
+                rows.push((trained, self.gather_rows(memory.sample, trained, bytes), bytes));
             }
             rows.push(match is_matrix {
                 true => (facts.matrix(name), own, plan.dtype.size() * width),
-                false => (facts.vector(name, "bias"), own, 4),
+                false => (facts.layout.vector(name, "bias"), own, 4),
             });
             let before_slots = rows.len();
             for slot in 0..facts.optimizer.slots().len() {
                 let slot = all(Operand::whole(Region::OptimizerSlot(slot)));
-                rows.push((slot, self.gather_rows(of.sample, slot, 4 * width), 4 * width));
+                rows.push((slot, self.gather_rows(memory.sample, slot, 4 * width), 4 * width));
             }
             let length = (sampled.capacity * width) as u64;
             let gradients = ops::Gradients {
@@ -149,18 +150,18 @@ impl GraphEmitter<'_> {
             for (slot, (_, some, _)) in optimizer_slots.iter_mut().zip(&rows[before_slots..]) {
                 *slot = some.operand();
             }
-            let of_all = facts.updated_from(gradients, range.start, range.start);
-            let flat = ops::Flat { weights: rows[0].1.operand(), low_precision, planar, ..of_all.flat };
-            self.update_weights(&[Updated { flat, optimizer_slots, ..of_all }]);
+            let whole_range = facts.updated_range(gradients, range.start, range.start);
+            let flat = ops::Flat { weights: rows[0].1.operand(), low_precision, planar, ..whole_range.flat };
+            self.update_weights(&[UpdatedRange { flat, optimizer_slots, ..whole_range }]);
             for (all, some, row_bytes) in rows {
                 let rows = self.sampled_rows(all, some, row_bytes);
-                self.main(facts.ops.scatter_rows(rows, of.sample.operand()));
+                self.main(facts.ops.scatter_rows(rows, memory.sample.operand()));
                 self.free_now(some);
             }
             self.free_now(gradient);
         }
-        self.free_now(of.places);
-        self.free_now(of.sample);
+        self.free_now(memory.places);
+        self.free_now(memory.sample);
     }
 
     fn sampled_rows(&self, all: Operand, some: Allocation, row_bytes: usize) -> ops::Rows {
@@ -171,7 +172,7 @@ impl GraphEmitter<'_> {
     /// Gathers the sampled rows of a parameter or of an optimizer slot.
     fn gather_rows(&mut self, sample: Allocation, all: Operand, row_bytes: usize) -> Allocation {
         let capacity = self.plan.sampled().map_or(0, |sampled| sampled.capacity);
-        let some = self.alloc_bytes(capacity * row_bytes, Content::OfHead);
+        let some = self.alloc_bytes(capacity * row_bytes, Content::Head);
         let rows = self.sampled_rows(all, some, row_bytes);
         self.main(self.facts.ops.gather_rows(rows, sample.operand()));
         some

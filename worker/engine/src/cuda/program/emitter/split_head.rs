@@ -1,9 +1,9 @@
-//! The last layer, if each rank of a model group has some of the classes, and the loss of many classes. Every rank multiplies the features of the whole group's
-//! pictures with the weights of its own classes, one chunk of classes at a time. Logits are not exchanged.
+//! The last layer, if each rank of a model group has some of the classes, and the loss of many classes. Every rank multiplies the features
+//! of the whole group's pictures with the weights of its own classes, one chunk of classes at a time. Logits are not exchanged.
 
 use super::{loss::all_classes, *};
 
-/// `count` sums of squares (f64).
+/// Memory with `count` sums of squares (f64).
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Squares {
     pub(super) at: Allocation,
@@ -39,7 +39,7 @@ impl GraphEmitter<'_> {
         let Some(HeadPart { convolution, chunks, w, .. }) = self.head_part(op, name) else { return Ok(()) };
         let (dy, x) = (self.gradient(output)?, self.activation(input)?);
         // Allocated before the fork. Otherwise the side stream could write to memory that the main stream frees after the fork.
-        let of_sample = self.alloc_sampled_gradient();
+        let sampled_gradient = self.alloc_sampled_gradient();
         self.fork();
         let dx = self.alloc(input, Content::Gradient);
         let [bytes, ..] = convolution.bytes();
@@ -61,13 +61,13 @@ impl GraphEmitter<'_> {
 
         // Only the head reads the gathered features.
         (self.readers[input], self.activations[input]) = (0, None);
-        if self.facts.recomputes() {
-            self.head = Some([x, dy]);
+        if self.facts.recomputes_head_gradient() {
+            self.features_and_dlogits = Some([x, dy]);
             return Ok(());
         }
         let stream = self.weight_gradient_stream();
         let wgrad = Convolution { direction: Direction::Weight, ..convolution };
-        let dw = of_sample.map_or_else(|| self.facts.matrix_gradient(name), Allocation::operand);
+        let dw = sampled_gradient.map_or_else(|| self.facts.matrix_gradient(name), Allocation::operand);
         for chunk in 0..chunks {
             let tensors = of_chunk(&wgrad, (chunk, chunks), x.operand(), dw, dy.operand());
             self.convolve(stream, wgrad, tensors);
@@ -85,7 +85,7 @@ impl GraphEmitter<'_> {
         if self.sampled.is_none() && !plan.splits_operators {
             self.gather_controls();
         }
-        let own = head.own();
+        let own = head.own_classes();
         Some(ops::SplitLogits {
             logits: logits.operand(),
             bias: part.bias,
@@ -112,18 +112,18 @@ impl GraphEmitter<'_> {
         let Some(split) = self.split_logits(logits) else { return Ok(()) };
         let bytes = split.record_bytes();
         let label_logits = self.put_margin(split);
-        let parts = self.alloc_bytes(split.part_bytes(), Content::OfHead);
-        let records = self.alloc_bytes(bytes, Content::OfHead);
+        let parts = self.alloc_bytes(split.part_bytes(), Content::Head);
+        let records = self.alloc_bytes(bytes, Content::Head);
         self.main(facts.ops.class_records(split, parts.operand(), records.operand(), label_logits));
-        let all = (split.ranks > 1).then(|| self.alloc_bytes(split.ranks as usize * bytes, Content::OfHead));
+        let all = (split.ranks > 1).then(|| self.alloc_bytes(split.ranks as usize * bytes, Content::Head));
         if let Some(all) = all {
             self.in_group(Collective::AllGather, records.operand(), all.operand(), bytes / 4, DType::F32);
         }
-        let rows = first.map(|_| self.alloc_bytes(split.row_bytes(), Content::OfHead));
+        let rows = first.map(|_| self.alloc_bytes(split.row_bytes(), Content::Head));
         let (of_all, accumulate) = (all.unwrap_or(records).operand(), first == Some(false));
         self.main(facts.ops.class_loss(split, of_all, optional(rows), smoothing, accumulate));
         if let (Some(first), Some(rows)) = (first, rows) {
-            let bias = facts.vector_gradient(self.plan.last_layer(), "bias");
+            let bias = facts.layout.vector_gradient(self.plan.last_layer(), "bias");
             let dbias = self.alloc_sampled_bias_gradient().map_or(bias, Allocation::operand);
             self.main(facts.ops.class_gradient(split, rows.operand(), smoothing, dbias, !first));
             self.cosine_gradient(logits.operand());
@@ -150,13 +150,13 @@ impl GraphEmitter<'_> {
             return Ok(None);
         }
         let ops = self.facts.ops;
-        if !self.facts.recomputes() {
-            let at = self.alloc_bytes(8, Content::OfHead);
+        if !self.facts.recomputes_head_gradient() {
+            let at = self.alloc_bytes(8, Content::Head);
             self.main(ops.gradient_squares(split, at.operand()));
             return Ok(Some(Squares { at, count: 1 }));
         }
         let (chunks, _) = self.plan.chunks();
-        let at = self.alloc_bytes(8 * (chunks + 1), Content::OfHead);
+        let at = self.alloc_bytes(8 * (chunks + 1), Content::Head);
         let sum_at = |number: usize| at.operand().part(8 * number, 8);
         self.each_chunk(|emitter, chunk, gradients| {
             emitter.main(ops.gradient_squares(gradients, sum_at(chunk)));
@@ -170,7 +170,7 @@ impl GraphEmitter<'_> {
     /// Collective: replaces this rank's sums of squares by the sums of all ranks of the model group.
     pub(super) fn gather_squares(&mut self, own: Squares) -> Squares {
         let ranks = self.plan.model_ranks;
-        let all = self.alloc_bytes(8 * ranks * own.count, Content::OfHead);
+        let all = self.alloc_bytes(8 * ranks * own.count, Content::Head);
         let (from, count) = (own.at.operand().part(0, 8 * own.count), 2 * own.count);
         self.in_group(Collective::AllGather, from, all.operand(), count, DType::F32);
         self.free_now(own.at);
@@ -180,17 +180,17 @@ impl GraphEmitter<'_> {
     /// Updates this rank's parts of weights.
     pub(super) fn update_head(&mut self, gradients: ops::Gradients) -> Result<(), EngineError> {
         let layout = self.facts.layout;
-        if self.facts.recomputes() {
+        if self.facts.recomputes_head_gradient() {
             self.each_chunk(|emitter, chunk, gradients| {
                 let from = chunk * gradients.length as usize;
-                emitter.update_weights(&[emitter.facts.updated_from(gradients, from, from)]);
+                emitter.update_weights(&[emitter.facts.updated_range(gradients, from, from)]);
             })?;
         } else if self.plan.is_split() {
             let none = layout.matrices..layout.matrices;
             let gradients = gradients.part(0..layout.split_matrices, none);
-            self.update_weights(&[self.facts.updated_from(gradients, 0, 0)]);
+            self.update_weights(&[self.facts.updated_range(gradients, 0, 0)]);
         }
-        self.head.take().into_iter().flatten().for_each(|at| self.free_now(at));
+        self.features_and_dlogits.take().into_iter().flatten().for_each(|at| self.free_now(at));
         Ok(())
     }
 
@@ -200,12 +200,12 @@ impl GraphEmitter<'_> {
         use_gradient: impl Fn(&mut Self, usize, ops::Gradients),
     ) -> Result<(), EngineError> {
         let convolution = self.plan.ops.last().and_then(|op| self.plan.convolution(op));
-        let (Some((convolution, _)), Some([x, dy])) = (convolution, self.head) else {
+        let (Some((convolution, _)), Some([x, dy])) = (convolution, self.features_and_dlogits) else {
             return Err(EngineError::Parameters("the head has no gradient".into()));
         };
         let wgrad = Convolution { direction: Direction::Weight, ..convolution };
         let [_, bytes, of_y] = wgrad.bytes();
-        let at = self.alloc_bytes(bytes, Content::OfHead);
+        let at = self.alloc_bytes(bytes, Content::Head);
         let length = (bytes / self.plan.dtype.size()) as u64;
         let gradients = ops::Gradients {
             first: at.operand(),
@@ -240,8 +240,8 @@ impl GraphEmitter<'_> {
         self.commands.push(Command::Collective { stream, kind, group, from, to, count, dtype });
     }
 
-    /// The weights by which features are multiplied: of the sampled classes in training, if classes are sampled, otherwise of all classes of
-    /// this rank.
+    /// The weights by which features are multiplied: of the sampled classes in training with a sample, otherwise of all classes of this
+    /// rank.
     pub(super) fn head_part(&self, op: &FusedOp, name: &str) -> Option<HeadPart> {
         if let Some(part) = self.sampled_part() {
             return Some(part);

@@ -80,12 +80,12 @@ impl GraphEmitter<'_> {
         if stages == 1 {
             return None;
         }
-        let at = self.alloc_bytes(8 * stages, Content::OfStages);
-        let of = |stage: usize| at.operand().part(8 * stage, 8);
-        self.main(self.facts.ops.gradient_squares(gradients, of(stage)));
+        let at = self.alloc_bytes(8 * stages, Content::Stages);
+        let square_of = |stage: usize| at.operand().part(8 * stage, 8);
+        self.main(self.facts.ops.gradient_squares(gradients, square_of(stage)));
         let others = || (0..stages).filter(move |other| *other != stage);
-        let mut sends: Vec<_> = others().map(|other| (other as u32, of(stage))).collect();
-        let mut receives: Vec<_> = others().map(|other| (other as u32, of(other))).collect();
+        let mut sends: Vec<_> = others().map(|other| (other as u32, square_of(stage))).collect();
+        let mut receives: Vec<_> = others().map(|other| (other as u32, square_of(other))).collect();
         if self.plan.network.is_last_stage() {
             sends.extend(others().map(|other| (other as u32, rings::TOTALS)));
         } else {

@@ -5,7 +5,7 @@ use super::*;
 use crate::{
     Optimizer,
     cuda::{
-        command::{Access, verify::meetings},
+        command::{Access, verify::collective_calls},
         program::text::text,
     },
     net::resnet,
@@ -59,9 +59,9 @@ fn plan(network: &Arc<Network>, batch: usize, dtype: DType, capability: u32) -> 
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Ranks {
     Single,
-    Apart,
-    Exchanged,
-    ByNccl,
+    Local,
+    PeerMemory,
+    Nccl,
 }
 
 /// The inputs of an emission, on a GPU with 132 multiprocessors.
@@ -95,13 +95,13 @@ impl Setting {
         let plan = plan(network, batch, dtype, capability);
         let (padded, parts) = ((plan.padded_input, plan.padded_classes), share.unwrap_or(Share::WHOLE).ranks);
         let layout = Layout::new(network, &plan.ops, padded.0, padded.1, plan.folded, parts);
-        let (norms, _) = norm_sites(&plan, &layout, &Running::of_all(network, plan.norms()));
+        let (norms, _) = norm_sites(&plan, &layout, &Running::for_network(network, plan.norms()));
         let channels: Vec<usize> = norms.iter().map(NormSite::channels).collect();
         let statistics = match ranks {
             Ranks::Single => None,
-            Ranks::Apart => Some(Statistics::Local),
-            Ranks::Exchanged => Some(Statistics::peer_memory(&channels, 2).0),
-            Ranks::ByNccl => Some(Statistics::Nccl),
+            Ranks::Local => Some(Statistics::Local),
+            Ranks::PeerMemory => Some(Statistics::peer_memory(&channels, 2).0),
+            Ranks::Nccl => Some(Statistics::Nccl),
         };
         let optimizer = OptimizerKind::Momentum;
         let (accumulates, data_ranks, sums) = (false, 1, false);
@@ -119,7 +119,7 @@ impl Setting {
             has_class_weights: true,
             accumulates: self.accumulates,
             dynamic_scale: true,
-            ranks: self.statistics.as_ref(),
+            statistics: self.statistics.as_ref(),
             data_ranks: self.data_ranks,
             share: self.share,
             takes_sums: &|convolution| self.sums && convolution.groups == 1,
@@ -135,7 +135,7 @@ impl Setting {
     }
 
     /// Emits the commands, and checks them and the arguments of their kernels.
-    fn sound(&self, phase: Phase, side_stream: bool) -> Emitted {
+    fn emit_valid(&self, phase: Phase, side_stream: bool) -> Emitted {
         let (emitted, checked) = self.emit(phase, side_stream);
         let name = &self.plan.network.arch;
         assert_eq!(checked, Ok(()), "{name}, {:?}, {phase:?}\n{}", self.plan.dtype, self.text(&emitted));
@@ -174,17 +174,17 @@ fn live(commands: &[Command]) -> Vec<Content> {
 fn check_commands(networks: &[Arc<Network>]) {
     for network in networks {
         for (dtype, capability) in [(DType::F32, 90), (DType::F16, 90), (DType::Bf16, 90), (DType::F16, 80)] {
-            for ranks in [Ranks::Single, Ranks::Apart, Ranks::Exchanged, Ranks::ByNccl] {
+            for ranks in [Ranks::Single, Ranks::Local, Ranks::PeerMemory, Ranks::Nccl] {
                 let mut setting = Setting::new(network, 32, dtype, capability, ranks);
                 for (accumulates, sums) in [(false, false), (true, false), (false, true)] {
                     (setting.accumulates, setting.sums) = (accumulates, sums);
                     for side_stream in [true, false] {
-                        setting.sound(Phase::Train(ONLY), side_stream);
-                        setting.sound(Phase::Evaluate, side_stream);
+                        setting.emit_valid(Phase::Train(ONLY), side_stream);
+                        setting.emit_valid(Phase::Evaluate, side_stream);
                     }
                     for (first, last) in [(true, false), (false, false), (false, true)] {
                         if accumulates {
-                            setting.sound(Phase::Train(MicroBatch { first, last, ..ONLY }), true);
+                            setting.emit_valid(Phase::Train(MicroBatch { first, last, ..ONLY }), true);
                         }
                     }
                 }
@@ -199,7 +199,7 @@ fn the_commands_of_a_cifarnet_are_valid() {
     let network = cifarnet();
     check_commands(std::slice::from_ref(&network));
     let setting = Setting::new(&network, 32, DType::F16, 90, Ranks::Single);
-    let commands = setting.sound(Phase::Train(ONLY), true).commands;
+    let commands = setting.emit_valid(Phase::Train(ONLY), true).commands;
     assert_eq!((count(&commands, "zero_gradient"), count(&commands, "row_sums")), (1, 1));
     assert_eq!((count(&commands, "gelu_forward"), count(&commands, "gelu_backward")), (7, 7));
     assert_eq!(setting.layout.filters().len(), 6);
@@ -230,7 +230,6 @@ mod full {
 
 #[test]
 fn every_optimizer_s_update_is_valid() {
-    let network = build(Arch::ResNet18, Stem::Cifar, 32, 10);
     use OptimizerKind::{AdamW, Lamb, Lars, Momentum, Muon, Nesterov};
     for (optimizer, kernel) in [
         (Momentum, "sgd_momentum"),
@@ -240,10 +239,13 @@ fn every_optimizer_s_update_is_valid() {
         (Lamb, "lamb"),
         (Muon, "muon_update"),
     ] {
-        for dtype in [DType::F32, DType::F16] {
-            let setting = Setting { optimizer, ..Setting::new(&network, 32, dtype, 90, Ranks::Single) };
-            let commands = setting.sound(Phase::Train(ONLY), true).commands;
-            assert_eq!(count(&commands, kernel), 1, "{kernel}");
+        for network in [build(Arch::ResNet18, Stem::Cifar, 32, 10), cifarnet()] {
+            for (dtype, accumulates) in [(DType::F32, false), (DType::F16, false), (DType::F16, true)] {
+                let setting = Setting::new(&network, 32, dtype, 90, Ranks::Single);
+                let setting = Setting { optimizer, accumulates, ..setting };
+                let commands = setting.emit_valid(Phase::Train(ONLY), true).commands;
+                assert_eq!(count(&commands, kernel), 1, "{kernel}");
+            }
         }
     }
 }
@@ -262,16 +264,17 @@ fn frozen_batch_norms_are_only_applied() {
     for network in networks {
         let network = Arc::new(Network { frozen_norm: true, ..Network::clone(&network) });
         for (dtype, capability) in [(DType::F32, 90), (DType::F16, 90), (DType::Bf16, 80)] {
-            for ranks in [Ranks::Single, Ranks::Apart] {
+            for ranks in [Ranks::Single, Ranks::Local] {
                 for accumulates in [false, true] {
                     let sums = true;
                     let setting =
                         Setting { accumulates, sums, ..Setting::new(&network, 32, dtype, capability, ranks) };
-                    let commands = setting.sound(Phase::Train(ONLY), true).commands;
-                    setting.sound(Phase::Train(ONLY), false);
-                    setting.sound(Phase::Evaluate, true);
+                    let commands = setting.emit_valid(Phase::Train(ONLY), true).commands;
+                    setting.emit_valid(Phase::Train(ONLY), false);
+                    setting.emit_valid(Phase::Evaluate, true);
                     if accumulates {
-                        setting.sound(Phase::Train(MicroBatch { last: false, whole: false, ..ONLY }), true);
+                        setting
+                            .emit_valid(Phase::Train(MicroBatch { last: false, whole: false, ..ONLY }), true);
                     }
                     check_frozen(&setting, &commands);
                 }
@@ -306,7 +309,7 @@ fn check_frozen(setting: &Setting, commands: &[Command]) {
         Some(_) => setting.layout.buckets.len() + 1,
         None => 0,
     };
-    assert_eq!(meetings(commands).len(), sent, "{name}");
+    assert_eq!(collective_calls(commands).len(), sent, "{name}");
 }
 
 /// A rank whose last batch is not full calls the same collectives and exchanges in the same order as ranks with a full batch.
@@ -314,16 +317,16 @@ fn check_frozen(setting: &Setting, commands: &[Command]) {
 fn ranks_with_fewer_pictures_call_the_same_collectives() {
     for network in [build(Arch::ResNet50, Stem::Cifar, 64, 10), build(Arch::ResNet18, Stem::Imagenet, 64, 10)]
     {
-        for ranks in [Ranks::Apart, Ranks::Exchanged, Ranks::ByNccl] {
+        for ranks in [Ranks::Local, Ranks::PeerMemory, Ranks::Nccl] {
             let setting = Setting { sums: true, ..Setting::new(&network, 256, DType::F16, 90, ranks) };
             let collectives = |whole: bool| {
-                let emitted = setting.sound(Phase::Train(MicroBatch { whole, ..ONLY }), true);
-                meetings(&emitted.commands)
+                let emitted = setting.emit_valid(Phase::Train(MicroBatch { whole, ..ONLY }), true);
+                collective_calls(&emitted.commands)
             };
             let all = collectives(true);
             assert_eq!(all, collectives(false), "{ranks:?}");
             // Each batch norm has an exchange in both directions. Gradients are reduced in buckets, and the gradients of vectors last.
-            let norms = if ranks == Ranks::Apart { 0 } else { 2 * setting.norms.len() };
+            let norms = if ranks == Ranks::Local { 0 } else { 2 * setting.norms.len() };
             assert_eq!(all.len(), norms + setting.layout.buckets.len() + 1, "{ranks:?}");
         }
     }
@@ -339,9 +342,9 @@ fn two_batch_norms_of_one_convolution_do_not_share_its_sums() {
     let x = net.global_average_pool(x);
     net.linear("fc", x, 10);
     let network = Arc::new(net);
-    for ranks in [Ranks::Single, Ranks::ByNccl] {
+    for ranks in [Ranks::Single, Ranks::Nccl] {
         let setting = Setting { sums: true, ..Setting::new(&network, 256, DType::F16, 90, ranks) };
-        let commands = setting.sound(Phase::Train(ONLY), true).commands;
+        let commands = setting.emit_valid(Phase::Train(ONLY), true).commands;
         let with_sums =
             |c: &&Command| matches!(c, Command::Convolution { convolution, .. } if convolution.sums);
         assert_eq!(commands.iter().filter(with_sums).count(), 1);
@@ -363,9 +366,9 @@ fn check_plan(dtype: DType) {
     let network = build(Arch::ResNet50, Stem::Imagenet, 224, 1000);
     let setting = Setting::new(&network, 256, dtype, 90, Ranks::Single);
     let format = DataType::from(dtype).name();
-    let training = setting.sound(Phase::Train(ONLY), true);
-    let one_stream = setting.sound(Phase::Train(ONLY), false);
-    let evaluation = setting.sound(Phase::Evaluate, true);
+    let training = setting.emit_valid(Phase::Train(ONLY), true);
+    let one_stream = setting.emit_valid(Phase::Train(ONLY), false);
+    let evaluation = setting.emit_valid(Phase::Evaluate, true);
     let peaks = [&training, &one_stream, &evaluation].map(|emitted| emitted.arena_bytes);
     assert_eq!(
         setting.with_facts(|facts| arena_bytes(facts, true)).unwrap(),

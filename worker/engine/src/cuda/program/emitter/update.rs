@@ -1,35 +1,39 @@
 //! Reduction of gradients over all ranks, and the optimizer's step.
 
 use super::{split_head::Squares, *};
-use crate::cuda::program::facts::Updated;
+use crate::cuda::program::facts::UpdatedRange;
 use lockstep_comm::DataType;
 use lockstep_protocol::spec::OptimizerKind;
 
 impl GraphEmitter<'_> {
     /// Starts the reduction of the bucket of gradients that layer `name` completes, if any.
-    pub(super) fn send_buckets(&mut self, name: &str, micro_batch: MicroBatch) {
+    pub(super) fn send_completed_bucket(&mut self, name: &str, micro_batch: MicroBatch) {
         let Facts { layout, accumulates, .. } = *self.facts;
         // With accumulation, `finish` sends the sums.
-        let (Some(ranks), true, false) = (self.facts.ranks, micro_batch.last, accumulates) else { return };
-        let Some(bucket) = layout.buckets.get(self.sent) else { return };
+        if !micro_batch.last || accumulates {
+            return;
+        }
+        let Some(statistics) = self.facts.statistics else { return };
+        let Some(bucket) = layout.buckets.get(self.sent_buckets) else { return };
         // Parameters are in the order of the backward pass, so a bucket is complete with its last parameter.
         if layout.parameter(name, "weight").padded().end < bucket.end {
             return;
         }
-        let producer = if self.side_stream && !ranks.is_ordered() { StreamId::Side } else { StreamId::Main };
-        if self.side_stream && ranks.is_ordered() {
+        let mut producer = self.weight_gradient_stream();
+        if self.side_stream && statistics.uses_main_stream() {
             self.join();
+            producer = StreamId::Main;
         }
         let size = self.plan.dtype.size();
         let at = Operand::new(Region::MatrixGradients, bucket.start * size, bucket.len() * size);
-        self.send_bucket(self.sent, producer, at, self.plan.dtype);
-        self.sent += 1;
+        self.send_bucket(self.sent_buckets, producer, at, self.plan.dtype);
+        self.sent_buckets += 1;
     }
 
     /// Reduces a range of gradients over all ranks after the commands so far on the stream `producer`.
     fn send_bucket(&mut self, number: usize, producer: StreamId, at: Operand, dtype: DType) {
         // One group of ranks must not be used from two streams at once.
-        if self.facts.ranks.is_some_and(Statistics::is_ordered) {
+        if self.facts.statistics.is_some_and(Statistics::uses_main_stream) {
             return self.reduce(producer, at, dtype);
         }
         self.record(producer, EventId::BucketReady(number));
@@ -64,8 +68,8 @@ impl GraphEmitter<'_> {
         let Facts { layout, ops, accumulates, .. } = *self.facts;
         if self.side_stream {
             self.join();
-            for (_, read) in std::mem::take(&mut self.pending) {
-                read.into_iter().for_each(|allocation| self.free(allocation));
+            for (_, allocations) in std::mem::take(&mut self.pending) {
+                allocations.into_iter().for_each(|allocation| self.free(allocation));
             }
         }
         let gradients = self.facts.gradients();
@@ -83,10 +87,10 @@ impl GraphEmitter<'_> {
         if !last {
             return Ok(());
         }
-        let recomputes = self.facts.recomputes();
-        let mut squares = None;
-        self.main(ops.stamp(stamp(1), Operand::NONE));
-        if let Some(ranks) = self.facts.ranks {
+        let recomputes_head_gradient = self.facts.recomputes_head_gradient();
+        let mut split_squares = None;
+        self.main(ops.stamp(Stamp::BackwardDone.operand(), Operand::NONE));
+        if let Some(statistics) = self.facts.statistics {
             if accumulates {
                 for (number, bucket) in layout.buckets.iter().enumerate() {
                     let at = gradients.first.part(4 * bucket.start, 4 * bucket.len());
@@ -97,42 +101,43 @@ impl GraphEmitter<'_> {
             if whole.second.bytes > 0 {
                 self.send_bucket(layout.buckets.len(), StreamId::Main, whole.second, DType::F32);
             }
-            if recomputes {
+            if recomputes_head_gradient {
                 // Runs concurrently with the reduction of the other gradients.
-                squares = self.split_squares(split)?;
+                split_squares = self.split_squares(split)?;
             }
-            if !ranks.is_ordered() {
+            if !statistics.uses_main_stream() {
                 self.record(StreamId::Collectives, EventId::CollectivesDone);
                 self.wait(StreamId::Main, EventId::CollectivesDone);
             }
         }
         self.add_split_gradients(split);
-        if !recomputes {
-            squares = self.split_squares(split)?;
+        if !recomputes_head_gradient {
+            split_squares = self.split_squares(split)?;
         }
-        let squares = squares.map(|own| self.gather_squares(own));
-        let updated = self.facts.updated();
-        let of_buckets = self.facts.share.map(|_| self.bucket_squares(&updated));
-        let of_stages = self.exchange_squares_and_loss(gradients);
-        let parts = match of_stages {
+        let split_squares = split_squares.map(|own| self.gather_squares(own));
+        let updated = self.facts.updated_ranges();
+        let bucket_squares = self.facts.share.map(|_| self.bucket_squares(&updated));
+        let stage_squares = self.exchange_squares_and_loss(gradients);
+        // Squares of all gradients, if each rank has only some of the gradients.
+        let all_squares = match stage_squares {
             Some(Squares { at, count }) => Some((at.operand().part(0, 8 * count), count)),
-            None => of_buckets.map(|all| (all, updated.len())),
+            None => bucket_squares.map(|all| (all, updated.len())),
         };
         // From here on, a rank with the whole optimizer state waits for no other rank, so an update that begins also ends.
-        self.main(ops.stamp(stamp(2), UPDATING));
+        self.main(ops.stamp(Stamp::Reduced.operand(), UPDATING));
         let dynamic = self.facts.dynamic_scale;
-        match (squares, parts) {
+        match (split_squares, all_squares) {
             (None, None) => self.main(ops.gradient_norm(gradients, dynamic)),
-            (None, Some((all, count))) => {
+            (None, Some((squares, count))) => {
                 let none = gradients.part(0..0, layout.matrices..layout.matrices);
-                self.main(ops.gradient_norm_of_parts(none, dynamic, all, count as u32));
+                self.main(ops.gradient_norm_of_parts(none, dynamic, squares, count as u32));
             }
             (Some(Squares { at, count }), _) => {
                 self.main(ops.gradient_norm_of_parts(whole, dynamic, at.operand(), count as u32));
                 self.free_now(at);
             }
         }
-        of_stages.into_iter().for_each(|of| self.free_now(of.at));
+        stage_squares.into_iter().for_each(|squares| self.free_now(squares.at));
         self.update_weights(&updated);
         match self.sampled.take() {
             Some(sampled) => self.update_sampled(sampled),
@@ -141,13 +146,13 @@ impl GraphEmitter<'_> {
         if let Some(share) = self.facts.share {
             self.gather_weights(share);
         }
-        self.main(ops.stamp(stamp(3), Operand::NONE));
+        self.main(ops.stamp(Stamp::End.operand(), Operand::NONE));
         self.main(ops.record(rings::RESULTS as u32, rings::TOTALS));
         Ok(())
     }
 
     /// Collective: the sum of squares (f64) of each bucket's gradients over the ranks that divide the bucket.
-    fn bucket_squares(&mut self, updated: &[Updated]) -> Operand {
+    fn bucket_squares(&mut self, updated: &[UpdatedRange]) -> Operand {
         let all = Operand::new(Region::BucketSquares, 0, 8 * updated.len());
         for (number, part) in updated.iter().enumerate() {
             self.main(self.facts.ops.gradient_squares(part.flat.gradients, all.part(8 * number, 8)));
@@ -157,19 +162,19 @@ impl GraphEmitter<'_> {
     }
 
     /// The optimizer's step for these ranges, after the norm of the gradients has been computed.
-    pub(super) fn update_weights(&mut self, updated: &[Updated]) {
+    pub(super) fn update_weights(&mut self, updated: &[UpdatedRange]) {
         let (facts, ops, optimizer) = (self.facts, self.facts.ops, &self.facts.optimizer);
-        let moments = |part: &Updated| ops::Moments {
+        let moments = |part: &UpdatedRange| ops::Moments {
             first: part.optimizer_slots[0],
             second: part.optimizer_slots[1],
             beta1: optimizer.beta1,
             beta2: optimizer.beta2,
             epsilon: optimizer.epsilon as f32,
         };
-        let sgd = |part: &Updated, update: ops::Update| {
+        let sgd = |part: &UpdatedRange, update: ops::Update| {
             ops.sgd(update, part.flat, part.optimizer_slots[0], optimizer.momentum)
         };
-        let (rates, decay) = (facts.all_rates(), optimizer.policy(true).decay);
+        let (rates, decay) = (facts.all_rates(), optimizer.weight_decay);
         match optimizer.kind {
             OptimizerKind::Momentum => {
                 updated.iter().for_each(|part| self.main(sgd(part, ops::Update::Momentum)));
@@ -188,23 +193,23 @@ impl GraphEmitter<'_> {
             }
             OptimizerKind::Muon => updated.iter().for_each(|part| self.muon(part)),
             OptimizerKind::Lamb => {
-                let each = |part: &Updated| ops.lamb_moments(part.flat, moments(part), part.rates);
+                let each = |part: &UpdatedRange| ops.lamb_moments(part.flat, moments(part), part.rates);
                 updated.iter().for_each(|part| self.main(each(part)));
                 self.add_up_norms(rates);
                 self.main(ops.lamb_rates(rates, decay));
-                let each = |part: &Updated| ops.lamb(part.flat, moments(part), part.rates);
+                let each = |part: &UpdatedRange| ops.lamb(part.flat, moments(part), part.rates);
                 updated.iter().for_each(|part| self.main(each(part)));
             }
         }
     }
 
     /// Muon's step. Its temporary matrices are in the arena, whose memory activations no longer need.
-    fn muon(&mut self, part: &Updated) {
+    fn muon(&mut self, part: &UpdatedRange) {
         let (facts, optimizer) = (self.facts, &self.facts.optimizer);
         let filters = facts.layout.filters();
-        let grams = filters.last().map_or(0, |last| last.gram + last.side().pow(2));
-        let [matrices, grams] = [facts.layout.matrices, grams]
-            .map(|values| [(); 2].map(|()| self.alloc_bytes(2 * values, Content::OfUpdate)));
+        let gram_len = filters.last().map_or(0, |last| last.gram + last.side().pow(2));
+        let [iterates, grams] = [facts.layout.matrices, gram_len]
+            .map(|values| [(); 2].map(|()| self.alloc_bytes(2 * values, Content::Update)));
         let [of_filters, policies] = facts.policies(filters.len());
         self.main(facts.ops.muon(ops::Muon {
             flat: part.flat,
@@ -215,10 +220,10 @@ impl GraphEmitter<'_> {
             filters: of_filters,
             policies,
             shapes: &filters,
-            matrices: matrices.map(Allocation::operand),
+            iterates: iterates.map(Allocation::operand),
             grams: grams.map(Allocation::operand),
         }));
-        matrices.into_iter().chain(grams).for_each(|allocation| self.free_now(allocation));
+        iterates.into_iter().chain(grams).for_each(|allocation| self.free_now(allocation));
     }
 
     /// Sums the squares of parameters' norms over ranks, if each rank has only the squares of its parts.
@@ -232,7 +237,7 @@ impl GraphEmitter<'_> {
     /// gathered only on request ([`Program::gather_weights`]).
     fn gather_weights(&mut self, share: Share) {
         let (layout, dtype) = (self.facts.layout, self.plan.dtype);
-        for range in layout.reduced().filter(|range| !range.is_empty()) {
+        for range in layout.reduced_ranges().filter(|range| !range.is_empty()) {
             let (region, dtype) = match dtype {
                 DType::F16 | DType::Bf16 if range.start < layout.matrices => (Region::LowPrecision, dtype),
                 _ => (Region::Weights, DType::F32),

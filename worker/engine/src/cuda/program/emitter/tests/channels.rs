@@ -9,7 +9,7 @@ const PICTURES: usize = 2;
 
 type Shards = &'static [(&'static str, Split)];
 
-/// Can be split over two and three ranks. Nothing stands between its last two convolutions.
+/// A network that can be split over two and over three ranks. No operation is between its last two convolutions.
 fn network() -> Arc<Network> {
     let mut net = Network::new("splits", 8, 3, 10);
     let x = net.conv("conv1", net.input(), 48, 3, 1);
@@ -33,7 +33,7 @@ fn network() -> Arc<Network> {
     Arc::new(net)
 }
 
-/// Strategies with which activations change between all placements that there are.
+/// Strategies with which activations change between all placements.
 const STRATEGIES: [Shards; 7] = [
     &[("conv2", Out), ("conv3", Groups)],
     &[("conv1", Out), ("conv2", In), ("down.0", In), ("fc", In)],
@@ -41,14 +41,13 @@ const STRATEGIES: [Shards; 7] = [
     &[("conv4", In), ("conv5", Out), ("fc", Out)],
     &[("conv4", In), ("conv5", In)],
     &[("conv4", Out), ("conv5", Out)],
-    // All that there is.
+    // Every operator.
     &[("conv*", Out), ("conv3", Groups), ("down.0", Out), ("fc", Out)],
 ];
 
-/// In every number format, with one copy of the network and with two: lists are sound, kernels have the arguments that they declare, and all
-/// ranks meet in the same order.
+/// In every number format, with one copy of the network and with two: all ranks call the same collectives in the same order.
 #[test]
-fn their_commands_are_sound_and_meet_those_of_the_other_ranks() {
+fn commands_of_split_operators_are_valid_and_match_other_ranks() {
     let small = network();
     let large = [
         (
@@ -65,19 +64,19 @@ fn their_commands_are_sound_and_meet_those_of_the_other_ranks() {
             [(DType::F32, false, 1), (DType::F16, false, 2), (DType::Bf16, true, 2)]
         {
             for phase in [Phase::Train(ONLY), Phase::Evaluate] {
-                let met = |rank: usize| {
+                let calls = |rank: usize| {
                     let part = part(network, [1, 1, model], rank, shards);
-                    let setting = Setting::new(&part, PICTURES, dtype, 90, Ranks::ByNccl);
+                    let setting = Setting::new(&part, PICTURES, dtype, 90, Ranks::Nccl);
                     let setting = Setting { accumulates, data_ranks, sums: true, ..setting };
                     assert!(setting.plan.splits_operators);
-                    setting.sound(phase, false);
-                    let commands = setting.sound(phase, true).commands;
+                    setting.emit_valid(phase, false);
+                    let commands = setting.emit_valid(phase, true).commands;
                     // Between copies of the network, each rank adds its own part.
-                    let is_shared = |meeting: &String| !meeting.contains(" Data ");
-                    meetings(&commands).into_iter().filter(is_shared).collect::<Vec<_>>()
+                    let is_shared = |call: &String| !call.contains(" Data ");
+                    collective_calls(&commands).into_iter().filter(is_shared).collect::<Vec<_>>()
                 };
-                let first = met(0);
-                assert!((1..model).all(|rank| met(rank) == first), "{shards:?} {phase:?}");
+                let first = calls(0);
+                assert!((1..model).all(|rank| calls(rank) == first), "{shards:?} {phase:?}");
             }
         }
     }
@@ -105,7 +104,7 @@ fn values_of(
     all
 }
 
-/// What a command does to the memory of all ranks; `commands` has each rank's.
+/// Simulates a command of every rank (`commands`) on the ranks' memory.
 fn run(memory: &mut [Vec<f32>], commands: &[&Command]) {
     let place = |at: &Operand| at.offset / 4;
     let copy = |memory: &mut [Vec<f32>], [from, to]: [(usize, usize); 2], count: usize| {
@@ -147,7 +146,7 @@ fn run(memory: &mut [Vec<f32>], commands: &[&Command]) {
                     copy(memory, [(rank, place(at)), (*peer as usize, place(to))], at.bytes / 4);
                 }
             }
-            // All at once, when the first rank comes.
+            // For all ranks at once, at the turn of the first rank.
             Command::Collective { kind, count, .. } if rank == 0 => {
                 let ends: Vec<[usize; 2]> = commands
                     .iter()
@@ -192,7 +191,7 @@ fn run(memory: &mut [Vec<f32>], commands: &[&Command]) {
     }
 }
 
-/// Where the activation, or gradient, that a part of a list redistributes lies.
+/// The offset, in values, of the activation or gradient that a part of a list redistributes.
 fn source(commands: &[&Command]) -> usize {
     let at = commands.iter().find_map(|command| match command {
         Command::Collective { kind: Collective::AllGather | Collective::ReduceScatter, from, .. } => {
@@ -207,19 +206,19 @@ fn source(commands: &[&Command]) -> usize {
     at.unwrap().offset / 4
 }
 
-/// Every rank gets what its placement says, and of a sum all of it.
+/// Every rank gets the values of its placement. If these are sums, they are the sums over all ranks.
 #[test]
 fn activations_and_gradients_change_their_placement() {
-    let mut met = BTreeSet::new();
+    let mut tested = BTreeSet::new();
     for (shards, model) in STRATEGIES.iter().flat_map(|shards| [(*shards, 2), (*shards, 3)]) {
         let settings: Vec<Setting> = (0..model)
             .map(|rank| {
                 let part = part(&network(), [1, 1, model], rank, shards);
-                Setting::new(&part, PICTURES, DType::F32, 90, Ranks::ByNccl)
+                Setting::new(&part, PICTURES, DType::F32, 90, Ranks::Nccl)
             })
             .collect();
         let emitted: Vec<Emitted> =
-            settings.iter().map(|setting| setting.sound(Phase::Train(ONLY), true)).collect();
+            settings.iter().map(|setting| setting.emit_valid(Phase::Train(ONLY), true)).collect();
         let (plan, network) = (&settings[0].plan, &settings[0].plan.network);
         for (index, op) in plan.ops.iter().enumerate() {
             let FusedOp::Redistribute { input, output } = *op else { continue };
@@ -283,12 +282,12 @@ fn activations_and_gradients_change_their_placement() {
                     Placement::Channels(_) => "channels",
                     Placement::Partial => "sum",
                 };
-                met.insert([kind(&from), kind(&to)]);
+                tested.insert([kind(&from), kind(&to)]);
             }
         }
     }
-    // From the pictures, from some channels and from a sum, to all but themselves and sums; and to other channels.
-    assert_eq!(met.len(), 8, "{met:?}");
+    // From batch, channels and sum to every other placement except sum, and from channels to other channels.
+    assert_eq!(tested.len(), 8, "{tested:?}");
 }
 
 #[test]

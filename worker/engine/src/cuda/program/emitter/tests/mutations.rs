@@ -6,7 +6,7 @@ use crate::cuda::command::Access;
 /// Settings with several streams, collectives and reuse of memory: a single rank, and each kind of group.
 fn settings() -> Vec<Setting> {
     let network = build(Arch::ResNet50, Stem::Imagenet, 64, 10);
-    [Ranks::Single, Ranks::Apart, Ranks::Exchanged, Ranks::ByNccl]
+    [Ranks::Single, Ranks::Local, Ranks::PeerMemory, Ranks::Nccl]
         .into_iter()
         .map(|ranks| Setting::new(&network, 32, DType::F16, 90, ranks))
         .collect()
@@ -14,7 +14,7 @@ fn settings() -> Vec<Setting> {
 
 /// The valid list of a step.
 fn valid_commands(setting: &Setting) -> Vec<Command> {
-    setting.sound(Phase::Train(ONLY), true).commands
+    setting.emit_valid(Phase::Train(ONLY), true).commands
 }
 
 fn refusal(commands: &[Command]) -> Option<String> {
@@ -190,7 +190,7 @@ fn an_update_that_the_host_could_not_stop_is_refused() {
         let mut early = without(&commands, at);
         early.insert(last, commands[at].clone());
         assert!(refusal(&early).unwrap().contains("an update may"), "{early:?}");
-        if !setting.statistics.as_ref().is_some_and(Statistics::is_ordered) {
+        if !setting.statistics.as_ref().is_some_and(Statistics::uses_main_stream) {
             // If another stream reduces the gradients, a command after the start of the reduction may run before its end.
             early = without(&commands, at);
             early.insert(last + 1, commands[at].clone());
@@ -209,7 +209,7 @@ fn a_step_saves_running_statistics_before_they_change() {
         let setting = Setting { accumulates: true, ..setting };
         for (first, last) in [(true, true), (true, false), (false, false), (false, true)] {
             let micro_batch = MicroBatch { first, last, ..ONLY };
-            let commands = setting.sound(Phase::Train(micro_batch), true).commands;
+            let commands = setting.emit_valid(Phase::Train(micro_batch), true).commands;
             let kept = numbers(&commands, |c| changes(c, Region::KeptStatistics));
             let changed = numbers(&commands, |c| changes(c, Region::RunningStatistics));
             assert_eq!(kept.len(), usize::from(first));
@@ -221,7 +221,7 @@ fn a_step_saves_running_statistics_before_they_change() {
                 assert!(operand.offset == 0 && ends.max().unwrap() <= operand.end());
             }
         }
-        let evaluation = setting.sound(Phase::Evaluate, true).commands;
+        let evaluation = setting.emit_valid(Phase::Evaluate, true).commands;
         assert!(numbers(&evaluation, |c| changes(c, Region::KeptStatistics)).is_empty());
     }
 }
@@ -231,7 +231,7 @@ fn a_step_saves_running_statistics_before_they_change() {
 fn adding_to_gradients_that_do_not_exist_is_refused() {
     for setting in settings() {
         let setting = Setting { accumulates: true, ..setting };
-        let later = setting.sound(Phase::Train(MicroBatch { first: false, ..ONLY }), true).commands;
+        let later = setting.emit_valid(Phase::Train(MicroBatch { first: false, ..ONLY }), true).commands;
         assert!(refusal(&later).unwrap().contains("is read before it is written"));
     }
 }

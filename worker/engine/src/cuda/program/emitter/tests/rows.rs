@@ -24,12 +24,12 @@ fn large_windows() -> Arc<Network> {
 }
 
 fn setting(part: &Arc<Network>, dtype: DType, statistics: Statistics) -> Setting {
-    Setting { statistics: Some(statistics), ..Setting::new(part, PICTURES, dtype, 90, Ranks::Apart) }
+    Setting { statistics: Some(statistics), ..Setting::new(part, PICTURES, dtype, 90, Ranks::Local) }
 }
 
-/// Lists are sound; all ranks take the same collectives, and what a rank sends to another rank, that rank receives.
+/// All ranks call the same collectives, and each rank receives the rows that other ranks send to it.
 #[test]
-fn their_commands_are_sound_and_meet_those_of_the_other_ranks() {
+fn commands_of_ranks_that_share_rows_are_valid_and_match() {
     let (bottleneck, pooled) =
         (build(Arch::ResNet50, Stem::Cifar, 32, 10), build(Arch::ResNet18, Stem::Imagenet, 96, 1001));
     for (network, height, model) in
@@ -51,14 +51,14 @@ fn their_commands_are_sound_and_meet_those_of_the_other_ranks() {
                         let statistics = if apart { Statistics::LocalInOrder } else { Statistics::Nccl };
                         let setting = setting(&part, dtype, statistics);
                         let setting = Setting { accumulates, sums: true, data_ranks: height, ..setting };
-                        setting.sound(phase, false);
-                        let commands = setting.sound(phase, true).commands;
-                        let mut met = meetings(&commands);
-                        met.retain(|meeting| !meeting.starts_with("Exchange"));
-                        collectives.push(met);
+                        setting.emit_valid(phase, false);
+                        let commands = setting.emit_valid(phase, true).commands;
+                        let mut calls = collective_calls(&commands);
+                        calls.retain(|call| !call.starts_with("Exchange"));
+                        collectives.push(calls);
                         pieces.push(pieces_of(&commands, height));
                     }
-                    assert!(collectives.iter().all(|met| *met == collectives[0]), "{phase:?}");
+                    assert!(collectives.iter().all(|calls| *calls == collectives[0]), "{phase:?}");
                     for rank in 0..height {
                         for peer in 0..height {
                             let [sends, receives] =
@@ -74,7 +74,7 @@ fn their_commands_are_sound_and_meet_those_of_the_other_ranks() {
     }
 }
 
-/// By peer: bytes of what a rank sends to it and receives from it, in order.
+/// By peer: the bytes of each message that a rank sends to it, and of each message that it sends to the rank, in order.
 fn pieces_of(commands: &[Command], height: usize) -> Vec<[Vec<usize>; 2]> {
     let mut all = vec![[Vec::new(), Vec::new()]; height];
     for command in commands {
@@ -88,25 +88,30 @@ fn pieces_of(commands: &[Command], height: usize) -> Vec<[Vec<usize>; 2]> {
     all
 }
 
-/// A rank's memory, and what it runs of one operation.
+/// A rank's memory, and the commands of one operation that are still to be run.
 struct Rank {
     arena: Vec<f32>,
     commands: Vec<Command>,
 }
 
 impl Rank {
-    /// Runs kernels up to the exchange, or those behind it.
-    fn run(&mut self, behind: bool) {
+    /// Runs and removes the commands before the exchange.
+    fn run_before_exchange(&mut self) {
         let at = self.commands.iter().position(|c| matches!(c, Command::Exchange { .. }));
-        let at = at.unwrap_or(self.commands.len());
-        let commands = if behind { self.commands.split_off(at) } else { self.commands[..at].to_vec() };
-        for command in commands {
+        let rest = self.commands.split_off(at.unwrap_or(self.commands.len()));
+        self.run();
+        self.commands = rest;
+    }
+
+    /// Runs all commands.
+    fn run(&mut self) {
+        for command in std::mem::take(&mut self.commands) {
             let Command::Kernel { kernel, .. } = command else { continue };
             self.launch(&kernel);
         }
     }
 
-    /// As `rows.cu` does it.
+    /// Simulates a kernel of `rows.cu`.
     fn launch(&mut self, kernel: &Kernel) {
         let place = |arg: &Arg| match arg {
             Arg::In(at) | Arg::Out(at) | Arg::InOut(at) => at.offset / 4,
@@ -148,8 +153,8 @@ impl Rank {
     }
 }
 
-/// What `rows.cu` and NCCL make of an operation on all ranks: `given` is what is in row `row` of each picture on a rank before. Gives each
-/// rank's rows afterwards, the first value of each.
+/// Simulates an operation on all ranks. Before it, each value of a row is `given(rank, picture, row)`. Returns the first value of each row of each
+/// rank afterwards.
 fn exchanged(
     ranks: &mut [Rank],
     [from, to]: [&Rows; 2],
@@ -177,7 +182,7 @@ fn exchanged(
                 rank.arena[at..at + length].fill(given(number, picture, row));
             }
         }
-        rank.run(false);
+        rank.run_before_exchange();
     }
     let pieces = |rank: &Rank, peer: usize, receives: bool| -> Vec<Operand> {
         let found = rank.commands.iter().find_map(|command| match command {
@@ -200,14 +205,14 @@ fn exchanged(
         }
     }
     let rows_of = |(number, rank): (usize, &mut Rank)| {
-        rank.run(true);
+        rank.run();
         let rows = to.of_rank[number].len();
         (0..PICTURES * rows).map(|line| rank.arena[ends[number][1] + line * length]).collect()
     };
     ranks.iter_mut().enumerate().map(rows_of).collect()
 }
 
-/// Every rank gets the rows that its windows reach, and of the gradients of all windows those of its rows.
+/// Every rank receives the rows that its windows reach, and the sum of all windows' gradients of its rows.
 #[test]
 fn rows_come_from_the_ranks_that_have_them_and_gradients_go_back() {
     let networks = [large_windows(), build(Arch::ResNet18, Stem::Imagenet, 96, 10)];
@@ -217,7 +222,7 @@ fn rows_come_from_the_ranks_that_have_them_and_gradients_go_back() {
             .map(|part| setting(part, DType::F32, Statistics::Nccl))
             .collect();
         let emitted: Vec<Emitted> =
-            settings.iter().map(|setting| setting.sound(Phase::Train(ONLY), true)).collect();
+            settings.iter().map(|setting| setting.emit_valid(Phase::Train(ONLY), true)).collect();
         let plan = &settings[0].plan;
         let (mut halos, mut lowest_ones) = (0, 0);
         for (index, op) in plan.ops.iter().enumerate() {
@@ -271,7 +276,7 @@ fn rows_come_from_the_ranks_that_have_them_and_gradients_go_back() {
     }
 }
 
-/// Each rank has its share of the memory for activations, and the rows that its windows reach of others.
+/// Each rank needs memory for its share of the activations, and for the rows of other ranks that its windows reach.
 #[test]
 fn ranks_that_share_rows_need_less_memory() {
     let network = build(Arch::ResNet50, Stem::Imagenet, 1024, 10);

@@ -25,16 +25,16 @@ fn ranks_that_divide_optimizer_state_update_all_weights_once() {
     for (number, (optimizer, sums)) in
         [(Momentum, 1), (Nesterov, 1), (Lars, 2), (AdamW, 1), (Lamb, 2)].into_iter().enumerate()
     {
-        for ranks in [Ranks::Apart, Ranks::Exchanged, Ranks::ByNccl] {
+        for ranks in [Ranks::Local, Ranks::PeerMemory, Ranks::Nccl] {
             let (count, accumulates) = ([2, 3, 8, 3, 2][number], number % 2 == 0);
             let dtype = if number == 1 { DType::F32 } else { DType::F16 };
             let emitted = (0..count).map(|rank| {
                 let share = (ranks, Some(Share { rank, ranks: count }));
                 let setting =
                     Setting { optimizer, accumulates, ..Setting::of_share(&network, 32, dtype, 90, share) };
-                setting.sound(Phase::Train(ONLY), false);
-                setting.sound(Phase::Evaluate, true);
-                let commands = setting.sound(Phase::Train(ONLY), true).commands;
+                setting.emit_valid(Phase::Train(ONLY), false);
+                setting.emit_valid(Phase::Evaluate, true);
+                let commands = setting.emit_valid(Phase::Train(ONLY), true).commands;
                 (setting, commands)
             });
             let of_ranks: Vec<_> = emitted.collect();
@@ -51,7 +51,7 @@ fn ranks_that_divide_optimizer_state_update_all_weights_once() {
             let trained = setting.layout.trained;
             let mut weights = Vec::new();
             for (_, commands) in &of_ranks {
-                assert_eq!(meetings(commands), meetings(&of_ranks[0].1), "{case}");
+                assert_eq!(collective_calls(commands), collective_calls(&of_ranks[0].1), "{case}");
                 weights.extend(written(commands, Region::Weights));
                 let slot = written(commands, Region::OptimizerSlot(0));
                 assert!(slot.windows(2).all(|pair| pair[0].1 == pair[1].0), "{case}: {slot:?}");
@@ -72,9 +72,9 @@ fn the_ranks_parts_of_a_parameter_add_up_to_it() {
     for ranks in [2, 3, 8] {
         let part = |rank| {
             let share = Share { rank, ranks };
-            let setting = Setting::of_share(&network, 32, DType::F16, 90, (Ranks::Apart, Some(share)));
+            let setting = Setting::of_share(&network, 32, DType::F16, 90, (Ranks::Local, Some(share)));
             let lengths: Vec<_> = setting.layout.own_segments(share).iter().map(Range::len).collect();
-            let own: usize = setting.layout.own(share).map(|own| own.len()).sum();
+            let own: usize = setting.layout.own_ranges(share).map(|own| own.len()).sum();
             (lengths, own, setting.layout)
         };
         let of_ranks: Vec<_> = (0..ranks).map(part).collect();
@@ -94,10 +94,11 @@ fn the_ranks_parts_of_a_parameter_add_up_to_it() {
 #[test]
 fn a_gradient_that_is_reduced_after_the_update_has_begun_is_refused() {
     let network = build(Arch::ResNet18, Stem::Cifar, 32, 10);
-    for ranks in [Ranks::Apart, Ranks::ByNccl] {
+    for ranks in [Ranks::Local, Ranks::Nccl] {
         let share = (ranks, Some(Share { rank: 0, ranks: 2 }));
-        let commands =
-            Setting::of_share(&network, 32, DType::F16, 90, share).sound(Phase::Train(ONLY), true).commands;
+        let commands = Setting::of_share(&network, 32, DType::F16, 90, share)
+            .emit_valid(Phase::Train(ONLY), true)
+            .commands;
         let refusal = |commands: &[Command]| verify::verify(commands, false).unwrap_err();
         let scatter = |c: &Command| matches!(c, Command::Collective { kind: Collective::ReduceScatter, .. });
         let number = commands.iter().rposition(scatter).unwrap();

@@ -16,9 +16,10 @@ fn step(setting: &Setting, micro_batches: usize) -> Vec<Command> {
         let is_backward = pass == Pass::Backward(number);
         let pass = StagePass { is_backward, memory_part: number % in_flight, sends_gradient };
         let (first, last) = (number == 0, number + 1 == micro_batches);
-        let emitted = setting.sound(Phase::Train(MicroBatch { first, last, pass: Some(pass), ..ONLY }), true);
+        let emitted =
+            setting.emit_valid(Phase::Train(MicroBatch { first, last, pass: Some(pass), ..ONLY }), true);
         assert!(emitted.arena_bytes < PART_BYTES);
-        commands.extend(emitted.of_pass(pass, |region| match region {
+        commands.extend(emitted.into_pass(pass, |region| match region {
             Region::Arena | Region::Control | Region::NormValues => PART_BYTES,
             _ => 0,
         }));
@@ -41,7 +42,7 @@ fn messages(commands: &[Command]) -> Vec<Vec<Message>> {
     commands.iter().filter_map(exchange).collect()
 }
 
-/// Checks that no stage waits for ever if each sender waits for its receiver, and that both ends of a message agree on its bytes. The
+/// Checks that no stage waits forever if each sender waits for its receiver, and that both ends of a message agree on its bytes. The
 /// last exchange, before the update, is among all stages.
 fn check_messages(of_stages: &[Vec<Vec<Message>>]) {
     let mut done = vec![0; of_stages.len()];
@@ -56,7 +57,7 @@ fn check_messages(of_stages: &[Vec<Vec<Message>>]) {
         pair.into_iter().for_each(|stage| done[stage] += 1);
     }
     for (stage, messages) in of_stages.iter().enumerate() {
-        assert_eq!(done[stage] + 1, messages.len(), "stage {stage} waits for ever");
+        assert_eq!(done[stage] + 1, messages.len(), "stage {stage} waits forever");
         for (other, of_other) in of_stages.iter().enumerate().filter(|(other, _)| *other != stage) {
             let with = |messages: &[Message], peer: usize, sent: bool| -> Vec<usize> {
                 messages
@@ -74,7 +75,7 @@ fn check_messages(of_stages: &[Vec<Vec<Message>>]) {
 
 /// Each pass is valid, separately and within a whole step, and neighbours exchange the messages that the other stage expects.
 #[test]
-fn stages_are_sound_and_meet_each_other_in_a_step() {
+fn commands_of_stages_are_valid_and_their_messages_match() {
     let (bottleneck, pooled) =
         (build(Arch::ResNet50, Stem::Cifar, 32, 10), build(Arch::ResNet18, Stem::Imagenet, 64, 1001));
     for (network, count, dtype, micro_batches) in [
@@ -84,15 +85,15 @@ fn stages_are_sound_and_meet_each_other_in_a_step() {
         (&pooled, 10, DType::F32, 3),
         (&pooled, 2, DType::F16, 5),
     ] {
-        for ranks in [Ranks::Single, Ranks::ByNccl] {
+        for ranks in [Ranks::Single, Ranks::Nccl] {
             let of_stages: Vec<_> = parts(network, [count, 1, 1])
                 .iter()
                 .map(|stage| {
                     let accumulates = micro_batches > 1;
                     let setting = Setting { accumulates, ..Setting::new(stage, 8, dtype, 90, ranks) };
                     for side_stream in [false, true] {
-                        setting.sound(Phase::Train(ONLY), side_stream);
-                        setting.sound(Phase::Evaluate, side_stream);
+                        setting.emit_valid(Phase::Train(ONLY), side_stream);
+                        setting.emit_valid(Phase::Evaluate, side_stream);
                     }
                     let commands = step(&setting, micro_batches);
                     let case = format!("{} in {count}, {dtype:?}, {ranks:?}", network.arch);
@@ -113,7 +114,7 @@ fn evaluations_pass_from_stage_to_stage() {
         .iter()
         .map(|stage| {
             let setting = Setting::new(stage, 8, DType::F32, 90, Ranks::Single);
-            let commands = setting.sound(Phase::Evaluate, true).commands;
+            let commands = setting.emit_valid(Phase::Evaluate, true).commands;
             assert_eq!(count(&commands, "cross_entropy"), usize::from(stage.is_last_stage()));
             messages(&commands)
         })

@@ -8,7 +8,10 @@ use super::{
     name_of,
     object_storage::{Place, describe},
 };
-use crate::store::{self, CheckpointRow, Copies};
+use crate::{
+    store::{self, CheckpointRow, Copies},
+    util::unless_missing,
+};
 use futures_util::StreamExt;
 use lockstep_protocol::{
     job::Job,
@@ -264,12 +267,12 @@ async fn clean(checkpoints: &Checkpoints, row: &CheckpointRow) {
         let _ = tokio::fs::remove_dir_all(job_dir).await;
         return;
     }
-    match tokio::fs::remove_dir_all(&gathering).await {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+    match unless_missing(tokio::fs::remove_dir_all(&gathering).await) {
+        Err(error) => {
             tracing::warn!(%error, checkpoint = row.id, "the files of a failed fetch cannot be removed");
         }
         // Fails, as intended, if other checkpoints are being fetched.
-        _ => drop(tokio::fs::remove_dir(job_dir.join(FETCHED)).await),
+        Ok(()) => drop(tokio::fs::remove_dir(job_dir.join(FETCHED)).await),
     }
 }
 
@@ -333,10 +336,7 @@ fn check_room(wanted: u64, free: u64) -> Result<()> {
 
 /// Fetches all files of a checkpoint, and checks their sizes and checksums.
 async fn gather(store: &ArtifactStore, place: &Place, gathering: &Path) -> Result<()> {
-    match tokio::fs::remove_dir_all(gathering).await {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error.into()),
-        _ => {}
-    }
+    unless_missing(tokio::fs::remove_dir_all(gathering).await)?;
     let text = store.storage.manifest(place).await?.ok_or(NotFetched::Missing)?;
     let manifest = place.read(&text).map_err(NotFetched::Damaged)?;
     tokio::fs::create_dir_all(gathering).await?;

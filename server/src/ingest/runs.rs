@@ -5,6 +5,7 @@ use crate::{
     events::Events,
     lifecycle::external::{self, RunChange},
     store::{Appended, Created, EventRow, JobRow, NewJob, Result, RunRecords, Store, StoreError},
+    util::lock,
 };
 use axum::body::Body;
 use futures_util::StreamExt;
@@ -14,7 +15,7 @@ use lockstep_protocol::{
 };
 use std::{
     collections::HashMap,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::Ordering},
+    sync::{Arc, Mutex, atomic::Ordering},
     time::{Duration, Instant},
 };
 
@@ -36,12 +37,8 @@ impl Runs {
         Self { store, events, silence, heard: Mutex::default() }
     }
 
-    fn heard(&self) -> MutexGuard<'_, HashMap<JobId, Instant>> {
-        self.heard.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn note(&self, id: &JobId) {
-        self.heard().insert(id.clone(), Instant::now());
+        lock(&self.heard).insert(id.clone(), Instant::now());
     }
 
     /// The body of an upload, each part of which counts as a sign of life of the run.
@@ -124,7 +121,7 @@ impl Runs {
 
     /// Returns those of the running runs that have been silent for too long. Forgets runs that are not running.
     fn silent(&self, running: Vec<JobId>) -> Vec<JobId> {
-        let mut heard = self.heard();
+        let mut heard = lock(&self.heard);
         let now = Instant::now();
         let known = running.iter().map(|id| (id.clone(), heard.get(id).copied().unwrap_or(now))).collect();
         *heard = known;

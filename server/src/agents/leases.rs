@@ -149,10 +149,10 @@ impl Leases {
         self.wake.notify_one();
     }
 
-    /// Adds a lease. `has_order`: the agents may already have the order to start.
-    pub(crate) fn hold(&self, attempt: AttemptRef, places: Vec<Place>, has_order: bool) {
+    /// Adds a lease.
+    pub(crate) fn hold(&self, attempt: AttemptRef, places: Vec<Place>) {
         let until = Instant::now() + self.duration;
-        let hold = |place| AgentHold { place, until, end: None, has_order, ready: None };
+        let hold = |place| AgentHold { place, until, end: None, has_order: false, ready: None };
         let holds = places.into_iter().map(hold).collect();
         lock(&self.by_job).put(Lease { attempt, holds, stop_requested: false, unreachable: HashSet::new() });
     }
@@ -225,7 +225,7 @@ impl Leases {
         let hold = lease.holds.iter_mut().find(|hold| hold.place.agent_id == agent_id)?;
         hold.has_order = true;
         // Only rank 0's agent may choose the port.
-        hold.ready = Some(port.filter(|_| hold.place.ranks.iter().any(|(rank, _)| *rank == 0)));
+        hold.ready = Some(port.filter(|_| hold.place.has_rank_0()));
         let ready: Vec<_> = lease.holds.iter().filter_map(|hold| hold.ready).collect();
         let port = ready.iter().flatten().next().copied()?;
         let all = ready.len() == lease.holds.len() && lease.held().count() == ready.len();

@@ -52,10 +52,10 @@ const RECONNECT_TIME: Duration = Duration::from_secs(4);
 
 /// At the server's start, gives each attempt that may write a full lease, within which its agents must report.
 pub(crate) async fn restore(scheduler: &Scheduler) -> Result<()> {
-    for AttemptRow { attempt, places, .. } in scheduler.store.live_attempts().await? {
+    for AttemptRow { attempt, places } in scheduler.store.live_attempts().await? {
         let agents: Vec<_> = places.iter().map(|place| place.agent_id.clone()).collect();
         // The agents report after reconnecting whether they got the order to start.
-        scheduler.agents.leases.hold(attempt.clone(), places, false);
+        scheduler.agents.leases.hold(attempt.clone(), places);
         // The `Welcome` message to an agent repeats an order to stop.
         scheduler.agents.leases.note_stop_requested(&attempt);
         if agents.len() > 1

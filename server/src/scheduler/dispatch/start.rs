@@ -67,11 +67,8 @@ pub(super) async fn start_all(scheduler: &Scheduler, mut starts: Vec<Start>) -> 
             match claimed {
                 Some(claimed) => {
                     started += 1;
-                    scheduler.agents.leases.hold(
-                        claimed.attempt.clone(),
-                        prepared.claim.places.clone(),
-                        false,
-                    );
+                    let places = prepared.claim.places.clone();
+                    scheduler.agents.leases.hold(claimed.attempt.clone(), places);
                     scheduler.waiting.remove(&prepared.claim.job);
                     orders.push((prepared, files, claimed));
                 }

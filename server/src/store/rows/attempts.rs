@@ -66,8 +66,6 @@ pub struct AttemptRow {
     pub attempt: AttemptRef,
     /// The agents and slots of the attempt's ranks.
     pub places: Vec<Place>,
-    /// Whether the ranks must end, at once or with a checkpoint. The reason is in the job.
-    pub ends: bool,
 }
 
 /// A position in the queue, after a job. The default is the beginning.

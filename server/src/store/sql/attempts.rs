@@ -159,7 +159,7 @@ impl SqlStore {
 
     pub(in crate::store) async fn live_attempts(&self) -> Result<Vec<AttemptRow>> {
         let query = sqlx::query(
-            "SELECT a.fencing_token, a.fencing_secret, a.job_id, a.attempt, a.places, j.stop, j.state FROM attempts a \
+            "SELECT a.fencing_token, a.fencing_secret, a.job_id, a.attempt, a.places FROM attempts a \
              JOIN jobs j ON j.id = a.job_id AND j.fencing_token = a.fencing_token WHERE j.deleted_at IS NULL ORDER BY a.fencing_token",
         );
         let live = |row: &DbRow| {
@@ -172,8 +172,6 @@ impl SqlStore {
                     attempt: to_u32(row.try_get("attempt")?),
                     fencing_token: fencing(row.try_get("fencing_token")?, row.try_get("fencing_secret")?),
                 },
-                ends: row.try_get::<Option<&str>, _>("stop")?.is_some()
-                    || row.try_get::<&str, _>("state")? == JobState::Pausing.as_str(),
             })
         };
         self.list(query, live).await

@@ -116,28 +116,24 @@ impl SqlStore {
     }
 
     pub(in crate::store) async fn mark_damaged(&self, location: &str, id: &str) -> Result<bool> {
-        let done = sqlx::query(
+        let query = sqlx::query(
             "INSERT INTO checkpoint_copies (checkpoint_id, location, state) SELECT $1, $2, $3 \
              WHERE EXISTS (SELECT 1 FROM checkpoints WHERE id = $1) ON CONFLICT (checkpoint_id, location) \
              DO UPDATE SET state = excluded.state WHERE checkpoint_copies.state <> excluded.state",
         )
         .bind(id)
         .bind(location)
-        .bind(CopyState::Damaged.as_str())
-        .execute(&self.writer)
-        .await?;
-        Ok(done.rows_affected() > 0)
+        .bind(CopyState::Damaged.as_str());
+        Ok(self.execute(query).await? > 0)
     }
 
     pub(in crate::store) async fn forget_damaged(&self, store: &str) -> Result<()> {
-        sqlx::query(
+        let query = sqlx::query(
             "UPDATE checkpoint_copies SET state = CASE WHEN manifest IS NULL THEN 'copying' ELSE 'complete' END \
              WHERE location = $1 AND state = 'damaged'",
         )
-        .bind(store)
-        .execute(&self.writer)
-        .await?;
-        Ok(())
+        .bind(store);
+        self.execute(query).await.map(drop)
     }
 
     pub(in crate::store) async fn uploaded_checkpoints(
@@ -211,12 +207,10 @@ impl SqlStore {
     }
 
     pub(in crate::store) async fn replace_restored_marker(&self, restored: &str, own: &str) -> Result<()> {
-        sqlx::query("UPDATE artifact_stores SET marker = $2 WHERE marker = $1")
+        let query = sqlx::query("UPDATE artifact_stores SET marker = $2 WHERE marker = $1")
             .bind(format!("{RESTORED}{restored}"))
-            .bind(own)
-            .execute(&self.writer)
-            .await?;
-        Ok(())
+            .bind(own);
+        self.execute(query).await.map(drop)
     }
 
     pub(in crate::store) async fn put_artifact_marker(&self, store: &str, marker: &str) -> Result<()> {
@@ -234,11 +228,9 @@ impl SqlStore {
     }
 
     pub(in crate::store) async fn forget_stored_checkpoint(&self, store: &str, id: &str) -> Result<()> {
-        sqlx::query("DELETE FROM checkpoint_copies WHERE checkpoint_id = $1 AND location = $2")
+        let query = sqlx::query("DELETE FROM checkpoint_copies WHERE checkpoint_id = $1 AND location = $2")
             .bind(id)
-            .bind(store)
-            .execute(&self.writer)
-            .await?;
-        Ok(())
+            .bind(store);
+        self.execute(query).await.map(drop)
     }
 }

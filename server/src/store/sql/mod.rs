@@ -35,7 +35,7 @@ use super::dialect::{
     BEGIN_SNAPSHOT, BEGIN_WRITE, BY_LOG, BY_METRICS, Connection, DATABASE_BYTES, Db, DbRow, LIKE, Lock,
     SOME_METRIC_CHUNKS,
 };
-use crate::store::{Result, quarantine::readable};
+use crate::store::{Result, StoreError, quarantine::readable};
 use sqlx::{Database, Pool, Transaction};
 use std::sync::Arc;
 
@@ -75,6 +75,16 @@ impl SqlStore {
     /// The row of a query; `None` if there is none.
     async fn find<T>(&self, query: Query<'_>, read: fn(&DbRow) -> Result<T>) -> Result<Option<T>> {
         query.fetch_optional(&self.reader).await?.as_ref().map(read).transpose()
+    }
+
+    /// Executes a query that writes. Returns the number of rows that it has changed.
+    async fn execute(&self, query: Query<'_>) -> Result<u64> {
+        Ok(query.execute(&self.writer).await?.rows_affected())
+    }
+
+    /// Executes a query that writes. Returns the error `unchanged` if it has changed no row.
+    async fn execute_or(&self, query: Query<'_>, unchanged: StoreError) -> Result<()> {
+        if self.execute(query).await? == 0 { Err(unchanged) } else { Ok(()) }
     }
 
     pub(in crate::store) async fn settled(&self) -> Result<()> {

@@ -60,7 +60,7 @@ pub(super) async fn require_over(db: &mut Connection, trial: &TrialOf, state: Jo
 
 impl SqlStore {
     pub(in crate::store) async fn add_sweep(&self, row: &SweepRow, specs: &[JobSpec]) -> Result<bool> {
-        let done = sqlx::query(
+        let query = sqlx::query(
             "INSERT INTO sweeps (id, name, project, state, spec, settings, rungs, specs, owner, private, created_at) \
              VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11) ON CONFLICT DO NOTHING",
         )
@@ -74,10 +74,8 @@ impl SqlStore {
         .bind(json(&specs)?)
         .bind(row.owned.owner.as_deref().map(strip_nul))
         .bind(i64::from(row.owned.private))
-        .bind(row.created_at.as_millisecond())
-        .execute(&self.writer)
-        .await?;
-        Ok(done.rows_affected() > 0)
+        .bind(row.created_at.as_millisecond());
+        Ok(self.execute(query).await? > 0)
     }
 
     pub(in crate::store) async fn sweeps(&self) -> Result<Vec<SweepRow>> {
@@ -108,17 +106,15 @@ impl SqlStore {
         reason: Option<&str>,
         finished_at: Option<Timestamp>,
     ) -> Result<bool> {
-        let done = sqlx::query(
+        let query = sqlx::query(
             "UPDATE sweeps SET state = $2, finished_at = $3, reason = $4 WHERE id = $1 AND finished_at IS NULL \
              AND (state <> 'cancelled' OR $2 = 'cancelled')",
         )
         .bind(strip_nul(id))
         .bind(state.as_str())
         .bind(finished_at.map(|at| at.as_millisecond()))
-        .bind(reason.map(strip_nul))
-        .execute(&self.writer)
-        .await?;
-        Ok(done.rows_affected() > 0)
+        .bind(reason.map(strip_nul));
+        Ok(self.execute(query).await? > 0)
     }
 
     pub(in crate::store) async fn delete_sweep(&self, id: &str) -> Result<bool> {

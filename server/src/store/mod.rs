@@ -358,7 +358,7 @@ pub trait Store {
     /// The layers and steps of a job that have histograms.
     async fn histogram_index(&self, job: &JobId) -> Result<HistogramIndex>;
     /// Matching histograms of a job, by step, then in the network's order.
-    async fn histograms(&self, job: &JobId, filter: &HistogramFilter) -> Result<Vec<HistogramRow>>;
+    async fn histograms(&self, job: &JobId, filter: &HistogramFilter) -> Result<Vec<Histogram>>;
     /// The layers of a job's network; `None` if no rank has reported them.
     async fn network(&self, job: &JobId) -> Result<Option<NetworkDescription>>;
     /// Ids of drained agents, which get no new work.

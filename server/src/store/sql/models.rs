@@ -1,10 +1,10 @@
 //! Registered models: versions, which name checkpoints, and aliases, which name versions.
 
-use super::{Connection, DbRow, SqlStore, jobs::load};
+use super::{Connection, DbRow, SqlStore, jobs::load, people::owned};
 use crate::{
     lifecycle::Refused,
     store::{
-        NewVersion, Owned, Result, StoreError, VersionRow,
+        NewVersion, Result, StoreError, VersionRow,
         quarantine::{read_spec, readable},
         values::{from_json, job_id, json, strip_nul, time, to_u32},
     },
@@ -46,8 +46,7 @@ fn version(row: &DbRow) -> Result<VersionRow> {
         registered_by: text("registered_by")?,
         registered_at: time(row.try_get("registered_at")?)?,
     };
-    let owned = Owned { owner: text("owner")?, private: row.try_get::<i64, _>("private")? != 0 };
-    Ok(VersionRow { version, owned })
+    Ok(VersionRow { version, owned: owned(row)? })
 }
 
 /// Refuses a change of a job whose checkpoints are registered as versions, because the change would affect the versions.

@@ -3,11 +3,12 @@
 use super::{
     Connection, DbRow, SqlStore,
     jobs::{JOB, job_row},
+    people::owned,
 };
 use crate::{
     lifecycle::Refused,
     store::{
-        JobRow, Owned, Result, StoreError, SweepRow,
+        JobRow, Result, StoreError, SweepRow,
         values::{from_json, json, strip_nul, time},
     },
 };
@@ -35,7 +36,7 @@ fn sweep(row: &DbRow) -> Result<SweepRow> {
         settings: from_json(row.try_get("settings")?)?,
         rungs: from_json(row.try_get("rungs")?)?,
         reason: row.try_get("reason")?,
-        owned: Owned { owner: row.try_get("owner")?, private: row.try_get::<i64, _>("private")? != 0 },
+        owned: owned(row)?,
         created_at: time(row.try_get("created_at")?)?,
         finished_at: row.try_get::<Option<i64>, _>("finished_at")?.map(time).transpose()?,
     })

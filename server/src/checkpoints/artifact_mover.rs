@@ -94,11 +94,11 @@ pub(crate) async fn run(checkpoints: Arc<Checkpoints>) {
 /// Queues the checkpoints on this disk whose copies in the object store are missing or different, and the objects of deleted checkpoints.
 async fn find(checkpoints: &Checkpoints, store: &ArtifactStore) -> store::Result<()> {
     note_abandoned(checkpoints, store).await?;
-    let mut behind = String::new();
+    let mut after = String::new();
     loop {
-        let rows = checkpoints.store.checkpoints_behind(&behind, ROWS).await?;
+        let rows = checkpoints.store.checkpoints_after(&after, ROWS).await?;
         let Some(last) = rows.last() else { return Ok(()) };
-        behind.clone_from(&last.id);
+        after.clone_from(&last.id);
         for row in rows {
             queue_if_missing(checkpoints, store, &row).await?;
         }
@@ -107,11 +107,11 @@ async fn find(checkpoints: &Checkpoints, store: &ArtifactStore) -> store::Result
 
 /// Queues the deletion of objects whose checkpoint was deleted.
 async fn note_abandoned(checkpoints: &Checkpoints, store: &ArtifactStore) -> store::Result<()> {
-    let mut behind = String::new();
+    let mut after = String::new();
     loop {
-        let ids = checkpoints.store.abandoned_checkpoints(store.storage.url(), &behind, ROWS).await?;
+        let ids = checkpoints.store.abandoned_checkpoints(store.storage.url(), &after, ROWS).await?;
         let Some(last) = ids.last() else { return Ok(()) };
-        behind.clone_from(last);
+        after.clone_from(last);
         ids.iter().for_each(|id| store.note(id));
     }
 }

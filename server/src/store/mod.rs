@@ -129,10 +129,10 @@ pub trait Store {
     /// A job, including the fields that only the server sees; `None` if it does not exist or was deleted.
     async fn job(&self, id: &JobId) -> Result<Option<JobRow>>;
     /// The given jobs without their notes, in no order. Jobs that do not exist or cannot be read are left out.
-    async fn jobs_of(&self, ids: &[JobId]) -> Result<Vec<JobRow>>;
+    async fn jobs_by_id(&self, ids: &[JobId]) -> Result<Vec<JobRow>>;
     /// Waits until the writer's connection responds. Earlier transactions whose connection broke during the commit have then been committed
     /// or rolled back, because their sessions have released the write lock.
-    async fn settled(&self) -> Result<()>;
+    async fn wait_for_writer(&self) -> Result<()>;
     /// A page of the jobs that match a filter, in its order, after its cursor.
     ///
     /// # Errors
@@ -211,8 +211,8 @@ pub trait Store {
     async fn events(&self, job: &JobId, after: u64, limit: u32) -> Result<Vec<EventRow>>;
     /// The sequence number at which a job's stream begins. Points of earlier events are only in chunks.
     async fn first_seq(&self, job: &JobId) -> Result<u64>;
-    /// The oldest job after `behind` that had ended at `before` and has points among its events.
-    async fn oldest_with_points(&self, before: Timestamp, behind: Option<&JobId>) -> Result<Option<JobId>>;
+    /// The oldest job that had ended at `before`, has points among its events, and was submitted after the job `after`.
+    async fn oldest_with_points(&self, before: Timestamp, after: Option<&JobId>) -> Result<Option<JobId>>;
     /// Removes some points that are in chunks from a job's events, in a short transaction, so that other writers hardly wait. Returns
     /// false if none were left.
     async fn remove_points(&self, job: &JobId) -> Result<bool>;
@@ -254,7 +254,7 @@ pub trait Store {
     async fn checkpoints(&self, job: &JobId) -> Result<Vec<CheckpointRow>>;
     async fn checkpoint(&self, id: &str) -> Result<Option<CheckpointRow>>;
     /// At most `limit` checkpoints of all jobs after this id, by id.
-    async fn checkpoints_behind(&self, id: &str, limit: u32) -> Result<Vec<CheckpointRow>>;
+    async fn checkpoints_after(&self, id: &str, limit: u32) -> Result<Vec<CheckpointRow>>;
     /// The copies of a job's checkpoints, by checkpoint id. Only the object store at the address `object_store` is considered.
     async fn copies(&self, job: &JobId, object_store: &str) -> Result<HashMap<String, Copies>>;
     /// Stores that a copy of a checkpoint is damaged. `location` is the address of an object store, or `Copies::SERVER` for the server's
@@ -266,9 +266,9 @@ pub trait Store {
     async fn stored_checkpoint(&self, store: &str, id: &str) -> Result<Option<StoredCheckpoint>>;
     /// Ids of at most `limit` checkpoints that were completely uploaded to the object store at this address.
     async fn uploaded_checkpoints(&self, store: &str, limit: u32) -> Result<Vec<String>>;
-    /// Ids of at most `limit` deleted checkpoints that still have objects in the object store at this address, after the id `behind`, by
-    /// id.
-    async fn abandoned_checkpoints(&self, store: &str, behind: &str, limit: u32) -> Result<Vec<String>>;
+    /// Ids of at most `limit` deleted checkpoints that still have objects in the object store at this address, in order. Only ids greater
+    /// than `after`.
+    async fn abandoned_checkpoints(&self, store: &str, after: &str, limit: u32) -> Result<Vec<String>>;
     /// Stores or replaces the record of a checkpoint in an object store. Returns false and stores nothing if the checkpoint does not
     /// exist.
     async fn put_stored_checkpoint(&self, store: &str, stored: &StoredCheckpoint) -> Result<bool>;

@@ -150,14 +150,14 @@ impl SqlStore {
     pub(in crate::store) async fn abandoned_checkpoints(
         &self,
         store: &str,
-        behind: &str,
+        after: &str,
         limit: u32,
     ) -> Result<Vec<String>> {
         let ids = sqlx::query_scalar(
             "SELECT checkpoint_id FROM checkpoint_copies WHERE location = $1 AND checkpoint_id > $2 AND NOT EXISTS (SELECT 1 FROM \
              checkpoints WHERE checkpoints.id = checkpoint_copies.checkpoint_id) ORDER BY checkpoint_id LIMIT $3",
         );
-        Ok(ids.bind(store).bind(behind).bind(i64::from(limit)).fetch_all(&self.reader).await?)
+        Ok(ids.bind(store).bind(after).bind(i64::from(limit)).fetch_all(&self.reader).await?)
     }
 
     pub(in crate::store) async fn put_stored_checkpoint(

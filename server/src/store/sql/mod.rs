@@ -87,7 +87,7 @@ impl SqlStore {
         if self.execute(query).await? == 0 { Err(unchanged) } else { Ok(()) }
     }
 
-    pub(in crate::store) async fn settled(&self) -> Result<()> {
+    pub(in crate::store) async fn wait_for_writer(&self) -> Result<()> {
         Ok(self.begin().await?.rollback().await?)
     }
 

@@ -193,7 +193,7 @@ impl SqlStore {
         self.list(query.bind(job.as_str()), checkpoint_row).await
     }
 
-    pub(in crate::store) async fn checkpoints_behind(
+    pub(in crate::store) async fn checkpoints_after(
         &self,
         id: &str,
         limit: u32,

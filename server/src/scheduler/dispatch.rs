@@ -212,27 +212,27 @@ async fn take_snapshot(scheduler: &Scheduler) -> Result<Snapshot> {
 
 /// Running jobs whose slots other jobs may count on, by ascending priority.
 async fn yielding(scheduler: &Scheduler) -> Result<Vec<Yielding>> {
-    let (mut by, ending) = (scheduler.store.yielding().await?, scheduler.agents.leases.ending());
-    let known: HashSet<JobId> = by.iter().map(|by| by.job.clone()).collect();
+    let (mut occupants, ending) = (scheduler.store.yielding().await?, scheduler.agents.leases.ending());
+    let known: HashSet<JobId> = occupants.iter().map(|occupant| occupant.job.clone()).collect();
     // Jobs whose ranks have ended on one of their agents will end everywhere. They need no preemption, so their priority does not matter.
     let also = ending.iter().filter(|job| !known.contains(*job)).map(|job| Occupant {
         job: job.clone(),
         priority: i32::MAX,
         preemptible: false,
-        ends: false,
-        preempted: false,
+        must_end: false,
+        is_being_preempted: false,
     });
-    by.extend(also);
+    occupants.extend(also);
     let ending: HashSet<JobId> = ending.into_iter().collect();
-    let with_slots = |by: Occupant| {
-        let places = scheduler.agents.leases.places_of(&by.job);
+    let with_slots = |occupant: Occupant| {
+        let places = scheduler.agents.leases.places_of(&occupant.job);
         let slots = places
             .into_iter()
             .flat_map(|place| place.ranks.into_iter().map(move |(_, slot)| (place.agent_id.clone(), slot)));
-        let ends = by.ends || ending.contains(&by.job);
-        Yielding { slots: slots.collect(), by, ends }
+        let is_ending = occupant.must_end || ending.contains(&occupant.job);
+        Yielding { slots: slots.collect(), occupant, is_ending }
     };
-    Ok(by.into_iter().map(with_slots).collect())
+    Ok(occupants.into_iter().map(with_slots).collect())
 }
 
 /// Starts and preempts jobs as planned, then publishes the plan.

@@ -149,8 +149,9 @@ impl SqlStore {
             Ok(Occupant {
                 priority: i32::try_from(row.try_get::<i64, _>("priority")?).unwrap_or(i32::MAX),
                 preemptible: state.is_some() && row.try_get::<i64, _>("preemptible")? != 0,
-                ends: !runs || row.try_get::<Option<&str>, _>("stop")?.is_some(),
-                preempted: cause.is_some_and(|cause| matches!(cause.kind(), ReasonKind::Preempting { .. })),
+                must_end: !runs || row.try_get::<Option<&str>, _>("stop")?.is_some(),
+                is_being_preempted: cause
+                    .is_some_and(|cause| matches!(cause.kind(), ReasonKind::Preempting { .. })),
                 job: job_id(&id)?,
             })
         };

@@ -84,18 +84,11 @@ async fn comparisons(scheduler: &Scheduler) {
     let mut failing = Failing::default();
     loop {
         tokio::time::sleep(COMPARE_INTERVAL).await;
-        match scheduler.waiting.compare(&*scheduler.store).await {
-            Ok(true) => scheduler.agents.leases.wake_dispatch(),
-            Ok(false) => {}
-            Err(error) => {
-                if failing.is_new(&error) {
-                    tracing::warn!(%error, "the queue could not be compared with the store; trying again");
-                }
-                continue;
-            }
-        }
-        if let Some(failures) = failing.ended() {
-            tracing::info!(failures, "the queue is compared with the store again");
+        let compared = scheduler.waiting.compare(&*scheduler.store).await;
+        let failed = "the queue could not be compared with the store";
+        failing.log(&compared, failed, "the queue is compared with the store again");
+        if matches!(compared, Ok(true)) {
+            scheduler.agents.leases.wake_dispatch();
         }
     }
 }
@@ -103,17 +96,8 @@ async fn comparisons(scheduler: &Scheduler) {
 async fn rounds(scheduler: &Scheduler, unstored: &Unstored) {
     let mut failing = Failing::default();
     loop {
-        match round(scheduler, unstored).await {
-            Ok(()) => {
-                if let Some(failures) = failing.ended() {
-                    tracing::info!(failures, "rounds of dispatch succeed again");
-                }
-            }
-            Err(error) if failing.is_new(&error) => {
-                tracing::warn!(%error, "a round of dispatch failed; trying again");
-            }
-            Err(_) => {}
-        }
+        let done = round(scheduler, unstored).await;
+        failing.log(&done, "a round of dispatch failed", "rounds of dispatch succeed again");
         let poll = if scheduler.agents.leases.any_attempt_lost_contact() {
             LOST_POLL_INTERVAL
         } else {

@@ -4,6 +4,7 @@ pub(crate) mod running;
 mod wire;
 
 use crate::{
+    agents::machines::Minutes,
     api::router::build_router,
     app::App,
     auth::oidc::Oidc,
@@ -94,7 +95,7 @@ pub async fn serve(
     app.tasks.tracker.close();
     let _ = tokio::time::timeout(STOP_TIMEOUT, app.tasks.tracker.wait()).await;
     app.auth.access.store_use(&*app.store).await;
-    app.agents.machines.store_minutes(&*app.store, true).await;
+    app.agents.machines.store_minutes(&*app.store, Minutes::All).await;
     app.store.close().await;
     Ok(())
 }

@@ -114,11 +114,11 @@ impl Held {
     }
 
     /// The lease of an attempt. `None` if the attempt has ended.
-    fn of(&self, attempt: &AttemptRef) -> Option<&Lease> {
+    fn lease_of(&self, attempt: &AttemptRef) -> Option<&Lease> {
         self.by_job.get(&attempt.job).filter(|lease| lease.attempt == *attempt)
     }
 
-    fn of_mut(&mut self, attempt: &AttemptRef) -> Option<&mut Lease> {
+    fn lease_of_mut(&mut self, attempt: &AttemptRef) -> Option<&mut Lease> {
         self.by_job.get_mut(&attempt.job).filter(|lease| lease.attempt == *attempt)
     }
 
@@ -150,7 +150,7 @@ impl Leases {
 
     /// Records that the agents of an attempt were requested to stop its ranks.
     pub(crate) fn note_stop_requested(&self, attempt: &AttemptRef) {
-        if let Some(lease) = lock(&self.held).of_mut(attempt) {
+        if let Some(lease) = lock(&self.held).lease_of_mut(attempt) {
             lease.stop_requested = true;
         }
     }
@@ -174,7 +174,7 @@ impl Leases {
     /// ranks of the attempt.
     pub(crate) fn ended_at(&self, attempt: &AttemptRef, agent_id: &str, how: RanksEnd) -> Vec<Place> {
         let mut leases = lock(&self.held);
-        let Some(lease) = leases.of_mut(attempt) else { return Vec::new() };
+        let Some(lease) = leases.lease_of_mut(attempt) else { return Vec::new() };
         for hold in lease.holds.iter_mut().filter(|hold| hold.place.agent_id == agent_id) {
             hold.end = Some(how);
         }
@@ -190,7 +190,7 @@ impl Leases {
         self.update_given_up(agent_id, attempts, until);
         let mut leases = lock(&self.held);
         let mut is_theirs = |attempt: &AttemptRef| {
-            let mut holds = leases.of_mut(attempt).into_iter().flat_map(|lease| lease.holds.iter_mut());
+            let mut holds = leases.lease_of_mut(attempt).into_iter().flat_map(|lease| lease.holds.iter_mut());
             match holds.find(|hold| hold.place.agent_id == agent_id) {
                 Some(hold) if hold.end != Some(RanksEnd::Unknown) => {
                     hold.until = until;
@@ -212,7 +212,7 @@ impl Leases {
         port: Option<u16>,
     ) -> Option<(u16, Vec<Place>)> {
         let mut leases = lock(&self.held);
-        let lease = leases.of_mut(attempt)?;
+        let lease = leases.lease_of_mut(attempt)?;
         let hold = lease.holds.iter_mut().find(|hold| hold.place.agent_id == agent_id)?;
         hold.has_order = true;
         // Only rank 0's agent may choose the port.
@@ -233,21 +233,21 @@ impl Leases {
 
     /// Number of agents to which an attempt was given; 0 if the attempt has ended.
     pub(crate) fn places(&self, attempt: &AttemptRef) -> usize {
-        lock(&self.held).of(attempt).map_or(0, |lease| lease.holds.len())
+        lock(&self.held).lease_of(attempt).map_or(0, |lease| lease.holds.len())
     }
 
     /// Whether a rank of an attempt, of which this agent has ranks, was given to another agent.
     pub(crate) fn is_elsewhere(&self, agent_id: &str, attempt: &AttemptRef, rank: u32) -> bool {
         let has = |hold: &AgentHold| hold.place.ranks.iter().any(|(of, _)| *of == rank);
         let is_its = |hold: &AgentHold| hold.place.agent_id == agent_id;
-        lock(&self.held).of(attempt).is_some_and(|lease| {
+        lock(&self.held).lease_of(attempt).is_some_and(|lease| {
             lease.holds.iter().any(is_its) && lease.holds.iter().any(|hold| !is_its(hold) && has(hold))
         })
     }
 
     /// Whether an agent has ranks of an attempt that may run; if so, whether rank 0 is among them.
     pub(crate) fn held_by(&self, agent_id: &str, attempt: &AttemptRef) -> Option<bool> {
-        Some(lock(&self.held).of(attempt)?.held_at(agent_id)?.place.has_rank_0())
+        Some(lock(&self.held).lease_of(attempt)?.held_at(agent_id)?.place.has_rank_0())
     }
 
     /// The attempt of a job that may run.

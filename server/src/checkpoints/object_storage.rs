@@ -90,7 +90,7 @@ impl ObjectStorage {
     /// # Errors
     /// The store cannot be opened. The text says what the user must change.
     pub(crate) fn open(given: &str) -> std::result::Result<Self, String> {
-        match Location::of(given)? {
+        match Location::parse(given)? {
             Location::Directory(path) => {
                 let cannot = |error: &dyn std::fmt::Display| {
                     format!("the directory cannot be made: {error}; make it writable, or choose another")

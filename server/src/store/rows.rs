@@ -75,7 +75,7 @@ impl CopyState {
     }
 
     /// Parses a state of the database; `None` if another version wrote it.
-    pub(super) fn of(text: &str) -> Option<Self> {
+    pub(super) fn parse(text: &str) -> Option<Self> {
         [Self::Copying, Self::Complete, Self::Damaged].into_iter().find(|state| state.as_str() == text)
     }
 }

@@ -43,7 +43,7 @@ impl Leases {
     /// Records the ranks of an attempt whose machines do not answer, as one of its other ranks has reported.
     pub(crate) fn mark_unreachable(&self, attempt: &AttemptRef, ranks: &[u32]) {
         let mut leases = lock(&self.held);
-        let Some(lease) = leases.of_mut(attempt) else { return };
+        let Some(lease) = leases.lease_of_mut(attempt) else { return };
         lease.unreachable.extend(ranks);
         drop(leases);
         self.wake_dispatch();
@@ -81,7 +81,7 @@ impl Leases {
     pub(crate) fn is_renewed(&self, expired: &Expired) -> bool {
         let now = Instant::now();
         let leases = lock(&self.held);
-        let mut holds = leases.of(&expired.attempt).into_iter().flat_map(|lease| &lease.holds);
+        let mut holds = leases.lease_of(&expired.attempt).into_iter().flat_map(|lease| &lease.holds);
         holds.any(|hold| hold.place.agent_id == expired.place.agent_id && hold.until > now)
     }
 

@@ -66,7 +66,7 @@ impl WebhookEvent {
     }
 
     /// The event for a job's change to this state; `None` if no messages are sent for it.
-    pub(in crate::store) fn of(state: JobState, cause: Option<&Reason>) -> Option<Self> {
+    pub(in crate::store) fn for_state(state: JobState, cause: Option<&Reason>) -> Option<Self> {
         match state {
             JobState::Running => Some(WebhookEvent::Started),
             JobState::Queued => cause
@@ -216,7 +216,8 @@ mod tests {
 
     #[test]
     fn only_preemption_is_an_event_of_a_queued_job() {
-        let of = |state, kind: Option<ReasonKind>| WebhookEvent::of(state, kind.map(Reason::from).as_ref());
+        let of =
+            |state, kind: Option<ReasonKind>| WebhookEvent::for_state(state, kind.map(Reason::from).as_ref());
         let preempted = ReasonKind::Preempted { job: None, priority: 1, detail: None };
         assert_eq!(of(JobState::Queued, Some(preempted)), Some(WebhookEvent::Preempted));
         for kind in [None, Some(ReasonKind::RetriedByUser)] {

@@ -66,7 +66,7 @@ impl SqlStore {
             if location == Copies::SERVER {
                 copies.is_damaged_here = true;
             } else if location == object_store {
-                copies.object_store = CopyState::of(row.try_get("state")?);
+                copies.object_store = CopyState::parse(row.try_get("state")?);
             } else if let Some(agent_id) = location.strip_prefix(AGENT) {
                 let attempt: i64 = row.try_get("attempt")?;
                 copies.holders.extend(agents.get(&(attempt, agent_id.to_owned())).cloned());

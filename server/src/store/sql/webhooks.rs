@@ -30,7 +30,7 @@ pub(super) fn notice(row: &mut JobRow, body: &EventBody, at: Timestamp) -> Optio
     let (event, state, reason, cause, attempt) = match body {
         EventBody::State { state, reason, cause, attempt } => {
             let has_moved = std::mem::replace(&mut row.announced, *state) != *state;
-            let event = WebhookEvent::of(*state, cause.as_ref()).filter(|_| has_moved)?;
+            let event = WebhookEvent::for_state(*state, cause.as_ref()).filter(|_| has_moved)?;
             (event, state, reason, cause, attempt)
         }
         EventBody::Alert { attempt, .. } => {

@@ -4,7 +4,7 @@
 use super::{
     super::super::dialect::{FALSE, TRUE},
     super::{Db, DbRow, SqlStore},
-    Holds, expression, push_conditions, push_tag, setting,
+    ColumnType, expression, push_conditions, push_tag, setting,
 };
 use crate::store::{
     GroupBy, GroupRow, GroupValue, JobFilter, Result, SettingKind, SortBy, Spread, StoreError,
@@ -88,11 +88,11 @@ fn cartesian_product(lists: Vec<Vec<GroupValue>>) -> Vec<Vec<GroupValue>> {
     })
 }
 
-fn number(row: &DbRow, column: &str, holds: &Holds) -> Result<Option<f64>> {
-    Ok(match holds {
-        Holds::Integer => row.try_get::<Option<i64>, _>(column)?.map(|value| value as f64),
-        Holds::Number => row.try_get(column)?,
-        Holds::Text => None,
+fn number(row: &DbRow, column: &str, column_type: &ColumnType) -> Result<Option<f64>> {
+    Ok(match column_type {
+        ColumnType::Integer => row.try_get::<Option<i64>, _>(column)?.map(|value| value as f64),
+        ColumnType::Number => row.try_get(column)?,
+        ColumnType::Text => None,
     })
 }
 
@@ -136,8 +136,8 @@ impl SqlStore {
                     Some((_, count)) => *count += 1,
                     None => group.states.push((state, 1)),
                 }
-                for (n, (spread, (_, holds, _))) in group.metrics.iter_mut().zip(&metrics).enumerate() {
-                    if let Some(value) = number(&row, &format!("metric_{n}"), holds)? {
+                for (n, (spread, (_, column_type, _))) in group.metrics.iter_mut().zip(&metrics).enumerate() {
+                    if let Some(value) = number(&row, &format!("metric_{n}"), column_type)? {
                         spread.add(value);
                     }
                 }

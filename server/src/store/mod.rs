@@ -350,7 +350,7 @@ pub trait Store {
     /// [`StoreError::NotFound`].
     async fn set_project(&self, job: &JobId, project: &str) -> Result<()>;
     /// All projects with the numbers of their jobs in each state, by name. Only jobs that the person or token `seen_by` sees (`None`: all).
-    async fn projects(&self, seen_by: Option<&str>) -> Result<Vec<ProjectRow>>;
+    async fn projects(&self, seen_by: Option<&str>) -> Result<Vec<Project>>;
     /// The panels of a job or project; `None` if none are stored.
     async fn panels(&self, of: PanelsOf<'_>) -> Result<Option<Vec<Panel>>>;
     /// Replaces the panels of a job or project, or removes them with `None`.

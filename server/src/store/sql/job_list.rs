@@ -11,13 +11,14 @@ use super::{
     pages::bounded,
 };
 use crate::store::{
-    Comparison, Condition, Cursor, JobFilter, JobSort, Page, ProjectRow, Result, SettingValue, SortBy,
+    Comparison, Condition, Cursor, JobFilter, JobSort, Page, Project, Result, SettingValue, SortBy,
     SortValue, StoreError,
     quarantine::readable,
     values::{json, strip_nul, time, uint},
 };
 use lockstep_protocol::job::JobState;
 use sqlx::{QueryBuilder, Row};
+use std::collections::BTreeMap;
 
 /// Default number of jobs on a page.
 const DEFAULT_PAGE_SIZE: u32 = 50;
@@ -294,22 +295,23 @@ impl SqlStore {
         Ok(uint(query.build_query_scalar().fetch_one(&self.reader).await?))
     }
 
-    pub(in crate::store) async fn projects(&self, seen_by: Option<&str>) -> Result<Vec<ProjectRow>> {
+    pub(in crate::store) async fn projects(&self, seen_by: Option<&str>) -> Result<Vec<Project>> {
         let mut query = QueryBuilder::new("SELECT project, state, count(*), max(created_at) FROM jobs");
         push_seen(&mut query, seen_by);
         query.push(" GROUP BY project, state ORDER BY project, state");
         let rows: Vec<(String, String, i64, i64)> = query.build_query_as().fetch_all(&self.reader).await?;
-        let mut projects: Vec<ProjectRow> = Vec::new();
+        let mut projects: Vec<Project> = Vec::new();
         let read = |(name, state, count, newest): (String, String, i64, i64)| {
             Ok((name, state.parse::<JobState>().map_err(StoreError::Corrupt)?, uint(count), time(newest)?))
         };
         for (name, state, count, newest_at) in readable(rows.into_iter().map(read)) {
-            match projects.last_mut().filter(|project| project.name == name) {
-                Some(project) => {
-                    project.states.push((state, count));
-                    project.newest_at = project.newest_at.max(newest_at);
-                }
-                None => projects.push(ProjectRow { name, states: vec![(state, count)], newest_at }),
+            if projects.last().is_none_or(|project| project.name != name) {
+                projects.push(Project { name, jobs: 0, states: BTreeMap::new(), newest_at });
+            }
+            if let Some(project) = projects.last_mut() {
+                project.jobs += count;
+                project.states.insert(state.as_str(), count);
+                project.newest_at = project.newest_at.max(newest_at);
             }
         }
         Ok(projects)

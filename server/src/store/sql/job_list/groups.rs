@@ -13,7 +13,10 @@ use crate::store::{
 use futures_util::TryStreamExt;
 use lockstep_protocol::job::JobState;
 use sqlx::{QueryBuilder, Row};
-use std::{collections::HashMap, slice};
+use std::{
+    collections::{BTreeMap, HashMap},
+    slice,
+};
 
 /// SQL expression for a criterion. For tags, the expression is their JSON list, which the caller parses.
 fn grouped_by(by: GroupBy) -> String {
@@ -128,14 +131,11 @@ impl SqlStore {
                         return Ok(None);
                     }
                     let metrics = vec![Spread::default(); metrics.len()];
-                    found.push(GroupRow { values, states: Vec::new(), newest_at: created_at, metrics });
+                    found.push(GroupRow { values, states: BTreeMap::new(), newest_at: created_at, metrics });
                 }
                 let Some(group) = found.get_mut(index) else { continue };
                 group.newest_at = group.newest_at.max(created_at);
-                match group.states.iter_mut().find(|(known, _)| *known == state) {
-                    Some((_, count)) => *count += 1,
-                    None => group.states.push((state, 1)),
-                }
+                *group.states.entry(state.as_str()).or_default() += 1;
                 for (n, (spread, (_, column_type, _))) in group.metrics.iter_mut().zip(&metrics).enumerate() {
                     if let Some(value) = number(&row, &format!("metric_{n}"), column_type)? {
                         spread.add(value);

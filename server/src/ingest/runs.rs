@@ -69,7 +69,7 @@ impl Runs {
         self.note(id);
         let at = crate::now();
         let changed =
-            self.events.change_job(id, Box::new(move |row| external::told(row, &change, at))).await?;
+            self.events.change_job(id, Box::new(move |row| external::apply_change(row, &change, at))).await?;
         Ok(changed.job)
     }
 
@@ -83,7 +83,7 @@ impl Runs {
         self.note(&records.job);
         let at = crate::now();
         let change = move |row: &mut JobRow, known: u64| {
-            external::told(row, &RunChange { columns: columns_of(known), ..change.clone() }, at)
+            external::apply_change(row, &RunChange { columns: columns_of(known), ..change.clone() }, at)
         };
         let appended = self.store.append_records(&records, Box::new(change)).await?;
         if let Appended::Stored { changed, .. } = &appended {
@@ -108,7 +108,7 @@ impl Runs {
             jobs.retain(|job| job.external.is_some() && job.state == JobState::Running);
             for id in self.silent(jobs.into_iter().map(|job| job.id).collect()) {
                 let (secs, at) = (self.silence.as_secs_f64(), crate::now());
-                let end = Box::new(move |row: &mut JobRow| external::silent(row, secs, at));
+                let end = Box::new(move |row: &mut JobRow| external::fail_silent(row, secs, at));
                 match self.events.change_job(&id, end).await {
                     Ok(_) | Err(StoreError::NotFound(_)) => {}
                     Err(error) => {

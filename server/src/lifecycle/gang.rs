@@ -1,7 +1,9 @@
 //! The end of an attempt whose ranks are on several agents. The attempt ends when the ranks have ended on all agents, so that no GPU memory
 //! is in use when the next attempt starts. The end with the best explanation gives the reason.
 
-use super::{EndOnAgent, JobRow, Refused, end_on_agent::explanation, lost, reports::ended, requeue};
+use super::{
+    EndOnAgent, JobRow, Refused, end_lost_attempt, end_on_agent::explanation, reports::end_attempt, requeue,
+};
 use jiff::Timestamp;
 use lockstep_protocol::stream::EventBody;
 
@@ -25,9 +27,9 @@ pub fn record_end_on_agent(
         return Ok(Vec::new());
     };
     match cause {
-        EndOnAgent::Lost(reason) => lost(row, &reason, at),
+        EndOnAgent::Lost(reason) => end_lost_attempt(row, &reason, at),
         EndOnAgent::LeftUnreported(reason) => requeue(row, &reason, at),
-        EndOnAgent::Ended { ending, agent_leaving } => ended(row, ending, agent_leaving.as_ref(), at),
+        EndOnAgent::Ended { ending, agent_leaving } => end_attempt(row, ending, agent_leaving.as_ref(), at),
     }
 }
 

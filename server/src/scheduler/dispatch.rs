@@ -288,7 +288,10 @@ async fn expire(scheduler: &Scheduler, expired: Expired, secs: f64, how: Option<
         })
         .await?;
     } else {
-        end_attempt(scheduler, &attempt, move |row| lifecycle::lost(row, &why(row), crate::now())).await?;
+        end_attempt(scheduler, &attempt, move |row| {
+            lifecycle::end_lost_attempt(row, &why(row), crate::now())
+        })
+        .await?;
     }
     let reason = if how.is_some() { "the attempt has ended without it" } else { "its lease ran out" };
     send_stop(scheduler, &[place], &attempt, reason, false);

@@ -358,7 +358,7 @@ async fn test_many_rows(store: &dyn Store) {
     // Two edits of the same job: the second edit sees the result of the first.
     let waits = |job: &JobId, reason: &str| -> (JobId, Change) {
         let reason = reason.into();
-        (job.clone(), Box::new(move |row| lifecycle::waits(row, &reason)))
+        (job.clone(), Box::new(move |row| lifecycle::set_wait_reason(row, &reason)))
     };
     let mut changes: Vec<_> = jobs.iter().map(|job| waits(job, "no slots")).collect();
     changes.push(waits(&jobs[3], "no slots at all"));

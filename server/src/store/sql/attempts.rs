@@ -111,7 +111,7 @@ impl SqlStore {
             let fencing_token = *tokens.get(&claim.job).ok_or(StoreError::NotFound("attempt"))?;
             row.fencing_token = Some(fencing_token);
             row.job.agents = agents(&claim.places);
-            let bodies = lifecycle::started(&mut row, claim.fewer.clone(), claim.at)?;
+            let bodies = lifecycle::start_attempt(&mut row, claim.fewer.clone(), claim.at)?;
             let appended = append(&mut db, &mut row, bodies, claim.at).await?;
             let events = appended.iter().map(|new| new.row.clone()).collect();
             new.extend(appended);

@@ -387,10 +387,10 @@ impl SqlStore {
         let row = load(&mut db, &new.id).await?.ok_or(StoreError::NotFound("job"))?;
         let fork = new.fork.as_ref();
         let changed = change(&mut db, row, new.at, |row| match row.job.external {
-            Some(_) => lifecycle::external::begun(row, new.at),
+            Some(_) => lifecycle::external::begin(row, new.at),
             None => {
                 row.progress.pause_after = new.trial.as_ref().and_then(|trial| trial.pause_after);
-                Ok(lifecycle::created(row, fork))
+                Ok(lifecycle::first_events(row, fork))
             }
         });
         let changed = changed.await?;

@@ -113,7 +113,7 @@ fn begin(
         let waiting = waiting.map(|job| (job.id.clone(), job.attempt));
         checkpoints.tasks.clone().spawn(async move {
             let Some(store) = &checkpoints.artifact_store else { return };
-            let mut outcome = have_whole(&checkpoints, store, &row).await;
+            let mut outcome = ensure_undamaged(&checkpoints, store, &row).await;
             // The checkpoint is not lost if this is not the store to which it was uploaded.
             if let Err(NotFetched::Missing | NotFetched::Damaged(_)) = outcome
                 && let Err(unusable) = store.confirm(&*checkpoints.store).await
@@ -140,7 +140,11 @@ fn begin(
 
 /// Makes sure that an undamaged checkpoint is on this disk. Fetches the checkpoint from the object store if the copy on the disk is missing
 /// or damaged.
-async fn have_whole(checkpoints: &Checkpoints, store: &ArtifactStore, row: &CheckpointRow) -> Result<()> {
+async fn ensure_undamaged(
+    checkpoints: &Checkpoints,
+    store: &ArtifactStore,
+    row: &CheckpointRow,
+) -> Result<()> {
     let folder = checkpoints.folder(row);
     let is_stopping = || NotFetched::Away("the server is stopping".into());
     if folder.exists() {
@@ -155,9 +159,9 @@ async fn have_whole(checkpoints: &Checkpoints, store: &ArtifactStore, row: &Chec
         }
     }
     let _one = store.fetching.acquire().await.map_err(|_| is_stopping())?;
-    let fetched = bring_back(checkpoints, store, row).await;
+    let fetched = fetch_now(checkpoints, store, row).await;
     if fetched.is_err() {
-        clean(checkpoints, row).await;
+        remove_partial(checkpoints, row).await;
     } else {
         store.note_success(Asked::Other);
         tracing::info!(checkpoint = row.id, "a checkpoint was fetched from the object store");
@@ -222,14 +226,14 @@ pub(crate) async fn fetch_if_missing(
         Some(Err(NotFetched::Away(why) | NotFetched::Disk(why))) => Ok(waits(Some(why), false)),
         Some(Err(why @ (NotFetched::Missing | NotFetched::Damaged(_)))) => {
             checkpoints.store.mark_damaged(store.storage.url(), &row.id).await?;
-            checkpoints.events.log(&waiting.id, lost(row, waiting, &why)).await;
+            checkpoints.events.log(&waiting.id, lost_message(row, waiting, &why)).await;
             Ok(Availability::Lost)
         }
     }
 }
 
 /// The line in the log of a job whose checkpoint is lost.
-fn lost(row: &CheckpointRow, waiting: &Job, why: &NotFetched) -> String {
+fn lost_message(row: &CheckpointRow, waiting: &Job, why: &NotFetched) -> String {
     let how = match why {
         NotFetched::Damaged(how) => format!("is damaged there ({how})"),
         _ => "is not there".to_owned(),
@@ -254,20 +258,20 @@ pub(crate) async fn wait(mut fetch: Fetch, patience: Duration) -> Fetched {
     }
 }
 
-/// The folder into which the files of a checkpoint are fetched.
-fn gathering(checkpoints: &Checkpoints, row: &CheckpointRow) -> PathBuf {
+/// The folder into which the files of a checkpoint are fetched, until all have arrived.
+fn partial_folder(checkpoints: &Checkpoints, row: &CheckpointRow) -> PathBuf {
     checkpoints.config.job_dir(&row.job).join(FETCHED).join(name_of(row))
 }
 
 /// Removes the files of a failed fetch. If the job was deleted during the fetch, the fetch has created the job's folder again, which is
 /// removed, too.
-async fn clean(checkpoints: &Checkpoints, row: &CheckpointRow) {
-    let (gathering, job_dir) = (gathering(checkpoints, row), checkpoints.config.job_dir(&row.job));
+async fn remove_partial(checkpoints: &Checkpoints, row: &CheckpointRow) {
+    let (partial, job_dir) = (partial_folder(checkpoints, row), checkpoints.config.job_dir(&row.job));
     if matches!(checkpoints.store.job(&row.job).await, Ok(None)) {
         let _ = tokio::fs::remove_dir_all(job_dir).await;
         return;
     }
-    match unless_missing(tokio::fs::remove_dir_all(&gathering).await) {
+    match unless_missing(tokio::fs::remove_dir_all(&partial).await) {
         Err(error) => {
             tracing::warn!(%error, checkpoint = row.id, "the files of a failed fetch cannot be removed");
         }
@@ -293,12 +297,12 @@ pub(crate) fn sweep(jobs: &Path) -> io::Result<()> {
     Ok(())
 }
 
-async fn bring_back(checkpoints: &Checkpoints, store: &ArtifactStore, row: &CheckpointRow) -> Result<()> {
+async fn fetch_now(checkpoints: &Checkpoints, store: &ArtifactStore, row: &CheckpointRow) -> Result<()> {
     let place = store.storage.place(&row.id).ok_or(NotFetched::Missing)?;
-    let gathering = gathering(checkpoints, row);
+    let partial = partial_folder(checkpoints, row);
     let mut tries = 1;
     loop {
-        match gather(store, &place, &gathering).await {
+        match fetch_files(store, &place, &partial).await {
             Err(NotFetched::Damaged(how)) if tries < MAX_TRIES => {
                 tracing::warn!(
                     checkpoint = row.id,
@@ -311,7 +315,7 @@ async fn bring_back(checkpoints: &Checkpoints, store: &ArtifactStore, row: &Chec
         }
     }
     let to = checkpoints.folder(row);
-    tokio::task::spawn_blocking(move || publish(&gathering, &to)).await.map_err(io::Error::other)??;
+    tokio::task::spawn_blocking(move || publish(&partial, &to)).await.map_err(io::Error::other)??;
     // The checkpoint was removed during the fetch.
     if matches!(checkpoints.store.checkpoint(&row.id).await, Ok(None)) {
         let _ = tokio::fs::remove_dir_all(checkpoints.folder(row)).await;
@@ -335,22 +339,22 @@ fn check_room(wanted: u64, free: u64) -> Result<()> {
 }
 
 /// Fetches all files of a checkpoint, and checks their sizes and checksums.
-async fn gather(store: &ArtifactStore, place: &Place, gathering: &Path) -> Result<()> {
-    unless_missing(tokio::fs::remove_dir_all(gathering).await)?;
+async fn fetch_files(store: &ArtifactStore, place: &Place, partial: &Path) -> Result<()> {
+    unless_missing(tokio::fs::remove_dir_all(partial).await)?;
     let text = store.storage.manifest(place).await?.ok_or(NotFetched::Missing)?;
     let manifest = place.read(&text).map_err(NotFetched::Damaged)?;
-    tokio::fs::create_dir_all(gathering).await?;
-    let disk = rustix::fs::statvfs(gathering).map_err(io::Error::from)?;
+    tokio::fs::create_dir_all(partial).await?;
+    let disk = rustix::fs::statvfs(partial).map_err(io::Error::from)?;
     let wanted = manifest.files.values().fold(0, |sum: u64, file| sum.saturating_add(file.size_bytes));
     check_room(wanted, disk.f_bavail.saturating_mul(disk.f_frsize))?;
     for (name, wanted) in &manifest.files {
-        receive(store, place, (name, wanted), &gathering.join(name)).await.map_err(|why| match why {
+        receive(store, place, (name, wanted), &partial.join(name)).await.map_err(|why| match why {
             // The manifest names the file, so the checkpoint is damaged.
             NotFetched::Missing => NotFetched::Damaged(format!("its {name} is missing")),
             why => why,
         })?;
     }
-    let path = gathering.join(MANIFEST);
+    let path = partial.join(MANIFEST);
     tokio::fs::write(&path, &text).await?;
     Ok(File::open(&path).await?.sync_all().await?)
 }
@@ -377,18 +381,18 @@ async fn receive(
 }
 
 /// Syncs the fetched folder and renames it to the checkpoint's folder. If that folder exists by now, it is kept instead.
-fn publish(gathering: &Path, to: &Path) -> io::Result<()> {
-    fs::File::open(gathering)?.sync_all()?;
+fn publish(partial: &Path, to: &Path) -> io::Result<()> {
+    fs::File::open(partial)?.sync_all()?;
     if let Some(all) = to.parent() {
         fs::create_dir_all(all)?;
         if to.exists() {
-            return fs::remove_dir_all(gathering);
+            return fs::remove_dir_all(partial);
         }
-        fs::rename(gathering, to)?;
+        fs::rename(partial, to)?;
         fs::File::open(all)?.sync_all()?;
     }
     // Fails, as intended, if other checkpoints are being fetched.
-    let _ = gathering.parent().map(fs::remove_dir);
+    let _ = partial.parent().map(fs::remove_dir);
     Ok(())
 }
 

@@ -88,7 +88,7 @@ fn without<'a>(
     for place in jobs.into_iter().flat_map(|job| &job.slots).filter(|place| !promised.contains(*place)) {
         let (agent, slot) = place;
         if let Some(candidate) = by_agent.get(agent.as_str()) {
-            candidates.free(*candidate, *slot);
+            candidates.add_free_slot(*candidate, *slot);
         }
     }
     candidates

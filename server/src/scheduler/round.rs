@@ -148,7 +148,7 @@ impl<'a> Round<'a> {
             in_use.extend(slots);
         }
         for (_, candidates) in &mut self.by_device {
-            Arc::make_mut(candidates).take(agent_id, slots);
+            Arc::make_mut(candidates).remove_free_slots(agent_id, slots);
         }
     }
 

@@ -63,8 +63,8 @@ struct AgentHold {
 pub(crate) struct Expired {
     pub(crate) attempt: AttemptRef,
     pub(crate) place: Place,
-    /// All agents to which the attempt was given.
-    pub(crate) places: usize,
+    /// Number of all agents to which the attempt was given.
+    pub(crate) agent_count: usize,
     /// Whether the order to start has reached this agent.
     pub(crate) had_order: bool,
 }
@@ -82,7 +82,7 @@ impl Lease {
         Expired {
             attempt: self.attempt.clone(),
             place: hold.place.clone(),
-            places: self.holds.len(),
+            agent_count: self.holds.len(),
             had_order: hold.has_order,
         }
     }

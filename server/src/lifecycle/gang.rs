@@ -7,10 +7,10 @@ use super::{
 use jiff::Timestamp;
 use lockstep_protocol::stream::EventBody;
 
-/// Records that the ranks of the live attempt have ended on an agent. When they have ended on all `places` agents, the attempt ends.
+/// Records that the ranks of the live attempt have ended on an agent. When they have ended on all `agent_count` agents, the attempt ends.
 pub fn record_end_on_agent(
     row: &mut JobRow,
-    places: usize,
+    agent_count: usize,
     agent_id: &str,
     end: EndOnAgent,
     at: Timestamp,
@@ -20,7 +20,7 @@ pub fn record_end_on_agent(
         return Ok(Vec::new());
     }
     ends.push((agent_id.to_owned(), end));
-    if ends.len() < places {
+    if ends.len() < agent_count {
         return Ok(Vec::new());
     }
     let Some(cause) = explanation(std::mem::take(ends).into_iter().map(|(_, end)| end).collect()) else {

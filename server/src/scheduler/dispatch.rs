@@ -263,7 +263,7 @@ fn skip_permanent_error(job: &JobId, done: Result<()>) -> Result<()> {
 /// several agents ends once the other agents have ended their ranks. `how`: why an agent that has been silent for `secs` is given up
 /// before its lease has expired.
 async fn expire(scheduler: &Scheduler, expired: Expired, secs: f64, how: Option<&str>) -> Result<()> {
-    let Expired { attempt, place, places, had_order } = expired;
+    let Expired { attempt, place, agent_count, had_order } = expired;
     // A silent connection ends a moment later than the lease.
     let heard_since = crate::now() - scheduler.agents.leases.duration / 2;
     let online = scheduler.agents.online();
@@ -282,8 +282,8 @@ async fn expire(scheduler: &Scheduler, expired: Expired, secs: f64, how: Option<
         }
         ReasonKind::StartLost { agent, attempt, step }.into()
     };
-    if places > 1 {
-        end_attempt_on_agent(scheduler, &attempt, (&place, places), false, move |row| {
+    if agent_count > 1 {
+        end_attempt_on_agent(scheduler, &attempt, &place, agent_count, false, move |row| {
             EndOnAgent::Lost(why(row))
         })
         .await?;

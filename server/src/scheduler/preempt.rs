@@ -31,8 +31,8 @@ struct Room {
 /// used first, regardless of these jobs' priority. Returns `None` if the job would not fit even then.
 pub(super) fn make_room(round: &mut Round<'_>, row: &Arc<JobRow>, candidates: &Candidates) -> Option<Wait> {
     let job = &row.job;
-    let needs_slots = (job.ranks as usize, job.spec.priority);
-    let room = room(candidates, needs_slots, &round.reserved, &round.yielding, &round.promised)?;
+    let (ranks, priority) = (job.ranks as usize, job.spec.priority);
+    let room = room(candidates, ranks, priority, &round.reserved, &round.yielding, &round.promised)?;
     if let Some(Wait { why, is_kept }) = round.checkpoint_wait(row, candidates, &room.chosen) {
         // No job is preempted yet, because its slots would be given to others meanwhile. Free slots are reserved during a check.
         for (c, slots) in room.chosen.iter().filter(|_| is_kept) {
@@ -98,7 +98,8 @@ fn without<'a>(
 /// the lowest priority first, then the newest job first.
 fn room(
     candidates: &Candidates,
-    (ranks, priority): (usize, i32),
+    ranks: usize,
+    priority: i32,
     reserved: &HashSet<String>,
     yielding: &[Yielding],
     promised: &HashSet<(String, u32)>,

@@ -3,7 +3,7 @@
 use super::{
     Start,
     candidates::Candidates,
-    fewer::Fewer,
+    fewer::FewerRanks,
     gang::{choose, reserve},
     preempt::make_room,
     reasons::wait_reason,
@@ -22,7 +22,7 @@ pub(super) fn place(round: &mut Round<'_>, row: &Arc<JobRow>) -> Option<Wait> {
         let why = ReasonKind::UnreadableSpec { detail: flaw.as_str().into() };
         return Some(Wait { why: Reason::from(why).into(), is_kept: false });
     }
-    let fewer = Fewer::of(round.snapshot, row);
+    let fewer = FewerRanks::of_job(round.snapshot, row);
     // A job that may take fewer ranks is handled individually.
     let kind = round.kind(job).filter(|_| fewer.is_none());
     if let Some(known) = kind.as_ref().and_then(|kind| round.waits.get(kind)) {

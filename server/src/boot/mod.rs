@@ -9,7 +9,7 @@ use crate::{
     app::App,
     auth::oidc::Oidc,
     checkpoints::{
-        artifact_store::{ArtifactStore, Asked},
+        artifact_store::{ArtifactStore, RequestKind},
         object_storage::{ObjectStorage, Unusable},
     },
     config::{AccessLogTo, ServeConfig, TlsConfig, may_listen, serve_error::ServeError},
@@ -170,7 +170,7 @@ async fn known_artifacts(
         })?;
     }
     if let Some(why) = away {
-        artifacts.note_failure(Asked::Other, &why);
+        artifacts.note_failure(RequestKind::Other, &why);
     }
     // Damaged checkpoints in the object store may have been repaired.
     let forgotten = store.forget_damaged(artifacts.storage.url()).await;

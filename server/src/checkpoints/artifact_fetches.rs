@@ -3,7 +3,7 @@
 
 use super::{
     Checkpoints, Wait, artifact_checks,
-    artifact_store::{ArtifactStore, Asked, Fetch, Fetched, NotFetched},
+    artifact_store::{ArtifactStore, Fetch, FetchOutcome, NotFetched, RequestKind},
     manifest::{MANIFEST, ManifestFile, Verifier},
     name_of,
     object_storage::{Place, describe},
@@ -127,7 +127,7 @@ fn begin(
                     }
                 }
                 // Logged once and not for each fetch, because a waiting job fetches again and again.
-                Err(NotFetched::Away(why)) => store.note_failure(Asked::Other, why),
+                Err(NotFetched::Away(why)) => store.note_failure(RequestKind::Other, why),
                 Err(why) => tracing::warn!(checkpoint = row.id, %why, "a checkpoint cannot be fetched from the object store"),
             }
             store.end_fetch(&row.id, &sender, outcome);
@@ -163,14 +163,14 @@ async fn ensure_undamaged(
     if fetched.is_err() {
         remove_partial(checkpoints, row).await;
     } else {
-        store.note_success(Asked::Other);
+        store.note_success(RequestKind::Other);
         tracing::info!(checkpoint = row.id, "a checkpoint was fetched from the object store");
     }
     fetched
 }
 
 /// Waits for the end of a check, at most for `patience`, which becomes shorter by the time of the wait.
-async fn wait_for_check(check: Fetch, patience: &mut Duration) -> Fetched {
+async fn wait_for_check(check: Fetch, patience: &mut Duration) -> FetchOutcome {
     let began = Instant::now();
     let ended = wait(check, *patience).await;
     *patience = patience.saturating_sub(began.elapsed());
@@ -249,7 +249,7 @@ fn lost_message(row: &CheckpointRow, waiting: &Job, why: &NotFetched) -> String 
 }
 
 /// Waits for the end of a fetch, at most for `patience`. `None` if the fetch takes longer.
-pub(crate) async fn wait(mut fetch: Fetch, patience: Duration) -> Fetched {
+pub(crate) async fn wait(mut fetch: Fetch, patience: Duration) -> FetchOutcome {
     let ended = tokio::time::timeout(patience, fetch.outcome.wait_for(Option::is_some)).await;
     match ended {
         Ok(Ok(outcome)) => outcome.clone(),

@@ -28,7 +28,7 @@ struct Text {
 
 /// The body of a message. ntfy also changes `url`, to which the message is sent.
 pub(super) fn body(form: WebhookForm, payload: Value, url: &mut Url) -> Body {
-    let text = Text::of(&payload);
+    let text = Text::from_payload(&payload);
     let body = match form {
         WebhookForm::Standard => payload,
         WebhookForm::Slack => slack(&text),
@@ -41,7 +41,7 @@ pub(super) fn body(form: WebhookForm, payload: Value, url: &mut Url) -> Body {
 }
 
 impl Text {
-    fn of(payload: &Value) -> Self {
+    fn from_payload(payload: &Value) -> Self {
         let data = &payload["data"];
         let text = |value: &Value| value.as_str().map(str::to_owned);
         let event = payload["type"].as_str().unwrap_or_default();

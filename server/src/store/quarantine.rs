@@ -18,7 +18,7 @@ const DETAIL_BYTES: usize = 500;
 static LOGGED: LazyLock<Mutex<HashSet<String>>> = LazyLock::new(Mutex::default);
 
 /// The value in a job's column of JSON; the default, and a logged error, if it cannot be read.
-pub(crate) fn read<T: DeserializeOwned + Default>(job: &str, column: &str, text: &str) -> T {
+pub(super) fn json_or_default<T: DeserializeOwned + Default>(job: &str, column: &str, text: &str) -> T {
     if text == "{}" {
         return T::default();
     }

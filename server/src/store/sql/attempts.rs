@@ -8,7 +8,7 @@ use crate::{
     lifecycle,
     store::{
         AttemptRow, Changed, Claim, Claimed, GivenPlace, Occupant, Place, Result, StoreError,
-        quarantine::{self, read, readable},
+        quarantine::{self, json_or_default, readable},
         values::{fault_point, fencing, job_id, json, new_fencing, time, to_u32, uint},
     },
 };
@@ -40,7 +40,7 @@ impl SqlStore {
                 .bind(i64::from(attempt))
                 .fetch_optional(&self.reader)
                 .await?;
-        Ok(places.map(|places| read(job.as_str(), "places", &places)).unwrap_or_default())
+        Ok(places.map(|places| json_or_default(job.as_str(), "places", &places)).unwrap_or_default())
     }
 
     pub(in crate::store) async fn note_own_disk(&self, attempt: &AttemptRef, agent_id: &str) -> Result<()> {
@@ -52,7 +52,7 @@ impl SqlStore {
                 .fetch_optional(&mut *db)
                 .await?;
         let mut own_disks: Vec<String> = own_disks
-            .map(|own_disks| read(attempt.job.as_str(), "own_disks", &own_disks))
+            .map(|own_disks| json_or_default(attempt.job.as_str(), "own_disks", &own_disks))
             .unwrap_or_default();
         if !own_disks.iter().any(|id| id == agent_id) {
             own_disks.push(agent_id.to_owned());
@@ -80,8 +80,9 @@ impl SqlStore {
         .await?;
         let Some(row) = row else { return Ok(None) };
         let token = fencing(row.try_get("fencing_token")?, row.try_get("fencing_secret")?);
-        let places: Vec<Place> = read(attempt.job.as_str(), "places", row.try_get("places")?);
-        let own_disks: Vec<String> = read(attempt.job.as_str(), "own_disks", row.try_get("own_disks")?);
+        let places: Vec<Place> = json_or_default(attempt.job.as_str(), "places", row.try_get("places")?);
+        let own_disks: Vec<String> =
+            json_or_default(attempt.job.as_str(), "own_disks", row.try_get("own_disks")?);
         let place = places.into_iter().find(|place| place.agent_id == agent_id);
         Ok(place.filter(|_| token == attempt.fencing_token).map(|place| GivenPlace {
             has_rank_0: place.has_rank_0(),
@@ -145,7 +146,7 @@ impl SqlStore {
             let runs = matches!(state, None | Some(JobState::Starting | JobState::Running));
             let is_pausing = state == Some(JobState::Pausing);
             let cause = row.try_get::<Option<String>, _>("cause")?.filter(|_| is_pausing);
-            let cause = cause.and_then(|cause| read::<Option<Reason>>(&id, "cause", &cause));
+            let cause = cause.and_then(|cause| json_or_default::<Option<Reason>>(&id, "cause", &cause));
             Ok(Occupant {
                 priority: i32::try_from(row.try_get::<i64, _>("priority")?).unwrap_or(i32::MAX),
                 preemptible: state.is_some() && row.try_get::<i64, _>("preemptible")? != 0,
@@ -167,7 +168,7 @@ impl SqlStore {
             let id: String = row.try_get("job_id")?;
             Ok(AttemptRow {
                 // If the places cannot be read, no agent renews the lease, and the attempt is lost when it expires.
-                places: read(&id, "places", row.try_get("places")?),
+                places: json_or_default(&id, "places", row.try_get("places")?),
                 attempt: AttemptRef {
                     job: job_id(&id)?,
                     attempt: to_u32(row.try_get("attempt")?),
@@ -246,7 +247,7 @@ fn agents(places: &[Place]) -> Vec<String> {
 /// Reads an attempt. An attempt that may write has the state of its job.
 fn attempt(job: &JobId, row: &DbRow) -> Result<Attempt> {
     let text = |name: &str| row.try_get::<Option<String>, _>(name);
-    let places: Vec<Place> = read(job.as_str(), "places", row.try_get("places")?);
+    let places: Vec<Place> = json_or_default(job.as_str(), "places", row.try_get("places")?);
     let agents = agents(&places);
     let is_live = row.try_get::<Option<i64>, _>("job_fencing_token")? == Some(row.try_get("fencing_token")?);
     let (state, reason) = if is_live { ("job_state", "job_cause") } else { ("state", "reason") };
@@ -258,7 +259,7 @@ fn attempt(job: &JobId, row: &DbRow) -> Result<Attempt> {
     Ok(Attempt {
         attempt: to_u32(row.try_get("attempt")?),
         state,
-        reason: text(reason)?.and_then(|reason| read(job.as_str(), "reason", &reason)),
+        reason: text(reason)?.and_then(|reason| json_or_default(job.as_str(), "reason", &reason)),
         checkpoint: text("resume")?.map(|resume| format!("{job}-{resume}")),
         step: row.try_get::<Option<i64>, _>("step")?.map(uint),
         agents,

@@ -2,7 +2,7 @@
 
 use super::{Connection, DbRow, SqlStore};
 use crate::store::{
-    ArtifactMarker, Copies, CopyState, Holder, Place, Result, StoredCheckpoint, quarantine::read,
+    ArtifactMarker, Copies, CopyState, Holder, Place, Result, StoredCheckpoint, quarantine::json_or_default,
 };
 use lockstep_protocol::job::JobId;
 use sqlx::Row;
@@ -89,8 +89,9 @@ impl SqlStore {
         let mut agents = HashMap::new();
         for row in &rows {
             let attempt: i64 = row.try_get("attempt")?;
-            let own_disks: HashSet<String> = read(job.as_str(), "own_disks", row.try_get("own_disks")?);
-            let places: Vec<Place> = read(job.as_str(), "places", row.try_get("places")?);
+            let own_disks: HashSet<String> =
+                json_or_default(job.as_str(), "own_disks", row.try_get("own_disks")?);
+            let places: Vec<Place> = json_or_default(job.as_str(), "places", row.try_get("places")?);
             for (place, Place { agent_id, agent, .. }) in places.into_iter().enumerate() {
                 if own_disks.contains(&agent_id) {
                     let key = (attempt, agent_id.clone());

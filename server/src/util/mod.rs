@@ -12,6 +12,7 @@ pub(crate) mod leb128;
 pub(crate) mod private_files;
 pub(crate) mod regular_files;
 pub(crate) mod tasks;
+pub(crate) mod tls_client;
 
 /// Locks a mutex, even if a thread has panicked while it held the lock.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -1,8 +1,7 @@
 //! The server: REST and websockets, dispatch of jobs to agents, ingest of what ranks report, and the store.
 //!
-//! Each folder uses only folders above it in this order: `util`, `config`, `lifecycle`, `store`, `events`, `webhooks`, `auth`, `agents`,
-//! `checkpoints`, `datasets`, `metrics`, `scheduler`, `ingest`, `http`, `api`, `boot`. A folder is a subsystem, which gets its dependencies
-//! when it is created. `app.rs` has all subsystems, for `boot` and for the router.
+//! A folder is a subsystem, which gets its dependencies when it is created. ARCHITECTURE.md lists the folders in their order: each uses
+//! only folders before it. `app.rs` has all subsystems, for `boot` and for the router.
 
 mod agents;
 mod api;

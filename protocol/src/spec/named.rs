@@ -24,6 +24,7 @@ macro_rules! named {
 pub(super) use named;
 
 /// Gives an enum the constant `ALL`, the method `as_str` and `Display`. As for `named`, the words must equal serde's.
+#[macro_export]
 macro_rules! words {
     ($kind:ident: $($variant:ident = $word:literal),+ $(,)?) => {
         impl $kind {

@@ -7,7 +7,6 @@ use crate::{store::Place, util::lock};
 use lockstep_protocol::{agent::AttemptRef, job::JobId};
 use std::{
     collections::{HashMap, HashSet},
-    ops::Deref,
     sync::Mutex,
     time::{Duration, Instant},
 };
@@ -22,15 +21,15 @@ pub(crate) use given_up::RanksEnd;
 #[derive(Debug)]
 pub(crate) struct Leases {
     pub(crate) duration: Duration,
-    by_job: Mutex<Held>,
+    held: Mutex<Held>,
     given_up: Mutex<Vec<GivenUp>>,
     pub(crate) wake: Notify,
 }
 
-/// All leases, by job.
+/// All leases.
 #[derive(Debug, Default)]
 struct Held {
-    leases: HashMap<JobId, Lease>,
+    by_job: HashMap<JobId, Lease>,
     /// For each agent, the jobs with slots on the agent.
     on_agent: HashMap<String, HashSet<JobId>>,
 }
@@ -64,8 +63,8 @@ struct AgentHold {
 pub(crate) struct Expired {
     pub(crate) attempt: AttemptRef,
     pub(crate) place: Place,
-    /// All agents to which the attempt was given.
-    pub(crate) places: usize,
+    /// Number of all agents to which the attempt was given.
+    pub(crate) agent_count: usize,
     /// Whether the order to start has reached this agent.
     pub(crate) had_order: bool,
 }
@@ -83,21 +82,13 @@ impl Lease {
         Expired {
             attempt: self.attempt.clone(),
             place: hold.place.clone(),
-            places: self.holds.len(),
+            agent_count: self.holds.len(),
             had_order: hold.has_order,
         }
     }
 
     fn held_at(&self, agent_id: &str) -> Option<&AgentHold> {
         self.held().find(|hold| hold.place.agent_id == agent_id)
-    }
-}
-
-impl Deref for Held {
-    type Target = HashMap<JobId, Lease>;
-
-    fn deref(&self) -> &Self::Target {
-        &self.leases
     }
 }
 
@@ -108,11 +99,11 @@ impl Held {
         for hold in &lease.holds {
             self.on_agent.entry(hold.place.agent_id.clone()).or_default().insert(job.clone());
         }
-        self.leases.insert(job, lease);
+        self.by_job.insert(job, lease);
     }
 
     fn remove(&mut self, job: &JobId) {
-        for hold in self.leases.remove(job).into_iter().flat_map(|lease| lease.holds) {
+        for hold in self.by_job.remove(job).into_iter().flat_map(|lease| lease.holds) {
             if let Some(jobs) = self.on_agent.get_mut(&hold.place.agent_id) {
                 jobs.remove(job);
                 if jobs.is_empty() {
@@ -123,25 +114,25 @@ impl Held {
     }
 
     /// The lease of an attempt. `None` if the attempt has ended.
-    fn of(&self, attempt: &AttemptRef) -> Option<&Lease> {
-        self.leases.get(&attempt.job).filter(|lease| lease.attempt == *attempt)
+    fn lease_of(&self, attempt: &AttemptRef) -> Option<&Lease> {
+        self.by_job.get(&attempt.job).filter(|lease| lease.attempt == *attempt)
     }
 
-    fn of_mut(&mut self, attempt: &AttemptRef) -> Option<&mut Lease> {
-        self.leases.get_mut(&attempt.job).filter(|lease| lease.attempt == *attempt)
+    fn lease_of_mut(&mut self, attempt: &AttemptRef) -> Option<&mut Lease> {
+        self.by_job.get_mut(&attempt.job).filter(|lease| lease.attempt == *attempt)
     }
 
     /// Leases with ranks on an agent.
     fn on(&self, agent_id: &str) -> impl Iterator<Item = (&Lease, &AgentHold)> {
         let jobs = self.on_agent.get(agent_id).into_iter().flatten();
-        jobs.filter_map(|job| self.leases.get(job))
+        jobs.filter_map(|job| self.by_job.get(job))
             .filter_map(move |lease| Some((lease, lease.held_at(agent_id)?)))
     }
 }
 
 impl Leases {
     pub(crate) fn new(duration: Duration) -> Self {
-        Self { duration, by_job: Mutex::default(), given_up: Mutex::default(), wake: Notify::new() }
+        Self { duration, held: Mutex::default(), given_up: Mutex::default(), wake: Notify::new() }
     }
 
     /// Wakes dispatch, which then processes the queue.
@@ -149,41 +140,41 @@ impl Leases {
         self.wake.notify_one();
     }
 
-    /// Adds a lease. `has_order`: the agents may already have the order to start.
-    pub(crate) fn hold(&self, attempt: AttemptRef, places: Vec<Place>, has_order: bool) {
+    /// Adds a lease.
+    pub(crate) fn hold(&self, attempt: AttemptRef, places: Vec<Place>) {
         let until = Instant::now() + self.duration;
-        let hold = |place| AgentHold { place, until, end: None, has_order, ready: None };
+        let hold = |place| AgentHold { place, until, end: None, has_order: false, ready: None };
         let holds = places.into_iter().map(hold).collect();
-        lock(&self.by_job).put(Lease { attempt, holds, stop_requested: false, unreachable: HashSet::new() });
+        lock(&self.held).put(Lease { attempt, holds, stop_requested: false, unreachable: HashSet::new() });
     }
 
     /// Records that the agents of an attempt were requested to stop its ranks.
     pub(crate) fn note_stop_requested(&self, attempt: &AttemptRef) {
-        if let Some(lease) = lock(&self.by_job).of_mut(attempt) {
+        if let Some(lease) = lock(&self.held).lease_of_mut(attempt) {
             lease.stop_requested = true;
         }
     }
 
     /// Whether the agents of a job's attempt were requested to stop it.
     pub(crate) fn is_stop_requested(&self, job: &JobId) -> bool {
-        lock(&self.by_job).get(job).is_some_and(|lease| lease.stop_requested)
+        lock(&self.held).by_job.get(job).is_some_and(|lease| lease.stop_requested)
     }
 
     /// Releases the slots of an attempt. The slots of a later attempt of the job stay occupied.
     pub(crate) fn release(&self, job: &JobId, attempt: u32) {
-        let mut leases = lock(&self.by_job);
-        if leases.get(job).is_some_and(|lease| lease.attempt.attempt <= attempt) {
-            leases.remove(job);
+        let mut held = lock(&self.held);
+        if held.by_job.get(job).is_some_and(|lease| lease.attempt.attempt <= attempt) {
+            held.remove(job);
         }
-        drop(leases);
+        drop(held);
         self.wake_dispatch();
     }
 
     /// Frees an attempt's slots on an agent whose ranks have ended or whose lease has expired. Returns the other agents that still have
     /// ranks of the attempt.
     pub(crate) fn ended_at(&self, attempt: &AttemptRef, agent_id: &str, how: RanksEnd) -> Vec<Place> {
-        let mut leases = lock(&self.by_job);
-        let Some(lease) = leases.of_mut(attempt) else { return Vec::new() };
+        let mut leases = lock(&self.held);
+        let Some(lease) = leases.lease_of_mut(attempt) else { return Vec::new() };
         for hold in lease.holds.iter_mut().filter(|hold| hold.place.agent_id == agent_id) {
             hold.end = Some(how);
         }
@@ -197,9 +188,9 @@ impl Leases {
     pub(crate) fn renew(&self, agent_id: &str, attempts: &[AttemptRef]) -> Vec<AttemptRef> {
         let until = Instant::now() + self.duration;
         self.update_given_up(agent_id, attempts, until);
-        let mut leases = lock(&self.by_job);
+        let mut leases = lock(&self.held);
         let mut is_theirs = |attempt: &AttemptRef| {
-            let mut holds = leases.of_mut(attempt).into_iter().flat_map(|lease| lease.holds.iter_mut());
+            let mut holds = leases.lease_of_mut(attempt).into_iter().flat_map(|lease| lease.holds.iter_mut());
             match holds.find(|hold| hold.place.agent_id == agent_id) {
                 Some(hold) if hold.end != Some(RanksEnd::Unknown) => {
                     hold.until = until;
@@ -220,12 +211,12 @@ impl Leases {
         agent_id: &str,
         port: Option<u16>,
     ) -> Option<(u16, Vec<Place>)> {
-        let mut leases = lock(&self.by_job);
-        let lease = leases.of_mut(attempt)?;
+        let mut leases = lock(&self.held);
+        let lease = leases.lease_of_mut(attempt)?;
         let hold = lease.holds.iter_mut().find(|hold| hold.place.agent_id == agent_id)?;
         hold.has_order = true;
         // Only rank 0's agent may choose the port.
-        hold.ready = Some(port.filter(|_| hold.place.ranks.iter().any(|(rank, _)| *rank == 0)));
+        hold.ready = Some(port.filter(|_| hold.place.has_rank_0()));
         let ready: Vec<_> = lease.holds.iter().filter_map(|hold| hold.ready).collect();
         let port = ready.iter().flatten().next().copied()?;
         let all = ready.len() == lease.holds.len() && lease.held().count() == ready.len();
@@ -234,7 +225,7 @@ impl Leases {
 
     /// Live attempts on an agent, each with all places that have its ranks.
     pub(crate) fn of_agent(&self, agent_id: &str) -> Vec<(AttemptRef, Vec<Place>)> {
-        lock(&self.by_job)
+        lock(&self.held)
             .on(agent_id)
             .map(|(lease, _)| (lease.attempt.clone(), lease.held().map(|hold| hold.place.clone()).collect()))
             .collect()
@@ -242,38 +233,38 @@ impl Leases {
 
     /// Number of agents to which an attempt was given; 0 if the attempt has ended.
     pub(crate) fn places(&self, attempt: &AttemptRef) -> usize {
-        lock(&self.by_job).of(attempt).map_or(0, |lease| lease.holds.len())
+        lock(&self.held).lease_of(attempt).map_or(0, |lease| lease.holds.len())
     }
 
     /// Whether a rank of an attempt, of which this agent has ranks, was given to another agent.
     pub(crate) fn is_elsewhere(&self, agent_id: &str, attempt: &AttemptRef, rank: u32) -> bool {
         let has = |hold: &AgentHold| hold.place.ranks.iter().any(|(of, _)| *of == rank);
         let is_its = |hold: &AgentHold| hold.place.agent_id == agent_id;
-        lock(&self.by_job).of(attempt).is_some_and(|lease| {
+        lock(&self.held).lease_of(attempt).is_some_and(|lease| {
             lease.holds.iter().any(is_its) && lease.holds.iter().any(|hold| !is_its(hold) && has(hold))
         })
     }
 
     /// Whether an agent has ranks of an attempt that may run; if so, whether rank 0 is among them.
     pub(crate) fn held_by(&self, agent_id: &str, attempt: &AttemptRef) -> Option<bool> {
-        Some(lock(&self.by_job).of(attempt)?.held_at(agent_id)?.place.has_rank_0())
+        Some(lock(&self.held).lease_of(attempt)?.held_at(agent_id)?.place.has_rank_0())
     }
 
     /// The attempt of a job that may run.
     pub(crate) fn attempt_of(&self, job: &JobId) -> Option<AttemptRef> {
-        lock(&self.by_job).get(job).map(|lease| lease.attempt.clone())
+        lock(&self.held).by_job.get(job).map(|lease| lease.attempt.clone())
     }
 
     /// The shortest time that an attempt on this agent may continue without contact; `None` if there is no attempt.
     pub(crate) fn left(&self, agent_id: &str) -> Option<Duration> {
         let now = Instant::now();
-        let leases = lock(&self.by_job);
+        let leases = lock(&self.held);
         leases.on(agent_id).map(|(_, hold)| hold.until.saturating_duration_since(now)).min()
     }
 
     /// Job and rank of each slot in use on an agent.
     pub(crate) fn slots_in_use(&self, agent_id: &str) -> HashMap<u32, (JobId, u32)> {
-        let leases = lock(&self.by_job);
+        let leases = lock(&self.held);
         let slots = leases.on(agent_id).flat_map(|(lease, hold)| {
             let job = &lease.attempt.job;
             hold.place.ranks.iter().map(move |(rank, slot)| (*slot, (job.clone(), *rank)))
@@ -284,7 +275,7 @@ impl Leases {
     /// The job in each slot in use on every agent, by its id.
     pub(crate) fn jobs_in_slots(&self) -> HashMap<String, HashMap<u32, JobId>> {
         let mut found: HashMap<String, HashMap<u32, JobId>> = HashMap::new();
-        for (job, lease) in lock(&self.by_job).iter() {
+        for (job, lease) in &lock(&self.held).by_job {
             for hold in lease.held() {
                 let slots = hold.place.ranks.iter().map(|(_, slot)| (*slot, job.clone()));
                 found.entry(hold.place.agent_id.clone()).or_default().extend(slots);
@@ -296,14 +287,14 @@ impl Leases {
     /// Jobs whose ranks have ended on one of their agents, so that the others will end, too.
     pub(crate) fn ending(&self) -> Vec<JobId> {
         let ends = |lease: &Lease| lease.holds.iter().any(|hold| hold.end.is_some());
-        lock(&self.by_job).iter().filter(|(_, lease)| ends(lease)).map(|(job, _)| job.clone()).collect()
+        lock(&self.held).by_job.iter().filter(|(_, lease)| ends(lease)).map(|(job, _)| job.clone()).collect()
     }
 
     /// The places of a job's ranks.
     pub(crate) fn places_of(&self, job: &JobId) -> Vec<Place> {
-        let leases = lock(&self.by_job);
-        let held = leases.get(job).into_iter().flat_map(Lease::held);
-        held.map(|hold| hold.place.clone()).collect()
+        let leases = lock(&self.held);
+        let holds = leases.by_job.get(job).into_iter().flat_map(Lease::held);
+        holds.map(|hold| hold.place.clone()).collect()
     }
 
     pub(crate) fn expired(&self) -> Vec<Expired> {
@@ -315,6 +306,6 @@ impl Leases {
             let holds = lease.holds.iter().filter(counts).filter(|hold| hold.until <= now);
             holds.map(|hold| lease.expired_at(hold)).collect()
         };
-        lock(&self.by_job).values().flat_map(expired).collect()
+        lock(&self.held).by_job.values().flat_map(expired).collect()
     }
 }

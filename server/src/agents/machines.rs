@@ -65,6 +65,15 @@ struct Measured {
     unstored: VecDeque<MinuteRow>,
 }
 
+/// The minutes to store.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Minutes {
+    /// Minutes that are over.
+    Finished,
+    /// Also the current minute, because the server stops.
+    All,
+}
+
 /// The newest sample of a machine.
 #[derive(Debug, Clone)]
 pub(crate) struct Newest {
@@ -201,12 +210,16 @@ impl Machines {
         (measured.unstored.iter().cloned().collect(), recent.collect())
     }
 
-    /// Takes the minutes to store. `unfinished`: also the current minute, because the server stops.
-    pub(crate) fn take_minutes(&self, now: Timestamp, unfinished: bool) -> Vec<MinuteRow> {
+    /// Takes the minutes to store.
+    fn take_minutes(&self, now: Timestamp, which: Minutes) -> Vec<MinuteRow> {
         let mut taken = Vec::new();
         for (agent, measured) in lock(&self.by_agent).iter_mut() {
-            // This also ends the last minute of a machine that has disconnected.
-            if let Some(finished) = measured.minute.finish(agent, now, unfinished) {
+            let finished = match which {
+                // This also ends the last minute of a machine that has disconnected.
+                Minutes::Finished => measured.minute.finish_if_over(agent, now),
+                Minutes::All => measured.minute.finish(agent, now),
+            };
+            if let Some(finished) = finished {
                 measured.unstored.push_back(finished);
             }
             taken.extend(measured.unstored.drain(..));
@@ -233,7 +246,7 @@ impl Machines {
         let mut purged: Option<Instant> = None;
         loop {
             tick.tick().await;
-            self.store_minutes(store, false).await;
+            self.store_minutes(store, Minutes::Finished).await;
             if purged.is_none_or(|at| at.elapsed() >= PURGE_INTERVAL) {
                 let before = minute_of(crate::now() - KEPT);
                 if let Err(error) = store.purge_machine_minutes(before).await {
@@ -244,9 +257,8 @@ impl Machines {
         }
     }
 
-    /// Stores finished minutes. `unfinished`: also the current minute.
-    pub(crate) async fn store_minutes(&self, store: &dyn Store, unfinished: bool) {
-        let minutes = self.take_minutes(crate::now(), unfinished);
+    pub(crate) async fn store_minutes(&self, store: &dyn Store, which: Minutes) {
+        let minutes = self.take_minutes(crate::now(), which);
         if !minutes.is_empty()
             && let Err(error) = store.add_machine_minutes(&minutes).await
         {

@@ -4,11 +4,12 @@ pub(crate) mod running;
 mod wire;
 
 use crate::{
+    agents::machines::Minutes,
     api::router::build_router,
     app::App,
     auth::oidc::Oidc,
     checkpoints::{
-        artifact_store::{ArtifactStore, Asked},
+        artifact_store::{ArtifactStore, RequestKind},
         object_storage::{ObjectStorage, Unusable},
     },
     config::{AccessLogTo, ServeConfig, TlsConfig, may_listen, serve_error::ServeError},
@@ -94,7 +95,7 @@ pub async fn serve(
     app.tasks.tracker.close();
     let _ = tokio::time::timeout(STOP_TIMEOUT, app.tasks.tracker.wait()).await;
     app.auth.access.store_use(&*app.store).await;
-    app.agents.machines.store_minutes(&*app.store, true).await;
+    app.agents.machines.store_minutes(&*app.store, Minutes::All).await;
     app.store.close().await;
     Ok(())
 }
@@ -169,7 +170,7 @@ async fn known_artifacts(
         })?;
     }
     if let Some(why) = away {
-        artifacts.note_failure(Asked::Other, &why);
+        artifacts.note_failure(RequestKind::Other, &why);
     }
     // Damaged checkpoints in the object store may have been repaired.
     let forgotten = store.forget_damaged(artifacts.storage.url()).await;

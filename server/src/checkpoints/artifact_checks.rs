@@ -6,7 +6,10 @@ use super::{
     manifest::{MANIFEST, Manifest, check_whole, is_media_error},
     name_of,
 };
-use crate::{store::CheckpointRow, util::regular_files};
+use crate::{
+    store::CheckpointRow,
+    util::{regular_files, unless_missing},
+};
 use std::{
     fs,
     io::{self, Read as _},
@@ -59,10 +62,7 @@ fn set_aside(folder: &Path) -> io::Result<Option<String>> {
     }
     let name = folder.file_name().unwrap_or_default().to_string_lossy();
     let aside = folder.with_file_name(format!("damaged-{name}"));
-    match fs::remove_dir_all(&aside) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-        _ => {}
-    }
+    unless_missing(fs::remove_dir_all(&aside))?;
     fs::rename(folder, &aside)?;
     Ok(Some(how))
 }

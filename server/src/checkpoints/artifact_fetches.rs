@@ -3,12 +3,15 @@
 
 use super::{
     Checkpoints, Wait, artifact_checks,
-    artifact_store::{ArtifactStore, Asked, Fetch, Fetched, NotFetched},
+    artifact_store::{ArtifactStore, Fetch, FetchOutcome, NotFetched, RequestKind},
     manifest::{MANIFEST, ManifestFile, Verifier},
     name_of,
     object_storage::{Place, describe},
 };
-use crate::store::{self, CheckpointRow, Copies};
+use crate::{
+    store::{self, CheckpointRow, Copies},
+    util::unless_missing,
+};
 use futures_util::StreamExt;
 use lockstep_protocol::{
     job::Job,
@@ -110,7 +113,7 @@ fn begin(
         let waiting = waiting.map(|job| (job.id.clone(), job.attempt));
         checkpoints.tasks.clone().spawn(async move {
             let Some(store) = &checkpoints.artifact_store else { return };
-            let mut outcome = have_whole(&checkpoints, store, &row).await;
+            let mut outcome = ensure_undamaged(&checkpoints, store, &row).await;
             // The checkpoint is not lost if this is not the store to which it was uploaded.
             if let Err(NotFetched::Missing | NotFetched::Damaged(_)) = outcome
                 && let Err(unusable) = store.confirm(&*checkpoints.store).await
@@ -124,7 +127,7 @@ fn begin(
                     }
                 }
                 // Logged once and not for each fetch, because a waiting job fetches again and again.
-                Err(NotFetched::Away(why)) => store.note_failure(Asked::Other, why),
+                Err(NotFetched::Away(why)) => store.note_failure(RequestKind::Other, why),
                 Err(why) => tracing::warn!(checkpoint = row.id, %why, "a checkpoint cannot be fetched from the object store"),
             }
             store.end_fetch(&row.id, &sender, outcome);
@@ -137,7 +140,11 @@ fn begin(
 
 /// Makes sure that an undamaged checkpoint is on this disk. Fetches the checkpoint from the object store if the copy on the disk is missing
 /// or damaged.
-async fn have_whole(checkpoints: &Checkpoints, store: &ArtifactStore, row: &CheckpointRow) -> Result<()> {
+async fn ensure_undamaged(
+    checkpoints: &Checkpoints,
+    store: &ArtifactStore,
+    row: &CheckpointRow,
+) -> Result<()> {
     let folder = checkpoints.folder(row);
     let is_stopping = || NotFetched::Away("the server is stopping".into());
     if folder.exists() {
@@ -152,18 +159,18 @@ async fn have_whole(checkpoints: &Checkpoints, store: &ArtifactStore, row: &Chec
         }
     }
     let _one = store.fetching.acquire().await.map_err(|_| is_stopping())?;
-    let fetched = bring_back(checkpoints, store, row).await;
+    let fetched = fetch_now(checkpoints, store, row).await;
     if fetched.is_err() {
-        clean(checkpoints, row).await;
+        remove_partial(checkpoints, row).await;
     } else {
-        store.note_success(Asked::Other);
+        store.note_success(RequestKind::Other);
         tracing::info!(checkpoint = row.id, "a checkpoint was fetched from the object store");
     }
     fetched
 }
 
 /// Waits for the end of a check, at most for `patience`, which becomes shorter by the time of the wait.
-async fn wait_for_check(check: Fetch, patience: &mut Duration) -> Fetched {
+async fn wait_for_check(check: Fetch, patience: &mut Duration) -> FetchOutcome {
     let began = Instant::now();
     let ended = wait(check, *patience).await;
     *patience = patience.saturating_sub(began.elapsed());
@@ -219,14 +226,14 @@ pub(crate) async fn fetch_if_missing(
         Some(Err(NotFetched::Away(why) | NotFetched::Disk(why))) => Ok(waits(Some(why), false)),
         Some(Err(why @ (NotFetched::Missing | NotFetched::Damaged(_)))) => {
             checkpoints.store.mark_damaged(store.storage.url(), &row.id).await?;
-            checkpoints.events.log(&waiting.id, lost(row, waiting, &why)).await;
+            checkpoints.events.log(&waiting.id, lost_message(row, waiting, &why)).await;
             Ok(Availability::Lost)
         }
     }
 }
 
 /// The line in the log of a job whose checkpoint is lost.
-fn lost(row: &CheckpointRow, waiting: &Job, why: &NotFetched) -> String {
+fn lost_message(row: &CheckpointRow, waiting: &Job, why: &NotFetched) -> String {
     let how = match why {
         NotFetched::Damaged(how) => format!("is damaged there ({how})"),
         _ => "is not there".to_owned(),
@@ -242,7 +249,7 @@ fn lost(row: &CheckpointRow, waiting: &Job, why: &NotFetched) -> String {
 }
 
 /// Waits for the end of a fetch, at most for `patience`. `None` if the fetch takes longer.
-pub(crate) async fn wait(mut fetch: Fetch, patience: Duration) -> Fetched {
+pub(crate) async fn wait(mut fetch: Fetch, patience: Duration) -> FetchOutcome {
     let ended = tokio::time::timeout(patience, fetch.outcome.wait_for(Option::is_some)).await;
     match ended {
         Ok(Ok(outcome)) => outcome.clone(),
@@ -251,25 +258,25 @@ pub(crate) async fn wait(mut fetch: Fetch, patience: Duration) -> Fetched {
     }
 }
 
-/// The folder into which the files of a checkpoint are fetched.
-fn gathering(checkpoints: &Checkpoints, row: &CheckpointRow) -> PathBuf {
+/// The folder into which the files of a checkpoint are fetched, until all have arrived.
+fn partial_folder(checkpoints: &Checkpoints, row: &CheckpointRow) -> PathBuf {
     checkpoints.config.job_dir(&row.job).join(FETCHED).join(name_of(row))
 }
 
 /// Removes the files of a failed fetch. If the job was deleted during the fetch, the fetch has created the job's folder again, which is
 /// removed, too.
-async fn clean(checkpoints: &Checkpoints, row: &CheckpointRow) {
-    let (gathering, job_dir) = (gathering(checkpoints, row), checkpoints.config.job_dir(&row.job));
+async fn remove_partial(checkpoints: &Checkpoints, row: &CheckpointRow) {
+    let (partial, job_dir) = (partial_folder(checkpoints, row), checkpoints.config.job_dir(&row.job));
     if matches!(checkpoints.store.job(&row.job).await, Ok(None)) {
         let _ = tokio::fs::remove_dir_all(job_dir).await;
         return;
     }
-    match tokio::fs::remove_dir_all(&gathering).await {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+    match unless_missing(tokio::fs::remove_dir_all(&partial).await) {
+        Err(error) => {
             tracing::warn!(%error, checkpoint = row.id, "the files of a failed fetch cannot be removed");
         }
         // Fails, as intended, if other checkpoints are being fetched.
-        _ => drop(tokio::fs::remove_dir(job_dir.join(FETCHED)).await),
+        Ok(()) => drop(tokio::fs::remove_dir(job_dir.join(FETCHED)).await),
     }
 }
 
@@ -290,12 +297,12 @@ pub(crate) fn sweep(jobs: &Path) -> io::Result<()> {
     Ok(())
 }
 
-async fn bring_back(checkpoints: &Checkpoints, store: &ArtifactStore, row: &CheckpointRow) -> Result<()> {
+async fn fetch_now(checkpoints: &Checkpoints, store: &ArtifactStore, row: &CheckpointRow) -> Result<()> {
     let place = store.storage.place(&row.id).ok_or(NotFetched::Missing)?;
-    let gathering = gathering(checkpoints, row);
+    let partial = partial_folder(checkpoints, row);
     let mut tries = 1;
     loop {
-        match gather(store, &place, &gathering).await {
+        match fetch_files(store, &place, &partial).await {
             Err(NotFetched::Damaged(how)) if tries < MAX_TRIES => {
                 tracing::warn!(
                     checkpoint = row.id,
@@ -308,7 +315,7 @@ async fn bring_back(checkpoints: &Checkpoints, store: &ArtifactStore, row: &Chec
         }
     }
     let to = checkpoints.folder(row);
-    tokio::task::spawn_blocking(move || publish(&gathering, &to)).await.map_err(io::Error::other)??;
+    tokio::task::spawn_blocking(move || publish(&partial, &to)).await.map_err(io::Error::other)??;
     // The checkpoint was removed during the fetch.
     if matches!(checkpoints.store.checkpoint(&row.id).await, Ok(None)) {
         let _ = tokio::fs::remove_dir_all(checkpoints.folder(row)).await;
@@ -332,25 +339,22 @@ fn check_room(wanted: u64, free: u64) -> Result<()> {
 }
 
 /// Fetches all files of a checkpoint, and checks their sizes and checksums.
-async fn gather(store: &ArtifactStore, place: &Place, gathering: &Path) -> Result<()> {
-    match tokio::fs::remove_dir_all(gathering).await {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error.into()),
-        _ => {}
-    }
+async fn fetch_files(store: &ArtifactStore, place: &Place, partial: &Path) -> Result<()> {
+    unless_missing(tokio::fs::remove_dir_all(partial).await)?;
     let text = store.storage.manifest(place).await?.ok_or(NotFetched::Missing)?;
     let manifest = place.read(&text).map_err(NotFetched::Damaged)?;
-    tokio::fs::create_dir_all(gathering).await?;
-    let disk = rustix::fs::statvfs(gathering).map_err(io::Error::from)?;
+    tokio::fs::create_dir_all(partial).await?;
+    let disk = rustix::fs::statvfs(partial).map_err(io::Error::from)?;
     let wanted = manifest.files.values().fold(0, |sum: u64, file| sum.saturating_add(file.size_bytes));
     check_room(wanted, disk.f_bavail.saturating_mul(disk.f_frsize))?;
     for (name, wanted) in &manifest.files {
-        receive(store, place, (name, wanted), &gathering.join(name)).await.map_err(|why| match why {
+        receive(store, place, (name, wanted), &partial.join(name)).await.map_err(|why| match why {
             // The manifest names the file, so the checkpoint is damaged.
             NotFetched::Missing => NotFetched::Damaged(format!("its {name} is missing")),
             why => why,
         })?;
     }
-    let path = gathering.join(MANIFEST);
+    let path = partial.join(MANIFEST);
     tokio::fs::write(&path, &text).await?;
     Ok(File::open(&path).await?.sync_all().await?)
 }
@@ -377,18 +381,18 @@ async fn receive(
 }
 
 /// Syncs the fetched folder and renames it to the checkpoint's folder. If that folder exists by now, it is kept instead.
-fn publish(gathering: &Path, to: &Path) -> io::Result<()> {
-    fs::File::open(gathering)?.sync_all()?;
+fn publish(partial: &Path, to: &Path) -> io::Result<()> {
+    fs::File::open(partial)?.sync_all()?;
     if let Some(all) = to.parent() {
         fs::create_dir_all(all)?;
         if to.exists() {
-            return fs::remove_dir_all(gathering);
+            return fs::remove_dir_all(partial);
         }
-        fs::rename(gathering, to)?;
+        fs::rename(partial, to)?;
         fs::File::open(all)?.sync_all()?;
     }
     // Fails, as intended, if other checkpoints are being fetched.
-    let _ = gathering.parent().map(fs::remove_dir);
+    let _ = partial.parent().map(fs::remove_dir);
     Ok(())
 }
 

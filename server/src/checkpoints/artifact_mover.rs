@@ -6,7 +6,7 @@
 
 use super::{
     Checkpoints,
-    artifact_store::{ArtifactStore, Asked},
+    artifact_store::{ArtifactStore, RequestKind},
     manifest::{MANIFEST, ManifestFile, Verifier, sha256},
     name_of,
     object_storage::{PART_BYTES, Place, Unusable, describe, part_bytes},
@@ -94,11 +94,11 @@ pub(crate) async fn run(checkpoints: Arc<Checkpoints>) {
 /// Queues the checkpoints on this disk whose copies in the object store are missing or different, and the objects of deleted checkpoints.
 async fn find(checkpoints: &Checkpoints, store: &ArtifactStore) -> store::Result<()> {
     note_abandoned(checkpoints, store).await?;
-    let mut behind = String::new();
+    let mut after = String::new();
     loop {
-        let rows = checkpoints.store.checkpoints_behind(&behind, ROWS).await?;
+        let rows = checkpoints.store.checkpoints_after(&after, ROWS).await?;
         let Some(last) = rows.last() else { return Ok(()) };
-        behind.clone_from(&last.id);
+        after.clone_from(&last.id);
         for row in rows {
             queue_if_missing(checkpoints, store, &row).await?;
         }
@@ -107,11 +107,11 @@ async fn find(checkpoints: &Checkpoints, store: &ArtifactStore) -> store::Result
 
 /// Queues the deletion of objects whose checkpoint was deleted.
 async fn note_abandoned(checkpoints: &Checkpoints, store: &ArtifactStore) -> store::Result<()> {
-    let mut behind = String::new();
+    let mut after = String::new();
     loop {
-        let ids = checkpoints.store.abandoned_checkpoints(store.storage.url(), &behind, ROWS).await?;
+        let ids = checkpoints.store.abandoned_checkpoints(store.storage.url(), &after, ROWS).await?;
         let Some(last) = ids.last() else { return Ok(()) };
-        behind.clone_from(last);
+        after.clone_from(last);
         ids.iter().for_each(|id| store.note(id));
     }
 }
@@ -145,14 +145,14 @@ pub(crate) async fn catch_up(checkpoints: &Checkpoints, job: &JobId) -> store::R
 async fn wait_for(checkpoints: &Checkpoints, store: &ArtifactStore) {
     let (mut backoff, mut is_told) = (RETRY, false);
     while let Err(unusable) = store.confirm(&*checkpoints.store).await {
-        store.note_failure(Asked::Other, &unusable.why);
+        store.note_failure(RequestKind::Other, &unusable.why);
         if !unusable.may_pass && !is_told {
             tracing::error!(error = unusable.why, "the object store cannot be used with this configuration");
             is_told = true;
         }
         tokio::time::sleep(backoff.pause()).await;
     }
-    store.note_success(Asked::Other);
+    store.note_success(RequestKind::Other);
 }
 
 async fn work(checkpoints: &Checkpoints, store: &ArtifactStore) {
@@ -163,10 +163,10 @@ async fn work(checkpoints: &Checkpoints, store: &ArtifactStore) {
             noted.await;
             continue;
         };
-        let (asked, done) = match checkpoints.store.checkpoint(&id).await {
-            Ok(Some(row)) => (Asked::Write, upload(checkpoints, store, &row).await),
-            Ok(None) => (Asked::Other, delete(checkpoints, store, &id).await),
-            Err(error) => (Asked::Other, Err(error.into())),
+        let (request_kind, done) = match checkpoints.store.checkpoint(&id).await {
+            Ok(Some(row)) => (RequestKind::Write, upload(checkpoints, store, &row).await),
+            Ok(None) => (RequestKind::Other, delete(checkpoints, store, &id).await),
+            Err(error) => (RequestKind::Other, Err(error.into())),
         };
         let failed = match done {
             // A removal or replacement is notified separately.
@@ -176,7 +176,7 @@ async fn work(checkpoints: &Checkpoints, store: &ArtifactStore) {
                 false
             }
             Err(MoveError::Away(why)) => {
-                store.note_failure(asked, &why);
+                store.note_failure(request_kind, &why);
                 true
             }
             Err(MoveError::Kept(error)) => {
@@ -237,7 +237,7 @@ async fn delete(checkpoints: &Checkpoints, store: &ArtifactStore, id: &str) -> R
         let gone = gone.await;
         // A store that is not mounted looks empty, so it is confirmed again.
         store.confirm(&*checkpoints.store).await?;
-        store.note_success(Asked::Other);
+        store.note_success(RequestKind::Other);
         gone.map_err(|error| MoveError::Kept(describe(&error)))?;
     }
     checkpoints.store.forget_stored_checkpoint(url, id).await?;
@@ -264,7 +264,7 @@ async fn upload(checkpoints: &Checkpoints, store: &ArtifactStore, row: &Checkpoi
         }
         Err(trouble) => Err(trouble),
         Ok(()) => {
-            store.note_success(Asked::Write);
+            store.note_success(RequestKind::Write);
             // Ranks remove only checkpoints that are on the disk, not those that only the object store has.
             Ok(checkpoints.forget_old(&row.job).await?)
         }

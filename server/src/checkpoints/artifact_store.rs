@@ -52,12 +52,12 @@ pub(crate) enum NotFetched {
 }
 
 /// The outcome of a fetch. `None` while the fetch runs.
-pub(crate) type Fetched = Option<Result<(), NotFetched>>;
+pub(crate) type FetchOutcome = Option<Result<(), NotFetched>>;
 
 /// A fetch that runs or has ended.
 #[derive(Debug, Clone)]
 pub(crate) struct Fetch {
-    pub(crate) outcome: watch::Receiver<Fetched>,
+    pub(crate) outcome: watch::Receiver<FetchOutcome>,
     since: Instant,
     /// Number of consecutive failures.
     failures: u32,
@@ -89,7 +89,7 @@ pub(crate) struct ArtifactStore {
 
 /// The kind of a request to the store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Asked {
+pub(crate) enum RequestKind {
     /// A write, which fails if the store is full.
     Write,
     /// Any other request, which a full store still answers.
@@ -105,20 +105,20 @@ struct Failing {
 
 impl Failing {
     /// Notes a failure. Returns whether it is the first.
-    fn note_failure(&mut self, what: Asked) -> bool {
+    fn note_failure(&mut self, kind: RequestKind) -> bool {
         let is_first = !self.write && !self.other;
-        match what {
-            Asked::Write => self.write = true,
-            Asked::Other => self.other = true,
+        match kind {
+            RequestKind::Write => self.write = true,
+            RequestKind::Other => self.other = true,
         }
         is_first
     }
 
     /// Notes a success. Returns whether requests failed before and none fail now.
-    fn note_success(&mut self, what: Asked) -> bool {
+    fn note_success(&mut self, kind: RequestKind) -> bool {
         let failed = self.write || self.other;
         self.other = false;
-        if what == Asked::Write {
+        if kind == RequestKind::Write {
             self.write = false;
         }
         failed && !self.write
@@ -196,7 +196,7 @@ impl ArtifactStore {
 
     /// The fetch of a checkpoint that runs or has just failed. Otherwise a new fetch, with a sender: the caller must run the fetch and end
     /// it with [`ArtifactStore::end_fetch`].
-    pub(crate) fn fetch(&self, id: &str) -> (Fetch, Option<watch::Sender<Fetched>>) {
+    pub(crate) fn fetch(&self, id: &str) -> (Fetch, Option<watch::Sender<FetchOutcome>>) {
         let mut fetches = lock(&self.fetches);
         let failures = fetches.get(id).map_or(0, |fetch| fetch.failures);
         if let Some(fetch) = fetches.get(id) {
@@ -234,7 +234,7 @@ impl ArtifactStore {
     pub(crate) fn end_fetch(
         &self,
         id: &str,
-        sender: &watch::Sender<Fetched>,
+        sender: &watch::Sender<FetchOutcome>,
         outcome: Result<(), NotFetched>,
     ) {
         if let Some(fetch) = lock(&self.fetches).get_mut(id) {
@@ -244,9 +244,9 @@ impl ArtifactStore {
         sender.send_replace(Some(outcome));
     }
 
-    /// Notes that the store has failed at `what`, for the reason `error`. Logged once until the store works again.
-    pub(crate) fn note_failure(&self, what: Asked, error: &str) {
-        if lock(&self.failing).note_failure(what) {
+    /// Notes that a request has failed, for the reason `error`. Logged once until the store works again.
+    pub(crate) fn note_failure(&self, kind: RequestKind, error: &str) {
+        if lock(&self.failing).note_failure(kind) {
             let url = self.storage.url();
             tracing::warn!(
                 url,
@@ -257,8 +257,8 @@ impl ArtifactStore {
     }
 
     /// Notes that the store has handled a request.
-    pub(crate) fn note_success(&self, what: Asked) {
-        if lock(&self.failing).note_success(what) {
+    pub(crate) fn note_success(&self, kind: RequestKind) {
+        if lock(&self.failing).note_success(kind) {
             tracing::info!(url = self.storage.url(), "the object store can be used again");
         }
     }

@@ -14,7 +14,10 @@ mod marker;
 
 pub(crate) use check::{Unusable, describe};
 
-use crate::checkpoints::manifest::{MANIFEST, Manifest, ManifestFile};
+use crate::{
+    checkpoints::manifest::{MANIFEST, Manifest, ManifestFile},
+    util::unless_missing,
+};
 use bytes::Bytes;
 use futures_util::{TryStreamExt, stream::BoxStream};
 use location::Location;
@@ -87,7 +90,7 @@ impl ObjectStorage {
     /// # Errors
     /// The store cannot be opened. The text says what the user must change.
     pub(crate) fn open(given: &str) -> std::result::Result<Self, String> {
-        match Location::of(given)? {
+        match Location::parse(given)? {
             Location::Directory(path) => {
                 let cannot = |error: &dyn std::fmt::Display| {
                     format!("the directory cannot be made: {error}; make it writable, or choose another")
@@ -270,10 +273,7 @@ pub(crate) fn part_bytes(size_bytes: u64) -> u64 {
 /// Removes the folder of a checkpoint, and the folder of its job if it is empty then.
 async fn remove_folder(directory: &std::path::Path, place: &Path) -> std::io::Result<()> {
     let folder = directory.join(place.as_ref());
-    match tokio::fs::remove_dir_all(&folder).await {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
-        _ => {}
-    }
+    unless_missing(tokio::fs::remove_dir_all(&folder).await)?;
     if let Some(job) = folder.parent() {
         // Fails, as intended, if the job has other checkpoints.
         let _ = tokio::fs::remove_dir(job).await;

@@ -49,9 +49,9 @@ pub(crate) struct Upload {
     /// `<epoch>-<step>`.
     name: String,
     /// The folder in which the pieces are collected.
-    gathering: PathBuf,
+    partial: PathBuf,
     /// The folder of the complete checkpoint.
-    place: PathBuf,
+    complete: PathBuf,
 }
 
 impl Upload {
@@ -59,8 +59,8 @@ impl Upload {
     pub(crate) fn of(job_dir: &Path, name: &str) -> Self {
         Self {
             name: name.to_owned(),
-            gathering: job_dir.join("uploads").join(name),
-            place: job_dir.join("checkpoints").join(name),
+            partial: job_dir.join("uploads").join(name),
+            complete: job_dir.join("checkpoints").join(name),
         }
     }
 
@@ -72,12 +72,12 @@ impl Upload {
             Err(e) => Err(e),
         };
         let mut state = UploadState {
-            stored: hash(&self.place)?,
-            manifest: hash(&self.gathering)?,
+            stored: hash(&self.complete)?,
+            manifest: hash(&self.partial)?,
             ..UploadState::default()
         };
-        for name in self.gathered()? {
-            if let Ok(about) = self.gathering.join(&name).metadata() {
+        for name in self.received_files()? {
+            if let Ok(about) = self.partial.join(&name).metadata() {
                 state.received.insert(name, about.len());
             }
         }
@@ -85,8 +85,8 @@ impl Upload {
     }
 
     /// The names of the files of which pieces have arrived, without the manifest.
-    fn gathered(&self) -> io::Result<Vec<String>> {
-        let entries = match fs::read_dir(&self.gathering) {
+    fn received_files(&self) -> io::Result<Vec<String>> {
+        let entries = match fs::read_dir(&self.partial) {
             Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
                 return Ok(Vec::new());
             }
@@ -105,14 +105,14 @@ impl Upload {
         let manifest = self.read_manifest(text)?;
         self.may_replace(&manifest, is_live)?;
         let _one_at_a_time = self.lock()?;
-        let path = self.gathering.join(MANIFEST);
+        let path = self.partial.join(MANIFEST);
         if fs::read(&path).is_ok_and(|before| before == text) {
             return Ok(());
         }
-        for name in self.gathered()? {
-            fs::remove_file(self.gathering.join(name))?;
+        for name in self.received_files()? {
+            fs::remove_file(self.partial.join(name))?;
         }
-        let temporary = self.gathering.join("MANIFEST.new");
+        let temporary = self.partial.join("MANIFEST.new");
         fs::write(&temporary, text)?;
         Ok(fs::rename(temporary, path)?)
     }
@@ -127,7 +127,7 @@ impl Upload {
         let Some(wanted) = manifest.files.get(name) else {
             return Err(Refused::Wrong(format!("the manifest of checkpoint {} names no {name}", self.name)));
         };
-        let path = self.gathering.join(name);
+        let path = self.partial.join(name);
         let mut file = File::options().write(true).create(true).truncate(false).open(&path)?;
         let there = file.metadata()?.len();
         if there != offset {
@@ -158,22 +158,22 @@ impl Upload {
         let manifest = match self.manifest() {
             Ok(manifest) => manifest,
             // The upload was committed before, and only the response was lost.
-            Err(Refused::Wrong(_)) if self.place.join(MANIFEST).exists() => return Ok(()),
+            Err(Refused::Wrong(_)) if self.complete.join(MANIFEST).exists() => return Ok(()),
             Err(error) => return Err(error),
         };
         self.may_replace(&manifest, is_live)?;
-        if let Err(error) = check_whole(&self.gathering) {
+        if let Err(error) = check_whole(&self.partial) {
             if error.kind() != io::ErrorKind::InvalidData {
                 return Err(error.into());
             }
-            fs::remove_dir_all(&self.gathering)?;
+            fs::remove_dir_all(&self.partial)?;
             return Err(Refused::Damaged(error.to_string()));
         }
         for name in manifest.files.keys().map(String::as_str).chain([MANIFEST]) {
-            File::open(self.gathering.join(name))?.sync_all()?;
+            File::open(self.partial.join(name))?.sync_all()?;
         }
-        File::open(&self.gathering)?.sync_all()?;
-        let Some(all) = self.place.parent() else { return Err(Refused::Wrong("no folder".into())) };
+        File::open(&self.partial)?.sync_all()?;
+        let Some(all) = self.complete.parent() else { return Err(Refused::Wrong("no folder".into())) };
         fs::create_dir_all(all)?;
         self.put()?;
         Ok(File::open(all)?.sync_all()?)
@@ -183,17 +183,17 @@ impl Upload {
     /// attempt.
     fn put(&self) -> io::Result<()> {
         use rustix::fs::{CWD, RenameFlags, renameat_with};
-        if !self.place.exists() {
-            return fs::rename(&self.gathering, &self.place);
+        if !self.complete.exists() {
+            return fs::rename(&self.partial, &self.complete);
         }
-        if renameat_with(CWD, &self.gathering, CWD, &self.place, RenameFlags::EXCHANGE).is_err() {
+        if renameat_with(CWD, &self.partial, CWD, &self.complete, RenameFlags::EXCHANGE).is_err() {
             // The file system cannot exchange two folders, so for a moment there is no checkpoint.
-            let old = self.gathering.with_extension("old");
-            fs::rename(&self.place, &old)?;
-            fs::rename(&self.gathering, &self.place)?;
+            let old = self.partial.with_extension("old");
+            fs::rename(&self.complete, &old)?;
+            fs::rename(&self.partial, &self.complete)?;
             return fs::remove_dir_all(&old);
         }
-        fs::remove_dir_all(&self.gathering)
+        fs::remove_dir_all(&self.partial)
     }
 
     /// Checks that an upload may replace a stored checkpoint. Only the live attempt may do so. An attempt that has ended may still add the
@@ -202,7 +202,7 @@ impl Upload {
         if is_live {
             return Ok(());
         }
-        let stored = match fs::read(self.place.join(MANIFEST)) {
+        let stored = match fs::read(self.complete.join(MANIFEST)) {
             Ok(text) => self.read_manifest(&text)?,
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
             Err(e) => return Err(e.into()),
@@ -218,8 +218,8 @@ impl Upload {
     ///
     /// Does not wait for the lock, because waiting would block a thread.
     fn lock(&self) -> Result<File> {
-        fs::create_dir_all(&self.gathering)?;
-        let folder = File::open(&self.gathering)?;
+        fs::create_dir_all(&self.partial)?;
+        let folder = File::open(&self.partial)?;
         match folder.try_lock() {
             Ok(()) => Ok(folder),
             Err(fs::TryLockError::WouldBlock) => Err(Refused::Busy),
@@ -228,7 +228,7 @@ impl Upload {
     }
 
     fn manifest(&self) -> Result<Manifest> {
-        match fs::read(self.gathering.join(MANIFEST)) {
+        match fs::read(self.partial.join(MANIFEST)) {
             Ok(text) => self.read_manifest(&text),
             Err(e) if e.kind() == io::ErrorKind::NotFound => {
                 Err(Refused::Wrong(format!("send {MANIFEST} of checkpoint {} first", self.name)))

@@ -11,7 +11,7 @@ const MAX_REMEMBERED: usize = 4096;
 
 /// The identity of a file when it was read. Writing into a file changes its times, and replacing a file changes the inode.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-struct Seen {
+struct FileIdentity {
     file: (u64, u64),
     size_bytes: u64,
     modified: (i64, i64),
@@ -19,7 +19,7 @@ struct Seen {
     sha256: String,
 }
 
-impl Seen {
+impl FileIdentity {
     fn of(about: &Metadata, sha256: &str) -> Self {
         Self {
             file: (about.dev(), about.ino()),
@@ -33,7 +33,7 @@ impl Seen {
 
 /// The verified files, so that a file is not read again for each requested part.
 #[derive(Debug, Default)]
-pub(crate) struct VerifiedFiles(Mutex<HashSet<Seen>>);
+pub(crate) struct VerifiedFiles(Mutex<HashSet<FileIdentity>>);
 
 impl VerifiedFiles {
     /// Checks that a file has the size and checksum of its manifest.
@@ -42,14 +42,14 @@ impl VerifiedFiles {
     /// [`io::ErrorKind::InvalidData`] if the file is damaged; the text says how. Other errors if the file cannot be read now.
     pub(crate) async fn check(&self, path: PathBuf, written: &ManifestFile) -> io::Result<()> {
         let about = tokio::fs::metadata(&path).await?;
-        if lock(&self.0).contains(&Seen::of(&about, &written.sha256)) {
+        if lock(&self.0).contains(&FileIdentity::of(&about, &written.sha256)) {
             return Ok(());
         }
         let wanted = written.clone();
         let seen = move || {
             let file = regular_files::open(&path)?;
             // Taken before reading, so that a file which changes while it is read is verified again.
-            let seen = Seen::of(&file.metadata()?, &wanted.sha256);
+            let seen = FileIdentity::of(&file.metadata()?, &wanted.sha256);
             let name = path.file_name().unwrap_or_default().to_string_lossy();
             verify(file, &name, &wanted).map(|()| seen)
         };

@@ -1,6 +1,6 @@
 //! The configuration of an OpenID provider, and the rights of its accounts.
 
-use lockstep_protocol::people::Role;
+use lockstep_protocol::{people::Role, words};
 use reqwest::Url;
 use std::{fmt, net::IpAddr, path::PathBuf, str::FromStr, time::Duration};
 
@@ -104,27 +104,13 @@ pub enum NameClaim {
     Email,
 }
 
-impl NameClaim {
-    pub(crate) fn as_str(self) -> &'static str {
-        match self {
-            NameClaim::PreferredUsername => "preferred_username",
-            NameClaim::Email => "email",
-        }
-    }
-}
-
-impl fmt::Display for NameClaim {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
-    }
-}
+words!(NameClaim: PreferredUsername = "preferred_username", Email = "email");
 
 impl FromStr for NameClaim {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let all = [NameClaim::PreferredUsername, NameClaim::Email];
-        let found = all.into_iter().find(|claim| claim.as_str() == text);
+        let found = NameClaim::ALL.into_iter().find(|claim| claim.as_str() == text);
         found.ok_or_else(|| format!("{text:?} is neither preferred_username nor email"))
     }
 }

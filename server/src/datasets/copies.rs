@@ -1,11 +1,9 @@
 //! Progress of machines that copy a job's dataset, as lines of the job's log: a line for each tenth, and a line each time the copy starts
 //! again because the dataset has changed.
 
+use crate::util::lock;
 use lockstep_protocol::JobId;
-use std::{
-    collections::HashMap,
-    sync::{Mutex, PoisonError},
-};
+use std::{collections::HashMap, sync::Mutex};
 
 /// Maximum number of copies that are remembered. With more copies, a line may be logged twice.
 const MAX_REMEMBERED: usize = 4096;
@@ -42,7 +40,7 @@ impl CopyProgress {
         restarted: bool,
     ) -> Option<CopyNotice> {
         let tenths = copied.saturating_mul(10).checked_div(total).unwrap_or(10).min(10);
-        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = lock(&self.0);
         let key = (job.clone(), attempt, agent.to_owned());
         if all.len() >= MAX_REMEMBERED && !all.contains_key(&key) {
             all.clear();

@@ -67,12 +67,12 @@ impl Tree {
                 Ok(Some(Self { root: root.into(), kind: Kind::File, within: unicode(name)? }))
             }
             Ok(_) => Err(format!("{} is neither a file nor a folder", path.display())),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Self::of_pattern(path),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Self::open_pattern(path),
             Err(error) => Err(failed(error)),
         }
     }
 
-    fn of_pattern(path: &Path) -> Result<Option<Self>, String> {
+    fn open_pattern(path: &Path) -> Result<Option<Self>, String> {
         let has_brace = |part: &std::ffi::OsStr| part.as_encoded_bytes().contains(&b'{');
         let fixed: PathBuf = path.iter().take_while(|part| !has_brace(part)).collect();
         let rest: PathBuf = path.iter().skip_while(|part| !has_brace(part)).collect();

@@ -1,10 +1,13 @@
 //! Running inspections of datasets, by path. A second request for the same path joins the first.
 
-use crate::agents::{Online, RequestError};
+use crate::{
+    agents::{Online, RequestError},
+    util::lock,
+};
 use lockstep_protocol::dataset::DatasetInfo;
 use std::{
     collections::HashMap,
-    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, OnceLock},
 };
 use tokio::sync::watch;
 
@@ -35,7 +38,7 @@ pub(crate) struct Inspection {
 
 impl Inspections {
     pub(crate) fn lock(&self) -> MutexGuard<'_, Known> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 
     /// Forgets an inspection that has ended, with or without an outcome.

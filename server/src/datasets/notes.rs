@@ -1,12 +1,13 @@
 //! The dataset of a job at the job's first start, in the job's folder. Datasets of machines on which the job starts later are compared with
 //! it.
 
+use crate::util::lock;
 use lockstep_protocol::dataset::{DATASET_NOTE, DatasetNote};
 use std::{
     fs::{self, File},
     io::{self, Write as _},
     path::Path,
-    sync::{Mutex, PoisonError},
+    sync::Mutex,
 };
 
 /// Held while a note is read and written, so that only one of two machines that start at the same time writes the first note.
@@ -14,7 +15,7 @@ static NOTE_LOCK: Mutex<()> = Mutex::new(());
 
 /// Stores the note of a job's first start, if the job has no note yet. If the stored note has another dataset, returns its description.
 pub(crate) fn keep_dataset_note(job_dir: &Path, own: &DatasetNote) -> io::Result<Option<String>> {
-    let _one_at_a_time = NOTE_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
+    let _one_at_a_time = lock(&NOTE_LOCK);
     let text = match fs::read(job_dir.join(DATASET_NOTE)) {
         Ok(text) => text,
         Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),

@@ -2,7 +2,7 @@
 //! unpacked next to it. The unpacked pictures become a dataset, and the zip file is removed. Reading an archive needs little
 //! memory for any directory in it, because a zip file of a few bytes may claim any size.
 
-use crate::util::disk_space::check_space;
+use crate::util::{disk_space::check_space, unless_missing};
 use sha2::{Digest, Sha256};
 use std::{
     cell::Cell,
@@ -191,13 +191,6 @@ impl Upload {
 /// Removes the folder of an upload, or of a dataset that was uploaded.
 pub(crate) fn remove(folder: &Path) -> io::Result<()> {
     unless_missing(fs::remove_dir_all(folder))
-}
-
-fn unless_missing(removed: io::Result<()>) -> io::Result<()> {
-    match removed {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        removed => removed,
-    }
 }
 
 /// Removes unfinished uploads without a dataset, and files that a crash has left: zip files of datasets, and pictures of

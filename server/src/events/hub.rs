@@ -2,14 +2,17 @@
 //! the store for each event. The store stays authoritative: a reader whose next event is not in memory reads the event from the store, so
 //! slow readers miss nothing.
 
-use crate::store::{Changed, EventRow};
+use crate::{
+    store::{Changed, EventRow},
+    util::lock,
+};
 use lockstep_protocol::{
     job::{Job, JobId},
     stream::{Frame, Labels, Pace},
 };
 use std::{
     collections::{HashMap, VecDeque},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex},
     time::Duration,
 };
 use tokio::sync::{Notify, broadcast, watch};
@@ -61,10 +64,6 @@ pub(crate) struct Listed {
     pub(crate) owner: Option<Arc<str>>,
     /// Whether only the owner and admins may read the frame.
     pub(crate) private: bool,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Hub {

@@ -1,15 +1,12 @@
 //! Lines that the server writes into logs of jobs.
 
 use super::Events;
-use crate::{lifecycle, store::JobRow};
+use crate::{lifecycle, store::JobRow, util::lock};
 use lockstep_protocol::{
     JobId,
     agent::{AttemptEvent, LogLine},
 };
-use std::{
-    collections::HashSet,
-    sync::{Mutex, PoisonError},
-};
+use std::{collections::HashSet, sync::Mutex};
 
 /// Maximum number of lines that are remembered as written. With more lines, a line may be written twice.
 const MAX_REMEMBERED: usize = 4096;
@@ -21,7 +18,7 @@ impl Events {
     /// Writes a line into a job's log, unless a line about the topic `what` was already written for the attempt.
     pub(crate) async fn log_once(&self, job: &JobId, attempt: u32, what: &'static str, text: String) {
         {
-            let mut written = self.written_lines.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut written = lock(&self.written_lines);
             if written.len() >= MAX_REMEMBERED {
                 written.clear();
             }

@@ -73,7 +73,7 @@ impl Ingest {
                         connection.close_for(&report.attempt);
                         continue;
                     }
-                    from.push((agent, connection, report.attempt.clone(), Gist::of(&report)));
+                    from.push((agent, connection, report.attempt.clone(), ReportSummary::of(&report)));
                     reservations.push(reservation);
                     reports.push(*report);
                 }
@@ -86,8 +86,8 @@ impl Ingest {
         if tried_again {
             self.catch_up(from.iter().map(|(_, _, attempt, _)| &attempt.job).collect()).await;
         }
-        for ((agent, connection, attempt, gist), answer) in from.into_iter().zip(answers) {
-            if gist.ending.is_some() && !matches!(answer, Ingested::Gap { .. }) {
+        for ((agent, connection, attempt, summary), answer) in from.into_iter().zip(answers) {
+            if summary.ending.is_some() && !matches!(answer, Ingested::Gap { .. }) {
                 agents.leases.note_ranks_ended(&agent, &attempt);
             }
             match answer {
@@ -95,18 +95,18 @@ impl Ingest {
                     if let Some(changed) = changed {
                         let count = changed.events.iter().map(EventRow::count).sum();
                         events.stored.fetch_add(count, Ordering::Relaxed);
-                        events.steps.fetch_add(gist.steps, Ordering::Relaxed);
-                        if let Some(at) = gist.first_line_at {
+                        events.steps.fetch_add(summary.steps, Ordering::Relaxed);
+                        if let Some(at) = summary.first_line_at {
                             let lag = crate::now().duration_since(at);
                             // Negative if the clock of the rank's machine is ahead.
                             events.ingest_lag.observe(Duration::try_from(lag).unwrap_or_default());
                         }
                         events.publish(&changed);
                     }
-                    if !gist.unreachable.is_empty() {
-                        agents.leases.mark_unreachable(&attempt, &gist.unreachable);
+                    if !summary.unreachable.is_empty() {
+                        agents.leases.mark_unreachable(&attempt, &summary.unreachable);
                     }
-                    if let Some(ending) = &gist.ending {
+                    if let Some(ending) = &summary.ending {
                         dispatch::ended_at(&self.scheduler, &attempt, &agent, ending);
                     }
                     acknowledged.watched = events.hub.is_watched(&attempt.job);
@@ -234,7 +234,7 @@ impl Ingest {
 }
 
 /// The parts of a report that are needed after it is stored.
-struct Gist {
+struct ReportSummary {
     /// How the attempt ended on this agent.
     ending: Option<Ending>,
     /// Ranks whose machines do not respond.
@@ -245,7 +245,7 @@ struct Gist {
     first_line_at: Option<Timestamp>,
 }
 
-impl Gist {
+impl ReportSummary {
     fn of(report: &Report) -> Self {
         let mut this = Self { ending: None, unreachable: Vec::new(), steps: 0, first_line_at: None };
         for event in &report.events {

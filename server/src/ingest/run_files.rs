@@ -1,6 +1,6 @@
 //! Files of a run from elsewhere: the folder `files` in the job's folder, which is removed with the job.
 
-use crate::util::disk_space::check_space;
+use crate::util::{disk_space::check_space, lock};
 use lockstep_protocol::{
     job::RunFile,
     limits::{RUN_FILE_PATH_BYTES, RUN_FILES, RUN_FILES_BYTES},
@@ -8,7 +8,7 @@ use lockstep_protocol::{
 use std::{
     fs, io,
     path::{Path, PathBuf},
-    sync::{Mutex, PoisonError},
+    sync::Mutex,
     time::{Duration, UNIX_EPOCH},
 };
 
@@ -147,7 +147,7 @@ impl RunFiles {
             let detail = format!("{} of {size_bytes} bytes were written", about.len());
             return Err(Refused::Io(io::Error::other(detail)));
         }
-        let _one_at_a_time = PLACE_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
+        let _one_at_a_time = lock(&PLACE_LOCK);
         check_size(about.len(), self.room(path)?)?;
         let put = || -> io::Result<()> {
             if let Some(folder) = place.parent() {
@@ -174,7 +174,7 @@ impl RunFiles {
     /// The path is not allowed, or a disk error.
     pub(crate) fn remove(&self, path: &str) -> Result<bool> {
         let place = self.place(path)?;
-        let _one_at_a_time = PLACE_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
+        let _one_at_a_time = lock(&PLACE_LOCK);
         let removed = match fs::symlink_metadata(&place) {
             Ok(about) if about.is_dir() => fs::remove_dir_all(&place),
             Ok(_) => fs::remove_file(&place),

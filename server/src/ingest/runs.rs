@@ -5,6 +5,7 @@ use crate::{
     events::Events,
     lifecycle::external::{self, RunChange},
     store::{Appended, Created, EventRow, JobRow, NewJob, Result, RunRecords, Store, StoreError},
+    util::lock,
 };
 use axum::body::Body;
 use futures_util::StreamExt;
@@ -14,7 +15,7 @@ use lockstep_protocol::{
 };
 use std::{
     collections::HashMap,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::Ordering},
+    sync::{Arc, Mutex, atomic::Ordering},
     time::{Duration, Instant},
 };
 
@@ -36,12 +37,8 @@ impl Runs {
         Self { store, events, silence, heard: Mutex::default() }
     }
 
-    fn heard(&self) -> MutexGuard<'_, HashMap<JobId, Instant>> {
-        self.heard.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn note(&self, id: &JobId) {
-        self.heard().insert(id.clone(), Instant::now());
+        lock(&self.heard).insert(id.clone(), Instant::now());
     }
 
     /// The body of an upload, each part of which counts as a sign of life of the run.
@@ -72,7 +69,7 @@ impl Runs {
         self.note(id);
         let at = crate::now();
         let changed =
-            self.events.change_job(id, Box::new(move |row| external::told(row, &change, at))).await?;
+            self.events.change_job(id, Box::new(move |row| external::apply_change(row, &change, at))).await?;
         Ok(changed.job)
     }
 
@@ -86,7 +83,7 @@ impl Runs {
         self.note(&records.job);
         let at = crate::now();
         let change = move |row: &mut JobRow, known: u64| {
-            external::told(row, &RunChange { columns: columns_of(known), ..change.clone() }, at)
+            external::apply_change(row, &RunChange { columns: columns_of(known), ..change.clone() }, at)
         };
         let appended = self.store.append_records(&records, Box::new(change)).await?;
         if let Appended::Stored { changed, .. } = &appended {
@@ -111,7 +108,7 @@ impl Runs {
             jobs.retain(|job| job.external.is_some() && job.state == JobState::Running);
             for id in self.silent(jobs.into_iter().map(|job| job.id).collect()) {
                 let (secs, at) = (self.silence.as_secs_f64(), crate::now());
-                let end = Box::new(move |row: &mut JobRow| external::silent(row, secs, at));
+                let end = Box::new(move |row: &mut JobRow| external::fail_silent(row, secs, at));
                 match self.events.change_job(&id, end).await {
                     Ok(_) | Err(StoreError::NotFound(_)) => {}
                     Err(error) => {
@@ -124,7 +121,7 @@ impl Runs {
 
     /// Returns those of the running runs that have been silent for too long. Forgets runs that are not running.
     fn silent(&self, running: Vec<JobId>) -> Vec<JobId> {
-        let mut heard = self.heard();
+        let mut heard = lock(&self.heard);
         let now = Instant::now();
         let known = running.iter().map(|id| (id.clone(), heard.get(id).copied().unwrap_or(now))).collect();
         *heard = known;

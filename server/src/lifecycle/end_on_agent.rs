@@ -24,21 +24,24 @@ pub enum EndOnAgent {
 }
 
 impl EndOnAgent {
-    /// The precedence of this end as the explanation of the attempt's end. The lowest number is the best explanation.
-    fn precedence(&self) -> u8 {
+    /// The precedence of this end as the explanation of the attempt's end, then the step of a stalled rank: of several stalled ranks, the
+    /// rank with the lowest step held up the others. The lowest pair is the best explanation.
+    fn precedence(&self) -> (u8, u64) {
         match self {
             Self::Ended { ending: Ending::Failed { reason, .. }, .. } => match reason.kind() {
                 // Each agent only sees its own ranks wait for ranks of other agents.
-                ReasonKind::Stalled { detail: Some(_), .. } => 2,
-                ReasonKind::Stalled { detail: None, .. } => 3,
-                _ => 0,
+                ReasonKind::Stalled { detail: Some(_), step, .. } => (2, *step),
+                ReasonKind::Stalled { detail: None, step, .. } => (3, *step),
+                _ => (0, 0),
             },
-            Self::Lost(_) => 1,
-            Self::LeftUnreported(_) | Self::Ended { ending: Ending::Stopped, agent_leaving: Some(_) } => 4,
-            Self::Ended { ending: Ending::Secondary { .. }, .. } => 5,
+            Self::Lost(_) => (1, 0),
+            Self::LeftUnreported(_) | Self::Ended { ending: Ending::Stopped, agent_leaving: Some(_) } => {
+                (4, 0)
+            }
+            Self::Ended { ending: Ending::Secondary { .. }, .. } => (5, 0),
             // Stopped by the server, because ranks of another agent have ended.
-            Self::Ended { ending: Ending::Stopped, agent_leaving: None } => 6,
-            Self::Ended { ending: Ending::Succeeded { .. }, .. } => 7,
+            Self::Ended { ending: Ending::Stopped, agent_leaving: None } => (6, 0),
+            Self::Ended { ending: Ending::Succeeded { .. }, .. } => (7, 0),
         }
     }
 
@@ -46,23 +49,12 @@ impl EndOnAgent {
     pub(super) fn ends_others(&self) -> bool {
         !matches!(self, Self::Ended { ending: Ending::Succeeded { .. } | Ending::Stopped, .. })
     }
-
-    /// The step of a stalled rank; 0 for other ends. The stalled rank with the lowest step held up the others.
-    fn stalled_step(&self) -> u64 {
-        match self {
-            Self::Ended { ending: Ending::Failed { reason, .. }, .. } => match reason.kind() {
-                ReasonKind::Stalled { step, .. } => *step,
-                _ => 0,
-            },
-            _ => 0,
-        }
-    }
 }
 
 /// Selects the end that explains the attempt's end. `ends`: the ends on all agents, in the order of their reports.
 pub(super) fn explanation(ends: Vec<EndOnAgent>) -> Option<EndOnAgent> {
     // `min_by_key` selects the first of several equal ends.
-    ends.into_iter().min_by_key(|end| (end.precedence(), end.stalled_step()))
+    ends.into_iter().min_by_key(EndOnAgent::precedence)
 }
 
 #[cfg(test)]

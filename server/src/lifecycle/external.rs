@@ -2,8 +2,8 @@
 //! to which the points belong, and no fencing token: every program with the right to change the job may report.
 
 use super::{
-    JobRow, Refused, go, refused,
-    reports::{note, points_event},
+    JobRow, Refused, change_state, refused,
+    reports::{note_column, points_event},
     state_event,
 };
 use jiff::Timestamp;
@@ -56,13 +56,13 @@ pub(super) fn refuse_external(row: &JobRow, what: &str) -> Result<(), Refused> {
 }
 
 /// Begins a new run. Its state is `running` at once.
-pub fn begun(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
+pub fn begin(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     row.job.attempt = ATTEMPT;
-    run(row, at)
+    make_running(row, at)
 }
 
 /// Applies a change that a run's program reports. A run that failed because its program was silent continues.
-pub fn told(row: &mut JobRow, change: &RunChange, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
+pub fn apply_change(row: &mut JobRow, change: &RunChange, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     let alerts = merge(row, change)?;
     let at = change.ended_at.map_or(at, |ended| ended.min(at).max(row.job.created_at));
     let is_silence = |cause: &Reason| matches!(cause.kind(), ReasonKind::RunSilent { .. });
@@ -70,13 +70,13 @@ pub fn told(row: &mut JobRow, change: &RunChange, at: Timestamp) -> Result<Vec<E
     let mut events: Vec<_> =
         alerts.into_iter().map(|alert| EventBody::Alert { attempt: ATTEMPT, alert }).collect();
     events.extend(match change.state {
-        None if was_silent && row.job.state == JobState::Failed => run(row, at)?,
+        None if was_silent && row.job.state == JobState::Failed => make_running(row, at)?,
         None => Vec::new(),
         Some(state) if state == row.job.state && !was_silent => Vec::new(),
-        Some(JobState::Running) => run(row, at)?,
+        Some(JobState::Running) => make_running(row, at)?,
         Some(state) => {
-            run(row, at)?;
-            vec![go(row, state, reason(state, change.reason.as_deref()), None, at)?]
+            make_running(row, at)?;
+            vec![change_state(row, state, reason(state, change.reason.as_deref()), None, at)?]
         }
     });
     events.extend(points(row, &change.columns)?);
@@ -84,23 +84,23 @@ pub fn told(row: &mut JobRow, change: &RunChange, at: Timestamp) -> Result<Vec<E
 }
 
 /// Fails a running run whose program has been silent for `secs` seconds.
-pub fn silent(row: &mut JobRow, secs: f64, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
+pub fn fail_silent(row: &mut JobRow, secs: f64, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     if row.job.state != JobState::Running {
         return Ok(Vec::new());
     }
-    Ok(vec![go(row, JobState::Failed, Some(ReasonKind::RunSilent { secs }.into()), None, at)?])
+    Ok(vec![change_state(row, JobState::Failed, Some(ReasonKind::RunSilent { secs }.into()), None, at)?])
 }
 
 /// Changes a run to `running` from any state, through `queued` and `starting`.
-fn run(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
+fn make_running(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     if row.job.state == JobState::Running {
         return Ok(Vec::new());
     }
     if row.job.state.is_final() {
-        go(row, JobState::Queued, None, None, at)?;
+        change_state(row, JobState::Queued, None, None, at)?;
     }
-    go(row, JobState::Starting, None, None, at)?;
-    go(row, JobState::Running, None, None, at)?;
+    change_state(row, JobState::Starting, None, None, at)?;
+    change_state(row, JobState::Running, None, None, at)?;
     Ok(vec![state_event(row)])
 }
 
@@ -191,7 +191,7 @@ fn points(row: &mut JobRow, columns: &[MetricColumn]) -> Result<Vec<EventBody>, 
     for column in columns {
         // `val_pictures` is a field of `last` that is not a metric.
         if column.name != "val_pictures" {
-            note(row, RANK, column);
+            note_column(row, RANK, column);
         }
         let job = &mut row.job;
         job.step = job.step.max(column.steps.iter().copied().max().unwrap_or(0));

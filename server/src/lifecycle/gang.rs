@@ -1,14 +1,16 @@
 //! The end of an attempt whose ranks are on several agents. The attempt ends when the ranks have ended on all agents, so that no GPU memory
 //! is in use when the next attempt starts. The end with the best explanation gives the reason.
 
-use super::{EndOnAgent, JobRow, Refused, end_on_agent::explanation, lost, reports::ended, requeue};
+use super::{
+    EndOnAgent, JobRow, Refused, end_lost_attempt, end_on_agent::explanation, reports::end_attempt, requeue,
+};
 use jiff::Timestamp;
 use lockstep_protocol::stream::EventBody;
 
-/// Records that the ranks of the live attempt have ended on an agent. When they have ended on all `places` agents, the attempt ends.
+/// Records that the ranks of the live attempt have ended on an agent. When they have ended on all `agent_count` agents, the attempt ends.
 pub fn record_end_on_agent(
     row: &mut JobRow,
-    places: usize,
+    agent_count: usize,
     agent_id: &str,
     end: EndOnAgent,
     at: Timestamp,
@@ -18,16 +20,16 @@ pub fn record_end_on_agent(
         return Ok(Vec::new());
     }
     ends.push((agent_id.to_owned(), end));
-    if ends.len() < places {
+    if ends.len() < agent_count {
         return Ok(Vec::new());
     }
     let Some(cause) = explanation(std::mem::take(ends).into_iter().map(|(_, end)| end).collect()) else {
         return Ok(Vec::new());
     };
     match cause {
-        EndOnAgent::Lost(reason) => lost(row, &reason, at),
+        EndOnAgent::Lost(reason) => end_lost_attempt(row, &reason, at),
         EndOnAgent::LeftUnreported(reason) => requeue(row, &reason, at),
-        EndOnAgent::Ended { ending, agent_leaving } => ended(row, ending, agent_leaving.as_ref(), at),
+        EndOnAgent::Ended { ending, agent_leaving } => end_attempt(row, ending, agent_leaving.as_ref(), at),
     }
 }
 

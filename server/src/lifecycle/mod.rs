@@ -49,7 +49,7 @@ pub struct Fork {
 ///
 /// # Errors
 /// [`JobState::may_become`] does not allow the transition.
-fn go(
+fn change_state(
     row: &mut JobRow,
     state: JobState,
     reason: Option<Reason>,
@@ -115,7 +115,7 @@ fn state_event(row: &JobRow) -> EventBody {
 }
 
 /// The first events of a new job. A fork begins with a checkpoint.
-pub fn created(row: &mut JobRow, fork: Option<&Fork>) -> Vec<EventBody> {
+pub fn first_events(row: &mut JobRow, fork: Option<&Fork>) -> Vec<EventBody> {
     row.job.set_reason(fork.map(|f| f.reason.clone()));
     let mut events = vec![state_event(row)];
     if let Some(Fork { checkpoint, .. }) = fork {
@@ -128,17 +128,21 @@ pub fn created(row: &mut JobRow, fork: Option<&Fork>) -> Vec<EventBody> {
 
 /// Starts the next attempt. The caller has set attempt, fencing token and agents. `fewer` is the reason if the attempt has fewer ranks than
 /// the job.
-pub fn started(row: &mut JobRow, fewer: Option<Reason>, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
+pub fn start_attempt(
+    row: &mut JobRow,
+    fewer: Option<Reason>,
+    at: Timestamp,
+) -> Result<Vec<EventBody>, Refused> {
     row.progress.trained = false;
     row.progress.began_from = row.progress.checkpoint;
     row.progress.ends.clear();
     row.progress.unreachable.clear();
-    Ok(vec![go(row, JobState::Starting, fewer, None, at)?])
+    Ok(vec![change_state(row, JobState::Starting, fewer, None, at)?])
 }
 
 /// Whether a waiting job shows `reason`, the reason why it waits. Otherwise the job shows how its last attempt ended, which tells a user
 /// more if the job will start again by itself.
-pub fn tells_wait(job: &Job, reason: &Reason) -> bool {
+pub fn shows_wait_reason(job: &Job, reason: &Reason) -> bool {
     let continues = job.cause.as_ref().is_some_and(|c| matches!(c.next(), Some(Next::Continue { .. })));
     let cannot_start = matches!(reason.kind(), ReasonKind::UnreadableSpec { .. });
     match job.state {
@@ -149,10 +153,10 @@ pub fn tells_wait(job: &Job, reason: &Reason) -> bool {
 }
 
 /// Sets the reason why a job still waits. Returns no event if the job shows this reason already, or if it shows how its last attempt ended
-/// ([`tells_wait`]).
-pub fn waits(row: &mut JobRow, reason: &Reason) -> Result<Vec<EventBody>, Refused> {
+/// ([`shows_wait_reason`]).
+pub fn set_wait_reason(row: &mut JobRow, reason: &Reason) -> Result<Vec<EventBody>, Refused> {
     let job = &mut row.job;
-    if !tells_wait(job, reason) || job.reason.as_deref() == Some(reason.words()) {
+    if !shows_wait_reason(job, reason) || job.reason.as_deref() == Some(reason.words()) {
         return Ok(Vec::new());
     }
     job.set_reason(Some(reason.clone()));
@@ -175,7 +179,7 @@ pub fn cancel(row: &mut JobRow, reachable: bool, at: Timestamp) -> Result<Vec<Ev
         row.job.set_reason(Some(ReasonKind::Cancelling.into()));
         return Ok(vec![state_event(row)]);
     }
-    Ok(vec![go(row, JobState::Cancelled, Some(reason), None, at)?])
+    Ok(vec![change_state(row, JobState::Cancelled, Some(reason), None, at)?])
 }
 
 /// Pauses a job for a user: its ranks write a checkpoint and free their slots. An unreachable agent gets the order when it reconnects, or
@@ -184,9 +188,9 @@ pub fn pause(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused>
     external::refuse_external(row, "paused")?;
     let state = row.job.state;
     match state {
-        JobState::Queued | JobState::Restarting => Ok(vec![paused(row, None, at)?]),
+        JobState::Queued | JobState::Restarting => Ok(vec![become_paused(row, None, at)?]),
         JobState::Starting | JobState::Running if row.stop.is_none() => {
-            Ok(vec![go(row, JobState::Pausing, Some(ReasonKind::Pausing.into()), None, at)?])
+            Ok(vec![change_state(row, JobState::Pausing, Some(ReasonKind::Pausing.into()), None, at)?])
         }
         JobState::Pausing => Ok(preemption::pause_instead(row)),
         _ => Err(refused(state, format!("the job is {state}; only a waiting or running job can be paused"))),
@@ -210,16 +214,16 @@ pub fn resume(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused
 }
 
 /// Changes a job without running ranks to `paused`. `why` is the reason if its ranks have not ended in an orderly way.
-fn paused(row: &mut JobRow, why: Option<&Reason>, at: Timestamp) -> Result<EventBody, Refused> {
+fn become_paused(row: &mut JobRow, why: Option<&Reason>, at: Timestamp) -> Result<EventBody, Refused> {
     let reason = ReasonKind::PausedByUser { detail: why.map(|why| why.words().into()) };
     let next = Next::ContinueWhenResumed { from_step: row.progress.checkpoint };
-    go(row, JobState::Paused, Some(reason.into()), Some(next), at)
+    change_state(row, JobState::Paused, Some(reason.into()), Some(next), at)
 }
 
 /// Queues a job, to continue from its newest checkpoint.
 fn queue(row: &mut JobRow, reason: Reason, at: Timestamp) -> Result<EventBody, Refused> {
     let next = Next::Continue { from_step: row.progress.checkpoint };
-    go(row, JobState::Queued, Some(reason), Some(next), at)
+    change_state(row, JobState::Queued, Some(reason), Some(next), at)
 }
 
 /// Like [`queue`], and earlier restarts no longer count.
@@ -243,13 +247,13 @@ pub fn retry(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused>
 }
 
 /// Ends an attempt whose agent was silent for longer than the lease, or has reconnected without the attempt's ranks.
-pub fn lost(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
+pub fn end_lost_attempt(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     if row.job.state == JobState::Pausing && row.stop.is_none() {
-        return Ok(vec![preemption::set_aside(row, Some(why), at)?]);
+        return Ok(vec![preemption::pause_or_requeue(row, Some(why), at)?]);
     }
-    let mut events = vec![go(row, JobState::Lost, Some(why.clone()), None, at)?];
+    let mut events = vec![change_state(row, JobState::Lost, Some(why.clone()), None, at)?];
     events.push(match row.stop.take() {
-        Some(stop) => go(row, JobState::Cancelled, Some(stop), None, at)?,
+        Some(stop) => change_state(row, JobState::Cancelled, Some(stop), None, at)?,
         None => restart_or_fail(row, why.clone(), at)?,
     });
     Ok(events)
@@ -258,16 +262,16 @@ pub fn lost(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec<EventBo
 /// Returns a job to the queue without counting a restart, such as when its agent was stopped in an orderly way.
 pub fn requeue(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     let event = match row.stop.take() {
-        Some(stop) => go(row, JobState::Cancelled, Some(stop), None, at)?,
-        None if row.job.state == JobState::Pausing => preemption::set_aside(row, None, at)?,
+        Some(stop) => change_state(row, JobState::Cancelled, Some(stop), None, at)?,
+        None if row.job.state == JobState::Pausing => preemption::pause_or_requeue(row, None, at)?,
         None => queue(row, why.clone(), at)?,
     };
     Ok(vec![event])
 }
 
 /// Fails a job that could not start because one of its requirements no longer exists.
-pub fn cannot_start(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
-    Ok(vec![go(row, JobState::Failed, Some(why.clone()), None, at)?])
+pub fn fail_to_start(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
+    Ok(vec![change_state(row, JobState::Failed, Some(why.clone()), None, at)?])
 }
 
 /// Restarts a job after a failed attempt, or fails the job if it has no restarts left. The loss of a machine does not count as a restart if
@@ -284,10 +288,10 @@ fn restart_or_fail(row: &mut JobRow, why: Reason, at: Timestamp) -> Result<Event
     if is_free || row.restarts < row.job.spec.recovery.max_restarts {
         row.restarts += u32::from(!is_free);
         let next = Next::Restart { attempt: row.job.attempt + 1, from_step: row.progress.checkpoint };
-        return go(row, JobState::Restarting, Some(why), Some(next), at);
+        return change_state(row, JobState::Restarting, Some(why), Some(next), at);
     }
     let next = Next::GiveUp { restarts: row.restarts };
-    go(row, JobState::Failed, Some(why), Some(next), at)
+    change_state(row, JobState::Failed, Some(why), Some(next), at)
 }
 
 fn checkpoint_id(row: &JobRow, epoch: u32, step: u64) -> String {

@@ -1,7 +1,7 @@
 //! Preemption by checkpoint: the ranks of a job write a checkpoint and end, because a job of higher priority takes their slots. The preempted
 //! job then waits again and continues by itself. Preemption does not count as a failed attempt.
 
-use super::{JobRow, Refused, go, paused, queue, state_event};
+use super::{JobRow, Refused, become_paused, change_state, queue, state_event};
 use jiff::Timestamp;
 use lockstep_protocol::{
     job::{Job, JobState},
@@ -20,7 +20,7 @@ pub fn preempt(row: &mut JobRow, by: &Job, at: Timestamp) -> Result<Vec<EventBod
     }
     let job = (!by.spec.private).then(|| by.id.as_str().into());
     let reason = ReasonKind::Preempting { job, priority: by.spec.priority };
-    Ok(vec![go(row, JobState::Pausing, Some(reason.into()), None, at)?])
+    Ok(vec![change_state(row, JobState::Pausing, Some(reason.into()), None, at)?])
 }
 
 /// Pauses a job that is being preempted, for a user. The job then does not continue by itself. Nothing changes for a job that a user has
@@ -35,9 +35,13 @@ pub(super) fn pause_instead(row: &mut JobRow) -> Vec<EventBody> {
 
 /// Handles the end of the ranks of a pausing job: the job is paused, or queued again if it was preempted. `why` is the reason if the ranks
 /// have not ended in an orderly way.
-pub(super) fn set_aside(row: &mut JobRow, why: Option<&Reason>, at: Timestamp) -> Result<EventBody, Refused> {
+pub(super) fn pause_or_requeue(
+    row: &mut JobRow,
+    why: Option<&Reason>,
+    at: Timestamp,
+) -> Result<EventBody, Refused> {
     let Some(ReasonKind::Preempting { job, priority }) = row.job.cause.as_ref().map(Reason::kind) else {
-        return paused(row, why, at);
+        return become_paused(row, why, at);
     };
     let (job, priority) = (job.clone(), *priority);
     let reason = ReasonKind::Preempted { job, priority, detail: why.map(|why| why.words().into()) };

@@ -1,7 +1,8 @@
 //! The rules by which records of ranks and agents change a job.
 
 use super::{
-    JobRow, Refused, checkpoint_id, go, preemption::set_aside, requeue, restart_or_fail, state_event, trial,
+    JobRow, Refused, change_state, checkpoint_id, preemption::pause_or_requeue, requeue, restart_or_fail,
+    state_event, trial,
 };
 use jiff::Timestamp;
 use lockstep_protocol::{
@@ -59,7 +60,7 @@ pub fn report(
                     row.stop.is_some() || matches!(cause.kind(), ReasonKind::FewerRanks { .. })
                 };
                 let cause = row.job.cause.clone().filter(stays);
-                events.push(go(row, JobState::Running, cause, None, at)?);
+                events.push(change_state(row, JobState::Running, cause, None, at)?);
             }
             events.push(EventBody::Plan { attempt, total_steps, steps_per_epoch, start_step });
             events
@@ -82,7 +83,7 @@ pub fn report(
             let columns = columns.into_iter().filter(is_column);
             let events = columns
                 .map(|column| {
-                    note(row, rank, &column);
+                    note_column(row, rank, &column);
                     points_event(attempt, rank, column)
                 })
                 .collect();
@@ -139,7 +140,7 @@ pub fn report(
             vec![EventBody::Histograms { attempt, step: histograms.step }]
         }
         AttemptEvent::Network(network) if network.check().is_ok() => vec![EventBody::Network { attempt }],
-        AttemptEvent::Ended(ending) => ended(row, ending, leaving, at)?,
+        AttemptEvent::Ended(ending) => end_attempt(row, ending, leaving, at)?,
         // Stored for a server that is restarted before the attempt's end.
         AttemptEvent::RankFailed { unreachable, .. } => {
             row.progress.unreachable.extend(unreachable.into_iter().filter(|rank| *rank < ranks));
@@ -215,7 +216,7 @@ fn epoch_of(step: u64, steps_per_epoch: u64) -> u32 {
 }
 
 /// Updates the job's newest values, step, sparkline and speed from a column.
-pub(super) fn note(row: &mut JobRow, rank: u32, column: &MetricColumn) {
+pub(super) fn note_column(row: &mut JobRow, rank: u32, column: &MetricColumn) {
     let (Some(step), Some(newest)) = (column.steps.last().copied(), column.values.last()) else { return };
     let newest = Some(*newest).filter(|v| v.is_finite());
     let value = newest.map(f64::from);
@@ -262,7 +263,7 @@ fn note_speed(row: &mut JobRow) {
 }
 
 /// Handles the end of the live attempt's ranks. `leaving` is the reason if the agent itself is stopping.
-pub(super) fn ended(
+pub(super) fn end_attempt(
     row: &mut JobRow,
     ending: Ending,
     leaving: Option<&Reason>,
@@ -277,25 +278,27 @@ pub(super) fn ended(
         (Ending::Succeeded { step }, _) => {
             let mut events = Vec::new();
             if row.job.state == JobState::Starting {
-                events.push(go(row, JobState::Running, None, None, at)?);
+                events.push(change_state(row, JobState::Running, None, None, at)?);
             }
             row.job.step = row.job.step.max(step);
             let is_early = |cause: &Reason| matches!(cause.kind(), ReasonKind::StoppedEarly { .. });
             let early = row.job.cause.clone().filter(is_early);
-            events.push(go(row, JobState::Succeeded, early, None, at)?);
+            events.push(change_state(row, JobState::Succeeded, early, None, at)?);
             events
         }
         // The cancelled job also shows a failure that a person must handle, such as ranks that could not be ended.
         (Ending::Failed { reason, retriable: false }, Some(_)) => {
             let reason = ReasonKind::CancelledByUser { detail: Some(reason.words().into()) };
-            vec![go(row, JobState::Cancelled, Some(reason.into()), None, at)?]
+            vec![change_state(row, JobState::Cancelled, Some(reason.into()), None, at)?]
         }
-        (_, Some(stop)) => vec![go(row, JobState::Cancelled, Some(stop), None, at)?],
-        (Ending::Stopped, None) if row.job.state == JobState::Pausing => vec![set_aside(row, None, at)?],
+        (_, Some(stop)) => vec![change_state(row, JobState::Cancelled, Some(stop), None, at)?],
+        (Ending::Stopped, None) if row.job.state == JobState::Pausing => {
+            vec![pause_or_requeue(row, None, at)?]
+        }
         (Ending::Failed { reason, retriable: true }, None) if row.job.state == JobState::Pausing => {
-            vec![set_aside(row, Some(&reason), at)?]
+            vec![pause_or_requeue(row, Some(&reason), at)?]
         }
-        (Ending::Stopped, None) if trial::is_at_rung(row) => vec![trial::reached(row, at)?],
+        (Ending::Stopped, None) if trial::is_at_rung(row) => vec![trial::pause_at_rung(row, at)?],
         (Ending::Stopped, None) => {
             let agent_stopped = ReasonKind::AgentStopped { agent: None, detail: None }.into();
             requeue(row, leaving.unwrap_or(&agent_stopped), at)?
@@ -310,7 +313,7 @@ pub(super) fn ended(
         }
         (Ending::Failed { reason, retriable: true }, None) => vec![restart_or_fail(row, reason, at)?],
         (Ending::Failed { reason, retriable: false } | Ending::Secondary { reason }, None) => {
-            vec![go(row, JobState::Failed, Some(reason), None, at)?]
+            vec![change_state(row, JobState::Failed, Some(reason), None, at)?]
         }
     })
 }

@@ -1,7 +1,7 @@
 //! Trials of sweeps: jobs that pause at a rung, after an epoch at which their sweep compares them. The sweep then resumes or ends them
 //! (`sweeps/decide.rs`).
 
-use super::{JobRow, Refused, go, progress::Rung, queue_anew, refused};
+use super::{JobRow, Refused, change_state, progress::Rung, queue_anew, refused};
 use jiff::Timestamp;
 use lockstep_protocol::{
     job::JobState,
@@ -16,13 +16,13 @@ pub(super) fn is_at_rung(row: &JobRow) -> bool {
 }
 
 /// Pauses a trial whose ranks have stopped at its rung.
-pub(super) fn reached(row: &mut JobRow, at: Timestamp) -> Result<EventBody, Refused> {
+pub(super) fn pause_at_rung(row: &mut JobRow, at: Timestamp) -> Result<EventBody, Refused> {
     let epoch = row.progress.pause_after.take().unwrap_or(row.job.epoch);
     let last = &row.job.last;
     row.progress.rungs.push(Rung { epoch, val_accuracy: last.val_accuracy, val_loss: last.val_loss });
-    go(row, JobState::Pausing, None, None, at)?;
+    change_state(row, JobState::Pausing, None, None, at)?;
     let next = Next::ContinueWhenResumed { from_step: row.progress.checkpoint };
-    go(row, JobState::Paused, Some(ReasonKind::PausedBySweep { epoch }.into()), Some(next), at)
+    change_state(row, JobState::Paused, Some(ReasonKind::PausedBySweep { epoch }.into()), Some(next), at)
 }
 
 /// Refuses a request to resume a trial that waits at a rung, because the trial would continue without a comparison.
@@ -55,7 +55,7 @@ pub fn promote(row: &mut JobRow, pause_after: Option<u32>, at: Timestamp) -> Res
 /// Ends a trial for its sweep, because other trials are better.
 pub fn end(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     require_waiting(row)?;
-    Ok(vec![go(row, JobState::Cancelled, Some(ReasonKind::EndedBySweep.into()), None, at)?])
+    Ok(vec![change_state(row, JobState::Cancelled, Some(ReasonKind::EndedBySweep.into()), None, at)?])
 }
 
 #[cfg(test)]
@@ -73,7 +73,7 @@ mod tests {
         resume(&mut row, at).unwrap();
         assert_eq!((row.job.state, row.progress.pause_after), (JobState::Queued, Some(1)));
         row.job.state = JobState::Running;
-        reached(&mut row, at).unwrap();
+        pause_at_rung(&mut row, at).unwrap();
         let waiting = row.clone();
         let detail = resume(&mut row, at).unwrap_err().detail;
         assert!(detail.contains("`lockstep sweep resume sweep-1`"), "{detail}");

@@ -6,7 +6,7 @@
 //! points.
 
 use crate::{
-    store::{MetricChunk, error::StoreError},
+    store::{MetricChunk, RankColumn, error::StoreError},
     util::leb128::{Reader, put_number},
 };
 
@@ -39,6 +39,10 @@ pub(crate) struct SeriesKey {
 impl SeriesKey {
     pub(super) fn of(chunk: &MetricChunk) -> Self {
         Self { name: chunk.name.clone(), attempt: chunk.attempt, rank: chunk.rank }
+    }
+
+    pub(super) fn of_points(points: &RankColumn) -> Self {
+        Self { name: points.column.name.clone(), attempt: points.attempt, rank: points.rank }
     }
 }
 

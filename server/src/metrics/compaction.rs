@@ -6,8 +6,8 @@ use super::{
     chunk::{self, Bucket, LEVELS, SeriesKey, capacity, width},
     compaction_queue::batch_cost,
 };
-use crate::store::{MetricChunk, MetricFilter, Result, Store, StoreError, quarantine};
-use lockstep_protocol::{job::JobId, metric::MetricColumn};
+use crate::store::{MetricChunk, MetricFilter, RankColumn, Result, Store, StoreError, quarantine};
+use lockstep_protocol::job::JobId;
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
     sync::Arc,
@@ -64,7 +64,7 @@ async fn read_rewritten(
     store: &dyn Store,
     job: &JobId,
     newest: &[MetricChunk],
-    columns: &[(u32, u32, MetricColumn)],
+    columns: &[RankColumn],
 ) -> Result<BTreeMap<SeriesKey, Vec<Bucket>>> {
     let last: HashMap<SeriesKey, u64> = newest
         .iter()
@@ -72,17 +72,18 @@ async fn read_rewritten(
         .map(|chunk| (SeriesKey::of(chunk), chunk.last_step))
         .collect();
     let mut stored = BTreeMap::new();
-    for (rank, attempt, column) in columns {
-        let key = SeriesKey { name: column.name.clone(), attempt: *attempt, rank: *rank };
-        let (Some(last), Some((first, _))) = (last.get(&key), column.ends()) else { continue };
+    for points in columns {
+        let key = SeriesKey::of_points(points);
+        let (Some(last), Some((first, _))) = (last.get(&key), points.column.ends()) else { continue };
         if first > *last || stored.contains_key(&key) {
             continue;
         }
         let filter =
-            MetricFilter { name: Some(column.name.clone()), ranks: vec![*rank], ..MetricFilter::default() };
+            MetricFilter { name: Some(key.name.clone()), ranks: vec![key.rank], ..MetricFilter::default() };
         let (_, chunks) = store.metric_chunks(job, 0, &filter).await?;
-        let chunks = chunks.iter().filter(|chunk| chunk.attempt == *attempt);
-        stored.insert(key, chunks.flat_map(|chunk| readable_chunk(0, chunk)).collect());
+        let chunks = chunks.iter().filter(|chunk| chunk.attempt == key.attempt);
+        let buckets = chunks.flat_map(|chunk| readable_chunk(0, chunk)).collect();
+        stored.insert(key, buckets);
     }
     Ok(stored)
 }
@@ -91,15 +92,15 @@ async fn read_rewritten(
 /// `stored` (see [`read_rewritten`]) are replaced. If a step has several points, the last point counts.
 fn grow(
     newest: Vec<MetricChunk>,
-    columns: Vec<(u32, u32, MetricColumn)>,
+    columns: Vec<RankColumn>,
     stored: BTreeMap<SeriesKey, Vec<Bucket>>,
 ) -> Vec<MetricChunk> {
     let replaced: BTreeSet<SeriesKey> = stored.keys().cloned().collect();
     let mut added: BTreeMap<SeriesKey, Vec<Bucket>> = BTreeMap::new();
-    for (rank, attempt, column) in columns {
-        let points = column.steps.into_iter().zip(column.values).map(|(step, value)| Bucket::of(step, value));
-        let key = SeriesKey { name: column.name, attempt, rank };
-        added.entry(key).or_default().extend(points);
+    for points in columns {
+        let to = added.entry(SeriesKey::of_points(&points)).or_default();
+        let (steps, values) = (points.column.steps, points.column.values);
+        to.extend(steps.into_iter().zip(values).map(|(step, value)| Bucket::of(step, value)));
     }
     let mut points = stored;
     for (key, new) in added {
@@ -162,10 +163,15 @@ pub(crate) fn readable_chunk(level: u32, chunk: &MetricChunk) -> Vec<Bucket> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use lockstep_protocol::metric::MetricColumn;
 
-    fn column(steps: std::ops::Range<u64>) -> (u32, u32, MetricColumn) {
+    fn points(steps: Vec<u64>, values: Vec<f32>) -> RankColumn {
+        RankColumn { rank: 0, attempt: 1, column: MetricColumn { name: "loss".into(), steps, values } }
+    }
+
+    fn column(steps: std::ops::Range<u64>) -> RankColumn {
         let values = steps.clone().map(|s| s as f32).collect();
-        (0, 1, MetricColumn { name: "loss".into(), steps: steps.collect(), values })
+        points(steps.collect(), values)
     }
 
     #[test]
@@ -198,8 +204,8 @@ mod tests {
         let first = grow(Vec::new(), vec![column(1..11)], BTreeMap::new());
         let key = SeriesKey::of(&first[0]);
         let stored = BTreeMap::from([(key, readable_chunk(0, &first[0]))]);
-        let newer = MetricColumn { name: "loss".into(), steps: vec![7, 0, 7], values: vec![1.0, 2.0, 3.5] };
-        let again = grow(first, vec![column(5..13), (0, 1, newer)], stored);
+        let newer = points(vec![7, 0, 7], vec![1.0, 2.0, 3.5]);
+        let again = grow(first, vec![column(5..13), newer], stored);
         let points = chunk::decode(0, &again[0].data).unwrap();
         let steps: Vec<u64> = points.iter().map(|point| point.step).collect();
         assert_eq!(steps, (0..13).collect::<Vec<_>>());

@@ -1,10 +1,8 @@
 //! The queue of compaction: jobs whose newest rows of events are not compacted yet. A job is compacted when these rows make up a batch.
 
+use crate::util::lock;
 use lockstep_protocol::job::JobId;
-use std::{
-    collections::HashMap,
-    sync::{Mutex, MutexGuard, PoisonError},
-};
+use std::{collections::HashMap, sync::Mutex};
 use tokio::sync::Notify;
 
 /// Cost per rank (`EventRow::cost`, in bytes) of a batch of rows: 15 to 40 reports of a rank. Every compaction rewrites the newest chunk of
@@ -33,16 +31,12 @@ pub(crate) fn batch_cost(ranks: u32) -> u64 {
 }
 
 impl CompactionQueue {
-    fn lock(&self) -> MutexGuard<'_, HashMap<JobId, Waiting>> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Adds `cost` to the cost of a job's waiting rows, and wakes the compaction task when they make up a batch.
     pub(crate) fn add_cost(&self, job: &JobId, ranks: u32, cost: u64) {
         if cost == 0 {
             return;
         }
-        let mut all = self.lock();
+        let mut all = lock(&self.waiting);
         let batch_cost = batch_cost(ranks);
         let waiting = all.entry(job.clone()).or_insert(Waiting { cost: 0, batch_cost });
         waiting.cost = waiting.cost.saturating_add(cost);
@@ -53,7 +47,7 @@ impl CompactionQueue {
 
     /// Removes a job whose rows make up a batch. Returns the job and the cost of a batch.
     pub(crate) fn take(&self) -> Option<(JobId, u64)> {
-        let mut all = self.lock();
+        let mut all = lock(&self.waiting);
         let (job, waiting) = all.iter().find(|(_, waiting)| waiting.cost >= waiting.batch_cost)?;
         let (job, batch_cost) = (job.clone(), waiting.batch_cost);
         all.remove(&job);

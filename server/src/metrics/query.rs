@@ -5,8 +5,8 @@ use super::{
     chunk::{self, Bucket, LEVELS, SeriesKey, width},
     compaction, compaction_queue,
 };
-use crate::store::{MetricFilter, Result};
-use lockstep_protocol::{job::Job, metric::MetricColumn};
+use crate::store::{MetricFilter, RankColumn, Result};
+use lockstep_protocol::job::Job;
 use std::collections::BTreeMap;
 
 /// The data of a chart.
@@ -67,7 +67,7 @@ pub(crate) async fn find(
             metrics.queue.add_cost(&job.id, job.ranks, compaction_queue::batch_cost(job.ranks));
         }
         let (from, to) = (filter.from.unwrap_or(0), filter.to.unwrap_or(u64::MAX));
-        let tail_steps = tail.iter().filter_map(|(_, _, c)| c.ends());
+        let tail_steps = tail.iter().filter_map(|points| points.column.ends());
         let ends = tail_steps.chain(extent);
         let Some((first, last)) = ends.reduce(|a, b| (a.0.min(b.0), a.1.max(b.1))) else {
             return Ok(Found { as_of, exact: true, bucket_steps: 1, series: BTreeMap::new() });
@@ -120,13 +120,13 @@ pub(crate) async fn find(
 
 fn add_tail(
     series: &mut BTreeMap<SeriesKey, Vec<Bucket>>,
-    tail: &[(u32, u32, MetricColumn)],
+    tail: &[RankColumn],
     width: u64,
     inside: impl Fn(&Bucket) -> bool,
 ) {
-    for (rank, attempt, column) in tail {
-        let key = SeriesKey { name: column.name.clone(), attempt: *attempt, rank: *rank };
-        let of_series = series.entry(key).or_default();
+    for reported in tail {
+        let of_series = series.entry(SeriesKey::of_points(reported)).or_default();
+        let column = &reported.column;
         let points = column.steps.iter().zip(&column.values).map(|(step, value)| Bucket::of(*step, *value));
         let points = points.filter(&inside);
         match width {

@@ -48,7 +48,7 @@ impl Candidates {
     }
 
     /// Adds a slot that will become free, after the slots that are free now.
-    pub(super) fn free(&mut self, candidate: usize, slot: u32) {
+    pub(super) fn add_free_slot(&mut self, candidate: usize, slot: u32) {
         if let Some(candidate) = self.list.get_mut(candidate)
             && candidate.all.contains(&slot)
             && !candidate.free.contains(&slot)
@@ -57,7 +57,8 @@ impl Candidates {
         }
     }
 
-    pub(super) fn take(&mut self, agent_id: &str, slots: &[u32]) {
+    /// Removes slots from the free slots of an agent.
+    pub(super) fn remove_free_slots(&mut self, agent_id: &str, slots: &[u32]) {
         for candidate in self.list.iter_mut().filter(|c| c.agent.row.id == agent_id) {
             candidate.free.retain(|slot| !slots.contains(slot));
         }
@@ -81,15 +82,15 @@ impl Candidate {
         self.first().map_or("", |slot| slot.device.as_str())
     }
 
-    /// Takes free slots for `ranks` ranks, from as few NVLink groups as possible.
-    pub(super) fn take(&self, ranks: usize) -> Vec<u32> {
+    /// Free slots for `ranks` ranks, from as few NVLink groups as possible.
+    pub(super) fn choose_slots(&self, ranks: usize) -> Vec<u32> {
         if self.has_no_links() {
             return self.free[..ranks.min(self.free.len())].to_vec();
         }
         self.linked(ranks).concat()
     }
 
-    /// Number of NVLink groups from which [`Candidate::take`] takes slots. Fewer groups have faster links.
+    /// Number of NVLink groups from which [`Candidate::choose_slots`] takes slots. Fewer groups have faster links.
     pub(super) fn linked_groups(&self, ranks: usize) -> usize {
         if self.has_no_links() {
             return ranks.min(self.free.len());

@@ -52,10 +52,10 @@ const RECONNECT_TIME: Duration = Duration::from_secs(4);
 
 /// At the server's start, gives each attempt that may write a full lease, within which its agents must report.
 pub(crate) async fn restore(scheduler: &Scheduler) -> Result<()> {
-    for AttemptRow { attempt, places, .. } in scheduler.store.live_attempts().await? {
+    for AttemptRow { attempt, places } in scheduler.store.live_attempts().await? {
         let agents: Vec<_> = places.iter().map(|place| place.agent_id.clone()).collect();
         // The agents report after reconnecting whether they got the order to start.
-        scheduler.agents.leases.hold(attempt.clone(), places, false);
+        scheduler.agents.leases.hold(attempt.clone(), places);
         // The `Welcome` message to an agent repeats an order to stop.
         scheduler.agents.leases.note_stop_requested(&attempt);
         if agents.len() > 1
@@ -84,18 +84,11 @@ async fn comparisons(scheduler: &Scheduler) {
     let mut failing = Failing::default();
     loop {
         tokio::time::sleep(COMPARE_INTERVAL).await;
-        match scheduler.waiting.compare(&*scheduler.store).await {
-            Ok(true) => scheduler.agents.leases.wake_dispatch(),
-            Ok(false) => {}
-            Err(error) => {
-                if failing.is_new(&error) {
-                    tracing::warn!(%error, "the queue could not be compared with the store; trying again");
-                }
-                continue;
-            }
-        }
-        if let Some(failures) = failing.ended() {
-            tracing::info!(failures, "the queue is compared with the store again");
+        let compared = scheduler.waiting.compare(&*scheduler.store).await;
+        let failed = "the queue could not be compared with the store";
+        failing.log(&compared, failed, "the queue is compared with the store again");
+        if matches!(compared, Ok(true)) {
+            scheduler.agents.leases.wake_dispatch();
         }
     }
 }
@@ -103,17 +96,8 @@ async fn comparisons(scheduler: &Scheduler) {
 async fn rounds(scheduler: &Scheduler, unstored: &Unstored) {
     let mut failing = Failing::default();
     loop {
-        match round(scheduler, unstored).await {
-            Ok(()) => {
-                if let Some(failures) = failing.ended() {
-                    tracing::info!(failures, "rounds of dispatch succeed again");
-                }
-            }
-            Err(error) if failing.is_new(&error) => {
-                tracing::warn!(%error, "a round of dispatch failed; trying again");
-            }
-            Err(_) => {}
-        }
+        let done = round(scheduler, unstored).await;
+        failing.log(&done, "a round of dispatch failed", "rounds of dispatch succeed again");
         let poll = if scheduler.agents.leases.any_attempt_lost_contact() {
             LOST_POLL_INTERVAL
         } else {
@@ -212,27 +196,27 @@ async fn take_snapshot(scheduler: &Scheduler) -> Result<Snapshot> {
 
 /// Running jobs whose slots other jobs may count on, by ascending priority.
 async fn yielding(scheduler: &Scheduler) -> Result<Vec<Yielding>> {
-    let (mut by, ending) = (scheduler.store.yielding().await?, scheduler.agents.leases.ending());
-    let known: HashSet<JobId> = by.iter().map(|by| by.job.clone()).collect();
+    let (mut occupants, ending) = (scheduler.store.yielding().await?, scheduler.agents.leases.ending());
+    let known: HashSet<JobId> = occupants.iter().map(|occupant| occupant.job.clone()).collect();
     // Jobs whose ranks have ended on one of their agents will end everywhere. They need no preemption, so their priority does not matter.
     let also = ending.iter().filter(|job| !known.contains(*job)).map(|job| Occupant {
         job: job.clone(),
         priority: i32::MAX,
         preemptible: false,
-        ends: false,
-        preempted: false,
+        must_end: false,
+        is_being_preempted: false,
     });
-    by.extend(also);
+    occupants.extend(also);
     let ending: HashSet<JobId> = ending.into_iter().collect();
-    let with_slots = |by: Occupant| {
-        let places = scheduler.agents.leases.places_of(&by.job);
+    let with_slots = |occupant: Occupant| {
+        let places = scheduler.agents.leases.places_of(&occupant.job);
         let slots = places
             .into_iter()
             .flat_map(|place| place.ranks.into_iter().map(move |(_, slot)| (place.agent_id.clone(), slot)));
-        let ends = by.ends || ending.contains(&by.job);
-        Yielding { slots: slots.collect(), by, ends }
+        let is_ending = occupant.must_end || ending.contains(&occupant.job);
+        Yielding { slots: slots.collect(), occupant, is_ending }
     };
-    Ok(by.into_iter().map(with_slots).collect())
+    Ok(occupants.into_iter().map(with_slots).collect())
 }
 
 /// Starts and preempts jobs as planned, then publishes the plan.
@@ -279,7 +263,7 @@ fn skip_permanent_error(job: &JobId, done: Result<()>) -> Result<()> {
 /// several agents ends once the other agents have ended their ranks. `how`: why an agent that has been silent for `secs` is given up
 /// before its lease has expired.
 async fn expire(scheduler: &Scheduler, expired: Expired, secs: f64, how: Option<&str>) -> Result<()> {
-    let Expired { attempt, place, places, had_order } = expired;
+    let Expired { attempt, place, agent_count, had_order } = expired;
     // A silent connection ends a moment later than the lease.
     let heard_since = crate::now() - scheduler.agents.leases.duration / 2;
     let online = scheduler.agents.online();
@@ -298,13 +282,16 @@ async fn expire(scheduler: &Scheduler, expired: Expired, secs: f64, how: Option<
         }
         ReasonKind::StartLost { agent, attempt, step }.into()
     };
-    if places > 1 {
-        end_attempt_on_agent(scheduler, &attempt, (&place, places), false, move |row| {
+    if agent_count > 1 {
+        end_attempt_on_agent(scheduler, &attempt, &place, agent_count, false, move |row| {
             EndOnAgent::Lost(why(row))
         })
         .await?;
     } else {
-        end_attempt(scheduler, &attempt, move |row| lifecycle::lost(row, &why(row), crate::now())).await?;
+        end_attempt(scheduler, &attempt, move |row| {
+            lifecycle::end_lost_attempt(row, &why(row), crate::now())
+        })
+        .await?;
     }
     let reason = if how.is_some() { "the attempt has ended without it" } else { "its lease ran out" };
     send_stop(scheduler, &[place], &attempt, reason, false);

@@ -13,16 +13,16 @@ use lockstep_protocol::{
 use std::collections::HashSet;
 
 /// The numbers of ranks on which a job may continue if not all of its ranks fit.
-pub(super) struct Fewer {
+pub(super) struct FewerRanks {
     /// Smaller numbers of ranks, the largest first.
     ranks: Vec<u32>,
     /// Whether the job has waited for `recovery.wait_seconds`.
-    now: bool,
+    has_waited: bool,
 }
 
-impl Fewer {
+impl FewerRanks {
     /// `None` if the job waits for all of its ranks without a time limit.
-    pub(super) fn of(snapshot: &Snapshot, row: &JobRow) -> Option<Self> {
+    pub(super) fn of_job(snapshot: &Snapshot, row: &JobRow) -> Option<Self> {
         let ranks = if row.job.may_use_fewer_ranks() { row.job.spec.fewer_ranks() } else { Vec::new() };
         if ranks.is_empty() {
             return None;
@@ -30,8 +30,8 @@ impl Fewer {
         // Counts from the server's start at the earliest, because agents may still be reconnecting then.
         let since = row.waiting_since.unwrap_or(row.job.created_at).max(snapshot.started_at);
         let waited = snapshot.now.duration_since(since).as_secs();
-        let now = waited >= i64::from(row.job.spec.recovery.wait_seconds);
-        Some(Self { ranks, now })
+        let has_waited = waited >= i64::from(row.job.spec.recovery.wait_seconds);
+        Some(Self { ranks, has_waited })
     }
 
     /// Chooses agents and slots to start the job on fewer ranks now. Also returns the reason.
@@ -41,7 +41,7 @@ impl Fewer {
         candidates: &Candidates,
         reserved: &HashSet<String>,
     ) -> Option<(Vec<(usize, Vec<u32>)>, Reason)> {
-        let tried = self.ranks.iter().filter(|_| self.now);
+        let tried = self.ranks.iter().filter(|_| self.has_waited);
         let found = |ranks: &u32| Some((*ranks, choose(candidates, *ranks as usize, reserved)?));
         let (ranks, chosen) = tried.into_iter().find_map(found)?;
         let fewer = ReasonKind::FewerRanks {

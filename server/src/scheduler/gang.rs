@@ -86,7 +86,7 @@ pub(super) fn choose(
     let costs = |c: &usize| (candidates[*c].linked_groups(ranks), candidates[*c].free.len());
     let one = (0..candidates.len()).filter(fits).min_by_key(costs);
     if let Some(one) = one {
-        return Some(vec![(one, candidates[one].take(ranks))]);
+        return Some(vec![(one, candidates[one].choose_slots(ranks))]);
     }
     let free = |c: usize| if is_reserved(c) { 0 } else { candidates[c].free.len() };
     let mut found = choose_group(candidates, |group| fewest(group, ranks, free))?;
@@ -96,7 +96,7 @@ pub(super) fn choose(
     }
     let mut left = ranks;
     let take = |c: usize| {
-        let slots = candidates[c].take(left);
+        let slots = candidates[c].choose_slots(left);
         left -= slots.len();
         (c, slots)
     };

@@ -67,7 +67,7 @@ impl LastPlan {
         }
         job.queue = self.of(&job.id);
         let reason = job.queue.as_ref().and_then(|waiting| waiting.reason.clone());
-        if let Some(reason) = reason.filter(|reason| lifecycle::tells_wait(job, reason)) {
+        if let Some(reason) = reason.filter(|reason| lifecycle::shows_wait_reason(job, reason)) {
             job.set_reason(Some(reason));
         }
     }

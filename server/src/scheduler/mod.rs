@@ -133,12 +133,13 @@ pub(crate) struct AgentState {
     pub(crate) in_use: HashSet<u32>,
 }
 
-/// A running job that ends or may be preempted, and its slots: agent and slot.
+/// A running job that ends or may be preempted.
 #[derive(Debug, Clone)]
 pub(crate) struct Yielding {
-    pub(crate) by: Occupant,
-    /// Whether the job's slots become free soon without preemption.
-    pub(crate) ends: bool,
+    pub(crate) occupant: Occupant,
+    /// Whether the job's slots become free soon without a further preemption.
+    pub(crate) is_ending: bool,
+    /// The job's slots, each with the id of its agent.
     pub(crate) slots: Vec<(String, u32)>,
 }
 

@@ -3,7 +3,7 @@
 use super::{
     Start,
     candidates::Candidates,
-    fewer::Fewer,
+    fewer::FewerRanks,
     gang::{choose, reserve},
     preempt::make_room,
     reasons::wait_reason,
@@ -22,7 +22,7 @@ pub(super) fn place(round: &mut Round<'_>, row: &Arc<JobRow>) -> Option<Wait> {
         let why = ReasonKind::UnreadableSpec { detail: flaw.as_str().into() };
         return Some(Wait { why: Reason::from(why).into(), is_kept: false });
     }
-    let fewer = Fewer::of(round.snapshot, row);
+    let fewer = FewerRanks::of_job(round.snapshot, row);
     // A job that may take fewer ranks is handled individually.
     let kind = round.kind(job).filter(|_| fewer.is_none());
     if let Some(known) = kind.as_ref().and_then(|kind| round.waits.get(kind)) {
@@ -31,7 +31,7 @@ pub(super) fn place(round: &mut Round<'_>, row: &Arc<JobRow>) -> Option<Wait> {
     let ranks = job.ranks as usize;
     let candidates = round.candidates(&job.id, device_for(&job.spec));
     if let Some(chosen) = choose(&candidates, ranks, &round.reserved) {
-        return start(round, row, candidates, (chosen, None));
+        return start(round, row, candidates, chosen, None);
     }
     if let Some(wait) = make_room(round, row, &candidates) {
         return Some(wait);
@@ -39,7 +39,7 @@ pub(super) fn place(round: &mut Round<'_>, row: &Arc<JobRow>) -> Option<Wait> {
     if let Some((chosen, why)) =
         fewer.as_ref().and_then(|fewer| fewer.choose(job, &candidates, &round.reserved))
     {
-        return start(round, row, candidates, (chosen, Some(why)));
+        return start(round, row, candidates, chosen, Some(why));
     }
     let kept = reserve(&candidates, ranks);
     let more = fewer.as_ref().and_then(|fewer| fewer.in_words(job));
@@ -61,7 +61,8 @@ fn start(
     round: &mut Round<'_>,
     row: &Arc<JobRow>,
     candidates: Arc<Candidates>,
-    (chosen, fewer): (Vec<(usize, Vec<u32>)>, Option<Reason>),
+    chosen: Vec<(usize, Vec<u32>)>,
+    fewer: Option<Reason>,
 ) -> Option<Wait> {
     if let Some(wait) = round.checkpoint_wait(row, &candidates, &chosen) {
         // Keeps the slots only during a check, which is short; otherwise jobs of lower priority would take them. An upload or a fetch may

@@ -31,8 +31,8 @@ struct Room {
 /// used first, regardless of these jobs' priority. Returns `None` if the job would not fit even then.
 pub(super) fn make_room(round: &mut Round<'_>, row: &Arc<JobRow>, candidates: &Candidates) -> Option<Wait> {
     let job = &row.job;
-    let needs_slots = (job.ranks as usize, job.spec.priority);
-    let room = room(candidates, needs_slots, &round.reserved, &round.yielding, &round.promised)?;
+    let (ranks, priority) = (job.ranks as usize, job.spec.priority);
+    let room = room(candidates, ranks, priority, &round.reserved, &round.yielding, &round.promised)?;
     if let Some(Wait { why, is_kept }) = round.checkpoint_wait(row, candidates, &room.chosen) {
         // No job is preempted yet, because its slots would be given to others meanwhile. Free slots are reserved during a check.
         for (c, slots) in room.chosen.iter().filter(|_| is_kept) {
@@ -45,11 +45,14 @@ pub(super) fn make_room(round: &mut Round<'_>, row: &Arc<JobRow>, candidates: &C
         return Some(Wait { why, is_kept: true });
     }
     let counted_on = counted_on(&room, candidates, &round.yielding);
-    let is_preempting = !room.victims.is_empty() || counted_on.iter().any(|of| of.by.preempted);
-    let ending = counted_on.iter().filter(|of| of.by.ends).map(|of| of.by.job.clone()).collect();
-    let victims = room.victims.iter().map(|victim| round.yielding[*victim].by.job.clone()).collect();
+    let is_preempting =
+        !room.victims.is_empty() || counted_on.iter().any(|job| job.occupant.is_being_preempted);
+    let occupants = counted_on.iter().map(|job| &job.occupant);
+    let ending =
+        occupants.filter(|occupant| occupant.must_end).map(|occupant| occupant.job.clone()).collect();
+    let victims = room.victims.iter().map(|victim| round.yielding[*victim].occupant.job.clone()).collect();
     for victim in &room.victims {
-        round.yielding[*victim].ends = true;
+        round.yielding[*victim].is_ending = true;
     }
     let (row, starts_before) = (Arc::clone(row), round.plan.starts.len());
     round.plan.preemptions.push(Preemption { row, victims, ending, starts_before });
@@ -70,7 +73,7 @@ fn counted_on<'a>(room: &Room, candidates: &Candidates, yielding: &'a [Yielding]
     let chosen: HashMap<&str, &Vec<u32>> = chosen.collect();
     let is_chosen =
         |(agent, slot): &(String, u32)| chosen.get(agent.as_str()).is_some_and(|slots| slots.contains(slot));
-    yielding.iter().filter(|of| of.ends && of.slots.iter().any(is_chosen)).collect()
+    yielding.iter().filter(|job| job.is_ending && job.slots.iter().any(is_chosen)).collect()
 }
 
 /// The candidates with the slots of these jobs counted as free, after the slots that are free now.
@@ -82,10 +85,10 @@ fn without<'a>(
     let by_agent: HashMap<&str, usize> =
         candidates.iter().enumerate().map(|(n, c)| (c.agent.row.id.as_str(), n)).collect();
     let mut candidates = candidates.clone();
-    for of in jobs.into_iter().flat_map(|job| &job.slots).filter(|of| !promised.contains(*of)) {
-        let (agent, slot) = of;
+    for place in jobs.into_iter().flat_map(|job| &job.slots).filter(|place| !promised.contains(*place)) {
+        let (agent, slot) = place;
         if let Some(candidate) = by_agent.get(agent.as_str()) {
-            candidates.free(*candidate, *slot);
+            candidates.add_free_slot(*candidate, *slot);
         }
     }
     candidates
@@ -95,17 +98,20 @@ fn without<'a>(
 /// the lowest priority first, then the newest job first.
 fn room(
     candidates: &Candidates,
-    (ranks, priority): (usize, i32),
+    ranks: usize,
+    priority: i32,
     reserved: &HashSet<String>,
     yielding: &[Yielding],
     promised: &HashSet<(String, u32)>,
 ) -> Option<Room> {
-    let may_end = |of: &Yielding| of.by.preemptible && of.by.priority < priority && !of.ends;
+    let may_end = |Yielding { occupant, is_ending, .. }: &Yielding| {
+        occupant.preemptible && occupant.priority < priority && !is_ending
+    };
     let lower: Vec<usize> = (0..yielding.len()).filter(|n| may_end(&yielding[*n])).collect();
-    if lower.is_empty() && !yielding.iter().any(|of| of.ends) {
+    if lower.is_empty() && !yielding.iter().any(|job| job.is_ending) {
         return None;
     }
-    let ended = without(candidates, yielding.iter().filter(|of| of.ends), promised);
+    let ended = without(candidates, yielding.iter().filter(|job| job.is_ending), promised);
     if let Some(chosen) = choose(&ended, ranks, reserved) {
         // The job did not fit before, so it counts on slots that are not free yet.
         return Some(Room { chosen, victims: Vec::new() });
@@ -115,7 +121,7 @@ fn room(
         of_one.filter_map(|c| on_one(&ended[c], ranks, yielding, &lower, promised).map(|found| (c, found)));
     // Fewest victims, then lowest priority, then the agent with most free slots.
     let best = of_one.min_by_key(|(c, (_, victims))| {
-        let highest = victims.iter().map(|victim| yielding[*victim].by.priority).max();
+        let highest = victims.iter().map(|victim| yielding[*victim].occupant.priority).max();
         (victims.len(), highest, Reverse(ended[*c].free.len()))
     });
     if let Some((c, (slots, victims))) = best {

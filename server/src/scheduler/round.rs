@@ -123,7 +123,14 @@ impl<'a> Round<'a> {
             self.waits.clear();
             let name = if job.spec.private { String::new() } else { job.name.clone() };
             self.reserved_for.insert(agent_id.clone(), (job.id.clone(), name));
-            self.keep(&job.id, agent_id, candidate.free.clone(), Vec::new(), true);
+            self.plan.reservations.push(Reservation {
+                job: job.id.clone(),
+                agent_id: agent_id.clone(),
+                free: candidate.free.clone(),
+                ending: Vec::new(),
+                whole_machine: true,
+                since: self.snapshot.now,
+            });
         }
     }
 
@@ -133,12 +140,14 @@ impl<'a> Round<'a> {
         self.take(agent_id, slots);
         self.promised.extend(slots.iter().map(|slot| (agent_id.clone(), *slot)));
         let (free, ending) = slots.iter().partition(|slot| candidate.free.contains(slot));
-        self.keep(job, agent_id, free, ending, false);
-    }
-
-    fn keep(&mut self, job: &JobId, agent_id: &str, free: Vec<u32>, ending: Vec<u32>, whole_machine: bool) {
-        let (job, agent_id, since) = (job.clone(), agent_id.to_owned(), self.snapshot.now);
-        self.plan.reservations.push(Reservation { job, agent_id, free, ending, whole_machine, since });
+        self.plan.reservations.push(Reservation {
+            job: job.clone(),
+            agent_id: agent_id.clone(),
+            free,
+            ending,
+            whole_machine: false,
+            since: self.snapshot.now,
+        });
     }
 
     /// Marks slots as in use.
@@ -148,7 +157,7 @@ impl<'a> Round<'a> {
             in_use.extend(slots);
         }
         for (_, candidates) in &mut self.by_device {
-            Arc::make_mut(candidates).take(agent_id, slots);
+            Arc::make_mut(candidates).remove_free_slots(agent_id, slots);
         }
     }
 

@@ -130,14 +130,15 @@ fn random_case(seed: u64) -> (Snapshot, Plan) {
     let mut agents: Vec<_> = names.iter().map(|name| random_agent(&mut random, name, &waiting)).collect();
     let mut yielding: Vec<_> = (0..random.below(7))
         .map(|_| {
-            let ends = random.is_in(25);
-            let preempted = ends && random.is_in(50);
+            let must_end = random.is_in(25);
+            let is_being_preempted = must_end && random.is_in(50);
             let (priority, preemptible) = (random.below(2) as i32, random.is_in(80));
-            let by = Occupant { job: JobId::generate(), priority, preemptible, ends, preempted };
-            Yielding { by, ends, slots: Vec::new() }
+            let occupant =
+                Occupant { job: JobId::generate(), priority, preemptible, must_end, is_being_preempted };
+            Yielding { occupant, is_ending: must_end, slots: Vec::new() }
         })
         .collect();
-    yielding.sort_by_key(|yielding| yielding.by.priority);
+    yielding.sort_by_key(|yielding| yielding.occupant.priority);
     for agent in &mut agents {
         for slot in &agent.row.slots {
             if random.is_in(50) {
@@ -236,9 +237,10 @@ fn only_preemptible_jobs_of_lower_priority_are_stopped_each_for_one_job() {
         let mut victims = HashSet::new();
         for Preemption { row, victims: of_job, .. } in &plan.preemptions {
             for victim in of_job {
-                let running = snapshot.yielding.iter().find(|yielding| yielding.by.job == *victim).unwrap();
-                assert!(running.by.preemptible && !running.ends, "seed {seed}");
-                assert!(running.by.priority < row.job.spec.priority, "seed {seed}");
+                let running =
+                    snapshot.yielding.iter().find(|yielding| yielding.occupant.job == *victim).unwrap();
+                assert!(running.occupant.preemptible && !running.is_ending, "seed {seed}");
+                assert!(running.occupant.priority < row.job.spec.priority, "seed {seed}");
                 assert!(victims.insert(victim), "seed {seed}");
             }
             let kept = plan.reservations.iter().filter(|kept| kept.job == row.job.id);

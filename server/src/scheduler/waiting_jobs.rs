@@ -134,7 +134,7 @@ impl WaitingJobs {
         }
         // Unreadable jobs are left out: they wait for a version that can read them.
         let mut rows: HashMap<_, _> =
-            store.jobs_of(changed).await?.into_iter().map(|row| (row.job.id.clone(), row)).collect();
+            store.jobs_by_id(changed).await?.into_iter().map(|row| (row.job.id.clone(), row)).collect();
         let mut known = lock(&self.known);
         for id in changed {
             match rows.remove(id) {

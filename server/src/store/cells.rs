@@ -27,7 +27,7 @@ pub(super) enum Kind {
 
 impl Kind {
     /// The kind of a column, from the name of its type in either database.
-    pub(super) fn of(declared: &str) -> Self {
+    pub(super) fn of_column_type(declared: &str) -> Self {
         match declared.to_ascii_lowercase().as_str() {
             "integer" | "bigint" => Kind::Integer,
             "real" | "double precision" => Kind::Real,

@@ -129,10 +129,10 @@ pub trait Store {
     /// A job, including the fields that only the server sees; `None` if it does not exist or was deleted.
     async fn job(&self, id: &JobId) -> Result<Option<JobRow>>;
     /// The given jobs without their notes, in no order. Jobs that do not exist or cannot be read are left out.
-    async fn jobs_of(&self, ids: &[JobId]) -> Result<Vec<JobRow>>;
+    async fn jobs_by_id(&self, ids: &[JobId]) -> Result<Vec<JobRow>>;
     /// Waits until the writer's connection responds. Earlier transactions whose connection broke during the commit have then been committed
     /// or rolled back, because their sessions have released the write lock.
-    async fn settled(&self) -> Result<()>;
+    async fn wait_for_writer(&self) -> Result<()>;
     /// A page of the jobs that match a filter, in its order, after its cursor.
     ///
     /// # Errors
@@ -211,8 +211,8 @@ pub trait Store {
     async fn events(&self, job: &JobId, after: u64, limit: u32) -> Result<Vec<EventRow>>;
     /// The sequence number at which a job's stream begins. Points of earlier events are only in chunks.
     async fn first_seq(&self, job: &JobId) -> Result<u64>;
-    /// The oldest job after `behind` that had ended at `before` and has points among its events.
-    async fn oldest_with_points(&self, before: Timestamp, behind: Option<&JobId>) -> Result<Option<JobId>>;
+    /// The oldest job that had ended at `before`, has points among its events, and was submitted after the job `after`.
+    async fn oldest_with_points(&self, before: Timestamp, after: Option<&JobId>) -> Result<Option<JobId>>;
     /// Removes some points that are in chunks from a job's events, in a short transaction, so that other writers hardly wait. Returns
     /// false if none were left.
     async fn remove_points(&self, job: &JobId) -> Result<bool>;
@@ -254,7 +254,7 @@ pub trait Store {
     async fn checkpoints(&self, job: &JobId) -> Result<Vec<CheckpointRow>>;
     async fn checkpoint(&self, id: &str) -> Result<Option<CheckpointRow>>;
     /// At most `limit` checkpoints of all jobs after this id, by id.
-    async fn checkpoints_behind(&self, id: &str, limit: u32) -> Result<Vec<CheckpointRow>>;
+    async fn checkpoints_after(&self, id: &str, limit: u32) -> Result<Vec<CheckpointRow>>;
     /// The copies of a job's checkpoints, by checkpoint id. Only the object store at the address `object_store` is considered.
     async fn copies(&self, job: &JobId, object_store: &str) -> Result<HashMap<String, Copies>>;
     /// Stores that a copy of a checkpoint is damaged. `location` is the address of an object store, or `Copies::SERVER` for the server's
@@ -266,9 +266,9 @@ pub trait Store {
     async fn stored_checkpoint(&self, store: &str, id: &str) -> Result<Option<StoredCheckpoint>>;
     /// Ids of at most `limit` checkpoints that were completely uploaded to the object store at this address.
     async fn uploaded_checkpoints(&self, store: &str, limit: u32) -> Result<Vec<String>>;
-    /// Ids of at most `limit` deleted checkpoints that still have objects in the object store at this address, after the id `behind`, by
-    /// id.
-    async fn abandoned_checkpoints(&self, store: &str, behind: &str, limit: u32) -> Result<Vec<String>>;
+    /// Ids of at most `limit` deleted checkpoints that still have objects in the object store at this address, in order. Only ids greater
+    /// than `after`.
+    async fn abandoned_checkpoints(&self, store: &str, after: &str, limit: u32) -> Result<Vec<String>>;
     /// Stores or replaces the record of a checkpoint in an object store. Returns false and stores nothing if the checkpoint does not
     /// exist.
     async fn put_stored_checkpoint(&self, store: &str, stored: &StoredCheckpoint) -> Result<bool>;
@@ -350,7 +350,7 @@ pub trait Store {
     /// [`StoreError::NotFound`].
     async fn set_project(&self, job: &JobId, project: &str) -> Result<()>;
     /// All projects with the numbers of their jobs in each state, by name. Only jobs that the person or token `seen_by` sees (`None`: all).
-    async fn projects(&self, seen_by: Option<&str>) -> Result<Vec<ProjectRow>>;
+    async fn projects(&self, seen_by: Option<&str>) -> Result<Vec<Project>>;
     /// The panels of a job or project; `None` if none are stored.
     async fn panels(&self, of: PanelsOf<'_>) -> Result<Option<Vec<Panel>>>;
     /// Replaces the panels of a job or project, or removes them with `None`.
@@ -358,7 +358,7 @@ pub trait Store {
     /// The layers and steps of a job that have histograms.
     async fn histogram_index(&self, job: &JobId) -> Result<HistogramIndex>;
     /// Matching histograms of a job, by step, then in the network's order.
-    async fn histograms(&self, job: &JobId, filter: &HistogramFilter) -> Result<Vec<HistogramRow>>;
+    async fn histograms(&self, job: &JobId, filter: &HistogramFilter) -> Result<Vec<Histogram>>;
     /// The layers of a job's network; `None` if no rank has reported them.
     async fn network(&self, job: &JobId) -> Result<Option<NetworkDescription>>;
     /// Ids of drained agents, which get no new work.

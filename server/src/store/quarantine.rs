@@ -1,12 +1,13 @@
 //! Rows that this version cannot read, or can read only in part. Each is logged once, and the others are read.
 
 use super::{error::Result, values::from_json};
+use crate::util::lock;
 use lockstep_protocol::spec::{self, JobSpec};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use std::{
     collections::HashSet,
-    sync::{LazyLock, Mutex, PoisonError},
+    sync::{LazyLock, Mutex},
 };
 
 /// Maximum number of logged messages that are remembered. Lists are read several times per second.
@@ -17,7 +18,7 @@ const DETAIL_BYTES: usize = 500;
 static LOGGED: LazyLock<Mutex<HashSet<String>>> = LazyLock::new(Mutex::default);
 
 /// The value in a job's column of JSON; the default, and a logged error, if it cannot be read.
-pub(crate) fn read<T: DeserializeOwned + Default>(job: &str, column: &str, text: &str) -> T {
+pub(super) fn json_or_default<T: DeserializeOwned + Default>(job: &str, column: &str, text: &str) -> T {
     if text == "{}" {
         return T::default();
     }
@@ -29,7 +30,7 @@ pub(crate) fn read<T: DeserializeOwned + Default>(job: &str, column: &str, text:
 
 /// Logs an error in a row when it is found for the first time.
 pub(crate) fn log_once(what: &str) {
-    let mut logged = LOGGED.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut logged = lock(&LOGGED);
     if logged.len() < MAX_REMEMBERED && logged.insert(what.to_owned()) {
         tracing::error!(what, "a stored value cannot be read; it is skipped and left unchanged");
     }

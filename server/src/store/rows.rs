@@ -24,6 +24,7 @@ use jiff::Timestamp;
 use lockstep_protocol::{
     agent::{CheckpointInfo, Machine, Slot},
     job::{JobId, JobState},
+    words,
 };
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -64,19 +65,12 @@ pub enum CopyState {
     Damaged,
 }
 
-impl CopyState {
-    /// The state as in the database.
-    pub(super) fn as_str(self) -> &'static str {
-        match self {
-            Self::Copying => "copying",
-            Self::Complete => "complete",
-            Self::Damaged => "damaged",
-        }
-    }
+words!(CopyState: Copying = "copying", Complete = "complete", Damaged = "damaged");
 
+impl CopyState {
     /// Parses a state of the database; `None` if another version wrote it.
-    pub(super) fn of(text: &str) -> Option<Self> {
-        [Self::Copying, Self::Complete, Self::Damaged].into_iter().find(|state| state.as_str() == text)
+    pub(super) fn parse(text: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|state| state.as_str() == text)
     }
 }
 

@@ -95,7 +95,7 @@ mod dialect {
 }
 
 /// Oldest accepted version. Earlier versions can corrupt a write-ahead log that two connections use (sqlite.org/wal.html#walresetbug).
-const OLDEST_SQLITE: (u32, u32, u32) = (3, 51, 3);
+const OLDEST_SQLITE: [u32; 3] = [3, 51, 3];
 /// Maximum number of reading connections.
 const READERS: u32 = 8;
 
@@ -126,10 +126,11 @@ impl SqliteStore {
         let version: sqlx::Result<String> =
             sqlx::query_scalar("SELECT sqlite_version()").fetch_one(&writer).await;
         let version = version.map_err(failed_query)?;
-        let mut numbers = version.split('.').map(|n| n.parse().unwrap_or(0));
-        let mut number = || numbers.next().unwrap_or(0);
-        if (number(), number(), number()) < OLDEST_SQLITE {
-            return Err(failed(format!("SQLite {version} is linked; 3.51.3 or later is needed")));
+        let numbers: Vec<u32> = version.split('.').map(|number| number.parse().unwrap_or(0)).collect();
+        if numbers.as_slice() < OLDEST_SQLITE.as_slice() {
+            let [major, minor, patch] = OLDEST_SQLITE;
+            let detail = format!("SQLite {version} is linked; {major}.{minor}.{patch} or later is needed");
+            return Err(failed(detail));
         }
         if lock.is_unclean {
             check(&writer, &name).await?;

@@ -11,6 +11,23 @@ pub(crate) struct Failing {
 }
 
 impl Failing {
+    /// Counts the result of a try. Logs an error that differs from the error of the previous try (`failed`), and the first success after
+    /// errors (`succeeded`).
+    pub(crate) fn log<T, E: Display>(&mut self, result: &Result<T, E>, failed: &str, succeeded: &str) {
+        match result {
+            Ok(_) => {
+                if let Some(failures) = self.ended() {
+                    tracing::info!(failures, "{succeeded}");
+                }
+            }
+            Err(error) => {
+                if self.is_new(error) {
+                    tracing::warn!(%error, "{failed}; trying again");
+                }
+            }
+        }
+    }
+
     /// Counts an error. Returns whether it differs from the error of the previous try, and so must be logged.
     pub(crate) fn is_new(&mut self, error: &impl Display) -> bool {
         let error = error.to_string();

@@ -1,6 +1,9 @@
 //! What several folders of the server need and no folder owns.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::{
+    io,
+    sync::{Mutex, MutexGuard, PoisonError},
+};
 
 pub(crate) mod disk_space;
 pub(crate) mod failure_log;
@@ -9,8 +12,17 @@ pub(crate) mod leb128;
 pub(crate) mod private_files;
 pub(crate) mod regular_files;
 pub(crate) mod tasks;
+pub(crate) mod tls_client;
 
 /// Locks a mutex, even if a thread has panicked while it held the lock.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The result of a removal, which also succeeds if the file or folder did not exist.
+pub(crate) fn unless_missing(removed: io::Result<()>) -> io::Result<()> {
+    match removed {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        removed => removed,
+    }
 }

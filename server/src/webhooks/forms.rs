@@ -28,19 +28,20 @@ struct Text {
 
 /// The body of a message. ntfy also changes `url`, to which the message is sent.
 pub(super) fn body(form: WebhookForm, payload: Value, url: &mut Url) -> Body {
+    let text = Text::from_payload(&payload);
     let body = match form {
         WebhookForm::Standard => payload,
-        WebhookForm::Slack => slack(&Text::of(&payload)),
-        WebhookForm::Discord => discord(&Text::of(&payload)),
-        WebhookForm::Teams => teams(&Text::of(&payload)),
-        WebhookForm::Ntfy => ntfy(&Text::of(&payload), url),
-        WebhookForm::Email => return email(Text::of(&payload)),
+        WebhookForm::Slack => slack(&text),
+        WebhookForm::Discord => discord(&text),
+        WebhookForm::Teams => teams(&text),
+        WebhookForm::Ntfy => ntfy(&text, url),
+        WebhookForm::Email => return email(text),
     };
     Body::Json(body.to_string())
 }
 
 impl Text {
-    fn of(payload: &Value) -> Self {
+    fn from_payload(payload: &Value) -> Self {
         let data = &payload["data"];
         let text = |value: &Value| value.as_str().map(str::to_owned);
         let event = payload["type"].as_str().unwrap_or_default();

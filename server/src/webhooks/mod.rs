@@ -84,20 +84,15 @@ impl Webhooks {
         let mut purged: Option<Instant> = None;
         let (mut failing, mut backoff) = (Failing::default(), RETRY);
         loop {
-            let pause = match self.start_due(&mut sending, &mut busy, &mut purged).await {
+            let started = self.start_due(&mut sending, &mut busy, &mut purged).await;
+            let failed = "the queue of webhooks cannot be read";
+            failing.log(&started, failed, "the queue of webhooks can be read again");
+            let pause = match started {
                 Ok(pause) => {
                     backoff = RETRY;
-                    if let Some(failures) = failing.ended() {
-                        tracing::info!(failures, "the queue of webhooks can be read again");
-                    }
                     pause
                 }
-                Err(error) => {
-                    if failing.is_new(&error) {
-                        tracing::warn!(%error, "the queue of webhooks cannot be read; trying again");
-                    }
-                    backoff.pause()
-                }
+                Err(_) => backoff.pause(),
             };
             tokio::select! {
                 () = self.wake.notified() => {}

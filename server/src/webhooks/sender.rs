@@ -8,16 +8,12 @@ use super::{
 use crate::{
     config::smtp::SmtpConfig,
     store::{Delivery, WebhookRow},
+    util::tls_client::{client_config, system_authorities},
 };
 use jiff::Timestamp;
 use reqwest::{Client, StatusCode, Url, header, redirect};
-use rustls::{ClientConfig, RootCertStore, crypto::ring};
 use serde_json::Value;
-use std::{
-    error::Error,
-    sync::{Arc, OnceLock},
-    time::Duration,
-};
+use std::{error::Error, sync::OnceLock, time::Duration};
 use tokio::time::timeout;
 
 /// Time limit of an attempt.
@@ -89,15 +85,7 @@ impl Sender {
 }
 
 fn client(allow_private: bool) -> Result<Client, String> {
-    let mut roots = RootCertStore::empty();
-    // The system's unreadable CA certificates are skipped. A connection that needs one of them fails.
-    roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
-    let mut tls = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
-        .with_safe_default_protocol_versions()
-        .map_err(|error| error.to_string())?
-        .with_root_certificates(roots)
-        .with_no_client_auth();
-    tls.alpn_protocols = vec![b"http/1.1".to_vec()];
+    let tls = client_config(system_authorities()).map_err(|error| error.to_string())?;
     let builder = Client::builder()
         .timeout(ATTEMPT_TIMEOUT)
         .redirect(redirect::Policy::none())

@@ -6,14 +6,12 @@ use crate::{
     store::{dataset, on_both_databases},
     test_server::TestServer,
 };
-use lockstep_protocol::{
-    job::{JobId, JobState},
-    spec::JobSpec,
-};
+use lockstep_protocol::{job::JobId, spec::JobSpec};
 use lockstep_server::store::{
-    Annotation, GroupBy, GroupValue, JobFilter, JobSort, NewJob, SettingKind, SortBy, Store,
+    Annotation, GroupBy, GroupValue, JobFilter, JobSort, NewJob, SettingKind, SortBy, Spread, Store,
 };
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 
 const LR: GroupBy = GroupBy::Setting { table: "train", key: "lr", holds: SettingKind::Number };
 const PRIVATE: GroupBy = GroupBy::Setting { table: "", key: "private", holds: SettingKind::Bool };
@@ -58,7 +56,7 @@ async fn read_groups(store: &dyn Store, filter: &JobFilter, by: &[GroupBy]) -> V
         let sort = JobSort { by: SortBy::Name, descending: false };
         let pairs = by.iter().copied().zip(group.values.clone()).collect();
         let jobs = store.jobs(&JobFilter { group: pairs, sort, ..filter.clone() }).await.unwrap().jobs;
-        let count: u64 = group.states.iter().map(|(_, count)| count).sum();
+        let count: u64 = group.states.values().sum();
         assert_eq!(jobs.len() as u64, count, "{group:?}");
         assert_eq!(jobs.iter().map(|job| job.created_at).max(), Some(group.newest_at));
         let names = jobs.into_iter().map(|job| job.name).collect();
@@ -107,16 +105,14 @@ async fn test_groups(store: &dyn Store) {
     let metrics = [PRIORITY, SortBy::Best, SortBy::Step];
     let found = store.job_groups(&all, &[LR], &metrics, 3).await.unwrap().unwrap();
     let first = found.iter().find(|group| group.values == [GroupValue::Number(0.1)]).unwrap();
-    assert_eq!(first.states, [(JobState::Queued, 3)]);
-    let [priority, best, step] = first.metrics[..] else { panic!("{first:?}") };
-    assert_eq!(
-        (priority.n, priority.mean(), priority.min(), priority.max()),
-        (3, Some(5.0), Some(2.0), Some(9.0))
-    );
+    assert_eq!(first.states, BTreeMap::from([("queued", 3)]));
+    let statistics: Vec<_> = first.metrics.iter().map(Spread::statistics).collect();
+    let [priority, best, step] = &statistics[..] else { panic!("{first:?}") };
+    assert_eq!((priority.n, priority.mean, priority.min, priority.max), (3, Some(5.0), Some(2.0), Some(9.0)));
     // (9 + 1 + 16) / 2 = 13.
-    assert!((priority.std().unwrap() - 13.0_f64.sqrt()).abs() < 1e-12);
-    assert_eq!((best.n, best.mean(), best.std()), (0, None, None));
-    assert_eq!((step.n, step.mean(), step.std()), (3, Some(0.0), Some(0.0)));
+    assert!((priority.std.unwrap() - 13.0_f64.sqrt()).abs() < 1e-12);
+    assert_eq!((best.n, best.mean, best.std), (0, None, None));
+    assert_eq!((step.n, step.mean, step.std), (3, Some(0.0), Some(0.0)));
     // There is one group more than the limit.
     assert!(store.job_groups(&all, &[LR], &[], 2).await.unwrap().is_none());
     store.close().await;

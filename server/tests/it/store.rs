@@ -143,7 +143,7 @@ async fn test_records(store: &dyn Store) {
     assert_eq!(events.iter().map(|e| e.seq).collect::<Vec<_>>(), (1..=7).collect::<Vec<_>>());
     assert_eq!(store.events(&id, 5, 1).await.unwrap(), events[5..6]);
     let page = store.metrics(&id, &MetricFilter::default()).await.unwrap();
-    assert_eq!((page.as_of, page.columns.len(), page.columns[0].2.values.len()), (7, 1, 2));
+    assert_eq!((page.as_of, page.columns.len(), page.columns[0].column.values.len()), (7, 1, 2));
     let checkpoints = store.checkpoints(&id).await.unwrap();
     assert_eq!(
         checkpoints.iter().map(|c| (c.info.step, c.info.best)).collect::<Vec<_>>(),
@@ -358,7 +358,7 @@ async fn test_many_rows(store: &dyn Store) {
     // Two edits of the same job: the second edit sees the result of the first.
     let waits = |job: &JobId, reason: &str| -> (JobId, Change) {
         let reason = reason.into();
-        (job.clone(), Box::new(move |row| lifecycle::waits(row, &reason)))
+        (job.clone(), Box::new(move |row| lifecycle::set_wait_reason(row, &reason)))
     };
     let mut changes: Vec<_> = jobs.iter().map(|job| waits(job, "no slots")).collect();
     changes.push(waits(&jobs[3], "no slots at all"));

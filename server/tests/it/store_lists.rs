@@ -8,6 +8,7 @@ use lockstep_protocol::{
 use lockstep_server::store::{
     Annotation, Comparison, Condition, Created, JobFilter, JobSort, NewJob, SettingValue, SortBy, Store,
 };
+use std::collections::BTreeMap;
 
 const SORTS: [SortBy; 24] = [
     SortBy::Created,
@@ -114,7 +115,7 @@ async fn test_lists(store: &dyn Store) {
         }
         let projects = store.projects(reader).await.unwrap();
         let counts: Vec<_> = projects.into_iter().map(|project| (project.name, project.states)).collect();
-        let queued = |name: &str, count| (name.to_owned(), vec![(JobState::Queued, count)]);
+        let queued = |name: &str, count| (name.to_owned(), BTreeMap::from([("queued", count)]));
         let expected = match reader {
             None => vec![queued("default", 1), queued("hidden", 1), queued("vision", 2)],
             Some("mona") => vec![queued("hidden", 1), queued("vision", 2)],

@@ -42,8 +42,8 @@ const MAX_GIVEN_UP: usize = 64;
 impl Leases {
     /// Records the ranks of an attempt whose machines do not answer, as one of its other ranks has reported.
     pub(crate) fn mark_unreachable(&self, attempt: &AttemptRef, ranks: &[u32]) {
-        let mut leases = lock(&self.by_job);
-        let Some(lease) = leases.of_mut(attempt) else { return };
+        let mut leases = lock(&self.held);
+        let Some(lease) = leases.lease_of_mut(attempt) else { return };
         lease.unreachable.extend(ranks);
         drop(leases);
         self.wake_dispatch();
@@ -52,7 +52,7 @@ impl Leases {
     /// Whether the ranks of any attempt have lost the connection to ranks of other agents. Such an attempt ends when all agents have ended
     /// its ranks; dispatch polls faster meanwhile.
     pub(crate) fn any_attempt_lost_contact(&self) -> bool {
-        lock(&self.by_job).values().any(Lease::has_lost_contact)
+        lock(&self.held).by_job.values().any(Lease::has_lost_contact)
     }
 
     /// Agents that can be given up before their leases expire: a silent agent of an attempt whose ranks have lost each other,
@@ -63,9 +63,9 @@ impl Leases {
         is_silent: impl Fn(&str) -> bool,
         is_connected: impl Fn(&str) -> bool,
     ) -> Vec<Expired> {
-        let leases = lock(&self.by_job);
+        let leases = lock(&self.held);
         let mut found = Vec::new();
-        for lease in leases.values().filter(|lease| lease.has_lost_contact()) {
+        for lease in leases.by_job.values().filter(|lease| lease.has_lost_contact()) {
             for hold in lease.held().filter(|hold| is_silent(&hold.place.agent_id)) {
                 let is_unreachable =
                     hold.place.ranks.iter().any(|(rank, _)| lease.unreachable.contains(rank));
@@ -80,15 +80,16 @@ impl Leases {
     /// Whether a lease that had expired was renewed.
     pub(crate) fn is_renewed(&self, expired: &Expired) -> bool {
         let now = Instant::now();
-        let leases = lock(&self.by_job);
-        let mut holds = leases.of(&expired.attempt).into_iter().flat_map(|lease| &lease.holds);
+        let leases = lock(&self.held);
+        let mut holds = leases.lease_of(&expired.attempt).into_iter().flat_map(|lease| &lease.holds);
         holds.any(|hold| hold.place.agent_id == expired.place.agent_id && hold.until > now)
     }
 
     /// Gives up an agent before its lease expires. Until the expiry, or until the agent reports no ranks of the attempt, it gets no work.
     pub(crate) fn give_up(&self, expired: &Expired) {
-        let leases = lock(&self.by_job);
-        let hold = leases.get(&expired.attempt.job).and_then(|lease| lease.held_at(&expired.place.agent_id));
+        let leases = lock(&self.held);
+        let hold =
+            leases.by_job.get(&expired.attempt.job).and_then(|lease| lease.held_at(&expired.place.agent_id));
         if let Some(until) = hold.map(|hold| hold.until) {
             let (agent_id, attempt) = (expired.place.agent_id.clone(), expired.attempt.clone());
             let mut given_up = lock(&self.given_up);

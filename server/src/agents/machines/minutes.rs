@@ -30,17 +30,19 @@ impl Minute {
 
     /// Adds a point. If it begins a new minute, returns the previous minute.
     pub(crate) fn add(&mut self, agent: &str, point: &Point) -> Option<MinuteRow> {
-        let finished = self.finish(agent, point.at, false);
+        let finished = self.finish_if_over(agent, point.at);
         self.sums.add(point);
         self.points += 1;
         finished
     }
 
-    /// Ends the minute if `now` is in a later minute, or if `at_once`. Returns the minute if it has points.
-    pub(crate) fn finish(&mut self, agent: &str, now: Timestamp, at_once: bool) -> Option<MinuteRow> {
-        if minute_of(now) == self.minute && !at_once {
-            return None;
-        }
+    /// Ends the minute if `now` is in a later minute. Returns the minute if it has ended and has points.
+    pub(crate) fn finish_if_over(&mut self, agent: &str, now: Timestamp) -> Option<MinuteRow> {
+        if minute_of(now) == self.minute { None } else { self.finish(agent, now) }
+    }
+
+    /// Ends the minute, and begins the minute of `now`. Returns the minute if it has points.
+    pub(crate) fn finish(&mut self, agent: &str, now: Timestamp) -> Option<MinuteRow> {
         let before = std::mem::replace(self, Self::new(now));
         let data = before.sums.mean(now).encode();
         (before.points > 0).then(|| MinuteRow { agent_id: agent.to_owned(), minute: before.minute, data })

@@ -8,7 +8,7 @@ use crate::{
         error::{Error, Problem, Result},
         extract::{Query, count},
     },
-    store::{GroupRow, GroupValue, Spread, Store},
+    store::{GroupRow, GroupValue, MeanAndSpread, Spread, Store},
 };
 use axum::{Extension, Json, extract::State};
 use jiff::Timestamp;
@@ -106,21 +106,6 @@ pub(crate) struct Group {
     id: String,
 }
 
-/// Statistics of a metric over the jobs of a group that have a value.
-#[derive(Debug, Serialize, ToSchema)]
-struct MeanAndSpread {
-    /// Number of jobs with a value.
-    n: u64,
-    /// Mean of the values; null if no job has a value.
-    mean: Option<f64>,
-    /// Sample standard deviation (divisor n - 1); null for fewer than two values.
-    std: Option<f64>,
-    /// The lowest value.
-    min: Option<f64>,
-    /// The highest value.
-    max: Option<f64>,
-}
-
 impl Group {
     fn new(row: GroupRow, metrics: &[&str]) -> Result<Self> {
         let json = serde_json::to_string(&row.values);
@@ -128,21 +113,14 @@ impl Group {
         if id.len() > ID_BYTES {
             id = hex::encode(Sha256::digest(&id));
         }
-        let spread = |of: &Spread| MeanAndSpread {
-            n: of.n,
-            mean: of.mean(),
-            std: of.std(),
-            min: of.min(),
-            max: of.max(),
-        };
         Ok(Self {
-            jobs: row.states.iter().map(|(_, count)| count).sum(),
-            states: row.states.into_iter().map(|(state, count)| (state.as_str(), count)).collect(),
+            jobs: row.states.values().sum(),
+            states: row.states,
             newest_at: row.newest_at,
             metrics: metrics
                 .iter()
                 .map(|name| (*name).to_owned())
-                .zip(row.metrics.iter().map(spread))
+                .zip(row.metrics.iter().map(Spread::statistics))
                 .collect(),
             values: row.values,
             id,

@@ -7,7 +7,7 @@ use crate::{
         extract::{Path, Query},
     },
     scheduler::Scheduler,
-    store::{HistogramFilter, HistogramRow},
+    store::{Histogram, HistogramFilter, HistogramLayer},
 };
 use axum::{Json, extract::State};
 use lockstep_protocol::{histograms::HistogramKind, network::NetworkDescription};
@@ -39,28 +39,6 @@ pub(crate) struct Histograms {
     histograms: Vec<Histogram>,
 }
 
-/// A layer and the kind of its values.
-#[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct HistogramLayer {
-    name: String,
-    kind: HistogramKind,
-}
-
-/// Histogram of the weights or gradients of a layer at a step.
-#[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct Histogram {
-    step: u64,
-    attempt: u32,
-    layer: String,
-    kind: HistogramKind,
-    /// The smallest finite value.
-    min: f32,
-    /// The largest finite value.
-    max: f32,
-    /// Number of values in each of 64 bins of equal width from `min` to `max`.
-    counts: Vec<u32>,
-}
-
 fn kind(text: &str) -> Result<HistogramKind> {
     let found = HistogramKind::ALL.into_iter().find(|kind| kind.as_str() == text);
     found.ok_or_else(|| Error::BadRequest("kind must be weight or gradient".into()))
@@ -79,23 +57,15 @@ pub(crate) async fn histograms(
 ) -> Result<Json<Histograms>> {
     let kind = query.kind.as_deref().map(kind).transpose()?;
     let job = jobs::find(&scheduler, &id).await?;
-    let index = scheduler.store.histogram_index(&job.id).await?;
-    let rows = if query.layer.is_some() || query.step.is_some() {
+    let mut index = scheduler.store.histogram_index(&job.id).await?;
+    index.layers.retain(|layer| kind.is_none_or(|kind| kind == layer.kind));
+    let histograms = if query.layer.is_some() || query.step.is_some() {
         let filter = HistogramFilter { kind, layer: query.layer, step: query.step };
         scheduler.store.histograms(&job.id, &filter).await?
     } else {
         Vec::new()
     };
-    let histogram = |row| {
-        let HistogramRow { step, attempt, layer, kind, min, max, counts } = row;
-        Histogram { step, attempt, layer, kind, min, max, counts }
-    };
-    let layers = index.layers.into_iter().filter(|(_, of)| kind.is_none_or(|kind| kind == *of));
-    Ok(Json(Histograms {
-        steps: index.steps,
-        layers: layers.map(|(name, kind)| HistogramLayer { name, kind }).collect(),
-        histograms: rows.into_iter().map(histogram).collect(),
-    }))
+    Ok(Json(Histograms { steps: index.steps, layers: index.layers, histograms }))
 }
 
 /// Show a job's network

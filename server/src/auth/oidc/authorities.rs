@@ -1,34 +1,24 @@
 //! The CA certificates that the server trusts for connections to the provider.
 
-use crate::config::oidc::OidcConfig;
+use crate::{config::oidc::OidcConfig, util::tls_client};
 use rustls::{
     ClientConfig, RootCertStore,
-    crypto::ring,
     pki_types::{CertificateDer, pem::PemObject},
 };
-use std::{fs::File, io::Read, path::Path, sync::Arc};
+use std::{fs::File, io::Read, path::Path};
 
 /// Maximum size of a file of CA certificates.
 const CA_BYTES: u64 = 1 << 20;
 
 /// TLS settings that trust the CA certificates of the system and of the configured file.
 pub(super) fn tls(config: &OidcConfig) -> Result<ClientConfig, String> {
-    let mut roots = RootCertStore::empty();
-    if !config.issuer.is_plain() {
-        // Unreadable CA certificates of the system are skipped. If one of them is needed, the connection fails.
-        roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
-    }
+    let mut roots =
+        if config.issuer.is_plain() { RootCertStore::empty() } else { tls_client::system_authorities() };
     if let Some(path) = &config.ca_file {
         add_authorities(&mut roots, path)
             .map_err(|error| format!("the CA file {}: {error}", path.display()))?;
     }
-    let mut tls = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
-        .with_safe_default_protocol_versions()
-        .map_err(|error| error.to_string())?
-        .with_root_certificates(roots)
-        .with_no_client_auth();
-    tls.alpn_protocols = vec![b"http/1.1".to_vec()];
-    Ok(tls)
+    tls_client::client_config(roots).map_err(|error| error.to_string())
 }
 
 fn add_authorities(roots: &mut RootCertStore, path: &Path) -> Result<(), String> {

@@ -81,21 +81,21 @@ fn the_pause_after_a_failed_fetch_doubles_up_to_a_minute() {
 #[test]
 fn a_failing_store_is_reported_once_until_it_works_again() {
     let mut failing = Failing::default();
-    assert!(!failing.note_success(Asked::Write), "there was no failure yet");
-    assert!(failing.note_failure(Asked::Write) && !failing.note_failure(Asked::Write));
+    assert!(!failing.note_success(RequestKind::Write), "there was no failure yet");
+    assert!(failing.note_failure(RequestKind::Write) && !failing.note_failure(RequestKind::Write));
     // Reading works the whole time.
-    assert!(!failing.note_success(Asked::Other) && !failing.note_failure(Asked::Write));
+    assert!(!failing.note_success(RequestKind::Other) && !failing.note_failure(RequestKind::Write));
     assert!(
-        !failing.note_failure(Asked::Other) && !failing.note_success(Asked::Other),
+        !failing.note_failure(RequestKind::Other) && !failing.note_success(RequestKind::Other),
         "reading fails for a while"
     );
     assert!(
-        failing.note_success(Asked::Write) && !failing.note_success(Asked::Write),
+        failing.note_success(RequestKind::Write) && !failing.note_success(RequestKind::Write),
         "the end is reported once"
     );
     // If reading failed, any success ends the failure.
-    assert!(failing.note_failure(Asked::Other) && failing.note_success(Asked::Other));
-    assert!(failing.note_failure(Asked::Other) && failing.note_success(Asked::Write));
+    assert!(failing.note_failure(RequestKind::Other) && failing.note_success(RequestKind::Other));
+    assert!(failing.note_failure(RequestKind::Other) && failing.note_success(RequestKind::Write));
 }
 
 #[test]

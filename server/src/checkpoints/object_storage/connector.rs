@@ -1,6 +1,7 @@
 //! The HTTP client for buckets. It uses the versions of `reqwest` and `rustls` that the rest of the program uses, instead of the client of
 //! `object_store`.
 
+use crate::util::tls_client::{client_config, system_authorities};
 use async_trait::async_trait;
 use http_body_util::BodyExt;
 use object_store::{
@@ -11,8 +12,7 @@ use object_store::{
     },
 };
 use reqwest::{Body, Client, Request, Url, redirect};
-use rustls::{ClientConfig, RootCertStore, crypto::ring};
-use std::{sync::Arc, time::Duration};
+use std::time::Duration;
 
 /// Time limit for opening a connection.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -28,15 +28,7 @@ struct Service(Client);
 impl HttpConnector for Connector {
     fn connect(&self, options: &ClientOptions) -> object_store::Result<HttpClient> {
         let failed = |detail: String| Error::Generic { store: "S3", source: detail.into() };
-        let mut roots = RootCertStore::empty();
-        // Unreadable CA certificates of the system are skipped. If one of them is needed, the connection fails.
-        roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
-        let mut tls = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
-            .with_safe_default_protocol_versions()
-            .map_err(|error| failed(error.to_string()))?
-            .with_root_certificates(roots)
-            .with_no_client_auth();
-        tls.alpn_protocols = vec![b"http/1.1".to_vec()];
+        let tls = client_config(system_authorities()).map_err(|error| failed(error.to_string()))?;
         let allows_http = options.get_config_value(&ClientConfigKey::AllowHttp).as_deref() == Some("true");
         let client = Client::builder()
             .connect_timeout(CONNECT_TIMEOUT)

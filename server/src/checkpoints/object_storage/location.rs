@@ -17,7 +17,7 @@ impl Location {
     ///
     /// # Errors
     /// The location is invalid. The text says what the user must change.
-    pub(super) fn of(given: &str) -> Result<Self, String> {
+    pub(super) fn parse(given: &str) -> Result<Self, String> {
         let hint = "give a directory, such as /srv/artifacts, or a bucket, such as s3://BUCKET/PREFIX";
         if given.is_empty() {
             return Err(format!("it is empty; {hint}"));
@@ -85,9 +85,9 @@ mod tests {
             ("s3://weights/", bucket("weights", "")),
             ("s3a://weights/team/one/", bucket("weights", "team/one")),
         ] {
-            assert_eq!(Location::of(given), Ok(found), "{given}");
+            assert_eq!(Location::parse(given), Ok(found), "{given}");
         }
-        assert!(matches!(Location::of("here"), Ok(Location::Directory(path)) if path.is_absolute()));
+        assert!(matches!(Location::parse("here"), Ok(Location::Directory(path)) if path.is_absolute()));
     }
 
     #[test]
@@ -103,7 +103,7 @@ mod tests {
             ("https://example.org/a", "s3://BUCKET/PREFIX"),
             ("file://host/a", "file:///srv/artifacts"),
         ] {
-            let detail = Location::of(given).unwrap_err();
+            let detail = Location::parse(given).unwrap_err();
             assert!(detail.contains(expected), "{given}: {detail}");
         }
     }

@@ -57,13 +57,13 @@ async fn requeue(scheduler: &Scheduler, agent_id: &str, why: Reason, concerns: i
         if !concerns(&attempt) {
             continue;
         }
-        let places = scheduler.agents.leases.places(&attempt);
+        let agent_count = scheduler.agents.leases.places(&attempt);
         let mine = held.iter().find(|place| place.agent_id == agent_id);
         let why = why.clone();
-        let done = if places > 1
+        let done = if agent_count > 1
             && let Some(place) = mine
         {
-            end_attempt_on_agent(scheduler, &attempt, (place, places), true, move |_| {
+            end_attempt_on_agent(scheduler, &attempt, place, agent_count, true, move |_| {
                 EndOnAgent::LeftUnreported(why.clone())
             })
             .await
@@ -99,12 +99,13 @@ pub(super) async fn end_attempt(
     }
 }
 
-/// Notes that an attempt on `places` agents has ended on one agent, which has not reported how. The other agents are ordered to end their
-/// ranks; the attempt ends with the last agent. `patient`: the other ranks may write a checkpoint first.
+/// Notes that an attempt on `agent_count` agents has ended on one agent, which has not reported how. The other agents are ordered to end
+/// their ranks; the attempt ends with the last agent. `patient`: the other ranks may write a checkpoint first.
 pub(super) async fn end_attempt_on_agent(
     scheduler: &Scheduler,
     attempt: &AttemptRef,
-    (place, places): (&Place, usize),
+    place: &Place,
+    agent_count: usize,
     patient: bool,
     end: impl Fn(&JobRow) -> EndOnAgent + Send + Sync + 'static,
 ) -> Result<()> {
@@ -114,7 +115,7 @@ pub(super) async fn end_attempt_on_agent(
             return Ok(Vec::new());
         }
         let end = end(row);
-        lifecycle::record_end_on_agent(row, places, &agent_id, end, crate::now())
+        lifecycle::record_end_on_agent(row, agent_count, &agent_id, end, crate::now())
     };
     match scheduler.events.change_job(&attempt.job, Box::new(change)).await {
         Ok(changed) => {

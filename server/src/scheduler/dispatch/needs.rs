@@ -84,7 +84,7 @@ pub(super) async fn needs(
 
 /// Fails a job that cannot start.
 pub(super) async fn fail(scheduler: &Scheduler, job: &JobId, why: Reason) -> Result<()> {
-    let fail = move |row: &mut JobRow| lifecycle::cannot_start(row, &why, crate::now());
+    let fail = move |row: &mut JobRow| lifecycle::fail_to_start(row, &why, crate::now());
     scheduler.events.change_job(job, Box::new(fail)).await.map(drop)
 }
 

@@ -30,7 +30,7 @@ impl Unstored {
     /// Queues the reason why a job waits, if it is worth an event.
     pub(super) fn note(&self, scheduler: &Scheduler, row: &JobRow, why: &Reason) {
         let is_event = !machines_may_come_back(scheduler, &row.job)
-            && lifecycle::tells_wait(&row.job, why)
+            && lifecycle::shows_wait_reason(&row.job, why)
             && row.job.reason.as_deref() != Some(why.words())
             && !row.job.cause.as_ref().is_some_and(|known| is_steady(known, why));
         if is_event {
@@ -103,7 +103,7 @@ async fn store_each(scheduler: &Scheduler, reasons: &[(JobId, Reason)]) {
 async fn store(scheduler: &Scheduler, reasons: &[(JobId, Reason)]) -> Result<(), StoreError> {
     let change = |(job, why): &(JobId, Reason)| -> (JobId, Change) {
         let why = why.clone();
-        (job.clone(), Box::new(move |row| lifecycle::waits(row, &why)))
+        (job.clone(), Box::new(move |row| lifecycle::set_wait_reason(row, &why)))
     };
     let changes: Vec<_> = reasons.iter().map(change).collect();
     // For a job that was deleted meanwhile, the result is `None`.

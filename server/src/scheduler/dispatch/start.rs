@@ -67,11 +67,8 @@ pub(super) async fn start_all(scheduler: &Scheduler, mut starts: Vec<Start>) -> 
             match claimed {
                 Some(claimed) => {
                     started += 1;
-                    scheduler.agents.leases.hold(
-                        claimed.attempt.clone(),
-                        prepared.claim.places.clone(),
-                        false,
-                    );
+                    let places = prepared.claim.places.clone();
+                    scheduler.agents.leases.hold(claimed.attempt.clone(), places);
                     scheduler.waiting.remove(&prepared.claim.job);
                     orders.push((prepared, files, claimed));
                 }
@@ -102,7 +99,7 @@ async fn prepare_all(scheduler: &Scheduler, starts: Vec<Start>) -> Result<(Vec<P
     let ids: Vec<_> = starts.iter().map(|start| start.row.job.id.clone()).collect();
     // The queue in memory may be behind the store.
     let known = starts.iter().map(|start| &start.row.job);
-    let (stored, datasets) = tokio::try_join!(scheduler.store.jobs_of(&ids), datasets(scheduler, known))?;
+    let (stored, datasets) = tokio::try_join!(scheduler.store.jobs_by_id(&ids), datasets(scheduler, known))?;
     let mut stored: HashMap<JobId, JobRow> =
         stored.into_iter().map(|row| (row.job.id.clone(), row)).collect();
     let mut ready = Vec::with_capacity(starts.len());
@@ -223,9 +220,9 @@ async fn find_claimed(
 
 async fn read_claimed(scheduler: &Scheduler, claims: &[Claim]) -> Result<Vec<Option<Claimed>>> {
     // A commit that is still in progress would not be visible.
-    scheduler.store.settled().await?;
+    scheduler.store.wait_for_writer().await?;
     let ids: Vec<_> = claims.iter().map(|claim| claim.job.clone()).collect();
-    let rows = scheduler.store.jobs_of(&ids).await?;
+    let rows = scheduler.store.jobs_by_id(&ids).await?;
     let mut found = Vec::with_capacity(claims.len());
     for claim in claims {
         let row = rows.iter().find(|row| row.job.id == claim.job);
@@ -312,7 +309,7 @@ async fn follow_up(scheduler: &Scheduler, ordered: Vec<Ordered>) -> Result<()> {
         send_stop(scheduler, &places, &attempt, "an agent disconnected before it could start", false);
     }
     let ids: Vec<_> = ordered.iter().map(|ordered| ordered.attempt.job.clone()).collect();
-    let rows = scheduler.store.jobs_of(&ids).await?;
+    let rows = scheduler.store.jobs_by_id(&ids).await?;
     let rows: HashMap<&JobId, &JobRow> = rows.iter().map(|row| (&row.job.id, row)).collect();
     for Ordered { attempt, places, .. } in ordered {
         let row = rows.get(&attempt.job).copied();

@@ -10,14 +10,14 @@ type Running<'a> = (i32, bool, &'a [(&'a str, &'a [u32])]);
 
 fn yielding(running: &[Running<'_>]) -> Vec<Yielding> {
     let one = |(priority, ends, places): &Running<'_>| Yielding {
-        by: Occupant {
+        occupant: Occupant {
             job: JobId::generate(),
             priority: *priority,
             preemptible: true,
-            ends: *ends,
-            preempted: *ends,
+            must_end: *ends,
+            is_being_preempted: *ends,
         },
-        ends: *ends,
+        is_ending: *ends,
         slots: places
             .iter()
             .flat_map(|(agent, slots)| slots.iter().map(move |slot| (format!("id-{agent}"), *slot)))
@@ -43,7 +43,7 @@ fn plan_with(
     ranks: usize,
 ) -> Option<(Vec<(String, usize)>, Vec<usize>)> {
     let candidates = candidates(given);
-    let room = room(&candidates, (ranks, 9), &HashSet::new(), yielding, &HashSet::new())?;
+    let room = room(&candidates, ranks, 9, &HashSet::new(), yielding, &HashSet::new())?;
     let name = |(c, slots): (usize, Vec<u32>)| (candidates[c].agent.row.name.clone(), slots.len());
     Some((room.chosen.into_iter().map(name).collect(), room.victims))
 }
@@ -84,7 +84,7 @@ fn slots_of_jobs_that_are_already_ending_are_used_first() {
     // The slot that becomes free is promised to another job.
     let candidates = candidates(&one);
     let promised = HashSet::from([("id-a".to_owned(), 1)]);
-    let found = room(&candidates, (1, 9), &HashSet::new(), &yielding(&running), &promised).unwrap();
+    let found = room(&candidates, 1, 9, &HashSet::new(), &yielding(&running), &promised).unwrap();
     assert_eq!((found.chosen, found.victims), (vec![(0, vec![0])], vec![0]));
 }
 
@@ -119,7 +119,7 @@ fn only_preemptible_jobs_of_lower_priority_are_stopped() {
     let one = [("a", None, 3, 3, CPU)];
     let mut running =
         yielding(&[(0, false, &[("a", &[0])]), (9, true, &[("a", &[1])]), (12, false, &[("a", &[2])])]);
-    running[1].by.preemptible = false;
+    running[1].occupant.preemptible = false;
     assert_eq!(
         plan_with(&one, &running, 1),
         expected(&[("a", 1)], &[]),
@@ -128,13 +128,13 @@ fn only_preemptible_jobs_of_lower_priority_are_stopped() {
     assert_eq!(plan_with(&one, &running, 2), expected(&[("a", 2)], &[0]));
     assert_eq!(plan_with(&one, &running, 3), None, "a job of higher priority is not stopped");
     // Its ranks on another machine have ended, so these ranks are ending, too.
-    running[2].ends = true;
+    running[2].is_ending = true;
     assert_eq!(plan_with(&one, &running, 2), expected(&[("a", 2)], &[]));
-    running[0].by.priority = 9;
+    running[0].occupant.priority = 9;
     assert_eq!(plan_with(&one, &running, 3), None, "a job of the same priority is not stopped");
-    running[0].by.priority = 8;
+    running[0].occupant.priority = 8;
     assert_eq!(plan_with(&one, &running, 3), expected(&[("a", 3)], &[0]));
-    running[0].by.preemptible = false;
+    running[0].occupant.preemptible = false;
     assert_eq!(plan_with(&one, &running, 3), None);
 }
 

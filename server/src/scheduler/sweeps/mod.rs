@@ -51,20 +51,14 @@ impl Sweeps {
     pub(crate) async fn run(self: Arc<Self>) {
         let (mut failing, mut backoff) = (Failing::default(), RETRY);
         loop {
-            let pause = match self.advance_all().await {
+            let advanced = self.advance_all().await;
+            failing.log(&advanced, "sweeps could not be advanced", "sweeps advance again");
+            let pause = match advanced {
                 Ok(()) => {
                     backoff = RETRY;
-                    if let Some(failures) = failing.ended() {
-                        tracing::info!(failures, "sweeps advance again");
-                    }
                     MAX_PAUSE
                 }
-                Err(error) => {
-                    if failing.is_new(&error) {
-                        tracing::warn!(%error, "sweeps could not be advanced; trying again");
-                    }
-                    backoff.pause()
-                }
+                Err(_) => backoff.pause(),
             };
             tokio::select! {
                 () = self.wake.notified() => {}

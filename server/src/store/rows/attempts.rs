@@ -66,8 +66,6 @@ pub struct AttemptRow {
     pub attempt: AttemptRef,
     /// The agents and slots of the attempt's ranks.
     pub places: Vec<Place>,
-    /// Whether the ranks must end, at once or with a checkpoint. The reason is in the job.
-    pub ends: bool,
 }
 
 /// A position in the queue, after a job. The default is the beginning.
@@ -101,10 +99,10 @@ pub struct Occupant {
     pub priority: i32,
     /// Whether a job of higher priority may take the slots.
     pub preemptible: bool,
-    /// Whether the ranks are already being ended.
-    pub ends: bool,
-    /// Whether the ranks are being ended in favour of a job of higher priority.
-    pub preempted: bool,
+    /// Whether the ranks must end, because the job is being cancelled, paused or preempted.
+    pub must_end: bool,
+    /// Whether the ranks must end in favour of a job of higher priority.
+    pub is_being_preempted: bool,
 }
 
 /// Records of one source of an attempt, as received.

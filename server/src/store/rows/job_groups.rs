@@ -1,8 +1,8 @@
 //! Groups of jobs: the criteria, and the values and statistics of each group.
 
 use jiff::Timestamp;
-use lockstep_protocol::job::JobState;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use utoipa::ToSchema;
 
 /// A criterion by which jobs are grouped.
@@ -50,18 +50,33 @@ pub struct GroupRow {
     /// The group's value of each criterion.
     pub values: Vec<GroupValue>,
     /// Number of jobs in each state that at least one job has.
-    pub states: Vec<(JobState, u64)>,
+    pub states: BTreeMap<&'static str, u64>,
     /// When the newest job was submitted.
     pub newest_at: Timestamp,
-    /// Statistics of each requested metric.
+    /// Each requested metric.
     pub metrics: Vec<Spread>,
 }
 
 /// Statistics of a metric over the jobs of a group that have a value.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, ToSchema)]
+pub struct MeanAndSpread {
+    /// Number of jobs with a value.
+    pub n: u64,
+    /// Mean of the values; null if no job has a value.
+    pub mean: Option<f64>,
+    /// Sample standard deviation (divisor n - 1); null for fewer than two values.
+    pub std: Option<f64>,
+    /// The lowest value.
+    pub min: Option<f64>,
+    /// The highest value.
+    pub max: Option<f64>,
+}
+
+/// The sums from which the statistics of a metric are computed.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Spread {
     /// Number of jobs with a value.
-    pub n: u64,
+    n: u64,
     mean: f64,
     /// Sum of squared differences from the mean.
     squares: f64,
@@ -85,29 +100,16 @@ impl Spread {
         };
     }
 
-    /// Returns a finite `value` if at least `min_n` jobs have a value.
-    fn checked(&self, value: f64, min_n: u64) -> Option<f64> {
-        (self.n >= min_n && value.is_finite()).then_some(value)
-    }
-
-    /// The mean; `None` without values.
-    pub fn mean(&self) -> Option<f64> {
-        self.checked(self.mean, 1)
-    }
-
-    /// The sample standard deviation (divided by n - 1); `None` for fewer than two values.
-    pub fn std(&self) -> Option<f64> {
-        self.checked((self.squares / (self.n.max(2) - 1) as f64).sqrt(), 2)
-    }
-
-    /// The smallest value; `None` without values.
-    pub fn min(&self) -> Option<f64> {
-        self.checked(self.min, 1)
-    }
-
-    /// The largest value; `None` without values.
-    pub fn max(&self) -> Option<f64> {
-        self.checked(self.max, 1)
+    /// The statistics. A number that would not be finite is missing.
+    pub fn statistics(&self) -> MeanAndSpread {
+        let checked = |value: f64, min_n: u64| (self.n >= min_n && value.is_finite()).then_some(value);
+        MeanAndSpread {
+            n: self.n,
+            mean: checked(self.mean, 1),
+            std: checked((self.squares / (self.n.max(2) - 1) as f64).sqrt(), 2),
+            min: checked(self.min, 1),
+            max: checked(self.max, 1),
+        }
     }
 }
 
@@ -115,33 +117,31 @@ impl Spread {
 mod tests {
     use super::*;
 
-    fn spread(values: &[f64]) -> Spread {
+    fn statistics(values: &[f64]) -> MeanAndSpread {
         let mut spread = Spread::default();
         values.iter().for_each(|value| spread.add(*value));
-        spread
+        spread.statistics()
     }
 
     #[test]
     fn std_is_the_sample_standard_deviation() {
-        let of = spread(&[2.0, 4.0, f64::NAN, 9.0]);
-        assert_eq!((of.n, of.mean(), of.min(), of.max()), (3, Some(5.0), Some(2.0), Some(9.0)));
+        let three = statistics(&[2.0, 4.0, f64::NAN, 9.0]);
+        assert_eq!((three.n, three.mean, three.min, three.max), (3, Some(5.0), Some(2.0), Some(9.0)));
         // ((2-5)^2 + (4-5)^2 + (9-5)^2) / 2 = 13.
-        assert!((of.std().unwrap() - 13.0_f64.sqrt()).abs() < 1e-12);
-        let one = spread(&[-3.0]);
-        assert_eq!(
-            (one.n, one.mean(), one.std(), one.min(), one.max()),
-            (1, Some(-3.0), None, Some(-3.0), Some(-3.0))
-        );
-        let none = spread(&[f64::INFINITY]);
-        assert_eq!((none.n, none.mean(), none.std(), none.min(), none.max()), (0, None, None, None, None));
+        assert!((three.std.unwrap() - 13.0_f64.sqrt()).abs() < 1e-12);
+        let value = Some(-3.0);
+        let one = MeanAndSpread { n: 1, mean: value, std: None, min: value, max: value };
+        assert_eq!(statistics(&[-3.0]), one);
+        let none = MeanAndSpread { n: 0, mean: None, std: None, min: None, max: None };
+        assert_eq!(statistics(&[f64::INFINITY]), none);
     }
 
     #[test]
     fn std_of_large_close_values_is_exact() {
-        let of = spread(&[1e9 + 1.0, 1e9 + 2.0, 1e9 + 3.0]);
-        assert!((of.std().unwrap() - 1.0).abs() < 1e-6, "{of:?}");
+        let close = statistics(&[1e9 + 1.0, 1e9 + 2.0, 1e9 + 3.0]);
+        assert!((close.std.unwrap() - 1.0).abs() < 1e-6, "{close:?}");
         // The sum of squares overflows.
-        assert_eq!(spread(&[f64::MAX, -f64::MAX]).std(), None);
+        assert_eq!(statistics(&[f64::MAX, -f64::MAX]).std, None);
     }
 
     #[test]

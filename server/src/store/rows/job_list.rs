@@ -4,6 +4,8 @@ use super::job_groups::{GroupBy, GroupValue};
 use jiff::Timestamp;
 use lockstep_protocol::job::{Job, JobState};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use utoipa::ToSchema;
 
 /// A filter for a list of jobs. An empty list or `None` matches all jobs.
 #[derive(Debug, Clone, Default)]
@@ -144,12 +146,15 @@ pub struct Page {
     pub next: Option<Cursor>,
 }
 
-/// A project. A project exists while at least one job names it.
-#[derive(Debug, Clone, PartialEq)]
-pub struct ProjectRow {
+/// A project. A project exists while a job has its name.
+#[derive(Debug, Clone, PartialEq, Serialize, ToSchema)]
+pub struct Project {
     pub name: String,
-    /// Number of jobs in each state that at least one job has.
-    pub states: Vec<(JobState, u64)>,
-    /// When the newest job was submitted.
+    /// Number of jobs in any state.
+    pub jobs: u64,
+    /// Number of jobs in each state, without states that no job is in: `{"running": 2, "failed": 1}`.
+    pub states: BTreeMap<&'static str, u64>,
+    /// Submission time of the newest job.
+    #[schema(value_type = String)]
     pub newest_at: Timestamp,
 }

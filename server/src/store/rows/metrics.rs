@@ -33,14 +33,22 @@ impl MetricFilter {
 pub struct MetricPage {
     /// All matching events up to this sequence number are in the page.
     pub as_of: u64,
-    /// Rank, attempt and points of each event that can be read.
-    pub columns: Vec<(u32, u32, MetricColumn)>,
+    /// The points of each event that can be read.
+    pub columns: Vec<RankColumn>,
     /// Whether the page reached the limit of the filter.
     pub full: bool,
     /// Total cost of the rows that were read ([`super::EventRow::cost`]).
     pub cost: u64,
     /// Sequence number of the last row that was read; 0 if there was none.
     pub last: u64,
+}
+
+/// The points of an event, and the rank that reported them.
+#[derive(Debug, Clone)]
+pub struct RankColumn {
+    pub rank: u32,
+    pub attempt: u32,
+    pub column: MetricColumn,
 }
 
 /// A chunk: successive points of one series, or successive buckets that summarize points.

@@ -4,6 +4,7 @@ use jiff::Timestamp;
 use lockstep_protocol::{
     job::JobState,
     reason::{Reason, ReasonKind},
+    words,
 };
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -35,38 +36,24 @@ pub enum WebhookEvent {
     Alert,
 }
 
+words!(WebhookEvent:
+    Started = "job.started",
+    Preempted = "job.preempted",
+    Paused = "job.paused",
+    Restarting = "job.restarting",
+    Succeeded = "job.succeeded",
+    Failed = "job.failed",
+    Cancelled = "job.cancelled",
+    Alert = "run.alert",
+);
+
 impl WebhookEvent {
-    /// Every event, in the order of a job's life.
-    pub const ALL: [WebhookEvent; 8] = [
-        WebhookEvent::Started,
-        WebhookEvent::Preempted,
-        WebhookEvent::Paused,
-        WebhookEvent::Restarting,
-        WebhookEvent::Succeeded,
-        WebhookEvent::Failed,
-        WebhookEvent::Cancelled,
-        WebhookEvent::Alert,
-    ];
     /// The default events of a webhook: a job has ended, or a program has raised an alert.
     pub const DEFAULTS: [WebhookEvent; 4] =
         [WebhookEvent::Succeeded, WebhookEvent::Failed, WebhookEvent::Cancelled, WebhookEvent::Alert];
 
-    /// The event's name, as in JSON.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            WebhookEvent::Started => "job.started",
-            WebhookEvent::Preempted => "job.preempted",
-            WebhookEvent::Paused => "job.paused",
-            WebhookEvent::Restarting => "job.restarting",
-            WebhookEvent::Succeeded => "job.succeeded",
-            WebhookEvent::Failed => "job.failed",
-            WebhookEvent::Cancelled => "job.cancelled",
-            WebhookEvent::Alert => "run.alert",
-        }
-    }
-
     /// The event for a job's change to this state; `None` if no messages are sent for it.
-    pub(in crate::store) fn of(state: JobState, cause: Option<&Reason>) -> Option<Self> {
+    pub(in crate::store) fn for_state(state: JobState, cause: Option<&Reason>) -> Option<Self> {
         match state {
             JobState::Running => Some(WebhookEvent::Started),
             JobState::Queued => cause
@@ -102,28 +89,14 @@ pub enum WebhookForm {
     Email,
 }
 
-impl WebhookForm {
-    pub const ALL: [WebhookForm; 6] = [
-        WebhookForm::Standard,
-        WebhookForm::Slack,
-        WebhookForm::Discord,
-        WebhookForm::Teams,
-        WebhookForm::Ntfy,
-        WebhookForm::Email,
-    ];
-
-    /// The format's name, as in JSON.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            WebhookForm::Standard => "standard",
-            WebhookForm::Slack => "slack",
-            WebhookForm::Discord => "discord",
-            WebhookForm::Teams => "teams",
-            WebhookForm::Ntfy => "ntfy",
-            WebhookForm::Email => "email",
-        }
-    }
-}
+words!(WebhookForm:
+    Standard = "standard",
+    Slack = "slack",
+    Discord = "discord",
+    Teams = "teams",
+    Ntfy = "ntfy",
+    Email = "email",
+);
 
 /// A receiver of messages about jobs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, ToSchema)]
@@ -212,7 +185,8 @@ mod tests {
 
     #[test]
     fn only_preemption_is_an_event_of_a_queued_job() {
-        let of = |state, kind: Option<ReasonKind>| WebhookEvent::of(state, kind.map(Reason::from).as_ref());
+        let of =
+            |state, kind: Option<ReasonKind>| WebhookEvent::for_state(state, kind.map(Reason::from).as_ref());
         let preempted = ReasonKind::Preempted { job: None, priority: 1, detail: None };
         assert_eq!(of(JobState::Queued, Some(preempted)), Some(WebhookEvent::Preempted));
         for kind in [None, Some(ReasonKind::RetriedByUser)] {

@@ -50,7 +50,7 @@ impl SqlStore {
     pub(in crate::store) async fn put_token(&self, row: &TokenRow) -> Result<()> {
         let TokenRow { token, hash } = row;
         let milliseconds = |at: Option<Timestamp>| at.map(Timestamp::as_millisecond);
-        sqlx::query(
+        let query = sqlx::query(
             "INSERT INTO tokens (id, name, hash, scope, agent, agent_id, created_at, expires_at, revoked_at, last_used_at, owner, \
              made_with) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12) ON CONFLICT (id) DO UPDATE SET name = excluded.name, \
              hash = excluded.hash, scope = excluded.scope, agent = excluded.agent, agent_id = excluded.agent_id, \
@@ -67,10 +67,8 @@ impl SqlStore {
         .bind(milliseconds(token.revoked_at))
         .bind(milliseconds(token.last_used_at))
         .bind(token.owner.as_deref())
-        .bind(token.made_with.as_deref())
-        .execute(&self.writer)
-        .await?;
-        Ok(())
+        .bind(token.made_with.as_deref());
+        self.execute(query).await.map(drop)
     }
 
     pub(in crate::store) async fn note_token_use(&self, used: &[(String, Timestamp)]) -> Result<()> {
@@ -91,19 +89,18 @@ impl SqlStore {
     }
 
     pub(in crate::store) async fn add_session(&self, session: &SessionRow) -> Result<()> {
-        sqlx::query("INSERT INTO sessions (hash, token_id, created_at, expires_at) VALUES ($1, $2, $3, $4)")
+        let text = "INSERT INTO sessions (hash, token_id, created_at, expires_at) VALUES ($1, $2, $3, $4)";
+        let query = sqlx::query(text)
             .bind(&session.hash)
             .bind(&session.token_id)
             .bind(session.created_at.as_millisecond())
-            .bind(session.expires_at.as_millisecond())
-            .execute(&self.writer)
-            .await?;
-        Ok(())
+            .bind(session.expires_at.as_millisecond());
+        self.execute(query).await.map(drop)
     }
 
     pub(in crate::store) async fn remove_session(&self, hash: &str) -> Result<()> {
-        sqlx::query("DELETE FROM sessions WHERE hash = $1").bind(hash).execute(&self.writer).await?;
-        Ok(())
+        let query = sqlx::query("DELETE FROM sessions WHERE hash = $1").bind(hash);
+        self.execute(query).await.map(drop)
     }
 
     pub(in crate::store) async fn purge_access(&self, now: Timestamp, before: Timestamp) -> Result<()> {
@@ -118,7 +115,7 @@ impl SqlStore {
                 before,
             ),
         ] {
-            sqlx::query(query).bind(at.as_millisecond()).bind(PURGE_ROWS).execute(&self.writer).await?;
+            self.execute(sqlx::query(query).bind(at.as_millisecond()).bind(PURGE_ROWS)).await?;
         }
         Ok(())
     }

@@ -69,7 +69,6 @@ impl SqlStore {
         } else {
             "DELETE FROM draining WHERE agent_id = $1"
         };
-        sqlx::query(query).bind(strip_nul(agent)).execute(&self.writer).await?;
-        Ok(())
+        self.execute(sqlx::query(query).bind(strip_nul(agent))).await.map(drop)
     }
 }

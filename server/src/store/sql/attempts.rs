@@ -8,7 +8,7 @@ use crate::{
     lifecycle,
     store::{
         AttemptRow, Changed, Claim, Claimed, GivenPlace, Occupant, Place, Result, StoreError,
-        quarantine::{self, read, readable},
+        quarantine::{self, json_or_default, readable},
         values::{fault_point, fencing, job_id, json, new_fencing, time, to_u32, uint},
     },
 };
@@ -40,7 +40,7 @@ impl SqlStore {
                 .bind(i64::from(attempt))
                 .fetch_optional(&self.reader)
                 .await?;
-        Ok(places.map(|places| read(job.as_str(), "places", &places)).unwrap_or_default())
+        Ok(places.map(|places| json_or_default(job.as_str(), "places", &places)).unwrap_or_default())
     }
 
     pub(in crate::store) async fn note_own_disk(&self, attempt: &AttemptRef, agent_id: &str) -> Result<()> {
@@ -52,7 +52,7 @@ impl SqlStore {
                 .fetch_optional(&mut *db)
                 .await?;
         let mut own_disks: Vec<String> = own_disks
-            .map(|own_disks| read(attempt.job.as_str(), "own_disks", &own_disks))
+            .map(|own_disks| json_or_default(attempt.job.as_str(), "own_disks", &own_disks))
             .unwrap_or_default();
         if !own_disks.iter().any(|id| id == agent_id) {
             own_disks.push(agent_id.to_owned());
@@ -80,8 +80,9 @@ impl SqlStore {
         .await?;
         let Some(row) = row else { return Ok(None) };
         let token = fencing(row.try_get("fencing_token")?, row.try_get("fencing_secret")?);
-        let places: Vec<Place> = read(attempt.job.as_str(), "places", row.try_get("places")?);
-        let own_disks: Vec<String> = read(attempt.job.as_str(), "own_disks", row.try_get("own_disks")?);
+        let places: Vec<Place> = json_or_default(attempt.job.as_str(), "places", row.try_get("places")?);
+        let own_disks: Vec<String> =
+            json_or_default(attempt.job.as_str(), "own_disks", row.try_get("own_disks")?);
         let place = places.into_iter().find(|place| place.agent_id == agent_id);
         Ok(place.filter(|_| token == attempt.fencing_token).map(|place| GivenPlace {
             has_rank_0: place.has_rank_0(),
@@ -111,7 +112,7 @@ impl SqlStore {
             let fencing_token = *tokens.get(&claim.job).ok_or(StoreError::NotFound("attempt"))?;
             row.fencing_token = Some(fencing_token);
             row.job.agents = agents(&claim.places);
-            let bodies = lifecycle::started(&mut row, claim.fewer.clone(), claim.at)?;
+            let bodies = lifecycle::start_attempt(&mut row, claim.fewer.clone(), claim.at)?;
             let appended = append(&mut db, &mut row, bodies, claim.at).await?;
             let events = appended.iter().map(|new| new.row.clone()).collect();
             new.extend(appended);
@@ -145,12 +146,13 @@ impl SqlStore {
             let runs = matches!(state, None | Some(JobState::Starting | JobState::Running));
             let is_pausing = state == Some(JobState::Pausing);
             let cause = row.try_get::<Option<String>, _>("cause")?.filter(|_| is_pausing);
-            let cause = cause.and_then(|cause| read::<Option<Reason>>(&id, "cause", &cause));
+            let cause = cause.and_then(|cause| json_or_default::<Option<Reason>>(&id, "cause", &cause));
             Ok(Occupant {
                 priority: i32::try_from(row.try_get::<i64, _>("priority")?).unwrap_or(i32::MAX),
                 preemptible: state.is_some() && row.try_get::<i64, _>("preemptible")? != 0,
-                ends: !runs || row.try_get::<Option<&str>, _>("stop")?.is_some(),
-                preempted: cause.is_some_and(|cause| matches!(cause.kind(), ReasonKind::Preempting { .. })),
+                must_end: !runs || row.try_get::<Option<&str>, _>("stop")?.is_some(),
+                is_being_preempted: cause
+                    .is_some_and(|cause| matches!(cause.kind(), ReasonKind::Preempting { .. })),
                 job: job_id(&id)?,
             })
         };
@@ -159,21 +161,19 @@ impl SqlStore {
 
     pub(in crate::store) async fn live_attempts(&self) -> Result<Vec<AttemptRow>> {
         let query = sqlx::query(
-            "SELECT a.fencing_token, a.fencing_secret, a.job_id, a.attempt, a.places, j.stop, j.state FROM attempts a \
+            "SELECT a.fencing_token, a.fencing_secret, a.job_id, a.attempt, a.places FROM attempts a \
              JOIN jobs j ON j.id = a.job_id AND j.fencing_token = a.fencing_token WHERE j.deleted_at IS NULL ORDER BY a.fencing_token",
         );
         let live = |row: &DbRow| {
             let id: String = row.try_get("job_id")?;
             Ok(AttemptRow {
                 // If the places cannot be read, no agent renews the lease, and the attempt is lost when it expires.
-                places: read(&id, "places", row.try_get("places")?),
+                places: json_or_default(&id, "places", row.try_get("places")?),
                 attempt: AttemptRef {
                     job: job_id(&id)?,
                     attempt: to_u32(row.try_get("attempt")?),
                     fencing_token: fencing(row.try_get("fencing_token")?, row.try_get("fencing_secret")?),
                 },
-                ends: row.try_get::<Option<&str>, _>("stop")?.is_some()
-                    || row.try_get::<&str, _>("state")? == JobState::Pausing.as_str(),
             })
         };
         self.list(query, live).await
@@ -247,7 +247,7 @@ fn agents(places: &[Place]) -> Vec<String> {
 /// Reads an attempt. An attempt that may write has the state of its job.
 fn attempt(job: &JobId, row: &DbRow) -> Result<Attempt> {
     let text = |name: &str| row.try_get::<Option<String>, _>(name);
-    let places: Vec<Place> = read(job.as_str(), "places", row.try_get("places")?);
+    let places: Vec<Place> = json_or_default(job.as_str(), "places", row.try_get("places")?);
     let agents = agents(&places);
     let is_live = row.try_get::<Option<i64>, _>("job_fencing_token")? == Some(row.try_get("fencing_token")?);
     let (state, reason) = if is_live { ("job_state", "job_cause") } else { ("state", "reason") };
@@ -259,7 +259,7 @@ fn attempt(job: &JobId, row: &DbRow) -> Result<Attempt> {
     Ok(Attempt {
         attempt: to_u32(row.try_get("attempt")?),
         state,
-        reason: text(reason)?.and_then(|reason| read(job.as_str(), "reason", &reason)),
+        reason: text(reason)?.and_then(|reason| json_or_default(job.as_str(), "reason", &reason)),
         checkpoint: text("resume")?.map(|resume| format!("{job}-{resume}")),
         step: row.try_get::<Option<i64>, _>("step")?.map(uint),
         agents,

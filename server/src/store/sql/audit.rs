@@ -88,8 +88,7 @@ impl SqlStore {
             "DELETE FROM audit WHERE id IN (SELECT id FROM audit ORDER BY id DESC LIMIT $2 OFFSET $1)";
         let mut removed = 0;
         for (query, parameter) in [(old, before.as_millisecond()), (beyond, i64::from(keep))] {
-            let query = sqlx::query(query).bind(parameter).bind(PURGE_ROWS);
-            removed += query.execute(&self.writer).await?.rows_affected();
+            removed += self.execute(sqlx::query(query).bind(parameter).bind(PURGE_ROWS)).await?;
         }
         Ok(removed > 0)
     }

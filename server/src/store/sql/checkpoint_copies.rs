@@ -2,7 +2,7 @@
 
 use super::{Connection, DbRow, SqlStore};
 use crate::store::{
-    ArtifactMarker, Copies, CopyState, Holder, Place, Result, StoredCheckpoint, quarantine::read,
+    ArtifactMarker, Copies, CopyState, Holder, Place, Result, StoredCheckpoint, quarantine::json_or_default,
 };
 use lockstep_protocol::job::JobId;
 use sqlx::Row;
@@ -66,7 +66,7 @@ impl SqlStore {
             if location == Copies::SERVER {
                 copies.is_damaged_here = true;
             } else if location == object_store {
-                copies.object_store = CopyState::of(row.try_get("state")?);
+                copies.object_store = CopyState::parse(row.try_get("state")?);
             } else if let Some(agent_id) = location.strip_prefix(AGENT) {
                 let attempt: i64 = row.try_get("attempt")?;
                 copies.holders.extend(agents.get(&(attempt, agent_id.to_owned())).cloned());
@@ -89,8 +89,9 @@ impl SqlStore {
         let mut agents = HashMap::new();
         for row in &rows {
             let attempt: i64 = row.try_get("attempt")?;
-            let own_disks: HashSet<String> = read(job.as_str(), "own_disks", row.try_get("own_disks")?);
-            let places: Vec<Place> = read(job.as_str(), "places", row.try_get("places")?);
+            let own_disks: HashSet<String> =
+                json_or_default(job.as_str(), "own_disks", row.try_get("own_disks")?);
+            let places: Vec<Place> = json_or_default(job.as_str(), "places", row.try_get("places")?);
             for (place, Place { agent_id, agent, .. }) in places.into_iter().enumerate() {
                 if own_disks.contains(&agent_id) {
                     let key = (attempt, agent_id.clone());
@@ -116,28 +117,24 @@ impl SqlStore {
     }
 
     pub(in crate::store) async fn mark_damaged(&self, location: &str, id: &str) -> Result<bool> {
-        let done = sqlx::query(
+        let query = sqlx::query(
             "INSERT INTO checkpoint_copies (checkpoint_id, location, state) SELECT $1, $2, $3 \
              WHERE EXISTS (SELECT 1 FROM checkpoints WHERE id = $1) ON CONFLICT (checkpoint_id, location) \
              DO UPDATE SET state = excluded.state WHERE checkpoint_copies.state <> excluded.state",
         )
         .bind(id)
         .bind(location)
-        .bind(CopyState::Damaged.as_str())
-        .execute(&self.writer)
-        .await?;
-        Ok(done.rows_affected() > 0)
+        .bind(CopyState::Damaged.as_str());
+        Ok(self.execute(query).await? > 0)
     }
 
     pub(in crate::store) async fn forget_damaged(&self, store: &str) -> Result<()> {
-        sqlx::query(
+        let query = sqlx::query(
             "UPDATE checkpoint_copies SET state = CASE WHEN manifest IS NULL THEN 'copying' ELSE 'complete' END \
              WHERE location = $1 AND state = 'damaged'",
         )
-        .bind(store)
-        .execute(&self.writer)
-        .await?;
-        Ok(())
+        .bind(store);
+        self.execute(query).await.map(drop)
     }
 
     pub(in crate::store) async fn uploaded_checkpoints(
@@ -154,14 +151,14 @@ impl SqlStore {
     pub(in crate::store) async fn abandoned_checkpoints(
         &self,
         store: &str,
-        behind: &str,
+        after: &str,
         limit: u32,
     ) -> Result<Vec<String>> {
         let ids = sqlx::query_scalar(
             "SELECT checkpoint_id FROM checkpoint_copies WHERE location = $1 AND checkpoint_id > $2 AND NOT EXISTS (SELECT 1 FROM \
              checkpoints WHERE checkpoints.id = checkpoint_copies.checkpoint_id) ORDER BY checkpoint_id LIMIT $3",
         );
-        Ok(ids.bind(store).bind(behind).bind(i64::from(limit)).fetch_all(&self.reader).await?)
+        Ok(ids.bind(store).bind(after).bind(i64::from(limit)).fetch_all(&self.reader).await?)
     }
 
     pub(in crate::store) async fn put_stored_checkpoint(
@@ -211,12 +208,10 @@ impl SqlStore {
     }
 
     pub(in crate::store) async fn replace_restored_marker(&self, restored: &str, own: &str) -> Result<()> {
-        sqlx::query("UPDATE artifact_stores SET marker = $2 WHERE marker = $1")
+        let query = sqlx::query("UPDATE artifact_stores SET marker = $2 WHERE marker = $1")
             .bind(format!("{RESTORED}{restored}"))
-            .bind(own)
-            .execute(&self.writer)
-            .await?;
-        Ok(())
+            .bind(own);
+        self.execute(query).await.map(drop)
     }
 
     pub(in crate::store) async fn put_artifact_marker(&self, store: &str, marker: &str) -> Result<()> {
@@ -234,11 +229,9 @@ impl SqlStore {
     }
 
     pub(in crate::store) async fn forget_stored_checkpoint(&self, store: &str, id: &str) -> Result<()> {
-        sqlx::query("DELETE FROM checkpoint_copies WHERE checkpoint_id = $1 AND location = $2")
+        let query = sqlx::query("DELETE FROM checkpoint_copies WHERE checkpoint_id = $1 AND location = $2")
             .bind(id)
-            .bind(store)
-            .execute(&self.writer)
-            .await?;
-        Ok(())
+            .bind(store);
+        self.execute(query).await.map(drop)
     }
 }

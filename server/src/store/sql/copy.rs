@@ -23,7 +23,7 @@ async fn tables(db: &mut Connection) -> sqlx::Result<Vec<Table>> {
     let columns: Vec<(String, String, String)> = sqlx::query_as(SCHEMA).fetch_all(db).await?;
     let mut tables: Vec<Table> = Vec::new();
     for (table, name, kind) in columns {
-        let kind = Kind::of(&kind);
+        let kind = Kind::of_column_type(&kind);
         if tables.last().is_none_or(|t| t.name != table) {
             tables.push(Table { name: table, columns: Vec::new() });
         }

@@ -45,7 +45,7 @@ impl SqlStore {
     }
 
     pub(in crate::store) async fn add_dataset(&self, dataset: &Dataset) -> Result<()> {
-        let done = sqlx::query(
+        let query = sqlx::query(
             "INSERT INTO datasets (name, path, info, added_at, owner, private) VALUES ($1, $2, $3, $4, $5, $6) \
              ON CONFLICT (name) DO NOTHING",
         )
@@ -54,20 +54,16 @@ impl SqlStore {
             .bind(json(&dataset.info)?)
             .bind(dataset.added_at.as_millisecond())
             .bind(dataset.owner.as_deref().map(strip_nul))
-            .bind(i64::from(dataset.private))
-            .execute(&self.writer)
-            .await?;
-        if done.rows_affected() == 0 { Err(StoreError::NameTaken(dataset.name.clone())) } else { Ok(()) }
+            .bind(i64::from(dataset.private));
+        self.execute_or(query, StoreError::NameTaken(dataset.name.clone())).await
     }
 
     pub(in crate::store) async fn update_dataset(&self, dataset: &Dataset) -> Result<()> {
-        let done = sqlx::query("UPDATE datasets SET info = $1 WHERE name = $2 AND added_at = $3")
+        let query = sqlx::query("UPDATE datasets SET info = $1 WHERE name = $2 AND added_at = $3")
             .bind(json(&dataset.info)?)
             .bind(strip_nul(&dataset.name))
-            .bind(dataset.added_at.as_millisecond())
-            .execute(&self.writer)
-            .await?;
-        if done.rows_affected() == 0 { Err(StoreError::NotFound("dataset")) } else { Ok(()) }
+            .bind(dataset.added_at.as_millisecond());
+        self.execute_or(query, StoreError::NotFound("dataset")).await
     }
 
     pub(in crate::store) async fn remove_dataset(&self, name: &str) -> Result<()> {

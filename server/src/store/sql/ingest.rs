@@ -67,7 +67,8 @@ async fn read_attempts(db: &mut Connection, attempts: &[Named]) -> Result<HashMa
             let attempt: &mut Attempt = match found.entry((job_id(id)?, to_u32(row.try_get("attempt")?))) {
                 Entry::Occupied(known) => known.into_mut(),
                 Entry::Vacant(unknown) => {
-                    let places: Vec<Place> = quarantine::read(id, "places", row.try_get("places")?);
+                    let places: Vec<Place> =
+                        quarantine::json_or_default(id, "places", row.try_get("places")?);
                     let token = fencing(row.try_get("fencing_token")?, row.try_get("fencing_secret")?);
                     let agents = places.into_iter().map(|place| place.agent_id).collect();
                     unknown.insert(Attempt { token, agents, records: HashMap::new(), grown: BTreeSet::new() })

@@ -11,13 +11,14 @@ use super::{
     pages::bounded,
 };
 use crate::store::{
-    Comparison, Condition, Cursor, JobFilter, JobSort, Page, ProjectRow, Result, SettingValue, SortBy,
+    Comparison, Condition, Cursor, JobFilter, JobSort, Page, Project, Result, SettingValue, SortBy,
     SortValue, StoreError,
     quarantine::readable,
     values::{json, strip_nul, time, uint},
 };
 use lockstep_protocol::job::JobState;
 use sqlx::{QueryBuilder, Row};
+use std::collections::BTreeMap;
 
 /// Default number of jobs on a page.
 const DEFAULT_PAGE_SIZE: u32 = 50;
@@ -36,38 +37,38 @@ fn bytes(row: &DbRow) -> usize {
 
 /// The type of a column.
 #[derive(Clone, Copy, PartialEq)]
-enum Holds {
+enum ColumnType {
     Integer,
     Number,
     Text,
 }
 
 /// The sort key as an SQL expression, its type, and whether it may be NULL.
-fn expression(by: &SortBy) -> (String, Holds, bool) {
+fn expression(by: &SortBy) -> (String, ColumnType, bool) {
     match by {
-        SortBy::Created => ("jobs.created_at".into(), Holds::Integer, false),
-        SortBy::Started => ("jobs.started_at".into(), Holds::Integer, true),
-        SortBy::Finished => ("jobs.finished_at".into(), Holds::Integer, true),
-        SortBy::Name => ("jobs.name".into(), Holds::Text, false),
-        SortBy::State => ("jobs.state".into(), Holds::Text, false),
-        SortBy::Project => ("jobs.project".into(), Holds::Text, false),
-        SortBy::Owner => ("jobs.owner".into(), Holds::Text, true),
-        SortBy::Priority => ("jobs.priority".into(), Holds::Integer, false),
-        SortBy::Step => ("jobs.step".into(), Holds::Integer, false),
-        SortBy::Epoch => ("jobs.epoch".into(), Holds::Integer, false),
-        SortBy::Attempt => ("jobs.attempt".into(), Holds::Integer, false),
-        SortBy::Ranks => ("jobs.ranks".into(), Holds::Integer, false),
-        SortBy::Speed => ("jobs.images_per_second".into(), Holds::Number, true),
-        SortBy::Best => (json_number("jobs.best", &["value"]), Holds::Number, true),
-        SortBy::Metric(name) => (json_number("jobs.last", &[name]), Holds::Number, true),
+        SortBy::Created => ("jobs.created_at".into(), ColumnType::Integer, false),
+        SortBy::Started => ("jobs.started_at".into(), ColumnType::Integer, true),
+        SortBy::Finished => ("jobs.finished_at".into(), ColumnType::Integer, true),
+        SortBy::Name => ("jobs.name".into(), ColumnType::Text, false),
+        SortBy::State => ("jobs.state".into(), ColumnType::Text, false),
+        SortBy::Project => ("jobs.project".into(), ColumnType::Text, false),
+        SortBy::Owner => ("jobs.owner".into(), ColumnType::Text, true),
+        SortBy::Priority => ("jobs.priority".into(), ColumnType::Integer, false),
+        SortBy::Step => ("jobs.step".into(), ColumnType::Integer, false),
+        SortBy::Epoch => ("jobs.epoch".into(), ColumnType::Integer, false),
+        SortBy::Attempt => ("jobs.attempt".into(), ColumnType::Integer, false),
+        SortBy::Ranks => ("jobs.ranks".into(), ColumnType::Integer, false),
+        SortBy::Speed => ("jobs.images_per_second".into(), ColumnType::Number, true),
+        SortBy::Best => (json_number("jobs.best", &["value"]), ColumnType::Number, true),
+        SortBy::Metric(name) => (json_number("jobs.last", &[name]), ColumnType::Number, true),
         SortBy::Tag(_) => {
             let has = |tag: &str| format!("{POSITION}(annotations.tags, sorting.{tag}) > 0");
             let tagged = format!("{} OR {}", has("first_tag"), has("later_tag"));
-            (format!("CAST(CASE WHEN {tagged} THEN 1 ELSE 0 END AS BIGINT)"), Holds::Integer, false)
+            (format!("CAST(CASE WHEN {tagged} THEN 1 ELSE 0 END AS BIGINT)"), ColumnType::Integer, false)
         }
         SortBy::Setting { table, key, is_number } => {
-            let holds = if *is_number { Holds::Number } else { Holds::Text };
-            (setting(table, key, *is_number), holds, true)
+            let column_type = if *is_number { ColumnType::Number } else { ColumnType::Text };
+            (setting(table, key, *is_number), column_type, true)
         }
     }
 }
@@ -220,18 +221,18 @@ fn push_conditions(query: &mut QueryBuilder<Db>, filter: &JobFilter) -> Result<(
 
 /// Adds a condition: the job comes after the cursor in the order of `sort`.
 fn push_cursor(query: &mut QueryBuilder<Db>, sort: &JobSort, cursor: &Cursor) -> Result<()> {
-    let (by, holds, nullable) = expression(&sort.by);
+    let (by, column_type, nullable) = expression(&sort.by);
     let than = if sort.descending { "<" } else { ">" };
     query.push(" AND (");
     if cursor.value == SortValue::Missing {
         query.push(format!("{by} IS NULL AND jobs.id {than} ")).push_bind(cursor.id.clone());
     } else {
         query.push(format!("({by}, jobs.id) {than} ("));
-        match (&cursor.value, holds) {
-            (SortValue::Integer(value), Holds::Integer) => query.push_bind(*value),
-            (SortValue::Integer(value), Holds::Number) => query.push_bind(*value as f64),
-            (SortValue::Number(value), Holds::Number) => query.push_bind(*value),
-            (SortValue::Text(value), Holds::Text) => query.push_bind(value.clone()),
+        match (&cursor.value, column_type) {
+            (SortValue::Integer(value), ColumnType::Integer) => query.push_bind(*value),
+            (SortValue::Integer(value), ColumnType::Number) => query.push_bind(*value as f64),
+            (SortValue::Number(value), ColumnType::Number) => query.push_bind(*value),
+            (SortValue::Text(value), ColumnType::Text) => query.push_bind(value.clone()),
             // The server writes cursors with the right type, so a client has changed this one.
             _ => return Err(StoreError::Cursor),
         };
@@ -244,11 +245,11 @@ fn push_cursor(query: &mut QueryBuilder<Db>, sort: &JobSort, cursor: &Cursor) ->
     Ok(())
 }
 
-fn value(row: &DbRow, holds: Holds) -> Result<SortValue> {
-    Ok(match holds {
-        Holds::Integer => row.try_get::<Option<i64>, _>("sorted_by")?.map(SortValue::Integer),
-        Holds::Number => row.try_get::<Option<f64>, _>("sorted_by")?.map(SortValue::Number),
-        Holds::Text => row.try_get::<Option<String>, _>("sorted_by")?.map(SortValue::Text),
+fn value(row: &DbRow, column_type: ColumnType) -> Result<SortValue> {
+    Ok(match column_type {
+        ColumnType::Integer => row.try_get::<Option<i64>, _>("sorted_by")?.map(SortValue::Integer),
+        ColumnType::Number => row.try_get::<Option<f64>, _>("sorted_by")?.map(SortValue::Number),
+        ColumnType::Text => row.try_get::<Option<String>, _>("sorted_by")?.map(SortValue::Text),
     }
     .unwrap_or(SortValue::Missing))
 }
@@ -256,7 +257,7 @@ fn value(row: &DbRow, holds: Holds) -> Result<SortValue> {
 impl SqlStore {
     pub(in crate::store) async fn jobs(&self, filter: &JobFilter) -> Result<Page> {
         let limit = if filter.limit == 0 { DEFAULT_PAGE_SIZE } else { filter.limit.min(MAX_PAGE_SIZE) };
-        let (by, holds, nullable) = expression(&filter.sort.by);
+        let (by, column_type, nullable) = expression(&filter.sort.by);
         let order = if filter.sort.descending { "DESC" } else { "ASC" };
         let jobs = if filter.with_notes { JOB_AND_NOTES } else { JOB };
         let mut query = QueryBuilder::new(jobs.replace(" FROM", &format!(", {by} AS sorted_by FROM")));
@@ -275,7 +276,7 @@ impl SqlStore {
         let more = is_cut || rows.len() > limit as usize;
         let page = &rows[..rows.len().min(limit as usize)];
         let cursor = |row: &DbRow| -> Result<Cursor> {
-            Ok(Cursor { value: value(row, holds)?, id: row.try_get("id")? })
+            Ok(Cursor { value: value(row, column_type)?, id: row.try_get("id")? })
         };
         let next = page.last().filter(|_| more).map(cursor).transpose()?;
         let mut jobs = Vec::with_capacity(page.len());
@@ -294,22 +295,23 @@ impl SqlStore {
         Ok(uint(query.build_query_scalar().fetch_one(&self.reader).await?))
     }
 
-    pub(in crate::store) async fn projects(&self, seen_by: Option<&str>) -> Result<Vec<ProjectRow>> {
+    pub(in crate::store) async fn projects(&self, seen_by: Option<&str>) -> Result<Vec<Project>> {
         let mut query = QueryBuilder::new("SELECT project, state, count(*), max(created_at) FROM jobs");
         push_seen(&mut query, seen_by);
         query.push(" GROUP BY project, state ORDER BY project, state");
         let rows: Vec<(String, String, i64, i64)> = query.build_query_as().fetch_all(&self.reader).await?;
-        let mut projects: Vec<ProjectRow> = Vec::new();
+        let mut projects: Vec<Project> = Vec::new();
         let read = |(name, state, count, newest): (String, String, i64, i64)| {
             Ok((name, state.parse::<JobState>().map_err(StoreError::Corrupt)?, uint(count), time(newest)?))
         };
         for (name, state, count, newest_at) in readable(rows.into_iter().map(read)) {
-            match projects.last_mut().filter(|project| project.name == name) {
-                Some(project) => {
-                    project.states.push((state, count));
-                    project.newest_at = project.newest_at.max(newest_at);
-                }
-                None => projects.push(ProjectRow { name, states: vec![(state, count)], newest_at }),
+            if projects.last().is_none_or(|project| project.name != name) {
+                projects.push(Project { name, jobs: 0, states: BTreeMap::new(), newest_at });
+            }
+            if let Some(project) = projects.last_mut() {
+                project.jobs += count;
+                project.states.insert(state.as_str(), count);
+                project.newest_at = project.newest_at.max(newest_at);
             }
         }
         Ok(projects)

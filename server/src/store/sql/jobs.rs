@@ -5,7 +5,7 @@ use crate::{
     lifecycle,
     store::{
         Annotation, Changed, Created, JobRow, NewJob, Result, StoreError,
-        quarantine::{self, read, read_spec},
+        quarantine::{self, json_or_default, read_spec},
         values::{fault_point, fencing, from_json, int, job_id, json, strip_nul, time, to_u32, uint},
     },
 };
@@ -57,7 +57,7 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     if let Some((state, _)) = &unknown_state {
         flaws.push(format!("its state {state:?}"));
     }
-    let progress: lifecycle::Progress = read(&id, "progress", row.try_get("progress")?);
+    let progress: lifecycle::Progress = json_or_default(&id, "progress", row.try_get("progress")?);
     let optional = |name: &str| row.try_get::<Option<String>, _>(name);
     let time_of = |at: i64| {
         time(at).unwrap_or_else(|error| {
@@ -67,14 +67,15 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     };
     let optional_time = |name: &str| Ok::<_, sqlx::Error>(row.try_get::<Option<i64>, _>(name)?.map(time_of));
     let unsigned = |name: &str| Ok::<_, sqlx::Error>(uint(row.try_get(name)?));
-    let tags = optional("tags")?.map(|text| read(&id, "tags", &text)).unwrap_or_default();
+    let tags = optional("tags")?.map(|text| json_or_default(&id, "tags", &text)).unwrap_or_default();
     let (state, reason) = (known.unwrap_or(stands_for), optional("reason")?);
-    let cause = optional("cause")?.and_then(|text| read(&id, "cause", &text));
+    let cause = optional("cause")?.and_then(|text| json_or_default(&id, "cause", &text));
     let parent = optional("parent_job")?.zip(optional("parent_checkpoint")?);
     let parent = parent.map(|(job, checkpoint)| Parent { job, checkpoint });
     let trial = optional("sweep")?.zip(row.try_get::<Option<i64>, _>("trial")?);
     let trial = trial.map(|(sweep, number)| TrialOf { sweep, number: to_u32(number) });
-    let external: Option<External> = optional("external")?.map(|text| read(&id, "external", &text));
+    let external: Option<External> =
+        optional("external")?.map(|text| json_or_default(&id, "external", &text));
     let is_hidden = row.try_get::<i64, _>("parent_private")? != 0;
     let (private_parent, parent) = if is_hidden { (parent, None) } else { (None, parent) };
     let job = Job {
@@ -98,7 +99,7 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
         ranks: spec.parallel.ranks,
         external,
         spec,
-        agents: read(&id, "agents", row.try_get("agents")?),
+        agents: json_or_default(&id, "agents", row.try_get("agents")?),
         step: unsigned("step")?,
         epoch: to_u32(row.try_get("epoch")?),
         total_steps: unsigned("total_steps")?,
@@ -109,9 +110,9 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
         started_at: optional_time("started_at")?,
         finished_at: optional_time("finished_at")?,
         ran_secs: progress.ran_secs(),
-        best: optional("best")?.and_then(|text| read(&id, "best", &text)),
+        best: optional("best")?.and_then(|text| json_or_default(&id, "best", &text)),
         diagnosis: None,
-        last: read(&id, "last", row.try_get("last")?),
+        last: json_or_default(&id, "last", row.try_get("last")?),
         last_seq: unsigned("last_seq")?,
         sparkline: progress.sparkline(),
         id: job_id(&id)?,
@@ -387,10 +388,10 @@ impl SqlStore {
         let row = load(&mut db, &new.id).await?.ok_or(StoreError::NotFound("job"))?;
         let fork = new.fork.as_ref();
         let changed = change(&mut db, row, new.at, |row| match row.job.external {
-            Some(_) => lifecycle::external::begun(row, new.at),
+            Some(_) => lifecycle::external::begin(row, new.at),
             None => {
                 row.progress.pause_after = new.trial.as_ref().and_then(|trial| trial.pause_after);
-                Ok(lifecycle::created(row, fork))
+                Ok(lifecycle::first_events(row, fork))
             }
         });
         let changed = changed.await?;

@@ -2,7 +2,7 @@
 
 use super::{Connection, Db, DbRow, SqlStore, batch};
 use crate::store::{
-    HistogramFilter, HistogramIndex, HistogramRow, Result, StoreError,
+    Histogram, HistogramFilter, HistogramIndex, HistogramLayer, Result, StoreError,
     values::{from_json, int, json, strip_nul, to_u32, uint},
 };
 use lockstep_protocol::{
@@ -117,15 +117,14 @@ async fn keep_network(
 }
 
 fn kind(text: &str) -> Result<HistogramKind> {
-    let known =
-        [HistogramKind::Weight, HistogramKind::Gradient].into_iter().find(|kind| kind.as_str() == text);
+    let known = HistogramKind::ALL.into_iter().find(|kind| kind.as_str() == text);
     known.ok_or_else(|| StoreError::Corrupt(format!("unknown kind of histogram {text:?}")))
 }
 
-fn row(row: &DbRow) -> Result<HistogramRow> {
+fn histogram(row: &DbRow) -> Result<Histogram> {
     let counts: Vec<u8> = row.try_get("counts")?;
     let (counts, _) = counts.as_chunks::<4>();
-    Ok(HistogramRow {
+    Ok(Histogram {
         step: uint(row.try_get("step")?),
         attempt: to_u32(row.try_get("attempt")?),
         layer: row.try_get("layer")?,
@@ -148,16 +147,15 @@ impl SqlStore {
         .bind(int(*newest))
         .fetch_all(&mut *db)
         .await?;
-        let layers =
-            layers.into_iter().map(|(layer, text)| Ok((layer, kind(&text)?))).collect::<Result<_>>()?;
-        Ok(HistogramIndex { layers, steps })
+        let layer = |(name, text): (String, String)| Ok(HistogramLayer { name, kind: kind(&text)? });
+        Ok(HistogramIndex { layers: layers.into_iter().map(layer).collect::<Result<_>>()?, steps })
     }
 
     pub(in crate::store) async fn histograms(
         &self,
         job: &JobId,
         filter: &HistogramFilter,
-    ) -> Result<Vec<HistogramRow>> {
+    ) -> Result<Vec<Histogram>> {
         let mut query = QueryBuilder::<Db>::new(
             "SELECT layer, kind, step, attempt, min, max, counts FROM histograms WHERE job_id = ",
         );
@@ -173,7 +171,7 @@ impl SqlStore {
         }
         query.push(" ORDER BY step, place");
         let rows = query.build().fetch_all(&self.reader).await?;
-        rows.iter().map(row).collect()
+        rows.iter().map(histogram).collect()
     }
 
     pub(in crate::store) async fn network(&self, job: &JobId) -> Result<Option<NetworkDescription>> {

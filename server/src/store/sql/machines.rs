@@ -46,9 +46,7 @@ impl SqlStore {
     pub(in crate::store) async fn purge_machine_minutes(&self, before: i64) -> Result<()> {
         let query = "DELETE FROM machine_minutes WHERE (agent_id, minute) IN \
                      (SELECT agent_id, minute FROM machine_minutes WHERE minute < $1 ORDER BY minute LIMIT $2)";
-        while sqlx::query(query).bind(before).bind(PURGE_ROWS).execute(&self.writer).await?.rows_affected()
-            > 0
-        {}
+        while self.execute(sqlx::query(query).bind(before).bind(PURGE_ROWS)).await? > 0 {}
         Ok(())
     }
 }

@@ -35,7 +35,7 @@ use super::dialect::{
     BEGIN_SNAPSHOT, BEGIN_WRITE, BY_LOG, BY_METRICS, Connection, DATABASE_BYTES, Db, DbRow, LIKE, Lock,
     SOME_METRIC_CHUNKS,
 };
-use crate::store::{Result, quarantine::readable};
+use crate::store::{Result, StoreError, quarantine::readable};
 use sqlx::{Database, Pool, Transaction};
 use std::sync::Arc;
 
@@ -77,7 +77,17 @@ impl SqlStore {
         query.fetch_optional(&self.reader).await?.as_ref().map(read).transpose()
     }
 
-    pub(in crate::store) async fn settled(&self) -> Result<()> {
+    /// Executes a query that writes. Returns the number of rows that it has changed.
+    async fn execute(&self, query: Query<'_>) -> Result<u64> {
+        Ok(query.execute(&self.writer).await?.rows_affected())
+    }
+
+    /// Executes a query that writes. Returns the error `unchanged` if it has changed no row.
+    async fn execute_or(&self, query: Query<'_>, unchanged: StoreError) -> Result<()> {
+        if self.execute(query).await? == 0 { Err(unchanged) } else { Ok(()) }
+    }
+
+    pub(in crate::store) async fn wait_for_writer(&self) -> Result<()> {
         Ok(self.begin().await?.rollback().await?)
     }
 

@@ -1,10 +1,10 @@
 //! Registered models: versions, which name checkpoints, and aliases, which name versions.
 
-use super::{Connection, DbRow, SqlStore, jobs::load};
+use super::{Connection, DbRow, SqlStore, jobs::load, people::owned};
 use crate::{
     lifecycle::Refused,
     store::{
-        NewVersion, Owned, Result, StoreError, VersionRow,
+        NewVersion, Result, StoreError, VersionRow,
         quarantine::{read_spec, readable},
         values::{from_json, job_id, json, strip_nul, time, to_u32},
     },
@@ -46,8 +46,7 @@ fn version(row: &DbRow) -> Result<VersionRow> {
         registered_by: text("registered_by")?,
         registered_at: time(row.try_get("registered_at")?)?,
     };
-    let owned = Owned { owner: text("owner")?, private: row.try_get::<i64, _>("private")? != 0 };
-    Ok(VersionRow { version, owned })
+    Ok(VersionRow { version, owned: owned(row)? })
 }
 
 /// Refuses a change of a job whose checkpoints are registered as versions, because the change would affect the versions.
@@ -165,36 +164,30 @@ impl SqlStore {
         version: Option<u32>,
     ) -> Result<()> {
         let Some(version) = version else {
-            let done = sqlx::query("DELETE FROM model_aliases WHERE model = $1 AND alias = $2")
+            let query = sqlx::query("DELETE FROM model_aliases WHERE model = $1 AND alias = $2")
                 .bind(strip_nul(model))
-                .bind(strip_nul(alias))
-                .execute(&self.writer)
-                .await?;
-            return if done.rows_affected() == 0 { Err(StoreError::NotFound("alias")) } else { Ok(()) };
+                .bind(strip_nul(alias));
+            return self.execute_or(query, StoreError::NotFound("alias")).await;
         };
-        let done = sqlx::query(
+        let query = sqlx::query(
             "INSERT INTO model_aliases (model, alias, version) SELECT model, CAST($2 AS TEXT), version \
              FROM model_versions WHERE model = $1 AND version = $3 AND deleted_at IS NULL \
              ON CONFLICT (model, alias) DO UPDATE SET version = excluded.version",
         )
         .bind(strip_nul(model))
         .bind(strip_nul(alias))
-        .bind(i64::from(version))
-        .execute(&self.writer)
-        .await?;
-        if done.rows_affected() == 0 { Err(StoreError::NotFound("version")) } else { Ok(()) }
+        .bind(i64::from(version));
+        self.execute_or(query, StoreError::NotFound("version")).await
     }
 
     pub(in crate::store) async fn remove_model_version(&self, model: &str, version: u32) -> Result<()> {
-        let done = sqlx::query(
+        let query = sqlx::query(
             "UPDATE model_versions SET deleted_at = $3 WHERE model = $1 AND version = $2 AND deleted_at IS NULL \
              AND NOT EXISTS (SELECT 1 FROM model_aliases a WHERE a.model = $1 AND a.version = $2)",
         )
         .bind(strip_nul(model))
         .bind(i64::from(version))
-        .bind(crate::now().as_millisecond())
-        .execute(&self.writer)
-        .await?;
-        if done.rows_affected() == 0 { Err(StoreError::NotFound("version without an alias")) } else { Ok(()) }
+        .bind(crate::now().as_millisecond());
+        self.execute_or(query, StoreError::NotFound("version without an alias")).await
     }
 }

@@ -37,14 +37,13 @@ impl SqlStore {
         let (table, key, name) = table_and_key(of);
         let Some(panels) = panels else {
             let query = format!("DELETE FROM {table} WHERE {key} = $1");
-            sqlx::query(AssertSqlSafe(query)).bind(name).execute(&self.writer).await?;
-            return Ok(());
+            return self.execute(sqlx::query(AssertSqlSafe(query)).bind(name)).await.map(drop);
         };
         let query = format!(
             "INSERT INTO {table} ({key}, panels) VALUES ($1, $2) \
              ON CONFLICT ({key}) DO UPDATE SET panels = excluded.panels"
         );
-        sqlx::query(AssertSqlSafe(query)).bind(name).bind(json(&panels)?).execute(&self.writer).await?;
-        Ok(())
+        let query = sqlx::query(AssertSqlSafe(query)).bind(name).bind(json(&panels)?);
+        self.execute(query).await.map(drop)
     }
 }

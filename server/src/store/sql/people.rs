@@ -29,7 +29,8 @@ fn person(row: &DbRow) -> Result<PersonRow> {
     Ok(PersonRow { person, hash: row.try_get("hash")? })
 }
 
-fn owned(row: &DbRow) -> Result<Owned> {
+/// The columns `owner` and `private` of a job, dataset or sweep.
+pub(super) fn owned(row: &DbRow) -> Result<Owned> {
     Ok(Owned { owner: row.try_get("owner")?, private: row.try_get::<i64, _>("private")? != 0 })
 }
 

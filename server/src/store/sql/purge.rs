@@ -28,7 +28,7 @@ impl SqlStore {
     pub(in crate::store) async fn oldest_with_points(
         &self,
         before: Timestamp,
-        behind: Option<&JobId>,
+        after: Option<&JobId>,
     ) -> Result<Option<JobId>> {
         let id: Option<String> = sqlx::query_scalar(
             "SELECT id FROM jobs WHERE state IN ('succeeded', 'failed', 'cancelled') AND deleted_at IS NULL \
@@ -37,7 +37,7 @@ impl SqlStore {
              ORDER BY created_at, id LIMIT 1",
         )
         .bind(before.as_millisecond())
-        .bind(behind.map(JobId::as_str))
+        .bind(after.map(JobId::as_str))
         .fetch_optional(&self.reader)
         .await?;
         id.as_deref().map(job_id).transpose()

@@ -47,7 +47,7 @@ impl SqlStore {
         Ok((readable(rows.iter().map(job_row)), next))
     }
 
-    pub(in crate::store) async fn jobs_of(&self, ids: &[JobId]) -> Result<Vec<JobRow>> {
+    pub(in crate::store) async fn jobs_by_id(&self, ids: &[JobId]) -> Result<Vec<JobRow>> {
         let rows = rows_of(&mut *self.reader.acquire().await?, JOB, ids).await?;
         Ok(readable(rows.iter().map(job_row)))
     }

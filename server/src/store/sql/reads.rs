@@ -6,8 +6,8 @@ use super::{
     pages::bounded,
 };
 use crate::store::{
-    CheckpointRow, Counts, EventRow, LogFilter, LogPage, MetricFilter, MetricPage, Result, StoreError,
-    Stored,
+    CheckpointRow, Counts, EventRow, LogFilter, LogPage, MetricFilter, MetricPage, RankColumn, Result,
+    StoreError, Stored,
     quarantine::readable,
     rows::ROW_COST,
     values::{from_json, int, job_id, strip_nul, time, to_u32, uint},
@@ -126,7 +126,7 @@ impl SqlStore {
             page.last = row.seq;
             if let Some((attempt, rank, columns)) = row.metrics(filter.name.as_deref()) {
                 let columns = columns.into_iter().filter(|c| filter.wants(c));
-                page.columns.extend(columns.map(|column| (rank, attempt, column)));
+                page.columns.extend(columns.map(|column| RankColumn { rank, attempt, column }));
             }
             if filter.limit_cost.is_some_and(|limit| page.cost >= limit) {
                 // The page ends at this row. The following pages have the rest.
@@ -193,7 +193,7 @@ impl SqlStore {
         self.list(query.bind(job.as_str()), checkpoint_row).await
     }
 
-    pub(in crate::store) async fn checkpoints_behind(
+    pub(in crate::store) async fn checkpoints_after(
         &self,
         id: &str,
         limit: u32,

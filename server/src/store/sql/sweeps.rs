@@ -3,11 +3,12 @@
 use super::{
     Connection, DbRow, SqlStore,
     jobs::{JOB, job_row},
+    people::owned,
 };
 use crate::{
     lifecycle::Refused,
     store::{
-        JobRow, Owned, Result, StoreError, SweepRow,
+        JobRow, Result, StoreError, SweepRow,
         values::{from_json, json, strip_nul, time},
     },
 };
@@ -35,7 +36,7 @@ fn sweep(row: &DbRow) -> Result<SweepRow> {
         settings: from_json(row.try_get("settings")?)?,
         rungs: from_json(row.try_get("rungs")?)?,
         reason: row.try_get("reason")?,
-        owned: Owned { owner: row.try_get("owner")?, private: row.try_get::<i64, _>("private")? != 0 },
+        owned: owned(row)?,
         created_at: time(row.try_get("created_at")?)?,
         finished_at: row.try_get::<Option<i64>, _>("finished_at")?.map(time).transpose()?,
     })
@@ -60,7 +61,7 @@ pub(super) async fn require_over(db: &mut Connection, trial: &TrialOf, state: Jo
 
 impl SqlStore {
     pub(in crate::store) async fn add_sweep(&self, row: &SweepRow, specs: &[JobSpec]) -> Result<bool> {
-        let done = sqlx::query(
+        let query = sqlx::query(
             "INSERT INTO sweeps (id, name, project, state, spec, settings, rungs, specs, owner, private, created_at) \
              VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11) ON CONFLICT DO NOTHING",
         )
@@ -74,10 +75,8 @@ impl SqlStore {
         .bind(json(&specs)?)
         .bind(row.owned.owner.as_deref().map(strip_nul))
         .bind(i64::from(row.owned.private))
-        .bind(row.created_at.as_millisecond())
-        .execute(&self.writer)
-        .await?;
-        Ok(done.rows_affected() > 0)
+        .bind(row.created_at.as_millisecond());
+        Ok(self.execute(query).await? > 0)
     }
 
     pub(in crate::store) async fn sweeps(&self) -> Result<Vec<SweepRow>> {
@@ -108,17 +107,15 @@ impl SqlStore {
         reason: Option<&str>,
         finished_at: Option<Timestamp>,
     ) -> Result<bool> {
-        let done = sqlx::query(
+        let query = sqlx::query(
             "UPDATE sweeps SET state = $2, finished_at = $3, reason = $4 WHERE id = $1 AND finished_at IS NULL \
              AND (state <> 'cancelled' OR $2 = 'cancelled')",
         )
         .bind(strip_nul(id))
         .bind(state.as_str())
         .bind(finished_at.map(|at| at.as_millisecond()))
-        .bind(reason.map(strip_nul))
-        .execute(&self.writer)
-        .await?;
-        Ok(done.rows_affected() > 0)
+        .bind(reason.map(strip_nul));
+        Ok(self.execute(query).await? > 0)
     }
 
     pub(in crate::store) async fn delete_sweep(&self, id: &str) -> Result<bool> {

@@ -30,7 +30,7 @@ pub(super) fn notice(row: &mut JobRow, body: &EventBody, at: Timestamp) -> Optio
     let (event, state, reason, cause, attempt) = match body {
         EventBody::State { state, reason, cause, attempt } => {
             let has_moved = std::mem::replace(&mut row.announced, *state) != *state;
-            let event = WebhookEvent::of(*state, cause.as_ref()).filter(|_| has_moved)?;
+            let event = WebhookEvent::for_state(*state, cause.as_ref()).filter(|_| has_moved)?;
             (event, state, reason, cause, attempt)
         }
         EventBody::Alert { attempt, .. } => {
@@ -148,7 +148,7 @@ impl SqlStore {
 
     pub(in crate::store) async fn put_webhook(&self, row: &WebhookRow) -> Result<()> {
         let Webhook { id, url, form, project, events, enabled, created_at } = &row.webhook;
-        sqlx::query(
+        let query = sqlx::query(
             "INSERT INTO webhooks (id, url, form, project, events, enabled, created_at, secret) \
              VALUES ($1, $2, $3, $4, $5, $6, $7, $8) ON CONFLICT (id) DO UPDATE SET url = excluded.url, \
              form = excluded.form, project = excluded.project, events = excluded.events, \
@@ -161,10 +161,8 @@ impl SqlStore {
         .bind(json(events)?)
         .bind(i64::from(*enabled))
         .bind(created_at.as_millisecond())
-        .bind(&row.secret)
-        .execute(&self.writer)
-        .await?;
-        Ok(())
+        .bind(&row.secret);
+        self.execute(query).await.map(drop)
     }
 
     pub(in crate::store) async fn remove_webhook(&self, id: &str) -> Result<()> {
@@ -200,7 +198,7 @@ impl SqlStore {
     }
 
     pub(in crate::store) async fn add_delivery(&self, delivery: &Delivery) -> Result<()> {
-        sqlx::query(
+        let query = sqlx::query(
             "INSERT INTO webhook_deliveries (id, webhook_id, event, payload, created_at, attempts) \
              VALUES ($1, $2, $3, $4, $5, $6)",
         )
@@ -209,10 +207,8 @@ impl SqlStore {
         .bind(&delivery.event)
         .bind(&delivery.payload)
         .bind(delivery.created_at.as_millisecond())
-        .bind(json(&delivery.attempts)?)
-        .execute(&self.writer)
-        .await?;
-        Ok(())
+        .bind(json(&delivery.attempts)?);
+        self.execute(query).await.map(drop)
     }
 
     pub(in crate::store) async fn note_attempt(&self, delivery: &Delivery, is_gone: bool) -> Result<()> {
@@ -241,10 +237,7 @@ impl SqlStore {
     }
 
     pub(in crate::store) async fn purge_deliveries(&self, before: Timestamp) -> Result<()> {
-        sqlx::query("DELETE FROM webhook_deliveries WHERE created_at < $1")
-            .bind(before.as_millisecond())
-            .execute(&self.writer)
-            .await?;
-        Ok(())
+        let query = sqlx::query("DELETE FROM webhook_deliveries WHERE created_at < $1");
+        self.execute(query.bind(before.as_millisecond())).await.map(drop)
     }
 }

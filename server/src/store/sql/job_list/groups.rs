@@ -4,7 +4,7 @@
 use super::{
     super::super::dialect::{FALSE, TRUE},
     super::{Db, DbRow, SqlStore},
-    Holds, expression, push_conditions, push_tag, setting,
+    ColumnType, expression, push_conditions, push_tag, setting,
 };
 use crate::store::{
     GroupBy, GroupRow, GroupValue, JobFilter, Result, SettingKind, SortBy, Spread, StoreError,
@@ -13,7 +13,10 @@ use crate::store::{
 use futures_util::TryStreamExt;
 use lockstep_protocol::job::JobState;
 use sqlx::{QueryBuilder, Row};
-use std::{collections::HashMap, slice};
+use std::{
+    collections::{BTreeMap, HashMap},
+    slice,
+};
 
 /// SQL expression for a criterion. For tags, the expression is their JSON list, which the caller parses.
 fn grouped_by(by: GroupBy) -> String {
@@ -88,11 +91,11 @@ fn cartesian_product(lists: Vec<Vec<GroupValue>>) -> Vec<Vec<GroupValue>> {
     })
 }
 
-fn number(row: &DbRow, column: &str, holds: &Holds) -> Result<Option<f64>> {
-    Ok(match holds {
-        Holds::Integer => row.try_get::<Option<i64>, _>(column)?.map(|value| value as f64),
-        Holds::Number => row.try_get(column)?,
-        Holds::Text => None,
+fn number(row: &DbRow, column: &str, column_type: &ColumnType) -> Result<Option<f64>> {
+    Ok(match column_type {
+        ColumnType::Integer => row.try_get::<Option<i64>, _>(column)?.map(|value| value as f64),
+        ColumnType::Number => row.try_get(column)?,
+        ColumnType::Text => None,
     })
 }
 
@@ -128,16 +131,13 @@ impl SqlStore {
                         return Ok(None);
                     }
                     let metrics = vec![Spread::default(); metrics.len()];
-                    found.push(GroupRow { values, states: Vec::new(), newest_at: created_at, metrics });
+                    found.push(GroupRow { values, states: BTreeMap::new(), newest_at: created_at, metrics });
                 }
                 let Some(group) = found.get_mut(index) else { continue };
                 group.newest_at = group.newest_at.max(created_at);
-                match group.states.iter_mut().find(|(known, _)| *known == state) {
-                    Some((_, count)) => *count += 1,
-                    None => group.states.push((state, 1)),
-                }
-                for (n, (spread, (_, holds, _))) in group.metrics.iter_mut().zip(&metrics).enumerate() {
-                    if let Some(value) = number(&row, &format!("metric_{n}"), holds)? {
+                *group.states.entry(state.as_str()).or_default() += 1;
+                for (n, (spread, (_, column_type, _))) in group.metrics.iter_mut().zip(&metrics).enumerate() {
+                    if let Some(value) = number(&row, &format!("metric_{n}"), column_type)? {
                         spread.add(value);
                     }
                 }

@@ -39,7 +39,7 @@ pub enum HistogramKind {
     Gradient,
 }
 
-words!(HistogramKind: Weight = "weight", Gradient = "gradient");
+words!(HistogramKind, "kind": Weight = "weight", Gradient = "gradient");
 
 impl LayerHistograms {
     /// Checks all limits, before a server stores the histograms.

@@ -286,6 +286,7 @@ mod tests {
                             (!excludes_min, !excludes_max),
                             "{key}"
                         );
+                        assert!(!taken((min - 1.0).into()) && !taken((max + 1.0).into()), "{key}");
                     }
                     Kind::LossScale => {
                         assert!(

@@ -8,7 +8,7 @@ mod prepare;
 use super::{
     api::{Api, ServerArgs},
     block_on,
-    confirm::confirmed,
+    confirm::confirm,
     output, usage_error,
 };
 use indicatif::ProgressBar;
@@ -171,8 +171,8 @@ fn remove(name: &str, yes: bool, server: &ServerArgs) -> anyhow::Result<()> {
             "Remove {name}? If so, {kept}. Jobs that trained on it can neither be evaluated nor run again until a dataset is \
              registered under this name."
         );
-        confirmed(yes, question, format_args!("dataset {name}"))?;
-        api.request(Method::DELETE, &format!("/datasets/{name}"), None::<&()>).await?;
+        confirm(yes, question, format_args!("dataset {name}"))?;
+        api.delete(&format!("/datasets/{name}")).await?;
         let value = json!({ "removed": name, "path": dataset.path });
         output::print(server.json, &value, format_args!("{name} removed; {kept}"))
     })

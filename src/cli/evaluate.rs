@@ -12,7 +12,7 @@ use lockstep_protocol::{
     inspect::{MAX_NEIGHBOURS, ModelEvaluation, NearestNeighbours},
     numbers::{percent, plural, standard_error},
 };
-use reqwest::{Method, StatusCode};
+use reqwest::StatusCode;
 use serde::Serialize;
 use serde_json::Value;
 use std::time::Duration;
@@ -81,7 +81,7 @@ async fn wait(api: &Api, path: &str) -> anyhow::Result<Value> {
     let bar = ProgressBar::new_spinner();
     bar.set_style(output::bar_style("{msg} {elapsed}"));
     loop {
-        let response = api.request(Method::GET, path, None::<&()>).await?;
+        let response = api.get_response(path).await?;
         let ready = response.status() != StatusCode::ACCEPTED;
         let reply: Value = api.read(response).await?;
         if ready {

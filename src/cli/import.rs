@@ -16,7 +16,6 @@ use lockstep_protocol::{
     metric::name_mistake,
     numbers::plural,
 };
-use reqwest::Method;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
@@ -332,8 +331,7 @@ async fn send(api: &Api, mut run: Run, project: Option<&str>) -> anyhow::Result<
     let news = json!({
         "config": run.config, "summary": run.summary, "state": state, "reason": reason, "ended_at": run.ended_at,
     });
-    let response = api.request(Method::PATCH, &path, Some(&news)).await?;
-    let job: Value = api.read(response).await?;
+    let job: Value = api.patch(&path, &news).await?;
     let text = |key: &str| job.get(key).and_then(Value::as_str).unwrap_or_default().to_owned();
     Ok(Report {
         job: text("id"),
@@ -352,10 +350,9 @@ async fn send(api: &Api, mut run: Run, project: Option<&str>) -> anyhow::Result<
 /// The points differ.
 async fn check_stored(api: &Api, path: &str, run: &Run, acknowledged: u64) -> anyhow::Result<()> {
     // The response to an update without a change is the job.
-    let response = api.request(Method::PATCH, path, Some(&json!({}))).await?;
-    let job: Value = api.read(response).await?;
+    let job: Value = api.patch(path, &json!({})).await?;
     let id = job.get("id").and_then(Value::as_str).unwrap_or_default();
-    let csv = api.request(Method::GET, &format!("/jobs/{id}/metrics.csv"), None::<&()>).await?.text().await?;
+    let csv = api.get_response(&format!("/jobs/{id}/metrics.csv")).await?.text().await?;
     let mut points = HashMap::new();
     for record in run.records.iter().take(usize::try_from(acknowledged)?) {
         for (name, value) in &record.values {

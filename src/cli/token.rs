@@ -5,7 +5,6 @@ use super::{
     block_on, output, usage_error,
 };
 use lockstep_protocol::access::{Scope, Token};
-use reqwest::Method;
 use serde_json::{Value, json};
 use std::{
     fs::{self, File},
@@ -110,7 +109,7 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
                         )));
                     }
                 };
-                api.request(Method::DELETE, &format!("/tokens/{id}"), None::<&()>).await?;
+                api.delete(&format!("/tokens/{id}")).await?;
                 output::print(server.json, &json!({ "revoked": id }), &id)
             }
         }
@@ -128,7 +127,7 @@ async fn write_new(api: &Api, body: &Value, path: &Path, as_json: bool) -> anyho
     if let Err(error) = writeln!(file, "{}", text("secret")).and_then(|()| file.sync_all()) {
         let _ = fs::remove_file(path);
         // The token could not be written, so it is revoked.
-        api.request(Method::DELETE, &format!("/tokens/{}", text("id")), None::<&()>).await?;
+        api.delete(&format!("/tokens/{}", text("id"))).await?;
         return Err(failed(error));
     }
     if as_json {

@@ -9,7 +9,6 @@ use lockstep_protocol::{
     limits::PASSWORD_CHARS,
     people::{Person, Role, password_mistake, subject_mistake},
 };
-use reqwest::Method;
 use serde_json::{Value, json};
 use std::io::{self, BufRead, IsTerminal};
 
@@ -106,7 +105,7 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
                 Ok(())
             }
             Command::Remove(Named { name, server }) => {
-                server.api()?.request(Method::DELETE, &path(&name)?, None::<&()>).await?;
+                server.api()?.delete(&path(&name)?).await?;
                 output::print(server.json, &json!({ "removed": name }), &name)
             }
             Command::Password(named) => named.change(json!({ "password": password()? })).await,
@@ -121,9 +120,8 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
 
 impl Named {
     async fn change(&self, body: Value) -> anyhow::Result<()> {
-        let api = self.server.api()?;
-        let response = api.request(Method::PATCH, &path(&self.name)?, Some(&body)).await?;
-        show(&self.server, &api.read(response).await?)
+        let person: Value = self.server.api()?.patch(&path(&self.name)?, &body).await?;
+        show(&self.server, &person)
     }
 }
 

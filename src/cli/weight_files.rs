@@ -9,7 +9,6 @@ use anyhow::{Context, bail};
 use futures_util::StreamExt;
 use lockstep_protocol::checkpoint_files;
 use lockstep_worker::checkpoint::{self, ManifestFile};
-use reqwest::Method;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 use std::{
@@ -66,8 +65,7 @@ pub(super) async fn fetch(
     let partial = file::partial(place);
     let mut to = File::create(&partial).map_err(|e| usage_error(format!("{}: {e}", partial.display())))?;
     let result = async {
-        let response = api.request(Method::GET, &path, None::<&()>).await?;
-        let mut body = response.bytes_stream();
+        let mut body = api.get_response(&path).await?.bytes_stream();
         let mut hash = Sha256::new();
         let mut size_bytes = 0;
         while let Some(chunk) = body.next().await {

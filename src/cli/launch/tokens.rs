@@ -59,7 +59,7 @@ impl Launch {
 /// Revokes tokens. Tokens that cannot be revoked expire.
 pub(super) async fn revoke(api: &Api, ids: &[String]) {
     for id in ids.iter().filter(|id| is_id(id)) {
-        let _ = api.request(reqwest::Method::DELETE, &format!("/tokens/{id}"), None::<&()>).await;
+        let _ = api.delete(&format!("/tokens/{id}")).await;
     }
 }
 

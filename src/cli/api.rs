@@ -57,6 +57,11 @@ impl ServerArgs {
         Api::at(&server, self.ca_file.as_deref(), self.access.token(&server)?)
     }
 
+    /// Whether `--server` or `LOCKSTEP_SERVER` names the server.
+    pub(crate) fn is_named(&self) -> bool {
+        self.server.is_some()
+    }
+
     /// Returns the server's address.
     pub(crate) fn address(&self) -> String {
         self.access.server(self.server.as_deref())

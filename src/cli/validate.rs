@@ -1,8 +1,7 @@
 //! `lockstep validate`: checks a specification like a submission, without creating a job.
 
-use super::{access::AccessArgs, api::Api, block_on, job_file, output, sweep, usage_error};
-use lockstep_protocol::JobSpec;
-use lockstep_protocol::numbers::plural;
+use super::{api::ServerArgs, block_on, job_file, output, sweep, usage_error};
+use lockstep_protocol::{JobSpec, numbers::plural};
 use lockstep_worker::checkpoint;
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -23,17 +22,8 @@ pub(crate) struct Args {
     sets: Vec<String>,
     #[command(flatten)]
     grid: sweep::GridArgs,
-    /// Address of the server, which must respond [default: the server on this machine, if it runs]
-    #[arg(long, value_name = "URL", env = "LOCKSTEP_SERVER")]
-    server: Option<String>,
-    /// CA certificates to trust in addition to the system's (PEM), for a server whose URL begins with https
-    #[arg(long, value_name = "FILE", env = "LOCKSTEP_CA_FILE")]
-    ca_file: Option<std::path::PathBuf>,
     #[command(flatten)]
-    access: AccessArgs,
-    /// Print JSON
-    #[arg(long)]
-    json: bool,
+    server: ServerArgs,
 }
 
 /// The fields of the server's response that this command uses.
@@ -55,8 +45,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let mut document = job_file::document(&args.job, &args.sets)?;
     args.grid.write(&args.job, &mut document)?;
     let trials = sweep::check(&args.job, &document);
-    let server = args.access.server(args.server.as_deref());
-    let api = Api::at(&server, args.ca_file.as_deref(), args.access.token(&server)?)?;
+    let api = args.server.api()?;
     let checked = match trials {
         Ok(None) => job_file::check(&args.job, &document),
         // The files of the first trial's job are checked.
@@ -66,10 +55,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         let dataset = document.pointer("/data/dataset").and_then(Value::as_str);
         dataset.is_some_and(|dataset| dataset.contains(std::path::is_separator))
     };
-    let mut asks_server = args.server.is_some() || block_on(async { Ok(api.is_reachable().await) })?;
+    let mut asks_server = args.server.is_named() || block_on(async { Ok(api.is_reachable().await) })?;
     if asks_server && let Err(error) = block_on(job_file::name_dataset(&api, &mut document, false)) {
         // Another program, or another user's server, may listen at the default address.
-        if args.server.is_some() {
+        if args.server.is_named() {
             return Err(error);
         }
         asks_server = false;
@@ -88,7 +77,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
                 api.base
             )
         };
-        if args.json {
+        if args.server.json {
             return output::json(&json!({ "spec": spec, "warnings": [why] }));
         }
         output::warn(format_args!("warning: {why}"));
@@ -100,7 +89,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     checked?;
     let plan: Plan = serde_json::from_value(response.clone())?;
     plan.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
-    if args.json {
+    if args.server.json {
         return output::json(&response);
     }
     output::line(format_args!(

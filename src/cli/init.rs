@@ -237,17 +237,8 @@ fn classes(info: &DatasetInfo) -> String {
 /// Appends text as comment lines.
 fn comment(text: &mut String, words: &str) {
     const WIDTH: usize = 110;
-    let mut line = String::from("#");
     // A path or a class may have characters that would end the comment line.
-    for word in output::one_line(words).split_whitespace() {
-        if line.len() > 1 && line.chars().count() + 1 + word.chars().count() > WIDTH {
-            let _ = writeln!(text, "{line}");
-            line = String::from("#");
-        }
-        line.push(' ');
-        line.push_str(word);
-    }
-    let _ = writeln!(text, "{line}");
+    *text += &output::wrap(&output::one_line(words), WIDTH, "# ", "# ");
 }
 
 #[cfg(test)]

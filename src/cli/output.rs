@@ -64,6 +64,25 @@ pub(crate) fn one_line(text: &str) -> String {
     escape_invisible(&text.replace(['\n', '\t'], " ")).into_owned()
 }
 
+/// Breaks text into lines of at most `width` characters. The first line begins with `first`, and each later line with `later`. A word that
+/// is too long for a line has a line of its own.
+pub(crate) fn wrap(text: &str, width: usize, first: &str, later: &str) -> String {
+    let (mut lines, mut line, mut is_empty) = (String::new(), first.to_owned(), true);
+    for word in text.split_whitespace() {
+        if !is_empty && line.chars().count() + 1 + word.chars().count() > width {
+            lines += &line;
+            lines.push('\n');
+            (line, is_empty) = (later.to_owned(), true);
+        }
+        if !is_empty {
+            line.push(' ');
+        }
+        line.push_str(word);
+        is_empty = false;
+    }
+    lines + &line + "\n"
+}
+
 /// Prints a table whose columns are as wide as their content.
 ///
 /// # Errors

@@ -5,7 +5,9 @@ use super::{
     api::Api,
     browser::Opened,
     bundled::PICTURES,
-    init_tracing, output,
+    init_tracing,
+    local_agent::AgentLog,
+    output,
     serve::{FILE_THREADS_TIMEOUT, Server, StopSignals, resolve},
     usage_error, watch,
 };
@@ -79,7 +81,7 @@ async fn show(server: &mut Server, data_dir: &Path, args: &Args) -> anyhow::Resu
     let dataset = unpack(data_dir)?;
     cancel_leftovers(&api).await?;
     let slots = lockstep_host::cores().max(args.ranks);
-    server.start_agent(vec![("--cpu-slots", slots.to_string())], true).await?;
+    server.start_agent(vec![("--cpu-slots", slots.to_string())], AgentLog::File).await?;
     register(&api, &dataset, data_dir).await?;
     let job: Job = api.post("/jobs", &specification(args.ranks)).await?;
     let page = format!("/jobs/{}", job.id);

@@ -3,7 +3,6 @@
 use super::api::Api;
 use anyhow::Context;
 use futures_util::StreamExt;
-use lockstep_protocol::JobId;
 use std::{borrow::Cow, collections::BTreeMap};
 
 /// A point of one metric of one rank.
@@ -19,9 +18,9 @@ pub(super) struct Point {
 ///
 /// # Errors
 /// See [`Api::get`]. Also if the connection breaks.
-pub(super) async fn of_rank(
+pub(super) async fn read_points(
     api: &Api,
-    job: &JobId,
+    job: &str,
     rank: u32,
 ) -> anyhow::Result<BTreeMap<String, Vec<Point>>> {
     let path = format!("/jobs/{job}/metrics.csv?ranks={rank}");

@@ -7,7 +7,7 @@ mod wandb;
 
 use super::{
     api::{Api, ServerArgs},
-    block_on, describe_error, output, usage_error,
+    block_on, describe_error, history, output, usage_error,
 };
 use anyhow::Context;
 use lockstep_protocol::{
@@ -352,20 +352,28 @@ async fn check_stored(api: &Api, path: &str, run: &Run, acknowledged: u64) -> an
     // The response to an update without a change is the job.
     let job: Value = api.patch(path, &json!({})).await?;
     let id = job.get("id").and_then(Value::as_str).unwrap_or_default();
-    let csv = api.get_response(&format!("/jobs/{id}/metrics.csv")).await?.text().await?;
+    let mut stored = HashMap::new();
+    for (name, series) in history::read_points(api, id, 0).await? {
+        stored.extend(series.iter().map(|point| ((name.clone(), point.step), finite_bits(point.value))));
+    }
     let mut points = HashMap::new();
     for record in run.records.iter().take(usize::try_from(acknowledged)?) {
         for (name, value) in &record.values {
             let number = value.as_f64().or_else(|| value.as_str()?.parse().ok()).unwrap_or_default();
-            points.insert((name.clone(), record.step), table::bits(number as f32));
+            points.insert((name.clone(), record.step), finite_bits(number as f32));
         }
     }
     anyhow::ensure!(
-        points == table::stored_points(&csv),
+        points == stored,
         "the file does not begin with the rows that were imported from it as job {id}, so nothing was added: import it as another run with \
          --id and a name, or delete the job first"
     );
     Ok(())
+}
+
+/// The bits of a value for comparisons; `None` if it is not finite, because the server's CSV does not distinguish such values.
+fn finite_bits(value: f32) -> Option<u32> {
+    value.is_finite().then(|| value.to_bits())
 }
 
 /// The entries of a folder in the order of their names.

@@ -15,9 +15,21 @@ use std::path::{Path, PathBuf};
 /// Maximum size of a job file. The server has the same limit for a specification.
 const JOB_FILE_BYTES: u64 = 1 << 20;
 
-/// Replaces a dataset's path by its registered name, also among the values of a sweep. If `may`, registers an unregistered path under its
-/// folder's name, so that the file that `lockstep init` writes works with `train` and with `submit`.
-pub(super) async fn name_dataset(api: &Api, document: &mut Value, may: bool) -> anyhow::Result<()> {
+/// What [`name_dataset`] does with a path at which no dataset is registered.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum UnknownPath {
+    /// Registers the path under its folder's name, so that the file that `lockstep init` writes works with `train` and with `submit`.
+    Register,
+    /// Leaves the path in the document.
+    Keep,
+}
+
+/// Replaces a dataset's path by its registered name, also among the values of a sweep.
+pub(super) async fn name_dataset(
+    api: &Api,
+    document: &mut Value,
+    unknown_path: UnknownPath,
+) -> anyhow::Result<()> {
     let private = document.get("private").and_then(Value::as_bool).unwrap_or(false);
     for pointer in places(document, "data", "dataset") {
         let Some(given) = document.pointer_mut(&pointer) else { continue };
@@ -28,7 +40,7 @@ pub(super) async fn name_dataset(api: &Api, document: &mut Value, may: bool) -> 
         };
         let found = match dataset::at(api, &path).await? {
             Some(found) => found,
-            None if may && path.is_dir() => {
+            None if unknown_path == UnknownPath::Register && path.is_dir() => {
                 let name = dataset_name(&path);
                 output::warn(format_args!("registering {} as the dataset {name}", path.display()));
                 dataset::register_as(api, &name, &path, private).await?

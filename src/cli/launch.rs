@@ -18,7 +18,9 @@ mod uploads;
 use super::{
     WrongRequest,
     api::{Api, ServerArgs},
-    block_on, describe_error, job_file, output, usage_error,
+    block_on, describe_error,
+    job_file::{self, UnknownPath},
+    output, usage_error,
 };
 use bundle::Bundle;
 pub(crate) use hosts::{Host, of_list as hosts_of_list, read as read_hostfile};
@@ -205,7 +207,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         let job = match (found, &mut document) {
             (Some(job), _) => job,
             (None, Some(document)) => {
-                job_file::name_dataset(&api, document, true).await?;
+                job_file::name_dataset(&api, document, UnknownPath::Register).await?;
                 let job: Job = api.post_once("/jobs?launched=true", document).await?;
                 job.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
                 job

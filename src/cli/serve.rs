@@ -4,7 +4,7 @@ use super::{
     access,
     browser::Opened,
     init_tracing,
-    local_agent::{LocalAgent, Settings},
+    local_agent::{AgentLog, LocalAgent, Settings},
     oidc::OidcArgs,
     output, usage_error,
 };
@@ -218,7 +218,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         if !args.no_local_agent {
             server.advertise = args.advertise.or(server.advertise);
             let options = agent_options.into_iter().filter_map(|(name, value)| Some((name, value?)));
-            server.start_agent(options.collect(), false).await?;
+            server.start_agent(options.collect(), AgentLog::Stderr).await?;
         }
         tokio::select! {
             () = signals.next() => {}
@@ -336,14 +336,14 @@ impl Server {
     pub(crate) async fn start_agent(
         &mut self,
         mut options: Vec<(&'static str, String)>,
-        quiet: bool,
+        log: AgentLog,
     ) -> anyhow::Result<()> {
         options.extend(self.advertise.clone().map(|address| ("--advertise", address)));
         let dir = self.data_dir.join("agent");
         let agent_id = state_dir::agent_id(&dir)?;
         let token = dir.join("token");
         let token_file = self.running.agent_token(&agent_id, &token).await?.then_some(token);
-        let settings = Settings { server: self.url(), dir, options, quiet, token_file };
+        let settings = Settings { server: self.url(), dir, options, log, token_file };
         self.agent = Some(LocalAgent::start(settings).await?);
         Ok(())
     }

@@ -3,7 +3,7 @@
 use super::{
     api::{Api, ServerArgs, mistake},
     block_on,
-    job_file::{check, document, format_mistakes, name_dataset},
+    job_file::{UnknownPath, check, document, format_mistakes, name_dataset},
     output, sweep, sweeps, usage_error, watch,
 };
 use lockstep_protocol::{
@@ -71,7 +71,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         Err(_) => return check(&args.job, &document).map(drop),
     };
     block_on(async {
-        let named = name_dataset(&api, &mut document, local_mistakes.is_empty()).await;
+        let unknown_path = if local_mistakes.is_empty() { UnknownPath::Register } else { UnknownPath::Keep };
+        let named = name_dataset(&api, &mut document, unknown_path).await;
         if !local_mistakes.is_empty() {
             return Err(all_mistakes(&api, &args.job, &document, &local_mistakes).await);
         }
@@ -101,7 +102,7 @@ fn shows_progress(args: &Args) -> bool {
 fn submit_sweep(args: &Args, mut document: Value) -> anyhow::Result<()> {
     let api = args.server.api()?;
     block_on(async {
-        name_dataset(&api, &mut document, true).await?;
+        name_dataset(&api, &mut document, UnknownPath::Register).await?;
         let sweep: Sweep = api.post_once("/sweeps", &document).await?;
         let (follows, as_json) = (shows_progress(args), args.server.json);
         // With both, the only output is the sweep at its end.

@@ -1,6 +1,11 @@
 //! `lockstep validate`: checks a specification like a submission, without creating a job.
 
-use super::{api::ServerArgs, block_on, job_file, output, sweep, usage_error};
+use super::{
+    api::ServerArgs,
+    block_on,
+    job_file::{self, UnknownPath},
+    output, sweep, usage_error,
+};
 use lockstep_protocol::{JobSpec, numbers::plural};
 use lockstep_worker::checkpoint;
 use serde::Deserialize;
@@ -56,7 +61,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         dataset.is_some_and(|dataset| dataset.contains(std::path::is_separator))
     };
     let mut asks_server = args.server.is_named() || block_on(async { Ok(api.is_reachable().await) })?;
-    if asks_server && let Err(error) = block_on(job_file::name_dataset(&api, &mut document, false)) {
+    if asks_server
+        && let Err(error) = block_on(job_file::name_dataset(&api, &mut document, UnknownPath::Keep))
+    {
         // Another program, or another user's server, may listen at the default address.
         if args.server.is_named() {
             return Err(error);

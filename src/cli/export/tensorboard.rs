@@ -75,7 +75,7 @@ async fn export(api: &Api, job: &Job, output: &Path) -> anyhow::Result<Run> {
     let folder = output.join(run_name(job));
     let mut points = 0;
     for rank in 0..job.ranks {
-        let series = history::of_rank(api, &job.id, rank).await?;
+        let series = history::read_points(api, job.id.as_str(), rank).await?;
         if series.is_empty() && rank == 0 {
             return Err(usage_error(format!("job {} has no metrics yet", job.id)));
         } else if series.is_empty() {

@@ -10,7 +10,7 @@ use parquet::{
     record::Field,
 };
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::BTreeMap,
     fs::{self, File},
     path::Path,
 };
@@ -100,20 +100,6 @@ pub(super) fn parquet(path: &Path) -> anyhow::Result<Table> {
         table.rows.push(row.iter().map(|(_, field)| text(field)).collect());
     }
     Ok(table)
-}
-
-/// The bits of a value for comparisons; `None` if it is not finite, because the server's CSV does not distinguish such values.
-pub(super) fn bits(value: f32) -> Option<u32> {
-    value.is_finite().then(|| value.to_bits())
-}
-
-/// The points in the server's CSV of a run: the last value of each metric and step.
-pub(super) fn stored_points(csv: &str) -> HashMap<(String, u64), Option<u32>> {
-    let point = |row: Vec<String>| {
-        let [_, _, name, step, value] = <[String; 5]>::try_from(row).ok()?;
-        Some(((name, step.parse().ok()?), bits(value.parse().ok()?)))
-    };
-    rows_of(csv).into_iter().filter_map(point).collect()
 }
 
 /// Parses seconds or milliseconds since 1970, or an ISO 8601 time (UTC without an offset), as milliseconds since 1970.

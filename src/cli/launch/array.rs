@@ -3,7 +3,8 @@
 use super::{
     super::{
         api::{Api, SERVER_TIMEOUT, list},
-        job_file, output, sweep, sweeps, usage_error, watch,
+        job_file::{self, UnknownPath},
+        output, sweep, sweeps, usage_error, watch,
     },
     Args, Launch, format_command,
     hosts::Host,
@@ -47,7 +48,7 @@ pub(super) async fn run(
         return show(args, &hosts, device, &trials);
     }
     let ca = machines::ca(args)?;
-    job_file::name_dataset(api, &mut document, true).await?;
+    job_file::name_dataset(api, &mut document, UnknownPath::Register).await?;
     let sweep: Sweep = api.post_once("/sweeps?launched=true", &document).await?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     sweeps::announce(api, &sweep, args.server.json)?;

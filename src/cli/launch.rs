@@ -23,7 +23,7 @@ use super::{
     output, usage_error,
 };
 use bundle::Bundle;
-pub(crate) use hosts::{Host, of_list as hosts_of_list, read as read_hostfile};
+pub(crate) use hosts::{Host, parse_list as parse_host_list, read as read_hostfile};
 use lockstep_protocol::{Job, JobSpec};
 use serde_json::{Value, json};
 use std::{
@@ -160,8 +160,8 @@ struct Launch {
 /// # Errors
 /// Exit status 2 for mistakes in the arguments and lists, 1 if agents cannot be started or the job does not succeed.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
-    let template = kubernetes::template(&args)?;
-    let mut hosts = machines::machines(&args)?;
+    let template = kubernetes::read_template(&args)?;
+    let mut hosts = machines::from_args(&args)?;
     let path = Path::new(&args.job);
     let is_file = path.extension().is_some_and(|extension| extension == "toml") || path.is_file();
     if !is_file && (!args.sets.is_empty() || !args.sweeps.is_empty()) {
@@ -197,11 +197,11 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         if let Some(template) = &template {
             template.give_slots(&mut hosts, &args, spec)?;
         }
-        machines::share_out(&mut hosts, args.slots, spec)?;
-        let ca = machines::ca(&args)?;
+        machines::fill_in_slots(&mut hosts, args.slots, spec)?;
+        let ca = machines::read_ca(&args)?;
         if args.dry_run {
             let id = found.as_ref().map_or_else(|| "JOB".to_owned(), |job| job.id.to_string());
-            return show(&args, &id, &hosts, spec, template.as_ref());
+            return print_dry_run(&args, &id, &hosts, spec, template.as_ref());
         }
         let is_ours = found.is_none();
         let job = match (found, &mut document) {
@@ -264,7 +264,7 @@ impl Launch {
     }
 
     async fn start(&mut self) -> anyhow::Result<()> {
-        if let Err(error) = self.introduce().await {
+        if let Err(error) = self.create_tokens().await {
             self.revoke().await;
             return Err(error);
         }
@@ -298,8 +298,8 @@ impl Launch {
             }
         }
         // Agents of another launch have taken the job, so this launch's agents, if any, have nothing to do.
-        let elsewhere = self.elsewhere(&job).filter(|_| done.is_err() && !continues);
-        let has_nothing_to_do = never_started || job.state.is_final() || elsewhere.is_some();
+        let other_agents = self.agents_of_other_launch(&job).filter(|_| done.is_err() && !continues);
+        let has_nothing_to_do = never_started || job.state.is_final() || other_agents.is_some();
         // An agent, perhaps of an earlier launch, needs its token while it uploads a checkpoint. A token that is not revoked expires.
         let is_uploading = has_nothing_to_do
             && job.attempt > 0
@@ -307,12 +307,12 @@ impl Launch {
         if has_nothing_to_do && !is_uploading {
             self.revoke().await;
         }
-        let is_told = done.is_ok() && job.state.is_final() && !job.agents.is_empty();
-        if is_told && !self.args.server.json {
+        let shows_machines = done.is_ok() && job.state.is_final() && !job.agents.is_empty();
+        if shows_machines && !self.args.server.json {
             let machines = machines_of(&job.agents, &self.bundle.nodes);
             output::line(format_args!("{} trained on {machines}", job.id))?;
         }
-        match (done, elsewhere) {
+        match (done, other_agents) {
             (Err(error), Some(agents)) => {
                 let twice =
                     if self.is_ours { "; repeating this command would train the job twice" } else { "" };
@@ -338,7 +338,7 @@ impl Launch {
     }
 
     /// Returns the names of the agents that run the job, if no agent of this launch runs it.
-    fn elsewhere(&self, job: &Job) -> Option<String> {
+    fn agents_of_other_launch(&self, job: &Job) -> Option<String> {
         let own = |agent: &String| self.bundle.nodes.iter().any(|node| node.name == *agent);
         let is_elsewhere = job.state.is_active() && !job.agents.is_empty() && !job.agents.iter().any(own);
         is_elsewhere.then(|| job.agents.join(", "))
@@ -367,7 +367,7 @@ fn private_folder(args: &Args, name: &str) -> anyhow::Result<PathBuf> {
 }
 
 /// Prints the output of `--dry-run`, which contains no secret.
-fn show(
+fn print_dry_run(
     args: &Args,
     job: &str,
     hosts: &[Host],
@@ -385,7 +385,7 @@ fn show(
             output::line(slurm::Batch::of_job(job).script(args, hosts, spec.parallel.device, &folder)?)
         }
         LauncherKind::Kubernetes => {
-            template.map_or(Ok(()), |template| kubernetes::show(args, job, hosts, spec, template))
+            template.map_or(Ok(()), |template| kubernetes::print_objects(args, job, hosts, spec, template))
         }
     }
 }
@@ -393,11 +393,11 @@ fn show(
 /// Formats a command, quoted for a shell.
 fn format_command(command: &Command) -> String {
     let words = std::iter::once(command.get_program()).chain(command.get_args());
-    words.map(|word| quoted(&word.to_string_lossy())).collect::<Vec<_>>().join(" ")
+    words.map(|word| quote(&word.to_string_lossy())).collect::<Vec<_>>().join(" ")
 }
 
 /// Quotes a word for a POSIX shell.
-pub(crate) fn quoted(word: &str) -> String {
+pub(crate) fn quote(word: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=,@%+".contains(c);
     if !word.is_empty() && word.chars().all(plain) {
         word.to_owned()

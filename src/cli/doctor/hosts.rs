@@ -3,7 +3,7 @@
 
 use super::{
     super::{
-        launch::{Host, hosts_of_list, read_hostfile},
+        launch::{Host, parse_host_list, read_hostfile},
         output, usage_error,
     },
     Args,
@@ -59,7 +59,7 @@ impl Connected {
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let hosts = match (&args.hostfile, args.hosts.as_deref().unwrap_or_default()) {
         (Some(path), _) => read_hostfile(path)?,
-        (None, list) => hosts_of_list(list).map_err(|e| usage_error(format!("--hosts: {e}")))?,
+        (None, list) => parse_host_list(list).map_err(|e| usage_error(format!("--hosts: {e}")))?,
     };
     let secret = format!("{}{}", uuid::Uuid::new_v4().simple(), uuid::Uuid::new_v4().simple());
     let (machines, connected) = connect(&hosts, args, &secret);

@@ -1,7 +1,7 @@
 //! A machine with `lockstep doctor --peer` at the other end of an SSH connection.
 
 use super::{
-    super::launch::{Host, quoted, ssh},
+    super::launch::{Host, quote, ssh},
     peer::{Greeting, LINE_BYTES, PeerMessage, Start},
 };
 use std::{
@@ -48,10 +48,10 @@ impl Remote {
             why,
             advice: advice.into(),
         };
-        let program = quoted(program);
+        let program = quote(program);
         // Programs of every version can print their version.
         let there = format!("{program} --version && exec {program} doctor --peer");
-        let mut remote = Self::run(ssh::to(options, name, &there)).map_err(|e| {
+        let mut remote = Self::run(ssh::shell_command(options, name, &there)).map_err(|e| {
             silent(None, format!("ssh cannot be started: {e}"), "Install OpenSSH's client (openssh-client).")
         })?;
         let start = Start { secret: secret.into(), env: host.env.clone() };
@@ -151,7 +151,7 @@ impl Remote {
     fn explain(&mut self, name: &str, why: &str) -> (String, String) {
         let status = self.end(EXIT_TIMEOUT);
         let last = self.last_line();
-        match status.and_then(|status| ssh::no_start(name, status, &last)) {
+        match status.and_then(|status| ssh::explain_no_start(name, status, &last)) {
             Some(explained) => explained,
             None => {
                 let last = if last.is_empty() { last } else { format!(": {last}") };

@@ -5,10 +5,10 @@ use super::{
     super::{output, usage_error},
     Args, Launch, LaunchDetached, MAX_SLOTS,
     bundle::Bundle,
-    follow::until_over,
+    follow::follow_until_over,
     format_command,
     hosts::Host,
-    node, quoted,
+    node, quote,
 };
 use lockstep_host::write_private;
 use lockstep_protocol::{Job, spec::Device};
@@ -102,8 +102,8 @@ impl Batch {
             None => ("%j", "bundle.json"),
         };
         option(format!("--output=\"{shown}/slurm-{log}.log\""));
-        let bundle = format!("{}/{bundle}", quoted(&shown));
-        let program = quoted(&args.program);
+        let bundle = format!("{}/{bundle}", quote(&shown));
+        let program = quote(&args.program);
         let _ = write!(
             text,
             r#"
@@ -157,7 +157,7 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
     if launch.args.detach {
         return Ok(());
     }
-    let (done, is_over) = until_over(launch, until_gone(launch, &id)).await;
+    let (done, is_over) = follow_until_over(launch, wait_for_early_end(launch, &id)).await;
     if !is_over {
         if state(&id).is_none() {
             let _ = fs::remove_file(&bundle);
@@ -278,7 +278,7 @@ pub(super) fn tasks(id: &str) -> Option<BTreeMap<usize, String>> {
 }
 
 /// Prints the states of Slurm's job. Returns an error when Slurm's job has ended and Lockstep's job is not over.
-async fn until_gone(launch: &Launch, id: &str) -> anyhow::Error {
+async fn wait_for_early_end(launch: &Launch, id: &str) -> anyhow::Error {
     let mut last = String::new();
     loop {
         let now = state(id);

@@ -1,7 +1,10 @@
 //! Tests against a server that does not respond to the first requests, like a restarting server.
 
 use super::*;
-use crate::cli::launch::{Launch, bundle::Node, tests::parse};
+use crate::cli::{
+    api::Api,
+    launch::{Launch, bundle::Node, tests::parse},
+};
 use lockstep_protocol::{JobId, spec::JobSpec};
 use serde_json::json;
 use std::{
@@ -115,7 +118,7 @@ async fn a_launch_waits_for_agents_during_a_server_restart() {
     let mut command = Command::new("sleep");
     command.arg("60");
     let mut launched = [Launched::start("node", command, &[], &dir.path().join("log")).unwrap()];
-    let online = tokio::time::timeout(DEADLINE, until_online(&launch, &mut launched, explain)).await;
+    let online = tokio::time::timeout(DEADLINE, wait_until_online(&launch, &mut launched, explain)).await;
     launched[0].child.kill().unwrap();
     launched[0].child.wait().unwrap();
     online.expect("the agents are online").unwrap();

@@ -53,7 +53,7 @@ fn successor(pod: &Value, why: &Value) -> String {
 }
 
 /// Describes a pod's problem, with advice. `None` if there is no problem.
-pub(super) fn of_pod(pod: &Value) -> Option<String> {
+pub(super) fn describe_pod(pod: &Value) -> Option<String> {
     let name = text(&pod["metadata"], "name");
     let status = &pod["status"];
     // Checked before exit codes, which follow from this reason.
@@ -99,7 +99,7 @@ pub(super) fn of_pod(pod: &Value) -> Option<String> {
 }
 
 /// Describes the state of the Job in one line.
-pub(super) fn of_job(job: &Value, queue: Option<&str>) -> String {
+pub(super) fn describe_job(job: &Value, queue: Option<&str>) -> String {
     if let Some(failed) = condition(job, "Failed", "True") {
         return format!("failed ({})", reason(failed));
     }
@@ -125,9 +125,9 @@ pub(super) fn of_job(job: &Value, queue: Option<&str>) -> String {
 }
 
 /// Describes how the Job ended. `None` if the Job has not ended.
-pub(super) fn end_of_job(job: &Value) -> Option<String> {
+pub(super) fn describe_end(job: &Value) -> Option<String> {
     let is_over = condition(job, "Failed", "True").or_else(|| condition(job, "Complete", "True")).is_some();
-    is_over.then(|| of_job(job, None))
+    is_over.then(|| describe_job(job, None))
 }
 
 pub(super) fn is_suspended(job: &Value) -> bool {
@@ -145,7 +145,7 @@ mod tests {
     use serde_json::json;
 
     fn describe(status: Value) -> String {
-        of_pod(&json!({"metadata": {"name": "p-0"}, "status": status})).unwrap_or_default()
+        describe_pod(&json!({"metadata": {"name": "p-0"}, "status": status})).unwrap_or_default()
     }
 
     #[test]
@@ -179,7 +179,7 @@ mod tests {
     fn a_pod_on_a_lost_node_gets_advice() {
         let why = json!({"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager"});
         let pod = |node: &str| json!({"metadata": {"name": "p-0"}, "spec": {"nodeName": node}, "status": {"conditions": [why]}});
-        let output = of_pod(&pod("gpu-7")).unwrap();
+        let output = describe_pod(&pod("gpu-7")).unwrap();
         assert!(output.contains("never happens on a lost node: if gpu-7 is"), "{output}");
         assert!(output.contains("kubectl taint nodes gpu-7 node.kubernetes.io/out-of-service"), "{output}");
     }
@@ -188,13 +188,13 @@ mod tests {
     fn the_state_of_a_job_is_one_line() {
         let job = |spec: Value, status: Value| json!({"spec": spec, "status": status});
         let running = job(json!({"completions": 2, "suspend": false}), json!({"ready": 1, "failed": 3}));
-        assert_eq!(of_job(&running, None), "1 of 2 pods are running, 3 failed so far");
+        assert_eq!(describe_job(&running, None), "1 of 2 pods are running, 3 failed so far");
         let waits = job(json!({"suspend": true}), json!({}));
-        assert_eq!(of_job(&waits, Some("team")), "waits in Kueue's queue team");
-        assert_eq!(of_job(&waits, None), "suspended");
+        assert_eq!(describe_job(&waits, Some("team")), "waits in Kueue's queue team");
+        assert_eq!(describe_job(&waits, None), "suspended");
         let failed =
             json!({"conditions": [{"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded"}]});
-        assert_eq!(end_of_job(&job(json!({}), failed)), Some("failed (BackoffLimitExceeded)".into()));
-        assert_eq!(end_of_job(&running), None);
+        assert_eq!(describe_end(&job(json!({}), failed)), Some("failed (BackoffLimitExceeded)".into()));
+        assert_eq!(describe_end(&running), None);
     }
 }

@@ -1,7 +1,7 @@
 //! `lockstep agent`: joins a server from any machine.
 
 use super::{
-    access::{from_file, open_file_warning},
+    access::{open_file_warning, read_token_file},
     init_tracing,
     size::size,
     usage_error,
@@ -120,7 +120,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     if let Some(remark) = args.token_file.as_deref().and_then(open_file_warning) {
         tracing::warn!("{remark}");
     }
-    let token = args.token_file.as_deref().map(from_file).transpose()?;
+    let token = args.token_file.as_deref().map(read_token_file).transpose()?;
     let identity = match (args.cert_file, args.key_file, args.pkcs12_file, args.pkcs12_password_file) {
         (Some(certificate), Some(key), ..) => Some(IdentityFiles::Pem { certificate, key }),
         (_, _, Some(file), Some(password)) => Some(IdentityFiles::Pkcs12 { file, password }),

@@ -60,7 +60,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         }
         Ok(jobs)
     })?;
-    let settings = differing(&jobs)?;
+    let settings = differing_settings(&jobs)?;
     if args.server.json {
         return output::json(&Comparison { jobs: &jobs, settings });
     }
@@ -85,7 +85,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 }
 
 /// Returns the settings in which the jobs differ. Names of jobs do not count.
-fn differing(jobs: &[Job]) -> anyhow::Result<BTreeMap<String, Vec<Value>>> {
+fn differing_settings(jobs: &[Job]) -> anyhow::Result<BTreeMap<String, Vec<Value>>> {
     let all = jobs.iter().map(settings).collect::<anyhow::Result<Vec<_>>>()?;
     let keys: BTreeSet<&String> = all.iter().flat_map(BTreeMap::keys).filter(|key| *key != "name").collect();
     let values = |key: &String| -> Vec<Value> {

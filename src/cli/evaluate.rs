@@ -130,14 +130,14 @@ fn print(checkpoint: &str, found: &ModelEvaluation) -> anyhow::Result<()> {
         .collect();
     output::table(["CLASS", "PICTURES", "PRECISION", "RECALL", "F1"], &rows)?;
     let name = |class: usize| found.classes.get(class).map_or("?".into(), |c| output::one_line(&c.name));
-    for (count, of, taken_for) in confused(found) {
+    for (count, of, taken_for) in most_frequent_confusions(found) {
         output::line(format_args!("{count} of {} taken for {}", name(of), name(taken_for)))?;
     }
     Ok(())
 }
 
 /// Returns how many pictures of one class were classified as another class, the largest number first.
-fn confused(found: &ModelEvaluation) -> Vec<(u64, usize, usize)> {
+fn most_frequent_confusions(found: &ModelEvaluation) -> Vec<(u64, usize, usize)> {
     let row = |(of, row): (usize, &Vec<u64>)| {
         row.iter().enumerate().map(move |(taken_for, count)| (*count, of, taken_for)).collect::<Vec<_>>()
     };

@@ -31,14 +31,14 @@ pub(super) async fn name_dataset(
     unknown_path: UnknownPath,
 ) -> anyhow::Result<()> {
     let private = document.get("private").and_then(Value::as_bool).unwrap_or(false);
-    for pointer in places(document, "data", "dataset") {
+    for pointer in pointers_to(document, "data", "dataset") {
         let Some(given) = document.pointer_mut(&pointer) else { continue };
         let Some(path) =
             given.as_str().filter(|text| text.contains(std::path::is_separator)).map(PathBuf::from)
         else {
             continue;
         };
-        let found = match dataset::at(api, &path).await? {
+        let found = match dataset::find_by_path(api, &path).await? {
             Some(found) => found,
             None if unknown_path == UnknownPath::Register && path.is_dir() => {
                 let name = dataset_name(&path);
@@ -53,7 +53,7 @@ pub(super) async fn name_dataset(
 }
 
 /// Returns JSON pointers to all values of a key: the value in the job, and the values in its section `sweep`.
-fn places(document: &Value, section: &str, key: &str) -> Vec<String> {
+fn pointers_to(document: &Value, section: &str, key: &str) -> Vec<String> {
     let mut places = vec![format!("/{section}/{key}")];
     for parameter in [format!("{section}/{key}"), format!("{section}.{key}")] {
         let values = format!("/sweep/parameters/{parameter}/values");
@@ -102,7 +102,7 @@ pub(super) fn document_as_written(path: &Path, sets: &[String]) -> anyhow::Resul
 /// Exit status 2 if the weights have not been downloaded.
 fn find_weights(document: &mut Value) -> anyhow::Result<()> {
     let Some(given) = document.pointer_mut("/model/pretrained") else { return Ok(()) };
-    let Some(place) = given.as_str().filter(|name| !Path::new(name).exists()).and_then(weights::place_of)
+    let Some(place) = given.as_str().filter(|name| !Path::new(name).exists()).and_then(weights::path_of)
     else {
         return Ok(());
     };
@@ -121,11 +121,11 @@ fn find_weights(document: &mut Value) -> anyhow::Result<()> {
 /// # Errors
 /// Exit status 2. The message lists every mistake in the document.
 pub(super) fn check(path: &Path, document: &Value) -> anyhow::Result<JobSpec> {
-    read(document).map_err(|mistakes| refused(path, &mistakes))
+    read(document).map_err(|mistakes| mistakes_error(path, &mistakes))
 }
 
 /// Returns the error for a job file with these mistakes.
-pub(super) fn refused(path: &Path, mistakes: &[SpecError]) -> anyhow::Error {
+pub(super) fn mistakes_error(path: &Path, mistakes: &[SpecError]) -> anyhow::Error {
     let lines: Vec<_> = mistakes.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
     usage_error(format_mistakes(path, &lines))
 }
@@ -170,7 +170,7 @@ fn job_file(path: &Path) -> anyhow::Result<String> {
 /// Makes paths absolute, because the server has another working directory.
 pub(super) fn make_paths_absolute(document: &mut Value) {
     let mut absolute = |section: &str, key: &str, is_path: fn(&str) -> bool| {
-        for pointer in places(document, section, key) {
+        for pointer in pointers_to(document, section, key) {
             let Some(value) = document.pointer_mut(&pointer) else { continue };
             if let Some(text) = value.as_str()
                 && is_path(text)

@@ -134,10 +134,10 @@ impl Machine {
 /// # Errors
 /// Exit status 2 if no machine or several machines have the name.
 async fn find(api: &Api, asked: &str) -> anyhow::Result<Machine> {
-    chosen(api.list("/agents", "agents").await?, asked)
+    choose(api.list("/agents", "agents").await?, asked)
 }
 
-fn chosen(mut machines: Vec<Machine>, asked: &str) -> anyhow::Result<Machine> {
+fn choose(mut machines: Vec<Machine>, asked: &str) -> anyhow::Result<Machine> {
     machines.retain(|machine| machine.name == asked || machine.id == asked);
     match machines.len() {
         0 => Err(usage_error(format!(
@@ -228,7 +228,7 @@ mod tests {
                 machine("a", "c", &[]),
             ]
         };
-        let found = |asked| chosen(all(), asked).map(|machine| machine.id).map_err(|e| e.to_string());
+        let found = |asked| choose(all(), asked).map(|machine| machine.id).map_err(|e| e.to_string());
         assert_eq!((found("3"), found("c")), (Ok("3".into()), Ok("a".into())));
         let several = found("b").unwrap_err();
         assert!(

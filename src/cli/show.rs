@@ -42,7 +42,7 @@ pub(crate) fn run(args: JobArgs) -> anyhow::Result<()> {
         return output::json(&JobWithAttempts { job, attempts });
     }
     let attempts: Vec<AttemptRow> = list(&response, "attempts")?;
-    let plan = plan.map(|plan| ("plan".to_owned(), planned(&plan)));
+    let plan = plan.map(|plan| ("plan".to_owned(), describe_plan(&plan)));
     for (key, value) in lines(&job, &checkpoints).into_iter().chain(plan).chain(attempts.iter().map(line)) {
         output::line(format_args!("{key:<20}{value}"))?;
     }
@@ -87,7 +87,7 @@ fn line(attempt: &AttemptRow) -> (String, String) {
 }
 
 /// Describes the plan that the ranks run, with the predicted and the measured time of a step.
-fn planned(plan: &PlanDescription) -> String {
+fn describe_plan(plan: &PlanDescription) -> String {
     let predicted = plan.predicted.as_ref().map(|of| format!("; predicted {:.1} ms a step", of.step_ms));
     let measured = plan.measured_step_ms.map(|ms| format!("; measured {ms:.1} ms a step"));
     let why = plan.predicted.as_ref().map(|of| format!("; {}", of.why));

@@ -2,7 +2,7 @@
 
 use super::{
     api::Api,
-    checkpoint_choice::{Listed, Weights},
+    checkpoint_choice::{ListedCheckpoint, Weights},
     file, usage_error,
 };
 use anyhow::{Context, bail};
@@ -30,7 +30,7 @@ pub(super) struct WeightFile {
 /// Exit status 2 if the checkpoint does not have these weights.
 pub(super) async fn files(
     api: &Api,
-    checkpoint: &Listed,
+    checkpoint: &ListedCheckpoint,
     weights: Weights,
 ) -> anyhow::Result<Vec<WeightFile>> {
     let manifest: Value = api.get(&format!("/checkpoints/{}/MANIFEST.json", checkpoint.id)).await?;
@@ -57,7 +57,7 @@ pub(super) async fn files(
 /// The download is damaged, or the file cannot be written.
 pub(super) async fn fetch(
     api: &Api,
-    checkpoint: &Listed,
+    checkpoint: &ListedCheckpoint,
     wanted: &WeightFile,
     place: &Path,
 ) -> anyhow::Result<u64> {
@@ -97,7 +97,7 @@ pub(super) async fn fetch(
 pub(super) async fn fetch_beside(
     place: &Path,
     api: &Api,
-    checkpoint: &Listed,
+    checkpoint: &ListedCheckpoint,
     files: &[WeightFile],
 ) -> anyhow::Result<TempDir> {
     let beside = place.parent().filter(|folder| !folder.as_os_str().is_empty());

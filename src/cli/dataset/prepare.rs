@@ -1,6 +1,6 @@
 //! Copies a dataset as shards of small pictures, for `lockstep dataset prepare` and `dataset add --prepare`.
 
-use super::{UPDATE_INTERVAL, unnamed};
+use super::{UPDATE_INTERVAL, print_more_broken_files};
 use crate::cli::{output, usage_error};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use indicatif::{ProgressBar, ProgressDrawTarget};
@@ -109,5 +109,5 @@ pub(super) fn report(to: &Path, prepared: &Prepared) -> anyhow::Result<()> {
         let [file, detail] = [&broken.file, &broken.detail].map(|text| output::one_line(text));
         output::line(format_args!("left out: {file}: {detail}"))?;
     }
-    unnamed(prepared.broken.len().saturating_sub(MAX_BROKEN_FILES) as u64)
+    print_more_broken_files(prepared.broken.len().saturating_sub(MAX_BROKEN_FILES) as u64)
 }

@@ -5,7 +5,7 @@ mod nodelist;
 mod table;
 
 pub(super) use mindspore::is_scheduler;
-pub(super) use table::{RANK_TABLE, Ranks, of_machine, of_rank};
+pub(super) use table::{RANK_TABLE, Ranks, rank_of_table, ranks_of_machine};
 
 use nodelist::{first_node, tasks_of};
 use std::hash::{DefaultHasher, Hash, Hasher};

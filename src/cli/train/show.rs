@@ -120,7 +120,7 @@ impl Show {
     /// Prints rank 0's lines in order, up to the first step whose loss is unknown. `all`: no more losses will arrive.
     fn print(&mut self, all: bool) {
         while let Some(line) = self.lines.front() {
-            let text = match of_step(line) {
+            let text = match parse_step_line(line) {
                 None => Some(line.clone()),
                 Some((start, step)) => {
                     let loss = self.losses.get(&step).copied();
@@ -172,7 +172,7 @@ impl Show {
 }
 
 /// Returns the part of a log line before the loss of a step, and the step: `epoch: 1 step: 7, loss is 2.3`.
-fn of_step(line: &str) -> Option<(&str, u64)> {
+fn parse_step_line(line: &str) -> Option<(&str, u64)> {
     let (start, _) = line.split_once(", loss is ")?;
     Some((start, start.split_once(" step: ")?.1.parse().ok()?))
 }

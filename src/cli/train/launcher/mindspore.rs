@@ -1,6 +1,6 @@
 //! Reads the environment variables of MindSpore's dynamic cluster, which `msrun` sets: a scheduler process and workers. Each worker is a rank.
 
-use super::{LaunchedRank, number, port, table::of_rank};
+use super::{LaunchedRank, number, port, table::rank_of_table};
 use crate::cli::{access::is_loopback, rank_table::RankTable};
 use std::path::Path;
 
@@ -51,7 +51,7 @@ pub(super) fn detect(variable: &impl Fn(&str) -> Option<String>) -> Result<Launc
             let ranks = table.world_size();
             return Err(format!("MS_WORKER_NUM is {world_size} and RANK_TABLE_FILE has {ranks} devices"));
         }
-        let place = of_rank(&table, rank, variable)?;
+        let place = rank_of_table(&table, rank, variable)?;
         return Ok(LaunchedRank { by: LAUNCHER, addr, port, secret, ..place });
     }
     let device = number(variable, "DEVICE_ID")?;

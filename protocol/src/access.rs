@@ -102,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_scope_includes_those_before_it_and_agents_stand_apart() {
+    fn a_scope_includes_earlier_scopes_except_agent() {
         use Scope::{Admin, Agent, Read, Submit};
         let allowed = |scope: Scope| Scope::ALL.into_iter().filter(|n| scope.allows(*n)).collect::<Vec<_>>();
         assert_eq!(allowed(Read), [Read]);

@@ -99,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn roles_include_those_before_them_as_scopes_do() {
+    fn a_role_includes_earlier_roles() {
         for (n, role) in Role::ALL.into_iter().enumerate() {
             for (m, other) in Role::ALL.into_iter().enumerate() {
                 assert_eq!(role.scope().allows(other.scope()), n >= m, "{role} {other}");
@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn names_have_plain_characters_and_a_longest() {
+    fn names_have_plain_characters_and_a_maximum_length() {
         let longest = "a".repeat(PERSON_NAME_CHARS);
         for good in ["a", "7", "ada.lovelace-2_x", "ada@example.org", &longest] {
             assert_eq!(name_mistake(good), None, "{good}");
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn subjects_are_plain_and_have_a_longest() {
+    fn subjects_are_ascii_and_have_a_maximum_length() {
         let longest = "a".repeat(SUBJECT_BYTES);
         for good in ["1", "248289761001", "auth0|5f7c", "a b", &longest] {
             assert_eq!(subject_mistake(good), None, "{good}");
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn passwords_have_a_shortest_and_a_longest() {
+    fn passwords_have_a_minimum_and_a_maximum_length() {
         for (chars, is_good) in [(0, false), (9, false), (10, true), (1024, true), (1025, false)] {
             assert_eq!(password_mistake(&"ä".repeat(chars)).is_none(), is_good, "{chars}");
         }

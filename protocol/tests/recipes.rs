@@ -57,7 +57,7 @@ fn cifar_94_has_the_published_learning_rates() {
 }
 
 #[test]
-fn what_muon_and_cifarnet_do_not_combine_with_is_refused() {
+fn impossible_settings_with_muon_and_cifarnet_are_refused() {
     let job_with = |lines: &str| from_toml(&format!("[data]\ndataset = \"d\"\n{lines}"));
     for (lines, pointer, expected) in [
         (

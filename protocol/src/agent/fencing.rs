@@ -73,7 +73,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_token_comes_back_from_text() {
+    fn a_token_is_read_back_from_its_text() {
         let token = FencingToken { number: 41, secret: 0xabc };
         let text = serde_json::to_string(&token).unwrap();
         assert_eq!(text, "\"41.00000000000000000000000000000abc\"");

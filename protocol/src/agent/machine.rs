@@ -111,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn links_are_said_in_words() {
+    fn links_are_described_in_words() {
         let words = |mbits: Option<u32>, groups: &[&[u32]]| {
             let machine = Machine {
                 hostname: "h".into(),

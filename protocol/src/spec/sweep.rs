@@ -534,7 +534,7 @@ mod tests {
     }
 
     #[test]
-    fn rungs_are_a_factor_apart_and_end_with_the_training() {
+    fn rungs_differ_by_a_factor_and_end_with_training() {
         let rungs = |keys: &str, epochs: u32| {
             let sweep = read(&format!("{keys}\n{}", GRID.replace("grid", "asha"))).unwrap();
             let mut job = JobSpec::default();

@@ -8,16 +8,9 @@ fn transforms_are_accepted_up_to_their_limits() {
         "crop_scale = [0.001, 1.0]",
         "crop_scale = [1, 1]",
         "crop_ratio = [0.0625, 16]",
-        "resize_size = 8",
-        "resize_size = 8192",
         "resize_size = 224\nimage_size = 224",
         "color_jitter = [10, 10, 10, 0.5]",
         "color_jitter = [0, 0, 0, 0]",
-        "random_erasing = 0",
-        "random_erasing = 1",
-        "augment = \"none\"",
-        "augment = \"trivial\"",
-        "augment = \"rand\"",
     ] {
         let spec = from_toml(&with("data", line)).unwrap_or_else(|e| panic!("{line}: {e:?}"));
         assert_eq!(from_json(&serde_json::to_value(&spec).expect("plain data")), Ok(spec), "{line}");

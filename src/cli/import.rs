@@ -371,12 +371,12 @@ async fn check_stored(api: &Api, path: &str, run: &Run, acknowledged: u64) -> an
     Ok(())
 }
 
-/// The bits of a value for comparisons; `None` if it is not finite, because the server's CSV does not distinguish such values.
+/// Returns the bits of a value for comparisons. `None` if it is not finite, because the server's CSV does not distinguish such values.
 fn finite_bits(value: f32) -> Option<u32> {
     value.is_finite().then(|| value.to_bits())
 }
 
-/// The entries of a folder in the order of their names.
+/// Returns the paths in a folder, sorted.
 fn sorted_entries(folder: &Path) -> anyhow::Result<Vec<PathBuf>> {
     let entries = fs::read_dir(folder).with_context(|| folder.display().to_string())?;
     let mut paths = entries.map(|entry| Ok(entry?.path())).collect::<std::io::Result<Vec<_>>>()?;
@@ -384,7 +384,7 @@ fn sorted_entries(folder: &Path) -> anyhow::Result<Vec<PathBuf>> {
     Ok(paths)
 }
 
-/// The last part of a path as text.
+/// Returns the last part of a path as text.
 fn file_name(path: &Path) -> String {
     let whole = path.canonicalize().unwrap_or_else(|_| path.to_owned());
     whole.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned())

@@ -15,7 +15,7 @@ use std::{
 /// File that every run and every experiment has.
 const META_FILE: &str = "meta.yaml";
 
-/// The runs of a store, in the order of their folders. Deleted runs are left out.
+/// Returns the runs of a store, in the order of their folders. Deleted runs are left out.
 pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
     if let Some(url) =
         root.to_str().filter(|path| path.starts_with("http://") || path.starts_with("https://"))
@@ -54,7 +54,7 @@ fn read_meta(folder: &Path) -> anyhow::Result<Value> {
     serde_saphyr::from_slice(&bytes).map_err(|e| anyhow::anyhow!("{}: {e}", path.display()))
 }
 
-/// A run, unless it was deleted.
+/// Reads a run. `None` if the run was deleted.
 fn read(experiment: &Path, folder: &Path) -> anyhow::Result<Option<Run>> {
     let meta = read_meta(folder)?;
     if text(&meta, "lifecycle_stage") == "deleted" {
@@ -79,7 +79,7 @@ fn read(experiment: &Path, folder: &Path) -> anyhow::Result<Option<Run>> {
     Ok(Some(run))
 }
 
-/// A text, which YAML reads as a number if the text looks like a number.
+/// Returns a field as text. YAML reads a text that looks like a number as a number.
 fn text(of: &Value, key: &str) -> String {
     match of.get(key) {
         Some(Value::String(text)) => text.clone(),
@@ -88,7 +88,7 @@ fn text(of: &Value, key: &str) -> String {
     }
 }
 
-/// A run without settings and points. `about`: `RunInfo`, whose state is a name, or a number in files.
+/// Makes a run without settings and points. `about`: MLflow's `RunInfo`, whose state is a name, or a number in files.
 fn new_run(id: &str, experiment: &str, about: &Value) -> Run {
     let time = |key: &str| text(about, key).parse().ok();
     let name = text(about, "run_name");
@@ -109,6 +109,7 @@ fn new_run(id: &str, experiment: &str, about: &Value) -> Run {
     }
 }
 
+/// Adds parameters as settings, and tags as results. Tags of MLflow itself have the run's name and notes.
 fn add_settings(run: &mut Run, params: Vec<(String, String)>, tags: Vec<(String, String)>) {
     run.config.extend(params.into_iter().map(|(name, value)| (name, value.into())));
     for (key, value) in tags {
@@ -121,9 +122,8 @@ fn add_settings(run: &mut Run, params: Vec<(String, String)>, tags: Vec<(String,
     }
 }
 
-/// Adds points (time, metric, step and value) sorted by time, so that a point that is
-/// logged later comes last. Points of the same time are in the order of steps and
-/// names.
+/// Adds points (time, metric, step and value) sorted by time, so that a point that is logged later comes last. Points of the same time are
+/// in the order of steps and names.
 fn add_points(run: &mut Run, mut points: Vec<(i64, String, i64, f64)>) {
     points.sort_by(|(at, name, step, _), (other_at, other_name, other_step, _)| {
         (at, step, name).cmp(&(other_at, other_step, other_name))
@@ -133,7 +133,7 @@ fn add_points(run: &mut Run, mut points: Vec<(i64, String, i64, f64)>) {
     }
 }
 
-/// A line of a metric: time, value and step.
+/// Parses a line of a metric: time, value and step.
 fn parse_point(line: &str) -> Option<(i64, f64, i64)> {
     let mut parts = line.split_whitespace();
     let (at, value) = (parts.next()?.parse().ok()?, parts.next()?.parse().ok()?);
@@ -142,7 +142,7 @@ fn parse_point(line: &str) -> Option<(i64, f64, i64)> {
     Some((at, value, step))
 }
 
-/// The contents of all files in a folder, by their paths in the folder: names may have slashes.
+/// Reads all files in a folder. Returns their paths in the folder, because names may have slashes, and their contents.
 fn read_texts(folder: &Path) -> anyhow::Result<Vec<(String, String)>> {
     let mut paths = Vec::new();
     collect_files(folder, &mut paths)?;
@@ -154,6 +154,7 @@ fn read_texts(folder: &Path) -> anyhow::Result<Vec<(String, String)>> {
     paths.into_iter().map(text).collect()
 }
 
+/// Adds the paths of all files in a folder and its subfolders.
 fn collect_files(folder: &Path, found: &mut Vec<PathBuf>) -> anyhow::Result<()> {
     if !folder.is_dir() {
         return Ok(());

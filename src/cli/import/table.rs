@@ -26,7 +26,7 @@ pub(super) struct Table {
     rows: Vec<Vec<String>>,
 }
 
-/// The runs in a file. `id` identifies them in place of the file's path.
+/// Returns the runs in a file. `id` identifies them in place of the file's path.
 pub(super) fn sources(
     file: &Path,
     id: Option<&str>,
@@ -50,7 +50,7 @@ pub(super) fn csv(path: &Path) -> anyhow::Result<Table> {
     Ok(Table { columns: rows.remove(0), rows })
 }
 
-/// Parsed here, because no other code needs a crate for CSV.
+/// Parses the rows of CSV. No other code needs a crate for CSV.
 fn parse_csv(text: &str) -> Vec<Vec<String>> {
     let (mut rows, mut row, mut cell) = (Vec::new(), Vec::new(), String::new());
     let (mut is_quoted, mut chars) = (false, text.chars().peekable());

@@ -10,7 +10,7 @@ use prost::Message;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
-/// The runs of a log directory, in the order of their paths.
+/// Returns the runs of a log directory, in the order of their paths.
 pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
     check_folder(root)?;
     let mut found = Sources::new();

@@ -134,13 +134,13 @@ impl Item {
         if self.nested_key.is_empty() { self.key.clone() } else { self.nested_key.join(".") }
     }
 
-    /// The value. Python writes NaN and infinities, which JSON does not have and which become text.
+    /// Parses the value. Python writes NaN and infinities, which JSON does not have and which become text.
     fn value(&self) -> Value {
         serde_json::from_str(&self.value_json).unwrap_or_else(|_| self.value_json.as_str().into())
     }
 }
 
-/// The runs of a folder: the folder of a run, a folder that contains such folders, or the parent of `wandb`.
+/// Returns the runs of a folder: the folder of a run, a folder that contains such folders, or the parent of `wandb`.
 pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
     check_folder(root)?;
     let mut folders = vec![root.to_owned()];

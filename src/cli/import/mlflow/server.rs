@@ -19,7 +19,7 @@ struct Server {
     client: Client,
 }
 
-/// The runs of all experiments.
+/// Returns the runs of all experiments.
 pub(super) fn sources(url: &str) -> anyhow::Result<Sources> {
     let tls = tls::client_config(None).map_err(usage_error)?;
     let client =
@@ -39,7 +39,7 @@ pub(super) fn sources(url: &str) -> anyhow::Result<Sources> {
 }
 
 impl Server {
-    /// Every run with the name of its experiment.
+    /// Returns every run with the name of its experiment.
     async fn runs(&self) -> anyhow::Result<Vec<(String, Value)>> {
         let mut found = Vec::new();
         let fields = Map::from_iter([("max_results".into(), json!(1000))]);
@@ -90,7 +90,7 @@ impl Server {
         Ok(run)
     }
 
-    /// All elements of a list of pages.
+    /// Reads all pages of a list.
     async fn all(
         &self,
         method: Method,

@@ -231,16 +231,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 }
 
 /// The error of a launch that stops following its job while the agents continue. The text says how to end the agents.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
 struct LaunchDetached(String);
-
-impl std::fmt::Display for LaunchDetached {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for LaunchDetached {}
 
 impl Launch {
     fn new(

@@ -29,6 +29,8 @@ pub(super) struct Show {
     has_lines: bool,
     /// Losses of steps whose lines have not been printed.
     losses: BTreeMap<u64, f32>,
+    /// Whether no more losses will arrive.
+    has_all_losses: bool,
     /// The checkpoints that this run has written and not removed.
     checkpoints: Vec<CheckpointInfo>,
     /// Throughput, computed as on the server.
@@ -61,6 +63,7 @@ impl Show {
             lines: VecDeque::new(),
             has_lines: ranks.contains(&0),
             losses: BTreeMap::new(),
+            has_all_losses: false,
             checkpoints: Vec::new(),
             speed: Throughput::default(),
             accuracy: None,
@@ -114,17 +117,17 @@ impl Show {
                 _ => {}
             }
         }
-        self.print(false);
+        self.print_lines();
     }
 
-    /// Prints rank 0's lines in order, up to the first step whose loss is unknown. `all`: no more losses will arrive.
-    fn print(&mut self, all: bool) {
+    /// Prints rank 0's lines in order, up to the first step whose loss may still arrive.
+    fn print_lines(&mut self) {
         while let Some(line) = self.lines.front() {
             let text = match parse_step_line(line) {
                 None => Some(line.clone()),
                 Some((start, step)) => {
                     let loss = self.losses.get(&step).copied();
-                    if loss.is_none() && !all {
+                    if loss.is_none() && !self.has_all_losses {
                         break;
                     }
                     // Losses of earlier steps have been printed.
@@ -164,7 +167,8 @@ impl Show {
     }
 
     pub(super) fn finish(&mut self) {
-        self.print(true);
+        self.has_all_losses = true;
+        self.print_lines();
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
         }

@@ -148,7 +148,7 @@ struct Launch {
     api: Api,
     job: Job,
     /// Whether this command has submitted the job, and may therefore cancel it if no agent can be started.
-    is_ours: bool,
+    has_submitted_job: bool,
     hosts: Vec<Host>,
     bundle: Bundle,
     /// The ids of the agents' tokens.
@@ -203,7 +203,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             let id = found.as_ref().map_or_else(|| "JOB".to_owned(), |job| job.id.to_string());
             return print_dry_run(&args, &id, &hosts, spec, template.as_ref());
         }
-        let is_ours = found.is_none();
+        let has_submitted_job = found.is_none();
         let job = match (found, &mut document) {
             (Some(job), _) => job,
             (None, Some(document)) => {
@@ -217,7 +217,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         if !args.server.json {
             output::line(format_args!("{}  {}/jobs/{}", job.id, api.base, job.id))?;
         }
-        let mut launch = Launch::new(&args, &api, job, is_ours, hosts, ca);
+        let launch = Launch::new(&args, &api, job, hosts, ca);
+        let mut launch = Launch { has_submitted_job, ..launch };
         let done = match &template {
             Some(template) => {
                 launch.bundle.dir.clone_from(&template.dir);
@@ -236,14 +237,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 struct LaunchDetached(String);
 
 impl Launch {
-    fn new(
-        args: &Arc<Args>,
-        api: &Api,
-        job: Job,
-        is_ours: bool,
-        hosts: Vec<Host>,
-        ca: Option<String>,
-    ) -> Self {
+    /// Makes a launch for a job that this command has submitted.
+    fn new(args: &Arc<Args>, api: &Api, job: Job, hosts: Vec<Host>, ca: Option<String>) -> Self {
         let server = args.agent_server.clone().unwrap_or_else(|| args.server.address());
         let bundle = Bundle {
             server,
@@ -253,7 +248,8 @@ impl Launch {
             nodes: Vec::new(),
             in_pod: false,
         };
-        Self { args: args.clone(), api: api.clone(), job, is_ours, hosts, bundle, tokens: Vec::new() }
+        let (args, api, tokens) = (args.clone(), api.clone(), Vec::new());
+        Self { args, api, job, has_submitted_job: true, hosts, bundle, tokens }
     }
 
     async fn start(&mut self) -> anyhow::Result<()> {
@@ -284,7 +280,7 @@ impl Launch {
         let continues = done.as_ref().is_err_and(|error| error.is::<LaunchDetached>());
         // If ranks have run, a broken connection does not mean that the agent at its other end has ended.
         let never_started = done.is_err() && !continues && self.never_ran(&job);
-        if never_started && self.is_ours {
+        if never_started && self.has_submitted_job {
             let cancelled: anyhow::Result<Value> = self.api.post(&format!("{path}/cancel"), &json!({})).await;
             if cancelled.is_ok() {
                 output::warn(format_args!("job {} is cancelled, as its agents were not started", job.id));
@@ -307,8 +303,11 @@ impl Launch {
         }
         match (done, other_agents) {
             (Err(error), Some(agents)) => {
-                let twice =
-                    if self.is_ours { "; repeating this command would train the job twice" } else { "" };
+                let twice = if self.has_submitted_job {
+                    "; repeating this command would train the job twice"
+                } else {
+                    ""
+                };
                 let text = format!(
                     "{}\njob {} nevertheless runs on {agents}, without this launch{twice}; `lockstep watch {1}` shows it",
                     describe_error(&error),

@@ -52,7 +52,7 @@ pub(super) async fn run(
     let sweep: Sweep = api.post_once("/sweeps?launched=true", &document).await?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     sweeps::announce(api, &sweep, args.server.json)?;
-    let launch = |job| Launch::new(args, api, job, true, hosts.clone(), ca.clone());
+    let launch = |job| Launch::new(args, api, job, hosts.clone(), ca.clone());
     let mut array = Array {
         batch: slurm::Batch::of_sweep(&sweep.id, trials.len(), args.at_once),
         launches: Vec::new(),

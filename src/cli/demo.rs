@@ -3,7 +3,7 @@
 use super::{
     access::read_token_file,
     api::Api,
-    browser::Opened,
+    browser::SignInFile,
     bundled::PICTURES,
     init_tracing,
     local_agent::AgentLog,
@@ -87,7 +87,10 @@ async fn show(server: &mut Server, data_dir: &Path, args: &Args) -> anyhow::Resu
     let page = format!("/jobs/{}", job.id);
     // The link signs in one browser, once. `lockstep login-link` prints another link.
     output::line(format_args!("dashboard: {}", server.running.login_link(&page)?))?;
-    let _opened = Opened::of(&server.running, &page, data_dir, !args.no_open);
+    let mut sign_in_file = SignInFile::new(data_dir);
+    if !args.no_open {
+        sign_in_file.open(&server.running, &page);
+    }
     output::line(format_args!(
         "training {} with {} on {DATASET}: {}{page}",
         job.spec.model.arch.name(),

@@ -2,7 +2,7 @@
 
 use super::{
     access,
-    browser::Opened,
+    browser::SignInFile,
     init_tracing,
     local_agent::{AgentLog, LocalAgent, Settings},
     oidc::OidcArgs,
@@ -214,7 +214,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             // no longer works.
             output::line(format_args!("sign in: {}", server.running.login_link(START_PAGE)?))?;
         }
-        let _opened = Opened::of(&server.running, START_PAGE, &server.data_dir, !args.no_open);
+        let mut sign_in_file = SignInFile::new(&server.data_dir);
+        if !args.no_open {
+            sign_in_file.open(&server.running, START_PAGE);
+        }
         if !args.no_local_agent {
             server.advertise = args.advertise.or(server.advertise);
             let options = agent_options.into_iter().filter_map(|(name, value)| Some((name, value?)));

@@ -10,7 +10,7 @@ use super::{
     output, usage_error,
 };
 use anyhow::{Context, anyhow};
-use lockstep_protocol::{Job, JobState, sweep::Sweep};
+use lockstep_protocol::{Job, JobState, spec::SpecError, sweep::Sweep};
 use lockstep_worker::tls;
 pub(crate) use outage::Outage;
 use reqwest::{
@@ -321,18 +321,17 @@ impl Api {
         if response.status().is_success() { Ok(response) } else { Err(problem(response).await) }
     }
 
-    /// Returns the mistakes that the server finds in a job, as pointers and details. Empty if the server finds no mistake, is unreachable or
-    /// does not allow this request.
-    pub(crate) async fn mistakes(&self, document: &Value) -> Vec<(String, String)> {
+    /// Returns the mistakes that the server finds in a job. Empty if the server finds no mistake, is unreachable or does not allow this
+    /// request.
+    pub(crate) async fn mistakes(&self, document: &Value) -> Vec<SpecError> {
         let asked = self.client.post(self.url("/jobs/validate")).json(document).send().await;
         let Ok(response) = asked else { return Vec::new() };
         if response.status() != StatusCode::UNPROCESSABLE_ENTITY {
             return Vec::new();
         }
-        let body: Value = response.json().await.unwrap_or_default();
-        let errors = body.get("errors").and_then(Value::as_array).into_iter().flatten();
-        let part = |error: &Value, key: &str| error[key].as_str().unwrap_or_default().to_owned();
-        errors.map(|error| (part(error, "pointer"), part(error, "detail"))).collect()
+        let mut body: Value = response.json().await.unwrap_or_default();
+        let errors = body.get_mut("errors").map(Value::take).unwrap_or_default();
+        serde_json::from_value(errors).unwrap_or_default()
     }
 
     /// Sends bytes unchanged and reads the response.

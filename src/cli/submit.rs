@@ -1,10 +1,10 @@
 //! `lockstep submit`: submits a job or a sweep.
 
 use super::{
-    api::{Api, ServerArgs, mistake},
+    api::{Api, ServerArgs},
     block_on,
-    job_file::{UnknownPath, check, document, format_mistakes, name_dataset},
-    output, sweep, sweeps, usage_error, watch,
+    job_file::{UnknownPath, check, document, mistakes_error, name_dataset},
+    output, sweep, sweeps, watch,
 };
 use lockstep_protocol::{
     Job,
@@ -137,12 +137,7 @@ fn label(document: &mut Value, args: &Args) {
 
 /// Combines a job's local mistakes with the mistakes that only the server finds, so that the user can correct all of them at once.
 async fn all_mistakes(api: &Api, path: &Path, document: &Value, local: &[SpecError]) -> anyhow::Error {
-    let mut lines: Vec<_> = local.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
-    for (pointer, detail) in api.mistakes(document).await {
-        let line = mistake(&pointer, &detail);
-        if !lines.contains(&line) {
-            lines.push(line);
-        }
-    }
-    usage_error(format_mistakes(path, &lines))
+    let mut mistakes = local.to_vec();
+    mistakes.extend(api.mistakes(document).await.into_iter().filter(|mistake| !local.contains(mistake)));
+    mistakes_error(path, &mistakes)
 }

@@ -124,10 +124,14 @@ pub(super) fn check(path: &Path, document: &Value) -> anyhow::Result<JobSpec> {
     read(document).map_err(|mistakes| mistakes_error(path, &mistakes))
 }
 
-/// Returns the error for a job file with these mistakes.
+/// Returns the error for a job file with these mistakes, one per line.
 pub(super) fn mistakes_error(path: &Path, mistakes: &[SpecError]) -> anyhow::Error {
     let lines: Vec<_> = mistakes.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
-    usage_error(format_mistakes(path, &lines))
+    let count = match lines.len() {
+        1 => "a mistake".to_owned(),
+        count => format!("{count} mistakes"),
+    };
+    usage_error(format!("{} has {count}:\n  {}", path.display(), lines.join("\n  ")))
 }
 
 /// Parses a job's document, and checks that its strategies fit its network.
@@ -139,11 +143,6 @@ pub(super) fn read(document: &Value) -> Result<JobSpec, Vec<SpecError>> {
     let mistaken = |detail| vec![SpecError { pointer: "/parallel".into(), detail }];
     plan::check(&spec).map_err(mistaken)?;
     Ok(spec)
-}
-
-/// Formats the mistakes in a job file, one per line.
-pub(super) fn format_mistakes(path: &Path, lines: &[String]) -> String {
-    format!("{} has {}:\n  {}", path.display(), count(lines.len(), "mistake"), lines.join("\n  "))
 }
 
 /// Returns the path of a job's dataset on this machine. A relative path refers to the working directory or to the job file's folder.
@@ -183,10 +182,6 @@ pub(super) fn make_paths_absolute(document: &mut Value) {
     absolute("data", "dataset", |text| text.contains(std::path::is_separator));
     // Other values are ids of checkpoints, or paths on the machine that trains.
     absolute("model", "pretrained", |text| Path::new(text).exists());
-}
-
-fn count(n: usize, noun: &str) -> String {
-    if n == 1 { format!("a {noun}") } else { format!("{n} {noun}s") }
 }
 
 #[cfg(test)]

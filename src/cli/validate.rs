@@ -4,9 +4,9 @@ use super::{
     api::ServerArgs,
     block_on,
     job_file::{self, UnknownPath},
-    output, sweep, usage_error,
+    output, sweep,
 };
-use lockstep_protocol::{JobSpec, numbers::plural};
+use lockstep_protocol::{JobSpec, numbers::plural, spec::SpecError};
 use lockstep_worker::checkpoint;
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -115,14 +115,16 @@ fn check_files(job: &Path, spec: &JobSpec) -> anyhow::Result<()> {
     let mut mistakes = Vec::new();
     let dataset = &spec.data.dataset;
     if dataset.contains(std::path::is_separator) && lockstep_data::canonical(Path::new(dataset)).is_err() {
-        mistakes.push(format!("data.dataset: {dataset} does not exist"));
+        let detail = format!("{dataset} does not exist");
+        mistakes.push(SpecError { pointer: "/data/dataset".into(), detail });
     }
     // Other values are ids of checkpoints, or paths on the machine that trains.
     if let Some(given) = spec.model.pretrained.as_deref().map(Path::new).filter(|path| path.exists()) {
         let files = checkpoint::model_files(given).map_err(|e| e.to_string());
         let read =
             files.and_then(|files| files.iter().try_for_each(|file| checkpoint::shapes(file).map(drop)));
-        mistakes.extend(read.err().map(|detail| format!("model.pretrained: {detail}")));
+        let mistake = |detail| SpecError { pointer: "/model/pretrained".into(), detail };
+        mistakes.extend(read.err().map(mistake));
     }
-    if mistakes.is_empty() { Ok(()) } else { Err(usage_error(job_file::format_mistakes(job, &mistakes))) }
+    if mistakes.is_empty() { Ok(()) } else { Err(job_file::mistakes_error(job, &mistakes)) }
 }

@@ -101,7 +101,7 @@ impl Api {
             _ => tls::without_roots(),
         };
         let tls = tls.map_err(usage_error)?;
-        let token = token.map(|token| bearer(&token)).transpose()?;
+        let token = token.map(|token| bearer_header(&token)).transpose()?;
         let client = Client::builder()
             .default_headers(token.map(|token| (AUTHORIZATION, token)).into_iter().collect())
             .connect_timeout(Duration::from_secs(5))
@@ -453,7 +453,7 @@ async fn problem(response: Response) -> anyhow::Error {
 }
 
 /// Builds the authorization header.
-fn bearer(token: &str) -> anyhow::Result<HeaderValue> {
+fn bearer_header(token: &str) -> anyhow::Result<HeaderValue> {
     let value = HeaderValue::from_str(&format!("Bearer {token}"));
     let mut value =
         value.map_err(|_| usage_error("the token has characters that are not allowed in a token"))?;

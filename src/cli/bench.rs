@@ -47,13 +47,13 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     parallel_model: u32,
     /// Split of operators, such as layer4.*=out (may be repeated) [default: the last layer is split over its classes]
-    #[arg(long = "parallel-shard", value_name = "MATCH=SPLIT", value_parser = shard)]
+    #[arg(long = "parallel-shard", value_name = "MATCH=SPLIT", value_parser = parse_shard)]
     shards: Vec<ShardSpec>,
     /// Shard the optimizer state over the ranks (ZeRO-1)
     #[arg(long, value_name = "BOOL", default_value_t = false, action = clap::ArgAction::Set)]
     optimizer_sharding: bool,
     /// Fraction of a rank's classes that the rank samples in each step, above 0 and at most 1, like loss.sample_share
-    #[arg(long, value_name = "SHARE", default_value_t = 1.0, value_parser = share)]
+    #[arg(long, value_name = "SHARE", default_value_t = 1.0, value_parser = parse_share)]
     sample_share: f64,
     /// Number of ranks that share the rows of pictures; --parallel-model times this number must divide --ranks
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
@@ -81,12 +81,12 @@ pub(crate) struct Args {
     json: bool,
 }
 
-fn share(text: &str) -> Result<f64, String> {
+fn parse_share(text: &str) -> Result<f64, String> {
     let share = text.parse::<f64>().ok().filter(|share| *share > 0.0 && *share <= 1.0);
     share.ok_or_else(|| "not a number above 0 and at most 1".into())
 }
 
-fn shard(text: &str) -> Result<ShardSpec, String> {
+fn parse_shard(text: &str) -> Result<ShardSpec, String> {
     let parts = text.split_once('=').and_then(|(pattern, split)| {
         let (split, _) = Split::ALL.into_iter().find(|(_, name)| *name == split)?;
         Some(ShardSpec { pattern: pattern.into(), split })

@@ -88,7 +88,7 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
                     path.display()
                 )));
             }
-            let password = if pkcs12 { Some(password(pkcs12_password_file.as_deref())?) } else { None };
+            let password = if pkcs12 { Some(read_password(pkcs12_password_file.as_deref())?) } else { None };
             let issued = match names.as_slice() {
                 [name] if agent => authority.issue_agent(name, days),
                 _ if agent => Err("an agent's certificate is for one name; issue one for each agent".into()),
@@ -124,7 +124,7 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
 }
 
 /// Reads the password for a PKCS#12 file.
-fn password(file: Option<&Path>) -> anyhow::Result<String> {
+fn read_password(file: Option<&Path>) -> anyhow::Result<String> {
     if let Some(path) = file {
         return password_of(path).map_err(usage_error);
     }

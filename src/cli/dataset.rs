@@ -38,7 +38,7 @@ pub(crate) enum Action {
         path: PathBuf,
         /// First write a copy that trains faster, like `dataset prepare`, and register the copy. Larger pictures are resized to a
         /// short side of this many pixels
-        #[arg(long, value_name = "SIDE", value_parser = prepare::side())]
+        #[arg(long, value_name = "SIDE", value_parser = prepare::side_parser())]
         prepare: Option<u32>,
         /// Folder for the copy [default: PATH-SIDE, next to PATH]
         #[arg(long, value_name = "DIR", requires = "prepare")]

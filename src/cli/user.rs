@@ -82,7 +82,7 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
             Command::Add { name, role, subject, server } => {
                 let body = match subject {
                     Some(subject) => json!({ "name": name, "role": role, "subject": subject }),
-                    None => json!({ "name": name, "role": role, "password": password()? }),
+                    None => json!({ "name": name, "role": role, "password": read_password()? }),
                 };
                 let person: Value = server.api()?.post("/people", &body).await?;
                 show(&server, &person)
@@ -100,7 +100,7 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
                     return output::json(&response);
                 }
                 for person in api::list::<Person>(&response, "people")? {
-                    output::line(line(&person))?;
+                    output::line(format_person(&person))?;
                 }
                 Ok(())
             }
@@ -108,7 +108,7 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
                 server.api()?.delete(&path(&name)?).await?;
                 output::print(server.json, &json!({ "removed": name }), &name)
             }
-            Command::Password(named) => named.change(json!({ "password": password()? })).await,
+            Command::Password(named) => named.change(json!({ "password": read_password()? })).await,
             Command::Role { name, role, server } => {
                 Named { name, server }.change(json!({ "role": role })).await
             }
@@ -138,11 +138,11 @@ fn show(server: &ServerArgs, response: &Value) -> anyhow::Result<()> {
         return output::json(response);
     }
     let person: Person = serde_json::from_value(response.clone()).context("the server's answer")?;
-    output::line(line(&person))
+    output::line(format_person(&person))
 }
 
 /// Formats a person: `ada  admin  added 2026-12-23T04:17:38Z`.
-fn line(person: &Person) -> String {
+fn format_person(person: &Person) -> String {
     let mut words = format!("{:<16}  {:<6}  added {}", person.name, person.role, person.created_at);
     if let Some(identity) = &person.identity {
         words.push_str(&format!("  OpenID {}", identity.subject));
@@ -155,7 +155,7 @@ fn line(person: &Person) -> String {
 
 /// Reads a password: asks for it twice on a terminal, otherwise reads the first line of standard input. A password is never an argument,
 /// because other accounts can see a process's arguments.
-fn password() -> anyhow::Result<String> {
+fn read_password() -> anyhow::Result<String> {
     let password = if io::stdin().is_terminal() {
         let first = rpassword::prompt_password("password: ")?;
         if rpassword::prompt_password("repeat the password: ")? != first {

@@ -54,7 +54,7 @@ impl ServerArgs {
     /// The address is invalid, or the token cannot be read.
     pub(crate) fn api(&self) -> anyhow::Result<Api> {
         let server = self.address();
-        Api::at(&server, self.ca_file.as_deref(), self.access.token(&server)?)
+        Api::new(&server, self.ca_file.as_deref(), self.access.token(&server)?)
     }
 
     /// Whether `--server` or `LOCKSTEP_SERVER` names the server.
@@ -92,7 +92,7 @@ impl Api {
     ///
     /// # Errors
     /// The address, the CA file or the token is invalid.
-    pub(crate) fn at(server: &str, ca_file: Option<&Path>, token: Option<String>) -> anyhow::Result<Self> {
+    pub(crate) fn new(server: &str, ca_file: Option<&Path>, token: Option<String>) -> anyhow::Result<Self> {
         let base = with_scheme(server).trim_end_matches('/').to_owned();
         let url = reqwest::Url::parse(&base)
             .map_err(|e| usage_error(format!("{server}: {e}; write an address such as {DEFAULT_SERVER}")))?;

@@ -77,7 +77,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 
 /// Runs the demo on a running server. Returns the demo's result.
 async fn show(server: &mut Server, data_dir: &Path, args: &Args) -> anyhow::Result<()> {
-    let api = Api::at(&server.url(), None, Some(read_token_file(&data_dir.join("token"))?))?;
+    let api = Api::new(&server.url(), None, Some(read_token_file(&data_dir.join("token"))?))?;
     let dataset = unpack(data_dir)?;
     cancel_leftovers(&api).await?;
     let slots = lockstep_host::cores().max(args.ranks);

@@ -374,7 +374,7 @@ fn print_dry_run(
         LauncherKind::Slurm => {
             let folder = node::home().join(&args.dir).join(job);
             output::line(format_command(&slurm::command(args)))?;
-            output::line(slurm::Batch::of_job(job).script(args, hosts, spec.parallel.device, &folder)?)
+            output::line(slurm::Batch::for_job(job).script(args, hosts, spec.parallel.device, &folder)?)
         }
         LauncherKind::Kubernetes => {
             template.map_or(Ok(()), |template| kubernetes::print_objects(args, job, hosts, spec, template))

@@ -154,9 +154,9 @@ fn print(spec: &JobSpec, planned: &Planned, network: &Network, machine: &Machine
     // Operators that strategies may name have rows of their own. All others share one row.
     let (own, rest): (Vec<_>, Vec<_>) =
         layers.iter().partition(|layer| layer.kind.starts_with("conv") || layer.kind == "linear");
-    let row = |name: String, kind: String, output: String, of: &[&LayerDescription]| {
-        let plans = || of.iter().filter_map(|layer| layer.plan.as_ref());
-        let placement = match of {
+    let row = |name: String, kind: String, output: String, operators: &[&LayerDescription]| {
+        let plans = || operators.iter().filter_map(|layer| layer.plan.as_ref());
+        let placement = match operators {
             [layer] => layer.plan.as_ref().map(|plan| plan.placement.clone()).unwrap_or_default(),
             _ => String::new(),
         };
@@ -205,11 +205,11 @@ fn print(spec: &JobSpec, planned: &Planned, network: &Network, machine: &Machine
     ] {
         output::line(format_args!("{key:<20}{value}"))?;
     }
-    let others = planned.considered.iter().filter(|of| of.plan != *plan).take(MAX_ALTERNATIVES);
+    let others = planned.considered.iter().filter(|candidate| candidate.plan != *plan).take(MAX_ALTERNATIVES);
     let rows: Vec<_> = others
-        .map(|of| {
-            let [step, images, memory] = figures(of, machine);
-            [step, images, memory, of.plan.to_string()]
+        .map(|candidate| {
+            let [step, images, memory] = figures(candidate, machine);
+            [step, images, memory, candidate.plan.to_string()]
         })
         .collect();
     if rows.is_empty() {
@@ -220,9 +220,9 @@ fn print(spec: &JobSpec, planned: &Planned, network: &Network, machine: &Machine
 }
 
 /// Formats a plan's time per step, images per second, and memory per rank.
-fn figures(of: &Candidate, machine: &Machine) -> [String; 3] {
-    let cost = &of.cost;
-    let lacks = if of.fits(machine) { "" } else { " (too much)" };
+fn figures(candidate: &Candidate, machine: &Machine) -> [String; 3] {
+    let cost = &candidate.cost;
+    let lacks = if candidate.fits(machine) { "" } else { " (too much)" };
     [
         format!("{:.2} ms", cost.step_ms),
         rate(cost.images_per_second),
@@ -237,12 +237,12 @@ fn megabytes(bytes: u64) -> String {
 fn print_json(plans: &[(JobSpec, Planned)], network: &Network, machine: &Machine) -> anyhow::Result<()> {
     let report = |(spec, planned): &(JobSpec, Planned)| -> anyhow::Result<PlanReport> {
         let description = planned.describe(network);
-        let considered = planned.considered.iter().map(|of| Considered {
-            words: of.plan.to_string(),
-            step_ms: of.cost.step_ms,
-            images_per_second: of.cost.images_per_second,
-            memory_bytes: of.cost.memory_bytes as u64,
-            fits: of.fits(machine),
+        let considered = planned.considered.iter().map(|candidate| Considered {
+            words: candidate.plan.to_string(),
+            step_ms: candidate.cost.step_ms,
+            images_per_second: candidate.cost.images_per_second,
+            memory_bytes: candidate.cost.memory_bytes as u64,
+            fits: candidate.fits(machine),
         });
         Ok(PlanReport {
             ranks: spec.parallel.ranks,

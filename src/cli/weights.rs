@@ -110,7 +110,7 @@ async fn read_pointer(client: &Client, url: &str) -> Result<Remote, Failure> {
     let lost = |error: reqwest::Error| Failure::Unreachable(with_causes(&error));
     let mut response = client.get(url).send().await.map_err(lost)?;
     if response.status() != StatusCode::OK {
-        return Err(Failure::of_status(url, response.status()));
+        return Err(Failure::from_status(url, response.status()));
     }
     let mut text = Vec::new();
     while let Some(bytes) = response.chunk().await.map_err(lost)? {

@@ -131,7 +131,7 @@ fn write(folder: &Path, settings: Option<&Job>, clock: &Clock, series: &Series) 
             ..SummaryValue::default()
         });
         let summary = Some(Summary { value: value.collect() });
-        let (wall_time, step) = (clock.at(first), first.step as i64);
+        let (wall_time, step) = (clock.time_of(first), first.step as i64);
         Event { wall_time, step, file_version: None, summary }.write(&mut out)?;
     }
     if let Some(job) = settings.filter(|job| job.state.is_final()) {
@@ -200,7 +200,7 @@ impl Clock {
         self.0.values().next().map_or(0.0, |span| span.from)
     }
 
-    fn at(&self, point: Point) -> f64 {
+    fn time_of(&self, point: Point) -> f64 {
         let Some(span) = self.0.get(&point.attempt) else { return self.begin() };
         let (done, all) = (point.step - span.first + 1, span.last - span.first + 1);
         span.from + (span.to - span.from) * (done as f64 / all as f64)

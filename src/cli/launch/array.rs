@@ -54,7 +54,7 @@ pub(super) async fn run(
     sweeps::announce(api, &sweep, args.server.json)?;
     let launch = |job| Launch::new(args, api, job, hosts.clone(), ca.clone());
     let mut array = Array {
-        batch: slurm::Batch::of_sweep(&sweep.id, trials.len(), args.at_once),
+        batch: slurm::Batch::for_sweep(&sweep.id, trials.len(), args.at_once),
         launches: Vec::new(),
         tag: sweep.id.clone(),
         folder: PathBuf::new(),
@@ -152,7 +152,7 @@ fn print_dry_run(args: &Args, hosts: &[Host], device: Device, documents: &[Value
     }
     let folder = node::home().join(&args.dir).join("SWEEP");
     output::line(format_command(&slurm::command(args)))?;
-    let batch = slurm::Batch::of_sweep("SWEEP", documents.len(), args.at_once);
+    let batch = slurm::Batch::for_sweep("SWEEP", documents.len(), args.at_once);
     output::line(batch.script(args, hosts, device, &folder)?)
 }
 

@@ -43,11 +43,11 @@ pub(super) struct Batch {
 }
 
 impl Batch {
-    pub(super) fn of_job(job: &str) -> Self {
+    pub(super) fn for_job(job: &str) -> Self {
         Self { name: job.to_owned(), array: None }
     }
 
-    pub(super) fn of_sweep(tag: &str, jobs: usize, at_once: Option<u32>) -> Self {
+    pub(super) fn for_sweep(tag: &str, jobs: usize, at_once: Option<u32>) -> Self {
         Self { name: tag.to_owned(), array: Some((jobs, at_once)) }
     }
 
@@ -140,7 +140,7 @@ exit "$status"
 /// Slurm refuses the batch job, the batch job ends before Lockstep's job, or Lockstep's job does not succeed.
 pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
     let folder = launch.folder()?;
-    let batch = Batch::of_job(launch.job.id.as_str());
+    let batch = Batch::for_job(launch.job.id.as_str());
     let bundle = batch.bundle(&folder, 0);
     write_bundle(&bundle, &launch.bundle)?;
     let script = batch.script(&launch.args, &launch.hosts, launch.job.spec.parallel.device, &folder)?;

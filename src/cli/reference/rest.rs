@@ -36,7 +36,7 @@ pub(super) fn markdown(document: &Value) -> String {
     }
     text += "\n## Types\n";
     for (name, schema) in document["components"]["schemas"].as_object().into_iter().flatten() {
-        of_type(&mut text, name, schema);
+        type_section(&mut text, name, schema);
     }
     text
 }
@@ -120,7 +120,7 @@ fn contents(body: &Value) -> String {
     kinds.collect::<Vec<_>>().join(" or ")
 }
 
-fn of_type(text: &mut String, name: &str, schema: &Value) {
+fn type_section(text: &mut String, name: &str, schema: &Value) {
     let _ = write!(text, "\n### {name}\n\n");
     let description = one_line(&schema["description"]);
     if !description.is_empty() {

@@ -54,7 +54,7 @@ impl Show {
             spec: spec.clone(),
             bar,
             steps_per_epoch: 0,
-            loss: JobLoss::of(ranks.len()),
+            loss: JobLoss::new(ranks.len()),
             whose: match (ranks, spec.parallel.ranks) {
                 (ranks, all) if ranks.len() == all as usize => String::new(),
                 ([rank], all) => format!(" (rank {rank} of {all})"),

@@ -53,7 +53,7 @@ impl Progress {
             step: job.step,
             ranks: job.ranks,
             attempt: job.attempt,
-            loss: JobLoss::of(job.ranks_now() as usize),
+            loss: JobLoss::new(job.ranks_now() as usize),
             images_per_second: job.images_per_second,
             eta_secs: job.eta_secs,
             last_line: None,
@@ -109,7 +109,7 @@ impl Progress {
                 };
                 if fewer.is_some() || self.attempt != *attempt {
                     self.attempt = *attempt;
-                    self.loss = JobLoss::of(fewer.unwrap_or(self.ranks) as usize);
+                    self.loss = JobLoss::new(fewer.unwrap_or(self.ranks) as usize);
                 }
                 // `show_place` prints the place and the current reason for waiting.
                 let still_waits = self.state == *state && state.is_waiting();
@@ -247,7 +247,7 @@ mod tests {
             step: 1,
             ranks: 2,
             attempt: 1,
-            loss: JobLoss::of(2),
+            loss: JobLoss::new(2),
             images_per_second: None,
             eta_secs: None,
             last_line: None,

@@ -57,7 +57,7 @@ fn job_in(state: &str, attempt: u32) -> Value {
 
 fn launch_at(url: &str, job: &Value) -> Launch {
     let args = parse(&["job", "--with", "ssh", "--detach", "--server", url]);
-    let (api, job) = (Api::at(url, None, None).unwrap(), serde_json::from_value(job.clone()).unwrap());
+    let (api, job) = (Api::new(url, None, None).unwrap(), serde_json::from_value(job.clone()).unwrap());
     Launch::new(&Arc::new(args), &api, job, Vec::new(), None)
 }
 

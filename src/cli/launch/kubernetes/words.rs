@@ -30,8 +30,8 @@ fn condition<'a>(object: &'a Value, kind: &str, status: &str) -> Option<&'a Valu
 }
 
 /// Formats reason and message: `Unschedulable: 0/3 nodes are available`.
-fn reason(of: &Value) -> String {
-    let (reason, message) = (text(of, "reason"), text(of, "message"));
+fn format_reason(status: &Value) -> String {
+    let (reason, message) = (text(status, "reason"), text(status, "message"));
     let sentence = match (reason, message) {
         ("", message) => message.to_owned(),
         (reason, "") => reason.to_owned(),
@@ -64,7 +64,11 @@ pub(super) fn describe_pod(pod: &Value) -> Option<String> {
         ));
     }
     if let Some(why) = condition(pod, "DisruptionTarget", "True") {
-        return Some(format!("pod {name} has to leave its node ({}); {}", reason(why), successor(pod, why)));
+        return Some(format!(
+            "pod {name} has to leave its node ({}); {}",
+            format_reason(why),
+            successor(pod, why)
+        ));
     }
     let containers = items(status, "initContainerStatuses").iter().chain(items(status, "containerStatuses"));
     for container in containers {
@@ -77,7 +81,7 @@ pub(super) fn describe_pod(pod: &Value) -> Option<String> {
         }
         let waiting = &container["state"]["waiting"];
         if STUCK_REASONS.contains(&text(waiting, "reason")) {
-            return Some(format!("pod {name}: container {label} cannot start: {}", reason(waiting)));
+            return Some(format!("pod {name}: container {label} cannot start: {}", format_reason(waiting)));
         }
         let ended = &container["state"]["terminated"];
         let code = ended["exitCode"].as_i64().unwrap_or(0);
@@ -85,15 +89,15 @@ pub(super) fn describe_pod(pod: &Value) -> Option<String> {
         if code != 0 && !is_signalled {
             return Some(format!(
                 "pod {name}: container {label} ended with exit code {code} ({}); `kubectl logs {name}` has its log",
-                reason(ended)
+                format_reason(ended)
             ));
         }
     }
     if let Some(why) = condition(pod, "PodScheduled", "False") {
-        return Some(format!("pod {name} waits for a node: {}", reason(why)));
+        return Some(format!("pod {name} waits for a node: {}", format_reason(why)));
     }
     if status["phase"] == "Failed" && !text(status, "reason").is_empty() {
-        return Some(format!("pod {name} has failed: {}", reason(status)));
+        return Some(format!("pod {name} has failed: {}", format_reason(status)));
     }
     None
 }
@@ -101,7 +105,7 @@ pub(super) fn describe_pod(pod: &Value) -> Option<String> {
 /// Describes the state of the Job in one line.
 pub(super) fn describe_job(job: &Value, queue: Option<&str>) -> String {
     if let Some(failed) = condition(job, "Failed", "True") {
-        return format!("failed ({})", reason(failed));
+        return format!("failed ({})", format_reason(failed));
     }
     if condition(job, "Complete", "True").is_some() {
         return "complete".into();

@@ -101,11 +101,11 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
     let document = job_file::document(&args.job, &args.sets)?;
     let spec = job_file::check(&args.job, &document)?;
-    let network = network(&args, &spec)?;
+    let network = build_network(&args, &spec)?;
     let counts = if args.ranks.is_empty() { vec![spec.parallel.ranks] } else { args.ranks.clone() };
     let machine = match &args.machine {
         Some(path) => read_machine(path)?,
-        None => this_machine(&args, &spec, &network, counts.iter().copied().max().unwrap_or(1))?,
+        None => measure_here(&args, &spec, &network, counts.iter().copied().max().unwrap_or(1))?,
     };
     let mut plans = Vec::new();
     for ranks in counts {
@@ -131,7 +131,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         [(spec, planned)] => print(spec, planned, &network, &machine),
         _ => {
             let row = |(spec, planned): &(JobSpec, Planned)| {
-                let [step, images, memory] = figures(&planned.chosen, &machine);
+                let [step, images, memory] = format_figures(&planned.chosen, &machine);
                 [
                     spec.parallel.ranks.to_string(),
                     spec.global_batch_size().to_string(),
@@ -165,8 +165,8 @@ fn print(spec: &JobSpec, planned: &Planned, network: &Network, machine: &Machine
             kind,
             output,
             placement,
-            megabytes(plans().map(|plan| plan.memory_bytes).sum()),
-            megabytes(plans().map(|plan| plan.sent_bytes).sum()),
+            format_megabytes(plans().map(|plan| plan.memory_bytes).sum()),
+            format_megabytes(plans().map(|plan| plan.sent_bytes).sum()),
             format!("{:.3} ms", plans().map(|plan| f64::from(plan.time_us)).sum::<f64>() / 1e3),
         ]
     };
@@ -181,7 +181,7 @@ fn print(spec: &JobSpec, planned: &Planned, network: &Network, machine: &Machine
     output::table(["OPERATOR", "KIND", "OUTPUT", "PLACEMENT", "MEMORY", "SENT", "PREDICTED"], &rows)?;
     let Candidate { plan, cost } = &planned.chosen;
     let Cost { step_ms, compute_ms, exchange_ms, bubble_ms, gradients_ms, update_ms, .. } = cost;
-    let [_, images, memory] = figures(&planned.chosen, machine);
+    let [_, images, memory] = format_figures(&planned.chosen, machine);
     let bubble = if plan.mesh.stage > 1 {
         format!(", waiting for other stages {bubble_ms:.2}")
     } else {
@@ -208,7 +208,7 @@ fn print(spec: &JobSpec, planned: &Planned, network: &Network, machine: &Machine
     let others = planned.considered.iter().filter(|candidate| candidate.plan != *plan).take(MAX_ALTERNATIVES);
     let rows: Vec<_> = others
         .map(|candidate| {
-            let [step, images, memory] = figures(candidate, machine);
+            let [step, images, memory] = format_figures(candidate, machine);
             [step, images, memory, candidate.plan.to_string()]
         })
         .collect();
@@ -220,7 +220,7 @@ fn print(spec: &JobSpec, planned: &Planned, network: &Network, machine: &Machine
 }
 
 /// Formats a plan's time per step, images per second, and memory per rank.
-fn figures(candidate: &Candidate, machine: &Machine) -> [String; 3] {
+fn format_figures(candidate: &Candidate, machine: &Machine) -> [String; 3] {
     let cost = &candidate.cost;
     let lacks = if candidate.fits(machine) { "" } else { " (too much)" };
     [
@@ -230,7 +230,7 @@ fn figures(candidate: &Candidate, machine: &Machine) -> [String; 3] {
     ]
 }
 
-fn megabytes(bytes: u64) -> String {
+fn format_megabytes(bytes: u64) -> String {
     if bytes == 0 { "-".into() } else { format!("{:.1} MB", bytes as f64 / 1e6) }
 }
 
@@ -256,7 +256,7 @@ fn print_json(plans: &[(JobSpec, Planned)], network: &Network, machine: &Machine
 }
 
 /// Returns the job's network for the largest size of its training pictures.
-fn network(args: &Args, spec: &JobSpec) -> anyhow::Result<Network> {
+fn build_network(args: &Args, spec: &JobSpec) -> anyhow::Result<Network> {
     let (sides, channels, classes) = match args.classes {
         Some(classes) => {
             let evaluation = spec.data.effective_validation_size().ok_or_else(|| {
@@ -295,7 +295,7 @@ fn read_machine(path: &Path) -> anyhow::Result<Machine> {
 }
 
 /// Returns this machine's measurements, either cached or measured now with at most `most` ranks.
-fn this_machine(args: &Args, spec: &JobSpec, network: &Network, most: u32) -> anyhow::Result<Machine> {
+fn measure_here(args: &Args, spec: &JobSpec, network: &Network, most: u32) -> anyhow::Result<Machine> {
     let asked = spec.parallel.device;
     let offer = registry::offer(Selection { device: asked, ..Selection::default() }).map_err(usage_error)?;
     if offer.slots.is_empty() {

@@ -4,7 +4,7 @@ use super::{
     block_on,
     dataset::{
         download::{Failure, download},
-        get::{bar, client},
+        get::{new_bar, new_client},
         known::Remote,
     },
     output, usage_error, with_causes,
@@ -84,10 +84,10 @@ fn fetch(name: &str, hub: &str, place: &Path) -> anyhow::Result<()> {
     };
     let folder = place.parent().unwrap_or(Path::new("."));
     fs::create_dir_all(folder).map_err(|e| anyhow!("{}: {e}", folder.display()))?;
-    let client = client()?;
+    let client = new_client()?;
     block_on(async {
         let remote = read_pointer(&client, &format!("{base}/raw/main/{FILE}")).await.map_err(explained)?;
-        let bar = bar(remote.bytes);
+        let bar = new_bar(remote.bytes);
         let got = download(&client, &url, &remote, place, &|bytes| bar.set_position(bytes)).await;
         bar.finish_and_clear();
         got.map_err(explained)

@@ -120,7 +120,7 @@ async fn receive(
         if have == remote.bytes {
             return Ok(());
         }
-        let broken = match once(client, url, remote, file, have, progress).await {
+        let broken = match receive_once(client, url, remote, file, have, progress).await {
             Ok(()) => format!("{url}: the connection ended early"),
             Err(Failure::Unreachable(why)) => why,
             Err(other) => return Err(other),
@@ -141,7 +141,7 @@ async fn receive(
 }
 
 /// Uses one connection: receives the bytes after `have`, or the whole file if the server does not support range requests.
-async fn once(
+async fn receive_once(
     client: &Client,
     url: &str,
     remote: &Remote,

@@ -96,7 +96,7 @@ pub(super) async fn follow(
     let watching = watch::to_the_end(&launch.api, launch.job.clone(), launch.args.server.json);
     let done = tokio::select! {
         done = watching => done,
-        failure = first_failure(launch, &mut launched, explain) => return Err(failure),
+        failure = wait_for_failure(launch, &mut launched, explain) => return Err(failure),
     };
     let is_final = read_job(launch).await.is_ok_and(|job| job.state.is_final());
     if done.is_ok() || is_final {
@@ -125,7 +125,7 @@ pub(super) async fn follow(
 }
 
 /// Waits until the launched processes can no longer run the job, and returns the reason.
-async fn first_failure(launch: &Launch, launched: &mut [Launched], explain: Explain) -> anyhow::Error {
+async fn wait_for_failure(launch: &Launch, launched: &mut [Launched], explain: Explain) -> anyhow::Error {
     loop {
         for at in 0..launched.len() {
             let Some(status) = launched[at].take_exit() else { continue };

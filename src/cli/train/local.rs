@@ -70,7 +70,7 @@ pub(super) fn run(configs: &[RankConfig]) -> anyhow::Result<Outcome> {
         if let Some(left) = ranks.sweep().await {
             output::warn(format_args!("{left} does not end, even after SIGKILL"));
         }
-        Ok(outcome(&ranks, &command.show, command.interrupted))
+        Ok(determine_outcome(&ranks, &command.show, command.interrupted))
     })
 }
 
@@ -141,7 +141,7 @@ impl Policy for Command {
 }
 
 /// Returns the outcome from the first cause among the ranks' reports and exit statuses.
-fn outcome(ranks: &RankGroup<Vec<AttemptEvent>>, show: &Show, interrupted: bool) -> Outcome {
+fn determine_outcome(ranks: &RankGroup<Vec<AttemptEvent>>, show: &Show, interrupted: bool) -> Outcome {
     if ranks.ends().all(RankEnd::is_success) {
         return Outcome::Succeeded { accuracy: show.accuracy, step: show.step, best: show.best() };
     }

@@ -79,7 +79,7 @@ async fn the_exit_of_the_last_agent_is_reported_after_failed_requests() {
     let (url, count) = server(3, &job);
     let launch = launch_at(&url, &job);
     let mut launched = [broken_ssh(dir.path())];
-    let failure = tokio::time::timeout(DEADLINE, first_failure(&launch, &mut launched, explain)).await;
+    let failure = tokio::time::timeout(DEADLINE, wait_for_failure(&launch, &mut launched, explain)).await;
     let failure = failure.expect("a report in time").to_string();
     assert!(failure.contains("no agent of this launch is left, and the job is running"), "{failure}");
     assert!(failure.contains("the connection broke"), "{failure}");
@@ -98,7 +98,7 @@ async fn a_failed_agent_ends_the_launch_only_before_a_new_attempt() {
         let other = Launched::start("other", sleep, &[], &dir.path().join("other")).unwrap();
         let mut launched = [broken_ssh(dir.path()), other];
         let patience = if ends { DEADLINE } else { POLL_INTERVAL * 5 };
-        let failure = tokio::time::timeout(patience, first_failure(&launch, &mut launched, explain)).await;
+        let failure = tokio::time::timeout(patience, wait_for_failure(&launch, &mut launched, explain)).await;
         launched[1].child.kill().unwrap();
         launched[1].child.wait().unwrap();
         let failure = failure.ok().map(|error| error.to_string());

@@ -84,7 +84,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         // Done before the job file is read, because a pipe can be read only once.
         libraries::reexec_if_needed(Library::needed(place.world_size));
     }
-    let (mut spec, validation_given) = read(&args, part.world())?;
+    let (mut spec, validation_given) = read_spec(&args, part.world())?;
     let dataset = job_file::dataset_path(&spec, &args.job).ok_or_else(|| {
         let given = &spec.data.dataset;
         usage_error(format!(
@@ -312,7 +312,7 @@ fn choose_validation(spec: &mut JobSpec, dataset: &Path) {
 }
 
 /// Reads the specification. Also returns whether it gives `data.validation`. A launcher or `--ranks` sets the number of ranks.
-fn read(args: &Args, world: Option<(&str, u32)>) -> anyhow::Result<(JobSpec, bool)> {
+fn read_spec(args: &Args, world: Option<(&str, u32)>) -> anyhow::Result<(JobSpec, bool)> {
     let mut sets = args.sets.clone();
     if let Some((by, ranks)) = world
         && args.ranks.is_some_and(|given| given != ranks)

@@ -250,7 +250,7 @@ impl Array {
                     // The last report of the task's agent may not have arrived yet.
                     None if alone.insert(task) => {}
                     None => {
-                        let how = slurm::how_it_ended(&in_slurm);
+                        let how = slurm::describe_end(&in_slurm);
                         output::warn(format_args!(
                             "Slurm's task {in_slurm} is over ({how}) and job {0} is {1}; `lockstep launch {0} --with slurm` starts agents for it again",
                             job.id, job.state

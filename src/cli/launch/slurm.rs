@@ -297,7 +297,7 @@ async fn wait_for_early_end(launch: &Launch, id: &str) -> anyhow::Error {
             {
                 return anyhow::anyhow!(
                     "Slurm's job {id} is over ({}) and the job is {}; `lockstep launch {}` starts agents for it again",
-                    how_it_ended(id),
+                    describe_end(id),
                     job.state,
                     job.id
                 );
@@ -308,7 +308,7 @@ async fn wait_for_early_end(launch: &Launch, id: &str) -> anyhow::Error {
 }
 
 /// Describes how Slurm's job ended, from Slurm's accounting, or without accounting from the controller.
-pub(super) fn how_it_ended(id: &str) -> String {
+pub(super) fn describe_end(id: &str) -> String {
     let sacct = Command::new("sacct").args(["-n", "-X", "-P", "-o", "State,ExitCode", "-j", id]).output();
     if let Ok(printed) = sacct
         && printed.status.success()

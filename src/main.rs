@@ -156,7 +156,7 @@ fn main() -> ExitCode {
         Command::Token(command) => cli::token::run(command),
         Command::User(command) => cli::user::run(command),
         Command::Webhook(command) => cli::webhook::run(command),
-        Command::LoginLink(args) => cli::token::login_link(args),
+        Command::LoginLink(args) => cli::token::print_login_link(args),
         Command::Migrate(args) => cli::database::migrate(args),
         Command::Backup(args) => cli::database::back_up(args),
         Command::Restore(args) => cli::database::run_restore(args),

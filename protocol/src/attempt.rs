@@ -2,7 +2,6 @@
 
 use crate::{reason::Reason, spec::named::words};
 use serde::{Deserialize, Serialize};
-use std::str::FromStr;
 use utoipa::ToSchema;
 
 /// The state of an attempt.
@@ -25,7 +24,7 @@ pub enum AttemptState {
     Unknown,
 }
 
-words!(AttemptState:
+words!(AttemptState, "attempt state":
     Starting = "starting",
     Running = "running",
     Pausing = "pausing",
@@ -37,15 +36,6 @@ words!(AttemptState:
     Stopped = "stopped",
     Unknown = "unknown",
 );
-
-impl FromStr for AttemptState {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let found = AttemptState::ALL.into_iter().find(|s| s.as_str() == text);
-        found.ok_or_else(|| format!("no state of an attempt is called {text:?}"))
-    }
-}
 
 /// One start of a job's ranks. Later attempts do not change these fields. Times are RFC 3339 UTC.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]

@@ -43,7 +43,7 @@ mod tests {
     }
 
     #[test]
-    fn of_equal_accuracies_the_lower_loss_is_better_and_of_equal_losses_the_newer() {
+    fn loss_decides_between_equal_accuracies() {
         for (value, loss, before, better) in [
             (0.3, Some(2.0), (0.2, Some(1.0)), true),
             (0.2, Some(1.0), (0.3, Some(2.0)), false),
@@ -57,7 +57,7 @@ mod tests {
     }
 
     #[test]
-    fn the_best_checkpoint_is_named_where_it_is_not_the_best_epoch_s() {
+    fn the_best_checkpoint_is_named_if_its_accuracy_differs() {
         let best = Measured { value: 0.822, loss: None, step: 60, epoch: 3 };
         let [older, newer] = [checkpoint(2, Some(0.632), true), checkpoint(4, Some(0.5), false)];
         assert_eq!(best_words(best, [&newer, &older]), "best 82.2 % at 3, best checkpoint 63.2 %");

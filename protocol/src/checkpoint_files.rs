@@ -84,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_names_that_a_checkpoint_has_are_files_of_one() {
+    fn files_of_a_checkpoint_are_recognised_by_name() {
         for (name, is) in [
             ("model.safetensors", Some(MODEL)),
             ("model.safetensors.index.json", Some(MODEL)),

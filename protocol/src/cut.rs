@@ -63,7 +63,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_cut_has_at_most_as_many_characters_whatever_it_is() {
+    fn shortened_text_never_exceeds_its_limit() {
         for text in ["/".repeat(100), "a/".repeat(50), "a".repeat(100), "-a".repeat(51), " ".repeat(60)] {
             for most in 3..=60 {
                 let cut = middle(&text, most).chars().count();
@@ -74,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sentence_keeps_its_short_words() {
+    fn only_long_words_of_a_sentence_are_shortened() {
         let path = format!("/data/{}/train", "a".repeat(60));
         let cut = long_words(&format!("{path} cannot be read: no such file"));
         assert!(cut.starts_with("/data") && cut.ends_with("/train cannot be read: no such file"), "{cut}");

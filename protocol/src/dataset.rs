@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn class_names_and_broken_files_are_as_long_as_may_be_and_no_longer() {
+    fn class_names_and_broken_files_have_a_maximum_length() {
         let name = |bytes: usize| "n".repeat(bytes);
         assert_eq!(class_names_mistake(&[name(CLASS_NAME_BYTES)]), None);
         let message = class_names_mistake(&["a".into(), name(CLASS_NAME_BYTES + 1)]).unwrap();
@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn what_an_agent_says_of_a_dataset_is_stored_up_to_its_limits() {
+    fn parts_of_an_inspection_have_a_maximum_length() {
         let info = |broken: usize, hash: usize| DatasetInfo {
             broken: vec![BrokenFile { file: "a".into(), detail: "\u{e9}".repeat(broken) }],
             fingerprint: Some(PicturesFingerprint { sha256: "f".repeat(hash), ..Default::default() }),
@@ -289,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn the_split_that_measures_is_the_usual_one_or_the_likeliest() {
+    fn the_usual_split_is_preferred_for_validation() {
         let of = |usual: &str, splits: &str| default_validation(usual, splits.split(' ')).map(str::to_owned);
         for (usual, splits, found) in [
             ("test", "train test val", Some("test")),
@@ -304,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn classes_that_differ_are_named() {
+    fn differences_between_classes_are_named() {
         let differ = |a: &str, b: &str| classes_differ(&names(a), &names(b));
         assert_eq!(differ("cat dog", "cat dog"), None);
         assert_eq!(

@@ -119,7 +119,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn faults_are_read_and_strike_at_their_time() {
+    fn faults_are_parsed() {
         let faults = parse("a.b:kill@3:/tmp/x, c:error");
         assert_eq!((faults[0].point.as_str(), faults[0].action.as_str(), faults[0].at), ("a.b", "kill", 3));
         assert_eq!(faults[0].once.as_deref(), Some(std::path::Path::new("/tmp/x")));

@@ -39,7 +39,7 @@ pub enum HistogramKind {
     Gradient,
 }
 
-words!(HistogramKind: Weight = "weight", Gradient = "gradient");
+words!(HistogramKind, "kind": Weight = "weight", Gradient = "gradient");
 
 impl LayerHistograms {
     /// Checks all limits, before a server stores the histograms.
@@ -96,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn as_many_layers_and_bins_as_allowed_and_one_more() {
+    fn histograms_have_a_maximum_of_layers_bins_and_bytes() {
         let many = |count: usize| of((0..count).map(|n| layer(&format!("layer{n}"))).collect());
         assert_eq!(many(HISTOGRAM_LAYERS).check(), Ok(()));
         assert!(many(HISTOGRAM_LAYERS + 1).check().is_err());
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn bounds_are_numbers_in_order_and_steps_count_from_one() {
+    fn bounds_are_finite_and_ascend_and_steps_start_at_1() {
         for (min, max) in [(f32::NAN, 1.0), (0.0, f32::INFINITY), (1.0, 0.0)] {
             assert!(of(vec![LayerHistogram { min, max, ..layer("a") }]).check().is_err(), "{min} {max}");
         }

@@ -75,7 +75,7 @@ pub enum JobState {
 }
 
 // In the order of a job's life.
-words!(JobState:
+words!(JobState, "state":
     Queued = "queued",
     Starting = "starting",
     Running = "running",
@@ -117,17 +117,6 @@ impl JobState {
             Lost => matches!(next, Restarting | Failed | Cancelled | Running),
             Succeeded | Failed | Cancelled => matches!(next, Queued),
         }
-    }
-}
-
-impl FromStr for JobState {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        JobState::ALL.into_iter().find(|s| s.as_str() == text).ok_or_else(|| {
-            let names: Vec<_> = JobState::ALL.iter().map(|s| s.as_str()).collect();
-            format!("no state is called {text:?}; the states are {}", names.join(", "))
-        })
     }
 }
 

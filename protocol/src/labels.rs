@@ -72,7 +72,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_project_s_name_means_nothing_in_an_address_or_a_path() {
+    fn project_names_have_no_special_characters() {
         for name in ["a", "default", "Cifar-10_v2.1", &"x".repeat(PROJECT_CHARS)] {
             assert_eq!(project_mistake(name), None, "{name}");
         }

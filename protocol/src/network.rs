@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn as_many_layers_and_bytes_as_allowed_and_one_more() {
+    fn descriptions_have_a_maximum_of_layers_and_bytes() {
         let many = |count| NetworkDescription { layers: vec![layer(); count], plan: None };
         assert_eq!(many(NETWORK_LAYERS).check(), Ok(()));
         assert!(many(NETWORK_LAYERS + 1).check().is_err());
@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn a_time_is_a_number() {
+    fn times_are_finite_and_not_negative() {
         assert_eq!(of(LayerDescription { time_us: None, ..layer() }).check(), Ok(()));
         for time in [f32::NAN, f32::INFINITY, -1.0] {
             assert!(of(LayerDescription { time_us: Some(time), ..layer() }).check().is_err(), "{time}");

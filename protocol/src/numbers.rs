@@ -88,13 +88,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn small_speeds_have_a_decimal() {
+    fn speeds_below_100_have_a_decimal() {
         let words = [5.44, 99.94, 99.95, 99.96, 1010.4, -0.1].map(rate);
         assert_eq!(words, ["5.4", "99.9", "100", "100", "1010", "0.0"]);
     }
 
     #[test]
-    fn one_is_not_many() {
+    fn nouns_are_plural_unless_the_number_is_1() {
         for (n, noun, words) in [
             (0, "rank", "0 ranks"),
             (1, "rank", "1 rank"),

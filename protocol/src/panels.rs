@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn as_many_panels_metrics_and_characters_as_allowed_and_one_more() {
+    fn panels_metrics_and_titles_have_limits() {
         assert_eq!(mistakes(&vec![panel(); PANELS], false), []);
         assert_eq!(mistakes(&vec![panel(); PANELS + 1], false)[0].pointer, "/panels");
         let of = |quantities: [&str; 2]| {
@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panel_has_two_quantities_at_most_and_no_metric_twice() {
+    fn a_panel_has_at_most_two_quantities_and_no_metric_twice() {
         let with =
             |names: &[&str]| Panel { metrics: names.iter().map(|n| (*n).to_owned()).collect(), ..panel() };
         assert!(wrong(with(&["loss", "val_loss", "lr"])).is_empty());
@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_have_ends() {
+    fn numbers_of_a_panel_have_limits() {
         for (columns, good) in [(0, false), (1, true), (3, true), (4, false)] {
             assert_eq!(wrong(Panel { columns, ..panel() }).is_empty(), good, "{columns}");
             assert_eq!(wrong(Panel { rows: columns, ..panel() }).is_empty(), good, "{columns}");

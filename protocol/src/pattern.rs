@@ -86,7 +86,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pattern_has_the_names_that_it_expands_to_and_no_others() {
+    fn a_pattern_matches_exactly_the_names_of_its_expansion() {
         for (pattern, others) in [
             ("train-{000..127}.tar", ["train-128.tar", "train-1.tar", "train-0000.tar", "train-000.tar.gz"]),
             ("{train,val}-{8..11}.tar", ["test-8.tar", "val-08.tar", "train-7.tar", "train-.tar"]),

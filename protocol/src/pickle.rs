@@ -34,7 +34,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pickle_is_told_by_its_ending_and_how_it_is_converted() {
+    fn pickles_are_recognised_by_extension_and_get_advice() {
         for name in ["resnet18.pth", "/a b/last.PT", "model_best.pth.tar", "x.ckpt", "weights.pkl"] {
             assert!(has_pickle_extension(name), "{name}");
         }

@@ -718,7 +718,7 @@ mod tests {
     }
 
     #[test]
-    fn free_slots_that_are_kept_say_for_whom() {
+    fn a_wait_names_the_jobs_for_which_slots_are_kept() {
         let waits = |slots_kept: u32, names: &[&str]| {
             let kept_for = names.iter().map(|name| (*name).into()).collect();
             ReasonKind::WaitingForSlots(SlotWait { slots_kept: Some(slots_kept), kept_for, ..wait() })

@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn constant_after_a_warm_up() {
+    fn constant_has_a_warm_up() {
         let spec = TrainSpec { lr: 0.4, warmup_epochs: 0.5, ..TrainSpec::default() };
         assert_near(&lrs(spec, 8, 6), &[0.1, 0.2, 0.3, 0.4, 0.4, 0.4]);
     }
@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn steps_at_milestones() {
+    fn step_multiplies_at_milestones() {
         let spec = TrainSpec {
             lr: 1.0,
             schedule: ScheduleKind::Step,
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn a_longer_run_of_one_cycle_says_how_its_learning_rate_goes_on() {
+    fn a_changed_learning_rate_of_a_continued_run_is_described() {
         let one_cycle = TrainSpec { lr: 0.1, schedule: ScheduleKind::OneCycle, ..TrainSpec::default() };
         let of = |total: u64| Schedule::new(&one_cycle, 10, total);
         let words = describe_change(&of(100), 100, &of(200), 100).unwrap();

@@ -268,7 +268,7 @@ mod tests {
 
     /// From two pictures to more than ImageNet: the file has no mistake, and an epoch has at least one step.
     #[test]
-    fn every_size_of_dataset_gets_a_job_without_a_mistake() {
+    fn suggested_jobs_are_valid_for_datasets_of_every_size() {
         for side in [0, 8, 28, 32, 48, 64, 100, 224, 512] {
             for samples in [2, 9, 20, 100, 5_000, 60_000, 2_000_000] {
                 for splits in [&[("train", samples)][..], &[("train", samples), ("test", 10)]] {
@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_trained_on_is_refused() {
+    fn datasets_without_pictures_or_classes_are_refused() {
         assert!(Suggestion::of(&info(28, &[("train", 1)])).unwrap_err().contains("1 picture to"));
         assert!(Suggestion::of(&info(28, &[("test", 100)])).unwrap_err().contains("0 pictures"));
         let mut one = info(28, &[("train", 100)]);
@@ -305,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn a_split_measures_where_there_is_one() {
+    fn an_existing_split_is_used_for_validation() {
         for (splits, expected) in [
             (&[("train", 100), ("val", 10)][..], "validation = \"val\""),
             (&[("train", 100), ("val", 10), ("test", 10)], "validation = \"test\""),

@@ -21,7 +21,7 @@ pub enum SweepState {
     Cancelled,
 }
 
-words!(SweepState: Running = "running", Paused = "paused", Finished = "finished", Cancelled = "cancelled");
+words!(SweepState, "state": Running = "running", Paused = "paused", Finished = "finished", Cancelled = "cancelled");
 
 /// A job that is submitted with several settings. Each setting is a trial: a job that the sweep starts.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]

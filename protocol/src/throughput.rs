@@ -77,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_pictures_over_time_and_not_a_mean_of_speeds() {
+    fn throughput_is_pictures_divided_by_time() {
         let mut speed = Throughput::new(&spec(true), 1000);
         assert_eq!((speed.images_per_second(), speed.secs_left(0, 10)), (None, None));
         speed.add(&[1, 2, 3], &[500.0, f32::NAN, 1500.0]);
@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_step_of_an_epoch_counts_the_pictures_that_it_has() {
+    fn a_smaller_last_step_of_an_epoch_counts_its_own_pictures() {
         // Steps of 32, 32 and 6 pictures.
         let mut speed = Throughput::new(&spec(false), 70);
         speed.add(&[3], &[1000.0]);

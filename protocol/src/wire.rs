@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_message_goes_in_parts_and_is_whole_again() {
+    fn a_long_message_is_split_and_joined() {
         let mut number = 0;
         // The bytes besides the text: tag, keys and length.
         let around = encode(&TestMessage::Text { text: "x".repeat(PART_BYTES) }).unwrap().len() - PART_BYTES;
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_are_kept_up_to_a_limit() {
+    fn incomplete_messages_have_a_maximum_size_and_number() {
         let part = |message, length, last| Part { message, last, bytes: vec![0; length] };
         let mut partial = PartialMessages::default();
         assert_eq!(partial.add(part(1, MESSAGE_BYTES - 1, false)), Ok(None));
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn a_message_is_read_up_to_the_limit_of_nesting() {
+    fn messages_have_a_maximum_nesting() {
         assert!(decode::<IgnoredAny>(&nested(MESSAGE_NESTING - 1)).is_ok());
         let error = decode::<IgnoredAny>(&nested(MESSAGE_NESTING)).unwrap_err();
         assert!(error.to_string().contains("depth limit"), "{error}");

@@ -56,7 +56,7 @@ fn recorded_address(data_dir: &Path) -> Option<String> {
     let path = data_dir.join(ADDRESS);
     let owner = fs::symlink_metadata(&path).ok().filter(|about| about.is_file())?.uid();
     let is_own = [rustix::process::geteuid().as_raw(), ROOT].contains(&owner);
-    let text = from_file(&path).ok().filter(|_| is_own)?;
+    let text = read_token_file(&path).ok().filter(|_| is_own)?;
     is_this_machine(&text).then_some(text)
 }
 
@@ -74,7 +74,7 @@ impl AccessArgs {
     /// The named file, or the server's own token file, cannot be read.
     pub(crate) fn token(&self, server: &str) -> anyhow::Result<Option<String>> {
         if let Some(path) = &self.token_file {
-            return from_file(path).map(Some);
+            return read_token_file(path).map(Some);
         }
         if let Some(token) = std::env::var("LOCKSTEP_TOKEN").ok().filter(|token| !token.trim().is_empty()) {
             return Ok(Some(token.trim().to_owned()));
@@ -86,10 +86,10 @@ impl AccessArgs {
         match fs::symlink_metadata(&path) {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
             Ok(about) => {
-                let token = from_file(&path)?;
+                let token = read_token_file(&path)?;
                 check_listener(server, about.uid(), &path).map(|()| Some(token))
             }
-            Err(_) => from_file(&path).map(Some),
+            Err(_) => read_token_file(&path).map(Some),
         }
     }
 }
@@ -134,7 +134,7 @@ pub(crate) fn open_file_warning(path: &Path) -> Option<String> {
 ///
 /// # Errors
 /// The file cannot be read, or is empty.
-pub(crate) fn from_file(path: &Path) -> anyhow::Result<String> {
+pub(crate) fn read_token_file(path: &Path) -> anyhow::Result<String> {
     let mut text = String::new();
     let read = File::open(path).and_then(|file| file.take(TOKEN_FILE_BYTES + 1).read_to_string(&mut text));
     read.map_err(|error| {
@@ -197,12 +197,12 @@ mod tests {
         let path = dir.path().join("token");
         let read = |bytes: usize| {
             fs::write(&path, format!("{:bytes$}", "lockstep_abc")).unwrap();
-            from_file(&path)
+            read_token_file(&path)
         };
         assert_eq!(read(4096).unwrap(), "lockstep_abc");
         let why = read(4097).unwrap_err().to_string();
         assert!(why.contains("has more than 4 KiB; a token is one short line"), "{why}");
-        let endless = from_file(Path::new("/dev/zero")).unwrap_err().to_string();
+        let endless = read_token_file(Path::new("/dev/zero")).unwrap_err().to_string();
         assert!(endless.contains("/dev/zero has more than 4 KiB"), "{endless}");
     }
 

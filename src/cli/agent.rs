@@ -1,9 +1,9 @@
 //! `lockstep agent`: joins a server from any machine.
 
 use super::{
-    access::{from_file, open_file_warning},
+    access::{open_file_warning, read_token_file},
     init_tracing,
-    size::size,
+    size::parse_size,
     usage_error,
 };
 use lockstep_engine::MAX_CPU_SLOTS;
@@ -72,10 +72,10 @@ pub(crate) struct Args {
     #[arg(long, value_name = "ID")]
     job: Option<JobId>,
     /// Path on this machine of a dataset that has another path on the server (may be repeated)
-    #[arg(long, value_name = "NAME=PATH", value_parser = pair)]
+    #[arg(long, value_name = "NAME=PATH", value_parser = parse_pair)]
     dataset: Vec<(String, PathBuf)>,
     /// Folder of datasets on the server, and the folder with the same content on this machine (may be repeated)
-    #[arg(long, value_name = "SERVER=HERE", value_parser = pair)]
+    #[arg(long, value_name = "SERVER=HERE", value_parser = parse_pair)]
     path_map: Vec<(String, PathBuf)>,
     /// Folder for copies of datasets that this machine lacks and downloads from the server [default: `datasets` in the
     /// data directory]
@@ -83,7 +83,7 @@ pub(crate) struct Args {
     dataset_cache: Option<PathBuf>,
     /// Maximum disk space for copies of datasets, such as 500GB or 2TiB; the least recently used copies are removed first. 0: no dataset is
     /// copied
-    #[arg(long, value_name = "SIZE", default_value = "100GB", value_parser = size)]
+    #[arg(long, value_name = "SIZE", default_value = "100GB", value_parser = parse_size)]
     dataset_cache_limit: u64,
     /// Seconds between SIGTERM and SIGKILL when this agent's launcher ends it: Slurm's KillWait, or a pod's terminationGracePeriodSeconds.
     /// Ranks have 10 s less to finish their step and write a checkpoint
@@ -120,7 +120,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     if let Some(remark) = args.token_file.as_deref().and_then(open_file_warning) {
         tracing::warn!("{remark}");
     }
-    let token = args.token_file.as_deref().map(from_file).transpose()?;
+    let token = args.token_file.as_deref().map(read_token_file).transpose()?;
     let identity = match (args.cert_file, args.key_file, args.pkcs12_file, args.pkcs12_password_file) {
         (Some(certificate), Some(key), ..) => Some(IdentityFiles::Pem { certificate, key }),
         (_, _, Some(file), Some(password)) => Some(IdentityFiles::Pkcs12 { file, password }),
@@ -174,7 +174,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 }
 
 /// Parses `NAME=/a/path`. The path must be absolute, because readers of error messages do not know the agent's working directory.
-fn pair(text: &str) -> Result<(String, PathBuf), String> {
+fn parse_pair(text: &str) -> Result<(String, PathBuf), String> {
     match text.split_once('=') {
         Some((name, path)) if !name.is_empty() && path.starts_with('/') => Ok((name.into(), path.into())),
         _ => Err("write NAME=/absolute/path".into()),

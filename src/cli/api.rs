@@ -10,7 +10,7 @@ use super::{
     output, usage_error,
 };
 use anyhow::{Context, anyhow};
-use lockstep_protocol::{Job, JobState, sweep::Sweep};
+use lockstep_protocol::{Job, JobState, spec::SpecError, sweep::Sweep};
 use lockstep_worker::tls;
 pub(crate) use outage::Outage;
 use reqwest::{
@@ -54,7 +54,12 @@ impl ServerArgs {
     /// The address is invalid, or the token cannot be read.
     pub(crate) fn api(&self) -> anyhow::Result<Api> {
         let server = self.address();
-        Api::at(&server, self.ca_file.as_deref(), self.access.token(&server)?)
+        Api::new(&server, self.ca_file.as_deref(), self.access.token(&server)?)
+    }
+
+    /// Whether `--server` or `LOCKSTEP_SERVER` names the server.
+    pub(crate) fn is_named(&self) -> bool {
+        self.server.is_some()
     }
 
     /// Returns the server's address.
@@ -87,7 +92,7 @@ impl Api {
     ///
     /// # Errors
     /// The address, the CA file or the token is invalid.
-    pub(crate) fn at(server: &str, ca_file: Option<&Path>, token: Option<String>) -> anyhow::Result<Self> {
+    pub(crate) fn new(server: &str, ca_file: Option<&Path>, token: Option<String>) -> anyhow::Result<Self> {
         let base = with_scheme(server).trim_end_matches('/').to_owned();
         let url = reqwest::Url::parse(&base)
             .map_err(|e| usage_error(format!("{server}: {e}; write an address such as {DEFAULT_SERVER}")))?;
@@ -96,7 +101,7 @@ impl Api {
             _ => tls::without_roots(),
         };
         let tls = tls.map_err(usage_error)?;
-        let token = token.map(|token| bearer(&token)).transpose()?;
+        let token = token.map(|token| bearer_header(&token)).transpose()?;
         let client = Client::builder()
             .default_headers(token.map(|token| (AUTHORIZATION, token)).into_iter().collect())
             .connect_timeout(Duration::from_secs(5))
@@ -113,7 +118,7 @@ impl Api {
     /// # Errors
     /// No job matches, or several ids begin with `id`. An empty `id` (an unset variable of a script) is an error.
     pub(crate) async fn find_job(&self, id: &str) -> anyhow::Result<Job> {
-        let (job, note) = self.named(id, |_| true).await?;
+        let (job, note) = self.job_named(id, |_| true).await?;
         if let Some(note) = note {
             output::warn(note);
         }
@@ -130,7 +135,7 @@ impl Api {
         id: &str,
         is_meant: impl Fn(JobState) -> bool,
     ) -> anyhow::Result<Job> {
-        match self.named(id, is_meant).await? {
+        match self.job_named(id, is_meant).await? {
             (job, None) => Ok(job),
             (_, Some(_)) => Err(usage_error(named::several(named::JOB, id))),
         }
@@ -138,7 +143,7 @@ impl Api {
 
     /// Returns the job that `id` names, with a note if several jobs have the name. Jobs whose state `is_meant` rejects count only if it
     /// rejects all jobs.
-    async fn named(
+    async fn job_named(
         &self,
         id: &str,
         is_meant: impl Fn(JobState) -> bool,
@@ -158,25 +163,45 @@ impl Api {
         Ok((self.get(&format!("/jobs/{job}")).await?, note))
     }
 
-    /// Returns the sweep with this id, name or start of an id. `changes`: for a command that changes the sweep, a name means the only sweep
-    /// with this name that has not ended.
+    /// Returns the sweep with this id, name or start of an id. If several sweeps have the name, returns the newest of them and prints a note
+    /// to standard error.
+    ///
+    /// # Errors
+    /// See [`Api::find_job`].
+    pub(crate) async fn find_sweep(&self, id: &str) -> anyhow::Result<Sweep> {
+        let (sweep, note) = self.sweep_named(id, |_| true).await?;
+        if let Some(note) = note {
+            output::warn(note);
+        }
+        Ok(sweep)
+    }
+
+    /// Like [`Api::find_sweep`], for commands that change the sweep: a name means the only sweep with this name that has not ended.
     ///
     /// # Errors
     /// See [`Api::find_only_job`].
-    pub(crate) async fn find_sweep(&self, id: &str, changes: bool) -> anyhow::Result<Sweep> {
+    pub(crate) async fn find_only_sweep(&self, id: &str) -> anyhow::Result<Sweep> {
+        let has_not_ended = |sweep: &Value| named::text(sweep, "finished_at").is_empty();
+        match self.sweep_named(id, has_not_ended).await? {
+            (sweep, None) => Ok(sweep),
+            (_, Some(_)) => Err(usage_error(named::several(named::SWEEP, id))),
+        }
+    }
+
+    /// Returns the sweep that `id` names, with a note if several sweeps have the name. Sweeps that `is_meant` rejects count only if it rejects
+    /// all sweeps.
+    async fn sweep_named(
+        &self,
+        id: &str,
+        is_meant: impl Fn(&Value) -> bool,
+    ) -> anyhow::Result<(Sweep, Option<String>)> {
         let is_whole = |digits: &str| digits.len() == 12 && digits.bytes().all(|b| b.is_ascii_hexdigit());
         if id.strip_prefix("sweep-").is_some_and(is_whole) {
-            return self.get(&format!("/sweeps/{id}")).await;
+            return Ok((self.get(&format!("/sweeps/{id}")).await?, None));
         }
-        let is_meant = |sweep: &Value| !changes || named::text(sweep, "finished_at").is_empty();
         let all = self.all("/sweeps", "sweeps", &[], None).await?;
         let (sweep, note) = named::choose(named::SWEEP, all, id, is_meant).map_err(usage_error)?;
-        match note {
-            Some(_) if changes => return Err(usage_error(named::several(named::SWEEP, id))),
-            Some(note) => output::warn(note),
-            None => {}
-        }
-        self.get(&format!("/sweeps/{sweep}")).await
+        Ok((self.get(&format!("/sweeps/{sweep}")).await?, note))
     }
 
     /// Reads a whole list. An element that this version cannot read is reported and left out, as in [`list`].
@@ -221,12 +246,40 @@ impl Api {
         asked.send().await.is_ok()
     }
 
-    /// Sends GET for a path under `/api/v1`.
+    /// Reads the object at a path under `/api/v1`.
     ///
     /// # Errors
     /// The server is unreachable, or responds with a problem, whose text is the error.
     pub(crate) async fn get<T: DeserializeOwned>(&self, path: &str) -> anyhow::Result<T> {
-        self.read(self.request(Method::GET, path, None::<&()>).await?).await
+        self.read(self.get_response(path).await?).await
+    }
+
+    /// Like [`Api::get`], but returns the response before its body has arrived.
+    ///
+    /// # Errors
+    /// See [`Api::get`].
+    pub(crate) async fn get_response(&self, path: &str) -> anyhow::Result<Response> {
+        self.request(Method::GET, path, None::<&()>).await
+    }
+
+    /// Deletes the object at a path.
+    ///
+    /// # Errors
+    /// See [`Api::get`].
+    pub(crate) async fn delete(&self, path: &str) -> anyhow::Result<()> {
+        self.request(Method::DELETE, path, None::<&()>).await.map(drop)
+    }
+
+    /// Changes the object at a path and reads the response.
+    ///
+    /// # Errors
+    /// See [`Api::get`].
+    pub(crate) async fn patch<T: DeserializeOwned>(
+        &self,
+        path: &str,
+        change: &impl Serialize,
+    ) -> anyhow::Result<T> {
+        self.read(self.request(Method::PATCH, path, Some(change)).await?).await
     }
 
     /// Sends a value and reads the response.
@@ -268,18 +321,17 @@ impl Api {
         if response.status().is_success() { Ok(response) } else { Err(problem(response).await) }
     }
 
-    /// Returns the mistakes that the server finds in a job, as pointers and details. Empty if the server finds no mistake, is unreachable or
-    /// does not allow this request.
-    pub(crate) async fn mistakes(&self, document: &Value) -> Vec<(String, String)> {
+    /// Returns the mistakes that the server finds in a job. Empty if the server finds no mistake, is unreachable or does not allow this
+    /// request.
+    pub(crate) async fn mistakes(&self, document: &Value) -> Vec<SpecError> {
         let asked = self.client.post(self.url("/jobs/validate")).json(document).send().await;
         let Ok(response) = asked else { return Vec::new() };
         if response.status() != StatusCode::UNPROCESSABLE_ENTITY {
             return Vec::new();
         }
-        let body: Value = response.json().await.unwrap_or_default();
-        let errors = body.get("errors").and_then(Value::as_array).into_iter().flatten();
-        let part = |error: &Value, key: &str| error[key].as_str().unwrap_or_default().to_owned();
-        errors.map(|error| (part(error, "pointer"), part(error, "detail"))).collect()
+        let mut body: Value = response.json().await.unwrap_or_default();
+        let errors = body.get_mut("errors").map(Value::take).unwrap_or_default();
+        serde_json::from_value(errors).unwrap_or_default()
     }
 
     /// Sends bytes unchanged and reads the response.
@@ -401,7 +453,7 @@ async fn problem(response: Response) -> anyhow::Error {
 }
 
 /// Builds the authorization header.
-fn bearer(token: &str) -> anyhow::Result<HeaderValue> {
+fn bearer_header(token: &str) -> anyhow::Result<HeaderValue> {
     let value = HeaderValue::from_str(&format!("Bearer {token}"));
     let mut value =
         value.map_err(|_| usage_error("the token has characters that are not allowed in a token"))?;

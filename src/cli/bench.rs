@@ -47,13 +47,13 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     parallel_model: u32,
     /// Split of operators, such as layer4.*=out (may be repeated) [default: the last layer is split over its classes]
-    #[arg(long = "parallel-shard", value_name = "MATCH=SPLIT", value_parser = shard)]
+    #[arg(long = "parallel-shard", value_name = "MATCH=SPLIT", value_parser = parse_shard)]
     shards: Vec<ShardSpec>,
     /// Shard the optimizer state over the ranks (ZeRO-1)
     #[arg(long, value_name = "BOOL", default_value_t = false, action = clap::ArgAction::Set)]
     optimizer_sharding: bool,
     /// Fraction of a rank's classes that the rank samples in each step, above 0 and at most 1, like loss.sample_share
-    #[arg(long, value_name = "SHARE", default_value_t = 1.0, value_parser = share)]
+    #[arg(long, value_name = "SHARE", default_value_t = 1.0, value_parser = parse_share)]
     sample_share: f64,
     /// Number of ranks that share the rows of pictures; --parallel-model times this number must divide --ranks
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
@@ -81,12 +81,12 @@ pub(crate) struct Args {
     json: bool,
 }
 
-fn share(text: &str) -> Result<f64, String> {
+fn parse_share(text: &str) -> Result<f64, String> {
     let share = text.parse::<f64>().ok().filter(|share| *share > 0.0 && *share <= 1.0);
     share.ok_or_else(|| "not a number above 0 and at most 1".into())
 }
 
-fn shard(text: &str) -> Result<ShardSpec, String> {
+fn parse_shard(text: &str) -> Result<ShardSpec, String> {
     let parts = text.split_once('=').and_then(|(pattern, split)| {
         let (split, _) = Split::ALL.into_iter().find(|(_, name)| *name == split)?;
         Some(ShardSpec { pattern: pattern.into(), split })
@@ -128,7 +128,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             measured["threads"]
         ));
     }
-    let devices = devices(&args)?;
+    let devices = find_devices(&args)?;
     let Args { ranks, parallel_model, parallel_height, parallel_pipeline, optimizer_sharding, .. } = args;
     let on_gpus = !devices.is_empty();
     if on_gpus && parallel_model > 1 && optimizer_sharding {
@@ -147,10 +147,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             "--parallel-pipeline: not possible on GPUs with --parallel-model, --parallel-height or --optimizer-sharding. Leave these out",
         ));
     }
-    let cases = if args.cases.is_empty() { defaults(on_gpus)? } else { args.cases.clone() };
+    let cases = if args.cases.is_empty() { default_cases(on_gpus)? } else { args.cases.clone() };
     for case in &cases {
         let measured = if on_gpus {
-            on_devices(case, &args, &devices)?
+            run_on_gpus(case, &args, &devices)?
         } else {
             let measured = bench::run(case, threads(&args) as usize, ranks, &division(&args), args.precision);
             serde_json::to_value(measured.map_err(|e| usage_error(format!("{}: {e}", case.name)))?)?
@@ -174,8 +174,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn defaults(on_devices: bool) -> anyhow::Result<Vec<Case>> {
-    let names: &[&str] = if on_devices {
+fn default_cases(on_gpus: bool) -> anyhow::Result<Vec<Case>> {
+    let names: &[&str] = if on_gpus {
         &["resnet50:224:256", "resnet50:224:32", "resnet50:32:32", "resnet18c:32:512"]
     } else {
         &["resnet20:32:64", "resnet18c:32:64", "resnet50:32:32"]
@@ -184,7 +184,7 @@ fn defaults(on_devices: bool) -> anyhow::Result<Vec<Case>> {
 }
 
 /// Returns the devices to use, one per rank; none if ranks share the CPU's cores.
-fn devices(args: &Args) -> anyhow::Result<Vec<String>> {
+fn find_devices(args: &Args) -> anyhow::Result<Vec<String>> {
     let selection = Selection { device: args.device, ..Selection::default() };
     let Devices { slots, hindrance } = registry::offer(selection).map_err(usage_error)?;
     if slots.is_empty() {
@@ -231,7 +231,7 @@ fn threads(args: &Args) -> u32 {
 }
 
 /// Runs a process on each device.
-fn on_devices(case: &Case, args: &Args, devices: &[String]) -> anyhow::Result<Value> {
+fn run_on_gpus(case: &Case, args: &Args, devices: &[String]) -> anyhow::Result<Value> {
     // The case is the last that the rank's arguments name.
     let case_argument = format!("--case={}", case.name).into();
     let arguments: Vec<OsString> = std::env::args_os().skip(1).chain([case_argument]).collect();

@@ -22,29 +22,30 @@ const CHECK_INTERVAL: Duration = Duration::from_millis(500);
 const OPENER: &str = if cfg!(target_os = "macos") { "open" } else { "xdg-open" };
 
 /// The file that redirects to the link. Exists until the link has been used or this value is dropped.
-pub(crate) struct Opened {
+pub(crate) struct SignInFile {
     path: PathBuf,
     watch: Option<JoinHandle<()>>,
 }
 
-impl Opened {
-    /// Opens a page of a server's dashboard, unless `wanted` is false or the machine has no screen. Errors are only logged, because the
-    /// server works without a browser.
-    pub(crate) fn of(server: &Running, page: &str, data_dir: &Path, wanted: bool) -> Self {
-        // A killed server may have left its file. No other server uses this folder.
+impl SignInFile {
+    /// Removes the file that a killed server may have left in its data directory. No other server uses this folder.
+    pub(crate) fn new(data_dir: &Path) -> Self {
         let path = data_dir.join(FILE);
         let _ = fs::remove_file(&path);
-        let mut opened = Self { path, watch: None };
-        if wanted
-            && has_screen()
-            && let Err(error) = opened.open(server, page)
+        Self { path, watch: None }
+    }
+
+    /// Writes the file and opens a page of a server's dashboard, if the machine has a screen. Errors are only logged, because the server
+    /// works without a browser.
+    pub(crate) fn open(&mut self, server: &Running, page: &str) {
+        if has_screen()
+            && let Err(error) = self.try_to_open(server, page)
         {
             tracing::info!(%error, "no browser was opened");
         }
-        opened
     }
 
-    fn open(&mut self, server: &Running, page: &str) -> io::Result<()> {
+    fn try_to_open(&mut self, server: &Running, page: &str) -> io::Result<()> {
         // This link differs from the printed link, which works once in a browser of the user's choice.
         let link = server.login_link(page)?;
         write(&self.path, &link)?;
@@ -60,7 +61,7 @@ impl Opened {
     }
 }
 
-impl Drop for Opened {
+impl Drop for SignInFile {
     fn drop(&mut self) {
         if let Some(watch) = &self.watch {
             watch.abort();

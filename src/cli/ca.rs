@@ -88,7 +88,7 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
                     path.display()
                 )));
             }
-            let password = if pkcs12 { Some(password(pkcs12_password_file.as_deref())?) } else { None };
+            let password = if pkcs12 { Some(read_password(pkcs12_password_file.as_deref())?) } else { None };
             let issued = match names.as_slice() {
                 [name] if agent => authority.issue_agent(name, days),
                 _ if agent => Err("an agent's certificate is for one name; issue one for each agent".into()),
@@ -124,7 +124,7 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
 }
 
 /// Reads the password for a PKCS#12 file.
-fn password(file: Option<&Path>) -> anyhow::Result<String> {
+fn read_password(file: Option<&Path>) -> anyhow::Result<String> {
     if let Some(path) = file {
         return password_of(path).map_err(usage_error);
     }
@@ -151,34 +151,26 @@ fn list(records: &[Record], json: bool) -> anyhow::Result<()> {
         });
         return output::json(&rows.collect::<Result<Vec<_>, serde_json::Error>>()?);
     }
-    let width = records.iter().map(|record| record.name.len()).max().unwrap_or(0).max("NAME".len());
-    output::line(format_args!("{:<width$}  {:<7}  {:<7}  {:<10}  SERIAL", "NAME", "FOR", "STATE", "UNTIL"))?;
-    for record in records {
+    let row = |record: &Record| {
         let kind = match record.kind {
             Kind::Server => "server",
             Kind::Agent => "agent",
             Kind::Unknown => "?",
         };
-        let until = record.not_after.to_string();
-        let until = until.get(..10).unwrap_or(&until);
-        output::line(format_args!(
-            "{:<width$}  {kind:<7}  {:<7}  {until:<10}  {}",
-            record.name,
-            record.state(now),
-            record.serial
-        ))?;
-    }
-    Ok(())
+        let until = record.not_after.strftime("%F").to_string();
+        [record.name.clone(), kind.into(), record.state(now).into(), until, record.serial.clone()]
+    };
+    let rows: Vec<_> = records.iter().map(row).collect();
+    output::table(["NAME", "FOR", "STATE", "UNTIL", "SERIAL"], &rows)
 }
 
 /// Prints the certificate, and an explanation to standard error, because standard output contains only the certificate.
 fn show(authority: &Authority) -> anyhow::Result<()> {
-    let until = authority.facts.not_after.to_string();
     output::warn(format_args!(
         "SHA-256 {}\nvalid until {}\nsave the certificate below on each client, and name the file with --ca-file or LOCKSTEP_CA_FILE; \
          browsers import it as an authority for web sites",
         authority.fingerprint,
-        until.get(..10).unwrap_or(&until)
+        authority.facts.not_after.strftime("%F")
     ));
     output::line(authority.pem.trim_end())
 }

@@ -49,7 +49,7 @@ impl CheckpointArgs {
     ///
     /// # Errors
     /// Exit status 2 if the job or the checkpoint does not exist.
-    pub(crate) async fn find(&self, api: &Api) -> anyhow::Result<(Job, Listed)> {
+    pub(crate) async fn find(&self, api: &Api) -> anyhow::Result<(Job, ListedCheckpoint)> {
         find(api, &self.job, &self.checkpoint).await
     }
 }
@@ -59,7 +59,7 @@ impl CheckpointArgs {
 ///
 /// # Errors
 /// Exit status 2 if the job, checkpoint or version does not exist.
-pub(crate) async fn find(api: &Api, named: &str, wanted: &str) -> anyhow::Result<(Job, Listed)> {
+pub(crate) async fn find(api: &Api, named: &str, wanted: &str) -> anyhow::Result<(Job, ListedCheckpoint)> {
     if !named.starts_with(SCHEME) {
         let job = api.find_job(named).await?;
         let chosen = choose(api, &job, wanted).await?;
@@ -79,13 +79,13 @@ pub(crate) async fn find(api: &Api, named: &str, wanted: &str) -> anyhow::Result
 
 /// A checkpoint in the server's list.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub(crate) struct Listed {
+pub(crate) struct ListedCheckpoint {
     pub(crate) id: String,
     #[serde(flatten)]
     pub(crate) info: CheckpointInfo,
 }
 
-impl Listed {
+impl ListedCheckpoint {
     /// Formats epoch and step, in the form that all commands print.
     pub(crate) fn name(&self) -> String {
         format!("{}-{}", self.info.epoch, self.info.step)
@@ -104,8 +104,9 @@ fn parse(name: &str) -> Option<(Option<u32>, u64)> {
 ///
 /// # Errors
 /// Exit status 2 if the checkpoint does not exist.
-pub(crate) async fn choose(api: &Api, job: &Job, wanted: &str) -> anyhow::Result<Listed> {
-    let all: Vec<Listed> = api.list(&format!("/jobs/{}/checkpoints", job.id), "checkpoints").await?;
+pub(crate) async fn choose(api: &Api, job: &Job, wanted: &str) -> anyhow::Result<ListedCheckpoint> {
+    let all: Vec<ListedCheckpoint> =
+        api.list(&format!("/jobs/{}/checkpoints", job.id), "checkpoints").await?;
     if all.is_empty() && job.external.is_some() {
         return Err(only_files(api, job).await?);
     }
@@ -127,7 +128,7 @@ pub(crate) async fn choose(api: &Api, job: &Job, wanted: &str) -> anyhow::Result
     found.cloned().ok_or_else(|| match all.len() {
         0 => usage_error(format!("{} has no checkpoint yet", job.id)),
         _ => {
-            let names: Vec<_> = all.iter().map(Listed::name).collect();
+            let names: Vec<_> = all.iter().map(ListedCheckpoint::name).collect();
             usage_error(format!("{} has no checkpoint {wanted}; it has {}", job.id, names.join(", ")))
         }
     })

@@ -60,7 +60,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         }
         Ok(jobs)
     })?;
-    let settings = differing(&jobs)?;
+    let settings = differing_settings(&jobs)?;
     if args.server.json {
         return output::json(&Comparison { jobs: &jobs, settings });
     }
@@ -71,7 +71,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     };
     let mut rows = vec![row("name", &|job| Some(job.name.clone()))];
     rows.extend(settings.iter().map(|(key, values)| {
-        [key.clone()].into_iter().chain(values.iter().map(in_words)).collect::<Vec<_>>()
+        [key.clone()].into_iter().chain(values.iter().map(format_value)).collect::<Vec<_>>()
     }));
     rows.extend(RESULTS.iter().map(|(name, of)| row(name, of)));
     // Runs from elsewhere have metrics with other names.
@@ -85,8 +85,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 }
 
 /// Returns the settings in which the jobs differ. Names of jobs do not count.
-fn differing(jobs: &[Job]) -> anyhow::Result<BTreeMap<String, Vec<Value>>> {
-    let all = jobs.iter().map(settings).collect::<anyhow::Result<Vec<_>>>()?;
+fn differing_settings(jobs: &[Job]) -> anyhow::Result<BTreeMap<String, Vec<Value>>> {
+    let all = jobs.iter().map(flat_settings).collect::<anyhow::Result<Vec<_>>>()?;
     let keys: BTreeSet<&String> = all.iter().flat_map(BTreeMap::keys).filter(|key| *key != "name").collect();
     let values = |key: &String| -> Vec<Value> {
         all.iter().map(|settings| settings.get(key).cloned().unwrap_or_default()).collect()
@@ -96,7 +96,7 @@ fn differing(jobs: &[Job]) -> anyhow::Result<BTreeMap<String, Vec<Value>>> {
 }
 
 /// Returns a job's settings by keys such as `train.lr`.
-fn settings(job: &Job) -> anyhow::Result<BTreeMap<String, Value>> {
+fn flat_settings(job: &Job) -> anyhow::Result<BTreeMap<String, Value>> {
     // Through text, so that 0.1 in single precision stays 0.1.
     let spec = match &job.external {
         Some(run) => json!({ "project": job.project, "config": run.config }),
@@ -123,7 +123,7 @@ pub(crate) fn flatten(key: String, value: Value, settings: &mut BTreeMap<String,
     }
 }
 
-fn in_words(value: &Value) -> String {
+fn format_value(value: &Value) -> String {
     match value {
         Value::Null => "–".into(),
         Value::String(text) => text.clone(),

@@ -11,7 +11,7 @@ use std::{
 /// # Errors
 /// Exit status 2: the answer is not yes (the message says that `kept` stays unchanged), or there is no terminal (the message names
 /// `--yes`).
-pub(crate) fn confirmed(yes: bool, question: impl Display, kept: impl Display) -> anyhow::Result<()> {
+pub(crate) fn confirm(yes: bool, question: impl Display, kept: impl Display) -> anyhow::Result<()> {
     if yes {
         return Ok(());
     }

@@ -8,7 +8,7 @@ mod prepare;
 use super::{
     api::{Api, ServerArgs},
     block_on,
-    confirm::confirmed,
+    confirm::confirm,
     output, usage_error,
 };
 use indicatif::ProgressBar;
@@ -38,7 +38,7 @@ pub(crate) enum Action {
         path: PathBuf,
         /// First write a copy that trains faster, like `dataset prepare`, and register the copy. Larger pictures are resized to a
         /// short side of this many pixels
-        #[arg(long, value_name = "SIDE", value_parser = prepare::side())]
+        #[arg(long, value_name = "SIDE", value_parser = prepare::side_parser())]
         prepare: Option<u32>,
         /// Folder for the copy [default: PATH-SIDE, next to PATH]
         #[arg(long, value_name = "DIR", requires = "prepare")]
@@ -88,7 +88,7 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
                 .map_err(|e| usage_error(format!("{}: {e}", path.display())))?;
             let api = server.api()?;
             if let Some(short_side) = prepare {
-                path = prepared(&api, &name, &path, &pictures.settings(short_side), to, server.json)?;
+                path = prepare_copy(&api, &name, &path, &pictures.settings(short_side), to, server.json)?;
             }
             let dataset =
                 block_on(register(&api, &json!({ "name": name, "path": path, "private": private })))?;
@@ -96,7 +96,7 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
                 return output::json(&dataset);
             }
             output::line(format_args!("{}: {}", dataset.name, describe(&dataset.info)))?;
-            broken_files(&dataset.info)
+            print_broken_files(&dataset.info)
         }
         Action::Get(args) => get::run(&args),
         Action::Prepare(args) => prepare::run(&args),
@@ -111,7 +111,7 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
             }
             let rows: Vec<_> = datasets
                 .iter()
-                .map(|d| [d.name.clone(), d.info.format.clone(), splits(&d.info), d.path.clone()])
+                .map(|d| [d.name.clone(), d.info.format.clone(), describe_splits(&d.info), d.path.clone()])
                 .collect();
             output::table(["NAME", "FORMAT", "PICTURES", "PATH"], &rows)
         }
@@ -121,7 +121,7 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
 }
 
 /// Writes the copy that is to be registered as `name`, and returns its path.
-fn prepared(
+fn prepare_copy(
     api: &Api,
     name: &str,
     path: &Path,
@@ -130,7 +130,7 @@ fn prepared(
     quiet: bool,
 ) -> anyhow::Result<PathBuf> {
     // Writing a copy takes hours, so a name in use is reported before.
-    if let Some(taken) = block_on(find(api, name))? {
+    if let Some(taken) = block_on(find_by_name(api, name))? {
         return Err(usage_error(format!(
             "a dataset is already called {name} ({}); choose another name, or remove that dataset first",
             taken.path
@@ -150,11 +150,11 @@ fn prepared(
 }
 
 /// Returns the dataset that is registered under this name.
-async fn find(api: &Api, name: &str) -> anyhow::Result<Option<Dataset>> {
+async fn find_by_name(api: &Api, name: &str) -> anyhow::Result<Option<Dataset>> {
     Ok(api.list::<Dataset>("/datasets", "datasets").await?.into_iter().find(|d| d.name == name))
 }
 
-fn unknown(name: &str) -> anyhow::Error {
+fn unknown_dataset(name: &str) -> anyhow::Error {
     usage_error(format!("no dataset is called {name}; `lockstep dataset list` shows all datasets"))
 }
 
@@ -162,7 +162,7 @@ fn remove(name: &str, yes: bool, server: &ServerArgs) -> anyhow::Result<()> {
     let api = server.api()?;
     block_on(async {
         // Registered names have no characters with a special meaning in URLs.
-        let dataset = find(&api, name).await?.ok_or_else(|| unknown(name))?;
+        let dataset = find_by_name(&api, name).await?.ok_or_else(|| unknown_dataset(name))?;
         let kept = match dataset.is_uploaded() {
             true => "its uploaded files are also deleted".to_owned(),
             false => format!("its files stay at {}", dataset.path),
@@ -171,8 +171,8 @@ fn remove(name: &str, yes: bool, server: &ServerArgs) -> anyhow::Result<()> {
             "Remove {name}? If so, {kept}. Jobs that trained on it can neither be evaluated nor run again until a dataset is \
              registered under this name."
         );
-        confirmed(yes, question, format_args!("dataset {name}"))?;
-        api.request(Method::DELETE, &format!("/datasets/{name}"), None::<&()>).await?;
+        confirm(yes, question, format_args!("dataset {name}"))?;
+        api.delete(&format!("/datasets/{name}")).await?;
         let value = json!({ "removed": name, "path": dataset.path });
         output::print(server.json, &value, format_args!("{name} removed; {kept}"))
     })
@@ -188,7 +188,7 @@ pub(super) async fn register_as(
     path: &Path,
     private: bool,
 ) -> anyhow::Result<Dataset> {
-    match find(api, name).await? {
+    match find_by_name(api, name).await? {
         Some(there) if Path::new(&there.path) == path => Ok(there),
         Some(other) => Err(usage_error(format!(
             "a dataset is already called {name} ({}); register this one under another name: lockstep dataset add OTHER {}",
@@ -200,7 +200,7 @@ pub(super) async fn register_as(
 }
 
 /// Returns the registered dataset with this path.
-pub(super) async fn at(api: &Api, path: &Path) -> anyhow::Result<Option<Dataset>> {
+pub(super) async fn find_by_path(api: &Api, path: &Path) -> anyhow::Result<Option<Dataset>> {
     Ok(api.list::<Dataset>("/datasets", "datasets").await?.into_iter().find(|d| Path::new(&d.path) == path))
 }
 
@@ -215,7 +215,7 @@ async fn register(api: &Api, new: &Value) -> anyhow::Result<Dataset> {
         }
         let under_way: Value = api.read(response).await?;
         let number = |key: &str| under_way.get(key).and_then(Value::as_u64);
-        show(&bar, number("inspected").zip(number("total")));
+        show_progress(&bar, number("inspected").zip(number("total")));
     }
 }
 
@@ -224,7 +224,7 @@ fn inspection_bar() -> ProgressBar {
     ProgressBar::new(0).with_style(output::bar_style("inspecting {pos} of {len} [{bar:30}] {eta} left"))
 }
 
-fn show(bar: &ProgressBar, inspected: Option<(u64, u64)>) {
+fn show_progress(bar: &ProgressBar, inspected: Option<(u64, u64)>) {
     if let Some((done, total)) = inspected {
         bar.set_length(total);
         bar.set_position(done);
@@ -243,7 +243,7 @@ pub(super) fn inspect_files(path: &Path) -> anyhow::Result<DatasetInfo> {
             // The loop ends when the sender is dropped.
             while is_done.recv_timeout(UPDATE_INTERVAL) == Err(RecvTimeoutError::Timeout) {
                 let progress = lockstep_data::index_progress(path);
-                show(bar, progress.map(|progress| (progress.done, progress.total)));
+                show_progress(bar, progress.map(|progress| (progress.done, progress.total)));
             }
             bar.finish_and_clear();
         });
@@ -263,7 +263,7 @@ fn inspect(name: &str, server: &ServerArgs) -> anyhow::Result<()> {
         inspect_files(Path::new(name))?
     } else {
         let api = server.api()?;
-        block_on(find(&api, name))?.ok_or_else(|| unknown(name))?.info
+        block_on(find_by_name(&api, name))?.ok_or_else(|| unknown_dataset(name))?.info
     };
     if server.json {
         return output::json(&info);
@@ -281,11 +281,11 @@ fn inspect(name: &str, server: &ServerArgs) -> anyhow::Result<()> {
             .collect();
         output::line(format_args!("  {index:>4}  {:<24}{}", output::one_line(class), counts.join(", ")))?;
     }
-    broken_files(&info)
+    print_broken_files(&info)
 }
 
 /// Prints the files that are left out, each with the reason.
-fn broken_files(info: &DatasetInfo) -> anyhow::Result<()> {
+fn print_broken_files(info: &DatasetInfo) -> anyhow::Result<()> {
     if let Some(note) = info.unlabelled_note() {
         output::line(note)?;
     }
@@ -293,17 +293,17 @@ fn broken_files(info: &DatasetInfo) -> anyhow::Result<()> {
         let [file, detail] = [&broken.file, &broken.detail].map(|text| output::one_line(text));
         output::line(format_args!("broken: {file}: {detail}"))?;
     }
-    unnamed(info.broken_count.saturating_sub(info.broken.len() as u64))
+    print_more_broken_files(info.broken_count.saturating_sub(info.broken.len() as u64))
 }
 
-fn unnamed(count: u64) -> anyhow::Result<()> {
+fn print_more_broken_files(count: u64) -> anyhow::Result<()> {
     if count > 0 {
         output::line(format_args!("and {}", plural(count, "more broken file")))?;
     }
     Ok(())
 }
 
-fn splits(info: &DatasetInfo) -> String {
+fn describe_splits(info: &DatasetInfo) -> String {
     let one = |split: &SplitInfo| format!("{} {}", split.samples, output::one_line(&split.name));
     info.splits.iter().map(one).collect::<Vec<_>>().join(", ")
 }
@@ -322,7 +322,7 @@ pub(super) fn describe(info: &DatasetInfo) -> String {
         info.format,
         plural(info.classes.len() as u64, "class"),
         plural(info.channels.into(), "channel"),
-        splits(info)
+        describe_splits(info)
     )
 }
 

@@ -3,8 +3,7 @@
 //! The command asks for confirmation, because a deleted checkpoint cannot be restored. Without a terminal it needs `--yes`. `cancel` does
 //! not ask, because `retry` continues a cancelled job.
 
-use super::{api::ServerArgs, block_on, confirm::confirmed, output};
-use reqwest::Method;
+use super::{api::ServerArgs, block_on, confirm::confirm, output};
 
 /// Delete a job with its history, logs and checkpoints
 #[derive(clap::Args)]
@@ -30,8 +29,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             "Delete {} ({}, {}) with its history, logs and checkpoints? This cannot be undone.",
             job.name, job.id, job.state
         );
-        confirmed(args.yes, question, &job.id)?;
-        api.request(Method::DELETE, &format!("/jobs/{}", job.id), None::<&()>).await?;
+        confirm(args.yes, question, &job.id)?;
+        api.delete(&format!("/jobs/{}", job.id)).await?;
         let value = serde_json::json!({ "deleted": job.id });
         output::print(args.server.json, &value, format_args!("{} deleted", job.id))
     })

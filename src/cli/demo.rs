@@ -1,11 +1,13 @@
 //! `lockstep demo`: a server with a bundled dataset and a job that trains on it.
 
 use super::{
-    access::from_file,
+    access::read_token_file,
     api::Api,
-    browser::Opened,
+    browser::SignInFile,
     bundled::PICTURES,
-    init_tracing, output,
+    init_tracing,
+    local_agent::AgentLog,
+    output,
     serve::{FILE_THREADS_TIMEOUT, Server, StopSignals, resolve},
     usage_error, watch,
 };
@@ -75,17 +77,20 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 
 /// Runs the demo on a running server. Returns the demo's result.
 async fn show(server: &mut Server, data_dir: &Path, args: &Args) -> anyhow::Result<()> {
-    let api = Api::at(&server.url(), None, Some(from_file(&data_dir.join("token"))?))?;
+    let api = Api::new(&server.url(), None, Some(read_token_file(&data_dir.join("token"))?))?;
     let dataset = unpack(data_dir)?;
     cancel_leftovers(&api).await?;
     let slots = lockstep_host::cores().max(args.ranks);
-    server.start_agent(vec![("--cpu-slots", slots.to_string())], true).await?;
+    server.start_agent(vec![("--cpu-slots", slots.to_string())], AgentLog::File).await?;
     register(&api, &dataset, data_dir).await?;
     let job: Job = api.post("/jobs", &specification(args.ranks)).await?;
     let page = format!("/jobs/{}", job.id);
     // The link signs in one browser, once. `lockstep login-link` prints another link.
     output::line(format_args!("dashboard: {}", server.running.login_link(&page)?))?;
-    let _opened = Opened::of(&server.running, &page, data_dir, !args.no_open);
+    let mut sign_in_file = SignInFile::new(data_dir);
+    if !args.no_open {
+        sign_in_file.open(&server.running, &page);
+    }
     output::line(format_args!(
         "training {} with {} on {DATASET}: {}{page}",
         job.spec.model.arch.name(),

@@ -3,7 +3,6 @@
 use super::{api::ServerArgs, block_on, output};
 use clap::ArgGroup;
 use lockstep_protocol::Job;
-use reqwest::Method;
 use serde_json::{Map, Value};
 
 /// Change a job's priority in the queue, its project, notes or tags
@@ -49,7 +48,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     block_on(async {
         let job = api.find_job(&args.job).await?;
         let path = format!("/jobs/{}", job.id);
-        api.request(Method::PATCH, &path, Some(&change)).await?;
+        api.patch::<Value>(&path, &change).await?;
         let job: Job = api.get(&path).await?;
         let tags = if job.tags.is_empty() { "none".into() } else { job.tags.join(", ") };
         let (id, name, priority) = (&job.id, output::one_line(&job.name), job.spec.priority);

@@ -12,7 +12,7 @@ use lockstep_protocol::{
     inspect::{MAX_NEIGHBOURS, ModelEvaluation, NearestNeighbours},
     numbers::{percent, plural, standard_error},
 };
-use reqwest::{Method, StatusCode};
+use reqwest::StatusCode;
 use serde::Serialize;
 use serde_json::Value;
 use std::time::Duration;
@@ -81,7 +81,7 @@ async fn wait(api: &Api, path: &str) -> anyhow::Result<Value> {
     let bar = ProgressBar::new_spinner();
     bar.set_style(output::bar_style("{msg} {elapsed}"));
     loop {
-        let response = api.request(Method::GET, path, None::<&()>).await?;
+        let response = api.get_response(path).await?;
         let ready = response.status() != StatusCode::ACCEPTED;
         let reply: Value = api.read(response).await?;
         if ready {
@@ -130,14 +130,14 @@ fn print(checkpoint: &str, found: &ModelEvaluation) -> anyhow::Result<()> {
         .collect();
     output::table(["CLASS", "PICTURES", "PRECISION", "RECALL", "F1"], &rows)?;
     let name = |class: usize| found.classes.get(class).map_or("?".into(), |c| output::one_line(&c.name));
-    for (count, of, taken_for) in confused(found) {
+    for (count, of, taken_for) in most_frequent_confusions(found) {
         output::line(format_args!("{count} of {} taken for {}", name(of), name(taken_for)))?;
     }
     Ok(())
 }
 
 /// Returns how many pictures of one class were classified as another class, the largest number first.
-fn confused(found: &ModelEvaluation) -> Vec<(u64, usize, usize)> {
+fn most_frequent_confusions(found: &ModelEvaluation) -> Vec<(u64, usize, usize)> {
     let row = |(of, row): (usize, &Vec<u64>)| {
         row.iter().enumerate().map(move |(taken_for, count)| (*count, of, taken_for)).collect::<Vec<_>>()
     };

@@ -150,17 +150,17 @@ impl Event {
     pub(super) fn start(wall_time: f64, hparams: BTreeMap<String, Hparam>) -> Self {
         let start = SessionStart { hparams, start_time_secs: wall_time };
         let data = HparamsData { session_start_info: Some(start), session_end_info: None };
-        Self::of_hparams(wall_time, "_hparams_/session_start_info", &data)
+        Self::hparams_event(wall_time, "_hparams_/session_start_info", &data)
     }
 
     /// Returns the event that ends a run.
     pub(super) fn end(wall_time: f64, succeeded: bool) -> Self {
         let end = SessionEnd { status: if succeeded { 1 } else { 2 }, end_time_secs: wall_time };
         let data = HparamsData { session_start_info: None, session_end_info: Some(end) };
-        Self::of_hparams(wall_time, "_hparams_/session_end_info", &data)
+        Self::hparams_event(wall_time, "_hparams_/session_end_info", &data)
     }
 
-    fn of_hparams(wall_time: f64, tag: &str, data: &HparamsData) -> Self {
+    fn hparams_event(wall_time: f64, tag: &str, data: &HparamsData) -> Self {
         let plugin_data = PluginData { plugin_name: "hparams".into(), content: data.encode_to_vec() };
         let metadata = Some(SummaryMetadata { plugin_data: Some(plugin_data) });
         let value = vec![SummaryValue { tag: tag.into(), metadata, ..SummaryValue::default() }];

@@ -3,8 +3,6 @@
 use super::api::Api;
 use anyhow::Context;
 use futures_util::StreamExt;
-use lockstep_protocol::JobId;
-use reqwest::Method;
 use std::{borrow::Cow, collections::BTreeMap};
 
 /// A point of one metric of one rank.
@@ -20,13 +18,13 @@ pub(super) struct Point {
 ///
 /// # Errors
 /// See [`Api::get`]. Also if the connection breaks.
-pub(super) async fn of_rank(
+pub(super) async fn read_points(
     api: &Api,
-    job: &JobId,
+    job: &str,
     rank: u32,
 ) -> anyhow::Result<BTreeMap<String, Vec<Point>>> {
     let path = format!("/jobs/{job}/metrics.csv?ranks={rank}");
-    let mut body = api.request(Method::GET, &path, None::<&()>).await?.bytes_stream();
+    let mut body = api.get_response(&path).await?.bytes_stream();
     let (mut all, mut text) = (BTreeMap::<String, Vec<Point>>::new(), Vec::<u8>::new());
     while let Some(part) = body.next().await {
         text.extend_from_slice(&part.context("the connection broke during the metrics; try again")?);

@@ -7,7 +7,7 @@ mod wandb;
 
 use super::{
     api::{Api, ServerArgs},
-    block_on, describe_error, output, usage_error,
+    block_on, describe_error, history, output, usage_error,
 };
 use anyhow::Context;
 use lockstep_protocol::{
@@ -16,7 +16,6 @@ use lockstep_protocol::{
     metric::name_mistake,
     numbers::plural,
 };
-use reqwest::Method;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
@@ -108,7 +107,7 @@ pub(crate) fn run(format: &Format) -> anyhow::Result<()> {
                 }
             };
             for run in runs {
-                match send(&api, run, source.project.as_deref()).await {
+                match upload(&api, run, source.project.as_deref()).await {
                     Ok(report) if source.server.json => reports.push(report),
                     Ok(report) => output::line(report.describe())?,
                     Err(error) => {
@@ -172,7 +171,7 @@ struct Record {
 }
 
 /// Derives a run's id from its source.
-fn id_of(kind: &str, parts: &[&[u8]]) -> String {
+fn derive_id(kind: &str, parts: &[&[u8]]) -> String {
     let mut hash = Sha256::new();
     for part in parts {
         hash.update((part.len() as u64).to_le_bytes());
@@ -229,7 +228,7 @@ impl Run {
 
     /// Leaves out the newest records of a run without an end: the program may still log at their time, and the server identifies records
     /// only by their numbers.
-    fn hold_back(&mut self) {
+    fn drop_newest_records(&mut self) {
         let Some(newest) = self.records.last().map(|record| record.at) else { return };
         let kept = match newest {
             Some(_) => self.records.iter().rposition(|record| record.at != newest).map_or(0, |last| last + 1),
@@ -266,7 +265,7 @@ impl Report {
 }
 
 /// Sends the records of a run that the server lacks.
-async fn send(api: &Api, mut run: Run, project: Option<&str>) -> anyhow::Result<Report> {
+async fn upload(api: &Api, mut run: Run, project: Option<&str>) -> anyhow::Result<Report> {
     #[derive(Deserialize)]
     struct Stored {
         acknowledged: u64,
@@ -277,7 +276,7 @@ async fn send(api: &Api, mut run: Run, project: Option<&str>) -> anyhow::Result<
         records: &'a [Record],
     }
     if run.failure == Some(Failure::NoEnd) {
-        run.hold_back();
+        run.drop_newest_records();
     }
     let path = format!("/runs/{}", run.id);
     let is_known = api.find::<Value>(&format!("{path}/files")).await?.is_some();
@@ -332,8 +331,7 @@ async fn send(api: &Api, mut run: Run, project: Option<&str>) -> anyhow::Result<
     let news = json!({
         "config": run.config, "summary": run.summary, "state": state, "reason": reason, "ended_at": run.ended_at,
     });
-    let response = api.request(Method::PATCH, &path, Some(&news)).await?;
-    let job: Value = api.read(response).await?;
+    let job: Value = api.patch(&path, &news).await?;
     let text = |key: &str| job.get(key).and_then(Value::as_str).unwrap_or_default().to_owned();
     Ok(Report {
         job: text("id"),
@@ -352,34 +350,41 @@ async fn send(api: &Api, mut run: Run, project: Option<&str>) -> anyhow::Result<
 /// The points differ.
 async fn check_stored(api: &Api, path: &str, run: &Run, acknowledged: u64) -> anyhow::Result<()> {
     // The response to an update without a change is the job.
-    let response = api.request(Method::PATCH, path, Some(&json!({}))).await?;
-    let job: Value = api.read(response).await?;
+    let job: Value = api.patch(path, &json!({})).await?;
     let id = job.get("id").and_then(Value::as_str).unwrap_or_default();
-    let csv = api.request(Method::GET, &format!("/jobs/{id}/metrics.csv"), None::<&()>).await?.text().await?;
+    let mut stored = HashMap::new();
+    for (name, series) in history::read_points(api, id, 0).await? {
+        stored.extend(series.iter().map(|point| ((name.clone(), point.step), finite_bits(point.value))));
+    }
     let mut points = HashMap::new();
     for record in run.records.iter().take(usize::try_from(acknowledged)?) {
         for (name, value) in &record.values {
             let number = value.as_f64().or_else(|| value.as_str()?.parse().ok()).unwrap_or_default();
-            points.insert((name.clone(), record.step), table::bits(number as f32));
+            points.insert((name.clone(), record.step), finite_bits(number as f32));
         }
     }
     anyhow::ensure!(
-        points == table::stored_points(&csv),
+        points == stored,
         "the file does not begin with the rows that were imported from it as job {id}, so nothing was added: import it as another run with \
          --id and a name, or delete the job first"
     );
     Ok(())
 }
 
-/// The entries of a folder in the order of their names.
-fn entries(folder: &Path) -> anyhow::Result<Vec<PathBuf>> {
+/// Returns the bits of a value for comparisons. `None` if it is not finite, because the server's CSV does not distinguish such values.
+fn finite_bits(value: f32) -> Option<u32> {
+    value.is_finite().then(|| value.to_bits())
+}
+
+/// Returns the paths in a folder, sorted.
+fn sorted_entries(folder: &Path) -> anyhow::Result<Vec<PathBuf>> {
     let entries = fs::read_dir(folder).with_context(|| folder.display().to_string())?;
     let mut paths = entries.map(|entry| Ok(entry?.path())).collect::<std::io::Result<Vec<_>>>()?;
     paths.sort();
     Ok(paths)
 }
 
-/// The last part of a path as text.
+/// Returns the last part of a path as text.
 fn file_name(path: &Path) -> String {
     let whole = path.canonicalize().unwrap_or_else(|_| path.to_owned());
     whole.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned())
@@ -399,7 +404,7 @@ fn check_folder(path: &Path) -> anyhow::Result<()> {
 
 /// Adds the numbers in a value with their names; names of nested values are joined by dots. Returns the count of parts that are not
 /// numbers.
-fn numbers(name: &str, value: &Value, found: &mut Vec<(String, f64)>) -> u64 {
+fn collect_numbers(name: &str, value: &Value, found: &mut Vec<(String, f64)>) -> u64 {
     match value {
         Value::Number(number) => found.extend(number.as_f64().map(|value| (name.to_owned(), value))),
         Value::Bool(flag) => found.push((name.to_owned(), f64::from(u8::from(*flag)))),
@@ -408,7 +413,10 @@ fn numbers(name: &str, value: &Value, found: &mut Vec<(String, f64)>) -> u64 {
         Value::String(text) if text == "-Infinity" => found.push((name.to_owned(), f64::NEG_INFINITY)),
         // W&B's format of an image, a table or a histogram.
         Value::Object(fields) if !fields.contains_key("_type") => {
-            return fields.iter().map(|(key, value)| numbers(&format!("{name}.{key}"), value, found)).sum();
+            return fields
+                .iter()
+                .map(|(key, value)| collect_numbers(&format!("{name}.{key}"), value, found))
+                .sum();
         }
         _ => return 1,
     }
@@ -445,7 +453,7 @@ mod tests {
     fn nested_values_are_named_by_their_path_and_media_are_left_out() {
         let mut found = Vec::new();
         let value = json!({"b": 1, "c": {"d": 2.5, "e": "text"}, "f": {"_type": "image-file", "size": 3}});
-        assert_eq!(numbers("a", &value, &mut found), 2);
+        assert_eq!(collect_numbers("a", &value, &mut found), 2);
         assert_eq!(found, [("a.b".to_owned(), 1.0), ("a.c.d".to_owned(), 2.5)]);
     }
 }

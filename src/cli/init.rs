@@ -71,7 +71,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let info = dataset::inspect_files(&path)?;
     let suggest = if args.quick { Suggestion::quick } else { Suggestion::of };
     let choice = suggest(&info).map_err(|e| usage_error(format!("{}: {e}", path.display())))?;
-    let text = job_file(&path, &info, &choice);
+    let text = format_job_file(&path, &info, &choice);
     if let Err(mistakes) = from_toml(&text) {
         let mistakes: Vec<_> = mistakes.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
         return Err(usage_error(format!(
@@ -87,7 +87,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         })?;
     file.write_all(text.as_bytes())?;
     output::line(format_args!("{shown}: {}", dataset::describe(&info)))?;
-    match secs_per_picture(&args.output, choice.batch) {
+    match measure_secs_per_picture(&args.output, choice.batch) {
         Ok(secs) => {
             let quick = Suggestion::quick(&info).ok().filter(|_| !args.quick);
             output::line(format_estimate(secs, &choice, quick.as_ref()))?;
@@ -121,7 +121,7 @@ fn format_estimate(secs: f64, choice: &Suggestion, quick: Option<&Suggestion>) -
 ///
 /// # Errors
 /// The job cannot be trained on this machine, or takes too long. The error is a sentence.
-fn secs_per_picture(file: &Path, batch: u64) -> Result<f64, String> {
+fn measure_secs_per_picture(file: &Path, batch: u64) -> Result<f64, String> {
     let folder = tempfile::tempdir().map_err(|e| e.to_string())?;
     let batch = batch.min(MAX_BATCH);
     let stderr_path = folder.path().join("stderr");
@@ -186,7 +186,7 @@ fn wait_for_exit(child: &mut Child) -> std::io::Result<Option<ExitStatus>> {
 }
 
 /// Returns the text of the job file.
-fn job_file(path: &Path, info: &DatasetInfo, choice: &Suggestion) -> String {
+fn format_job_file(path: &Path, info: &DatasetInfo, choice: &Suggestion) -> String {
     let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     let name: String = name.chars().filter(|c| c.is_ascii_graphic()).take(100).collect();
     let name = if name.is_empty() { "pictures".into() } else { name };
@@ -195,9 +195,9 @@ fn job_file(path: &Path, info: &DatasetInfo, choice: &Suggestion) -> String {
          listed here have their defaults.\n\n",
     );
     let _ = writeln!(text, "name = {name:?}\n\n[data]");
-    comment(&mut text, &format!("{}.", dataset::describe(info)));
-    comment(&mut text, &classes(info));
-    comment(
+    write_comment(&mut text, &format!("{}.", dataset::describe(info)));
+    write_comment(&mut text, &describe_classes(info));
+    write_comment(
         &mut text,
         "A path, for `lockstep train`; `lockstep submit` registers the folder under its name, and accepts that name here, too.",
     );
@@ -208,12 +208,12 @@ fn job_file(path: &Path, info: &DatasetInfo, choice: &Suggestion) -> String {
     {
         text += section;
         for CommentedKeys { comment: words, toml } in keys {
-            comment(&mut text, words);
+            write_comment(&mut text, words);
             let _ = writeln!(text, "{toml}");
         }
     }
     text += "\n[parallel]\n";
-    comment(
+    write_comment(
         &mut text,
         "Each rank has one GPU, or a share of the CPU's cores. Ranks divide train.global_batch_size, and the result is the same for any number; \
          for the CIFAR family even the bits are the same if each rank's part is a multiple of 8.",
@@ -223,7 +223,7 @@ fn job_file(path: &Path, info: &DatasetInfo, choice: &Suggestion) -> String {
 }
 
 /// Lists the classes with their numbers of training pictures.
-fn classes(info: &DatasetInfo) -> String {
+fn describe_classes(info: &DatasetInfo) -> String {
     let train = info.splits.iter().find(|split| split.name == "train");
     let count = |index: usize| train.and_then(|split| split.per_class.get(index)).copied().unwrap_or(0);
     let named = info.classes.iter().enumerate().take(MAX_CLASSES_NAMED);
@@ -235,19 +235,10 @@ fn classes(info: &DatasetInfo) -> String {
 }
 
 /// Appends text as comment lines.
-fn comment(text: &mut String, words: &str) {
+fn write_comment(text: &mut String, words: &str) {
     const WIDTH: usize = 110;
-    let mut line = String::from("#");
     // A path or a class may have characters that would end the comment line.
-    for word in output::one_line(words).split_whitespace() {
-        if line.len() > 1 && line.chars().count() + 1 + word.chars().count() > WIDTH {
-            let _ = writeln!(text, "{line}");
-            line = String::from("#");
-        }
-        line.push(' ');
-        line.push_str(word);
-    }
-    let _ = writeln!(text, "{line}");
+    *text += &output::wrap(&output::one_line(words), WIDTH, "# ", "# ");
 }
 
 #[cfg(test)]

@@ -44,7 +44,7 @@ pub(crate) fn run(args: &Args, action: &str) -> anyhow::Result<()> {
         }
         let mut ended = Vec::new();
         for job in asked {
-            let job = match watch::until(&api, job, &is_done).await {
+            let job = match watch::wait_until(&api, job, &is_done).await {
                 Ok(job) => job,
                 Err(error) => {
                     errors.push(error);

@@ -15,20 +15,32 @@ use std::path::{Path, PathBuf};
 /// Maximum size of a job file. The server has the same limit for a specification.
 const JOB_FILE_BYTES: u64 = 1 << 20;
 
-/// Replaces a dataset's path by its registered name, also among the values of a sweep. If `may`, registers an unregistered path under its
-/// folder's name, so that the file that `lockstep init` writes works with `train` and with `submit`.
-pub(super) async fn name_dataset(api: &Api, document: &mut Value, may: bool) -> anyhow::Result<()> {
+/// What [`name_dataset`] does with a path at which no dataset is registered.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum UnknownPath {
+    /// Registers the path under its folder's name, so that the file that `lockstep init` writes works with `train` and with `submit`.
+    Register,
+    /// Leaves the path in the document.
+    Keep,
+}
+
+/// Replaces a dataset's path by its registered name, also among the values of a sweep.
+pub(super) async fn name_dataset(
+    api: &Api,
+    document: &mut Value,
+    unknown_path: UnknownPath,
+) -> anyhow::Result<()> {
     let private = document.get("private").and_then(Value::as_bool).unwrap_or(false);
-    for pointer in places(document, "data", "dataset") {
+    for pointer in pointers_to(document, "data", "dataset") {
         let Some(given) = document.pointer_mut(&pointer) else { continue };
         let Some(path) =
             given.as_str().filter(|text| text.contains(std::path::is_separator)).map(PathBuf::from)
         else {
             continue;
         };
-        let found = match dataset::at(api, &path).await? {
+        let found = match dataset::find_by_path(api, &path).await? {
             Some(found) => found,
-            None if may && path.is_dir() => {
+            None if unknown_path == UnknownPath::Register && path.is_dir() => {
                 let name = dataset_name(&path);
                 output::warn(format_args!("registering {} as the dataset {name}", path.display()));
                 dataset::register_as(api, &name, &path, private).await?
@@ -41,7 +53,7 @@ pub(super) async fn name_dataset(api: &Api, document: &mut Value, may: bool) -> 
 }
 
 /// Returns JSON pointers to all values of a key: the value in the job, and the values in its section `sweep`.
-fn places(document: &Value, section: &str, key: &str) -> Vec<String> {
+fn pointers_to(document: &Value, section: &str, key: &str) -> Vec<String> {
     let mut places = vec![format!("/{section}/{key}")];
     for parameter in [format!("{section}/{key}"), format!("{section}.{key}")] {
         let values = format!("/sweep/parameters/{parameter}/values");
@@ -90,7 +102,7 @@ pub(super) fn document_as_written(path: &Path, sets: &[String]) -> anyhow::Resul
 /// Exit status 2 if the weights have not been downloaded.
 fn find_weights(document: &mut Value) -> anyhow::Result<()> {
     let Some(given) = document.pointer_mut("/model/pretrained") else { return Ok(()) };
-    let Some(place) = given.as_str().filter(|name| !Path::new(name).exists()).and_then(weights::place_of)
+    let Some(place) = given.as_str().filter(|name| !Path::new(name).exists()).and_then(weights::path_of)
     else {
         return Ok(());
     };
@@ -109,13 +121,17 @@ fn find_weights(document: &mut Value) -> anyhow::Result<()> {
 /// # Errors
 /// Exit status 2. The message lists every mistake in the document.
 pub(super) fn check(path: &Path, document: &Value) -> anyhow::Result<JobSpec> {
-    read(document).map_err(|mistakes| refused(path, &mistakes))
+    read(document).map_err(|mistakes| mistakes_error(path, &mistakes))
 }
 
-/// Returns the error for a job file with these mistakes.
-pub(super) fn refused(path: &Path, mistakes: &[SpecError]) -> anyhow::Error {
+/// Returns the error for a job file with these mistakes, one per line.
+pub(super) fn mistakes_error(path: &Path, mistakes: &[SpecError]) -> anyhow::Error {
     let lines: Vec<_> = mistakes.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
-    usage_error(format_mistakes(path, &lines))
+    let count = match lines.len() {
+        1 => "a mistake".to_owned(),
+        count => format!("{count} mistakes"),
+    };
+    usage_error(format!("{} has {count}:\n  {}", path.display(), lines.join("\n  ")))
 }
 
 /// Parses a job's document, and checks that its strategies fit its network.
@@ -127,11 +143,6 @@ pub(super) fn read(document: &Value) -> Result<JobSpec, Vec<SpecError>> {
     let mistaken = |detail| vec![SpecError { pointer: "/parallel".into(), detail }];
     plan::check(&spec).map_err(mistaken)?;
     Ok(spec)
-}
-
-/// Formats the mistakes in a job file, one per line.
-pub(super) fn format_mistakes(path: &Path, lines: &[String]) -> String {
-    format!("{} has {}:\n  {}", path.display(), count(lines.len(), "mistake"), lines.join("\n  "))
 }
 
 /// Returns the path of a job's dataset on this machine. A relative path refers to the working directory or to the job file's folder.
@@ -158,7 +169,7 @@ fn job_file(path: &Path) -> anyhow::Result<String> {
 /// Makes paths absolute, because the server has another working directory.
 pub(super) fn make_paths_absolute(document: &mut Value) {
     let mut absolute = |section: &str, key: &str, is_path: fn(&str) -> bool| {
-        for pointer in places(document, section, key) {
+        for pointer in pointers_to(document, section, key) {
             let Some(value) = document.pointer_mut(&pointer) else { continue };
             if let Some(text) = value.as_str()
                 && is_path(text)
@@ -171,10 +182,6 @@ pub(super) fn make_paths_absolute(document: &mut Value) {
     absolute("data", "dataset", |text| text.contains(std::path::is_separator));
     // Other values are ids of checkpoints, or paths on the machine that trains.
     absolute("model", "pretrained", |text| Path::new(text).exists());
-}
-
-fn count(n: usize, noun: &str) -> String {
-    if n == 1 { format!("a {noun}") } else { format!("{n} {noun}s") }
 }
 
 #[cfg(test)]

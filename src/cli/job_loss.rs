@@ -14,7 +14,7 @@ pub(crate) struct JobLoss {
 
 impl JobLoss {
     /// Creates a collection for an attempt with this many ranks.
-    pub(crate) fn of(ranks: usize) -> Self {
+    pub(crate) fn new(ranks: usize) -> Self {
         Self { ranks, ..Self::default() }
     }
 
@@ -41,7 +41,7 @@ mod tests {
 
     #[test]
     fn a_step_counts_once_all_ranks_have_reported_it() {
-        let mut loss = JobLoss::of(2);
+        let mut loss = JobLoss::new(2);
         assert_eq!(loss.add([(1, 2.0), (2, 1.0), (3, 1.0)]), []);
         assert_eq!(loss.newest, None, "rank 0's is not the job's");
         assert_eq!(loss.add([(1, 4.0)]), [(1, 3.0)]);

@@ -18,10 +18,12 @@ mod uploads;
 use super::{
     WrongRequest,
     api::{Api, ServerArgs},
-    block_on, describe_error, job_file, output, usage_error,
+    block_on, describe_error,
+    job_file::{self, UnknownPath},
+    output, usage_error,
 };
 use bundle::Bundle;
-pub(crate) use hosts::{Host, of_list as hosts_of_list, read as read_hostfile};
+pub(crate) use hosts::{Host, parse_list as parse_host_list, read as read_hostfile};
 use lockstep_protocol::{Job, JobSpec};
 use serde_json::{Value, json};
 use std::{
@@ -146,7 +148,7 @@ struct Launch {
     api: Api,
     job: Job,
     /// Whether this command has submitted the job, and may therefore cancel it if no agent can be started.
-    is_ours: bool,
+    has_submitted_job: bool,
     hosts: Vec<Host>,
     bundle: Bundle,
     /// The ids of the agents' tokens.
@@ -158,8 +160,8 @@ struct Launch {
 /// # Errors
 /// Exit status 2 for mistakes in the arguments and lists, 1 if agents cannot be started or the job does not succeed.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
-    let template = kubernetes::template(&args)?;
-    let mut hosts = machines::machines(&args)?;
+    let template = kubernetes::read_template(&args)?;
+    let mut hosts = machines::from_args(&args)?;
     let path = Path::new(&args.job);
     let is_file = path.extension().is_some_and(|extension| extension == "toml") || path.is_file();
     if !is_file && (!args.sets.is_empty() || !args.sweeps.is_empty()) {
@@ -195,17 +197,17 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         if let Some(template) = &template {
             template.give_slots(&mut hosts, &args, spec)?;
         }
-        machines::share_out(&mut hosts, args.slots, spec)?;
-        let ca = machines::ca(&args)?;
+        machines::fill_in_slots(&mut hosts, args.slots, spec)?;
+        let ca = machines::read_ca(&args)?;
         if args.dry_run {
             let id = found.as_ref().map_or_else(|| "JOB".to_owned(), |job| job.id.to_string());
-            return show(&args, &id, &hosts, spec, template.as_ref());
+            return print_dry_run(&args, &id, &hosts, spec, template.as_ref());
         }
-        let is_ours = found.is_none();
+        let has_submitted_job = found.is_none();
         let job = match (found, &mut document) {
             (Some(job), _) => job,
             (None, Some(document)) => {
-                job_file::name_dataset(&api, document, true).await?;
+                job_file::name_dataset(&api, document, UnknownPath::Register).await?;
                 let job: Job = api.post_once("/jobs?launched=true", document).await?;
                 job.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
                 job
@@ -215,7 +217,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         if !args.server.json {
             output::line(format_args!("{}  {}/jobs/{}", job.id, api.base, job.id))?;
         }
-        let mut launch = Launch::new(&args, &api, job, is_ours, hosts, ca);
+        let launch = Launch::new(&args, &api, job, hosts, ca);
+        let mut launch = Launch { has_submitted_job, ..launch };
         let done = match &template {
             Some(template) => {
                 launch.bundle.dir.clone_from(&template.dir);
@@ -229,26 +232,13 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 }
 
 /// The error of a launch that stops following its job while the agents continue. The text says how to end the agents.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
 struct LaunchDetached(String);
 
-impl std::fmt::Display for LaunchDetached {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for LaunchDetached {}
-
 impl Launch {
-    fn new(
-        args: &Arc<Args>,
-        api: &Api,
-        job: Job,
-        is_ours: bool,
-        hosts: Vec<Host>,
-        ca: Option<String>,
-    ) -> Self {
+    /// Makes a launch for a job that this command has submitted.
+    fn new(args: &Arc<Args>, api: &Api, job: Job, hosts: Vec<Host>, ca: Option<String>) -> Self {
         let server = args.agent_server.clone().unwrap_or_else(|| args.server.address());
         let bundle = Bundle {
             server,
@@ -258,11 +248,12 @@ impl Launch {
             nodes: Vec::new(),
             in_pod: false,
         };
-        Self { args: args.clone(), api: api.clone(), job, is_ours, hosts, bundle, tokens: Vec::new() }
+        let (args, api, tokens) = (args.clone(), api.clone(), Vec::new());
+        Self { args, api, job, has_submitted_job: true, hosts, bundle, tokens }
     }
 
     async fn start(&mut self) -> anyhow::Result<()> {
-        if let Err(error) = self.introduce().await {
+        if let Err(error) = self.create_tokens().await {
             self.revoke().await;
             return Err(error);
         }
@@ -289,15 +280,15 @@ impl Launch {
         let continues = done.as_ref().is_err_and(|error| error.is::<LaunchDetached>());
         // If ranks have run, a broken connection does not mean that the agent at its other end has ended.
         let never_started = done.is_err() && !continues && self.never_ran(&job);
-        if never_started && self.is_ours {
+        if never_started && self.has_submitted_job {
             let cancelled: anyhow::Result<Value> = self.api.post(&format!("{path}/cancel"), &json!({})).await;
             if cancelled.is_ok() {
                 output::warn(format_args!("job {} is cancelled, as its agents were not started", job.id));
             }
         }
         // Agents of another launch have taken the job, so this launch's agents, if any, have nothing to do.
-        let elsewhere = self.elsewhere(&job).filter(|_| done.is_err() && !continues);
-        let has_nothing_to_do = never_started || job.state.is_final() || elsewhere.is_some();
+        let other_agents = self.agents_of_other_launch(&job).filter(|_| done.is_err() && !continues);
+        let has_nothing_to_do = never_started || job.state.is_final() || other_agents.is_some();
         // An agent, perhaps of an earlier launch, needs its token while it uploads a checkpoint. A token that is not revoked expires.
         let is_uploading = has_nothing_to_do
             && job.attempt > 0
@@ -305,15 +296,18 @@ impl Launch {
         if has_nothing_to_do && !is_uploading {
             self.revoke().await;
         }
-        let is_told = done.is_ok() && job.state.is_final() && !job.agents.is_empty();
-        if is_told && !self.args.server.json {
+        let shows_machines = done.is_ok() && job.state.is_final() && !job.agents.is_empty();
+        if shows_machines && !self.args.server.json {
             let machines = machines_of(&job.agents, &self.bundle.nodes);
             output::line(format_args!("{} trained on {machines}", job.id))?;
         }
-        match (done, elsewhere) {
+        match (done, other_agents) {
             (Err(error), Some(agents)) => {
-                let twice =
-                    if self.is_ours { "; repeating this command would train the job twice" } else { "" };
+                let twice = if self.has_submitted_job {
+                    "; repeating this command would train the job twice"
+                } else {
+                    ""
+                };
                 let text = format!(
                     "{}\njob {} nevertheless runs on {agents}, without this launch{twice}; `lockstep watch {1}` shows it",
                     describe_error(&error),
@@ -336,7 +330,7 @@ impl Launch {
     }
 
     /// Returns the names of the agents that run the job, if no agent of this launch runs it.
-    fn elsewhere(&self, job: &Job) -> Option<String> {
+    fn agents_of_other_launch(&self, job: &Job) -> Option<String> {
         let own = |agent: &String| self.bundle.nodes.iter().any(|node| node.name == *agent);
         let is_elsewhere = job.state.is_active() && !job.agents.is_empty() && !job.agents.iter().any(own);
         is_elsewhere.then(|| job.agents.join(", "))
@@ -365,7 +359,7 @@ fn private_folder(args: &Args, name: &str) -> anyhow::Result<PathBuf> {
 }
 
 /// Prints the output of `--dry-run`, which contains no secret.
-fn show(
+fn print_dry_run(
     args: &Args,
     job: &str,
     hosts: &[Host],
@@ -380,10 +374,10 @@ fn show(
         LauncherKind::Slurm => {
             let folder = node::home().join(&args.dir).join(job);
             output::line(format_command(&slurm::command(args)))?;
-            output::line(slurm::Batch::of_job(job).script(args, hosts, spec.parallel.device, &folder)?)
+            output::line(slurm::Batch::for_job(job).script(args, hosts, spec.parallel.device, &folder)?)
         }
         LauncherKind::Kubernetes => {
-            template.map_or(Ok(()), |template| kubernetes::show(args, job, hosts, spec, template))
+            template.map_or(Ok(()), |template| kubernetes::print_objects(args, job, hosts, spec, template))
         }
     }
 }
@@ -391,11 +385,11 @@ fn show(
 /// Formats a command, quoted for a shell.
 fn format_command(command: &Command) -> String {
     let words = std::iter::once(command.get_program()).chain(command.get_args());
-    words.map(|word| quoted(&word.to_string_lossy())).collect::<Vec<_>>().join(" ")
+    words.map(|word| quote(&word.to_string_lossy())).collect::<Vec<_>>().join(" ")
 }
 
 /// Quotes a word for a POSIX shell.
-pub(crate) fn quoted(word: &str) -> String {
+pub(crate) fn quote(word: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=,@%+".contains(c);
     if !word.is_empty() && word.chars().all(plain) {
         word.to_owned()

@@ -47,8 +47,16 @@ pub(crate) struct Settings {
     /// File with the agent's token, or `None` if it needs no token. The token is not passed in an argument or a variable, which other
     /// accounts could read and ranks would inherit.
     pub(crate) token_file: Option<PathBuf>,
-    /// Whether diagnostics are written to `agent.log` in the agent's folder instead of standard error.
-    pub(crate) quiet: bool,
+    pub(crate) log: AgentLog,
+}
+
+/// Where an agent writes its diagnostics.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum AgentLog {
+    /// The server's standard error.
+    Stderr,
+    /// `agent.log` in the agent's folder.
+    File,
 }
 
 impl LocalAgent {
@@ -123,7 +131,7 @@ fn spawn(settings: &Settings) -> anyhow::Result<Child> {
     for (name, value) in &settings.options {
         command.args([*name, value.as_str()]);
     }
-    if settings.quiet {
+    if settings.log == AgentLog::File {
         std::fs::create_dir_all(&settings.dir)?;
         let path = settings.dir.join("agent.log");
         let log = std::fs::File::options()

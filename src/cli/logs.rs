@@ -1,8 +1,9 @@
 //! `lockstep logs`: prints the log of a job's ranks.
 
 use super::{
-    api::{Api, Outage, SERVER_TIMEOUT, ServerArgs, list},
+    api::{Api, ServerArgs, list},
     block_on, output,
+    watch::{self, Display},
 };
 use lockstep_protocol::{
     Job,
@@ -11,10 +12,7 @@ use lockstep_protocol::{
 };
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use std::{
-    collections::HashMap,
-    time::{Duration, Instant},
-};
+use std::collections::HashMap;
 
 /// Print a job's log
 #[derive(clap::Args)]
@@ -52,60 +50,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     block_on(async {
         let job = api.find_job(&args.job).await?;
         let mut printer = Printer { args: &args, shown: HashMap::new() };
-        // Later events arrive on the stream; earlier events are in the list.
-        let mut since = job.last_seq;
         print_history(&api, &job, &mut printer).await?;
-        let mut over = !args.follow || job.state.is_final();
-        let mut outage_since = None;
-        let mut outage = Outage::default();
-        let say = |text: &str| output::warn(text);
-        while !over {
-            if let Ok(mut stream) = api.stream(&job, since).await {
-                while let Ok(Some(frame)) = stream.next().await {
-                    outage_since = None;
-                    outage.report_restored(say);
-                    let (seq, body) = match frame {
-                        Frame::Event(Event { seq, body, .. }) => (seq, body),
-                        Frame::Hello { last_seq, .. } if last_seq < since => {
-                            // An older database was restored, so new events reuse earlier numbers.
-                            since = last_seq;
-                            break;
-                        }
-                        _ => continue,
-                    };
-                    since = seq;
-                    match body {
-                        EventBody::Log { attempt, rank, lines } => {
-                            let lines = lines.into_iter().map(|line| Line { attempt, rank, line });
-                            printer.print(lines)?;
-                        }
-                        EventBody::State { state, .. } if state.is_final() => {
-                            over = true;
-                            break;
-                        }
-                        _ => {}
-                    }
-                }
-            }
-            if !over {
-                tokio::time::sleep(Duration::from_millis(500)).await;
-                over = match api.get::<Job>(&format!("/jobs/{}", job.id)).await {
-                    Ok(now) => {
-                        outage_since = None;
-                        outage.report_restored(say);
-                        now.state.is_final() && now.last_seq <= since
-                    }
-                    // The server may be restarting: connect again.
-                    Err(error)
-                        if !error.is::<super::WrongRequest>()
-                            && outage_since.get_or_insert_with(Instant::now).elapsed() < SERVER_TIMEOUT =>
-                    {
-                        outage.report_lost(say);
-                        false
-                    }
-                    Err(error) => return Err(error),
-                };
-            }
+        if args.follow {
+            watch::follow(&api, job, &mut printer).await?;
         }
         Ok(())
     })
@@ -155,5 +102,18 @@ impl Printer<'_> {
             }
         }
         Ok(())
+    }
+}
+
+impl Display for Printer<'_> {
+    fn show(&mut self, frame: &Frame) -> anyhow::Result<()> {
+        let Frame::Event(Event { body: EventBody::Log { attempt, rank, lines }, .. }) = frame else {
+            return Ok(());
+        };
+        self.print(lines.iter().map(|line| Line { attempt: *attempt, rank: *rank, line: line.clone() }))
+    }
+
+    fn warn(&self, text: &str) {
+        output::warn(text);
     }
 }

@@ -4,12 +4,11 @@ use super::{
     age::age,
     api::{Api, ServerArgs, list},
     block_on,
-    confirm::confirmed,
+    confirm::confirm,
     output, usage_error,
 };
 use jiff::Timestamp;
 use lockstep_protocol::numbers::plural;
-use reqwest::Method;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -73,8 +72,8 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
     block_on(async {
         match action {
             Action::List(server) => list_machines(&server).await,
-            Action::Drain(named) => drain(&named, true).await,
-            Action::Undrain(named) => drain(&named, false).await,
+            Action::Drain(named) => set_draining(&named, true).await,
+            Action::Undrain(named) => set_draining(&named, false).await,
             Action::Remove { named, yes } => remove(&named, yes).await,
         }
     })
@@ -135,10 +134,10 @@ impl Machine {
 /// # Errors
 /// Exit status 2 if no machine or several machines have the name.
 async fn find(api: &Api, asked: &str) -> anyhow::Result<Machine> {
-    chosen(api.list("/agents", "agents").await?, asked)
+    choose(api.list("/agents", "agents").await?, asked)
 }
 
-fn chosen(mut machines: Vec<Machine>, asked: &str) -> anyhow::Result<Machine> {
+fn choose(mut machines: Vec<Machine>, asked: &str) -> anyhow::Result<Machine> {
     machines.retain(|machine| machine.name == asked || machine.id == asked);
     match machines.len() {
         0 => Err(usage_error(format!(
@@ -168,11 +167,11 @@ fn path(machine: &Machine) -> anyhow::Result<String> {
     Ok(format!("/agents/{}", machine.id))
 }
 
-async fn drain(named: &Named, draining: bool) -> anyhow::Result<()> {
+async fn set_draining(named: &Named, draining: bool) -> anyhow::Result<()> {
     let api = named.server.api()?;
     let machine = find(&api, &named.machine).await?;
     let action = if draining { "drain" } else { "undrain" };
-    api.request(Method::POST, &format!("{}/{action}", path(&machine)?), None::<&()>).await?;
+    api.post::<Value>(&format!("{}/{action}", path(&machine)?), &json!({})).await?;
     if named.server.json {
         return output::json(&json!({ "id": machine.id, "name": machine.name, "draining": draining }));
     }
@@ -197,8 +196,8 @@ async fn remove(named: &Named, yes: bool) -> anyhow::Result<()> {
         "Remove {name} from the list and delete its measurements? An agent that is started there later joins again, unless its \
          token or certificate is revoked."
     );
-    confirmed(yes, question, format_args!("machine {name}"))?;
-    api.request(Method::DELETE, &path, None::<&()>).await?;
+    confirm(yes, question, format_args!("machine {name}"))?;
+    api.delete(&path).await?;
     let value = json!({ "removed": name, "id": id });
     output::print(named.server.json, &value, output::one_line(&format!("{name} removed")))
 }
@@ -229,7 +228,7 @@ mod tests {
                 machine("a", "c", &[]),
             ]
         };
-        let found = |asked| chosen(all(), asked).map(|machine| machine.id).map_err(|e| e.to_string());
+        let found = |asked| choose(all(), asked).map(|machine| machine.id).map_err(|e| e.to_string());
         assert_eq!((found("3"), found("c")), (Ok("3".into()), Ok("a".into())));
         let several = found("b").unwrap_err();
         assert!(

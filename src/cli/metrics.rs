@@ -2,7 +2,6 @@
 
 use super::{api::ServerArgs, block_on, output};
 use futures_util::StreamExt;
-use reqwest::Method;
 use serde_json::Value;
 use std::io::Write;
 
@@ -32,7 +31,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         let name = args.name.as_ref().map(|n| format!("name={n}")).unwrap_or_default();
         if args.csv {
             let path = format!("/jobs/{}/metrics.csv?{name}", job.id);
-            let mut body = api.request(Method::GET, &path, None::<&()>).await?.bytes_stream();
+            let mut body = api.get_response(&path).await?.bytes_stream();
             let mut out = std::io::stdout().lock();
             while let Some(part) = body.next().await {
                 out.write_all(&part?)?;

@@ -65,23 +65,16 @@ pub(crate) mod webhook;
 mod weight_files;
 pub(crate) mod weights;
 
-use std::{fmt, future::Future, io::IsTerminal, process::ExitCode};
+use std::{io::IsTerminal, process::ExitCode};
 
 /// Text at the end of `lockstep --help`.
 pub(crate) const EXIT_STATUS_HELP: &str =
     "Exit status: 0 success, 1 failure while running, 2 invalid request (the message lists every mistake).";
 
 /// A mistake in the request (a file, an argument or a name), which leads to exit status 2. Any other error leads to 1.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
 pub(crate) struct WrongRequest(pub(crate) String);
-
-impl fmt::Display for WrongRequest {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for WrongRequest {}
 
 /// Returns an error with exit status 2, for a mistake in the request.
 pub(crate) fn usage_error(message: impl Into<String>) -> anyhow::Error {

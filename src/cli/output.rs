@@ -64,6 +64,25 @@ pub(crate) fn one_line(text: &str) -> String {
     escape_invisible(&text.replace(['\n', '\t'], " ")).into_owned()
 }
 
+/// Breaks text into lines of at most `width` characters. The first line begins with `first`, and each later line with `later`. A word that
+/// is too long for a line has a line of its own.
+pub(crate) fn wrap(text: &str, width: usize, first: &str, later: &str) -> String {
+    let (mut lines, mut line, mut is_empty) = (String::new(), first.to_owned(), true);
+    for word in text.split_whitespace() {
+        if !is_empty && line.chars().count() + 1 + word.chars().count() > width {
+            lines += &line;
+            lines.push('\n');
+            (line, is_empty) = (later.to_owned(), true);
+        }
+        if !is_empty {
+            line.push(' ');
+        }
+        line.push_str(word);
+        is_empty = false;
+    }
+    lines + &line + "\n"
+}
+
 /// Prints a table whose columns are as wide as their content.
 ///
 /// # Errors
@@ -82,7 +101,7 @@ pub(crate) fn table_of_names<const N: usize>(
     names: &[&str],
     rows: &[[String; N]],
 ) -> anyhow::Result<()> {
-    Table::new(&header, names, rows, false).print()
+    Table::new(&header, names, rows).print()
 }
 
 /// Like [`table_of_names`], with sentences in the last column. If a terminal has no room for this column, each sentence is printed below
@@ -95,7 +114,7 @@ pub(crate) fn table_of_sentences<const N: usize>(
     names: &[&str],
     rows: &[[String; N]],
 ) -> anyhow::Result<()> {
-    Table::new(&header, names, rows, true).print()
+    Table { has_sentences: true, ..Table::new(&header, names, rows) }.print()
 }
 
 /// Like [`table`], for a number of columns that is not constant. Each row must have a cell for each column.
@@ -103,7 +122,7 @@ pub(crate) fn table_of_sentences<const N: usize>(
 /// # Errors
 /// See [`line`].
 pub(crate) fn table_of_columns(header: &[&str], rows: &[Vec<String>]) -> anyhow::Result<()> {
-    Table::new(header, &[], rows, false).print()
+    Table::new(header, &[], rows).print()
 }
 
 /// Number of spaces between two columns.
@@ -115,17 +134,18 @@ const SENTENCE_SHARE: usize = 3;
 
 struct Table<'a> {
     header: Vec<&'a str>,
+    /// The headers of the columns whose cells may be shortened.
     names: &'a [&'a str],
     rows: Vec<Vec<String>>,
     widths: Vec<usize>,
     /// Whether the last column contains sentences.
-    sentences: bool,
+    has_sentences: bool,
     /// The text below each row: a sentence, or an empty text.
     below: Vec<String>,
 }
 
 impl<'a> Table<'a> {
-    fn new(header: &[&'a str], names: &'a [&'a str], rows: &[impl AsRef<[String]>], sentences: bool) -> Self {
+    fn new(header: &[&'a str], names: &'a [&'a str], rows: &[impl AsRef<[String]>]) -> Self {
         // Each row must stay on one line, even if a cell contains a line break.
         let rows: Vec<Vec<String>> =
             rows.iter().map(|row| row.as_ref().iter().map(|cell| one_line(cell)).collect()).collect();
@@ -134,7 +154,7 @@ impl<'a> Table<'a> {
             cells.max().unwrap_or_default().max(title.chars().count())
         };
         let widths = header.iter().enumerate().map(|(column, title)| width(column, title)).collect();
-        Self { header: header.to_vec(), names, rows, widths, sentences, below: Vec::new() }
+        Self { header: header.to_vec(), names, rows, widths, has_sentences: false, below: Vec::new() }
     }
 
     fn print(mut self) -> anyhow::Result<()> {
@@ -144,7 +164,7 @@ impl<'a> Table<'a> {
         let print = |cells: Vec<&str>| {
             let padded: Vec<_> =
                 cells.iter().zip(&self.widths).map(|(cell, width)| format!("{cell:<width$}")).collect();
-            line(padded.join("  ").trim_end())
+            line(padded.join(&" ".repeat(GAP)).trim_end())
         };
         print(self.header.clone())?;
         for (number, row) in self.rows.iter().enumerate() {
@@ -164,13 +184,13 @@ impl<'a> Table<'a> {
         }
         for column in (0..self.header.len()).rev() {
             if !self.rows.is_empty() && self.rows.iter().all(|row| row[column].is_empty()) {
-                self.sentences &= column + 1 < self.header.len();
+                self.has_sentences &= column + 1 < self.header.len();
                 self.remove(column);
             }
         }
         let last = self.widths.len().saturating_sub(1);
         let (mut widths, mut fits) = (self.widths.clone(), false);
-        if self.sentences && last > 0 {
+        if self.has_sentences && last > 0 {
             let room = columns.saturating_sub(GAP + widths[last].min(columns / SENTENCE_SHARE));
             fits = narrow(&self.header, self.names, &mut widths[..last], room);
             if !fits {
@@ -235,7 +255,8 @@ mod tests {
     /// A row with as many characters in each column.
     fn table(lengths: [usize; 5], columns: usize) -> Table<'static> {
         let row = lengths.map(|length| "x".repeat(length));
-        let mut table = Table::new(&HEADER, &["NAME", "OWNER"], &[row], true);
+        let table = Table::new(&HEADER, &["NAME", "OWNER"], &[row]);
+        let mut table = Table { has_sentences: true, ..table };
         table.fit(columns);
         table
     }

@@ -101,11 +101,11 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
     let document = job_file::document(&args.job, &args.sets)?;
     let spec = job_file::check(&args.job, &document)?;
-    let network = network(&args, &spec)?;
+    let network = build_network(&args, &spec)?;
     let counts = if args.ranks.is_empty() { vec![spec.parallel.ranks] } else { args.ranks.clone() };
     let machine = match &args.machine {
         Some(path) => read_machine(path)?,
-        None => this_machine(&args, &spec, &network, counts.iter().copied().max().unwrap_or(1))?,
+        None => measure_here(&args, &spec, &network, counts.iter().copied().max().unwrap_or(1))?,
     };
     let mut plans = Vec::new();
     for ranks in counts {
@@ -131,7 +131,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         [(spec, planned)] => print(spec, planned, &network, &machine),
         _ => {
             let row = |(spec, planned): &(JobSpec, Planned)| {
-                let [step, images, memory] = figures(&planned.chosen, &machine);
+                let [step, images, memory] = format_figures(&planned.chosen, &machine);
                 [
                     spec.parallel.ranks.to_string(),
                     spec.global_batch_size().to_string(),
@@ -154,9 +154,9 @@ fn print(spec: &JobSpec, planned: &Planned, network: &Network, machine: &Machine
     // Operators that strategies may name have rows of their own. All others share one row.
     let (own, rest): (Vec<_>, Vec<_>) =
         layers.iter().partition(|layer| layer.kind.starts_with("conv") || layer.kind == "linear");
-    let row = |name: String, kind: String, output: String, of: &[&LayerDescription]| {
-        let plans = || of.iter().filter_map(|layer| layer.plan.as_ref());
-        let placement = match of {
+    let row = |name: String, kind: String, output: String, operators: &[&LayerDescription]| {
+        let plans = || operators.iter().filter_map(|layer| layer.plan.as_ref());
+        let placement = match operators {
             [layer] => layer.plan.as_ref().map(|plan| plan.placement.clone()).unwrap_or_default(),
             _ => String::new(),
         };
@@ -165,8 +165,8 @@ fn print(spec: &JobSpec, planned: &Planned, network: &Network, machine: &Machine
             kind,
             output,
             placement,
-            megabytes(plans().map(|plan| plan.memory_bytes).sum()),
-            megabytes(plans().map(|plan| plan.sent_bytes).sum()),
+            format_megabytes(plans().map(|plan| plan.memory_bytes).sum()),
+            format_megabytes(plans().map(|plan| plan.sent_bytes).sum()),
             format!("{:.3} ms", plans().map(|plan| f64::from(plan.time_us)).sum::<f64>() / 1e3),
         ]
     };
@@ -181,7 +181,7 @@ fn print(spec: &JobSpec, planned: &Planned, network: &Network, machine: &Machine
     output::table(["OPERATOR", "KIND", "OUTPUT", "PLACEMENT", "MEMORY", "SENT", "PREDICTED"], &rows)?;
     let Candidate { plan, cost } = &planned.chosen;
     let Cost { step_ms, compute_ms, exchange_ms, bubble_ms, gradients_ms, update_ms, .. } = cost;
-    let [_, images, memory] = figures(&planned.chosen, machine);
+    let [_, images, memory] = format_figures(&planned.chosen, machine);
     let bubble = if plan.mesh.stage > 1 {
         format!(", waiting for other stages {bubble_ms:.2}")
     } else {
@@ -205,11 +205,11 @@ fn print(spec: &JobSpec, planned: &Planned, network: &Network, machine: &Machine
     ] {
         output::line(format_args!("{key:<20}{value}"))?;
     }
-    let others = planned.considered.iter().filter(|of| of.plan != *plan).take(MAX_ALTERNATIVES);
+    let others = planned.considered.iter().filter(|candidate| candidate.plan != *plan).take(MAX_ALTERNATIVES);
     let rows: Vec<_> = others
-        .map(|of| {
-            let [step, images, memory] = figures(of, machine);
-            [step, images, memory, of.plan.to_string()]
+        .map(|candidate| {
+            let [step, images, memory] = format_figures(candidate, machine);
+            [step, images, memory, candidate.plan.to_string()]
         })
         .collect();
     if rows.is_empty() {
@@ -220,9 +220,9 @@ fn print(spec: &JobSpec, planned: &Planned, network: &Network, machine: &Machine
 }
 
 /// Formats a plan's time per step, images per second, and memory per rank.
-fn figures(of: &Candidate, machine: &Machine) -> [String; 3] {
-    let cost = &of.cost;
-    let lacks = if of.fits(machine) { "" } else { " (too much)" };
+fn format_figures(candidate: &Candidate, machine: &Machine) -> [String; 3] {
+    let cost = &candidate.cost;
+    let lacks = if candidate.fits(machine) { "" } else { " (too much)" };
     [
         format!("{:.2} ms", cost.step_ms),
         rate(cost.images_per_second),
@@ -230,19 +230,19 @@ fn figures(of: &Candidate, machine: &Machine) -> [String; 3] {
     ]
 }
 
-fn megabytes(bytes: u64) -> String {
+fn format_megabytes(bytes: u64) -> String {
     if bytes == 0 { "-".into() } else { format!("{:.1} MB", bytes as f64 / 1e6) }
 }
 
 fn print_json(plans: &[(JobSpec, Planned)], network: &Network, machine: &Machine) -> anyhow::Result<()> {
     let report = |(spec, planned): &(JobSpec, Planned)| -> anyhow::Result<PlanReport> {
         let description = planned.describe(network);
-        let considered = planned.considered.iter().map(|of| Considered {
-            words: of.plan.to_string(),
-            step_ms: of.cost.step_ms,
-            images_per_second: of.cost.images_per_second,
-            memory_bytes: of.cost.memory_bytes as u64,
-            fits: of.fits(machine),
+        let considered = planned.considered.iter().map(|candidate| Considered {
+            words: candidate.plan.to_string(),
+            step_ms: candidate.cost.step_ms,
+            images_per_second: candidate.cost.images_per_second,
+            memory_bytes: candidate.cost.memory_bytes as u64,
+            fits: candidate.fits(machine),
         });
         Ok(PlanReport {
             ranks: spec.parallel.ranks,
@@ -256,7 +256,7 @@ fn print_json(plans: &[(JobSpec, Planned)], network: &Network, machine: &Machine
 }
 
 /// Returns the job's network for the largest size of its training pictures.
-fn network(args: &Args, spec: &JobSpec) -> anyhow::Result<Network> {
+fn build_network(args: &Args, spec: &JobSpec) -> anyhow::Result<Network> {
     let (sides, channels, classes) = match args.classes {
         Some(classes) => {
             let evaluation = spec.data.effective_validation_size().ok_or_else(|| {
@@ -295,7 +295,7 @@ fn read_machine(path: &Path) -> anyhow::Result<Machine> {
 }
 
 /// Returns this machine's measurements, either cached or measured now with at most `most` ranks.
-fn this_machine(args: &Args, spec: &JobSpec, network: &Network, most: u32) -> anyhow::Result<Machine> {
+fn measure_here(args: &Args, spec: &JobSpec, network: &Network, most: u32) -> anyhow::Result<Machine> {
     let asked = spec.parallel.device;
     let offer = registry::offer(Selection { device: asked, ..Selection::default() }).map_err(usage_error)?;
     if offer.slots.is_empty() {

@@ -85,7 +85,7 @@ fn read(path: &Path) -> Result<Vec<u8>, String> {
 }
 
 /// The result for a picture that cannot be read.
-fn unreadable(name: String, detail: String) -> Prediction {
+fn unreadable_picture(name: String, detail: String) -> Prediction {
     Prediction { name, classes: Vec::new(), embedding: None, error: Some(detail) }
 }
 
@@ -119,9 +119,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         }));
     }
     let (answering, mut predictions) = match &args.model {
-        Some(model) => (None, compute(model, args.embed, &images).map_err(usage_error)?),
+        Some(model) => (None, predict_here(model, args.embed, &images).map_err(usage_error)?),
         None => {
-            let (answering, predictions) = block_on(ask(&args, &images))?;
+            let (answering, predictions) = block_on(predict_on_server(&args, &images))?;
             (Some(answering), predictions)
         }
     };
@@ -145,7 +145,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             for prediction in predictions.iter().filter(|prediction| prediction.error.is_none()) {
                 match args.embed {
                     true => output::line(serde_json::to_string(prediction)?)?,
-                    false => output::line(line(prediction))?,
+                    false => output::line(format_prediction(prediction))?,
                 }
             }
         }
@@ -162,7 +162,7 @@ fn write(place: &Path, predictions: &[Prediction]) -> anyhow::Result<()> {
 }
 
 /// Formats a prediction as one line. Control characters are escaped in names of classes, which come from the model's file.
-fn line(prediction: &Prediction) -> String {
+fn format_prediction(prediction: &Prediction) -> String {
     let words =
         |c: &Probability| format!("{} {}", output::one_line(&c.class), percent(f64::from(c.probability)));
     let top: Vec<String> = prediction.classes.iter().map(words).collect();
@@ -191,7 +191,7 @@ struct PredictionLine<'a> {
 }
 
 /// Computes the predictions on this machine, with a model file.
-fn compute(model: &Path, embed: bool, images: &[PathBuf]) -> Result<Vec<Prediction>, String> {
+fn predict_here(model: &Path, embed: bool, images: &[PathBuf]) -> Result<Vec<Prediction>, String> {
     let infer = if embed { inspect::embed } else { inspect::predict };
     let mut predictions = Vec::new();
     for part in images.chunks(PART) {
@@ -200,7 +200,7 @@ fn compute(model: &Path, embed: bool, images: &[PathBuf]) -> Result<Vec<Predicti
             let name = image.display().to_string();
             match read(image) {
                 Ok(bytes) => pictures.push((name, bytes)),
-                Err(detail) => unread.push((index, unreadable(name, detail))),
+                Err(detail) => unread.push((index, unreadable_picture(name, detail))),
             }
         }
         let mut found = infer(model, pictures)?;
@@ -213,7 +213,7 @@ fn compute(model: &Path, embed: bool, images: &[PathBuf]) -> Result<Vec<Predicti
 }
 
 /// Asks the server for the predictions, one picture at a time.
-async fn ask(args: &Args, images: &[PathBuf]) -> anyhow::Result<(ModelUsed, Vec<Prediction>)> {
+async fn predict_on_server(args: &Args, images: &[PathBuf]) -> anyhow::Result<(ModelUsed, Vec<Prediction>)> {
     let api = args.server.api()?;
     let named = args.job.as_deref().unwrap_or(Path::new("")).to_string_lossy();
     let (job, checkpoint) = find(&api, &named, &args.checkpoint).await?;
@@ -225,7 +225,7 @@ async fn ask(args: &Args, images: &[PathBuf]) -> anyhow::Result<(ModelUsed, Vec<
         let bytes = match read(image) {
             Ok(bytes) => bytes,
             Err(detail) => {
-                predictions.push(unreadable(name, detail));
+                predictions.push(unreadable_picture(name, detail));
                 continue;
             }
         };
@@ -252,7 +252,7 @@ mod tests {
             embedding: None,
             error: None,
         };
-        let shown = line(&prediction);
+        let shown = format_prediction(&prediction);
         assert_eq!(shown, "a.png: \\u001b]0;title\\u0007cat fake.png: dog 99.0 % 50.0 %");
     }
 }

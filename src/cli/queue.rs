@@ -49,7 +49,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             ["PLACE", "JOB", "NAME", "PROJECT", "OWNER", "PRIORITY", "SLOTS", "KEPT", "SINCE", "WAITS FOR"];
         output::table_of_sentences(header, &["NAME", "PROJECT", "OWNER"], &rows)?;
     }
-    kept.iter().try_for_each(|kept| output::line(output::one_line(&reserved(kept))))
+    kept.iter().try_for_each(|kept| output::line(output::one_line(&describe_reservation(kept))))
 }
 
 fn row(job: &QueuedJob) -> [String; 10] {
@@ -69,7 +69,7 @@ fn row(job: &QueuedJob) -> [String; 10] {
 }
 
 /// Formats a reservation: `a: slots 0, 1, and what else becomes free, kept for large (j...)`.
-fn reserved(kept: &Reservation) -> String {
+fn describe_reservation(kept: &Reservation) -> String {
     let slots = |numbers: &[u32]| {
         let list: Vec<_> = numbers.iter().map(ToString::to_string).collect();
         format!("slot{} {}", if list.len() == 1 { "" } else { "s" }, list.join(", "))
@@ -110,8 +110,8 @@ mod tests {
             since: jiff::Timestamp::UNIX_EPOCH,
         };
         let words = "a: slots 0, 1, and slot 2 of jobs that are ending, and what else becomes free, kept for a private job";
-        assert_eq!(reserved(&kept), words);
+        assert_eq!(describe_reservation(&kept), words);
         (kept.free, kept.ending) = (Vec::new(), Vec::new());
-        assert_eq!(reserved(&kept), "a: what becomes free, kept for a private job");
+        assert_eq!(describe_reservation(&kept), "a: what becomes free, kept for a private job");
     }
 }

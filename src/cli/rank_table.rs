@@ -169,8 +169,8 @@ fn path(at: &str, key: &str) -> String {
     if at.is_empty() { key.to_owned() } else { format!("{at}.{key}") }
 }
 
-fn list<'a>(of: &'a Value, key: &str, at: &str) -> Result<&'a Vec<Value>, String> {
-    match of.get(key) {
+fn list<'a>(object: &'a Value, key: &str, at: &str) -> Result<&'a Vec<Value>, String> {
+    match object.get(key) {
         Some(Value::Array(list)) => Ok(list),
         Some(_) => Err(format!("{}: must be a list", path(at, key))),
         None => Err(format!("{}: is missing", path(at, key))),
@@ -178,10 +178,10 @@ fn list<'a>(of: &'a Value, key: &str, at: &str) -> Result<&'a Vec<Value>, String
 }
 
 /// Parses a number, which tables contain as a text.
-fn number(of: &Value, key: &str, at: &str) -> Result<u32, String> {
+fn number(object: &Value, key: &str, at: &str) -> Result<u32, String> {
     let path = path(at, key);
     let invalid = |given: &dyn Display| format!("{path}: is {given} and must be a whole number from 0");
-    match of.get(key) {
+    match object.get(key) {
         Some(Value::String(text)) => text.trim().parse().map_err(|_| invalid(&format!("{text:?}"))),
         Some(Value::Number(number)) => {
             number.as_u64().and_then(|n| u32::try_from(n).ok()).ok_or_else(|| invalid(number))
@@ -192,18 +192,18 @@ fn number(of: &Value, key: &str, at: &str) -> Result<u32, String> {
 }
 
 /// Checks that an optional count equals the length of its list.
-fn check_count(of: &Value, key: &str, list: &str, at: &str, found: usize) -> Result<(), String> {
-    if of.get(key).is_none() {
+fn check_count(object: &Value, key: &str, list: &str, at: &str, found: usize) -> Result<(), String> {
+    if object.get(key).is_none() {
         return Ok(());
     }
-    match number(of, key, at)? {
+    match number(object, key, at)? {
         count if count as usize == found => Ok(()),
         count => Err(format!("{}: says {count}, and {} has {found}", path(at, key), path(at, list))),
     }
 }
 
-fn address(of: &Value, at: &str) -> Result<String, String> {
-    let text = match of.get("server_id") {
+fn address(object: &Value, at: &str) -> Result<String, String> {
+    let text = match object.get("server_id") {
         Some(Value::String(text)) => text.trim(),
         Some(_) => return Err(format!("{at}.server_id: must be text, a machine's address")),
         None => return Err(format!("{at}.server_id: is missing")),

@@ -2,9 +2,9 @@
 
 use super::{
     access,
-    browser::Opened,
+    browser::SignInFile,
     init_tracing,
-    local_agent::{LocalAgent, Settings},
+    local_agent::{AgentLog, LocalAgent, Settings},
     oidc::OidcArgs,
     output, usage_error,
 };
@@ -214,11 +214,14 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             // no longer works.
             output::line(format_args!("sign in: {}", server.running.login_link(START_PAGE)?))?;
         }
-        let _opened = Opened::of(&server.running, START_PAGE, &server.data_dir, !args.no_open);
+        let mut sign_in_file = SignInFile::new(&server.data_dir);
+        if !args.no_open {
+            sign_in_file.open(&server.running, START_PAGE);
+        }
         if !args.no_local_agent {
             server.advertise = args.advertise.or(server.advertise);
             let options = agent_options.into_iter().filter_map(|(name, value)| Some((name, value?)));
-            server.start_agent(options.collect(), false).await?;
+            server.start_agent(options.collect(), AgentLog::Stderr).await?;
         }
         tokio::select! {
             () = signals.next() => {}
@@ -336,14 +339,14 @@ impl Server {
     pub(crate) async fn start_agent(
         &mut self,
         mut options: Vec<(&'static str, String)>,
-        quiet: bool,
+        log: AgentLog,
     ) -> anyhow::Result<()> {
         options.extend(self.advertise.clone().map(|address| ("--advertise", address)));
         let dir = self.data_dir.join("agent");
         let agent_id = state_dir::agent_id(&dir)?;
         let token = dir.join("token");
         let token_file = self.running.agent_token(&agent_id, &token).await?.then_some(token);
-        let settings = Settings { server: self.url(), dir, options, quiet, token_file };
+        let settings = Settings { server: self.url(), dir, options, log, token_file };
         self.agent = Some(LocalAgent::start(settings).await?);
         Ok(())
     }

@@ -42,8 +42,10 @@ pub(crate) fn run(args: JobArgs) -> anyhow::Result<()> {
         return output::json(&JobWithAttempts { job, attempts });
     }
     let attempts: Vec<AttemptRow> = list(&response, "attempts")?;
-    let plan = plan.map(|plan| ("plan".to_owned(), planned(&plan)));
-    for (key, value) in lines(&job, &checkpoints).into_iter().chain(plan).chain(attempts.iter().map(line)) {
+    let plan = plan.map(|plan| ("plan".to_owned(), describe_plan(&plan)));
+    for (key, value) in
+        describe_job(&job, &checkpoints).into_iter().chain(plan).chain(attempts.iter().map(describe_attempt))
+    {
         output::line(format_args!("{key:<20}{value}"))?;
     }
     let settings = match &job.external {
@@ -73,7 +75,7 @@ struct JobWithAttempts {
 }
 
 /// Formats an attempt: `attempt 1   failed at step 41: rank 1 was killed by signal 9 at step 41; it began from 1-40`.
-fn line(attempt: &AttemptRow) -> (String, String) {
+fn describe_attempt(attempt: &AttemptRow) -> (String, String) {
     let mut text = attempt.state.clone();
     if let Some(reason) = &attempt.reason {
         text += &format!(": {}", reason.words());
@@ -87,14 +89,14 @@ fn line(attempt: &AttemptRow) -> (String, String) {
 }
 
 /// Describes the plan that the ranks run, with the predicted and the measured time of a step.
-fn planned(plan: &PlanDescription) -> String {
+fn describe_plan(plan: &PlanDescription) -> String {
     let predicted = plan.predicted.as_ref().map(|of| format!("; predicted {:.1} ms a step", of.step_ms));
     let measured = plan.measured_step_ms.map(|ms| format!("; measured {ms:.1} ms a step"));
     let why = plan.predicted.as_ref().map(|of| format!("; {}", of.why));
     [Some(plan.words.clone()), predicted, measured, why].into_iter().flatten().collect()
 }
 
-fn lines(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, String)> {
+fn describe_job(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, String)> {
     let percent = |value: f64| format!("{:.2} %", value * 100.0);
     let mut lines = vec![("job", job.id.to_string()), ("name", job.name.clone())];
     let state = match &job.reason {
@@ -183,7 +185,8 @@ mod tests {
             {"attempt": 3, "state": "failed", "reason": {"code": "eclipse", "words": "too dark"}, "checkpoint": "j-1-40"},
         ]});
         let attempts: Vec<AttemptRow> = list(&response, "attempts").unwrap();
-        let lines: Vec<_> = attempts.iter().map(line).map(|(key, text)| format!("{key}: {text}")).collect();
+        let lines: Vec<_> =
+            attempts.iter().map(describe_attempt).map(|(key, text)| format!("{key}: {text}")).collect();
         assert_eq!(
             lines,
             [

@@ -4,7 +4,7 @@
 ///
 /// # Errors
 /// The text is not a size.
-pub(crate) fn size(text: &str) -> Result<u64, String> {
+pub(crate) fn parse_size(text: &str) -> Result<u64, String> {
     let text = text.trim();
     let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, unit) = text.split_at(end);
@@ -49,7 +49,7 @@ mod tests {
             ("0.5KiB", 512),
             ("18446744073709551615", u64::MAX),
         ] {
-            assert_eq!(size(text), Ok(bytes), "{text}");
+            assert_eq!(parse_size(text), Ok(bytes), "{text}");
         }
         for text in [
             "",
@@ -63,7 +63,7 @@ mod tests {
             "20000.5TB",
             "1e3",
         ] {
-            assert!(size(text).is_err(), "{text}");
+            assert!(parse_size(text).is_err(), "{text}");
         }
     }
 }

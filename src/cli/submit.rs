@@ -1,10 +1,10 @@
 //! `lockstep submit`: submits a job or a sweep.
 
 use super::{
-    api::{Api, ServerArgs, mistake},
+    api::{Api, ServerArgs},
     block_on,
-    job_file::{check, document, format_mistakes, name_dataset},
-    output, sweep, sweeps, usage_error, watch,
+    job_file::{UnknownPath, check, document, mistakes_error, name_dataset},
+    output, sweep, sweeps, watch,
 };
 use lockstep_protocol::{
     Job,
@@ -71,7 +71,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         Err(_) => return check(&args.job, &document).map(drop),
     };
     block_on(async {
-        let named = name_dataset(&api, &mut document, local_mistakes.is_empty()).await;
+        let unknown_path = if local_mistakes.is_empty() { UnknownPath::Register } else { UnknownPath::Keep };
+        let named = name_dataset(&api, &mut document, unknown_path).await;
         if !local_mistakes.is_empty() {
             return Err(all_mistakes(&api, &args.job, &document, &local_mistakes).await);
         }
@@ -101,7 +102,7 @@ fn shows_progress(args: &Args) -> bool {
 fn submit_sweep(args: &Args, mut document: Value) -> anyhow::Result<()> {
     let api = args.server.api()?;
     block_on(async {
-        name_dataset(&api, &mut document, true).await?;
+        name_dataset(&api, &mut document, UnknownPath::Register).await?;
         let sweep: Sweep = api.post_once("/sweeps", &document).await?;
         let (follows, as_json) = (shows_progress(args), args.server.json);
         // With both, the only output is the sweep at its end.
@@ -136,12 +137,7 @@ fn label(document: &mut Value, args: &Args) {
 
 /// Combines a job's local mistakes with the mistakes that only the server finds, so that the user can correct all of them at once.
 async fn all_mistakes(api: &Api, path: &Path, document: &Value, local: &[SpecError]) -> anyhow::Error {
-    let mut lines: Vec<_> = local.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
-    for (pointer, detail) in api.mistakes(document).await {
-        let line = mistake(&pointer, &detail);
-        if !lines.contains(&line) {
-            lines.push(line);
-        }
-    }
-    usage_error(format_mistakes(path, &lines))
+    let mut mistakes = local.to_vec();
+    mistakes.extend(api.mistakes(document).await.into_iter().filter(|mistake| !local.contains(mistake)));
+    mistakes_error(path, &mistakes)
 }

@@ -45,7 +45,7 @@ pub(crate) fn check(path: &Path, document: &Value) -> anyhow::Result<Option<usiz
     if mistakes.is_empty() {
         return Ok(Some(trials));
     }
-    Err(job_file::refused(path, &mistakes))
+    Err(job_file::mistakes_error(path, &mistakes))
 }
 
 /// Returns the number of trials of a job file with a section `sweep`, and each distinct mistake. `None` for a file without this section.
@@ -73,14 +73,14 @@ fn mistakes(document: &Value) -> Option<(usize, Vec<SpecError>)> {
         }
     }
     let with_trials = |(mistake, trials): (SpecError, Vec<usize>)| SpecError {
-        detail: format!("{}{}", mistake.detail, place(&trials, &settings)),
+        detail: format!("{}{}", mistake.detail, format_trials(&trials, &settings)),
         ..mistake
     };
     Some((settings.len(), mistakes.into_iter().map(with_trials).collect()))
 }
 
 /// `, in trial 2 (train.lr=-1) and 3 others`: the trials that have a mistake; empty if all trials have it.
-fn place(trials: &[usize], settings: &[Setting]) -> String {
+fn format_trials(trials: &[usize], settings: &[Setting]) -> String {
     let [first, others @ ..] = trials else { return String::new() };
     if trials.len() == settings.len() {
         return String::new();

@@ -5,7 +5,7 @@ use super::{
     age::age,
     api::{Api, Outage, SERVER_TIMEOUT, ServerArgs},
     block_on,
-    confirm::confirmed,
+    confirm::confirm,
     output,
     sweep::in_words,
 };
@@ -14,7 +14,6 @@ use lockstep_protocol::{
     numbers::plural,
     sweep::{Sweep, SweepState, Trial},
 };
-use reqwest::Method;
 use serde_json::{Value, json};
 use std::{
     collections::BTreeSet,
@@ -73,7 +72,7 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
             )
         }
         Action::Show(SweepArgs { sweep, server }) => {
-            let found = block_on(server.api()?.find_sweep(&sweep, false))?;
+            let found = block_on(server.api()?.find_sweep(&sweep))?;
             if server.json {
                 return output::json(&found);
             }
@@ -94,9 +93,9 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
         Action::Delete { one: SweepArgs { sweep, server }, yes } => {
             let api = server.api()?;
             let id = block_on(async {
-                let Sweep { id, name, .. } = api.find_sweep(&sweep, true).await?;
-                confirmed(yes, format!("Delete the sweep {name} ({id})? Its jobs remain."), &id)?;
-                api.request(Method::DELETE, &format!("/sweeps/{id}"), None::<&()>).await?;
+                let Sweep { id, name, .. } = api.find_only_sweep(&sweep).await?;
+                confirm(yes, format!("Delete the sweep {name} ({id})? Its jobs remain."), &id)?;
+                api.delete(&format!("/sweeps/{id}")).await?;
                 Ok(id)
             })?;
             output::print(server.json, &json!({ "deleted": id }), format_args!("{id} deleted"))
@@ -186,7 +185,7 @@ fn trial_in_words(sweep: &Sweep, trial: &Trial) -> String {
 fn change(SweepArgs { sweep, server }: &SweepArgs, action: &str) -> anyhow::Result<()> {
     let api = server.api()?;
     let changed: Sweep = block_on(async {
-        let Sweep { id, .. } = api.find_sweep(sweep, true).await?;
+        let Sweep { id, .. } = api.find_only_sweep(sweep).await?;
         api.post(&format!("/sweeps/{id}/{action}"), &json!({})).await
     })?;
     output::print(server.json, &changed, describe(&changed))

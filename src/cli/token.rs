@@ -5,7 +5,6 @@ use super::{
     block_on, output, usage_error,
 };
 use lockstep_protocol::access::{Scope, Token};
-use reqwest::Method;
 use serde_json::{Value, json};
 use std::{
     fs::{self, File},
@@ -25,7 +24,7 @@ pub(crate) enum Command {
         #[arg(long)]
         name: Option<String>,
         /// Lifetime of the token, such as 12h, 30d or 1y [default: until it is revoked]
-        #[arg(long, value_name = "TIME", value_parser = seconds)]
+        #[arg(long, value_name = "TIME", value_parser = parse_seconds)]
         expires: Option<u64>,
         /// Agent that may use the token (scope agent): its name, or its id
         #[arg(long, value_name = "NAME")]
@@ -48,7 +47,7 @@ pub(crate) enum Command {
 }
 
 /// Parses `90s`, `15m`, `12h`, `30d`, `8w`, `1y` as seconds.
-fn seconds(text: &str) -> Result<u64, String> {
+fn parse_seconds(text: &str) -> Result<u64, String> {
     let units = [("s", 1), ("m", 60), ("h", 3600), ("d", 86_400), ("w", 604_800), ("y", 31_536_000)];
     let found = units.iter().find_map(|(unit, secs)| Some((text.strip_suffix(unit)?, secs)));
     let time = found.and_then(|(number, secs)| number.parse::<u64>().ok()?.checked_mul(*secs));
@@ -86,7 +85,7 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
                     return output::json(&json!({ "tokens": all }));
                 }
                 for token in api::list::<Token>(&all, "tokens")? {
-                    output::line(line(&token))?;
+                    output::line(format_token(&token))?;
                 }
                 Ok(())
             }
@@ -110,7 +109,7 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
                         )));
                     }
                 };
-                api.request(Method::DELETE, &format!("/tokens/{id}"), None::<&()>).await?;
+                api.delete(&format!("/tokens/{id}")).await?;
                 output::print(server.json, &json!({ "revoked": id }), &id)
             }
         }
@@ -128,7 +127,7 @@ async fn write_new(api: &Api, body: &Value, path: &Path, as_json: bool) -> anyho
     if let Err(error) = writeln!(file, "{}", text("secret")).and_then(|()| file.sync_all()) {
         let _ = fs::remove_file(path);
         // The token could not be written, so it is revoked.
-        api.request(Method::DELETE, &format!("/tokens/{}", text("id")), None::<&()>).await?;
+        api.delete(&format!("/tokens/{}", text("id"))).await?;
         return Err(failed(error));
     }
     if as_json {
@@ -140,7 +139,7 @@ async fn write_new(api: &Api, body: &Value, path: &Path, as_json: bool) -> anyho
 }
 
 /// Formats a token: `0198...  submit  ci  expires 2026-12-23T04:17:38Z`.
-fn line(token: &Token) -> String {
+fn format_token(token: &Token) -> String {
     let mut words = format!("{}  {:<6}  {}", token.id, token.scope, token.name);
     let mut add = |text: String| {
         words.push_str("  ");
@@ -165,7 +164,7 @@ fn line(token: &Token) -> String {
 ///
 /// # Errors
 /// The server refuses the request.
-pub(crate) fn login_link(server: ServerArgs) -> anyhow::Result<()> {
+pub(crate) fn print_login_link(server: ServerArgs) -> anyhow::Result<()> {
     block_on(async {
         let response: Value = server.api()?.post("/login-links", &json!({})).await?;
         output::print(server.json, &response, response["url"].as_str().unwrap_or_default())
@@ -181,10 +180,10 @@ mod tests {
         for (text, secs) in
             [("90s", 90), ("15m", 900), ("12h", 43_200), ("30d", 2_592_000), ("1y", 31_536_000)]
         {
-            assert_eq!(seconds(text), Ok(secs));
+            assert_eq!(parse_seconds(text), Ok(secs));
         }
         for text in ["", "30", "d", "0d", "-1d", "1.5h", "99999999999999999999d", "1 d"] {
-            assert!(seconds(text).is_err(), "{text}");
+            assert!(parse_seconds(text).is_err(), "{text}");
         }
     }
 }

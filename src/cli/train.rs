@@ -9,7 +9,7 @@ mod show;
 
 use super::{init_tracing, job_file, output, usage_error};
 use launcher::{LaunchedRank, Ranks};
-use local::Ended;
+use local::Outcome;
 use lockstep_comm::rendezvous::free_port;
 use lockstep_engine::{Selection, registry};
 use lockstep_host::{
@@ -84,7 +84,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         // Done before the job file is read, because a pipe can be read only once.
         libraries::reexec_if_needed(Library::needed(place.world_size));
     }
-    let (mut spec, validation_given) = read(&args, part.world())?;
+    let (mut spec, validation_given) = read_spec(&args, part.world())?;
     let dataset = job_file::dataset_path(&spec, &args.job).ok_or_else(|| {
         let given = &spec.data.dataset;
         usage_error(format!(
@@ -114,20 +114,20 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         resume,
         ..StartAttempt::local(spec, dataset.to_string_lossy(), world_size)
     };
-    let ended = match part {
-        Part::Rank(place) => in_this_process(start, &place, &out)?,
-        Part::Machine(ranks) => of_this_machine(start, &ranks, &out)?,
-        Part::All => in_processes(start, &out)?,
+    let outcome = match part {
+        Part::Rank(place) => run_rank_here(start, &place, &out)?,
+        Part::Machine(ranks) => run_ranks_of_machine(start, &ranks, &out)?,
+        Part::All => run_all_ranks(start, &out)?,
     };
-    conclude(&ended, &out, began)
+    report_outcome(&outcome, &out, began)
 }
 
-fn in_processes(mut start: StartAttempt, out: &Path) -> anyhow::Result<Ended> {
+fn run_all_ranks(mut start: StartAttempt, out: &Path) -> anyhow::Result<Outcome> {
     let attempts = out.join("attempts");
     start.attempt.attempt = (1..).find(|n| !attempts.join(n.to_string()).exists()).unwrap_or(1);
     start.master_port = free_port(&start.master_addr)?;
     write_spec(out, &start.spec)?;
-    let mut devices = devices(&start.spec)?;
+    let mut devices = visible_devices(&start.spec)?;
     let ranks = start.world_size;
     if !devices.is_empty() && devices.len() < ranks as usize {
         return Err(usage_error(format!(
@@ -142,7 +142,7 @@ fn in_processes(mut start: StartAttempt, out: &Path) -> anyhow::Result<Ended> {
 }
 
 /// Runs the ranks that a rank table assigns to this machine.
-fn of_this_machine(mut start: StartAttempt, ranks: &Ranks, out: &Path) -> anyhow::Result<Ended> {
+fn run_ranks_of_machine(mut start: StartAttempt, ranks: &Ranks, out: &Path) -> anyhow::Result<Outcome> {
     start.master_addr.clone_from(&ranks.addr);
     start.master_port = ranks.port;
     start.secret.clone_from(&ranks.secret);
@@ -152,7 +152,7 @@ fn of_this_machine(mut start: StartAttempt, ranks: &Ranks, out: &Path) -> anyhow
     if has_rank_0 {
         write_spec(out, &start.spec)?;
     }
-    let visible = devices(&start.spec)?;
+    let visible = visible_devices(&start.spec)?;
     let device = |(rank, device): &(u32, u32)| {
         visible.get(*device as usize).cloned().ok_or_else(|| {
             let count = visible.len();
@@ -168,8 +168,8 @@ fn of_this_machine(mut start: StartAttempt, ranks: &Ranks, out: &Path) -> anyhow
     let configs = configs(&start, &chosen, None, out);
     fs::create_dir_all(configs[0].attempt_dir())?;
     match local::run(&configs)? {
-        Ended::Succeeded { .. } if !has_rank_0 => Ok(Ended::Elsewhere),
-        ended => Ok(ended),
+        Outcome::Succeeded { .. } if !has_rank_0 => Ok(Outcome::Elsewhere),
+        outcome => Ok(outcome),
     }
 }
 
@@ -182,7 +182,7 @@ fn next_attempt(out: &Path, rank: u32) -> u32 {
     (1..).find(|n| !events(*n).exists()).unwrap_or(1)
 }
 
-fn in_this_process(mut start: StartAttempt, place: &LaunchedRank, out: &Path) -> anyhow::Result<Ended> {
+fn run_rank_here(mut start: StartAttempt, place: &LaunchedRank, out: &Path) -> anyhow::Result<Outcome> {
     start.master_addr.clone_from(&place.addr);
     start.master_port = place.port;
     start.secret.clone_from(&place.secret);
@@ -190,7 +190,7 @@ fn in_this_process(mut start: StartAttempt, place: &LaunchedRank, out: &Path) ->
     if place.rank == 0 {
         write_spec(out, &start.spec)?;
     }
-    let gpu = device_of(&start.spec, place)?;
+    let gpu = rank_device(&start.spec, place)?;
     let config = RankConfig {
         start,
         rank: place.rank,
@@ -207,7 +207,7 @@ fn in_this_process(mut start: StartAttempt, place: &LaunchedRank, out: &Path) ->
 }
 
 /// Returns the devices of this machine for a job's ranks, in order. Empty if ranks compute on CPU cores.
-fn devices(spec: &JobSpec) -> anyhow::Result<Vec<String>> {
+fn visible_devices(spec: &JobSpec) -> anyhow::Result<Vec<String>> {
     let device = spec.parallel.device;
     let offer = registry::offer(Selection { device, ..Selection::default() }).map_err(usage_error)?;
     match (offer.slots.is_empty(), offer.hindrance) {
@@ -226,8 +226,8 @@ fn devices(spec: &JobSpec) -> anyhow::Result<Vec<String>> {
 
 /// Returns the device of a rank that a launcher started, by the rank's index on this machine. If only one device is visible, returns this
 /// device.
-fn device_of(spec: &JobSpec, place: &LaunchedRank) -> anyhow::Result<Option<RankGpu>> {
-    let visible = devices(spec)?;
+fn rank_device(spec: &JobSpec, place: &LaunchedRank) -> anyhow::Result<Option<RankGpu>> {
+    let visible = visible_devices(spec)?;
     if visible.is_empty() {
         return Ok(None);
     }
@@ -245,23 +245,23 @@ fn write_spec(out: &Path, spec: &JobSpec) -> anyhow::Result<()> {
     Ok(fs::write(out.join("spec.json"), serde_json::to_vec_pretty(spec)?)?)
 }
 
-fn conclude(ended: &Ended, out: &Path, began: Instant) -> anyhow::Result<()> {
-    match ended {
-        Ended::Succeeded { accuracy: Some((accuracy, pictures)), best, .. } => output::line(format_args!(
+fn report_outcome(outcome: &Outcome, out: &Path, began: Instant) -> anyhow::Result<()> {
+    match outcome {
+        Outcome::Succeeded { accuracy: Some((accuracy, pictures)), best, .. } => output::line(format_args!(
             "succeeded: validation accuracy {} in {:.0} s; checkpoints are in {}{}",
             lockstep_protocol::numbers::accuracy_of(*accuracy, Some(*pictures)),
             began.elapsed().as_secs_f64(),
             out.join("checkpoints").display(),
             best.as_deref().unwrap_or_default()
         )),
-        Ended::Succeeded { accuracy: None, step, .. } => output::line(format_args!(
+        Outcome::Succeeded { accuracy: None, step, .. } => output::line(format_args!(
             "succeeded: {} in {:.0} s; checkpoints are in {}",
             plural(*step, "step"),
             began.elapsed().as_secs_f64(),
             out.join("checkpoints").display()
         )),
-        Ended::Elsewhere => Ok(()),
-        Ended::Stopped { step } => {
+        Outcome::Elsewhere => Ok(()),
+        Outcome::Stopped { step } => {
             let (newest, _) = checkpoint::newest(&out.join("checkpoints"))?;
             let name = newest.as_deref().and_then(Path::file_name).and_then(|name| name.to_str());
             match name.and_then(checkpoint::parse_folder_name) {
@@ -279,7 +279,7 @@ fn conclude(ended: &Ended, out: &Path, began: Instant) -> anyhow::Result<()> {
                 }
             }
         }
-        Ended::Failed(reason) => anyhow::bail!("{reason}"),
+        Outcome::Failed(reason) => anyhow::bail!("{reason}"),
     }
 }
 
@@ -312,7 +312,7 @@ fn choose_validation(spec: &mut JobSpec, dataset: &Path) {
 }
 
 /// Reads the specification. Also returns whether it gives `data.validation`. A launcher or `--ranks` sets the number of ranks.
-fn read(args: &Args, world: Option<(&str, u32)>) -> anyhow::Result<(JobSpec, bool)> {
+fn read_spec(args: &Args, world: Option<(&str, u32)>) -> anyhow::Result<(JobSpec, bool)> {
     let mut sets = args.sets.clone();
     if let Some((by, ranks)) = world
         && args.ranks.is_some_and(|given| given != ranks)

@@ -9,7 +9,6 @@ use lockstep_protocol::{
     limits::PASSWORD_CHARS,
     people::{Person, Role, password_mistake, subject_mistake},
 };
-use reqwest::Method;
 use serde_json::{Value, json};
 use std::io::{self, BufRead, IsTerminal};
 
@@ -83,7 +82,7 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
             Command::Add { name, role, subject, server } => {
                 let body = match subject {
                     Some(subject) => json!({ "name": name, "role": role, "subject": subject }),
-                    None => json!({ "name": name, "role": role, "password": password()? }),
+                    None => json!({ "name": name, "role": role, "password": read_password()? }),
                 };
                 let person: Value = server.api()?.post("/people", &body).await?;
                 show(&server, &person)
@@ -101,15 +100,15 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
                     return output::json(&response);
                 }
                 for person in api::list::<Person>(&response, "people")? {
-                    output::line(line(&person))?;
+                    output::line(format_person(&person))?;
                 }
                 Ok(())
             }
             Command::Remove(Named { name, server }) => {
-                server.api()?.request(Method::DELETE, &path(&name)?, None::<&()>).await?;
+                server.api()?.delete(&path(&name)?).await?;
                 output::print(server.json, &json!({ "removed": name }), &name)
             }
-            Command::Password(named) => named.change(json!({ "password": password()? })).await,
+            Command::Password(named) => named.change(json!({ "password": read_password()? })).await,
             Command::Role { name, role, server } => {
                 Named { name, server }.change(json!({ "role": role })).await
             }
@@ -121,9 +120,8 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
 
 impl Named {
     async fn change(&self, body: Value) -> anyhow::Result<()> {
-        let api = self.server.api()?;
-        let response = api.request(Method::PATCH, &path(&self.name)?, Some(&body)).await?;
-        show(&self.server, &api.read(response).await?)
+        let person: Value = self.server.api()?.patch(&path(&self.name)?, &body).await?;
+        show(&self.server, &person)
     }
 }
 
@@ -140,11 +138,11 @@ fn show(server: &ServerArgs, response: &Value) -> anyhow::Result<()> {
         return output::json(response);
     }
     let person: Person = serde_json::from_value(response.clone()).context("the server's answer")?;
-    output::line(line(&person))
+    output::line(format_person(&person))
 }
 
 /// Formats a person: `ada  admin  added 2026-12-23T04:17:38Z`.
-fn line(person: &Person) -> String {
+fn format_person(person: &Person) -> String {
     let mut words = format!("{:<16}  {:<6}  added {}", person.name, person.role, person.created_at);
     if let Some(identity) = &person.identity {
         words.push_str(&format!("  OpenID {}", identity.subject));
@@ -157,7 +155,7 @@ fn line(person: &Person) -> String {
 
 /// Reads a password: asks for it twice on a terminal, otherwise reads the first line of standard input. A password is never an argument,
 /// because other accounts can see a process's arguments.
-fn password() -> anyhow::Result<String> {
+fn read_password() -> anyhow::Result<String> {
     let password = if io::stdin().is_terminal() {
         let first = rpassword::prompt_password("password: ")?;
         if rpassword::prompt_password("repeat the password: ")? != first {

@@ -1,8 +1,12 @@
 //! `lockstep validate`: checks a specification like a submission, without creating a job.
 
-use super::{access::AccessArgs, api::Api, block_on, job_file, output, sweep, usage_error};
-use lockstep_protocol::JobSpec;
-use lockstep_protocol::numbers::plural;
+use super::{
+    api::ServerArgs,
+    block_on,
+    job_file::{self, UnknownPath},
+    output, sweep,
+};
+use lockstep_protocol::{JobSpec, numbers::plural, spec::SpecError};
 use lockstep_worker::checkpoint;
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -23,17 +27,8 @@ pub(crate) struct Args {
     sets: Vec<String>,
     #[command(flatten)]
     grid: sweep::GridArgs,
-    /// Address of the server, which must respond [default: the server on this machine, if it runs]
-    #[arg(long, value_name = "URL", env = "LOCKSTEP_SERVER")]
-    server: Option<String>,
-    /// CA certificates to trust in addition to the system's (PEM), for a server whose URL begins with https
-    #[arg(long, value_name = "FILE", env = "LOCKSTEP_CA_FILE")]
-    ca_file: Option<std::path::PathBuf>,
     #[command(flatten)]
-    access: AccessArgs,
-    /// Print JSON
-    #[arg(long)]
-    json: bool,
+    server: ServerArgs,
 }
 
 /// The fields of the server's response that this command uses.
@@ -55,8 +50,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let mut document = job_file::document(&args.job, &args.sets)?;
     args.grid.write(&args.job, &mut document)?;
     let trials = sweep::check(&args.job, &document);
-    let server = args.access.server(args.server.as_deref());
-    let api = Api::at(&server, args.ca_file.as_deref(), args.access.token(&server)?)?;
+    let api = args.server.api()?;
     let checked = match trials {
         Ok(None) => job_file::check(&args.job, &document),
         // The files of the first trial's job are checked.
@@ -66,10 +60,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         let dataset = document.pointer("/data/dataset").and_then(Value::as_str);
         dataset.is_some_and(|dataset| dataset.contains(std::path::is_separator))
     };
-    let mut asks_server = args.server.is_some() || block_on(async { Ok(api.is_reachable().await) })?;
-    if asks_server && let Err(error) = block_on(job_file::name_dataset(&api, &mut document, false)) {
+    let mut asks_server = args.server.is_named() || block_on(async { Ok(api.is_reachable().await) })?;
+    if asks_server
+        && let Err(error) = block_on(job_file::name_dataset(&api, &mut document, UnknownPath::Keep))
+    {
         // Another program, or another user's server, may listen at the default address.
-        if args.server.is_some() {
+        if args.server.is_named() {
             return Err(error);
         }
         asks_server = false;
@@ -88,7 +84,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
                 api.base
             )
         };
-        if args.json {
+        if args.server.json {
             return output::json(&json!({ "spec": spec, "warnings": [why] }));
         }
         output::warn(format_args!("warning: {why}"));
@@ -100,7 +96,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     checked?;
     let plan: Plan = serde_json::from_value(response.clone())?;
     plan.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
-    if args.json {
+    if args.server.json {
         return output::json(&response);
     }
     output::line(format_args!(
@@ -119,14 +115,16 @@ fn check_files(job: &Path, spec: &JobSpec) -> anyhow::Result<()> {
     let mut mistakes = Vec::new();
     let dataset = &spec.data.dataset;
     if dataset.contains(std::path::is_separator) && lockstep_data::canonical(Path::new(dataset)).is_err() {
-        mistakes.push(format!("data.dataset: {dataset} does not exist"));
+        let detail = format!("{dataset} does not exist");
+        mistakes.push(SpecError { pointer: "/data/dataset".into(), detail });
     }
     // Other values are ids of checkpoints, or paths on the machine that trains.
     if let Some(given) = spec.model.pretrained.as_deref().map(Path::new).filter(|path| path.exists()) {
         let files = checkpoint::model_files(given).map_err(|e| e.to_string());
         let read =
             files.and_then(|files| files.iter().try_for_each(|file| checkpoint::shapes(file).map(drop)));
-        mistakes.extend(read.err().map(|detail| format!("model.pretrained: {detail}")));
+        let mistake = |detail| SpecError { pointer: "/model/pretrained".into(), detail };
+        mistakes.extend(read.err().map(mistake));
     }
-    if mistakes.is_empty() { Ok(()) } else { Err(usage_error(job_file::format_mistakes(job, &mistakes))) }
+    if mistakes.is_empty() { Ok(()) } else { Err(job_file::mistakes_error(job, &mistakes)) }
 }

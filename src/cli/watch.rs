@@ -13,13 +13,15 @@ use lockstep_protocol::{
     best::best_checkpoint,
     job::{LastValues, Measured},
     numbers::percent,
-    stream::{Event, EventBody, Frame},
+    stream::{EventBody, Frame},
 };
 use progress::Progress;
 use std::time::{Duration, Instant};
 
 /// Interval between two requests for a waiting job's position in the queue. It depends on other jobs, so no event of this job reports it.
 const QUEUE_INTERVAL: Duration = Duration::from_secs(2);
+/// Interval between two requests for a job whose state is about to change.
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
 /// Pauses before a connection is retried.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(200), Duration::from_secs(5));
 
@@ -71,35 +73,51 @@ pub(crate) async fn to_the_end(api: &Api, job: Job, json: bool) -> anyhow::Resul
     }
 }
 
-/// Waits until `done` is true for the job; prints nothing.
+/// Waits until `is_done` is true for the job; prints nothing.
 ///
 /// # Errors
-/// The connection to the server was lost.
-pub(crate) async fn until(api: &Api, mut job: Job, done: impl Fn(&Job) -> bool) -> anyhow::Result<Job> {
+/// The server is unreachable, or `is_done` is still false after a minute.
+pub(crate) async fn wait_until(
+    api: &Api,
+    mut job: Job,
+    is_done: impl Fn(&Job) -> bool,
+) -> anyhow::Result<Job> {
     let began = Instant::now();
-    while !done(&job) {
+    while !is_done(&job) {
         if began.elapsed() > SERVER_TIMEOUT {
             anyhow::bail!("{} is still {}", job.id, job.state);
         }
-        let mut stream = api.stream(&job, job.last_seq).await?;
-        loop {
-            let frame = match tokio::time::timeout(Duration::from_secs(5), stream.next()).await {
-                Ok(frame) => frame?,
-                Err(_) => break,
-            };
-            match frame {
-                Some(Frame::Event(Event { body: EventBody::State { .. }, .. })) | None => break,
-                Some(_) => {}
-            }
-        }
+        tokio::time::sleep(POLL_INTERVAL).await;
         job = api.get(&format!("/jobs/{}", job.id)).await?;
     }
     Ok(job)
 }
 
-/// Passes every frame of a job's stream to `progress`, each event once even if the connection breaks, and prints the place in the queue
-/// while the job waits. Returns the job after its end.
-async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<Job> {
+/// The display of a command that follows a job's stream.
+pub(crate) trait Display {
+    /// Shows a new frame of the stream.
+    fn show(&mut self, frame: &Frame) -> anyhow::Result<()>;
+
+    /// Prints a line to standard error.
+    fn warn(&self, text: &str);
+
+    /// Whether to ask the server for the job's place in the queue.
+    fn asks_for_place(&self) -> bool {
+        false
+    }
+
+    /// Shows the job's place in the queue.
+    fn show_place(&mut self, _job: &Job) -> anyhow::Result<()> {
+        Ok(())
+    }
+}
+
+/// Passes every frame of a job's stream after the event `job.last_seq` to `display`, each event once even if the connection breaks. Returns
+/// the job after its end.
+///
+/// # Errors
+/// The job was deleted, or the connection to the server was lost.
+pub(crate) async fn follow(api: &Api, job: Job, display: &mut impl Display) -> anyhow::Result<Job> {
     let mut since = job.last_seq;
     let mut over = job.state.is_final();
     let mut backoff = RETRY;
@@ -109,13 +127,13 @@ async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<
         let lost = match api.stream(&job, since).await {
             Err(error) => Some(error),
             Ok(mut stream) => loop {
-                let next = match progress.waits() {
+                let next = match display.asks_for_place() {
                     false => stream.next().await,
                     true => match tokio::time::timeout(QUEUE_INTERVAL, stream.next()).await {
                         Ok(next) => next,
                         Err(_) => match api.get(&format!("/jobs/{}", job.id)).await {
                             Ok(now) => {
-                                progress.show_place(&now)?;
+                                display.show_place(&now)?;
                                 continue;
                             }
                             Err(error) => Err(error),
@@ -127,7 +145,7 @@ async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<
                     Ok(None) => break None,
                     Ok(Some(frame)) => {
                         outage_since = None;
-                        outage.report_restored(|text| progress.warn(text));
+                        outage.report_restored(|text| display.warn(text));
                         backoff = RETRY;
                         if let Frame::Hello { last_seq, .. } = &frame
                             && *last_seq < since
@@ -142,7 +160,7 @@ async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<
                                 over = state.is_final();
                             }
                         }
-                        progress.show(&frame)?;
+                        display.show(&frame)?;
                         if over {
                             break None;
                         }
@@ -155,7 +173,7 @@ async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<
             if since_when.elapsed() > SERVER_TIMEOUT {
                 let why = lost.map_or_else(|| "the stream was closed".to_owned(), |e| describe_error(&e));
                 anyhow::bail!(
-                    "the connection to the server is lost: {why}; `lockstep watch {}` continues from here",
+                    "the connection to the server is lost: {why}; `lockstep watch {}` shows the job",
                     job.id
                 );
             }
@@ -165,7 +183,7 @@ async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<
                 Err(error) if error.is::<super::WrongRequest>() => {
                     return Err(usage_error(format!("{}: {error}", job.id)));
                 }
-                Err(_) => outage.report_lost(|text| progress.warn(text)),
+                Err(_) => outage.report_lost(|text| display.warn(text)),
             }
             tokio::time::sleep(backoff.pause()).await;
         }

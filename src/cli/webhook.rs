@@ -1,7 +1,6 @@
 //! `lockstep webhook`: webhooks, URLs to which the server posts messages about jobs.
 
 use super::{api::ServerArgs, block_on, output, usage_error};
-use reqwest::Method;
 use serde_json::{Value, json};
 
 #[derive(clap::Subcommand)]
@@ -80,7 +79,7 @@ pub(crate) fn run(command: Command) -> anyhow::Result<()> {
                 }
             }
             Command::Remove(WebhookArgs { id, server }) => {
-                server.api()?.request(Method::DELETE, &path(&id)?, None::<&()>).await?;
+                server.api()?.delete(&path(&id)?).await?;
                 output::print(server.json, &json!({ "removed": id }), &id)
             }
         }

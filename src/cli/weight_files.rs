@@ -2,14 +2,13 @@
 
 use super::{
     api::Api,
-    checkpoint_choice::{Listed, Weights},
+    checkpoint_choice::{ListedCheckpoint, Weights},
     file, usage_error,
 };
 use anyhow::{Context, bail};
 use futures_util::StreamExt;
 use lockstep_protocol::checkpoint_files;
 use lockstep_worker::checkpoint::{self, ManifestFile};
-use reqwest::Method;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 use std::{
@@ -31,7 +30,7 @@ pub(super) struct WeightFile {
 /// Exit status 2 if the checkpoint does not have these weights.
 pub(super) async fn files(
     api: &Api,
-    checkpoint: &Listed,
+    checkpoint: &ListedCheckpoint,
     weights: Weights,
 ) -> anyhow::Result<Vec<WeightFile>> {
     let manifest: Value = api.get(&format!("/checkpoints/{}/MANIFEST.json", checkpoint.id)).await?;
@@ -58,7 +57,7 @@ pub(super) async fn files(
 /// The download is damaged, or the file cannot be written.
 pub(super) async fn fetch(
     api: &Api,
-    checkpoint: &Listed,
+    checkpoint: &ListedCheckpoint,
     wanted: &WeightFile,
     place: &Path,
 ) -> anyhow::Result<u64> {
@@ -66,8 +65,7 @@ pub(super) async fn fetch(
     let partial = file::partial(place);
     let mut to = File::create(&partial).map_err(|e| usage_error(format!("{}: {e}", partial.display())))?;
     let result = async {
-        let response = api.request(Method::GET, &path, None::<&()>).await?;
-        let mut body = response.bytes_stream();
+        let mut body = api.get_response(&path).await?.bytes_stream();
         let mut hash = Sha256::new();
         let mut size_bytes = 0;
         while let Some(chunk) = body.next().await {
@@ -99,7 +97,7 @@ pub(super) async fn fetch(
 pub(super) async fn fetch_beside(
     place: &Path,
     api: &Api,
-    checkpoint: &Listed,
+    checkpoint: &ListedCheckpoint,
     files: &[WeightFile],
 ) -> anyhow::Result<TempDir> {
     let beside = place.parent().filter(|folder| !folder.as_os_str().is_empty());

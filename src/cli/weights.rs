@@ -4,7 +4,7 @@ use super::{
     block_on,
     dataset::{
         download::{Failure, download},
-        get::{bar, client},
+        get::{new_bar, new_client},
         known::Remote,
     },
     output, usage_error, with_causes,
@@ -49,7 +49,7 @@ pub(crate) enum Action {
 /// Exit status 1 if the URL cannot be reached, 2 if the content does not match its checksum.
 pub(crate) fn run(action: &Action) -> anyhow::Result<()> {
     let Action::Get { name, from } = action;
-    let place = place_of(name).ok_or_else(|| {
+    let place = path_of(name).ok_or_else(|| {
         usage_error("there is no cache directory for the weights: set HOME, or LOCKSTEP_CACHE to a folder")
     })?;
     fetch(name, from, &place)?;
@@ -57,7 +57,7 @@ pub(crate) fn run(action: &Action) -> anyhow::Result<()> {
 }
 
 /// Returns the path of the weights with this name, which may not exist yet. `None` for unknown names.
-pub(super) fn place_of(name: &str) -> Option<PathBuf> {
+pub(super) fn path_of(name: &str) -> Option<PathBuf> {
     Some(cache::dir().filter(|_| KNOWN.contains(&name))?.join("weights").join(format!("{name}.safetensors")))
 }
 
@@ -84,10 +84,10 @@ fn fetch(name: &str, hub: &str, place: &Path) -> anyhow::Result<()> {
     };
     let folder = place.parent().unwrap_or(Path::new("."));
     fs::create_dir_all(folder).map_err(|e| anyhow!("{}: {e}", folder.display()))?;
-    let client = client()?;
+    let client = new_client()?;
     block_on(async {
-        let remote = pointer(&client, &format!("{base}/raw/main/{FILE}")).await.map_err(explained)?;
-        let bar = bar(remote.bytes);
+        let remote = read_pointer(&client, &format!("{base}/raw/main/{FILE}")).await.map_err(explained)?;
+        let bar = new_bar(remote.bytes);
         let got = download(&client, &url, &remote, place, &|bytes| bar.set_position(bytes)).await;
         bar.finish_and_clear();
         got.map_err(explained)
@@ -106,11 +106,11 @@ fn check(place: &Path) -> anyhow::Result<()> {
 ///
 /// # Errors
 /// The URL cannot be reached, or its content is not a pointer.
-async fn pointer(client: &Client, url: &str) -> Result<Remote, Failure> {
+async fn read_pointer(client: &Client, url: &str) -> Result<Remote, Failure> {
     let lost = |error: reqwest::Error| Failure::Unreachable(with_causes(&error));
     let mut response = client.get(url).send().await.map_err(lost)?;
     if response.status() != StatusCode::OK {
-        return Err(Failure::of_status(url, response.status()));
+        return Err(Failure::from_status(url, response.status()));
     }
     let mut text = Vec::new();
     while let Some(bytes) = response.chunk().await.map_err(lost)? {

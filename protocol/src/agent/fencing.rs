@@ -25,9 +25,10 @@ impl FencingToken {
     /// A token from its stored form; `None` if the secret is invalid.
     pub fn of(number: u64, secret: &str) -> Option<Self> {
         // `from_str_radix` would also accept a sign and fewer digits.
-        let is_whole = secret.len() == 32 && secret.bytes().all(|byte| byte.is_ascii_hexdigit());
-        let secret = if is_whole { u128::from_str_radix(secret, 16).ok()? } else { return None };
-        (secret != 0).then_some(Self { number, secret })
+        let is_32_hex_digits = secret.len() == 32 && secret.bytes().all(|byte| byte.is_ascii_hexdigit());
+        let secret =
+            u128::from_str_radix(secret, 16).ok().filter(|secret| is_32_hex_digits && *secret != 0)?;
+        Some(Self { number, secret })
     }
 }
 
@@ -58,8 +59,8 @@ impl TryFrom<String> for FencingToken {
         let (number, secret) =
             text.split_once('.').ok_or("a fencing token is a number, a dot and a secret")?;
         let number = number.parse().map_err(|_| "a fencing token begins with its number")?;
-        let none = !secret.is_empty() && secret.bytes().all(|byte| byte == b'0');
-        if none {
+        let has_no_secret = !secret.is_empty() && secret.bytes().all(|byte| byte == b'0');
+        if has_no_secret {
             Ok(Self::from(number))
         } else {
             Self::of(number, secret).ok_or("a fencing token ends with 32 hexadecimal digits")
@@ -72,7 +73,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_token_comes_back_from_text() {
+    fn a_token_is_read_back_from_its_text() {
         let token = FencingToken { number: 41, secret: 0xabc };
         let text = serde_json::to_string(&token).unwrap();
         assert_eq!(text, "\"41.00000000000000000000000000000abc\"");

@@ -110,15 +110,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn links_are_said_in_words() {
+    fn links_are_described_in_words() {
         let words = |mbits: Option<u32>, groups: &[&[u32]]| {
             let machine = Machine {
-                hostname: "h".into(),
-                cpu: "c".into(),
-                cores: 1,
-                memory_bytes: 1,
-                disk_free_bytes: 1,
-                version: "0".into(),
                 interface_mbits: mbits,
                 nvlink_groups: groups.iter().map(|group| group.to_vec()).collect(),
                 ..Machine::default()

@@ -23,10 +23,11 @@ macro_rules! named {
 
 pub(super) use named;
 
-/// Gives an enum the constant `ALL`, the method `as_str` and `Display`. As for `named`, the words must equal serde's.
+/// Gives an enum the constant `ALL`, the method `as_str`, `Display` and `FromStr`. `$noun` names the enum in the error for an unknown word.
+/// As for `named`, the words must equal serde's.
 #[macro_export]
 macro_rules! words {
-    ($kind:ident: $($variant:ident = $word:literal),+ $(,)?) => {
+    ($kind:ident, $noun:literal: $($variant:ident = $word:literal),+ $(,)?) => {
         impl $kind {
             /// Every value.
             pub const ALL: [$kind; [$($word),+].len()] = [$($kind::$variant),+];
@@ -42,6 +43,18 @@ macro_rules! words {
         impl std::fmt::Display for $kind {
             fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
                 f.write_str(self.as_str())
+            }
+        }
+
+        impl std::str::FromStr for $kind {
+            type Err = String;
+
+            fn from_str(text: &str) -> Result<Self, String> {
+                let found = $kind::ALL.into_iter().find(|value| value.as_str() == text);
+                found.ok_or_else(|| {
+                    let words = [$($word),+].join(", ");
+                    format!("no {0} is called {text:?}; the {0}s are {words}", $noun)
+                })
             }
         }
     };
@@ -60,14 +73,15 @@ mod tests {
         spec::{Arch, LossKind, OptimizerKind, Recipe, ScheduleKind, Split, Stem},
         sweep::SweepState,
     };
-    use serde_json::json;
+    use serde_json::{from_value, json};
 
     #[test]
-    fn names_are_those_that_serde_writes() {
+    fn names_are_those_that_serde_writes_and_reads() {
         macro_rules! compare {
             ($($kind:ident),+) => {
                 $(for ((value, name), listed) in std::iter::zip($kind::ALL, $kind::NAMES) {
                     assert_eq!((json!(value), value.name()), (json!(name), listed));
+                    assert_eq!(from_value::<$kind>(json!(name)).unwrap(), value);
                 })+
             };
         }
@@ -75,10 +89,12 @@ mod tests {
         macro_rules! compare_words {
             ($($kind:ident),+) => {
                 $(for value in $kind::ALL {
-                    assert_eq!(json!(value), value.as_str());
+                    assert_eq!((json!(value), Ok(value)), (json!(value.as_str()), value.as_str().parse::<$kind>()));
                 })+
             };
         }
         compare_words!(Scope, Role, JobState, AttemptState, SweepState, HistogramKind);
+        let error = "root".parse::<Role>().unwrap_err();
+        assert_eq!(error, "no role is called \"root\"; the roles are viewer, member, admin");
     }
 }

@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn every_key_says_what_it_means() {
+    fn every_key_has_a_description() {
         for section in reference().into_iter().chain([sweep_reference()]) {
             assert!(section.meaning.ends_with('.'), "[{}]: {:?}", section.name, section.meaning);
             for key in section.keys {
@@ -246,7 +246,7 @@ mod tests {
 
     /// The default in the reference is the default that is used.
     #[test]
-    fn a_job_of_nothing_but_shown_defaults_is_the_default_job() {
+    fn defaults_in_the_reference_give_the_default_job() {
         let mut text = String::new();
         for section in reference() {
             if !section.name.is_empty() {
@@ -267,7 +267,7 @@ mod tests {
 
     /// Numbers at the limits in the reference are accepted, and numbers beyond them are refused.
     #[test]
-    fn limits_are_those_of_the_check() {
+    fn limits_in_the_reference_are_enforced() {
         for section in KEYS {
             for (key, kind) in section.keys {
                 let taken = |value: Value| kind.check(&value).is_ok();
@@ -286,6 +286,7 @@ mod tests {
                             (!excludes_min, !excludes_max),
                             "{key}"
                         );
+                        assert!(!taken((min - 1.0).into()) && !taken((max + 1.0).into()), "{key}");
                     }
                     Kind::LossScale => {
                         assert!(

@@ -20,7 +20,7 @@ pub const MAX_TRIALS: u32 = keys::MAX_TRIALS as u32;
 /// The largest number of parameters of a sweep.
 const MAX_PARAMETERS: usize = 16;
 /// The keys of a parameter.
-const PARAMETER: [&str; 4] = ["values", "min", "max", "distribution"];
+const PARAMETER_KEYS: [&str; 4] = ["values", "min", "max", "distribution"];
 
 /// The values of a trial's parameters, by key path, such as `train.lr`.
 pub type Setting = BTreeMap<String, Value>;
@@ -117,8 +117,9 @@ pub fn read_sweep(section: &Value) -> Result<SweepSpec, Vec<SpecError>> {
         return Err(vec![mistake("", detail)]);
     };
     let mut table = table.clone();
-    let names: Vec<&str> = SWEEP.keys.iter().map(|(key, _)| *key).chain(["metric", "parameters"]).collect();
-    check_section(&mut table, &SWEEP, "sweep", &names, &mut errors);
+    let known_keys: Vec<&str> =
+        SWEEP.keys.iter().map(|(key, _)| *key).chain(["metric", "parameters"]).collect();
+    check_section(&mut table, &SWEEP, "sweep", &known_keys, &mut errors);
     let method = match table.get("method").and_then(Value::as_str) {
         Some("random") => SweepMethod::Random,
         Some("asha") => SweepMethod::Asha,
@@ -203,7 +204,7 @@ fn flatten(
         let path = if above.is_empty() { key.clone() } else { format!("{above}.{key}") };
         let outcome = match value {
             Value::Object(inner)
-                if !inner.is_empty() && !inner.keys().any(|key| PARAMETER.contains(&&**key)) =>
+                if !inner.is_empty() && !inner.keys().any(|key| PARAMETER_KEYS.contains(&&**key)) =>
             {
                 flatten(inner, &path, found, errors);
                 continue;
@@ -221,11 +222,11 @@ fn flatten(
 }
 
 fn read_parameter(table: &Map<String, Value>) -> Result<Parameter, String> {
-    if let Some(unknown) = table.keys().find(|key| !PARAMETER.contains(&&***key)) {
+    if let Some(unknown) = table.keys().find(|key| !PARAMETER_KEYS.contains(&&***key)) {
         return Err(format!(
             "no key is called {:?} here; the keys are {}",
             shortened(unknown),
-            PARAMETER.join(", ")
+            PARAMETER_KEYS.join(", ")
         ));
     }
     match (table.get("values"), table.get("min"), table.get("max")) {
@@ -291,11 +292,11 @@ impl SweepSpec {
             errors.push(mistake("/metric", detail.into()));
         }
         // `asha` needs the same epochs and the same validations in every trial.
-        let counted = ["train.epochs", "train.steps", "evaluate.every_epochs"];
-        if trial.train.steps.is_some() || counted.iter().any(|key| self.parameters.contains_key(*key)) {
+        let epoch_keys = ["train.epochs", "train.steps", "evaluate.every_epochs"];
+        if trial.train.steps.is_some() || epoch_keys.iter().any(|key| self.parameters.contains_key(*key)) {
             let detail = format!(
                 "\"asha\" compares trials after the same epochs: give train.epochs in place of train.steps, and do not sweep {}",
-                counted.join(" or ")
+                epoch_keys.join(" or ")
             );
             errors.push(mistake("/method", detail));
             return errors;
@@ -444,9 +445,9 @@ pub fn trial_document(job: &Value, setting: &Setting, sweep: &str) -> Result<Val
     let mut name = job.get("name").and_then(Value::as_str).unwrap_or("untitled").to_owned();
     for (path, value) in setting {
         set_key(&mut document, path, value.clone())?;
-        let last = |path: &str| path.rsplit('.').next().unwrap_or_default().to_owned();
-        let is_unique = setting.keys().filter(|other| last(other) == last(path)).count() == 1;
-        let key = if is_unique { last(path) } else { path.clone() };
+        let last_part = |key: &str| key.rsplit('.').next().unwrap_or_default().to_owned();
+        let is_unique = setting.keys().filter(|other| last_part(other) == last_part(path)).count() == 1;
+        let key = if is_unique { last_part(path) } else { path.clone() };
         let words = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
         name = format!("{name} {key}={words}");
     }
@@ -489,7 +490,7 @@ mod tests {
     }
 
     #[test]
-    fn ranges_are_drawn_inside_their_limits_and_by_magnitude_where_asked() {
+    fn values_are_within_their_range_and_log_ranges_spread_evenly() {
         let sweep = read(
             "method = \"random\"\nmax_trials = 400\nseed = 7\n[parameters]\n\
              a = { min = 1, max = 3 }\nb = { min = 0.5, max = 1.0 }\nc = { min = 0.001, max = 10, distribution = \"log\" }\n",
@@ -509,7 +510,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_sweep_is_refused_in_words() {
+    fn each_mistake_is_reported_with_its_place_and_in_words() {
         for (toml, pointer, words) in [
             ("", "/sweep/method", "is missing"),
             ("method = \"bayes\"", "/sweep/method", "one of grid, random, asha"),
@@ -533,7 +534,7 @@ mod tests {
     }
 
     #[test]
-    fn rungs_are_a_factor_apart_and_end_with_the_training() {
+    fn rungs_differ_by_a_factor_and_end_with_training() {
         let rungs = |keys: &str, epochs: u32| {
             let sweep = read(&format!("{keys}\n{}", GRID.replace("grid", "asha"))).unwrap();
             let mut job = JobSpec::default();

@@ -8,48 +8,13 @@ fn transforms_are_accepted_up_to_their_limits() {
         "crop_scale = [0.001, 1.0]",
         "crop_scale = [1, 1]",
         "crop_ratio = [0.0625, 16]",
-        "resize_size = 8",
-        "resize_size = 8192",
         "resize_size = 224\nimage_size = 224",
         "color_jitter = [10, 10, 10, 0.5]",
         "color_jitter = [0, 0, 0, 0]",
-        "random_erasing = 0",
-        "random_erasing = 1",
-        "augment = \"none\"",
-        "augment = \"trivial\"",
-        "augment = \"rand\"",
     ] {
         let spec = from_toml(&with("data", line)).unwrap_or_else(|e| panic!("{line}: {e:?}"));
         assert_eq!(from_json(&serde_json::to_value(&spec).expect("plain data")), Ok(spec), "{line}");
     }
-}
-
-#[test]
-fn mixing_and_averaging_accept_the_values_at_their_limits() {
-    for (low, high) in [
-        ("mixup = 0", "mixup = 100"),
-        ("cutmix = 0.0", "cutmix = 100.0"),
-        ("ema_decay = 0", "ema_decay = 0.999999999"),
-        ("ema_steps = 1", "ema_steps = 1000000000"),
-    ] {
-        for line in [low, high] {
-            assert!(from_toml(&with("train", line)).is_ok(), "{line}");
-        }
-    }
-    let train = from_toml("[data]\ndataset = \"d\"").expect("defaults").train;
-    assert_eq!((train.mixup, train.cutmix, train.ema_decay, train.ema_steps), (0.0, 0.0, 0.0, 32));
-}
-
-#[test]
-fn ranges_of_optimizer_keys_include_their_ends() {
-    for (kind, name) in OptimizerKind::ALL {
-        let ends = "beta1 = 0\nbeta2 = 0.0\nepsilon = 1e-16\ndecay_norm_and_bias = false";
-        let spec = from_toml(&with("train", &format!("optimizer = {name:?}\n{ends}"))).expect("allowed");
-        assert_eq!((spec.train.optimizer, spec.train.optimizer.name()), (kind, name));
-        assert_eq!((spec.train.beta1, spec.train.beta2, spec.train.epsilon), (0.0, 0.0, 1e-16));
-    }
-    let train = from_toml(&with("train", "epsilon = 1\nbeta2 = 0.9999")).expect("allowed").train;
-    assert_eq!((train.epsilon, train.beta1, train.beta2), (1.0, 0.9, 0.9999));
 }
 
 /// A path such as `a.a.a` with `parts` parts.

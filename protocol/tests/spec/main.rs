@@ -5,10 +5,7 @@ mod limits;
 
 use lockstep_protocol::{
     limits::{KEY_BYTES, KEY_PARTS, MISTAKES, TOML_NESTING},
-    spec::{
-        Arch, ClassWeights, JobSpec, KEYS, OptimizerKind, Recipe, ShardSpec, SpecError, Split, StopSpec,
-        apply_set, from_json, from_toml, toml_document,
-    },
+    spec::{JobSpec, SpecError, apply_set, from_json, from_toml, toml_document},
 };
 use serde_json::json;
 
@@ -40,90 +37,6 @@ fn defaults_are_those_of_the_tutorial_job() {
     let spec = from_toml("[data]\ndataset = \"cifar10\"").expect("only the dataset is required");
     assert_eq!((spec.train.lr, spec.train.momentum), (0.01, 0.9));
     assert_eq!((spec.micro_batch_size(), spec.total_steps(50_000)), (32, 10 * 1562));
-}
-
-#[test]
-fn every_network_is_read_and_written_by_its_name() {
-    for (arch, name) in Arch::ALL {
-        let spec = from_toml(&with("model", &format!("arch = \"{name}\""))).expect(name);
-        assert_eq!(spec.model.arch, arch);
-        assert_eq!(serde_json::to_value(&spec).expect("plain data")["model"]["arch"], name);
-    }
-    let wrong = "arch = \"resnext50-32x4d\"";
-    one_mistake(
-        &with("model", wrong),
-        "/model/arch",
-        &["did you mean \"resnext50_32x4d\"", "wide_resnet101_2"],
-    );
-}
-
-#[test]
-fn keys_and_struct_fields_are_the_same() {
-    let full = serde_json::to_value(JobSpec {
-        project: "p".into(),
-        tags: vec!["t".into()],
-        notes: "n".into(),
-        private: true,
-        preemptible: true,
-        model: lockstep_protocol::spec::ModelSpec { pretrained: Some("x".into()), ..Default::default() },
-        data: lockstep_protocol::spec::DataSpec {
-            dataset: "d".into(),
-            image_size: Some(32.into()),
-            validation_size: Some(36),
-            resize_size: Some(36),
-            mean: Some(vec![0.5]),
-            std: Some(vec![0.5]),
-            folds: Some(2),
-            fold: Some(1),
-            ..Default::default()
-        },
-        train: lockstep_protocol::spec::TrainSpec {
-            recipe: Some(Recipe::Cifar),
-            epochs: Some(1),
-            steps: Some(1),
-            batch_size: Some(1),
-            global_batch_size: Some(1),
-            ..Default::default()
-        },
-        checkpoint: lockstep_protocol::spec::CheckpointSpec {
-            every_epochs: Some(1),
-            every_steps: Some(1),
-            sharded: true,
-            ..Default::default()
-        },
-        loss: lockstep_protocol::spec::LossSpec {
-            margin: Some(0.5),
-            class_weights: Some(ClassWeights::Rule("balanced".into())),
-            ..Default::default()
-        },
-        stop: StopSpec { patience: Some(1), goal: Some("maximize".into()), ..Default::default() },
-        evaluate: lockstep_protocol::spec::EvaluateSpec { views: 2, ..Default::default() },
-        recovery: lockstep_protocol::spec::RecoverySpec { min_ranks: Some(1), ..Default::default() },
-        parallel: lockstep_protocol::spec::ParallelSpec {
-            model: 2,
-            height: 2,
-            pipeline: 2,
-            optimizer_sharding: true,
-            shard: vec![ShardSpec { pattern: "fc".into(), split: Split::Out }],
-            ..Default::default()
-        },
-        ..Default::default()
-    })
-    .expect("plain data");
-    for section in KEYS {
-        let table = if section.name.is_empty() { &full } else { &full[section.name] };
-        let known: Vec<_> = section.keys.iter().map(|(k, _)| *k).collect();
-        for key in &known {
-            assert!(!table[*key].is_null(), "{}.{key} is not in the structs", section.name);
-        }
-        let tables = KEYS.iter().map(|s| s.name);
-        for key in table.as_object().expect("a table").keys() {
-            assert!(
-                known.contains(&key.as_str()) || tables.clone().any(|t| t == key),
-                "{key} is not in KEYS"
-            );
-        }
-    }
 }
 
 #[test]
@@ -226,7 +139,6 @@ fn errors_for_wrong_types_and_ranges_say_what_is_allowed() {
     for (section, line, key, expected) in [
         ("train", "epochs = \"ten\"", "epochs", &["a whole number from 1 to 100,000", "\"ten\""][..]),
         ("train", "epochs = 1000000000", "epochs", &["from 1 to 100,000", "1000000000"]),
-        ("train", "epochs = 0", "epochs", &["from 1"]),
         ("train", "epochs = 1.5", "epochs", &["whole number", "1.5"]),
         ("train", "lr = 0", "lr", &["above 0"]),
         ("train", "lr = nan", "lr", &["a number"]),
@@ -237,22 +149,9 @@ fn errors_for_wrong_types_and_ranges_say_what_is_allowed() {
             "optimizer",
             &["momentum, nesterov, lars, adamw, lamb", "did you mean \"adamw\""],
         ),
-        ("train", "beta1 = 1.0", "beta1", &["below 1"]),
         ("train", "beta1 = -0.1", "beta1", &["at least 0"]),
-        ("train", "beta2 = 1", "beta2", &["below 1"]),
-        ("train", "beta2 = nan", "beta2", &["a number"]),
-        ("train", "ema_decay = 1", "ema_decay", &["below 1"]),
-        ("train", "ema_decay = -0.1", "ema_decay", &["at least 0"]),
-        ("train", "ema_steps = 0", "ema_steps", &["from 1"]),
-        ("train", "ema_steps = 1000000001", "ema_steps", &["to 1,000,000,000"]),
-        ("train", "mixup = -0.1", "mixup", &["at least 0"]),
         ("train", "mixup = 100.1", "mixup", &["at most 100"]),
-        ("train", "cutmix = 100.1", "cutmix", &["at most 100"]),
-        ("train", "cutmix = nan", "cutmix", &["a number"]),
         ("train", "epsilon = 0.0", "epsilon", &["at least 0.0000000000000001"]),
-        ("train", "epsilon = 1.1", "epsilon", &["at most 1"]),
-        ("train", "decay_norm_and_bias = 1", "decay_norm_and_bias", &["true or false"]),
-        ("train", "label_smoothing = 1.0", "label_smoothing", &["below 1"]),
         ("train", "milestones = [3, 2]", "milestones", &["ascending"]),
         ("train", "milestones = [100001]", "milestones", &["at most 1,000", "1 to 100,000"]),
         ("train", "loss_scale = \"static\"", "loss_scale", &["dynamic"]),
@@ -264,8 +163,6 @@ fn errors_for_wrong_types_and_ranges_say_what_is_allowed() {
         ("data", "std = [0.0]", "std", &["positive"]),
         ("data", "mean = [0.1, 0.2]", "mean", &["1 or 3"]),
         ("data", "horizontal_flip = 1", "horizontal_flip", &["true or false"]),
-        ("data", "vertical_flip = 1", "vertical_flip", &["true or false"]),
-        ("data", "random_resized_crop = 1", "random_resized_crop", &["true or false"]),
         (
             "data",
             "crop_scale = [0.5, 0.4]",
@@ -280,8 +177,6 @@ fn errors_for_wrong_types_and_ranges_say_what_is_allowed() {
         ("data", "crop_scale = [nan, 1.0]", "crop_scale", &["two numbers"]),
         ("data", "crop_ratio = [0.0624, 1.0]", "crop_ratio", &["0.0625 to 16"]),
         ("data", "crop_ratio = [1.0, 16.1]", "crop_ratio", &["0.0625 to 16"]),
-        ("data", "resize_size = 7", "resize_size", &["from 8 to 8,192"]),
-        ("data", "resize_size = 8193", "resize_size", &["from 8 to 8,192"]),
         (
             "data",
             "resize_size = 223\nimage_size = 224",
@@ -293,13 +188,7 @@ fn errors_for_wrong_types_and_ranges_say_what_is_allowed() {
         ("data", "color_jitter = [0, 0, 0, 0.51]", "color_jitter", &["hue (0 to 0.5)"]),
         ("data", "color_jitter = [0, 0, 0]", "color_jitter", &["four numbers"]),
         ("data", "augment = \"randaugment\"", "augment", &["none, trivial, rand", "did you mean \"rand\""]),
-        ("data", "random_erasing = 1.1", "random_erasing", &["at most 1"]),
-        ("data", "random_erasing = -0.1", "random_erasing", &["at least 0"]),
-        ("loss", "sample_share = 0.0", "sample_share", &["above 0"]),
-        ("loss", "sample_share = 1.1", "sample_share", &["at most 1"]),
         ("loss", "kind = \"arc\"", "kind", &["softmax, arcface, cosface", "did you mean \"arcface\""]),
-        ("loss", "scale = 0", "scale", &["above 0"]),
-        ("loss", "margin = 1.6", "margin", &["at most 1.5"]),
         ("loss", "margin = 0.5", "margin", &["needs loss.kind"]),
         (
             "train",
@@ -319,7 +208,6 @@ fn errors_for_wrong_types_and_ranges_say_what_is_allowed() {
             "label_smoothing",
             &["has only some", "give 0"],
         ),
-        ("parallel", "ranks = 0", "ranks", &["from 1 to 1,024"]),
         ("parallel", "mode = \"pipeline\"", "mode", &["data, hybrid"]),
         ("parallel", "model = 2\nranks = 2", "model", &["needs parallel.mode = \"hybrid\""]),
         ("parallel", "height = 2\nranks = 2", "height", &["needs parallel.mode"]),
@@ -416,7 +304,6 @@ fn errors_for_wrong_types_and_ranges_say_what_is_allowed() {
             "histograms",
             &["split"],
         ),
-        ("checkpoint", "keep = 1", "keep", &["from 2"]),
         ("model", "arch = \"resnet-50\"", "arch", &["did you mean \"resnet50\"", "resnet110"]),
     ] {
         one_mistake(&with(section, line), &format!("/{section}/{key}"), expected);
@@ -523,5 +410,4 @@ fn histograms_are_off_or_at_least_ten_steps_apart() {
             &[&format!("{steps} steps are too few"), "give 10 or more, or 0"],
         );
     }
-    one_mistake(&with("log", "histograms = 1000000001"), "/log/histograms", &["0 to 1,000,000,000"]);
 }

@@ -33,7 +33,7 @@ pub(crate) enum Failure {
 
 impl Failure {
     /// Returns the failure of a request that got an unexpected status.
-    pub(crate) fn of_status(url: &str, status: StatusCode) -> Self {
+    pub(crate) fn from_status(url: &str, status: StatusCode) -> Self {
         let why = format!("{url} answers {status}");
         match status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS {
             true => Failure::Unreachable(why),
@@ -120,7 +120,7 @@ async fn receive(
         if have == remote.bytes {
             return Ok(());
         }
-        let broken = match once(client, url, remote, file, have, progress).await {
+        let broken = match receive_once(client, url, remote, file, have, progress).await {
             Ok(()) => format!("{url}: the connection ended early"),
             Err(Failure::Unreachable(why)) => why,
             Err(other) => return Err(other),
@@ -141,7 +141,7 @@ async fn receive(
 }
 
 /// Uses one connection: receives the bytes after `have`, or the whole file if the server does not support range requests.
-async fn once(
+async fn receive_once(
     client: &Client,
     url: &str,
     remote: &Remote,
@@ -163,7 +163,7 @@ async fn once(
             return Err(Failure::Unreachable(format!("{url} does not continue at the requested position")));
         }
         StatusCode::OK => 0,
-        status => return Err(Failure::of_status(url, status)),
+        status => return Err(Failure::from_status(url, status)),
     };
     let other = |bytes: u64| {
         Failure::Refused(format!("{url} has {bytes} bytes, but {} has {}", remote.name, remote.bytes))

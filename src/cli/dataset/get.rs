@@ -90,15 +90,15 @@ fn fetch(known: &Known, base: &str, to: &Path) -> anyhow::Result<()> {
     if reqwest::Url::parse(&base).is_err() {
         return Err(usage_error(format!("--from {base} is not a URL; write a URL such as {}", known.base)));
     }
-    let client = client()?;
-    let bar = bar(known.files.iter().map(|file| file.bytes).sum());
+    let client = new_client()?;
+    let bar = new_bar(known.files.iter().map(|file| file.bytes).sum());
     let mut before = 0;
     for file in known.files {
         let url = format!("{base}{}", file.name);
         let place = work.join(file.name);
         block_on(async {
             let got = download(&client, &url, file, &place, &|bytes| bar.set_position(before + bytes)).await;
-            got.map_err(|failure| with_advice(failure, known, &base, &work, to))
+            got.map_err(|failure| add_advice(failure, known, &base, &work, to))
         })?;
         before += file.bytes;
     }
@@ -110,7 +110,7 @@ fn fetch(known: &Known, base: &str, to: &Path) -> anyhow::Result<()> {
     }
     fs::create_dir(&whole).map_err(|e| failed(&whole, e))?;
     for file in known.files {
-        place(file, &work.join(file.name), &whole).map_err(|e| failed(&whole, e))?;
+        copy_or_unpack(file, &work.join(file.name), &whole).map_err(|e| failed(&whole, e))?;
     }
     if !known.classes.is_empty() {
         let names = known.classes.join("\n") + "\n";
@@ -122,7 +122,7 @@ fn fetch(known: &Known, base: &str, to: &Path) -> anyhow::Result<()> {
 }
 
 /// Copies a checked file, or the members of an archive, into `folder`.
-fn place(file: &Remote, from: &Path, folder: &Path) -> io::Result<()> {
+fn copy_or_unpack(file: &Remote, from: &Path, folder: &Path) -> io::Result<()> {
     if file.members.is_empty() {
         return fs::hard_link(from, folder.join(file.name))
             .or_else(|_| fs::copy(from, folder.join(file.name)).map(drop));
@@ -150,7 +150,7 @@ fn place(file: &Remote, from: &Path, folder: &Path) -> io::Result<()> {
 }
 
 /// Returns an HTTP client that uses proxies from the environment (`https_proxy`), because the files are on the internet.
-pub(crate) fn client() -> anyhow::Result<Client> {
+pub(crate) fn new_client() -> anyhow::Result<Client> {
     let tls = tls::client_config(None).map_err(usage_error)?;
     Ok(Client::builder()
         .connect_timeout(Duration::from_secs(15))
@@ -160,13 +160,13 @@ pub(crate) fn client() -> anyhow::Result<Client> {
 }
 
 /// Returns a progress bar, which is hidden if standard error is not a terminal.
-pub(crate) fn bar(bytes: u64) -> ProgressBar {
+pub(crate) fn new_bar(bytes: u64) -> ProgressBar {
     let template = "{bytes} of {total_bytes} [{bar:30}] {bytes_per_sec}, {eta} left";
     ProgressBar::new(bytes).with_style(output::bar_style(template))
 }
 
 /// Adds advice to a failure.
-fn with_advice(failure: Failure, known: &Known, base: &str, work: &Path, to: &Path) -> anyhow::Error {
+fn add_advice(failure: Failure, known: &Known, base: &str, work: &Path, to: &Path) -> anyhow::Error {
     let addresses: Vec<_> = known.files.iter().map(|file| format!("  {base}{}", file.name)).collect();
     let manually = format!(
         "Without a network: download on another machine\n{}\nput the files into {} under these names, and run the command again: \

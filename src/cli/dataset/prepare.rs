@@ -1,6 +1,6 @@
 //! Copies a dataset as shards of small pictures, for `lockstep dataset prepare` and `dataset add --prepare`.
 
-use super::{UPDATE_INTERVAL, unnamed};
+use super::{UPDATE_INTERVAL, print_more_broken_files};
 use crate::cli::{output, usage_error};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use indicatif::{ProgressBar, ProgressDrawTarget};
@@ -21,7 +21,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "DIR")]
     to: PathBuf,
     /// Short side in pixels to which larger pictures are resized
-    #[arg(long, default_value_t = 256, value_parser = side())]
+    #[arg(long, default_value_t = 256, value_parser = side_parser())]
     short_side: u32,
     #[command(flatten)]
     pictures: Pictures,
@@ -34,7 +34,7 @@ pub(crate) struct Pictures {
     #[arg(long, default_value_t = 90, value_parser = clap::value_parser!(u8).range(i64::from(*QUALITIES.start())..=i64::from(*QUALITIES.end())))]
     quality: u8,
     /// How to handle a picture that cannot be decoded: fail, or skip the picture and report it
-    #[arg(long, value_parser = policy(), default_value = "fail")]
+    #[arg(long, value_parser = policy_parser(), default_value = "fail")]
     broken_files: BrokenFiles,
 }
 
@@ -46,11 +46,11 @@ impl Pictures {
 }
 
 /// Parses the length of a short side, in pixels.
-pub(super) fn side() -> clap::builder::RangedI64ValueParser<u32> {
+pub(super) fn side_parser() -> clap::builder::RangedI64ValueParser<u32> {
     clap::value_parser!(u32).range(i64::from(*SHORT_SIDES.start())..=i64::from(*SHORT_SIDES.end()))
 }
 
-fn policy() -> impl TypedValueParser<Value = BrokenFiles> {
+fn policy_parser() -> impl TypedValueParser<Value = BrokenFiles> {
     let policy = |name: String| serde_json::from_value::<BrokenFiles>(name.into());
     PossibleValuesParser::new(["fail", "skip"]).try_map(policy)
 }
@@ -109,5 +109,5 @@ pub(super) fn report(to: &Path, prepared: &Prepared) -> anyhow::Result<()> {
         let [file, detail] = [&broken.file, &broken.detail].map(|text| output::one_line(text));
         output::line(format_args!("left out: {file}: {detail}"))?;
     }
-    unnamed(prepared.broken.len().saturating_sub(MAX_BROKEN_FILES) as u64)
+    print_more_broken_files(prepared.broken.len().saturating_sub(MAX_BROKEN_FILES) as u64)
 }

@@ -23,7 +23,7 @@ pub(super) fn finding(what: &str, grade: Grade, found: String, advice: impl Into
 }
 
 /// Compares the versions that must be equal on two machines.
-pub(super) fn versions(a: &ExaminedMachine, b: &ExaminedMachine) -> Vec<Finding> {
+pub(super) fn version_findings(a: &ExaminedMachine, b: &ExaminedMachine) -> Vec<Finding> {
     let mut findings = Vec::new();
     let (one, other) = (&a.name, &b.name);
     if let (Some(x), Some(y)) = (&a.lockstep, &b.lockstep)
@@ -83,13 +83,13 @@ pub(super) fn versions(a: &ExaminedMachine, b: &ExaminedMachine) -> Vec<Finding>
 
 /// Returns how far the clock of `b` is ahead of the clock of `a` and the uncertainty, both in milliseconds, from the direction with the
 /// smaller uncertainty.
-pub(super) fn clocks(pair: &Pair) -> Option<(f64, f64)> {
+pub(super) fn clock_difference(pair: &Pair) -> Option<(f64, f64)> {
     let there = pair.to_b.as_ref().ok().map(|link| (link.clock_ahead_ms, link.clock_within_ms));
     let back = pair.to_a.as_ref().ok().map(|link| (-link.clock_ahead_ms, link.clock_within_ms));
     [there, back].into_iter().flatten().min_by(|x, y| x.1.total_cmp(&y.1))
 }
 
-fn clock(pair: &Pair) -> Option<Finding> {
+fn clock_finding(pair: &Pair) -> Option<Finding> {
     let (ahead, within) = pair.clock_ahead_ms.zip(pair.clock_within_ms)?;
     let apart = ahead.abs() - within;
     if apart <= CLOCK_NOTE_MS {
@@ -134,11 +134,11 @@ pub(super) fn speed(bytes_per_second: f64) -> String {
 }
 
 /// Returns the findings about a measured pair. `fastest` is the speed of the fastest link among all pairs, in bytes per second.
-pub(super) fn of_pair(pair: &Pair, fastest: f64) -> Vec<Finding> {
+pub(super) fn pair_findings(pair: &Pair, fastest: f64) -> Vec<Finding> {
     let mut findings = Vec::new();
     for (from, to, link) in [(&pair.a, &pair.b, &pair.to_b), (&pair.b, &pair.a, &pair.to_a)] {
         if let Err(why) = link {
-            let advice = unreachable(from, to, why);
+            let advice = reach_advice(from, to, why);
             findings.push(finding(
                 "reach",
                 Grade::Problem,
@@ -150,7 +150,7 @@ pub(super) fn of_pair(pair: &Pair, fastest: f64) -> Vec<Finding> {
     if let (Ok(there), Ok(back)) = (&pair.to_b, &pair.to_a) {
         findings.extend(speed_findings(pair, there, back, fastest));
     }
-    findings.extend(clock(pair));
+    findings.extend(clock_finding(pair));
     if let Some(Err(why)) = &pair.nccl {
         findings.push(finding(
             "NCCL",
@@ -167,7 +167,7 @@ pub(super) fn of_pair(pair: &Pair, fastest: f64) -> Vec<Finding> {
     findings
 }
 
-fn unreachable(from: &str, to: &str, why: &str) -> String {
+fn reach_advice(from: &str, to: &str, why: &str) -> String {
     if why.contains("during a bulk transfer") {
         return format!(
             "The network between {from} and {to} drops long packets: give both interfaces the same MTU (ip link show), and let \

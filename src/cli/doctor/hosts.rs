@@ -3,7 +3,7 @@
 
 use super::{
     super::{
-        launch::{Host, hosts_of_list, read_hostfile},
+        launch::{Host, parse_host_list, read_hostfile},
         output, usage_error,
     },
     Args,
@@ -59,7 +59,7 @@ impl Connected {
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let hosts = match (&args.hostfile, args.hosts.as_deref().unwrap_or_default()) {
         (Some(path), _) => read_hostfile(path)?,
-        (None, list) => hosts_of_list(list).map_err(|e| usage_error(format!("--hosts: {e}")))?,
+        (None, list) => parse_host_list(list).map_err(|e| usage_error(format!("--hosts: {e}")))?,
     };
     let secret = format!("{}{}", uuid::Uuid::new_v4().simple(), uuid::Uuid::new_v4().simple());
     let (machines, connected) = connect(&hosts, args, &secret);
@@ -122,7 +122,7 @@ fn measure(machines: &[ExaminedMachine], connected: &[Option<Connected>]) -> Vec
     let mut measured: Vec<(usize, usize, Pair)> = Vec::new();
     for round in rounds(there.len()) {
         let pairs: Vec<_> = std::thread::scope(|scope| {
-            let measure = |(a, b): (usize, usize)| (a, b, pair(there[a], there[b]));
+            let measure = |(a, b): (usize, usize)| (a, b, measure_pair(there[a], there[b]));
             let threads: Vec<_> = round.into_iter().map(|pair| scope.spawn(move || measure(pair))).collect();
             threads.into_iter().filter_map(|thread| thread.join().ok()).collect()
         });
@@ -147,7 +147,7 @@ fn rounds(n: usize) -> Vec<Vec<(usize, usize)>> {
     (0..seats).map(round).collect()
 }
 
-fn pair((a, at_a): (&str, &Connected), (b, at_b): (&str, &Connected)) -> Pair {
+fn measure_pair((a, at_a): (&str, &Connected), (b, at_b): (&str, &Connected)) -> Pair {
     // No other pair of this round uses these machines.
     let (mut by_a, mut by_b) = (at_a.lock(), at_b.lock());
     let to_b = measure_link(&mut by_a, at_b.listens_at());
@@ -194,19 +194,19 @@ fn run_all_reduces(
 
 /// Measures a link, and measures again if the link seems slow: a machine may be busy for a moment.
 fn measure_link(by: &mut Remote, to: SocketAddr) -> Result<LinkMeasurement, String> {
-    let mut best = call(by, to)?;
+    let mut best = probe(by, to)?;
     for _ in 1..MAX_MEASUREMENTS {
         if best.bytes_per_second >= SLOW_BYTES_PER_SECOND && best.round_trip_ms <= MAX_ROUND_TRIP_MS {
             break;
         }
         // If a repetition fails, the earlier measurement is kept.
-        let Ok(again) = call(by, to) else { break };
+        let Ok(again) = probe(by, to) else { break };
         best = best.best(again);
     }
     Ok(best)
 }
 
-fn call(by: &mut Remote, to: SocketAddr) -> Result<LinkMeasurement, String> {
+fn probe(by: &mut Remote, to: SocketAddr) -> Result<LinkMeasurement, String> {
     by.send(&Order::Probe { to })?;
     match by.wait_for_response(PROBE_TIMEOUT)? {
         PeerMessage::Link(link) => link,
@@ -220,11 +220,11 @@ fn assess(machines: &[ExaminedMachine], pairs: &mut [Pair]) {
     let fastest = links.filter_map(|link| Some(link.as_ref().ok()?.bytes_per_second)).fold(0.0, f64::max);
     let of = |name: &str| machines.iter().find(|machine| machine.name == name);
     for pair in pairs {
-        let clocks = assessment::clocks(pair);
+        let clocks = assessment::clock_difference(pair);
         (pair.clock_ahead_ms, pair.clock_within_ms) = (clocks.map(|c| c.0), clocks.map(|c| c.1));
-        let mut findings = assessment::of_pair(pair, fastest);
+        let mut findings = assessment::pair_findings(pair, fastest);
         if let (Some(a), Some(b)) = (of(&pair.a), of(&pair.b)) {
-            findings.extend(assessment::versions(a, b));
+            findings.extend(assessment::version_findings(a, b));
         }
         pair.grade = assessment::worst(&findings);
         pair.findings = findings;
@@ -248,17 +248,17 @@ fn show(report: &Report) -> anyhow::Result<()> {
         Ok(())
     };
     for host in &report.hosts {
-        say(assessment::worst(&host.findings), &host.name, &about(host))?;
+        say(assessment::worst(&host.findings), &host.name, &describe_host(host))?;
         findings(&host.findings)?;
     }
     for pair in &report.pairs {
-        say(pair.grade, &format!("{} - {}", pair.a, pair.b), &between(pair))?;
+        say(pair.grade, &format!("{} - {}", pair.a, pair.b), &describe_pair(pair))?;
         findings(&pair.findings)?;
     }
     Ok(())
 }
 
-fn about(host: &ExaminedMachine) -> String {
+fn describe_host(host: &ExaminedMachine) -> String {
     let version =
         host.lockstep.as_ref().map_or_else(|| "Lockstep unknown".into(), |v| format!("Lockstep {v}"));
     let Some(facts) = &host.facts else { return version };
@@ -274,7 +274,7 @@ fn about(host: &ExaminedMachine) -> String {
     format!("{version} at {}{interface}: {cores}, {gpus}{driver}{nccl}", facts.address)
 }
 
-fn between(pair: &Pair) -> String {
+fn describe_pair(pair: &Pair) -> String {
     let mut message = match (&pair.to_b, &pair.to_a) {
         (Ok(there), Ok(back)) => format!(
             "round trip {}, {} there and {} back",
@@ -332,6 +332,6 @@ mod tests {
         assert!(why.contains("the connection is closed"), "{why}");
         // A late response to the first order must not count as the response to this order.
         let to = ([10, 0, 0, 2], 5).into();
-        assert!(call(&mut a, to).expect_err("it is closed").contains("the connection is closed"));
+        assert!(probe(&mut a, to).expect_err("it is closed").contains("the connection is closed"));
     }
 }

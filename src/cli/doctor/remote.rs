@@ -1,7 +1,7 @@
 //! A machine with `lockstep doctor --peer` at the other end of an SSH connection.
 
 use super::{
-    super::launch::{Host, quoted, ssh},
+    super::launch::{Host, quote, ssh},
     peer::{Greeting, LINE_BYTES, PeerMessage, Start},
 };
 use std::{
@@ -24,7 +24,8 @@ pub(super) struct Remote {
     child: Child,
     to: Option<ChildStdin>,
     from: Receiver<String>,
-    words: Option<JoinHandle<String>>,
+    /// Reads what the process writes to standard error.
+    stderr_reader: Option<JoinHandle<String>>,
 }
 
 /// The reason why a machine sent no description, and the version of Lockstep on the machine if it is known.
@@ -48,10 +49,10 @@ impl Remote {
             why,
             advice: advice.into(),
         };
-        let program = quoted(program);
+        let program = quote(program);
         // Programs of every version can print their version.
         let there = format!("{program} --version && exec {program} doctor --peer");
-        let mut remote = Self::run(ssh::to(options, name, &there)).map_err(|e| {
+        let mut remote = Self::run(ssh::shell_command(options, name, &there)).map_err(|e| {
             silent(None, format!("ssh cannot be started: {e}"), "Install OpenSSH's client (openssh-client).")
         })?;
         let start = Start { secret: secret.into(), env: host.env.clone() };
@@ -100,8 +101,8 @@ impl Remote {
                 }
             })?;
         }
-        let words = stderr.map(|stderr| {
-            thread("words").spawn(move || {
+        let stderr_reader = stderr.map(|stderr| {
+            thread("stderr").spawn(move || {
                 let mut bytes = Vec::new();
                 let mut stderr = stderr;
                 let _ = (&mut stderr).take(MAX_STDERR_BYTES).read_to_end(&mut bytes);
@@ -110,7 +111,7 @@ impl Remote {
                 String::from_utf8_lossy(&bytes).into_owned()
             })
         });
-        Ok(Self { child, to, from, words: words.transpose()? })
+        Ok(Self { child, to, from, stderr_reader: stderr_reader.transpose()? })
     }
 
     /// Sends a message. [`Self::wait_for_response`] waits for the response to an order.
@@ -151,7 +152,7 @@ impl Remote {
     fn explain(&mut self, name: &str, why: &str) -> (String, String) {
         let status = self.end(EXIT_TIMEOUT);
         let last = self.last_line();
-        match status.and_then(|status| ssh::no_start(name, status, &last)) {
+        match status.and_then(|status| ssh::explain_no_start(name, status, &last)) {
             Some(explained) => explained,
             None => {
                 let last = if last.is_empty() { last } else { format!(": {last}") };
@@ -163,8 +164,8 @@ impl Remote {
     /// Returns the last line that ssh or the machine's program wrote to standard error.
     fn last_line(&mut self) -> String {
         self.end(EXIT_TIMEOUT);
-        let words = self.words.take().and_then(|thread| thread.join().ok()).unwrap_or_default();
-        words.lines().rev().map(str::trim).find(|line| !line.is_empty()).unwrap_or_default().to_owned()
+        let stderr = self.stderr_reader.take().and_then(|thread| thread.join().ok()).unwrap_or_default();
+        stderr.lines().rev().map(str::trim).find(|line| !line.is_empty()).unwrap_or_default().to_owned()
     }
 
     /// Waits for the process to exit. Kills it after the time limit.

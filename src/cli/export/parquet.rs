@@ -70,7 +70,7 @@ async fn write(api: &Api, jobs: &[String], path: &Path) -> anyhow::Result<usize>
     for job in jobs {
         let job = api.find_job(job).await?;
         for rank in 0..job.ranks {
-            let series = history::of_rank(api, &job.id, rank).await?;
+            let series = history::read_points(api, job.id.as_str(), rank).await?;
             let mut points: Vec<(&str, Point)> = Vec::new();
             for (name, all) in &series {
                 points.extend(all.iter().map(|point| (name.as_str(), *point)));

@@ -75,16 +75,16 @@ async fn export(api: &Api, job: &Job, output: &Path) -> anyhow::Result<Run> {
     let folder = output.join(run_name(job));
     let mut points = 0;
     for rank in 0..job.ranks {
-        let series = history::of_rank(api, &job.id, rank).await?;
+        let series = history::read_points(api, job.id.as_str(), rank).await?;
         if series.is_empty() && rank == 0 {
             return Err(usage_error(format!("job {} has no metrics yet", job.id)));
         } else if series.is_empty() {
             continue;
         }
-        let of_rank = if rank == 0 { folder.clone() } else { folder.join(format!("rank-{rank}")) };
+        let rank_folder = if rank == 0 { folder.clone() } else { folder.join(format!("rank-{rank}")) };
         let settings = (rank == 0).then_some(job);
-        points += write(&of_rank, settings, &Clock::new(&attempts, &series), &series)
-            .with_context(|| of_rank.display().to_string())?;
+        points += write_rank(&rank_folder, settings, &Clock::new(&attempts, &series), &series)
+            .with_context(|| rank_folder.display().to_string())?;
     }
     Ok(Run { job: job.id.to_string(), folder, points })
 }
@@ -101,7 +101,7 @@ fn run_name(job: &Job) -> String {
 
 /// Writes the event file of one rank. Returns the number of points. If `settings` is given, also writes that job's specification and
 /// result.
-fn write(folder: &Path, settings: Option<&Job>, clock: &Clock, series: &Series) -> io::Result<usize> {
+fn write_rank(folder: &Path, settings: Option<&Job>, clock: &Clock, series: &Series) -> io::Result<usize> {
     fs::create_dir_all(folder)?;
     // TensorBoard must not read the unfinished file as an event file.
     let partial = folder.join("lockstep.part");
@@ -115,7 +115,7 @@ fn write(folder: &Path, settings: Option<&Job>, clock: &Clock, series: &Series) 
             // Converted through text, so that a 32-bit 0.1 stays 0.1.
             None => serde_json::from_str(&serde_json::to_string(&job.spec)?)?,
         };
-        Event::start(begin, hparams(settings)).write(&mut out)?;
+        Event::start(begin, to_hparams(settings)).write(&mut out)?;
     }
     let mut points: Vec<(Point, &str)> = Vec::new();
     for (name, all) in series {
@@ -131,7 +131,7 @@ fn write(folder: &Path, settings: Option<&Job>, clock: &Clock, series: &Series) 
             ..SummaryValue::default()
         });
         let summary = Some(Summary { value: value.collect() });
-        let (wall_time, step) = (clock.at(first), first.step as i64);
+        let (wall_time, step) = (clock.time_of(first), first.step as i64);
         Event { wall_time, step, file_version: None, summary }.write(&mut out)?;
     }
     if let Some(job) = settings.filter(|job| job.state.is_final()) {
@@ -144,7 +144,7 @@ fn write(folder: &Path, settings: Option<&Job>, clock: &Clock, series: &Series) 
 }
 
 /// Returns the values of a specification by keys such as `train.lr`.
-fn hparams(settings: Value) -> BTreeMap<String, Hparam> {
+fn to_hparams(settings: Value) -> BTreeMap<String, Hparam> {
     let mut values = BTreeMap::new();
     flatten(String::new(), settings, &mut values);
     let hparam = |value| match value {
@@ -200,7 +200,7 @@ impl Clock {
         self.0.values().next().map_or(0.0, |span| span.from)
     }
 
-    fn at(&self, point: Point) -> f64 {
+    fn time_of(&self, point: Point) -> f64 {
         let Some(span) = self.0.get(&point.attempt) else { return self.begin() };
         let (done, all) = (point.step - span.first + 1, span.last - span.first + 1);
         span.from + (span.to - span.from) * (done as f64 / all as f64)
@@ -238,7 +238,7 @@ mod tests {
             ("val_accuracy".to_owned(), accuracy.to_vec()),
         ]);
         let folder = tempfile::tempdir().unwrap();
-        let written = write(folder.path(), None, &Clock::new(&attempts, &series), &series).unwrap();
+        let written = write_rank(folder.path(), None, &Clock::new(&attempts, &series), &series).unwrap();
         assert_eq!(written, 6);
         let events = read(&folder.path().join("events.out.tfevents.1000.lockstep"));
         assert_eq!(events[0].file_version.as_deref(), Some(FILE_VERSION));
@@ -261,7 +261,7 @@ mod tests {
             "name": "shoes", "train": {"lr": 0.1, "steps": 40, "nesterov": true, "ema_decay": null},
             "tags": ["a", "b"],
         });
-        let event = Event::start(5.0, hparams(spec));
+        let event = Event::start(5.0, to_hparams(spec));
         let content = event.summary.unwrap().value[0].metadata.clone().unwrap().plugin_data.unwrap().content;
         let start = HparamsData::decode(&content[..]).unwrap().session_start_info.unwrap();
         let text = |text: &str| Hparam { text: Some(text.into()), ..Hparam::default() };

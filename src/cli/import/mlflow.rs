@@ -3,7 +3,7 @@
 
 mod server;
 
-use super::{Failure, Read, Run, Sources, check_folder, entries, file_name, id_of};
+use super::{Failure, Read, Run, Sources, check_folder, derive_id, file_name, sorted_entries};
 use crate::cli::usage_error;
 use anyhow::Context;
 use serde_json::Value;
@@ -15,7 +15,7 @@ use std::{
 /// File that every run and every experiment has.
 const META_FILE: &str = "meta.yaml";
 
-/// The runs of a store, in the order of their folders. Deleted runs are left out.
+/// Returns the runs of a store, in the order of their folders. Deleted runs are left out.
 pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
     if let Some(url) =
         root.to_str().filter(|path| path.starts_with("http://") || path.starts_with("https://"))
@@ -29,8 +29,9 @@ pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
         if !root.is_dir() {
             continue;
         }
-        for experiment in entries(&root)?.into_iter().filter(|path| path.join(META_FILE).is_file()) {
-            for run in entries(&experiment)?.into_iter().filter(|path| path.join(META_FILE).is_file()) {
+        for experiment in sorted_entries(&root)?.into_iter().filter(|path| path.join(META_FILE).is_file()) {
+            for run in sorted_entries(&experiment)?.into_iter().filter(|path| path.join(META_FILE).is_file())
+            {
                 let (shown, experiment) = (run.display().to_string(), experiment.clone());
                 let read: Read = Box::new(move || Ok(read(&experiment, &run)?.into_iter().collect()));
                 found.push((shown, read));
@@ -53,19 +54,19 @@ fn read_meta(folder: &Path) -> anyhow::Result<Value> {
     serde_saphyr::from_slice(&bytes).map_err(|e| anyhow::anyhow!("{}: {e}", path.display()))
 }
 
-/// A run, unless it was deleted.
+/// Reads a run. `None` if the run was deleted.
 fn read(experiment: &Path, folder: &Path) -> anyhow::Result<Option<Run>> {
     let meta = read_meta(folder)?;
     if text(&meta, "lifecycle_stage") == "deleted" {
         return Ok(None);
     }
-    let mut run = run_of(&file_name(folder), &text(&read_meta(experiment)?, "name"), &meta);
-    let (params, tags) = (texts(&folder.join("params"))?, texts(&folder.join("tags"))?);
-    settings(&mut run, params, tags);
+    let mut run = new_run(&file_name(folder), &text(&read_meta(experiment)?, "name"), &meta);
+    let (params, tags) = (read_texts(&folder.join("params"))?, read_texts(&folder.join("tags"))?);
+    add_settings(&mut run, params, tags);
     let mut points = Vec::new();
-    for (name, lines) in texts(&folder.join("metrics"))? {
+    for (name, lines) in read_texts(&folder.join("metrics"))? {
         for line in lines.lines() {
-            match point(line) {
+            match parse_point(line) {
                 Some((at, value, step)) => points.push((at, name.clone(), step, value)),
                 None => run.leave_out("lines that are not points", 1),
             }
@@ -73,12 +74,12 @@ fn read(experiment: &Path, folder: &Path) -> anyhow::Result<Option<Run>> {
     }
     add_points(&mut run, points);
     let mut artifacts = Vec::new();
-    files(&folder.join("artifacts"), &mut artifacts)?;
+    collect_files(&folder.join("artifacts"), &mut artifacts)?;
     run.leave_out("artifacts", artifacts.len() as u64);
     Ok(Some(run))
 }
 
-/// A text, which YAML reads as a number if the text looks like a number.
+/// Returns a field as text. YAML reads a text that looks like a number as a number.
 fn text(of: &Value, key: &str) -> String {
     match of.get(key) {
         Some(Value::String(text)) => text.clone(),
@@ -87,13 +88,13 @@ fn text(of: &Value, key: &str) -> String {
     }
 }
 
-/// A run without settings and points. `about`: `RunInfo`, whose state is a name, or a number in files.
-fn run_of(id: &str, experiment: &str, about: &Value) -> Run {
+/// Makes a run without settings and points. `about`: MLflow's `RunInfo`, whose state is a name, or a number in files.
+fn new_run(id: &str, experiment: &str, about: &Value) -> Run {
     let time = |key: &str| text(about, key).parse().ok();
     let name = text(about, "run_name");
     Run {
         // The id is equal for a run in files and on a server.
-        id: id_of("mlflow", &[id.as_bytes()]),
+        id: derive_id("mlflow", &[id.as_bytes()]),
         name: if name.is_empty() { id.to_owned() } else { name },
         project: Some(if experiment == "Default" { "default" } else { experiment }.to_owned()),
         started_at: time("start_time"),
@@ -108,7 +109,8 @@ fn run_of(id: &str, experiment: &str, about: &Value) -> Run {
     }
 }
 
-fn settings(run: &mut Run, params: Vec<(String, String)>, tags: Vec<(String, String)>) {
+/// Adds parameters as settings, and tags as results. Tags of MLflow itself have the run's name and notes.
+fn add_settings(run: &mut Run, params: Vec<(String, String)>, tags: Vec<(String, String)>) {
     run.config.extend(params.into_iter().map(|(name, value)| (name, value.into())));
     for (key, value) in tags {
         match key.as_str() {
@@ -120,9 +122,8 @@ fn settings(run: &mut Run, params: Vec<(String, String)>, tags: Vec<(String, Str
     }
 }
 
-/// Adds points (time, metric, step and value) sorted by time, so that a point that is
-/// logged later comes last. Points of the same time are in the order of steps and
-/// names.
+/// Adds points (time, metric, step and value) sorted by time, so that a point that is logged later comes last. Points of the same time are
+/// in the order of steps and names.
 fn add_points(run: &mut Run, mut points: Vec<(i64, String, i64, f64)>) {
     points.sort_by(|(at, name, step, _), (other_at, other_name, other_step, _)| {
         (at, step, name).cmp(&(other_at, other_step, other_name))
@@ -132,8 +133,8 @@ fn add_points(run: &mut Run, mut points: Vec<(i64, String, i64, f64)>) {
     }
 }
 
-/// A line of a metric: time, value and step.
-fn point(line: &str) -> Option<(i64, f64, i64)> {
+/// Parses a line of a metric: time, value and step.
+fn parse_point(line: &str) -> Option<(i64, f64, i64)> {
     let mut parts = line.split_whitespace();
     let (at, value) = (parts.next()?.parse().ok()?, parts.next()?.parse().ok()?);
     // Early versions had no steps.
@@ -141,10 +142,10 @@ fn point(line: &str) -> Option<(i64, f64, i64)> {
     Some((at, value, step))
 }
 
-/// The contents of all files in a folder, by their paths in the folder: names may have slashes.
-fn texts(folder: &Path) -> anyhow::Result<Vec<(String, String)>> {
+/// Reads all files in a folder. Returns their paths in the folder, because names may have slashes, and their contents.
+fn read_texts(folder: &Path) -> anyhow::Result<Vec<(String, String)>> {
     let mut paths = Vec::new();
-    files(folder, &mut paths)?;
+    collect_files(folder, &mut paths)?;
     let text = |path: PathBuf| -> anyhow::Result<(String, String)> {
         let bytes = fs::read(&path).with_context(|| path.display().to_string())?;
         let name = path.strip_prefix(folder).unwrap_or(&path).to_string_lossy().into_owned();
@@ -153,12 +154,13 @@ fn texts(folder: &Path) -> anyhow::Result<Vec<(String, String)>> {
     paths.into_iter().map(text).collect()
 }
 
-fn files(folder: &Path, found: &mut Vec<PathBuf>) -> anyhow::Result<()> {
+/// Adds the paths of all files in a folder and its subfolders.
+fn collect_files(folder: &Path, found: &mut Vec<PathBuf>) -> anyhow::Result<()> {
     if !folder.is_dir() {
         return Ok(());
     }
-    for path in entries(folder)? {
-        if path.is_dir() { files(&path, found)? } else { found.push(path) }
+    for path in sorted_entries(folder)? {
+        if path.is_dir() { collect_files(&path, found)? } else { found.push(path) }
     }
     Ok(())
 }
@@ -175,7 +177,7 @@ mod tests {
         let records = |points| {
             let mut run = Run::default();
             add_points(&mut run, points);
-            run.hold_back();
+            run.drop_newest_records();
             serde_json::to_value(&run.records).unwrap()
         };
         let first = serde_json::json!({"step": 0, "at": 1, "values": {"loss": 0.5}});
@@ -186,12 +188,12 @@ mod tests {
 
     #[test]
     fn a_line_has_time_value_and_step() {
-        assert_eq!(point("1700000000123 0.5 7"), Some((1_700_000_000_123, 0.5, 7)));
-        assert_eq!(point("1 -inf 0 dataset digest"), Some((1, f64::NEG_INFINITY, 0)));
-        assert!(point("1 nan 3").is_some_and(|(_, value, _)| value.is_nan()));
-        assert_eq!(point("1 2"), Some((1, 2.0, 0)));
+        assert_eq!(parse_point("1700000000123 0.5 7"), Some((1_700_000_000_123, 0.5, 7)));
+        assert_eq!(parse_point("1 -inf 0 dataset digest"), Some((1, f64::NEG_INFINITY, 0)));
+        assert!(parse_point("1 nan 3").is_some_and(|(_, value, _)| value.is_nan()));
+        assert_eq!(parse_point("1 2"), Some((1, 2.0, 0)));
         for line in ["", "1", "x 2 3", "1 x 3", "1 2 x"] {
-            assert_eq!(point(line), None, "{line}");
+            assert_eq!(parse_point(line), None, "{line}");
         }
     }
 }

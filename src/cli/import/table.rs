@@ -1,6 +1,6 @@
 //! Metrics in a CSV or Parquet file: a row has all metrics of a step, or one value.
 
-use super::{Read, Run, Sources, file_name, id_of};
+use super::{Read, Run, Sources, derive_id, file_name};
 use crate::cli::usage_error;
 use anyhow::Context;
 use jiff::{Timestamp, civil::DateTime, tz::TimeZone};
@@ -10,7 +10,7 @@ use parquet::{
     record::Field,
 };
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::BTreeMap,
     fs::{self, File},
     path::Path,
 };
@@ -26,7 +26,7 @@ pub(super) struct Table {
     rows: Vec<Vec<String>>,
 }
 
-/// The runs in a file. `id` identifies them in place of the file's path.
+/// Returns the runs in a file. `id` identifies them in place of the file's path.
 pub(super) fn sources(
     file: &Path,
     id: Option<&str>,
@@ -45,13 +45,13 @@ pub(super) fn sources(
 /// Reads a CSV file (RFC 4180).
 pub(super) fn csv(path: &Path) -> anyhow::Result<Table> {
     let text = fs::read_to_string(path).with_context(|| path.display().to_string())?;
-    let mut rows = rows_of(text.trim_start_matches('\u{feff}'));
+    let mut rows = parse_csv(text.trim_start_matches('\u{feff}'));
     anyhow::ensure!(!rows.is_empty(), "the file is empty");
     Ok(Table { columns: rows.remove(0), rows })
 }
 
-/// Parsed here, because no other code needs a crate for CSV.
-fn rows_of(text: &str) -> Vec<Vec<String>> {
+/// Parses the rows of CSV. No other code needs a crate for CSV.
+fn parse_csv(text: &str) -> Vec<Vec<String>> {
     let (mut rows, mut row, mut cell) = (Vec::new(), Vec::new(), String::new());
     let (mut is_quoted, mut chars) = (false, text.chars().peekable());
     while let Some(c) = chars.next() {
@@ -102,22 +102,8 @@ pub(super) fn parquet(path: &Path) -> anyhow::Result<Table> {
     Ok(table)
 }
 
-/// The bits of a value for comparisons; `None` if it is not finite, because the server's CSV does not distinguish such values.
-pub(super) fn bits(value: f32) -> Option<u32> {
-    value.is_finite().then(|| value.to_bits())
-}
-
-/// The points in the server's CSV of a run: the last value of each metric and step.
-pub(super) fn stored_points(csv: &str) -> HashMap<(String, u64), Option<u32>> {
-    let point = |row: Vec<String>| {
-        let [_, _, name, step, value] = <[String; 5]>::try_from(row).ok()?;
-        Some(((name, step.parse().ok()?), bits(value.parse().ok()?)))
-    };
-    rows_of(csv).into_iter().filter_map(point).collect()
-}
-
 /// Parses seconds or milliseconds since 1970, or an ISO 8601 time (UTC without an offset), as milliseconds since 1970.
-fn time_of(text: &str) -> Option<i64> {
+fn parse_time(text: &str) -> Option<i64> {
     if let Ok(at) = text.parse::<f64>() {
         return at.is_finite().then_some((if at > 1e11 { at } else { at * 1000.0 }) as i64);
     }
@@ -155,11 +141,11 @@ fn runs(file: &str, place: &str, table: &Table) -> anyhow::Result<Vec<Run>> {
             let name = names.into_iter().find(|name| !name.is_empty()).unwrap_or_default();
             let name = if rank.is_empty() { name.to_owned() } else { format!("{name} rank {rank}") };
             order.push(key.clone());
-            Run { id: id_of("table", &parts), name, may_differ: true, ..Run::default() }
+            Run { id: derive_id("table", &parts), name, may_differ: true, ..Run::default() }
         });
         // A row that is added later must add records and change none.
         run.begins_record = true;
-        let at = time_of(cell(time));
+        let at = parse_time(cell(time));
         run.leave_out("times that cannot be read", u64::from(at.is_none() && !cell(time).is_empty()));
         run.started_at = run.started_at.or(at);
         run.ended_at = run.ended_at.max(at);
@@ -207,7 +193,7 @@ mod tests {
     use serde_json::{Value, json};
 
     fn read(text: &str) -> Vec<Run> {
-        let mut rows = rows_of(text);
+        let mut rows = parse_csv(text);
         runs("losses.csv", "/losses.csv", &Table { columns: rows.remove(0), rows }).unwrap()
     }
 

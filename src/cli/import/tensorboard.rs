@@ -1,6 +1,6 @@
 //! TensorBoard's event files: each folder with event files is a run.
 
-use super::{Failure, Read, Run, Sources, check_folder, entries, file_name, id_of};
+use super::{Failure, Read, Run, Sources, check_folder, derive_id, file_name, sorted_entries};
 use crate::cli::{
     event_files::{self, Event, Hparam, HparamsData, SummaryValue},
     usage_error,
@@ -10,7 +10,7 @@ use prost::Message;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
-/// The runs of a log directory, in the order of their paths.
+/// Returns the runs of a log directory, in the order of their paths.
 pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
     check_folder(root)?;
     let mut found = Sources::new();
@@ -24,7 +24,7 @@ pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
 
 fn collect(root: &Path, folder: &Path, found: &mut Sources) -> anyhow::Result<()> {
     let (folders, mut files): (Vec<_>, Vec<_>) =
-        entries(folder)?.into_iter().partition(|path| path.is_dir() && !path.is_symlink());
+        sorted_entries(folder)?.into_iter().partition(|path| path.is_dir() && !path.is_symlink());
     files.retain(|file| file.file_name().is_some_and(|name| name.to_string_lossy().contains("tfevents")));
     if !files.is_empty() {
         let name = folder.strip_prefix(root).map(|path| path.to_string_lossy().into_owned());
@@ -40,7 +40,7 @@ fn collect(root: &Path, folder: &Path, found: &mut Sources) -> anyhow::Result<()
 fn read(name: String, folder: &str, files: &[PathBuf]) -> anyhow::Result<Run> {
     let mut run = Run { name, ..Run::default() };
     for file in files {
-        let unread = event_files::read(file, |event| take(&mut run, folder, file, &event));
+        let unread = event_files::read(file, |event| add_event(&mut run, folder, file, &event));
         if let Some(why) = unread.with_context(|| file.display().to_string())? {
             run.leave_out(
                 match why {
@@ -55,17 +55,18 @@ fn read(name: String, folder: &str, files: &[PathBuf]) -> anyhow::Result<Run> {
     Ok(run)
 }
 
-fn take(run: &mut Run, folder: &str, file: &Path, event: &Event) {
+fn add_event(run: &mut Run, folder: &str, file: &Path, event: &Event) {
     let at = (event.wall_time * 1000.0) as i64;
     if run.id.is_empty() {
         let name = file_name(file);
-        run.id = id_of("tensorboard", &[folder.as_bytes(), name.as_bytes(), &event.wall_time.to_le_bytes()]);
+        run.id =
+            derive_id("tensorboard", &[folder.as_bytes(), name.as_bytes(), &event.wall_time.to_le_bytes()]);
         run.started_at = Some(at);
     }
     run.ended_at = run.ended_at.max(Some(at));
     for value in event.summary.iter().flat_map(|summary| &summary.value) {
         if value.tag.starts_with("_hparams_/") {
-            settings(run, value);
+            add_settings(run, value);
         } else if let Some(number) = value.scalar() {
             run.add(event.step, Some(at), &value.tag, number);
         } else {
@@ -75,7 +76,7 @@ fn take(run: &mut Run, folder: &str, file: &Path, event: &Event) {
 }
 
 /// Reads a run's settings, and its outcome.
-fn settings(run: &mut Run, value: &SummaryValue) {
+fn add_settings(run: &mut Run, value: &SummaryValue) {
     let plugin = value.metadata.as_ref().and_then(|metadata| metadata.plugin_data.as_ref());
     let Some(Ok(data)) = plugin.map(|plugin| HparamsData::decode(&plugin.content[..])) else { return };
     if let Some(start) = data.session_start_info {

@@ -2,7 +2,9 @@
 //! (<https://github.com/google/leveldb/blob/main/doc/log_format.md>, with a header and CRC-32) of messages of
 //! `wandb/proto/wandb_internal.proto`. Fields that are not read are left out; a `oneof` is several optional fields.
 
-use super::{Failure, Read, Run, Sources, check_folder, entries, file_name, id_of, numbers};
+use super::{
+    Failure, Read, Run, Sources, check_folder, collect_numbers, derive_id, file_name, sorted_entries,
+};
 use crate::cli::usage_error;
 use anyhow::Context;
 use crc::{CRC_32_ISO_HDLC, Crc};
@@ -132,25 +134,26 @@ impl Item {
         if self.nested_key.is_empty() { self.key.clone() } else { self.nested_key.join(".") }
     }
 
-    /// The value. Python writes NaN and infinities, which JSON does not have and which become text.
+    /// Parses the value. Python writes NaN and infinities, which JSON does not have and which become text.
     fn value(&self) -> Value {
         serde_json::from_str(&self.value_json).unwrap_or_else(|_| self.value_json.as_str().into())
     }
 }
 
-/// The runs of a folder: the folder of a run, a folder that contains such folders, or the parent of `wandb`.
+/// Returns the runs of a folder: the folder of a run, a folder that contains such folders, or the parent of `wandb`.
 pub(super) fn sources(root: &Path) -> anyhow::Result<Sources> {
     check_folder(root)?;
     let mut folders = vec![root.to_owned()];
-    folders.extend(entries(root)?);
-    if let Ok(inner) = entries(&root.join("wandb")) {
+    folders.extend(sorted_entries(root)?);
+    if let Ok(inner) = sorted_entries(&root.join("wandb")) {
         folders.extend(inner);
     }
     // `latest-run` is a link to another folder in the list.
     let mut files = BTreeSet::<PathBuf>::new();
     for folder in folders.iter().filter(|folder| folder.is_dir()) {
-        let logs =
-            entries(folder)?.into_iter().filter(|path| path.extension().is_some_and(|is| is == "wandb"));
+        let logs = sorted_entries(folder)?
+            .into_iter()
+            .filter(|path| path.extension().is_some_and(|is| is == "wandb"));
         files.extend(logs.filter_map(|path| path.canonicalize().ok()));
     }
     if files.is_empty() {
@@ -169,8 +172,8 @@ fn read(file: &Path) -> anyhow::Result<Run> {
     let bytes = fs::read(file).with_context(|| file.display().to_string())?;
     anyhow::ensure!(bytes.starts_with(&HEADER), "the file does not begin as a log of W&B does");
     let mut run = Run { failure: Some(Failure::NoEnd), ..Run::default() };
-    let is_whole = records(&bytes, |data| match Record::decode(data) {
-        Ok(record) => take(&mut run, record),
+    let is_whole = for_each_record(&bytes, |data| match Record::decode(data) {
+        Ok(record) => add_record(&mut run, record),
         Err(_) => run.leave_out("records that cannot be read", 1),
     });
     if !is_whole {
@@ -179,14 +182,14 @@ fn read(file: &Path) -> anyhow::Result<Run> {
     // Without a description of the run, the file's name has the run's id.
     if run.id.is_empty() {
         let name = file_name(file);
-        run.id = id_of("wandb", &[name.as_bytes()]);
+        run.id = derive_id("wandb", &[name.as_bytes()]);
         run.name = name.trim_end_matches(".wandb").trim_start_matches("run-").to_owned();
     }
     Ok(run)
 }
 
 /// Calls `each` with the records of a log. Returns whether all records are complete.
-fn records(bytes: &[u8], mut each: impl FnMut(&[u8])) -> bool {
+fn for_each_record(bytes: &[u8], mut each: impl FnMut(&[u8])) -> bool {
     let (mut at, mut record) = (HEADER.len(), Vec::new());
     loop {
         let in_block = BLOCK - at % BLOCK;
@@ -220,9 +223,9 @@ fn records(bytes: &[u8], mut each: impl FnMut(&[u8])) -> bool {
     }
 }
 
-fn take(run: &mut Run, record: Record) {
+fn add_record(run: &mut Run, record: Record) {
     if let Some(about) = record.run {
-        describe(run, about);
+        add_description(run, about);
     }
     if let Some(items) = record.config {
         merge(&mut run.config, items);
@@ -231,7 +234,7 @@ fn take(run: &mut Run, record: Record) {
         merge(&mut run.summary, items);
     }
     if let Some(history) = record.history {
-        log(run, &history);
+        add_history(run, &history);
     }
     if let Some(exit) = record.exit {
         run.failure = (exit.exit_code != 0).then_some(Failure::Failed);
@@ -242,8 +245,8 @@ fn take(run: &mut Run, record: Record) {
     run.leave_out("lines of output", record.output.is_some().into());
 }
 
-fn describe(run: &mut Run, about: RunRecord) {
-    run.id = id_of("wandb", &[&about.entity, &about.project, &about.run_id].map(|part| part.as_bytes()));
+fn add_description(run: &mut Run, about: RunRecord) {
+    run.id = derive_id("wandb", &[&about.entity, &about.project, &about.run_id].map(|part| part.as_bytes()));
     run.name = if about.display_name.is_empty() { about.run_id } else { about.display_name };
     run.project = Some(about.project).filter(|project| !project.is_empty());
     run.notes = about.notes;
@@ -274,7 +277,7 @@ fn merge(into: &mut serde_json::Map<String, Value>, items: Items) {
     }
 }
 
-fn log(run: &mut Run, history: &History) {
+fn add_history(run: &mut Run, history: &History) {
     let number = |name: &str| {
         let item = history.item.iter().find(|item| item.name() == name)?;
         item.value().as_f64()
@@ -288,7 +291,7 @@ fn log(run: &mut Run, history: &History) {
             continue;
         }
         let mut found = Vec::new();
-        let others = numbers(&name, &item.value(), &mut found);
+        let others = collect_numbers(&name, &item.value(), &mut found);
         run.leave_out("logged values that are not numbers", others);
         for (name, value) in found {
             run.add(step.unwrap_or(0), at, &name, value);
@@ -341,7 +344,7 @@ mod tests {
         all.iter().for_each(|data| append(&mut log, data));
         let read = |log: &[u8]| {
             let mut found = Vec::new();
-            (records(log, |data| found.push(data.to_vec())), found)
+            (for_each_record(log, |data| found.push(data.to_vec())), found)
         };
         assert_eq!(read(&log), (true, all.clone()));
         assert_eq!(read(&log[..log.len() - 1]), (false, all[..6].to_vec()));

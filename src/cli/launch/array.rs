@@ -3,7 +3,8 @@
 use super::{
     super::{
         api::{Api, SERVER_TIMEOUT, list},
-        job_file, output, sweep, sweeps, usage_error, watch,
+        job_file::{self, UnknownPath},
+        output, sweep, sweeps, usage_error, watch,
     },
     Args, Launch, format_command,
     hosts::Host,
@@ -42,24 +43,24 @@ pub(super) async fn run(
     sweep::write_grid(path, &mut document, &args.sweeps, None)?;
     sweep::check(path, &document)?;
     let trials = sweep::trials(&document);
-    let (hosts, device) = room(args, hosts, &trials)?;
+    let (hosts, device) = hosts_for_largest(args, hosts, &trials)?;
     if args.dry_run {
-        return show(args, &hosts, device, &trials);
+        return print_dry_run(args, &hosts, device, &trials);
     }
-    let ca = machines::ca(args)?;
-    job_file::name_dataset(api, &mut document, true).await?;
+    let ca = machines::read_ca(args)?;
+    job_file::name_dataset(api, &mut document, UnknownPath::Register).await?;
     let sweep: Sweep = api.post_once("/sweeps?launched=true", &document).await?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     sweeps::announce(api, &sweep, args.server.json)?;
-    let launch = |job| Launch::new(args, api, job, true, hosts.clone(), ca.clone());
+    let launch = |job| Launch::new(args, api, job, hosts.clone(), ca.clone());
     let mut array = Array {
-        batch: slurm::Batch::of_sweep(&sweep.id, trials.len(), args.at_once),
+        batch: slurm::Batch::for_sweep(&sweep.id, trials.len(), args.at_once),
         launches: Vec::new(),
         tag: sweep.id.clone(),
         folder: PathBuf::new(),
     };
     let begun = async {
-        array.launches = started(api, &sweep).await?.into_iter().map(launch).collect();
+        array.launches = wait_for_trials(api, &sweep).await?.into_iter().map(launch).collect();
         array.start(args, device).await
     };
     let begun = tokio::select! {
@@ -102,7 +103,11 @@ pub(super) async fn run(
 }
 
 /// Returns the machines with slots for the largest of the jobs, and whether any job trains on CPU cores.
-fn room(args: &Args, mut hosts: Vec<Host>, documents: &[Value]) -> anyhow::Result<(Vec<Host>, Device)> {
+fn hosts_for_largest(
+    args: &Args,
+    mut hosts: Vec<Host>,
+    documents: &[Value],
+) -> anyhow::Result<(Vec<Host>, Device)> {
     if documents.len() * hosts.len() > MAX_AGENTS {
         return Err(usage_error(format!(
             "{} jobs on {} machines each are more than {MAX_AGENTS} agents: split the sweep, or give fewer --nodes",
@@ -113,7 +118,7 @@ fn room(args: &Args, mut hosts: Vec<Host>, documents: &[Value]) -> anyhow::Resul
     // All trials have been checked.
     let specs: Vec<_> = documents.iter().filter_map(|document| read(document).0).collect();
     if let Some(largest) = specs.iter().max_by_key(|spec| spec.parallel.ranks) {
-        machines::share_out(&mut hosts, args.slots, largest)?;
+        machines::fill_in_slots(&mut hosts, args.slots, largest)?;
     }
     let on_cores = specs.iter().map(|spec| spec.parallel.device).find(|device| device.is_cpu());
     Ok((hosts, on_cores.unwrap_or(Device::Auto)))
@@ -123,7 +128,7 @@ fn room(args: &Args, mut hosts: Vec<Host>, documents: &[Value]) -> anyhow::Resul
 ///
 /// # Errors
 /// The sweep does not start them within a minute.
-async fn started(api: &Api, sweep: &Sweep) -> anyhow::Result<Vec<Job>> {
+async fn wait_for_trials(api: &Api, sweep: &Sweep) -> anyhow::Result<Vec<Job>> {
     let began = Instant::now();
     loop {
         let found = api.all("/jobs", "jobs", &[("tag", sweep.id.clone())], None).await;
@@ -140,14 +145,14 @@ async fn started(api: &Api, sweep: &Sweep) -> anyhow::Result<Vec<Job>> {
 }
 
 /// Prints the output of `--dry-run`.
-fn show(args: &Args, hosts: &[Host], device: Device, documents: &[Value]) -> anyhow::Result<()> {
+fn print_dry_run(args: &Args, hosts: &[Host], device: Device, documents: &[Value]) -> anyhow::Result<()> {
     for (task, document) in documents.iter().enumerate() {
         let name = document.get("name").and_then(Value::as_str).unwrap_or_default();
         output::line(format_args!("# task {task}: {name}"))?;
     }
     let folder = node::home().join(&args.dir).join("SWEEP");
     output::line(format_command(&slurm::command(args)))?;
-    let batch = slurm::Batch::of_sweep("SWEEP", documents.len(), args.at_once);
+    let batch = slurm::Batch::for_sweep("SWEEP", documents.len(), args.at_once);
     output::line(batch.script(args, hosts, device, &folder)?)
 }
 
@@ -164,7 +169,7 @@ impl Array {
     async fn start(&mut self, args: &Args, device: Device) -> anyhow::Result<String> {
         self.folder = private_folder(args, &self.tag)?;
         for (task, launch) in self.launches.iter_mut().enumerate() {
-            launch.introduce().await?;
+            launch.create_tokens().await?;
             slurm::write_bundle(&self.batch.bundle(&self.folder, task), &launch.bundle)?;
         }
         let hosts = self.launches.first().map_or(&[][..], |launch| &launch.hosts);
@@ -211,7 +216,7 @@ impl Array {
                     complete.remove(&task);
                 }
                 if reported.insert(task, job.state) != Some(job.state) {
-                    tell(args, &job)?;
+                    print_state(args, &job)?;
                     succeeded += usize::from(job.state == JobState::Succeeded);
                 }
                 match tasks.get(&task) {
@@ -245,7 +250,7 @@ impl Array {
                     // The last report of the task's agent may not have arrived yet.
                     None if alone.insert(task) => {}
                     None => {
-                        let how = slurm::how_it_ended(&in_slurm);
+                        let how = slurm::describe_end(&in_slurm);
                         output::warn(format_args!(
                             "Slurm's task {in_slurm} is over ({how}) and job {0} is {1}; `lockstep launch {0} --with slurm` starts agents for it again",
                             job.id, job.state
@@ -268,7 +273,7 @@ impl Array {
     }
 }
 
-fn tell(args: &Args, job: &Job) -> anyhow::Result<()> {
+fn print_state(args: &Args, job: &Job) -> anyhow::Result<()> {
     match (args.server.json, job.state.is_final()) {
         (true, true) => output::json(job),
         (true, false) => Ok(()),
@@ -285,13 +290,13 @@ mod tests {
     #[test]
     fn a_sweep_has_up_to_500_agents() {
         let args = parse(&["job.toml", "--with", "slurm"]);
-        let room = |jobs: usize, machines: usize| {
+        let hosts_for = |jobs: usize, machines: usize| {
             let job = json!({"data": {"dataset": "d"}, "parallel": {"ranks": machines}});
-            room(&args, vec![Host::default(); machines], &vec![job; jobs])
+            hosts_for_largest(&args, vec![Host::default(); machines], &vec![job; jobs])
         };
-        let (hosts, _) = room(100, 5).expect("500 agents");
+        let (hosts, _) = hosts_for(100, 5).expect("500 agents");
         assert!(hosts.len() == 5 && hosts.iter().all(|host| host.slots == Some(1)));
-        let why = room(167, 3).expect_err("501 agents").to_string();
+        let why = hosts_for(167, 3).expect_err("501 agents").to_string();
         assert_eq!(
             why,
             "167 jobs on 3 machines each are more than 500 agents: split the sweep, or give fewer --nodes"

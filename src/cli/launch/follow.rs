@@ -3,7 +3,7 @@
 use super::{
     super::{
         WrongRequest,
-        api::{Api, Outage, SERVER_TIMEOUT},
+        api::{Outage, SERVER_TIMEOUT},
         output, usage_error, watch,
     },
     Launch, LaunchDetached,
@@ -52,12 +52,18 @@ impl Launched {
     }
 
     /// Returns the exit status once. Later calls return `None`.
-    fn ended(&mut self) -> Option<ExitStatus> {
+    fn take_exit(&mut self) -> Option<ExitStatus> {
         if self.status.is_some() {
             return None;
         }
         self.status = self.child.try_wait().ok().flatten();
         self.status
+    }
+
+    /// Whether the process has not exited. [`Launched::take_exit`] does not return an exit that this call has seen.
+    fn is_running(&mut self) -> bool {
+        self.take_exit();
+        self.status.is_none()
     }
 
     /// Returns the last line of the process's log.
@@ -81,29 +87,28 @@ pub(super) async fn follow(
     mut launched: Vec<Launched>,
     explain: Explain,
 ) -> anyhow::Result<()> {
-    let api = &launch.api;
     let logs = launch.folder()?;
     output::warn(format_args!("the agents' logs are in {}", logs.display()));
     if launch.args.detach {
-        return until_online(launch, &mut launched, explain).await;
+        return wait_until_online(launch, &mut launched, explain).await;
     }
     watch::announce(&launch.job);
-    let watching = watch::to_the_end(api, launch.job.clone(), launch.args.server.json);
+    let watching = watch::to_the_end(&launch.api, launch.job.clone(), launch.args.server.json);
     let done = tokio::select! {
         done = watching => done,
-        failure = first_failure(launch, &mut launched, explain) => return Err(failure),
+        failure = wait_for_failure(launch, &mut launched, explain) => return Err(failure),
     };
-    let is_final = job(api, launch).await.is_ok_and(|job| job.state.is_final());
+    let is_final = read_job(launch).await.is_ok_and(|job| job.state.is_final());
     if done.is_ok() || is_final {
         launch.wait_for_uploads().await;
     } else if let Err(error) = &done
-        && launched.iter_mut().any(|one| one.ended().is_none() && one.status.is_none())
+        && launched.iter_mut().any(Launched::is_running)
     {
         // This command gave up on the unreachable server. The agents keep trying.
         return Err(LaunchDetached(format!("{error:#}")).into());
     }
     let until = Instant::now() + EXIT_TIMEOUT;
-    while launched.iter_mut().any(|one| one.ended().is_none() && one.status.is_none()) {
+    while launched.iter_mut().any(Launched::is_running) {
         if Instant::now() > until {
             let left: Vec<_> =
                 launched.iter().filter(|one| one.status.is_none()).map(|one| one.label.as_str()).collect();
@@ -120,12 +125,12 @@ pub(super) async fn follow(
 }
 
 /// Waits until the launched processes can no longer run the job, and returns the reason.
-async fn first_failure(launch: &Launch, launched: &mut [Launched], explain: Explain) -> anyhow::Error {
+async fn wait_for_failure(launch: &Launch, launched: &mut [Launched], explain: Explain) -> anyhow::Error {
     loop {
         for at in 0..launched.len() {
-            let Some(status) = launched[at].ended() else { continue };
-            // `ended` returns each exit once, so a failed request is retried: a network failure may have caused the exit.
-            let job = match retry_job(launch).await {
+            let Some(status) = launched[at].take_exit() else { continue };
+            // `take_exit` returns each exit once, so a failed request is retried: a network failure may have caused the exit.
+            let job = match read_job_with_retries(launch).await {
                 Ok(job) => job,
                 Err(error) => {
                     let what = explain(&launched[at].label, status, &launched[at].last_line());
@@ -141,7 +146,7 @@ async fn first_failure(launch: &Launch, launched: &mut [Launched], explain: Expl
             if !status.success() && launch.never_ran(&job) && !suffices {
                 return anyhow::anyhow!(what);
             }
-            if is_last && launch.elsewhere(&job).is_some() {
+            if is_last && launch.agents_of_other_launch(&job).is_some() {
                 // The caller adds that agents of another launch run the job.
                 return anyhow::anyhow!(what);
             }
@@ -160,10 +165,14 @@ async fn first_failure(launch: &Launch, launched: &mut [Launched], explain: Expl
 
 /// Waits until all agents are online, or the job has left the queue. A short outage of the server, such as a restart, does not mean that
 /// the agents have failed.
-async fn until_online(launch: &Launch, launched: &mut [Launched], explain: Explain) -> anyhow::Result<()> {
+async fn wait_until_online(
+    launch: &Launch,
+    launched: &mut [Launched],
+    explain: Explain,
+) -> anyhow::Result<()> {
     let (mut outage, mut answered) = (Outage::default(), Instant::now());
     loop {
-        match online(launch, launched, explain).await {
+        match poll_online(launch, launched, explain).await {
             Ok(Some(done)) => return done,
             Ok(None) => {
                 outage.report_restored(|text| output::warn(text));
@@ -187,17 +196,17 @@ async fn until_online(launch: &Launch, launched: &mut [Launched], explain: Expla
 ///
 /// # Errors
 /// The server does not respond, or refuses the request.
-async fn online(
+async fn poll_online(
     launch: &Launch,
     launched: &mut [Launched],
     explain: Explain,
 ) -> anyhow::Result<Option<anyhow::Result<()>>> {
-    let job = job(&launch.api, launch).await?;
+    let job = read_job(launch).await?;
     if !launch.never_ran(&job) {
         return Ok(Some(Ok(())));
     }
     for at in 0..launched.len() {
-        let Some(status) = launched[at].ended() else { continue };
+        let Some(status) = launched[at].take_exit() else { continue };
         let what = explain(&launched[at].label, status, &launched[at].last_line());
         if !launch.has_enough(&job, slots_left(launch, launched)) {
             return Ok(Some(Err(anyhow::anyhow!(what))));
@@ -210,25 +219,25 @@ async fn online(
     let is_online = |name: &str| {
         agents.iter().any(|agent| agent["name"] == name && agent["online"].as_bool().unwrap_or(true))
     };
-    let has_ended = |at: usize| is_each(launch, launched) && launched[at].status.is_some();
+    let has_ended = |at: usize| has_process_per_node(launch, launched) && launched[at].status.is_some();
     let mut nodes = launch.bundle.nodes.iter().enumerate();
     Ok(nodes.all(|(at, node)| has_ended(at) || is_online(&node.name)).then_some(Ok(())))
 }
 
 /// Whether the processes correspond to the nodes one to one, in the same order, as with SSH.
-fn is_each(launch: &Launch, launched: &[Launched]) -> bool {
+fn has_process_per_node(launch: &Launch, launched: &[Launched]) -> bool {
     launched.len() == launch.bundle.nodes.len()
 }
 
 /// Returns the number of slots of the agents whose processes still run. Returns 0 if one process starts several agents.
 fn slots_left(launch: &Launch, launched: &[Launched]) -> u32 {
     let alive = launched.iter().zip(&launch.bundle.nodes).filter(|(one, _)| one.status.is_none());
-    if is_each(launch, launched) { alive.map(|(_, node)| node.slots).sum() } else { 0 }
+    if has_process_per_node(launch, launched) { alive.map(|(_, node)| node.slots).sum() } else { 0 }
 }
 
 /// Shows a job whose agents another system runs, until the job is over, or until `ended` returns because that system has ended the agents.
 /// Also returns whether the job is known to be over. A long outage of the server does not end training.
-pub(super) async fn until_over(
+pub(super) async fn follow_until_over(
     launch: &Launch,
     ended: impl Future<Output = anyhow::Error>,
 ) -> (anyhow::Result<()>, bool) {
@@ -238,13 +247,13 @@ pub(super) async fn until_over(
         done = watching => done,
         ended = ended => Err(ended),
     };
-    let is_over = job(&launch.api, launch).await.is_ok_and(|job| job.state.is_final());
+    let is_over = read_job(launch).await.is_ok_and(|job| job.state.is_final());
     (done, is_over)
 }
 
-async fn job(api: &Api, launch: &Launch) -> anyhow::Result<Job> {
+async fn read_job(launch: &Launch) -> anyhow::Result<Job> {
     let id = &launch.job.id;
-    let found = api.find(&format!("/jobs/{id}")).await?;
+    let found = launch.api.find(&format!("/jobs/{id}")).await?;
     found.ok_or_else(|| usage_error(format!("the job {id} no longer exists")))
 }
 
@@ -252,10 +261,10 @@ async fn job(api: &Api, launch: &Launch) -> anyhow::Result<Job> {
 ///
 /// # Errors
 /// The server refuses the request, or does not respond for a minute.
-async fn retry_job(launch: &Launch) -> anyhow::Result<Job> {
+async fn read_job_with_retries(launch: &Launch) -> anyhow::Result<Job> {
     let began = Instant::now();
     loop {
-        match job(&launch.api, launch).await {
+        match read_job(launch).await {
             Err(error) if !error.is::<WrongRequest>() && began.elapsed() < SERVER_TIMEOUT => {}
             read => return read,
         }

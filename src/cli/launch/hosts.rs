@@ -41,16 +41,16 @@ fn parse(text: &str) -> Result<Vec<Host>, String> {
     let mut hosts = Vec::new();
     for (number, line) in (1..).zip(text.lines()) {
         let at = |e: String| format!("line {number}: {e}");
-        if let [name, rest @ ..] = &words(line).map_err(at)?[..] {
-            of_line(name, rest).and_then(|host| add(&mut hosts, host)).map_err(at)?;
+        if let [name, rest @ ..] = &split_words(line).map_err(at)?[..] {
+            parse_line(name, rest).and_then(|host| add(&mut hosts, host)).map_err(at)?;
         }
     }
     if hosts.is_empty() { Err("names no machine".into()) } else { Ok(hosts) }
 }
 
-fn of_line(name: &str, words: &[String]) -> Result<Host, String> {
+fn parse_line(name: &str, words: &[String]) -> Result<Host, String> {
     let (name, counted) = name_and_slots(name)?;
-    let mut host = Host { name: checked(name)?, slots: counted, ..Host::default() };
+    let mut host = Host { name: check_name(name)?, slots: counted, ..Host::default() };
     for word in words {
         let (key, value) = word.split_once('=').unwrap_or((word, ""));
         match key.strip_prefix("env:") {
@@ -67,7 +67,7 @@ fn of_line(name: &str, words: &[String]) -> Result<Host, String> {
             None if key == "slots" && counted.is_some() => {
                 return Err(format!("{name} has its slots twice: leave {word} out"));
             }
-            None if key == "slots" => host.slots = Some(slots(value)?),
+            None if key == "slots" => host.slots = Some(parse_slots(value)?),
             None => {
                 return Err(format!(
                     "{word:?} is not known: after the machine there may be slots=N and env:NAME=VALUE"
@@ -90,7 +90,9 @@ fn of_line(name: &str, words: &[String]) -> Result<Host, String> {
 fn name_and_slots(entry: &str) -> Result<(&str, Option<u32>), String> {
     let is_bare_ipv6 = !entry.contains('[') && entry.matches(':').count() > 1;
     match entry.rsplit_once(':') {
-        Some((name, count)) if !is_bare_ipv6 && !count.ends_with(']') => Ok((name, Some(slots(count)?))),
+        Some((name, count)) if !is_bare_ipv6 && !count.ends_with(']') => {
+            Ok((name, Some(parse_slots(count)?)))
+        }
         _ => Ok((entry, None)),
     }
 }
@@ -99,11 +101,11 @@ fn name_and_slots(entry: &str) -> Result<(&str, Option<u32>), String> {
 ///
 /// # Errors
 /// Describes the mistake in the list.
-pub(crate) fn of_list(list: &str) -> Result<Vec<Host>, String> {
+pub(crate) fn parse_list(list: &str) -> Result<Vec<Host>, String> {
     let mut hosts = Vec::new();
     for entry in list.split(',').map(str::trim) {
         let (name, count) = name_and_slots(entry)?;
-        add(&mut hosts, Host { name: checked(name)?, slots: count, ..Host::default() })?;
+        add(&mut hosts, Host { name: check_name(name)?, slots: count, ..Host::default() })?;
     }
     Ok(hosts)
 }
@@ -112,7 +114,7 @@ pub(crate) fn of_list(list: &str) -> Result<Vec<Host>, String> {
 ///
 /// # Errors
 /// The table has too many machines, or the ranks of a machine are not consecutive: the server numbers ranks machine by machine.
-pub(super) fn of_table(table: &RankTable) -> Result<Vec<Host>, String> {
+pub(super) fn from_rank_table(table: &RankTable) -> Result<Vec<Host>, String> {
     let mut hosts = Vec::new();
     let mut machines: Vec<_> = table.machines.iter().collect();
     machines.sort_by_key(|machine| machine.devices.first().map(|device| device.rank));
@@ -126,7 +128,7 @@ pub(super) fn of_table(table: &RankTable) -> Result<Vec<Host>, String> {
             ));
         }
         let devices: Vec<u32> = machine.devices.iter().map(|device| device.device).collect();
-        let slots = slots(&devices.len().to_string())?;
+        let slots = parse_slots(&devices.len().to_string())?;
         add(
             &mut hosts,
             Host { name: machine.address.clone(), slots: Some(slots), devices, ..Host::default() },
@@ -146,13 +148,13 @@ fn add(hosts: &mut Vec<Host>, host: Host) -> Result<(), String> {
     Ok(())
 }
 
-fn slots(text: &str) -> Result<u32, String> {
+fn parse_slots(text: &str) -> Result<u32, String> {
     let slots = text.trim().parse().ok().filter(|slots| (1..=MAX_SLOTS).contains(slots));
     slots.ok_or_else(|| format!("slots={text}: must be 1 to {MAX_SLOTS}"))
 }
 
 /// Checks that a name cannot be mistaken for an option of a program, and needs no quotes in a shell.
-fn checked(name: &str) -> Result<String, String> {
+fn check_name(name: &str) -> Result<String, String> {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_.@:[]%".contains(c);
     let is_name = !name.is_empty() && name.len() <= MAX_NAME_BYTES && name.chars().all(plain);
     if is_name && !name.starts_with('-') && !name.contains("@-") {
@@ -165,7 +167,7 @@ fn checked(name: &str) -> Result<String, String> {
 }
 
 /// Splits a line at spaces. Double quotes keep spaces in a word, and `#` begins a comment.
-fn words(line: &str) -> Result<Vec<String>, String> {
+fn split_words(line: &str) -> Result<Vec<String>, String> {
     let mut words = Vec::new();
     let (mut word, mut is_word, mut is_quoted) = (String::new(), false, false);
     for c in line.chars() {
@@ -266,7 +268,7 @@ mod tests {
             RankTable { machines: (0..machines).map(machine).collect() }
         };
         for (machines, devices) in [(1, 2), (2, 1), (1, 8), (2, 8), (12, 1)] {
-            let hosts = of_table(&table(machines, devices)).unwrap();
+            let hosts = from_rank_table(&table(machines, devices)).unwrap();
             let names: Vec<_> = hosts.iter().map(|host| host.name.clone()).collect();
             assert_eq!(names, (1..=machines).rev().map(|m| format!("host-{m}")).collect::<Vec<_>>());
             let backwards: Vec<_> = (0..devices).rev().collect();
@@ -278,7 +280,7 @@ mod tests {
                 device.rank = 2 * n + first;
             }
         }
-        let error = of_table(&turns).unwrap_err();
+        let error = from_rank_table(&turns).unwrap_err();
         assert!(error.contains("rank 2 is on host-1") && error.contains("train --rank-table"), "{error}");
     }
 
@@ -290,11 +292,11 @@ mod tests {
             ("me@node_1:1,fe80::1%eth0", ["me@node_1 Some(1)", "fe80::1%eth0 None"]),
         ] {
             // The same as a line of a hostfile.
-            for hosts in [of_list(list), parse(&list.replace(',', "\n"))] {
+            for hosts in [parse_list(list), parse(&list.replace(',', "\n"))] {
                 let hosts = hosts.unwrap().into_iter().map(|host| format!("{} {:?}", host.name, host.slots));
                 assert_eq!(hosts.collect::<Vec<_>>(), expected, "{list}");
             }
         }
-        assert!(of_list("a:,b").is_err() && of_list("").is_err() && of_list("a,a").is_err());
+        assert!(parse_list("a:,b").is_err() && parse_list("").is_err() && parse_list("a,a").is_err());
     }
 }

@@ -8,7 +8,7 @@ use tokio::{process::Command, time::timeout};
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Returns KillWait in seconds. `None` outside Slurm, or if Slurm does not respond.
-pub(super) fn of_slurm() -> Option<u32> {
+pub(super) fn read() -> Option<u32> {
     std::env::var_os("SLURM_JOB_ID")?;
     let printed = block_on(async {
         let mut asked = Command::new("scontrol");

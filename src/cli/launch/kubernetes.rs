@@ -12,7 +12,7 @@ mod words;
 use super::{
     super::{access::is_this_machine, output},
     Args, Launch, LaunchDetached,
-    follow::until_over,
+    follow::follow_until_over,
     hosts::Host,
     tokens,
 };
@@ -23,12 +23,12 @@ use objects::{JOB_LABEL, LAUNCH, Plan, TOKENS};
 use serde_json::{Value, json};
 use std::{path::Path, time::Duration};
 
-pub(super) use template::{Template, template};
+pub(super) use template::{Template, read as read_template};
 
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Prints the objects for `--dry-run`, without the content of the Secret.
-pub(super) fn show(
+pub(super) fn print_objects(
     args: &Args,
     id: &str,
     hosts: &[Host],
@@ -57,14 +57,14 @@ pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::R
             launch.bundle.server
         ));
     }
-    if let Some(job) = earlier(&cluster, &name, launch).await? {
+    if let Some(job) = find_earlier_job(&cluster, &name, launch).await? {
         output::warn(format_args!(
             "Kubernetes' Job {name} of an earlier launch exists; its pods run the job"
         ));
         // These tokens are revoked when the job is over.
-        launch.tokens = tokens_of(launch, &job).await;
+        launch.tokens = find_earlier_tokens(launch, &job).await;
     } else {
-        let result = match launch.introduce().await {
+        let result = match launch.create_tokens().await {
             Ok(()) => create(&cluster, launch, &name, template).await,
             not => not,
         };
@@ -78,12 +78,12 @@ pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::R
     if launch.args.detach {
         return Ok(());
     }
-    let ended = steer::until_over(&cluster, launch, &name, template.queue());
-    let (done, is_over) = until_over(launch, ended).await;
+    let ended = steer::wait_for_early_end(&cluster, launch, &name, template.queue());
+    let (done, is_over) = follow_until_over(launch, ended).await;
     if !is_over {
         return match cluster.get(Kind::Job, &name).await {
             Ok(None) => done,
-            Ok(Some(found)) if words::end_of_job(&found).is_some() => done,
+            Ok(Some(found)) if words::describe_end(&found).is_some() => done,
             _ => {
                 let why = done.err().map_or_else(String::new, |error| format!("{error}; "));
                 let namespace = &cluster.namespace;
@@ -113,31 +113,31 @@ pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::R
 }
 
 /// Whether an object belongs to this job.
-fn is_ours(object: &Value, job: &Job) -> bool {
+fn belongs_to(object: &Value, job: &Job) -> bool {
     object["metadata"]["labels"][JOB_LABEL] == job.id.as_str()
 }
 
 /// Returns the Kubernetes Job of an earlier launch, if its pods can run the job. Deletes a Job that is over or incomplete.
-async fn earlier(cluster: &Cluster, name: &str, launch: &Launch) -> anyhow::Result<Option<Value>> {
+async fn find_earlier_job(cluster: &Cluster, name: &str, launch: &Launch) -> anyhow::Result<Option<Value>> {
     let job = &launch.job;
     let Some(found) = cluster.get(Kind::Job, name).await? else { return Ok(None) };
     refuse_foreign(cluster, Kind::Job, &found, job)?;
     let is_leaving = found["metadata"]["deletionTimestamp"].is_string();
-    let is_whole = cluster.get(Kind::Secret, name).await?.is_some_and(|secret| is_ours(&secret, job));
-    if is_whole && !is_leaving && words::end_of_job(&found).is_none() {
+    let is_whole = cluster.get(Kind::Secret, name).await?.is_some_and(|secret| belongs_to(&secret, job));
+    if is_whole && !is_leaving && words::describe_end(&found).is_none() {
         return Ok(Some(found));
     }
     output::warn(format_args!("Kubernetes' Job {name} of an earlier launch is removed first"));
     // The tokens are listed only in the Job's annotation, so they are revoked together with the Job. Until then, its pods may need the
     // tokens to upload a checkpoint.
-    let tokens = tokens_of(launch, &found).await;
+    let tokens = find_earlier_tokens(launch, &found).await;
     cluster.remove(Kind::Job, &found).await?;
     tokens::revoke(&launch.api, &tokens).await;
     Ok(None)
 }
 
 fn refuse_foreign(cluster: &Cluster, kind: Kind, found: &Value, job: &Job) -> anyhow::Result<()> {
-    if is_ours(found, job) {
+    if belongs_to(found, job) {
         return Ok(());
     }
     let name = found["metadata"]["name"].as_str().unwrap_or_default();
@@ -148,9 +148,9 @@ fn refuse_foreign(cluster: &Cluster, kind: Kind, found: &Value, job: &Job) -> an
 }
 
 /// Returns the tokens of the agents of an earlier launch.
-async fn tokens_of(launch: &Launch, job: &Value) -> Vec<String> {
+async fn find_earlier_tokens(launch: &Launch, job: &Value) -> Vec<String> {
     let ids = job["metadata"]["annotations"][TOKENS].as_str().unwrap_or_default();
-    tokens::of_earlier_launch(&launch.api, &launch.job, ids).await
+    tokens::select_of_job(&launch.api, &launch.job, ids).await
 }
 
 /// Creates the objects. The Job is created suspended, and started after the other objects exist.

@@ -14,17 +14,16 @@ use super::{
 use lockstep_protocol::{JobSpec, numbers::plural};
 
 /// Returns the machines that the arguments name. Machines that Slurm or Kubernetes chooses have no name.
-pub(super) fn machines(args: &Args) -> anyhow::Result<Vec<Host>> {
+pub(super) fn from_args(args: &Args) -> anyhow::Result<Vec<Host>> {
     let lists = args.hostfile.is_some() || args.hosts.is_some() || args.rank_table.is_some();
     if args.with == LauncherKind::Kubernetes && lists {
         return Err(usage_error("Kubernetes chooses the machines: give --nodes N instead of a list"));
     }
     let mut hosts = match (&args.hostfile, &args.hosts, &args.rank_table) {
         (Some(path), _, _) => hosts::read(path)?,
-        (None, Some(list), _) => hosts::of_list(list).map_err(|e| usage_error(format!("--host: {e}")))?,
-        (None, None, Some(path)) => {
-            hosts::of_table(&RankTable::read(path)?).map_err(|e| usage_error(format!("--rank-table: {e}")))?
-        }
+        (None, Some(list), _) => hosts::parse_list(list).map_err(|e| usage_error(format!("--host: {e}")))?,
+        (None, None, Some(path)) => hosts::from_rank_table(&RankTable::read(path)?)
+            .map_err(|e| usage_error(format!("--rank-table: {e}")))?,
         (None, None, None) if args.with.chooses_machines() => {
             vec![Host::default(); args.nodes.unwrap_or(1) as usize]
         }
@@ -51,7 +50,7 @@ pub(super) fn machines(args: &Args) -> anyhow::Result<Vec<Host>> {
 }
 
 /// Sets the slots of machines for which no list gives slots.
-pub(super) fn share_out(hosts: &mut [Host], each: Option<u32>, spec: &JobSpec) -> anyhow::Result<()> {
+pub(super) fn fill_in_slots(hosts: &mut [Host], each: Option<u32>, spec: &JobSpec) -> anyhow::Result<()> {
     let ranks = spec.parallel.ranks;
     let given: u32 = hosts.iter().filter_map(|host| host.slots).sum();
     let without = hosts.iter().filter(|host| host.slots.is_none()).count() as u32;
@@ -94,7 +93,7 @@ pub(super) fn check_reachable(args: &Args, hosts: &[Host]) -> anyhow::Result<()>
 }
 
 /// Returns the CA certificates that agents trust in addition to the system's.
-pub(super) fn ca(args: &Args) -> anyhow::Result<Option<String>> {
+pub(super) fn read_ca(args: &Args) -> anyhow::Result<Option<String>> {
     let Some(path) = &args.server.ca_file else { return Ok(None) };
     let failed = |detail: &str| usage_error(format!("--ca-file {}: {detail}", path.display()));
     let larger =
@@ -128,9 +127,9 @@ mod tests {
         let path = dir.path().join("ca.crt");
         let args = parse(&["job.toml", "--with", "ssh", "--ca-file", path.to_str().unwrap(), "-H", "a"]);
         fs::write(&path, vec![b'#'; 1 << 20]).unwrap();
-        assert_eq!(ca(&args).unwrap().map(|text| text.len()), Some(1 << 20));
+        assert_eq!(read_ca(&args).unwrap().map(|text| text.len()), Some(1 << 20));
         fs::write(&path, vec![b'#'; (1 << 20) + 1]).unwrap();
-        let why = ca(&args).unwrap_err().to_string();
+        let why = read_ca(&args).unwrap_err().to_string();
         assert!(
             why.contains("ca.crt: is larger than 1 MiB") && why.contains("only the server's CA certificate"),
             "{why}"

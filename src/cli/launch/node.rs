@@ -52,7 +52,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let folder = home().join(&bundle.dir).join(bundle.job.as_str()).join(&node.name);
     let failed = |e: io::Error| usage_error(format!("the agent's folder {}: {e}", folder.display()));
     let mut command = agent(&bundle, node, &folder, has_gpus()).map_err(failed)?;
-    if let Some(secs) = kill_wait::of_slurm() {
+    if let Some(secs) = kill_wait::read() {
         command.args(["--killed-after", &secs.to_string()]);
     }
     // Returns only if the program cannot be started.

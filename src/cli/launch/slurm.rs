@@ -5,10 +5,10 @@ use super::{
     super::{output, usage_error},
     Args, Launch, LaunchDetached, MAX_SLOTS,
     bundle::Bundle,
-    follow::until_over,
+    follow::follow_until_over,
     format_command,
     hosts::Host,
-    node, quoted,
+    node, quote,
 };
 use lockstep_host::write_private;
 use lockstep_protocol::{Job, spec::Device};
@@ -43,11 +43,11 @@ pub(super) struct Batch {
 }
 
 impl Batch {
-    pub(super) fn of_job(job: &str) -> Self {
+    pub(super) fn for_job(job: &str) -> Self {
         Self { name: job.to_owned(), array: None }
     }
 
-    pub(super) fn of_sweep(tag: &str, jobs: usize, at_once: Option<u32>) -> Self {
+    pub(super) fn for_sweep(tag: &str, jobs: usize, at_once: Option<u32>) -> Self {
         Self { name: tag.to_owned(), array: Some((jobs, at_once)) }
     }
 
@@ -102,8 +102,8 @@ impl Batch {
             None => ("%j", "bundle.json"),
         };
         option(format!("--output=\"{shown}/slurm-{log}.log\""));
-        let bundle = format!("{}/{bundle}", quoted(&shown));
-        let program = quoted(&args.program);
+        let bundle = format!("{}/{bundle}", quote(&shown));
+        let program = quote(&args.program);
         let _ = write!(
             text,
             r#"
@@ -140,7 +140,7 @@ exit "$status"
 /// Slurm refuses the batch job, the batch job ends before Lockstep's job, or Lockstep's job does not succeed.
 pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
     let folder = launch.folder()?;
-    let batch = Batch::of_job(launch.job.id.as_str());
+    let batch = Batch::for_job(launch.job.id.as_str());
     let bundle = batch.bundle(&folder, 0);
     write_bundle(&bundle, &launch.bundle)?;
     let script = batch.script(&launch.args, &launch.hosts, launch.job.spec.parallel.device, &folder)?;
@@ -157,7 +157,7 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
     if launch.args.detach {
         return Ok(());
     }
-    let (done, is_over) = until_over(launch, until_gone(launch, &id)).await;
+    let (done, is_over) = follow_until_over(launch, wait_for_early_end(launch, &id)).await;
     if !is_over {
         if state(&id).is_none() {
             let _ = fs::remove_file(&bundle);
@@ -278,7 +278,7 @@ pub(super) fn tasks(id: &str) -> Option<BTreeMap<usize, String>> {
 }
 
 /// Prints the states of Slurm's job. Returns an error when Slurm's job has ended and Lockstep's job is not over.
-async fn until_gone(launch: &Launch, id: &str) -> anyhow::Error {
+async fn wait_for_early_end(launch: &Launch, id: &str) -> anyhow::Error {
     let mut last = String::new();
     loop {
         let now = state(id);
@@ -297,7 +297,7 @@ async fn until_gone(launch: &Launch, id: &str) -> anyhow::Error {
             {
                 return anyhow::anyhow!(
                     "Slurm's job {id} is over ({}) and the job is {}; `lockstep launch {}` starts agents for it again",
-                    how_it_ended(id),
+                    describe_end(id),
                     job.state,
                     job.id
                 );
@@ -308,7 +308,7 @@ async fn until_gone(launch: &Launch, id: &str) -> anyhow::Error {
 }
 
 /// Describes how Slurm's job ended, from Slurm's accounting, or without accounting from the controller.
-pub(super) fn how_it_ended(id: &str) -> String {
+pub(super) fn describe_end(id: &str) -> String {
     let sacct = Command::new("sacct").args(["-n", "-X", "-P", "-o", "State,ExitCode", "-j", id]).output();
     if let Ok(printed) = sacct
         && printed.status.success()

@@ -4,7 +4,7 @@ use super::{
     Args, Bundle, Launch,
     follow::{Launched, follow},
     hosts::Host,
-    node, quoted,
+    node, quote,
 };
 use std::process::{Command, ExitStatus};
 
@@ -15,11 +15,11 @@ const NO_PROGRAM: [i32; 2] = [127, 126];
 
 /// Returns the ssh command for a machine. ssh must not ask for a password.
 pub(super) fn command(args: &Args, host: &Host) -> Command {
-    to(&args.options, &host.name, &format!("{} launched -", quoted(&args.program)))
+    shell_command(&args.options, &host.name, &format!("{} launched -", quote(&args.program)))
 }
 
 /// Returns the ssh command with which a shell on `host` runs `there`. `options` are the user's options for ssh.
-pub(crate) fn to(options: &[String], host: &str, there: &str) -> Command {
+pub(crate) fn shell_command(options: &[String], host: &str, there: &str) -> Command {
     let mut command = Command::new("ssh");
     command.args(["-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15"]);
     command.args(options).arg("--").arg(without_brackets(host)).arg(there);
@@ -50,7 +50,7 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
 }
 
 fn explain(host: &str, status: ExitStatus, last: &str) -> String {
-    match no_start(host, status, last) {
+    match explain_no_start(host, status, last) {
         Some((why, _)) => why,
         None if status.success() => format!("the agent on {host} has ended"),
         None => format!("the agent on {host} ended ({status}): {last}"),
@@ -58,7 +58,7 @@ fn explain(host: &str, status: ExitStatus, last: &str) -> String {
 }
 
 /// Explains why Lockstep did not start on a machine, with advice. `None` if ssh ended for another reason.
-pub(crate) fn no_start(host: &str, status: ExitStatus, last: &str) -> Option<(String, String)> {
+pub(crate) fn explain_no_start(host: &str, status: ExitStatus, last: &str) -> Option<(String, String)> {
     match status.code()? {
         NO_CONNECTION => Some((
             format!("{host} cannot be reached by ssh: {last}"),

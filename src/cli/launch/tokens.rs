@@ -20,7 +20,7 @@ const ID_CHARS: usize = 32;
 
 impl Launch {
     /// Creates an identity and a token for each agent.
-    pub(super) async fn introduce(&mut self) -> anyhow::Result<()> {
+    pub(super) async fn create_tokens(&mut self) -> anyhow::Result<()> {
         let device = self.job.spec.parallel.device;
         for (index, host) in self.hosts.iter().enumerate() {
             let agent_id = uuid::Uuid::new_v4().simple().to_string();
@@ -59,13 +59,13 @@ impl Launch {
 /// Revokes tokens. Tokens that cannot be revoked expire.
 pub(super) async fn revoke(api: &Api, ids: &[String]) {
     for id in ids.iter().filter(|id| is_id(id)) {
-        let _ = api.request(reqwest::Method::DELETE, &format!("/tokens/{id}"), None::<&()>).await;
+        let _ = api.delete(&format!("/tokens/{id}")).await;
     }
 }
 
 /// Selects from these comma-separated token ids the tokens that a launch of this job created. The ids come from an annotation that other
 /// accounts may have written, so the server's list decides which tokens belong to this job's agents.
-pub(super) async fn of_earlier_launch(api: &Api, job: &Job, ids: &str) -> Vec<String> {
+pub(super) async fn select_of_job(api: &Api, job: &Job, ids: &str) -> Vec<String> {
     let ids: BTreeSet<_> = ids.split(',').map(str::trim).filter(|id| is_id(id)).take(MAX_HOSTS).collect();
     if ids.is_empty() {
         return Vec::new();

@@ -13,26 +13,26 @@ pub(super) fn markdown(mut program: Command) -> String {
     text += "`lockstep help COMMAND` prints the usage of a command. `lockstep completions bash|zsh|fish` prints completions for a shell, and \
              `lockstep man --out DIR` writes man pages.\n\n";
     let _ = writeln!(text, "{}\n", program.get_after_help().map(ToString::to_string).unwrap_or_default());
-    let rows: Vec<_> = shown(&program)
+    let rows: Vec<_> = visible_subcommands(&program)
         .map(|command| {
             let name = command.get_name();
             [format!("[`{name}`](#lockstep-{name})"), prose(&summary(command))]
         })
         .collect();
     text += &table(["command", "does"], &rows);
-    for command in shown(&program) {
-        section(&mut text, command, "lockstep", 2);
+    for command in visible_subcommands(&program) {
+        add_section(&mut text, command, "lockstep", 2);
     }
     text
 }
 
 /// Returns the commands for people: without hidden commands, which the program itself starts, and without clap's `help` in subcommands.
-fn shown(command: &Command) -> impl Iterator<Item = &Command> {
+fn visible_subcommands(command: &Command) -> impl Iterator<Item = &Command> {
     let nested = command.get_name() != "lockstep";
     command.get_subcommands().filter(move |c| !(c.is_hide_set() || nested && c.get_name() == "help"))
 }
 
-fn section(text: &mut String, command: &Command, parent: &str, level: usize) {
+fn add_section(text: &mut String, command: &Command, parent: &str, level: usize) {
     let name = format!("{parent} {}", command.get_name());
     let _ = write!(text, "\n{} {name}\n\n{}\n", "#".repeat(level), prose(&about(command)));
     if !command.is_subcommand_required_set() {
@@ -46,8 +46,8 @@ fn section(text: &mut String, command: &Command, parent: &str, level: usize) {
             let _ = write!(text, "\n{}", table(["argument", "default", "meaning"], &rows));
         }
     }
-    for inner in shown(command) {
-        section(text, inner, &name, level + 1);
+    for inner in visible_subcommands(command) {
+        add_section(text, inner, &name, level + 1);
     }
 }
 

@@ -1,13 +1,14 @@
 //! Documents every key of a job file: a page, and text for a terminal.
 
-use super::{generated_from, prose, table};
+use super::{super::output::wrap, generated_from, prose, table};
 use lockstep_protocol::spec::{KeyReference, SectionReference, nearest, recipes, reference, sweep_reference};
 use std::fmt::Write as _;
 
 /// Number of columns of the text for a terminal.
 const WIDTH: usize = 100;
-/// Number of columns by which the meaning of a key is indented.
-const INDENT: usize = 6;
+/// Indentation of a key, and of its meaning.
+const INDENT: &str = "  ";
+const MEANING_INDENT: &str = "      ";
 
 /// Returns the page.
 pub(super) fn markdown() -> String {
@@ -73,15 +74,15 @@ pub(crate) fn text(wanted: Option<&str>) -> Result<String, String> {
         }
         if whole {
             let name = if section.name.is_empty() { String::new() } else { format!("[{}] ", section.name) };
-            text += &wrapped(&format!("{name}{}", section.meaning), 0);
+            text += &wrap(&format!("{name}{}", section.meaning), WIDTH, "", "");
             text.push('\n');
         }
         for key in keys {
             let default =
                 key.default.as_ref().map_or_else(String::new, |default| format!(", default {default}"));
             let first = format!("{} = {}{default}", path(section, key), key.values);
-            text += &wrapped(&first, 2);
-            text += &wrapped(&key.meaning.replace('`', ""), INDENT);
+            text += &wrap(&first, WIDTH, INDENT, MEANING_INDENT);
+            text += &wrap(&key.meaning.replace('`', ""), WIDTH, MEANING_INDENT, MEANING_INDENT);
         }
     }
     if !text.is_empty() {
@@ -95,27 +96,6 @@ pub(crate) fn text(wanted: Option<&str>) -> Result<String, String> {
     let near = nearest(wanted, names.chain(keys))
         .map_or_else(|| "`lockstep help job` lists all".to_owned(), |near| format!("did you mean {near:?}?"));
     Err(format!("a job file has no section or key {wanted:?}; {near}"))
-}
-
-/// Wraps text to at most [`WIDTH`] columns, indented by `indent`. Continuation lines of a key's own line are indented further.
-fn wrapped(text: &str, indent: usize) -> String {
-    let mut lines = String::new();
-    let mut line = " ".repeat(indent);
-    let mut is_empty = true;
-    for word in text.split(' ') {
-        if !is_empty && line.chars().count() + 1 + word.chars().count() > WIDTH {
-            let _ = writeln!(lines, "{line}");
-            line = " ".repeat(if indent == 2 { INDENT } else { indent });
-            is_empty = true;
-        }
-        if !is_empty {
-            line.push(' ');
-        }
-        line.push_str(word);
-        is_empty = false;
-    }
-    let _ = writeln!(lines, "{line}");
-    lines
 }
 
 #[cfg(test)]

@@ -24,19 +24,19 @@ pub(super) fn markdown(document: &Value) -> String {
             tags.entry(tag).or_default().push((method.to_uppercase(), path.clone(), call));
         }
     }
-    let shared = shared(tags.values().flatten().map(|(_, _, call)| *call));
+    let shared = shared_errors(tags.values().flatten().map(|(_, _, call)| *call));
     text += "\n## Answers that many calls share\n\nEach call lists only its other answers.\n\n";
     let rows: Vec<_> = shared.iter().map(|(status, words)| [format!("`{status}`"), prose(words)]).collect();
     text += &table(["status", "meaning"], &rows);
     for (tag, calls) in &tags {
-        let _ = write!(text, "\n## {}\n", capitalised(tag));
+        let _ = write!(text, "\n## {}\n", capitalise(tag));
         for (method, path, call) in calls {
-            operation(&mut text, method, path, call, &shared);
+            add_call(&mut text, method, path, call, &shared);
         }
     }
     text += "\n## Types\n";
     for (name, schema) in document["components"]["schemas"].as_object().into_iter().flatten() {
-        of_type(&mut text, name, schema);
+        add_type(&mut text, name, schema);
     }
     text
 }
@@ -47,7 +47,7 @@ const METHODS: [&str; 5] = ["get", "put", "post", "patch", "delete"];
 const SHARED_FROM: usize = 5;
 
 /// Returns error statuses, with their meanings, that many calls share.
-fn shared<'a>(calls: impl Iterator<Item = &'a Value>) -> BTreeSet<(String, String)> {
+fn shared_errors<'a>(calls: impl Iterator<Item = &'a Value>) -> BTreeSet<(String, String)> {
     let mut counts: BTreeMap<(String, String), usize> = BTreeMap::new();
     for call in calls {
         for (status, response) in
@@ -63,7 +63,7 @@ fn shared<'a>(calls: impl Iterator<Item = &'a Value>) -> BTreeSet<(String, Strin
         .collect()
 }
 
-fn operation(text: &mut String, method: &str, path: &str, call: &Value, shared: &BTreeSet<(String, String)>) {
+fn add_call(text: &mut String, method: &str, path: &str, call: &Value, shared: &BTreeSet<(String, String)>) {
     let _ =
         write!(text, "\n### {method} {path}\n\n{}.", prose(one_line(&call["summary"]).trim_end_matches('.')));
     let scope = call["security"][0].as_object().and_then(|schemes| schemes.values().next()?.get(0)?.as_str());
@@ -84,7 +84,7 @@ fn operation(text: &mut String, method: &str, path: &str, call: &Value, shared: 
             [
                 format!("`{}`", parameter["name"].as_str().unwrap_or_default()),
                 format!("{}{required}", parameter["in"].as_str().unwrap_or_default()),
-                type_of(&parameter["schema"]),
+                describe(&parameter["schema"]),
                 prose(&one_line(&parameter["description"])),
             ]
         })
@@ -92,7 +92,7 @@ fn operation(text: &mut String, method: &str, path: &str, call: &Value, shared: 
     if !parameters.is_empty() {
         let _ = write!(text, "\n{}", table(["parameter", "in", "type", "meaning"], &parameters));
     }
-    let bodies = contents(&call["requestBody"]);
+    let bodies = describe_body(&call["requestBody"]);
     if !bodies.is_empty() {
         let _ = write!(text, "\nBody: {bodies}.\n");
     }
@@ -104,23 +104,23 @@ fn operation(text: &mut String, method: &str, path: &str, call: &Value, shared: 
             !shared.contains(&((*status).clone(), one_line(&response["description"])))
         })
         .map(|(status, response)| {
-            [format!("`{status}`"), contents(response), prose(&one_line(&response["description"]))]
+            [format!("`{status}`"), describe_body(response), prose(&one_line(&response["description"]))]
         })
         .collect();
     let _ = write!(text, "\n{}", table(["status", "body", "meaning"], &answers));
 }
 
 /// Returns the media types of a body, each with its type.
-fn contents(body: &Value) -> String {
+fn describe_body(body: &Value) -> String {
     let kinds = body["content"].as_object().into_iter().flatten();
-    let kinds = kinds.map(|(media, content)| match type_of(&content["schema"]) {
+    let kinds = kinds.map(|(media, content)| match describe(&content["schema"]) {
         kind if kind.is_empty() => format!("`{media}`"),
         kind => format!("{kind} (`{media}`)"),
     });
     kinds.collect::<Vec<_>>().join(" or ")
 }
 
-fn of_type(text: &mut String, name: &str, schema: &Value) {
+fn add_type(text: &mut String, name: &str, schema: &Value) {
     let _ = write!(text, "\n### {name}\n\n");
     let description = one_line(&schema["description"]);
     if !description.is_empty() {
@@ -134,13 +134,13 @@ fn of_type(text: &mut String, name: &str, schema: &Value) {
         .flatten()
         .map(|(field, schema)| {
             let optional = if required.contains(&field.as_str()) { "" } else { ", optional" };
-            [format!("`{field}`"), format!("{}{optional}", type_of(schema)), prose(&described(schema))]
+            [format!("`{field}`"), format!("{}{optional}", describe(schema)), prose(&meaning(schema))]
         })
         .collect();
     if let Some((tag, rows)) = variants(schema) {
         text.push_str(&table([format!("`{tag}`").as_str(), "other fields", "meaning"], &rows));
     } else if fields.is_empty() {
-        let _ = writeln!(text, "{}.", type_of(schema));
+        let _ = writeln!(text, "{}.", describe(schema));
     } else {
         text.push_str(&table(["field", "type", "meaning"], &fields));
     }
@@ -157,18 +157,18 @@ fn variants(schema: &Value) -> Option<(&str, Vec<[String; 3]>)> {
         let (name, value) = fields.find(|(_, field)| is_tag(field))?;
         tag = name;
         let others = |part: &Value| -> Vec<String> {
-            let Some(fields) = part["properties"].as_object() else { return vec![type_of(part)] };
+            let Some(fields) = part["properties"].as_object() else { return vec![describe(part)] };
             let others = fields.iter().filter(|(name, _)| name.as_str() != tag);
-            others.map(|(name, field)| format!("`{name}`: {}", type_of(field))).collect()
+            others.map(|(name, field)| format!("`{name}`: {}", describe(field))).collect()
         };
         let others: Vec<_> = parts.iter().flat_map(others).collect();
-        rows.push([type_of(value), others.join("; "), prose(&described(variant))]);
+        rows.push([describe(value), others.join("; "), prose(&meaning(variant))]);
     }
     Some((tag, rows))
 }
 
-/// Returns a field's description. An optional field has its description one level deeper.
-fn described(schema: &Value) -> String {
+/// Returns the description of a field or a variant. An optional field has its description one level deeper.
+fn meaning(schema: &Value) -> String {
     let own = one_line(&schema["description"]);
     if !own.is_empty() {
         return own;
@@ -178,14 +178,14 @@ fn described(schema: &Value) -> String {
 }
 
 /// Describes a schema in words, with links to named types.
-fn type_of(schema: &Value) -> String {
+fn describe(schema: &Value) -> String {
     if let Some(name) = schema["$ref"].as_str().and_then(|path| path.rsplit('/').next()) {
         return format!("[{name}](#{})", name.to_lowercase());
     }
     if let Some(choices) =
         schema["oneOf"].as_array().or(schema["allOf"].as_array()).or(schema["anyOf"].as_array())
     {
-        let mut named: Vec<_> = choices.iter().map(type_of).filter(|kind| !kind.is_empty()).collect();
+        let mut named: Vec<_> = choices.iter().map(describe).filter(|kind| !kind.is_empty()).collect();
         named.dedup();
         return named.join(" or ");
     }
@@ -195,7 +195,7 @@ fn type_of(schema: &Value) -> String {
         return words.join(", ");
     }
     let one = |kind: &str| match kind {
-        "array" => match type_of(&schema["items"]) {
+        "array" => match describe(&schema["items"]) {
             items if items.is_empty() => "list".to_owned(),
             items => format!("list of {items}"),
         },
@@ -205,7 +205,7 @@ fn type_of(schema: &Value) -> String {
         "boolean" => "true or false".into(),
         "object" => match schema["properties"].as_object() {
             Some(fields) if !fields.is_empty() => {
-                let named = fields.iter().map(|(field, schema)| format!("`{field}`: {}", type_of(schema)));
+                let named = fields.iter().map(|(field, schema)| format!("`{field}`: {}", describe(schema)));
                 format!("object of {}", named.collect::<Vec<_>>().join("; "))
             }
             _ => "object".into(),
@@ -227,7 +227,7 @@ fn one_line(text: &Value) -> String {
     text.as_str().unwrap_or_default().split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-fn capitalised(word: &str) -> String {
+fn capitalise(word: &str) -> String {
     let mut characters = word.chars();
     characters.next().map_or_else(String::new, |first| first.to_uppercase().chain(characters).collect())
 }

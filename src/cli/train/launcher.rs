@@ -5,7 +5,7 @@ mod nodelist;
 mod table;
 
 pub(super) use mindspore::is_scheduler;
-pub(super) use table::{RANK_TABLE, Ranks, of_machine, of_rank};
+pub(super) use table::{RANK_TABLE, Ranks, rank_of_table, ranks_of_machine};
 
 use nodelist::{first_node, tasks_of};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -126,7 +126,7 @@ mod tests {
     use super::*;
     use std::collections::HashMap;
 
-    fn with(variables: &[(&str, &str)]) -> Result<Option<LaunchedRank>, String> {
+    fn detect_with(variables: &[(&str, &str)]) -> Result<Option<LaunchedRank>, String> {
         let map: HashMap<_, _> = variables.iter().copied().collect();
         detect(|name| map.get(name).map(ToString::to_string))
     }
@@ -142,7 +142,7 @@ mod tests {
             ("MASTER_PORT", "29500"),
             ("TORCHELASTIC_USE_AGENT_STORE", "True"),
         ];
-        let place = with(&variables).unwrap().unwrap();
+        let place = detect_with(&variables).unwrap().unwrap();
         assert_eq!((place.rank, place.world_size, place.local_rank, place.local_ranks), (5, 8, 1, 4));
         assert_eq!((place.addr.as_str(), place.port), ("10.0.0.7", 29501));
     }
@@ -150,7 +150,7 @@ mod tests {
     #[test]
     fn mpirun_on_one_machine_needs_no_address() {
         let rank = |r| {
-            with(&[
+            detect_with(&[
                 ("OMPI_COMM_WORLD_RANK", r),
                 ("OMPI_COMM_WORLD_SIZE", "2"),
                 ("OMPI_COMM_WORLD_LOCAL_RANK", r),
@@ -174,27 +174,27 @@ mod tests {
             ("SLURM_STEP_ID", "0"),
             ("SLURM_STEP_TASKS_PER_NODE", "2(x2)"),
         ];
-        assert!(with(&step).unwrap_err().contains("MASTER_ADDR"));
+        assert!(detect_with(&step).unwrap_err().contains("MASTER_ADDR"));
         let mut more = step.to_vec();
         more.extend([("MASTER_ADDR", "node1"), ("MASTER_PORT", "4000"), ("LOCKSTEP_SECRET", "s")]);
-        let place = with(&more).unwrap().unwrap();
+        let place = detect_with(&more).unwrap().unwrap();
         assert_eq!((place.rank, place.local_ranks, place.secret.as_str()), (3, 2, "s"));
         // Some machines have fewer ranks than others.
         let of_node = |node: &str| {
             let mut more = more.clone();
             more[4].1 = "2(x2),1";
             more.push(("SLURM_NODEID", node));
-            with(&more).unwrap().unwrap().local_ranks
+            detect_with(&more).unwrap().unwrap().local_ranks
         };
         assert_eq!([of_node("0"), of_node("1"), of_node("2")], [2, 2, 1]);
         // Without MASTER_ADDR, rank 0 is on the first machine of the step.
         let mut listed = step.to_vec();
         listed.push(("SLURM_STEP_NODELIST", "gpu[007-008],gpu10"));
         listed.push(("SLURM_JOB_ID", "12"));
-        let place = with(&listed).unwrap().unwrap();
+        let place = detect_with(&listed).unwrap().unwrap();
         assert_eq!((place.addr.as_str(), place.secret.contains("12.0")), ("gpu007", true));
         // A batch script is not a step.
-        assert_eq!(with(&step[..3]).unwrap(), None);
+        assert_eq!(detect_with(&step[..3]).unwrap(), None);
     }
 
     #[test]
@@ -203,15 +203,15 @@ mod tests {
             [("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"), ("MASTER_PORT", "4000")];
         for empty in ["", " "] {
             let variables = [&torchrun[..], &[("MASTER_ADDR", empty)]].concat();
-            let error = with(&variables).unwrap_err();
+            let error = detect_with(&variables).unwrap_err();
             assert!(error.starts_with("MASTER_ADDR is empty"), "{error}");
         }
     }
 
     #[test]
     fn invalid_values_are_named() {
-        assert_eq!(with(&[]).unwrap(), None);
-        assert!(with(&[("RANK", "x"), ("WORLD_SIZE", "2")]).unwrap_err().contains("RANK"));
-        assert!(with(&[("RANK", "2"), ("WORLD_SIZE", "2")]).unwrap_err().contains("rank 2 of 2"));
+        assert_eq!(detect_with(&[]).unwrap(), None);
+        assert!(detect_with(&[("RANK", "x"), ("WORLD_SIZE", "2")]).unwrap_err().contains("RANK"));
+        assert!(detect_with(&[("RANK", "2"), ("WORLD_SIZE", "2")]).unwrap_err().contains("rank 2 of 2"));
     }
 }

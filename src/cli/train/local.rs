@@ -32,7 +32,7 @@ const STOP_KILL_DELAY: Duration = Duration::from_secs(25);
 const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The outcome of training.
-pub(super) enum Ended {
+pub(super) enum Outcome {
     /// With the accuracy of the last validation, 0 to 1, and its number of pictures; the last step; and a text about the best checkpoint.
     Succeeded { accuracy: Option<(f64, u64)>, step: u64, best: Option<String> },
     /// This rank has ended. Rank 0, in another process, prints the outcome.
@@ -47,7 +47,7 @@ pub(super) enum Ended {
 ///
 /// # Errors
 /// A process cannot be started, or a rank's records cannot be read.
-pub(super) fn run(configs: &[RankConfig]) -> anyhow::Result<Ended> {
+pub(super) fn run(configs: &[RankConfig]) -> anyhow::Result<Outcome> {
     let Some(RankConfig { start, .. }) = configs.first() else {
         anyhow::bail!("there are no ranks to start")
     };
@@ -70,7 +70,7 @@ pub(super) fn run(configs: &[RankConfig]) -> anyhow::Result<Ended> {
         if let Some(left) = ranks.sweep().await {
             output::warn(format_args!("{left} does not end, even after SIGKILL"));
         }
-        Ok(ended(&ranks, &command.show, command.interrupted))
+        Ok(determine_outcome(&ranks, &command.show, command.interrupted))
     })
 }
 
@@ -90,7 +90,7 @@ fn ignores_hangup() -> bool {
     ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).is_some_and(|mask| mask & 1 == 1)
 }
 
-async fn received(signal: Option<&mut Signal>) {
+async fn wait_for_signal(signal: Option<&mut Signal>) {
     match signal {
         Some(signal) => {
             signal.recv().await;
@@ -110,7 +110,7 @@ impl Policy for Command {
     async fn order(&mut self) {
         tokio::select! {
             () = self.signals.next() => {}
-            () = received(self.hangup.as_mut()) => {}
+            () = wait_for_signal(self.hangup.as_mut()) => {}
         }
     }
 
@@ -141,9 +141,9 @@ impl Policy for Command {
 }
 
 /// Returns the outcome from the first cause among the ranks' reports and exit statuses.
-fn ended(ranks: &RankGroup<Vec<AttemptEvent>>, show: &Show, interrupted: bool) -> Ended {
+fn determine_outcome(ranks: &RankGroup<Vec<AttemptEvent>>, show: &Show, interrupted: bool) -> Outcome {
     if ranks.ends().all(RankEnd::is_success) {
-        return Ended::Succeeded { accuracy: show.accuracy, step: show.step, best: show.best() };
+        return Outcome::Succeeded { accuracy: show.accuracy, step: show.step, best: show.best() };
     }
     // If a rank has reported a cause, ranks that stopped in order are not the cause.
     let cause = ranks.failure_cause().map(|cause| cause.rank).filter(|end| !end.is_stopping());
@@ -151,13 +151,13 @@ fn ended(ranks: &RankGroup<Vec<AttemptEvent>>, show: &Show, interrupted: bool) -
     let has_own_reason = cause.is_some_and(RankEnd::has_own_reason);
     let in_order = |end: &RankEnd| matches!(end.exit, Some(Exit::Status(EXIT_FINISHED | EXIT_STOPPED)));
     if !has_own_reason && (interrupted || ranks.ends().all(in_order)) {
-        return Ended::Stopped { step: show.step };
+        return Outcome::Stopped { step: show.step };
     }
     let silent = || ranks.ends().find(|end| !in_order(end));
     let Some(RankEnd { rank, step, failure, exit, last_stderr_line, .. }) = cause.or_else(silent) else {
-        return Ended::Stopped { step: show.step };
+        return Outcome::Stopped { step: show.step };
     };
-    Ended::Failed(match (failure, exit) {
+    Outcome::Failed(match (failure, exit) {
         (Some(failure), _) => format!("rank {rank} failed at step {step}: {}", failure.reason),
         (None, Some(Exit::Signal(signal))) => {
             format!("rank {rank} was killed by signal {signal} at step {step}")
@@ -173,7 +173,7 @@ fn ended(ranks: &RankGroup<Vec<AttemptEvent>>, show: &Show, interrupted: bool) -
 ///
 /// # Errors
 /// No thread can be started, or the rank's records cannot be read.
-pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Ended> {
+pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Outcome> {
     let mut tail = Tail::open(&events_path(&config.attempt_dir(), config.rank), 0);
     let mut show = Show::new(&config.start.spec, &[config.rank]);
     let mut reason = None;
@@ -206,11 +206,11 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Ended> {
         end_by_force_within(EXIT_TIMEOUT);
     }
     Ok(match status {
-        EXIT_FINISHED if config.rank > 0 => Ended::Elsewhere,
-        EXIT_FINISHED => Ended::Succeeded { accuracy: show.accuracy, step: show.step, best: show.best() },
+        EXIT_FINISHED if config.rank > 0 => Outcome::Elsewhere,
+        EXIT_FINISHED => Outcome::Succeeded { accuracy: show.accuracy, step: show.step, best: show.best() },
         // Only rank 0 writes checkpoints.
-        EXIT_STOPPED if config.rank > 0 => Ended::Failed(format!("stopped after step {}", show.step)),
-        EXIT_STOPPED => Ended::Stopped { step: show.step },
+        EXIT_STOPPED if config.rank > 0 => Outcome::Failed(format!("stopped after step {}", show.step)),
+        EXIT_STOPPED => Outcome::Stopped { step: show.step },
         _ => {
             // The reason is printed soon. CUDA's exit handlers may wait for ranks that have exited.
             end_by_force_within(EXIT_TIMEOUT);
@@ -222,7 +222,7 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Ended> {
                 output::warn(&message);
                 registry::exit(1, Duration::ZERO);
             }
-            Ended::Failed(message)
+            Outcome::Failed(message)
         }
     })
 }

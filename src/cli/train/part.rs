@@ -80,10 +80,10 @@ impl Part {
             },
         };
         let part = match (args.node, rank()?) {
-            (Some(node), _) => launcher::of_machine(&table, node, &variable).map(Part::Machine),
-            (None, Some(rank)) => launcher::of_rank(&table, rank, &variable).map(Part::Rank),
+            (Some(node), _) => launcher::ranks_of_machine(&table, node, &variable).map(Part::Machine),
+            (None, Some(rank)) => launcher::rank_of_table(&table, rank, &variable).map(Part::Rank),
             (None, None) if table.machines.len() == 1 => {
-                launcher::of_machine(&table, 0, &variable).map(Part::Machine)
+                launcher::ranks_of_machine(&table, 0, &variable).map(Part::Machine)
             }
             (None, None) => Err(format!(
                 "the rank table has {} machines: say which one this is with --node, or set RANK_ID for one rank",

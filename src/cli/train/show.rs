@@ -29,6 +29,8 @@ pub(super) struct Show {
     has_lines: bool,
     /// Losses of steps whose lines have not been printed.
     losses: BTreeMap<u64, f32>,
+    /// Whether no more losses will arrive.
+    has_all_losses: bool,
     /// The checkpoints that this run has written and not removed.
     checkpoints: Vec<CheckpointInfo>,
     /// Throughput, computed as on the server.
@@ -52,7 +54,7 @@ impl Show {
             spec: spec.clone(),
             bar,
             steps_per_epoch: 0,
-            loss: JobLoss::of(ranks.len()),
+            loss: JobLoss::new(ranks.len()),
             whose: match (ranks, spec.parallel.ranks) {
                 (ranks, all) if ranks.len() == all as usize => String::new(),
                 ([rank], all) => format!(" (rank {rank} of {all})"),
@@ -61,6 +63,7 @@ impl Show {
             lines: VecDeque::new(),
             has_lines: ranks.contains(&0),
             losses: BTreeMap::new(),
+            has_all_losses: false,
             checkpoints: Vec::new(),
             speed: Throughput::default(),
             accuracy: None,
@@ -114,17 +117,17 @@ impl Show {
                 _ => {}
             }
         }
-        self.print(false);
+        self.print_lines();
     }
 
-    /// Prints rank 0's lines in order, up to the first step whose loss is unknown. `all`: no more losses will arrive.
-    fn print(&mut self, all: bool) {
+    /// Prints rank 0's lines in order, up to the first step whose loss may still arrive.
+    fn print_lines(&mut self) {
         while let Some(line) = self.lines.front() {
-            let text = match of_step(line) {
+            let text = match parse_step_line(line) {
                 None => Some(line.clone()),
                 Some((start, step)) => {
                     let loss = self.losses.get(&step).copied();
-                    if loss.is_none() && !all {
+                    if loss.is_none() && !self.has_all_losses {
                         break;
                     }
                     // Losses of earlier steps have been printed.
@@ -164,7 +167,8 @@ impl Show {
     }
 
     pub(super) fn finish(&mut self) {
-        self.print(true);
+        self.has_all_losses = true;
+        self.print_lines();
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
         }
@@ -172,7 +176,7 @@ impl Show {
 }
 
 /// Returns the part of a log line before the loss of a step, and the step: `epoch: 1 step: 7, loss is 2.3`.
-fn of_step(line: &str) -> Option<(&str, u64)> {
+fn parse_step_line(line: &str) -> Option<(&str, u64)> {
     let (start, _) = line.split_once(", loss is ")?;
     Some((start, start.split_once(" step: ")?.1.parse().ok()?))
 }

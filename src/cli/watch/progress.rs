@@ -1,5 +1,6 @@
 //! The display of `lockstep watch` while a job waits and trains.
 
+use super::Display;
 use crate::cli::{age::span, job_loss::JobLoss, output};
 use indicatif::{ProgressBar, ProgressDrawTarget};
 use lockstep_protocol::numbers::rate;
@@ -52,7 +53,7 @@ impl Progress {
             step: job.step,
             ranks: job.ranks,
             attempt: job.attempt,
-            loss: JobLoss::of(job.ranks_now() as usize),
+            loss: JobLoss::new(job.ranks_now() as usize),
             images_per_second: job.images_per_second,
             eta_secs: job.eta_secs,
             last_line: None,
@@ -91,44 +92,11 @@ impl Progress {
         [loss, speed, left].into_iter().flatten().collect::<Vec<_>>().join(", ")
     }
 
-    /// Whether to ask the server for the job's place in the queue.
-    pub(super) fn waits(&self) -> bool {
-        self.state.is_waiting() && !self.json
-    }
-
-    /// Prints the state of a job that does not train, its place in the queue and the reason. Prints again only after a change.
-    pub(super) fn show_place(&mut self, job: &Job) -> anyhow::Result<()> {
-        // The stream may be behind, but reports all other changes in order.
-        let was_shown = job.state == self.state && job.state != JobState::Running && !job.state.is_final();
-        let is_known = job.reason.is_some() || job.queue.is_some() || !job.state.is_waiting();
-        if self.json || !was_shown || !is_known {
-            return Ok(());
-        }
-        let place = job.queue.as_ref().map(|queue| format!(", place {} in the queue", queue.place));
-        let why = waits_for(job).map(|why| format!(": {why}"));
-        self.say_once(format!("{}{}{}", job.state, place.unwrap_or_default(), why.unwrap_or_default()))
-    }
-
     fn say_once(&mut self, text: String) -> anyhow::Result<()> {
         if self.last_place != text {
             self.say(text.clone())?;
             self.last_place = text;
         }
-        Ok(())
-    }
-
-    pub(super) fn show(&mut self, frame: &Frame) -> anyhow::Result<()> {
-        if self.json {
-            return output::line(serde_json::to_string(frame)?);
-        }
-        let (images_per_second, eta_secs) = match frame {
-            Frame::Event(event) => return self.show_event(&event.body),
-            Frame::Progress(pace) => (pace.images_per_second, pace.eta_secs),
-            Frame::Hello { job, .. } => (job.images_per_second, job.eta_secs),
-            _ => return Ok(()),
-        };
-        (self.images_per_second, self.eta_secs) = (images_per_second, eta_secs);
-        self.name_state();
         Ok(())
     }
 
@@ -141,7 +109,7 @@ impl Progress {
                 };
                 if fewer.is_some() || self.attempt != *attempt {
                     self.attempt = *attempt;
-                    self.loss = JobLoss::of(fewer.unwrap_or(self.ranks) as usize);
+                    self.loss = JobLoss::new(fewer.unwrap_or(self.ranks) as usize);
                 }
                 // `show_place` prints the place and the current reason for waiting.
                 let still_waits = self.state == *state && state.is_waiting();
@@ -197,14 +165,6 @@ impl Progress {
         }
     }
 
-    /// Prints a line to standard error.
-    pub(super) fn warn(&self, text: &str) {
-        match &self.bar {
-            Some(bar) => bar.suspend(|| output::warn(text)),
-            None => output::warn(text),
-        }
-    }
-
     fn update_steps(&mut self) -> anyhow::Result<()> {
         if let Some(bar) = &self.bar {
             bar.set_position(self.step);
@@ -229,6 +189,47 @@ impl Progress {
     }
 }
 
+impl Display for Progress {
+    fn show(&mut self, frame: &Frame) -> anyhow::Result<()> {
+        if self.json {
+            return output::line(serde_json::to_string(frame)?);
+        }
+        let (images_per_second, eta_secs) = match frame {
+            Frame::Event(event) => return self.show_event(&event.body),
+            Frame::Progress(pace) => (pace.images_per_second, pace.eta_secs),
+            Frame::Hello { job, .. } => (job.images_per_second, job.eta_secs),
+            _ => return Ok(()),
+        };
+        (self.images_per_second, self.eta_secs) = (images_per_second, eta_secs);
+        self.name_state();
+        Ok(())
+    }
+
+    fn warn(&self, text: &str) {
+        match &self.bar {
+            Some(bar) => bar.suspend(|| output::warn(text)),
+            None => output::warn(text),
+        }
+    }
+
+    fn asks_for_place(&self) -> bool {
+        self.state.is_waiting() && !self.json
+    }
+
+    /// Prints the state of a job that does not train, its place in the queue and the reason. Prints again only after a change.
+    fn show_place(&mut self, job: &Job) -> anyhow::Result<()> {
+        // The stream may be behind, but reports all other changes in order.
+        let was_shown = job.state == self.state && job.state != JobState::Running && !job.state.is_final();
+        let is_known = job.reason.is_some() || job.queue.is_some() || !job.state.is_waiting();
+        if self.json || !was_shown || !is_known {
+            return Ok(());
+        }
+        let place = job.queue.as_ref().map(|queue| format!(", place {} in the queue", queue.place));
+        let why = waits_for(job).map(|why| format!(": {why}"));
+        self.say_once(format!("{}{}{}", job.state, place.unwrap_or_default(), why.unwrap_or_default()))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -246,7 +247,7 @@ mod tests {
             step: 1,
             ranks: 2,
             attempt: 1,
-            loss: JobLoss::of(2),
+            loss: JobLoss::new(2),
             images_per_second: None,
             eta_secs: None,
             last_line: None,

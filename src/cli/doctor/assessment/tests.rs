@@ -27,7 +27,7 @@ fn pair(to_b: Result<LinkMeasurement, String>, to_a: Result<LinkMeasurement, Str
 
 /// The findings: (kind, grade, text).
 fn found(pair: &Pair, fastest_gigabits: f64) -> Vec<(String, Grade, String)> {
-    let findings = of_pair(pair, fastest_gigabits * 125e6);
+    let findings = pair_findings(pair, fastest_gigabits * 125e6);
     assert!(findings.iter().all(|f| f.advice.as_ref().is_some_and(|a| a.len() > 20)), "{findings:?}");
     findings.into_iter().map(|f| (f.what, f.grade, f.found)).collect()
 }
@@ -50,7 +50,7 @@ fn unreachable_directions_are_reported_separately() {
         Ok(link(9.4, 0.1)),
         Err("connected to b; short messages pass, but no data arrived for 5 s during a bulk transfer".into()),
     );
-    assert!(of_pair(&pair, 1e9)[0].advice.as_ref().unwrap().contains("MTU"));
+    assert!(pair_findings(&pair, 1e9)[0].advice.as_ref().unwrap().contains("MTU"));
 }
 
 #[test]
@@ -99,9 +99,9 @@ fn clock_differences_lead_to_notes_and_problems() {
     assert_eq!(with(60_001.0, 0.0).unwrap().0, Grade::Problem);
     // The other direction has a smaller uncertainty.
     let mut uneven = pair(Ok(link(1.0, 4.0)), Ok(LinkMeasurement { clock_ahead_ms: 7.0, ..link(1.0, 0.2) }));
-    assert_eq!(clocks(&uneven), Some((-7.0, 0.1)));
+    assert_eq!(clock_difference(&uneven), Some((-7.0, 0.1)));
     uneven.to_a = Err("no".into());
-    assert_eq!(clocks(&uneven), Some((0.0, 2.0)));
+    assert_eq!(clock_difference(&uneven), Some((0.0, 2.0)));
 }
 
 fn machine(name: &str, lockstep: &str, gpu: Option<(&str, &str)>) -> ExaminedMachine {
@@ -127,7 +127,7 @@ fn machine(name: &str, lockstep: &str, gpu: Option<(&str, &str)>) -> ExaminedMac
 #[test]
 fn relevant_versions_must_be_equal() {
     let of = |a: &ExaminedMachine, b: &ExaminedMachine| -> Vec<(String, Grade)> {
-        versions(a, b).into_iter().map(|f| (f.what, f.grade)).collect()
+        version_findings(a, b).into_iter().map(|f| (f.what, f.grade)).collect()
     };
     let problem = |what: &str| vec![(what.to_owned(), Grade::Problem)];
     let note = |what: &str| vec![(what.to_owned(), Grade::Note)];

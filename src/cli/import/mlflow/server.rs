@@ -1,6 +1,6 @@
 //! Runs of a server with MLflow's REST interface (2.0), read with the requests of MLflow's own client.
 
-use super::{Failure, Read, Run, Sources, add_points, run_of, settings, text};
+use super::{Failure, Read, Run, Sources, add_points, add_settings, new_run, text};
 use crate::cli::{block_on, usage_error};
 use anyhow::{Context, anyhow};
 use jiff::Timestamp;
@@ -19,7 +19,7 @@ struct Server {
     client: Client,
 }
 
-/// The runs of all experiments.
+/// Returns the runs of all experiments.
 pub(super) fn sources(url: &str) -> anyhow::Result<Sources> {
     let tls = tls::client_config(None).map_err(usage_error)?;
     let client =
@@ -39,7 +39,7 @@ pub(super) fn sources(url: &str) -> anyhow::Result<Sources> {
 }
 
 impl Server {
-    /// Every run with the name of its experiment.
+    /// Returns every run with the name of its experiment.
     async fn runs(&self) -> anyhow::Result<Vec<(String, Value)>> {
         let mut found = Vec::new();
         let fields = Map::from_iter([("max_results".into(), json!(1000))]);
@@ -59,12 +59,12 @@ impl Server {
     async fn read(&self, experiment: &str, entry: &Value) -> anyhow::Result<Run> {
         let began = Timestamp::now().as_millisecond();
         let id = text(&entry["info"], "run_id");
-        let mut run = run_of(&id, experiment, &entry["info"]);
+        let mut run = new_run(&id, experiment, &entry["info"]);
         let list = |key: &str| entry["data"][key].as_array().cloned().unwrap_or_default();
         let pairs = |key: &str| -> Vec<(String, String)> {
             list(key).iter().map(|pair| (text(pair, "key"), text(pair, "value"))).collect()
         };
-        settings(&mut run, pairs("params"), pairs("tags"));
+        add_settings(&mut run, pairs("params"), pairs("tags"));
         let mut points = Vec::new();
         for metric in list("metrics") {
             let name = text(&metric, "key");
@@ -90,7 +90,7 @@ impl Server {
         Ok(run)
     }
 
-    /// All elements of a list of pages.
+    /// Reads all pages of a list.
     async fn all(
         &self,
         method: Method,

@@ -1,7 +1,10 @@
 //! Tests against a server that does not respond to the first requests, like a restarting server.
 
 use super::*;
-use crate::cli::launch::{Launch, bundle::Node, tests::parse};
+use crate::cli::{
+    api::Api,
+    launch::{Launch, bundle::Node, tests::parse},
+};
 use lockstep_protocol::{JobId, spec::JobSpec};
 use serde_json::json;
 use std::{
@@ -54,8 +57,8 @@ fn job_in(state: &str, attempt: u32) -> Value {
 
 fn launch_at(url: &str, job: &Value) -> Launch {
     let args = parse(&["job", "--with", "ssh", "--detach", "--server", url]);
-    let (api, job) = (Api::at(url, None, None).unwrap(), serde_json::from_value(job.clone()).unwrap());
-    Launch::new(&Arc::new(args), &api, job, true, Vec::new(), None)
+    let (api, job) = (Api::new(url, None, None).unwrap(), serde_json::from_value(job.clone()).unwrap());
+    Launch::new(&Arc::new(args), &api, job, Vec::new(), None)
 }
 
 /// A process that ends like ssh after a broken connection.
@@ -76,7 +79,7 @@ async fn the_exit_of_the_last_agent_is_reported_after_failed_requests() {
     let (url, count) = server(3, &job);
     let launch = launch_at(&url, &job);
     let mut launched = [broken_ssh(dir.path())];
-    let failure = tokio::time::timeout(DEADLINE, first_failure(&launch, &mut launched, explain)).await;
+    let failure = tokio::time::timeout(DEADLINE, wait_for_failure(&launch, &mut launched, explain)).await;
     let failure = failure.expect("a report in time").to_string();
     assert!(failure.contains("no agent of this launch is left, and the job is running"), "{failure}");
     assert!(failure.contains("the connection broke"), "{failure}");
@@ -95,7 +98,7 @@ async fn a_failed_agent_ends_the_launch_only_before_a_new_attempt() {
         let other = Launched::start("other", sleep, &[], &dir.path().join("other")).unwrap();
         let mut launched = [broken_ssh(dir.path()), other];
         let patience = if ends { DEADLINE } else { POLL_INTERVAL * 5 };
-        let failure = tokio::time::timeout(patience, first_failure(&launch, &mut launched, explain)).await;
+        let failure = tokio::time::timeout(patience, wait_for_failure(&launch, &mut launched, explain)).await;
         launched[1].child.kill().unwrap();
         launched[1].child.wait().unwrap();
         let failure = failure.ok().map(|error| error.to_string());
@@ -115,7 +118,7 @@ async fn a_launch_waits_for_agents_during_a_server_restart() {
     let mut command = Command::new("sleep");
     command.arg("60");
     let mut launched = [Launched::start("node", command, &[], &dir.path().join("log")).unwrap()];
-    let online = tokio::time::timeout(DEADLINE, until_online(&launch, &mut launched, explain)).await;
+    let online = tokio::time::timeout(DEADLINE, wait_until_online(&launch, &mut launched, explain)).await;
     launched[0].child.kill().unwrap();
     launched[0].child.wait().unwrap();
     online.expect("the agents are online").unwrap();

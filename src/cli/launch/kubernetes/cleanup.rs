@@ -33,7 +33,7 @@ pub(super) async fn clean_up(cluster: &Cluster, launch: &Launch, name: &str) -> 
     let (mut complete_since, mut is_announced) = (None, false);
     loop {
         let Some(job) = cluster.get(Kind::Job, name).await? else { return Ok(Cleanup::Ended) };
-        let (is_over, has_pods) = (words::end_of_job(&job).is_some(), words::has_pods(&job));
+        let (is_over, has_pods) = (words::describe_end(&job).is_some(), words::has_pods(&job));
         if is_over && !has_pods {
             return Ok(Cleanup::Ended);
         }

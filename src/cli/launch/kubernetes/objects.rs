@@ -109,7 +109,7 @@ impl Plan<'_> {
     /// Returns the headless Service, which gives pods DNS names even before they are ready.
     pub(super) fn service(&self, owner: Option<&Value>) -> Value {
         let mut metadata = self.metadata();
-        own(&mut metadata, owner);
+        set_owner(&mut metadata, owner);
         json!({
             "apiVersion": "v1",
             "kind": "Service",
@@ -124,7 +124,7 @@ impl Plan<'_> {
     /// The bundle is larger than Kubernetes allows.
     pub(super) fn secret(&self, owner: Option<&Value>, bundle: Option<&Bundle>) -> anyhow::Result<Value> {
         let mut metadata = self.metadata();
-        own(&mut metadata, owner);
+        set_owner(&mut metadata, owner);
         let data = match bundle.map(secret_text).transpose()? {
             Some(text) => json!({BUNDLE_FILE: text}),
             None => json!({}),
@@ -147,7 +147,7 @@ fn secret_text(bundle: &Bundle) -> anyhow::Result<String> {
 }
 
 /// Makes the Job the owner of an object, so that it is deleted with the Job.
-fn own(metadata: &mut Value, owner: Option<&Value>) {
+fn set_owner(metadata: &mut Value, owner: Option<&Value>) {
     if let Some(job) = owner {
         let of = |key: &str| job["metadata"][key].clone();
         metadata["ownerReferences"] =

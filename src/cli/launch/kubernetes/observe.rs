@@ -72,7 +72,7 @@ pub(super) async fn observe(
                 Ok(events) => {
                     cluster.report_restored();
                     let (before, began) = (version.clone(), Instant::now());
-                    let is_lost = until_end(kind, events, &mut version, &to).await;
+                    let is_lost = forward_events(kind, events, &mut version, &to).await;
                     if to.is_closed() {
                         return Ok(());
                     }
@@ -112,7 +112,7 @@ fn seen_version(version: &mut String, object: &DynamicObject) {
 
 /// Forwards the events of one watch until the watch ends. Returns whether changes since the last version are lost, so that the objects must
 /// be listed again. Otherwise the watch can continue from the last version.
-async fn until_end(
+async fn forward_events(
     kind: Kind,
     events: impl futures_util::Stream<Item = Result<WatchEvent<DynamicObject>, Error>>,
     version: &mut String,

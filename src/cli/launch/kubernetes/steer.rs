@@ -24,7 +24,7 @@ const BACKLOG: usize = 64;
 const MAX_REMEMBERED: usize = 4096;
 
 /// Returns an error when Kubernetes' Job is over or deleted and Lockstep's job is not over.
-pub(super) async fn until_over(
+pub(super) async fn wait_for_early_end(
     cluster: &Cluster,
     launch: &Launch,
     name: &str,
@@ -109,12 +109,12 @@ impl Steering<'_> {
     }
 
     fn see_job(&mut self, job: Value) {
-        let line = words::of_job(&job, self.queue);
+        let line = words::describe_job(&job, self.queue);
         if line != self.line {
             output::warn(format_args!("Kubernetes' Job {}: {line}", self.name));
             self.line = line;
         }
-        match words::end_of_job(&job) {
+        match words::describe_end(&job) {
             Some(end) => self.see_end(format!("is over ({end})")),
             // The Job may have been created again.
             None => self.over = None,
@@ -128,7 +128,7 @@ impl Steering<'_> {
     }
 
     fn see_pod(&mut self, pod: &Value) {
-        if let Some(words) = words::of_pod(pod)
+        if let Some(words) = words::describe_pod(pod)
             && self.printed.len() < MAX_REMEMBERED
             && self.printed.insert(words.clone())
         {

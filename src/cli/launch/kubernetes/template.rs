@@ -47,7 +47,7 @@ pub(in super::super) struct Template {
 ///
 /// # Errors
 /// Exit status 2. The message names the mistake in the template, and the mistake's path.
-pub(in super::super) fn template(args: &Args) -> anyhow::Result<Option<Template>> {
+pub(in super::super) fn read(args: &Args) -> anyhow::Result<Option<Template>> {
     let path = match (&args.template, args.with) {
         (Some(path), LauncherKind::Kubernetes) => path,
         (None, LauncherKind::Kubernetes) => {
@@ -112,10 +112,10 @@ fn parse(bytes: &[u8]) -> Result<Template, String> {
             ));
         }
     }
-    extensible("spec", &mut spec, "volumes", Value::is_array)?;
-    extensible("metadata", &mut metadata, "labels", Value::is_object)?;
+    check_extensible("spec", &mut spec, "volumes", Value::is_array)?;
+    check_extensible("metadata", &mut metadata, "labels", Value::is_object)?;
     let agent = &mut spec["containers"][container];
-    extensible_parts(agent, &format!("spec.containers[{container}]"))?;
+    check_extensible_parts(agent, &format!("spec.containers[{container}]"))?;
     let gpus = gpus(agent)?;
     // With a name, all pods would have the same name. The Job decides the namespace.
     metadata.retain(|key, _| key == "labels" || key == "annotations");
@@ -155,20 +155,20 @@ fn agent_container(spec: &Map<String, Value>) -> Result<usize, String> {
 }
 
 /// Checks the parts of the agent's container that a launch extends.
-fn extensible_parts(container: &mut Value, path: &str) -> Result<(), String> {
+fn check_extensible_parts(container: &mut Value, path: &str) -> Result<(), String> {
     let Some(container) = container.as_object_mut() else { return Err(format!("{path} is not a mapping")) };
-    extensible(path, container, "volumeMounts", Value::is_array)?;
-    extensible(path, container, "resources", Value::is_object)?;
+    check_extensible(path, container, "volumeMounts", Value::is_array)?;
+    check_extensible(path, container, "resources", Value::is_object)?;
     if let Some(resources) = container.get_mut("resources").and_then(Value::as_object_mut) {
         let path = format!("{path}.resources");
-        extensible(&path, resources, "limits", Value::is_object)?;
-        extensible(&path, resources, "requests", Value::is_object)?;
+        check_extensible(&path, resources, "limits", Value::is_object)?;
+        check_extensible(&path, resources, "requests", Value::is_object)?;
     }
     Ok(())
 }
 
 /// Checks a part that a launch extends: it must be a mapping or a list. A key without a value counts as absent.
-fn extensible(
+fn check_extensible(
     path: &str,
     of: &mut Map<String, Value>,
     key: &str,

@@ -30,8 +30,8 @@ fn condition<'a>(object: &'a Value, kind: &str, status: &str) -> Option<&'a Valu
 }
 
 /// Formats reason and message: `Unschedulable: 0/3 nodes are available`.
-fn reason(of: &Value) -> String {
-    let (reason, message) = (text(of, "reason"), text(of, "message"));
+fn format_reason(status: &Value) -> String {
+    let (reason, message) = (text(status, "reason"), text(status, "message"));
     let sentence = match (reason, message) {
         ("", message) => message.to_owned(),
         (reason, "") => reason.to_owned(),
@@ -53,7 +53,7 @@ fn successor(pod: &Value, why: &Value) -> String {
 }
 
 /// Describes a pod's problem, with advice. `None` if there is no problem.
-pub(super) fn of_pod(pod: &Value) -> Option<String> {
+pub(super) fn describe_pod(pod: &Value) -> Option<String> {
     let name = text(&pod["metadata"], "name");
     let status = &pod["status"];
     // Checked before exit codes, which follow from this reason.
@@ -64,7 +64,11 @@ pub(super) fn of_pod(pod: &Value) -> Option<String> {
         ));
     }
     if let Some(why) = condition(pod, "DisruptionTarget", "True") {
-        return Some(format!("pod {name} has to leave its node ({}); {}", reason(why), successor(pod, why)));
+        return Some(format!(
+            "pod {name} has to leave its node ({}); {}",
+            format_reason(why),
+            successor(pod, why)
+        ));
     }
     let containers = items(status, "initContainerStatuses").iter().chain(items(status, "containerStatuses"));
     for container in containers {
@@ -77,7 +81,7 @@ pub(super) fn of_pod(pod: &Value) -> Option<String> {
         }
         let waiting = &container["state"]["waiting"];
         if STUCK_REASONS.contains(&text(waiting, "reason")) {
-            return Some(format!("pod {name}: container {label} cannot start: {}", reason(waiting)));
+            return Some(format!("pod {name}: container {label} cannot start: {}", format_reason(waiting)));
         }
         let ended = &container["state"]["terminated"];
         let code = ended["exitCode"].as_i64().unwrap_or(0);
@@ -85,23 +89,23 @@ pub(super) fn of_pod(pod: &Value) -> Option<String> {
         if code != 0 && !is_signalled {
             return Some(format!(
                 "pod {name}: container {label} ended with exit code {code} ({}); `kubectl logs {name}` has its log",
-                reason(ended)
+                format_reason(ended)
             ));
         }
     }
     if let Some(why) = condition(pod, "PodScheduled", "False") {
-        return Some(format!("pod {name} waits for a node: {}", reason(why)));
+        return Some(format!("pod {name} waits for a node: {}", format_reason(why)));
     }
     if status["phase"] == "Failed" && !text(status, "reason").is_empty() {
-        return Some(format!("pod {name} has failed: {}", reason(status)));
+        return Some(format!("pod {name} has failed: {}", format_reason(status)));
     }
     None
 }
 
 /// Describes the state of the Job in one line.
-pub(super) fn of_job(job: &Value, queue: Option<&str>) -> String {
+pub(super) fn describe_job(job: &Value, queue: Option<&str>) -> String {
     if let Some(failed) = condition(job, "Failed", "True") {
-        return format!("failed ({})", reason(failed));
+        return format!("failed ({})", format_reason(failed));
     }
     if condition(job, "Complete", "True").is_some() {
         return "complete".into();
@@ -125,9 +129,9 @@ pub(super) fn of_job(job: &Value, queue: Option<&str>) -> String {
 }
 
 /// Describes how the Job ended. `None` if the Job has not ended.
-pub(super) fn end_of_job(job: &Value) -> Option<String> {
+pub(super) fn describe_end(job: &Value) -> Option<String> {
     let is_over = condition(job, "Failed", "True").or_else(|| condition(job, "Complete", "True")).is_some();
-    is_over.then(|| of_job(job, None))
+    is_over.then(|| describe_job(job, None))
 }
 
 pub(super) fn is_suspended(job: &Value) -> bool {
@@ -145,7 +149,7 @@ mod tests {
     use serde_json::json;
 
     fn describe(status: Value) -> String {
-        of_pod(&json!({"metadata": {"name": "p-0"}, "status": status})).unwrap_or_default()
+        describe_pod(&json!({"metadata": {"name": "p-0"}, "status": status})).unwrap_or_default()
     }
 
     #[test]
@@ -179,7 +183,7 @@ mod tests {
     fn a_pod_on_a_lost_node_gets_advice() {
         let why = json!({"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager"});
         let pod = |node: &str| json!({"metadata": {"name": "p-0"}, "spec": {"nodeName": node}, "status": {"conditions": [why]}});
-        let output = of_pod(&pod("gpu-7")).unwrap();
+        let output = describe_pod(&pod("gpu-7")).unwrap();
         assert!(output.contains("never happens on a lost node: if gpu-7 is"), "{output}");
         assert!(output.contains("kubectl taint nodes gpu-7 node.kubernetes.io/out-of-service"), "{output}");
     }
@@ -188,13 +192,13 @@ mod tests {
     fn the_state_of_a_job_is_one_line() {
         let job = |spec: Value, status: Value| json!({"spec": spec, "status": status});
         let running = job(json!({"completions": 2, "suspend": false}), json!({"ready": 1, "failed": 3}));
-        assert_eq!(of_job(&running, None), "1 of 2 pods are running, 3 failed so far");
+        assert_eq!(describe_job(&running, None), "1 of 2 pods are running, 3 failed so far");
         let waits = job(json!({"suspend": true}), json!({}));
-        assert_eq!(of_job(&waits, Some("team")), "waits in Kueue's queue team");
-        assert_eq!(of_job(&waits, None), "suspended");
+        assert_eq!(describe_job(&waits, Some("team")), "waits in Kueue's queue team");
+        assert_eq!(describe_job(&waits, None), "suspended");
         let failed =
             json!({"conditions": [{"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded"}]});
-        assert_eq!(end_of_job(&job(json!({}), failed)), Some("failed (BackoffLimitExceeded)".into()));
-        assert_eq!(end_of_job(&running), None);
+        assert_eq!(describe_end(&job(json!({}), failed)), Some("failed (BackoffLimitExceeded)".into()));
+        assert_eq!(describe_end(&running), None);
     }
 }

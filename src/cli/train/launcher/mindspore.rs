@@ -1,6 +1,6 @@
 //! Reads the environment variables of MindSpore's dynamic cluster, which `msrun` sets: a scheduler process and workers. Each worker is a rank.
 
-use super::{LaunchedRank, number, port, table::of_rank};
+use super::{LaunchedRank, number, port, table::rank_of_table};
 use crate::cli::{access::is_loopback, rank_table::RankTable};
 use std::path::Path;
 
@@ -51,7 +51,7 @@ pub(super) fn detect(variable: &impl Fn(&str) -> Option<String>) -> Result<Launc
             let ranks = table.world_size();
             return Err(format!("MS_WORKER_NUM is {world_size} and RANK_TABLE_FILE has {ranks} devices"));
         }
-        let place = of_rank(&table, rank, variable)?;
+        let place = rank_of_table(&table, rank, variable)?;
         return Ok(LaunchedRank { by: LAUNCHER, addr, port, secret, ..place });
     }
     let device = number(variable, "DEVICE_ID")?;
@@ -74,7 +74,7 @@ mod tests {
         ("MS_NODE_ID", "5"),
     ];
 
-    fn with(more: &[(&str, &str)]) -> Result<LaunchedRank, String> {
+    fn detect_with(more: &[(&str, &str)]) -> Result<LaunchedRank, String> {
         let all = [more, &WORKER].concat();
         // If a variable occurs twice, the first counts; an empty value unsets it.
         detect(&|name: &str| {
@@ -85,15 +85,15 @@ mod tests {
 
     #[test]
     fn a_worker_is_a_rank() {
-        let place = with(&[("DEVICE_ID", "1"), ("LOCAL_WORLD_SIZE", "4")]).unwrap();
+        let place = detect_with(&[("DEVICE_ID", "1"), ("LOCAL_WORLD_SIZE", "4")]).unwrap();
         assert_eq!((place.rank, place.world_size, place.local_rank, place.local_ranks), (5, 8, 1, 4));
         assert_eq!((place.addr.as_str(), place.port, place.device), ("10.0.0.7", 8118, Some(1)));
         // Node ids may be names.
-        let named = with(&[("MS_NODE_ID", "host-a"), ("RANK_ID", "3")]).unwrap();
+        let named = detect_with(&[("MS_NODE_ID", "host-a"), ("RANK_ID", "3")]).unwrap();
         assert_eq!((named.rank, named.local_rank, named.local_ranks), (3, 0, 1));
-        let one_machine = with(&[("MS_SCHED_HOST", "127.0.0.1")]).unwrap();
+        let one_machine = detect_with(&[("MS_SCHED_HOST", "127.0.0.1")]).unwrap();
         assert_eq!((one_machine.local_rank, one_machine.local_ranks), (5, 8));
-        assert_eq!(with(&[("MASTER_PORT", "4000")]).unwrap().port, 4000);
+        assert_eq!(detect_with(&[("MASTER_PORT", "4000")]).unwrap().port, 4000);
     }
 
     #[test]
@@ -109,7 +109,7 @@ mod tests {
             ("MS_ROLE", "MS_PSERVER", "no parameter servers"),
             ("RANK_TABLE_FILE", "/none.json", "RANK_TABLE_FILE"),
         ] {
-            let error = with(&[(name, value)]).unwrap_err();
+            let error = detect_with(&[(name, value)]).unwrap_err();
             assert!(error.contains(message), "{name}: {error}");
         }
     }

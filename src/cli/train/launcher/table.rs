@@ -22,7 +22,7 @@ pub(in super::super) struct Ranks {
 ///
 /// # Errors
 /// The table has no such rank, or a variable is invalid.
-pub(in super::super) fn of_rank(
+pub(in super::super) fn rank_of_table(
     table: &RankTable,
     rank: u32,
     variable: &impl Fn(&str) -> Option<String>,
@@ -41,7 +41,7 @@ pub(in super::super) fn of_rank(
 ///
 /// # Errors
 /// The table has no such machine, or a variable is invalid.
-pub(in super::super) fn of_machine(
+pub(in super::super) fn ranks_of_machine(
     table: &RankTable,
     node: usize,
     variable: &impl Fn(&str) -> Option<String>,
@@ -99,14 +99,15 @@ mod tests {
     #[test]
     fn ranks_connect_to_the_machine_of_rank_0() {
         let none = |_: &str| None;
-        let (zero, three) = (of_rank(&table(), 0, &none).unwrap(), of_rank(&table(), 3, &none).unwrap());
+        let (zero, three) =
+            (rank_of_table(&table(), 0, &none).unwrap(), rank_of_table(&table(), 3, &none).unwrap());
         assert_eq!((zero.addr.as_str(), zero.port, &zero.secret), ("10.0.0.2", three.port, &three.secret));
         assert_eq!((three.local_rank, three.local_ranks, three.device), (1, 2, Some(5)));
-        let first = of_machine(&table(), 0, &none).unwrap();
+        let first = ranks_of_machine(&table(), 0, &none).unwrap();
         assert_eq!((first.local, first.world_size, first.port), (vec![(1, 4), (3, 5)], 4, zero.port));
         let set = |name: &str| (name == "MASTER_PORT").then(|| "4000".to_owned());
-        assert_eq!(of_rank(&table(), 0, &set).unwrap().port, 4000);
-        assert!(of_rank(&table(), 4, &none).unwrap_err().contains("ranks are 0 to 3"));
-        assert!(of_machine(&table(), 2, &none).err().unwrap().contains("has 2 machines"));
+        assert_eq!(rank_of_table(&table(), 0, &set).unwrap().port, 4000);
+        assert!(rank_of_table(&table(), 4, &none).unwrap_err().contains("ranks are 0 to 3"));
+        assert!(ranks_of_machine(&table(), 2, &none).err().unwrap().contains("has 2 machines"));
     }
 }

@@ -205,14 +205,14 @@ pub fn forward(x: &[f32], affine: Affine<'_>, shortcut: Option<&[f32]>, relu: bo
     let chunk = tiling.chunk();
     y.par_chunks_mut(chunk).zip(x.par_chunks(chunk)).enumerate().for_each(|(i, (y, x))| {
         match (shortcut.map(|s| &s[i * chunk..][..x.len()]), relu) {
-            (None, false) => tiled!(tiling, forward_chunk(tiling, &lanes, x, y, |v, _| v)),
-            (None, true) => tiled!(tiling, forward_chunk(tiling, &lanes, x, y, |v, _| relu_of(v))),
-            (Some(s), false) => {
-                y.copy_from_slice(s);
-                tiled!(tiling, forward_chunk(tiling, &lanes, x, y, |v, s| v + s));
+            // Without a shortcut, `x` takes its place and is not added.
+            (None, false) => tiled!(tiling, forward_chunk(tiling, &lanes, x, x, y, |v, _| v)),
+            (None, true) => tiled!(tiling, forward_chunk(tiling, &lanes, x, x, y, |v, _| relu_of(v))),
+            (Some(added), false) => {
+                tiled!(tiling, forward_chunk(tiling, &lanes, x, added, y, |v, s| v + s));
             }
-            (Some(s), true) => {
-                tiled!(tiling, residual_chunk(tiling, &lanes, x, s, y));
+            (Some(added), true) => {
+                tiled!(tiling, forward_chunk(tiling, &lanes, x, added, y, |v, s| relu_of(v + s)));
             }
         }
     });
@@ -223,36 +223,13 @@ fn forward_chunk<const W: usize>(
     tiling: Tiling,
     lanes_of: &Lanes,
     x: &[f32],
+    shortcut: &[f32],
     y: &mut [f32],
     finish: impl Fn(f32, f32) -> f32,
 ) {
-    for (x, y) in x.chunks(tiling.stride).zip(y.chunks_mut(tiling.stride)) {
-        // Whole strides first, then the remaining values lane by lane.
-        let whole = x.len() / W * W;
-        for block in (0..whole).step_by(W) {
-            let (mean, scale) = (lanes::<W>(&lanes_of.mean, block), lanes::<W>(&lanes_of.scale, block));
-            let (beta, x) = (lanes::<W>(&lanes_of.beta, block), lanes::<W>(x, block));
-            let y = &mut y[block..block + W];
-            for i in 0..W {
-                y[i] = finish((x[i] - mean[i]) * scale[i] + beta[i], y[i]);
-            }
-        }
-        for i in whole..x.len() {
-            y[i] = finish((x[i] - lanes_of.mean[i]) * lanes_of.scale[i] + lanes_of.beta[i], y[i]);
-        }
-    }
-}
-
-#[inline(always)]
-fn residual_chunk<const W: usize>(
-    tiling: Tiling,
-    lanes_of: &Lanes,
-    x: &[f32],
-    shortcut: &[f32],
-    y: &mut [f32],
-) {
     let stride = tiling.stride;
     for ((x, s), y) in x.chunks(stride).zip(shortcut.chunks(stride)).zip(y.chunks_mut(stride)) {
+        // Whole strides first, then the remaining values lane by lane.
         let whole = x.len() / W * W;
         for block in (0..whole).step_by(W) {
             let (mean, scale) = (lanes::<W>(&lanes_of.mean, block), lanes::<W>(&lanes_of.scale, block));
@@ -260,12 +237,11 @@ fn residual_chunk<const W: usize>(
             let s = lanes::<W>(s, block);
             let y = &mut y[block..block + W];
             for i in 0..W {
-                y[i] = relu_of((x[i] - mean[i]) * scale[i] + beta[i] + s[i]);
+                y[i] = finish((x[i] - mean[i]) * scale[i] + beta[i], s[i]);
             }
         }
         for i in whole..x.len() {
-            let v = (x[i] - lanes_of.mean[i]) * lanes_of.scale[i] + lanes_of.beta[i];
-            y[i] = relu_of(v + s[i]);
+            y[i] = finish((x[i] - lanes_of.mean[i]) * lanes_of.scale[i] + lanes_of.beta[i], s[i]);
         }
     }
 }

@@ -66,7 +66,7 @@ impl Executor {
                 );
                 out.par_chunks_mut(CHUNK).enumerate().for_each(|(chunk, out)| {
                     if micro_batch.first {
-                        sums::clear(out);
+                        out.fill(0.0);
                     }
                     for part in parts.chunks_exact(len) {
                         let part = &part[chunk * CHUNK..][..out.len()];

@@ -5,7 +5,6 @@ use super::{
     conv,
     exchange::Pictures,
     groups::{ByAxes, Groups, TimesByAxes},
-    in_flight::Kept,
     layout::Layout,
     loss,
     reduce::Reducer,
@@ -34,13 +33,16 @@ use std::{
 /// million). Sending twice the bytes takes little time compared with their steps.
 const F64_GRADIENTS_UP_TO: usize = 2_000_000;
 
+/// Names of a batch norm's running statistics, in the order of [`Norm::running`].
+pub(super) const RUNNING: [&str; 2] = ["running_mean", "running_var"];
+
 /// A batch norm's state, except for trained parameters.
 pub(super) struct Norm {
     pub(super) name: String,
     /// Whether a model group splits the channels.
     pub(super) is_split: bool,
-    pub(super) running_mean: Vec<f32>,
-    pub(super) running_var: Vec<f32>,
+    /// Running mean and variance.
+    pub(super) running: [Vec<f32>; 2],
     /// Statistics of the latest forward pass.
     pub(super) statistics: Statistics,
 }
@@ -61,6 +63,26 @@ impl BufferPool {
 
     pub(super) fn free(&mut self, buffer: Vec<f32>) {
         self.0.push(buffer);
+    }
+}
+
+/// What a forward pass keeps for the backward pass of the same micro-batch.
+pub(super) struct InFlight {
+    pub(super) activations: Vec<Vec<f32>>,
+    pub(super) argmax: Vec<Vec<u8>>,
+    pub(super) statistics: Vec<Statistics>,
+    pub(super) pictures: Pictures,
+}
+
+impl InFlight {
+    /// Empty buffers for a network with this number of tensors and of batch norms.
+    pub(super) fn new(tensors: usize, norms: usize) -> Self {
+        Self {
+            activations: vec![Vec::new(); tensors],
+            argmax: vec![Vec::new(); tensors],
+            statistics: vec![Statistics::default(); norms],
+            pictures: Pictures::default(),
+        }
     }
 }
 
@@ -86,7 +108,7 @@ pub(super) struct Executor {
     pub(super) ready: Vec<usize>,
     pub(super) norms: Vec<Norm>,
     /// Running means and variances before the current step, whose forward passes change them.
-    norms_before: Option<Vec<[Vec<f32>; 2]>>,
+    running_before: Option<Vec<[Vec<f32>; 2]>>,
     /// By tensor, for the largest batch so far.
     pub(super) activations: Vec<Vec<f32>>,
     /// By tensor: the channel sums that the convolution before a batch norm has computed with its output.
@@ -96,7 +118,7 @@ pub(super) struct Executor {
     /// By output tensor of a max pooling: the window position of each maximum.
     pub(super) argmax: Vec<Vec<u8>>,
     /// Activations of all but one of the micro-batches that are between their passes.
-    pub(super) kept: Vec<Kept>,
+    pub(super) in_flight: Vec<InFlight>,
     /// Gradient of a stage's input that has not been sent to the stage before yet.
     pub(super) input_gradient: Option<Vec<f32>>,
     pub(super) pool: BufferPool,
@@ -128,8 +150,8 @@ impl Executor {
         let tensors = network.tensors.len();
         let data_ranks = (plan.mesh.data * plan.mesh.model) as u32;
         let (stage, stages) = network.stage();
-        let in_flight = (stages - stage).min(config.accumulate.max(1));
-        let kept = (1..in_flight).map(|_| Kept::new(tensors, norms.len())).collect();
+        let max_in_flight = (stages - stage).min(config.accumulate.max(1));
+        let in_flight = (1..max_in_flight).map(|_| InFlight::new(tensors, norms.len())).collect();
         let groups = if plan.is_data() { None } else { Some(Groups::split(plan.mesh, comm.as_ref())?) };
         let sharing: &dyn ProcessGroup = if plan.is_data() { comm.as_ref() } else { &SingleRank };
         let model_group = groups.as_ref().map(|groups| groups.model.clone());
@@ -162,7 +184,7 @@ impl Executor {
             sums: vec![Vec::new(); tensors],
             gradient_parts: vec![Vec::new(); tensors],
             argmax: vec![Vec::new(); tensors],
-            kept,
+            in_flight,
             input_gradient: None,
             pool: BufferPool::default(),
             scratch: conv::Scratch::default(),
@@ -177,7 +199,7 @@ impl Executor {
             capabilities,
             layout,
             norms,
-            norms_before: None,
+            running_before: None,
             reducer,
             times: None,
         };
@@ -221,8 +243,7 @@ impl Executor {
         let sampled = self.choose_classes(batches)?;
         self.state.begin(lr, sampled);
         if self.groups.is_some() || self.data_ranks > 1 {
-            let running = |norm: &Norm| [norm.running_mean.clone(), norm.running_var.clone()];
-            self.norms_before = Some(self.norms.iter().map(running).collect());
+            self.running_before = Some(self.norms.iter().map(|norm| norm.running.clone()).collect());
         }
         // Discards waiting times of evaluations.
         if let Some(groups) = &self.groups {
@@ -233,7 +254,7 @@ impl Executor {
         for pass in plan::schedule(stage, stages, parts.len()) {
             let (Pass::Forward(number) | Pass::Backward(number)) = pass;
             let micro_batch @ StepPart { batch, statistics_of, .. } = parts[number];
-            self.swap_kept(number);
+            self.swap_in_flight(number);
             if pass == Pass::Backward(number) {
                 self.backward(micro_batch)?;
             } else {
@@ -245,11 +266,11 @@ impl Executor {
                     measured.correct += part.correct;
                 }
             }
-            self.swap_kept(number);
+            self.swap_in_flight(number);
         }
         self.send_input_gradient()?;
         let square_sum = self.update()?;
-        (self.norms_before, self.sample) = (None, None);
+        (self.running_before, self.sample) = (None, None);
         // Only the last stage has measured something, and each has the gradient of its own parameters.
         let mut sums = [square_sum, measured.sum, measured.correct as f64];
         if let Some(groups) = &self.groups {
@@ -403,8 +424,8 @@ impl Executor {
         if self.state.memory().is_some() {
             return false;
         }
-        for (norm, [mean, var]) in self.norms.iter_mut().zip(self.norms_before.take().unwrap_or_default()) {
-            (norm.running_mean, norm.running_var) = (mean, var);
+        for (norm, running) in self.norms.iter_mut().zip(self.running_before.take().unwrap_or_default()) {
+            norm.running = running;
         }
         true
     }
@@ -446,16 +467,9 @@ fn norms(network: &Network, ops: &[FusedOp]) -> Vec<Norm> {
             FusedOp::Norm(fuse::Norm { name, norm, input, .. }) => {
                 let channels = network.tensors[*input].channels;
                 let is_split = network.part.as_ref().is_some_and(|part| part.channels(*input).is_some());
-                Some((
-                    *norm,
-                    Norm {
-                        name: name.clone(),
-                        is_split,
-                        running_mean: vec![0.0; channels],
-                        running_var: vec![1.0; channels],
-                        statistics: Statistics::from_running(&vec![0.0; channels], &vec![1.0; channels]),
-                    },
-                ))
+                let running = [vec![0.0; channels], vec![1.0; channels]];
+                let statistics = Statistics::from_running(&running[0], &running[1]);
+                Some((*norm, Norm { name: name.clone(), is_split, running, statistics }))
             }
             _ => None,
         })

@@ -124,8 +124,8 @@ impl Executor {
         let channels = shapes[*input].channels;
         let statistics = match statistics_of.filter(|_| !self.network.frozen_norm) {
             None => {
-                let norm = &self.norms[*norm];
-                Statistics::from_running(&norm.running_mean, &norm.running_var)
+                let [mean, var] = &self.norms[*norm].running;
+                Statistics::from_running(mean, var)
             }
             Some(of) => {
                 let mut sums = std::mem::take(&mut self.sums[*input]);
@@ -141,8 +141,8 @@ impl Executor {
                 }
                 let statistics = Statistics::from_sums(&sums, count);
                 let momentum = self.network.running_momentum();
-                let norm = &mut self.norms[*norm];
-                statistics.update_running(count, momentum, &mut norm.running_mean, &mut norm.running_var);
+                let [mean, var] = &mut self.norms[*norm].running;
+                statistics.update_running(count, momentum, mean, var);
                 statistics
             }
         };

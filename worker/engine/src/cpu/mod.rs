@@ -17,7 +17,6 @@ mod executor;
 mod forward;
 mod gradient;
 mod groups;
-mod in_flight;
 #[cfg(test)]
 mod kept;
 mod layout;
@@ -48,7 +47,7 @@ use crate::net::{Axes, Network};
 use average::Average;
 pub(super) use backend::Cpu;
 pub use backend::MAX_CPU_SLOTS;
-use executor::Executor;
+use executor::{Executor, RUNNING};
 use lockstep_comm::ProcessGroup;
 use lockstep_data::loader::{Batch, BatchFormat, DataSource};
 use lockstep_host::tensors::TensorSource;
@@ -179,7 +178,7 @@ impl Engine for CpuEngine {
     }
 
     fn parameters(&self) -> Result<NamedTensors, EngineError> {
-        let running = self.executor.norms.iter().map(|norm| [&norm.running_mean, &norm.running_var]);
+        let running = self.executor.norms.iter().map(|norm| &norm.running);
         Ok(self.export(&self.executor.state.weights, running))
     }
 
@@ -190,7 +189,7 @@ impl Engine for CpuEngine {
     fn average(&mut self, decay: f64) -> Result<(), EngineError> {
         let Executor { state, norms, .. } = &self.executor;
         match &mut self.average {
-            Some(average) => self.threads.install(|| average.take(decay, &state.weights, norms)),
+            Some(average) => self.threads.install(|| average.update(decay, &state.weights, norms)),
             none => *none = Some(Average::new(&state.weights, norms)),
         }
         Ok(())
@@ -201,7 +200,7 @@ impl Engine for CpuEngine {
     }
 
     fn averaged(&self) -> Result<Option<NamedTensors>, EngineError> {
-        let export = |a: &Average| self.export(&a.weights, a.running.iter().map(|[mean, var]| [mean, var]));
+        let export = |average: &Average| self.export(&average.weights, average.running.iter());
         Ok(self.average.as_ref().map(export))
     }
 
@@ -211,9 +210,7 @@ impl Engine for CpuEngine {
         let mut average = Average::new(&state.weights, norms);
         layout.import(None, values, &mut average.weights);
         for (own, norm) in average.running.iter_mut().zip(norms) {
-            for (own, suffix) in own.iter_mut().zip(["running_mean", "running_var"]) {
-                values.read(&format!("{}.{suffix}", norm.name), 0, own);
-            }
+            read_running(values, &norm.name, own);
         }
         self.average = Some(average);
         Ok(())
@@ -302,20 +299,14 @@ impl Engine for CpuEngine {
             // Rank 0 has only a part of the statistics.
             return self.broadcast_parameters();
         }
-        let mut running: Vec<f32> = self
-            .executor
-            .norms
-            .iter()
-            .flat_map(|n| n.running_mean.iter().chain(&n.running_var).copied())
-            .collect();
+        let norms = &mut self.executor.norms;
+        let mut running: Vec<f32> = norms.iter().flat_map(|norm| norm.running.concat()).collect();
         self.comm.broadcast((&mut running).into())?;
         let mut rest = &running[..];
-        for norm in &mut self.executor.norms {
-            for values in [&mut norm.running_mean, &mut norm.running_var] {
-                let (these, others) = rest.split_at(values.len());
-                values.copy_from_slice(these);
-                rest = others;
-            }
+        for values in norms.iter_mut().flat_map(|norm| &mut norm.running) {
+            let (own, others) = rest.split_at(values.len());
+            values.copy_from_slice(own);
+            rest = others;
         }
         Ok(())
     }
@@ -370,11 +361,7 @@ impl CpuEngine {
                 layout.import(None, values, &mut state.weights);
             }
             for norm in norms {
-                for (own, suffix) in
-                    [(&mut norm.running_mean, "running_mean"), (&mut norm.running_var, "running_var")]
-                {
-                    values.read(&format!("{}.{suffix}", norm.name), 0, own);
-                }
+                read_running(values, &norm.name, &mut norm.running);
             }
         });
         Ok(())
@@ -393,11 +380,11 @@ impl CpuEngine {
     }
 
     /// Converts weights in the engine's order, and each batch norm's running mean and variance, to named tensors.
-    fn export<'a>(&self, weights: &[f32], running: impl Iterator<Item = [&'a Vec<f32>; 2]>) -> NamedTensors {
+    fn export<'a>(&self, weights: &[f32], running: impl Iterator<Item = &'a [Vec<f32>; 2]>) -> NamedTensors {
         let mut all = NamedTensors::new();
         self.executor.layout.export(None, weights, &mut all);
         for (norm, of_norm) in self.executor.norms.iter().zip(running) {
-            for (suffix, values) in ["running_mean", "running_var"].into_iter().zip(of_norm) {
+            for (suffix, values) in RUNNING.into_iter().zip(of_norm) {
                 let tensor = HostTensor { shape: vec![values.len()], values: values.clone() };
                 all.insert(format!("{}.{suffix}", norm.name), tensor);
             }
@@ -413,5 +400,12 @@ impl CpuEngine {
     fn check_batch(&self, batch: &Batch) -> Result<(), EngineError> {
         let reads_pictures = self.executor.network.stage().0 == 0;
         check::check_batch(&self.network, batch, reads_pictures.then_some(batch.images.len()))
+    }
+}
+
+/// Fills the running mean and variance of the batch norm `name` from `values`.
+fn read_running(values: &dyn TensorSource, name: &str, running: &mut [Vec<f32>; 2]) {
+    for (own, suffix) in running.iter_mut().zip(RUNNING) {
+        values.read(&format!("{name}.{suffix}"), 0, own);
     }
 }

@@ -11,9 +11,9 @@ use std::mem::swap;
 impl Executor {
     /// Swaps the current activations with those kept for micro-batch number `number`; a second call swaps them back. Micro-batches that are
     /// between their passes at the same time have separate buffers.
-    pub(super) fn swap_kept(&mut self, number: usize) {
-        let place = number % (self.kept.len() + 1);
-        let Some(kept) = place.checked_sub(1).and_then(|place| self.kept.get_mut(place)) else { return };
+    pub(super) fn swap_in_flight(&mut self, number: usize) {
+        let place = number % (self.in_flight.len() + 1);
+        let Some(kept) = place.checked_sub(1).and_then(|place| self.in_flight.get_mut(place)) else { return };
         swap(&mut self.activations, &mut kept.activations);
         swap(&mut self.argmax, &mut kept.argmax);
         swap(&mut self.pictures, &mut kept.pictures);

@@ -245,16 +245,9 @@ mod tests {
     use crate::{
         AverageOn,
         net::{init, resnet},
-    };
-    use lockstep_comm::{
-        rendezvous::{
-            Store,
-            loopback::{rendezvous_config, unused_port},
-        },
-        ring::Ring,
+        test_ranks::on_ranks,
     };
     use lockstep_protocol::spec::{Arch, ModelSpec, ShardSpec, Split};
-    use std::time::Duration;
 
     /// Stages, copies of the network, and tensors split over outputs (unevenly) and inputs; one writer and several.
     #[test]
@@ -270,10 +263,8 @@ mod tests {
         {
             let plan = Plan::on(Mesh { stage, data, height: 1, model }, strategies.clone());
             let writers = Writers::deal(&network, &[], AverageOn::NoRank, writing);
-            let (ranks, port) = (plan.mesh.ranks() as u32, unused_port());
-            let rank = |number: u32| {
-                let store = Store::join(rendezvous_config(port, number, ranks)).unwrap();
-                let ring = Ring::connect(&store, Duration::from_secs(60)).unwrap();
+            let of_ranks = on_ranks(plan.mesh.ranks() as u32, |ring| {
+                let number = ring.rank();
                 let distribution = Distribution::new(&network, &plan, ring.as_ref()).unwrap();
                 let given = (number == 0).then(|| initial.clone());
                 let own = distribution.scatter(given, distribution.parameters()).unwrap();
@@ -283,11 +274,6 @@ mod tests {
                 assert!(whole.keys().all(|name| writers.of(name) == number));
                 ring.barrier().unwrap();
                 (shape, whole)
-            };
-            let of_ranks: Vec<_> = std::thread::scope(|scope| {
-                let rank = &rank;
-                let threads: Vec<_> = (0..ranks).map(|number| scope.spawn(move || rank(number))).collect();
-                threads.into_iter().map(|thread| thread.join().unwrap()).collect()
             });
             let rows: usize = of_ranks.iter().flat_map(|(shape, _)| shape).map(|shape| shape[0]).sum();
             assert_eq!(rows, data * 101, "{plan}: each copy is there once");

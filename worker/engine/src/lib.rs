@@ -27,6 +27,8 @@ pub mod registry;
 mod sharding;
 mod state_dict;
 #[cfg(test)]
+mod test_ranks;
+#[cfg(test)]
 mod unfused;
 
 pub use backend::{

@@ -173,32 +173,16 @@ mod tests {
     use crate::{
         cpu::{loss, split_loss},
         net::Rows,
-    };
-    use lockstep_comm::{
-        rendezvous::{RendezvousConfig, Store, free_port, loopback::rendezvous_config},
-        ring::Ring,
+        test_ranks,
     };
     use lockstep_data::loader::Batch;
     use lockstep_kernels::synthetic::{labels, values};
-    use std::time::Duration;
 
     const RANKS: usize = 3;
 
     /// Runs `work` on three ranks and returns their results.
     fn on_ranks<T: Send>(work: impl Fn(Group) -> T + Sync) -> Vec<T> {
-        let (port, timeout) = (free_port("127.0.0.1").unwrap(), Duration::from_secs(60));
-        let rank = |number| {
-            let rendezvous = rendezvous_config(port, number, RANKS as u32);
-            let store = Store::join(RendezvousConfig { timeout, ..rendezvous }).unwrap();
-            let ring = Ring::connect(&store, timeout).unwrap();
-            store.barrier("connected").unwrap();
-            work(Group::whole(ring))
-        };
-        std::thread::scope(|scope| {
-            let rank = &rank;
-            let threads: Vec<_> = (0..RANKS as u32).map(|number| scope.spawn(move || rank(number))).collect();
-            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-        })
+        test_ranks::on_ranks(RANKS as u32, |ring| work(Group::whole(ring)))
     }
 
     /// The sums over ranks of <A x, g> and of <x, A^T g> are equal: the backward pass is the transpose of the forward pass. One rank has
@@ -243,27 +227,36 @@ mod tests {
         }
     }
 
-    /// The same for rows: windows of any size, stride and padding, over rows that do not divide evenly.
+    /// For windows of any size, stride and padding, over rows that do not divide evenly: a row arrives in its place at each rank whose windows
+    /// reach it, and nowhere else. The backward pass is the transpose.
     #[test]
-    fn the_backward_pass_of_a_halo_exchange_is_its_transpose() {
+    fn halo_exchanges_deliver_rows_and_sum_their_gradients() {
         const ABOVE: isize = 16;
         for (kernel, stride, padding, whole) in
-            [(3, 1, 1, 7), (7, 2, 3, 8), (1, 2, 0, 5), (5, 1, 2, 3), (2, 2, 0, 9)]
+            [(3, 1, 1, 7), (7, 2, 3, 8), (1, 2, 0, 5), (5, 1, 2, 3), (2, 2, 0, 9), (3, 3, 1, 11)]
         {
             let rows = Rows::shared(whole, RANKS);
             let made = Rows::shared((whole + 2 * padding - kernel) / stride + 1, RANKS);
             let windows = rows.reached(&made, kernel, stride, padding);
-            let regions = |rows: &Rows| -> Vec<Region> {
-                let of = |rows: &Range<isize>| Region {
-                    pictures: 0..2,
-                    pixels: (rows.start + ABOVE) as usize * 3..(rows.end + ABOVE) as usize * 3,
-                    channels: 0..2,
-                };
-                rows.of_rank.iter().map(of).collect()
+            let region = |rows: &Range<isize>| Region {
+                pictures: 0..2,
+                pixels: (rows.start + ABOVE) as usize * 3..(rows.end + ABOVE) as usize * 3,
+                channels: 0..2,
             };
-            let (own, reached) = (regions(&rows), regions(&windows));
+            let [own, reached] =
+                [&rows, &windows].map(|of| of.of_rank.iter().map(region).collect::<Vec<_>>());
             let products = on_ranks(|group| {
                 let rank = group.rank() as usize;
+                for hot in 0..whole as isize {
+                    let one_hot = |rows: &Range<isize>| -> Vec<f32> {
+                        let picture = rows.clone().flat_map(|row| [f32::from(u8::from(row == hot)); 6]);
+                        picture.collect::<Vec<_>>().repeat(2)
+                    };
+                    let x = one_hot(&rows.of_rank[rank]);
+                    let mut y = vec![9.0; reached[rank].len()];
+                    exchange(&group, (&own, &reached), &x, &mut y).unwrap();
+                    assert_eq!(y, one_hot(&windows.of_rank[rank]), "{kernel} {stride} {padding}: row {hot}");
+                }
                 let x = values(&format!("rows.x.{rank}"), own[rank].len());
                 let gradient = values(&format!("rows.g.{rank}"), reached[rank].len());
                 let (mut y, mut dx) = (vec![9.0; gradient.len()], vec![9.0; x.len()]);
@@ -275,38 +268,6 @@ mod tests {
             });
             let [forward, backward] = [0, 1].map(|side| products.iter().map(|rank| rank[side]).sum::<f64>());
             assert!((forward - backward).abs() < 1e-5 * forward.abs().max(1.0), "{forward} {backward}");
-        }
-    }
-
-    /// One-hot: a row arrives at each rank whose windows reach it, in its place, and nowhere else.
-    #[test]
-    fn a_row_arrives_at_each_rank_whose_windows_reach_it() {
-        const ABOVE: isize = 16;
-        for (kernel, stride, padding, whole) in
-            [(3, 1, 1, 7), (7, 2, 3, 8), (1, 2, 0, 5), (5, 1, 2, 3), (2, 2, 0, 9), (3, 3, 1, 11)]
-        {
-            let rows = Rows::shared(whole, RANKS);
-            let made = Rows::shared((whole + 2 * padding - kernel) / stride + 1, RANKS);
-            let windows = rows.reached(&made, kernel, stride, padding);
-            let region = |rows: &Range<isize>| Region {
-                pictures: 0..1,
-                pixels: (rows.start + ABOVE) as usize..(rows.end + ABOVE) as usize,
-                channels: 0..1,
-            };
-            let [own, reached] =
-                [&rows, &windows].map(|of| of.of_rank.iter().map(region).collect::<Vec<_>>());
-            on_ranks(|group| {
-                let rank = group.rank() as usize;
-                for hot in 0..whole as isize {
-                    let one_hot = |rows: &Range<isize>| -> Vec<f32> {
-                        rows.clone().map(|row| f32::from(u8::from(row == hot))).collect()
-                    };
-                    let x = one_hot(&rows.of_rank[rank]);
-                    let mut y = vec![9.0; reached[rank].len()];
-                    exchange(&group, (&own, &reached), &x, &mut y).unwrap();
-                    assert_eq!(y, one_hot(&windows.of_rank[rank]), "{kernel} {stride} {padding}: row {hot}");
-                }
-            });
         }
     }
 

@@ -8,29 +8,21 @@
 mod average;
 mod backend;
 mod backward;
-#[cfg(test)]
-mod bfloat16;
-#[cfg(test)]
-mod cifarnet;
 mod exchange;
 mod executor;
 mod forward;
 mod gradient;
 mod groups;
-#[cfg(test)]
-mod kept;
 mod layout;
 mod margin;
 mod pieces;
-#[cfg(test)]
-mod plain_graph;
 mod reduce;
 mod sample;
 mod split_loss;
 mod stages;
 mod state;
 #[cfg(test)]
-mod undo;
+mod tests;
 
 use super::{
     Contribution, Distribution, Engine, EngineConfig, EngineError, EvalResult, HostTensor, LayerTime,

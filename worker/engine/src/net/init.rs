@@ -103,10 +103,6 @@ mod tests {
             let expected = (2.0 / f64::from(outputs * 9)).sqrt();
             assert!((std / expected - 1.0).abs() < 0.05, "{name}: {std} instead of {expected}");
         }
-        let zero: Vec<_> =
-            all.iter().filter(|(n, t)| n.ends_with("weight") && t.values[0] == 0.0).map(|(n, _)| n).collect();
-        assert_eq!(zero.len(), 16);
-        assert!(zero.iter().all(|n| n.ends_with("bn3.weight")), "{zero:?}");
     }
 
     #[test]
@@ -123,9 +119,7 @@ mod tests {
         // Pinned: other values would change every training run.
         let all = initial_parameters(&network(), false, 0);
         let first: Vec<u32> = all["conv1.weight"].values[..3].iter().map(|v| v.to_bits()).collect();
-        assert_eq!(first, PINNED, "{first:?}");
+        assert_eq!(first, [3_182_163_078, 1_034_881_237, 1_025_365_299]);
         assert_ne!(all, initial_parameters(&network(), false, 1));
     }
-
-    const PINNED: [u32; 3] = [3_182_163_078, 1_034_881_237, 1_025_365_299];
 }

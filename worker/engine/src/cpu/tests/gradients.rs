@@ -1,14 +1,13 @@
 //! Tests of a step's kept gradients and layer times.
 
-use super::super::{Engine, EngineConfig, Optimizer, build_cpu, unfused};
-use crate::net::resnet;
+use super::resnet20;
+use crate::{Engine, EngineConfig, Optimizer, build_cpu, net::Network, unfused};
 use lockstep_comm::SingleRank;
-use lockstep_protocol::spec::{Arch, ModelSpec, OptimizerKind};
+use lockstep_protocol::spec::OptimizerKind;
 use std::sync::Arc;
 
-fn engine(kind: OptimizerKind, accumulate: usize) -> (Box<dyn Engine>, Arc<crate::net::Network>) {
-    let model = ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() };
-    let network = Arc::new(resnet::build(&model, 12, 3, 10).unwrap());
+fn engine(kind: OptimizerKind, accumulate: usize) -> (Box<dyn Engine>, Arc<Network>) {
+    let network = resnet20(12);
     let optimizer = Optimizer { kind, momentum: 0.0, weight_decay: 0.1, ..Optimizer::default() };
     let config = EngineConfig { optimizer, accumulate, ..unfused::config(8) };
     let initial = unfused::initial(&network);

@@ -115,7 +115,10 @@ fn graph(
                     let attributes = vec![Attribute::int("axis", 1), Attribute::int("p", 2)];
                     graph.node.push(node("LpNormalization", "normalize", inputs, "normalize", attributes));
                     let HostTensor { shape, values } = &tensors[&weight];
-                    let scaled = HostTensor { shape: shape.clone(), values: margin.rows(values, shape[1]) };
+                    let scaled = HostTensor {
+                        shape: shape.clone(),
+                        values: margin.scaled_unit_rows(values, shape[1]),
+                    };
                     graph.initializer.push(tensor(&weight, &scaled));
                     inputs = vec!["normalize".into(), weight];
                 } else {

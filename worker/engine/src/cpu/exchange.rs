@@ -97,7 +97,7 @@ pub(super) struct Pictures {
 }
 
 impl Pictures {
-    pub(super) fn alone(pictures: usize) -> Self {
+    pub(super) fn of_one_rank(pictures: usize) -> Self {
         Self { bounds: vec![0, pictures], rank: 0 }
     }
 
@@ -111,23 +111,23 @@ impl Pictures {
     }
 
     /// This rank's pictures among the group's.
-    pub(super) fn own(&self) -> Range<usize> {
+    pub(super) fn own_range(&self) -> Range<usize> {
         self.bounds[self.rank]..self.bounds[self.rank + 1]
     }
 
-    pub(super) fn all(&self) -> usize {
+    pub(super) fn total(&self) -> usize {
         self.bounds.last().copied().unwrap_or(0)
     }
 
     /// Number of pictures that this rank has of an activation with this placement.
-    pub(super) fn of(&self, placement: &Placement) -> usize {
-        if *placement == Placement::Batch { self.own().len() } else { self.all() }
+    pub(super) fn count(&self, placement: &Placement) -> usize {
+        if *placement == Placement::Batch { self.own_range().len() } else { self.total() }
     }
 
     /// Each rank's region of an activation of `pixels` pixels and `channels` channels.
     fn regions(&self, placement: &Placement, pixels: usize, channels: usize) -> Vec<Region> {
         let of_rank = |rank: usize| {
-            let mut region = Region { pictures: 0..self.all(), pixels: 0..pixels, channels: 0..channels };
+            let mut region = Region { pictures: 0..self.total(), pixels: 0..pixels, channels: 0..channels };
             match placement {
                 Placement::Batch => region.pictures = self.bounds[rank]..self.bounds[rank + 1],
                 Placement::Channels(bounds) => region.channels = bounds[rank]..bounds[rank + 1],
@@ -182,7 +182,7 @@ mod tests {
 
     /// Runs `work` on three ranks and returns their results.
     fn on_ranks<T: Send>(work: impl Fn(Group) -> T + Sync) -> Vec<T> {
-        test_ranks::on_ranks(RANKS as u32, |ring| work(Group::whole(ring)))
+        test_ranks::on_ranks(RANKS as u32, |ring| work(Group::of_all_ranks(ring)))
     }
 
     /// The sums over ranks of <A x, g> and of <x, A^T g> are equal: the backward pass is the transpose of the forward pass. One rank has
@@ -290,14 +290,14 @@ mod tests {
                 let rank = group.rank() as usize;
                 let first: usize = counts[..rank].iter().sum();
                 let batch = of(first, first + counts[rank]);
-                let (pictures, labels) = split_loss::gather(&group, &batch).unwrap();
+                let (pictures, labels) = split_loss::gather_labels(&group, &batch).unwrap();
                 let range = bounds[rank]..bounds[rank + 1];
                 let part: Vec<f32> =
                     logits.chunks(classes).flat_map(|row| row[range.clone()].to_vec()).collect();
                 let mut gradient = vec![0.0; part.len()];
                 let (which, into) = ((&pictures, &labels), (&mut gradient[..], 0.2));
                 let own = split_loss::Classes { own: range, sample: None };
-                let best = split_loss::largest(&group, &part, &own).unwrap();
+                let best = split_loss::largest_logits(&group, &part, &own).unwrap();
                 let of = (&own, classes);
                 let loss = split_loss::cross_entropy(&group, &part, which, of, &best, 0.1, into).unwrap();
                 (loss, gradient)

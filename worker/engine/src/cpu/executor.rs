@@ -16,7 +16,7 @@ use crate::{
     EngineConfig, EngineError, EvalResult, StepResult,
     fuse::{self, Capabilities, FusedOp},
     loss::Order,
-    net::{Axes, Network, Placement},
+    net::{Axes, Network, Placement, TensorId},
     plan::{self, Pass, Plan},
     prologue::{Prologue, StepPart},
 };
@@ -105,7 +105,7 @@ pub(super) struct Executor {
     /// Why the ranks do not share memory, if they do not.
     pub(super) shm_unavailable_reason: Option<String>,
     /// Complete buckets whose reduction has not been started yet.
-    pub(super) ready: Vec<usize>,
+    pub(super) complete_buckets: Vec<usize>,
     pub(super) norms: Vec<Norm>,
     /// Running means and variances before the current step, whose forward passes change them.
     running_before: Option<Vec<[Vec<f32>; 2]>>,
@@ -157,7 +157,7 @@ impl Executor {
         let model_group = groups.as_ref().map(|groups| groups.model.clone());
         let sharding = (plan.optimizer_sharding && comm.size() > 1).then(|| {
             let of_gradients = groups.as_ref().map(|groups| groups.gradients.clone());
-            Sharding::new(&layout, of_gradients.unwrap_or_else(|| ByAxes::same(comm.clone())))
+            Sharding::new(&layout, of_gradients.unwrap_or_else(|| ByAxes::uniform(comm.clone())))
         });
         let (state, shm_unavailable_reason) =
             State::new(&layout, f64_gradients, config.optimizer, sharing, model_group, sharding)?;
@@ -168,7 +168,7 @@ impl Executor {
         let reducer = reducer
             .map_err(|e| EngineError::Parameters(format!("cannot start the communication thread: {e}")))?;
         let pictures = match &groups {
-            None => Pictures::alone(config.batch_size),
+            None => Pictures::of_one_rank(config.batch_size),
             Some(groups) => {
                 let counts = vec![config.batch_size; groups.model.size() as usize];
                 Pictures::of_group(counts, groups.model.rank() as usize)
@@ -179,7 +179,7 @@ impl Executor {
             shm_unavailable_reason,
             f64_gradients,
             scratches: Vec::new(),
-            ready: Vec::new(),
+            complete_buckets: Vec::new(),
             activations: vec![Vec::new(); tensors],
             sums: vec![Vec::new(); tensors],
             gradient_parts: vec![Vec::new(); tensors],
@@ -214,20 +214,23 @@ impl Executor {
         self.reserve();
     }
 
+    /// Number of values that this rank has of an activation.
+    pub(super) fn value_count(&self, tensor: TensorId) -> usize {
+        self.pictures.count(self.network.placement(tensor)) * self.network.tensors[tensor].len()
+    }
+
     /// Allocates activations for [`Executor::pictures`]; never shrinks.
     pub(super) fn reserve(&mut self) {
         let outputs = self.ops.iter().map(FusedOp::output);
         for tensor in std::iter::once(self.network.input()).chain(outputs) {
-            let batch = self.pictures.of(self.network.placement(tensor));
-            let len = batch * self.network.tensors[tensor].len();
+            let len = self.value_count(tensor);
             if self.activations[tensor].len() < len {
                 self.activations[tensor] = vec![0.0; len];
             }
         }
         for op in &self.ops {
             if let FusedOp::MaxPool { output, .. } = *op {
-                let batch = self.pictures.of(self.network.placement(output));
-                let len = batch * self.network.tensors[output].len();
+                let len = self.value_count(output);
                 let argmax = &mut self.argmax[output];
                 argmax.resize(len.max(argmax.len()), 0);
             }
@@ -258,7 +261,7 @@ impl Executor {
             if pass == Pass::Backward(number) {
                 self.backward(micro_batch)?;
             } else {
-                let labels = self.meet(batch)?;
+                let labels = self.exchange_labels(batch)?;
                 self.forward(&batch.images, Some(statistics_of))?;
                 if self.network.is_last_stage() {
                     let part = self.loss_and_gradient(batch, &labels, gradient_scale)?;
@@ -332,12 +335,12 @@ impl Executor {
     }
 
     /// Collective in the model group: exchanges each rank's number of pictures and labels for this micro-batch.
-    fn meet(&mut self, batch: &Batch) -> Result<Labels, EngineError> {
+    fn exchange_labels(&mut self, batch: &Batch) -> Result<Labels, EngineError> {
         let Some(groups) = &self.groups else {
-            self.pictures = Pictures::alone(batch.labels.len());
+            self.pictures = Pictures::of_one_rank(batch.labels.len());
             return Ok(Labels::default());
         };
-        let (pictures, labels) = split_loss::gather(&groups.model, batch)?;
+        let (pictures, labels) = split_loss::gather_labels(&groups.model, batch)?;
         self.pictures = pictures;
         Ok(labels)
     }
@@ -351,12 +354,12 @@ impl Executor {
     ) -> Result<loss::Loss, EngineError> {
         let (tensor, all_classes) = (self.network.logits(), self.network.classes);
         let classes = Classes { own: self.own_classes(), sample: self.sample.as_deref() };
-        let len = self.pictures.of(self.network.placement(tensor)) * classes.len();
+        let len = self.pictures.count(self.network.placement(tensor)) * classes.len();
         let mut gradient = self.pool.alloc(len);
         let mut values = std::mem::take(&mut self.activations[tensor]);
         let logits = &mut values[..len];
         let put_margin = |logits: &mut [f32], labels: &[u32]| {
-            let labels = labels.iter().map(|label| classes.place(*label as usize));
+            let labels = labels.iter().map(|label| classes.position(*label as usize));
             let margin = self.config.loss.margin.as_ref();
             margin.map_or_else(Vec::new, |margin| margin.apply_margin(logits, classes.len(), labels))
         };
@@ -364,10 +367,10 @@ impl Executor {
         let smoothing = self.config.loss.label_smoothing;
         let own = self.network.part.as_ref().and_then(|part| part.channels(tensor));
         let loss = match (own, &self.groups) {
-            (Some(_), Some(_)) if self.pictures.all() == 0 => loss::Loss::default(),
+            (Some(_), Some(_)) if self.pictures.total() == 0 => loss::Loss::default(),
             (Some(_), Some(groups)) => {
                 // Accuracy is computed without the margin.
-                let best = split_loss::largest(&groups.model, logits, &classes)?;
+                let best = split_loss::largest_logits(&groups.model, logits, &classes)?;
                 with_margin = put_margin(logits, &labels.own);
                 let (all, into) = ((&self.pictures, labels), (&mut gradient[..], scale));
                 let of = (&classes, all_classes);
@@ -376,7 +379,7 @@ impl Executor {
             _ => {
                 // A sample includes every label.
                 let places = |labels: &[u32]| -> Vec<u32> {
-                    labels.iter().map(|label| classes.place(*label as usize).unwrap_or(0) as u32).collect()
+                    labels.iter().map(|label| classes.position(*label as usize).unwrap_or(0) as u32).collect()
                 };
                 let (labels, mixed) = (places(&batch.labels), batch.mixed().map(|(of, by)| (places(of), by)));
                 let (mixed, into) =
@@ -398,7 +401,7 @@ impl Executor {
     }
 
     /// Adds the time since `began` to operation number `index`, if this step is timed.
-    pub(super) fn count_time(&mut self, index: usize, began: Instant) {
+    pub(super) fn add_time(&mut self, index: usize, began: Instant) {
         if let Some(time) = self.times.as_mut().and_then(|times| times.get_mut(index)) {
             *time += began.elapsed();
         }
@@ -406,7 +409,7 @@ impl Executor {
 
     /// Takes part in the update until it is done. Returns the sum of squares of the reduced gradient.
     fn update(&mut self) -> Result<f64, EngineError> {
-        if self.reducer.carries_gradients() {
+        if self.reducer.reduces_gradients() {
             // No weight changes before all buckets have arrived: if a rank is lost, all weights still belong to one step.
             for bucket in 0..self.layout.buckets.len() {
                 *self.state.gradient(bucket) = self.reducer.finish_bucket(self.layout.axes[bucket])?;
@@ -432,7 +435,7 @@ impl Executor {
 
     /// See [`crate::Engine::eval_step`].
     pub(super) fn evaluate(&mut self, batch: &Batch) -> Result<EvalResult, EngineError> {
-        let logits = self.infer(batch)?;
+        let logits = self.predict(batch)?;
         if !self.network.is_last_stage() {
             return Ok(EvalResult::default());
         }
@@ -441,15 +444,15 @@ impl Executor {
     }
 
     /// Logits of this rank's pictures with running statistics. Empty on all stages except the last.
-    pub(super) fn infer(&mut self, batch: &Batch) -> Result<Vec<f32>, EngineError> {
-        self.meet(batch)?;
+    pub(super) fn predict(&mut self, batch: &Batch) -> Result<Vec<f32>, EngineError> {
+        self.exchange_labels(batch)?;
         self.forward(&batch.images, None)?;
         if !self.network.is_last_stage() {
             return Ok(Vec::new());
         }
-        let (tensor, own) = (self.network.logits(), self.pictures.own().len());
+        let (tensor, own) = (self.network.logits(), self.pictures.own_range().len());
         let placement = self.network.placement(tensor);
-        let len = self.pictures.of(placement) * self.network.tensors[tensor].len();
+        let len = self.value_count(tensor);
         let logits = &self.activations[tensor][..len];
         if *placement == Placement::Batch {
             return Ok(logits.to_vec());

@@ -9,14 +9,14 @@ use std::ops::Range;
 const MIN_LENGTH: f64 = 1e-12;
 
 /// Rows divided by their lengths.
-pub(super) struct Unit {
+pub(super) struct UnitRows {
     pub(super) rows: Vec<f32>,
     lengths: Vec<f64>,
     width: usize,
 }
 
-impl Unit {
-    pub(super) fn of(values: &[f32], width: usize) -> Self {
+impl UnitRows {
+    pub(super) fn new(values: &[f32], width: usize) -> Self {
         let length = |row: &[f32]| {
             row.iter().map(|v| f64::from(*v) * f64::from(*v)).sum::<f64>().sqrt().max(MIN_LENGTH)
         };
@@ -28,7 +28,7 @@ impl Unit {
     }
 
     /// Some of the rows.
-    pub(super) fn part(&self, rows: Range<usize>) -> &[f32] {
+    pub(super) fn slice(&self, rows: Range<usize>) -> &[f32] {
         &self.rows[rows.start * self.width..rows.end * self.width]
     }
 
@@ -46,19 +46,19 @@ impl Unit {
 
 impl Margin {
     /// Scaled cosines `[pictures, classes]`.
-    pub(super) fn forward(&self, features: &Unit, weights: &Unit, logits: &mut [f32]) {
+    pub(super) fn forward(&self, features: &UnitRows, weights: &UnitRows, logits: &mut [f32]) {
         linear::forward(&features.rows, &weights.rows, &vec![0.0; weights.lengths.len()], logits);
-        self.scale(logits);
+        self.multiply_by_scale(logits);
     }
 
     /// A head's weights with rows of the length `scale`: their products with unit features are the logits.
-    pub(crate) fn rows(&self, weights: &[f32], width: usize) -> Vec<f32> {
-        let mut rows = Unit::of(weights, width).rows;
-        self.scale(&mut rows);
+    pub(crate) fn scaled_unit_rows(&self, weights: &[f32], width: usize) -> Vec<f32> {
+        let mut rows = UnitRows::new(weights, width).rows;
+        self.multiply_by_scale(&mut rows);
         rows
     }
 
-    pub(super) fn scale(&self, values: &mut [f32]) {
+    pub(super) fn multiply_by_scale(&self, values: &mut [f32]) {
         values.iter_mut().for_each(|value| *value *= self.scale);
     }
 
@@ -72,7 +72,7 @@ impl Margin {
     ) -> Vec<(usize, f64)> {
         let put = |(picture, label): (usize, Option<usize>)| {
             let at = picture * width + label?;
-            let (logit, slope) = self.of_label(logits[at]);
+            let (logit, slope) = self.label_logit(logits[at]);
             logits[at] = logit;
             Some((at, slope))
         };
@@ -80,7 +80,7 @@ impl Margin {
     }
 
     /// The label's logit with the margin, and its derivative by the logit without it.
-    fn of_label(&self, logit: f32) -> (f32, f64) {
+    fn label_logit(&self, logit: f32) -> (f32, f64) {
         let (scale, of) = (f64::from(self.scale), self.terms());
         let MarginTerms { limit, shift, .. } = of;
         let cos = (f64::from(logit) / scale).clamp(-1.0, 1.0);
@@ -109,16 +109,16 @@ mod tests {
         );
         for angle in [0.01, 0.3, 1.0, 1.57, 2.0, 2.6, 2.7, 3.0] {
             let cos = f64::cos(angle);
-            let (logit, slope) = arcface.of_label((64.0 * cos) as f32);
+            let (logit, slope) = arcface.label_logit((64.0 * cos) as f32);
             let (wanted, by_angle) = match angle + 0.5 < PI {
                 true => ((angle + 0.5).cos(), (angle + 0.5).sin() / angle.sin()),
                 false => (cos - 0.5 * 0.5f64.sin(), 1.0),
             };
             assert!((f64::from(logit) - 64.0 * wanted).abs() < 1e-2, "{angle}: {logit} {}", 64.0 * wanted);
             assert!((slope / by_angle - 1.0).abs() < 1e-2, "{angle}: {slope} {by_angle}");
-            let (logit, slope) = cosface.of_label((30.0 * cos) as f32);
+            let (logit, slope) = cosface.label_logit((30.0 * cos) as f32);
             assert!((f64::from(logit) - 30.0 * (cos - 0.4)).abs() < 1e-5 && slope == 1.0, "{angle}: {logit}");
         }
-        assert!(arcface.of_label(64.0).1.is_finite() && arcface.of_label(64.1).0.is_finite());
+        assert!(arcface.label_logit(64.0).1.is_finite() && arcface.label_logit(64.1).0.is_finite());
     }
 }

@@ -76,7 +76,7 @@ pub(super) fn build(
     let sizes = vec![network.clone()];
     let initial = PartOf::new(initial, &network, &executor.network)?;
     let mut engine = CpuEngine { threads, executor, sizes, network, plan, comm, average: None };
-    engine.set_from(&initial)?;
+    engine.set_parameters_from(&initial)?;
     if engine.executor.state.memory().is_some() {
         engine.comm.barrier()?;
     }
@@ -166,7 +166,7 @@ impl Engine for CpuEngine {
     fn predict(&mut self, batch: &Batch) -> Result<Vec<f32>, EngineError> {
         self.check_batch(batch)?;
         let executor = &mut self.executor;
-        self.threads.install(|| executor.infer(batch))
+        self.threads.install(|| executor.predict(batch))
     }
 
     fn parameters(&self) -> Result<NamedTensors, EngineError> {
@@ -175,7 +175,7 @@ impl Engine for CpuEngine {
     }
 
     fn set_parameters(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
-        self.set_from(values)
+        self.set_parameters_from(values)
     }
 
     fn average(&mut self, decay: f64) -> Result<(), EngineError> {
@@ -221,7 +221,7 @@ impl Engine for CpuEngine {
         let optimizer = self.executor.config.optimizer;
         let network = &self.executor.network;
         check::check_shapes(network, &to.slots, state_shapes(&optimizer, network))?;
-        let writes = self.writes();
+        let writes = self.writes_weights();
         let Executor { layout, state, .. } = &mut self.executor;
         state.updates = to.updates;
         if writes {
@@ -270,7 +270,7 @@ impl Engine for CpuEngine {
 
     fn broadcast_parameters(&mut self) -> Result<(), EngineError> {
         if let Some(groups) = &self.executor.groups {
-            let same_part = groups.statistics.of(Axes { model: false, height: true });
+            let same_part = groups.statistics.group(Axes { model: false, height: true });
             let mut own = self.parameters()?;
             distribution::broadcast(
                 &self.executor.network,
@@ -307,7 +307,7 @@ impl Engine for CpuEngine {
         let Executor { layout, state, config, .. } = &self.executor;
         let saving = match (self.plan.optimizer_sharding, self.comm.size()) {
             (false, _) | (_, 1) => String::new(),
-            _ if state.is_sharded() => format!("; {}", state.saving(layout.whole_len)),
+            _ if state.is_sharded() => format!("; {}", state.memory_saving_text(layout.whole_len)),
             _ => {
                 let bytes = 4 * config.optimizer.slots().len() * layout.whole_len;
                 format!("; optimizer state, {:.2} MB, is there once, too", bytes as f64 / 1e6)
@@ -344,9 +344,9 @@ impl Engine for CpuEngine {
 
 impl CpuEngine {
     /// See [`Engine::set_parameters`].
-    fn set_from(&mut self, values: &dyn TensorSource) -> Result<(), EngineError> {
+    fn set_parameters_from(&mut self, values: &dyn TensorSource) -> Result<(), EngineError> {
         check::check(&self.executor.network, values)?;
-        let writes = self.writes();
+        let writes = self.writes_weights();
         let Executor { layout, state, norms, .. } = &mut self.executor;
         self.threads.install(|| {
             if writes {
@@ -385,7 +385,7 @@ impl CpuEngine {
     }
 
     /// Whether this rank writes its weights: of ranks that share memory, only the first one does.
-    fn writes(&self) -> bool {
+    fn writes_weights(&self) -> bool {
         self.executor.state.memory().is_none() || self.comm.rank() == 0
     }
 

@@ -15,7 +15,7 @@ pub(super) struct Labels {
 }
 
 /// Collective: gathers the numbers of pictures and the labels of all ranks of the group.
-pub(super) fn gather(group: &Group, batch: &Batch) -> Result<(Pictures, Labels), CommError> {
+pub(super) fn gather_labels(group: &Group, batch: &Batch) -> Result<(Pictures, Labels), CommError> {
     let numbers = |values: &[u32]| values.iter().flat_map(|label| label.to_le_bytes()).collect::<Vec<u8>>();
     // The weight, the labels and, if pictures are mixed, the second labels.
     let lambda = batch.mixed().map_or(0.0, |(_, lambda)| lambda);
@@ -57,14 +57,14 @@ impl Classes<'_> {
     }
 
     /// The position of a class's logit, if this rank has it.
-    pub(super) fn place(&self, class: usize) -> Option<usize> {
+    pub(super) fn position(&self, class: usize) -> Option<usize> {
         let row = self.own.contains(&class).then(|| class - self.own.start)?;
-        self.sample.map_or(Some(row), |sample| sample.place(row))
+        self.sample.map_or(Some(row), |sample| sample.position(row))
     }
 }
 
 /// Collective: the largest logit of each picture of the group and its class, which is the first one of equal logits.
-pub(super) fn largest(
+pub(super) fn largest_logits(
     group: &Group,
     logits: &[f32],
     classes: &Classes<'_>,
@@ -96,7 +96,7 @@ pub(super) fn largest(
 
 /// Collective: [`super::loss::cross_entropy`] of all `pictures` of the group, of whose logits this rank has those of
 /// `classes`. `all_classes` is the number of classes of all ranks, which only `smoothing` uses. `best` is the result of
-/// [`largest`] for logits that are not smaller than these. The gradient, times `scale`, is written for all pictures;
+/// [`largest_logits`] for logits that are not smaller than these. The gradient, times `scale`, is written for all pictures;
 /// the loss is that of this rank's own.
 pub(super) fn cross_entropy(
     group: &Group,
@@ -109,7 +109,7 @@ pub(super) fn cross_entropy(
 ) -> Result<Loss, CommError> {
     let rows = || logits.chunks_exact(classes.len());
     let logit_of =
-        |row: &[f32], class: usize| classes.place(class).map_or(0.0, |place| f64::from(row[place]));
+        |row: &[f32], class: usize| classes.position(class).map_or(0.0, |place| f64::from(row[place]));
     let label = |picture: usize| labels.own[picture] as usize;
     let other = |picture: usize| labels.mixed.as_ref().map(|(others, _)| others[picture] as usize);
     let mut sums: Vec<f64> = rows()
@@ -134,7 +134,7 @@ pub(super) fn cross_entropy(
         // The first label's part of the target.
         let lambda = labels.mixed.as_ref().map_or(1.0, |(_, lambda)| f64::from(*lambda));
         let (label, other) = (label(picture), other(picture));
-        if pictures.own().contains(&picture) {
+        if pictures.own_range().contains(&picture) {
             let wanted_logit = lambda * of_label + (1.0 - lambda) * of_other;
             loss.sum += (1.0 - smoothing) * (log_sum - wanted_logit)
                 + even * (all_classes as f64 * log_sum - sum_of_logits);
@@ -145,7 +145,7 @@ pub(super) fn cross_entropy(
             };
             loss.correct += u64::from(predicted == wanted as f64 && !logit.is_nan());
         }
-        let (label, other) = (classes.place(label), other.and_then(|other| classes.place(other)));
+        let (label, other) = (classes.position(label), other.and_then(|other| classes.position(other)));
         for (place, (gradient, logit)) in gradient.iter_mut().zip(row).enumerate() {
             let mut target = even;
             if label == Some(place) {

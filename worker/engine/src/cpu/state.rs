@@ -25,7 +25,7 @@ use super::{
     sample::SampledRows,
 };
 use crate::sharding::Share;
-use bucket_sum::{first, keep, sum};
+use bucket_sum::{read_part, sum_over_ranks, write_part};
 use lockstep_comm::{
     CommError, ProcessGroup,
     shm::{SharedMemory, SharedSlice},
@@ -170,7 +170,7 @@ impl State {
             let range = &mut parameter_pieces[piece.parameter];
             *range = if range.start == range.end { index..index + 1 } else { range.start..index + 1 };
         }
-        let kept = match &memory {
+        let buffers = match &memory {
             // SAFETY: all bit patterns of numbers are valid; the module's order of steps prevents data races.
             Some(memory) => unsafe {
                 let bucket = |(at, range): (&usize, &Range<usize>)| match f64_gradients {
@@ -206,7 +206,7 @@ impl State {
                 }
             }
         };
-        let SharedBuffers { weights, optimizer_slots, gradients, counts, squares } = kept;
+        let SharedBuffers { weights, optimizer_slots, gradients, counts, squares } = buffers;
         let own = if memory.is_some() { comm.rank() as usize } else { 0 };
         let (buckets, steps, updates) = (layout.buckets.len(), 0, 0);
         let state = Self {
@@ -293,7 +293,7 @@ impl State {
                 let is_divided = self.model_group.is_some() || self.sharding.is_some();
                 self.open_tasks = if is_divided { self.pieces.len() } else { self.tasks.len() };
                 self.advance();
-                self.add_up_squares()?;
+                self.reduce_squares()?;
                 self.open_tasks = self.tasks.len();
                 self.advance();
                 let began = Instant::now();
@@ -311,7 +311,7 @@ impl State {
         self.steps += 1;
         self.updates += 1;
         self.keeps_gradients = false;
-        Ok((self.squares[0].iter().map(number).sum(), waited))
+        Ok((self.squares[0].iter().map(load_f64).sum(), waited))
     }
 
     /// The rank for which the others wait: a rank with an unfinished task, else the rank with the fewest completed buckets.
@@ -350,7 +350,7 @@ impl State {
         own.own_taken.fetch_add(1, Ordering::Relaxed);
         let Task { piece, work, .. } = self.tasks[index];
         // SAFETY: only this thread has taken the task, and no other thread uses the task's piece at this time.
-        unsafe { self.piece(piece, work) };
+        unsafe { self.run_piece(piece, work) };
         own.own_done.fetch_add(1, Ordering::Relaxed);
         counts.done.fetch_add(1, Ordering::AcqRel);
         if let Some(memory) = &self.memory {
@@ -361,7 +361,7 @@ impl State {
 
     /// # Safety
     /// No other thread uses this piece of weights, optimizer state and gradients during the call.
-    unsafe fn piece(&self, index: usize, work: Work) {
+    unsafe fn run_piece(&self, index: usize, work: Work) {
         let piece = &self.pieces[index];
         if work == Work::Orthogonalise {
             // SAFETY: the caller's promise; no other task of this parameter runs, because all of its sums are done.
@@ -391,9 +391,9 @@ impl State {
             let place = piece.in_bucket.start + from..piece.in_bucket.start + to;
             let gradient = &mut block[..to - from];
             if work == Work::Update {
-                first(&self.gradients[0][piece.bucket], place.clone(), gradient);
+                read_part(&self.gradients[0][piece.bucket], place.clone(), gradient);
             } else {
-                sum(&self.gradients, piece.bucket, place.clone(), gradient);
+                sum_over_ranks(&self.gradients, piece.bucket, place.clone(), gradient);
                 if !policy.frozen {
                     squares.add(gradient);
                 }
@@ -411,7 +411,7 @@ impl State {
                 self.update.prepare(policy, weights, slots, gradient);
                 of_prepared.add(gradient);
                 // SAFETY: as above. The prepared gradient replaces rank 0's gradient.
-                unsafe { keep(&self.gradients[0][piece.bucket], place, gradient) };
+                unsafe { write_part(&self.gradients[0][piece.bucket], place, gradient) };
             } else {
                 let mut update = |part: Range<usize>| {
                     let slots = slots.each_mut().map(|slot| slot.get_mut(part.clone()).unwrap_or_default());
@@ -448,7 +448,7 @@ impl State {
         let weights = unsafe { self.weights.part(first.range.start..last.range.end) };
         let mut prepared = vec![0.0; weights.len()];
         let place = first.in_bucket.start..last.in_bucket.end;
-        bucket_sum::first(&self.gradients[0][first.bucket], place, &mut prepared);
+        read_part(&self.gradients[0][first.bucket], place, &mut prepared);
         self.update.orthogonalise(shape, weights, &prepared);
     }
 
@@ -456,7 +456,7 @@ impl State {
     fn norms(&self, parameter: usize) -> [f64; 2] {
         let pieces = self.parameter_pieces[parameter].clone();
         let [_, weights, prepared] = &self.squares;
-        [prepared, weights].map(|of| of[pieces.clone()].iter().map(number).sum::<f64>().sqrt())
+        [prepared, weights].map(|of| of[pieces.clone()].iter().map(load_f64).sum::<f64>().sqrt())
     }
 }
 
@@ -467,6 +467,6 @@ fn policy(optimizer: &Optimizer, parameter: &ParameterPlace) -> ParameterPolicy 
     }
 }
 
-fn number(bits: &AtomicU64) -> f64 {
+fn load_f64(bits: &AtomicU64) -> f64 {
     f64::from_bits(bits.load(Ordering::Relaxed))
 }

@@ -1,6 +1,6 @@
 //! Communication between ranks that divide the optimizer's state ([`crate::sharding`]).
 
-use super::{State, number};
+use super::{State, load_f64};
 use crate::{
     cpu::{
         groups::{ByAxes, Group},
@@ -28,7 +28,7 @@ impl Sharding {
     /// `groups`: the ranks that reduce gradients, and so divide the state.
     pub(in crate::cpu) fn new(layout: &Layout, groups: ByAxes) -> Self {
         let share = |axes: &Axes| {
-            let group = groups.of(*axes);
+            let group = groups.group(*axes);
             Share { rank: group.rank() as usize, ranks: group.size() as usize }
         };
         let mut parameters: Vec<(Axes, Vec<usize>)> = Vec::new();
@@ -54,7 +54,7 @@ impl Sharding {
         let mut own = own.to_vec();
         own.resize(share.part_len(len), 0.0);
         all.resize(own.len() * share.ranks, 0.0);
-        self.groups.of(self.axes[bucket]).all_gather((&own).into(), all.into())
+        self.groups.group(self.axes[bucket]).all_gather((&own).into(), all.into())
     }
 
     /// Collective: completes `flat`, of which each rank has its own parts.
@@ -71,26 +71,26 @@ impl Sharding {
 
 impl State {
     /// Sums the pieces' squares over the ranks that have parts of the same parameters. Collective if such ranks exist.
-    pub(super) fn add_up_squares(&self) -> Result<(), CommError> {
+    pub(super) fn reduce_squares(&self) -> Result<(), CommError> {
         if let Some(sharding) = &self.sharding {
             for (axes, parameters) in &sharding.parameters {
-                self.add_up_squares_of(parameters, sharding.groups.of(*axes))?;
+                self.reduce_squares_of(parameters, sharding.groups.group(*axes))?;
             }
         }
         match &self.model_group {
-            Some(group) => self.add_up_squares_of(&self.split, group),
+            Some(group) => self.reduce_squares_of(&self.split, group),
             None => Ok(()),
         }
     }
 
     /// Sums the squares of parameters over the ranks that have their parts.
-    fn add_up_squares_of(&self, parameters: &[usize], group: &Group) -> Result<(), CommError> {
+    fn reduce_squares_of(&self, parameters: &[usize], group: &Group) -> Result<(), CommError> {
         let of_parameter = |parameter: &usize| {
             let pieces = self.parameter_pieces[*parameter].clone();
             self.squares.iter().map(move |of| &of[pieces.clone()])
         };
         let of_parameters = || parameters.iter().flat_map(of_parameter);
-        let mut sums: Vec<f64> = of_parameters().map(|pieces| pieces.iter().map(number).sum()).collect();
+        let mut sums: Vec<f64> = of_parameters().map(|pieces| pieces.iter().map(load_f64).sum()).collect();
         group.all_reduce((&mut sums).into())?;
         for (pieces, sum) in of_parameters().zip(sums) {
             // Only the sum over the pieces is used, so the first piece holds the total.
@@ -147,7 +147,7 @@ impl State {
     }
 
     /// The memory that sharding saves, as text, for optimizer state of `whole_len` values per slot.
-    pub(in crate::cpu) fn saving(&self, whole_len: usize) -> String {
+    pub(in crate::cpu) fn memory_saving_text(&self, whole_len: usize) -> String {
         let own: usize = self.optimizer_slots.iter().map(|slot| slot.len()).sum();
         saving_in_words(4 * own, 4 * self.optimizer_slots.len() * whole_len)
     }

@@ -8,7 +8,7 @@ use super::{
     layout::Layout,
     loss,
     reduce::Reducer,
-    sample::{Sample, SampledRows},
+    sample::{HeadParameter, Sample, SampledRows},
     split_loss::{self, Classes, Labels},
     state::{Sharding, State},
 };
@@ -327,9 +327,9 @@ impl Executor {
         let sample = Arc::new(Sample { rows });
         self.sample = Some(sample.clone());
         let parameter = |suffix: &str| -> Result<_, EngineError> {
-            let parameter = self.layout.parameter(&format!("{}.{suffix}", self.network.head()))?;
-            let range = &self.layout.parameters[parameter].range;
-            Ok((parameter, range.start, range.len() / own.len()))
+            let number = self.layout.parameter(&format!("{}.{suffix}", self.network.head()))?;
+            let range = &self.layout.parameters[number].range;
+            Ok(HeadParameter { number, offset: range.start, width: range.len() / own.len() })
         };
         Ok(Some(SampledRows { sample, parameters: [parameter("weight")?, parameter("bias")?] }))
     }

@@ -61,23 +61,36 @@ pub(super) fn forward(
 #[derive(Debug)]
 pub(super) struct SampledRows {
     pub(super) sample: Arc<Sample>,
-    /// For the weight and the bias: parameter number, offset in the flat buffer, and number of values of a row.
-    pub(super) parameters: [(usize, usize, usize); 2],
+    /// The weight and the bias of the last layer.
+    pub(super) parameters: [HeadParameter; 2],
+}
+
+/// A parameter of the last layer, with a row for each class.
+#[derive(Debug)]
+pub(super) struct HeadParameter {
+    /// The parameter's number in the layout.
+    pub(super) number: usize,
+    /// Offset in the flat buffer.
+    pub(super) offset: usize,
+    /// Number of values of a row.
+    pub(super) width: usize,
 }
 
 impl SampledRows {
     /// Calls `update` with each part of `range` that the step updates, relative to the start of `range`. `range` is a range of the flat buffer
     /// within parameter number `parameter`.
-    pub(super) fn each_part(
+    pub(super) fn for_each_part(
         &self,
         parameter: usize,
         range: Range<usize>,
         mut update: impl FnMut(Range<usize>),
     ) {
-        let Some((_, first, width)) = self.parameters.iter().find(|(of, ..)| *of == parameter) else {
+        let Some(&HeadParameter { offset, width, .. }) =
+            self.parameters.iter().find(|of| of.number == parameter)
+        else {
             return update(0..range.len());
         };
-        let (from, to) = (range.start - first, range.end - first);
+        let (from, to) = (range.start - offset, range.end - offset);
         let begin = self.sample.rows.partition_point(|row| (*row as usize + 1) * width <= from);
         for row in &self.sample.rows[begin..] {
             let row = *row as usize * width;

@@ -20,7 +20,7 @@ use super::{
     conv::ConvShape,
     groups::Group,
     layout::{Layout, ParameterPlace},
-    pieces::{self, Piece, Task, Work},
+    pieces::{self, Passes, Piece, Task, Work},
     reduce::Bucket,
     sample::SampledRows,
 };
@@ -157,14 +157,19 @@ impl State {
             shares.clone_from(&sharding.shares);
             pieces = pieces::pieces(layout, &shares);
         }
-        let in_two_passes = model_group.is_some() || sharding.is_some();
         let policies: Vec<ParameterPolicy> =
             layout.parameters.iter().map(|parameter| policy(&optimizer, parameter)).collect();
         let filters: Vec<_> = std::iter::zip(&layout.parameters, &policies)
             .map(|(parameter, policy)| parameter.conv.filter(|_| optimizer.is_muon() && policy.adapted))
             .collect();
-        let in_two = optimizer.needs_norms() || optimizer.is_muon();
-        let tasks = pieces::tasks(&pieces, in_two, in_two_passes, |parameter| filters[parameter].is_some());
+        // Where ranks have parts of a parameter, they add the parts' squares between the two passes.
+        let is_divided = model_group.is_some() || sharding.is_some();
+        let passes = match optimizer.needs_norms() || optimizer.is_muon() {
+            false => Passes::One,
+            true if is_divided => Passes::TwoPerStep,
+            true => Passes::TwoPerBucket,
+        };
+        let tasks = pieces::tasks(&pieces, passes, |parameter| filters[parameter].is_some());
         let mut parameter_pieces = vec![0..0; layout.parameters.len()];
         for (index, piece) in pieces.iter().enumerate() {
             let range = &mut parameter_pieces[piece.parameter];
@@ -421,7 +426,7 @@ impl State {
                     None => update(0..to - from),
                     Some(sampled) => {
                         let begin = piece.range.start;
-                        sampled.each_part(piece.parameter, begin + from..begin + to, update);
+                        sampled.for_each_part(piece.parameter, begin + from..begin + to, update);
                     }
                 }
             }

@@ -38,12 +38,12 @@ pub fn cuts(network: &Network, stages: usize) -> Result<Vec<usize>, String> {
         ));
     }
     let sum = |end: &usize| -> u64 { network.ops[..*end].iter().map(|op| multiply_adds(network, op)).sum() };
-    let until: Vec<u64> = ends.iter().map(sum).collect();
+    let cost_before: Vec<u64> = ends.iter().map(sum).collect();
     // Dynamic programming. By last part of the newest stage: the cost of the largest stage so far, and the cuts.
-    let mut best: Vec<(u64, Vec<usize>)> = until.iter().map(|cost| (*cost, Vec::new())).collect();
+    let mut best: Vec<(u64, Vec<usize>)> = cost_before.iter().map(|cost| (*cost, Vec::new())).collect();
     for _ in 1..stages {
         let ending_with = |last: usize| {
-            let largest = |cut: &usize| best[*cut].0.max(until[last] - until[*cut]);
+            let largest = |cut: &usize| best[*cut].0.max(cost_before[last] - cost_before[*cut]);
             let Some(cut) = (0..last).min_by_key(largest) else { return (u64::MAX, Vec::new()) };
             (largest(&cut), [&best[cut].1[..], &[ends[cut]]].concat())
         };

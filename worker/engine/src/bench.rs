@@ -147,12 +147,6 @@ impl Division {
     }
 }
 
-/// The number of groups of ranks with different pictures, and the number of `rank`'s group: ranks that share rows, and
-/// the stages of a pipeline, have the same pictures.
-fn readers(mesh: Mesh, rank: usize) -> [usize; 2] {
-    [mesh.data * mesh.model, mesh.data_rank(rank) * mesh.model + mesh.model_rank(rank)]
-}
-
 /// Trains `case` for 13 steps on the CPU with `threads` threads per rank and times the last ten. `precision` is that of the
 /// convolutions.
 ///
@@ -168,7 +162,7 @@ pub fn run(
     precision: Precision,
 ) -> Result<Measurement, String> {
     let mesh = division.plan(ranks).mesh;
-    if ranks == 0 || mesh.ranks() != ranks as usize || !case.batch_size.is_multiple_of(readers(mesh, 0)[0]) {
+    if ranks == 0 || mesh.ranks() != ranks as usize || !case.batch_size.is_multiple_of(mesh.readers()) {
         return Err(format!("a batch of {} cannot be divided over {ranks} ranks", case.batch_size));
     }
     if ranks == 1 {
@@ -214,8 +208,9 @@ fn run_rank(
 ) -> Result<Measurement, String> {
     let Division { classes, accumulate, .. } = *division;
     let ranks = comm.size();
-    let [readers, reader] = readers(division.plan(ranks).mesh, comm.rank() as usize);
-    let batch_size = case.batch_size / readers;
+    let mesh = division.plan(ranks).mesh;
+    let batch_size = case.batch_size / mesh.readers();
+    let reader = mesh.reader(comm.rank() as usize);
     let batch = synthetic(batch_size, case.image_size, classes.min(CLASSES), reader);
     let micro_batches = vec![Batch { global_samples: case.batch_size, ..batch }; accumulate];
     let how = OnDevice {
@@ -289,7 +284,7 @@ pub struct OnDevice {
 pub fn run_on_device(case: &Case, comm: Arc<dyn ProcessGroup>, how: OnDevice) -> Result<Measurement, String> {
     let (began, mesh, accumulate) =
         (Instant::now(), how.division.plan(comm.size()).mesh, how.division.accumulate);
-    if case.batch_size * mesh.data * mesh.model * accumulate > PICTURES {
+    if case.batch_size * mesh.readers() * accumulate > PICTURES {
         return Err(format!(
             "a step of the benchmark has at most {PICTURES} pictures; give a smaller batch or --accumulate"
         ));
@@ -316,7 +311,7 @@ pub fn run_on_device(case: &Case, comm: Arc<dyn ProcessGroup>, how: OnDevice) ->
     // If a rank left now, ranks that still wait for their last step would consider it dead.
     comm.barrier().map_err(|e| e.to_string())?;
     let steps = results.iter().skip(1).map(|r| (r.step_secs, r.all_reduce_secs)).collect();
-    let pictures = mesh.data * mesh.model * case.batch_size * accumulate;
+    let pictures = mesh.readers() * case.batch_size * accumulate;
     let measured = measurement(case, engine.as_ref(), (1, comm.size()), pictures, steps);
     Ok(Measurement { images_per_second: pictures as f64 / secs, first_step_secs, ..measured })
 }
@@ -397,10 +392,9 @@ fn batches<'a>(
     accumulate: usize,
     comm: &dyn ProcessGroup,
 ) -> impl Iterator<Item = Result<Batch, DataError>> + 'a {
-    let [readers, reader] = readers(mesh, comm.rank() as usize);
     let plan = EpochPlan {
-        rank: reader as u32,
-        world_size: readers as u32,
+        rank: mesh.reader(comm.rank() as usize) as u32,
+        world_size: mesh.readers() as u32,
         accumulate,
         drop_remainder: true,
         threads: 2,

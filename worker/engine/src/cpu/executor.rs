@@ -148,7 +148,7 @@ impl Executor {
         let f64_gradients = layout.whole_len <= F64_GRADIENTS_UP_TO;
         let norms = norms(&network, &ops);
         let tensors = network.tensors.len();
-        let data_ranks = (plan.mesh.data * plan.mesh.model) as u32;
+        let data_ranks = plan.mesh.readers() as u32;
         let (stage, stages) = network.stage();
         let max_in_flight = (stages - stage).min(config.accumulate.max(1));
         let in_flight = (1..max_in_flight).map(|_| InFlight::new(tensors, norms.len())).collect();

@@ -260,7 +260,7 @@ impl Workload {
     /// Number of pictures of a rank in a micro-batch. `None` if the pictures cannot be divided evenly over the ranks
     /// that see different pictures.
     fn pictures_of_rank(&self, mesh: Mesh) -> Option<u64> {
-        let parts = self.accumulate.max(1) * (mesh.data * mesh.model) as u64;
+        let parts = self.accumulate.max(1) * mesh.readers() as u64;
         (self.pictures >= parts && self.pictures.is_multiple_of(parts)).then(|| self.pictures / parts)
     }
 }
@@ -308,7 +308,7 @@ pub fn cost(network: &Network, plan: &Plan, machine: &Machine, work: &Workload) 
         return Err(format!(
             "the {} pictures of a step cannot be divided over {} ranks and {} micro-batches",
             work.pictures,
-            mesh.data * mesh.model,
+            mesh.readers(),
             work.accumulate
         ));
     };

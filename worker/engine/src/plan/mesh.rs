@@ -24,6 +24,17 @@ impl Mesh {
         self.data * self.height * self.model
     }
 
+    /// Number of groups of ranks with different pictures: ranks that share rows, and the stages of a pipeline, have the same
+    /// pictures.
+    pub fn readers(self) -> usize {
+        self.data * self.model
+    }
+
+    /// Number of `rank`'s group among these groups.
+    pub fn reader(self, rank: usize) -> usize {
+        self.data_rank(rank) * self.model + self.model_rank(rank)
+    }
+
     /// Number of the model group of `rank`: the ranks that share one copy of the network.
     pub fn model_group(self, rank: usize) -> usize {
         rank / self.model

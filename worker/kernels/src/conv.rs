@@ -149,6 +149,6 @@ pub fn backward_weight(s: &ConvShape, x: &[f32], dy: &[f32], dw: &mut [f32], scr
     let mut buffer = std::mem::take(&mut scratch.merged);
     let wide = buffer.get(merged.weight_len());
     weight::gradient(&merged, x, dy, wide, scratch);
-    grouped::part(s, &merged, wide, dw);
+    grouped::extract(s, &merged, wide, dw);
     scratch.merged = buffer;
 }

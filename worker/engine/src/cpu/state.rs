@@ -30,7 +30,7 @@ use lockstep_comm::{
     CommError, ProcessGroup,
     shm::{SharedMemory, SharedSlice},
 };
-use lockstep_kernels::optimizer::{Lanes, Optimizer, ParameterPolicy, Slots, Update};
+use lockstep_kernels::optimizer::{Optimizer, ParameterPolicy, Slots, SquareSum, Update};
 pub(super) use sharding::Sharding;
 use std::{
     ops::Range,
@@ -389,7 +389,7 @@ impl State {
             Work::Sum => (0.0, policy.decay),
             _ => self.update.rates(policy, || self.norms(piece.parameter)),
         };
-        let [mut squares, mut of_weights, mut of_prepared] = [Lanes::default(); 3];
+        let [mut squares, mut of_weights, mut of_prepared] = [SquareSum::default(); 3];
         let mut block = [0.0f32; BLOCK];
         for from in (0..weights.len()).step_by(BLOCK) {
             let to = weights.len().min(from + BLOCK);
@@ -432,8 +432,8 @@ impl State {
             }
         }
         if work != Work::Update {
-            for (kept, lanes) in self.squares.iter().zip([squares, of_weights, of_prepared]) {
-                kept[index].store(lanes.sum().to_bits(), Ordering::Relaxed);
+            for (kept, squares) in self.squares.iter().zip([squares, of_weights, of_prepared]) {
+                kept[index].store(squares.sum().to_bits(), Ordering::Relaxed);
             }
         }
     }

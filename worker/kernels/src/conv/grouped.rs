@@ -29,7 +29,7 @@ pub(super) fn merge<'a>(s: &ConvShape, merged: &ConvShape, w: &'a [f32], to: &'a
 }
 
 /// Extracts the gradients of the weights of `s` from those of `merged`.
-pub(super) fn part(s: &ConvShape, merged: &ConvShape, wide: &[f32], dw: &mut [f32]) {
+pub(super) fn extract(s: &ConvShape, merged: &ConvShape, wide: &[f32], dw: &mut [f32]) {
     each_weight(s, merged, |own, at| dw[own] = wide[at]);
 }
 

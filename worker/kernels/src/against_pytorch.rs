@@ -23,9 +23,13 @@ fn cases(op: &str, check: impl FnMut(&Fixtures<'_>, &str, &[usize])) {
     cases_in("operations.safetensors", op, check);
 }
 
+/// The contents of a file in `tests/pytorch/fixtures`.
+fn read(file: &str) -> Vec<u8> {
+    std::fs::read(format!("{}/../../tests/pytorch/fixtures/{file}", env!("CARGO_MANIFEST_DIR"))).unwrap()
+}
+
 fn cases_in(file: &str, op: &str, mut check: impl FnMut(&Fixtures<'_>, &str, &[usize])) {
-    let path = format!("{}/../../tests/pytorch/fixtures/{file}", env!("CARGO_MANIFEST_DIR"));
-    let bytes = std::fs::read(path).unwrap();
+    let bytes = read(file);
     let fixtures = Fixtures(SafeTensors::deserialize(&bytes).unwrap());
     let mut names: Vec<String> = fixtures
         .0
@@ -250,8 +254,7 @@ struct Weighted {
 fn cross_entropy_with_class_weights() {
     const BATCH: usize = 6;
     const CLASSES: usize = 5;
-    let path = format!("{}/../../tests/pytorch/fixtures/class_weights.json", env!("CARGO_MANIFEST_DIR"));
-    let cases: Vec<Weighted> = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    let cases: Vec<Weighted> = serde_json::from_slice(&read("class_weights.json")).unwrap();
     assert_eq!(cases.len(), 4);
     for (number, case) in cases.iter().enumerate() {
         let name = format!("class_weights.{number}");
@@ -307,8 +310,7 @@ struct Filters {
 
 #[test]
 fn muon_step_by_step() {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/pytorch/fixtures/muon.json");
-    let fixture: BTreeMap<String, Filters> = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    let fixture: BTreeMap<String, Filters> = serde_json::from_slice(&read("muon.json")).unwrap();
     assert_eq!(fixture.len(), 3);
     for (name, Filters { shape: [out_c, in_c, kernel], momentum, lr, weights }) in fixture {
         let shape = ConvShape {
@@ -370,8 +372,7 @@ struct Implementation {
 
 #[test]
 fn adamw_and_lamb_step_by_step() {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/pytorch/fixtures/optimizers.json");
-    let fixture: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    let fixture: serde_json::Value = serde_json::from_slice(&read("optimizers.json")).unwrap();
     let ways: BTreeMap<String, Implementation> = serde_json::from_value(fixture["steps"].clone()).unwrap();
     assert_eq!(ways.len(), 6);
     for (name, way) in ways {

@@ -1,9 +1,12 @@
 //! Tests the CPU engine's convolutions against the definition, summed in float64, and compares results on
 //! different numbers of threads.
 
-use lockstep_kernels::conv::{
-    ConvShape, Format, Instructions, Scratch, backward_input, backward_weight, forward, forward_with_sums,
-    weight_from_oihw, weight_to_oihw,
+use lockstep_kernels::{
+    conv::{
+        ConvShape, Format, Instructions, Scratch, backward_input, backward_weight, forward,
+        forward_with_sums, weight_from_oihw, weight_to_oihw,
+    },
+    synthetic,
 };
 
 /// `[batch, height, width, in_c, out_c, kernel, stride, padding]`.
@@ -17,16 +20,8 @@ fn grouped(groups: usize, v: [usize; 8]) -> ConvShape {
     ConvShape { groups, ..shape(v) }
 }
 
-/// Pseudorandom values in -1..1, equal on all machines.
 fn values(len: usize, seed: u64) -> Vec<f32> {
-    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
-    let mut next = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
-    };
-    (0..len).map(|_| next()).collect()
+    synthetic::values(&format!("conv.{seed}"), len)
 }
 
 struct Passes {

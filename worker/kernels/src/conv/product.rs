@@ -51,19 +51,14 @@ impl Axis {
 
 impl Pass {
     pub(super) fn forward(s: &ConvShape) -> Self {
-        let axis = |src: usize, dst: usize, padding: usize| {
-            Axis::new(dst, s.kernel, |d, k| {
-                (d * s.stride + k).checked_sub(padding).filter(|position| *position < src)
-            })
-        };
         Pass {
             batch: s.batch,
             src: [s.in_h, s.in_w, s.in_c],
             dst: [s.out_h(), s.out_w(), s.out_c],
             kernel: s.kernel,
             cardinality: s.groups,
-            rows: axis(s.in_h, s.out_h(), s.row_padding),
-            columns: axis(s.in_w, s.out_w(), s.padding),
+            rows: Axis::new(s.out_h(), s.kernel, |row, k| s.input_row(row, k)),
+            columns: Axis::new(s.out_w(), s.kernel, |column, k| s.input_column(column, k)),
         }
     }
 

@@ -358,12 +358,12 @@ impl Executor {
         let mut gradient = self.pool.alloc(len);
         let mut values = std::mem::take(&mut self.activations[tensor]);
         let logits = &mut values[..len];
-        let put_margin = |logits: &mut [f32], labels: &[u32]| {
+        let add_margin = |logits: &mut [f32], labels: &[u32]| {
             let labels = labels.iter().map(|label| classes.position(*label as usize));
             let margin = self.config.loss.margin.as_ref();
             margin.map_or_else(Vec::new, |margin| margin.apply_margin(logits, classes.len(), labels))
         };
-        let mut with_margin = Vec::new();
+        let mut margin_slopes = Vec::new();
         let smoothing = self.config.loss.label_smoothing;
         let own = self.network.part.as_ref().and_then(|part| part.channels(tensor));
         let loss = match (own, &self.groups) {
@@ -371,7 +371,7 @@ impl Executor {
             (Some(_), Some(groups)) => {
                 // Accuracy is computed without the margin.
                 let best = split_loss::largest_logits(&groups.model, logits, &classes)?;
-                with_margin = put_margin(logits, &labels.own);
+                margin_slopes = add_margin(logits, &labels.own);
                 let (all, into) = ((&self.pictures, labels), (&mut gradient[..], scale));
                 let of = (&classes, all_classes);
                 split_loss::cross_entropy(&groups.model, logits, all, of, &best, smoothing, into)?
@@ -386,15 +386,15 @@ impl Executor {
                     (mixed.as_ref().map(|(of, by)| (&of[..], *by)), (&mut gradient[..], scale));
                 let has_margin = self.config.loss.margin.is_some();
                 let count = classes.len();
-                let without =
+                let without_margin =
                     has_margin.then(|| loss::cross_entropy(logits, &labels, None, count, 0.0, None, None));
-                with_margin = put_margin(logits, &batch.labels);
+                margin_slopes = add_margin(logits, &batch.labels);
                 let weights = self.config.loss.class_weights.as_deref();
                 let loss = loss::cross_entropy(logits, &labels, mixed, count, smoothing, weights, Some(into));
-                loss::Loss { correct: without.unwrap_or(loss).correct, ..loss }
+                loss::Loss { correct: without_margin.unwrap_or(loss).correct, ..loss }
             }
         };
-        with_margin.into_iter().for_each(|(at, slope)| gradient[at] *= slope as f32);
+        margin_slopes.into_iter().for_each(|(at, slope)| gradient[at] *= slope as f32);
         self.activations[tensor] = values;
         self.gradient_parts[tensor].push(gradient);
         Ok(loss)

@@ -211,7 +211,7 @@ fn run_rank(
     let mesh = division.plan(ranks).mesh;
     let batch_size = case.batch_size / mesh.readers();
     let reader = mesh.reader(comm.rank() as usize);
-    let batch = synthetic(batch_size, case.image_size, classes.min(CLASSES), reader);
+    let batch = synthetic_batch(batch_size, case.image_size, classes.min(CLASSES), reader);
     let micro_batches = vec![Batch { global_samples: case.batch_size, ..batch }; accumulate];
     let how = OnDevice {
         device: registry::device_of(None, Device::Cpu),
@@ -289,7 +289,7 @@ pub fn run_on_device(case: &Case, comm: Arc<dyn ProcessGroup>, how: OnDevice) ->
             "a step of the benchmark has at most {PICTURES} pictures; give a smaller batch or --accumulate"
         ));
     }
-    let (mut engine, data) = on_device(case, comm.clone(), how)?;
+    let (mut engine, data) = build_with_data(case, comm.clone(), how)?;
     let mut batches = batches(&data, case, mesh, accumulate, comm.as_ref());
     let mut run = |steps: u64| -> Result<Vec<StepResult>, String> {
         let mut results = Vec::new();
@@ -323,7 +323,7 @@ pub fn run_on_device(case: &Case, comm: Arc<dyn ProcessGroup>, how: OnDevice) ->
 #[cfg(test)]
 pub(super) fn profile(case: &Case, how: OnDevice) -> Result<Vec<(String, f64)>, String> {
     let mesh = how.division.plan(1).mesh;
-    let (mut engine, data) = on_device(case, Arc::new(SingleRank), how)?;
+    let (mut engine, data) = build_with_data(case, Arc::new(SingleRank), how)?;
     let mut batches = batches(&data, case, mesh, 1, &SingleRank);
     let mut next = || batches.next().ok_or("the data ended")?.map_err(|e| e.to_string());
     // The first steps load kernels.
@@ -334,7 +334,7 @@ pub(super) fn profile(case: &Case, how: OnDevice) -> Result<Vec<(String, f64)>, 
 }
 
 /// Builds the engine, and a synthetic dataset with the size of CIFAR-10.
-fn on_device(
+fn build_with_data(
     case: &Case,
     comm: Arc<dyn ProcessGroup>,
     how: OnDevice,
@@ -404,7 +404,7 @@ fn batches<'a>(
 }
 
 /// A batch of synthetic pictures. Speed does not depend on their content.
-fn synthetic(pictures: usize, image_size: usize, classes: usize, reader: usize) -> Batch {
+fn synthetic_batch(pictures: usize, image_size: usize, classes: usize, reader: usize) -> Batch {
     Batch {
         images: values(&format!("bench.{reader}"), pictures * image_size * image_size * 3),
         labels: (0..pictures).map(|i| (i % classes) as u32).collect(),

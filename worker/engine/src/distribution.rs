@@ -75,7 +75,7 @@ impl<'a> Distribution<'a> {
                 let read = |part: &Slice, from: usize, to: &mut [f32]| {
                     part.read(from, to, |at, to| to.copy_from_slice(&given[at..at + to.len()]));
                 };
-                each_piece(&parts, |rank, part, from, piece| {
+                for_each_piece(&parts, |rank, part, from, piece| {
                     if rank == 0 {
                         return Ok(());
                     }
@@ -108,7 +108,7 @@ impl<'a> Distribution<'a> {
         optimizer: &Optimizer,
         slots: impl FnOnce(bool) -> Result<Option<OptimizerState>, EngineError>,
     ) -> Result<Contribution, EngineError> {
-        let keeps = self.copy().any(|rank| writers.include(rank));
+        let keeps = self.ranks_of_copy().any(|rank| writers.include(rank));
         // One kind after another, so that a rank has copies of few of its parts at a time.
         let mut state = StateDict::default();
         if keeps {
@@ -144,10 +144,10 @@ impl<'a> Distribution<'a> {
         let mut whole = NamedTensors::new();
         for (name, shape) in shapes {
             let (to, mine) = (writer(&name), own.remove(&name));
-            if self.copy().all(|of_copy| of_copy != to) {
+            if self.ranks_of_copy().all(|of_copy| of_copy != to) {
                 continue;
             }
-            let mut parts = self.parts(self.copy(), &name, &shape);
+            let mut parts = self.parts(self.ranks_of_copy(), &name, &shape);
             if parts.iter().all(|(_, part)| part.is_all()) {
                 // One rank suffices: the writer, if the tensor is of its stage.
                 let at = parts.iter().position(|(rank, _)| *rank == to).unwrap_or(0);
@@ -158,7 +158,7 @@ impl<'a> Distribution<'a> {
                 Some(tensor) if rank == to && parts.len() == 1 && sends => drop(whole.insert(name, tensor)),
                 mine if rank == to => {
                     let mut values = vec![0.0; shape.iter().product()];
-                    each_piece(&parts, |from, part, at, piece| {
+                    for_each_piece(&parts, |from, part, at, piece| {
                         match &mine {
                             Some(tensor) if from == rank => {
                                 piece.copy_from_slice(&tensor.values[at..at + piece.len()]);
@@ -182,7 +182,7 @@ impl<'a> Distribution<'a> {
     }
 
     /// The ranks of this rank's copy of the network: the ranks of all stages with the same coordinates on the axes `data` and `height`.
-    fn copy(&self) -> impl Iterator<Item = u32> {
+    fn ranks_of_copy(&self) -> impl Iterator<Item = u32> {
         let of_stage = self.mesh.ranks_of_stage() as u32;
         let model = self.mesh.model as u32;
         let first = self.comm.rank() % of_stage / model * model;
@@ -205,7 +205,7 @@ impl<'a> Distribution<'a> {
 
 /// Calls `each` for each piece of each part of a tensor: with the part's rank, the part, the number of the piece's first value in the part, and
 /// memory for the piece. The ranks take turns, so that no rank waits for all pieces of another one.
-fn each_piece(
+fn for_each_piece(
     parts: &[(u32, Slice)],
     mut each: impl FnMut(u32, &Slice, usize, &mut [f32]) -> Result<(), CommError>,
 ) -> Result<(), CommError> {

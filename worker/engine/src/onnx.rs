@@ -59,8 +59,8 @@ fn graph(
 ) -> Result<Graph, EngineError> {
     let mut graph = Graph { name: network.arch.clone(), ..Graph::default() };
     let side = network.image_size;
-    graph.input.push(value("input", &[network.channels, side, side]));
-    graph.output.push(value("output", &[network.tensors[network.logits()].len()]));
+    graph.input.push(value_info("input", &[network.channels, side, side]));
+    graph.output.push(value_info("output", &[network.tensors[network.logits()].len()]));
     let (description, _) = network.describe();
     // Names of values, by tensor.
     let mut values = vec![String::from("input"); network.tensors.len()];
@@ -76,14 +76,14 @@ fn graph(
                     _ => None,
                 });
                 if let Some(norm) = norm {
-                    let (scaled, shift) = folded(&tensors[&weight], norm, tensors);
+                    let (scaled, shift) = fold_into_convolution(&tensors[&weight], norm, tensors);
                     graph.initializer.extend([tensor(&weight, &scaled), tensor(&bias, &shift)]);
                     inputs.extend([weight, bias]);
                 } else {
                     graph.initializer.push(tensor(&weight, &tensors[&weight]));
                     inputs.push(weight);
                 }
-                let mut attributes = window(*kernel, *stride, *padding);
+                let mut attributes = window_attributes(*kernel, *stride, *padding);
                 attributes.push(Attribute::int("group", *groups));
                 ("Conv", attributes)
             }
@@ -102,7 +102,9 @@ fn graph(
             }
             Op::Relu { .. } => ("Relu", Vec::new()),
             Op::Add { .. } => ("Add", Vec::new()),
-            Op::MaxPool { kernel, stride, padding, .. } => ("MaxPool", window(*kernel, *stride, *padding)),
+            Op::MaxPool { kernel, stride, padding, .. } => {
+                ("MaxPool", window_attributes(*kernel, *stride, *padding))
+            }
             Op::GlobalAveragePool { .. } => {
                 graph.node.push(node("GlobalAveragePool", &name, inputs, &name, Vec::new()));
                 inputs = vec![name];
@@ -149,7 +151,11 @@ fn graph(
 
 /// Weight and bias of the convolution that computes `gamma (conv(x) - mean) / sqrt(var + epsilon) + beta`, with the
 /// parameters and running statistics of the batch norm `norm`.
-fn folded(weight: &HostTensor, norm: &str, tensors: &NamedTensors) -> (HostTensor, HostTensor) {
+fn fold_into_convolution(
+    weight: &HostTensor,
+    norm: &str,
+    tensors: &NamedTensors,
+) -> (HostTensor, HostTensor) {
     let of = |suffix: &str| tensors[&format!("{norm}.{suffix}")].values.iter().map(|&value| f64::from(value));
     let factors: Vec<f64> =
         of("weight").zip(of("running_var")).map(|(gamma, var)| gamma / (var + EPSILON).sqrt()).collect();
@@ -164,7 +170,7 @@ fn folded(weight: &HostTensor, norm: &str, tensors: &NamedTensors) -> (HostTenso
 }
 
 /// Attributes of a square window.
-fn window(kernel: usize, stride: usize, padding: usize) -> Vec<Attribute> {
+fn window_attributes(kernel: usize, stride: usize, padding: usize) -> Vec<Attribute> {
     vec![
         Attribute::ints("kernel_shape", [kernel; 2]),
         Attribute::ints("strides", [stride; 2]),
@@ -186,7 +192,7 @@ fn tensor(name: &str, from: &HostTensor) -> Tensor {
 }
 
 /// An input or output of the graph. `shape` is the shape of one picture's values.
-fn value(name: &str, shape: &[usize]) -> ValueInfo {
+fn value_info(name: &str, shape: &[usize]) -> ValueInfo {
     let batch = Dimension { dim_value: None, dim_param: Some(BATCH.into()) };
     let sizes = shape.iter().map(|&size| Dimension { dim_value: Some(size as i64), dim_param: None });
     let shape = TensorShape { dim: std::iter::once(batch).chain(sizes).collect() };
@@ -275,7 +281,8 @@ mod tests {
             ("n.running_mean".into(), tensor(&[2], &[4.0, 1.0])),
             ("n.running_var".into(), tensor(&[2], &[var(0.5), var(2.0)])),
         ]);
-        let (weight, bias) = folded(&tensor(&[2, 2, 1, 1], &[1.0, 2.0, 3.0, 4.0]), "n", &tensors);
+        let (weight, bias) =
+            fold_into_convolution(&tensor(&[2, 2, 1, 1], &[1.0, 2.0, 3.0, 4.0]), "n", &tensors);
         let near = |found: &[f32], expected: &[f32]| {
             assert!(found.iter().zip(expected).all(|(a, b)| (a - b).abs() < 1e-5 * b.abs()), "{found:?}");
         };

@@ -175,7 +175,7 @@ fn resnet20_at_28_and_32_pixels() {
 
 /// For ranks that share rows, the input includes the rows above and below.
 #[test]
-fn padding_of_columns_only() {
+fn columns_can_have_padding_without_rows() {
     let shapes = [[2, 9, 8, 16, 16, 3, 1, 1], [3, 13, 8, 3, 64, 7, 2, 3], [2, 5, 6, 16, 24, 3, 2, 1]];
     check_all(&shapes.map(|v| ConvShape { row_padding: 0, ..shape(v) }));
     check_all(&[ConvShape { row_padding: 0, ..grouped(4, [2, 6, 5, 32, 32, 3, 1, 1]) }]);
@@ -228,7 +228,7 @@ fn resnet50_with_the_large_stem() {
 }
 
 #[test]
-fn odd_shapes() {
+fn odd_shapes_match_the_definition() {
     check(&[
         [1, 1, 1, 1, 1, 1, 1, 0],
         [1, 5, 7, 3, 5, 3, 1, 1],
@@ -259,7 +259,7 @@ fn resnexts_of_4_to_64_channels_per_group() {
 }
 
 #[test]
-fn odd_shapes_in_groups() {
+fn odd_grouped_shapes_match_the_definition() {
     check_all(&[
         grouped(3, [1, 5, 7, 6, 9, 3, 1, 1]),
         grouped(5, [7, 9, 5, 20, 10, 3, 2, 1]),

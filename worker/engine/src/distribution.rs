@@ -1,5 +1,6 @@
-//! How the tensors of a network are distributed over the ranks of a plan. A checkpoint has whole tensors, and an engine has its rank's parts.
-//! For a checkpoint, parts are sent only to the rank that writes the tensor, and only this rank has memory for the whole tensor.
+//! How the tensors of a network are distributed over the ranks of a plan. A checkpoint has whole tensors; an engine has the
+//! parts of its rank. For a checkpoint, the parts of a tensor are sent only to the rank that writes the tensor, and only that rank
+//! has memory for the whole tensor.
 
 use super::{
     Contribution, Engine, EngineError, HostTensor, NamedTensors, Optimizer, OptimizerState, StateDict,
@@ -99,8 +100,8 @@ impl<'a> Distribution<'a> {
         Ok(tensors)
     }
 
-    /// Collective: what this rank, with this engine, contributes to a checkpoint. `slots` returns the engine's optimizer state, or `None` without
-    /// `keep`; where ranks divide the state, `slots` is collective.
+    /// Collective: what this rank, with this engine, contributes to a checkpoint. `slots(true)` returns the engine's optimizer
+    /// state, and `slots(false)` returns `None`. Where ranks divide the state, `slots` is collective.
     pub(super) fn contribution(
         &self,
         engine: &dyn Engine,

@@ -239,7 +239,8 @@ pub trait Engine: Send {
     /// [`EngineError::Parameters`] names tensors that are missing, unknown or of another shape; no state has changed then. The
     /// device fails.
     fn set_parameters(&mut self, values: &NamedTensors) -> Result<(), EngineError>;
-    /// The state of the optimizer for this rank's parameters. Where ranks divide the state of a parameter, zeros stand for other ranks' parts.
+    /// The state of the optimizer for this rank's parameters. Where ranks divide the state of a parameter, the parts of other
+    /// ranks are zeros.
     ///
     /// # Errors
     /// The device fails.
@@ -286,8 +287,8 @@ pub trait Engine: Send {
     fn precision(&self) -> Precision {
         Precision::Fp32
     }
-    /// Collective: this rank's contribution to a checkpoint, in whole tensors. Of ranks that do not write, only those copy state off the device
-    /// that have a part of a tensor that another rank writes.
+    /// Collective: this rank's contribution to a checkpoint, in whole tensors. A rank that does not write copies state off the
+    /// device only if it has a part of a tensor that another rank writes.
     ///
     /// # Errors
     /// The device fails.
@@ -304,15 +305,15 @@ pub trait Engine: Send {
             loss_scaling: self.loss_scaling()?,
         })
     }
-    /// After a collective method has failed because another rank is gone: resets this rank's state ([`Engine::own_state`]) to the end of its
-    /// newest finished step, and returns the results of finished steps that have not been returned yet, oldest first. `None`: the state may
-    /// mix two steps or cannot be read, and must be discarded.
+    /// Resets this rank's state ([`Engine::own_state`]) to the end of the newest finished step, after a collective method has
+    /// failed because another rank is gone. Returns the results of finished steps that have not been returned yet, oldest first.
+    /// `None`: the state may mix two steps or cannot be read, and must be discarded.
     fn undo_unfinished_steps(&mut self) -> Option<Vec<StepResult>> {
         None
     }
-    /// Collective: continues from `state`, this rank's own state ([`Engine::own_state`], [`Distribution::scatter`]). Where ranks share memory,
-    /// callers need a barrier before and after: no rank may use the old state once a rank calls this, nor the new state before all ranks have
-    /// returned.
+    /// Collective: continues from `state`, this rank's own state ([`Engine::own_state`], [`Distribution::scatter`]). Where ranks
+    /// share memory, callers need a barrier before and after the call: no rank may use the old state after another rank has called
+    /// this, or the new state before all ranks have returned.
     ///
     /// # Errors
     /// As for [`Engine::set_parameters`] and [`Engine::set_optimizer_state`]. State before the faulty tensor has been replaced.

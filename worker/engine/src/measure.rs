@@ -16,7 +16,7 @@ use std::{sync::Arc, time::Instant};
 const CLASSES: usize = 1000;
 /// Numbers of classes of wide heads. Each is measured for networks with more classes than the previous number.
 pub const WIDE: [usize; 2] = [65_536, 524_288];
-/// A wide head is measured if its weights, gradients and momentum need at most one part in this many of the memory.
+/// A wide head is measured if its weights, gradients and momentum need at most a quarter of the memory.
 const HEAD_MEMORY: usize = 4;
 /// Number of untimed steps, which load kernels and allocate memory.
 const WARM_UP: usize = 3;

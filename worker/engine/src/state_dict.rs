@@ -15,10 +15,10 @@ use std::{
 pub struct StateDict {
     /// Weights, biases and running statistics.
     pub parameters: NamedTensors,
-    /// The optimizer's named slots; `None`: the engine keeps its current slots.
+    /// The optimizer's named slots. `None`: loading this state does not change the engine's slots.
     pub optimizer: Option<OptimizerState>,
-    /// The moving average of the parameters; with [`AverageOn::EveryRank`], only of the parameters that this rank writes. `None` if this rank
-    /// keeps no average.
+    /// The moving average of the parameters; with [`AverageOn::EveryRank`], only of the parameters that this rank writes.
+    /// `None` if this rank keeps no average.
     pub average: Option<NamedTensors>,
     /// The loss scaling of float16.
     pub loss_scaling: Option<LossScaling>,

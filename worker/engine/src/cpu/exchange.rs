@@ -49,8 +49,8 @@ impl Region {
     }
 }
 
-/// Sends each rank `r` of `group` the values of the region `to[r]`, summed over all ranks that have them; rank `r` has the region `from[r]`.
-/// `x` holds this rank's `from` region. `y`, this rank's `to` region, is overwritten.
+/// Rank `r` of `group` has the region `from[r]` and gets the region `to[r]`. A value that several ranks have is summed over these
+/// ranks. `x` has the values of this rank's `from` region; `y` is overwritten with those of its `to` region.
 ///
 /// In each round every rank exchanges with exactly one other rank, so there are no chains of waiting ranks.
 pub(super) fn exchange(
@@ -227,8 +227,8 @@ mod tests {
         }
     }
 
-    /// For windows of any size, stride and padding, over rows that do not divide evenly: a row arrives in its place at each rank whose windows
-    /// reach it, and nowhere else. The backward pass is the transpose.
+    /// For windows of any size, stride and padding, over rows that do not divide evenly: a row arrives in its place at each rank
+    /// whose windows reach it, and nowhere else. The backward pass is the transpose.
     #[test]
     fn halo_exchanges_deliver_rows_and_sum_their_gradients() {
         const ABOVE: isize = 16;

@@ -117,7 +117,7 @@ pub(super) struct Executor {
     pub(super) gradient_parts: Vec<Vec<Vec<f32>>>,
     /// By output tensor of a max pooling: the window position of each maximum.
     pub(super) argmax: Vec<Vec<u8>>,
-    /// Activations of all but one of the micro-batches that are between their passes.
+    /// Micro-batches between their forward and backward passes, except one: its activations are in the fields above.
     pub(super) in_flight: Vec<InFlight>,
     /// Gradient of a stage's input that has not been sent to the stage before yet.
     pub(super) input_gradient: Option<Vec<f32>>,
@@ -274,7 +274,7 @@ impl Executor {
         self.send_input_gradient()?;
         let square_sum = self.update()?;
         (self.running_before, self.sample) = (None, None);
-        // Only the last stage has measured something, and each has the gradient of its own parameters.
+        // Only the last stage has a loss and predictions. Each stage has the gradients of its own parameters.
         let mut sums = [square_sum, measured.sum, measured.correct as f64];
         if let Some(groups) = &self.groups {
             groups.stage.all_reduce((&mut sums).into())?;
@@ -303,8 +303,8 @@ impl Executor {
         split.map_or(0..self.network.classes, |(own, _)| own)
     }
 
-    /// Collective over all ranks: chooses the classes of a step. Ranks with the same classes have different labels but sum their gradients, so
-    /// the sample includes the labels of all ranks and of all micro-batches.
+    /// Collective over all ranks: chooses the classes of a step. Ranks with the same classes have different labels but sum their
+    /// gradients, so the sample includes the labels of all ranks and of all micro-batches.
     pub(super) fn choose_classes(&mut self, batches: &[Batch]) -> Result<Option<SampledRows>, EngineError> {
         let loss = &self.config.loss;
         if !loss.samples() {

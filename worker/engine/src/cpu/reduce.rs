@@ -90,8 +90,8 @@ impl Reducer {
         Ok(Self { transport, waited: TimesByAxes::default() })
     }
 
-    /// Sums `values` over all ranks along `data` and `axes`. While this rank waits in shared memory it calls `idle`, which does some other work, or
-    /// returns false if there is none.
+    /// Sums `values` over all ranks along `data` and `axes`. While this rank waits in shared memory, it calls `idle`, which does some
+    /// other work. `idle` returns false if there is no other work.
     pub(super) fn statistics(
         &mut self,
         values: &mut Vec<f64>,

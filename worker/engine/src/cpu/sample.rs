@@ -77,8 +77,8 @@ pub(super) struct HeadParameter {
 }
 
 impl SampledRows {
-    /// Calls `update` with each part of `range` that the step updates, relative to the start of `range`. `range` is a range of the flat buffer
-    /// within parameter number `parameter`.
+    /// Calls `update` with each part of `range` that the step updates, relative to the start of `range`. `range` is a part of the
+    /// flat buffer, within parameter number `parameter`.
     pub(super) fn for_each_part(
         &self,
         parameter: usize,

@@ -87,7 +87,10 @@ impl Fusion<'_> {
                 FusedOp::MaxPool { input, output, kernel, stride, padding }
             }
             Op::GlobalAveragePool { input, output } => {
-                let block_end = |op: &FusedOp| matches!(op, FusedOp::Norm(norm) if norm.output == input && norm.relu && norm.shortcut.is_some());
+                let block_end = |op: &FusedOp| match op {
+                    FusedOp::Norm(norm) => norm.output == input && norm.relu && norm.shortcut.is_some(),
+                    _ => false,
+                };
                 let gradient_in_norm = self.capabilities.norm_average_pool
                     && reads(self.network, input) == 1
                     && self.ops.iter().any(block_end);
@@ -153,7 +156,8 @@ impl Fusion<'_> {
         self.ops.push(FusedOp::Norm(norm));
     }
 
-    /// Defers the batch norm that produces `tensor` to the addition that is its only reader. `None`: `tensor` has other readers, or is fused.
+    /// Defers the batch norm that produces `tensor` to the addition that reads `tensor`. `None`: `tensor` has other readers, or the
+    /// batch norm is fused already.
     fn defer(&mut self, tensor: TensorId) -> Option<DeferredNorm> {
         let has_one_reader = reads(self.network, tensor) == 1;
         self.ops.iter_mut().find_map(|op| match op {

@@ -15,11 +15,12 @@ pub struct InitialParameters(BTreeMap<String, (Vec<usize>, Draw)>);
 impl InitialParameters {
     /// Convolutions: He initialisation (normal, fan-out; as in torchvision, fan-out counts the outputs of all groups).
     /// Batch norms: ones and zeros. Linear layers: PyTorch's uniform distribution. With `zero_init_residual`, gamma of the last
-    /// batch norm of each residual branch is 0, so every block starts as the identity (Goyal et al. 2017). `cifarnet` has its own.
+    /// batch norm of each residual branch is 0, so every block starts as the identity (Goyal et al. 2017). `cifarnet` is
+    /// initialised in other ways (`cifarnet::initial`).
     pub fn new(network: &Network, zero_init_residual: bool, seed: u64) -> Self {
         let parameters = network.parameters();
         let linear_inputs = |name: &str| {
-            // The fan-in of a bias is that of the weight: `fc.bias` -> `fc.weight`.
+            // A bias has the fan-in of its layer's weight: `fc.bias` -> `fc.weight`.
             let weight = name.replace(".bias", ".weight");
             parameters.iter().find(|p| p.name == weight).map_or(1, |p| p.shape[1])
         };

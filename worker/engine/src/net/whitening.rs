@@ -12,7 +12,7 @@ const EPSILON: f64 = 5e-4;
 /// Jacobi's method converges quadratically; a matrix of this size needs about six sweeps.
 const SWEEPS: usize = 50;
 
-/// Name of the parameter of `network` that is computed from training pictures by [`Patches::filters`], if it has one.
+/// Name of the parameter that is computed from training pictures by [`Patches::filters`], if `network` has such a parameter.
 pub fn whitened(network: &Network) -> Option<&str> {
     network.fixed.iter().map(String::as_str).find(|name| *name == WHITENED)
 }

@@ -81,8 +81,8 @@ pub struct Link {
 }
 
 impl Link {
-    /// Computes a link from measured all-reduces over `ranks` ranks: the microseconds of a short one, and the bytes per
-    /// second of a long one.
+    /// Computes a link from measured all-reduces over `ranks` ranks: the microseconds of a short all-reduce, and the bytes
+    /// per second of a long all-reduce.
     pub fn of_all_reduce(ranks: usize, short_us: f64, bytes_per_second: f64) -> Self {
         let group = Group { ranks: ranks.max(2), link: None };
         Self {
@@ -103,7 +103,7 @@ impl Machine {
             ("memory_bytes", self.memory_bytes as f64),
             ("value_bytes", self.rates.value_bytes as f64),
             ("memory_bytes_per_second", *memory_bytes_per_second),
-            // The largest one: 0, and so an error, if there are none.
+            // The largest rate. Without rates it is 0, which is an error.
             ("flops_per_second", flops_per_second.values().copied().fold(0.0, f64::max)),
         ];
         figures.extend(flops_per_second.iter().map(|(kind, rate)| (kind.as_str(), *rate)));
@@ -284,7 +284,7 @@ pub struct OperatorCost {
 pub struct Cost {
     /// The cost of each operation of the whole network.
     pub operators: Vec<OperatorCost>,
-    /// Duration of a step in milliseconds, then of its parts.
+    /// Milliseconds of a step. The next five fields are its parts.
     pub step_ms: f64,
     pub compute_ms: f64,
     /// Exchanges of activations, statistics and losses.

@@ -2,8 +2,8 @@
 //! that a beam search finds. Meshes with both several stages and split operators are considered only if the job
 //! requests one of the two.
 //! Blocks of a stage are split alike (`layer3.*.conv1`), so even ResNet-152 has only 18 choices. The beam search
-//! decides one operator after another, and keeps the best partial plans for each choice: an operator that is split by
-//! `in` costs least after one that is split by `out`. A test compares the result with all plans of small networks.
+//! decides one operator after another, and keeps the best partial plans for each choice, because an operator that is split
+//! by `in` costs least after an operator that is split by `out`. A test compares the result with all plans of small networks.
 
 use super::{Cost, Machine, Mesh, Plan, Workload, cost};
 use crate::net::{Network, Op};
@@ -192,7 +192,7 @@ fn best_splits(
         {
             best = Some(first.clone());
         }
-        // A partial plan that costs more may cost less with later choices, and one that does not fit may fit then.
+        // With later choices, a partial plan that costs more now may cost less, and a partial plan that does not fit now may fit.
         beam.clear();
         for by_time in [false, true] {
             if by_time {

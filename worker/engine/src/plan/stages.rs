@@ -80,8 +80,8 @@ fn multiply_adds(network: &Network, op: &Op) -> u64 {
     }
 }
 
-/// Extracts the operations `range` of a rank's network as stage number `stage` of `stages`. Tensor 0 of the result is the output of the stage
-/// before, and its last tensor is the input of the next stage.
+/// Extracts the operations `range` of a rank's network as stage number `stage` of `stages`. The first tensor of the result is the
+/// output of the preceding stage, and the last tensor is the input of the next stage.
 pub(super) fn stage_of(
     local: &Network,
     part: &NetworkPart,

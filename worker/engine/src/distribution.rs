@@ -110,7 +110,7 @@ impl<'a> Distribution<'a> {
         slots: impl FnOnce(bool) -> Result<Option<OptimizerState>, EngineError>,
     ) -> Result<Contribution, EngineError> {
         let keeps = self.ranks_of_copy().any(|rank| writers.include(rank));
-        // One kind after another, so that a rank has copies of few of its parts at a time.
+        // One kind of tensors after another, so that copies of few parts are in memory at a time.
         let mut state = StateDict::default();
         if keeps {
             state.parameters =
@@ -133,8 +133,8 @@ impl<'a> Distribution<'a> {
         Ok(if writes { writers.contribution(state) } else { Contribution::Replica })
     }
 
-    /// Collective among the ranks of a copy of the network: sends the parts `own` of tensors to the ranks of this copy that write the tensors,
-    /// and returns the whole tensors that this rank writes. `shapes` are those of all whole tensors.
+    /// Collective among the ranks of a copy of the network: sends the parts `own` of tensors to the ranks of this copy that write
+    /// the tensors. Returns the whole tensors that this rank writes. `shapes` has the shapes of all whole tensors.
     fn gather(
         &self,
         mut own: NamedTensors,
@@ -150,7 +150,7 @@ impl<'a> Distribution<'a> {
             }
             let mut parts = self.parts(self.ranks_of_copy(), &name, &shape);
             if parts.iter().all(|(_, part)| part.is_all()) {
-                // One rank suffices: the writer, if the tensor is of its stage.
+                // One rank with the tensor suffices. The writer is chosen if it has the tensor.
                 let at = parts.iter().position(|(rank, _)| *rank == to).unwrap_or(0);
                 parts = parts.into_iter().skip(at).take(1).collect();
             }
@@ -204,8 +204,8 @@ impl<'a> Distribution<'a> {
     }
 }
 
-/// Calls `each` for each piece of each part of a tensor: with the part's rank, the part, the number of the piece's first value in the part, and
-/// memory for the piece. The ranks take turns, so that no rank waits for all pieces of another one.
+/// Calls `each` for each piece of each part of a tensor. The arguments are the part's rank, the part, the number of the piece's
+/// first value in the part, and memory for the piece. The ranks take turns, so that no rank waits for all pieces of another rank.
 fn for_each_piece(
     parts: &[(u32, Slice)],
     mut each: impl FnMut(u32, &Slice, usize, &mut [f32]) -> Result<(), CommError>,
@@ -221,8 +221,8 @@ fn for_each_piece(
     Ok(())
 }
 
-/// Collective: copies the parameters of the first rank to all ranks of a stage. `tensors` are those of `part`, a rank's part of the network.
-/// `same_part` broadcasts among the ranks with the same part, `model` in the model group.
+/// Collective: copies the parameters of the first rank to all ranks of a stage. `tensors` are the tensors of `part`, a rank's part
+/// of the network. `same_part` broadcasts values among the ranks with the same part, `model` in the model group.
 pub(super) fn broadcast(
     part: &Network,
     tensors: &mut NamedTensors,

@@ -106,8 +106,8 @@ impl LossConfig {
         if is_plain || !part.is_last_stage() || !part.head().is_empty() {
             return Ok(());
         }
-        Err("loss.sample_share and loss.kind: the last layer is split over its inputs. Split it over its classes (split = \"out\"), or not at \
-             all"
+        Err("loss.sample_share and loss.kind: the last layer is split over its inputs. Split it over its classes (split = \"out\"), \
+             or not at all"
             .into())
     }
 

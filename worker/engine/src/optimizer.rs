@@ -28,7 +28,7 @@ pub(crate) fn slot_name(parameter: &str, slot: &str) -> String {
     format!("{parameter}.{slot}")
 }
 
-/// The name of a parameter's tensor, or of its `optimizer_slot`.
+/// The name of the tensor of a parameter, or of the parameter's `optimizer_slot`.
 pub(crate) fn tensor_name(parameter: &str, optimizer_slot: Option<&str>) -> String {
     optimizer_slot.map_or_else(|| parameter.into(), |slot| slot_name(parameter, slot))
 }

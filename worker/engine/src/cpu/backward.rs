@@ -18,7 +18,7 @@ use crate::{
 use std::{ops::Range, time::Instant};
 
 impl Executor {
-    /// Computes the gradients of all parameters from that of the logits or of the next stage's input.
+    /// Computes the gradients of all parameters from the gradient of the logits, or of the next stage's input.
     pub(super) fn backward(&mut self, micro_batch: StepPart<'_>) -> Result<(), EngineError> {
         self.receive_gradient()?;
         for index in (0..self.ops.len()).rev() {

@@ -168,7 +168,7 @@ impl Executor {
         own as f64 * self.network.tensors[tensor].pixels() as f64
     }
 
-    /// Redistributes an activation with the shape of `tensor`, or its gradient, over the model group.
+    /// Redistributes `x`, an activation or gradient with the shape of `tensor`, over the model group.
     pub(super) fn redistribute(
         &self,
         tensor: TensorId,

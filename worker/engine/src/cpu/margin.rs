@@ -62,8 +62,8 @@ impl Margin {
         values.iter_mut().for_each(|value| *value *= self.scale);
     }
 
-    /// Applies the margin to the logit of each picture's label. Returns the index of each changed logit with the derivative of its new value
-    /// by its old one. `labels`: for each row of `width` logits, the label's position, if this rank has the label.
+    /// Applies the margin to the logit of each picture's label. Returns the index of each changed logit, and the derivative of the
+    /// new logit by the old logit. `labels`: for each row of `width` logits, the label's position, if this rank has the label.
     pub(super) fn apply_margin(
         &self,
         logits: &mut [f32],

@@ -384,7 +384,7 @@ impl CpuEngine {
         all
     }
 
-    /// Whether this rank writes its weights: of ranks that share memory, only the first one does.
+    /// Whether this rank writes weights. Of ranks that share one copy of the weights, only rank 0 writes them.
     fn writes_weights(&self) -> bool {
         self.executor.state.memory().is_none() || self.comm.rank() == 0
     }

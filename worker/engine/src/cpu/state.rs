@@ -303,9 +303,9 @@ impl State {
                 self.advance();
                 let began = Instant::now();
                 if let Some(sharding) = &self.sharding {
-                    sharding.complete(&mut self.weights)?;
+                    sharding.gather_parts(&mut self.weights)?;
                     if let Some(reduced) = self.reduced.as_mut().filter(|_| self.keeps_gradients) {
-                        sharding.complete(reduced)?;
+                        sharding.gather_parts(reduced)?;
                     }
                     began.elapsed()
                 } else {

@@ -15,12 +15,12 @@ use std::{ops::Range, sync::atomic::Ordering};
 /// The ranks that divide each bucket.
 pub(in crate::cpu) struct Sharding {
     groups: ByAxes,
-    /// Per bucket: the axes of its group.
+    /// Per bucket: the axes along which ranks divide the bucket.
     axes: Vec<Axes>,
     pub(super) shares: Vec<Share>,
-    /// Per bucket: its range in the flat buffer.
+    /// Per bucket: the range in the flat buffer.
     buckets: Vec<Range<usize>>,
-    /// Per group: its axes and the parameters of its buckets, in the order in which all ranks sum norms.
+    /// Per group: the group's axes, and the parameters of the group's buckets in the order in which all ranks sum norms.
     parameters: Vec<(Axes, Vec<usize>)>,
 }
 
@@ -49,7 +49,7 @@ impl Sharding {
     }
 
     /// Collective among the ranks of a bucket: gathers each rank's `own` part into `all`, which may be longer than the bucket.
-    fn gather(&self, bucket: usize, own: &[f32], all: &mut Vec<f32>) -> Result<(), CommError> {
+    fn gather_bucket(&self, bucket: usize, own: &[f32], all: &mut Vec<f32>) -> Result<(), CommError> {
         let (share, len) = (self.shares[bucket], self.buckets[bucket].len());
         let mut own = own.to_vec();
         own.resize(share.part_len(len), 0.0);
@@ -57,12 +57,12 @@ impl Sharding {
         self.groups.group(self.axes[bucket]).all_gather((&own).into(), all.into())
     }
 
-    /// Collective: completes `flat`, of which each rank has its own parts.
-    pub(super) fn complete(&self, flat: &mut [f32]) -> Result<(), CommError> {
+    /// Collective: gathers all parts of `flat`, in which each rank has only its own parts before the call.
+    pub(super) fn gather_parts(&self, flat: &mut [f32]) -> Result<(), CommError> {
         let mut all = Vec::new();
         for (bucket, range) in self.buckets.iter().enumerate() {
             let flat = &mut flat[range.clone()];
-            self.gather(bucket, &flat[self.shares[bucket].of(flat.len())], &mut all)?;
+            self.gather_bucket(bucket, &flat[self.shares[bucket].of(flat.len())], &mut all)?;
             flat.copy_from_slice(&all[..flat.len()]);
         }
         Ok(())
@@ -130,7 +130,7 @@ impl State {
         let mut flat = Vec::new();
         for (bucket, range) in sharding.buckets.iter().enumerate() {
             let (own, later) = rest.split_at(sharding.shares[bucket].of(range.len()).len());
-            sharding.gather(bucket, own, &mut all)?;
+            sharding.gather_bucket(bucket, own, &mut all)?;
             if keep {
                 flat.extend_from_slice(&all[..range.len()]);
             }

@@ -14,9 +14,8 @@ fn engine(kind: OptimizerKind, accumulate: usize) -> (Box<dyn Engine>, Arc<Netwo
     (build_cpu(network.clone(), &initial, config, Arc::new(SingleRank)).unwrap(), network)
 }
 
-/// Kept gradients are those of the loss, for every optimizer.
 #[test]
-fn kept_gradients_are_the_step_s_for_every_optimizer() {
+fn kept_gradients_are_those_of_the_loss_for_every_optimizer() {
     let mut wanted = None;
     for (kind, name) in OptimizerKind::ALL {
         for accumulate in [1, 2] {

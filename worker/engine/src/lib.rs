@@ -60,7 +60,10 @@ pub struct EngineConfig {
     pub loss: LossConfig,
     /// Number of micro-batches per step.
     pub accumulate: usize,
+    /// Whether batch norms take their statistics over the pictures of all ranks.
     pub sync_batch_norm: bool,
+    /// Whether the update uses the mean gradient of the step's pictures on all ranks. Otherwise it uses this mean times the
+    /// number of ranks with different pictures.
     pub gradients_mean: bool,
     /// Number of threads of this rank.
     pub threads: usize,
@@ -73,6 +76,7 @@ pub struct StepResult {
     pub loss: f32,
     /// Number of correct predictions among these pictures.
     pub correct: u32,
+    /// Number of these pictures.
     pub samples: u32,
     /// L2 norm of the reduced gradient, before weight decay.
     pub grad_norm: f32,
@@ -111,8 +115,11 @@ pub struct LossScaling {
 /// Results of an evaluation batch on this rank: sums, which can be added over ranks.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct EvalResult {
+    /// Sum of the pictures' cross-entropies.
     pub loss_sum: f64,
+    /// Number of correct predictions.
     pub correct: u64,
+    /// Number of pictures.
     pub samples: u64,
 }
 

@@ -162,7 +162,7 @@ impl Executor {
         let (state, shm_unavailable_reason) =
             State::new(&layout, f64_gradients, config.optimizer, sharing, model_group, sharding)?;
         let reducer = match &groups {
-            None => Reducer::new(comm, state.memory(), state.is_sharded()),
+            None => Reducer::new(comm, state.memory.as_ref(), state.is_sharded()),
             Some(groups) => Reducer::over(groups, state.is_sharded()),
         };
         let reducer = reducer
@@ -424,7 +424,7 @@ impl Executor {
     /// See [`crate::Engine::undo_unfinished_steps`]. Ranks that share memory cannot undo: they update pieces of the weights while
     /// the backward pass still runs.
     pub(super) fn undo_step(&mut self) -> bool {
-        if self.state.memory().is_some() {
+        if self.state.memory.is_some() {
             return false;
         }
         for (norm, running) in self.norms.iter_mut().zip(self.running_before.take().unwrap_or_default()) {

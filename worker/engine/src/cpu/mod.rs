@@ -77,7 +77,7 @@ pub(super) fn build(
     let initial = PartOf::new(initial, &network, &executor.network)?;
     let mut engine = CpuEngine { threads, executor, sizes, network, plan, comm, average: None };
     engine.set_parameters_from(&initial)?;
-    if engine.executor.state.memory().is_some() {
+    if engine.executor.state.memory.is_some() {
         engine.comm.barrier()?;
     }
     Ok(Box::new(engine))
@@ -280,7 +280,7 @@ impl Engine for CpuEngine {
             )?;
             return self.set_parameters(&own);
         }
-        if self.executor.state.memory().is_none() {
+        if self.executor.state.memory.is_none() {
             self.comm.broadcast((&mut self.executor.state.weights[..]).into())?;
         }
         self.broadcast_statistics()
@@ -386,7 +386,7 @@ impl CpuEngine {
 
     /// Whether this rank writes weights. Of ranks that share one copy of the weights, only rank 0 writes them.
     fn writes_weights(&self) -> bool {
-        self.executor.state.memory().is_none() || self.comm.rank() == 0
+        self.executor.state.memory.is_none() || self.comm.rank() == 0
     }
 
     fn check_batch(&self, batch: &Batch) -> Result<(), EngineError> {

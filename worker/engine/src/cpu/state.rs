@@ -68,12 +68,15 @@ pub(super) struct State {
     /// By rank, then by bucket: of all ranks if they share memory, else only of this rank. A bucket of this rank is empty while
     /// the reducer has it.
     gradients: Vec<Vec<Bucket>>,
+    /// This rank's index in `gradients` and `counts`.
     own: usize,
+    /// By rank, like `gradients`.
     counts: SharedSlice<Counts>,
     /// By piece: the sum of squares of the gradient and, for optimizers with two passes (LARS, LAMB, Muon), of the weights and of the
     /// prepared update.
     squares: [SharedSlice<AtomicU64>; 3],
-    memory: Option<SharedMemory>,
+    /// The memory that all ranks map, if they share memory.
+    pub(super) memory: Option<SharedMemory>,
     /// The reduced gradients of the last step that kept them, in the order of the weights.
     reduced: Option<SharedSlice<f32>>,
     /// Whether this step keeps its reduced gradients.
@@ -98,7 +101,9 @@ pub(super) struct State {
     split: Vec<usize>,
     /// Set if ranks divide the optimizer's state.
     sharding: Option<Sharding>,
+    /// Number of buckets.
     buckets: usize,
+    /// Number of finished steps.
     steps: u64,
 }
 
@@ -243,11 +248,6 @@ impl State {
             steps,
         };
         Ok((state, shm_unavailable_reason))
-    }
-
-    /// The memory that all ranks map, if they share memory.
-    pub(super) fn memory(&self) -> Option<&SharedMemory> {
-        self.memory.as_ref()
     }
 
     /// This rank's gradients of a bucket.

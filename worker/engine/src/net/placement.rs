@@ -113,7 +113,9 @@ impl NetworkPart {
 /// A rank's part of a split parameter.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Slice {
+    /// The dimension along which ranks split the parameter.
     pub dimension: usize,
+    /// This rank's indices in the dimension.
     pub range: Range<usize>,
     /// Shape of the whole parameter.
     pub whole: Vec<usize>,

@@ -363,35 +363,35 @@ impl Executor {
             let margin = self.config.loss.margin.as_ref();
             margin.map_or_else(Vec::new, |margin| margin.apply_margin(logits, classes.len(), labels))
         };
-        let mut margin_slopes = Vec::new();
         let smoothing = self.config.loss.label_smoothing;
         let own = self.network.part.as_ref().and_then(|part| part.channels(tensor));
-        let loss = match (own, &self.groups) {
-            (Some(_), Some(_)) if self.pictures.total() == 0 => loss::Loss::default(),
+        // Accuracy is computed without the margin.
+        let (loss, margin_slopes) = match (own, &self.groups) {
+            (Some(_), Some(_)) if self.pictures.total() == 0 => (loss::Loss::default(), Vec::new()),
             (Some(_), Some(groups)) => {
-                // Accuracy is computed without the margin.
                 let best = split_loss::largest_logits(&groups.model, logits, &classes)?;
-                margin_slopes = add_margin(logits, &labels.own);
+                let slopes = add_margin(logits, &labels.own);
                 let (all, into) = ((&self.pictures, labels), (&mut gradient[..], scale));
                 let of = (&classes, all_classes);
-                split_loss::cross_entropy(&groups.model, logits, all, of, &best, smoothing, into)?
+                let loss = split_loss::cross_entropy(&groups.model, logits, all, of, &best, smoothing, into)?;
+                (loss, slopes)
             }
             _ => {
                 // A sample includes every label.
-                let places = |labels: &[u32]| -> Vec<u32> {
+                let positions = |labels: &[u32]| -> Vec<u32> {
                     labels.iter().map(|label| classes.position(*label as usize).unwrap_or(0) as u32).collect()
                 };
-                let (labels, mixed) = (places(&batch.labels), batch.mixed().map(|(of, by)| (places(of), by)));
-                let (mixed, into) =
-                    (mixed.as_ref().map(|(of, by)| (&of[..], *by)), (&mut gradient[..], scale));
+                let labels = positions(&batch.labels);
+                let mixed = batch.mixed().map(|(labels, lambda)| (positions(labels), lambda));
+                let mixed = mixed.as_ref().map(|(labels, lambda)| (&labels[..], *lambda));
+                let (count, into) = (classes.len(), Some((&mut gradient[..], scale)));
                 let has_margin = self.config.loss.margin.is_some();
-                let count = classes.len();
                 let without_margin =
                     has_margin.then(|| loss::cross_entropy(logits, &labels, None, count, 0.0, None, None));
-                margin_slopes = add_margin(logits, &batch.labels);
+                let slopes = add_margin(logits, &batch.labels);
                 let weights = self.config.loss.class_weights.as_deref();
-                let loss = loss::cross_entropy(logits, &labels, mixed, count, smoothing, weights, Some(into));
-                loss::Loss { correct: without_margin.unwrap_or(loss).correct, ..loss }
+                let loss = loss::cross_entropy(logits, &labels, mixed, count, smoothing, weights, into);
+                (loss::Loss { correct: without_margin.unwrap_or(loss).correct, ..loss }, slopes)
             }
         };
         margin_slopes.into_iter().for_each(|(at, slope)| gradient[at] *= slope as f32);

@@ -218,11 +218,10 @@ impl State {
         };
         let SharedBuffers { weights, optimizer_slots, gradients, counts, squares } = buffers;
         let own = if memory.is_some() { comm.rank() as usize } else { 0 };
-        let (buckets, steps, updates) = (layout.buckets.len(), 0, 0);
         let state = Self {
             weights,
             optimizer_slots,
-            updates,
+            updates: 0,
             gradients,
             own,
             counts,
@@ -244,8 +243,8 @@ impl State {
                 .filter(|parameter| layout.parameters[*parameter].is_split)
                 .collect(),
             sharding,
-            buckets,
-            steps,
+            buckets: layout.buckets.len(),
+            steps: 0,
         };
         Ok((state, shm_unavailable_reason))
     }

@@ -63,7 +63,7 @@ impl Patches {
             self.moments[row.min(column) * values + row.max(column)] / self.count.max(1.0)
         };
         let matrix = (0..values * values).map(|at| mean(at / values, at % values)).collect();
-        let (eigenvalues, vectors) = eigen(matrix, values);
+        let (eigenvalues, vectors) = eigen_decomposition(matrix, values);
         let scaled = (0..values * values).map(|at| {
             let (number, value) = (at / values, at % values);
             vectors[value * values + number] / (eigenvalues[number].max(0.0) + EPSILON).sqrt()
@@ -75,7 +75,7 @@ impl Patches {
 }
 
 /// Eigenvalues of a symmetric matrix of `n` rows, and eigenvectors as columns, by Jacobi's rotations in cyclic order.
-fn eigen(mut a: Vec<f64>, n: usize) -> (Vec<f64>, Vec<f64>) {
+fn eigen_decomposition(mut a: Vec<f64>, n: usize) -> (Vec<f64>, Vec<f64>) {
     let mut vectors: Vec<f64> = (0..n * n).map(|at| if at / n == at % n { 1.0 } else { 0.0 }).collect();
     for _ in 0..SWEEPS {
         let square = |of: &dyn Fn(usize, usize) -> bool| -> f64 {

@@ -16,7 +16,7 @@ pub(super) struct Piece {
 }
 
 /// Divides the output rows into pieces and lists, for every kernel offset, the pairs of input and output pixels.
-pub(super) fn pieces(s: &ConvShape, group: usize, rows: usize) -> Vec<Piece> {
+pub(super) fn divide(s: &ConvShape, group: usize, rows: usize) -> Vec<Piece> {
     let (out_h, out_w) = (s.out_h(), s.out_w());
     let piece = |first: usize| {
         let rows = first..out_h.min(first + rows);

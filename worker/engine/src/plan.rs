@@ -123,16 +123,12 @@ impl Plan {
 /// `2 (data) x 1 (height) x 2 (model) ranks, fc split by out`.
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Mesh { stage, data, height, model } = self.mesh;
         if self.is_data() {
-            write!(f, "data parallel on {}", plural(data as u64, "rank"))?;
+            write!(f, "data parallel on {}", plural(self.mesh.data as u64, "rank"))?;
         } else {
-            if stage > 1 {
-                write!(f, "{stage} (pipeline) x ")?;
-            }
-            write!(f, "{data} (data) x {height} (height) x {model} (model) ranks")?;
+            write!(f, "{}", self.mesh)?;
         }
-        if model > 1 && self.shards.is_empty() {
+        if self.mesh.model > 1 && self.shards.is_empty() {
             write!(f, ", the last layer split by out")?;
         }
         for ShardSpec { pattern, split } in &self.shards {

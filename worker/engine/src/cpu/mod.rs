@@ -313,16 +313,12 @@ impl Engine for CpuEngine {
                 format!("; optimizer state, {:.2} MB, is there once, too", bytes as f64 / 1e6)
             }
         };
-        let Mesh { stage, data, height, model } = self.plan.mesh;
         if !self.plan.is_data() {
             let is_exchange =
                 |op: &&FusedOp| matches!(op, FusedOp::Redistribute { .. } | FusedOp::Halo { .. });
-            let axis = if stage > 1 { format!("{stage} (pipeline) x ") } else { String::new() };
-            let begins = self.plan.later_stages(&self.network);
-            return format!(
-                "a mesh of {axis}{data} (data) x {height} (height) x {model} (model) ranks: {} operations exchange activations{begins}{saving}",
-                self.executor.ops.iter().filter(is_exchange).count()
-            );
+            let exchanges = self.executor.ops.iter().filter(is_exchange).count();
+            let (mesh, begins) = (self.plan.mesh, self.plan.later_stages(&self.network));
+            return format!("a mesh of {mesh}: {exchanges} operations exchange activations{begins}{saving}");
         }
         match (&self.executor.shm_unavailable_reason, self.comm.size()) {
             (_, 1) => String::new(),

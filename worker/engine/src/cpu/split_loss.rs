@@ -159,3 +159,54 @@ pub(super) fn cross_entropy(
     }
     Ok(loss)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{cpu::loss, test_ranks::on_ranks};
+    use lockstep_kernels::synthetic::{labels, values};
+
+    #[test]
+    fn split_classes_have_the_loss_of_all_classes() {
+        let (classes, counts, bounds) = (7, [3, 0, 2], [0, 3, 5, 7]);
+        let logits: Vec<f32> = values("split_loss", 5 * classes).iter().map(|v| v * 8.0).collect();
+        let (own, others) = (labels("split_loss.own", 5, 7), labels("split_loss.others", 5, 7));
+        for (mixed, lambda) in [(false, 0.0), (true, 0.7), (true, 0.2)] {
+            let of = |from: usize, to: usize| Batch {
+                labels: own[from..to].to_vec(),
+                mixed_labels: if mixed { others[from..to].to_vec() } else { Vec::new() },
+                lambda,
+                ..Batch::default()
+            };
+            let (all, mut wanted) = (of(0, 5), vec![0.0; 5 * classes]);
+            let into = Some((&mut wanted[..], 0.2));
+            let alone = loss::cross_entropy(&logits, &all.labels, all.mixed(), classes, 0.1, None, into);
+            let ranks = on_ranks(3, |ring| {
+                let group = Group::of_all_ranks(ring);
+                let rank = group.rank() as usize;
+                let first: usize = counts[..rank].iter().sum();
+                let batch = of(first, first + counts[rank]);
+                let (pictures, labels) = gather_labels(&group, &batch).unwrap();
+                let range = bounds[rank]..bounds[rank + 1];
+                let part: Vec<f32> =
+                    logits.chunks(classes).flat_map(|row| row[range.clone()].to_vec()).collect();
+                let mut gradient = vec![0.0; part.len()];
+                let (which, into) = ((&pictures, &labels), (&mut gradient[..], 0.2));
+                let own = Classes { own: range, sample: None };
+                let best = largest_logits(&group, &part, &own).unwrap();
+                let of = (&own, classes);
+                let loss = cross_entropy(&group, &part, which, of, &best, 0.1, into).unwrap();
+                (loss, gradient)
+            });
+            let sum: f64 = ranks.iter().map(|(loss, _)| loss.sum).sum();
+            assert!((sum - alone.sum).abs() < 1e-12 * alone.sum, "{sum} {}", alone.sum);
+            assert_eq!(ranks.iter().map(|(loss, _)| loss.correct).sum::<u64>(), alone.correct);
+            for (rank, (_, gradient)) in ranks.iter().enumerate() {
+                let width = bounds[rank + 1] - bounds[rank];
+                for (row, wanted) in gradient.chunks(width).zip(wanted.chunks(classes)) {
+                    assert!(row.iter().zip(&wanted[bounds[rank]..]).all(|(a, b)| (a - b).abs() < 1e-7));
+                }
+            }
+        }
+    }
+}

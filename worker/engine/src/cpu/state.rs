@@ -13,7 +13,7 @@
 #![allow(unsafe_code)] // Ranks share memory and threads write pieces; the order above prevents data races.
 
 mod bucket_sum;
-mod kept;
+mod kept_gradients;
 mod sharding;
 
 use super::{

@@ -108,7 +108,7 @@ pub(super) struct State {
 }
 
 /// The buffers of a [`State`], in shared memory or in private memory.
-struct SharedBuffers {
+struct Buffers {
     weights: SharedSlice<f32>,
     optimizer_slots: Vec<SharedSlice<f32>>,
     gradients: Vec<Vec<Bucket>>,
@@ -134,20 +134,20 @@ impl State {
         let mut pieces = pieces::pieces(layout, &shares);
         let (world, len) = (comm.size() as usize, layout.len());
 
-        // Assigns offsets in shared memory.
+        // Offsets of the arrays in shared memory.
         let mut shared_bytes = 0;
-        let mut take = |bytes: usize| {
+        let mut allocate = |bytes: usize| {
             let at = shared_bytes;
             shared_bytes = (at + bytes).next_multiple_of(ALIGN);
             at
         };
-        let weights = take(4 * len);
-        let optimizer_slots: Vec<usize> = optimizer.slots().iter().map(|_| take(4 * len)).collect();
-        let counts = take(world * size_of::<Counts>());
-        let squares = [0; 3].map(|_| take(8 * pieces.len()));
-        let width = if f64_gradients { 8 } else { 4 };
-        let places: Vec<Vec<usize>> = (0..world)
-            .map(|_| layout.buckets.iter().map(|bucket| take(width * bucket.len())).collect())
+        let weights_at = allocate(4 * len);
+        let slots_at: Vec<usize> = optimizer.slots().iter().map(|_| allocate(4 * len)).collect();
+        let counts_at = allocate(world * size_of::<Counts>());
+        let squares_at = [0; 3].map(|_| allocate(8 * pieces.len()));
+        let value_bytes = if f64_gradients { 8 } else { 4 };
+        let buckets_at: Vec<Vec<usize>> = (0..world)
+            .map(|_| layout.buckets.iter().map(|bucket| allocate(value_bytes * bucket.len())).collect())
             .collect();
         let (memory, shm_unavailable_reason) = match world {
             1 => (None, None),
@@ -188,12 +188,12 @@ impl State {
                     false => Bucket::F32(memory.view(*at, range.len())),
                 };
                 let of_rank = |at: &Vec<usize>| at.iter().zip(&layout.buckets).map(bucket).collect();
-                SharedBuffers {
-                    weights: memory.view(weights, len),
-                    optimizer_slots: optimizer_slots.iter().map(|at| memory.view(*at, len)).collect(),
-                    gradients: places.iter().map(of_rank).collect(),
-                    counts: memory.view(counts, world),
-                    squares: squares.map(|at| memory.view(at, pieces.len())),
+                Buffers {
+                    weights: memory.view(weights_at, len),
+                    optimizer_slots: slots_at.iter().map(|at| memory.view(*at, len)).collect(),
+                    gradients: buckets_at.iter().map(of_rank).collect(),
+                    counts: memory.view(counts_at, world),
+                    squares: squares_at.map(|at| memory.view(at, pieces.len())),
                 }
             },
             None => {
@@ -207,16 +207,16 @@ impl State {
                 };
                 let own_len = pieces.last().map_or(0, |piece| piece.in_slots.end);
                 let zeros = || (0..pieces.len()).map(|_| AtomicU64::new(0)).collect::<Vec<_>>();
-                SharedBuffers {
+                Buffers {
                     weights: vec![0.0; len].into(),
-                    optimizer_slots: optimizer_slots.iter().map(|_| vec![0.0; own_len].into()).collect(),
+                    optimizer_slots: slots_at.iter().map(|_| vec![0.0; own_len].into()).collect(),
                     gradients: vec![layout.buckets.iter().zip(&shares).map(bucket).collect()],
                     counts: vec![Counts::default()].into(),
                     squares: [0; 3].map(|_| zeros().into()),
                 }
             }
         };
-        let SharedBuffers { weights, optimizer_slots, gradients, counts, squares } = buffers;
+        let Buffers { weights, optimizer_slots, gradients, counts, squares } = buffers;
         let own = if memory.is_some() { comm.rank() as usize } else { 0 };
         let state = Self {
             weights,

@@ -279,8 +279,8 @@ mod tests {
             let rows: usize = of_ranks.iter().flat_map(|(shape, _)| shape).map(|shape| shape[0]).sum();
             assert_eq!(rows, data * 101, "{plan}: each copy is there once");
             let all: NamedTensors = of_ranks.into_iter().flat_map(|(_, whole)| whole).collect();
-            let bits = |of: &NamedTensors| -> Vec<u32> {
-                of.values().flat_map(|tensor| &tensor.values).map(|value| value.to_bits()).collect()
+            let bits = |tensors: &NamedTensors| -> Vec<u32> {
+                tensors.values().flat_map(|tensor| &tensor.values).map(|value| value.to_bits()).collect()
             };
             assert!(all == initial && bits(&all) == bits(&initial), "{plan}");
         }

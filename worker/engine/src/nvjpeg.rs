@@ -254,9 +254,9 @@ impl Drop for State {
         let Nvjpeg { state_destroy, header_destroy, .. } = *self.hardware.library;
         // SAFETY: handles created by `new`, or null.
         unsafe {
-            for (what, of) in [(self.header, header_destroy), (self.state, state_destroy)] {
-                if !what.is_null() {
-                    let _ = of(what);
+            for (created, destroy) in [(self.header, header_destroy), (self.state, state_destroy)] {
+                if !created.is_null() {
+                    let _ = destroy(created);
                 }
             }
         }

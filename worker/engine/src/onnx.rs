@@ -156,15 +156,18 @@ fn fold_into_convolution(
     norm: &str,
     tensors: &NamedTensors,
 ) -> (HostTensor, HostTensor) {
-    let of = |suffix: &str| tensors[&format!("{norm}.{suffix}")].values.iter().map(|&value| f64::from(value));
-    let factors: Vec<f64> =
-        of("weight").zip(of("running_var")).map(|(gamma, var)| gamma / (var + EPSILON).sqrt()).collect();
+    let parameter =
+        |suffix: &str| tensors[&format!("{norm}.{suffix}")].values.iter().map(|&value| f64::from(value));
+    let factors: Vec<f64> = parameter("weight")
+        .zip(parameter("running_var"))
+        .map(|(gamma, var)| gamma / (var + EPSILON).sqrt())
+        .collect();
     let mut weight = weight.clone();
     let filter = weight.values.len() / factors.len();
     for (filter, factor) in weight.values.chunks_exact_mut(filter).zip(&factors) {
         filter.iter_mut().for_each(|value| *value = (f64::from(*value) * factor) as f32);
     }
-    let shifts = of("bias").zip(of("running_mean")).zip(&factors);
+    let shifts = parameter("bias").zip(parameter("running_mean")).zip(&factors);
     let values: Vec<f32> = shifts.map(|((beta, mean), factor)| (beta - mean * factor) as f32).collect();
     (weight, HostTensor { shape: vec![values.len()], values })
 }

@@ -261,7 +261,7 @@ fn losses_with_class_weights_match_pytorch() {
         let logits: Vec<f32> =
             values(&format!("{name}.x"), BATCH * CLASSES).iter().map(|v| v * 3.0).collect();
         let weights: Vec<f32> = values(&format!("{name}.weights"), CLASSES).iter().map(|v| v + 1.5).collect();
-        let [own, others] = ["labels", "others"].map(|of| labels(&format!("{name}.{of}"), BATCH, CLASSES));
+        let [own, others] = ["labels", "others"].map(|key| labels(&format!("{name}.{key}"), BATCH, CLASSES));
         let mixed = case.lambda.map(|lambda| (&others[..], lambda));
         // PyTorch divides by the weights of the labels, and where targets are probabilities by the number of pictures.
         let divisor: f64 = match mixed {

@@ -239,7 +239,7 @@ mod tests {
                 channels: 0..2,
             };
             let [own, reached] =
-                [&rows, &windows].map(|of| of.of_rank.iter().map(region).collect::<Vec<_>>());
+                [&rows, &windows].map(|rows| rows.of_rank.iter().map(region).collect::<Vec<_>>());
             let products = on_ranks(|group| {
                 let rank = group.rank() as usize;
                 for hot in 0..whole as isize {

@@ -127,7 +127,7 @@ impl Executor {
                 let [mean, var] = &self.norms[*norm].running;
                 Statistics::from_running(mean, var)
             }
-            Some(of) => {
+            Some(statistics_pictures) => {
                 let mut sums = std::mem::take(&mut self.sums[*input]);
                 if sums.is_empty() {
                     sums = batch_norm::sums(x(*input), channels);
@@ -135,7 +135,7 @@ impl Executor {
                 if self.config.sync_batch_norm {
                     self.reducer.statistics(&mut sums, self.network.axes(*input), &mut || false)?;
                 }
-                let count = self.statistics_count(*input, of);
+                let count = self.statistics_count(*input, statistics_pictures);
                 if count == 0.0 {
                     return Ok(());
                 }

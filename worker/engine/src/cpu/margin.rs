@@ -1,7 +1,7 @@
 //! ArcFace (Deng et al. 2019) and CosFace (Wang et al. 2018): logits are scaled cosines between features and the weights of a class, and in
 //! training the label's logit has a margin.
 
-use crate::loss::{Margin, MarginTerms};
+use crate::loss::Margin;
 use lockstep_kernels::linear;
 use std::ops::Range;
 
@@ -70,28 +70,27 @@ impl Margin {
         width: usize,
         labels: impl Iterator<Item = Option<usize>>,
     ) -> Vec<(usize, f64)> {
-        let put = |(picture, label): (usize, Option<usize>)| {
+        let apply = |(picture, label): (usize, Option<usize>)| {
             let at = picture * width + label?;
             let (logit, slope) = self.label_logit(logits[at]);
             logits[at] = logit;
             Some((at, slope))
         };
-        labels.enumerate().filter_map(put).collect()
+        labels.enumerate().filter_map(apply).collect()
     }
 
     /// The label's logit with the margin, and its derivative by the logit without it.
     fn label_logit(&self, logit: f32) -> (f32, f64) {
-        let (scale, of) = (f64::from(self.scale), self.terms());
-        let MarginTerms { limit, shift, .. } = of;
+        let (scale, terms) = (f64::from(self.scale), self.terms());
         let cos = (f64::from(logit) / scale).clamp(-1.0, 1.0);
-        let (with, slope) = if cos > limit {
+        let (with_margin, slope) = if cos > terms.limit {
             // The derivative has no limit at a cosine of 1.
             let sin = (1.0 - cos * cos).max(f64::from(f32::EPSILON)).sqrt();
-            (cos * of.cos - sin * of.sin, of.cos + of.sin * cos / sin)
+            (cos * terms.cos - sin * terms.sin, terms.cos + terms.sin * cos / sin)
         } else {
-            (cos - shift, 1.0)
+            (cos - terms.shift, 1.0)
         };
-        ((scale * with) as f32, slope)
+        ((scale * with_margin) as f32, slope)
     }
 }
 

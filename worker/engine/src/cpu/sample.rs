@@ -86,7 +86,7 @@ impl SampledRows {
         mut update: impl FnMut(Range<usize>),
     ) {
         let Some(&HeadParameter { offset, width, .. }) =
-            self.parameters.iter().find(|of| of.number == parameter)
+            self.parameters.iter().find(|head| head.number == parameter)
         else {
             return update(0..range.len());
         };

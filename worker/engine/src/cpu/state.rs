@@ -460,7 +460,7 @@ impl State {
     fn norms(&self, parameter: usize) -> [f64; 2] {
         let pieces = self.parameter_pieces[parameter].clone();
         let [_, weights, prepared] = &self.squares;
-        [prepared, weights].map(|of| of[pieces.clone()].iter().map(load_f64).sum::<f64>().sqrt())
+        [prepared, weights].map(|squares| squares[pieces.clone()].iter().map(load_f64).sum::<f64>().sqrt())
     }
 }
 

@@ -78,10 +78,11 @@ impl Patches {
 fn eigen_decomposition(mut a: Vec<f64>, n: usize) -> (Vec<f64>, Vec<f64>) {
     let mut vectors: Vec<f64> = (0..n * n).map(|at| if at / n == at % n { 1.0 } else { 0.0 }).collect();
     for _ in 0..SWEEPS {
-        let square = |of: &dyn Fn(usize, usize) -> bool| -> f64 {
-            (0..n * n).filter(|at| of(at / n, at % n)).map(|at| a[at] * a[at]).sum()
+        let squares_where = |includes: &dyn Fn(usize, usize) -> bool| -> f64 {
+            (0..n * n).filter(|at| includes(at / n, at % n)).map(|at| a[at] * a[at]).sum()
         };
-        if square(&|row, column| row != column) <= 1e-24 * square(&|row, column| row == column) {
+        let is_diagonal = |row: usize, column: usize| row == column;
+        if squares_where(&|row, column| !is_diagonal(row, column)) <= 1e-24 * squares_where(&is_diagonal) {
             break;
         }
         for p in 0..n {

@@ -108,10 +108,9 @@ impl Machine {
         ];
         figures.extend(flops_per_second.iter().map(|(kind, rate)| (kind.as_str(), *rate)));
         figures.extend(
-            self.rates
-                .linear
-                .iter()
-                .flat_map(|of| [("operations", of.operations), ("flops_per_second", of.flops_per_second)]),
+            self.rates.linear.iter().flat_map(|rate| {
+                [("operations", rate.operations), ("flops_per_second", rate.flops_per_second)]
+            }),
         );
         figures.extend(
             links.flat_map(|l| [("latency_us", l.latency_us), ("bytes_per_second", l.bytes_per_second)]),
@@ -219,7 +218,7 @@ impl Rates {
     /// The rate of a linear layer of `operations`: interpolated linearly between two measured sizes, with logarithms of
     /// rate and size.
     fn linear_of(&self, operations: f64) -> Option<f64> {
-        let larger = self.linear.partition_point(|of| of.operations <= operations);
+        let larger = self.linear.partition_point(|rate| rate.operations <= operations);
         let smaller = larger.checked_sub(1).map(|place| self.linear[place]);
         match (smaller, self.linear.get(larger)) {
             (Some(a), Some(b)) => {
@@ -317,16 +316,16 @@ pub fn cost(network: &Network, plan: &Plan, machine: &Machine, work: &Workload) 
         Ok(StageModel { local: &local, plan, machine, work, own: own as f64 }.cost(stage))
     };
     let stages = (0..mesh.stage).map(stage).collect::<Result<Vec<_>, _>>()?;
-    let most = |of: fn(&Stage) -> f64| stages.iter().map(of).fold(0.0, f64::max);
+    let largest = |value: fn(&Stage) -> f64| stages.iter().map(value).fold(0.0, f64::max);
     let spent = |stage: &Stage| stage.spent.compute + stage.spent.exchange;
     let slowest = stages.iter().max_by(|a, b| spent(a).total_cmp(&spent(b))).map(|stage| stage.spent);
     let Spent { compute, exchange, .. } = slowest.unwrap_or_default();
     let times = work.accumulate.max(1) as f64;
     // In the bubble, a micro-batch passes through the other stages.
     let bubble = stages.iter().map(spent).sum::<f64>() - (compute + exchange);
-    let (gradients, update) = (most(|stage| stage.gradients), most(|stage| stage.update));
+    let (gradients, update) = (largest(|stage| stage.gradients), largest(|stage| stage.update));
     let step = times * (compute + exchange) + bubble + gradients + update;
-    let memory_bytes = most(|stage| stage.memory_bytes);
+    let memory_bytes = largest(|stage| stage.memory_bytes);
     Ok(Cost {
         operators: stages.into_iter().flat_map(|stage| stage.operators).collect(),
         step_ms: 1e3 * step,
@@ -452,7 +451,8 @@ impl StageModel<'_> {
         // Gradients are reduced during the last micro-batch's backward pass.
         let gradients = f64::max(0.0, gradient_secs - BACKWARD * all.compute);
         // In addition, one activation and its gradient are in memory at a time.
-        let memory_bytes = operators.iter().map(|of| of.memory_bytes).sum::<f64>() + 2.0 * largest;
+        let memory_bytes =
+            operators.iter().map(|operator| operator.memory_bytes).sum::<f64>() + 2.0 * largest;
         Stage { operators, spent: all, gradients, update: update_secs, memory_bytes }
     }
 

@@ -260,8 +260,8 @@ impl Lowering<'_> {
                 (wanted, Placement::Partial)
             }
             Some(Split::Groups) => {
-                let of = |channels: usize| Placement::Channels(bounds(channels, channels / groups, model));
-                (of(from), of(to))
+                let split = |channels: usize| Placement::Channels(bounds(channels, channels / groups, model));
+                (split(from), split(to))
             }
         };
         (vec![self.redistribute(input, &wanted)], made)

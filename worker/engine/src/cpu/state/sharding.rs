@@ -87,7 +87,7 @@ impl State {
     fn reduce_squares_of(&self, parameters: &[usize], group: &Group) -> Result<(), CommError> {
         let of_parameter = |parameter: &usize| {
             let pieces = self.parameter_pieces[*parameter].clone();
-            self.squares.iter().map(move |of| &of[pieces.clone()])
+            self.squares.iter().map(move |squares| &squares[pieces.clone()])
         };
         let of_parameters = || parameters.iter().flat_map(of_parameter);
         let mut sums: Vec<f64> = of_parameters().map(|pieces| pieces.iter().map(load_f64).sum()).collect();

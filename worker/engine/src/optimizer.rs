@@ -17,10 +17,10 @@ pub struct OptimizerState {
 /// Names and shapes of an optimizer's state for `network`.
 pub(crate) fn state_shapes(optimizer: &Optimizer, network: &Network) -> Vec<(String, Vec<usize>)> {
     let trained = network.parameters().into_iter().filter(|p| p.role.is_trained());
-    let slots = |(name, shape): (String, Vec<usize>)| {
+    let slots_of = |(name, shape): (String, Vec<usize>)| {
         optimizer.slots().iter().map(move |slot| (slot_name(&name, slot), shape.clone()))
     };
-    trained.map(|p| (p.name, p.shape)).flat_map(slots).collect()
+    trained.map(|p| (p.name, p.shape)).flat_map(slots_of).collect()
 }
 
 /// The name of a parameter's slot: `conv1.weight.exp_avg`.

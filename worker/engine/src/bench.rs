@@ -147,12 +147,6 @@ impl Division {
     }
 }
 
-/// The number of groups of ranks with different pictures, and the number of `rank`'s group: ranks that share rows, and
-/// the stages of a pipeline, have the same pictures.
-fn readers(mesh: Mesh, rank: usize) -> [usize; 2] {
-    [mesh.data * mesh.model, mesh.data_rank(rank) * mesh.model + mesh.model_rank(rank)]
-}
-
 /// Trains `case` for 13 steps on the CPU with `threads` threads per rank and times the last ten. `precision` is that of the
 /// convolutions.
 ///
@@ -168,7 +162,7 @@ pub fn run(
     precision: Precision,
 ) -> Result<Measurement, String> {
     let mesh = division.plan(ranks).mesh;
-    if ranks == 0 || mesh.ranks() != ranks as usize || !case.batch_size.is_multiple_of(readers(mesh, 0)[0]) {
+    if ranks == 0 || mesh.ranks() != ranks as usize || !case.batch_size.is_multiple_of(mesh.readers()) {
         return Err(format!("a batch of {} cannot be divided over {ranks} ranks", case.batch_size));
     }
     if ranks == 1 {
@@ -214,9 +208,10 @@ fn run_rank(
 ) -> Result<Measurement, String> {
     let Division { classes, accumulate, .. } = *division;
     let ranks = comm.size();
-    let [readers, reader] = readers(division.plan(ranks).mesh, comm.rank() as usize);
-    let batch_size = case.batch_size / readers;
-    let batch = synthetic(batch_size, case.image_size, classes.min(CLASSES), reader);
+    let mesh = division.plan(ranks).mesh;
+    let batch_size = case.batch_size / mesh.readers();
+    let reader = mesh.reader(comm.rank() as usize);
+    let batch = synthetic_batch(batch_size, case.image_size, classes.min(CLASSES), reader);
     let micro_batches = vec![Batch { global_samples: case.batch_size, ..batch }; accumulate];
     let how = OnDevice {
         device: registry::device_of(None, Device::Cpu),
@@ -289,12 +284,12 @@ pub struct OnDevice {
 pub fn run_on_device(case: &Case, comm: Arc<dyn ProcessGroup>, how: OnDevice) -> Result<Measurement, String> {
     let (began, mesh, accumulate) =
         (Instant::now(), how.division.plan(comm.size()).mesh, how.division.accumulate);
-    if case.batch_size * mesh.data * mesh.model * accumulate > PICTURES {
+    if case.batch_size * mesh.readers() * accumulate > PICTURES {
         return Err(format!(
             "a step of the benchmark has at most {PICTURES} pictures; give a smaller batch or --accumulate"
         ));
     }
-    let (mut engine, data) = on_device(case, comm.clone(), how)?;
+    let (mut engine, data) = build_with_data(case, comm.clone(), how)?;
     let mut batches = batches(&data, case, mesh, accumulate, comm.as_ref());
     let mut run = |steps: u64| -> Result<Vec<StepResult>, String> {
         let mut results = Vec::new();
@@ -316,7 +311,7 @@ pub fn run_on_device(case: &Case, comm: Arc<dyn ProcessGroup>, how: OnDevice) ->
     // If a rank left now, ranks that still wait for their last step would consider it dead.
     comm.barrier().map_err(|e| e.to_string())?;
     let steps = results.iter().skip(1).map(|r| (r.step_secs, r.all_reduce_secs)).collect();
-    let pictures = mesh.data * mesh.model * case.batch_size * accumulate;
+    let pictures = mesh.readers() * case.batch_size * accumulate;
     let measured = measurement(case, engine.as_ref(), (1, comm.size()), pictures, steps);
     Ok(Measurement { images_per_second: pictures as f64 / secs, first_step_secs, ..measured })
 }
@@ -328,7 +323,7 @@ pub fn run_on_device(case: &Case, comm: Arc<dyn ProcessGroup>, how: OnDevice) ->
 #[cfg(test)]
 pub(super) fn profile(case: &Case, how: OnDevice) -> Result<Vec<(String, f64)>, String> {
     let mesh = how.division.plan(1).mesh;
-    let (mut engine, data) = on_device(case, Arc::new(SingleRank), how)?;
+    let (mut engine, data) = build_with_data(case, Arc::new(SingleRank), how)?;
     let mut batches = batches(&data, case, mesh, 1, &SingleRank);
     let mut next = || batches.next().ok_or("the data ended")?.map_err(|e| e.to_string());
     // The first steps load kernels.
@@ -339,7 +334,7 @@ pub(super) fn profile(case: &Case, how: OnDevice) -> Result<Vec<(String, f64)>, 
 }
 
 /// Builds the engine, and a synthetic dataset with the size of CIFAR-10.
-fn on_device(
+fn build_with_data(
     case: &Case,
     comm: Arc<dyn ProcessGroup>,
     how: OnDevice,
@@ -394,10 +389,9 @@ fn batches<'a>(
     accumulate: usize,
     comm: &dyn ProcessGroup,
 ) -> impl Iterator<Item = Result<Batch, DataError>> + 'a {
-    let [readers, reader] = readers(mesh, comm.rank() as usize);
     let plan = EpochPlan {
-        rank: reader as u32,
-        world_size: readers as u32,
+        rank: mesh.reader(comm.rank() as usize) as u32,
+        world_size: mesh.readers() as u32,
         accumulate,
         drop_remainder: true,
         threads: 2,
@@ -407,7 +401,7 @@ fn batches<'a>(
 }
 
 /// A batch of synthetic pictures. Speed does not depend on their content.
-fn synthetic(pictures: usize, image_size: usize, classes: usize, reader: usize) -> Batch {
+fn synthetic_batch(pictures: usize, image_size: usize, classes: usize, reader: usize) -> Batch {
     Batch {
         images: values(&format!("bench.{reader}"), pictures * image_size * image_size * 3),
         labels: (0..pictures).map(|i| (i % classes) as u32).collect(),

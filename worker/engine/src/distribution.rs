@@ -1,5 +1,6 @@
-//! How the tensors of a network are distributed over the ranks of a plan. A checkpoint has whole tensors, and an engine has its rank's parts.
-//! For a checkpoint, parts are sent only to the rank that writes the tensor, and only this rank has memory for the whole tensor.
+//! How the tensors of a network are distributed over the ranks of a plan. A checkpoint has whole tensors; an engine has the
+//! parts of its rank. For a checkpoint, the parts of a tensor are sent only to the rank that writes the tensor, and only that rank
+//! has memory for the whole tensor.
 
 use super::{
     Contribution, Engine, EngineError, HostTensor, NamedTensors, Optimizer, OptimizerState, StateDict,
@@ -75,7 +76,7 @@ impl<'a> Distribution<'a> {
                 let read = |part: &Slice, from: usize, to: &mut [f32]| {
                     part.read(from, to, |at, to| to.copy_from_slice(&given[at..at + to.len()]));
                 };
-                each_piece(&parts, |rank, part, from, piece| {
+                for_each_piece(&parts, |rank, part, from, piece| {
                     if rank == 0 {
                         return Ok(());
                     }
@@ -99,8 +100,8 @@ impl<'a> Distribution<'a> {
         Ok(tensors)
     }
 
-    /// Collective: what this rank, with this engine, contributes to a checkpoint. `slots` returns the engine's optimizer state, or `None` without
-    /// `keep`; where ranks divide the state, `slots` is collective.
+    /// Collective: what this rank, with this engine, contributes to a checkpoint. `slots(true)` returns the engine's optimizer
+    /// state, and `slots(false)` returns `None`. Where ranks divide the state, `slots` is collective.
     pub(super) fn contribution(
         &self,
         engine: &dyn Engine,
@@ -108,8 +109,8 @@ impl<'a> Distribution<'a> {
         optimizer: &Optimizer,
         slots: impl FnOnce(bool) -> Result<Option<OptimizerState>, EngineError>,
     ) -> Result<Contribution, EngineError> {
-        let keeps = self.copy().any(|rank| writers.include(rank));
-        // One kind after another, so that a rank has copies of few of its parts at a time.
+        let keeps = self.ranks_of_copy().any(|rank| writers.include(rank));
+        // One kind of tensors after another, so that copies of few parts are in memory at a time.
         let mut state = StateDict::default();
         if keeps {
             state.parameters =
@@ -132,8 +133,8 @@ impl<'a> Distribution<'a> {
         Ok(if writes { writers.contribution(state) } else { Contribution::Replica })
     }
 
-    /// Collective among the ranks of a copy of the network: sends the parts `own` of tensors to the ranks of this copy that write the tensors,
-    /// and returns the whole tensors that this rank writes. `shapes` are those of all whole tensors.
+    /// Collective among the ranks of a copy of the network: sends the parts `own` of tensors to the ranks of this copy that write
+    /// the tensors. Returns the whole tensors that this rank writes. `shapes` has the shapes of all whole tensors.
     fn gather(
         &self,
         mut own: NamedTensors,
@@ -144,12 +145,12 @@ impl<'a> Distribution<'a> {
         let mut whole = NamedTensors::new();
         for (name, shape) in shapes {
             let (to, mine) = (writer(&name), own.remove(&name));
-            if self.copy().all(|of_copy| of_copy != to) {
+            if self.ranks_of_copy().all(|of_copy| of_copy != to) {
                 continue;
             }
-            let mut parts = self.parts(self.copy(), &name, &shape);
+            let mut parts = self.parts(self.ranks_of_copy(), &name, &shape);
             if parts.iter().all(|(_, part)| part.is_all()) {
-                // One rank suffices: the writer, if the tensor is of its stage.
+                // One rank with the tensor suffices. The writer is chosen if it has the tensor.
                 let at = parts.iter().position(|(rank, _)| *rank == to).unwrap_or(0);
                 parts = parts.into_iter().skip(at).take(1).collect();
             }
@@ -158,7 +159,7 @@ impl<'a> Distribution<'a> {
                 Some(tensor) if rank == to && parts.len() == 1 && sends => drop(whole.insert(name, tensor)),
                 mine if rank == to => {
                     let mut values = vec![0.0; shape.iter().product()];
-                    each_piece(&parts, |from, part, at, piece| {
+                    for_each_piece(&parts, |from, part, at, piece| {
                         match &mine {
                             Some(tensor) if from == rank => {
                                 piece.copy_from_slice(&tensor.values[at..at + piece.len()]);
@@ -182,7 +183,7 @@ impl<'a> Distribution<'a> {
     }
 
     /// The ranks of this rank's copy of the network: the ranks of all stages with the same coordinates on the axes `data` and `height`.
-    fn copy(&self) -> impl Iterator<Item = u32> {
+    fn ranks_of_copy(&self) -> impl Iterator<Item = u32> {
         let of_stage = self.mesh.ranks_of_stage() as u32;
         let model = self.mesh.model as u32;
         let first = self.comm.rank() % of_stage / model * model;
@@ -203,9 +204,9 @@ impl<'a> Distribution<'a> {
     }
 }
 
-/// Calls `each` for each piece of each part of a tensor: with the part's rank, the part, the number of the piece's first value in the part, and
-/// memory for the piece. The ranks take turns, so that no rank waits for all pieces of another one.
-fn each_piece(
+/// Calls `each` for each piece of each part of a tensor. The arguments are the part's rank, the part, the number of the piece's
+/// first value in the part, and memory for the piece. The ranks take turns, so that no rank waits for all pieces of another rank.
+fn for_each_piece(
     parts: &[(u32, Slice)],
     mut each: impl FnMut(u32, &Slice, usize, &mut [f32]) -> Result<(), CommError>,
 ) -> Result<(), CommError> {
@@ -220,8 +221,8 @@ fn each_piece(
     Ok(())
 }
 
-/// Collective: copies the parameters of the first rank to all ranks of a stage. `tensors` are those of `part`, a rank's part of the network.
-/// `same_part` broadcasts among the ranks with the same part, `model` in the model group.
+/// Collective: copies the parameters of the first rank to all ranks of a stage. `tensors` are the tensors of `part`, a rank's part
+/// of the network. `same_part` broadcasts values among the ranks with the same part, `model` in the model group.
 pub(super) fn broadcast(
     part: &Network,
     tensors: &mut NamedTensors,
@@ -245,16 +246,9 @@ mod tests {
     use crate::{
         AverageOn,
         net::{init, resnet},
-    };
-    use lockstep_comm::{
-        rendezvous::{
-            Store,
-            loopback::{rendezvous_config, unused_port},
-        },
-        ring::Ring,
+        test_ranks::on_ranks,
     };
     use lockstep_protocol::spec::{Arch, ModelSpec, ShardSpec, Split};
-    use std::time::Duration;
 
     /// Stages, copies of the network, and tensors split over outputs (unevenly) and inputs; one writer and several.
     #[test]
@@ -270,10 +264,8 @@ mod tests {
         {
             let plan = Plan::on(Mesh { stage, data, height: 1, model }, strategies.clone());
             let writers = Writers::deal(&network, &[], AverageOn::NoRank, writing);
-            let (ranks, port) = (plan.mesh.ranks() as u32, unused_port());
-            let rank = |number: u32| {
-                let store = Store::join(rendezvous_config(port, number, ranks)).unwrap();
-                let ring = Ring::connect(&store, Duration::from_secs(60)).unwrap();
+            let of_ranks = on_ranks(plan.mesh.ranks() as u32, |ring| {
+                let number = ring.rank();
                 let distribution = Distribution::new(&network, &plan, ring.as_ref()).unwrap();
                 let given = (number == 0).then(|| initial.clone());
                 let own = distribution.scatter(given, distribution.parameters()).unwrap();
@@ -283,17 +275,12 @@ mod tests {
                 assert!(whole.keys().all(|name| writers.of(name) == number));
                 ring.barrier().unwrap();
                 (shape, whole)
-            };
-            let of_ranks: Vec<_> = std::thread::scope(|scope| {
-                let rank = &rank;
-                let threads: Vec<_> = (0..ranks).map(|number| scope.spawn(move || rank(number))).collect();
-                threads.into_iter().map(|thread| thread.join().unwrap()).collect()
             });
             let rows: usize = of_ranks.iter().flat_map(|(shape, _)| shape).map(|shape| shape[0]).sum();
             assert_eq!(rows, data * 101, "{plan}: each copy is there once");
             let all: NamedTensors = of_ranks.into_iter().flat_map(|(_, whole)| whole).collect();
-            let bits = |of: &NamedTensors| -> Vec<u32> {
-                of.values().flat_map(|tensor| &tensor.values).map(|value| value.to_bits()).collect()
+            let bits = |tensors: &NamedTensors| -> Vec<u32> {
+                tensors.values().flat_map(|tensor| &tensor.values).map(|value| value.to_bits()).collect()
             };
             assert!(all == initial && bits(&all) == bits(&initial), "{plan}");
         }

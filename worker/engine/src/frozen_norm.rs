@@ -155,10 +155,10 @@ fn micro_batches_have_the_gradients_of_one_batch() {
     for network in networks() {
         let whole = batch(&network, 5);
         let picture = whole.images.len() / 6;
-        let part = |of: std::ops::Range<usize>| Batch {
-            images: whole.images[of.start * picture..of.end * picture].to_vec(),
-            labels: whole.labels[of.clone()].to_vec(),
-            indices: of.map(|i| i as u64).collect(),
+        let part = |pictures: std::ops::Range<usize>| Batch {
+            images: whole.images[pictures.start * picture..pictures.end * picture].to_vec(),
+            labels: whole.labels[pictures.clone()].to_vec(),
+            indices: pictures.map(|i| i as u64).collect(),
             ..Batch::default()
         };
         let config = EngineConfig { accumulate: 2, ..unfused::config(6) };

@@ -63,7 +63,7 @@ pub(super) enum FusedOp {
         input: TensorId,
         output: TensorId,
     },
-    /// GELU of x, or of x plus the parameter `bias`.bias.
+    /// GELU of x, or of x plus the parameter `<bias>.bias`.
     Gelu {
         bias: Option<String>,
         input: TensorId,

@@ -9,6 +9,7 @@ pub struct LayerTime {
     pub name: Option<String>,
     /// The output tensor of the operation.
     pub output: TensorId,
+    /// Microseconds.
     pub micros: f64,
 }
 

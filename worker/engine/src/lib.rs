@@ -27,6 +27,8 @@ pub mod registry;
 mod sharding;
 mod state_dict;
 #[cfg(test)]
+mod test_ranks;
+#[cfg(test)]
 mod unfused;
 
 pub use backend::{
@@ -59,7 +61,10 @@ pub struct EngineConfig {
     pub loss: LossConfig,
     /// Number of micro-batches per step.
     pub accumulate: usize,
+    /// Whether batch norms take their statistics over the pictures of all ranks.
     pub sync_batch_norm: bool,
+    /// Whether the update uses the mean gradient of the step's pictures on all ranks. Otherwise it uses this mean times the
+    /// number of ranks with different pictures.
     pub gradients_mean: bool,
     /// Number of threads of this rank.
     pub threads: usize,
@@ -72,6 +77,7 @@ pub struct StepResult {
     pub loss: f32,
     /// Number of correct predictions among these pictures.
     pub correct: u32,
+    /// Number of these pictures.
     pub samples: u32,
     /// L2 norm of the reduced gradient, before weight decay.
     pub grad_norm: f32,
@@ -110,8 +116,11 @@ pub struct LossScaling {
 /// Results of an evaluation batch on this rank: sums, which can be added over ranks.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct EvalResult {
+    /// Sum of the pictures' cross-entropies.
     pub loss_sum: f64,
+    /// Number of correct predictions.
     pub correct: u64,
+    /// Number of pictures.
     pub samples: u64,
 }
 
@@ -238,7 +247,8 @@ pub trait Engine: Send {
     /// [`EngineError::Parameters`] names tensors that are missing, unknown or of another shape; no state has changed then. The
     /// device fails.
     fn set_parameters(&mut self, values: &NamedTensors) -> Result<(), EngineError>;
-    /// The state of the optimizer for this rank's parameters. Where ranks divide the state of a parameter, zeros stand for other ranks' parts.
+    /// The state of the optimizer for this rank's parameters. Where ranks divide the state of a parameter, the parts of other
+    /// ranks are zeros.
     ///
     /// # Errors
     /// The device fails.
@@ -285,8 +295,8 @@ pub trait Engine: Send {
     fn precision(&self) -> Precision {
         Precision::Fp32
     }
-    /// Collective: this rank's contribution to a checkpoint, in whole tensors. Of ranks that do not write, only those copy state off the device
-    /// that have a part of a tensor that another rank writes.
+    /// Collective: this rank's contribution to a checkpoint, in whole tensors. A rank that does not write copies state off the
+    /// device only if it has a part of a tensor that another rank writes.
     ///
     /// # Errors
     /// The device fails.
@@ -303,15 +313,15 @@ pub trait Engine: Send {
             loss_scaling: self.loss_scaling()?,
         })
     }
-    /// After a collective method has failed because another rank is gone: resets this rank's state ([`Engine::own_state`]) to the end of its
-    /// newest finished step, and returns the results of finished steps that have not been returned yet, oldest first. `None`: the state may
-    /// mix two steps or cannot be read, and must be discarded.
+    /// Resets this rank's state ([`Engine::own_state`]) to the end of the newest finished step, after a collective method has
+    /// failed because another rank is gone. Returns the results of finished steps that have not been returned yet, oldest first.
+    /// `None`: the state may mix two steps or cannot be read, and must be discarded.
     fn undo_unfinished_steps(&mut self) -> Option<Vec<StepResult>> {
         None
     }
-    /// Collective: continues from `state`, this rank's own state ([`Engine::own_state`], [`Distribution::scatter`]). Where ranks share memory,
-    /// callers need a barrier before and after: no rank may use the old state once a rank calls this, nor the new state before all ranks have
-    /// returned.
+    /// Collective: continues from `state`, this rank's own state ([`Engine::own_state`], [`Distribution::scatter`]). Where ranks
+    /// share memory, callers need a barrier before and after the call: no rank may use the old state after another rank has called
+    /// this, or the new state before all ranks have returned.
     ///
     /// # Errors
     /// As for [`Engine::set_parameters`] and [`Engine::set_optimizer_state`]. State before the faulty tensor has been replaced.

@@ -16,7 +16,7 @@ use std::{sync::Arc, time::Instant};
 const CLASSES: usize = 1000;
 /// Numbers of classes of wide heads. Each is measured for networks with more classes than the previous number.
 pub const WIDE: [usize; 2] = [65_536, 524_288];
-/// A wide head is measured if its weights, gradients and momentum need at most one part in this many of the memory.
+/// A wide head is measured if its weights, gradients and momentum need at most a quarter of the memory.
 const HEAD_MEMORY: usize = 4;
 /// Number of untimed steps, which load kernels and allocate memory.
 const WARM_UP: usize = 3;
@@ -56,7 +56,7 @@ pub fn measure(
     let pictures = sample.pictures as f64;
     let base = network(CLASSES).map_err(EngineError::Parameters)?;
     let initial = init::initial_parameters(&base, false, 0);
-    let found = run(&base, &initial, sample, device)?;
+    let found = time_steps(&base, &initial, sample, device)?;
     let mut rates =
         Rates::fit(&base, pictures, &found.times, (found.step_secs, found.state), found.value_bytes)
             .map_err(EngineError::Parameters)?;
@@ -71,7 +71,7 @@ pub fn measure(
             initial.insert(of_head.name, HostTensor { shape: of_head.shape, values });
         }
         if HEAD_MEMORY * head_bytes <= memory_bytes as usize {
-            let found = run(&wide, &initial, sample, device)?;
+            let found = time_steps(&wide, &initial, sample, device)?;
             rates.add_head(&wide, pictures, (found.step_secs, found.state));
         }
     }
@@ -89,7 +89,7 @@ struct Steps {
     state: f64,
 }
 
-fn run(
+fn time_steps(
     network: &Network,
     initial: &NamedTensors,
     sample: &Sample,

@@ -150,7 +150,7 @@ impl Hardware {
             0 => Ok(Self { library: library.clone(), handle }),
             // ARCH_MISMATCH, IMPLEMENTATION_NOT_SUPPORTED
             7 | 9 => Err("this GPU has no JPEG decoder that nvJPEG can use".into()),
-            status => Err(failed("opening the GPU's JPEG decoder", status)),
+            status => Err(error_text("opening the GPU's JPEG decoder", status)),
         }
     }
 
@@ -196,7 +196,7 @@ impl State {
                 // Pre-allocation of any size makes the decoder keep its memory between batches.
                 let status = pre_allocate(hardware.handle, this.state, 1, 1, 1, CSS_444, YUV);
                 if status != 0 {
-                    tracing::debug!("{}", failed("pre-allocating memory", status));
+                    tracing::debug!("{}", error_text("pre-allocating memory", status));
                 }
             }
         }
@@ -254,9 +254,9 @@ impl Drop for State {
         let Nvjpeg { state_destroy, header_destroy, .. } = *self.hardware.library;
         // SAFETY: handles created by `new`, or null.
         unsafe {
-            for (what, of) in [(self.header, header_destroy), (self.state, state_destroy)] {
-                if !what.is_null() {
-                    let _ = of(what);
+            for (created, destroy) in [(self.header, header_destroy), (self.state, state_destroy)] {
+                if !created.is_null() {
+                    let _ = destroy(created);
                 }
             }
         }
@@ -264,10 +264,10 @@ impl Drop for State {
 }
 
 fn check(doing: &str, status: Status) -> Result<(), String> {
-    if status == 0 { Ok(()) } else { Err(failed(doing, status)) }
+    if status == 0 { Ok(()) } else { Err(error_text(doing, status)) }
 }
 
-fn failed(doing: &str, status: Status) -> String {
+fn error_text(doing: &str, status: Status) -> String {
     // `nvjpegStatus_t`.
     let names = [
         "SUCCESS",
@@ -293,13 +293,13 @@ fn failed(doing: &str, status: Status) -> String {
 pub fn hardware() -> Result<String, String> {
     ready(&[Library::Driver])?;
     let library = Arc::new(Nvjpeg::find()?.0);
-    let on = |error: result::DriverError| format!("GPU 0 cannot be opened: {error}");
-    result::init().map_err(on)?;
-    let device = result::device::get(0).map_err(on)?;
+    let open_error = |error: result::DriverError| format!("GPU 0 cannot be opened: {error}");
+    result::init().map_err(open_error)?;
+    let device = result::device::get(0).map_err(open_error)?;
     // SAFETY: released below, after the decoder is dropped.
     unsafe {
-        let context = result::primary_ctx::retain(device).map_err(on)?;
-        let found = result::ctx::set_current(context).map_err(on).and_then(|()| {
+        let context = result::primary_ctx::retain(device).map_err(open_error)?;
+        let found = result::ctx::set_current(context).map_err(open_error).and_then(|()| {
             let hardware = Hardware::open(&library)?;
             Ok(match hardware.engines() {
                 Some((engines, _)) => format!("{engines} engines"),
@@ -332,8 +332,8 @@ mod tests {
 
     #[test]
     fn errors_contain_the_name_of_the_status() {
-        assert_eq!(failed("decoding a batch", 3), "decoding a batch: nvJPEG returned BAD_JPEG (3)");
-        assert!(failed("x", 99).contains("unknown status (99)"));
+        assert_eq!(error_text("decoding a batch", 3), "decoding a batch: nvJPEG returned BAD_JPEG (3)");
+        assert!(error_text("x", 99).contains("unknown status (99)"));
         assert_eq!(check("x", 0), Ok(()));
     }
 

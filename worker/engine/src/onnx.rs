@@ -59,8 +59,8 @@ fn graph(
 ) -> Result<Graph, EngineError> {
     let mut graph = Graph { name: network.arch.clone(), ..Graph::default() };
     let side = network.image_size;
-    graph.input.push(value("input", &[network.channels, side, side]));
-    graph.output.push(value("output", &[network.tensors[network.logits()].len()]));
+    graph.input.push(value_info("input", &[network.channels, side, side]));
+    graph.output.push(value_info("output", &[network.tensors[network.logits()].len()]));
     let (description, _) = network.describe();
     // Names of values, by tensor.
     let mut values = vec![String::from("input"); network.tensors.len()];
@@ -76,14 +76,14 @@ fn graph(
                     _ => None,
                 });
                 if let Some(norm) = norm {
-                    let (scaled, shift) = folded(&tensors[&weight], norm, tensors);
+                    let (scaled, shift) = fold_into_convolution(&tensors[&weight], norm, tensors);
                     graph.initializer.extend([tensor(&weight, &scaled), tensor(&bias, &shift)]);
                     inputs.extend([weight, bias]);
                 } else {
                     graph.initializer.push(tensor(&weight, &tensors[&weight]));
                     inputs.push(weight);
                 }
-                let mut attributes = window(*kernel, *stride, *padding);
+                let mut attributes = window_attributes(*kernel, *stride, *padding);
                 attributes.push(Attribute::int("group", *groups));
                 ("Conv", attributes)
             }
@@ -102,7 +102,9 @@ fn graph(
             }
             Op::Relu { .. } => ("Relu", Vec::new()),
             Op::Add { .. } => ("Add", Vec::new()),
-            Op::MaxPool { kernel, stride, padding, .. } => ("MaxPool", window(*kernel, *stride, *padding)),
+            Op::MaxPool { kernel, stride, padding, .. } => {
+                ("MaxPool", window_attributes(*kernel, *stride, *padding))
+            }
             Op::GlobalAveragePool { .. } => {
                 graph.node.push(node("GlobalAveragePool", &name, inputs, &name, Vec::new()));
                 inputs = vec![name];
@@ -115,7 +117,10 @@ fn graph(
                     let attributes = vec![Attribute::int("axis", 1), Attribute::int("p", 2)];
                     graph.node.push(node("LpNormalization", "normalize", inputs, "normalize", attributes));
                     let HostTensor { shape, values } = &tensors[&weight];
-                    let scaled = HostTensor { shape: shape.clone(), values: margin.rows(values, shape[1]) };
+                    let scaled = HostTensor {
+                        shape: shape.clone(),
+                        values: margin.scaled_unit_rows(values, shape[1]),
+                    };
                     graph.initializer.push(tensor(&weight, &scaled));
                     inputs = vec!["normalize".into(), weight];
                 } else {
@@ -146,22 +151,29 @@ fn graph(
 
 /// Weight and bias of the convolution that computes `gamma (conv(x) - mean) / sqrt(var + epsilon) + beta`, with the
 /// parameters and running statistics of the batch norm `norm`.
-fn folded(weight: &HostTensor, norm: &str, tensors: &NamedTensors) -> (HostTensor, HostTensor) {
-    let of = |suffix: &str| tensors[&format!("{norm}.{suffix}")].values.iter().map(|&value| f64::from(value));
-    let factors: Vec<f64> =
-        of("weight").zip(of("running_var")).map(|(gamma, var)| gamma / (var + EPSILON).sqrt()).collect();
+fn fold_into_convolution(
+    weight: &HostTensor,
+    norm: &str,
+    tensors: &NamedTensors,
+) -> (HostTensor, HostTensor) {
+    let parameter =
+        |suffix: &str| tensors[&format!("{norm}.{suffix}")].values.iter().map(|&value| f64::from(value));
+    let factors: Vec<f64> = parameter("weight")
+        .zip(parameter("running_var"))
+        .map(|(gamma, var)| gamma / (var + EPSILON).sqrt())
+        .collect();
     let mut weight = weight.clone();
     let filter = weight.values.len() / factors.len();
     for (filter, factor) in weight.values.chunks_exact_mut(filter).zip(&factors) {
         filter.iter_mut().for_each(|value| *value = (f64::from(*value) * factor) as f32);
     }
-    let shifts = of("bias").zip(of("running_mean")).zip(&factors);
+    let shifts = parameter("bias").zip(parameter("running_mean")).zip(&factors);
     let values: Vec<f32> = shifts.map(|((beta, mean), factor)| (beta - mean * factor) as f32).collect();
     (weight, HostTensor { shape: vec![values.len()], values })
 }
 
 /// Attributes of a square window.
-fn window(kernel: usize, stride: usize, padding: usize) -> Vec<Attribute> {
+fn window_attributes(kernel: usize, stride: usize, padding: usize) -> Vec<Attribute> {
     vec![
         Attribute::ints("kernel_shape", [kernel; 2]),
         Attribute::ints("strides", [stride; 2]),
@@ -183,7 +195,7 @@ fn tensor(name: &str, from: &HostTensor) -> Tensor {
 }
 
 /// An input or output of the graph. `shape` is the shape of one picture's values.
-fn value(name: &str, shape: &[usize]) -> ValueInfo {
+fn value_info(name: &str, shape: &[usize]) -> ValueInfo {
     let batch = Dimension { dim_value: None, dim_param: Some(BATCH.into()) };
     let sizes = shape.iter().map(|&size| Dimension { dim_value: Some(size as i64), dim_param: None });
     let shape = TensorShape { dim: std::iter::once(batch).chain(sizes).collect() };
@@ -272,7 +284,8 @@ mod tests {
             ("n.running_mean".into(), tensor(&[2], &[4.0, 1.0])),
             ("n.running_var".into(), tensor(&[2], &[var(0.5), var(2.0)])),
         ]);
-        let (weight, bias) = folded(&tensor(&[2, 2, 1, 1], &[1.0, 2.0, 3.0, 4.0]), "n", &tensors);
+        let (weight, bias) =
+            fold_into_convolution(&tensor(&[2, 2, 1, 1], &[1.0, 2.0, 3.0, 4.0]), "n", &tensors);
         let near = |found: &[f32], expected: &[f32]| {
             assert!(found.iter().zip(expected).all(|(a, b)| (a - b).abs() < 1e-5 * b.abs()), "{found:?}");
         };

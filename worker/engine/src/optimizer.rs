@@ -17,10 +17,10 @@ pub struct OptimizerState {
 /// Names and shapes of an optimizer's state for `network`.
 pub(crate) fn state_shapes(optimizer: &Optimizer, network: &Network) -> Vec<(String, Vec<usize>)> {
     let trained = network.parameters().into_iter().filter(|p| p.role.is_trained());
-    let of = |(name, shape): (String, Vec<usize>)| {
+    let slots_of = |(name, shape): (String, Vec<usize>)| {
         optimizer.slots().iter().map(move |slot| (slot_name(&name, slot), shape.clone()))
     };
-    trained.map(|p| (p.name, p.shape)).flat_map(of).collect()
+    trained.map(|p| (p.name, p.shape)).flat_map(slots_of).collect()
 }
 
 /// The name of a parameter's slot: `conv1.weight.exp_avg`.
@@ -28,7 +28,7 @@ pub(crate) fn slot_name(parameter: &str, slot: &str) -> String {
     format!("{parameter}.{slot}")
 }
 
-/// The name of a parameter's tensor, or of its `optimizer_slot`.
+/// The name of the tensor of a parameter, or of the parameter's `optimizer_slot`.
 pub(crate) fn tensor_name(parameter: &str, optimizer_slot: Option<&str>) -> String {
     optimizer_slot.map_or_else(|| parameter.into(), |slot| slot_name(parameter, slot))
 }

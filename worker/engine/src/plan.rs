@@ -34,8 +34,10 @@ pub struct Plan {
     pub cuts: Vec<usize>,
 }
 
-/// Image size and number of classes for checks that depend only on names and channels.
-const ANY: (usize, usize) = (224, 1 << 16);
+/// Image size for checks that depend only on names and channels.
+const ANY_SIZE: usize = 224;
+/// Number of classes for such checks.
+const ANY_CLASSES: usize = 1 << 16;
 
 /// Checks that the strategies of a job fit its network, as far as possible without the dataset.
 ///
@@ -52,9 +54,9 @@ pub fn check(spec: &JobSpec) -> Result<(), String> {
         }
         false => Plan::of(parallel),
     };
-    let side = spec.data.effective_validation_size().map_or(ANY.0, |side| side as usize);
+    let side = spec.data.effective_validation_size().map_or(ANY_SIZE, |side| side as usize);
     // Other checks report an unsuitable image size.
-    let Ok(network) = net::build(&spec.model, side, 3, ANY.1) else { return Ok(()) };
+    let Ok(network) = net::build(&spec.model, side, 3, ANY_CLASSES) else { return Ok(()) };
     lower::check(&network, &plan)
 }
 
@@ -121,16 +123,12 @@ impl Plan {
 /// `2 (data) x 1 (height) x 2 (model) ranks, fc split by out`.
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Mesh { stage, data, height, model } = self.mesh;
         if self.is_data() {
-            write!(f, "data parallel on {}", plural(data as u64, "rank"))?;
+            write!(f, "data parallel on {}", plural(self.mesh.data as u64, "rank"))?;
         } else {
-            if stage > 1 {
-                write!(f, "{stage} (pipeline) x ")?;
-            }
-            write!(f, "{data} (data) x {height} (height) x {model} (model) ranks")?;
+            write!(f, "{}", self.mesh)?;
         }
-        if model > 1 && self.shards.is_empty() {
+        if self.mesh.model > 1 && self.shards.is_empty() {
             write!(f, ", the last layer split by out")?;
         }
         for ShardSpec { pattern, split } in &self.shards {

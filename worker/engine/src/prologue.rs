@@ -7,9 +7,9 @@ use lockstep_data::loader::Batch;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct StepPart<'a> {
     pub(super) batch: &'a Batch,
-    /// The first part: its gradients overwrite those of the previous step.
+    /// Whether this is the step's first part, whose gradients overwrite those of the previous step.
     pub(super) first: bool,
-    /// The last part: the update follows.
+    /// Whether this is the step's last part, which the update follows.
     pub(super) last: bool,
     /// Number of pictures in batch norm's statistics: on all ranks if statistics are synchronised.
     pub(super) statistics_of: f64,

@@ -30,10 +30,10 @@ pub fn named(name: &str) -> Option<&'static dyn Backend> {
 
 /// The device of a rank, from the GPU that the launcher assigned (`given`) and the device that the job requests (`asked`).
 pub fn device_of(given: Option<&RankGpu>, asked: Device) -> DeviceChoice {
-    let theirs = |backend: &'static dyn Backend| {
+    let choice = |backend: &'static dyn Backend| {
         backend.device_of(given, asked).map(|ordinal| DeviceChoice { backend, ordinal })
     };
-    backends().find_map(theirs).unwrap_or(DeviceChoice { backend: &Cpu, ordinal: 0 })
+    backends().find_map(choice).unwrap_or(DeviceChoice { backend: &Cpu, ordinal: 0 })
 }
 
 /// The slots of this machine: those of the first backend that has selected devices. `hindrance` says why an earlier backend

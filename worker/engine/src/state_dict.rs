@@ -15,10 +15,10 @@ use std::{
 pub struct StateDict {
     /// Weights, biases and running statistics.
     pub parameters: NamedTensors,
-    /// The optimizer's named slots; `None`: the engine keeps its current slots.
+    /// The optimizer's named slots. `None`: loading this state does not change the engine's slots.
     pub optimizer: Option<OptimizerState>,
-    /// The moving average of the parameters; with [`AverageOn::EveryRank`], only of the parameters that this rank writes. `None` if this rank
-    /// keeps no average.
+    /// The moving average of the parameters; with [`AverageOn::EveryRank`], only of the parameters that this rank writes.
+    /// `None` if this rank keeps no average.
     pub average: Option<NamedTensors>,
     /// The loss scaling of float16.
     pub loss_scaling: Option<LossScaling>,
@@ -67,19 +67,19 @@ impl Writers {
         let (mut trained, running): (Vec<_>, Vec<_>) =
             network.parameters().into_iter().partition(|parameter| parameter.role.is_trained());
         trained.sort_by_key(|parameter| Reverse(parameter.len()));
-        let values = |of: &[Parameter]| of.iter().map(Parameter::len).sum::<usize>();
+        let count = |parameters: &[Parameter]| parameters.iter().map(Parameter::len).sum::<usize>();
         let mut loads = vec![0; ranks.len()];
         if let Some(first) = loads.first_mut() {
-            *first = values(&running) + if average == AverageOn::FirstRank { values(&trained) } else { 0 };
+            *first = count(&running) + if average == AverageOn::FirstRank { count(&trained) } else { 0 };
         }
         let copies = 1 + slots.len() + usize::from(average == AverageOn::EveryRank);
-        let next = usize::from(average != AverageOn::FirstRank);
+        let slot_offset = usize::from(average != AverageOn::FirstRank);
         let mut by_tensor = BTreeMap::new();
         for parameter in trained {
             let Some(least) = (0..ranks.len()).min_by_key(|place| loads[*place]) else { break };
             loads[least] += copies * parameter.len();
             for (number, slot) in slots.iter().enumerate() {
-                let place = (least + next * (number + 1)) % ranks.len();
+                let place = (least + slot_offset * (number + 1)) % ranks.len();
                 by_tensor.insert(slot_name(&parameter.name, slot), ranks[place]);
             }
             by_tensor.insert(parameter.name, ranks[least]);

@@ -23,9 +23,13 @@ fn cases(op: &str, check: impl FnMut(&Fixtures<'_>, &str, &[usize])) {
     cases_in("operations.safetensors", op, check);
 }
 
+/// The contents of a file in `tests/pytorch/fixtures`.
+fn read(file: &str) -> Vec<u8> {
+    std::fs::read(format!("{}/../../tests/pytorch/fixtures/{file}", env!("CARGO_MANIFEST_DIR"))).unwrap()
+}
+
 fn cases_in(file: &str, op: &str, mut check: impl FnMut(&Fixtures<'_>, &str, &[usize])) {
-    let path = format!("{}/../../tests/pytorch/fixtures/{file}", env!("CARGO_MANIFEST_DIR"));
-    let bytes = std::fs::read(path).unwrap();
+    let bytes = read(file);
     let fixtures = Fixtures(SafeTensors::deserialize(&bytes).unwrap());
     let mut names: Vec<String> = fixtures
         .0
@@ -71,7 +75,7 @@ impl Fixtures<'_> {
 }
 
 #[test]
-fn convolution() {
+fn convolutions_match_pytorch() {
     cases("conv", |fixtures, name, numbers| {
         let &[batch, side, in_c, out_c, kernel, stride] = numbers else { panic!("{name}") };
         compare_convolution(fixtures, name, [batch, side, in_c, out_c, kernel, stride, 1]);
@@ -79,7 +83,7 @@ fn convolution() {
 }
 
 #[test]
-fn grouped_convolution() {
+fn grouped_convolutions_match_pytorch() {
     cases_in("grouped.safetensors", "grouped", |fixtures, name, numbers| {
         compare_convolution(fixtures, name, numbers.try_into().unwrap());
     });
@@ -111,7 +115,7 @@ fn compare_convolution(fixtures: &Fixtures<'_>, name: &str, numbers: [usize; 7])
 }
 
 #[test]
-fn batch_normalisation() {
+fn batch_norms_match_pytorch() {
     cases("norm", |fixtures, name, numbers| {
         let &[batch, side, channels, relu, shortcut, offset] = numbers else { panic!("{name}") };
         let offset = if name.ends_with(&format!("-{offset}")) { -(offset as f32) } else { offset as f32 };
@@ -166,7 +170,7 @@ fn batch_normalisation() {
 }
 
 #[test]
-fn pooling() {
+fn poolings_match_pytorch() {
     let square = |side, channels| TensorShape { height: side, width: side, channels };
     cases("max_pool", |fixtures, name, numbers| {
         let &[batch, side, channels] = numbers else { panic!("{name}") };
@@ -196,7 +200,7 @@ fn pooling() {
 }
 
 #[test]
-fn linear_layer() {
+fn linear_layers_match_pytorch() {
     cases("linear", |fixtures, name, numbers| {
         let &[batch, inputs, outputs] = numbers else { panic!("{name}") };
         let make = |key: &str, len| values(&format!("{name}.{key}"), len);
@@ -215,7 +219,7 @@ fn linear_layer() {
 }
 
 #[test]
-fn cross_entropy() {
+fn losses_match_pytorch() {
     cases("loss", |fixtures, name, numbers| {
         let &[batch, classes, smoothing, scale] = numbers else { panic!("{name}") };
         let logits: Vec<f32> =
@@ -247,18 +251,17 @@ struct Weighted {
 }
 
 #[test]
-fn cross_entropy_with_class_weights() {
+fn losses_with_class_weights_match_pytorch() {
     const BATCH: usize = 6;
     const CLASSES: usize = 5;
-    let path = format!("{}/../../tests/pytorch/fixtures/class_weights.json", env!("CARGO_MANIFEST_DIR"));
-    let cases: Vec<Weighted> = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    let cases: Vec<Weighted> = serde_json::from_slice(&read("class_weights.json")).unwrap();
     assert_eq!(cases.len(), 4);
     for (number, case) in cases.iter().enumerate() {
         let name = format!("class_weights.{number}");
         let logits: Vec<f32> =
             values(&format!("{name}.x"), BATCH * CLASSES).iter().map(|v| v * 3.0).collect();
         let weights: Vec<f32> = values(&format!("{name}.weights"), CLASSES).iter().map(|v| v + 1.5).collect();
-        let [own, others] = ["labels", "others"].map(|of| labels(&format!("{name}.{of}"), BATCH, CLASSES));
+        let [own, others] = ["labels", "others"].map(|key| labels(&format!("{name}.{key}"), BATCH, CLASSES));
         let mixed = case.lambda.map(|lambda| (&others[..], lambda));
         // PyTorch divides by the weights of the labels, and where targets are probabilities by the number of pictures.
         let divisor: f64 = match mixed {
@@ -277,7 +280,7 @@ fn cross_entropy_with_class_weights() {
 }
 
 #[test]
-fn stochastic_gradient_descent() {
+fn steps_of_sgd_match_pytorch() {
     cases("sgd", |fixtures, name, numbers| {
         let kind = if numbers == [1] { OptimizerKind::Nesterov } else { OptimizerKind::Momentum };
         let sgd = Optimizer { kind, momentum: 0.9, weight_decay: 0.01, ..Optimizer::default() };
@@ -306,9 +309,8 @@ struct Filters {
 }
 
 #[test]
-fn muon_step_by_step() {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/pytorch/fixtures/muon.json");
-    let fixture: BTreeMap<String, Filters> = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+fn steps_of_muon_match_pytorch() {
+    let fixture: BTreeMap<String, Filters> = serde_json::from_slice(&read("muon.json")).unwrap();
     assert_eq!(fixture.len(), 3);
     for (name, Filters { shape: [out_c, in_c, kernel], momentum, lr, weights }) in fixture {
         let shape = ConvShape {
@@ -369,9 +371,8 @@ struct Implementation {
 }
 
 #[test]
-fn adamw_and_lamb_step_by_step() {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/pytorch/fixtures/optimizers.json");
-    let fixture: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+fn steps_of_adamw_and_lamb_match_pytorch() {
+    let fixture: serde_json::Value = serde_json::from_slice(&read("optimizers.json")).unwrap();
     let ways: BTreeMap<String, Implementation> = serde_json::from_value(fixture["steps"].clone()).unwrap();
     assert_eq!(ways.len(), 6);
     for (name, way) in ways {

@@ -113,7 +113,7 @@ mod backward;
 pub use backward::{Mask, backward_input, backward_input_in_place, backward_sums, parameter_gradients};
 
 /// Adds the chunks' partial sums, in order.
-fn combine(partials: &[f64], width: usize) -> Vec<f64> {
+fn add_partials(partials: &[f64], width: usize) -> Vec<f64> {
     let mut total = vec![0.0; width];
     for partial in partials.chunks_exact(width) {
         for (t, p) in total.iter_mut().zip(partial) {
@@ -130,7 +130,7 @@ pub fn sums(x: &[f32], channels: usize) -> Vec<f64> {
     x.par_chunks(tiling.chunk())
         .zip(partials.par_chunks_mut(2 * channels))
         .for_each(|(x, out)| tiled!(tiling, sums_of_chunk(tiling, x, out)));
-    combine(&partials, 2 * channels)
+    add_partials(&partials, 2 * channels)
 }
 
 #[inline(always)]
@@ -141,7 +141,7 @@ fn sums_of_chunk<const W: usize>(tiling: Tiling, x: &[f32], out: &mut [f64]) {
         let (mut sum, mut square) = ([0.0f64; W], [0.0f64; W]);
         let mut row = block;
         while row < whole {
-            let x = lanes::<W>(x, row);
+            let x = load::<W>(x, row);
             for i in 0..W {
                 let v = f64::from(x[i]);
                 sum[i] += v;
@@ -180,7 +180,7 @@ struct Lanes {
 }
 
 impl Affine<'_> {
-    fn lanes(&self, tiling: Tiling) -> Lanes {
+    fn spread(&self, tiling: Tiling) -> Lanes {
         let scale: Vec<f32> =
             std::iter::zip(self.gamma, &self.statistics.inv_std).map(|(g, s)| g * s).collect();
         Lanes {
@@ -193,7 +193,7 @@ impl Affine<'_> {
 
 /// `W` values of `from` from `at` on. `from` must be long enough.
 #[inline(always)]
-fn lanes<const W: usize>(from: &[f32], at: usize) -> &[f32; W] {
+fn load<const W: usize>(from: &[f32], at: usize) -> &[f32; W] {
     const { assert!(W > 0) };
     from[at..at + W].first_chunk().unwrap_or(&[0.0; W])
 }
@@ -201,18 +201,18 @@ fn lanes<const W: usize>(from: &[f32], at: usize) -> &[f32; W] {
 /// y = relu(batch_norm(x) + shortcut); the shortcut and the ReLU are optional.
 pub fn forward(x: &[f32], affine: Affine<'_>, shortcut: Option<&[f32]>, relu: bool, y: &mut [f32]) {
     let tiling = Tiling::new(affine.gamma.len());
-    let lanes = affine.lanes(tiling);
+    let lanes = affine.spread(tiling);
     let chunk = tiling.chunk();
     y.par_chunks_mut(chunk).zip(x.par_chunks(chunk)).enumerate().for_each(|(i, (y, x))| {
         match (shortcut.map(|s| &s[i * chunk..][..x.len()]), relu) {
-            (None, false) => tiled!(tiling, forward_chunk(tiling, &lanes, x, y, |v, _| v)),
-            (None, true) => tiled!(tiling, forward_chunk(tiling, &lanes, x, y, |v, _| relu_of(v))),
-            (Some(s), false) => {
-                y.copy_from_slice(s);
-                tiled!(tiling, forward_chunk(tiling, &lanes, x, y, |v, s| v + s));
+            // Without a shortcut, `x` takes its place and is not added.
+            (None, false) => tiled!(tiling, forward_chunk(tiling, &lanes, x, x, y, |v, _| v)),
+            (None, true) => tiled!(tiling, forward_chunk(tiling, &lanes, x, x, y, |v, _| relu_of(v))),
+            (Some(added), false) => {
+                tiled!(tiling, forward_chunk(tiling, &lanes, x, added, y, |v, s| v + s));
             }
-            (Some(s), true) => {
-                tiled!(tiling, residual_chunk(tiling, &lanes, x, s, y));
+            (Some(added), true) => {
+                tiled!(tiling, forward_chunk(tiling, &lanes, x, added, y, |v, s| relu_of(v + s)));
             }
         }
     });
@@ -223,49 +223,25 @@ fn forward_chunk<const W: usize>(
     tiling: Tiling,
     lanes_of: &Lanes,
     x: &[f32],
+    shortcut: &[f32],
     y: &mut [f32],
     finish: impl Fn(f32, f32) -> f32,
 ) {
-    for (x, y) in x.chunks(tiling.stride).zip(y.chunks_mut(tiling.stride)) {
+    let stride = tiling.stride;
+    for ((x, s), y) in x.chunks(stride).zip(shortcut.chunks(stride)).zip(y.chunks_mut(stride)) {
         // Whole strides first, then the remaining values lane by lane.
         let whole = x.len() / W * W;
         for block in (0..whole).step_by(W) {
-            let (mean, scale) = (lanes::<W>(&lanes_of.mean, block), lanes::<W>(&lanes_of.scale, block));
-            let (beta, x) = (lanes::<W>(&lanes_of.beta, block), lanes::<W>(x, block));
+            let (mean, scale) = (load::<W>(&lanes_of.mean, block), load::<W>(&lanes_of.scale, block));
+            let (beta, x) = (load::<W>(&lanes_of.beta, block), load::<W>(x, block));
+            let s = load::<W>(s, block);
             let y = &mut y[block..block + W];
             for i in 0..W {
-                y[i] = finish((x[i] - mean[i]) * scale[i] + beta[i], y[i]);
+                y[i] = finish((x[i] - mean[i]) * scale[i] + beta[i], s[i]);
             }
         }
         for i in whole..x.len() {
-            y[i] = finish((x[i] - lanes_of.mean[i]) * lanes_of.scale[i] + lanes_of.beta[i], y[i]);
-        }
-    }
-}
-
-#[inline(always)]
-fn residual_chunk<const W: usize>(
-    tiling: Tiling,
-    lanes_of: &Lanes,
-    x: &[f32],
-    shortcut: &[f32],
-    y: &mut [f32],
-) {
-    let stride = tiling.stride;
-    for ((x, s), y) in x.chunks(stride).zip(shortcut.chunks(stride)).zip(y.chunks_mut(stride)) {
-        let whole = x.len() / W * W;
-        for block in (0..whole).step_by(W) {
-            let (mean, scale) = (lanes::<W>(&lanes_of.mean, block), lanes::<W>(&lanes_of.scale, block));
-            let (beta, x) = (lanes::<W>(&lanes_of.beta, block), lanes::<W>(x, block));
-            let s = lanes::<W>(s, block);
-            let y = &mut y[block..block + W];
-            for i in 0..W {
-                y[i] = relu_of((x[i] - mean[i]) * scale[i] + beta[i] + s[i]);
-            }
-        }
-        for i in whole..x.len() {
-            let v = (x[i] - lanes_of.mean[i]) * lanes_of.scale[i] + lanes_of.beta[i];
-            y[i] = relu_of(v + s[i]);
+            y[i] = finish((x[i] - lanes_of.mean[i]) * lanes_of.scale[i] + lanes_of.beta[i], s[i]);
         }
     }
 }

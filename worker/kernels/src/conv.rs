@@ -94,8 +94,8 @@ fn run_forward(
     scratch: &mut Scratch,
 ) {
     let tiles = scratch.tiles;
-    let merged = grouped::merged(s, LANES * tiles.values);
-    let w = grouped::merge(s, &merged, w, &mut scratch.merged);
+    let merged = grouped::merged_shape(s, LANES * tiles.values);
+    let w = grouped::merge_weights(s, &merged, w, &mut scratch.merged);
     let pass = product::Pass::forward(&merged);
     let w = pass.pack_weights(w, tiles, &mut scratch.weights);
     pass.run(x, w, y, sums, tiles, &scratch.task_buffers);
@@ -129,10 +129,10 @@ pub fn forward_with_sums(
 /// If the length of a slice does not match `s`.
 pub fn backward_input(s: &ConvShape, dy: &[f32], w: &[f32], dx: &mut [f32], scratch: &mut Scratch) {
     check(s, dx.len(), w.len(), dy.len());
-    let merged = grouped::merged(s, LANES * scratch.tiles.values);
-    let w = grouped::merge(s, &merged, w, &mut scratch.merged);
+    let merged = grouped::merged_shape(s, LANES * scratch.tiles.values);
+    let w = grouped::merge_weights(s, &merged, w, &mut scratch.merged);
     let pass = product::Pass::backward(&merged);
-    let w = pass.transpose(w, scratch.tiles, &mut scratch.weights);
+    let w = pass.pack_transposed_weights(w, scratch.tiles, &mut scratch.weights);
     pass.run(dy, w, dx, None, scratch.tiles, &scratch.task_buffers);
 }
 
@@ -142,13 +142,13 @@ pub fn backward_input(s: &ConvShape, dy: &[f32], w: &[f32], dx: &mut [f32], scra
 /// If the length of a slice does not match `s`.
 pub fn backward_weight(s: &ConvShape, x: &[f32], dy: &[f32], dw: &mut [f32], scratch: &mut Scratch) {
     check(s, x.len(), dw.len(), dy.len());
-    let merged = grouped::merged(s, LANES);
+    let merged = grouped::merged_shape(s, LANES);
     if merged.groups == s.groups {
         return weight::gradient(s, x, dy, dw, scratch);
     }
     let mut buffer = std::mem::take(&mut scratch.merged);
     let wide = buffer.get(merged.weight_len());
     weight::gradient(&merged, x, dy, wide, scratch);
-    grouped::part(s, &merged, wide, dw);
+    grouped::extract_weights(s, &merged, wide, dw);
     scratch.merged = buffer;
 }

@@ -33,7 +33,7 @@ fn chunk_of(biases: usize) -> usize {
 }
 
 /// The standard normal distribution function, and its density.
-fn normal(x: f32) -> (f32, f32) {
+fn normal_cdf_and_density(x: f32) -> (f32, f32) {
     const INVERSE_ROOT: f32 = 0.398_942_3; // 1 / sqrt(2 pi)
     let below = 0.5 * (1.0 + libm::erff(x * std::f32::consts::FRAC_1_SQRT_2));
     (below, INVERSE_ROOT * libm::expf(-0.5 * x * x))
@@ -46,7 +46,7 @@ pub fn gelu(x: &[f32], bias: &[f32], y: &mut [f32]) {
     y.par_chunks_mut(chunk).zip(x.par_chunks(chunk)).for_each(|(y, x)| {
         for ((y, x), b) in y.iter_mut().zip(x).zip(bias.iter().cycle()) {
             let v = x + b;
-            *y = v * normal(v).0;
+            *y = v * normal_cdf_and_density(v).0;
         }
     });
 }
@@ -57,7 +57,7 @@ pub fn gelu_backward(x: &[f32], bias: &[f32], dy: &mut [f32]) {
     dy.par_chunks_mut(chunk).zip(x.par_chunks(chunk)).for_each(|(dy, x)| {
         for ((d, x), b) in dy.iter_mut().zip(x).zip(bias.iter().cycle()) {
             let v = x + b;
-            let (below, density) = normal(v);
+            let (below, density) = normal_cdf_and_density(v);
             *d *= below + v * density;
         }
     });

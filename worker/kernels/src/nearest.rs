@@ -60,7 +60,7 @@ fn insert(found: &mut Vec<Neighbour>, k: usize, new: Neighbour) {
         return;
     }
     found.truncate(k - 1);
-    let place = found.partition_point(|of| of.similarity >= new.similarity);
+    let place = found.partition_point(|found| found.similarity >= new.similarity);
     found.insert(place, new);
 }
 

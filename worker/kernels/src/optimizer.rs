@@ -153,12 +153,12 @@ pub fn slots(kind: OptimizerKind) -> &'static [&'static str] {
 
 /// A sum of squares in double precision, in an order that depends only on the number of values.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Lanes {
+pub struct SquareSum {
     lanes: [f64; 16],
     rest: f64,
 }
 
-impl Lanes {
+impl SquareSum {
     /// Adds the squares of `values`, whose number must be a multiple of 16, except in the last call.
     pub fn add(&mut self, values: &[f32]) {
         with_simd(
@@ -230,7 +230,7 @@ impl Adam {
 
     /// Updates the moments with a gradient and returns the first moment's divisor.
     #[inline(always)]
-    fn take(&self, m: &mut f32, v: &mut f32, g: f32) -> f32 {
+    fn update_moments(&self, m: &mut f32, v: &mut f32, g: f32) -> f32 {
         *m = self.beta1 * *m + self.rest1 * g;
         *v = self.beta2 * *v + self.rest2 * g * g;
         v.sqrt() / self.root2 + self.epsilon
@@ -290,7 +290,7 @@ impl Update {
         }
         let (adam, scale) = (self.adam, (1.0 / self.adam.correction1) as f32);
         for (((g, w), m), v) in g.iter_mut().zip(w).zip(m).zip(v) {
-            let below = adam.take(m, v, *g);
+            let below = adam.update_moments(m, v, *g);
             *g = *m * scale / below + decay * w;
         }
     }
@@ -348,7 +348,7 @@ impl Update {
                 let kept = (1.0 - f64::from(rate) * f64::from(decay)) as f32;
                 let size = (f64::from(rate) / adam.correction1) as f32;
                 values.zip(more.iter_mut()).for_each(|(((w, m), g), v)| {
-                    let below = adam.take(m, v, *g);
+                    let below = adam.update_moments(m, v, *g);
                     *w = *w * kept - size * (*m / below);
                 });
             }
@@ -383,9 +383,9 @@ mod tests {
     /// Updates a whole parameter as an engine does, at learning rate 1 and with slots of zeros.
     fn step(optimizer: Optimizer, is_weight: bool, w: &mut [f32], g: &[f32]) {
         let norm = |values: &[f32]| {
-            let mut lanes = Lanes::default();
-            lanes.add(values);
-            lanes.sum().sqrt()
+            let mut squares = SquareSum::default();
+            squares.add(values);
+            squares.sum().sqrt()
         };
         let (update, policy) = (Update::new(&optimizer, 1.0, 1), optimizer.policy(is_weight));
         let [mut a, mut b] = [(); 2].map(|()| vec![0.0; g.len()]);

@@ -23,11 +23,6 @@ pub fn add_f64(sum: &mut [f64], values: &[f64]) {
     );
 }
 
-/// Sets all values to 0.
-pub fn clear(values: &mut [f64]) {
-    values.fill(0.0);
-}
-
 /// `sum += values`, with a sum in float64.
 pub fn add_to_f64(sum: &mut [f64], values: &[f32]) {
     with_simd(

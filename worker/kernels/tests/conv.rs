@@ -1,9 +1,12 @@
 //! Tests the CPU engine's convolutions against the definition, summed in float64, and compares results on
 //! different numbers of threads.
 
-use lockstep_kernels::conv::{
-    ConvShape, Format, Instructions, Scratch, backward_input, backward_weight, forward, forward_with_sums,
-    weight_from_oihw, weight_to_oihw,
+use lockstep_kernels::{
+    conv::{
+        ConvShape, Format, Instructions, Scratch, backward_input, backward_weight, forward,
+        forward_with_sums, weight_from_oihw, weight_to_oihw,
+    },
+    synthetic,
 };
 
 /// `[batch, height, width, in_c, out_c, kernel, stride, padding]`.
@@ -17,16 +20,8 @@ fn grouped(groups: usize, v: [usize; 8]) -> ConvShape {
     ConvShape { groups, ..shape(v) }
 }
 
-/// Pseudorandom values in -1..1, equal on all machines.
 fn values(len: usize, seed: u64) -> Vec<f32> {
-    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
-    let mut next = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
-    };
-    (0..len).map(|_| next()).collect()
+    synthetic::values(&format!("conv.{seed}"), len)
 }
 
 struct Passes {
@@ -180,7 +175,7 @@ fn resnet20_at_28_and_32_pixels() {
 
 /// For ranks that share rows, the input includes the rows above and below.
 #[test]
-fn padding_of_columns_only() {
+fn columns_can_have_padding_without_rows() {
     let shapes = [[2, 9, 8, 16, 16, 3, 1, 1], [3, 13, 8, 3, 64, 7, 2, 3], [2, 5, 6, 16, 24, 3, 2, 1]];
     check_all(&shapes.map(|v| ConvShape { row_padding: 0, ..shape(v) }));
     check_all(&[ConvShape { row_padding: 0, ..grouped(4, [2, 6, 5, 32, 32, 3, 1, 1]) }]);
@@ -233,7 +228,7 @@ fn resnet50_with_the_large_stem() {
 }
 
 #[test]
-fn odd_shapes() {
+fn odd_shapes_match_the_definition() {
     check(&[
         [1, 1, 1, 1, 1, 1, 1, 0],
         [1, 5, 7, 3, 5, 3, 1, 1],
@@ -264,7 +259,7 @@ fn resnexts_of_4_to_64_channels_per_group() {
 }
 
 #[test]
-fn odd_shapes_in_groups() {
+fn odd_grouped_shapes_match_the_definition() {
     check_all(&[
         grouped(3, [1, 5, 7, 6, 9, 3, 1, 1]),
         grouped(5, [7, 9, 5, 20, 10, 3, 2, 1]),

@@ -13,16 +13,16 @@ pub(super) struct Average {
 
 impl Average {
     pub(super) fn new(weights: &[f32], norms: &[Norm]) -> Self {
-        let running = norms.iter().map(|n| [n.running_mean.clone(), n.running_var.clone()]).collect();
+        let running = norms.iter().map(|norm| norm.running.clone()).collect();
         Self { weights: weights.to_vec(), running }
     }
 
     /// `average = decay average + (1 - decay) value`.
-    pub(super) fn take(&mut self, decay: f64, weights: &[f32], norms: &[Norm]) {
+    pub(super) fn update(&mut self, decay: f64, weights: &[f32], norms: &[Norm]) {
         sums::average(decay, &mut self.weights, weights);
-        for ([mean, var], norm) in self.running.iter_mut().zip(norms) {
-            sums::average(decay, mean, &norm.running_mean);
-            sums::average(decay, var, &norm.running_var);
+        let values = norms.iter().flat_map(|norm| &norm.running);
+        for (average, values) in self.running.iter_mut().flatten().zip(values) {
+            sums::average(decay, average, values);
         }
     }
 }

@@ -7,7 +7,7 @@ use super::{
     executor::Executor,
     forward::max_pool,
     linear,
-    margin::Unit,
+    margin::UnitRows,
     pool,
 };
 use crate::{
@@ -18,17 +18,17 @@ use crate::{
 use std::{ops::Range, time::Instant};
 
 impl Executor {
-    /// Computes the gradients of all parameters from that of the logits or of the next stage's input.
+    /// Computes the gradients of all parameters from the gradient of the logits, or of the next stage's input.
     pub(super) fn backward(&mut self, micro_batch: StepPart<'_>) -> Result<(), EngineError> {
         self.receive_gradient()?;
         for index in (0..self.ops.len()).rev() {
             let parts = std::mem::take(&mut self.gradient_parts[self.ops[index].output()]);
             let began = Instant::now();
             self.op_backward(index, micro_batch, parts)?;
-            self.count_time(index, began);
+            self.add_time(index, began);
         }
-        self.send_ready();
-        self.keep_input_gradient();
+        self.reduce_complete_buckets();
+        self.sum_input_gradient();
         // An earlier micro-batch may have left gradients of activations that no operation reads.
         for parts in &mut self.gradient_parts {
             for part in parts.drain(..) {
@@ -53,8 +53,8 @@ impl Executor {
         let network = self.network.clone();
         let shapes = &network.tensors;
         let op = self.ops[index].clone();
-        let all = self.pictures.clone();
-        let count = |tensor: usize| all.of(network.placement(tensor));
+        let group_pictures = self.pictures.clone();
+        let count = |tensor: usize| group_pictures.count(network.placement(tensor));
         // With few rows, some ranks of a height group have none.
         let pictures = if shapes[op.output()].is_empty() { 0 } else { count(op.output()) };
         let len = |tensor: usize| count(tensor) * shapes[tensor].len();
@@ -104,7 +104,7 @@ impl Executor {
                 self.pool.free(more);
             }
             // Sends buckets that were complete before: their reduction overlaps with the next convolution.
-            self.send_ready();
+            self.reduce_complete_buckets();
             self.add_sums(parameters[0], micro_batch, &dgamma);
             self.add_sums(parameters[1], micro_batch, &dbeta);
             return Ok(());
@@ -219,13 +219,13 @@ impl Executor {
                 let mut dx = self.pool.alloc(len(*input));
                 let x = std::mem::take(&mut self.activations[*input]);
                 let weight = &self.state.weights[self.layout.parameters[parameters[0]].range.clone()];
-                let rows = sample.as_ref().map(|sample| sample.rows_of(weight, inputs));
+                let rows = sample.as_ref().map(|sample| sample.copy_rows(weight, inputs));
                 let weight = rows.as_deref().unwrap_or(weight);
                 // Features and weights of length 1, where logits are their cosines.
                 let margin = self.config.loss.margin.filter(|_| *is_head);
                 let units = margin.map(|margin| {
-                    margin.scale(&mut dy);
-                    [Unit::of(&x[..len(*input)], inputs), Unit::of(weight, inputs)]
+                    margin.multiply_by_scale(&mut dy);
+                    [UnitRows::new(&x[..len(*input)], inputs), UnitRows::new(weight, inputs)]
                 });
                 match &units {
                     None => linear::backward_input(&dy, weight, outputs, &mut dx),
@@ -244,7 +244,7 @@ impl Executor {
                         }
                         Some([features, weights]) => {
                             linear::backward_weight(
-                                features.part(share.clone()),
+                                features.slice(share.clone()),
                                 dy_of(&share),
                                 outputs,
                                 rows,
@@ -254,7 +254,7 @@ impl Executor {
                     };
                     match &sample {
                         None => compute(out),
-                        Some(sample) => sample.fill(out, inputs, compute),
+                        Some(sample) => sample.fill_rows(out, inputs, compute),
                     }
                 });
                 self.add_gradient(parameters[1], micro_batch, pictures, |share, out, _| {
@@ -264,7 +264,7 @@ impl Executor {
                     };
                     match &sample {
                         None => compute(out),
-                        Some(sample) => sample.fill(out, 1, compute),
+                        Some(sample) => sample.fill_rows(out, 1, compute),
                     }
                 });
                 self.activations[*input] = x;

@@ -49,8 +49,8 @@ impl Region {
     }
 }
 
-/// Sends each rank `r` of `group` the values of the region `to[r]`, summed over all ranks that have them; rank `r` has the region `from[r]`.
-/// `x` holds this rank's `from` region. `y`, this rank's `to` region, is overwritten.
+/// Rank `r` of `group` has the region `from[r]` and gets the region `to[r]`. A value that several ranks have is summed over these
+/// ranks. `x` has the values of this rank's `from` region; `y` is overwritten with those of its `to` region.
 ///
 /// In each round every rank exchanges with exactly one other rank, so there are no chains of waiting ranks.
 pub(super) fn exchange(
@@ -97,7 +97,7 @@ pub(super) struct Pictures {
 }
 
 impl Pictures {
-    pub(super) fn alone(pictures: usize) -> Self {
+    pub(super) fn of_one_rank(pictures: usize) -> Self {
         Self { bounds: vec![0, pictures], rank: 0 }
     }
 
@@ -111,23 +111,23 @@ impl Pictures {
     }
 
     /// This rank's pictures among the group's.
-    pub(super) fn own(&self) -> Range<usize> {
+    pub(super) fn own_range(&self) -> Range<usize> {
         self.bounds[self.rank]..self.bounds[self.rank + 1]
     }
 
-    pub(super) fn all(&self) -> usize {
+    pub(super) fn total(&self) -> usize {
         self.bounds.last().copied().unwrap_or(0)
     }
 
     /// Number of pictures that this rank has of an activation with this placement.
-    pub(super) fn of(&self, placement: &Placement) -> usize {
-        if *placement == Placement::Batch { self.own().len() } else { self.all() }
+    pub(super) fn count(&self, placement: &Placement) -> usize {
+        if *placement == Placement::Batch { self.own_range().len() } else { self.total() }
     }
 
     /// Each rank's region of an activation of `pixels` pixels and `channels` channels.
     fn regions(&self, placement: &Placement, pixels: usize, channels: usize) -> Vec<Region> {
         let of_rank = |rank: usize| {
-            let mut region = Region { pictures: 0..self.all(), pixels: 0..pixels, channels: 0..channels };
+            let mut region = Region { pictures: 0..self.total(), pixels: 0..pixels, channels: 0..channels };
             match placement {
                 Placement::Batch => region.pictures = self.bounds[rank]..self.bounds[rank + 1],
                 Placement::Channels(bounds) => region.channels = bounds[rank]..bounds[rank + 1],
@@ -170,35 +170,14 @@ pub(super) fn channels(placement: &Placement, shape: TensorShape) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{
-        cpu::{loss, split_loss},
-        net::Rows,
-    };
-    use lockstep_comm::{
-        rendezvous::{RendezvousConfig, Store, free_port, loopback::rendezvous_config},
-        ring::Ring,
-    };
-    use lockstep_data::loader::Batch;
-    use lockstep_kernels::synthetic::{labels, values};
-    use std::time::Duration;
+    use crate::{net::Rows, test_ranks};
+    use lockstep_kernels::synthetic::values;
 
     const RANKS: usize = 3;
 
     /// Runs `work` on three ranks and returns their results.
     fn on_ranks<T: Send>(work: impl Fn(Group) -> T + Sync) -> Vec<T> {
-        let (port, timeout) = (free_port("127.0.0.1").unwrap(), Duration::from_secs(60));
-        let rank = |number| {
-            let rendezvous = rendezvous_config(port, number, RANKS as u32);
-            let store = Store::join(RendezvousConfig { timeout, ..rendezvous }).unwrap();
-            let ring = Ring::connect(&store, timeout).unwrap();
-            store.barrier("connected").unwrap();
-            work(Group::whole(ring))
-        };
-        std::thread::scope(|scope| {
-            let rank = &rank;
-            let threads: Vec<_> = (0..RANKS as u32).map(|number| scope.spawn(move || rank(number))).collect();
-            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-        })
+        test_ranks::on_ranks(RANKS as u32, |ring| work(Group::of_all_ranks(ring)))
     }
 
     /// The sums over ranks of <A x, g> and of <x, A^T g> are equal: the backward pass is the transpose of the forward pass. One rank has
@@ -243,27 +222,36 @@ mod tests {
         }
     }
 
-    /// The same for rows: windows of any size, stride and padding, over rows that do not divide evenly.
+    /// For windows of any size, stride and padding, over rows that do not divide evenly: a row arrives in its place at each rank
+    /// whose windows reach it, and nowhere else. The backward pass is the transpose.
     #[test]
-    fn the_backward_pass_of_a_halo_exchange_is_its_transpose() {
+    fn halo_exchanges_deliver_rows_and_sum_their_gradients() {
         const ABOVE: isize = 16;
         for (kernel, stride, padding, whole) in
-            [(3, 1, 1, 7), (7, 2, 3, 8), (1, 2, 0, 5), (5, 1, 2, 3), (2, 2, 0, 9)]
+            [(3, 1, 1, 7), (7, 2, 3, 8), (1, 2, 0, 5), (5, 1, 2, 3), (2, 2, 0, 9), (3, 3, 1, 11)]
         {
             let rows = Rows::shared(whole, RANKS);
             let made = Rows::shared((whole + 2 * padding - kernel) / stride + 1, RANKS);
             let windows = rows.reached(&made, kernel, stride, padding);
-            let regions = |rows: &Rows| -> Vec<Region> {
-                let of = |rows: &Range<isize>| Region {
-                    pictures: 0..2,
-                    pixels: (rows.start + ABOVE) as usize * 3..(rows.end + ABOVE) as usize * 3,
-                    channels: 0..2,
-                };
-                rows.of_rank.iter().map(of).collect()
+            let region = |rows: &Range<isize>| Region {
+                pictures: 0..2,
+                pixels: (rows.start + ABOVE) as usize * 3..(rows.end + ABOVE) as usize * 3,
+                channels: 0..2,
             };
-            let (own, reached) = (regions(&rows), regions(&windows));
+            let [own, reached] =
+                [&rows, &windows].map(|rows| rows.of_rank.iter().map(region).collect::<Vec<_>>());
             let products = on_ranks(|group| {
                 let rank = group.rank() as usize;
+                for hot in 0..whole as isize {
+                    let one_hot = |rows: &Range<isize>| -> Vec<f32> {
+                        let picture = rows.clone().flat_map(|row| [f32::from(u8::from(row == hot)); 6]);
+                        picture.collect::<Vec<_>>().repeat(2)
+                    };
+                    let x = one_hot(&rows.of_rank[rank]);
+                    let mut y = vec![9.0; reached[rank].len()];
+                    exchange(&group, (&own, &reached), &x, &mut y).unwrap();
+                    assert_eq!(y, one_hot(&windows.of_rank[rank]), "{kernel} {stride} {padding}: row {hot}");
+                }
                 let x = values(&format!("rows.x.{rank}"), own[rank].len());
                 let gradient = values(&format!("rows.g.{rank}"), reached[rank].len());
                 let (mut y, mut dx) = (vec![9.0; gradient.len()], vec![9.0; x.len()]);
@@ -275,81 +263,6 @@ mod tests {
             });
             let [forward, backward] = [0, 1].map(|side| products.iter().map(|rank| rank[side]).sum::<f64>());
             assert!((forward - backward).abs() < 1e-5 * forward.abs().max(1.0), "{forward} {backward}");
-        }
-    }
-
-    /// One-hot: a row arrives at each rank whose windows reach it, in its place, and nowhere else.
-    #[test]
-    fn a_row_arrives_at_each_rank_whose_windows_reach_it() {
-        const ABOVE: isize = 16;
-        for (kernel, stride, padding, whole) in
-            [(3, 1, 1, 7), (7, 2, 3, 8), (1, 2, 0, 5), (5, 1, 2, 3), (2, 2, 0, 9), (3, 3, 1, 11)]
-        {
-            let rows = Rows::shared(whole, RANKS);
-            let made = Rows::shared((whole + 2 * padding - kernel) / stride + 1, RANKS);
-            let windows = rows.reached(&made, kernel, stride, padding);
-            let region = |rows: &Range<isize>| Region {
-                pictures: 0..1,
-                pixels: (rows.start + ABOVE) as usize..(rows.end + ABOVE) as usize,
-                channels: 0..1,
-            };
-            let [own, reached] =
-                [&rows, &windows].map(|of| of.of_rank.iter().map(region).collect::<Vec<_>>());
-            on_ranks(|group| {
-                let rank = group.rank() as usize;
-                for hot in 0..whole as isize {
-                    let one_hot = |rows: &Range<isize>| -> Vec<f32> {
-                        rows.clone().map(|row| f32::from(u8::from(row == hot))).collect()
-                    };
-                    let x = one_hot(&rows.of_rank[rank]);
-                    let mut y = vec![9.0; reached[rank].len()];
-                    exchange(&group, (&own, &reached), &x, &mut y).unwrap();
-                    assert_eq!(y, one_hot(&windows.of_rank[rank]), "{kernel} {stride} {padding}: row {hot}");
-                }
-            });
-        }
-    }
-
-    #[test]
-    fn split_classes_have_the_loss_of_all_classes() {
-        let (classes, counts, bounds) = (7, [3, 0, 2], [0, 3, 5, 7]);
-        let logits: Vec<f32> = values("split_loss", 5 * classes).iter().map(|v| v * 8.0).collect();
-        let (own, others) = (labels("split_loss.own", 5, 7), labels("split_loss.others", 5, 7));
-        for (mixed, lambda) in [(false, 0.0), (true, 0.7), (true, 0.2)] {
-            let of = |from: usize, to: usize| Batch {
-                labels: own[from..to].to_vec(),
-                mixed_labels: if mixed { others[from..to].to_vec() } else { Vec::new() },
-                lambda,
-                ..Batch::default()
-            };
-            let (all, mut wanted) = (of(0, 5), vec![0.0; 5 * classes]);
-            let into = Some((&mut wanted[..], 0.2));
-            let alone = loss::cross_entropy(&logits, &all.labels, all.mixed(), classes, 0.1, None, into);
-            let ranks = on_ranks(|group| {
-                let rank = group.rank() as usize;
-                let first: usize = counts[..rank].iter().sum();
-                let batch = of(first, first + counts[rank]);
-                let (pictures, labels) = split_loss::gather(&group, &batch).unwrap();
-                let range = bounds[rank]..bounds[rank + 1];
-                let part: Vec<f32> =
-                    logits.chunks(classes).flat_map(|row| row[range.clone()].to_vec()).collect();
-                let mut gradient = vec![0.0; part.len()];
-                let (which, into) = ((&pictures, &labels), (&mut gradient[..], 0.2));
-                let own = split_loss::Classes { own: range, sample: None };
-                let best = split_loss::largest(&group, &part, &own).unwrap();
-                let of = (&own, classes);
-                let loss = split_loss::cross_entropy(&group, &part, which, of, &best, 0.1, into).unwrap();
-                (loss, gradient)
-            });
-            let sum: f64 = ranks.iter().map(|(loss, _)| loss.sum).sum();
-            assert!((sum - alone.sum).abs() < 1e-12 * alone.sum, "{sum} {}", alone.sum);
-            assert_eq!(ranks.iter().map(|(loss, _)| loss.correct).sum::<u64>(), alone.correct);
-            for (rank, (_, gradient)) in ranks.iter().enumerate() {
-                let width = bounds[rank + 1] - bounds[rank];
-                for (row, wanted) in gradient.chunks(width).zip(wanted.chunks(classes)) {
-                    assert!(row.iter().zip(&wanted[bounds[rank]..]).all(|(a, b)| (a - b).abs() < 1e-7));
-                }
-            }
         }
     }
 }

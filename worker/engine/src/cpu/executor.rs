@@ -5,11 +5,10 @@ use super::{
     conv,
     exchange::Pictures,
     groups::{ByAxes, Groups, TimesByAxes},
-    in_flight::Kept,
     layout::Layout,
     loss,
     reduce::Reducer,
-    sample::{Sample, SampledRows},
+    sample::{HeadParameter, Sample, SampledRows},
     split_loss::{self, Classes, Labels},
     state::{Sharding, State},
 };
@@ -17,7 +16,7 @@ use crate::{
     EngineConfig, EngineError, EvalResult, StepResult,
     fuse::{self, Capabilities, FusedOp},
     loss::Order,
-    net::{Axes, Network, Placement},
+    net::{Axes, Network, Placement, TensorId},
     plan::{self, Pass, Plan},
     prologue::{Prologue, StepPart},
 };
@@ -34,13 +33,16 @@ use std::{
 /// million). Sending twice the bytes takes little time compared with their steps.
 const F64_GRADIENTS_UP_TO: usize = 2_000_000;
 
+/// Names of a batch norm's running statistics, in the order of [`Norm::running`].
+pub(super) const RUNNING: [&str; 2] = ["running_mean", "running_var"];
+
 /// A batch norm's state, except for trained parameters.
 pub(super) struct Norm {
     pub(super) name: String,
     /// Whether a model group splits the channels.
     pub(super) is_split: bool,
-    pub(super) running_mean: Vec<f32>,
-    pub(super) running_var: Vec<f32>,
+    /// Running mean and variance.
+    pub(super) running: [Vec<f32>; 2],
     /// Statistics of the latest forward pass.
     pub(super) statistics: Statistics,
 }
@@ -64,6 +66,26 @@ impl BufferPool {
     }
 }
 
+/// What a forward pass keeps for the backward pass of the same micro-batch.
+pub(super) struct InFlight {
+    pub(super) activations: Vec<Vec<f32>>,
+    pub(super) argmax: Vec<Vec<u8>>,
+    pub(super) statistics: Vec<Statistics>,
+    pub(super) pictures: Pictures,
+}
+
+impl InFlight {
+    /// Empty buffers for a network with this number of tensors and of batch norms.
+    pub(super) fn new(tensors: usize, norms: usize) -> Self {
+        Self {
+            activations: vec![Vec::new(); tensors],
+            argmax: vec![Vec::new(); tensors],
+            statistics: vec![Statistics::default(); norms],
+            pictures: Pictures::default(),
+        }
+    }
+}
+
 pub(super) struct Executor {
     pub(super) network: Arc<Network>,
     pub(super) config: EngineConfig,
@@ -83,10 +105,10 @@ pub(super) struct Executor {
     /// Why the ranks do not share memory, if they do not.
     pub(super) shm_unavailable_reason: Option<String>,
     /// Complete buckets whose reduction has not been started yet.
-    pub(super) ready: Vec<usize>,
+    pub(super) complete_buckets: Vec<usize>,
     pub(super) norms: Vec<Norm>,
     /// Running means and variances before the current step, whose forward passes change them.
-    norms_before: Option<Vec<[Vec<f32>; 2]>>,
+    running_before: Option<Vec<[Vec<f32>; 2]>>,
     /// By tensor, for the largest batch so far.
     pub(super) activations: Vec<Vec<f32>>,
     /// By tensor: the channel sums that the convolution before a batch norm has computed with its output.
@@ -95,8 +117,8 @@ pub(super) struct Executor {
     pub(super) gradient_parts: Vec<Vec<Vec<f32>>>,
     /// By output tensor of a max pooling: the window position of each maximum.
     pub(super) argmax: Vec<Vec<u8>>,
-    /// Activations of all but one of the micro-batches that are between their passes.
-    pub(super) kept: Vec<Kept>,
+    /// Micro-batches between their forward and backward passes, except one: its activations are in the fields above.
+    pub(super) in_flight: Vec<InFlight>,
     /// Gradient of a stage's input that has not been sent to the stage before yet.
     pub(super) input_gradient: Option<Vec<f32>>,
     pub(super) pool: BufferPool,
@@ -126,27 +148,27 @@ impl Executor {
         let f64_gradients = layout.whole_len <= F64_GRADIENTS_UP_TO;
         let norms = norms(&network, &ops);
         let tensors = network.tensors.len();
-        let data_ranks = (plan.mesh.data * plan.mesh.model) as u32;
+        let data_ranks = plan.mesh.readers() as u32;
         let (stage, stages) = network.stage();
-        let in_flight = (stages - stage).min(config.accumulate.max(1));
-        let kept = (1..in_flight).map(|_| Kept::new(tensors, norms.len())).collect();
+        let max_in_flight = (stages - stage).min(config.accumulate.max(1));
+        let in_flight = (1..max_in_flight).map(|_| InFlight::new(tensors, norms.len())).collect();
         let groups = if plan.is_data() { None } else { Some(Groups::split(plan.mesh, comm.as_ref())?) };
         let sharing: &dyn ProcessGroup = if plan.is_data() { comm.as_ref() } else { &SingleRank };
         let model_group = groups.as_ref().map(|groups| groups.model.clone());
         let sharding = (plan.optimizer_sharding && comm.size() > 1).then(|| {
             let of_gradients = groups.as_ref().map(|groups| groups.gradients.clone());
-            Sharding::new(&layout, of_gradients.unwrap_or_else(|| ByAxes::same(comm.clone())))
+            Sharding::new(&layout, of_gradients.unwrap_or_else(|| ByAxes::uniform(comm.clone())))
         });
         let (state, shm_unavailable_reason) =
             State::new(&layout, f64_gradients, config.optimizer, sharing, model_group, sharding)?;
         let reducer = match &groups {
-            None => Reducer::new(comm, state.memory(), state.is_sharded()),
+            None => Reducer::new(comm, state.memory.as_ref(), state.is_sharded()),
             Some(groups) => Reducer::over(groups, state.is_sharded()),
         };
         let reducer = reducer
             .map_err(|e| EngineError::Parameters(format!("cannot start the communication thread: {e}")))?;
         let pictures = match &groups {
-            None => Pictures::alone(config.batch_size),
+            None => Pictures::of_one_rank(config.batch_size),
             Some(groups) => {
                 let counts = vec![config.batch_size; groups.model.size() as usize];
                 Pictures::of_group(counts, groups.model.rank() as usize)
@@ -157,12 +179,12 @@ impl Executor {
             shm_unavailable_reason,
             f64_gradients,
             scratches: Vec::new(),
-            ready: Vec::new(),
+            complete_buckets: Vec::new(),
             activations: vec![Vec::new(); tensors],
             sums: vec![Vec::new(); tensors],
             gradient_parts: vec![Vec::new(); tensors],
             argmax: vec![Vec::new(); tensors],
-            kept,
+            in_flight,
             input_gradient: None,
             pool: BufferPool::default(),
             scratch: conv::Scratch::default(),
@@ -177,7 +199,7 @@ impl Executor {
             capabilities,
             layout,
             norms,
-            norms_before: None,
+            running_before: None,
             reducer,
             times: None,
         };
@@ -192,20 +214,23 @@ impl Executor {
         self.reserve();
     }
 
+    /// Number of values that this rank has of an activation.
+    pub(super) fn value_count(&self, tensor: TensorId) -> usize {
+        self.pictures.count(self.network.placement(tensor)) * self.network.tensors[tensor].len()
+    }
+
     /// Allocates activations for [`Executor::pictures`]; never shrinks.
     pub(super) fn reserve(&mut self) {
         let outputs = self.ops.iter().map(FusedOp::output);
         for tensor in std::iter::once(self.network.input()).chain(outputs) {
-            let batch = self.pictures.of(self.network.placement(tensor));
-            let len = batch * self.network.tensors[tensor].len();
+            let len = self.value_count(tensor);
             if self.activations[tensor].len() < len {
                 self.activations[tensor] = vec![0.0; len];
             }
         }
         for op in &self.ops {
             if let FusedOp::MaxPool { output, .. } = *op {
-                let batch = self.pictures.of(self.network.placement(output));
-                let len = batch * self.network.tensors[output].len();
+                let len = self.value_count(output);
                 let argmax = &mut self.argmax[output];
                 argmax.resize(len.max(argmax.len()), 0);
             }
@@ -221,8 +246,7 @@ impl Executor {
         let sampled = self.choose_classes(batches)?;
         self.state.begin(lr, sampled);
         if self.groups.is_some() || self.data_ranks > 1 {
-            let running = |norm: &Norm| [norm.running_mean.clone(), norm.running_var.clone()];
-            self.norms_before = Some(self.norms.iter().map(running).collect());
+            self.running_before = Some(self.norms.iter().map(|norm| norm.running.clone()).collect());
         }
         // Discards waiting times of evaluations.
         if let Some(groups) = &self.groups {
@@ -233,11 +257,11 @@ impl Executor {
         for pass in plan::schedule(stage, stages, parts.len()) {
             let (Pass::Forward(number) | Pass::Backward(number)) = pass;
             let micro_batch @ StepPart { batch, statistics_of, .. } = parts[number];
-            self.swap_kept(number);
+            self.swap_in_flight(number);
             if pass == Pass::Backward(number) {
                 self.backward(micro_batch)?;
             } else {
-                let labels = self.meet(batch)?;
+                let labels = self.exchange_labels(batch)?;
                 self.forward(&batch.images, Some(statistics_of))?;
                 if self.network.is_last_stage() {
                     let part = self.loss_and_gradient(batch, &labels, gradient_scale)?;
@@ -245,12 +269,12 @@ impl Executor {
                     measured.correct += part.correct;
                 }
             }
-            self.swap_kept(number);
+            self.swap_in_flight(number);
         }
         self.send_input_gradient()?;
         let square_sum = self.update()?;
-        (self.norms_before, self.sample) = (None, None);
-        // Only the last stage has measured something, and each has the gradient of its own parameters.
+        (self.running_before, self.sample) = (None, None);
+        // Only the last stage has a loss and predictions. Each stage has the gradients of its own parameters.
         let mut sums = [square_sum, measured.sum, measured.correct as f64];
         if let Some(groups) = &self.groups {
             groups.stage.all_reduce((&mut sums).into())?;
@@ -279,8 +303,8 @@ impl Executor {
         split.map_or(0..self.network.classes, |(own, _)| own)
     }
 
-    /// Collective over all ranks: chooses the classes of a step. Ranks with the same classes have different labels but sum their gradients, so
-    /// the sample includes the labels of all ranks and of all micro-batches.
+    /// Collective over all ranks: chooses the classes of a step. Ranks with the same classes have different labels but sum their
+    /// gradients, so the sample includes the labels of all ranks and of all micro-batches.
     pub(super) fn choose_classes(&mut self, batches: &[Batch]) -> Result<Option<SampledRows>, EngineError> {
         let loss = &self.config.loss;
         if !loss.samples() {
@@ -303,20 +327,20 @@ impl Executor {
         let sample = Arc::new(Sample { rows });
         self.sample = Some(sample.clone());
         let parameter = |suffix: &str| -> Result<_, EngineError> {
-            let parameter = self.layout.parameter(&format!("{}.{suffix}", self.network.head()))?;
-            let range = &self.layout.parameters[parameter].range;
-            Ok((parameter, range.start, range.len() / own.len()))
+            let number = self.layout.parameter(&format!("{}.{suffix}", self.network.head()))?;
+            let range = &self.layout.parameters[number].range;
+            Ok(HeadParameter { number, offset: range.start, width: range.len() / own.len() })
         };
         Ok(Some(SampledRows { sample, parameters: [parameter("weight")?, parameter("bias")?] }))
     }
 
     /// Collective in the model group: exchanges each rank's number of pictures and labels for this micro-batch.
-    fn meet(&mut self, batch: &Batch) -> Result<Labels, EngineError> {
+    fn exchange_labels(&mut self, batch: &Batch) -> Result<Labels, EngineError> {
         let Some(groups) = &self.groups else {
-            self.pictures = Pictures::alone(batch.labels.len());
+            self.pictures = Pictures::of_one_rank(batch.labels.len());
             return Ok(Labels::default());
         };
-        let (pictures, labels) = split_loss::gather(&groups.model, batch)?;
+        let (pictures, labels) = split_loss::gather_labels(&groups.model, batch)?;
         self.pictures = pictures;
         Ok(labels)
     }
@@ -330,54 +354,54 @@ impl Executor {
     ) -> Result<loss::Loss, EngineError> {
         let (tensor, all_classes) = (self.network.logits(), self.network.classes);
         let classes = Classes { own: self.own_classes(), sample: self.sample.as_deref() };
-        let len = self.pictures.of(self.network.placement(tensor)) * classes.len();
+        let len = self.pictures.count(self.network.placement(tensor)) * classes.len();
         let mut gradient = self.pool.alloc(len);
         let mut values = std::mem::take(&mut self.activations[tensor]);
         let logits = &mut values[..len];
-        let put_margin = |logits: &mut [f32], labels: &[u32]| {
-            let labels = labels.iter().map(|label| classes.place(*label as usize));
+        let add_margin = |logits: &mut [f32], labels: &[u32]| {
+            let labels = labels.iter().map(|label| classes.position(*label as usize));
             let margin = self.config.loss.margin.as_ref();
             margin.map_or_else(Vec::new, |margin| margin.apply_margin(logits, classes.len(), labels))
         };
-        let mut with_margin = Vec::new();
         let smoothing = self.config.loss.label_smoothing;
         let own = self.network.part.as_ref().and_then(|part| part.channels(tensor));
-        let loss = match (own, &self.groups) {
-            (Some(_), Some(_)) if self.pictures.all() == 0 => loss::Loss::default(),
+        // Accuracy is computed without the margin.
+        let (loss, margin_slopes) = match (own, &self.groups) {
+            (Some(_), Some(_)) if self.pictures.total() == 0 => (loss::Loss::default(), Vec::new()),
             (Some(_), Some(groups)) => {
-                // Accuracy is computed without the margin.
-                let best = split_loss::largest(&groups.model, logits, &classes)?;
-                with_margin = put_margin(logits, &labels.own);
+                let best = split_loss::largest_logits(&groups.model, logits, &classes)?;
+                let slopes = add_margin(logits, &labels.own);
                 let (all, into) = ((&self.pictures, labels), (&mut gradient[..], scale));
                 let of = (&classes, all_classes);
-                split_loss::cross_entropy(&groups.model, logits, all, of, &best, smoothing, into)?
+                let loss = split_loss::cross_entropy(&groups.model, logits, all, of, &best, smoothing, into)?;
+                (loss, slopes)
             }
             _ => {
                 // A sample includes every label.
-                let places = |labels: &[u32]| -> Vec<u32> {
-                    labels.iter().map(|label| classes.place(*label as usize).unwrap_or(0) as u32).collect()
+                let positions = |labels: &[u32]| -> Vec<u32> {
+                    labels.iter().map(|label| classes.position(*label as usize).unwrap_or(0) as u32).collect()
                 };
-                let (labels, mixed) = (places(&batch.labels), batch.mixed().map(|(of, by)| (places(of), by)));
-                let (mixed, into) =
-                    (mixed.as_ref().map(|(of, by)| (&of[..], *by)), (&mut gradient[..], scale));
+                let labels = positions(&batch.labels);
+                let mixed = batch.mixed().map(|(labels, lambda)| (positions(labels), lambda));
+                let mixed = mixed.as_ref().map(|(labels, lambda)| (&labels[..], *lambda));
+                let (count, into) = (classes.len(), Some((&mut gradient[..], scale)));
                 let has_margin = self.config.loss.margin.is_some();
-                let count = classes.len();
-                let without =
+                let without_margin =
                     has_margin.then(|| loss::cross_entropy(logits, &labels, None, count, 0.0, None, None));
-                with_margin = put_margin(logits, &batch.labels);
+                let slopes = add_margin(logits, &batch.labels);
                 let weights = self.config.loss.class_weights.as_deref();
-                let loss = loss::cross_entropy(logits, &labels, mixed, count, smoothing, weights, Some(into));
-                loss::Loss { correct: without.unwrap_or(loss).correct, ..loss }
+                let loss = loss::cross_entropy(logits, &labels, mixed, count, smoothing, weights, into);
+                (loss::Loss { correct: without_margin.unwrap_or(loss).correct, ..loss }, slopes)
             }
         };
-        with_margin.into_iter().for_each(|(at, slope)| gradient[at] *= slope as f32);
+        margin_slopes.into_iter().for_each(|(at, slope)| gradient[at] *= slope as f32);
         self.activations[tensor] = values;
         self.gradient_parts[tensor].push(gradient);
         Ok(loss)
     }
 
     /// Adds the time since `began` to operation number `index`, if this step is timed.
-    pub(super) fn count_time(&mut self, index: usize, began: Instant) {
+    pub(super) fn add_time(&mut self, index: usize, began: Instant) {
         if let Some(time) = self.times.as_mut().and_then(|times| times.get_mut(index)) {
             *time += began.elapsed();
         }
@@ -385,7 +409,7 @@ impl Executor {
 
     /// Takes part in the update until it is done. Returns the sum of squares of the reduced gradient.
     fn update(&mut self) -> Result<f64, EngineError> {
-        if self.reducer.carries_gradients() {
+        if self.reducer.reduces_gradients() {
             // No weight changes before all buckets have arrived: if a rank is lost, all weights still belong to one step.
             for bucket in 0..self.layout.buckets.len() {
                 *self.state.gradient(bucket) = self.reducer.finish_bucket(self.layout.axes[bucket])?;
@@ -400,18 +424,18 @@ impl Executor {
     /// See [`crate::Engine::undo_unfinished_steps`]. Ranks that share memory cannot undo: they update pieces of the weights while
     /// the backward pass still runs.
     pub(super) fn undo_step(&mut self) -> bool {
-        if self.state.memory().is_some() {
+        if self.state.memory.is_some() {
             return false;
         }
-        for (norm, [mean, var]) in self.norms.iter_mut().zip(self.norms_before.take().unwrap_or_default()) {
-            (norm.running_mean, norm.running_var) = (mean, var);
+        for (norm, running) in self.norms.iter_mut().zip(self.running_before.take().unwrap_or_default()) {
+            norm.running = running;
         }
         true
     }
 
     /// See [`crate::Engine::eval_step`].
     pub(super) fn evaluate(&mut self, batch: &Batch) -> Result<EvalResult, EngineError> {
-        let logits = self.infer(batch)?;
+        let logits = self.predict(batch)?;
         if !self.network.is_last_stage() {
             return Ok(EvalResult::default());
         }
@@ -420,15 +444,15 @@ impl Executor {
     }
 
     /// Logits of this rank's pictures with running statistics. Empty on all stages except the last.
-    pub(super) fn infer(&mut self, batch: &Batch) -> Result<Vec<f32>, EngineError> {
-        self.meet(batch)?;
+    pub(super) fn predict(&mut self, batch: &Batch) -> Result<Vec<f32>, EngineError> {
+        self.exchange_labels(batch)?;
         self.forward(&batch.images, None)?;
         if !self.network.is_last_stage() {
             return Ok(Vec::new());
         }
-        let (tensor, own) = (self.network.logits(), self.pictures.own().len());
+        let (tensor, own) = (self.network.logits(), self.pictures.own_range().len());
         let placement = self.network.placement(tensor);
-        let len = self.pictures.of(placement) * self.network.tensors[tensor].len();
+        let len = self.value_count(tensor);
         let logits = &self.activations[tensor][..len];
         if *placement == Placement::Batch {
             return Ok(logits.to_vec());
@@ -446,16 +470,9 @@ fn norms(network: &Network, ops: &[FusedOp]) -> Vec<Norm> {
             FusedOp::Norm(fuse::Norm { name, norm, input, .. }) => {
                 let channels = network.tensors[*input].channels;
                 let is_split = network.part.as_ref().is_some_and(|part| part.channels(*input).is_some());
-                Some((
-                    *norm,
-                    Norm {
-                        name: name.clone(),
-                        is_split,
-                        running_mean: vec![0.0; channels],
-                        running_var: vec![1.0; channels],
-                        statistics: Statistics::from_running(&vec![0.0; channels], &vec![1.0; channels]),
-                    },
-                ))
+                let running = [vec![0.0; channels], vec![1.0; channels]];
+                let statistics = Statistics::from_running(&running[0], &running[1]);
+                Some((*norm, Norm { name: name.clone(), is_split, running, statistics }))
             }
             _ => None,
         })

@@ -32,7 +32,7 @@ impl Executor {
             let mut y = std::mem::take(&mut self.activations[output]);
             let began = Instant::now();
             let result = self.op_forward(index, statistics_of, &mut y);
-            self.count_time(index, began);
+            self.add_time(index, began);
             self.activations[output] = y;
             result?;
         }
@@ -47,7 +47,7 @@ impl Executor {
     ) -> Result<(), EngineError> {
         let shapes = &self.network.tensors;
         let op = &self.ops[index];
-        let count = |tensor: TensorId| self.pictures.of(self.network.placement(tensor));
+        let count = |tensor: TensorId| self.pictures.count(self.network.placement(tensor));
         // With few rows, some ranks of a height group have none.
         let pictures = if shapes[op.output()].is_empty() { 0 } else { count(op.output()) };
         let y = &mut y[..pictures * shapes[op.output()].len()];
@@ -119,15 +119,15 @@ impl Executor {
             return Ok(());
         };
         let shapes = &self.network.tensors;
-        let pictures = self.pictures.of(self.network.placement(*input));
+        let pictures = self.pictures.count(self.network.placement(*input));
         let x = |tensor: TensorId| &self.activations[tensor][..pictures * shapes[tensor].len()];
         let channels = shapes[*input].channels;
         let statistics = match statistics_of.filter(|_| !self.network.frozen_norm) {
             None => {
-                let norm = &self.norms[*norm];
-                Statistics::from_running(&norm.running_mean, &norm.running_var)
+                let [mean, var] = &self.norms[*norm].running;
+                Statistics::from_running(mean, var)
             }
-            Some(of) => {
+            Some(statistics_pictures) => {
                 let mut sums = std::mem::take(&mut self.sums[*input]);
                 if sums.is_empty() {
                     sums = batch_norm::sums(x(*input), channels);
@@ -135,14 +135,14 @@ impl Executor {
                 if self.config.sync_batch_norm {
                     self.reducer.statistics(&mut sums, self.network.axes(*input), &mut || false)?;
                 }
-                let count = self.statistics_count(*input, of);
+                let count = self.statistics_count(*input, statistics_pictures);
                 if count == 0.0 {
                     return Ok(());
                 }
                 let statistics = Statistics::from_sums(&sums, count);
                 let momentum = self.network.running_momentum();
-                let norm = &mut self.norms[*norm];
-                statistics.update_running(count, momentum, &mut norm.running_mean, &mut norm.running_var);
+                let [mean, var] = &mut self.norms[*norm].running;
+                statistics.update_running(count, momentum, mean, var);
                 statistics
             }
         };
@@ -164,11 +164,11 @@ impl Executor {
         if self.config.sync_batch_norm {
             return pictures * self.network.whole_pixels(tensor) as f64;
         }
-        let own = self.pictures.of(self.network.placement(tensor));
+        let own = self.pictures.count(self.network.placement(tensor));
         own as f64 * self.network.tensors[tensor].pixels() as f64
     }
 
-    /// Redistributes an activation with the shape of `tensor`, or its gradient, over the model group.
+    /// Redistributes `x`, an activation or gradient with the shape of `tensor`, over the model group.
     pub(super) fn redistribute(
         &self,
         tensor: TensorId,
@@ -176,7 +176,7 @@ impl Executor {
         x: &[f32],
         y: &mut [f32],
     ) -> Result<(), EngineError> {
-        let (Some(groups), true) = (&self.groups, self.pictures.all() > 0) else { return Ok(()) };
+        let (Some(groups), true) = (&self.groups, self.pictures.total() > 0) else { return Ok(()) };
         let shape = self.network.tensors[tensor];
         let shape = (shape.pixels(), exchange::channels(self.network.placement(tensor), shape));
         Ok(self.pictures.redistribute(&groups.model, placements, shape, x, y)?)
@@ -200,7 +200,7 @@ impl Executor {
     /// The region of an activation of each rank of the height group.
     pub(super) fn row_regions(&self, tensor: TensorId) -> Vec<Region> {
         let (shape, pictures) =
-            (self.network.tensors[tensor], self.pictures.of(self.network.placement(tensor)));
+            (self.network.tensors[tensor], self.pictures.count(self.network.placement(tensor)));
         let of_rank = |rows: &Range<isize>| {
             // Rows above the picture count as well.
             let [start, end] = [rows.start, rows.end].map(|row| (row + ABOVE) as usize * shape.width);

@@ -66,7 +66,7 @@ impl Executor {
                 );
                 out.par_chunks_mut(CHUNK).enumerate().for_each(|(chunk, out)| {
                     if micro_batch.first {
-                        sums::clear(out);
+                        out.fill(0.0);
                     }
                     for part in parts.chunks_exact(len) {
                         let part = &part[chunk * CHUNK..][..out.len()];
@@ -100,10 +100,10 @@ impl Executor {
         if !micro_batch.last || self.layout.last_parameters[bucket] != parameter {
             return;
         }
-        if self.reducer.carries_gradients() {
-            self.ready.push(bucket);
+        if self.reducer.reduces_gradients() {
+            self.complete_buckets.push(bucket);
             if !(self.config.sync_batch_norm && self.reducer.shares_one_queue()) {
-                self.send_ready();
+                self.reduce_complete_buckets();
             }
         } else {
             self.state.complete(bucket);
@@ -112,8 +112,8 @@ impl Executor {
     }
 
     /// Hands complete buckets to the reducer.
-    pub(super) fn send_ready(&mut self) {
-        for bucket in self.ready.drain(..) {
+    pub(super) fn reduce_complete_buckets(&mut self) {
+        for bucket in self.complete_buckets.drain(..) {
             let axes = self.layout.axes[bucket];
             self.reducer.start_bucket(std::mem::take(self.state.gradient(bucket)), axes);
         }

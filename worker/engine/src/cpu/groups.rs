@@ -22,7 +22,7 @@ pub(super) struct Group {
 
 impl Group {
     /// The group of all of the job's ranks.
-    pub(super) fn whole(comm: Arc<dyn ProcessGroup>) -> Self {
+    pub(super) fn of_all_ranks(comm: Arc<dyn ProcessGroup>) -> Self {
         let ranks = (0..comm.size()).collect();
         Self { comm, ranks, waited: Arc::default() }
     }
@@ -76,12 +76,12 @@ pub(super) struct ByAxes(Arc<[Group; 4]>);
 
 impl ByAxes {
     /// The same group for all axes: in data parallelism ranks differ only in their pictures.
-    pub(super) fn same(comm: Arc<dyn ProcessGroup>) -> Self {
-        let group = Group::whole(comm);
+    pub(super) fn uniform(comm: Arc<dyn ProcessGroup>) -> Self {
+        let group = Group::of_all_ranks(comm);
         Self(Arc::new(std::array::from_fn(|_| group.clone())))
     }
 
-    pub(super) fn of(&self, axes: Axes) -> &Group {
+    pub(super) fn group(&self, axes: Axes) -> &Group {
         &self.0[index(axes)]
     }
 }
@@ -144,7 +144,7 @@ impl Groups {
     /// Ranks cannot connect.
     pub(super) fn split(mesh: Mesh, all: &dyn ProcessGroup) -> Result<Self, CommError> {
         // The group of the ranks with the same `color` (as in MPI_Comm_split).
-        let of = |color: &dyn Fn(usize) -> usize| -> Result<Group, CommError> {
+        let split_by = |color: &dyn Fn(usize) -> usize| -> Result<Group, CommError> {
             let own = color(all.rank() as usize);
             let ranks = (0..all.size()).filter(|rank| color(*rank as usize) == own).collect();
             Ok(Group { comm: all.split(own as u32)?, ranks, waited: Arc::default() })
@@ -152,19 +152,25 @@ impl Groups {
         let (model, height) = (|rank| mesh.model_rank(rank), |rank| mesh.height_rank(rank));
         let stage = |rank| mesh.stage_rank(rank);
         let by_axes = || -> Result<ByAxes, CommError> {
-            let data = of(&|rank| (stage(rank) * mesh.height + height(rank)) * mesh.model + model(rank))?;
-            let with_model = of(&|rank| stage(rank) * mesh.height + height(rank))?;
+            let data =
+                split_by(&|rank| (stage(rank) * mesh.height + height(rank)) * mesh.model + model(rank))?;
+            let with_model = split_by(&|rank| stage(rank) * mesh.height + height(rank))?;
             // With a single rank on the axis `height`, both groups are the same.
             Ok(ByAxes(Arc::new(match mesh.height {
                 1 => [data.clone(), with_model.clone(), data, with_model],
-                _ => [data, with_model, of(&|rank| stage(rank) * mesh.model + model(rank))?, of(&stage)?],
+                _ => [
+                    data,
+                    with_model,
+                    split_by(&|rank| stage(rank) * mesh.model + model(rank))?,
+                    split_by(&stage)?,
+                ],
             })))
         };
         Ok(Self {
             mesh,
-            model: of(&|rank| mesh.model_group(rank))?,
-            height: of(&|rank| mesh.height_group(rank))?,
-            stage: of(&|rank| rank % mesh.ranks_of_stage())?,
+            model: split_by(&|rank| mesh.model_group(rank))?,
+            height: split_by(&|rank| mesh.height_group(rank))?,
+            stage: split_by(&|rank| rank % mesh.ranks_of_stage())?,
             gradients: by_axes()?,
             statistics: by_axes()?,
         })

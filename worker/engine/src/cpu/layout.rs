@@ -116,7 +116,7 @@ impl Layout {
             // All parameters of a bucket are summed over the same group.
             let of_op = network.axes(op.output());
             if of_op != axes && !bucket.is_empty() {
-                layout.close(&mut bucket, axes);
+                layout.close_bucket(&mut bucket, axes);
             }
             axes = of_op;
             for p in suffixes.iter().filter_map(|s| parameters.get(&format!("{name}.{s}"))) {
@@ -136,17 +136,17 @@ impl Layout {
                 bucket.end = range.end;
             }
             if bucket.len() >= bucket_len {
-                layout.close(&mut bucket, axes);
+                layout.close_bucket(&mut bucket, axes);
             }
         }
         if !bucket.is_empty() {
-            layout.close(&mut bucket, axes);
+            layout.close_bucket(&mut bucket, axes);
         }
         layout
     }
 
     /// Closes the current bucket.
-    fn close(&mut self, bucket: &mut Range<usize>, axes: Axes) {
+    fn close_bucket(&mut self, bucket: &mut Range<usize>, axes: Axes) {
         self.last_parameters.push(self.parameters.len() - 1);
         self.axes.push(axes);
         self.buckets.push(bucket.clone());

@@ -1,7 +1,7 @@
 //! ArcFace (Deng et al. 2019) and CosFace (Wang et al. 2018): logits are scaled cosines between features and the weights of a class, and in
 //! training the label's logit has a margin.
 
-use crate::loss::{Margin, MarginTerms};
+use crate::loss::Margin;
 use lockstep_kernels::linear;
 use std::ops::Range;
 
@@ -9,14 +9,14 @@ use std::ops::Range;
 const MIN_LENGTH: f64 = 1e-12;
 
 /// Rows divided by their lengths.
-pub(super) struct Unit {
+pub(super) struct UnitRows {
     pub(super) rows: Vec<f32>,
     lengths: Vec<f64>,
     width: usize,
 }
 
-impl Unit {
-    pub(super) fn of(values: &[f32], width: usize) -> Self {
+impl UnitRows {
+    pub(super) fn new(values: &[f32], width: usize) -> Self {
         let length = |row: &[f32]| {
             row.iter().map(|v| f64::from(*v) * f64::from(*v)).sum::<f64>().sqrt().max(MIN_LENGTH)
         };
@@ -28,7 +28,7 @@ impl Unit {
     }
 
     /// Some of the rows.
-    pub(super) fn part(&self, rows: Range<usize>) -> &[f32] {
+    pub(super) fn slice(&self, rows: Range<usize>) -> &[f32] {
         &self.rows[rows.start * self.width..rows.end * self.width]
     }
 
@@ -46,52 +46,51 @@ impl Unit {
 
 impl Margin {
     /// Scaled cosines `[pictures, classes]`.
-    pub(super) fn forward(&self, features: &Unit, weights: &Unit, logits: &mut [f32]) {
+    pub(super) fn forward(&self, features: &UnitRows, weights: &UnitRows, logits: &mut [f32]) {
         linear::forward(&features.rows, &weights.rows, &vec![0.0; weights.lengths.len()], logits);
-        self.scale(logits);
+        self.multiply_by_scale(logits);
     }
 
     /// A head's weights with rows of the length `scale`: their products with unit features are the logits.
-    pub(crate) fn rows(&self, weights: &[f32], width: usize) -> Vec<f32> {
-        let mut rows = Unit::of(weights, width).rows;
-        self.scale(&mut rows);
+    pub(crate) fn scaled_unit_rows(&self, weights: &[f32], width: usize) -> Vec<f32> {
+        let mut rows = UnitRows::new(weights, width).rows;
+        self.multiply_by_scale(&mut rows);
         rows
     }
 
-    pub(super) fn scale(&self, values: &mut [f32]) {
+    pub(super) fn multiply_by_scale(&self, values: &mut [f32]) {
         values.iter_mut().for_each(|value| *value *= self.scale);
     }
 
-    /// Applies the margin to the logit of each picture's label. Returns the index of each changed logit with the derivative of its new value
-    /// by its old one. `labels`: for each row of `width` logits, the label's position, if this rank has the label.
+    /// Applies the margin to the logit of each picture's label. Returns the index of each changed logit, and the derivative of the
+    /// new logit by the old logit. `labels`: for each row of `width` logits, the label's position, if this rank has the label.
     pub(super) fn apply_margin(
         &self,
         logits: &mut [f32],
         width: usize,
         labels: impl Iterator<Item = Option<usize>>,
     ) -> Vec<(usize, f64)> {
-        let put = |(picture, label): (usize, Option<usize>)| {
+        let apply = |(picture, label): (usize, Option<usize>)| {
             let at = picture * width + label?;
-            let (logit, slope) = self.of_label(logits[at]);
+            let (logit, slope) = self.label_logit(logits[at]);
             logits[at] = logit;
             Some((at, slope))
         };
-        labels.enumerate().filter_map(put).collect()
+        labels.enumerate().filter_map(apply).collect()
     }
 
     /// The label's logit with the margin, and its derivative by the logit without it.
-    fn of_label(&self, logit: f32) -> (f32, f64) {
-        let (scale, of) = (f64::from(self.scale), self.terms());
-        let MarginTerms { limit, shift, .. } = of;
+    fn label_logit(&self, logit: f32) -> (f32, f64) {
+        let (scale, terms) = (f64::from(self.scale), self.terms());
         let cos = (f64::from(logit) / scale).clamp(-1.0, 1.0);
-        let (with, slope) = if cos > limit {
+        let (with_margin, slope) = if cos > terms.limit {
             // The derivative has no limit at a cosine of 1.
             let sin = (1.0 - cos * cos).max(f64::from(f32::EPSILON)).sqrt();
-            (cos * of.cos - sin * of.sin, of.cos + of.sin * cos / sin)
+            (cos * terms.cos - sin * terms.sin, terms.cos + terms.sin * cos / sin)
         } else {
-            (cos - shift, 1.0)
+            (cos - terms.shift, 1.0)
         };
-        ((scale * with) as f32, slope)
+        ((scale * with_margin) as f32, slope)
     }
 }
 
@@ -109,16 +108,16 @@ mod tests {
         );
         for angle in [0.01, 0.3, 1.0, 1.57, 2.0, 2.6, 2.7, 3.0] {
             let cos = f64::cos(angle);
-            let (logit, slope) = arcface.of_label((64.0 * cos) as f32);
+            let (logit, slope) = arcface.label_logit((64.0 * cos) as f32);
             let (wanted, by_angle) = match angle + 0.5 < PI {
                 true => ((angle + 0.5).cos(), (angle + 0.5).sin() / angle.sin()),
                 false => (cos - 0.5 * 0.5f64.sin(), 1.0),
             };
             assert!((f64::from(logit) - 64.0 * wanted).abs() < 1e-2, "{angle}: {logit} {}", 64.0 * wanted);
             assert!((slope / by_angle - 1.0).abs() < 1e-2, "{angle}: {slope} {by_angle}");
-            let (logit, slope) = cosface.of_label((30.0 * cos) as f32);
+            let (logit, slope) = cosface.label_logit((30.0 * cos) as f32);
             assert!((f64::from(logit) - 30.0 * (cos - 0.4)).abs() < 1e-5 && slope == 1.0, "{angle}: {logit}");
         }
-        assert!(arcface.of_label(64.0).1.is_finite() && arcface.of_label(64.1).0.is_finite());
+        assert!(arcface.label_logit(64.0).1.is_finite() && arcface.label_logit(64.1).0.is_finite());
     }
 }

@@ -8,30 +8,21 @@
 mod average;
 mod backend;
 mod backward;
-#[cfg(test)]
-mod bfloat16;
-#[cfg(test)]
-mod cifarnet;
 mod exchange;
 mod executor;
 mod forward;
 mod gradient;
 mod groups;
-mod in_flight;
-#[cfg(test)]
-mod kept;
 mod layout;
 mod margin;
 mod pieces;
-#[cfg(test)]
-mod plain_graph;
 mod reduce;
 mod sample;
 mod split_loss;
 mod stages;
 mod state;
 #[cfg(test)]
-mod undo;
+mod tests;
 
 use super::{
     Contribution, Distribution, Engine, EngineConfig, EngineError, EvalResult, HostTensor, LayerTime,
@@ -48,7 +39,7 @@ use crate::net::{Axes, Network};
 use average::Average;
 pub(super) use backend::Cpu;
 pub use backend::MAX_CPU_SLOTS;
-use executor::Executor;
+use executor::{Executor, RUNNING};
 use lockstep_comm::ProcessGroup;
 use lockstep_data::loader::{Batch, BatchFormat, DataSource};
 use lockstep_host::tensors::TensorSource;
@@ -85,8 +76,8 @@ pub(super) fn build(
     let sizes = vec![network.clone()];
     let initial = PartOf::new(initial, &network, &executor.network)?;
     let mut engine = CpuEngine { threads, executor, sizes, network, plan, comm, average: None };
-    engine.set_from(&initial)?;
-    if engine.executor.state.memory().is_some() {
+    engine.set_parameters_from(&initial)?;
+    if engine.executor.state.memory.is_some() {
         engine.comm.barrier()?;
     }
     Ok(Box::new(engine))
@@ -175,22 +166,22 @@ impl Engine for CpuEngine {
     fn predict(&mut self, batch: &Batch) -> Result<Vec<f32>, EngineError> {
         self.check_batch(batch)?;
         let executor = &mut self.executor;
-        self.threads.install(|| executor.infer(batch))
+        self.threads.install(|| executor.predict(batch))
     }
 
     fn parameters(&self) -> Result<NamedTensors, EngineError> {
-        let running = self.executor.norms.iter().map(|norm| [&norm.running_mean, &norm.running_var]);
+        let running = self.executor.norms.iter().map(|norm| &norm.running);
         Ok(self.export(&self.executor.state.weights, running))
     }
 
     fn set_parameters(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
-        self.set_from(values)
+        self.set_parameters_from(values)
     }
 
     fn average(&mut self, decay: f64) -> Result<(), EngineError> {
         let Executor { state, norms, .. } = &self.executor;
         match &mut self.average {
-            Some(average) => self.threads.install(|| average.take(decay, &state.weights, norms)),
+            Some(average) => self.threads.install(|| average.update(decay, &state.weights, norms)),
             none => *none = Some(Average::new(&state.weights, norms)),
         }
         Ok(())
@@ -201,7 +192,7 @@ impl Engine for CpuEngine {
     }
 
     fn averaged(&self) -> Result<Option<NamedTensors>, EngineError> {
-        let export = |a: &Average| self.export(&a.weights, a.running.iter().map(|[mean, var]| [mean, var]));
+        let export = |average: &Average| self.export(&average.weights, average.running.iter());
         Ok(self.average.as_ref().map(export))
     }
 
@@ -211,9 +202,7 @@ impl Engine for CpuEngine {
         let mut average = Average::new(&state.weights, norms);
         layout.import(None, values, &mut average.weights);
         for (own, norm) in average.running.iter_mut().zip(norms) {
-            for (own, suffix) in own.iter_mut().zip(["running_mean", "running_var"]) {
-                values.read(&format!("{}.{suffix}", norm.name), 0, own);
-            }
+            read_running(values, &norm.name, own);
         }
         self.average = Some(average);
         Ok(())
@@ -232,7 +221,7 @@ impl Engine for CpuEngine {
         let optimizer = self.executor.config.optimizer;
         let network = &self.executor.network;
         check::check_shapes(network, &to.slots, state_shapes(&optimizer, network))?;
-        let writes = self.writes();
+        let writes = self.writes_weights();
         let Executor { layout, state, .. } = &mut self.executor;
         state.updates = to.updates;
         if writes {
@@ -281,7 +270,7 @@ impl Engine for CpuEngine {
 
     fn broadcast_parameters(&mut self) -> Result<(), EngineError> {
         if let Some(groups) = &self.executor.groups {
-            let same_part = groups.statistics.of(Axes { model: false, height: true });
+            let same_part = groups.statistics.group(Axes { model: false, height: true });
             let mut own = self.parameters()?;
             distribution::broadcast(
                 &self.executor.network,
@@ -291,7 +280,7 @@ impl Engine for CpuEngine {
             )?;
             return self.set_parameters(&own);
         }
-        if self.executor.state.memory().is_none() {
+        if self.executor.state.memory.is_none() {
             self.comm.broadcast((&mut self.executor.state.weights[..]).into())?;
         }
         self.broadcast_statistics()
@@ -302,20 +291,14 @@ impl Engine for CpuEngine {
             // Rank 0 has only a part of the statistics.
             return self.broadcast_parameters();
         }
-        let mut running: Vec<f32> = self
-            .executor
-            .norms
-            .iter()
-            .flat_map(|n| n.running_mean.iter().chain(&n.running_var).copied())
-            .collect();
+        let norms = &mut self.executor.norms;
+        let mut running: Vec<f32> = norms.iter().flat_map(|norm| norm.running.concat()).collect();
         self.comm.broadcast((&mut running).into())?;
         let mut rest = &running[..];
-        for norm in &mut self.executor.norms {
-            for values in [&mut norm.running_mean, &mut norm.running_var] {
-                let (these, others) = rest.split_at(values.len());
-                values.copy_from_slice(these);
-                rest = others;
-            }
+        for values in norms.iter_mut().flat_map(|norm| &mut norm.running) {
+            let (own, others) = rest.split_at(values.len());
+            values.copy_from_slice(own);
+            rest = others;
         }
         Ok(())
     }
@@ -324,22 +307,18 @@ impl Engine for CpuEngine {
         let Executor { layout, state, config, .. } = &self.executor;
         let saving = match (self.plan.optimizer_sharding, self.comm.size()) {
             (false, _) | (_, 1) => String::new(),
-            _ if state.is_sharded() => format!("; {}", state.saving(layout.whole_len)),
+            _ if state.is_sharded() => format!("; {}", state.memory_saving_text(layout.whole_len)),
             _ => {
                 let bytes = 4 * config.optimizer.slots().len() * layout.whole_len;
                 format!("; optimizer state, {:.2} MB, is there once, too", bytes as f64 / 1e6)
             }
         };
-        let Mesh { stage, data, height, model } = self.plan.mesh;
         if !self.plan.is_data() {
             let is_exchange =
                 |op: &&FusedOp| matches!(op, FusedOp::Redistribute { .. } | FusedOp::Halo { .. });
-            let axis = if stage > 1 { format!("{stage} (pipeline) x ") } else { String::new() };
-            let begins = self.plan.later_stages(&self.network);
-            return format!(
-                "a mesh of {axis}{data} (data) x {height} (height) x {model} (model) ranks: {} operations exchange activations{begins}{saving}",
-                self.executor.ops.iter().filter(is_exchange).count()
-            );
+            let exchanges = self.executor.ops.iter().filter(is_exchange).count();
+            let (mesh, begins) = (self.plan.mesh, self.plan.later_stages(&self.network));
+            return format!("a mesh of {mesh}: {exchanges} operations exchange activations{begins}{saving}");
         }
         match (&self.executor.shm_unavailable_reason, self.comm.size()) {
             (_, 1) => String::new(),
@@ -361,20 +340,16 @@ impl Engine for CpuEngine {
 
 impl CpuEngine {
     /// See [`Engine::set_parameters`].
-    fn set_from(&mut self, values: &dyn TensorSource) -> Result<(), EngineError> {
+    fn set_parameters_from(&mut self, values: &dyn TensorSource) -> Result<(), EngineError> {
         check::check(&self.executor.network, values)?;
-        let writes = self.writes();
+        let writes = self.writes_weights();
         let Executor { layout, state, norms, .. } = &mut self.executor;
         self.threads.install(|| {
             if writes {
                 layout.import(None, values, &mut state.weights);
             }
             for norm in norms {
-                for (own, suffix) in
-                    [(&mut norm.running_mean, "running_mean"), (&mut norm.running_var, "running_var")]
-                {
-                    values.read(&format!("{}.{suffix}", norm.name), 0, own);
-                }
+                read_running(values, &norm.name, &mut norm.running);
             }
         });
         Ok(())
@@ -393,11 +368,11 @@ impl CpuEngine {
     }
 
     /// Converts weights in the engine's order, and each batch norm's running mean and variance, to named tensors.
-    fn export<'a>(&self, weights: &[f32], running: impl Iterator<Item = [&'a Vec<f32>; 2]>) -> NamedTensors {
+    fn export<'a>(&self, weights: &[f32], running: impl Iterator<Item = &'a [Vec<f32>; 2]>) -> NamedTensors {
         let mut all = NamedTensors::new();
         self.executor.layout.export(None, weights, &mut all);
         for (norm, of_norm) in self.executor.norms.iter().zip(running) {
-            for (suffix, values) in ["running_mean", "running_var"].into_iter().zip(of_norm) {
+            for (suffix, values) in RUNNING.into_iter().zip(of_norm) {
                 let tensor = HostTensor { shape: vec![values.len()], values: values.clone() };
                 all.insert(format!("{}.{suffix}", norm.name), tensor);
             }
@@ -405,13 +380,20 @@ impl CpuEngine {
         all
     }
 
-    /// Whether this rank writes its weights: of ranks that share memory, only the first one does.
-    fn writes(&self) -> bool {
-        self.executor.state.memory().is_none() || self.comm.rank() == 0
+    /// Whether this rank writes weights. Of ranks that share one copy of the weights, only rank 0 writes them.
+    fn writes_weights(&self) -> bool {
+        self.executor.state.memory.is_none() || self.comm.rank() == 0
     }
 
     fn check_batch(&self, batch: &Batch) -> Result<(), EngineError> {
         let reads_pictures = self.executor.network.stage().0 == 0;
         check::check_batch(&self.network, batch, reads_pictures.then_some(batch.images.len()))
+    }
+}
+
+/// Fills the running mean and variance of the batch norm `name` from `values`.
+fn read_running(values: &dyn TensorSource, name: &str, running: &mut [Vec<f32>; 2]) {
+    for (own, suffix) in running.iter_mut().zip(RUNNING) {
+        values.read(&format!("{name}.{suffix}"), 0, own);
     }
 }

@@ -23,8 +23,8 @@ pub(super) struct Piece {
 /// The work of a task.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Work {
-    /// Sum over the ranks and update.
-    Whole,
+    /// The only pass: the sum over the ranks, and the update.
+    SumAndUpdate,
     /// First pass: the sum, [`lockstep_kernels::optimizer::Update::prepare`], and the piece's sums of squares.
     Sum,
     /// Second pass: the update, which needs the norms of the whole parameter.
@@ -66,20 +66,24 @@ pub(super) fn pieces(layout: &Layout, shares: &[Share]) -> Vec<Piece> {
     pieces
 }
 
-/// The tasks of a step. `in_two`: two passes, in which updates follow all sums of their bucket or, if `at_once`, of all buckets.
-/// `is_matrix` tells which parameters have one task for the update of the whole parameter.
-pub(super) fn tasks(
-    pieces: &[Piece],
-    in_two: bool,
-    at_once: bool,
-    is_matrix: impl Fn(usize) -> bool,
-) -> Vec<Task> {
-    if !in_two {
-        return (0..pieces.len()).map(|piece| Task { piece, work: Work::Whole, after: 0 }).collect();
+/// How many passes over its gradients an update needs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Passes {
+    One,
+    /// Two passes over each bucket: its updates follow all its sums.
+    TwoPerBucket,
+    /// Two passes over all buckets: all updates follow all sums.
+    TwoPerStep,
+}
+
+/// The tasks of a step. `is_matrix` tells which parameters have one task for the update of the whole parameter.
+pub(super) fn tasks(pieces: &[Piece], passes: Passes, is_matrix: impl Fn(usize) -> bool) -> Vec<Task> {
+    if passes == Passes::One {
+        return (0..pieces.len()).map(|piece| Task { piece, work: Work::SumAndUpdate, after: 0 }).collect();
     }
     let mut tasks = Vec::new();
     let mut first = 0;
-    for bucket in pieces.chunk_by(|a, b| at_once || a.bucket == b.bucket) {
+    for bucket in pieces.chunk_by(|a, b| passes == Passes::TwoPerStep || a.bucket == b.bucket) {
         let these = first..first + bucket.len();
         first = these.end;
         tasks.extend(these.clone().map(|piece| Task { piece, work: Work::Sum, after: 0 }));

@@ -60,7 +60,7 @@ struct Thread {
 
 /// Sums values over the ranks and measures this rank's waiting time.
 pub(super) struct Reducer {
-    way: Transport,
+    transport: Transport,
     waited: TimesByAxes,
 }
 
@@ -71,34 +71,34 @@ impl Reducer {
         memory: Option<&SharedMemory>,
         sharded: bool,
     ) -> std::io::Result<Self> {
-        let way = match memory {
+        let transport = match memory {
             _ if comm.size() == 1 => Transport::SingleRank,
             Some(memory) => Transport::Shared(memory.clone()),
             None => Transport::Group {
                 thread: Thread::start(sharded)?,
-                gradients: ByAxes::same(comm.clone()),
-                statistics: comm.concurrent().map(ByAxes::same),
+                gradients: ByAxes::uniform(comm.clone()),
+                statistics: comm.concurrent().map(ByAxes::uniform),
             },
         };
-        Ok(Self { way, waited: TimesByAxes::default() })
+        Ok(Self { transport, waited: TimesByAxes::default() })
     }
 
     /// For a plan with one group for each set of axes.
     pub(super) fn over(groups: &Groups, sharded: bool) -> std::io::Result<Self> {
         let (gradients, statistics) = (groups.gradients.clone(), Some(groups.statistics.clone()));
-        let way = Transport::Group { thread: Thread::start(sharded)?, gradients, statistics };
-        Ok(Self { way, waited: TimesByAxes::default() })
+        let transport = Transport::Group { thread: Thread::start(sharded)?, gradients, statistics };
+        Ok(Self { transport, waited: TimesByAxes::default() })
     }
 
-    /// Sums `values` over all ranks along `data` and `axes`. While this rank waits in shared memory it calls `idle`, which does some other work, or
-    /// returns false if there is none.
+    /// Sums `values` over all ranks along `data` and `axes`. While this rank waits in shared memory, it calls `idle`, which does some
+    /// other work. `idle` returns false if there is no other work.
     pub(super) fn statistics(
         &mut self,
         values: &mut Vec<f64>,
         axes: Axes,
         idle: &mut dyn FnMut() -> bool,
     ) -> Result<(), CommError> {
-        let (thread, gradients, statistics) = match &self.way {
+        let (thread, gradients, statistics) = match &self.transport {
             Transport::SingleRank => return Ok(()),
             Transport::Shared(memory) => {
                 self.waited.add(axes, memory.all_reduce_f64(values, idle)?);
@@ -108,9 +108,9 @@ impl Reducer {
         };
         let start = Instant::now();
         match statistics {
-            Some(groups) => groups.of(axes).all_reduce(values.into())?,
+            Some(groups) => groups.group(axes).all_reduce(values.into())?,
             None => {
-                let group = gradients.of(axes).clone();
+                let group = gradients.group(axes).clone();
                 // If the thread has ended, the wait for its result fails.
                 drop(thread.requests.send(Request::Statistics(group, std::mem::take(values))));
                 *values = thread.statistics.recv().map_err(|_| thread_ended())??;
@@ -121,19 +121,19 @@ impl Reducer {
     }
 
     /// Whether this reducer sums gradients.
-    pub(super) fn carries_gradients(&self) -> bool {
-        matches!(self.way, Transport::Group { .. })
+    pub(super) fn reduces_gradients(&self) -> bool {
+        matches!(self.transport, Transport::Group { .. })
     }
 
     /// Whether a bucket should wait for the next statistics to arrive before it starts.
     pub(super) fn shares_one_queue(&self) -> bool {
-        matches!(self.way, Transport::Group { statistics: None, .. })
+        matches!(self.transport, Transport::Group { statistics: None, .. })
     }
 
     /// Starts the sum of a gradient bucket over all ranks along `data` and `axes`.
     pub(super) fn start_bucket(&mut self, values: Bucket, axes: Axes) {
-        if let Transport::Group { thread, gradients, .. } = &self.way {
-            drop(thread.requests.send(Request::Bucket(gradients.of(axes).clone(), values)));
+        if let Transport::Group { thread, gradients, .. } = &self.transport {
+            drop(thread.requests.send(Request::Bucket(gradients.group(axes).clone(), values)));
         }
     }
 
@@ -142,7 +142,7 @@ impl Reducer {
     /// # Errors
     /// As for [`ProcessGroup::all_reduce`]; no bucket was started.
     pub(super) fn finish_bucket(&mut self, axes: Axes) -> Result<Bucket, CommError> {
-        let Transport::Group { thread, .. } = &self.way else { return Err(thread_ended()) };
+        let Transport::Group { thread, .. } = &self.transport else { return Err(thread_ended()) };
         let start = Instant::now();
         let answer = thread.buckets.recv().map_err(|_| thread_ended())?;
         self.waited.add(axes, start.elapsed());

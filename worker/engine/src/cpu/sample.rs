@@ -1,6 +1,6 @@
 //! The sampled classes of a step ([`crate::loss`]), and their rows of the last layer's parameters.
 
-use super::margin::Unit;
+use super::margin::UnitRows;
 use crate::loss::Margin;
 use lockstep_kernels::linear;
 use std::{borrow::Cow, ops::Range, sync::Arc};
@@ -13,13 +13,13 @@ pub(super) struct Sample {
 }
 
 impl Sample {
-    /// Position of a class in the sample. `class` counts from the first class of this rank.
-    pub(super) fn place(&self, row: usize) -> Option<usize> {
+    /// Position of row number `row` in the sample, if the sample has the row.
+    pub(super) fn position(&self, row: usize) -> Option<usize> {
         self.rows.binary_search(&(row as u32)).ok()
     }
 
     /// Copies the sample's rows of `all`, each of `width` values.
-    pub(super) fn rows_of(&self, all: &[f32], width: usize) -> Vec<f32> {
+    pub(super) fn copy_rows(&self, all: &[f32], width: usize) -> Vec<f32> {
         let mut rows = Vec::with_capacity(self.rows.len() * width);
         for row in &self.rows {
             rows.extend_from_slice(&all[*row as usize * width..][..width]);
@@ -29,7 +29,7 @@ impl Sample {
 
     /// Writes the rows that `compute` produces to the sample's rows of `all`, each of `width` values, and sets all
     /// other rows to 0.
-    pub(super) fn fill(&self, all: &mut [f32], width: usize, compute: impl FnOnce(&mut [f32])) {
+    pub(super) fn fill_rows(&self, all: &mut [f32], width: usize, compute: impl FnOnce(&mut [f32])) {
         let mut rows = vec![0.0; self.rows.len() * width];
         compute(&mut rows);
         all.fill(0.0);
@@ -48,12 +48,12 @@ pub(super) fn forward(
 ) {
     let inputs = weight.len() / bias.len();
     let rows_of =
-        |all, width| sample.map_or(Cow::Borrowed(all), |sample| Cow::Owned(sample.rows_of(all, width)));
+        |all, width| sample.map_or(Cow::Borrowed(all), |sample| Cow::Owned(sample.copy_rows(all, width)));
     let (weight, bias) = (rows_of(weight, inputs), rows_of(bias, 1));
     let logits = &mut logits[..x.len() / inputs * bias.len()];
     match margin {
         None => linear::forward(x, &weight, &bias, logits),
-        Some(margin) => margin.forward(&Unit::of(x, inputs), &Unit::of(&weight, inputs), logits),
+        Some(margin) => margin.forward(&UnitRows::new(x, inputs), &UnitRows::new(&weight, inputs), logits),
     }
 }
 
@@ -61,23 +61,36 @@ pub(super) fn forward(
 #[derive(Debug)]
 pub(super) struct SampledRows {
     pub(super) sample: Arc<Sample>,
-    /// For the weight and the bias: parameter number, offset in the flat buffer, and number of values of a row.
-    pub(super) parameters: [(usize, usize, usize); 2],
+    /// The weight and the bias of the last layer.
+    pub(super) parameters: [HeadParameter; 2],
+}
+
+/// A parameter of the last layer, with a row for each class.
+#[derive(Debug)]
+pub(super) struct HeadParameter {
+    /// The parameter's number in the layout.
+    pub(super) number: usize,
+    /// Offset in the flat buffer.
+    pub(super) offset: usize,
+    /// Number of values of a row.
+    pub(super) width: usize,
 }
 
 impl SampledRows {
-    /// Calls `update` with each part of `range` that the step updates, relative to the start of `range`. `range` is a range of the flat buffer
-    /// within parameter number `parameter`.
-    pub(super) fn each_part(
+    /// Calls `update` with each part of `range` that the step updates, relative to the start of `range`. `range` is a part of the
+    /// flat buffer, within parameter number `parameter`.
+    pub(super) fn for_each_part(
         &self,
         parameter: usize,
         range: Range<usize>,
         mut update: impl FnMut(Range<usize>),
     ) {
-        let Some((_, first, width)) = self.parameters.iter().find(|(of, ..)| *of == parameter) else {
+        let Some(&HeadParameter { offset, width, .. }) =
+            self.parameters.iter().find(|head| head.number == parameter)
+        else {
             return update(0..range.len());
         };
-        let (from, to) = (range.start - first, range.end - first);
+        let (from, to) = (range.start - offset, range.end - offset);
         let begin = self.sample.rows.partition_point(|row| (*row as usize + 1) * width <= from);
         for row in &self.sample.rows[begin..] {
             let row = *row as usize * width;

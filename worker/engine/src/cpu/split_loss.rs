@@ -15,7 +15,7 @@ pub(super) struct Labels {
 }
 
 /// Collective: gathers the numbers of pictures and the labels of all ranks of the group.
-pub(super) fn gather(group: &Group, batch: &Batch) -> Result<(Pictures, Labels), CommError> {
+pub(super) fn gather_labels(group: &Group, batch: &Batch) -> Result<(Pictures, Labels), CommError> {
     let numbers = |values: &[u32]| values.iter().flat_map(|label| label.to_le_bytes()).collect::<Vec<u8>>();
     // The weight, the labels and, if pictures are mixed, the second labels.
     let lambda = batch.mixed().map_or(0.0, |(_, lambda)| lambda);
@@ -57,14 +57,14 @@ impl Classes<'_> {
     }
 
     /// The position of a class's logit, if this rank has it.
-    pub(super) fn place(&self, class: usize) -> Option<usize> {
+    pub(super) fn position(&self, class: usize) -> Option<usize> {
         let row = self.own.contains(&class).then(|| class - self.own.start)?;
-        self.sample.map_or(Some(row), |sample| sample.place(row))
+        self.sample.map_or(Some(row), |sample| sample.position(row))
     }
 }
 
 /// Collective: the largest logit of each picture of the group and its class, which is the first one of equal logits.
-pub(super) fn largest(
+pub(super) fn largest_logits(
     group: &Group,
     logits: &[f32],
     classes: &Classes<'_>,
@@ -96,7 +96,7 @@ pub(super) fn largest(
 
 /// Collective: [`super::loss::cross_entropy`] of all `pictures` of the group, of whose logits this rank has those of
 /// `classes`. `all_classes` is the number of classes of all ranks, which only `smoothing` uses. `best` is the result of
-/// [`largest`] for logits that are not smaller than these. The gradient, times `scale`, is written for all pictures;
+/// [`largest_logits`] for logits that are not smaller than these. The gradient, times `scale`, is written for all pictures;
 /// the loss is that of this rank's own.
 pub(super) fn cross_entropy(
     group: &Group,
@@ -109,7 +109,7 @@ pub(super) fn cross_entropy(
 ) -> Result<Loss, CommError> {
     let rows = || logits.chunks_exact(classes.len());
     let logit_of =
-        |row: &[f32], class: usize| classes.place(class).map_or(0.0, |place| f64::from(row[place]));
+        |row: &[f32], class: usize| classes.position(class).map_or(0.0, |place| f64::from(row[place]));
     let label = |picture: usize| labels.own[picture] as usize;
     let other = |picture: usize| labels.mixed.as_ref().map(|(others, _)| others[picture] as usize);
     let mut sums: Vec<f64> = rows()
@@ -134,7 +134,7 @@ pub(super) fn cross_entropy(
         // The first label's part of the target.
         let lambda = labels.mixed.as_ref().map_or(1.0, |(_, lambda)| f64::from(*lambda));
         let (label, other) = (label(picture), other(picture));
-        if pictures.own().contains(&picture) {
+        if pictures.own_range().contains(&picture) {
             let wanted_logit = lambda * of_label + (1.0 - lambda) * of_other;
             loss.sum += (1.0 - smoothing) * (log_sum - wanted_logit)
                 + even * (all_classes as f64 * log_sum - sum_of_logits);
@@ -145,7 +145,7 @@ pub(super) fn cross_entropy(
             };
             loss.correct += u64::from(predicted == wanted as f64 && !logit.is_nan());
         }
-        let (label, other) = (classes.place(label), other.and_then(|other| classes.place(other)));
+        let (label, other) = (classes.position(label), other.and_then(|other| classes.position(other)));
         for (place, (gradient, logit)) in gradient.iter_mut().zip(row).enumerate() {
             let mut target = even;
             if label == Some(place) {
@@ -158,4 +158,55 @@ pub(super) fn cross_entropy(
         }
     }
     Ok(loss)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{cpu::loss, test_ranks::on_ranks};
+    use lockstep_kernels::synthetic::{labels, values};
+
+    #[test]
+    fn split_classes_have_the_loss_of_all_classes() {
+        let (classes, counts, bounds) = (7, [3, 0, 2], [0, 3, 5, 7]);
+        let logits: Vec<f32> = values("split_loss", 5 * classes).iter().map(|v| v * 8.0).collect();
+        let (own, others) = (labels("split_loss.own", 5, 7), labels("split_loss.others", 5, 7));
+        for (mixed, lambda) in [(false, 0.0), (true, 0.7), (true, 0.2)] {
+            let of = |from: usize, to: usize| Batch {
+                labels: own[from..to].to_vec(),
+                mixed_labels: if mixed { others[from..to].to_vec() } else { Vec::new() },
+                lambda,
+                ..Batch::default()
+            };
+            let (all, mut wanted) = (of(0, 5), vec![0.0; 5 * classes]);
+            let into = Some((&mut wanted[..], 0.2));
+            let alone = loss::cross_entropy(&logits, &all.labels, all.mixed(), classes, 0.1, None, into);
+            let ranks = on_ranks(3, |ring| {
+                let group = Group::of_all_ranks(ring);
+                let rank = group.rank() as usize;
+                let first: usize = counts[..rank].iter().sum();
+                let batch = of(first, first + counts[rank]);
+                let (pictures, labels) = gather_labels(&group, &batch).unwrap();
+                let range = bounds[rank]..bounds[rank + 1];
+                let part: Vec<f32> =
+                    logits.chunks(classes).flat_map(|row| row[range.clone()].to_vec()).collect();
+                let mut gradient = vec![0.0; part.len()];
+                let (which, into) = ((&pictures, &labels), (&mut gradient[..], 0.2));
+                let own = Classes { own: range, sample: None };
+                let best = largest_logits(&group, &part, &own).unwrap();
+                let of = (&own, classes);
+                let loss = cross_entropy(&group, &part, which, of, &best, 0.1, into).unwrap();
+                (loss, gradient)
+            });
+            let sum: f64 = ranks.iter().map(|(loss, _)| loss.sum).sum();
+            assert!((sum - alone.sum).abs() < 1e-12 * alone.sum, "{sum} {}", alone.sum);
+            assert_eq!(ranks.iter().map(|(loss, _)| loss.correct).sum::<u64>(), alone.correct);
+            for (rank, (_, gradient)) in ranks.iter().enumerate() {
+                let width = bounds[rank + 1] - bounds[rank];
+                for (row, wanted) in gradient.chunks(width).zip(wanted.chunks(classes)) {
+                    assert!(row.iter().zip(&wanted[bounds[rank]..]).all(|(a, b)| (a - b).abs() < 1e-7));
+                }
+            }
+        }
+    }
 }

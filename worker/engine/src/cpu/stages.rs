@@ -5,15 +5,15 @@
 //! a chain, so they never wait in a cycle.
 
 use super::{executor::Executor, groups::Groups};
-use crate::{EngineError, net::TensorId};
+use crate::EngineError;
 use std::mem::swap;
 
 impl Executor {
     /// Swaps the current activations with those kept for micro-batch number `number`; a second call swaps them back. Micro-batches that are
     /// between their passes at the same time have separate buffers.
-    pub(super) fn swap_kept(&mut self, number: usize) {
-        let place = number % (self.kept.len() + 1);
-        let Some(kept) = place.checked_sub(1).and_then(|place| self.kept.get_mut(place)) else { return };
+    pub(super) fn swap_in_flight(&mut self, number: usize) {
+        let place = number % (self.in_flight.len() + 1);
+        let Some(kept) = place.checked_sub(1).and_then(|place| self.in_flight.get_mut(place)) else { return };
         swap(&mut self.activations, &mut kept.activations);
         swap(&mut self.argmax, &mut kept.argmax);
         swap(&mut self.pictures, &mut kept.pictures);
@@ -22,18 +22,13 @@ impl Executor {
         }
     }
 
-    /// Number of values that this rank has of an activation.
-    fn len(&self, tensor: TensorId) -> usize {
-        self.pictures.of(self.network.placement(tensor)) * self.network.tensors[tensor].len()
-    }
-
     /// The groups, and the number of the preceding stage, if there is one.
-    fn before(&self) -> Option<(&Groups, u32)> {
+    fn preceding_stage(&self) -> Option<(&Groups, u32)> {
         self.groups.as_ref().zip(self.network.stage().0.checked_sub(1).map(|stage| stage as u32))
     }
 
     /// The groups, and the number of the next stage, if there is one.
-    fn after(&self) -> Option<(&Groups, u32)> {
+    fn next_stage(&self) -> Option<(&Groups, u32)> {
         let next = self.network.stage().0 as u32 + 1;
         self.groups.as_ref().map(|groups| (groups, next)).filter(|_| !self.network.is_last_stage())
     }
@@ -41,8 +36,9 @@ impl Executor {
     /// Receives the input of a forward pass from the preceding stage. Returns false on the first stage.
     pub(super) fn receive_input(&mut self) -> Result<bool, EngineError> {
         let input = self.network.input();
-        let (len, mut values) = (self.len(input), std::mem::take(&mut self.activations[input]));
-        let taken = self.before().map(|(groups, from)| groups.stage.recv((&mut values[..len]).into(), from));
+        let (len, mut values) = (self.value_count(input), std::mem::take(&mut self.activations[input]));
+        let taken =
+            self.preceding_stage().map(|(groups, from)| groups.stage.recv((&mut values[..len]).into(), from));
         self.activations[input] = values;
         let Some(taken) = taken else { return Ok(false) };
         taken?;
@@ -52,9 +48,9 @@ impl Executor {
 
     /// Sends the output of a forward pass to the next stage, if there is one.
     pub(super) fn send_output(&self) -> Result<(), EngineError> {
-        let Some((groups, to)) = self.after() else { return Ok(()) };
+        let Some((groups, to)) = self.next_stage() else { return Ok(()) };
         let output = self.network.logits();
-        Ok(groups.stage.send((&self.activations[output][..self.len(output)]).into(), to)?)
+        Ok(groups.stage.send((&self.activations[output][..self.value_count(output)]).into(), to)?)
     }
 
     /// Receives the gradient of the stage's output from the next stage, if there is one.
@@ -64,9 +60,9 @@ impl Executor {
             return Ok(());
         }
         let output = self.network.logits();
-        let len = self.len(output);
+        let len = self.value_count(output);
         let mut gradient = self.pool.alloc(len);
-        if let Some((groups, from)) = self.after() {
+        if let Some((groups, from)) = self.next_stage() {
             groups.stage.recv((&mut gradient).into(), from)?;
         }
         self.gradient_parts[output].push(gradient);
@@ -74,12 +70,12 @@ impl Executor {
     }
 
     /// Sums the gradient of the stage's input, for [`Executor::send_input_gradient`]. Does nothing on the first stage.
-    pub(super) fn keep_input_gradient(&mut self) {
-        if self.before().is_none() {
+    pub(super) fn sum_input_gradient(&mut self) {
+        if self.preceding_stage().is_none() {
             return;
         }
         let input = self.network.input();
-        let len = self.len(input);
+        let len = self.value_count(input);
         let mut parts = std::mem::take(&mut self.gradient_parts[input]).into_iter();
         let mut gradient = parts.next().unwrap_or_else(|| vec![0.0; len]);
         for part in parts {
@@ -92,7 +88,7 @@ impl Executor {
     /// Sends the gradient of the newest backward pass to the preceding stage, unless it has been sent already.
     pub(super) fn send_input_gradient(&mut self) -> Result<(), EngineError> {
         let Some(gradient) = self.input_gradient.take() else { return Ok(()) };
-        if let Some((groups, to)) = self.before() {
+        if let Some((groups, to)) = self.preceding_stage() {
             groups.stage.send((&gradient).into(), to)?;
         }
         self.pool.free(gradient);

@@ -13,24 +13,24 @@
 #![allow(unsafe_code)] // Ranks share memory and threads write pieces; the order above prevents data races.
 
 mod bucket_sum;
-mod kept;
+mod kept_gradients;
 mod sharding;
 
 use super::{
     conv::ConvShape,
     groups::Group,
     layout::{Layout, ParameterPlace},
-    pieces::{self, Piece, Task, Work},
+    pieces::{self, Passes, Piece, Task, Work},
     reduce::Bucket,
     sample::SampledRows,
 };
 use crate::sharding::Share;
-use bucket_sum::{first, keep, sum};
+use bucket_sum::{read_part, sum_over_ranks, write_part};
 use lockstep_comm::{
     CommError, ProcessGroup,
     shm::{SharedMemory, SharedSlice},
 };
-use lockstep_kernels::optimizer::{Lanes, Optimizer, ParameterPolicy, Slots, Update};
+use lockstep_kernels::optimizer::{Optimizer, ParameterPolicy, Slots, SquareSum, Update};
 pub(super) use sharding::Sharding;
 use std::{
     ops::Range,
@@ -68,12 +68,15 @@ pub(super) struct State {
     /// By rank, then by bucket: of all ranks if they share memory, else only of this rank. A bucket of this rank is empty while
     /// the reducer has it.
     gradients: Vec<Vec<Bucket>>,
+    /// This rank's index in `gradients` and `counts`.
     own: usize,
+    /// By rank, like `gradients`.
     counts: SharedSlice<Counts>,
     /// By piece: the sum of squares of the gradient and, for optimizers with two passes (LARS, LAMB, Muon), of the weights and of the
     /// prepared update.
     squares: [SharedSlice<AtomicU64>; 3],
-    memory: Option<SharedMemory>,
+    /// The memory that all ranks map, if they share memory.
+    pub(super) memory: Option<SharedMemory>,
     /// The reduced gradients of the last step that kept them, in the order of the weights.
     reduced: Option<SharedSlice<f32>>,
     /// Whether this step keeps its reduced gradients.
@@ -98,12 +101,14 @@ pub(super) struct State {
     split: Vec<usize>,
     /// Set if ranks divide the optimizer's state.
     sharding: Option<Sharding>,
+    /// Number of buckets.
     buckets: usize,
+    /// Number of finished steps.
     steps: u64,
 }
 
 /// The buffers of a [`State`], in shared memory or in private memory.
-struct SharedBuffers {
+struct Buffers {
     weights: SharedSlice<f32>,
     optimizer_slots: Vec<SharedSlice<f32>>,
     gradients: Vec<Vec<Bucket>>,
@@ -129,20 +134,20 @@ impl State {
         let mut pieces = pieces::pieces(layout, &shares);
         let (world, len) = (comm.size() as usize, layout.len());
 
-        // Assigns offsets in shared memory.
+        // Offsets of the arrays in shared memory.
         let mut shared_bytes = 0;
-        let mut take = |bytes: usize| {
+        let mut allocate = |bytes: usize| {
             let at = shared_bytes;
             shared_bytes = (at + bytes).next_multiple_of(ALIGN);
             at
         };
-        let weights = take(4 * len);
-        let optimizer_slots: Vec<usize> = optimizer.slots().iter().map(|_| take(4 * len)).collect();
-        let counts = take(world * size_of::<Counts>());
-        let squares = [0; 3].map(|_| take(8 * pieces.len()));
-        let width = if f64_gradients { 8 } else { 4 };
-        let places: Vec<Vec<usize>> = (0..world)
-            .map(|_| layout.buckets.iter().map(|bucket| take(width * bucket.len())).collect())
+        let weights_at = allocate(4 * len);
+        let slots_at: Vec<usize> = optimizer.slots().iter().map(|_| allocate(4 * len)).collect();
+        let counts_at = allocate(world * size_of::<Counts>());
+        let squares_at = [0; 3].map(|_| allocate(8 * pieces.len()));
+        let value_bytes = if f64_gradients { 8 } else { 4 };
+        let buckets_at: Vec<Vec<usize>> = (0..world)
+            .map(|_| layout.buckets.iter().map(|bucket| allocate(value_bytes * bucket.len())).collect())
             .collect();
         let (memory, shm_unavailable_reason) = match world {
             1 => (None, None),
@@ -157,20 +162,25 @@ impl State {
             shares.clone_from(&sharding.shares);
             pieces = pieces::pieces(layout, &shares);
         }
-        let in_two_passes = model_group.is_some() || sharding.is_some();
         let policies: Vec<ParameterPolicy> =
             layout.parameters.iter().map(|parameter| policy(&optimizer, parameter)).collect();
         let filters: Vec<_> = std::iter::zip(&layout.parameters, &policies)
             .map(|(parameter, policy)| parameter.conv.filter(|_| optimizer.is_muon() && policy.adapted))
             .collect();
-        let in_two = optimizer.needs_norms() || optimizer.is_muon();
-        let tasks = pieces::tasks(&pieces, in_two, in_two_passes, |parameter| filters[parameter].is_some());
+        // Where ranks have parts of a parameter, they add the parts' squares between the two passes.
+        let is_divided = model_group.is_some() || sharding.is_some();
+        let passes = match optimizer.needs_norms() || optimizer.is_muon() {
+            false => Passes::One,
+            true if is_divided => Passes::TwoPerStep,
+            true => Passes::TwoPerBucket,
+        };
+        let tasks = pieces::tasks(&pieces, passes, |parameter| filters[parameter].is_some());
         let mut parameter_pieces = vec![0..0; layout.parameters.len()];
         for (index, piece) in pieces.iter().enumerate() {
             let range = &mut parameter_pieces[piece.parameter];
             *range = if range.start == range.end { index..index + 1 } else { range.start..index + 1 };
         }
-        let kept = match &memory {
+        let buffers = match &memory {
             // SAFETY: all bit patterns of numbers are valid; the module's order of steps prevents data races.
             Some(memory) => unsafe {
                 let bucket = |(at, range): (&usize, &Range<usize>)| match f64_gradients {
@@ -178,12 +188,12 @@ impl State {
                     false => Bucket::F32(memory.view(*at, range.len())),
                 };
                 let of_rank = |at: &Vec<usize>| at.iter().zip(&layout.buckets).map(bucket).collect();
-                SharedBuffers {
-                    weights: memory.view(weights, len),
-                    optimizer_slots: optimizer_slots.iter().map(|at| memory.view(*at, len)).collect(),
-                    gradients: places.iter().map(of_rank).collect(),
-                    counts: memory.view(counts, world),
-                    squares: squares.map(|at| memory.view(at, pieces.len())),
+                Buffers {
+                    weights: memory.view(weights_at, len),
+                    optimizer_slots: slots_at.iter().map(|at| memory.view(*at, len)).collect(),
+                    gradients: buckets_at.iter().map(of_rank).collect(),
+                    counts: memory.view(counts_at, world),
+                    squares: squares_at.map(|at| memory.view(at, pieces.len())),
                 }
             },
             None => {
@@ -197,22 +207,21 @@ impl State {
                 };
                 let own_len = pieces.last().map_or(0, |piece| piece.in_slots.end);
                 let zeros = || (0..pieces.len()).map(|_| AtomicU64::new(0)).collect::<Vec<_>>();
-                SharedBuffers {
+                Buffers {
                     weights: vec![0.0; len].into(),
-                    optimizer_slots: optimizer_slots.iter().map(|_| vec![0.0; own_len].into()).collect(),
+                    optimizer_slots: slots_at.iter().map(|_| vec![0.0; own_len].into()).collect(),
                     gradients: vec![layout.buckets.iter().zip(&shares).map(bucket).collect()],
                     counts: vec![Counts::default()].into(),
                     squares: [0; 3].map(|_| zeros().into()),
                 }
             }
         };
-        let SharedBuffers { weights, optimizer_slots, gradients, counts, squares } = kept;
+        let Buffers { weights, optimizer_slots, gradients, counts, squares } = buffers;
         let own = if memory.is_some() { comm.rank() as usize } else { 0 };
-        let (buckets, steps, updates) = (layout.buckets.len(), 0, 0);
         let state = Self {
             weights,
             optimizer_slots,
-            updates,
+            updates: 0,
             gradients,
             own,
             counts,
@@ -234,15 +243,10 @@ impl State {
                 .filter(|parameter| layout.parameters[*parameter].is_split)
                 .collect(),
             sharding,
-            buckets,
-            steps,
+            buckets: layout.buckets.len(),
+            steps: 0,
         };
         Ok((state, shm_unavailable_reason))
-    }
-
-    /// The memory that all ranks map, if they share memory.
-    pub(super) fn memory(&self) -> Option<&SharedMemory> {
-        self.memory.as_ref()
     }
 
     /// This rank's gradients of a bucket.
@@ -293,14 +297,14 @@ impl State {
                 let is_divided = self.model_group.is_some() || self.sharding.is_some();
                 self.open_tasks = if is_divided { self.pieces.len() } else { self.tasks.len() };
                 self.advance();
-                self.add_up_squares()?;
+                self.reduce_squares()?;
                 self.open_tasks = self.tasks.len();
                 self.advance();
                 let began = Instant::now();
                 if let Some(sharding) = &self.sharding {
-                    sharding.complete(&mut self.weights)?;
+                    sharding.gather_parts(&mut self.weights)?;
                     if let Some(reduced) = self.reduced.as_mut().filter(|_| self.keeps_gradients) {
-                        sharding.complete(reduced)?;
+                        sharding.gather_parts(reduced)?;
                     }
                     began.elapsed()
                 } else {
@@ -311,7 +315,7 @@ impl State {
         self.steps += 1;
         self.updates += 1;
         self.keeps_gradients = false;
-        Ok((self.squares[0].iter().map(number).sum(), waited))
+        Ok((self.squares[0].iter().map(load_f64).sum(), waited))
     }
 
     /// The rank for which the others wait: a rank with an unfinished task, else the rank with the fewest completed buckets.
@@ -350,7 +354,7 @@ impl State {
         own.own_taken.fetch_add(1, Ordering::Relaxed);
         let Task { piece, work, .. } = self.tasks[index];
         // SAFETY: only this thread has taken the task, and no other thread uses the task's piece at this time.
-        unsafe { self.piece(piece, work) };
+        unsafe { self.run_piece(piece, work) };
         own.own_done.fetch_add(1, Ordering::Relaxed);
         counts.done.fetch_add(1, Ordering::AcqRel);
         if let Some(memory) = &self.memory {
@@ -361,7 +365,7 @@ impl State {
 
     /// # Safety
     /// No other thread uses this piece of weights, optimizer state and gradients during the call.
-    unsafe fn piece(&self, index: usize, work: Work) {
+    unsafe fn run_piece(&self, index: usize, work: Work) {
         let piece = &self.pieces[index];
         if work == Work::Orthogonalise {
             // SAFETY: the caller's promise; no other task of this parameter runs, because all of its sums are done.
@@ -384,16 +388,16 @@ impl State {
             Work::Sum => (0.0, policy.decay),
             _ => self.update.rates(policy, || self.norms(piece.parameter)),
         };
-        let [mut squares, mut of_weights, mut of_prepared] = [Lanes::default(); 3];
+        let [mut squares, mut of_weights, mut of_prepared] = [SquareSum::default(); 3];
         let mut block = [0.0f32; BLOCK];
         for from in (0..weights.len()).step_by(BLOCK) {
             let to = weights.len().min(from + BLOCK);
             let place = piece.in_bucket.start + from..piece.in_bucket.start + to;
             let gradient = &mut block[..to - from];
             if work == Work::Update {
-                first(&self.gradients[0][piece.bucket], place.clone(), gradient);
+                read_part(&self.gradients[0][piece.bucket], place.clone(), gradient);
             } else {
-                sum(&self.gradients, piece.bucket, place.clone(), gradient);
+                sum_over_ranks(&self.gradients, piece.bucket, place.clone(), gradient);
                 if !policy.frozen {
                     squares.add(gradient);
                 }
@@ -411,7 +415,7 @@ impl State {
                 self.update.prepare(policy, weights, slots, gradient);
                 of_prepared.add(gradient);
                 // SAFETY: as above. The prepared gradient replaces rank 0's gradient.
-                unsafe { keep(&self.gradients[0][piece.bucket], place, gradient) };
+                unsafe { write_part(&self.gradients[0][piece.bucket], place, gradient) };
             } else {
                 let mut update = |part: Range<usize>| {
                     let slots = slots.each_mut().map(|slot| slot.get_mut(part.clone()).unwrap_or_default());
@@ -421,14 +425,14 @@ impl State {
                     None => update(0..to - from),
                     Some(sampled) => {
                         let begin = piece.range.start;
-                        sampled.each_part(piece.parameter, begin + from..begin + to, update);
+                        sampled.for_each_part(piece.parameter, begin + from..begin + to, update);
                     }
                 }
             }
         }
         if work != Work::Update {
-            for (kept, lanes) in self.squares.iter().zip([squares, of_weights, of_prepared]) {
-                kept[index].store(lanes.sum().to_bits(), Ordering::Relaxed);
+            for (kept, squares) in self.squares.iter().zip([squares, of_weights, of_prepared]) {
+                kept[index].store(squares.sum().to_bits(), Ordering::Relaxed);
             }
         }
     }
@@ -448,7 +452,7 @@ impl State {
         let weights = unsafe { self.weights.part(first.range.start..last.range.end) };
         let mut prepared = vec![0.0; weights.len()];
         let place = first.in_bucket.start..last.in_bucket.end;
-        bucket_sum::first(&self.gradients[0][first.bucket], place, &mut prepared);
+        read_part(&self.gradients[0][first.bucket], place, &mut prepared);
         self.update.orthogonalise(shape, weights, &prepared);
     }
 
@@ -456,7 +460,7 @@ impl State {
     fn norms(&self, parameter: usize) -> [f64; 2] {
         let pieces = self.parameter_pieces[parameter].clone();
         let [_, weights, prepared] = &self.squares;
-        [prepared, weights].map(|of| of[pieces.clone()].iter().map(number).sum::<f64>().sqrt())
+        [prepared, weights].map(|squares| squares[pieces.clone()].iter().map(load_f64).sum::<f64>().sqrt())
     }
 }
 
@@ -467,6 +471,6 @@ fn policy(optimizer: &Optimizer, parameter: &ParameterPlace) -> ParameterPolicy 
     }
 }
 
-fn number(bits: &AtomicU64) -> f64 {
+fn load_f64(bits: &AtomicU64) -> f64 {
     f64::from_bits(bits.load(Ordering::Relaxed))
 }

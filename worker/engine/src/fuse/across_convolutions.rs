@@ -25,13 +25,13 @@ pub(super) fn fuse(network: &Network, ops: &mut [FusedOp]) {
             continue;
         }
         match (conv.shape.in_c as u32, conv.shape.out_c as u32) {
-            (REDUCED, EXPANDED) => with_norms(network, ops, at),
+            (REDUCED, EXPANDED) => fuse_with_norms(network, ops, at),
             (inputs, outputs) => {
                 if (inputs, outputs) == (EXPANDED, REDUCED) {
-                    with_block_end(ops, at);
+                    fuse_with_block_end(ops, at);
                 }
                 if dgrad_fits(inputs, outputs) {
-                    dgrad_in_norm(network, ops, at);
+                    fuse_dgrad_with_norm(network, ops, at);
                 }
             }
         }
@@ -54,7 +54,7 @@ fn norm_of(ops: &[FusedOp], tensor: TensorId) -> Option<&Norm> {
 }
 
 /// Fuses a convolution 64 -> 256 with the batch norms on both sides.
-fn with_norms(network: &Network, ops: &mut [FusedOp], at: usize) {
+fn fuse_with_norms(network: &Network, ops: &mut [FusedOp], at: usize) {
     let Some(&Conv { input, output, norm_after: Some(after), .. }) = conv_at(ops, at) else { return };
     let Some(norm) = norm_mut(ops, after) else { return };
     // The kernel reads the gradient of the ReLU's input, which is kept only for a batch norm with a shortcut.
@@ -76,7 +76,7 @@ fn with_norms(network: &Network, ops: &mut [FusedOp], at: usize) {
 }
 
 /// Fuses a convolution 256 -> 64 with the end of the preceding block.
-fn with_block_end(ops: &mut [FusedOp], at: usize) {
+fn fuse_with_block_end(ops: &mut [FusedOp], at: usize) {
     let Some(&Conv { input, norm_after: Some(after), .. }) = conv_at(ops, at) else { return };
     let Some(FusedOp::Norm(end)) = ops[..at].last_mut() else { return };
     if end.output != input || !end.relu || end.shortcut.is_none() {
@@ -93,7 +93,7 @@ fn with_block_end(ops: &mut [FusedOp], at: usize) {
 }
 
 /// Moves the dgrad of a block's first convolution into the batch norm at the end of the preceding block.
-fn dgrad_in_norm(network: &Network, ops: &mut [FusedOp], at: usize) {
+fn fuse_dgrad_with_norm(network: &Network, ops: &mut [FusedOp], at: usize) {
     let Some(&Conv { input, .. }) = conv_at(ops, at) else { return };
     let block_end =
         norm_of(ops, input).is_some_and(|norm| norm.relu && !norm.pooled && norm.shortcut.is_some());

@@ -9,7 +9,10 @@ use lockstep_kernels::conv::ConvShape;
 
 /// The operations of `network`, with fused batch norms.
 pub(super) fn fuse(network: &Network, capabilities: Capabilities) -> Vec<FusedOp> {
-    Combined::new(network, capabilities).ops
+    let mut fusion =
+        Fusion { network, capabilities, ops: Vec::new(), norms: 0, waiting: Vec::new(), relus: Vec::new() };
+    network.ops.iter().for_each(|op| fusion.push(op));
+    fusion.ops
 }
 
 /// The operations that read `tensor`.
@@ -27,9 +30,9 @@ fn norm_after(network: &Network, tensor: TensorId) -> Option<usize> {
 }
 
 /// The fused operations so far.
-struct Combined<'a> {
+struct Fusion<'a> {
     network: &'a Network,
-    can: Capabilities,
+    capabilities: Capabilities,
     ops: Vec<FusedOp>,
     norms: usize,
     /// Batch norms that will be fused with a later addition.
@@ -38,16 +41,7 @@ struct Combined<'a> {
     relus: Vec<TensorId>,
 }
 
-impl<'a> Combined<'a> {
-    fn new(network: &'a Network, can: Capabilities) -> Self {
-        let (ops, waiting, relus) = (Vec::new(), Vec::new(), Vec::new());
-        let mut combined = Self { network, can, ops, norms: 0, waiting, relus };
-        for op in &network.ops {
-            combined.push(op);
-        }
-        combined
-    }
-
+impl Fusion<'_> {
     fn push(&mut self, op: &Op) {
         let fused = match *op {
             Op::Conv { ref name, input, output, kernel, stride, padding, groups } => {
@@ -76,25 +70,28 @@ impl<'a> Combined<'a> {
                     backward: ConvBackward::Plain,
                 })
             }
-            Op::BatchNorm { ref name, input, output } => return self.norm(name, input, output),
+            Op::BatchNorm { ref name, input, output } => return self.push_batch_norm(name, input, output),
             Op::Relu { output, .. } if self.relus.contains(&output) => return,
             Op::Relu { input, output } => FusedOp::Relu { input, output },
             Op::Gelu { ref bias, input, output } => FusedOp::Gelu { bias: bias.clone(), input, output },
             Op::Add { branch, shortcut, output } => {
                 match self.waiting.iter().position(|norm| norm.output == branch) {
-                    Some(at) => return self.block_end(at, shortcut, output),
+                    Some(at) => return self.fuse_addition(at, shortcut, output),
                     None => FusedOp::Add { branch, shortcut, output },
                 }
             }
             Op::MaxPool { input, output, kernel, stride, padding } => {
-                if (kernel, stride, padding) == (3, 2, 1) && self.pool(input, output) {
+                if (kernel, stride, padding) == (3, 2, 1) && self.fuse_max_pool(input, output) {
                     return;
                 }
                 FusedOp::MaxPool { input, output, kernel, stride, padding }
             }
             Op::GlobalAveragePool { input, output } => {
-                let block_end = |op: &FusedOp| matches!(op, FusedOp::Norm(norm) if norm.output == input && norm.relu && norm.shortcut.is_some());
-                let gradient_in_norm = self.can.norm_average_pool
+                let block_end = |op: &FusedOp| match op {
+                    FusedOp::Norm(norm) => norm.output == input && norm.relu && norm.shortcut.is_some(),
+                    _ => false,
+                };
+                let gradient_in_norm = self.capabilities.norm_average_pool
                     && reads(self.network, input) == 1
                     && self.ops.iter().any(block_end);
                 FusedOp::GlobalAveragePool { input, output, gradient_in_norm }
@@ -110,7 +107,7 @@ impl<'a> Combined<'a> {
         self.ops.push(fused);
     }
 
-    fn norm(&mut self, name: &str, input: TensorId, output: TensorId) {
+    fn push_batch_norm(&mut self, name: &str, input: TensorId, output: TensorId) {
         let from_relu =
             self.ops.iter().any(|op| matches!(op, FusedOp::Relu { output, .. } if *output == input));
         let norm = Norm {
@@ -133,25 +130,25 @@ impl<'a> Combined<'a> {
         self.norms += 1;
         match readers(self.network, output)[..] {
             [Op::Add { branch, shortcut, .. }]
-                if self.can.norm_add_relu && *branch == output && shortcut != branch =>
+                if self.capabilities.norm_add_relu && *branch == output && shortcut != branch =>
             {
                 self.waiting.push(norm);
             }
-            _ => self.push_norm(norm),
+            _ => self.push_fused_norm(norm),
         }
     }
 
     /// Fuses a waiting batch norm with its addition.
-    fn block_end(&mut self, at: usize, tensor: TensorId, output: TensorId) {
+    fn fuse_addition(&mut self, at: usize, tensor: TensorId, output: TensorId) {
         let norm = self.waiting.swap_remove(at);
-        let deferred = if self.can.shortcut_norm { self.defer(tensor) } else { None };
-        self.push_norm(Norm { shortcut: Some(Shortcut { tensor, deferred }), output, ..norm });
+        let deferred = if self.capabilities.shortcut_norm { self.defer(tensor) } else { None };
+        self.push_fused_norm(Norm { shortcut: Some(Shortcut { tensor, deferred }), output, ..norm });
     }
 
     /// Adds a batch norm, fused with the ReLU that is its only reader.
-    fn push_norm(&mut self, mut norm: Norm) {
+    fn push_fused_norm(&mut self, mut norm: Norm) {
         if let [Op::Relu { output, .. }] = readers(self.network, norm.output)[..]
-            && self.can.norm_add_relu
+            && self.capabilities.norm_add_relu
         {
             self.relus.push(*output);
             (norm.relu, norm.output) = (true, *output);
@@ -159,12 +156,13 @@ impl<'a> Combined<'a> {
         self.ops.push(FusedOp::Norm(norm));
     }
 
-    /// Defers the batch norm that produces `tensor` to the addition that is its only reader. `None`: `tensor` has other readers, or is fused.
+    /// Defers the batch norm that produces `tensor` to the addition that reads `tensor`. `None`: `tensor` has other readers, or the
+    /// batch norm is fused already.
     fn defer(&mut self, tensor: TensorId) -> Option<DeferredNorm> {
-        let alone = reads(self.network, tensor) == 1;
+        let has_one_reader = reads(self.network, tensor) == 1;
         self.ops.iter_mut().find_map(|op| match op {
             FusedOp::Norm(norm)
-                if alone && norm.output == tensor && !norm.relu && norm.shortcut.is_none() =>
+                if has_one_reader && norm.output == tensor && !norm.relu && norm.shortcut.is_none() =>
             {
                 norm.forward = NormForward::InShortcut;
                 Some(DeferredNorm { norm: norm.norm, input: norm.input })
@@ -174,12 +172,12 @@ impl<'a> Combined<'a> {
     }
 
     /// Fuses a max pooling with the batch norm directly before it. Returns whether that is possible.
-    fn pool(&mut self, input: TensorId, output: TensorId) -> bool {
-        let alone = reads(self.network, input) == 1;
+    fn fuse_max_pool(&mut self, input: TensorId, output: TensorId) -> bool {
+        let has_one_reader = reads(self.network, input) == 1;
         match self.ops.last_mut() {
             Some(FusedOp::Norm(norm))
-                if self.can.norm_max_pool
-                    && alone
+                if self.capabilities.norm_max_pool
+                    && has_one_reader
                     && norm.output == input
                     && norm.relu
                     && norm.shortcut.is_none() =>

@@ -21,7 +21,7 @@ impl Display for FusedOp {
             }
             FusedOp::GlobalAveragePool { input, output, gradient_in_norm } => {
                 write!(f, "global_average_pool t{input} -> t{output}")?;
-                note(f, *gradient_in_norm, "gradient spread by the batch norm before it")
+                write_if(f, *gradient_in_norm, "gradient spread by the batch norm before it")
             }
             FusedOp::Redistribute { input, output } => write!(f, "redistribute t{input} -> t{output}"),
             FusedOp::Halo { input, output, .. } => write!(f, "halo t{input} -> t{output}"),
@@ -31,8 +31,8 @@ impl Display for FusedOp {
     }
 }
 
-fn note(f: &mut Formatter<'_>, there: bool, text: &str) -> Result {
-    if there { write!(f, "; {text}") } else { Ok(()) }
+fn write_if(f: &mut Formatter<'_>, condition: bool, text: &str) -> Result {
+    if condition { write!(f, "; {text}") } else { Ok(()) }
 }
 
 impl Display for Conv {
@@ -48,7 +48,7 @@ impl Display for Conv {
         }
         write!(f, " {} -> {} channels, t{} -> t{}", shape.in_c, shape.out_c, self.input, self.output)?;
         match self.forward {
-            ConvForward::Plain { early_statistics } => note(f, early_statistics, "then its statistics")?,
+            ConvForward::Plain { early_statistics } => write_if(f, early_statistics, "then its statistics")?,
             ConvForward::WithNorms { norm_before: None } => write!(f, "; forward with its statistics")?,
             ConvForward::WithNorms { norm_before: Some(before) } => {
                 write!(f, "; forward with the application of norm {before} and its statistics")?;
@@ -83,8 +83,8 @@ impl Display for Norm {
                 Some(norm) => write!(f, " + norm {} of t{}", norm.norm, norm.input)?,
             },
         }
-        note(f, self.relu, "relu")?;
-        note(f, self.pooled, "max_pool 3x3 stride 2")?;
+        write_if(f, self.relu, "relu")?;
+        write_if(f, self.pooled, "max_pool 3x3 stride 2")?;
         write!(f, " -> t{}", self.output)?;
         match self.statistics {
             StatisticsIn::Norm => {}
@@ -98,6 +98,6 @@ impl Display for Norm {
             NormForward::InConv => write!(f, "; applied by the convolution after it")?,
             NormForward::InNextConv => write!(f, "; applied and written by the convolution after it")?,
         }
-        note(f, self.backward_in_conv, "backward applied by its convolution")
+        write_if(f, self.backward_in_conv, "backward applied by its convolution")
     }
 }

@@ -15,11 +15,12 @@ use super::{
 };
 use lockstep_kernels::{batch_norm::MOMENTUM, draws::uniform};
 use lockstep_protocol::spec::{Arch, ModelSpec};
+use std::ops::RangeInclusive;
 
 /// Channels of the three groups.
 const WIDTHS: [usize; 3] = [64, 256, 256];
-/// Smallest and largest pictures: one to 15 rows are left for the last pooling.
-const SIDES: [usize; 2] = [9, 128];
+/// Sizes of pictures with which 1 to 15 rows remain for the last pooling.
+const SIDES: RangeInclusive<usize> = 9..=128;
 
 /// Builds the network for square inputs of `image_size` pixels.
 ///
@@ -31,10 +32,11 @@ pub(super) fn build(
     channels: usize,
     classes: usize,
 ) -> Result<Network, String> {
-    let [least, most] = SIDES;
-    if !(least..=most).contains(&image_size) {
+    if !SIDES.contains(&image_size) {
         return Err(format!(
-            "an image size of {image_size} does not fit cifarnet, which is for pictures of about 32 pixels: give {least} to {most}"
+            "an image size of {image_size} does not fit cifarnet, which is for pictures of about 32 pixels: give {} to {}",
+            SIDES.start(),
+            SIDES.end()
         ));
     }
     let mut net = Network::new(Arch::CifarNet.name(), image_size, channels, classes);

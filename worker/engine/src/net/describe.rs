@@ -15,7 +15,7 @@ impl Network {
         }
         let mut names = Names::default();
         let layers = self.ops.iter().map(|op| {
-            let (name, kind) = (names.of(op), self.kind(op));
+            let (name, kind) = (names.name(op), self.kind(op));
             let shape = self.tensors[op.output()];
             let output_shape = match op {
                 Op::Linear { .. } => vec![shape.channels as u32],
@@ -67,7 +67,8 @@ struct Names {
 }
 
 impl Names {
-    fn of(&mut self, op: &Op) -> String {
+    /// The name of the next operation.
+    fn name(&mut self, op: &Op) -> String {
         let kind = match op {
             Op::Conv { name, .. } | Op::BatchNorm { name, .. } | Op::Linear { name, .. } => {
                 let block = name.rsplit_once('.').map_or("", |(block, _)| block);

@@ -26,7 +26,7 @@ pub enum Op {
     BatchNorm { name: String, input: TensorId, output: TensorId },
     /// max(x, 0).
     Relu { input: TensorId, output: TensorId },
-    /// GELU of x, or of x plus a bias for each channel if `bias` names one: parameter `bias`, `[channels]`.
+    /// GELU of x. If `bias` is the name of a module, of x plus the module's parameter `bias`, `[channels]`.
     Gelu { bias: Option<String>, input: TensorId, output: TensorId },
     /// End of a residual block: `branch` went through its convolutions, `shortcut` around them.
     Add { branch: TensorId, shortcut: TensorId, output: TensorId },
@@ -159,7 +159,7 @@ impl Parameter {
     }
 }
 
-/// A network: operations in forward order. Tensor 0 is the input picture, the last one the logits.
+/// A network: operations in forward order. Tensor 0 is the input picture, and the last tensor is the logits.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Network {
     /// Name of the architecture, e.g. `resnet20`.
@@ -474,7 +474,7 @@ impl Network {
         self.push(self.tensors[input], |output| Op::Relu { input, output })
     }
 
-    /// Appends a GELU, of its input plus the parameter `bias`.bias if given.
+    /// Appends a GELU of `input`, or of `input` plus the parameter `<bias>.bias`.
     pub fn gelu(&mut self, bias: Option<&str>, input: TensorId) -> TensorId {
         let bias = bias.map(str::to_owned);
         self.push(self.tensors[input], |output| Op::Gelu { bias, input, output })

@@ -15,11 +15,12 @@ pub struct InitialParameters(BTreeMap<String, (Vec<usize>, Draw)>);
 impl InitialParameters {
     /// Convolutions: He initialisation (normal, fan-out; as in torchvision, fan-out counts the outputs of all groups).
     /// Batch norms: ones and zeros. Linear layers: PyTorch's uniform distribution. With `zero_init_residual`, gamma of the last
-    /// batch norm of each residual branch is 0, so every block starts as the identity (Goyal et al. 2017). `cifarnet` has its own.
+    /// batch norm of each residual branch is 0, so every block starts as the identity (Goyal et al. 2017). `cifarnet` is
+    /// initialised in other ways (`cifarnet::initial`).
     pub fn new(network: &Network, zero_init_residual: bool, seed: u64) -> Self {
         let parameters = network.parameters();
         let linear_inputs = |name: &str| {
-            // The fan-in of a bias is that of the weight: `fc.bias` -> `fc.weight`.
+            // A bias has the fan-in of its layer's weight: `fc.bias` -> `fc.weight`.
             let weight = name.replace(".bias", ".weight");
             parameters.iter().find(|p| p.name == weight).map_or(1, |p| p.shape[1])
         };
@@ -103,10 +104,6 @@ mod tests {
             let expected = (2.0 / f64::from(outputs * 9)).sqrt();
             assert!((std / expected - 1.0).abs() < 0.05, "{name}: {std} instead of {expected}");
         }
-        let zero: Vec<_> =
-            all.iter().filter(|(n, t)| n.ends_with("weight") && t.values[0] == 0.0).map(|(n, _)| n).collect();
-        assert_eq!(zero.len(), 16);
-        assert!(zero.iter().all(|n| n.ends_with("bn3.weight")), "{zero:?}");
     }
 
     #[test]
@@ -123,9 +120,7 @@ mod tests {
         // Pinned: other values would change every training run.
         let all = initial_parameters(&network(), false, 0);
         let first: Vec<u32> = all["conv1.weight"].values[..3].iter().map(|v| v.to_bits()).collect();
-        assert_eq!(first, PINNED, "{first:?}");
+        assert_eq!(first, [3_182_163_078, 1_034_881_237, 1_025_365_299]);
         assert_ne!(all, initial_parameters(&network(), false, 1));
     }
-
-    const PINNED: [u32; 3] = [3_182_163_078, 1_034_881_237, 1_025_365_299];
 }

@@ -59,11 +59,11 @@ impl Rows {
     #[must_use]
     pub fn reached(&self, output: &Self, kernel: usize, stride: usize, padding: usize) -> Self {
         let [kernel, stride, padding] = [kernel, stride, padding].map(|n| n as isize);
-        let of = |rows: &Range<isize>| match rows.is_empty() {
+        let reached = |rows: &Range<isize>| match rows.is_empty() {
             true => rows.start * stride..rows.start * stride,
             false => rows.start * stride - padding..(rows.end - 1) * stride - padding + kernel,
         };
-        Self { whole: self.whole, of_rank: output.of_rank.iter().map(of).collect() }
+        Self { whole: self.whole, of_rank: output.of_rank.iter().map(reached).collect() }
     }
 
     /// The rows of rank `from` that are among the `wanted` rows of rank `to`.
@@ -113,7 +113,9 @@ impl NetworkPart {
 /// A rank's part of a split parameter.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Slice {
+    /// The dimension along which ranks split the parameter.
     pub dimension: usize,
+    /// This rank's indices in the dimension.
     pub range: Range<usize>,
     /// Shape of the whole parameter.
     pub whole: Vec<usize>,

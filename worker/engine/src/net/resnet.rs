@@ -84,7 +84,7 @@ pub fn build(
         for index in 0..count {
             let name = format!("layer{}.{index}", stage + 1);
             let stride = if stage > 0 && index == 0 { 2 } else { 1 };
-            x = residual(&mut net, &name, block, x, width << stage, stride);
+            x = push_block(&mut net, &name, block, x, width << stage, stride);
         }
     }
     x = net.global_average_pool(x);
@@ -106,7 +106,7 @@ fn halvings_fit(arch: Arch, stem: Stem, image_size: usize) -> bool {
     side > 0
 }
 
-fn residual(
+fn push_block(
     net: &mut Network,
     name: &str,
     block: Block,

@@ -12,7 +12,7 @@ const EPSILON: f64 = 5e-4;
 /// Jacobi's method converges quadratically; a matrix of this size needs about six sweeps.
 const SWEEPS: usize = 50;
 
-/// Name of the parameter of `network` that is computed from training pictures by [`Patches::filters`], if it has one.
+/// Name of the parameter that is computed from training pictures by [`Patches::filters`], if `network` has such a parameter.
 pub fn whitened(network: &Network) -> Option<&str> {
     network.fixed.iter().map(String::as_str).find(|name| *name == WHITENED)
 }
@@ -63,7 +63,7 @@ impl Patches {
             self.moments[row.min(column) * values + row.max(column)] / self.count.max(1.0)
         };
         let matrix = (0..values * values).map(|at| mean(at / values, at % values)).collect();
-        let (eigenvalues, vectors) = eigen(matrix, values);
+        let (eigenvalues, vectors) = eigen_decomposition(matrix, values);
         let scaled = (0..values * values).map(|at| {
             let (number, value) = (at / values, at % values);
             vectors[value * values + number] / (eigenvalues[number].max(0.0) + EPSILON).sqrt()
@@ -75,13 +75,14 @@ impl Patches {
 }
 
 /// Eigenvalues of a symmetric matrix of `n` rows, and eigenvectors as columns, by Jacobi's rotations in cyclic order.
-fn eigen(mut a: Vec<f64>, n: usize) -> (Vec<f64>, Vec<f64>) {
+fn eigen_decomposition(mut a: Vec<f64>, n: usize) -> (Vec<f64>, Vec<f64>) {
     let mut vectors: Vec<f64> = (0..n * n).map(|at| if at / n == at % n { 1.0 } else { 0.0 }).collect();
     for _ in 0..SWEEPS {
-        let square = |of: &dyn Fn(usize, usize) -> bool| -> f64 {
-            (0..n * n).filter(|at| of(at / n, at % n)).map(|at| a[at] * a[at]).sum()
+        let squares_where = |includes: &dyn Fn(usize, usize) -> bool| -> f64 {
+            (0..n * n).filter(|at| includes(at / n, at % n)).map(|at| a[at] * a[at]).sum()
         };
-        if square(&|row, column| row != column) <= 1e-24 * square(&|row, column| row == column) {
+        let is_diagonal = |row: usize, column: usize| row == column;
+        if squares_where(&|row, column| !is_diagonal(row, column)) <= 1e-24 * squares_where(&is_diagonal) {
             break;
         }
         for p in 0..n {

@@ -142,7 +142,7 @@ pub(super) struct TensorShape {
     pub(super) dim: Vec<Dimension>,
 }
 
-/// A size, or the name of one.
+/// A size, or the name of a dynamic size.
 #[derive(Clone, PartialEq, Message)]
 pub(super) struct Dimension {
     #[prost(int64, optional, tag = "1")]

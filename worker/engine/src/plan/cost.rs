@@ -21,6 +21,8 @@ const STATISTIC_BYTES: f64 = 8.0;
 const PRODUCTS: f64 = 3.0;
 /// The fraction of a step's arithmetic that is in the backward pass, which overlaps with the reduction of gradients.
 const BACKWARD: f64 = 2.0 / 3.0;
+const MODEL: Axes = Axes { model: true, height: false };
+const HEIGHT: Axes = Axes { model: false, height: true };
 
 /// The devices of ranks and the connections between them, as measured and stored by `lockstep plan`, or as read from a
 /// file.
@@ -79,13 +81,13 @@ pub struct Link {
 }
 
 impl Link {
-    /// Computes a link from measured all-reduces over `ranks` ranks: the microseconds of a short one, and the bytes per
-    /// second of a long one.
+    /// Computes a link from measured all-reduces over `ranks` ranks: the microseconds of a short all-reduce, and the bytes
+    /// per second of a long all-reduce.
     pub fn of_all_reduce(ranks: usize, short_us: f64, bytes_per_second: f64) -> Self {
         let group = Group { ranks: ranks.max(2), link: None };
         Self {
-            latency_us: short_us / (2.0 * group.turns()),
-            bytes_per_second: group.turned(bytes_per_second),
+            latency_us: short_us / (2.0 * group.tree_depth()),
+            bytes_per_second: group.ring_bytes(bytes_per_second),
         }
     }
 }
@@ -101,15 +103,14 @@ impl Machine {
             ("memory_bytes", self.memory_bytes as f64),
             ("value_bytes", self.rates.value_bytes as f64),
             ("memory_bytes_per_second", *memory_bytes_per_second),
-            // The largest one: 0, and so an error, if there are none.
+            // The largest rate. Without rates it is 0, which is an error.
             ("flops_per_second", flops_per_second.values().copied().fold(0.0, f64::max)),
         ];
         figures.extend(flops_per_second.iter().map(|(kind, rate)| (kind.as_str(), *rate)));
         figures.extend(
-            self.rates
-                .linear
-                .iter()
-                .flat_map(|of| [("operations", of.operations), ("flops_per_second", of.flops_per_second)]),
+            self.rates.linear.iter().flat_map(|rate| {
+                [("operations", rate.operations), ("flops_per_second", rate.flops_per_second)]
+            }),
         );
         figures.extend(
             links.flat_map(|l| [("latency_us", l.latency_us), ("bytes_per_second", l.bytes_per_second)]),
@@ -217,7 +218,7 @@ impl Rates {
     /// The rate of a linear layer of `operations`: interpolated linearly between two measured sizes, with logarithms of
     /// rate and size.
     fn linear_of(&self, operations: f64) -> Option<f64> {
-        let larger = self.linear.partition_point(|of| of.operations <= operations);
+        let larger = self.linear.partition_point(|rate| rate.operations <= operations);
         let smaller = larger.checked_sub(1).map(|place| self.linear[place]);
         match (smaller, self.linear.get(larger)) {
             (Some(a), Some(b)) => {
@@ -258,7 +259,7 @@ impl Workload {
     /// Number of pictures of a rank in a micro-batch. `None` if the pictures cannot be divided evenly over the ranks
     /// that see different pictures.
     fn pictures_of_rank(&self, mesh: Mesh) -> Option<u64> {
-        let parts = self.accumulate.max(1) * (mesh.data * mesh.model) as u64;
+        let parts = self.accumulate.max(1) * mesh.readers() as u64;
         (self.pictures >= parts && self.pictures.is_multiple_of(parts)).then(|| self.pictures / parts)
     }
 }
@@ -282,7 +283,7 @@ pub struct OperatorCost {
 pub struct Cost {
     /// The cost of each operation of the whole network.
     pub operators: Vec<OperatorCost>,
-    /// Duration of a step in milliseconds, then of its parts.
+    /// Milliseconds of a step. The next five fields are its parts.
     pub step_ms: f64,
     pub compute_ms: f64,
     /// Exchanges of activations, statistics and losses.
@@ -306,25 +307,25 @@ pub fn cost(network: &Network, plan: &Plan, machine: &Machine, work: &Workload) 
         return Err(format!(
             "the {} pictures of a step cannot be divided over {} ranks and {} micro-batches",
             work.pictures,
-            mesh.data * mesh.model,
+            mesh.readers(),
             work.accumulate
         ));
     };
     let stage = |stage: usize| -> Result<Stage, String> {
         let local = lower(network, plan, stage * mesh.ranks_of_stage())?;
-        Ok(Walk { local: &local, plan, machine, work, own: own as f64 }.stage(stage))
+        Ok(StageModel { local: &local, plan, machine, work, own: own as f64 }.cost(stage))
     };
     let stages = (0..mesh.stage).map(stage).collect::<Result<Vec<_>, _>>()?;
-    let most = |of: fn(&Stage) -> f64| stages.iter().map(of).fold(0.0, f64::max);
+    let largest = |value: fn(&Stage) -> f64| stages.iter().map(value).fold(0.0, f64::max);
     let spent = |stage: &Stage| stage.spent.compute + stage.spent.exchange;
     let slowest = stages.iter().max_by(|a, b| spent(a).total_cmp(&spent(b))).map(|stage| stage.spent);
     let Spent { compute, exchange, .. } = slowest.unwrap_or_default();
     let times = work.accumulate.max(1) as f64;
     // In the bubble, a micro-batch passes through the other stages.
     let bubble = stages.iter().map(spent).sum::<f64>() - (compute + exchange);
-    let (gradients, update) = (most(|stage| stage.gradients), most(|stage| stage.update));
+    let (gradients, update) = (largest(|stage| stage.gradients), largest(|stage| stage.update));
     let step = times * (compute + exchange) + bubble + gradients + update;
-    let memory_bytes = most(|stage| stage.memory_bytes);
+    let memory_bytes = largest(|stage| stage.memory_bytes);
     Ok(Cost {
         operators: stages.into_iter().flat_map(|stage| stage.operators).collect(),
         step_ms: 1e3 * step,
@@ -347,7 +348,7 @@ struct Stage {
     memory_bytes: f64,
 }
 
-struct Walk<'a> {
+struct StageModel<'a> {
     /// The rank's part of the network.
     local: &'a Network,
     plan: &'a Plan,
@@ -365,53 +366,53 @@ struct Spent {
     sent: f64,
 }
 
-impl Walk<'_> {
+impl StageModel<'_> {
     /// The cost of stage number `number`.
-    fn stage(&self, number: usize) -> Stage {
+    fn cost(&self, number: usize) -> Stage {
         let Self { local, machine, work, plan, .. } = self;
         let value = machine.rates.value_bytes as f64;
         let picture = self.own * local.tensors[local.input()].len() as f64 * value;
         let (mut operators, mut all, mut largest) = (Vec::new(), Spent::default(), picture);
-        // The exchange for the next operation, and the bytes that are kept of its inputs.
-        let (mut before, mut kept_before) = (Spent::default(), picture);
+        // The exchange of the next operation's inputs, and the bytes that are kept of these inputs.
+        let (mut input_exchange, mut input_bytes) = (Spent::default(), picture);
         let (mut gradient_secs, mut update_secs) = (0.0, 0.0);
         // Number of micro-batches between their forward and their backward pass.
         let in_flight = work.accumulate.max(1).min((plan.mesh.stage - number) as u64) as f64;
         if number > 0 {
             // The gradient of the stage's input is sent to the preceding stage.
-            self.to_stage(self.values(local.input()) * value, &mut before);
+            self.add_stage_transfer(self.values(local.input()) * value, &mut input_exchange);
         }
         for op in &local.ops {
             let output = op.output();
             let bytes = self.values(output) * value;
             largest = f64::max(largest, bytes);
             if let Op::Redistribute { .. } | Op::Halo { .. } | Op::MeanOfRows { .. } = op {
-                self.exchange(op, &mut before);
-                kept_before += bytes;
+                self.add_exchange(op, &mut input_exchange);
+                input_bytes += bytes;
                 continue;
             }
-            let (mut spent, weights) = (std::mem::take(&mut before), weights_of(local, op));
-            self.compute(op, &mut spent);
+            let (mut spent, weights) = (std::mem::take(&mut input_exchange), weights_of(local, op));
+            self.add_compute(op, &mut spent);
             let trains = weights > 0.0 && !(local.frozen_norm && matches!(op, Op::BatchNorm { .. }));
-            let (mut sent, mut memory) = (0.0, std::mem::take(&mut kept_before));
+            let (mut sent, mut memory) = (0.0, std::mem::take(&mut input_bytes));
             if trains {
                 // Sums of gradients over micro-batches are float32. They are read and written for each micro-batch but the first one.
                 let later = work.accumulate.saturating_sub(1) as f64;
                 let gradient = if later > 0.0 { WEIGHT_BYTES } else { value };
                 let passes = later * (2.0 * WEIGHT_BYTES - value) + gradient - value;
                 spent.compute += weights * passes / (later + 1.0) / machine.rates.memory_bytes_per_second;
-                let (secs, sent_gradient) = self.gradient(output, weights * gradient);
+                let (secs, sent_gradient) = self.gradient_reduction(output, weights * gradient);
                 sent += sent_gradient;
                 // With divided state, gradients are reduce-scattered during the backward pass, and weights are gathered
                 // after the update.
                 if plan.optimizer_sharding && !self.shares_memory() {
                     gradient_secs += 0.5 * secs;
-                    update_secs += 0.5 * self.gradient(output, weights * value).0;
+                    update_secs += 0.5 * self.gradient_reduction(output, weights * value).0;
                 } else {
                     gradient_secs += secs;
                 }
                 // Ranks that share one copy of the weights, or that divide the optimizer's state, each update a part.
-                let parts = self.dividing(output);
+                let parts = self.state_parts(output);
                 update_secs +=
                     weights / parts * update_bytes(work.state as f64) / machine.rates.memory_bytes_per_second;
             }
@@ -421,7 +422,7 @@ impl Walk<'_> {
                 Op::Linear { .. } => 2.0 * self.values(output) * WEIGHT_BYTES,
                 _ => 0.0,
             };
-            let state = weights * work.state as f64 / self.dividing(output);
+            let state = weights * work.state as f64 / self.state_parts(output);
             let gradients = if self.shares_memory() { weights / plan.mesh.ranks() as f64 } else { weights };
             let half = if value < WEIGHT_BYTES { value } else { 0.0 };
             memory = in_flight * memory + (weights + gradients + state) * WEIGHT_BYTES + weights * half;
@@ -437,37 +438,38 @@ impl Walk<'_> {
             all.exchange += spent.exchange;
         }
         if number + 1 == plan.mesh.stage {
-            self.loss(&mut before);
+            self.add_loss(&mut input_exchange);
         } else {
-            self.to_stage(self.values(local.logits()) * value, &mut before);
+            self.add_stage_transfer(self.values(local.logits()) * value, &mut input_exchange);
         }
-        all.exchange += before.exchange;
+        all.exchange += input_exchange.exchange;
         let times = work.accumulate.max(1) as f64;
         if let Some(last) = operators.last_mut() {
-            last.ms += 1e3 * times * before.exchange;
-            last.sent_bytes += times * before.sent;
+            last.ms += 1e3 * times * input_exchange.exchange;
+            last.sent_bytes += times * input_exchange.sent;
         }
         // Gradients are reduced during the last micro-batch's backward pass.
         let gradients = f64::max(0.0, gradient_secs - BACKWARD * all.compute);
         // In addition, one activation and its gradient are in memory at a time.
-        let memory_bytes = operators.iter().map(|of| of.memory_bytes).sum::<f64>() + 2.0 * largest;
+        let memory_bytes =
+            operators.iter().map(|operator| operator.memory_bytes).sum::<f64>() + 2.0 * largest;
         Stage { operators, spent: all, gradients, update: update_secs, memory_bytes }
     }
 
-    /// Number of ranks that divide the optimizer's state of the operation with this output.
-    fn dividing(&self, output: TensorId) -> f64 {
+    /// Number of parts into which ranks divide the optimizer's state of the operation with this output.
+    fn state_parts(&self, output: TensorId) -> f64 {
         match (self.shares_memory(), self.plan.optimizer_sharding) {
             (true, _) => self.plan.mesh.ranks() as f64,
-            (false, true) => self.group(true, self.local.axes(output)).ranks as f64,
+            (false, true) => self.pictures_group(self.local.axes(output)).ranks as f64,
             (false, false) => 1.0,
         }
     }
 
     /// Adds the exchange of an activation or its gradient with the neighbouring stage.
-    fn to_stage(&self, bytes: f64, spent: &mut Spent) {
+    fn add_stage_transfer(&self, bytes: f64, spent: &mut Spent) {
         let Machine { ranks, within, between, .. } = *self.machine;
         let link = if self.plan.mesh.ranks() > ranks { between.or(within) } else { within };
-        self.send(Group { ranks: 2, link }, 1.0, bytes, spent);
+        self.add_transfer(Group { ranks: 2, link }, 1.0, bytes, spent);
     }
 
     /// Whether all ranks share one copy of the weights.
@@ -482,21 +484,21 @@ impl Walk<'_> {
         pictures * self.local.tensors[tensor].len() as f64
     }
 
-    fn compute(&self, op: &Op, spent: &mut Spent) {
+    fn add_compute(&self, op: &Op, spent: &mut Spent) {
         let pictures = self.values(op.output()) / self.local.tensors[op.output()].len().max(1) as f64;
         spent.compute += self.machine.rates.secs(self.local, op, pictures);
         // Sums in shared memory take negligible time.
         let is_synced = self.work.sync_batch_norm && !self.local.frozen_norm && !self.shares_memory();
         if matches!(op, Op::BatchNorm { .. }) && is_synced {
             let channels = self.local.tensors[op.output()].channels as f64;
-            let group = self.group(true, self.local.axes(op.output()));
+            let group = self.pictures_group(self.local.axes(op.output()));
             // Two sums per channel, in the forward and in the backward pass.
-            (0..2).for_each(|_| self.all_reduce(group, 2.0 * channels * STATISTIC_BYTES, spent));
+            (0..2).for_each(|_| self.add_all_reduce(group, 2.0 * channels * STATISTIC_BYTES, spent));
         }
     }
 
     /// Adds an exchange of activations in the forward pass, and of their gradients in the backward pass.
-    fn exchange(&self, op: &Op, spent: &mut Spent) {
+    fn add_exchange(&self, op: &Op, spent: &mut Spent) {
         let (input, output) = (op.inputs()[0], op.output());
         let (value, mesh) = (self.machine.rates.value_bytes as f64, self.plan.mesh);
         let share = 1.0 / mesh.model as f64;
@@ -515,56 +517,67 @@ impl Walk<'_> {
                     _ => share,
                 };
                 let sent = times * (1.0 - share) * whole * value;
-                let group = self.group(false, Axes { model: true, height: false });
-                self.send(group, 2.0 * group.turns(), 2.0 * sent, spent);
+                let group = self.axes_group(MODEL);
+                self.add_transfer(group, 2.0 * group.tree_depth(), 2.0 * sent, spent);
             }
             Op::Halo { .. } => {
                 let rows = |tensor: TensorId| self.local.rows(tensor).map(|rows| rows.of_rank[0].clone());
                 let (Some(own), Some(reached)) = (rows(input), rows(output)) else { return };
                 let others = (reached.end - own.end).max(0) as f64;
                 let row = self.values(input) / (own.end - own.start).max(1) as f64;
-                let group = self.group(false, Axes { model: false, height: true });
-                self.send(group, 2.0, 2.0 * others * row * value, spent);
+                let group = self.axes_group(HEIGHT);
+                self.add_transfer(group, 2.0, 2.0 * others * row * value, spent);
             }
             Op::MeanOfRows { .. } => {
-                let group = self.group(false, Axes { model: false, height: true });
-                self.all_reduce(group, self.values(output) * value, spent);
+                let group = self.axes_group(HEIGHT);
+                self.add_all_reduce(group, self.values(output) * value, spent);
             }
             _ => {}
         }
     }
 
     /// Adds the exchanges of the loss if classes are split: three all-reduces of one number per picture.
-    fn loss(&self, spent: &mut Spent) {
+    fn add_loss(&self, spent: &mut Spent) {
         if let Placement::Channels(_) = self.local.placement(self.local.logits()) {
-            let group = self.group(false, Axes { model: true, height: false });
+            let group = self.axes_group(MODEL);
             let bytes = self.own * self.plan.mesh.model as f64 * STATISTIC_BYTES;
-            (0..3).for_each(|_| self.all_reduce(group, bytes, spent));
+            (0..3).for_each(|_| self.add_all_reduce(group, bytes, spent));
         }
     }
 
     /// Seconds of the reduction of a gradient, and bytes that a rank sends for it.
-    fn gradient(&self, output: TensorId, bytes: f64) -> (f64, f64) {
+    fn gradient_reduction(&self, output: TensorId, bytes: f64) -> (f64, f64) {
         if self.shares_memory() {
             return (bytes / self.machine.rates.memory_bytes_per_second, 0.0);
         }
         let mut spent = Spent::default();
-        let group = self.group(true, self.local.axes(output));
+        let group = self.pictures_group(self.local.axes(output));
         // Gradients are sent in buckets, whose latencies overlap.
-        self.send(group, 0.0, group.turned(bytes), &mut spent);
+        self.add_transfer(group, 0.0, group.ring_bytes(bytes), &mut spent);
         (spent.exchange, spent.sent)
     }
 
-    fn group(&self, data: bool, axes: Axes) -> Group {
+    /// The ranks over whose pictures a sum is taken: those along `data` and `axes`.
+    fn pictures_group(&self, axes: Axes) -> Group {
+        self.group(axes, self.plan.mesh.data)
+    }
+
+    /// The ranks along `axes`, for one coordinate on `data`.
+    fn axes_group(&self, axes: Axes) -> Group {
+        self.group(axes, 1)
+    }
+
+    fn group(&self, axes: Axes, data_ranks: usize) -> Group {
         let mesh = self.plan.mesh;
         let mut group = Group { ranks: 1, link: None };
+        // Number of consecutive ranks that include the group.
         let mut spans = 1;
-        for (takes_part, ranks, stride) in [
-            (axes.model, mesh.model, 1),
-            (axes.height, mesh.height, mesh.model),
-            (data, mesh.data, mesh.model * mesh.height),
+        for (ranks, stride) in [
+            (if axes.model { mesh.model } else { 1 }, 1),
+            (if axes.height { mesh.height } else { 1 }, mesh.model),
+            (data_ranks, mesh.model * mesh.height),
         ] {
-            if takes_part && ranks > 1 {
+            if ranks > 1 {
                 group.ranks *= ranks;
                 spans = stride * ranks;
             }
@@ -574,13 +587,14 @@ impl Walk<'_> {
         group
     }
 
-    fn all_reduce(&self, group: Group, bytes: f64, spent: &mut Spent) {
-        self.send(group, 2.0 * group.turns(), group.turned(bytes), spent);
+    fn add_all_reduce(&self, group: Group, bytes: f64, spent: &mut Spent) {
+        self.add_transfer(group, 2.0 * group.tree_depth(), group.ring_bytes(bytes), spent);
     }
 
-    fn send(&self, group: Group, turns: f64, bytes: f64, spent: &mut Spent) {
+    /// Adds an exchange of `bytes` per rank, in successive `messages`.
+    fn add_transfer(&self, group: Group, messages: f64, bytes: f64, spent: &mut Spent) {
         if let Some(link) = group.link.filter(|_| group.ranks > 1) {
-            spent.exchange += turns * link.latency_us / 1e6 + bytes / link.bytes_per_second;
+            spent.exchange += messages * link.latency_us / 1e6 + bytes / link.bytes_per_second;
             spent.sent += bytes;
         }
     }
@@ -594,12 +608,12 @@ struct Group {
 
 impl Group {
     /// Number of successive messages until a short value has reached all ranks, as in a tree.
-    fn turns(&self) -> f64 {
+    fn tree_depth(&self) -> f64 {
         (self.ranks as f64).log2()
     }
 
     /// Bytes that each rank of a ring sends for an all-reduce of `bytes`.
-    fn turned(&self, bytes: f64) -> f64 {
+    fn ring_bytes(&self, bytes: f64) -> f64 {
         2.0 * (self.ranks - 1) as f64 / self.ranks as f64 * bytes
     }
 }

@@ -42,8 +42,8 @@ pub fn lower(network: &Network, plan: &Plan, rank: usize) -> Result<Network, Str
         plan,
         local,
         part,
-        places: vec![network.input(); network.tensors.len()],
-        sources: vec![network.input()],
+        local_numbers: vec![network.input(); network.tensors.len()],
+        whole_numbers: vec![network.input()],
         redistributed: HashMap::new(),
         extended: HashMap::new(),
     };
@@ -53,7 +53,7 @@ pub fn lower(network: &Network, plan: &Plan, rank: usize) -> Result<Network, Str
         ends.push(lowering.local.ops.len());
     }
     // The loss needs each rank's own pictures, or all pictures and a range of the classes.
-    lowering.settled(lowering.places[network.logits()]);
+    lowering.without_partial(lowering.local_numbers[network.logits()]);
     let Lowering { local, part, .. } = lowering;
     let (stage, stages) = (plan.mesh.stage_rank(rank), plan.mesh.stage);
     if stages == 1 {
@@ -168,9 +168,9 @@ struct Lowering<'a> {
     local: Network,
     part: NetworkPart,
     /// By tensor of the whole network: the tensor's number in the local network.
-    places: Vec<TensorId>,
+    local_numbers: Vec<TensorId>,
     /// By tensor of the local network: the tensor's number in the whole network.
-    sources: Vec<TensorId>,
+    whole_numbers: Vec<TensorId>,
     /// Outputs of [`Op::Redistribute`] so far.
     redistributed: HashMap<(TensorId, Placement), TensorId>,
     /// Outputs of [`Op::Halo`] so far.
@@ -183,9 +183,9 @@ impl Lowering<'_> {
             Op::Conv { ref name, groups, .. } => self.operator(name, groups, op),
             Op::Linear { ref name, .. } => self.operator(name, 1, op),
             Op::Add { branch, shortcut, .. } => {
-                let branch = self.settled(self.places[branch]);
+                let branch = self.without_partial(self.local_numbers[branch]);
                 let placement = self.part.placements[branch].clone();
-                (vec![branch, self.want(self.places[shortcut], &placement)], placement)
+                (vec![branch, self.redistribute(self.local_numbers[shortcut], &placement)], placement)
             }
             Op::BatchNorm { input, .. }
             | Op::Relu { input, .. }
@@ -195,7 +195,7 @@ impl Lowering<'_> {
             | Op::Redistribute { input, .. }
             | Op::Halo { input, .. }
             | Op::MeanOfRows { input, .. } => {
-                let input = self.settled(self.places[input]);
+                let input = self.without_partial(self.local_numbers[input]);
                 (vec![input], self.part.placements[input].clone())
             }
         };
@@ -213,7 +213,7 @@ impl Lowering<'_> {
             let input = std::mem::replace(&mut output, self.tensor(op.output(), placement, None));
             self.local.ops.push(Op::MeanOfRows { input, output });
         }
-        self.places[op.output()] = output;
+        self.local_numbers[op.output()] = output;
     }
 
     /// The operation's inputs, extended by all rows that its windows reach, and the rows of its output.
@@ -236,7 +236,7 @@ impl Lowering<'_> {
             Some(extended) => *extended,
             None => {
                 let placement = self.part.placements[input].clone();
-                let output = self.tensor(self.sources[input], placement, Some(reached));
+                let output = self.tensor(self.whole_numbers[input], placement, Some(reached));
                 self.local.ops.push(Op::Halo { input, output, lowest });
                 self.extended.insert(key, output);
                 output
@@ -247,7 +247,7 @@ impl Lowering<'_> {
 
     /// The input of a convolution or linear layer in the placement that its strategy requires, and the placement of its output.
     fn operator(&mut self, name: &str, groups: usize, op: &Op) -> (Vec<TensorId>, Placement) {
-        let (model, input) = (self.plan.mesh.model, self.places[op.inputs()[0]]);
+        let (model, input) = (self.plan.mesh.model, self.local_numbers[op.inputs()[0]]);
         let [from, to] = [op.inputs()[0], op.output()].map(|tensor| self.whole.tensors[tensor].channels);
         let (wanted, made) = match self.plan.split_of(self.whole, name) {
             None => (Placement::Batch, Placement::Batch),
@@ -260,23 +260,23 @@ impl Lowering<'_> {
                 (wanted, Placement::Partial)
             }
             Some(Split::Groups) => {
-                let of = |channels: usize| Placement::Channels(bounds(channels, channels / groups, model));
-                (of(from), of(to))
+                let split = |channels: usize| Placement::Channels(bounds(channels, channels / groups, model));
+                (split(from), split(to))
             }
         };
-        (vec![self.want(input, &wanted)], made)
+        (vec![self.redistribute(input, &wanted)], made)
     }
 
     /// The activation in a placement that non-linear operations can read: a partial sum is reduced, to each rank's own pictures.
-    fn settled(&mut self, tensor: TensorId) -> TensorId {
+    fn without_partial(&mut self, tensor: TensorId) -> TensorId {
         match self.part.placements[tensor] {
-            Placement::Partial => self.want(tensor, &Placement::Batch),
+            Placement::Partial => self.redistribute(tensor, &Placement::Batch),
             _ => tensor,
         }
     }
 
     /// The activation in another placement.
-    fn want(&mut self, tensor: TensorId, placement: &Placement) -> TensorId {
+    fn redistribute(&mut self, tensor: TensorId, placement: &Placement) -> TensorId {
         if self.part.placements[tensor] == *placement {
             return tensor;
         }
@@ -285,7 +285,7 @@ impl Lowering<'_> {
             return *there;
         }
         let rows = self.part.rows[tensor].clone();
-        let output = self.tensor(self.sources[tensor], placement.clone(), rows);
+        let output = self.tensor(self.whole_numbers[tensor], placement.clone(), rows);
         self.local.ops.push(Op::Redistribute { input: tensor, output });
         self.redistributed.insert(key, output);
         output
@@ -302,7 +302,7 @@ impl Lowering<'_> {
         }
         shape.height = self.part.height(tensor).unwrap_or(shape.height);
         self.local.tensors.push(shape);
-        self.sources.push(whole);
+        self.whole_numbers.push(whole);
         tensor
     }
 }

@@ -1,5 +1,7 @@
 //! The mesh of ranks: stage x data x height x model.
 
+use std::fmt;
+
 /// Sizes of the axes. In rank numbers, `model` varies fastest, so that the ranks of a model group are neighbours, and `stage` slowest,
 /// because stages exchange the fewest bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -22,6 +24,17 @@ impl Mesh {
     /// Number of ranks of one stage.
     pub fn ranks_of_stage(self) -> usize {
         self.data * self.height * self.model
+    }
+
+    /// Number of groups of ranks with different pictures: ranks that share rows, and the stages of a pipeline, have the same
+    /// pictures.
+    pub fn readers(self) -> usize {
+        self.data * self.model
+    }
+
+    /// Number of `rank`'s group among these groups.
+    pub fn reader(self, rank: usize) -> usize {
+        self.data_rank(rank) * self.model + self.model_rank(rank)
     }
 
     /// Number of the model group of `rank`: the ranks that share one copy of the network.
@@ -52,5 +65,16 @@ impl Mesh {
     /// Coordinate of a rank on the axis `stage`.
     pub fn stage_rank(self, rank: usize) -> usize {
         rank / self.ranks_of_stage()
+    }
+}
+
+/// `2 (data) x 1 (height) x 2 (model) ranks`.
+impl fmt::Display for Mesh {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { stage, data, height, model } = self;
+        if *stage > 1 {
+            write!(f, "{stage} (pipeline) x ")?;
+        }
+        write!(f, "{data} (data) x {height} (height) x {model} (model) ranks")
     }
 }

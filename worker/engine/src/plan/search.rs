@@ -2,17 +2,19 @@
 //! that a beam search finds. Meshes with both several stages and split operators are considered only if the job
 //! requests one of the two.
 //! Blocks of a stage are split alike (`layer3.*.conv1`), so even ResNet-152 has only 18 choices. The beam search
-//! decides one operator after another, and keeps the best partial plans for each choice: an operator that is split by
-//! `in` costs least after one that is split by `out`. A test compares the result with all plans of small networks.
+//! decides one operator after another, and keeps the best partial plans for each choice, because an operator that is split
+//! by `in` costs least after an operator that is split by `out`. A test compares the result with all plans of small networks.
 
 use super::{Cost, Machine, Mesh, Plan, Workload, cost};
 use crate::net::{Network, Op};
 use lockstep_protocol::spec::{ParallelSpec, ShardSpec, Split};
 use std::cmp::Ordering;
 
-/// By what fraction a plan must be faster than data parallelism to be chosen, and by what additional fraction for each
-/// of its strategies: the cost model is not exact, and simple plans are easier to understand.
-const MIN_GAIN: [f64; 2] = [0.02, 0.002];
+/// By what fraction a plan must be faster than data parallelism to be chosen, because the cost model is not exact, and
+/// simple plans are easier to understand.
+const MIN_GAIN: f64 = 0.02;
+/// What each strategy of a plan adds to [`MIN_GAIN`].
+const MIN_GAIN_PER_STRATEGY: f64 = 0.002;
 
 /// Number of partial plans that are kept for each choice.
 const BEAM_WIDTH: usize = 3;
@@ -43,13 +45,13 @@ impl Candidate {
     /// Orders candidates, the better one first.
     fn compare(&self, other: &Self, machine: &Machine) -> Ordering {
         let excess = self.excess(machine).total_cmp(&other.excess(machine));
-        excess.then(self.time().total_cmp(&other.time()))
+        excess.then(self.weighted_ms().total_cmp(&other.weighted_ms()))
     }
 
     /// Milliseconds per step, increased by [`MIN_GAIN`] unless the plan is data parallelism.
-    fn time(&self) -> f64 {
-        let worth = MIN_GAIN[0] + MIN_GAIN[1] * self.plan.shards.len() as f64;
-        self.cost.step_ms * if self.plan.is_data() { 1.0 } else { 1.0 + worth }
+    fn weighted_ms(&self) -> f64 {
+        let min_gain = MIN_GAIN + MIN_GAIN_PER_STRATEGY * self.plan.shards.len() as f64;
+        self.cost.step_ms * if self.plan.is_data() { 1.0 } else { 1.0 + min_gain }
     }
 }
 
@@ -62,12 +64,12 @@ pub fn search(
     pinned: &ParallelSpec,
     runs: impl Fn(&Plan) -> bool,
 ) -> Vec<Candidate> {
-    let divisors = |of: usize| (1..=of).filter(move |n| of.is_multiple_of(*n));
+    let divisors = |number: usize| (1..=number).filter(move |n| number.is_multiple_of(*n));
     let is_free = |pin: u32, ranks: usize| pin <= 1 || pin as usize == ranks;
     let mut found = Vec::new();
     let is_pinned = pinned.pipeline > 1 || pinned.model > 1;
     let runnable = |best: Candidate| {
-        let best = divided(network, best, (machine, work), pinned, &runs);
+        let best = with_divided_state(network, best, (machine, work), pinned, &runs);
         runs(&best.plan).then_some(best)
     };
     for stage in divisors(ranks).filter(|ranks| is_free(pinned.pipeline, *ranks)) {
@@ -93,7 +95,7 @@ pub fn search(
 
 /// The same plan with divided optimizer state, if the job requests that, or if the plan does not fit in memory
 /// otherwise.
-fn divided(
+fn with_divided_state(
     network: &Network,
     best: Candidate,
     (machine, work): (&Machine, &Workload),
@@ -118,16 +120,17 @@ fn candidate(network: &Network, plan: Plan, machine: &Machine, work: &Workload) 
 const DENSE: &[Option<Split>] = &[None, Some(Split::Out), Some(Split::In)];
 const GROUPED: &[Option<Split>] = &[None, Some(Split::Groups)];
 
-/// Operators that are split alike.
-struct Alike {
+/// How operators that are split alike can be split.
+struct SplitChoice {
+    /// Matches the names of the operators.
     pattern: String,
     splits: &'static [Option<Split>],
 }
 
-/// The operators in forward order, with those of all blocks of a stage as one pattern: a number in a name is the number
-/// of a block.
-fn alike(network: &Network) -> Vec<Alike> {
-    let mut all: Vec<Alike> = Vec::new();
+/// The choices in forward order. The operators of all blocks of a stage have one pattern, with `*` for the number of the
+/// block.
+fn split_choices(network: &Network) -> Vec<SplitChoice> {
+    let mut all: Vec<SplitChoice> = Vec::new();
     for op in &network.ops {
         let (name, splits) = match op {
             Op::Conv { name, groups: 2.., .. } => (name, GROUPED),
@@ -137,7 +140,7 @@ fn alike(network: &Network) -> Vec<Alike> {
         let part = |part: &str| if part.parse::<u32>().is_ok() { "*".to_owned() } else { part.to_owned() };
         let pattern = name.split('.').map(part).collect::<Vec<_>>().join(".");
         if all.iter().all(|other| other.pattern != pattern) {
-            all.push(Alike { pattern, splits });
+            all.push(SplitChoice { pattern, splits });
         }
     }
     all
@@ -150,12 +153,11 @@ fn best_splits(
     (machine, work): (&Machine, &Workload),
     pinned: &[ShardSpec],
 ) -> Option<Candidate> {
-    let operators = alike(network);
+    let choices = split_choices(network);
     let evaluate = |chosen: &[Option<Split>]| {
-        let own = operators
-            .iter()
-            .zip(chosen)
-            .filter_map(|(of, split)| split.map(|split| ShardSpec { pattern: of.pattern.clone(), split }));
+        let own = choices.iter().zip(chosen).filter_map(|(choice, split)| {
+            split.map(|split| ShardSpec { pattern: choice.pattern.clone(), split })
+        });
         // The last strategy that matches an operator applies.
         let mut shards: Vec<_> = own.chain(pinned.iter().cloned()).collect();
         if shards.is_empty() {
@@ -164,19 +166,19 @@ fn best_splits(
         }
         candidate(network, Plan::on(mesh, shards), machine, work)
     };
-    let is_head = |of: &Alike| of.pattern == network.head() && pinned.is_empty();
-    let start: Vec<_> = operators.iter().map(|of| is_head(of).then_some(Split::Out)).collect();
-    let nothing = vec![None; operators.len()];
-    let mut kept: Vec<_> = [start, nothing]
+    let is_head = |choice: &SplitChoice| choice.pattern == network.head() && pinned.is_empty();
+    let start: Vec<_> = choices.iter().map(|choice| is_head(choice).then_some(Split::Out)).collect();
+    let nothing = vec![None; choices.len()];
+    let mut beam: Vec<_> = [start, nothing]
         .into_iter()
         .find_map(|chosen| Some((evaluate(&chosen)?, chosen)))
         .into_iter()
         .collect();
-    let mut best = kept.first().map(|(candidate, _)| candidate.clone());
-    for (place, of) in operators.iter().enumerate() {
-        let mut found = kept.clone();
-        for (_, before) in &kept {
-            for split in of.splits {
+    let mut best = beam.first().map(|(candidate, _)| candidate.clone());
+    for (place, choice) in choices.iter().enumerate() {
+        let mut found = beam.clone();
+        for (_, before) in &beam {
+            for split in choice.splits {
                 let mut chosen = before.clone();
                 if chosen[place] != *split {
                     chosen[place] = *split;
@@ -190,16 +192,16 @@ fn best_splits(
         {
             best = Some(first.clone());
         }
-        // A partial plan that costs more may cost less with later choices, and one that does not fit may fit then.
-        kept.clear();
+        // With later choices, a partial plan that costs more now may cost less, and a partial plan that does not fit now may fit.
+        beam.clear();
         for by_time in [false, true] {
             if by_time {
-                found.sort_by(|(a, _), (b, _)| a.time().total_cmp(&b.time()));
+                found.sort_by(|(a, _), (b, _)| a.weighted_ms().total_cmp(&b.weighted_ms()));
             }
-            for split in of.splits {
-                let alike = found.iter().filter(|(_, chosen)| chosen[place] == *split).take(BEAM_WIDTH);
-                let new: Vec<_> = alike.filter(|of| !kept.contains(of)).cloned().collect();
-                kept.extend(new);
+            for split in choice.splits {
+                let first = found.iter().filter(|(_, chosen)| chosen[place] == *split).take(BEAM_WIDTH);
+                let new: Vec<_> = first.filter(|plan| !beam.contains(plan)).cloned().collect();
+                beam.extend(new);
             }
         }
     }

@@ -38,12 +38,12 @@ pub fn cuts(network: &Network, stages: usize) -> Result<Vec<usize>, String> {
         ));
     }
     let sum = |end: &usize| -> u64 { network.ops[..*end].iter().map(|op| multiply_adds(network, op)).sum() };
-    let until: Vec<u64> = ends.iter().map(sum).collect();
+    let cost_before: Vec<u64> = ends.iter().map(sum).collect();
     // Dynamic programming. By last part of the newest stage: the cost of the largest stage so far, and the cuts.
-    let mut best: Vec<(u64, Vec<usize>)> = until.iter().map(|cost| (*cost, Vec::new())).collect();
+    let mut best: Vec<(u64, Vec<usize>)> = cost_before.iter().map(|cost| (*cost, Vec::new())).collect();
     for _ in 1..stages {
         let ending_with = |last: usize| {
-            let largest = |cut: &usize| best[*cut].0.max(until[last] - until[*cut]);
+            let largest = |cut: &usize| best[*cut].0.max(cost_before[last] - cost_before[*cut]);
             let Some(cut) = (0..last).min_by_key(largest) else { return (u64::MAX, Vec::new()) };
             (largest(&cut), [&best[cut].1[..], &[ends[cut]]].concat())
         };
@@ -80,8 +80,8 @@ fn multiply_adds(network: &Network, op: &Op) -> u64 {
     }
 }
 
-/// Extracts the operations `range` of a rank's network as stage number `stage` of `stages`. Tensor 0 of the result is the output of the stage
-/// before, and its last tensor is the input of the next stage.
+/// Extracts the operations `range` of a rank's network as stage number `stage` of `stages`. The first tensor of the result is the
+/// output of the preceding stage, and the last tensor is the input of the next stage.
 pub(super) fn stage_of(
     local: &Network,
     part: &NetworkPart,

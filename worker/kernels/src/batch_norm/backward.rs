@@ -1,7 +1,7 @@
 //! The backward pass of batch normalisation, in two passes over the activation: sums over rows, then the gradient of the
 //! input, which depends on the sums over all ranks.
 
-use super::{Affine, LANES, Lanes, Statistics, Tiling, combine, lanes, with_simd};
+use super::{Affine, LANES, Lanes, Statistics, Tiling, add_partials, load, with_simd};
 use rayon::prelude::*;
 
 /// How the backward pass knows which values passed the ReLU.
@@ -30,7 +30,7 @@ pub fn backward_sums(
     let channels = affine.gamma.len();
     let tiling = Tiling::new(channels);
     let chunk = tiling.chunk();
-    let lanes = affine.lanes(tiling);
+    let lanes = affine.spread(tiling);
     let mut partials = vec![0.0; x.len().div_ceil(chunk) * 2 * channels];
     x.par_chunks(chunk)
         .zip(dy.par_chunks_mut(chunk))
@@ -65,7 +65,7 @@ pub fn backward_sums(
                 }
             }
         });
-    combine(&partials, 2 * channels)
+    add_partials(&partials, 2 * channels)
 }
 
 #[inline(always)]
@@ -83,12 +83,12 @@ fn backward_sums_chunk<const W: usize>(
     let (channels, stride) = (tiling.channels, tiling.stride);
     let whole = x.len() / stride * stride;
     for block in (0..stride).step_by(W) {
-        let (mean, scale) = (lanes::<W>(&lanes_of.mean, block), lanes::<W>(&lanes_of.scale, block));
-        let beta = lanes::<W>(&lanes_of.beta, block);
+        let (mean, scale) = (load::<W>(&lanes_of.mean, block), load::<W>(&lanes_of.scale, block));
+        let beta = load::<W>(&lanes_of.beta, block);
         let (mut sum, mut product) = ([0.0f64; W], [0.0f64; W]);
         let mut row = block;
         while row < whole {
-            let (x, y) = (lanes::<W>(x, row), lanes::<W>(y, row));
+            let (x, y) = (load::<W>(x, row), load::<W>(y, row));
             let dy = &mut dy[row..row + W];
             for i in 0..W {
                 let centred = x[i] - mean[i];
@@ -133,13 +133,15 @@ struct Slopes {
     slope: Vec<f32>,
 }
 
-fn slopes(affine: Affine<'_>, tiling: Tiling, sums: &[f64], count: f64) -> Slopes {
-    let (sum, product) = sums.split_at(sums.len() / 2);
-    let offset: Vec<f32> = sum.iter().map(|s| (s / count) as f32).collect();
-    let slope: Vec<f32> = std::iter::zip(product, &affine.statistics.inv_std)
-        .map(|(p, s)| (p / count * f64::from(*s) * f64::from(*s)) as f32)
-        .collect();
-    Slopes { lanes: affine.lanes(tiling), offset: tiling.spread(&offset), slope: tiling.spread(&slope) }
+impl Slopes {
+    fn new(affine: Affine<'_>, tiling: Tiling, sums: &[f64], count: f64) -> Self {
+        let (sum, product) = sums.split_at(sums.len() / 2);
+        let offset: Vec<f32> = sum.iter().map(|s| (s / count) as f32).collect();
+        let slope: Vec<f32> = std::iter::zip(product, &affine.statistics.inv_std)
+            .map(|(p, s)| (p / count * f64::from(*s) * f64::from(*s)) as f32)
+            .collect();
+        Self { lanes: affine.spread(tiling), offset: tiling.spread(&offset), slope: tiling.spread(&slope) }
+    }
 }
 
 /// Second pass, in place: `g` becomes the gradient of the input.
@@ -155,7 +157,7 @@ pub fn backward_input_in_place(
     g: &mut [f32],
 ) {
     let tiling = Tiling::new(affine.gamma.len());
-    let slopes = slopes(affine, tiling, sums, count);
+    let slopes = Slopes::new(affine, tiling, sums, count);
     let chunk = tiling.chunk();
     g.par_chunks_mut(chunk).zip(x.par_chunks(chunk)).for_each(|(g, x)| {
         if masked {
@@ -177,9 +179,9 @@ fn in_place_chunk<const W: usize>(
     for (x, g) in x.chunks(tiling.stride).zip(g.chunks_mut(tiling.stride)) {
         let whole = x.len() / W * W;
         for block in (0..whole).step_by(W) {
-            let (mean, scale) = (lanes::<W>(&s.lanes.mean, block), lanes::<W>(&s.lanes.scale, block));
-            let (offset, slope) = (lanes::<W>(&s.offset, block), lanes::<W>(&s.slope, block));
-            let (beta, x) = (lanes::<W>(&s.lanes.beta, block), lanes::<W>(x, block));
+            let (mean, scale) = (load::<W>(&s.lanes.mean, block), load::<W>(&s.lanes.scale, block));
+            let (offset, slope) = (load::<W>(&s.offset, block), load::<W>(&s.slope, block));
+            let (beta, x) = (load::<W>(&s.lanes.beta, block), load::<W>(x, block));
             let g = &mut g[block..block + W];
             for i in 0..W {
                 let centred = x[i] - mean[i];
@@ -198,7 +200,7 @@ fn in_place_chunk<const W: usize>(
 /// [`backward_input_in_place`] without a mask, into a separate `dx`, if the shortcut still needs `g`.
 pub fn backward_input(x: &[f32], affine: Affine<'_>, sums: &[f64], count: f64, g: &[f32], dx: &mut [f32]) {
     let tiling = Tiling::new(affine.gamma.len());
-    let slopes = slopes(affine, tiling, sums, count);
+    let slopes = Slopes::new(affine, tiling, sums, count);
     let chunk = tiling.chunk();
     dx.par_chunks_mut(chunk)
         .zip(g.par_chunks(chunk).zip(x.par_chunks(chunk)))
@@ -211,9 +213,9 @@ fn input_chunk<const W: usize>(tiling: Tiling, s: &Slopes, x: &[f32], g: &[f32],
     for ((x, g), dx) in x.chunks(stride).zip(g.chunks(stride)).zip(dx.chunks_mut(stride)) {
         let whole = x.len() / W * W;
         for block in (0..whole).step_by(W) {
-            let (mean, scale) = (lanes::<W>(&s.lanes.mean, block), lanes::<W>(&s.lanes.scale, block));
-            let (offset, slope) = (lanes::<W>(&s.offset, block), lanes::<W>(&s.slope, block));
-            let (x, g) = (lanes::<W>(x, block), lanes::<W>(g, block));
+            let (mean, scale) = (load::<W>(&s.lanes.mean, block), load::<W>(&s.lanes.scale, block));
+            let (offset, slope) = (load::<W>(&s.offset, block), load::<W>(&s.slope, block));
+            let (x, g) = (load::<W>(x, block), load::<W>(g, block));
             let dx = &mut dx[block..block + W];
             for i in 0..W {
                 dx[i] = scale[i] * (g[i] - offset[i] - slope[i] * (x[i] - mean[i]));

@@ -9,7 +9,7 @@ use super::{ConvShape, memory::Buffer};
 
 /// `s` with the largest number of groups that have whole blocks of channels on both sides, or with a single group. A block has `lanes`
 /// channels: [`LANES`](super::LANES), or more where a lane has several channels.
-pub(super) fn merged(s: &ConvShape, lanes: usize) -> ConvShape {
+pub(super) fn merged_shape(s: &ConvShape, lanes: usize) -> ConvShape {
     // `lanes` is a power of two, so both results are powers of two, and the larger one is a multiple of the other.
     let to_fill = |channels: usize| lanes >> channels.trailing_zeros().min(lanes.trailing_zeros());
     let together = to_fill(s.group_in_c()).max(to_fill(s.group_out_c()));
@@ -18,7 +18,12 @@ pub(super) fn merged(s: &ConvShape, lanes: usize) -> ConvShape {
 }
 
 /// Converts the weights of `s` to those of `merged`.
-pub(super) fn merge<'a>(s: &ConvShape, merged: &ConvShape, w: &'a [f32], to: &'a mut Buffer) -> &'a [f32] {
+pub(super) fn merge_weights<'a>(
+    s: &ConvShape,
+    merged: &ConvShape,
+    w: &'a [f32],
+    to: &'a mut Buffer,
+) -> &'a [f32] {
     if merged.groups == s.groups {
         return w;
     }
@@ -29,7 +34,7 @@ pub(super) fn merge<'a>(s: &ConvShape, merged: &ConvShape, w: &'a [f32], to: &'a
 }
 
 /// Extracts the gradients of the weights of `s` from those of `merged`.
-pub(super) fn part(s: &ConvShape, merged: &ConvShape, wide: &[f32], dw: &mut [f32]) {
+pub(super) fn extract_weights(s: &ConvShape, merged: &ConvShape, wide: &[f32], dw: &mut [f32]) {
     each_weight(s, merged, |own, at| dw[own] = wide[at]);
 }
 
@@ -86,7 +91,7 @@ mod tests {
                 row_padding: 1,
                 groups,
             };
-            assert_eq!(merged(&s, LANES).groups, expected, "{groups} groups of {in_c} -> {out_c}");
+            assert_eq!(merged_shape(&s, LANES).groups, expected, "{groups} groups of {in_c} -> {out_c}");
         }
     }
 }

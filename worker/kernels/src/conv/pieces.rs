@@ -16,23 +16,19 @@ pub(super) struct Piece {
 }
 
 /// Divides the output rows into pieces and lists, for every kernel offset, the pairs of input and output pixels.
-pub(super) fn pieces(s: &ConvShape, group: usize, rows: usize) -> Vec<Piece> {
+pub(super) fn divide(s: &ConvShape, group: usize, rows: usize) -> Vec<Piece> {
     let (out_h, out_w) = (s.out_h(), s.out_w());
-    let meets = |d: usize, k: usize, (src, padding): (usize, usize)| {
-        (d * s.stride + k).checked_sub(padding).filter(|position| *position < src)
-    };
-    let (of_rows, of_columns) = ((s.in_h, s.row_padding), (s.in_w, s.padding));
     let piece = |first: usize| {
         let rows = first..out_h.min(first + rows);
-        let met = || rows.clone().flat_map(|row| (0..s.kernel).filter_map(move |k| meets(row, k, of_rows)));
+        let met = || rows.clone().flat_map(|row| (0..s.kernel).filter_map(move |k| s.input_row(row, k)));
         let src = met().min().unwrap_or(0)..met().max().map_or(0, |last| last + 1);
         let runs = (0..s.kernel * s.kernel).map(|tap| {
             let (ky, kx) = (tap / s.kernel, tap % s.kernel);
             let mut runs: Vec<Run> = Vec::new();
             for row in rows.clone() {
-                let Some(y) = meets(row, ky, of_rows) else { continue };
+                let Some(y) = s.input_row(row, ky) else { continue };
                 for column in 0..out_w {
-                    let Some(x) = meets(column, kx, of_columns) else { continue };
+                    let Some(x) = s.input_column(column, kx) else { continue };
                     let x = (((y - src.start) * s.in_w + x) * group) as u32;
                     let dy = (((row - rows.start) * out_w + column) * group) as u32;
                     match runs.last_mut() {

@@ -51,19 +51,14 @@ impl Axis {
 
 impl Pass {
     pub(super) fn forward(s: &ConvShape) -> Self {
-        let axis = |src: usize, dst: usize, padding: usize| {
-            Axis::new(dst, s.kernel, |d, k| {
-                (d * s.stride + k).checked_sub(padding).filter(|position| *position < src)
-            })
-        };
         Pass {
             batch: s.batch,
             src: [s.in_h, s.in_w, s.in_c],
             dst: [s.out_h(), s.out_w(), s.out_c],
             kernel: s.kernel,
             cardinality: s.groups,
-            rows: axis(s.in_h, s.out_h(), s.row_padding),
-            columns: axis(s.in_w, s.out_w(), s.padding),
+            rows: Axis::new(s.out_h(), s.kernel, |row, k| s.input_row(row, k)),
+            columns: Axis::new(s.out_w(), s.kernel, |column, k| s.input_column(column, k)),
         }
     }
 
@@ -154,7 +149,7 @@ impl Pass {
         };
         let parts: Vec<Vec<f64>> = tasks
             .par_iter()
-            .map(|task| task_buffers.with(|buffers| self.task(&job, task, buffers)))
+            .map(|task| task_buffers.with(|buffers| self.run_task(&job, task, buffers)))
             .collect();
         if let Some(sums) = sums {
             for (task, part) in tasks.iter().zip(parts) {
@@ -200,7 +195,12 @@ impl Pass {
 
     /// The packed weights for a backward pass, `[block of 16 in][tap][unit of out][lane]`. Weights of kernel offsets that are
     /// never inside the picture are not written.
-    pub(super) fn transpose<'a>(&self, w: &[f32], tiles: &Tiles, to: &'a mut Buffer) -> &'a [f32] {
+    pub(super) fn pack_transposed_weights<'a>(
+        &self,
+        w: &[f32],
+        tiles: &Tiles,
+        to: &'a mut Buffer,
+    ) -> &'a [f32] {
         let (out_c, in_c) = (self.src[2] / self.cardinality, self.dst[2] / self.cardinality);
         let (taps, used) = (self.kernel * self.kernel, self.used_taps());
         let units = self.units(tiles);
@@ -239,7 +239,7 @@ impl Pass {
     }
 
     /// Computes a piece of the output. Returns the channels' sums, then their sums of squares, if requested.
-    fn task(&self, job: &Job<'_>, task: &Task, buffers: &mut TaskBuffers) -> Vec<f64> {
+    fn run_task(&self, job: &Job<'_>, task: &Task, buffers: &mut TaskBuffers) -> Vec<f64> {
         let src_w = self.src[1];
         let [dst_h, dst_w, dst_c] = self.dst;
         let Task { groups, rows, blocks } = task;

@@ -36,6 +36,16 @@ impl ConvShape {
         (self.in_w + 2 * self.padding - self.kernel) / self.stride + 1
     }
 
+    /// The input row that kernel row `kernel_row` covers at output row `row`. `None` if it is a row of padding.
+    pub(super) fn input_row(&self, row: usize, kernel_row: usize) -> Option<usize> {
+        (row * self.stride + kernel_row).checked_sub(self.row_padding).filter(|y| *y < self.in_h)
+    }
+
+    /// As [`ConvShape::input_row`], for columns.
+    pub(super) fn input_column(&self, column: usize, kernel_column: usize) -> Option<usize> {
+        (column * self.stride + kernel_column).checked_sub(self.padding).filter(|x| *x < self.in_w)
+    }
+
     /// Number of weights.
     pub fn weight_len(&self) -> usize {
         self.out_c * self.kernel * self.kernel * self.group_in_c()

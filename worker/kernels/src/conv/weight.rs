@@ -8,7 +8,7 @@
 use super::{
     ConvShape, LANES,
     memory::{Scratch, SharedOutput},
-    pieces::{Piece, Pieces, pieces},
+    pieces::{self, Piece, Pieces},
     tile::{Outer, Pack, Tiles},
 };
 use rayon::prelude::*;
@@ -64,13 +64,13 @@ pub(super) fn gradient(s: &ConvShape, x: &[f32], dy: &[f32], dw: &mut [f32], scr
     let pieces = scratch.plans.entry(*s).or_insert_with(|| {
         let units = |pictures: usize| pictures.div_ceil(tiles.values);
         let rows = (PIXELS / (s.out_w() * units(group))).clamp(1, s.out_h());
-        Arc::new([group, s.batch % group].map(|group| pieces(s, units(group), rows)))
+        Arc::new([group, s.batch % group].map(|group| pieces::divide(s, units(group), rows)))
     });
     let plan = Plan { s, tiles, group, pieces: Arc::clone(pieces) };
     if s.weight_len() > MAX_OWN_WEIGHTS {
-        plan.share_weights(x, dy, dw, scratch);
+        plan.divide_weights(x, dy, dw, scratch);
     } else {
-        plan.share_pixels(x, dy, dw, scratch);
+        plan.divide_pixels(x, dy, dw, scratch);
     }
 }
 
@@ -81,7 +81,7 @@ impl Plan<'_> {
     }
 
     /// Every task computes some weights over all pixels.
-    fn share_weights(&self, x: &[f32], dy: &[f32], dw: &mut [f32], scratch: &mut Scratch) {
+    fn divide_weights(&self, x: &[f32], dy: &[f32], dw: &mut [f32], scratch: &mut Scratch) {
         let s = self.s;
         let (x_line, dy_line) = (s.in_c.next_multiple_of(LANES), s.out_c.next_multiple_of(LANES));
         let (x_picture, dy_picture) = (s.in_h * s.in_w * x_line, s.out_h() * s.out_w() * dy_line);
@@ -122,7 +122,7 @@ impl Plan<'_> {
     }
 
     /// Every task computes all weights over some pixels; their sums are added in a fixed order.
-    fn share_pixels(&self, x: &[f32], dy: &[f32], dw: &mut [f32], scratch: &mut Scratch) {
+    fn divide_pixels(&self, x: &[f32], dy: &[f32], dw: &mut [f32], scratch: &mut Scratch) {
         let s = self.s;
         let chunks = self.chunks();
         let slots = SLOTS.min(chunks.len());

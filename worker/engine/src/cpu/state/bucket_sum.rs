@@ -6,7 +6,7 @@ use lockstep_kernels::sums;
 use std::ops::Range;
 
 /// Sums a part of bucket number `bucket` over `gradients` (one element per rank), in rank order.
-pub(super) fn sum(gradients: &[Vec<Bucket>], bucket: usize, place: Range<usize>, out: &mut [f32]) {
+pub(super) fn sum_over_ranks(gradients: &[Vec<Bucket>], bucket: usize, place: Range<usize>, out: &mut [f32]) {
     let mut in_f64 = [0.0f64; BLOCK];
     let in_f64 = &mut in_f64[..out.len()];
     for (rank, buckets) in gradients.iter().enumerate() {
@@ -26,7 +26,7 @@ pub(super) fn sum(gradients: &[Vec<Bucket>], bucket: usize, place: Range<usize>,
 }
 
 /// Copies a part of one bucket, converted to float32.
-pub(super) fn first(bucket: &Bucket, place: Range<usize>, out: &mut [f32]) {
+pub(super) fn read_part(bucket: &Bucket, place: Range<usize>, out: &mut [f32]) {
     match bucket {
         Bucket::F32(values) => out.copy_from_slice(&values[place]),
         Bucket::F64(values) => sums::round(&values[place], out),
@@ -37,7 +37,7 @@ pub(super) fn first(bucket: &Bucket, place: Range<usize>, out: &mut [f32]) {
 ///
 /// # Safety
 /// No other thread uses this part of the bucket during the call.
-pub(super) unsafe fn keep(bucket: &Bucket, place: Range<usize>, sum: &[f32]) {
+pub(super) unsafe fn write_part(bucket: &Bucket, place: Range<usize>, sum: &[f32]) {
     // SAFETY: the caller's promise.
     unsafe {
         match bucket {

@@ -1,6 +1,6 @@
 //! Communication between ranks that divide the optimizer's state ([`crate::sharding`]).
 
-use super::{State, number};
+use super::{State, load_f64};
 use crate::{
     cpu::{
         groups::{ByAxes, Group},
@@ -15,12 +15,12 @@ use std::{ops::Range, sync::atomic::Ordering};
 /// The ranks that divide each bucket.
 pub(in crate::cpu) struct Sharding {
     groups: ByAxes,
-    /// Per bucket: the axes of its group.
+    /// Per bucket: the axes along which ranks divide the bucket.
     axes: Vec<Axes>,
     pub(super) shares: Vec<Share>,
-    /// Per bucket: its range in the flat buffer.
+    /// Per bucket: the range in the flat buffer.
     buckets: Vec<Range<usize>>,
-    /// Per group: its axes and the parameters of its buckets, in the order in which all ranks sum norms.
+    /// Per group: the group's axes, and the parameters of the group's buckets in the order in which all ranks sum norms.
     parameters: Vec<(Axes, Vec<usize>)>,
 }
 
@@ -28,7 +28,7 @@ impl Sharding {
     /// `groups`: the ranks that reduce gradients, and so divide the state.
     pub(in crate::cpu) fn new(layout: &Layout, groups: ByAxes) -> Self {
         let share = |axes: &Axes| {
-            let group = groups.of(*axes);
+            let group = groups.group(*axes);
             Share { rank: group.rank() as usize, ranks: group.size() as usize }
         };
         let mut parameters: Vec<(Axes, Vec<usize>)> = Vec::new();
@@ -49,20 +49,20 @@ impl Sharding {
     }
 
     /// Collective among the ranks of a bucket: gathers each rank's `own` part into `all`, which may be longer than the bucket.
-    fn gather(&self, bucket: usize, own: &[f32], all: &mut Vec<f32>) -> Result<(), CommError> {
+    fn gather_bucket(&self, bucket: usize, own: &[f32], all: &mut Vec<f32>) -> Result<(), CommError> {
         let (share, len) = (self.shares[bucket], self.buckets[bucket].len());
         let mut own = own.to_vec();
         own.resize(share.part_len(len), 0.0);
         all.resize(own.len() * share.ranks, 0.0);
-        self.groups.of(self.axes[bucket]).all_gather((&own).into(), all.into())
+        self.groups.group(self.axes[bucket]).all_gather((&own).into(), all.into())
     }
 
-    /// Collective: completes `flat`, of which each rank has its own parts.
-    pub(super) fn complete(&self, flat: &mut [f32]) -> Result<(), CommError> {
+    /// Collective: gathers all parts of `flat`, in which each rank has only its own parts before the call.
+    pub(super) fn gather_parts(&self, flat: &mut [f32]) -> Result<(), CommError> {
         let mut all = Vec::new();
         for (bucket, range) in self.buckets.iter().enumerate() {
             let flat = &mut flat[range.clone()];
-            self.gather(bucket, &flat[self.shares[bucket].of(flat.len())], &mut all)?;
+            self.gather_bucket(bucket, &flat[self.shares[bucket].of(flat.len())], &mut all)?;
             flat.copy_from_slice(&all[..flat.len()]);
         }
         Ok(())
@@ -71,26 +71,26 @@ impl Sharding {
 
 impl State {
     /// Sums the pieces' squares over the ranks that have parts of the same parameters. Collective if such ranks exist.
-    pub(super) fn add_up_squares(&self) -> Result<(), CommError> {
+    pub(super) fn reduce_squares(&self) -> Result<(), CommError> {
         if let Some(sharding) = &self.sharding {
             for (axes, parameters) in &sharding.parameters {
-                self.add_up_squares_of(parameters, sharding.groups.of(*axes))?;
+                self.reduce_squares_of(parameters, sharding.groups.group(*axes))?;
             }
         }
         match &self.model_group {
-            Some(group) => self.add_up_squares_of(&self.split, group),
+            Some(group) => self.reduce_squares_of(&self.split, group),
             None => Ok(()),
         }
     }
 
     /// Sums the squares of parameters over the ranks that have their parts.
-    fn add_up_squares_of(&self, parameters: &[usize], group: &Group) -> Result<(), CommError> {
+    fn reduce_squares_of(&self, parameters: &[usize], group: &Group) -> Result<(), CommError> {
         let of_parameter = |parameter: &usize| {
             let pieces = self.parameter_pieces[*parameter].clone();
-            self.squares.iter().map(move |of| &of[pieces.clone()])
+            self.squares.iter().map(move |squares| &squares[pieces.clone()])
         };
         let of_parameters = || parameters.iter().flat_map(of_parameter);
-        let mut sums: Vec<f64> = of_parameters().map(|pieces| pieces.iter().map(number).sum()).collect();
+        let mut sums: Vec<f64> = of_parameters().map(|pieces| pieces.iter().map(load_f64).sum()).collect();
         group.all_reduce((&mut sums).into())?;
         for (pieces, sum) in of_parameters().zip(sums) {
             // Only the sum over the pieces is used, so the first piece holds the total.
@@ -130,7 +130,7 @@ impl State {
         let mut flat = Vec::new();
         for (bucket, range) in sharding.buckets.iter().enumerate() {
             let (own, later) = rest.split_at(sharding.shares[bucket].of(range.len()).len());
-            sharding.gather(bucket, own, &mut all)?;
+            sharding.gather_bucket(bucket, own, &mut all)?;
             if keep {
                 flat.extend_from_slice(&all[..range.len()]);
             }
@@ -147,7 +147,7 @@ impl State {
     }
 
     /// The memory that sharding saves, as text, for optimizer state of `whole_len` values per slot.
-    pub(in crate::cpu) fn saving(&self, whole_len: usize) -> String {
+    pub(in crate::cpu) fn memory_saving_text(&self, whole_len: usize) -> String {
         let own: usize = self.optimizer_slots.iter().map(|slot| slot.len()).sum();
         saving_in_words(4 * own, 4 * self.optimizer_slots.len() * whole_len)
     }

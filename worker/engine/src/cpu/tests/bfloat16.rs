@@ -1,20 +1,16 @@
 //! Test of training in bfloat16.
 
-use super::{build, conv::Format};
-use crate::{
-    net::{init, resnet},
-    plan::Plan,
-    unfused,
-};
+use super::resnet20;
+use crate::{cpu::build, net::init, plan::Plan, unfused};
 use lockstep_comm::SingleRank;
-use lockstep_protocol::spec::{Arch, ModelSpec, Precision};
+use lockstep_kernels::conv::Format;
+use lockstep_protocol::spec::Precision;
 use std::sync::Arc;
 
 /// The engine itself needs no instructions for bfloat16, so every machine runs this test.
 #[test]
 fn losses_in_bfloat16_stay_near_those_in_float32() {
-    let model = ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() };
-    let network = Arc::new(resnet::build(&model, 8, 3, 10).unwrap());
+    let network = resnet20(8);
     let initial = init::initial_parameters(&network, false, 1);
     let batch = [unfused::batch(&network, 16)];
     let losses = |format, precision| -> Vec<f32> {

@@ -1,23 +1,12 @@
 //! Tests of [`Engine::undo_unfinished_steps`]: after a lost rank interrupted a step, training continues with the same bits.
 
-use super::super::{Engine, EngineConfig, Optimizer, StateDict, build_cpu, unfused};
-use crate::net::resnet;
-use lockstep_comm::{
-    ProcessGroup,
-    rendezvous::{
-        Store,
-        loopback::{rendezvous_config, unused_port},
-    },
-    ring::Ring,
-};
+use super::resnet20;
+use crate::{Engine, EngineConfig, Optimizer, StateDict, build_cpu, test_ranks::on_ranks, unfused};
+use lockstep_comm::{ProcessGroup, ring::Ring};
 use lockstep_data::loader::Batch;
-use lockstep_protocol::spec::{Arch, ModelSpec, OptimizerKind};
-use std::{
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use lockstep_protocol::spec::OptimizerKind;
+use std::{sync::Arc, time::Instant};
 
-const TIMEOUT: Duration = Duration::from_secs(60);
 /// Number of moments, from the step's beginning to its end, at which the step is interrupted.
 const MOMENTS: u32 = 8;
 const KINDS: [OptimizerKind; 5] = [
@@ -53,13 +42,9 @@ impl Rank {
 }
 
 /// Runs `work` on two ranks and returns their results.
-fn both<T: Send>(kind: OptimizerKind, work: impl Fn(&mut Rank) -> T + Sync) -> [T; 2] {
-    let port = unused_port();
-    let rank = |number| {
-        let store = Store::join(rendezvous_config(port, number, 2)).unwrap();
-        let ring = Ring::connect(&store, TIMEOUT).unwrap();
-        let model = ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() };
-        let network = Arc::new(resnet::build(&model, 12, 3, 10).unwrap());
+fn on_two_ranks<T: Send>(kind: OptimizerKind, work: impl Fn(&mut Rank) -> T + Sync) -> Vec<T> {
+    on_ranks(2, |ring| {
+        let network = resnet20(12);
         let config = EngineConfig {
             optimizer: Optimizer { kind, ..Optimizer::default() },
             accumulate: 2,
@@ -69,18 +54,13 @@ fn both<T: Send>(kind: OptimizerKind, work: impl Fn(&mut Rank) -> T + Sync) -> [
         let step = [8, 6]
             .map(|pictures| Batch { global_samples: 2 * pictures, ..unfused::batch(&network, pictures) });
         let engine = build_cpu(network, &initial, config, ring.clone()).unwrap();
-        work(&mut Rank { number, ring, engine, step })
-    };
-    std::thread::scope(|scope| {
-        let rank = &rank;
-        let threads = [0, 1].map(|number| scope.spawn(move || rank(number)));
-        threads.map(|thread| thread.join().unwrap())
+        work(&mut Rank { number: ring.rank(), ring, engine, step })
     })
 }
 
 /// Each rank's state after each of four uninterrupted steps.
-fn uninterrupted(kind: OptimizerKind) -> [Vec<StateDict>; 2] {
-    both(kind, |rank| {
+fn uninterrupted(kind: OptimizerKind) -> Vec<Vec<StateDict>> {
+    on_two_ranks(kind, |rank| {
         let step = |_| {
             assert!(rank.step());
             rank.state()
@@ -90,8 +70,8 @@ fn uninterrupted(kind: OptimizerKind) -> [Vec<StateDict>; 2] {
 }
 
 /// Each rank's state after the third step was interrupted at this moment, and whether the step was interrupted in time.
-fn interrupted(kind: OptimizerKind, moment: u32) -> [(StateDict, bool); 2] {
-    both(kind, |rank| {
+fn interrupted(kind: OptimizerKind, moment: u32) -> Vec<(StateDict, bool)> {
+    on_two_ranks(kind, |rank| {
         assert!(rank.step());
         let began = Instant::now();
         assert!(rank.step());
@@ -136,7 +116,7 @@ fn a_step_interrupted_by_a_lost_rank_leaves_the_state_before_or_after_the_step()
         assert!(broken >= MOMENTS / 2, "{kind:?}: only {broken} were interrupted");
         // The next attempt: rank 0's state on every rank, except for the average.
         let kept = kept.expect("one of rank 0");
-        let ends = both(kind, |rank| {
+        let ends = on_two_ranks(kind, |rank| {
             let average = kept.average.clone().filter(|_| rank.number == 0);
             rank.engine.load_state_dict(&StateDict { average, ..kept.clone() }).unwrap();
             rank.ring.barrier().unwrap();

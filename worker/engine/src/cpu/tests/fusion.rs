@@ -1,14 +1,14 @@
-//! Test: fusion changes only the order of roundings.
+//! A test that fusion changes only the order of roundings.
 
-use super::{CAPABILITIES, executor::Executor};
+use super::resnet20;
 use crate::{
+    cpu::{CAPABILITIES, executor::Executor},
     fuse::Capabilities,
-    net::{Network, resnet},
+    net::Network,
     plan::Plan,
     unfused,
 };
 use lockstep_comm::{ProcessGroup, SingleRank};
-use lockstep_protocol::spec::{Arch, ModelSpec};
 use std::sync::Arc;
 
 /// The loss of a step and the gradients of all weights.
@@ -26,10 +26,7 @@ fn step(network: &Arc<Network>, capabilities: Capabilities) -> (f32, Vec<(String
 
 #[test]
 fn unfused_and_fused_graphs_have_the_same_gradients() {
-    let resnet20 = ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() };
-    let mut networks = unfused::networks();
-    networks.push(Arc::new(resnet::build(&resnet20, 12, 3, 10).unwrap()));
-    for network in networks {
+    for network in unfused::networks().into_iter().chain([resnet20(12)]) {
         let (fused, plain) = (step(&network, CAPABILITIES), step(&network, Capabilities::default()));
         assert!((fused.0 - plain.0).abs() < 1e-5 * fused.0, "{}: {} {}", network.arch, fused.0, plain.0);
         for ((name, ours), (_, theirs)) in fused.1.iter().zip(&plain.1) {

@@ -1,23 +1,21 @@
 //! Tests of a step's kept gradients and layer times.
 
-use super::super::{Engine, EngineConfig, Optimizer, build_cpu, unfused};
-use crate::net::resnet;
+use super::resnet20;
+use crate::{Engine, EngineConfig, Optimizer, build_cpu, net::Network, unfused};
 use lockstep_comm::SingleRank;
-use lockstep_protocol::spec::{Arch, ModelSpec, OptimizerKind};
+use lockstep_protocol::spec::OptimizerKind;
 use std::sync::Arc;
 
-fn engine(kind: OptimizerKind, accumulate: usize) -> (Box<dyn Engine>, Arc<crate::net::Network>) {
-    let model = ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() };
-    let network = Arc::new(resnet::build(&model, 12, 3, 10).unwrap());
+fn engine(kind: OptimizerKind, accumulate: usize) -> (Box<dyn Engine>, Arc<Network>) {
+    let network = resnet20(12);
     let optimizer = Optimizer { kind, momentum: 0.0, weight_decay: 0.1, ..Optimizer::default() };
     let config = EngineConfig { optimizer, accumulate, ..unfused::config(8) };
     let initial = unfused::initial(&network);
     (build_cpu(network.clone(), &initial, config, Arc::new(SingleRank)).unwrap(), network)
 }
 
-/// Kept gradients are those of the loss, for every optimizer.
 #[test]
-fn kept_gradients_are_the_step_s_for_every_optimizer() {
+fn kept_gradients_are_those_of_the_loss_for_every_optimizer() {
     let mut wanted = None;
     for (kind, name) in OptimizerKind::ALL {
         for accumulate in [1, 2] {

@@ -1,7 +1,10 @@
 //! Tests of a network with GELUs, a bias by itself and parameters that are not trained, and of Muon.
 
-use super::super::{Engine, EngineConfig, Optimizer, build_cpu, unfused};
-use crate::net::{self, Network, init};
+use crate::{
+    Engine, EngineConfig, Optimizer, build_cpu,
+    net::{self, Network, init},
+    unfused,
+};
 use lockstep_comm::SingleRank;
 use lockstep_host::tensors::NamedTensors;
 use lockstep_protocol::spec::{Arch, ModelSpec, OptimizerKind};

@@ -104,16 +104,7 @@ pub enum NameClaim {
     Email,
 }
 
-words!(NameClaim: PreferredUsername = "preferred_username", Email = "email");
-
-impl FromStr for NameClaim {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let found = NameClaim::ALL.into_iter().find(|claim| claim.as_str() == text);
-        found.ok_or_else(|| format!("{text:?} is neither preferred_username nor email"))
-    }
-}
+words!(NameClaim, "claim": PreferredUsername = "preferred_username", Email = "email");
 
 /// Groups of the provider that set a person's role at every sign-in.
 #[derive(Debug, Clone)]

@@ -65,7 +65,7 @@ pub enum CopyState {
     Damaged,
 }
 
-words!(CopyState: Copying = "copying", Complete = "complete", Damaged = "damaged");
+words!(CopyState, "copy state": Copying = "copying", Complete = "complete", Damaged = "damaged");
 
 impl CopyState {
     /// Parses a state of the database; `None` if another version wrote it.

@@ -155,6 +155,5 @@ pub struct Project {
     /// Number of jobs in each state, without states that no job is in: `{"running": 2, "failed": 1}`.
     pub states: BTreeMap<&'static str, u64>,
     /// Submission time of the newest job.
-    #[schema(value_type = String)]
     pub newest_at: Timestamp,
 }

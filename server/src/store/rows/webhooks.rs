@@ -36,7 +36,7 @@ pub enum WebhookEvent {
     Alert,
 }
 
-words!(WebhookEvent:
+words!(WebhookEvent, "event":
     Started = "job.started",
     Preempted = "job.preempted",
     Paused = "job.paused",
@@ -89,7 +89,7 @@ pub enum WebhookForm {
     Email,
 }
 
-words!(WebhookForm:
+words!(WebhookForm, "form":
     Standard = "standard",
     Slack = "slack",
     Discord = "discord",

@@ -1,11 +1,30 @@
 //! Responses with HTML pages.
 
-use crate::http::error::{Error, PageError};
-use axum::response::{Html, IntoResponse, Response};
+use crate::http::error::{Error, PageError, Result};
+use axum::{
+    http::StatusCode,
+    response::{Html, IntoResponse, Response},
+};
 
-pub(crate) type Page = Result<Response, PageError>;
+pub(crate) type Page = std::result::Result<Response, PageError>;
 
-pub(crate) fn html(rendered: Result<String, impl std::fmt::Display>) -> Page {
+pub(crate) fn html(rendered: std::result::Result<String, impl std::fmt::Display>) -> Page {
     let html = rendered.map_err(|e| PageError(Error::Internal(format!("a page could not be made: {e}"))))?;
     Ok(Html(html).into_response())
+}
+
+/// Returns the status and the text to show with the form.
+///
+/// # Errors
+/// Returns the error itself if the user cannot correct it in the form.
+pub(crate) fn form_error(error: Error) -> Result<(StatusCode, String)> {
+    match error {
+        Error::Invalid(mistakes) => {
+            let each = mistakes.iter().map(|m| format!("{} {}", m.pointer.trim_start_matches('/'), m.detail));
+            Ok((StatusCode::UNPROCESSABLE_ENTITY, each.collect::<Vec<_>>().join("; ")))
+        }
+        Error::Conflict(detail) => Ok((StatusCode::CONFLICT, detail)),
+        Error::NotFound(detail) => Ok((StatusCode::NOT_FOUND, detail)),
+        other => Err(other),
+    }
 }

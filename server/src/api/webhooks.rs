@@ -1,9 +1,8 @@
 //! Webhooks, for admins: add, list, change, remove and test webhooks, list their messages, and the page.
 
 use super::{
-    html::{Page as HtmlPage, html},
+    html::{Page as HtmlPage, form_error, html},
     list::{List, ListParams, list_of},
-    people::pages::form_error,
 };
 use crate::{
     auth::access::Caller,

@@ -2,8 +2,8 @@
 
 use crate::{
     api::{
-        html::{Page, html},
-        people::{self, NewPerson, Newcomer, pages::form_error},
+        html::{Page, form_error, html},
+        people::{self, NewPerson, Newcomer},
         server_url::ServerUrl,
     },
     auth::{

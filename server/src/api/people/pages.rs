@@ -6,7 +6,7 @@ use super::{
 };
 use crate::{
     api::{
-        html::{Page, html},
+        html::{Page, form_error, html},
         people::{self, NewPerson, Newcomer, OwnPassword, PersonChange},
     },
     auth::{
@@ -103,22 +103,6 @@ async fn apply(auth: &Auth, name: &str, form: PeopleForm) -> Result<()> {
         Action::Enable => PersonChange { disabled: Some(false), ..Default::default() },
     };
     people::edit(auth, name, change).await.map(drop)
-}
-
-/// Returns the status and the text to show with the form.
-///
-/// # Errors
-/// Returns the error itself if the user cannot correct it in the form.
-pub(crate) fn form_error(error: Error) -> Result<(StatusCode, String)> {
-    match error {
-        Error::Invalid(mistakes) => {
-            let each = mistakes.iter().map(|m| format!("{} {}", m.pointer.trim_start_matches('/'), m.detail));
-            Ok((StatusCode::UNPROCESSABLE_ENTITY, each.collect::<Vec<_>>().join("; ")))
-        }
-        Error::Conflict(detail) => Ok((StatusCode::CONFLICT, detail)),
-        Error::NotFound(detail) => Ok((StatusCode::NOT_FOUND, detail)),
-        other => Err(other),
-    }
 }
 
 /// `GET /account`

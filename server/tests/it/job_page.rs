@@ -42,8 +42,11 @@ async fn ranks_are_shown_with_their_machines_after_the_attempt() {
 
 #[tokio::test]
 async fn a_restarting_job_shows_its_place_and_reason() {
-    let (server, mut agent, id, attempt) = start_job(|_| {}).await;
+    let name = "</script><b>&";
+    let (server, mut agent, id, attempt) = start_job(|s| s["name"] = json!(name)).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
+    let (html, data) = read_page(&server, &id).await;
+    assert!(data["job"]["name"] == name && !html.contains("<b>&"), "the name is escaped everywhere: {html}");
     server.submit(|s| s["priority"] = json!(5)).await;
     agent.end(&attempt, rank_killed(1)).await;
     assert_ne!(agent.expect_start().await.attempt.job.as_str(), id, "the other job has a higher priority");

@@ -27,7 +27,7 @@ const number = (words) => Number(words?.match(/[\d,]+(\.\d+)?/)?.[0].replaceAll(
 /** Returns the mean speed of the newest attempt's line in a chart of images/s, weighted by time. */
 const chartSpeed = (page, find) => page.evaluate(([find, steps]) => {
   const segment = window.lockstep.charts.images_per_second.layers()[find].series.segments.at(-1), n = segment.length;
-  const whole = segment.mean.subarray(0, n), ms = segment.of.mean.subarray(0, n), counts = segment.counts.subarray(0, n);
+  const whole = segment.mean.subarray(0, n), ms = segment.source.mean.subarray(0, n), counts = segment.counts.subarray(0, n);
   const time = ms.reduce((sum, v, i) => sum + v * counts[i], 0);
   return { speed: whole.reduce((sum, v, i) => sum + v * ms[i] * counts[i], 0) / time, steps: counts.reduce((a, b) => a + b, 0) };
 }, [find]);

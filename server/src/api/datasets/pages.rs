@@ -23,7 +23,7 @@ use axum::{
     http::StatusCode,
     response::{IntoResponse, Redirect},
 };
-use lockstep_protocol::dataset::Dataset;
+use lockstep_protocol::{access::Scope, dataset::Dataset};
 use lockstep_web::{Template as _, datasets as views};
 use std::sync::Arc;
 
@@ -45,7 +45,8 @@ async fn datasets_page(
     form: views::DatasetForm,
 ) -> Page {
     let seen = visible_datasets(&*datasets.store, caller).await?;
-    let may_change = |dataset: &&Dataset| auth.may_change(caller, dataset.owner.as_deref());
+    let may_submit = caller.may(Scope::Submit);
+    let may_change = |dataset: &&Dataset| may_submit && auth.may_change(caller, dataset.owner.as_deref());
     let changeable = seen.iter().filter(may_change).map(|d| d.name.clone());
     let changeable = changeable.collect();
     let page = views::DatasetsPage {

@@ -27,6 +27,7 @@ use utoipa::IntoParams;
 const DEFAULT_LIMIT: u32 = 100;
 /// Pages of the queue for cursors. The only sort key is the place.
 const PAGES: Pages = Pages::new("queue", "place");
+
 /// Parameters of `GET /queue`.
 #[derive(Debug, Default, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]

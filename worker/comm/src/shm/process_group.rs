@@ -54,7 +54,7 @@ impl ShmProcessGroup {
         ring: &Arc<Ring>,
         exchange: impl Fn(&str, &[u8]) -> Result<Vec<Vec<u8>>, E>,
     ) -> Result<Arc<dyn ProcessGroup>, E> {
-        Ok(match Self::share(ring, exchange)? {
+        Ok(match Self::connect(ring, exchange)? {
             Ok(group) => Arc::new(group),
             Err(reason) => {
                 ring.set_shm_unavailable(reason);
@@ -64,7 +64,7 @@ impl ShmProcessGroup {
     }
 
     /// The group, or the reason why memory cannot be shared; the reason is the same on all ranks.
-    pub(super) fn share<E>(
+    pub(super) fn connect<E>(
         ring: &Arc<Ring>,
         exchange: impl Fn(&str, &[u8]) -> Result<Vec<Vec<u8>>, E>,
     ) -> Result<Result<Arc<Self>, String>, E> {

@@ -23,7 +23,7 @@ fn on_ranks<T: Send>(
     body: impl Fn(Arc<ShmProcessGroup>) -> T + Sync,
 ) -> Vec<T> {
     let connect = |store: &Store, ring: Arc<Ring>| {
-        ShmProcessGroup::share(&ring, |name, value| store.exchange(name, value)).unwrap().unwrap()
+        ShmProcessGroup::connect(&ring, |name, value| store.exchange(name, value)).unwrap().unwrap()
     };
     on_connected_ranks(world, timeout, connect, body)
 }

@@ -17,10 +17,8 @@ use std::{
 /// Choices for common networks, so that a machine's first job with one of them starts without timing candidates. Each file is the cache file
 /// after `lockstep bench` with an empty cache, for the cases resnet18, resnet34 and resnet50 at 224 pixels with batches of 32, 64, 128 and 256,
 /// resnet101 with 32, 64 and 128, resnet50:32:32, resnet20:32:128, and resnet18c:32 with 128, 256, 512 and 1024.
-const MEASURED: [(&str, &str); 1] = [(
-    "plans-NVIDIA-H200-cudnn91400-any.json",
-    include_str!("tuner/plans-NVIDIA-H200-cudnn91400-any.json"),
-)];
+const MEASURED: [(&str, &str); 1] =
+    [("plans-NVIDIA-H200-cudnn91400-any.json", include_str!("tuner/plans-NVIDIA-H200-cudnn91400-any.json"))];
 
 /// Maximum workspace of a plan.
 const MAX_WORKSPACE: usize = 512 << 20;
@@ -144,7 +142,8 @@ impl Tuner {
 /// The choices in the cache, and those of [`MEASURED`] that the cache does not contain.
 fn choices_in(file: &str) -> BTreeMap<String, Option<Choice>> {
     let parse = |text: &[u8]| serde_json::from_slice(text).ok();
-    let measured = MEASURED.iter().find(|(name, _)| *name == file).and_then(|(_, text)| parse(text.as_bytes()));
+    let measured =
+        MEASURED.iter().find(|(name, _)| *name == file).and_then(|(_, text)| parse(text.as_bytes()));
     let mut choices: BTreeMap<_, _> = measured.unwrap_or_default();
     choices.extend(cache::read(file).and_then(|text| parse(&text)).unwrap_or_default());
     choices

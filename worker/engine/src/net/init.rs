@@ -108,11 +108,15 @@ mod tests {
 
     #[test]
     fn zero_init_residual_zeroes_only_the_last_gamma_of_each_branch() {
-        let all = initial_parameters(&network(), true, 7);
-        let zero: Vec<_> =
-            all.iter().filter(|(n, t)| n.ends_with("weight") && t.values[0] == 0.0).map(|(n, _)| n).collect();
-        assert_eq!(zero.len(), 9);
-        assert!(zero.iter().all(|n| n.ends_with("bn2.weight")), "{zero:?}");
+        let bottlenecks =
+            resnet::build(&ModelSpec { arch: Arch::ResNet50, ..ModelSpec::default() }, 32, 3, 10).unwrap();
+        for (network, last, count) in [(network(), "bn2.weight", 9), (bottlenecks, "bn3.weight", 16)] {
+            let all = initial_parameters(&network, true, 7);
+            let is_zero =
+                |(name, tensor): &(&String, &HostTensor)| name.ends_with("weight") && tensor.values[0] == 0.0;
+            let zero: Vec<_> = all.iter().filter(is_zero).map(|(name, _)| name).collect();
+            assert!(zero.len() == count && zero.iter().all(|name| name.ends_with(last)), "{zero:?}");
+        }
     }
 
     #[test]

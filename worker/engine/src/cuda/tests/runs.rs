@@ -38,13 +38,19 @@ fn gpu_a_hundred_steps_in_float32_follow_the_cpu_engine() {
 #[ignore = "needs a GPU"]
 fn gpu_two_runs_are_the_same_bit_for_bit() {
     let runs = [Precision::Fp32, Precision::Fp16, Precision::Bf16].into_iter().flat_map(|precision| {
-        [Arch::ResNet18, Arch::ResNet20, Arch::ResNeXt50_32x4d].map(|arch| (arch, precision))
+        [
+            (Arch::ResNet18, 32, 64),
+            (Arch::ResNet20, 16, 16),
+            (Arch::ResNet20, 32, 64),
+            (Arch::ResNeXt50_32x4d, 32, 64),
+        ]
+        .map(|case| (case, precision))
     });
-    for (arch, precision) in runs {
-        let (network, config) = (network(arch, Stem::Cifar, 32), config(64));
+    for ((arch, side, batch), precision) in runs {
+        let (network, config) = (network(arch, Stem::Cifar, side), config(batch));
         let run = || {
             let mut engine = cuda(&network, &config, precision);
-            let losses = losses(engine.as_mut(), &network, 64, 12, 0.05);
+            let losses = losses(engine.as_mut(), &network, batch, 12, 0.05);
             (losses, engine.parameters().unwrap(), engine.optimizer_state().unwrap())
         };
         let (first, second) = (run(), run());

@@ -88,11 +88,11 @@ fn folders_of_the_setting_are_searched_first() {
 #[test]
 fn errors_for_missing_libraries_say_how_to_install_them() {
     let nothing = Libraries::default();
-    let error = complete(&nothing, Library::needed(2)).unwrap_err();
+    let error = check_found(&nothing, Library::needed(2)).unwrap_err();
     for part in ["cuDNN (libcudnn.so.9)", "nvidia-cudnn-cu13", "NCCL", "driver", SETTING] {
         assert!(error.contains(part), "{part}: {error}");
     }
-    assert!(!complete(&nothing, Library::needed(1)).unwrap_err().contains("NCCL"));
+    assert!(!check_found(&nothing, Library::needed(1)).unwrap_err().contains("NCCL"));
 }
 
 #[test]

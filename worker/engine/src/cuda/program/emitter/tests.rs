@@ -240,8 +240,12 @@ fn every_optimizer_s_update_is_valid() {
         (Muon, "muon_update"),
     ] {
         for network in [build(Arch::ResNet18, Stem::Cifar, 32, 10), cifarnet()] {
-            for (dtype, accumulates) in [(DType::F32, false), (DType::F16, false), (DType::F16, true)] {
-                let setting = Setting::new(&network, 32, dtype, 90, Ranks::Single);
+            for (dtype, accumulates, ranks) in [
+                (DType::F32, false, Ranks::Single),
+                (DType::F16, false, Ranks::Nccl),
+                (DType::F16, true, Ranks::Single),
+            ] {
+                let setting = Setting::new(&network, 32, dtype, 90, ranks);
                 let setting = Setting { optimizer, accumulates, ..setting };
                 let commands = setting.emit_valid(Phase::Train(ONLY), true).commands;
                 assert_eq!(count(&commands, kernel), 1, "{kernel}");

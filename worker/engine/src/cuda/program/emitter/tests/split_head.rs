@@ -14,6 +14,7 @@ fn commands_are_valid_and_match_those_of_the_other_ranks() {
             (DType::F32, Ranks::PeerMemory, OptimizerKind::Momentum),
             (DType::F16, Ranks::Nccl, OptimizerKind::AdamW),
             (DType::Bf16, Ranks::Local, OptimizerKind::Nesterov),
+            (DType::Bf16, Ranks::Local, OptimizerKind::AdamW),
         ] {
             for (data_ranks, accumulates) in [(1, false), (2, false), (2, true)] {
                 let collectives = |rank: usize, whole: bool| {

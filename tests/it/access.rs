@@ -62,7 +62,7 @@ async fn tokens_are_created_listed_and_revoked_by_command() {
     server.cli(&["token", "create", "--scope", "agent"]).assert_usage_error(&["agent"]);
     server
         .cli(&["token", "create", "--scope", "root"])
-        .assert_usage_error(&["read, submit, admin and agent"]);
+        .assert_usage_error(&["the scopes are read, submit, admin, agent"]);
     server.cli(&["token", "create", "--expires", "soon"]).assert_usage_error(&["30d"]);
 
     let link = server.cli(&["login-link"]).ok().trim().to_owned();

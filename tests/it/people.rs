@@ -29,7 +29,7 @@ async fn users_are_managed_by_command_with_passwords_from_standard_input() {
         listed.ok().lines().map(|line| line.split_whitespace().take(2).collect::<Vec<_>>()).collect();
     assert_eq!(lines, [["ada", "admin"], ["bob", "member"]]);
     assert!(server.cli(&["user", "role", "bob", "viewer"]).ok().contains("viewer"));
-    server.cli(&["user", "role", "bob", "root"]).assert_usage_error(&["viewer, member and admin"]);
+    server.cli(&["user", "role", "bob", "root"]).assert_usage_error(&["the roles are viewer, member, admin"]);
     server.cli(&["user", "role", "eve", "viewer"]).assert_usage_error(&["nobody has this name"]);
     let sign_in = async |password: &str| {
         let http =

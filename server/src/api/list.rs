@@ -16,7 +16,7 @@ use lockstep_protocol::{
 };
 use serde::{Deserialize, Serialize, Serializer, ser::Error as _};
 use serde_json::Value;
-use std::{cmp::Ordering, collections::BTreeSet};
+use std::{cell::LazyCell, cmp::Ordering, collections::BTreeSet};
 use utoipa::{
     IntoParams, ToSchema,
     openapi::{RefOr, schema::Schema},
@@ -112,8 +112,11 @@ impl Fields {
     /// 400: the schema of `T` has no field of this name.
     pub(super) fn parse<T: ToSchema>(text: Option<&str>) -> Result<Option<Self>> {
         let Some(text) = text else { return Ok(None) };
-        let mut components = Vec::new();
-        T::schemas(&mut components);
+        let components = LazyCell::new(|| {
+            let mut components = Vec::new();
+            T::schemas(&mut components);
+            components
+        });
         let known = field_names(&T::schema(), &components);
         let known: Vec<&str> = known.iter().map(String::as_str).collect();
         let requested =
@@ -137,8 +140,13 @@ impl Fields {
     }
 }
 
+type Components = Vec<(String, RefOr<Schema>)>;
+
 /// Names of the fields of an object with this schema. `components` has the schemas to which it refers.
-fn field_names(schema: &RefOr<Schema>, components: &[(String, RefOr<Schema>)]) -> BTreeSet<String> {
+fn field_names(
+    schema: &RefOr<Schema>,
+    components: &LazyCell<Components, impl FnOnce() -> Components>,
+) -> BTreeSet<String> {
     let names_of_all = |parts: &[RefOr<Schema>]| -> BTreeSet<String> {
         parts.iter().flat_map(|part| field_names(part, components)).collect()
     };

@@ -175,7 +175,8 @@ impl Access {
 
     /// Ends a session, if it exists.
     pub(crate) fn remove_session(&self, hash: &str) {
-        if let Some(session) = self.write().sessions.remove(hash) {
+        let removed = self.write().sessions.remove(hash);
+        if let Some(session) = removed {
             session.ended.cancel();
         }
     }

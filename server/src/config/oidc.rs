@@ -104,7 +104,7 @@ pub enum NameClaim {
     Email,
 }
 
-words!(NameClaim, "claim": PreferredUsername = "preferred_username", Email = "email");
+words!(NameClaim, "name claim": PreferredUsername = "preferred_username", Email = "email");
 
 /// Groups of the provider that set a person's role at every sign-in.
 #[derive(Debug, Clone)]

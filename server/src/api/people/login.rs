@@ -157,6 +157,8 @@ async fn set_up(auth: &Auth, caller: Option<&Caller>, peer: &Peer, input: LoginF
         NewPerson { name: name.clone(), role: Role::Admin, password: Some(input.password), subject: None };
     match people::add(auth, new, Newcomer::First).await {
         Ok(row) => Ok(sign_in_person(auth, peer, &row, "/people", SESSION_LIFE).await?),
+        // Somebody else has made the first person.
+        Err(error @ Error::Conflict(_)) => Err(error.into()),
         Err(error) => {
             let (status, text) = form_error(error)?;
             set_up_form(&name, status, &text)

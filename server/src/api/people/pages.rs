@@ -23,7 +23,6 @@ use crate::{
 use axum::{
     Extension, Form,
     extract::State,
-    http::StatusCode,
     response::{IntoResponse, Redirect},
 };
 use lockstep_protocol::{access::Scope, people::Role};

@@ -64,7 +64,8 @@ mod tests {
         for name in ["a", "lockstep.example.org", "*.lab.example", "10.0.0.1", "::1", "node_1"] {
             assert!(is_name(name), "{name}");
         }
-        for name in ["", "a..b", "-a", "a-", "a b", "*", "a.*.b", "\u{e9}.org", "https://a", &"a".repeat(64)]
+        for name in
+            ["", "42", "a..b", "-a", "a-", "a b", "*", "a.*.b", "\u{e9}.org", "https://a", &"a".repeat(64)]
         {
             assert!(!is_name(name), "{name}");
         }

@@ -34,6 +34,7 @@ use axum::{
 };
 use base64::{Engine, prelude::BASE64_STANDARD};
 use lockstep_protocol::{access::Scope, people::Role};
+use lockstep_web::layout::CurrentUser;
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use std::sync::Arc;
 
@@ -125,7 +126,7 @@ pub(crate) async fn gate(State(gate): State<Arc<Gate>>, mut request: Request, ne
     {
         return error_response(caller, error, &path);
     }
-    let user = caller.as_ref().map(Caller::current_user).unwrap_or_default();
+    let user = caller.as_ref().map_or(CurrentUser::NOBODY, Caller::current_user);
     if let Some(caller) = &caller {
         request.extensions_mut().insert(caller.clone());
     }

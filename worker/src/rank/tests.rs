@@ -59,7 +59,7 @@ fn run(
     fs::create_dir_all(config.attempt_dir()).unwrap();
     fs::create_dir_all(config.checkpoints_dir()).unwrap();
     let reporter = Arc::new(Reporter::create(&config.attempt_dir(), 0).unwrap());
-    attempt(&config, &Arc::default(), &reporter)
+    run_attempt(&config, &Arc::default(), &reporter)
 }
 
 /// The weights of the last checkpoint of the rank in `folder`.

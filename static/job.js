@@ -89,7 +89,10 @@ setInterval(() => { if (!isFinal(job.state)) factsSoon(); }, 1000);
 setInterval(() => { if (waits(job) && !document.hidden) jobHistory.load().catch(() => {}); }, 5000);
 
 function setJob(next) {
-  if (isFinal(next.state) && !isFinal(job.state)) notify(`${next.name}: ${next.state}`, next.reason ?? "", `/jobs/${next.id}`);
+  if (isFinal(next.state) && !isFinal(job.state)) {
+    notify(`${next.name}: ${next.state}`, next.reason ?? "", `/jobs/${next.id}`);
+    refresh();
+  }
   job = facts.job = next;
   metrics.follow(job);
   charts.view.stepsPerEpoch = job.steps_per_epoch;
@@ -135,14 +138,20 @@ function apply(event) {
   factsSoon();
 }
 
-/** Reads facts that a `state` event lacks: the machines, the start and the end. */
+/** Shows why the accuracy of an ended job is low. Only `GET /jobs/{id}` and the rendered page have this text, not the stream. */
+function showDiagnosis({ diagnosis = "" }) {
+  text(byId("diagnosis"), diagnosis);
+  byId("diagnosis").hidden = !diagnosis;
+}
+
+/** Reads facts that a `state` event lacks: the machines, the start, the end and the diagnosis. */
 function refresh() {
   clearTimeout(refreshTimer);
   refreshTimer = setTimeout(async () => {
     refreshRequest = new AbortController();
     try {
       const next = await ask(`/api/v1/jobs/${job.id}`, { signal: refreshRequest.signal });
-      if (next.last_seq >= stream.seq || isFinal(next.state)) { setJob(next); factsSoon(); } else refresh();
+      if (next.last_seq >= stream.seq || isFinal(next.state)) { setJob(next); showDiagnosis(next); factsSoon(); } else refresh();
       await Promise.all([jobHistory.load(), reloadAgents()]);
     } catch { /* If the server is unreachable, the stream ends, too, and its status shows this. */ }
   }, 150);

@@ -72,6 +72,12 @@ impl DatasetInfo {
         );
         Some(format!("{names} {have} left out: measure jobs by {instead}"))
     }
+
+    /// A warning about classes that have training pictures and none in `split`, which validates the network; `None` without such classes.
+    pub fn unvalidated_classes(&self, split: &str) -> Option<String> {
+        let counts = |name: &str| self.splits.iter().find(|of| of.name == name).map(|of| &*of.per_class);
+        unvalidated_classes(&self.classes, counts("train")?, (split, counts(split)?))
+    }
 }
 
 impl BrokenFile {
@@ -219,6 +225,36 @@ pub fn held_out_share(samples: u64) -> f64 {
 /// The largest number of class names in a sentence.
 const NAMED: usize = 5;
 
+/// `2 classes have no validation picture: "cat", "dog"`, for a list of classes without such a picture; `None` for an empty list.
+pub fn lacking_classes(without: &[&String], kind: &str) -> Option<String> {
+    let named: Vec<_> = without.iter().take(NAMED).map(|name| format!("{name:?}")).collect();
+    let more = without.len().saturating_sub(NAMED);
+    let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+    let have = if without.len() == 1 { "has" } else { "have" };
+    (!without.is_empty()).then(|| {
+        format!(
+            "{} {have} no {kind} picture: {}{more}",
+            plural(without.len() as u64, "class"),
+            named.join(", ")
+        )
+    })
+}
+
+/// A warning about classes that have `training` pictures and none in the split that validates, which is given with its numbers of pictures;
+/// `None` without such classes.
+pub fn unvalidated_classes(
+    classes: &[String],
+    training: &[u64],
+    (split, validation): (&str, &[u64]),
+) -> Option<String> {
+    let counts = classes.iter().zip(training.iter().zip(validation));
+    let without = counts.filter(|(_, (training, validation))| **training > 0 && **validation == 0);
+    let lacking = lacking_classes(&without.map(|(name, _)| name).collect::<Vec<_>>(), "validation")?;
+    Some(format!(
+        "{lacking}. The validation accuracy does not show how well such a class is recognised: move some of its pictures from train to {split}"
+    ))
+}
+
 /// How the classes of a trained model differ from a dataset's classes, in words; `None` if they are the same classes in
 /// the same order. A model identifies classes by number, so another order means other classes.
 pub fn classes_differ(trained: &[String], dataset: &[String]) -> Option<String> {
@@ -286,6 +322,30 @@ mod tests {
         assert!(words.contains("broken file in more than 1000 characters"), "{words}");
         let words = info(BROKEN_FILE_CHARS, HASH_BYTES + 1).too_long().unwrap();
         assert!(words.contains("fingerprint of more than 4096 bytes"), "{words}");
+    }
+
+    #[test]
+    fn classes_without_validation_pictures_are_named() {
+        let words = |training: &[u64], validation: &[u64]| {
+            unvalidated_classes(&names("cat dog fox"), training, ("val", validation))
+        };
+        assert_eq!(words(&[9, 9, 0], &[1, 1, 0]), None, "fox has no training picture");
+        let one = words(&[9, 9, 9], &[0, 1, 1]).unwrap();
+        assert!(
+            one.starts_with("1 class has no validation picture: \"cat\". ") && one.ends_with("to val"),
+            "{one}"
+        );
+        assert!(
+            words(&[9, 9, 9], &[0, 1, 0])
+                .unwrap()
+                .starts_with("2 classes have no validation picture: \"cat\", \"fox\". ")
+        );
+        let many = names("a b c d e f g");
+        let words = lacking_classes(&many.iter().collect::<Vec<_>>(), "training").unwrap();
+        assert!(
+            words.ends_with("no training picture: \"a\", \"b\", \"c\", \"d\", \"e\" and 2 more"),
+            "{words}"
+        );
     }
 
     #[test]

@@ -79,7 +79,7 @@ pub struct ClassScore {
     pub samples: u64,
     /// Fraction of the pictures predicted as this class that belong to it, 0 to 1; 0 if none was predicted.
     pub precision: f64,
-    /// Fraction of this class's pictures that were predicted as this class.
+    /// Fraction of this class's pictures that were predicted as this class; 0 if the class has no pictures.
     pub recall: f64,
     /// Harmonic mean of precision and recall.
     pub f1: f64,

@@ -192,8 +192,8 @@ pub struct Job {
     pub ran_secs: Option<f64>,
     /// Highest validation accuracy of all evaluations so far, 0 to 1. There may be no checkpoint with it.
     pub best: Option<Measured>,
-    /// Why the validation accuracy of a job that succeeded is low, and what to change, in a sentence; absent if nothing seems
-    /// wrong or the job was not validated. Only in `GET /jobs/{id}`.
+    /// Why the validation accuracy of a job that succeeded is low or uncertain, and what to change, in a few sentences; absent if
+    /// nothing seems wrong or the job was not validated. Only in `GET /jobs/{id}`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub diagnosis: Option<String>,
     /// The newest value of every metric.

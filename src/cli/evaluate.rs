@@ -125,7 +125,9 @@ fn print(checkpoint: &str, found: &ModelEvaluation) -> anyhow::Result<()> {
         .classes
         .iter()
         .map(|c| {
-            [c.name.clone(), c.samples.to_string(), percent(c.precision), percent(c.recall), percent(c.f1)]
+            // A class without pictures has no scores.
+            let score = |share: f64| if c.samples == 0 { "–".to_owned() } else { percent(share) };
+            [c.name.clone(), c.samples.to_string(), score(c.precision), score(c.recall), score(c.f1)]
         })
         .collect();
     output::table(["CLASS", "PICTURES", "PRECISION", "RECALL", "F1"], &rows)?;

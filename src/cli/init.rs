@@ -6,7 +6,7 @@ use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
     agent::AttemptEvent,
     dataset::DatasetInfo,
-    spec::from_toml,
+    spec::{Validation, from_toml},
     suggestion::{CommentedKeys, Suggestion},
 };
 use lockstep_worker::report::{Tail, events_path};
@@ -72,14 +72,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let suggest = if args.quick { Suggestion::quick } else { Suggestion::of };
     let choice = suggest(&info).map_err(|e| usage_error(format!("{}: {e}", path.display())))?;
     let text = format_job_file(&path, &info, &choice);
-    if let Err(mistakes) = from_toml(&text) {
+    let spec = from_toml(&text).map_err(|mistakes| {
         let mistakes: Vec<_> = mistakes.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
-        return Err(usage_error(format!(
-            "no job file can be made for {}:\n  {}",
-            path.display(),
-            mistakes.join("\n  ")
-        )));
-    }
+        usage_error(format!("no job file can be made for {}:\n  {}", path.display(), mistakes.join("\n  ")))
+    })?;
     let mut file =
         OpenOptions::new().write(true).create_new(true).open(&args.output).map_err(|e| match e.kind() {
             ErrorKind::AlreadyExists => there(),
@@ -87,6 +83,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         })?;
     file.write_all(text.as_bytes())?;
     output::line(format_args!("{shown}: {}", dataset::describe(&info)))?;
+    if let Validation::Split(split) = &spec.data.validation
+        && let Some(words) = info.unvalidated_classes(split)
+    {
+        output::warn(format_args!("warning: {words}"));
+    }
     match measure_secs_per_picture(&args.output, choice.batch) {
         Ok(secs) => {
             let quick = Suggestion::quick(&info).ok().filter(|_| !args.quick);

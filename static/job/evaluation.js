@@ -83,7 +83,8 @@ export class Evaluation {
     tell("");
     text(byId("evaluation-sum"), `${accuracyOf(found.accuracy, found.samples, 2)} right · loss ${value(found.loss)} · took ${found.secs.toFixed(1)} s`);
     text(byId("evaluation-note"), found.note ? `${found.note[0].toUpperCase()}${found.note.slice(1)}.` : "");
-    const scores = (c) => [count(c.samples), percent(c.precision), percent(c.recall), percent(c.f1)].map((textContent) => make("td", { textContent, className: "num" }));
+    // A class without pictures has no scores.
+    const scores = ({ samples, precision, recall, f1 }) => [count(samples), ...[precision, recall, f1].map((share) => (samples ? percent(share) : "–"))].map((textContent) => make("td", { textContent, className: "num" }));
     byId("class-rows").replaceChildren(...found.classes.map((c) => make("tr", {}, make("th", { textContent: c.name, scope: "row" }), ...scores(c))));
     this.#matrix(found, names);
     out.hidden = false;

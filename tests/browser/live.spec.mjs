@@ -164,7 +164,7 @@ describe("a page that stays open", () => {
     await page.end();
   });
 
-  test("shows a system notification when a job ends, if requested and while the page is hidden", async () => {
+  test("shows why the accuracy is low, and a system notification if requested and while the page is hidden, when a job ends", async () => {
     const job = await startJob("while you are away", 10), page = await browser.page(server, "/machines");
     // A headless browser shows no notifications, so they are recorded.
     await page.context().addInitScript(() => {
@@ -182,9 +182,16 @@ describe("a page that stays open", () => {
     await until("the choice is stored", () => page.getByRole("button", { name: "Do not notify me when jobs end" }).isVisible());
     await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
     await page.evaluate(() => { window.isAway = true; });
+    await agent.evaluate(async (id) => window.simulatedAgent.report(await window.simulatedAgent.attempt(id), 0, [
+      { type: "metrics", rank: 0, columns: [{ name: "val_accuracy", steps: [10], values: [0.5] }] },
+      { type: "evaluation", epoch: 1, step: 10, samples: 40, accuracy: 0.5, loss: 1.5, secs: 1.5 },
+    ]), job.id);
+    assert.ok(await page.locator("#diagnosis").isHidden(), "the job still runs");
     await end(job, 10);
     await until("the notification is shown", async () => (await page.evaluate(() => window.notified)).length > 0);
     assert.deepEqual((await page.evaluate(() => window.notified)).map(([title]) => title), ["while you are away: succeeded"]);
+    await until("the diagnosis is shown", () => page.locator("#diagnosis").isVisible());
+    assert.match(await page.locator("#diagnosis").textContent(), /^The validation accuracy, 50\.0 % ± 7\.9 of 40 pictures, is uncertain: /);
     await page.end();
   });
 

@@ -53,6 +53,12 @@ async fn init_writes_a_file_for_train_and_submit() {
     assert!(fs::read_to_string(&file).expect("a file").ends_with("# mine\n"));
     server.cli(&["init", root, "--output", "other.toml"]).ok();
     assert_eq!(fs::read_to_string(server.folder().path().join("other.toml")).expect("a file"), text);
+    // A class without validation pictures is named.
+    let lacking = pictures::image_folder(&server.folder().path().join("lacking"), 8);
+    fs::remove_dir_all(lacking.join("val/trouser")).expect("removes");
+    let warned = server.cli(&["init", lacking.to_str().expect("UTF-8"), "-o", "lacking.toml"]);
+    let warning = "warning: 1 class has no validation picture: \"trouser\".";
+    assert!(warned.ok().contains("lacking.toml") && warned.stderr.contains(warning), "{}", warned.stderr);
     let empty = server.folder().path().join("empty");
     fs::create_dir(&empty).expect("a folder");
     server.cli(&["init", empty.to_str().expect("UTF-8"), "-o", "x.toml"]).assert_usage_error(&["empty"]);

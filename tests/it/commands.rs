@@ -96,6 +96,12 @@ async fn a_job_is_run_from_a_shell_from_dataset_to_download() {
     let measured =
         own["accuracy"].as_f64().expect("a number") - job["last"]["val_accuracy"].as_f64().expect("one");
     assert!(measured.abs() < 1.5 / 40.0, "{own:#}");
+    // At least seven of ten classes have none of three pictures, and no scores.
+    let few = pictures::idx_dataset(server.folder().path(), 320, 3);
+    server.cli(&["dataset", "add", "few", few.to_str().expect("UTF-8")]).ok();
+    let evaluated = server.cli(&["evaluate", id, "--dataset", "few"]);
+    let has_no_score = |line: &&str| line.trim_end().ends_with(" –") && !line.contains('%');
+    assert!(evaluated.ok().lines().filter(has_no_score).count() >= 7, "{}", evaluated.stdout);
     server
         .cli(&["evaluate", id, "--dataset", "none&weights=ema"])
         .assert_usage_error(&["no dataset is called"]);

@@ -105,7 +105,7 @@ async fn the_readme_s_eight_commands_classify_a_picture_on_an_empty_machine() {
     // The job has few validation pictures, so it has a diagnosis in any case.
     let shown = run_line("lockstep show photos");
     let diagnosis = shown.ok().lines().find(|line| line.starts_with("diagnosis")).unwrap_or_default();
-    let expected = ["Too few validation pictures to tell", "the network overfits"];
+    let expected = ["is uncertain: add pictures", "the network overfits"];
     assert!(expected.iter().any(|words| diagnosis.contains(words)), "{}", shown.stdout);
     drop(serve);
     assert!(!folder.path().join("lockstep-data/address").exists());

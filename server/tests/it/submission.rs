@@ -167,6 +167,21 @@ async fn broken_files_that_fail_a_job_cause_a_warning() {
             response["warnings"].to_string().contains("validated every 5 steps and saved every 3");
         assert_eq!(is_warned, is_expected, "{response}");
     }
+    // A class of the training split that has no validation picture is named.
+    let mut no_dogs = dataset_info();
+    no_dogs.splits[1].per_class = vec![200, 0];
+    agent.register_as(&server, "no-dogs", no_dogs).await;
+    for (validation, is_expected) in [(json!("test"), true), (json!("none"), false)] {
+        let mut spec = on("no-dogs", "fail");
+        spec["data"]["validation"] = validation;
+        let (_, response) = server.post("/jobs/validate", &spec).await;
+        let warnings = response["warnings"].to_string();
+        assert_eq!(
+            warnings.contains("1 class has no validation picture: \\\"dog\\\""),
+            is_expected,
+            "{response}"
+        );
+    }
     // Without broken files, or with "skip", there is no warning. Jobs do not store warnings.
     for (name, broken_files) in [("five", "skip"), ("pictures", "fail")] {
         let (status, response) = server.post("/jobs", &on(name, broken_files)).await;

@@ -47,9 +47,9 @@ const isDrawn = (page) => page.evaluate(() => Number(document.querySelector("#lo
 const checkPath = (path, name, more) => checkPage(browser, server, path, name, more);
 const untilDialogOpens = (page) => until("the dialog is open", () => page.locator("dialog[open]").isVisible());
 
-/** The response of an evaluation with many confused classes, and mistakes with pictures. */
+/** The response of an evaluation with many confused classes, a class without pictures, and mistakes with pictures. */
 function evaluation() {
-  const confusion = CLASSES.map((_, i) => CLASSES.map((_, j) => (i === j ? 400 + 7 * i : (i * j) % 13)));
+  const confusion = CLASSES.map((name, i) => CLASSES.map((_, j) => (name === "goldfinch" ? 0 : i === j ? 400 + 7 * i : (i * j) % 13)));
   const classes = CLASSES.map((name, i) => ({ name, samples: confusion[i].reduce((a, b) => a + b), precision: 0.9 - i / 40, recall: 0.95 - i / 50, f1: 0.92 - i / 45 }));
   const mistakes = Array.from({ length: 12 }, (_, i) => ({ index: i, label: i, predicted: (i + 3) % 12, confidence: 0.99 - i / 100 }));
   return { accuracy: 0.8765, loss: 0.4321, samples: 5823, secs: 12.3, confusion, classes, mistakes, right: [] };
@@ -74,7 +74,10 @@ describe("a job's page", () => {
       await page.route("**/evaluation?*", (route) => route.fulfill({ json: evaluation() }));
       await page.route("**/samples?*", (route) => route.fulfill({ json: { samples: new URL(route.request().url()).searchParams.get("indices").split(",").map((index) => ({ index: Number(index), png: PNG })) } }));
     };
-    await checkPath(`/jobs/${jobs.paused}?tab=evaluation`, "evaluation", { prepare, ready: (page) => page.locator("#behind figure").first().isVisible() });
+    await checkPath(`/jobs/${jobs.paused}?tab=evaluation`, "evaluation", {
+      prepare, ready: (page) => page.locator("#behind figure").first().isVisible(),
+      act: async (page) => assert.equal(await page.locator("#class-rows tr").last().textContent(), "goldfinch0–––"),
+    });
   });
 
   test("asks in dialogs that fit", async () => {

@@ -1,4 +1,4 @@
-//! A line of advice for a finished job: why its accuracy is low, and what to change.
+//! Advice for a finished job: why its accuracy is low, and what to change.
 
 use crate::{
     http::error::Result,
@@ -7,7 +7,7 @@ use crate::{
 };
 use lockstep_protocol::{
     Job, JobState,
-    numbers::{accuracy_of, percent, plural},
+    numbers::{accuracy_of, percent},
     spec::{Augment, LossSpec},
 };
 use std::collections::BTreeMap;
@@ -82,41 +82,44 @@ impl Course {
         let last = *self.validations.last()?;
         let margin = self.pictures.map_or(0.0, |pictures| margin(last, pictures));
         let overfitted = self.training.filter(|training| training - last > USUAL_GAP.max(margin));
-        if margin > MAX_MARGIN && overfitted.is_none() {
-            return Some(format!(
-                "Too few validation pictures to tell: with {} the accuracy is certain only to ± {:.0} points. Add pictures, or hold \
-                 more of them out (data.validation).",
-                plural(self.pictures.unwrap_or_default(), "picture"),
-                100.0 * margin
-            ));
-        }
-        if last >= GOOD_ACCURACY {
-            return None;
-        }
-        let rise =
-            rise(&self.validations).filter(|rise| margin <= MAX_MARGIN && *rise > MIN_RISE.max(margin / 2.0));
-        if let Some(rise) = rise.filter(|_| self.training.is_none_or(|training| training < LEARNED_ACCURACY))
-        {
-            return Some(format!(
-                "Validation accuracy was still rising at the end (by {:.1} points in the last fifth): train more epochs (train.epochs).",
-                100.0 * rise
-            ));
-        }
-        if let Some(training) = overfitted {
-            return Some(format!(
-                "Training accuracy is {}, validation accuracy {}: the network overfits its training pictures. Augment them \
-                 (data.augment), raise train.weight_decay, or add pictures.",
-                percent(training),
-                accuracy_of(last, self.pictures)
-            ));
-        }
-        let training = self.training?;
-        (training < LOW && last < LOW).then(|| {
+        let is_learned =
+            last >= GOOD_ACCURACY || self.training.is_some_and(|training| training >= LEARNED_ACCURACY);
+        let rise = rise(&self.validations).filter(|rise| !is_learned && *rise > MIN_RISE.max(margin / 2.0));
+        let low = self.training.filter(|training| overfitted.is_none() && *training < LOW && last < LOW);
+        let rose = |rise: f64| {
             format!(
-                "Training accuracy is low, too ({}): raise train.lr or train longer (train.epochs); a larger network may help.",
-                percent(training)
+                "Validation accuracy was still rising at the end (by {:.1} points in the last fifth)",
+                100.0 * rise
             )
-        })
+        };
+        let underfits = match (rise, low) {
+            (Some(rise), Some(training)) => Some(format!(
+                "{}, and training accuracy is only {}: train more epochs (train.epochs), or raise train.lr.",
+                rose(rise),
+                percent(training)
+            )),
+            (Some(rise), None) => Some(format!("{}: train more epochs (train.epochs).", rose(rise))),
+            (None, Some(training)) => Some(format!(
+                "Training accuracy is low, too ({}): raise train.lr or train more epochs (train.epochs); a larger network may help.",
+                percent(training)
+            )),
+            (None, None) => None,
+        };
+        let measured = accuracy_of(last, self.pictures);
+        let other = match overfitted {
+            Some(training) => Some(format!(
+                "Training accuracy is {}, validation accuracy {measured}: the network overfits its training pictures. Set \
+                 data.augment = \"trivial\", raise train.weight_decay, or add pictures.",
+                percent(training)
+            )),
+            None if margin > MAX_MARGIN => Some(format!(
+                "The validation accuracy, {measured}, is uncertain: add pictures, or hold out more of them (data.validation), which \
+                 leaves fewer to train on."
+            )),
+            None => None,
+        };
+        let found: Vec<_> = underfits.into_iter().chain(other).collect();
+        (!found.is_empty()).then(|| found.join(" "))
     }
 }
 
@@ -150,17 +153,42 @@ mod tests {
             (Some(0.9), &[][..], Some(1000), None),
             (Some(0.99), &[0.9, 0.98], Some(1000), None),
             (Some(0.93), &[0.91, 0.91, 0.91], Some(1000), None),
-            // Too few pictures come before other findings, except a difference that is larger than the margin; 100 pictures are enough.
-            (Some(0.5), &[1.0], Some(4), Some("with 4 pictures the accuracy is certain only to ± 24 points")),
-            (Some(0.5), RISING, Some(20), Some("Too few validation pictures to tell: with 20 pictures")),
-            (Some(0.75), &[0.6], Some(30), Some("Too few validation pictures to tell: with 30 pictures")),
+            // Few pictures do not hide other findings; 100 pictures are enough.
+            (
+                Some(0.5),
+                &[1.0],
+                Some(4),
+                Some("The validation accuracy, 100.0 % of 4 pictures, is uncertain: add pictures"),
+            ),
+            (
+                Some(0.5),
+                RISING,
+                Some(20),
+                Some(
+                    "is only 50.0 %: train more epochs (train.epochs), or raise train.lr. The validation accuracy, 65.0 % ± 10.7 of 20 \
+                     pictures, is uncertain",
+                ),
+            ),
+            (
+                Some(0.75),
+                &[0.6],
+                Some(30),
+                Some("may help. The validation accuracy, 60.0 % ± 8.9 of 30 pictures, is uncertain"),
+            ),
             (
                 Some(0.99),
                 &[0.6],
                 Some(30),
                 Some("is 99.0 %, validation accuracy 60.0 % ± 8.9 of 30 pictures: the network overfits"),
             ),
-            (Some(0.95), RISING, Some(30), Some("overfits")),
+            (
+                Some(0.95),
+                RISING,
+                Some(30),
+                Some(
+                    "train more epochs (train.epochs). Training accuracy is 95.0 %, validation accuracy 65.0 % ± 8.7",
+                ),
+            ),
             (Some(0.5), &[0.5], Some(100), Some("low, too (50.0 %)")),
             (Some(0.5), &[0.5], None, Some("low, too (50.0 %)")),
             (
@@ -173,7 +201,7 @@ mod tests {
             // The training accuracy cannot rise any more.
             (Some(0.999), RISING, Some(5000), Some("overfits")),
             (Some(0.99), FLAT, Some(5000), Some("Training accuracy is 99.0 %, validation accuracy 70.0 %")),
-            (Some(0.72), FLAT, Some(5000), Some("raise train.lr or train longer")),
+            (Some(0.72), FLAT, Some(5000), Some("raise train.lr or train more epochs")),
             // With mixed pictures there is no training accuracy.
             (None, FLAT, Some(5000), None),
             // A difference within the margin of the validation is no gap.

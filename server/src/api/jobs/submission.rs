@@ -54,23 +54,34 @@ pub(crate) fn choose_validation(spec: &mut JobSpec, dataset: &Dataset) {
     }
 }
 
-/// Returns warnings about broken files of the dataset, which may make the job fail. The job is not refused, because the files may have been
-/// repaired since the dataset was inspected.
+/// Returns warnings about the dataset: broken files, and classes without validation pictures.
 pub(crate) fn warnings(spec: &JobSpec, dataset: &Dataset) -> Vec<String> {
+    let unvalidated = match &spec.data.validation {
+        Validation::Split(split) if spec.data.folds.is_none() => dataset.info.unvalidated_classes(split),
+        // Which pictures are held out is known to the ranks, which log such classes.
+        _ => None,
+    };
+    let unvalidated = unvalidated.map(|words| format!("dataset {}: {words}", dataset.name));
+    broken_files(spec, dataset).into_iter().chain(unvalidated).collect()
+}
+
+/// Returns a warning about broken files of the dataset, which may make the job fail. The job is not refused, because the files may have
+/// been repaired since the dataset was inspected.
+fn broken_files(spec: &JobSpec, dataset: &Dataset) -> Option<String> {
     let info = &dataset.info;
     if info.broken_count == 0 || spec.data.broken_files == BrokenFiles::Skip {
-        return Vec::new();
+        return None;
     }
     let named = info.broken.iter().take(MAX_NAMED).map(|broken| format!("{} {}", broken.file, broken.detail));
     let named = named.collect::<Vec<_>>().join("; ");
     let more = info.broken_count.saturating_sub(info.broken.len().min(MAX_NAMED) as u64);
     let more = if more > 0 { format!("; and {more} more") } else { String::new() };
     let files = plural(info.broken_count, "file");
-    vec![format!(
+    Some(format!(
         "{files} of {} could not be read when the dataset was inspected. With data.broken_files = \"fail\", the job fails if a file \
          is still unreadable: repair the files, or set data.broken_files = \"skip\" to leave them out ({named}{more})",
         dataset.name
-    )]
+    ))
 }
 
 /// The result of checking the pretrained weights of a job.

@@ -13,6 +13,7 @@ use crate::{
     held_out::{self, Identity},
     transform::{Transform, evaluation_resize},
 };
+use lockstep_protocol::dataset::{lacking_classes, unvalidated_classes};
 use lockstep_protocol::numbers::plural;
 use lockstep_protocol::spec::{BrokenFiles, DataSpec, Validation, ValidationDivision};
 use std::{
@@ -122,7 +123,18 @@ impl DataSource {
             (None, Validation::Fraction(fraction)) => {
                 check_held_out(&catalog.classes, &train.labels, &held_out, &train_chosen, *fraction)?
             }
-            (None, Validation::Split(_)) => Vec::new(),
+            (None, Validation::Split(name)) => {
+                let split = opened.as_slice().first().filter(|_| has_validation_split);
+                let counts = |labels: &[u32]| class_counts(&catalog.classes, labels);
+                let of_split = |split: &Opened| {
+                    unvalidated_classes(
+                        &catalog.classes,
+                        &counts(&train.labels),
+                        (name, &counts(&split.labels)),
+                    )
+                };
+                split.and_then(of_split).into_iter().collect()
+            }
         };
         let (mean, std) = normalisation(spec, &train, channels, height * width * channels);
         let size = [height, width, channels];
@@ -236,6 +248,13 @@ impl DataSource {
     }
 }
 
+/// The number of labels of each class.
+fn class_counts(classes: &[String], labels: &[u32]) -> Vec<u64> {
+    let mut counts = vec![0; classes.len()];
+    labels.iter().for_each(|label| counts[*label as usize] += 1);
+    counts
+}
+
 /// Notes for the log about classes without any validation picture or without any training picture. For a class with
 /// few pictures this happens by chance.
 ///
@@ -248,8 +267,6 @@ fn check_held_out(
     trained_on: &[u32],
     fraction: f64,
 ) -> Result<Vec<String>, DataError> {
-    /// Maximum number of classes that a note names.
-    const MAX_NAMED_CLASSES: usize = 5;
     let all = labels.len() as u64;
     if held_out.is_empty() {
         return Err(DataError::Invalid(format!(
@@ -264,21 +281,15 @@ fn check_held_out(
             plural(all, "training picture")
         )));
     }
-    let lacking = |places: &[u32], what: &str| -> Option<String> {
+    let lacking = |places: &[u32], kind: &str| -> Option<String> {
         let mut has = vec![false; classes.len()];
         places.iter().for_each(|place| has[labels[*place as usize] as usize] = true);
         let without: Vec<_> = classes.iter().zip(has).filter(|(_, has)| !has).map(|(name, _)| name).collect();
-        let named: Vec<_> = without.iter().take(MAX_NAMED_CLASSES).map(|name| format!("{name:?}")).collect();
-        let more = without.len().saturating_sub(MAX_NAMED_CLASSES);
-        let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-        let have = if without.len() == 1 { "has" } else { "have" };
-        (!without.is_empty()).then(|| {
-            format!(
-                "{} {have} no {what} picture, because data.validation = {fraction} decides independently for each picture: {}{more}",
-                plural(without.len() as u64, "class"),
-                named.join(", ")
-            )
-        })
+        let words = lacking_classes(&without, kind)?;
+        Some(format!(
+            "{words}. data.validation = {fraction} decides independently for each picture: add pictures, or set another \
+             data.validation_seed"
+        ))
     };
     Ok([lacking(held_out, "validation"), lacking(trained_on, "training")].into_iter().flatten().collect())
 }
@@ -299,9 +310,7 @@ fn check_folds(
             "data.folds = {folds} leaves some folds of {pictures} empty (equal pictures are in the same fold): give a smaller number"
         )));
     }
-    let mut counts = vec![0; classes.len()];
-    labels.iter().for_each(|label| counts[*label as usize] += 1);
-    let smallest = classes.iter().zip(counts).min_by_key(|(_, count)| *count);
+    let smallest = classes.iter().zip(class_counts(classes, labels)).min_by_key(|(_, count)| *count);
     let few = smallest.filter(|(_, count)| *count < u64::from(folds));
     let note = few.map(|(name, count)| {
         format!(

@@ -15,6 +15,8 @@ const form = byId("job-form"), fields = [...form.querySelectorAll("[data-kind]")
 const touched = new Set();
 /** The values of each recipe. `filled` contains the name of the recipe with which the fields were filled. */
 const recipes = JSON.parse(form.dataset.recipes), filled = byId("filled");
+/** The value of each field that a recipe has filled, from before the recipe. */
+const replaced = new Map();
 /** Sizes that belong together in a recipe: they are sent even if they have the recipe's values. */
 const TOGETHER = ["data.validation_size", "data.resize_size"];
 // Keys that a recipe scales with the job's epochs: they are sent only if the user has changed them.
@@ -151,18 +153,41 @@ function fillForm(spec) {
     if (effective(field, spec.train.recipe) !== untouched(field, spec.train.recipe)) touched.add(field);
   }
   filled.value = spec.train.recipe ?? "";
+  forgetReplaced();
   unmarkPresets();
 }
 
-/** Writes a recipe's values into fields that still have values of the previous recipe, of the defaults or of a preset. */
+/**
+ * Writes a recipe's values into fields that still have values of the previous recipe, of the defaults, of a preset or of a cloned job.
+ * Fields that only the previous recipe set get back their earlier values. A chosen validation set stays, because accuracies on other
+ * pictures cannot be compared.
+ */
 function fillRecipe(name) {
-  const own = recipes[name] ?? {};
-  for (const field of fields) {
-    const ofPreset = field.name in own && !touched.has(field);
-    if (field.name === "train.recipe" || (effective(field, filled.value) !== untouched(field, filled.value) && !ofPreset)) continue;
-    put(field, untouched(field, name), name);
+  const own = recipes[name] ?? {}, previous = recipes[filled.value] ?? {};
+  for (const field of fields.filter((f) => f.name in own || f.name in previous)) {
+    const value = effective(field, filled.value), isUnchanged = value === untouched(field, filled.value);
+    if (!isUnchanged && (!(field.name in own) || touched.has(field))) { replaced.delete(field); continue; }
+    const isLeft = LEFT_TO_SERVER.includes(field.name), usual = untouched(field, "");
+    const before = isUnchanged ? replaced.get(field) ?? (isLeft ? value : usual) : value;
+    const isWritten = field.name in own && (!isLeft || before === usual);
+    put(field, isWritten ? own[field.name] : before, name);
+    if (isWritten) replaced.set(field, before); else replaced.delete(field);
   }
   filled.value = name;
+  showReplaced();
+}
+
+/** Lists the settings that the recipe has replaced. Defaults are left out, except the validation set. */
+function showReplaced() {
+  const isDefault = (field, value) => value === untouched(field, "") && !LEFT_TO_SERVER.includes(field.name);
+  const changed = [...replaced].filter(([field, before]) => before !== valueOf(field) && !isDefault(field, before));
+  const named = changed.map(([field, before]) => `${field.labels[0].textContent.trim()} (was ${before})`);
+  text(byId("replaced"), named.length ? `This recipe has changed: ${named.join(", ")}. Without a recipe, these settings return.` : "");
+}
+
+function forgetReplaced() {
+  replaced.clear();
+  showReplaced();
 }
 
 byId("spec-text").addEventListener("input", () => { clearTimeout(readTimer); readTimer = setTimeout(readText, CHECK_AFTER_MS); });
@@ -204,14 +229,17 @@ const duration = (secs) => (secs < 100 ? `${Math.max(1, Math.round(secs))} s` : 
 function showPlan(response) {
   const { samples, steps_per_epoch, total_steps, global_batch_size, estimate } = response ?? {};
   const parts = [];
+  const { data, train } = response?.spec ?? {};
+  // A fraction holds out each picture independently, so the number of training pictures is only expected.
+  const about = typeof data?.validation === "number" && !data.folds ? "about " : "";
   if (response?.trials) parts.push(plural(response.trials, "trial"));
-  if (samples) parts.push(plural(samples, "picture"));
+  if (samples) parts.push(`${about}${plural(samples, "picture")}`);
   if (global_batch_size) parts.push(`${count(global_batch_size)} a step`);
-  if (steps_per_epoch) parts.push(`${plural(steps_per_epoch, "step")} an epoch`);
-  if (total_steps) parts.push(`${count(total_steps)} in all`);
+  if (steps_per_epoch) parts.push(`${about}${plural(steps_per_epoch, "step")} an epoch`);
+  if (total_steps) parts.push(`${train?.steps ? "" : about}${count(total_steps)} in all`);
   if (estimate) parts.push(`about ${duration(estimate.secs)} of training, as fast as ${estimate.name}`);
   // The dataset lacks the default split, so the server chose another.
-  const split = response?.spec.data.validation, field = fields.find((f) => f.name === "data.validation");
+  const split = data?.validation, field = fields.find((f) => f.name === "data.validation");
   if (split && String(split) !== effective(field, filled.value)) parts.push(`measured by ${split}`);
   text(byId("plan"), parts.join(" · "));
   const bundled = byId("bundled");
@@ -278,6 +306,7 @@ for (const preset of presets) {
       put(field, value, "", `${value}, not registered`);
     }
     filled.value = "";
+    forgetReplaced();
     unmarkPresets();
     preset.setAttribute("aria-current", "true");
     sent = false;
@@ -324,4 +353,5 @@ byId("sweep-settings").hidden = false;
 byId("spec-side").hidden = false;
 byId("spec-side").parentElement.classList.add("with-spec");
 showSpec();
-check();
+// Without any dataset, the page's notice says what to do.
+if (readsOnly || form.dataset.hasDatasets !== undefined) check();

@@ -91,7 +91,7 @@ impl Suggestion {
         Ok(Self {
             data: data(info, side, effort.side, validation),
             model: vec![network(prefers_large_network, side, is_small)],
-            train: train(train_on, batch, epochs, is_small),
+            train: train(train_on, held_out > 0, batch, epochs, is_small),
             side: side.unwrap_or(effort.side),
             batch,
             trained: train_on * epochs,
@@ -215,14 +215,17 @@ fn batch(train_on: u64, is_small: bool) -> u64 {
     1 << wanted.ilog2()
 }
 
-fn train(train_on: u64, batch: u64, epochs: u64, is_small: bool) -> Vec<CommentedKeys> {
+/// `is_expected`: the job holds out each picture independently, so `train_on` is the expected number of training pictures.
+fn train(train_on: u64, is_expected: bool, batch: u64, epochs: u64, is_small: bool) -> Vec<CommentedKeys> {
+    let about = if is_expected { "about " } else { "" };
     let steps = (train_on / batch).max(1);
     // 0.2 for 256 pictures is usual for ResNets on CIFAR with this schedule; photographs need half of it.
     let lr = if is_small { 0.2 } else { 0.1 } * batch as f64 / 256.0;
     vec![
         CommentedKeys {
             comment: format!(
-                "{}: {} an epoch, {} in all.",
+                "{}{}: {about}{} an epoch, {about}{} in all.",
+                if is_expected { "About " } else { "" },
                 plural(train_on, "picture"),
                 plural(steps, "step"),
                 steps * epochs
@@ -306,13 +309,15 @@ mod tests {
 
     #[test]
     fn an_existing_split_is_used_for_validation() {
-        for (splits, expected) in [
-            (&[("train", 100), ("val", 10)][..], "validation = \"val\""),
-            (&[("train", 100), ("val", 10), ("test", 10)], "validation = \"test\""),
-            (&[("train", 100), ("test", 0)], "validation = 0.1"),
-            (&[("train", 100)], "validation = 0.1"),
+        for (splits, expected, amount) in [
+            (&[("train", 100), ("val", 10)][..], "validation = \"val\"", "100 pictures: 6 steps an epoch"),
+            (&[("train", 100), ("val", 10), ("test", 10)], "validation = \"test\"", "100 pictures: "),
+            (&[("train", 100), ("test", 0)], "validation = 0.1", "About 90 pictures: "),
+            (&[("train", 100)], "validation = 0.1", "About 90 pictures: about 5 steps an epoch"),
         ] {
-            assert_eq!(Suggestion::of(&info(28, splits)).unwrap().data[0].toml, expected);
+            let suggestion = Suggestion::of(&info(28, splits)).unwrap();
+            assert_eq!(suggestion.data[0].toml, expected);
+            assert!(suggestion.train[0].comment.starts_with(amount), "{}", suggestion.train[0].comment);
         }
     }
 }

@@ -6,7 +6,11 @@ use super::{
     job_file::{self, UnknownPath},
     output, sweep,
 };
-use lockstep_protocol::{JobSpec, numbers::plural, spec::SpecError};
+use lockstep_protocol::{
+    JobSpec,
+    numbers::plural,
+    spec::{SpecError, Validation},
+};
 use lockstep_worker::checkpoint;
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -34,6 +38,7 @@ pub(crate) struct Args {
 /// The fields of the server's response that this command uses.
 #[derive(Deserialize)]
 struct Plan {
+    spec: JobSpec,
     samples: u64,
     global_batch_size: u64,
     steps_per_epoch: u64,
@@ -99,13 +104,18 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if args.server.json {
         return output::json(&response);
     }
+    let spec = &plan.spec;
+    // A fraction holds out each picture independently, so the number of training pictures is only expected.
+    let is_expected = matches!(spec.data.validation, Validation::Fraction(_)) && spec.data.folds.is_none();
+    let about = if is_expected { "about " } else { "" };
     output::line(format_args!(
-        "{} has no mistake: {}{}, {} a step, {} an epoch, {}",
+        "{} has no mistake: {}{about}{}, {} a step, {about}{} an epoch, {}{}",
         args.job.display(),
         trials.map(|trials| format!("{}, ", plural(trials as u64, "trial"))).unwrap_or_default(),
         plural(plan.samples, "training picture"),
         plan.global_batch_size,
         plural(plan.steps_per_epoch, "step"),
+        if spec.train.steps.is_none() { about } else { "" },
         plural(plan.total_steps, "step")
     ))
 }

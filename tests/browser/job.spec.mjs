@@ -14,6 +14,7 @@ describe("a job", () => {
   test("is submitted by the form and followed live", async () => {
     const page = await browser.page(server, "/jobs");
     assert.ok(await page.getByText("No job yet").isVisible(), "an empty list says what to do");
+    assert.equal(await page.locator("#no-jobs").getByRole("link", { name: "Datasets" }).getAttribute("href"), "/datasets?for=job#upload");
     await page.locator("#no-jobs").getByRole("link", { name: "form" }).click();
     await page.getByRole("link", { name: /Fashion-MNIST/ }).click();
     await page.getByLabel("Name", { exact: true }).fill("from the form");

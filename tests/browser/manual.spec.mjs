@@ -43,7 +43,15 @@ describe("a job as text", () => {
     assert.equal(await page.locator("#project-name").textContent(), "by-hand");
     await page.getByRole("link", { name: "Clone", exact: true }).click();
     await page.waitForURL(/from=/);
-    assert.equal(await page.getByLabel("Name", { exact: true }).inputValue(), "as json", "a clone has the job's settings");
+    assert.equal(await page.getByLabel("Name", { exact: true }).inputValue(), "as json (2)", "a clone has a free name");
+    const words = page.locator("#spec-text"), cloned = await words.inputValue(), recipe = page.getByLabel("Recipe", { exact: true });
+    assert.match(cloned, /^validation = 0\.02$/m, "a clone has the job's settings");
+    await recipe.selectOption("finetune");
+    await until("the form names the changed settings", async () => /Image size \(was 8\)/.test(await page.locator("#replaced").textContent()));
+    assert.match(await words.inputValue(), /^validation = 0\.02$/m, "a recipe keeps the validation pictures");
+    await recipe.selectOption("cifar-fast");
+    await recipe.selectOption("");
+    await until("the settings return", async () => (await words.inputValue()) === cloned);
     await server.ask(`/jobs/${id}/cancel`, {});
     await page.end();
   });

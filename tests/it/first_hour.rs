@@ -93,7 +93,7 @@ async fn the_readme_s_eight_commands_classify_a_picture_on_an_empty_machine() {
     // Pictures that are added later count at once. The job file names the folder by its path.
     photos(&home, 50);
     let validated = run_line("lockstep validate lockstep.toml");
-    assert!(validated.ok().contains(" 90 training pictures, "), "{} {}", validated.stdout, validated.stderr);
+    assert!(validated.ok().contains("about 90 training pictures"), "{}", validated.stdout);
     let classified = run_line(&predict);
     assert!(classified.ok().starts_with("new.jpg: "), "{}", classified.stdout);
     assert!(

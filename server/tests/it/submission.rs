@@ -235,9 +235,11 @@ async fn weights_that_do_not_fit_are_refused_at_submission() {
     }
     // The server finds some mistakes without an agent, and reports them with the other mistakes.
     let id = format!("{}-1-40", lockstep_protocol::JobId::generate());
-    for (pretrained, fragment) in
-        [(&*id, "no checkpoint has the id"), ("https://host/w.safetensors", "download the file")]
-    {
+    for (pretrained, fragment) in [
+        (&*id, "no checkpoint has the id"),
+        ("https://host/w.safetensors", "download the file"),
+        ("12-276", "write the full id, JOB-12-276"),
+    ] {
         let mut spec = spec_with(pretrained);
         spec["data"]["validation"] = json!("holdout");
         let (status, response) = server.post("/jobs", &spec).await;

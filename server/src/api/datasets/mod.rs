@@ -287,14 +287,23 @@ fn name_mistake(name: &str) -> Option<SpecError> {
         return None;
     }
     let problem = match name.chars().find(|c| !is_plain(*c)) {
-        _ if name.is_empty() => "this one is empty".to_owned(),
-        Some(odd) => format!("this one has {odd:?}"),
-        None if name.len() > MAX_NAME_BYTES => format!("this one has {}", name.len()),
-        None => "this one begins with a dot".into(),
+        _ if name.is_empty() => "is empty".to_owned(),
+        Some(' ') => "has a space".into(),
+        Some(odd) => format!("has {odd:?}"),
+        None if name.len() > MAX_NAME_BYTES => format!("has {} characters", name.len()),
+        None => "begins with a dot".into(),
+    };
+    // The name with its odd characters replaced, if the name would then be valid.
+    let parts: Vec<_> = name.split(|c: char| !is_plain(c)).filter(|part| !part.is_empty()).collect();
+    let similar = parts.join("-");
+    let similar = similar.trim_start_matches('.').trim_end_matches('-');
+    let similar = if (1..=MAX_NAME_BYTES).contains(&similar.len()) {
+        format!("; `{similar}` would do")
+    } else {
+        String::new()
     };
     mistake(format!(
-        "must have 1 to {MAX_NAME_BYTES} characters, each a letter (a to z, A to Z), a digit, '-', '_' or '.', the first not a dot: \
-         {problem}"
+        "the name {problem}: use 1 to {MAX_NAME_BYTES} letters (a to z, A to Z), digits, '-', '_' and '.', the first not a dot{similar}"
     ))
 }
 

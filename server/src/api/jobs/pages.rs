@@ -11,7 +11,7 @@ use crate::{
     auth::{Auth, access::Caller},
     checkpoints::artifact_store::StoredState,
     http::{
-        error::{Error, PageError},
+        error::{Error, PageError, Result},
         extract::{PageQuery, Path, job_id},
     },
     ingest::run_files::RunFiles,
@@ -75,6 +75,9 @@ pub(crate) async fn jobs(
     html(page.render())
 }
 
+/// Maximum number of jobs that are searched for a free name.
+const MAX_CLONES_READ: u32 = 200;
+
 /// `GET /jobs/new`: initial values of the form.
 #[derive(Debug, Default, Deserialize)]
 pub(crate) struct NewJobQuery {
@@ -103,10 +106,24 @@ pub(crate) async fn new_job(
     if let Some(id) = &query.from {
         let job = find_visible(&scheduler, &caller, id).await?;
         check_readable(&job)?;
+        let name = free_name(&scheduler, &caller, &job.name).await?;
         let tags = job.tags.clone();
-        page.form = submit_views::Form::from_spec(&JobSpec { tags, ..job.spec });
+        page.form = submit_views::Form::from_spec(&JobSpec { name, tags, ..job.spec });
     }
     html(page.render())
+}
+
+/// Returns a name for a clone of a job: `pets (2)` for `pets`, or the next number that no job has.
+async fn free_name(scheduler: &Scheduler, caller: &Caller, name: &str) -> Result<String> {
+    let numbered = name.strip_suffix(')').and_then(|rest| rest.rsplit_once(" ("));
+    let stem = numbered.filter(|(_, number)| number.parse::<u32>().is_ok()).map_or(name, |(stem, _)| stem);
+    let name = Some(format!("{stem} ("));
+    let filter =
+        JobFilter { name, seen_by: caller.sees_as(), limit: MAX_CLONES_READ, ..JobFilter::default() };
+    let clones = scheduler.store.jobs(&filter).await?.jobs;
+    let is_free = |name: &String| clones.iter().all(|job| job.name != *name);
+    let mut names = (2_u32..).map(|number| format!("{stem} ({number})"));
+    Ok(names.find(is_free).unwrap_or_else(|| stem.to_owned()))
 }
 
 fn slots(agents: &Agents) -> u32 {

@@ -139,6 +139,13 @@ pub(crate) async fn pretrained(
                 .into(),
         );
     }
+    let is_number = |part: &str| part.parse::<u64>().is_ok();
+    if given.split_once('-').is_some_and(|(epoch, step)| is_number(epoch) && is_number(step)) {
+        return mistake(format!(
+            "{given:?} names a checkpoint without its job: write the full id, JOB-{given}, where JOB is the job's id at the end of its page's \
+             address; `lockstep checkpoints JOB` lists the full ids of a job's checkpoints"
+        ));
+    }
     let is_checkpoint = dispatch::is_checkpoint_id(given);
     let weights = if is_checkpoint {
         let row = scheduler.store.checkpoint(given).await?;

@@ -45,7 +45,7 @@ async function show() {
   const any = list().length > 0;
   byId("nothing").hidden = any;
   byId("compared").hidden = !any;
-  text(byId("compare-about"), errors.join(" ") || (any ? plural(list().length, "job") : ""));
+  text(byId("compare-about"), errors.join(" ") || (any ? `${plural(list().length, "job")}${list().length === 1 ? ": choose a second job to compare" : ""}` : ""));
   picker.draw();
   if (!any) return;
   showCharts();

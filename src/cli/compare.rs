@@ -2,8 +2,10 @@
 
 use super::{api::ServerArgs, block_on, output};
 use lockstep_protocol::{
-    Job,
+    Job, JobSpec,
+    labels::DEFAULT_PROJECT,
     numbers::{percent, rate, standard_error, value},
+    spec::ValidationDivision,
 };
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -81,29 +83,73 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         metrics.into_iter().map(|name| row(name, &|job| job.last.others.get(name).map(|v| value(*v)))),
     );
     rows.retain(|row| row.iter().skip(1).any(|cell| !cell.is_empty()));
-    output::table_of_columns(&header, &rows)
+    output::table_of_columns(&header, &rows)?;
+    caution(&jobs).into_iter().try_for_each(output::line)
 }
 
-/// Returns the settings in which the jobs differ. Names of jobs do not count.
+/// Says why the best validation accuracies of these jobs may not rank the jobs. The same as `caution` in `static/compare/caution.js`.
+fn caution(jobs: &[Job]) -> Vec<String> {
+    let mut measured: Vec<(f64, u64, ValidationDivision)> = Vec::new();
+    for job in jobs {
+        let (Some(best), Some(pictures)) = (job.best, job.last.val_pictures) else { continue };
+        let mut division = ValidationDivision::of(&job.spec.data);
+        if !division.holds_out() {
+            division.validation_seed = 0;
+        }
+        measured.push((best.value, pictures, division));
+    }
+    measured.sort_by(|a, b| b.0.total_cmp(&a.0));
+    let [first, second, ..] = measured.as_slice() else { return Vec::new() };
+    let mut sentences = Vec::new();
+    let is_of_dataset = |of: &(f64, u64, ValidationDivision)| of.2.dataset == first.2.dataset;
+    if measured.iter().any(|of| of.1 != first.1 || (is_of_dataset(of) && of.2 != first.2)) {
+        sentences.push("These accuracies are of different validation pictures.".to_owned());
+    } else if !measured.iter().all(is_of_dataset) {
+        sentences.push("These accuracies are of validation pictures of different datasets.".to_owned());
+    }
+    let variance = |of: &(f64, u64, ValidationDivision)| of.0 * (1.0 - of.0) / of.1 as f64;
+    let difference = first.0 - second.0;
+    let two_errors = 2.0 * (variance(first) + variance(second)).sqrt();
+    if difference < two_errors {
+        sentences.push(format!(
+            "The best two differ by {:.1} points. The difference is within the uncertainty: two standard errors of it are {:.1} points.",
+            100.0 * difference,
+            100.0 * two_errors
+        ));
+    }
+    sentences
+}
+
+/// Returns the settings in which the jobs differ. Names of jobs and settings that only have default values do not count: a run from
+/// elsewhere has none of Lockstep's settings.
 fn differing_settings(jobs: &[Job]) -> anyhow::Result<BTreeMap<String, Vec<Value>>> {
     let all = jobs.iter().map(flat_settings).collect::<anyhow::Result<Vec<_>>>()?;
     let keys: BTreeSet<&String> = all.iter().flat_map(BTreeMap::keys).filter(|key| *key != "name").collect();
     let values = |key: &String| -> Vec<Value> {
         all.iter().map(|settings| settings.get(key).cloned().unwrap_or_default()).collect()
     };
+    let defaults = flat(&JobSpec::default())?;
+    let is_default = |key: &String, value: &Value| value.is_null() || defaults.get(key) == Some(value);
     let each = keys.into_iter().map(|key| (key.clone(), values(key)));
-    Ok(each.filter(|(_, values)| values.windows(2).any(|pair| pair[0] != pair[1])).collect())
+    let differing = each.filter(|(_, values)| values.windows(2).any(|pair| pair[0] != pair[1]));
+    Ok(differing.filter(|(key, values)| !values.iter().all(|value| is_default(key, value))).collect())
 }
 
 /// Returns a job's settings by keys such as `train.lr`.
 fn flat_settings(job: &Job) -> anyhow::Result<BTreeMap<String, Value>> {
-    // Through text, so that 0.1 in single precision stays 0.1.
-    let spec = match &job.external {
-        Some(run) => json!({ "project": job.project, "config": run.config }),
-        None => serde_json::from_str(&serde_json::to_string(&job.spec)?)?,
-    };
+    match &job.external {
+        Some(run) => {
+            let project = (job.project != DEFAULT_PROJECT).then_some(&job.project);
+            flat(&json!({ "project": project, "config": run.config }))
+        }
+        None => flat(&job.spec),
+    }
+}
+
+fn flat(spec: &impl Serialize) -> anyhow::Result<BTreeMap<String, Value>> {
     let mut settings = BTreeMap::new();
-    flatten(String::new(), spec, &mut settings);
+    // Through text, so that 0.1 in single precision stays 0.1.
+    flatten(String::new(), serde_json::from_str(&serde_json::to_string(spec)?)?, &mut settings);
     Ok(settings)
 }
 

@@ -107,7 +107,7 @@ fn row(job: &Job) -> [String; 9] {
         job.id.to_string(),
         job.name.clone(),
         job.state.to_string(),
-        job.ranks.to_string(),
+        if job.external.is_some() { "elsewhere".to_owned() } else { job.ranks.to_string() },
         progress,
         job.images_per_second.map(rate).unwrap_or_default(),
         job.last.loss.map(|loss| format!("{loss:.4}")).unwrap_or_default(),

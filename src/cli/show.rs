@@ -4,7 +4,6 @@ use super::{
     api::{JobArgs, list},
     block_on, output,
 };
-use lockstep_protocol::numbers::rate;
 use lockstep_protocol::{
     Job,
     agent::CheckpointInfo,
@@ -12,6 +11,7 @@ use lockstep_protocol::{
     job::Batch,
     labels::DEFAULT_PROJECT,
     network::{NetworkDescription, PlanDescription},
+    numbers::{rate, value},
     reason::Reason,
 };
 use serde::{Deserialize, Serialize};
@@ -46,7 +46,7 @@ pub(crate) fn run(args: JobArgs) -> anyhow::Result<()> {
     for (key, value) in
         describe_job(&job, &checkpoints).into_iter().chain(plan).chain(attempts.iter().map(describe_attempt))
     {
-        output::line(format_args!("{key:<20}{value}"))?;
+        output::line(format_args!("{key:<19} {value}"))?;
     }
     let settings = match &job.external {
         Some(run) => serde_json::to_string_pretty(&json!({"config": run.config, "summary": run.summary}))?,
@@ -129,6 +129,7 @@ fn describe_job(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, Strin
     lines.push((
         "ranks",
         match job.ranks_now() {
+            _ if job.external.is_some() => "run from elsewhere".into(),
             now if now < job.ranks => format!("{now} of {}", job.ranks),
             all => all.to_string(),
         },
@@ -169,6 +170,10 @@ fn describe_job(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, Strin
         ("ran", job.ran_secs.map(|secs| format!("{secs:.0} s, without pauses and waiting"))),
     ];
     lines.extend(optional.into_iter().filter_map(|(key, value)| Some((key, value?))));
+    if job.external.is_some() {
+        let own = job.last.by_name().filter(|(name, _)| !["loss", "val_accuracy"].contains(name));
+        lines.extend(own.map(|(name, newest)| (name, value(newest))));
+    }
     lines.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()
 }
 

@@ -9,11 +9,11 @@ import { settings } from "./names.js";
 const plain = (v) => String(Number(v.toPrecision(6)));
 /** Returns the training time in seconds, without pauses and waiting: of attempts that have ended, or of a running first attempt. */
 const ran = (j) => j.ran_secs ?? (j.attempt === 1 && j.started_at ? (serverNow() - Date.parse(j.started_at)) / 1000 : NaN);
-/** `key`: the result's key in the URL. `get(job)`: its value. */
-const result = (key, name, get, format) => ({ key, name, get, format });
+/** `key`: the result's key in the URL. `get(job)`: its value. `about`: what the name does not say. */
+const result = (key, name, get, format, about) => ({ key, name, get, format, about });
 /** Results of a job. */
 export const RESULTS = [
-  result("loss", "loss", (j) => j.last.loss, value), result("val_loss", "val. loss", (j) => j.last.val_loss, value), result("accuracy", "accuracy", (j) => j.last.accuracy, percent),
+  result("loss", "loss", (j) => j.last.loss, value), result("val_loss", "val. loss", (j) => j.last.val_loss, value), result("accuracy", "training accuracy", (j) => j.last.accuracy, percent, "Of the training pictures of the newest step"),
   result("val_accuracy", "val. accuracy", (j) => j.last.val_accuracy, percent), result("best", "best accuracy", (j) => j.best?.value, percent),
   result("images_per_second", "images/s", (j) => j.images_per_second, rate), result("step", "steps", (j) => j.step, count), result("time", "ran for", ran, clock),
 ];

@@ -6,10 +6,18 @@ import { flat, formatted } from "../settings.js";
 const MAX_SETTINGS = 2, MAX_CHARS = 12;
 let cache = { key: "", titles: new Map() };
 
-/** Returns settings by key, each with its value for every job. `name` is left out. */
+const ownSettings = ({ external, project }) => ({ ...(project === "default" ? {} : { project }), config: external.config });
+
+/**
+ * Returns settings by key, each with its value for every job. `name` is left out. A run from elsewhere, which has none of the settings of a
+ * job file, does not make these settings different.
+ */
 export function settings(jobs) {
-  const specs = jobs.map((j) => new Map(flat(j.external ? { project: j.project, config: j.external.config } : j.spec))), keys = [...new Set(specs.flatMap((s) => [...s.keys()]))].filter((k) => k !== "name");
-  return keys.map((key) => ({ key, values: specs.map((s) => s.get(key)) })).map((row) => ({ ...row, different: new Set(row.values.map(formatted)).size > 1 }));
+  const specs = jobs.map((j) => new Map(flat(j.external ? ownSettings(j) : j.spec))), keys = [...new Set(specs.flatMap((s) => [...s.keys()]))].filter((k) => k !== "name");
+  return keys.map((key) => {
+    const values = specs.map((s) => s.get(key)), isOfRuns = specs.some((s, i) => jobs[i].external && s.has(key)), compared = isOfRuns ? values : values.filter((_, i) => !jobs[i].external);
+    return { key, values, different: new Set(compared.map(formatted)).size > 1 };
+  });
 }
 
 /** Returns a title for each job's id: the name, with the settings that distinguish the job from jobs with the same name. */

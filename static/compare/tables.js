@@ -1,5 +1,6 @@
 // The sortable table of results, and the table of settings.
 
+import { caution } from "./caution.js";
 import { swatch } from "./colours.js";
 import { settings, titleOf } from "./names.js";
 import { RESULTS } from "./columns.js";
@@ -12,10 +13,10 @@ import { uncertainty } from "../numbers.js";
 /** Columns of the table of results. `get(job)`: the value, also for sorting. */
 const COLUMNS = [
   { name: "job", get: (j) => j.name, format: (v) => v }, { name: "state", get: (j) => j.state, format: (v) => v },
-  ...RESULTS.map(({ name, get, format }) => ({ name, get: (j) => get(j) ?? NaN, format })),
+  ...RESULTS.map(({ name, get, format, about }) => ({ name, get: (j) => get(j) ?? NaN, format, about })),
 ];
 /** Columns with the newest values. While a job runs, they are marked as not final. */
-const NEWEST = ["loss", "val. loss", "accuracy", "val. accuracy"];
+const NEWEST = ["loss", "val. loss", "training accuracy", "val. accuracy"];
 /** Columns whose values rest on the validation pictures. */
 const VALIDATED = ["val. accuracy", "best accuracy"];
 
@@ -48,13 +49,14 @@ export class Tables {
       return (Number.isNaN(x) - Number.isNaN(y)) || (x - y) * (way === "up" ? 1 : -1);
     });
     const head = make("tr");
-    for (const { name } of COLUMNS) {
-      const button = make("button", { type: "button", className: "sort", textContent: name }), th = make("th", { scope: "col", className: name === "job" || name === "state" ? "" : "num" }, button);
+    for (const { name, about } of COLUMNS) {
+      const button = make("button", { type: "button", className: "sort", textContent: name, title: about ?? "" }), th = make("th", { scope: "col", className: name === "job" || name === "state" ? "" : "num" }, button);
       if (name === column.name) th.setAttribute("aria-sort", way === "up" ? "ascending" : "descending");
       button.addEventListener("click", () => { write({ sort: `${name}:${name === column.name && way === "down" ? "up" : "down"}` }); this.#results(); });
       head.append(th);
     }
     head.append(make("td", { className: "num" }));
+    text(byId("results-note"), caution(this.jobs()));
     byId("results-head").replaceChildren(head);
     const chosen = this.chosen();
     byId("results").replaceChildren(...order.map((job) => {
@@ -81,5 +83,6 @@ export class Tables {
       make("th", { scope: "row", textContent: key }), ...values.map((v) => make("td", { textContent: formatted(v) })))));
     text(byId("settings-note"), jobs.length < 2 ? "" : `${all.filter((r) => r.different).length} of ${all.length} differ`);
     byId("settings-none").hidden = shown.length > 0;
+    text(byId("settings-none"), jobs.length < 2 ? "Choose a second job." : "All settings are the same.");
   }
 }

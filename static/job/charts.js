@@ -10,7 +10,7 @@ import { RANK_COLOURS } from "../chart/palette.js";
 import { Speeds } from "../chart/speeds.js";
 import { axisName, View } from "../chart/view.js";
 import { pictures } from "./facts.js";
-import { about, axisTitle, GROUPS, MACHINE, quantity, SELECTABLE, short, shortPercent } from "./names.js";
+import { about, axesTitle, axisTitle, GROUPS, MACHINE, quantity, SELECTABLE, short, shortPercent } from "./names.js";
 import { colourOf } from "./ranks.js";
 import { isFinal } from "./states.js";
 
@@ -34,7 +34,7 @@ export class Charts {
     this.all = {
       loss: chart("loss", { label: "Loss of each rank", yName: () => axisTitle("loss"), format: value, layers: () => this.#perRank("loss"), onNote: (shown) => note(byId("loss-note"), withRanks(shown)) }),
       accuracy: chart("accuracy", {
-        label: "Accuracy in training and validation", yName: () => axisTitle("accuracy"), format: percent, limits: [0, 1], tick: shortPercent,
+        label: "Accuracy in training and validation", yName: () => axesTitle(["accuracy", "val_accuracy"]), format: percent, limits: [0, 1], tick: shortPercent,
         layers: () => [
           { label: "train", colour: "accent", series: metrics.mean("accuracy"), smoothing: 0.9 },
           { label: "validation", colour: "accent-2", series: metrics.series("val_accuracy"), rings: true, smoothing: 0 },

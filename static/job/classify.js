@@ -1,7 +1,7 @@
 // Predictions of a checkpoint for pictures that the reader drops on the page.
 
 import { byId, make, Problem, errorText, text } from "../page.js";
-import { percent, plural } from "../numbers.js";
+import { percent, plural, standardError } from "../numbers.js";
 
 const TOP = 5;
 
@@ -31,17 +31,25 @@ export class Classify {
     const status = byId("classify-status");
     if (!files.length) return;
     text(status, `Predicting ${plural(files.length, "picture")} …`);
+    const chosen = this.choice.value;
     const form = new FormData();
     for (const file of files) form.append("picture", file, file.name);
     try {
-      const response = await fetch(`/api/v1/checkpoints/${encodeURIComponent(this.choice.value)}/predict`, { method: "POST", body: form, headers: { accept: "application/json" } });
+      const response = await fetch(`/api/v1/checkpoints/${encodeURIComponent(chosen)}/predict`, { method: "POST", body: form, headers: { accept: "application/json" } });
       const content = await response.json().catch(() => null);
       if (!response.ok) throw new Problem(response.status, content);
       const label = this.choice.selectedOptions[0].textContent;
       this.results.prepend(...await Promise.all(content.predictions.map((p, i) => card(p, files[i], label))));
       text(status, `${plural(files.length, "picture")} classified with ${label}`);
+      text(byId("classify-reliability"), reliability(this.checkpoints.sorted.find(({ id }) => id === chosen)));
     } catch (error) { text(status, errorText(error)); }
   }
+}
+
+/** Says how often a checkpoint is right. Empty if the checkpoint was not validated. */
+function reliability(checkpoint) {
+  const { val_accuracy: accuracy, validation } = checkpoint ?? {};
+  return accuracy == null || !validation ? "" : `This model is right for ${percent(accuracy)}${standardError(accuracy, validation.pictures)} of its ${plural(validation.pictures, "validation picture")}.`;
 }
 
 async function card(prediction, file, checkpoint) {

@@ -33,7 +33,7 @@ export const SELECTABLE = {
 };
 /** All metrics that panels can show. */
 export const ALL = {
-  loss: metric("Loss", value, true, "loss"), accuracy: metric("Accuracy", percent, true, "accuracy"), val_accuracy: metric("Validation accuracy", percent, false, "accuracy"),
+  loss: metric("Loss", value, true, "loss"), accuracy: metric("Training accuracy", percent, true, "accuracy"), val_accuracy: metric("Validation accuracy", percent, false, "accuracy"),
   images_per_second: metric("Images/s", rate, false, "images/s"), ...SELECTABLE,
 };
 /** Returns the entry of any metric: runs from elsewhere choose names. */

@@ -16,7 +16,7 @@ const column = (label, get, format) => ({ label, get, format });
 /** Columns that can be added, besides settings and tags. */
 const METRICS = {
   ...Object.fromEntries(Object.entries(ALL).map(([name, { label, format }]) => [name, column(label, (j) => j.last[name], format)])),
-  accuracy: column("Training accuracy", (j) => j.last.accuracy, ALL.accuracy.format), lr: column("Learning rate now", (j) => j.last.lr, ALL.lr.format),
+  lr: column("Learning rate now", (j) => j.last.lr, ALL.lr.format),
   images_per_second: column("Images/s", (j) => j.images_per_second, rate), step: column("Step", (j) => j.step, count), epoch: column("Epoch", (j) => j.epoch, count),
   attempt: column("Attempt", (j) => j.attempt, count), ranks: column("Ranks", (j) => j.ranks, count),
   owner: column("Owner", (j) => j.owner, String), project: column("Project", (j) => j.project, String),

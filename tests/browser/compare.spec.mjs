@@ -113,7 +113,7 @@ describe("a metric", () => {
     const page = await browser.page(server, `/compare?jobs=${id}&metric=accuracy,gpu_memory_bytes,gpu_power_watts`);
     const card = (metric) => page.locator(`.curve[data-metric=${metric}]`);
     await until("all is drawn", () => page.evaluate(() => [...document.querySelectorAll("#curves .chart")].filter((chart) => Number(chart.dataset.drawn) > 0).length === 3));
-    const names = ["accuracy (%)", "GPU memory (bytes)", "GPU power (W)"];
+    const names = ["training accuracy (%)", "GPU memory (bytes)", "GPU power (W)"];
     assert.deepEqual(await page.locator("#curves .curve h3").allTextContents(), names);
     assert.ok((await page.locator("#more-metrics option").allTextContents()).includes("✓ GPU power (W)"), "the list of metrics has the same name");
     for (const [metric, name, tick] of [["accuracy", names[0], /^\d+ %$/], ["gpu_memory_bytes", names[1], /^[\d.]+ GB$/], ["gpu_power_watts", names[2], /^\d+ W$/]]) {
@@ -132,7 +132,7 @@ describe("a metric", () => {
     assert.equal(queryOf(page).get("compare-accuracy-range"), "20~60");
     const own = await page.tab(`/jobs/${id}?metric=gpu_power_watts`);
     await until("the job's page has drawn the metric", () => own.evaluate(() => window.lockstep?.charts.lr.firstDrawnAt > 0));
-    assert.deepEqual(await own.evaluate(() => ["accuracy", "lr"].map((name) => window.lockstep.charts[name].yName())), [names[0], names[2]]);
+    assert.deepEqual(await own.evaluate(() => ["accuracy", "lr"].map((name) => window.lockstep.charts[name].yName())), ["accuracy (%)", names[2]]);
     await agent.evaluate(([attempt]) => window.simulatedAgent.end(attempt, 100), [attempt]);
     await until("the job has ended", async () => (await server.job(id)).state === "succeeded");
     await page.end();
@@ -266,7 +266,8 @@ describe("the selection", () => {
     await page.keyboard.press("Enter");
     assert.equal((await selected(page)).length, 1);
     await page.getByRole("button", { name: "Compare only these" }).click();
-    await until("one job is left", async () => queryOf(page).get("jobs").split(",").length === 1);
+    await until("one job is left", async () => (await page.locator("#compare-about").textContent()) === "1 job: choose a second job to compare");
+    assert.equal(await page.locator("#settings-none").textContent(), "Choose a second job.");
     await page.end();
   });
 
@@ -300,8 +301,15 @@ describe("results", () => {
   test("have a column for each axis, including validation loss, and are sorted by it", async () => {
     const page = await browser.page(server, comparePath());
     await untilDrawn(page);
-    assert.deepEqual(await page.locator("#results-head button").allTextContents(), ["job", "state", "loss", "val. loss", "accuracy", "val. accuracy", "best accuracy", "images/s", "steps", "ran for"]);
+    assert.deepEqual(await page.locator("#results-head button").allTextContents(), ["job", "state", "loss", "val. loss", "training accuracy", "val. accuracy", "best accuracy", "images/s", "steps", "ran for"]);
     assert.equal(await page.locator("#results [data-column='val. loss']").count(), 3);
+    assert.equal(await page.locator("#results-note").textContent(), "", "the accuracies are of the same pictures and differ clearly");
+    const cautions = await page.evaluate(async () => {
+      const { caution } = await import("/static/compare/caution.js"), job = (value, val_pictures, dataset, validation = "test") => ({ best: { value }, last: { val_pictures }, spec: { data: { dataset, validation, validation_seed: 0 } } });
+      return [[job(0.525, 40, "pets"), job(0.615, 78, "pets")], [job(0.1, 100, "a"), job(0.9, 100, "b")], [job(0.1, 100, "a"), job(0.9, 100, "a", 0.1)], [job(0.1, 100, "a")]].map(caution);
+    });
+    const [pictures, datasets] = ["different validation pictures", "validation pictures of different datasets"].map((words) => `These accuracies are of ${words}.`);
+    assert.deepEqual(cautions, [`${pictures} The best two differ by 9.0 points. The difference is within the uncertainty: two standard errors of it are 19.3 points.`, datasets, pictures, ""]);
     const sort = page.locator("#results-head button", { hasText: /^val\. loss$/ });
     await sort.click();
     const values = () => page.locator("#results [data-column='val. loss']").evaluateAll((all) => all.map((cell) => Number(cell.title)));

@@ -56,6 +56,11 @@ async fn exported_jobs_are_imported_with_every_value() {
     assert!(server.post("/runs/first/records", &odd).await.status.is_success());
     let expected = points(&server, &id);
     assert_eq!(expected.len(), 4001);
+    let shown = server.cli(&["show", &id]);
+    for words in ["ranks               run from elsewhere", "train/loss          5.00e-4"] {
+        assert!(shown.ok().contains(words), "{words} in {}", shown.stdout);
+    }
+    assert!(server.cli(&["list"]).ok().contains("elsewhere"));
 
     server.cli(&["export", "tensorboard", &id, "-o", "runs"]).ok();
     server.cli(&["export", "parquet", &id, "-o", "metrics.parquet"]).ok();

@@ -2,7 +2,7 @@
 
 mod markdown;
 
-pub use markdown::title;
+pub use markdown::{paragraphs, title};
 
 use crate::layout::CurrentUser;
 use askama::Template;
@@ -54,14 +54,14 @@ impl DocsPage {
         Self::new("", &source, pages, user)
     }
 
-    /// Creates a page with search results: pages, each with a line that contains a word of the query.
+    /// Creates a page with search results: pages, each with an excerpt.
     pub fn search_results(
         query: &str,
         found: &[(DocsEntry, String)],
         pages: &[DocsEntry],
         user: CurrentUser,
     ) -> Self {
-        // A line is shown as plain text, because its Markdown may continue in other lines.
+        // An excerpt is plain text, so characters of Markdown are left out.
         let is_text = |c: &char| c.is_alphanumeric() || " .,:;()'\"/-=+%_".contains(*c);
         let mut source = String::from("# Documentation\n\n");
         if found.is_empty() {

@@ -11,7 +11,7 @@ use crate::{
 use axum::Extension;
 use lockstep_web::{
     Template as _,
-    docs::{DocsEntry, DocsPage, title},
+    docs::{DocsEntry, DocsPage, paragraphs, title},
 };
 use rust_embed::RustEmbed;
 use serde::Deserialize;
@@ -49,26 +49,51 @@ pub(crate) struct DocsQuery {
     q: String,
 }
 
-/// Returns the pages that contain all words of the query, ignoring case, each with its first line that contains a word. Pages with a word in
-/// the title come first.
+/// Words that nearly every page contains. They are ignored if the query has other words.
+const COMMON_WORDS: [&str; 14] =
+    ["a", "an", "and", "are", "do", "does", "how", "i", "in", "is", "of", "the", "to", "what"];
+/// Maximum length of an excerpt, in characters.
+const EXCERPT: usize = 240;
+
+/// Returns the pages that contain all words of the query, ignoring case, each with an excerpt: the paragraph or row of a table that defines
+/// the query's words, otherwise the paragraph with most of the words. Pages with a word in the title come first, then pages with a
+/// definition, guides before the reference.
 fn search(query: &str) -> Vec<(DocsEntry, String)> {
-    let words: Vec<_> = query.split_whitespace().map(str::to_lowercase).collect();
-    let has_one = |text: &str| {
+    let typed = query.to_lowercase();
+    let typed: Vec<_> =
+        typed.split(|c: char| c.is_whitespace() || c == '?').filter(|word| !word.is_empty()).collect();
+    let mut words = typed.clone();
+    words.retain(|word| !COMMON_WORDS.contains(word));
+    let words = if words.is_empty() { typed } else { words };
+    let definition = format!("{}:", words.join(" "));
+    let score = |text: &str| {
         let text = text.to_lowercase();
-        words.iter().any(|word| text.contains(word.as_str()))
+        (text.starts_with(&definition), words.iter().filter(|word| text.contains(**word)).count())
     };
     let found = entries().into_iter().filter_map(|entry| {
         let source = source(&entry.path)?;
         let lower = source.to_lowercase();
-        if !words.iter().all(|word| lower.contains(word.as_str())) {
+        if !words.iter().all(|word| lower.contains(*word)) {
             return None;
         }
-        let line = source.lines().find(|line| has_one(line)).unwrap_or_default().to_owned();
-        Some((entry, line))
+        // Of equally good paragraphs, the first.
+        let best = paragraphs(&source)
+            .into_iter()
+            .rev()
+            .map(|text| (score(&text), text))
+            .max_by_key(|(score, _)| *score);
+        let ((defines, count), mut text) = best.filter(|((_, count), _)| *count > 0).unwrap_or_default();
+        let end = text.char_indices().nth(EXCERPT).map(|(end, _)| end);
+        if let Some(end) = end {
+            text.truncate(end);
+            text += " ...";
+        }
+        let is_guide = !entry.path.contains('/');
+        Some(((score(&entry.title).1 > 0, defines, is_guide, count), (entry, text)))
     });
     let mut found: Vec<_> = found.collect();
-    found.sort_by_key(|(entry, _)| !has_one(&entry.title));
-    found
+    found.sort_by_key(|(rank, _)| std::cmp::Reverse(*rank));
+    found.into_iter().map(|(_, page)| page).collect()
 }
 
 /// `GET /docs`
@@ -103,6 +128,14 @@ mod tests {
             |query: &str| -> Vec<_> { search(query).into_iter().map(|(entry, _)| entry.path).collect() };
         assert_eq!(paths("DistributedSampler mindinsight"), ["coming-from"]);
         assert_eq!(paths("datasets").first().map(String::as_str), Some("datasets"), "in the title");
+        let found = search("what is a rank?");
+        let (first, excerpt) = found.first().expect("a page");
+        assert_eq!(first.path, "terms");
+        assert!(excerpt.starts_with("rank: one of the processes that train a job together"), "{excerpt}");
+        let is_from_the_body = |(page, excerpt): &(DocsEntry, String)| {
+            *excerpt != page.title && !excerpt.contains("](") && !excerpt.contains("<!--")
+        };
+        assert!(found.iter().all(is_from_the_body), "{found:?}");
         assert!(paths("no-page-has-this-word").is_empty());
     }
 

@@ -9,6 +9,40 @@ pub fn title(source: &str) -> String {
     source.lines().find_map(|line| line.strip_prefix("# ")).unwrap_or_default().trim().to_owned()
 }
 
+/// Returns the text of each paragraph, item of a list and row of a table, without headings, code blocks, comments and URLs. A row is
+/// `first cell: second cell: ...`.
+pub fn paragraphs(source: &str) -> Vec<String> {
+    let mut all = Vec::new();
+    let mut text = String::new();
+    // Whether the text is part of a heading, a table's head or a code block.
+    let mut is_left_out = false;
+    for event in Parser::new_ext(source, Options::ENABLE_TABLES) {
+        match &event {
+            Event::Start(Tag::Heading { .. } | Tag::TableHead | Tag::CodeBlock(_)) => is_left_out = true,
+            Event::SoftBreak | Event::HardBreak => text.push(' '),
+            Event::End(TagEnd::TableCell) => text += ": ",
+            Event::Start(Tag::List(_))
+            | Event::End(
+                TagEnd::Paragraph
+                | TagEnd::Item
+                | TagEnd::TableRow
+                | TagEnd::TableHead
+                | TagEnd::Heading(_)
+                | TagEnd::CodeBlock,
+            ) => {
+                let ended = std::mem::take(&mut text);
+                let ended = ended.trim().trim_end_matches(':');
+                if !is_left_out && !ended.is_empty() {
+                    all.push(ended.to_owned());
+                }
+                is_left_out = false;
+            }
+            event => text += plain(event).unwrap_or_default(),
+        }
+    }
+    all
+}
+
 /// Converts the page at `path` to HTML. `is_page` tells whether another path is a page.
 pub(super) fn html(source: &str, path: &str, is_page: &dyn Fn(&str) -> bool) -> String {
     let events: Vec<_> = Parser::new_ext(source, Options::ENABLE_TABLES).collect();
@@ -118,6 +152,17 @@ fn address(link: &str, path: &str, is_page: &dyn Fn(&str) -> bool) -> Option<Str
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn paragraphs_are_text_without_headings_comments_and_urls() {
+        let source = "<!-- Made. -->\n# Title\n\nSee [runs from\nelsewhere](tracking.md), `a_b`.\n\n\
+            | key | meaning |\n|---|---|\n| `lr` | a [rate](x.md) |\n\n\
+            - one\n- two\n  - three\n\n```\ncode\n```\n";
+        assert_eq!(
+            paragraphs(source),
+            ["See runs from elsewhere, a_b.", "lr: a rate", "one", "two", "three"]
+        );
+    }
 
     fn rendered(source: &str, path: &str) -> String {
         html(source, path, &|path| ["team", "reference/rest"].contains(&path))

@@ -252,6 +252,8 @@ def test_token_and_url_are_found_as_by_the_command_line(monkeypatch: pytest.Monk
         for recorded, found in (("http://127.0.0.1:4321", "http://127.0.0.1:4321"), (remote, access.DEFAULT_SERVER)):
             (tmp_path / "address").write_text(recorded)
             assert access.httpx_arguments(None, None, tmp_path)["base_url"] == f"{found}/api/v1"
+            patch.setenv("LOCKSTEP_DATA_DIR", str(tmp_path))
+            assert access.httpx_arguments(None, None, None)["base_url"] == f"{found}/api/v1"
     port = httpx.URL(local).port or 0
     assert access.listener_owners(access._loopback_addresses(httpx.URL(local)), port) == {os.getuid()}
     monkeypatch.setattr(access, "listener_owners", lambda addresses, port: {os.getuid() + 1})

@@ -14,8 +14,8 @@ pub(crate) const DEFAULT_SERVER: &str = "http://127.0.0.1:7070";
 
 /// Hint for the error message after status 401 (no valid token).
 pub(crate) const NO_TOKEN: &str = "a command looks for its token in --token-file, in LOCKSTEP_TOKEN and, on the server's own machine, in \
-    the server's data directory (lockstep-data here, or the folder in --data-dir); on that machine, `lockstep token create` makes a token \
-    for another machine or person";
+    the server's data directory (lockstep-data here, or the folder in --data-dir or LOCKSTEP_DATA_DIR); on that machine, `lockstep token \
+    create` makes a token for another machine or person";
 
 /// User id of root.
 const ROOT: u32 = 0;
@@ -29,7 +29,13 @@ pub(crate) struct AccessArgs {
     #[arg(long, value_name = "FILE", env = "LOCKSTEP_TOKEN_FILE")]
     pub(crate) token_file: Option<PathBuf>,
     /// Data directory of a server on this machine, which contains its token and its address
-    #[arg(long = "data-dir", value_name = "DIR", default_value = "lockstep-data", id = "server_data_dir")]
+    #[arg(
+        long = "data-dir",
+        value_name = "DIR",
+        env = "LOCKSTEP_DATA_DIR",
+        default_value = "lockstep-data",
+        id = "server_data_dir"
+    )]
     data_dir: PathBuf,
 }
 

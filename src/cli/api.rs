@@ -10,7 +10,7 @@ use super::{
     output, usage_error,
 };
 use anyhow::{Context, anyhow};
-use lockstep_protocol::{Job, JobState, spec::SpecError, sweep::Sweep};
+use lockstep_protocol::{Job, JobState, models::SCHEME, spec::SpecError, sweep::Sweep};
 use lockstep_worker::tls;
 pub(crate) use outage::Outage;
 use reqwest::{
@@ -159,8 +159,27 @@ impl Api {
         let is_meant = |job: &Value| named::text(job, "state").parse::<JobState>().is_ok_and(&is_meant);
         // Includes jobs that this version cannot read: the name may be the name of such a job.
         let all = self.all("/jobs", "jobs", &[], None).await?;
-        let (job, note) = named::choose(named::JOB, all, id, is_meant).map_err(usage_error)?;
+        let (job, note) = match named::choose(named::JOB, all, id, is_meant) {
+            Ok(chosen) => chosen,
+            Err(why) => return Err(usage_error(why + &self.describe_namesake(id).await)),
+        };
         Ok((self.get(&format!("/jobs/{job}")).await?, note))
+    }
+
+    /// Returns a sentence for the error that no job is called `name`, if a sweep or a model has this name.
+    async fn describe_namesake(&self, name: &str) -> String {
+        let is_called = |of: &&Value| named::text(of, "name") == name;
+        let sweeps = self.all("/sweeps", "sweeps", &[], None).await.unwrap_or_default();
+        if sweeps.iter().any(|sweep| is_called(&sweep)) {
+            return format!(". A sweep has this name: `lockstep sweep show {name}` shows its jobs");
+        }
+        let models = self.all("/models", "models", &[], None).await.unwrap_or_default();
+        let Some(model) = models.iter().find(is_called) else { return String::new() };
+        let version = match model["aliases"].as_object().and_then(|aliases| aliases.keys().next()) {
+            Some(alias) => format!("@{alias}"),
+            None => format!("/{}", model["newest"]["version"]),
+        };
+        format!(". A model has this name: name a version of it, such as {SCHEME}{name}{version}")
     }
 
     /// Returns the sweep with this id, name or start of an id. If several sweeps have the name, returns the newest of them and prints a note
@@ -202,6 +221,16 @@ impl Api {
         let all = self.all("/sweeps", "sweeps", &[], None).await?;
         let (sweep, note) = named::choose(named::SWEEP, all, id, is_meant).map_err(usage_error)?;
         Ok((self.get(&format!("/sweeps/{sweep}")).await?, note))
+    }
+
+    /// # Errors
+    /// Exit status 2 if no model is called `name`.
+    pub(crate) async fn check_model(&self, name: &str) -> anyhow::Result<()> {
+        let models = self.all("/models", "models", &[], None).await?;
+        match models.iter().any(|model| named::text(model, "name") == name) {
+            true => Ok(()),
+            false => Err(usage_error(named::unknown(named::MODEL, &models, name))),
+        }
     }
 
     /// Reads a whole list. An element that this version cannot read is reported and left out, as in [`list`].
@@ -369,7 +398,9 @@ impl Api {
                 format!(" ({name} is set: requests go through that proxy, unless NO_PROXY names the server)")
             });
             anyhow!(
-                "no server answers at {}{}; start one with `lockstep serve`, or set LOCKSTEP_SERVER to another server's address",
+                "no server answers at {}{}; start one with `lockstep serve`. If a server runs on this machine, name its data directory, \
+                 which has its address and token, with --data-dir or LOCKSTEP_DATA_DIR. For another server, set LOCKSTEP_SERVER and \
+                 LOCKSTEP_TOKEN",
                 self.base,
                 way.unwrap_or_default()
             )

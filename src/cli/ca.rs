@@ -61,7 +61,7 @@ pub(crate) enum Action {
 #[derive(clap::Args)]
 pub(crate) struct AuthorityArgs {
     /// The server's data directory; the authority is in its folder `ca`
-    #[arg(long, value_name = "DIR", default_value = "lockstep-data")]
+    #[arg(long, value_name = "DIR", env = "LOCKSTEP_DATA_DIR", default_value = "lockstep-data")]
     data_dir: PathBuf,
 }
 

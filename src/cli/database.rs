@@ -20,7 +20,7 @@ use std::{
 #[derive(clap::Args)]
 pub(crate) struct DatabaseArgs {
     /// The server's data directory
-    #[arg(long, value_name = "DIR", default_value = "lockstep-data")]
+    #[arg(long, value_name = "DIR", env = "LOCKSTEP_DATA_DIR", default_value = "lockstep-data")]
     data_dir: PathBuf,
     /// Database: sqlite://PATH or postgres://USER@HOST/NAME [default: sqlite://<data-dir>/lockstep.db]
     #[arg(long, value_name = "URL", env = "LOCKSTEP_DATABASE", hide_env_values = true)]

@@ -45,6 +45,13 @@ pub(super) async fn name_dataset(
                 output::warn(format_args!("registering {} as the dataset {name}", path.display()));
                 dataset::register_as(api, &name, &path, private).await?
             }
+            None if unknown_path == UnknownPath::Register && !path.exists() => {
+                return Err(usage_error(format!(
+                    "data.dataset: {} does not exist on this machine, and the server has no dataset at this path; \
+                     `lockstep dataset list` shows its datasets",
+                    path.display()
+                )));
+            }
             None => continue,
         };
         *given = Value::String(found.name);
@@ -141,7 +148,7 @@ pub(super) fn mistakes_error(path: &Path, mistakes: &[SpecError]) -> anyhow::Err
 pub(super) fn read(document: &Value) -> Result<JobSpec, Vec<SpecError>> {
     let spec = from_json(document)?;
     let mistaken = |detail| vec![SpecError { pointer: "/parallel".into(), detail }];
-    plan::check(&spec).map_err(mistaken)?;
+    plan::check(&spec, None).map_err(mistaken)?;
     Ok(spec)
 }
 

@@ -6,7 +6,7 @@ use super::{
     watch::{self, Display},
 };
 use lockstep_protocol::{
-    Job,
+    Job, JobState,
     agent::LogLine,
     stream::{Event, EventBody, Frame},
 };
@@ -49,13 +49,24 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     block_on(async {
         let job = api.find_job(&args.job).await?;
-        let mut printer = Printer { args: &args, shown: HashMap::new() };
+        let ends = if job.attempt > 1 { reasons(&api, &job).await? } else { HashMap::new() };
+        let mut printer = Printer { args: &args, shown: HashMap::new(), attempt: None, ends };
         print_history(&api, &job, &mut printer).await?;
         if args.follow {
             watch::follow(&api, job, &mut printer).await?;
         }
         Ok(())
     })
+}
+
+/// Returns why attempts ended, by their numbers.
+async fn reasons(api: &Api, job: &Job) -> anyhow::Result<HashMap<u32, String>> {
+    let response: Value = api.get(&format!("/jobs/{}/attempts", job.id)).await?;
+    let reason = |of: &Value| {
+        let attempt = u32::try_from(of["attempt"].as_u64()?).ok()?;
+        Some((attempt, of["reason"]["words"].as_str()?.to_owned()))
+    };
+    Ok(response["attempts"].as_array().into_iter().flatten().filter_map(reason).collect())
 }
 
 async fn print_history(api: &Api, job: &Job, printer: &mut Printer<'_>) -> anyhow::Result<()> {
@@ -78,6 +89,10 @@ struct Printer<'a> {
     args: &'a Args,
     /// The number of the last printed line, for each attempt and rank.
     shown: HashMap<(u32, u32), u64>,
+    /// The attempt of the last printed line.
+    attempt: Option<u32>,
+    /// Why attempts ended, by their numbers.
+    ends: HashMap<u32, String>,
 }
 
 impl Printer<'_> {
@@ -91,6 +106,12 @@ impl Printer<'_> {
                 continue;
             }
             *shown = line.line.number.max(*shown);
+            let before = self.attempt.replace(line.attempt);
+            if before.is_some_and(|before| before < line.attempt) && !self.args.server.json {
+                let why =
+                    self.ends.get(&(line.attempt - 1)).map(|why| format!(": {}", output::one_line(why)));
+                output::line(format_args!("attempt {}{}", line.attempt, why.unwrap_or_default()))?;
+            }
             // A line feed in the text would start a line that the rank did not write.
             let text = line.line.text.replace('\n', "\\n");
             if self.args.server.json {
@@ -107,10 +128,18 @@ impl Printer<'_> {
 
 impl Display for Printer<'_> {
     fn show(&mut self, frame: &Frame) -> anyhow::Result<()> {
-        let Frame::Event(Event { body: EventBody::Log { attempt, rank, lines }, .. }) = frame else {
-            return Ok(());
-        };
-        self.print(lines.iter().map(|line| Line { attempt: *attempt, rank: *rank, line: line.clone() }))
+        match frame {
+            Frame::Event(Event { body: EventBody::Log { attempt, rank, lines }, .. }) => self
+                .print(lines.iter().map(|line| Line { attempt: *attempt, rank: *rank, line: line.clone() })),
+            Frame::Event(Event {
+                body: EventBody::State { state: JobState::Restarting, reason: Some(reason), attempt, .. },
+                ..
+            }) => {
+                self.ends.insert(*attempt, reason.clone());
+                Ok(())
+            }
+            _ => Ok(()),
+        }
     }
 
     fn warn(&self, text: &str) {

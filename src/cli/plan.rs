@@ -135,6 +135,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 [
                     spec.parallel.ranks.to_string(),
                     spec.global_batch_size().to_string(),
+                    (spec.parallel.ranks as usize).div_ceil(machine.ranks).to_string(),
                     step,
                     images,
                     memory,
@@ -142,7 +143,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                     planned.chosen.plan.to_string(),
                 ]
             };
-            let header = ["RANKS", "PICTURES", "STEP", "IMAGES/S", "MEMORY", "LIMITED BY", "PLAN"];
+            let header =
+                ["RANKS", "PICTURES", "MACHINES", "STEP", "IMAGES/S", "MEMORY", "LIMITED BY", "PLAN"];
             output::table(header, &plans.iter().map(row).collect::<Vec<_>>())
         }
     }
@@ -205,7 +207,11 @@ fn print(spec: &JobSpec, planned: &Planned, network: &Network, machine: &Machine
     ] {
         output::line(format_args!("{key:<20}{value}"))?;
     }
-    let others = planned.considered.iter().filter(|candidate| candidate.plan != *plan).take(MAX_ALTERNATIVES);
+    let others = planned
+        .considered
+        .iter()
+        .filter(|other| !other.plan.is_equivalent(plan, network))
+        .take(MAX_ALTERNATIVES);
     let rows: Vec<_> = others
         .map(|candidate| {
             let [step, images, memory] = format_figures(candidate, machine);
@@ -260,7 +266,10 @@ fn build_network(args: &Args, spec: &JobSpec) -> anyhow::Result<Network> {
     let (sides, channels, classes) = match args.classes {
         Some(classes) => {
             let evaluation = spec.data.effective_validation_size().ok_or_else(|| {
-                usage_error("--classes: the dataset is not read, so the side of pictures is also needed: --set data.image_size=224")
+                usage_error(
+                    "--classes: the dataset is not read, so the side of pictures is also needed: --set data.image_size=SIDE, such as 32 or \
+                     224",
+                )
             })?;
             let side = spec.data.image_size.as_ref().map_or(evaluation, ImageSize::last);
             ((evaluation as usize, side as usize), 3, classes as usize)

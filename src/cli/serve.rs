@@ -85,7 +85,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FILE")]
     access_log: Option<PathBuf>,
     /// Data directory, for the database, job folders and checkpoints
-    #[arg(long, value_name = "DIR", default_value = "lockstep-data")]
+    #[arg(long, value_name = "DIR", env = "LOCKSTEP_DATA_DIR", default_value = "lockstep-data")]
     data_dir: PathBuf,
     /// Also keep checkpoints in an object store: a directory (on another disk), or s3://BUCKET/PREFIX with the usual environment variables
     /// AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ALLOW_HTTP

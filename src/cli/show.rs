@@ -5,7 +5,7 @@ use super::{
     block_on, output,
 };
 use lockstep_protocol::{
-    Job,
+    Job, JobSpec,
     agent::CheckpointInfo,
     best::best_checkpoint,
     job::Batch,
@@ -50,9 +50,31 @@ pub(crate) fn run(args: JobArgs) -> anyhow::Result<()> {
     }
     let settings = match &job.external {
         Some(run) => serde_json::to_string_pretty(&json!({"config": run.config, "summary": run.summary}))?,
-        None => toml::to_string(&job.spec)?,
+        None => format!(
+            "# Settings that differ from the defaults; --json prints all\n{}",
+            own_settings(&job.spec)?
+        ),
     };
     output::line(format_args!("\n{}", settings.trim_end()))
+}
+
+/// Returns the settings that differ from the defaults, as a job file.
+fn own_settings(spec: &JobSpec) -> anyhow::Result<String> {
+    // Through text, so that 0.1 in single precision stays 0.1.
+    let table = |spec: &JobSpec| anyhow::Ok(toml::from_str::<toml::Table>(&toml::to_string(spec)?)?);
+    let mut own = table(spec)?;
+    remove_defaults(&mut own, &table(&JobSpec::default())?);
+    Ok(toml::to_string(&own)?)
+}
+
+fn remove_defaults(own: &mut toml::Table, defaults: &toml::Table) {
+    own.retain(|key, value| match (value, defaults.get(key)) {
+        (toml::Value::Table(own), Some(toml::Value::Table(defaults))) => {
+            remove_defaults(own, defaults);
+            !own.is_empty()
+        }
+        (value, default) => default != Some(&*value),
+    });
 }
 
 /// The printed fields of an attempt. A newer server may send a state that this version does not know.
@@ -181,6 +203,17 @@ fn describe_job(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, Strin
 mod tests {
     use super::*;
     use serde_json::json;
+
+    #[test]
+    fn only_settings_that_differ_from_the_defaults_are_printed() {
+        let mut spec = JobSpec { name: "mine".into(), ..JobSpec::default() };
+        spec.data.dataset = "pets".into();
+        spec.train.lr = 0.25;
+        assert_eq!(
+            own_settings(&spec).unwrap(),
+            "name = \"mine\"\n\n[data]\ndataset = \"pets\"\n\n[train]\nlr = 0.25\n"
+        );
+    }
 
     #[test]
     fn unknown_states_of_attempts_are_shown_as_sent() {

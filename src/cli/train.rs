@@ -11,7 +11,8 @@ use super::{init_tracing, job_file, output, usage_error};
 use launcher::{LaunchedRank, Ranks};
 use local::Outcome;
 use lockstep_comm::rendezvous::free_port;
-use lockstep_engine::{Selection, registry};
+use lockstep_data::loader::DataSource;
+use lockstep_engine::{Selection, plan, registry};
 use lockstep_host::{
     cores,
     gpu::{
@@ -24,7 +25,7 @@ use lockstep_protocol::{
     agent::StartAttempt,
     dataset::{default_validation, held_out_share},
     numbers::plural,
-    spec::Validation,
+    spec::{DataSpec, Validation},
 };
 use lockstep_worker::{
     checkpoint,
@@ -94,6 +95,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     if !validation_given {
         choose_validation(&mut spec, &dataset);
     }
+    if !matches!(part, Part::Rank(_)) {
+        check_splits(&spec, &dataset)?;
+    }
     let out = args
         .out
         .clone()
@@ -134,6 +138,12 @@ fn run_all_ranks(mut start: StartAttempt, out: &Path) -> anyhow::Result<Outcome>
             "parallel.ranks = {ranks}, but there {} on this machine: lower parallel.ranks, or set parallel.device = \"cpu\"",
             if devices.len() == 1 { "is 1 GPU".to_owned() } else { format!("are {} GPUs", devices.len()) }
         )));
+    }
+    if devices.is_empty() && ranks > cores() {
+        output::warn(format_args!(
+            "{ranks} ranks share the {} of this machine: more ranks than cores do not train faster",
+            plural(cores().into(), "core")
+        ));
     }
     devices.truncate(ranks as usize);
     let configs = configs(&start, &devices, None, out);
@@ -309,6 +319,21 @@ fn choose_validation(spec: &mut JobSpec, dataset: &Path) {
     } else if let [(_, samples)] = &splits[..] {
         spec.data.validation = Validation::Fraction(held_out_share(*samples));
     }
+}
+
+/// Checks that the last layer can be split over the ranks, which depends on the number of classes.
+///
+/// # Errors
+/// Exit status 2 if a layer cannot be split.
+fn check_splits(spec: &JobSpec, dataset: &Path) -> anyhow::Result<()> {
+    if spec.parallel.model <= 1 {
+        return Ok(());
+    }
+    let data = DataSpec { validation: Validation::Split("none".into()), ..spec.data.clone() };
+    // Ranks report problems of a dataset.
+    let Ok(source) = DataSource::open(dataset, &data, spec.train.seed) else { return Ok(()) };
+    let checked = plan::check(spec, Some(source.shape.classes.len()));
+    checked.map_err(|detail| usage_error(format!("parallel: {detail}")))
 }
 
 /// Reads the specification. Also returns whether it gives `data.validation`. A launcher or `--ranks` sets the number of ranks.

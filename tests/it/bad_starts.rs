@@ -112,7 +112,9 @@ async fn a_job_file_is_checked_without_submission_with_and_without_a_server() {
 
     // A named server must respond. Without a server, only the file is checked, and a note says so.
     let unused_url = format!("http://127.0.0.1:{}", free_port());
-    server.cli(&["validate", &path, "--server", &unused_url]).assert_fails(1, &["no server answers"]);
+    server
+        .cli(&["validate", &path, "--server", &unused_url])
+        .assert_fails(1, &["no server answers", "with --data-dir or LOCKSTEP_DATA_DIR"]);
     let weights = server.folder().write("broken.safetensors", "not any");
     let pretrained = format!("model.pretrained={}", weights.display());
     let dataset = server.folder().path().display().to_string();
@@ -156,6 +158,9 @@ async fn commands_report_all_errors_and_store_nothing() {
     server
         .cli(&["submit", &good, "--set", "data.dataset=fashoin"])
         .assert_usage_error(&["data.dataset", "fashion"]);
+    server
+        .cli(&["submit", &good, "--set", "data.dataset=/no/where"])
+        .assert_usage_error(&["data.dataset: /no/where does not exist on this machine"]);
     server
         .cli(&["submit", "/dev/zero"])
         .assert_usage_error(&["/dev/zero", "is a device, not a regular file"]);

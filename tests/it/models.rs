@@ -69,6 +69,12 @@ async fn a_registered_checkpoint_is_used_by_its_alias() {
     // Unknown names, and a job whose checkpoint is registered.
     server.cli(&["evaluate", "models:/shoes@nobody"]).assert_usage_error(&["has no alias \"nobody\""]);
     server
+        .cli(&["evaluate", "models:/shoos@champion"])
+        .assert_usage_error(&["no model is called shoos; did you mean \"shoes\"?"]);
+    server
+        .cli(&["evaluate", "shoes"])
+        .assert_usage_error(&["no job is called shoes", "models:/shoes@champion"]);
+    server
         .cli(&["download", "models:/shoes", "-o", "x"])
         .assert_usage_error(&["is not the name of a model's version"]);
     server

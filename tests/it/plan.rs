@@ -87,7 +87,7 @@ fn the_chosen_plan_depends_on_classes_and_memory() {
     fs::write(folder.join("printed.json"), plan_on_machine(&["--classes", "1000"]).ok()).expect("figures");
     let several = plan(folder, &["--machine", "printed.json", "--classes", "8000000", "--ranks", "4,8"]);
     let table = several.ok();
-    for words in ["RANKS", "4      256", "8      512", "fc split by out", "memory"] {
+    for words in ["RANKS", "MACHINES", "4      256", "8      512", "fc split by out", "memory"] {
         assert!(table.contains(words), "{words}: {table}");
     }
     let one = plan(folder, &["--machine", "machine.json", "--classes", "1000"]);
@@ -106,6 +106,18 @@ fn the_chosen_plan_depends_on_classes_and_memory() {
     // If the job requests another plan, the reason says so.
     let pinned =
         plan_on_machine(&["--classes", "1000", "--set", "parallel.mode=hybrid", "--set", "parallel.model=2"]);
+    let printed = plan(
+        folder,
+        &"--machine machine.json --classes 1000 --set parallel.mode=hybrid --set parallel.model=2"
+            .split(' ')
+            .collect::<Vec<_>>(),
+    );
+    let text = printed.ok();
+    assert!(text.contains("x 2 (model) ranks, the last layer split by out"), "{text}");
+    assert!(
+        !text.contains("2 (data) x 1 (height) x 2 (model) ranks, fc split by out\n"),
+        "the same plan: {text}"
+    );
     let why = first_plan(&pinned.json())["predicted"]["why"].clone();
     let better = "the job asks for it; parallel.mode = \"auto\" would choose data parallel on 4 ranks";
     assert!(why.as_str().is_some_and(|why| why.starts_with(better)), "{why}");
@@ -130,7 +142,7 @@ fn jobs_that_cannot_be_planned_are_refused_with_a_reason() {
         refusal(&[]).contains("faces does not exist on this machine: give --classes N and data.image_size")
     );
     let message = refusal(&["--classes", "9", "--set", "data.image_size="]);
-    assert!(message.contains("--set data.image_size=224"), "{message}");
+    assert!(message.contains("--set data.image_size=SIDE, such as 32 or 224"), "{message}");
     let mut incomplete = machine();
     incomplete.as_object_mut().expect("a table").remove("within");
     fs::write(folder.join("machine.json"), incomplete.to_string()).expect("figures");

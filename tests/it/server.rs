@@ -112,6 +112,7 @@ fn without_variables(mut command: Command) -> Command {
     for name in [
         "LOCKSTEP_ARTIFACTS",
         "LOCKSTEP_DATABASE",
+        "LOCKSTEP_DATA_DIR",
         "LOCKSTEP_LEASE",
         "LOCKSTEP_SMTP",
         "LOCKSTEP_SMTP_FROM",

@@ -282,6 +282,9 @@ async fn pausing_and_cancelling_a_sweep_applies_to_its_trials() {
     server.cli(&["cancel", &first]).ok();
     server.cli(&["delete", &first, "--yes"]).assert_usage_error(&["the job is trial 1 of sweep-"]);
     server.cli(&["sweep", "delete", &id, "--yes"]).assert_usage_error(&["the sweep has not ended"]);
+    server
+        .cli(&["show", "swept"])
+        .assert_usage_error(&["no job is called swept", "`lockstep sweep show swept`"]);
     server.cli(&["sweep", "cancel", "swept"]).ok();
     let sweep = sweep_ended(&server, &id).await;
     assert_eq!((&sweep["state"], &sweep["ended"]), (&json!("cancelled"), &json!(2)), "{sweep:#}");

@@ -184,19 +184,24 @@ pub(super) fn check_section(
     }
 }
 
+/// Names of keys in other programs, each with the equivalent key.
+const SYNONYMS: [(&str, &str); 3] =
+    [("learning_rate", "lr"), ("num_epochs", "epochs"), ("max_epochs", "epochs")];
+
 fn unknown_key(key: &str, section: &str, names: &[&str]) -> String {
+    let meant = SYNONYMS.iter().find(|(name, _)| *name == key).map_or(key, |(_, meant)| *meant);
     let mut detail = format!("no key is called {:?} here", shortened(key));
     if key == "sweep" && section.is_empty() {
         detail = "this file is a sweep of several jobs, and only one job is accepted here: submit a sweep with `lockstep submit FILE` or POST /api/v1/sweeps".into();
-    } else if let Some(near) = nearest(key, names.iter().copied()) {
+    } else if let Some(near) = nearest(meant, names.iter().copied()) {
         let _ = write!(detail, "; did you mean {near:?}?");
     } else if let Some(owner) =
-        KEYS.iter().find(|s| s.name != section && s.keys.iter().any(|(k, _)| *k == key))
+        KEYS.iter().find(|s| s.name != section && s.keys.iter().any(|(k, _)| *k == meant))
     {
         let owner = if owner.name.is_empty() {
             "the top of the document".into()
         } else {
-            format!("[{}]", owner.name)
+            format!("[{0}]: write {0}.{meant}", owner.name)
         };
         let _ = write!(detail, "; it belongs to {owner}");
     } else {

@@ -18,7 +18,7 @@ DEFAULT_SERVER = "http://127.0.0.1:7070"
 # Added to the error of a request without a valid token.
 NO_TOKEN = (
     "a client takes its token from the argument `token`, the file that LOCKSTEP_TOKEN_FILE names, LOCKSTEP_TOKEN or, "
-    "on the server's machine, lockstep-data here (or the argument `data_dir`); on that machine, "
+    "on the server's machine, lockstep-data here (or the argument `data_dir` or LOCKSTEP_DATA_DIR); on that machine, "
     "`lockstep token create` makes a token for another machine or person"
 )
 # The server answers `GET /jobs/{id}?wait=` and other long requests within 120 seconds.
@@ -27,11 +27,12 @@ TIMEOUT = httpx.Timeout(150.0, connect=5.0)
 _Addresses = list[ipaddress.IPv4Address | ipaddress.IPv6Address]
 
 
-def httpx_arguments(url: str | None, token: str | None, data_dir: str | os.PathLike[str]) -> dict[str, Any]:
+def httpx_arguments(url: str | None, token: str | None, data_dir: str | os.PathLike[str] | None) -> dict[str, Any]:
     """The arguments of `httpx.Client` for a server."""
-    server = url or os.environ.get("LOCKSTEP_SERVER") or _recorded_server(Path(data_dir)) or DEFAULT_SERVER
+    folder = Path(data_dir or os.environ.get("LOCKSTEP_DATA_DIR") or "lockstep-data")
+    server = url or os.environ.get("LOCKSTEP_SERVER") or _recorded_server(folder) or DEFAULT_SERVER
     address = httpx.URL(server if "://" in server else f"http://{server}")
-    token = token or _find_token(address, Path(data_dir))
+    token = token or _find_token(address, folder)
     # Loading the system's CA certificates takes a while, and only https needs them.
     is_https = address.scheme == "https"
     verify = ssl.create_default_context() if is_https else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -497,6 +497,7 @@ class Client(ClientCalls[Job], SyncCalls):
     `url`: the server's URL (default: LOCKSTEP_SERVER, the URL that a server on this machine has recorded in
     `data_dir`, or http://127.0.0.1:7070). `token`: the access token (default: from the file that
     LOCKSTEP_TOKEN_FILE names, LOCKSTEP_TOKEN, or, for a server on this machine, the file `token` in `data_dir`).
+    `data_dir`: the data directory of a server on this machine (default: LOCKSTEP_DATA_DIR, or `lockstep-data`).
     LOCKSTEP_CA_FILE names certificates to trust in addition to the system's.
 
     Every call raises `Problem` if the server refuses it, and `Unreachable` if no server responds. Once the server has
@@ -506,7 +507,7 @@ class Client(ClientCalls[Job], SyncCalls):
     _job_type = Job
 
     def __init__(
-        self, url: str | None = None, token: str | None = None, *, data_dir: PathLike = "lockstep-data"
+        self, url: str | None = None, token: str | None = None, *, data_dir: PathLike | None = None
     ) -> None:
         self._io = Sync(httpx.Client(**access.httpx_arguments(url, token, data_dir)))
 
@@ -537,7 +538,7 @@ class AsyncClient(ClientCalls[AsyncJob], AsyncCalls):
     _job_type = AsyncJob
 
     def __init__(
-        self, url: str | None = None, token: str | None = None, *, data_dir: PathLike = "lockstep-data"
+        self, url: str | None = None, token: str | None = None, *, data_dir: PathLike | None = None
     ) -> None:
         self._io = Async(httpx.AsyncClient(**access.httpx_arguments(url, token, data_dir)))
 

@@ -1,6 +1,7 @@
 //! Finds jobs and sweeps by the start of an id or by a name, including those that this version cannot read.
 
 use super::super::{age::age, output::one_line};
+use lockstep_protocol::spec::nearest;
 use serde_json::Value;
 use std::{fmt::Write as _, path::Path};
 
@@ -9,6 +10,7 @@ const MIN_PREFIX_CHARS: usize = 4;
 /// The kind of object, and the command that lists all objects of this kind.
 pub(super) const JOB: (&str, &str) = ("job", "lockstep list");
 pub(super) const SWEEP: (&str, &str) = ("sweep", "lockstep sweep list");
+pub(super) const MODEL: (&str, &str) = ("model", "lockstep model list");
 /// Maximum number of jobs that an error message lists.
 const MAX_LISTED: usize = 10;
 
@@ -46,9 +48,16 @@ pub(super) fn choose(
         [] if noun == JOB.0 && Path::new(name).is_file() => Err(format!(
             "no job is called {name}; it is a file, and the job comes first, as in `lockstep predict JOB {name}`"
         )),
-        [] => Err(format!("no {noun} is called {name}; `{list}` shows all {noun}s")),
+        [] => Err(unknown((noun, list), &jobs, name)),
         several => Err(ambiguous(several, name)),
     }
+}
+
+/// Returns the message for a name that none of `all` has. Suggests the most similar name.
+pub(super) fn unknown((noun, list): (&str, &str), all: &[Value], name: &str) -> String {
+    let near = nearest(name, all.iter().map(|one| text(one, "name")));
+    let near = near.map(|near| format!("did you mean {near:?}? ")).unwrap_or_default();
+    format!("no {noun} is called {name}; {near}`{list}` shows all {noun}s")
 }
 
 /// Returns the message for a command that needs the only job called `name`.
@@ -99,8 +108,9 @@ mod tests {
             ("j0001", Some("j0001"), ""),
             ("j001", Some("j0010"), ""),
             ("j000", Some("j0010"), ""),
-            ("j00", None, "no job is called j00; `lockstep list` shows all jobs"),
-            ("j00x", None, "no job is called j00x; `lockstep list` shows all jobs"),
+            ("j00", None, "no job is called j00; did you mean \"j000\"? `lockstep list` shows all jobs"),
+            ("piks", None, "no job is called piks; did you mean \"pics\"? `lockstep list` shows all jobs"),
+            ("xyzzy", None, "no job is called xyzzy; `lockstep list` shows all jobs"),
             (
                 "Cargo.toml",
                 None,

@@ -3,7 +3,11 @@
 use super::super::{output, usage_error};
 use lockstep_host::{lock_within, open_lock};
 use rustix::io::{FdFlags, fcntl_setfd};
-use std::{fs::File, path::Path, time::Duration};
+use std::{
+    fs::{self, File},
+    path::Path,
+    time::Duration,
+};
 
 /// Name of the locked file in the folder.
 const LOCK: &str = "train.lock";
@@ -28,9 +32,13 @@ impl OutLock {
         match lock_within(&file, LOCK_TIMEOUT) {
             Ok(true) => {}
             Ok(false) => {
+                let processes = match &holders(&path)[..] {
+                    [] => String::new(),
+                    pids => format!(" (process {})", pids.join(", ")),
+                };
                 return Err(usage_error(format!(
-                    "--out: another `lockstep train`, or ranks that it left behind, use {}: they hold {}. Wait \
-                     until they end, or give another --out",
+                    "--out: another `lockstep train`, or ranks that it left behind, use {}: they hold {}{processes}. Ranks that are left \
+                     behind train on by themselves. Wait until they end, end them with `kill`, or give another --out",
                     out.display(),
                     path.display()
                 )));
@@ -44,4 +52,17 @@ impl OutLock {
         fcntl_setfd(&file, FdFlags::empty()).map_err(|e| unusable(&e))?;
         Ok(Self { _file: file })
     }
+}
+
+/// Returns the ids of this account's other processes on this machine that have `path` open. The lock's record in /proc/locks names only the
+/// process that took the lock, which may have ended.
+fn holders(path: &Path) -> Vec<String> {
+    let is_open = |pid: &String| {
+        let mut files = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+        files.any(|file| fs::read_link(file.path()).is_ok_and(|target| target == path))
+    };
+    let own = std::process::id().to_string();
+    let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let pids = processes.filter_map(|process| process.file_name().into_string().ok());
+    pids.filter(|pid| pid.bytes().all(|byte| byte.is_ascii_digit()) && *pid != own).filter(is_open).collect()
 }

@@ -117,6 +117,12 @@ async fn ranks_that_share_a_network_match_one_rank() {
     {
         assert!(output.contains(words), "{output}");
     }
+    let many =
+        ["train.global_batch_size=33", "parallel.ranks=11", "parallel.mode=hybrid", "parallel.model=11"];
+    let refused = run("many", &many, &[]);
+    let error = String::from_utf8_lossy(&refused.stderr);
+    assert!(refused.status.code() == Some(2) && !bench.out("many").exists(), "{error}");
+    assert!(error.contains("fc cannot be split by \"out\" over 11 ranks"), "{error}");
 }
 
 /// With augmentation and mixup, whose mixed labels the later stages need.

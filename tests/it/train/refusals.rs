@@ -154,6 +154,7 @@ async fn a_folder_in_use_is_refused_even_if_only_ranks_are_left() {
         assert_eq!(output.status.code(), Some(2), "{error}");
         let lock = bench.out("out").canonicalize().expect("a folder").join("train.lock");
         assert!(error.contains(lock.to_str().expect("UTF-8")) && error.contains("another --out"), "{error}");
+        assert!(ranks.iter().all(|pid| error.contains(&pid.to_string())), "{ranks:?}: {error}");
     };
     assert_refused();
     child.kill().expect("SIGKILL");

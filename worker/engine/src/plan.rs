@@ -39,11 +39,11 @@ const ANY_SIZE: usize = 224;
 /// Number of classes for such checks.
 const ANY_CLASSES: usize = 1 << 16;
 
-/// Checks that the strategies of a job fit its network, as far as possible without the dataset.
+/// Checks that the strategies of a job fit its network. `classes`: the number of the dataset's classes, if it is known.
 ///
 /// # Errors
 /// As for [`lower()`].
-pub fn check(spec: &JobSpec) -> Result<(), String> {
+pub fn check(spec: &JobSpec, classes: Option<usize>) -> Result<(), String> {
     let parallel = &spec.parallel;
     let plan = match parallel.is_auto() {
         // The search chooses the mesh.
@@ -56,7 +56,7 @@ pub fn check(spec: &JobSpec) -> Result<(), String> {
     };
     let side = spec.data.effective_validation_size().map_or(ANY_SIZE, |side| side as usize);
     // Other checks report an unsuitable image size.
-    let Ok(network) = net::build(&spec.model, side, 3, ANY_CLASSES) else { return Ok(()) };
+    let Ok(network) = net::build(&spec.model, side, 3, classes.unwrap_or(ANY_CLASSES)) else { return Ok(()) };
     lower::check(&network, &plan)
 }
 
@@ -87,6 +87,15 @@ impl Plan {
     /// Whether the plan is plain data parallelism.
     pub fn is_data(&self) -> bool {
         self.mesh.stage * self.mesh.height * self.mesh.model == 1
+    }
+
+    /// Whether `other` distributes `network` in the same way, even if its strategies are written differently.
+    pub fn is_equivalent(&self, other: &Self, network: &Network) -> bool {
+        self.mesh == other.mesh
+            && self.optimizer_sharding == other.optimizer_sharding
+            && self.stage_begins(network) == other.stage_begins(network)
+            && lower::operators(network)
+                .all(|(name, _)| self.split_of(network, name) == other.split_of(network, name))
     }
 
     /// The layers at which stages after the first begin.

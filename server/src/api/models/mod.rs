@@ -106,10 +106,13 @@ async fn visible_models(store: &dyn Store, caller: &Caller) -> Result<Vec<Model>
 /// Returns a version that a caller may see.
 ///
 /// # Errors
-/// 404: the model has no such version that the caller may see.
+/// 404: no model that the caller may see has this name, or the model has no such version.
 async fn find(store: &dyn Store, caller: &Caller, model: &str, which: &Which) -> Result<ModelVersion> {
-    let mut versions = visible_versions(store, caller, Some(model)).await?.into_iter();
-    let found = versions.find(|version| which.is(version));
+    let versions = visible_versions(store, caller, Some(model)).await?;
+    if versions.is_empty() {
+        return Err(no_such_model());
+    }
+    let found = versions.into_iter().find(|version| which.is(version));
     found.ok_or_else(|| {
         Error::NotFound(match which {
             Which::Number(number) => format!("the model {model:?} has no version {number}"),

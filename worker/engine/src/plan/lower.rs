@@ -87,7 +87,7 @@ pub(super) fn check(network: &Network, plan: &Plan) -> Result<(), String> {
 }
 
 /// The operators that a strategy may name.
-fn operators(network: &Network) -> impl Iterator<Item = (&str, &Op)> {
+pub(super) fn operators(network: &Network) -> impl Iterator<Item = (&str, &Op)> {
     network.ops.iter().filter_map(|op| match op {
         Op::Conv { name, .. } | Op::Linear { name, .. } => Some((name.as_str(), op)),
         _ => None,

@@ -138,7 +138,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
     if !ranks.is_multiple_of(parallel_pipeline * parallel_model * parallel_height) {
         return Err(usage_error(format!(
-            "--ranks {ranks}: not divisible by stages x model x height = \
+            "--ranks {ranks}: not divisible by pipeline x model x height = \
              {parallel_pipeline} x {parallel_model} x {parallel_height}"
         )));
     }

@@ -271,26 +271,34 @@ fn report_outcome(outcome: &Outcome, out: &Path, began: Instant) -> anyhow::Resu
             out.join("checkpoints").display()
         )),
         Outcome::Elsewhere => Ok(()),
-        Outcome::Stopped { step } => {
-            let (newest, _) = checkpoint::newest(&out.join("checkpoints"))?;
-            let name = newest.as_deref().and_then(Path::file_name).and_then(|name| name.to_str());
-            match name.and_then(checkpoint::parse_folder_name) {
-                Some((_, kept)) if kept >= *step => {
-                    anyhow::bail!("stopped after step {step}; --resume latest continues from there")
-                }
-                Some((_, kept)) => anyhow::bail!(
-                    "stopped at step {step} without a checkpoint of it: steps {} to {step} are lost; --resume latest \
-                     continues from step {kept}",
-                    kept + 1
-                ),
-                None if *step == 0 => anyhow::bail!("stopped before the first step"),
-                None => {
-                    anyhow::bail!("stopped at step {step} without a checkpoint: steps 1 to {step} are lost")
-                }
+        Outcome::Stopped { step } => match newest_step(out)? {
+            Some(kept) if kept >= *step => {
+                anyhow::bail!("stopped after step {step}; --resume latest continues from there")
             }
-        }
-        Outcome::Failed(reason) => anyhow::bail!("{reason}"),
+            Some(kept) => anyhow::bail!(
+                "stopped at step {step} without a checkpoint of it: steps {} to {step} are lost; --resume latest \
+                 continues from step {kept}",
+                kept + 1
+            ),
+            None if *step == 0 => anyhow::bail!("stopped before the first step"),
+            None => {
+                anyhow::bail!("stopped at step {step} without a checkpoint: steps 1 to {step} are lost")
+            }
+        },
+        Outcome::Failed { reason, is_retriable } => match newest_step(out) {
+            Ok(Some(kept)) if *is_retriable => {
+                anyhow::bail!("{reason}; --resume latest continues from step {kept}")
+            }
+            _ => anyhow::bail!("{reason}"),
+        },
     }
+}
+
+/// The step of the newest complete checkpoint in `out`.
+fn newest_step(out: &Path) -> anyhow::Result<Option<u64>> {
+    let (newest, _) = checkpoint::newest(&out.join("checkpoints"))?;
+    let name = newest.as_deref().and_then(Path::file_name).and_then(|name| name.to_str());
+    Ok(name.and_then(checkpoint::parse_folder_name).map(|(_, step)| step))
 }
 
 /// Chooses the validation split like a server, for a job that does not name the split.

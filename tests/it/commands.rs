@@ -284,7 +284,7 @@ async fn train_needs_no_server() {
 }
 
 /// Names and bytes of all tensors of a safetensors file.
-fn tensors(file: &[u8]) -> Vec<(String, Vec<u8>)> {
+pub(crate) fn tensors(file: &[u8]) -> Vec<(String, Vec<u8>)> {
     let mut all: Vec<_> = safetensors::SafeTensors::deserialize(file)
         .expect("safetensors")
         .tensors()

@@ -10,6 +10,8 @@ use utoipa::ToSchema;
 pub(super) const MODES: [&str; 3] = ["data", "hybrid", "auto"];
 /// The largest number of strategies in a job.
 pub const MAX_SHARDS: usize = 64;
+/// torchvision's name of the last layer of every network that can be split.
+const LAST_LAYER: &str = "fc";
 /// The largest number of characters in a pattern.
 const MATCH_CHARS: usize = 100;
 
@@ -124,6 +126,23 @@ impl ParallelSpec {
         })
     }
 
+    /// Why the last layer of a network of `classes` cannot be split over its classes; `None` if it can, or is not split in this way.
+    pub fn too_few_classes(&self, classes: usize) -> Option<String> {
+        // Without strategies the last layer is split over its classes.
+        let split = match self.shard.is_empty() {
+            true => Some(Split::Out),
+            false => self.shard.iter().rev().find(|shard| shard.matches(LAST_LAYER)).map(|shard| shard.split),
+        };
+        let is_split = self.is_hybrid() && self.model > 1 && split == Some(Split::Out);
+        (is_split && classes < self.model as usize).then(|| {
+            format!(
+                "{} cannot be divided over {} ranks: parallel.model may be at most {classes}",
+                plural(classes as u64, "class"),
+                self.model
+            )
+        })
+    }
+
     /// Whether `rank` is the first of the ranks of its stage that have the same pictures.
     pub fn counts_pictures(&self, rank: u32) -> bool {
         (rank / self.model.max(1)).is_multiple_of(self.height.max(1))
@@ -192,6 +211,7 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
         }
         return;
     }
+    let all = plural(ranks.into(), "rank");
     // The largest divisor of `count` that is at most `given`.
     let divisor =
         |count: u32, given: u32| (1..=count.min(given)).rev().find(|n| count.is_multiple_of(*n)).unwrap_or(1);
@@ -200,7 +220,7 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
         mistake(
             "/parallel/model",
             format!(
-                "{ranks} ranks cannot be divided into groups of {model}: give a divisor of parallel.ranks, such as {near}"
+                "{all} cannot be divided into groups of {model}: give a divisor of parallel.ranks, such as {near}"
             ),
         );
     } else if !(ranks / model).is_multiple_of(height) {
@@ -208,7 +228,7 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
         mistake(
             "/parallel/height",
             format!(
-                "{ranks} ranks cannot be divided into groups of model x height = {model} x {height}: give a height such as {near}"
+                "{all} cannot be divided into groups of model x height = {model} x {height}: give a height such as {near}"
             ),
         );
     } else if !(ranks / model / height).is_multiple_of(pipeline) {
@@ -216,7 +236,7 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
         mistake(
             "/parallel/pipeline",
             format!(
-                "{ranks} ranks cannot be divided into groups of model x height x pipeline = {model} x {height} x {pipeline}: give a pipeline \
+                "{all} cannot be divided into groups of model x height x pipeline = {model} x {height} x {pipeline}: give a pipeline \
                  such as {near}"
             ),
         );

@@ -22,6 +22,11 @@ async fn all_errors_of_a_specification_are_named_with_pointers() {
         ("/data", json!({"dataset": "pictures", "validation": "val"}), "test"),
         ("/parallel", json!({"ranks": 3}), "2 slots"),
         ("/parallel", json!({"ranks": 1, "device": "cuda"}), "auto"),
+        (
+            "/parallel",
+            json!({"ranks": 4, "mode": "hybrid", "model": 4}),
+            "2 classes cannot be divided over 4 ranks: parallel.model may be at most 2",
+        ),
     ];
     for (place, value, hint) in cases {
         let mut document = spec();

@@ -39,8 +39,8 @@ pub(super) enum Outcome {
     Elsewhere,
     /// Stopped by Ctrl-C or a signal. The folder shows whether a checkpoint of this step exists.
     Stopped { step: u64 },
-    /// With the reason as a sentence.
-    Failed(String),
+    /// `is_retriable` says whether continuing may succeed.
+    Failed { reason: String, is_retriable: bool },
 }
 
 /// Starts a process for each rank and shows progress until all have ended.
@@ -157,16 +157,23 @@ fn determine_outcome(ranks: &RankGroup<Vec<AttemptEvent>>, show: &Show, interrup
     let Some(RankEnd { rank, step, failure, exit, last_stderr_line, .. }) = cause.or_else(silent) else {
         return Outcome::Stopped { step: show.step };
     };
-    Outcome::Failed(match (failure, exit) {
+    let reason = match (failure, exit) {
         (Some(failure), _) => format!("rank {rank} failed at step {step}: {}", failure.reason),
         (None, Some(Exit::Signal(signal))) => {
-            format!("rank {rank} was killed by signal {signal} at step {step}")
+            // Only agents know whether the kernel has killed processes since the start.
+            let cause = if *signal == 9 {
+                "; the system may have killed it because memory was exhausted: a smaller batch needs less"
+            } else {
+                ""
+            };
+            format!("rank {rank} was killed by signal {signal} at step {step}{cause}")
         }
         (None, _) => {
             let last = last_stderr_line.as_deref().unwrap_or("it printed nothing");
             format!("rank {rank} ended at step {step}: {last}")
         }
-    })
+    };
+    Outcome::Failed { reason, is_retriable: failure.as_ref().is_none_or(|failure| failure.retriable) }
 }
 
 /// Runs one rank in this process, and shows progress if it is rank 0.
@@ -176,7 +183,7 @@ fn determine_outcome(ranks: &RankGroup<Vec<AttemptEvent>>, show: &Show, interrup
 pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Outcome> {
     let mut tail = Tail::open(&events_path(&config.attempt_dir(), config.rank), 0);
     let mut show = Show::new(&config.start.spec, &[config.rank]);
-    let mut reason = None;
+    let (mut reason, mut is_retriable) = (None, true);
     let rank = config.clone();
     let training = std::thread::Builder::new().name("rank".into()).spawn(move || run_config(&rank))?;
     loop {
@@ -188,8 +195,8 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Outcome> {
                 break;
             }
             for event in &events {
-                if let AttemptEvent::RankFailed { reason: message, .. } = event {
-                    reason = Some(message.clone());
+                if let AttemptEvent::RankFailed { reason: message, retriable, .. } = event {
+                    (reason, is_retriable) = (Some(message.clone()), *retriable);
                 }
             }
             show.see(events);
@@ -209,7 +216,9 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Outcome> {
         EXIT_FINISHED if config.rank > 0 => Outcome::Elsewhere,
         EXIT_FINISHED => Outcome::Succeeded { accuracy: show.accuracy, step: show.step, best: show.best() },
         // Only rank 0 writes checkpoints.
-        EXIT_STOPPED if config.rank > 0 => Outcome::Failed(format!("stopped after step {}", show.step)),
+        EXIT_STOPPED if config.rank > 0 => {
+            Outcome::Failed { reason: format!("stopped after step {}", show.step), is_retriable: true }
+        }
         EXIT_STOPPED => Outcome::Stopped { step: show.step },
         _ => {
             // The reason is printed soon. CUDA's exit handlers may wait for ranks that have exited.
@@ -217,12 +226,12 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Outcome> {
             // Exit handlers free resources that aborts still use.
             let are_over = registry::may_run_exit_handlers(EXIT_TIMEOUT / 2);
             let reason = reason.unwrap_or_else(|| "it printed nothing".into());
-            let message = format!("rank {} failed at step {}: {reason}", config.rank, show.step);
+            let reason = format!("rank {} failed at step {}: {reason}", config.rank, show.step);
             if !are_over {
-                output::warn(&message);
+                output::warn(&reason);
                 registry::exit(1, Duration::ZERO);
             }
-            Outcome::Failed(message)
+            Outcome::Failed { reason, is_retriable }
         }
     })
 }

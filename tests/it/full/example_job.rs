@@ -2,6 +2,7 @@
 //! ranks train unchanged; `train/hybrid.rs` and `train/auto.rs` train the others.
 
 use crate::{
+    commands,
     pictures::{Pictures, SIDE, idx_dataset},
     server::training_permit,
 };
@@ -107,8 +108,8 @@ async fn the_examples_for_cpu_ranks_train() {
     let _permit = training_permit().await;
     let folder = tempfile::tempdir().expect("a folder");
     let dataset = format!("data.dataset={}", idx_dataset(folder.path(), 256, 64).display());
-    let run = |example: &str, more: &[&str]| {
-        let (job, out) = (examples().join(format!("{example}.toml")), folder.path().join(example));
+    let run = |example: &str, out: &str, more: &[&str]| {
+        let (job, out) = (examples().join(format!("{example}.toml")), folder.path().join(out));
         let (job, out) = (job.display().to_string(), out.display().to_string());
         let arguments = ["train", &job, "--out", &out, "--set", &dataset];
         let reported = lockstep(&[&arguments[..], more].concat());
@@ -120,16 +121,22 @@ async fn the_examples_for_cpu_ranks_train() {
         ("matrix-product", "2 (data) x 1 (height) x 2 (model)"),
         ("rows", "2 (data) x 2 (height) x 1 (model)"),
         ("accumulate", "2 ranks (CPU, "),
-        ("sharded", "2 (data) x 1 (height) x 2 (model)"),
+        ("sharded", "4 of 4 ranks write a part of each checkpoint"),
     ] {
-        let output = run(example, &["--set", "train.epochs=1"]);
+        let output = run(example, example, &["--set", "train.epochs=2"]);
         for words in [words, "= 128 pictures per step", "validation accuracy is "] {
             assert!(output.contains(words), "{example}: {words} in {output}");
         }
     }
-    let output =
-        run("sharded", &["--resume", "latest", "--set", "train.epochs=2", "--set", "parallel.ranks=2"]);
-    for words in ["1 (data) x 1 (height) x 2 (model)", "validation accuracy is "] {
-        assert!(output.contains(words), "{words} in {output}");
-    }
+    let middle = folder.path().join("sharded/checkpoints/1-2").display().to_string();
+    let more = ["--resume", &middle, "--ranks", "2", "--set", "train.epochs=2"];
+    let output = run("sharded", "continued", &more);
+    assert!(output.contains("continuing from checkpoint 1-2 at step 2"), "{output}");
+    let tensors = |out: &str| {
+        let path = folder.path().join(out).join("last.safetensors").display().to_string();
+        let checkpoint = folder.path().join(out).join("checkpoints/2-4").display().to_string();
+        assert!(lockstep(&["export", &checkpoint, "-o", &path]).status.success(), "{checkpoint}");
+        commands::tensors(&fs::read(path).expect("weights"))
+    };
+    assert!(tensors("continued") == tensors("sharded"), "the same tensors as without an interruption");
 }

@@ -17,6 +17,9 @@ use lockstep_protocol::{agent::AttemptEvent, network::NetworkDescription};
 const TIMED_STEP: u64 = 3;
 /// Number of steps after it whose median time is compared with the prediction.
 const COMPARED_STEPS: usize = 10;
+/// Added to the log if the measured time differs from the prediction by more than half.
+const OUTDATED_FIGURES: &str =
+    "; the figures of this machine may be out of date: `lockstep plan --measure` measures them again";
 
 /// The reports that a step makes in addition to its result.
 #[derive(Debug, Clone, Copy)]
@@ -132,8 +135,11 @@ impl Run<'_> {
         let on_device = Some(self.engine.memory_bytes()).filter(|bytes| *bytes > 0);
         if let Some(plan) = &mut self.layers.description.plan {
             plan.measured_memory_bytes = on_device.or_else(largest_memory);
-            let predicted =
-                plan.predicted.as_ref().map(|of| format!("; predicted were {:.1} ms", of.step_ms));
+            let predicted = plan.predicted.as_ref().map(|of| {
+                let advice =
+                    if (measured - of.step_ms).abs() > of.step_ms / 2.0 { OUTDATED_FIGURES } else { "" };
+                format!("; predicted were {:.1} ms{advice}", of.step_ms)
+            });
             self.training.log([format!("a step takes {measured:.1} ms{}", predicted.unwrap_or_default())]);
         }
         self.training.observer.event(&AttemptEvent::Network(self.layers.description.clone()));

@@ -389,6 +389,7 @@ impl DocumentMistakes {
             "/train/batch_size" | "/train/global_batch_size" => {
                 self.touch(&["/train", "/parallel/ranks", "/data/validation", "/data/drop_remainder"])
             }
+            "/parallel/model" => self.touch(&["/parallel"]),
             // A recipe sets image sizes, means and the validation.
             pointer => self.touch(&[pointer, "/train/recipe", "/data/image_size"]),
         }
@@ -513,6 +514,9 @@ fn dataset_mistakes(spec: &JobSpec, dataset: &Dataset) -> Vec<SpecError> {
         && let Err(detail) = weights.of(&info.classes, &train.per_class)
     {
         mistake("/loss/class_weights", detail);
+    }
+    if let Some(detail) = spec.parallel.too_few_classes(info.classes.len()) {
+        mistake("/parallel/model", detail);
     }
     if let (Some(folds), Some(train)) = (spec.data.folds, train)
         && train.samples < u64::from(folds)

@@ -44,7 +44,7 @@ use lockstep_comm::ProcessGroup;
 use lockstep_data::loader::{Batch, BatchFormat, DataSource};
 use lockstep_host::tensors::TensorSource;
 use lockstep_kernels::{batch_norm, conv, elementwise, linear, loss, pool};
-use lockstep_protocol::spec::Precision;
+use lockstep_protocol::{numbers::plural, spec::Precision};
 use std::{sync::Arc, time::Duration};
 
 /// Fusion on CPUs: memory bandwidth limits cores, so batch norm, addition and ReLU are one pass.
@@ -316,9 +316,12 @@ impl Engine for CpuEngine {
         if !self.plan.is_data() {
             let is_exchange =
                 |op: &&FusedOp| matches!(op, FusedOp::Redistribute { .. } | FusedOp::Halo { .. });
-            let exchanges = self.executor.ops.iter().filter(is_exchange).count();
+            let exchanges = match self.executor.ops.iter().filter(is_exchange).count() {
+                0 => String::new(),
+                n => format!("; {} to exchange activations", plural(n as u64, "operation")),
+            };
             let (mesh, begins) = (self.plan.mesh, self.plan.later_stages(&self.network));
-            return format!("a mesh of {mesh}: {exchanges} operations exchange activations{begins}{saving}");
+            return format!("a mesh of {mesh}{exchanges}{begins}{saving}");
         }
         match (&self.executor.shm_unavailable_reason, self.comm.size()) {
             (_, 1) => String::new(),

@@ -153,10 +153,13 @@ fn problems(network: &Network, plan: &Plan) -> Vec<String> {
             .map(|(of, _)| format!("{:?}", of.name()))
             .collect();
         let splits = if splits.is_empty() { "nothing".into() } else { splits.join(" or ") };
+        let most = counts.iter().find(|(of, count)| *of == split && *count > 0);
+        let most = most.map(|(_, count)| format!(" (parallel.model may be at most {count})"));
         problems.push(format!(
-            "{name} cannot be split by {:?} over {} ranks: it is {what}, which can be split by {splits}",
+            "{name} cannot be split by {:?} over {} ranks{}: it is {what}, which can be split by {splits}",
             split.name(),
-            plan.mesh.model
+            plan.mesh.model,
+            most.unwrap_or_default()
         ));
     }
     problems

@@ -420,7 +420,10 @@ fn errors_for_impossible_splits_list_the_possible_splits() {
         ),
         (plan([1, 1, 2], &[("fc", Groups)]), &["a linear layer of 12 -> 10 values", "\"out\" or \"in\""]),
         (plan([1, 1, 2], &[("block.conv2", Out)]), &["a convolution of 5 groups", "split by \"groups\""]),
-        (plan([1, 1, 12], &[("fc", Out)]), &["over 12 ranks", "split by \"in\""]),
+        (
+            plan([1, 1, 12], &[("fc", Out)]),
+            &["over 12 ranks (parallel.model may be at most 10)", "split by \"in\""],
+        ),
         (
             plan([1, 1, 4], &[("conv1", In), ("*.conv1", Groups)]),
             &["conv1 cannot be split by \"in\"", "block.conv1"],

@@ -124,7 +124,7 @@ async fn jobs_use_the_available_validation_split_by_default() {
 }
 
 #[tokio::test]
-async fn broken_files_that_fail_a_job_cause_a_warning() {
+async fn broken_files_and_classes_without_validation_pictures_cause_a_warning() {
     let server = TestServer::new().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let broken = |n: usize| DatasetInfo {
@@ -134,6 +134,9 @@ async fn broken_files_that_fail_a_job_cause_a_warning() {
     };
     agent.register_as(&server, "one", broken(1)).await;
     agent.register_as(&server, "five", broken(5)).await;
+    let mut no_dogs = dataset_info();
+    no_dogs.splits[1].per_class = vec![200, 0];
+    agent.register_as(&server, "no-dogs", no_dogs).await;
     let on = |name: &str, broken_files: &str| {
         let mut spec = spec();
         spec["data"] = json!({"dataset": name, "broken_files": broken_files});
@@ -168,9 +171,6 @@ async fn broken_files_that_fail_a_job_cause_a_warning() {
         assert_eq!(is_warned, is_expected, "{response}");
     }
     // A class of the training split that has no validation picture is named.
-    let mut no_dogs = dataset_info();
-    no_dogs.splits[1].per_class = vec![200, 0];
-    agent.register_as(&server, "no-dogs", no_dogs).await;
     for (validation, is_expected) in [(json!("test"), true), (json!("none"), false)] {
         let mut spec = on("no-dogs", "fail");
         spec["data"]["validation"] = validation;

@@ -166,12 +166,13 @@ function fillRecipe(name) {
   const own = recipes[name] ?? {}, previous = recipes[filled.value] ?? {};
   for (const field of fields.filter((f) => f.name in own || f.name in previous)) {
     const value = effective(field, filled.value), isUnchanged = value === untouched(field, filled.value);
+    // The reader wrote this value, or a preset or a clone wrote it and the recipe does not set it.
     if (!isUnchanged && (!(field.name in own) || touched.has(field))) { replaced.delete(field); continue; }
-    const isLeft = LEFT_TO_SERVER.includes(field.name), usual = untouched(field, "");
-    const before = isUnchanged ? replaced.get(field) ?? (isLeft ? value : usual) : value;
-    const isWritten = field.name in own && (!isLeft || before === usual);
-    put(field, isWritten ? own[field.name] : before, name);
-    if (isWritten) replaced.set(field, before); else replaced.delete(field);
+    const isChosenByServer = LEFT_TO_SERVER.includes(field.name), defaultValue = untouched(field, "");
+    const earlier = isUnchanged ? replaced.get(field) ?? (isChosenByServer ? value : defaultValue) : value;
+    const isWritten = field.name in own && (!isChosenByServer || earlier === defaultValue);
+    put(field, isWritten ? own[field.name] : earlier, name);
+    if (isWritten) replaced.set(field, earlier); else replaced.delete(field);
   }
   filled.value = name;
   showReplaced();
@@ -180,9 +181,9 @@ function fillRecipe(name) {
 /** Lists the settings that the recipe has replaced. Defaults are left out, except the validation set. */
 function showReplaced() {
   const isDefault = (field, value) => value === untouched(field, "") && !LEFT_TO_SERVER.includes(field.name);
-  const changed = [...replaced].filter(([field, before]) => before !== valueOf(field) && !isDefault(field, before));
-  const named = changed.map(([field, before]) => `${field.labels[0].textContent.trim()} (was ${before})`);
-  text(byId("replaced"), named.length ? `This recipe has changed: ${named.join(", ")}. Without a recipe, these settings return.` : "");
+  const changed = [...replaced].filter(([field, earlier]) => earlier !== valueOf(field) && !isDefault(field, earlier));
+  const named = changed.map(([field, earlier]) => `${field.labels[0].textContent.trim()} (was ${earlier})`);
+  text(byId("replaced"), named.length ? `The recipe changed ${named.join(", ")}. Choose no recipe to restore these values.` : "");
 }
 
 function forgetReplaced() {
@@ -229,14 +230,14 @@ const duration = (secs) => (secs < 100 ? `${Math.max(1, Math.round(secs))} s` : 
 function showPlan(response) {
   const { samples, steps_per_epoch, total_steps, global_batch_size, estimate } = response ?? {};
   const parts = [];
-  const { data, train } = response?.spec ?? {};
-  // A fraction holds out each picture independently, so the number of training pictures is only expected.
+  const { data } = response?.spec ?? {};
+  // A fraction holds out each picture independently, so the numbers of pictures and steps are only expected.
   const about = typeof data?.validation === "number" && !data.folds ? "about " : "";
   if (response?.trials) parts.push(plural(response.trials, "trial"));
   if (samples) parts.push(`${about}${plural(samples, "picture")}`);
   if (global_batch_size) parts.push(`${count(global_batch_size)} a step`);
-  if (steps_per_epoch) parts.push(`${about}${plural(steps_per_epoch, "step")} an epoch`);
-  if (total_steps) parts.push(`${train?.steps ? "" : about}${count(total_steps)} in all`);
+  if (steps_per_epoch) parts.push(`${plural(steps_per_epoch, "step")} an epoch`);
+  if (total_steps) parts.push(`${count(total_steps)} in all`);
   if (estimate) parts.push(`about ${duration(estimate.secs)} of training, as fast as ${estimate.name}`);
   // The dataset lacks the default split, so the server chose another.
   const split = data?.validation, field = fields.find((f) => f.name === "data.validation");

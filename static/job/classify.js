@@ -1,7 +1,7 @@
 // Predictions of a checkpoint for pictures that the reader drops on the page.
 
 import { byId, make, Problem, errorText, text } from "../page.js";
-import { percent, plural, standardError } from "../numbers.js";
+import { accuracyOf, percent, plural } from "../numbers.js";
 
 const TOP = 5;
 
@@ -41,15 +41,15 @@ export class Classify {
       const label = this.choice.selectedOptions[0].textContent;
       this.results.prepend(...await Promise.all(content.predictions.map((p, i) => card(p, files[i], label))));
       text(status, `${plural(files.length, "picture")} classified with ${label}`);
-      text(byId("classify-reliability"), reliability(this.checkpoints.sorted.find(({ id }) => id === chosen)));
+      text(byId("classify-reliability"), validationAccuracy(this.checkpoints.sorted.find(({ id }) => id === chosen)));
     } catch (error) { text(status, errorText(error)); }
   }
 }
 
-/** Says how often a checkpoint is right. Empty if the checkpoint was not validated. */
-function reliability(checkpoint) {
+/** Formats the validation accuracy of a checkpoint. Empty if the checkpoint was not validated. */
+function validationAccuracy(checkpoint) {
   const { val_accuracy: accuracy, validation } = checkpoint ?? {};
-  return accuracy == null || !validation ? "" : `This model is right for ${percent(accuracy)}${standardError(accuracy, validation.pictures)} of its ${plural(validation.pictures, "validation picture")}.`;
+  return accuracy == null || !validation ? "" : `Validation accuracy of this checkpoint: ${accuracyOf(accuracy, validation.pictures)} pictures.`;
 }
 
 async function card(prediction, file, checkpoint) {

@@ -82,7 +82,7 @@ describe("a model", () => {
       for (const kind of ["dragover", "drop"]) zone.dispatchEvent(new DragEvent(kind, { dataTransfer: data, bubbles: true, cancelable: true }));
     }, dropped);
     await until("each file has a result", async () => (await page.locator("#classify-results > li").count()) === 4);
-    assert.match(await page.locator("#classify-reliability").textContent(), /^This model is right for [0-9.]+ %( ± [0-9.]+)? of its 187 validation pictures\.$/);
+    assert.match(await page.locator("#classify-reliability").textContent(), /^Validation accuracy of this checkpoint: [0-9.]+ %( ± [0-9.]+)? of 187 pictures\.$/);
     const cards = page.locator("#classify-results > li");
     assert.match(await cards.nth(3).textContent(), /notes\.png.*not a JPEG, PNG/);
     for (const width of [390, 1440]) {

@@ -151,7 +151,7 @@ function refresh() {
     refreshRequest = new AbortController();
     try {
       const next = await ask(`/api/v1/jobs/${job.id}`, { signal: refreshRequest.signal });
-      if (next.last_seq >= stream.seq || isFinal(next.state)) { setJob(next); showDiagnosis(next); factsSoon(); } else refresh();
+      if (next.last_seq >= (stream?.seq ?? 0) || isFinal(next.state)) { setJob(next); showDiagnosis(next); factsSoon(); } else refresh();
       await Promise.all([jobHistory.load(), reloadAgents()]);
     } catch { /* If the server is unreachable, the stream ends, too, and its status shows this. */ }
   }, 150);

@@ -159,8 +159,8 @@ function fillForm(spec) {
 
 /**
  * Writes a recipe's values into fields that still have values of the previous recipe, of the defaults, of a preset or of a cloned job.
- * Fields that only the previous recipe set get back their earlier values. A chosen validation set stays, because accuracies on other
- * pictures cannot be compared.
+ * Fields that only the previous recipe set get back their earlier values. A validation set other than the default stays, because
+ * accuracies on other pictures cannot be compared; `showReplaced` names a replaced default.
  */
 function fillRecipe(name) {
   const own = recipes[name] ?? {}, previous = recipes[filled.value] ?? {};
@@ -186,8 +186,9 @@ function showReplaced() {
   text(byId("replaced"), named.length ? `The recipe changed ${named.join(", ")}. Choose no recipe to restore these values.` : "");
 }
 
-function forgetReplaced() {
-  replaced.clear();
+/** Forgets the earlier value of a field that has been edited, or of all fields. */
+function forgetReplaced(field) {
+  if (field) replaced.delete(field); else replaced.clear();
   showReplaced();
 }
 
@@ -275,7 +276,7 @@ async function check() {
 
 // --- actions of the reader --------------------------------------------------------------------------
 
-form.addEventListener("input", (event) => { touched.add(event.target); if (event.target.name === "train.recipe") fillRecipe(event.target.value); unmarkPresets(); checkSoon(); });
+form.addEventListener("input", (event) => { touched.add(event.target); if (event.target.name === "train.recipe") fillRecipe(event.target.value); else forgetReplaced(event.target); unmarkPresets(); checkSoon(); });
 form.addEventListener("focusout", (event) => { if (event.target.value) touched.add(event.target); });
 
 /** The search field for settings. Shows the settings under "More settings" whose key, name, hint or choices contain the text. */

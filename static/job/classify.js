@@ -31,6 +31,7 @@ export class Classify {
     const status = byId("classify-status");
     if (!files.length) return;
     text(status, `Predicting ${plural(files.length, "picture")} …`);
+    text(byId("classify-reliability"), "");
     const chosen = this.choice.value;
     const form = new FormData();
     for (const file of files) form.append("picture", file, file.name);

@@ -76,7 +76,7 @@ impl DatasetInfo {
     /// A warning about classes that have training pictures and none in `split`, which validates the network; `None` without such classes.
     pub fn unvalidated_classes(&self, split: &str) -> Option<String> {
         let counts = |name: &str| self.splits.iter().find(|of| of.name == name).map(|of| &*of.per_class);
-        unvalidated_classes(&self.classes, counts("train")?, (split, counts(split)?))
+        unvalidated_classes(&self.classes, counts("train")?, counts(split)?, split)
     }
 }
 
@@ -227,31 +227,35 @@ const NAMED: usize = 5;
 
 /// `2 classes have no validation picture: "cat", "dog"`, for a list of classes without such a picture; `None` for an empty list.
 pub fn lacking_classes(without: &[&String], kind: &str) -> Option<String> {
-    let named: Vec<_> = without.iter().take(NAMED).map(|name| format!("{name:?}")).collect();
-    let more = without.len().saturating_sub(NAMED);
-    let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+    if without.is_empty() {
+        return None;
+    }
     let have = if without.len() == 1 { "has" } else { "have" };
-    (!without.is_empty()).then(|| {
-        format!(
-            "{} {have} no {kind} picture: {}{more}",
-            plural(without.len() as u64, "class"),
-            named.join(", ")
-        )
-    })
+    let classes = plural(without.len() as u64, "class");
+    Some(format!("{classes} {have} no {kind} picture: {}", first_names(without)))
 }
 
-/// A warning about classes that have `training` pictures and none in the split that validates, which is given with its numbers of pictures;
-/// `None` without such classes.
+/// `"cat", "dog"`, with the number of further names of a long list.
+fn first_names(names: &[&String]) -> String {
+    let named: Vec<_> = names.iter().take(NAMED).map(|name| format!("{name:?}")).collect();
+    let more = names.len().saturating_sub(NAMED);
+    let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+    named.join(", ") + &more
+}
+
+/// A warning about classes that have training pictures and none in `split`, which validates the network; `None` without such classes.
+/// `training` and `validation`: the numbers of pictures of each class.
 pub fn unvalidated_classes(
     classes: &[String],
     training: &[u64],
-    (split, validation): (&str, &[u64]),
+    validation: &[u64],
+    split: &str,
 ) -> Option<String> {
     let counts = classes.iter().zip(training.iter().zip(validation));
     let without = counts.filter(|(_, (training, validation))| **training > 0 && **validation == 0);
     let lacking = lacking_classes(&without.map(|(name, _)| name).collect::<Vec<_>>(), "validation")?;
     Some(format!(
-        "{lacking}. The validation accuracy does not show how well such a class is recognised: move some of its pictures from train to {split}"
+        "{lacking}. Validation accuracy does not cover such a class: move some of its pictures from train to {split}"
     ))
 }
 
@@ -264,10 +268,7 @@ pub fn classes_differ(trained: &[String], dataset: &[String]) -> Option<String> 
     let lacking = |all: &[String], of: &[String]| -> Option<String> {
         let there: HashSet<&String> = of.iter().collect();
         let missing: Vec<_> = all.iter().filter(|name| !there.contains(name)).collect();
-        let named: Vec<_> = missing.iter().take(NAMED).map(|name| format!("{name:?}")).collect();
-        let more = missing.len().saturating_sub(NAMED);
-        let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-        (!missing.is_empty()).then(|| format!("{}{more}", named.join(", ")))
+        (!missing.is_empty()).then(|| first_names(&missing))
     };
     let mut parts = Vec::new();
     if trained.len() != dataset.len() {
@@ -327,7 +328,7 @@ mod tests {
     #[test]
     fn classes_without_validation_pictures_are_named() {
         let words = |training: &[u64], validation: &[u64]| {
-            unvalidated_classes(&names("cat dog fox"), training, ("val", validation))
+            unvalidated_classes(&names("cat dog fox"), training, validation, "val")
         };
         assert_eq!(words(&[9, 9, 0], &[1, 1, 0]), None, "fox has no training picture");
         let one = words(&[9, 9, 9], &[0, 1, 1]).unwrap();

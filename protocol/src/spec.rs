@@ -43,6 +43,7 @@ pub use train::{LossScale, OptimizerKind, Precision, ScheduleKind, TrainSpec};
 
 use crate::labels;
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 use utoipa::ToSchema;
 
 /// A complete training job: network, data, optimisation, ranks, and what follows a failure.
@@ -255,7 +256,30 @@ fn is_one(count: &u32) -> bool {
     *count == 1
 }
 
+/// Removes the values in `own` that equal those in `defaults`, and objects that are empty then.
+fn remove_defaults(own: &mut Map<String, Value>, defaults: &Map<String, Value>) {
+    own.retain(|key, value| match (value, defaults.get(key)) {
+        (Value::Object(own), Some(Value::Object(defaults))) => {
+            remove_defaults(own, defaults);
+            !own.is_empty()
+        }
+        (value, default) => default != Some(&*value),
+    });
+}
+
 impl JobSpec {
+    /// The settings that differ from the defaults, in the form of the specification.
+    pub fn non_default(&self) -> Map<String, Value> {
+        // Every specification has a JSON form. Converted through text, so that 0.1 in single precision stays 0.1.
+        let settings = |spec: &JobSpec| -> Map<String, Value> {
+            let text = serde_json::to_string(spec).unwrap_or_default();
+            serde_json::from_str(&text).unwrap_or_default()
+        };
+        let mut own = settings(self);
+        remove_defaults(&mut own, &settings(&JobSpec::default()));
+        own
+    }
+
     /// Pictures one rank sees in one micro-batch.
     pub fn micro_batch_size(&self) -> u32 {
         match (self.train.batch_size, self.train.global_batch_size) {

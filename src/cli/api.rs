@@ -159,9 +159,10 @@ impl Api {
         let is_meant = |job: &Value| named::text(job, "state").parse::<JobState>().is_ok_and(&is_meant);
         // Includes jobs that this version cannot read: the name may be the name of such a job.
         let all = self.all("/jobs", "jobs", &[], None).await?;
-        let (job, note) = match named::choose(named::JOB, all, id, is_meant) {
-            Ok(chosen) => chosen,
-            Err(why) => return Err(usage_error(why + &self.describe_namesake(id).await)),
+        let chosen = named::choose(named::JOB, &all, id, is_meant).map_err(usage_error)?;
+        let Some((job, note)) = chosen else {
+            let unknown = named::unknown(named::JOB, &all, id);
+            return Err(usage_error(unknown + &self.describe_namesake(id).await));
         };
         Ok((self.get(&format!("/jobs/{job}")).await?, note))
     }
@@ -219,18 +220,9 @@ impl Api {
             return Ok((self.get(&format!("/sweeps/{id}")).await?, None));
         }
         let all = self.all("/sweeps", "sweeps", &[], None).await?;
-        let (sweep, note) = named::choose(named::SWEEP, all, id, is_meant).map_err(usage_error)?;
+        let chosen = named::choose(named::SWEEP, &all, id, is_meant).map_err(usage_error)?;
+        let (sweep, note) = chosen.ok_or_else(|| usage_error(named::unknown(named::SWEEP, &all, id)))?;
         Ok((self.get(&format!("/sweeps/{sweep}")).await?, note))
-    }
-
-    /// # Errors
-    /// Exit status 2 if no model is called `name`.
-    pub(crate) async fn check_model(&self, name: &str) -> anyhow::Result<()> {
-        let models = self.all("/models", "models", &[], None).await?;
-        match models.iter().any(|model| named::text(model, "name") == name) {
-            true => Ok(()),
-            false => Err(usage_error(named::unknown(named::MODEL, &models, name))),
-        }
     }
 
     /// Reads a whole list. An element that this version cannot read is reported and left out, as in [`list`].
@@ -398,9 +390,8 @@ impl Api {
                 format!(" ({name} is set: requests go through that proxy, unless NO_PROXY names the server)")
             });
             anyhow!(
-                "no server answers at {}{}; start one with `lockstep serve`. If a server runs on this machine, name its data directory, \
-                 which has its address and token, with --data-dir or LOCKSTEP_DATA_DIR. For another server, set LOCKSTEP_SERVER and \
-                 LOCKSTEP_TOKEN",
+                "no server answers at {}{}. Start one with `lockstep serve`, or name a running server: on this machine by its data \
+                 directory (--data-dir or LOCKSTEP_DATA_DIR), on another machine by LOCKSTEP_SERVER and LOCKSTEP_TOKEN",
                 self.base,
                 way.unwrap_or_default()
             )

@@ -69,7 +69,6 @@ pub(crate) async fn find(api: &Api, named: &str, wanted: &str) -> anyhow::Result
     if wanted != BEST {
         return Err(usage_error(format!("{named} names a checkpoint already: leave --checkpoint out")));
     }
-    api.check_model(&model).await?;
     let version: ModelVersion = match which {
         Which::Number(number) => api.get(&format!("/models/{model}/versions/{number}")).await?,
         Which::Alias(alias) => api.get(&format!("/models/{model}/aliases/{alias}")).await?,

@@ -2,10 +2,10 @@
 
 use super::{api::ServerArgs, block_on, output};
 use lockstep_protocol::{
-    Job, JobSpec,
+    Job,
     labels::DEFAULT_PROJECT,
     numbers::{percent, rate, standard_error, value},
-    spec::ValidationDivision,
+    spec::{Validation, ValidationDivision},
 };
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -91,10 +91,14 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 fn caution(jobs: &[Job]) -> Vec<String> {
     let mut measured: Vec<(f64, u64, ValidationDivision)> = Vec::new();
     for job in jobs {
-        let (Some(best), Some(pictures)) = (job.best, job.last.val_pictures) else { continue };
+        let pictures = job.last.val_pictures.filter(|pictures| *pictures > 0);
+        let (Some(best), Some(pictures)) = (job.best, pictures) else { continue };
         let mut division = ValidationDivision::of(&job.spec.data);
         if !division.holds_out() {
             division.validation_seed = 0;
+        } else if division.fold.is_some() {
+            // With folds, `data.validation` is ignored.
+            division.validation = Validation::Split("none".into());
         }
         measured.push((best.value, pictures, division));
     }
@@ -103,16 +107,17 @@ fn caution(jobs: &[Job]) -> Vec<String> {
     let mut sentences = Vec::new();
     let is_of_dataset = |of: &(f64, u64, ValidationDivision)| of.2.dataset == first.2.dataset;
     if measured.iter().any(|of| of.1 != first.1 || (is_of_dataset(of) && of.2 != first.2)) {
-        sentences.push("These accuracies are of different validation pictures.".to_owned());
+        sentences.push("These accuracies were measured on different validation pictures.".to_owned());
     } else if !measured.iter().all(is_of_dataset) {
-        sentences.push("These accuracies are of validation pictures of different datasets.".to_owned());
+        sentences
+            .push("These accuracies were measured on validation pictures of different datasets.".to_owned());
     }
     let variance = |of: &(f64, u64, ValidationDivision)| of.0 * (1.0 - of.0) / of.1 as f64;
     let difference = first.0 - second.0;
     let two_errors = 2.0 * (variance(first) + variance(second)).sqrt();
     if difference < two_errors {
         sentences.push(format!(
-            "The best two differ by {:.1} points. The difference is within the uncertainty: two standard errors of it are {:.1} points.",
+            "The best two differ by {:.1} points, which is less than two standard errors of the difference ({:.1} points).",
             100.0 * difference,
             100.0 * two_errors
         ));
@@ -120,19 +125,23 @@ fn caution(jobs: &[Job]) -> Vec<String> {
     sentences
 }
 
-/// Returns the settings in which the jobs differ. Names of jobs and settings that only have default values do not count: a run from
-/// elsewhere has none of Lockstep's settings.
+/// Returns the settings in which the jobs differ, except their names. A key that no run from elsewhere has is compared only among jobs: a
+/// run from elsewhere has none of Lockstep's settings. The same as `settings` in `static/compare/names.js`.
 fn differing_settings(jobs: &[Job]) -> anyhow::Result<BTreeMap<String, Vec<Value>>> {
     let all = jobs.iter().map(flat_settings).collect::<anyhow::Result<Vec<_>>>()?;
     let keys: BTreeSet<&String> = all.iter().flat_map(BTreeMap::keys).filter(|key| *key != "name").collect();
     let values = |key: &String| -> Vec<Value> {
         all.iter().map(|settings| settings.get(key).cloned().unwrap_or_default()).collect()
     };
-    let defaults = flat(&JobSpec::default())?;
-    let is_default = |key: &String, value: &Value| value.is_null() || defaults.get(key) == Some(value);
-    let each = keys.into_iter().map(|key| (key.clone(), values(key)));
-    let differing = each.filter(|(_, values)| values.windows(2).any(|pair| pair[0] != pair[1]));
-    Ok(differing.filter(|(key, values)| !values.iter().all(|value| is_default(key, value))).collect())
+    let differs = |key: &String| {
+        let each =
+            || jobs.iter().zip(&all).map(|(job, settings)| (job.external.is_some(), settings.get(key)));
+        let is_of_runs = each().any(|(is_run, value)| is_run && value.is_some());
+        let mut compared = each().filter(|(is_run, _)| is_of_runs || !is_run).map(|(_, value)| value);
+        let first = compared.next().flatten();
+        compared.any(|value| value != first)
+    };
+    Ok(keys.into_iter().filter_map(|key| differs(key).then(|| (key.clone(), values(key)))).collect())
 }
 
 /// Returns a job's settings by keys such as `train.lr`.

@@ -148,7 +148,7 @@ pub(super) fn mistakes_error(path: &Path, mistakes: &[SpecError]) -> anyhow::Err
 pub(super) fn read(document: &Value) -> Result<JobSpec, Vec<SpecError>> {
     let spec = from_json(document)?;
     let mistaken = |detail| vec![SpecError { pointer: "/parallel".into(), detail }];
-    plan::check(&spec, None).map_err(mistaken)?;
+    plan::check(&spec).map_err(mistaken)?;
     Ok(spec)
 }
 

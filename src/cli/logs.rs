@@ -3,6 +3,7 @@
 use super::{
     api::{Api, ServerArgs, list},
     block_on, output,
+    show::AttemptRow,
     watch::{self, Display},
 };
 use lockstep_protocol::{
@@ -49,8 +50,11 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     block_on(async {
         let job = api.find_job(&args.job).await?;
-        let ends = if job.attempt > 1 { reasons(&api, &job).await? } else { HashMap::new() };
-        let mut printer = Printer { args: &args, shown: HashMap::new(), attempt: None, ends };
+        let end_reasons = match job.attempt > 1 && !args.server.json {
+            true => end_reasons(&api, &job).await?,
+            false => HashMap::new(),
+        };
+        let mut printer = Printer { args: &args, shown: HashMap::new(), last_attempt: None, end_reasons };
         print_history(&api, &job, &mut printer).await?;
         if args.follow {
             watch::follow(&api, job, &mut printer).await?;
@@ -60,13 +64,11 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 }
 
 /// Returns why attempts ended, by their numbers.
-async fn reasons(api: &Api, job: &Job) -> anyhow::Result<HashMap<u32, String>> {
+async fn end_reasons(api: &Api, job: &Job) -> anyhow::Result<HashMap<u32, String>> {
     let response: Value = api.get(&format!("/jobs/{}/attempts", job.id)).await?;
-    let reason = |of: &Value| {
-        let attempt = u32::try_from(of["attempt"].as_u64()?).ok()?;
-        Some((attempt, of["reason"]["words"].as_str()?.to_owned()))
-    };
-    Ok(response["attempts"].as_array().into_iter().flatten().filter_map(reason).collect())
+    let attempts: Vec<AttemptRow> = list(&response, "attempts")?;
+    let reason = |of: AttemptRow| Some((of.attempt, of.reason?.words().to_owned()));
+    Ok(attempts.into_iter().filter_map(reason).collect())
 }
 
 async fn print_history(api: &Api, job: &Job, printer: &mut Printer<'_>) -> anyhow::Result<()> {
@@ -90,9 +92,9 @@ struct Printer<'a> {
     /// The number of the last printed line, for each attempt and rank.
     shown: HashMap<(u32, u32), u64>,
     /// The attempt of the last printed line.
-    attempt: Option<u32>,
+    last_attempt: Option<u32>,
     /// Why attempts ended, by their numbers.
-    ends: HashMap<u32, String>,
+    end_reasons: HashMap<u32, String>,
 }
 
 impl Printer<'_> {
@@ -106,11 +108,12 @@ impl Printer<'_> {
                 continue;
             }
             *shown = line.line.number.max(*shown);
-            let before = self.attempt.replace(line.attempt);
-            if before.is_some_and(|before| before < line.attempt) && !self.args.server.json {
-                let why =
-                    self.ends.get(&(line.attempt - 1)).map(|why| format!(": {}", output::one_line(why)));
-                output::line(format_args!("attempt {}{}", line.attempt, why.unwrap_or_default()))?;
+            let last = self.last_attempt.replace(line.attempt);
+            if last.is_some_and(|last| last < line.attempt) && !self.args.server.json {
+                let ended = line.attempt - 1;
+                let why = self.end_reasons.get(&ended);
+                let why = why.map(|why| format!("; attempt {ended} ended: {}", output::one_line(why)));
+                output::line(format_args!("attempt {} begins{}", line.attempt, why.unwrap_or_default()))?;
             }
             // A line feed in the text would start a line that the rank did not write.
             let text = line.line.text.replace('\n', "\\n");
@@ -135,7 +138,7 @@ impl Display for Printer<'_> {
                 body: EventBody::State { state: JobState::Restarting, reason: Some(reason), attempt, .. },
                 ..
             }) => {
-                self.ends.insert(*attempt, reason.clone());
+                self.end_reasons.insert(*attempt, reason.clone());
                 Ok(())
             }
             _ => Ok(()),

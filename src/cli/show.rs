@@ -60,30 +60,16 @@ pub(crate) fn run(args: JobArgs) -> anyhow::Result<()> {
 
 /// Returns the settings that differ from the defaults, as a job file.
 fn own_settings(spec: &JobSpec) -> anyhow::Result<String> {
-    // Through text, so that 0.1 in single precision stays 0.1.
-    let table = |spec: &JobSpec| anyhow::Ok(toml::from_str::<toml::Table>(&toml::to_string(spec)?)?);
-    let mut own = table(spec)?;
-    remove_defaults(&mut own, &table(&JobSpec::default())?);
-    Ok(toml::to_string(&own)?)
-}
-
-fn remove_defaults(own: &mut toml::Table, defaults: &toml::Table) {
-    own.retain(|key, value| match (value, defaults.get(key)) {
-        (toml::Value::Table(own), Some(toml::Value::Table(defaults))) => {
-            remove_defaults(own, defaults);
-            !own.is_empty()
-        }
-        (value, default) => default != Some(&*value),
-    });
+    Ok(toml::to_string(&toml::Table::try_from(spec.non_default())?)?)
 }
 
 /// The printed fields of an attempt. A newer server may send a state that this version does not know.
 #[derive(Deserialize)]
-struct AttemptRow {
-    attempt: u32,
+pub(super) struct AttemptRow {
+    pub(super) attempt: u32,
     /// The state's name.
     state: String,
-    reason: Option<Reason>,
+    pub(super) reason: Option<Reason>,
     checkpoint: Option<String>,
     step: Option<u64>,
 }
@@ -151,7 +137,7 @@ fn describe_job(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, Strin
     lines.push((
         "ranks",
         match job.ranks_now() {
-            _ if job.external.is_some() => "run from elsewhere".into(),
+            _ if job.external.is_some() => "none (run from elsewhere)".into(),
             now if now < job.ranks => format!("{now} of {}", job.ranks),
             all => all.to_string(),
         },

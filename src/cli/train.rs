@@ -11,8 +11,7 @@ use super::{init_tracing, job_file, output, usage_error};
 use launcher::{LaunchedRank, Ranks};
 use local::Outcome;
 use lockstep_comm::rendezvous::free_port;
-use lockstep_data::loader::DataSource;
-use lockstep_engine::{Selection, plan, registry};
+use lockstep_engine::{Selection, registry};
 use lockstep_host::{
     cores,
     gpu::{
@@ -25,7 +24,7 @@ use lockstep_protocol::{
     agent::StartAttempt,
     dataset::{default_validation, held_out_share},
     numbers::plural,
-    spec::{DataSpec, Validation},
+    spec::Validation,
 };
 use lockstep_worker::{
     checkpoint,
@@ -96,7 +95,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         choose_validation(&mut spec, &dataset);
     }
     if !matches!(part, Part::Rank(_)) {
-        check_splits(&spec, &dataset)?;
+        check_classes(&spec, &dataset)?;
     }
     let out = args
         .out
@@ -141,8 +140,9 @@ fn run_all_ranks(mut start: StartAttempt, out: &Path) -> anyhow::Result<Outcome>
     }
     if devices.is_empty() && ranks > cores() {
         output::warn(format_args!(
-            "{ranks} ranks share the {} of this machine: more ranks than cores do not train faster",
-            plural(cores().into(), "core")
+            "{ranks} ranks share {}: {} would train as fast",
+            plural(cores().into(), "core"),
+            plural(cores().into(), "rank")
         ));
     }
     devices.truncate(ranks as usize);
@@ -329,19 +329,18 @@ fn choose_validation(spec: &mut JobSpec, dataset: &Path) {
     }
 }
 
-/// Checks that the last layer can be split over the ranks, which depends on the number of classes.
+/// Checks that the ranks can divide the dataset's classes. Ranks report problems of a dataset.
 ///
 /// # Errors
-/// Exit status 2 if a layer cannot be split.
-fn check_splits(spec: &JobSpec, dataset: &Path) -> anyhow::Result<()> {
-    if spec.parallel.model <= 1 {
-        return Ok(());
+/// Exit status 2 if the dataset has too few classes.
+fn check_classes(spec: &JobSpec, dataset: &Path) -> anyhow::Result<()> {
+    if spec.parallel.model > 1
+        && let Ok(classes) = lockstep_data::classes(dataset)
+        && let Some(detail) = spec.parallel.too_many_ranks(classes.len())
+    {
+        return Err(usage_error(format!("parallel.model: {detail}")));
     }
-    let data = DataSpec { validation: Validation::Split("none".into()), ..spec.data.clone() };
-    // Ranks report problems of a dataset.
-    let Ok(source) = DataSource::open(dataset, &data, spec.train.seed) else { return Ok(()) };
-    let checked = plan::check(spec, Some(source.shape.classes.len()));
-    checked.map_err(|detail| usage_error(format!("parallel: {detail}")))
+    Ok(())
 }
 
 /// Reads the specification. Also returns whether it gives `data.validation`. A launcher or `--ranks` sets the number of ranks.

@@ -13,9 +13,9 @@ export function caution(jobs) {
   const measured = jobs.filter((j) => j.best && j.last.val_pictures > 0).map((j) => ({ share: j.best.value, pictures: j.last.val_pictures, dataset: j.spec.data.dataset, division: division(j.spec.data) })).sort((a, b) => b.share - a.share);
   if (measured.length < 2) return "";
   const [first, second] = measured, sentences = [], isOfDataset = (of) => of.dataset === first.dataset;
-  if (measured.some((of) => of.pictures !== first.pictures || (isOfDataset(of) && of.division !== first.division))) sentences.push("These accuracies are of different validation pictures.");
-  else if (!measured.every(isOfDataset)) sentences.push("These accuracies are of validation pictures of different datasets.");
+  if (measured.some((of) => of.pictures !== first.pictures || (isOfDataset(of) && of.division !== first.division))) sentences.push("These accuracies were measured on different validation pictures.");
+  else if (!measured.every(isOfDataset)) sentences.push("These accuracies were measured on validation pictures of different datasets.");
   const variance = ({ share, pictures }) => share * (1 - share) / pictures, difference = first.share - second.share, twoErrors = 2 * Math.sqrt(variance(first) + variance(second));
-  if (difference < twoErrors) sentences.push(`The best two differ by ${(100 * difference).toFixed(1)} points. The difference is within the uncertainty: two standard errors of it are ${(100 * twoErrors).toFixed(1)} points.`);
+  if (difference < twoErrors) sentences.push(`The best two differ by ${(100 * difference).toFixed(1)} points, which is less than two standard errors of the difference (${(100 * twoErrors).toFixed(1)} points).`);
   return sentences.join(" ");
 }

@@ -114,7 +114,7 @@ async fn a_job_file_is_checked_without_submission_with_and_without_a_server() {
     let unused_url = format!("http://127.0.0.1:{}", free_port());
     server
         .cli(&["validate", &path, "--server", &unused_url])
-        .assert_fails(1, &["no server answers", "with --data-dir or LOCKSTEP_DATA_DIR"]);
+        .assert_fails(1, &["no server answers", "(--data-dir or LOCKSTEP_DATA_DIR)"]);
     let weights = server.folder().write("broken.safetensors", "not any");
     let pretrained = format!("model.pretrained={}", weights.display());
     let dataset = server.folder().path().display().to_string();

@@ -108,7 +108,11 @@ async fn a_killed_rank_restarts_its_job_from_the_newest_checkpoint_or_fails_it()
     let shown = server.cli(&["show", &id]).ok().to_owned();
     assert!(shown.contains("rank 1 was killed by signal 9") && shown.contains("attempt 2"), "{shown}");
     let log = server.cli(&["logs", &id]).ok().to_owned();
-    assert_eq!(log.matches("\nattempt 2: rank 1 was killed by signal 9").count(), 1, "{log}");
+    assert_eq!(
+        log.matches("\nattempt 2 begins; attempt 1 ended: rank 1 was killed by signal 9").count(),
+        1,
+        "{log}"
+    );
     let shown = server.cli(&["show", &id, "--json"]).json();
     assert_eq!((&shown["state"], &shown["attempts"]), (&json!("succeeded"), &attempts["attempts"]));
     // Both attempts' logs are kept.

@@ -57,7 +57,7 @@ async fn exported_jobs_are_imported_with_every_value() {
     let expected = points(&server, &id);
     assert_eq!(expected.len(), 4001);
     let shown = server.cli(&["show", &id]);
-    for words in ["ranks               run from elsewhere", "train/loss          5.00e-4"] {
+    for words in ["ranks               none (run from elsewhere)", "train/loss          5.00e-4"] {
         assert!(shown.ok().contains(words), "{words} in {}", shown.stdout);
     }
     assert!(server.cli(&["list"]).ok().contains("elsewhere"));

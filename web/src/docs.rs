@@ -67,9 +67,9 @@ impl DocsPage {
         if found.is_empty() {
             source += "No page contains all of these words.\n";
         }
-        for (page, line) in found {
-            let line: String = line.chars().filter(is_text).collect();
-            source += &format!("- [{}]({}.md): {}\n", page.title, page.path, line.trim());
+        for (page, excerpt) in found {
+            let excerpt: String = excerpt.chars().filter(is_text).collect();
+            source += &format!("- [{}]({}.md): {}\n", page.title, page.path, excerpt.trim());
         }
         Self { query: query.into(), ..Self::new("", &source, pages, user) }
     }

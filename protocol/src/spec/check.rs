@@ -201,7 +201,7 @@ fn unknown_key(key: &str, section: &str, names: &[&str]) -> String {
         let owner = if owner.name.is_empty() {
             "the top of the document".into()
         } else {
-            format!("[{0}]: write {0}.{meant}", owner.name)
+            format!("[{0}]: move it to that section (with --set: {0}.{meant}=VALUE)", owner.name)
         };
         let _ = write!(detail, "; it belongs to {owner}");
     } else {

@@ -126,8 +126,8 @@ impl ParallelSpec {
         })
     }
 
-    /// Why the last layer of a network of `classes` cannot be split over its classes; `None` if it can, or is not split in this way.
-    pub fn too_few_classes(&self, classes: usize) -> Option<String> {
+    /// An error if more ranks share the last layer by class than there are `classes`.
+    pub fn too_many_ranks(&self, classes: usize) -> Option<String> {
         // Without strategies the last layer is split over its classes.
         let split = match self.shard.is_empty() {
             true => Some(Split::Out),
@@ -136,7 +136,7 @@ impl ParallelSpec {
         let is_split = self.is_hybrid() && self.model > 1 && split == Some(Split::Out);
         (is_split && classes < self.model as usize).then(|| {
             format!(
-                "{} cannot be divided over {} ranks: parallel.model may be at most {classes}",
+                "{} cannot be divided over {} ranks: set parallel.model to at most {classes}",
                 plural(classes as u64, "class"),
                 self.model
             )

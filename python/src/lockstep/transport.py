@@ -94,8 +94,11 @@ class Calls:
                 response = await self._io.exchange(method=method, url=path, params=params, **more)
             except httpx.TransportError as error:
                 address, why = error.request.url.copy_with(path="/", query=None), str(error) or type(error).__name__
-                hint = "start one with `lockstep serve`, or set LOCKSTEP_DATA_DIR or LOCKSTEP_SERVER to name another"
-                failure = Unreachable(f"no server answers at {address} ({why}); {hint}")
+                failure = Unreachable(
+                    f"no server answers at {address} ({why}). Start one with `lockstep serve`, or name a running "
+                    "server: on this machine by its data directory (data_dir or LOCKSTEP_DATA_DIR), on another machine "
+                    "by LOCKSTEP_SERVER and LOCKSTEP_TOKEN"
+                )
                 was_not_sent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
                 # A URL from which no response has come yet is probably wrong, so the request is not retried.
                 again = self._io.has_answered and (may_repeat or was_not_sent)

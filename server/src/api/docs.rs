@@ -15,6 +15,7 @@ use lockstep_web::{
 };
 use rust_embed::RustEmbed;
 use serde::Deserialize;
+use std::cmp::Reverse;
 
 #[derive(RustEmbed)]
 #[folder = "../docs"]
@@ -53,7 +54,7 @@ pub(crate) struct DocsQuery {
 const COMMON_WORDS: [&str; 14] =
     ["a", "an", "and", "are", "do", "does", "how", "i", "in", "is", "of", "the", "to", "what"];
 /// Maximum length of an excerpt, in characters.
-const EXCERPT: usize = 240;
+const MAX_EXCERPT_CHARS: usize = 240;
 
 /// Returns the pages that contain all words of the query, ignoring case, each with an excerpt: the paragraph or row of a table that defines
 /// the query's words, otherwise the paragraph with most of the words. Pages with a word in the title come first, then pages with a
@@ -79,11 +80,10 @@ fn search(query: &str) -> Vec<(DocsEntry, String)> {
         // Of equally good paragraphs, the first.
         let best = paragraphs(&source)
             .into_iter()
-            .rev()
             .map(|text| (score(&text), text))
-            .max_by_key(|(score, _)| *score);
+            .min_by_key(|(score, _)| Reverse(*score));
         let ((defines, count), mut text) = best.filter(|((_, count), _)| *count > 0).unwrap_or_default();
-        let end = text.char_indices().nth(EXCERPT).map(|(end, _)| end);
+        let end = text.char_indices().nth(MAX_EXCERPT_CHARS).map(|(end, _)| end);
         if let Some(end) = end {
             text.truncate(end);
             text += " ...";
@@ -92,7 +92,7 @@ fn search(query: &str) -> Vec<(DocsEntry, String)> {
         Some(((score(&entry.title).1 > 0, defines, is_guide, count), (entry, text)))
     });
     let mut found: Vec<_> = found.collect();
-    found.sort_by_key(|(rank, _)| std::cmp::Reverse(*rank));
+    found.sort_by_key(|(rank, _)| Reverse(*rank));
     found.into_iter().map(|(_, page)| page).collect()
 }
 

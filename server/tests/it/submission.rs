@@ -238,7 +238,7 @@ async fn weights_that_do_not_fit_are_refused_at_submission() {
     for (pretrained, fragment) in [
         (&*id, "no checkpoint has the id"),
         ("https://host/w.safetensors", "download the file"),
-        ("12-276", "write the full id, JOB-12-276"),
+        ("12-276", "lacks the job's id: write JOB-12-276"),
     ] {
         let mut spec = spec_with(pretrained);
         spec["data"]["validation"] = json!("holdout");

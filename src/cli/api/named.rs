@@ -10,7 +10,6 @@ const MIN_PREFIX_CHARS: usize = 4;
 /// The kind of object, and the command that lists all objects of this kind.
 pub(super) const JOB: (&str, &str) = ("job", "lockstep list");
 pub(super) const SWEEP: (&str, &str) = ("sweep", "lockstep sweep list");
-pub(super) const MODEL: (&str, &str) = ("model", "lockstep model list");
 /// Maximum number of jobs that an error message lists.
 const MAX_LISTED: usize = 10;
 
@@ -19,36 +18,36 @@ pub(super) fn text<'a>(job: &'a Value, key: &str) -> &'a str {
 }
 
 /// Returns the id of the newest of the `jobs` (newest first) called `name`, or of the only job whose id begins with `name`. If `is_meant`
-/// accepts jobs called `name`, only these count. If several remain, a note names the chosen job. The first argument is [`JOB`] or [`SWEEP`].
+/// accepts jobs called `name`, only these count. If several remain, a note names the chosen job. `None` if no job matches. The first
+/// argument is [`JOB`] or [`SWEEP`].
 ///
 /// # Errors
-/// No job matches, or several ids begin with `name`. The error is a sentence.
+/// Several ids begin with `name`, or it is a file. The error is a sentence.
 pub(super) fn choose(
-    (noun, list): (&str, &str),
-    mut jobs: Vec<Value>,
+    (noun, _): (&str, &str),
+    jobs: &[Value],
     name: &str,
     is_meant: impl Fn(&Value) -> bool,
-) -> Result<(String, Option<String>), String> {
-    let is_called = |job: &Value| text(job, "name") == name;
-    if jobs.iter().any(|job| is_called(job) && is_meant(job)) {
-        jobs.retain(|job| !is_called(job) || is_meant(job));
-    }
+) -> Result<Option<(String, Option<String>)>, String> {
     let id = |job: &Value| text(job, "id").to_owned();
-    let called: Vec<_> = jobs.iter().filter(|job| is_called(job)).collect();
+    let mut called: Vec<_> = jobs.iter().filter(|job| text(job, "name") == name).collect();
+    if called.iter().any(|job| is_meant(job)) {
+        called.retain(|job| is_meant(job));
+    }
     if let [newest, others @ ..] = &called[..] {
         let note = || {
             format!("{} {noun}s are called {name}; the newest is taken: {}", called.len(), describe(newest))
         };
-        return Ok((id(newest), (!others.is_empty()).then(note)));
+        return Ok(Some((id(newest), (!others.is_empty()).then(note))));
     }
     let begins = |job: &&Value| name.len() >= MIN_PREFIX_CHARS && text(job, "id").starts_with(name);
     let begin: Vec<_> = jobs.iter().filter(begins).collect();
     match &begin[..] {
-        [job] => Ok((id(job), None)),
+        [job] => Ok(Some((id(job), None))),
         [] if noun == JOB.0 && Path::new(name).is_file() => Err(format!(
             "no job is called {name}; it is a file, and the job comes first, as in `lockstep predict JOB {name}`"
         )),
-        [] => Err(unknown((noun, list), &jobs, name)),
+        [] => Ok(None),
         several => Err(ambiguous(several, name)),
     }
 }
@@ -117,17 +116,19 @@ mod tests {
                 "it is a file, and the job comes first, as in `lockstep predict JOB Cargo.toml`",
             ),
         ] {
-            match choose(JOB, jobs.to_vec(), name, |_| true) {
+            match choose(JOB, &jobs, name, |_| true)
+                .and_then(|job| job.ok_or_else(|| unknown(JOB, &jobs, name)))
+            {
                 Ok((job, note)) => {
                     assert_eq!((Some(&*job), &*note.unwrap_or_default()), (chosen, note_or_error));
                 }
                 Err(why) => assert!(chosen.is_none() && why.contains(note_or_error), "{name}: {why}"),
             }
         }
-        let error = choose(JOB, jobs[..2].to_vec(), "j000", |_| true).unwrap_err();
+        let error = choose(JOB, &jobs[..2], "j000", |_| true).unwrap_err();
         let listed = "2 ids begin with j000; give a longer part of the id:\n  j0002, running, 1 h ago  pics\n  j0001, failed, 3 d ago  pics";
         assert_eq!(error, listed);
         let many: Vec<_> = (0..12).map(|n| job(&format!("j000{n}"), "x", "succeeded", n)).collect();
-        assert!(choose(JOB, many, "j000", |_| true).unwrap_err().ends_with("\n  and 2 more"));
+        assert!(choose(JOB, &many, "j000", |_| true).unwrap_err().ends_with("\n  and 2 more"));
     }
 }

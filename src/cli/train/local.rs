@@ -162,7 +162,7 @@ fn determine_outcome(ranks: &RankGroup<Vec<AttemptEvent>>, show: &Show, interrup
         (None, Some(Exit::Signal(signal))) => {
             // Only agents know whether the kernel has killed processes since the start.
             let cause = if *signal == 9 {
-                "; the system may have killed it because memory was exhausted: a smaller batch needs less"
+                "; if memory was exhausted, lower train.batch_size or parallel.ranks"
             } else {
                 ""
             };

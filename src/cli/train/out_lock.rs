@@ -2,6 +2,7 @@
 
 use super::super::{output, usage_error};
 use lockstep_host::{lock_within, open_lock};
+use lockstep_protocol::numbers::nouns;
 use rustix::io::{FdFlags, fcntl_setfd};
 use std::{
     fs::{self, File},
@@ -32,13 +33,13 @@ impl OutLock {
         match lock_within(&file, LOCK_TIMEOUT) {
             Ok(true) => {}
             Ok(false) => {
-                let processes = match &holders(&path)[..] {
-                    [] => String::new(),
-                    pids => format!(" (process {})", pids.join(", ")),
+                let holders = match &holders(&path, std::process::id())[..] {
+                    [] => "another process".to_owned(),
+                    pids => format!("{} {}", nouns(pids.len() as u64, "process"), pids.join(", ")),
                 };
                 return Err(usage_error(format!(
-                    "--out: another `lockstep train`, or ranks that it left behind, use {}: they hold {}{processes}. Ranks that are left \
-                     behind train on by themselves. Wait until they end, end them with `kill`, or give another --out",
+                    "--out: {} is in use: {} is held by {holders}. Another `lockstep train` uses the folder, or ranks that continue after \
+                     it was killed. Wait until they end, end them with `kill`, or give another --out",
                     out.display(),
                     path.display()
                 )));
@@ -54,15 +55,14 @@ impl OutLock {
     }
 }
 
-/// Returns the ids of this account's other processes on this machine that have `path` open. The lock's record in /proc/locks names only the
-/// process that took the lock, which may have ended.
-fn holders(path: &Path) -> Vec<String> {
-    let is_open = |pid: &String| {
+/// Returns the ids of this account's processes on this machine, except `own`, that have `path` open. The lock's record in /proc/locks names
+/// only the process that took the lock, which may have ended.
+fn holders(path: &Path, own: u32) -> Vec<String> {
+    let is_open = |pid: &u32| {
         let mut files = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
         files.any(|file| fs::read_link(file.path()).is_ok_and(|target| target == path))
     };
-    let own = std::process::id().to_string();
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
-    let pids = processes.filter_map(|process| process.file_name().into_string().ok());
-    pids.filter(|pid| pid.bytes().all(|byte| byte.is_ascii_digit()) && *pid != own).filter(is_open).collect()
+    let pids = processes.filter_map(|process| process.file_name().into_string().ok()?.parse::<u32>().ok());
+    pids.filter(|pid| *pid != own).filter(is_open).map(|pid| pid.to_string()).collect()
 }

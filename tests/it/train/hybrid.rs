@@ -122,7 +122,7 @@ async fn ranks_that_share_a_network_match_one_rank() {
     let refused = run("many", &many, &[]);
     let error = String::from_utf8_lossy(&refused.stderr);
     assert!(refused.status.code() == Some(2) && !bench.out("many").exists(), "{error}");
-    assert!(error.contains("fc cannot be split by \"out\" over 11 ranks"), "{error}");
+    assert!(error.contains("parallel.model: 10 classes cannot be divided over 11 ranks"), "{error}");
 }
 
 /// With augmentation and mixup, whose mixed labels the later stages need.

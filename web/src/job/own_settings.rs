@@ -8,11 +8,9 @@ const SHOWN_ELSEWHERE: [&str; 4] = ["name", "priority", "private", "project"];
 
 /// Returns the settings of a job that differ from the defaults, by keys such as `train.lr`.
 pub(super) fn non_default(spec: &JobSpec) -> Vec<(String, String)> {
-    let (own, usual) = (tables(spec), tables(&JobSpec::default()));
-    let differs = |(key, value): &(String, Value)| {
-        !SHOWN_ELSEWHERE.contains(&&key[..]) && !usual.iter().any(|(k, v)| k == key && v == value)
-    };
-    own.into_iter().filter(differs).map(|(key, value)| (key, words(&value))).collect()
+    let mut settings = flatten(&spec.non_default());
+    settings.retain(|(key, _)| !SHOWN_ELSEWHERE.contains(&&key[..]));
+    settings
 }
 
 /// Returns values with names that a program chose. Keys of nested objects are joined.
@@ -24,22 +22,6 @@ pub(super) fn flatten(values: &Map<String, Value>) -> Vec<(String, String)> {
                 all.extend(flatten(inner).into_iter().map(|(name, value)| (format!("{key}.{name}"), value)));
             }
             value => all.push((key.clone(), words(value))),
-        }
-    }
-    all
-}
-
-fn tables(spec: &JobSpec) -> Vec<(String, Value)> {
-    let mut all = Vec::new();
-    // Every specification has a JSON form. Converted through text, in which numbers are short, even 32-bit floats.
-    let text = serde_json::to_string(spec).unwrap_or_default();
-    let Ok(Value::Object(tables)) = serde_json::from_str(&text) else { return all };
-    for (name, value) in tables {
-        match value {
-            Value::Object(keys) => {
-                all.extend(keys.into_iter().map(|(key, value)| (format!("{name}.{key}"), value)));
-            }
-            value => all.push((name, value)),
         }
     }
     all

@@ -1,6 +1,6 @@
 //! Inspects a dataset: counts, sizes, mean and standard deviation, broken files.
 
-use super::{Catalog, DataError, Picture, Samples, Split};
+use super::{Catalog, DataError, Picture, Samples, Split, label::class_counts};
 use lockstep_protocol::dataset::{BrokenFile, DatasetInfo, SplitInfo, too_few_classes};
 use rayon::prelude::*;
 use std::path::Path;
@@ -25,6 +25,14 @@ pub fn splits(path: &Path) -> Result<Vec<(String, u64)>, DataError> {
     let splits = Catalog::measure(path)?.splits.into_iter();
     let counted = splits.map(|split| (split.name, split.labels.len() as u64));
     Ok(counted.filter(|(_, samples)| *samples > 0).collect())
+}
+
+/// The classes, in the order of their numbers.
+///
+/// # Errors
+/// The errors of [`inspect`].
+pub fn classes(path: &Path) -> Result<Vec<String>, DataError> {
+    Ok(Catalog::measure(path)?.classes)
 }
 
 /// Examines the files below `path`, decodes pictures unless there are very many, and describes the dataset.
@@ -117,10 +125,7 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
 }
 
 fn count(split: &Split, classes: usize) -> SplitInfo {
-    let mut per_class = vec![0; classes];
-    for label in &split.labels {
-        per_class[*label as usize] += 1;
-    }
+    let per_class = class_counts(classes, split.labels.iter().copied());
     SplitInfo { name: split.name.clone(), samples: split.labels.len() as u64, per_class }
 }
 

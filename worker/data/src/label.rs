@@ -7,6 +7,13 @@ pub(super) const CLASSES: u32 = 100_000;
 /// Maximum length of a class's number or name.
 pub(super) const LABEL_BYTES: u64 = 4096;
 
+/// The number of `labels` of each class.
+pub(super) fn class_counts(classes: usize, labels: impl Iterator<Item = u32>) -> Vec<u64> {
+    let mut counts = vec![0; classes];
+    labels.for_each(|label| counts[label as usize] += 1);
+    counts
+}
+
 /// The name of a class. Numbers are normalised to one spelling.
 pub(super) fn class_name(text: &str) -> String {
     text.parse::<u32>().map_or_else(|_| normalise_nfc(text), |number| number.to_string())

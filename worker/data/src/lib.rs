@@ -28,7 +28,7 @@ mod transform;
 
 pub use fingerprint::fingerprint;
 pub use index::Progress;
-pub use inspect::{inspect, splits};
+pub use inspect::{classes, inspect, splits};
 pub use picture::{Picture, has_picture_extension};
 pub use prepare::{PrepareSettings, Prepared, QUALITIES, SHORT_SIDES, prepare};
 pub use random::Random;

@@ -4,6 +4,7 @@ use super::{
     DataError, Picture,
     device::{Decoded, DeviceDecoder, MAX_HELD_BYTES, OnDevice},
     held_out::{Identity, is_held_out},
+    label::class_counts,
     transform::{Crop, Transform},
 };
 use lockstep_protocol::spec::ValidationDivision;
@@ -122,9 +123,8 @@ impl DataSource {
 
     /// The number of training pictures of each class.
     pub fn class_counts(&self) -> Vec<u64> {
-        let mut counts = vec![0; self.shape.classes.len()];
-        self.train.chosen.iter().for_each(|place| counts[self.train.labels[*place as usize] as usize] += 1);
-        counts
+        let labels = self.train.chosen.iter().map(|place| self.train.labels[*place as usize]);
+        class_counts(self.shape.classes.len(), labels)
     }
 
     /// The position in the split of training picture `number`, which is below [`Shape::train_samples`].

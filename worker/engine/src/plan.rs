@@ -39,11 +39,11 @@ const ANY_SIZE: usize = 224;
 /// Number of classes for such checks.
 const ANY_CLASSES: usize = 1 << 16;
 
-/// Checks that the strategies of a job fit its network. `classes`: the number of the dataset's classes, if it is known.
+/// Checks that the strategies of a job fit its network.
 ///
 /// # Errors
 /// As for [`lower()`].
-pub fn check(spec: &JobSpec, classes: Option<usize>) -> Result<(), String> {
+pub fn check(spec: &JobSpec) -> Result<(), String> {
     let parallel = &spec.parallel;
     let plan = match parallel.is_auto() {
         // The search chooses the mesh.
@@ -56,7 +56,7 @@ pub fn check(spec: &JobSpec, classes: Option<usize>) -> Result<(), String> {
     };
     let side = spec.data.effective_validation_size().map_or(ANY_SIZE, |side| side as usize);
     // Other checks report an unsuitable image size.
-    let Ok(network) = net::build(&spec.model, side, 3, classes.unwrap_or(ANY_CLASSES)) else { return Ok(()) };
+    let Ok(network) = net::build(&spec.model, side, 3, ANY_CLASSES) else { return Ok(()) };
     lower::check(&network, &plan)
 }
 

@@ -138,7 +138,7 @@ impl Run<'_> {
             let predicted = plan.predicted.as_ref().map(|of| {
                 let advice =
                     if (measured - of.step_ms).abs() > of.step_ms / 2.0 { OUTDATED_FIGURES } else { "" };
-                format!("; predicted were {:.1} ms{advice}", of.step_ms)
+                format!("; {:.1} ms were predicted{advice}", of.step_ms)
             });
             self.training.log([format!("a step takes {measured:.1} ms{}", predicted.unwrap_or_default())]);
         }

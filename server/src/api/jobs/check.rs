@@ -515,7 +515,7 @@ fn dataset_mistakes(spec: &JobSpec, dataset: &Dataset) -> Vec<SpecError> {
     {
         mistake("/loss/class_weights", detail);
     }
-    if let Some(detail) = spec.parallel.too_few_classes(info.classes.len()) {
+    if let Some(detail) = spec.parallel.too_many_ranks(info.classes.len()) {
         mistake("/parallel/model", detail);
     }
     if let (Some(folds), Some(train)) = (spec.data.folds, train)

@@ -84,42 +84,40 @@ impl Course {
         let overfitted = self.training.filter(|training| training - last > USUAL_GAP.max(margin));
         let is_learned =
             last >= GOOD_ACCURACY || self.training.is_some_and(|training| training >= LEARNED_ACCURACY);
+        let mut findings = Vec::new();
         let rise = rise(&self.validations).filter(|rise| !is_learned && *rise > MIN_RISE.max(margin / 2.0));
-        let low = self.training.filter(|training| overfitted.is_none() && *training < LOW && last < LOW);
-        let rose = |rise: f64| {
-            format!(
-                "Validation accuracy was still rising at the end (by {:.1} points in the last fifth)",
+        if let Some(rise) = rise {
+            findings.push(format!(
+                "Validation accuracy was still rising at the end (by {:.1} points in the last fifth): train more epochs (train.epochs).",
                 100.0 * rise
-            )
-        };
-        let underfits = match (rise, low) {
-            (Some(rise), Some(training)) => Some(format!(
-                "{}, and training accuracy is only {}: train more epochs (train.epochs), or raise train.lr.",
-                rose(rise),
-                percent(training)
-            )),
-            (Some(rise), None) => Some(format!("{}: train more epochs (train.epochs).", rose(rise))),
-            (None, Some(training)) => Some(format!(
-                "Training accuracy is low, too ({}): raise train.lr or train more epochs (train.epochs); a larger network may help.",
-                percent(training)
-            )),
-            (None, None) => None,
-        };
+            ));
+        }
+        if let Some(training) = self.training
+            && overfitted.is_none()
+            && training < LOW
+            && last < LOW
+        {
+            findings.push(format!(
+                "Training accuracy is low ({}), and so is validation accuracy ({}): raise train.lr or train more epochs (train.epochs); a \
+                 larger network may help.",
+                percent(training),
+                percent(last)
+            ));
+        }
         let measured = accuracy_of(last, self.pictures);
-        let other = match overfitted {
-            Some(training) => Some(format!(
+        if let Some(training) = overfitted {
+            findings.push(format!(
                 "Training accuracy is {}, validation accuracy {measured}: the network overfits its training pictures. Set \
                  data.augment = \"trivial\", raise train.weight_decay, or add pictures.",
                 percent(training)
-            )),
-            None if margin > MAX_MARGIN => Some(format!(
+            ));
+        } else if margin > MAX_MARGIN {
+            findings.push(format!(
                 "The validation accuracy, {measured}, is uncertain: add pictures, or hold out more of them (data.validation), which \
                  leaves fewer to train on."
-            )),
-            None => None,
-        };
-        let found: Vec<_> = underfits.into_iter().chain(other).collect();
-        (!found.is_empty()).then(|| found.join(" "))
+            ));
+        }
+        (!findings.is_empty()).then(|| findings.join(" "))
     }
 }
 
@@ -165,8 +163,8 @@ mod tests {
                 RISING,
                 Some(20),
                 Some(
-                    "is only 50.0 %: train more epochs (train.epochs), or raise train.lr. The validation accuracy, 65.0 % ± 10.7 of 20 \
-                     pictures, is uncertain",
+                    "Training accuracy is low (50.0 %), and so is validation accuracy (65.0 %): raise train.lr or train more epochs \
+                     (train.epochs); a larger network may help. The validation accuracy, 65.0 % ± 10.7 of 20 pictures, is uncertain",
                 ),
             ),
             (
@@ -189,8 +187,8 @@ mod tests {
                     "train more epochs (train.epochs). Training accuracy is 95.0 %, validation accuracy 65.0 % ± 8.7",
                 ),
             ),
-            (Some(0.5), &[0.5], Some(100), Some("low, too (50.0 %)")),
-            (Some(0.5), &[0.5], None, Some("low, too (50.0 %)")),
+            (Some(0.5), &[0.5], Some(100), Some("low (50.0 %), and so is validation accuracy (50.0 %)")),
+            (Some(0.5), &[0.5], None, Some("low (50.0 %), and so is validation accuracy (50.0 %)")),
             (
                 Some(0.6),
                 RISING,
@@ -205,7 +203,7 @@ mod tests {
             // With mixed pictures there is no training accuracy.
             (None, FLAT, Some(5000), None),
             // A difference within the margin of the validation is no gap.
-            (Some(0.79), &[0.7, 0.7, 0.7], Some(95), Some("low, too")),
+            (Some(0.79), &[0.7, 0.7, 0.7], Some(95), Some("is low")),
             (Some(0.79), &[0.7, 0.7, 0.7], Some(5000), Some("overfits")),
         ] {
             let course = Course { training, validations: validations.to_vec(), pictures };

@@ -115,15 +115,20 @@ pub(crate) async fn new_job(
 
 /// Returns a name for a clone of a job: `pets (2)` for `pets`, or the next number that no job has.
 async fn free_name(scheduler: &Scheduler, caller: &Caller, name: &str) -> Result<String> {
-    let numbered = name.strip_suffix(')').and_then(|rest| rest.rsplit_once(" ("));
-    let stem = numbered.filter(|(_, number)| number.parse::<u32>().is_ok()).map_or(name, |(stem, _)| stem);
+    let stem = match name.strip_suffix(')').and_then(|rest| rest.rsplit_once(" (")) {
+        Some((stem, number)) if number.parse::<u32>().is_ok() => stem,
+        _ => name,
+    };
     let name = Some(format!("{stem} ("));
     let filter =
         JobFilter { name, seen_by: caller.sees_as(), limit: MAX_CLONES_READ, ..JobFilter::default() };
     let clones = scheduler.store.jobs(&filter).await?.jobs;
-    let is_free = |name: &String| clones.iter().all(|job| job.name != *name);
-    let mut names = (2_u32..).map(|number| format!("{stem} ({number})"));
-    Ok(names.find(is_free).unwrap_or_else(|| stem.to_owned()))
+    let numbered = |number: usize| format!("{stem} ({number})");
+    let mut number = 2;
+    while clones.iter().any(|job| job.name == numbered(number)) {
+        number += 1;
+    }
+    Ok(numbered(number))
 }
 
 fn slots(agents: &Agents) -> u32 {

@@ -142,8 +142,7 @@ pub(crate) async fn pretrained(
     let is_number = |part: &str| part.parse::<u64>().is_ok();
     if given.split_once('-').is_some_and(|(epoch, step)| is_number(epoch) && is_number(step)) {
         return mistake(format!(
-            "{given:?} names a checkpoint without its job: write the full id, JOB-{given}, where JOB is the job's id at the end of its page's \
-             address; `lockstep checkpoints JOB` lists the full ids of a job's checkpoints"
+            "{given:?} lacks the job's id: write JOB-{given}. `lockstep checkpoints JOB` lists the full ids"
         ));
     }
     let is_checkpoint = dispatch::is_checkpoint_id(given);

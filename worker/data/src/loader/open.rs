@@ -11,6 +11,7 @@ use super::{
 use crate::{
     Catalog, ChangeDetection, DataError, Random,
     held_out::{self, Identity},
+    label::class_counts,
     transform::{Transform, evaluation_resize},
 };
 use lockstep_protocol::dataset::{lacking_classes, unvalidated_classes};
@@ -123,18 +124,14 @@ impl DataSource {
             (None, Validation::Fraction(fraction)) => {
                 check_held_out(&catalog.classes, &train.labels, &held_out, &train_chosen, *fraction)?
             }
-            (None, Validation::Split(name)) => {
-                let split = opened.as_slice().first().filter(|_| has_validation_split);
-                let counts = |labels: &[u32]| class_counts(&catalog.classes, labels);
-                let of_split = |split: &Opened| {
-                    unvalidated_classes(
-                        &catalog.classes,
-                        &counts(&train.labels),
-                        (name, &counts(&split.labels)),
-                    )
-                };
-                split.and_then(of_split).into_iter().collect()
-            }
+            (None, Validation::Split(name)) => match opened.as_slice().first() {
+                Some(split) if has_validation_split => {
+                    let [training, validation] = [&train, split]
+                        .map(|of| class_counts(catalog.classes.len(), of.labels.iter().copied()));
+                    unvalidated_classes(&catalog.classes, &training, &validation, name).into_iter().collect()
+                }
+                _ => Vec::new(),
+            },
         };
         let (mean, std) = normalisation(spec, &train, channels, height * width * channels);
         let size = [height, width, channels];
@@ -248,13 +245,6 @@ impl DataSource {
     }
 }
 
-/// The number of labels of each class.
-fn class_counts(classes: &[String], labels: &[u32]) -> Vec<u64> {
-    let mut counts = vec![0; classes.len()];
-    labels.iter().for_each(|label| counts[*label as usize] += 1);
-    counts
-}
-
 /// Notes for the log about classes without any validation picture or without any training picture. For a class with
 /// few pictures this happens by chance.
 ///
@@ -310,7 +300,8 @@ fn check_folds(
             "data.folds = {folds} leaves some folds of {pictures} empty (equal pictures are in the same fold): give a smaller number"
         )));
     }
-    let smallest = classes.iter().zip(class_counts(classes, labels)).min_by_key(|(_, count)| *count);
+    let smallest = classes.iter().zip(class_counts(classes.len(), labels.iter().copied()));
+    let smallest = smallest.min_by_key(|(_, count)| *count);
     let few = smallest.filter(|(_, count)| *count < u64::from(folds));
     let note = few.map(|(name, count)| {
         format!(

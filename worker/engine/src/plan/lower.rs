@@ -139,7 +139,8 @@ fn problems(network: &Network, plan: &Plan) -> Vec<String> {
             (Split::Groups, if groups == 1 { 0 } else { groups }),
         ];
         let can = |count: usize| count >= plan.mesh.model;
-        if counts.iter().any(|(of, count)| *of == split && can(*count)) {
+        let count = counts.iter().find(|(of, _)| *of == split).map_or(0, |(_, count)| *count);
+        if can(count) {
             continue;
         }
         let what = match *op {
@@ -153,13 +154,12 @@ fn problems(network: &Network, plan: &Plan) -> Vec<String> {
             .map(|(of, _)| format!("{:?}", of.name()))
             .collect();
         let splits = if splits.is_empty() { "nothing".into() } else { splits.join(" or ") };
-        let most = counts.iter().find(|(of, count)| *of == split && *count > 0);
-        let most = most.map(|(_, count)| format!(" (parallel.model may be at most {count})"));
+        let most =
+            if count > 0 { format!(" (parallel.model may be at most {count})") } else { String::new() };
         problems.push(format!(
-            "{name} cannot be split by {:?} over {} ranks{}: it is {what}, which can be split by {splits}",
+            "{name} cannot be split by {:?} over {} ranks{most}: it is {what}, which can be split by {splits}",
             split.name(),
-            plan.mesh.model,
-            most.unwrap_or_default()
+            plan.mesh.model
         ));
     }
     problems

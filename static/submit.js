@@ -291,7 +291,7 @@ function findSettings(words) {
     section.hidden = boxes.every((box) => box.hidden);
     any ||= !section.hidden;
   }
-  text(byId("none-found"), any ? "" : "No setting contains these words.");
+  text(byId("none-found"), any ? "" : "None of the settings below contains these words.");
 }
 byId("find").hidden = false;
 findInput.addEventListener("input", (event) => { event.stopPropagation(); findSettings(findInput.value); });

@@ -275,8 +275,15 @@ impl JobSpec {
             let text = serde_json::to_string(spec).unwrap_or_default();
             serde_json::from_str(&text).unwrap_or_default()
         };
-        let mut own = settings(self);
-        remove_defaults(&mut own, &settings(&JobSpec::default()));
+        let (mut own, mut defaults) = (settings(self), settings(&JobSpec::default()));
+        // A recipe's values replace defaults, so a setting that equals its default may differ from the recipe.
+        let recipe = self.train.recipe.map(Recipe::keys).unwrap_or_default();
+        for (section, keys) in recipe.as_object().into_iter().flatten() {
+            if let Some(defaults) = defaults.get_mut(section).and_then(Value::as_object_mut) {
+                defaults.retain(|key, _| key != "lr" && keys.get(key).is_none());
+            }
+        }
+        remove_defaults(&mut own, &defaults);
         own
     }
 

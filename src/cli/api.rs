@@ -10,7 +10,7 @@ use super::{
     output, usage_error,
 };
 use anyhow::{Context, anyhow};
-use lockstep_protocol::{Job, JobState, models::SCHEME, spec::SpecError, sweep::Sweep};
+use lockstep_protocol::{Job, JobState, spec::SpecError, sweep::Sweep};
 use lockstep_worker::tls;
 pub(crate) use outage::Outage;
 use reqwest::{
@@ -175,12 +175,10 @@ impl Api {
             return format!(". A sweep has this name: `lockstep sweep show {name}` shows its jobs");
         }
         let models = self.all("/models", "models", &[], None).await.unwrap_or_default();
-        let Some(model) = models.iter().find(is_called) else { return String::new() };
-        let version = match model["aliases"].as_object().and_then(|aliases| aliases.keys().next()) {
-            Some(alias) => format!("@{alias}"),
-            None => format!("/{}", model["newest"]["version"]),
-        };
-        format!(". A model has this name: name a version of it, such as {SCHEME}{name}{version}")
+        if models.iter().any(|model| is_called(&model)) {
+            return format!(". A model has this name: `lockstep model show {name}` shows its versions");
+        }
+        String::new()
     }
 
     /// Returns the sweep with this id, name or start of an id. If several sweeps have the name, returns the newest of them and prints a note

@@ -141,7 +141,7 @@ fn differing_settings(jobs: &[Job]) -> anyhow::Result<BTreeMap<String, Vec<Value
         let first = compared.next().flatten();
         compared.any(|value| value != first)
     };
-    Ok(keys.into_iter().filter_map(|key| differs(key).then(|| (key.clone(), values(key)))).collect())
+    Ok(keys.into_iter().filter(|key| differs(key)).map(|key| (key.clone(), values(key))).collect())
 }
 
 /// Returns a job's settings by keys such as `train.lr`.

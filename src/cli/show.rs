@@ -188,7 +188,7 @@ fn describe_job(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, Strin
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
+    use lockstep_protocol::spec::{from_json, from_toml};
 
     #[test]
     fn only_settings_that_differ_from_the_defaults_are_printed() {
@@ -199,6 +199,16 @@ mod tests {
             own_settings(&spec).unwrap(),
             "name = \"mine\"\n\n[data]\ndataset = \"pets\"\n\n[train]\nlr = 0.25\n"
         );
+        // The recipe flips pictures, and the default does not.
+        let job = json!({
+            "name": "mine",
+            "data": {"dataset": "pets", "horizontal_flip": false},
+            "train": {"recipe": "imagenet"},
+        });
+        let spec = from_json(&job).unwrap();
+        let printed: JobSpec = from_toml(&own_settings(&spec).unwrap()).unwrap();
+        assert_eq!(printed, spec);
+        assert!(!printed.data.horizontal_flip);
     }
 
     #[test]

@@ -41,7 +41,7 @@ export class Classify {
       if (!response.ok) throw new Problem(response.status, content);
       const label = this.choice.selectedOptions[0].textContent;
       this.results.prepend(...await Promise.all(content.predictions.map((p, i) => card(p, files[i], label))));
-      text(status, `${plural(files.length, "picture")} classified with ${label}`);
+      text(status, `${plural(content.predictions.filter((p) => !p.error).length, "picture")} classified with ${label}`);
       text(byId("classify-reliability"), validationAccuracy(this.checkpoints.sorted.find(({ id }) => id === chosen)));
     } catch (error) { text(status, errorText(error)); }
   }

@@ -135,8 +135,10 @@ impl ParallelSpec {
         };
         let is_split = self.is_hybrid() && self.model > 1 && split == Some(Split::Out);
         (is_split && classes < self.model as usize).then(|| {
+            let most =
+                (1..=classes as u32).rev().find(|model| self.model.is_multiple_of(*model)).unwrap_or(1);
             format!(
-                "{} cannot be divided over {} ranks: set parallel.model to at most {classes}",
+                "{} cannot be divided over {} ranks: set parallel.model to {most}",
                 plural(classes as u64, "class"),
                 self.model
             )

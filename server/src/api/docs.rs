@@ -58,7 +58,7 @@ const MAX_EXCERPT_CHARS: usize = 240;
 
 /// Returns the pages that contain all words of the query, ignoring case, each with an excerpt: the paragraph or row of a table that defines
 /// the query's words, otherwise the paragraph with most of the words. Pages with a word in the title come first, then pages with a
-/// definition, guides before the reference.
+/// definition, guides before the reference, and pages that use the words most often.
 fn search(query: &str) -> Vec<(DocsEntry, String)> {
     let typed = query.to_lowercase();
     let typed: Vec<_> =
@@ -82,14 +82,15 @@ fn search(query: &str) -> Vec<(DocsEntry, String)> {
             .into_iter()
             .map(|text| (score(&text), text))
             .min_by_key(|(score, _)| Reverse(*score));
-        let ((defines, count), mut text) = best.filter(|((_, count), _)| *count > 0).unwrap_or_default();
+        let ((defines, count), mut text) = best.unwrap_or_default();
         let end = text.char_indices().nth(MAX_EXCERPT_CHARS).map(|(end, _)| end);
         if let Some(end) = end {
             text.truncate(end);
             text += " ...";
         }
         let is_guide = !entry.path.contains('/');
-        Some(((score(&entry.title).1 > 0, defines, is_guide, count), (entry, text)))
+        let uses: usize = words.iter().map(|word| lower.matches(*word).count()).sum();
+        Some(((score(&entry.title).1 > 0, defines, is_guide, count, uses), (entry, text)))
     });
     let mut found: Vec<_> = found.collect();
     found.sort_by_key(|(rank, _)| Reverse(*rank));

@@ -25,7 +25,7 @@ async fn all_errors_of_a_specification_are_named_with_pointers() {
         (
             "/parallel",
             json!({"ranks": 4, "mode": "hybrid", "model": 4}),
-            "2 classes cannot be divided over 4 ranks: set parallel.model to at most 2",
+            "2 classes cannot be divided over 4 ranks: set parallel.model to 2",
         ),
     ];
     for (place, value, hint) in cases {

@@ -85,7 +85,10 @@ impl Course {
         let is_learned =
             last >= GOOD_ACCURACY || self.training.is_some_and(|training| training >= LEARNED_ACCURACY);
         let mut findings = Vec::new();
-        let rise = rise(&self.validations).filter(|rise| !is_learned && *rise > MIN_RISE.max(margin / 2.0));
+        // With few pictures, chance alone changes the accuracy by half a margin.
+        let smallest = MIN_RISE.max(if margin > MAX_MARGIN { margin } else { margin / 2.0 });
+        let is_best = self.validations.iter().all(|accuracy| *accuracy <= last + MIN_RISE);
+        let rise = rise(&self.validations).filter(|rise| !is_learned && is_best && *rise > smallest);
         if let Some(rise) = rise {
             findings.push(format!(
                 "Validation accuracy was still rising at the end (by {:.1} points in the last fifth): train more epochs (train.epochs).",
@@ -151,7 +154,13 @@ mod tests {
             (Some(0.9), &[][..], Some(1000), None),
             (Some(0.99), &[0.9, 0.98], Some(1000), None),
             (Some(0.93), &[0.91, 0.91, 0.91], Some(1000), None),
-            // Few pictures do not hide other findings; 100 pictures are enough.
+            // Few pictures do not hide other findings, and do not make chance a finding; 100 pictures are enough.
+            (
+                Some(0.8),
+                &[0.5, 0.5, 0.75],
+                Some(4),
+                Some("The validation accuracy, 75.0 % ± 21.7 of 4 pictures, is uncertain: add pictures"),
+            ),
             (
                 Some(0.5),
                 &[1.0],

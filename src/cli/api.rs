@@ -176,7 +176,9 @@ impl Api {
         }
         let models = self.all("/models", "models", &[], None).await.unwrap_or_default();
         if models.iter().any(|model| is_called(&model)) {
-            return format!(". A model has this name: `lockstep model show {name}` shows its versions");
+            return format!(
+                ". A model has this name: `lockstep model show {name}` shows its versions (models:/{name}/1 is the first)"
+            );
         }
         String::new()
     }

@@ -193,7 +193,7 @@ mod tests {
                 RISING,
                 Some(30),
                 Some(
-                    "train more epochs (train.epochs). Training accuracy is 95.0 %, validation accuracy 65.0 % ± 8.7",
+                    "Training accuracy is 95.0 %, validation accuracy 65.0 % ± 8.7 of 30 pictures: the network overfits",
                 ),
             ),
             (Some(0.5), &[0.5], Some(100), Some("low (50.0 %), and so is validation accuracy (50.0 %)")),

@@ -174,8 +174,8 @@ def test_calls_of_wandb_have_the_same_effect(server: FakeServer, capsys: pytest.
     run.define_metric("epoch")
     run.define_metric("val/*", step_metric="epoch", summary="min,max")
     wandb.log({"loss": 2, "n": {"a": Fraction(1, 2), "b": True}, "picture": wandb.Image(None), "word": "x"})
-    wandb.log({"loss": 1.5}, commit=False)
-    wandb.log({"acc": 0.5, "picture": wandb.Image(None), "chart": wandb.plot.line("x", "y")})
+    wandb.log({"loss": 1.5, "huge": 1e300}, commit=False)
+    wandb.log({"acc": 0.5, "huge": -1e301, "picture": wandb.Image(None), "chart": wandb.plot.line("x", "y")})
     for step, value in enumerate((0.3, math.nan, 0.1, 0.2)):
         wandb.log({"epoch": step, "val/loss": value, "loss": math.inf}, step=10 + step)
     wandb.log({"loss": 0.25}, step=5)
@@ -205,6 +205,7 @@ def test_calls_of_wandb_have_the_same_effect(server: FakeServer, capsys: pytest.
         "n.a": [(0, 0.5)],
         "n.b": [(0, 1)],
         "acc": [(1, 0.5)],
+        "huge": [(1, 1e300), (1, -1e301)],
         "epoch": [(10, 0), (11, 1), (12, 2), (13, 3)],
         "val/loss": [(0, 0.3), (1, "NaN"), (2, 0.1), (3, 0.2)],
     }
@@ -219,12 +220,20 @@ def test_calls_of_wandb_have_the_same_effect(server: FakeServer, capsys: pytest.
     lines = capsys.readouterr().err.splitlines()
     saved = {path: content for path, (content, _) in logged["files"].items()}
     assert saved == dict.fromkeys(["weights/x.pt", "weights/[x].pt", "model/y.pt", "model/d/x.pt", "folder/x.pt"], b"1")
-    once = ("picture is not logged: Media", "word is not logged: str", "WARN: diverged", "watch has no", "save found")
-    for words in once:
+    once = ("picture is not logged: Image", "word is not logged: str", "WARN: diverged", "watch has no", "save found")
+    for words in (*once, "huge has values beyond", "the project is 'my-shoes' instead of '..my shoes'"):
         assert len([line for line in lines if words in line]) == 1, (words, lines)
     assert any("init ignores" in line and "entity, settings" in line for line in lines)
-    with pytest.raises(lockstep.LockstepError, match="is finished"):
-        run.log({"loss": 1.0})
+    late: list[Callable[[], Any]] = [
+        lambda: run.log({"loss": 1.0}),
+        lambda: run.save("weights/x.pt"),
+        lambda: run.summary.update(late=5),
+        lambda: run.config.update(late=5),
+        lambda: run.alert("late"),
+    ]
+    for call in late:
+        with pytest.raises(lockstep.LockstepError, match="is finished"):
+            call()
     with pytest.raises(lockstep.LockstepError, match="lockstep.init first"):
         wandb.log({"loss": 1.0})
 
@@ -321,7 +330,8 @@ def test_each_point_arrives_once_despite_an_outage_and_lost_responses(
     run.finish()
     assert server.points(run.id) == {"x": [(step, step) for step in range(20_000)]}
     assert server.runs[run.id]["state"] == "succeeded"
-    assert f"run {run.id} is kept in" in capsys.readouterr().err
+    errors = capsys.readouterr().err
+    assert f"run {run.id} is kept in" in errors and errors.count("HTTP status 503") == 1
 
 
 def test_finish_prints_the_sync_command_if_the_server_stays_unreachable(
@@ -337,10 +347,17 @@ def test_finish_prints_the_sync_command_if_the_server_stays_unreachable(
     command = capsys.readouterr().err.strip().rpartition("send it by: ")[2]
     assert command == f"python -m lockstep sync {run.dir}"
     server.is_down = False
-    for _ in range(2):
+    for sent in (1, 0):
         result = subprocess.run([sys.executable, *command.split()[1:]], capture_output=True, text=True, check=True)
-        assert result.stdout == f"{run.id}: the server has all 2 records\n"
+        assert result.stdout == f"{run.id}: sent {sent} records and 0 files\n"
     assert server.points(run.id) == {"x": [(0, 1), (1, 2)]} and server.runs[run.id]["state"] == "succeeded"
+    # Without a server, only a run that was not sent is an error.
+    lockstep.init(id="unsent", mode="offline").finish()
+    monkeypatch.setenv("LOCKSTEP_SERVER", "http://127.0.0.1:1")
+    result = subprocess.run([sys.executable, "-m", "lockstep", "sync", "."], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (1, f"lockstep-runs/{run.id} was sent earlier\n")
+    [line] = result.stderr.splitlines()
+    assert line.startswith("lockstep-runs/unsent was not sent completely: no server answers")
 
 
 def test_a_restored_or_emptied_server_gets_the_missing_records(server: FakeServer) -> None:
@@ -371,7 +388,7 @@ for n in itertools.count(run.step):
 
 @pytest.mark.parametrize("mode", ["offline", "online"])
 def test_a_killed_program_loses_at_most_the_last_moment_and_continues(
-    mode: str, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+    mode: str, server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("LOCKSTEP_MODE", mode)
     path, count = Path("lockstep-runs/killed"), 0
@@ -400,6 +417,12 @@ def test_a_killed_program_loses_at_most_the_last_moment_and_continues(
         run.log({"x": count})
     assert lockstep.sync(".") == {"killed": count + 1}
     assert server.points("killed") == {"x": [(n, n) for n in range(count + 1)]}
+    with pytest.raises(ValueError), lockstep.init(id="killed"):
+        raise ValueError("bad batch")
+    assert "run killed was interrupted, and continues" in capsys.readouterr().err
+    with lockstep.init(resume="auto") as run:
+        assert run.id != "killed"
+    assert f"a new run begins: {path.absolute().parent} has no interrupted run" in capsys.readouterr().err
 
 
 def test_a_forked_process_sends_nothing(server: FakeServer, capfd: pytest.CaptureFixture[str]) -> None:

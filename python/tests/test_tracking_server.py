@@ -82,8 +82,12 @@ def test_a_failed_run_continues_in_another_folder() -> None:
     run.log({"loss": 1.0, "odd": math.nan})
     run.config.update({"lr": 0.2}, allow_val_change=True)
     with pytest.raises(ValueError), run:
+        run.alert("diverged", "the loss is infinite")
         raise ValueError("bad batch")
     job = job_of(run)
+    assert [event["type"] for event in job.events("alert", "state")][-2:] == ["alert", "state"]
+    with pytest.raises(lockstep.LockstepError, match="no metric 'nope'; its metrics: loss, odd"):
+        job.metrics("nope")
     assert (job.state, job.data["reason"]) == ("failed", "ValueError: bad batch")
     with lockstep.init(id="live", dir="b", resume="must") as again:
         assert job_of(again).state == "running"

@@ -18,7 +18,9 @@ from .tracking import AlertLevel, Run
 from .values import Artifact, Media
 
 # Stand-ins for wandb's media classes, so that programs written for wandb run. Lockstep does not store these values.
-Audio = Histogram = Html = Image = Object3D = Table = Video = Media
+Audio, Histogram, Html, Image, Object3D, Table, Video = (
+    type(name, (Media,), {}) for name in ("Audio", "Histogram", "Html", "Image", "Object3D", "Table", "Video")
+)
 plot = Media()  # `lockstep.plot.line(...)` and all other functions do nothing.
 
 __all__ = ["AsyncCheckpoint", "AsyncClient", "AsyncJob", "Checkpoint", "Client", "Job", "Metrics", "Series"]

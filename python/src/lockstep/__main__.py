@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from .client import Client
-from .errors import LockstepError
-from .spool import RUN, folders, send_folder
+from .errors import LockstepError, Unreachable
+from .spool import RUN, folders, is_sent, send_folder
 
 
 def main() -> int:
@@ -29,10 +29,13 @@ def main() -> int:
                 try:
                     sender = send_folder(path, client)
                 except LockstepError as error:
+                    if isinstance(error, Unreachable) and is_sent(path):
+                        print(f"{path} was sent earlier")
+                        continue
                     print(f"{path} was not sent completely: {error}", file=sys.stderr)
                     status = 1
                 else:
-                    print(f"{sender.id}: the server has all {sender.acknowledged} records")
+                    print(f"{sender.id}: sent {sender.sent_records} records and {sender.sent_files} files")
     return status
 
 

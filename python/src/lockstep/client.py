@@ -228,9 +228,16 @@ class JobCalls(_Resource, Generic[J, C]):
         """Returns a metric by rank: `job.metrics("loss")[0].values` is the loss of rank 0.
 
         `query`: parameters of `GET /jobs/{id}/metrics`, such as `ranks=[0, 1]` or `points=500` (default: 10000). A
-        metric that no rank has reported is empty. Raises `Problem` if a parameter is wrong.
+        metric that no rank has reported is empty. Raises `Problem` if a parameter is wrong, and `LockstepError` if the
+        program of a run has not logged the metric.
         """
-        return Metrics(await self._get(f"/jobs/{self.id}/metrics", name=name, **{"points": 10000} | query))
+        found = Metrics(await self._get(f"/jobs/{self.id}/metrics", name=name, **{"points": 10000} | query))
+        if not found and self.data.get("external"):
+            listed = await self._get(f"/jobs/{self.id}/metrics", points=1)
+            names = sorted({series["name"] for series in listed["series"]})
+            if name not in names:
+                raise LockstepError(f"job {self.id} has no metric {name!r}; its metrics: {', '.join(names) or 'none'}")
+        return found
 
     @call
     async def checkpoints(self) -> list[C]:
@@ -261,8 +268,8 @@ class JobCalls(_Resource, Generic[J, C]):
         """Classifies a picture. Returns the probability (0 to 1) of every class, the most probable class first.
 
         `picture`: the path or the bytes of a JPEG, PNG, WebP, GIF, BMP or TIFF file. `checkpoint`: see `checkpoint`.
-        `weights`: see `Checkpoint.download`. Raises `LockstepError` if the picture cannot be read or the checkpoint
-        does not exist.
+        `weights`: see `Checkpoint.download`. Raises `OSError` if the file cannot be read, and `LockstepError` if the
+        file is not a picture or the checkpoint does not exist.
         """
         content = picture if isinstance(picture, bytes) else Path(picture).read_bytes()
         path = f"/checkpoints/{(await self._choose(checkpoint))['id']}/predict"

@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from .client import Client
 from .errors import LockstepError, Problem, Unreachable
-from .spool import REQUEST_SECS, RUN, Sender, Spool, folders, is_free, read_run, send_folder
-from .tracking import SEND_SECS, AlertLevel, Mode, Run, may_succeed_later, outcome, say, warn_once
+from .spool import REQUEST_SECS, RUN, Sender, Spool, folders, is_free, may_succeed_later, read_run, send_folder
+from .tracking import SEND_SECS, AlertLevel, Mode, Run, outcome, say, warn_once, warn_unsent
 from .values import Artifact, Json, to_dict, to_json
 
 Resume = Literal["allow", "must", "never", "auto"]
@@ -71,7 +71,7 @@ def _begin(sender: Sender, is_sure: bool) -> tuple[Json, bool] | None:
             if not may_succeed_later(error):
                 raise
             if is_sure:
-                say(f"run {sender.id} is kept in {sender.path} until it can be sent: {error}")
+                warn_unsent(sender, error)
                 return None
             if time.monotonic() > gives_up_at:
                 raise LockstepError(
@@ -107,7 +107,8 @@ def init(
     `disabled` (nothing is stored).
 
     `id`: the id of the run to continue or to begin (letters, digits, `-` and `_`). `resume`: `must` requires that the
-    run exists, `never` that it does not; `auto` or True without `id` continues the folder's newest interrupted run.
+    run exists, `never` that it does not; `auto` or True without `id` continues the folder's newest run whose program
+    was killed. A run that an exception ended is continued only by its `id`.
 
     If a run is active, `init` returns it; with `reinit=True` (default in notebooks) `init` finishes it and begins
     another. Raises `Problem` if the server refuses the run, `LockstepError` if another process writes it. If the server
@@ -131,15 +132,24 @@ def init(
         raise LockstepError(f"id is {id!r}: it must have 1 to 64 letters, digits, '-' and '_'")
     root = Path(dir or ".").absolute() / "lockstep-runs"
     if id is None and resume in (True, "auto"):
-        id = _interrupted(root)
+        if (id := _interrupted(root)) is not None:
+            say(f"run {id} was interrupted, and continues")
+        else:
+            say(f"a new run begins: {root} has no interrupted run; give id=... to continue a run that has ended")
     if id is None and resume == "must":
         raise LockstepError('resume="must" needs the id of the run to continue')
     is_chosen, id = id is not None, id or _new_id()
+    own_project = re.sub("[^A-Za-z0-9_.-]", "-", (project or "").lstrip("."))[:100] or "default"
+    if project and project != own_project:
+        warn_once(
+            f"the project is {own_project!r} instead of {project!r}: a project's name has 1 to 100 letters, digits, "
+            "'.', '_' and '-', and does not begin with '.'"
+        )
     labels = [*(tags or []), *(label for label in (group, job_type) if label)]
     run: Json = {
         "id": id,
         "name": (name or id)[:200],
-        "project": re.sub("[^A-Za-z0-9_.-]", "-", (project or "").lstrip("."))[:100] or "default",
+        "project": own_project,
         "config": {str(key): to_json(value) for key, value in to_dict(config).items()},
         "tags": [str(label).replace(",", " ")[:40] for label in labels],
         "notes": notes,

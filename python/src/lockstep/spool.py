@@ -2,7 +2,8 @@
 
 `run.json` has the fields of the run. `records.jsonl` has one record on each line: the values of one step. The number of
 a record is the number of its line, by which the server identifies it. `files` has copies of the files that the program
-saved. A file is sent unless the server has a file with the same path, size and time.
+saved. A file is sent unless the server has a file with the same path, size and time. `sent` has the version of the
+folder that was sent completely.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .client import Client
-from .errors import LockstepError, Problem
+from .errors import LockstepError, Problem, Unreachable
 
 if os.name == "posix":
     import fcntl
@@ -27,6 +28,7 @@ Json = dict[str, Any]
 RUN = "run.json"
 RECORDS = "records.jsonl"
 FILES = "files"
+SENT = "sent"
 # The server accepts at most 10,000 values and 1 MiB in a request.
 REQUEST_VALUES = 10_000
 REQUEST_BYTES = 900 << 10
@@ -44,6 +46,25 @@ def read_run(path: Path) -> Json:
         return {"config": {}, "summary": {}, "state": "running", "reason": None} | run | {"id": str(run["id"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise LockstepError(f"{path} cannot be read as the folder of a run: {error!r}") from error
+
+
+def _version(path: Path) -> str:
+    """Changes with the content of a run's folder: after each saved file, `run.json` is written."""
+    return f"{(path / RECORDS).stat().st_size} {(path / RUN).stat().st_mtime_ns}"
+
+
+def is_sent(path: Path) -> bool:
+    """Whether everything in a run's folder was sent."""
+    with contextlib.suppress(OSError):
+        return (path / SENT).read_text() == _version(path)
+    return False
+
+
+def may_succeed_later(error: Exception) -> bool:
+    """Whether the same request may succeed later."""
+    return isinstance(error, Unreachable) or (
+        isinstance(error, Problem) and (error.status in (408, 429) or error.status >= 500)
+    )
 
 
 def keep_file(path: Path, source: Path, name: str) -> None:
@@ -161,8 +182,8 @@ class Sender:
         self._known: Json | None = None
         # Size and time of each file that the server has, by path; None before the first request.
         self._files: dict[str, tuple[int, int]] | None = None
-        # Number of records that the server has.
-        self.acknowledged = 0
+        # Number of records that the server has, and of records and files that this sender sent.
+        self.acknowledged = self.sent_records = self.sent_files = 0
 
     def close(self) -> None:
         """Closes the file."""
@@ -203,11 +224,16 @@ class Sender:
         if self._known is None:
             self._connect()
         # Read before the records: if the run has ended, all records are in the file.
-        run = read_run(self.path)
+        version, run = _version(self.path), read_run(self.path)
         self._seek(self.acknowledged)
         before = self._next
         self._send_records()
+        # Files are last, because an upload may take longer than `finish` waits.
         has_changes, has_files = self._send_changes(run), self._send_files()
+        self.sent_records += self._next - before
+        # Without this file, `is_sent` only returns False.
+        with contextlib.suppress(OSError):
+            (self.path / SENT).write_text(version)
         return has_changes or has_files or self._next != before
 
     def _send_records(self) -> None:
@@ -225,13 +251,16 @@ class Sender:
     def _send_changes(self, run: Json) -> bool:
         has_sent, refused = False, None
         assert self._known is not None
-        # In separate requests, so that a field that is too large does not block others.
-        for keys in (("state", "reason", "ended_at"), ("summary",), ("config",)):
+        # In separate requests, so that a field that is too large does not block others. The state is last, so that the
+        # server has all alerts, which are in the summary, before the run ends.
+        for keys in (("config",), ("summary",), ("state", "reason", "ended_at")):
             changed = {key: run[key] for key in keys if run.get(key) is not None and run[key] != self._known.get(key)}
             if changed:
                 try:
                     self._change(changed)
                 except Problem as problem:
+                    if may_succeed_later(problem):
+                        raise
                     refused = refused or problem
                     continue
                 self._known |= changed
@@ -265,6 +294,7 @@ class Sender:
                 refused = refused or problem
                 continue
             self._files[name] = version
+            self.sent_files += 1
             has_sent = True
             # New records do not wait for the other files.
             self._send_records()

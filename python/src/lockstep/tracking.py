@@ -19,8 +19,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from .errors import LockstepError, Problem, Unreachable
-from .spool import Sender, Spool, keep_file
+from .errors import LockstepError
+from .spool import Sender, Spool, keep_file, may_succeed_later
 from .values import MAX_EXACT_INT, Artifact, Config, Json, Summary, json_number, scalar, to_step
 
 Mode = Literal["online", "offline", "disabled"]
@@ -38,6 +38,8 @@ METRICS = 1000
 NAME_CHARS = 250
 # Number of alerts that are kept.
 ALERTS = 50
+# Largest finite value in single precision, in which the server stores values.
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 _ENCODER = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 _warned: set[str] = set()
@@ -55,6 +57,11 @@ def warn_once(text: str) -> None:
         say(text)
 
 
+def warn_unsent(sender: Sender, error: Exception) -> None:
+    """Writes once why a run cannot be sent."""
+    warn_once(f"run {sender.id} is kept in {sender.path} until it can be sent: {error}")
+
+
 def _no_service(call: str) -> None:
     warn_once(f"{call} has no counterpart in Lockstep and does nothing")
 
@@ -64,13 +71,6 @@ def _line(step: int, at: int, values: dict[str, float]) -> str:
         return _ENCODER.encode({"step": step, "at": at, "values": values}) + "\n"
     except ValueError:
         return _line(step, at, {name: json_number(value) for name, value in values.items()})  # type: ignore[misc]
-
-
-def may_succeed_later(error: Exception) -> bool:
-    """Whether the same request may succeed later."""
-    return isinstance(error, Unreachable) or (
-        isinstance(error, Problem) and (error.status in (408, 429) or error.status >= 500)
-    )
 
 
 def outcome(error: BaseException | None) -> tuple[str, str | None]:
@@ -205,7 +205,7 @@ class Run:
             raise TypeError(f"log requires a mapping of names to numbers, not a {type(data).__name__}")
         values: dict[str, float] = {}
         for name, value in data.items():
-            if type(value) is float and name in self._names:
+            if type(value) is float and name in self._names and -FLOAT32_MAX <= value <= FLOAT32_MAX:
                 values[name] = value
             else:
                 self._add(values, name, value)
@@ -213,8 +213,7 @@ class Run:
             step = to_step(step)
         at = int(time.time() * 1000)
         with self._lock:
-            if self._has_ended:
-                raise LockstepError(f"run {self.id} is finished: call lockstep.init to start another")
+            self._require_unfinished()
             if step is None:
                 step = self._step
                 if commit or commit is None:
@@ -254,6 +253,8 @@ class Run:
             if len(self._names) >= METRICS:
                 return warn_once(f"further names are not logged: a run has at most {METRICS} metrics")
             self._names.add(name)
+        if FLOAT32_MAX < abs(found) < math.inf:
+            warn_once(f"{name} has values beyond the range of 32-bit numbers (3.4e38), which are stored as infinite")
         values[name] = found
 
     def _by_step(self, step: int, values: dict[str, float]) -> dict[int, dict[str, float]]:
@@ -391,8 +392,7 @@ class Run:
         return artifact
 
     def _keep(self, file: Path, name: str) -> None:
-        if self._has_ended:
-            raise LockstepError(f"run {self.id} is finished: call lockstep.init to start another")
+        self._require_unfinished()
         if self._spool is None or self._is_forked:
             return
         try:
@@ -446,16 +446,20 @@ class Run:
             self._written.set()
             self._sending.join(FINISH_SECS + SEND_SECS)
             if self._sending.is_alive() or self._failure is not None:
-                why = f" ({self._failure})" if self._failure else ""
-                say(f"run {self.id} was not sent completely{why}; nothing is lost, send it by: {command}")
+                say(f"run {self.id} was not sent completely; nothing is lost, send it by: {command}")
             if self._sending.is_alive():
                 return
         self._spool.close()
 
     # Storing and sending.
 
+    def _require_unfinished(self) -> None:
+        if self._has_ended:
+            raise LockstepError(f"run {self.id} is finished: call lockstep.init to start another")
+
     def _note_change(self) -> None:
         if not self._is_forked:
+            self._require_unfinished()
             self._has_changed = True
             self._logged.set()
 
@@ -531,7 +535,7 @@ class Run:
                     sent_at = time.monotonic()
             # The program must not fail because its log cannot be sent.
             except Exception as error:
-                warn_once(f"run {self.id} cannot be sent: {error}; it is stored in {sender.path}; trying again")
+                warn_unsent(sender, error)
                 self._failure = error
                 if is_last and (not may_succeed_later(error) or time.monotonic() > ends_by):
                     break

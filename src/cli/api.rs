@@ -118,7 +118,20 @@ impl Api {
     /// # Errors
     /// No job matches, or several ids begin with `id`. An empty `id` (an unset variable of a script) is an error.
     pub(crate) async fn find_job(&self, id: &str) -> anyhow::Result<Job> {
-        let (job, note) = self.job_named(id, |_| true).await?;
+        self.find_newest_job(id, |_| true).await
+    }
+
+    /// Like [`Api::find_job`], for commands that need checkpoints: of several jobs with the name, runs from elsewhere count only if all of
+    /// them are.
+    ///
+    /// # Errors
+    /// See [`Api::find_job`].
+    pub(crate) async fn find_trained_job(&self, id: &str) -> anyhow::Result<Job> {
+        self.find_newest_job(id, |job| job["external"].is_null()).await
+    }
+
+    async fn find_newest_job(&self, id: &str, is_meant: impl Fn(&Value) -> bool) -> anyhow::Result<Job> {
+        let (job, note) = self.job_named(id, is_meant).await?;
         if let Some(note) = note {
             output::warn(note);
         }
@@ -135,18 +148,19 @@ impl Api {
         id: &str,
         is_meant: impl Fn(JobState) -> bool,
     ) -> anyhow::Result<Job> {
+        let is_meant = |job: &Value| named::text(job, "state").parse::<JobState>().is_ok_and(&is_meant);
         match self.job_named(id, is_meant).await? {
             (job, None) => Ok(job),
             (_, Some(_)) => Err(usage_error(named::several(named::JOB, id))),
         }
     }
 
-    /// Returns the job that `id` names, with a note if several jobs have the name. Jobs whose state `is_meant` rejects count only if it
-    /// rejects all jobs.
+    /// Returns the job that `id` names, with a note if several jobs have the name. Jobs that `is_meant` rejects count only if it rejects all
+    /// jobs.
     async fn job_named(
         &self,
         id: &str,
-        is_meant: impl Fn(JobState) -> bool,
+        is_meant: impl Fn(&Value) -> bool,
     ) -> anyhow::Result<(Job, Option<String>)> {
         if id.is_empty() {
             return Err(usage_error(
@@ -156,7 +170,6 @@ impl Api {
         if id.parse::<lockstep_protocol::JobId>().is_ok() {
             return Ok((self.get(&format!("/jobs/{id}")).await?, None));
         }
-        let is_meant = |job: &Value| named::text(job, "state").parse::<JobState>().is_ok_and(&is_meant);
         // Includes jobs that this version cannot read: the name may be the name of such a job.
         let all = self.all("/jobs", "jobs", &[], None).await?;
         let chosen = named::choose(named::JOB, &all, id, is_meant).map_err(usage_error)?;

@@ -61,7 +61,7 @@ impl CheckpointArgs {
 /// Exit status 2 if the job, checkpoint or version does not exist.
 pub(crate) async fn find(api: &Api, named: &str, wanted: &str) -> anyhow::Result<(Job, ListedCheckpoint)> {
     if !named.starts_with(SCHEME) {
-        let job = api.find_job(named).await?;
+        let job = api.find_trained_job(named).await?;
         let chosen = choose(api, &job, wanted).await?;
         return Ok((job, chosen));
     }

@@ -150,7 +150,7 @@ fn prepare_copy(
 }
 
 /// Returns the dataset that is registered under this name.
-async fn find_by_name(api: &Api, name: &str) -> anyhow::Result<Option<Dataset>> {
+pub(super) async fn find_by_name(api: &Api, name: &str) -> anyhow::Result<Option<Dataset>> {
     Ok(api.list::<Dataset>("/datasets", "datasets").await?.into_iter().find(|d| d.name == name))
 }
 

@@ -37,7 +37,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
     let api = args.server.api()?;
     block_on(async {
-        let source = api.find_job(&args.job).await?;
+        let source = api.find_trained_job(&args.job).await?;
         let chosen = choose(&api, &source, &args.checkpoint).await?;
         let request = json!({"checkpoint": chosen.id, "set": set});
         let job: Job = api.post(&format!("/jobs/{}/fork", source.id), &request).await?;

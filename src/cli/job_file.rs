@@ -33,11 +33,19 @@ pub(super) async fn name_dataset(
     let private = document.get("private").and_then(Value::as_bool).unwrap_or(false);
     for pointer in pointers_to(document, "data", "dataset") {
         let Some(given) = document.pointer_mut(&pointer) else { continue };
-        let Some(path) =
-            given.as_str().filter(|text| text.contains(std::path::is_separator)).map(PathBuf::from)
-        else {
+        let Some(text) = given.as_str() else { continue };
+        if !text.contains(std::path::is_separator) {
+            if unknown_path == UnknownPath::Register
+                && Path::new(text).is_dir()
+                && dataset::find_by_name(api, text).await?.is_none()
+            {
+                return Err(usage_error(format!(
+                    "data.dataset: no dataset is called {text:?}; the folder ./{text} exists: write ./{text}"
+                )));
+            }
             continue;
-        };
+        }
+        let path = PathBuf::from(text);
         let found = match dataset::find_by_path(api, &path).await? {
             Some(found) => found,
             None if unknown_path == UnknownPath::Register && path.is_dir() => {

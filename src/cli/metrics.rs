@@ -1,6 +1,9 @@
 //! `lockstep metrics`: prints the values of a job's metrics.
 
-use super::{api::ServerArgs, block_on, output};
+use super::{
+    api::{ServerArgs, with_query},
+    block_on, output, usage_error,
+};
 use futures_util::StreamExt;
 use serde_json::Value;
 use std::io::Write;
@@ -28,17 +31,29 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     block_on(async {
         let job = api.find_job(&args.job).await?;
-        let name = args.name.as_ref().map(|n| format!("name={n}")).unwrap_or_default();
+        let path = |file: &str, points: u32| {
+            let name = args.name.iter().map(|name| ("name", name.clone()));
+            let query: Vec<_> = name.chain([("points", points.to_string())]).collect();
+            with_query(&format!("/jobs/{}/{file}", job.id), &query)
+        };
+        // A run from elsewhere may have metrics of any name, so the server refuses no name.
+        if let Some(name) = args.name.as_ref().filter(|_| job.external.is_some()) {
+            let found: Value = api.get(&path("metrics", 1)?).await?;
+            if found["series"].as_array().is_none_or(Vec::is_empty) {
+                let names: Vec<_> = job.last.by_name().map(|(name, _)| name).collect();
+                let names = if names.is_empty() { "none yet".to_owned() } else { names.join(", ") };
+                return Err(usage_error(format!("{} has no metric {name:?}; its metrics: {names}", job.id)));
+            }
+        }
         if args.csv {
-            let path = format!("/jobs/{}/metrics.csv?{name}", job.id);
-            let mut body = api.get_response(&path).await?.bytes_stream();
+            let mut body = api.get_response(&path("metrics.csv", 1)?).await?.bytes_stream();
             let mut out = std::io::stdout().lock();
             while let Some(part) = body.next().await {
                 out.write_all(&part?)?;
             }
             return Ok(out.flush()?);
         }
-        let response: Value = api.get(&format!("/jobs/{}/metrics?points=10000&{name}", job.id)).await?;
+        let response: Value = api.get(&path("metrics", 10_000)?).await?;
         if args.server.json {
             return output::json(&response);
         }

@@ -72,7 +72,7 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
         Action::Register { model, job, checkpoint, description, server } => {
             let api = server.api()?;
             let version: ModelVersion = block_on(async {
-                let job = api.find_job(&job).await?;
+                let job = api.find_trained_job(&job).await?;
                 let chosen = choose(&api, &job, &checkpoint).await?;
                 let new = json!({"name": model, "checkpoint": chosen.id, "description": description});
                 api.post("/models", &new).await

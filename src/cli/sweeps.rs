@@ -191,12 +191,12 @@ fn change(SweepArgs { sweep, server }: &SweepArgs, action: &str) -> anyhow::Resu
     output::print(server.json, &changed, describe(&changed))
 }
 
-/// `cifar-lr: asha, compared by val_accuracy after epochs 1, 3, 9, 27`
+/// `cifar-lr: asha, compared by val_accuracy after epochs 1, 3, 9, 27`. With a single rung, trials are compared at their end.
 fn title(sweep: &Sweep) -> String {
     let method = sweep.spec.pointer("/sweep/method").and_then(Value::as_str).unwrap_or_default();
     let rungs: Vec<_> = sweep.rungs.iter().map(u32::to_string).collect();
-    let epochs = if rungs.len() == 1 { "epoch" } else { "epochs" };
-    format!("{}: {method}, compared by {} after {epochs} {}", sweep.name, sweep.metric, rungs.join(", "))
+    let after = if rungs.len() > 1 { format!(" after epochs {}", rungs.join(", ")) } else { String::new() };
+    format!("{}: {method}, compared by {}{after}", sweep.name, sweep.metric)
 }
 
 /// `sweep-1a2b3c4d5e6f is running: 3 of 27 trials have ended, 400 steps`

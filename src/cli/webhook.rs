@@ -1,6 +1,7 @@
 //! `lockstep webhook`: webhooks, URLs to which the server posts messages about jobs.
 
 use super::{api::ServerArgs, block_on, output, usage_error};
+use lockstep_server::store::{WebhookEvent, WebhookForm};
 use serde_json::{Value, json};
 
 #[derive(clap::Subcommand)]
@@ -11,13 +12,13 @@ pub(crate) enum Command {
         url: String,
         /// Form of the messages: standard (for programs), slack, discord, teams, ntfy or email
         #[arg(long, value_name = "FORM", default_value = "standard")]
-        form: String,
+        form: WebhookForm,
         /// Only jobs of this project
         #[arg(long, value_name = "NAME")]
         project: Option<String>,
         /// Event, such as job.started (may be repeated) [default: job.succeeded, job.failed, job.cancelled and run.alert]
         #[arg(long, value_name = "EVENT")]
-        event: Vec<String>,
+        event: Vec<WebhookEvent>,
         #[command(flatten)]
         server: ServerArgs,
     },

@@ -2,7 +2,7 @@
 
 import { byId, make, say, text } from "../page.js";
 import { bestWords } from "./checkpoints.js";
-import { ELSEWHERE, ownMetrics } from "./names.js";
+import { ELSEWHERE, isResult, ownMetrics } from "./names.js";
 import { sentenceOf } from "../cut.js";
 import { isActive, isFinal, waits } from "./states.js";
 import { clock, count, percent, plural, rate, standardError, timeAndDay, value } from "../numbers.js";
@@ -223,14 +223,15 @@ export class Facts {
   }
 }
 
-/** Returns names and values of a run's results: numbers of its summary, then newest values of its metrics. The same as `own_results` in web/src/job.rs. */
+/** Returns names and values of a run's results, in the order of `own_results` in web/src/job.rs. */
 function ownResults({ external, last }, metrics) {
   const results = new Map(Object.entries(external.summary).filter(([, v]) => typeof v === "number"));
   for (const name of [...ownMetrics({ last }), ...metrics.reported]) {
     const newest = metrics.series(name).last?.lastValue;
     if (!results.has(name)) results.set(name, Number.isFinite(newest) ? newest : last[name]);
   }
-  return [...results].filter(([name, v]) => !name.startsWith("_") && typeof v === "number").slice(0, MAX_RESULTS);
+  const place = ([name]) => (Object.hasOwn(external.summary, name) ? 0 : 2) + (isResult(name) ? 0 : 1);
+  return [...results].filter(([name, v]) => !name.startsWith("_") && typeof v === "number").sort((a, b) => place(a) - place(b)).slice(0, MAX_RESULTS);
 }
 
 /** The same as `own_result` in web/src/job.rs. */

@@ -38,10 +38,12 @@ test("metrics of any name have panels, also metrics that arrive while the page i
   await log(3, [{ "train/loss": 0.5, constructor: 1 }]);
   await until("the new metric has a panel", async () => JSON.stringify(await panels(page)) === JSON.stringify([["top 1, %", [2]], ["train/loss", [3]], ["constructor", [1]]]));
   await untilShown("Step 3", "top 1, % 20", "train/loss 0.5000", "constructor 1");
+  await log(4, [{ "train/loss": "NaN" }]);
   const ended = await server.fetch(`${server.url}/api/v1/runs/r`, { method: "PATCH", headers: { ...server.headers, "content-type": "application/json" }, body: JSON.stringify({ state: "succeeded", summary: { accuracy: 0.75 } }) });
   assert.equal(ended.status, 200);
   await until("the summary's numbers come first", async () => / · accuracy 75\.0 % · .*train\/loss 0\.5000/.test((await results()).join(" · ")));
   await page.reload();
+  await until("a metric whose newest value is not finite has its panel", async () => (await panels(page)).some(([title]) => title === "train/loss"));
   assert.equal(await page.locator("#accuracy").isVisible(), false, "accuracy is shown once");
   const [cards, summary] = [await page.locator("#cards").boundingBox(), await page.locator(".summary-card").boundingBox()];
   assert.ok(summary.width > cards.width / 3, "the summary's card is wide enough for its text");
@@ -51,5 +53,11 @@ test("metrics of any name have panels, also metrics that arrive while the page i
   await page.waitForURL(new RegExp(`/jobs/${run.id}$`));
   await page.goto(`${server.url}/#/experiments/0`);
   await page.waitForURL(/\/jobs\?project=default$/);
+  // A comparison opens on a metric that the runs share, and offers their metrics before those of jobs.
+  const other = await server.ask("/runs", { id: "s", name: "other" });
+  await server.ask("/runs/s/records", { first: 1, records: [{ step: 1, values: { batch: 8, "train/loss": 3 } }] });
+  await page.goto(`${server.url}/compare?jobs=${run.id},${other.id}`);
+  await until("the shared loss has a chart", async () => (await page.locator("#curves .curve").evaluateAll((all) => all.map((one) => one.dataset.metric))).join() === "train/loss");
+  assert.deepEqual((await page.locator("#more-metrics option").allTextContents()).slice(1, 5), ["constructor", "top 1, %", "✓ train/loss", "batch"]);
   await page.end();
 });

@@ -77,6 +77,9 @@ async fn init_writes_a_file_for_train_and_submit() {
         }
     }
     assert!(server.cli(&["dataset", "list"]).ok().contains(root));
+    server
+        .cli(&["submit", "lockstep.toml", "--set", "data.dataset=empty"])
+        .assert_usage_error(&["no dataset is called \"empty\"", "write ./empty"]);
     // On a terminal `submit` follows the job without --watch.
     let file = file.to_str().expect("UTF-8");
     let (status, shown) = run_on_terminal(&server, &[&["submit", file][..], &QUICK].concat(), "");

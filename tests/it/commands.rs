@@ -113,6 +113,12 @@ async fn a_job_is_run_from_a_shell_from_dataset_to_download() {
         server.cli(&["download", id, "--checkpoint", which, "-o", model.to_str().expect("UTF-8")]).ok();
         assert!(fs::read(&model).expect("the model") == server.last_model(id).await, "{which}");
     }
+    // An import of the job's metrics has the same name, but no checkpoints.
+    server.cli(&["export", "parquet", id, "-o", "metrics.parquet"]).ok();
+    let imported = server.cli(&["import", "parquet", "metrics.parquet", "--json"]).json();
+    assert_eq!(imported[0]["name"], "watched");
+    server.cli(&["download", "watched", "-o", model.to_str().expect("UTF-8")]).ok();
+    server.cli(&["delete", "--yes", imported[0]["job"].as_str().expect("an id")]).ok();
     for which in ["11", "2-12"] {
         server
             .cli(&["download", id, "--checkpoint", which, "-o", "x"])

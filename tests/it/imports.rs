@@ -61,6 +61,7 @@ async fn exported_jobs_are_imported_with_every_value() {
         assert!(shown.ok().contains(words), "{words} in {}", shown.stdout);
     }
     assert!(server.cli(&["list"]).ok().contains("elsewhere"));
+    server.cli(&["metrics", &id, "nope"]).assert_usage_error(&["has no metric \"nope\"", "train/loss"]);
 
     server.cli(&["export", "tensorboard", &id, "-o", "runs"]).ok();
     server.cli(&["export", "parquet", &id, "-o", "metrics.parquet"]).ok();

@@ -169,6 +169,8 @@ async fn paths_of_a_sweep_are_registered_and_a_lost_response_makes_no_second_swe
     let has_spread = |line: &str| line.starts_with(&*id) && line.contains('±');
     let groups = server.cli(&["list", "--tag", &id, "--group-by", "tag"]);
     assert!(groups.ok().lines().any(has_spread), "{}", groups.stdout);
+    let shown = server.cli(&["sweep", "show", &id]);
+    assert!(shown.ok().contains("swept: grid, compared by val_accuracy\n"), "{}", shown.stdout);
     // The jobs of a deleted sweep are kept.
     server.cli(&["sweep", "delete", &id, "--yes"]).ok();
     server.cli(&["sweep", "show", &id]).assert_usage_error(&["no sweep has this id"]);
@@ -251,7 +253,10 @@ async fn a_sweep_has_the_same_result_after_its_server_was_killed() {
                 == server.last_model(job["id"].as_str().expect("an id")).await,
             "the same weights, bit for bit"
         );
-        assert!(server.cli(&["sweep", "show", &id]).ok().contains("6 of 6 trials have ended"));
+        let shown = server.cli(&["sweep", "show", &id]);
+        for words in ["asha, compared by val_loss after epochs 1, 3\n", "6 of 6 trials have ended"] {
+            assert!(shown.ok().contains(words), "{words} in {}", shown.stdout);
+        }
     }
     assert_eq!(ends[0], ends[1]);
     server.stop().await;

@@ -149,8 +149,9 @@ impl JobPage {
         }
     }
 
-    /// Returns the results of a run from elsewhere that the row of numbers shows: numbers of its summary, then newest values of its
-    /// metrics. W&B's own entries begin with `_`. The same as `ownResults` in `static/job/facts.js`.
+    /// Returns the results of a run from elsewhere that the row of numbers shows. Numbers of its summary, and newest values of metrics with
+    /// an entry in its summary, come first; then newest values of other metrics. In both, losses and accuracies come first. W&B's own
+    /// entries begin with `_`. The same as `ownResults` in `static/job/facts.js`.
     fn own_results(&self) -> Vec<(String, String)> {
         const MAX_RESULTS: usize = 4;
         let Some(External { summary, .. }) = &self.job.external else { return Vec::new() };
@@ -161,6 +162,9 @@ impl JobPage {
                 results.push((name, value));
             }
         }
+        let is_result =
+            |name: &str| ["loss", "acc"].iter().any(|word| name.to_ascii_lowercase().contains(word));
+        results.sort_by_key(|&(name, _)| (!summary.contains_key(name), !is_result(name)));
         results.truncate(MAX_RESULTS);
         results.into_iter().map(|(name, value)| (name.to_owned(), own_result(name, value))).collect()
     }

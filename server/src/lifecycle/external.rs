@@ -176,9 +176,10 @@ pub fn text_of(value: &Value) -> String {
     }
 }
 
-/// Returns the events of points, and updates the job's newest values.
+/// Returns the events of points, and updates the job's newest values. A value that is not finite is a gap in a chart, and the newest finite
+/// value stays the job's newest value.
 fn points(row: &mut JobRow, columns: &[MetricColumn]) -> Result<Vec<EventBody>, Refused> {
-    // A metric whose newest value is not finite is in `known`, but not in `last`.
+    // A metric without a finite value is in `known`, but not in `last`.
     let (last, known) = (&row.job.last.others, &row.progress.others);
     let is_new = |name: &str| !last.contains_key(name) && !known.contains_key(name);
     let new = columns.iter().filter(|column| is_new(&column.name)).count();
@@ -189,20 +190,30 @@ fn points(row: &mut JobRow, columns: &[MetricColumn]) -> Result<Vec<EventBody>, 
     let attempt = row.job.attempt;
     let mut events = Vec::with_capacity(columns.len());
     for column in columns {
+        // Counts the metric even if it has no finite value yet.
+        row.progress.others.entry(column.name.clone()).or_default();
+        let finite = finite_points(column);
         // `val_pictures` is a field of `last` that is not a metric.
         if column.name != "val_pictures" {
-            note_column(row, RANK, column);
+            note_column(row, RANK, &finite);
         }
         let job = &mut row.job;
         job.step = job.step.max(column.steps.iter().copied().max().unwrap_or(0));
         // Ranks of this server report these values with an evaluation, not as metrics.
-        let newest = column.values.last().copied().filter(|value| value.is_finite());
+        let newest = finite.values.last().copied().map(exact);
         match column.name.as_str() {
-            "val_loss" => job.last.val_loss = newest.map(exact),
-            "val_accuracy" => job.last.val_accuracy = newest.map(exact),
+            "val_loss" => job.last.val_loss = newest.or(job.last.val_loss),
+            "val_accuracy" => job.last.val_accuracy = newest.or(job.last.val_accuracy),
             _ => {}
         }
         events.push(points_event(attempt, RANK, column.clone()));
     }
     Ok(events)
+}
+
+/// The points of a column whose values are finite.
+fn finite_points(column: &MetricColumn) -> MetricColumn {
+    let points = column.steps.iter().copied().zip(column.values.iter().copied());
+    let (steps, values) = points.filter(|(_, value)| value.is_finite()).unzip();
+    MetricColumn { name: column.name.clone(), steps, values }
 }

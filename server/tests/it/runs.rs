@@ -86,13 +86,17 @@ async fn a_run_can_be_started_ended_and_deleted() {
     // A run is found by its own id and by the id that its program chose.
     let mut stream = server.stream(&id, 0).await;
     assert_eq!(
-        server.log_records("my-run_1", 1, &json!([step(1, json!({"loss": 2.5, "train/acc 1": 0.1}))])).await,
+        server
+            .log_records(
+                "my-run_1",
+                1,
+                &json!([step(1, json!({"batch": 8, "epoch": 1, "loss": 2.5, "train/acc 1": 0.1}))])
+            )
+            .await,
         1
     );
-    assert_eq!(
-        server.log_records(&id, 2, &json!([step(2, json!({"loss": 1.5})), step(9, json!({}))])).await,
-        3
-    );
+    let records = json!([step(2, json!({"loss": 1.5, "train/acc 1": "NaN"})), step(9, json!({}))]);
+    assert_eq!(server.log_records(&id, 2, &records).await, 3);
     stream.until(|frame| frame["name"] == "train/acc 1" && frame["values"] == json!([0.1])).await;
     let update = json!({"config": {"lr": 0.2}, "summary": {"best": 1}});
     let (status, changed) = server.patch("/runs/my-run_1", &update).await;
@@ -114,12 +118,15 @@ async fn a_run_can_be_started_ended_and_deleted() {
         assert!(status == 409 && detail.contains("a run from elsewhere"), "{action}: {problem}");
     }
     let (_, page) = server.get_text(&format!("/jobs/{id}")).await;
-    // The row of numbers has the summary's numbers, then metrics of any name.
-    let results =
-        ["<dt>best</dt><dd>1</dd>", "<dt>loss</dt><dd>1.5000</dd>", "<dt>train/acc 1</dt><dd>0.1000</dd>"];
-    for text in ["data-external", "run from elsewhere", "net.depth"].into_iter().chain(results) {
+    for text in ["data-external", "run from elsewhere", "net.depth"] {
         assert!(page.contains(text), "{text}");
     }
+    // The row of numbers has the summary's numbers, then losses and accuracies, then other metrics.
+    let results: Vec<_> = page.split("<div class=\"own-result\"><dt>").skip(1).collect();
+    let expected =
+        ["best</dt><dd>1<", "loss</dt><dd>1.5000<", "train/acc 1</dt><dd>0.1000<", "batch</dt><dd>8<"];
+    assert_eq!(results.len(), expected.len(), "{results:?}");
+    assert!(results.iter().zip(expected).all(|(shown, text)| shown.starts_with(text)), "{results:?}");
     let (_, page) = server.get_text("/jobs").await;
     assert!(page.contains("run from elsewhere"));
 

@@ -113,8 +113,8 @@ async fn responses_to_mlflow_s_calls_match_mlflow() {
     assert_eq!(pairs("params"), [pair("depth", json!("3")), pair("lr", json!("0.1"))]);
     assert_eq!(
         pairs("metrics"),
-        [pair("acc", json!(0.7))],
-        "val/loss is absent, because its newest value is not finite"
+        [pair("acc", json!(0.7)), pair("val/loss", json!(0.25))],
+        "the newest finite values"
     );
     let tags = [("colour", "red"), ("mlflow.runName", "sole"), ("mlflow.user", "me")];
     assert_eq!(pairs("tags"), tags.map(|(key, value)| pair(key, json!(value))));

@@ -237,8 +237,8 @@ function showPlan(response) {
   if (response?.trials) parts.push(plural(response.trials, "trial"));
   if (samples) parts.push(`${about}${plural(samples, "picture")}`);
   if (global_batch_size) parts.push(`${count(global_batch_size)} a step`);
-  if (steps_per_epoch) parts.push(`${plural(steps_per_epoch, "step")} an epoch`);
-  if (total_steps) parts.push(`${count(total_steps)} in all`);
+  if (steps_per_epoch) parts.push(`${about}${plural(steps_per_epoch, "step")} an epoch`);
+  if (total_steps) parts.push(`${response.spec?.train.steps ? "" : about}${count(total_steps)} in all`);
   if (estimate) parts.push(`about ${duration(estimate.secs)} of training, as fast as ${estimate.name}`);
   // The dataset lacks the default split, so the server chose another.
   const split = data?.validation, field = fields.find((f) => f.name === "data.validation");

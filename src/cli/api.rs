@@ -190,7 +190,7 @@ impl Api {
         let models = self.all("/models", "models", &[], None).await.unwrap_or_default();
         if models.iter().any(|model| is_called(&model)) {
             return format!(
-                ". A model has this name: `lockstep model show {name}` shows its versions (models:/{name}/1 is the first)"
+                ". A model has this name: `lockstep model show {name}` shows its versions, which are named as in models:/{name}/1"
             );
         }
         String::new()

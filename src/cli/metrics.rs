@@ -6,7 +6,7 @@ use super::{
 };
 use futures_util::StreamExt;
 use serde_json::Value;
-use std::io::Write;
+use std::{collections::BTreeSet, io::Write};
 
 /// Print a job's metrics
 #[derive(clap::Args)]
@@ -40,8 +40,11 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         if let Some(name) = args.name.as_ref().filter(|_| job.external.is_some()) {
             let found: Value = api.get(&path("metrics", 1)?).await?;
             if found["series"].as_array().is_none_or(Vec::is_empty) {
-                let names: Vec<_> = job.last.by_name().map(|(name, _)| name).collect();
-                let names = if names.is_empty() { "none yet".to_owned() } else { names.join(", ") };
+                let all: Value = api.get(&format!("/jobs/{}/metrics?points=1", job.id)).await?;
+                let series = all["series"].as_array().into_iter().flatten();
+                let names: BTreeSet<_> = series.filter_map(|series| series["name"].as_str()).collect();
+                let names = Vec::from_iter(names).join(", ");
+                let names = if names.is_empty() { "none yet" } else { &names };
                 return Err(usage_error(format!("{} has no metric {name:?}; its metrics: {names}", job.id)));
             }
         }

@@ -51,7 +51,7 @@ pub(crate) fn run(args: JobArgs) -> anyhow::Result<()> {
     let settings = match &job.external {
         Some(run) => serde_json::to_string_pretty(&json!({"config": run.config, "summary": run.summary}))?,
         None => format!(
-            "# Settings that differ from the defaults; --json prints all\n{}",
+            "# Settings that differ from the defaults, and those of the recipe; --json prints all\n{}",
             own_settings(&job.spec)?
         ),
     };

@@ -223,12 +223,17 @@ export class Facts {
   }
 }
 
+/** Returns the newest finite value of a series; undefined if no point with such a value has been read. */
+function newestFinite({ last, segments }) {
+  if (Number.isFinite(last?.lastValue)) return last.lastValue;
+  return segments.flatMap((segment) => [...segment.mean.subarray(0, segment.length)]).findLast(Number.isFinite);
+}
+
 /** Returns names and values of a run's results, in the order of `own_results` in web/src/job.rs. */
 function ownResults({ external, last }, metrics) {
   const results = new Map(Object.entries(external.summary).filter(([, v]) => typeof v === "number"));
   for (const name of [...ownMetrics({ last }), ...metrics.reported]) {
-    const newest = metrics.series(name).last?.lastValue;
-    if (!results.has(name)) results.set(name, Number.isFinite(newest) ? newest : last[name]);
+    if (!results.has(name)) results.set(name, newestFinite(metrics.series(name)) ?? last[name]);
   }
   const place = ([name]) => (Object.hasOwn(external.summary, name) ? 0 : 2) + (isResult(name) ? 0 : 1);
   return [...results].filter(([name, v]) => !name.startsWith("_") && typeof v === "number").sort((a, b) => place(a) - place(b)).slice(0, MAX_RESULTS);

@@ -71,7 +71,7 @@ async fn a_registered_checkpoint_is_used_by_its_alias() {
     server.cli(&["evaluate", "models:/shoos@champion"]).assert_usage_error(&["no model has this name"]);
     server
         .cli(&["evaluate", "shoes"])
-        .assert_usage_error(&["no job is called shoes", "(models:/shoes/1 is the first)"]);
+        .assert_usage_error(&["no job is called shoes", "named as in models:/shoes/1"]);
     server
         .cli(&["download", "models:/shoes", "-o", "x"])
         .assert_usage_error(&["is not the name of a model's version"]);

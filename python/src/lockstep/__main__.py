@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .client import Client
 from .errors import LockstepError, Unreachable
-from .spool import RUN, folders, is_sent, send_folder
+from .spool import RUN, folders, send_folder
 
 
 def main() -> int:
@@ -28,10 +28,10 @@ def main() -> int:
             for path in paths:
                 try:
                     sender = send_folder(path, client)
+                except Unreachable as error:
+                    print(f"nothing more was sent: {error}", file=sys.stderr)
+                    return 1
                 except LockstepError as error:
-                    if isinstance(error, Unreachable) and is_sent(path):
-                        print(f"{path} was sent earlier")
-                        continue
                     print(f"{path} was not sent completely: {error}", file=sys.stderr)
                     status = 1
                 else:

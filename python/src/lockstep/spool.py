@@ -2,8 +2,7 @@
 
 `run.json` has the fields of the run. `records.jsonl` has one record on each line: the values of one step. The number of
 a record is the number of its line, by which the server identifies it. `files` has copies of the files that the program
-saved. A file is sent unless the server has a file with the same path, size and time. `sent` has the version of the
-folder that was sent completely.
+saved. A file is sent unless the server has a file with the same path, size and time.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ Json = dict[str, Any]
 RUN = "run.json"
 RECORDS = "records.jsonl"
 FILES = "files"
-SENT = "sent"
 # The server accepts at most 10,000 values and 1 MiB in a request.
 REQUEST_VALUES = 10_000
 REQUEST_BYTES = 900 << 10
@@ -46,18 +44,6 @@ def read_run(path: Path) -> Json:
         return {"config": {}, "summary": {}, "state": "running", "reason": None} | run | {"id": str(run["id"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise LockstepError(f"{path} cannot be read as the folder of a run: {error!r}") from error
-
-
-def _version(path: Path) -> str:
-    """Changes with the content of a run's folder: after each saved file, `run.json` is written."""
-    return f"{(path / RECORDS).stat().st_size} {(path / RUN).stat().st_mtime_ns}"
-
-
-def is_sent(path: Path) -> bool:
-    """Whether everything in a run's folder was sent."""
-    with contextlib.suppress(OSError):
-        return (path / SENT).read_text() == _version(path)
-    return False
 
 
 def may_succeed_later(error: Exception) -> bool:
@@ -224,16 +210,13 @@ class Sender:
         if self._known is None:
             self._connect()
         # Read before the records: if the run has ended, all records are in the file.
-        version, run = _version(self.path), read_run(self.path)
+        run = read_run(self.path)
         self._seek(self.acknowledged)
         before = self._next
         self._send_records()
         # Files are last, because an upload may take longer than `finish` waits.
         has_changes, has_files = self._send_changes(run), self._send_files()
         self.sent_records += self._next - before
-        # Without this file, `is_sent` only returns False.
-        with contextlib.suppress(OSError):
-            (self.path / SENT).write_text(version)
         return has_changes or has_files or self._next != before
 
     def _send_records(self) -> None:

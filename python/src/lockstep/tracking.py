@@ -325,6 +325,7 @@ class Run:
 
         `wait_duration`: seconds, or a timedelta, in which further alerts with this title are ignored (default: 60).
         """
+        self._require_unfinished()
         level = AlertLevel(level or "INFO").value
         wait_secs = getattr(wait_duration, "total_seconds", lambda: 60 if wait_duration is None else wait_duration)()
         if time.monotonic() - self._alerted_at.get(title, -math.inf) < wait_secs:
@@ -446,7 +447,8 @@ class Run:
             self._written.set()
             self._sending.join(FINISH_SECS + SEND_SECS)
             if self._sending.is_alive() or self._failure is not None:
-                say(f"run {self.id} was not sent completely; nothing is lost, send it by: {command}")
+                why = f" ({self._failure})" if self._failure else ""
+                say(f"run {self.id} was not sent completely{why}; nothing is lost, send it by: {command}")
             if self._sending.is_alive():
                 return
         self._spool.close()

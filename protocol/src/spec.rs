@@ -268,7 +268,8 @@ fn remove_defaults(own: &mut Map<String, Value>, defaults: &Map<String, Value>) 
 }
 
 impl JobSpec {
-    /// The settings that differ from the defaults, and those that a recipe sets, in the form of the specification.
+    /// The job's settings, nested as in a specification, without settings that equal their defaults. Keys that the job's recipe sets are
+    /// always kept.
     pub fn non_default(&self) -> Map<String, Value> {
         // Every specification has a JSON form. Converted through text, so that 0.1 in single precision stays 0.1.
         let settings = |spec: &JobSpec| -> Map<String, Value> {

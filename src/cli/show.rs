@@ -58,7 +58,7 @@ pub(crate) fn run(args: JobArgs) -> anyhow::Result<()> {
     output::line(format_args!("\n{}", settings.trim_end()))
 }
 
-/// Returns the settings that differ from the defaults, as a job file.
+/// Returns the settings that differ from the defaults, and those of the recipe, as a job file.
 fn own_settings(spec: &JobSpec) -> anyhow::Result<String> {
     Ok(toml::to_string(&toml::Table::try_from(spec.non_default())?)?)
 }

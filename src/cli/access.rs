@@ -17,6 +17,8 @@ pub(crate) const NO_TOKEN: &str = "a command looks for its token in --token-file
     the server's data directory (lockstep-data here, or the folder in --data-dir or LOCKSTEP_DATA_DIR); on that machine, `lockstep token \
     create` makes a token for another machine or person";
 
+/// Data directory in the working directory, the default of `lockstep serve`.
+const DEFAULT_DATA_DIR: &str = "lockstep-data";
 /// User id of root.
 const ROOT: u32 = 0;
 /// Maximum size of a token file. A token has about 50 bytes.
@@ -28,19 +30,15 @@ pub(crate) struct AccessArgs {
     /// File with the access token [default: LOCKSTEP_TOKEN, or `token` in the data directory of a server on this machine]
     #[arg(long, value_name = "FILE", env = "LOCKSTEP_TOKEN_FILE")]
     pub(crate) token_file: Option<PathBuf>,
-    /// Data directory of a server on this machine, which contains its token and its address
-    #[arg(
-        long = "data-dir",
-        value_name = "DIR",
-        env = "LOCKSTEP_DATA_DIR",
-        default_value = "lockstep-data",
-        id = "server_data_dir"
-    )]
-    data_dir: PathBuf,
+    /// Data directory of a server on this machine, which contains its token and its address [default: lockstep-data]
+    #[arg(long = "data-dir", value_name = "DIR", env = "LOCKSTEP_DATA_DIR", id = "server_data_dir")]
+    data_dir: Option<PathBuf>,
 }
 
 /// File in the data directory with the server's address for programs of this machine. Exists while the server runs.
 const ADDRESS: &str = "address";
+/// File in the data directory with the server's token, unless the server runs without authentication.
+const TOKEN: &str = "token";
 
 /// Records the address for programs of this machine in a server's data directory.
 ///
@@ -67,10 +65,39 @@ fn recorded_address(data_dir: &Path) -> Option<String> {
 }
 
 impl AccessArgs {
+    fn data_dir(&self) -> &Path {
+        self.data_dir.as_deref().unwrap_or(Path::new(DEFAULT_DATA_DIR))
+    }
+
+    /// Checks that the data directory is one of a server, if it is named.
+    ///
+    /// # Errors
+    /// The folder does not exist, or has neither a token nor the address of a running server.
+    pub(crate) fn check_data_dir(&self) -> anyhow::Result<()> {
+        let Some(dir) = &self.data_dir else { return Ok(()) };
+        // A file that this account may not see exists.
+        let is_missing =
+            |error: io::Error| matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory);
+        let lacks = |path: &Path| fs::symlink_metadata(path).is_err_and(is_missing);
+        let problem = if lacks(dir) {
+            "does not exist"
+        } else if lacks(&dir.join(TOKEN)) && lacks(&dir.join(ADDRESS)) {
+            "is not the data directory of a server: it has neither a token nor the address of a running server"
+        } else {
+            return Ok(());
+        };
+        Err(usage_error(format!(
+            "--data-dir (or LOCKSTEP_DATA_DIR): {} {problem}. Give the folder that `lockstep serve` uses on this machine, or leave it out \
+             and name the server with --server",
+            dir.display()
+        )))
+    }
+
     /// Returns the server's address: `given`, or the recorded address of the server of the data directory, or the default of `lockstep
     /// serve`.
     pub(crate) fn server(&self, given: Option<&str>) -> String {
-        given.map(str::to_owned).or_else(|| recorded_address(&self.data_dir)).unwrap_or(DEFAULT_SERVER.into())
+        let recorded = || recorded_address(self.data_dir());
+        given.map(str::to_owned).or_else(recorded).unwrap_or(DEFAULT_SERVER.into())
     }
 
     /// Returns the token for this server: from the named file, from `LOCKSTEP_TOKEN`, or from the data directory of a server on this
@@ -88,7 +115,7 @@ impl AccessArgs {
         if !is_this_machine(server) {
             return Ok(None);
         }
-        let path = self.data_dir.join("token");
+        let path = self.data_dir().join(TOKEN);
         match fs::symlink_metadata(&path) {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
             Ok(about) => {
@@ -215,8 +242,8 @@ mod tests {
     #[test]
     fn a_server_s_address_is_found_in_its_data_directory() {
         let dir = tempfile::tempdir().unwrap();
-        let found =
-            |given: Option<&str>| AccessArgs { token_file: None, data_dir: dir.path().into() }.server(given);
+        let access = AccessArgs { token_file: None, data_dir: Some(dir.path().into()) };
+        let found = |given: Option<&str>| access.server(given);
         // The recorded address, and the address that a command uses.
         for (recorded, used) in [
             (None, DEFAULT_SERVER),

@@ -12,6 +12,7 @@ use super::{
 use anyhow::{Context, anyhow};
 use lockstep_protocol::{Job, JobState, spec::SpecError, sweep::Sweep};
 use lockstep_worker::tls;
+use named::Several;
 pub(crate) use outage::Outage;
 use reqwest::{
     Client, Method, RequestBuilder, Response, StatusCode,
@@ -51,8 +52,9 @@ impl ServerArgs {
     /// Returns a client for this server, with the token that [`AccessArgs`] finds. Sends no request.
     ///
     /// # Errors
-    /// The address is invalid, or the token cannot be read.
+    /// The address is invalid, the token cannot be read, or `--data-dir` names a folder without a server.
     pub(crate) fn api(&self) -> anyhow::Result<Api> {
+        self.access.check_data_dir()?;
         let server = self.address();
         Api::new(&server, self.ca_file.as_deref(), self.access.token(&server)?)
     }
@@ -118,7 +120,20 @@ impl Api {
     /// # Errors
     /// No job matches, or several ids begin with `id`. An empty `id` (an unset variable of a script) is an error.
     pub(crate) async fn find_job(&self, id: &str) -> anyhow::Result<Job> {
-        self.find_newest_job(id, |_| true).await
+        self.job_named(id, |_| true, Several::TakeNewest).await
+    }
+
+    /// Like [`Api::find_job`], for actions on jobs in certain states: of several jobs with the name, only jobs in a state that `is_meant`
+    /// accepts count, unless it accepts none of them.
+    ///
+    /// # Errors
+    /// See [`Api::find_job`].
+    pub(crate) async fn find_job_in(
+        &self,
+        id: &str,
+        is_meant: impl Fn(JobState) -> bool,
+    ) -> anyhow::Result<Job> {
+        self.job_named(id, in_state(is_meant), Several::TakeNewest).await
     }
 
     /// Like [`Api::find_job`], for commands that need checkpoints: of several jobs with the name, runs from elsewhere count only if all of
@@ -127,57 +142,48 @@ impl Api {
     /// # Errors
     /// See [`Api::find_job`].
     pub(crate) async fn find_trained_job(&self, id: &str) -> anyhow::Result<Job> {
-        self.find_newest_job(id, |job| job["external"].is_null()).await
+        self.job_named(id, |job| job["external"].is_null(), Several::TakeNewest).await
     }
 
-    async fn find_newest_job(&self, id: &str, is_meant: impl Fn(&Value) -> bool) -> anyhow::Result<Job> {
-        let (job, note) = self.job_named(id, is_meant).await?;
-        if let Some(note) = note {
-            output::warn(note);
-        }
-        Ok(job)
-    }
-
-    /// Like [`Api::find_job`], for commands that cannot be undone. If several jobs have the name, only jobs in a state that `is_meant`
-    /// accepts count, and it is an error if several jobs remain.
+    /// Like [`Api::find_job_in`], for commands that cannot be undone: it is an error if several jobs count.
     ///
     /// # Errors
-    /// See [`Api::find_job`]. Also if several jobs remain.
+    /// See [`Api::find_job`]. Also if several jobs count.
     pub(crate) async fn find_only_job(
         &self,
         id: &str,
         is_meant: impl Fn(JobState) -> bool,
     ) -> anyhow::Result<Job> {
-        let is_meant = |job: &Value| named::text(job, "state").parse::<JobState>().is_ok_and(&is_meant);
-        match self.job_named(id, is_meant).await? {
-            (job, None) => Ok(job),
-            (_, Some(_)) => Err(usage_error(named::several(named::JOB, id))),
-        }
+        self.job_named(id, in_state(is_meant), Several::Refuse).await
     }
 
-    /// Returns the job that `id` names, with a note if several jobs have the name. Jobs that `is_meant` rejects count only if it rejects all
-    /// jobs.
+    /// Returns the job that `id` names, and prints a note if several jobs have the name. Jobs that `is_meant` rejects count only if it
+    /// rejects all jobs.
     async fn job_named(
         &self,
         id: &str,
         is_meant: impl Fn(&Value) -> bool,
-    ) -> anyhow::Result<(Job, Option<String>)> {
+        several: Several,
+    ) -> anyhow::Result<Job> {
         if id.is_empty() {
             return Err(usage_error(
                 "no job is named: the name is empty; give an id, the start of an id, or a name",
             ));
         }
         if id.parse::<lockstep_protocol::JobId>().is_ok() {
-            return Ok((self.get(&format!("/jobs/{id}")).await?, None));
+            return self.get(&format!("/jobs/{id}")).await;
         }
         // Includes jobs that this version cannot read: the name may be the name of such a job.
         let all = self.all("/jobs", "jobs", &[], None).await?;
-        let chosen = named::choose(named::JOB, &all, id, is_meant).map_err(usage_error)?;
+        let chosen = named::choose(named::JOB, &all, id, is_meant, several).map_err(usage_error)?;
         let Some((job, note)) = chosen else {
             let unknown = named::unknown(named::JOB, &all, id);
             return Err(usage_error(unknown + &self.describe_namesake(id).await));
         };
-        Ok((self.get(&format!("/jobs/{job}")).await?, note))
+        if let Some(note) = note {
+            output::warn(note);
+        }
+        self.get(&format!("/jobs/{job}")).await
     }
 
     /// Returns a sentence for the error that no job is called `name`, if a sweep or a model has this name.
@@ -202,11 +208,7 @@ impl Api {
     /// # Errors
     /// See [`Api::find_job`].
     pub(crate) async fn find_sweep(&self, id: &str) -> anyhow::Result<Sweep> {
-        let (sweep, note) = self.sweep_named(id, |_| true).await?;
-        if let Some(note) = note {
-            output::warn(note);
-        }
-        Ok(sweep)
+        self.sweep_named(id, |_| true, Several::TakeNewest).await
     }
 
     /// Like [`Api::find_sweep`], for commands that change the sweep: a name means the only sweep with this name that has not ended.
@@ -215,27 +217,28 @@ impl Api {
     /// See [`Api::find_only_job`].
     pub(crate) async fn find_only_sweep(&self, id: &str) -> anyhow::Result<Sweep> {
         let has_not_ended = |sweep: &Value| named::text(sweep, "finished_at").is_empty();
-        match self.sweep_named(id, has_not_ended).await? {
-            (sweep, None) => Ok(sweep),
-            (_, Some(_)) => Err(usage_error(named::several(named::SWEEP, id))),
-        }
+        self.sweep_named(id, has_not_ended, Several::Refuse).await
     }
 
-    /// Returns the sweep that `id` names, with a note if several sweeps have the name. Sweeps that `is_meant` rejects count only if it rejects
-    /// all sweeps.
+    /// Returns the sweep that `id` names, and prints a note if several sweeps have the name. Sweeps that `is_meant` rejects count only if it
+    /// rejects all sweeps.
     async fn sweep_named(
         &self,
         id: &str,
         is_meant: impl Fn(&Value) -> bool,
-    ) -> anyhow::Result<(Sweep, Option<String>)> {
+        several: Several,
+    ) -> anyhow::Result<Sweep> {
         let is_whole = |digits: &str| digits.len() == 12 && digits.bytes().all(|b| b.is_ascii_hexdigit());
         if id.strip_prefix("sweep-").is_some_and(is_whole) {
-            return Ok((self.get(&format!("/sweeps/{id}")).await?, None));
+            return self.get(&format!("/sweeps/{id}")).await;
         }
         let all = self.all("/sweeps", "sweeps", &[], None).await?;
-        let chosen = named::choose(named::SWEEP, &all, id, is_meant).map_err(usage_error)?;
+        let chosen = named::choose(named::SWEEP, &all, id, is_meant, several).map_err(usage_error)?;
         let (sweep, note) = chosen.ok_or_else(|| usage_error(named::unknown(named::SWEEP, &all, id)))?;
-        Ok((self.get(&format!("/sweeps/{sweep}")).await?, note))
+        if let Some(note) = note {
+            output::warn(note);
+        }
+        self.get(&format!("/sweeps/{sweep}")).await
     }
 
     /// Reads a whole list. An element that this version cannot read is reported and left out, as in [`list`].
@@ -414,6 +417,11 @@ impl Api {
     }
 }
 
+/// Whether a job of the server's list is in a state that `is_meant` accepts.
+fn in_state(is_meant: impl Fn(JobState) -> bool) -> impl Fn(&Value) -> bool {
+    move |job: &Value| named::text(job, "state").parse::<JobState>().is_ok_and(&is_meant)
+}
+
 /// Returns the variable that names the proxy for requests to a server (curl's names). Only https requests to other machines use a proxy.
 fn proxy_variable(server: &reqwest::Url) -> Option<&'static str> {
     let is_here = is_loopback(server.host_str()?);
@@ -496,8 +504,10 @@ fn bearer_header(token: &str) -> anyhow::Result<HeaderValue> {
     Ok(value)
 }
 
-/// Formats a mistake in a specification as a line, with the pointer `/train/lr` written as the key `train.lr`.
+/// Formats a mistake in a specification as a line, with the JSON pointer `/train/lr` written as the key `train.lr`.
 pub(crate) fn mistake(pointer: &str, detail: &str) -> String {
     let key = pointer.trim_start_matches('/').replace('/', ".");
+    // A pointer has `~1` in place of a slash in a key, and `~0` in place of a tilde.
+    let key = key.replace("~1", "/").replace("~0", "~");
     if key.is_empty() { detail.to_owned() } else { format!("{key}: {detail}") }
 }

@@ -29,9 +29,17 @@ pub(crate) fn run(args: &Args, action: &str) -> anyhow::Result<()> {
         let mut found = Vec::<Job>::new();
         for name in &args.jobs {
             let job = match action {
-                // Jobs that have ended are ignored if another job with the same name has not.
+                // Of several jobs with the name, those that the action can change count.
                 "cancel" => api.find_only_job(name, |state| !state.is_final()).await?,
-                _ => api.find_job(name).await?,
+                "pause" => {
+                    let can_pause = |state: JobState| state != JobState::Paused && !state.is_final();
+                    api.find_job_in(name, can_pause).await?
+                }
+                "resume" => api.find_job_in(name, |state| state == JobState::Paused).await?,
+                _ => {
+                    let can_retry = |state: JobState| matches!(state, JobState::Failed | JobState::Cancelled);
+                    api.find_job_in(name, can_retry).await?
+                }
             };
             if found.iter().all(|other| other.id != job.id) {
                 found.push(job);

@@ -186,7 +186,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         return block_on(array::run(&args, &api, hosts, document));
     }
     block_on(async {
-        let found = if is_file { None } else { Some(api.find_job(&args.job).await?) };
+        let found = match is_file {
+            true => None,
+            false => Some(api.find_job_in(&args.job, |state| !state.is_final()).await?),
+        };
         if let Some(job) = found.as_ref().filter(|job| job.state.is_final()) {
             return Err(usage_error(format!(
                 "job {} is over ({}); `lockstep retry` queues it again",

@@ -4,6 +4,7 @@ use super::{
     api::{Api, ServerArgs, list},
     block_on, output,
     show::AttemptRow,
+    usage_error,
     watch::{self, Display},
 };
 use lockstep_protocol::{
@@ -45,11 +46,12 @@ struct Line {
 /// Prints the existing lines, then new lines if `--follow` is given.
 ///
 /// # Errors
-/// Exit status 2 if the job does not exist.
+/// Exit status 2 if the job, the rank or the attempt does not exist.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     block_on(async {
         let job = api.find_job(&args.job).await?;
+        check_numbers(&args, &job)?;
         let end_reasons = match job.attempt > 1 && !args.server.json {
             true => end_reasons(&api, &job).await?,
             false => HashMap::new(),
@@ -61,6 +63,25 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         }
         Ok(())
     })
+}
+
+/// Checks that the job has the rank and the attempt that are given. With `--follow`, the attempt may start later.
+fn check_numbers(args: &Args, job: &Job) -> anyhow::Result<()> {
+    let last_rank = job.ranks.saturating_sub(1);
+    if let Some(rank) = args.rank.filter(|rank| *rank > last_rank) {
+        let has = if last_rank == 0 { "only rank 0".to_owned() } else { format!("ranks 0 to {last_rank}") };
+        return Err(usage_error(format!("--rank: {} has no rank {rank}; it has {has}", job.id)));
+    }
+    let may_start = args.follow && !job.state.is_final();
+    if let Some(attempt) = args.attempt.filter(|attempt| *attempt > job.attempt && !may_start) {
+        let has = match job.attempt {
+            0 => "no attempt yet".to_owned(),
+            1 => "only attempt 1".to_owned(),
+            last => format!("attempts 1 to {last}"),
+        };
+        return Err(usage_error(format!("--attempt: {} has no attempt {attempt}; it has {has}", job.id)));
+    }
+    Ok(())
 }
 
 /// Returns why attempts ended, by their numbers.

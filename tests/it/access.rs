@@ -29,6 +29,16 @@ async fn commands_find_the_token_of_a_server_on_the_same_machine() {
     };
     list(&[], &[]).assert_usage_error(&["access token", "--token-file", "LOCKSTEP_TOKEN", "--data-dir"]);
     list(&["--data-dir", "data"], &[]).ok();
+    list(&["--data-dir", "nowhere"], &[]).assert_usage_error(&[
+        "--data-dir",
+        "nowhere does not exist",
+        "`lockstep serve`",
+    ]);
+    list(&[], &[("LOCKSTEP_DATA_DIR", ".")]).assert_usage_error(&[
+        "LOCKSTEP_DATA_DIR",
+        "is not the data directory of a server",
+        "--server",
+    ]);
     list(&["--token-file", "data/token"], &[]).ok();
     list(&[], &[("LOCKSTEP_TOKEN", &server.token())]).ok();
     list(&[], &[("LOCKSTEP_TOKEN", "lockstep_of-another")]).assert_usage_error(&["does not know that token"]);

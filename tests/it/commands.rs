@@ -80,6 +80,11 @@ async fn a_job_is_run_from_a_shell_from_dataset_to_download() {
         let on_disk = fs::read_to_string(server.attempt_dir(id, 1).join(format!("rank.{rank}.log")));
         assert_eq!(printed.ok(), on_disk.expect("the rank's log"), "rank {rank}");
     }
+    for (option, words) in
+        [("--rank", "has no rank 2; it has ranks 0 to 1"), ("--attempt", "it has only attempt 1")]
+    {
+        server.cli(&["logs", id, option, "2"]).assert_usage_error(&[option, words]);
+    }
     let followed = server.cli(&["logs", id, "-f"]);
     assert!(followed.ok().lines().any(|l| l.starts_with("[rank 1] epoch: 1 step: 12, loss is ")));
 

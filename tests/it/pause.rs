@@ -82,14 +82,18 @@ async fn a_waiting_job_is_paused_immediately() {
     pause(&second).await;
     pause(&third).await;
     server.cli(&["cancel", &first]).ok();
-    // `cancel` refuses a name of several jobs; `pause` uses the newest of them.
+    // `cancel` refuses a name of several jobs; `pause` and `resume` use the newest that they can change, or else the newest.
     server.cli(&["cancel", "second"]).assert_usage_error(&["several jobs are called second"]);
     server.cli(&["cancel", &third]).ok();
     assert!(
         server.cli(&["pause", "second"]).stderr.contains(&format!("the newest is taken: {third}, cancelled"))
     );
     assert_eq!(server.job(&second).await["state"], "paused");
-    assert_eq!(server.post(&format!("/jobs/{second}/resume"), &json!({})).await.status.as_u16(), 202);
+    let resumed = server.cli(&["resume", "second"]);
+    resumed.ok();
+    let note =
+        format!("2 jobs are called second; the newest that this command can use is taken: {second}, paused");
+    assert!(resumed.stderr.contains(&note), "{}", resumed.stderr);
     server.wait_for_success(&second).await;
     assert_eq!(
         server.post(&format!("/jobs/{second}/resume"), &json!({})).await.problem(409)["state"],

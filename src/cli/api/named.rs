@@ -17,28 +17,45 @@ pub(super) fn text<'a>(job: &'a Value, key: &str) -> &'a str {
     job.get(key).and_then(Value::as_str).unwrap_or_default()
 }
 
+/// What a command does if several jobs that count have the name that it is given.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Several {
+    TakeNewest,
+    Refuse,
+}
+
 /// Returns the id of the newest of the `jobs` (newest first) called `name`, or of the only job whose id begins with `name`. If `is_meant`
-/// accepts jobs called `name`, only these count. If several remain, a note names the chosen job. `None` if no job matches. The first
-/// argument is [`JOB`] or [`SWEEP`].
+/// accepts jobs called `name`, only these count. If several jobs have the name, a note names the chosen job. `None` if no job matches. The
+/// first argument is [`JOB`] or [`SWEEP`].
 ///
 /// # Errors
-/// Several ids begin with `name`, or it is a file. The error is a sentence.
+/// Several jobs that count have the name and `several` refuses them, several ids begin with `name`, or it is a file. The error is a
+/// sentence.
 pub(super) fn choose(
-    (noun, _): (&str, &str),
+    (noun, list): (&str, &str),
     jobs: &[Value],
     name: &str,
     is_meant: impl Fn(&Value) -> bool,
+    several: Several,
 ) -> Result<Option<(String, Option<String>)>, String> {
     let id = |job: &Value| text(job, "id").to_owned();
-    let mut called: Vec<_> = jobs.iter().filter(|job| text(job, "name") == name).collect();
-    if called.iter().any(|job| is_meant(job)) {
-        called.retain(|job| is_meant(job));
+    let called: Vec<_> = jobs.iter().filter(|job| text(job, "name") == name).collect();
+    let mut counting = called.clone();
+    if counting.iter().any(|job| is_meant(job)) {
+        counting.retain(|job| is_meant(job));
     }
-    if let [newest, others @ ..] = &called[..] {
+    if let [newest, others @ ..] = &counting[..] {
+        if several == Several::Refuse && !others.is_empty() {
+            return Err(format!(
+                "several {noun}s are called {name}: give a {noun}'s id; `{list}` shows the ids"
+            ));
+        }
+        let is_newest_of_all = called.first().is_some_and(|first| id(first) == id(newest));
+        let which = if is_newest_of_all { "newest" } else { "newest that this command can use" };
         let note = || {
-            format!("{} {noun}s are called {name}; the newest is taken: {}", called.len(), describe(newest))
+            format!("{} {noun}s are called {name}; the {which} is taken: {}", called.len(), describe(newest))
         };
-        return Ok(Some((id(newest), (!others.is_empty()).then(note))));
+        return Ok(Some((id(newest), (called.len() > 1).then(note))));
     }
     let begins = |job: &&Value| name.len() >= MIN_PREFIX_CHARS && text(job, "id").starts_with(name);
     let begin: Vec<_> = jobs.iter().filter(begins).collect();
@@ -57,11 +74,6 @@ pub(super) fn unknown((noun, list): (&str, &str), all: &[Value], name: &str) -> 
     let near = nearest(name, all.iter().map(|one| text(one, "name")));
     let near = near.map(|near| format!("did you mean {near:?}? ")).unwrap_or_default();
     format!("no {noun} is called {name}; {near}`{list}` shows all {noun}s")
-}
-
-/// Returns the message for a command that needs the only job called `name`.
-pub(super) fn several((noun, list): (&str, &str), name: &str) -> String {
-    format!("several {noun}s are called {name}: give a {noun}'s id; `{list}` shows the ids")
 }
 
 /// Formats a job's id, state and age.
@@ -116,7 +128,7 @@ mod tests {
                 "it is a file, and the job comes first, as in `lockstep predict JOB Cargo.toml`",
             ),
         ] {
-            match choose(JOB, &jobs, name, |_| true)
+            match choose(JOB, &jobs, name, |_| true, Several::TakeNewest)
                 .and_then(|job| job.ok_or_else(|| unknown(JOB, &jobs, name)))
             {
                 Ok((job, note)) => {
@@ -125,10 +137,23 @@ mod tests {
                 Err(why) => assert!(chosen.is_none() && why.contains(note_or_error), "{name}: {why}"),
             }
         }
-        let error = choose(JOB, &jobs[..2], "j000", |_| true).unwrap_err();
+        let has_not_ended = |job: &Value| text(job, "state") != "failed" && text(job, "state") != "succeeded";
+        let trials = [job("j0003", "pics", "succeeded", 0), jobs[0].clone(), jobs[1].clone()];
+        for several in [Several::TakeNewest, Several::Refuse] {
+            let (id, note) = choose(JOB, &trials, "pics", has_not_ended, several).unwrap().unwrap();
+            assert_eq!(id, "j0002");
+            let note = note.expect("several have the name");
+            let expected =
+                "3 jobs are called pics; the newest that this command can use is taken: j0002, running";
+            assert!(note.starts_with(expected), "{note}");
+        }
+        let error = choose(JOB, &trials, "pics", |_| true, Several::Refuse).unwrap_err();
+        assert_eq!(error, "several jobs are called pics: give a job's id; `lockstep list` shows the ids");
+        let error = choose(JOB, &jobs[..2], "j000", |_| true, Several::TakeNewest).unwrap_err();
         let listed = "2 ids begin with j000; give a longer part of the id:\n  j0002, running, 1 h ago  pics\n  j0001, failed, 3 d ago  pics";
         assert_eq!(error, listed);
         let many: Vec<_> = (0..12).map(|n| job(&format!("j000{n}"), "x", "succeeded", n)).collect();
-        assert!(choose(JOB, &many, "j000", |_| true).unwrap_err().ends_with("\n  and 2 more"));
+        let error = choose(JOB, &many, "j000", |_| true, Several::TakeNewest).unwrap_err();
+        assert!(error.ends_with("\n  and 2 more"));
     }
 }

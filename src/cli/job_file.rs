@@ -1,6 +1,7 @@
 //! A job's TOML file: reads the file, applies `--set`, checks the job, and replaces paths of datasets by names that the server knows.
 
 use super::{
+    WrongRequest,
     api::{Api, mistake},
     dataset, file, output, usage_error, weights,
 };
@@ -24,13 +25,14 @@ pub(super) enum UnknownPath {
     Keep,
 }
 
-/// Replaces a dataset's path by its registered name, also among the values of a sweep.
+/// Replaces a dataset's path by its registered name, also among the values of a sweep. Returns the names that were registered.
 pub(super) async fn name_dataset(
     api: &Api,
     document: &mut Value,
     unknown_path: UnknownPath,
-) -> anyhow::Result<()> {
+) -> anyhow::Result<Vec<String>> {
     let private = document.get("private").and_then(Value::as_bool).unwrap_or(false);
+    let mut registered = Vec::new();
     for pointer in pointers_to(document, "data", "dataset") {
         let Some(given) = document.pointer_mut(&pointer) else { continue };
         let Some(text) = given.as_str() else { continue };
@@ -51,7 +53,9 @@ pub(super) async fn name_dataset(
             None if unknown_path == UnknownPath::Register && path.is_dir() => {
                 let name = dataset_name(&path);
                 output::warn(format_args!("registering {} as the dataset {name}", path.display()));
-                dataset::register_as(api, &name, &path, private).await?
+                let dataset = dataset::register_as(api, &name, &path, private).await?;
+                registered.push(name);
+                dataset
             }
             None if unknown_path == UnknownPath::Register && !path.exists() => {
                 return Err(usage_error(format!(
@@ -64,7 +68,51 @@ pub(super) async fn name_dataset(
         };
         *given = Value::String(found.name);
     }
-    Ok(())
+    Ok(registered)
+}
+
+/// Returns the response to a submission. If the server has refused it, removes the datasets that [`name_dataset`] has `registered` for it.
+///
+/// # Errors
+/// The error of the submission.
+pub(super) async fn keep_datasets<T>(
+    api: &Api,
+    registered: &[String],
+    submitted: anyhow::Result<T>,
+) -> anyhow::Result<T> {
+    // After any other error, the server may have stored the job.
+    if submitted.as_ref().is_err_and(|error| error.is::<WrongRequest>()) {
+        for name in registered {
+            if api.delete(&format!("/datasets/{name}")).await.is_ok() {
+                output::warn(format_args!(
+                    "the dataset {name} is removed again, because the submission is refused"
+                ));
+            }
+        }
+    }
+    submitted
+}
+
+/// Returns the paths of datasets in a job's document, also among the values of a sweep.
+pub(super) fn dataset_paths(document: &Value) -> Vec<&Path> {
+    let places = pointers_to(document, "data", "dataset");
+    let values = places.iter().filter_map(|place| document.pointer(place)?.as_str());
+    values.filter(|text| text.contains(std::path::is_separator)).map(Path::new).collect()
+}
+
+/// Adds the mistakes that only the server finds to a job's `local` mistakes, so that the user can correct all of them at once. A dataset
+/// that is not registered is not a mistake if it exists on this machine, because `lockstep submit` registers it.
+pub(super) async fn all_mistakes(api: &Api, document: &Value, mut local: Vec<SpecError>) -> Vec<SpecError> {
+    let is_here = dataset_paths(document).into_iter().any(|path| lockstep_data::canonical(path).is_ok());
+    let mut found = api.mistakes(document).await;
+    found.retain(|mistake| {
+        // A local mistake of a sweep also names its trials.
+        let is_same =
+            |known: &SpecError| known.pointer == mistake.pointer && known.detail.starts_with(&mistake.detail);
+        !local.iter().any(is_same) && !(is_here && mistake.pointer == "/data/dataset")
+    });
+    local.append(&mut found);
+    local
 }
 
 /// Returns JSON pointers to all values of a key: the value in the job, and the values in its section `sweep`.

@@ -210,8 +210,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         let job = match (found, &mut document) {
             (Some(job), _) => job,
             (None, Some(document)) => {
-                job_file::name_dataset(&api, document, UnknownPath::Register).await?;
-                let job: Job = api.post_once("/jobs?launched=true", document).await?;
+                let registered = job_file::name_dataset(&api, document, UnknownPath::Register).await?;
+                let job: anyhow::Result<Job> = api.post_once("/jobs?launched=true", document).await;
+                let job = job_file::keep_datasets(&api, &registered, job).await?;
                 job.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
                 job
             }

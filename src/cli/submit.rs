@@ -1,20 +1,16 @@
 //! `lockstep submit`: submits a job or a sweep.
 
 use super::{
-    api::{Api, ServerArgs},
+    api::ServerArgs,
     block_on,
-    job_file::{UnknownPath, check, document, mistakes_error, name_dataset},
+    job_file::{UnknownPath, all_mistakes, check, document, keep_datasets, mistakes_error, name_dataset},
     output, sweep, sweeps, watch,
 };
-use lockstep_protocol::{
-    Job,
-    spec::{SpecError, from_json},
-    sweep::Sweep,
-};
+use lockstep_protocol::{Job, spec::from_json, sweep::Sweep};
 use serde_json::Value;
 use std::{
     io::{self, IsTerminal as _},
-    path::{Path, PathBuf},
+    path::PathBuf,
 };
 
 /// Submit a job or a sweep
@@ -74,10 +70,11 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         let unknown_path = if local_mistakes.is_empty() { UnknownPath::Register } else { UnknownPath::Keep };
         let named = name_dataset(&api, &mut document, unknown_path).await;
         if !local_mistakes.is_empty() {
-            return Err(all_mistakes(&api, &args.job, &document, &local_mistakes).await);
+            let mistakes = all_mistakes(&api, &document, local_mistakes).await;
+            return Err(mistakes_error(&args.job, &mistakes));
         }
-        named?;
-        let job: Job = api.post("/jobs", &document).await?;
+        let registered = named?;
+        let job: Job = keep_datasets(&api, &registered, api.post("/jobs", &document).await).await?;
         job.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
         let (follows, as_json) = (shows_progress(&args), args.server.json);
         // With both, `to_the_end` prints all output.
@@ -102,8 +99,9 @@ fn shows_progress(args: &Args) -> bool {
 fn submit_sweep(args: &Args, mut document: Value) -> anyhow::Result<()> {
     let api = args.server.api()?;
     block_on(async {
-        name_dataset(&api, &mut document, UnknownPath::Register).await?;
-        let sweep: Sweep = api.post_once("/sweeps", &document).await?;
+        let registered = name_dataset(&api, &mut document, UnknownPath::Register).await?;
+        let sweep: anyhow::Result<Sweep> = api.post_once("/sweeps", &document).await;
+        let sweep = keep_datasets(&api, &registered, sweep).await?;
         let (follows, as_json) = (shows_progress(args), args.server.json);
         // With both, the only output is the sweep at its end.
         if !(follows && as_json) {
@@ -133,11 +131,4 @@ fn label(document: &mut Value, args: &Args) {
     if let Value::Array(tags) = tags {
         tags.extend(args.tags.iter().map(|tag| Value::String(tag.clone())));
     }
-}
-
-/// Combines a job's local mistakes with the mistakes that only the server finds, so that the user can correct all of them at once.
-async fn all_mistakes(api: &Api, path: &Path, document: &Value, local: &[SpecError]) -> anyhow::Error {
-    let mut mistakes = local.to_vec();
-    mistakes.extend(api.mistakes(document).await.into_iter().filter(|mistake| !local.contains(mistake)));
-    mistakes_error(path, &mistakes)
 }

@@ -49,7 +49,7 @@ pub(crate) fn check(path: &Path, document: &Value) -> anyhow::Result<Option<usiz
 }
 
 /// Returns the number of trials of a job file with a section `sweep`, and each distinct mistake. `None` for a file without this section.
-fn mistakes(document: &Value) -> Option<(usize, Vec<SpecError>)> {
+pub(crate) fn mistakes(document: &Value) -> Option<(usize, Vec<SpecError>)> {
     let (section, job) = split_sweep(document)?;
     let sweep = match read_sweep(&section) {
         Ok(sweep) => sweep,

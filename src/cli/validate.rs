@@ -1,7 +1,7 @@
 //! `lockstep validate`: checks a specification like a submission, without creating a job.
 
 use super::{
-    api::ServerArgs,
+    api::{Api, ServerArgs},
     block_on,
     job_file::{self, UnknownPath},
     output, sweep,
@@ -9,7 +9,7 @@ use super::{
 use lockstep_protocol::{
     JobSpec,
     numbers::plural,
-    spec::{SpecError, Validation},
+    spec::{self, SpecError, Validation},
 };
 use lockstep_worker::checkpoint;
 use serde::Deserialize;
@@ -18,8 +18,8 @@ use std::path::{Path, PathBuf};
 
 /// Check a job file without submitting it
 ///
-/// With a server, runs all checks of a submission (dataset, pretrained weights, slots) and stores no job. Without a server, checks only the
-/// file, and says so. The settings of every trial of a sweep are checked, and the first trial on the server. Exit status 0: no mistake;
+/// With a server, runs all checks of a submission (dataset, pretrained weights, slots) and stores no job; if the server does not have the
+/// dataset, its pictures are not checked. Without a server, checks only the file, and says so. The settings of every trial of a sweep are checked, and the first trial on the server. Exit status 0: no mistake;
 /// 2: mistakes, all listed; 1: the server given by --server does not respond.
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -54,17 +54,11 @@ struct Plan {
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let mut document = job_file::document(&args.job, &args.sets)?;
     args.grid.write(&args.job, &mut document)?;
-    let trials = sweep::check(&args.job, &document);
+    let (trials, mistakes) = match sweep::mistakes(&document) {
+        Some((trials, mistakes)) => (Some(trials), mistakes),
+        None => (None, job_file::read(&document).err().unwrap_or_default()),
+    };
     let api = args.server.api()?;
-    let checked = match trials {
-        Ok(None) => job_file::check(&args.job, &document),
-        // The files of the first trial's job are checked.
-        _ => job_file::check(&args.job, sweep::trials(&document).first().unwrap_or(&document)),
-    };
-    let is_path = |document: &Value| {
-        let dataset = document.pointer("/data/dataset").and_then(Value::as_str);
-        dataset.is_some_and(|dataset| dataset.contains(std::path::is_separator))
-    };
     let mut asks_server = args.server.is_named() || block_on(async { Ok(api.is_reachable().await) })?;
     if asks_server
         && let Err(error) = block_on(job_file::name_dataset(&api, &mut document, UnknownPath::Keep))
@@ -75,30 +69,14 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         }
         asks_server = false;
     }
-    if !asks_server || is_path(&document) {
-        trials?;
-        let spec = checked?;
-        check_files(&args.job, &spec)?;
-        let why = if asks_server {
-            "no dataset is registered at the path in data.dataset: `lockstep submit` registers the path, and `lockstep train` uses it; \
-             the server has checked nothing else"
-                .to_owned()
-        } else {
-            format!(
-                "no server answers at {}, so the dataset's registration, its classes and the number of slots were not checked",
-                api.base
-            )
-        };
-        if args.server.json {
-            return output::json(&json!({ "spec": spec, "warnings": [why] }));
-        }
-        output::warn(format_args!("warning: {why}"));
-        return output::line(format_args!("{} has no mistake", args.job.display()));
+    if !asks_server || !job_file::dataset_paths(&document).is_empty() {
+        return check_without_dataset(args, &api, asks_server, &document, mistakes);
     }
     // The server's error lists the mistakes in the file too, so it comes first.
     let response: Value = block_on(api.post("/jobs/validate", &document))?;
-    let trials = trials?;
-    checked?;
+    if !mistakes.is_empty() {
+        return Err(job_file::mistakes_error(&args.job, &mistakes));
+    }
     let plan: Plan = serde_json::from_value(response.clone())?;
     plan.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
     if args.server.json {
@@ -120,21 +98,57 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     ))
 }
 
-/// Checks that the dataset's path exists on this machine, and that weights on this machine can be read.
-fn check_files(job: &Path, spec: &JobSpec) -> anyhow::Result<()> {
+/// Checks what is possible without the dataset, or without a server. Reports these mistakes together with the `mistakes` in the file.
+fn check_without_dataset(
+    args: &Args,
+    api: &Api,
+    asks_server: bool,
+    document: &Value,
+    mut mistakes: Vec<SpecError>,
+) -> anyhow::Result<()> {
+    // Of a sweep, the files of the first trial's job are checked.
+    let (spec, _) = spec::read(sweep::trials(document).first().unwrap_or(document));
+    mistakes.extend(mistakes_in_files(document, spec.as_ref()));
+    if asks_server {
+        mistakes = block_on(async { Ok(job_file::all_mistakes(api, document, mistakes).await) })?;
+    }
+    if !mistakes.is_empty() {
+        return Err(job_file::mistakes_error(&args.job, &mistakes));
+    }
+    let why = if asks_server {
+        "no dataset is registered at the path in data.dataset, so its classes and its pictures were not checked: `lockstep submit` \
+         registers the path, and `lockstep train` uses it"
+            .to_owned()
+    } else {
+        format!(
+            "no server answers at {}, so the dataset's registration, its classes and the number of slots were not checked",
+            api.base
+        )
+    };
+    if args.server.json {
+        return output::json(&json!({ "spec": spec, "warnings": [why] }));
+    }
+    output::warn(format_args!("warning: {why}"));
+    output::line(format_args!("{} has no mistake", args.job.display()))
+}
+
+/// Checks that the paths of datasets exist on this machine, and that weights on this machine can be read.
+fn mistakes_in_files(document: &Value, spec: Option<&JobSpec>) -> Vec<SpecError> {
     let mut mistakes = Vec::new();
-    let dataset = &spec.data.dataset;
-    if dataset.contains(std::path::is_separator) && lockstep_data::canonical(Path::new(dataset)).is_err() {
-        let detail = format!("{dataset} does not exist");
-        mistakes.push(SpecError { pointer: "/data/dataset".into(), detail });
+    for path in job_file::dataset_paths(document) {
+        if lockstep_data::canonical(path).is_err() {
+            let detail = format!("{} does not exist", path.display());
+            mistakes.push(SpecError { pointer: "/data/dataset".into(), detail });
+        }
     }
     // Other values are ids of checkpoints, or paths on the machine that trains.
-    if let Some(given) = spec.model.pretrained.as_deref().map(Path::new).filter(|path| path.exists()) {
+    let pretrained = spec.and_then(|spec| spec.model.pretrained.as_deref());
+    if let Some(given) = pretrained.map(Path::new).filter(|path| path.exists()) {
         let files = checkpoint::model_files(given).map_err(|e| e.to_string());
         let read =
             files.and_then(|files| files.iter().try_for_each(|file| checkpoint::shapes(file).map(drop)));
         let mistake = |detail| SpecError { pointer: "/model/pretrained".into(), detail };
         mistakes.extend(read.err().map(mistake));
     }
-    if mistakes.is_empty() { Ok(()) } else { Err(job_file::mistakes_error(job, &mistakes)) }
+    mistakes
 }

@@ -161,6 +161,24 @@ async fn commands_report_all_errors_and_store_nothing() {
     server
         .cli(&["submit", &good, "--set", "data.dataset=/no/where"])
         .assert_usage_error(&["data.dataset: /no/where does not exist on this machine"]);
+    // A dataset that is not registered hides no other mistake, and a refused job leaves it unregistered.
+    let photos = pictures::image_folder(server.folder().path(), 2);
+    let dataset = format!("data.dataset={photos:?}");
+    let unregistered = ["--set", dataset.as_str(), "--set", "parallel.ranks=100"];
+    let more = ["--set", "train.lr=-1", "--set", "model.pretrained=1-3", "--set", "a/b=1"];
+    for command in ["validate", "submit"] {
+        server.cli(&[&[command, &good][..], &unregistered, &more].concat()).assert_usage_error(&[
+            "4 mistakes",
+            "train.lr: ",
+            "parallel.ranks: 100 ranks",
+            "model.pretrained: \"1-3\" lacks the job's id",
+            "a/b: no key is called \"a/b\" here",
+        ]);
+    }
+    let refused = server.cli(&[&["submit", &good][..], &unregistered].concat());
+    refused.assert_usage_error(&["registering ", "is removed again", "parallel.ranks: 100 ranks"]);
+    let datasets = server.cli(&["dataset", "list"]);
+    assert!(!datasets.ok().contains(photos.to_str().expect("UTF-8")), "{}", datasets.stdout);
     server
         .cli(&["submit", "/dev/zero"])
         .assert_usage_error(&["/dev/zero", "is a device, not a regular file"]);

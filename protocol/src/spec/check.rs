@@ -7,7 +7,7 @@ use super::{
     fewer_ranks,
     keys::{KEYS, MAX_LR, Section},
     loss,
-    mistake::{SpecError, shortened, type_of},
+    mistake::{SpecError, escaped, shortened, type_of},
     nearest::nearest,
     shard, stop,
     train::DEFAULT_EPOCHS,
@@ -151,10 +151,8 @@ pub(super) fn check_section(
     names: &[&str],
     errors: &mut Vec<SpecError>,
 ) {
-    let pointer = |key: &str| {
-        let key = key.replace('~', "~0").replace('/', "~1");
-        if prefix.is_empty() { format!("/{key}") } else { format!("/{prefix}/{key}") }
-    };
+    let own_pointer = if prefix.is_empty() { String::new() } else { format!("/{prefix}") };
+    let pointer = |key: &str| format!("{own_pointer}/{}", escaped(key));
     for (key, kind) in section.keys {
         // JSON's null is an absent key.
         if table.get(*key).is_some_and(Value::is_null) {
@@ -172,7 +170,7 @@ pub(super) fn check_section(
         let known = names.contains(&key.as_str());
         if !known && errors.len() < MISTAKES {
             // A pointer is as long as its key, so a very long key gets the section's pointer and is shortened in the detail.
-            let pointer = if key.len() > KEY_BYTES { pointer("") } else { pointer(key) };
+            let pointer = if key.len() > KEY_BYTES { own_pointer.clone() } else { pointer(key) };
             errors.push(SpecError { pointer, detail: unknown_key(key, section.name, names) });
         } else if !known {
             unlisted += 1;
@@ -180,7 +178,7 @@ pub(super) fn check_section(
         known
     });
     if unlisted > 0 {
-        errors.push(SpecError { pointer: pointer(""), detail: format!("and {unlisted} more unknown keys") });
+        errors.push(SpecError { pointer: own_pointer, detail: format!("and {unlisted} more unknown keys") });
     }
 }
 

@@ -13,6 +13,11 @@ pub struct SpecError {
     pub detail: String,
 }
 
+/// A key as a part of a JSON pointer.
+pub(super) fn escaped(key: &str) -> String {
+    key.replace('~', "~0").replace('/', "~1")
+}
+
 /// User input, shortened for a message.
 pub fn shortened(text: &str) -> String {
     const SHOWN: usize = 60;

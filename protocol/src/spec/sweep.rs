@@ -5,7 +5,7 @@ use super::{
     check::check_section,
     document::{key_parts, set_key},
     keys::{self, SWEEP},
-    mistake::{SpecError, describe_value, shortened, type_of},
+    mistake::{SpecError, describe_value, escaped, shortened, type_of},
     stop::{GOALS, maximizes},
 };
 use serde_json::{Map, Value, json};
@@ -216,7 +216,9 @@ fn flatten(
             Ok(parameter) => {
                 found.insert(path, parameter);
             }
-            Err(detail) => errors.push(mistake(&format!("/parameters/{}", shortened(&path)), detail)),
+            Err(detail) => {
+                errors.push(mistake(&format!("/parameters/{}", escaped(&shortened(&path))), detail))
+            }
         }
     }
 }

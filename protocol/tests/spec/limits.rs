@@ -87,6 +87,7 @@ fn the_number_of_reported_mistakes_is_limited() {
     let found = unknown(MISTAKES + 1);
     assert_eq!(found.len(), MISTAKES + 1);
     assert!(found[MISTAKES].detail.contains("1 more unknown key"), "{:?}", found[MISTAKES]);
+    assert_eq!(found[MISTAKES].pointer, "/train");
     let many = unknown(50_000);
     assert_eq!(many.len(), MISTAKES + 1);
     // Errors do not repeat a key of half a megabyte.

@@ -48,8 +48,9 @@ pub(super) async fn run(
         return print_dry_run(args, &hosts, device, &trials);
     }
     let ca = machines::read_ca(args)?;
-    job_file::name_dataset(api, &mut document, UnknownPath::Register).await?;
-    let sweep: Sweep = api.post_once("/sweeps?launched=true", &document).await?;
+    let registered = job_file::name_dataset(api, &mut document, UnknownPath::Register).await?;
+    let sweep: anyhow::Result<Sweep> = api.post_once("/sweeps?launched=true", &document).await;
+    let sweep = job_file::keep_datasets(api, &registered, sweep).await?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     sweeps::announce(api, &sweep, args.server.json)?;
     let launch = |job| Launch::new(args, api, job, hosts.clone(), ca.clone());

@@ -261,10 +261,16 @@ pub(super) async fn refresh(datasets: &Arc<Datasets>, dataset: &mut Dataset) -> 
         Ok(Ok(Inspected::Done(inspected))) => *dataset = inspected,
         Ok(Err(error)) => {
             let name = &dataset.name;
+            let why = match error {
+                // The pointers are for a request to register a dataset.
+                Error::Invalid(mistakes) => {
+                    mistakes.into_iter().map(|mistake| mistake.detail).collect::<Vec<_>>().join("; ")
+                }
+                other => other.detail(),
+            };
             return Some(format!(
-                "the files of the dataset {name:?} have changed, and could not be inspected again: {}. The job was checked with the \
-                 numbers of the last inspection",
-                error.detail()
+                "the files of the dataset {name:?} have changed, and could not be inspected again: {why}. The job was checked with the \
+                 numbers of the last inspection"
             ));
         }
         Ok(Ok(Inspected::UnderWay(_))) | Err(_) => {}

@@ -267,12 +267,15 @@ async fn check_on(
         }
         let found = dataset_mistakes(spec, dataset);
         errors.extend(found.into_iter().filter(|mistake| !in_document.may_cause(mistake)));
-        if start != Start::Checkpoint && !in_document.touch(&["/model", "/data", "/train/recipe"]) {
-            match submission::pretrained(scheduler, caller, spec, dataset).await? {
-                WeightsCheck::Fit => {}
-                WeightsCheck::Mistake(mistake) => errors.push(mistake),
-                WeightsCheck::NotChecked(warning) => not_checked = Some(warning),
-            }
+    }
+    if let Some(spec) = &spec
+        && start != Start::Checkpoint
+        && !in_document.touch(&["/model", "/data", "/train/recipe"])
+    {
+        match submission::pretrained(scheduler, caller, spec, dataset.as_ref()).await? {
+            WeightsCheck::Fit => {}
+            WeightsCheck::Mistake(mistake) => errors.push(mistake),
+            WeightsCheck::NotChecked(warning) => not_checked = Some(warning),
         }
     }
     match (spec, dataset) {

@@ -87,7 +87,7 @@ fn broken_files(spec: &JobSpec, dataset: &Dataset) -> Option<String> {
 /// The result of checking the pretrained weights of a job.
 #[derive(Debug)]
 pub(crate) enum WeightsCheck {
-    /// The job has no pretrained weights, or they fit.
+    /// The job has no pretrained weights, or no mistake in them was found.
     Fit,
     Mistake(SpecError),
     /// No agent could check the weights; the value is a warning. The ranks check them when the job starts.
@@ -120,7 +120,8 @@ pub(crate) async fn resolve_version(
     }
 }
 
-/// Checks whether a job can begin with the weights of `model.pretrained`. An agent that has the file reads its header.
+/// Checks whether a job can begin with the weights of `model.pretrained`. An agent that has the file reads its header. Without a dataset,
+/// the classes are unknown, and only the path or the id is checked.
 ///
 /// # Errors
 /// The database cannot be read, or the checkpoint cannot be fetched from the object store now.
@@ -128,7 +129,7 @@ pub(crate) async fn pretrained(
     scheduler: &Scheduler,
     caller: &Caller,
     spec: &JobSpec,
-    dataset: &Dataset,
+    dataset: Option<&Dataset>,
 ) -> Result<WeightsCheck> {
     let Some(given) = &spec.model.pretrained else { return Ok(WeightsCheck::Fit) };
     let mistake =
@@ -154,6 +155,7 @@ pub(crate) async fn pretrained(
         };
         let is_seen = job.is_some_and(|owned| caller.sees_owned(&owned));
         match row.filter(|_| is_seen) {
+            Some(_) if dataset.is_none() => return Ok(WeightsCheck::Fit),
             Some(row) => {
                 fetch_from_store(&scheduler.checkpoints, &row).await?;
                 scheduler.checkpoints.folder(&row).to_string_lossy().into_owned()
@@ -170,7 +172,7 @@ pub(crate) async fn pretrained(
         }
         given.clone()
     };
-    let info = &dataset.info;
+    let Some(Dataset { info, .. }) = dataset else { return Ok(WeightsCheck::Fit) };
     let request = AgentRequest::FitWeights(FitWeights {
         weights,
         model: spec.model.clone(),

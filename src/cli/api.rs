@@ -220,8 +220,8 @@ impl Api {
         self.sweep_named(id, has_not_ended, Several::Refuse).await
     }
 
-    /// Returns the sweep that `id` names, and prints a note if several sweeps have the name. Sweeps that `is_meant` rejects count only if it
-    /// rejects all sweeps.
+    /// Returns the sweep that `id` names, and prints a note if several sweeps have the name. Sweeps that `is_meant` rejects count only if
+    /// it rejects all sweeps.
     async fn sweep_named(
         &self,
         id: &str,

@@ -11,14 +11,15 @@ use std::path::PathBuf;
 /// Write files for other programs: ONNX, TensorBoard, Parquet, or a checkpoint's weights as one file (safetensors)
 ///
 /// Without a format, the command joins the weights in a checkpoint's folder, sharded or not, in one file with torchvision's names. No
-/// server is needed. `lockstep download` writes the weights of a job that a server has.
+/// server is needed. For the folder of a run of `lockstep train`, it uses the run's best checkpoint. `lockstep download` writes the weights
+/// of a job that a server has.
 #[derive(clap::Args)]
 #[command(args_conflicts_with_subcommands = true)]
 #[command(
     override_usage = "lockstep export <FORMAT> [OPTIONS] <JOB> -o <FILE>\n       lockstep export [OPTIONS] <FOLDER> -o <FILE>"
 )]
 pub(crate) struct Args {
-    /// The checkpoint's folder, such as lockstep-run/checkpoints/2-54
+    /// The checkpoint's folder, such as lockstep-run/checkpoints/2-54, or the run's folder
     // Several values are accepted so that the error for an unknown format can name the formats.
     #[arg(value_name = "FOLDER")]
     folders: Vec<PathBuf>,
@@ -57,7 +58,8 @@ fn write_weights(args: &Args) -> anyhow::Result<()> {
     match (&args.folders[..], &args.output) {
         ([folder], Some(place)) if folder.is_dir() => {
             file::check_output(place)?;
-            let ManifestFile { size_bytes, sha256 } = weight_files::join(folder, args.weights, place)?;
+            let folder = weight_files::best_of_run(folder)?;
+            let ManifestFile { size_bytes, sha256 } = weight_files::join(&folder, args.weights, place)?;
             output::line(format_args!("{}: {size_bytes} bytes, sha256 {sha256}", place.display()))
         }
         (given, _) => {

@@ -4,7 +4,7 @@ use super::{
     api::ServerArgs,
     block_on,
     checkpoint_choice::{Weights, find},
-    file, output, usage_error,
+    file, output, usage_error, weight_files,
 };
 use lockstep_data::has_picture_extension;
 use lockstep_protocol::{
@@ -40,7 +40,8 @@ pub(crate) struct Args {
     /// The weights of the checkpoint to use
     #[arg(long, value_enum, default_value_t = Weights::Model, conflicts_with = "model")]
     weights: Weights,
-    /// A model.safetensors or ema.safetensors that Lockstep wrote, or the folder that contains it; needs no server
+    /// A model.safetensors or ema.safetensors that Lockstep wrote, the folder that contains it, or the folder of a run of `lockstep train`,
+    /// whose best checkpoint is used; needs no server
     #[arg(long, value_name = "FILE")]
     model: Option<PathBuf>,
     /// Number of classes to print for each picture, the most probable first
@@ -119,7 +120,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         }));
     }
     let (answering, mut predictions) = match &args.model {
-        Some(model) => (None, predict_here(model, args.embed, &images).map_err(usage_error)?),
+        Some(model) => {
+            let model = weight_files::best_of_run(model)?;
+            (None, predict_here(&model, args.embed, &images).map_err(usage_error)?)
+        }
         None => {
             let (answering, predictions) = block_on(predict_on_server(&args, &images))?;
             (Some(answering), predictions)

@@ -7,7 +7,7 @@ mod part;
 mod resume;
 mod show;
 
-use super::{init_tracing, job_file, output, usage_error};
+use super::{init_tracing, job_file, launch::quote, output, usage_error};
 use launcher::{LaunchedRank, Ranks};
 use local::Outcome;
 use lockstep_comm::rendezvous::free_port;
@@ -122,7 +122,13 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         Part::Machine(ranks) => run_ranks_of_machine(start, &ranks, &out)?,
         Part::All => run_all_ranks(start, &out)?,
     };
-    report_outcome(&outcome, &out, began)
+    report_outcome(&outcome, &out, began)?;
+    if matches!(outcome, Outcome::Succeeded { .. }) && !checkpoint::list(&out.join("checkpoints"))?.is_empty()
+    {
+        let run = quote(&out.to_string_lossy());
+        output::warn(format_args!("next: `lockstep predict --model {run} IMAGE` classifies pictures"));
+    }
+    Ok(())
 }
 
 fn run_all_ranks(mut start: StartAttempt, out: &Path) -> anyhow::Result<Outcome> {

@@ -19,8 +19,9 @@ use std::path::{Path, PathBuf};
 /// Check a job file without submitting it
 ///
 /// With a server, runs all checks of a submission (dataset, pretrained weights, slots) and stores no job; if the server does not have the
-/// dataset, its pictures are not checked. Without a server, checks only the file, and says so. The settings of every trial of a sweep are checked, and the first trial on the server. Exit status 0: no mistake;
-/// 2: mistakes, all listed; 1: the server given by --server does not respond.
+/// dataset, its pictures are not checked. Without a server, checks only the file, and says so. The settings of every trial of a sweep are
+/// checked, and the first trial on the server. Exit status 0: no mistake; 2: mistakes, all listed; 1: the server given by --server does not
+/// respond.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The job's specification, a TOML file

@@ -3,7 +3,7 @@
 use super::{
     api::Api,
     checkpoint_choice::{ListedCheckpoint, Weights},
-    file, usage_error,
+    file, output, usage_error,
 };
 use anyhow::{Context, bail};
 use futures_util::StreamExt;
@@ -106,6 +106,27 @@ pub(super) async fn fetch_beside(
         fetch(api, checkpoint, file, &folder.path().join(&file.name)).await?;
     }
     Ok(folder)
+}
+
+/// Returns the folder of the best checkpoint if `given` is the folder of a run, as `lockstep train` writes it, and prints a note that names
+/// the checkpoint. Returns any other path unchanged. Without validation, the newest checkpoint counts as the best.
+///
+/// # Errors
+/// Exit status 2 if the run has no checkpoint.
+pub(super) fn best_of_run(given: &Path) -> anyhow::Result<PathBuf> {
+    let directory = given.join("checkpoints");
+    if !directory.is_dir() {
+        return Ok(given.to_owned());
+    }
+    let all = checkpoint::infos(&directory)?;
+    let best = all.iter().rfind(|info| info.best);
+    let Some(chosen) = best.or(all.last()) else {
+        return Err(usage_error(format!("{}: this run has no complete checkpoint yet", given.display())));
+    };
+    let name = checkpoint::folder_name(chosen.epoch, chosen.step);
+    let which = if best.is_some() { "best" } else { "newest" };
+    output::warn(format_args!("{}: checkpoint {name}, the {which}", given.display()));
+    Ok(directory.join(name))
 }
 
 /// Joins the weights of the checkpoint in `folder` in one file.

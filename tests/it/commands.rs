@@ -9,6 +9,7 @@ use serde_json::Value;
 use std::{
     fs,
     io::{BufRead, BufReader},
+    path::Path,
     process::{Child, Stdio},
     time::Instant,
 };
@@ -269,11 +270,31 @@ async fn train_needs_no_server() {
     for rank in 0..2 {
         assert!(out.join(format!("attempts/1/rank.{rank}.log")).exists());
     }
+    // The next command is printed. Like `export`, it uses the best checkpoint of the run's folder.
+    assert!(finished.stderr.contains("next: `lockstep predict --model "), "{}", finished.stderr);
+    let boots = pictures::image_folder(folder.path(), 1).join("val/boot");
+    let picture = fs::read_dir(boots).expect("pictures").flatten().next().expect("one").path();
+    let predict =
+        |model: &Path| Finished::of(lockstep().arg("predict").arg(&picture).arg("--model").arg(model));
+    let of_run = predict(&out);
+    assert_eq!(of_run.ok(), predict(&out.join("checkpoints/1-12")).ok());
+    assert!(of_run.stderr.contains("checkpoint 1-12, the best"), "{}", of_run.stderr);
+    let export = |format: &[&str], file: &str| {
+        let file = folder.path().join(file);
+        Finished::of(lockstep().arg("export").args(format).arg(&out).arg("-o").arg(&file)).ok();
+        fs::read(file).expect("a file")
+    };
+    assert!(tensors(&export(&[], "exported.safetensors")) == tensors(&model));
+    export(&["onnx"], "exported.onnx");
     // Half of the steps, then the other half from the checkpoint.
     let (_, out) = train("halves", 6, &[]);
     assert!(out.join("checkpoints/1-6/model.safetensors").exists());
     let (resumed, out) = train("halves", 12, &["--resume", "latest"]);
-    resumed.ok();
+    // The checkpoints from before the interruption count, too.
+    let state = fs::read(out.join("checkpoints/1-12/state.json")).expect("a state");
+    let state: Value = serde_json::from_slice(&state).expect("JSON");
+    let best = format!("; the best is {}-{} with ", state["best"]["epoch"], state["best"]["step"]);
+    assert!(resumed.ok().contains(&best), "{best}: {}", resumed.stdout);
     let continued = fs::read(out.join("checkpoints/1-12/model.safetensors")).expect("a model");
     assert!(tensors(&model) == tensors(&continued), "the same weights as without an interruption");
 

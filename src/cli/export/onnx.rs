@@ -23,8 +23,8 @@ use tempfile::TempDir;
 /// Write a checkpoint's network as an ONNX file: opset 17, input `input` (normalised pictures, N x C x H x W), output `output` (logits)
 #[derive(clap::Args)]
 pub(super) struct Args {
-    /// The job's id, the start of its id, or its name, or a version of a model (`models:/shoes@champion`). Or a checkpoint's folder, or a
-    /// model.safetensors that Lockstep wrote; both need no server
+    /// The job's id, the start of its id, or its name, or a version of a model (`models:/shoes@champion`). Or a checkpoint's folder, the
+    /// folder of a run of `lockstep train` (its best checkpoint), or a model.safetensors that Lockstep wrote; these need no server
     #[arg(value_name = "JOB|PATH")]
     source: PathBuf,
     /// The job's checkpoint: best, latest, a step, or epoch and step (`2-54`)
@@ -54,8 +54,11 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let Args { source, output: place, .. } = args;
     file::check_output(place)?;
     let downloaded = if is_path(source) { None } else { Some(fetch(args)?) };
-    let folder = downloaded.as_ref().map_or(&**source, TempDir::path);
-    let path = weight_files::path(folder, args.weights);
+    let folder = match &downloaded {
+        Some(folder) => folder.path().to_owned(),
+        None => weight_files::best_of_run(source)?,
+    };
+    let path = weight_files::path(&folder, args.weights);
     let model = inspect::to_onnx(&path, args.embed, args.fold_batch_norm).map_err(usage_error)?;
     file::replace(place, |partial| {
         fs::write(partial, &model).with_context(|| partial.display().to_string())
@@ -66,12 +69,13 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     output::print(args.server.json, &value, format_args!("{file}: {size_bytes} bytes, sha256 {sha256}"))
 }
 
-/// Whether the source is a path: a file, a folder with a checkpoint, or a text that looks like a path. Another folder may have the same
-/// name as a job.
+/// Whether the source is a path: a file, a folder with a checkpoint or a run, or a text that looks like a path. Another folder may have the
+/// same name as a job.
 fn is_path(source: &Path) -> bool {
     let has = |file: &str| source.join(file).exists();
     let is_written = source.components().count() > 1 || source.is_absolute();
-    source.is_file() || (source.is_dir() && (is_written || has(MODEL) || has(&index(MODEL)) || has(MANIFEST)))
+    let has_model = || has(MODEL) || has(&index(MODEL)) || has(MANIFEST) || has("checkpoints");
+    source.is_file() || (source.is_dir() && (is_written || has_model()))
 }
 
 /// Downloads the weights of a job's checkpoint into a folder next to the output.

@@ -8,6 +8,7 @@ use lockstep_engine::registry;
 use lockstep_host::own_program;
 use lockstep_protocol::agent::AttemptEvent;
 use lockstep_worker::{
+    checkpoint,
     rank::{EXIT_FINISHED, EXIT_STOPPED, RankConfig, end_by_force_within, run_config},
     report::{Tail, TailError, events_path},
     supervisor::{EndDelays, Exit, Orphans, Policy, Rank, RankEnd, RankGroup, RankProcess, Stop, supervise},
@@ -48,15 +49,15 @@ pub(super) enum Outcome {
 /// # Errors
 /// A process cannot be started, or a rank's records cannot be read.
 pub(super) fn run(configs: &[RankConfig]) -> anyhow::Result<Outcome> {
-    let Some(RankConfig { start, .. }) = configs.first() else {
-        anyhow::bail!("there are no ranks to start")
-    };
+    let Some(first) = configs.first() else { anyhow::bail!("there are no ranks to start") };
+    let checkpoints = checkpoint::infos(&first.checkpoints_dir())?;
     block_on(async {
+        let ranks: Vec<_> = configs.iter().map(|config| config.rank).collect();
         let mut command = Command {
             signals: StopSignals::listen()?,
             hangup: if ignores_hangup() { None } else { Some(signal(SignalKind::hangup())?) },
             interrupted: false,
-            show: Show::new(&start.spec, &configs.iter().map(|config| config.rank).collect::<Vec<_>>()),
+            show: Show::new(&first.start.spec, &ranks, checkpoints),
         };
         // Ranks also end when this command ends because of an error or a closed pipe. After SIGKILL of this command they continue to train.
         let mut ranks = RankGroup::new(Orphans::Terminate);
@@ -182,7 +183,8 @@ fn determine_outcome(ranks: &RankGroup<Vec<AttemptEvent>>, show: &Show, interrup
 /// No thread can be started, or the rank's records cannot be read.
 pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Outcome> {
     let mut tail = Tail::open(&events_path(&config.attempt_dir(), config.rank), 0);
-    let mut show = Show::new(&config.start.spec, &[config.rank]);
+    let checkpoints = checkpoint::infos(&config.checkpoints_dir())?;
+    let mut show = Show::new(&config.start.spec, &[config.rank], checkpoints);
     let (mut reason, mut is_retriable) = (None, true);
     let rank = config.clone();
     let training = std::thread::Builder::new().name("rank".into()).spawn(move || run_config(&rank))?;

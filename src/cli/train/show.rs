@@ -31,7 +31,7 @@ pub(super) struct Show {
     losses: BTreeMap<u64, f32>,
     /// Whether no more losses will arrive.
     has_all_losses: bool,
-    /// The checkpoints that this run has written and not removed.
+    /// The checkpoints of this run that exist.
     checkpoints: Vec<CheckpointInfo>,
     /// Throughput, computed as on the server.
     speed: Throughput,
@@ -42,8 +42,8 @@ pub(super) struct Show {
 }
 
 impl Show {
-    /// Creates a display for a run in which this process reads the records of `ranks`.
-    pub(super) fn new(spec: &JobSpec, ranks: &[u32]) -> Self {
+    /// Creates a display for a run in which this process reads the records of `ranks`. `checkpoints` are those from before this start.
+    pub(super) fn new(spec: &JobSpec, ranks: &[u32], checkpoints: Vec<CheckpointInfo>) -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
             let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
             // Nothing is shown until the run's length is known.
@@ -64,7 +64,7 @@ impl Show {
             has_lines: ranks.contains(&0),
             losses: BTreeMap::new(),
             has_all_losses: false,
-            checkpoints: Vec::new(),
+            checkpoints,
             speed: Throughput::default(),
             accuracy: None,
             step: 0,
@@ -147,7 +147,7 @@ impl Show {
         }
     }
 
-    /// Describes the best of the checkpoints that this run has written: `; the best is 2-24 with 88.6 %`.
+    /// Describes the best of the run's checkpoints: `; the best is 2-24 with 88.6 %`.
     pub(super) fn best(&self) -> Option<String> {
         let (best, accuracy) = best_checkpoint(&self.checkpoints)?;
         Some(format!("; the best is {}-{} with {}", best.epoch, best.step, percent(accuracy)))

@@ -2,8 +2,8 @@
 
 use super::{
     AVERAGE, CheckpointError, MODEL, OPTIMIZER, STATE, State, at,
-    folders::folder_name,
-    manifest::{manifest, size_of, validate},
+    folders::{folder_name, list},
+    manifest::{check, manifest, size_of, validate},
     parts::{files_of, read_files},
 };
 use lockstep_engine::first_not_finite;
@@ -69,7 +69,23 @@ pub fn verified_info(folder: &Path) -> Result<CheckpointInfo, CheckpointError> {
     Ok(state.info(state.best.as_ref(), size_of(folder, &manifest)))
 }
 
-/// Reads the state of the checkpoint `name` in `folder`, after [`validate`] has compared its size with the limit.
+/// The facts that were reported about the checkpoints in a directory, by ascending step. Of each checkpoint, only the manifest and the
+/// state are verified. Checkpoints whose manifest or state is damaged are left out.
+///
+/// # Errors
+/// The directory exists and cannot be read.
+pub fn infos(directory: &Path) -> Result<Vec<CheckpointInfo>, CheckpointError> {
+    let info = |(epoch, step): (u32, u64)| {
+        let folder = directory.join(folder_name(epoch, step));
+        let (name, manifest) = manifest(&folder).ok()?;
+        check(&folder, &name, STATE, manifest.files.get(STATE)?).ok()?;
+        let state = read_state(&folder, &name).ok()?;
+        Some(state.info(state.best.as_ref(), size_of(&folder, &manifest)))
+    };
+    Ok(list(directory)?.into_iter().filter_map(info).collect())
+}
+
+/// Reads the state of the checkpoint `name` in `folder`, after [`manifest`] has compared its size with the limit.
 fn read_state(folder: &Path, name: &str) -> Result<State, CheckpointError> {
     let path = folder.join(STATE);
     let text = fs::read(&path).map_err(at(&path))?;

@@ -104,12 +104,13 @@ pub(super) fn dataset_paths(document: &Value) -> Vec<&Path> {
 /// that is not registered is not a mistake if it exists on this machine, because `lockstep submit` registers it.
 pub(super) async fn all_mistakes(api: &Api, document: &Value, mut local: Vec<SpecError>) -> Vec<SpecError> {
     let is_here = dataset_paths(document).into_iter().any(|path| lockstep_data::canonical(path).is_ok());
+    let omits_dataset = is_here || local.iter().any(|known| known.pointer == "/data/dataset");
     let mut found = api.mistakes(document).await;
     found.retain(|mistake| {
         // A local mistake of a sweep also names its trials.
         let is_same =
             |known: &SpecError| known.pointer == mistake.pointer && known.detail.starts_with(&mistake.detail);
-        !local.iter().any(is_same) && !(is_here && mistake.pointer == "/data/dataset")
+        !local.iter().any(is_same) && !(omits_dataset && mistake.pointer == "/data/dataset")
     });
     local.append(&mut found);
     local

@@ -1,6 +1,6 @@
 // The script of a job's page: reads the history over REST, then follows the stream from the end of the history.
 
-import { ask, byId, drawn, notify, pageNow, Problem, errorText, serverNow, showLive, text } from "./page.js";
+import { ask, byId, drawn, make, notify, pageNow, Problem, errorText, serverNow, showLive, text } from "./page.js";
 import { Stream } from "./stream.js";
 import { Actions } from "./job/actions.js";
 import { Charts } from "./job/charts.js";
@@ -55,6 +55,11 @@ const tabs = new Tabs({
   onReopen: { histograms: () => histograms.showMissedSteps() },
 });
 checkpoints.changed.add(() => actions.show());
+byId("predict").addEventListener("click", () => {
+  tabs.show("classify");
+  byId("panels").scrollIntoView({ block: "start" });
+  byId("classify-files").focus({ preventScroll: true });
+});
 for (const rank of initial.ranks) ranks.setAgent(rank);
 /** The attempt for which the ranks' machines are known. */
 let agentsAttempt = job.attempt;
@@ -138,9 +143,26 @@ function apply(event) {
   factsSoon();
 }
 
-/** Shows why the accuracy of an ended job is low. Only `GET /jobs/{id}` and the rendered page have this text, not the stream. */
-function showDiagnosis({ diagnosis = "" }) {
-  text(byId("diagnosis"), diagnosis);
+/** For each setting that a diagnosis may name: returns the value to try next. Returns a falsy value if a job's settings suggest none. */
+const NEXT_VALUE = {
+  "train.epochs": ({ train }) => 2 * (train.epochs ?? 0),
+  "train.lr": ({ train }) => 2 * train.lr,
+  "train.weight_decay": ({ train }) => 2 * train.weight_decay || 5e-4,
+  "data.augment": () => "trivial",
+  "data.validation": ({ data: { validation } }) => typeof validation === "number" && Math.min(0.5, 2 * validation),
+};
+
+/**
+ * Shows why the accuracy of an ended job is low. Settings in the text are links to a clone of the job with the next value. Only
+ * `GET /jobs/{id}` and the rendered page have this text, not the stream.
+ */
+function showDiagnosis({ id, spec, diagnosis = "" }) {
+  const link = (key) => {
+    const value = document.body.dataset.readsOnly === undefined && NEXT_VALUE[key]?.(spec);
+    return value ? make("a", { href: `/jobs/new?from=${id}&set=${key}=${value}`, textContent: key, title: `Clone the job with ${key} = ${value}` }) : key;
+  };
+  // The odd parts are the keys.
+  byId("diagnosis").replaceChildren(...diagnosis.split(/((?:train|data)\.[a-z_]+)/).map((part, i) => (i % 2 ? link(part) : part)));
   byId("diagnosis").hidden = !diagnosis;
 }
 
@@ -243,6 +265,7 @@ async function reloadPage() {
 }
 
 async function start() {
+  showDiagnosis(job);
   setJob(job);
   if (isPlanned()) network.load();
   facts.draw();

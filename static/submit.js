@@ -197,6 +197,8 @@ byId("spec-text").addEventListener("blur", () => { if (!hasTextErrors) showSpec(
 
 // --- mistakes ---------------------------------------------------------------------------------------
 
+const linkTo = (field) => make("a", { href: `#${field.id}`, textContent: field.labels[0].textContent.trim() });
+
 /** Shows each mistake next to its field and, after the form was submitted, a list of all mistakes above the form. */
 function showMistakes(errors) {
   const of = new Map(fields.map((f) => [f, []])), listed = [];
@@ -204,7 +206,7 @@ function showMistakes(errors) {
     const path = error.pointer.replace(/^\//, "").replaceAll("/", ".");
     const field = fields.find((f) => path === f.name || path.startsWith(`${f.name}.`));
     if (field) of.get(field).push(error.detail);
-    listed.push(make("li", {}, ...(field ? [make("a", { href: `#${field.id}`, textContent: field.labels[0].textContent.trim() }), ": "] : []), error.detail));
+    listed.push(make("li", {}, ...(field ? [linkTo(field), ": "] : []), error.detail));
   }
   for (const [field, details] of of) {
     const shown = sent || touched.has(field) ? details : [];
@@ -244,6 +246,9 @@ function showPlan(response) {
   const split = data?.validation, field = fields.find((f) => f.name === "data.validation");
   if (split && String(split) !== effective(field, filled.value)) parts.push(`measured by ${split}`);
   text(byId("plan"), parts.join(" · "));
+  // An empty field shows the learning rate of the job as the placeholder. A recipe's learning rate depends on the batch size.
+  const lr = fields.find((f) => f.name === "train.lr");
+  lr.placeholder = response?.spec?.train.lr ?? (filled.value ? "" : lr.dataset.default);
   const bundled = byId("bundled");
   if (bundled) bundled.hidden = valueOf(fields.find((f) => f.name === "data.dataset")) !== "fashion-mnist";
   const warnings = byId("warnings"), given = response?.warnings ?? [];
@@ -279,30 +284,43 @@ async function check() {
 form.addEventListener("input", (event) => { touched.add(event.target); if (event.target.name === "train.recipe") fillRecipe(event.target.value); else forgetReplaced(event.target); unmarkPresets(); checkSoon(); });
 form.addEventListener("focusout", (event) => { if (event.target.value) touched.add(event.target); });
 
-/** The search field for settings. Shows the settings under "More settings" whose key, name, hint or choices contain the text. */
 const findInput = byId("find-setting");
+
+/** Returns the settings whose key, name, hint or choices contain the text in the search field. */
+function foundSettings() {
+  const wanted = findInput.value.trim().toLowerCase();
+  return fields.filter((field) => `${field.closest(".field").textContent} ${field.name}`.toLowerCase().includes(wanted));
+}
+
+/** Searches the settings: hides the others under "More settings", and shows links to settings above. */
 function findSettings(words) {
   if (findInput.value !== words) findInput.value = words;
-  const wanted = words.trim().toLowerCase();
-  let any = false;
+  const found = foundSettings(), above = words.trim() ? found.filter((field) => !field.closest(".more")) : [];
   for (const section of document.querySelectorAll(".more fieldset")) {
-    const boxes = [...section.querySelectorAll(".field")];
-    for (const box of boxes) box.hidden = !`${box.textContent} ${box.dataset.pointer.slice(1).replaceAll("/", ".")}`.toLowerCase().includes(wanted);
-    section.hidden = boxes.every((box) => box.hidden);
-    any ||= !section.hidden;
+    const inside = fields.filter((field) => section.contains(field));
+    for (const field of inside) field.closest(".field").hidden = !found.includes(field);
+    section.hidden = !inside.some((field) => found.includes(field));
   }
-  text(byId("none-found"), any ? "" : "None of the settings below contains these words.");
+  const links = above.flatMap((field, i) => [i ? ", " : "Above: ", linkTo(field)]);
+  byId("found").replaceChildren(...links, found.length ? "" : "No setting contains these words.");
 }
 byId("find").hidden = false;
 findInput.addEventListener("input", (event) => { event.stopPropagation(); findSettings(findInput.value); });
-findInput.addEventListener("keydown", (event) => { if (event.key === "Enter") event.preventDefault(); });
+findInput.addEventListener("keydown", (event) => {
+  if (event.key !== "Enter") return;
+  event.preventDefault();
+  if (findInput.value.trim()) foundSettings()[0]?.focus();
+});
 
 const presets = [...document.querySelectorAll("[data-preset]")];
-function unmarkPresets() { for (const p of presets) p.removeAttribute("aria-current"); }
+function unmarkPresets() {
+  for (const p of presets) p.removeAttribute("aria-current");
+  byId("preset-done").hidden = true;
+}
 for (const preset of presets) {
   preset.addEventListener("click", (event) => {
     event.preventDefault();
-    const values = JSON.parse(preset.dataset.values);
+    const values = JSON.parse(preset.dataset.values), before = fields.map(valueOf), recipe = filled.value, ofRecipe = [...replaced], written = [...touched];
     for (const field of fields) {
       const value = values[field.name] ?? "";
       put(field, value, "", `${value}, not registered`);
@@ -311,6 +329,17 @@ for (const preset of presets) {
     forgetReplaced();
     unmarkPresets();
     preset.setAttribute("aria-current", "true");
+    byId("preset-done").hidden = false;
+    byId("preset-undo").onclick = () => {
+      fields.forEach((field, i) => put(field, before[i], recipe));
+      filled.value = recipe;
+      for (const [field, earlier] of ofRecipe) replaced.set(field, earlier);
+      showReplaced();
+      for (const field of written) touched.add(field);
+      unmarkPresets();
+      preset.focus();
+      checkSoon();
+    };
     sent = false;
     touched.clear();
     // A preset's dataset or ranks may not fit this machine, so mistakes in these fields are shown at once.

@@ -36,6 +36,7 @@ export class Actions {
     const job = this.page.job();
     for (const [what, applies] of Object.entries(APPLIES)) byId(what).hidden = !applies(job);
     byId("fork").hidden = !this.page.checkpoints.size;
+    byId("predict").hidden = byId("fork").hidden || job.state !== "succeeded";
     const priority = byId("priority"), now = String(job.spec.priority);
     if (priority) byId("waits").hidden = !hasPriority(job);
     if (priority && document.activeElement !== priority && priority.value !== now) priority.value = now;

@@ -13,6 +13,9 @@ const MAX_PANELS = 24;
 /** Returns the metric from which a line is computed: speeds are computed from step times. */
 const source = (name) => (name === "images_per_second" ? "step_ms" : name);
 
+/** Returns a metric's place among default panels: accuracies, losses, other metrics; among each, metrics of validations come first. */
+const place = (name) => (/acc/i.test(name) ? 0 : /loss/i.test(name) ? 2 : 4) + (/val|test/i.test(name) ? 0 : 1);
+
 /** Returns the default panel of a metric, for runs without configured panels. Its chart is about as high as a job's chart of the loss. */
 const defaultPanel = (name) => ({ title: name.slice(0, 80), metrics: [name], lines: "mean", columns: 1, rows: 2, smoothing: 0, log: false, robust: false });
 
@@ -32,7 +35,7 @@ export class Panels {
     charts.panelPixels = (name) => Math.max(0, ...this.#shown.filter(({ panel }) => panel.metrics.some((of) => source(of) === name)).map(({ chart }) => chart.pixels));
     this.grid = byId("custom-grid");
     this.form = new PanelForm(charts);
-    this.#show(this.#showsDefaults ? ownMetrics(job()).slice(0, MAX_PANELS).map(defaultPanel) : start.panels);
+    this.#show(this.#showsDefaults ? ownMetrics(job()).sort((a, b) => place(a) - place(b)).slice(0, MAX_PANELS).map(defaultPanel) : start.panels);
     byId("panel-add").addEventListener("click", () => this.#edit(null));
     byId("panels-to-project").addEventListener("click", () => this.#toProject());
     byId("panels-from-project").addEventListener("click", () => this.#fromProject());

@@ -39,6 +39,7 @@ export function fill(row, job) {
   const points = sparkline(job.sparkline);
   if (at("spark").getAttribute("points") !== points) at("spark").setAttribute("points", points);
   text(at("loss"), job.last.loss == null ? "" : value(job.last.loss));
+  at("loss").parentNode.title = job.external && job.last.loss == null ? "This column shows the metric “loss”, which the run has not logged." : "";
   text(at("best"), job.best ? percent(job.best.value) : "");
   text(at("uncertainty"), job.best ? uncertainty(job.best.value, job.last.val_pictures) : "");
   text(at("speed"), job.images_per_second ? rate(job.images_per_second) : "");

@@ -41,8 +41,8 @@ describe("the form", () => {
     await page.end();
   });
 
-  test("has defaults as placeholders, and finds a setting by its key", async () => {
-    const page = await browser.page(server, "/jobs/new");
+  test("has defaults as placeholders, finds a setting by its key, and restores what a preset replaced", async () => {
+    const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
     await page.locator("details.more > summary").click();
     const field = page.getByLabel("Momentum", { exact: true });
     assert.deepEqual([await field.inputValue(), await field.getAttribute("placeholder")], ["", "0.9"]);
@@ -50,11 +50,24 @@ describe("the form", () => {
     assert.match(page.url(), /#more-recovery$/);
     await page.getByLabel("Search the settings").fill("min_ranks");
     assert.deepEqual(await page.locator(".more .field:visible label").allTextContents(), ["Fewest ranks"]);
-    await page.getByLabel("Search the settings").fill("");
+    const search = page.getByLabel("Search the settings");
+    await search.fill("train.lr");
+    assert.equal(await page.locator("#found").textContent(), "Above: Learning rate", "a setting outside the section is found, too");
+    await search.press("Enter");
+    assert.ok(await page.getByLabel("Learning rate", { exact: true }).evaluate((input) => input === document.activeElement));
+    await search.fill("");
     await field.fill("0.9");
     await until("the default is not written", async () => !/momentum/.test(await page.locator("#spec-text").inputValue()));
     await page.getByLabel("Recipe", { exact: true }).selectOption("imagenet");
     assert.equal(await page.getByLabel("Weight decay", { exact: true }).inputValue(), "0.0001");
+    const name = page.getByLabel("Name", { exact: true }), words = page.locator("#spec-text");
+    await name.fill("my own");
+    const before = await words.inputValue();
+    await page.getByRole("link", { name: /Fashion-MNIST/ }).click();
+    assert.equal(await name.inputValue(), "fashion-resnet20");
+    await page.getByRole("button", { name: "Undo" }).click();
+    assert.equal(await words.inputValue(), before, "all settings are restored, with their recipe");
+    assert.ok(await page.locator("#preset-done").isHidden());
     await page.end();
   });
 
@@ -101,8 +114,9 @@ describe("the form", () => {
     await page.end();
   });
 
-  test("a recipe fills the fields, and its milestones scale with other epochs", async () => {
+  test("a recipe fills the fields, its milestones scale with other epochs, and its learning rate with the batch size", async () => {
     const page = await browser.page(server, "/jobs/new");
+    await page.getByLabel("Global batch size", { exact: true }).fill("64");
     await page.getByLabel("Recipe", { exact: true }).selectOption("cifar");
     const epochs = page.getByLabel("Epochs", { exact: true });
     assert.equal(await epochs.inputValue(), "164");
@@ -110,11 +124,13 @@ describe("the form", () => {
     const words = () => page.locator("#spec-text").inputValue();
     await until("the job file has both", async () => /^recipe = "cifar"$/m.test(await words()) && /^epochs = 82$/m.test(await words()));
     assert.doesNotMatch(await words(), /milestones|weight_decay/, "settings of the recipe are not repeated");
+    const lr = page.getByLabel("Learning rate", { exact: true });
+    await until("the form shows the scaled learning rate", async () => (await lr.inputValue()) === "" && (await lr.getAttribute("placeholder")) === "0.05");
     await page.getByRole("button", { name: "Submit job" }).click();
     await page.waitForURL(/\/jobs\/j\w+$/);
     const id = new URL(page.url()).pathname.split("/").pop();
     const { spec } = await server.ask(`/jobs/${id}`);
-    assert.deepEqual([spec.train.recipe, spec.train.epochs, spec.train.milestones], ["cifar", 82, [41, 61]]);
+    assert.deepEqual([spec.train.recipe, spec.train.epochs, spec.train.milestones, spec.train.lr], ["cifar", 82, [41, 61], 0.05]);
     await server.ask(`/jobs/${id}/cancel`, {});
     await page.end();
   });

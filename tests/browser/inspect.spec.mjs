@@ -72,7 +72,9 @@ describe("a model", () => {
   });
 
   test("classifies several dropped pictures as the command line does", async () => {
-    const files = await savePictures(3), page = await browser.page(server, `/jobs/${job.id}?tab=classify`);
+    const files = await savePictures(3), page = await browser.page(server, `/jobs/${job.id}`);
+    await page.locator(".title").getByRole("button", { name: "Predict" }).click();
+    assert.ok(await page.locator("#classify-files").evaluate((input) => input === document.activeElement));
     await writeFile(join(dir, "notes.png"), "no picture");
     // Drops the files, as from a file manager.
     const dropped = await Promise.all([...files.map((f) => f.file), join(dir, "notes.png")].map(async (file) => [file.split("/").pop(), [...await readFile(file)]]));

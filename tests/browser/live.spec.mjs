@@ -183,7 +183,7 @@ describe("a page that stays open", () => {
     await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
     await page.evaluate(() => { window.isAway = true; });
     await agent.evaluate(async (id) => window.simulatedAgent.report(await window.simulatedAgent.attempt(id), 0, [
-      { type: "metrics", rank: 0, columns: [{ name: "val_accuracy", steps: [10], values: [0.5] }] },
+      { type: "metrics", rank: 0, columns: [{ name: "accuracy", steps: [10], values: [0.5] }, { name: "val_accuracy", steps: [10], values: [0.5] }] },
       { type: "evaluation", epoch: 1, step: 10, samples: 40, accuracy: 0.5, loss: 1.5, secs: 1.5 },
     ]), job.id);
     assert.ok(await page.locator("#diagnosis").isHidden(), "the job still runs");
@@ -191,7 +191,13 @@ describe("a page that stays open", () => {
     await until("the notification is shown", async () => (await page.evaluate(() => window.notified)).length > 0);
     assert.deepEqual((await page.evaluate(() => window.notified)).map(([title]) => title), ["while you are away: succeeded"]);
     await until("the diagnosis is shown", () => page.locator("#diagnosis").isVisible());
-    assert.match(await page.locator("#diagnosis").textContent(), /^The validation accuracy, 50\.0 % ± 7\.9 of 40 pictures, is uncertain: /);
+    assert.match(await page.locator("#diagnosis").textContent(), /^Training accuracy is low \(50\.0 %\).* The validation accuracy, 50\.0 % ± 7\.9 of 40 pictures, is uncertain: /);
+    // The job has no epochs to double.
+    const links = () => page.locator("#diagnosis a").evaluateAll((all) => all.map((link) => link.getAttribute("href")));
+    for (const reload of [false, true]) {
+      if (reload) await page.reload();
+      await until("the learning rate is a link to a clone with another", async () => (await links()).join() === `/jobs/new?from=${job.id}&set=train.lr=0.02`);
+    }
     await page.end();
   });
 

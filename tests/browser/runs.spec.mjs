@@ -15,7 +15,7 @@ const panels = (page) => page.evaluate(() => [...document.querySelectorAll("#cus
   return [card.querySelector("h3").textContent, lines.map((line) => line.points)];
 }));
 
-test("metrics of any name have panels, also metrics that arrive while the page is open", async () => {
+test("metrics of any name have panels, results first, also metrics that arrive while the page is open", async () => {
   const run = await server.ask("/runs", { id: "r", name: "elsewhere", config: { lr: 0.1, net: { depth: 3 } } });
   const log = (first, values) => server.ask("/runs/r/records", { first, records: values.map((each, i) => ({ step: first + i, values: each })) });
   await log(1, [{ "train/loss": 2, "top 1, %": 10 }, { "train/loss": 1, "top 1, %": 20 }]);
@@ -24,7 +24,7 @@ test("metrics of any name have panels, also metrics that arrive while the page i
   const page = await browser.page(server, `/jobs/${run.id}`);
   const results = () => page.locator("#facts > div:visible").evaluateAll((all) => all.map((node) => node.innerText.replace(/\s+/g, " ").trim()));
   const untilShown = (...expected) => until(`the row of numbers shows ${expected}`, async () => { assert.deepEqual((await results()).sort(), expected.sort()); return true; });
-  await until("the job's panels are drawn", async () => JSON.stringify(await panels(page)) === JSON.stringify([["top 1, %", [2]], ["train/loss", [2]]]));
+  await until("the job's panels are drawn", async () => JSON.stringify(await panels(page)) === JSON.stringify([["train/loss", [2]], ["top 1, %", [2]]]));
   await untilShown("Step 2", "top 1, % 20", "train/loss 1");
   // The charts are as high as those of a job, and no card is empty: the settings are in place of a log, and no summary is shown yet.
   for (const chart of await page.locator(".panel .chart").all()) assert.ok((await chart.boundingBox()).height >= 300);
@@ -36,7 +36,7 @@ test("metrics of any name have panels, also metrics that arrive while the page i
   assert.equal(download.suggestedFilename(), "model.safetensors");
   for (const hidden of ["#ranks", "#checkpoint-table", "#loss-chart", "#pause", "#retry", "#evaluation-title", "#log-title", "#log-search", "#progress"]) assert.equal(await page.locator(hidden).isVisible(), false, hidden);
   await log(3, [{ "train/loss": 0.5, constructor: 1 }]);
-  await until("the new metric has a panel", async () => JSON.stringify(await panels(page)) === JSON.stringify([["top 1, %", [2]], ["train/loss", [3]], ["constructor", [1]]]));
+  await until("the new metric has a panel", async () => JSON.stringify(await panels(page)) === JSON.stringify([["train/loss", [3]], ["top 1, %", [2]], ["constructor", [1]]]));
   await untilShown("Step 3", "top 1, % 20", "train/loss 0.5000", "constructor 1");
   await log(4, [{ "train/loss": "NaN" }]);
   const ended = await server.fetch(`${server.url}/api/v1/runs/r`, { method: "PATCH", headers: { ...server.headers, "content-type": "application/json" }, body: JSON.stringify({ state: "succeeded", summary: { accuracy: 0.75 } }) });
@@ -48,6 +48,8 @@ test("metrics of any name have panels, also metrics that arrive while the page i
   const [cards, summary] = [await page.locator("#cards").boundingBox(), await page.locator(".summary-card").boundingBox()];
   assert.ok(summary.width > cards.width / 3, "the summary's card is wide enough for its text");
   await assertViews(page, "a run's page");
+  await page.goto(`${server.url}/jobs`);
+  await until("the list says why the run has no loss", async () => /“loss”, which the run has not logged/.test(await page.locator("#rows .c-loss").getAttribute("title") ?? ""));
   // The links that MLflow's client prints lead to Lockstep's pages.
   await page.goto(`${server.url}/#/experiments/0/runs/${run.id}`);
   await page.waitForURL(new RegExp(`/jobs/${run.id}$`));

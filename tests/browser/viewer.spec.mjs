@@ -39,7 +39,7 @@ describe("a viewer", () => {
     await hidden("text=New job", "[data-bulk=tag]", "[data-bulk=delete]", "[data-bulk=cancel]");
     await page.goto(`${server.url}/jobs/${job.id}`);
     await until("the job's checkpoints are listed", async () => (await page.locator("#checkpoints tr").count()) >= 1);
-    await hidden("#fork", "#delete", "text=Clone", "[data-do=fork]", "[data-do=classify]", "[data-tab=classify]");
+    await hidden("#predict", "#fork", "#delete", "text=Clone", "[data-do=fork]", "[data-do=classify]", "[data-tab=classify]");
     await page.getByRole("tab", { name: "Notes" }).click();
     for (const label of ["Notes", "Tags", "Project"]) assert.ok(await page.locator("#notes-panel").getByLabel(label, { exact: true }).evaluate((field) => field.readOnly), label);
     assert.match(await page.locator("#note-status").textContent(), /Only the job's owner and admins/);

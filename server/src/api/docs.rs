@@ -55,6 +55,8 @@ const COMMON_WORDS: [&str; 14] =
     ["a", "an", "and", "are", "do", "does", "how", "i", "in", "is", "of", "the", "to", "what"];
 /// Maximum length of an excerpt, in characters.
 const MAX_EXCERPT_CHARS: usize = 240;
+/// Number of characters before the first word of the query in an excerpt that does not start with its paragraph.
+const CONTEXT_CHARS: usize = 60;
 
 /// Returns the pages that contain all words of the query, ignoring case, each with an excerpt: the paragraph or row of a table that defines
 /// the query's words, otherwise the paragraph with most of the words. Pages with a word in the title come first, then pages with a
@@ -82,12 +84,10 @@ fn search(query: &str) -> Vec<(DocsEntry, String)> {
             .into_iter()
             .map(|text| (score(&text), text))
             .min_by_key(|(score, _)| Reverse(*score));
-        let ((defines, count), mut text) = best.unwrap_or_default();
-        let end = text.char_indices().nth(MAX_EXCERPT_CHARS).map(|(end, _)| end);
-        if let Some(end) = end {
-            text.truncate(end);
-            text += " ...";
-        }
+        let ((defines, count), text) = best.unwrap_or_default();
+        // If no paragraph has any of the words, they are in code or headings.
+        let in_code = || source.lines().find(|line| score(line).1 > 0).unwrap_or_default();
+        let text = excerpt(if count > 0 { text.as_str() } else { in_code() }, &words);
         let is_guide = !entry.path.contains('/');
         let uses: usize = words.iter().map(|word| lower.matches(*word).count()).sum();
         Some(((score(&entry.title).1 > 0, defines, is_guide, count, uses), (entry, text)))
@@ -95,6 +95,29 @@ fn search(query: &str) -> Vec<(DocsEntry, String)> {
     let mut found: Vec<_> = found.collect();
     found.sort_by_key(|(rank, _)| Reverse(*rank));
     found.into_iter().map(|(_, page)| page).collect()
+}
+
+/// Returns the text, cut to an excerpt that contains the first of the words.
+fn excerpt(text: &str, words: &[&str]) -> String {
+    let chars: Vec<char> = text.chars().collect();
+    let lower = text.to_lowercase();
+    let chars_before = |byte: usize| lower[..byte].chars().count();
+    let (mut first, mut end) = (chars.len(), 0);
+    for word in words {
+        if let Some(at) = lower.find(*word) {
+            first = first.min(chars_before(at));
+            end = end.max(chars_before(at + word.len()));
+        }
+    }
+    let mut start = 0;
+    if end > MAX_EXCERPT_CHARS && first > CONTEXT_CHARS {
+        start = first - CONTEXT_CHARS;
+        start += chars[start..first].iter().position(|c| *c == ' ').map_or(0, |space| space + 1);
+    }
+    let shown: String = chars[start..].iter().take(MAX_EXCERPT_CHARS).collect();
+    let before = if start > 0 { "... " } else { "" };
+    let after = if chars.len() - start > MAX_EXCERPT_CHARS { " ..." } else { "" };
+    format!("{before}{shown}{after}")
 }
 
 /// `GET /docs`
@@ -138,6 +161,11 @@ mod tests {
         };
         assert!(found.iter().all(is_from_the_body), "{found:?}");
         assert!(paths("no-page-has-this-word").is_empty());
+        for word in ["safetensors", "webhook", "dataset-root"] {
+            for (page, excerpt) in search(word) {
+                assert!(excerpt.to_lowercase().contains(word), "{word} on {}: {excerpt}", page.path);
+            }
+        }
     }
 
     #[test]

@@ -120,7 +120,7 @@ describe("buttons and keys", () => {
     const words = (at, buttons) => at.locator(buttons).evaluateAll((all) => all.map((b) => b.textContent.trim().toLowerCase()));
     const list = await page.tab("/jobs");
     const verbs = [
-      ...await words(page, ".job-title :is(#fork, #pause, #resume, #retry, #cancel, #delete)"), ...await words(page, "#checkpoints tr:first-child :is(summary, .row-actions > button)"),
+      ...await words(page, ".job-title :is(#predict, #fork, #pause, #resume, #retry, #cancel, #delete)"), ...await words(page, "#checkpoints tr:first-child :is(summary, .row-actions > button)"),
       ...await words(page, '[data-tab="classify"]'), ...await words(list, "#bulk button:not([data-bulk=compare], [data-bulk=tag])"),
     ];
     assert.deepEqual(verbs.filter((verb) => !commands.has(verb)), [], verbs.join());

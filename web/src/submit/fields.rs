@@ -71,7 +71,12 @@ pub(super) const GROUPS: [(&str, &[Field]); 11] = [
         &[
             field("name", "Name", Kind::Text, ""),
             field("project", "Project", Kind::Text, "the project of the job; empty: default"),
-            field("train.recipe", "Recipe", Kind::Choice(&RECIPES), "fills in settings that belong together"),
+            field(
+                "train.recipe",
+                "Recipe",
+                Kind::Choice(&RECIPES),
+                "fills in settings that belong together; its learning rate is scaled to the batch size",
+            ),
             field("model.arch", "Network", Kind::Choice(&Arch::NAMES), ""),
             field("data.dataset", "Dataset", Kind::Dataset, ""),
             field(

@@ -117,7 +117,8 @@ impl Form {
         self.values.get(key).map_or("", String::as_str)
     }
 
-    pub(super) fn set(&mut self, key: &str, value: impl Into<String>) {
+    /// Writes a text into the field of a key such as `train.lr`.
+    pub fn set(&mut self, key: &str, value: impl Into<String>) {
         self.values.insert(key.to_owned(), value.into());
     }
 }

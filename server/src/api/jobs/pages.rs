@@ -85,6 +85,8 @@ pub(crate) struct NewJobQuery {
     dataset: Option<String>,
     /// A job to submit again.
     from: Option<String>,
+    /// A setting of the job to change, such as `train.epochs=20`.
+    set: Option<String>,
 }
 
 /// `GET /jobs/new`
@@ -109,6 +111,9 @@ pub(crate) async fn new_job(
         let name = free_name(&scheduler, &caller, &job.name).await?;
         let tags = job.tags.clone();
         page.form = submit_views::Form::from_spec(&JobSpec { name, tags, ..job.spec });
+        if let Some((key, value)) = query.set.as_deref().and_then(|set| set.split_once('=')) {
+            page.form.set(key, value);
+        }
     }
     html(page.render())
 }

@@ -180,10 +180,12 @@ def test_every_public_call_is_tested_and_documented() -> None:
         (lambda c: c.submit(SPEC, lrr=1), lockstep.Problem, "/lrr: "),
         (lambda c: c.submit(SPEC, lr="high", arch="resnet19"), lockstep.Problem, "\n/train/lr: "),
         (lambda c: c.submit(SPEC, set={"name": "x", "name.y": 1}), lockstep.LockstepError, "name is not a table"),
+        (lambda c: c.submit(SPEC, set={"model": {"arch": {"x": 1}}}), lockstep.LockstepError, "arch is not a table"),
         (lambda c: c.submit(SPEC, every_epochs=1), lockstep.LockstepError, "checkpoint.every_epochs, evaluate.every"),
         (lambda c: c.submit("none.toml"), lockstep.LockstepError, "none.toml cannot be read as a job file: "),
         (lambda c: c.submit(SPEC, lr=1e4).wait(), lockstep.JobFailed, "failed: "),
         (lambda c: c.job("nobody"), lockstep.LockstepError, "no job is called nobody"),
+        (lambda c: lockstep.Client("http://host:port"), lockstep.LockstepError, "'http://host:port': Invalid port"),
         (lambda c: lockstep.Client(token="x").agents(), lockstep.Problem, "does not know that token"),
         (lambda c: lockstep.Client(data_dir="none").agents(), lockstep.Problem, "LOCKSTEP_TOKEN or, on the server's"),
         (
@@ -246,6 +248,8 @@ def test_token_and_url_are_found_as_by_the_command_line(monkeypatch: pytest.Monk
     assert authorization(remote) is None and authorization("http://127.0.0.1@example.com") is None
     assert authorization(remote, LOCKSTEP_TOKEN="theirs") == "Bearer theirs"
     assert authorization(local, LOCKSTEP_TOKEN="theirs", LOCKSTEP_TOKEN_FILE=str(tmp_path / "token")) == "Bearer own"
+    with pytest.raises(lockstep.LockstepError, match="LOCKSTEP_CA_FILE is none"):
+        authorization("https://10.0.0.1", LOCKSTEP_CA_FILE="none")
     # The recorded URL is used if it leads to this machine.
     with monkeypatch.context() as patch:
         patch.delenv("LOCKSTEP_SERVER")

@@ -40,6 +40,9 @@ class FakeServer:
         self.is_down = False
         self.requests: list[tuple[str, str, Any]] = []
         self.beats = 0
+        # Uploads of files wait for this.
+        self.stores_files = threading.Event()
+        self.stores_files.set()
         this = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -89,6 +92,7 @@ class FakeServer:
             listed = [(path, len(content), modified_ms) for path, (content, modified_ms) in files.items()]
             return 200, {"files": [dict(zip(keys, file, strict=True)) for file in listed]}
         if method == "PUT":
+            self.stores_files.wait(20)
             query = parse_qs(urlsplit(path).query)
             files[query["path"][0]] = body, int(query["modified_ms"][0])
             return 200, {}
@@ -159,6 +163,7 @@ def run_python(code: str) -> subprocess.Popen[str]:
 
 
 def test_calls_of_wandb_have_the_same_effect(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    exec("from lockstep import *", {})  # needs no run
     wandb.login()
     run = wandb.init(
         project="..my shoes", name="first", config={"lr": 0.1, "net": {"depth": 20}}, tags=["a"], group="g", notes="n",
@@ -214,6 +219,9 @@ def test_calls_of_wandb_have_the_same_effect(server: FakeServer, capsys: pytest.
     assert (logged["tags"], logged["notes"]) == (["a", "g"], "n")
     assert logged["config"] == {"lr": 0.2, "net": {"depth": 20}, "epochs": 3, "seed": 7, "wd": 0}
     assert logged["state"] == "succeeded"
+    # At the run's end, the server has its files.
+    ends = [method for method, _, body in server.requests if method == "PUT" or "state" in (body or {})]
+    assert ends[-1] == "PATCH" and ends.count("PATCH") == 1
     [alert] = logged["summary"].pop("alerts")
     assert (alert["title"], alert["level"]) == ("diverged", "WARN")
     assert logged["summary"] == {"val/loss": {"min": 0.1, "max": 0.3}, "best": 0.1, "note": "good"}
@@ -283,7 +291,11 @@ def test_invalid_names_of_metrics_are_left_out(name: str, words: str, capsys: py
     [
         ("pass", ("succeeded", None)),
         ("raise ValueError('bad batch')", ("failed", "ValueError: bad batch")),
-        ("raise KeyboardInterrupt", ("cancelled", "interrupted by the keyboard")),
+        ("raise KeyboardInterrupt", ("cancelled", "interrupted")),
+        (
+            "import signal as s; s.signal(s.SIGTERM, s.default_int_handler); s.raise_signal(s.SIGTERM)",
+            ("cancelled", "interrupted"),
+        ),
         ("run.finish(exit_code=3)", ("failed", "exit code 3")),
         ("with run: raise OSError('full')", ("failed", "OSError: full")),
         ("with run: import sys; sys.exit(0)", ("succeeded", None)),
@@ -352,13 +364,35 @@ def test_finish_prints_the_sync_command_if_the_server_stays_unreachable(
         result = subprocess.run([sys.executable, *command.split()[1:]], capture_output=True, text=True, check=True)
         assert result.stdout in [f"{run.id}: sent {records} records and 0 files\n" for records in sent]
     assert server.points(run.id) == {"x": [(0, 1), (1, 2)]} and server.runs[run.id]["state"] == "succeeded"
-    # Without a server, there is one error for all runs.
+    # Without a server or a token, there is one error for all runs.
     lockstep.init(id="unsent", mode="offline").finish()
-    monkeypatch.setenv("LOCKSTEP_SERVER", "http://127.0.0.1:1")
-    result = subprocess.run([sys.executable, "-m", "lockstep", "sync", "."], capture_output=True, text=True)
-    assert (result.returncode, result.stdout) == (1, "")
-    [line] = result.stderr.splitlines()
-    assert line.startswith("nothing more was sent: no server answers")
+    for name, value, words in (
+        ("LOCKSTEP_SERVER", "http://127.0.0.1:1", "no server answers"),
+        ("LOCKSTEP_TOKEN_FILE", "none", "the token file none"),
+    ):
+        monkeypatch.setenv(name, value)
+        result = subprocess.run([sys.executable, "-m", "lockstep", "sync", "."], capture_output=True, text=True)
+        assert (result.returncode, result.stdout) == (1, "")
+        [line] = result.stderr.splitlines()
+        assert line.startswith(f"nothing more was sent: {words}")
+
+
+def test_a_long_upload_of_a_file_does_not_hide_the_end_of_its_run(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tracking, "FINISH_SECS", 0.1)
+    server.stores_files.clear()
+    Path("weights").write_bytes(b"1")
+    run = lockstep.init()
+    run.save("weights")
+    wait_until(lambda: any(method == "PUT" for method, _, _ in server.requests))
+    run.summary["best"] = 1
+    run.finish()
+    logged = server.runs[run.id]
+    assert (logged["state"], logged["summary"], logged["files"]) == ("succeeded", {"best": 1}, {})
+    assert "was not sent completely" in capsys.readouterr().err
+    server.stores_files.set()
+    wait_until(lambda: logged["files"])
 
 
 def test_a_restored_or_emptied_server_gets_the_missing_records(server: FakeServer) -> None:

@@ -1,8 +1,8 @@
 // Jobs with the same tag or setting as one line: the mean of their curves, with a band.
 
 import { Series } from "../chart/series.js";
-import { setting, formatted } from "../settings.js";
-import { settings } from "./names.js";
+import { dotted, flat, formatted } from "../settings.js";
+import { settings, specOf } from "./names.js";
 
 /** Maximum number of positions along the axis at which a mean is computed. */
 const MAX_POINTS = 1000;
@@ -18,7 +18,8 @@ export function groupKeys(jobs) {
 function valuesOf(job, key) {
   if (key === "tag") return job.tags.length ? job.tags.map((tag) => `#${tag}`) : ["no tag"];
   if (key in FIELDS) return [job[key] ?? "no owner"];
-  return [`${key} ${formatted(setting(job.spec, key))}`];
+  const spec = specOf(job);
+  return [`${key} ${formatted(new Map(flat(spec)).get(dotted(spec, key)))}`];
 }
 
 /** Returns the groups of these jobs, each with an id that fixes its colour. */

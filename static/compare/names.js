@@ -6,14 +6,18 @@ import { flat, formatted } from "../settings.js";
 const MAX_SETTINGS = 2, MAX_CHARS = 12;
 let cache = { key: "", titles: new Map() };
 
-const ownSettings = ({ external, project }) => ({ ...(project === "default" ? {} : { project }), config: external.config });
+/** Returns the specification of a job, or the project and the settings of a run from elsewhere. */
+export const specOf = ({ external, project, spec }) => (external ? { ...(project === "default" ? {} : { project }), config: external.config } : spec);
+
+/** The same, and the results that the program of a run has set. Alerts are left out, and W&B's own entries, which begin with `_`. */
+export const withSummary = (job) => (job.external ? { ...specOf(job), summary: Object.fromEntries(Object.entries(job.external.summary).filter(([name]) => name !== "alerts" && !name.startsWith("_"))) } : job.spec);
 
 /**
  * Returns settings by key, each with its value for every job. `name` is left out. A run from elsewhere, which has none of the settings of a
- * job file, does not make these settings different.
+ * job file, does not make these settings different. `of`: `specOf` or `withSummary`.
  */
-export function settings(jobs) {
-  const specs = jobs.map((j) => new Map(flat(j.external ? ownSettings(j) : j.spec))), keys = [...new Set(specs.flatMap((s) => [...s.keys()]))].filter((k) => k !== "name");
+export function settings(jobs, of = specOf) {
+  const specs = jobs.map((j) => new Map(flat(of(j)))), keys = [...new Set(specs.flatMap((s) => [...s.keys()]))].filter((k) => k !== "name");
   return keys.map((key) => {
     const values = specs.map((s) => s.get(key)), isOfRuns = specs.some((s, i) => jobs[i].external && s.has(key)), compared = isOfRuns ? values : values.filter((_, i) => !jobs[i].external);
     return { key, values, different: new Set(compared.map(formatted)).size > 1 };

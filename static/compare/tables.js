@@ -1,8 +1,8 @@
-// The sortable table of results, and the table of settings.
+// The sortable table of results, and the table of settings, which also has the summaries of runs from elsewhere.
 
 import { caution } from "./caution.js";
 import { swatch } from "./colours.js";
-import { settings, titleOf } from "./names.js";
+import { settings, titleOf, withSummary } from "./names.js";
 import { RESULTS } from "./columns.js";
 import { byId, make, text } from "../page.js";
 import { cut } from "../cut.js";
@@ -77,7 +77,7 @@ export class Tables {
   }
 
   #settings() {
-    const jobs = this.jobs(), all = settings(jobs), shown = all.filter((r) => this.#all || r.different).sort((a, b) => b.different - a.different);
+    const jobs = this.jobs(), all = settings(jobs, withSummary), shown = all.filter((r) => this.#all || r.different).sort((a, b) => b.different - a.different);
     byId("settings-head").replaceChildren(make("tr", {}, make("th", { scope: "col", textContent: "setting" }), ...jobs.map((job) => make("th", { scope: "col" }, this.#swatch(job)))));
     byId("settings").replaceChildren(...shown.map(({ key, values, different }) => make("tr", { className: different ? "different" : "" },
       make("th", { scope: "row", textContent: key }), ...values.map((v) => make("td", { textContent: formatted(v) })))));

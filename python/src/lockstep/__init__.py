@@ -25,10 +25,11 @@ plot = Media()  # `lockstep.plot.line(...)` and all other functions do nothing.
 
 __all__ = ["AsyncCheckpoint", "AsyncClient", "AsyncJob", "Checkpoint", "Client", "Job", "Metrics", "Series"]
 __all__ += ["JobFailed", "LockstepError", "Problem", "Unreachable", "submit"]
-__all__ += ["AlertLevel", "Run", "Settings", "alert", "config", "define_metric", "finish", "init", "log", "login"]
-__all__ += ["log_artifact", "plot", "run", "save", "summary", "sync", "unwatch", "watch"]
+__all__ += ["AlertLevel", "Run", "Settings", "alert", "define_metric", "finish", "init", "log", "login"]
+__all__ += ["log_artifact", "plot", "save", "sync", "unwatch", "watch"]
 __all__ += ["Artifact", "Audio", "Histogram", "Html", "Image", "Object3D", "Table", "Video"]
 
+# Not in `__all__`: their values change, and `config` and `summary` need a run.
 if TYPE_CHECKING:
     run: Run | None
     config: values.Config

@@ -28,16 +28,22 @@ _Addresses = list[ipaddress.IPv4Address | ipaddress.IPv6Address]
 
 
 def httpx_arguments(url: str | None, token: str | None, data_dir: str | os.PathLike[str] | None) -> dict[str, Any]:
-    """The arguments of `httpx.Client` for a server."""
+    """The arguments of `httpx.Client` for a server. Raises `LockstepError` if the URL, the token or a file is wrong."""
     folder = Path(data_dir or os.environ.get("LOCKSTEP_DATA_DIR") or "lockstep-data")
     server = url or os.environ.get("LOCKSTEP_SERVER") or _recorded_server(folder) or DEFAULT_SERVER
-    address = httpx.URL(server if "://" in server else f"http://{server}")
+    try:
+        address = httpx.URL(server if "://" in server else f"http://{server}")
+    except httpx.InvalidURL as error:
+        raise LockstepError(f"the server's URL is {server!r}: {error}. Give it as in {DEFAULT_SERVER}") from error
     token = token or _find_token(address, folder)
     # Loading the system's CA certificates takes a while, and only https needs them.
     is_https = address.scheme == "https"
     verify = ssl.create_default_context() if is_https else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if is_https and (ca_file := os.environ.get("LOCKSTEP_CA_FILE")):
-        verify.load_verify_locations(ca_file)
+        try:
+            verify.load_verify_locations(ca_file)
+        except OSError as error:
+            raise LockstepError(f"LOCKSTEP_CA_FILE is {ca_file}, which cannot be used: {error}") from error
     return {
         "base_url": str(address).rstrip("/") + "/api/v1",
         "headers": {"Authorization": f"Bearer {token}"} if token else {},

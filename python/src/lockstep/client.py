@@ -392,7 +392,7 @@ class ClientCalls(Calls, Generic[J]):
     async def _resolve_paths(self, spec: Json) -> None:
         """Makes paths absolute, and replaces the path of a dataset by the dataset's name."""
         model, data = spec.get("model"), spec.get("data")
-        if isinstance(model, dict) and os.path.exists(pretrained := str(model.get("pretrained"))):
+        if isinstance(model, dict) and os.path.exists(pretrained := str(model.get("pretrained") or "")):
             model["pretrained"] = os.path.realpath(pretrained)
         if isinstance(data, dict) and os.sep in str(data.get("dataset")):
             path = os.path.realpath(data["dataset"])
@@ -478,7 +478,7 @@ class ClientCalls(Calls, Generic[J]):
         return await self._all("/queue", "jobs")
 
     @call
-    async def request(self, /, method: str, path: str, *, json: Any = None, **query: Any) -> Any:
+    async def request(self, method: str, path: str, /, *, json: Any = None, **query: Any) -> Any:
         """Sends any other request of the REST interface: `request("GET", "/projects")`. `path` is below `/api/v1`.
 
         `query`: parameters of the URL; lists become text with commas. Returns the response's JSON, or None

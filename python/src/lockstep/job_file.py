@@ -31,16 +31,16 @@ def read(job: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
 def change(spec: dict[str, Any], changes: Mapping[str, Any]) -> None:
     """Sets keys, by path (`{"train.lr": 0.1}`) or nested (`{"train": {"lr": 0.1}}`)."""
     for path, value in changes.items():
+        if isinstance(value, Mapping):
+            change(spec, {f"{path}.{key}": inner for key, inner in value.items()})
+            continue
         *tables, key = path.split(".")
         table: Any = spec
         for name in tables:
             table = table.setdefault(name, {})
             if not isinstance(table, dict):
                 raise LockstepError(f"{path} cannot be set: {name} is not a table of the job file")
-        if isinstance(value, Mapping):
-            change(table.setdefault(key, {}), value)
-        else:
-            table[key] = value
+        table[key] = value
 
 
 def path_of(key: str, schemas: Mapping[str, Any]) -> str:

@@ -111,7 +111,9 @@ def init(
     was killed. A run that an exception ended is continued only by its `id`.
 
     If a run is active, `init` returns it; with `reinit=True` (default in notebooks) `init` finishes it and begins
-    another. Raises `Problem` if the server refuses the run, `LockstepError` if another process writes it. If the server
+    another. Other arguments of W&B are ignored with a warning.
+
+    Raises `Problem` if the server refuses the run, `LockstepError` if another process writes it. If the server
     is unreachable, the run is sent later; only an `id` without a folder here then raises an error.
     """
     global _run

@@ -33,6 +33,10 @@ REQUEST_BYTES = 900 << 10
 REQUEST_SECS = 20.0
 # Time limit for each part of a file, and for the server to store the file.
 FILE_SECS = 300.0
+# Fields of `run.json` that are sent before a run's files, and after them. Each group is a request, so that a field that
+# is too large does not block the others.
+CHANGES = (("config",), ("summary",))
+END = ("state", "reason", "ended_at")
 # Takes the place of a record that the server already has from another folder.
 PLACEHOLDER = b'{"step":0,"at":0,"values":{}}\n'
 
@@ -168,6 +172,8 @@ class Sender:
         self._known: Json | None = None
         # Size and time of each file that the server has, by path; None before the first request.
         self._files: dict[str, tuple[int, int]] | None = None
+        # The first error of the changes and files that were not accepted.
+        self._refused: LockstepError | None = None
         # Number of records that the server has, and of records and files that this sender sent.
         self.acknowledged = self.sent_records = self.sent_files = 0
 
@@ -212,12 +218,24 @@ class Sender:
         # Read before the records: if the run has ended, all records are in the file.
         run = read_run(self.path)
         self._seek(self.acknowledged)
-        before = self._next
+        before, self._refused = self._next, None
         self._send_records()
-        # Files are last, because an upload may take longer than `finish` waits.
-        has_changes, has_files = self._send_changes(run), self._send_files()
+        has_sent = self._send_changes(run, *CHANGES)
+        try:
+            has_sent |= self._send_files()
+        # Files do not block the run's end: a proxy, for example, closes the connection to refuse a large file.
+        except (Problem, Unreachable) as error:
+            self._refused = self._refused or error
+        # The end is last, so that whoever waits for it finds the files and the alerts, which are in the summary.
+        has_sent |= self._send_changes(run, END)
         self.sent_records += self._next - before
-        return has_changes or has_files or self._next != before
+        if self._refused:
+            raise self._refused
+        return has_sent or self._next != before
+
+    def send_end(self) -> None:
+        """Sends the changes and the end of an ended run, while another thread uploads a file."""
+        self._send_changes(read_run(self.path), *CHANGES, END)
 
     def _send_records(self) -> None:
         while lines := self._batch():
@@ -231,25 +249,22 @@ class Sender:
                 self._known = {"state": "running"}
             self._seek(acknowledged)
 
-    def _send_changes(self, run: Json) -> bool:
-        has_sent, refused = False, None
-        assert self._known is not None
-        # In separate requests, so that a field that is too large does not block others. The state is last, so that the
-        # server has all alerts, which are in the summary, before the run ends.
-        for keys in (("config",), ("summary",), ("state", "reason", "ended_at")):
-            changed = {key: run[key] for key in keys if run.get(key) is not None and run[key] != self._known.get(key)}
+    def _send_changes(self, run: Json, *groups: tuple[str, ...]) -> bool:
+        """Sends the fields that the server lacks. Returns whether it has accepted any."""
+        has_sent = False
+        for keys in groups:
+            known = self._known or {}
+            changed = {key: run[key] for key in keys if run.get(key) is not None and run[key] != known.get(key)}
             if changed:
                 try:
                     self._change(changed)
                 except Problem as problem:
                     if may_succeed_later(problem):
                         raise
-                    refused = refused or problem
+                    self._refused = self._refused or problem
                     continue
-                self._known |= changed
+                self._known = known | changed
                 has_sent = True
-        if refused:
-            raise refused
         return has_sent
 
     def _send_files(self) -> bool:

@@ -6,6 +6,7 @@ them from the folder to the server; see `spool`.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import glob as globs
 import json
@@ -19,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from .errors import LockstepError
+from .errors import LockstepError, Unreachable
 from .spool import Sender, Spool, keep_file, may_succeed_later
 from .values import MAX_EXACT_INT, Artifact, Config, Json, Summary, json_number, scalar, to_step
 
@@ -78,7 +79,7 @@ def outcome(error: BaseException | None) -> tuple[str, str | None]:
     if error is None or (isinstance(error, SystemExit) and not error.code):
         return "succeeded", None
     if isinstance(error, KeyboardInterrupt):
-        return "cancelled", "interrupted by the keyboard"
+        return "cancelled", "interrupted"
     return "failed", f"{type(error).__name__}: {error}"[:500]
 
 
@@ -91,7 +92,11 @@ class AlertLevel(enum.Enum):
 
 
 class Run:
-    """A run that this program trains. `init` returns it."""
+    """A run that this program trains. `init` returns it.
+
+    `config` has the settings and `summary` the results. `resumed`: whether the run existed before. Arguments of W&B
+    that are not described here have no effect. After the run's end, calls that change it raise `LockstepError`.
+    """
 
     def __init__(self, run: Json, mode: Mode, spool: Spool | None, step: int, is_resumed: bool) -> None:
         self._run = run
@@ -120,6 +125,7 @@ class Run:
         self._logged, self._written, self._ends = threading.Event(), threading.Event(), threading.Event()
         self._writer: threading.Thread | None = None
         self._sending: threading.Thread | None = None
+        self._sender: Sender | None = None
 
     # Properties.
 
@@ -165,7 +171,7 @@ class Run:
 
     @property
     def url(self) -> str | None:
-        """The URL of the run's page; None until the server has the run."""
+        """The URL of the run's page; None if the server did not have the run when `init` returned."""
         return self._url
 
     @property
@@ -303,7 +309,8 @@ class Run:
         """Sets how metrics are shown. `name`: the name of a metric, or a prefix of several names and `*`.
 
         `step_metric`: the metric whose values replace the steps, such as `epoch`; whole numbers only. `summary`:
-        `min`, `max`, `first`, `last` or several with commas; `run.summary["loss"]["min"]` has the result.
+        `min`, `max`, `first`, `last`, or `best` with `goal` (`minimize` or `maximize`), or several with commas;
+        `run.summary["loss"]["min"]` has the result.
         """
         if self._is_forked:
             return
@@ -323,7 +330,8 @@ class Run:
 
         The newest alerts are also in `run.summary["alerts"]`.
 
-        `wait_duration`: seconds, or a timedelta, in which further alerts with this title are ignored (default: 60).
+        `level`: `INFO` (default), `WARN` or `ERROR`. `wait_duration`: seconds, or a timedelta, in which further alerts
+        with this title are ignored (default: 60). Raises `ValueError` for any other level.
         """
         self._require_unfinished()
         level = AlertLevel(level or "INFO").value
@@ -412,8 +420,8 @@ class Run:
     def finish(self, exit_code: int | None = None, quiet: bool | None = None) -> None:
         """Ends the run, as failed if `exit_code` is given and not 0. Waits up to 30 seconds for the server.
 
-        If the run could not be sent completely, writes the command that sends the rest. Called automatically at the end
-        of the program.
+        The server gets the run's end after the files, unless their upload takes longer. If the run could not be sent
+        completely, writes the command that sends the rest. Called automatically at the end of the program.
         """
         if exit_code:
             self._end("failed", f"exit code {exit_code}")
@@ -441,11 +449,15 @@ class Run:
             return
         self._writer.join()
         command = f"python -m lockstep sync {self._spool.path}"
-        if self._sending is None:
+        if self._sending is None or self._sender is None:
             say(f"run {self.id} is kept in its folder; send it by: {command}")
         else:
             self._written.set()
             self._sending.join(FINISH_SECS + SEND_SECS)
+            if self._sending.is_alive() and not isinstance(self._failure, Unreachable):
+                # A file is still being uploaded. Without its end, the run would count as failed later.
+                with contextlib.suppress(LockstepError):
+                    self._sender.send_end()
             if self._sending.is_alive() or self._failure is not None:
                 why = f" ({self._failure})" if self._failure else ""
                 say(f"run {self.id} was not sent completely{why}; nothing is lost, send it by: {command}")
@@ -469,6 +481,7 @@ class Run:
         self._writer = threading.Thread(target=self._write_on, name="lockstep-writer", daemon=True)
         self._writer.start()
         if sender is not None:
+            self._sender = sender
             self._sending = threading.Thread(target=self._send_on, args=(sender,), name="lockstep-sender", daemon=True)
             self._sending.start()
 

@@ -554,6 +554,11 @@ async fn messages_older_than_a_week_or_beyond_100_are_deleted() {
     let left = server.query_number("SELECT count(*) FROM webhook_deliveries WHERE id NOT LIKE 'm1%'").await;
     let server = TestServer::open(server.stop().await, allow_private).await;
     server.deliveries(&id, |all| all.len() as i64 == left).await;
+    // The message about a run that began earlier is new.
+    assert_eq!(server.change_webhook(&id, &json!({"events": ["job.started"]})).await.0, 200);
+    assert_eq!(server.post("/runs", &json!({"name": "old", "started_at": 0})).await.0, 201);
+    let newest = server.deliveries(&id, |all| all[0]["event"] == "job.started").await.remove(0);
+    assert!(newest["created_at"].as_str().unwrap() > "2000", "{newest}");
     server.stop().await;
 }
 

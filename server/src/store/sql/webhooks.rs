@@ -20,7 +20,6 @@ pub(super) struct Notice {
     event: WebhookEvent,
     job: JobId,
     project: String,
-    at: Timestamp,
     payload: String,
 }
 
@@ -71,7 +70,7 @@ pub(super) fn notice(row: &mut JobRow, body: &EventBody, at: Timestamp) -> Optio
         payload["data"]["alert"] = json!(alert);
     }
     let (job, project) = (job.id.clone(), job.project.clone());
-    Some(Box::new(Notice { event, job, project, at, payload: payload.to_string() }))
+    Some(Box::new(Notice { event, job, project, payload: payload.to_string() }))
 }
 
 /// Queues a message for each webhook that is enabled for the notice's event and project.
@@ -91,6 +90,8 @@ pub(super) async fn enqueue(db: &mut Connection, notices: &[&Notice]) -> Result<
         .flat_map(|notice| webhooks.iter().map(move |webhook| (webhook, *notice)))
         .filter(|(webhook, notice)| wants(webhook, notice))
         .collect();
+    // Not the time of the event, because a message is deleted a week later, and a program may report a run of last month.
+    let now = crate::now().as_millisecond();
     for part in batch::split(&wanted) {
         let text = format!(
             "INSERT INTO webhook_deliveries (id, webhook_id, job_id, event, payload, created_at, next_at) VALUES {}",
@@ -104,8 +105,8 @@ pub(super) async fn enqueue(db: &mut Connection, notices: &[&Notice]) -> Result<
                 .bind(notice.job.as_str())
                 .bind(notice.event.as_str())
                 .bind(notice.payload.as_str())
-                .bind(notice.at.as_millisecond())
-                .bind(notice.at.as_millisecond());
+                .bind(now)
+                .bind(now);
         }
         query.execute(&mut *db).await?;
     }

@@ -44,8 +44,8 @@ impl<'a> Exchange<'a> {
         }
     }
 
-    /// Collective: returns the values of all ranks, in rank order. `name` must be unique within an attempt. With
-    /// a store, errors name `operation`.
+    /// Collective: returns the values of all ranks, in rank order. `name` must be unique within an attempt. Errors of
+    /// a store contain `operation`; errors of a group contain the group's own operation.
     ///
     /// # Errors
     /// A rank does not arrive in time, or its connection is lost.

@@ -66,7 +66,7 @@ impl Group {
         let began = Instant::now();
         let result = call(self.comm.as_ref());
         self.waited.fetch_add(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
-        result.map_err(|error| error.among(&self.ranks))
+        result.map_err(|error| error.in_parent(&self.ranks))
     }
 }
 

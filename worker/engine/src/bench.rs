@@ -28,14 +28,14 @@ use std::{
 const WARM_UP: usize = 3;
 /// Number of timed steps, whose median is reported.
 const TIMED_STEPS: usize = 10;
-/// Classes of the synthetic pictures, as in CIFAR-10.
+/// Number of classes of the synthetic pictures, as in CIFAR-10.
 pub const CLASSES: usize = 10;
 /// Maximum time that a rank waits for another.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A case to measure, written `resnet20:32:64`: architecture, image size, pictures per step over all ranks.
 ///
-/// `resnet18c` is ResNet-18 with the CIFAR stem; torchvision's plain names have the ImageNet stem, as its models do.
+/// `resnet18c` is ResNet-18 with the CIFAR stem. Without the `c`, torchvision's networks have their ImageNet stem.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Case {
     /// The case as it was written.
@@ -106,7 +106,7 @@ pub struct Measurement {
 /// How a case's network and pictures are divided over ranks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Division {
-    /// Classes of the network's head; the pictures have the first ten.
+    /// Number of classes of the network's head. The pictures have only the first ten classes.
     pub classes: usize,
     /// Number of ranks that share a copy of the network.
     pub model: u32,
@@ -233,7 +233,8 @@ fn run_rank(
     Ok(measurement(case, engine.as_ref(), (threads, ranks), case.batch_size * accumulate, steps))
 }
 
-/// The results of `steps` of `pictures` pictures: for each step, its seconds and the seconds that rank 0 waited for other ranks.
+/// The results of a case. `steps` has for each step its seconds, and the seconds that rank 0 waited for other ranks.
+/// `pictures` is the number of pictures of a step.
 fn measurement(
     case: &Case,
     engine: &dyn Engine,
@@ -261,7 +262,7 @@ fn measurement(
 const DEVICE_WARM_UP: u64 = 15;
 /// Number of timed steps on a device.
 const DEVICE_MEASURED: u64 = 60;
-/// Pictures in the synthetic dataset, as in CIFAR-10.
+/// Number of pictures in the synthetic dataset, as in CIFAR-10.
 const PICTURES: usize = 50_000;
 
 /// The device of a rank, and how it computes.

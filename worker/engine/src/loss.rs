@@ -43,7 +43,7 @@ impl Margin {
         let margin = f64::from(self.margin);
         let (sin, cos) = margin.sin_cos();
         match self.kind {
-            // Beyond this angle, cos(angle + margin) would increase again.
+            // Below this cosine, the angle plus the margin exceeds pi, where the cosine increases again.
             LossKind::ArcFace => MarginTerms { limit: -cos, cos, sin, shift: sin * margin },
             LossKind::CosFace | LossKind::Softmax => {
                 MarginTerms { limit: f64::INFINITY, cos: 1.0, sin: 0.0, shift: margin }
@@ -125,13 +125,13 @@ pub(crate) const ROUNDS: usize = 10;
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Order {
     classes: u32,
-    /// Bits of each half of a number.
+    /// Number of bits of each half of a permuted number.
     half: u32,
     keys: [u32; ROUNDS],
 }
 
 impl Order {
-    /// The order of `classes` classes from number `first` on, in the step after `updates` updates.
+    /// The order of the `classes` classes from class `first` on, in the step after `updates` updates.
     pub(crate) fn new(seed: u64, updates: u64, first: usize, classes: usize) -> Self {
         let classes = classes as u32;
         let bits = u32::BITS - (classes.max(2) - 1).leading_zeros();

@@ -33,7 +33,7 @@ impl Backend for Cpu {
         let cores = cores();
         let count = selection.cpu_slots.unwrap_or(cores.min(MAX_CPU_SLOTS));
         if !(1..=MAX_CPU_SLOTS).contains(&count) {
-            return Err(format!("--cpu-slots {count}: from 1 to {MAX_CPU_SLOTS}"));
+            return Err(format!("--cpu-slots {count}: give a number from 1 to {MAX_CPU_SLOTS}"));
         }
         let share = match cores / count {
             0 => format!("1/{} core", count.div_ceil(cores)),

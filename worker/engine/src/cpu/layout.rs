@@ -158,17 +158,17 @@ impl Layout {
         self.buckets.last().map_or(0, |b| b.end)
     }
 
-    /// Number of the parameter `name`.
+    /// Index of the parameter `name`.
     ///
     /// # Errors
     /// The network has no such parameter.
     pub(super) fn parameter(&self, name: &str) -> Result<usize, EngineError> {
-        let parameter = self.by_name.get(name).copied();
-        parameter.ok_or_else(|| EngineError::Parameters(format!("the network has no parameter {name}")))
+        let index = self.by_name.get(name).copied();
+        index.ok_or_else(|| EngineError::Parameters(format!("the network has no parameter {name}")))
     }
 
-    /// Adds every parameter of the flat buffer to `tensors`, in torchvision's layout. `optimizer_slot`: the buffer
-    /// contains this state of the optimizer (such as `exp_avg`) and not the parameters.
+    /// Adds every parameter of the flat buffer to `tensors`, in torchvision's layout. With `optimizer_slot`, the buffer
+    /// contains this state of the optimizer (such as `exp_avg`) instead of the parameters.
     pub(super) fn export(&self, optimizer_slot: Option<&str>, flat: &[f32], tensors: &mut NamedTensors) {
         tensors.extend(
             self.parameters

@@ -5,7 +5,7 @@ use crate::loss::Margin;
 use lockstep_kernels::linear;
 use std::ops::Range;
 
-/// Minimum divisor of a row's length, as in PyTorch's `normalize`.
+/// Minimum divisor of a row, as in PyTorch's `normalize`.
 const MIN_LENGTH: f64 = 1e-12;
 
 /// Rows divided by their lengths.
@@ -51,7 +51,7 @@ impl Margin {
         self.multiply_by_scale(logits);
     }
 
-    /// A head's weights with rows of the length `scale`: their products with unit features are the logits.
+    /// A head's weights with each row scaled to the length `scale`. Their products with unit features are the logits.
     pub(crate) fn scaled_unit_rows(&self, weights: &[f32], width: usize) -> Vec<f32> {
         let mut rows = UnitRows::new(weights, width).rows;
         self.multiply_by_scale(&mut rows);

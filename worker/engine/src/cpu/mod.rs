@@ -310,7 +310,7 @@ impl Engine for CpuEngine {
             _ if state.is_sharded() => format!("; {}", state.memory_saving_text(layout.whole_len)),
             _ => {
                 let bytes = 4 * config.optimizer.slots().len() * layout.whole_len;
-                format!("; optimizer state, {:.2} MB, is there once, too", bytes as f64 / 1e6)
+                format!("; they also share one copy of the optimizer state, {:.2} MB", bytes as f64 / 1e6)
             }
         };
         if !self.plan.is_data() {
@@ -320,8 +320,8 @@ impl Engine for CpuEngine {
                 0 => String::new(),
                 n => format!("; {} to exchange activations", plural(n as u64, "operation")),
             };
-            let (mesh, begins) = (self.plan.mesh, self.plan.later_stages(&self.network));
-            return format!("a mesh of {mesh}{exchanges}{begins}{saving}");
+            let (mesh, later_stages) = (self.plan.mesh, self.plan.later_stages(&self.network));
+            return format!("a mesh of {mesh}{exchanges}{later_stages}{saving}");
         }
         match (&self.executor.shm_unavailable_reason, self.comm.size()) {
             (_, 1) => String::new(),
@@ -358,7 +358,7 @@ impl CpuEngine {
         Ok(())
     }
 
-    /// Collective if ranks divide the optimizer's state: gathers the whole state, on ranks with `keep`.
+    /// Gathers the whole state of the optimizer on ranks with `keep`. Collective if ranks divide the state.
     fn gathered_optimizer_state(&self, keep: bool) -> Result<Option<OptimizerState>, EngineError> {
         let Executor { layout, state, config, .. } = &self.executor;
         let mut slots = NamedTensors::new();

@@ -20,7 +20,7 @@ fn readers(network: &Network, tensor: TensorId) -> Vec<&Op> {
     network.ops.iter().filter(|op| op.inputs().contains(&tensor)).collect()
 }
 
-/// Number of the batch norm that takes the statistics of `tensor`.
+/// Index of the batch norm that takes the statistics of `tensor`.
 fn norm_after(network: &Network, tensor: TensorId) -> Option<usize> {
     if network.frozen_norm {
         return None;
@@ -34,6 +34,7 @@ struct Fusion<'a> {
     network: &'a Network,
     capabilities: Capabilities,
     ops: Vec<FusedOp>,
+    /// Number of batch norms so far.
     norms: usize,
     /// Batch norms that will be fused with a later addition.
     waiting: Vec<Norm>,

@@ -28,7 +28,7 @@ pub enum Op {
     Relu { input: TensorId, output: TensorId },
     /// GELU of x. If `bias` is the name of a module, of x plus the module's parameter `bias`, `[channels]`.
     Gelu { bias: Option<String>, input: TensorId, output: TensorId },
-    /// End of a residual block: `branch` went through its convolutions, `shortcut` around them.
+    /// End of a residual block: `branch` is the output of the block's convolutions, `shortcut` bypasses them.
     Add { branch: TensorId, shortcut: TensorId, output: TensorId },
     /// Maximum over square windows; padding never wins.
     MaxPool { input: TensorId, output: TensorId, kernel: usize, stride: usize, padding: usize },

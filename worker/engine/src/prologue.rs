@@ -21,7 +21,7 @@ pub(super) struct Prologue<'a> {
     pub(super) parts: Vec<StepPart<'a>>,
     /// Factor of each picture's loss gradient: 1 / (pictures of the step on all ranks), so that the sum of gradients over ranks
     /// and micro-batches is the gradient of the global batch's mean loss, for parts of any size. With class weights, 1 / (sum of the
-    /// weights of their labels). Without [`EngineConfig::gradients_mean`], this factor times the number of ranks.
+    /// weights of the pictures' labels). Without [`EngineConfig::gradients_mean`], this factor is multiplied by the number of ranks.
     pub(super) gradient_scale: f64,
 }
 
@@ -31,9 +31,10 @@ impl<'a> Prologue<'a> {
     /// # Errors
     /// There are more than [`EngineConfig::accumulate`] micro-batches, or a batch is inconsistent.
     pub(super) fn of(batches: &'a [Batch], config: &EngineConfig, ranks: u32) -> Result<Self, EngineError> {
-        let slots = config.accumulate.max(1);
-        if batches.len() > slots {
-            let text = format!("{} micro-batches in a step of {slots}", batches.len());
+        let max_batches = config.accumulate.max(1);
+        if batches.len() > max_batches {
+            let text =
+                format!("a step of {} micro-batches; at most {max_batches} are allowed", batches.len());
             return Err(EngineError::Parameters(text));
         }
         // At the end of an epoch a rank may have no pictures, but still takes part in collectives.
@@ -49,8 +50,8 @@ impl<'a> Prologue<'a> {
             .zip(&counts)
             .filter(|(_, count)| **count > 0)
             .map(|(batch, &count)| {
-                let of = if config.sync_batch_norm { count } else { batch.labels.len() };
-                StepPart { batch, first: false, last: false, statistics_of: of as f64 }
+                let pictures = if config.sync_batch_norm { count } else { batch.labels.len() };
+                StepPart { batch, first: false, last: false, statistics_of: pictures as f64 }
             })
             .collect();
         if let Some(part) = parts.first_mut() {
@@ -59,8 +60,8 @@ impl<'a> Prologue<'a> {
         if let Some(part) = parts.last_mut() {
             part.last = true;
         }
-        let sum_of = if config.gradients_mean { 1.0 } else { f64::from(ranks) };
-        Ok(Self { parts, gradient_scale: sum_of / total })
+        let factor = if config.gradients_mean { 1.0 } else { f64::from(ranks) };
+        Ok(Self { parts, gradient_scale: factor / total })
     }
 }
 
@@ -101,7 +102,7 @@ mod tests {
         let full = [batch(8, 8), batch(8, 8)];
         assert_eq!(Prologue::of(&full, &config(2), 1).unwrap().parts.len(), 2);
         let refused = Prologue::of(&full, &config(1), 1).unwrap_err().to_string();
-        assert!(refused.contains("2 micro-batches in a step of 1"), "{refused}");
+        assert!(refused.contains("a step of 2 micro-batches; at most 1 are allowed"), "{refused}");
         assert!(Prologue::of(&[batch(8, 7)], &config(1), 2).is_err());
     }
 }

@@ -57,7 +57,7 @@ impl TensorSource for InitialParameters {
     }
 }
 
-/// [`InitialParameters`], drawn whole.
+/// All values of [`InitialParameters`].
 pub fn initial_parameters(network: &Network, zero_init_residual: bool, seed: u64) -> NamedTensors {
     let initial = InitialParameters::new(network, zero_init_residual, seed);
     let drawn = |(name, shape, len): (&str, &[usize], usize)| {

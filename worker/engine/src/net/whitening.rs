@@ -65,8 +65,8 @@ impl Patches {
         let matrix = (0..values * values).map(|at| mean(at / values, at % values)).collect();
         let (eigenvalues, vectors) = eigen_decomposition(matrix, values);
         let scaled = (0..values * values).map(|at| {
-            let (number, value) = (at / values, at % values);
-            vectors[value * values + number] / (eigenvalues[number].max(0.0) + EPSILON).sqrt()
+            let (vector, value) = (at / values, at % values);
+            vectors[value * values + vector] / (eigenvalues[vector].max(0.0) + EPSILON).sqrt()
         });
         let scaled: Vec<f32> = scaled.map(|v| v as f32).collect();
         let values_of_both = scaled.iter().copied().chain(scaled.iter().map(|v| -v)).collect();

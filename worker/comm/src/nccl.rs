@@ -117,8 +117,8 @@ impl Nccl {
 
     /// Ends the work in progress in this group, from any thread. Other groups continue. Waiting calls return
     /// [`CommError::Aborted`], collectives that run on the GPU end, and work behind them on their streams continues.
-    /// Their results are undefined, also on ranks that have not aborted: those ranks use incomplete data as if this
-    /// rank had sent it.
+    /// The results of these collectives are undefined, also on ranks that have not aborted: those ranks use incomplete
+    /// data as if this rank had sent it.
     pub fn abort(&self, reason: &str) {
         self.comm.abort(reason);
     }

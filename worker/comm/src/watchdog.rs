@@ -112,7 +112,7 @@ impl Watchdog {
         self.shared.base.store(base, Ordering::Release);
     }
 
-    /// Reports that step number `step` (of this process, from 1) was submitted to the GPU. It must complete within
+    /// Reports that step `step` (counted from 1 in this process) was submitted to the GPU. The step must complete within
     /// the limit.
     pub fn submitted(&self, step: u64) {
         let shared = &self.shared;
@@ -121,7 +121,7 @@ impl Watchdog {
         }
     }
 
-    /// Reports that step number `step` and all steps before it are done.
+    /// Reports that step `step` and all steps before it are done.
     pub fn done(&self, step: u64) {
         self.shared.done.fetch_max(step, Ordering::AcqRel);
         self.shared.record_progress();

@@ -154,15 +154,15 @@ impl Order {
 
     /// The class at position `place`, relative to the rank's first class.
     pub(crate) fn class(&self, place: u32) -> u32 {
-        let mut number = place;
+        let mut value = place;
         loop {
-            let (mut left, mut right) = (number >> self.half, number & self.mask());
+            let (mut left, mut right) = (value >> self.half, value & self.mask());
             for key in self.keys {
                 (left, right) = (right, left ^ self.scramble(right, key));
             }
-            number = left << self.half | right;
-            if number < self.classes {
-                return number;
+            value = left << self.half | right;
+            if value < self.classes {
+                return value;
             }
         }
     }

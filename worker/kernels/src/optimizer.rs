@@ -348,11 +348,11 @@ impl Update {
             }),
             OptimizerKind::AdamW => {
                 let adam = self.adam;
-                let kept = (1.0 - f64::from(rate) * f64::from(decay)) as f32;
-                let size = (f64::from(rate) / adam.correction1) as f32;
+                let decay_factor = (1.0 - f64::from(rate) * f64::from(decay)) as f32;
+                let step_size = (f64::from(rate) / adam.correction1) as f32;
                 values.zip(second.iter_mut()).for_each(|(((w, m), g), v)| {
                     let divisor = adam.update_moments(m, v, *g);
-                    *w = *w * kept - size * (*m / divisor);
+                    *w = *w * decay_factor - step_size * (*m / divisor);
                 });
             }
             OptimizerKind::Lamb => values.for_each(|((w, _), r)| *w -= rate * r),

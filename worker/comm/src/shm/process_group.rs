@@ -69,15 +69,15 @@ impl ShmProcessGroup {
         exchange: impl Fn(&str, &[u8]) -> Result<Vec<Vec<u8>>, E>,
     ) -> Result<Result<Arc<Self>, String>, E> {
         let size = ring.size() as usize;
-        let made = (ring.rank() == 0).then(|| descriptor::make(size));
-        let message = match &made {
+        let allocated = (ring.rank() == 0).then(|| descriptor::make(size));
+        let message = match &allocated {
             Some(Ok((descriptor, _))) => serde_json::to_vec(&Ok::<_, String>(descriptor)).unwrap_or_default(),
             Some(Err(reason)) => serde_json::to_vec(&Err::<(), _>(reason)).unwrap_or_default(),
             None => Vec::new(),
         };
         let messages = exchange("shm/descriptor", &message)?;
-        let opened = match made {
-            Some(made) => made.map(|(_, opened)| opened),
+        let opened = match allocated {
+            Some(allocated) => allocated.map(|(_, opened)| opened),
             None => serde_json::from_slice::<Result<descriptor::ShmDescriptor, String>>(&messages[0])
                 .map_err(|e| e.to_string())
                 .and_then(|described| described.map_err(|_| String::new()))

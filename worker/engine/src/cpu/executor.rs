@@ -122,7 +122,7 @@ pub(super) struct Executor {
     /// Gradient of a stage's input that has not been sent to the preceding stage yet.
     pub(super) input_gradient: Option<Vec<f32>>,
     pub(super) pool: BufferPool,
-    /// Has the number format of the convolutions.
+    /// Scratch memory with the number format of the convolutions.
     pub(super) scratch: conv::Scratch,
     /// Whether gradients are summed in float64; see [`super::gradient`].
     pub(super) f64_gradients: bool,

@@ -195,8 +195,8 @@ mod tests {
     fn an_unknown_parameter_is_an_error() {
         let network = resnet::build(&ModelSpec::default(), 8, 3, 10).unwrap();
         let layout = Layout::new(&network, &fuse::fuse(&network, &fuse::Capabilities::default()));
-        for (number, parameter) in layout.parameters.iter().enumerate() {
-            assert_eq!(layout.parameter(&parameter.name).unwrap(), number);
+        for (index, parameter) in layout.parameters.iter().enumerate() {
+            assert_eq!(layout.parameter(&parameter.name).unwrap(), index);
         }
         let error = layout.parameter("conv1.weigth").unwrap_err().to_string();
         assert_eq!(error, "the network has no parameter conv1.weigth");

@@ -211,8 +211,8 @@ impl Engine for CpuEngine {
     fn optimizer_state(&self) -> Result<OptimizerState, EngineError> {
         let Executor { layout, state, config, .. } = &self.executor;
         let mut slots = NamedTensors::new();
-        for (number, &name) in config.optimizer.slots().iter().enumerate() {
-            layout.export(Some(name), &state.optimizer_slot(number), &mut slots);
+        for (slot, &name) in config.optimizer.slots().iter().enumerate() {
+            layout.export(Some(name), &state.optimizer_slot(slot), &mut slots);
         }
         Ok(OptimizerState { slots, updates: state.updates })
     }
@@ -226,9 +226,9 @@ impl Engine for CpuEngine {
         state.updates = to.updates;
         if writes {
             let mut flat = vec![0.0; layout.len()];
-            for (number, &name) in optimizer.slots().iter().enumerate() {
+            for (slot, &name) in optimizer.slots().iter().enumerate() {
                 layout.import(Some(name), &to.slots, &mut flat);
-                state.set_optimizer_slot(number, &flat);
+                state.set_optimizer_slot(slot, &flat);
             }
         }
         Ok(())
@@ -362,8 +362,8 @@ impl CpuEngine {
     fn gathered_optimizer_state(&self, keep: bool) -> Result<Option<OptimizerState>, EngineError> {
         let Executor { layout, state, config, .. } = &self.executor;
         let mut slots = NamedTensors::new();
-        for (number, &name) in config.optimizer.slots().iter().enumerate() {
-            if let Some(flat) = state.gathered_slot(number, keep)? {
+        for (slot, &name) in config.optimizer.slots().iter().enumerate() {
+            if let Some(flat) = state.gathered_slot(slot, keep)? {
                 layout.export(Some(name), &flat, &mut slots);
             }
         }

@@ -12,7 +12,7 @@ impl Executor {
     /// Swaps the current activations with those kept for the micro-batch at index `micro_batch`; a second call swaps them back.
     /// Micro-batches that are between their passes at the same time have separate buffers.
     pub(super) fn swap_in_flight(&mut self, micro_batch: usize) {
-        // The first of these micro-batches uses the current buffers.
+        // Number 0 stands for the current buffers.
         let buffer = micro_batch % (self.in_flight.len() + 1);
         let Some(kept) = buffer.checked_sub(1).and_then(|index| self.in_flight.get_mut(index)) else {
             return;

@@ -12,10 +12,10 @@ impl Network {
     /// ReLUs and poolings. The input of a ReLU is not kept in addition to the ReLU's output.
     pub fn kept_values(&self) -> u64 {
         let picture = self.tensors[self.input()].len() as u64;
-        let made = self.values_of(|op| {
+        let outputs = self.values_of(|op| {
             matches!(op, Op::Conv { .. } | Op::Relu { .. } | Op::Gelu { .. } | Op::MaxPool { .. })
         });
-        picture.saturating_add(made)
+        picture.saturating_add(outputs)
     }
 
     fn values_of(&self, counted: impl Fn(&Op) -> bool) -> u64 {

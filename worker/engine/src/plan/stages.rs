@@ -134,8 +134,8 @@ mod tests {
     fn four_stages_compute_six_micro_batches_in_the_published_order() {
         let text = |stage: usize| -> String {
             let word = |pass: &Pass| match pass {
-                Pass::Forward(number) => format!("f{number}"),
-                Pass::Backward(number) => format!("b{number}"),
+                Pass::Forward(micro_batch) => format!("f{micro_batch}"),
+                Pass::Backward(micro_batch) => format!("b{micro_batch}"),
             };
             schedule(stage, 4, 6).iter().map(word).collect::<Vec<_>>().join(" ")
         };
@@ -157,8 +157,8 @@ mod tests {
                     let Some(pass) = remaining[stage].front().copied() else { continue };
                     let is_ready = match pass {
                         Pass::Forward(_) => stage == 0 || done[stage - 1].contains(&pass),
-                        Pass::Backward(number) => {
-                            done[stage].contains(&Pass::Forward(number))
+                        Pass::Backward(micro_batch) => {
+                            done[stage].contains(&Pass::Forward(micro_batch))
                                 && (stage + 1 == stages || done[stage + 1].contains(&pass))
                         }
                     };
@@ -249,12 +249,12 @@ mod tests {
                 let parameters: Vec<_> = stages.iter().flat_map(Network::parameters).collect();
                 assert_eq!(parameters, whole.parameters(), "{mesh:?}");
                 assert_eq!(stages.iter().map(|stage| stage.ops.len()).sum::<usize>(), whole.ops.len());
-                for (number, pair) in stages.windows(2).enumerate() {
+                for (stage, pair) in stages.windows(2).enumerate() {
                     let (sent, received) = (pair[0].logits(), pair[1].input());
                     assert_eq!(pair[0].tensors[sent], pair[1].tensors[received]);
                     assert_eq!(pair[0].placement(sent), pair[1].placement(received));
                     assert_eq!(pair[0].rows(sent), pair[1].rows(received));
-                    assert_eq!(pair[1].stage(), (number + 1, mesh.stage));
+                    assert_eq!(pair[1].stage(), (stage + 1, mesh.stage));
                     assert!(!pair[1].is_pictures(received), "a received tensor has a gradient");
                 }
             }

@@ -190,21 +190,21 @@ impl Plan<'_> {
         let row = (s.in_w * s.in_c.next_multiple_of(LANES)).max(s.out_w() * s.out_c.next_multiple_of(LANES))
             * self.units(self.group);
         let count = self.pieces[0].len();
-        let mut each = count;
-        while each > 1 && {
-            let (src, rows) = self.pieces[0][..each]
+        let mut pieces_per_chunk = count;
+        while pieces_per_chunk > 1 && {
+            let (src, rows) = self.pieces[0][..pieces_per_chunk]
                 .iter()
                 .fold((0, 0), |(src, rows), piece| (piece.src.end.max(src), piece.rows.end.max(rows)));
             src.max(rows) * row > PACKED
         } {
-            each = each.div_ceil(2);
+            pieces_per_chunk = pieces_per_chunk.div_ceil(2);
         }
         (0..s.batch)
             .step_by(self.group)
             .flat_map(|first| {
-                (0..count).step_by(each).map(move |piece| Chunk {
+                (0..count).step_by(pieces_per_chunk).map(move |piece| Chunk {
                     pictures: first..s.batch.min(first + self.group),
-                    pieces: piece..count.min(piece + each),
+                    pieces: piece..count.min(piece + pieces_per_chunk),
                 })
             })
             .collect()

@@ -297,14 +297,14 @@ pub(super) fn fuse(network: &Network, capabilities: &Capabilities) -> Vec<FusedO
 }
 
 /// Number of reads of `tensor`: `x + x` reads x twice.
-fn reads(network: &Network, tensor: TensorId) -> usize {
+fn count_reads(network: &Network, tensor: TensorId) -> usize {
     network.ops.iter().flat_map(Op::inputs).filter(|input| *input == tensor).count()
 }
 
 /// Takes statistics right after each convolution that its batch norm does not directly follow.
 fn take_statistics_early(ops: &mut [FusedOp]) {
     for at in 0..ops.len() {
-        let next = ops.get(at + 1).map(|op| match op {
+        let next_norm_input = ops.get(at + 1).and_then(|op| match op {
             FusedOp::Norm(norm) => Some(norm.input),
             _ => None,
         });
@@ -317,7 +317,7 @@ fn take_statistics_early(ops: &mut [FusedOp]) {
         else {
             continue;
         };
-        if next == Some(Some(*output)) {
+        if next_norm_input == Some(*output) {
             continue;
         }
         *early_statistics = true;

@@ -303,7 +303,7 @@ pub fn hardware() -> Result<String, String> {
             let hardware = Hardware::open(&library)?;
             Ok(match hardware.engines() {
                 Some((engines, _)) => format!("{engines} engines"),
-                None => "there".into(),
+                None => "engines, whose number nvJPEG does not report".into(),
             })
         });
         let _ = result::primary_ctx::release(device);

@@ -8,9 +8,9 @@ use lockstep_data::loader::Batch;
 pub(super) struct StepPart<'a> {
     pub(super) batch: &'a Batch,
     /// Whether this is the step's first part, whose gradients overwrite those of the previous step.
-    pub(super) first: bool,
+    pub(super) is_first: bool,
     /// Whether this is the step's last part, which the update follows.
-    pub(super) last: bool,
+    pub(super) is_last: bool,
     /// Number of pictures in batch norm's statistics: on all ranks if statistics are synchronised.
     pub(super) statistics_of: f64,
 }
@@ -51,14 +51,14 @@ impl<'a> Prologue<'a> {
             .filter(|(_, count)| **count > 0)
             .map(|(batch, &count)| {
                 let pictures = if config.sync_batch_norm { count } else { batch.labels.len() };
-                StepPart { batch, first: false, last: false, statistics_of: pictures as f64 }
+                StepPart { batch, is_first: false, is_last: false, statistics_of: pictures as f64 }
             })
             .collect();
         if let Some(part) = parts.first_mut() {
-            part.first = true;
+            part.is_first = true;
         }
         if let Some(part) = parts.last_mut() {
-            part.last = true;
+            part.is_last = true;
         }
         let factor = if config.gradients_mean { 1.0 } else { f64::from(ranks) };
         Ok(Self { parts, gradient_scale: factor / total })
@@ -81,14 +81,14 @@ mod tests {
     #[test]
     fn a_step_has_the_micro_batches_with_pictures_on_any_rank() {
         let step = [batch(0, 0), batch(8, 16), batch(0, 4), batch(0, 0)];
-        let places = |config: &EngineConfig| {
+        let prepare = |config: &EngineConfig| {
             let Prologue { parts, gradient_scale } = Prologue::of(&step, config, 2).unwrap();
-            let parts: Vec<_> = parts.iter().map(|p| (p.first, p.last, p.statistics_of)).collect();
+            let parts: Vec<_> = parts.iter().map(|p| (p.is_first, p.is_last, p.statistics_of)).collect();
             (parts, gradient_scale)
         };
-        assert_eq!(places(&config(4)), (vec![(true, false, 16.0), (false, true, 4.0)], 1.0 / 20.0));
+        assert_eq!(prepare(&config(4)), (vec![(true, false, 16.0), (false, true, 4.0)], 1.0 / 20.0));
         let local = EngineConfig { sync_batch_norm: false, gradients_mean: false, ..config(4) };
-        assert_eq!(places(&local), (vec![(true, false, 8.0), (false, true, 0.0)], 2.0 / 20.0));
+        assert_eq!(prepare(&local), (vec![(true, false, 8.0), (false, true, 0.0)], 2.0 / 20.0));
         let weighted =
             step.map(|step| Batch { global_weight: Some(1.5 * step.global_samples as f64), ..step });
         assert_eq!(Prologue::of(&weighted, &config(4), 2).unwrap().gradient_scale, 1.0 / 30.0);

@@ -205,7 +205,7 @@ impl Lowering<'_> {
             }
         };
         let (inputs, rows) = self.rows(op, inputs);
-        let mut output = self.tensor(op.output(), placement.clone(), rows);
+        let mut output = self.add_tensor(op.output(), placement.clone(), rows);
         let mut local = op.on(&inputs, output);
         if let Op::Conv { input, groups, .. } = &mut local {
             let per_group = self.whole.tensors[op.inputs()[0]].channels / *groups;
@@ -215,7 +215,7 @@ impl Lowering<'_> {
         }
         self.local.ops.push(local);
         if matches!(op, Op::GlobalAveragePool { .. }) && self.part.rows[inputs[0]].is_some() {
-            let input = std::mem::replace(&mut output, self.tensor(op.output(), placement, None));
+            let input = std::mem::replace(&mut output, self.add_tensor(op.output(), placement, None));
             self.local.ops.push(Op::MeanOfRows { input, output });
         }
         self.local_ids[op.output()] = output;
@@ -241,7 +241,7 @@ impl Lowering<'_> {
             Some(extended) => *extended,
             None => {
                 let placement = self.part.placements[input].clone();
-                let output = self.tensor(self.whole_ids[input], placement, Some(reached));
+                let output = self.add_tensor(self.whole_ids[input], placement, Some(reached));
                 self.local.ops.push(Op::Halo { input, output, lowest });
                 self.extended.insert(key, output);
                 output
@@ -290,14 +290,14 @@ impl Lowering<'_> {
             return *existing;
         }
         let rows = self.part.rows[tensor].clone();
-        let output = self.tensor(self.whole_ids[tensor], placement.clone(), rows);
+        let output = self.add_tensor(self.whole_ids[tensor], placement.clone(), rows);
         self.local.ops.push(Op::Redistribute { input: tensor, output });
         self.redistributed.insert(key, output);
         output
     }
 
     /// Adds an activation to the local network: this rank's part of `whole`.
-    fn tensor(&mut self, whole: TensorId, placement: Placement, rows: Option<Rows>) -> TensorId {
+    fn add_tensor(&mut self, whole: TensorId, placement: Placement, rows: Option<Rows>) -> TensorId {
         let mut shape = self.whole.tensors[whole];
         self.part.placements.push(placement);
         self.part.rows.push(rows);

@@ -107,9 +107,10 @@ fn with_divided_state(
     }
     let plan = Plan { optimizer_sharding: true, ..best.plan.clone() };
     let divided = candidate(network, plan, machine, work);
-    let is_taken =
-        |it: &Candidate| pinned.optimizer_sharding || can_run(&it.plan) && it.is_better(&best, machine);
-    divided.filter(is_taken).unwrap_or(best)
+    let is_chosen = |divided: &Candidate| {
+        pinned.optimizer_sharding || can_run(&divided.plan) && divided.is_better(&best, machine)
+    };
+    divided.filter(is_chosen).unwrap_or(best)
 }
 
 fn candidate(network: &Network, plan: Plan, machine: &Machine, work: &Workload) -> Option<Candidate> {

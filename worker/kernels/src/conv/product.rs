@@ -123,7 +123,7 @@ impl Pass {
         let groups = self.batch.div_ceil(tiles.group);
         let blocks = dst_c.div_ceil(LANES);
         let picture_len = src_h * src_w * self.line(tiles);
-        let job = Job { tiles, src, w, dst: SharedOutput::of(dst), sums: sums.is_some() };
+        let job = Job { tiles, src, w, dst: SharedOutput::of(dst), computes_sums: sums.is_some() };
         let tasks: Vec<Task> = if picture_len * self.batch <= PACKED_WHOLE && w.len() > PACKED {
             // Few pixels, many weights: each weight is loaded by only one task, for all pictures.
             let count = blocks.div_ceil(WEIGHT_TASKS).next_multiple_of(2);
@@ -277,7 +277,7 @@ impl Pass {
         }
         buffers.starts.push(buffers.taps.len());
 
-        let sums = if job.sums { buffers.sums.get(blocks.len() * 3 * LANES) } else { &mut [] };
+        let sums = if job.computes_sums { buffers.sums.get(blocks.len() * 3 * LANES) } else { &mut [] };
         let units = self.units(tiles);
         let w_block = LANES * self.kernel * self.kernel * units;
         let blocks_per_group = (dst_c / self.cardinality).div_ceil(LANES);
@@ -314,8 +314,10 @@ impl Pass {
                             y: job.dst.pointer().add(first),
                             y_picture: dst_h * dst_w * dst_c,
                             lanes: dst_c % LANES,
-                            sums: sums.filter(|_| job.sums).map_or(std::ptr::null_mut(), |s| s.as_mut_ptr()),
-                            first: index == 0 && group == groups.start,
+                            sums: sums
+                                .filter(|_| job.computes_sums)
+                                .map_or(std::ptr::null_mut(), |s| s.as_mut_ptr()),
+                            starts_sums: index == 0 && group == groups.start,
                         });
                     }
                 }
@@ -325,7 +327,7 @@ impl Pass {
 
         let count = (pictures.len() * rows.len() * dst_w) as f64;
         let channels = blocks.len() * LANES - (blocks.end * LANES).saturating_sub(dst_c);
-        let mut totals = vec![0.0; if job.sums { 2 * channels } else { 0 }];
+        let mut totals = vec![0.0; if job.computes_sums { 2 * channels } else { 0 }];
         for (block, sums) in sums.chunks_exact(3 * LANES).enumerate() {
             for lane in 0..LANES.min(channels - block * LANES) {
                 let [pivot, sum, square] = [0, 1, 2].map(|kind| f64::from(sums[kind * LANES + lane]));
@@ -344,7 +346,7 @@ struct Job<'a> {
     src: &'a [f32],
     w: &'a [f32],
     dst: SharedOutput,
-    sums: bool,
+    computes_sums: bool,
 }
 
 /// A piece of the output: rows of groups of pictures, for blocks of channels.

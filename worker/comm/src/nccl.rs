@@ -1,4 +1,4 @@
-//! Collectives between GPUs: NCCL, in the order of CUDA streams.
+//! Collectives between GPUs: NCCL, enqueued on CUDA streams.
 //!
 //! [`Nccl`] operates on device memory during a step. Votes, checkpoints and other host data use the TCP ring
 //! ([`super::ring`]), which GPU ranks also have. The communicator is non-blocking: every call returns at once, and
@@ -38,8 +38,8 @@ const POLL: Duration = Duration::from_micros(50);
 /// Time limit for finalizing a communicator. Other ranks may have exited.
 const FINALIZE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Maximum number of thread blocks of a collective, each of which occupies a multiprocessor. Kernels that wait for
-/// other ranks leave this many multiprocessors free, so that a collective on another stream can complete meanwhile.
+/// Maximum number of thread blocks of a collective. Each block occupies a multiprocessor. Kernels that wait for other
+/// ranks leave this many multiprocessors free, so that a collective on another stream can complete meanwhile.
 /// NCCL's own limit on Hopper is equal.
 pub const MAX_BLOCKS: u32 = 32;
 

@@ -86,7 +86,7 @@ pub struct StepResult {
     pub step_secs: f64,
     /// Seconds that this rank waited for gradients or statistics of other ranks.
     pub all_reduce_secs: f64,
-    /// `all_reduce_secs` by the axes of the mesh; `None` in data parallel, and if the engine does not measure it.
+    /// `all_reduce_secs` by the axes of the mesh; `None` under data parallelism, and if the engine does not measure them.
     pub axis_secs: Option<AxisTimes>,
     /// Factor of the loss before the backward pass; `None` without loss scaling (all formats but float16).
     pub loss_scale: Option<f32>,
@@ -135,7 +135,7 @@ pub enum EngineError {
     /// The device, its driver or a library does not support an operation; another attempt would fail as well.
     #[error("{0}")]
     Device(String),
-    /// The device or one of its libraries failed; the backend's error.
+    /// The device or one of its libraries failed. This is the backend's error.
     #[error("{0}")]
     Backend(Box<dyn DeviceError>),
 }

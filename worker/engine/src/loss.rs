@@ -120,8 +120,8 @@ impl LossConfig {
 /// Rounds of the Feistel network. With 8 rounds, pairs of few classes are not drawn equally often.
 pub(crate) const ROUNDS: usize = 10;
 /// A random permutation of a rank's classes, of which a step uses the first ones. It is a Feistel network over the next
-/// power of four, applied repeatedly until the result is a class ("cycle walking", Black and Rogaway 2002). So any
-/// class, and the position of any class, is computed without the others.
+/// power of four, applied repeatedly until the result is a class ("cycle walking", Black and Rogaway 2002). So the class at
+/// any position, and the position of any class, can be computed directly.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Order {
     classes: u32,

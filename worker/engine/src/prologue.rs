@@ -77,7 +77,7 @@ mod tests {
         Batch { labels: vec![0; own], global_samples, ..Batch::default() }
     }
 
-    /// A micro-batch without a picture on any rank is left out, but not a micro-batch without a picture on only this rank.
+    /// A micro-batch is left out if no rank has pictures in it, but not if only this rank has none.
     #[test]
     fn a_step_has_the_micro_batches_with_pictures_on_any_rank() {
         let step = [batch(0, 0), batch(8, 16), batch(0, 4), batch(0, 0)];

@@ -61,8 +61,9 @@ pub struct Writers {
 impl Writers {
     /// Divides the parameters of a whole network and their optimizer slots `slots` among `ranks` (ascending; the first is 0). Parameters
     /// are assigned one by one, the largest first, each to the rank with the smallest load. A rank's load counts its parameters with all
-    /// their slots, wherever these go. The slots of a parameter go to the ranks after its own rank, so that no rank writes all tensors of a
-    /// very large layer. Exception: if rank 0 writes the whole average, and therefore fewer parameters, slots stay with their parameter.
+    /// their slots, even if other ranks write the slots. The slots of a parameter go to the ranks after its own rank, so that no rank
+    /// writes all tensors of a very large layer. Exception: if rank 0 writes the whole average, and therefore fewer parameters, slots
+    /// stay with their parameter.
     pub fn deal(network: &Network, slots: &[&str], average: AverageOn, ranks: &[u32]) -> Self {
         let (mut trained, running): (Vec<_>, Vec<_>) =
             network.parameters().into_iter().partition(|parameter| parameter.role.is_trained());

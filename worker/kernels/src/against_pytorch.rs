@@ -300,7 +300,7 @@ fn steps_of_sgd_match_pytorch() {
 /// The filters of a convolution over several steps, from `muon` of `make_fixtures.py`.
 #[derive(Deserialize)]
 struct Filters {
-    /// Outputs, inputs, kernel.
+    /// Number of outputs, number of inputs, and side length of the kernel.
     shape: [usize; 3],
     momentum: f32,
     lr: f32,

@@ -92,7 +92,7 @@ impl Tiling {
         (CHUNK / self.stride).max(16) * self.stride
     }
 
-    /// Repeats one value per channel to one value per lane of the stride.
+    /// Repeats the channels' values until each lane of the stride has a value.
     fn spread(self, per_channel: &[f32]) -> Vec<f32> {
         per_channel.iter().copied().cycle().take(self.stride).collect()
     }

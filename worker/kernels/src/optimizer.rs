@@ -60,8 +60,8 @@ pub struct ParameterPolicy {
     pub decay: f32,
     /// The learning rate, as a multiple of the step's.
     pub rate: f32,
-    /// Whether the update is computed from the whole parameter: from norms of the parameter and its gradient, or with Muon from
-    /// the matrix.
+    /// Whether the update depends on the whole parameter: on the norms of the parameter and of its gradient or, with Muon, on the
+    /// matrix of all filters.
     pub adapted: bool,
     /// Whether the parameter and its optimizer slots never change.
     pub frozen: bool,

@@ -31,7 +31,7 @@ pub struct ShmProcessGroup {
     own: Mutex<FilePosition>,
 }
 
-/// The number of calls and the used length of the file. It is the same on every rank between calls.
+/// The number of calls and the used length of the file. Between calls, both are equal on all ranks.
 #[derive(Debug)]
 struct FilePosition {
     calls: u64,

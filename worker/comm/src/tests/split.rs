@@ -97,7 +97,7 @@ fn aborting_a_group_aborts_all_its_subgroups() {
             let inner = part.split(0).unwrap();
             all.barrier().unwrap();
             if all.rank() == 0 {
-                // No other rank calls these.
+                // No other rank makes these calls.
                 std::thread::scope(|scope| {
                     let waiting = scope.spawn(|| inner.barrier().unwrap_err());
                     all.abort("asked to stop");

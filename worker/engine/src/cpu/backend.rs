@@ -24,8 +24,8 @@ impl Backend for Cpu {
         Device::Cpu.name()
     }
 
-    /// One slot per core, or the requested number of slots. The ranks of an attempt on this machine divide the cores evenly
-    /// among them.
+    /// One slot per core, or the requested number of slots. The ranks of an attempt divide this machine's cores evenly among
+    /// themselves.
     fn devices(&self, selection: Selection<'_>) -> Result<Devices, String> {
         if selection.device.is_accelerator() || selection.list.is_some() {
             return Ok(Devices::default());

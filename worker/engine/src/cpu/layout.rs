@@ -11,9 +11,8 @@ use crate::{
 use lockstep_host::tensors::{HostTensor, NamedTensors, TensorSource};
 use std::{collections::BTreeMap, ops::Range};
 
-/// Number of values at which a bucket is closed: an eighth of the network, so that most gradients are
-/// being reduced before backward ends. A minimum limits the cost of calls, and a maximum is where a
-/// ring's bandwidth is saturated.
+/// Number of values at which a bucket is closed: an eighth of the network, so that the reduction of most gradients starts
+/// before backward ends. The minimum limits the number of calls. At the maximum, a ring's bandwidth is saturated.
 fn bucket_len(parameters: usize) -> usize {
     (parameters / 8).clamp(1 << 16, 1 << 18)
 }
@@ -71,9 +70,9 @@ pub(super) struct Layout {
     /// In the order in which backward produces gradients.
     pub(super) parameters: Vec<ParameterPlace>,
     by_name: BTreeMap<String, usize>,
-    /// Range of the flat buffer of each bucket.
+    /// By bucket: its range in the flat buffer.
     pub(super) buckets: Vec<Range<usize>>,
-    /// Last parameter of each bucket.
+    /// By bucket: its last parameter.
     pub(super) last_parameters: Vec<usize>,
     /// By bucket: the axes over which gradients are summed.
     pub(super) axes: Vec<Axes>,

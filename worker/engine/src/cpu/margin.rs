@@ -84,7 +84,7 @@ impl Margin {
         let (scale, terms) = (f64::from(self.scale), self.terms());
         let cos = (f64::from(logit) / scale).clamp(-1.0, 1.0);
         let (with_margin, slope) = if cos > terms.limit {
-            // The derivative has no limit at a cosine of 1.
+            // Without this minimum, the derivative would be infinite at a cosine of 1.
             let sin = (1.0 - cos * cos).max(f64::from(f32::EPSILON)).sqrt();
             (cos * terms.cos - sin * terms.sin, terms.cos + terms.sin * cos / sin)
         } else {

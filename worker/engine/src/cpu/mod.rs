@@ -152,7 +152,7 @@ impl Engine for CpuEngine {
         let micros = times.iter().map(|time| time.as_secs_f64() * 1e6);
         let mut layers =
             if times.is_empty() { Vec::new() } else { layer_times(&self.executor.ops, micros.enumerate()) };
-        // Tensors have other numbers in a part of a network, so layers without a name cannot be identified.
+        // Tensors have other IDs in a part of a network, so layers without a name cannot be identified.
         layers.retain(|layer| self.plan.is_data() || layer.name.is_some());
         layers
     }

@@ -13,7 +13,7 @@ pub(super) enum Draw {
 }
 
 impl Draw {
-    /// Fills `to` with the values from value `from` on.
+    /// Fills `to` with the values from index `from` on.
     pub(super) fn fill(&self, from: usize, to: &mut [f32]) {
         match self {
             Self::Constant(value) => to.fill(*value),

@@ -30,7 +30,7 @@ pub enum Op {
     Gelu { bias: Option<String>, input: TensorId, output: TensorId },
     /// End of a residual block: `branch` is the output of the block's convolutions, `shortcut` bypasses them.
     Add { branch: TensorId, shortcut: TensorId, output: TensorId },
-    /// Maximum over square windows; padding never wins.
+    /// Maximum over square windows. Padding is never the maximum.
     MaxPool { input: TensorId, output: TensorId, kernel: usize, stride: usize, padding: usize },
     /// Mean over height and width.
     GlobalAveragePool { input: TensorId, output: TensorId },

@@ -1,4 +1,4 @@
-//! Searches the fastest plan that fits in memory: every mesh of stages x data x height x model, each with the splits
+//! Searches for the fastest plan that fits in memory: every mesh of stages x data x height x model, each with the splits
 //! that a beam search finds. Meshes with both several stages and split operators are considered only if the job
 //! requests one of the two.
 //! Blocks of a stage are split alike (`layer3.*.conv1`), so even ResNet-152 has only 18 choices. The beam search
@@ -82,7 +82,7 @@ pub fn search(
                     found.extend(plain.and_then(runnable));
                 } else if stage == 1 || is_pinned {
                     let best = best_splits(network, mesh, (machine, work), &pinned.shard);
-                    // For some backends only the split without strategies is searched.
+                    // Some backends can run only the split without strategies.
                     let plain = || candidate(network, Plan::on(mesh, pinned.shard.clone()), machine, work);
                     found.extend(best.and_then(runnable).or_else(|| plain().and_then(runnable)));
                 }
@@ -162,7 +162,7 @@ fn best_splits(
         // The last strategy that matches an operator applies.
         let mut shards: Vec<_> = own.chain(pinned.iter().cloned()).collect();
         if shards.is_empty() {
-            // The default without strategies.
+            // The default split if there are no strategies.
             shards.push(ShardSpec { pattern: network.head().into(), split: Split::Out });
         }
         candidate(network, Plan::on(mesh, shards), machine, work)

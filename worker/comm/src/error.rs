@@ -43,11 +43,11 @@ impl CommError {
         }
     }
 
-    /// Converts rank numbers in the error from the numbering of a group to the numbering of its parent: rank `r` of
-    /// the group is rank `ranks[r]` of the parent.
+    /// Replaces the ranks of a group in the error by the ranks of the parent group: rank `r` of the group is rank
+    /// `parent_ranks[r]` of the parent.
     #[must_use]
-    pub fn among(mut self, ranks: &[u32]) -> Self {
-        let to_parent = |rank: &mut u32| *rank = ranks.get(*rank as usize).copied().unwrap_or(*rank);
+    pub fn in_parent(mut self, parent_ranks: &[u32]) -> Self {
+        let to_parent = |rank: &mut u32| *rank = parent_ranks.get(*rank as usize).copied().unwrap_or(*rank);
         match &mut self {
             CommError::TimedOut { peer, .. }
             | CommError::Disconnected { peer, .. }

@@ -7,7 +7,7 @@ use std::time::Duration;
 #[derive(Clone, Copy)]
 pub enum Exchange<'a> {
     /// The attempt's rendezvous store, and the time limit for the other ranks to arrive. The limit may exceed the
-    /// rendezvous time-out, because a rank may compile kernels first. A rank that is asked to stop stops waiting.
+    /// rendezvous time-out, because a rank may compile kernels first. A request to stop ends the wait.
     Store(&'a Store, Duration),
     /// A group that is already connected.
     Group(&'a dyn ProcessGroup),
@@ -44,8 +44,8 @@ impl<'a> Exchange<'a> {
         }
     }
 
-    /// Collective: returns the values of all ranks, in rank order. `name` must be unique within an attempt. With
-    /// a store, errors name `operation`.
+    /// Collective: returns the values of all ranks, in rank order. `name` must be unique within an attempt. Errors of
+    /// a store contain `operation`; errors of a group contain the group's own operation.
     ///
     /// # Errors
     /// A rank does not arrive in time, or its connection is lost.

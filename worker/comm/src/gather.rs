@@ -74,21 +74,21 @@ pub fn gather(store: &Store, ordinal: i32) -> Result<Gathered, CommError> {
         unsafe {
             let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
             result::stream::begin_capture(gpu.stream, mode).map_err(failed)?;
-            let all =
+            let enqueued =
                 (0..rounds).try_for_each(|_| nccl.all_reduce(vector.0, count, DataType::F32, gpu.stream));
             let recorded = result::stream::end_capture(gpu.stream).map_err(failed)?;
-            all?;
+            enqueued?;
             let graph =
                 result::graph::instantiate(recorded, sys::CUgraphInstantiate_flags(0)).map_err(failed)?;
             result::graph::destroy(recorded).map_err(failed)?;
-            let once = || -> Result<f64, CommError> {
+            let time_launch = || -> Result<f64, CommError> {
                 let began = Instant::now();
                 result::graph::launch(graph, gpu.stream).map_err(failed)?;
                 finish()?;
                 Ok(began.elapsed().as_secs_f64() / f64::from(rounds))
             };
-            once()?;
-            let secs = once();
+            time_launch()?;
+            let secs = time_launch();
             result::graph::exec_destroy(graph).map_err(failed)?;
             secs
         }
@@ -121,15 +121,15 @@ impl Gpu {
         }
     }
 
-    /// Waits until all work on the stream has completed, for at most `patience`. (`cuStreamSynchronize` has no time
-    /// limit.)
-    fn finish(&self, patience: Duration) -> Result<(), Option<String>> {
+    /// Waits until all work on the stream has completed. Returns `Err(None)` after `timeout`.
+    /// (`cuStreamSynchronize` has no time limit.)
+    fn finish(&self, timeout: Duration) -> Result<(), Option<String>> {
         let began = Instant::now();
         loop {
             // SAFETY: the stream lives as long as `self`.
             match unsafe { sys::cuStreamQuery(self.stream) } {
                 CUresult::CUDA_SUCCESS => return Ok(()),
-                CUresult::CUDA_ERROR_NOT_READY if began.elapsed() > patience => return Err(None),
+                CUresult::CUDA_ERROR_NOT_READY if began.elapsed() > timeout => return Err(None),
                 CUresult::CUDA_ERROR_NOT_READY => std::thread::yield_now(),
                 error => return Err(Some(DriverError(error).to_string())),
             }

@@ -17,8 +17,9 @@ const NONCE_BYTES: usize = 32;
 const PROOF_BYTES: usize = 32;
 /// Time limit for each read and write of the handshake.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
-/// After how long without data the kernel asks the other machine whether it is there, and how often it repeats that.
+/// Time without data after which the kernel probes the other machine, and the interval between probes.
 const KEEPALIVE: Duration = Duration::from_secs(1);
+/// Number of unanswered probes after which the connection is lost.
 const KEEPALIVE_RETRIES: u32 = 8;
 
 /// The values that must be equal at both ends of a connection.
@@ -100,8 +101,8 @@ fn wrong_secret() -> io::Error {
     )
 }
 
-/// Sets the handshake's time-outs, and options that stay. Keepalive detects a machine that was lost just after its rank ended: the end of a
-/// connection on which data was in flight may not have been sent any more.
+/// Sets the time-outs of the handshake, and options that remain set after the handshake. Keepalive detects a machine that
+/// was lost soon after its rank ended, before the machine could send the end of the connection.
 fn set_options(stream: &TcpStream) -> io::Result<()> {
     stream.set_nodelay(true)?;
     let keepalive = TcpKeepalive::new().with_time(KEEPALIVE).with_interval(KEEPALIVE);

@@ -4,7 +4,7 @@
 //!
 //! - a TCP ring ([`ring`]);
 //! - shared memory in addition to the ring, if all ranks run on one machine ([`shm`]);
-//! - NCCL for GPUs ([`nccl`]), which also operates on device memory in the order of a CUDA stream;
+//! - NCCL for GPUs ([`nccl`]), which operates on device memory and is enqueued on CUDA streams;
 //! - a single rank ([`SingleRank`]).
 
 // Callers need to know how a call can fail.
@@ -65,15 +65,15 @@ pub trait ProcessGroup: Send + Sync {
     fn rank(&self) -> u32;
     /// Not collective: the number of ranks in the group.
     fn size(&self) -> u32;
-    /// Collective: replaces `values` by the sum of all ranks' `values`. They are added in a fixed order, so the bits are
+    /// Collective: replaces `values` by the sum of all ranks' `values`. The order of additions is fixed, so the bits are
     /// the same on every rank and in every run.
     ///
     /// # Errors
     /// [`CommError::Invalid`] if the values are bytes; also the errors of [every call](ProcessGroup).
     fn all_reduce(&self, values: ValuesMut<'_>) -> Result<(), CommError>;
     /// Collective: `input` has one part for each rank, in rank order. `output` receives the sum of all ranks'
-    /// parts for this rank. The result has the same bits in every run, but they may differ from the result of
-    /// [`ProcessGroup::all_reduce`], which may add in another order.
+    /// parts for this rank. The result has the same bits in every run. [`ProcessGroup::all_reduce`] may add in another
+    /// order, so its result may have other bits.
     ///
     /// # Errors
     /// [`CommError::Invalid`] if the values are bytes, the types differ, or `input` is not `size` times as long as

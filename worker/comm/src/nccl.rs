@@ -1,9 +1,9 @@
-//! Collectives between GPUs: NCCL, in the order of CUDA streams.
+//! Collectives between GPUs: NCCL, enqueued on CUDA streams.
 //!
 //! [`Nccl`] operates on device memory during a step. Votes, checkpoints and other host data use the TCP ring
-//! ([`super::ring`]), which GPU ranks also have. The communicator is non-blocking: every call returns, and another
-//! thread can abort the work in progress at any time. [`owner`] decides who frees a communicator that is aborted
-//! during a call.
+//! ([`super::ring`]), which GPU ranks also have. The communicator is non-blocking: every call returns at once, and
+//! another thread can abort the work in progress at any time. [`owner`] decides which thread frees a communicator that
+//! is aborted during a call.
 #![allow(unsafe_code)] // NCCL's calls take a communicator.
 
 mod abort;
@@ -38,8 +38,8 @@ const POLL: Duration = Duration::from_micros(50);
 /// Time limit for finalizing a communicator. Other ranks may have exited.
 const FINALIZE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Maximum number of thread blocks of a collective, each of which occupies a multiprocessor. Kernels that wait for
-/// other ranks leave this many multiprocessors free, so that a collective on another stream can complete meanwhile.
+/// Maximum number of thread blocks of a collective. Each block occupies a multiprocessor. Kernels that wait for other
+/// ranks leave this many multiprocessors free, so that a collective on another stream can complete meanwhile.
 /// NCCL's own limit on Hopper is equal.
 pub const MAX_BLOCKS: u32 = 32;
 
@@ -59,13 +59,13 @@ pub struct Nccl {
 }
 
 impl Nccl {
-    /// Collective: joins the ranks of `place` in a group. `name` must be unique within an attempt. `ordinal` is this
+    /// Collective: joins the ranks of `exchange` in a group. `name` must be unique within an attempt. `ordinal` is this
     /// rank's GPU, as CUDA numbers the devices visible to this process.
     ///
     /// # Errors
     /// NCCL is not installed, a rank does not arrive within `timeout`, or this rank is asked to stop.
     pub fn connect(
-        place: Exchange<'_>,
+        exchange: Exchange<'_>,
         name: &str,
         ordinal: i32,
         timeout: Duration,
@@ -75,8 +75,8 @@ impl Nccl {
         libraries::ready(&[Library::Driver, Library::Nccl]).map_err(failed)?;
         let gpu = usize::try_from(ordinal).map_err(|_| failed(format!("no GPU {ordinal}")))?;
         let context = CudaContext::new(gpu).map_err(|e| failed(format!("GPU {ordinal}: {e}")))?;
-        let (rank, size) = (place.rank(), place.size());
-        let id = exchange_id(OPERATION, place, name)?;
+        let (rank, size) = (exchange.rank(), exchange.size());
+        let id = exchange_id(OPERATION, exchange, name)?;
         let mut config = config();
         let mut comm: ncclComm_t = null_mut();
         // SAFETY: `comm` and `config` outlive the call, which copies the values of `config` that it needs.
@@ -88,7 +88,7 @@ impl Nccl {
         }
         let (name, comm, calls) = (name.into(), Owner::new(Comm(comm)), Mutex::new(()));
         let this = Self { rank, size, timeout, context, name, comm, calls };
-        let connected = this.wait_while_in_progress(OPERATION, status, &|| place.gives_up());
+        let connected = this.wait_while_in_progress(OPERATION, status, &|| exchange.gives_up());
         connected.inspect_err(|error| this.abort(&error.to_string()))?;
         Ok(Arc::new(this))
     }
@@ -117,16 +117,16 @@ impl Nccl {
 
     /// Ends the work in progress in this group, from any thread. Other groups continue. Waiting calls return
     /// [`CommError::Aborted`], collectives that run on the GPU end, and work behind them on their streams continues.
-    /// Their results are undefined, also on ranks that have not aborted: those ranks use incomplete data as if this
-    /// rank had sent it.
+    /// The results of these collectives are undefined, also on ranks that have not aborted: those ranks use incomplete
+    /// data as if this rank had sent it.
     pub fn abort(&self, reason: &str) {
         self.comm.abort(reason);
     }
 
     /// Makes one call with the communicator. No other thread uses or frees the communicator meanwhile.
     fn with<R>(&self, operation: &'static str, call: impl FnOnce(ncclComm_t) -> R) -> Result<R, CommError> {
-        let using = self.comm.acquire().map_err(|reason| CommError::Aborted { operation, reason })?;
-        Ok(call(using.handle.0))
+        let guard = self.comm.acquire().map_err(|reason| CommError::Aborted { operation, reason })?;
+        Ok(call(guard.handle.0))
     }
 
     /// The error for `status`, with NCCL's text if the communicator still exists.
@@ -141,9 +141,10 @@ impl Nccl {
         call: impl FnOnce(ncclComm_t) -> ncclResult_t,
     ) -> Result<(), CommError> {
         let _held = lock(&self.calls);
-        self.context
-            .bind_to_thread()
-            .map_err(|e| CommError::Failed { operation, detail: format!("its GPU: {e}") })?;
+        self.context.bind_to_thread().map_err(|e| CommError::Failed {
+            operation,
+            detail: format!("cannot use this rank's GPU: {e}"),
+        })?;
         let status = self.with(operation, call)?;
         self.wait_while_in_progress(operation, status, &|| false)
     }
@@ -191,6 +192,7 @@ impl Drop for Nccl {
         let (done, is_done) = mpsc::channel();
         let context = self.context.clone();
         let end = move || {
+            // Moves the whole `Comm` into the closure: the pointer in it is not `Send`.
             let Comm(comm) = { comm };
             if context.bind_to_thread().is_ok() {
                 // SAFETY: `comm` was taken above, so no other thread has it.
@@ -218,10 +220,14 @@ impl Drop for Nccl {
 }
 
 /// Rank 0 creates the group's id and sends it to the other ranks.
-fn exchange_id(operation: &'static str, place: Exchange<'_>, name: &str) -> Result<ncclUniqueId, CommError> {
+fn exchange_id(
+    operation: &'static str,
+    exchange: Exchange<'_>,
+    name: &str,
+) -> Result<ncclUniqueId, CommError> {
     let mut id = ncclUniqueId { internal: [0; 128] };
     let mut own = Vec::new();
-    if place.rank() == 0 {
+    if exchange.rank() == 0 {
         // SAFETY: `id` is valid for writes.
         let status = unsafe { sys::ncclGetUniqueId(&mut id) };
         if status != ncclResult_t::ncclSuccess {
@@ -229,7 +235,7 @@ fn exchange_id(operation: &'static str, place: Exchange<'_>, name: &str) -> Resu
         }
         own = id.internal.iter().map(|byte| byte.cast_unsigned()).collect();
     }
-    let bytes = place.exchange(operation, &format!("nccl/{name}"), &own)?.swap_remove(0);
+    let bytes = exchange.exchange(operation, &format!("nccl/{name}"), &own)?.swap_remove(0);
     if bytes.len() != id.internal.len() {
         let detail = format!("sent an NCCL id of {} bytes", bytes.len());
         return Err(CommError::Mismatch { operation, peer: 0, detail });

@@ -1,5 +1,5 @@
-//! Device memory that the GPUs of one machine read and write directly, for all-reduces that are too short for NCCL. A
-//! rank writes its values into the buffer of every rank, sets a flag, and adds the values up.
+//! Device memory that the GPUs of one machine read and write directly, for all-reduces so short that NCCL is slower.
+//! Each rank writes its values into the buffers of all ranks, sets a flag in each, and sums the values in its own buffer.
 //!
 //! The buffers are plain allocations, shared between processes by CUDA IPC handles. Multicast and managed memory are
 //! not used.
@@ -20,8 +20,8 @@ use std::sync::Arc;
 
 /// Maximum number of ranks; kernels are compiled for at most this many.
 pub const MAX_PEERS: usize = 8;
-/// CUDA's allocation granularity. A smaller allocation could share a block with others, and an IPC handle opens whole
-/// blocks.
+/// CUDA's allocation granularity. A smaller allocation could share a block with other allocations, and an IPC handle
+/// opens whole blocks.
 const BLOCK_BYTES: usize = 2 << 20;
 /// Alignment of data and flags in the buffer.
 const ALIGNMENT: usize = 256;
@@ -31,9 +31,9 @@ const ALIGNMENT: usize = 256;
 pub struct Peers {
     pub rank: u32,
     pub world: u32,
-    /// By rank: the address of the data on this rank's GPU, `data_bytes` each.
+    /// By rank: the address at which this rank's GPU accesses that rank's data (`data_bytes` bytes).
     pub data: [u64; MAX_PEERS],
-    /// By rank: the address of the flags on this rank's GPU, `flag_bytes` each.
+    /// By rank: the address at which this rank's GPU accesses that rank's flags (`flag_bytes` bytes).
     pub flags: [u64; MAX_PEERS],
     own: CUdeviceptr,
     /// The UUID of this rank's GPU.
@@ -54,7 +54,7 @@ struct IpcDescriptor {
 }
 
 impl Peers {
-    /// Collective among the ranks of `place`: either all ranks get buffers, or all get the same reason why they cannot
+    /// Collective among the ranks of `exchange`: either all ranks get buffers, or all get the same reason why they cannot
     /// share memory. `name` must be unique within an attempt. A rank that must not share its memory passes the reason
     /// in `permission`.
     ///
@@ -64,7 +64,7 @@ impl Peers {
     /// # Errors
     /// A rank does not arrive in time, or its connection is lost.
     pub fn connect(
-        place: Exchange<'_>,
+        exchange: Exchange<'_>,
         name: &str,
         ordinal: i32,
         data_bytes: usize,
@@ -72,7 +72,7 @@ impl Peers {
         permission: Result<(), String>,
     ) -> Result<Result<Self, String>, CommError> {
         const OPERATION: &str = "sharing GPU memory";
-        let (rank, world) = (place.rank(), place.size());
+        let (rank, world) = (exchange.rank(), exchange.size());
         if world as usize > MAX_PEERS {
             return Ok(Err(format!("{world} ranks; at most {MAX_PEERS} can share GPU memory")));
         }
@@ -85,14 +85,14 @@ impl Peers {
             handle: allocated.as_ref().map_err(Clone::clone).and_then(Self::handle),
         };
         let message = serde_json::to_vec(&descriptor).unwrap_or_default();
-        let messages = place.exchange(OPERATION, &format!("peers/{name}"), &message)?;
+        let messages = exchange.exchange(OPERATION, &format!("peers/{name}"), &message)?;
         let opened = match &mut allocated {
             Ok(own) => parse_descriptors(&messages).and_then(|all| own.open(&all, flags_at)),
             Err(reason) => Err(reason.clone()),
         };
         // If one rank cannot open a buffer, no rank uses them.
         let reason = opened.err().unwrap_or_default();
-        let reasons = place.exchange(OPERATION, &format!("peers/{name}/opened"), reason.as_bytes())?;
+        let reasons = exchange.exchange(OPERATION, &format!("peers/{name}/opened"), reason.as_bytes())?;
         Ok(match reasons.iter().position(|reason| !reason.is_empty()) {
             Some(rank) => Err(format!("rank {rank}: {}", String::from_utf8_lossy(&reasons[rank]))),
             None => allocated,
@@ -102,8 +102,8 @@ impl Peers {
     fn allocate(rank: u32, world: u32, ordinal: i32, bytes: usize) -> Result<Self, String> {
         libraries::ready(&[Library::Driver])?;
         let text = |e: DriverError| format!("GPU {ordinal}: {e}");
-        let number = usize::try_from(ordinal).map_err(|_| format!("no GPU {ordinal}"))?;
-        let context = CudaContext::new(number).map_err(text)?;
+        let device = usize::try_from(ordinal).map_err(|_| format!("no GPU {ordinal}"))?;
+        let context = CudaContext::new(device).map_err(text)?;
         let gpu = result::device::get_uuid(context.cu_device()).map_err(text)?.bytes.map(|b| b as u8);
         // SAFETY: the context is current on this thread.
         let own = unsafe { result::malloc_sync(bytes) }.map_err(text)?;
@@ -172,11 +172,11 @@ impl Peers {
                 .result()
                 .map_err(text)?;
             return match can {
-                0 => Err(format!("no access to the memory of rank {rank}'s GPU")),
+                0 => Err(format!("this GPU cannot access the memory of rank {rank}'s GPU")),
                 _ => Ok(()),
             };
         }
-        Err(format!("the GPU of rank {rank} is not visible"))
+        Err(format!("the GPU of rank {rank} is not visible to this process"))
     }
 }
 
@@ -239,8 +239,8 @@ mod tests {
                 .map(|(rank, permission)| {
                     scope.spawn(move || {
                         let store = Store::join(rendezvous_config(port, rank, 2)).unwrap();
-                        let place = Exchange::Store(&store, store.config().timeout);
-                        let peers = Peers::connect(place, "test", 0, 4096, 64, permission).unwrap();
+                        let exchange = Exchange::Store(&store, store.config().timeout);
+                        let peers = Peers::connect(exchange, "test", 0, 4096, 64, permission).unwrap();
                         // The store closes when rank 0 drops it.
                         store.barrier("done").unwrap();
                         peers.unwrap_err()

@@ -17,7 +17,7 @@ use std::{
     time::Duration,
 };
 
-/// Maximum time that a request waits in the server, so that a rank notices a request to stop soon.
+/// Maximum time for which the server delays a reply. Between replies, a waiting rank checks whether it should stop.
 const MAX_SERVER_WAIT: Duration = Duration::from_millis(100);
 
 /// The address of an attempt's rendezvous, and this process's rank.

@@ -39,7 +39,7 @@ use std::{
 /// vectors in total. On loopback a hop costs about as much as sending 100 KiB, so gathering is faster for short vectors
 /// at any number of ranks.
 const MAX_GATHERED_BYTES: usize = 32 << 10;
-/// Number of bytes received before they are added. A block and its target fit in the second-level cache.
+/// Number of received bytes that are added at a time. A block and its target fit in the second-level cache.
 const BLOCK_BYTES: usize = 128 << 10;
 
 /// A group of ranks in a ring. All-reduces run at about the speed of the slowest link.

@@ -70,7 +70,7 @@ pub(super) fn values(rank: u32, length: usize) -> Vec<f32> {
     (0..length).map(|i| (seed(i) % 10_007) as f32 * 1.37e-3 - 5.0).collect()
 }
 
-/// The values of `values` as bytes.
+/// `length` bytes of a rank.
 fn bytes(rank: u32, length: usize) -> Vec<u8> {
     (0..length).map(|i| (i as u32 * 7 + rank * 31) as u8).collect()
 }

@@ -1,4 +1,4 @@
-//! Buffers of collectives in host memory: a type and values.
+//! Typed buffers in host memory, for collectives.
 
 use super::CommError;
 
@@ -167,18 +167,18 @@ pub(super) mod check {
     }
 
     /// Fails for bytes, which can be moved but not reduced.
-    pub(crate) fn reducible(operation: &'static str, of: DataType) -> Result<(), CommError> {
-        match of {
+    pub(crate) fn reducible(operation: &'static str, data_type: DataType) -> Result<(), CommError> {
+        match data_type {
             DataType::U8 => invalid(operation, "bytes cannot be reduced; use float32 or float64".into()),
             _ => Ok(()),
         }
     }
 
-    /// Fails unless `input` has `of_input` and `output` has `of_output` parts of equal length and type.
+    /// Fails unless `input` has `input_parts` and `output` has `output_parts` parts of equal length and type.
     pub(crate) fn parts(
         operation: &'static str,
-        (input, of_input): (&Values<'_>, u32),
-        (output, of_output): (&ValuesMut<'_>, u32),
+        (input, input_parts): (&Values<'_>, u32),
+        (output, output_parts): (&ValuesMut<'_>, u32),
     ) -> Result<(), CommError> {
         if input.data_type() != output.data_type() {
             let (from, to) = (input.data_type().name(), output.data_type().name());
@@ -187,14 +187,15 @@ pub(super) mod check {
                 format!("the input is {from} and the output is {to}; the types must be equal"),
             );
         }
-        let (has, room) = (input.len() as u128, output.len() as u128);
-        if has * u128::from(of_output) != room * u128::from(of_input) || !has.is_multiple_of(of_input.into())
+        let (input_len, output_len) = (input.len() as u128, output.len() as u128);
+        if input_len * u128::from(output_parts) != output_len * u128::from(input_parts)
+            || !input_len.is_multiple_of(input_parts.into())
         {
             return invalid(
                 operation,
                 format!(
-                    "an input of {has} values does not fit an output of {room}: the input has {of_input} equal parts, the \
-                     output {of_output}"
+                    "an input of {input_len} values does not fit an output of {output_len}: the input has {input_parts} equal parts, the \
+                     output has {output_parts}"
                 ),
             );
         }

@@ -36,8 +36,8 @@ struct Shared {
     base: AtomicU64,
     submitted: AtomicU64,
     done: AtomicU64,
-    /// Milliseconds after `began` at which a step was last completed, or submitted when no other was pending.
-    moved_ms: AtomicU64,
+    /// Milliseconds after `began` at which a step was last completed, or was submitted while no step was pending.
+    progress_ms: AtomicU64,
     has_ended: AtomicBool,
     posted: Mutex<PostedSteps>,
     stall_reason: OnceLock<String>,
@@ -62,24 +62,24 @@ struct Post {
 }
 
 impl Watchdog {
-    /// Starts watching. If a submitted step is not done within `limit` after the previous step, `stalled` is called
-    /// once, on a separate thread, with a description of the stall.
+    /// Starts watching. If a submitted step is not done within `limit` after the previous step, the watchdog calls
+    /// `on_stall` once, on a separate thread, with a description of the stall.
     ///
     /// # Errors
     /// No thread can be started.
     pub fn start(
         store: Option<Arc<Store>>,
         limit: Duration,
-        stalled: impl FnOnce(&str) + Send + 'static,
+        on_stall: impl FnOnce(&str) + Send + 'static,
     ) -> io::Result<Arc<Self>> {
-        Self::start_with_interval(store, limit, POST_EVERY, stalled)
+        Self::start_with_interval(store, limit, POST_EVERY, on_stall)
     }
 
     fn start_with_interval(
         store: Option<Arc<Store>>,
         limit: Duration,
         post_every: Duration,
-        stalled: impl FnOnce(&str) + Send + 'static,
+        on_stall: impl FnOnce(&str) + Send + 'static,
     ) -> io::Result<Arc<Self>> {
         let (rank, world_size) =
             store.as_ref().map_or((0, 1), |store| (store.config().rank, store.config().world_size));
@@ -90,7 +90,7 @@ impl Watchdog {
             base: AtomicU64::new(0),
             submitted: AtomicU64::new(0),
             done: AtomicU64::new(0),
-            moved_ms: AtomicU64::new(0),
+            progress_ms: AtomicU64::new(0),
             has_ended: AtomicBool::new(false),
             posted: Mutex::new(posted),
             stall_reason: OnceLock::new(),
@@ -102,7 +102,7 @@ impl Watchdog {
             std::thread::Builder::new().name("watchdog post".into()).spawn(post)?;
         }
         let watched = shared.clone();
-        let watch = move || watched.watch(limit, stalled);
+        let watch = move || watched.watch(limit, on_stall);
         std::thread::Builder::new().name("watchdog".into()).spawn(watch)?;
         Ok(Arc::new(Self { shared }))
     }
@@ -112,7 +112,7 @@ impl Watchdog {
         self.shared.base.store(base, Ordering::Release);
     }
 
-    /// Reports that step number `step` (of this process, from 1) was submitted to the GPU. It must complete within
+    /// Reports that step `step` (counted from 1 in this process) was submitted to the GPU. The step must complete within
     /// the limit.
     pub fn submitted(&self, step: u64) {
         let shared = &self.shared;
@@ -121,7 +121,7 @@ impl Watchdog {
         }
     }
 
-    /// Reports that step number `step` and all steps before it are done.
+    /// Reports that step `step` and all steps before it are done.
     pub fn done(&self, step: u64) {
         self.shared.done.fetch_max(step, Ordering::AcqRel);
         self.shared.record_progress();
@@ -146,22 +146,22 @@ impl Drop for Watchdog {
 
 impl Shared {
     fn record_progress(&self) {
-        self.moved_ms.store(self.began.elapsed().as_millis() as u64, Ordering::Release);
+        self.progress_ms.store(self.began.elapsed().as_millis() as u64, Ordering::Release);
     }
 
-    fn is_ended(&self) -> bool {
+    fn has_ended(&self) -> bool {
         self.has_ended.load(Ordering::Acquire)
     }
 
-    fn watch(&self, limit: Duration, stalled: impl FnOnce(&str)) {
+    fn watch(&self, limit: Duration, on_stall: impl FnOnce(&str)) {
         let poll_every = (limit / 20).clamp(Duration::from_millis(5), Duration::from_millis(500));
-        while !self.is_ended() {
+        while !self.has_ended() {
             std::thread::sleep(poll_every);
             let done = self.done.load(Ordering::Acquire);
-            let waits = self.submitted.load(Ordering::Acquire) > done;
-            let last_progress = Duration::from_millis(self.moved_ms.load(Ordering::Acquire));
-            let since = self.began.elapsed().saturating_sub(last_progress);
-            if waits && since > limit && !self.is_ended() {
+            let is_pending = self.submitted.load(Ordering::Acquire) > done;
+            let last_progress = Duration::from_millis(self.progress_ms.load(Ordering::Acquire));
+            let without_progress = self.began.elapsed().saturating_sub(last_progress);
+            if is_pending && without_progress > limit && !self.has_ended() {
                 let posted = lock(&self.posted);
                 let text = posted.describe(
                     limit,
@@ -170,7 +170,7 @@ impl Shared {
                     Instant::now(),
                 );
                 drop(posted);
-                stalled(self.stall_reason.get_or_init(|| text));
+                on_stall(self.stall_reason.get_or_init(|| text));
                 return;
             }
         }
@@ -181,7 +181,7 @@ impl Shared {
         let key = |rank: u32| format!("watchdog/{rank}");
         let keys: Vec<String> = (0..world_size).map(key).collect();
         let mut beat = 0u64;
-        while !self.is_ended() {
+        while !self.has_ended() {
             beat += 1;
             let at = self.base.load(Ordering::Acquire) + self.done.load(Ordering::Acquire);
             let mut value = at.to_le_bytes().to_vec();
@@ -281,9 +281,9 @@ mod tests {
             .iter()
             .map(|store| {
                 let (rank, sender) = (store.config().rank, sender.clone());
-                let stalled = move |text: &str| sender.send((rank, text.to_owned())).unwrap();
+                let on_stall = move |text: &str| sender.send((rank, text.to_owned())).unwrap();
                 let limit = Duration::from_millis(400);
-                Watchdog::start_with_interval(Some(store.clone()), limit, Duration::from_millis(5), stalled)
+                Watchdog::start_with_interval(Some(store.clone()), limit, Duration::from_millis(5), on_stall)
                     .unwrap()
             })
             .collect();
@@ -311,9 +311,9 @@ mod tests {
     #[test]
     fn work_other_than_steps_is_not_a_stall() {
         let (sender, receiver) = mpsc::channel();
-        let stalled = move |text: &str| sender.send(text.to_owned()).unwrap();
+        let on_stall = move |text: &str| sender.send(text.to_owned()).unwrap();
         let limit = Duration::from_millis(100);
-        let dog = Watchdog::start_with_interval(None, limit, limit, stalled).unwrap();
+        let dog = Watchdog::start_with_interval(None, limit, limit, on_stall).unwrap();
         dog.submitted(1);
         dog.done(1);
         // An evaluation or a checkpoint takes longer than the limit, but no step is pending.

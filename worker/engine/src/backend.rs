@@ -1,5 +1,5 @@
 //! A backend: a kind of device, its engine, and everything else that a rank on such a device needs. The
-//! [`registry`](super::registry) lists all backends; code that works with any backend names none.
+//! [`registry`](super::registry) lists all backends; code that works with any backend names no backend.
 
 use super::{Engine, EngineConfig, EngineError, plan::Plan};
 use crate::net::Network;
@@ -26,14 +26,14 @@ pub trait Backend: Debug + Sync {
     /// Name of the backend: `cpu`, `cuda`.
     fn name(&self) -> &'static str;
     /// The slots that this machine offers: one per device, with the device's `uuid`, or slots without `uuid` if ranks
-    /// share the hardware. There are none if `selection` requests another backend's devices.
+    /// share the hardware. No slots if `selection` requests another backend's devices.
     ///
     /// # Errors
-    /// `selection` names a device that does not exist; a sentence.
+    /// `selection` names a device that does not exist. The error is a sentence.
     fn devices(&self, selection: Selection<'_>) -> Result<Devices, String>;
-    /// Ordinal, in the rank's process, of the device on which a rank computes, from the GPU that the launcher assigned (`given`)
-    /// and the device that the job requests (`asked`). `None`: the rank computes on another backend's device. The registry's
-    /// first backend with a device is used.
+    /// Chooses the device on which a rank computes, from the GPU that the launcher assigned (`given`) and the device that the
+    /// job requests (`asked`). Returns the device's ordinal in the rank's process, or `None` if the rank does not compute on
+    /// this backend. The first backend of the registry that returns a device is used.
     fn device_of(&self, given: Option<&RankGpu>, asked: Device) -> Option<i32>;
     /// Name of the device until an engine reports its own: `CPU`, `GPU 1`.
     fn device_name(&self, ordinal: i32) -> String;
@@ -72,7 +72,7 @@ pub trait Backend: Debug + Sync {
         Ok(())
     }
     /// Starts a thread that opens what every engine on device `ordinal` needs in a job of `ranks` ranks, so that
-    /// [`Backend::build`] takes less time. `precision` is the job's; `None` if no job is known yet.
+    /// [`Backend::build`] takes less time. `precision` is the job's precision, or `None` if no job is known yet.
     fn warm_up(&self, _ordinal: i32, _ranks: u32, _precision: Option<Precision>) {}
     /// Whether the device that [`Backend::warm_up`] has opened can be used, as far as is known without waiting. If not,
     /// only a new process may be able to use it.
@@ -87,14 +87,14 @@ pub trait Backend: Debug + Sync {
     /// Opens a device's decoder of JPEG files, for use beside an engine that computes in `precision`.
     ///
     /// # Errors
-    /// The device has no decoder, or its pixels differ from those of the CPU decoder; a sentence.
+    /// The device has no decoder, or its pixels differ from those of the CPU decoder. The error is a sentence.
     fn decoder(&self, _ordinal: i32, _precision: Precision) -> Result<Arc<dyn DeviceDecoder>, String> {
         Err("there is no decoder of JPEG files".into())
     }
     /// Starts to measure metrics of the rank's device. `None`: the backend has no device metrics.
     ///
     /// # Errors
-    /// The device's metrics cannot be read; a sentence. Training continues without them.
+    /// The device's metrics cannot be read. The error is a sentence. Training continues without device metrics.
     fn device_metrics(&self, _given: Option<&RankGpu>) -> Result<Option<DeviceMetrics>, String> {
         Ok(None)
     }
@@ -147,7 +147,7 @@ pub struct Needs {
     pub shared_memory: bool,
     /// Whether weights, gradients and activations are in host memory.
     pub host_memory: bool,
-    /// Steps run asynchronously and their collectives may wait forever, so a watchdog must count the steps.
+    /// Whether a watchdog must count the steps, because they run asynchronously and their collectives may wait forever.
     pub watchdog: bool,
     /// Whether the data loader may use all of the rank's threads.
     pub leaves_threads: bool,
@@ -172,7 +172,7 @@ pub struct BuildArgs<'a> {
 pub struct DeviceConfig {
     /// How the network is parallelised over the ranks.
     pub plan: Plan,
-    /// The device's number among the devices that this process sees.
+    /// The device's ordinal among the devices that this process sees.
     pub ordinal: i32,
     /// The floating-point format, if the backend supports several.
     pub precision: Precision,
@@ -216,7 +216,7 @@ pub trait DeviceError: std::error::Error + Send + Sync {
 #[derive(Clone, Copy)]
 pub struct DeviceChoice {
     pub backend: &'static dyn Backend,
-    /// The device's number among the devices that this process sees.
+    /// The device's ordinal among the devices that this process sees.
     pub ordinal: i32,
 }
 

@@ -28,14 +28,14 @@ use std::{
 const WARM_UP: usize = 3;
 /// Number of timed steps, whose median is reported.
 const TIMED_STEPS: usize = 10;
-/// Classes of the synthetic pictures, as in CIFAR-10.
+/// Number of classes of the synthetic pictures, as in CIFAR-10.
 pub const CLASSES: usize = 10;
 /// Maximum time that a rank waits for another.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A case to measure, written `resnet20:32:64`: architecture, image size, pictures per step over all ranks.
 ///
-/// `resnet18c` is ResNet-18 with the CIFAR stem; torchvision's plain names have the ImageNet stem, as its models do.
+/// `resnet18c` is ResNet-18 with the CIFAR stem. Without the `c`, torchvision's networks have their ImageNet stem.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Case {
     /// The case as it was written.
@@ -106,7 +106,7 @@ pub struct Measurement {
 /// How a case's network and pictures are divided over ranks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Division {
-    /// Classes of the network's head; the pictures have the first ten.
+    /// Number of classes of the network's head. The pictures have only the first ten classes.
     pub classes: usize,
     /// Number of ranks that share a copy of the network.
     pub model: u32,
@@ -213,7 +213,7 @@ fn run_rank(
     let reader = mesh.reader(comm.rank() as usize);
     let batch = synthetic_batch(batch_size, case.image_size, classes.min(CLASSES), reader);
     let micro_batches = vec![Batch { global_samples: case.batch_size, ..batch }; accumulate];
-    let how = OnDevice {
+    let setup = OnDevice {
         device: registry::device_of(None, Device::Cpu),
         precision,
         deterministic: true,
@@ -221,7 +221,7 @@ fn run_rank(
         division: division.clone(),
         store: None,
     };
-    let mut engine = build(case, comm, how, batch_size, 0.0, threads)?;
+    let mut engine = build(case, comm, setup, batch_size, 0.0, threads)?;
     let mut steps = Vec::with_capacity(TIMED_STEPS);
     for step in 0..WARM_UP + TIMED_STEPS {
         let start = Instant::now();
@@ -233,7 +233,8 @@ fn run_rank(
     Ok(measurement(case, engine.as_ref(), (threads, ranks), case.batch_size * accumulate, steps))
 }
 
-/// The results of `steps` of `pictures` pictures: for each step, its seconds and the seconds that rank 0 waited for other ranks.
+/// The results of a case. `steps` has for each step its seconds, and the seconds that rank 0 waited for other ranks.
+/// `pictures` is the number of pictures of a step.
 fn measurement(
     case: &Case,
     engine: &dyn Engine,
@@ -261,7 +262,7 @@ fn measurement(
 const DEVICE_WARM_UP: u64 = 15;
 /// Number of timed steps on a device.
 const DEVICE_MEASURED: u64 = 60;
-/// Pictures in the synthetic dataset, as in CIFAR-10.
+/// Number of pictures in the synthetic dataset, as in CIFAR-10.
 const PICTURES: usize = 50_000;
 
 /// The device of a rank, and how it computes.
@@ -281,15 +282,19 @@ pub struct OnDevice {
 ///
 /// # Errors
 /// The engine cannot be built or a step fails.
-pub fn run_on_device(case: &Case, comm: Arc<dyn ProcessGroup>, how: OnDevice) -> Result<Measurement, String> {
+pub fn run_on_device(
+    case: &Case,
+    comm: Arc<dyn ProcessGroup>,
+    setup: OnDevice,
+) -> Result<Measurement, String> {
     let (began, mesh, accumulate) =
-        (Instant::now(), how.division.plan(comm.size()).mesh, how.division.accumulate);
+        (Instant::now(), setup.division.plan(comm.size()).mesh, setup.division.accumulate);
     if case.batch_size * mesh.readers() * accumulate > PICTURES {
         return Err(format!(
             "a step of the benchmark has at most {PICTURES} pictures; give a smaller batch or --accumulate"
         ));
     }
-    let (mut engine, data) = build_with_data(case, comm.clone(), how)?;
+    let (mut engine, data) = build_with_data(case, comm.clone(), setup)?;
     let mut batches = batches(&data, case, mesh, accumulate, comm.as_ref());
     let mut run = |steps: u64| -> Result<Vec<StepResult>, String> {
         let mut results = Vec::new();
@@ -321,9 +326,9 @@ pub fn run_on_device(case: &Case, comm: Arc<dyn ProcessGroup>, how: OnDevice) ->
 /// # Errors
 /// The engine cannot be built or the step fails.
 #[cfg(test)]
-pub(super) fn profile(case: &Case, how: OnDevice) -> Result<Vec<(String, f64)>, String> {
-    let mesh = how.division.plan(1).mesh;
-    let (mut engine, data) = build_with_data(case, Arc::new(SingleRank), how)?;
+pub(super) fn profile(case: &Case, setup: OnDevice) -> Result<Vec<(String, f64)>, String> {
+    let mesh = setup.division.plan(1).mesh;
+    let (mut engine, data) = build_with_data(case, Arc::new(SingleRank), setup)?;
     let mut batches = batches(&data, case, mesh, 1, &SingleRank);
     let mut next = || batches.next().ok_or("the data ended")?.map_err(|e| e.to_string());
     // The first steps load kernels.
@@ -337,10 +342,10 @@ pub(super) fn profile(case: &Case, how: OnDevice) -> Result<Vec<(String, f64)>, 
 fn build_with_data(
     case: &Case,
     comm: Arc<dyn ProcessGroup>,
-    how: OnDevice,
+    setup: OnDevice,
 ) -> Result<(Box<dyn Engine>, DataSource), String> {
     let threads = (lockstep_host::cores() / comm.size()).max(1) as usize;
-    let mut engine = build(case, comm, how, case.batch_size, 5e-4, threads)?;
+    let mut engine = build(case, comm, setup, case.batch_size, 5e-4, threads)?;
     let mut data = DataSource::synthetic(PICTURES, case.image_size, 0);
     data.set_format(engine.take_data(&data).map_err(|e| e.to_string())?);
     Ok((engine, data))
@@ -350,12 +355,12 @@ fn build_with_data(
 fn build(
     case: &Case,
     comm: Arc<dyn ProcessGroup>,
-    how: OnDevice,
+    setup: OnDevice,
     batch_size: usize,
     weight_decay: f32,
     threads: usize,
 ) -> Result<Box<dyn Engine>, String> {
-    let Division { classes, accumulate, sample_share, .. } = how.division;
+    let Division { classes, accumulate, sample_share, .. } = setup.division;
     let network = Arc::new(net::build(&case.model, case.image_size, 3, classes)?);
     let initial = init::InitialParameters::new(&network, false, 0);
     let config = EngineConfig {
@@ -363,18 +368,18 @@ fn build(
         optimizer: Optimizer { momentum: 0.9, weight_decay, ..Optimizer::default() },
         loss: LossConfig { sample_share, ..LossConfig::default() },
         accumulate,
-        sync_batch_norm: how.sync_batch_norm,
+        sync_batch_norm: setup.sync_batch_norm,
         gradients_mean: true,
         threads,
     };
-    let built = how.device.backend.build(BuildArgs {
+    let built = setup.device.backend.build(BuildArgs {
         network,
         initial: &initial,
         config,
         device: DeviceConfig {
-            deterministic: how.deterministic,
-            store: how.store,
-            ..DeviceConfig::new(how.device.ordinal, how.precision, how.division.plan(comm.size()))
+            deterministic: setup.deterministic,
+            store: setup.store,
+            ..DeviceConfig::new(setup.device.ordinal, setup.precision, setup.division.plan(comm.size()))
         },
         comm,
     });

@@ -49,16 +49,17 @@ pub(super) fn check_shapes(
     Err(EngineError::Parameters(format!("{}{more}", mistakes.join("; "))))
 }
 
-/// Checks that a batch fits the network; engines rely on this. `values`: the number of values of its pictures, if the engine reads them.
+/// Checks that a batch fits the network; engines rely on this. `values` is the number of values of the batch's pictures,
+/// if the engine reads pictures.
 pub(super) fn check_batch(
     network: &Network,
     batch: &Batch,
     values: Option<usize>,
 ) -> Result<(), EngineError> {
-    let (pictures, picture) = (batch.labels.len(), network.tensors[network.input()].len());
-    if let Some(values) = values.filter(|values| *values != pictures * picture) {
+    let (pictures, picture_len) = (batch.labels.len(), network.tensors[network.input()].len());
+    if let Some(values) = values.filter(|values| *values != pictures * picture_len) {
         return Err(EngineError::Parameters(format!(
-            "a batch of {pictures} labels has {values} values instead of {picture} per picture"
+            "a batch of {pictures} labels has {values} values instead of {picture_len} per picture"
         )));
     }
     batch.check_labels(network.classes).map_err(EngineError::Parameters)

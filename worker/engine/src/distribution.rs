@@ -110,7 +110,7 @@ impl<'a> Distribution<'a> {
         slots: impl FnOnce(bool) -> Result<Option<OptimizerState>, EngineError>,
     ) -> Result<Contribution, EngineError> {
         let keeps = self.ranks_of_copy().any(|rank| writers.include(rank));
-        // One kind of tensors after another, so that copies of few parts are in memory at a time.
+        // Gathers one kind of tensors after another, so that few copies are in memory at a time.
         let mut state = StateDict::default();
         if keeps {
             state.parameters =
@@ -204,15 +204,15 @@ impl<'a> Distribution<'a> {
     }
 }
 
-/// Calls `each` for each piece of each part of a tensor. The arguments are the part's rank, the part, the number of the piece's
+/// Calls `each` for each piece of each part of a tensor. The arguments are the part's rank, the part, the index of the piece's
 /// first value in the part, and memory for the piece. The ranks take turns, so that no rank waits for all pieces of another rank.
 fn for_each_piece(
     parts: &[(u32, Slice)],
     mut each: impl FnMut(u32, &Slice, usize, &mut [f32]) -> Result<(), CommError>,
 ) -> Result<(), CommError> {
-    let most = parts.iter().map(|(_, part)| part.len()).max().unwrap_or(0);
-    let mut memory = vec![0.0; most.min(PIECE)];
-    for from in (0..most).step_by(PIECE) {
+    let longest = parts.iter().map(|(_, part)| part.len()).max().unwrap_or(0);
+    let mut memory = vec![0.0; longest.min(PIECE)];
+    for from in (0..longest).step_by(PIECE) {
         for (rank, part) in parts.iter().filter(|(_, part)| from < part.len()) {
             let count = PIECE.min(part.len() - from);
             each(*rank, part, from, &mut memory[..count])?;
@@ -265,14 +265,14 @@ mod tests {
             let plan = Plan::on(Mesh { stage, data, height: 1, model }, strategies.clone());
             let writers = Writers::deal(&network, &[], AverageOn::NoRank, writing);
             let of_ranks = on_ranks(plan.mesh.ranks() as u32, |ring| {
-                let number = ring.rank();
+                let rank = ring.rank();
                 let distribution = Distribution::new(&network, &plan, ring.as_ref()).unwrap();
-                let given = (number == 0).then(|| initial.clone());
+                let given = (rank == 0).then(|| initial.clone());
                 let own = distribution.scatter(given, distribution.parameters()).unwrap();
                 let shape = own.get("fc.weight").map(|tensor| tensor.shape.clone());
                 let whole = distribution.gather(own, distribution.parameters(), |name| writers.of(name));
                 let whole = whole.unwrap();
-                assert!(whole.keys().all(|name| writers.of(name) == number));
+                assert!(whole.keys().all(|name| writers.of(name) == rank));
                 ring.barrier().unwrap();
                 (shape, whole)
             });

@@ -14,7 +14,7 @@ const BLOCK: usize = 1 << 14;
 ///
 /// Reads every value once, at about memory bandwidth.
 pub fn first_not_finite(tensors: &NamedTensors) -> Option<String> {
-    tensors.iter().find_map(|(name, tensor)| wrong_value(name, &tensor.values))
+    tensors.iter().find_map(|(name, tensor)| describe_invalid(name, &tensor.values))
 }
 
 /// [`Engine::first_not_finite`] on copies of all of the engine's tensors.
@@ -38,7 +38,7 @@ pub fn all_finite(values: &[f32]) -> bool {
 }
 
 /// [`first_not_finite`] for one tensor.
-fn wrong_value(name: &str, values: &[f32]) -> Option<String> {
+fn describe_invalid(name: &str, values: &[f32]) -> Option<String> {
     if !all_finite(values) {
         let (place, value) = values.iter().enumerate().find(|(_, v)| !v.is_finite())?;
         let count = values.iter().filter(|v| !v.is_finite()).count();
@@ -49,7 +49,7 @@ fn wrong_value(name: &str, values: &[f32]) -> Option<String> {
     }
     let of_squares = [("running_var", "a variance"), (".exp_avg_sq", "a mean of squares")];
     if let Some((_, what)) = of_squares.iter().find(|(end, _)| name.ends_with(end))
-        // Without an early end, which compiles to vector instructions.
+        // A loop without an early end compiles to vector instructions.
         && values.iter().fold(false, |any, v| any | (*v < 0.0))
     {
         let (place, value) = values.iter().enumerate().find(|(_, v)| **v < 0.0)?;
@@ -96,7 +96,7 @@ mod tests {
         assert!(found.starts_with("bn1.running_var contains -0.00"), "{found}");
         assert!(found.contains("at index 2") && found.contains("variance"), "{found}");
         assert_eq!(first_not_finite(&tensors("bn1.running_var", vec![0.0, -0.0, 3.0])), None);
-        assert_eq!(first_not_finite(&tensors("bn1.running_mean", vec![-3.0])), None, "means may be");
+        assert_eq!(first_not_finite(&tensors("bn1.running_mean", vec![-3.0])), None, "means may be negative");
         let found = first_not_finite(&tensors("fc.bias.exp_avg_sq", vec![0.0, -1.0])).unwrap();
         assert!(found.contains("fc.bias.exp_avg_sq contains -1 at index 1: a mean of squares"), "{found}");
         assert_eq!(first_not_finite(&tensors("fc.bias.exp_avg", vec![-1.0])), None);

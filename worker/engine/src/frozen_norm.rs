@@ -60,8 +60,8 @@ fn engine(network: &Arc<Network>, optimizer: Optimizer) -> Box<dyn Engine> {
     build_cpu(network.clone(), &trained_parameters(network), config, Arc::new(SingleRank)).unwrap()
 }
 
-fn batch(network: &Network, number: usize) -> Batch {
-    let name = format!("frozen.{} {number}", network.arch);
+fn batch(network: &Network, seed: usize) -> Batch {
+    let name = format!("frozen.{} {seed}", network.arch);
     Batch {
         images: values(&name, 6 * network.tensors[network.input()].len()),
         labels: labels(&name, 6, network.classes),
@@ -96,7 +96,7 @@ fn gradients_are_the_derivatives_of_the_loss_with_running_statistics() {
                 continue;
             }
             squares += norm * norm;
-            let mut at = |distance: f64| {
+            let mut loss_at = |distance: f64| {
                 let mut moved = start.clone();
                 for (w, g) in moved.get_mut(name).unwrap().values.iter_mut().zip(&gradient.values) {
                     *w += (distance * f64::from(*g) / norm) as f32;
@@ -104,8 +104,8 @@ fn gradients_are_the_derivatives_of_the_loss_with_running_statistics() {
                 engine.set_parameters(&moved).unwrap();
                 loss(engine.as_mut(), &batch)
             };
-            // Far enough for float32's precision, near enough that few ReLUs change sign.
-            let slope = (at(4e-4) - at(-4e-4)) / 8e-4;
+            // The distance is large enough for float32's precision and so small that few ReLUs change sign.
+            let slope = (loss_at(4e-4) - loss_at(-4e-4)) / 8e-4;
             assert!(norm > 0.0, "{} {name}", network.arch);
             assert!(
                 (slope - norm).abs() < 0.04 * norm + 3e-3,
@@ -116,11 +116,15 @@ fn gradients_are_the_derivatives_of_the_loss_with_running_statistics() {
         }
         assert!(checked >= 4, "{}: {checked} tensors", network.arch);
         let norm = f64::from(step.grad_norm);
-        assert!((squares.sqrt() - norm).abs() < 1e-5 * norm, "{}: {norm} of them all", network.arch);
+        assert!(
+            (squares.sqrt() - norm).abs() < 1e-5 * norm,
+            "{}: norm of all gradients {norm}",
+            network.arch
+        );
     }
 }
 
-/// Neither optimizer state from earlier steps nor weight decay changes their tensors.
+/// Neither optimizer state from earlier steps nor weight decay changes the tensors of a frozen batch norm.
 #[test]
 fn no_optimizer_changes_a_frozen_batch_norm() {
     let network = networks().swap_remove(0);
@@ -134,8 +138,8 @@ fn no_optimizer_changes_a_frozen_batch_norm() {
         }
         engine.set_optimizer_state(&kept).unwrap();
         let start = engine.parameters().unwrap();
-        for number in 0..3 {
-            engine.train_step(&[batch(&network, number)], 0.01).unwrap();
+        for seed in 0..3 {
+            engine.train_step(&[batch(&network, seed)], 0.01).unwrap();
         }
         let (end, state) = (engine.parameters().unwrap(), engine.optimizer_state().unwrap());
         for (tensor, values) in &end {
@@ -173,9 +177,9 @@ fn micro_batches_have_the_gradients_of_one_batch() {
         assert!((one.0 - two.0).abs() < 1e-5 * one.0, "{}", network.arch);
         for (name, tensor) in &one.1 {
             let norm = tensor.values.iter().map(|v| v * v).sum::<f32>().sqrt();
-            let apart =
+            let distance =
                 tensor.values.iter().zip(&two.1[name].values).map(|(a, b)| (a - b).powi(2)).sum::<f32>();
-            assert!(apart.sqrt() <= 1e-4 * norm, "{} {name}: {} of {norm}", network.arch, apart.sqrt());
+            assert!(distance.sqrt() <= 1e-4 * norm, "{} {name}: {} of {norm}", network.arch, distance.sqrt());
         }
     }
 }

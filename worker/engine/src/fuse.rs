@@ -100,7 +100,7 @@ pub(super) enum FusedOp {
         input: TensorId,
         output: TensorId,
     },
-    /// An activation extended by the rows of other ranks that windows reach.
+    /// An activation extended by the rows of other ranks that windows reach; see [`Op::Halo`].
     Halo {
         input: TensorId,
         output: TensorId,
@@ -123,7 +123,7 @@ pub(super) struct Conv {
     pub(super) output: TensorId,
     /// False if the input is the pictures.
     pub(super) needs_input_gradient: bool,
-    /// Number of the batch norm that reads the output and needs its statistics; frozen batch norms do not count.
+    /// Index of the batch norm that reads the output and needs its statistics. `None` if the batch norm is frozen.
     pub(super) norm_after: Option<usize>,
     pub(super) forward: ConvForward,
     pub(super) backward: ConvBackward,
@@ -148,7 +148,7 @@ pub(super) enum ConvForward {
     },
     /// Applies the preceding batch norm and ReLU, if given, and takes the statistics of the following batch norm.
     WithNorms { norm_before: Option<usize> },
-    /// Computes the end of the preceding block (batch norm number `block_end`, addition, ReLU), and takes the statistics of
+    /// Computes the end of the preceding block (batch norm `block_end`, addition, ReLU), and takes the statistics of
     /// the following batch norm.
     WithBlockEnd { block_end: usize },
 }
@@ -169,7 +169,7 @@ pub(super) enum ConvBackward {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Norm {
     pub(super) name: String,
-    /// Number of this batch norm, in forward order.
+    /// Index of this batch norm among all batch norms, in forward order.
     pub(super) norm: usize,
     pub(super) input: TensorId,
     /// Output of all operations fused with this batch norm. The output of a deferred batch norm is never in memory.
@@ -297,14 +297,14 @@ pub(super) fn fuse(network: &Network, capabilities: &Capabilities) -> Vec<FusedO
 }
 
 /// Number of reads of `tensor`: `x + x` reads x twice.
-fn reads(network: &Network, tensor: TensorId) -> usize {
+fn count_reads(network: &Network, tensor: TensorId) -> usize {
     network.ops.iter().flat_map(Op::inputs).filter(|input| *input == tensor).count()
 }
 
 /// Takes statistics right after each convolution that its batch norm does not directly follow.
 fn take_statistics_early(ops: &mut [FusedOp]) {
     for at in 0..ops.len() {
-        let next = ops.get(at + 1).map(|op| match op {
+        let next_norm_input = ops.get(at + 1).and_then(|op| match op {
             FusedOp::Norm(norm) => Some(norm.input),
             _ => None,
         });
@@ -317,7 +317,7 @@ fn take_statistics_early(ops: &mut [FusedOp]) {
         else {
             continue;
         };
-        if next == Some(Some(*output)) {
+        if next_norm_input == Some(*output) {
             continue;
         }
         *early_statistics = true;
@@ -328,7 +328,7 @@ fn take_statistics_early(ops: &mut [FusedOp]) {
     }
 }
 
-/// Batch norm number `norm`.
+/// The batch norm with the index `norm`.
 fn norm_mut(ops: &mut [FusedOp], norm: usize) -> Option<&mut Norm> {
     ops.iter_mut().find_map(|op| match op {
         FusedOp::Norm(found) if found.norm == norm => Some(found),

@@ -86,7 +86,7 @@ pub struct StepResult {
     pub step_secs: f64,
     /// Seconds that this rank waited for gradients or statistics of other ranks.
     pub all_reduce_secs: f64,
-    /// `all_reduce_secs` by the axes of the mesh; `None` in data parallel, and if the engine does not measure it.
+    /// `all_reduce_secs` by the axes of the mesh; `None` under data parallelism, and if the engine does not measure them.
     pub axis_secs: Option<AxisTimes>,
     /// Factor of the loss before the backward pass; `None` without loss scaling (all formats but float16).
     pub loss_scale: Option<f32>,
@@ -135,7 +135,7 @@ pub enum EngineError {
     /// The device, its driver or a library does not support an operation; another attempt would fail as well.
     #[error("{0}")]
     Device(String),
-    /// The device or one of its libraries failed; the backend's error.
+    /// The device or one of its libraries failed. This is the backend's error.
     #[error("{0}")]
     Backend(Box<dyn DeviceError>),
 }
@@ -220,7 +220,7 @@ pub trait Engine: Send {
     }
     /// Makes the next step time its layers. The step has the same results, but its operations do not overlap.
     fn time_layers(&mut self) {}
-    /// The times measured by that step; empty if the engine cannot time layers.
+    /// The times of the step after [`Engine::time_layers`]; empty if the engine cannot time layers.
     fn layer_times(&mut self) -> Vec<LayerTime> {
         Vec::new()
     }
@@ -240,8 +240,8 @@ pub trait Engine: Send {
     /// # Errors
     /// The device fails.
     fn parameters(&self) -> Result<NamedTensors, EngineError>;
-    /// Replaces weights, biases and running statistics; `values` must contain all of this rank's. Where ranks share memory,
-    /// rank 0's weights and biases apply, and all ranks see them after the next collective.
+    /// Replaces weights, biases and running statistics. `values` must contain all tensors of this rank. Where ranks share
+    /// memory, rank 0's weights and biases apply, and all ranks see them after the next collective.
     ///
     /// # Errors
     /// [`EngineError::Parameters`] names tensors that are missing, unknown or of another shape; no state has changed then. The
@@ -253,7 +253,8 @@ pub trait Engine: Send {
     /// # Errors
     /// The device fails.
     fn optimizer_state(&self) -> Result<OptimizerState, EngineError>;
-    /// Replaces the optimizer's state. Slots are shared where weights are; every rank counts updates itself.
+    /// Replaces the optimizer's state. Ranks that share weights also share the slots, but each rank has its own number of
+    /// updates.
     ///
     /// # Errors
     /// As for [`Engine::set_parameters`], for the optimizer's slots.
@@ -295,8 +296,8 @@ pub trait Engine: Send {
     fn precision(&self) -> Precision {
         Precision::Fp32
     }
-    /// Collective: this rank's contribution to a checkpoint, in whole tensors. A rank that does not write copies state off the
-    /// device only if it has a part of a tensor that another rank writes.
+    /// Collective: this rank's contribution to a checkpoint, in whole tensors. A rank that writes no tensors copies its state
+    /// off the device only if it has a part of a tensor that another rank writes.
     ///
     /// # Errors
     /// The device fails.
@@ -324,7 +325,7 @@ pub trait Engine: Send {
     /// this, or the new state before all ranks have returned.
     ///
     /// # Errors
-    /// As for [`Engine::set_parameters`] and [`Engine::set_optimizer_state`]. State before the faulty tensor has been replaced.
+    /// As for [`Engine::set_parameters`] and [`Engine::set_optimizer_state`]. Parts of the state may have been replaced.
     fn load_state_dict(&mut self, state: &StateDict) -> Result<(), EngineError> {
         self.set_parameters(&state.parameters)?;
         if let Some(optimizer) = &state.optimizer {

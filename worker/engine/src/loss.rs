@@ -43,7 +43,7 @@ impl Margin {
         let margin = f64::from(self.margin);
         let (sin, cos) = margin.sin_cos();
         match self.kind {
-            // Beyond this angle, cos(angle + margin) would increase again.
+            // Below this cosine, the angle plus the margin exceeds pi, where the cosine increases again.
             LossKind::ArcFace => MarginTerms { limit: -cos, cos, sin, shift: sin * margin },
             LossKind::CosFace | LossKind::Softmax => {
                 MarginTerms { limit: f64::INFINITY, cos: 1.0, sin: 0.0, shift: margin }
@@ -120,18 +120,18 @@ impl LossConfig {
 /// Rounds of the Feistel network. With 8 rounds, pairs of few classes are not drawn equally often.
 pub(crate) const ROUNDS: usize = 10;
 /// A random permutation of a rank's classes, of which a step uses the first ones. It is a Feistel network over the next
-/// power of four, applied repeatedly until the result is a class ("cycle walking", Black and Rogaway 2002). So any
-/// class, and the position of any class, is computed without the others.
+/// power of four, applied repeatedly until the result is a class ("cycle walking", Black and Rogaway 2002). So the class at
+/// any position, and the position of any class, can be computed directly.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Order {
     classes: u32,
-    /// Bits of each half of a number.
+    /// Number of bits of each half of a permuted number.
     half: u32,
     keys: [u32; ROUNDS],
 }
 
 impl Order {
-    /// The order of `classes` classes from number `first` on, in the step after `updates` updates.
+    /// The order of the `classes` classes from class `first` on, in the step after `updates` updates.
     pub(crate) fn new(seed: u64, updates: u64, first: usize, classes: usize) -> Self {
         let classes = classes as u32;
         let bits = u32::BITS - (classes.max(2) - 1).leading_zeros();
@@ -154,15 +154,15 @@ impl Order {
 
     /// The class at position `place`, relative to the rank's first class.
     pub(crate) fn class(&self, place: u32) -> u32 {
-        let mut number = place;
+        let mut value = place;
         loop {
-            let (mut left, mut right) = (number >> self.half, number & self.mask());
+            let (mut left, mut right) = (value >> self.half, value & self.mask());
             for key in self.keys {
                 (left, right) = (right, left ^ self.scramble(right, key));
             }
-            number = left << self.half | right;
-            if number < self.classes {
-                return number;
+            value = left << self.half | right;
+            if value < self.classes {
+                return value;
             }
         }
     }

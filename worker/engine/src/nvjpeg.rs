@@ -48,7 +48,7 @@ type Initialize = unsafe extern "C" fn(Opaque, Opaque, c_int, c_int, c_int) -> S
 type DecodeBatched =
     unsafe extern "C" fn(Opaque, Opaque, *const *const u8, *const usize, *mut Image, CUstream) -> Status;
 
-/// The library.
+/// The functions of the loaded library.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Nvjpeg {
     create: CreateEx,
@@ -70,7 +70,7 @@ impl Nvjpeg {
     /// Loads the library found on this machine; also returns its version, e.g. `13.0.1`.
     ///
     /// # Errors
-    /// The library is missing or cannot be used; a sentence.
+    /// The library is missing or cannot be used. The error is a sentence.
     pub(crate) fn find() -> Result<(Self, String), String> {
         let libraries = Libraries::find();
         let library = libraries.get(Library::Nvjpeg).ok_or("nvJPEG is not found on this machine")?;
@@ -142,7 +142,7 @@ unsafe impl Sync for Hardware {}
 
 impl Hardware {
     /// # Errors
-    /// The GPU has no decoder, or the decoder cannot be used; a sentence.
+    /// The GPU has no decoder, or the decoder cannot be used. The error is a sentence.
     pub(crate) fn open(library: &Arc<Nvjpeg>) -> Result<Self, String> {
         let mut handle = ptr::null_mut();
         // SAFETY: null allocators mean cudaMalloc and cudaHostAlloc; `drop` destroys the handle.
@@ -183,7 +183,7 @@ unsafe impl Send for State {}
 
 impl State {
     /// # Errors
-    /// nvJPEG cannot create a state; a sentence.
+    /// nvJPEG cannot create a state. The error is a sentence.
     pub(crate) fn new(hardware: &Arc<Hardware>) -> Result<Self, String> {
         let null = ptr::null_mut();
         let mut this = Self { hardware: hardware.clone(), state: null, header: null };
@@ -289,7 +289,7 @@ fn error_text(doing: &str, status: Status) -> String {
 /// The hardware decoders of CUDA's GPU 0, e.g. `8 engines`. Temporarily opens a context on this GPU.
 ///
 /// # Errors
-/// The GPU has no decoder, or this cannot be determined; a sentence.
+/// The GPU has no decoder, or this cannot be determined. The error is a sentence.
 pub fn hardware() -> Result<String, String> {
     ready(&[Library::Driver])?;
     let library = Arc::new(Nvjpeg::find()?.0);
@@ -303,7 +303,7 @@ pub fn hardware() -> Result<String, String> {
             let hardware = Hardware::open(&library)?;
             Ok(match hardware.engines() {
                 Some((engines, _)) => format!("{engines} engines"),
-                None => "there".into(),
+                None => "engines, whose number nvJPEG does not report".into(),
             })
         });
         let _ = result::primary_ctx::release(device);

@@ -28,7 +28,7 @@ const BATCH: &str = "N";
 /// each batch norm becomes part of the convolution before it. `metadata` becomes `metadata_props`.
 ///
 /// # Errors
-/// [`EngineError::Parameters`]: the tensors are not those of the network, or the network is a rank's part of one.
+/// [`EngineError::Parameters`]: the tensors are not those of the network, or `network` is only a rank's part of a network.
 pub fn encode(
     network: &Network,
     tensors: &NamedTensors,

@@ -28,15 +28,15 @@ pub struct Plan {
     pub mesh: Mesh,
     /// Strategies; the last one that matches an operator applies.
     pub shards: Vec<ShardSpec>,
-    /// Ranks that reduce the same gradients divide the optimizer's state (ZeRO-1).
+    /// Whether ranks that reduce the same gradients divide the optimizer's state (ZeRO-1).
     pub optimizer_sharding: bool,
-    /// Number of the first operation of each stage after the first. Empty: [`lower()`] balances the stages.
+    /// Index of the first operation of each stage except the first. If empty, [`lower()`] balances the stages.
     pub cuts: Vec<usize>,
 }
 
 /// Image size for checks that depend only on names and channels.
 const ANY_SIZE: usize = 224;
-/// Number of classes for such checks.
+/// Number of classes for these checks.
 const ANY_CLASSES: usize = 1 << 16;
 
 /// Checks that the strategies of a job fit its network.
@@ -46,7 +46,7 @@ const ANY_CLASSES: usize = 1 << 16;
 pub fn check(spec: &JobSpec) -> Result<(), String> {
     let parallel = &spec.parallel;
     let plan = match parallel.is_auto() {
-        // The search chooses the mesh.
+        // The search chooses the mesh, and there are no strategies to check.
         true if parallel.shard.is_empty() => return Ok(()),
         true => {
             let mesh = Mesh { stage: 1, data: 1, height: 1, model: parallel.model.max(2) as usize };

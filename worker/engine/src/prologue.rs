@@ -8,9 +8,9 @@ use lockstep_data::loader::Batch;
 pub(super) struct StepPart<'a> {
     pub(super) batch: &'a Batch,
     /// Whether this is the step's first part, whose gradients overwrite those of the previous step.
-    pub(super) first: bool,
+    pub(super) is_first: bool,
     /// Whether this is the step's last part, which the update follows.
-    pub(super) last: bool,
+    pub(super) is_last: bool,
     /// Number of pictures in batch norm's statistics: on all ranks if statistics are synchronised.
     pub(super) statistics_of: f64,
 }
@@ -21,7 +21,7 @@ pub(super) struct Prologue<'a> {
     pub(super) parts: Vec<StepPart<'a>>,
     /// Factor of each picture's loss gradient: 1 / (pictures of the step on all ranks), so that the sum of gradients over ranks
     /// and micro-batches is the gradient of the global batch's mean loss, for parts of any size. With class weights, 1 / (sum of the
-    /// weights of their labels). Without [`EngineConfig::gradients_mean`], this factor times the number of ranks.
+    /// weights of the pictures' labels). Without [`EngineConfig::gradients_mean`], this factor is multiplied by the number of ranks.
     pub(super) gradient_scale: f64,
 }
 
@@ -31,9 +31,10 @@ impl<'a> Prologue<'a> {
     /// # Errors
     /// There are more than [`EngineConfig::accumulate`] micro-batches, or a batch is inconsistent.
     pub(super) fn of(batches: &'a [Batch], config: &EngineConfig, ranks: u32) -> Result<Self, EngineError> {
-        let slots = config.accumulate.max(1);
-        if batches.len() > slots {
-            let text = format!("{} micro-batches in a step of {slots}", batches.len());
+        let max_batches = config.accumulate.max(1);
+        if batches.len() > max_batches {
+            let text =
+                format!("a step of {} micro-batches; at most {max_batches} are allowed", batches.len());
             return Err(EngineError::Parameters(text));
         }
         // At the end of an epoch a rank may have no pictures, but still takes part in collectives.
@@ -49,18 +50,18 @@ impl<'a> Prologue<'a> {
             .zip(&counts)
             .filter(|(_, count)| **count > 0)
             .map(|(batch, &count)| {
-                let of = if config.sync_batch_norm { count } else { batch.labels.len() };
-                StepPart { batch, first: false, last: false, statistics_of: of as f64 }
+                let pictures = if config.sync_batch_norm { count } else { batch.labels.len() };
+                StepPart { batch, is_first: false, is_last: false, statistics_of: pictures as f64 }
             })
             .collect();
         if let Some(part) = parts.first_mut() {
-            part.first = true;
+            part.is_first = true;
         }
         if let Some(part) = parts.last_mut() {
-            part.last = true;
+            part.is_last = true;
         }
-        let sum_of = if config.gradients_mean { 1.0 } else { f64::from(ranks) };
-        Ok(Self { parts, gradient_scale: sum_of / total })
+        let factor = if config.gradients_mean { 1.0 } else { f64::from(ranks) };
+        Ok(Self { parts, gradient_scale: factor / total })
     }
 }
 
@@ -76,18 +77,18 @@ mod tests {
         Batch { labels: vec![0; own], global_samples, ..Batch::default() }
     }
 
-    /// A micro-batch without a picture on any rank is left out, but not a micro-batch without a picture on only this rank.
+    /// A micro-batch is left out if no rank has pictures in it, but not if only this rank has none.
     #[test]
     fn a_step_has_the_micro_batches_with_pictures_on_any_rank() {
         let step = [batch(0, 0), batch(8, 16), batch(0, 4), batch(0, 0)];
-        let places = |config: &EngineConfig| {
+        let prepare = |config: &EngineConfig| {
             let Prologue { parts, gradient_scale } = Prologue::of(&step, config, 2).unwrap();
-            let parts: Vec<_> = parts.iter().map(|p| (p.first, p.last, p.statistics_of)).collect();
+            let parts: Vec<_> = parts.iter().map(|p| (p.is_first, p.is_last, p.statistics_of)).collect();
             (parts, gradient_scale)
         };
-        assert_eq!(places(&config(4)), (vec![(true, false, 16.0), (false, true, 4.0)], 1.0 / 20.0));
+        assert_eq!(prepare(&config(4)), (vec![(true, false, 16.0), (false, true, 4.0)], 1.0 / 20.0));
         let local = EngineConfig { sync_batch_norm: false, gradients_mean: false, ..config(4) };
-        assert_eq!(places(&local), (vec![(true, false, 8.0), (false, true, 0.0)], 2.0 / 20.0));
+        assert_eq!(prepare(&local), (vec![(true, false, 8.0), (false, true, 0.0)], 2.0 / 20.0));
         let weighted =
             step.map(|step| Batch { global_weight: Some(1.5 * step.global_samples as f64), ..step });
         assert_eq!(Prologue::of(&weighted, &config(4), 2).unwrap().gradient_scale, 1.0 / 30.0);
@@ -101,7 +102,7 @@ mod tests {
         let full = [batch(8, 8), batch(8, 8)];
         assert_eq!(Prologue::of(&full, &config(2), 1).unwrap().parts.len(), 2);
         let refused = Prologue::of(&full, &config(1), 1).unwrap_err().to_string();
-        assert!(refused.contains("2 micro-batches in a step of 1"), "{refused}");
+        assert!(refused.contains("a step of 2 micro-batches; at most 1 are allowed"), "{refused}");
         assert!(Prologue::of(&[batch(8, 7)], &config(1), 2).is_err());
     }
 }

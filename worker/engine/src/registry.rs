@@ -28,7 +28,7 @@ pub fn named(name: &str) -> Option<&'static dyn Backend> {
     backends().find(|backend| backend.name() == name)
 }
 
-/// The device of a rank, from the GPU that the launcher assigned (`given`) and the device that the job requests (`asked`).
+/// Chooses a rank's device from the GPU that the launcher assigned (`given`) and the device that the job requests (`asked`).
 pub fn device_of(given: Option<&RankGpu>, asked: Device) -> DeviceChoice {
     let choice = |backend: &'static dyn Backend| {
         backend.device_of(given, asked).map(|ordinal| DeviceChoice { backend, ordinal })
@@ -40,7 +40,7 @@ pub fn device_of(given: Option<&RankGpu>, asked: Device) -> DeviceChoice {
 /// has none, or why the machine has no slot at all.
 ///
 /// # Errors
-/// A selected device does not exist; a sentence.
+/// A selected device does not exist. The error is a sentence.
 pub fn offer(selection: Selection<'_>) -> Result<Devices, String> {
     let mut why = None;
     for backend in backends() {
@@ -64,8 +64,8 @@ pub fn may_run_exit_handlers(limit: Duration) -> bool {
     backends().all(|backend| backend.may_run_exit_handlers(limit))
 }
 
-/// Exits the process. Exit handlers (NCCL's) free memory that a running abort uses, which would be a segmentation fault, and
-/// CUDA's wait for the GPU. Handlers are therefore skipped if aborts do not finish within `limit`, or if a GPU may wait for
+/// Exits the process. NCCL's exit handlers free memory that a running abort uses, which causes a segmentation fault, and CUDA's
+/// exit handlers wait for the GPU. Handlers are therefore skipped if aborts do not finish within `limit`, or if a GPU may wait for
 /// ranks that are gone.
 pub fn exit(status: i32, limit: Duration) -> ! {
     if may_run_exit_handlers(limit) {

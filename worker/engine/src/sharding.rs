@@ -7,7 +7,7 @@
 
 use std::ops::Range;
 
-/// A rank's number among the ranks that reduce a bucket.
+/// A rank's position among the ranks that reduce a bucket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Share {
     pub(crate) rank: usize,

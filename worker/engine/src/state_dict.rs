@@ -41,7 +41,7 @@ pub enum AverageOn {
     /// There is no average.
     #[default]
     NoRank,
-    /// Rank 0 has all of it.
+    /// Rank 0 has the whole average.
     FirstRank,
     /// Each rank has the average of the parameters that it writes.
     EveryRank,
@@ -61,8 +61,9 @@ pub struct Writers {
 impl Writers {
     /// Divides the parameters of a whole network and their optimizer slots `slots` among `ranks` (ascending; the first is 0). Parameters
     /// are assigned one by one, the largest first, each to the rank with the smallest load. A rank's load counts its parameters with all
-    /// their slots, wherever these go. The slots of a parameter go to the ranks after its own rank, so that no rank writes all tensors of a
-    /// very large layer. Exception: if rank 0 writes the whole average, and therefore fewer parameters, slots stay with their parameter.
+    /// their slots, even if other ranks write the slots. The slots of a parameter go to the ranks after its own rank, so that no rank
+    /// writes all tensors of a very large layer. Exception: if rank 0 writes the whole average, and therefore fewer parameters, slots
+    /// stay with their parameter.
     pub fn deal(network: &Network, slots: &[&str], average: AverageOn, ranks: &[u32]) -> Self {
         let (mut trained, running): (Vec<_>, Vec<_>) =
             network.parameters().into_iter().partition(|parameter| parameter.role.is_trained());
@@ -78,8 +79,8 @@ impl Writers {
         for parameter in trained {
             let Some(least) = (0..ranks.len()).min_by_key(|place| loads[*place]) else { break };
             loads[least] += copies * parameter.len();
-            for (number, slot) in slots.iter().enumerate() {
-                let place = (least + slot_offset * (number + 1)) % ranks.len();
+            for (index, slot) in slots.iter().enumerate() {
+                let place = (least + slot_offset * (index + 1)) % ranks.len();
                 by_tensor.insert(slot_name(&parameter.name, slot), ranks[place]);
             }
             by_tensor.insert(parameter.name, ranks[least]);
@@ -96,7 +97,7 @@ impl Writers {
 
     /// The rank that writes the average of a parameter.
     pub fn of_average(&self, parameter: &str) -> u32 {
-        if self.deal_average() { self.of(parameter) } else { 0 }
+        if self.divides_average() { self.of(parameter) } else { 0 }
     }
 
     /// Whether a rank writes anything.
@@ -104,14 +105,14 @@ impl Writers {
         if self.ranks.is_empty() { rank == 0 } else { self.ranks.contains(&rank) }
     }
 
-    /// The number of the rank's part (from 1), and the number of parts. `None` if the rank writes nothing, or if the state is not divided
+    /// The rank's part, counted from 1, and the number of parts. `None` if the rank writes nothing, or if the state is not divided
     /// into parts (`ranks` is empty).
     pub fn part_of(&self, rank: u32) -> Option<(usize, usize)> {
         self.ranks.binary_search(&rank).ok().map(|place| (place + 1, self.ranks.len()))
     }
 
     /// Whether several ranks write the average, too.
-    pub fn deal_average(&self) -> bool {
+    pub fn divides_average(&self) -> bool {
         self.average == AverageOn::EveryRank
     }
 

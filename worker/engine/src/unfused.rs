@@ -57,7 +57,7 @@ pub(super) fn networks() -> Vec<Arc<Network>> {
     vec![Arc::new(network(12)), Arc::new(many_readers())]
 }
 
-/// Initial values of the model of `unfused` in `make_fixtures.py`.
+/// The initial values that `unfused` in `make_fixtures.py` gives its model.
 pub(super) fn initial(network: &Network) -> NamedTensors {
     let parameters = network.parameters().into_iter();
     parameters
@@ -131,7 +131,7 @@ pub(super) fn check_against_pytorch(
     tolerance: &Tolerance,
     build: impl FnOnce(Arc<Network>, &NamedTensors, EngineConfig) -> Box<dyn Engine>,
 ) {
-    // Part of the program, which also runs on machines without the source tree.
+    // The fixture is embedded, because the test program also runs on machines without the source tree.
     let fixture: Fixture =
         serde_json::from_slice(include_bytes!("../../../tests/pytorch/fixtures/unfused.json")).unwrap();
     let network = Arc::new(network(fixture.image_size));

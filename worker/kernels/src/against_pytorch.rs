@@ -61,13 +61,13 @@ impl Fixtures<'_> {
         assert_eq!(theirs.len(), ours.len(), "{name}");
         let largest = theirs.iter().fold(0.0f32, |m, v| m.max(v.abs()));
         for (i, (a, b)) in ours.iter().zip(&theirs).enumerate() {
-            let apart = (a - b).abs();
-            assert!(apart <= TOLERANCE * largest, "{name}[{i}]: {a} instead of {b} (largest {largest})");
+            let difference = (a - b).abs();
+            assert!(difference <= TOLERANCE * largest, "{name}[{i}]: {a} instead of {b} (largest {largest})");
         }
     }
 
-    /// Compares `ours`, if the fixture contains the tensor.
-    fn compare_if_there(&self, name: &str, ours: &[f32]) {
+    /// Compares `ours` with the fixture `name`, if it exists.
+    fn compare_if_present(&self, name: &str, ours: &[f32]) {
         if self.get(name).is_some() {
             self.compare(name, ours);
         }
@@ -132,7 +132,7 @@ fn batch_norms_match_pytorch() {
         let affine = Affine { statistics: &statistics, gamma: &gamma, beta: &beta };
         let mut y = vec![f32::NAN; x.len()];
         batch_norm::forward(&x, affine, shortcut.then_some(&s[..]), relu, &mut y);
-        fixtures.compare_if_there(&format!("{name}.y"), &y);
+        fixtures.compare_if_present(&format!("{name}.y"), &y);
         fixtures.compare(&format!("{name}.mean"), &running.0);
         fixtures.compare(&format!("{name}.var"), &running.1);
 
@@ -140,17 +140,17 @@ fn batch_norms_match_pytorch() {
         // The gradient in one or two parts, kept for the shortcut or not, gives the same numbers.
         for parts in [1, 2] {
             let mut g = dy.clone();
-            let more = (parts == 2).then(|| vec![0.25; x.len()]);
+            let second = (parts == 2).then(|| vec![0.25; x.len()]);
             if parts == 2 {
                 g.iter_mut().for_each(|v| *v -= 0.25);
             }
-            let keep = shortcut || more.is_some();
+            let keep = shortcut || second.is_some();
             let mask = match (relu, shortcut) {
                 (false, _) => Mask::None,
                 (true, false) => Mask::Input,
                 (true, true) => Mask::Output(&y),
             };
-            let sums = batch_norm::backward_sums(&x, affine, &mut g, more.as_deref(), mask, keep);
+            let sums = batch_norm::backward_sums(&x, affine, &mut g, second.as_deref(), mask, keep);
             let (dgamma, dbeta) = batch_norm::parameter_gradients(&sums, &statistics);
             for (key, ours) in [("dgamma", dgamma), ("dbeta", dbeta)] {
                 let ours: Vec<f32> = ours.iter().map(|v| *v as f32).collect();
@@ -159,11 +159,11 @@ fn batch_norms_match_pytorch() {
             if shortcut {
                 let mut dx = vec![f32::NAN; x.len()];
                 batch_norm::backward_input(&x, affine, &sums, rows as f64, &g, &mut dx);
-                fixtures.compare_if_there(&format!("{name}.dx"), &dx);
-                fixtures.compare_if_there(&format!("{name}.ds"), &g);
+                fixtures.compare_if_present(&format!("{name}.dx"), &dx);
+                fixtures.compare_if_present(&format!("{name}.ds"), &g);
             } else {
                 batch_norm::backward_input_in_place(&x, affine, &sums, rows as f64, relu && !keep, &mut g);
-                fixtures.compare_if_there(&format!("{name}.dx"), &g);
+                fixtures.compare_if_present(&format!("{name}.dx"), &g);
             }
         }
     });
@@ -256,14 +256,14 @@ fn losses_with_class_weights_match_pytorch() {
     const CLASSES: usize = 5;
     let cases: Vec<Weighted> = serde_json::from_slice(&read("class_weights.json")).unwrap();
     assert_eq!(cases.len(), 4);
-    for (number, case) in cases.iter().enumerate() {
-        let name = format!("class_weights.{number}");
+    for (index, case) in cases.iter().enumerate() {
+        let name = format!("class_weights.{index}");
         let logits: Vec<f32> =
             values(&format!("{name}.x"), BATCH * CLASSES).iter().map(|v| v * 3.0).collect();
         let weights: Vec<f32> = values(&format!("{name}.weights"), CLASSES).iter().map(|v| v + 1.5).collect();
         let [own, others] = ["labels", "others"].map(|key| labels(&format!("{name}.{key}"), BATCH, CLASSES));
         let mixed = case.lambda.map(|lambda| (&others[..], lambda));
-        // PyTorch divides by the weights of the labels, and where targets are probabilities by the number of pictures.
+        // PyTorch divides by the sum of the labels' weights, or by the number of pictures if targets are probabilities.
         let divisor: f64 = match mixed {
             None => own.iter().map(|label| f64::from(weights[*label as usize])).sum(),
             Some(_) => BATCH as f64,
@@ -300,7 +300,7 @@ fn steps_of_sgd_match_pytorch() {
 /// The filters of a convolution over several steps, from `muon` of `make_fixtures.py`.
 #[derive(Deserialize)]
 struct Filters {
-    /// Outputs, inputs, kernel.
+    /// Number of outputs, number of inputs, and side length of the kernel.
     shape: [usize; 3],
     momentum: f32,
     lr: f32,
@@ -346,9 +346,9 @@ fn steps_of_muon_match_pytorch() {
             let largest = wanted.iter().fold(0.0f32, |most, v| most.max(v.abs()));
             for (ours, theirs) in oihw.iter().zip(wanted) {
                 // Small singular values grow by a factor of forty, and so do their rounding errors.
-                let apart = (ours - theirs).abs();
+                let difference = (ours - theirs).abs();
                 assert!(
-                    apart <= 10.0 * TOLERANCE * largest,
+                    difference <= 10.0 * TOLERANCE * largest,
                     "{name}, step {}: {ours}, not {theirs}",
                     step + 1
                 );
@@ -373,19 +373,19 @@ struct Implementation {
 #[test]
 fn steps_of_adamw_and_lamb_match_pytorch() {
     let fixture: serde_json::Value = serde_json::from_slice(&read("optimizers.json")).unwrap();
-    let ways: BTreeMap<String, Implementation> = serde_json::from_value(fixture["steps"].clone()).unwrap();
-    assert_eq!(ways.len(), 6);
-    for (name, way) in ways {
-        let Implementation { optimizer: kind, weight_decay, beta1, beta2, epsilon, .. } = way;
+    let runs: BTreeMap<String, Implementation> = serde_json::from_value(fixture["steps"].clone()).unwrap();
+    assert_eq!(runs.len(), 6);
+    for (name, run) in runs {
+        let Implementation { optimizer: kind, weight_decay, beta1, beta2, epsilon, .. } = run;
         let optimizer = Optimizer { kind, weight_decay, beta1, beta2, epsilon, ..Optimizer::default() };
         let policy = optimizer.policy(true);
         let mut w = values(&format!("{name}.w"), 16);
         let [mut m, mut v] = [(); 2].map(|()| vec![0.0; 16]);
-        assert_eq!(way.weights.len(), 20);
-        for (step, wanted) in way.weights.iter().enumerate() {
+        assert_eq!(run.weights.len(), 20);
+        for (step, wanted) in run.weights.iter().enumerate() {
             let norm = |values: &[f32]| values.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>().sqrt();
             // The learning rate decreases; every third gradient is small, and every seventh is zero.
-            let lr = way.lr * (1.0 - step as f32 / 40.0);
+            let lr = run.lr * (1.0 - step as f32 / 40.0);
             let scale = if step % 7 == 6 { 0.0 } else { [1.0, 10.0, 1e-3][step % 3] };
             let mut g: Vec<f32> = values(&format!("{name}.g{step}"), 16).iter().map(|v| v * scale).collect();
             let update = Update::new(&optimizer, lr, step as u64 + 1);

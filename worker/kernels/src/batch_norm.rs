@@ -65,7 +65,8 @@ impl Statistics {
     }
 }
 
-/// How a kernel iterates over a matrix of `channels` columns: blocks of `width` lanes, `stride` values apart.
+/// How a kernel iterates over a matrix of `channels` columns. It divides the first `stride` values into blocks of [`LANES`]
+/// lanes, and advances each block by `stride` values.
 ///
 /// With few channels, several rows are read at a time, so that every loop is [`LANES`] values long. If the number
 /// of channels is neither a multiple nor a divisor of [`LANES`], a block is one lane.
@@ -91,7 +92,7 @@ impl Tiling {
         (CHUNK / self.stride).max(16) * self.stride
     }
 
-    /// Repeats one value per channel to one value per lane of the stride.
+    /// Repeats the channels' values until each lane of the stride has a value.
     fn spread(self, per_channel: &[f32]) -> Vec<f32> {
         per_channel.iter().copied().cycle().take(self.stride).collect()
     }
@@ -123,7 +124,7 @@ fn add_partials(partials: &[f64], width: usize) -> Vec<f64> {
     total
 }
 
-/// Sums, then sums of squares of all channels: `2 * channels` values.
+/// The sums of all channels, then the sums of squares of all channels: `2 * channels` values.
 pub fn sums(x: &[f32], channels: usize) -> Vec<f64> {
     let tiling = Tiling::new(channels);
     let mut partials = vec![0.0; x.len().div_ceil(tiling.chunk()) * 2 * channels];
@@ -221,7 +222,7 @@ pub fn forward(x: &[f32], affine: Affine<'_>, shortcut: Option<&[f32]>, relu: bo
 #[inline(always)]
 fn forward_chunk<const W: usize>(
     tiling: Tiling,
-    lanes_of: &Lanes,
+    lanes: &Lanes,
     x: &[f32],
     shortcut: &[f32],
     y: &mut [f32],
@@ -232,8 +233,8 @@ fn forward_chunk<const W: usize>(
         // Whole strides first, then the remaining values lane by lane.
         let whole = x.len() / W * W;
         for block in (0..whole).step_by(W) {
-            let (mean, scale) = (load::<W>(&lanes_of.mean, block), load::<W>(&lanes_of.scale, block));
-            let (beta, x) = (load::<W>(&lanes_of.beta, block), load::<W>(x, block));
+            let (mean, scale) = (load::<W>(&lanes.mean, block), load::<W>(&lanes.scale, block));
+            let (beta, x) = (load::<W>(&lanes.beta, block), load::<W>(x, block));
             let s = load::<W>(s, block);
             let y = &mut y[block..block + W];
             for i in 0..W {
@@ -241,7 +242,7 @@ fn forward_chunk<const W: usize>(
             }
         }
         for i in whole..x.len() {
-            y[i] = finish((x[i] - lanes_of.mean[i]) * lanes_of.scale[i] + lanes_of.beta[i], s[i]);
+            y[i] = finish((x[i] - lanes.mean[i]) * lanes.scale[i] + lanes.beta[i], s[i]);
         }
     }
 }

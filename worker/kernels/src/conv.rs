@@ -1,11 +1,10 @@
-//! 2-d convolution without bias: forward, gradient of the input, gradient of the weights. Inputs, weights and gradients are float32; a
-//! [`Scratch`] has the [`Format`] in which they are multiplied.
+//! Two-dimensional convolution without bias: the forward pass, the gradient of the input, and the gradient of the weights. All
+//! values in memory are float32. The [`Format`] of the [`Scratch`] is the format in which they are multiplied.
 //!
-//! Activations are NHWC. Weights are one flat slice of [`ConvShape::weight_len`] values in blocks of
-//! [`LANES`] output channels: `[out_c / LANES][kernel][kernel][in_c][lane]`, the last block having
-//! `out_c % LANES` lanes when that is not zero. There is no padding, so an optimizer may treat the
-//! slice as a vector; [`weight_from_oihw`] and [`weight_to_oihw`] convert from and to the order that
-//! checkpoints use. For a grouped convolution, `in_c` here is the number of input channels of one group.
+//! Activations are NHWC. Weights are one flat slice of [`ConvShape::weight_len`] values in blocks of [`LANES`] output channels:
+//! `[block][ky][kx][input channel][lane]`. If [`LANES`] does not divide `out_c`, the last block has only `out_c % LANES` lanes. The
+//! slice has no padding, so an optimizer may treat it as a vector. [`weight_from_oihw`] and [`weight_to_oihw`] convert from and to
+//! the order of checkpoints. In a grouped convolution, the input channels of a weight are those of one group.
 
 #![allow(unsafe_code)] // Register tiles use raw pointers; the public functions check the slices.
 
@@ -22,7 +21,7 @@ pub use memory::Scratch;
 pub use shape::ConvShape;
 pub use tile::{Format, Instructions};
 
-/// Output channels in a block of weights: the floats in a 512-bit register.
+/// Number of output channels in a block of weights: the number of floats in a 512-bit register.
 pub const LANES: usize = 16;
 
 impl ConvShape {
@@ -49,6 +48,7 @@ pub fn weight_to_oihw(s: &ConvShape, src: &[f32], dst: &mut [f32]) {
     each_weight(s, |ours, oihw| dst[oihw] = src[ours]);
 }
 
+/// Calls `f` with every weight's index in the flat slice and its index in the order of checkpoints.
 fn each_weight(s: &ConvShape, mut f: impl FnMut(usize, usize)) {
     let mut oihw = 0;
     for out in 0..s.out_c {
@@ -63,7 +63,7 @@ fn each_weight(s: &ConvShape, mut f: impl FnMut(usize, usize)) {
     }
 }
 
-fn check(s: &ConvShape, x: usize, w: usize, y: usize) {
+fn check(s: &ConvShape, x_len: usize, w_len: usize, y_len: usize) {
     assert!(s.stride > 0 && s.kernel > 0, "kernel and stride start at 1: {s:?}");
     assert!(
         s.in_h + 2 * s.row_padding >= s.kernel && s.in_w + 2 * s.padding >= s.kernel,
@@ -73,7 +73,11 @@ fn check(s: &ConvShape, x: usize, w: usize, y: usize) {
         s.groups > 0 && s.in_c.is_multiple_of(s.groups) && s.out_c.is_multiple_of(s.groups),
         "groups do not divide channels: {s:?}"
     );
-    assert_eq!((x, w, y), (s.input_len(), s.weight_len(), s.output_len()), "lengths of x, w, y for {s:?}");
+    assert_eq!(
+        (x_len, w_len, y_len),
+        (s.input_len(), s.weight_len(), s.output_len()),
+        "lengths of x, w, y for {s:?}"
+    );
 }
 
 /// `y = conv(x, w)`; every value of `y` is written.
@@ -94,6 +98,7 @@ fn run_forward(
     scratch: &mut Scratch,
 ) {
     let tiles = scratch.tiles;
+    // Tiles need whole blocks of channels, so narrow groups are merged.
     let merged = grouped::merged_shape(s, LANES * tiles.values);
     let w = grouped::merge_weights(s, &merged, w, &mut scratch.merged);
     let pass = product::Pass::forward(&merged);
@@ -105,8 +110,8 @@ fn run_forward(
 /// every channel the sum of squares, `2 * out_c` values. They are computed while outputs are in registers, which
 /// saves another read of `y`.
 ///
-/// Sums are in float32 around a pivot within a task, and in float64, in order, over tasks. They do not depend on
-/// the number of threads.
+/// A task sums the differences from a pivot in float32. The sums of the tasks are added in float64, in order, so the
+/// result does not depend on the number of threads.
 ///
 /// # Panics
 /// If the length of a slice does not match `s`.

@@ -32,16 +32,16 @@ fn unit(key: u64, index: u64) -> f64 {
     (bits as f64 + 0.5) / (1u64 << 53) as f64
 }
 
-/// Fills `values` with the values of a stream from value `first` on, uniform in `-bound..bound`.
+/// Fills `values` with the values of a stream from index `first` on, uniform in `-bound..bound`.
 pub fn uniform(key: u64, first: usize, values: &mut [f32], bound: f64) {
     in_chunks(values, |offset, values| {
-        for (number, value) in values.iter_mut().enumerate() {
-            *value = ((2.0 * unit(key, (first + offset + number) as u64) - 1.0) * bound) as f32;
+        for (i, value) in values.iter_mut().enumerate() {
+            *value = ((2.0 * unit(key, (first + offset + i) as u64) - 1.0) * bound) as f32;
         }
     });
 }
 
-/// Fills `values` with the values of a stream from value `first` on, normal with mean 0 and standard deviation `std`, in pairs by the
+/// Fills `values` with the values of a stream from index `first` on, normal with mean 0 and standard deviation `std`, in pairs by the
 /// Box-Muller transform.
 pub fn normal(key: u64, first: usize, values: &mut [f32], std: f64) {
     // The values `index` and `index + 1`.
@@ -50,14 +50,15 @@ pub fn normal(key: u64, first: usize, values: &mut [f32], std: f64) {
         let (sin, cos) = libm::sincos(std::f64::consts::TAU * unit(key, index as u64 + 1));
         [(radius * cos) as f32, (radius * sin) as f32]
     };
+    // If `first` is odd, the first value is the second of a pair.
     let (half, pairs) = values.split_at_mut((first % 2).min(values.len()));
     if let [second] = half {
         [_, *second] = pair(first - 1);
     }
     let first = first.next_multiple_of(2);
     in_chunks(pairs, |offset, values| {
-        for (number, out) in values.chunks_mut(2).enumerate() {
-            out.copy_from_slice(&pair(first + offset + 2 * number)[..out.len()]);
+        for (i, out) in values.chunks_mut(2).enumerate() {
+            out.copy_from_slice(&pair(first + offset + 2 * i)[..out.len()]);
         }
     });
 }
@@ -74,7 +75,7 @@ fn in_chunks(values: &mut [f32], fill: impl Fn(usize, &mut [f32]) + Sync) {
 mod tests {
     use super::*;
 
-    /// On any number of threads, and from any value on.
+    /// On any number of threads, and from any index on.
     #[test]
     fn a_part_of_a_stream_has_the_values_of_the_whole_stream() {
         type Draw = fn(u64, usize, &mut [f32], f64);

@@ -27,7 +27,7 @@ pub fn relu_backward(y: &[f32], dy: &mut [f32]) {
     });
 }
 
-/// Values per task if each is added to one of `biases` biases.
+/// Number of values per task: a multiple of the number of biases.
 fn chunk_of(biases: usize) -> usize {
     CHUNK.next_multiple_of(biases.max(1))
 }

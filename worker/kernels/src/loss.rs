@@ -9,12 +9,13 @@ pub struct Loss {
     pub correct: u64,
 }
 
-/// Loss of `logits` `[labels, classes]`. With `gradient`, the gradient of the logits, times `scale`, is written to it.
+/// Loss of `logits` `[labels, classes]`. If `gradient` is `(values, scale)`, `values` receives the gradient of the logits, times
+/// `scale`.
 ///
-/// The target distribution is `1 - smoothing` on the label plus `smoothing / classes` everywhere,
-/// as in PyTorch. `mixed`: the `1 - smoothing` are divided between two labels, lambda on the first, and a prediction is
-/// correct if it is the label with the larger part. `weights`: factors of the terms of each class, as the `weight` of PyTorch's
-/// `cross_entropy`; 1 if absent. Labels must be below `classes`.
+/// The target distribution is `1 - smoothing` on the label plus `smoothing / classes` everywhere, as in PyTorch. With `mixed`,
+/// which is (second labels, lambda), the fraction lambda of the `1 - smoothing` is on the first label and the rest on the second
+/// label, and a prediction is correct if it is the label with the larger part. `weights` has a factor for the terms of each class,
+/// like `weight` of PyTorch's `cross_entropy`; `None` means 1. Labels must be below `classes`.
 pub fn cross_entropy(
     logits: &[f32],
     labels: &[u32],
@@ -26,14 +27,14 @@ pub fn cross_entropy(
 ) -> Loss {
     let mut loss = Loss::default();
     let smoothing = f64::from(smoothing);
-    let even = smoothing / classes as f64;
+    let uniform = smoothing / classes as f64;
     let weight = |class: usize| weights.map_or(1.0, |weights| f64::from(weights[class]));
     let all_weights = weights.map_or(classes as f64, |all| all.iter().map(|w| f64::from(*w)).sum());
     let (mut gradients, scale) = match gradient {
         Some((values, scale)) => (Some(values.chunks_exact_mut(classes)), scale),
         None => (None, 0.0),
     };
-    for (number, (row, &label)) in logits.chunks_exact(classes).zip(labels).enumerate() {
+    for (picture, (row, &label)) in logits.chunks_exact(classes).zip(labels).enumerate() {
         let mut label = label as usize;
         let mut best = 0;
         for (c, v) in row.iter().enumerate() {
@@ -49,7 +50,7 @@ pub fn cross_entropy(
         // The label with the smaller part of the target, and its part.
         let mut second = None;
         if let Some((labels, lambda)) = mixed {
-            let (mut other, mut share) = (labels[number] as usize, 1.0 - f64::from(lambda));
+            let (mut other, mut share) = (labels[picture] as usize, 1.0 - f64::from(lambda));
             if share > 0.5 {
                 std::mem::swap(&mut label, &mut other);
                 share = f64::from(lambda);
@@ -61,19 +62,19 @@ pub fn cross_entropy(
         }
         let own_share = 1.0 - second.map_or(0.0, |(_, share)| share);
         loss.sum += (1.0 - smoothing) * (wanted * log_sum - wanted_logit)
-            + even * (all_weights * log_sum - sum_of_logits);
+            + uniform * (all_weights * log_sum - sum_of_logits);
         loss.correct += u64::from(best == label && !row[label].is_nan());
         // The sum of the weighted target.
-        let whole = weights.map_or(1.0, |_| (1.0 - smoothing) * wanted + even * all_weights);
+        let target_sum = weights.map_or(1.0, |_| (1.0 - smoothing) * wanted + uniform * all_weights);
         if let Some(d) = gradients.as_mut().and_then(Iterator::next) {
             for (c, (d, &v)) in d.iter_mut().zip(row).enumerate() {
-                let mut target = even + if c == label { (1.0 - smoothing) * own_share } else { 0.0 };
+                let mut target = uniform + if c == label { (1.0 - smoothing) * own_share } else { 0.0 };
                 if let Some((other, share)) = second
                     && c == other
                 {
                     target += (1.0 - smoothing) * share;
                 }
-                *d = (scale * (whole * (f64::from(v) - log_sum).exp() - weight(c) * target)) as f32;
+                *d = (scale * (target_sum * (f64::from(v) - log_sum).exp() - weight(c) * target)) as f32;
             }
         }
     }

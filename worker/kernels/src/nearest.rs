@@ -25,7 +25,7 @@ pub struct Nearest {
 }
 
 impl Nearest {
-    /// Searches the `k` (at least 1) nearest neighbours of `queries` `[queries, width]`.
+    /// Searches for the `k` (at least 1) nearest neighbours of each of `queries`, `[queries, width]`.
     #[must_use]
     pub fn new(queries: Vec<f32>, width: usize, k: usize) -> Self {
         let found = vec![Vec::new(); queries.len() / width];

@@ -22,8 +22,9 @@ pub struct Optimizer {
     pub momentum: f32,
     /// For Muon: the momentum of filters.
     pub filter_momentum: f32,
-    /// For Muon: learning rates of batch norms and biases, and of linear layers, as multiples of the step's learning rate.
+    /// For Muon: the learning rate of batch norms and biases, as a multiple of the step's learning rate.
     pub bias_lr: f32,
+    /// For Muon: the learning rate of linear layers, as a multiple of the step's learning rate.
     pub head_lr: f32,
     pub weight_decay: f32,
     /// Whether batch norm's parameters and biases have weight decay (never with LARS) and, with LAMB, adapted rates.
@@ -59,8 +60,8 @@ pub struct ParameterPolicy {
     pub decay: f32,
     /// The learning rate, as a multiple of the step's.
     pub rate: f32,
-    /// Whether the update is computed from the whole parameter: from norms of the parameter and its gradient, or with Muon from
-    /// the matrix.
+    /// Whether the update depends on the whole parameter: on the norms of the parameter and of its gradient or, with Muon, on the
+    /// matrix of all filters.
     pub adapted: bool,
     /// Whether the parameter and its optimizer slots never change.
     pub frozen: bool,
@@ -159,7 +160,7 @@ pub struct SquareSum {
 }
 
 impl SquareSum {
-    /// Adds the squares of `values`, whose number must be a multiple of 16, except in the last call.
+    /// Adds the squares of `values`. The number of values must be a multiple of 16, except in the last call.
     pub fn add(&mut self, values: &[f32]) {
         with_simd(
             #[inline(always)]
@@ -203,8 +204,9 @@ pub struct Update {
 struct Adam {
     beta1: f32,
     beta2: f32,
-    /// `1 - beta`.
+    /// `1 - beta1`.
     rest1: f32,
+    /// `1 - beta2`.
     rest2: f32,
     epsilon: f32,
     /// `1 - beta1^t`.
@@ -214,9 +216,9 @@ struct Adam {
 }
 
 impl Adam {
-    fn new(optimizer: &Optimizer, number: u64) -> Self {
+    fn new(optimizer: &Optimizer, step: u64) -> Self {
         let Optimizer { beta1, beta2, epsilon, .. } = *optimizer;
-        let correction = |beta: f64| 1.0 - libm::pow(beta, number as f64);
+        let correction = |beta: f64| 1.0 - libm::pow(beta, step as f64);
         Self {
             beta1: beta1 as f32,
             beta2: beta2 as f32,
@@ -238,9 +240,9 @@ impl Adam {
 }
 
 impl Update {
-    /// Update number `number` (from 1) at learning rate `lr`.
-    pub fn new(optimizer: &Optimizer, lr: f32, number: u64) -> Self {
-        Self { optimizer: *optimizer, lr, adam: Adam::new(optimizer, number) }
+    /// The update of step `step` (from 1) at learning rate `lr`.
+    pub fn new(optimizer: &Optimizer, lr: f32, step: u64) -> Self {
+        Self { optimizer: *optimizer, lr, adam: Adam::new(optimizer, step) }
     }
 
     /// Learning rate and weight decay of a parameter. `norms` returns the norms of the result of [`Update::prepare`] and of the
@@ -253,13 +255,14 @@ impl Update {
         if !adapted || self.optimizer.is_muon() {
             return (self.lr * rate, decay);
         }
-        let [moved, weights] = norms();
-        let (trust, below) = match self.optimizer.kind {
-            OptimizerKind::Lars => (f64::from(LARS_TRUST), moved + f64::from(decay) * weights),
-            _ => (1.0, moved),
+        let [update_norm, weight_norm] = norms();
+        let (trust, divisor) = match self.optimizer.kind {
+            OptimizerKind::Lars => (f64::from(LARS_TRUST), update_norm + f64::from(decay) * weight_norm),
+            _ => (1.0, update_norm),
         };
         // With a rate of 0, a parameter that is all zeros could never change.
-        let local = if weights > 0.0 && below > 0.0 { (trust * weights / below) as f32 } else { 1.0 };
+        let is_defined = weight_norm > 0.0 && divisor > 0.0;
+        let local = if is_defined { (trust * weight_norm / divisor) as f32 } else { 1.0 };
         (self.lr * local, decay)
     }
 
@@ -267,7 +270,7 @@ impl Update {
     ///
     /// - lars: the gradient itself
     /// - lamb: moments as Adam's, `r = (m / (1 - beta1^t)) / (sqrt(v) / sqrt(1 - beta2^t) + epsilon) + d w`
-    /// - muon: of filters `v = m v + g`, `g + m v`; of other parameters the gradient itself
+    /// - muon: for filters `v = m v + g` and then `g + m v`; for other parameters the gradient itself
     pub fn prepare(&self, policy: ParameterPolicy, w: &[f32], slots: Slots<'_>, g: &mut [f32]) {
         with_simd(
             #[inline(always)]
@@ -290,13 +293,13 @@ impl Update {
         }
         let (adam, scale) = (self.adam, (1.0 / self.adam.correction1) as f32);
         for (((g, w), m), v) in g.iter_mut().zip(w).zip(m).zip(v) {
-            let below = adam.update_moments(m, v, *g);
-            *g = *m * scale / below + decay * w;
+            let divisor = adam.update_moments(m, v, *g);
+            *g = *m * scale / divisor + decay * w;
         }
     }
 
-    /// Muon's update of the filters `w` of one convolution, whose layout is `shape`'s, from the result of [`Update::prepare`] for all
-    /// of them: `w = sqrt(rows) w / |w| - lr u`, where `u` is [`orthogonal::orthogonalise`]d.
+    /// Muon's update of all filters `w` of one convolution of shape `shape`: `w = sqrt(rows) w / |w| - lr u`, where `u` is the
+    /// [orthogonalised](orthogonal::orthogonalise) result of [`Update::prepare`], `prepared`.
     pub fn orthogonalise(&self, shape: &ConvShape, w: &mut [f32], prepared: &[f32]) {
         let (mut matrix, mut u) = (vec![0.0; w.len()], vec![0.0; w.len()]);
         conv::weight_to_oihw(shape, prepared, &mut matrix);
@@ -326,9 +329,9 @@ impl Update {
     }
 
     #[inline(always)]
-    fn apply_inline(&self, rate: f32, decay: f32, w: &mut [f32], [v, more]: Slots<'_>, g: &[f32]) {
+    fn apply_inline(&self, rate: f32, decay: f32, w: &mut [f32], [first, second]: Slots<'_>, g: &[f32]) {
         let m = self.optimizer.momentum;
-        let values = w.iter_mut().zip(v.iter_mut()).zip(g);
+        let values = w.iter_mut().zip(first.iter_mut()).zip(g);
         match self.optimizer.kind {
             OptimizerKind::Momentum => values.for_each(|((w, v), g)| {
                 *v = m * *v + (g + decay * *w);
@@ -345,11 +348,11 @@ impl Update {
             }),
             OptimizerKind::AdamW => {
                 let adam = self.adam;
-                let kept = (1.0 - f64::from(rate) * f64::from(decay)) as f32;
-                let size = (f64::from(rate) / adam.correction1) as f32;
-                values.zip(more.iter_mut()).for_each(|(((w, m), g), v)| {
-                    let below = adam.update_moments(m, v, *g);
-                    *w = *w * kept - size * (*m / below);
+                let decay_factor = (1.0 - f64::from(rate) * f64::from(decay)) as f32;
+                let step_size = (f64::from(rate) / adam.correction1) as f32;
+                values.zip(second.iter_mut()).for_each(|(((w, m), g), v)| {
+                    let divisor = adam.update_moments(m, v, *g);
+                    *w = *w * decay_factor - step_size * (*m / divisor);
                 });
             }
             OptimizerKind::Lamb => values.for_each(|((w, _), r)| *w -= rate * r),
@@ -375,8 +378,8 @@ mod tests {
                 assert_eq!(treat(kind, decay_norm_and_bias, true), (0.1, layer_wise), "{kind:?}");
             }
             assert_eq!(treat(kind, false, false), (0.0, false), "{kind:?}");
-            let usual = if kind == OptimizerKind::Lars { (0.0, false) } else { (0.1, layer_wise) };
-            assert_eq!(treat(kind, true, false), usual, "{kind:?}");
+            let expected = if kind == OptimizerKind::Lars { (0.0, false) } else { (0.1, layer_wise) };
+            assert_eq!(treat(kind, true, false), expected, "{kind:?}");
         }
     }
 

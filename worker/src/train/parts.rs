@@ -115,10 +115,10 @@ impl Parts {
         let state = training.is_first().then(|| snapshot.state.clone());
         let part = self.writers.part_of(training.group.rank());
         let thread = part.map(|part| {
-            let (folder, deals_average) = (folder.clone(), self.writers.deal_average());
+            let (folder, divides_average) = (folder.clone(), self.writers.divides_average());
             let write = move || {
                 let began = Instant::now();
-                let written = write_part(&folder, &snapshot, part, deals_average);
+                let written = write_part(&folder, &snapshot, part, divides_average);
                 let secs = began.elapsed().as_secs_f64();
                 match written {
                     Ok(files) => Part { files, error: None, secs },

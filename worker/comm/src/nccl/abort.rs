@@ -18,17 +18,18 @@ unsafe impl Send for Comm {}
 
 impl Handle for Comm {
     fn abort(self) {
-        // An abort may take long, and the caller may have more groups to abort.
+        // On a separate thread, because an abort may take long and the caller may have more groups to abort.
         let abort = move || {
+            // Moves all of `self` into the closure: the pointer in it is not `Send`.
             let Self(comm) = { self };
             // SAFETY: the owner passes the handle on once, while no call uses it.
             unsafe { sys::ncclCommAbort(comm) };
-            ABORTS.with(|pending| *pending -= 1);
+            ABORTS.update(|pending| *pending -= 1);
         };
-        ABORTS.with(|pending| *pending += 1);
+        ABORTS.update(|pending| *pending += 1);
         // If no thread can be started, the end of the process frees the communicator.
         if std::thread::Builder::new().name("nccl abort".into()).spawn(abort).is_err() {
-            ABORTS.with(|pending| *pending -= 1);
+            ABORTS.update(|pending| *pending -= 1);
         }
     }
 }
@@ -42,7 +43,7 @@ struct Aborts {
 static ABORTS: Aborts = Aborts { pending: Mutex::new(0), changed: Condvar::new() };
 
 impl Aborts {
-    fn with(&self, change: impl FnOnce(&mut usize)) {
+    fn update(&self, change: impl FnOnce(&mut usize)) {
         change(&mut lock(&self.pending));
         self.changed.notify_all();
     }

@@ -1,4 +1,4 @@
-//! Calls on device memory, in the order of a CUDA stream.
+//! Calls that operate on device memory and are enqueued on a CUDA stream.
 
 #![allow(unsafe_code)] // NCCL's calls take device pointers and streams; callers guarantee that they are valid.
 
@@ -13,8 +13,8 @@ use std::ffi::c_void;
 const SUM: sys::ncclRedOp_t = sys::ncclRedOp_t::ncclSum;
 
 impl Nccl {
-    /// Collective: replaces `count` values at `ptr` by their sum over all ranks, in the order of `stream`.
-    /// Returns when NCCL has enqueued the operation or, if `stream` is being captured, has added it to the graph.
+    /// Collective: enqueues on `stream` an operation that replaces the `count` values at `ptr` by their sums over all
+    /// ranks. Returns when NCCL has enqueued it or, if `stream` is being captured, has added it to the graph.
     ///
     /// # Errors
     /// The group has failed or was aborted. It is unusable afterwards.
@@ -98,8 +98,9 @@ impl Nccl {
         })
     }
 
-    /// Sends `sends` to other ranks and receives `receives` from them, in one NCCL group and in the order of `stream`.
-    /// Each message is `(rank, address, count)`. Two ranks list the messages between them in the same order.
+    /// Enqueues on `stream` one NCCL group that sends the messages `sends` to other ranks and receives the messages
+    /// `receives` from other ranks. A message is `(rank, address, number of values)`. If rank `a` sends several messages
+    /// to rank `b`, `b` must list them in the same order.
     ///
     /// # Errors
     /// As [`Nccl::all_reduce`].
@@ -139,8 +140,8 @@ impl Nccl {
     }
 }
 
-fn nccl_type(of: DataType) -> sys::ncclDataType_t {
-    match of {
+fn nccl_type(dtype: DataType) -> sys::ncclDataType_t {
+    match dtype {
         DataType::U8 => sys::ncclDataType_t::ncclUint8,
         DataType::F16 => sys::ncclDataType_t::ncclFloat16,
         DataType::Bf16 => sys::ncclDataType_t::ncclBfloat16,

@@ -123,7 +123,7 @@ mod tests {
         time::{Duration, Instant},
     };
 
-    /// A communicator that records a use after free, for which NCCL would crash.
+    /// A fake communicator that records a use after free, where NCCL would crash.
     #[derive(Debug, Default)]
     struct Fake {
         inside: AtomicUsize,

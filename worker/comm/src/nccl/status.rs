@@ -53,16 +53,21 @@ pub(super) fn failure(operation: &'static str, status: ncclResult_t, comm: ncclC
 
 /// NCCL's description of a status, and its last error message.
 pub(super) fn error_text(status: ncclResult_t, comm: ncclComm_t) -> String {
-    let text = |words: *const std::ffi::c_char| -> String {
-        if words.is_null() {
+    let to_string = |text: *const std::ffi::c_char| -> String {
+        if text.is_null() {
             return String::new();
         }
         // SAFETY: NCCL returns static strings that end with a null byte.
-        unsafe { CStr::from_ptr(words) }.to_string_lossy().trim().replace('\n', " ")
+        unsafe { CStr::from_ptr(text) }.to_string_lossy().trim().replace('\n', " ")
     };
     // SAFETY: the calls accept any status, and a communicator or null (for the thread's last error).
-    let (words, more) = unsafe { (text(sys::ncclGetErrorString(status)), text(sys::ncclGetLastError(comm))) };
-    if more.is_empty() { format!("NCCL: {words}") } else { format!("NCCL: {words}: {more}") }
+    let (description, last_error) =
+        unsafe { (to_string(sys::ncclGetErrorString(status)), to_string(sys::ncclGetLastError(comm))) };
+    if last_error.is_empty() {
+        format!("NCCL: {description}")
+    } else {
+        format!("NCCL: {description}: {last_error}")
+    }
 }
 
 #[cfg(test)]

@@ -55,20 +55,20 @@ mod tests {
     use super::*;
     use std::net::TcpListener;
 
-    /// The error of a message with the length `claimed` that is not a request.
-    fn receive_error(claimed: u32) -> String {
+    /// Sends a message of `length` bytes that are not a request, and returns the receiver's error.
+    fn receive_error(length: u32) -> String {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
-        let sent = std::thread::spawn(move || {
+        let sender = std::thread::spawn(move || {
             let mut stream = TcpStream::connect(address).unwrap();
-            stream.write_all(&claimed.to_le_bytes()).unwrap();
-            // If the length is refused, the rest is not read.
-            let _ = stream.write_all(&vec![0xc1; claimed as usize]);
+            stream.write_all(&length.to_le_bytes()).unwrap();
+            // Fails if the receiver refuses the length and closes the connection.
+            let _ = stream.write_all(&vec![0xc1; length as usize]);
         });
         let (mut stream, _) = listener.accept().unwrap();
         let error = receive::<Request>(&mut stream).unwrap_err();
         drop(stream);
-        sent.join().unwrap();
+        sender.join().unwrap();
         assert_eq!(error.kind(), io::ErrorKind::InvalidData);
         error.to_string()
     }

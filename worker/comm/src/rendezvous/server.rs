@@ -26,7 +26,7 @@ struct SharedValues {
 #[derive(Debug)]
 pub(super) struct Listener {
     closed: Arc<AtomicBool>,
-    wake: std::net::SocketAddr,
+    address: std::net::SocketAddr,
 }
 
 /// Whether `address` is a name other than `localhost` that resolves to a loopback address on this machine.
@@ -38,7 +38,7 @@ fn is_own_name(address: &str, socket: &TcpListener) -> bool {
 impl Listener {
     pub(super) fn open(config: &RendezvousConfig) -> Result<Self, RendezvousError> {
         let (addr, port) = (config.addr.clone(), config.port);
-        let listen = |error: io::Error| {
+        let listen_error = |error: io::Error| {
             if error.kind() == io::ErrorKind::AddrInUse {
                 RendezvousError::PortTaken { addr: addr.clone(), port }
             } else {
@@ -55,15 +55,15 @@ impl Listener {
             }
             other => other,
         }
-        .map_err(&listen)?;
-        let wake = socket.local_addr().map_err(&listen)?;
+        .map_err(&listen_error)?;
+        let address = socket.local_addr().map_err(&listen_error)?;
         let closed = Arc::new(AtomicBool::new(false));
         let shared = Arc::new(SharedValues::default());
         let secret: Arc<[u8]> = config.secret.as_slice().into();
-        let serving = closed.clone();
+        let is_closed = closed.clone();
         let serve = move || {
             for stream in socket.incoming().flatten() {
-                if serving.load(Ordering::Relaxed) {
+                if is_closed.load(Ordering::Relaxed) {
                     return;
                 }
                 let (shared, secret) = (shared.clone(), secret.clone());
@@ -75,13 +75,14 @@ impl Listener {
                     .spawn(move || serve_rank(stream, &secret, &shared));
             }
         };
-        std::thread::Builder::new().name("rendezvous".into()).spawn(serve).map_err(&listen)?;
-        Ok(Self { closed, wake })
+        std::thread::Builder::new().name("rendezvous".into()).spawn(serve).map_err(&listen_error)?;
+        Ok(Self { closed, address })
     }
 
     pub(super) fn close(&self) {
         self.closed.store(true, Ordering::Relaxed);
-        let _ = TcpStream::connect_timeout(&self.wake, Duration::from_millis(200));
+        // Wakes the serving thread, which waits for a connection.
+        let _ = TcpStream::connect_timeout(&self.address, Duration::from_millis(200));
     }
 }
 

@@ -34,9 +34,9 @@ impl Wire<'_> {
             self.sockets.sent_bytes += out.len() as u64;
             return Ok(());
         };
-        let of_call = (call, self.sockets.sequence);
+        let own_call = (call, self.sockets.sequence);
         let mut sink = HeaderSink::new(sink, |theirs| {
-            header::compare(link.operation, link.previous_rank, theirs, of_call)
+            header::compare(link.operation, link.previous_rank, theirs, own_call)
         });
         let done = link.exchange(&header::encode(call, self.sockets.sequence), out, &mut sink);
         if done.is_err() {
@@ -110,7 +110,8 @@ impl Wire<'_> {
         Ok(())
     }
 
-    /// Returns the sum of this rank's part of `input`. Part `r` is summed along the ring, starting with rank `r + 1`.
+    /// `input` has one part per rank. `output` receives the sum of all ranks' parts for this rank. Part `r` is summed
+    /// along the ring, starting with rank `r + 1`.
     pub(super) fn reduce_scatter<T: bytemuck::Pod + Add<Output = T>>(
         &mut self,
         input: &[T],

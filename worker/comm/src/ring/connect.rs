@@ -76,8 +76,8 @@ impl Ring {
         let all = store.exchange("ring", &serde_json::to_vec(&own).unwrap_or_default())?;
         let addresses = (0..)
             .zip(&all)
-            .map(|(rank, text): (u32, _)| {
-                serde_json::from_slice(text)
+            .map(|(rank, bytes): (u32, _)| {
+                serde_json::from_slice(bytes)
                     .map_err(|_| RendezvousError::Protocol(format!("rank {rank} sent no valid address")))
             })
             .collect::<Result<Vec<Addresses>, _>>()?;
@@ -103,7 +103,7 @@ impl PendingRing<'_> {
         let end = Arc::new(End::default());
         let connected = self.connect_all(listeners, &end);
         if connected.is_err() {
-            // The thread that accepts connections is already running.
+            // Ends the thread that accepts connections for messages.
             end.close("the ranks did not connect".into());
         }
         connected
@@ -111,10 +111,9 @@ impl PendingRing<'_> {
 
     fn connect_all(self, listeners: Listeners, end: &Arc<End>) -> Result<Arc<Ring>, RendezvousError> {
         let Listeners { main, concurrent, mesh } = listeners;
-        let places = self.addresses.iter().map(|a| a.mesh).collect();
-        let mesh = Mesh::start(&self.identity, self.rank, mesh, places, self.timeout, end.clone());
+        let addresses = self.addresses.iter().map(|a| a.mesh).collect();
+        let mesh = Mesh::start(&self.identity, self.rank, mesh, addresses, self.timeout, end.clone());
         let mesh = Arc::new(mesh.map_err(protocol)?);
-        // For example, the concurrent group carries statistics and the main group gradients.
         let sockets = self.ring_sockets("concurrent", &concurrent, |a| a.concurrent, end)?;
         let identity =
             Identity { name: format!("{}/concurrent", self.identity.name), ..self.identity.clone() };
@@ -216,7 +215,7 @@ impl PendingRing<'_> {
         expected: u32,
     ) -> Result<TcpStream, RendezvousError> {
         let began = Instant::now();
-        let slice = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
+        let poll_time = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
         listener.set_nonblocking(true).map_err(protocol)?;
         loop {
             match listener.accept() {
@@ -228,7 +227,7 @@ impl PendingRing<'_> {
                     }
                 }
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
-                    let _ = poll(&mut [PollFd::new(listener, PollFlags::IN)], Some(&slice));
+                    let _ = poll(&mut [PollFd::new(listener, PollFlags::IN)], Some(&poll_time));
                 }
                 Err(e) => return Err(protocol(e)),
             }

@@ -69,8 +69,8 @@ pub(super) fn watch(mut neighbours: [Neighbour; 2], end: Arc<End>) -> io::Result
                 return end.close_unreachable(peers, detail);
             }
             // An error on a connection ends the wait, although no events are requested.
-            let here = neighbours.iter().filter(|neighbour| !neighbour.has_left);
-            let mut ready: Vec<_> = here.map(|n| PollFd::new(&n.stream, PollFlags::empty())).collect();
+            let watched = neighbours.iter().filter(|neighbour| !neighbour.has_left);
+            let mut ready: Vec<_> = watched.map(|n| PollFd::new(&n.stream, PollFlags::empty())).collect();
             let wait = if lost_at.is_some() { BEAT_EVERY / 5 } else { BEAT_EVERY };
             let _ = poll(&mut ready, Timespec::try_from(wait).ok().as_ref());
         }

@@ -38,7 +38,7 @@ pub(super) struct Mesh {
     timeout: Duration,
     /// By rank: the address at which the rank listens.
     addresses: Vec<SocketAddr>,
-    /// By rank: the connection over which this rank sends messages to the rank.
+    /// By rank: the connection over which this rank sends messages to that rank.
     outgoing: Vec<Mutex<Option<Path>>>,
     incoming: Arc<Incoming>,
     end: Arc<End>,
@@ -64,7 +64,7 @@ struct Path {
     messages: u64,
 }
 
-/// The connections made by other ranks, by their rank.
+/// The connections that other ranks have made, by rank.
 #[derive(Debug, Default)]
 struct Incoming {
     paths: Mutex<BTreeMap<u32, Arc<Mutex<Path>>>>,
@@ -88,14 +88,14 @@ impl Mesh {
         let incoming = Arc::new(Incoming::default());
         let outgoing = addresses.iter().map(|_| Mutex::default()).collect();
         end.add_listener(&listener)?;
-        let accepting = Acceptor {
+        let acceptor = Acceptor {
             listener,
             terms: terms.clone(),
             size: addresses.len() as u32,
             incoming: incoming.clone(),
             end: end.clone(),
         };
-        let accept = move || accepting.run();
+        let accept = move || acceptor.run();
         std::thread::Builder::new().name("messages".into()).stack_size(128 << 10).spawn(accept)?;
         Ok(Self { rank, terms, timeout, addresses, outgoing, incoming, end })
     }
@@ -151,8 +151,8 @@ impl Mesh {
     }
 
     fn connect(&self, to: u32) -> io::Result<Path> {
-        let within = self.timeout.min(CONNECT_TIMEOUT);
-        let mut stream = TcpStream::connect_timeout(&self.addresses[to as usize], within)?;
+        let timeout = self.timeout.min(CONNECT_TIMEOUT);
+        let mut stream = TcpStream::connect_timeout(&self.addresses[to as usize], timeout)?;
         self.end.add(&stream)?;
         self.terms.terms().initiate(&mut stream, self.rank)?;
         stream.set_nonblocking(true)?;
@@ -183,7 +183,7 @@ impl Mesh {
                 .wait_timeout(paths, remaining.min(CHECK_EVERY))
                 .unwrap_or_else(PoisonError::into_inner)
                 .0;
-            // A rank that connected, sent a message and exited meanwhile has left a message that can still be read.
+            // If the rank connected, sent its message and then exited, the message can still be read.
             if !paths.contains_key(&from) {
                 check()?;
             }
@@ -191,7 +191,7 @@ impl Mesh {
     }
 }
 
-/// The state of the accepting thread.
+/// The state of the acceptor thread.
 struct Acceptor {
     listener: TcpListener,
     terms: OwnedHandshakeTerms,

@@ -69,14 +69,14 @@ impl<T: bytemuck::Pod + ops::Add<Output = T>> Sink for Add<'_, T> {
         let room = (bytes.len() - self.held).min(wanted);
         let received = from.read(&mut bytes[self.held..self.held + room])?;
         let total = self.held + received;
-        let whole = total / size_of::<T>();
-        for (target, value) in self.target[self.done..].iter_mut().zip(&self.block[..whole]) {
+        let complete = total / size_of::<T>();
+        for (target, value) in self.target[self.done..].iter_mut().zip(&self.block[..complete]) {
             *target = *target + *value;
         }
-        self.done += whole;
+        self.done += complete;
         self.held = total % size_of::<T>();
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(self.block);
-        bytes.copy_within(whole * size_of::<T>()..total, 0);
+        bytes.copy_within(complete * size_of::<T>()..total, 0);
         Ok(received)
     }
 }

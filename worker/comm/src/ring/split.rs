@@ -40,7 +40,7 @@ impl Ring {
         build: impl FnOnce(Part) -> Result<T, CommError>,
     ) -> Result<T, CommError> {
         self.announce(Call::empty(Operation::Split))?;
-        let number = self.splits.fetch_add(1, Ordering::Relaxed);
+        let split_index = self.splits.fetch_add(1, Ordering::Relaxed);
         let listeners = Listeners::bind(self.identity.local_ip);
         let addresses = listeners.as_ref().map_err(ToString::to_string);
         let addresses = addresses.and_then(|listeners| listeners.addresses().map_err(|e| e.to_string()));
@@ -48,9 +48,10 @@ impl Ring {
         let requests = self.gather_requests(&request)?;
         let joined = listeners
             .map_err(|error| failed(error.to_string()))
-            .and_then(|listeners| self.join(&requests, color, number, listeners))
+            .and_then(|listeners| self.join(&requests, color, split_index, listeners))
             .and_then(build);
-        // The split succeeds on all ranks or on none: a rank in a group that others could not join would wait for them.
+        // The split succeeds on all ranks or on none: otherwise a rank would wait in its new group for a rank that could not
+        // join.
         let reason = joined.as_ref().err().map(ToString::to_string).unwrap_or_default();
         let reason: String = reason.chars().take(MAX_REASON_BYTES / 4).collect();
         let reasons = self.all_gather_bytes(reason.as_bytes())?;
@@ -66,15 +67,15 @@ impl Ring {
     /// Collective: gathers the requests of all ranks. Fails if a rank cannot listen.
     fn gather_requests(&self, own: &[u8]) -> Result<Vec<SplitRequest>, CommError> {
         let all = self.all_gather_bytes(own)?;
-        let read = |(rank, text): (usize, &Vec<u8>)| -> Result<SplitRequest, CommError> {
-            let request: SplitRequest = serde_json::from_slice(text)
+        let parse = |(rank, bytes): (usize, &Vec<u8>)| -> Result<SplitRequest, CommError> {
+            let request: SplitRequest = serde_json::from_slice(bytes)
                 .map_err(|e| failed(format!("rank {rank} sent an invalid request: {e}")))?;
             match &request.addresses {
-                Err(why) => Err(failed(format!("rank {rank} cannot listen for others: {why}"))),
+                Err(why) => Err(failed(format!("rank {rank} cannot listen for connections: {why}"))),
                 Ok(_) => Ok(request),
             }
         };
-        all.iter().enumerate().map(read).collect()
+        all.iter().enumerate().map(parse).collect()
     }
 
     /// Connects the ranks of `color`.
@@ -82,7 +83,7 @@ impl Ring {
         &self,
         requests: &[SplitRequest],
         color: u32,
-        number: u64,
+        split_index: u64,
         listeners: Listeners,
     ) -> Result<Part, CommError> {
         let members: Vec<(u32, Addresses)> = (0..)
@@ -97,7 +98,7 @@ impl Ring {
         let end = self.end.clone();
         let pending = PendingRing {
             identity: Identity {
-                name: format!("{}/split {number} color {color}", self.identity.name),
+                name: format!("{}/split {split_index} color {color}", self.identity.name),
                 ..self.identity.clone()
             },
             rank,

@@ -29,18 +29,18 @@ pub(super) type Opened = (MemFile, Arc<Mapping>);
 /// Allocates memory for `world` ranks, or returns the reason of the failure.
 pub(super) fn make(world: usize) -> Result<(ShmDescriptor, Opened), String> {
     check_enabled()?;
-    let made = || -> io::Result<Opened> {
+    let allocate = || -> io::Result<Opened> {
         let file = MemFile::create()?;
         file.grow(0, group_bytes(world))?;
         let memory = file.map(0, group_bytes(world))?;
         Ok((file, memory))
     };
-    let (file, memory) = made().map_err(|e| format!("shared memory cannot be allocated: {e}"))?;
+    let (file, memory) = allocate().map_err(|e| format!("shared memory cannot be allocated: {e}"))?;
     let (left, right) = uuid::Uuid::new_v4().as_u64_pair();
     let descriptor =
         ShmDescriptor { boot_id: boot_id(), pid: std::process::id(), fd: file.fd(), token: [left, right] };
-    for (place, value) in head(&memory)[0].token.iter().zip(descriptor.token) {
-        place.store(value, Ordering::Release);
+    for (word, value) in head(&memory)[0].token.iter().zip(descriptor.token) {
+        word.store(value, Ordering::Release);
     }
     Ok((descriptor, (file, memory)))
 }
@@ -58,7 +58,7 @@ pub(super) fn open(descriptor: &ShmDescriptor, world: usize) -> Result<Opened, S
     };
     let (file, memory) = open().map_err(|e| format!("rank 0's memory cannot be opened: {e}"))?;
     let head = head(&memory);
-    let found = head[0].token.each_ref().map(|place| place.load(Ordering::Acquire));
+    let found = head[0].token.each_ref().map(|word| word.load(Ordering::Acquire));
     if found != descriptor.token {
         return Err("rank 0's memory cannot be opened: another process has its process id here".into());
     }

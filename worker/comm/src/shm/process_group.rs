@@ -31,7 +31,7 @@ pub struct ShmProcessGroup {
     own: Mutex<FilePosition>,
 }
 
-/// The number of calls and the used length of the file. It is the same on every rank between calls.
+/// The number of calls and the used length of the file. Between calls, both are equal on all ranks.
 #[derive(Debug)]
 struct FilePosition {
     calls: u64,
@@ -69,28 +69,28 @@ impl ShmProcessGroup {
         exchange: impl Fn(&str, &[u8]) -> Result<Vec<Vec<u8>>, E>,
     ) -> Result<Result<Arc<Self>, String>, E> {
         let size = ring.size() as usize;
-        let made = (ring.rank() == 0).then(|| descriptor::make(size));
-        let word = match &made {
+        let allocated = (ring.rank() == 0).then(|| descriptor::make(size));
+        let message = match &allocated {
             Some(Ok((descriptor, _))) => serde_json::to_vec(&Ok::<_, String>(descriptor)).unwrap_or_default(),
             Some(Err(reason)) => serde_json::to_vec(&Err::<(), _>(reason)).unwrap_or_default(),
             None => Vec::new(),
         };
-        let words = exchange("shm/descriptor", &word)?;
-        let opened = match made {
-            Some(made) => made.map(|(_, opened)| opened),
-            None => serde_json::from_slice::<Result<descriptor::ShmDescriptor, String>>(&words[0])
+        let messages = exchange("shm/descriptor", &message)?;
+        let opened = match allocated {
+            Some(allocated) => allocated.map(|(_, opened)| opened),
+            None => serde_json::from_slice::<Result<descriptor::ShmDescriptor, String>>(&messages[0])
                 .map_err(|e| e.to_string())
                 .and_then(|described| described.map_err(|_| String::new()))
                 .and_then(|descriptor| descriptor::open(&descriptor, size)),
         };
         // The first rank with a non-empty message gives the reason. After a failure of rank 0, other ranks send an
         // empty reason.
-        let word = match &opened {
+        let message = match &opened {
             Ok(_) => "joined",
             Err(reason) => reason,
         };
-        let words = exchange("shm/joined", word.as_bytes())?;
-        let refused = (0..).zip(&words).find(|(_, word)| word.as_slice() != b"joined");
+        let messages = exchange("shm/joined", message.as_bytes())?;
+        let refused = (0..).zip(&messages).find(|(_, message)| message.as_slice() != b"joined");
         Ok(match (refused, opened) {
             (None, Ok((file, memory))) => Ok(Arc::new(Self::new(ring.clone(), file, &memory))),
             (Some((rank, reason)), _) => {
@@ -149,7 +149,7 @@ impl ShmProcessGroup {
         }
     }
 
-    /// One call: publishes `mine`, and passes to `read` the values that all ranks have published, in rank order.
+    /// One call: publishes `mine`, and passes to `read` the slots of all ranks, in rank order, and the time without work.
     /// A rank writes its slot and then increments its counter. The other ranks read the slot before their own next
     /// call. The rank reuses the slot two calls later, when all other ranks have made the call in between.
     fn round<R>(
@@ -191,8 +191,8 @@ impl ShmProcessGroup {
         Ok(read(&self.slots[half], waited))
     }
 
-    /// Announces a call that uses the ring, so that ranks that make different calls notice it even if some calls do
-    /// not use the ring.
+    /// Announces a call that uses the ring. Ranks that make different calls then notice the difference, even if only some
+    /// of these calls use the ring.
     fn announce(&self, what: Call) -> Result<(), CommError> {
         self.round(what, &[], &mut || false, |_, _| ())
     }
@@ -227,12 +227,12 @@ impl ShmProcessGroup {
         let grown = if self.ring.rank() == 0 { self.file.grow(offset, bytes) } else { Ok(()) };
         self.announce(what)?;
         let mapped = grown.and_then(|()| self.file.map(offset, bytes));
-        let mut without = [f64::from(u8::from(mapped.is_err()))];
-        self.sum(&mut without, &mut || false)?;
+        let mut failures = [f64::from(u8::from(mapped.is_err()))];
+        self.sum(&mut failures, &mut || false)?;
         lock(&self.own).used = offset + bytes;
         let mib = bytes >> 20;
         Ok(match mapped {
-            Ok(mapping) if without[0] == 0.0 => Ok(SharedMemory { mapping, group: self.clone() }),
+            Ok(mapping) if failures[0] == 0.0 => Ok(SharedMemory { mapping, group: self.clone() }),
             Ok(_) => Err(format!("another rank cannot allocate {mib} MiB of shared memory")),
             Err(why) => Err(format!("cannot allocate {mib} MiB of shared memory: {why}")),
         })

@@ -88,15 +88,15 @@ fn ranks_see_each_other_s_writes_and_work_while_waiting() {
         }
         numbers[rank].store(7 + rank as u64, Ordering::Release);
         memory.notify_all();
-        let mut chores = 5;
+        let mut tasks = 5;
         let mut idle = || {
-            chores -= i32::from(chores > 0);
-            chores > 0
+            tasks -= i32::from(tasks > 0);
+            tasks > 0
         };
         let all = || numbers.iter().all(|n| n.load(Ordering::Acquire) > 0);
         let waited = memory.wait("numbers", &mut idle, &all, &|| 0).unwrap();
         if rank != 0 {
-            assert!(chores == 0 && waited > Duration::from_millis(10), "{chores} {waited:?}");
+            assert!(tasks == 0 && waited > Duration::from_millis(10), "{tasks} {waited:?}");
         }
         assert_eq!(numbers.iter().map(|n| n.load(Ordering::Acquire)).sum::<u64>(), 7 + 8 + 9);
         group.barrier().unwrap();

@@ -161,7 +161,7 @@ fn a_missing_message_times_out_with_the_sender_s_name() {
 #[test]
 fn an_abort_ends_the_wait_for_a_message() {
     for kind in KINDS {
-        // One sender has not sent a message yet, and the other has.
+        // Without and with an earlier message from the sender, which connects the two ranks.
         for connected in [false, true] {
             let done = Barrier::new(2);
             on_ranks(kind, 2, Duration::from_secs(600), |group| {

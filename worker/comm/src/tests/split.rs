@@ -23,7 +23,7 @@ fn ranks_of_a_color_are_a_group_in_their_order() {
             let mut members = [0.0f64; 3];
             part.all_gather((&[f64::from(rank)]).into(), (&mut members).into()).unwrap();
             assert_eq!(members, [[0.0, 2.0, 4.0], [1.0, 3.0, 5.0]][parity]);
-            // The concurrent group, and messages, with the rank numbers of the new group.
+            // The concurrent group and messages use the ranks of the new group.
             let concurrent = part.concurrent().unwrap();
             assert_eq!(sum_of(concurrent.as_ref(), 1), f64::from(part.size()));
             let next = (part.rank() + 1) % part.size();
@@ -97,7 +97,7 @@ fn aborting_a_group_aborts_all_its_subgroups() {
             let inner = part.split(0).unwrap();
             all.barrier().unwrap();
             if all.rank() == 0 {
-                // No other rank calls these.
+                // No other rank makes these calls.
                 std::thread::scope(|scope| {
                     let waiting = scope.spawn(|| inner.barrier().unwrap_err());
                     all.abort("asked to stop");

@@ -24,8 +24,8 @@ impl Backend for Cpu {
         Device::Cpu.name()
     }
 
-    /// One slot per core, or the requested number of slots. The ranks of an attempt on this machine divide the cores evenly
-    /// among them.
+    /// One slot per core, or the requested number of slots. The ranks of an attempt divide this machine's cores evenly among
+    /// themselves.
     fn devices(&self, selection: Selection<'_>) -> Result<Devices, String> {
         if selection.device.is_accelerator() || selection.list.is_some() {
             return Ok(Devices::default());
@@ -33,7 +33,7 @@ impl Backend for Cpu {
         let cores = cores();
         let count = selection.cpu_slots.unwrap_or(cores.min(MAX_CPU_SLOTS));
         if !(1..=MAX_CPU_SLOTS).contains(&count) {
-            return Err(format!("--cpu-slots {count}: from 1 to {MAX_CPU_SLOTS}"));
+            return Err(format!("--cpu-slots {count}: give a number from 1 to {MAX_CPU_SLOTS}"));
         }
         let share = match cores / count {
             0 => format!("1/{} core", count.div_ceil(cores)),

@@ -38,8 +38,8 @@ impl Executor {
         Ok(())
     }
 
-    /// Numbers of the weight and the bias of `name`.
-    fn parameter_numbers(&self, name: &str) -> Result<[usize; 2], EngineError> {
+    /// Indices of the weight and the bias of `name`.
+    fn parameter_indices(&self, name: &str) -> Result<[usize; 2], EngineError> {
         let parameter = |suffix| self.layout.parameter(&format!("{name}.{suffix}"));
         Ok([parameter("weight")?, parameter("bias")?])
     }
@@ -61,20 +61,21 @@ impl Executor {
         let mut parts = parts.into_iter();
         // An output that no operation reads has no gradient.
         let mut dy = parts.next().unwrap_or_else(|| vec![0.0; len(op.output())]);
-        let more = parts.next();
+        // The backward pass of a batch norm adds a second part itself.
+        let second = parts.next();
         for part in parts {
             dy.iter_mut().zip(&part).for_each(|(d, p)| *d += p);
             self.pool.free(part);
         }
 
         if let FusedOp::Norm(Norm { name, norm, input, shortcut, relu, output, .. }) = &op {
-            let parameters = self.parameter_numbers(name)?;
+            let parameters = self.parameter_indices(name)?;
             let [gamma, beta] =
                 parameters.map(|s| &self.state.weights[self.layout.parameters[s].range.clone()]);
             let affine = Affine { statistics: &self.norms[*norm].statistics, gamma, beta };
             let x = &self.activations[*input][..len(*input)];
             let frozen = self.network.frozen_norm;
-            let keep = more.is_some() || shortcut.is_some();
+            let keep = second.is_some() || shortcut.is_some();
             let mask = match (relu, shortcut) {
                 (false, _) => Mask::None,
                 (true, None) => Mask::Input,
@@ -83,25 +84,33 @@ impl Executor {
             // Frozen statistics do not depend on the input: dx = scale g, which is the formula with sums of zero.
             let mut sums = vec![0.0; 2 * gamma.len()];
             if !frozen || keep {
-                let found = batch_norm::backward_sums(x, affine, &mut dy, more.as_deref(), mask, keep);
+                let found = batch_norm::backward_sums(x, affine, &mut dy, second.as_deref(), mask, keep);
                 sums = if frozen { sums } else { found };
             }
             let (dgamma, dbeta) = batch_norm::parameter_gradients(&sums, affine.statistics);
             if self.config.sync_batch_norm && !frozen {
                 self.reducer.statistics(&mut sums, network.axes(*input), &mut || self.state.advance())?;
             }
-            let count = if frozen { 1.0 } else { self.statistics_count(*input, micro_batch.statistics_of) };
+            let values_per_channel =
+                if frozen { 1.0 } else { self.statistics_count(*input, micro_batch.statistics_of) };
             if let Some(shortcut) = shortcut {
                 let mut dx = self.pool.alloc(len(*input));
-                batch_norm::backward_input(x, affine, &sums, count, &dy, &mut dx);
+                batch_norm::backward_input(x, affine, &sums, values_per_channel, &dy, &mut dx);
                 self.gradient_parts[*input].push(dx);
                 self.gradient_parts[shortcut.tensor].push(dy);
             } else {
-                batch_norm::backward_input_in_place(x, affine, &sums, count, *relu && !keep, &mut dy);
+                batch_norm::backward_input_in_place(
+                    x,
+                    affine,
+                    &sums,
+                    values_per_channel,
+                    *relu && !keep,
+                    &mut dy,
+                );
                 self.gradient_parts[*input].push(dy);
             }
-            if let Some(more) = more {
-                self.pool.free(more);
+            if let Some(second) = second {
+                self.pool.free(second);
             }
             // Sends buckets that were complete before: their reduction overlaps with the next convolution.
             self.reduce_complete_buckets();
@@ -110,11 +119,11 @@ impl Executor {
             return Ok(());
         }
 
-        if let Some(more) = more {
-            for (d, m) in dy.iter_mut().zip(&more) {
+        if let Some(second) = second {
+            for (d, m) in dy.iter_mut().zip(&second) {
                 *d += m;
             }
-            self.pool.free(more);
+            self.pool.free(second);
         }
         match &op {
             FusedOp::Norm(_) => {}
@@ -185,7 +194,7 @@ impl Executor {
                     self.pool.free(dy);
                     return Ok(());
                 }
-                // After the last use of the weights, which may change as soon as their gradient is complete.
+                // This must follow the last use of the weights, which may change as soon as their gradient is complete.
                 let x = std::mem::take(&mut self.activations[*input]);
                 let (from, to) = (shapes[*input].len(), shapes[*output].len());
                 self.add_gradient(parameter, micro_batch, pictures, |share, out, scratch| {
@@ -212,7 +221,7 @@ impl Executor {
                 self.gradient_parts[*input].push(dx);
             }
             FusedOp::Linear { name, input, output, is_head } => {
-                let parameters = self.parameter_numbers(name)?;
+                let parameters = self.parameter_indices(name)?;
                 let sample = self.sample.clone().filter(|_| *is_head);
                 let inputs = shapes[*input].len();
                 let outputs = sample.as_ref().map_or(shapes[*output].len(), |sample| sample.rows.len());
@@ -221,7 +230,7 @@ impl Executor {
                 let weight = &self.state.weights[self.layout.parameters[parameters[0]].range.clone()];
                 let rows = sample.as_ref().map(|sample| sample.copy_rows(weight, inputs));
                 let weight = rows.as_deref().unwrap_or(weight);
-                // Features and weights of length 1, where logits are their cosines.
+                // With a margin, logits are cosines: features and weights are scaled to length 1.
                 let margin = self.config.loss.margin.filter(|_| *is_head);
                 let units = margin.map(|margin| {
                     margin.multiply_by_scale(&mut dy);

@@ -64,22 +64,22 @@ pub(super) fn exchange(
     let mut buffer = Vec::new();
     for round in 0..size {
         let peer = (round + size - rank) % size;
-        let (given, taken) = (from[rank].common(&to[peer]), from[peer].common(&to[rank]));
+        let (outgoing, incoming) = (from[rank].common(&to[peer]), from[peer].common(&to[rank]));
         let send = |buffer: &mut Vec<f32>| {
             buffer.clear();
-            from[rank].runs(&given, |at| buffer.extend_from_slice(&x[at]));
+            from[rank].runs(&outgoing, |at| buffer.extend_from_slice(&x[at]));
             if peer == rank { Ok(()) } else { group.send((&*buffer).into(), peer as u32) }
         };
         if rank <= peer {
             send(&mut buffer)?;
         }
-        let mut received = vec![0.0; if peer == rank { 0 } else { taken.len() }];
+        let mut received = vec![0.0; if peer == rank { 0 } else { incoming.len() }];
         group.recv((&mut received).into(), peer as u32)?;
         if rank > peer {
             send(&mut buffer)?;
         }
         let mut values = if peer == rank { &buffer[..] } else { &received[..] };
-        to[rank].runs(&taken, |at| {
+        to[rank].runs(&incoming, |at| {
             let (run, rest) = values.split_at(at.len());
             y[at].iter_mut().zip(run).for_each(|(y, v)| *y += v);
             values = rest;
@@ -91,7 +91,7 @@ pub(super) fn exchange(
 /// The pictures of a micro-batch on the ranks of a model group.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Pictures {
-    /// By rank: number of the rank's first picture among the group's pictures. The last element is the number of all pictures.
+    /// By rank: index of the rank's first picture among the group's pictures. The last element is the number of all pictures.
     pub(super) bounds: Vec<usize>,
     pub(super) rank: usize,
 }
@@ -110,7 +110,7 @@ impl Pictures {
         Self { bounds, rank }
     }
 
-    /// This rank's pictures among the group's.
+    /// The range of this rank's pictures among the group's pictures.
     pub(super) fn own_range(&self) -> Range<usize> {
         self.bounds[self.rank]..self.bounds[self.rank + 1]
     }
@@ -159,7 +159,7 @@ impl Pictures {
     }
 }
 
-/// Number of channels of the whole activation, of which this rank has `shape`.
+/// Number of channels of a whole activation. `shape` is the shape of this rank's part.
 pub(super) fn channels(placement: &Placement, shape: TensorShape) -> usize {
     match placement {
         Placement::Channels(bounds) => bounds.last().copied().unwrap_or(0),

@@ -92,7 +92,7 @@ pub(super) struct Executor {
     /// Number of ranks that see different pictures.
     data_ranks: u32,
     pub(super) all_ranks: Arc<dyn ProcessGroup>,
-    /// Where ranks share copies of the network.
+    /// The groups of ranks that share copies of the network; `None` if each rank has a whole copy.
     pub(super) groups: Option<Groups>,
     /// Pictures of the current micro-batch.
     pub(super) pictures: Pictures,
@@ -109,7 +109,7 @@ pub(super) struct Executor {
     pub(super) norms: Vec<Norm>,
     /// Running means and variances before the current step, whose forward passes change them.
     running_before: Option<Vec<[Vec<f32>; 2]>>,
-    /// By tensor, for the largest batch so far.
+    /// By tensor: its values, with space for the largest batch so far.
     pub(super) activations: Vec<Vec<f32>>,
     /// By tensor: the channel sums that the convolution before a batch norm has computed with its output.
     pub(super) sums: Vec<Vec<f64>>,
@@ -117,12 +117,12 @@ pub(super) struct Executor {
     pub(super) gradient_parts: Vec<Vec<Vec<f32>>>,
     /// By output tensor of a max pooling: the window position of each maximum.
     pub(super) argmax: Vec<Vec<u8>>,
-    /// Micro-batches between their forward and backward passes, except one: its activations are in the fields above.
+    /// Micro-batches between their forward and backward passes, except the current one, whose buffers are the fields above.
     pub(super) in_flight: Vec<InFlight>,
-    /// Gradient of a stage's input that has not been sent to the stage before yet.
+    /// Gradient of a stage's input that has not been sent to the preceding stage yet.
     pub(super) input_gradient: Option<Vec<f32>>,
     pub(super) pool: BufferPool,
-    /// Has the number format of the convolutions.
+    /// Scratch memory with the number format of the convolutions.
     pub(super) scratch: conv::Scratch,
     /// Whether gradients are summed in float64; see [`super::gradient`].
     pub(super) f64_gradients: bool,
@@ -156,8 +156,8 @@ impl Executor {
         let sharing: &dyn ProcessGroup = if plan.is_data() { comm.as_ref() } else { &SingleRank };
         let model_group = groups.as_ref().map(|groups| groups.model.clone());
         let sharding = (plan.optimizer_sharding && comm.size() > 1).then(|| {
-            let of_gradients = groups.as_ref().map(|groups| groups.gradients.clone());
-            Sharding::new(&layout, of_gradients.unwrap_or_else(|| ByAxes::uniform(comm.clone())))
+            let gradient_groups = groups.as_ref().map(|groups| groups.gradients.clone());
+            Sharding::new(&layout, gradient_groups.unwrap_or_else(|| ByAxes::uniform(comm.clone())))
         });
         let (state, shm_unavailable_reason) =
             State::new(&layout, f64_gradients, config.optimizer, sharing, model_group, sharding)?;
@@ -255,10 +255,10 @@ impl Executor {
         let mut measured = loss::Loss::default();
         let (stage, stages) = self.network.stage();
         for pass in plan::schedule(stage, stages, parts.len()) {
-            let (Pass::Forward(number) | Pass::Backward(number)) = pass;
-            let micro_batch @ StepPart { batch, statistics_of, .. } = parts[number];
-            self.swap_in_flight(number);
-            if pass == Pass::Backward(number) {
+            let (Pass::Forward(index) | Pass::Backward(index)) = pass;
+            let micro_batch @ StepPart { batch, statistics_of, .. } = parts[index];
+            self.swap_in_flight(index);
+            if pass == Pass::Backward(index) {
                 self.backward(micro_batch)?;
             } else {
                 let labels = self.exchange_labels(batch)?;
@@ -269,7 +269,7 @@ impl Executor {
                     measured.correct += part.correct;
                 }
             }
-            self.swap_in_flight(number);
+            self.swap_in_flight(index);
         }
         self.send_input_gradient()?;
         let square_sum = self.update()?;
@@ -327,9 +327,9 @@ impl Executor {
         let sample = Arc::new(Sample { rows });
         self.sample = Some(sample.clone());
         let parameter = |suffix: &str| -> Result<_, EngineError> {
-            let number = self.layout.parameter(&format!("{}.{suffix}", self.network.head()))?;
-            let range = &self.layout.parameters[number].range;
-            Ok(HeadParameter { number, offset: range.start, width: range.len() / own.len() })
+            let index = self.layout.parameter(&format!("{}.{suffix}", self.network.head()))?;
+            let range = &self.layout.parameters[index].range;
+            Ok(HeadParameter { index, offset: range.start, width: range.len() / own.len() })
         };
         Ok(Some(SampledRows { sample, parameters: [parameter("weight")?, parameter("bias")?] }))
     }
@@ -370,10 +370,16 @@ impl Executor {
             (Some(_), Some(_)) if self.pictures.total() == 0 => (loss::Loss::default(), Vec::new()),
             (Some(_), Some(groups)) => {
                 let best = split_loss::largest_logits(&groups.model, logits, &classes)?;
-                let slopes = add_margin(logits, &labels.own);
-                let (all, into) = ((&self.pictures, labels), (&mut gradient[..], scale));
-                let of = (&classes, all_classes);
-                let loss = split_loss::cross_entropy(&groups.model, logits, all, of, &best, smoothing, into)?;
+                let slopes = add_margin(logits, &labels.first);
+                let loss = split_loss::cross_entropy(
+                    &groups.model,
+                    logits,
+                    (&self.pictures, labels),
+                    (&classes, all_classes),
+                    &best,
+                    smoothing,
+                    (&mut gradient[..], scale),
+                )?;
                 (loss, slopes)
             }
             _ => {
@@ -400,7 +406,7 @@ impl Executor {
         Ok(loss)
     }
 
-    /// Adds the time since `began` to operation number `index`, if this step is timed.
+    /// Adds the time since `began` to the operation at `index`, if this step is timed.
     pub(super) fn add_time(&mut self, index: usize, began: Instant) {
         if let Some(time) = self.times.as_mut().and_then(|times| times.get_mut(index)) {
             *time += began.elapsed();

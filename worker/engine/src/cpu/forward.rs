@@ -99,11 +99,11 @@ impl Executor {
                     sample::forward((sample, margin), x(*input), (weight(name, "weight")?, bias), y);
                     return Ok(());
                 }
-                // Of ranks that compute parts of a sum, the first one adds the bias.
+                // Of the ranks that compute parts of a sum, only the first one adds the bias.
                 let adds_bias =
                     *self.network.placement(op.output()) != Placement::Partial || self.pictures.rank == 0;
-                let none = if adds_bias { Vec::new() } else { vec![0.0; bias.len()] };
-                linear::forward(x(*input), weight(name, "weight")?, if adds_bias { bias } else { &none }, y);
+                let zeros = if adds_bias { Vec::new() } else { vec![0.0; bias.len()] };
+                linear::forward(x(*input), weight(name, "weight")?, if adds_bias { bias } else { &zeros }, y);
             }
         }
         Ok(())
@@ -158,8 +158,8 @@ impl Executor {
 }
 
 impl Executor {
-    /// Number of values of each channel of `tensor` in batch norm's statistics: over `pictures` pictures on all ranks if statistics are
-    /// synchronised, else over this rank's own.
+    /// Number of values of a channel of `tensor` in batch norm's statistics. Synchronised statistics are over `pictures`
+    /// pictures of all ranks, other statistics over this rank's pictures.
     pub(super) fn statistics_count(&self, tensor: TensorId, pictures: f64) -> f64 {
         if self.config.sync_batch_norm {
             return pictures * self.network.whole_pixels(tensor) as f64;
@@ -197,19 +197,20 @@ impl Executor {
         }
     }
 
-    /// The region of an activation of each rank of the height group.
+    /// By rank of the height group: the region of an activation that the rank has.
     pub(super) fn row_regions(&self, tensor: TensorId) -> Vec<Region> {
         let (shape, pictures) =
             (self.network.tensors[tensor], self.pictures.count(self.network.placement(tensor)));
         let of_rank = |rows: &Range<isize>| {
-            // Rows above the picture count as well.
+            // Windows may reach rows above the picture, so rows are counted from `ABOVE` rows above it.
             let [start, end] = [rows.start, rows.end].map(|row| (row + ABOVE) as usize * shape.width);
             Region { pictures: 0..pictures, pixels: start..end, channels: 0..shape.channels }
         };
         self.network.rows(tensor).map_or_else(Vec::new, |rows| rows.of_rank.iter().map(of_rank).collect())
     }
 
-    /// Fetches the rows of `input` that windows reach from other ranks.
+    /// Fetches from other ranks the rows of `input` that this rank's windows reach. Rows outside the picture become 0, or
+    /// minus infinity if `lowest`.
     fn halo(
         &self,
         input: TensorId,
@@ -249,7 +250,7 @@ impl Executor {
     }
 }
 
-/// Maximum number of rows above a picture at which a window begins.
+/// Maximum number of rows by which a window reaches above a picture.
 const ABOVE: isize = 1 << 16;
 
 /// A max pooling of `network`.

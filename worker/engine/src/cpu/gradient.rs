@@ -38,7 +38,7 @@ impl Executor {
         match self.state.gradient(bucket) {
             Bucket::F32(values) => {
                 let out = &mut values[range];
-                match (pictures, micro_batch.first) {
+                match (pictures, micro_batch.is_first) {
                     (0, true) => out.fill(0.0),
                     (0, false) => {}
                     (_, true) => compute(0..pictures, out, &mut self.scratch),
@@ -65,7 +65,7 @@ impl Executor {
                     },
                 );
                 out.par_chunks_mut(CHUNK).enumerate().for_each(|(chunk, out)| {
-                    if micro_batch.first {
+                    if micro_batch.is_first {
                         out.fill(0.0);
                     }
                     for part in parts.chunks_exact(len) {
@@ -85,10 +85,10 @@ impl Executor {
             (self.layout.parameters[parameter].bucket, self.layout.parameters[parameter].in_bucket.clone());
         match self.state.gradient(bucket) {
             Bucket::F32(values) => values[range].iter_mut().zip(added).for_each(|(o, s)| {
-                *o = if micro_batch.first { *s as f32 } else { *o + *s as f32 };
+                *o = if micro_batch.is_first { *s as f32 } else { *o + *s as f32 };
             }),
             Bucket::F64(values) => values[range].iter_mut().zip(added).for_each(|(o, s)| {
-                *o = if micro_batch.first { *s } else { *o + *s };
+                *o = if micro_batch.is_first { *s } else { *o + *s };
             }),
         }
         self.complete(parameter, micro_batch);
@@ -97,7 +97,7 @@ impl Executor {
     /// Marks a bucket complete if `parameter` is its last parameter and the micro-batch is the step's last.
     fn complete(&mut self, parameter: usize, micro_batch: StepPart<'_>) {
         let bucket = self.layout.parameters[parameter].bucket;
-        if !micro_batch.last || self.layout.last_parameters[bucket] != parameter {
+        if !micro_batch.is_last || self.layout.last_parameters[bucket] != parameter {
             return;
         }
         if self.reducer.reduces_gradients() {

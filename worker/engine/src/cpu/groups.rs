@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// A group of some of the job's ranks. Errors use the ranks' numbers in the job.
+/// A group of some of the job's ranks. Errors name ranks of the job, not of the group.
 #[derive(Clone)]
 pub(super) struct Group {
     comm: Arc<dyn ProcessGroup>,
@@ -27,7 +27,7 @@ impl Group {
         Self { comm, ranks, waited: Arc::default() }
     }
 
-    /// This rank's number in the group.
+    /// This process's rank in the group.
     pub(super) fn rank(&self) -> u32 {
         self.comm.rank()
     }
@@ -66,7 +66,7 @@ impl Group {
         let began = Instant::now();
         let result = call(self.comm.as_ref());
         self.waited.fetch_add(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
-        result.map_err(|error| error.among(&self.ranks))
+        result.map_err(|error| error.in_parent(&self.ranks))
     }
 }
 
@@ -114,7 +114,7 @@ pub(super) struct Groups {
     pub(super) height: Group,
     /// The ranks with the same coordinates in the other stages.
     pub(super) stage: Group,
-    /// For gradients, which are reduced concurrently with the backward pass, so apart from the calls of `statistics`.
+    /// For gradients. They are reduced concurrently with the backward pass, so they need other groups than `statistics`.
     pub(super) gradients: ByAxes,
     /// For batch statistics and losses, for which the forward and backward passes wait.
     pub(super) statistics: ByAxes,

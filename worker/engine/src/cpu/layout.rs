@@ -11,9 +11,8 @@ use crate::{
 use lockstep_host::tensors::{HostTensor, NamedTensors, TensorSource};
 use std::{collections::BTreeMap, ops::Range};
 
-/// Number of values at which a bucket is closed: an eighth of the network, so that most gradients are
-/// being reduced before backward ends. A minimum limits the cost of calls, and a maximum is where a
-/// ring's bandwidth is saturated.
+/// Number of values at which a bucket is closed: an eighth of the network, so that the reduction of most gradients starts
+/// before backward ends. The minimum limits the number of calls. At the maximum, a ring's bandwidth is saturated.
 fn bucket_len(parameters: usize) -> usize {
     (parameters / 8).clamp(1 << 16, 1 << 18)
 }
@@ -71,9 +70,9 @@ pub(super) struct Layout {
     /// In the order in which backward produces gradients.
     pub(super) parameters: Vec<ParameterPlace>,
     by_name: BTreeMap<String, usize>,
-    /// Range of the flat buffer of each bucket.
+    /// By bucket: its range in the flat buffer.
     pub(super) buckets: Vec<Range<usize>>,
-    /// Last parameter of each bucket.
+    /// By bucket: its last parameter.
     pub(super) last_parameters: Vec<usize>,
     /// By bucket: the axes over which gradients are summed.
     pub(super) axes: Vec<Axes>,
@@ -158,17 +157,17 @@ impl Layout {
         self.buckets.last().map_or(0, |b| b.end)
     }
 
-    /// Number of the parameter `name`.
+    /// Index of the parameter `name`.
     ///
     /// # Errors
     /// The network has no such parameter.
     pub(super) fn parameter(&self, name: &str) -> Result<usize, EngineError> {
-        let parameter = self.by_name.get(name).copied();
-        parameter.ok_or_else(|| EngineError::Parameters(format!("the network has no parameter {name}")))
+        let index = self.by_name.get(name).copied();
+        index.ok_or_else(|| EngineError::Parameters(format!("the network has no parameter {name}")))
     }
 
-    /// Adds every parameter of the flat buffer to `tensors`, in torchvision's layout. `optimizer_slot`: the buffer
-    /// contains this state of the optimizer (such as `exp_avg`) and not the parameters.
+    /// Adds every parameter of the flat buffer to `tensors`, in torchvision's layout. With `optimizer_slot`, the buffer
+    /// contains this state of the optimizer (such as `exp_avg`) instead of the parameters.
     pub(super) fn export(&self, optimizer_slot: Option<&str>, flat: &[f32], tensors: &mut NamedTensors) {
         tensors.extend(
             self.parameters
@@ -195,8 +194,8 @@ mod tests {
     fn an_unknown_parameter_is_an_error() {
         let network = resnet::build(&ModelSpec::default(), 8, 3, 10).unwrap();
         let layout = Layout::new(&network, &fuse::fuse(&network, &fuse::Capabilities::default()));
-        for (number, parameter) in layout.parameters.iter().enumerate() {
-            assert_eq!(layout.parameter(&parameter.name).unwrap(), number);
+        for (index, parameter) in layout.parameters.iter().enumerate() {
+            assert_eq!(layout.parameter(&parameter.name).unwrap(), index);
         }
         let error = layout.parameter("conv1.weigth").unwrap_err().to_string();
         assert_eq!(error, "the network has no parameter conv1.weigth");

@@ -5,7 +5,7 @@ use crate::loss::Margin;
 use lockstep_kernels::linear;
 use std::ops::Range;
 
-/// Minimum divisor of a row's length, as in PyTorch's `normalize`.
+/// Minimum divisor of a row, as in PyTorch's `normalize`.
 const MIN_LENGTH: f64 = 1e-12;
 
 /// Rows divided by their lengths.
@@ -51,7 +51,7 @@ impl Margin {
         self.multiply_by_scale(logits);
     }
 
-    /// A head's weights with rows of the length `scale`: their products with unit features are the logits.
+    /// A head's weights with each row scaled to the length `scale`. Their products with unit features are the logits.
     pub(crate) fn scaled_unit_rows(&self, weights: &[f32], width: usize) -> Vec<f32> {
         let mut rows = UnitRows::new(weights, width).rows;
         self.multiply_by_scale(&mut rows);
@@ -84,7 +84,7 @@ impl Margin {
         let (scale, terms) = (f64::from(self.scale), self.terms());
         let cos = (f64::from(logit) / scale).clamp(-1.0, 1.0);
         let (with_margin, slope) = if cos > terms.limit {
-            // The derivative has no limit at a cosine of 1.
+            // Without this minimum, the derivative would be infinite at a cosine of 1.
             let sin = (1.0 - cos * cos).max(f64::from(f32::EPSILON)).sqrt();
             (cos * terms.cos - sin * terms.sin, terms.cos + terms.sin * cos / sin)
         } else {

@@ -152,7 +152,7 @@ impl Engine for CpuEngine {
         let micros = times.iter().map(|time| time.as_secs_f64() * 1e6);
         let mut layers =
             if times.is_empty() { Vec::new() } else { layer_times(&self.executor.ops, micros.enumerate()) };
-        // Tensors have other numbers in a part of a network, so layers without a name cannot be identified.
+        // Tensors have other IDs in a part of a network, so layers without a name cannot be identified.
         layers.retain(|layer| self.plan.is_data() || layer.name.is_some());
         layers
     }
@@ -211,8 +211,8 @@ impl Engine for CpuEngine {
     fn optimizer_state(&self) -> Result<OptimizerState, EngineError> {
         let Executor { layout, state, config, .. } = &self.executor;
         let mut slots = NamedTensors::new();
-        for (number, &name) in config.optimizer.slots().iter().enumerate() {
-            layout.export(Some(name), &state.optimizer_slot(number), &mut slots);
+        for (slot, &name) in config.optimizer.slots().iter().enumerate() {
+            layout.export(Some(name), &state.optimizer_slot(slot), &mut slots);
         }
         Ok(OptimizerState { slots, updates: state.updates })
     }
@@ -226,9 +226,9 @@ impl Engine for CpuEngine {
         state.updates = to.updates;
         if writes {
             let mut flat = vec![0.0; layout.len()];
-            for (number, &name) in optimizer.slots().iter().enumerate() {
+            for (slot, &name) in optimizer.slots().iter().enumerate() {
                 layout.import(Some(name), &to.slots, &mut flat);
-                state.set_optimizer_slot(number, &flat);
+                state.set_optimizer_slot(slot, &flat);
             }
         }
         Ok(())
@@ -310,7 +310,7 @@ impl Engine for CpuEngine {
             _ if state.is_sharded() => format!("; {}", state.memory_saving_text(layout.whole_len)),
             _ => {
                 let bytes = 4 * config.optimizer.slots().len() * layout.whole_len;
-                format!("; optimizer state, {:.2} MB, is there once, too", bytes as f64 / 1e6)
+                format!("; they also share one copy of the optimizer state, {:.2} MB", bytes as f64 / 1e6)
             }
         };
         if !self.plan.is_data() {
@@ -320,8 +320,8 @@ impl Engine for CpuEngine {
                 0 => String::new(),
                 n => format!("; {} to exchange activations", plural(n as u64, "operation")),
             };
-            let (mesh, begins) = (self.plan.mesh, self.plan.later_stages(&self.network));
-            return format!("a mesh of {mesh}{exchanges}{begins}{saving}");
+            let (mesh, later_stages) = (self.plan.mesh, self.plan.later_stages(&self.network));
+            return format!("a mesh of {mesh}{exchanges}{later_stages}{saving}");
         }
         match (&self.executor.shm_unavailable_reason, self.comm.size()) {
             (_, 1) => String::new(),
@@ -358,12 +358,12 @@ impl CpuEngine {
         Ok(())
     }
 
-    /// Collective if ranks divide the optimizer's state: gathers the whole state, on ranks with `keep`.
+    /// Gathers the whole state of the optimizer on ranks with `keep`. Collective if ranks divide the state.
     fn gathered_optimizer_state(&self, keep: bool) -> Result<Option<OptimizerState>, EngineError> {
         let Executor { layout, state, config, .. } = &self.executor;
         let mut slots = NamedTensors::new();
-        for (number, &name) in config.optimizer.slots().iter().enumerate() {
-            if let Some(flat) = state.gathered_slot(number, keep)? {
+        for (slot, &name) in config.optimizer.slots().iter().enumerate() {
+            if let Some(flat) = state.gathered_slot(slot, keep)? {
                 layout.export(Some(name), &flat, &mut slots);
             }
         }

@@ -29,7 +29,8 @@ pub(super) enum Work {
     Sum,
     /// Second pass: the update, which needs the norms of the whole parameter.
     Update,
-    /// Second pass of the filters of a convolution with Muon: the update of the whole parameter, whose first piece this is.
+    /// Second pass for the filters of a convolution with Muon: the update of the whole parameter. Only the parameter's first
+    /// piece has this task.
     Orthogonalise,
 }
 
@@ -45,7 +46,7 @@ pub(super) struct Task {
 /// The pieces of this rank's share of every bucket, in order. A piece has values of only one parameter. A parameter without values on this
 /// rank has one empty piece, which holds the parameter's sums of squares.
 pub(super) fn pieces(layout: &Layout, shares: &[Share]) -> Vec<Piece> {
-    let (mut pieces, mut kept) = (Vec::new(), 0);
+    let (mut pieces, mut slots_len) = (Vec::new(), 0);
     for (parameter, at) in layout.parameters.iter().enumerate() {
         let bucket = &layout.buckets[at.bucket];
         let own = shares[at.bucket].of(bucket.len());
@@ -55,8 +56,8 @@ pub(super) fn pieces(layout: &Layout, shares: &[Share]) -> Vec<Piece> {
         loop {
             let in_bucket = start..end.min(start + PIECE);
             let range = bucket.start + in_bucket.start..bucket.start + in_bucket.end;
-            let in_slots = kept..kept + in_bucket.len();
-            (start, kept) = (in_bucket.end, in_slots.end);
+            let in_slots = slots_len..slots_len + in_bucket.len();
+            (start, slots_len) = (in_bucket.end, in_slots.end);
             pieces.push(Piece { parameter, bucket: at.bucket, range, in_bucket, in_slots });
             if start == end {
                 break;
@@ -83,12 +84,12 @@ pub(super) fn tasks(pieces: &[Piece], passes: Passes, is_matrix: impl Fn(usize) 
     }
     let mut tasks = Vec::new();
     let mut first = 0;
-    for bucket in pieces.chunk_by(|a, b| passes == Passes::TwoPerStep || a.bucket == b.bucket) {
-        let these = first..first + bucket.len();
-        first = these.end;
-        tasks.extend(these.clone().map(|piece| Task { piece, work: Work::Sum, after: 0 }));
+    for chunk in pieces.chunk_by(|a, b| passes == Passes::TwoPerStep || a.bucket == b.bucket) {
+        let indices = first..first + chunk.len();
+        first = indices.end;
+        tasks.extend(indices.clone().map(|piece| Task { piece, work: Work::Sum, after: 0 }));
         let after = tasks.len();
-        tasks.extend(these.filter_map(|piece| {
+        tasks.extend(indices.filter_map(|piece| {
             let parameter = pieces[piece].parameter;
             let work = match is_matrix(parameter) {
                 true if piece > 0 && pieces[piece - 1].parameter == parameter => return None,

@@ -1,9 +1,9 @@
 //! All-reduces of a step. Ranks that share memory need no all-reduce of gradients ([`super::state`]) and sum statistics in that
-//! memory. Other ranks all-reduce gradients on a thread, concurrently with the backward pass. Where they divide the optimizer's
+//! memory. Other ranks all-reduce gradients on a thread, concurrently with the backward pass. If ranks divide the optimizer's
 //! state ([`crate::sharding`]), gradients are reduce-scattered: a rank gets only the sum of its own part of each bucket.
 //!
 //! Every rank must call the same collectives of a group in the same order. Gradient buckets use one group, in the order in which
-//! the backward pass completes them. Statistics of batch norms use the group concurrent to it; the pass waits for them.
+//! the backward pass completes them. Statistics of batch norms, for which a pass waits, use the concurrent group of that group.
 //!
 //! A group without a concurrent group sends everything through the thread's one queue, which the engine fills in program order.
 //! Statistics that are queued behind a bucket would wait for it. A bucket is therefore queued right after the next statistics have

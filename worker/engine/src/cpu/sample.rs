@@ -8,12 +8,12 @@ use std::{borrow::Cow, ops::Range, sync::Arc};
 /// The sampled classes of this rank.
 #[derive(Debug)]
 pub(super) struct Sample {
-    /// Ascending, counted from the first class of this rank.
+    /// Indices of the sampled classes among this rank's classes, ascending.
     pub(super) rows: Vec<u32>,
 }
 
 impl Sample {
-    /// Position of row number `row` in the sample, if the sample has the row.
+    /// Position of `row` in the sample, if the sample has the row.
     pub(super) fn position(&self, row: usize) -> Option<usize> {
         self.rows.binary_search(&(row as u32)).ok()
     }
@@ -39,7 +39,8 @@ impl Sample {
     }
 }
 
-/// Logits `[batch, classes]` of `x` `[batch, in]`: of all classes or of a sample, and with `margin` scaled cosines.
+/// Logits `[batch, classes]` of `x` `[batch, in]`, for all classes or for those of `sample`. With `margin`, logits are scaled
+/// cosines.
 pub(super) fn forward(
     (sample, margin): (Option<&Sample>, Option<&Margin>),
     x: &[f32],
@@ -68,8 +69,8 @@ pub(super) struct SampledRows {
 /// A parameter of the last layer, with a row for each class.
 #[derive(Debug)]
 pub(super) struct HeadParameter {
-    /// The parameter's number in the layout.
-    pub(super) number: usize,
+    /// The parameter's index in the layout.
+    pub(super) index: usize,
     /// Offset in the flat buffer.
     pub(super) offset: usize,
     /// Number of values of a row.
@@ -77,8 +78,8 @@ pub(super) struct HeadParameter {
 }
 
 impl SampledRows {
-    /// Calls `update` with each part of `range` that the step updates, relative to the start of `range`. `range` is a part of the
-    /// flat buffer, within parameter number `parameter`.
+    /// Calls `update` with each part of `range` that the step updates, relative to the start of `range`. `range` is a range of
+    /// the flat buffer, within the parameter whose index is `parameter`.
     pub(super) fn for_each_part(
         &self,
         parameter: usize,
@@ -86,7 +87,7 @@ impl SampledRows {
         mut update: impl FnMut(Range<usize>),
     ) {
         let Some(&HeadParameter { offset, width, .. }) =
-            self.parameters.iter().find(|head| head.number == parameter)
+            self.parameters.iter().find(|head| head.index == parameter)
         else {
             return update(0..range.len());
         };

@@ -9,31 +9,32 @@ use std::ops::Range;
 /// The labels of all pictures of a model group.
 #[derive(Debug, Default)]
 pub(super) struct Labels {
-    pub(super) own: Vec<u32>,
-    /// For mixed pictures: the second label of each picture, and the weight of the first one.
+    /// The label of each picture. For mixed pictures: the first label.
+    pub(super) first: Vec<u32>,
+    /// For mixed pictures: the second label of each picture, and the weight of the first label.
     mixed: Option<(Vec<u32>, f32)>,
 }
 
-/// Collective: gathers the numbers of pictures and the labels of all ranks of the group.
+/// Collective: gathers the number of pictures and the labels of each rank of the group.
 pub(super) fn gather_labels(group: &Group, batch: &Batch) -> Result<(Pictures, Labels), CommError> {
-    let numbers = |values: &[u32]| values.iter().flat_map(|label| label.to_le_bytes()).collect::<Vec<u8>>();
+    let to_bytes = |values: &[u32]| values.iter().flat_map(|label| label.to_le_bytes()).collect::<Vec<u8>>();
     // The weight, the labels and, if pictures are mixed, the second labels.
     let lambda = batch.mixed().map_or(0.0, |(_, lambda)| lambda);
     let mut message = lambda.to_le_bytes().to_vec();
     message.extend((batch.labels.len() as u32).to_le_bytes());
-    message.extend(numbers(&batch.labels));
-    message.extend(numbers(&batch.mixed_labels));
+    message.extend(to_bytes(&batch.labels));
+    message.extend(to_bytes(&batch.mixed_labels));
     let mut counts = Vec::new();
     let mut labels = Labels::default();
     for message in group.call(|comm| comm.all_gather_bytes(&message))? {
         let words: Vec<[u8; 4]> = message.as_chunks::<4>().0.to_vec();
         let count = u32::from_le_bytes(words[1]) as usize;
-        let (own, others) = words[2..].split_at(count);
+        let (first, second) = words[2..].split_at(count);
         counts.push(count);
-        labels.own.extend(own.iter().map(|word| u32::from_le_bytes(*word)));
-        if !others.is_empty() {
+        labels.first.extend(first.iter().map(|word| u32::from_le_bytes(*word)));
+        if !second.is_empty() {
             let mixed = labels.mixed.get_or_insert_with(|| (Vec::new(), f32::from_le_bytes(words[0])));
-            mixed.0.extend(others.iter().map(|word| u32::from_le_bytes(*word)));
+            mixed.0.extend(second.iter().map(|word| u32::from_le_bytes(*word)));
         }
     }
     Ok((Pictures::of_group(counts, group.rank() as usize), labels))
@@ -63,7 +64,7 @@ impl Classes<'_> {
     }
 }
 
-/// Collective: the largest logit of each picture of the group and its class, which is the first one of equal logits.
+/// Collective: for each picture of the group, the largest logit and its class. Of equal logits, the first class counts.
 pub(super) fn largest_logits(
     group: &Group,
     logits: &[f32],
@@ -94,10 +95,10 @@ pub(super) fn largest_logits(
     Ok(best)
 }
 
-/// Collective: [`super::loss::cross_entropy`] of all `pictures` of the group, of whose logits this rank has those of
-/// `classes`. `all_classes` is the number of classes of all ranks, which only `smoothing` uses. `best` is the result of
-/// [`largest_logits`] for logits that are not smaller than these. The gradient, times `scale`, is written for all pictures;
-/// the loss is that of this rank's own.
+/// Collective: [`super::loss::cross_entropy`] of all `pictures` of the group. `logits` are those of this rank's `classes`.
+/// `all_classes` is the number of classes of all ranks, which only `smoothing` uses. `best` is the result of
+/// [`largest_logits`] before a margin, if any, reduced `logits`. `gradient` receives the gradient of the logits of all
+/// pictures, times `scale`. Returns the loss of this rank's own pictures.
 pub(super) fn cross_entropy(
     group: &Group,
     logits: &[f32],
@@ -110,7 +111,7 @@ pub(super) fn cross_entropy(
     let rows = || logits.chunks_exact(classes.len());
     let logit_of =
         |row: &[f32], class: usize| classes.position(class).map_or(0.0, |place| f64::from(row[place]));
-    let label = |picture: usize| labels.own[picture] as usize;
+    let label = |picture: usize| labels.first[picture] as usize;
     let other = |picture: usize| labels.mixed.as_ref().map(|(others, _)| others[picture] as usize);
     let mut sums: Vec<f64> = rows()
         .enumerate()
@@ -125,29 +126,29 @@ pub(super) fn cross_entropy(
     group.all_reduce((&mut sums).into())?;
 
     let smoothing = f64::from(smoothing);
-    let even = smoothing / all_classes as f64;
+    let uniform = smoothing / all_classes as f64;
     let mut loss = Loss::default();
     for (picture, (row, gradient)) in rows().zip(gradient.chunks_exact_mut(classes.len())).enumerate() {
         let [largest, predicted] = best[picture];
-        let [exponentials, sum_of_logits, of_label, of_other] = sums.as_chunks::<4>().0[picture];
+        let [exponentials, sum_of_logits, label_logit, other_logit] = sums.as_chunks::<4>().0[picture];
         let log_sum = largest + exponentials.ln();
         // The first label's part of the target.
         let lambda = labels.mixed.as_ref().map_or(1.0, |(_, lambda)| f64::from(*lambda));
         let (label, other) = (label(picture), other(picture));
         if pictures.own_range().contains(&picture) {
-            let wanted_logit = lambda * of_label + (1.0 - lambda) * of_other;
+            let wanted_logit = lambda * label_logit + (1.0 - lambda) * other_logit;
             loss.sum += (1.0 - smoothing) * (log_sum - wanted_logit)
-                + even * (all_classes as f64 * log_sum - sum_of_logits);
+                + uniform * (all_classes as f64 * log_sum - sum_of_logits);
             // The label with the larger part of the target.
             let (wanted, logit) = match other {
-                Some(other) if 1.0 - lambda > 0.5 => (other, of_other),
-                _ => (label, of_label),
+                Some(other) if 1.0 - lambda > 0.5 => (other, other_logit),
+                _ => (label, label_logit),
             };
             loss.correct += u64::from(predicted == wanted as f64 && !logit.is_nan());
         }
         let (label, other) = (classes.position(label), other.and_then(|other| classes.position(other)));
         for (place, (gradient, logit)) in gradient.iter_mut().zip(row).enumerate() {
-            let mut target = even;
+            let mut target = uniform;
             if label == Some(place) {
                 target += (1.0 - smoothing) * lambda;
             }

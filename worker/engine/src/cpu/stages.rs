@@ -9,11 +9,14 @@ use crate::EngineError;
 use std::mem::swap;
 
 impl Executor {
-    /// Swaps the current activations with those kept for micro-batch number `number`; a second call swaps them back. Micro-batches that are
-    /// between their passes at the same time have separate buffers.
-    pub(super) fn swap_in_flight(&mut self, number: usize) {
-        let place = number % (self.in_flight.len() + 1);
-        let Some(kept) = place.checked_sub(1).and_then(|place| self.in_flight.get_mut(place)) else { return };
+    /// Swaps the current activations with those kept for the micro-batch at index `micro_batch`; a second call swaps them back.
+    /// Micro-batches that are between their passes at the same time have separate buffers.
+    pub(super) fn swap_in_flight(&mut self, micro_batch: usize) {
+        // Number 0 stands for the current buffers.
+        let buffer = micro_batch % (self.in_flight.len() + 1);
+        let Some(kept) = buffer.checked_sub(1).and_then(|index| self.in_flight.get_mut(index)) else {
+            return;
+        };
         swap(&mut self.activations, &mut kept.activations);
         swap(&mut self.argmax, &mut kept.argmax);
         swap(&mut self.pictures, &mut kept.pictures);
@@ -22,12 +25,12 @@ impl Executor {
         }
     }
 
-    /// The groups, and the number of the preceding stage, if there is one.
+    /// The groups, and the index of the preceding stage, if there is one.
     fn preceding_stage(&self) -> Option<(&Groups, u32)> {
         self.groups.as_ref().zip(self.network.stage().0.checked_sub(1).map(|stage| stage as u32))
     }
 
-    /// The groups, and the number of the next stage, if there is one.
+    /// The groups, and the index of the next stage, if there is one.
     fn next_stage(&self) -> Option<(&Groups, u32)> {
         let next = self.network.stage().0 as u32 + 1;
         self.groups.as_ref().map(|groups| (groups, next)).filter(|_| !self.network.is_last_stage())
@@ -37,11 +40,11 @@ impl Executor {
     pub(super) fn receive_input(&mut self) -> Result<bool, EngineError> {
         let input = self.network.input();
         let (len, mut values) = (self.value_count(input), std::mem::take(&mut self.activations[input]));
-        let taken =
+        let received =
             self.preceding_stage().map(|(groups, from)| groups.stage.recv((&mut values[..len]).into(), from));
         self.activations[input] = values;
-        let Some(taken) = taken else { return Ok(false) };
-        taken?;
+        let Some(received) = received else { return Ok(false) };
+        received?;
         self.send_input_gradient()?;
         Ok(true)
     }

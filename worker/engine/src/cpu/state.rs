@@ -53,8 +53,9 @@ struct Counts {
     done: AtomicU64,
     /// Buckets that this rank has completed.
     buckets: AtomicU64,
-    /// Tasks that this rank has taken, and tasks that it has done.
+    /// Tasks that this rank has taken.
     own_taken: AtomicU64,
+    /// Tasks that this rank has done.
     own_done: AtomicU64,
 }
 
@@ -82,8 +83,9 @@ pub(super) struct State {
     /// Whether this step keeps its reduced gradients.
     keeps_gradients: bool,
     optimizer: Optimizer,
-    /// The update of the current step, and the rows that it changes if it does not change all.
+    /// The update of the current step.
     update: Update,
+    /// The rows of some parameters to which the update is limited, if it is limited.
     sampled: Option<SampledRows>,
     /// For each parameter.
     policies: Vec<ParameterPolicy>,
@@ -97,7 +99,7 @@ pub(super) struct State {
     open_tasks: usize,
     /// The ranks that have the other parts of split parameters.
     model_group: Option<Group>,
-    /// Numbers of split parameters.
+    /// Indices of split parameters.
     split: Vec<usize>,
     /// Set if ranks divide the optimizer's state.
     sharding: Option<Sharding>,
@@ -254,7 +256,7 @@ impl State {
         &mut self.gradients[self.own][bucket]
     }
 
-    /// Begins a step. It updates all values, or of the parameters in `sampled` only the sampled rows.
+    /// Begins a step. The step updates all values of parameters, but only the sampled rows of the parameters in `sampled`.
     pub(super) fn begin(&mut self, lr: f32, sampled: Option<SampledRows>) {
         self.update = Update::new(&self.optimizer, lr, self.updates + 1);
         self.sampled = sampled;
@@ -327,15 +329,16 @@ impl State {
         stuck.or_else(|| ranks().min_by_key(|(_, c)| read(&c.buckets))).map_or(0, |(rank, _)| rank)
     }
 
-    /// Number of the next task, if it is ready, and the number of tasks taken so far.
+    /// Index of the next task, if it is ready, and the number of tasks taken so far, in all steps.
     fn next_task(&self) -> Option<(usize, u64)> {
-        let begun = self.steps * self.tasks.len() as u64;
+        let earlier_tasks = self.steps * self.tasks.len() as u64;
         let taken = self.counts[0].taken.load(Ordering::Acquire);
-        let index = usize::try_from(taken.checked_sub(begun)?).ok()?;
+        let index = usize::try_from(taken.checked_sub(earlier_tasks)?).ok()?;
         let task = self.tasks[..self.open_tasks].get(index)?;
         let complete = self.steps * self.buckets as u64 + self.pieces[task.piece].bucket as u64 + 1;
         let ready = self.counts.iter().all(|c| c.buckets.load(Ordering::Acquire) >= complete)
-            && (task.after == 0 || self.counts[0].done.load(Ordering::Acquire) >= begun + task.after as u64);
+            && (task.after == 0
+                || self.counts[0].done.load(Ordering::Acquire) >= earlier_tasks + task.after as u64);
         ready.then_some((index, taken))
     }
 
@@ -344,9 +347,9 @@ impl State {
         let counts = &self.counts[0];
         let index = loop {
             let Some((index, taken)) = self.next_task() else { return false };
-            let mine =
+            let exchanged =
                 counts.taken.compare_exchange_weak(taken, taken + 1, Ordering::AcqRel, Ordering::Relaxed);
-            if mine.is_ok() {
+            if exchanged.is_ok() {
                 break index;
             }
         };
@@ -388,7 +391,7 @@ impl State {
             Work::Sum => (0.0, policy.decay),
             _ => self.update.rates(policy, || self.norms(piece.parameter)),
         };
-        let [mut squares, mut of_weights, mut of_prepared] = [SquareSum::default(); 3];
+        let [mut squares, mut weight_squares, mut prepared_squares] = [SquareSum::default(); 3];
         let mut block = [0.0f32; BLOCK];
         for from in (0..weights.len()).step_by(BLOCK) {
             let to = weights.len().min(from + BLOCK);
@@ -411,9 +414,9 @@ impl State {
             if policy.frozen {
                 // The norm excludes gradients of parameters that are not trained.
             } else if work == Work::Sum {
-                of_weights.add(weights);
+                weight_squares.add(weights);
                 self.update.prepare(policy, weights, slots, gradient);
-                of_prepared.add(gradient);
+                prepared_squares.add(gradient);
                 // SAFETY: as above. The prepared gradient replaces rank 0's gradient.
                 unsafe { write_part(&self.gradients[0][piece.bucket], place, gradient) };
             } else {
@@ -431,7 +434,7 @@ impl State {
             }
         }
         if work != Work::Update {
-            for (kept, squares) in self.squares.iter().zip([squares, of_weights, of_prepared]) {
+            for (kept, squares) in self.squares.iter().zip([squares, weight_squares, prepared_squares]) {
                 kept[index].store(squares.sum().to_bits(), Ordering::Relaxed);
             }
         }

@@ -12,7 +12,7 @@ const SEEN_WITHIN: Duration = Duration::from_secs(1);
 impl CudaEngine {
     /// The phase and control block of a micro-batch.
     pub(super) fn micro_batch(&self, part: &StepPart<'_>, gradient_scale: f64, lr: f32) -> (Phase, Control) {
-        let StepPart { batch, first, last, statistics_of } = *part;
+        let StepPart { batch, is_first: first, is_last: last, statistics_of } = *part;
         let control = Control {
             valid: batch.labels.len() as u32,
             stat_pictures: statistics_of as f32,

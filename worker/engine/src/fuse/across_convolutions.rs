@@ -4,7 +4,9 @@
 //! Which convolutions are fused depends only on the network and the floating-point format, never on measurements: ranks
 //! that synchronise statistics must reach the same batch norms in the same order.
 
-use super::{Conv, ConvBackward, ConvForward, FusedOp, Norm, NormForward, StatisticsIn, norm_mut, reads};
+use super::{
+    Conv, ConvBackward, ConvForward, FusedOp, Norm, NormForward, StatisticsIn, count_reads, norm_mut,
+};
 use crate::net::{Network, TensorId};
 
 /// Channels on the two sides of the convolutions that are fused in both passes. `bottleneck.cu`, `bottleneck_forward.cu`
@@ -58,13 +60,15 @@ fn fuse_with_norms(network: &Network, ops: &mut [FusedOp], at: usize) {
     let Some(&Conv { input, output, norm_after: Some(after), .. }) = conv_at(ops, at) else { return };
     let Some(norm) = norm_mut(ops, after) else { return };
     // The kernel reads the gradient of the ReLU's input, which is kept only for a batch norm with a shortcut.
-    if (norm.relu && norm.shortcut.is_none()) || reads(network, output) != 1 {
+    if (norm.relu && norm.shortcut.is_none()) || count_reads(network, output) != 1 {
         return;
     }
     norm.backward_in_conv = true;
     norm.statistics = StatisticsIn::Conv;
     let norm_before = norm_of(ops, input)
-        .filter(|norm| norm.relu && !norm.pooled && norm.shortcut.is_none() && reads(network, input) == 1)
+        .filter(|norm| {
+            norm.relu && !norm.pooled && norm.shortcut.is_none() && count_reads(network, input) == 1
+        })
         .map(|norm| norm.norm);
     if let Some(norm) = norm_before.and_then(|before| norm_mut(ops, before)) {
         norm.forward = NormForward::InConv;
@@ -102,7 +106,7 @@ fn fuse_dgrad_with_norm(network: &Network, ops: &mut [FusedOp], at: usize) {
         .iter()
         .filter(|op| matches!(op, FusedOp::Conv(conv) if conv.input == input && conv.is_pointwise()))
         .count();
-    if !block_end || pointwise != 1 || reads(network, input) > 2 {
+    if !block_end || pointwise != 1 || count_reads(network, input) > 2 {
         return;
     }
     if let FusedOp::Conv(conv) = &mut ops[at] {

@@ -2,7 +2,7 @@
 
 use super::{
     Capabilities, Conv, ConvBackward, ConvForward, DeferredNorm, FusedOp, Norm, NormForward, Shortcut,
-    StatisticsIn, reads,
+    StatisticsIn, count_reads,
 };
 use crate::net::{Network, Op, TensorId};
 use lockstep_kernels::conv::ConvShape;
@@ -20,7 +20,7 @@ fn readers(network: &Network, tensor: TensorId) -> Vec<&Op> {
     network.ops.iter().filter(|op| op.inputs().contains(&tensor)).collect()
 }
 
-/// Number of the batch norm that takes the statistics of `tensor`.
+/// Index of the batch norm that takes the statistics of `tensor`.
 fn norm_after(network: &Network, tensor: TensorId) -> Option<usize> {
     if network.frozen_norm {
         return None;
@@ -34,6 +34,7 @@ struct Fusion<'a> {
     network: &'a Network,
     capabilities: Capabilities,
     ops: Vec<FusedOp>,
+    /// Number of batch norms so far.
     norms: usize,
     /// Batch norms that will be fused with a later addition.
     waiting: Vec<Norm>,
@@ -92,7 +93,7 @@ impl Fusion<'_> {
                     _ => false,
                 };
                 let gradient_in_norm = self.capabilities.norm_average_pool
-                    && reads(self.network, input) == 1
+                    && count_reads(self.network, input) == 1
                     && self.ops.iter().any(block_end);
                 FusedOp::GlobalAveragePool { input, output, gradient_in_norm }
             }
@@ -125,7 +126,9 @@ impl Fusion<'_> {
             forward: NormForward::Here,
             backward_in_conv: false,
             // The backward pass of a ReLU that is not fused reads the ReLU's output.
-            overwrites_input: reads(self.network, input) == 1 && input != self.network.input() && !from_relu,
+            overwrites_input: count_reads(self.network, input) == 1
+                && input != self.network.input()
+                && !from_relu,
         };
         self.norms += 1;
         match readers(self.network, output)[..] {
@@ -159,7 +162,7 @@ impl Fusion<'_> {
     /// Defers the batch norm that produces `tensor` to the addition that reads `tensor`. `None`: `tensor` has other readers, or the
     /// batch norm is fused already.
     fn defer(&mut self, tensor: TensorId) -> Option<DeferredNorm> {
-        let has_one_reader = reads(self.network, tensor) == 1;
+        let has_one_reader = count_reads(self.network, tensor) == 1;
         self.ops.iter_mut().find_map(|op| match op {
             FusedOp::Norm(norm)
                 if has_one_reader && norm.output == tensor && !norm.relu && norm.shortcut.is_none() =>
@@ -173,7 +176,7 @@ impl Fusion<'_> {
 
     /// Fuses a max pooling with the batch norm directly before it. Returns whether that is possible.
     fn fuse_max_pool(&mut self, input: TensorId, output: TensorId) -> bool {
-        let has_one_reader = reads(self.network, input) == 1;
+        let has_one_reader = count_reads(self.network, input) == 1;
         match self.ops.last_mut() {
             Some(FusedOp::Norm(norm))
                 if self.capabilities.norm_max_pool

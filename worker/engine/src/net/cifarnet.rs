@@ -1,9 +1,9 @@
 //! The network of Jordan 2024 (arXiv 2404.00498) for CIFAR-10 in seconds.
 //!
-//! The first convolution, of 2x2 pixels, whitens patches ([`super::whitening`]) and is not trained, only its bias. Three groups of
-//! 64, 256 and 256 channels follow, each of two 3x3 convolutions with batch norm (without scale) and GELU and with a 2x2 max pooling
-//! behind the first convolution. A max pooling over all pixels that are left, and a linear layer, give the logits. 3x3 convolutions
-//! begin as the identity of as many channels as they have inputs (dirac initialisation).
+//! The first convolution, of 2x2 pixels, whitens patches ([`super::whitening`]); only its bias is trained. Three groups of 64, 256
+//! and 256 channels follow. Each has two 3x3 convolutions with batch norm (without scale) and GELU, and a 2x2 max pooling after the
+//! first convolution. A max pooling over all remaining pixels and a linear layer give the logits. The first filters of a 3x3
+//! convolution, one per input channel, begin as the identity (dirac initialisation).
 //!
 //! Differences: the paper divides the logits by the number of features, which here is part of the initial weights of the linear
 //! layer; the linear layer has a bias, which begins at 0; batch norm's epsilon is that of all networks here.
@@ -25,7 +25,7 @@ const SIDES: RangeInclusive<usize> = 9..=128;
 /// Builds the network for square inputs of `image_size` pixels.
 ///
 /// # Errors
-/// A sentence: the image is too small or too large.
+/// The image is too small or too large. The error is a sentence.
 pub(super) fn build(
     model: &ModelSpec,
     image_size: usize,
@@ -74,7 +74,7 @@ pub(super) fn initial(parameter: &Parameter, key: u64) -> Option<Draw> {
     let len = parameter.len();
     match (parameter.role, &parameter.shape[..]) {
         (Role::ConvWeight, &[_, inputs, kernel, _]) => {
-            // PyTorch's default, and the identity over it.
+            // The identity in the first filters, PyTorch's default in the others.
             let filter = inputs * kernel * kernel;
             let bound = 1.0 / (filter as f64).sqrt();
             if parameter.name == WHITENED {

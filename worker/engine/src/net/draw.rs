@@ -2,18 +2,18 @@
 
 use lockstep_kernels::draws::{normal, uniform};
 
-/// The values of one parameter.
+/// The initial values of one parameter.
 pub(super) enum Draw {
     Constant(f32),
-    /// From a stream with this key, within this bound.
+    /// Uniform from `-bound` to `bound`: (key of the random stream, bound).
     Uniform(u64, f64),
-    /// From a stream with this key, with this standard deviation.
+    /// Normal with mean 0: (key of the random stream, standard deviation).
     Normal(u64, f64),
     Given(Vec<f32>),
 }
 
 impl Draw {
-    /// Fills `to` with the values from value `from` on.
+    /// Fills `to` with the values from index `from` on.
     pub(super) fn fill(&self, from: usize, to: &mut [f32]) {
         match self {
             Self::Constant(value) => to.fill(*value),

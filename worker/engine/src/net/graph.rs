@@ -28,9 +28,9 @@ pub enum Op {
     Relu { input: TensorId, output: TensorId },
     /// GELU of x. If `bias` is the name of a module, of x plus the module's parameter `bias`, `[channels]`.
     Gelu { bias: Option<String>, input: TensorId, output: TensorId },
-    /// End of a residual block: `branch` went through its convolutions, `shortcut` around them.
+    /// End of a residual block: `branch` is the output of the block's convolutions, `shortcut` bypasses them.
     Add { branch: TensorId, shortcut: TensorId, output: TensorId },
-    /// Maximum over square windows; padding never wins.
+    /// Maximum over square windows. Padding is never the maximum.
     MaxPool { input: TensorId, output: TensorId, kernel: usize, stride: usize, padding: usize },
     /// Mean over height and width.
     GlobalAveragePool { input: TensorId, output: TensorId },
@@ -243,7 +243,7 @@ impl Network {
         self.part.as_ref().and_then(|part| part.rows[tensor].as_ref())
     }
 
-    /// Pixels of one picture's whole activation, summed over a height group.
+    /// Number of pixels of one picture's whole activation, of which a rank of a height group may have only some rows.
     pub(crate) fn whole_pixels(&self, tensor: TensorId) -> usize {
         let shape = self.tensors[tensor];
         self.rows(tensor).map_or(shape.height, |rows| rows.whole) * shape.width
@@ -256,7 +256,7 @@ impl Network {
         self.tensors[*input].pixels() as f32 / self.whole_pixels(*input) as f32
     }
 
-    /// The number of this pipeline stage, and the number of stages. The input of each stage except the first is the
+    /// The index of this pipeline stage, and the number of stages. The input of each stage except the first is the
     /// output of the preceding stage; the output of the last stage is the logits.
     pub fn stage(&self) -> (usize, usize) {
         self.part.as_ref().map_or((0, 1), |part| (part.stage, part.stages))
@@ -268,27 +268,28 @@ impl Network {
         stage + 1 == stages
     }
 
-    /// Whether an activation is the logits, also as a sum over ranks of which each has a part.
+    /// Whether an activation is the logits, in their final placement or before their last redistribution.
     pub(crate) fn has_logits(&self, tensor: TensorId) -> bool {
-        let is_part = matches!(self.ops.last(), Some(Op::Redistribute { input, .. }) if *input == tensor);
-        self.is_last_stage() && (tensor == self.logits() || is_part)
+        let is_redistributed =
+            matches!(self.ops.last(), Some(Op::Redistribute { input, .. }) if *input == tensor);
+        self.is_last_stage() && (tensor == self.logits() || is_redistributed)
     }
 
-    /// The rows of padding that an operation on `tensor` adds: 0 if the tensor already includes the padding.
+    /// Number of rows of padding that an operation on `tensor` adds: 0 if the tensor already includes the padding.
     pub fn row_padding(&self, tensor: TensorId, padding: usize) -> usize {
-        let is_there = |op: &Op| matches!(op, Op::Halo { output, .. } if *output == tensor);
-        if self.ops.iter().any(is_there) { 0 } else { padding }
+        let includes_padding = |op: &Op| matches!(op, Op::Halo { output, .. } if *output == tensor);
+        if self.ops.iter().any(includes_padding) { 0 } else { padding }
     }
 
     /// Whether an activation is the input pictures, which have no gradient.
     pub(crate) fn is_pictures(&self, tensor: TensorId) -> bool {
-        let from = |op: &Op| match op {
+        let moves_pictures = |op: &Op| match op {
             Op::Redistribute { input, output } | Op::Halo { input, output, .. } => {
                 *output == tensor && self.is_pictures(*input)
             }
             _ => false,
         };
-        (tensor == self.input() && self.stage().0 == 0) || self.ops.iter().any(from)
+        (tensor == self.input() && self.stage().0 == 0) || self.ops.iter().any(moves_pictures)
     }
 
     /// Every parameter and running statistic, in the order of torchvision's `state_dict`.
@@ -296,13 +297,13 @@ impl Network {
         let mut all = Vec::new();
         for op in &self.ops {
             let output = op.output();
-            // Split outputs shorten a weight's first dimension; split inputs, whose sum is then partial, shorten its second.
+            // Split outputs shorten a weight's first dimension. Split inputs, which make the output a partial sum, shorten the second.
             let split = match self.placement(output) {
                 Placement::Channels(_) => Some((0, output)),
                 Placement::Partial => Some((1, op.inputs()[0])),
                 Placement::Batch | Placement::Whole => None,
             };
-            let cut = split.and_then(|(dimension, tensor)| {
+            let own_part = split.and_then(|(dimension, tensor)| {
                 let (range, all) = self.part.as_ref()?.channels(tensor)?;
                 Some((dimension, range, all))
             });
@@ -315,8 +316,8 @@ impl Network {
                     _ => None,
                 };
                 if let Some(name) = name {
-                    let cut = cut.clone().filter(|(dimension, ..)| *dimension < shape.len());
-                    let slice = cut.map(|(dimension, range, all)| {
+                    let own_part = own_part.clone().filter(|(dimension, ..)| *dimension < shape.len());
+                    let slice = own_part.map(|(dimension, range, all)| {
                         let mut whole = shape.clone();
                         whole[dimension] = all;
                         Slice { dimension, range, whole }
@@ -405,7 +406,7 @@ impl Network {
         output
     }
 
-    /// Side length after a square window of `kernel` moved by `stride` over `side` padded pixels.
+    /// Side length of the output of square windows of `kernel` pixels that move by `stride` over `side` pixels with padding.
     fn window(side: usize, kernel: usize, stride: usize, padding: usize) -> usize {
         (side + 2 * padding).saturating_sub(kernel) / stride + 1
     }

@@ -9,7 +9,7 @@ use lockstep_protocol::spec::Arch;
 use std::collections::BTreeMap;
 
 /// The initial parameters of a network. A value is drawn when an engine reads it, so a rank of a very wide network draws only the values
-/// that it keeps, and needs no memory for others.
+/// that it keeps, and needs no memory for other values.
 pub struct InitialParameters(BTreeMap<String, (Vec<usize>, Draw)>);
 
 impl InitialParameters {
@@ -57,7 +57,7 @@ impl TensorSource for InitialParameters {
     }
 }
 
-/// [`InitialParameters`], drawn whole.
+/// All values of [`InitialParameters`].
 pub fn initial_parameters(network: &Network, zero_init_residual: bool, seed: u64) -> NamedTensors {
     let initial = InitialParameters::new(network, zero_init_residual, seed);
     let drawn = |(name, shape, len): (&str, &[usize], usize)| {

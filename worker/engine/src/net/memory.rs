@@ -3,19 +3,19 @@
 use super::{Network, Op};
 
 impl Network {
-    /// Values of all convolutions' outputs for one picture. Every engine keeps them for batch norm's backward pass.
+    /// Number of values of all convolutions' outputs for one picture. Every engine keeps them for batch norm's backward pass.
     pub(crate) fn convolution_values(&self) -> u64 {
         self.values_of(|op| matches!(op, Op::Conv { .. }))
     }
 
-    /// Values kept for one picture without recomputation: the picture itself, and the outputs of convolutions, ReLUs and
-    /// poolings. The input of a ReLU is not kept in addition to the ReLU's output.
+    /// Number of values kept for one picture without recomputation: the picture itself, and the outputs of convolutions,
+    /// ReLUs and poolings. The input of a ReLU is not kept in addition to the ReLU's output.
     pub fn kept_values(&self) -> u64 {
         let picture = self.tensors[self.input()].len() as u64;
-        let made = self.values_of(|op| {
+        let outputs = self.values_of(|op| {
             matches!(op, Op::Conv { .. } | Op::Relu { .. } | Op::Gelu { .. } | Op::MaxPool { .. })
         });
-        picture.saturating_add(made)
+        picture.saturating_add(outputs)
     }
 
     fn values_of(&self, counted: impl Fn(&Op) -> bool) -> u64 {

@@ -20,7 +20,7 @@ use lockstep_protocol::spec::{Arch, ModelSpec};
 /// function maps architectures to families of networks.
 ///
 /// # Errors
-/// A sentence: the image is too small for the architecture, or there are no classes.
+/// The image is too small for the architecture, or there are no classes. The error is a sentence.
 pub fn build(
     model: &ModelSpec,
     image_size: usize,

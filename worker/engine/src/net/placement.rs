@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-/// Number of an activation in [`Network::tensors`](super::Network::tensors).
+/// Index of an activation in [`Network::tensors`](super::Network::tensors).
 pub type TensorId = usize;
 
 /// Placement of an activation on the ranks of a model group, which share one copy of the network.
@@ -12,10 +12,11 @@ pub enum Placement {
     Batch,
     /// Every rank has all pictures of the group: `Replicate`. The gradient is the sum of the ranks' partial gradients.
     Whole,
-    /// All pictures of the group, and a range of the channels: `Shard` of the channels. Rank `r` has the channels from
-    /// `bounds[r]` to `bounds[r + 1]`.
+    /// Each rank has all pictures of the group, and a range of the channels: `Shard` of the channels. Rank `r` has the channels
+    /// from `bounds[r]` to `bounds[r + 1]`.
     Channels(Vec<usize>),
-    /// All pictures of the group: `Partial`. The activation is the sum over the ranks. Every rank has the whole gradient.
+    /// Each rank has a partial sum for all pictures of the group: `Partial`. The sum over the ranks is the activation. Every
+    /// rank has the whole gradient.
     Partial,
 }
 
@@ -30,7 +31,7 @@ impl Placement {
     }
 }
 
-/// The axes of the mesh, besides `data`, over which sums over pictures are reduced.
+/// Axes of the mesh over which a sum over all pictures is reduced. The axis `data` is always one of them and is not listed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Axes {
     /// The ranks that share one copy of the network.
@@ -44,7 +45,8 @@ pub struct Axes {
 pub struct Rows {
     /// Number of rows of the whole activation.
     pub whole: usize,
-    /// The rows of each rank. Rows that windows reach may start above the picture and end below it.
+    /// By rank: the range of the rank's rows. A range of rows that windows reach may start above the picture, at a negative row,
+    /// and end below the picture.
     pub of_rank: Vec<Range<isize>>,
 }
 
@@ -55,7 +57,8 @@ impl Rows {
         Self { whole, of_rank: bounds.windows(2).map(|b| b[0] as isize..b[1] as isize).collect() }
     }
 
-    /// The rows that square windows of `kernel` pixels, `stride` apart, reach from each rank's `output` rows.
+    /// The rows of this activation that each rank needs to compute its rows of `output`, with square windows of `kernel` pixels
+    /// that are `stride` pixels apart.
     #[must_use]
     pub fn reached(&self, output: &Self, kernel: usize, stride: usize, padding: usize) -> Self {
         let [kernel, stride, padding] = [kernel, stride, padding].map(|n| n as isize);
@@ -74,7 +77,8 @@ impl Rows {
     }
 }
 
-/// Bounds of `parts` ranges that divide `count`, each a multiple of `unit`. The first ranges are longer if `count` does not divide evenly.
+/// Bounds of `parts` ranges that divide `count`. The length of each range is a multiple of `unit`. The first ranges are longer if
+/// `count` does not divide evenly.
 pub fn bounds(count: usize, unit: usize, parts: usize) -> Vec<usize> {
     let units = count / unit;
     (0..=parts).map(|part| (units / parts * part + part.min(units % parts)) * unit).collect()
@@ -83,16 +87,17 @@ pub fn bounds(count: usize, unit: usize, parts: usize) -> Vec<usize> {
 /// One rank's part of a network that several ranks share.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NetworkPart {
-    /// This rank's number in its model group.
+    /// This process's rank in its model group.
     pub rank: usize,
     /// By tensor.
     pub placements: Vec<Placement>,
-    /// This rank's number in its height group.
+    /// This process's rank in its height group.
     pub height_rank: usize,
     /// By tensor; `None`: this rank has all rows.
     pub rows: Vec<Option<Rows>>,
-    /// This rank's stage, of `stages`. The rank has no operation and no parameter of other stages.
+    /// Index of this rank's stage. The rank has no operation and no parameter of other stages.
     pub stage: usize,
+    /// Number of stages.
     pub stages: usize,
 }
 
@@ -122,28 +127,29 @@ pub struct Slice {
 }
 
 impl Slice {
-    /// Calls `copy` for each contiguous run of the part's values in `part`: with the run's range in the part, and with its first value in
-    /// the whole parameter.
-    fn runs(&self, part: Range<usize>, mut copy: impl FnMut(Range<usize>, usize)) {
+    /// Divides the range `own` of this part's values into runs that are contiguous in the whole parameter. Calls `visit` with each
+    /// run's range in the part, and with the index of the run's first value in the whole parameter.
+    fn runs(&self, own: Range<usize>, mut visit: impl FnMut(Range<usize>, usize)) {
         let inner: usize = self.whole[self.dimension + 1..].iter().product();
-        let run = self.range.len() * inner;
-        let mut at = part.start;
-        while at < part.end {
-            let (block, within) = (at / run, at % run);
-            let end = part.end.min(at + run - within);
-            copy(at..end, (block * self.whole[self.dimension] + self.range.start) * inner + within);
+        let run_len = self.range.len() * inner;
+        let mut at = own.start;
+        while at < own.end {
+            let (block, within) = (at / run_len, at % run_len);
+            let end = own.end.min(at + run_len - within);
+            visit(at..end, (block * self.whole[self.dimension] + self.range.start) * inner + within);
             at = end;
         }
     }
 
-    /// Fills `values` with the part's values from value `from` on. `read` fills values from a value of the whole parameter on.
+    /// Fills `values` with the part's values from index `from` on. `read` gets an index in the whole parameter and a slice, and
+    /// must fill the slice with the whole parameter's values from that index on.
     pub fn read(&self, from: usize, values: &mut [f32], mut read: impl FnMut(usize, &mut [f32])) {
         self.runs(from..from + values.len(), |own, whole| {
             read(whole, &mut values[own.start - from..own.end - from]);
         });
     }
 
-    /// Copies `values`, the part's values from value `from` on, to their places in the `whole` parameter.
+    /// Copies `values`, the part's values from index `from` on, to their places in the `whole` parameter.
     pub fn write(&self, from: usize, values: &[f32], whole: &mut [f32]) {
         self.runs(from..from + values.len(), |own, at| {
             whole[at..at + own.len()].copy_from_slice(&values[own.start - from..own.end - from]);
@@ -220,7 +226,7 @@ mod tests {
             for part in 0..2 {
                 let slice = Slice { dimension, range: bounds[part]..bounds[part + 1], whole: whole.clone() };
                 let mut own = vec![0.0; slice.len()];
-                // In pieces, which begin and end anywhere.
+                // Pieces may begin and end inside a run.
                 for (piece, own) in own.chunks_mut(2).enumerate() {
                     slice.read(2 * piece, own, |at, to| to.copy_from_slice(&values[at..at + to.len()]));
                 }

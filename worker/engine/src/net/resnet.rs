@@ -48,7 +48,7 @@ fn stages(arch: Arch) -> (Block, &'static [usize]) {
 /// Builds the network that `model` names, for square inputs of `image_size` pixels and `channels` channels.
 ///
 /// # Errors
-/// A sentence: the image is too small for the architecture.
+/// The image is too small for the architecture. The error is a sentence.
 pub fn build(
     model: &ModelSpec,
     image_size: usize,

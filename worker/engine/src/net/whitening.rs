@@ -55,8 +55,8 @@ impl Patches {
     }
 
     /// The filters, `[2 n, channels, 2, 2]` for patches of n values: each eigenvector of the second moments divided by
-    /// the square root of its eigenvalue, then the negatives of all of these. They are in the order of Jacobi's method,
-    /// which is deterministic.
+    /// the square root of its eigenvalue, then the negatives of all these vectors. The eigenvectors are in the order of
+    /// Jacobi's method, which is deterministic.
     pub fn filters(&self) -> HostTensor {
         let values = self.channels * KERNEL * KERNEL;
         let mean = |row: usize, column: usize| {
@@ -65,8 +65,8 @@ impl Patches {
         let matrix = (0..values * values).map(|at| mean(at / values, at % values)).collect();
         let (eigenvalues, vectors) = eigen_decomposition(matrix, values);
         let scaled = (0..values * values).map(|at| {
-            let (number, value) = (at / values, at % values);
-            vectors[value * values + number] / (eigenvalues[number].max(0.0) + EPSILON).sqrt()
+            let (vector, value) = (at / values, at % values);
+            vectors[value * values + vector] / (eigenvalues[vector].max(0.0) + EPSILON).sqrt()
         });
         let scaled: Vec<f32> = scaled.map(|v| v as f32).collect();
         let values_of_both = scaled.iter().copied().chain(scaled.iter().map(|v| -v)).collect();
@@ -121,9 +121,9 @@ mod tests {
     fn filtered_patches_are_uncorrelated_and_of_unit_variance() {
         let (side, channels) = (9, 3);
         let pictures: Vec<Vec<f32>> = (0..20)
-            .map(|number| {
+            .map(|seed| {
                 // Neighbouring values are similar, as in pictures.
-                let noise = values(&format!("whitening {number}"), side * side * channels + 1);
+                let noise = values(&format!("whitening {seed}"), side * side * channels + 1);
                 noise.windows(2).map(|near| near.iter().sum()).collect()
             })
             .collect();

@@ -8,8 +8,8 @@
 //! The ranks of a height group have a range of the rows of each activation up to the global pooling. [`Op::Halo`] fetches the rows of
 //! other ranks that windows reach, for any kernel, stride, padding and division of the rows.
 //!
-//! The result is cut into stages where exactly one activation is still needed. A rank has only the operations and parameters of its
-//! stage; neighbouring stages have that activation in the same placement.
+//! The result is cut into stages at points where later operations need only one earlier activation. A rank has only the operations
+//! and parameters of its stage. Neighbouring stages have this activation in the same placement.
 
 use super::{Plan, cuts, stages::stage_of};
 use crate::{
@@ -22,7 +22,8 @@ use std::{collections::HashMap, sync::Arc};
 /// The part of `network` that `rank` computes under `plan`.
 ///
 /// # Errors
-/// A strategy matches no operator, or an operator that it cannot split; the error names all of them and the possible splits.
+/// A strategy matches no operator, or an operator that it cannot split. The error names all such strategies and operators, and the
+/// possible splits.
 pub fn lower(network: &Network, plan: &Plan, rank: usize) -> Result<Network, String> {
     check(network, plan).map_err(|problems| format!("parallel: {problems}"))?;
     let (mut picture, height) = (network.tensors[network.input()], plan.mesh.height);
@@ -42,18 +43,19 @@ pub fn lower(network: &Network, plan: &Plan, rank: usize) -> Result<Network, Str
         plan,
         local,
         part,
-        local_numbers: vec![network.input(); network.tensors.len()],
-        whole_numbers: vec![network.input()],
+        local_ids: vec![network.input(); network.tensors.len()],
+        whole_ids: vec![network.input()],
         redistributed: HashMap::new(),
         extended: HashMap::new(),
     };
+    // By operation of the whole network: the number of local operations so far.
     let mut ends = Vec::new();
     for op in &network.ops {
         lowering.push(op);
         ends.push(lowering.local.ops.len());
     }
     // The loss needs each rank's own pictures, or all pictures and a range of the classes.
-    lowering.without_partial(lowering.local_numbers[network.logits()]);
+    lowering.without_partial(lowering.local_ids[network.logits()]);
     let Lowering { local, part, .. } = lowering;
     let (stage, stages) = (plan.mesh.stage_rank(rank), plan.mesh.stage);
     if stages == 1 {
@@ -138,9 +140,9 @@ fn problems(network: &Network, plan: &Plan) -> Vec<String> {
             (Split::In, if groups == 1 { inputs } else { 0 }),
             (Split::Groups, if groups == 1 { 0 } else { groups }),
         ];
-        let can = |count: usize| count >= plan.mesh.model;
-        let count = counts.iter().find(|(of, _)| *of == split).map_or(0, |(_, count)| *count);
-        if can(count) {
+        let suffices = |count: usize| count >= plan.mesh.model;
+        let count = counts.iter().find(|(other, _)| *other == split).map_or(0, |(_, count)| *count);
+        if suffices(count) {
             continue;
         }
         let what = match *op {
@@ -150,14 +152,14 @@ fn problems(network: &Network, plan: &Plan) -> Vec<String> {
         };
         let splits: Vec<_> = counts
             .iter()
-            .filter(|(_, count)| can(*count))
-            .map(|(of, _)| format!("{:?}", of.name()))
+            .filter(|(_, count)| suffices(*count))
+            .map(|(possible, _)| format!("{:?}", possible.name()))
             .collect();
         let splits = if splits.is_empty() { "nothing".into() } else { splits.join(" or ") };
-        let most =
+        let limit =
             if count > 0 { format!(" (parallel.model may be at most {count})") } else { String::new() };
         problems.push(format!(
-            "{name} cannot be split by {:?} over {} ranks{most}: it is {what}, which can be split by {splits}",
+            "{name} cannot be split by {:?} over {} ranks{limit}: it is {what}, which can be split by {splits}",
             split.name(),
             plan.mesh.model
         ));
@@ -170,10 +172,10 @@ struct Lowering<'a> {
     plan: &'a Plan,
     local: Network,
     part: NetworkPart,
-    /// By tensor of the whole network: the tensor's number in the local network.
-    local_numbers: Vec<TensorId>,
-    /// By tensor of the local network: the tensor's number in the whole network.
-    whole_numbers: Vec<TensorId>,
+    /// By tensor of the whole network: the tensor's ID in the local network.
+    local_ids: Vec<TensorId>,
+    /// By tensor of the local network: the tensor's ID in the whole network.
+    whole_ids: Vec<TensorId>,
     /// Outputs of [`Op::Redistribute`] so far.
     redistributed: HashMap<(TensorId, Placement), TensorId>,
     /// Outputs of [`Op::Halo`] so far.
@@ -186,9 +188,9 @@ impl Lowering<'_> {
             Op::Conv { ref name, groups, .. } => self.operator(name, groups, op),
             Op::Linear { ref name, .. } => self.operator(name, 1, op),
             Op::Add { branch, shortcut, .. } => {
-                let branch = self.without_partial(self.local_numbers[branch]);
+                let branch = self.without_partial(self.local_ids[branch]);
                 let placement = self.part.placements[branch].clone();
-                (vec![branch, self.redistribute(self.local_numbers[shortcut], &placement)], placement)
+                (vec![branch, self.redistribute(self.local_ids[shortcut], &placement)], placement)
             }
             Op::BatchNorm { input, .. }
             | Op::Relu { input, .. }
@@ -198,12 +200,12 @@ impl Lowering<'_> {
             | Op::Redistribute { input, .. }
             | Op::Halo { input, .. }
             | Op::MeanOfRows { input, .. } => {
-                let input = self.without_partial(self.local_numbers[input]);
+                let input = self.without_partial(self.local_ids[input]);
                 (vec![input], self.part.placements[input].clone())
             }
         };
         let (inputs, rows) = self.rows(op, inputs);
-        let mut output = self.tensor(op.output(), placement.clone(), rows);
+        let mut output = self.add_tensor(op.output(), placement.clone(), rows);
         let mut local = op.on(&inputs, output);
         if let Op::Conv { input, groups, .. } = &mut local {
             let per_group = self.whole.tensors[op.inputs()[0]].channels / *groups;
@@ -213,10 +215,10 @@ impl Lowering<'_> {
         }
         self.local.ops.push(local);
         if matches!(op, Op::GlobalAveragePool { .. }) && self.part.rows[inputs[0]].is_some() {
-            let input = std::mem::replace(&mut output, self.tensor(op.output(), placement, None));
+            let input = std::mem::replace(&mut output, self.add_tensor(op.output(), placement, None));
             self.local.ops.push(Op::MeanOfRows { input, output });
         }
-        self.local_numbers[op.output()] = output;
+        self.local_ids[op.output()] = output;
     }
 
     /// The operation's inputs, extended by all rows that its windows reach, and the rows of its output.
@@ -228,10 +230,10 @@ impl Lowering<'_> {
             Op::GlobalAveragePool { .. } => return (inputs, None),
             _ => return (inputs, Some(rows)),
         };
-        let made = Rows::shared(self.whole.tensors[op.output()].height, self.plan.mesh.height);
-        let reached = rows.reached(&made, kernel, stride, padding);
+        let output_rows = Rows::shared(self.whole.tensors[op.output()].height, self.plan.mesh.height);
+        let reached = rows.reached(&output_rows, kernel, stride, padding);
         if reached == rows {
-            return (inputs, Some(made));
+            return (inputs, Some(output_rows));
         }
         let input = inputs[0];
         let key = (input, reached.clone(), lowest);
@@ -239,18 +241,18 @@ impl Lowering<'_> {
             Some(extended) => *extended,
             None => {
                 let placement = self.part.placements[input].clone();
-                let output = self.tensor(self.whole_numbers[input], placement, Some(reached));
+                let output = self.add_tensor(self.whole_ids[input], placement, Some(reached));
                 self.local.ops.push(Op::Halo { input, output, lowest });
                 self.extended.insert(key, output);
                 output
             }
         };
-        (vec![extended], Some(made))
+        (vec![extended], Some(output_rows))
     }
 
     /// The input of a convolution or linear layer in the placement that its strategy requires, and the placement of its output.
     fn operator(&mut self, name: &str, groups: usize, op: &Op) -> (Vec<TensorId>, Placement) {
-        let (model, input) = (self.plan.mesh.model, self.local_numbers[op.inputs()[0]]);
+        let (model, input) = (self.plan.mesh.model, self.local_ids[op.inputs()[0]]);
         let [from, to] = [op.inputs()[0], op.output()].map(|tensor| self.whole.tensors[tensor].channels);
         let (wanted, made) = match self.plan.split_of(self.whole, name) {
             None => (Placement::Batch, Placement::Batch),
@@ -284,18 +286,18 @@ impl Lowering<'_> {
             return tensor;
         }
         let key = (tensor, placement.clone());
-        if let Some(there) = self.redistributed.get(&key) {
-            return *there;
+        if let Some(existing) = self.redistributed.get(&key) {
+            return *existing;
         }
         let rows = self.part.rows[tensor].clone();
-        let output = self.tensor(self.whole_numbers[tensor], placement.clone(), rows);
+        let output = self.add_tensor(self.whole_ids[tensor], placement.clone(), rows);
         self.local.ops.push(Op::Redistribute { input: tensor, output });
         self.redistributed.insert(key, output);
         output
     }
 
     /// Adds an activation to the local network: this rank's part of `whole`.
-    fn tensor(&mut self, whole: TensorId, placement: Placement, rows: Option<Rows>) -> TensorId {
+    fn add_tensor(&mut self, whole: TensorId, placement: Placement, rows: Option<Rows>) -> TensorId {
         let mut shape = self.whole.tensors[whole];
         self.part.placements.push(placement);
         self.part.rows.push(rows);
@@ -305,7 +307,7 @@ impl Lowering<'_> {
         }
         shape.height = self.part.height(tensor).unwrap_or(shape.height);
         self.local.tensors.push(shape);
-        self.whole_numbers.push(whole);
+        self.whole_ids.push(whole);
         tensor
     }
 }

@@ -26,23 +26,23 @@ impl Mesh {
         self.data * self.height * self.model
     }
 
-    /// Number of groups of ranks with different pictures: ranks that share rows, and the stages of a pipeline, have the same
+    /// Number of groups of ranks that read different pictures. Ranks that share rows, and the stages of a pipeline, read the same
     /// pictures.
     pub fn readers(self) -> usize {
         self.data * self.model
     }
 
-    /// Number of `rank`'s group among these groups.
+    /// Index of `rank`'s group among the groups that [`Mesh::readers`] counts.
     pub fn reader(self, rank: usize) -> usize {
         self.data_rank(rank) * self.model + self.model_rank(rank)
     }
 
-    /// Number of the model group of `rank`: the ranks that share one copy of the network.
+    /// Index of the model group of `rank`: the ranks that share one copy of the network.
     pub fn model_group(self, rank: usize) -> usize {
         rank / self.model
     }
 
-    /// Number of the height group of `rank`: the ranks that share the rows of the same pictures.
+    /// Index of the height group of `rank`: the ranks that share the rows of the same pictures.
     pub fn height_group(self, rank: usize) -> usize {
         rank / (self.height * self.model) * self.model + self.model_rank(rank)
     }

@@ -1,4 +1,4 @@
-//! Searches the fastest plan that fits in memory: every mesh of stages x data x height x model, each with the splits
+//! Searches for the fastest plan that fits in memory: every mesh of stages x data x height x model, each with the splits
 //! that a beam search finds. Meshes with both several stages and split operators are considered only if the job
 //! requests one of the two.
 //! Blocks of a stage are split alike (`layer3.*.conv1`), so even ResNet-152 has only 18 choices. The beam search
@@ -55,26 +55,26 @@ impl Candidate {
     }
 }
 
-/// The best plan of each mesh of `ranks` ranks for which `runs` is true, best first. Settings of `pinned` are kept.
-/// Empty if no plan can run.
+/// For each mesh of `ranks` ranks, the best plan for which `can_run` returns true. The plans are in order, the best one first.
+/// Settings in `pinned` are kept. Empty if no plan can run.
 pub fn search(
     network: &Network,
     ranks: usize,
     (machine, work): (&Machine, &Workload),
     pinned: &ParallelSpec,
-    runs: impl Fn(&Plan) -> bool,
+    can_run: impl Fn(&Plan) -> bool,
 ) -> Vec<Candidate> {
     let divisors = |number: usize| (1..=number).filter(move |n| number.is_multiple_of(*n));
-    let is_free = |pin: u32, ranks: usize| pin <= 1 || pin as usize == ranks;
+    let is_allowed = |pin: u32, size: usize| pin <= 1 || pin as usize == size;
     let mut found = Vec::new();
     let is_pinned = pinned.pipeline > 1 || pinned.model > 1;
     let runnable = |best: Candidate| {
-        let best = with_divided_state(network, best, (machine, work), pinned, &runs);
-        runs(&best.plan).then_some(best)
+        let best = with_divided_state(network, best, (machine, work), pinned, &can_run);
+        can_run(&best.plan).then_some(best)
     };
-    for stage in divisors(ranks).filter(|ranks| is_free(pinned.pipeline, *ranks)) {
-        for height in divisors(ranks / stage).filter(|ranks| is_free(pinned.height, *ranks)) {
-            for model in divisors(ranks / (stage * height)).filter(|ranks| is_free(pinned.model, *ranks)) {
+    for stage in divisors(ranks).filter(|size| is_allowed(pinned.pipeline, *size)) {
+        for height in divisors(ranks / stage).filter(|size| is_allowed(pinned.height, *size)) {
+            for model in divisors(ranks / (stage * height)).filter(|size| is_allowed(pinned.model, *size)) {
                 let mesh = Mesh { stage, data: ranks / (stage * height * model), height, model };
                 if model == 1 {
                     let plain = pinned.shard.is_empty().then(|| Plan::on(mesh, Vec::new()));
@@ -82,7 +82,7 @@ pub fn search(
                     found.extend(plain.and_then(runnable));
                 } else if stage == 1 || is_pinned {
                     let best = best_splits(network, mesh, (machine, work), &pinned.shard);
-                    // For some backends only the split without strategies is searched.
+                    // Some backends can run only the split without strategies.
                     let plain = || candidate(network, Plan::on(mesh, pinned.shard.clone()), machine, work);
                     found.extend(best.and_then(runnable).or_else(|| plain().and_then(runnable)));
                 }
@@ -100,16 +100,17 @@ fn with_divided_state(
     best: Candidate,
     (machine, work): (&Machine, &Workload),
     pinned: &ParallelSpec,
-    runs: impl Fn(&Plan) -> bool,
+    can_run: impl Fn(&Plan) -> bool,
 ) -> Candidate {
     if best.fits(machine) && !pinned.optimizer_sharding {
         return best;
     }
     let plan = Plan { optimizer_sharding: true, ..best.plan.clone() };
     let divided = candidate(network, plan, machine, work);
-    let is_taken =
-        |it: &Candidate| pinned.optimizer_sharding || runs(&it.plan) && it.is_better(&best, machine);
-    divided.filter(is_taken).unwrap_or(best)
+    let is_chosen = |divided: &Candidate| {
+        pinned.optimizer_sharding || can_run(&divided.plan) && divided.is_better(&best, machine)
+    };
+    divided.filter(is_chosen).unwrap_or(best)
 }
 
 fn candidate(network: &Network, plan: Plan, machine: &Machine, work: &Workload) -> Option<Candidate> {
@@ -127,8 +128,8 @@ struct SplitChoice {
     splits: &'static [Option<Split>],
 }
 
-/// The choices in forward order. The operators of all blocks of a stage have one pattern, with `*` for the number of the
-/// block.
+/// The choices in forward order. Operators that differ only in the index of their block have one pattern, with `*` for the
+/// index.
 fn split_choices(network: &Network) -> Vec<SplitChoice> {
     let mut all: Vec<SplitChoice> = Vec::new();
     for op in &network.ops {
@@ -161,15 +162,15 @@ fn best_splits(
         // The last strategy that matches an operator applies.
         let mut shards: Vec<_> = own.chain(pinned.iter().cloned()).collect();
         if shards.is_empty() {
-            // The default without strategies.
+            // The default split if there are no strategies.
             shards.push(ShardSpec { pattern: network.head().into(), split: Split::Out });
         }
         candidate(network, Plan::on(mesh, shards), machine, work)
     };
     let is_head = |choice: &SplitChoice| choice.pattern == network.head() && pinned.is_empty();
     let start: Vec<_> = choices.iter().map(|choice| is_head(choice).then_some(Split::Out)).collect();
-    let nothing = vec![None; choices.len()];
-    let mut beam: Vec<_> = [start, nothing]
+    let unsplit = vec![None; choices.len()];
+    let mut beam: Vec<_> = [start, unsplit]
         .into_iter()
         .find_map(|chosen| Some((evaluate(&chosen)?, chosen)))
         .into_iter()

@@ -3,31 +3,32 @@
 use crate::net::{Network, NetworkPart, Op, TensorId};
 use std::{collections::HashMap, ops::Range, sync::Arc};
 
-/// A pass of a stage over a micro-batch, with the micro-batch's number in the step.
+/// A pass of a stage over a micro-batch, with the micro-batch's index in the step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pass {
     Forward(usize),
     Backward(usize),
 }
 
-/// The 1F1B schedule of stage number `stage` (PipeDream-Flush, Narayanan et al. 2021). At most `stages - stage` micro-batches are between
+/// The 1F1B schedule of stage `stage` (PipeDream-Flush, Narayanan et al. 2021). At most `stages - stage` micro-batches are between
 /// their forward and backward passes. With one stage, each micro-batch's backward pass directly follows its forward pass.
 pub fn schedule(stage: usize, stages: usize, micro_batches: usize) -> Vec<Pass> {
     let ahead = (stages - 1 - stage).min(micro_batches);
     let mut passes: Vec<Pass> = (0..ahead).map(Pass::Forward).collect();
-    for number in 0..micro_batches {
-        passes.extend((number + ahead < micro_batches).then_some(Pass::Forward(number + ahead)));
-        passes.push(Pass::Backward(number));
+    for micro_batch in 0..micro_batches {
+        passes.extend((micro_batch + ahead < micro_batches).then_some(Pass::Forward(micro_batch + ahead)));
+        passes.push(Pass::Backward(micro_batch));
     }
     passes
 }
 
-/// Number of the first operation of each stage after the first, chosen to minimise the multiply-adds of the largest stage.
+/// Cuts a network into stages so that the largest stage has as few multiply-adds as possible. Returns the index of the first
+/// operation of each stage except the first.
 ///
 /// # Errors
 /// The network can only be cut into fewer stages.
 pub fn cuts(network: &Network, stages: usize) -> Result<Vec<usize>, String> {
-    // The network's indivisible parts end before these operations; a stage is a sequence of parts.
+    // Each stage is a sequence of parts that cannot be cut. Part `i` ends before operation `ends[i]`.
     let mut ends = borders(network);
     ends.push(network.ops.len());
     if stages > ends.len() {
@@ -37,27 +38,30 @@ pub fn cuts(network: &Network, stages: usize) -> Result<Vec<usize>, String> {
             ends.len()
         ));
     }
-    let sum = |end: &usize| -> u64 { network.ops[..*end].iter().map(|op| multiply_adds(network, op)).sum() };
-    let cost_before: Vec<u64> = ends.iter().map(sum).collect();
-    // Dynamic programming. By last part of the newest stage: the cost of the largest stage so far, and the cuts.
-    let mut best: Vec<(u64, Vec<usize>)> = cost_before.iter().map(|cost| (*cost, Vec::new())).collect();
+    let cost = |end: &usize| -> u64 { network.ops[..*end].iter().map(|op| multiply_adds(network, op)).sum() };
+    // `costs[i]` is the cost of the parts from 0 to `i`.
+    let costs: Vec<u64> = ends.iter().map(cost).collect();
+    // Dynamic programming. `best[i]` describes the best stages for the parts from 0 to `i`: the cost of the largest stage, and the
+    // cuts. It begins with one stage, and each iteration adds a stage.
+    let mut best: Vec<(u64, Vec<usize>)> = costs.iter().map(|cost| (*cost, Vec::new())).collect();
     for _ in 1..stages {
-        let ending_with = |last: usize| {
-            let largest = |cut: &usize| best[*cut].0.max(cost_before[last] - cost_before[*cut]);
-            let Some(cut) = (0..last).min_by_key(largest) else { return (u64::MAX, Vec::new()) };
-            (largest(&cut), [&best[cut].1[..], &[ends[cut]]].concat())
+        let with_another_stage = |last: usize| {
+            // The other stages end with part `previous`, and the new stage has the parts after it.
+            let largest = |previous: &usize| best[*previous].0.max(costs[last] - costs[*previous]);
+            let Some(previous) = (0..last).min_by_key(largest) else { return (u64::MAX, Vec::new()) };
+            (largest(&previous), [&best[previous].1[..], &[ends[previous]]].concat())
         };
-        best = (0..ends.len()).map(ending_with).collect();
+        best = (0..ends.len()).map(with_another_stage).collect();
     }
     Ok(best.pop().map(|(_, cuts)| cuts).unwrap_or_default())
 }
 
-/// Operations before which the network can be cut: convolutions and linear layers (so that each stage has parameters) whose input is the
-/// only earlier activation that is still needed.
+/// Indices of the operations before which the network can be cut: convolutions and linear layers (so that each stage has
+/// parameters) whose input is the only earlier activation that is still needed.
 fn borders(network: &Network) -> Vec<usize> {
     let mut last_readers = vec![0; network.tensors.len()];
-    for (number, op) in network.ops.iter().enumerate() {
-        op.inputs().into_iter().for_each(|input| last_readers[input] = number);
+    for (index, op) in network.ops.iter().enumerate() {
+        op.inputs().into_iter().for_each(|input| last_readers[input] = index);
     }
     let is_border = |at: &usize| {
         let made_before = std::iter::once(network.input()).chain(network.ops[..*at].iter().map(Op::output));
@@ -80,7 +84,7 @@ fn multiply_adds(network: &Network, op: &Op) -> u64 {
     }
 }
 
-/// Extracts the operations `range` of a rank's network as stage number `stage` of `stages`. The first tensor of the result is the
+/// Extracts the operations `range` of a rank's network as stage `stage` of `stages`. The first tensor of the result is the
 /// output of the preceding stage, and the last tensor is the input of the next stage.
 pub(super) fn stage_of(
     local: &Network,
@@ -91,11 +95,11 @@ pub(super) fn stage_of(
     let input = range.start.checked_sub(1).map_or(local.input(), |before| local.ops[before].output());
     let ops = &local.ops[range];
     let tensors: Vec<TensorId> = std::iter::once(input).chain(ops.iter().map(Op::output)).collect();
-    let numbers: HashMap<TensorId, TensorId> =
-        tensors.iter().enumerate().map(|(number, tensor)| (*tensor, number)).collect();
+    let new_ids: HashMap<TensorId, TensorId> =
+        tensors.iter().enumerate().map(|(new_id, tensor)| (*tensor, new_id)).collect();
     let renumbered = |op: &Op| {
-        let inputs: Vec<TensorId> = op.inputs().iter().map(|input| numbers[input]).collect();
-        op.on(&inputs, numbers[&op.output()])
+        let inputs: Vec<TensorId> = op.inputs().iter().map(|input| new_ids[input]).collect();
+        op.on(&inputs, new_ids[&op.output()])
     };
     let part = NetworkPart {
         placements: tensors.iter().map(|tensor| part.placements[*tensor].clone()).collect(),
@@ -130,8 +134,8 @@ mod tests {
     fn four_stages_compute_six_micro_batches_in_the_published_order() {
         let text = |stage: usize| -> String {
             let word = |pass: &Pass| match pass {
-                Pass::Forward(number) => format!("f{number}"),
-                Pass::Backward(number) => format!("b{number}"),
+                Pass::Forward(micro_batch) => format!("f{micro_batch}"),
+                Pass::Backward(micro_batch) => format!("b{micro_batch}"),
             };
             schedule(stage, 4, 6).iter().map(word).collect::<Vec<_>>().join(" ")
         };
@@ -144,22 +148,22 @@ mod tests {
     #[test]
     fn every_schedule_ends_and_keeps_few_activations() {
         for (stages, micro_batches) in (1..6).flat_map(|stages| (0..9).map(move |count| (stages, count))) {
-            let mut left: Vec<VecDeque<Pass>> =
+            let mut remaining: Vec<VecDeque<Pass>> =
                 (0..stages).map(|stage| schedule(stage, stages, micro_batches).into()).collect();
             let mut done: Vec<Vec<Pass>> = vec![Vec::new(); stages];
             let mut moves = true;
             while std::mem::take(&mut moves) {
                 for stage in 0..stages {
-                    let Some(pass) = left[stage].front().copied() else { continue };
+                    let Some(pass) = remaining[stage].front().copied() else { continue };
                     let is_ready = match pass {
                         Pass::Forward(_) => stage == 0 || done[stage - 1].contains(&pass),
-                        Pass::Backward(number) => {
-                            done[stage].contains(&Pass::Forward(number))
+                        Pass::Backward(micro_batch) => {
+                            done[stage].contains(&Pass::Forward(micro_batch))
                                 && (stage + 1 == stages || done[stage + 1].contains(&pass))
                         }
                     };
                     if is_ready {
-                        done[stage].extend(left[stage].pop_front());
+                        done[stage].extend(remaining[stage].pop_front());
                         moves = true;
                     }
                     let forward = done[stage].iter().filter(|pass| matches!(pass, Pass::Forward(_))).count();
@@ -167,7 +171,10 @@ mod tests {
                     assert!(kept <= stages - stage && kept <= micro_batches.max(1), "{stages} {stage}");
                 }
             }
-            assert!(left.iter().all(VecDeque::is_empty), "{stages} stages, {micro_batches} micro-batches");
+            assert!(
+                remaining.iter().all(VecDeque::is_empty),
+                "{stages} stages, {micro_batches} micro-batches"
+            );
             for of_stage in done {
                 let numbers =
                     |is: fn(&Pass) -> Option<usize>| of_stage.iter().filter_map(is).collect::<Vec<_>>();
@@ -242,12 +249,12 @@ mod tests {
                 let parameters: Vec<_> = stages.iter().flat_map(Network::parameters).collect();
                 assert_eq!(parameters, whole.parameters(), "{mesh:?}");
                 assert_eq!(stages.iter().map(|stage| stage.ops.len()).sum::<usize>(), whole.ops.len());
-                for (number, pair) in stages.windows(2).enumerate() {
+                for (stage, pair) in stages.windows(2).enumerate() {
                     let (sent, received) = (pair[0].logits(), pair[1].input());
                     assert_eq!(pair[0].tensors[sent], pair[1].tensors[received]);
                     assert_eq!(pair[0].placement(sent), pair[1].placement(received));
                     assert_eq!(pair[0].rows(sent), pair[1].rows(received));
-                    assert_eq!(pair[1].stage(), (number + 1, mesh.stage));
+                    assert_eq!(pair[1].stage(), (stage + 1, mesh.stage));
                     assert!(!pair[1].is_pictures(received), "a received tensor has a gradient");
                 }
             }

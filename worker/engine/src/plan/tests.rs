@@ -83,7 +83,8 @@ fn the_head_of_a_very_wide_classifier_is_split() {
     assert_eq!(best(&network, 2, &far, 64).plan.shards, [out("fc")]);
 }
 
-/// The predicted time of a step with a measured head is the measured time, also if the head is split over ranks with as many pictures.
+/// The predicted time of a step with a measured head is the measured time. A split head takes about as long if each of two ranks has
+/// half of the classes and twice as many pictures.
 #[test]
 fn the_predicted_time_of_a_measured_head_is_the_measured_time() {
     let mut machine = gpus();
@@ -97,7 +98,7 @@ fn the_predicted_time_of_a_measured_head_is_the_measured_time() {
         let found = cost(&network(classes), &Plan::data(1), &machine, &work(256)).unwrap();
         assert!((found.step_ms / (1e3 * secs) - 1.0).abs() < 1e-9, "{classes}: {} ms", found.step_ms);
     }
-    // Half of the classes of twice as many pictures.
+    // Each rank has half of the classes, and the pictures of both ranks.
     let link = Some(Link { latency_us: 1e-9, bytes_per_second: 1e20 });
     let near = Machine { within: link, ..machine };
     let work = Workload { pictures: 512, sync_batch_norm: false, ..work(256) };
@@ -129,7 +130,6 @@ fn too_little_memory_forces_a_split_and_excludes_plans() {
     assert!(!first(&none).fits(&none));
 }
 
-/// Memory and time of stages and of divided optimizer state.
 #[test]
 fn stages_and_divided_state_take_less_memory_and_more_time() {
     let (network, machine) = (resnet(Arch::ResNet50, 400_000), gpus());
@@ -223,9 +223,9 @@ fn the_search_matches_an_exhaustive_search() {
             let mesh = mesh(4 / (height * model), height, model);
             let names = ["stem", "first", "second", "middle", "fc"];
             let count = if model == 1 { 1 } else { 3usize.pow(names.len() as u32) };
-            for number in 0..count {
+            for combination in 0..count {
                 let split = |place: usize| {
-                    [None, Some(Split::Out), Some(Split::In)][number / 3usize.pow(place as u32) % 3]
+                    [None, Some(Split::Out), Some(Split::In)][combination / 3usize.pow(place as u32) % 3]
                 };
                 let shards = names.iter().enumerate().filter_map(|(place, name)| {
                     Some(ShardSpec { pattern: (*name).into(), split: split(place)? })

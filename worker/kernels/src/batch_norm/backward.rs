@@ -7,23 +7,23 @@ use rayon::prelude::*;
 /// How the backward pass knows which values passed the ReLU.
 #[derive(Debug, Clone, Copy)]
 pub enum Mask<'a> {
-    /// Without a ReLU.
+    /// There is no ReLU.
     None,
-    /// Without a shortcut: from the sign of the normalised input, which saves reading the output.
+    /// By the sign of the normalised input, which saves reading the output. Impossible with a shortcut.
     Input,
-    /// From the output.
+    /// By the sign of the output.
     Output(&'a [f32]),
 }
 
 /// First pass: for each channel the sum of g and the sum of g (x - mean), where g is the gradient of the ReLU's input.
 /// Returns `2 * channels` values.
 ///
-/// `dy` plus `more` is the gradient of the output. With `keep`, `dy` becomes g.
+/// `dy` plus `second` is the gradient of the output. With `keep`, `dy` becomes g.
 pub fn backward_sums(
     x: &[f32],
     affine: Affine<'_>,
     dy: &mut [f32],
-    more: Option<&[f32]>,
+    second: Option<&[f32]>,
     mask: Mask<'_>,
     keep: bool,
 ) -> Vec<f64> {
@@ -38,12 +38,12 @@ pub fn backward_sums(
         .enumerate()
         .for_each(|(i, ((x, dy), out))| {
             let at = i * chunk;
-            if let Some(more) = more {
-                let more = &more[at..][..x.len()];
+            if let Some(second) = second {
+                let second = &second[at..][..x.len()];
                 with_simd(
                     #[inline(always)]
                     || {
-                        for (d, m) in dy.iter_mut().zip(more) {
+                        for (d, m) in dy.iter_mut().zip(second) {
                             *d += m;
                         }
                     },
@@ -72,7 +72,7 @@ pub fn backward_sums(
 #[expect(clippy::too_many_arguments, reason = "the operands of one loop")]
 fn backward_sums_chunk<const W: usize>(
     tiling: Tiling,
-    lanes_of: &Lanes,
+    lanes: &Lanes,
     x: &[f32],
     dy: &mut [f32],
     y: &[f32],
@@ -83,8 +83,8 @@ fn backward_sums_chunk<const W: usize>(
     let (channels, stride) = (tiling.channels, tiling.stride);
     let whole = x.len() / stride * stride;
     for block in (0..stride).step_by(W) {
-        let (mean, scale) = (load::<W>(&lanes_of.mean, block), load::<W>(&lanes_of.scale, block));
-        let beta = load::<W>(&lanes_of.beta, block);
+        let (mean, scale) = (load::<W>(&lanes.mean, block), load::<W>(&lanes.scale, block));
+        let beta = load::<W>(&lanes.beta, block);
         let (mut sum, mut product) = ([0.0f64; W], [0.0f64; W]);
         let mut row = block;
         while row < whole {
@@ -197,7 +197,7 @@ fn in_place_chunk<const W: usize>(
     }
 }
 
-/// [`backward_input_in_place`] without a mask, into a separate `dx`, if the shortcut still needs `g`.
+/// As [`backward_input_in_place`] without a mask, but writes to a separate `dx`, because the shortcut still needs `g`.
 pub fn backward_input(x: &[f32], affine: Affine<'_>, sums: &[f64], count: f64, g: &[f32], dx: &mut [f32]) {
     let tiling = Tiling::new(affine.gamma.len());
     let slopes = Slopes::new(affine, tiling, sums, count);

@@ -2,18 +2,19 @@
 //! are merged until they fill blocks: one wider group in which weights between merged groups are zero. The zeros do not change
 //! sums, but a non-finite value affects the outputs of all groups that are merged with its own.
 //!
-//! ResNeXt-50 32x4d computes four times the necessary products in its first stage and twice in its second. Most of its work
-//! is in 1x1 convolutions, which are not grouped.
+//! ResNeXt-50 32x4d computes four times the necessary products in its first stage, and twice the necessary products in its second
+//! stage. Most of its work is in 1x1 convolutions, which are not grouped.
 
 use super::{ConvShape, memory::Buffer};
 
 /// `s` with the largest number of groups that have whole blocks of channels on both sides, or with a single group. A block has `lanes`
 /// channels: [`LANES`](super::LANES), or more where a lane has several channels.
 pub(super) fn merged_shape(s: &ConvShape, lanes: usize) -> ConvShape {
-    // `lanes` is a power of two, so both results are powers of two, and the larger one is a multiple of the other.
+    // The number of groups that must be merged to fill blocks. `lanes` is a power of two, so the numbers for both sides are powers of
+    // two, and the larger number is a multiple of the smaller one.
     let to_fill = |channels: usize| lanes >> channels.trailing_zeros().min(lanes.trailing_zeros());
-    let together = to_fill(s.group_in_c()).max(to_fill(s.group_out_c()));
-    let groups = if s.groups.is_multiple_of(together) { s.groups / together } else { 1 };
+    let merged = to_fill(s.group_in_c()).max(to_fill(s.group_out_c()));
+    let groups = if s.groups.is_multiple_of(merged) { s.groups / merged } else { 1 };
     ConvShape { groups, ..*s }
 }
 
@@ -40,9 +41,9 @@ pub(super) fn extract_weights(s: &ConvShape, merged: &ConvShape, wide: &[f32], d
 
 /// Calls `f` with the index of every weight of `s` in the weights of `s` and in the weights of `merged`.
 fn each_weight(s: &ConvShape, merged: &ConvShape, mut f: impl FnMut(usize, usize)) {
-    let (inputs, all) = (s.group_in_c(), merged.group_in_c());
+    let (inputs, merged_inputs) = (s.group_in_c(), merged.group_in_c());
     for out in 0..s.out_c {
-        let first = out / s.group_out_c() * inputs % all;
+        let first = out / s.group_out_c() * inputs % merged_inputs;
         for ky in 0..s.kernel {
             for kx in 0..s.kernel {
                 for input in 0..inputs {

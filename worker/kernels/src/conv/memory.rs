@@ -44,7 +44,7 @@ pub(super) struct TaskBuffers {
     pub(super) sums: Buffer,
 }
 
-/// Scratch memory of the passes, which grows as needed. Reuse one for all layers.
+/// Scratch memory of the passes, which grows as needed. All layers should use the same scratch memory.
 #[derive(Debug)]
 pub struct Scratch {
     pub(super) tiles: &'static Tiles,

@@ -6,22 +6,26 @@ use std::ops::Range;
 /// Pieces for a full group of pictures, and for a last group with fewer pictures.
 pub(super) type Pieces = [Vec<Piece>; 2];
 
-/// Rows of output pixels of a group of pictures, and the input rows that contribute to them.
+/// Some output rows of a group of pictures, and the input rows that contribute to them.
 #[derive(Debug)]
 pub(super) struct Piece {
+    /// Output rows.
     pub(super) rows: Range<usize>,
+    /// Input rows.
     pub(super) src: Range<usize>,
-    /// By kernel offset: runs of pixels, which count from the first of `src` and `rows`.
+    /// By kernel offset: runs of pixels. Pixels are counted from the first pixel of `src` or of `rows`.
     pub(super) runs: Vec<Vec<Run>>,
 }
 
-/// Divides the output rows into pieces and lists, for every kernel offset, the pairs of input and output pixels.
+/// Divides the output rows of a group of `group` units of pictures into pieces of `rows` rows. Lists, for every kernel offset, the
+/// pairs of input and output pixels.
 pub(super) fn divide(s: &ConvShape, group: usize, rows: usize) -> Vec<Piece> {
     let (out_h, out_w) = (s.out_h(), s.out_w());
     let piece = |first: usize| {
         let rows = first..out_h.min(first + rows);
-        let met = || rows.clone().flat_map(|row| (0..s.kernel).filter_map(move |k| s.input_row(row, k)));
-        let src = met().min().unwrap_or(0)..met().max().map_or(0, |last| last + 1);
+        let input_rows =
+            || rows.clone().flat_map(|row| (0..s.kernel).filter_map(move |k| s.input_row(row, k)));
+        let src = input_rows().min().unwrap_or(0)..input_rows().max().map_or(0, |last| last + 1);
         let runs = (0..s.kernel * s.kernel).map(|tap| {
             let (ky, kx) = (tap / s.kernel, tap % s.kernel);
             let mut runs: Vec<Run> = Vec::new();

@@ -24,7 +24,9 @@ const WEIGHT_TASKS: usize = 16;
 /// `dst[n, p, :] = sum over taps t: src[n, meets(p, t), :] * w[t]`.
 pub(super) struct Pass {
     batch: usize,
+    /// Height, width and channels of the source.
     src: [usize; 3],
+    /// Height, width and channels of the destination.
     dst: [usize; 3],
     kernel: usize,
     /// Number of groups of channels. With several groups, each has whole blocks of units of input channels and of output channels.
@@ -33,19 +35,19 @@ pub(super) struct Pass {
     columns: Axis,
 }
 
-/// By destination row (or column): pairs of source rows and kernel rows that contribute.
+/// By destination row (or column): the pairs of kernel row and source row that contribute.
 struct Axis(Vec<Vec<(usize, usize)>>);
 
 impl Axis {
     fn new(dst: usize, kernel: usize, meets: impl Fn(usize, usize) -> Option<usize>) -> Self {
-        let row = |d| (0..kernel).filter_map(|k| meets(d, k).map(|s| (k, s))).collect();
-        Axis((0..dst).map(row).collect())
+        let pairs = |d| (0..kernel).filter_map(|k| meets(d, k).map(|s| (k, s))).collect();
+        Axis((0..dst).map(pairs).collect())
     }
 
     /// The range of source indices that contribute to `destinations`.
     fn range(&self, destinations: &Range<usize>) -> Range<usize> {
-        let met = || self.0[destinations.clone()].iter().flatten().map(|(_, s)| *s);
-        met().min().unwrap_or(0)..met().max().map_or(0, |s| s + 1)
+        let sources = || self.0[destinations.clone()].iter().flatten().map(|(_, s)| *s);
+        sources().min().unwrap_or(0)..sources().max().map_or(0, |s| s + 1)
     }
 }
 
@@ -120,21 +122,21 @@ impl Pass {
         }
         let groups = self.batch.div_ceil(tiles.group);
         let blocks = dst_c.div_ceil(LANES);
-        let picture = src_h * src_w * self.line(tiles);
-        let job = Job { tiles, src, w, dst: SharedOutput::of(dst), sums: sums.is_some() };
-        let tasks: Vec<Task> = if picture * self.batch <= PACKED_WHOLE && w.len() > PACKED {
+        let picture_len = src_h * src_w * self.line(tiles);
+        let job = Job { tiles, src, w, dst: SharedOutput::of(dst), computes_sums: sums.is_some() };
+        let tasks: Vec<Task> = if picture_len * self.batch <= PACKED_WHOLE && w.len() > PACKED {
             // Few pixels, many weights: each weight is loaded by only one task, for all pictures.
-            let each = blocks.div_ceil(WEIGHT_TASKS).next_multiple_of(2);
+            let count = blocks.div_ceil(WEIGHT_TASKS).next_multiple_of(2);
             let task =
-                |first| Task { groups: 0..groups, rows: 0..dst_h, blocks: first..blocks.min(first + each) };
-            (0..blocks).step_by(each).map(task).collect()
+                |first| Task { groups: 0..groups, rows: 0..dst_h, blocks: first..blocks.min(first + count) };
+            (0..blocks).step_by(count).map(task).collect()
         } else {
-            let row = picture / src_h * self.batch.div_ceil(groups);
+            let row_len = picture_len / src_h * self.batch.div_ceil(groups);
             let budget = if w.len() > 2 * PACKED { 2 * PACKED } else { PACKED };
             let mut rows = dst_h;
             while rows > 1 && {
-                let met = self.rows.range(&(0..rows));
-                met.len() * row > budget || groups * dst_h.div_ceil(rows) < TASKS
+                let src_rows = self.rows.range(&(0..rows));
+                src_rows.len() * row_len > budget || groups * dst_h.div_ceil(rows) < TASKS
             } {
                 rows = rows.div_ceil(2);
             }
@@ -154,9 +156,9 @@ impl Pass {
         if let Some(sums) = sums {
             for (task, part) in tasks.iter().zip(parts) {
                 let (sum, square) = part.split_at(part.len() / 2);
-                for (to, from) in [(0, sum), (dst_c, square)] {
-                    for (to, from) in sums[to + task.blocks.start * LANES..].iter_mut().zip(from) {
-                        *to += from;
+                for (offset, own) in [(0, sum), (dst_c, square)] {
+                    for (total, own) in sums[offset + task.blocks.start * LANES..].iter_mut().zip(own) {
+                        *total += own;
                     }
                 }
             }
@@ -165,7 +167,7 @@ impl Pass {
 
     /// The kernel offsets that are inside the picture at some position.
     fn used_taps(&self) -> Vec<usize> {
-        let used = |axis: &Axis, k: usize| axis.0.iter().flatten().any(|(met, _)| *met == k);
+        let used = |axis: &Axis, k: usize| axis.0.iter().flatten().any(|(other, _)| *other == k);
         let (rows, columns) = (0..self.kernel)
             .map(|k| (used(&self.rows, k), used(&self.columns, k)))
             .unzip::<_, _, Vec<_>, Vec<_>>();
@@ -208,13 +210,13 @@ impl Pass {
         to.par_chunks_mut(LANES * taps * units).enumerate().for_each(|(block, to)| {
             let lanes = to.len() / (taps * units);
             let mut transposed = [0.0; LANES * LANES];
-            // `block` counts within its group of channels; `before`: number of earlier groups.
-            let (before, block) = (block * LANES / in_c, block * LANES % in_c);
+            // The block's group of channels, and the block's first channel in this group.
+            let (group, channel) = (block * LANES / in_c, block * LANES % in_c);
             for tap in &used {
                 for out_block in 0..out_c.div_ceil(LANES) {
                     let out_lanes = LANES.min(out_c - out_block * LANES);
-                    let out_first = before * out_c + out_block * LANES;
-                    let first = out_first * taps * in_c + (tap * in_c + block) * out_lanes;
+                    let out_first = group * out_c + out_block * LANES;
+                    let first = out_first * taps * in_c + (tap * in_c + channel) * out_lanes;
                     let w = &w[first..first + lanes * out_lanes];
                     let packed = &mut to[(tap * units + out_block * LANES / tiles.values) * lanes..];
                     let to = if tiles.values == 1 { &mut *packed } else { &mut transposed[..] };
@@ -244,20 +246,20 @@ impl Pass {
         let [dst_h, dst_w, dst_c] = self.dst;
         let Task { groups, rows, blocks } = task;
         let tiles = job.tiles;
-        let met = self.rows.range(rows);
+        let src_rows = self.rows.range(rows);
         let line = self.line(tiles);
-        let picture = met.len() * src_w * line;
+        let picture_len = src_rows.len() * src_w * line;
         // The sizes of groups differ by at most one picture.
-        let all = self.batch.div_ceil(tiles.group);
-        let largest = self.batch.div_ceil(all);
-        let group_start = |group: usize| group * self.batch / all;
+        let group_count = self.batch.div_ceil(tiles.group);
+        let largest_group = self.batch.div_ceil(group_count);
+        let group_start = |group: usize| group * self.batch / group_count;
         let pictures = group_start(groups.start)..group_start(groups.end);
 
-        let packed = buffers.x.get(picture * pictures.len());
+        let packed = buffers.x.get(picture_len * pictures.len());
         for group in groups.clone() {
             let own = group_start(group)..group_start(group + 1);
-            let packed = &mut packed[(own.start - pictures.start) * picture..][..own.len() * picture];
-            pack_pixels_first(tiles, job.src, self.src, &own, &met, packed);
+            let packed = &mut packed[(own.start - pictures.start) * picture_len..][..own.len() * picture_len];
+            pack_pixels_first(tiles, job.src, self.src, &own, &src_rows, packed);
         }
 
         buffers.taps.clear();
@@ -267,7 +269,7 @@ impl Pass {
                 buffers.starts.push(buffers.taps.len());
                 for (ky, y) in &self.rows.0[row] {
                     buffers.taps.extend(column.iter().map(|(kx, x)| Tap {
-                        position: ((y - met.start) * src_w + x) as u32,
+                        position: ((y - src_rows.start) * src_w + x) as u32,
                         tap: (ky * self.kernel + kx) as u32,
                     }));
                 }
@@ -275,22 +277,22 @@ impl Pass {
         }
         buffers.starts.push(buffers.taps.len());
 
-        let sums = if job.sums { buffers.sums.get(blocks.len() * 3 * LANES) } else { &mut [] };
+        let sums = if job.computes_sums { buffers.sums.get(blocks.len() * 3 * LANES) } else { &mut [] };
         let units = self.units(tiles);
         let w_block = LANES * self.kernel * self.kernel * units;
-        let together = (dst_c / self.cardinality).div_ceil(LANES);
-        let full = (dst_c / LANES).min(blocks.end);
+        let blocks_per_group = (dst_c / self.cardinality).div_ceil(LANES);
+        let full_end = (dst_c / LANES).min(blocks.end);
         let mut block = blocks.start;
         while block < blocks.end {
             // Blocks of a tile read the same channels.
-            let group_of_channels = block / together;
-            let left = full.min((group_of_channels + 1) * together).saturating_sub(block);
-            let takes = tiles.product_blocks(largest, left);
+            let group_of_channels = block / blocks_per_group;
+            let full_blocks = full_end.min((group_of_channels + 1) * blocks_per_group).saturating_sub(block);
+            let tile_blocks = tiles.product_blocks(largest_group, full_blocks);
             for group in groups.clone() {
                 let own = group_start(group)..group_start(group + 1);
-                let tile = match left {
+                let tile = match full_blocks {
                     0 => tiles.product_part(own.len()),
-                    _ => tiles.product(own.len(), takes),
+                    _ => tiles.product(own.len(), tile_blocks),
                 };
                 let positions = rows.start * dst_w..rows.end * dst_w;
                 for (index, (position, ends)) in positions.zip(buffers.starts.windows(2)).enumerate() {
@@ -302,7 +304,7 @@ impl Pass {
                         tile(&Product {
                             x: packed
                                 .as_ptr()
-                                .add((own.start - pictures.start) * picture)
+                                .add((own.start - pictures.start) * picture_len)
                                 .add(group_of_channels * units * own.len()),
                             taps: &buffers.taps[ends[0]..ends[1]],
                             units,
@@ -312,18 +314,20 @@ impl Pass {
                             y: job.dst.pointer().add(first),
                             y_picture: dst_h * dst_w * dst_c,
                             lanes: dst_c % LANES,
-                            sums: sums.filter(|_| job.sums).map_or(std::ptr::null_mut(), |s| s.as_mut_ptr()),
-                            first: index == 0 && group == groups.start,
+                            sums: sums
+                                .filter(|_| job.computes_sums)
+                                .map_or(std::ptr::null_mut(), |s| s.as_mut_ptr()),
+                            starts_sums: index == 0 && group == groups.start,
                         });
                     }
                 }
             }
-            block += takes;
+            block += tile_blocks;
         }
 
         let count = (pictures.len() * rows.len() * dst_w) as f64;
         let channels = blocks.len() * LANES - (blocks.end * LANES).saturating_sub(dst_c);
-        let mut totals = vec![0.0; if job.sums { 2 * channels } else { 0 }];
+        let mut totals = vec![0.0; if job.computes_sums { 2 * channels } else { 0 }];
         for (block, sums) in sums.chunks_exact(3 * LANES).enumerate() {
             for lane in 0..LANES.min(channels - block * LANES) {
                 let [pivot, sum, square] = [0, 1, 2].map(|kind| f64::from(sums[kind * LANES + lane]));
@@ -342,7 +346,7 @@ struct Job<'a> {
     src: &'a [f32],
     w: &'a [f32],
     dst: SharedOutput,
-    sums: bool,
+    computes_sums: bool,
 }
 
 /// A piece of the output: rows of groups of pictures, for blocks of channels.

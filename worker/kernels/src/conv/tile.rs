@@ -42,7 +42,7 @@ pub(super) struct Product<'a> {
     /// (output - pivot)^2. A pivot keeps the squares small if a channel's mean is far from zero.
     pub(super) sums: *mut f32,
     /// Whether to start the sums, with the first picture's outputs as pivots.
-    pub(super) first: bool,
+    pub(super) starts_sums: bool,
 }
 
 /// A run of pixels that are adjacent in both packed pictures.

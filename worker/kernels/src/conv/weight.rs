@@ -14,13 +14,14 @@ use super::{
 use rayon::prelude::*;
 use std::{ops::Range, sync::Arc};
 
-/// Units of pixels per piece: (16 input and 32 output channels) * 4 bytes * 256 = 48 KiB. Larger pieces are slower.
+/// Number of units of pixels per piece: (16 input and 32 output channels) * 4 bytes * 256 = 48 KiB. Larger pieces are slower.
 const PIXELS: usize = 256;
-/// Pictures per group if a picture is larger than a piece.
+/// Number of pictures per group if a picture is larger than a piece.
 const GROUP: usize = 4;
 /// Maximum number of weights for which tasks divide the pixels, with separate gradients in the second-level cache.
 const MAX_OWN_WEIGHTS: usize = 80 * 1024;
-/// Packed units of a task, each of input and gradient, that stay in the second-level cache with the gradient.
+/// Maximum number of packed units of a task, for the input and for the output's gradient each. They stay in the second-level
+/// cache, together with the gradient of the weights.
 const PACKED: usize = 48 * 1024;
 /// Maximum number of separate gradients, which are added in order at the end.
 const SLOTS: usize = 16;
@@ -170,15 +171,15 @@ impl Plan<'_> {
     /// Blocks of output channels that one tile computes, all in the same group of channels. A block that is not full is a
     /// separate panel.
     fn panels(&self) -> Vec<Range<usize>> {
-        let together = self.s.group_out_c().div_ceil(LANES);
+        let blocks_per_group = self.s.group_out_c().div_ceil(LANES);
         let (full, blocks) = (self.s.out_c / LANES, self.s.out_c.div_ceil(LANES));
         let mut panels = Vec::new();
         let mut block = 0;
         while block < blocks {
-            let left = full.saturating_sub(block).min(together - block % together);
-            let takes = self.tiles.outer_blocks(self.s.group_in_c(), left);
-            panels.push(block..block + takes);
-            block += takes;
+            let remaining = full.saturating_sub(block).min(blocks_per_group - block % blocks_per_group);
+            let count = self.tiles.outer_blocks(self.s.group_in_c(), remaining);
+            panels.push(block..block + count);
+            block += count;
         }
         panels
     }
@@ -189,21 +190,21 @@ impl Plan<'_> {
         let row = (s.in_w * s.in_c.next_multiple_of(LANES)).max(s.out_w() * s.out_c.next_multiple_of(LANES))
             * self.units(self.group);
         let count = self.pieces[0].len();
-        let mut each = count;
-        while each > 1 && {
-            let (src, rows) = self.pieces[0][..each]
+        let mut pieces_per_chunk = count;
+        while pieces_per_chunk > 1 && {
+            let (src, rows) = self.pieces[0][..pieces_per_chunk]
                 .iter()
                 .fold((0, 0), |(src, rows), piece| (piece.src.end.max(src), piece.rows.end.max(rows)));
             src.max(rows) * row > PACKED
         } {
-            each = each.div_ceil(2);
+            pieces_per_chunk = pieces_per_chunk.div_ceil(2);
         }
         (0..s.batch)
             .step_by(self.group)
             .flat_map(|first| {
-                (0..count).step_by(each).map(move |piece| Chunk {
+                (0..count).step_by(pieces_per_chunk).map(move |piece| Chunk {
                     pictures: first..s.batch.min(first + self.group),
-                    pieces: piece..count.min(piece + each),
+                    pieces: piece..count.min(piece + pieces_per_chunk),
                 })
             })
             .collect()

@@ -194,7 +194,10 @@ fn each_rank_keeps_its_share_of_the_optimizer_s_state() {
         assert!(description.ends_with("; a rank keeps 4.23 of 16.90 MB of optimizer state"), "{description}");
     }
     for description in exchange(sharded(Plan::data(2)), true) {
-        assert!(description.ends_with("; optimizer state, 16.90 MB, is there once, too"), "{description}");
+        assert!(
+            description.ends_with("; they also share one copy of the optimizer state, 16.90 MB"),
+            "{description}"
+        );
     }
     for description in exchange(Plan::data(2), false) {
         assert!(!description.contains("optimizer"), "{description}");

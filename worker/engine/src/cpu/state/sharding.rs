@@ -107,7 +107,7 @@ impl State {
         self.sharding.is_some()
     }
 
-    /// This rank's part of the optimizer's slot number `slot`, in the order of the weights, with zeros for other ranks' parts.
+    /// This rank's part of the optimizer slot `slot`, in the order of the weights, with zeros for other ranks' parts.
     pub(in crate::cpu) fn optimizer_slot(&self, slot: usize) -> Vec<f32> {
         let mut flat = vec![0.0; self.weights.len()];
         for piece in &self.pieces {
@@ -139,7 +139,7 @@ impl State {
         Ok(keep.then_some(flat))
     }
 
-    /// Replaces the optimizer's slot number `slot` by this rank's part of `flat`, which is in the order of the weights.
+    /// Replaces the optimizer slot `slot` by this rank's part of `flat`, which is in the order of the weights.
     pub(in crate::cpu) fn set_optimizer_slot(&mut self, slot: usize, flat: &[f32]) {
         for piece in &self.pieces {
             self.optimizer_slots[slot][piece.in_slots.clone()].copy_from_slice(&flat[piece.range.clone()]);

@@ -1,4 +1,4 @@
-//! Tests of a network with GELUs, a bias by itself and parameters that are not trained, and of Muon.
+//! Tests of Muon, and of a network with GELUs, a separate bias, and parameters that are not trained.
 
 use crate::{
     Engine, EngineConfig, Optimizer, build_cpu,

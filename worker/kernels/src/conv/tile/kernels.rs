@@ -72,7 +72,7 @@ pub(super) unsafe fn product<
             for v in 0..V {
                 let to = t.sums.add(v * 48);
                 let (mut total, mut squares) = (S::zero(), S::zero());
-                if t.first {
+                if t.starts_sums {
                     sum[0][v].store(to);
                 } else {
                     (total, squares) = (S::load(to.add(16)), S::load(to.add(32)));

@@ -36,7 +36,7 @@ pub(super) fn open(training: &Training<'_>) -> Result<DataSource, TrainError> {
         training.log([describe_class_weights(&data.shape.classes, &weights, &counts)]);
         data.set_class_weights(weights);
     }
-    training.log(description(&data.shape));
+    training.log(describe(&data.shape));
     check_same_dataset(training, &data)?;
     share_normalisation(training, &mut data)?;
     Ok(data)
@@ -55,7 +55,7 @@ fn describe_class_weights(classes: &[String], weights: &[f32], counts: &[u64]) -
 }
 
 /// Log lines about an opened dataset.
-fn description(shape: &Shape) -> Vec<String> {
+fn describe(shape: &Shape) -> Vec<String> {
     let skipped = &shape.skipped;
     let mut lines = Vec::new();
     if !skipped.is_empty() {
@@ -70,16 +70,16 @@ fn description(shape: &Shape) -> Vec<String> {
 /// Makes all ranks normalise with the mean and standard deviation of rank 0, or of the checkpoint from which the run
 /// continues. A rank's own values depend on which pictures it could read, and on how this version reads them.
 fn share_normalisation(training: &Training<'_>, data: &mut DataSource) -> Result<(), TrainError> {
-    let (asked, channels) = (&training.spec.data, data.shape.channels);
+    let (spec, channels) = (&training.spec.data, data.shape.channels);
     let of_checkpoint = |key: &str| -> Option<Vec<f32>> {
-        let about = checkpoint::about(training.resume?).ok()?;
-        let values: Vec<f32> = serde_json::from_str(about.get(key)?).ok()?;
+        let metadata = checkpoint::about(training.resume?).ok()?;
+        let values: Vec<f32> = serde_json::from_str(metadata.get(key)?).ok()?;
         (values.len() == channels && values.iter().all(|v| v.is_finite())).then_some(values)
     };
-    let [mut mean, mut std] = [("mean", &asked.mean, &data.shape.mean), ("std", &asked.std, &data.shape.std)]
-        .map(|(key, asked, found)| {
-            let kept = if training.is_first() && asked.is_none() { of_checkpoint(key) } else { None };
-            kept.unwrap_or_else(|| found.clone())
+    let [mut mean, mut std] = [("mean", &spec.mean, &data.shape.mean), ("std", &spec.std, &data.shape.std)]
+        .map(|(key, configured, own)| {
+            let kept = if training.is_first() && configured.is_none() { of_checkpoint(key) } else { None };
+            kept.unwrap_or_else(|| own.clone())
         });
     training.group.broadcast((&mut mean).into())?;
     training.group.broadcast((&mut std).into())?;
@@ -119,9 +119,9 @@ fn one_line(file: &impl std::fmt::Display) -> String {
 
 /// Logs which pictures could not be read since the last call.
 pub(super) fn report_broken(training: &Training<'_>, data: &DataSource) {
-    let (news, count) = data.newly_broken();
-    let before = count - news.len();
-    for file in news.iter().take(MAX_NAMED_FILES.saturating_sub(before)) {
+    let (newly_broken, count) = data.newly_broken();
+    let before = count - newly_broken.len();
+    for file in newly_broken.iter().take(MAX_NAMED_FILES.saturating_sub(before)) {
         let file = one_line(file);
         training.observer.log(&format!("{file}; it is left out. Restore it before the job is paused or restarted: a job can only continue with the pictures with which it began"));
     }

@@ -69,7 +69,7 @@ pub(super) fn choose_decoder(
         Err(Some(why)) if choice == DecoderChoice::Gpu => {
             return Err(TrainError::Impossible(format!("{DECODER} is gpu: {why}")));
         }
-        Err(why) => why.map(|why| format!("JPEG files are decoded on cores: {why}")),
+        Err(why) => why.map(|why| format!("JPEG files are decoded on CPU cores: {why}")),
     })
 }
 
